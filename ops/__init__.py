@@ -1,0 +1,1 @@
+"""Kernels and references behind one operator signature; imports nothing of the floors above."""

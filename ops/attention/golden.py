@@ -1,0 +1,49 @@
+"""Golden attention: the definition, in FP64, without blocks. Nothing here is shared with what it judges."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def golden_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """softmax(scale * q k^T + mask) v in FP64; a fully masked row gives 0 and LSE -inf.
+
+    Parameters
+    ----------
+    q : Tensor (B, Hq, Sq, D)
+    k, v : Tensor (B, Hkv, Skv, D)
+        Hq a multiple of Hkv.
+    attn_mask : Tensor, optional
+        Bool (True = keep) or float (added), broadcastable to (B, Hq, Sq, Skv).
+    is_causal : bool
+        Bottom-right aligned: query i sees keys up to i + Skv - Sq.
+    scale : float, optional
+        1/sqrt(D) by default.
+
+    Returns
+    -------
+    out : Tensor (B, Hq, Sq, D), FP64
+    lse : Tensor (B, Hq, Sq), FP64
+        Natural logarithm of the row sums.
+    """
+    q, k, v = q.double(), k.double(), v.double()
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if attn_mask is not None:
+        scores = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
+    if is_causal:
+        ones = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device)
+        scores = scores.masked_fill(~ones.tril(scores.shape[-1] - scores.shape[-2]), -torch.inf)
+    lse = torch.logsumexp(scores, -1)
+    weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1))
+    return weights @ v, lse

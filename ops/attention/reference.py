@@ -1,0 +1,267 @@
+"""Reference attention: the specification of the operator, on a model of the NPU's arithmetic.
+
+A GEMM accumulates in FP32 and is rounded once when it is stored; every value kept in FP16 is rounded when it is
+made. All query rows are taken at once and key blocks one after another, which changes no number: query tiles only
+decide which rows are rescued together. Equation and line numbers are those of arXiv:2503.01873.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pasa.ops.attention.diagnostics import ScoreCounts
+from pasa.ops.attention.masking import KeyMask, dense_mask, hidden_keys, non_finite_reach, read_mask
+from pasa.ops.attention.options import AttentionOptions
+from pasa.ops.attention.scores import Block, Tile, score_model
+from pasa.ops.numerics.formats import FORMATS, Format, round_to
+
+FP16, FP32 = FORMATS["fp16"], FORMATS["fp32"]
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    options: AttentionOptions,
+    diagnose: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention of queries (B, Hq, Sq, D) over keys and values (B, Hkv, Skv, D), Hq a multiple of Hkv.
+
+    Parameters
+    ----------
+    q, k, v : Tensor
+        FP16; BF16 and FP32 are converted to FP16 first, as the paper does.
+    attn_mask : Tensor, optional
+        Bool (True = keep) or float (added), broadcastable to (B, Hq, Sq, Skv).
+    is_causal : bool
+        Bottom-right aligned.
+    scale : float
+        Positive; multiplies q.k.
+    options : AttentionOptions
+    diagnose : bool
+        Count what the scores do (costs one more GEMM).
+
+    Returns
+    -------
+    out : Tensor (B, Hq, Sq, D), dtype of q
+    lse : Tensor (B, Hq, Sq), FP32, natural logarithm; -inf where a row sees no key
+    counts : Tensor (B, Hq, 6), FP64, or empty when not asked for
+        `diagnostics.ScoreCounts`.
+
+    Raises
+    ------
+    ValueError
+        If a finite value of a BF16 or FP32 input does not fit into FP16.
+
+    Notes
+    -----
+    A key that no query of its batch entry may see does not exist: it enters no mean. A NaN or infinity in a key
+    turns the rows that see it to NaN, one in a value the column of the rows that see it, one in a query its row.
+    """
+    if attn_mask is not None and bool((hidden := hidden_keys(attn_mask, k)).any()):
+        return _without_hidden_keys(q, k, v, attn_mask, is_causal, scale, options, diagnose, hidden)
+    inputs = [_as_fp16(x, name) for x, name in ((q, "q"), (k, "k"), (v, "v"))]
+    mask = read_mask(attn_mask, is_causal, q, k)
+    finite = [torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0) for x in inputs]
+    rows = finite[0].unflatten(1, (k.shape[1], -1))
+    out, lse, counts = _blocks(rows, finite[1], finite[2], mask, scale, options, diagnose)
+    out, lse = out.flatten(1, 2), lse.flatten(1, 2)
+    if not all(bool(torch.isfinite(x).all()) for x in inputs):
+        bad_rows, bad = non_finite_reach(*inputs, mask, options.block_k)
+        out, lse = out.masked_fill(bad, torch.nan), lse.masked_fill(bad_rows, torch.nan)
+    return out.to(q.dtype), lse, counts
+
+
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    is_causal: bool,
+    scale: float,
+    options: AttentionOptions,
+    diagnose: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Packed sequences (T, H, D): each one attends to itself alone, as `attention` does.
+
+    A sequence without keys gives 0 and LSE -inf. Counts of all sequences are joined, (1, Hq, 6).
+    """
+    out = torch.zeros_like(q)
+    lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
+    joined = ScoreCounts(1, q.shape[1], q.device) if diagnose else None
+    edges = zip(*(x.tolist() for x in (cu_seqlens_q[:-1], cu_seqlens_q[1:], cu_seqlens_k[:-1], cu_seqlens_k[1:])))
+    for q0, q1, k0, k1 in edges:
+        if q0 == q1 or k0 == k1:
+            continue
+        batch = [x.transpose(0, 1).unsqueeze(0) for x in (q[q0:q1], k[k0:k1], v[k0:k1])]
+        one, one_lse, counts = attention(*batch, None, is_causal, scale, options, diagnose)
+        out[q0:q1], lse[q0:q1] = one[0].transpose(0, 1), one_lse[0].T
+        if joined is not None:
+            joined.join(counts)
+    return out, lse, ScoreCounts.empty(q.device) if joined is None else joined.table
+
+
+def _without_hidden_keys(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor,
+    is_causal: bool,
+    scale: float,
+    options: AttentionOptions,
+    diagnose: bool,
+    hidden: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One batch entry at a time, less the keys that none of its queries may see (padding, empty cache slots)."""
+    full = dense_mask(attn_mask, is_causal, q, k)
+    parts = []
+    for b, gone in enumerate(hidden):
+        if bool(gone.all()):
+            lse = torch.full((1, *q.shape[1:3]), -torch.inf, dtype=torch.float32, device=q.device)
+            counts = ScoreCounts(1, q.shape[1], q.device).table if diagnose else ScoreCounts.empty(q.device)
+            parts.append((torch.zeros_like(q[b : b + 1]), lse, counts))
+            continue
+        keys, values = k[b : b + 1, :, ~gone], v[b : b + 1, :, ~gone]
+        mask = full[b % full.shape[0]].unsqueeze(0)
+        mask = mask if mask.shape[-1] == 1 else mask[..., ~gone]
+        parts.append(attention(q[b : b + 1], keys, values, mask, False, scale, options, diagnose))
+    out, lse, counts = (torch.cat(x) for x in zip(*parts))
+    return out, lse, counts
+
+
+def _as_fp16(x: Tensor, name: str) -> Tensor:
+    """FP16 values in FP32; a finite value beyond 65504 is an error to report, not to hide."""
+    if x.dtype == torch.float16:
+        return x.float()
+    rounded = round_to(x.float(), FP16)
+    lost = torch.isinf(rounded) & torch.isfinite(x)
+    if bool(lost.any()):
+        worst = x.abs().where(lost, 0.0).max().item()
+        raise ValueError(
+            f"{name} has {int(lost.sum())} values beyond the FP16 range (largest {worst:g} > {FP16.max:g})"
+        )
+    return rounded
+
+
+def _blocks(
+    q: Tensor, k: Tensor, v: Tensor, mask: KeyMask, scale: float, options: AttentionOptions, diagnose: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The loop over key blocks. q (B, Hkv, G, Sq, D); returns out, lse (B, Hkv, G, Sq, ...) and counts."""
+    model = score_model(options, q, k, scale)
+    softmax = OnlineSoftmax(q, options)
+    counts = ScoreCounts(q.shape[0], q.shape[1] * q.shape[2], q.device) if diagnose else None
+    for index, start in enumerate(range(0, k.shape[-2], options.block_k)):
+        stop = min(start + options.block_k, k.shape[-2])
+        first = mask.first_row(start) if index else 0  # rows above see no key of this block
+        if first >= q.shape[-2]:
+            break
+        visible, bias = mask.tile(first, start, stop)
+        rows = q[..., first:, :]
+        block = Block(index, rows, k[..., start:stop, :], visible, bias, softmax.maximum[..., first:, :], first)
+        tile = model.tile(block)
+        if counts is not None:
+            counts.add(block, tile, options)
+        softmax.add(tile, block, v[..., start:stop, :])
+    out, lse = softmax.finish(model.frame(q))
+    return out, lse, ScoreCounts.empty(q.device) if counts is None else counts.table
+
+
+class OnlineSoftmax:
+    """Running maximum m, row sum l and output O over key blocks (Algorithm 1, lines 12 and 16 to 22).
+
+    P is taken relative to its own block's maximum, as Algorithm 1 does, so it never waits for the block before.
+    With FP16 accumulation `exact` keeps O normalised (every O is a mean of values, hence in range) and m, l in FP32.
+    """
+
+    def __init__(self, q: Tensor, options: AttentionOptions) -> None:
+        exact = options.precision == "pasa" and options.recovery == "exact"
+        low = options.accumulate == "fp16" or options.precision == "fp16"
+        self.overflow = options.overflow
+        self.rows: Format = FP16 if low and not exact else FP32
+        self.normalised = low and exact
+        self.sum_rounded = exact  # l sums what multiplies V, so that V = 1 gives 1 and O stays a mean of values
+        self.maximum = q.new_full((*q.shape[:-1], 1), -torch.inf)
+        self.sum = torch.zeros_like(self.maximum)
+        self.out = torch.zeros_like(q)
+
+    def _row(self, x: Tensor) -> Tensor:
+        return round_to(x, self.rows, overflow=self.overflow)
+
+    def add(self, tile: Tile, block: Block, v: Tensor) -> None:
+        """Take in one tile and its values (B, Hkv, n, D)."""
+        scores, alive = _masked(tile, block)
+        top = scores.amax(-1, keepdim=True)
+        if alive is not None:
+            top = top.where(alive, 0.0)
+        weights = self._row(torch.exp(self._row(scores - top)))
+        rounded = round_to(weights, FP16, overflow=self.overflow)
+        row_sum = self._sum(rounded if self.sum_rounded else weights)
+        here = self._row(top + tile.offset)
+        candidate = here if alive is None else here.where(alive, -torch.inf)
+        old = slice(block.rows_before, None)
+        carried = self._row(self.maximum[..., old, :] + tile.carry)
+        maximum = torch.maximum(carried, candidate)
+        keep = self._factor(carried - maximum, self.sum[..., old, :] != 0)
+        new = self._factor(here - maximum, alive)
+        before = self.sum[..., old, :] * keep
+        self.sum[..., old, :] = self._row(self._row(before) + self._row(new * row_sum))
+        self.maximum[..., old, :] = maximum
+        self._add_output(old, rounded, row_sum, keep, new, before, v)
+
+    def _add_output(
+        self, old: slice, weights: Tensor, row_sum: Tensor, keep: Tensor, new: Tensor, before: Tensor, v: Tensor
+    ) -> None:
+        """O_j = keep O_{j-1} + new (P_j V_j)  (line 20), or its normalised form."""
+        out = self.out[..., old, :]
+        if not self.normalised:
+            product = self._row(_times_values(weights, v))
+            self.out[..., old, :] = self._row(self._row(keep * out) + self._row(new * product))
+            return
+        # P / l' rounded towards zero sums to at most 1, so P V fits wherever V does; its own sum replaces l'.
+        shares = round_to(weights / row_sum.clamp(min=1.0), FP16, rounding="toward_zero")
+        product = round_to(_times_values(shares, v), FP16, overflow=self.overflow)
+        gained = new * row_sum
+        total = before + gained * self._sum(shares)
+        self.sum[..., old, :] = total
+        mixed = (before * out + gained * product) / total.where(total != 0, 1.0)
+        self.out[..., old, :] = round_to(mixed, FP16, overflow="saturate")
+
+    def _factor(self, exponent: Tensor, exists: Tensor | None) -> Tensor:
+        """exp, and 0 where there is nothing to scale: no earlier block (trap of line 4), no visible key."""
+        factor = self._row(torch.exp(self._row(exponent)))
+        return factor if exists is None else factor.where(exists, 0.0)
+
+    def _sum(self, x: Tensor) -> Tensor:
+        """Row sum: on the cube or in FP32, or the FP16 vector unit's binary tree, rounded at every step."""
+        if self.rows is FP32:
+            return x.sum(-1, keepdim=True)
+        x = torch.nn.functional.pad(x, (0, (1 << (x.shape[-1] - 1).bit_length()) - x.shape[-1]))
+        while x.shape[-1] > 1:
+            x = self._row(x[..., ::2] + x[..., 1::2])
+        return x
+
+    def finish(self, frame: Tensor | float) -> tuple[Tensor, Tensor]:
+        """Output rounded to FP16 and log-sum-exp in the true frame; 0 and -inf for rows without a key."""
+        empty = (self.sum == 0) & (self.maximum == -torch.inf)
+        divisor = self.sum.where(~empty, 1.0)
+        out = self.out if self.normalised else round_to(self.out / divisor, FP16, overflow=self.overflow)
+        lse = (self.maximum + frame + torch.log(divisor)).squeeze(-1)
+        return out, lse.masked_fill(empty.squeeze(-1), -torch.inf)
+
+
+def _times_values(weights: Tensor, v: Tensor) -> Tensor:
+    """P V for grouped rows (B, Hkv, G, R, n) and values (B, Hkv, n, D), FP32 accumulation."""
+    return (weights.flatten(2, 3) @ v).unflatten(2, weights.shape[2:4])
+
+
+def _masked(tile: Tile, block: Block) -> tuple[Tensor, Tensor | None]:
+    """Scores with bias and mask applied, and which rows (..., R, 1) see a key of the block (None: all)."""
+    scores = tile.scores if block.bias is None else tile.scores + block.bias
+    if block.visible is None:
+        return scores, None
+    return scores.masked_fill(~block.visible, -torch.inf), block.visible.any(-1, keepdim=True)

@@ -1,0 +1,264 @@
+"""Score tiles: how each precision makes, stores and frames the scores of one key block.
+
+Every tile says: the true scaled score is ``scores + offset`` in the row's fixed frame. The running softmax
+(reference.py) needs nothing else, so a precision differs from another in this file alone.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pasa.ops.attention.options import AttentionOptions
+from pasa.ops.numerics.formats import FORMATS, round_to
+from pasa.ops.numerics.shifting import (
+    NoOptimalBetaError,
+    invariance,
+    optimal_beta,
+    practical_invariance,
+    shifting_matrix,
+)
+from pasa.ops.shift_keys.reference import shift_exact, shift_paper
+
+FP16 = FORMATS["fp16"]
+
+# A score further than this above the row's reference is stored too coarsely, so its tile stays in FP32.
+# At 8 nats FP16 spacing is 2^-7 in tile units (one unit is 0.7 to 1.4 nats): a weight is off by at most 0.6 %,
+# the size that rounding P to FP16 and the bulk of the scores (|t| in [1, 8]) already bring. See README.md.
+RESCUE_REACH = 8.0
+# Weights below exp(-104) are zero even as FP32 subnormals.
+ZERO_WEIGHT = 104.0
+PAPER_BETA0 = 1 - 2.0**-6  # the start that the paper adopts (section 2.3)
+
+
+@dataclass
+class Tile:
+    """Scores of query rows against one key block.
+
+    Attributes
+    ----------
+    stored : Tensor (..., rows, n)
+        What leaves the matrix unit, in its own units; FP32 tensors holding values of the stored format.
+    scores : Tensor (..., rows, n)
+        Scaled scores without the offset.
+    offset, carry : Tensor (..., rows, 1) or 0.0
+        Added to this tile's scores, and to the running maximum before this tile (the paper's correction terms).
+    rescued : Tensor (..., rows, 1), bool, optional
+        Rows whose tile stayed in FP32.
+    """
+
+    stored: Tensor
+    scores: Tensor
+    offset: Tensor | float = 0.0
+    carry: Tensor | float = 0.0
+    rescued: Tensor | None = None
+
+
+@dataclass
+class Block:
+    """Where a tile stands: query rows, keys, and what the rows may see of them.
+
+    Attributes
+    ----------
+    index : int
+        Number of the key block.
+    q : Tensor (B, Hkv, G, rows, D)
+    k : Tensor (B, Hkv, n, D)
+    visible : Tensor (..., rows, n), bool, optional
+    bias : Tensor (..., rows, n), FP32, optional
+    reference : Tensor (B, Hkv, G, rows, 1)
+        Running maximum of the rows; -inf before their first visible key.
+    rows_before : int
+        How many rows of the sequence come before these.
+    """
+
+    index: int
+    q: Tensor
+    k: Tensor
+    visible: Tensor | None
+    bias: Tensor | None
+    reference: Tensor
+    rows_before: int
+
+
+class ScoreModel(Protocol):
+    """One precision: makes tiles, and says where the frame of its running maximum stands."""
+
+    def tile(self, block: Block) -> Tile:
+        """Scores of one block, as stored and as the softmax takes them."""
+        ...
+
+    def frame(self, q: Tensor) -> Tensor | float:
+        """What to add to the running maximum to get true scaled scores, (B, Hkv, G, Sq, 1)."""
+        ...
+
+
+def score_model(options: AttentionOptions, q: Tensor, k: Tensor, scale: float) -> ScoreModel:
+    """The model that `options` names for queries (B, Hkv, G, Sq, D) and keys (B, Hkv, Skv, D)."""
+    if options.precision != "pasa":
+        return FlashScores(options, k, scale)
+    return PaperScores(options, scale) if options.recovery == "paper" else ExactScores(options, scale)
+
+
+def matmul_rows(q: Tensor, k: Tensor) -> Tensor:
+    """q k^T for grouped queries (B, Hkv, G, R, D) and keys (B, Hkv, n, D): (B, Hkv, G, R, n), FP32 accumulation."""
+    return (q.flatten(2, 3) @ k.mT).unflatten(2, q.shape[2:4])
+
+
+class FlashScores:
+    """The paper's precision allocations (figures 1 to 3) and the two honest baselines."""
+
+    def __init__(self, options: AttentionOptions, k: Tensor, scale: float) -> None:
+        self.precision, self.overflow, self.scale = options.precision, options.overflow, scale
+        self.key_mean = k.mean(-2, keepdim=True) if self.precision == "smooth_k" else None
+
+    def tile(self, block: Block) -> Tile:
+        """S = Q K^T, stored in FP32 (`fp32`) or FP16, scaled after the store unless `prescaled`."""
+        q, k, scale = block.q, block.k, self.scale
+        if self.precision == "prescaled":
+            q, scale = round_to(q * scale, FP16, overflow=self.overflow), 1.0
+        if self.key_mean is not None:
+            k = round_to(k - self.key_mean, FP16, overflow=self.overflow)
+        stored = matmul_rows(q, k)
+        if self.precision != "fp32":
+            stored = round_to(stored, FP16, overflow=self.overflow)
+        scores = stored * scale
+        return Tile(stored, round_to(scores, FP16, overflow=self.overflow) if self.precision == "fp16" else scores)
+
+    def frame(self, q: Tensor) -> Tensor | float:
+        """Only `smooth_k` moves the scores: by q . mean(K), alike for every key."""
+        if self.key_mean is None:
+            return 0.0
+        return matmul_rows(q, self.key_mean) * self.scale
+
+
+class PaperScores:
+    """PASA as published: S' = Q K'^T in FP16, and the global recovery of Algorithm 1, lines 13 to 17."""
+
+    def __init__(self, options: AttentionOptions, scale: float) -> None:
+        self.scale, self.beta, self.overflow = scale, options.beta, options.overflow
+        self.row_format = FP16 if options.accumulate == "fp16" else FORMATS["fp32"]
+        self.frame_mean: Tensor | None = None  # F_j of the rows; the frame is factor * F_j
+        self.factor = 0.0  # the invariance I of a full block
+
+    def _round(self, x: Tensor) -> Tensor:
+        return round_to(x, self.row_format, overflow=self.overflow)
+
+    def tile(self, block: Block) -> Tile:
+        """S', and the correction terms that carry its maximum into the moving frame F_j (Eq. 14, 15)."""
+        n = block.k.shape[-2]
+        beta, factor = paper_beta(self.beta, n, self.scale)
+        matrix = shifting_matrix(n, beta, scale=self.scale).float()
+        stored = matmul_rows(block.q, shift_paper(block.k, matrix, self.overflow))
+        stored = round_to(stored, FP16, overflow=self.overflow)
+        # The mean is that of the whole shifted block: the recovery undoes M, which knows no mask.
+        mean = self._round(stored.mean(-1, keepdim=True))
+        if self.frame_mean is None:  # F_0 is read as s, so block 1 has no correction
+            self.frame_mean, self.factor = mean, factor
+            return Tile(stored, stored)
+        before = self.frame_mean[..., block.rows_before :, :]
+        current = self._round(self._round(self._round(block.index * before) + mean) / (block.index + 1))
+        carry = self._round(self.factor * self._round(before - current))
+        offset = self._round(self.factor * self._round(mean - current))
+        if factor != self.factor:  # a ragged last block has its own M, hence its own invariance
+            offset = self._round(offset + self._round((factor - self.factor) * mean))
+        before.copy_(current)  # a view of the running frame: only now, when nothing reads it any more
+        return Tile(stored, stored, offset, carry)
+
+    def frame(self, q: Tensor) -> Tensor | float:
+        """L = m_N + I F_N + ln l_N."""
+        return 0.0 if self.frame_mean is None else self.factor * self.frame_mean
+
+
+def paper_beta(beta: float | None, n: int, scale: float) -> tuple[float, float]:
+    """beta and invariance I for a block of n keys with the scale folded into M.
+
+    A given beta is used as it is, with I = beta / (1 - beta). Otherwise the fixed point from the paper's start is
+    solved for the matrix that is really rounded; the few n that have none keep the start and the invariance that
+    the rounded matrix has (Eq. 20).
+    """
+    if beta is not None:
+        return beta, invariance(beta)
+    if n == 1:
+        return 0.0, 0.0  # the mean of one key is the key: shifting would leave nothing but rounding
+    try:
+        solved = optimal_beta(PAPER_BETA0, n, scale=scale)
+    except NoOptimalBetaError:
+        return PAPER_BETA0, practical_invariance(PAPER_BETA0, n, scale=scale)
+    return solved.beta, solved.invariance
+
+
+class ExactScores:
+    """Our recovery: anchored keys, FP32 block offsets, and a row reference that enters before the rounding.
+
+    With K' = (K - a_j) u exact, the true score of key k in block j is q.k'/u + q.a_j. Scores live in the frame of
+    the first block's anchor, so that a bias which all blocks share never enters: c_ij = q_i.(a_j - a_1). The stored
+    tile is fl16(q.k' - rho_ij), rho_ij the row's running maximum less c_ij as two FP16 numbers (columns of an
+    extra K fractal), both added back in FP32. So what FP16 stores is near zero where the softmax has its weight.
+    """
+
+    def __init__(self, options: AttentionOptions, scale: float) -> None:
+        self.scale, self.block_q, self.overflow = scale, options.block_q, options.overflow
+        self.unit = min(1.0, 2.0 ** math.floor(math.log2(scale) + 0.5))
+        self.anchor: Tensor | None = None
+
+    def tile(self, block: Block) -> Tile:
+        """Referenced scores in FP16; the rows of a tile that runs away from its reference keep FP32."""
+        keys = shift_exact(block.k, self.unit)
+        if self.anchor is None:
+            self.anchor = keys.anchor
+        unit = keys.unit.unsqueeze(2)
+        offset = _dot_two_terms(block.q, keys.anchor - self.anchor)
+        guess = offset + matmul_rows(block.q, keys.mean_residual)  # the mean score of the block
+        reference = guess
+        if block.bias is None:
+            reference = torch.where(block.reference == -torch.inf, guess, block.reference / self.scale)
+        rho = sum(two_terms((reference - offset) * unit))
+        wide = matmul_rows(block.q, keys.keys) - rho
+        narrow = round_to(wide, FP16, overflow=self.overflow)
+        rescued = self._rescued(block, narrow, self.scale / unit)
+        stored = torch.where(rescued, wide, narrow)
+        return Tile(stored, stored * (self.scale / unit), (rho / unit + offset) * self.scale, 0.0, rescued)
+
+    def frame(self, q: Tensor) -> Tensor | float:
+        """q . a_1, which every score of the row lacks."""
+        return 0.0 if self.anchor is None else matmul_rows(q, self.anchor) * self.scale
+
+    def _rescued(self, block: Block, narrow: Tensor, scale: Tensor) -> Tensor:
+        """Rows (whole tiles of block_q) whose largest visible score is too far from the reference for FP16."""
+        if block.bias is not None:  # the mask is added in FP32, behind the reference's back
+            return torch.ones_like(block.reference, dtype=torch.bool)
+        seen = narrow if block.visible is None else narrow.masked_fill(~block.visible, -torch.inf)
+        reach = seen.amax(-1, keepdim=True) * scale
+        first = block.reference == -torch.inf
+        lost = torch.where(first, reach.abs(), reach) > RESCUE_REACH
+        if block.visible is not None:
+            lost &= block.visible.any(-1, keepdim=True)
+        if FP16.max * float(scale.min()) < ZERO_WEIGHT:  # a tiny scale: even -65504 may have weight
+            bottom = narrow <= -FP16.max
+            lost |= (bottom if block.visible is None else bottom & block.visible).any(-1, keepdim=True)
+        start = block.rows_before % self.block_q
+        whole = tiles_with(lost, block.rows_before, self.block_q).repeat_interleave(self.block_q, -1)
+        return whole[..., start : start + lost.shape[-2]].unsqueeze(-1)
+
+
+def two_terms(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x as high + low FP16 numbers: 22 bits, and a range of 131008, beyond which x is clamped."""
+    high = round_to(x, FP16, overflow="saturate")
+    return high, round_to(x - high, FP16, overflow="saturate")
+
+
+def _dot_two_terms(q: Tensor, rows: Tensor) -> Tensor:
+    """q . row with the row as two FP16 rows of the matrix unit, summed in FP32: (B, Hkv, G, R, 1)."""
+    high, low = two_terms(rows)
+    return matmul_rows(q, high) + matmul_rows(q, low)
+
+
+def tiles_with(rows: Tensor, rows_before: int, block_q: int) -> Tensor:
+    """Which tiles of block_q rows hold a marked row: (..., R, 1) to (..., tiles); tiles start at row 0."""
+    margin = (rows_before % block_q, -(rows_before + rows.shape[-2]) % block_q)
+    return torch.nn.functional.pad(rows.squeeze(-1), margin).unflatten(-1, (-1, block_q)).any(-1)

@@ -1,0 +1,1 @@
+"""The arithmetic of the hardware as data: number formats and their roundings, shifting matrices and their inverses."""

@@ -1,0 +1,171 @@
+"""Backends as data: what each can do, whether it can do it here, and the choice among them.
+
+The capability records are executable: selection, refusals, the support matrix of the README and the parameters of
+the backend tests all read them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import ModuleType
+
+import torch
+
+from pasa.ops.attention.options import ACCUMULATES, OVERFLOWS, PRECISIONS, RECOVERIES, SOFTMAXES, AttentionOptions
+
+HEAD_DIMS = (1, 512)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a call needs from a backend."""
+
+    device: str
+    dtype: torch.dtype
+    head_dim: int
+    mask: str  # "none", "bool" or "float"
+    varlen: bool
+    diagnostics: bool
+    options: AttentionOptions
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One implementation of the attention operator.
+
+    Attributes
+    ----------
+    name : str
+    module : str
+        Imported on first use; holds `attention` and `attention_varlen` with the reference's signatures.
+    devices : tuple of str
+        torch device types; empty means any.
+    dtypes, masks, precisions, recoveries, softmaxes, accumulates, overflows : tuple
+        Accepted values.
+    head_dims : (int, int)
+        Smallest and largest head dimension.
+    varlen, diagnostics : bool
+    missing : callable
+        Why it cannot run on this machine, or None; called when asked, never at import.
+    label : str
+        What a result of this backend is: measured on the device, emulated, modelled.
+    """
+
+    name: str
+    module: str
+    missing: Callable[[], str | None]
+    label: str
+    devices: tuple[str, ...] = ()
+    dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16, torch.float32)
+    masks: tuple[str, ...] = ("none", "bool", "float")
+    precisions: tuple[str, ...] = PRECISIONS
+    recoveries: tuple[str, ...] = RECOVERIES
+    softmaxes: tuple[str, ...] = SOFTMAXES
+    accumulates: tuple[str, ...] = ACCUMULATES
+    overflows: tuple[str, ...] = OVERFLOWS
+    head_dims: tuple[int, int] = HEAD_DIMS
+    varlen: bool = True
+    diagnostics: bool = True
+    priority: int = field(default=0)
+
+    def __post_init__(self) -> None:
+        if not self.name.isidentifier():
+            raise ValueError(f"backend name {self.name!r} is not an identifier")
+        low, high = self.head_dims
+        if not 1 <= low <= high:
+            raise ValueError(f"head_dims {self.head_dims!r} of backend {self.name!r} is not a range")
+
+    def load(self) -> ModuleType:
+        """Import the implementation."""
+        return importlib.import_module(self.module)
+
+    def refusals(self, request: Request) -> list[str]:
+        """Every reason why this backend cannot serve `request`; empty when it can."""
+        options = request.options
+        wanted: list[tuple[str, object, tuple[object, ...]]] = [
+            ("dtype", request.dtype, self.dtypes),
+            ("mask", request.mask, self.masks),
+            ("precision", options.precision, self.precisions),
+            ("recovery", options.recovery, self.recoveries),
+            ("softmax", options.softmax, self.softmaxes),
+            ("accumulate", options.accumulate, self.accumulates),
+            ("overflow", options.overflow, self.overflows),
+        ]
+        if self.devices:
+            wanted.insert(0, ("device", request.device, self.devices))
+        reasons = [
+            f"{name} {value} is not among {list(map(str, has))}" for name, value, has in wanted if value not in has
+        ]
+        if not self.head_dims[0] <= request.head_dim <= self.head_dims[1]:
+            reasons.append(f"head dim {request.head_dim} is outside {self.head_dims[0]} to {self.head_dims[1]}")
+        if request.varlen and not self.varlen:
+            reasons.append("packed sequences are not supported")
+        if request.diagnostics and not self.diagnostics:
+            reasons.append("diagnostics are not supported")
+        absent = self.missing()
+        return reasons if absent is None else [absent, *reasons]
+
+
+BACKENDS: dict[str, Backend] = {}
+
+
+def register(backend: Backend) -> None:
+    """Add a backend; ValueError if the name is taken."""
+    if backend.name in BACKENDS:
+        raise ValueError(f"backend {backend.name!r} is already registered")
+    BACKENDS[backend.name] = backend
+
+
+def select(request: Request, name: str | None = None) -> Backend:
+    """The backend called `name`, or the one of highest priority that can serve.
+
+    Raises
+    ------
+    ValueError
+        If no backend has that name.
+    NotImplementedError
+        If none can serve, with every backend's reasons.
+    """
+    if name is not None and name not in BACKENDS:
+        raise ValueError(f"backend={name!r} is not registered; registered: {sorted(BACKENDS)}")
+    candidates = [BACKENDS[name]] if name else sorted(BACKENDS.values(), key=lambda b: -b.priority)
+    refused = {}
+    for backend in candidates:
+        reasons = backend.refusals(request)
+        if not reasons:
+            return backend
+        refused[backend.name] = "; ".join(reasons)
+    told = " | ".join(f"{backend}: {why}" for backend, why in refused.items())
+    raise NotImplementedError(f"no backend can serve this call: {told}")
+
+
+register(
+    Backend(
+        name="reference",
+        module="pasa.ops.attention.reference",
+        missing=lambda: None,
+        label="emulates the NPU's arithmetic, on any device that torch runs on",
+    )
+)
+register(
+    Backend(
+        name="triton",
+        module="pasa.ops.attention.triton_backend",
+        missing=lambda: "its kernels are not part of this version",
+        label="not in this version",
+        devices=("cuda", "npu"),
+        priority=1,
+    )
+)
+register(
+    Backend(
+        name="npu",
+        module="pasa.ops.attention.npu_backend",
+        missing=lambda: "its Ascend C kernels are not part of this version",
+        label="not in this version",
+        devices=("npu",),
+        priority=2,
+    )
+)

@@ -1,0 +1,1 @@
+"""Shifted keys K' and their block means."""

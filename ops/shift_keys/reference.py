@@ -1,0 +1,78 @@
+"""Shifted keys K' of one block, as the cube unit makes them (paper, Eq. 10 to 12).
+
+`shift_paper` is the published batched GEMM with the rounded shifting matrix. `shift_exact` subtracts an
+*anchor*: the block mean on a grid coarse enough that the subtraction loses nothing, column by column.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pasa.ops.numerics.formats import FORMATS, round_to
+
+FP16 = FORMATS["fp16"]
+
+
+class ShiftedBlock(NamedTuple):
+    """Keys of one block in the exact variant: ``keys / unit + anchor`` equals the input keys bit for bit.
+
+    Attributes
+    ----------
+    keys : Tensor (B, Hkv, n, D)
+        K' = (K - anchor) * unit, every value representable in FP16.
+    anchor : Tensor (B, Hkv, 1, D)
+        The column's mean rounded to the grid of its largest key, or 0 where the subtraction would round.
+    mean_residual : Tensor (B, Hkv, 1, D)
+        fl16(mean - anchor): what q sees of the mean in K', only used to guess where the scores lie.
+    unit : Tensor (B, Hkv, 1, 1)
+        A power of two, the share of the softmax scale that fits into K' without rounding.
+    """
+
+    keys: Tensor
+    anchor: Tensor
+    mean_residual: Tensor
+    unit: Tensor
+
+
+def shift_paper(k: Tensor, matrix: Tensor, overflow: str) -> Tensor:
+    """K'^T = K^T M on the cube: FP32 accumulation, one rounding to FP16 (Eq. 11).
+
+    Parameters
+    ----------
+    k : Tensor (B, Hkv, n, D), FP32 with FP16 values
+    matrix : Tensor (n, n)
+        The rounded shifting matrix, 1/alpha included; symmetric.
+    overflow : "inf" or "saturate"
+    """
+    return round_to(matrix.to(k) @ k, FP16, overflow=overflow)
+
+
+def shift_exact(k: Tensor, unit: float) -> ShiftedBlock:
+    """Subtract the block mean where that is exact, and fold `unit` in where that is exact.
+
+    A column's anchor lies on the grid of the largest |k| in it, so a column whose keys share a bias loses
+    no bit (Sterbenz); a column in which some key would be rounded keeps anchor 0. The scores then differ
+    from q.k by q.anchor alone, and no rounding of K' enters them.
+
+    Parameters
+    ----------
+    k : Tensor (B, Hkv, n, D), FP32 with finite FP16 values
+    unit : float
+        Power of two, at most 1.
+    """
+    mean = k.mean(-2, keepdim=True)
+    exponent = torch.frexp(k.abs().amax(-2, keepdim=True)).exponent - 1  # largest |k| in [2^e, 2^(e+1))
+    grid = torch.exp2((exponent - FP16.mantissa_bits).float()).clamp(min=FP16.min_subnormal)
+    anchor = torch.round(mean / grid) * grid
+    anchor = torch.where(_is_fp16(k - anchor).all(-2, keepdim=True), anchor, 0.0)
+    shifted = k - anchor
+    fits = _is_fp16(shifted * unit).all(-1, keepdim=True).all(-2, keepdim=True)
+    units = torch.where(fits, unit, 1.0)
+    return ShiftedBlock(shifted * units, anchor, round_to(mean - anchor, FP16, overflow="saturate"), units)
+
+
+def _is_fp16(x: Tensor) -> Tensor:
+    return round_to(x, FP16) == x

@@ -1,0 +1,51 @@
+"""FP16 attention that cannot overflow: PASA operators for Ascend NPUs, with an exact reference.
+
+Public names are resolved on first use. Importing the package registers the schema of
+``torch.ops.pasa.*`` with PyTorch and does nothing else: no device probe, no file, no output.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from typing import TYPE_CHECKING, Any
+
+# Not lazy: a later `import pasa.attention` would bind the module of that name over the function.
+from pasa.attention import attention, attention_varlen, backends
+
+if TYPE_CHECKING:
+    from pasa.config import PasaConfig as PasaConfig
+    from pasa.diagnostics import record_diagnostics as record_diagnostics
+    from pasa.ops.attention.golden import golden_attention as golden_attention
+    from pasa.ops.numerics.shifting import optimal_beta as optimal_beta
+    from pasa.ops.numerics.shifting import shifting_matrix as shifting_matrix
+    from pasa.patching import PatchHandle as PatchHandle
+    from pasa.patching import patch_pipeline as patch_pipeline
+
+__version__ = "0.1.0"
+
+_LAZY = {
+    "PasaConfig": "pasa.config",
+    "record_diagnostics": "pasa.diagnostics",
+    "golden_attention": "pasa.ops.attention.golden",
+    "optimal_beta": "pasa.ops.numerics.shifting",
+    "shifting_matrix": "pasa.ops.numerics.shifting",
+    "PatchHandle": "pasa.patching",
+    "patch_pipeline": "pasa.patching",
+}
+
+__all__ = ["__version__", "attention", "attention_varlen", "backends", *sorted(_LAZY)]
+
+logging.getLogger("pasa").addHandler(logging.NullHandler())
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'pasa' has no attribute {name!r}; public names: {', '.join(__all__)}")
+    value = getattr(importlib.import_module(_LAZY[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,282 @@
+"""`attention` and `attention_varlen`: validate, normalise the layout, launch the operator, restore the layout."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Literal, NamedTuple, overload
+
+import torch
+from torch import Tensor
+
+from pasa import diagnostics
+from pasa.config import PasaConfig
+from pasa.ops import library, registry
+
+HEADS_FIRST, HEADS_LAST = ("HND", "BNSD"), ("NHD", "BSND")  # the field's names and CANN's
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+class BackendStatus(NamedTuple):
+    """One line of `backends()`."""
+
+    name: str
+    available: bool
+    reason: str
+
+
+def backends() -> list[BackendStatus]:
+    """Every backend, whether it can serve on this machine, and why (not), preferred ones first."""
+    ordered = sorted(registry.BACKENDS.values(), key=lambda backend: -backend.priority)
+    return [BackendStatus(b.name, b.missing() is None, b.missing() or b.label) for b in ordered]
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    attn_mask: Tensor | None = ...,
+    is_causal: bool = ...,
+    scale: float | None = ...,
+    tensor_layout: str = ...,
+    return_lse: Literal[False] = ...,
+    config: PasaConfig | None = ...,
+    backend: str | None = ...,
+) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    attn_mask: Tensor | None = ...,
+    is_causal: bool = ...,
+    scale: float | None = ...,
+    tensor_layout: str = ...,
+    return_lse: Literal[True],
+    config: PasaConfig | None = ...,
+    backend: str | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    tensor_layout: str = "HND",
+    return_lse: bool = False,
+    config: PasaConfig | None = None,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Scaled dot-product attention in FP16 that cannot overflow.
+
+    Parameters
+    ----------
+    q : Tensor (B, Hq, Sq, D)
+        FP16, BF16 or FP32; BF16 and FP32 are converted to FP16 inside.
+    k, v : Tensor (B, Hkv, Skv, D)
+        Same dtype and device as q; Hq a multiple of Hkv (grouped queries by shape).
+    attn_mask : Tensor, optional
+        Bool (True = keep) or floating point (added to the scaled scores), broadcastable to (B, Hq, Sq, Skv).
+        A float mask keeps its tiles in FP32.
+    is_causal : bool
+        Bottom-right aligned: query i sees keys up to i + Skv - Sq. Combines with `attn_mask`.
+    scale : float, optional
+        Positive; 1/sqrt(D) by default.
+    tensor_layout : str
+        "HND" or "BNSD" as above; "NHD" or "BSND" for (B, S, H, D), of the output too.
+    return_lse : bool
+        Also return the log-sum-exp of every row.
+    config : PasaConfig, optional
+        Arithmetic; the default is our exact recovery.
+    backend : str, optional
+        One of `backends()`; chosen by capability when None.
+
+    Returns
+    -------
+    out : Tensor
+        Shape, layout and dtype of q. A row that sees no key is 0.
+    lse : Tensor (B, Hq, Sq), FP32, only with ``return_lse=True``
+        Natural logarithm; -inf for a row that sees no key.
+
+    Raises
+    ------
+    ValueError, TypeError
+        For tensors that do not fit together, an empty sequence, a mask that does not broadcast, a finite BF16 or
+        FP32 value beyond 65504: the message names the value.
+    NotImplementedError
+        If no backend can serve the call, with every backend's reason.
+
+    Notes
+    -----
+    With the default config, finite inputs give a finite output that lies within [min, max] of its value column,
+    up to rounding. A NaN or infinity in a key or value reaches the rows that see it, as NaN, and no other.
+    Method: arXiv:2503.01873 and `pasa/ops/attention/README.md`.
+
+    Examples
+    --------
+    >>> q = k = v = torch.randn(1, 8, 512, 64, dtype=torch.float16)
+    >>> pasa.attention(q, k, v, is_causal=True).shape
+    torch.Size([1, 8, 512, 64])
+    """
+    heads_last = _heads_last(tensor_layout)
+    _check_tensors(q, k, v, rank=4)
+    if heads_last:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    _check_shapes(q, k, v)
+    _check_mask(attn_mask, q, k)
+    options = dataclasses.asdict(_checked_config(config))
+    diagnose = diagnostics.recording()
+    out, lse, counts = torch.ops.pasa.attention(
+        q, k, v, attn_mask, is_causal, _checked_scale(scale, q.shape[-1]), **options, diagnose=diagnose, backend=backend
+    )
+    if diagnose:
+        diagnostics.record(counts)
+    out = out.transpose(1, 2) if heads_last else out
+    return (out, lse) if return_lse else out
+
+
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    return_lse: bool = False,
+    config: PasaConfig | None = None,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of packed sequences: tokens of sequence i are rows cu_seqlens[i] to cu_seqlens[i + 1].
+
+    Parameters
+    ----------
+    q : Tensor (Tq, Hq, D)
+    k, v : Tensor (Tk, Hkv, D)
+    cu_seqlens_q, cu_seqlens_k : Tensor (N + 1,), int32 or int64
+        Cumulative lengths from 0 to Tq and Tk. A sequence may be empty; one without keys gives 0 and LSE -inf.
+    max_seqlen_q, max_seqlen_k : int
+        Longest sequence; checked against the cumulative lengths.
+    is_causal, scale, return_lse, config, backend
+        As for `attention`.
+
+    Returns
+    -------
+    out : Tensor (Tq, Hq, D)
+    lse : Tensor (Tq, Hq), FP32, only with ``return_lse=True``
+
+    Raises
+    ------
+    ValueError, TypeError, NotImplementedError
+        As for `attention`, and for cumulative lengths that do not describe the tensors.
+    """
+    _check_tensors(q, k, v, rank=3)
+    _check_shapes(*(x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)))
+    _check_lengths("q", cu_seqlens_q, max_seqlen_q, q)
+    _check_lengths("k", cu_seqlens_k, max_seqlen_k, k)
+    if cu_seqlens_q.shape != cu_seqlens_k.shape:
+        raise ValueError(
+            f"cu_seqlens_q {tuple(cu_seqlens_q.shape)} and cu_seqlens_k {tuple(cu_seqlens_k.shape)} differ"
+        )
+    options = dataclasses.asdict(_checked_config(config))
+    scale, diagnose = _checked_scale(scale, q.shape[-1]), diagnostics.recording()
+    out, lse, counts = torch.ops.pasa.attention_varlen(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, is_causal, scale, **options, diagnose=diagnose, backend=backend
+    )
+    if diagnose:
+        diagnostics.record(counts)
+    return (out, lse) if return_lse else out
+
+
+def _heads_last(tensor_layout: str) -> bool:
+    if tensor_layout not in (*HEADS_FIRST, *HEADS_LAST):
+        raise ValueError(f"tensor_layout={tensor_layout!r} is not one of {(*HEADS_FIRST, *HEADS_LAST)}")
+    return tensor_layout in HEADS_LAST
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor, *, rank: int) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} is a {type(x).__name__}, not a Tensor")
+        if x.dim() != rank:
+            raise ValueError(f"{name} has {x.dim()} dimensions {tuple(x.shape)}, expected {rank}")
+        if x.dtype not in DTYPES:
+            raise TypeError(f"{name} is {x.dtype}, expected one of {DTYPES}")
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name} is {x.dtype} but q is {q.dtype}")
+        if x.device != q.device:
+            raise ValueError(f"{name} is on {x.device} but q is on {q.device}")
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Heads-first shapes (B, H, S, D)."""
+    if k.shape != v.shape:
+        raise ValueError(f"k and v differ in shape (B, H, S, D): {tuple(k.shape)} and {tuple(v.shape)}")
+    for name, axis in (("batch", 0), ("head dim", 3)):
+        if q.shape[axis] != k.shape[axis]:
+            raise ValueError(f"{name} of q is {q.shape[axis]} but that of k is {k.shape[axis]}")
+    for name, x in (("q", q), ("k", k)):
+        if 0 in x.shape:
+            raise ValueError(f"{name} is empty: (B, H, S, D) = {tuple(x.shape)}")
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(f"{q.shape[1]} query heads are not a multiple of {k.shape[1]} key heads")
+
+
+def _check_mask(attn_mask: Tensor | None, q: Tensor, k: Tensor) -> None:
+    if attn_mask is None:
+        return
+    if not isinstance(attn_mask, Tensor):
+        raise TypeError(f"attn_mask is a {type(attn_mask).__name__}, not a Tensor")
+    if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
+        raise TypeError(f"attn_mask is {attn_mask.dtype}, expected bool (True = keep) or floating point (added)")
+    if attn_mask.device != q.device:
+        raise ValueError(f"attn_mask is on {attn_mask.device} but q is on {q.device}")
+    target = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    given = tuple(attn_mask.shape)
+    fits = len(given) <= 4 and all(a in (1, b) for a, b in zip(reversed(given), reversed(target), strict=False))
+    if not fits:
+        raise ValueError(f"attn_mask {given} does not broadcast to (B, Hq, Sq, Skv) = {target}")
+
+
+def _check_lengths(name: str, cu_seqlens: Tensor, longest: int, x: Tensor) -> None:
+    """Cumulative lengths must be data of their own: they are read on the host."""
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"cu_seqlens_{name} is not an int32 or int64 Tensor")
+    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
+        raise ValueError(f"cu_seqlens_{name} has shape {tuple(cu_seqlens.shape)}, expected (sequences + 1,)")
+    if torch.compiler.is_compiling():
+        return
+    edges = cu_seqlens.tolist()
+    lengths = [b - a for a, b in zip(edges, edges[1:], strict=False)]
+    if edges[0] != 0 or edges[-1] != x.shape[0] or min(lengths) < 0:
+        raise ValueError(f"cu_seqlens_{name}={edges} does not rise from 0 to the {x.shape[0]} tokens of {name}")
+    if max(lengths) > longest:
+        raise ValueError(f"max_seqlen_{name}={longest} is below the longest sequence, {max(lengths)}")
+
+
+def _checked_scale(scale: float | None, head_dim: int) -> float:
+    value = head_dim**-0.5 if scale is None else float(scale)
+    if not 0 < value < math.inf:
+        raise ValueError(f"scale={scale!r} is not a positive finite number")
+    return value
+
+
+def _checked_config(config: PasaConfig | None) -> PasaConfig:
+    if config is None:
+        return PasaConfig()
+    if not isinstance(config, PasaConfig):
+        raise TypeError(f"config is a {type(config).__name__}, not a PasaConfig")
+    return config
+
+
+__all__ = ["BackendStatus", "attention", "attention_varlen", "backends", "library"]

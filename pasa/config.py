@@ -1,0 +1,73 @@
+"""`PasaConfig`: which arithmetic attention runs in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pasa.ops.attention.options import (
+    ACCUMULATES,
+    OVERFLOWS,
+    PRECISIONS,
+    RECOVERIES,
+    SOFTMAXES,
+    AttentionOptions,
+)
+
+CHOICES = {
+    "precision": PRECISIONS,
+    "recovery": RECOVERIES,
+    "softmax": SOFTMAXES,
+    "overflow": OVERFLOWS,
+    "accumulate": ACCUMULATES,
+}
+PLANNED = {"softmax": ("unbiased", "unbiased_paper")}
+
+
+@dataclass(frozen=True)
+class PasaConfig(AttentionOptions):
+    """Arithmetic of an attention call; validates itself.
+
+    Attributes
+    ----------
+    precision : str
+        "pasa" (default), or a baseline: "fp32" (FP16 inputs and P, all else FP32), "partial" (Q K^T stored in FP16
+        before scaling), "fp16" (everything FP16), "prescaled" (Q scaled before the product, stored in FP16),
+        "smooth_k" ("partial" after the mean of K over the sequence is removed).
+    recovery : str
+        For "pasa": "exact" (default) or "paper" (arXiv:2503.01873, Algorithm 1).
+    beta : float, optional
+        Share of the block mean that recovery="paper" removes, in [0, 1); solved for the rounded shifting matrix
+        when None. recovery="exact" has none to set.
+    block_q, block_k : int
+        Rows and keys of a tile.
+    softmax : str
+        "safe".
+    overflow : str
+        What FP16 does beyond 65504: "inf", or "saturate" (Ascend 310P and 910A).
+    accumulate : str
+        "fp32", or "fp16": the output between blocks is kept in FP16, and outside recovery="exact" the row
+        statistics m, l and F_j as well (then recovery="paper" is Algorithm 1 to the letter).
+
+    Raises
+    ------
+    ValueError
+        For a value that is not one of the above, by name.
+    """
+
+    def __post_init__(self) -> None:
+        for name, allowed in CHOICES.items():
+            value = getattr(self, name)
+            if value in PLANNED.get(name, ()):
+                raise NotImplementedError(f"{name}={value!r} is not in this version; choose from {allowed}")
+            if value not in allowed:
+                raise ValueError(f"{name}={value!r} is not one of {allowed}")
+        for name in ("block_q", "block_k"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}={value!r} is not a positive integer")
+        if self.beta is None:
+            return
+        if self.precision != "pasa" or self.recovery != "paper":
+            raise ValueError(f"beta={self.beta!r} is only used by precision='pasa', recovery='paper'")
+        if not isinstance(self.beta, (int, float)) or not 0 <= self.beta < 1:
+            raise ValueError(f"beta={self.beta!r} is not in [0, 1)")

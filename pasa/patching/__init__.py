@@ -1,0 +1,87 @@
+"""Puts PASA into a model somebody else wrote, and takes it out again; one file per host library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from pasa.patching.handle import PatchHandle, PatchReport
+
+if TYPE_CHECKING:
+    from pasa import PasaConfig
+
+__all__ = ["PatchHandle", "PatchReport", "Policy", "patch_pipeline"]
+
+Policy = str | Callable[[str, torch.nn.Module], bool]
+
+
+def patch_pipeline(
+    model_or_pipeline: object,
+    *,
+    policy: Policy = "all",
+    config: PasaConfig | None = None,
+    backend: str | None = None,
+) -> PatchHandle:
+    """Make a model's attention run on :func:`pasa.attention`.
+
+    Parameters
+    ----------
+    model_or_pipeline : torch.nn.Module or transformers.Pipeline
+        A transformers model, a module that contains one (a PEFT wrapper, say), or a transformers pipeline.
+    policy : "all" or callable, default "all"
+        ``"all"`` patches every attention module that goes through the transformers attention interface.
+        A callable ``policy(module_name, module) -> bool`` decides for each of them; those it declines keep the
+        attention the model had. ``"auto"`` (chosen by overflow prediction) is not in this version.
+    config : PasaConfig, optional
+        Numerics, handed to :func:`pasa.attention` as is.
+    backend : str, optional
+        Name of a backend, handed to :func:`pasa.attention` as is.
+
+    Returns
+    -------
+    PatchHandle
+        Undo with ``handle.unpatch()`` or a ``with`` block; ``handle.report()`` tells what was patched.
+        Patching twice with the same settings returns the handle that is already in force.
+
+    Raises
+    ------
+    NotImplementedError
+        ``policy="auto"``; a diffusers pipeline; a module that needs what PASA has not (soft-capped scores,
+        attention sinks, a position bias), named; a model none of whose attention can be reached.
+    ValueError
+        Some of the modules are already patched with other settings; an unknown policy name.
+    TypeError
+        The object holds no model of a known host library.
+    """
+    _check_policy(policy)
+    libraries = {base.__module__.split(".")[0] for base in type(model_or_pipeline).__mro__}
+    if "diffusers" in libraries:
+        raise NotImplementedError(
+            f"patch_pipeline: {type(model_or_pipeline).__name__} is a diffusers object; "
+            "this version patches transformers models only"
+        )
+    root = getattr(model_or_pipeline, "model", None) if _is_pipeline(model_or_pipeline) else model_or_pipeline
+    if not isinstance(root, torch.nn.Module):
+        raise TypeError(
+            f"patch_pipeline: expected a transformers model or pipeline, got {type(model_or_pipeline).__name__}"
+        )
+    from pasa.patching import transformers as host  # imports transformers: only when there is a model to patch
+
+    return host.patch(root, policy=policy, config=config, backend=backend)
+
+
+def _check_policy(policy: Policy) -> None:
+    if policy == "auto":
+        raise NotImplementedError(
+            'policy="auto" would choose modules by predicting overflow from the weights, which is not in this version; '
+            'use "all" or a callable policy(module_name, module)'
+        )
+    if not callable(policy) and policy != "all":
+        raise ValueError(f'policy must be "all" or a callable policy(module_name, module) -> bool, got {policy!r}')
+
+
+def _is_pipeline(candidate: object) -> bool:
+    """Tell a transformers pipeline without importing transformers: its classes are already loaded if it is one."""
+    return any(base.__module__ == "transformers.pipelines.base" for base in type(candidate).__mro__)

@@ -1,0 +1,87 @@
+"""What a patch leaves in the caller's hand: how to undo it, and what it did. Every host returns this handle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import Any
+
+
+@dataclass(frozen=True)
+class PatchReport:
+    """Which attention modules of a model now run PASA, and which do not.
+
+    Attributes
+    ----------
+    host : str
+        The library the model comes from, and the model's class: ``"transformers: Qwen2ForCausalLM"``.
+    patched : tuple of str
+        Names of the patched modules, as in ``model.named_modules()``.
+    skipped : tuple of (str, str)
+        Names of the attention modules that keep their own attention, each with the reason.
+    """
+
+    host: str
+    patched: tuple[str, ...]
+    skipped: tuple[tuple[str, str], ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report as plain containers, ready for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        total = len(self.patched) + len(self.skipped)
+        lines = [f"{self.host}: {len(self.patched)} of {total} attention modules run PASA"]
+        lines += [f"  patched  {name}" for name in self.patched]
+        lines += [f"  skipped  {name}: {reason}" for name, reason in self.skipped]
+        return "\n".join(lines)
+
+
+class PatchHandle:
+    """A patch that is in force; undone by :meth:`unpatch` or by leaving a ``with`` block.
+
+    Parameters
+    ----------
+    report : PatchReport
+        What was patched and what was not.
+    undo : callable
+        Takes no argument and restores the model; called at most once.
+
+    Examples
+    --------
+    >>> with pasa.patch_pipeline(model) as handle:  # doctest: +SKIP
+    ...     print(handle.report())
+    ...     model.generate(**inputs)
+    """
+
+    def __init__(self, report: PatchReport, undo: Callable[[], None]) -> None:
+        self._report = report
+        self._undo: Callable[[], None] | None = undo
+
+    @property
+    def active(self) -> bool:
+        """True until :meth:`unpatch` was called."""
+        return self._undo is not None
+
+    def unpatch(self) -> None:
+        """Give the model its own attention back, bit for bit; calling it again does nothing."""
+        undo, self._undo = self._undo, None
+        if undo is not None:
+            undo()
+
+    def report(self) -> PatchReport:
+        """Return what was patched and what was skipped, with the reasons; it stays readable after `unpatch`."""
+        return self._report
+
+    def __enter__(self) -> PatchHandle:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.unpatch()
+
+    def __repr__(self) -> str:
+        state = "active" if self.active else "undone"
+        return f"<PatchHandle {state}: {self._report.host}, {len(self._report.patched)} modules>"

@@ -1,0 +1,229 @@
+"""transformers models: find the attention modules, bind PASA to them, switch their configs, and undo all of it.
+
+A module reads the name of its attention from ``module.config._attn_implementation``. While any module of a config is
+patched, that name is one of ours, and the function registered under it looks at the module: bound modules run PASA,
+all others run what they had. So one config may serve patched and unpatched modules, or two models, at once.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
+
+from pasa.patching.handle import PatchHandle, PatchReport
+from pasa.patching.transformers_attention import BINDING, REFUSALS, Binding, forward_names, make_interface, make_mask
+
+if TYPE_CHECKING:
+    from pasa import PasaConfig
+    from pasa.patching import Policy
+
+NAMES = {"sdpa": "pasa", "eager": "pasa+eager"}
+"""Original attention -> the name registered over it. No "/" (a hub kernel), no "flash" or "sdpa" (read as such)."""
+
+OTHER = "pasa+other"
+"""Registered over any other original; it can be patched as a whole, not module by module (masks of another form)."""
+
+_OURS = frozenset({*NAMES.values(), OTHER})
+_LIVE: weakref.WeakSet[_Patch] = weakref.WeakSet()
+
+
+@dataclass(eq=False)
+class _Patch:
+    """What one handle changed; alive as long as the patched modules are, which hold the handle that holds it."""
+
+    settings: tuple[PasaConfig | None, str | None]
+    modules: dict[str, torch.nn.Module]
+    originals: list[tuple[Any, str]]  # (transformers config, name of its attention before PASA)
+    hooks: list[torch.utils.hooks.RemovableHandle] = field(default_factory=list)
+
+    def apply(self) -> None:
+        """Register the names and point the configs at them; harmless when repeated."""
+        for config, original in self.originals:
+            name = NAMES.get(original, OTHER)
+            AttentionInterface.register(name, make_interface(original))
+            AttentionMaskInterface.register(name, make_mask)
+            config._attn_implementation_internal = name  # the property would also set all sub-configs
+
+    def undo(self) -> None:
+        """Unbind the modules; restore each config, and drop each name, that no other handle uses."""
+        _LIVE.discard(self)
+        for hook in self.hooks:
+            hook.remove()
+        for module in self.modules.values():
+            module.__dict__.pop(BINDING, None)
+        for config, original in self.originals:
+            if config._attn_implementation in _OURS and _recorded_original(config) is None:
+                config._attn_implementation_internal = original
+        used = {NAMES.get(original, OTHER) for patch in _LIVE for _, original in patch.originals}
+        for name in _OURS - used:
+            AttentionInterface._global_mapping.pop(name, None)  # the class offers no way to unregister
+            AttentionMaskInterface._global_mapping.pop(name, None)
+
+
+def patch(root: torch.nn.Module, *, policy: Policy, config: PasaConfig | None, backend: str | None) -> PatchHandle:
+    """Patch every attention module below `root` that `policy` selects; see :func:`pasa.patch_pipeline`."""
+    owners = [module for module in root.modules() if isinstance(module, PreTrainedModel)]
+    if not owners:
+        raise TypeError(f"patch_pipeline: {type(root).__name__} contains no transformers model")
+    selected, skipped = _select(root, owners, policy)
+    found = _handle_in_force(selected, (config, backend))
+    if found is not None:
+        return found
+    originals = _original_attention(selected.values())
+    _check_delegation(root, selected, originals)
+
+    record = _Patch((config, backend), selected, originals)
+    report = PatchReport(f"transformers: {type(root).__name__}", tuple(selected), tuple(skipped))
+    handle = PatchHandle(report, record.undo)
+    for module in selected.values():
+        setattr(module, BINDING, Binding(config, backend, handle))
+    chosen = set(selected.values())
+    for owner in owners:
+        if not chosen.isdisjoint(owner.modules()):
+            record.hooks.append(owner.register_forward_pre_hook(_refuse_output_attentions, with_kwargs=True))
+    _LIVE.add(record)
+    record.apply()
+    return handle
+
+
+def _select(
+    root: torch.nn.Module, owners: list[PreTrainedModel], policy: Policy
+) -> tuple[dict[str, torch.nn.Module], list[tuple[str, str]]]:
+    """Split the attention modules below `root` into those to patch and those to leave, with the reason.
+
+    Raises
+    ------
+    NotImplementedError
+        Nothing can be patched, or a selected module needs what PASA has not.
+    """
+    selected: dict[str, torch.nn.Module] = {}
+    skipped = list(_unreachable(root))
+    configs = {id(owner.config) for owner in owners}
+    for name, module in root.named_modules():
+        if not _uses_interface(module):
+            continue
+        if id(module.config) not in configs:
+            skipped.append((name, "no model here makes its masks from this module's config"))
+        elif callable(policy) and not policy(name, module):
+            skipped.append((name, "declined by the policy"))
+        else:
+            _refuse_module(name, module)
+            selected[name] = module
+    if not selected:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in skipped[:3]) or "no attention module found"
+        raise NotImplementedError(f"patch_pipeline: nothing to patch in {type(root).__name__} ({reasons})")
+    return selected, skipped
+
+
+def _uses_interface(module: torch.nn.Module) -> bool:
+    """Tell whether `module.forward` asks the registry for its attention, which it does by this global's name."""
+    return "ALL_ATTENTION_FUNCTIONS" in forward_names(module) and hasattr(module, "config")
+
+
+def _unreachable(root: torch.nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield attention modules that compute attention themselves: by class name, innermost, without the interface."""
+    for name, module in root.named_modules():
+        inner = any(_named_attention(child) or _uses_interface(child) for child in _descendants(module))
+        if _named_attention(module) and not inner and not _uses_interface(module):
+            yield name, f"{type(module).__name__} computes its attention itself, not through AttentionInterface"
+
+
+def _named_attention(module: torch.nn.Module) -> bool:
+    return re.search(r"Attention(V?\d+)?$|Attn$", type(module).__name__) is not None
+
+
+def _descendants(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    return (child for child in module.modules() if child is not module)
+
+
+def _refuse_module(name: str, module: torch.nn.Module) -> None:
+    """Refuse, before anything is changed, a module that is known to need an unsupported keyword at every call."""
+    needs: dict[str, Callable[[], bool]] = {
+        "softcap": lambda: getattr(module, "attn_logit_softcapping", None) is not None,
+        "s_aux": lambda: getattr(module, "sinks", None) is not None,
+        "position_bias": lambda: "position_bias" in type(module).forward.__code__.co_varnames,
+    }
+    for keyword, needed in needs.items():
+        if needed():
+            raise NotImplementedError(
+                f"patch_pipeline: {name} ({type(module).__name__}) needs {keyword}: {REFUSALS[keyword]}; "
+                "leave it out with policy=lambda name, module: ..."
+            )
+
+
+def _handle_in_force(
+    selected: dict[str, torch.nn.Module], settings: tuple[PasaConfig | None, str | None]
+) -> PatchHandle | None:
+    """Return the handle that already patches exactly these modules this way; None where none is patched.
+
+    Raises
+    ------
+    ValueError
+        Some are patched, but not all, or with other settings: undoing would no longer be well defined.
+    """
+    modules = set(selected.values())
+    for record in list(_LIVE):
+        if modules.isdisjoint(record.modules.values()):
+            continue
+        if modules == set(record.modules.values()) and settings == record.settings:
+            record.apply()  # the caller may have called set_attn_implementation in between
+            binding: Binding = next(iter(modules)).__dict__[BINDING]
+            return binding.handle
+        raise ValueError(
+            f"patch_pipeline: already patched with config={record.settings[0]!r}, backend={record.settings[1]!r} "
+            f"on {len(record.modules)} modules; call unpatch() on that handle first"
+        )
+    stray = [name for name, module in selected.items() if BINDING in module.__dict__]
+    if stray:
+        raise ValueError(f"patch_pipeline: {stray[0]} was copied from a patched model; patch the original or reload it")
+    return None
+
+
+def _original_attention(modules: Any) -> list[tuple[Any, str]]:
+    """Return each distinct config of `modules` with the attention it had before any handle touched it."""
+    configs = {id(module.config): module.config for module in modules}
+    pairs = [(config, _recorded_original(config) or config._attn_implementation) for config in configs.values()]
+    for config, original in pairs:
+        if original in _OURS:
+            raise ValueError(
+                f"patch_pipeline: {type(config).__name__} comes from a patched model; "
+                "call set_attn_implementation first"
+            )
+    return pairs
+
+
+def _recorded_original(config: Any) -> str | None:
+    """Return what a live handle recorded as this config's own attention."""
+    for record in _LIVE:
+        for known, original in record.originals:
+            if known is config:
+                return original
+    return None
+
+
+def _check_delegation(
+    root: torch.nn.Module, selected: dict[str, torch.nn.Module], originals: list[tuple[Any, str]]
+) -> None:
+    """Refuse to leave modules out where their own attention wants masks of another form than PASA's."""
+    foreign = {id(config): original for config, original in originals if original not in NAMES}
+    for name, module in root.named_modules():
+        if name not in selected and _uses_interface(module) and id(module.config) in foreign:
+            raise NotImplementedError(
+                f"patch_pipeline: {name} would keep {foreign[id(module.config)]!r}, which cannot share masks with "
+                "PASA; select every module or call set_attn_implementation('sdpa') first"
+            )
+
+
+def _refuse_output_attentions(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook: most models never tell the attention function that its weights are wanted."""
+    if kwargs.get("output_attentions", getattr(model.config, "output_attentions", False)):
+        raise NotImplementedError(
+            f"{type(model).__name__}: output_attentions=True is not supported: {REFUSALS['output_attentions']}"
+        )

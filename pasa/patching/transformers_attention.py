@@ -1,0 +1,259 @@
+"""The function that transformers calls in place of its own attention, and the masks it is given.
+
+transformers 5 asks a registry for ``fn(module, query, key, value, attention_mask, **kwargs)`` and, in a second
+registry, for the function that builds the mask. Two rules follow from its sources:
+
+* a name without an entry in the *second* registry gets ``attention_mask=None`` for every input, padded or not;
+* whatever a model wants beyond q, k, v arrives as a keyword. Each is honoured here or refused by name.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.masking_utils import sdpa_mask
+
+import pasa
+
+if TYPE_CHECKING:
+    from pasa import PasaConfig
+    from pasa.patching.handle import PatchHandle
+
+Interface = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+
+BINDING = "_pasa_binding"
+"""Instance attribute that marks a patched module; a plain attribute, so that `torch.compile` can read it."""
+
+INFORMATIVE = frozenset(
+    {
+        "cache_position",  # already spent on the cache update and on the mask
+        "deterministic",  # asks a flash kernel for a reproducible backward
+        "labels",
+        "logits_to_keep",
+        "mm_token_type_ids",  # already in the mask
+        "num_items_in_batch",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_embeddings",  # already in q and k
+        "position_ids",  # already in q, k and, when packed, in the mask
+        "return_dict",
+        "token_type_ids",  # already in the mask
+        "use_cache",
+    }
+)
+"""Keywords that models hand through to the attention and that do not change its result."""
+
+REFUSALS = {
+    "softcap": "soft-capped scores (tanh) are not invariant under the shift that PASA relies on",
+    "s_aux": "attention sinks add a column to the softmax that PASA does not have",
+    "position_bias": "a bias added to the scores in every layer is not supported",
+    "head_mask": "a per-head mask on the attention weights is not supported",
+    "cache": "paged caches (continuous batching) are not supported",
+    "output_attentions": "attention weights are never formed, so they cannot be returned",
+}
+"""Keywords that change the result and are not supported; any keyword found nowhere here is refused as unknown."""
+
+QUERY_SLICING_MODELS = frozenset({"gemma4_text", "gemma4_unified_text"})
+"""Model types that, in the last layers, keep the last queries only. They do so safely for the name "sdpa"; under any
+other name a causal mask that was skipped would be read as aligned to the first key. They get explicit masks."""
+
+
+@dataclass(frozen=True)
+class Binding:
+    """What a patched module runs with, and the handle that will undo it."""
+
+    config: PasaConfig | None
+    backend: str | None
+    handle: PatchHandle
+
+
+def make_interface(original: str) -> Interface:
+    """Return the attention function to register for models whose attention was `original`.
+
+    A module that carries a :class:`Binding` runs PASA. Any other module that reaches the function (declined by the
+    policy, or of another model that shares the config) gets the attention it had.
+    """
+
+    def attention_interface(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        binding = module.__dict__.get(BINDING)
+        if binding is None:
+            return run_original(original, module, query, key, value, attention_mask, **kwargs)
+        return run_pasa(binding, module, query, key, value, attention_mask, **kwargs)
+
+    return attention_interface
+
+
+def make_mask(*, allow_is_causal_skip: bool = True, config: Any = None, **kwargs: Any) -> torch.Tensor | None:
+    """Build the boolean mask (B, 1, Lq, Lk), True = attend; None where causality or full visibility says it all."""
+    if config is not None and config.model_type in QUERY_SLICING_MODELS:
+        allow_is_causal_skip = False
+    mask: torch.Tensor | None = sdpa_mask(allow_is_causal_skip=allow_is_causal_skip, config=config, **kwargs)
+    return mask
+
+
+def run_pasa(
+    binding: Binding,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend with PASA: query (B, Hq, Lq, D), key, value (B, Hkv, Lk, D) -> (B, Lq, Hq, D) contiguous, no weights."""
+    _refuse_keywords(module, dropout, kwargs)
+    if attention_mask is not None:
+        causal = False  # causality, padding and window are in the mask
+    else:
+        causal = _is_causal(module, query.shape[2], is_causal)
+        if causal and key.shape[2] > query.shape[2]:
+            # A static cache being filled: the keys behind the last query are not written yet (alignment upper left).
+            key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
+        attention_mask = _implied_mask(query.shape[2], key.shape[2], sliding_window, causal, query.device)
+        causal = causal and attention_mask is None
+    width = value.shape[-1]
+    out: torch.Tensor = pasa.attention(
+        *_equal_widths(query, key, value),
+        attn_mask=attention_mask,
+        is_causal=causal,
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        config=binding.config,
+        backend=binding.backend,
+    )
+    return out[..., :width].transpose(1, 2).contiguous(), None
+
+
+def run_original(
+    original: str,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attend as the module did before the patch, from a mask made for PASA, with the same bits.
+
+    Raises
+    ------
+    NotImplementedError
+        `original` wants masks of another kind (flash and flex attention, hub kernels).
+    """
+    scope = forward_code_scope(module)
+    function: Interface
+    if original == "sdpa":
+        function = scope["ALL_ATTENTION_FUNCTIONS"]["sdpa"]
+    elif original == "eager":
+        function = scope[_eager_name(module)]
+        attention_mask = _eager_mask(module, query, key, attention_mask, kwargs.get("is_causal"))
+    else:
+        raise NotImplementedError(f"{type(module).__name__}: cannot fall back to {original!r} beside PASA in one model")
+    return function(module, query, key, value, attention_mask, **kwargs)
+
+
+def forward_code_scope(module: torch.nn.Module) -> dict[str, Any]:
+    """Return the globals of the file that `module.forward` was written in."""
+    scope: dict[str, Any] = inspect.unwrap(type(module).forward).__globals__
+    return scope
+
+
+def forward_names(module: torch.nn.Module) -> tuple[str, ...]:
+    """Return the global and attribute names that `module.forward` uses; empty where it is not Python."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code.co_names if code is not None else ()
+
+
+def _equal_widths(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Pad the narrower of keys and values with zeros (latent attention has values of another width): scores and the
+    leading output dimensions stay what they are, and the caller cuts the output back."""
+    missing = key.shape[-1] - value.shape[-1]
+    if missing > 0:
+        value = torch.nn.functional.pad(value, (0, missing))
+    elif missing < 0:
+        query, key = (torch.nn.functional.pad(tensor, (0, -missing)) for tensor in (query, key))
+    return query, key, value
+
+
+def _eager_name(module: torch.nn.Module) -> str:
+    """Name of the eager attention function that `module.forward` falls back to (a few files have several)."""
+    return next(name for name in forward_names(module) if name.endswith("eager_attention_forward"))
+
+
+def _eager_mask(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    mask: torch.Tensor | None,
+    is_causal: bool | None,
+) -> torch.Tensor | None:
+    """Turn a boolean mask, or one that was skipped, into the additive mask that eager attention is always given."""
+    if mask is None and _is_causal(module, query.shape[2], is_causal):
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()[None, None]
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    lowest = torch.finfo(query.dtype).min
+    return torch.where(mask, torch.zeros((), dtype=query.dtype, device=query.device), lowest)
+
+
+def _is_causal(module: torch.nn.Module, queries: int, is_causal: bool | None) -> bool:
+    """Tell whether a call without a mask is causal: a decoded token (one query) sees every key, so it is not."""
+    if queries == 1:
+        return False
+    declared = is_causal if is_causal is not None else getattr(module, "is_causal", None)
+    if declared is None:
+        raise NotImplementedError(
+            f"{type(module).__name__}: no mask and no `is_causal`, so whether later keys are visible is unknown"
+        )
+    return bool(declared)
+
+
+def _implied_mask(
+    queries: int, keys: int, window: int | None, causal: bool, device: torch.device
+) -> torch.Tensor | None:
+    """Return the (1, 1, Lq, Lk) mask that a call without one still implies; None where `is_causal` alone says it.
+
+    transformers omits the mask only where the window covers all keys, so a window that does not is a caller's own.
+    """
+    narrow = window is not None and window < keys
+    if not narrow and not (causal and queries > keys):
+        return None
+    rows = torch.arange(queries, device=device)[:, None]
+    if queries == 1:
+        rows = rows + keys - 1  # a decoded token stands at the last key
+    distance = rows - torch.arange(keys, device=device)[None, :]
+    visible = distance >= 0 if causal or queries == 1 else torch.ones_like(distance, dtype=torch.bool)
+    if window is not None and narrow:
+        # transformers' own conventions: a causal window holds `window` keys, a bidirectional one reaches that far
+        visible &= distance < window if causal or queries == 1 else distance.abs() <= window
+    return visible[None, None]
+
+
+def _refuse_keywords(module: torch.nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:
+    """Raise, naming the module's class and the keyword, for anything that would change the result and be ignored."""
+    where = type(module).__name__
+    if dropout:
+        raise NotImplementedError(
+            f"{where}: dropout={dropout} on attention weights is not supported; call model.eval()"
+        )
+    for name, value in kwargs.items():
+        if value is None or name in INFORMATIVE or (name == "output_attentions" and value is False):
+            continue
+        reason = REFUSALS.get(name, "this keyword is unknown, and ignoring it could change the result")
+        raise NotImplementedError(f"{where}: {name} is not supported: {reason}")

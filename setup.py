@@ -1,0 +1,57 @@
+"""Metadata, extras and the package map: `pasa.ops` is `ops/`, `pasa.eval` is `eval/`."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+VERSION = "0.1.0"
+
+ROOTS = {"pasa": "pasa", "pasa.ops": "ops", "pasa.eval": "eval"}
+PACKAGES = [
+    name
+    for root, folder in ROOTS.items()
+    for name in [root, *(f"{root}.{sub}" for sub in find_packages(str(HERE / folder)))]
+]
+
+TRITON = ["triton>=3.2"]
+NPU = ["torch-npu"]
+TRANSFORMERS = ["transformers>=5.0", "safetensors"]
+DIFFUSERS = ["diffusers>=0.36"]
+EVAL = ["typer>=0.15", "rich>=13", "matplotlib>=3.8", "gguf>=0.17", *TRANSFORMERS]
+DEV = [
+    "pytest>=8",
+    "pytest-xdist>=3",
+    "hypothesis>=6.100",
+    "ruff==0.17.5",
+    "mypy==2.4.1",
+    *EVAL,
+]
+
+setup(
+    name="pasa",
+    version=VERSION,
+    description="FP16 attention that cannot overflow: PASA operators for Ascend NPUs, with an exact reference",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.10",
+    packages=PACKAGES,
+    package_dir=ROOTS,
+    package_data={"pasa": ["py.typed"]},
+    install_requires=["torch>=2.6", "numpy>=1.24"],
+    extras_require={
+        "triton": TRITON,
+        "npu": NPU,
+        "transformers": TRANSFORMERS,
+        "diffusers": DIFFUSERS,
+        "eval": EVAL,
+        "dev": DEV,
+    },
+    entry_points={"console_scripts": ["pasa = pasa.eval.cli:main"]},
+    classifiers=[
+        "Programming Language :: Python :: 3",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)
