@@ -6,10 +6,13 @@ layouts are the caller's (`pasa.attention`).
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
 from pasa.ops.attention.options import AttentionOptions
+from pasa.ops.numerics.formats import Overflow
 from pasa.ops.registry import Backend, Request, select
 
 
@@ -47,7 +50,9 @@ def attention(
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(out (B, Hq, Sq, D), lse (B, Hq, Sq), counts (B, Hq, 6) or empty) of heads-first tensors; see the reference."""
-    options = AttentionOptions(precision, recovery, beta, block_q, block_k, softmax, overflow, accumulate)
+    options = AttentionOptions(
+        precision, recovery, beta, block_q, block_k, softmax, cast(Overflow, overflow), accumulate
+    )
     kernel = _select(q, attn_mask, False, diagnose, options, backend).load()
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     out, lse, counts = kernel.attention(q, k, v, attn_mask, is_causal, scale, options, diagnose)
@@ -99,7 +104,9 @@ def attention_varlen(
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(out (T, Hq, D), lse (T, Hq), counts (1, Hq, 6) or empty) of packed sequences; see the reference."""
-    options = AttentionOptions(precision, recovery, beta, block_q, block_k, softmax, overflow, accumulate)
+    options = AttentionOptions(
+        precision, recovery, beta, block_q, block_k, softmax, cast(Overflow, overflow), accumulate
+    )
     kernel = _select(q, None, True, diagnose, options, backend).load()
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     out, lse, counts = kernel.attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, is_causal, scale, options, diagnose)

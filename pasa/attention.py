@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from itertools import pairwise
 from typing import Literal, NamedTuple, overload
 
 import torch
@@ -133,7 +134,7 @@ def attention(
     _check_mask(attn_mask, q, k)
     options = dataclasses.asdict(_checked_config(config))
     diagnose = diagnostics.recording()
-    out, lse, counts = torch.ops.pasa.attention(
+    out, lse, counts = library.attention(
         q, k, v, attn_mask, is_causal, _checked_scale(scale, q.shape[-1]), **options, diagnose=diagnose, backend=backend
     )
     if diagnose:
@@ -190,7 +191,7 @@ def attention_varlen(
         )
     options = dataclasses.asdict(_checked_config(config))
     scale, diagnose = _checked_scale(scale, q.shape[-1]), diagnostics.recording()
-    out, lse, counts = torch.ops.pasa.attention_varlen(
+    out, lse, counts = library.attention_varlen(
         q, k, v, cu_seqlens_q, cu_seqlens_k, is_causal, scale, **options, diagnose=diagnose, backend=backend
     )
     if diagnose:
@@ -249,7 +250,7 @@ def _check_mask(attn_mask: Tensor | None, q: Tensor, k: Tensor) -> None:
 
 
 def _check_lengths(name: str, cu_seqlens: Tensor, longest: int, x: Tensor) -> None:
-    """Cumulative lengths must be data of their own: they are read on the host."""
+    """Cumulative lengths describe the packed rows; a compiled graph has no values to check yet."""
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"cu_seqlens_{name} is not an int32 or int64 Tensor")
     if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
@@ -257,7 +258,7 @@ def _check_lengths(name: str, cu_seqlens: Tensor, longest: int, x: Tensor) -> No
     if torch.compiler.is_compiling():
         return
     edges = cu_seqlens.tolist()
-    lengths = [b - a for a, b in zip(edges, edges[1:], strict=False)]
+    lengths = [b - a for a, b in pairwise(edges)]
     if edges[0] != 0 or edges[-1] != x.shape[0] or min(lengths) < 0:
         raise ValueError(f"cu_seqlens_{name}={edges} does not rise from 0 to the {x.shape[0]} tokens of {name}")
     if max(lengths) > longest:
@@ -277,6 +278,3 @@ def _checked_config(config: PasaConfig | None) -> PasaConfig:
     if not isinstance(config, PasaConfig):
         raise TypeError(f"config is a {type(config).__name__}, not a PasaConfig")
     return config
-
-
-__all__ = ["BackendStatus", "attention", "attention_varlen", "backends", "library"]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pasa.ops.numerics.formats import OVERFLOWS, Overflow
+
 PRECISIONS = ("pasa", "fp32", "partial", "fp16", "prescaled", "smooth_k")
 RECOVERIES = ("exact", "paper")
 SOFTMAXES = ("safe",)
-OVERFLOWS = ("inf", "saturate")
 ACCUMULATES = ("fp32", "fp16")
+__all__ = ["ACCUMULATES", "OVERFLOWS", "PRECISIONS", "RECOVERIES", "SOFTMAXES", "AttentionOptions"]
 
 
 @dataclass(frozen=True)
@@ -21,5 +23,5 @@ class AttentionOptions:
     block_q: int = 128
     block_k: int = 128
     softmax: str = "safe"
-    overflow: str = "inf"
+    overflow: Overflow = "inf"
     accumulate: str = "fp32"

@@ -7,6 +7,8 @@ decide which rows are rescued together. Equation and line numbers are those of a
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -64,14 +66,14 @@ def attention(
     """
     if attn_mask is not None and bool((hidden := hidden_keys(attn_mask, k)).any()):
         return _without_hidden_keys(q, k, v, attn_mask, is_causal, scale, options, diagnose, hidden)
-    inputs = [_as_fp16(x, name) for x, name in ((q, "q"), (k, "k"), (v, "v"))]
     mask = read_mask(attn_mask, is_causal, q, k)
-    finite = [torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0) for x in inputs]
-    rows = finite[0].unflatten(1, (k.shape[1], -1))
-    out, lse, counts = _blocks(rows, finite[1], finite[2], mask, scale, options, diagnose)
+    given = _as_fp16(q, "q"), _as_fp16(k, "k"), _as_fp16(v, "v")
+    clean_q, clean_k, clean_v = (torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0) for x in given)
+    rows = clean_q.unflatten(1, (k.shape[1], -1))
+    out, lse, counts = _blocks(rows, clean_k, clean_v, mask, scale, options, diagnose)
     out, lse = out.flatten(1, 2), lse.flatten(1, 2)
-    if not all(bool(torch.isfinite(x).all()) for x in inputs):
-        bad_rows, bad = non_finite_reach(*inputs, mask, options.block_k)
+    if not all(bool(torch.isfinite(x).all()) for x in given):
+        bad_rows, bad = non_finite_reach(*given, mask, options.block_k)
         out, lse = out.masked_fill(bad, torch.nan), lse.masked_fill(bad_rows, torch.nan)
     return out.to(q.dtype), lse, counts
 
@@ -94,12 +96,12 @@ def attention_varlen(
     out = torch.zeros_like(q)
     lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
     joined = ScoreCounts(1, q.shape[1], q.device) if diagnose else None
-    edges = zip(*(x.tolist() for x in (cu_seqlens_q[:-1], cu_seqlens_q[1:], cu_seqlens_k[:-1], cu_seqlens_k[1:])))
-    for q0, q1, k0, k1 in edges:
+    spans_q, spans_k = pairwise(cu_seqlens_q.tolist()), pairwise(cu_seqlens_k.tolist())
+    for (q0, q1), (k0, k1) in zip(spans_q, spans_k, strict=True):
         if q0 == q1 or k0 == k1:
             continue
-        batch = [x.transpose(0, 1).unsqueeze(0) for x in (q[q0:q1], k[k0:k1], v[k0:k1])]
-        one, one_lse, counts = attention(*batch, None, is_causal, scale, options, diagnose)
+        one_q, one_k, one_v = (x.transpose(0, 1).unsqueeze(0) for x in (q[q0:q1], k[k0:k1], v[k0:k1]))
+        one, one_lse, counts = attention(one_q, one_k, one_v, None, is_causal, scale, options, diagnose)
         out[q0:q1], lse[q0:q1] = one[0].transpose(0, 1), one_lse[0].T
         if joined is not None:
             joined.join(counts)
@@ -130,7 +132,7 @@ def _without_hidden_keys(
         mask = full[b % full.shape[0]].unsqueeze(0)
         mask = mask if mask.shape[-1] == 1 else mask[..., ~gone]
         parts.append(attention(q[b : b + 1], keys, values, mask, False, scale, options, diagnose))
-    out, lse, counts = (torch.cat(x) for x in zip(*parts))
+    out, lse, counts = (torch.cat(x) for x in zip(*parts, strict=True))
     return out, lse, counts
 
 
@@ -184,7 +186,7 @@ class OnlineSoftmax:
         self.overflow = options.overflow
         self.rows: Format = FP16 if low and not exact else FP32
         self.normalised = low and exact
-        self.sum_rounded = exact  # l sums what multiplies V, so that V = 1 gives 1 and O stays a mean of values
+        self.exact = exact  # l sums what multiplies V, so that V = 1 gives 1 and O stays a mean of values
         self.maximum = q.new_full((*q.shape[:-1], 1), -torch.inf)
         self.sum = torch.zeros_like(self.maximum)
         self.out = torch.zeros_like(q)
@@ -196,11 +198,13 @@ class OnlineSoftmax:
         """Take in one tile and its values (B, Hkv, n, D)."""
         scores, alive = _masked(tile, block)
         top = scores.amax(-1, keepdim=True)
+        if self.exact:  # all scores of the row lie below FP16's reach under its maximum: their weights are 0
+            alive = top > -torch.inf
         if alive is not None:
             top = top.where(alive, 0.0)
         weights = self._row(torch.exp(self._row(scores - top)))
         rounded = round_to(weights, FP16, overflow=self.overflow)
-        row_sum = self._sum(rounded if self.sum_rounded else weights)
+        row_sum = self._sum(rounded if self.exact else weights)
         here = self._row(top + tile.offset)
         candidate = here if alive is None else here.where(alive, -torch.inf)
         old = slice(block.rows_before, None)

@@ -20,8 +20,9 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
-from pasa.ops.numerics.formats import get_format, round_to
 from torch import Tensor
+
+from pasa.ops.numerics.formats import get_format, round_to
 
 TOLERANCE = 1e-8
 """Relative change of beta at which the iteration stops (appendix C, `tol`)."""

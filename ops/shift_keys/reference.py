@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pasa.ops.numerics.formats import FORMATS, round_to
+from pasa.ops.numerics.formats import FORMATS, Overflow, round_to
 
 FP16 = FORMATS["fp16"]
 
@@ -37,7 +37,7 @@ class ShiftedBlock(NamedTuple):
     unit: Tensor
 
 
-def shift_paper(k: Tensor, matrix: Tensor, overflow: str) -> Tensor:
+def shift_paper(k: Tensor, matrix: Tensor, overflow: Overflow) -> Tensor:
     """K'^T = K^T M on the cube: FP32 accumulation, one rounding to FP16 (Eq. 11).
 
     Parameters
@@ -67,7 +67,9 @@ def shift_exact(k: Tensor, unit: float) -> ShiftedBlock:
     exponent = torch.frexp(k.abs().amax(-2, keepdim=True)).exponent - 1  # largest |k| in [2^e, 2^(e+1))
     grid = torch.exp2((exponent - FP16.mantissa_bits).float()).clamp(min=FP16.min_subnormal)
     anchor = torch.round(mean / grid) * grid
-    anchor = torch.where(_is_fp16(k - anchor).all(-2, keepdim=True), anchor, 0.0)
+    # The sum tells what FP32 lost in the difference: 2^-24 - 60000 is -60000 there, an FP16 number.
+    exact = _is_fp16(k - anchor) & ((k - anchor) + anchor == k)
+    anchor = torch.where(exact.all(-2, keepdim=True), anchor, 0.0)
     shifted = k - anchor
     fits = _is_fp16(shifted * unit).all(-1, keepdim=True).all(-2, keepdim=True)
     units = torch.where(fits, unit, 1.0)

@@ -231,7 +231,7 @@ def _implied_mask(
 
     transformers omits the mask only where the window covers all keys, so a window that does not is a caller's own.
     """
-    narrow = window is not None and window < keys
+    narrow = window is not None and window < max(queries, keys)
     if not narrow and not (causal and queries > keys):
         return None
     rows = torch.arange(queries, device=device)[:, None]

@@ -1,0 +1,11 @@
+"""Shared test settings: one torch thread per worker, no network, reproducible hypothesis runs."""
+
+import os
+
+import torch
+from hypothesis import settings
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+torch.set_num_threads(1)
+settings.register_profile("pasa", deadline=None, derandomize=True, print_blob=True)
+settings.load_profile("pasa")

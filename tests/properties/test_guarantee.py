@@ -1,0 +1,171 @@
+"""The guarantee: finite FP16 in, finite out, every output inside [min V, max V] of its column up to rounding.
+
+O is a mean of values with weights P / sum(P): the same rounded P stands above and below, so only FP32 accumulation
+(n terms, 2^-24 each of max |V|) and one rounding to FP16, which is monotone, can leave the interval. With
+accumulate="fp16" every block's product and every stored mean is rounded to FP16 as well.
+"""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import pasa
+from pasa import PasaConfig
+from pasa.ops.attention import scores
+from tests.inputs import max_error, normal_qkv, rmse
+
+SUBNORMAL = 2.0**-24  # FP16 cannot round finer than this
+KINDS = ("any_bits", "largest", "denormal", "constant_key", "resonance", "wide", "outliers", "opposed_blocks")
+
+
+def adversary(kind, shape, g):
+    """Finite FP16 tensors that provoke overflow, underflow, cancellation or ties."""
+    if kind == "any_bits":
+        x = torch.randint(-(2**15), 2**15, shape, generator=g, dtype=torch.int32).to(torch.int16).view(torch.float16)
+        return torch.where(torch.isfinite(x), x, torch.tensor(65504.0, dtype=torch.float16))
+    sign = torch.randint(0, 2, shape, generator=g) * 2.0 - 1
+    normal = torch.randn(shape, generator=g)
+    if kind == "largest":
+        return (65504.0 * sign).half()
+    if kind == "denormal":
+        return (normal * 2.0**-20).half()
+    if kind == "constant_key":
+        return normal[..., :1, :].expand(shape).half()
+    if kind == "resonance":
+        phase = torch.arange(shape[-1]) * 0.7
+        return (300 * torch.sin(phase) * sign[..., :1] + normal).half()
+    if kind == "wide":
+        return (normal * 2.0 ** torch.randint(-20, 14, shape, generator=g)).clamp(-65504, 65504).half()
+    if kind == "outliers":
+        return (normal + 30000 * sign * (torch.rand(shape, generator=g) < 0.02)).half()
+    ramp = torch.where(torch.arange(shape[-2]) % 64 < 32, -60000.0, 60000.0)
+    return (ramp[:, None] + 16 * normal).half()
+
+
+@st.composite
+def calls(draw):
+    kinds = [draw(st.sampled_from(KINDS)) for _ in range(3)]
+    dim = draw(st.sampled_from([16, 64, 80, 128]))
+    rows, keys = draw(st.sampled_from([1, 3, 17])), draw(st.sampled_from([1, 2, 31, 100, 200]))
+    g = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    q, k, v = (adversary(kind, (1, 2, n, dim), g) for kind, n in zip(kinds, (rows, keys, keys), strict=True))
+    config = PasaConfig(
+        block_k=draw(st.sampled_from([16, 32, 128])),
+        block_q=draw(st.sampled_from([1, 16])),
+        overflow=draw(st.sampled_from(["inf", "saturate"])),
+        accumulate=draw(st.sampled_from(["fp32", "fp16"])),
+    )
+    causal = draw(st.booleans()) and rows <= keys
+    scale = draw(st.sampled_from([None, None, 1e-4, 1.0, 30.0]))
+    return q, k, v, causal, scale, config
+
+
+def assert_mean_of_values(out, v, config):
+    """Inside the column's range of values, up to the rounding stated at the head of this file."""
+    assert torch.isfinite(out).all()
+    low, high = v.amin(-2, keepdim=True).double(), v.amax(-2, keepdim=True).double()
+    largest = v.abs().amax(-2, keepdim=True).double()
+    slack = v.shape[-2] * 2.0**-24 * largest
+    if config.accumulate == "fp16":
+        blocks = -(-v.shape[-2] // config.block_k)
+        slack = (2 * blocks + 1) * (2.0**-11 * largest + SUBNORMAL)
+    assert (out >= low - slack).all()
+    assert (out <= high + slack).all()
+
+
+@settings(max_examples=600)
+@given(calls())
+def test_finite_and_a_mean_of_values(call):
+    q, k, v, causal, scale, config = call
+    out, lse = pasa.attention(q, k, v, is_causal=causal, scale=scale, config=config, return_lse=True)
+    assert_mean_of_values(out, v, config)
+    assert torch.isfinite(lse).all()
+
+
+@settings(max_examples=300)
+@given(calls())
+def test_error_bound_on_adversaries(call):
+    """Scores perturbed by at most eps move a mean of values by at most (e^(2 eps) - 1) times their spread.
+
+    eps: FP32 accumulation of q.k' and of the offset q.a (D terms each of 2^-24 |q||k|, |k'| and |a| below 3 max |k|),
+    and the rounding to FP16 of scores within reach, 2^-11 of 16 nats.
+    """
+    q, k, v, causal, scale, config = call
+    golden, _ = pasa.golden_attention(q, k, v, is_causal=causal, scale=scale)
+    out = pasa.attention(q, k, v, is_causal=causal, scale=scale, config=config)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    products = q.double().abs() @ k.double().abs().amax(-2, keepdim=True).mT
+    eps = 4 * (q.shape[-1] + 4) * 2.0**-24 * products * scale + 2.0**-7
+    spread = (v.amax(-2, keepdim=True).double() - v.amin(-2, keepdim=True).double()).abs()
+    steps = v.shape[-2] // config.block_k + 2 if config.accumulate == "fp16" else 2
+    rounding = steps * (2.0**-10 * v.abs().amax(-2, keepdim=True).double() + SUBNORMAL)
+    assert ((out.double() - golden).abs() <= torch.expm1(2 * eps).clamp(max=1.0) * spread + rounding).all()
+
+
+MODES = [PasaConfig(overflow=mode, accumulate=a) for mode in ("inf", "saturate") for a in ("fp32", "fp16")]
+
+
+def rescued(records):
+    return int(records[0].rescued_tiles.sum())
+
+
+@pytest.mark.parametrize("config", MODES, ids=lambda c: f"{c.overflow}-{c.accumulate}")
+def test_block_that_exceeds_its_reference_by_more_than_fp16_holds(config):
+    """The rare path: block 2 stands 10^6 above the running maximum, so FP16 stores +inf or 65504 for all of it.
+    Its rows keep FP32 and the softmax inside the block is still right."""
+    q, k, v = normal_qkv((1, 1), (5, 256), 64)
+    q[..., 0], k[..., 0] = 1000.0, 0.0
+    k[..., 128:, 0] = 1000.0
+    golden, _ = pasa.golden_attention(q, k, v)
+    with pasa.record_diagnostics() as records:
+        out = pasa.attention(q, k, v, config=config)
+    assert rescued(records) >= 1
+    assert records[0].saturated.sum() == 0
+    assert records[0].nonfinite.sum() == 0
+    assert_mean_of_values(out, v, config)
+    fp32 = pasa.attention(q, k, v, config=PasaConfig(precision="fp32"))
+    assert rmse(out, golden) <= max(1.1 * rmse(fp32, golden), 2.0**-9)
+
+
+@pytest.mark.parametrize("config", MODES, ids=lambda c: f"{c.overflow}-{c.accumulate}")
+def test_reference_beyond_two_fp16_numbers(config):
+    """Block 2 lies 4 10^9 below block 1: its reference is clamped at 131008 and its weights are still zero."""
+    q, k, v = normal_qkv((1, 1), (3, 256), 64)
+    q[..., 0], k[..., 0] = 65504.0, 30000.0
+    k[..., 128:, 0] = -30000.0
+    assert float(sum(scores.two_terms(torch.tensor(4e9)))) == 2 * 65504
+    out = pasa.attention(q, k, v, config=config)
+    first = pasa.attention(q, k[:, :, :128], v[:, :, :128], config=config)
+    assert torch.equal(out, first)
+
+
+@pytest.mark.parametrize("config", MODES, ids=lambda c: f"{c.overflow}-{c.accumulate}")
+def test_tiny_scale_gives_weight_to_scores_below_minus_65504(config):
+    """With scale 2^-20 a score of -10^5 still weighs 0.9, so saturating it would be wrong, not harmless."""
+    q, k, v = normal_qkv((1, 1), (4, 100), 64)
+    q[..., 0], k[..., 0] = 400.0, -400 * torch.arange(100) / 99
+    k[..., 1] *= 2.0**-14  # keys whose fold into the unit would round: the tile stays in raw units
+    golden, _ = pasa.golden_attention(q, k, v, scale=2.0**-20)
+    out = pasa.attention(q, k, v, scale=2.0**-20, config=config)
+    assert max_error(out, golden) <= 2.0**-9
+
+
+@pytest.mark.parametrize("config", MODES, ids=lambda c: f"{c.overflow}-{c.accumulate}")
+def test_largest_values(config):
+    """P V of a block of 65504s is 128 times beyond FP16; a mean of them is not."""
+    q, k, _ = normal_qkv((1, 1), (7, 300), 64)
+    v = torch.full_like(k, 65504.0)
+    v[..., 1::2] = -65504.0
+    out = pasa.attention(q, k, v, config=config)
+    assert torch.equal(out, v[:, :, :7])
+
+
+def test_more_keys_than_fp16_can_count():
+    """70,000 equal scores: a row sum in FP16 would stop at 65504 or become infinite."""
+    q = torch.zeros(1, 1, 1, 16, dtype=torch.float16)
+    k, v = torch.ones(1, 1, 70_000, 16).half(), torch.ones(1, 1, 70_000, 16).half()
+    for config in MODES:
+        out, lse = pasa.attention(q, k, v, config=config, return_lse=True)
+        assert torch.equal(out, torch.ones_like(out))
+        assert lse.item() == pytest.approx(torch.tensor(70_000.0).log().item(), abs=1e-4)
