@@ -18,7 +18,7 @@ TRITON = ["triton>=3.2"]
 NPU = ["torch-npu"]
 TRANSFORMERS = ["transformers>=5.0", "safetensors"]
 DIFFUSERS = ["diffusers>=0.36"]
-EVAL = ["typer>=0.15", "rich>=13", "matplotlib>=3.8", "gguf>=0.17", *TRANSFORMERS]
+EVAL = ["typer>=0.15", "rich>=13", "matplotlib>=3.8", "gguf>=0.17", "accelerate>=1.0", *TRANSFORMERS]
 DEV = [
     "pytest>=8",
     "pytest-xdist>=3",

@@ -175,7 +175,7 @@ def _is_valid(folder: Path) -> bool:
             return False
         logger.warning("model cache %s is incomplete (%s)", folder, error)
         return False
-    except (ValueError, KeyError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         logger.warning("model cache %s is unreadable (%s)", folder, error)
         return False
     logger.warning("model cache %s does not match its manifest; it is built again", folder)

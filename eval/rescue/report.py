@@ -36,7 +36,8 @@ def verdict(result: dict[str, Any]) -> str:
     moved = "perplexity not finite" if change is None else f"perplexity {change:+.4f} % of FP32's"
     return (
         f"Scores reach {proof['max_score_before']:,.0f} ({proof['layers_that_overflow']} of {proof['layers']} layers "
-        f"beyond FP16's {proof['fp16_max']:,.0f}); with PASA no stored score exceeds {proof['max_score_after']:,.1f}.\n"
+        f"beyond FP16's {proof['fp16_max']:,.0f}); with PASA no stored score exceeds {proof['max_score_after']:,.1f} "
+        f"({proof['tiles_in_fp32']:,} of {proof['tiles']:,} tiles were kept in FP32).\n"
         f"Plain FP16: {100 * proof['fp16_nonfinite_logits']:.0f} % of the logits are not numbers. "
         f"PASA: {100 * proof['pasa_nonfinite_logits']:.0f} %, "
         f"{proof['tokens_equal_to_fp32']} of {proof['tokens_fp32']} greedy tokens equal to FP32, {moved}."

@@ -174,6 +174,8 @@ def _collect(
             "fp16_max": FP16_MAX,
             "layers_that_overflow": sum(layer["max_score_before"] > FP16_MAX for layer in layers),
             "layers": len(layers),
+            "tiles_in_fp32": sum(layer["rescued_tiles"] for layer in layers),
+            "tiles": sum(layer["tiles"] for layer in layers),
             "fp16_nonfinite_logits": failing.nonfinite_logits,
             "pasa_nonfinite_logits": rescued.nonfinite_logits,
             "tokens_equal_to_fp32": equal_prefix(rescued.tokens, reference.tokens),

@@ -1,7 +1,7 @@
 """The reference operator against FP64: every precision, shape class, mask and layout.
 
 Bounds. Inputs and output are FP16 and P is rounded to FP16, so even `fp32` errs by about 2^-11 max|V|. The others are
-held to `error <= c * error of the same-precision naive` (S = Q K^T stored in FP16), c = 2, as FlashAttention's tests do.
+held to `error <= c * error of the same-precision naive` (Q K^T stored in FP16), c = 2, as FlashAttention's tests do.
 """
 
 import pytest
@@ -25,9 +25,9 @@ CONFIGS = {
 HALF_ULP = 2.0**-11  # of an output near 1; every arithmetic may lose this much whatever the naive one does
 # Storing O and l in FP16 rounds once per block and at every step of the row sum; `paper` multiplies the rounding of the
 # block mean (K' and, in FP16, the mean itself) by the invariance 64. The naive error holds neither.
-FACTOR = {name: 2.0 for name in CONFIGS} | {"fp16": 8.0, "exact-fp16": 8.0, "paper": 8.0, "paper-fp16": 32.0}
+FACTOR = dict.fromkeys(CONFIGS, 2.0) | {"fp16": 8.0, "exact-fp16": 8.0, "paper": 8.0, "paper-fp16": 32.0}
 # Scores here stay below 8, where one rounding to FP16 costs at most 2^-8 / 2; the mean of `paper` counts 64 times.
-LSE_BOUND = {name: 2.0**-8 for name in CONFIGS} | {"fp32": 1e-5, "fp16": 6 * 2.0**-8}
+LSE_BOUND = dict.fromkeys(CONFIGS, 2.0**-8) | {"fp32": 1e-5, "fp16": 6 * 2.0**-8}
 LSE_BOUND |= {"paper": 8 * 2.0**-8, "paper-fp16": 24 * 2.0**-8}
 
 

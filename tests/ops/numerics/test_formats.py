@@ -9,8 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pasa.ops.numerics.formats import FORMATS, OVERFLOWS, ROUNDINGS, Format, Rounding, get_format, round_to
 from torch import Tensor
+
+from pasa.ops.numerics.formats import FORMATS, OVERFLOWS, ROUNDINGS, Format, Rounding, get_format, round_to
 
 INF, NAN = math.inf, math.nan
 SMALL_FORMATS = ("fp16", "bf16", "fp8_e4m3", "fp8_e5m2")

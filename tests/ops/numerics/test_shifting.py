@@ -8,6 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
+
 from pasa.ops.numerics import shifting
 from pasa.ops.numerics.formats import round_to
 from pasa.ops.numerics.shifting import (
@@ -21,7 +23,6 @@ from pasa.ops.numerics.shifting import (
     practical_invariance,
     shifting_matrix,
 )
-from torch import Tensor
 
 ODD_SIZES = (1, 2, 3, 63, 64, 80, 127, 128, 129, 256, 512)
 HEAD_DIMENSIONS = (64, 80, 96, 128, 160, 256)

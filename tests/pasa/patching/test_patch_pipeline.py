@@ -1,0 +1,46 @@
+"""The front door: policies, hosts, and what importing it costs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import pasa
+
+
+@pytest.mark.parametrize(
+    ("policy", "error", "reason"),
+    [
+        ("auto", NotImplementedError, "predicting overflow"),
+        ("some", ValueError, "'some'"),
+        (3, ValueError, "3"),
+    ],
+)
+def test_policies(tiny, policy, error, reason):
+    with pytest.raises(error, match=reason):
+        pasa.patch_pipeline(tiny("qwen2"), policy=policy)
+
+
+def test_a_policy_that_selects_nothing_is_an_error(tiny):
+    with pytest.raises(NotImplementedError, match=r"nothing to patch.*declined by the policy"):
+        pasa.patch_pipeline(tiny("qwen2"), policy=lambda name, module: False)
+
+
+def test_diffusers_objects_are_refused_by_name():
+    pipeline = type("StableVideoDiffusionPipeline", (), {"__module__": "diffusers.pipelines.stable_video_diffusion"})
+    with pytest.raises(NotImplementedError, match="StableVideoDiffusionPipeline is a diffusers object"):
+        pasa.patch_pipeline(pipeline())
+
+
+@pytest.mark.parametrize("thing", [None, "model", torch.nn.Linear(2, 2)])
+def test_anything_else_is_a_type_error(thing):
+    with pytest.raises(TypeError, match=type(thing).__name__):
+        pasa.patch_pipeline(thing)
+
+
+def test_importing_the_package_loads_no_host_library():
+    code = "import sys, pasa.patching; sys.exit('transformers' in sys.modules or 'diffusers' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

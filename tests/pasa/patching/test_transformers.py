@@ -1,0 +1,233 @@
+"""The life of a patch: what is selected, what is refused, and that nothing of it remains afterwards."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import transformers as hf
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+import pasa
+from pasa.patching.transformers_attention import BINDING
+
+
+def registered():
+    return set(AttentionInterface._global_mapping), set(AttentionMaskInterface._global_mapping)
+
+
+@torch.no_grad()
+def logits(model, batch):
+    ids, mask = batch
+    return model(ids, attention_mask=mask).logits
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_unpatching_restores_every_bit_and_leaves_nothing(tiny, batch, attention):
+    model, names = tiny("qwen2", attention), registered()
+    expected = logits(model, batch)
+    handle = pasa.patch_pipeline(model)
+    assert handle.active
+    assert not torch.equal(logits(model, batch), expected)
+    handle.unpatch()
+    handle.unpatch()
+    assert not handle.active
+    assert torch.equal(logits(model, batch), expected)
+    assert model.config._attn_implementation == attention
+    assert registered() == names
+    assert not model._forward_pre_hooks
+    assert not any(BINDING in vars(module) for module in model.modules())
+
+
+def test_patching_changes_neither_weights_nor_saved_config(tiny):
+    model = tiny("llama")
+    state, config = copy.deepcopy(model.state_dict()), model.config.to_json_string()
+    with pasa.patch_pipeline(model):
+        assert model.config.to_json_string() == config
+        assert model.state_dict().keys() == state.keys()
+        assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
+def test_context_manager_restores_after_an_exception(tiny):
+    model, names = tiny("qwen2"), registered()
+    with pytest.raises(KeyError, match="inside"), pasa.patch_pipeline(model):
+        raise KeyError("inside")
+    assert model.config._attn_implementation == "eager"
+    assert registered() == names
+
+
+def test_patching_twice_gives_the_same_handle(tiny, batch):
+    model = tiny("qwen2")
+    handle = pasa.patch_pipeline(model)
+    patched = logits(model, batch)
+    assert pasa.patch_pipeline(model) is handle
+    assert torch.equal(logits(model, batch), patched)
+    model.set_attn_implementation("eager")
+    assert pasa.patch_pipeline(model) is handle
+    assert torch.equal(logits(model, batch), patched), "patching again must bring back what was switched off by hand"
+    handle.unpatch()
+    assert pasa.patch_pipeline(model) is not handle
+
+
+def test_patching_with_other_settings_is_refused(tiny):
+    model = tiny("qwen2")
+    with pasa.patch_pipeline(model):
+        with pytest.raises(ValueError, match="already patched"):
+            pasa.patch_pipeline(model, config=pasa.PasaConfig(precision="fp32"))
+        with pytest.raises(ValueError, match="already patched"):
+            pasa.patch_pipeline(model, policy=lambda name, module: "layers.0" in name)
+    with pasa.patch_pipeline(model, config=pasa.PasaConfig(precision="fp32")):
+        pass
+
+
+def test_a_copy_of_a_patched_model_is_refused_not_guessed_at(tiny):
+    model = tiny("qwen2")
+    with pasa.patch_pipeline(model):
+        twin = copy.deepcopy(model)
+        with pytest.raises(ValueError, match="copied from a patched model"):
+            pasa.patch_pipeline(twin)
+
+
+def test_report_names_what_was_patched_and_why_not(tiny):
+    model = tiny("qwen2")
+    with pasa.patch_pipeline(model, policy=lambda name, module: name.endswith("layers.1.self_attn")) as handle:
+        report = handle.report()
+    assert report.patched == ("model.layers.1.self_attn",)
+    assert report.skipped == (("model.layers.0.self_attn", "declined by the policy"),)
+    assert report.as_dict()["host"] == "transformers: Qwen2ForCausalLM"
+    assert "1 of 2 attention modules run PASA" in str(report)
+    assert "layers.0.self_attn: declined by the policy" in str(report)
+    assert handle.report() is report, "the report outlives the patch"
+
+
+@pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ["qwen2", "gemma3", "gpt2"])
+def test_modules_that_the_policy_declines_keep_their_own_attention(tiny, batch, name, attention, padded):
+    """Bit for bit, although the masks of the whole model are now made for PASA."""
+    model = tiny(name, attention)
+    batch = batch if padded else (batch[0], None)
+    seen = []
+    first = next(module for module in model.modules() if type(module).__name__.endswith("Attention"))
+    first.register_forward_hook(lambda module, args, output: seen.append(output[0].clone()))
+    expected = logits(model, batch)
+    with pasa.patch_pipeline(model, policy=lambda name, module: module is not first) as handle:
+        changed = logits(model, batch)
+    assert len(handle.report().patched) == 1
+    visible = batch[1].bool() if padded else torch.ones_like(batch[0], dtype=torch.bool)
+    assert torch.equal(seen[0][visible], seen[1][visible])
+    assert not torch.equal(changed[visible], expected[visible])
+
+
+def test_a_fallback_with_masks_of_another_form_is_refused(tiny):
+    model = tiny("qwen2")
+    model.config._attn_implementation_internal = "flex_attention"
+    with pytest.raises(NotImplementedError, match=r"layers\.0.*'flex_attention'"):
+        pasa.patch_pipeline(model, policy=lambda name, module: "layers.1" in name)
+    with pasa.patch_pipeline(model):
+        assert model.config._attn_implementation == "pasa+other"
+    assert model.config._attn_implementation == "flex_attention"
+
+
+def test_two_models_with_different_settings(tiny, batch):
+    one, two = tiny("qwen2"), tiny("qwen2")
+    configs = [pasa.PasaConfig(precision=name) for name in ("fp32", "pasa")]
+    expected = []
+    for config in configs:
+        with pasa.patch_pipeline(one, config=config):
+            expected.append(logits(one, batch))
+    assert not torch.equal(*expected)
+    first = pasa.patch_pipeline(one, config=configs[0])
+    second = pasa.patch_pipeline(two, config=configs[1])
+    assert torch.equal(logits(one, batch), expected[0])
+    assert torch.equal(logits(two, batch), expected[1])
+    first.unpatch()
+    assert torch.equal(logits(two, batch), expected[1]), "undoing one patch must not touch the other"
+    second.unpatch()
+
+
+@pytest.mark.parametrize("first_out", [0, 1])
+def test_two_models_that_share_a_config(tiny, batch, first_out):
+    models = [tiny("qwen2", "sdpa")]
+    torch.manual_seed(1)
+    models.append(hf.Qwen2ForCausalLM(models[0].config).eval())
+    assert models[0].config is models[1].config
+    expected, names = [logits(model, batch) for model in models], registered()
+    handles = [pasa.patch_pipeline(models[0])]
+    assert torch.equal(logits(models[1], batch)[1], expected[1][1]), "the other model was not patched"
+    handles.append(pasa.patch_pipeline(models[1]))
+    handles[first_out].unpatch()
+    assert torch.equal(logits(models[first_out], batch)[1], expected[first_out][1])
+    assert not torch.equal(logits(models[1 - first_out], batch)[1], expected[1 - first_out][1])
+    handles[1 - first_out].unpatch()
+    assert all(torch.equal(logits(model, batch), value) for model, value in zip(models, expected, strict=True))
+    assert registered() == names
+
+
+def test_nested_configs_are_switched_and_restored_one_by_one(tiny_vl):
+    model = tiny_vl({"": "eager", "text_config": "eager", "vision_config": "sdpa"})
+    config = model.config
+    with pasa.patch_pipeline(model) as handle:
+        assert len(handle.report().patched) == 4
+        assert config.text_config._attn_implementation == "pasa+eager"
+        assert config.vision_config._attn_implementation == "pasa"
+    assert config.text_config._attn_implementation == "eager"
+    assert config.vision_config._attn_implementation == "sdpa"
+    with pasa.patch_pipeline(model, policy=lambda name, module: "visual" not in name):
+        assert config.vision_config._attn_implementation == "sdpa", "nothing there was selected"
+
+
+def test_a_wrapped_model_and_a_pipeline(tiny, batch):
+    model = tiny("qwen2")
+    with pasa.patch_pipeline(torch.nn.Sequential(model)) as handle:
+        assert handle.report().patched[0] == "0.model.layers.0.self_attn"
+    pipeline = hf.TextGenerationPipeline.__new__(hf.TextGenerationPipeline)
+    pipeline.model = model
+    with pasa.patch_pipeline(pipeline) as handle:
+        assert len(handle.report().patched) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("gemma2", r"Gemma2Attention\) needs softcap"),
+        ("gpt_oss", r"GptOssAttention\) needs s_aux"),
+        ("falcon", "FalconAttention computes its attention itself"),
+    ],
+)
+def test_models_that_need_more_are_refused_before_anything_changes(tiny, name, reason):
+    model, names = tiny(name), registered()
+    with pytest.raises(NotImplementedError, match=reason):
+        pasa.patch_pipeline(model)
+    assert model.config._attn_implementation == "eager"
+    assert registered() == names
+
+
+def test_position_bias_is_refused():
+    model = hf.T5Model(hf.T5Config(d_model=64, d_kv=16, d_ff=96, num_layers=1, num_heads=4, vocab_size=97))
+    with pytest.raises(NotImplementedError, match=r"T5Attention\) needs position_bias"):
+        pasa.patch_pipeline(model)
+
+
+def test_attention_weights_cannot_be_asked_for(tiny, batch):
+    """Story: transformers collects them by itself, gets None, and returns an empty tuple without a word."""
+    model = tiny("qwen2")
+    with pasa.patch_pipeline(model):
+        with pytest.raises(NotImplementedError, match="Qwen2ForCausalLM: output_attentions"):
+            model(batch[0], output_attentions=True)
+        with pytest.raises(NotImplementedError, match="output_attentions"):
+            model.generate(batch[0], max_new_tokens=2, return_dict_in_generate=True, output_attentions=True)
+    assert len(model(batch[0], output_attentions=True).attentions) == 2
+
+
+def test_dropout_is_refused_while_training(tiny, batch):
+    model = tiny("llama", attention_dropout=0.1)
+    with pasa.patch_pipeline(model):
+        logits(model, batch)
+        model.train()
+        for layer in model.model.layers:
+            layer.self_attn.attention_dropout = 0.1
+        with pytest.raises(NotImplementedError, match=r"LlamaAttention: dropout=0\.1"):
+            logits(model, batch)

@@ -1,0 +1,265 @@
+"""A patched model computes what it computed: masks, caches, windows, decoding strategies, and keywords."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers as hf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AttentionInterface
+
+import pasa
+from pasa.patching import transformers_attention as patched_attention
+
+MODELS = ("qwen2", "llama", "mistral", "qwen3", "gemma3", "phi3", "gpt2", "gemma4")
+PRECISIONS = ("fp32", "pasa")
+FACTOR = 2.0
+"""Bound of the whole file: error against FP32 eager <= FACTOR x that of `naive_fp16`, which rounds what must be."""
+
+
+@pytest.fixture
+def agree(naive):
+    """Assert that, patched, `compute(model)` is as near to the unpatched model as FP16 attention can be."""
+
+    def check(model, compute, config=None, **patch):
+        with torch.no_grad():
+            expected = compute(model)
+            before = model.config._attn_implementation
+            model.set_attn_implementation(naive)
+            bound = FACTOR * (compute(model) - expected).abs().max()
+            model.set_attn_implementation(before)
+            with pasa.patch_pipeline(model, config=config, **patch):
+                error = (compute(model) - expected).abs().max()
+            assert torch.equal(compute(model), expected), "unpatching must restore the same bits"
+        assert 0 < error <= bound, f"error {error:.2e} > {FACTOR} x naive = {bound:.2e}"
+
+    return check
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", MODELS)
+def test_left_padded_batch(tiny, batch, agree, name, precision):
+    """21 tokens: beyond the windows of 8 that mistral, gemma3 and gemma4 have."""
+    ids, mask = batch
+    compute = lambda model: model(ids, attention_mask=mask).logits[mask.bool()]  # noqa: E731
+    agree(tiny(name), compute, pasa.PasaConfig(precision=precision))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_second_chunk_on_a_filled_cache(tiny, batch, agree, name):
+    ids, _ = batch
+
+    def compute(model):
+        first = model(ids[:, :9], use_cache=True)
+        return model(ids[:, 9:], past_key_values=first.past_key_values).logits
+
+    agree(tiny(name), compute)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_greedy_tokens(tiny, batch, name, cache):
+    """A static cache is longer than the prompt: without a mask, causality is aligned to the first key there."""
+    ids, mask = batch
+    for given_ids, given_mask in ((ids, mask), (ids, None), (ids[:1, :6], None)):
+        options = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0, "cache_implementation": cache}
+        model = tiny(name)
+        expected = model.generate(given_ids, attention_mask=given_mask, **options)
+        with pasa.patch_pipeline(model):
+            assert torch.equal(model.generate(given_ids, attention_mask=given_mask, **options), expected)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        {"num_beams": 3, "do_sample": False},
+        {"do_sample": True, "top_k": 20},
+        {"do_sample": True, "num_return_sequences": 3},
+        {"num_beams": 4, "num_return_sequences": 2, "do_sample": False},
+    ],
+    ids=["beams", "sampling", "several sequences", "several beams"],
+)
+def test_decoding_strategies(tiny, batch, strategy):
+    ids, mask = batch
+    model = tiny("qwen2", "sdpa")
+
+    def run():
+        torch.manual_seed(7)
+        return model.generate(ids, attention_mask=mask, max_new_tokens=8, pad_token_id=0, **strategy)
+
+    expected = run()
+    with pasa.patch_pipeline(model):
+        assert torch.equal(run(), expected)
+
+
+def test_packed_sequences(tiny, batch, agree):
+    """Two sequences in one row, told apart by their position ids alone."""
+    ids, _ = batch
+    positions = torch.cat([torch.arange(9), torch.arange(12)])[None]
+    compute = lambda model: model(ids[:1], position_ids=positions, use_cache=False).logits  # noqa: E731
+    agree(tiny("llama"), compute)
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_mask_of_the_callers_own(tiny, batch, kind):
+    """A 4-D mask passes through as it is; sdpa takes both kinds, so it is the reference."""
+    ids, _ = batch
+    visible = torch.ones(21, 21, dtype=torch.bool).tril()[None, None].repeat(2, 1, 1, 1)
+    visible[..., 3:7] = torch.eye(21, dtype=torch.bool)[:, 3:7]
+    mask = visible if kind == "bool" else torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float).min)
+    model = tiny("qwen2", "sdpa")
+    with torch.no_grad():
+        expected, causal = model(ids, attention_mask=mask).logits, model(ids).logits
+        with pasa.patch_pipeline(model):
+            error = (model(ids, attention_mask=mask).logits - expected).abs().max()
+    assert error < 0.05 * (causal - expected).abs().max()
+
+
+def test_padded_rows_equal_unpadded_rows(tiny, batch):
+    """Story: with the attention function alone registered, transformers hands it no mask, whatever the padding.
+
+    `_preprocess_mask_arguments` returns None for a name that the mask registry does not know, so a left-padded row
+    silently attends to its padding. The patch registers both.
+    """
+    ids, mask = batch
+    seen = []
+
+    def spy(module, query, key, value, attention_mask, **kwargs):
+        seen.append(attention_mask)
+        return query.transpose(1, 2).contiguous(), None
+
+    model = tiny("qwen2")
+    AttentionInterface.register("attention_alone", spy)
+    try:
+        model.set_attn_implementation("attention_alone")
+        model(ids, attention_mask=mask)
+    finally:
+        model.set_attn_implementation("eager")
+        del AttentionInterface._global_mapping["attention_alone"]
+    assert seen == [None, None]
+
+    with torch.no_grad(), pasa.patch_pipeline(model, config=pasa.PasaConfig(precision="fp32")):
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        padded = model(ids, attention_mask=mask, position_ids=positions).logits
+        alone = model(ids[:1, 5:]).logits
+        unmasked = model(ids, position_ids=positions).logits
+    assert torch.isfinite(padded).all(), "fully masked rows must not become NaN"
+    difference = (padded[0, 5:] - alone[0]).abs().max()
+    assert difference < 1e-3 * (unmasked[0, 5:] - alone[0]).abs().max(), "the test must be able to see padding"
+
+
+@pytest.mark.parametrize("keep", [1, 3])
+def test_queries_that_a_model_drops(tiny, batch, keep):
+    """Story: Gemma 4 keeps only the last queries in its last layers, and only minds a skipped mask for "sdpa".
+
+    Under any other name the three queries left over look like the first three. Our mask is therefore explicit there.
+    """
+    ids, _ = batch
+    model = tiny("gemma4 with shared keys")
+    with torch.no_grad():
+        expected = model(ids[:, :7]).logits[:, -keep:]
+        with pasa.patch_pipeline(model):
+            error = (model(ids[:, :7], logits_to_keep=keep).logits - expected).abs().max()
+    assert error < 0.02 * expected.abs().max()
+
+
+def test_values_narrower_than_keys(tiny, batch, agree):
+    """Multi-head latent attention: head size 24 in q and k, 16 in v."""
+    ids, mask = batch
+    agree(tiny("deepseek_v3"), lambda model: model(ids, attention_mask=mask).logits[mask.bool()])
+
+
+def test_bidirectional_and_cross_attention(batch):
+    ids, mask = batch
+    sizes = {"d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96}
+    config = hf.BartConfig(
+        **sizes, encoder_attention_heads=4, decoder_attention_heads=4, vocab_size=97, max_position_embeddings=64
+    )
+    torch.manual_seed(0)
+    model = hf.BartModel(config).eval()
+    with torch.no_grad():
+        for padding in (mask, None):
+            expected = model(ids, attention_mask=padding, decoder_input_ids=ids[:, :7])[0]
+            with pasa.patch_pipeline(model) as handle:
+                error = (model(ids, attention_mask=padding, decoder_input_ids=ids[:, :7])[0] - expected).abs().max()
+                assert len(handle.report().patched) == 6
+            assert error < 1e-3 * expected.abs().max()
+
+
+def test_text_of_a_vision_language_model(tiny_vl, batch, agree):
+    ids, mask = batch
+    agree(tiny_vl("eager"), lambda model: model(ids, attention_mask=mask).logits[mask.bool()])
+
+
+def test_a_patched_model_compiles_as_one_graph(tiny, batch):
+    model = tiny("qwen2", "sdpa")
+    with torch.no_grad(), pasa.patch_pipeline(model):
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        assert torch.equal(compiled(batch[0]).logits, model(batch[0]).logits)
+
+
+def run_binding(module, query, key, value, mask=None, **kwargs):
+    binding = patched_attention.Binding(pasa.PasaConfig(precision="fp32"), None, handle=None)
+    return patched_attention.run_pasa(binding, module, query, key, value, mask, **kwargs)[0]
+
+
+class Causal(torch.nn.Module):
+    is_causal = True
+
+
+def tensors(queries, keys):
+    generator = torch.Generator().manual_seed(queries * 100 + keys)
+    shape = lambda heads, length: torch.randn(2, heads, length, 16, generator=generator)  # noqa: E731
+    return shape(4, queries), shape(2, keys), shape(2, keys)
+
+
+@settings(max_examples=40, deadline=None)
+@given(queries=st.integers(1, 9), keys=st.integers(1, 12), window=st.none() | st.integers(1, 12))
+def test_a_missing_mask_means_upper_left_causality_within_the_window(queries, keys, window):
+    """For one query, the decoded token, the last key is its own; else query i stands at key i."""
+    query, key, value = tensors(queries, keys)
+    position = torch.arange(queries)[:, None] + (keys - 1 if queries == 1 else 0)
+    distance = position - torch.arange(keys)[None, :]
+    visible = (distance >= 0) & (distance < (window or 10**6))
+    out = run_binding(Causal(), query, key, value, sliding_window=window)
+    explicit = run_binding(Causal(), query, key, value, visible[None, None])
+    assert out.is_contiguous()
+    assert out.shape == (2, queries, 4, 16)
+    torch.testing.assert_close(out, explicit, rtol=0, atol=2**-10)
+
+
+def test_the_call_may_overrule_the_modules_causality():
+    query, key, value = tensors(5, 5)
+    full = torch.ones(1, 1, 5, 5, dtype=torch.bool)
+    torch.testing.assert_close(
+        run_binding(Causal(), query, key, value, is_causal=False),
+        run_binding(Causal(), query, key, value, full),
+        rtol=0,
+        atol=2**-10,
+    )
+
+
+def test_unknown_causality_is_refused():
+    with pytest.raises(NotImplementedError, match=r"Linear.*is_causal"):
+        run_binding(torch.nn.Linear(1, 1), *tensors(5, 5))
+
+
+@pytest.mark.parametrize("keyword", ["position_ids", "use_cache", "output_router_logits", "cache_position"])
+def test_informative_keywords_change_nothing(keyword):
+    query, key, value = tensors(5, 5)
+    out = run_binding(Causal(), query, key, value, **{keyword: torch.arange(5), "softcap": None, "s_aux": None})
+    assert torch.equal(out, run_binding(Causal(), query, key, value))
+
+
+@pytest.mark.parametrize(
+    ("keyword", "value"),
+    [
+        *((name, torch.ones(1)) for name in ("s_aux", "position_bias", "head_mask", "indices", "cu_seq_lens_q")),
+        *(("softcap", 50.0), ("cache", object()), ("output_attentions", True), ("dropout", 0.1), ("new_idea", 1)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_keywords_that_would_change_the_result_are_refused_by_name(keyword, value):
+    with pytest.raises(NotImplementedError, match=rf"Causal: {keyword}"):
+        run_binding(Causal(), *tensors(5, 5), **{keyword: value})
