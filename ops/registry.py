@@ -95,9 +95,8 @@ class Backend:
         ]
         if self.devices:
             wanted.insert(0, ("device", request.device, self.devices))
-        reasons = [
-            f"{name} {value} is not among {list(map(str, has))}" for name, value, has in wanted if value not in has
-        ]
+        lacking = [(name, value, ", ".join(map(str, has))) for name, value, has in wanted if value not in has]
+        reasons = [f"{name} {value} is not among {has}" for name, value, has in lacking]
         if not self.head_dims[0] <= request.head_dim <= self.head_dims[1]:
             reasons.append(f"head dim {request.head_dim} is outside {self.head_dims[0]} to {self.head_dims[1]}")
         if request.varlen and not self.varlen:

@@ -185,10 +185,8 @@ def attention_varlen(
     _check_shapes(*(x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)))
     _check_lengths("q", cu_seqlens_q, max_seqlen_q, q)
     _check_lengths("k", cu_seqlens_k, max_seqlen_k, k)
-    if cu_seqlens_q.shape != cu_seqlens_k.shape:
-        raise ValueError(
-            f"cu_seqlens_q {tuple(cu_seqlens_q.shape)} and cu_seqlens_k {tuple(cu_seqlens_k.shape)} differ"
-        )
+    if len(cu_seqlens_q) != len(cu_seqlens_k):
+        raise ValueError(f"cu_seqlens_q has {len(cu_seqlens_q)} entries but cu_seqlens_k has {len(cu_seqlens_k)}")
     options = dataclasses.asdict(_checked_config(config))
     scale, diagnose = _checked_scale(scale, q.shape[-1]), diagnostics.recording()
     out, lse, counts = library.attention_varlen(

@@ -1,0 +1,139 @@
+"""The console script: what it prints, where, and with which exit status."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from pasa.eval import cli
+from pasa.eval.commands import app
+
+RUNNER = CliRunner()
+TINY = ["bench", "rmse", "--heads", "1", "--seq", "130"]
+
+
+def run(*arguments: str) -> Any:
+    return RUNNER.invoke(app, arguments)
+
+
+def test_help_names_every_command_and_no_other() -> None:
+    shown = run("--help").output
+    assert all(name in shown for name in ("doctor", "beta", "bench", "demo"))
+    assert not any(name in shown for name in ("predict", "diagnose", "longbench"))
+
+
+def test_beta_prints_table_3_as_the_paper_does() -> None:
+    shown = run("beta").output
+    table = shown[: shown.index("sqrt(64)")]
+    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in table.splitlines() if line[:1] == "│"]
+    assert rows == [
+        ["0.9", "9.000", "8.971", "0.32 %", "0.899708", "8.971"],
+        ["1-2^-4", "15.00", "15.00", "0.00 %", "0.937500", "15.00"],
+        ["1-2^-5", "31.00", "31.25", "0.81 %", "0.968994", "31.25"],
+        ["1-2^-6", "63.00", "63.50", "0.79 %", "0.984497", "63.50"],
+        ["0.99", "99.00", "102.2", "3.23 %", "0.990311", "102.2"],
+        ["0.999", "999.0", "1031", "3.20 %", "0.999031", "1031"],
+    ]
+
+
+def test_beta_shows_the_matrix_in_use_for_three_head_dims() -> None:
+    result = json.loads(run("beta", "--json", "-").output)
+    assert [table["head_dim"] for table in result["tables"]] == [None, 64, 80, 128]
+    plain, *_, folded = ([row["optimised"] for row in table["rows"]] for table in result["tables"])
+    assert plain != folded, "1/sqrt(128) is no power of two: it moves the fixed point"
+
+
+def test_doctor_reports_reasons_and_passes_its_own_check() -> None:
+    result = run("doctor", "--json", "-")
+    found = json.loads(result.output)
+    assert result.exit_code == 0
+    assert found["self_check"]["passed"]
+    assert found["self_check"]["max_score_before"] > 65504
+    assert {status["name"] for status in found["backends"]} >= {"reference", "triton", "npu"}
+    assert all(status["reason"] for status in found["backends"])
+    assert "PASA_CACHE_DIR" in found["variables"]
+
+
+def test_json_to_stdout_is_alone_there() -> None:
+    result = run(*TINY, "--json", "-")
+    assert json.loads(result.stdout)["experiment"] == "rmse"
+
+
+def test_json_file_and_output_folder(tmp_path: Path) -> None:
+    run(*TINY, "--json", str(tmp_path / "deep" / "result.json"), "--output-dir", str(tmp_path / "all"))
+    result = json.loads((tmp_path / "deep" / "result.json").read_text())
+    assert result["note"] == "emulated NPU arithmetic on CPU; not run on an NPU"
+    made = {path.name for path in (tmp_path / "all").iterdir()}
+    assert made == {"rmse.json", "rmse.csv", "rmse.md", "rmse_uniform.png", "rmse_hybrid.png"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "value"),
+    [
+        (["bench", "rmse", "--heads", "0"], "heads=0"),
+        (["bench", "rmse", "--heads", "many"], "many"),
+        (["bench", "rmse", "--seeds", "0,x"], "'x'"),
+        (["bench", "rmse", "--seeds", "-1"], "'-1'"),
+        (["bench", "rmse", "--overflow", "wrap"], "'wrap'"),
+        (["bench", "rmse", "--resonance", "--seq", "0"], "seq=0"),
+        (["bench", "rmse", "--resonance", "--large-bias"], "--large-bias"),
+        (["bench", "speed"], "speed"),
+        (["beta", "--block", "0"], "0"),
+        (["demo", "--new-tokens", "0"], "new_tokens=0"),
+        (["--bogus"], "--bogus"),
+    ],
+)
+def test_bad_input_is_one_line_that_names_the_value(
+    arguments: list[str], value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(arguments)
+    shown = capsys.readouterr()
+    assert stopped.value.code == 2
+    assert shown.out == ""
+    assert len(shown.err.splitlines()) == 1
+    assert value in shown.err
+
+
+def test_unwritable_json_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["beta", "--json", str(tmp_path / "file" / "x.json")])
+    assert stopped.value.code == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_missing_extra_tells_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "typer", None)
+    monkeypatch.delitem(sys.modules, "pasa.eval.commands")
+    monkeypatch.delattr("pasa.eval.commands", raising=False)
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["beta"])
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err == "pasa: typer is not installed; run: pip install pasa[eval]\n"
+
+
+def test_console_script_runs_as_a_process() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pasa.eval.cli", "beta", "--json", "-"], capture_output=True, check=True
+    )
+    assert json.loads(done.stdout)["format"] == "fp16"
+
+
+def test_gate_failure_is_exit_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pasa.eval.rmse import run as module
+
+    failure = [{"case": "c", "seed": 0, "overflow": "inf", "why": "(a) nonfinite_share 1"}]
+    monkeypatch.setattr(
+        module, "verdict", lambda records: {"arithmetic": "pasa-exact", "passed": False, "failures": failure}
+    )
+    result = run(*TINY)
+    assert result.exit_code == 1
+    assert "pasa-exact FAILS" in result.output
+    assert "(a) nonfinite_share 1" in result.output

@@ -1,0 +1,97 @@
+"""Bad input: each a clear error that names the value."""
+
+import pytest
+import torch
+
+import pasa
+
+HALF = torch.float16
+
+
+def tensor(*shape, dtype=HALF, device="cpu"):
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def call(q=(1, 4, 8, 16), k=(1, 2, 9, 16), v=None, **how):
+    q, k = (x if isinstance(x, torch.Tensor) or not isinstance(x, tuple) else tensor(*x) for x in (q, k))
+    v = k if v is None else tensor(*v) if isinstance(v, tuple) else v
+    return pasa.attention(q, k, v, **how)
+
+
+BAD_CALLS = [
+    ({"q": (4, 8, 16)}, ValueError, r"q has 3 dimensions \(4, 8, 16\), expected 4"),
+    ({"k": (1, 1, 2, 9, 16)}, ValueError, "k has 5 dimensions"),
+    ({"q": [1.0]}, TypeError, "q is a list"),
+    ({"q": tensor(1, 4, 8, 16, dtype=torch.int32)}, TypeError, "q is torch.int32"),
+    ({"q": tensor(1, 4, 8, 16, dtype=torch.float64)}, TypeError, "q is torch.float64"),
+    ({"q": tensor(1, 4, 8, 16, dtype=torch.float32)}, TypeError, "k is torch.float16 but q is torch.float32"),
+    ({"v": tensor(1, 2, 9, 16, dtype=torch.bfloat16)}, TypeError, "v is torch.bfloat16 but q is"),
+    ({"k": tensor(1, 2, 9, 16, device="meta")}, ValueError, "k is on meta but q is on cpu"),
+    ({"q": (1, 3, 8, 16)}, ValueError, "3 query heads are not a multiple of 2 key heads"),
+    ({"q": (2, 4, 8, 16)}, ValueError, "batch of q is 2 but that of k is 1"),
+    ({"q": (1, 4, 8, 32)}, ValueError, "head dim of q is 32 but that of k is 16"),
+    ({"v": (1, 2, 10, 16)}, ValueError, r"k and v differ.*\(1, 2, 9, 16\) and \(1, 2, 10, 16\)"),
+    ({"q": (1, 4, 0, 16)}, ValueError, r"q is empty.*\(1, 4, 0, 16\)"),
+    ({"k": (1, 2, 0, 16)}, ValueError, r"k is empty.*\(1, 2, 0, 16\)"),
+    ({"q": (0, 4, 8, 16), "k": (0, 2, 9, 16)}, ValueError, "q is empty"),
+    ({"q": (1, 2, 8, 600), "k": (1, 2, 9, 600)}, NotImplementedError, "head dim 600 is outside 1 to 512"),
+    ({"attn_mask": torch.ones(8, 8).bool()}, ValueError, r"attn_mask \(8, 8\) does not broadcast to .*\(1, 4, 8, 9\)"),
+    ({"attn_mask": torch.ones(3, 8, 9).bool()}, ValueError, r"attn_mask \(3, 8, 9\)"),
+    ({"attn_mask": torch.ones(2, 1, 8, 9).bool()}, ValueError, r"attn_mask \(2, 1, 8, 9\)"),
+    ({"attn_mask": torch.ones(1, 1, 1, 8, 9).bool()}, ValueError, r"attn_mask \(1, 1, 1, 8, 9\)"),
+    ({"attn_mask": torch.ones(8, 9).int()}, TypeError, "attn_mask is torch.int32"),
+    ({"attn_mask": [[True]]}, TypeError, "attn_mask is a list"),
+    ({"attn_mask": torch.ones(8, 9, device="meta").bool()}, ValueError, "attn_mask is on meta"),
+    ({"tensor_layout": "BHSD"}, ValueError, "tensor_layout='BHSD' is not one of"),
+    ({"scale": 0.0}, ValueError, "scale=0.0 is not a positive finite number"),
+    ({"scale": -1.0}, ValueError, "scale=-1.0"),
+    ({"scale": float("nan")}, ValueError, "scale=nan"),
+    ({"scale": float("inf")}, ValueError, "scale=inf"),
+    ({"config": {"recovery": "paper"}}, TypeError, "config is a dict, not a PasaConfig"),
+    ({"backend": "cuda"}, ValueError, "backend='cuda' is not registered; registered: .*reference"),
+    ({"backend": "triton"}, NotImplementedError, "triton: its kernels are not part of this version"),
+    ({"backend": "npu"}, NotImplementedError, "npu: its Ascend C kernels are not part"),
+    ({"dropout_p": 0.1}, TypeError, "dropout_p"),
+    ({"enable_gqa": True}, TypeError, "enable_gqa"),
+]
+
+
+@pytest.mark.parametrize(("how", "error", "message"), BAD_CALLS, ids=lambda x: str(x)[:60])
+def test_attention_refuses(how, error, message):
+    with pytest.raises(error, match=message):
+        call(**how)
+
+
+GOOD_LENGTHS = {"cu_seqlens_q": [0, 3, 8], "cu_seqlens_k": [0, 4, 9], "max_seqlen_q": 5, "max_seqlen_k": 5}
+BAD_LENGTHS = [
+    ({"cu_seqlens_q": [1, 3, 8]}, ValueError, r"cu_seqlens_q=\[1, 3, 8\] does not rise from 0 to the 8 tokens"),
+    ({"cu_seqlens_q": [0, 3, 7]}, ValueError, "does not rise from 0 to the 8 tokens"),
+    ({"cu_seqlens_k": [0, 10, 9]}, ValueError, r"cu_seqlens_k=\[0, 10, 9\]"),
+    ({"cu_seqlens_k": [0, 9], "max_seqlen_k": 9}, ValueError, "cu_seqlens_q has 3 entries but cu_seqlens_k has 2"),
+    ({"cu_seqlens_q": [8]}, ValueError, r"cu_seqlens_q has shape \(1,\)"),
+    ({"cu_seqlens_q": [0.0, 8.0]}, TypeError, "cu_seqlens_q is not an int32 or int64 Tensor"),
+    ({"max_seqlen_q": 4}, ValueError, "max_seqlen_q=4 is below the longest sequence, 5"),
+    ({"max_seqlen_k": 1}, ValueError, "max_seqlen_k=1 is below"),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "message"), BAD_LENGTHS, ids=lambda x: str(x)[:60])
+def test_attention_varlen_refuses(change, error, message):
+    how = {name: torch.tensor(x) if isinstance(x, list) else x for name, x in (GOOD_LENGTHS | change).items()}
+    with pytest.raises(error, match=message):
+        pasa.attention_varlen(tensor(8, 4, 16), tensor(9, 2, 16), tensor(9, 2, 16), **how)
+
+
+def test_attention_varlen_checks_tensors_too():
+    lengths = [torch.tensor(GOOD_LENGTHS[name]) for name in ("cu_seqlens_q", "cu_seqlens_k")]
+    with pytest.raises(ValueError, match="q has 4 dimensions"):
+        pasa.attention_varlen(tensor(1, 8, 4, 16), tensor(9, 2, 16), tensor(9, 2, 16), *lengths, 5, 5)
+    with pytest.raises(ValueError, match="3 query heads"):
+        pasa.attention_varlen(tensor(8, 3, 16), tensor(9, 2, 16), tensor(9, 2, 16), *lengths, 5, 5)
+
+
+def test_the_backward_pass_is_refused_not_wrong():
+    q = torch.randn(1, 2, 8, 16, requires_grad=True)
+    out = pasa.attention(q, q, q)
+    with pytest.raises((RuntimeError, NotImplementedError), match="autograd"):
+        out.sum().backward()

@@ -1,0 +1,48 @@
+"""PasaConfig validates itself, and names what it refuses."""
+
+import dataclasses
+
+import pytest
+
+from pasa import PasaConfig
+
+
+def test_defaults():
+    config = PasaConfig()
+    assert (config.precision, config.recovery, config.softmax) == ("pasa", "exact", "safe")
+    assert (config.block_q, config.block_k, config.beta) == (128, 128, None)
+    assert (config.overflow, config.accumulate) == ("inf", "fp32")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.recovery = "paper"
+
+
+@pytest.mark.parametrize("field", ["precision", "recovery", "softmax", "overflow", "accumulate"])
+def test_unknown_choice(field):
+    with pytest.raises(ValueError, match=f"{field}='nonsense' is not one of"):
+        PasaConfig(**{field: "nonsense"})
+
+
+@pytest.mark.parametrize("softmax", ["unbiased", "unbiased_paper"])
+def test_planned_choice(softmax):
+    with pytest.raises(NotImplementedError, match=f"softmax='{softmax}' is not in this version"):
+        PasaConfig(softmax=softmax)
+
+
+@pytest.mark.parametrize("field", ["block_q", "block_k"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, "128", True, None])
+def test_block_sizes(field, value):
+    with pytest.raises(ValueError, match=f"{field}="):
+        PasaConfig(**{field: value})
+
+
+@pytest.mark.parametrize("beta", [-0.1, 1.0, 2, float("nan"), "0.9"])
+def test_beta_out_of_range(beta):
+    with pytest.raises(ValueError, match="beta="):
+        PasaConfig(recovery="paper", beta=beta)
+
+
+@pytest.mark.parametrize("other", [{}, {"precision": "partial"}, {"precision": "fp32", "recovery": "paper"}])
+def test_beta_is_the_papers_alone(other):
+    """It would otherwise be dropped in silence."""
+    with pytest.raises(ValueError, match=r"beta=0\.9 is only used by"):
+        PasaConfig(beta=0.9, **other)

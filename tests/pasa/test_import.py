@@ -1,0 +1,67 @@
+"""`import pasa`: torch and numpy alone, and nothing happens."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+import pasa
+
+PROBE = """
+import json, os, sys, time
+import torch
+before, environment = set(sys.modules), dict(os.environ)
+start = time.perf_counter()
+import pasa
+seconds = time.perf_counter() - start
+loaded = sorted({name.partition(".")[0] for name in set(sys.modules) - before})
+print(json.dumps({"seconds": seconds, "loaded": loaded, "same_environment": environment == dict(os.environ),
+                  "op": hasattr(torch.ops.pasa, "attention")}))
+"""
+
+
+def run(code, folder):
+    environment = {**os.environ, "HOME": str(folder), "XDG_CACHE_HOME": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True, check=True
+    )
+
+
+def test_import_does_nothing_else(tmp_path):
+    done = run(PROBE, tmp_path)
+    seen = json.loads(done.stdout)  # so nothing else was printed
+    assert done.stderr == ""
+    assert not set(seen["loaded"]) & {
+        *("transformers", "diffusers", "triton", "torch_npu", "matplotlib", "typer", "rich", "gguf", "safetensors")
+    }
+    assert seen["same_environment"]
+    assert seen["op"]
+    assert seen["seconds"] < 1.0
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        "import pasa, pasa.attention",
+        "from pasa.attention import attention_varlen; import pasa",
+        "import pasa; pasa.attention_varlen; import pasa.attention",
+        "import pasa.patching, pasa",
+    ],
+)
+def test_attention_stays_the_function(order, tmp_path):
+    """The module of the same name is bound over the function if it is imported after it."""
+    run(f"{order}\nassert callable(pasa.attention), pasa.attention", tmp_path)
+
+
+def test_unknown_name_is_refused_by_name():
+    with pytest.raises(AttributeError, match=r"'atention'.*attention"):
+        pasa.atention  # noqa: B018
+
+
+def test_every_public_name_resolves():
+    assert set(pasa.__all__) == set(dir(pasa))
+    for name in pasa.__all__:
+        assert getattr(pasa, name) is not None

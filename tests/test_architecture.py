@@ -1,0 +1,117 @@
+"""The house rules that a machine can keep: floors, optional packages, size, no assert, no print, no bare except."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import pasa
+
+ROOT = Path(__file__).resolve().parent.parent
+FLOORS = {"ops": "pasa.ops", "pasa": "pasa", "eval": "pasa.eval"}
+OPTIONAL = {"transformers", "diffusers", "triton", "torch_npu", "matplotlib", "datasets", "gguf", "typer", "rich"}
+MAY_IMPORT_OPTIONAL = ("pasa/patching/transformers", "eval/")
+FILE_LINES, FUNCTION_LINES = 350, 60  # the rule is 150-300 and 15-30; this is where a test says stop
+
+
+def sources():
+    return [path for folder in FLOORS for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def module_name(path):
+    relative = path.relative_to(ROOT).with_suffix("")
+    return ".".join([FLOORS[relative.parts[0]], *relative.parts[1:]]).removesuffix(".__init__")
+
+
+def imports(tree, *, top_level_only=False):
+    """Imported module names, `from a import b` as a.b; without those under TYPE_CHECKING."""
+    nodes = tree.body if top_level_only else list(ast.walk(tree))
+    hidden = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        for inner in ast.walk(node)
+    }
+    for node in nodes:
+        if id(node) in hidden:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        if isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.fixture(params=sources(), ids=lambda path: str(path.relative_to(ROOT)))
+def source(request):
+    return request.param, ast.parse(request.param.read_text(encoding="utf-8"))
+
+
+def test_floors(source):
+    """eval -> pasa -> ops, never upwards."""
+    path, tree = source
+    own = module_name(path)
+    for name in imports(tree):
+        if own.startswith("pasa.ops"):
+            assert not name.startswith("pasa") or name.startswith("pasa.ops"), name
+        elif not own.startswith("pasa.eval"):
+            assert not name.startswith("pasa.eval"), name
+
+
+def test_inner_order(source):
+    """Inside: numerics is the ground; operators know neither the registry nor each other's backends' callers;
+    the operator knows nothing of patching; patching of no experiment."""
+    path, tree = source
+    own = module_name(path)
+    forbidden = {
+        "pasa.ops.numerics": ("pasa.ops.attention", "pasa.ops.shift_keys", "pasa.ops.registry", "pasa.ops.library"),
+        "pasa.ops.shift_keys": ("pasa.ops.attention", "pasa.ops.registry", "pasa.ops.library"),
+        "pasa.ops.attention": ("pasa.ops.registry", "pasa.ops.library"),
+        "pasa.ops.registry": ("pasa.ops.library",),
+        "pasa.attention": ("pasa.patching",),
+    }
+    for floor, above in forbidden.items():
+        if own == floor or own.startswith(floor + "."):
+            assert not [name for name in imports(tree) if name.startswith(above)]
+
+
+def test_optional_packages_are_imported_where_they_are_used(source):
+    path, tree = source
+    if str(path.relative_to(ROOT)).startswith(MAY_IMPORT_OPTIONAL):
+        return
+    loaded = {name.split(".")[0] for name in imports(tree, top_level_only=True)}
+    assert not loaded & OPTIONAL
+
+
+def test_no_assert_no_bare_except_no_print(source):
+    path, tree = source
+    in_eval = path.relative_to(ROOT).parts[0] == "eval"
+    for node in ast.walk(tree):
+        assert not isinstance(node, ast.Assert), f"line {node.lineno}: assert is for tests"
+        assert not (isinstance(node, ast.ExceptHandler) and node.type is None), f"line {node.lineno}: bare except"
+        called = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else None
+        assert in_eval or called != "print", f"line {node.lineno}: print"
+
+
+def test_sizes(source):
+    path, tree = source
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= FILE_LINES
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            body = node.body[1:] if ast.get_docstring(node) else node.body
+            lines = body[-1].end_lineno - body[0].lineno + 1 if body else 0
+            assert lines <= FUNCTION_LINES, f"{node.name} has {lines} lines below its docstring"
+
+
+def test_no_file_shadows_triton():
+    assert not [path for path in sources() if path.name == "triton.py"]
+
+
+def test_environment_is_read_in_one_file():
+    readers = [p for p in sources() if re.search(r"os\.environ|getenv", p.read_text(encoding="utf-8"))]
+    assert [module_name(path) for path in readers] == ["pasa.ops.envs"]
+
+
+def test_public_names_have_docstrings():
+    for name in pasa.__all__:
+        assert name == "__version__" or getattr(pasa, name).__doc__
