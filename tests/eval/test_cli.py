@@ -72,6 +72,18 @@ def test_json_file_and_output_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("option", "stem", "figures"), [("--resonance", "resonance", 3), ("--large-bias", "large_bias", 0)]
+)
+def test_other_experiments_are_stored_whole(tmp_path: Path, option: str, stem: str, figures: int) -> None:
+    """Story: the CSV of --large-bias met a column that only the records of torch's own attention had."""
+    result = run(*TINY, option, "--seeds", "0", "--output-dir", str(tmp_path))
+    assert not isinstance(result.exception, (ValueError, KeyError))
+    made = {path.name for path in tmp_path.iterdir()}
+    assert {f"{stem}.json", f"{stem}.csv", f"{stem}.md"} <= made
+    assert len([name for name in made if name.endswith(".png")]) == figures
+
+
+@pytest.mark.parametrize(
     ("arguments", "value"),
     [
         (["bench", "rmse", "--heads", "0"], "heads=0"),

@@ -1,0 +1,50 @@
+"""The console script `pasa`; its commands are in commands.py, because typer and rich are extras."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+EXTRAS = ("typer", "rich", "matplotlib")
+BAD_INPUT = 2
+EXPECTED = (ValueError, TypeError, NotImplementedError, OSError)  # what the library raises for what a user gave it
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run one command and exit: 0 done, 1 a gate or check failed, 2 bad input (one line on stderr says what).
+
+    Parameters
+    ----------
+    arguments : sequence of str, optional
+        In place of those of the process.
+    """
+    try:
+        sys.exit(_run(arguments))
+    except ModuleNotFoundError as error:
+        extra = (error.name or "").partition(".")[0] in EXTRAS
+        sys.exit(_complain(f"{error.name} is not installed; run: pip install pasa[eval]" if extra else str(error)))
+    except EXPECTED as error:
+        sys.exit(_complain(str(error)))
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    from pasa.eval.commands import app
+
+    try:
+        status = app(args=arguments, prog_name="pasa", standalone_mode=False)
+    except Exception as error:
+        # Usage errors of typer share this method and nothing that typer exports; anything else is not ours to word.
+        message = getattr(error, "format_message", None)
+        if message is None:
+            raise
+        return _complain(message())
+    return status if isinstance(status, int) else 0
+
+
+def _complain(message: str) -> int:
+    print(f"pasa: {' '.join(message.split())}", file=sys.stderr)
+    return BAD_INPUT
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""Commands of `pasa`: each parses, calls one function and prints what it returned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from pasa.eval import output
+
+app = typer.Typer(
+    help="FP16 attention that cannot overflow: checks, tables, benchmarks and a demonstration.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+bench = typer.Typer(help="Benchmarks.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+QUICK_HEADS = 4  # half a minute on two cores; the paper has 16
+Json = Annotated[
+    str | None, typer.Option("--json", metavar="FILE", help='Write the result as JSON; "-": stdout, alone.')
+]
+
+
+def integer(text: str | int) -> int:
+    """Parse an option; typer's own message leaves out what it was given."""
+    try:
+        return int(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not an integer") from None
+
+
+@app.callback()
+def root() -> None:
+    """Keep the commands apart from the group's own options."""
+
+
+@app.command()
+def doctor(json: Json = None) -> None:
+    """Versions, devices, backends and why (not), and a self check against FP64."""
+    from pasa.eval import doctor as module
+
+    result = module.run_doctor()
+    _deliver(result, json, module.render)
+    raise typer.Exit(0 if result["self_check"]["passed"] else 1)
+
+
+@app.command()
+def beta(
+    json: Json = None,
+    block: Annotated[int, typer.Option(parser=integer, metavar="N", help="Keys per block.")] = 128,
+) -> None:
+    """The paper's table 3 (optimal beta), and the same for the matrix with 1/sqrt(d) folded in."""
+    from pasa.eval import beta as module
+
+    _deliver(module.run_beta(block), json, module.render)
+
+
+@bench.command()
+def rmse(
+    json: Json = None,
+    output_dir: Annotated[Path | None, typer.Option(help="Write JSON, CSV, Markdown and figures there.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help=f"{QUICK_HEADS} heads: under a minute on two cores.")] = False,
+    heads: Annotated[int | None, typer.Option(parser=integer, metavar="N", help="Heads (16, as the paper).")] = None,
+    seq: Annotated[
+        int | None, typer.Option(parser=integer, metavar="N", help="Positions (1280, as the paper).")
+    ] = None,
+    seeds: Annotated[str | None, typer.Option(help="Such as 0,1,2 (0; five for --large-bias).")] = None,
+    overflow: Annotated[str, typer.Option(help="inf, saturate, or both.")] = "both",
+    resonance: Annotated[bool, typer.Option("--resonance", help="Waves along the head dimension instead.")] = False,
+    large_bias: Annotated[bool, typer.Option("--large-bias", help="Large shared biases instead.")] = False,
+) -> None:
+    """RMSE of every arithmetic against FP64 on the paper's cases; exit 1 if the default one fails a gate."""
+    from pasa.eval.rmse import bias, plots, report, run
+    from pasa.eval.rmse import resonance as resonant
+
+    if resonance and large_bias:
+        raise ValueError("--resonance and --large-bias are two experiments: choose one")
+    wanted = {
+        "heads": QUICK_HEADS if quick and heads is None else heads,
+        "seq": seq,
+        "seeds": None if seeds is None else parse_seeds(seeds),
+    }
+    given: dict[str, Any] = {name: value for name, value in wanted.items() if value is not None}
+    with output.progress_bar("bench rmse") as progress:
+        if large_bias:
+            result = bias.run_large_bias(**given, progress=progress)
+        elif resonance:
+            result = resonant.run_resonance(**given, overflow=overflow, progress=progress)
+        else:
+            result = run.run_rmse(**given, overflow=overflow, progress=progress)
+    _deliver(result, json, report.render)
+    if output_dir is not None:
+        report.save(result, output_dir, plots.draw)
+    raise typer.Exit(0 if result["gate"]["passed"] else 1)
+
+
+def parse_seeds(text: str) -> list[int]:
+    """Integers between commas.
+
+    Raises
+    ------
+    ValueError
+        Naming what is not an integer.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    for part in parts:
+        if not part.isdecimal():
+            raise ValueError(f"--seeds {text!r}: {part!r} is not a non-negative integer")
+    return [int(part) for part in parts]
+
+
+@app.command()
+def demo(
+    json: Json = None,
+    model: Annotated[str | None, typer.Option(help="Folder of a causal language model, not the built-in.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="Message to answer.")] = None,
+    offset: Annotated[float | None, typer.Option(help="Constant to add to every score.")] = None,
+    new_tokens: Annotated[int, typer.Option(parser=integer, metavar="N", help="Tokens to generate.")] = 64,
+    max_prompt_tokens: Annotated[
+        int | None, typer.Option(parser=integer, metavar="N", help="Length to cut the built-in prompt to.")
+    ] = None,
+) -> None:
+    """Rescue a language model that FP16 attention cannot run; exit 1 if PASA does not either."""
+    from pasa.eval.rescue import run as module
+
+    with output.progress_bar("demo") as progress:
+        stages: list[str] = []
+
+        def say(line: str) -> None:
+            stages.append(line)
+            progress(len(stages) - 1, len(stages) + 1, line)
+
+        result = module.run_rescue(model, prompt, offset, new_tokens, max_prompt_tokens, progress=say)
+    _deliver(result, json, module.render)
+    raise typer.Exit(1 if result["proof"]["pasa_nonfinite_logits"] else 0)
+
+
+def _deliver(result: dict[str, Any], json: str | None, render: Callable[[dict[str, Any], Console], None]) -> None:
+    """Show the result, and write it where `--json` says; "-" leaves stdout to the JSON."""
+    if json != "-":
+        render(result, Console())
+    if json is not None:
+        output.write_json(result, json)

