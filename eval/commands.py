@@ -69,12 +69,12 @@ def rmse(
     seq: Annotated[
         int | None, typer.Option(parser=integer, metavar="N", help="Positions (1280, as the paper).")
     ] = None,
-    seeds: Annotated[str | None, typer.Option(help="Such as 0,1,2 (0; five for --large-bias).")] = None,
+    seeds: Annotated[str | None, typer.Option(help="Such as 0,1,2 (0; twelve for --large-bias).")] = None,
     overflow: Annotated[str, typer.Option(help="inf, saturate, or both.")] = "both",
     resonance: Annotated[bool, typer.Option("--resonance", help="Waves along the head dimension instead.")] = False,
     large_bias: Annotated[bool, typer.Option("--large-bias", help="Large shared biases instead.")] = False,
 ) -> None:
-    """RMSE of every arithmetic against FP64 on the paper's cases; exit 1 if the default one fails a gate."""
+    """RMSE of every arithmetic against FP64 on the paper's cases; exit 1 if the default one fails gate (a) or (b)."""
     from pasa.eval.rmse import bias, plots, report, run
     from pasa.eval.rmse import resonance as resonant
 

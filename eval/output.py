@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 NOTE = "emulated NPU arithmetic on CPU; not run on an NPU"
-DIGITS = 4  # significant digits of a stored number: errors are not known better from one seed to the next
+RECORD_DIGITS = 4  # significant digits in a table of records: errors are not known better from one seed to the next
 
 
 class Report(Protocol):
@@ -64,14 +64,14 @@ def commit() -> str | None:
     return done.stdout.strip()
 
 
-def jsonable(value: Any) -> Any:
-    """Plain containers: NaN and infinity, which JSON lacks, become None; `DIGITS` digits are kept."""
+def jsonable(value: Any, digits: int = 17) -> Any:
+    """Plain containers: NaN and infinity, which JSON lacks, become None; numbers keep so many significant digits."""
     if isinstance(value, dict):
-        return {str(key): jsonable(item) for key, item in value.items()}
+        return {str(key): jsonable(item, digits) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [jsonable(item) for item in value]
+        return [jsonable(item, digits) for item in value]
     if isinstance(value, float):
-        rounded = float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
+        rounded = float(f"{value:.{digits}g}") if math.isfinite(value) else None
         return int(rounded) if rounded is not None and rounded.is_integer() else rounded
     return value
 
@@ -81,7 +81,8 @@ def to_json(result: dict[str, Any]) -> str:
     lines = []
     for key, value in jsonable(result).items():
         if key == "records":
-            rows = ",\n  ".join(json.dumps(row, ensure_ascii=False, separators=(",", ":")) for row in value)
+            records = jsonable(value, RECORD_DIGITS)
+            rows = ",\n  ".join(json.dumps(row, ensure_ascii=False, separators=(",", ":")) for row in records)
             lines.append(f' "{key}": [\n  {rows}\n ]')
         else:
             lines.append(f" {json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}")
@@ -108,7 +109,7 @@ def to_csv(records: Sequence[dict[str, Any]]) -> str:
     columns = dict.fromkeys(key for record in records for key in record)
     writer = csv.DictWriter(text, list(columns), restval="", lineterminator="\n")
     writer.writeheader()
-    writer.writerows(jsonable(list(records)))
+    writer.writerows(jsonable(list(records), RECORD_DIGITS))
     return text.getvalue()
 
 

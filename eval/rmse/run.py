@@ -27,6 +27,7 @@ from pasa.eval.rmse.metrics import L1, NAIVE_FACTOR, Errors, Measured, Scores, j
 from pasa.ops.numerics.formats import OVERFLOWS, Overflow
 
 SCHEMA = 1
+DECIDING = "ab"  # (c) compares with FP32 scores: shown, but no measure of whether FP16 attention is right
 Progress: TypeAlias = Callable[[int, int, str], None]
 Record: TypeAlias = dict[str, Any]
 Job: TypeAlias = tuple[Case, int, Overflow]  # case, seed, overflow mode
@@ -187,13 +188,14 @@ def flat(errors: Errors) -> Record:
 
 
 def verdict(records: Sequence[Record]) -> dict[str, Any]:
-    """Whether the default arithmetic passed every gate, and every failure with its numbers."""
+    """Every gate that the default arithmetic failed, with its numbers; `passed` is about the deciding gates alone."""
     failures = [
         {"case": each["case"], "seed": each["seed"], "overflow": each["overflow"], "why": why(each)}
         for each in records
         if each["arithmetic"] == GATED and why(each)
     ]
-    return {"arithmetic": GATED, "passed": not failures, "failures": failures}
+    passed = not any(each["arithmetic"] == GATED and set(each["failed_gates"]) & set(DECIDING) for each in records)
+    return {"arithmetic": GATED, "passed": passed, "failures": failures}
 
 
 def why(entry: Record) -> str:
