@@ -55,7 +55,8 @@ def attention(
     )
     kernel = _select(q, attn_mask, False, diagnose, options, backend).load()
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    out, lse, counts = kernel.attention(q, k, v, attn_mask, is_causal, scale, options, diagnose)
+    with torch.autocast(q.device.type, enabled=False):  # it would change the arithmetic that `options` states
+        out, lse, counts = kernel.attention(q, k, v, attn_mask, is_causal, scale, options, diagnose)
     return out.contiguous(), lse.contiguous(), counts
 
 
@@ -109,7 +110,9 @@ def attention_varlen(
     )
     kernel = _select(q, None, True, diagnose, options, backend).load()
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    out, lse, counts = kernel.attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, is_causal, scale, options, diagnose)
+    arguments = (cu_seqlens_q, cu_seqlens_k, is_causal, scale, options, diagnose)
+    with torch.autocast(q.device.type, enabled=False):
+        out, lse, counts = kernel.attention_varlen(q, k, v, *arguments)
     return out.contiguous(), lse.contiguous(), counts
 
 

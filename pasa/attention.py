@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from itertools import pairwise
 from typing import Literal, NamedTuple, overload
 
 import torch
@@ -84,12 +83,12 @@ def attention(
     k, v : Tensor (B, Hkv, Skv, D)
         Same dtype and device as q; Hq a multiple of Hkv (grouped queries by shape).
     attn_mask : Tensor, optional
-        Bool (True = keep) or floating point (added to the scaled scores), broadcastable to (B, Hq, Sq, Skv).
+        Bool (True = keep), or FP16, BF16 or FP32 (added to the scaled scores), broadcastable to (B, Hq, Sq, Skv).
         A float mask keeps its tiles in FP32.
     is_causal : bool
         Bottom-right aligned: query i sees keys up to i + Skv - Sq. Combines with `attn_mask`.
     scale : float, optional
-        Positive; 1/sqrt(D) by default.
+        2^-80 to 2^80; 1/sqrt(D) by default.
     tensor_layout : str
         "HND" or "BNSD" as above; "NHD" or "BSND" for (B, S, H, D), of the output too.
     return_lse : bool
@@ -127,6 +126,7 @@ def attention(
     torch.Size([1, 8, 512, 64])
     """
     heads_last = _heads_last(tensor_layout)
+    _check_switches(is_causal, backend)
     _check_tensors(q, k, v, rank=4)
     if heads_last:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -183,8 +183,9 @@ def attention_varlen(
     """
     _check_tensors(q, k, v, rank=3)
     _check_shapes(*(x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)))
-    _check_lengths("q", cu_seqlens_q, max_seqlen_q, q)
-    _check_lengths("k", cu_seqlens_k, max_seqlen_k, k)
+    _check_lengths("q", cu_seqlens_q, max_seqlen_q)
+    _check_lengths("k", cu_seqlens_k, max_seqlen_k)
+    _check_switches(is_causal, backend)
     if len(cu_seqlens_q) != len(cu_seqlens_k):
         raise ValueError(f"cu_seqlens_q has {len(cu_seqlens_q)} entries but cu_seqlens_k has {len(cu_seqlens_k)}")
     options = dataclasses.asdict(_checked_config(config))
@@ -236,8 +237,8 @@ def _check_mask(attn_mask: Tensor | None, q: Tensor, k: Tensor) -> None:
         return
     if not isinstance(attn_mask, Tensor):
         raise TypeError(f"attn_mask is a {type(attn_mask).__name__}, not a Tensor")
-    if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
-        raise TypeError(f"attn_mask is {attn_mask.dtype}, expected bool (True = keep) or floating point (added)")
+    if attn_mask.dtype not in (torch.bool, *DTYPES):
+        raise TypeError(f"attn_mask is {attn_mask.dtype}, expected bool (True = keep) or one of {DTYPES} (added)")
     if attn_mask.device != q.device:
         raise ValueError(f"attn_mask is on {attn_mask.device} but q is on {q.device}")
     target = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
@@ -247,27 +248,39 @@ def _check_mask(attn_mask: Tensor | None, q: Tensor, k: Tensor) -> None:
         raise ValueError(f"attn_mask {given} does not broadcast to (B, Hq, Sq, Skv) = {target}")
 
 
-def _check_lengths(name: str, cu_seqlens: Tensor, longest: int, x: Tensor) -> None:
-    """Cumulative lengths describe the packed rows; a compiled graph has no values to check yet."""
+def _check_lengths(name: str, cu_seqlens: Tensor, longest: int) -> None:
+    """Form only: that they rise from 0 to the number of tokens is checked where their values are read."""
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"cu_seqlens_{name} is not an int32 or int64 Tensor")
+        found = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
+        raise TypeError(f"cu_seqlens_{name} is {found}, not an int32 or int64 Tensor")
     if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
         raise ValueError(f"cu_seqlens_{name} has shape {tuple(cu_seqlens.shape)}, expected (sequences + 1,)")
+    if isinstance(longest, bool) or not isinstance(longest, int):
+        raise TypeError(f"max_seqlen_{name}={longest!r} is not an integer")
     if torch.compiler.is_compiling():
         return
-    edges = cu_seqlens.tolist()
-    lengths = [b - a for a, b in pairwise(edges)]
-    if edges[0] != 0 or edges[-1] != x.shape[0] or min(lengths) < 0:
-        raise ValueError(f"cu_seqlens_{name}={edges} does not rise from 0 to the {x.shape[0]} tokens of {name}")
-    if max(lengths) > longest:
-        raise ValueError(f"max_seqlen_{name}={longest} is below the longest sequence, {max(lengths)}")
+    if int(cu_seqlens.diff().max()) > longest:
+        raise ValueError(f"max_seqlen_{name}={longest} is below the longest sequence, {int(cu_seqlens.diff().max())}")
 
 
 def _checked_scale(scale: float | None, head_dim: int) -> float:
-    value = head_dim**-0.5 if scale is None else float(scale)
-    if not 0 < value < math.inf:
+    """|q.k| stays below 2^42, so a scale of at most 2^80 keeps scores within FP32, and its inverse keeps references."""
+    if scale is None:
+        return float(head_dim**-0.5)
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        raise TypeError(f"scale={scale!r} is a {type(scale).__name__}, not a number")
+    if not 0 < scale < math.inf:
         raise ValueError(f"scale={scale!r} is not a positive finite number")
-    return value
+    if not 2.0**-80 <= scale <= 2.0**80:
+        raise ValueError(f"scale={scale!r} is outside 2^-80 to 2^80, where FP32 holds every score")
+    return float(scale)
+
+
+def _check_switches(is_causal: bool, backend: str | None) -> None:
+    if not isinstance(is_causal, bool):
+        raise TypeError(f"is_causal={is_causal!r} is a {type(is_causal).__name__}, not a bool")
+    if backend is not None and not isinstance(backend, str):
+        raise TypeError(f"backend={backend!r} is a {type(backend).__name__}, not a name")
 
 
 def _checked_config(config: PasaConfig | None) -> PasaConfig:

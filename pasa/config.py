@@ -39,7 +39,7 @@ class PasaConfig(AttentionOptions):
         Share of the block mean that recovery="paper" removes, in [0, 1); solved for the rounded shifting matrix
         when None. recovery="exact" has none to set.
     block_q, block_k : int
-        Rows and keys of a tile.
+        Rows and keys of a tile, 1 to 65536.
     softmax : str
         "safe".
     overflow : str
@@ -63,8 +63,8 @@ class PasaConfig(AttentionOptions):
                 raise ValueError(f"{name}={value!r} is not one of {allowed}")
         for name in ("block_q", "block_k"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r} is not a positive integer")
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 2**16:
+                raise ValueError(f"{name}={value!r} is not an integer from 1 to 65536")
         if self.beta is None:
             return
         if self.precision != "pasa" or self.recovery != "paper":

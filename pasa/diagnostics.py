@@ -20,7 +20,8 @@ class AttentionRecord:
     max_score_after : Tensor
         max |stored tile value|, in the tile's own units.
     nonfinite, saturated : Tensor
-        Visible scores stored as infinity or NaN, and as +/-65504.
+        Visible scores stored as infinity or NaN, and as +/-65504. A NaN or infinity in the input is not counted: it
+        is answered with NaN where it is seen.
     rescued_tiles, tiles : Tensor
         Tiles kept in FP32, and all tiles.
     """

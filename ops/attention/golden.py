@@ -45,5 +45,6 @@ def golden_attention(
         ones = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device)
         scores = scores.masked_fill(~ones.tril(scores.shape[-1] - scores.shape[-2]), -torch.inf)
     lse = torch.logsumexp(scores, -1)
-    weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1))
+    # Not exp(scores - lse): a common bias of -1e38 leaves lse no digit for the number of keys.
+    weights = torch.softmax(scores, -1).masked_fill((lse == -torch.inf).unsqueeze(-1), 0.0)
     return weights @ v, lse

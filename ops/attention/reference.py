@@ -92,12 +92,17 @@ def attention_varlen(
     """Packed sequences (T, H, D): each one attends to itself alone, as `attention` does.
 
     A sequence without keys gives 0 and LSE -inf. Counts of all sequences are joined, (1, Hq, 6).
+
+    Raises
+    ------
+    ValueError
+        If cumulative lengths do not rise from 0 to the number of tokens.
     """
+    edges_q, edges_k = _edges("q", cu_seqlens_q, q), _edges("k", cu_seqlens_k, k)
     out = torch.zeros_like(q)
     lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
     joined = ScoreCounts(1, q.shape[1], q.device) if diagnose else None
-    spans_q, spans_k = pairwise(cu_seqlens_q.tolist()), pairwise(cu_seqlens_k.tolist())
-    for (q0, q1), (k0, k1) in zip(spans_q, spans_k, strict=True):
+    for (q0, q1), (k0, k1) in zip(pairwise(edges_q), pairwise(edges_k), strict=True):
         if q0 == q1 or k0 == k1:
             continue
         one_q, one_k, one_v = (x.transpose(0, 1).unsqueeze(0) for x in (q[q0:q1], k[k0:k1], v[k0:k1]))
@@ -106,6 +111,14 @@ def attention_varlen(
         if joined is not None:
             joined.join(counts)
     return out, lse, ScoreCounts.empty(q.device) if joined is None else joined.table
+
+
+def _edges(name: str, cu_seqlens: Tensor, x: Tensor) -> list[int]:
+    """Cumulative lengths on the host, checked where they are read: a compiled graph has no values to check before."""
+    edges: list[int] = cu_seqlens.tolist()
+    if edges[0] != 0 or edges[-1] != x.shape[0] or any(a > b for a, b in pairwise(edges)):
+        raise ValueError(f"cu_seqlens_{name}={edges} does not rise from 0 to the {x.shape[0]} tokens of {name}")
+    return edges
 
 
 def _without_hidden_keys(

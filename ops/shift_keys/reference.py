@@ -72,7 +72,7 @@ def shift_exact(k: Tensor, unit: float) -> ShiftedBlock:
     anchor = torch.where(exact.all(-2, keepdim=True), anchor, 0.0)
     shifted = k - anchor
     fits = _is_fp16(shifted * unit).all(-1, keepdim=True).all(-2, keepdim=True)
-    units = torch.where(fits, unit, 1.0)
+    units = torch.where(fits, k.new_tensor(unit), k.new_tensor(1.0))  # two scalars would take the default dtype
     return ShiftedBlock(shifted * units, anchor, round_to(mean - anchor, FP16, overflow="saturate"), units)
 
 

@@ -52,7 +52,7 @@ RESTRICTIONS = [
 ]
 
 
-@pytest.mark.parametrize(("restriction", "reason"), RESTRICTIONS, ids=lambda x: str(x)[:40])
+@pytest.mark.parametrize(("restriction", "reason"), RESTRICTIONS, ids=[next(iter(r)) for r, _ in RESTRICTIONS])
 def test_every_field_is_enforced(restriction, reason):
     assert dataclasses.replace(REFERENCE, **restriction).refusals(CALL) == [reason]
 
@@ -98,3 +98,75 @@ def test_the_reference_does_what_it_claims(precision, recovery, accumulate, over
             x = torch.ones(1, 1, 2, dim, dtype=dtype)
             out = pasa.attention(x, x, x, attn_mask=masks[mask], config=config)
             torch.testing.assert_close(out, x)
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Backend)])
+def test_records_are_frozen(name):
+    with pytest.raises(dataclasses.FrozenInstanceError, match=name):
+        setattr(REFERENCE, name, getattr(REFERENCE, name))
+
+
+def test_every_reason_is_listed_the_missing_device_first():
+    record = dataclasses.replace(
+        REFERENCE, missing=lambda: "no device", devices=("npu",), dtypes=(), masks=(), head_dims=(1, 2), varlen=False
+    )
+    reasons = record.refusals(dataclasses.replace(CALL, varlen=True))
+    assert reasons[0] == "no device"
+    assert [reason.split()[0] for reason in reasons] == ["no", "device", "dtype", "mask", "head", "packed"]
+
+
+def test_unknown_name_lists_the_registered():
+    for name in ("Reference", "cuda", ""):
+        with pytest.raises(ValueError, match=rf"backend='{name}' is not registered; registered: \['npu', 'reference'"):
+            select(CALL, name)
+
+
+def test_a_named_backend_never_falls_back(own_registry):
+    """Someone who names a backend measures it; serving the call by another would falsify the result."""
+    register(dataclasses.replace(REFERENCE, name="other", priority=9, missing=lambda: "not here"))
+    assert select(CALL) is REFERENCE
+    with pytest.raises(NotImplementedError, match=r"^no backend can serve this call: other: not here$"):
+        select(CALL, "other")
+
+
+def test_priority_decides_whatever_the_order_of_registration(own_registry):
+    for priority in (3, 7, 5):
+        register(dataclasses.replace(REFERENCE, name=f"p{priority}", priority=priority))
+    assert select(CALL).name == "p7"
+    assert [line.name for line in pasa.backends()] == ["p7", "p5", "p3", "reference"]
+
+
+def test_the_call_reaches_the_registry_whole(own_registry):
+    """What the operator hands on is what the caller gave: each restriction shows in the refusal."""
+    q = torch.zeros(1, 1, 2, 8, dtype=torch.float16)
+    given = {
+        "masks": ({"attn_mask": torch.zeros(2, 2)}, "mask float"),
+        "precisions": ({"config": pasa.PasaConfig(precision="fp32")}, "precision fp32"),
+        "recoveries": ({"config": pasa.PasaConfig(recovery="paper")}, "recovery paper"),
+        "accumulates": ({"config": pasa.PasaConfig(accumulate="fp16")}, "accumulate fp16"),
+        "overflows": ({"config": pasa.PasaConfig(overflow="saturate")}, "overflow saturate"),
+    }
+    for field, (how, reason) in given.items():
+        default = getattr(REFERENCE, field)[:1]
+        own_registry["reference"] = dataclasses.replace(REFERENCE, **{field: default})
+        pasa.attention(q, q, q)
+        with pytest.raises(NotImplementedError, match=reason):
+            pasa.attention(q, q, q, **how)
+    own_registry["reference"] = dataclasses.replace(REFERENCE, varlen=False, diagnostics=False)
+    rows, edges = q[0].transpose(0, 1), torch.tensor([0, 2])
+    with pytest.raises(NotImplementedError, match="packed sequences are not supported"):
+        pasa.attention_varlen(rows, rows, rows, edges, edges, 2, 2)
+    with pasa.record_diagnostics(), pytest.raises(NotImplementedError, match="diagnostics are not supported"):
+        pasa.attention(q, q, q)
+
+
+@pytest.mark.parametrize("dtype", REFERENCE.dtypes, ids=str)
+@pytest.mark.parametrize("dim", REFERENCE.head_dims)
+def test_the_reference_serves_packed_sequences_and_diagnostics(dtype, dim):
+    x = torch.ones(5, 2, dim, dtype=dtype)
+    edges = torch.tensor([0, 2, 5])
+    with pasa.record_diagnostics() as records:
+        out, lse = pasa.attention_varlen(x, x, x, edges, edges, 3, 3, return_lse=True)
+    torch.testing.assert_close(out, x)
+    assert torch.isfinite(lse).all()
+    assert (records[0].max_score_before == dim).all()

@@ -29,7 +29,7 @@ def test_planned_choice(softmax):
 
 
 @pytest.mark.parametrize("field", ["block_q", "block_k"])
-@pytest.mark.parametrize("value", [0, -1, 1.5, "128", True, None])
+@pytest.mark.parametrize("value", [0, -1, 2**17, 1.5, "128", True, None])
 def test_block_sizes(field, value):
     with pytest.raises(ValueError, match=f"{field}="):
         PasaConfig(**{field: value})
