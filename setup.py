@@ -1,11 +1,12 @@
 """Metadata, extras and the package map: `pasa.ops` is `ops/`, `pasa.eval` is `eval/`."""
 
+import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
-VERSION = "0.1.0"
+VERSION = re.search(r'__version__ = "(.+)"', (HERE / "pasa" / "__init__.py").read_text(encoding="utf-8"))[1]
 
 ROOTS = {"pasa": "pasa", "pasa.ops": "ops", "pasa.eval": "eval"}
 PACKAGES = [
@@ -39,7 +40,7 @@ setup(
     python_requires=">=3.10",
     packages=PACKAGES,
     package_dir=ROOTS,
-    package_data={"pasa": ["py.typed"]},
+    package_data={"pasa": ["py.typed"], "pasa.ops": ["*/README.md"], "pasa.eval": ["*/README.md"]},
     install_requires=["torch>=2.6", "numpy>=1.24"],
     extras_require={
         "triton": TRITON,

@@ -14,6 +14,7 @@ from pasa.eval.rescue.embedded_model import find_essays, load_model
 from pasa.eval.rescue.measure import Generation, generate
 from pasa.eval.rescue.overflow_fixture import inject_overflow
 from pasa.eval.rescue.report import render
+from pasa.ops.numerics.formats import FORMATS
 
 __all__ = ["build_prompt", "render", "run_rescue"]
 
@@ -27,7 +28,10 @@ QUESTION = "Summarize the text above."
 """Chosen on the FP32 base model alone, because its answer to it is longer than the 64 tokens that are compared (asked
 what the author did, in one paragraph, it stops after 12)."""
 
-FP16_MAX = 65504.0
+FP16_MAX = FORMATS["fp16"].max
+PERPLEXITY_PERCENT = 0.5
+"""How far the perplexity of a rescued model may be from FP32's."""
+
 Progress = Callable[[str], None]
 
 
@@ -60,7 +64,7 @@ def run_rescue(
     Returns
     -------
     dict
-        JSON-able: ``proof`` (the claims, as numbers), ``runs`` (text, perplexity and times of each run), ``layers``
+        JSON-able: ``proof`` (the claims, as numbers; ``passed``: finite, FP32's tokens, its perplexity within 0.5 %), ``runs`` (text, perplexity and times of each run), ``layers``
         (largest score before and after the shift, prefill), ``fixture``, ``prompt``, ``environment``.
 
     Raises
@@ -165,8 +169,11 @@ def _collect(
     """Put the numbers that make the case first, and everything they were derived from behind."""
     reference, failing, rescued = runs["fp32"], runs["fp16"], runs["fp16_pasa"]
     layers = rescued.scores
+    equal, change = equal_prefix(rescued.tokens, reference.tokens), _percent(rescued.perplexity, reference.perplexity)
+    survived = not rescued.nonfinite_logits and equal == len(reference.tokens)
     return {
         "proof": {
+            "passed": survived and change is not None and abs(change) <= PERPLEXITY_PERCENT,
             "max_score_before": max(layer["max_score_before"] for layer in layers),
             "max_score_after": max(layer["max_score_after"] for layer in layers),
             "fp16_max": FP16_MAX,
@@ -176,12 +183,12 @@ def _collect(
             "tiles": sum(layer["tiles"] for layer in layers),
             "fp16_nonfinite_logits": failing.nonfinite_logits,
             "pasa_nonfinite_logits": rescued.nonfinite_logits,
-            "tokens_equal_to_fp32": equal_prefix(rescued.tokens, reference.tokens),
+            "tokens_equal_to_fp32": equal,
             "tokens_fp32": len(reference.tokens),
             "perplexity_fp32": reference.perplexity,
             "perplexity_fp16": failing.perplexity,
             "perplexity_pasa": rescued.perplexity,
-            "perplexity_change_percent": _percent(rescued.perplexity, reference.perplexity),
+            "perplexity_change_percent": change,
         },
         "runs": {name: {**run.as_dict(), "scores": None} for name, run in runs.items()},
         "layers": layers,

@@ -85,7 +85,8 @@ def non_finite_reach(q: Tensor, k: Tensor, v: Tensor, mask: KeyMask, block: int)
     A bad query or visible key spoils the row, a bad visible value its column of the row.
     """
     groups = q.shape[1] // k.shape[1]
-    bad_row = ~torch.isfinite(q).all(-1).unflatten(1, (-1, groups))  # (B, Hkv, G, Sq)
+    bad_query = ~torch.isfinite(q).all(-1).unflatten(1, (-1, groups))  # (B, Hkv, G, Sq)
+    bad_row, sees_any = torch.zeros_like(bad_query), torch.zeros_like(bad_query)
     bad_key, bad_value = ~torch.isfinite(k).all(-1), ~torch.isfinite(v)
     hits = torch.zeros_like(q).unflatten(1, (-1, groups))
     for start in range(0, mask.keys, block):
@@ -93,6 +94,8 @@ def non_finite_reach(q: Tensor, k: Tensor, v: Tensor, mask: KeyMask, block: int)
         visible, _ = mask.tile(0, part.start, part.stop)
         seen = q.new_ones(1) if visible is None else visible.to(q)
         seen = seen.expand(*bad_row.shape, part.stop - part.start)
-        bad_row = bad_row | (seen * bad_key[:, :, None, None, part]).any(-1)
+        sees_any |= seen.any(-1)
+        bad_row |= (seen * bad_key[:, :, None, None, part]).any(-1)
         hits += seen @ bad_value[:, :, None, part].to(q)
+    bad_row |= bad_query & sees_any
     return bad_row.flatten(1, 2), (bad_row.unsqueeze(-1) | (hits > 0)).flatten(1, 2)

@@ -64,8 +64,10 @@ def attention(
     A key that no query of its batch entry may see does not exist: it enters no mean. A NaN or infinity in a key
     turns the rows that see it to NaN, one in a value the column of the rows that see it, one in a query its row.
     """
-    if attn_mask is not None and bool((hidden := hidden_keys(attn_mask, k)).any()):
-        return _without_hidden_keys(q, k, v, attn_mask, is_causal, scale, options, diagnose, hidden)
+    if attn_mask is not None:
+        full = dense_mask(attn_mask, is_causal, q, k)
+        if bool((hidden := hidden_keys(full, k)).any()):
+            return _without_hidden_keys(q, k, v, full, scale, options, diagnose, hidden)
     mask = read_mask(attn_mask, is_causal, q, k)
     given = _as_fp16(q, "q"), _as_fp16(k, "k"), _as_fp16(v, "v")
     clean_q, clean_k, clean_v = (torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0) for x in given)
@@ -125,15 +127,13 @@ def _without_hidden_keys(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    attn_mask: Tensor,
-    is_causal: bool,
+    full: Tensor,
     scale: float,
     options: AttentionOptions,
     diagnose: bool,
     hidden: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One batch entry at a time, less the keys that none of its queries may see (padding, empty cache slots)."""
-    full = dense_mask(attn_mask, is_causal, q, k)
     parts = []
     for b, gone in enumerate(hidden):
         if bool(gone.all()):

@@ -21,7 +21,7 @@ def test_values_of_one_give_one(config, keys):
 
 
 @BOTH
-@pytest.mark.parametrize("shift", [0.0, 1.0, 10.0, 100.0, 1000.0, 10_000.0])
+@pytest.mark.parametrize("shift", [0.0, 8.0, 16.0, 104.0, 1000.0, 10_000.0])
 def test_constant_added_to_every_key_changes_nothing(config, shift):
     """Keys on the grid of the largest shift (2^3 at 10^4), so that adding it is exact; then not a bit may change but
     through the FP32 product with the anchor, which all keys share."""
@@ -29,8 +29,8 @@ def test_constant_added_to_every_key_changes_nothing(config, shift):
     g = torch.Generator().manual_seed(5)
     k = 8.0 * torch.randint(-2, 3, (1, 1, 300, 64), generator=g)
     direction = 8.0 * torch.randint(-1, 2, (64,), generator=g)
-    moved = (k + shift // 8 * direction).half()
-    assert torch.equal(moved.float() - k, (shift // 8 * direction).expand_as(k))
+    moved = (k + shift / 8 * direction).half()
+    assert torch.equal(moved.float() - k, (shift / 8 * direction).expand_as(k))
     golden, _ = pasa.golden_attention(q, k.half(), v)
     base = max_error(pasa.attention(q, k.half(), v, config=config), golden)
     assert max_error(pasa.attention(q, moved, v, config=config), golden) <= 1.1 * base + HALF_ULP
@@ -94,15 +94,17 @@ def test_garbage_behind_a_mask_never_leaks(recovery, garbage):
     """In a key or value that a row does not see: padding, a future key, a hole in a mask."""
     config = PasaConfig(recovery=recovery)
     q, k, v = normal_qkv((2, 1), (40, 200), 64)
-    for where in ("padding", "future", "hole"):
+    for where in ("padding", "future", "hole", "combined"):
         mask = torch.ones(40, 200, dtype=torch.bool)
-        at = {"padding": 150, "future": 190, "hole": 17}[where]
+        at = {"padding": 150, "future": 190, "hole": 17, "combined": 199}[where]
         if where == "padding":
             mask[:, 150:] = False
         if where == "hole":
             mask[:30, at] = False
-        causal = where == "future"
-        unseen = slice(0, {"padding": 40, "future": 30, "hole": 30}[where])
+        if where == "combined":  # the mask hides the last key from the one row to which causality shows it
+            mask[39, at] = False
+        causal = where in ("future", "combined")
+        unseen = slice(0, {"padding": 40, "future": 30, "hole": 30, "combined": 40}[where])
         dirty_k, dirty_v = k.clone(), v.clone()
         dirty_k[..., at, 3], dirty_v[..., at, 5] = garbage, garbage
         for kv in ((dirty_k, v), (k, dirty_v)):
@@ -138,3 +140,25 @@ def test_future_keys_move_a_row_by_rounding_only(offset):
     before, after = (pasa.attention(q, *kv, is_causal=True)[:, :, :200] for kv in ((k, v), (other_k, other_v)))
     assert torch.equal(before[:, :, :128], after[:, :, :128])  # an earlier block is not touched at all
     assert max_error(after, before.double()) <= 2 * max_error(before, golden) + HALF_ULP
+
+
+def test_key_hidden_by_mask_and_causality_together_enters_no_mean():
+    """Hidden keys were once sought in the mask alone, so such a key moved the block mean, and BF16 data behind it
+    could be refused as too large."""
+    q, k, v = normal_qkv((2, 1), (6, 20), 64)
+    mask = torch.ones(6, 20, dtype=torch.bool)
+    mask[5, 19] = False
+    far = k.clone()
+    far[..., 19, :] = 60000.0
+    expected = pasa.attention(q, k, v, attn_mask=mask, is_causal=True)
+    assert torch.equal(pasa.attention(q, far, v, attn_mask=mask, is_causal=True), expected)
+
+
+def test_blind_row_with_garbage_in_its_query_is_zero():
+    q, k, v = normal_qkv((2, 1), (3, 20), 64)
+    q[..., 1, 0] = torch.nan
+    mask = torch.ones(3, 20, dtype=torch.bool)
+    mask[1] = False
+    out, lse = pasa.attention(q, k, v, attn_mask=mask, return_lse=True)
+    assert torch.all(out[:, :, 1] == 0)
+    assert torch.all(lse[:, :, 1] == -torch.inf)
