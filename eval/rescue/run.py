@@ -64,7 +64,8 @@ def run_rescue(
     Returns
     -------
     dict
-        JSON-able: ``proof`` (the claims, as numbers; ``passed``: finite, FP32's tokens, its perplexity within 0.5 %), ``runs`` (text, perplexity and times of each run), ``layers``
+        JSON-able: ``proof`` (the claims, as numbers; ``passed``: finite, FP32's tokens, its perplexity within 0.5 %),
+        ``runs`` (text, perplexity and times of each run), ``layers``
         (largest score before and after the shift, prefill), ``fixture``, ``prompt``, ``environment``.
 
     Raises

@@ -1,0 +1,33 @@
+"""README.md says what the stored runs say."""
+
+import pytest
+
+from pasa.eval import readme
+
+
+def test_generated_parts_are_up_to_date():
+    assert readme.main(["--check"]) == 0, "run: python -m pasa.eval.readme"
+
+
+@pytest.mark.parametrize("name", readme.RESULTS)
+def test_stored_runs_name_a_commit_that_exists(name):
+    commit = readme.stored(name)["environment"]["commit"]
+    assert commit
+    assert not commit.endswith("-dirty")
+
+
+def test_stored_rescue_is_the_proof():
+    """The full demonstration: at least 1,000 tokens of text, 64 greedy tokens as in FP32, perplexity within 0.5 %."""
+    result = readme.stored("rescue")
+    proof = result["proof"]
+    assert proof["passed"]
+    assert result["prompt"]["tokens"] >= 1000
+    assert proof["tokens_equal_to_fp32"] == proof["tokens_fp32"] >= 64
+    assert abs(proof["perplexity_change_percent"]) <= 0.5
+    assert proof["perplexity_fp16"] is None
+    assert proof["layers_that_overflow"] == proof["layers"] == 30
+
+
+def test_unknown_part_is_an_error():
+    with pytest.raises(KeyError, match="nonsense"):
+        readme.fill("<!-- generated: nonsense -->\n<!-- end -->")
