@@ -13,7 +13,6 @@ from rich.text import Text
 from pasa.ops.numerics.shifting import TABLE_3_STARTS, BetaRow, beta_table
 
 HEAD_DIMS = (64, 80, 128)
-LEGEND = "Inva = beta / (1 - beta); Inva_1: the factor that recovers the mean behind the rounded matrix."
 START_NAMES = ("0.9", "1-2^-4", "1-2^-5", "1-2^-6", "0.99", "0.999")
 
 

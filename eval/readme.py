@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from pasa.eval.rescue.report import TITLES
 from pasa.eval.rmse import report
 from pasa.ops.registry import BACKENDS
 
@@ -24,12 +25,6 @@ RESULTS = {
     "rescue": ROOT / "eval/rescue/results/rescue.json",
 }
 SHOWN = ("fp32", "partial", "prescaled", "smooth_k", "pasa-paper-fp16", "pasa-paper", "pasa-exact")
-RUN_TITLES = {
-    "fp32_base": "FP32, before the injection",
-    "fp32": "FP32",
-    "fp16": "FP16, the model's own attention",
-    "fp16_pasa": "FP16, PASA",
-}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -136,7 +131,7 @@ def rescue() -> str:
     proof = result["proof"]
     rows = [
         [
-            RUN_TITLES[name],
+            TITLES[name],
             "not finite" if run["perplexity"] is None else f"{run['perplexity']:.4f}",
             report.percent(run["nonfinite_logits"]),
         ]

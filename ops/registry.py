@@ -15,7 +15,7 @@ import torch
 
 from pasa.ops.attention.options import ACCUMULATES, OVERFLOWS, PRECISIONS, RECOVERIES, SOFTMAXES, AttentionOptions
 
-HEAD_DIMS = (1, 512)
+HEAD_DIMS = (1, 512)  # 512: the widest head in use (the VAE of diffusion pipelines), and the widest that is tested
 
 
 @dataclass(frozen=True)

@@ -116,7 +116,8 @@ def attention(
     Notes
     -----
     With the default config, finite inputs give a finite output that lies within [min, max] of its value column,
-    up to rounding. A NaN or infinity in a key or value reaches the rows that see it, as NaN, and no other.
+    up to rounding. A NaN or infinity in a key or value reaches the rows that see it, as NaN, and no other; a NaN or
+    +inf in a float mask reaches its row.
     Method: arXiv:2503.01873 and `pasa/ops/attention/README.md`.
 
     Examples

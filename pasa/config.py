@@ -63,6 +63,7 @@ class PasaConfig(AttentionOptions):
                 raise ValueError(f"{name}={value!r} is not one of {allowed}")
         for name in ("block_q", "block_k"):
             value = getattr(self, name)
+            # More keys in one block would leave their equal shares (accumulate="fp16") below 2^-16, with few bits.
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 2**16:
                 raise ValueError(f"{name}={value!r} is not an integer from 1 to 65536")
         if self.beta is None:

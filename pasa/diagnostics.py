@@ -20,8 +20,9 @@ class AttentionRecord:
     max_score_after : Tensor
         max |stored tile value|, in the tile's own units.
     nonfinite, saturated : Tensor
-        Visible scores stored as infinity or NaN, and as +/-65504. A NaN or infinity in the input is not counted: it
-        is answered with NaN where it is seen.
+        Visible scores stored as infinity or NaN, and as +/-65504. With the exact recovery such a score lies so far
+        below its row's maximum that its weight is 0 (README.md of the operator), so it does no harm. A NaN or
+        infinity in the input is not counted: it is answered with NaN where it is seen.
     rescued_tiles, tiles : Tensor
         Tiles kept in FP32, and all tiles.
     """
@@ -42,7 +43,7 @@ def record_diagnostics() -> Iterator[list[AttentionRecord]]:
     """Collect one `AttentionRecord` per attention call made inside the context, in order.
 
     Recording costs one more score GEMM per call; outside the context nothing is computed. Calls inside a graph that
-    torch.compile captured before the context was opened are recaptured.
+    torch.compile captured before the context was opened are recaptured. Calls of all threads are recorded.
 
     Examples
     --------

@@ -133,6 +133,9 @@ def _plan(offset: float | Mapping[int, float], pairs: int, config: Any) -> Overf
             f"inject_overflow: offset {max(per_layer, key=abs)} needs a bias of {max(bias)} with {pairs} pairs, "
             f"beyond {LARGEST_EXACT_INTEGER}, the last integer FP16 is sure to represent; use more pairs"
         )
+    lost = [value for value, b in zip(per_layer, bias, strict=True) if value and not b]
+    if lost:
+        raise ValueError(f"inject_overflow: offset {lost[0]} is too small: its bias rounds to 0 with {pairs} pairs")
     exact = [int(math.copysign(pairs * b * b, value)) for b, value in zip(bias, per_layer, strict=True)]
     return OverflowInfo(config.head_dim, pairs, tuple(bias), tuple(exact))
 

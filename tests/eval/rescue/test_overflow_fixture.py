@@ -123,6 +123,7 @@ def test_no_offset_is_widening_alone(tiny):
     [
         ({"offset": {7: 1000}}, r"layers 0\.\.1, not \[7\]"),
         ({"offset": 10**8}, "beyond 2048"),
+        ({"offset": 1}, "offset 1 is too small"),
         ({"pairs": 0}, r"pairs=0 is outside 1\.\.16"),
         ({"pairs": 17}, "pairs=17"),
     ],
