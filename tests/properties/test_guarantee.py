@@ -61,17 +61,21 @@ def calls(draw):
     return q, k, v, causal, scale, config
 
 
-def assert_mean_of_values(out, v, config):
-    """Inside the column's range of values, up to the rounding stated at the head of this file."""
-    assert torch.isfinite(out).all()
-    low, high = v.amin(-2, keepdim=True).double(), v.amax(-2, keepdim=True).double()
+def slack_of(v, config):
+    """The rounding stated at the head of this file, (B, Hkv, 1, D)."""
     largest = v.abs().amax(-2, keepdim=True).double()
-    slack = v.shape[-2] * 2.0**-24 * largest
     if config.accumulate == "fp16":
         blocks = -(-v.shape[-2] // config.block_k)
-        slack = (2 * blocks + 1) * (2.0**-11 * largest + SUBNORMAL)
-    assert (out >= low - slack).all()
-    assert (out <= high + slack).all()
+        return (2 * blocks + 1) * (2.0**-11 * largest + SUBNORMAL)
+    return v.shape[-2] * 2.0**-24 * largest
+
+
+def assert_mean_of_values(out, v, config):
+    """Inside the column's range of values."""
+    assert torch.isfinite(out).all()
+    slack = slack_of(v, config)
+    assert (out >= v.amin(-2, keepdim=True).double() - slack).all()
+    assert (out <= v.amax(-2, keepdim=True).double() + slack).all()
 
 
 @settings(max_examples=600)
@@ -81,6 +85,42 @@ def test_finite_and_a_mean_of_values(call):
     out, lse = pasa.attention(q, k, v, is_causal=causal, scale=scale, config=config, return_lse=True)
     assert_mean_of_values(out, v, config)
     assert torch.isfinite(lse).all()
+
+
+@st.composite
+def masks(draw, rows, keys):
+    """A bool or float mask (2, 1, rows, keys); a row or a batch entry may see nothing."""
+    g = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    keep = torch.rand(2, 1, rows, keys, generator=g) < draw(st.sampled_from([0.1, 0.7, 1.0]))
+    if draw(st.booleans()):
+        keep = keep & (torch.arange(keys) >= torch.tensor([0, keys // 2])[:, None, None, None])  # left padding
+    if draw(st.booleans()):
+        return keep
+    size = draw(st.sampled_from([1.0, 1e4, 3e38]))
+    return torch.where(keep, size * (torch.rand(keep.shape, generator=g) * 2 - 1), -torch.inf)
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_finite_and_a_mean_of_the_values_it_sees(data):
+    """As above with masks, grouped heads and a batch: hidden keys are removed, float masks keep tiles in FP32."""
+    q, k, v, causal, scale, config = data.draw(calls())
+    q, k, v = (torch.cat([x, x.flip(-2)]) for x in (torch.cat([q, -q], 1), k, v))
+    mask = data.draw(masks(q.shape[-2], k.shape[-2]))
+    how = {"attn_mask": mask, "is_causal": causal, "scale": scale}
+    out, lse = pasa.attention(q, k, v, config=config, return_lse=True, **how)
+    seen = (mask if mask.dtype == torch.bool else mask > -torch.inf).expand(2, 4, -1, -1)
+    seen = seen & torch.ones(seen.shape[-2:]).bool().tril(k.shape[-2] - q.shape[-2]) if causal else seen
+    blind = ~seen.any(-1)
+    assert torch.all(out[blind] == 0)
+    assert torch.all(lse[blind] == -torch.inf)
+    assert torch.isfinite(lse[~blind]).all()
+    values = v.repeat_interleave(2, 1).double().unsqueeze(2)
+    low = values.masked_fill(~seen.unsqueeze(-1), torch.inf).amin(-2)
+    high = values.masked_fill(~seen.unsqueeze(-1), -torch.inf).amax(-2)
+    slack = slack_of(v, config).repeat_interleave(2, 1)
+    assert ((out >= low - slack) | blind.unsqueeze(-1)).all()
+    assert ((out <= high + slack) | blind.unsqueeze(-1)).all()
 
 
 @settings(max_examples=300)
