@@ -37,7 +37,8 @@ def _run(arguments: Sequence[str] | None) -> int:
         message = getattr(error, "format_message", None)
         if message is None:
             raise
-        return _complain(message())
+        text = message()
+        return _complain(text) if text else BAD_INPUT  # nothing was asked for: the help has been shown
     return status if isinstance(status, int) else 0
 
 

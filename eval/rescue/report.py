@@ -33,7 +33,7 @@ def verdict(result: dict[str, Any]) -> str:
     """Return the outcome in a few plain sentences made of the measured numbers."""
     proof = result["proof"]
     change = proof["perplexity_change_percent"]
-    moved = "perplexity not finite" if change is None else f"perplexity {change:+.4f} % of FP32's"
+    moved = "perplexity not finite" if change is None else f"perplexity {change:+.4f} % from FP32's"
     return (
         f"Scores reach {proof['max_score_before']:,.0f} ({proof['layers_that_overflow']} of {proof['layers']} layers "
         f"beyond FP16's {proof['fp16_max']:,.0f}); with PASA no stored score exceeds {proof['max_score_after']:,.1f} "

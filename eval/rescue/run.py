@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -146,6 +147,8 @@ def _chat_ids(tokenizer: Any, message: str) -> torch.Tensor:
 def _load_folder(path: str) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    if not Path(path).is_dir():
+        raise FileNotFoundError(f"model {path!r} is not a folder")
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     return model, AutoTokenizer.from_pretrained(path)
 

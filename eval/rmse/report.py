@@ -96,7 +96,7 @@ def _gate_table(records: Sequence[Record]) -> Table:
     for name in _names(records, "arithmetic"):
         own = _pick(records, arithmetic=name)
         passed = [sum(letter not in each["failed_gates"] for each in own) for letter in "abc"]
-        verdicts = [f"{'pass' if count == len(own) else 'FAIL'} {count}/{len(own)}" for count in passed]
+        verdicts = [f"{'pass' if count == len(own) else 'FAIL'}, {count} of {len(own)} pass" for count in passed]
         ratios = [_worst(own, f"{field}_ratio") for field in ("max_error", *L1)]
         rescued = sum(each["scores_rescued_share"] for each in own) / len(own)
         rows.append([name, *verdicts, *ratios, percent(rescued)])
