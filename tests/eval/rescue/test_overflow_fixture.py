@@ -90,10 +90,7 @@ def test_fp16_attention_fails_and_pasa_does_not(base, ids):
 
 
 def test_nearer_to_fp64_than_fp32_attention(base, ids, exact):
-    """At offset 819,200 FP32 spacing of a score is 1/16, so FP32 attention itself errs; the shifted scores do not.
-
-    Measured at 192 tokens: largest logit error 0.056 against 0.16 of FP32 SDPA, mean square 0.0063 against 0.025.
-    """
+    """At offset 819,200 FP32 spacing of a score is 1/16, so FP32 attention itself errs; the shifted scores do not."""
     wide, _ = inject_overflow(base, 819200)
     expected = logits(wide, ids, "fp64")
     sdpa = logits(wide, ids, "sdpa") - expected
