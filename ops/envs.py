@@ -8,7 +8,8 @@ from pathlib import Path
 
 VARIABLES: dict[str, tuple[str, Callable[[str], object]]] = {
     # name: (default, parser)
-    "PASA_CACHE_DIR": ("~/.cache/pasa", lambda text: Path(text).expanduser()),  # converted models
+    "PASA_CACHE_DIR": ("~/.cache/pasa", lambda text: Path(text).expanduser()),  # converted models, chosen tiles
+    "TRITON_INTERPRET": ("0", lambda text: text.lower() in ("1", "true", "on")),  # Triton's own: kernels run on the CPU
 }
 
 

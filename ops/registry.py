@@ -7,12 +7,14 @@ the backend tests all read them.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import ModuleType
 
 import torch
 
+from pasa.ops import envs
 from pasa.ops.attention.options import ACCUMULATES, OVERFLOWS, PRECISIONS, RECOVERIES, SOFTMAXES, AttentionOptions
 
 HEAD_DIMS = (1, 512)  # 512: the widest head in use (the VAE of diffusion pipelines), and the widest that is tested
@@ -42,10 +44,14 @@ class Backend:
         Imported on first use; holds `attention` and `attention_varlen` with the reference's signatures.
     devices : tuple of str
         torch device types; empty means any.
+    devices_by_name : tuple of str
+        Device types that it serves only when it is asked for by name.
     dtypes, masks, precisions, recoveries, softmaxes, accumulates, overflows : tuple
         Accepted values.
     head_dims : (int, int)
         Smallest and largest head dimension.
+    block_ks : tuple of int
+        Accepted keys per block; empty means any.
     varlen, diagnostics : bool
     missing : callable
         Why it cannot run on this machine, or None; called when asked, never at import.
@@ -58,6 +64,7 @@ class Backend:
     missing: Callable[[], str | None]
     label: str
     devices: tuple[str, ...] = ()
+    devices_by_name: tuple[str, ...] = ()
     dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16, torch.float32)
     masks: tuple[str, ...] = ("none", "bool", "float")
     precisions: tuple[str, ...] = PRECISIONS
@@ -66,6 +73,7 @@ class Backend:
     accumulates: tuple[str, ...] = ACCUMULATES
     overflows: tuple[str, ...] = OVERFLOWS
     head_dims: tuple[int, int] = HEAD_DIMS
+    block_ks: tuple[int, ...] = ()
     varlen: bool = True
     diagnostics: bool = True
     priority: int = field(default=0)
@@ -81,9 +89,10 @@ class Backend:
         """Import the implementation."""
         return importlib.import_module(self.module)
 
-    def refusals(self, request: Request) -> list[str]:
+    def refusals(self, request: Request, *, by_name: bool = False) -> list[str]:
         """Every reason why this backend cannot serve `request`; empty when it can."""
         options = request.options
+        devices = self.devices + (self.devices_by_name if by_name else ())
         wanted: list[tuple[str, object, tuple[object, ...]]] = [
             ("dtype", request.dtype, self.dtypes),
             ("mask", request.mask, self.masks),
@@ -94,7 +103,9 @@ class Backend:
             ("overflow", options.overflow, self.overflows),
         ]
         if self.devices:
-            wanted.insert(0, ("device", request.device, self.devices))
+            wanted.insert(0, ("device", request.device, devices))
+        if self.block_ks:
+            wanted.append(("block_k", options.block_k, self.block_ks))
         lacking = [(name, value, ", ".join(map(str, has))) for name, value, has in wanted if value not in has]
         reasons = [f"{name} {value} is not among {has}" for name, value, has in lacking]
         if not self.head_dims[0] <= request.head_dim <= self.head_dims[1]:
@@ -132,12 +143,24 @@ def select(request: Request, name: str | None = None) -> Backend:
     candidates = [BACKENDS[name]] if name else sorted(BACKENDS.values(), key=lambda b: -b.priority)
     refused = {}
     for backend in candidates:
-        reasons = backend.refusals(request)
+        reasons = backend.refusals(request, by_name=name is not None)
         if not reasons:
             return backend
         refused[backend.name] = "; ".join(reasons)
     told = " | ".join(f"{backend}: {why}" for backend, why in refused.items())
     raise NotImplementedError(f"no backend can serve this call: {told}")
+
+
+def triton_missing() -> str | None:
+    """Why Triton kernels cannot run on this machine; None when they can."""
+    if importlib.util.find_spec("triton") is None:
+        return 'triton is not installed (pip install "pasa[triton]")'
+    if envs.read("TRITON_INTERPRET"):
+        return None
+    npu = getattr(torch, "npu", None)  # torch_npu adds it
+    if torch.cuda.is_available() or (npu is not None and npu.is_available()):
+        return None
+    return "torch finds neither a CUDA GPU nor an NPU (TRITON_INTERPRET=1 interprets the kernels on a CPU, slowly)"
 
 
 register(
@@ -152,9 +175,15 @@ register(
     Backend(
         name="triton",
         module="pasa.ops.attention.triton_backend",
-        missing=lambda: "its kernels are not part of this version",
-        label="not in this version",
+        missing=triton_missing,
+        label="Triton kernels: measured on an H200, interpreted on a CPU, lowered but not run for an NPU",
         devices=("cuda", "npu"),
+        devices_by_name=("cpu",),
+        precisions=("pasa", "fp32"),
+        overflows=("inf",),
+        head_dims=(1, 256),
+        block_ks=(32, 64, 128, 256),
+        diagnostics=False,
         priority=1,
     )
 )

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pasa.ops.attention.diagnostics import ScoreCounts
+from pasa.ops.attention.inputs import edges, to_fp16
 from pasa.ops.attention.masking import KeyMask, dense_mask, hidden_keys, non_finite_reach, read_mask
 from pasa.ops.attention.options import AttentionOptions
 from pasa.ops.attention.scores import Block, Tile, score_model
@@ -69,7 +70,7 @@ def attention(
         if bool((hidden := hidden_keys(full, k)).any()):
             return _without_hidden_keys(q, k, v, full, scale, options, diagnose, hidden)
     mask = read_mask(attn_mask, is_causal, q, k)
-    given = _as_fp16(q, "q"), _as_fp16(k, "k"), _as_fp16(v, "v")
+    given = to_fp16(q, "q").float(), to_fp16(k, "k").float(), to_fp16(v, "v").float()
     clean_q, clean_k, clean_v = (torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0) for x in given)
     rows = clean_q.unflatten(1, (k.shape[1], -1))
     out, lse, counts = _blocks(rows, clean_k, clean_v, mask, scale, options, diagnose)
@@ -100,7 +101,7 @@ def attention_varlen(
     ValueError
         If cumulative lengths do not rise from 0 to the number of tokens.
     """
-    edges_q, edges_k = _edges("q", cu_seqlens_q, q), _edges("k", cu_seqlens_k, k)
+    edges_q, edges_k = edges(cu_seqlens_q, "q", q), edges(cu_seqlens_k, "k", k)
     out = torch.zeros_like(q)
     lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
     joined = ScoreCounts(1, q.shape[1], q.device) if diagnose else None
@@ -113,14 +114,6 @@ def attention_varlen(
         if joined is not None:
             joined.join(counts)
     return out, lse, ScoreCounts.empty(q.device) if joined is None else joined.table
-
-
-def _edges(name: str, cu_seqlens: Tensor, x: Tensor) -> list[int]:
-    """Cumulative lengths on the host, checked where they are read: a compiled graph has no values to check before."""
-    edges: list[int] = cu_seqlens.tolist()
-    if edges[0] != 0 or edges[-1] != x.shape[0] or any(a > b for a, b in pairwise(edges)):
-        raise ValueError(f"cu_seqlens_{name}={edges} does not rise from 0 to the {x.shape[0]} tokens of {name}")
-    return edges
 
 
 def _without_hidden_keys(
@@ -147,20 +140,6 @@ def _without_hidden_keys(
         parts.append(attention(q[b : b + 1], keys, values, mask, False, scale, options, diagnose))
     out, lse, counts = (torch.cat(x) for x in zip(*parts, strict=True))
     return out, lse, counts
-
-
-def _as_fp16(x: Tensor, name: str) -> Tensor:
-    """FP16 values in FP32; a finite value beyond 65504 is an error to report, not to hide."""
-    if x.dtype == torch.float16:
-        return x.float()
-    rounded = round_to(x.float(), FP16)
-    lost = torch.isinf(rounded) & torch.isfinite(x)
-    if bool(lost.any()):
-        worst = x.abs().where(lost, 0.0).max().item()
-        raise ValueError(
-            f"{name} has {int(lost.sum())} values beyond the FP16 range (largest {worst:g} > {FP16.max:g})"
-        )
-    return rounded
 
 
 def _blocks(

@@ -1,0 +1,156 @@
+"""Triton kernel of the published algorithm (arXiv:2503.01873, Algorithm 1): FP16 score tiles and global recovery.
+
+K' comes from `shift_paper_kernel`. Like the publication it is not free of overflow: K' and S' are bounded by their
+inputs only. Row vectors stay in FP32, or in FP16 as printed (ROUND).
+"""
+
+import triton
+import triton.language as tl
+
+from pasa.ops.attention.triton_kernel import FP16_MAX, INF, add_values, load_mask, locate
+
+
+@triton.jit
+def rounded(x, ROUND: tl.constexpr):
+    """A row vector or a tile as FP16 holds it, where Algorithm 1 keeps it there."""
+    return x.to(tl.float16).to(tl.float32) if ROUND else x
+
+
+@triton.jit
+def paper_step(
+    b_s, b_own, m_key, m_seen, index, n, factor, full_factor, b_mean, b_max, b_sum, ROUND: tl.constexpr
+):
+    """Lines 11 to 19 for one tile S' (M, N) that FP16 stored: P, the factors of O and of P V, F_j, m_j and l_j.
+
+    b_own: S' with the mask added; m_key (N,): keys of the block; m_seen (M, N): what each row sees of them; index: blocks before this one; n: its
+    keys; b_mean: F_{j-1}; factor, full_factor: the invariance of this block's M and of a full block's.
+    """
+    # of the whole shifted block, masked or not: the recovery undoes M. A NaN is its key's own.
+    mean = rounded(tl.sum(tl.where(m_key[None, :] & (b_s == b_s), b_s, 0.0), 1) / n, ROUND)
+    before = tl.where(index == 0, mean, b_mean)  # F_0 is read as s, so block 1 has no correction
+    new_mean = rounded(rounded(rounded(index * before, ROUND) + mean, ROUND) / (index + 1), ROUND)
+    carry = rounded(full_factor * rounded(before - new_mean, ROUND), ROUND)
+    offset = rounded(full_factor * rounded(mean - new_mean, ROUND), ROUND)
+    # a ragged last block has its own M, hence its own invariance
+    offset = rounded(offset + rounded((factor - full_factor) * mean, ROUND), ROUND)
+    top = tl.max(tl.where(m_seen, b_own, -INF), 1)
+    empty = tl.max(tl.where(m_seen, 1, 0), 1) == 0
+    top = tl.where(empty, 0.0, top)
+    here = rounded(top + offset, ROUND)
+    carried = rounded(b_max + carry, ROUND)
+    new_max = tl.maximum(carried, tl.where(empty, -INF, here))
+    b_p = rounded(tl.exp(rounded(b_own - top[:, None], ROUND)), ROUND)
+    b_p = tl.where(m_seen, b_p, 0.0)
+    # nothing to scale where there is nothing yet: inf * 0 would be NaN
+    alpha = tl.where(b_sum == 0.0, 0.0, rounded(tl.exp(rounded(carried - new_max, ROUND)), ROUND))
+    gain = tl.where(empty, 0.0, rounded(tl.exp(rounded(here - new_max, ROUND)), ROUND))
+    row_sum = rounded(tl.sum(b_p, 1), ROUND)
+    new_sum = rounded(rounded(alpha * b_sum, ROUND) + rounded(gain * row_sum, ROUND), ROUND)
+    return b_p.to(tl.float16), alpha, gain, new_mean, new_max, new_sum
+
+
+@triton.jit
+def paper_kernel(
+    p_q,  # as in `attention_kernel`, and so are all that are not commented
+    p_k,  # K'
+    p_v,
+    p_out,
+    p_lse,
+    p_mask,
+    p_tile,
+    p_cu_q,
+    p_cu_k,
+    p_factor,  # (BLOCK_N + 1,) FP32: invariance for blocks of 0 to BLOCK_N keys
+    stride_qb,
+    stride_qh,
+    stride_qm,
+    stride_kb,
+    stride_kh,
+    stride_kn,
+    stride_vb,
+    stride_vh,
+    stride_vn,
+    stride_ob,
+    stride_oh,
+    stride_om,
+    stride_lb,
+    stride_lh,
+    stride_lm,
+    stride_mask_b,
+    stride_mask_h,
+    stride_mask_m,
+    stride_mask_n,
+    heads,
+    group,
+    tiles,
+    work,
+    rows,
+    keys,
+    MASK: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    VARLEN: tl.constexpr,
+    ROUND: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Algorithm 1 with the scale folded into K'; BLOCK_N is the block that M shifts."""
+    for o_work in range(tl.program_id(0), work, tl.num_programs(0)):
+        o_batch, o_head, o_tile, begin_q, begin_k, _, rows, keys = locate(
+            o_work, work, p_tile, p_cu_q, p_cu_k, p_cu_k, heads, tiles, rows, keys, VARLEN, CAUSAL
+        )
+        batch = tl.cast(o_batch, tl.int64)
+        head = tl.cast(o_head, tl.int64)
+        o_m = tl.arange(0, BLOCK_M)
+        o_d = tl.arange(0, D_PAD)
+        o_row = o_tile * BLOCK_M + o_m
+        m_d = o_d < D
+        m_out = (o_row < rows)[:, None] & m_d[None, :]
+        at = tl.cast(begin_q + o_tile * BLOCK_M, tl.int64)
+        p_rows = p_q + batch * stride_qb + head * stride_qh + at * stride_qm
+        b_q = tl.load(p_rows + o_m[:, None] * stride_qm + o_d[None, :], mask=m_out, other=0.0)
+        b_q = tl.where(tl.abs(b_q.to(tl.float32)) <= FP16_MAX, b_q, float("nan")).to(tl.float16)
+        p_keys = p_k + batch * stride_kb + (head // group) * stride_kh + tl.cast(begin_k, tl.int64) * stride_kn
+        p_values = p_v + batch * stride_vb + (head // group) * stride_vh + tl.cast(begin_k, tl.int64) * stride_vn
+        p_rows_mask = p_mask + batch * stride_mask_b + head * stride_mask_h + at * stride_mask_m
+        diagonal = keys - rows
+        end = keys
+        if CAUSAL:
+            end = tl.maximum(tl.minimum(keys, o_tile * BLOCK_M + BLOCK_M + diagonal), 0)
+        b_mean = tl.zeros((BLOCK_M,), tl.float32)
+        b_max = tl.full((BLOCK_M,), -INF, tl.float32)
+        b_sum = tl.zeros((BLOCK_M,), tl.float32)
+        b_acc = tl.zeros((BLOCK_M, D_PAD), tl.float32)
+        full_factor = tl.load(p_factor + tl.minimum(keys, BLOCK_N))
+        for start in range(0, end, BLOCK_N):
+            o_n = start + tl.arange(0, BLOCK_N)
+            m_key = o_n < keys
+            n = tl.minimum(keys - start, BLOCK_N)
+            p_key = p_keys + tl.cast(start, tl.int64) * stride_kn + tl.arange(0, BLOCK_N)[:, None] * stride_kn
+            p_value = p_values + tl.cast(start, tl.int64) * stride_vn + tl.arange(0, BLOCK_N)[:, None] * stride_vn
+            b_k = tl.load(p_key + o_d[None, :], mask=m_key[:, None] & m_d[None, :], other=0.0)
+            b_s = tl.dot(b_q, tl.trans(b_k)).to(tl.float16).to(tl.float32)
+            m_seen = m_key[None, :] & (o_row >= 0)[:, None]
+            if CAUSAL:
+                m_seen = m_seen & (o_n[None, :] <= o_row[:, None] + diagonal)
+            b_own = b_s  # what FP16 stored, before a mask is added
+            if MASK != "none":
+                p_here = p_rows_mask + tl.cast(start, tl.int64) * stride_mask_n
+                m_seen, b_bias = load_mask(p_here, m_seen, stride_mask_m, stride_mask_n, MASK)
+                b_own = b_s + b_bias
+            factor = tl.load(p_factor + n)
+            b_p, alpha, gain, b_mean, b_max, b_sum = paper_step(
+                b_s, b_own, m_key, m_seen, start // BLOCK_N, n, factor, full_factor, b_mean, b_max, b_sum, ROUND
+            )
+            b_v = tl.load(p_value + o_d[None, :], mask=m_key[:, None] & m_d[None, :], other=0.0)
+            product = rounded(add_values(tl.zeros((BLOCK_M, D_PAD), tl.float32), b_p, b_v, m_seen), ROUND)
+            b_acc = rounded(rounded(alpha[:, None] * b_acc, ROUND) + rounded(gain[:, None] * product, ROUND), ROUND)
+        blind = (b_sum == 0.0) & (b_max == -INF)
+        divisor = tl.where(blind, 1.0, b_sum)
+        b_out = (b_acc / divisor[:, None]).to(tl.float16)
+        b_lse = tl.where(blind, -INF, b_max + full_factor * b_mean + tl.log(divisor))
+        p_rows = p_out + batch * stride_ob + head * stride_oh + at * stride_om
+        tl.store(p_rows + o_m[:, None] * stride_om + o_d[None, :], b_out, mask=m_out)
+        p_rows_lse = p_lse + batch * stride_lb + head * stride_lh + at * stride_lm
+        tl.store(p_rows_lse + o_m * stride_lm, b_lse, mask=o_row < rows)

@@ -1,0 +1,99 @@
+"""Tile sizes of the Triton kernels: a small table for each architecture, and the choice among its rows.
+
+Why these rows: a CTA holds BLOCK_M rows of Q, and `num_stages` tiles of K and V of BLOCK_N rows, in shared memory: 64
+KiB on sm_75, 163 on sm_80, 99 on sm_86 and sm_89, 227 on sm_90; O, S and P live in registers, 255 a thread. Ascend
+has no say in warps or stages; its unified buffer of 192 KiB holds 64 x 128 up to D = 128 (see README.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Rows of queries and keys of a tile; warps of a CTA; stages of the software pipeline."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+
+
+# (architecture, largest padded head dim): candidates, the safest guess first
+TABLE: dict[str, dict[int, tuple[Tile, ...]]] = {
+    "sm_75": {
+        64: (Tile(64, 64, 4, 2), Tile(128, 64, 8, 2)),
+        128: (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
+        256: (Tile(32, 32, 4, 2),),
+    },
+    "sm_80": {
+        64: (Tile(128, 64, 4, 3), Tile(128, 128, 8, 3)),
+        128: (Tile(128, 64, 8, 3), Tile(128, 32, 4, 3)),
+        256: (Tile(64, 32, 4, 2),),
+    },
+    "sm_89": {
+        64: (Tile(128, 64, 4, 2), Tile(64, 64, 4, 3)),
+        128: (Tile(128, 32, 8, 2), Tile(64, 64, 4, 2)),
+        256: (Tile(64, 32, 8, 1),),
+    },
+    "sm_90": {
+        64: (Tile(128, 128, 8, 3), Tile(128, 64, 4, 3), Tile(64, 128, 4, 3)),
+        128: (Tile(128, 128, 8, 2), Tile(128, 64, 8, 3), Tile(64, 128, 4, 2)),
+        256: (Tile(128, 64, 8, 2), Tile(64, 64, 4, 2)),
+    },
+    "ascend": {
+        128: (Tile(64, 128, 1, 1),),
+        256: (Tile(32, 64, 1, 1),),
+    },
+    "interpreter": {256: (Tile(64, 64, 1, 1),)},
+}
+
+
+def candidates(architecture: str, pad: int, block_k: int, rows: int) -> tuple[Tile, ...]:
+    """Rows of the table for a padded head dim, with tiles that divide the anchor block and are not far above `rows`."""
+    by_dim = TABLE[architecture]
+    tiles = by_dim[min(d for d in by_dim if d >= pad)]
+    fitting = [
+        Tile(min(tile.block_m, max(16, 1 << (rows - 1).bit_length())), min(tile.block_n, block_k), tile.warps, tile.stages)
+        for tile in tiles
+    ]
+    return tuple(dict.fromkeys(fitting))
+
+
+def architecture_of(device_type: str, capability: tuple[int, int] | None) -> str:
+    """Key of `TABLE` for a device; newer or unlisted GPUs take the nearest older row."""
+    if device_type == "npu":
+        return "ascend"
+    if capability is None:
+        return "interpreter"
+    if capability >= (9, 0):
+        return "sm_90" if capability < (12, 0) else "sm_89"  # consumer Blackwell has the shared memory of sm_89
+    if capability in ((8, 6), (8, 9)):
+        return "sm_89"
+    return "sm_80" if capability >= (8, 0) else "sm_75"
+
+
+def choose(device: torch.device, pad: int, block_k: int, rows: int) -> Tile:
+    """The tile for a call."""
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    return candidates(architecture_of(device.type, capability), pad, block_k, rows)[0]
+
+
+def splits_for(device: torch.device, pad: int, keys: int, pairs: int) -> tuple[int, int]:
+    """Keys of a block and blocks of a split for decoding: two programs a multiprocessor, one merge of a few splits."""
+    block = 128 if pad <= 128 else 64
+    programs = 4 if device.type == "cpu" else 2 * _processors(device)
+    blocks = -(-keys // block)
+    return block, max(1, -(-blocks * pairs // programs))
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU, or AI cores of an NPU."""
+    if device.type == "npu":
+        return 20
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,251 @@
+"""Launches the Triton kernels: the operator's arguments in, tensors of the same shapes as the reference's out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from pasa.ops.attention.decode_kernel import decode_kernel, merge_kernel
+from pasa.ops.attention.inputs import capturing, edges, to_fp16
+from pasa.ops.attention.masking import dense_mask, hidden_keys
+from pasa.ops.attention.options import AttentionOptions
+from pasa.ops.attention.paper_kernel import paper_kernel
+from pasa.ops.attention.scores import paper_beta
+from pasa.ops.attention.tiles import choose, splits_for
+from pasa.ops.attention.triton_kernel import attention_kernel
+from pasa.ops.numerics.shifting import shifting_matrix
+from pasa.ops.packed import tile_table
+from pasa.ops.shift_keys.triton_backend import Packing, pad_dim, shift_exact, shift_paper
+
+DECODE_ROWS = 16  # of one head; more rows than this keep the matrix engine busy without splitting the keys
+DECODE_TILE = 128  # query rows of all heads that share a key head
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    options: AttentionOptions,
+    diagnose: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `reference.attention`; exact score tiles stay in FP32 (see triton_kernel.py)."""
+    mask = None
+    if attn_mask is not None:
+        mask = attn_mask.view(torch.uint8) if attn_mask.dtype == torch.bool else attn_mask
+        mask = mask.expand(*q.shape[:3], k.shape[2])
+    call = Call(*_ready(q, k, v), mask, is_causal, scale)
+    if options.precision == "pasa" and options.recovery == "exact" and call.decodes:
+        return _results(q, *_decode(call))
+    visible = None if attn_mask is None else ~_hidden(attn_mask, is_causal, q, k)
+    return _results(q, *_forward(call, visible, options))
+
+
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    is_causal: bool,
+    scale: float,
+    options: AttentionOptions,
+    diagnose: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `reference.attention_varlen`. Lengths are checked on the host, unless a CUDA graph is being captured."""
+    if not capturing(q):
+        edges(cu_seqlens_q, "q", q)
+        edges(cu_seqlens_k, "k", k)
+    call = Call(*_ready(q, k, v), None, is_causal, scale, cu_seqlens_q.int(), cu_seqlens_k.int())
+    return _results(q, *_forward(call, None, options))
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call as the kernels see it: FP16, unit last stride, dense or packed.
+
+    Attributes
+    ----------
+    q, k, v : Tensor (B, H, S, D), or packed (T, H, D)
+    mask : Tensor (B, Hq, Sq, Skv), bytes or floats, expanded; optional
+    is_causal : bool
+    scale : float
+    cu_q, cu_k : Tensor (sequences + 1,), INT32, for packed tensors
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    is_causal: bool
+    scale: float
+    cu_q: Tensor | None = None
+    cu_k: Tensor | None = None
+
+    @property
+    def decodes(self) -> bool:
+        """Few query rows: the keys are split instead."""
+        if self.cu_q is not None or self.q.shape[2] > DECODE_ROWS:
+            return False
+        return self.q.shape[2] * self.group <= DECODE_TILE
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a key head."""
+        return self.q.shape[1] // self.k.shape[1]
+
+    @property
+    def mask_kind(self) -> str:
+        """As the kernels call it."""
+        return "none" if self.mask is None else "bool" if self.mask.dtype == torch.uint8 else "float"
+
+    @property
+    def mask_strides(self) -> tuple[int, ...]:
+        """Of batch, head, row and key."""
+        return (0, 0, 0, 0) if self.mask is None else self.mask.stride()
+
+    def outputs(self) -> tuple[Tensor, Tensor]:
+        """Uninitialised output and log-sum-exp."""
+        lse = torch.empty(self.q.shape[:-1], dtype=torch.float32, device=self.q.device)
+        return torch.empty(self.q.shape, dtype=torch.float16, device=self.q.device), lse
+
+
+def _ready(*tensors: Tensor) -> list[Tensor]:
+    half = [to_fp16(x, name) for x, name in zip(tensors, "qkv", strict=True)]
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in half]
+
+
+def _results(q: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What an operator returns; the kernels count nothing."""
+    return out.to(q.dtype), lse, lse.new_empty(0, dtype=torch.float64)
+
+
+def _hidden(attn_mask: Tensor, is_causal: bool, q: Tensor, k: Tensor) -> Tensor:
+    """Keys (B, Skv) that no query sees. The last row of a causal band sees all, so a mask alike for all rows decides
+    alone; another one is joined with the band first."""
+    alike = attn_mask.dim() < 2 or attn_mask.shape[-2] == 1
+    return hidden_keys(attn_mask if alike else dense_mask(attn_mask, is_causal, q, k), k)
+
+
+def _forward(call: Call, visible: Tensor | None, options: AttentionOptions) -> tuple[Tensor, Tensor]:
+    """The kernels that go through all keys: exact recovery, published recovery, plain flash attention."""
+    packing = None
+    if call.cu_k is not None:
+        packing = Packing(*tile_table(call.cu_k, options.block_k, call.k.shape[0]), call.cu_k)
+    if options.precision == "pasa" and options.recovery == "paper":
+        return _paper(call, visible, packing, options)
+    out, lse = call.outputs()
+    keys, anchor, stats, shift = call.k, lse, lse, "none"  # lse stands for pointers that a variant does not read
+    if options.precision == "pasa":
+        on_npu = call.q.device.type == "npu"  # K' made in the loop would crowd its unified buffer
+        found = shift_exact(call.k, call.v, options.block_k, visible=visible, packing=packing, write_keys=on_npu)
+        keys, anchor, stats = found.shifted if found.shifted is not None else call.k, found.anchor, found.stats
+        shift = "before" if on_npu else "where_needed"
+    rows, heads, dim = call.q.shape[-3 if packing else -2], call.q.shape[1], call.q.shape[-1]
+    tile = choose(call.q.device, pad_dim(dim), options.block_k, rows)
+    tiles, work, tables = _work(call, tile.block_m, packing, lse)
+    attention_kernel[(work,)](
+        call.q, keys, call.v, out, lse, anchor, stats, lse if call.mask is None else call.mask, *tables,
+        *_strides(call.q), *_strides(keys), *_strides(call.v), *_strides(out), *_strides(lse.unsqueeze(-1)),
+        *call.mask_strides, heads, call.group, tiles, work, rows, keys.shape[-3 if packing else -2],
+        1 if shift == "none" else anchor.shape[2], call.scale,
+        SHIFT=shift, MASK=call.mask_kind, CAUSAL=call.is_causal, VARLEN=packing is not None,
+        D=dim, D_PAD=pad_dim(dim), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, ANCHOR_BLOCK=options.block_k,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return out, lse
+
+
+def _paper(
+    call: Call, visible: Tensor | None, packing: Packing | None, options: AttentionOptions
+) -> tuple[Tensor, Tensor]:
+    """Algorithm 1: K' from the shifting matrix, then the kernel."""
+    matrix, factor = _paper_tables(call, options)
+    keys = shift_paper(call.k, matrix, options.block_k, visible=visible, packing=packing)
+    out, lse = call.outputs()
+    rows, heads, dim = call.q.shape[-3 if packing else -2], call.q.shape[1], call.q.shape[-1]
+    tile = choose(call.q.device, pad_dim(dim), options.block_k, rows)
+    tiles, work, tables = _work(call, tile.block_m, packing, lse)
+    paper_kernel[(work,)](
+        call.q, keys, call.v, out, lse, lse if call.mask is None else call.mask, *tables[:3], factor,
+        *_strides(call.q), *_strides(keys), *_strides(call.v), *_strides(out), *_strides(lse.unsqueeze(-1)),
+        *call.mask_strides, heads, call.group, tiles, work, rows, keys.shape[-3 if packing else -2],
+        MASK=call.mask_kind, CAUSAL=call.is_causal, VARLEN=packing is not None, ROUND=options.accumulate == "fp16",
+        D=dim, D_PAD=pad_dim(dim), BLOCK_M=tile.block_m, BLOCK_N=options.block_k,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return out, lse
+
+
+def _paper_tables(call: Call, options: AttentionOptions) -> tuple[Tensor, Tensor]:
+    """Entries of M (block + 1, 2) and invariance (block + 1,) for the block sizes that occur; FP32 on the device."""
+    block = options.block_k
+    if call.cu_k is None:
+        sizes = {min(block, call.k.shape[2]), call.k.shape[2] % block}
+    else:
+        lengths = call.cu_k.diff().tolist()
+        sizes = {size for length in lengths for size in (min(block, length), length % block)}
+    return _tables_on(call.q.device, block, tuple(sorted(sizes - {0})), call.scale, options.beta)
+
+
+@cache
+def _tables_on(
+    device: torch.device, block: int, sizes: tuple[int, ...], scale: float, beta: float | None
+) -> tuple[Tensor, Tensor]:
+    matrix, factor = torch.zeros(block + 1, 2), torch.zeros(block + 1)
+    for n in sizes:
+        solved, factor[n] = paper_beta(beta, n, scale)
+        entries = shifting_matrix(n, solved, scale=scale).float()
+        matrix[n, 0] = entries[0, 0]
+        matrix[n, 1] = -entries[0, 1] if n > 1 else 0.0
+    return matrix.to(device), factor.to(device)
+
+
+def _work(
+    call: Call, block_m: int, packing: Packing | None, unused: Tensor
+) -> tuple[int, int, tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Tiles of query rows, units of work, and the tables that packed sequences need."""
+    heads = call.q.shape[1]
+    if call.cu_q is None or packing is None:
+        tiles = -(-call.q.shape[2] // block_m)
+        return tiles, tiles * heads * call.q.shape[0], (unused, unused, unused, unused)
+    table, _ = tile_table(call.cu_q, block_m, call.q.shape[0])
+    return table.shape[0], table.shape[0] * heads, (table, call.cu_q, packing.cu_seqlens, packing.first)
+
+
+def _strides(x: Tensor) -> tuple[int, int, int]:
+    """Of batch, head and token; packed tokens come first."""
+    if x.dim() == 3:
+        return 0, x.stride(1), x.stride(0)
+    return x.stride(0), x.stride(1), x.stride(2)
+
+
+def _decode(call: Call) -> tuple[Tensor, Tensor]:
+    """Few rows: split the keys, then merge."""
+    batch, heads, rows, dim = call.q.shape
+    kv_heads, keys = call.k.shape[1:3]
+    group_rows = call.group * rows
+    block_m, pad = max(16, 1 << (group_rows - 1).bit_length()), pad_dim(dim)
+    block_n, blocks_each = splits_for(call.q.device, pad, keys, batch * kv_heads)
+    splits = -(-keys // (block_n * blocks_each))
+    out, lse = call.outputs()
+    part = torch.empty((batch, kv_heads, splits, block_m, dim), dtype=torch.float32, device=call.q.device)
+    state = torch.empty((batch, kv_heads, splits, block_m, 2), dtype=torch.float32, device=call.q.device)
+    frame = torch.empty((batch, kv_heads, block_m), dtype=torch.float32, device=call.q.device)
+    decode_kernel[(batch * kv_heads * splits,)](
+        call.q, call.k, call.v, part, state, frame, lse if call.mask is None else call.mask,
+        *_strides(call.q), *_strides(call.k), *_strides(call.v), *call.mask_strides,
+        kv_heads, call.group, rows, keys, splits, blocks_each, call.scale,
+        MASK=call.mask_kind, CAUSAL=call.is_causal, D=dim, D_PAD=pad, BLOCK_M=block_m, BLOCK_N=block_n,
+        num_warps=4, num_stages=2,
+    )  # fmt: skip
+    merge_kernel[(batch * kv_heads * group_rows,)](
+        part, state, frame, out, lse, group_rows, splits, 1.0 if call.mask_kind == "float" else call.scale,
+        D=dim, D_PAD=pad, BLOCK_M=block_m, SPLITS=max(2, 1 << (splits - 1).bit_length()), num_warps=4,
+    )  # fmt: skip
+    return out, lse

@@ -1,0 +1,337 @@
+"""Triton kernel of the attention forward pass: the exact recovery, and plain flash attention to compare.
+
+One source for NVIDIA GPUs, the interpreter and Ascend (through triton-ascend): pointers and masks, no inline assembly.
+Score tiles stay in FP32, where every target of Triton accumulates them: no row reference and no rescue is needed, and
+a head whose keys have no anchor runs FP32-softmax flash attention. It cannot overflow, because weights are
+exponentials of differences that are taken before they are scaled. FP16 tiles with their row reference pay where tiles
+leave the matrix unit through memory; they are the Ascend C kernel's.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+FP16_MAX = tl.constexpr(65504.0)
+INF = tl.constexpr(float("inf"))
+
+
+@triton.jit
+def locate(
+    o_work, work, p_tile, p_cu_q, p_cu_k, p_first_block, heads, tiles, rows, keys, VARLEN: tl.constexpr, LAST_FIRST: tl.constexpr
+):
+    """Which tile of query rows a unit of work is, and where its sequence lies.
+
+    Returns batch, head, tile; first row, first key and first key block of the sequence; its rows and keys. Causal
+    tiles are dealt from the last, which sees most keys, so that light ones fill the gaps at the end.
+    """
+    o_batch = 0
+    begin_q = 0
+    begin_k = 0
+    first_block = 0
+    if VARLEN:
+        o_head = o_work % heads
+        sequence = tl.load(p_tile + 2 * (o_work // heads))
+        o_tile = tl.load(p_tile + 2 * (o_work // heads) + 1)
+        used = sequence >= 0  # the table has room for more tiles than there are
+        sequence = tl.maximum(sequence, 0)
+        begin_q = tl.load(p_cu_q + sequence)
+        begin_k = tl.load(p_cu_k + sequence)
+        first_block = tl.load(p_first_block + sequence)
+        rows = tl.where(used, tl.load(p_cu_q + sequence + 1) - begin_q, 0)
+        keys = tl.where(used, tl.load(p_cu_k + sequence + 1) - begin_k, 0)
+    elif LAST_FIRST:
+        o_tile = tiles - 1 - o_work // (work // tiles)
+        o_batch = (o_work % (work // tiles)) // heads
+        o_head = o_work % heads
+    else:
+        o_tile = o_work % tiles
+        o_batch = o_work // tiles // heads
+        o_head = (o_work // tiles) % heads
+    return o_batch, o_head, o_tile, begin_q, begin_k, first_block, rows, keys
+
+
+@triton.jit
+def softmax_step(b_s, offset, factor, b_max, b_sum):
+    """Weights P of a tile, the factor of what came before it, and the new maximum and sum of every row.
+
+    b_s (M, N): scores, -inf where hidden; offset (M,): what all of a row's scores lack; factor: log2(e) times what
+    scales both. Every exponent is at most 0, for numbers of any size.
+    """
+    top = tl.max(b_s, 1)
+    empty = top == -INF
+    top = tl.where(empty, 0.0, top)
+    reached = tl.where(empty, -INF, top + offset)
+    new_max = tl.maximum(b_max, reached)
+    base = tl.where(new_max == -INF, 0.0, new_max)
+    behind = tl.where(empty, 0.0, (reached - base) * factor)
+    b_p = tl.exp2((b_s - top[:, None]) * factor + behind[:, None]).to(tl.float16)
+    alpha = tl.exp2((b_max - base) * factor)
+    # l sums the very weights that multiply V, so that O is a mean of values
+    return b_p, alpha, new_max, b_sum * alpha + tl.sum(b_p.to(tl.float32), 1)
+
+
+@triton.jit
+def add_values(b_acc, b_p, b_v, m_seen):
+    """acc + P V where rows differ in what they see: 0 * NaN is NaN, so a value that is not finite is kept out, and
+    given as NaN to the rows that see it.
+
+    b_acc (M, D); b_p (M, N) FP16; b_v (N, D); m_seen (M, N).
+    """
+    m_good = tl.abs(b_v.to(tl.float32)) <= FP16_MAX
+    if tl.min(tl.min(tl.where(m_good, 1, 0), 1), 0) == 0:
+        b_acc = tl.dot(b_p, tl.where(m_good, b_v, 0.0).to(tl.float16), b_acc)
+        b_seen = tl.where(m_seen, 1.0, 0.0).to(tl.float16)
+        hits = tl.dot(b_seen, tl.where(m_good, 0.0, 1.0).to(tl.float16))
+        b_acc = tl.where(hits > 0.0, float("nan"), b_acc)
+    else:
+        b_acc = tl.dot(b_p, b_v, b_acc)
+    return b_acc
+
+
+@triton.jit
+def load_mask(p_tile, m_seen, stride_m, stride_n, MASK: tl.constexpr):
+    """What is seen after a mask, and what it adds: a tile (M, N) of bytes or floats, read where m_seen is true."""
+    o_m = tl.arange(0, m_seen.shape[0])
+    o_n = tl.arange(0, m_seen.shape[1])
+    b_mask = tl.load(p_tile + o_m[:, None] * stride_m + o_n[None, :] * stride_n, mask=m_seen, other=0).to(tl.float32)
+    if MASK == "bool":
+        m_seen = m_seen & (b_mask != 0.0)
+        b_mask = tl.zeros_like(b_mask)
+    else:
+        m_seen = m_seen & (b_mask != -INF)
+    return m_seen, b_mask
+
+
+@triton.jit
+def attend(
+    b_q,  # (M, D)
+    b_max,
+    b_sum,
+    b_acc,
+    p_k,  # first key of the sequence, of this head
+    p_v,
+    p_anchor,
+    p_mask,  # first row of the tile
+    o_row,  # (M,) rows within the sequence
+    begin,
+    end,
+    keys,
+    diagonal,  # row i sees keys up to i + diagonal
+    scale,
+    stride_kn,
+    stride_vn,
+    stride_mask_m,
+    stride_mask_n,
+    WHOLE: tl.constexpr,  # every row sees every key of the blocks from begin to end
+    SHIFT: tl.constexpr,  # "none", "here" (k - a in the loop) or "before" (p_k holds K')
+    MASK: tl.constexpr,  # "none", "bool" or "float"
+    CAUSAL: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ANCHOR_BLOCK: tl.constexpr,
+):
+    """The loop over key blocks from key `begin` to `end`."""
+    o_d = tl.arange(0, D_PAD)
+    m_d = o_d < D
+    factor = scale * LOG2_E
+    offset = tl.zeros_like(b_max)
+    b_first = tl.load(p_anchor + o_d, mask=m_d, other=0.0).to(tl.float32) if SHIFT != "none" else 0.0
+    for start in range(begin, end, BLOCK_N):
+        o_n = start + tl.arange(0, BLOCK_N)
+        at = tl.cast(start, tl.int64)
+        p_key = p_k + at * stride_kn + tl.arange(0, BLOCK_N)[:, None] * stride_kn + o_d[None, :]
+        p_value = p_v + at * stride_vn + tl.arange(0, BLOCK_N)[:, None] * stride_vn + o_d[None, :]
+        # scores (M, N), in FP32
+        if WHOLE and D == D_PAD:
+            b_k = tl.load(p_key)
+        else:
+            b_k = tl.load(p_key, mask=(o_n < keys)[:, None] & m_d[None, :], other=0.0)
+        if SHIFT != "none":
+            b_anchor = tl.load(p_anchor + (start // ANCHOR_BLOCK) * D + o_d, mask=m_d, other=0.0)
+            offset = tl.sum(b_q.to(tl.float32) * (b_anchor.to(tl.float32) - b_first)[None, :], 1)
+        if SHIFT == "here":
+            m_finite = tl.abs(b_k.to(tl.float32)) <= FP16_MAX
+            b_k = tl.where(m_finite, b_k - b_anchor[None, :], float("nan")).to(tl.float16)
+        b_s = tl.dot(b_q, tl.trans(b_k))
+        # what each row sees of it
+        m_seen = (o_n < keys)[None, :] & (o_row >= 0)[:, None]
+        if CAUSAL:
+            m_seen = m_seen & (o_n[None, :] <= o_row[:, None] + diagonal)
+        if MASK != "none":
+            p_tile = p_mask + at * stride_mask_n
+            m_seen, b_bias = load_mask(p_tile, m_seen, stride_mask_m, stride_mask_n, MASK)
+            if MASK == "float":  # nats: it is added to scaled scores
+                b_s = b_s * scale + b_bias
+                offset = offset * scale
+                factor = LOG2_E
+        if not WHOLE:
+            b_s = tl.where(m_seen, b_s, -INF)
+        # softmax and values
+        b_p, alpha, b_max, b_sum = softmax_step(b_s, offset, factor, b_max, b_sum)
+        b_acc = b_acc * alpha[:, None]
+        if WHOLE and D == D_PAD:
+            b_v = tl.load(p_value)
+        else:
+            b_v = tl.load(p_value, mask=(o_n < keys)[:, None] & m_d[None, :], other=0.0)
+        if WHOLE:
+            b_acc = tl.dot(b_p, b_v, b_acc)
+        else:
+            b_acc = add_values(b_acc, b_p, b_v, m_seen)
+    return b_max, b_sum, b_acc
+
+
+@triton.jit
+def attend_all(
+    b_q, b_max, b_sum, b_acc, p_k, p_v, p_anchor, p_mask, o_row, whole, end, keys, diagonal, scale,
+    stride_kn, stride_vn, stride_mask_m, stride_mask_n,
+    SHIFT: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr,
+    D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr, ANCHOR_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Key blocks that every row of the tile sees whole, then those on the diagonal and the ragged last one."""
+    if MASK == "none":
+        b_max, b_sum, b_acc = attend(
+            b_q, b_max, b_sum, b_acc, p_k, p_v, p_anchor, p_mask, o_row, 0, whole, keys, diagonal, scale,
+            stride_kn, stride_vn, stride_mask_m, stride_mask_n,
+            True, SHIFT, MASK, False, D, D_PAD, BLOCK_N, ANCHOR_BLOCK,
+        )  # fmt: skip
+    else:
+        whole = 0
+    return attend(
+        b_q, b_max, b_sum, b_acc, p_k, p_v, p_anchor, p_mask, o_row, whole, end, keys, diagonal, scale,
+        stride_kn, stride_vn, stride_mask_m, stride_mask_n,
+        False, SHIFT, MASK, CAUSAL, D, D_PAD, BLOCK_N, ANCHOR_BLOCK,
+    )  # fmt: skip
+
+
+@triton.jit
+def any_changed(p_stats, blocks, BLOCK: tl.constexpr):
+    """Whether a key block of the head has an anchor or a key that is not finite (stats[..., 2])."""
+    changed = 0.0
+    for start in range(0, blocks, BLOCK):
+        o_block = start + tl.arange(0, BLOCK)
+        flags = tl.load(p_stats + o_block * 4 + 2, mask=o_block < blocks, other=0.0)
+        changed = tl.maximum(changed, tl.max(flags, 0))
+    return changed > 0.0
+
+
+@triton.jit
+def attention_kernel(
+    p_q,  # (B, Hq, Sq, D), or packed (T, Hq, D): strides say
+    p_k,  # (B, Hkv, Skv, D), or packed; K' when SHIFT is "before"
+    p_v,
+    p_out,
+    p_lse,  # (B, Hq, Sq) FP32, or packed (T, Hq)
+    p_anchor,  # (B, Hkv, blocks, D) FP16; packed: (1, Hkv, blocks, D)
+    p_stats,  # (B, Hkv, blocks, 4) FP32, see anchor_kernel
+    p_mask,  # bytes or floats, broadcast by strides of 0
+    p_tile,  # (tiles, 2) sequence and tile within it, packed sequences only; so are the next three
+    p_cu_q,
+    p_cu_k,
+    p_first_block,
+    stride_qb,
+    stride_qh,
+    stride_qm,
+    stride_kb,
+    stride_kh,
+    stride_kn,
+    stride_vb,
+    stride_vh,
+    stride_vn,
+    stride_ob,
+    stride_oh,
+    stride_om,
+    stride_lb,
+    stride_lh,
+    stride_lm,
+    stride_mask_b,
+    stride_mask_h,
+    stride_mask_m,
+    stride_mask_n,
+    heads,
+    group,
+    tiles,
+    work,
+    rows,
+    keys,
+    blocks,
+    scale,
+    SHIFT: tl.constexpr,  # "none", "where_needed" (by head, in the loop), "before"
+    MASK: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    VARLEN: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ANCHOR_BLOCK: tl.constexpr,
+):
+    """softmax(scale q k^T + mask) v and its log-sum-exp, one tile of BLOCK_M query rows of one head at a time."""
+    for o_work in range(tl.program_id(0), work, tl.num_programs(0)):
+        o_batch, o_head, o_tile, begin_q, begin_k, first_block, rows, keys = locate(
+            o_work, work, p_tile, p_cu_q, p_cu_k, p_first_block, heads, tiles, rows, keys, VARLEN, CAUSAL
+        )
+        batch = tl.cast(o_batch, tl.int64)
+        head = tl.cast(o_head, tl.int64)
+        kv_head = head // group
+        # queries (M, D); a query that is not finite spoils its row
+        o_m = tl.arange(0, BLOCK_M)
+        o_row = o_tile * BLOCK_M + o_m
+        o_d = tl.arange(0, D_PAD)
+        m_out = (o_row < rows)[:, None] & (o_d < D)[None, :]
+        at = tl.cast(begin_q + o_tile * BLOCK_M, tl.int64)
+        p_rows = p_q + batch * stride_qb + head * stride_qh + at * stride_qm
+        b_q = tl.load(p_rows + o_m[:, None] * stride_qm + o_d[None, :], mask=m_out, other=0.0)
+        b_q = tl.where(tl.abs(b_q.to(tl.float32)) <= FP16_MAX, b_q, float("nan")).to(tl.float16)
+        # where keys, values, anchors and mask of this tile start
+        p_keys = p_k + batch * stride_kb + kv_head * stride_kh + tl.cast(begin_k, tl.int64) * stride_kn
+        p_values = p_v + batch * stride_vb + kv_head * stride_vh + tl.cast(begin_k, tl.int64) * stride_vn
+        head_block = (batch * (heads // group) + kv_head) * blocks + first_block
+        p_anchors = p_anchor + head_block * D
+        p_rows_mask = p_mask + batch * stride_mask_b + head * stride_mask_h + at * stride_mask_m
+        # how far the tile sees
+        diagonal = keys - rows
+        end = keys
+        whole = keys // BLOCK_N * BLOCK_N
+        if CAUSAL:
+            end = tl.maximum(tl.minimum(keys, o_tile * BLOCK_M + BLOCK_M + diagonal), 0)
+            whole = tl.maximum(tl.minimum(o_tile * BLOCK_M + diagonal + 1, keys), 0) // BLOCK_N * BLOCK_N
+        b_max = tl.full((BLOCK_M,), -INF, tl.float32)
+        b_sum = tl.zeros((BLOCK_M,), tl.float32)
+        b_acc = tl.zeros((BLOCK_M, D_PAD), tl.float32)
+        shifted = SHIFT == "before"
+        if SHIFT == "where_needed":
+            shifted = any_changed(p_stats + head_block * 4, tl.cdiv(keys, ANCHOR_BLOCK), 128)
+            if shifted:
+                b_max, b_sum, b_acc = attend_all(
+                    b_q, b_max, b_sum, b_acc, p_keys, p_values, p_anchors, p_rows_mask, o_row, whole, end, keys,
+                    diagonal, scale, stride_kn, stride_vn, stride_mask_m, stride_mask_n,
+                    "here", MASK, CAUSAL, D, D_PAD, BLOCK_N, ANCHOR_BLOCK,
+                )  # fmt: skip
+            else:
+                b_max, b_sum, b_acc = attend_all(
+                    b_q, b_max, b_sum, b_acc, p_keys, p_values, p_anchors, p_rows_mask, o_row, whole, end, keys,
+                    diagonal, scale, stride_kn, stride_vn, stride_mask_m, stride_mask_n,
+                    "none", MASK, CAUSAL, D, D_PAD, BLOCK_N, ANCHOR_BLOCK,
+                )  # fmt: skip
+        else:
+            b_max, b_sum, b_acc = attend_all(
+                b_q, b_max, b_sum, b_acc, p_keys, p_values, p_anchors, p_rows_mask, o_row, whole, end, keys,
+                diagonal, scale, stride_kn, stride_vn, stride_mask_m, stride_mask_n,
+                SHIFT, MASK, CAUSAL, D, D_PAD, BLOCK_N, ANCHOR_BLOCK,
+            )  # fmt: skip
+        # a mean of values lies in FP16's range up to the last bit; infinity in the sum came from a value
+        blind = (b_sum == 0.0) & (b_max == -INF)
+        divisor = tl.where(blind, 1.0, b_sum)
+        b_out = b_acc / divisor[:, None]
+        b_out = tl.where(tl.abs(b_out) < INF, tl.minimum(tl.maximum(b_out, -FP16_MAX), FP16_MAX), float("nan"))
+        frame = tl.zeros((BLOCK_M,), tl.float32)
+        if SHIFT != "none":
+            b_first = tl.load(p_anchors + o_d, mask=(o_d < D) & (keys > 0), other=0.0).to(tl.float32)
+            frame = tl.sum(b_q.to(tl.float32) * b_first[None, :], 1)
+        nats = b_max if MASK == "float" else b_max * scale
+        b_lse = tl.where(blind, -INF, nats + frame * scale + tl.log(divisor))
+        p_rows = p_out + batch * stride_ob + head * stride_oh + at * stride_om
+        tl.store(p_rows + o_m[:, None] * stride_om + o_d[None, :], b_out.to(tl.float16), mask=m_out)
+        p_rows_lse = p_lse + batch * stride_lb + head * stride_lh + at * stride_lm
+        tl.store(p_rows_lse + o_m * stride_lm, b_lse, mask=o_row < rows)
