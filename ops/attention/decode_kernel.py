@@ -1,7 +1,7 @@
 """Triton kernels of decoding: few query rows against a long cache, split over the keys, merged by log-sum-exp.
 
-Time is that of reading K and V once, so there is no pass before: each program finds the anchors of its own blocks.
-All splits count scores in the frame of block 0's anchor, which each of them finds again from the same keys. The query
+Time is that of reading K and V once, so there is no pass before: a block that needs an anchor finds it itself. Each
+split counts scores in the frame of its first block's anchor; the merge knows how far two frames are apart. The query
 heads that share a key head are rows of one tile.
 """
 
@@ -11,33 +11,82 @@ import triton.language as tl
 from pasa.ops.attention.triton_kernel import FP16_MAX, INF, LOG2_E, add_values, softmax_step
 from pasa.ops.shift_keys.triton_kernel import exact_anchor
 
+# Scores, in nats, beyond which an FP32 sum of products rounds by more than 2^-14 a step: a quarter of what rounding a
+# weight to FP16 costs. Below it a block needs no anchor.
+ANCHOR_LIMIT = tl.constexpr(1024.0)
+
 
 @triton.jit
-def key_block(p_k, p_mask, start, o_d, o_query, m_row, keys, diagonal, stride_kn, stride_mask_n,
-              MASK: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
-    """Keys (N, D) less their anchor, the anchor (D,), what each row sees (M, N), and what the mask adds.
+def block_scores(b_q, b_k, m_key, longest):
+    """q k'^T (M, N) and the block's anchor (D,), which is 0 where scores are small enough for FP32 as they are.
 
-    p_mask (M,): pointers to the mask's row of each query row; o_query (M,): its position among the queries.
+    b_q (M, D); b_k (N, D); m_key (N,): keys that some row sees; longest: largest norm of a query, in nats.
     """
-    o_n = start + tl.arange(0, BLOCK_N)
-    at = tl.cast(start, tl.int64)
-    p_tile = p_k + at * stride_kn + tl.arange(0, BLOCK_N)[:, None] * stride_kn + o_d[None, :]
-    b_k = tl.load(p_tile, mask=(o_n < keys)[:, None] & (o_d < D)[None, :], other=0.0)
-    m_seen = (o_n < keys)[None, :] & m_row[:, None]
-    if CAUSAL:
-        m_seen = m_seen & (o_n[None, :] <= o_query[:, None] + diagonal)
-    b_bias = 0.0
-    if MASK != "none":
-        p_tile = p_mask[:, None] + (at + tl.arange(0, BLOCK_N))[None, :] * stride_mask_n
-        b_bias = tl.load(p_tile, mask=m_seen, other=0).to(tl.float32)
-        m_seen = m_seen & ((b_bias != 0.0) if MASK == "bool" else (b_bias != -INF))
-    b_wide = b_k.to(tl.float32)
-    m_finite = tl.min(tl.where(tl.abs(b_wide) <= FP16_MAX, 1, 0), 1) > 0
-    m_key = (tl.max(tl.where(m_seen, 1, 0), 0) > 0) & m_finite  # a key that no row sees enters no mean
-    b_clean = tl.where(m_key[:, None], b_wide, 0.0)
-    anchor, _ = exact_anchor(b_clean, m_key[:, None], tl.sum(tl.where(m_key, 1.0, 0.0), 0))
-    b_k = tl.where(m_finite[:, None], b_wide - anchor[None, :], float("nan")).to(tl.float16)
-    return b_k, anchor, m_seen, b_bias
+    b_wide = tl.where(m_key[:, None], b_k.to(tl.float32), 0.0)
+    square = tl.sum(b_wide * b_wide, 1)
+    anchor = tl.sum(b_wide, 0) * 0.0
+    # a sum, unlike a maximum, does not lose a NaN
+    if (tl.sqrt(tl.max(square, 0)) * longest <= ANCHOR_LIMIT) & (tl.sum(square, 0) < INF):
+        anchor = tl.zeros_like(anchor)
+        b_s = tl.dot(b_q, tl.trans(b_k))
+    else:
+        m_finite = tl.min(tl.where(tl.abs(b_k.to(tl.float32)) <= FP16_MAX, 1, 0), 1) > 0
+        m_mean = m_key & m_finite
+        b_clean = tl.where(m_mean[:, None], b_wide, 0.0)
+        anchor, _ = exact_anchor(b_clean, m_mean[:, None], tl.sum(tl.where(m_mean, 1.0, 0.0), 0))
+        b_new = tl.where(m_finite[:, None], b_k.to(tl.float32) - anchor[None, :], float("nan"))
+        b_s = tl.dot(b_q, tl.trans(b_new.to(tl.float16)))
+    return b_s, anchor
+
+
+@triton.jit
+def attend_split(
+    b_q, b_max, b_sum, b_acc, b_first, p_keys, p_values, p_mask, o_query, m_row, begin, end, home, keys, diagonal,
+    scale, longest, stride_kn, stride_vn, stride_mask_n,
+    HIDES: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr,
+    D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Keys from `begin` to `end` of the split that starts at key `home`."""
+    o_d = tl.arange(0, D_PAD)
+    factor = LOG2_E if MASK == "float" else scale * LOG2_E
+    for start in range(begin, end, BLOCK_N):
+        o_n = start + tl.arange(0, BLOCK_N)
+        at = tl.cast(start, tl.int64)
+        m_tile = (o_n < keys)[:, None] & (o_d < D)[None, :]
+        p_key = p_keys + at * stride_kn + tl.arange(0, BLOCK_N)[:, None] * stride_kn + o_d[None, :]
+        p_value = p_values + at * stride_vn + tl.arange(0, BLOCK_N)[:, None] * stride_vn + o_d[None, :]
+        m_seen = (o_n < keys)[None, :] & m_row[:, None]
+        if HIDES or D < D_PAD:
+            b_k = tl.load(p_key, mask=m_tile, other=0.0)
+            b_v = tl.load(p_value, mask=m_tile, other=0.0)
+        else:
+            b_k = tl.load(p_key)
+            b_v = tl.load(p_value)
+        if CAUSAL:
+            m_seen = m_seen & (o_n[None, :] <= o_query[:, None] + diagonal)
+        if MASK != "none":
+            p_tile = p_mask[:, None] + (at + tl.arange(0, BLOCK_N))[None, :] * stride_mask_n
+            b_bias = tl.load(p_tile, mask=m_seen, other=0).to(tl.float32)
+            m_seen = m_seen & ((b_bias != 0.0) if MASK == "bool" else (b_bias != -INF))
+        if HIDES:
+            m_key = tl.max(tl.where(m_seen, 1, 0), 0) > 0  # a key that no row sees enters no mean
+        else:
+            m_key = o_n >= 0
+        b_s, b_anchor = block_scores(b_q, b_k, m_key, longest)
+        b_first = tl.where(start == home, b_anchor, b_first)
+        offset = tl.sum(b_q.to(tl.float32) * (b_anchor - b_first)[None, :], 1)
+        if MASK == "float":
+            b_s = b_s * scale + b_bias
+            offset = offset * scale
+        if HIDES:
+            b_s = tl.where(m_seen, b_s, -INF)
+        b_p, alpha, b_max, b_sum = softmax_step(b_s, offset, factor, b_max, b_sum, HIDES, False)
+        b_acc = b_acc * alpha[:, None]
+        if HIDES:
+            b_acc = add_values(b_acc, b_p, b_v, m_seen)
+        else:
+            b_acc = tl.dot(b_p, b_v, b_acc)
+    return b_max, b_sum, b_acc, b_first
 
 
 @triton.jit
@@ -47,7 +96,7 @@ def decode_kernel(
     p_v,
     p_part,  # (B, Hkv, splits, BLOCK_M, D) FP32: O of each split, not divided
     p_state,  # (B, Hkv, splits, BLOCK_M, 2) FP32: maximum and sum
-    p_frame,  # (B, Hkv, BLOCK_M) FP32: q . a_1
+    p_anchor,  # (B, Hkv, splits, D) FP16: the frame of each split
     p_mask,
     stride_qb,
     stride_qh,
@@ -81,86 +130,107 @@ def decode_kernel(
     o_pair = tl.program_id(0) // splits
     batch = tl.cast(o_pair // kv_heads, tl.int64)
     kv_head = tl.cast(o_pair % kv_heads, tl.int64)
-    # query rows (M, D): all heads of the group, one after another
+    # query rows (M, D): all heads of the group, one after another; a query that is not finite spoils its row
     o_m = tl.arange(0, BLOCK_M)
     o_d = tl.arange(0, D_PAD)
     m_row = o_m < group * rows
+    m_out = m_row[:, None] & (o_d < D)[None, :]
     o_head = kv_head * group + o_m // rows
     o_query = o_m % rows
     p_tile = p_q + batch * stride_qb + (o_head * stride_qh + o_query * stride_qm)[:, None] + o_d[None, :]
-    b_q = tl.load(p_tile, mask=m_row[:, None] & (o_d < D)[None, :], other=0.0)
+    b_q = tl.load(p_tile, mask=m_out, other=0.0)
     b_q = tl.where(tl.abs(b_q.to(tl.float32)) <= FP16_MAX, b_q, float("nan")).to(tl.float16)
+    b_wide = b_q.to(tl.float32)
+    longest = tl.sqrt(tl.max(tl.sum(b_wide * b_wide, 1), 0)) * scale
     p_keys = p_k + batch * stride_kb + kv_head * stride_kh
     p_values = p_v + batch * stride_vb + kv_head * stride_vh
     p_masks = p_mask + batch * stride_mask_b + o_head * stride_mask_h + o_query * stride_mask_m
+    # keys that all rows see, then the others
     diagonal = keys - rows
-    factor = LOG2_E if MASK == "float" else scale * LOG2_E
-
-    _, b_first, _, _ = key_block(
-        p_keys, p_masks, 0, o_d, o_query, m_row, keys, diagonal, stride_kn, stride_mask_n, MASK, CAUSAL, D, BLOCK_N
-    )
+    begin = o_split * blocks_each * BLOCK_N
+    end = tl.minimum(begin + blocks_each * BLOCK_N, keys)
+    seen_by_all = diagonal + 1 if CAUSAL else keys
+    whole = tl.maximum(tl.minimum(end, seen_by_all) // BLOCK_N * BLOCK_N, begin)
     b_max = tl.full((BLOCK_M,), -INF, tl.float32)
     b_sum = tl.zeros((BLOCK_M,), tl.float32)
     b_acc = tl.zeros((BLOCK_M, D_PAD), tl.float32)
-    begin = o_split * blocks_each * BLOCK_N
-    end = tl.minimum(begin + blocks_each * BLOCK_N, keys)
-    for start in range(begin, end, BLOCK_N):
-        b_k, b_anchor, m_seen, b_bias = key_block(
-            p_keys, p_masks, start, o_d, o_query, m_row, keys, diagonal, stride_kn, stride_mask_n, MASK, CAUSAL, D, BLOCK_N
-        )
-        offset = tl.sum(b_q.to(tl.float32) * (b_anchor - b_first)[None, :], 1)
-        b_s = tl.dot(b_q, tl.trans(b_k))
-        if MASK == "float":
-            b_s = b_s * scale + b_bias
-            offset = offset * scale
-        b_s = tl.where(m_seen, b_s, -INF)
-        b_p, alpha, b_max, b_sum = softmax_step(b_s, offset, factor, b_max, b_sum)
-        o_n = start + tl.arange(0, BLOCK_N)
-        p_value = p_values + tl.cast(start, tl.int64) * stride_vn + tl.arange(0, BLOCK_N)[:, None] * stride_vn
-        b_v = tl.load(p_value + o_d[None, :], mask=(o_n < keys)[:, None] & (o_d < D)[None, :], other=0.0)
-        b_acc = add_values(b_acc * alpha[:, None], b_p, b_v, m_seen)
-    o_part = ((o_pair * splits + o_split) * BLOCK_M + o_m)
-    tl.store(p_part + o_part[:, None] * D + o_d[None, :], b_acc, mask=m_row[:, None] & (o_d < D)[None, :])
+    b_first = tl.zeros((D_PAD,), tl.float32)
+    if MASK == "none":
+        b_max, b_sum, b_acc, b_first = attend_split(
+            b_q, b_max, b_sum, b_acc, b_first, p_keys, p_values, p_masks, o_query, m_row, begin, whole, begin, keys,
+            diagonal, scale, longest, stride_kn, stride_vn, stride_mask_n, False, MASK, False, D, D_PAD, BLOCK_N,
+        )  # fmt: skip
+    else:
+        whole = begin
+    b_max, b_sum, b_acc, b_first = attend_split(
+        b_q, b_max, b_sum, b_acc, b_first, p_keys, p_values, p_masks, o_query, m_row, whole, end, begin, keys,
+        diagonal, scale, longest, stride_kn, stride_vn, stride_mask_n, True, MASK, CAUSAL, D, D_PAD, BLOCK_N,
+    )  # fmt: skip
+    o_part = (o_pair * splits + o_split) * BLOCK_M + o_m
+    tl.store(p_part + o_part[:, None] * D + o_d[None, :], b_acc, mask=m_out)
     tl.store(p_state + 2 * o_part, b_max, mask=m_row)
     tl.store(p_state + 2 * o_part + 1, b_sum, mask=m_row)
-    if o_split == 0:
-        frame = tl.sum(b_q.to(tl.float32) * b_first[None, :], 1)
-        tl.store(p_frame + o_pair * BLOCK_M + o_m, frame * scale, mask=m_row)
+    tl.store(p_anchor + (o_pair * splits + o_split) * D + o_d, b_first.to(tl.float16), mask=o_d < D)
 
 
 @triton.jit
 def merge_kernel(
+    p_q,
     p_part,  # as in decode_kernel
     p_state,
-    p_frame,
+    p_anchor,
     p_out,  # (B, Hq, Sq, D) FP16, contiguous
-    p_lse,  # (B, Hq, Sq) FP32
-    group_rows,  # query rows of a key head
+    p_lse,  # (B, Hq, Sq) FP32, contiguous
+    stride_qb,
+    stride_qh,
+    stride_qm,
+    heads,
+    group,
+    rows,
     splits,
-    scale,  # of the maxima: 1 when they are in nats
+    scale,
+    NATS: tl.constexpr,  # maxima are in nats (float mask), not in units of q.k
     D: tl.constexpr,
     D_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr,
     SPLITS: tl.constexpr,  # a power of two, at least `splits`
 ):
     """Joins the splits of one query row."""
-    o_pair = tl.program_id(0) // group_rows
-    o_row = tl.program_id(0) % group_rows
+    o_out = tl.program_id(0)
+    o_pair = o_out // (group * rows)
+    o_row = o_out % (group * rows)
+    batch = tl.cast(o_out // (heads * rows), tl.int64)
+    head = tl.cast((o_out // rows) % heads, tl.int64)
     o_split = tl.arange(0, SPLITS)
     o_d = tl.arange(0, D_PAD)
+    m_d = o_d < D
     m_split = o_split < splits
+    m_part = m_split[:, None] & m_d[None, :]
+    # every split's maximum in the frame of the first one's anchor
+    b_q = tl.load(p_q + batch * stride_qb + head * stride_qh + (o_out % rows) * stride_qm + o_d, mask=m_d, other=0.0)
+    b_q = tl.where(tl.abs(b_q.to(tl.float32)) <= FP16_MAX, b_q.to(tl.float32), float("nan"))
+    b_first = tl.load(p_anchor + o_pair * splits * D + o_d, mask=m_d, other=0.0).to(tl.float32)
+    p_tile = p_anchor + (o_pair * splits + o_split)[:, None] * D + o_d[None, :]
+    b_anchor = tl.load(p_tile, mask=m_part, other=0.0).to(tl.float32)
+    offset = tl.sum(b_q[None, :] * tl.where(m_split[:, None], b_anchor - b_first[None, :], 0.0), 1)
     o_part = (o_pair * splits + o_split) * BLOCK_M + o_row
     b_max = tl.load(p_state + 2 * o_part, mask=m_split, other=-INF)
     b_sum = tl.load(p_state + 2 * o_part + 1, mask=m_split, other=0.0)
+    if NATS:
+        offset = offset * scale
+        scale_left = 1.0
+    else:
+        scale_left = scale
+    b_max = tl.where(b_max == -INF, -INF, b_max + offset)
     top = tl.max(b_max, 0)
-    weight = tl.exp2((b_max - tl.where(top == -INF, 0.0, top)) * (scale * LOG2_E))
+    weight = tl.exp2((b_max - tl.where(top == -INF, 0.0, top)) * (scale_left * LOG2_E))
     total = tl.sum(b_sum * weight, 0)
-    m_part = m_split[:, None] & (o_d < D)[None, :]
     b_part = tl.load(p_part + o_part[:, None] * D + o_d[None, :], mask=m_part, other=0.0)
+    # a mean of values lies in FP16's range up to the last bit; infinity in the sum came from a value
     blind = (total == 0.0) & (top == -INF)
     divisor = tl.where(blind, 1.0, total)
     b_out = tl.sum(b_part * weight[:, None], 0) / divisor
     b_out = tl.where(tl.abs(b_out) < INF, tl.minimum(tl.maximum(b_out, -FP16_MAX), FP16_MAX), float("nan"))
-    frame = tl.load(p_frame + o_pair * BLOCK_M + o_row)
-    tl.store(p_out + tl.program_id(0) * D + o_d, b_out.to(tl.float16), mask=o_d < D)
-    tl.store(p_lse + tl.program_id(0), tl.where(blind, -INF, top * scale + frame + tl.log(divisor)))
+    frame = tl.sum(b_q * b_first, 0) * scale
+    tl.store(p_out + o_out * D + o_d, b_out.to(tl.float16), mask=m_d)
+    tl.store(p_lse + o_out, tl.where(blind, -INF, top * scale_left + frame + tl.log(divisor)))

@@ -84,8 +84,8 @@ def paper_kernel(
     group,
     tiles,
     work,
-    rows,
-    keys,
+    all_rows,
+    all_keys,
     MASK: tl.constexpr,
     CAUSAL: tl.constexpr,
     VARLEN: tl.constexpr,
@@ -98,7 +98,7 @@ def paper_kernel(
     """Algorithm 1 with the scale folded into K'; BLOCK_N is the block that M shifts."""
     for o_work in range(tl.program_id(0), work, tl.num_programs(0)):
         o_batch, o_head, o_tile, begin_q, begin_k, _, rows, keys = locate(
-            o_work, work, p_tile, p_cu_q, p_cu_k, p_cu_k, heads, tiles, rows, keys, VARLEN, CAUSAL
+            o_work, work, p_tile, p_cu_q, p_cu_k, p_cu_k, heads, tiles, all_rows, all_keys, VARLEN, CAUSAL
         )
         batch = tl.cast(o_batch, tl.int64)
         head = tl.cast(o_head, tl.int64)

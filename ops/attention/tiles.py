@@ -15,12 +15,13 @@ import torch
 
 @dataclass(frozen=True)
 class Tile:
-    """Rows of queries and keys of a tile; warps of a CTA; stages of the software pipeline."""
+    """Rows of queries and keys of a tile; warps of a CTA; stages of the software pipeline; K and V by tensor descriptors."""
 
     block_m: int
     block_n: int
     warps: int
     stages: int
+    descriptors: bool = False
 
 
 # (architecture, largest padded head dim): candidates, the safest guess first
@@ -58,7 +59,7 @@ def candidates(architecture: str, pad: int, block_k: int, rows: int) -> tuple[Ti
     by_dim = TABLE[architecture]
     tiles = by_dim[min(d for d in by_dim if d >= pad)]
     fitting = [
-        Tile(min(tile.block_m, max(16, 1 << (rows - 1).bit_length())), min(tile.block_n, block_k), tile.warps, tile.stages)
+        Tile(min(tile.block_m, max(16, 1 << (rows - 1).bit_length())), min(tile.block_n, block_k), tile.warps, tile.stages, tile.descriptors)
         for tile in tiles
     ]
     return tuple(dict.fromkeys(fitting))
@@ -86,14 +87,16 @@ def choose(device: torch.device, pad: int, block_k: int, rows: int) -> Tile:
 def splits_for(device: torch.device, pad: int, keys: int, pairs: int) -> tuple[int, int]:
     """Keys of a block and blocks of a split for decoding: two programs a multiprocessor, one merge of a few splits."""
     block = 128 if pad <= 128 else 64
-    programs = 4 if device.type == "cpu" else 2 * _processors(device)
+    programs = 4 if device.type == "cpu" else 2 * processors(device)
     blocks = -(-keys // block)
     return block, max(1, -(-blocks * pairs // programs))
 
 
 @cache
-def _processors(device: torch.device) -> int:
+def processors(device: torch.device) -> int:
     """Multiprocessors of a GPU, or AI cores of an NPU."""
     if device.type == "npu":
         return 20
+    if device.type == "cpu":
+        return 2
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -7,6 +7,7 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pasa.ops.attention.decode_kernel import decode_kernel, merge_kernel
 from pasa.ops.attention.inputs import capturing, edges, to_fp16
@@ -14,11 +15,11 @@ from pasa.ops.attention.masking import dense_mask, hidden_keys
 from pasa.ops.attention.options import AttentionOptions
 from pasa.ops.attention.paper_kernel import paper_kernel
 from pasa.ops.attention.scores import paper_beta
-from pasa.ops.attention.tiles import choose, splits_for
+from pasa.ops.attention.tiles import choose, processors, splits_for
 from pasa.ops.attention.triton_kernel import attention_kernel
 from pasa.ops.numerics.shifting import shifting_matrix
 from pasa.ops.packed import tile_table
-from pasa.ops.shift_keys.triton_backend import Packing, pad_dim, shift_exact, shift_paper
+from pasa.ops.shift_keys.triton_backend import Anchors, Packing, pad_dim, shift_exact, shift_paper
 
 DECODE_ROWS = 16  # of one head; more rows than this keep the matrix engine busy without splitting the keys
 DECODE_TILE = 128  # query rows of all heads that share a key head
@@ -140,25 +141,56 @@ def _forward(call: Call, visible: Tensor | None, options: AttentionOptions) -> t
     if options.precision == "pasa" and options.recovery == "paper":
         return _paper(call, visible, packing, options)
     out, lse = call.outputs()
-    keys, anchor, stats, shift = call.k, lse, lse, "none"  # lse stands for pointers that a variant does not read
-    if options.precision == "pasa":
-        on_npu = call.q.device.type == "npu"  # K' made in the loop would crowd its unified buffer
-        found = shift_exact(call.k, call.v, options.block_k, visible=visible, packing=packing, write_keys=on_npu)
-        keys, anchor, stats = found.shifted if found.shifted is not None else call.k, found.anchor, found.stats
-        shift = "before" if on_npu else "where_needed"
+    if options.precision == "fp32":
+        _launch(call, Anchors(lse, lse, None), packing, options, out, lse, fast=True)
+        return out, lse
+    on_npu = call.q.device.type == "npu"  # K' made in the loop would crowd its unified buffer
+    anchors = shift_exact(call.k, call.v, options.block_k, visible=visible, packing=packing, write_keys=on_npu)
+    if on_npu or call.mask_kind == "float":  # a float mask is not bounded
+        _launch(call, anchors, packing, options, out, lse, shift="before" if on_npu else "here")
+    else:
+        _launch(call, anchors, packing, options, out, lse, fast=True, guarded=True)
+        _launch(call, anchors, packing, options, out, lse, shift="here", guarded=True)
+    return out, lse
+
+
+def _launch(
+    call: Call,
+    anchors: Anchors,
+    packing: Packing | None,
+    options: AttentionOptions,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    shift: str = "none",
+    fast: bool = False,
+    guarded: bool = False,
+) -> None:
+    """One pass of the attention kernel. `lse` stands for pointers that a variant does not read."""
+    keys = call.k if anchors.shifted is None else anchors.shifted
     rows, heads, dim = call.q.shape[-3 if packing else -2], call.q.shape[1], call.q.shape[-1]
     tile = choose(call.q.device, pad_dim(dim), options.block_k, rows)
     tiles, work, tables = _work(call, tile.block_m, packing, lse)
-    attention_kernel[(work,)](
-        call.q, keys, call.v, out, lse, anchor, stats, lse if call.mask is None else call.mask, *tables,
-        *_strides(call.q), *_strides(keys), *_strides(call.v), *_strides(out), *_strides(lse.unsqueeze(-1)),
-        *call.mask_strides, heads, call.group, tiles, work, rows, keys.shape[-3 if packing else -2],
-        1 if shift == "none" else anchor.shape[2], call.scale,
+    second = guarded and not fast  # mostly nothing to do: few programs look through all tiles
+    grid = min(work, 2 * processors(call.q.device)) if second or call.q.device.type == "npu" else work
+    values = call.v
+    descriptors = fast and packing is None and tile.descriptors and pad_dim(dim) == dim
+    if descriptors:
+        keys, values = (_descriptor(x, tile.block_n) for x in (keys, values))
+    attention_kernel[(grid,)](
+        call.q, keys, values, out, lse, anchors.anchor, anchors.stats, lse if call.mask is None else call.mask, *tables,
+        *_strides(call.q), *_strides(call.k if anchors.shifted is None else anchors.shifted), *_strides(call.v),
+        *_strides(out), *_strides(lse.unsqueeze(-1)), *call.mask_strides,
+        heads, call.group, tiles, work, rows, call.k.shape[-3 if packing else -2],
+        anchors.anchor.shape[2] if guarded or shift != "none" else 1, call.scale,
         SHIFT=shift, MASK=call.mask_kind, CAUSAL=call.is_causal, VARLEN=packing is not None,
         D=dim, D_PAD=pad_dim(dim), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, ANCHOR_BLOCK=options.block_k,
-        num_warps=tile.warps, num_stages=tile.stages,
+        FAST=fast, GUARDED=guarded, DESCRIPTORS=descriptors, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    return out, lse
+
+
+def _descriptor(x: Tensor, block: int) -> TensorDescriptor:
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, block, x.shape[-1]])
 
 
 def _paper(
@@ -236,16 +268,17 @@ def _decode(call: Call) -> tuple[Tensor, Tensor]:
     out, lse = call.outputs()
     part = torch.empty((batch, kv_heads, splits, block_m, dim), dtype=torch.float32, device=call.q.device)
     state = torch.empty((batch, kv_heads, splits, block_m, 2), dtype=torch.float32, device=call.q.device)
-    frame = torch.empty((batch, kv_heads, block_m), dtype=torch.float32, device=call.q.device)
+    anchor = torch.empty((batch, kv_heads, splits, dim), dtype=torch.float16, device=call.q.device)
     decode_kernel[(batch * kv_heads * splits,)](
-        call.q, call.k, call.v, part, state, frame, lse if call.mask is None else call.mask,
+        call.q, call.k, call.v, part, state, anchor, lse if call.mask is None else call.mask,
         *_strides(call.q), *_strides(call.k), *_strides(call.v), *call.mask_strides,
         kv_heads, call.group, rows, keys, splits, blocks_each, call.scale,
         MASK=call.mask_kind, CAUSAL=call.is_causal, D=dim, D_PAD=pad, BLOCK_M=block_m, BLOCK_N=block_n,
         num_warps=4, num_stages=2,
     )  # fmt: skip
-    merge_kernel[(batch * kv_heads * group_rows,)](
-        part, state, frame, out, lse, group_rows, splits, 1.0 if call.mask_kind == "float" else call.scale,
-        D=dim, D_PAD=pad, BLOCK_M=block_m, SPLITS=max(2, 1 << (splits - 1).bit_length()), num_warps=4,
+    merge_kernel[(batch * heads * rows,)](
+        call.q, part, state, anchor, out, lse, *_strides(call.q), heads, call.group, rows, splits, call.scale,
+        NATS=call.mask_kind == "float", D=dim, D_PAD=pad, BLOCK_M=block_m, SPLITS=1 << (splits - 1).bit_length(),
+        num_warps=4,
     )  # fmt: skip
     return out, lse

@@ -13,6 +13,8 @@ import triton.language as tl
 LOG2_E = tl.constexpr(1.4426950408889634)
 FP16_MAX = tl.constexpr(65504.0)
 INF = tl.constexpr(float("inf"))
+# Largest exponent, in bits, that one fused multiply-add may form: it errs by 2^-24 of it, so a weight is below 1.006.
+FAST_LIMIT = tl.constexpr(131072.0)
 
 
 @triton.jit
@@ -51,23 +53,34 @@ def locate(
 
 
 @triton.jit
-def softmax_step(b_s, offset, factor, b_max, b_sum):
+def softmax_step(b_s, offset, factor, b_max, b_sum, HIDES: tl.constexpr, FAST: tl.constexpr):
     """Weights P of a tile, the factor of what came before it, and the new maximum and sum of every row.
 
-    b_s (M, N): scores, -inf where hidden; offset (M,): what all of a row's scores lack; factor: log2(e) times what
-    scales both. Every exponent is at most 0, for numbers of any size.
+    b_s (M, N): scores, with HIDES -inf where hidden; offset (M,): what all of a row's scores lack; factor: log2(e)
+    times what scales both. Every exponent is at most 0, for numbers of any size, and the sum is that of the very
+    weights that multiply V. FAST spends one instruction on an exponent, which may then exceed 0 by 2^-24 of the
+    largest score, and sums weights before FP16 rounds them.
     """
     top = tl.max(b_s, 1)
-    empty = top == -INF
-    top = tl.where(empty, 0.0, top)
-    reached = tl.where(empty, -INF, top + offset)
+    reached = top + offset
+    if HIDES:
+        empty = top == -INF
+        top = tl.where(empty, 0.0, top)
+        reached = tl.where(empty, -INF, reached)
     new_max = tl.maximum(b_max, reached)
-    base = tl.where(new_max == -INF, 0.0, new_max)
-    behind = tl.where(empty, 0.0, (reached - base) * factor)
-    b_p = tl.exp2((b_s - top[:, None]) * factor + behind[:, None]).to(tl.float16)
+    base = tl.where(new_max == -INF, 0.0, new_max) if HIDES else new_max
     alpha = tl.exp2((b_max - base) * factor)
-    # l sums the very weights that multiply V, so that O is a mean of values
-    return b_p, alpha, new_max, b_sum * alpha + tl.sum(b_p.to(tl.float32), 1)
+    if FAST:
+        b_p = tl.exp2(b_s * factor - ((base - offset) * factor)[:, None])
+        b_sum = b_sum * alpha + tl.sum(b_p, 1)
+        b_p = b_p.to(tl.float16)
+    else:
+        behind = (reached - base) * factor
+        if HIDES:
+            behind = tl.where(empty, 0.0, behind)
+        b_p = tl.exp2((b_s - top[:, None]) * factor + behind[:, None]).to(tl.float16)
+        b_sum = b_sum * alpha + tl.sum(b_p.to(tl.float32), 1)
+    return b_p, alpha, new_max, b_sum
 
 
 @triton.jit
@@ -103,6 +116,23 @@ def load_mask(p_tile, m_seen, stride_m, stride_n, MASK: tl.constexpr):
 
 
 @triton.jit
+def load_rows(p_x, start, stride_n, o_batch, o_head, begin, length, WHOLE: tl.constexpr, DESCRIPTORS: tl.constexpr,
+              D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
+    """Keys or values (N, D) from `start` on, 0 beyond `length`; p_x: pointer to the first, or descriptor of them all."""
+    if DESCRIPTORS:
+        b_x = p_x.load([o_batch, o_head, (begin + start).to(tl.int32), 0]).reshape(BLOCK_N, D_PAD)
+    else:
+        o_n = tl.arange(0, BLOCK_N)
+        o_d = tl.arange(0, D_PAD)
+        p_tile = p_x + start * stride_n + o_n[:, None] * stride_n + o_d[None, :]
+        if WHOLE and D == D_PAD:
+            b_x = tl.load(p_tile)
+        else:
+            b_x = tl.load(p_tile, mask=(start + o_n < length)[:, None] & (o_d < D)[None, :], other=0.0)
+    return b_x
+
+
+@triton.jit
 def attend(
     b_q,  # (M, D)
     b_max,
@@ -122,6 +152,9 @@ def attend(
     stride_vn,
     stride_mask_m,
     stride_mask_n,
+    o_batch,
+    o_kv_head,
+    begin_k,
     WHOLE: tl.constexpr,  # every row sees every key of the blocks from begin to end
     SHIFT: tl.constexpr,  # "none", "here" (k - a in the loop) or "before" (p_k holds K')
     MASK: tl.constexpr,  # "none", "bool" or "float"
@@ -130,6 +163,8 @@ def attend(
     D_PAD: tl.constexpr,
     BLOCK_N: tl.constexpr,
     ANCHOR_BLOCK: tl.constexpr,
+    FAST: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
 ):
     """The loop over key blocks from key `begin` to `end`."""
     o_d = tl.arange(0, D_PAD)
@@ -140,13 +175,8 @@ def attend(
     for start in range(begin, end, BLOCK_N):
         o_n = start + tl.arange(0, BLOCK_N)
         at = tl.cast(start, tl.int64)
-        p_key = p_k + at * stride_kn + tl.arange(0, BLOCK_N)[:, None] * stride_kn + o_d[None, :]
-        p_value = p_v + at * stride_vn + tl.arange(0, BLOCK_N)[:, None] * stride_vn + o_d[None, :]
         # scores (M, N), in FP32
-        if WHOLE and D == D_PAD:
-            b_k = tl.load(p_key)
-        else:
-            b_k = tl.load(p_key, mask=(o_n < keys)[:, None] & m_d[None, :], other=0.0)
+        b_k = load_rows(p_k, at, stride_kn, o_batch, o_kv_head, begin_k, keys, WHOLE, DESCRIPTORS, D, D_PAD, BLOCK_N)
         if SHIFT != "none":
             b_anchor = tl.load(p_anchor + (start // ANCHOR_BLOCK) * D + o_d, mask=m_d, other=0.0)
             offset = tl.sum(b_q.to(tl.float32) * (b_anchor.to(tl.float32) - b_first)[None, :], 1)
@@ -168,12 +198,9 @@ def attend(
         if not WHOLE:
             b_s = tl.where(m_seen, b_s, -INF)
         # softmax and values
-        b_p, alpha, b_max, b_sum = softmax_step(b_s, offset, factor, b_max, b_sum)
+        b_p, alpha, b_max, b_sum = softmax_step(b_s, offset, factor, b_max, b_sum, not WHOLE, FAST)
         b_acc = b_acc * alpha[:, None]
-        if WHOLE and D == D_PAD:
-            b_v = tl.load(p_value)
-        else:
-            b_v = tl.load(p_value, mask=(o_n < keys)[:, None] & m_d[None, :], other=0.0)
+        b_v = load_rows(p_v, at, stride_vn, o_batch, o_kv_head, begin_k, keys, WHOLE, DESCRIPTORS, D, D_PAD, BLOCK_N)
         if WHOLE:
             b_acc = tl.dot(b_p, b_v, b_acc)
         else:
@@ -182,37 +209,21 @@ def attend(
 
 
 @triton.jit
-def attend_all(
-    b_q, b_max, b_sum, b_acc, p_k, p_v, p_anchor, p_mask, o_row, whole, end, keys, diagonal, scale,
-    stride_kn, stride_vn, stride_mask_m, stride_mask_n,
-    SHIFT: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr,
-    D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr, ANCHOR_BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Key blocks that every row of the tile sees whole, then those on the diagonal and the ragged last one."""
-    if MASK == "none":
-        b_max, b_sum, b_acc = attend(
-            b_q, b_max, b_sum, b_acc, p_k, p_v, p_anchor, p_mask, o_row, 0, whole, keys, diagonal, scale,
-            stride_kn, stride_vn, stride_mask_m, stride_mask_n,
-            True, SHIFT, MASK, False, D, D_PAD, BLOCK_N, ANCHOR_BLOCK,
-        )  # fmt: skip
-    else:
-        whole = 0
-    return attend(
-        b_q, b_max, b_sum, b_acc, p_k, p_v, p_anchor, p_mask, o_row, whole, end, keys, diagonal, scale,
-        stride_kn, stride_vn, stride_mask_m, stride_mask_n,
-        False, SHIFT, MASK, CAUSAL, D, D_PAD, BLOCK_N, ANCHOR_BLOCK,
-    )  # fmt: skip
+def must_be_careful(b_q, p_stats, blocks, factor, BLOCK: tl.constexpr):
+    """Whether a key block of the head has an anchor or a key that is not finite, or scores may pass `FAST_LIMIT`.
 
-
-@triton.jit
-def any_changed(p_stats, blocks, BLOCK: tl.constexpr):
-    """Whether a key block of the head has an anchor or a key that is not finite (stats[..., 2])."""
+    By Cauchy and Schwarz no score passes the product of the largest norms.
+    """
     changed = 0.0
+    longest = 0.0
     for start in range(0, blocks, BLOCK):
         o_block = start + tl.arange(0, BLOCK)
-        flags = tl.load(p_stats + o_block * 4 + 2, mask=o_block < blocks, other=0.0)
-        changed = tl.maximum(changed, tl.max(flags, 0))
-    return changed > 0.0
+        p_block = p_stats + o_block * 4
+        longest = tl.maximum(longest, tl.max(tl.load(p_block + 1, mask=o_block < blocks, other=0.0), 0))
+        changed = tl.maximum(changed, tl.max(tl.load(p_block + 2, mask=o_block < blocks, other=0.0), 0))
+    b_wide = b_q.to(tl.float32)
+    square = tl.max(tl.sum(b_wide * b_wide, 1), 0)
+    return (changed > 0.0) | (tl.sqrt(square) * longest * factor > FAST_LIMIT)
 
 
 @triton.jit
@@ -252,11 +263,11 @@ def attention_kernel(
     group,
     tiles,
     work,
-    rows,
-    keys,
+    all_rows,
+    all_keys,
     blocks,
     scale,
-    SHIFT: tl.constexpr,  # "none", "where_needed" (by head, in the loop), "before"
+    SHIFT: tl.constexpr,
     MASK: tl.constexpr,
     CAUSAL: tl.constexpr,
     VARLEN: tl.constexpr,
@@ -265,11 +276,14 @@ def attention_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     ANCHOR_BLOCK: tl.constexpr,
+    FAST: tl.constexpr,  # one instruction for an exponent; only with SHIFT "none"
+    GUARDED: tl.constexpr,  # FAST leaves tiles that need care, otherwise the pass takes only those
+    DESCRIPTORS: tl.constexpr,  # p_k and p_v are tensor descriptors
 ):
     """softmax(scale q k^T + mask) v and its log-sum-exp, one tile of BLOCK_M query rows of one head at a time."""
     for o_work in range(tl.program_id(0), work, tl.num_programs(0)):
         o_batch, o_head, o_tile, begin_q, begin_k, first_block, rows, keys = locate(
-            o_work, work, p_tile, p_cu_q, p_cu_k, p_first_block, heads, tiles, rows, keys, VARLEN, CAUSAL
+            o_work, work, p_tile, p_cu_q, p_cu_k, p_first_block, heads, tiles, all_rows, all_keys, VARLEN, CAUSAL
         )
         batch = tl.cast(o_batch, tl.int64)
         head = tl.cast(o_head, tl.int64)
@@ -284,8 +298,12 @@ def attention_kernel(
         b_q = tl.load(p_rows + o_m[:, None] * stride_qm + o_d[None, :], mask=m_out, other=0.0)
         b_q = tl.where(tl.abs(b_q.to(tl.float32)) <= FP16_MAX, b_q, float("nan")).to(tl.float16)
         # where keys, values, anchors and mask of this tile start
-        p_keys = p_k + batch * stride_kb + kv_head * stride_kh + tl.cast(begin_k, tl.int64) * stride_kn
-        p_values = p_v + batch * stride_vb + kv_head * stride_vh + tl.cast(begin_k, tl.int64) * stride_vn
+        if DESCRIPTORS:
+            p_keys = p_k
+            p_values = p_v
+        else:
+            p_keys = p_k + batch * stride_kb + kv_head * stride_kh + tl.cast(begin_k, tl.int64) * stride_kn
+            p_values = p_v + batch * stride_vb + kv_head * stride_vh + tl.cast(begin_k, tl.int64) * stride_vn
         head_block = (batch * (heads // group) + kv_head) * blocks + first_block
         p_anchors = p_anchor + head_block * D
         p_rows_mask = p_mask + batch * stride_mask_b + head * stride_mask_h + at * stride_mask_m
@@ -296,30 +314,36 @@ def attention_kernel(
         if CAUSAL:
             end = tl.maximum(tl.minimum(keys, o_tile * BLOCK_M + BLOCK_M + diagonal), 0)
             whole = tl.maximum(tl.minimum(o_tile * BLOCK_M + diagonal + 1, keys), 0) // BLOCK_N * BLOCK_N
+        # whose tile it is: the fast pass marks what it leaves by an infinite log-sum-exp
+        taken = o_tile * BLOCK_M < rows
+        marked = False
+        if GUARDED:
+            if FAST:
+                marked = must_be_careful(b_q, p_stats + head_block * 4, tl.cdiv(keys, ANCHOR_BLOCK), scale * LOG2_E, 128)
+                taken = taken & (marked == 0)
+            else:
+                p_mark = p_lse + batch * stride_lb + head * stride_lh + at * stride_lm
+                taken = tl.load(p_mark, mask=taken, other=0.0) == INF
+                rows = tl.where(taken, rows, 0)
+        # key blocks that every row sees whole, then those on the diagonal and the ragged last one
         b_max = tl.full((BLOCK_M,), -INF, tl.float32)
         b_sum = tl.zeros((BLOCK_M,), tl.float32)
         b_acc = tl.zeros((BLOCK_M, D_PAD), tl.float32)
-        shifted = SHIFT == "before"
-        if SHIFT == "where_needed":
-            shifted = any_changed(p_stats + head_block * 4, tl.cdiv(keys, ANCHOR_BLOCK), 128)
-            if shifted:
-                b_max, b_sum, b_acc = attend_all(
-                    b_q, b_max, b_sum, b_acc, p_keys, p_values, p_anchors, p_rows_mask, o_row, whole, end, keys,
-                    diagonal, scale, stride_kn, stride_vn, stride_mask_m, stride_mask_n,
-                    "here", MASK, CAUSAL, D, D_PAD, BLOCK_N, ANCHOR_BLOCK,
-                )  # fmt: skip
-            else:
-                b_max, b_sum, b_acc = attend_all(
-                    b_q, b_max, b_sum, b_acc, p_keys, p_values, p_anchors, p_rows_mask, o_row, whole, end, keys,
-                    diagonal, scale, stride_kn, stride_vn, stride_mask_m, stride_mask_n,
-                    "none", MASK, CAUSAL, D, D_PAD, BLOCK_N, ANCHOR_BLOCK,
-                )  # fmt: skip
-        else:
-            b_max, b_sum, b_acc = attend_all(
-                b_q, b_max, b_sum, b_acc, p_keys, p_values, p_anchors, p_rows_mask, o_row, whole, end, keys,
-                diagonal, scale, stride_kn, stride_vn, stride_mask_m, stride_mask_n,
-                SHIFT, MASK, CAUSAL, D, D_PAD, BLOCK_N, ANCHOR_BLOCK,
+        whole = tl.where(taken, whole, 0)
+        end = tl.where(taken, end, 0)
+        if MASK == "none":
+            b_max, b_sum, b_acc = attend(
+                b_q, b_max, b_sum, b_acc, p_keys, p_values, p_anchors, p_rows_mask, o_row, 0, whole, keys, diagonal,
+                scale, stride_kn, stride_vn, stride_mask_m, stride_mask_n, o_batch, o_head // group, begin_k,
+                True, SHIFT, MASK, False, D, D_PAD, BLOCK_N, ANCHOR_BLOCK, FAST, DESCRIPTORS,
             )  # fmt: skip
+        else:
+            whole = 0
+        b_max, b_sum, b_acc = attend(
+            b_q, b_max, b_sum, b_acc, p_keys, p_values, p_anchors, p_rows_mask, o_row, whole, end, keys, diagonal,
+            scale, stride_kn, stride_vn, stride_mask_m, stride_mask_n, o_batch, o_head // group, begin_k,
+            False, SHIFT, MASK, CAUSAL, D, D_PAD, BLOCK_N, ANCHOR_BLOCK, FAST, DESCRIPTORS,
+        )  # fmt: skip
         # a mean of values lies in FP16's range up to the last bit; infinity in the sum came from a value
         blind = (b_sum == 0.0) & (b_max == -INF)
         divisor = tl.where(blind, 1.0, b_sum)
@@ -331,7 +355,9 @@ def attention_kernel(
             frame = tl.sum(b_q.to(tl.float32) * b_first[None, :], 1)
         nats = b_max if MASK == "float" else b_max * scale
         b_lse = tl.where(blind, -INF, nats + frame * scale + tl.log(divisor))
+        b_lse = tl.where(marked, INF, b_lse)
         p_rows = p_out + batch * stride_ob + head * stride_oh + at * stride_om
+        m_out = (o_row < rows)[:, None] & (o_d < D)[None, :]
         tl.store(p_rows + o_m[:, None] * stride_om + o_d[None, :], b_out.to(tl.float16), mask=m_out)
         p_rows_lse = p_lse + batch * stride_lb + head * stride_lh + at * stride_lm
         tl.store(p_rows_lse + o_m * stride_lm, b_lse, mask=o_row < rows)
