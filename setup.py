@@ -26,6 +26,8 @@ DEV = [
     "hypothesis>=6.100",
     "ruff==0.17.5",
     "mypy==2.4.1",
+    "triton==3.6.0",
+    "numpy<2.4",  # Triton 3.6's interpreter
     *EVAL,
 ]
 

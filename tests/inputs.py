@@ -5,6 +5,7 @@ from torch import Tensor
 
 import pasa
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # of the Triton kernels: a GPU, or the interpreter
 ODD_LENGTHS = [(1, 1), (1, 63), (63, 127), (127, 129), (129, 63), (5, 300), (200, 257)]  # (Sq, Skv)
 
 

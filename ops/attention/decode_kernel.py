@@ -1,8 +1,9 @@
 """Triton kernels of decoding: few query rows against a long cache, split over the keys, merged by log-sum-exp.
 
-Time is that of reading K and V once, so there is no pass before: a block that needs an anchor finds it itself. Each
-split counts scores in the frame of its first block's anchor; the merge knows how far two frames are apart. The query
-heads that share a key head are rows of one tile.
+Time is that of reading K and V once, so there is no pass before: a split uses its keys as they are, and begins anew
+with anchors when their norms say that scores may be too large for that. It then counts scores in the frame of its first
+block's anchor; the merge knows how far two frames are apart. The query heads that share a key head are rows of one
+tile.
 """
 
 import triton
@@ -12,56 +13,49 @@ from pasa.ops.attention.triton_kernel import FP16_MAX, INF, LOG2_E, add_values, 
 from pasa.ops.shift_keys.triton_kernel import exact_anchor
 
 # Scores, in nats, beyond which an FP32 sum of products rounds by more than 2^-14 a step: a quarter of what rounding a
-# weight to FP16 costs. Below it a block needs no anchor.
+# weight to FP16 costs. Below it keys need no anchor.
 ANCHOR_LIMIT = tl.constexpr(1024.0)
 
 
 @triton.jit
-def block_scores(b_q, b_k, m_key, longest):
-    """q k'^T (M, N) and the block's anchor (D,), which is 0 where scores are small enough for FP32 as they are.
-
-    b_q (M, D); b_k (N, D); m_key (N,): keys that some row sees; longest: largest norm of a query, in nats.
-    """
-    b_wide = tl.where(m_key[:, None], b_k.to(tl.float32), 0.0)
-    square = tl.sum(b_wide * b_wide, 1)
-    anchor = tl.sum(b_wide, 0) * 0.0
-    # a sum, unlike a maximum, does not lose a NaN
-    if (tl.sqrt(tl.max(square, 0)) * longest <= ANCHOR_LIMIT) & (tl.sum(square, 0) < INF):
-        anchor = tl.zeros_like(anchor)
-        b_s = tl.dot(b_q, tl.trans(b_k))
-    else:
-        m_finite = tl.min(tl.where(tl.abs(b_k.to(tl.float32)) <= FP16_MAX, 1, 0), 1) > 0
-        m_mean = m_key & m_finite
-        b_clean = tl.where(m_mean[:, None], b_wide, 0.0)
-        anchor, _ = exact_anchor(b_clean, m_mean[:, None], tl.sum(tl.where(m_mean, 1.0, 0.0), 0))
-        b_new = tl.where(m_finite[:, None], b_k.to(tl.float32) - anchor[None, :], float("nan"))
-        b_s = tl.dot(b_q, tl.trans(b_new.to(tl.float16)))
-    return b_s, anchor
+def anchored_scores(b_q, b_k, m_key):
+    """q k'^T (M, N) and the block's anchor (D,). b_q (M, D); b_k (N, D); m_key (N,): keys that some row sees."""
+    b_wide = b_k.to(tl.float32)
+    m_finite = tl.min(tl.where(tl.abs(b_wide) <= FP16_MAX, 1, 0), 1) > 0
+    m_mean = m_key & m_finite
+    b_clean = tl.where(m_mean[:, None], b_wide, 0.0)
+    anchor, _ = exact_anchor(b_clean, m_mean[:, None], tl.sum(tl.where(m_mean, 1.0, 0.0), 0))
+    b_new = tl.where(m_finite[:, None], b_wide - anchor[None, :], float("nan")).to(tl.float16)
+    return tl.dot(b_q, tl.trans(b_new)), anchor
 
 
 @triton.jit
 def attend_split(
-    b_q, b_max, b_sum, b_acc, b_first, p_keys, p_values, p_mask, o_query, m_row, begin, end, home, keys, diagonal,
-    scale, longest, stride_kn, stride_vn, stride_mask_n,
-    HIDES: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr,
+    b_q, b_max, b_sum, b_acc, b_first, b_square, p_keys, p_values, p_mask, o_query, m_row, begin, end, home, keys,
+    diagonal, scale, stride_kn, stride_vn, stride_mask_n,
+    ANCHORED: tl.constexpr, HIDES: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr,
     D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Keys from `begin` to `end` of the split that starts at key `home`."""
+    """Keys from `begin` to `end` of the split that starts at key `home`.
+
+    ANCHORED: block means are taken off, scores are in the frame of b_first, the anchor of block `home`; otherwise keys
+    are used as they are, and b_square (BLOCK_N,) keeps the largest squared norms, or NaN.
+    """
     o_d = tl.arange(0, D_PAD)
     factor = LOG2_E if MASK == "float" else scale * LOG2_E
+    offset = tl.zeros_like(b_max)
     for start in range(begin, end, BLOCK_N):
         o_n = start + tl.arange(0, BLOCK_N)
         at = tl.cast(start, tl.int64)
         m_tile = (o_n < keys)[:, None] & (o_d < D)[None, :]
         p_key = p_keys + at * stride_kn + tl.arange(0, BLOCK_N)[:, None] * stride_kn + o_d[None, :]
         p_value = p_values + at * stride_vn + tl.arange(0, BLOCK_N)[:, None] * stride_vn + o_d[None, :]
-        m_seen = (o_n < keys)[None, :] & m_row[:, None]
         if HIDES or D < D_PAD:
             b_k = tl.load(p_key, mask=m_tile, other=0.0)
-            b_v = tl.load(p_value, mask=m_tile, other=0.0)
         else:
             b_k = tl.load(p_key)
-            b_v = tl.load(p_value)
+        # what each row sees
+        m_seen = (o_n < keys)[None, :] & m_row[:, None]
         if CAUSAL:
             m_seen = m_seen & (o_n[None, :] <= o_query[:, None] + diagonal)
         if MASK != "none":
@@ -69,24 +63,36 @@ def attend_split(
             b_bias = tl.load(p_tile, mask=m_seen, other=0).to(tl.float32)
             m_seen = m_seen & ((b_bias != 0.0) if MASK == "bool" else (b_bias != -INF))
         if HIDES:
-            m_key = tl.max(tl.where(m_seen, 1, 0), 0) > 0  # a key that no row sees enters no mean
+            m_key = tl.max(tl.where(m_seen, 1, 0), 0) > 0  # a key that no row sees enters no mean and no bound
         else:
             m_key = o_n >= 0
-        b_s, b_anchor = block_scores(b_q, b_k, m_key, longest)
-        b_first = tl.where(start == home, b_anchor, b_first)
-        offset = tl.sum(b_q.to(tl.float32) * (b_anchor - b_first)[None, :], 1)
+        # scores
+        if ANCHORED:
+            b_s, b_anchor = anchored_scores(b_q, b_k, m_key)
+            b_first = tl.where(start == home, b_anchor, b_first)
+            offset = tl.sum(b_q.to(tl.float32) * (b_anchor - b_first)[None, :], 1)
+        else:
+            b_wide = b_k.to(tl.float32)
+            square = tl.sum(b_wide * b_wide, 1)
+            if HIDES:
+                square = tl.where(m_key, square, 0.0)
+            b_square = tl.maximum(b_square, square, propagate_nan=tl.PropagateNan.ALL)
+            b_s = tl.dot(b_q, tl.trans(b_k))
         if MASK == "float":
             b_s = b_s * scale + b_bias
             offset = offset * scale
         if HIDES:
             b_s = tl.where(m_seen, b_s, -INF)
+        # softmax and values
         b_p, alpha, b_max, b_sum = softmax_step(b_s, offset, factor, b_max, b_sum, HIDES, False)
         b_acc = b_acc * alpha[:, None]
         if HIDES:
+            b_v = tl.load(p_value, mask=m_tile, other=0.0)
             b_acc = add_values(b_acc, b_p, b_v, m_seen)
         else:
+            b_v = tl.load(p_value, mask=m_tile, other=0.0) if D < D_PAD else tl.load(p_value)
             b_acc = tl.dot(b_p, b_v, b_acc)
-    return b_max, b_sum, b_acc, b_first
+    return b_max, b_sum, b_acc, b_first, b_square
 
 
 @triton.jit
@@ -151,21 +157,37 @@ def decode_kernel(
     end = tl.minimum(begin + blocks_each * BLOCK_N, keys)
     seen_by_all = diagonal + 1 if CAUSAL else keys
     whole = tl.maximum(tl.minimum(end, seen_by_all) // BLOCK_N * BLOCK_N, begin)
+    if MASK != "none":
+        whole = begin
     b_max = tl.full((BLOCK_M,), -INF, tl.float32)
     b_sum = tl.zeros((BLOCK_M,), tl.float32)
     b_acc = tl.zeros((BLOCK_M, D_PAD), tl.float32)
     b_first = tl.zeros((D_PAD,), tl.float32)
+    b_square = tl.zeros((BLOCK_N,), tl.float32)
     if MASK == "none":
-        b_max, b_sum, b_acc, b_first = attend_split(
-            b_q, b_max, b_sum, b_acc, b_first, p_keys, p_values, p_masks, o_query, m_row, begin, whole, begin, keys,
-            diagonal, scale, longest, stride_kn, stride_vn, stride_mask_n, False, MASK, False, D, D_PAD, BLOCK_N,
+        b_max, b_sum, b_acc, b_first, b_square = attend_split(
+            b_q, b_max, b_sum, b_acc, b_first, b_square, p_keys, p_values, p_masks, o_query, m_row, begin, whole,
+            begin, keys, diagonal, scale, stride_kn, stride_vn, stride_mask_n,
+            False, False, MASK, False, D, D_PAD, BLOCK_N,
         )  # fmt: skip
-    else:
-        whole = begin
-    b_max, b_sum, b_acc, b_first = attend_split(
-        b_q, b_max, b_sum, b_acc, b_first, p_keys, p_values, p_masks, o_query, m_row, whole, end, begin, keys,
-        diagonal, scale, longest, stride_kn, stride_vn, stride_mask_n, True, MASK, CAUSAL, D, D_PAD, BLOCK_N,
+    b_max, b_sum, b_acc, b_first, b_square = attend_split(
+        b_q, b_max, b_sum, b_acc, b_first, b_square, p_keys, p_values, p_masks, o_query, m_row, whole, end,
+        begin, keys, diagonal, scale, stride_kn, stride_vn, stride_mask_n,
+        False, True, MASK, CAUSAL, D, D_PAD, BLOCK_N,
     )  # fmt: skip
+    # a sum, unlike a maximum, does not lose a NaN
+    bound = tl.sqrt(tl.max(b_square, 0)) * longest
+    if (bound <= ANCHOR_LIMIT) & (tl.sum(b_square, 0) < INF):
+        pass
+    else:
+        b_max = tl.full((BLOCK_M,), -INF, tl.float32)
+        b_sum = tl.zeros((BLOCK_M,), tl.float32)
+        b_acc = tl.zeros((BLOCK_M, D_PAD), tl.float32)
+        b_max, b_sum, b_acc, b_first, b_square = attend_split(
+            b_q, b_max, b_sum, b_acc, b_first, b_square, p_keys, p_values, p_masks, o_query, m_row, begin, end,
+            begin, keys, diagonal, scale, stride_kn, stride_vn, stride_mask_n,
+            True, True, MASK, CAUSAL, D, D_PAD, BLOCK_N,
+        )  # fmt: skip
     o_part = (o_pair * splits + o_split) * BLOCK_M + o_m
     tl.store(p_part + o_part[:, None] * D + o_d[None, :], b_acc, mask=m_out)
     tl.store(p_state + 2 * o_part, b_max, mask=m_row)

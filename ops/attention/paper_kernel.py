@@ -18,18 +18,19 @@ def rounded(x, ROUND: tl.constexpr):
 
 @triton.jit
 def paper_step(
-    b_s, b_own, m_key, m_seen, index, n, factor, full_factor, b_mean, b_max, b_sum, ROUND: tl.constexpr
+    b_s, b_own, m_key, m_seen, m_reach, index, n, factor, full_factor, b_mean, b_max, b_sum, ROUND: tl.constexpr
 ):
     """Lines 11 to 19 for one tile S' (M, N) that FP16 stored: P, the factors of O and of P V, F_j, m_j and l_j.
 
-    b_own: S' with the mask added; m_key (N,): keys of the block; m_seen (M, N): what each row sees of them; index: blocks before this one; n: its
-    keys; b_mean: F_{j-1}; factor, full_factor: the invariance of this block's M and of a full block's.
+    b_own: S' with the mask added; m_key (N,): keys of the block; m_seen (M, N): what each row sees of them;
+    m_reach (M,): rows whose causal band reaches the block, the others stay as they are; index: blocks before this one;
+    n: its keys; b_mean: F_{j-1}; factor, full_factor: the invariance of this block's M and of a full block's.
     """
     # of the whole shifted block, masked or not: the recovery undoes M. A NaN is its key's own.
     mean = rounded(tl.sum(tl.where(m_key[None, :] & (b_s == b_s), b_s, 0.0), 1) / n, ROUND)
-    before = tl.where(index == 0, mean, b_mean)  # F_0 is read as s, so block 1 has no correction
-    new_mean = rounded(rounded(rounded(index * before, ROUND) + mean, ROUND) / (index + 1), ROUND)
-    carry = rounded(full_factor * rounded(before - new_mean, ROUND), ROUND)
+    new_mean = rounded(rounded(rounded(index * b_mean, ROUND) + mean, ROUND) / (index + 1), ROUND)
+    later = tl.minimum(index, 1).to(tl.float32)  # F_0 is read as s, so block 1 has no correction
+    carry = rounded(full_factor * rounded((b_mean - new_mean) * later, ROUND), ROUND)
     offset = rounded(full_factor * rounded(mean - new_mean, ROUND), ROUND)
     # a ragged last block has its own M, hence its own invariance
     offset = rounded(offset + rounded((factor - full_factor) * mean, ROUND), ROUND)
@@ -46,6 +47,10 @@ def paper_step(
     gain = tl.where(empty, 0.0, rounded(tl.exp(rounded(here - new_max, ROUND)), ROUND))
     row_sum = rounded(tl.sum(b_p, 1), ROUND)
     new_sum = rounded(rounded(alpha * b_sum, ROUND) + rounded(gain * row_sum, ROUND), ROUND)
+    alpha = tl.where(m_reach, alpha, 1.0)
+    new_mean = tl.where(m_reach, new_mean, b_mean)
+    new_max = tl.where(m_reach, new_max, b_max)
+    new_sum = tl.where(m_reach, new_sum, b_sum)
     return b_p.to(tl.float16), alpha, gain, new_mean, new_max, new_sum
 
 
@@ -90,6 +95,7 @@ def paper_kernel(
     CAUSAL: tl.constexpr,
     VARLEN: tl.constexpr,
     ROUND: tl.constexpr,
+    CLEAN: tl.constexpr,  # values are finite: an NPU cannot branch round a product
     D: tl.constexpr,
     D_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -131,20 +137,38 @@ def paper_kernel(
             p_value = p_values + tl.cast(start, tl.int64) * stride_vn + tl.arange(0, BLOCK_N)[:, None] * stride_vn
             b_k = tl.load(p_key + o_d[None, :], mask=m_key[:, None] & m_d[None, :], other=0.0)
             b_s = tl.dot(b_q, tl.trans(b_k)).to(tl.float16).to(tl.float32)
-            m_seen = m_key[None, :] & (o_row >= 0)[:, None]
+            m_tile = m_key[None, :] & (o_row < rows)[:, None]
+            m_seen = m_tile
+            m_reach = o_row >= 0
             if CAUSAL:
+                m_reach = o_row + diagonal >= start
                 m_seen = m_seen & (o_n[None, :] <= o_row[:, None] + diagonal)
             b_own = b_s  # what FP16 stored, before a mask is added
             if MASK != "none":
                 p_here = p_rows_mask + tl.cast(start, tl.int64) * stride_mask_n
-                m_seen, b_bias = load_mask(p_here, m_seen, stride_mask_m, stride_mask_n, MASK)
+                m_seen, b_bias = load_mask(p_here, m_tile, m_seen, stride_mask_m, stride_mask_n, MASK)
                 b_own = b_s + b_bias
             factor = tl.load(p_factor + n)
             b_p, alpha, gain, b_mean, b_max, b_sum = paper_step(
-                b_s, b_own, m_key, m_seen, start // BLOCK_N, n, factor, full_factor, b_mean, b_max, b_sum, ROUND
+                b_s,
+                b_own,
+                m_key,
+                m_seen,
+                m_reach,
+                start // BLOCK_N,
+                n,
+                factor,
+                full_factor,
+                b_mean,
+                b_max,
+                b_sum,
+                ROUND,
             )
             b_v = tl.load(p_value + o_d[None, :], mask=m_key[:, None] & m_d[None, :], other=0.0)
-            product = rounded(add_values(tl.zeros((BLOCK_M, D_PAD), tl.float32), b_p, b_v, m_seen), ROUND)
+            if CLEAN:
+                product = rounded(tl.dot(b_p, b_v), ROUND)
+            else:
+                product = rounded(add_values(tl.zeros((BLOCK_M, D_PAD), tl.float32), b_p, b_v, m_seen), ROUND)
             b_acc = rounded(rounded(alpha[:, None] * b_acc, ROUND) + rounded(gain[:, None] * product, ROUND), ROUND)
         blind = (b_sum == 0.0) & (b_max == -INF)
         divisor = tl.where(blind, 1.0, b_sum)

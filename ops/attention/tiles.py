@@ -15,7 +15,7 @@ import torch
 
 @dataclass(frozen=True)
 class Tile:
-    """Rows of queries and keys of a tile; warps of a CTA; stages of the software pipeline; K and V by tensor descriptors."""
+    """Query rows and keys of a tile, warps of a CTA, stages of the software pipeline, K and V by tensor descriptors."""
 
     block_m: int
     block_n: int
@@ -59,7 +59,13 @@ def candidates(architecture: str, pad: int, block_k: int, rows: int) -> tuple[Ti
     by_dim = TABLE[architecture]
     tiles = by_dim[min(d for d in by_dim if d >= pad)]
     fitting = [
-        Tile(min(tile.block_m, max(16, 1 << (rows - 1).bit_length())), min(tile.block_n, block_k), tile.warps, tile.stages, tile.descriptors)
+        Tile(
+            min(tile.block_m, max(16, 1 << (rows - 1).bit_length())),
+            min(tile.block_n, block_k),
+            tile.warps,
+            tile.stages,
+            tile.descriptors,
+        )
         for tile in tiles
     ]
     return tuple(dict.fromkeys(fitting))
@@ -82,14 +88,6 @@ def choose(device: torch.device, pad: int, block_k: int, rows: int) -> Tile:
     """The tile for a call."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     return candidates(architecture_of(device.type, capability), pad, block_k, rows)[0]
-
-
-def splits_for(device: torch.device, pad: int, keys: int, pairs: int) -> tuple[int, int]:
-    """Keys of a block and blocks of a split for decoding: two programs a multiprocessor, one merge of a few splits."""
-    block = 128 if pad <= 128 else 64
-    programs = 4 if device.type == "cpu" else 2 * processors(device)
-    blocks = -(-keys // block)
-    return block, max(1, -(-blocks * pairs // programs))
 
 
 @cache

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from pasa.ops.attention.decode_kernel import decode_kernel, merge_kernel
+from pasa.ops.attention.decode_launch import decode
 from pasa.ops.attention.inputs import capturing, edges, to_fp16
 from pasa.ops.attention.masking import dense_mask, hidden_keys
 from pasa.ops.attention.options import AttentionOptions
 from pasa.ops.attention.paper_kernel import paper_kernel
 from pasa.ops.attention.scores import paper_beta
-from pasa.ops.attention.tiles import choose, processors, splits_for
+from pasa.ops.attention.tiles import choose, processors
+from pasa.ops.attention.triton_call import Call, strides_of
 from pasa.ops.attention.triton_kernel import attention_kernel
 from pasa.ops.numerics.shifting import shifting_matrix
 from pasa.ops.packed import tile_table
-from pasa.ops.shift_keys.triton_backend import Anchors, Packing, pad_dim, shift_exact, shift_paper
-
-DECODE_ROWS = 16  # of one head; more rows than this keep the matrix engine busy without splitting the keys
-DECODE_TILE = 128  # query rows of all heads that share a key head
+from pasa.ops.shift_keys.triton_backend import Anchors, Packing, find_anchors, pad_dim, shift_exact, shift_paper
 
 
 def attention(
@@ -41,8 +38,8 @@ def attention(
         mask = attn_mask.view(torch.uint8) if attn_mask.dtype == torch.bool else attn_mask
         mask = mask.expand(*q.shape[:3], k.shape[2])
     call = Call(*_ready(q, k, v), mask, is_causal, scale)
-    if options.precision == "pasa" and options.recovery == "exact" and call.decodes:
-        return _results(q, *_decode(call))
+    if options.precision == "pasa" and options.recovery == "exact" and call.decodes and q.device.type != "npu":
+        return _results(q, *decode(call))
     visible = None if attn_mask is None else ~_hidden(attn_mask, is_causal, q, k)
     return _results(q, *_forward(call, visible, options))
 
@@ -66,59 +63,11 @@ def attention_varlen(
     return _results(q, *_forward(call, None, options))
 
 
-@dataclass(frozen=True)
-class Call:
-    """One call as the kernels see it: FP16, unit last stride, dense or packed.
-
-    Attributes
-    ----------
-    q, k, v : Tensor (B, H, S, D), or packed (T, H, D)
-    mask : Tensor (B, Hq, Sq, Skv), bytes or floats, expanded; optional
-    is_causal : bool
-    scale : float
-    cu_q, cu_k : Tensor (sequences + 1,), INT32, for packed tensors
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    mask: Tensor | None
-    is_causal: bool
-    scale: float
-    cu_q: Tensor | None = None
-    cu_k: Tensor | None = None
-
-    @property
-    def decodes(self) -> bool:
-        """Few query rows: the keys are split instead."""
-        if self.cu_q is not None or self.q.shape[2] > DECODE_ROWS:
-            return False
-        return self.q.shape[2] * self.group <= DECODE_TILE
-
-    @property
-    def group(self) -> int:
-        """Query heads that share a key head."""
-        return self.q.shape[1] // self.k.shape[1]
-
-    @property
-    def mask_kind(self) -> str:
-        """As the kernels call it."""
-        return "none" if self.mask is None else "bool" if self.mask.dtype == torch.uint8 else "float"
-
-    @property
-    def mask_strides(self) -> tuple[int, ...]:
-        """Of batch, head, row and key."""
-        return (0, 0, 0, 0) if self.mask is None else self.mask.stride()
-
-    def outputs(self) -> tuple[Tensor, Tensor]:
-        """Uninitialised output and log-sum-exp."""
-        lse = torch.empty(self.q.shape[:-1], dtype=torch.float32, device=self.q.device)
-        return torch.empty(self.q.shape, dtype=torch.float16, device=self.q.device), lse
-
-
-def _ready(*tensors: Tensor) -> list[Tensor]:
-    half = [to_fp16(x, name) for x, name in zip(tensors, "qkv", strict=True)]
-    return [x if x.stride(-1) == 1 else x.contiguous() for x in half]
+def _ready(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """FP16, unit last stride."""
+    half = (to_fp16(q, "q"), to_fp16(k, "k"), to_fp16(v, "v"))
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in half)
+    return q, k, v
 
 
 def _results(q: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -142,20 +91,22 @@ def _forward(call: Call, visible: Tensor | None, options: AttentionOptions) -> t
         return _paper(call, visible, packing, options)
     out, lse = call.outputs()
     if options.precision == "fp32":
-        _launch(call, Anchors(lse, lse, None), packing, options, out, lse, fast=True)
-        return out, lse
-    on_npu = call.q.device.type == "npu"  # K' made in the loop would crowd its unified buffer
-    anchors = shift_exact(call.k, call.v, options.block_k, visible=visible, packing=packing, write_keys=on_npu)
-    if on_npu or call.mask_kind == "float":  # a float mask is not bounded
-        _launch(call, anchors, packing, options, out, lse, shift="before" if on_npu else "here")
+        _launch(call, call.k, Anchors(lse, lse), packing, options, out, lse, fast=True)
+    elif call.q.device.type == "npu":  # K' made in the loop would crowd its unified buffer
+        keys, anchor = shift_exact(call.k, options.block_k, visible=visible, packing=packing)
+        _launch(call, keys, Anchors(anchor, lse), packing, options, out, lse, shift="before")
     else:
-        _launch(call, anchors, packing, options, out, lse, fast=True, guarded=True)
-        _launch(call, anchors, packing, options, out, lse, shift="here", guarded=True)
+        anchors = find_anchors(call.k, call.v, options.block_k, visible=visible, packing=packing)
+        bounded = call.mask_kind != "float"  # what a float mask adds is not
+        if bounded:
+            _launch(call, call.k, anchors, packing, options, out, lse, fast=True, guarded=True)
+        _launch(call, call.k, anchors, packing, options, out, lse, shift="here", guarded=bounded)
     return out, lse
 
 
 def _launch(
     call: Call,
+    keys: Tensor,
     anchors: Anchors,
     packing: Packing | None,
     options: AttentionOptions,
@@ -167,20 +118,20 @@ def _launch(
     guarded: bool = False,
 ) -> None:
     """One pass of the attention kernel. `lse` stands for pointers that a variant does not read."""
-    keys = call.k if anchors.shifted is None else anchors.shifted
     rows, heads, dim = call.q.shape[-3 if packing else -2], call.q.shape[1], call.q.shape[-1]
     tile = choose(call.q.device, pad_dim(dim), options.block_k, rows)
     tiles, work, tables = _work(call, tile.block_m, packing, lse)
     second = guarded and not fast  # mostly nothing to do: few programs look through all tiles
     grid = min(work, 2 * processors(call.q.device)) if second or call.q.device.type == "npu" else work
-    values = call.v
+    own_keys, own_values = keys, call.v
     descriptors = fast and packing is None and tile.descriptors and pad_dim(dim) == dim
     if descriptors:
-        keys, values = (_descriptor(x, tile.block_n) for x in (keys, values))
+        own_keys, own_values = (_descriptor(x, tile.block_n) for x in (keys, call.v))
     attention_kernel[(grid,)](
-        call.q, keys, values, out, lse, anchors.anchor, anchors.stats, lse if call.mask is None else call.mask, *tables,
-        *_strides(call.q), *_strides(call.k if anchors.shifted is None else anchors.shifted), *_strides(call.v),
-        *_strides(out), *_strides(lse.unsqueeze(-1)), *call.mask_strides,
+        call.q, own_keys, own_values, out, lse, anchors.anchor, anchors.stats,
+        lse if call.mask is None else call.mask, *tables,
+        *strides_of(call.q), *strides_of(keys), *strides_of(call.v),
+        *strides_of(out), *strides_of(lse.unsqueeze(-1)), *call.mask_strides,
         heads, call.group, tiles, work, rows, call.k.shape[-3 if packing else -2],
         anchors.anchor.shape[2] if guarded or shift != "none" else 1, call.scale,
         SHIFT=shift, MASK=call.mask_kind, CAUSAL=call.is_causal, VARLEN=packing is not None,
@@ -205,9 +156,10 @@ def _paper(
     tiles, work, tables = _work(call, tile.block_m, packing, lse)
     paper_kernel[(work,)](
         call.q, keys, call.v, out, lse, lse if call.mask is None else call.mask, *tables[:3], factor,
-        *_strides(call.q), *_strides(keys), *_strides(call.v), *_strides(out), *_strides(lse.unsqueeze(-1)),
+        *strides_of(call.q), *strides_of(keys), *strides_of(call.v), *strides_of(out), *strides_of(lse.unsqueeze(-1)),
         *call.mask_strides, heads, call.group, tiles, work, rows, keys.shape[-3 if packing else -2],
-        MASK=call.mask_kind, CAUSAL=call.is_causal, VARLEN=packing is not None, ROUND=options.accumulate == "fp16",
+        MASK=call.mask_kind, CAUSAL=call.is_causal, VARLEN=packing is not None,
+        ROUND=options.accumulate == "fp16", CLEAN=call.q.device.type == "npu",
         D=dim, D_PAD=pad_dim(dim), BLOCK_M=tile.block_m, BLOCK_N=options.block_k,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
@@ -248,37 +200,3 @@ def _work(
         return tiles, tiles * heads * call.q.shape[0], (unused, unused, unused, unused)
     table, _ = tile_table(call.cu_q, block_m, call.q.shape[0])
     return table.shape[0], table.shape[0] * heads, (table, call.cu_q, packing.cu_seqlens, packing.first)
-
-
-def _strides(x: Tensor) -> tuple[int, int, int]:
-    """Of batch, head and token; packed tokens come first."""
-    if x.dim() == 3:
-        return 0, x.stride(1), x.stride(0)
-    return x.stride(0), x.stride(1), x.stride(2)
-
-
-def _decode(call: Call) -> tuple[Tensor, Tensor]:
-    """Few rows: split the keys, then merge."""
-    batch, heads, rows, dim = call.q.shape
-    kv_heads, keys = call.k.shape[1:3]
-    group_rows = call.group * rows
-    block_m, pad = max(16, 1 << (group_rows - 1).bit_length()), pad_dim(dim)
-    block_n, blocks_each = splits_for(call.q.device, pad, keys, batch * kv_heads)
-    splits = -(-keys // (block_n * blocks_each))
-    out, lse = call.outputs()
-    part = torch.empty((batch, kv_heads, splits, block_m, dim), dtype=torch.float32, device=call.q.device)
-    state = torch.empty((batch, kv_heads, splits, block_m, 2), dtype=torch.float32, device=call.q.device)
-    anchor = torch.empty((batch, kv_heads, splits, dim), dtype=torch.float16, device=call.q.device)
-    decode_kernel[(batch * kv_heads * splits,)](
-        call.q, call.k, call.v, part, state, anchor, lse if call.mask is None else call.mask,
-        *_strides(call.q), *_strides(call.k), *_strides(call.v), *call.mask_strides,
-        kv_heads, call.group, rows, keys, splits, blocks_each, call.scale,
-        MASK=call.mask_kind, CAUSAL=call.is_causal, D=dim, D_PAD=pad, BLOCK_M=block_m, BLOCK_N=block_n,
-        num_warps=4, num_stages=2,
-    )  # fmt: skip
-    merge_kernel[(batch * heads * rows,)](
-        call.q, part, state, anchor, out, lse, *_strides(call.q), heads, call.group, rows, splits, call.scale,
-        NATS=call.mask_kind == "float", D=dim, D_PAD=pad, BLOCK_M=block_m, SPLITS=1 << (splits - 1).bit_length(),
-        num_warps=4,
-    )  # fmt: skip
-    return out, lse

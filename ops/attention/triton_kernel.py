@@ -19,7 +19,18 @@ FAST_LIMIT = tl.constexpr(131072.0)
 
 @triton.jit
 def locate(
-    o_work, work, p_tile, p_cu_q, p_cu_k, p_first_block, heads, tiles, rows, keys, VARLEN: tl.constexpr, LAST_FIRST: tl.constexpr
+    o_work,
+    work,
+    p_tile,
+    p_cu_q,
+    p_cu_k,
+    p_first_block,
+    heads,
+    tiles,
+    rows,
+    keys,
+    VARLEN: tl.constexpr,
+    LAST_FIRST: tl.constexpr,
 ):
     """Which tile of query rows a unit of work is, and where its sequence lies.
 
@@ -102,11 +113,14 @@ def add_values(b_acc, b_p, b_v, m_seen):
 
 
 @triton.jit
-def load_mask(p_tile, m_seen, stride_m, stride_n, MASK: tl.constexpr):
-    """What is seen after a mask, and what it adds: a tile (M, N) of bytes or floats, read where m_seen is true."""
+def load_mask(p_tile, m_tile, m_seen, stride_m, stride_n, MASK: tl.constexpr):
+    """What is seen after a mask, and what it adds: a tile (M, N) of bytes or floats.
+
+    It is read under m_tile, a rectangle, which an NPU does by one copy; m_seen has the causal band in it.
+    """
     o_m = tl.arange(0, m_seen.shape[0])
     o_n = tl.arange(0, m_seen.shape[1])
-    b_mask = tl.load(p_tile + o_m[:, None] * stride_m + o_n[None, :] * stride_n, mask=m_seen, other=0).to(tl.float32)
+    b_mask = tl.load(p_tile + o_m[:, None] * stride_m + o_n[None, :] * stride_n, mask=m_tile, other=0).to(tl.float32)
     if MASK == "bool":
         m_seen = m_seen & (b_mask != 0.0)
         b_mask = tl.zeros_like(b_mask)
@@ -118,7 +132,7 @@ def load_mask(p_tile, m_seen, stride_m, stride_n, MASK: tl.constexpr):
 @triton.jit
 def load_rows(p_x, start, stride_n, o_batch, o_head, begin, length, WHOLE: tl.constexpr, DESCRIPTORS: tl.constexpr,
               D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
-    """Keys or values (N, D) from `start` on, 0 beyond `length`; p_x: pointer to the first, or descriptor of them all."""
+    """Keys or values (N, D) from `start` on, 0 beyond `length`; p_x: pointer to the first, or descriptor of all."""
     if DESCRIPTORS:
         b_x = p_x.load([o_batch, o_head, (begin + start).to(tl.int32), 0]).reshape(BLOCK_N, D_PAD)
     else:
@@ -143,6 +157,7 @@ def attend(
     p_anchor,
     p_mask,  # first row of the tile
     o_row,  # (M,) rows within the sequence
+    rows,
     begin,
     end,
     keys,
@@ -185,12 +200,13 @@ def attend(
             b_k = tl.where(m_finite, b_k - b_anchor[None, :], float("nan")).to(tl.float16)
         b_s = tl.dot(b_q, tl.trans(b_k))
         # what each row sees of it
-        m_seen = (o_n < keys)[None, :] & (o_row >= 0)[:, None]
+        m_tile = (o_n < keys)[None, :] & (o_row < rows)[:, None]
+        m_seen = m_tile
         if CAUSAL:
             m_seen = m_seen & (o_n[None, :] <= o_row[:, None] + diagonal)
         if MASK != "none":
             p_tile = p_mask + at * stride_mask_n
-            m_seen, b_bias = load_mask(p_tile, m_seen, stride_mask_m, stride_mask_n, MASK)
+            m_seen, b_bias = load_mask(p_tile, m_tile, m_seen, stride_mask_m, stride_mask_n, MASK)
             if MASK == "float":  # nats: it is added to scaled scores
                 b_s = b_s * scale + b_bias
                 offset = offset * scale
@@ -201,7 +217,7 @@ def attend(
         b_p, alpha, b_max, b_sum = softmax_step(b_s, offset, factor, b_max, b_sum, not WHOLE, FAST)
         b_acc = b_acc * alpha[:, None]
         b_v = load_rows(p_v, at, stride_vn, o_batch, o_kv_head, begin_k, keys, WHOLE, DESCRIPTORS, D, D_PAD, BLOCK_N)
-        if WHOLE:
+        if WHOLE or SHIFT == "before":  # an NPU cannot branch round a product; see README.md
             b_acc = tl.dot(b_p, b_v, b_acc)
         else:
             b_acc = add_values(b_acc, b_p, b_v, m_seen)
@@ -319,7 +335,9 @@ def attention_kernel(
         marked = False
         if GUARDED:
             if FAST:
-                marked = must_be_careful(b_q, p_stats + head_block * 4, tl.cdiv(keys, ANCHOR_BLOCK), scale * LOG2_E, 128)
+                marked = must_be_careful(
+                    b_q, p_stats + head_block * 4, tl.cdiv(keys, ANCHOR_BLOCK), scale * LOG2_E, 128
+                )
                 taken = taken & (marked == 0)
             else:
                 p_mark = p_lse + batch * stride_lb + head * stride_lh + at * stride_lm
@@ -333,15 +351,15 @@ def attention_kernel(
         end = tl.where(taken, end, 0)
         if MASK == "none":
             b_max, b_sum, b_acc = attend(
-                b_q, b_max, b_sum, b_acc, p_keys, p_values, p_anchors, p_rows_mask, o_row, 0, whole, keys, diagonal,
-                scale, stride_kn, stride_vn, stride_mask_m, stride_mask_n, o_batch, o_head // group, begin_k,
+                b_q, b_max, b_sum, b_acc, p_keys, p_values, p_anchors, p_rows_mask, o_row, rows, 0, whole, keys,
+                diagonal, scale, stride_kn, stride_vn, stride_mask_m, stride_mask_n, o_batch, o_head // group, begin_k,
                 True, SHIFT, MASK, False, D, D_PAD, BLOCK_N, ANCHOR_BLOCK, FAST, DESCRIPTORS,
             )  # fmt: skip
         else:
             whole = 0
         b_max, b_sum, b_acc = attend(
-            b_q, b_max, b_sum, b_acc, p_keys, p_values, p_anchors, p_rows_mask, o_row, whole, end, keys, diagonal,
-            scale, stride_kn, stride_vn, stride_mask_m, stride_mask_n, o_batch, o_head // group, begin_k,
+            b_q, b_max, b_sum, b_acc, p_keys, p_values, p_anchors, p_rows_mask, o_row, rows, whole, end, keys,
+            diagonal, scale, stride_kn, stride_vn, stride_mask_m, stride_mask_n, o_batch, o_head // group, begin_k,
             False, SHIFT, MASK, CAUSAL, D, D_PAD, BLOCK_N, ANCHOR_BLOCK, FAST, DESCRIPTORS,
         )  # fmt: skip
         # a mean of values lies in FP16's range up to the last bit; infinity in the sum came from a value

@@ -7,7 +7,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from pasa.ops.shift_keys.triton_kernel import anchor_kernel, shift_paper_kernel
+from pasa.ops.shift_keys.triton_kernel import anchor_kernel, shift_kernel
+
+SLICE_ON_NPU = 32  # columns of a block of 128 keys that its unified buffer holds (ops/attention/README.md)
 
 
 class Packing(NamedTuple):
@@ -26,20 +28,17 @@ class Packing(NamedTuple):
 
 
 class Anchors(NamedTuple):
-    """What `shift_exact` finds out about every block of keys; see `anchor_kernel`.
+    """What is known of every block of keys.
 
     Attributes
     ----------
     anchor : Tensor (B, Hkv, blocks, D), FP16
     stats : Tensor (B, Hkv, blocks, 4), FP32
-        Largest norm of a shifted key, of a key; 1 where keys must be changed; 1 where a value is not finite.
-    shifted : Tensor, shape and dtype of the keys, optional
-        K', when asked for.
+        See `anchor_kernel`.
     """
 
     anchor: Tensor
     stats: Tensor
-    shifted: Tensor | None
 
 
 def pad_dim(dim: int) -> int:
@@ -47,7 +46,7 @@ def pad_dim(dim: int) -> int:
     return max(16, 1 << (dim - 1).bit_length())
 
 
-def shift_exact(
+def find_anchors(
     k: Tensor,
     v: Tensor,
     block: int,
@@ -55,9 +54,10 @@ def shift_exact(
     visible: Tensor | None = None,
     packing: Packing | None = None,
     check_values: bool = False,
-    write_keys: bool = False,
 ) -> Anchors:
     """Anchors of FP16 keys (B, Hkv, S, D) or packed (T, Hkv, D), one for every `block` keys.
+
+    An anchor is kept only where FP32 accumulation gains from it.
 
     Parameters
     ----------
@@ -71,24 +71,34 @@ def shift_exact(
         For packed keys.
     check_values : bool
         Look for NaN and infinity in `v` as well.
-    write_keys : bool
-        Keep every anchor and write K'; without it an anchor is kept only where FP32 accumulation gains from it.
     """
     heads, length, batch, blocks = _extent(k, block, packing)
     anchor = k.new_empty((batch, heads, blocks, k.shape[-1]))
     stats = torch.empty((batch, heads, blocks, 4), dtype=torch.float32, device=k.device)
-    shifted = torch.empty_like(k, memory_format=torch.contiguous_format) if write_keys else None
     seen, seen_stride = _bytes(visible, k)
     table, cu = (packing.table, packing.cu_seqlens) if packing else (anchor, anchor)
     pad = pad_dim(k.shape[-1])
     anchor_kernel[(batch * blocks * heads,)](
-        k, v, seen, table, cu, anchor, stats, k if shifted is None else shifted,
-        *_strides(k, packing), *_strides(v, packing), seen_stride, *_strides(k if shifted is None else shifted, packing),
-        heads, length, blocks,
-        D=k.shape[-1], D_PAD=pad, BLOCK=block, HAS_VISIBLE=visible is not None, CHECK_VALUES=check_values,
-        WRITE_KEYS=write_keys, VARLEN=packing is not None, num_warps=4 if block * pad <= 8192 else 8,
+        k, v, seen, table, cu, anchor, stats, *_strides(k, packing), *_strides(v, packing), seen_stride,
+        heads, length, blocks, D=k.shape[-1], D_PAD=pad, BLOCK=block, HAS_VISIBLE=visible is not None,
+        CHECK_VALUES=check_values, VARLEN=packing is not None, num_warps=4 if block * pad <= 8192 else 8,
     )  # fmt: skip
-    return Anchors(anchor, stats, shifted)
+    return Anchors(anchor, stats)
+
+
+def shift_exact(
+    k: Tensor, block: int, *, visible: Tensor | None = None, packing: Packing | None = None
+) -> tuple[Tensor, Tensor]:
+    """K' = K - anchor, exactly, and every anchor (B, Hkv, blocks, D): for a device that shifts before, not in the loop.
+
+    Parameters
+    ----------
+    k, block, visible, packing
+        As in `find_anchors`.
+    """
+    heads, _, batch, blocks = _extent(k, block, packing)
+    anchor = k.new_empty((batch, heads, blocks, k.shape[-1]))
+    return _shift(k, anchor, None, block, visible, packing, gemm=False), anchor
 
 
 def shift_paper(
@@ -100,27 +110,39 @@ def shift_paper(
     packing: Packing | None = None,
     engine: Literal["gemm", "mean"] = "gemm",
 ) -> Tensor:
-    """K' = M K for FP16 keys (B, Hkv, S, D) or packed (T, Hkv, D), block by block.
+    """K' = M K, block by block.
 
     Parameters
     ----------
     k, block, visible, packing
-        As in `shift_exact`.
+        As in `find_anchors`.
     matrix : Tensor (block + 1, 2), FP32
         Diagonal and off-diagonal entry of M for blocks of 0 to `block` keys.
     engine : "gemm" or "mean"
         The matrix engine, as the paper argues, or the mean; the same numbers up to FP32 rounding.
     """
+    return _shift(k, None, matrix, block, visible, packing, gemm=engine == "gemm")
+
+
+def _shift(
+    k: Tensor,
+    anchor: Tensor | None,
+    matrix: Tensor | None,
+    block: int,
+    visible: Tensor | None,
+    packing: Packing | None,
+    gemm: bool,
+) -> Tensor:
     heads, length, batch, blocks = _extent(k, block, packing)
     shifted = torch.empty_like(k, memory_format=torch.contiguous_format)
     seen, seen_stride = _bytes(visible, k)
     table, cu = (packing.table, packing.cu_seqlens) if packing else (shifted, shifted)
-    pad = pad_dim(k.shape[-1])
-    shift_paper_kernel[(batch * blocks * heads,)](
-        k, seen, table, cu, shifted, *_strides(k, packing), seen_stride, *_strides(shifted, packing),
-        heads, length, blocks, matrix,
-        D=k.shape[-1], D_PAD=pad, BLOCK=block, HAS_VISIBLE=visible is not None, GEMM=engine == "gemm",
-        VARLEN=packing is not None, num_warps=4 if block * pad <= 8192 else 8,
+    width = min(pad_dim(k.shape[-1]), SLICE_ON_NPU if k.device.type == "npu" else 128)
+    shift_kernel[(batch * blocks * heads, -(-k.shape[-1] // width))](
+        k, seen, table, cu, shifted, shifted if anchor is None else anchor, shifted if matrix is None else matrix,
+        *_strides(k, packing), seen_stride, *_strides(shifted, packing), heads, length, blocks,
+        D=k.shape[-1], WIDTH=width, BLOCK=block, HAS_VISIBLE=visible is not None, EXACT=anchor is not None, GEMM=gemm,
+        VARLEN=packing is not None, num_warps=4 if block * width <= 8192 else 8,
     )  # fmt: skip
     return shifted
 

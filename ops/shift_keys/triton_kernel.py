@@ -1,7 +1,9 @@
-"""Triton kernels that shift keys: anchors of the exact recovery, and K' of the paper's (Eq. 10 to 12).
+"""Triton kernels that shift keys: anchors of the exact recovery, and K' of both recoveries (Eq. 10 to 12).
 
 One source for NVIDIA GPUs, the interpreter and Ascend (through triton-ascend): pointers and masks, no inline
-assembly, no target-specific call. A block of keys is `BLOCK` rows of one head; its last one may be shorter.
+assembly, no target-specific call. A block of keys is `BLOCK` rows of one head; its last one may be shorter. On a GPU
+the attention kernel takes anchors off as it goes; an NPU's unified buffer has no room for that, so there K' is written,
+`WIDTH` columns of a block at a time.
 """
 
 import triton
@@ -22,8 +24,9 @@ def is_finite(x):
 def exact_anchor(k, m_key, count):
     """Part of the block's mean that every key can lose without rounding, column by column.
 
-    k (BLOCK, D) FP32 with FP16 values, 0 where `m_key` (BLOCK, 1) is false; count, how many are true. Returns the
-    anchor (D,) and the mean (D,). The grid is that of the column's largest |k|: the exponent bits of an FP32 number.
+    k (BLOCK, W) FP32 with FP16 values, 0 where `m_key` (BLOCK, 1 or W) is false; count, scalar or (W,): how many are
+    true. Returns the anchor (W,) and the mean (W,). The grid is that of the column's largest |k|: the exponent bits of
+    an FP32 number.
     """
     mean = tl.sum(k, 0) / tl.maximum(count, 1.0)
     exponent = (tl.max(tl.abs(k), 0).to(tl.int32, bitcast=True) >> 23) - 127
@@ -39,15 +42,37 @@ def exact_anchor(k, m_key, count):
 
 
 @triton.jit
+def locate_block(o_program, p_block, p_cu, heads, length, blocks, BLOCK: tl.constexpr, VARLEN: tl.constexpr):
+    """Which block of keys a program is: batch, head, block, its first key, and how many keys it has.
+
+    The first key counts from the start of the batch entry, or of the packed tokens.
+    """
+    o_head = o_program % heads
+    o_block = (o_program // heads) % blocks
+    o_batch = o_program // (heads * blocks)
+    if VARLEN:
+        sequence = tl.load(p_block + 2 * o_block)
+        used = sequence >= 0  # the table has room for more blocks than there are
+        sequence = tl.maximum(sequence, 0)
+        begin = tl.load(p_cu + sequence)
+        start = tl.load(p_block + 2 * o_block + 1) * BLOCK
+        n = tl.where(used, tl.load(p_cu + sequence + 1) - begin - start, 0)
+        first = begin + start
+    else:
+        first = o_block * BLOCK
+        n = length - first
+    return o_batch, o_head, o_block, tl.cast(first, tl.int64), tl.minimum(n, BLOCK)
+
+
+@triton.jit
 def anchor_kernel(
     p_k,  # (B, Hkv, S, D), or packed (T, Hkv, D)
     p_v,
     p_visible,  # (B, S) bytes: which keys some query sees
-    p_block,  # (number of blocks, 2): sequence and block within it, when VARLEN
+    p_block,  # (blocks, 2): sequence and block within it, when VARLEN
     p_cu,  # (sequences + 1,) when VARLEN
     p_anchor,  # (B, Hkv, blocks, D) FP16
     p_stats,  # (B, Hkv, blocks, 4) FP32
-    p_shifted,  # (B, Hkv, S, D) FP16, when WRITE_KEYS
     stride_kb,
     stride_kh,
     stride_kn,
@@ -55,9 +80,6 @@ def anchor_kernel(
     stride_vh,
     stride_vn,
     stride_visible,
-    stride_sb,
-    stride_sh,
-    stride_sn,
     heads,
     length,
     blocks,
@@ -66,85 +88,59 @@ def anchor_kernel(
     BLOCK: tl.constexpr,
     HAS_VISIBLE: tl.constexpr,
     CHECK_VALUES: tl.constexpr,
-    WRITE_KEYS: tl.constexpr,
     VARLEN: tl.constexpr,
 ):
     """Anchor of every block, and what the attention kernel must know of the block.
 
     stats: largest norm of a shifted key; largest norm of a key; 1 if the keys must be changed (an anchor column is not
     0, or a key is not finite); 1 if a value is not finite (with CHECK_VALUES). An anchor is kept only where it is
-    `ANCHOR_GAIN` times longer than what it leaves: an FP32 accumulator gains nothing from less.
-    With WRITE_KEYS every anchor is kept and K' is written, NaN for a key that is not finite.
+    `ANCHOR_GAIN` times longer than what it leaves: an FP32 accumulator gains little from less.
     """
-    o_program = tl.program_id(0)
-    o_head = o_program % heads
-    o_block = (o_program // heads) % blocks
-    o_batch = o_program // (heads * blocks)
-    o_out = (o_batch.to(tl.int64) * heads + o_head) * blocks + o_block
-    o_start = o_block * BLOCK
-    begin = 0
-    if VARLEN:
-        sequence = tl.load(p_block + 2 * o_block)
-        if sequence < 0:
-            return
-        o_start = tl.load(p_block + 2 * o_block + 1) * BLOCK
-        begin = tl.load(p_cu + sequence)
-        length = tl.load(p_cu + sequence + 1) - begin
+    o_batch, o_head, o_block, first, n = locate_block(
+        tl.program_id(0), p_block, p_cu, heads, length, blocks, BLOCK, VARLEN
+    )
+    batch = tl.cast(o_batch, tl.int64)
     o_n = tl.arange(0, BLOCK)
     o_d = tl.arange(0, D_PAD)
-    m_n = o_start + o_n < length
+    m_n = o_n < n
     m_tile = m_n[:, None] & (o_d < D)[None, :]
-    first = (begin + o_start).to(tl.int64)
-
-    # keys, cleaned: what no query sees, and what is not finite, enters no mean
-    p_tile = p_k + o_batch.to(tl.int64) * stride_kb + o_head.to(tl.int64) * stride_kh + first * stride_kn
+    o_out = (batch * heads + o_head) * blocks + o_block
+    # keys (BLOCK, D), cleaned: what no query sees, and what is not finite, enters no mean
+    p_tile = p_k + batch * stride_kb + tl.cast(o_head, tl.int64) * stride_kh + first * stride_kn
     b_k = tl.load(p_tile + o_n[:, None] * stride_kn + o_d[None, :], mask=m_tile, other=0.0).to(tl.float32)
     m_finite = tl.min(tl.where(is_finite(b_k), 1, 0), 1) > 0
     m_key = m_n & m_finite
     if HAS_VISIBLE:
-        seen = tl.load(p_visible + o_batch.to(tl.int64) * stride_visible + first + o_n, mask=m_n, other=0)
+        seen = tl.load(p_visible + batch * stride_visible + first + o_n, mask=m_n, other=0)
         m_key = m_key & (seen != 0)
-    b_clean = tl.where(m_key[:, None], b_k, 0.0)
-    count = tl.sum(tl.where(m_key, 1.0, 0.0), 0)
-    anchor, _ = exact_anchor(b_clean, m_key[:, None], count)
-
-    # norms, of keys before and after
-    b_left = tl.where(m_key[:, None], b_clean - anchor[None, :], 0.0)
-    before = tl.sqrt(tl.max(tl.sum(b_clean * b_clean, 1), 0)) * NORM_MARGIN
+    b_k = tl.where(m_key[:, None], b_k, 0.0)
+    anchor, _ = exact_anchor(b_k, m_key[:, None], tl.sum(tl.where(m_key, 1.0, 0.0), 0))
+    # norms of keys, before and after
+    b_left = tl.where(m_key[:, None], b_k - anchor[None, :], 0.0)
+    before = tl.sqrt(tl.max(tl.sum(b_k * b_k, 1), 0)) * NORM_MARGIN
     after = tl.sqrt(tl.max(tl.sum(b_left * b_left, 1), 0)) * NORM_MARGIN
-    length_of_anchor = tl.sqrt(tl.sum(anchor * anchor, 0))
-    all_finite = tl.min(tl.where(m_n & (m_finite == 0), 0, 1), 0)
-    if not WRITE_KEYS:
-        keep = length_of_anchor > ANCHOR_GAIN * after
-        anchor = tl.where(keep, anchor, 0.0)
-        after = tl.where(keep, after, before)
-        length_of_anchor = tl.where(keep, length_of_anchor, 0.0)
-    changed = (length_of_anchor > 0.0) | (all_finite == 0)
-    tl.store(p_anchor + o_out * D + o_d, anchor.to(tl.float16), mask=o_d < D)
-    tl.store(p_stats + o_out * 4, after)
+    keep = tl.sqrt(tl.sum(anchor * anchor, 0)) > ANCHOR_GAIN * after
+    all_finite = tl.min(tl.where(m_n & (m_finite == 0), 0, 1), 0) > 0
+    tl.store(p_anchor + o_out * D + o_d, tl.where(keep, anchor, 0.0).to(tl.float16), mask=o_d < D)
+    tl.store(p_stats + o_out * 4, tl.where(keep, after, before))
     tl.store(p_stats + o_out * 4 + 1, before)
-    tl.store(p_stats + o_out * 4 + 2, tl.where(changed, 1.0, 0.0))
-
+    tl.store(p_stats + o_out * 4 + 2, tl.where(keep | (all_finite == 0), 1.0, 0.0))
     if CHECK_VALUES:
-        p_tile = p_v + o_batch.to(tl.int64) * stride_vb + o_head.to(tl.int64) * stride_vh + first * stride_vn
+        p_tile = p_v + batch * stride_vb + tl.cast(o_head, tl.int64) * stride_vh + first * stride_vn
         b_v = tl.load(p_tile + o_n[:, None] * stride_vn + o_d[None, :], mask=m_tile, other=0.0)
         bad = tl.max(tl.max(tl.where(is_finite(b_v.to(tl.float32)), 0.0, 1.0), 1), 0)
         tl.store(p_stats + o_out * 4 + 3, bad)
-    if WRITE_KEYS:
-        # a hidden key need not stay exact, only finite: its scores are masked
-        b_new = tl.minimum(tl.maximum(b_k - anchor[None, :], -FP16_MAX), FP16_MAX)
-        b_new = tl.where(m_finite[:, None], b_new, float("nan")).to(tl.float16)
-        p_tile = p_shifted + o_batch.to(tl.int64) * stride_sb + o_head.to(tl.int64) * stride_sh + first * stride_sn
-        tl.store(p_tile + o_n[:, None] * stride_sn + o_d[None, :], b_new, mask=m_tile)
 
 
 @triton.jit
-def shift_paper_kernel(
-    p_k,  # as in `anchor_kernel`
+def shift_kernel(
+    p_k,  # as in `anchor_kernel`, and so are all that are not commented
     p_visible,
     p_block,
     p_cu,
-    p_shifted,  # as p_k, FP16
+    p_shifted,  # shape of the keys, FP16: K'
+    p_anchor,  # when EXACT
+    p_matrix,  # (BLOCK + 1, 2) FP32: diagonal and off-diagonal entry of M for n = 0 .. BLOCK keys, unless EXACT
     stride_kb,
     stride_kh,
     stride_kn,
@@ -155,58 +151,54 @@ def shift_paper_kernel(
     heads,
     length,
     blocks,
-    p_matrix,  # (BLOCK + 1, 2) FP32: diagonal and off-diagonal entry of M for n = 0 .. BLOCK keys
     D: tl.constexpr,
-    D_PAD: tl.constexpr,
+    WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_VISIBLE: tl.constexpr,
+    EXACT: tl.constexpr,
     GEMM: tl.constexpr,
     VARLEN: tl.constexpr,
 ):
-    """K' = M K of the published algorithm: a batched GEMM on the matrix engine, or the plain mean (same numbers).
+    """K' of WIDTH columns of a block: K less its anchor (EXACT, and the anchor), or the published K' = M K.
 
-    A key that no query sees is replaced by the mean of the others, which leaves every mean as it was; a key that is not
-    finite turns to NaN itself and enters no mean.
+    M K is a batched GEMM on the matrix engine, or formed from the mean: the same numbers. A key that no query sees is
+    replaced by the mean of the others, which leaves every mean as it was. What is not finite becomes NaN, and enters
+    no mean.
     """
-    o_program = tl.program_id(0)
-    o_head = o_program % heads
-    o_block = (o_program // heads) % blocks
-    o_batch = o_program // (heads * blocks)
-    o_start = o_block * BLOCK
-    begin = 0
-    if VARLEN:
-        sequence = tl.load(p_block + 2 * o_block)
-        if sequence < 0:
-            return
-        o_start = tl.load(p_block + 2 * o_block + 1) * BLOCK
-        begin = tl.load(p_cu + sequence)
-        length = tl.load(p_cu + sequence + 1) - begin
+    o_batch, o_head, o_block, first, n = locate_block(
+        tl.program_id(0), p_block, p_cu, heads, length, blocks, BLOCK, VARLEN
+    )
+    batch = tl.cast(o_batch, tl.int64)
     o_n = tl.arange(0, BLOCK)
-    o_d = tl.arange(0, D_PAD)
-    m_n = o_start + o_n < length
+    o_d = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    m_n = o_n < n
     m_tile = m_n[:, None] & (o_d < D)[None, :]
-    first = (begin + o_start).to(tl.int64)
-    n = tl.minimum(length - o_start, BLOCK)
-    diagonal = tl.load(p_matrix + 2 * n)
-    off_diagonal = tl.load(p_matrix + 2 * n + 1)
-
-    p_tile = p_k + o_batch.to(tl.int64) * stride_kb + o_head.to(tl.int64) * stride_kh + first * stride_kn
-    b_k = tl.load(p_tile + o_n[:, None] * stride_kn + o_d[None, :], mask=m_tile, other=0.0)
-    m_finite = tl.min(tl.where(is_finite(b_k.to(tl.float32)), 1, 0), 1) > 0
-    m_key = m_n & m_finite
+    # keys (BLOCK, WIDTH), cleaned
+    p_tile = p_k + batch * stride_kb + tl.cast(o_head, tl.int64) * stride_kh + first * stride_kn
+    b_k = tl.load(p_tile + o_n[:, None] * stride_kn + o_d[None, :], mask=m_tile, other=0.0).to(tl.float32)
+    m_finite = is_finite(b_k)
+    m_key = m_finite & m_tile
     if HAS_VISIBLE:
-        seen = tl.load(p_visible + o_batch.to(tl.int64) * stride_visible + first + o_n, mask=m_n, other=0)
-        m_key = m_key & (seen != 0)
-    b_clean = tl.where(m_key[:, None], b_k, 0.0).to(tl.float16)
-    count = tl.maximum(tl.sum(tl.where(m_key, 1.0, 0.0), 0), 1.0)
-    mean = (tl.sum(b_clean.to(tl.float32), 0) / count).to(tl.float16)
-    b_clean = tl.where(m_key[:, None], b_clean, tl.where(m_n[:, None], mean[None, :], 0.0)).to(tl.float16)
-    if GEMM:
-        b_m = tl.where(o_n[:, None] == o_n[None, :], diagonal, -off_diagonal).to(tl.float16)
-        b_new = tl.dot(b_m, b_clean)
+        seen = tl.load(p_visible + batch * stride_visible + first + o_n, mask=m_n, other=0)
+        m_key = m_key & (seen != 0)[:, None]
+    b_clean = tl.where(m_key, b_k, 0.0)
+    count = tl.sum(tl.where(m_key, 1.0, 0.0), 0)
+    if EXACT:
+        anchor, _ = exact_anchor(b_clean, m_key, count)
+        o_out = (batch * heads + o_head) * blocks + o_block
+        tl.store(p_anchor + o_out * D + o_d, anchor.to(tl.float16), mask=o_d < D)
+        # a hidden key need not stay exact, only finite: its scores are masked
+        b_new = tl.minimum(tl.maximum(b_k - anchor[None, :], -FP16_MAX), FP16_MAX)
     else:
-        total = tl.sum(b_clean.to(tl.float32), 0)
-        b_new = (diagonal + off_diagonal) * b_clean.to(tl.float32) - off_diagonal * total[None, :]
-    b_new = tl.where(m_finite[:, None], b_new, float("nan")).to(tl.float16)
-    p_tile = p_shifted + o_batch.to(tl.int64) * stride_sb + o_head.to(tl.int64) * stride_sh + first * stride_sn
+        diagonal = tl.load(p_matrix + 2 * n)
+        off_diagonal = tl.load(p_matrix + 2 * n + 1)
+        mean = (tl.sum(b_clean, 0) / tl.maximum(count, 1.0)).to(tl.float16).to(tl.float32)
+        b_clean = tl.where(m_key, b_clean, tl.where(m_tile, mean[None, :], 0.0))
+        if GEMM:
+            b_m = tl.where(o_n[:, None] == o_n[None, :], diagonal, -off_diagonal).to(tl.float16)
+            b_new = tl.dot(b_m, b_clean.to(tl.float16))
+        else:
+            b_new = (diagonal + off_diagonal) * b_clean - off_diagonal * tl.sum(b_clean, 0)[None, :]
+    b_new = tl.where(m_finite, b_new, float("nan")).to(tl.float16)
+    p_tile = p_shifted + batch * stride_sb + tl.cast(o_head, tl.int64) * stride_sh + first * stride_sn
     tl.store(p_tile + o_n[:, None] * stride_sn + o_d[None, :], b_new, mask=m_tile)

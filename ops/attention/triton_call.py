@@ -1,0 +1,68 @@
+"""One call as the Triton launchers see it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+DECODE_ROWS = 16  # of one head; more rows than this keep the matrix engine busy without splitting the keys
+DECODE_TILE = 128  # query rows of all heads that share a key head
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call as the kernels see it: FP16, unit last stride, dense or packed.
+
+    Attributes
+    ----------
+    q, k, v : Tensor (B, H, S, D), or packed (T, H, D)
+    mask : Tensor (B, Hq, Sq, Skv), bytes or floats, expanded; optional
+    is_causal : bool
+    scale : float
+    cu_q, cu_k : Tensor (sequences + 1,), INT32, for packed tensors
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    is_causal: bool
+    scale: float
+    cu_q: Tensor | None = None
+    cu_k: Tensor | None = None
+
+    @property
+    def decodes(self) -> bool:
+        """Few query rows: the keys are split instead."""
+        if self.cu_q is not None or self.q.shape[2] > DECODE_ROWS:
+            return False
+        return self.q.shape[2] * self.group <= DECODE_TILE
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a key head."""
+        return self.q.shape[1] // self.k.shape[1]
+
+    @property
+    def mask_kind(self) -> str:
+        """As the kernels call it."""
+        return "none" if self.mask is None else "bool" if self.mask.dtype == torch.uint8 else "float"
+
+    @property
+    def mask_strides(self) -> tuple[int, ...]:
+        """Of batch, head, row and key."""
+        return (0, 0, 0, 0) if self.mask is None else self.mask.stride()
+
+    def outputs(self) -> tuple[Tensor, Tensor]:
+        """Uninitialised output and log-sum-exp."""
+        lse = torch.empty(self.q.shape[:-1], dtype=torch.float32, device=self.q.device)
+        return torch.empty(self.q.shape, dtype=torch.float16, device=self.q.device), lse
+
+
+def strides_of(x: Tensor) -> tuple[int, int, int]:
+    """Of batch, head and token; packed tokens come first."""
+    if x.dim() == 3:
+        return 0, x.stride(1), x.stride(0)
+    return x.stride(0), x.stride(1), x.stride(2)

@@ -1,0 +1,206 @@
+"""The Triton kernels against FP64 and against the reference's emulation of the same mode: on a GPU where there is one,
+in Triton's interpreter elsewhere.
+
+Bound: `error <= 2 x error of the emulation` of the same mode, whose tiles are FP16 where the kernel's are FP32, plus
+half an ulp of the FP16 output; log-sum-exp within 1e-3 for the exact recovery.
+"""
+
+import pytest
+import torch
+
+import pasa
+from pasa import PasaConfig
+from pasa.ops.attention.masking import dense_mask
+from tests.inputs import DEVICE, ODD_LENGTHS, biased_qkv, max_error, normal_qkv, rmse
+
+CONFIGS = {
+    "exact": PasaConfig(),
+    "exact-fp16": PasaConfig(accumulate="fp16"),
+    "paper": PasaConfig(recovery="paper"),
+    "paper-fp16": PasaConfig(recovery="paper", accumulate="fp16"),
+    "fp32": PasaConfig(precision="fp32"),
+}
+HALF_ULP = 2.0**-11  # of an output near 1
+LSE_BOUND = 1e-3
+
+
+def on_device(*tensors):
+    return [None if x is None else x.to(DEVICE) for x in tensors]
+
+
+def emulate(q, k, v, config, attn_mask=None, is_causal=False):
+    """The reference. It removes keys that no query sees, so blocks hold other keys than the kernel's, and the published
+    recovery errs otherwise: one more query, which sees every key, keeps them in."""
+    if attn_mask is None or config.recovery != "paper":
+        how = {"attn_mask": attn_mask, "is_causal": is_causal}
+        return pasa.attention(q, k, v, config=config, return_lse=True, backend="reference", **how)
+    mask = dense_mask(attn_mask, is_causal, q, k).expand(-1, -1, q.shape[2], k.shape[2])
+    all_seeing = torch.ones_like(mask[:, :, :1]) if mask.dtype == torch.bool else torch.zeros_like(mask[:, :, :1])
+    q, mask = torch.cat([q, q[:, :, :1]], 2), torch.cat([mask, all_seeing], 2)
+    out, lse = pasa.attention(q, k, v, attn_mask=mask, config=config, return_lse=True, backend="reference")
+    return out[:, :, :-1], lse[:, :, :-1]
+
+
+def check(q, k, v, name, **how):
+    """The kernel's errors are at most twice those of its emulation."""
+    config = CONFIGS[name]
+    golden, golden_lse = pasa.golden_attention(q, k, v, **how)
+    emulated, emulated_lse = emulate(q, k, v, config, **how)
+    mask = how.pop("attn_mask", None)
+    q, k, v, mask = on_device(q, k, v, mask)
+    out, lse = pasa.attention(q, k, v, attn_mask=mask, config=config, return_lse=True, backend="triton", **how)
+    assert out.dtype == q.dtype
+    assert out.shape == q.shape
+    out, lse = out.cpu(), lse.cpu()
+    assert torch.isfinite(out).all()
+    assert max_error(out, golden) <= 2 * max_error(emulated, golden) + HALF_ULP
+    if golden.norm() > 0:
+        assert rmse(out, golden) <= 2 * rmse(emulated, golden) + 2.0**-13
+    seen = golden_lse > -torch.inf
+    assert torch.equal(lse > -torch.inf, seen)
+    if seen.any():
+        emulation = float((emulated_lse - golden_lse)[seen].abs().max())
+        # FP32 holds a log-sum-exp of 10^4 to 1e-3
+        bound = (2 * emulation if "paper" in name else 0.0) + LSE_BOUND + 2.0**-22 * float(golden_lse[seen].abs().max())
+        assert float((lse - golden_lse)[seen].abs().max()) <= bound
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("lengths", ODD_LENGTHS, ids=lambda n: f"{n[0]}x{n[1]}")
+def test_odd_lengths_with_grouped_heads(name, causal, lengths):
+    """With Sq > Skv the first causal rows see nothing: 0 and -inf."""
+    check(*normal_qkv((4, 2), lengths, 64), name, is_causal=causal)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("dim", [16, 64, 72, 80, 96, 128, 160, 256])
+def test_head_dims(name, dim):
+    check(*normal_qkv((2, 2), (65, 140), dim), name)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("shape", [(2, 4, 40, 150), (2, 1, 1, 150), (40, 1), (150,)])
+@pytest.mark.parametrize("kind", ["bool", "float"])
+@pytest.mark.parametrize("rows", [40, 3], ids=["prefill", "decode"])
+def test_masks_broadcast(name, shape, kind, rows):
+    q, k, v = normal_qkv((4, 2), (rows, 150), 32, batch=2)
+    shape = tuple(rows if n == 40 else n for n in shape)
+    g = torch.Generator().manual_seed(3)
+    keep = torch.rand(shape, generator=g) < 0.6
+    mask = keep if kind == "bool" else torch.where(keep, torch.randn(shape, generator=g), -torch.inf)
+    check(q, k, v, name, attn_mask=mask)
+
+
+@pytest.mark.parametrize("name", ["exact", "paper"])
+@pytest.mark.parametrize("rows", [70, 4])
+def test_left_padding_and_causal(name, rows):
+    """The padded entry's first rows see nothing but padding."""
+    q, k, v = normal_qkv((4, 2), (rows, 150), 64, batch=2)
+    mask = torch.ones(2, 1, 1, 150, dtype=torch.bool)
+    mask[1, ..., :147] = False
+    check(q, k, v, name, attn_mask=mask, is_causal=True)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 16, 70])
+def test_many_splits_and_frames(rows):
+    """A bias that changes along the keys: every split of a decode has another anchor."""
+    q, k, v = normal_qkv((4, 1), (rows, 1300), 64)
+    q[..., :8] += 40
+    k[..., :8] += torch.linspace(-300, 300, 1300).unsqueeze(-1)
+    check(q, k, v, "exact", is_causal=True)
+
+
+@pytest.mark.parametrize("bias", [32, 200, 2000])
+@pytest.mark.parametrize("rows", [2, 129])
+def test_bias_that_all_keys_share_never_enters_a_rounded_number(bias, rows):
+    """At most a tenth worse than FP32 flash attention on FP64's terms, and better than FP32 at large bias."""
+    q, k, v = biased_qkv(bias, seed=1, length=400)
+    q = q[:, :, :rows]
+    golden, _ = pasa.golden_attention(q, k, v)
+    out = pasa.attention(*on_device(q, k, v), backend="triton").cpu()
+    fp32 = pasa.attention(q, k, v, config=PasaConfig(precision="fp32"), backend="reference")
+    assert rmse(out, golden) <= 1.1 * max(rmse(fp32, golden), 2.0**-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_other_dtypes_are_converted_first(dtype):
+    q, k, v = (x.to(dtype) for x in on_device(*normal_qkv((2, 1), (33, 130), 64)))
+    out = pasa.attention(q, k, v, backend="triton")
+    assert torch.equal(out, pasa.attention(q.half(), k.half(), v.half(), backend="triton").to(dtype))
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_value_beyond_fp16_is_reported_as_on_the_reference(name):
+    tensors = {n: torch.ones(1, 1, 4, 16, dtype=torch.bfloat16, device=DEVICE) for n in "qkv"}
+    tensors[name][0, 0, 2, 3] = 70000.0
+    with pytest.raises(ValueError, match=rf"^{name} has 1 values beyond the FP16 range \(largest 70144 > 65504\)"):
+        pasa.attention(**tensors, backend="triton")
+
+
+def test_layouts_and_strides_agree():
+    q, k, v = on_device(*normal_qkv((4, 2), (33, 70), 64))
+    expected = pasa.attention(q, k, v, is_causal=True, backend="triton")
+    last = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
+    out = pasa.attention(*last, is_causal=True, tensor_layout="NHD", backend="triton")
+    assert torch.equal(out.transpose(1, 2), expected)
+    wide = [torch.cat([x, x], -1)[..., :64] for x in (q, k, v)]
+    assert torch.equal(pasa.attention(*wide, is_causal=True, backend="triton"), expected)
+    turned = [x.transpose(-1, -2).contiguous().transpose(-1, -2) for x in (q, k, v)]  # last stride is not 1
+    assert torch.equal(pasa.attention(*turned, is_causal=True, backend="triton"), expected)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_varlen_equals_sequences_one_by_one(name, causal):
+    """A sequence without queries, one without keys, and lengths that no block divides."""
+    q, _, _ = normal_qkv((4, 2), (140, 1), 64)
+    _, k, v = normal_qkv((4, 2), (1, 400), 64, seed=1)
+    q, k, v = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))
+    cu_q, cu_k = torch.tensor([0, 5, 5, 75, 76, 140]), torch.tensor([0, 70, 100, 330, 330, 400])
+    config = CONFIGS[name]
+    golden, golden_lse = torch.zeros_like(q, dtype=torch.float64), torch.full((140, 4), -torch.inf, dtype=torch.float64)
+    for i in range(5):
+        a, b = slice(*cu_q[i : i + 2].tolist()), slice(*cu_k[i : i + 2].tolist())
+        if a.start < a.stop and b.start < b.stop:
+            one = (x.transpose(0, 1).unsqueeze(0) for x in (q[a], k[b], v[b]))
+            o, s = pasa.golden_attention(*one, is_causal=causal)
+            golden[a], golden_lse[a] = o[0].transpose(0, 1), s[0].T
+    how = {"is_causal": causal, "config": config, "return_lse": True}
+    emulated, _ = pasa.attention_varlen(q, k, v, cu_q, cu_k, 70, 230, backend="reference", **how)
+    out, lse = pasa.attention_varlen(*on_device(q, k, v, cu_q, cu_k), 70, 230, backend="triton", **how)
+    out, lse = out.cpu(), lse.cpu()
+    assert max_error(out, golden) <= 2 * max_error(emulated, golden) + HALF_ULP
+    assert torch.equal(lse > -torch.inf, golden_lse > -torch.inf)
+    with pytest.raises(ValueError, match="does not rise from 0"):
+        pasa.attention_varlen(*on_device(q, k, v, cu_q.flip(0), cu_k), 70, 230, backend="triton", **how)
+
+
+@pytest.mark.parametrize("block", [32, 64, 128, 256])
+@pytest.mark.parametrize("name", ["exact", "paper"])
+def test_block_sizes(block, name):
+    q, k, v = normal_qkv((2, 1), (33, 300), 64)
+    k[..., :8] += 30
+    golden, _ = pasa.golden_attention(q, k, v)
+    config = PasaConfig(recovery=name, block_k=block)
+    emulated = pasa.attention(q, k, v, config=config, backend="reference")
+    out = pasa.attention(*on_device(q, k, v), config=config, backend="triton").cpu()
+    assert rmse(out, golden) <= 2 * rmse(emulated, golden) + 2.0**-13
+
+
+@pytest.mark.parametrize("scale", [2.0**-80, 1e-6, 0.05, 37.0, 2.0**80])
+@pytest.mark.parametrize("rows", [3, 40])
+def test_any_scale(scale, rows):
+    q, k, v = normal_qkv((2, 1), (rows, 140), 64)
+    golden, _ = pasa.golden_attention(q, k, v, scale=scale)
+    out = pasa.attention(*on_device(q, k, v), scale=scale, backend="triton").cpu()
+    emulated = pasa.attention(q, k, v, scale=scale, backend="reference")
+    assert max_error(out, golden) <= 2 * max_error(emulated, golden) + HALF_ULP
+
+
+def test_what_a_backend_cannot_do_is_refused_by_name():
+    q, k, v = on_device(*normal_qkv((1, 1), (4, 8), 300))
+    with pytest.raises(NotImplementedError, match="head dim 300 is outside 1 to 256"):
+        pasa.attention(q, k, v, backend="triton")
+    with pytest.raises(NotImplementedError, match="block_k 100 is not among"):
+        pasa.attention(q[..., :64], k[..., :64], v[..., :64], config=PasaConfig(block_k=100), backend="triton")
