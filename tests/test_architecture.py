@@ -18,7 +18,7 @@ MAY_IMPORT_OPTIONAL = ("pasa/patching/transformers", "eval/")
 # The registry loads these when their backend is chosen, never before.
 TRITON_FILES = re.compile(r"ops/\w+/(\w+_kernel|\w+_launch|triton_backend)\.py")
 FILE_LINES, FUNCTION_LINES = 350, 60  # the rule is 150-300 and 15-30; this is where a test says stop
-KERNEL_LINES = 120  # without its parameters, which a kernel has one to a line
+KERNEL_FILE_LINES, KERNEL_LINES = 500, 120  # a kernel has its parameters one to a line, and no helper elsewhere
 
 
 def sources():
@@ -119,12 +119,13 @@ def test_no_assert_no_bare_except_no_print(source):
 
 def test_sizes(source):
     path, tree = source
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= FILE_LINES
+    kernel = path.name.endswith("_kernel.py")
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= (KERNEL_FILE_LINES if kernel else FILE_LINES)
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
             body = node.body[1:] if ast.get_docstring(node) else node.body
             lines = body[-1].end_lineno - body[0].lineno + 1 if body else 0
-            limit = KERNEL_LINES if path.name.endswith("_kernel.py") else FUNCTION_LINES
+            limit = KERNEL_LINES if kernel else FUNCTION_LINES
             assert lines <= limit, f"{node.name} has {lines} lines below its docstring"
 
 

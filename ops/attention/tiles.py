@@ -42,8 +42,8 @@ TABLE: dict[str, dict[int, tuple[Tile, ...]]] = {
         256: (Tile(64, 32, 8, 1),),
     },
     "sm_90": {
-        64: (Tile(128, 128, 8, 3), Tile(128, 64, 4, 3), Tile(64, 128, 4, 3)),
-        128: (Tile(128, 128, 8, 2), Tile(128, 64, 8, 3), Tile(64, 128, 4, 2)),
+        64: (Tile(128, 64, 4, 3, True), Tile(64, 128, 4, 3, True), Tile(128, 128, 8, 3, True)),
+        128: (Tile(128, 128, 8, 3, True), Tile(128, 128, 8, 2, True), Tile(128, 64, 8, 3)),
         256: (Tile(128, 64, 8, 2), Tile(64, 64, 4, 2)),
     },
     "ascend": {
@@ -84,10 +84,10 @@ def architecture_of(device_type: str, capability: tuple[int, int] | None) -> str
     return "sm_80" if capability >= (8, 0) else "sm_75"
 
 
-def choose(device: torch.device, pad: int, block_k: int, rows: int) -> Tile:
-    """The tile for a call."""
+def tiles_for(device: torch.device, pad: int, block_k: int, rows: int) -> tuple[Tile, ...]:
+    """Candidates for a call on a device, the safest guess first."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    return candidates(architecture_of(device.type, capability), pad, block_k, rows)[0]
+    return candidates(architecture_of(device.type, capability), pad, block_k, rows)
 
 
 @cache

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
+import triton
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pasa.ops.attention.decode_launch import decode
 from pasa.ops.attention.inputs import capturing, edges, to_fp16
@@ -14,12 +17,15 @@ from pasa.ops.attention.masking import dense_mask, hidden_keys
 from pasa.ops.attention.options import AttentionOptions
 from pasa.ops.attention.paper_kernel import paper_kernel
 from pasa.ops.attention.scores import paper_beta
-from pasa.ops.attention.tiles import choose, processors
+from pasa.ops.attention.tiles import Tile, processors, tiles_for
 from pasa.ops.attention.triton_call import Call, strides_of
 from pasa.ops.attention.triton_kernel import attention_kernel
+from pasa.ops.attention.tuning import best_tile
 from pasa.ops.numerics.shifting import shifting_matrix
 from pasa.ops.packed import tile_table
 from pasa.ops.shift_keys.triton_backend import Anchors, Packing, find_anchors, pad_dim, shift_exact, shift_paper
+
+HOPPER_DIMS, HOPPER_BLOCK = (64, 128), 128
 
 
 def attention(
@@ -32,16 +38,19 @@ def attention(
     options: AttentionOptions,
     diagnose: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `reference.attention`; exact score tiles stay in FP32 (see triton_kernel.py)."""
-    mask = None
-    if attn_mask is not None:
-        mask = attn_mask.view(torch.uint8) if attn_mask.dtype == torch.bool else attn_mask
-        mask = mask.expand(*q.shape[:3], k.shape[2])
-    call = Call(*_ready(q, k, v), mask, is_causal, scale)
-    if options.precision == "pasa" and options.recovery == "exact" and call.decodes and q.device.type != "npu":
-        return _results(q, *decode(call))
-    visible = None if attn_mask is None else ~_hidden(attn_mask, is_causal, q, k)
-    return _results(q, *_forward(call, visible, options))
+    """As `reference.attention`; exact score tiles stay in FP32 (see triton_kernel.py).
+
+    On Hopper the kernel of hopper_kernel.py serves what it can, and with accumulate="fp16" forms scores in FP16 where
+    norms bound them; elsewhere accumulate="fp16" changes the published recovery alone.
+    """
+    with on_device(q):
+        call = Call(*_ready(q, k, v), _mask(attn_mask, q, k), is_causal, scale)
+        if _decodes(call, options):
+            return _results(q, *decode(call))
+        if hopper_serves(call, options):
+            return _results(q, *_hopper(call, options.accumulate == "fp16"))
+        visible = None if attn_mask is None else ~_hidden(attn_mask, is_causal, q, k)
+        return _results(q, *portable_attention(call, visible, options))
 
 
 def attention_varlen(
@@ -59,8 +68,46 @@ def attention_varlen(
     if not capturing(q):
         edges(cu_seqlens_q, "q", q)
         edges(cu_seqlens_k, "k", k)
-    call = Call(*_ready(q, k, v), None, is_causal, scale, cu_seqlens_q.int(), cu_seqlens_k.int())
-    return _results(q, *_forward(call, None, options))
+    with on_device(q):
+        call = Call(*_ready(q, k, v), None, is_causal, scale, cu_seqlens_q.int(), cu_seqlens_k.int())
+        return _results(q, *portable_attention(call, None, options))
+
+
+def on_device(x: Tensor) -> AbstractContextManager[object]:
+    """Triton launches on the current device."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+
+
+def hopper_serves(call: Call, options: AttentionOptions) -> bool:
+    """Whether hopper_kernel.py, which needs one version of Triton, takes this call."""
+    plain = options.precision == "pasa" and options.recovery == "exact" and options.block_k == HOPPER_BLOCK
+    return plain and call.mask is None and call.q.shape[-1] in HOPPER_DIMS and _is_hopper(call.q.device)
+
+
+def _hopper(call: Call, fp16_scores: bool) -> tuple[Tensor, Tensor]:
+    from pasa.ops.attention.hopper_launch import hopper_attention  # Gluon, which other versions of Triton lack
+
+    anchors = find_anchors(call.k, call.v, HOPPER_BLOCK, check_values=call.is_causal)
+    return hopper_attention(call.q, call.k, call.v, *anchors, call.is_causal, call.scale, fp16_scores)
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return False
+    return triton.__version__.startswith("3.6.")  # Gluon is experimental: other versions spell it otherwise
+
+
+def _decodes(call: Call, options: AttentionOptions) -> bool:
+    exact = options.precision == "pasa" and options.recovery == "exact"
+    return exact and call.decodes and call.q.device.type != "npu"
+
+
+def _mask(attn_mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    if attn_mask is None:
+        return None
+    mask = attn_mask.view(torch.uint8) if attn_mask.dtype == torch.bool else attn_mask
+    return mask.expand(*q.shape[:3], k.shape[2])
 
 
 def _ready(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -82,7 +129,7 @@ def _hidden(attn_mask: Tensor, is_causal: bool, q: Tensor, k: Tensor) -> Tensor:
     return hidden_keys(attn_mask if alike else dense_mask(attn_mask, is_causal, q, k), k)
 
 
-def _forward(call: Call, visible: Tensor | None, options: AttentionOptions) -> tuple[Tensor, Tensor]:
+def portable_attention(call: Call, visible: Tensor | None, options: AttentionOptions) -> tuple[Tensor, Tensor]:
     """The kernels that go through all keys: exact recovery, published recovery, plain flash attention."""
     packing = None
     if call.cu_k is not None:
@@ -90,57 +137,84 @@ def _forward(call: Call, visible: Tensor | None, options: AttentionOptions) -> t
     if options.precision == "pasa" and options.recovery == "paper":
         return _paper(call, visible, packing, options)
     out, lse = call.outputs()
+    tiles = tiles_for(call.q.device, pad_dim(call.q.shape[-1]), options.block_k, call.rows)
     if options.precision == "fp32":
-        _launch(call, call.k, Anchors(lse, lse), packing, options, out, lse, fast=True)
+        fast = Pass(call, call.k, Anchors(lse, lse), packing, options.block_k, out, lse, fast=True)
+        fast.run(best_tile(call.q.device, call.variant, tiles, fast.run))
     elif call.q.device.type == "npu":  # K' made in the loop would crowd its unified buffer
         keys, anchor = shift_exact(call.k, options.block_k, visible=visible, packing=packing)
-        _launch(call, keys, Anchors(anchor, lse), packing, options, out, lse, shift="before")
+        Pass(call, keys, Anchors(anchor, lse), packing, options.block_k, out, lse, shift="before").run(tiles[0])
     else:
         anchors = find_anchors(call.k, call.v, options.block_k, visible=visible, packing=packing)
         bounded = call.mask_kind != "float"  # what a float mask adds is not
+        tile = tiles[0]
         if bounded:
-            _launch(call, call.k, anchors, packing, options, out, lse, fast=True, guarded=True)
-        _launch(call, call.k, anchors, packing, options, out, lse, shift="here", guarded=bounded)
+            fast = Pass(call, call.k, anchors, packing, options.block_k, out, lse, fast=True, guarded=True)
+            tile = best_tile(call.q.device, call.variant, tiles, fast.run)
+            fast.run(tile)
+        # marks are by tiles of the first pass, so their height stays; keys pass through registers: one stage
+        careful = Tile(tile.block_m, min(tile.block_n, 64), tile.warps, 1)
+        Pass(call, call.k, anchors, packing, options.block_k, out, lse, shift="here", guarded=bounded).run(careful)
     return out, lse
 
 
-def _launch(
-    call: Call,
-    keys: Tensor,
-    anchors: Anchors,
-    packing: Packing | None,
-    options: AttentionOptions,
-    out: Tensor,
-    lse: Tensor,
-    *,
-    shift: str = "none",
-    fast: bool = False,
-    guarded: bool = False,
-) -> None:
-    """One pass of the attention kernel. `lse` stands for pointers that a variant does not read."""
-    rows, heads, dim = call.q.shape[-3 if packing else -2], call.q.shape[1], call.q.shape[-1]
-    tile = choose(call.q.device, pad_dim(dim), options.block_k, rows)
-    tiles, work, tables = _work(call, tile.block_m, packing, lse)
-    second = guarded and not fast  # mostly nothing to do: few programs look through all tiles
-    grid = min(work, 2 * processors(call.q.device)) if second or call.q.device.type == "npu" else work
-    own_keys, own_values = keys, call.v
-    descriptors = fast and packing is None and tile.descriptors and pad_dim(dim) == dim
-    if descriptors:
-        own_keys, own_values = (_descriptor(x, tile.block_n) for x in (keys, call.v))
-    attention_kernel[(grid,)](
-        call.q, own_keys, own_values, out, lse, anchors.anchor, anchors.stats,
-        lse if call.mask is None else call.mask, *tables,
-        *strides_of(call.q), *strides_of(keys), *strides_of(call.v),
-        *strides_of(out), *strides_of(lse.unsqueeze(-1)), *call.mask_strides,
-        heads, call.group, tiles, work, rows, call.k.shape[-3 if packing else -2],
-        anchors.anchor.shape[2] if guarded or shift != "none" else 1, call.scale,
-        SHIFT=shift, MASK=call.mask_kind, CAUSAL=call.is_causal, VARLEN=packing is not None,
-        D=dim, D_PAD=pad_dim(dim), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, ANCHOR_BLOCK=options.block_k,
-        FAST=fast, GUARDED=guarded, DESCRIPTORS=descriptors, num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
+@dataclass(frozen=True)
+class Pass:
+    """One launch of the attention kernel, but for its tile.
+
+    Attributes
+    ----------
+    keys : Tensor
+        Those of the call, or K'.
+    lse : Tensor
+        Also stands for pointers that a variant does not read.
+    shift, fast, guarded
+        As in `attention_kernel`.
+    """
+
+    call: Call
+    keys: Tensor
+    anchors: Anchors
+    packing: Packing | None
+    block: int
+    out: Tensor
+    lse: Tensor
+    shift: str = "none"
+    fast: bool = False
+    guarded: bool = False
+
+    def run(self, tile: Tile) -> None:
+        """Launch it."""
+        call, keys, values, anchor = self.call, self.keys, self.call.v, self.anchors.anchor
+        heads, dim, pad = call.q.shape[1], call.q.shape[-1], pad_dim(call.q.shape[-1])
+        tiles, work, tables = _work(call, tile.block_m, self.packing, self.lse)
+        second = self.guarded and not self.fast  # mostly nothing to do: few programs look through all tiles
+        few = second or call.q.device.type == "npu"
+        descriptors = (
+            self.fast and tile.descriptors and self.packing is None and dim == pad and _describable(keys, values)
+        )
+        if descriptors:
+            keys, values = (_descriptor(x, tile.block_n) for x in (keys, values))
+        attention_kernel[(min(work, 2 * processors(call.q.device)) if few else work,)](
+            call.q, keys, values, self.out, self.lse, anchor, self.anchors.stats,
+            self.lse if call.mask is None else call.mask, *tables,
+            *strides_of(call.q), *strides_of(self.keys), *strides_of(call.v), *strides_of(self.out),
+            *strides_of(self.lse.unsqueeze(-1)), *call.mask_strides,
+            heads, call.group, tiles, work, call.rows, call.keys, anchor.shape[2], call.scale,
+            SHIFT=self.shift, MASK=call.mask_kind, CAUSAL=call.is_causal, VARLEN=self.packing is not None,
+            D=dim, D_PAD=pad, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, ANCHOR_BLOCK=self.block,
+            FAST=self.fast, GUARDED=self.guarded, DESCRIPTORS=descriptors, num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
 
 
-def _descriptor(x: Tensor, block: int) -> TensorDescriptor:
+def _describable(*tensors: Tensor) -> bool:
+    """A tensor descriptor wants 16-byte aligned rows, and no dimension that repeats."""
+    return all(x.data_ptr() % 16 == 0 and all(s > 0 and s % 8 == 0 for s in x.stride()[:-1]) for x in tensors)
+
+
+def _descriptor(x: Tensor, block: int) -> Any:
+    from triton.tools.tensor_descriptor import TensorDescriptor  # not in triton-ascend
+
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, block, x.shape[-1]])
 
 
@@ -151,17 +225,18 @@ def _paper(
     matrix, factor = _paper_tables(call, options)
     keys = shift_paper(call.k, matrix, options.block_k, visible=visible, packing=packing)
     out, lse = call.outputs()
-    rows, heads, dim = call.q.shape[-3 if packing else -2], call.q.shape[1], call.q.shape[-1]
-    tile = choose(call.q.device, pad_dim(dim), options.block_k, rows)
-    tiles, work, tables = _work(call, tile.block_m, packing, lse)
+    heads, dim, pad = call.q.shape[1], call.q.shape[-1], pad_dim(call.q.shape[-1])
+    tile = tiles_for(call.q.device, pad, options.block_k, call.rows)[0]
+    stages = 1 if pad * options.block_k > 2**14 else tile.stages  # its tile of keys is a whole block
+    block_m = min(tile.block_m, 64) if stages == 1 else tile.block_m
+    tiles, work, tables = _work(call, block_m, packing, lse)
     paper_kernel[(work,)](
         call.q, keys, call.v, out, lse, lse if call.mask is None else call.mask, *tables[:3], factor,
         *strides_of(call.q), *strides_of(keys), *strides_of(call.v), *strides_of(out), *strides_of(lse.unsqueeze(-1)),
-        *call.mask_strides, heads, call.group, tiles, work, rows, keys.shape[-3 if packing else -2],
+        *call.mask_strides, heads, call.group, tiles, work, call.rows, call.keys,
         MASK=call.mask_kind, CAUSAL=call.is_causal, VARLEN=packing is not None,
         ROUND=options.accumulate == "fp16", CLEAN=call.q.device.type == "npu",
-        D=dim, D_PAD=pad_dim(dim), BLOCK_M=tile.block_m, BLOCK_N=options.block_k,
-        num_warps=tile.warps, num_stages=tile.stages,
+        D=dim, D_PAD=pad, BLOCK_M=block_m, BLOCK_N=options.block_k, num_warps=8, num_stages=stages,
     )  # fmt: skip
     return out, lse
 

@@ -41,6 +41,23 @@ class Call:
         return self.q.shape[2] * self.group <= DECODE_TILE
 
     @property
+    def rows(self) -> int:
+        """Query rows of a sequence, or of all packed ones."""
+        return self.q.shape[2 if self.cu_q is None else 0]
+
+    @property
+    def keys(self) -> int:
+        """Keys of a sequence, or of all packed ones."""
+        return self.k.shape[2 if self.cu_k is None else 0]
+
+    @property
+    def variant(self) -> str:
+        """What the time of a tile depends on, sizes in powers of two."""
+        kind = "packed" if self.cu_q is not None else "causal" if self.is_causal else "full"
+        sizes = f"B*H ~2^{(self.q.shape[0] * self.q.shape[1]).bit_length()}, S ~2^{self.keys.bit_length()}"
+        return f"D {self.q.shape[-1]}, {kind}, mask {self.mask_kind}, {sizes}"
+
+    @property
     def group(self) -> int:
         """Query heads that share a key head."""
         return self.q.shape[1] // self.k.shape[1]

@@ -10,6 +10,7 @@ import torch
 
 import pasa
 from pasa import PasaConfig
+from pasa.ops.attention import triton_backend
 from pasa.ops.attention.masking import dense_mask
 from tests.inputs import DEVICE, ODD_LENGTHS, biased_qkv, max_error, normal_qkv, rmse
 
@@ -22,6 +23,16 @@ CONFIGS = {
 }
 HALF_ULP = 2.0**-11  # of an output near 1
 LSE_BOUND = 1e-3
+
+
+HOPPER = DEVICE == "cuda" and torch.cuda.get_device_capability() == (9, 0)
+
+
+@pytest.fixture(autouse=True, params=["portable", "hopper"] if HOPPER else ["portable"])
+def kernel(request, monkeypatch):
+    """On Hopper, once with the kernel that is chosen there and once with the portable one."""
+    if request.param == "portable":
+        monkeypatch.setattr(triton_backend, "hopper_serves", lambda *_: False)
 
 
 def on_device(*tensors):

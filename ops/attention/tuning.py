@@ -1,0 +1,83 @@
+"""The choice among a few tiles by time, once for each device, kernel variant and size class; kept on disk."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import triton
+from triton.runtime.errors import OutOfResources
+
+from pasa.ops import envs
+from pasa.ops.attention.tiles import Tile
+
+log = logging.getLogger("pasa")
+_chosen: dict[str, Tile] = {}
+
+
+def best_tile(device: torch.device, variant: str, tiles: tuple[Tile, ...], run: Callable[[Tile], object]) -> Tile:
+    """The fastest of `tiles` for what `variant` names, timed at the first call on this device.
+
+    The first of `tiles` when there is nothing to choose, nothing to time on (no GPU), or a CUDA graph is captured.
+
+    Parameters
+    ----------
+    device : torch.device
+    variant : str
+        All that time depends on but the device and Triton's version.
+    tiles : tuple of Tile
+    run : callable
+        Launches with a tile. Called many times, so it must not accumulate.
+    """
+    if len(tiles) == 1 or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return tiles[0]
+    key = f"{torch.cuda.get_device_name(device)} | triton {triton.__version__} | {variant}"
+    if key not in _chosen:
+        stored = {str(tile): tile for tile in tiles}.get(_read().get(key, ""))
+        _chosen[key] = stored if stored is not None else _time(key, tiles, run)
+    return _chosen[key]
+
+
+def _time(key: str, tiles: tuple[Tile, ...], run: Callable[[Tile], object]) -> Tile:
+    times = {tile: _milliseconds(tile, run) for tile in tiles}
+    best = min(tiles, key=lambda tile: times[tile])
+    log.info("%s: %s of %s ms", key, best, times)
+    _write(key, str(best))
+    return best
+
+
+def _milliseconds(tile: Tile, run: Callable[[Tile], object]) -> float:
+    """Median time; infinite for a tile that does not fit this device."""
+    try:
+        return float(triton.testing.do_bench(lambda: run(tile), warmup=5, rep=20, return_mode="median"))
+    except OutOfResources:
+        return float("inf")
+
+
+def _file() -> Path:
+    return envs.cache_dir() / "triton_tiles.json"
+
+
+def _read() -> dict[str, str]:
+    """What is on disk; nothing if there is no file or it is damaged: then tiles are timed again."""
+    try:
+        found = json.loads(_file().read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _write(key: str, choice: str) -> None:
+    """Replace the file in one step, so that nobody reads half of it; a read-only home costs only time."""
+    try:
+        _file().parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=_file().parent, delete=False, encoding="utf-8") as draft:
+            json.dump({**_read(), key: choice}, draft, indent=1)
+        os.replace(draft.name, _file())
+    except OSError as error:
+        log.info("tiles are not kept: %s", error)
