@@ -101,6 +101,26 @@ def rmse(
     raise typer.Exit(0 if result["gate"]["passed"] else 1)
 
 
+@bench.command()
+def speed(
+    json: Json = None,
+    output_dir: Annotated[Path | None, typer.Option(help="Write JSON, Markdown and figures there.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Four small cases.")] = False,
+    case: Annotated[list[str] | None, typer.Option(help="A case by name, repeatable (all).")] = None,
+    implementation: Annotated[list[str] | None, typer.Option(help="An implementation, repeatable (all).")] = None,
+    rounds: Annotated[int, typer.Option(parser=integer, metavar="N", help="Turns of each implementation.")] = 5,
+) -> None:
+    """Time attention on a CUDA device, accuracy first; exit 1 if one of ours fails the accuracy gate."""
+    from pasa.eval.speed import plots, report, run
+
+    with output.progress_bar("bench speed") as progress:
+        result = run.run_speed(case, implementation, rounds, quick, progress=progress)
+    _deliver(result, json, report.render)
+    if output_dir is not None:
+        report.save(result, output_dir, plots.draw)
+    raise typer.Exit(0 if result["gate"]["passed"] else 1)
+
+
 def parse_seeds(text: str) -> list[int]:
     """Integers between commas.
 

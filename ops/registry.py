@@ -17,6 +17,7 @@ import torch
 from pasa.ops import envs
 from pasa.ops.attention.options import ACCUMULATES, OVERFLOWS, PRECISIONS, RECOVERIES, SOFTMAXES, AttentionOptions
 
+TENSOR_CORES = (8, 0)  # Triton 3.6 compiles products for older GPUs (V100, T4) to scalar arithmetic
 HEAD_DIMS = (1, 512)  # 512: the widest head in use (the VAE of diffusion pipelines), and the widest that is tested
 
 
@@ -158,8 +159,13 @@ def triton_missing() -> str | None:
     if envs.read("TRITON_INTERPRET"):
         return None
     npu = getattr(torch, "npu", None)  # torch_npu adds it
-    if torch.cuda.is_available() or (npu is not None and npu.is_available()):
+    if npu is not None and npu.is_available():
         return None
+    if torch.cuda.is_available():
+        capability = torch.cuda.get_device_capability()
+        if capability >= TENSOR_CORES:
+            return None
+        return f"Triton forms no tensor-core product for sm_{capability[0]}{capability[1]}, only from sm_80 on"
     return "torch finds neither a CUDA GPU nor an NPU (TRITON_INTERPRET=1 interprets the kernels on a CPU, slowly)"
 
 
@@ -182,7 +188,7 @@ register(
         precisions=("pasa", "fp32"),
         overflows=("inf",),
         head_dims=(1, 256),
-        block_ks=(32, 64, 128, 256),
+        block_ks=(32, 64, 128),
         diagnostics=False,
         priority=1,
     )

@@ -1,7 +1,7 @@
 """Tile sizes of the Triton kernels: a small table for each architecture, and the choice among its rows.
 
 Why these rows: a CTA holds BLOCK_M rows of Q, and `num_stages` tiles of K and V of BLOCK_N rows, in shared memory: 64
-KiB on sm_75, 163 on sm_80, 99 on sm_86 and sm_89, 227 on sm_90; O, S and P live in registers, 255 a thread. Ascend
+KiB O, S and P live in registers, 255 a thread. Ascend
 has no say in warps or stages; its unified buffer of 192 KiB holds 64 x 128 up to D = 128 (see README.md).
 """
 
@@ -26,11 +26,6 @@ class Tile:
 
 # (architecture, largest padded head dim): candidates, the safest guess first
 TABLE: dict[str, dict[int, tuple[Tile, ...]]] = {
-    "sm_75": {
-        64: (Tile(64, 64, 4, 2), Tile(128, 64, 8, 2)),
-        128: (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
-        256: (Tile(32, 32, 4, 2),),
-    },
     "sm_80": {
         64: (Tile(128, 64, 4, 3), Tile(128, 128, 8, 3)),
         128: (Tile(128, 64, 8, 3), Tile(128, 32, 4, 3)),
@@ -44,7 +39,7 @@ TABLE: dict[str, dict[int, tuple[Tile, ...]]] = {
     "sm_90": {
         64: (Tile(128, 64, 4, 3, True), Tile(64, 128, 4, 3, True), Tile(128, 128, 8, 3, True)),
         128: (Tile(128, 128, 8, 3, True), Tile(128, 128, 8, 2, True), Tile(128, 64, 8, 3)),
-        256: (Tile(128, 64, 8, 2), Tile(64, 64, 4, 2)),
+        256: (Tile(64, 64, 8, 2),),
     },
     "ascend": {
         128: (Tile(64, 128, 1, 1),),
@@ -81,13 +76,29 @@ def architecture_of(device_type: str, capability: tuple[int, int] | None) -> str
         return "sm_90" if capability < (12, 0) else "sm_89"  # consumer Blackwell has the shared memory of sm_89
     if capability in ((8, 6), (8, 9)):
         return "sm_89"
-    return "sm_80" if capability >= (8, 0) else "sm_75"
+    return "sm_80"
+
+
+def paper_tile(device: torch.device, pad: int, block_k: int) -> Tile:
+    """The tile of the published algorithm, whose keys are one whole block of the shifting matrix."""
+    architecture = _architecture(device)
+    if architecture == "ascend":
+        return Tile(64 if pad <= 128 else 32, block_k, 1, 1)
+    if architecture == "interpreter":
+        return Tile(64, block_k, 1, 1)
+    roomy = architecture == "sm_90" and pad <= 128
+    rows = {"sm_80": 128 if pad <= 128 else 64, "sm_89": 8192 // max(pad, 64), "sm_90": 128 if roomy else 64}
+    return Tile(rows[architecture], block_k, 8, 2 if roomy else 1)
 
 
 def tiles_for(device: torch.device, pad: int, block_k: int, rows: int) -> tuple[Tile, ...]:
     """Candidates for a call on a device, the safest guess first."""
+    return candidates(_architecture(device), pad, block_k, rows)
+
+
+def _architecture(device: torch.device) -> str:
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    return candidates(architecture_of(device.type, capability), pad, block_k, rows)
+    return architecture_of(device.type, capability)
 
 
 @cache

@@ -17,7 +17,7 @@ from pasa.ops.attention.masking import dense_mask, hidden_keys
 from pasa.ops.attention.options import AttentionOptions
 from pasa.ops.attention.paper_kernel import paper_kernel
 from pasa.ops.attention.scores import paper_beta
-from pasa.ops.attention.tiles import Tile, processors, tiles_for
+from pasa.ops.attention.tiles import Tile, paper_tile, processors, tiles_for
 from pasa.ops.attention.triton_call import Call, strides_of
 from pasa.ops.attention.triton_kernel import attention_kernel
 from pasa.ops.attention.tuning import best_tile
@@ -188,6 +188,7 @@ class Pass:
         call, keys, values, anchor = self.call, self.keys, self.call.v, self.anchors.anchor
         heads, dim, pad = call.q.shape[1], call.q.shape[-1], pad_dim(call.q.shape[-1])
         tiles, work, tables = _work(call, tile.block_m, self.packing, self.lse)
+        blocks = anchor.shape[2] if anchor.dim() == 4 else 0  # plain flash attention has none
         second = self.guarded and not self.fast  # mostly nothing to do: few programs look through all tiles
         few = second or call.q.device.type == "npu"
         descriptors = (
@@ -200,10 +201,11 @@ class Pass:
             self.lse if call.mask is None else call.mask, *tables,
             *strides_of(call.q), *strides_of(self.keys), *strides_of(call.v), *strides_of(self.out),
             *strides_of(self.lse.unsqueeze(-1)), *call.mask_strides,
-            heads, call.group, tiles, work, call.rows, call.keys, anchor.shape[2], call.scale,
+            heads, call.group, tiles, work, call.rows, call.keys, blocks, call.scale,
             SHIFT=self.shift, MASK=call.mask_kind, CAUSAL=call.is_causal, VARLEN=self.packing is not None,
             D=dim, D_PAD=pad, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, ANCHOR_BLOCK=self.block,
-            FAST=self.fast, GUARDED=self.guarded, DESCRIPTORS=descriptors, num_warps=tile.warps, num_stages=tile.stages,
+            FAST=self.fast, GUARDED=self.guarded, CLEAN=call.q.device.type == "npu", DESCRIPTORS=descriptors,
+            num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
 
 
@@ -226,17 +228,16 @@ def _paper(
     keys = shift_paper(call.k, matrix, options.block_k, visible=visible, packing=packing)
     out, lse = call.outputs()
     heads, dim, pad = call.q.shape[1], call.q.shape[-1], pad_dim(call.q.shape[-1])
-    tile = tiles_for(call.q.device, pad, options.block_k, call.rows)[0]
-    stages = 1 if pad * options.block_k > 2**14 else tile.stages  # its tile of keys is a whole block
-    block_m = min(tile.block_m, 64) if stages == 1 else tile.block_m
-    tiles, work, tables = _work(call, block_m, packing, lse)
+    tile = paper_tile(call.q.device, pad, options.block_k)
+    tiles, work, tables = _work(call, tile.block_m, packing, lse)
     paper_kernel[(work,)](
         call.q, keys, call.v, out, lse, lse if call.mask is None else call.mask, *tables[:3], factor,
         *strides_of(call.q), *strides_of(keys), *strides_of(call.v), *strides_of(out), *strides_of(lse.unsqueeze(-1)),
         *call.mask_strides, heads, call.group, tiles, work, call.rows, call.keys,
         MASK=call.mask_kind, CAUSAL=call.is_causal, VARLEN=packing is not None,
         ROUND=options.accumulate == "fp16", CLEAN=call.q.device.type == "npu",
-        D=dim, D_PAD=pad, BLOCK_M=block_m, BLOCK_N=options.block_k, num_warps=8, num_stages=stages,
+        D=dim, D_PAD=pad, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out, lse
 

@@ -179,6 +179,7 @@ def attend(
     BLOCK_N: tl.constexpr,
     ANCHOR_BLOCK: tl.constexpr,
     FAST: tl.constexpr,
+    CLEAN: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
 ):
     """The loop over key blocks from key `begin` to `end`."""
@@ -217,7 +218,7 @@ def attend(
         b_p, alpha, b_max, b_sum = softmax_step(b_s, offset, factor, b_max, b_sum, not WHOLE, FAST)
         b_acc = b_acc * alpha[:, None]
         b_v = load_rows(p_v, at, stride_vn, o_batch, o_kv_head, begin_k, keys, WHOLE, DESCRIPTORS, D, D_PAD, BLOCK_N)
-        if WHOLE or SHIFT == "before":  # an NPU cannot branch round a product; see README.md
+        if WHOLE or CLEAN:
             b_acc = tl.dot(b_p, b_v, b_acc)
         else:
             b_acc = add_values(b_acc, b_p, b_v, m_seen)
@@ -294,6 +295,7 @@ def attention_kernel(
     ANCHOR_BLOCK: tl.constexpr,
     FAST: tl.constexpr,  # one instruction for an exponent; only with SHIFT "none"
     GUARDED: tl.constexpr,  # FAST leaves tiles that need care, otherwise the pass takes only those
+    CLEAN: tl.constexpr,  # values are finite, or nobody minds: an NPU cannot branch round a product (see README.md)
     DESCRIPTORS: tl.constexpr,  # p_k and p_v are tensor descriptors
 ):
     """softmax(scale q k^T + mask) v and its log-sum-exp, one tile of BLOCK_M query rows of one head at a time."""
@@ -353,14 +355,14 @@ def attention_kernel(
             b_max, b_sum, b_acc = attend(
                 b_q, b_max, b_sum, b_acc, p_keys, p_values, p_anchors, p_rows_mask, o_row, rows, 0, whole, keys,
                 diagonal, scale, stride_kn, stride_vn, stride_mask_m, stride_mask_n, o_batch, o_head // group, begin_k,
-                True, SHIFT, MASK, False, D, D_PAD, BLOCK_N, ANCHOR_BLOCK, FAST, DESCRIPTORS,
+                True, SHIFT, MASK, False, D, D_PAD, BLOCK_N, ANCHOR_BLOCK, FAST, CLEAN, DESCRIPTORS,
             )  # fmt: skip
         else:
             whole = 0
         b_max, b_sum, b_acc = attend(
             b_q, b_max, b_sum, b_acc, p_keys, p_values, p_anchors, p_rows_mask, o_row, rows, whole, end, keys,
             diagonal, scale, stride_kn, stride_vn, stride_mask_m, stride_mask_n, o_batch, o_head // group, begin_k,
-            False, SHIFT, MASK, CAUSAL, D, D_PAD, BLOCK_N, ANCHOR_BLOCK, FAST, DESCRIPTORS,
+            False, SHIFT, MASK, CAUSAL, D, D_PAD, BLOCK_N, ANCHOR_BLOCK, FAST, CLEAN, DESCRIPTORS,
         )  # fmt: skip
         # a mean of values lies in FP16's range up to the last bit; infinity in the sum came from a value
         blind = (b_sum == 0.0) & (b_max == -INF)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from pasa.eval import cli
@@ -93,15 +94,19 @@ def test_other_experiments_are_stored_whole(tmp_path: Path, option: str, stem: s
         (["bench", "rmse", "--overflow", "wrap"], "'wrap'"),
         (["bench", "rmse", "--resonance", "--seq", "0"], "seq=0"),
         (["bench", "rmse", "--resonance", "--large-bias"], "--large-bias"),
-        (["bench", "speed"], "speed"),
+        (["bench", "speed"], "CUDA"),
+        (["bench", "speed", "--case", "nonsense"], "nonsense"),
+        (["bench", "speed", "--rounds", "0"], "rounds=0"),
+        (["bench", "speed", "--implementation", "foo"], "foo"),
         (["beta", "--block", "0"], "0"),
         (["demo", "--new-tokens", "0"], "new_tokens=0"),
         (["--bogus"], "--bogus"),
     ],
 )
 def test_bad_input_is_one_line_that_names_the_value(
-    arguments: list[str], value: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], value: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit) as stopped:
         cli.main(arguments)
     shown = capsys.readouterr()

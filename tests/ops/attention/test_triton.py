@@ -187,7 +187,7 @@ def test_varlen_equals_sequences_one_by_one(name, causal):
         pasa.attention_varlen(*on_device(q, k, v, cu_q.flip(0), cu_k), 70, 230, backend="triton", **how)
 
 
-@pytest.mark.parametrize("block", [32, 64, 128, 256])
+@pytest.mark.parametrize("block", [32, 64, 128])
 @pytest.mark.parametrize("name", ["exact", "paper"])
 def test_block_sizes(block, name):
     q, k, v = normal_qkv((2, 1), (33, 300), 64)

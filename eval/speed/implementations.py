@@ -1,0 +1,189 @@
+"""Who is timed: torch's attention by backend, peers where they are installed, and ours in each mode."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
+from typing import Any, TypeAlias
+
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+import pasa
+from pasa.eval.speed.cases import Inputs
+from pasa.eval.speed.timing import Call
+from pasa.ops.attention.options import AttentionOptions
+
+Prepare: TypeAlias = Callable[[Inputs], dict[str, Call]]
+PLAIN, EXPANDED, AS_ROWS = "as given", "K and V expanded beforehand", "a group's queries as rows"
+FP32 = pasa.PasaConfig(precision="fp32")
+EIGHT_BIT_LIMIT = 0.1  # relative RMSE of 8-bit scores: a cosine of 0.995
+
+
+class NotInstalledError(NotImplementedError):
+    """A peer's package is not there."""
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One row of the comparison.
+
+    Attributes
+    ----------
+    name : str
+    what : str
+        One line for the legend.
+    prepare : callable
+        Inputs to calls, by variant; whatever has to be laid out differently is made here, before the time is taken.
+        The fastest variant that runs is the one that counts.
+    emulation : PasaConfig
+        The reference arithmetic whose error is the yardstick.
+    shifted : bool
+        Whether a common bias of the keys is removed first.
+    limit : float, optional
+        RMSE to allow in place of the yardstick.
+    lse : callable, optional
+        Inputs to (output, log-sum-exp), for those that can return it.
+    """
+
+    name: str
+    what: str
+    prepare: Prepare
+    emulation: pasa.PasaConfig = FP32
+    shifted: bool = False
+    limit: float | None = None
+    lse: Callable[[Inputs], tuple[Tensor, Tensor]] | None = None
+
+
+def _sdpa(backend: str) -> Prepare:
+    """torch's scaled_dot_product_attention held to one backend; grouped queries in every form that it may take."""
+
+    def prepare(inputs: Inputs) -> dict[str, Call]:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        scope = partial(sdpa_kernel, getattr(SDPBackend, backend))
+        q, k, v, causal = inputs.q, inputs.k, inputs.v, inputs.causal
+        if inputs.groups == 1:
+            return {PLAIN: Call(lambda: scaled_dot_product_attention(q, k, v, is_causal=causal), scope)}
+        wide_k, wide_v = (x.repeat_interleave(inputs.groups, 1) for x in (k, v))
+        calls = {
+            PLAIN: Call(lambda: scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True), scope),
+            EXPANDED: Call(lambda: scaled_dot_product_attention(q, wide_k, wide_v, is_causal=causal), scope),
+        }
+        if inputs.decode and not causal:
+            rows = q.view(q.shape[0], k.shape[1], -1, q.shape[3])  # heads of a group are neighbours: no copy
+            calls[AS_ROWS] = Call(
+                lambda: scaled_dot_product_attention(rows, k, v), scope, lambda out: out.reshape(q.shape)
+            )
+        return calls
+
+    return prepare
+
+
+def _installed(name: str) -> ModuleType:
+    """Import a peer.
+
+    Raises
+    ------
+    NotInstalledError
+    """
+    if importlib.util.find_spec(name) is None:
+        raise NotInstalledError(f"{name} is not installed")
+    return importlib.import_module(name)
+
+
+def _flash_attn(module: str) -> Prepare:
+    """The flash-attn packages: (B, S, H, D), grouped queries by shape."""
+
+    def prepare(inputs: Inputs) -> dict[str, Call]:
+        function = _installed(module).flash_attn_func
+        q, k, v = (x.transpose(1, 2).contiguous() for x in (inputs.q, inputs.k, inputs.v))
+
+        def run() -> Tensor:
+            out = function(q, k, v, causal=inputs.causal)
+            return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+
+        return {PLAIN: Call(run)}
+
+    return prepare
+
+
+def _sage(inputs: Inputs) -> dict[str, Call]:
+    function = _installed("sageattention").sageattn
+
+    def run() -> Tensor:
+        return function(inputs.q, inputs.k, inputs.v, tensor_layout="HND", is_causal=inputs.causal)
+
+    return {PLAIN: Call(run)}
+
+
+def _ours(config: pasa.PasaConfig) -> Prepare:
+    """The public function on the Triton backend."""
+
+    def prepare(inputs: Inputs) -> dict[str, Call]:
+        return {PLAIN: Call(partial(_attend, inputs, config))}
+
+    return prepare
+
+
+def _attend(inputs: Inputs, config: pasa.PasaConfig) -> Tensor:
+    return pasa.attention(inputs.q, inputs.k, inputs.v, is_causal=inputs.causal, config=config, backend="triton")
+
+
+def _lse(config: pasa.PasaConfig, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    return pasa.attention(
+        inputs.q, inputs.k, inputs.v, is_causal=inputs.causal, config=config, backend="triton", return_lse=True
+    )
+
+
+def _portable(inputs: Inputs) -> dict[str, Call]:
+    """Ours, held to the kernel that Ascend and the interpreter see as well."""
+    backend: Any = importlib.import_module("pasa.ops.attention.triton_backend")
+    q, k, v = inputs.q, inputs.k, inputs.v
+    call = backend.Call(q, k, v, None, inputs.causal, float(q.shape[-1] ** -0.5))
+    return {PLAIN: Call(lambda: backend.portable_attention(call, None, AttentionOptions())[0])}
+
+
+def _pasa(name: str, what: str, config: pasa.PasaConfig) -> Implementation:
+    shifted = config.precision == "pasa"
+    return Implementation(name, what, _ours(config), config, shifted, lse=partial(_lse, config))
+
+
+FLASH, CUDNN = "sdpa-flash", "sdpa-cudnn"
+IMPLEMENTATIONS = (
+    Implementation(CUDNN, "torch SDPA, cuDNN backend", _sdpa("CUDNN_ATTENTION")),
+    Implementation(FLASH, "torch SDPA, flash backend (FlashAttention-2)", _sdpa("FLASH_ATTENTION")),
+    Implementation("sdpa-efficient", "torch SDPA, memory-efficient backend", _sdpa("EFFICIENT_ATTENTION")),
+    Implementation("flash-attn", "package flash_attn (FlashAttention-2)", _flash_attn("flash_attn")),
+    Implementation("flash-attn-3", "package flash_attn_interface (Hopper)", _flash_attn("flash_attn_interface")),
+    Implementation("sageattention", "package sageattention: 8-bit scores", _sage, limit=EIGHT_BIT_LIMIT),
+    _pasa("triton-fp32", "our kernels with FP32 scores and softmax, no shift: what the schedule alone gives", FP32),
+    _pasa("pasa", "ours, the default: keeps the guarantee", pasa.PasaConfig()),
+    _pasa("pasa-fp16", 'ours, accumulate="fp16"', pasa.PasaConfig(accumulate="fp16")),
+    _pasa("pasa-paper", 'recovery="paper", as published', pasa.PasaConfig(recovery="paper")),
+    Implementation(
+        "pasa-portable", "ours, the default, on the portable kernel", _portable, pasa.PasaConfig(), shifted=True
+    ),
+)
+OURS = ("pasa", "pasa-fp16")  # either may reach a target, on the data where it passes the gate
+PORTABLE = ("pasa-portable",)
+OWN = (*OURS, "triton-fp32", "pasa-paper", *PORTABLE)
+
+
+def select_implementations(names: Sequence[str] | None = None) -> tuple[Implementation, ...]:
+    """Implementations by name, or all.
+
+    Raises
+    ------
+    ValueError
+        For a name that is not in the table.
+    """
+    known = {each.name: each for each in IMPLEMENTATIONS}
+    for name in names or ():
+        if name not in known:
+            raise ValueError(f"implementation {name!r} is not one of {sorted(known)}")
+    return tuple(known[name] for name in dict.fromkeys(names or known))

@@ -1,0 +1,79 @@
+"""Splits the time of our default mode: the pass over the keys, and the main loop."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from pasa.eval.speed.cases import Inputs, SpeedCase
+from pasa.eval.speed.timing import Call, Clock, interleave, summary
+
+BLOCK = 128  # keys per anchor
+WHOLE, PREPASS, MAIN = "whole", "pre-pass", "main loop"
+
+
+def anchors(inputs: Inputs) -> Any:
+    """Anchor and norms of every block of keys: what is known before a query is looked at."""
+    backend: Any = importlib.import_module("pasa.ops.shift_keys.triton_backend")
+    return backend.find_anchors(inputs.k, inputs.v, BLOCK, check_values=inputs.causal)
+
+
+def prepass(inputs: Inputs) -> Call:
+    """The pass over the keys alone."""
+    return Call(lambda: anchors(inputs).anchor)
+
+
+def main_loop(inputs: Inputs) -> Call:
+    """Attention with the results of that pass at hand: the Hopper kernel, without validation and dispatch."""
+    launch: Any = importlib.import_module("pasa.ops.attention.hopper_launch")
+    made = anchors(inputs)
+    scale = float(inputs.q.shape[-1] ** -0.5)
+    shared = (made.anchor, made.stats, inputs.causal, scale, False)
+    return Call(lambda: launch.hopper_attention(inputs.q, inputs.k, inputs.v, *shared)[0])
+
+
+PARTS = {PREPASS: prepass, MAIN: main_loop}
+
+
+def split(case: SpeedCase, inputs: Inputs, whole: Call, clock: Clock, rounds: int) -> dict[str, Any]:
+    """Milliseconds of the whole call and of its parts, in CUDA graphs: without what the host adds.
+
+    Returns
+    -------
+    dict
+        ``case``, ``in_graph``, ``whole``, ``pre-pass``, ``main loop`` (None where it could not be timed alone) and
+        ``why``, which says why not.
+    """
+    calls, reasons = {WHOLE: whole}, []
+    for name, make in PARTS.items():
+        try:
+            part = make(inputs)
+            part.run()
+        except Exception as error:  # a part that cannot run alone has no time; the whole has one
+            reasons.append(f"{name}: {one_line(error)}")
+        else:
+            calls[name] = part
+    in_graph = True
+    try:
+        timed = {name: clock.graph(call) for name, call in calls.items()}
+    except Exception as error:  # then with the host's share
+        timed, in_graph = calls, False
+        reasons.append(f"not in a graph: {one_line(error)}")
+    try:
+        times, _ = interleave(clock, timed, rounds)
+    except Exception as error:  # the records of the case stand
+        times = {}
+        reasons.append(f"while timed: {one_line(error)}")
+    found = {name: summary(taken)["median_ms"] for name, taken in times.items()}
+    return {
+        "case": case.name,
+        "in_graph": in_graph,
+        **{name: found.get(name) for name in (WHOLE, *PARTS)},
+        "why": "; ".join(reasons),
+    }
+
+
+def one_line(error: BaseException) -> str:
+    """Kind and text of an exception, short enough for a table."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__

@@ -1,0 +1,125 @@
+"""What the kernels are compiled for where no device is at hand: read by scripts/lower_triton_ascend.py, which says
+what the fields are, and by tests/ops/attention/test_compiles_for_nvidia.py. Nothing imports this module otherwise."""
+
+from typing import Any
+
+from pasa.ops.attention.decode_kernel import decode_kernel, merge_kernel
+from pasa.ops.attention.paper_kernel import paper_kernel
+from pasa.ops.attention.triton_kernel import attention_kernel
+from pasa.ops.shift_keys.triton_kernel import anchor_kernel, shift_kernel
+
+Case = dict[str, Any]
+
+TYPES = {
+    **dict.fromkeys(["p_q", "p_k", "p_v", "p_out", "p_anchor", "p_shifted"], "*fp16"),
+    **dict.fromkeys(["p_lse", "p_stats", "p_factor", "p_matrix", "p_part", "p_state"], "*fp32"),
+    **dict.fromkeys(["p_tile", "p_cu_q", "p_cu_k", "p_first_block", "p_block", "p_cu"], "*i32"),
+    **dict.fromkeys(["p_mask", "p_visible"], "*u8"),
+    "scale": "fp32",
+}
+
+
+def _case(kernel: Any, name: str, constexprs: Case, **fields: Any) -> Case:
+    """Strides of tokens, heads and batches are multiples of 16, since D is one; a mask's last stride is 1."""
+    names, mask = kernel.arg_names, constexprs.get("MASK", "none")
+    types = TYPES | ({"p_mask": "*fp16"} if mask == "float" else {})
+    return {
+        "name": name,
+        "kernel": kernel,
+        "signature": {n: kind for n, kind in types.items() if n in names},
+        "constexprs": constexprs | ({} if mask == "none" else {"stride_mask_n": 1}),
+        "aligned": [n for n in names if n.startswith(("stride_q", "stride_k", "stride_v", "stride_o"))],
+        **fields,
+    }
+
+
+def _sizes(dim: int, block_m: int, block_n: int) -> Case:
+    return {"D": dim, "D_PAD": 1 << (dim - 1).bit_length(), "BLOCK_M": block_m, "BLOCK_N": block_n}
+
+
+def _attention(name: str, sizes: Case, mask: str = "none", causal: bool = True, **over: Any) -> Case:
+    """Over K' made before, as on an NPU, unless `over` says otherwise."""
+    flags = {"SHIFT": "before", "FAST": False, "GUARDED": False, "CLEAN": True, "DESCRIPTORS": False}
+    flags |= {"ANCHOR_BLOCK": 128}
+    flags |= {"MASK": mask, "CAUSAL": causal, "VARLEN": False} | sizes
+    fields = {key: over.pop(key) for key in ("options", "architectures", "stack") if key in over}
+    return _case(attention_kernel, name, flags | over, **fields)
+
+
+def _paper(name: str, sizes: Case, mask: str = "none", clean: bool = True, **over: Any) -> Case:
+    flags = {"MASK": mask, "CAUSAL": True, "VARLEN": False, "ROUND": False, "CLEAN": clean} | sizes
+    fields = {key: over.pop(key) for key in ("options", "architectures", "stack") if key in over}
+    return _case(paper_kernel, name, flags | over, **fields)
+
+
+def _shift(name: str, dim: int, width: int, *, exact: bool, visible: bool, packed: bool = False, **fields: Any) -> Case:
+    flags = {"D": dim, "WIDTH": width, "BLOCK": 128, "EXACT": exact, "GEMM": not exact}
+    return _case(shift_kernel, name, flags | {"HAS_VISIBLE": visible, "VARLEN": packed}, **fields)
+
+
+ON_ASCEND = {dim: _sizes(dim, 64, 128) for dim in (64, 80, 128)} | {256: _sizes(256, 32, 64)}  # as in tiles.py
+ASCEND_CASES = [
+    *(
+        _attention(f"d{dim}_{mask}" + "_causal" * causal, sizes, mask, causal)
+        for dim, sizes in ON_ASCEND.items()
+        for mask in ("none", "bool", "float")
+        for causal in (False, True)
+    ),
+    *(_attention(f"d{dim}_packed", ON_ASCEND[dim], VARLEN=True) for dim in (64, 128, 256)),
+    *(_attention(f"d{dim}_16_rows", _sizes(dim, 16, 128)) for dim in (64, 128)),
+    _attention("d256_16_rows", _sizes(256, 16, 64)),
+    *(_attention(f"d{dim}_fp32", ON_ASCEND[dim], SHIFT="none", FAST=True) for dim in (64, 128)),
+    *(_paper(f"paper_d{dim}_{mask}", _sizes(dim, 64, 128), mask) for dim in (64, 128) for mask in ("none", "float")),
+    *(_paper(f"paper_d256_{mask}", _sizes(256, 32, 128), mask) for mask in ("none", "float")),
+    *(_paper(f"paper_d{dim}_rounded_packed", _sizes(dim, 64, 128), VARLEN=True, ROUND=True) for dim in (64, 128)),
+    *(
+        _shift(
+            f"{'anchors' if exact else 'matrix'}_d{dim}" + "_visible" * visible, dim, 32, exact=exact, visible=visible
+        )
+        for exact in (True, False)
+        for dim in (80, 128)
+        for visible in (False, True)
+    ),
+    _shift("anchors_packed", 128, 32, exact=True, visible=False, packed=True),
+]
+NOT_FOR_ASCEND = {
+    "anchor_kernel": "finds out what only GPU launches ask for: shift_kernel serves an NPU",
+    "decode_kernel": "branches on its data round a GEMM: attention_kernel serves decoding",
+    "merge_kernel": "goes with decode_kernel",
+}
+
+FAST: Case = {"SHIFT": "none", "FAST": True, "GUARDED": True, "CLEAN": False}
+CAREFUL: Case = {"SHIFT": "here", "GUARDED": True, "CLEAN": False}
+
+
+def _on(arch: int, warps: int, stages: int, **fields: Any) -> Case:
+    return {"architectures": [arch], "options": {"num_warps": warps, "num_stages": stages}, **fields}
+
+
+NVIDIA_CASES = [
+    _attention("sm_80_d64", _sizes(64, 128, 64), **FAST, **_on(80, 4, 3)),
+    _attention("sm_80_d128", _sizes(128, 128, 64), **FAST, **_on(80, 8, 3)),
+    _attention("sm_89_d128", _sizes(128, 128, 32), **FAST, **_on(89, 8, 2)),
+    _attention("sm_89_d256", _sizes(256, 64, 32), **FAST, **_on(89, 8, 1)),
+    _attention("sm_90_d64", _sizes(64, 128, 64), **FAST, **_on(90, 4, 3)),
+    _attention("sm_90_d128", _sizes(128, 128, 128), **FAST, **_on(90, 8, 3)),
+    _attention("sm_90_d256", _sizes(256, 64, 64), **FAST, **_on(90, 8, 2)),
+    _attention("sm_90_d128_careful", _sizes(128, 128, 64), **CAREFUL, **_on(90, 8, 1, stack=2100)),
+    _paper("paper_sm_80_d256", _sizes(256, 64, 128), clean=False, **_on(80, 8, 1)),
+    _paper("paper_sm_89_d128", _sizes(128, 64, 128), clean=False, **_on(89, 8, 1)),
+    _paper("paper_sm_90_d128", _sizes(128, 128, 128), clean=False, **_on(90, 8, 2)),
+    _case(
+        anchor_kernel,
+        "anchors",
+        {"D": 128, "D_PAD": 128, "BLOCK": 128, "HAS_VISIBLE": False, "CHECK_VALUES": True, "VARLEN": False},
+        options={"num_warps": 8},
+    ),
+    _shift("matrix", 128, 128, exact=False, visible=False, options={"num_warps": 8}),
+    _case(
+        decode_kernel,
+        "decode",
+        {"MASK": "none", "CAUSAL": False} | _sizes(128, 16, 64),
+        options={"num_warps": 4, "num_stages": 3},
+    ),
+    _case(merge_kernel, "merge", {"NATS": False, "D": 128, "D_PAD": 128, "BLOCK_M": 16, "SPLITS": 32}),
+]

@@ -1,0 +1,23 @@
+"""A whole run of the benchmark, without a device."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from pasa.eval.speed import run, softmax_tile
+from tests.eval.speed.fakes import BANDWIDTH, ENTRANTS, TINY, TINY_BIASED, TINY_DECODE, FakeClock
+
+
+@pytest.fixture(scope="session", autouse=True)
+def small_tiles() -> Iterator[None]:
+    """Score tiles of a gigabyte are for devices."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(softmax_tile, "SIZES", tuple((name, 64, 256, cold) for name, _, _, cold in softmax_tile.SIZES))
+        yield
+
+
+@pytest.fixture(scope="session")
+def result(small_tiles: None) -> dict[str, Any]:
+    """A whole run on the CPU."""
+    return run.measure((TINY, TINY_DECODE, TINY_BIASED), ENTRANTS, FakeClock(), BANDWIDTH, rounds=3)

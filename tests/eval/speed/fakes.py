@@ -1,0 +1,98 @@
+"""A clock without a device, and implementations that run on the CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import pasa
+from pasa.eval.speed.cases import Inputs, SpeedCase, Target
+from pasa.eval.speed.implementations import Implementation, NotInstalledError
+from pasa.eval.speed.timing import Call
+
+SPEED = {"sdpa-cudnn": 2.0, "sdpa-flash": 5.0, "pasa": 1.6, "pasa-fp16": 1.25, "triton-fp32": 2.5, "pasa-portable": 2.2}
+TINY = SpeedCase("tiny", 1, 4, 2, 150, 150, 32, causal=True, graphed=True, eager=Target(1.0, 1.5, 2.0))
+TINY_DECODE = SpeedCase("decode", 1, 4, 2, 3, 300, 32, decode=True, eager=Target(floor=1.15))
+TINY_BIASED = dataclasses.replace(TINY, name="tiny+constant", data="constant", eager=Target(), graphed=False)
+
+
+class Timed:
+    """A function that says how long it takes."""
+
+    def __init__(self, function: Callable[[], Tensor], milliseconds: float) -> None:
+        self.function, self.milliseconds = function, milliseconds
+
+    def __call__(self) -> Tensor:
+        return self.function()
+
+
+class FakeClock:
+    """Says what a call says of itself, times a drift that grows with every turn; keeps a log."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, drift: float = 1.0) -> None:
+        self.drift, self.factor = drift, 1.0
+        self.log: list[tuple[Any, int, bool]] = []
+
+    def times(self, call: Call, count: int, cold: bool) -> list[float]:
+        with call.scope():
+            call.run()
+        self.log.append((call.run, count, cold))
+        # The first call of a turn is slow: it must not count.
+        return [100.0, *[self.factor * getattr(call.run, "milliseconds", 1.0)] * (count - 1)]
+
+    def host_us(self, call: Call) -> float:
+        return 30.0
+
+    def workspace(self, call: Call) -> int:
+        return 1000
+
+    def graph(self, call: Call) -> Call:
+        return dataclasses.replace(call, run=Timed(call.run, getattr(call.run, "milliseconds", 1.0) / 2))
+
+
+def implementation(
+    name: str, config: pasa.PasaConfig, spoil: Callable[[Tensor], Tensor] = lambda out: out
+) -> Implementation:
+    """The reference backend under another name."""
+
+    def attend(inputs: Inputs) -> Tensor:
+        q, k, v = inputs.q, inputs.k, inputs.v
+        return spoil(pasa.attention(q, k, v, is_causal=inputs.causal, config=config, backend="reference"))
+
+    def prepare(inputs: Inputs) -> dict[str, Call]:
+        return {
+            "slow": Call(Timed(lambda: attend(inputs), 10 * SPEED.get(name, 1.0))),
+            "fast": Call(Timed(lambda: attend(inputs), SPEED.get(name, 1.0))),
+        }
+
+    return Implementation(name, f"{name}, emulated", prepare, config, shifted=config.precision == "pasa")
+
+
+def refuse(inputs: Inputs) -> dict[str, Call]:
+    """A backend that cannot run."""
+    raise RuntimeError("No available kernel.\nAborting execution.")
+
+
+def absent(inputs: Inputs) -> dict[str, Call]:
+    """A package that is not there."""
+    raise NotInstalledError("flash_attn is not installed")
+
+
+FP32 = pasa.PasaConfig(precision="fp32")
+ENTRANTS = (
+    implementation("sdpa-cudnn", FP32),
+    implementation("sdpa-flash", FP32),
+    Implementation("sdpa-efficient", "", refuse),
+    Implementation("flash-attn", "", absent),
+    implementation("pasa", pasa.PasaConfig()),
+    implementation("pasa-fp16", pasa.PasaConfig(accumulate="fp16")),
+    implementation("pasa-paper", pasa.PasaConfig(recovery="paper"), lambda out: out + 0.1),
+    implementation("pasa-portable", pasa.PasaConfig()),
+)
+BANDWIDTH = 1e9

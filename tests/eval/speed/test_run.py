@@ -1,0 +1,252 @@
+"""The runner on a clock without a device: gate first, ratios, reasons, and the form of the result."""
+
+import dataclasses
+import importlib.util
+import json
+from typing import Any
+
+import pytest
+import torch
+
+import pasa
+from pasa.eval import output
+from pasa.eval.speed import report, run
+from pasa.eval.speed.cases import Inputs, SpeedCase
+from pasa.eval.speed.implementations import IMPLEMENTATIONS, OWN, Implementation, select_implementations
+from pasa.eval.speed.timing import PROBES, Call
+from tests.eval.speed.fakes import (
+    BANDWIDTH,
+    ENTRANTS,
+    TINY,
+    TINY_DECODE,
+    FakeClock,
+    Timed,
+    implementation,
+)
+
+
+def select(result: dict[str, Any], **wanted: str) -> list[dict[str, Any]]:
+    return [each for each in result["records"] if all(each[name] == value for name, value in wanted.items())]
+
+
+def only(result: dict[str, Any], case: str, name: str, how: str = "eager") -> dict[str, Any]:
+    (found,) = select(result, case=case, implementation=name, how=how)
+    return found
+
+
+def test_ratios_and_tflops(result: dict[str, Any]) -> None:
+    ours, cudnn = only(result, "tiny", "pasa"), only(result, "tiny", "sdpa-cudnn")
+    assert ours["median_ms"] == 1.6
+    assert ours["to_cudnn"] == pytest.approx(2.0 / 1.6)
+    assert ours["to_flash"] == pytest.approx(5.0 / 1.6)
+    assert cudnn["to_cudnn"] == 1.0
+    assert ours["tflops"] == pytest.approx(4 * 4 * 150 * 150 * 32 / 2 / 1.6e-3 * 1e-12)
+    assert ours["cold"] is True
+    assert ours["to_floor"] is None
+
+
+def test_decoding_is_held_against_reading_keys_and_values(result: dict[str, Any]) -> None:
+    bytes_read = 2 * 2 * 300 * 32 * 2
+    assert only(result, "decode", "pasa")["to_floor"] == pytest.approx(1.6e-3 / (bytes_read / BANDWIDTH))
+
+
+def test_the_fastest_variant_counts(result: dict[str, Any]) -> None:
+    assert only(result, "tiny", "pasa")["variant"] == "fast"
+
+
+def test_who_fails_the_gate_has_an_error_and_no_time(result: dict[str, Any]) -> None:
+    for failed in select(result, implementation="pasa-paper", case="tiny"):
+        assert failed["status"] == "failed gate"
+        assert failed["rmse"] > failed["rmse_limit"]
+        assert "RMSE" in failed["why"]
+        assert not {"median_ms", "tflops", "to_cudnn", "host_us"} & set(failed)
+    assert not result["gate"]["passed"]
+    assert {each["implementation"] for each in result["gate"]["failures"]} == {"pasa-paper"}
+
+
+def test_who_cannot_run_says_why_in_one_line(result: dict[str, Any]) -> None:
+    refused = only(result, "tiny", "sdpa-efficient")
+    assert (refused["status"], refused["why"]) == ("not run", "RuntimeError: No available kernel. Aborting execution.")
+    missing = only(result, "tiny", "flash-attn")
+    assert (missing["status"], missing["why"]) == ("not installed", "flash_attn is not installed")
+
+
+def test_every_implementation_has_a_record_on_every_case(result: dict[str, Any]) -> None:
+    for case in ("tiny", "decode", "tiny+constant"):
+        names = [each["implementation"] for each in select(result, case=case, how="eager")]
+        assert names == [each.name for each in ENTRANTS]
+
+
+def test_graphs_are_compared_with_graphs(result: dict[str, Any]) -> None:
+    ours = only(result, "tiny", "pasa", "graph")
+    assert ours["median_ms"] == 0.8
+    assert ours["to_cudnn"] == pytest.approx(2.0 / 1.6)
+    assert only(result, "tiny", "sdpa-efficient", "graph")["status"] == "not run"
+    assert select(result, case="decode", how="graph") == []
+
+
+def test_a_graph_that_replays_other_numbers_is_stopped() -> None:
+    class Forgetful(FakeClock):
+        def graph(self, call: Call) -> Call:
+            return Call(lambda: torch.zeros_like(call.run()))
+
+    result = run.measure([TINY], [implementation("pasa", pasa.PasaConfig())], Forgetful(), BANDWIDTH, 1)
+    found = only(result, "tiny", "pasa", "graph")
+    assert (found["status"], "median_ms" in found) == ("failed gate", False)
+    assert only(result, "tiny", "pasa")["status"] == "ok"
+
+
+def test_capture_that_fails_is_told() -> None:
+    class NoGraphs(FakeClock):
+        def graph(self, call: Call) -> Call:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    result = run.measure([TINY], [implementation("pasa", pasa.PasaConfig())], NoGraphs(), BANDWIDTH, 1)
+    assert "in a CUDA graph: RuntimeError: operation not permitted" in only(result, "tiny", "pasa", "graph")["why"]
+
+
+def test_a_device_that_fails_while_timing_leaves_reasons_and_no_times() -> None:
+    class Failing(FakeClock):
+        def times(self, call: Call, count: int, cold: bool) -> list[float]:
+            if count > PROBES:
+                raise RuntimeError("an illegal memory access was encountered")
+            return super().times(call, count, cold)
+
+    case = dataclasses.replace(TINY, graphed=False)
+    result = run.measure([case], [implementation("pasa", pasa.PasaConfig())], Failing(), BANDWIDTH, 1)
+    found = only(result, "tiny", "pasa")
+    assert (found["status"], "median_ms" in found) == ("not run", False)
+    assert "illegal memory access" in found["why"]
+    assert result["parts"] == []
+
+
+def test_a_case_that_does_not_fit_leaves_reasons_and_the_others_run() -> None:
+    class Small(SpeedCase):
+        def inputs(self, device: torch.device | str) -> Inputs:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4 GiB.")
+
+    large = Small("large", 1, 1, 1, 8, 8, 16)
+    result = run.measure([large, TINY_DECODE], ENTRANTS[:2], FakeClock(), BANDWIDTH, 1)
+    assert {each["status"] for each in select(result, case="large")} == {"not run"}
+    assert "CUDA out of memory" in only(result, "large", "sdpa-cudnn")["why"]
+    assert {each["status"] for each in select(result, case="decode")} == {"ok"}
+    assert report.to_markdown(result)
+
+
+def test_parts_that_fail_while_timed_leave_the_records() -> None:
+    class Failing(FakeClock):
+        def graph(self, call: Call) -> Call:
+            def run() -> torch.Tensor:
+                raise RuntimeError("misaligned address")
+
+            return Call(run)
+
+    case = dataclasses.replace(TINY, graphed=False)
+    result = run.measure([case], [implementation("pasa", pasa.PasaConfig())], Failing(), BANDWIDTH, 1)
+    assert only(result, "tiny", "pasa")["status"] == "ok"
+    (part,) = result["parts"]
+    assert part["whole"] is None
+    assert "while timed: RuntimeError: misaligned address" in part["why"]
+    assert report.to_markdown(result)
+
+
+def test_no_ratio_without_the_peer() -> None:
+    result = run.measure([TINY_DECODE], [implementation("pasa", pasa.PasaConfig())], FakeClock(), BANDWIDTH, 2)
+    assert only(result, "decode", "pasa")["to_cudnn"] is None
+    assert only(result, "decode", "pasa")["median_ms"] == 1.6
+
+
+def test_warnings_of_a_refusal_are_its_reason() -> None:
+    """Story: torch raises "No available kernel" and says in warnings which condition a backend wants."""
+    import warnings
+
+    def prepare(inputs: Any) -> dict[str, Call]:
+        warnings.warn("cuDNN attention requires head dim of at most 128", UserWarning, stacklevel=1)
+        raise RuntimeError("No available kernel")
+
+    result = run.measure([TINY_DECODE], [Implementation("sdpa-cudnn", "", prepare)], FakeClock(), BANDWIDTH, 1)
+    assert "requires head dim of at most 128" in only(result, "decode", "sdpa-cudnn")["why"]
+
+
+def test_first_failure_is_told_when_no_variant_runs() -> None:
+    def boom(text: str) -> Call:
+        def run() -> torch.Tensor:
+            raise RuntimeError(text)
+
+        return Call(run)
+
+    with pytest.raises(RuntimeError, match="first"):
+        run.fastest({"a": boom("first"), "b": boom("second")}, FakeClock())
+    works = Call(Timed(lambda: torch.zeros(1), 3.0))
+    assert run.fastest({"a": boom("first"), "b": works}, FakeClock()) == ("b", works)
+
+
+def test_parts_are_timed_or_say_why_not(result: dict[str, Any]) -> None:
+    (part,) = result["parts"]
+    assert part["case"] == "tiny"
+    assert part["whole"] == 0.8
+    assert all(part[name] is not None or name in part["why"] for name in ("pre-pass", "main loop"))
+
+
+def test_progress_and_results_so_far() -> None:
+    seen: list[tuple[int, int, str]] = []
+    kept: list[int] = []
+    entrants = [implementation("pasa", pasa.PasaConfig())]
+    run.measure(
+        [TINY_DECODE, dataclasses.replace(TINY_DECODE, name="again")],
+        entrants,
+        FakeClock(),
+        BANDWIDTH,
+        1,
+        progress=lambda *what: seen.append(what),
+        keep=lambda so_far: kept.append(len(so_far["records"])),
+    )
+    assert seen == [(0, 3, "decode"), (1, 3, "again"), (2, 3, "score tiles"), (3, 3, "done")]
+    assert kept == [1, 2]
+
+
+def test_result_is_json_with_origin(result: dict[str, Any]) -> None:
+    read = json.loads(output.to_json(result))
+    assert {"schema", "note", "environment", "formula", "copy_bandwidth", "targets", "parts", "softmax"} <= set(read)
+    assert {"device", "torch", "triton", "commit"} <= set(read["environment"])
+    assert len(read["records"]) == len(result["records"])
+    assert "NPU" in read["note"]
+
+
+def test_without_a_device_one_clear_line() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("is about machines without a CUDA device")
+    with pytest.raises(NotImplementedError, match="needs a CUDA device"):
+        run.run_speed()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"cases": ["nonsense"]}, "nonsense"),
+        ({"implementations": ["nonsense"]}, "nonsense"),
+        ({"rounds": 0}, "rounds=0"),
+        ({"cases": ["svd"], "quick": True}, "quick"),
+    ],
+)
+def test_bad_arguments_are_named(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run.run_speed(**arguments)
+
+
+def test_implementations_are_selected_by_name() -> None:
+    assert select_implementations() == IMPLEMENTATIONS
+    assert [each.name for each in select_implementations(["pasa", "sdpa-flash"])] == ["pasa", "sdpa-flash"]
+    assert set(OWN) <= {each.name for each in IMPLEMENTATIONS}
+
+
+def test_the_real_table_runs_or_says_why_on_a_cpu() -> None:
+    """Every row of the real table ends in a time or a reason, whatever the machine has."""
+    result = run.measure([TINY_DECODE], IMPLEMENTATIONS, FakeClock(), BANDWIDTH, 1)
+    found = {each["implementation"]: each for each in result["records"]}
+    assert list(found) == [each.name for each in IMPLEMENTATIONS]
+    for name, module in (("flash-attn", "flash_attn"), ("sageattention", "sageattention")):
+        if importlib.util.find_spec(module) is None:
+            assert found[name]["status"] == "not installed"
+    assert all(each["status"] == "ok" or each["why"] for each in found.values())
+    assert found["sdpa-cudnn"]["status"] != "failed gate"

@@ -1,0 +1,132 @@
+"""Every Triton and Gluon kernel compiles to a cubin for the NVIDIA architectures it is meant for; no GPU is needed.
+
+Modules of ops/ that hold a list `NVIDIA_CASES` say what to compile: dicts as in scripts/lower_triton_ascend.py, plus
+    options        {"num_warps": 8, ...}
+    architectures  optional: compute capabilities times ten; ARCHITECTURES without it
+    stack          optional: bytes of local memory that a thread may use; STACK_BYTES without it
+Each compilation runs in a process of its own, because here TRITON_INTERPRET may be set, which decides when a kernel is
+defined whether it can be compiled. What a process compiled stays in pytest's cache until the kernel changes.
+"""
+
+import ast
+import functools
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import types
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+# What a thread block may take (CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability").
+SHARED_KIB = {75: 64, 80: 163, 89: 99, 90: 227}
+ARCHITECTURES = (80, 89, 90)  # for sm_75 Triton 3.6 makes dots of scalar FMAs: a case must ask for that by name
+STACK_BYTES = 255 * 4  # local memory of a thread: what is spilled may fill its registers once more
+
+
+def worker(*task, **env):
+    """What `main` prints, from a process where Triton compiles."""
+    env |= {key: value for key, value in os.environ.items() if not key.startswith("TRITON_")}
+    command = [sys.executable, __file__, *map(str, task)]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, timeout=300, check=False)
+    assert not done.returncode, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@functools.cache
+def cases():
+    return worker("list")
+
+
+def pytest_generate_tests(metafunc):
+    if "case" in metafunc.fixturenames:
+        runs = [(case, arch) for case in cases() for arch in case["architectures"]]
+        ids = [f"{case['name']}-sm_{arch}" for case, arch in runs]
+        metafunc.parametrize(("case", "architecture"), runs, ids=ids)
+
+
+def test_compiles(case, architecture, pytestconfig):
+    cache = pytestconfig.cache.mkdir("triton")
+    found = worker(case["module"], case["name"], architecture, TRITON_CACHE_DIR=str(cache))
+    assert found["cubin_bytes"] > 0
+    assert found["shared"] <= SHARED_KIB[architecture] * 1024
+    assert found["stack"] <= case["stack"]
+
+
+def test_every_kernel_has_a_case():
+    written = set()
+    for path in (ROOT / "ops").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel"):
+                marks = [ast.unparse(mark) for mark in node.decorator_list]
+                if any(mark.startswith(("triton.jit", "gluon.jit")) for mark in marks):
+                    written.add((path.stem, node.name))
+    assert written == {(case["file"], case["kernel"]) for case in cases()}
+
+
+# --- in the worker
+
+
+def load(module):
+    return importlib.import_module(module).NVIDIA_CASES
+
+
+def list_cases():
+    found = []
+    for path in sorted((ROOT / "ops").rglob("*.py")):
+        if re.search(r"^NVIDIA_CASES\b", path.read_text(encoding="utf-8"), re.MULTILINE):
+            module = ".".join(["pasa", *path.relative_to(ROOT).with_suffix("").parts])
+            for case in load(module):
+                defaults = {"architectures": ARCHITECTURES, "stack": STACK_BYTES}
+                kernel = case["kernel"]
+                names = {"module": module, "file": kernel.__module__.rsplit(".", 1)[-1], "kernel": kernel.__name__}
+                found.append({**names, **{key: case.get(key, defaults.get(key)) for key in ("name", *defaults)}})
+    return found
+
+
+def compile_case(case, architecture):
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    kernel, constants = case["kernel"], case["constexprs"]
+    given, aligned, names = case["signature"], case.get("aligned", ()), case["kernel"].arg_names
+    assert not {*given, *constants, *aligned} - {*names}, "arguments that the kernel does not have"
+    signature = {name: "constexpr" if name in constants else given.get(name, "i32") for name in names}
+    sixteen = [name for name, kind in signature.items() if kind.startswith("*") or name in aligned]
+    attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in sixteen}
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constants, attrs)
+    compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=case.get("options", {}))
+    cubin = compiled.asm["cubin"]
+    return {"cubin_bytes": len(cubin), "shared": compiled.metadata.shared, "stack": stack_bytes(cubin)}
+
+
+def stack_bytes(cubin):
+    """Local memory of a thread, where registers spill."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return max(int(n) for n in re.findall(r"STACK:(\d+)", usage))
+
+
+def main(task):
+    # pasa.ops is ops/, without pasa/__init__.py, which imports torch: seconds, in every process
+    for name, folder in (("pasa", "pasa"), ("pasa.ops", "ops")):
+        sys.modules[name] = types.ModuleType(name)
+        sys.modules[name].__path__ = [str(ROOT / folder)]
+    if task == ["list"]:
+        return list_cases()
+    module, name, architecture = task
+    return compile_case(next(case for case in load(module) if case["name"] == name), int(architecture))
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(sys.argv[1:])))
