@@ -73,15 +73,19 @@ def rmse(
     overflow: Annotated[str | None, typer.Option(help="inf, saturate, or both (the default).")] = None,
     resonance: Annotated[bool, typer.Option("--resonance", help="Waves along the head dimension instead.")] = False,
     large_bias: Annotated[bool, typer.Option("--large-bias", help="Large shared biases instead.")] = False,
+    kernels: Annotated[bool, typer.Option("--kernels", help="The Triton kernels, on a GPU or interpreted.")] = False,
 ) -> None:
     """RMSE of every arithmetic against FP64 on the paper's cases; exit 1 if the default one fails gate (a) or (b)."""
     from pasa.eval.rmse import bias, plots, report, run
+    from pasa.eval.rmse import kernels as on_kernels
     from pasa.eval.rmse import resonance as resonant
 
-    if resonance and large_bias:
-        raise ValueError("--resonance and --large-bias are two experiments: choose one")
+    if resonance + large_bias + kernels > 1:
+        raise ValueError("--resonance, --large-bias and --kernels are experiments of their own: choose one")
     if large_bias and (overflow is not None or quick):
         raise ValueError("--large-bias takes neither --overflow nor --quick: it compares with FP32 at one small size")
+    if kernels and overflow is not None:
+        raise ValueError("--kernels takes no --overflow: the scores of kernels are FP32")
     wanted = {
         "heads": QUICK_HEADS if quick and heads is None else heads,
         "seq": seq,
@@ -89,7 +93,9 @@ def rmse(
     }
     given: dict[str, Any] = {name: value for name, value in wanted.items() if value is not None}
     with output.progress_bar("bench rmse") as progress:
-        if large_bias:
+        if kernels:
+            result = on_kernels.run_kernels(**given, progress=progress)
+        elif large_bias:
             result = bias.run_large_bias(**given, progress=progress)
         elif resonance:
             result = resonant.run_resonance(**given, overflow=overflow or "both", progress=progress)

@@ -1,12 +1,67 @@
 """Inputs and error measures that several tests share."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import pytest
 import torch
 from torch import Tensor
 
 import pasa
+from pasa.ops.attention import triton_backend
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # of the Triton kernels: a GPU, or the interpreter
 ODD_LENGTHS = [(1, 1), (1, 63), (63, 127), (127, 129), (129, 63), (5, 300), (200, 257)]  # (Sq, Skv)
+
+
+class Mode(NamedTuple):
+    """A way to run attention: on which backend, with which kernel of it, in which arithmetic."""
+
+    backend: str
+    config: pasa.PasaConfig
+    portable: bool = False  # where Hopper has a kernel of its own, the one that other devices run
+
+    def __str__(self) -> str:
+        kernel = "portable" if self.portable else self.backend
+        return f"{kernel}-{self.config.overflow}-{self.config.accumulate}"
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None = None, **how: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp, on the CPU; the Triton kernels run on `DEVICE`."""
+        device = "cpu" if self.backend == "reference" else DEVICE
+        q, k, v = q.to(device), k.to(device), v.to(device)
+        mask = None if attn_mask is None else attn_mask.to(device)
+        how = {"config": self.config, "backend": self.backend, "return_lse": True} | how
+        with portable_kernel() if self.portable else nullcontext():
+            out, lse = pasa.attention(q, k, v, attn_mask=mask, **how)
+        return out.cpu(), lse.cpu()
+
+    def out(self, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+        """The output alone."""
+        return self.attend(q, k, v, **how)[0]
+
+
+@contextmanager
+def portable_kernel() -> Iterator[None]:
+    """Keep Hopper's own kernel out."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_backend, "hopper_serves", lambda *_: False)
+        yield
+
+
+HOPPER = DEVICE == "cuda" and torch.cuda.get_device_capability() == (9, 0)
+REFERENCE_MODES = [
+    Mode("reference", pasa.PasaConfig(overflow=mode, accumulate=a))
+    for mode in ("inf", "saturate")
+    for a in ("fp32", "fp16")
+]
+KERNEL_MODES = [Mode("triton", pasa.PasaConfig(accumulate=a)) for a in ("fp32", "fp16")]
+KERNEL_MODES += [Mode("triton", pasa.PasaConfig(), portable=True)] * HOPPER
+MODES = REFERENCE_MODES + KERNEL_MODES
+# Kernels sum weights before FP16 rounds them, so an output may leave the range of its values by this share of it.
+KERNEL_SLACK = 2.0**-11
 
 
 def normal_qkv(

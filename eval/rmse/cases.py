@@ -168,11 +168,14 @@ class Arithmetic:
     config : PasaConfig
     what : str
         One line for the legend.
+    backend : str
+        "reference" emulates an NPU; kernels keep their scores to themselves.
     """
 
     name: str
     config: PasaConfig
     what: str
+    backend: str = "reference"
 
 
 PAPER_CASES = (

@@ -13,7 +13,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from pasa.eval import output
-from pasa.eval.rmse.cases import ARITHMETICS, COMPETITOR, GATED, NAIVE
+from pasa.eval.rmse.cases import COMPETITOR, GATED, NAIVE
 from pasa.eval.rmse.metrics import L1, NAIVE_FACTOR
 
 Record = dict[str, Any]
@@ -226,7 +226,7 @@ def to_markdown(result: dict[str, Any]) -> str:
     if result["experiment"] == "rmse" and len(result["seeds"]) > 1:
         parts += ["## Per seed", _per_seed(result)]
     parts += [GATES_TEXT, verdict(result)]
-    parts += ["\n".join(f"- `{each.name}`: {each.what}" for each in ARITHMETICS)]
+    parts += ["\n".join(f"- `{name}`: {what}" for name, what in result["arithmetics"].items())]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 

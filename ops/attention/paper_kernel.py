@@ -18,16 +18,18 @@ def rounded(x, ROUND: tl.constexpr):
 
 @triton.jit
 def paper_step(
-    b_s, b_own, m_key, m_seen, m_reach, index, n, factor, full_factor, b_mean, b_max, b_sum, ROUND: tl.constexpr
+    b_s, b_own, m_key, m_seen, m_reach, index, factor, full_factor, b_mean, b_max, b_sum, ROUND: tl.constexpr
 ):
     """Lines 11 to 19 for one tile S' (M, N) that FP16 stored: P, the factors of O and of P V, F_j, m_j and l_j.
 
     b_own: S' with the mask added; m_key (N,): keys of the block; m_seen (M, N): what each row sees of them;
     m_reach (M,): rows whose causal band reaches the block, the others stay as they are; index: blocks before this one;
-    n: its keys; b_mean: F_{j-1}; factor, full_factor: the invariance of this block's M and of a full block's.
+    b_mean: F_{j-1}; factor, full_factor: the invariance of this block's M and of a full block's.
     """
-    # of the whole shifted block, masked or not: the recovery undoes M. A NaN is its key's own.
-    mean = rounded(tl.sum(tl.where(m_key[None, :] & (b_s == b_s), b_s, 0.0), 1) / n, ROUND)
+    # of the whole shifted block, masked or not: the recovery undoes M, for which a key that is NaN was the mean itself
+    m_mean = m_key[None, :] & (b_s == b_s)
+    mean = tl.sum(tl.where(m_mean, b_s, 0.0), 1) / tl.maximum(tl.sum(tl.where(m_mean, 1.0, 0.0), 1), 1.0)
+    mean = rounded(mean, ROUND)
     new_mean = rounded(rounded(rounded(index * b_mean, ROUND) + mean, ROUND) / (index + 1), ROUND)
     later = tl.minimum(index, 1).to(tl.float32)  # F_0 is read as s, so block 1 has no correction
     carry = rounded(full_factor * rounded((b_mean - new_mean) * later, ROUND), ROUND)
@@ -156,7 +158,6 @@ def paper_kernel(
                 m_seen,
                 m_reach,
                 start // BLOCK_N,
-                n,
                 factor,
                 full_factor,
                 b_mean,

@@ -137,7 +137,8 @@ def _shift(
     shifted = torch.empty_like(k, memory_format=torch.contiguous_format)
     seen, seen_stride = _bytes(visible, k)
     table, cu = (packing.table, packing.cu_seqlens) if packing else (shifted, shifted)
-    width = min(pad_dim(k.shape[-1]), SLICE_ON_NPU if k.device.type == "npu" else 128)
+    pad = pad_dim(k.shape[-1])
+    width = min(pad, SLICE_ON_NPU) if k.device.type == "npu" else pad
     shift_kernel[(batch * blocks * heads, -(-k.shape[-1] // width))](
         k, seen, table, cu, shifted, shifted if anchor is None else anchor, shifted if matrix is None else matrix,
         *_strides(k, packing), seen_stride, *_strides(shifted, packing), heads, length, blocks,

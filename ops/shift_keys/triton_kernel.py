@@ -162,8 +162,7 @@ def shift_kernel(
     """K' of WIDTH columns of a block: K less its anchor (EXACT, and the anchor), or the published K' = M K.
 
     M K is a batched GEMM on the matrix engine, or formed from the mean: the same numbers. A key that no query sees is
-    replaced by the mean of the others, which leaves every mean as it was. What is not finite becomes NaN, and enters
-    no mean.
+    replaced by the mean of the others, which leaves every mean as it was; so is one that is not finite, whose K' is NaN.
     """
     o_batch, o_head, o_block, first, n = locate_block(
         tl.program_id(0), p_block, p_cu, heads, length, blocks, BLOCK, VARLEN
@@ -176,7 +175,7 @@ def shift_kernel(
     # keys (BLOCK, WIDTH), cleaned
     p_tile = p_k + batch * stride_kb + tl.cast(o_head, tl.int64) * stride_kh + first * stride_kn
     b_k = tl.load(p_tile + o_n[:, None] * stride_kn + o_d[None, :], mask=m_tile, other=0.0).to(tl.float32)
-    m_finite = is_finite(b_k)
+    m_finite = (tl.min(tl.where(is_finite(b_k), 1, 0), 1) > 0)[:, None]  # of the columns that this program has
     m_key = m_finite & m_tile
     if HAS_VISIBLE:
         seen = tl.load(p_visible + batch * stride_visible + first + o_n, mask=m_n, other=0)

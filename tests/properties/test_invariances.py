@@ -5,24 +5,25 @@ import torch
 
 import pasa
 from pasa import PasaConfig
-from tests.inputs import fp16_naive_error, max_error, normal_qkv, rmse
+from tests.inputs import KERNEL_MODES, KERNEL_SLACK, MODES, Mode, fp16_naive_error, max_error, normal_qkv, rmse
 
-MODES = [PasaConfig(overflow=mode, accumulate=a) for mode in ("inf", "saturate") for a in ("fp32", "fp16")]
-BOTH = pytest.mark.parametrize("config", MODES, ids=lambda c: f"{c.overflow}-{c.accumulate}")
+EVERY = pytest.mark.parametrize("mode", MODES, ids=str)
+DEFAULT = Mode("reference", PasaConfig())
+DEFAULTS = pytest.mark.parametrize("mode", [DEFAULT, *KERNEL_MODES], ids=str)
 HALF_ULP = 2.0**-11
 
 
-@BOTH
+@EVERY
 @pytest.mark.parametrize("keys", [1, 129, 1407])
-def test_values_of_one_give_one(config, keys):
+def test_values_of_one_give_one(mode, keys):
     q, k, v = normal_qkv((2, 1), (9, keys), 80)
-    out = pasa.attention(q * 3, k, torch.ones_like(v), config=config)
-    assert torch.equal(out, torch.ones_like(out))
+    out = mode.out(q * 3, k, torch.ones_like(v))
+    assert (out - 1).abs().max() <= (KERNEL_SLACK if mode in KERNEL_MODES else 0.0)
 
 
-@BOTH
+@EVERY
 @pytest.mark.parametrize("shift", [0.0, 8.0, 16.0, 104.0, 1000.0, 10_000.0])
-def test_constant_added_to_every_key_changes_nothing(config, shift):
+def test_constant_added_to_every_key_changes_nothing(mode, shift):
     """Keys on the grid of the largest shift (2^3 at 10^4), so that adding it is exact; then not a bit may change but
     through the FP32 product with the anchor, which all keys share."""
     q, _, v = normal_qkv((2, 1), (33, 300), 64)
@@ -32,17 +33,17 @@ def test_constant_added_to_every_key_changes_nothing(config, shift):
     moved = (k + shift / 8 * direction).half()
     assert torch.equal(moved.float() - k, (shift / 8 * direction).expand_as(k))
     golden, _ = pasa.golden_attention(q, k.half(), v)
-    base = max_error(pasa.attention(q, k.half(), v, config=config), golden)
-    assert max_error(pasa.attention(q, moved, v, config=config), golden) <= 1.1 * base + HALF_ULP
+    base = max_error(mode.out(q, k.half(), v), golden)
+    assert max_error(mode.out(q, moved, v), golden) <= 1.1 * base + HALF_ULP
 
 
-@BOTH
-def test_order_of_keys_does_not_matter(config):
+@EVERY
+def test_order_of_keys_does_not_matter(mode):
     q, k, v = normal_qkv((2, 1), (33, 300), 64)
     order = torch.randperm(300, generator=torch.Generator().manual_seed(1))
     golden, _ = pasa.golden_attention(q, k, v)
     bound = 4 * fp16_naive_error(q, k, v, golden)
-    out, permuted = (pasa.attention(q, *kv, config=config) for kv in ((k, v), (k[:, :, order], v[:, :, order])))
+    out, permuted = (mode.out(q, *kv) for kv in ((k, v), (k[:, :, order], v[:, :, order])))
     assert max_error(out, permuted.double()) <= bound + 4 * HALF_ULP
 
 
@@ -56,43 +57,45 @@ def test_block_sizes_agree(block, offset):
     assert rmse(out, golden) <= 2 * rmse(fp32, golden)
 
 
+@DEFAULTS
 @pytest.mark.parametrize("offset", [0.0, 30.0])
 @pytest.mark.parametrize("cut", [1, 128, 333])
-def test_halves_merged_by_lse_equal_the_whole(cut, offset):
+def test_halves_merged_by_lse_equal_the_whole(mode, cut, offset):
     """LSE is in the true frame. It is an FP32 number, so its weight errs by |LSE| 2^-23 at most."""
     q, k, v = (x + offset for x in normal_qkv((2, 1), (65, 700), 128))
-    halves = [pasa.attention(q, x[:, :, :cut], y[:, :, :cut], return_lse=True) for x, y in ((k, v),)]
-    halves += [pasa.attention(q, k[:, :, cut:], v[:, :, cut:], return_lse=True)]
+    halves = [mode.attend(q, k[:, :, part], v[:, :, part]) for part in (slice(None, cut), slice(cut, None))]
     lse = torch.stack([h[1] for h in halves]).double()
     weights = torch.softmax(lse, 0).unsqueeze(-1)
     merged = sum(w * h[0].double() for w, h in zip(weights, halves, strict=True))
     golden, golden_lse = pasa.golden_attention(q, k, v)
-    whole, whole_lse = pasa.attention(q, k, v, return_lse=True)
+    whole, whole_lse = mode.attend(q, k, v)
     spread = float(v.double().amax() - v.double().amin())
     bound = float(golden_lse.abs().max()) * 2.0**-21 * spread + 4 * (max_error(whole, golden) + HALF_ULP)
     assert max_error(merged, golden) <= bound
     assert (torch.logsumexp(lse, 0) - whole_lse).abs().max() <= 2.0**-7 + float(golden_lse.abs().max()) * 2.0**-21
 
 
-@BOTH
+@EVERY
 @pytest.mark.parametrize("offset", [0.0, 20.0])
-def test_decode_row_equals_prefill_row(config, offset):
+def test_decode_row_equals_prefill_row(mode, offset):
     """The blocks of keys are the same, so only FP32 summation order and the rows that share a rescued tile differ."""
     q, k, v = (x + offset for x in normal_qkv((4, 2), (300, 300), 64))
-    prefill = pasa.attention(q, k, v, is_causal=True, config=config)
+    prefill = mode.out(q, k, v, is_causal=True)
     golden, _ = pasa.golden_attention(q, k, v, is_causal=True)
     bound = 2 * max_error(prefill, golden) + HALF_ULP
     for length in (1, 128, 129, 300):
         last = slice(length - 1, length)
-        row = pasa.attention(q[:, :, last], k[:, :, :length], v[:, :, :length], is_causal=True, config=config)
+        row = mode.out(q[:, :, last], k[:, :, :length], v[:, :, :length], is_causal=True)
         assert max_error(row, prefill[:, :, last].double()) <= bound
 
 
-@pytest.mark.parametrize("recovery", ["exact", "paper"])
+PAPER = [Mode(backend, PasaConfig(recovery="paper")) for backend in ("reference", "triton")]
+
+
+@pytest.mark.parametrize("mode", [DEFAULT, *KERNEL_MODES, *PAPER], ids=lambda m: f"{m}-{m.config.recovery}")
 @pytest.mark.parametrize("garbage", [torch.nan, torch.inf, -torch.inf])
-def test_garbage_behind_a_mask_never_leaks(recovery, garbage):
+def test_garbage_behind_a_mask_never_leaks(mode, garbage):
     """In a key or value that a row does not see: padding, a future key, a hole in a mask."""
-    config = PasaConfig(recovery=recovery)
     q, k, v = normal_qkv((2, 1), (40, 200), 64)
     for where in ("padding", "future", "hole", "combined"):
         mask = torch.ones(40, 200, dtype=torch.bool)
@@ -108,7 +111,7 @@ def test_garbage_behind_a_mask_never_leaks(recovery, garbage):
         dirty_k, dirty_v = k.clone(), v.clone()
         dirty_k[..., at, 3], dirty_v[..., at, 5] = garbage, garbage
         for kv in ((dirty_k, v), (k, dirty_v)):
-            out, lse = pasa.attention(q, *kv, attn_mask=mask, is_causal=causal, config=config, return_lse=True)
+            out, lse = mode.attend(q, *kv, attn_mask=mask, is_causal=causal)
             assert torch.isfinite(out[:, :, unseen]).all()
             assert torch.isfinite(lse[:, :, unseen]).all()
             golden, _ = pasa.golden_attention(q, k, v, attn_mask=mask, is_causal=causal)
@@ -116,33 +119,36 @@ def test_garbage_behind_a_mask_never_leaks(recovery, garbage):
             assert max_error(out[:, :, unseen], golden[:, :, unseen]) <= 8 * (naive + HALF_ULP)
 
 
-def test_garbage_that_is_seen_is_reported_as_nan():
+@DEFAULTS
+def test_garbage_that_is_seen_is_reported_as_nan(mode):
     q, k, v = normal_qkv((2, 1), (40, 200), 64)
     v[..., 190, 5] = torch.inf
-    out, lse = pasa.attention(q, k, v, is_causal=True, return_lse=True)
+    out, lse = mode.attend(q, k, v, is_causal=True)
     assert torch.isnan(out[:, :, 30:, 5]).all()
     assert torch.isfinite(out[..., [0, 1, 2, 3, 4, 6]]).all()
     assert torch.isfinite(lse).all()
     q[:, 1, 7, 0], k[..., 195, 0] = torch.nan, torch.inf
-    out, lse = pasa.attention(q, k, v, is_causal=True, return_lse=True)
+    out, lse = mode.attend(q, k, v, is_causal=True)
     for bad in (out[:, :, 35:], out[:, 1, 7], lse[:, :, 35:], lse[:, 1, 7]):
         assert torch.isnan(bad).all()
     assert torch.isfinite(out[:, 0, :30]).all()
 
 
+@DEFAULTS
 @pytest.mark.parametrize("offset", [0.0, 20.0])
-def test_future_keys_move_a_row_by_rounding_only(offset):
+def test_future_keys_move_a_row_by_rounding_only(mode, offset):
     """Block means include future keys. Real arithmetic does not notice; the change stays within rounding."""
     q, k, v = (x + offset for x in normal_qkv((2, 1), (256, 256), 64))
     other_k, other_v = k.clone(), v.clone()
     other_k[..., 200:, :], other_v[..., 200:, :] = 3.0, -7.0
     golden, _ = pasa.golden_attention(q[:, :, :200], k[:, :, :200], v[:, :, :200], is_causal=True)
-    before, after = (pasa.attention(q, *kv, is_causal=True)[:, :, :200] for kv in ((k, v), (other_k, other_v)))
+    before, after = (mode.out(q, *kv, is_causal=True)[:, :, :200] for kv in ((k, v), (other_k, other_v)))
     assert torch.equal(before[:, :, :128], after[:, :, :128])  # an earlier block is not touched at all
     assert max_error(after, before.double()) <= 2 * max_error(before, golden) + HALF_ULP
 
 
-def test_key_hidden_by_mask_and_causality_together_enters_no_mean():
+@DEFAULTS
+def test_key_hidden_by_mask_and_causality_together_enters_no_mean(mode):
     """Hidden keys were once sought in the mask alone, so such a key moved the block mean, and BF16 data behind it
     could be refused as too large."""
     q, k, v = normal_qkv((2, 1), (6, 20), 64)
@@ -150,15 +156,16 @@ def test_key_hidden_by_mask_and_causality_together_enters_no_mean():
     mask[5, 19] = False
     far = k.clone()
     far[..., 19, :] = 60000.0
-    expected = pasa.attention(q, k, v, attn_mask=mask, is_causal=True)
-    assert torch.equal(pasa.attention(q, far, v, attn_mask=mask, is_causal=True), expected)
+    expected = mode.out(q, k, v, attn_mask=mask, is_causal=True)
+    assert torch.equal(mode.out(q, far, v, attn_mask=mask, is_causal=True), expected)
 
 
-def test_blind_row_with_garbage_in_its_query_is_zero():
+@DEFAULTS
+def test_blind_row_with_garbage_in_its_query_is_zero(mode):
     q, k, v = normal_qkv((2, 1), (3, 20), 64)
     q[..., 1, 0] = torch.nan
     mask = torch.ones(3, 20, dtype=torch.bool)
     mask[1] = False
-    out, lse = pasa.attention(q, k, v, attn_mask=mask, return_lse=True)
+    out, lse = mode.attend(q, k, v, attn_mask=mask)
     assert torch.all(out[:, :, 1] == 0)
     assert torch.all(lse[:, :, 1] == -torch.inf)

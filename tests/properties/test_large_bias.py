@@ -6,9 +6,20 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import pasa
 from pasa import PasaConfig
-from tests.inputs import biased_qkv, rmse
+from tests.inputs import KERNEL_MODES, biased_qkv, rmse
 
 FLOOR = 2.0**-12  # of the output's norm: below it only the rounding of O to FP16 is compared
+
+
+@pytest.mark.parametrize("mode", KERNEL_MODES, ids=str)
+@pytest.mark.parametrize("bias", [32, 80, 200, 500, 2000])
+def test_kernels_are_at_most_a_tenth_worse_than_fp32_flash(mode, bias):
+    """Without accumulate="fp16", whose FP16 scores have a row of their own in the accuracy table."""
+    q, k, v = biased_qkv(bias, 0)
+    golden, _ = pasa.golden_attention(q, k, v)
+    fp32 = pasa.attention(q, k, v, config=PasaConfig(precision="fp32"), backend="reference")
+    bound = 1.1 * max(rmse(fp32, golden), FLOOR) if mode.config.accumulate == "fp32" else 4 * FLOOR
+    assert rmse(mode.out(q, k, v), golden) <= bound
 
 
 @pytest.mark.parametrize("bias", [32, 80, 200, 500, 2000])

@@ -5,14 +5,15 @@ Bound: `error <= 2 x error of the emulation` of the same mode, whose tiles are F
 half an ulp of the FP16 output; log-sum-exp within 1e-3 for the exact recovery.
 """
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
 import pasa
 from pasa import PasaConfig
-from pasa.ops.attention import triton_backend
 from pasa.ops.attention.masking import dense_mask
-from tests.inputs import DEVICE, ODD_LENGTHS, biased_qkv, max_error, normal_qkv, rmse
+from tests.inputs import DEVICE, HOPPER, ODD_LENGTHS, biased_qkv, max_error, normal_qkv, portable_kernel, rmse
 
 CONFIGS = {
     "exact": PasaConfig(),
@@ -25,14 +26,11 @@ HALF_ULP = 2.0**-11  # of an output near 1
 LSE_BOUND = 1e-3
 
 
-HOPPER = DEVICE == "cuda" and torch.cuda.get_device_capability() == (9, 0)
-
-
 @pytest.fixture(autouse=True, params=["portable", "hopper"] if HOPPER else ["portable"])
-def kernel(request, monkeypatch):
+def kernel(request):
     """On Hopper, once with the kernel that is chosen there and once with the portable one."""
-    if request.param == "portable":
-        monkeypatch.setattr(triton_backend, "hopper_serves", lambda *_: False)
+    with portable_kernel() if request.param == "portable" else nullcontext():
+        yield
 
 
 def on_device(*tensors):
