@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import time
 from importlib import metadata
 from typing import Any
 
@@ -13,7 +14,7 @@ from rich.text import Text
 
 import pasa
 from pasa.eval.output import environment
-from pasa.ops import envs
+from pasa.ops import envs, registry
 
 OPTIONAL = (
     *("triton", "torch-npu", "transformers", "safetensors", "diffusers", "accelerate", "gguf"),
@@ -42,6 +43,7 @@ def run_doctor() -> dict[str, Any]:
             name: {"value": str(envs.read(name)), "default": default} for name, (default, _) in envs.VARIABLES.items()
         },
         "self_check": self_check(),
+        "kernels": kernels(),
     }
 
 
@@ -84,6 +86,25 @@ def self_check() -> dict[str, Any]:
     }
 
 
+def kernels() -> dict[str, Any]:
+    """Seconds of the first call of the Triton kernels, which compiles them, and of the next; why not, elsewhere.
+
+    The first call chooses among tiles as well, unless the cache folder knows the choice.
+    """
+    missing = registry.BACKENDS["triton"].missing()
+    if missing is not None:
+        return {"why_not": missing}
+    device = "cuda" if torch.cuda.is_available() else "npu" if devices()["npu"] else "cpu"
+    q = torch.randn(1, 2, 300, 64, generator=torch.Generator().manual_seed(0)).half().to(device)
+    seconds = []
+    for _ in range(2):
+        started = time.perf_counter()
+        out = pasa.attention(q, q, q, is_causal=True, backend="triton")
+        float(out[0, 0, 0, 0])  # waits for the device
+        seconds.append(time.perf_counter() - started)
+    return {"device": device, "first_call_s": seconds[0], "next_call_s": seconds[1]}
+
+
 def render(result: dict[str, Any], console: Console) -> None:
     """Print the findings, one table."""
     table = Table(title="pasa doctor", title_justify="left", show_lines=False)
@@ -101,8 +122,17 @@ def render(result: dict[str, Any], console: Console) -> None:
         table.add_row(f"package {name}", version or "not installed")
     for name, variable in result["variables"].items():
         table.add_row(name, f"{variable['value']} (default {variable['default']})")
+    table.add_row("Triton kernels", kernels_line(result["kernels"]))
     console.print(table)
     console.print(Text(verdict(result["self_check"])))
+
+
+def kernels_line(found: dict[str, Any]) -> str:
+    """What their first call costs, or why there is none."""
+    if "why_not" in found:
+        return f"cannot run: {found['why_not']}"
+    where = "interpreted on the CPU" if found["device"] == "cpu" else f"on {found['device']}"
+    return f"{where}: first call {found['first_call_s']:.2f} s (compiles), next {1e3 * found['next_call_s']:.2f} ms"
 
 
 def verdict(check: dict[str, Any]) -> str:

@@ -209,20 +209,19 @@ def _attend(sm, tile, q_s, row, full, stop, special, c, STAGES: gl.constexpr, CA
         b_o, b_max, b_sum = _overlapped(
             sm, tile, q_s, b_o, b_max, b_sum, row, stop, full, stage, phase, special, c, STAGES, CAUSAL, MASKED, FORM
         )
-    elif FORM == CAREFUL:
-        b_o, b_max, b_sum, stage, phase = _in_turn(
-            sm, tile, q_s, b_o, b_max, b_sum, row, 0, stop, full, stage, phase, special, c, STAGES, CAUSAL, MASKED, FORM
-        )
-    else:  # a loop of its own for the blocks that need no mask: short hot code stays in the instruction cache
-        seen = gl.minimum(full, stop) if MASKED else stop
+    elif CAUSAL and FORM == PLAIN:
+        # a loop of its own for the blocks that need no mask: short hot code stays in the instruction cache
+        seen = gl.minimum(full, stop)
         b_o, b_max, b_sum, stage, phase = _in_turn(
             sm, tile, q_s, b_o, b_max, b_sum, row, 0, seen, 0, stage, phase, special, c, STAGES, CAUSAL, False, FORM
         )
-        if MASKED:
-            b_o, b_max, b_sum, stage, phase = _in_turn(
-                sm, tile, q_s, b_o, b_max, b_sum, row, seen, stop, 0, stage, phase, special, c, STAGES, CAUSAL, True,
-                FORM,
-            )  # fmt: skip
+        b_o, b_max, b_sum, stage, phase = _in_turn(
+            sm, tile, q_s, b_o, b_max, b_sum, row, seen, stop, 0, stage, phase, special, c, STAGES, CAUSAL, True, FORM
+        )
+    else:
+        b_o, b_max, b_sum, stage, phase = _in_turn(
+            sm, tile, q_s, b_o, b_max, b_sum, row, 0, stop, full, stage, phase, special, c, STAGES, CAUSAL, MASKED, FORM
+        )
     return b_o, b_max, b_sum
 
 

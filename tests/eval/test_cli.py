@@ -148,7 +148,7 @@ def test_gate_failure_is_exit_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
 
     failure = [{"case": "c", "seed": 0, "overflow": "inf", "why": "(a) nonfinite_share 1"}]
     monkeypatch.setattr(
-        module, "verdict", lambda records: {"arithmetic": "pasa-exact", "passed": False, "failures": failure}
+        module, "verdict", lambda records, gated: {"arithmetic": "pasa-exact", "passed": False, "failures": failure}
     )
     result = run(*TINY)
     assert result.exit_code == 1

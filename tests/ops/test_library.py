@@ -10,7 +10,7 @@ from torch.library import opcheck
 
 import pasa
 from pasa.ops.attention.options import AttentionOptions
-from tests.inputs import normal_qkv
+from tests.inputs import DEVICE, normal_qkv
 
 SAMPLES = {
     "plain": {},
@@ -38,6 +38,25 @@ def test_varlen_passes_opcheck(diagnose):
     q, k, v = (x[0].transpose(0, 1) for x in normal_qkv((4, 2), (30, 30), 32))
     edges = torch.tensor([0, 10, 30])
     opcheck(torch.ops.pasa.attention_varlen.default, (q, k, v, edges, edges), {"diagnose": diagnose})
+
+
+@pytest.mark.parametrize("sample", ["plain", "causal", "bool mask", "paper"])
+def test_kernels_pass_opcheck(sample):
+    q, k, v = (x.to(DEVICE) for x in normal_qkv((4, 2), (33, 70), 32, batch=2))
+    how = {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in SAMPLES[sample].items()}
+    opcheck(torch.ops.pasa.attention.default, (q, k, v), how | {"backend": "triton"})
+
+
+def test_kernels_compile_into_one_graph():
+    q, k, v = (x.to(DEVICE) for x in normal_qkv((4, 2), (33, 70), 64))
+
+    def step(q, k, v):
+        out, lse = pasa.attention(q * 1, k, v, is_causal=True, return_lse=True, backend="triton")
+        return out + 1, lse
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for got, expected in zip(compiled(q, k, v), step(q, k, v), strict=True):
+        assert torch.equal(got, expected)
 
 
 @pytest.mark.parametrize("op", ["attention", "attention_varlen"])

@@ -23,8 +23,31 @@ def own_registry(monkeypatch):
 def test_names_of_the_architecture():
     assert sorted(BACKENDS) == ["npu", "reference", "triton"]
     listed = pasa.backends()
-    assert [line.name for line in listed if line.available] == ["reference"]
+    assert [line.name for line in listed if line.available] == ["triton", "reference"]  # interpreted, or on a GPU
     assert all(line.reason for line in listed)
+
+
+def test_triton_says_why_it_cannot_run(monkeypatch):
+    """A reason in the list, not an import error."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    assert "neither a CUDA GPU nor an NPU" in BACKENDS["triton"].missing()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    assert "no tensor-core product for sm_75" in BACKENDS["triton"].missing()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    assert BACKENDS["triton"].missing() is None
+    monkeypatch.setattr(registry.importlib.util, "find_spec", lambda name: None)
+    assert "triton is not installed" in BACKENDS["triton"].missing()
+    q = torch.zeros(1, 1, 2, 16, dtype=torch.float16)
+    with pytest.raises(NotImplementedError, match="triton is not installed"):
+        pasa.attention(q, q, q, backend="triton")
+
+
+def test_a_cpu_tensor_goes_to_the_interpreter_only_by_name(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert select(CALL).name == "reference"
+    assert select(CALL, "triton").name == "triton"
 
 
 @pytest.mark.parametrize("change", [{"name": "not a name"}, {"head_dims": (0, 4)}, {"head_dims": (8, 4)}])
@@ -47,6 +70,7 @@ RESTRICTIONS = [
     ({"softmaxes": ("unbiased",)}, "softmax safe is not among unbiased"),
     ({"accumulates": ("fp16",)}, "accumulate fp32 is not among fp16"),
     ({"overflows": ("saturate",)}, "overflow inf is not among saturate"),
+    ({"block_ks": (32, 64)}, "block_k 128 is not among 32, 64"),
     ({"head_dims": (65, 128)}, "head dim 64 is outside 65 to 128"),
     ({"missing": lambda: "no such device here"}, "no such device here"),
 ]
@@ -66,7 +90,8 @@ def test_every_flag_is_enforced(need):
 
 def test_restrictions_cover_the_record():
     """A field added to the record needs a test that it refuses."""
-    tested = {name for restriction, _ in RESTRICTIONS for name in restriction} | {"varlen", "diagnostics"}
+    tested = {name for restriction, _ in RESTRICTIONS for name in restriction}
+    tested |= {"varlen", "diagnostics", "devices_by_name"}  # each has a test of its own
     assert {f.name for f in dataclasses.fields(Backend)} - tested == {"name", "module", "label", "priority"}
 
 

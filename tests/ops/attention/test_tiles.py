@@ -1,0 +1,107 @@
+"""Tile tables and their choice, without a device."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from pasa.ops.attention import tiles, tuning
+from pasa.ops.attention.tiles import TABLE, Tile, architecture_of, candidates, paper_tile
+
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("architecture", TABLE)
+@pytest.mark.parametrize("pad", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize("block_k", [32, 64, 128])
+@pytest.mark.parametrize("rows", [1, 17, 100, 5000])
+def test_candidates_fit_the_call(architecture, pad, block_k, rows):
+    found = candidates(architecture, pad, block_k, rows)
+    assert found
+    for tile in found:
+        assert block_k % tile.block_n == 0, "a tile must not straddle two anchors"
+        assert 16 <= tile.block_m <= max(16, 2 * rows)
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "expected"),
+    [
+        ("cuda", (8, 0), "sm_80"),
+        ("cuda", (8, 6), "sm_89"),
+        ("cuda", (8, 7), "sm_80"),
+        ("cuda", (8, 9), "sm_89"),
+        ("cuda", (9, 0), "sm_90"),
+        ("cuda", (10, 0), "sm_90"),
+        ("cuda", (12, 0), "sm_89"),
+        ("npu", None, "ascend"),
+        ("cpu", None, "interpreter"),
+    ],
+)
+def test_architectures(device, capability, expected):
+    assert architecture_of(device, capability) == expected
+
+
+@pytest.mark.parametrize(("capability", "kib"), [((8, 0), 163), ((8, 9), 99), ((9, 0), 227)])
+@pytest.mark.parametrize("pad", [64, 128, 256])
+def test_a_whole_block_of_the_published_algorithm_fits(monkeypatch, capability, kib, pad):
+    """Q and, in every stage, K and V; compiled for these architectures in test_compiles_for_nvidia.py."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    tile = paper_tile(CUDA, pad, 128)
+    assert tile.block_n == 128
+    assert 2 * pad * (tile.block_m + 128 * tile.stages) <= kib * 1024
+
+
+@pytest.fixture
+def timed(monkeypatch, tmp_path):
+    """A device on which the wider tile is faster; lists what was timed."""
+    monkeypatch.setenv("PASA_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(tuning, "_chosen", {})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "device")
+    asked = []
+    monkeypatch.setattr(tuning, "_milliseconds", lambda tile, run: asked.append(tile) or 1.0 / tile.block_n)
+    return SimpleNamespace(asked=asked, file=tmp_path / "cache" / "triton_tiles.json", folder=tmp_path)
+
+
+NARROW, WIDE = Tile(64, 32, 4, 2), Tile(64, 128, 4, 2)
+
+
+def test_the_fastest_tile_is_chosen_once_and_kept(timed, monkeypatch):
+    assert tuning.best_tile(CUDA, "variant", (NARROW, WIDE), print) == WIDE
+    assert tuning.best_tile(CUDA, "variant", (NARROW, WIDE), print) == WIDE
+    assert timed.asked == [NARROW, WIDE]
+    monkeypatch.setattr(tuning, "_chosen", {})  # another process reads the file
+    assert tuning.best_tile(CUDA, "variant", (NARROW, WIDE), print) == WIDE
+    assert len(timed.asked) == 2
+    assert tuning.best_tile(CUDA, "another", (NARROW, WIDE), print) == WIDE
+    assert len(json.loads(timed.file.read_text())) == 2
+
+
+@pytest.mark.parametrize("damage", ["{", "[1]", '{"device | triton": 3}', ""])
+def test_a_damaged_file_is_replaced(timed, damage):
+    timed.file.parent.mkdir()
+    timed.file.write_text(damage)
+    assert tuning.best_tile(CUDA, "variant", (NARROW, WIDE), print) == WIDE
+    assert str(WIDE) in json.loads(timed.file.read_text()).values()
+
+
+def test_a_choice_that_is_no_candidate_any_more_is_made_again(timed):
+    timed.file.parent.mkdir()
+    tuning.best_tile(CUDA, "variant", (NARROW, Tile(16, 256, 1, 1)), print)
+    tuning._chosen.clear()
+    assert tuning.best_tile(CUDA, "variant", (NARROW, WIDE), print) == WIDE
+
+
+def test_a_folder_that_cannot_be_written_costs_only_time(timed, monkeypatch):
+    timed.file.parent.write_text("a file where the folder should be")
+    assert tuning.best_tile(CUDA, "variant", (NARROW, WIDE), print) == WIDE
+
+
+def test_nothing_is_timed_where_nothing_can_be(timed, monkeypatch):
+    assert tuning.best_tile(CUDA, "variant", (NARROW,), print) == NARROW
+    assert tuning.best_tile(torch.device("cpu"), "variant", (NARROW, WIDE), print) == NARROW
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert tuning.best_tile(CUDA, "variant", (NARROW, WIDE), print) == NARROW
+    assert timed.asked == []
+    assert tiles.processors(torch.device("cpu")) >= 1
