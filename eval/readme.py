@@ -16,7 +16,7 @@ from typing import Any
 
 from pasa.eval.rescue.report import TITLES
 from pasa.eval.rmse import report
-from pasa.ops.registry import BACKENDS
+from pasa.ops.registry import BACKENDS, Backend
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = {
@@ -72,12 +72,13 @@ def support() -> str:
     absent = [backend.label == "not in this version" for backend in backends]
     rows = [
         ("state", [backend.label for backend in backends]),
-        ("devices", [", ".join(backend.devices) or "any" for backend in backends]),
+        ("devices", [_devices(backend) for backend in backends]),
         ("dtypes", [", ".join(str(dtype).removeprefix("torch.") for dtype in b.dtypes) for b in backends]),
         ("head dim", [f"{b.head_dims[0]} to {b.head_dims[1]}" for b in backends]),
         ("masks", [", ".join(b.masks) for b in backends]),
         ("precision", [", ".join(b.precisions) for b in backends]),
         ("recovery", [", ".join(b.recoveries) for b in backends]),
+        ("keys per block", [", ".join(map(str, b.block_ks)) or "1 to 65536" for b in backends]),
         ("packed sequences", ["yes" if b.varlen else "no" for b in backends]),
         ("diagnostics", ["yes" if b.diagnostics else "no" for b in backends]),
     ]
@@ -89,6 +90,11 @@ def support() -> str:
         for name, values in rows
     ]
     return table(["backend", *(f"`{backend.name}`" for backend in backends)], cells)
+
+
+def _devices(backend: Backend) -> str:
+    chosen = ", ".join(backend.devices) or "any"
+    return f"{chosen}; {', '.join(backend.devices_by_name)} by name" if backend.devices_by_name else chosen
 
 
 def rmse() -> str:

@@ -182,7 +182,7 @@ register(
         name="triton",
         module="pasa.ops.attention.triton_backend",
         missing=triton_missing,
-        label="Triton kernels: measured on an H200, interpreted on a CPU, lowered but not run for an NPU",
+        label="Triton kernels for GPUs from sm_80 on; interpreted on a CPU; lowered, not run on an NPU",
         devices=("cuda", "npu"),
         devices_by_name=("cpu",),
         precisions=("pasa", "fp32"),
