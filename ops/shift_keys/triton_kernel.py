@@ -162,7 +162,8 @@ def shift_kernel(
     """K' of WIDTH columns of a block: K less its anchor (EXACT, and the anchor), or the published K' = M K.
 
     M K is a batched GEMM on the matrix engine, or formed from the mean: the same numbers. A key that no query sees is
-    replaced by the mean of the others, which leaves every mean as it was; so is one that is not finite, whose K' is NaN.
+    replaced by the mean of the others, which leaves every mean as it was; so is one that is not finite, and its K' is
+    NaN.
     """
     o_batch, o_head, o_block, first, n = locate_block(
         tl.program_id(0), p_block, p_cu, heads, length, blocks, BLOCK, VARLEN
