@@ -2,12 +2,11 @@
 
 A consumer warpgroup owns 64 query rows and 160 registers a thread. S (64, 128), P and O of D = 128 fill them, so QK,
 softmax and PV follow one another, and the other two warpgroups keep the matrix unit busy meanwhile. Only in the form
-HALF, where S is FP16, QK of a block runs beside PV of the block before it. The forms are those of `hopper_tiles`;
-each warpgroup chooses once per tile, from the norms of queries and keys.
+HALF, with S in FP16, QK of a block runs beside PV of the one before. Norms choose the form, once a warpgroup and tile.
 
 A head is special if a pre-pass found anchors a_j to subtract, or keys or (causal) values that are not finite. The
-producer then makes K' = K - a_j (exact) in shared memory, and each row adds q.(a_j - a_1) to its reference, so that a
-bias which all keys share enters no number that is rounded; the log-sum-exp adds q.a_1 at the end.
+producer then makes K' = K - a_j (exact) in shared memory, and a row adds q.(a_j - a_1) to its reference: a bias that
+all keys share enters no number that is rounded. The log-sum-exp adds q.a_1 at the end.
 """
 
 import triton.experimental.gluon as gluon
@@ -44,8 +43,7 @@ from pasa.ops.attention.hopper_tiles import (
 WARPGROUPS = gl.constexpr(3)
 LN2 = gl.constexpr(0.6931471805599453)
 ABS_MAX_F16X2 = gl.constexpr("{ .reg .b32 a, b; abs.f16x2 a, $1; abs.f16x2 b, $2; max.f16x2 $0, a, b; }")
-# to +-65504; NaN stays
-CLAMP_F16X2 = gl.constexpr(
+CLAMP_F16X2 = gl.constexpr(  # to +-65504; NaN stays
     "{ .reg .b32 a, b; mov.b32 a, 0x7bff7bff; mov.b32 b, 0xfbfffbff; min.NaN.f16x2 a, $1, a; max.NaN.f16x2 $0, a, b; }"
 )
 
@@ -304,10 +302,7 @@ def attention_kernel(
     heads, group, batch_heads, section, rows, keys, tiles, scale_log2,
     CAUSAL: gl.constexpr, RAGGED: gl.constexpr, HALF_LIMIT: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """192 query rows of one head. Heads come in sections whose K and V fit in L2; causal: heaviest tiles first.
-
-    scale_log2 = scale * log2(e); HALF_LIMIT: bound of the scores, in nats, for FP16 scores; 0 for FP32 softmax.
-    """
+    """192 query rows of one head. Heads come in sections whose K and V fit in L2; causal: heaviest tiles first."""
     D: gl.constexpr = q_desc.block_shape[3]
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     program = gl.program_id(0)

@@ -235,7 +235,7 @@ def softmax(tile, b_s, b_max, b_sum, row, j, full, b_offset, c, CAUSAL: gl.const
 
     c = scale * log2(e); blocks from `full` on are masked.
     """
-    if MASKED:  # noqa: SIM102 (a compile-time condition around a run-time one)
+    if MASKED:
         if j >= full:
             b_key = j * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(0, b_s.type.layout))
             b_s = gl.where(b_key[None, :] < limit(tile, row, CAUSAL)[:, None], b_s, gl.full_like(b_s, -INF))

@@ -93,7 +93,7 @@ def anchor_kernel(
     """Anchor of every block, and what the attention kernel must know of the block.
 
     stats: largest norm of a shifted key; largest norm of a key; 1 if the keys must be changed (an anchor column is not
-    0, or a key is not finite); 1 if a value is not finite (with CHECK_VALUES). An anchor is kept only where it is
+    0, or a key is not finite); 1 if, with CHECK_VALUES, a value is not finite. An anchor is kept only where it is
     `ANCHOR_GAIN` times longer than what it leaves: an FP32 accumulator gains little from less.
     """
     o_batch, o_head, o_block, first, n = locate_block(
@@ -125,11 +125,12 @@ def anchor_kernel(
     tl.store(p_stats + o_out * 4, tl.where(keep, after, before))
     tl.store(p_stats + o_out * 4 + 1, before)
     tl.store(p_stats + o_out * 4 + 2, tl.where(keep | (all_finite == 0), 1.0, 0.0))
+    bad = 0.0
     if CHECK_VALUES:
         p_tile = p_v + batch * stride_vb + tl.cast(o_head, tl.int64) * stride_vh + first * stride_vn
         b_v = tl.load(p_tile + o_n[:, None] * stride_vn + o_d[None, :], mask=m_tile, other=0.0)
         bad = tl.max(tl.max(tl.where(is_finite(b_v.to(tl.float32)), 0.0, 1.0), 1), 0)
-        tl.store(p_stats + o_out * 4 + 3, bad)
+    tl.store(p_stats + o_out * 4 + 3, bad)
 
 
 @triton.jit
