@@ -4,6 +4,7 @@ what the fields are, and by tests/ops/attention/test_compiles_for_nvidia.py. Not
 from typing import Any
 
 from pasa.ops.attention.decode_kernel import decode_kernel, merge_kernel
+from pasa.ops.attention.decode_lanes import decode_lanes_kernel
 from pasa.ops.attention.paper_kernel import paper_kernel
 from pasa.ops.attention.triton_kernel import attention_kernel
 from pasa.ops.shift_keys.triton_kernel import anchor_kernel, shift_kernel
@@ -13,7 +14,7 @@ Case = dict[str, Any]
 TYPES = {
     **dict.fromkeys(["p_q", "p_k", "p_v", "p_out", "p_anchor", "p_shifted"], "*fp16"),
     **dict.fromkeys(["p_lse", "p_stats", "p_factor", "p_matrix", "p_part", "p_state"], "*fp32"),
-    **dict.fromkeys(["p_tile", "p_cu_q", "p_cu_k", "p_first_block", "p_block", "p_cu"], "*i32"),
+    **dict.fromkeys(["p_tile", "p_cu_q", "p_cu_k", "p_first_block", "p_block", "p_cu", "p_framed"], "*i32"),
     **dict.fromkeys(["p_mask", "p_visible"], "*u8"),
     "scale": "fp32",
 }
@@ -85,6 +86,7 @@ ASCEND_CASES = [
 NOT_FOR_ASCEND = {
     "anchor_kernel": "finds out what only GPU launches ask for: shift_kernel serves an NPU",
     "decode_kernel": "branches on its data round a GEMM: attention_kernel serves decoding",
+    "decode_lanes_kernel": "as decode_kernel",
     "merge_kernel": "goes with decode_kernel",
 }
 
@@ -115,11 +117,33 @@ NVIDIA_CASES = [
         options={"num_warps": 8},
     ),
     _shift("matrix", 128, 128, exact=False, visible=False, options={"num_warps": 8}),
-    _case(
-        decode_kernel,
-        "decode",
-        {"MASK": "none", "CAUSAL": False} | _sizes(128, 16, 64),
-        options={"num_warps": 4, "num_stages": 3},
+    *(
+        _case(
+            decode_kernel,
+            f"decode_{rows}" + "_careful" * careful,
+            {"MASK": "none", "CAUSAL": True, "CAREFUL": careful, "PDL": False}
+            | _sizes(128, rows, 32 if careful else 64),
+            options={"num_warps": 4 if rows == 16 else 8, "num_stages": 2 if careful else 3},
+            architectures=[90],
+            stack=4100,
+        )
+        for rows in (16, 128)
+        for careful in (False, True)
     ),
-    _case(merge_kernel, "merge", {"NATS": False, "D": 128, "D_PAD": 128, "BLOCK_M": 16, "SPLITS": 32}),
+    *(
+        _case(
+            decode_lanes_kernel,
+            f"lanes_{arch}" + "_anchored" * anchored,
+            {"ANCHORED": anchored, "CAUSAL": True, "LANES": 4, "PREFETCH": 2 if arch == 90 else 0, "PDL": arch == 90}
+            | _sizes(128, 16, 32 if arch == 90 else 16),
+            **_on(arch, 4, 3),
+        )
+        for arch in (80, 89, 90)
+        for anchored in (False, True)
+    ),
+    _case(
+        merge_kernel,
+        "merge",
+        {"NATS": False, "D": 128, "D_PAD": 128, "BLOCK_M": 16, "SPLITS": 128, "COLUMNS": 32, "PDL": False},
+    ),
 ]

@@ -18,13 +18,49 @@ ANCHOR_LIMIT = tl.constexpr(1024.0)
 
 
 @triton.jit
-def anchored_scores(b_q, b_k, m_key):
-    """q k'^T (M, N) and the block's anchor (D,). b_q (M, D); b_k (N, D); m_key (N,): keys that some row sees."""
+def load_queries(
+    p_q, batch, kv_head, group, rows, stride_qb, stride_qh, stride_qm, scale,
+    D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Query rows (M, D) of all heads of the group, one head after another; head and query of each; the largest norm, in
+    nats. A query that is not finite spoils its row."""
+    o_m = tl.arange(0, BLOCK_M)
+    o_d = tl.arange(0, D_PAD)
+    o_head = kv_head * group + o_m // rows
+    o_query = o_m % rows
+    p_tile = p_q + batch * stride_qb + (o_head * stride_qh + o_query * stride_qm)[:, None] + o_d[None, :]
+    b_q = tl.load(p_tile, mask=(o_m < group * rows)[:, None] & (o_d < D)[None, :], other=0.0)
+    b_q = tl.where(tl.abs(b_q.to(tl.float32)) <= FP16_MAX, b_q, float("nan")).to(tl.float16)
+    b_wide = b_q.to(tl.float32)
+    return b_q, o_head, o_query, tl.sqrt(tl.max(tl.sum(b_wide * b_wide, 1), 0)) * scale
+
+
+@triton.jit
+def store_split(
+    b_max, b_sum, b_acc, b_first, p_part, p_state, p_frame, p_framed, o_work, m_row, good,
+    D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """State of one split, and its frame; not `good`: it must be done with care."""
+    o_d = tl.arange(0, D_PAD)
+    o_part = o_work * BLOCK_M + tl.arange(0, BLOCK_M)
+    tl.store(p_part + o_part[:, None] * D + o_d[None, :], b_acc, mask=m_row[:, None] & (o_d < D)[None, :])
+    tl.store(p_state + 2 * o_part, b_max, mask=m_row)
+    tl.store(p_state + 2 * o_part + 1, b_sum, mask=m_row)
+    tl.store(p_frame + o_d, b_first.to(tl.float16), mask=o_d < D)
+    tl.store(p_framed, tl.where(good, tl.max(tl.where(b_first != 0.0, 1, 0), 0), -1))
+
+
+@triton.jit
+def anchored_scores(b_q, b_k, m_key, longest):
+    """q k'^T (M, N) and the block's anchor (D,), 0 where scores are small without. b_q (M, D); b_k (N, D); m_key (N,):
+    keys that some row sees; longest: largest norm of a query, in nats."""
     b_wide = b_k.to(tl.float32)
     m_finite = tl.min(tl.where(tl.abs(b_wide) <= FP16_MAX, 1, 0), 1) > 0
     m_mean = m_key & m_finite
     b_clean = tl.where(m_mean[:, None], b_wide, 0.0)
     anchor, _ = exact_anchor(b_clean, m_mean[:, None], tl.sum(tl.where(m_mean, 1.0, 0.0), 0))
+    bound = tl.sqrt(tl.max(tl.sum(b_clean * b_clean, 1), 0)) * longest
+    anchor = tl.where(bound <= ANCHOR_LIMIT, 0.0, anchor)
     b_new = tl.where(m_finite[:, None], b_wide - anchor[None, :], float("nan")).to(tl.float16)
     return tl.dot(b_q, tl.trans(b_new)), anchor
 
@@ -32,17 +68,19 @@ def anchored_scores(b_q, b_k, m_key):
 @triton.jit
 def attend_split(
     b_q, b_max, b_sum, b_acc, b_first, b_square, p_keys, p_values, p_mask, o_query, m_row, begin, end, home, keys,
-    diagonal, scale, stride_kn, stride_vn, stride_mask_n,
+    diagonal, scale, longest, stride_kn, stride_vn, stride_mask_n,
     ANCHORED: tl.constexpr, HIDES: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr,
     D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Keys from `begin` to `end` of the split that starts at key `home`.
 
     ANCHORED: block means are taken off, scores are in the frame of b_first, the anchor of block `home`; otherwise keys
-    are used as they are, and b_square (BLOCK_N,) keeps the largest squared norms, or NaN.
+    are used as they are, and b_square (BLOCK_N,) keeps the largest squared norms, or what no bound allows.
     """
     o_d = tl.arange(0, D_PAD)
     factor = LOG2_E if MASK == "float" else scale * LOG2_E
+    # keys that are used as they are have small scores, or are done again; a float mask adds to them
+    FAST: tl.constexpr = not ANCHORED and MASK != "float"
     offset = tl.zeros_like(b_max)
     for start in range(begin, end, BLOCK_N):
         o_n = start + tl.arange(0, BLOCK_N)
@@ -68,7 +106,7 @@ def attend_split(
             m_key = o_n >= 0
         # scores
         if ANCHORED:
-            b_s, b_anchor = anchored_scores(b_q, b_k, m_key)
+            b_s, b_anchor = anchored_scores(b_q, b_k, m_key, longest)
             b_first = tl.where(start == home, b_anchor, b_first)
             offset = tl.sum(b_q.to(tl.float32) * (b_anchor - b_first)[None, :], 1)
         else:
@@ -84,13 +122,19 @@ def attend_split(
         if HIDES:
             b_s = tl.where(m_seen, b_s, -INF)
         # softmax and values
-        b_p, alpha, b_max, b_sum = softmax_step(b_s, offset, factor, b_max, b_sum, HIDES, False)
+        b_p, alpha, b_max, b_sum = softmax_step(b_s, offset, factor, b_max, b_sum, HIDES, FAST)
         b_acc = b_acc * alpha[:, None]
-        if HIDES:
+        if HIDES or D < D_PAD:
             b_v = tl.load(p_value, mask=m_tile, other=0.0)
+        else:
+            b_v = tl.load(p_value)
+        if HIDES and ANCHORED:
             b_acc = add_values(b_acc, b_p, b_v, m_seen)
         else:
-            b_v = tl.load(p_value, mask=m_tile, other=0.0) if D < D_PAD else tl.load(p_value)
+            if HIDES:  # rows differ in what they see, and 0 * NaN is NaN: such a split is done again with care
+                b_v = tl.where(m_key[:, None], b_v, 0.0).to(tl.float16)
+                finite = tl.min(tl.where(tl.abs(b_v.to(tl.float32)) <= FP16_MAX, 1, 0), 1) > 0
+                b_square = tl.where(finite, b_square, INF)
             b_acc = tl.dot(b_p, b_v, b_acc)
     return b_max, b_sum, b_acc, b_first, b_square
 
@@ -103,6 +147,7 @@ def decode_kernel(
     p_part,  # (B, Hkv, splits, BLOCK_M, D) FP32: O of each split, not divided
     p_state,  # (B, Hkv, splits, BLOCK_M, 2) FP32: maximum and sum
     p_anchor,  # (B, Hkv, splits, D) FP16: the frame of each split
+    p_framed,  # (B, Hkv, splits) INT32: 1 if that is not 0, -1 where the split must be done with care
     p_mask,
     stride_qb,
     stride_qh,
@@ -122,7 +167,7 @@ def decode_kernel(
     rows,
     keys,
     splits,
-    blocks_each,
+    keys_each,
     scale,
     MASK: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -130,31 +175,32 @@ def decode_kernel(
     D_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    CAREFUL: tl.constexpr,  # only the splits that the pass without care has marked
+    PDL: tl.constexpr,  # launched before the kernel before it ends
 ):
-    """One split of one key head: all its query rows against `blocks_each` blocks of BLOCK_N keys."""
+    """One split of one key head: all its query rows against `keys_each` keys."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     o_split = tl.program_id(0) % splits
     o_pair = tl.program_id(0) // splits
+    o_work = tl.program_id(0)
+    if CAREFUL:
+        if tl.load(p_framed + o_work) >= 0:
+            return
     batch = tl.cast(o_pair // kv_heads, tl.int64)
     kv_head = tl.cast(o_pair % kv_heads, tl.int64)
-    # query rows (M, D): all heads of the group, one after another; a query that is not finite spoils its row
-    o_m = tl.arange(0, BLOCK_M)
-    o_d = tl.arange(0, D_PAD)
-    m_row = o_m < group * rows
-    m_out = m_row[:, None] & (o_d < D)[None, :]
-    o_head = kv_head * group + o_m // rows
-    o_query = o_m % rows
-    p_tile = p_q + batch * stride_qb + (o_head * stride_qh + o_query * stride_qm)[:, None] + o_d[None, :]
-    b_q = tl.load(p_tile, mask=m_out, other=0.0)
-    b_q = tl.where(tl.abs(b_q.to(tl.float32)) <= FP16_MAX, b_q, float("nan")).to(tl.float16)
-    b_wide = b_q.to(tl.float32)
-    longest = tl.sqrt(tl.max(tl.sum(b_wide * b_wide, 1), 0)) * scale
+    m_row = tl.arange(0, BLOCK_M) < group * rows
+    b_q, o_head, o_query, longest = load_queries(
+        p_q, batch, kv_head, group, rows, stride_qb, stride_qh, stride_qm, scale, D, D_PAD, BLOCK_M
+    )
     p_keys = p_k + batch * stride_kb + kv_head * stride_kh
     p_values = p_v + batch * stride_vb + kv_head * stride_vh
     p_masks = p_mask + batch * stride_mask_b + o_head * stride_mask_h + o_query * stride_mask_m
-    # keys that all rows see, then the others
+    # keys that all rows see in whole blocks, then the others
     diagonal = keys - rows
-    begin = o_split * blocks_each * BLOCK_N
-    end = tl.minimum(begin + blocks_each * BLOCK_N, keys)
+    begin = o_split * keys_each
+    end = tl.minimum(begin + keys_each, keys)
     seen_by_all = diagonal + 1 if CAUSAL else keys
     whole = tl.maximum(tl.minimum(end, seen_by_all) // BLOCK_N * BLOCK_N, begin)
     if MASK != "none":
@@ -164,35 +210,29 @@ def decode_kernel(
     b_acc = tl.zeros((BLOCK_M, D_PAD), tl.float32)
     b_first = tl.zeros((D_PAD,), tl.float32)
     b_square = tl.zeros((BLOCK_N,), tl.float32)
-    if MASK == "none":
-        b_max, b_sum, b_acc, b_first, b_square = attend_split(
-            b_q, b_max, b_sum, b_acc, b_first, b_square, p_keys, p_values, p_masks, o_query, m_row, begin, whole,
-            begin, keys, diagonal, scale, stride_kn, stride_vn, stride_mask_n,
-            False, False, MASK, False, D, D_PAD, BLOCK_N,
-        )  # fmt: skip
-    b_max, b_sum, b_acc, b_first, b_square = attend_split(
-        b_q, b_max, b_sum, b_acc, b_first, b_square, p_keys, p_values, p_masks, o_query, m_row, whole, end,
-        begin, keys, diagonal, scale, stride_kn, stride_vn, stride_mask_n,
-        False, True, MASK, CAUSAL, D, D_PAD, BLOCK_N,
-    )  # fmt: skip
-    # a sum, unlike a maximum, does not lose a NaN
-    bound = tl.sqrt(tl.max(b_square, 0)) * longest
-    if (bound <= ANCHOR_LIMIT) & (tl.sum(b_square, 0) < INF):
-        pass
-    else:
-        b_max = tl.full((BLOCK_M,), -INF, tl.float32)
-        b_sum = tl.zeros((BLOCK_M,), tl.float32)
-        b_acc = tl.zeros((BLOCK_M, D_PAD), tl.float32)
+    if CAREFUL:
         b_max, b_sum, b_acc, b_first, b_square = attend_split(
             b_q, b_max, b_sum, b_acc, b_first, b_square, p_keys, p_values, p_masks, o_query, m_row, begin, end,
-            begin, keys, diagonal, scale, stride_kn, stride_vn, stride_mask_n,
+            begin, keys, diagonal, scale, longest, stride_kn, stride_vn, stride_mask_n,
             True, True, MASK, CAUSAL, D, D_PAD, BLOCK_N,
         )  # fmt: skip
-    o_part = (o_pair * splits + o_split) * BLOCK_M + o_m
-    tl.store(p_part + o_part[:, None] * D + o_d[None, :], b_acc, mask=m_out)
-    tl.store(p_state + 2 * o_part, b_max, mask=m_row)
-    tl.store(p_state + 2 * o_part + 1, b_sum, mask=m_row)
-    tl.store(p_anchor + (o_pair * splits + o_split) * D + o_d, b_first.to(tl.float16), mask=o_d < D)
+        good = True
+    else:
+        if MASK == "none":
+            b_max, b_sum, b_acc, b_first, b_square = attend_split(
+                b_q, b_max, b_sum, b_acc, b_first, b_square, p_keys, p_values, p_masks, o_query, m_row, begin, whole,
+                begin, keys, diagonal, scale, longest, stride_kn, stride_vn, stride_mask_n,
+                False, False, MASK, False, D, D_PAD, BLOCK_N,
+            )  # fmt: skip
+        b_max, b_sum, b_acc, b_first, b_square = attend_split(
+            b_q, b_max, b_sum, b_acc, b_first, b_square, p_keys, p_values, p_masks, o_query, m_row, whole, end,
+            begin, keys, diagonal, scale, longest, stride_kn, stride_vn, stride_mask_n,
+            False, True, MASK, CAUSAL, D, D_PAD, BLOCK_N,
+        )  # fmt: skip
+        # a sum, unlike a maximum, does not lose a NaN
+        good = (tl.sqrt(tl.max(b_square, 0)) * longest <= ANCHOR_LIMIT) & (tl.sum(b_square, 0) < INF)
+    store_split(b_max, b_sum, b_acc, b_first, p_part, p_state, p_anchor + o_work * D, p_framed + o_work, o_work, m_row,
+                good, D, D_PAD, BLOCK_M)  # fmt: skip
 
 
 @triton.jit
@@ -201,6 +241,7 @@ def merge_kernel(
     p_part,  # as in decode_kernel
     p_state,
     p_anchor,
+    p_framed,
     p_out,  # (B, Hq, Sq, D) FP16, contiguous
     p_lse,  # (B, Hq, Sq) FP32, contiguous
     stride_qb,
@@ -216,43 +257,60 @@ def merge_kernel(
     D_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr,
     SPLITS: tl.constexpr,  # a power of two, at least `splits`
+    COLUMNS: tl.constexpr,  # of O, for each program
+    PDL: tl.constexpr,
 ):
-    """Joins the splits of one query row."""
+    """Joins the splits of some columns of one query row."""
     o_out = tl.program_id(0)
     o_pair = o_out // (group * rows)
     o_row = o_out % (group * rows)
     batch = tl.cast(o_out // (heads * rows), tl.int64)
     head = tl.cast((o_out // rows) % heads, tl.int64)
     o_split = tl.arange(0, SPLITS)
-    o_d = tl.arange(0, D_PAD)
-    m_d = o_d < D
+    o_column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     m_split = o_split < splits
-    m_part = m_split[:, None] & m_d[None, :]
-    # every split's maximum in the frame of the first one's anchor
-    b_q = tl.load(p_q + batch * stride_qb + head * stride_qh + (o_out % rows) * stride_qm + o_d, mask=m_d, other=0.0)
-    b_q = tl.where(tl.abs(b_q.to(tl.float32)) <= FP16_MAX, b_q.to(tl.float32), float("nan"))
-    b_first = tl.load(p_anchor + o_pair * splits * D + o_d, mask=m_d, other=0.0).to(tl.float32)
-    p_tile = p_anchor + (o_pair * splits + o_split)[:, None] * D + o_d[None, :]
-    b_anchor = tl.load(p_tile, mask=m_part, other=0.0).to(tl.float32)
-    offset = tl.sum(b_q[None, :] * tl.where(m_split[:, None], b_anchor - b_first[None, :], 0.0), 1)
-    o_part = (o_pair * splits + o_split) * BLOCK_M + o_row
+    o_split = o_pair * splits + o_split
+    o_part = o_split * BLOCK_M + o_row
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     b_max = tl.load(p_state + 2 * o_part, mask=m_split, other=-INF)
     b_sum = tl.load(p_state + 2 * o_part + 1, mask=m_split, other=0.0)
+    b_framed = tl.load(p_framed + o_split, mask=m_split, other=0)
+    p_tile = p_part + o_part[:, None] * D + o_column[None, :]
+    b_part = tl.load(p_tile, mask=m_split[:, None] & (o_column < D)[None, :], other=0.0)
+    # every split's maximum in the frame of the first one's anchor; where all frames are 0, a NaN in q is in b_sum
     if NATS:
-        offset = offset * scale
         scale_left = 1.0
     else:
         scale_left = scale
-    b_max = tl.where(b_max == -INF, -INF, b_max + offset)
+    frame = scale * 0.0
+    if tl.max(b_framed, 0) > 0:
+        offset = tl.zeros((SPLITS,), tl.float32)
+        first = tl.load(p_framed + o_pair * splits) > 0
+        for start in range(0, D_PAD, COLUMNS):
+            o_d = start + tl.arange(0, COLUMNS)
+            m_d = o_d < D
+            p_row = p_q + batch * stride_qb + head * stride_qh + (o_out % rows) * stride_qm
+            b_q = tl.load(p_row + o_d, mask=m_d, other=0.0)
+            b_q = tl.where(tl.abs(b_q.to(tl.float32)) <= FP16_MAX, b_q.to(tl.float32), float("nan"))
+            b_first = tl.load(p_anchor + o_pair * splits * D + o_d, mask=m_d & first, other=0.0).to(tl.float32)
+            p_frames = p_anchor + o_split[:, None] * D + o_d[None, :]
+            b_anchor = tl.load(p_frames, mask=(b_framed > 0)[:, None] & m_d[None, :], other=0.0).to(tl.float32)
+            b_apart = tl.where(m_split[:, None], b_anchor - b_first[None, :], 0.0)
+            offset += tl.sum(b_q[None, :] * b_apart, 1)
+            frame += tl.sum(b_q * b_first, 0) * scale
+        if NATS:
+            offset = offset * scale
+        b_max = tl.where(b_max == -INF, -INF, b_max + offset)
     top = tl.max(b_max, 0)
     weight = tl.exp2((b_max - tl.where(top == -INF, 0.0, top)) * (scale_left * LOG2_E))
     total = tl.sum(b_sum * weight, 0)
-    b_part = tl.load(p_part + o_part[:, None] * D + o_d[None, :], mask=m_part, other=0.0)
     # a mean of values lies in FP16's range up to the last bit; infinity in the sum came from a value
     blind = (total == 0.0) & (top == -INF)
     divisor = tl.where(blind, 1.0, total)
     b_out = tl.sum(b_part * weight[:, None], 0) / divisor
     b_out = tl.where(tl.abs(b_out) < INF, tl.minimum(tl.maximum(b_out, -FP16_MAX), FP16_MAX), float("nan"))
-    frame = tl.sum(b_q * b_first, 0) * scale
-    tl.store(p_out + o_out * D + o_d, b_out.to(tl.float16), mask=m_d)
-    tl.store(p_lse + o_out, tl.where(blind, -INF, top * scale_left + frame + tl.log(divisor)))
+    tl.store(p_out + o_out * D + o_column, b_out.to(tl.float16), mask=o_column < D)
+    if tl.program_id(1) == 0:
+        tl.store(p_lse + o_out, tl.where(blind, -INF, top * scale_left + frame + tl.log(divisor)))

@@ -2,48 +2,154 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cache
+
 import torch
 from torch import Tensor
 
 from pasa.ops.attention.decode_kernel import decode_kernel, merge_kernel
-from pasa.ops.attention.tiles import Tile, processors
+from pasa.ops.attention.decode_lanes import decode_lanes_kernel
+from pasa.ops.attention.tiles import Tile, architecture_of, processors
 from pasa.ops.attention.triton_call import Call, strides_of
 from pasa.ops.shift_keys.triton_backend import pad_dim
 
+LANES = 4  # warps with keys of their own
+PREFETCH = 2  # blocks of every program
+MERGE_TILE = 4096  # numbers of O that a program of the merge holds, 32 a thread
+# What a split costs beside its keys, in blocks of 128 of them: queries, anchor, its share of the merge.
+SPLIT_COST = 2
+
+
+@dataclass(frozen=True)
+class Splits:
+    """Where the splits leave what they find, for the merge: `count` splits of `keys` keys, the last one shorter."""
+
+    part: Tensor
+    state: Tensor
+    anchor: Tensor
+    framed: Tensor
+    count: int
+    keys: int
+
+    @classmethod
+    def of(cls, call: Call, count: int, keys: int, block_m: int) -> Splits:
+        """Uninitialised."""
+        shape, dim, device = (call.q.shape[0], call.k.shape[1], count), call.q.shape[-1], call.q.device
+        return cls(
+            torch.empty((*shape, block_m, dim), dtype=torch.float32, device=device),
+            torch.empty((*shape, block_m, 2), dtype=torch.float32, device=device),
+            torch.empty((*shape, dim), dtype=torch.float16, device=device),
+            torch.empty(shape, dtype=torch.int32, device=device),
+            count,
+            keys,
+        )
+
 
 def decode(call: Call) -> tuple[Tensor, Tensor]:
-    """Few rows: split the keys, then merge."""
+    """Few rows: split the keys, do splits whose scores are too large again with care, then merge."""
     batch, heads, rows, dim = call.q.shape
-    kv_heads, keys = call.k.shape[1:3]
-    tile, pad = decode_tile(call.q.device, pad_dim(dim), call.group * rows), pad_dim(dim)
-    blocks_each = blocks_of_a_split(call.q.device, tile.block_n, keys, batch * kv_heads)
-    splits = -(-keys // (tile.block_n * blocks_each))
+    pad = pad_dim(dim)
+    architecture = _architecture(call.q.device)
+    lane = keys_of_a_lane(architecture, pad)
+    if lane and call.mask is None and call.group * rows <= 16:
+        splits = _lanes(call, lane)
+        careful = Tile(16, min(lane, 32), 4, 2)
+    else:
+        tile, careful = decode_tiles(architecture, pad, call.group * rows)
+        pairs = batch * call.k.shape[1]
+        each = blocks_of_a_split(
+            processors(call.q.device) * (8 // tile.warps), -(-call.k.shape[2] // tile.block_n), pairs
+        )
+        each *= tile.block_n
+        splits = Splits.of(call, -(-call.k.shape[2] // each), each, tile.block_m)
+        _tiles(call, splits, tile, careful=False)
+    _tiles(call, splits, careful, careful=True)
     out, lse = call.outputs()
-    part = torch.empty((batch, kv_heads, splits, tile.block_m, dim), dtype=torch.float32, device=call.q.device)
-    state = torch.empty((batch, kv_heads, splits, tile.block_m, 2), dtype=torch.float32, device=call.q.device)
-    anchor = torch.empty((batch, kv_heads, splits, dim), dtype=torch.float16, device=call.q.device)
-    decode_kernel[(batch * kv_heads * splits,)](
-        call.q, call.k, call.v, part, state, anchor, lse if call.mask is None else call.mask,
-        *strides_of(call.q), *strides_of(call.k), *strides_of(call.v), *call.mask_strides,
-        kv_heads, call.group, rows, keys, splits, blocks_each, call.scale,
-        MASK=call.mask_kind, CAUSAL=call.is_causal, D=dim, D_PAD=pad, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-        num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
-    merge_kernel[(batch * heads * rows,)](
-        call.q, part, state, anchor, out, lse, *strides_of(call.q), heads, call.group, rows, splits, call.scale,
-        NATS=call.mask_kind == "float", D=dim, D_PAD=pad, BLOCK_M=tile.block_m, SPLITS=1 << (splits - 1).bit_length(),
-        num_warps=4,
+    padded = 1 << max(splits.count - 1, 0).bit_length()
+    columns = min(pad, max(16, MERGE_TILE // padded))
+    merge_kernel[(batch * heads * rows, pad // columns)](
+        call.q, splits.part, splits.state, splits.anchor, splits.framed, out, lse, *strides_of(call.q),
+        heads, call.group, rows, splits.count, call.scale,
+        NATS=call.mask_kind == "float", D=dim, D_PAD=pad, BLOCK_M=splits.part.shape[-2],
+        SPLITS=padded, COLUMNS=columns, num_warps=4, **_early(call.q.device),
     )  # fmt: skip
     return out, lse
 
 
-def decode_tile(device: torch.device, pad: int, rows: int) -> Tile:
-    """Keys of a block, warps and stages for decoding `rows` query rows of a key head together."""
+def _lanes(call: Call, block_n: int) -> Splits:
+    """Few rows without mask, without anchors and with one a split; every lane of a program becomes a split."""
+    kv_heads, keys = call.k.shape[1:3]
+    rows, dim = call.q.shape[2:]
+    pad, pairs = pad_dim(dim), call.q.shape[0] * kv_heads
+    each = blocks_of_a_split(processors(call.q.device), -(-keys // (LANES * block_n)), pairs) * LANES * block_n
+    programs = -(-keys // each)
+    splits = Splits.of(call, programs * LANES, each // LANES, 16)
+    early = _early(call.q.device)
+    for anchored in (False, True):
+        decode_lanes_kernel[(pairs * programs,)](
+            call.q, call.k, call.v, splits.part, splits.state, splits.anchor, splits.framed,
+            *strides_of(call.q), *strides_of(call.k), *strides_of(call.v),
+            kv_heads, call.group, rows, keys, programs, each, call.scale,
+            ANCHORED=anchored, CAUSAL=call.is_causal, D=dim, D_PAD=pad, LANES=LANES, BLOCK_M=16, BLOCK_N=block_n,
+            PREFETCH=PREFETCH if early["PDL"] else 0, num_warps=LANES, num_stages=3, **early,
+        )  # fmt: skip
+    return splits
+
+
+def _tiles(call: Call, splits: Splits, tile: Tile, careful: bool) -> None:
+    """A pass of the portable kernel."""
+    kv_heads, keys = call.k.shape[1:3]
+    rows, dim = call.q.shape[2:]
+    decode_kernel[(call.q.shape[0] * kv_heads * splits.count,)](
+        call.q, call.k, call.v, splits.part, splits.state, splits.anchor, splits.framed,
+        splits.state if call.mask is None else call.mask,
+        *strides_of(call.q), *strides_of(call.k), *strides_of(call.v), *call.mask_strides,
+        kv_heads, call.group, rows, keys, splits.count, splits.keys, call.scale,
+        MASK=call.mask_kind, CAUSAL=call.is_causal, D=dim, D_PAD=pad_dim(dim), BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n, CAREFUL=careful, num_warps=tile.warps, num_stages=tile.stages, **_early(call.q.device),
+    )  # fmt: skip
+
+
+@cache
+def _architecture(device: torch.device) -> str:
+    return architecture_of(device.type, torch.cuda.get_device_capability(device) if device.type == "cuda" else None)
+
+
+def keys_of_a_lane(architecture: str, pad: int) -> int:
+    """In a block, or 0 where lanes do not serve. Two blocks of K and V are in shared memory, and one more of K where an
+    anchor meets a ragged end: 192 KiB of the 227 on sm_90, 96 of the 99 on sm_89."""
+    if pad > 128 or architecture in ("ascend", "sm_75"):
+        return 0
+    return (32 if architecture in ("sm_90", "interpreter") else 16) * (1 if pad > 64 else 2)
+
+
+@cache
+def _early(device: torch.device) -> dict[str, bool]:
+    """Launch options: on Hopper and later a kernel is set up while the one before it ends, and waits for its results
+    itself. Other backends do not know the option."""
+    if device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0):
+        return {"PDL": True, "launch_pdl": True}
+    return {"PDL": False}
+
+
+def decode_tiles(architecture: str, pad: int, rows: int) -> tuple[Tile, Tile]:
+    """For `rows` query rows of a key head together: tiles of the pass without care and of the one with it."""
     height = max(16, 1 << (rows - 1).bit_length())
-    return Tile(height, 64 if height <= 32 and pad <= 128 else 32, 4, 3)
+    stages = 2 if architecture == "sm_75" else 3
+    if height <= 32 and pad <= 128:
+        return Tile(height, 64, 4, stages), Tile(height, 64, 4, 2)
+    if architecture == "sm_90":  # 112 KiB of shared memory
+        return Tile(height, 64 if pad <= 128 else 32, 8, 3), Tile(height, 32, 8, 2)
+    return Tile(height, 32, 4, stages), Tile(height, 32, 4, 2)
 
 
-def blocks_of_a_split(device: torch.device, block: int, keys: int, pairs: int) -> int:
-    """Blocks for each program, so that there are about four programs a multiprocessor."""
-    blocks = -(-keys // block)
-    return max(1, -(-blocks * pairs // (4 * processors(device))))
+@cache
+def blocks_of_a_split(programs: int, blocks: int, pairs: int) -> int:
+    """Blocks for each program, so that waves of `programs` programs, each as long as its keys, end soonest."""
+
+    def time(splits: int) -> int:
+        return -(-pairs * splits // programs) * (-(-blocks // splits) + SPLIT_COST)
+
+    splits = min(range(1, max(1, min(blocks, 4 * programs // pairs)) + 1), key=time)
+    return max(1, -(-blocks // splits))

@@ -1,0 +1,240 @@
+"""Triton kernel of decoding with at most 16 query rows of a key head: every warp goes its own way through the keys.
+
+A tile of so few rows is latency: warps that share it wait for each other's maxima and weights. Here LANES warps have
+keys of their own (dots are three-dimensional, lane first), and meet in the merge only. Nothing is left but reading K
+and V once.
+
+FP32 needs small scores. What bounds them comes out of the matrix unit too: |k|^2. A split that fails is marked and done
+again with k - a, where one anchor a is guessed from a sample of its keys and checked on all; if that fails too, by
+decode_kernel, which takes lanes for splits and finds exact anchors of every block.
+"""
+
+import triton
+import triton.language as tl
+
+from pasa.ops.attention.decode_kernel import ANCHOR_LIMIT, load_queries
+from pasa.ops.attention.triton_kernel import FP16_MAX, INF, LOG2_E
+
+SAMPLES = tl.constexpr(16)
+FP32_MAX = tl.constexpr(3.4028234e38)
+
+
+@triton.jit
+def sampled_anchor(p_keys, begin, end, longest, stride_kn, D: tl.constexpr, D_PAD: tl.constexpr):
+    """Anchor (D,) of keys `begin` to `end`, the norm that k - a may have, and whether the sample keeps well below it.
+
+    A norm up to the smallest |a| / 2 means a / 2 <= k <= 3 a / 2 in every anchored column: FP16 subtracts exactly there
+    (Sterbenz). So a column has an anchor if its size is 2.5 times the norm that sampled keys are left with, and only if
+    scores need it.
+    longest: largest norm of a query, in nats.
+    """
+    o_n = begin + tl.arange(0, SAMPLES) * ((end - begin) // SAMPLES)
+    o_d = tl.arange(0, D_PAD)
+    p_tile = p_keys + tl.cast(o_n, tl.int64)[:, None] * stride_kn + o_d[None, :]
+    b_k = tl.load(p_tile, mask=(o_n < end)[:, None] & (o_d < D)[None, :], other=0.0).to(tl.float32)
+    mean = tl.sum(b_k, 0) / SAMPLES
+    steady = tl.max(tl.abs(b_k - mean[None, :]), 0) <= tl.abs(mean) * 0.125
+    b_left = tl.where(steady[None, :], b_k - mean[None, :], b_k)
+    limit = ANCHOR_LIMIT / tl.maximum(longest, 1e-30)
+    needed = tl.max(tl.sum(b_k * b_k, 1), 0) > 0.25 * limit * limit
+    least = tl.where(needed, 6.25 * tl.max(tl.sum(b_left * b_left, 1), 0), INF)
+    keep = steady & (mean * mean > least)
+    anchor = tl.where(keep, mean, 0.0).to(tl.float16).to(tl.float32)
+    limit = tl.minimum(limit, tl.min(tl.where(keep, tl.abs(anchor), INF), 0) * 0.5)
+    b_left = b_k - anchor[None, :]
+    b_square = tl.sum(b_left * b_left, 1)
+    # NaN passes no comparison
+    return anchor, limit, tl.min(tl.where(b_square <= 0.8 * limit * limit, 1, 0), 0) > 0
+
+
+@triton.jit
+def sampled_norm(p_keys, begin, end, stride_kn, D: tl.constexpr, D_PAD: tl.constexpr):
+    """Largest norm of some keys from `begin` to `end`; NaN is lost."""
+    o_n = begin + tl.arange(0, SAMPLES) * ((end - begin) // SAMPLES)
+    o_d = tl.arange(0, D_PAD)
+    p_tile = p_keys + tl.cast(o_n, tl.int64)[:, None] * stride_kn + o_d[None, :]
+    b_k = tl.load(p_tile, mask=(o_n < end)[:, None] & (o_d < D)[None, :], other=0.0).to(tl.float32)
+    return tl.sqrt(tl.max(tl.sum(b_k * b_k, 1), 0))
+
+
+@triton.jit
+def prefetch(p_x, begin, end, stride, D: tl.constexpr, KEYS: tl.constexpr):
+    """Starts to bring KEYS keys or values from `begin` on into the L2 cache, by lines of 128 bytes. NVIDIA only."""
+    o_n = begin + tl.arange(0, KEYS)
+    o_d = tl.arange(0, D // 64) * 64
+    p_line = p_x + tl.cast(tl.minimum(o_n, end - 1), tl.int64)[:, None] * stride + o_d[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [p_line], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def attend_lanes(
+    b_q, b_max, b_sum, b_acc, b_far, p_keys, p_values, p_frame, o_query, begin, end, keys, diagonal, scale, stride_kn,
+    stride_vn, ANCHORED: tl.constexpr, HIDES: tl.constexpr, CAUSAL: tl.constexpr,
+    D: tl.constexpr, D_PAD: tl.constexpr, LANES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Blocks of LANES * BLOCK_N keys: b_max, b_sum (L, M), b_acc (L, M, D), and the largest |k - a|^2 as a tile b_far
+    (L, M, N) of equal rows, or what no bound allows. b_q (M, D); p_frame: a, in memory so that it reaches the loop in
+    whatever layout the dot wants.
+    """
+    o_d = tl.arange(0, D_PAD)
+    m_d = o_d < D
+    o_n = tl.arange(0, LANES)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    o_k = o_n[:, None, :] * stride_kn + o_d[None, :, None]  # (L, D, N): transposed as it is read
+    o_v = o_n[:, :, None] * stride_vn + o_d[None, None, :]
+    if ANCHORED:
+        b_anchor = tl.load(p_frame + o_d, mask=m_d, other=0.0)[None, :, None]
+    b_queries = tl.broadcast_to(b_q[None, :, :], (LANES, BLOCK_M, D_PAD))
+    b_ones = tl.full((LANES, BLOCK_M, D_PAD), 1.0, tl.float16)
+    factor = scale * LOG2_E
+    for start in range(begin, end, LANES * BLOCK_N):
+        at = tl.cast(start, tl.int64)
+        m_n = start + o_n < keys
+        # scores (L, M, N)
+        if HIDES or D < D_PAD:
+            b_k = tl.load(p_keys + at * stride_kn + o_k, mask=m_n[:, None, :] & m_d[None, :, None], other=0.0)
+        else:
+            b_k = tl.load(p_keys + at * stride_kn + o_k)
+        if ANCHORED:
+            b_k = b_k - b_anchor
+            if HIDES:
+                b_k = tl.where(m_n[:, None, :], b_k, 0.0).to(tl.float16)  # no key, no norm
+        b_far = tl.maximum(b_far, tl.dot(b_ones, b_k * b_k), propagate_nan=tl.PropagateNan.ALL)
+        b_s = tl.dot(b_queries, b_k)
+        if HIDES:
+            m_seen = m_n[:, None, :] & (o_query >= 0)[None, :, None]
+            if CAUSAL:
+                m_seen = m_seen & ((start + o_n)[:, None, :] <= (o_query + diagonal)[None, :, None])
+            b_s = tl.where(m_seen, b_s, -INF)
+        # weights; no exponent exceeds 0
+        new_max = tl.maximum(b_max, tl.max(b_s, 2))
+        base = tl.where(new_max == -INF, 0.0, new_max) if HIDES else new_max
+        alpha = tl.exp2((b_max - base) * factor)
+        b_p = tl.exp2((b_s - base[:, :, None]) * factor).to(tl.float16)
+        b_sum = b_sum * alpha + tl.sum(b_p.to(tl.float32), 2)
+        b_max = new_max
+        # values
+        if HIDES or D < D_PAD:
+            b_v = tl.load(p_values + at * stride_vn + o_v, mask=m_n[:, :, None] & m_d[None, None, :], other=0.0)
+        else:
+            b_v = tl.load(p_values + at * stride_vn + o_v)
+        if HIDES:  # rows differ in what they see, and 0 * NaN is NaN
+            finite = tl.min(tl.where(tl.abs(b_v.to(tl.float32)) <= FP16_MAX, 1, 0), 2) > 0
+            b_far = tl.where(finite[:, None, :], b_far, INF)
+        b_acc = tl.dot(b_p, b_v, b_acc * alpha[:, :, None])
+    return b_max, b_sum, b_acc, b_far
+
+
+@triton.jit
+def store_lanes(
+    b_max, b_sum, b_acc, p_part, p_state, slot, m_row,
+    D: tl.constexpr, D_PAD: tl.constexpr, LANES: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """States of all lanes, from split `slot` on."""
+    o_d = tl.arange(0, D_PAD)
+    o_part = (slot + tl.arange(0, LANES)[:, None]) * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+    m_part = (o_part >= 0) & m_row[None, :]
+    m_out = m_part[:, :, None] & (o_d < D)[None, None, :]
+    tl.store(p_part + o_part[:, :, None] * D + o_d[None, None, :], b_acc, mask=m_out)
+    tl.store(p_state + 2 * o_part, b_max, mask=m_part)
+    tl.store(p_state + 2 * o_part + 1, b_sum, mask=m_part)
+
+
+@triton.jit
+def decode_lanes_kernel(
+    p_q,  # as in decode_kernel
+    p_k,
+    p_v,
+    p_part,  # with LANES times as many splits
+    p_state,
+    p_anchor,
+    p_framed,
+    stride_qb,
+    stride_qh,
+    stride_qm,
+    stride_kb,
+    stride_kh,
+    stride_kn,
+    stride_vb,
+    stride_vh,
+    stride_vn,
+    kv_heads,
+    group,
+    rows,
+    keys,
+    splits,
+    keys_each,
+    scale,
+    ANCHORED: tl.constexpr,  # only what the pass without anchors has marked
+    CAUSAL: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    LANES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,  # keys of a lane
+    PREFETCH: tl.constexpr,  # blocks
+    PDL: tl.constexpr,
+):
+    """One split of one key head: `keys_each` keys, multiples of a block."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    o_split = tl.program_id(0) % splits
+    o_pair = tl.program_id(0) // splits
+    slot = tl.program_id(0) * LANES
+    if ANCHORED:
+        if tl.load(p_framed + slot) >= 0:
+            return
+    batch = tl.cast(o_pair // kv_heads, tl.int64)
+    kv_head = tl.cast(o_pair % kv_heads, tl.int64)
+    p_keys = p_k + batch * stride_kb + kv_head * stride_kh
+    p_values = p_v + batch * stride_vb + kv_head * stride_vh
+    # keys that all rows see in whole blocks, then the others
+    begin = o_split * keys_each
+    end = tl.minimum(begin + keys_each, keys)
+    seen_by_all = keys - rows + 1 if CAUSAL else keys
+    whole = tl.maximum(tl.minimum(end, seen_by_all) // (LANES * BLOCK_N) * (LANES * BLOCK_N), begin)
+    if PREFETCH and D % 64 == 0:  # memory is busy while queries and anchor are made ready
+        prefetch(p_keys, begin, end, stride_kn, D, PREFETCH * LANES * BLOCK_N)
+        prefetch(p_values, begin, end, stride_vn, D, PREFETCH * LANES * BLOCK_N)
+    o_m = tl.arange(0, BLOCK_M)
+    o_d = tl.arange(0, D_PAD)
+    b_q, _, o_query, longest = load_queries(
+        p_q, batch, kv_head, group, rows, stride_qb, stride_qh, stride_qm, scale, D, D_PAD, BLOCK_M
+    )
+    m_row = o_m < group * rows
+    p_frame = p_anchor + slot * D
+    diagonal = keys - rows
+    # the anchor, what norm a key may have less it, and whether some keys have
+    o_lane = tl.arange(0, LANES)
+    framed = 0
+    if ANCHORED:
+        anchor, limit, good = sampled_anchor(p_keys, begin, whole, longest, stride_kn, D, D_PAD)
+        framed = tl.max(tl.where(anchor != 0.0, 1, 0), 0)
+        o_frame = o_lane[:, None] * D + o_d[None, :]
+        b_frame = tl.broadcast_to(anchor[None, :], (LANES, D_PAD)).to(tl.float16)
+        tl.store(p_frame + o_frame, b_frame, mask=(o_frame >= 0) & (o_d < D)[None, :])
+        tl.debug_barrier()  # other threads of the program read it
+    else:
+        limit = ANCHOR_LIMIT / tl.maximum(longest, 1e-30)
+        good = sampled_norm(p_keys, begin, whole, stride_kn, D, D_PAD) <= limit
+    # the lanes
+    b_max = tl.full((LANES, BLOCK_M), -INF, tl.float32)
+    b_sum = tl.zeros((LANES, BLOCK_M), tl.float32)
+    b_acc = tl.zeros((LANES, BLOCK_M, D_PAD), tl.float32)
+    b_far = tl.zeros((LANES, BLOCK_M, BLOCK_N), tl.float32)
+    b_max, b_sum, b_acc, b_far = attend_lanes(
+        b_q, b_max, b_sum, b_acc, b_far, p_keys, p_values, p_frame, o_query, begin, tl.where(good, whole, begin), keys,
+        diagonal, scale, stride_kn, stride_vn, ANCHORED, False, CAUSAL, D, D_PAD, LANES, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
+    if good & (whole < end):
+        b_max, b_sum, b_acc, b_far = attend_lanes(
+            b_q, b_max, b_sum, b_acc, b_far, p_keys, p_values, p_frame, o_query, whole, end, keys,
+            diagonal, scale, stride_kn, stride_vn, ANCHORED, True, CAUSAL, D, D_PAD, LANES, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+    # FP16 rounds squares and their differences by 2^-11, and by 2^-25 near 0; NaN passes no comparison
+    highest = tl.minimum(0.99 * limit * limit - D * 2.0**-25, FP32_MAX)
+    far = tl.max(tl.max(tl.max(tl.where(b_far <= highest, 0, 1), 2), 1), 0)
+    tl.store(p_framed + slot + o_lane, tl.full((LANES,), 0, tl.int32) + tl.where(good & (far == 0), framed, -1))
+    store_lanes(b_max, b_sum, b_acc, p_part, p_state, slot, m_row, D, D_PAD, LANES, BLOCK_M)
