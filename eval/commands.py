@@ -127,6 +127,30 @@ def speed(
     raise typer.Exit(0 if result["gate"]["passed"] else 1)
 
 
+@bench.command()
+def soak(
+    json: Json = None,
+    output_dir: Annotated[Path | None, typer.Option(help="Write JSON and Markdown there.")] = None,
+    cases: Annotated[int, typer.Option(parser=integer, metavar="N", help="Random calls.")] = 2000,
+    seed: Annotated[int, typer.Option(parser=integer, metavar="N", help="What they are drawn from.")] = 0,
+    backend: Annotated[str, typer.Option(help="A backend that can run here.")] = "triton",
+    only: Annotated[int | None, typer.Option(parser=integer, metavar="N", help="Run the case of this index.")] = None,
+    small: Annotated[bool, typer.Option("--small", help="Sizes for Triton's interpreter.")] = False,
+    jobs: Annotated[int, typer.Option(parser=integer, metavar="N", help="Processes that compile before.")] = 1,
+) -> None:
+    """Random calls of one backend, judged against FP64 and the guarantee; exit 1 if one breaks a bound."""
+    from pasa.eval.soak import report, run, warm
+
+    with output.progress_bar("bench soak") as progress:
+        if jobs > 1 and only is None and backend == run.TRITON:
+            warm.warm_up(cases, seed, jobs, small, progress)
+        result = run.run_soak(cases, seed, backend, only, small, progress)
+    _deliver(result, json, report.render)
+    if output_dir is not None:
+        report.save(result, output_dir)
+    raise typer.Exit(0 if result["gate"]["passed"] else 1)
+
+
 def parse_seeds(text: str) -> list[int]:
     """Integers between commas.
 

@@ -32,6 +32,11 @@ class KeyMask:
     keys: int
     device: torch.device
 
+    @property
+    def spoils(self) -> bool:
+        """Whether the mask adds a NaN or +inf somewhere."""
+        return self.bias is not None and bool((torch.isnan(self.bias) | (self.bias == torch.inf)).any())
+
     def first_row(self, key: int) -> int:
         """First row that may see `key` or a later one."""
         return 0 if self.causal_shift is None else max(0, key - self.causal_shift)
@@ -80,9 +85,10 @@ def dense_mask(attn_mask: Tensor, is_causal: bool, q: Tensor, k: Tensor) -> Tens
 
 
 def non_finite_reach(q: Tensor, k: Tensor, v: Tensor, mask: KeyMask, block: int) -> tuple[Tensor, Tensor]:
-    """Rows (B, Hq, Sq) and outputs (B, Hq, Sq, D) that a NaN or infinity in q, k or v reaches.
+    """Rows (B, Hq, Sq) and outputs (B, Hq, Sq, D) that a NaN or infinity in q, k, v or a float mask reaches.
 
-    A bad query or visible key spoils the row, a bad visible value its column of the row.
+    A bad query, visible key or mask element (NaN or +inf; -inf hides) spoils the row, a bad visible value its column
+    of the row.
     """
     groups = q.shape[1] // k.shape[1]
     bad_query = ~torch.isfinite(q).all(-1).unflatten(1, (-1, groups))  # (B, Hkv, G, Sq)
@@ -91,9 +97,11 @@ def non_finite_reach(q: Tensor, k: Tensor, v: Tensor, mask: KeyMask, block: int)
     hits = torch.zeros_like(q).unflatten(1, (-1, groups))
     for start in range(0, mask.keys, block):
         part = slice(start, min(start + block, mask.keys))
-        visible, _ = mask.tile(0, part.start, part.stop)
+        visible, bias = mask.tile(0, part.start, part.stop)
         seen = q.new_ones(1) if visible is None else visible.to(q)
         seen = seen.expand(*bad_row.shape, part.stop - part.start)
+        if bias is not None:
+            bad_row |= ((seen > 0) & ~torch.isfinite(bias)).any(-1)
         sees_any |= seen.any(-1)
         bad_row |= (seen * bad_key[:, :, None, None, part]).any(-1)
         hits += seen @ bad_value[:, :, None, part].to(q)

@@ -75,7 +75,7 @@ def attention(
     rows = clean_q.unflatten(1, (k.shape[1], -1))
     out, lse, counts = _blocks(rows, clean_k, clean_v, mask, scale, options, diagnose)
     out, lse = out.flatten(1, 2), lse.flatten(1, 2)
-    if not all(bool(torch.isfinite(x).all()) for x in given):
+    if mask.spoils or not all(bool(torch.isfinite(x).all()) for x in given):
         bad_rows, bad = non_finite_reach(*given, mask, options.block_k)
         out, lse = out.masked_fill(bad, torch.nan), lse.masked_fill(bad_rows, torch.nan)
     return out.to(q.dtype), lse, counts

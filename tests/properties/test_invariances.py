@@ -134,6 +134,22 @@ def test_garbage_that_is_seen_is_reported_as_nan(mode):
     assert torch.isfinite(out[:, 0, :30]).all()
 
 
+@EVERY
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_bad_number_in_a_float_mask_reaches_its_row(mode, value):
+    """Storing the output in FP16 between blocks once turned such a row to 0, and saturation to finite numbers."""
+    q, k, v = normal_qkv((2, 1), (9, 200), 64)
+    mask = torch.zeros(9, 200)
+    mask[3, 150] = value
+    mask[4, 20] = -torch.inf
+    out, lse = mode.attend(q, k, v, attn_mask=mask)
+    rows = torch.arange(9) == 3
+    assert torch.isnan(out[:, :, rows]).all()
+    assert torch.isnan(lse[:, :, rows]).all()
+    assert torch.isfinite(out[:, :, ~rows]).all()
+    assert torch.isfinite(lse[:, :, ~rows]).all()
+
+
 @DEFAULTS
 @pytest.mark.parametrize("offset", [0.0, 20.0])
 def test_future_keys_move_a_row_by_rounding_only(mode, offset):
