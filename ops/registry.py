@@ -34,9 +34,9 @@ class Request:
     options: AttentionOptions
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Backend:
-    """One implementation of the attention operator.
+    """One implementation of the attention operator; a record equals itself alone.
 
     Attributes
     ----------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Literal, NamedTuple, overload
 
@@ -15,6 +14,7 @@ from pasa.ops import library, registry
 
 HEADS_FIRST, HEADS_LAST = ("HND", "BNSD"), ("NHD", "BSND")  # the field's names and CANN's
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+DEFAULT = PasaConfig()
 
 
 class BackendStatus(NamedTuple):
@@ -133,11 +133,9 @@ def attention(
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     _check_shapes(q, k, v)
     _check_mask(attn_mask, q, k)
-    options = dataclasses.asdict(_checked_config(config))
-    diagnose = diagnostics.recording()
-    out, lse, counts = library.attention(
-        q, k, v, attn_mask, is_causal, _checked_scale(scale, q.shape[-1]), **options, diagnose=diagnose, backend=backend
-    )
+    options, diagnose = _checked_config(config).arguments, diagnostics.recording()
+    scale = _checked_scale(scale, q.shape[-1])
+    out, lse, counts = library.attention(q, k, v, attn_mask, is_causal, scale, *options, diagnose, backend)
     if diagnose:
         diagnostics.record(counts)
     out = out.transpose(1, 2) if heads_last else out
@@ -189,11 +187,10 @@ def attention_varlen(
     _check_switches(is_causal, backend)
     if len(cu_seqlens_q) != len(cu_seqlens_k):
         raise ValueError(f"cu_seqlens_q has {len(cu_seqlens_q)} entries but cu_seqlens_k has {len(cu_seqlens_k)}")
-    options = dataclasses.asdict(_checked_config(config))
-    scale, diagnose = _checked_scale(scale, q.shape[-1]), diagnostics.recording()
-    out, lse, counts = library.attention_varlen(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, is_causal, scale, **options, diagnose=diagnose, backend=backend
-    )
+    options, diagnose = _checked_config(config).arguments, diagnostics.recording()
+    scale = _checked_scale(scale, q.shape[-1])
+    lengths = (cu_seqlens_q, cu_seqlens_k)
+    out, lse, counts = library.attention_varlen(q, k, v, *lengths, is_causal, scale, *options, diagnose, backend)
     if diagnose:
         diagnostics.record(counts)
     return (out, lse) if return_lse else out
@@ -221,16 +218,17 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, *, rank: int) -> None:
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Heads-first shapes (B, H, S, D)."""
-    if k.shape != v.shape:
-        raise ValueError(f"k and v differ in shape (B, H, S, D): {tuple(k.shape)} and {tuple(v.shape)}")
+    queries, keys, values = q.shape, k.shape, v.shape  # each look at `.shape` makes a new one
+    if keys != values:
+        raise ValueError(f"k and v differ in shape (B, H, S, D): {tuple(keys)} and {tuple(values)}")
     for name, axis in (("batch", 0), ("head dim", 3)):
-        if q.shape[axis] != k.shape[axis]:
-            raise ValueError(f"{name} of q is {q.shape[axis]} but that of k is {k.shape[axis]}")
-    for name, x in (("q", q), ("k", k)):
-        if 0 in x.shape:
-            raise ValueError(f"{name} is empty: (B, H, S, D) = {tuple(x.shape)}")
-    if q.shape[1] % k.shape[1]:
-        raise ValueError(f"{q.shape[1]} query heads are not a multiple of {k.shape[1]} key heads")
+        if queries[axis] != keys[axis]:
+            raise ValueError(f"{name} of q is {queries[axis]} but that of k is {keys[axis]}")
+    for name, shape in (("q", queries), ("k", keys)):
+        if 0 in shape:
+            raise ValueError(f"{name} is empty: (B, H, S, D) = {tuple(shape)}")
+    if queries[1] % keys[1]:
+        raise ValueError(f"{queries[1]} query heads are not a multiple of {keys[1]} key heads")
 
 
 def _check_mask(attn_mask: Tensor | None, q: Tensor, k: Tensor) -> None:
@@ -286,7 +284,7 @@ def _check_switches(is_causal: bool, backend: str | None) -> None:
 
 def _checked_config(config: PasaConfig | None) -> PasaConfig:
     if config is None:
-        return PasaConfig()
+        return DEFAULT
     if not isinstance(config, PasaConfig):
         raise TypeError(f"config is a {type(config).__name__}, not a PasaConfig")
     return config

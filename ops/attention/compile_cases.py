@@ -13,8 +13,8 @@ Case = dict[str, Any]
 
 TYPES = {
     **dict.fromkeys(["p_q", "p_k", "p_v", "p_out", "p_anchor", "p_shifted"], "*fp16"),
-    **dict.fromkeys(["p_lse", "p_stats", "p_factor", "p_matrix", "p_part", "p_state"], "*fp32"),
-    **dict.fromkeys(["p_tile", "p_cu_q", "p_cu_k", "p_first_block", "p_block", "p_cu", "p_framed"], "*i32"),
+    **dict.fromkeys(["p_lse", "p_norm", "p_norms", "p_factor", "p_matrix", "p_part", "p_state"], "*fp32"),
+    **dict.fromkeys(["p_tile", "p_cu_q", "p_cu_k", "p_first_block", "p_block", "p_cu", "p_framed", "p_marked"], "*i32"),
     **dict.fromkeys(["p_mask", "p_visible"], "*u8"),
     "scale": "fp32",
 }
@@ -113,7 +113,8 @@ NVIDIA_CASES = [
     _case(
         anchor_kernel,
         "anchors",
-        {"D": 128, "D_PAD": 128, "BLOCK": 128, "HAS_VISIBLE": False, "CHECK_VALUES": True, "VARLEN": False},
+        {"D": 128, "D_PAD": 128, "WIDTH": 32, "BLOCK": 128, "HAS_VISIBLE": False, "CHECK_VALUES": True}
+        | {"VARLEN": False, "EARLY": False},
         options={"num_warps": 8},
     ),
     _shift("matrix", 128, 128, exact=False, visible=False, options={"num_warps": 8}),
@@ -134,7 +135,7 @@ NVIDIA_CASES = [
         _case(
             decode_lanes_kernel,
             f"lanes_{arch}" + "_anchored" * anchored,
-            {"ANCHORED": anchored, "CAUSAL": True, "LANES": 4, "PREFETCH": 2 if arch == 90 else 0, "PDL": arch == 90}
+            {"ANCHORED": anchored, "CAUSAL": True, "LANES": 4, "PDL": arch == 90}
             | _sizes(128, 16, 32 if arch == 90 else 16),
             **_on(arch, 4, 3),
         )

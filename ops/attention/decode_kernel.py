@@ -9,12 +9,8 @@ tile.
 import triton
 import triton.language as tl
 
-from pasa.ops.attention.triton_kernel import FP16_MAX, INF, LOG2_E, add_values, softmax_step
+from pasa.ops.attention.triton_kernel import ANCHOR_LIMIT, FP16_MAX, INF, LOG2_E, add_values, softmax_step
 from pasa.ops.shift_keys.triton_kernel import exact_anchor
-
-# Scores, in nats, beyond which an FP32 sum of products rounds by more than 2^-14 a step: a quarter of what rounding a
-# weight to FP16 costs. Below it keys need no anchor.
-ANCHOR_LIMIT = tl.constexpr(1024.0)
 
 
 @triton.jit

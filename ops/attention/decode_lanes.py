@@ -12,8 +12,8 @@ decode_kernel, which takes lanes for splits and finds exact anchors of every blo
 import triton
 import triton.language as tl
 
-from pasa.ops.attention.decode_kernel import ANCHOR_LIMIT, load_queries
-from pasa.ops.attention.triton_kernel import FP16_MAX, INF, LOG2_E
+from pasa.ops.attention.decode_kernel import load_queries
+from pasa.ops.attention.triton_kernel import ANCHOR_LIMIT, FP16_MAX, INF, LOG2_E
 
 SAMPLES = tl.constexpr(16)
 FP32_MAX = tl.constexpr(3.4028234e38)
@@ -55,17 +55,6 @@ def sampled_norm(p_keys, begin, end, stride_kn, D: tl.constexpr, D_PAD: tl.const
     p_tile = p_keys + tl.cast(o_n, tl.int64)[:, None] * stride_kn + o_d[None, :]
     b_k = tl.load(p_tile, mask=(o_n < end)[:, None] & (o_d < D)[None, :], other=0.0).to(tl.float32)
     return tl.sqrt(tl.max(tl.sum(b_k * b_k, 1), 0))
-
-
-@triton.jit
-def prefetch(p_x, begin, end, stride, D: tl.constexpr, KEYS: tl.constexpr):
-    """Starts to bring KEYS keys or values from `begin` on into the L2 cache, by lines of 128 bytes. NVIDIA only."""
-    o_n = begin + tl.arange(0, KEYS)
-    o_d = tl.arange(0, D // 64) * 64
-    p_line = p_x + tl.cast(tl.minimum(o_n, end - 1), tl.int64)[:, None] * stride + o_d[None, :]
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [p_line], dtype=tl.int32, is_pure=False, pack=1
-    )
 
 
 @triton.jit
@@ -173,7 +162,6 @@ def decode_lanes_kernel(
     LANES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,  # keys of a lane
-    PREFETCH: tl.constexpr,  # blocks
     PDL: tl.constexpr,
 ):
     """One split of one key head: `keys_each` keys, multiples of a block."""
@@ -195,9 +183,6 @@ def decode_lanes_kernel(
     end = tl.minimum(begin + keys_each, keys)
     seen_by_all = keys - rows + 1 if CAUSAL else keys
     whole = tl.maximum(tl.minimum(end, seen_by_all) // (LANES * BLOCK_N) * (LANES * BLOCK_N), begin)
-    if PREFETCH and D % 64 == 0:  # memory is busy while queries and anchor are made ready
-        prefetch(p_keys, begin, end, stride_kn, D, PREFETCH * LANES * BLOCK_N)
-        prefetch(p_values, begin, end, stride_vn, D, PREFETCH * LANES * BLOCK_N)
     o_m = tl.arange(0, BLOCK_M)
     o_d = tl.arange(0, D_PAD)
     b_q, _, o_query, longest = load_queries(

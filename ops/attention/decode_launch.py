@@ -15,7 +15,6 @@ from pasa.ops.attention.triton_call import Call, strides_of
 from pasa.ops.shift_keys.triton_backend import pad_dim
 
 LANES = 4  # warps with keys of their own
-PREFETCH = 2  # blocks of every program
 MERGE_TILE = 4096  # numbers of O that a program of the merge holds, 32 a thread
 # What a split costs beside its keys, in blocks of 128 of them: queries, anchor, its share of the merge.
 SPLIT_COST = 2
@@ -92,7 +91,7 @@ def _lanes(call: Call, block_n: int) -> Splits:
             *strides_of(call.q), *strides_of(call.k), *strides_of(call.v),
             kv_heads, call.group, rows, keys, programs, each, call.scale,
             ANCHORED=anchored, CAUSAL=call.is_causal, D=dim, D_PAD=pad, LANES=LANES, BLOCK_M=16, BLOCK_N=block_n,
-            PREFETCH=PREFETCH if early["PDL"] else 0, num_warps=LANES, num_stages=3, **early,
+            num_warps=LANES, num_stages=3, **early,
         )  # fmt: skip
     return splits
 

@@ -3,6 +3,8 @@
 from typing import Any
 
 from pasa.ops.attention.hopper_kernel import attention_kernel
+from pasa.ops.attention.hopper_launch import STAGES
+from pasa.ops.attention.hopper_tiles import CAREFUL, PLAIN
 
 # What a launch of Triton 3.6 calls the type of a tensor map; the layout is that of hopper_launch.TILE.
 TENSOR_MAP = (
@@ -11,17 +13,22 @@ TENSOR_MAP = (
 )
 
 
-def _case(dim: int, half_limit: float) -> dict[str, Any]:
+def _case(name: str, dim: int, form: int, causal: bool = True, warpgroups: int = 3) -> dict[str, Any]:
     types = {f"{x}_desc": TENSOR_MAP.format(rows=64 if x in "qo" else 128, dim=dim) for x in "qkvo"}
-    types |= {"p_anchors": "*fp16", "p_stats": "*fp32", "p_lse": "*fp32", "scale_log2": "fp32"}
+    types |= {"p_norms": "*fp32", "p_anchors": "*fp16", "p_marked": "*i32", "p_lse": "*fp32", "scale_log2": "fp32"}
+    flags = {"CAUSAL": causal, "RAGGED": causal, "FORM": form, "WARPGROUPS": warpgroups, "STAGES": STAGES[dim]}
     return {
-        "name": f"hopper_d{dim}_" + ("half" if half_limit else "single"),
+        "name": f"hopper_d{dim}_{name}",
         "kernel": attention_kernel,
         "signature": types,
-        "constexprs": {"CAUSAL": True, "RAGGED": True, "HALF_LIMIT": half_limit, "STAGES": 2 if dim == 128 else 3},
+        "constexprs": flags,
         "options": {"num_warps": 4},
         "architectures": [90],
     }
 
 
-NVIDIA_CASES = [_case(64, 64.0), _case(128, 64.0), _case(128, 0.0)]
+NVIDIA_CASES = [
+    *(_case("plain", dim, PLAIN.value) for dim in (64, 128)),
+    *(_case("careful", dim, CAREFUL.value) for dim in (64, 128)),
+    _case("full_pair", 128, PLAIN.value, causal=False, warpgroups=2),
+]

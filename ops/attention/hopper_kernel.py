@@ -1,12 +1,15 @@
-"""Attention on Hopper (sm_90) in Gluon: a producer partition feeds three consumer warpgroups by TMA.
+"""Attention on Hopper (sm_90) in Gluon: a producer partition feeds consumer warpgroups by TMA.
 
-A consumer warpgroup owns 64 query rows and 160 registers a thread. S (64, 128), P and O of D = 128 fill them, so QK,
-softmax and PV follow one another, and the other two warpgroups keep the matrix unit busy meanwhile. Only in the form
-HALF, with S in FP16, QK of a block runs beside PV of the one before. Norms choose the form, once a warpgroup and tile.
+A consumer warpgroup owns 64 query rows. Three of them have 160 registers a thread each: S (64, 128), P and O of D = 128
+fill these, so QK, softmax and PV follow one another, and the other warpgroups keep the matrix unit busy meanwhile. Two
+of them have 240: there QK of a block runs beside PV of the one before. Which is faster depends on how many tiles the
+multiprocessors get (hopper_launch.py).
 
-A head is special if a pre-pass found anchors a_j to subtract, or keys or (causal) values that are not finite. The
-producer then makes K' = K - a_j (exact) in shared memory, and a row adds q.(a_j - a_1) to its reference: a bias that
-all keys share enters no number that is rounded. The log-sum-exp adds q.a_1 at the end.
+PLAIN is FP32-softmax attention and nothing else. Its producer, once K and V are on their way, finds out whether the
+tile's scores may be too large for that, or its head has a key or value that is not finite; such a tile is given up and
+marked by an infinite log-sum-exp. CAREFUL, a launch of its own, looks for marked tiles. There the producer makes
+K' = K - a_j (exact) in shared memory, and a row adds q.(a_j - a_1) to its reference: a bias that all keys share enters
+no number that is rounded. The log-sum-exp adds q.a_1 at the end.
 """
 
 import triton.experimental.gluon as gluon
@@ -21,69 +24,136 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from pasa.ops.attention.hopper_tiles import (
     CAREFUL,
-    HALF,
     INF,
     KEYS,
+    LN2,
     NAN,
     PLAIN,
     ROWS,
     UNSEEN,
+    WAIT,
+    Job,
     Shared,
     Tile,
-    fold,
-    largest,
+    careful_softmax,
+    is_bounded,
     limit,
+    plain_softmax,
     pre_pass,
-    softmax,
     treat_keys,
     treat_values,
     visible_blocks,
 )
 
-WARPGROUPS = gl.constexpr(3)
-LN2 = gl.constexpr(0.6931471805599453)
-ABS_MAX_F16X2 = gl.constexpr("{ .reg .b32 a, b; abs.f16x2 a, $1; abs.f16x2 b, $2; max.f16x2 $0, a, b; }")
 CLAMP_F16X2 = gl.constexpr(  # to +-65504; NaN stays
     "{ .reg .b32 a, b; mov.b32 a, 0x7bff7bff; mov.b32 b, 0xfbfffbff; min.NaN.f16x2 a, $1, a; max.NaN.f16x2 $0, a, b; }"
 )
+LAUNCH_NEXT = gl.constexpr("griddepcontrol.launch_dependents; mov.b32 $0, 0;")
 
 
 @gluon.jit
-def _load(sm, tile, desc, tiles, j, STAGES: gl.constexpr, WHICH: gl.constexpr):
-    """K_j (WHICH 0) or V_j (WHICH 1) by TMA, once its place is free."""
-    stage = j % STAGES
+def _locate(job, work, WARPGROUPS: gl.constexpr, CAUSAL: gl.constexpr):
+    """Tile number `work`. Heads come in sections whose K and V fit in L2; causal: tiles with most keys first."""
+    first = work // (job.section * job.tiles) * job.section
+    size = gl.minimum(job.section, job.batch_heads - first)
+    local = work - first * job.tiles
+    if CAUSAL:
+        row = (job.tiles - 1 - local // size) * (WARPGROUPS * ROWS)
+        index = first + local % size
+    else:
+        row = local % job.tiles * (WARPGROUPS * ROWS)
+        index = first + local // job.tiles
+    blocks = visible_blocks(row + (WARPGROUPS * ROWS - 1), job.rows, job.keys, CAUSAL)
+    head = index % job.heads
+    return Tile(index // job.heads, head, head // job.group, row, blocks, index, index // job.group)
+
+
+@gluon.jit
+def _load(sm, tile, desc, tiles, j, n, STAGES: gl.constexpr, WHICH: gl.constexpr):
+    """K_j (WHICH 0) or V_j (WHICH 1) by TMA, as the n-th block that passes, once its place is free."""
+    stage = n % STAGES
     arrived = sm.full.index(4 * stage + WHICH)
-    mbarrier.wait(sm.empty.index(2 * stage + WHICH), ((j // STAGES) & 1) ^ 1)  # a fresh barrier counts as released
+    mbarrier.wait(sm.empty.index(2 * stage + WHICH), ((n // STAGES) & 1) ^ 1)  # a fresh barrier counts as released
     mbarrier.expect(arrived, desc.block_type.nbytes)
     tma.async_copy_global_to_shared(desc, [tile.batch, tile.head_kv, j * KEYS, 0], arrived, tiles.index(stage))
 
 
 @gluon.jit
-def _producer(sm, tile, q_desc, k_desc, v_desc, STAGES: gl.constexpr):
-    """Q, K and V; in a special head K' and cleaned V, one block behind the copies."""
+def _load_queries(sm, tile, desc, WARPGROUPS: gl.constexpr):
+    for i in gl.static_range(WARPGROUPS):
+        mbarrier.expect(sm.q_full.index(i), desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(
+            desc, [tile.batch, tile.head, tile.row + i * ROWS, 0], sm.q_full.index(i), sm.q.index(i)
+        )
+
+
+@gluon.jit
+def _plain_producer(sm, job, q_desc, k_desc, v_desc, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
+                    CAUSAL: gl.constexpr):  # fmt: skip
+    """Q, K and V of the program's tile, and whether it must be given up."""
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    tile = _locate(job, gl.program_id(0), WARPGROUPS, CAUSAL)
+    _load_queries(sm, tile, q_desc, WARPGROUPS)
+    ahead = gl.minimum(tile.blocks, STAGES)
+    for j in range(ahead):
+        _load(sm, tile, k_desc, sm.k, j, j, STAGES, 0)
+        _load(sm, tile, v_desc, sm.v, j, j, STAGES, 1)
+    b_marked = gl.full([1], 0, gl.int32, ONE)
+    if is_bounded(sm, job, tile, WARPGROUPS) == 0:
+        b_marked += 1
+        gl.store(job.p_marked + gl.arange(0, 1, layout=ONE), b_marked)
+    sm.work.store(b_marked)
+    mbarrier.arrive(sm.begin.index(0), count=1)
+    for j in range(ahead, tile.blocks):
+        _load(sm, tile, k_desc, sm.k, j, j, STAGES, 0)
+        _load(sm, tile, v_desc, sm.v, j, j, STAGES, 1)
+
+
+@gluon.jit
+def _careful_producer(sm, job, q_desc, k_desc, v_desc, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
+                      CAUSAL: gl.constexpr):  # fmt: skip
+    """Q, K' and clean V of all marked tiles."""
+    PART: gl.constexpr = 16 if WARPGROUPS == 3 else 64
     D: gl.constexpr = sm.k.shape[4]
     COLUMN: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0]))
-    for i in gl.static_range(WARPGROUPS):
-        mbarrier.expect(sm.q_full.index(i), q_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(
-            q_desc, [tile.batch, tile.head, tile.row + i * ROWS, 0], sm.q_full.index(i), sm.q.index(i)
-        )
-        if i == 0:
-            _load(sm, tile, k_desc, sm.k, gl.to_tensor(0), STAGES, 0)
-    _load(sm, tile, v_desc, sm.v, gl.to_tensor(0), STAGES, 1)
-    special = largest(tile, 2, True) == INF
-    if special:
-        sm.first_bad.store(gl.full([D], UNSEEN, gl.int32, COLUMN))
-    for j in range(1, tile.blocks):
-        _load(sm, tile, k_desc, sm.k, j, STAGES, 0)
-        if special:
-            treat_keys(sm, tile, j - 1, STAGES)
-            treat_values(sm, tile, j - 1, STAGES)
-        _load(sm, tile, v_desc, sm.v, j, STAGES, 1)
-    if special:
-        treat_keys(sm, tile, tile.blocks - 1, STAGES)
-        treat_values(sm, tile, tile.blocks - 1, STAGES)
-        mbarrier.arrive(sm.end.index(0), count=1)
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    gl.inline_asm_elementwise(WAIT, "=r", [], gl.int32, is_pure=False, pack=1)
+    n = gl.to_tensor(0)
+    turn = gl.to_tensor(0)
+    work = gl.where(gl.load(job.p_marked) > 0, job.work, 0)
+    for i in range(gl.program_id(0), work, gl.num_programs(0)):
+        tile = _locate(job, i, WARPGROUPS, CAUSAL)
+        marked = False
+        for w in gl.static_range(WARPGROUPS):  # their tiles may have been others
+            row = tile.row + w * ROWS
+            lse = gl.load(job.p_lse + tile.index.to(gl.int64) * job.rows + row, mask=row < job.rows, other=0.0)
+            marked = marked | (lse == INF)
+        if marked:
+            mbarrier.wait(sm.done.index(0), (turn & 1) ^ 1)
+            sm.work.store(gl.full([1], 0, gl.int32, ONE) + i)
+            sm.first_bad.store(gl.full([D], UNSEEN, gl.int32, COLUMN))
+            mbarrier.arrive(sm.begin.index(0), count=1)
+            _load_queries(sm, tile, q_desc, WARPGROUPS)
+            for j in range(tile.blocks):
+                _load(sm, tile, k_desc, sm.k, j, n + j, STAGES, 0)
+                _load(sm, tile, v_desc, sm.v, j, n + j, STAGES, 1)
+                treat_keys(sm, job, tile, j, n + j, STAGES, PART)
+                treat_values(sm, job, tile, j, n + j, STAGES, PART)
+            mbarrier.arrive(sm.end.index(0), count=1)
+            n += tile.blocks
+            turn += 1
+    mbarrier.wait(sm.done.index(0), (turn & 1) ^ 1)
+    sm.work.store(gl.full([1], -1, gl.int32, ONE))
+    mbarrier.arrive(sm.begin.index(0), count=1)
+
+
+@gluon.jit
+def _producer(sm, job, q_desc, k_desc, v_desc, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+              FORM: gl.constexpr):  # fmt: skip
+    if FORM == PLAIN:
+        _plain_producer(sm, job, q_desc, k_desc, v_desc, WARPGROUPS, STAGES, CAUSAL)
+    else:
+        _careful_producer(sm, job, q_desc, k_desc, v_desc, WARPGROUPS, STAGES, CAUSAL)
 
 
 @gluon.jit
@@ -93,38 +163,33 @@ def _next(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _keys_ready(sm, q_s, stage, phase, special, FORM: gl.constexpr):
-    """Wait for K; the rows' offset q.(a_j - a_1) (64,) in a special head, else 0."""
+def _keys_ready(sm, q_s, stage, phase, FORM: gl.constexpr):
+    """Wait for K; CAREFUL: the rows' offset q.(a_j - a_1) (64,)."""
     C_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16]))
     b_offset = gl.zeros([ROWS], gl.float32, ROW)
     mbarrier.wait(sm.full.index(4 * stage), phase)
-    if FORM != PLAIN:
-        if special:
-            mbarrier.wait(sm.full.index(4 * stage + 2), phase)
-            b_c = gl.zeros([ROWS, 8], gl.float32, C_LAYOUT)
-            b_c = warpgroup_mma(q_s, sm.offset.index(stage).permute([1, 0]), b_c, use_acc=False, is_async=True)
-            b_c = warpgroup_mma_wait(0, deps=(b_c,))
-            b_offset = gl.convert_layout(gl.sum(b_c, axis=1), ROW)
+    if FORM == CAREFUL:
+        mbarrier.wait(sm.full.index(4 * stage + 2), phase)
+        b_c = gl.zeros([ROWS, 8], gl.float32, C_LAYOUT)
+        b_c = warpgroup_mma(q_s, sm.offset.index(stage).permute([1, 0]), b_c, use_acc=False, is_async=True)
+        b_c = warpgroup_mma_wait(0, deps=(b_c,))
+        b_offset = gl.convert_layout(gl.sum(b_c, axis=1), ROW)
     return b_offset
 
 
 @gluon.jit
-def _values_ready(sm, stage, phase, special, FORM: gl.constexpr):
+def _values_ready(sm, stage, phase, FORM: gl.constexpr):
     mbarrier.wait(sm.full.index(4 * stage + 1), phase)
-    if FORM != PLAIN:
-        mbarrier.wait(sm.full.index(4 * stage + 3), phase, pred=special)
+    if FORM == CAREFUL:
+        mbarrier.wait(sm.full.index(4 * stage + 3), phase)
 
 
 @gluon.jit
-def _scores(sm, q_s, stage, FORM: gl.constexpr):
-    """S (64, 128) = Q K^T, still on its way.
-
-    In FP16 no partial sum overflows: by Cauchy-Schwarz, over any subset of the columns, |sum q_c k'_c| <= |q| |k'|
-    <= 2^15, and the FP16 roundings of at most D partial sums add a factor below (1 + 2^-11)^D < 1.07.
-    """
+def _scores(sm, q_s, stage):
+    """S (64, 128) = Q K^T, still on its way."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
-    b_s = gl.zeros([ROWS, KEYS], gl.float16 if FORM == HALF else gl.float32, S_LAYOUT)
+    b_s = gl.zeros([ROWS, KEYS], gl.float32, S_LAYOUT)
     k_s = sm.k.index(stage).reshape([KEYS, sm.k.shape[4]]).permute([1, 0])
     return warpgroup_mma(q_s, k_s, b_s, use_acc=False, is_async=True)
 
@@ -136,19 +201,33 @@ def _add_values(sm, b_p, b_o, stage):
 
 
 @gluon.jit
-def _in_turn(sm, tile, q_s, b_o, b_max, b_sum, row, start, stop, full, stage, phase, special, c, STAGES: gl.constexpr,
+def _softmax(job, b_s, b_max, b_sum, row, j, full, b_offset, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
+             FORM: gl.constexpr):  # fmt: skip
+    """A tile of the running softmax: P (64, 128) in FP16, maximum, sum, and the factor for O. Blocks from `full` on are
+    masked."""
+    if MASKED:
+        if j >= full:
+            b_key = j * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(0, b_s.type.layout))
+            b_s = gl.where(b_key[None, :] < limit(job, row, CAUSAL)[:, None], b_s, gl.full_like(b_s, -INF))
+    if FORM == PLAIN:
+        b_p, b_max, b_add, b_alpha = plain_softmax(b_s, b_max, job.c, MASKED)
+    else:
+        b_p, b_max, b_add, b_alpha = careful_softmax(b_s, b_max, b_offset, job.c)
+    return b_p, b_max, b_sum * b_alpha + b_add, b_alpha
+
+
+@gluon.jit
+def _in_turn(sm, job, q_s, b_o, b_max, b_sum, row, start, stop, full, stage, phase, STAGES: gl.constexpr,
              CAUSAL: gl.constexpr, MASKED: gl.constexpr, FORM: gl.constexpr):  # fmt: skip
     """Key blocks start to stop: QK, softmax, PV."""
     for j in range(start, stop):
-        b_offset = _keys_ready(sm, q_s, stage, phase, special, FORM)
-        b_s = warpgroup_mma_wait(0, deps=(_scores(sm, q_s, stage, FORM),))
+        b_offset = _keys_ready(sm, q_s, stage, phase, FORM)
+        b_s = warpgroup_mma_wait(0, deps=(_scores(sm, q_s, stage),))
         mbarrier.arrive(sm.empty.index(2 * stage), count=1)
-        b_p, b_max, b_sum, b_alpha = softmax(
-            tile, b_s, b_max, b_sum, row, j, full, b_offset, c, CAUSAL, MASKED, FORM
-        )  # fmt: skip
+        b_p, b_max, b_sum, b_alpha = _softmax(job, b_s, b_max, b_sum, row, j, full, b_offset, CAUSAL, MASKED, FORM)
         b_o = b_o * gl.convert_layout(b_alpha, gl.SliceLayout(1, b_o.type.layout))[:, None]
+        _values_ready(sm, stage, phase, FORM)
         b_p = gl.convert_layout(b_p, gl.DotOperandLayout(0, b_o.type.layout, 2))
-        _values_ready(sm, stage, phase, special, FORM)
         b_o = warpgroup_mma_wait(0, deps=(_add_values(sm, b_p, b_o, stage),))
         mbarrier.arrive(sm.empty.index(2 * stage + 1), count=1)
         stage, phase = _next(stage, phase, STAGES)
@@ -156,90 +235,106 @@ def _in_turn(sm, tile, q_s, b_o, b_max, b_sum, row, start, stop, full, stage, ph
 
 
 @gluon.jit
-def _overlapped(sm, tile, q_s, b_o, b_max, b_sum, row, stop, full, stage, phase, special, c, STAGES: gl.constexpr,
-                CAUSAL: gl.constexpr, MASKED: gl.constexpr, FORM: gl.constexpr):  # fmt: skip
-    """Key blocks 0 to stop: QK of block j beside PV of block j - 1."""
+def _overlapped(sm, job, q_s, b_o, b_max, b_sum, row, stop, full, STAGES: gl.constexpr, MASKED: gl.constexpr):
+    """Key blocks 0 to stop (at least one), not causal, PLAIN: QK of block j beside PV of block j - 1."""
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, b_o.type.layout, 2)
-    b_first_offset = _keys_ready(sm, q_s, stage, phase, special, FORM)
-    b_first = warpgroup_mma_wait(0, deps=(_scores(sm, q_s, stage, FORM),))
+    stage = gl.to_tensor(0)
+    phase = gl.to_tensor(0)
+    mbarrier.wait(sm.full.index(0), phase)
+    b_first = warpgroup_mma_wait(0, deps=(_scores(sm, q_s, stage),))
     mbarrier.arrive(sm.empty.index(0), count=1)
-    b_first_p, b_max, b_sum, _ = softmax(
-        tile, b_first, b_max, b_sum, row, 0, full, b_first_offset, c, CAUSAL, MASKED, FORM
-    )  # fmt: skip
+    b_first_p, b_max, b_sum, _ = _softmax(job, b_first, b_max, b_sum, row, 0, full, b_max, False, MASKED, PLAIN)
     b_p = gl.convert_layout(b_first_p, P_LAYOUT)
     v_stage = stage
     v_phase = phase
     stage, phase = _next(stage, phase, STAGES)
     for j in range(1, stop):
-        b_offset = _keys_ready(sm, q_s, stage, phase, special, FORM)
-        _values_ready(sm, v_stage, v_phase, special, FORM)
-        b_s = _scores(sm, q_s, stage, FORM)
+        mbarrier.wait(sm.full.index(4 * stage), phase)
+        b_s = _scores(sm, q_s, stage)
+        mbarrier.wait(sm.full.index(4 * v_stage + 1), v_phase)
         b_o = _add_values(sm, b_p, b_o, v_stage)
         b_s = warpgroup_mma_wait(1, deps=(b_s,))
-        b_weights, b_max, b_sum, b_alpha = softmax(
-            tile, b_s, b_max, b_sum, row, j, full, b_offset, c, CAUSAL, MASKED, FORM
-        )  # fmt: skip
-        b_o = warpgroup_mma_wait(0, deps=(b_o,))
         mbarrier.arrive(sm.empty.index(2 * stage), count=1)
+        b_weights, b_max, b_sum, b_alpha = _softmax(job, b_s, b_max, b_sum, row, j, full, b_max, False, MASKED, PLAIN)
+        b_o = warpgroup_mma_wait(0, deps=(b_o,))
         mbarrier.arrive(sm.empty.index(2 * v_stage + 1), count=1)
         b_o = b_o * gl.convert_layout(b_alpha, gl.SliceLayout(1, b_o.type.layout))[:, None]
         b_p = gl.convert_layout(b_weights, P_LAYOUT)
         v_stage = stage
         v_phase = phase
         stage, phase = _next(stage, phase, STAGES)
-    _values_ready(sm, v_stage, v_phase, special, FORM)
+    mbarrier.wait(sm.full.index(4 * v_stage + 1), v_phase)
     b_o = warpgroup_mma_wait(0, deps=(_add_values(sm, b_p, b_o, v_stage),))
     mbarrier.arrive(sm.empty.index(2 * v_stage + 1), count=1)
     return b_o, b_max, b_sum
 
 
 @gluon.jit
-def _attend(sm, tile, q_s, row, full, stop, special, c, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-            MASKED: gl.constexpr, FORM: gl.constexpr):  # fmt: skip
-    """O (64, D), not yet normalised, maximum and sum of a warpgroup's rows."""
-    D: gl.constexpr = sm.k.shape[4]
-    b_o = gl.zeros([ROWS, D], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16]))
-    b_max = gl.full([ROWS], -INF, gl.float32, limit(tile, row, CAUSAL).type.layout)
-    b_sum = gl.full([ROWS], 0.0, gl.float32, b_max.type.layout)
-    stage = gl.to_tensor(0)
-    phase = gl.to_tensor(0)
-    if FORM == HALF:
-        b_o, b_max, b_sum = _overlapped(
-            sm, tile, q_s, b_o, b_max, b_sum, row, stop, full, stage, phase, special, c, STAGES, CAUSAL, MASKED, FORM
-        )
-    elif CAUSAL and FORM == PLAIN:
-        # a loop of its own for the blocks that need no mask: short hot code stays in the instruction cache
-        seen = gl.minimum(full, stop)
-        b_o, b_max, b_sum, stage, phase = _in_turn(
-            sm, tile, q_s, b_o, b_max, b_sum, row, 0, seen, 0, stage, phase, special, c, STAGES, CAUSAL, False, FORM
-        )
-        b_o, b_max, b_sum, stage, phase = _in_turn(
-            sm, tile, q_s, b_o, b_max, b_sum, row, seen, stop, 0, stage, phase, special, c, STAGES, CAUSAL, True, FORM
-        )
-    else:
-        b_o, b_max, b_sum, stage, phase = _in_turn(
-            sm, tile, q_s, b_o, b_max, b_sum, row, 0, stop, full, stage, phase, special, c, STAGES, CAUSAL, MASKED, FORM
-        )
-    return b_o, b_max, b_sum
+def _message(sm, turn):
+    """What the producer has to say in `turn`: the next tile of CAREFUL, or whether to give up that of PLAIN."""
+    mbarrier.wait(sm.begin.index(0), turn & 1)
+    return gl.max(sm.work.load(gl.BlockedLayout([1], [32], [4], [0])), axis=0)
 
 
 @gluon.jit
-def _store(sm, tile, o_desc, b_o, b_max, b_sum, row, special, c, INDEX: gl.constexpr, CAUSAL: gl.constexpr):
+def _attend(sm, job, q_s, row, full, stop, n, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+            RAGGED: gl.constexpr, FORM: gl.constexpr):  # fmt: skip
+    """O (64, D), not yet normalised, maximum and sum of a warpgroup's rows; where it stopped; whether it gave up.
+
+    n: blocks that passed before.
+    """
+    D: gl.constexpr = sm.k.shape[4]
+    b_o = gl.zeros([ROWS, D], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16]))
+    b_max = gl.full([ROWS], -INF, gl.float32, limit(job, row, CAUSAL).type.layout)
+    b_sum = gl.full([ROWS], 0.0, gl.float32, b_max.type.layout)
+    stage = n % STAGES
+    phase = (n // STAGES) & 1
+    marked = gl.to_tensor(0)
+    if FORM == CAREFUL:
+        b_o, b_max, b_sum, stage, phase = _in_turn(
+            sm, job, q_s, b_o, b_max, b_sum, row, 0, stop, full, stage, phase, STAGES, CAUSAL, CAUSAL or RAGGED, FORM
+        )
+    elif WARPGROUPS == 2:
+        b_o, b_max, b_sum = _overlapped(sm, job, q_s, b_o, b_max, b_sum, row, stop, full, STAGES, RAGGED)
+        marked = _message(sm, 0)
+    else:
+        # causal: a loop of its own for the blocks that need no mask: short hot code stays in the instruction cache
+        split = gl.minimum(full, stop) if CAUSAL else stop
+        end = gl.minimum(split, 2)
+        for part in range(2):
+            b_o, b_max, b_sum, stage, phase = _in_turn(
+                sm, job, q_s, b_o, b_max, b_sum, row, gl.minimum(split, 2 * part), end, full, stage, phase, STAGES,
+                CAUSAL, RAGGED and not CAUSAL, FORM,
+            )  # fmt: skip
+            if part == 0:
+                marked = _message(sm, 0)  # decided long since
+                end = gl.where(marked > 0, end, split)
+                stop = gl.where(marked > 0, end, stop)
+        if CAUSAL:
+            b_o, b_max, b_sum, stage, phase = _in_turn(
+                sm, job, q_s, b_o, b_max, b_sum, row, end, stop, 0, stage, phase, STAGES, CAUSAL, True, FORM
+            )
+    return b_o, b_max, b_sum, stop, marked > 0
+
+
+@gluon.jit
+def _store(sm, job, tile, o_desc, b_o, b_max, b_sum, row, marked, turn, INDEX: gl.constexpr, CAUSAL: gl.constexpr,
+           FORM: gl.constexpr):  # fmt: skip
     """Normalise, mark what a NaN reaches, and write O (64, D) and the log-sum-exp."""
     D: gl.constexpr = sm.k.shape[4]
     COLUMN: gl.constexpr = gl.SliceLayout(0, b_o.type.layout)
     O_ROW: gl.constexpr = gl.SliceLayout(1, b_o.type.layout)
     q_s = sm.q.index(INDEX).reshape([ROWS, D])
-    b_limit = limit(tile, row, CAUSAL)
-    b_lse = (b_max * c + gl.log2(b_sum)) * LN2
+    b_limit = limit(job, row, CAUSAL)
+    b_lse = (b_max * job.c + gl.log2(b_sum)) * LN2
     b_inverse = gl.where(b_limit > 0, 1.0 / b_sum, 0.0)  # a row that sees no key is 0
     b_o = gl.fma(b_o, gl.convert_layout(b_inverse, O_ROW)[:, None], b_o - b_o)  # x - x: 0, or NaN if x is infinite
-    if special:
+    if FORM == CAREFUL:
         # the softmax left out q.a_1, which all keys share
-        b_a = gl.load(pre_pass(tile, tile.p_anchors, D) + gl.arange(0, D, layout=COLUMN)).to(gl.float32)
+        b_a = gl.load(pre_pass(job, tile, job.p_anchors, D) + gl.arange(0, D, layout=COLUMN)).to(gl.float32)
         b_dot = gl.sum(q_s.load(b_o.type.layout).to(gl.float32) * b_a[None, :], axis=1)
-        b_lse += gl.convert_layout(b_dot, b_lse.type.layout) * (c * LN2)
-        mbarrier.wait(sm.end.index(0), 0)
+        b_lse += gl.convert_layout(b_dot, b_lse.type.layout) * (job.c * LN2)
+        mbarrier.wait(sm.end.index(0), turn & 1)
         b_bad = sm.first_bad.load(COLUMN)
         b_o = gl.where(gl.convert_layout(b_limit, O_ROW)[:, None] > b_bad[None, :], NAN, b_o)
     # weights are rounded after they are summed, so a mean may leave the range of its values by 2^-11: clamp
@@ -248,46 +343,28 @@ def _store(sm, tile, o_desc, b_o, b_max, b_sum, row, special, c, INDEX: gl.const
     fence_async_shared()
     tma.async_copy_shared_to_global(o_desc, [tile.batch, tile.head, row, 0], sm.q.index(INDEX))
     b_lse = gl.where((b_sum > 0.0) & (b_sum < INF), b_lse, NAN)  # else the row's query is not finite
+    b_lse = gl.where(b_limit > 0, b_lse, -INF)
     b_row = row + gl.arange(0, ROWS, layout=b_limit.type.layout)
-    p_row = tile.p_lse + tile.index.to(gl.int64) * tile.rows + b_row
-    gl.store(p_row, gl.where(b_limit > 0, b_lse, -INF), mask=b_row < tile.rows)
+    p_row = job.p_lse + tile.index.to(gl.int64) * job.rows + b_row
+    gl.store(p_row, gl.where(marked, INF, b_lse), mask=b_row < job.rows)
 
 
 @gluon.jit
-def _consumer(sm, tile, o_desc, c, INDEX: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
-              HALF_LIMIT: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """64 query rows: choose the form, run over the keys, write."""
-    D: gl.constexpr = sm.k.shape[4]
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    MASKED: gl.constexpr = CAUSAL or RAGGED
+def _consume(sm, job, tile, o_desc, n, turn, INDEX: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
+             CAUSAL: gl.constexpr, RAGGED: gl.constexpr, FORM: gl.constexpr):  # fmt: skip
+    """64 query rows. n: blocks that passed before, in `turn` tiles."""
     row = tile.row + INDEX * ROWS
-    stop = visible_blocks(row + (ROWS - 1), tile.rows, tile.keys, CAUSAL)
-    full = tile.keys // KEYS  # blocks that all rows see
+    stop = visible_blocks(row + (ROWS - 1), job.rows, job.keys, CAUSAL)
+    full = job.keys // KEYS  # blocks that all rows see
     if CAUSAL:
-        full = gl.maximum(row + 1 + tile.keys - tile.rows, 0) // KEYS
-    key = largest(tile, 1, True)
-    special = key == INF
-    mbarrier.wait(sm.q_full.index(INDEX), 0)
-    q_s = sm.q.index(INDEX).reshape([ROWS, D])
-    b_q = q_s.load(O_LAYOUT)
-    if HALF_LIMIT > 0:
-        far = largest(tile, 0, False)
-        raw = gl.max(gl.sum(b_q.to(gl.float32) * b_q.to(gl.float32), axis=1), axis=0) * far * far
-        bounded = (raw < 2.0**30) & (raw * (c * LN2) * (c * LN2) <= HALF_LIMIT * HALF_LIMIT)
-        # for these c, c is a normal FP16 number and a reference beyond FP16 means weights of zero
-        if bounded & (c >= 2.0**-7) & (c < 2.0**7):
-            b_o, b_max, b_sum = _attend(sm, tile, q_s, row, full, stop, special, c, STAGES, CAUSAL, MASKED, HALF)
-        else:
-            b_o, b_max, b_sum = _attend(sm, tile, q_s, row, full, stop, special, c, STAGES, CAUSAL, MASKED, CAREFUL)
-    else:
-        # |q| <= sqrt(D) max |q_c|; below 2^17 the rounding of m * c moves an exponent by less than 2^-7
-        query = gl.max(gl.max(fold(b_q, ABS_MAX_F16X2, 3).to(gl.float32), axis=1), axis=0)
-        if query * query * D * key * key * c * c < 2.0**34:
-            b_o, b_max, b_sum = _attend(sm, tile, q_s, row, full, stop, special, c, STAGES, CAUSAL, MASKED, PLAIN)
-        else:
-            b_o, b_max, b_sum = _attend(sm, tile, q_s, row, full, stop, special, c, STAGES, CAUSAL, MASKED, CAREFUL)
-    _store(sm, tile, o_desc, b_o, b_max, b_sum, row, special, c, INDEX, CAUSAL)
-    for j in range(stop, tile.blocks):  # blocks that only other warpgroups see
+        full = gl.maximum(row + 1 + job.keys - job.rows, 0) // KEYS
+    mbarrier.wait(sm.q_full.index(INDEX), turn & 1)
+    q_s = sm.q.index(INDEX).reshape([ROWS, sm.k.shape[4]])
+    b_o, b_max, b_sum, stop, marked = _attend(
+        sm, job, q_s, row, full, stop, n, WARPGROUPS, STAGES, CAUSAL, RAGGED, FORM
+    )
+    _store(sm, job, tile, o_desc, b_o, b_max, b_sum, row, marked, turn, INDEX, CAUSAL, FORM)
+    for j in range(n + stop, n + tile.blocks):  # blocks that only other warpgroups see
         stage = j % STAGES
         mbarrier.wait(sm.full.index(4 * stage), (j // STAGES) & 1)
         mbarrier.arrive(sm.empty.index(2 * stage), count=1)
@@ -296,55 +373,83 @@ def _consumer(sm, tile, o_desc, c, INDEX: gl.constexpr, CAUSAL: gl.constexpr, RA
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["heads", "group", "batch_heads", "section", "rows", "keys", "tiles"])
+@gluon.jit
+def _consumer(sm, job, o_desc, INDEX: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
+              CAUSAL: gl.constexpr, RAGGED: gl.constexpr, FORM: gl.constexpr):  # fmt: skip
+    """The tile of the program; CAREFUL: whatever tiles the producer names."""
+    if FORM == PLAIN:
+        tile = _locate(job, gl.program_id(0), WARPGROUPS, CAUSAL)
+        zero = gl.to_tensor(0)
+        _consume(sm, job, tile, o_desc, zero, zero, INDEX, WARPGROUPS, STAGES, CAUSAL, RAGGED, FORM)
+    else:
+        n = gl.to_tensor(0)
+        turn = gl.to_tensor(0)
+        work = _message(sm, turn)
+        while work >= 0:
+            tile = _locate(job, work, WARPGROUPS, CAUSAL)
+            _consume(sm, job, tile, o_desc, n, turn, INDEX, WARPGROUPS, STAGES, CAUSAL, RAGGED, FORM)
+            mbarrier.arrive(sm.done.index(0), count=1)
+            n += tile.blocks
+            turn += 1
+            work = _message(sm, turn)
+
+
+@gluon.jit(do_not_specialize=["heads", "group", "batch_heads", "section", "rows", "keys", "tiles", "work"])
 def attention_kernel(
-    q_desc, k_desc, v_desc, o_desc, p_anchors, p_stats, p_lse,
-    heads, group, batch_heads, section, rows, keys, tiles, scale_log2,
-    CAUSAL: gl.constexpr, RAGGED: gl.constexpr, HALF_LIMIT: gl.constexpr, STAGES: gl.constexpr,
+    q_desc, k_desc, v_desc, o_desc, p_norms, p_anchors, p_marked, p_lse,
+    heads, group, batch_heads, section, rows, keys, tiles, work, scale_log2,
+    CAUSAL: gl.constexpr, RAGGED: gl.constexpr, FORM: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """192 query rows of one head. Heads come in sections whose K and V fit in L2; causal: heaviest tiles first."""
+    """Tiles of 64 * WARPGROUPS query rows: one for each program, or (CAREFUL) those of all `work` that are marked."""
     D: gl.constexpr = q_desc.block_shape[3]
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    program = gl.program_id(0)
-    first = program // (section * tiles) * section
-    size = gl.minimum(section, batch_heads - first)
-    local = program - first * tiles
-    if CAUSAL:
-        row = (tiles - 1 - local // size) * (WARPGROUPS * ROWS)
-        index = first + local % size
-    else:
-        row = local % tiles * (WARPGROUPS * ROWS)
-        index = first + local // tiles
-    blocks = visible_blocks(row + (WARPGROUPS * ROWS - 1), rows, keys, CAUSAL)
-    tile = Tile(
-        index // heads, index % heads, index % heads // group, row, rows, keys, blocks, index, index // group,
-        p_anchors, p_stats, p_lse,
-    )  # fmt: skip
+    job = Job(
+        heads, group, batch_heads, section, rows, keys, tiles, work, scale_log2, p_norms, p_anchors, p_marked, p_lse
+    )
     q = gl.allocate_shared_memory(gl.float16, [WARPGROUPS, 1, 1, ROWS, D], q_desc.layout)
     k = gl.allocate_shared_memory(gl.float16, [STAGES, 1, 1, KEYS, D], k_desc.layout)
     v = gl.allocate_shared_memory(gl.float16, [STAGES, 1, 1, KEYS, D], v_desc.layout)
-    offset = gl.allocate_shared_memory(gl.float16, [STAGES, 8, D], gl.NVMMASharedLayout(128, 16))
+    offset = gl.allocate_shared_memory(
+        gl.float16, [STAGES if FORM == CAREFUL else 1, 8, D], gl.NVMMASharedLayout(128, 16)
+    )
     first_bad = gl.allocate_shared_memory(gl.int32, [D], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    work_s = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_full = gl.allocate_shared_memory(gl.int64, [WARPGROUPS, 1], BARRIER)
     full = gl.allocate_shared_memory(gl.int64, [4 * STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], BARRIER)
+    begin = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
     end = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
+    done = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
     for i in gl.static_range(WARPGROUPS):
         mbarrier.init(q_full.index(i), count=1)
     for i in gl.static_range(4 * STAGES):
         mbarrier.init(full.index(i), count=1)
     for i in gl.static_range(2 * STAGES):
         mbarrier.init(empty.index(i), count=WARPGROUPS)
+    mbarrier.init(begin.index(0), count=1)
     mbarrier.init(end.index(0), count=1)
+    mbarrier.init(done.index(0), count=WARPGROUPS)
     fence_async_shared()
-    sm = Shared(q, k, v, offset, first_bad, q_full, full, empty, end)
-    gl.warp_specialize(
-        [
-            (_consumer, (sm, tile, o_desc, scale_log2, 0, CAUSAL, RAGGED, HALF_LIMIT, STAGES)),
-            (_consumer, (sm, tile, o_desc, scale_log2, 1, CAUSAL, RAGGED, HALF_LIMIT, STAGES)),
-            (_consumer, (sm, tile, o_desc, scale_log2, 2, CAUSAL, RAGGED, HALF_LIMIT, STAGES)),
-            (_producer, (sm, tile, q_desc, k_desc, v_desc, STAGES)),
-        ],
-        [4, 4, 4],  # warps of the partitions behind the first
-        [160, 160, 32],  # and registers a thread; the first gets the rest, 160 as well
-    )
+    gl.inline_asm_elementwise(LAUNCH_NEXT, "=r", [], gl.int32, is_pure=False, pack=1)
+    sm = Shared(q, k, v, offset, first_bad, work_s, q_full, full, empty, begin, end, done)
+    if WARPGROUPS == 3:
+        gl.warp_specialize(
+            [
+                (_consumer, (sm, job, o_desc, 0, 3, STAGES, CAUSAL, RAGGED, FORM)),
+                (_consumer, (sm, job, o_desc, 1, 3, STAGES, CAUSAL, RAGGED, FORM)),
+                (_consumer, (sm, job, o_desc, 2, 3, STAGES, CAUSAL, RAGGED, FORM)),
+                (_producer, (sm, job, q_desc, k_desc, v_desc, 3, STAGES, CAUSAL, FORM)),
+            ],
+            [4, 4, 4],  # warps of the partitions behind the first
+            [160, 160, 32],  # and registers a thread; the first gets the rest, 160 as well
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consumer, (sm, job, o_desc, 0, 2, STAGES, CAUSAL, RAGGED, FORM)),
+                (_consumer, (sm, job, o_desc, 1, 2, STAGES, CAUSAL, RAGGED, FORM)),
+                (_producer, (sm, job, q_desc, k_desc, v_desc, 2, STAGES, CAUSAL, FORM)),
+            ],
+            [4, 4],
+            [240, 24] if FORM == PLAIN else [208, 96],
+        )

@@ -1,82 +1,60 @@
-"""Launch of the Hopper kernel: tensor maps, grid and the compiled variants."""
+"""Launch of the Hopper kernel: tensor maps, grids and the compiled variants.
+
+The host must not be slower than the kernels, which need 30 us for a short sequence. What is the same for every call
+with tensors of one geometry is kept as a `Plan`, and compiled kernels are handed to Triton's launcher as it is in C:
+its Python layers would specialise each argument again and fill the same tensor maps twice.
+"""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
+from triton import knobs
+from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime import driver
 
 from pasa.ops.attention.hopper_kernel import attention_kernel
+from pasa.ops.attention.hopper_tiles import CAREFUL, PLAIN
+from pasa.ops.attention.tiles import processors
+from pasa.ops.shift_keys.triton_backend import SLICE, anchor_warps
+from pasa.ops.shift_keys.triton_kernel import anchor_kernel
 
 HEAD_DIMS = (64, 128)
-TILE_ROWS, QUERY_BOX, KEY_BOX = 192, 64, 128  # query rows of a CTA and of a warpgroup, keys of a block
+QUERY_BOX, KEY_BOX = 64, 128  # query rows of a warpgroup, keys of a block
+BOXES = (QUERY_BOX, KEY_BOX, KEY_BOX, QUERY_BOX)  # of Q, K, V and O
+CAREFUL_WARPGROUPS = 3
 STAGES = {64: 3, 128: 2}  # copies of K and V in flight; what 227 KiB of shared memory hold beside Q
 L2_BYTES = 2**25  # K and V of the heads that run together: about half of the 50 MB of an H100 or H200
 LOG2E = 1.4426950408889634
-# Bound of |score| (norm times norm, nats) up to which FP16 scores are used; N(0, 1) inputs give about 15. Provisional:
-# meant to keep the error within twice that of the emulation which stores scores and output in FP16, and not yet backed
-# by a stored run.
-HALF_LIMIT = 32.0
+PAIR_TIME = 0.70  # of a tile of two warpgroups, in tiles of three: 0.667 would be as fast a row; H200, D = 128, full
 SWIZZLE = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+PLANS = 1024  # geometries that are remembered
 
 
-class _Map(NamedTuple):
-    """What the launcher reads of a tensor map; `TensorDescriptor` would validate it at every call."""
+def hopper_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention without a dense mask on sm_90, FP32 softmax.
 
-    base: Tensor
-    shape: list[int]
-    strides: list[int]
-    padding: str
-
-
-_kernels: dict[tuple[Any, ...], Any] = {}  # compiled variants by device and compile-time arguments
-
-
-def _strides(x: Tensor) -> list[int]:
-    """Strides that a tensor map accepts: those of a dimension of size 1 are never used, but are checked."""
-    return [*[x.shape[3] if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True)][:3], 1]
-
-
-def _mappable(x: Tensor) -> bool:
-    """TMA reads 16-byte aligned rows of contiguous elements; a repeated dimension (stride 0) is copied instead."""
-    return x.data_ptr() % 16 == 0 and x.stride(3) == 1 and all(s > 0 and s % 8 == 0 for s in _strides(x)[:3])
-
-
-def hopper_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    anchors: Tensor,
-    stats: Tensor,
-    is_causal: bool,
-    scale: float,
-    fp16_scores: bool,
-) -> tuple[Tensor, Tensor]:
-    """Attention without a dense mask on sm_90; FP32 softmax by default.
-
-    A head whose statistics ask for no shift is served by the plain FP32-softmax kernel of this schedule: nothing of
-    the shift runs in it, so its time is that kernel's time.
+    Norms and anchors of the keys, plain FP32-softmax attention, and a second go, with anchors taken off, at the tiles
+    that this has given up.
 
     Parameters
     ----------
     q : Tensor (B, Hq, Sq, D)
-        FP16, D = 64 or 128; rows are contiguous and 16-byte aligned, other strides are free.
+        FP16, D = 64 or 128, on the current device; best with contiguous, 16-byte aligned rows: others are copied.
     k, v : Tensor (B, Hkv, Skv, D)
         Likewise; Hq a multiple of Hkv.
-    anchors : Tensor (B, Hkv, nb, D), FP16, contiguous
-        a_j of the nb = ceil(Skv / 128) key blocks: subtractable from its keys without rounding, or 0, by column.
-    stats : Tensor (B, Hkv, nb, 4), FP32, contiguous
-        max ||k - a_j||, max ||k||, 1.0 if the block's keys must be treated (a_j not 0, or a key that is not finite),
-        1.0 if a value of the block is not finite (needed with `is_causal`).
     is_causal : bool
         Bottom-right aligned: row i sees keys up to i + Skv - Sq.
     scale : float
         Above 0.
-    fp16_scores : bool
-        Scores and weights in FP16 where the norms bound the scores by `HALF_LIMIT`.
 
     Returns
     -------
@@ -86,24 +64,162 @@ def hopper_attention(
     """
     if not scale > 0:
         raise ValueError(f"scale must be above 0, got {scale!r}")
-    q, k, v = (x if _mappable(x) else x.contiguous() for x in (q, k, v))
-    batch, heads, rows, dim = q.shape
-    heads_kv, keys = k.shape[1:3]
-    out = torch.empty((batch, heads, rows, dim), dtype=q.dtype, device=q.device)
-    lse = torch.empty((batch, heads, rows), dtype=torch.float32, device=q.device)
-    tiles, group = -(-rows // TILE_ROWS), heads // heads_kv
-    section = min(batch * heads, max(1, L2_BYTES // (4 * keys * dim)) * group)
-    boxes = ((q, QUERY_BOX), (k, KEY_BOX), (v, KEY_BOX), (out, QUERY_BOX))
-    numbers = (heads, group, batch * heads, section, rows, keys, tiles, scale * LOG2E)
-    variant = (is_causal, is_causal or keys % KEY_BOX != 0, HALF_LIMIT if fp16_scores else 0.0, STAGES[dim])
-    grid = (tiles * batch * heads, 1, 1)
-    with torch.cuda.device(q.device):
-        kernel = _kernels.get((q.device.index, dim, variant))
-        if kernel is None:
-            maps = (TensorDescriptor(x, list(x.shape), _strides(x), [1, 1, box, dim], SWIZZLE) for x, box in boxes)
-            kernel = attention_kernel[grid](*maps, anchors, stats, lse, *numbers, *variant, num_warps=4)
-            _kernels[(q.device.index, dim, variant)] = kernel
+    if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
+        q, k, v = (x.clone() if x.data_ptr() % 16 else x for x in (q, k, v))
+    plan = plan_for(q.shape, k.shape, q.stride(), k.stride(), v.stride(), is_causal, q.device)
+    if plan is None:
+        return hopper_attention(q.contiguous(), k.contiguous(), v.contiguous(), is_causal, scale)
+    return plan.run(q, k, v, scale)
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A compiled kernel and the C function that launches it.
+
+    Attributes
+    ----------
+    launch : callable
+        Of Triton 3.6: grid, stream, function, cooperative or not, launched early or not, two scratch buffers, metadata,
+        three hooks, then the kernel's arguments with tensor maps spelled out; pointers may be integers.
+    kernel : triton.compiler.CompiledKernel
+    function, packed
+        Of the kernel: its handle and packed metadata.
+    early : bool
+    """
+
+    launch: Callable[..., None]
+    kernel: Any
+    function: int
+    packed: Any
+    early: bool
+
+    @classmethod
+    def of(cls, kernel: Any) -> Ready:
+        """After a first launch."""
+        launcher = kernel.run
+        assert launcher.global_scratch_size == launcher.profile_scratch_size == 0
+        inner = inspect.getclosurevars(launcher.launch).nonlocals if inspect.isfunction(launcher.launch) else {}
+        launch = inner.get("launcher", launcher.launch)
+        return cls(launch, kernel, kernel.function, kernel.packed_metadata, launcher.launch_pdl)
+
+    def run(self, programs: int, stream: int, *arguments: Any) -> None:
+        """Launch it; a profiler's hooks are called if there are any."""
+        enter, leave, meta = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook, None
+        if enter.calls or leave.calls:
+            meta = self.kernel.launch_metadata((programs, 1, 1), stream, *arguments)
         else:
-            maps = (_Map(x, list(x.shape), _strides(x), "zero") for x, _ in boxes)
-            kernel[grid](*maps, anchors, stats, lse, *numbers, *variant)
-    return out, lse
+            enter = leave = None
+        self.launch(
+            programs, 1, 1, stream, self.function, False, self.early, None, None, self.packed, meta, enter, leave,
+            *arguments,
+        )  # fmt: skip
+
+
+class Plan:
+    """The three launches for tensors of one geometry."""
+
+    def __init__(self, q_shape: torch.Size, k_shape: torch.Size, strides: list[list[int]], is_causal: bool,
+                 device: torch.device) -> None:  # fmt: skip
+        batch, heads, rows, dim = q_shape
+        heads_kv, keys = k_shape[1:3]
+        self.device, self.shapes, self.lse_shape = device, (q_shape, k_shape, k_shape, q_shape), (batch, heads, rows)
+        self.strides = [*strides, [heads * rows * dim, rows * dim, dim, 1]]
+        group, blocks = heads // heads_kv, -(-keys // KEY_BOX)
+        section = min(batch * heads, max(1, L2_BYTES // (4 * keys * dim)) * group)
+        ragged = is_causal or keys % KEY_BOX != 0
+        self.passes = []
+        for form in (PLAIN, CAREFUL):
+            few = warpgroups(batch * heads, rows, dim, is_causal, device) if form == PLAIN else CAREFUL_WARPGROUPS
+            tiles = -(-rows // (QUERY_BOX * few))
+            work = tiles * batch * heads
+            programs = work if form == PLAIN else min(work, processors(device))
+            sizes = (heads, group, batch * heads, section, rows, keys, tiles, work)
+            self.passes.append((programs, sizes, (is_causal, ragged, form, few, STAGES[dim])))
+        # K and V as anchor_kernel sees them; its norms, mark and anchors share one buffer
+        self.blocks = batch * heads_kv * blocks
+        self.anchor_offset = -(-(4 * self.blocks + 4) // 16) * 16
+        self.anchor_sizes = (
+            *strides[1][:3], *strides[2][:3], 0, heads_kv, keys, blocks,
+            dim, dim, SLICE, KEY_BOX, False, is_causal, False, True,
+        )  # fmt: skip
+        self.ready: tuple[Ready, ...] = ()
+        self.maps: list[tuple[Any, ...]] = []
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """O (B, Hq, Sq, D) and the log-sum-exp (B, Hq, Sq)."""
+        dim = self.shapes[0][3]
+        found = torch.empty(self.anchor_offset + 2 * dim * self.blocks, dtype=torch.uint8, device=self.device)
+        if not self.ready:
+            self._compile(q, k, v, found, scale)
+        stream = driver.active.get_current_stream(self.device.index)
+        anchor, *passes = self.ready
+        pq, pk, pv, norms = q.data_ptr(), k.data_ptr(), v.data_ptr(), found.data_ptr()
+        marked, anchors = norms + 4 * self.blocks, norms + self.anchor_offset
+        anchor.run(self.blocks, stream, pk, pv, pk, norms, norms, anchors, norms, marked, *self.anchor_sizes)
+        # the device is busy from here on
+        out = torch.empty(self.shapes[0], dtype=q.dtype, device=self.device)
+        lse = torch.empty(self.lse_shape, dtype=torch.float32, device=self.device)
+        fill, maps = driver.active.utils.fill_tma_descriptor, []
+        for pointer, (kind, tail) in zip((pq, pk, pv, out.data_ptr()), self.maps, strict=True):
+            maps += fill(pointer, *kind), *tail
+        common = (*maps, norms, anchors, marked, lse.data_ptr())
+        for ready, (programs, sizes, variant) in zip(passes, self.passes, strict=True):
+            ready.run(programs, stream, *common, *sizes, scale * LOG2E, *variant)
+        return out, lse
+
+    def _compile(self, q: Tensor, k: Tensor, v: Tensor, found: Tensor, scale: float) -> None:
+        """By launches in Triton's own way, whose results are dropped."""
+        dim = q.shape[3]
+        out, lse = torch.empty_like(q), torch.empty(self.lse_shape, dtype=torch.float32, device=self.device)
+        norms, anchors = found[: 4 * self.blocks].view(torch.float32), found[self.anchor_offset :].view(q.dtype)
+        marked = found[4 * self.blocks :][:4].view(torch.int32)
+        kernels = [
+            anchor_kernel[(self.blocks,)](
+                k, v, k, norms, norms, anchors, norms, marked, *self.anchor_sizes, num_warps=anchor_warps(KEY_BOX, dim)
+            )
+        ]
+        for programs, sizes, variant in self.passes:
+            key = (self.device, dim, variant)
+            if key not in _kernels:
+                maps = [
+                    TensorDescriptor(x, list(shape), stride, [1, 1, box, dim], SWIZZLE)
+                    for x, shape, stride, box in zip((q, k, v, out), self.shapes, self.strides, BOXES, strict=True)
+                ]
+                _kernels[key] = attention_kernel[(programs,)](
+                    *maps, norms, anchors, marked, lse, *sizes, scale * LOG2E, *variant, num_warps=4, launch_pdl=True
+                )
+            kernels.append(_kernels[key])
+        for meta, shape, stride in zip(kernels[1].metadata.tensordesc_meta, self.shapes, self.strides, strict=True):
+            element = TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]]
+            kind = (meta["swizzle"], meta["elem_size"], element, meta["block_size"], list(shape), stride, 0)
+            self.maps.append((kind, (*shape, *stride)))
+        self.ready = tuple(Ready.of(kernel) for kernel in kernels)
+
+
+_kernels: dict[tuple[Any, ...], Any] = {}  # compiled variants by device, head dim and compile-time arguments
+
+
+@lru_cache(maxsize=PLANS)
+def plan_for(
+    q_shape: torch.Size, k_shape: torch.Size, q_stride: tuple[int, ...], k_stride: tuple[int, ...],
+    v_stride: tuple[int, ...], is_causal: bool, device: torch.device,
+) -> Plan | None:  # fmt: skip
+    """None for strides that a tensor map does not take: TMA reads rows of contiguous elements at multiples of 16 bytes,
+    and no repeated dimension (stride 0). Strides of dimensions of size 1 are never used, but are checked."""
+    dim = q_shape[3]
+    strides = [
+        [*[dim if size == 1 else step for size, step in zip(shape[:3], stride[:3], strict=True)], stride[3]]
+        for shape, stride in ((q_shape, q_stride), (k_shape, k_stride), (k_shape, v_stride))
+    ]
+    if any(stride[3] != 1 or any(step <= 0 or step % 8 for step in stride[:3]) for stride in strides):
+        return None
+    return Plan(q_shape, k_shape, strides, is_causal, device)
+
+
+@cache
+def warpgroups(heads: int, rows: int, dim: int, is_causal: bool, device: torch.device) -> int:
+    """Three consumers or two: the fewest waves of tiles, where both have been seen to be worth while."""
+    if dim != 128 or is_causal:
+        return 3
+    waves = {n: -(-heads * -(-rows // (QUERY_BOX * n)) // processors(device)) for n in (2, 3)}
+    return 2 if waves[2] * PAIR_TIME < waves[3] else 3

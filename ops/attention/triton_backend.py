@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -23,7 +24,14 @@ from pasa.ops.attention.triton_kernel import attention_kernel
 from pasa.ops.attention.tuning import best_tile
 from pasa.ops.numerics.shifting import shifting_matrix
 from pasa.ops.packed import tile_table
-from pasa.ops.shift_keys.triton_backend import Anchors, Packing, find_anchors, pad_dim, shift_exact, shift_paper
+from pasa.ops.shift_keys.triton_backend import (
+    KeyBlocks,
+    Packing,
+    find_anchors,
+    pad_dim,
+    shift_exact,
+    shift_paper,
+)
 
 HOPPER_DIMS, HOPPER_BLOCK = (64, 128), 128
 
@@ -38,17 +46,14 @@ def attention(
     options: AttentionOptions,
     diagnose: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `reference.attention`; exact score tiles stay in FP32 (see triton_kernel.py).
-
-    On Hopper the kernel of hopper_kernel.py serves what it can, and with accumulate="fp16" forms scores in FP16 where
-    norms bound them; elsewhere accumulate="fp16" changes the published recovery alone.
-    """
+    """As `reference.attention`, but that exact score tiles stay in FP32 (see triton_kernel.py): accumulate="fp16"
+    changes the published recovery alone. On Hopper hopper_kernel.py serves what it can."""
     with on_device(q):
         call = Call(*_ready(q, k, v), _mask(attn_mask, q, k), is_causal, scale)
         if _decodes(call, options):
             return _results(q, *decode(call))
         if hopper_serves(call, options):
-            return _results(q, *_hopper(call, options.accumulate == "fp16"))
+            return _results(q, *_hopper()(call.q, call.k, call.v, is_causal, scale))
         visible = None if attn_mask is None else ~_hidden(attn_mask, is_causal, q, k)
         return _results(q, *portable_attention(call, visible, options))
 
@@ -75,7 +80,9 @@ def attention_varlen(
 
 def on_device(x: Tensor) -> AbstractContextManager[object]:
     """Triton launches on the current device."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+    if not x.is_cuda or x.device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(x.device)
 
 
 def hopper_serves(call: Call, options: AttentionOptions) -> bool:
@@ -84,11 +91,11 @@ def hopper_serves(call: Call, options: AttentionOptions) -> bool:
     return plain and call.mask is None and call.q.shape[-1] in HOPPER_DIMS and _is_hopper(call.q.device)
 
 
-def _hopper(call: Call, fp16_scores: bool) -> tuple[Tensor, Tensor]:
+@cache
+def _hopper() -> Callable[..., tuple[Tensor, Tensor]]:
     from pasa.ops.attention.hopper_launch import hopper_attention  # Gluon, which other versions of Triton lack
 
-    anchors = find_anchors(call.k, call.v, HOPPER_BLOCK, check_values=call.is_causal)
-    return hopper_attention(call.q, call.k, call.v, *anchors, call.is_causal, call.scale, fp16_scores)
+    return hopper_attention
 
 
 @cache
@@ -139,22 +146,24 @@ def portable_attention(call: Call, visible: Tensor | None, options: AttentionOpt
     out, lse = call.outputs()
     tiles = tiles_for(call.q.device, pad_dim(call.q.shape[-1]), options.block_k, call.rows)
     if options.precision == "fp32":
-        fast = Pass(call, call.k, Anchors(lse, lse), packing, options.block_k, out, lse, fast=True)
+        unused = KeyBlocks(lse, lse, lse)
+        fast = Pass(call, call.k, unused, packing, options.block_k, out, lse, fast=True)
         fast.run(best_tile(call.q.device, call.variant, tiles, fast.run))
-    elif call.q.device.type == "npu":  # K' made in the loop would crowd its unified buffer
-        keys, anchor = shift_exact(call.k, options.block_k, visible=visible, packing=packing)
-        Pass(call, keys, Anchors(anchor, lse), packing, options.block_k, out, lse, shift="before").run(tiles[0])
-    else:
-        anchors = find_anchors(call.k, call.v, options.block_k, visible=visible, packing=packing)
-        bounded = call.mask_kind != "float"  # what a float mask adds is not
-        tile = tiles[0]
-        if bounded:
-            fast = Pass(call, call.k, anchors, packing, options.block_k, out, lse, fast=True, guarded=True)
-            tile = best_tile(call.q.device, call.variant, tiles, fast.run)
-            fast.run(tile)
-        # marks are by tiles of the first pass, so their height stays; keys pass through registers: one stage
-        careful = Tile(tile.block_m, min(tile.block_n, 64), tile.warps, 1)
-        Pass(call, call.k, anchors, packing, options.block_k, out, lse, shift="here", guarded=bounded).run(careful)
+        return out, lse
+    if call.q.device.type == "npu":  # K' made in the loop would crowd its unified buffer
+        keys, anchors = shift_exact(call.k, options.block_k, visible=visible, packing=packing)
+        found = KeyBlocks(lse, anchors, lse)
+        Pass(call, keys, found, packing, options.block_k, out, lse, shift="before").run(tiles[0])
+        return out, lse
+    bounded = call.mask_kind != "float"  # what a float mask adds is not
+    found, tile = find_anchors(call.k, call.v, options.block_k, visible=visible, packing=packing), tiles[0]
+    if bounded:
+        fast = Pass(call, call.k, found, packing, options.block_k, out, lse, fast=True, guarded=True)
+        tile = best_tile(call.q.device, call.variant, tiles, fast.run)
+        fast.run(tile)
+    # marks are by tiles of the first pass, so their height stays; keys pass through registers: one stage
+    careful = Tile(tile.block_m, min(tile.block_n, 64), tile.warps, 1)
+    Pass(call, call.k, found, packing, options.block_k, out, lse, shift="here", guarded=bounded).run(careful)
     return out, lse
 
 
@@ -174,7 +183,7 @@ class Pass:
 
     call: Call
     keys: Tensor
-    anchors: Anchors
+    found: KeyBlocks
     packing: Packing | None
     block: int
     out: Tensor
@@ -185,10 +194,10 @@ class Pass:
 
     def run(self, tile: Tile) -> None:
         """Launch it."""
-        call, keys, values, anchor = self.call, self.keys, self.call.v, self.anchors.anchor
+        call, keys, values, anchors = self.call, self.keys, self.call.v, self.found.anchors
         heads, dim, pad = call.q.shape[1], call.q.shape[-1], pad_dim(call.q.shape[-1])
         tiles, work, tables = _work(call, tile.block_m, self.packing, self.lse)
-        blocks = anchor.shape[2] if anchor.dim() == 4 else 0  # plain flash attention has none
+        blocks = anchors.shape[2] if anchors.dim() == 4 else 0  # plain flash attention has none
         second = self.guarded and not self.fast  # mostly nothing to do: few programs look through all tiles
         few = second or call.q.device.type == "npu"
         descriptors = (
@@ -197,7 +206,8 @@ class Pass:
         if descriptors:
             keys, values = (_descriptor(x, tile.block_n) for x in (keys, values))
         attention_kernel[(min(work, 2 * processors(call.q.device)) if few else work,)](
-            call.q, keys, values, self.out, self.lse, anchor, self.anchors.stats,
+            call.q, keys, values, self.out, self.lse, anchors, self.found.norms,
+            self.found.marked,
             self.lse if call.mask is None else call.mask, *tables,
             *strides_of(call.q), *strides_of(self.keys), *strides_of(call.v), *strides_of(self.out),
             *strides_of(self.lse.unsqueeze(-1)), *call.mask_strides,

@@ -13,8 +13,9 @@ import triton.language as tl
 LOG2_E = tl.constexpr(1.4426950408889634)
 FP16_MAX = tl.constexpr(65504.0)
 INF = tl.constexpr(float("inf"))
-# Largest exponent, in bits, that one fused multiply-add may form: it errs by 2^-24 of it, so a weight is below 1.006.
-FAST_LIMIT = tl.constexpr(131072.0)
+# Scores, in nats, up to which FP32 sums of products need no anchor: they round by 2^-13 a step, a quarter of what
+# rounding a weight to FP16 costs.
+ANCHOR_LIMIT = tl.constexpr(2048.0)
 
 
 @triton.jit
@@ -226,21 +227,18 @@ def attend(
 
 
 @triton.jit
-def must_be_careful(b_q, p_stats, blocks, factor, BLOCK: tl.constexpr):
-    """Whether a key block of the head has an anchor or a key that is not finite, or scores may pass `FAST_LIMIT`.
+def is_bounded(b_q, p_norms, blocks, scale, BLOCK: tl.constexpr):
+    """Whether all keys of the head are finite and scores of the queries stay below `ANCHOR_LIMIT`.
 
-    By Cauchy and Schwarz no score passes the product of the largest norms.
+    By Cauchy and Schwarz no score passes the product of the largest norms. NaN is not bounded.
     """
-    changed = 0.0
     longest = 0.0
     for start in range(0, blocks, BLOCK):
         o_block = start + tl.arange(0, BLOCK)
-        p_block = p_stats + o_block * 4
-        longest = tl.maximum(longest, tl.max(tl.load(p_block + 1, mask=o_block < blocks, other=0.0), 0))
-        changed = tl.maximum(changed, tl.max(tl.load(p_block + 2, mask=o_block < blocks, other=0.0), 0))
+        longest = tl.maximum(longest, tl.max(tl.load(p_norms + o_block, mask=o_block < blocks, other=0.0), 0))
     b_wide = b_q.to(tl.float32)
     square = tl.max(tl.sum(b_wide * b_wide, 1), 0)
-    return (changed > 0.0) | (tl.sqrt(square) * longest * factor > FAST_LIMIT)
+    return tl.sqrt(square) * longest * scale <= ANCHOR_LIMIT
 
 
 @triton.jit
@@ -251,7 +249,8 @@ def attention_kernel(
     p_out,
     p_lse,  # (B, Hq, Sq) FP32, or packed (T, Hq)
     p_anchor,  # (B, Hkv, blocks, D) FP16; packed: (1, Hkv, blocks, D)
-    p_stats,  # (B, Hkv, blocks, 4) FP32, see anchor_kernel
+    p_norms,  # (B, Hkv, blocks) FP32: largest norm of a key, infinite if one is not finite
+    p_marked,  # (1,) INT32: whether any tile needs care
     p_mask,  # bytes or floats, broadcast by strides of 0
     p_tile,  # (tiles, 2) sequence and tile within it, packed sequences only; so are the next three
     p_cu_q,
@@ -299,6 +298,8 @@ def attention_kernel(
     DESCRIPTORS: tl.constexpr,  # p_k and p_v are tensor descriptors
 ):
     """softmax(scale q k^T + mask) v and its log-sum-exp, one tile of BLOCK_M query rows of one head at a time."""
+    if GUARDED and not FAST:
+        work = tl.where(tl.load(p_marked) > 0, work, 0)
     for o_work in range(tl.program_id(0), work, tl.num_programs(0)):
         o_batch, o_head, o_tile, begin_q, begin_k, first_block, rows, keys = locate(
             o_work, work, p_tile, p_cu_q, p_cu_k, p_first_block, heads, tiles, all_rows, all_keys, VARLEN, CAUSAL
@@ -337,10 +338,9 @@ def attention_kernel(
         marked = False
         if GUARDED:
             if FAST:
-                marked = must_be_careful(
-                    b_q, p_stats + head_block * 4, tl.cdiv(keys, ANCHOR_BLOCK), scale * LOG2_E, 128
-                )
+                marked = is_bounded(b_q, p_norms + head_block, tl.cdiv(keys, ANCHOR_BLOCK), scale, 128) == 0
                 taken = taken & (marked == 0)
+                tl.store(p_marked, 1, mask=marked)
             else:
                 p_mark = p_lse + batch * stride_lb + head * stride_lh + at * stride_lm
                 taken = tl.load(p_mark, mask=taken, other=0.0) == INF

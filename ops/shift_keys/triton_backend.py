@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pasa.ops.shift_keys.triton_kernel import anchor_kernel, shift_kernel
 
+SLICE = 16  # columns of a block of 128 keys whose anchor is found without many registers
 SLICE_ON_NPU = 32  # columns of a block of 128 keys that its unified buffer holds (ops/attention/README.md)
 
 
@@ -27,23 +28,32 @@ class Packing(NamedTuple):
     cu_seqlens: Tensor
 
 
-class Anchors(NamedTuple):
+class KeyBlocks(NamedTuple):
     """What is known of every block of keys.
 
     Attributes
     ----------
-    anchor : Tensor (B, Hkv, blocks, D), FP16
-    stats : Tensor (B, Hkv, blocks, 4), FP32
-        See `anchor_kernel`.
+    norms : Tensor (B, Hkv, blocks), FP32
+        The largest norm of a key, infinite where something is not finite (`anchor_kernel`).
+    anchors : Tensor (B, Hkv, blocks, D), FP16
+        Subtractable from the block's keys without rounding, or 0, by column.
+    marked : Tensor (1,), INT32
+        0; more after a pass of attention that left work for a second one.
     """
 
-    anchor: Tensor
-    stats: Tensor
+    norms: Tensor
+    anchors: Tensor
+    marked: Tensor
 
 
 def pad_dim(dim: int) -> int:
     """Tiles have powers of two on every side, and at least 16."""
     return max(16, 1 << (dim - 1).bit_length())
+
+
+def anchor_warps(block: int, pad: int) -> int:
+    """Warps of `anchor_kernel`, so that several of its blocks are on their way in every multiprocessor."""
+    return 4 if block * pad <= 8192 else 8
 
 
 def find_anchors(
@@ -54,8 +64,8 @@ def find_anchors(
     visible: Tensor | None = None,
     packing: Packing | None = None,
     check_values: bool = False,
-) -> Anchors:
-    """Anchors of FP16 keys (B, Hkv, S, D) or packed (T, Hkv, D), one for every `block` keys.
+) -> KeyBlocks:
+    """Norms and anchors of FP16 keys (B, Hkv, S, D) or packed (T, Hkv, D), one for every `block` keys.
 
     An anchor is kept only where FP32 accumulation gains from it.
 
@@ -66,24 +76,28 @@ def find_anchors(
     block : int
         A power of two.
     visible : Tensor (B, S), bool, optional
-        Which keys some query sees; the others enter no mean.
+        Which keys some query sees; the others do not count.
     packing : Packing, optional
         For packed keys.
     check_values : bool
         Look for NaN and infinity in `v` as well.
     """
     heads, length, batch, blocks = _extent(k, block, packing)
-    anchor = k.new_empty((batch, heads, blocks, k.shape[-1]))
-    stats = torch.empty((batch, heads, blocks, 4), dtype=torch.float32, device=k.device)
+    found = KeyBlocks(
+        torch.empty((batch, heads, blocks), dtype=torch.float32, device=k.device),
+        k.new_empty((batch, heads, blocks, k.shape[-1])),
+        torch.empty(1, dtype=torch.int32, device=k.device),
+    )
     seen, seen_stride = _bytes(visible, k)
-    table, cu = (packing.table, packing.cu_seqlens) if packing else (anchor, anchor)
+    table, cu = (packing.table, packing.cu_seqlens) if packing else (found.marked, found.marked)
     pad = pad_dim(k.shape[-1])
     anchor_kernel[(batch * blocks * heads,)](
-        k, v, seen, table, cu, anchor, stats, *_strides(k, packing), *_strides(v, packing), seen_stride,
-        heads, length, blocks, D=k.shape[-1], D_PAD=pad, BLOCK=block, HAS_VISIBLE=visible is not None,
-        CHECK_VALUES=check_values, VARLEN=packing is not None, num_warps=4 if block * pad <= 8192 else 8,
+        k, v, seen, table, cu, found.anchors, found.norms, found.marked, *_strides(k, packing), *_strides(v, packing),
+        seen_stride, heads, length, blocks, D=k.shape[-1], D_PAD=pad, WIDTH=min(pad, SLICE), BLOCK=block,
+        HAS_VISIBLE=visible is not None, CHECK_VALUES=check_values, VARLEN=packing is not None, EARLY=False,
+        num_warps=anchor_warps(block, pad),
     )  # fmt: skip
-    return Anchors(anchor, stats)
+    return found
 
 
 def shift_exact(

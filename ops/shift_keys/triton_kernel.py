@@ -12,6 +12,7 @@ import triton.language as tl
 NORM_MARGIN = tl.constexpr(1.0 + 2.0**-10)  # norms are used as bounds: covers what FP32 loses in a sum of 512 squares
 ANCHOR_GAIN = tl.constexpr(4.0)
 FP16_MAX = tl.constexpr(65504.0)
+INF = tl.constexpr(float("inf"))
 
 
 @triton.jit
@@ -65,6 +66,17 @@ def locate_block(o_program, p_block, p_cu, heads, length, blocks, BLOCK: tl.cons
 
 
 @triton.jit
+def load_keys(p_k, o_head, first, n, stride_kh, stride_kn, start, D: tl.constexpr, WIDTH: tl.constexpr,
+              BLOCK: tl.constexpr):  # fmt: skip
+    """WIDTH columns (BLOCK, WIDTH) from `start` on of a block of keys or values, as FP32. p_k: of the batch entry."""
+    o_n = tl.arange(0, BLOCK)
+    o_d = start + tl.arange(0, WIDTH)
+    p_tile = p_k + tl.cast(o_head, tl.int64) * stride_kh + first * stride_kn
+    m_tile = (o_n < n)[:, None] & (o_d < D)[None, :]
+    return tl.load(p_tile + o_n[:, None] * stride_kn + o_d[None, :], mask=m_tile, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def anchor_kernel(
     p_k,  # (B, Hkv, S, D), or packed (T, Hkv, D)
     p_v,
@@ -72,7 +84,8 @@ def anchor_kernel(
     p_block,  # (blocks, 2): sequence and block within it, when VARLEN
     p_cu,  # (sequences + 1,) when VARLEN
     p_anchor,  # (B, Hkv, blocks, D) FP16
-    p_stats,  # (B, Hkv, blocks, 4) FP32
+    p_norm,  # (B, Hkv, blocks) FP32
+    p_marked,  # (1,) INT32: set to 0
     stride_kb,
     stride_kh,
     stride_kn,
@@ -85,52 +98,74 @@ def anchor_kernel(
     blocks,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
+    WIDTH: tl.constexpr,  # columns of a block whose anchor is looked for at a time
     BLOCK: tl.constexpr,
     HAS_VISIBLE: tl.constexpr,
     CHECK_VALUES: tl.constexpr,
     VARLEN: tl.constexpr,
+    EARLY: tl.constexpr,  # the next kernel is launched early
 ):
-    """Anchor of every block, and what the attention kernel must know of the block.
+    """Anchor of every block, and the largest norm of its keys: infinite if one, or with CHECK_VALUES a value, is not
+    finite.
 
-    stats: largest norm of a shifted key; largest norm of a key; 1 if the keys must be changed (an anchor column is not
-    0, or a key is not finite); 1 if, with CHECK_VALUES, a value is not finite. An anchor is kept only where it is
-    `ANCHOR_GAIN` times longer than what it leaves: an FP32 accumulator gains little from less.
+    An anchor is kept only where it is `ANCHOR_GAIN` = 4 times longer than what it leaves: an FP32 accumulator gains
+    little from less. Then no key is further from another than 2/3 of its own length: most blocks are done with when
+    their keys have been compared with the first.
     """
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     o_batch, o_head, o_block, first, n = locate_block(
         tl.program_id(0), p_block, p_cu, heads, length, blocks, BLOCK, VARLEN
     )
     batch = tl.cast(o_batch, tl.int64)
-    o_n = tl.arange(0, BLOCK)
+    p_k += batch * stride_kb
+    m_key = tl.arange(0, BLOCK) < n
     o_d = tl.arange(0, D_PAD)
-    m_n = o_n < n
-    m_tile = m_n[:, None] & (o_d < D)[None, :]
-    o_out = (batch * heads + o_head) * blocks + o_block
-    # keys (BLOCK, D), cleaned: what no query sees, and what is not finite, enters no mean
-    p_tile = p_k + batch * stride_kb + tl.cast(o_head, tl.int64) * stride_kh + first * stride_kn
-    b_k = tl.load(p_tile + o_n[:, None] * stride_kn + o_d[None, :], mask=m_tile, other=0.0).to(tl.float32)
-    m_finite = tl.min(tl.where(is_finite(b_k), 1, 0), 1) > 0
-    m_key = m_n & m_finite
-    if HAS_VISIBLE:
-        seen = tl.load(p_visible + batch * stride_visible + first + o_n, mask=m_n, other=0)
-        m_key = m_key & (seen != 0)
-    b_k = tl.where(m_key[:, None], b_k, 0.0)
-    anchor, _ = exact_anchor(b_k, m_key[:, None], tl.sum(tl.where(m_key, 1.0, 0.0), 0))
-    # norms of keys, before and after
-    b_left = tl.where(m_key[:, None], b_k - anchor[None, :], 0.0)
-    before = tl.sqrt(tl.max(tl.sum(b_k * b_k, 1), 0)) * NORM_MARGIN
-    after = tl.sqrt(tl.max(tl.sum(b_left * b_left, 1), 0)) * NORM_MARGIN
-    keep = tl.sqrt(tl.sum(anchor * anchor, 0)) > ANCHOR_GAIN * after
-    all_finite = tl.min(tl.where(m_n & (m_finite == 0), 0, 1), 0) > 0
-    tl.store(p_anchor + o_out * D + o_d, tl.where(keep, anchor, 0.0).to(tl.float16), mask=o_d < D)
-    tl.store(p_stats + o_out * 4, tl.where(keep, after, before))
-    tl.store(p_stats + o_out * 4 + 1, before)
-    tl.store(p_stats + o_out * 4 + 2, tl.where(keep | (all_finite == 0), 1.0, 0.0))
-    bad = 0.0
+    b_k = load_keys(p_k, o_head, first, n, stride_kh, stride_kn, 0, D, D_PAD, BLOCK)
+    p_first = p_k + tl.cast(o_head, tl.int64) * stride_kh + first * stride_kn
+    b_first = tl.load(p_first + o_d, mask=(o_d < D) & (n > 0), other=0.0).to(tl.float32)
+    # FP32 holds any sum of FP16 squares: what is not below infinity came from a number that is not finite
+    square = tl.sum(b_k * b_k, 1)
+    m_finite = square < INF
+    bad = m_key & (m_finite == 0)
     if CHECK_VALUES:
-        p_tile = p_v + batch * stride_vb + tl.cast(o_head, tl.int64) * stride_vh + first * stride_vn
-        b_v = tl.load(p_tile + o_n[:, None] * stride_vn + o_d[None, :], mask=m_tile, other=0.0)
-        bad = tl.max(tl.max(tl.where(is_finite(b_v.to(tl.float32)), 0.0, 1.0), 1), 0)
-    tl.store(p_stats + o_out * 4 + 3, bad)
+        b_v = load_keys(p_v + batch * stride_vb, o_head, first, n, stride_vh, stride_vn, 0, D, D_PAD, BLOCK)
+        bad = bad | (m_key & ((tl.sum(b_v * b_v, 1) < INF) == 0))
+    # what no query sees, and what is not finite, enters no mean
+    if HAS_VISIBLE:
+        seen = tl.load(p_visible + batch * stride_visible + first + tl.arange(0, BLOCK), mask=m_key, other=0) != 0
+        bad = bad & seen
+        m_key = m_key & seen
+    m_key = m_key & m_finite
+    longest = tl.sqrt(tl.max(tl.where(m_key, square, 0.0), 0)) * NORM_MARGIN
+    o_out = (batch * heads + o_head) * blocks + o_block
+    tl.store(p_norm + o_out, tl.where(tl.max(tl.where(bad, 1, 0), 0) > 0, INF, longest))
+    b_away = b_k - b_first[None, :]
+    away = tl.max(tl.where(m_key, tl.sum(b_away * b_away, 1), 0.0), 0)
+    hidden = (
+        tl.min(tl.where(m_key | (tl.arange(0, BLOCK) > 0), 1, 0), 0) == 0
+    )  # the first, with which all were compared
+    p_out = p_anchor + o_out * D
+    if hidden | (away < 0.5 * tl.sum(b_first * b_first, 0)):
+        count = tl.sum(tl.where(m_key, 1.0, 0.0), 0)
+        kept = 0.0
+        b_left = tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, D_PAD, WIDTH):
+            b_part = load_keys(p_k, o_head, first, n, stride_kh, stride_kn, start, D, WIDTH, BLOCK)
+            b_part = tl.where(m_key[:, None], b_part, 0.0)
+            anchor, _ = exact_anchor(b_part, m_key[:, None], count)
+            b_rest = tl.where(m_key[:, None], b_part - anchor[None, :], 0.0)
+            b_left += tl.sum(b_rest * b_rest, 1)
+            kept += tl.sum(anchor * anchor, 0)
+            o_part = start + tl.arange(0, WIDTH)
+            tl.store(p_out + o_part, anchor.to(tl.float16), mask=o_part < D)
+        tl.debug_barrier()  # other threads may have stored what the next lines take back
+        if kept <= ANCHOR_GAIN * ANCHOR_GAIN * tl.max(b_left, 0):
+            tl.store(p_out + o_d, tl.zeros((D_PAD,), tl.float16), mask=o_d < D)
+    else:
+        tl.store(p_out + o_d, tl.zeros((D_PAD,), tl.float16), mask=o_d < D)
+    if tl.program_id(0) == 0:
+        tl.store(p_marked, 0)
 
 
 @triton.jit

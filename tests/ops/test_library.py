@@ -5,8 +5,10 @@ import io
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import pasa
 from pasa.ops.attention.options import AttentionOptions
@@ -64,6 +66,15 @@ def test_defaults_are_those_of_the_options(op):
     arguments = {a.name: a.default_value for a in getattr(torch.ops.pasa, op).default._schema.arguments}
     for field in dataclasses.fields(AttentionOptions):
         assert arguments[field.name] == field.default
+
+
+@pytest.mark.parametrize("op", ["attention", "attention_varlen"])
+def test_options_are_handed_on_in_order(op):
+    options = AttentionOptions("a", "b", 0.5, 1, 2, "c", "d", "e")
+    names = [field.name for field in dataclasses.fields(options)]
+    assert options.arguments == tuple(getattr(options, name) for name in names)
+    schema = [a.name for a in getattr(torch.ops.pasa, op).default._schema.arguments]
+    assert schema[schema.index("scale") + 1 :] == [*names, "diagnose", "backend"]
 
 
 @pytest.mark.parametrize("layout", ["HND", "NHD"])
@@ -209,6 +220,59 @@ def test_vmap_is_a_loop():
     q, k, v = (x.unsqueeze(1) for x in normal_qkv((2, 1), (6, 9), 16, batch=3))
     mapped = torch.func.vmap(pasa.attention)(q, k, v)
     assert torch.equal(mapped, torch.stack([pasa.attention(*one) for one in zip(q, k, v, strict=True)]))
+
+
+class Watch(TorchDispatchMode):
+    """Notes the operators that pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("op", ["attention", "attention_varlen"])
+def test_only_plain_calls_are_dispatched_once(op, monkeypatch):
+    """A second dispatch costs the host 5 us a call; a gradient and a mode need it."""
+    again = []
+    real = torch._ops.OpOverload.redispatch
+    monkeypatch.setattr(torch._ops.OpOverload, "redispatch", lambda *a, **k: again.append(0) or real(*a, **k))
+    call, given = getattr(torch.ops.pasa, op), arguments(op)
+    plain = call(**given)
+    assert not again
+    with Watch() as watch:
+        watched = call(**given)
+    assert call.default in watch.seen
+    assert len(again) == 1
+    given["q"].requires_grad_()
+    with torch.no_grad():
+        assert not call(**given)[0].requires_grad
+    assert len(again) == 1
+    differentiable = call(**given)
+    assert len(again) == 2
+    assert differentiable[0].requires_grad
+    for expected, *others in zip(plain, watched, differentiable, strict=True):
+        assert all(torch.equal(expected, other) for other in others)
+
+
+def test_the_backward_pass_is_refused_through_vmap():
+    q, k, v = (x.unsqueeze(1) for x in normal_qkv((2, 2), (6, 9), 16, batch=3))
+    mapped = torch.func.vmap(pasa.attention)(q.requires_grad_(), k, v)
+    with pytest.raises(RuntimeError, match="no autograd formula"):
+        mapped.sum().backward()
+
+
+def test_compiled_graphs_do_not_look_inside():
+    """Dynamo looks at every Python frame, also at those that a graph's operator runs."""
+    q, k, v = normal_qkv((2, 2), (6, 9), 16)
+    torch.compiler.reset()
+    frames = CompileCounter()
+    compiled = torch.compile(lambda *x: pasa.attention(*x), backend=frames, fullgraph=True)
+    assert torch.equal(compiled(q, k, v), pasa.attention(q, k, v))
+    assert frames.frame_count == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

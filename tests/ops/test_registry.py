@@ -39,6 +39,7 @@ def test_triton_says_why_it_cannot_run(monkeypatch):
     assert BACKENDS["triton"].missing() is None
     monkeypatch.setattr(registry.importlib.util, "find_spec", lambda name: None)
     assert "triton is not installed" in BACKENDS["triton"].missing()
+    monkeypatch.setitem(BACKENDS, "triton", dataclasses.replace(BACKENDS["triton"]))  # no call of it is remembered
     q = torch.zeros(1, 1, 2, 16, dtype=torch.float16)
     with pytest.raises(NotImplementedError, match="triton is not installed"):
         pasa.attention(q, q, q, backend="triton")
@@ -182,6 +183,27 @@ def test_the_call_reaches_the_registry_whole(own_registry):
     with pytest.raises(NotImplementedError, match="packed sequences are not supported"):
         pasa.attention_varlen(rows, rows, rows, edges, edges, 2, 2)
     with pasa.record_diagnostics(), pytest.raises(NotImplementedError, match="diagnostics are not supported"):
+        pasa.attention(q, q, q)
+
+
+def test_a_choice_is_remembered_and_a_refusal_is_not(own_registry):
+    """The machine was asked at every call, though its answer does not change."""
+    answers = ["not yet", None, "asked again"]
+    own_registry["reference"] = dataclasses.replace(REFERENCE, missing=lambda: answers.pop(0))
+    q = torch.zeros(1, 1, 2, 8, dtype=torch.float16)
+    with pytest.raises(NotImplementedError, match="not yet"):
+        pasa.attention(q, q, q)
+    for _ in range(2):
+        pasa.attention(q, q, q)
+    with pytest.raises(NotImplementedError, match="asked again"):  # a call of another kind
+        pasa.attention(q, q, q, config=pasa.PasaConfig(precision="fp32"))
+
+
+def test_a_backend_that_is_registered_later_is_seen(own_registry):
+    q = torch.zeros(1, 1, 2, 8, dtype=torch.float16)
+    pasa.attention(q, q, q)
+    register(dataclasses.replace(REFERENCE, name="later", module="no_such_module", priority=5))
+    with pytest.raises(ModuleNotFoundError, match="no_such_module"):
         pasa.attention(q, q, q)
 
 
