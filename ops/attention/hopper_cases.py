@@ -4,7 +4,6 @@ from typing import Any
 
 from pasa.ops.attention.hopper_kernel import attention_kernel
 from pasa.ops.attention.hopper_launch import STAGES
-from pasa.ops.attention.hopper_tiles import CAREFUL, PLAIN
 
 # What a launch of Triton 3.6 calls the type of a tensor map; the layout is that of hopper_launch.TILE.
 TENSOR_MAP = (
@@ -13,10 +12,10 @@ TENSOR_MAP = (
 )
 
 
-def _case(name: str, dim: int, form: int, causal: bool = True, warpgroups: int = 3) -> dict[str, Any]:
+def _case(name: str, dim: int, second: bool, causal: bool = True, warpgroups: int = 3) -> dict[str, Any]:
     types = {f"{x}_desc": TENSOR_MAP.format(rows=64 if x in "qo" else 128, dim=dim) for x in "qkvo"}
     types |= {"p_norms": "*fp32", "p_anchors": "*fp16", "p_marked": "*i32", "p_lse": "*fp32", "scale_log2": "fp32"}
-    flags = {"CAUSAL": causal, "RAGGED": causal, "FORM": form, "WARPGROUPS": warpgroups, "STAGES": STAGES[dim]}
+    flags = {"CAUSAL": causal, "RAGGED": causal, "SECOND": second, "WARPGROUPS": warpgroups, "STAGES": STAGES[dim]}
     return {
         "name": f"hopper_d{dim}_{name}",
         "kernel": attention_kernel,
@@ -28,7 +27,7 @@ def _case(name: str, dim: int, form: int, causal: bool = True, warpgroups: int =
 
 
 NVIDIA_CASES = [
-    *(_case("plain", dim, PLAIN.value) for dim in (64, 128)),
-    *(_case("careful", dim, CAREFUL.value) for dim in (64, 128)),
-    _case("full_pair", 128, PLAIN.value, causal=False, warpgroups=2),
+    *(_case("first", dim, False) for dim in (64, 128)),
+    *(_case("second", dim, True) for dim in (64, 128)),
+    _case("full_pair", 128, False, causal=False, warpgroups=2),
 ]

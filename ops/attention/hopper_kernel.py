@@ -5,9 +5,13 @@ fill these, so QK, softmax and PV follow one another, and the other warpgroups k
 of them have 240: there QK of a block runs beside PV of the one before. Which is faster depends on how many tiles the
 multiprocessors get (hopper_launch.py).
 
-PLAIN is FP32-softmax attention and nothing else. Its producer, once K and V are on their way, finds out whether the
-tile's scores may be too large for that, or its head has a key or value that is not finite; such a tile is given up and
-marked by an infinite log-sum-exp. CAREFUL, a launch of its own, looks for marked tiles. There the producer makes
+The first launch is FP32-softmax attention and nothing else, and what its loop does is little: the first block's row
+maximum is the reference of all blocks that every row sees. A later weight may reach 2^16, which is 11 nats more, before
+FP16 makes it infinite, and that shows in O. Beside the copies the producer finds out whether the tile's scores may be
+too large for FP32 sums, or its head has a key or value that is not finite. In either case the tile is given up, and
+marked by an infinite log-sum-exp.
+
+The second launch does the marked tiles, with running maxima. Where norms were too large its producer makes
 K' = K - a_j (exact) in shared memory, and a row adds q.(a_j - a_1) to its reference: a bias that all keys share enters
 no number that is rounded. The log-sum-exp adds q.a_1 at the end.
 """
@@ -24,22 +28,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from pasa.ops.attention.hopper_tiles import (
     CAREFUL,
+    FIXED,
     INF,
     KEYS,
     LN2,
     NAN,
-    PLAIN,
     ROWS,
+    RUNNING,
     UNSEEN,
     WAIT,
     Job,
     Shared,
     Tile,
     careful_softmax,
+    fixed_softmax,
     is_bounded,
     limit,
-    plain_softmax,
     pre_pass,
+    running_softmax,
     treat_keys,
     treat_values,
     visible_blocks,
@@ -88,21 +94,19 @@ def _load_queries(sm, tile, desc, WARPGROUPS: gl.constexpr):
 
 
 @gluon.jit
-def _plain_producer(sm, job, q_desc, k_desc, v_desc, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
+def _first_producer(sm, job, q_desc, k_desc, v_desc, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
                     CAUSAL: gl.constexpr):  # fmt: skip
     """Q, K and V of the program's tile, and whether it must be given up."""
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     tile = _locate(job, gl.program_id(0), WARPGROUPS, CAUSAL)
+    zero = gl.to_tensor(0)
     _load_queries(sm, tile, q_desc, WARPGROUPS)
     ahead = gl.minimum(tile.blocks, STAGES)
     for j in range(ahead):
         _load(sm, tile, k_desc, sm.k, j, j, STAGES, 0)
         _load(sm, tile, v_desc, sm.v, j, j, STAGES, 1)
-    b_marked = gl.full([1], 0, gl.int32, ONE)
-    if is_bounded(sm, job, tile, WARPGROUPS) == 0:
-        b_marked += 1
-        gl.store(job.p_marked + gl.arange(0, 1, layout=ONE), b_marked)
-    sm.work.store(b_marked)
+    given_up = is_bounded(sm, job, tile, zero, WARPGROUPS) == 0
+    sm.work.store(gl.full([1], 0, gl.int32, ONE) + given_up.to(gl.int32))
     mbarrier.arrive(sm.begin.index(0), count=1)
     for j in range(ahead, tile.blocks):
         _load(sm, tile, k_desc, sm.k, j, j, STAGES, 0)
@@ -110,7 +114,7 @@ def _plain_producer(sm, job, q_desc, k_desc, v_desc, WARPGROUPS: gl.constexpr, S
 
 
 @gluon.jit
-def _careful_producer(sm, job, q_desc, k_desc, v_desc, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
+def _second_producer(sm, job, q_desc, k_desc, v_desc, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
                       CAUSAL: gl.constexpr):  # fmt: skip
     """Q, K' and clean V of all marked tiles."""
     PART: gl.constexpr = 16 if WARPGROUPS == 3 else 64
@@ -130,15 +134,17 @@ def _careful_producer(sm, job, q_desc, k_desc, v_desc, WARPGROUPS: gl.constexpr,
             marked = marked | (lse == INF)
         if marked:
             mbarrier.wait(sm.done.index(0), (turn & 1) ^ 1)
-            sm.work.store(gl.full([1], 0, gl.int32, ONE) + i)
+            _load_queries(sm, tile, q_desc, WARPGROUPS)
+            treated = is_bounded(sm, job, tile, turn, WARPGROUPS) == 0
+            sm.work.store(gl.full([1], 0, gl.int32, ONE) + 2 * i + treated.to(gl.int32))
             sm.first_bad.store(gl.full([D], UNSEEN, gl.int32, COLUMN))
             mbarrier.arrive(sm.begin.index(0), count=1)
-            _load_queries(sm, tile, q_desc, WARPGROUPS)
             for j in range(tile.blocks):
                 _load(sm, tile, k_desc, sm.k, j, n + j, STAGES, 0)
                 _load(sm, tile, v_desc, sm.v, j, n + j, STAGES, 1)
-                treat_keys(sm, job, tile, j, n + j, STAGES, PART)
-                treat_values(sm, job, tile, j, n + j, STAGES, PART)
+                if treated:
+                    treat_keys(sm, job, tile, j, n + j, STAGES, PART)
+                    treat_values(sm, job, tile, j, n + j, STAGES, PART)
             mbarrier.arrive(sm.end.index(0), count=1)
             n += tile.blocks
             turn += 1
@@ -149,11 +155,11 @@ def _careful_producer(sm, job, q_desc, k_desc, v_desc, WARPGROUPS: gl.constexpr,
 
 @gluon.jit
 def _producer(sm, job, q_desc, k_desc, v_desc, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-              FORM: gl.constexpr):  # fmt: skip
-    if FORM == PLAIN:
-        _plain_producer(sm, job, q_desc, k_desc, v_desc, WARPGROUPS, STAGES, CAUSAL)
+              SECOND: gl.constexpr):  # fmt: skip
+    if not SECOND:
+        _first_producer(sm, job, q_desc, k_desc, v_desc, WARPGROUPS, STAGES, CAUSAL)
     else:
-        _careful_producer(sm, job, q_desc, k_desc, v_desc, WARPGROUPS, STAGES, CAUSAL)
+        _second_producer(sm, job, q_desc, k_desc, v_desc, WARPGROUPS, STAGES, CAUSAL)
 
 
 @gluon.jit
@@ -163,26 +169,27 @@ def _next(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _keys_ready(sm, q_s, stage, phase, FORM: gl.constexpr):
-    """Wait for K; CAREFUL: the rows' offset q.(a_j - a_1) (64,)."""
+def _keys_ready(sm, q_s, stage, phase, treated, MODE: gl.constexpr):
+    """Wait for K; the rows' offset q.(a_j - a_1) (64,) where K was treated, else 0."""
     C_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16]))
     b_offset = gl.zeros([ROWS], gl.float32, ROW)
     mbarrier.wait(sm.full.index(4 * stage), phase)
-    if FORM == CAREFUL:
-        mbarrier.wait(sm.full.index(4 * stage + 2), phase)
-        b_c = gl.zeros([ROWS, 8], gl.float32, C_LAYOUT)
-        b_c = warpgroup_mma(q_s, sm.offset.index(stage).permute([1, 0]), b_c, use_acc=False, is_async=True)
-        b_c = warpgroup_mma_wait(0, deps=(b_c,))
-        b_offset = gl.convert_layout(gl.sum(b_c, axis=1), ROW)
+    if MODE == CAREFUL:
+        if treated:
+            mbarrier.wait(sm.full.index(4 * stage + 2), phase)
+            b_c = gl.zeros([ROWS, 8], gl.float32, C_LAYOUT)
+            b_c = warpgroup_mma(q_s, sm.offset.index(stage).permute([1, 0]), b_c, use_acc=False, is_async=True)
+            b_c = warpgroup_mma_wait(0, deps=(b_c,))
+            b_offset = gl.convert_layout(gl.sum(b_c, axis=1), ROW)
     return b_offset
 
 
 @gluon.jit
-def _values_ready(sm, stage, phase, FORM: gl.constexpr):
+def _values_ready(sm, stage, phase, treated, MODE: gl.constexpr):
     mbarrier.wait(sm.full.index(4 * stage + 1), phase)
-    if FORM == CAREFUL:
-        mbarrier.wait(sm.full.index(4 * stage + 3), phase)
+    if MODE == CAREFUL:
+        mbarrier.wait(sm.full.index(4 * stage + 3), phase, pred=treated)
 
 
 @gluon.jit
@@ -201,32 +208,37 @@ def _add_values(sm, b_p, b_o, stage):
 
 
 @gluon.jit
-def _softmax(job, b_s, b_max, b_sum, row, j, full, b_offset, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
-             FORM: gl.constexpr):  # fmt: skip
-    """A tile of the running softmax: P (64, 128) in FP16, maximum, sum, and the factor for O. Blocks from `full` on are
-    masked."""
-    if MASKED:
-        if j >= full:
-            b_key = j * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(0, b_s.type.layout))
-            b_s = gl.where(b_key[None, :] < limit(job, row, CAUSAL)[:, None], b_s, gl.full_like(b_s, -INF))
-    if FORM == PLAIN:
-        b_p, b_max, b_add, b_alpha = plain_softmax(b_s, b_max, job.c, MASKED)
-    else:
-        b_p, b_max, b_add, b_alpha = careful_softmax(b_s, b_max, b_offset, job.c)
-    return b_p, b_max, b_sum * b_alpha + b_add, b_alpha
+def _mask(job, b_s, row, j, full, CAUSAL: gl.constexpr):
+    """-inf where a row does not see a key; blocks before `full` are seen by all."""
+    if j >= full:
+        b_key = j * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(0, b_s.type.layout))
+        b_s = gl.where(b_key[None, :] < limit(job, row, CAUSAL)[:, None], b_s, gl.full_like(b_s, -INF))
+    return b_s
 
 
 @gluon.jit
-def _in_turn(sm, job, q_s, b_o, b_max, b_sum, row, start, stop, full, stage, phase, STAGES: gl.constexpr,
-             CAUSAL: gl.constexpr, MASKED: gl.constexpr, FORM: gl.constexpr):  # fmt: skip
+def _in_turn(sm, job, q_s, b_o, b_max, b_sum, row, start, stop, full, stage, phase, treated, STAGES: gl.constexpr,
+             CAUSAL: gl.constexpr, MASKED: gl.constexpr, MODE: gl.constexpr):  # fmt: skip
     """Key blocks start to stop: QK, softmax, PV."""
     for j in range(start, stop):
-        b_offset = _keys_ready(sm, q_s, stage, phase, FORM)
+        b_offset = _keys_ready(sm, q_s, stage, phase, treated, MODE)
         b_s = warpgroup_mma_wait(0, deps=(_scores(sm, q_s, stage),))
         mbarrier.arrive(sm.empty.index(2 * stage), count=1)
-        b_p, b_max, b_sum, b_alpha = _softmax(job, b_s, b_max, b_sum, row, j, full, b_offset, CAUSAL, MASKED, FORM)
-        b_o = b_o * gl.convert_layout(b_alpha, gl.SliceLayout(1, b_o.type.layout))[:, None]
-        _values_ready(sm, stage, phase, FORM)
+        if MASKED:
+            b_s = _mask(job, b_s, row, j, full, CAUSAL)
+        if MODE == FIXED:
+            if j == 0:
+                b_max = gl.max(b_s, axis=1)
+            b_p, b_add = fixed_softmax(b_s, b_max, job.c)
+            b_sum += b_add
+        else:
+            if MODE == RUNNING:
+                b_p, b_max, b_add, b_alpha = running_softmax(b_s, b_max, job.c)
+            else:
+                b_p, b_max, b_add, b_alpha = careful_softmax(b_s, b_max, b_offset, job.c)
+            b_sum = b_sum * b_alpha + b_add
+            b_o = b_o * gl.convert_layout(b_alpha, gl.SliceLayout(1, b_o.type.layout))[:, None]
+        _values_ready(sm, stage, phase, treated, MODE)
         b_p = gl.convert_layout(b_p, gl.DotOperandLayout(0, b_o.type.layout, 2))
         b_o = warpgroup_mma_wait(0, deps=(_add_values(sm, b_p, b_o, stage),))
         mbarrier.arrive(sm.empty.index(2 * stage + 1), count=1)
@@ -235,16 +247,20 @@ def _in_turn(sm, job, q_s, b_o, b_max, b_sum, row, start, stop, full, stage, pha
 
 
 @gluon.jit
-def _overlapped(sm, job, q_s, b_o, b_max, b_sum, row, stop, full, STAGES: gl.constexpr, MASKED: gl.constexpr):
-    """Key blocks 0 to stop (at least one), not causal, PLAIN: QK of block j beside PV of block j - 1."""
+def _overlapped(sm, job, q_s, b_o, b_sum, row, stop, full, STAGES: gl.constexpr, MASKED: gl.constexpr):
+    """Key blocks 0 to stop (at least one), not causal, FIXED: QK of block j beside PV of block j - 1."""
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, b_o.type.layout, 2)
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     mbarrier.wait(sm.full.index(0), phase)
     b_first = warpgroup_mma_wait(0, deps=(_scores(sm, q_s, stage),))
     mbarrier.arrive(sm.empty.index(0), count=1)
-    b_first_p, b_max, b_sum, _ = _softmax(job, b_first, b_max, b_sum, row, 0, full, b_max, False, MASKED, PLAIN)
-    b_p = gl.convert_layout(b_first_p, P_LAYOUT)
+    if MASKED:
+        b_first = _mask(job, b_first, row, 0, full, False)
+    b_max = gl.max(b_first, axis=1)
+    b_weights, b_add = fixed_softmax(b_first, b_max, job.c)
+    b_sum += b_add
+    b_p = gl.convert_layout(b_weights, P_LAYOUT)
     v_stage = stage
     v_phase = phase
     stage, phase = _next(stage, phase, STAGES)
@@ -255,11 +271,13 @@ def _overlapped(sm, job, q_s, b_o, b_max, b_sum, row, stop, full, STAGES: gl.con
         b_o = _add_values(sm, b_p, b_o, v_stage)
         b_s = warpgroup_mma_wait(1, deps=(b_s,))
         mbarrier.arrive(sm.empty.index(2 * stage), count=1)
-        b_weights, b_max, b_sum, b_alpha = _softmax(job, b_s, b_max, b_sum, row, j, full, b_max, False, MASKED, PLAIN)
+        if MASKED:
+            b_s = _mask(job, b_s, row, j, full, False)
+        b_next, b_add = fixed_softmax(b_s, b_max, job.c)
+        b_sum += b_add
         b_o = warpgroup_mma_wait(0, deps=(b_o,))
         mbarrier.arrive(sm.empty.index(2 * v_stage + 1), count=1)
-        b_o = b_o * gl.convert_layout(b_alpha, gl.SliceLayout(1, b_o.type.layout))[:, None]
-        b_p = gl.convert_layout(b_weights, P_LAYOUT)
+        b_p = gl.convert_layout(b_next, P_LAYOUT)
         v_stage = stage
         v_phase = phase
         stage, phase = _next(stage, phase, STAGES)
@@ -271,14 +289,15 @@ def _overlapped(sm, job, q_s, b_o, b_max, b_sum, row, stop, full, STAGES: gl.con
 
 @gluon.jit
 def _message(sm, turn):
-    """What the producer has to say in `turn`: the next tile of CAREFUL, or whether to give up that of PLAIN."""
+    """What the producer has to say in `turn`: the next tile of the second launch, or whether to give up that of the
+    first."""
     mbarrier.wait(sm.begin.index(0), turn & 1)
     return gl.max(sm.work.load(gl.BlockedLayout([1], [32], [4], [0])), axis=0)
 
 
 @gluon.jit
-def _attend(sm, job, q_s, row, full, stop, n, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-            RAGGED: gl.constexpr, FORM: gl.constexpr):  # fmt: skip
+def _attend(sm, job, q_s, row, full, stop, n, treated, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
+            CAUSAL: gl.constexpr, RAGGED: gl.constexpr, SECOND: gl.constexpr):  # fmt: skip
     """O (64, D), not yet normalised, maximum and sum of a warpgroup's rows; where it stopped; whether it gave up.
 
     n: blocks that passed before.
@@ -290,12 +309,13 @@ def _attend(sm, job, q_s, row, full, stop, n, WARPGROUPS: gl.constexpr, STAGES: 
     stage = n % STAGES
     phase = (n // STAGES) & 1
     marked = gl.to_tensor(0)
-    if FORM == CAREFUL:
+    if SECOND:
         b_o, b_max, b_sum, stage, phase = _in_turn(
-            sm, job, q_s, b_o, b_max, b_sum, row, 0, stop, full, stage, phase, STAGES, CAUSAL, CAUSAL or RAGGED, FORM
-        )
+            sm, job, q_s, b_o, b_max, b_sum, row, 0, stop, full, stage, phase, treated, STAGES,
+            CAUSAL, CAUSAL or RAGGED, CAREFUL,
+        )  # fmt: skip
     elif WARPGROUPS == 2:
-        b_o, b_max, b_sum = _overlapped(sm, job, q_s, b_o, b_max, b_sum, row, stop, full, STAGES, RAGGED)
+        b_o, b_max, b_sum = _overlapped(sm, job, q_s, b_o, b_sum, row, stop, full, STAGES, RAGGED)
         marked = _message(sm, 0)
     else:
         # causal: a loop of its own for the blocks that need no mask: short hot code stays in the instruction cache
@@ -303,8 +323,8 @@ def _attend(sm, job, q_s, row, full, stop, n, WARPGROUPS: gl.constexpr, STAGES: 
         end = gl.minimum(split, 2)
         for part in range(2):
             b_o, b_max, b_sum, stage, phase = _in_turn(
-                sm, job, q_s, b_o, b_max, b_sum, row, gl.minimum(split, 2 * part), end, full, stage, phase, STAGES,
-                CAUSAL, RAGGED and not CAUSAL, FORM,
+                sm, job, q_s, b_o, b_max, b_sum, row, gl.minimum(split, 2 * part), end, full, stage, phase, False,
+                STAGES, CAUSAL, RAGGED and not CAUSAL, FIXED,
             )  # fmt: skip
             if part == 0:
                 marked = _message(sm, 0)  # decided long since
@@ -312,31 +332,40 @@ def _attend(sm, job, q_s, row, full, stop, n, WARPGROUPS: gl.constexpr, STAGES: 
                 stop = gl.where(marked > 0, end, stop)
         if CAUSAL:
             b_o, b_max, b_sum, stage, phase = _in_turn(
-                sm, job, q_s, b_o, b_max, b_sum, row, end, stop, 0, stage, phase, STAGES, CAUSAL, True, FORM
+                sm, job, q_s, b_o, b_max, b_sum, row, end, stop, 0, stage, phase, False, STAGES, CAUSAL, True, RUNNING
             )
     return b_o, b_max, b_sum, stop, marked > 0
 
 
 @gluon.jit
-def _store(sm, job, tile, o_desc, b_o, b_max, b_sum, row, marked, turn, INDEX: gl.constexpr, CAUSAL: gl.constexpr,
-           FORM: gl.constexpr):  # fmt: skip
+def _store(sm, job, tile, o_desc, b_o, b_max, b_sum, row, marked, turn, treated, INDEX: gl.constexpr,
+           CAUSAL: gl.constexpr, SECOND: gl.constexpr):  # fmt: skip
     """Normalise, mark what a NaN reaches, and write O (64, D) and the log-sum-exp."""
     D: gl.constexpr = sm.k.shape[4]
     COLUMN: gl.constexpr = gl.SliceLayout(0, b_o.type.layout)
     O_ROW: gl.constexpr = gl.SliceLayout(1, b_o.type.layout)
     q_s = sm.q.index(INDEX).reshape([ROWS, D])
     b_limit = limit(job, row, CAUSAL)
+    b_nan = b_o - b_o  # 0, or NaN if O is not finite
+    if not SECOND:
+        # a weight beyond FP16 was infinite, and so is what it went into; or a value is not finite
+        lost = gl.max(gl.where(gl.sum(b_nan, axis=1) == 0.0, 0, 1), axis=0)
+        marked = marked | (lost > 0)
+        if marked:
+            ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+            gl.store(job.p_marked + gl.arange(0, 1, layout=ONE), gl.full([1], 1, gl.int32, ONE))
     b_lse = (b_max * job.c + gl.log2(b_sum)) * LN2
     b_inverse = gl.where(b_limit > 0, 1.0 / b_sum, 0.0)  # a row that sees no key is 0
-    b_o = gl.fma(b_o, gl.convert_layout(b_inverse, O_ROW)[:, None], b_o - b_o)  # x - x: 0, or NaN if x is infinite
-    if FORM == CAREFUL:
-        # the softmax left out q.a_1, which all keys share
-        b_a = gl.load(pre_pass(job, tile, job.p_anchors, D) + gl.arange(0, D, layout=COLUMN)).to(gl.float32)
-        b_dot = gl.sum(q_s.load(b_o.type.layout).to(gl.float32) * b_a[None, :], axis=1)
-        b_lse += gl.convert_layout(b_dot, b_lse.type.layout) * (job.c * LN2)
-        mbarrier.wait(sm.end.index(0), turn & 1)
-        b_bad = sm.first_bad.load(COLUMN)
-        b_o = gl.where(gl.convert_layout(b_limit, O_ROW)[:, None] > b_bad[None, :], NAN, b_o)
+    b_o = gl.fma(b_o, gl.convert_layout(b_inverse, O_ROW)[:, None], b_nan)
+    if SECOND:
+        if treated:
+            # the softmax left out q.a_1, which all keys share
+            b_a = gl.load(pre_pass(job, tile, job.p_anchors, D) + gl.arange(0, D, layout=COLUMN)).to(gl.float32)
+            b_dot = gl.sum(q_s.load(b_o.type.layout).to(gl.float32) * b_a[None, :], axis=1)
+            b_lse += gl.convert_layout(b_dot, b_lse.type.layout) * (job.c * LN2)
+            mbarrier.wait(sm.end.index(0), turn & 1)
+            b_bad = sm.first_bad.load(COLUMN)
+            b_o = gl.where(gl.convert_layout(b_limit, O_ROW)[:, None] > b_bad[None, :], NAN, b_o)
     # weights are rounded after they are summed, so a mean may leave the range of its values by 2^-11: clamp
     b_out = gl.inline_asm_elementwise(CLAMP_F16X2, "=r,r", [b_o.to(gl.float16)], gl.float16, is_pure=True, pack=2)
     q_s.store(b_out)
@@ -350,8 +379,8 @@ def _store(sm, job, tile, o_desc, b_o, b_max, b_sum, row, marked, turn, INDEX: g
 
 
 @gluon.jit
-def _consume(sm, job, tile, o_desc, n, turn, INDEX: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
-             CAUSAL: gl.constexpr, RAGGED: gl.constexpr, FORM: gl.constexpr):  # fmt: skip
+def _consume(sm, job, tile, o_desc, n, turn, treated, INDEX: gl.constexpr, WARPGROUPS: gl.constexpr,
+             STAGES: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr, SECOND: gl.constexpr):  # fmt: skip
     """64 query rows. n: blocks that passed before, in `turn` tiles."""
     row = tile.row + INDEX * ROWS
     stop = visible_blocks(row + (ROWS - 1), job.rows, job.keys, CAUSAL)
@@ -361,9 +390,9 @@ def _consume(sm, job, tile, o_desc, n, turn, INDEX: gl.constexpr, WARPGROUPS: gl
     mbarrier.wait(sm.q_full.index(INDEX), turn & 1)
     q_s = sm.q.index(INDEX).reshape([ROWS, sm.k.shape[4]])
     b_o, b_max, b_sum, stop, marked = _attend(
-        sm, job, q_s, row, full, stop, n, WARPGROUPS, STAGES, CAUSAL, RAGGED, FORM
+        sm, job, q_s, row, full, stop, n, treated, WARPGROUPS, STAGES, CAUSAL, RAGGED, SECOND
     )
-    _store(sm, job, tile, o_desc, b_o, b_max, b_sum, row, marked, turn, INDEX, CAUSAL, FORM)
+    _store(sm, job, tile, o_desc, b_o, b_max, b_sum, row, marked, turn, treated, INDEX, CAUSAL, SECOND)
     for j in range(n + stop, n + tile.blocks):  # blocks that only other warpgroups see
         stage = j % STAGES
         mbarrier.wait(sm.full.index(4 * stage), (j // STAGES) & 1)
@@ -375,19 +404,20 @@ def _consume(sm, job, tile, o_desc, n, turn, INDEX: gl.constexpr, WARPGROUPS: gl
 
 @gluon.jit
 def _consumer(sm, job, o_desc, INDEX: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
-              CAUSAL: gl.constexpr, RAGGED: gl.constexpr, FORM: gl.constexpr):  # fmt: skip
-    """The tile of the program; CAREFUL: whatever tiles the producer names."""
-    if FORM == PLAIN:
+              CAUSAL: gl.constexpr, RAGGED: gl.constexpr, SECOND: gl.constexpr):  # fmt: skip
+    """The tile of the program; in the second launch, whatever tiles the producer names."""
+    if not SECOND:
         tile = _locate(job, gl.program_id(0), WARPGROUPS, CAUSAL)
         zero = gl.to_tensor(0)
-        _consume(sm, job, tile, o_desc, zero, zero, INDEX, WARPGROUPS, STAGES, CAUSAL, RAGGED, FORM)
+        _consume(sm, job, tile, o_desc, zero, zero, False, INDEX, WARPGROUPS, STAGES, CAUSAL, RAGGED, SECOND)
     else:
         n = gl.to_tensor(0)
         turn = gl.to_tensor(0)
         work = _message(sm, turn)
         while work >= 0:
-            tile = _locate(job, work, WARPGROUPS, CAUSAL)
-            _consume(sm, job, tile, o_desc, n, turn, INDEX, WARPGROUPS, STAGES, CAUSAL, RAGGED, FORM)
+            tile = _locate(job, work // 2, WARPGROUPS, CAUSAL)
+            treated = work % 2 == 1
+            _consume(sm, job, tile, o_desc, n, turn, treated, INDEX, WARPGROUPS, STAGES, CAUSAL, RAGGED, SECOND)
             mbarrier.arrive(sm.done.index(0), count=1)
             n += tile.blocks
             turn += 1
@@ -398,9 +428,9 @@ def _consumer(sm, job, o_desc, INDEX: gl.constexpr, WARPGROUPS: gl.constexpr, ST
 def attention_kernel(
     q_desc, k_desc, v_desc, o_desc, p_norms, p_anchors, p_marked, p_lse,
     heads, group, batch_heads, section, rows, keys, tiles, work, scale_log2,
-    CAUSAL: gl.constexpr, RAGGED: gl.constexpr, FORM: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr, RAGGED: gl.constexpr, SECOND: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Tiles of 64 * WARPGROUPS query rows: one for each program, or (CAREFUL) those of all `work` that are marked."""
+    """Tiles of 64 * WARPGROUPS query rows: one for each program, or (SECOND) those of all `work` that are marked."""
     D: gl.constexpr = q_desc.block_shape[3]
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     job = Job(
@@ -409,9 +439,7 @@ def attention_kernel(
     q = gl.allocate_shared_memory(gl.float16, [WARPGROUPS, 1, 1, ROWS, D], q_desc.layout)
     k = gl.allocate_shared_memory(gl.float16, [STAGES, 1, 1, KEYS, D], k_desc.layout)
     v = gl.allocate_shared_memory(gl.float16, [STAGES, 1, 1, KEYS, D], v_desc.layout)
-    offset = gl.allocate_shared_memory(
-        gl.float16, [STAGES if FORM == CAREFUL else 1, 8, D], gl.NVMMASharedLayout(128, 16)
-    )
+    offset = gl.allocate_shared_memory(gl.float16, [STAGES if SECOND else 1, 8, D], gl.NVMMASharedLayout(128, 16))
     first_bad = gl.allocate_shared_memory(gl.int32, [D], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     work_s = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_full = gl.allocate_shared_memory(gl.int64, [WARPGROUPS, 1], BARRIER)
@@ -435,10 +463,10 @@ def attention_kernel(
     if WARPGROUPS == 3:
         gl.warp_specialize(
             [
-                (_consumer, (sm, job, o_desc, 0, 3, STAGES, CAUSAL, RAGGED, FORM)),
-                (_consumer, (sm, job, o_desc, 1, 3, STAGES, CAUSAL, RAGGED, FORM)),
-                (_consumer, (sm, job, o_desc, 2, 3, STAGES, CAUSAL, RAGGED, FORM)),
-                (_producer, (sm, job, q_desc, k_desc, v_desc, 3, STAGES, CAUSAL, FORM)),
+                (_consumer, (sm, job, o_desc, 0, 3, STAGES, CAUSAL, RAGGED, SECOND)),
+                (_consumer, (sm, job, o_desc, 1, 3, STAGES, CAUSAL, RAGGED, SECOND)),
+                (_consumer, (sm, job, o_desc, 2, 3, STAGES, CAUSAL, RAGGED, SECOND)),
+                (_producer, (sm, job, q_desc, k_desc, v_desc, 3, STAGES, CAUSAL, SECOND)),
             ],
             [4, 4, 4],  # warps of the partitions behind the first
             [160, 160, 32],  # and registers a thread; the first gets the rest, 160 as well
@@ -446,10 +474,10 @@ def attention_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consumer, (sm, job, o_desc, 0, 2, STAGES, CAUSAL, RAGGED, FORM)),
-                (_consumer, (sm, job, o_desc, 1, 2, STAGES, CAUSAL, RAGGED, FORM)),
-                (_producer, (sm, job, q_desc, k_desc, v_desc, 2, STAGES, CAUSAL, FORM)),
+                (_consumer, (sm, job, o_desc, 0, 2, STAGES, CAUSAL, RAGGED, SECOND)),
+                (_consumer, (sm, job, o_desc, 1, 2, STAGES, CAUSAL, RAGGED, SECOND)),
+                (_producer, (sm, job, q_desc, k_desc, v_desc, 2, STAGES, CAUSAL, SECOND)),
             ],
             [4, 4],
-            [240, 24] if FORM == PLAIN else [208, 96],
+            [208, 96] if SECOND else [240, 24],
         )

@@ -22,7 +22,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import driver
 
 from pasa.ops.attention.hopper_kernel import attention_kernel
-from pasa.ops.attention.hopper_tiles import CAREFUL, PLAIN
 from pasa.ops.attention.tiles import processors
 from pasa.ops.shift_keys.triton_backend import SLICE, anchor_warps
 from pasa.ops.shift_keys.triton_kernel import anchor_kernel
@@ -42,8 +41,8 @@ PLANS = 1024  # geometries that are remembered
 def hopper_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Attention without a dense mask on sm_90, FP32 softmax.
 
-    Norms and anchors of the keys, plain FP32-softmax attention, and a second go, with anchors taken off, at the tiles
-    that this has given up.
+    Norms and anchors of the keys, plain FP32-softmax attention, and a second go at the tiles that this has given up,
+    with anchors taken off where that is needed.
 
     Parameters
     ----------
@@ -128,13 +127,13 @@ class Plan:
         section = min(batch * heads, max(1, L2_BYTES // (4 * keys * dim)) * group)
         ragged = is_causal or keys % KEY_BOX != 0
         self.passes = []
-        for form in (PLAIN, CAREFUL):
-            few = warpgroups(batch * heads, rows, dim, is_causal, device) if form == PLAIN else CAREFUL_WARPGROUPS
+        for second in (False, True):
+            few = CAREFUL_WARPGROUPS if second else warpgroups(batch * heads, rows, dim, is_causal, device)
             tiles = -(-rows // (QUERY_BOX * few))
             work = tiles * batch * heads
-            programs = work if form == PLAIN else min(work, processors(device))
+            programs = min(work, processors(device)) if second else work
             sizes = (heads, group, batch * heads, section, rows, keys, tiles, work)
-            self.passes.append((programs, sizes, (is_causal, ragged, form, few, STAGES[dim])))
+            self.passes.append((programs, sizes, (is_causal, ragged, second, few, STAGES[dim])))
         # K and V as anchor_kernel sees them; its norms, mark and anchors share one buffer
         self.blocks = batch * heads_kv * blocks
         self.anchor_offset = -(-(4 * self.blocks + 4) // 16) * 16

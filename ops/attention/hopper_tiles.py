@@ -1,7 +1,7 @@
 """What the Hopper kernel does to one tile: the bound of its scores, the producer's treatment of K and V, the softmax.
 
-PLAIN    FP32 softmax, one FMA per exponent. This *is* the plain FP32-softmax kernel of the same schedule: nothing of
-         the shift is in it but the bound that must hold.
+FIXED    FP32 softmax against a reference that an earlier tile gave: one FMA per exponent, no maximum.
+RUNNING  FP32 softmax with running maxima, one FMA per exponent.
 CAREFUL  FP32 softmax whose exponents are (s - r) * c <= 0 for any finite inputs, over shifted and cleaned tiles.
 
 Their order of statements is chosen: the longest row of instructions between two exponentials decides the speed, and
@@ -17,7 +17,7 @@ from pasa.ops.attention.triton_kernel import ANCHOR_LIMIT
 
 ROWS = gl.constexpr(64)  # query rows of a consumer warpgroup
 KEYS = gl.constexpr(128)  # keys of a block
-PLAIN, CAREFUL = gl.constexpr(0), gl.constexpr(1)
+FIXED, RUNNING, CAREFUL = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 INF = gl.constexpr(float("inf"))
 NAN = gl.constexpr(float("nan"))
 FP16_MAX = gl.constexpr(65504.0)
@@ -122,7 +122,7 @@ def pre_pass(job, tile, p, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def is_bounded(sm, job, tile, WARPGROUPS: gl.constexpr):
+def is_bounded(sm, job, tile, turn, WARPGROUPS: gl.constexpr):
     """Whether FP32 sums of the tile's scores are exact enough without a shift: by Cauchy and Schwarz no score passes
     the product of the largest norms. NaN is not bounded."""
     D: gl.constexpr = sm.q.shape[4]
@@ -138,7 +138,7 @@ def is_bounded(sm, job, tile, WARPGROUPS: gl.constexpr):
     nats = gl.max(b_most, axis=0) * (job.c * LN2)
     b_square = gl.zeros([16], gl.float32, gl.SliceLayout(1, LAYOUT))
     for w in gl.static_range(WARPGROUPS):
-        mbarrier.wait(sm.q_full.index(w), 0)
+        mbarrier.wait(sm.q_full.index(w), turn & 1)
         q_s = sm.q.index(w).reshape([ROWS, D])
         for i in gl.static_range(ROWS // 16):
             b_q = q_s.slice(i * 16, 16, 0).load(LAYOUT).to(gl.float32)
@@ -197,12 +197,18 @@ def treat_values(sm, job, tile, j, n, STAGES: gl.constexpr, PART: gl.constexpr):
 
 
 @gluon.jit
-def plain_softmax(b_s, b_max, c, MASKED: gl.constexpr):
+def fixed_softmax(b_s, b_ref, c):
+    """P (64, 128) in FP16, infinite where it passes 65504, and its sums (64,)."""
+    b_p = gl.exp2(gl.fma(b_s, c, (-(b_ref * c))[:, None]))
+    b_half = b_p.to(gl.float16)
+    return b_half, gl.sum(b_p, axis=1)
+
+
+@gluon.jit
+def running_softmax(b_s, b_max, c):
     """P (64, 128) in FP16, the rows' new maximum, what the tile adds to their sum, and the factor for what they had."""
     b_new = gl.maximum(b_max, gl.max(b_s, axis=1))
-    b_ref = b_new
-    if MASKED:
-        b_ref = gl.where(b_new == -INF, 0.0, b_new)  # a row without a key so far
+    b_ref = gl.where(b_new == -INF, 0.0, b_new)  # a row without a key so far
     b_p = gl.exp2(gl.fma(b_s, c, (-(b_ref * c))[:, None]))
     b_half = b_p.to(gl.float16)
     b_add = gl.sum(b_p, axis=1)
@@ -211,7 +217,7 @@ def plain_softmax(b_s, b_max, c, MASKED: gl.constexpr):
 
 @gluon.jit
 def careful_softmax(b_s, b_max, b_offset, c):
-    """As `plain_softmax`, of scores s + offset; no exponent is above 0 whatever was rounded.
+    """As `running_softmax`, of scores s + offset; no exponent is above 0 whatever was rounded.
 
     The reference r is the tile's own maximum where that leads, else max(m - offset, maximum): never below the tile's
     maximum, and equal to it where the row's maximum lies in this tile, so that some weight of the row is 1.
