@@ -41,7 +41,7 @@ def _sizes(dim: int, block_m: int, block_n: int) -> Case:
 def _attention(name: str, sizes: Case, mask: str = "none", causal: bool = True, **over: Any) -> Case:
     """Over K' made before, as on an NPU, unless `over` says otherwise."""
     flags = {"SHIFT": "before", "FAST": False, "GUARDED": False, "CLEAN": True, "DESCRIPTORS": False}
-    flags |= {"ANCHOR_BLOCK": 128}
+    flags |= {"ANCHOR_BLOCK": 128, "OVERLAP": False, "LOOP": True}
     flags |= {"MASK": mask, "CAUSAL": causal, "VARLEN": False} | sizes
     fields = {key: over.pop(key) for key in ("options", "architectures", "stack") if key in over}
     return _case(attention_kernel, name, flags | over, **fields)

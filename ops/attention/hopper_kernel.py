@@ -40,6 +40,7 @@ from pasa.ops.attention.hopper_tiles import (
     Job,
     Shared,
     Tile,
+    anchor,
     careful_softmax,
     fixed_softmax,
     is_bounded,
@@ -117,8 +118,8 @@ def _first_producer(sm, job, q_desc, k_desc, v_desc, WARPGROUPS: gl.constexpr, S
 def _second_producer(sm, job, q_desc, k_desc, v_desc, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
                       CAUSAL: gl.constexpr):  # fmt: skip
     """Q, K' and clean V of all marked tiles."""
-    PART: gl.constexpr = 16 if WARPGROUPS == 3 else 64
     D: gl.constexpr = sm.k.shape[4]
+    PART: gl.constexpr = 16 if D == 128 else 32  # rows of a tile that fit into 32 registers a thread
     COLUMN: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0]))
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     gl.inline_asm_elementwise(WAIT, "=r", [], gl.int32, is_pure=False, pack=1)
@@ -139,12 +140,21 @@ def _second_producer(sm, job, q_desc, k_desc, v_desc, WARPGROUPS: gl.constexpr, 
             sm.work.store(gl.full([1], 0, gl.int32, ONE) + 2 * i + treated.to(gl.int32))
             sm.first_bad.store(gl.full([D], UNSEEN, gl.int32, COLUMN))
             mbarrier.arrive(sm.begin.index(0), count=1)
+            # what is read from memory is read a block ahead
+            b_first = anchor(job, tile, 0, treated, D)
+            b_anchor = b_first
+            norm = gl.load(pre_pass(job, tile, job.p_norms, 1))
             for j in range(tile.blocks):
+                ahead = gl.minimum(j + 1, tile.blocks - 1)
+                b_next = anchor(job, tile, ahead, treated, D)
+                next_norm = gl.load(pre_pass(job, tile, job.p_norms, 1) + ahead)
                 _load(sm, tile, k_desc, sm.k, j, n + j, STAGES, 0)
                 _load(sm, tile, v_desc, sm.v, j, n + j, STAGES, 1)
-                if treated:
-                    treat_keys(sm, job, tile, j, n + j, STAGES, PART)
-                    treat_values(sm, job, tile, j, n + j, STAGES, PART)
+                treat_keys(sm, b_anchor, b_first, n + j, treated, STAGES, PART)
+                if CAUSAL:
+                    treat_values(sm, j, n + j, norm == INF, STAGES, PART)
+                b_anchor = b_next
+                norm = next_norm
             mbarrier.arrive(sm.end.index(0), count=1)
             n += tile.blocks
             turn += 1
@@ -169,36 +179,20 @@ def _next(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _keys_ready(sm, q_s, stage, phase, treated, MODE: gl.constexpr):
-    """Wait for K; the rows' offset q.(a_j - a_1) (64,) where K was treated, else 0."""
-    C_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
-    ROW: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16]))
-    b_offset = gl.zeros([ROWS], gl.float32, ROW)
-    mbarrier.wait(sm.full.index(4 * stage), phase)
-    if MODE == CAREFUL:
-        if treated:
-            mbarrier.wait(sm.full.index(4 * stage + 2), phase)
-            b_c = gl.zeros([ROWS, 8], gl.float32, C_LAYOUT)
-            b_c = warpgroup_mma(q_s, sm.offset.index(stage).permute([1, 0]), b_c, use_acc=False, is_async=True)
-            b_c = warpgroup_mma_wait(0, deps=(b_c,))
-            b_offset = gl.convert_layout(gl.sum(b_c, axis=1), ROW)
-    return b_offset
-
-
-@gluon.jit
-def _values_ready(sm, stage, phase, treated, MODE: gl.constexpr):
-    mbarrier.wait(sm.full.index(4 * stage + 1), phase)
-    if MODE == CAREFUL:
-        mbarrier.wait(sm.full.index(4 * stage + 3), phase, pred=treated)
-
-
-@gluon.jit
 def _scores(sm, q_s, stage):
     """S (64, 128) = Q K^T, still on its way."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     b_s = gl.zeros([ROWS, KEYS], gl.float32, S_LAYOUT)
     k_s = sm.k.index(stage).reshape([KEYS, sm.k.shape[4]]).permute([1, 0])
     return warpgroup_mma(q_s, k_s, b_s, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _offset(sm, q_s, stage):
+    """q.(a_j - a_1) (64, 8), in two of the columns, still on its way."""
+    C_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
+    b_c = gl.zeros([ROWS, 8], gl.float32, C_LAYOUT)
+    return warpgroup_mma(q_s, sm.offset.index(stage).permute([1, 0]), b_c, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -217,12 +211,25 @@ def _mask(job, b_s, row, j, full, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def _in_turn(sm, job, q_s, b_o, b_max, b_sum, row, start, stop, full, stage, phase, treated, STAGES: gl.constexpr,
+def _message(sm, turn):
+    """What the producer has to say in `turn`: the next tile of the second launch, or whether to give up that of the
+    first."""
+    mbarrier.wait(sm.begin.index(0), turn & 1)
+    return gl.max(sm.work.load(gl.BlockedLayout([1], [32], [4], [0])), axis=0)
+
+
+@gluon.jit
+def _in_turn(sm, job, q_s, b_o, b_max, b_sum, row, start, stop, full, stage, phase, STAGES: gl.constexpr,
              CAUSAL: gl.constexpr, MASKED: gl.constexpr, MODE: gl.constexpr):  # fmt: skip
     """Key blocks start to stop: QK, softmax, PV."""
     for j in range(start, stop):
-        b_offset = _keys_ready(sm, q_s, stage, phase, treated, MODE)
-        b_s = warpgroup_mma_wait(0, deps=(_scores(sm, q_s, stage),))
+        mbarrier.wait(sm.full.index(4 * stage), phase)
+        if MODE == CAREFUL:
+            mbarrier.wait(sm.full.index(4 * stage + 2), phase)
+            b_c = _offset(sm, q_s, stage)
+            b_c, b_s = warpgroup_mma_wait(0, deps=(b_c, _scores(sm, q_s, stage)))
+        else:
+            b_s = warpgroup_mma_wait(0, deps=(_scores(sm, q_s, stage),))
         mbarrier.arrive(sm.empty.index(2 * stage), count=1)
         if MASKED:
             b_s = _mask(job, b_s, row, j, full, CAUSAL)
@@ -235,10 +242,13 @@ def _in_turn(sm, job, q_s, b_o, b_max, b_sum, row, start, stop, full, stage, pha
             if MODE == RUNNING:
                 b_p, b_max, b_add, b_alpha = running_softmax(b_s, b_max, job.c)
             else:
+                b_offset = gl.convert_layout(gl.sum(b_c, axis=1), b_max.type.layout)
                 b_p, b_max, b_add, b_alpha = careful_softmax(b_s, b_max, b_offset, job.c)
             b_sum = b_sum * b_alpha + b_add
             b_o = b_o * gl.convert_layout(b_alpha, gl.SliceLayout(1, b_o.type.layout))[:, None]
-        _values_ready(sm, stage, phase, treated, MODE)
+        mbarrier.wait(sm.full.index(4 * stage + 1), phase)
+        if (MODE == CAREFUL) and CAUSAL:
+            mbarrier.wait(sm.full.index(4 * stage + 3), phase)
         b_p = gl.convert_layout(b_p, gl.DotOperandLayout(0, b_o.type.layout, 2))
         b_o = warpgroup_mma_wait(0, deps=(_add_values(sm, b_p, b_o, stage),))
         mbarrier.arrive(sm.empty.index(2 * stage + 1), count=1)
@@ -248,7 +258,7 @@ def _in_turn(sm, job, q_s, b_o, b_max, b_sum, row, start, stop, full, stage, pha
 
 @gluon.jit
 def _overlapped(sm, job, q_s, b_o, b_sum, row, stop, full, STAGES: gl.constexpr, MASKED: gl.constexpr):
-    """Key blocks 0 to stop (at least one), not causal, FIXED: QK of block j beside PV of block j - 1."""
+    """All key blocks (at least one), not causal, FIXED: QK of block j beside PV of block j - 1."""
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, b_o.type.layout, 2)
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
@@ -264,7 +274,9 @@ def _overlapped(sm, job, q_s, b_o, b_sum, row, stop, full, STAGES: gl.constexpr,
     v_stage = stage
     v_phase = phase
     stage, phase = _next(stage, phase, STAGES)
-    for j in range(1, stop):
+    marked = _message(sm, 0)
+    end = gl.where(marked > 0, 1, stop)
+    for j in range(1, end):
         mbarrier.wait(sm.full.index(4 * stage), phase)
         b_s = _scores(sm, q_s, stage)
         mbarrier.wait(sm.full.index(4 * v_stage + 1), v_phase)
@@ -284,19 +296,11 @@ def _overlapped(sm, job, q_s, b_o, b_sum, row, stop, full, STAGES: gl.constexpr,
     mbarrier.wait(sm.full.index(4 * v_stage + 1), v_phase)
     b_o = warpgroup_mma_wait(0, deps=(_add_values(sm, b_p, b_o, v_stage),))
     mbarrier.arrive(sm.empty.index(2 * v_stage + 1), count=1)
-    return b_o, b_max, b_sum
+    return b_o, b_max, b_sum, end, marked
 
 
 @gluon.jit
-def _message(sm, turn):
-    """What the producer has to say in `turn`: the next tile of the second launch, or whether to give up that of the
-    first."""
-    mbarrier.wait(sm.begin.index(0), turn & 1)
-    return gl.max(sm.work.load(gl.BlockedLayout([1], [32], [4], [0])), axis=0)
-
-
-@gluon.jit
-def _attend(sm, job, q_s, row, full, stop, n, treated, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
+def _attend(sm, job, q_s, row, full, stop, n, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
             CAUSAL: gl.constexpr, RAGGED: gl.constexpr, SECOND: gl.constexpr):  # fmt: skip
     """O (64, D), not yet normalised, maximum and sum of a warpgroup's rows; where it stopped; whether it gave up.
 
@@ -311,20 +315,19 @@ def _attend(sm, job, q_s, row, full, stop, n, treated, WARPGROUPS: gl.constexpr,
     marked = gl.to_tensor(0)
     if SECOND:
         b_o, b_max, b_sum, stage, phase = _in_turn(
-            sm, job, q_s, b_o, b_max, b_sum, row, 0, stop, full, stage, phase, treated, STAGES,
+            sm, job, q_s, b_o, b_max, b_sum, row, 0, stop, full, stage, phase, STAGES,
             CAUSAL, CAUSAL or RAGGED, CAREFUL,
         )  # fmt: skip
-    elif WARPGROUPS == 2:
-        b_o, b_max, b_sum = _overlapped(sm, job, q_s, b_o, b_sum, row, stop, full, STAGES, RAGGED)
-        marked = _message(sm, 0)
+    elif (not CAUSAL) and (WARPGROUPS == 2 or D == 64):  # registers are left for it
+        b_o, b_max, b_sum, stop, marked = _overlapped(sm, job, q_s, b_o, b_sum, row, stop, full, STAGES, RAGGED)
     else:
         # causal: a loop of its own for the blocks that need no mask: short hot code stays in the instruction cache
         split = gl.minimum(full, stop) if CAUSAL else stop
         end = gl.minimum(split, 2)
         for part in range(2):
             b_o, b_max, b_sum, stage, phase = _in_turn(
-                sm, job, q_s, b_o, b_max, b_sum, row, gl.minimum(split, 2 * part), end, full, stage, phase, False,
-                STAGES, CAUSAL, RAGGED and not CAUSAL, FIXED,
+                sm, job, q_s, b_o, b_max, b_sum, row, gl.minimum(split, 2 * part), end, full, stage, phase, STAGES,
+                CAUSAL, RAGGED and not CAUSAL, FIXED,
             )  # fmt: skip
             if part == 0:
                 marked = _message(sm, 0)  # decided long since
@@ -332,7 +335,7 @@ def _attend(sm, job, q_s, row, full, stop, n, treated, WARPGROUPS: gl.constexpr,
                 stop = gl.where(marked > 0, end, stop)
         if CAUSAL:
             b_o, b_max, b_sum, stage, phase = _in_turn(
-                sm, job, q_s, b_o, b_max, b_sum, row, end, stop, 0, stage, phase, False, STAGES, CAUSAL, True, RUNNING
+                sm, job, q_s, b_o, b_max, b_sum, row, end, stop, 0, stage, phase, STAGES, CAUSAL, True, RUNNING
             )
     return b_o, b_max, b_sum, stop, marked > 0
 
@@ -390,7 +393,7 @@ def _consume(sm, job, tile, o_desc, n, turn, treated, INDEX: gl.constexpr, WARPG
     mbarrier.wait(sm.q_full.index(INDEX), turn & 1)
     q_s = sm.q.index(INDEX).reshape([ROWS, sm.k.shape[4]])
     b_o, b_max, b_sum, stop, marked = _attend(
-        sm, job, q_s, row, full, stop, n, treated, WARPGROUPS, STAGES, CAUSAL, RAGGED, SECOND
+        sm, job, q_s, row, full, stop, n, WARPGROUPS, STAGES, CAUSAL, RAGGED, SECOND
     )
     _store(sm, job, tile, o_desc, b_o, b_max, b_sum, row, marked, turn, treated, INDEX, CAUSAL, SECOND)
     for j in range(n + stop, n + tile.blocks):  # blocks that only other warpgroups see
@@ -479,5 +482,5 @@ def attention_kernel(
                 (_producer, (sm, job, q_desc, k_desc, v_desc, 2, STAGES, CAUSAL, SECOND)),
             ],
             [4, 4],
-            [208, 96] if SECOND else [240, 24],
+            [240, 24],
         )

@@ -147,14 +147,20 @@ def is_bounded(sm, job, tile, turn, WARPGROUPS: gl.constexpr):
 
 
 @gluon.jit
-def treat_keys(sm, job, tile, j, n, STAGES: gl.constexpr, PART: gl.constexpr):
+def anchor(job, tile, j, treated, D: gl.constexpr):
+    """a_j (D,) as the threads of `treat_keys` hold it; 0 unless the tile is treated."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    b_col = gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT))
+    b_a = gl.load(pre_pass(job, tile, job.p_anchors, D) + j * D + b_col)
+    return gl.where(treated, b_a, gl.zeros_like(b_a))
+
+
+@gluon.jit
+def treat_keys(sm, b_a, b_first, n, treated, STAGES: gl.constexpr, PART: gl.constexpr):
     """K' = K - a_j in place, NaN where a key is not finite, and the rows of a_j - a_1. n: blocks that passed before."""
     D: gl.constexpr = sm.k.shape[4]
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     stage = n % STAGES
-    b_col = gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT))
-    b_a = gl.load(pre_pass(job, tile, job.p_anchors, D) + j * D + b_col)
-    b_first = gl.load(pre_pass(job, tile, job.p_anchors, D) + b_col)
     # a_j - a_1 as two FP16 numbers; |a_j - a_1| <= 2 * 65504, so the low row holds what the clamp takes
     b_row = gl.arange(0, 8, layout=gl.SliceLayout(1, LAYOUT))
     b_delta = b_a.to(gl.float32) - b_first.to(gl.float32)
@@ -164,22 +170,23 @@ def treat_keys(sm, job, tile, j, n, STAGES: gl.constexpr, PART: gl.constexpr):
     b_rows = gl.where(b_row[:, None] == 0, b_high[None, :], gl.where(b_row[:, None] == 1, b_low[None, :], b_zero))
     sm.offset.index(stage).store(b_rows)
     mbarrier.wait(sm.full.index(4 * stage), (n // STAGES) & 1)
-    k_s = sm.k.index(stage).reshape([KEYS, D])
-    for i in gl.static_range(KEYS // PART):
-        part = k_s.slice(i * PART, PART, 0)
-        b_k = part.load(LAYOUT)
-        part.store((b_k - b_a[None, :]) + (b_k - b_k))  # x - x: zero, or NaN if x is not finite
+    if treated:
+        k_s = sm.k.index(stage).reshape([KEYS, D])
+        for i in gl.static_range(KEYS // PART):
+            part = k_s.slice(i * PART, PART, 0)
+            b_k = part.load(LAYOUT)
+            part.store((b_k - b_a[None, :]) + (b_k - b_k))  # x - x: zero, or NaN if x is not finite
     fence_async_shared()
     mbarrier.arrive(sm.full.index(4 * stage + 2), count=1)
 
 
 @gluon.jit
-def treat_values(sm, job, tile, j, n, STAGES: gl.constexpr, PART: gl.constexpr):
-    """Zero for values that are not finite, since a weight of zero must hide them; `first_bad` marks their rows."""
+def treat_values(sm, j, n, dirty, STAGES: gl.constexpr, PART: gl.constexpr):
+    """Zero for values of block j that are not finite, since a weight of zero must hide them; `first_bad` marks their
+    rows. n: blocks that passed before."""
     D: gl.constexpr = sm.k.shape[4]
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     stage = n % STAGES
-    dirty = gl.load(pre_pass(job, tile, job.p_norms, 1) + j) == INF
     mbarrier.wait(sm.full.index(4 * stage + 1), (n // STAGES) & 1)
     if dirty:
         v_s = sm.v.index(stage).reshape([KEYS, D])

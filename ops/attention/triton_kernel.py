@@ -96,6 +96,24 @@ def softmax_step(b_s, offset, factor, b_max, b_sum, HIDES: tl.constexpr, FAST: t
 
 
 @triton.jit
+def optimistic_step(b_s, factor, b_reference, b_sum):
+    """Weights P of a tile against a reference (M,) that the first tile gave, and the sum of every row.
+
+    The reference is that tile's row maximum, which no running maximum falls below: FP16 holds small weights at least
+    as finely as there. A later score may stand 16 bits, 11 nats, above it. One that stands higher makes a weight
+    infinite, and so whatever the weight multiplies: `is_finite` tells.
+    """
+    b_p = tl.exp2(b_s * factor - (b_reference * factor)[:, None])
+    return b_p.to(tl.float16), b_sum + tl.sum(b_p, 1)
+
+
+@triton.jit
+def is_finite(b_x):
+    """Whether no element (M, N) is NaN or infinite."""
+    return tl.min(tl.min(tl.where(tl.abs(b_x) < INF, 1, 0), 1), 0) == 1
+
+
+@triton.jit
 def add_values(b_acc, b_p, b_v, m_seen):
     """acc + P V where rows differ in what they see: 0 * NaN is NaN, so a value that is not finite is kept out, and
     given as NaN to the rows that see it.
@@ -150,6 +168,7 @@ def load_rows(p_x, start, stride_n, o_batch, o_head, begin, length, WHOLE: tl.co
 @triton.jit
 def attend(
     b_q,  # (M, D)
+    b_nan,  # (M,) NaN to spoil a row, otherwise 0; unguarded FAST alone reads it
     b_max,
     b_sum,
     b_acc,
@@ -180,6 +199,7 @@ def attend(
     BLOCK_N: tl.constexpr,
     ANCHOR_BLOCK: tl.constexpr,
     FAST: tl.constexpr,
+    GUARDED: tl.constexpr,
     CLEAN: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
 ):
@@ -201,6 +221,8 @@ def attend(
             m_finite = tl.abs(b_k.to(tl.float32)) <= FP16_MAX
             b_k = tl.where(m_finite, b_k - b_anchor[None, :], float("nan")).to(tl.float16)
         b_s = tl.dot(b_q, tl.trans(b_k))
+        if FAST and not GUARDED:
+            b_s += b_nan[:, None]
         # what each row sees of it
         m_tile = (o_n < keys)[None, :] & (o_row < rows)[:, None]
         m_seen = m_tile
@@ -219,7 +241,7 @@ def attend(
         b_p, alpha, b_max, b_sum = softmax_step(b_s, offset, factor, b_max, b_sum, not WHOLE, FAST)
         b_acc = b_acc * alpha[:, None]
         b_v = load_rows(p_v, at, stride_vn, o_batch, o_kv_head, begin_k, keys, WHOLE, DESCRIPTORS, D, D_PAD, BLOCK_N)
-        if WHOLE or CLEAN:
+        if (WHOLE or CLEAN) or (FAST and GUARDED):  # a value that is not finite marks its tile
             b_acc = tl.dot(b_p, b_v, b_acc)
         else:
             b_acc = add_values(b_acc, b_p, b_v, m_seen)
@@ -227,18 +249,72 @@ def attend(
 
 
 @triton.jit
-def is_bounded(b_q, p_norms, blocks, scale, BLOCK: tl.constexpr):
+def attend_whole(
+    b_q,  # as in `attend`, and so are all that are not commented
+    p_k,
+    p_v,
+    end,
+    scale,
+    stride_kn,
+    stride_vn,
+    o_batch,
+    o_kv_head,
+    begin_k,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    OVERLAP: tl.constexpr,  # P V of a block runs on the matrix unit under the softmax of the next
+    OPTIMISTIC: tl.constexpr,  # weights refer to the first block's maxima: nothing is rescaled, and O may overflow
+):
+    """The loop over the key blocks from the first one to key `end`, which every row sees; FAST, no shift, no mask."""
+    b_max = tl.full((b_q.shape[0],), -INF, tl.float32)
+    b_sum = tl.zeros((b_q.shape[0],), tl.float32)
+    b_acc = tl.zeros((b_q.shape[0], D_PAD), tl.float32)
+    alpha = tl.full((b_q.shape[0],), 1.0, tl.float32)
+    offset = tl.zeros((b_q.shape[0],), tl.float32)
+    # weights of the block before; Triton keeps a loop's FP16 argument of a product in shared memory, but not its bits
+    b_bits = tl.zeros((b_q.shape[0], BLOCK_N), tl.int16)
+    factor = scale * LOG2_E
+    for start in range(0, end, BLOCK_N):
+        at = tl.cast(start, tl.int64)
+        b_k = load_rows(p_k, at, stride_kn, o_batch, o_kv_head, begin_k, end, True, DESCRIPTORS, D, D_PAD, BLOCK_N)
+        b_s = tl.dot(b_q, tl.trans(b_k))
+        if OVERLAP:  # the first block's product adds 0
+            at = tl.maximum(at - BLOCK_N, 0)
+            b_v = load_rows(p_v, at, stride_vn, o_batch, o_kv_head, begin_k, end, True, DESCRIPTORS, D, D_PAD, BLOCK_N)
+            b_acc = tl.dot(b_bits.to(tl.float16, bitcast=True), b_v, b_acc * alpha[:, None])
+        if OPTIMISTIC:
+            if start == 0:
+                b_max = tl.max(b_s, 1)
+            b_p, b_sum = optimistic_step(b_s, factor, b_max, b_sum)
+        else:
+            b_p, alpha, b_max, b_sum = softmax_step(b_s, offset, factor, b_max, b_sum, False, True)
+        if OVERLAP:
+            b_bits = b_p.to(tl.int16, bitcast=True)
+        else:
+            b_v = load_rows(p_v, at, stride_vn, o_batch, o_kv_head, begin_k, end, True, DESCRIPTORS, D, D_PAD, BLOCK_N)
+            b_acc = tl.dot(b_p, b_v, b_acc * alpha[:, None])
+    if OVERLAP:
+        if end > 0:
+            at = tl.cast(end - BLOCK_N, tl.int64)
+            b_v = load_rows(p_v, at, stride_vn, o_batch, o_kv_head, begin_k, end, True, DESCRIPTORS, D, D_PAD, BLOCK_N)
+            b_acc = tl.dot(b_bits.to(tl.float16, bitcast=True), b_v, b_acc * alpha[:, None])
+    return b_max, b_sum, b_acc
+
+
+@triton.jit
+def is_bounded(b_square, p_norms, blocks, scale, BLOCK: tl.constexpr):
     """Whether all keys of the head are finite and scores of the queries stay below `ANCHOR_LIMIT`.
 
-    By Cauchy and Schwarz no score passes the product of the largest norms. NaN is not bounded.
+    b_square (M,): squared norms of the queries. By Cauchy and Schwarz no score passes the product of the largest
+    norms. A query of infinite norm is not bounded; one of NaN shows in what it gives.
     """
     longest = 0.0
     for start in range(0, blocks, BLOCK):
         o_block = start + tl.arange(0, BLOCK)
         longest = tl.maximum(longest, tl.max(tl.load(p_norms + o_block, mask=o_block < blocks, other=0.0), 0))
-    b_wide = b_q.to(tl.float32)
-    square = tl.max(tl.sum(b_wide * b_wide, 1), 0)
-    return tl.sqrt(square) * longest * scale <= ANCHOR_LIMIT
+    return tl.sqrt(tl.max(b_square, 0)) * longest * scale <= ANCHOR_LIMIT
 
 
 @triton.jit
@@ -296,18 +372,25 @@ def attention_kernel(
     GUARDED: tl.constexpr,  # FAST leaves tiles that need care, otherwise the pass takes only those
     CLEAN: tl.constexpr,  # values are finite, or nobody minds: an NPU cannot branch round a product (see README.md)
     DESCRIPTORS: tl.constexpr,  # p_k and p_v are tensor descriptors
+    OVERLAP: tl.constexpr,  # as in `attend_whole`; only with FAST
+    LOOP: tl.constexpr,  # few programs share the tiles; a program for each tile has more registers
 ):
     """softmax(scale q k^T + mask) v and its log-sum-exp, one tile of BLOCK_M query rows of one head at a time."""
     if GUARDED and not FAST:
         work = tl.where(tl.load(p_marked) > 0, work, 0)
-    for o_work in range(tl.program_id(0), work, tl.num_programs(0)):
+    turns = 1
+    if LOOP:
+        turns = tl.cdiv(work - tl.program_id(0), tl.num_programs(0))
+    for turn in range(turns):
+        o_work = tl.program_id(0) + turn * tl.num_programs(0)
         o_batch, o_head, o_tile, begin_q, begin_k, first_block, rows, keys = locate(
             o_work, work, p_tile, p_cu_q, p_cu_k, p_first_block, heads, tiles, all_rows, all_keys, VARLEN, CAUSAL
         )
         batch = tl.cast(o_batch, tl.int64)
         head = tl.cast(o_head, tl.int64)
         kv_head = head // group
-        # queries (M, D); a query that is not finite spoils its row
+        # queries (M, D); one that is not finite spoils its row. A tile that is loaded and then changed would be a
+        # product's operand in registers: FAST leaves it as it is
         o_m = tl.arange(0, BLOCK_M)
         o_row = o_tile * BLOCK_M + o_m
         o_d = tl.arange(0, D_PAD)
@@ -315,7 +398,12 @@ def attention_kernel(
         at = tl.cast(begin_q + o_tile * BLOCK_M, tl.int64)
         p_rows = p_q + batch * stride_qb + head * stride_qh + at * stride_qm
         b_q = tl.load(p_rows + o_m[:, None] * stride_qm + o_d[None, :], mask=m_out, other=0.0)
-        b_q = tl.where(tl.abs(b_q.to(tl.float32)) <= FP16_MAX, b_q, float("nan")).to(tl.float16)
+        b_square = tl.zeros((BLOCK_M,), tl.float32)
+        if FAST:
+            b_square = tl.sum(b_q.to(tl.float32) * b_q.to(tl.float32), 1)
+        else:
+            b_q = tl.where(tl.abs(b_q.to(tl.float32)) <= FP16_MAX, b_q, float("nan")).to(tl.float16)
+        b_nan = b_square * 0.0
         # where keys, values, anchors and mask of this tile start
         if DESCRIPTORS:
             p_keys = p_k
@@ -335,35 +423,47 @@ def attention_kernel(
             whole = tl.maximum(tl.minimum(o_tile * BLOCK_M + diagonal + 1, keys), 0) // BLOCK_N * BLOCK_N
         # whose tile it is: the fast pass marks what it leaves by an infinite log-sum-exp
         taken = o_tile * BLOCK_M < rows
-        marked = False
-        if GUARDED:
-            if FAST:
-                marked = is_bounded(b_q, p_norms + head_block, tl.cdiv(keys, ANCHOR_BLOCK), scale, 128) == 0
-                taken = taken & (marked == 0)
-                tl.store(p_marked, 1, mask=marked)
-            else:
-                p_mark = p_lse + batch * stride_lb + head * stride_lh + at * stride_lm
-                taken = tl.load(p_mark, mask=taken, other=0.0) == INF
-                rows = tl.where(taken, rows, 0)
+        if GUARDED and not FAST:
+            p_mark = p_lse + batch * stride_lb + head * stride_lh + at * stride_lm
+            taken = tl.load(p_mark, mask=taken, other=0.0) == INF
+            rows = tl.where(taken, rows, 0)
         # key blocks that every row sees whole, then those on the diagonal and the ragged last one
         b_max = tl.full((BLOCK_M,), -INF, tl.float32)
         b_sum = tl.zeros((BLOCK_M,), tl.float32)
         b_acc = tl.zeros((BLOCK_M, D_PAD), tl.float32)
         whole = tl.where(taken, whole, 0)
         end = tl.where(taken, end, 0)
-        if MASK == "none":
-            b_max, b_sum, b_acc = attend(
-                b_q, b_max, b_sum, b_acc, p_keys, p_values, p_anchors, p_rows_mask, o_row, rows, 0, whole, keys,
-                diagonal, scale, stride_kn, stride_vn, stride_mask_m, stride_mask_n, o_batch, o_head // group, begin_k,
-                True, SHIFT, MASK, False, D, D_PAD, BLOCK_N, ANCHOR_BLOCK, FAST, CLEAN, DESCRIPTORS,
-            )  # fmt: skip
-        else:
+        if MASK != "none":
             whole = 0
+        elif FAST:
+            b_max, b_sum, b_acc = attend_whole(
+                b_q, p_keys, p_values, whole, scale, stride_kn, stride_vn, o_batch, o_head // group, begin_k,
+                D, D_PAD, BLOCK_N, DESCRIPTORS, OVERLAP, GUARDED,
+            )  # fmt: skip
+            if GUARDED:
+                if is_finite(b_acc) == 0:  # a score far above the first block's: once more, with running maxima
+                    b_max, b_sum, b_acc = attend_whole(
+                        b_q, p_keys, p_values, whole, scale, stride_kn, stride_vn, o_batch, o_head // group, begin_k,
+                        D, D_PAD, BLOCK_N, DESCRIPTORS, OVERLAP, False,
+                    )  # fmt: skip
+            else:
+                b_sum = tl.where(whole > 0, b_sum + b_nan, b_sum)
+        else:
+            b_max, b_sum, b_acc = attend(
+                b_q, b_nan, b_max, b_sum, b_acc, p_keys, p_values, p_anchors, p_rows_mask, o_row, rows, 0, whole, keys,
+                diagonal, scale, stride_kn, stride_vn, stride_mask_m, stride_mask_n, o_batch, o_head // group, begin_k,
+                True, SHIFT, MASK, False, D, D_PAD, BLOCK_N, ANCHOR_BLOCK, FAST, GUARDED, CLEAN, DESCRIPTORS,
+            )  # fmt: skip
         b_max, b_sum, b_acc = attend(
-            b_q, b_max, b_sum, b_acc, p_keys, p_values, p_anchors, p_rows_mask, o_row, rows, whole, end, keys,
+            b_q, b_nan, b_max, b_sum, b_acc, p_keys, p_values, p_anchors, p_rows_mask, o_row, rows, whole, end, keys,
             diagonal, scale, stride_kn, stride_vn, stride_mask_m, stride_mask_n, o_batch, o_head // group, begin_k,
-            False, SHIFT, MASK, CAUSAL, D, D_PAD, BLOCK_N, ANCHOR_BLOCK, FAST, CLEAN, DESCRIPTORS,
+            False, SHIFT, MASK, CAUSAL, D, D_PAD, BLOCK_N, ANCHOR_BLOCK, FAST, GUARDED, CLEAN, DESCRIPTORS,
         )  # fmt: skip
+        marked = False
+        if GUARDED and FAST:  # what is not finite, and a weight out of range, shows in the result
+            bounded = is_bounded(b_square, p_norms + head_block, tl.cdiv(keys, ANCHOR_BLOCK), scale, 128)
+            marked = (bounded & is_finite(b_acc)) == 0
+            tl.store(p_marked, 1, mask=marked)
         # a mean of values lies in FP16's range up to the last bit; infinity in the sum came from a value
         blind = (b_sum == 0.0) & (b_max == -INF)
         divisor = tl.where(blind, 1.0, b_sum)
