@@ -6,7 +6,6 @@ layouts are the caller's (`pasa.attention`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from types import ModuleType
@@ -14,16 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
-from torch._library.autograd import make_autograd_impl
 from torch._library.custom_ops import CustomOpDef
-from torch.library import Library
 
 from pasa.ops import registry
 from pasa.ops.attention.options import AttentionOptions
 from pasa.ops.registry import Backend, Request, select
-
-LIBRARY = Library("pasa", "FRAGMENT")
 
 
 def mask_kind(attn_mask: Tensor | None) -> str:
@@ -60,26 +54,27 @@ def _without_autocast(device: str) -> AbstractContextManager[object]:
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
-def _shorten(op: CustomOpDef, device: str) -> None:
-    """Let plain calls on `device` reach the implementation from the autograd key at once.
+def call(op: CustomOpDef, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The operator, or its implementation at once where nothing on the way wants to know of the call.
 
-    torch's autograd kernel of a custom operator keeps books and dispatches anew for every call, a third of the host's
-    time above a launch. It still serves what needs it: a gradient (refused in the backward pass), and whatever stands
-    between autograd and the device: a mode, a subclass, a transform, a fake tensor.
+    The dispatcher takes a third of the host's time of a short call. It serves tracing and compiling, modes and
+    transforms, subclasses, tensors without data, profilers, and a gradient (refused in the backward pass).
     """
-    implementation: Callable[..., object] = op._init_fn
-    usual = make_autograd_impl(op._opoverload, op)
-    last = getattr(torch._C.DispatchKey, device)
+    if torch.compiler.is_compiling() or _is_observed(arguments):
+        return op(*arguments)
+    return op._init_fn(*arguments)
 
-    @_disable_dynamo  # it looks at every Python frame, even below an operator
-    def enter(keys: Any, *arguments: Any) -> object:
-        plain = (keys & torch._C._after_autograd_keyset).highestPriorityTypeId() == last
-        if not plain or (torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments)):
-            return usual(keys, *arguments)
-        with torch._C._AutoDispatchBelowAutograd():
-            return implementation(*arguments)
 
-    LIBRARY.impl(op._name, enter, f"Autograd{device}", with_keyset=True)
+def _is_observed(arguments: tuple[Any, ...]) -> bool:
+    c = torch._C
+    if c._len_torch_dispatch_stack() or c._len_torch_function_stack() or c._get_tracing_state() is not None:
+        return True
+    if c._functorch.peek_interpreter_stack() is not None or c._autograd._profiler_enabled():
+        return True
+    tensors = [x for x in arguments if isinstance(x, Tensor)]
+    if any(type(x) is not Tensor or x.is_meta for x in tensors):
+        return True
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 @torch.library.custom_op("pasa::attention", mutates_args=())
@@ -187,8 +182,3 @@ def _(
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     counts = q.new_empty((1, q.shape[1], 6) if diagnose else (0,), dtype=torch.float64)
     return q.new_empty(q.shape), lse, counts
-
-
-for _device in ("CPU", "CUDA", "PrivateUse1"):  # torch's dispatch keys; the last is the NPU's
-    _shorten(attention, _device)
-    _shorten(attention_varlen, _device)

@@ -135,7 +135,9 @@ def attention(
     _check_mask(attn_mask, q, k)
     options, diagnose = _checked_config(config).arguments, diagnostics.recording()
     scale = _checked_scale(scale, q.shape[-1])
-    out, lse, counts = library.attention(q, k, v, attn_mask, is_causal, scale, *options, diagnose, backend)
+    out, lse, counts = library.call(
+        library.attention, q, k, v, attn_mask, is_causal, scale, *options, diagnose, backend
+    )
     if diagnose:
         diagnostics.record(counts)
     out = out.transpose(1, 2) if heads_last else out
@@ -190,7 +192,8 @@ def attention_varlen(
     options, diagnose = _checked_config(config).arguments, diagnostics.recording()
     scale = _checked_scale(scale, q.shape[-1])
     lengths = (cu_seqlens_q, cu_seqlens_k)
-    out, lse, counts = library.attention_varlen(q, k, v, *lengths, is_causal, scale, *options, diagnose, backend)
+    switches = (is_causal, scale, *options, diagnose, backend)
+    out, lse, counts = library.call(library.attention_varlen, q, k, v, *lengths, *switches)
     if diagnose:
         diagnostics.record(counts)
     return (out, lse) if return_lse else out

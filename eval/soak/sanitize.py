@@ -62,7 +62,7 @@ CALLS = (
     Small("decode-mask", 2, 1, 3, 300, 256, mask="bool"),
     Small("hopper", 2, 1, 200, 300, 128),
     Small("hopper-shifted", 2, 1, 70, 300, 64, causal=True, bias=200, garbage=True),
-    Small("hopper-fp16", 2, 1, 200, 300, 64, causal=True, config=pasa.PasaConfig(accumulate="fp16")),
+    Small("hopper-pair", 28, 1, 900, 260, 128),
 )
 
 

@@ -96,7 +96,8 @@ class Ready:
     def of(cls, kernel: Any) -> Ready:
         """After a first launch."""
         launcher = kernel.run
-        assert launcher.global_scratch_size == launcher.profile_scratch_size == 0
+        if launcher.global_scratch_size or launcher.profile_scratch_size:
+            raise RuntimeError(f"{kernel.name} wants scratch memory, which this launch does not give")
         inner = inspect.getclosurevars(launcher.launch).nonlocals if inspect.isfunction(launcher.launch) else {}
         launch = inner.get("launcher", launcher.launch)
         return cls(launch, kernel, kernel.function, kernel.packed_metadata, launcher.launch_pdl)
