@@ -24,6 +24,8 @@ def _case(kernel: Any, name: str, constexprs: Case, **fields: Any) -> Case:
     """Strides of tokens, heads and batches are multiples of 16, since D is one; a mask's last stride is 1."""
     names, mask = kernel.arg_names, constexprs.get("MASK", "none")
     types = TYPES | ({"p_mask": "*fp16"} if mask == "float" else {})
+    if constexprs.get("DESCRIPTORS"):
+        types |= dict.fromkeys(["p_k", "p_v"], f"tensordesc<fp16[1, 1, {constexprs['BLOCK_N']}, {constexprs['D']}]>")
     return {
         "name": name,
         "kernel": kernel,
@@ -90,8 +92,10 @@ NOT_FOR_ASCEND = {
     "merge_kernel": "goes with decode_kernel",
 }
 
-FAST: Case = {"SHIFT": "none", "FAST": True, "GUARDED": True, "CLEAN": False}
+FAST: Case = {"SHIFT": "none", "FAST": True, "GUARDED": True, "CLEAN": False, "LOOP": False}
+PLAIN = FAST | {"GUARDED": False}
 CAREFUL: Case = {"SHIFT": "here", "GUARDED": True, "CLEAN": False}
+ON_HOPPER: Case = {"DESCRIPTORS": True, "OVERLAP": True}
 
 
 def _on(arch: int, warps: int, stages: int, **fields: Any) -> Case:
@@ -103,10 +107,15 @@ NVIDIA_CASES = [
     _attention("sm_80_d128", _sizes(128, 128, 64), **FAST, **_on(80, 8, 3)),
     _attention("sm_89_d128", _sizes(128, 128, 32), **FAST, **_on(89, 8, 2)),
     _attention("sm_89_d256", _sizes(256, 64, 32), **FAST, **_on(89, 8, 1)),
-    _attention("sm_90_d64", _sizes(64, 128, 64), **FAST, **_on(90, 4, 3)),
-    _attention("sm_90_d128", _sizes(128, 128, 128), **FAST, **_on(90, 8, 3)),
+    _attention("sm_90_d64", _sizes(64, 128, 64), **FAST, DESCRIPTORS=True, **_on(90, 4, 3, stack=0)),
+    *(
+        _attention(f"sm_90_d128_{stages}", _sizes(128, 64, 64), **FAST, **ON_HOPPER, **_on(90, 4, stages, stack=0))
+        for stages in (2, 3)
+    ),
+    _attention("sm_90_d128_packed", _sizes(128, 64, 64), VARLEN=True, **FAST, OVERLAP=True, **_on(90, 4, 3)),
+    _attention("sm_90_d128_fp32", _sizes(128, 128, 64), **PLAIN, DESCRIPTORS=True, **_on(90, 8, 2)),
     _attention("sm_90_d256", _sizes(256, 64, 64), **FAST, **_on(90, 8, 2)),
-    _attention("sm_90_d128_careful", _sizes(128, 128, 64), **CAREFUL, **_on(90, 8, 1, stack=2100)),
+    _attention("sm_90_d128_careful", _sizes(128, 64, 64), **CAREFUL, **_on(90, 4, 1)),
     _paper("paper_sm_80_d256", _sizes(256, 64, 128), clean=False, **_on(80, 8, 1)),
     _paper("paper_sm_89_d128", _sizes(128, 64, 128), clean=False, **_on(89, 8, 1)),
     _paper("paper_sm_90_d128", _sizes(128, 128, 128), clean=False, **_on(90, 8, 2)),

@@ -159,7 +159,8 @@ class Plan:
         # the device is busy from here on
         out = torch.empty(self.shapes[0], dtype=q.dtype, device=self.device)
         lse = torch.empty(self.lse_shape, dtype=torch.float32, device=self.device)
-        fill, maps = driver.active.utils.fill_tma_descriptor, []
+        fill = driver.active.utils.fill_tma_descriptor
+        maps: list[Any] = []
         for pointer, (kind, tail) in zip((pq, pk, pv, out.data_ptr()), self.maps, strict=True):
             maps += fill(pointer, *kind), *tail
         common = (*maps, norms, anchors, marked, lse.data_ptr())

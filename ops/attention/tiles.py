@@ -1,13 +1,14 @@
 """Tile sizes of the Triton kernels: a small table for each architecture, and the choice among its rows.
 
-Why these rows: a CTA holds BLOCK_M rows of Q, and `num_stages` tiles of K and V of BLOCK_N rows, in shared memory: 64
-KiB O, S and P live in registers, 255 a thread. Ascend
-has no say in warps or stages; its unified buffer of 192 KiB holds 64 x 128 up to D = 128 (see README.md).
+Why these rows: a CTA holds BLOCK_M rows of Q, and `num_stages` tiles of K and V of BLOCK_N rows, in shared memory; O, S
+and P live in registers, 255 a thread. Two CTAs that fit side by side hide each other's softmax. On sm_90 128 rows on 4
+warps spill at D = 128, and then ptxas waits for every product (C7512). Ascend has no say in warps or stages; its
+unified buffer of 192 KiB holds 64 x 128 up to D = 128 (see README.md).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -15,13 +16,15 @@ import torch
 
 @dataclass(frozen=True)
 class Tile:
-    """Query rows and keys of a tile, warps of a CTA, stages of the software pipeline, K and V by tensor descriptors."""
+    """Query rows and keys of a tile, warps of a CTA, stages of the software pipeline; whether K and V are loaded by
+    tensor descriptors, and whether P V of a block runs under the softmax of the next."""
 
     block_m: int
     block_n: int
     warps: int
     stages: int
     descriptors: bool = False
+    overlap: bool = False
 
 
 # (architecture, largest padded head dim): candidates, the safest guess first
@@ -37,15 +40,19 @@ TABLE: dict[str, dict[int, tuple[Tile, ...]]] = {
         256: (Tile(64, 32, 8, 1),),
     },
     "sm_90": {
-        64: (Tile(128, 64, 4, 3, True), Tile(64, 128, 4, 3, True), Tile(128, 128, 8, 3, True)),
-        128: (Tile(128, 128, 8, 3, True), Tile(128, 128, 8, 2, True), Tile(128, 64, 8, 3)),
+        64: (Tile(128, 64, 4, 3, True), Tile(64, 64, 4, 3, True)),
+        128: (Tile(64, 64, 4, 3, True, True), Tile(64, 64, 4, 2, True, True), Tile(128, 64, 8, 2, True)),
         256: (Tile(64, 64, 8, 2),),
     },
     "ascend": {
         128: (Tile(64, 128, 1, 1),),
         256: (Tile(32, 64, 1, 1),),
     },
-    "interpreter": {256: (Tile(64, 64, 1, 1),)},
+    "interpreter": {  # one of each form of the loop
+        64: (Tile(64, 64, 1, 1),),
+        128: (Tile(64, 64, 1, 1, overlap=True),),
+        256: (Tile(64, 64, 1, 1),),
+    },
 }
 
 
@@ -53,16 +60,8 @@ def candidates(architecture: str, pad: int, block_k: int, rows: int) -> tuple[Ti
     """Rows of the table for a padded head dim, with tiles that divide the anchor block and are not far above `rows`."""
     by_dim = TABLE[architecture]
     tiles = by_dim[min(d for d in by_dim if d >= pad)]
-    fitting = [
-        Tile(
-            min(tile.block_m, max(16, 1 << (rows - 1).bit_length())),
-            min(tile.block_n, block_k),
-            tile.warps,
-            tile.stages,
-            tile.descriptors,
-        )
-        for tile in tiles
-    ]
+    most = max(16, 1 << (rows - 1).bit_length())
+    fitting = [replace(tile, block_m=min(tile.block_m, most), block_n=min(tile.block_n, block_k)) for tile in tiles]
     return tuple(dict.fromkeys(fitting))
 
 

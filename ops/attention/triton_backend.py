@@ -126,7 +126,12 @@ def _ready(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _results(q: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """What an operator returns; the kernels count nothing."""
-    return out.to(q.dtype), lse, lse.new_empty(0, dtype=torch.float64)
+    return out if out.dtype == q.dtype else out.to(q.dtype), lse, _no_counts(q.device)
+
+
+@cache
+def _no_counts(device: torch.device) -> Tensor:
+    return torch.empty(0, dtype=torch.float64, device=device)
 
 
 def _hidden(attn_mask: Tensor, is_causal: bool, q: Tensor, k: Tensor) -> Tensor:
@@ -148,7 +153,7 @@ def portable_attention(call: Call, visible: Tensor | None, options: AttentionOpt
     if options.precision == "fp32":
         unused = KeyBlocks(lse, lse, lse)
         fast = Pass(call, call.k, unused, packing, options.block_k, out, lse, fast=True)
-        fast.run(best_tile(call.q.device, call.variant, tiles, fast.run))
+        fast.run(best_tile(call.q.device, fast.variant, tiles, fast.run))
         return out, lse
     if call.q.device.type == "npu":  # K' made in the loop would crowd its unified buffer
         keys, anchors = shift_exact(call.k, options.block_k, visible=visible, packing=packing)
@@ -159,7 +164,7 @@ def portable_attention(call: Call, visible: Tensor | None, options: AttentionOpt
     found, tile = find_anchors(call.k, call.v, options.block_k, visible=visible, packing=packing), tiles[0]
     if bounded:
         fast = Pass(call, call.k, found, packing, options.block_k, out, lse, fast=True, guarded=True)
-        tile = best_tile(call.q.device, call.variant, tiles, fast.run)
+        tile = best_tile(call.q.device, fast.variant, tiles, fast.run)
         fast.run(tile)
     # marks are by tiles of the first pass, so their height stays; keys pass through registers: one stage
     careful = Tile(tile.block_m, min(tile.block_n, 64), tile.warps, 1)
@@ -192,6 +197,19 @@ class Pass:
     fast: bool = False
     guarded: bool = False
 
+    @property
+    def variant(self) -> str:
+        """What the time of a tile depends on, sizes in powers of two."""
+        rows = f"rows ~2^{self.call.rows.bit_length()}"
+        how = f"{'guarded' if self.guarded else 'unguarded'}, {'descriptors' if self.describable else 'pointers'}"
+        return f"{self.call.variant}, {rows}, blocks of {self.block}, {how}"
+
+    @property
+    def describable(self) -> bool:
+        """Whether tensor descriptors can stand for keys and values as they are."""
+        dim = self.call.q.shape[-1]
+        return self.fast and self.packing is None and dim == pad_dim(dim) and _describable(self.keys, self.call.v)
+
     def run(self, tile: Tile) -> None:
         """Launch it."""
         call, keys, values, anchors = self.call, self.keys, self.call.v, self.found.anchors
@@ -200,14 +218,11 @@ class Pass:
         blocks = anchors.shape[2] if anchors.dim() == 4 else 0  # plain flash attention has none
         second = self.guarded and not self.fast  # mostly nothing to do: few programs look through all tiles
         few = second or call.q.device.type == "npu"
-        descriptors = (
-            self.fast and tile.descriptors and self.packing is None and dim == pad and _describable(keys, values)
-        )
+        descriptors = tile.descriptors and self.describable
         if descriptors:
             keys, values = (_descriptor(x, tile.block_n) for x in (keys, values))
         attention_kernel[(min(work, 2 * processors(call.q.device)) if few else work,)](
-            call.q, keys, values, self.out, self.lse, anchors, self.found.norms,
-            self.found.marked,
+            call.q, keys, values, self.out, self.lse, anchors, self.found.norms, self.found.marked,
             self.lse if call.mask is None else call.mask, *tables,
             *strides_of(call.q), *strides_of(self.keys), *strides_of(call.v), *strides_of(self.out),
             *strides_of(self.lse.unsqueeze(-1)), *call.mask_strides,
@@ -215,6 +230,7 @@ class Pass:
             SHIFT=self.shift, MASK=call.mask_kind, CAUSAL=call.is_causal, VARLEN=self.packing is not None,
             D=dim, D_PAD=pad, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, ANCHOR_BLOCK=self.block,
             FAST=self.fast, GUARDED=self.guarded, CLEAN=call.q.device.type == "npu", DESCRIPTORS=descriptors,
+            OVERLAP=self.fast and tile.overlap, LOOP=few,
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
 

@@ -3,8 +3,9 @@
 One source for NVIDIA GPUs, the interpreter and Ascend (through triton-ascend): pointers and masks, no inline assembly.
 Score tiles stay in FP32, where every target of Triton accumulates them: no row reference and no rescue is needed, and
 a head whose keys have no anchor runs FP32-softmax flash attention. It cannot overflow, because weights are
-exponentials of differences that are taken before they are scaled. FP16 tiles with their row reference pay where tiles
-leave the matrix unit through memory; they are the Ascend C kernel's.
+exponentials of differences that are taken before they are scaled; a fast pass takes more risk, and what it breaks is
+done again. FP16 tiles with their row reference pay where tiles leave the matrix unit through memory; they are the
+Ascend C kernel's.
 """
 
 import triton
@@ -251,6 +252,7 @@ def attend(
 @triton.jit
 def attend_whole(
     b_q,  # as in `attend`, and so are all that are not commented
+    b_nan,
     p_k,
     p_v,
     end,
@@ -272,7 +274,6 @@ def attend_whole(
     b_sum = tl.zeros((b_q.shape[0],), tl.float32)
     b_acc = tl.zeros((b_q.shape[0], D_PAD), tl.float32)
     alpha = tl.full((b_q.shape[0],), 1.0, tl.float32)
-    offset = tl.zeros((b_q.shape[0],), tl.float32)
     # weights of the block before; Triton keeps a loop's FP16 argument of a product in shared memory, but not its bits
     b_bits = tl.zeros((b_q.shape[0], BLOCK_N), tl.int16)
     factor = scale * LOG2_E
@@ -289,7 +290,7 @@ def attend_whole(
                 b_max = tl.max(b_s, 1)
             b_p, b_sum = optimistic_step(b_s, factor, b_max, b_sum)
         else:
-            b_p, alpha, b_max, b_sum = softmax_step(b_s, offset, factor, b_max, b_sum, False, True)
+            b_p, alpha, b_max, b_sum = softmax_step(b_s, b_nan, factor, b_max, b_sum, False, True)
         if OVERLAP:
             b_bits = b_p.to(tl.int16, bitcast=True)
         else:
@@ -389,8 +390,8 @@ def attention_kernel(
         batch = tl.cast(o_batch, tl.int64)
         head = tl.cast(o_head, tl.int64)
         kv_head = head // group
-        # queries (M, D); one that is not finite spoils its row. A tile that is loaded and then changed would be a
-        # product's operand in registers: FAST leaves it as it is
+        # queries (M, D); one that is not finite spoils its row. FAST leaves the tile as it is: changed, it would be an
+        # operand of products in registers
         o_m = tl.arange(0, BLOCK_M)
         o_row = o_tile * BLOCK_M + o_m
         o_d = tl.arange(0, D_PAD)
@@ -437,31 +438,30 @@ def attention_kernel(
             whole = 0
         elif FAST:
             b_max, b_sum, b_acc = attend_whole(
-                b_q, p_keys, p_values, whole, scale, stride_kn, stride_vn, o_batch, o_head // group, begin_k,
+                b_q, b_nan, p_keys, p_values, whole, scale, stride_kn, stride_vn, o_batch, o_head // group, begin_k,
                 D, D_PAD, BLOCK_N, DESCRIPTORS, OVERLAP, GUARDED,
             )  # fmt: skip
-            if GUARDED:
-                if is_finite(b_acc) == 0:  # a score far above the first block's: once more, with running maxima
-                    b_max, b_sum, b_acc = attend_whole(
-                        b_q, p_keys, p_values, whole, scale, stride_kn, stride_vn, o_batch, o_head // group, begin_k,
-                        D, D_PAD, BLOCK_N, DESCRIPTORS, OVERLAP, False,
-                    )  # fmt: skip
-            else:
-                b_sum = tl.where(whole > 0, b_sum + b_nan, b_sum)
         else:
             b_max, b_sum, b_acc = attend(
                 b_q, b_nan, b_max, b_sum, b_acc, p_keys, p_values, p_anchors, p_rows_mask, o_row, rows, 0, whole, keys,
                 diagonal, scale, stride_kn, stride_vn, stride_mask_m, stride_mask_n, o_batch, o_head // group, begin_k,
                 True, SHIFT, MASK, False, D, D_PAD, BLOCK_N, ANCHOR_BLOCK, FAST, GUARDED, CLEAN, DESCRIPTORS,
             )  # fmt: skip
+        if GUARDED and FAST:  # not earlier: to wait for the norms would hold up the loop
+            bounded = is_bounded(b_square, p_norms + head_block, tl.cdiv(keys, ANCHOR_BLOCK), scale, 128)
+            if MASK == "none":
+                if bounded & (is_finite(b_acc) == 0):  # a score far above the first block's: with running maxima
+                    b_max, b_sum, b_acc = attend_whole(
+                        b_q, b_nan, p_keys, p_values, whole, scale, stride_kn, stride_vn, o_batch, o_head // group,
+                        begin_k, D, D_PAD, BLOCK_N, DESCRIPTORS, OVERLAP, False,
+                    )  # fmt: skip
         b_max, b_sum, b_acc = attend(
             b_q, b_nan, b_max, b_sum, b_acc, p_keys, p_values, p_anchors, p_rows_mask, o_row, rows, whole, end, keys,
             diagonal, scale, stride_kn, stride_vn, stride_mask_m, stride_mask_n, o_batch, o_head // group, begin_k,
             False, SHIFT, MASK, CAUSAL, D, D_PAD, BLOCK_N, ANCHOR_BLOCK, FAST, GUARDED, CLEAN, DESCRIPTORS,
         )  # fmt: skip
         marked = False
-        if GUARDED and FAST:  # what is not finite, and a weight out of range, shows in the result
-            bounded = is_bounded(b_square, p_norms + head_block, tl.cdiv(keys, ANCHOR_BLOCK), scale, 128)
+        if GUARDED and FAST:  # a value that is not finite shows in the result
             marked = (bounded & is_finite(b_acc)) == 0
             tl.store(p_marked, 1, mask=marked)
         # a mean of values lies in FP16's range up to the last bit; infinity in the sum came from a value

@@ -23,7 +23,8 @@ _chosen: dict[str, Tile] = {}
 def best_tile(device: torch.device, variant: str, tiles: tuple[Tile, ...], run: Callable[[Tile], object]) -> Tile:
     """The fastest of `tiles` for what `variant` names, timed at the first call on this device.
 
-    The first of `tiles` when there is nothing to choose, nothing to time on (no GPU), or a CUDA graph is captured.
+    The first of `tiles` when there is nothing to choose, nothing to time on (no GPU), or a CUDA graph is captured
+    before a first call.
 
     Parameters
     ----------
@@ -34,10 +35,12 @@ def best_tile(device: torch.device, variant: str, tiles: tuple[Tile, ...], run: 
     run : callable
         Launches with a tile. Called many times, so it must not accumulate.
     """
-    if len(tiles) == 1 or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+    if len(tiles) == 1 or device.type != "cuda":
         return tiles[0]
     key = f"{torch.cuda.get_device_name(device)} | triton {triton.__version__} | {variant}"
     if key not in _chosen:
+        if torch.cuda.is_current_stream_capturing():
+            return tiles[0]
         stored = {str(tile): tile for tile in tiles}.get(_read().get(key, ""))
         _chosen[key] = stored if stored is not None else _time(key, tiles, run)
     return _chosen[key]

@@ -8,6 +8,9 @@ import torch
 
 from pasa.ops.attention import tiles, tuning
 from pasa.ops.attention.tiles import TABLE, Tile, architecture_of, candidates, paper_tile
+from pasa.ops.attention.triton_backend import Pass
+from pasa.ops.attention.triton_call import Call
+from pasa.ops.shift_keys.triton_backend import KeyBlocks
 
 CUDA = torch.device("cuda", 0)
 
@@ -96,6 +99,18 @@ def test_a_choice_that_is_no_candidate_any_more_is_made_again(timed):
 def test_a_folder_that_cannot_be_written_costs_only_time(timed, monkeypatch):
     timed.file.parent.write_text("a file where the folder should be")
     assert tuning.best_tile(CUDA, "variant", (NARROW, WIDE), print) == WIDE
+
+
+def test_whatever_changes_the_time_changes_the_key():
+    """Plain and guarded passes, block sizes and row counts once shared a key, hence a tile that fitted one of them."""
+
+    def variant(rows=300, keys=300, block=128, causal=False, guarded=True, width=64):
+        q, k = torch.zeros(1, 2, rows, 64).half(), torch.zeros(1, 2, keys, width).half()[..., :64]
+        call, unused = Call(q, k, k, None, causal, 1.0), KeyBlocks(q, q, q)
+        return Pass(call, k, unused, None, block, q, q, fast=True, guarded=guarded).variant
+
+    others = [{"rows": 20}, {"keys": 3000}, {"block": 64}, {"causal": True}, {"guarded": False}, {"width": 65}]
+    assert len({variant(**other) for other in [{}, *others]}) == 7
 
 
 def test_nothing_is_timed_where_nothing_can_be(timed, monkeypatch):
