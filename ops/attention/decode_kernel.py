@@ -9,7 +9,7 @@ tile.
 import triton
 import triton.language as tl
 
-from pasa.ops.attention.triton_kernel import ANCHOR_LIMIT, FP16_MAX, INF, LOG2_E, add_values, softmax_step
+from pasa.ops.attention.triton_kernel import ANCHOR_LIMIT, FP16_MAX, INF, LOG2_E, add_values, frame_offset, softmax_step
 from pasa.ops.shift_keys.triton_kernel import exact_anchor
 
 
@@ -104,7 +104,7 @@ def attend_split(
         if ANCHORED:
             b_s, b_anchor = anchored_scores(b_q, b_k, m_key, longest)
             b_first = tl.where(start == home, b_anchor, b_first)
-            offset = tl.sum(b_q.to(tl.float32) * (b_anchor - b_first)[None, :], 1)
+            offset = frame_offset(b_q, b_anchor - b_first)
         else:
             b_wide = b_k.to(tl.float32)
             square = tl.sum(b_wide * b_wide, 1)

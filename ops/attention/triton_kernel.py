@@ -66,6 +66,20 @@ def locate(
 
 
 @triton.jit
+def frame_offset(b_q, b_delta):
+    """q.delta (M,) of queries (M, D) and a difference (D,) of two FP16 numbers, itself two FP16 numbers.
+
+    On a GPU by a product: Triton forms a sum anew in every layout that asks for it, in another order. Where scores are
+    huge, a weight and the sum that it enters would then differ by more than their size.
+    """
+    b_high = tl.minimum(tl.maximum(b_delta, -FP16_MAX), FP16_MAX).to(tl.float16)
+    b_low = (b_delta - b_high.to(tl.float32)).to(tl.float16)
+    o_row = tl.arange(0, 16)[:, None]
+    b_rows = tl.where(o_row == 0, b_high[None, :], tl.where(o_row == 1, b_low[None, :], 0.0)).to(tl.float16)
+    return tl.sum(tl.dot(b_q, tl.trans(b_rows)), 1)
+
+
+@triton.jit
 def softmax_step(b_s, offset, factor, b_max, b_sum, HIDES: tl.constexpr, FAST: tl.constexpr):
     """Weights P of a tile, the factor of what came before it, and the new maximum and sum of every row.
 
@@ -217,7 +231,11 @@ def attend(
         b_k = load_rows(p_k, at, stride_kn, o_batch, o_kv_head, begin_k, keys, WHOLE, DESCRIPTORS, D, D_PAD, BLOCK_N)
         if SHIFT != "none":
             b_anchor = tl.load(p_anchor + (start // ANCHOR_BLOCK) * D + o_d, mask=m_d, other=0.0)
-            offset = tl.sum(b_q.to(tl.float32) * (b_anchor.to(tl.float32) - b_first)[None, :], 1)
+            b_delta = b_anchor.to(tl.float32) - b_first
+            if SHIFT == "here":
+                offset = frame_offset(b_q, b_delta)
+            else:
+                offset = tl.sum(b_q.to(tl.float32) * b_delta[None, :], 1)
         if SHIFT == "here":
             m_finite = tl.abs(b_k.to(tl.float32)) <= FP16_MAX
             b_k = tl.where(m_finite, b_k - b_anchor[None, :], float("nan")).to(tl.float16)
