@@ -16,6 +16,10 @@ from typing import Any
 
 from pasa.eval.rescue.report import TITLES
 from pasa.eval.rmse import report
+from pasa.eval.soak import report as soak_report
+from pasa.eval.speed import report as speed_report
+from pasa.eval.speed.cases import DATA
+from pasa.eval.speed.implementations import CUDNN, FLASH
 from pasa.ops.registry import BACKENDS, Backend
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -23,6 +27,9 @@ RESULTS = {
     "rmse": ROOT / "eval/rmse/results/rmse.json",
     "bias": ROOT / "eval/rmse/results/large_bias.json",
     "rescue": ROOT / "eval/rescue/results/rescue.json",
+    "kernels": ROOT / "eval/rmse/results/rmse_kernels.json",
+    "speed": ROOT / "eval/speed/results/speed.json",
+    "soak": ROOT / "eval/soak/results/soak.json",
 }
 SHOWN = ("fp32", "partial", "prescaled", "smooth_k", "pasa-paper-fp16", "pasa-paper", "pasa-exact")
 
@@ -152,12 +159,73 @@ def rescue() -> str:
     return f"{summary}\n\n{table(['run', 'perplexity', 'logits not finite'], rows)}"
 
 
+def speed() -> str:
+    """Our default and portable kernels beside torch's attention, unbiased data and many rows."""
+    result = stored("speed")
+    rows = []
+    for case in result["cases"]:
+        if case["decode"]:
+            continue
+        for how in speed_report.ways(result, case["name"]):
+            own = speed_report.lines(result, case["name"], how)
+            ours, portable, peer = (own.get(name, {}) for name in ("pasa", "pasa-portable", CUDNN))
+            rows.append(
+                [
+                    speed_report.label(case["name"], how),
+                    case["shape"],
+                    *(speed_report.milliseconds(each) for each in (peer, ours)),
+                    speed_report.number(ours.get("tflops"), ".0f"),
+                    *(speed_report.cell(ours, field) for field in ("to_cudnn", "to_flash")),
+                    speed_report.cell(portable, "to_cudnn"),
+                    *(report.short(each["rmse"]) if "rmse" in each else "-" for each in (peer, ours)),
+                ]
+            )
+    header = ["case", "shape", "cuDNN ms", "ours ms", "TFLOPS", "x cuDNN", "x flash", "portable x cuDNN", "RMSE cuDNN"]
+    bias = "; ".join(f"+{name}: {what}" for name, what in DATA.items() if name != "randn")
+    return f"{speed_report.METHOD} {bias}.\n\n{table([*header, 'RMSE ours'], rows)}\n\n{speed_report.origin(result)}"
+
+
+def kernels() -> str:
+    """The paper's cases on the Triton kernels of a GPU."""
+    result = stored("kernels")
+    names = ("pasa-exact", "triton-fp32", "triton-paper-fp16", "triton-paper", "triton-exact")
+    rows = []
+    for case in result["cases"]:
+        own = [[r for r in result["records"] if r["case"] == case["name"] and r["arithmetic"] == n] for n in names]
+        rows.append([case["name"], *map(_error, own)])
+    machine = result["environment"]
+    caption = (
+        f"RMSE against FP64, worst of {len(result['seeds'])} seeds; `pasa-exact` is the emulation, `triton-*` are "
+        "kernels. "
+        f"({machine['device']}; torch {machine['torch']}, triton {machine['triton']}, commit {machine['commit']}.)"
+    )
+    return f"{caption}\n\n{table(['case', *(f'`{name}`' for name in names)], rows)}"
+
+
+def soak() -> str:
+    """Random calls against FP64."""
+    result = stored("soak")
+    return f"{soak_report.verdict(result)} {soak_report.origin(result)}"
+
+
+def decode() -> str:
+    """Decoding, over the time of reading K and V once."""
+    found = speed_report.decode_table(stored("speed"))
+    columns = [i for i, name in enumerate(found.header) if name in ("case", "pasa", CUDNN, FLASH)]
+    rows = [[row[i] for i in columns] for row in found.rows]
+    return f"{found.note}\n\n{table([found.header[i] for i in columns], rows)}"
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "support": support,
     "rmse": rmse,
     "damage": lambda: _report_table("rmse", "Overflow"),
     "bias": lambda: _report_table("bias", "Q and K share"),
     "rescue": rescue,
+    "speed": speed,
+    "decode": decode,
+    "kernels": kernels,
+    "soak": soak,
 }
 
 if __name__ == "__main__":
