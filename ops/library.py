@@ -58,7 +58,8 @@ def call(op: CustomOpDef, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The operator, or its implementation at once where nothing on the way wants to know of the call.
 
     The dispatcher takes a third of the host's time of a short call. It serves tracing and compiling, modes and
-    transforms, subclasses, tensors without data, profilers, and a gradient (refused in the backward pass).
+    transforms, subclasses, tensors without data or with a sign to come, profilers, and a gradient (refused in the
+    backward pass).
     """
     if torch.compiler.is_compiling() or _is_observed(arguments):
         return op(*arguments)
@@ -72,7 +73,7 @@ def _is_observed(arguments: tuple[Any, ...]) -> bool:
     if c._functorch.peek_interpreter_stack() is not None or c._autograd._profiler_enabled():
         return True
     tensors = [x for x in arguments if isinstance(x, Tensor)]
-    if any(type(x) is not Tensor or x.is_meta for x in tensors):
+    if any(type(x) is not Tensor or x.is_meta or x.is_neg() or x._is_zerotensor() for x in tensors):
         return True
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 

@@ -47,8 +47,7 @@ class PasaConfig(AttentionOptions):
     accumulate : str
         "fp32", or "fp16": the output between blocks is kept in FP16, and outside recovery="exact" the row
         statistics m, l and F_j as well (then recovery="paper" is Algorithm 1 to the letter).
-        The Triton kernels always sum exact outputs in FP32: there "fp16" lets Hopper form scores in FP16 where norms
-        bound them, and otherwise changes recovery="paper" alone.
+        The Triton kernels keep exact scores and outputs in FP32: there "fp16" changes recovery="paper" alone.
 
     Raises
     ------

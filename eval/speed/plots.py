@@ -17,7 +17,6 @@ COLOURS = {
     "sageattention": "#e377c2",
     "triton-fp32": "#ffbb78",
     "pasa": "#1f4e9c",
-    "pasa-fp16": "#9ecae1",
     "pasa-paper": "#2ca02c",
     "pasa-portable": "#17becf",
 }

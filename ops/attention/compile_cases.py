@@ -7,6 +7,7 @@ from pasa.ops.attention.decode_kernel import decode_kernel, merge_kernel
 from pasa.ops.attention.decode_lanes import decode_lanes_kernel
 from pasa.ops.attention.paper_kernel import paper_kernel
 from pasa.ops.attention.triton_kernel import attention_kernel
+from pasa.ops.shift_keys.triton_backend import SLICE
 from pasa.ops.shift_keys.triton_kernel import anchor_kernel, shift_kernel
 
 Case = dict[str, Any]
@@ -119,12 +120,16 @@ NVIDIA_CASES = [
     _paper("paper_sm_80_d256", _sizes(256, 64, 128), clean=False, **_on(80, 8, 1)),
     _paper("paper_sm_89_d128", _sizes(128, 64, 128), clean=False, **_on(89, 8, 1)),
     _paper("paper_sm_90_d128", _sizes(128, 128, 128), clean=False, **_on(90, 8, 2)),
-    _case(
-        anchor_kernel,
-        "anchors",
-        {"D": 128, "D_PAD": 128, "WIDTH": 32, "BLOCK": 128, "HAS_VISIBLE": False, "CHECK_VALUES": True}
-        | {"VARLEN": False, "EARLY": False},
-        options={"num_warps": 8},
+    *(
+        _case(
+            anchor_kernel,
+            "anchors" + "_early" * early,
+            {"D": 128, "D_PAD": 128, "WIDTH": SLICE, "BLOCK": 128, "HAS_VISIBLE": False, "CHECK_VALUES": True}
+            | {"VARLEN": False, "EARLY": early},
+            options={"num_warps": 8},
+            **({"architectures": [90]} if early else {}),
+        )
+        for early in (False, True)
     ),
     _shift("matrix", 128, 128, exact=False, visible=False, options={"num_warps": 8}),
     *(

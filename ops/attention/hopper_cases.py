@@ -5,7 +5,7 @@ from typing import Any
 from pasa.ops.attention.hopper_kernel import attention_kernel
 from pasa.ops.attention.hopper_launch import STAGES
 
-# What a launch of Triton 3.6 calls the type of a tensor map; the layout is that of hopper_launch.TILE.
+# What a launch of Triton 3.6 calls the type of a tensor map; the layout is that of hopper_launch.SWIZZLE.
 TENSOR_MAP = (
     "tensordesc<fp16[1, 1, {rows}, {dim}],NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4, "
     "transposed=False, fp4_padded=False, cga_layout=[])>"
@@ -29,5 +29,7 @@ def _case(name: str, dim: int, second: bool, causal: bool = True, warpgroups: in
 NVIDIA_CASES = [
     *(_case("first", dim, False) for dim in (64, 128)),
     *(_case("second", dim, True) for dim in (64, 128)),
+    *(_case("full", dim, False, causal=False) for dim in (64, 128)),
     _case("full_pair", 128, False, causal=False, warpgroups=2),
+    _case("second_full", 64, True, causal=False),
 ]

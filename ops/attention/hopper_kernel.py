@@ -316,7 +316,7 @@ def _attend(sm, job, q_s, row, full, stop, n, WARPGROUPS: gl.constexpr, STAGES: 
     if SECOND:
         b_o, b_max, b_sum, stage, phase = _in_turn(
             sm, job, q_s, b_o, b_max, b_sum, row, 0, stop, full, stage, phase, STAGES,
-            CAUSAL, CAUSAL or RAGGED, CAREFUL,
+            CAUSAL, RAGGED, CAREFUL,
         )  # fmt: skip
     elif (not CAUSAL) and (WARPGROUPS == 2 or D == 64):  # registers are left for it
         b_o, b_max, b_sum, stop, marked = _overlapped(sm, job, q_s, b_o, b_sum, row, stop, full, STAGES, RAGGED)

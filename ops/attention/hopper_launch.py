@@ -26,10 +26,9 @@ from pasa.ops.attention.tiles import processors
 from pasa.ops.shift_keys.triton_backend import SLICE, anchor_warps
 from pasa.ops.shift_keys.triton_kernel import anchor_kernel
 
-HEAD_DIMS = (64, 128)
 QUERY_BOX, KEY_BOX = 64, 128  # query rows of a warpgroup, keys of a block
 BOXES = (QUERY_BOX, KEY_BOX, KEY_BOX, QUERY_BOX)  # of Q, K, V and O
-CAREFUL_WARPGROUPS = 3
+SECOND_WARPGROUPS = 3
 STAGES = {64: 3, 128: 2}  # copies of K and V in flight; what 227 KiB of shared memory hold beside Q
 L2_BYTES = 2**25  # K and V of the heads that run together: about half of the 50 MB of an H100 or H200
 LOG2E = 1.4426950408889634
@@ -94,7 +93,7 @@ class Ready:
 
     @classmethod
     def of(cls, kernel: Any) -> Ready:
-        """After a first launch."""
+        """Loads it."""
         launcher = kernel.run
         if launcher.global_scratch_size or launcher.profile_scratch_size:
             raise RuntimeError(f"{kernel.name} wants scratch memory, which this launch does not give")
@@ -129,12 +128,12 @@ class Plan:
         ragged = is_causal or keys % KEY_BOX != 0
         self.passes = []
         for second in (False, True):
-            few = CAREFUL_WARPGROUPS if second else warpgroups(batch * heads, rows, dim, is_causal, device)
-            tiles = -(-rows // (QUERY_BOX * few))
+            consumers = SECOND_WARPGROUPS if second else warpgroups(batch * heads, rows, dim, is_causal, device)
+            tiles = -(-rows // (QUERY_BOX * consumers))
             work = tiles * batch * heads
             programs = min(work, processors(device)) if second else work
             sizes = (heads, group, batch * heads, section, rows, keys, tiles, work)
-            self.passes.append((programs, sizes, (is_causal, ragged, second, few, STAGES[dim])))
+            self.passes.append((programs, sizes, (is_causal, ragged, second, consumers, STAGES[dim])))
         # K and V as anchor_kernel sees them; its norms, mark and anchors share one buffer
         self.blocks = batch * heads_kv * blocks
         self.anchor_offset = -(-(4 * self.blocks + 4) // 16) * 16
@@ -169,32 +168,35 @@ class Plan:
         return out, lse
 
     def _compile(self, q: Tensor, k: Tensor, v: Tensor, found: Tensor, scale: float) -> None:
-        """By launches in Triton's own way, whose results are dropped."""
+        """Compile what was not compiled for tensors like these; nothing is launched."""
         dim = q.shape[3]
-        out, lse = torch.empty_like(q), torch.empty(self.lse_shape, dtype=torch.float32, device=self.device)
+        lse = torch.empty(self.lse_shape, dtype=torch.float32, device=self.device)
         norms, anchors = found[: 4 * self.blocks].view(torch.float32), found[self.anchor_offset :].view(q.dtype)
         marked = found[4 * self.blocks :][:4].view(torch.int32)
-        kernels = [
-            anchor_kernel[(self.blocks,)](
-                k, v, k, norms, norms, anchors, norms, marked, *self.anchor_sizes, num_warps=anchor_warps(KEY_BOX, dim)
-            )
-        ]
+        anchor = anchor_kernel.warmup(
+            k, v, k, norms, norms, anchors, norms, marked, *self.anchor_sizes,
+            num_warps=anchor_warps(KEY_BOX, dim), grid=(self.blocks,),
+        )  # fmt: skip
+        kernels = [anchor]
         for programs, sizes, variant in self.passes:
             key = (self.device, dim, variant)
             if key not in _kernels:
                 maps = [
                     TensorDescriptor(x, list(shape), stride, [1, 1, box, dim], SWIZZLE)
-                    for x, shape, stride, box in zip((q, k, v, out), self.shapes, self.strides, BOXES, strict=True)
+                    for x, shape, stride, box in zip((q, k, v, q), self.shapes, self.strides, BOXES, strict=True)
                 ]
-                _kernels[key] = attention_kernel[(programs,)](
-                    *maps, norms, anchors, marked, lse, *sizes, scale * LOG2E, *variant, num_warps=4, launch_pdl=True
-                )
+                _kernels[key] = attention_kernel.warmup(
+                    *maps, norms, anchors, marked, lse, *sizes, scale * LOG2E, *variant,
+                    num_warps=4, launch_pdl=True, grid=(programs,),
+                )  # fmt: skip
             kernels.append(_kernels[key])
+        maps = []
         for meta, shape, stride in zip(kernels[1].metadata.tensordesc_meta, self.shapes, self.strides, strict=True):
             element = TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]]
             kind = (meta["swizzle"], meta["elem_size"], element, meta["block_size"], list(shape), stride, 0)
-            self.maps.append((kind, (*shape, *stride)))
-        self.ready = tuple(Ready.of(kernel) for kernel in kernels)
+            maps.append((kind, (*shape, *stride)))
+        # `ready` last: other threads look at it
+        self.maps, self.ready = maps, tuple(Ready.of(kernel) for kernel in kernels)
 
 
 _kernels: dict[tuple[Any, ...], Any] = {}  # compiled variants by device, head dim and compile-time arguments

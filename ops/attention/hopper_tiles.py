@@ -117,7 +117,7 @@ def limit(job, row, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def pre_pass(job, tile, p, WIDTH: gl.constexpr):
-    """Where the head's part of the anchors or statistics begins."""
+    """Where the head's part of the anchors or norms begins."""
     return p + tile.index_kv.to(gl.int64) * ((job.keys + KEYS - 1) // KEYS) * WIDTH
 
 

@@ -126,12 +126,7 @@ def _ready(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _results(q: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """What an operator returns; the kernels count nothing."""
-    return out if out.dtype == q.dtype else out.to(q.dtype), lse, _no_counts(q.device)
-
-
-@cache
-def _no_counts(device: torch.device) -> Tensor:
-    return torch.empty(0, dtype=torch.float64, device=device)
+    return out if out.dtype == q.dtype else out.to(q.dtype), lse, lse.new_empty(0, dtype=torch.float64)
 
 
 def _hidden(attn_mask: Tensor, is_causal: bool, q: Tensor, k: Tensor) -> Tensor:

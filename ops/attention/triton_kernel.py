@@ -69,8 +69,8 @@ def locate(
 def frame_offset(b_q, b_delta):
     """q.delta (M,) of queries (M, D) and a difference (D,) of two FP16 numbers, itself two FP16 numbers.
 
-    On a GPU by a product: Triton forms a sum anew in every layout that asks for it, in another order. Where scores are
-    huge, a weight and the sum that it enters would then differ by more than their size.
+    By a product: Triton forms a sum anew, in another order, in every layout that asks for it. Huge weights would leave
+    the sum that they enter.
     """
     b_high = tl.minimum(tl.maximum(b_delta, -FP16_MAX), FP16_MAX).to(tl.float16)
     b_low = (b_delta - b_high.to(tl.float32)).to(tl.float16)
@@ -183,7 +183,7 @@ def load_rows(p_x, start, stride_n, o_batch, o_head, begin, length, WHOLE: tl.co
 @triton.jit
 def attend(
     b_q,  # (M, D)
-    b_nan,  # (M,) NaN to spoil a row, otherwise 0; unguarded FAST alone reads it
+    b_nan,  # (M,) NaN to spoil a row, otherwise 0
     b_max,
     b_sum,
     b_acc,
@@ -232,10 +232,7 @@ def attend(
         if SHIFT != "none":
             b_anchor = tl.load(p_anchor + (start // ANCHOR_BLOCK) * D + o_d, mask=m_d, other=0.0)
             b_delta = b_anchor.to(tl.float32) - b_first
-            if SHIFT == "here":
-                offset = frame_offset(b_q, b_delta)
-            else:
-                offset = tl.sum(b_q.to(tl.float32) * b_delta[None, :], 1)
+            offset = frame_offset(b_q, b_delta) if SHIFT == "here" else tl.sum(b_q.to(tl.float32) * b_delta[None, :], 1)
         if SHIFT == "here":
             m_finite = tl.abs(b_k.to(tl.float32)) <= FP16_MAX
             b_k = tl.where(m_finite, b_k - b_anchor[None, :], float("nan")).to(tl.float16)

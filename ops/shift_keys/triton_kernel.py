@@ -26,8 +26,7 @@ def exact_anchor(k, m_key, count):
     """Part of the block's mean that every key can lose without rounding, column by column.
 
     k (BLOCK, W) FP32 with FP16 values, 0 where `m_key` (BLOCK, 1 or W) is false; count, scalar or (W,): how many are
-    true. Returns the anchor (W,) and the mean (W,). The grid is that of the column's largest |k|: the exponent bits of
-    an FP32 number.
+    true. Returns the anchor (W,). The grid is that of the column's largest |k|: the exponent bits of an FP32 number.
     """
     mean = tl.sum(k, 0) / tl.maximum(count, 1.0)
     exponent = (tl.max(tl.abs(k), 0).to(tl.int32, bitcast=True) >> 23) - 127
@@ -39,7 +38,7 @@ def exact_anchor(k, m_key, count):
     # The sum tells what FP32 lost in the difference: 2^-24 - 60000 is -60000 there, an FP16 number.
     inexact = (shifted.to(tl.float16).to(tl.float32) != shifted) | (shifted + anchor[None, :] != k)
     lossy = tl.max(tl.where(m_key & inexact, 1, 0), 0)
-    return tl.where(lossy > 0, 0.0, anchor), mean
+    return tl.where(lossy > 0, 0.0, anchor)
 
 
 @triton.jit
@@ -153,7 +152,7 @@ def anchor_kernel(
         for start in range(0, D_PAD, WIDTH):
             b_part = load_keys(p_k, o_head, first, n, stride_kh, stride_kn, start, D, WIDTH, BLOCK)
             b_part = tl.where(m_key[:, None], b_part, 0.0)
-            anchor, _ = exact_anchor(b_part, m_key[:, None], count)
+            anchor = exact_anchor(b_part, m_key[:, None], count)
             b_rest = tl.where(m_key[:, None], b_part - anchor[None, :], 0.0)
             b_left += tl.sum(b_rest * b_rest, 1)
             kept += tl.sum(anchor * anchor, 0)
@@ -220,7 +219,7 @@ def shift_kernel(
     b_clean = tl.where(m_key, b_k, 0.0)
     count = tl.sum(tl.where(m_key, 1.0, 0.0), 0)
     if EXACT:
-        anchor, _ = exact_anchor(b_clean, m_key, count)
+        anchor = exact_anchor(b_clean, m_key, count)
         o_out = (batch * heads + o_head) * blocks + o_block
         tl.store(p_anchor + o_out * D + o_d, anchor.to(tl.float16), mask=o_d < D)
         # a hidden key need not stay exact, only finite: its scores are masked

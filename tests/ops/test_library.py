@@ -261,6 +261,13 @@ def test_only_plain_calls_pass_by_the_dispatcher(monkeypatch):
         assert torch.equal(plain, other)
 
 
+def test_a_view_with_a_sign_to_come_is_resolved():
+    """Story: its type is Tensor, and the implementation read the memory below, which has the other sign."""
+    q, k, v = normal_qkv((2, 2), (6, 9), 16)
+    expected = pasa.attention(q, k, -v)
+    assert torch.equal(pasa.attention(q, k, torch._neg_view(v)), expected)
+
+
 def test_the_backward_pass_is_refused_through_vmap():
     q, k, v = (x.unsqueeze(1) for x in normal_qkv((2, 2), (6, 9), 16, batch=3))
     mapped = torch.func.vmap(pasa.attention)(q.requires_grad_(), k, v)

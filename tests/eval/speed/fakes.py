@@ -14,7 +14,7 @@ from pasa.eval.speed.cases import Inputs, SpeedCase, Target
 from pasa.eval.speed.implementations import Implementation, NotInstalledError
 from pasa.eval.speed.timing import Call
 
-SPEED = {"sdpa-cudnn": 2.0, "sdpa-flash": 5.0, "pasa": 1.6, "pasa-fp16": 1.25, "triton-fp32": 2.5, "pasa-portable": 2.2}
+SPEED = {"sdpa-cudnn": 2.0, "sdpa-flash": 5.0, "pasa": 1.6, "triton-fp32": 2.5, "pasa-portable": 2.2}
 TINY = SpeedCase("tiny", 1, 4, 2, 150, 150, 32, causal=True, graphed=True, eager=Target(1.0, 1.5, 2.0))
 TINY_DECODE = SpeedCase("decode", 1, 4, 2, 3, 300, 32, decode=True, eager=Target(floor=1.15))
 TINY_BIASED = dataclasses.replace(TINY, name="tiny+constant", data="constant", eager=Target(), graphed=False)
@@ -91,7 +91,6 @@ ENTRANTS = (
     Implementation("sdpa-efficient", "", refuse),
     Implementation("flash-attn", "", absent),
     implementation("pasa", pasa.PasaConfig()),
-    implementation("pasa-fp16", pasa.PasaConfig(accumulate="fp16")),
     implementation("pasa-paper", pasa.PasaConfig(recovery="paper"), lambda out: out + 0.1),
     implementation("pasa-portable", pasa.PasaConfig()),
 )

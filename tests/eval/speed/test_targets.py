@@ -14,22 +14,20 @@ def record(name: str, how: str = "eager", **fields: Any) -> dict[str, Any]:
     return {"case": "c", "implementation": name, "how": how, **fields}
 
 
-def test_the_better_of_our_modes_counts_and_no_peer() -> None:
+def test_the_default_and_the_portable_kernel_count_and_no_peer() -> None:
     records = [
-        record("pasa", to_cudnn=1.1, to_flash=2.5),
-        record("pasa-fp16", to_cudnn=1.25, to_flash=1.0),
+        record("pasa", to_cudnn=1.25, to_flash=2.5),
         record("triton-fp32", to_cudnn=9.0),
         record("pasa-portable", to_cudnn=0.8, to_flash=1.5),
-        record("pasa", "graph", to_floor=1.3),
-        record("pasa-fp16", "graph", to_floor=1.1),
+        record("pasa", "graph", to_floor=1.1),
     ]
     found = [(e["kernel"], e["field"], e["value"], e["by"], e["verdict"]) for e in judge_targets([CASE], records)]
     assert found == [
-        ("ours", "to_cudnn", 1.25, "pasa-fp16", "stretch"),
+        ("ours", "to_cudnn", 1.25, "pasa", "stretch"),
         ("ours", "to_flash", 2.5, "pasa", "must"),
         ("portable", "to_cudnn", 0.8, "pasa-portable", "missed"),
         ("portable", "to_flash", 1.5, "pasa-portable", "must"),
-        ("ours", "to_floor", 1.1, "pasa-fp16", "must"),
+        ("ours", "to_floor", 1.1, "pasa", "must"),
     ]
 
 
