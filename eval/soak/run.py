@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -166,9 +167,13 @@ def call(case: SoakCase, inputs: Inputs, backend: str) -> Result:
 
 
 def emulate(case: SoakCase, inputs: Inputs) -> Result:
-    """The reference. It removes keys that no query sees, so that its blocks hold other keys than a kernel's, and the
-    published recovery errs otherwise: one more query, which sees every key, keeps them in."""
-    if inputs.mask is None or case.family.recovery == "exact":
+    """The reference. Exact outputs of the kernels are summed in FP32 with either `accumulate`. It removes keys that no
+    query sees, so that its blocks hold other keys than a kernel's, and the published recovery errs otherwise: one more
+    query, which sees every key, keeps them in."""
+    if case.family.recovery == "exact":
+        wide = dataclasses.replace(case.family, accumulate="fp32")
+        return call(dataclasses.replace(case, family=wide), inputs, REFERENCE)
+    if inputs.mask is None:
         return call(case, inputs, REFERENCE)
     call_as = plain(case, inputs)
     q, k, mask = call_as.q, call_as.k, call_as.mask
