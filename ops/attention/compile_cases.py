@@ -7,8 +7,7 @@ from pasa.ops.attention.decode_kernel import decode_kernel, merge_kernel
 from pasa.ops.attention.decode_lanes import decode_lanes_kernel
 from pasa.ops.attention.paper_kernel import paper_kernel
 from pasa.ops.attention.triton_kernel import attention_kernel
-from pasa.ops.shift_keys.triton_backend import SLICE
-from pasa.ops.shift_keys.triton_kernel import anchor_kernel, shift_kernel
+from pasa.ops.shift_keys.triton_kernel import SLICE, anchor_kernel, shift_kernel
 
 Case = dict[str, Any]
 

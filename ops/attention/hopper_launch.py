@@ -23,8 +23,8 @@ from triton.runtime import driver
 
 from pasa.ops.attention.hopper_kernel import attention_kernel
 from pasa.ops.attention.tiles import processors
-from pasa.ops.shift_keys.triton_backend import SLICE, anchor_warps
-from pasa.ops.shift_keys.triton_kernel import anchor_kernel
+from pasa.ops.shift_keys.triton_backend import anchor_warps
+from pasa.ops.shift_keys.triton_kernel import SLICE, anchor_kernel
 
 QUERY_BOX, KEY_BOX = 64, 128  # query rows of a warpgroup, keys of a block
 BOXES = (QUERY_BOX, KEY_BOX, KEY_BOX, QUERY_BOX)  # of Q, K, V and O

@@ -7,9 +7,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from pasa.ops.shift_keys.triton_kernel import anchor_kernel, shift_kernel
+from pasa.ops.shift_keys.triton_kernel import SLICE, anchor_kernel, shift_kernel
 
-SLICE = 16  # columns of a block of 128 keys whose anchor is found without many registers
 SLICE_ON_NPU = 32  # columns of a block of 128 keys that its unified buffer holds (ops/attention/README.md)
 
 

@@ -9,6 +9,7 @@ the attention kernel takes anchors off as it goes; an NPU's unified buffer has n
 import triton
 import triton.language as tl
 
+SLICE = 16  # columns of a block of 128 keys whose anchor is found without many registers
 NORM_MARGIN = tl.constexpr(1.0 + 2.0**-10)  # norms are used as bounds: covers what FP32 loses in a sum of 512 squares
 ANCHOR_GAIN = tl.constexpr(4.0)
 FP16_MAX = tl.constexpr(65504.0)
