@@ -114,11 +114,17 @@ NVIDIA_CASES = [
     ),
     _attention("sm_90_d128_packed", _sizes(128, 64, 64), VARLEN=True, **FAST, OVERLAP=True, **_on(90, 4, 3)),
     _attention("sm_90_d128_fp32", _sizes(128, 128, 64), **PLAIN, DESCRIPTORS=True, **_on(90, 8, 2)),
-    _attention("sm_90_d256", _sizes(256, 64, 64), **FAST, **_on(90, 8, 2)),
+    *(_attention(f"sm_90_d256_{n}", _sizes(256, 128, n), **FAST, **_on(90, 8, 2)) for n in (32, 64)),
+    _attention("sm_90_d256_few_rows", _sizes(256, 64, 64), **FAST, **_on(90, 4, 2, stack=1200)),
     _attention("sm_90_d128_careful", _sizes(128, 64, 64), **CAREFUL, **_on(90, 4, 1)),
+    *(
+        _attention(f"sm_90_d256_careful_{m}", _sizes(160, m, 32), **CAREFUL, **_on(90, m // 16, 1, stack=2000))
+        for m in (64, 128)
+    ),
     _paper("paper_sm_80_d256", _sizes(256, 64, 128), clean=False, **_on(80, 8, 1)),
     _paper("paper_sm_89_d128", _sizes(128, 64, 128), clean=False, **_on(89, 8, 1)),
     _paper("paper_sm_90_d128", _sizes(128, 128, 128), clean=False, **_on(90, 8, 2)),
+    _paper("paper_sm_90_d256", _sizes(256, 128, 128), clean=False, **_on(90, 8, 1, stack=2600)),
     *(
         _case(
             anchor_kernel,
@@ -137,11 +143,11 @@ NVIDIA_CASES = [
             f"decode_{rows}" + "_careful" * careful,
             {"MASK": "none", "CAUSAL": True, "CAREFUL": careful, "PDL": False}
             | _sizes(128, rows, 32 if careful else 64),
-            options={"num_warps": 4 if rows == 16 else 8, "num_stages": 2 if careful else 3},
+            options={"num_warps": 8 if rows == 128 else 4, "num_stages": 2 if careful else 3},
             architectures=[90],
             stack=4100,
         )
-        for rows in (16, 128)
+        for rows in (16, 64, 128)
         for careful in (False, True)
     ),
     *(

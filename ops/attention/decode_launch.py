@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pasa.ops.attention.decode_kernel import decode_kernel, merge_kernel
 from pasa.ops.attention.decode_lanes import decode_lanes_kernel
-from pasa.ops.attention.tiles import Tile, architecture_of, processors
+from pasa.ops.attention.tiles import Tile, architecture_of, processors, warps_for
 from pasa.ops.attention.triton_call import Call, strides_of
 from pasa.ops.shift_keys.triton_backend import pad_dim
 
@@ -139,7 +139,8 @@ def decode_tiles(architecture: str, pad: int, rows: int) -> tuple[Tile, Tile]:
     if height <= 32 and pad <= 128:
         return Tile(height, 64, 4, stages), Tile(height, 64, 4, 2)
     if architecture == "sm_90":  # 112 KiB of shared memory
-        return Tile(height, 64 if pad <= 128 else 32, 8, 3), Tile(height, 32, 8, 2)
+        warps = warps_for(architecture, height, 8)
+        return Tile(height, 64 if pad <= 128 else 32, warps, 3), Tile(height, 32, warps, 2)
     return Tile(height, 32, 4, stages), Tile(height, 32, 4, 2)
 
 

@@ -42,7 +42,7 @@ TABLE: dict[str, dict[int, tuple[Tile, ...]]] = {
     "sm_90": {
         64: (Tile(128, 64, 4, 3, True), Tile(64, 64, 4, 3, True)),
         128: (Tile(64, 64, 4, 3, True, True), Tile(64, 64, 4, 2, True, True), Tile(128, 64, 8, 2, True)),
-        256: (Tile(64, 64, 8, 2),),
+        256: (Tile(128, 32, 8, 2), Tile(128, 64, 8, 2)),
     },
     "ascend": {
         128: (Tile(64, 128, 1, 1),),
@@ -61,8 +61,25 @@ def candidates(architecture: str, pad: int, block_k: int, rows: int) -> tuple[Ti
     by_dim = TABLE[architecture]
     tiles = by_dim[min(d for d in by_dim if d >= pad)]
     most = max(16, 1 << (rows - 1).bit_length())
-    fitting = [replace(tile, block_m=min(tile.block_m, most), block_n=min(tile.block_n, block_k)) for tile in tiles]
+    fitting = [
+        replace(
+            tile,
+            block_m=min(tile.block_m, most),
+            block_n=min(tile.block_n, block_k),
+            warps=warps_for(architecture, min(tile.block_m, most), tile.warps),
+        )
+        for tile in tiles
+    ]
     return tuple(dict.fromkeys(fitting))
+
+
+def warps_for(architecture: str, rows: int, warps: int) -> int:
+    """Warps of a CTA for a tile of so many rows, of `warps` that a taller one takes.
+
+    On Hopper each has 16 rows of its own, and there are at least 4: Triton 3.6 lets a warp without rows read what lies
+    behind the tile in shared memory, if the product takes its rows from registers.
+    """
+    return min(warps, max(4, rows // 16)) if architecture == "sm_90" else warps
 
 
 def architecture_of(device_type: str, capability: tuple[int, int] | None) -> str:
@@ -85,9 +102,8 @@ def paper_tile(device: torch.device, pad: int, block_k: int) -> Tile:
         return Tile(64 if pad <= 128 else 32, block_k, 1, 1)
     if architecture == "interpreter":
         return Tile(64, block_k, 1, 1)
-    roomy = architecture == "sm_90" and pad <= 128
-    rows = {"sm_80": 128 if pad <= 128 else 64, "sm_89": 8192 // max(pad, 64), "sm_90": 128 if roomy else 64}
-    return Tile(rows[architecture], block_k, 8, 2 if roomy else 1)
+    rows = {"sm_80": 128 if pad <= 128 else 64, "sm_89": 8192 // max(pad, 64), "sm_90": 128}
+    return Tile(rows[architecture], block_k, 8, 2 if architecture == "sm_90" and pad <= 128 else 1)
 
 
 def tiles_for(device: torch.device, pad: int, block_k: int, rows: int) -> tuple[Tile, ...]:

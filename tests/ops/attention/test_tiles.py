@@ -25,6 +25,8 @@ def test_candidates_fit_the_call(architecture, pad, block_k, rows):
     for tile in found:
         assert block_k % tile.block_n == 0, "a tile must not straddle two anchors"
         assert 16 <= tile.block_m <= max(16, 2 * rows)
+        if architecture == "sm_90":
+            assert tile.warps == 4 or tile.block_m >= 16 * tile.warps, "warps without rows"
 
 
 @pytest.mark.parametrize(
