@@ -114,7 +114,7 @@ NVIDIA_CASES = [
     ),
     _attention("sm_90_d128_packed", _sizes(128, 64, 64), VARLEN=True, **FAST, OVERLAP=True, **_on(90, 4, 3)),
     _attention("sm_90_d128_fp32", _sizes(128, 128, 64), **PLAIN, DESCRIPTORS=True, **_on(90, 8, 2)),
-    *(_attention(f"sm_90_d256_{n}", _sizes(256, 128, n), **FAST, **_on(90, 8, 2)) for n in (32, 64)),
+    _attention("sm_90_d256", _sizes(256, 128, 64), **FAST, **_on(90, 8, 2)),
     _attention("sm_90_d256_few_rows", _sizes(256, 64, 64), **FAST, **_on(90, 4, 2, stack=1200)),
     _attention("sm_90_d128_careful", _sizes(128, 64, 64), **CAREFUL, **_on(90, 4, 1)),
     *(

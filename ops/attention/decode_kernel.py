@@ -63,15 +63,16 @@ def anchored_scores(b_q, b_k, m_key, longest):
 
 @triton.jit
 def attend_split(
-    b_q, b_max, b_sum, b_acc, b_first, b_square, p_keys, p_values, p_mask, o_query, m_row, begin, end, home, keys,
+    b_q, b_max, b_sum, b_acc, b_first, b_square, p_keys, p_values, p_mask, o_query, m_row, begin, end, keys,
     diagonal, scale, longest, stride_kn, stride_vn, stride_mask_n,
     ANCHORED: tl.constexpr, HIDES: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr,
     D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Keys from `begin` to `end` of the split that starts at key `home`.
+    """Keys from `begin` to `end`, a part of a split.
 
-    ANCHORED: block means are taken off, scores are in the frame of b_first, the anchor of block `home`; otherwise keys
-    are used as they are, and b_square (BLOCK_N,) keeps the largest squared norms, or what no bound allows.
+    ANCHORED: block means are taken off, scores are in the frame of b_first, the anchor of the first block of which a
+    row has seen a key: behind padding there is none before. Otherwise keys are used as they are, and b_square
+    (BLOCK_N,) keeps the largest squared norms, or what no bound allows.
     """
     o_d = tl.arange(0, D_PAD)
     factor = LOG2_E if MASK == "float" else scale * LOG2_E
@@ -103,7 +104,7 @@ def attend_split(
         # scores
         if ANCHORED:
             b_s, b_anchor = anchored_scores(b_q, b_k, m_key, longest)
-            b_first = tl.where(start == home, b_anchor, b_first)
+            b_first = tl.where(tl.max(b_max, 0) == -INF, b_anchor, b_first)
             offset = frame_offset(b_q, b_anchor - b_first)
         else:
             b_wide = b_k.to(tl.float32)
@@ -209,7 +210,7 @@ def decode_kernel(
     if CAREFUL:
         b_max, b_sum, b_acc, b_first, b_square = attend_split(
             b_q, b_max, b_sum, b_acc, b_first, b_square, p_keys, p_values, p_masks, o_query, m_row, begin, end,
-            begin, keys, diagonal, scale, longest, stride_kn, stride_vn, stride_mask_n,
+            keys, diagonal, scale, longest, stride_kn, stride_vn, stride_mask_n,
             True, True, MASK, CAUSAL, D, D_PAD, BLOCK_N,
         )  # fmt: skip
         good = True
@@ -217,12 +218,12 @@ def decode_kernel(
         if MASK == "none":
             b_max, b_sum, b_acc, b_first, b_square = attend_split(
                 b_q, b_max, b_sum, b_acc, b_first, b_square, p_keys, p_values, p_masks, o_query, m_row, begin, whole,
-                begin, keys, diagonal, scale, longest, stride_kn, stride_vn, stride_mask_n,
+                keys, diagonal, scale, longest, stride_kn, stride_vn, stride_mask_n,
                 False, False, MASK, False, D, D_PAD, BLOCK_N,
             )  # fmt: skip
         b_max, b_sum, b_acc, b_first, b_square = attend_split(
             b_q, b_max, b_sum, b_acc, b_first, b_square, p_keys, p_values, p_masks, o_query, m_row, whole, end,
-            begin, keys, diagonal, scale, longest, stride_kn, stride_vn, stride_mask_n,
+            keys, diagonal, scale, longest, stride_kn, stride_vn, stride_mask_n,
             False, True, MASK, CAUSAL, D, D_PAD, BLOCK_N,
         )  # fmt: skip
         # a sum, unlike a maximum, does not lose a NaN
@@ -275,7 +276,7 @@ def merge_kernel(
     b_framed = tl.load(p_framed + o_split, mask=m_split, other=0)
     p_tile = p_part + o_part[:, None] * D + o_column[None, :]
     b_part = tl.load(p_tile, mask=m_split[:, None] & (o_column < D)[None, :], other=0.0)
-    # every split's maximum in the frame of the first one's anchor; where all frames are 0, a NaN in q is in b_sum
+    # every split's maximum in the frame of the first that has an anchor; where all frames are 0, a NaN in q is in b_sum
     if NATS:
         scale_left = 1.0
     else:
@@ -283,14 +284,14 @@ def merge_kernel(
     frame = scale * 0.0
     if tl.max(b_framed, 0) > 0:
         offset = tl.zeros((SPLITS,), tl.float32)
-        first = tl.load(p_framed + o_pair * splits) > 0
+        home = o_pair * splits + tl.min(tl.where(b_framed > 0, tl.arange(0, SPLITS), SPLITS), 0)
         for start in range(0, D_PAD, COLUMNS):
             o_d = start + tl.arange(0, COLUMNS)
             m_d = o_d < D
             p_row = p_q + batch * stride_qb + head * stride_qh + (o_out % rows) * stride_qm
             b_q = tl.load(p_row + o_d, mask=m_d, other=0.0)
             b_q = tl.where(tl.abs(b_q.to(tl.float32)) <= FP16_MAX, b_q.to(tl.float32), float("nan"))
-            b_first = tl.load(p_anchor + o_pair * splits * D + o_d, mask=m_d & first, other=0.0).to(tl.float32)
+            b_first = tl.load(p_anchor + home * D + o_d, mask=m_d, other=0.0).to(tl.float32)
             p_frames = p_anchor + o_split[:, None] * D + o_d[None, :]
             b_anchor = tl.load(p_frames, mask=(b_framed > 0)[:, None] & m_d[None, :], other=0.0).to(tl.float32)
             b_apart = tl.where(m_split[:, None], b_anchor - b_first[None, :], 0.0)

@@ -42,7 +42,7 @@ TABLE: dict[str, dict[int, tuple[Tile, ...]]] = {
     "sm_90": {
         64: (Tile(128, 64, 4, 3, True), Tile(64, 64, 4, 3, True)),
         128: (Tile(64, 64, 4, 3, True, True), Tile(64, 64, 4, 2, True, True), Tile(128, 64, 8, 2, True)),
-        256: (Tile(128, 32, 8, 2), Tile(128, 64, 8, 2)),
+        256: (Tile(128, 64, 8, 2),),
     },
     "ascend": {
         128: (Tile(64, 128, 1, 1),),

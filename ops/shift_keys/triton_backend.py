@@ -96,6 +96,7 @@ def find_anchors(
         HAS_VISIBLE=visible is not None, CHECK_VALUES=check_values, VARLEN=packing is not None, EARLY=False,
         num_warps=anchor_warps(block, pad),
     )  # fmt: skip
+    _home(found.anchors, visible, block)
     return found
 
 
@@ -111,7 +112,9 @@ def shift_exact(
     """
     heads, _, batch, blocks = _extent(k, block, packing)
     anchor = k.new_empty((batch, heads, blocks, k.shape[-1]))
-    return _shift(k, anchor, None, block, visible, packing, gemm=False), anchor
+    shifted = _shift(k, anchor, None, block, visible, packing, gemm=False)
+    _home(anchor, visible, block)
+    return shifted, anchor
 
 
 def shift_paper(
@@ -159,6 +162,16 @@ def _shift(
         VARLEN=packing is not None, num_warps=4 if block * width <= 8192 else 8,
     )  # fmt: skip
     return shifted
+
+
+def _home(anchors: Tensor, visible: Tensor | None, block: int) -> None:
+    """Give the first block, in whose frame scores are counted, the anchor of the first block with a key that is seen.
+
+    Behind padding its own is 0, and every offset would be as large as the scores.
+    """
+    if visible is not None:
+        first = visible.to(torch.uint8).argmax(1) // block  # of equal ones it is the first
+        anchors[:, :, 0] = anchors[torch.arange(len(first), device=first.device), :, first]
 
 
 def _extent(k: Tensor, block: int, packing: Packing | None) -> tuple[int, int, int, int]:
