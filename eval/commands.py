@@ -136,15 +136,13 @@ def soak(
     backend: Annotated[str, typer.Option(help="A backend that can run here.")] = "triton",
     only: Annotated[int | None, typer.Option(parser=integer, metavar="N", help="Run the case of this index.")] = None,
     small: Annotated[bool, typer.Option("--small", help="Sizes for Triton's interpreter.")] = False,
-    jobs: Annotated[int, typer.Option(parser=integer, metavar="N", help="Processes that compile before.")] = 1,
+    jobs: Annotated[int, typer.Option(parser=integer, metavar="N", help="Processes to share the cases.")] = 1,
 ) -> None:
     """Random calls of one backend, judged against FP64 and the guarantee; exit 1 if one breaks a bound."""
-    from pasa.eval.soak import report, run, warm
+    from pasa.eval.soak import report, run
 
     with output.progress_bar("bench soak") as progress:
-        if jobs > 1 and only is None and backend == run.TRITON:
-            warm.warm_up(cases, seed, jobs, small, progress)
-        result = run.run_soak(cases, seed, backend, only, small, progress)
+        result = run.run_soak(cases, seed, backend, only, small, jobs, progress)
     _deliver(result, json, report.render)
     if output_dir is not None:
         report.save(result, output_dir)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import Any, TypeAlias
 
 import torch
@@ -36,6 +38,7 @@ def run_soak(
     backend: str = TRITON,
     only: int | None = None,
     small: bool = False,
+    jobs: int = 1,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Judge random calls on the current CUDA device, or on the CPU without one.
@@ -51,8 +54,10 @@ def run_soak(
         The index of the one case to run.
     small : bool
         Sizes for Triton's interpreter.
+    jobs : int
+        Processes to share the families: each compiles kernels of its own, which takes most of the time.
     progress : callable, optional
-        Called with (done, total, what comes next).
+        Called with (done, total, what comes next or is done).
 
     Returns
     -------
@@ -63,30 +68,65 @@ def run_soak(
     Raises
     ------
     ValueError
-        For fewer than one case, a negative index or an unknown backend.
+        For fewer than one case or job, a negative index or an unknown backend.
     NotImplementedError
         If the backend cannot run here.
     """
-    if cases < 1 or (only is not None and only < 0) or seed < 0:
-        raise ValueError(f"cases={cases} must be above 0, seed={seed} and only={only} at least 0")
+    if cases < 1 or jobs < 1 or (only is not None and only < 0) or seed < 0:
+        raise ValueError(f"cases={cases} and jobs={jobs} must be above 0, seed={seed} and only={only} at least 0")
     _check_backend(backend)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     started = time.perf_counter()
     drawn = [draw_case(seed, index, small) for index in ([only] if only is not None else range(cases))]
-    records: list[Record] = []
-    with torch.inference_mode():
-        for done, case in enumerate(drawn):
-            if progress is not None:
-                progress(done, len(drawn), f"{case.index}: {case.family.name}, {case.data}")
-            records.append(run_case(case, backend, device))
-            if records[-1]["fatal"]:
-                break
+    run = _judge(drawn, backend, progress) if jobs == 1 else _judge_in_processes(drawn, backend, jobs, progress)
+    records = sorted(run, key=lambda record: record["index"])
     what = {"backend": backend, "seed": seed, "cases": len(drawn), "small": small, "repeat_every": REPEAT_EVERY}
     result = {"schema": SCHEMA, "experiment": "soak", "note": NOTE, "environment": describe(device), "duration_s": 0.0}
     result |= what | conclude(drawn, records)
     if only is not None:
         result["case"] = records[0]
     return result | {"duration_s": round(time.perf_counter() - started, 1)}
+
+
+def _judge(drawn: Sequence[SoakCase], backend: str, progress: Progress | None = None) -> Iterator[Record]:
+    """Run cases one after the other, until a kernel breaks the device."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    for done, case in enumerate(drawn):
+        if progress is not None:
+            progress(done, len(drawn), f"{case.index}: {case.family.name}, {case.data}")
+        with torch.inference_mode():
+            record = run_case(case, backend, device)
+        yield record
+        if record["fatal"]:
+            return
+
+
+def _judge_in_processes(
+    drawn: Sequence[SoakCase], backend: str, jobs: int, progress: Progress | None
+) -> Iterator[Record]:
+    """Likewise, a family to a process; the end as soon as one has broken the device."""
+    families = defaultdict(list)
+    for case in drawn:
+        families[case.family].append(case)
+    wide_first = sorted(families, key=lambda family: -family.dim)  # they take longest to compile
+    done = 0
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:  # a fork shares the device's state
+        futures = [pool.submit(_judge_alone, families[family], backend) for family in wide_first]
+        for future in as_completed(futures):
+            records = future.result()
+            yield from records
+            done += len(records)
+            if progress is not None:
+                progress(done, len(drawn), records[-1]["family"])
+            if records[-1]["fatal"]:
+                pool.shutdown(cancel_futures=True)
+                return
+
+
+def _judge_alone(drawn: Sequence[SoakCase], backend: str) -> list[Record]:
+    """What one of several processes does."""
+    torch.set_num_threads(1)
+    return list(_judge(drawn, backend))
 
 
 def _check_backend(name: str) -> None:

@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 
 from pasa.eval import output
-from pasa.eval.soak import report, run, sanitize, warm
+from pasa.eval.soak import report, run, sanitize
 from pasa.eval.soak.cases import draw_case
 from pasa.eval.soak.judge import WHAT
 from pasa.eval.soak.run import run_soak
@@ -116,18 +116,21 @@ def test_poisoned_memory_is_nan_and_only_within():
 
 
 def test_what_cannot_be_run_is_refused_by_name():
-    with pytest.raises(ValueError, match="cases=0 must be above 0"):
+    with pytest.raises(ValueError, match="cases=0 and jobs=1 must be above 0"):
         run_soak(0)
+    with pytest.raises(ValueError, match="jobs=0 must be above 0"):
+        run_soak(1, jobs=0)
     with pytest.raises(ValueError, match="'abacus' is not one of"):
         run_soak(1, backend="abacus")
     with pytest.raises(NotImplementedError, match="backend npu cannot run here"):
         run_soak(1, backend="npu")
 
 
-def test_warming_up_runs_every_case_once():
-    families = [draw_case(0, index).family.name for index in range(3)]
-    names = [family.name for family in warm.draw_families(0)]
-    assert sum(warm.warm_family(3, 0, True, number) for number in {names.index(name) for name in families}) == 3
+def test_processes_judge_the_same_cases_alike():
+    alone, shared = (run_soak(6, backend="reference", small=True, jobs=jobs) for jobs in (1, 2))
+    assert shared["gate"] == alone["gate"] == {"passed": True, "failed": 0, "run": 6, "stopped": False}
+    assert shared["worst"] == alone["worst"]
+    assert shared["counts"] == alone["counts"]
 
 
 @pytest.mark.parametrize("name", ["portable-careful", "paper-packed", "decode-lanes", "hopper-shifted", "shift-before"])
