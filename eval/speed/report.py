@@ -222,9 +222,10 @@ def origin(result: Record) -> str:
     found = result["environment"]
     versions = ", ".join(f"{name} {found.get(name) or '-'}" for name in ("torch", "triton", "cuda", "cudnn", "pasa"))
     limit = f", {found['power_limit_w']} W" if found.get("power_limit_w") else ""
+    machine = f"{found['device']}{limit}, driver {found.get('driver') or '-'}, host {found.get('host') or '-'}"
     return (
-        f"{found['device']}{limit}, driver {found.get('driver') or '-'}; {versions}; commit "
-        f"{found['commit'] or 'unknown'}; {result['rounds']} rounds; {result['duration_s']} s. {result['note']}."
+        f"{machine}; {versions}; commit {found['commit'] or 'unknown'}; {result['rounds']} rounds; "
+        f"{result['duration_s']} s. {result['note']}."
     )
 
 
