@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(_run(arguments))
     except ModuleNotFoundError as error:
         extra = (error.name or "").partition(".")[0] in EXTRAS
-        sys.exit(_complain(f"{error.name} is not installed; run: pip install pasa[eval]" if extra else str(error)))
+        sys.exit(_complain(f"{error.name} is not installed; run: pip install '.[eval]'" if extra else str(error)))
     except EXPECTED as error:
         sys.exit(_complain(str(error)))
 

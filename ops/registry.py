@@ -155,7 +155,7 @@ def select(request: Request, name: str | None = None) -> Backend:
 def triton_missing() -> str | None:
     """Why Triton kernels cannot run on this machine; None when they can."""
     if importlib.util.find_spec("triton") is None:
-        return 'triton is not installed (pip install "pasa[triton]")'
+        return "triton is not installed (pip install '.[triton]')"
     if envs.read("TRITON_INTERPRET"):
         return None
     npu = getattr(torch, "npu", None)  # torch_npu adds it

@@ -8,6 +8,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeAlias
 
 import torch
@@ -72,15 +73,23 @@ def run_soak(
     NotImplementedError
         If the backend cannot run here.
     """
-    if cases < 1 or jobs < 1 or (only is not None and only < 0) or seed < 0:
-        raise ValueError(f"cases={cases} and jobs={jobs} must be above 0, seed={seed} and only={only} at least 0")
+    for name, value, least in (("cases", cases, 1), ("jobs", jobs, 1), ("seed", seed, 0), ("only", only, 0)):
+        if value is not None and value < least:
+            raise ValueError(f"{name}={value} must be at least {least}")
     _check_backend(backend)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     started = time.perf_counter()
     drawn = [draw_case(seed, index, small) for index in ([only] if only is not None else range(cases))]
     run = _judge(drawn, backend, progress) if jobs == 1 else _judge_in_processes(drawn, backend, jobs, progress)
     records = sorted(run, key=lambda record: record["index"])
-    what = {"backend": backend, "seed": seed, "cases": len(drawn), "small": small, "repeat_every": REPEAT_EVERY}
+    what = {
+        "backend": backend,
+        "seed": seed,
+        "cases": len(drawn),
+        "small": small,
+        "jobs": jobs,
+        "repeat_every": REPEAT_EVERY,
+    }
     result = {"schema": SCHEMA, "experiment": "soak", "note": NOTE, "environment": describe(device), "duration_s": 0.0}
     result |= what | conclude(drawn, records)
     if only is not None:
@@ -111,9 +120,12 @@ def _judge_in_processes(
     wide_first = sorted(families, key=lambda family: -family.dim)  # they take longest to compile
     done = 0
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:  # a fork shares the device's state
-        futures = [pool.submit(_judge_alone, families[family], backend) for family in wide_first]
+        futures = {pool.submit(_judge_alone, families[family], backend): family for family in wide_first}
         for future in as_completed(futures):
-            records = future.result()
+            try:
+                records = future.result()
+            except BrokenProcessPool as error:  # a process died and took the others with it; what they told is kept
+                records = [describe_failed(families[futures[future]][0], error) | {"fatal": True}]
             yield from records
             done += len(records)
             if progress is not None:
@@ -156,14 +168,22 @@ def conclude(drawn: Sequence[SoakCase], records: Sequence[Record]) -> dict[str, 
 
 def run_case(case: SoakCase, backend: str, device: torch.device) -> Record:
     """Description, numbers, and the names of the bounds that do not hold."""
-    record = case.describe() | {"group": case.family.group, "measures": {}, "failed": [], "why": "", "fatal": False}
     try:
-        record["measures"] = measure(case, make_inputs(case, device), backend)
-        record["failed"] = judge.failures(record["measures"])
+        measures = measure(case, make_inputs(case, device), backend)
     except Exception as error:  # whatever a kernel or its compiler raises is what the soak is for
         fatal = "CUDA error" in str(error) or isinstance(error, getattr(torch, "AcceleratorError", ()))
-        record |= {"failed": ["raised"], "why": one_line(error), "fatal": fatal}
-    return record
+        return describe_failed(case, error) | {"fatal": fatal}
+    failed = judge.failures(measures)
+    return _describe(case) | {"measures": measures, "failed": failed}
+
+
+def describe_failed(case: SoakCase, error: Exception) -> Record:
+    """The record of a case that gave no numbers."""
+    return _describe(case) | {"failed": ["raised"], "why": one_line(error)}
+
+
+def _describe(case: SoakCase) -> Record:
+    return case.describe() | {"group": case.family.group, "measures": {}, "failed": [], "why": "", "fatal": False}
 
 
 def measure(case: SoakCase, inputs: Inputs, backend: str) -> dict[str, float]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import subprocess
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ QUERIES = {"driver": "driver_version", "power_limit_w": "power.limit", "sm_clock
 
 def describe(device: torch.device) -> dict[str, Any]:
     """`output.environment` with the device, its driver and limits, and the versions that decide on speed."""
-    found = environment() | {"triton": _version("triton"), "host": _host()}
+    found = environment() | {"triton": _version("triton")}
     if device.type != "cuda":
         return found | {"device": str(device)}
     properties = torch.cuda.get_device_properties(device)
@@ -37,15 +36,6 @@ def _version(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _host() -> str | None:
-    """The processor, which short calls wait for."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return None
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
 
 
 def _cudnn() -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -222,7 +223,7 @@ def origin(result: Record) -> str:
     found = result["environment"]
     versions = ", ".join(f"{name} {found.get(name) or '-'}" for name in ("torch", "triton", "cuda", "cudnn", "pasa"))
     limit = f", {found['power_limit_w']} W" if found.get("power_limit_w") else ""
-    machine = f"{found['device']}{limit}, driver {found.get('driver') or '-'}, host {found.get('host') or '-'}"
+    machine = f"{found['device']}{limit}, driver {found.get('driver') or '-'}, host {found['processor']}"
     return (
         f"{machine}; {versions}; commit {found['commit'] or 'unknown'}; {result['rounds']} rounds; "
         f"{result['duration_s']} s. {result['note']}."
@@ -272,6 +273,7 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def save(result: Record, folder: Path, draw: Callable[[Record, Path], list[Path]]) -> list[Path]:
     """Write JSON, Markdown and the figures that `draw` makes; return their paths."""
     paths = [folder / "speed.json", folder / "speed.md"]
-    for path, text in zip(paths, (output.to_json(result), to_markdown(result)), strict=True):
+    stored = output.to_json(result)
+    for path, text in zip(paths, (stored, to_markdown(json.loads(stored))), strict=True):  # of the rounded numbers
         output.write_text(path, text)
     return paths + draw(result, folder)

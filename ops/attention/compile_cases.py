@@ -118,7 +118,13 @@ NVIDIA_CASES = [
     _attention("sm_90_d256_few_rows", _sizes(256, 64, 64), **FAST, **_on(90, 4, 2, stack=1200)),
     _attention("sm_90_d128_careful", _sizes(128, 64, 64), **CAREFUL, **_on(90, 4, 1)),
     *(
-        _attention(f"sm_90_d256_careful_{m}", _sizes(160, m, 32), **CAREFUL, **_on(90, m // 16, 1, stack=2000))
+        _attention(
+            f"sm_90_d{d}_careful_{m}x{n}",
+            _sizes(d, m, n),
+            **CAREFUL,
+            **_on(90, m // 16, 1, stack=2000 if n == 32 else 2500),
+        )
+        for d, n in ((160, 32), (256, 32), (256, 64))
         for m in (64, 128)
     ),
     _paper("paper_sm_80_d256", _sizes(256, 64, 128), clean=False, **_on(80, 8, 1)),

@@ -1,6 +1,11 @@
 """A few cases through the reference and, in the interpreter where there is no GPU, through the kernels."""
 
 import json
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from io import StringIO
 from pathlib import Path
 
@@ -10,7 +15,7 @@ from rich.console import Console
 
 from pasa.eval import output
 from pasa.eval.soak import report, run, sanitize
-from pasa.eval.soak.cases import draw_case
+from pasa.eval.soak.cases import draw_case, make_inputs
 from pasa.eval.soak.judge import WHAT
 from pasa.eval.soak.run import run_soak
 from pasa.eval.soak.surroundings import poison
@@ -116,9 +121,9 @@ def test_poisoned_memory_is_nan_and_only_within():
 
 
 def test_what_cannot_be_run_is_refused_by_name():
-    with pytest.raises(ValueError, match="cases=0 and jobs=1 must be above 0"):
+    with pytest.raises(ValueError, match="cases=0 must be at least 1"):
         run_soak(0)
-    with pytest.raises(ValueError, match="jobs=0 must be above 0"):
+    with pytest.raises(ValueError, match="jobs=0 must be at least 1"):
         run_soak(1, jobs=0)
     with pytest.raises(ValueError, match="'abacus' is not one of"):
         run_soak(1, backend="abacus")
@@ -131,6 +136,46 @@ def test_processes_judge_the_same_cases_alike():
     assert shared["gate"] == alone["gate"] == {"passed": True, "failed": 0, "run": 6, "stopped": False}
     assert shared["worst"] == alone["worst"]
     assert shared["counts"] == alone["counts"]
+
+
+def test_a_device_that_breaks_in_one_process_ends_all(monkeypatch):
+    """The pool stands for itself: its families run here, one after the other."""
+
+    class Here(ThreadPoolExecutor):
+        def __init__(self, jobs, context):
+            super().__init__(1)
+
+    def broken(case, inputs, backend):
+        raise RuntimeError("CUDA error: an illegal memory access")
+
+    monkeypatch.setattr(run, "ProcessPoolExecutor", Here)
+    monkeypatch.setattr(run, "call", broken)
+    gate = run_soak(9, backend="reference", small=True, jobs=2)["gate"]
+    assert gate["stopped"]
+    assert gate["failed"] == gate["run"] < 9
+
+
+def test_a_process_that_dies_is_a_failure_and_what_was_judged_is_kept(monkeypatch):
+    """Story: a segmentation fault in one of several processes ended the soak without a word about the others."""
+    monkeypatch.setattr(run, "_judge_alone", die)
+    result = run_soak(4, backend="reference", small=True, jobs=2)
+    assert result["gate"] == {"passed": False, "failed": 1, "run": 1, "stopped": True}
+    assert "terminated abruptly" in result["failures"][0]["why"]
+
+
+def die(drawn, backend):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("accumulate", ["fp32", "fp16"])
+def test_exact_outputs_are_held_against_fp32_sums(monkeypatch, accumulate):
+    """Story: the kernels sum in FP32 whatever `accumulate` says, and were allowed the errors of FP16 sums."""
+    case = next(c for c in map(partial(draw_case, 0, small=True), range(99)) if c.family.recovery == "exact")
+    case = replace(case, family=replace(case.family, accumulate=accumulate))
+    seen = []
+    monkeypatch.setattr(run, "call", lambda case, inputs, backend: seen.append((case.family.accumulate, backend)))
+    run.emulate(case, make_inputs(case, torch.device("cpu")))
+    assert seen == [("fp32", "reference")]
 
 
 @pytest.mark.parametrize("name", ["portable-careful", "paper-packed", "decode-lanes", "hopper-shifted", "shift-before"])

@@ -209,7 +209,7 @@ def test_progress_and_results_so_far() -> None:
 def test_result_is_json_with_origin(result: dict[str, Any]) -> None:
     read = json.loads(output.to_json(result))
     assert {"schema", "note", "environment", "formula", "copy_bandwidth", "targets", "parts", "softmax"} <= set(read)
-    assert {"device", "host", "torch", "triton", "commit"} <= set(read["environment"])
+    assert {"device", "processor", "torch", "triton", "commit"} <= set(read["environment"])
     assert len(read["records"]) == len(result["records"])
     assert "NPU" in read["note"]
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from pasa.ops.attention import tiles, tuning
+from pasa.ops.attention.decode_launch import decode_tiles
 from pasa.ops.attention.tiles import TABLE, Tile, architecture_of, candidates, paper_tile
 from pasa.ops.attention.triton_backend import Pass
 from pasa.ops.attention.triton_call import Call
@@ -55,6 +56,15 @@ def test_a_whole_block_of_the_published_algorithm_fits(monkeypatch, capability, 
     tile = paper_tile(CUDA, pad, 128)
     assert tile.block_n == 128
     assert 2 * pad * (tile.block_m + 128 * tile.stages) <= kib * 1024
+
+
+@pytest.mark.parametrize("pad", [64, 128, 256])
+@pytest.mark.parametrize("rows", [1, 16, 64, 128])
+def test_every_warp_has_rows_on_hopper(monkeypatch, pad, rows):
+    """Story: Triton 3.6 let warps without rows read what lies behind the tile (test_compiles_for_nvidia.py)."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    for tile in (*decode_tiles("sm_90", pad, rows), paper_tile(CUDA, pad, 128)):
+        assert tile.warps == 4 or tile.block_m >= 16 * tile.warps
 
 
 @pytest.fixture
