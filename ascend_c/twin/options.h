@@ -1,0 +1,34 @@
+// How a launch is emulated.
+#pragma once
+
+#include <cstdint>
+
+#include "chip.h"
+
+namespace twin {
+
+enum class Mode {
+    eager,     // work is done at the call and every access is checked for order: missing synchronisation is a fault
+    deferred,  // work is done as late (even seeds) or as early (odd seeds) as the flags allow: it gives wrong numbers
+};
+
+enum class Overflow { inf_nan, saturate };
+
+enum class Shape { mix_1_2, aiv_only, aic_only };  // what one block is: a cube core with two vector cores, or one core
+
+struct Options {
+    Mode mode = Mode::eager;
+    uint64_t seed = 0;
+    Shape shape = Shape::mix_1_2;
+    Overflow overflow = Overflow::inf_nan;  // what CTRL[48] holds when the kernel starts (torch_npu sets inf_nan)
+    bool jitter = false;           // Exp and Ln off by -1, 0 or +1 ulp, by seed and input
+    bool strict_vector = true;     // V after V needs PipeBarrier<PIPE_V>, although the compiler can insert it
+    bool scalar_auto_sync = true;  // on AIV the compiler orders PIPE_S against the other pipes (--cce-auto-sync=on)
+    bool raw_event_ids = false;    // beside a TPipe, allow event ids that were not allocated or fetched
+    bool asc_reserved_ubuf = true; // false: --cce-disable-asc-reserved-ubuf, 8 KiB more UB and no Select
+    bool check_nan = true;         // NaN into Mmad is a fault (eager mode only)
+    uint32_t switch_one_in = 8;    // another core may run at any call, with this chance
+    ChipFacts chip;
+};
+
+}  // namespace twin

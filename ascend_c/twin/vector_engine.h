@@ -1,0 +1,270 @@
+// The engine of vector calls: repeats, masks, strides, operand checks and the overlap rule. A repeat is 256 bytes of the
+// widest operand, in up to 8 blocks of 32 bytes; block stride and repeat stride are in blocks.
+#pragma once
+
+#include <array>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "queue.h"
+
+namespace twin {
+
+constexpr int kMaxLanes = 128;
+
+struct Lanes {
+    uint64_t bits[2] = {0, 0};
+
+    static Lanes first(int64_t n)
+    {
+        const auto ones = [](int64_t k) { return k <= 0 ? 0ull : k >= 64 ? ~0ull : (1ull << k) - 1; };
+        return Lanes{{ones(n), ones(n - 64)}};
+    }
+    bool operator[](int i) const { return bits[i / 64] >> (i % 64) & 1u; }
+    // Number of leading lanes when all active lanes lead; -1 otherwise.
+    int prefix() const
+    {
+        const int low = __builtin_popcountll(bits[0]);
+        const int high = __builtin_popcountll(bits[1]);
+        if (high == 0) return (bits[0] & (bits[0] + 1)) == 0 ? low : -1;
+        return bits[0] == ~0ull && (bits[1] & (bits[1] + 1)) == 0 ? 64 + high : -1;
+    }
+    int count() const { return __builtin_popcountll(bits[0]) + __builtin_popcountll(bits[1]); }
+    int last() const { return bits[1] != 0 ? 128 - __builtin_clzll(bits[1]) : bits[0] != 0 ? 64 - __builtin_clzll(bits[0]) : 0; }
+};
+
+// Which lanes of which repeats take part.
+struct Plan {
+    int lanes = 0;       // per repeat
+    int64_t repeats = 0;
+    Lanes each;          // of every repeat but the last
+    Lanes last;
+
+    const Lanes& at(int64_t repeat) const { return repeat + 1 == repeats ? last : each; }
+    static Plan counted(int lanes, int64_t count)
+    {
+        const int64_t repeats = (count + lanes - 1) / lanes;
+        return Plan{lanes, repeats, Lanes::first(lanes), Lanes::first(count - (repeats - 1) * lanes)};
+    }
+};
+
+struct Operand {
+    Span span;
+    int size = 0;  // bytes per element
+    int64_t block = 1;
+    int64_t repeat = 8;
+
+    size_t at(int64_t r, int lane) const
+    {
+        const int per_block = static_cast<int>(kBlockBytes) / size;
+        return static_cast<size_t>((r * repeat + static_cast<int64_t>(lane / per_block) * block) * kBlockBytes +
+                                   static_cast<int64_t>(lane % per_block) * size);
+    }
+    size_t bytes_per_repeat(const Plan& plan) const { return static_cast<size_t>(plan.lanes) * static_cast<size_t>(size); }
+    bool contiguous(const Plan& plan) const
+    {
+        return block == 1 && (plan.repeats <= 1 || repeat * kBlockBytes == static_cast<int64_t>(bytes_per_repeat(plan)));
+    }
+    // First byte and one past the last byte touched.
+    std::pair<size_t, size_t> hull(const Plan& plan) const
+    {
+        const int64_t blocks = (plan.lanes * size + kBlockBytes - 1) / kBlockBytes;
+        const int64_t end = ((plan.repeats - 1) * repeat + (blocks - 1) * block + 1) * kBlockBytes;
+        return {span.begin, span.begin + static_cast<size_t>(end)};
+    }
+    // Calls visit(offset, bytes) for every run of active bytes.
+    template <typename F>
+    void runs(const Plan& plan, F&& visit) const
+    {
+        if (plan.repeats == 0) return;
+        const int last_prefix = plan.last.prefix();
+        if (contiguous(plan) && last_prefix >= 0 && (plan.repeats == 1 || plan.each.prefix() == plan.lanes)) {
+            visit(size_t{0}, static_cast<size_t>(plan.repeats - 1) * bytes_per_repeat(plan) + static_cast<size_t>(last_prefix * size));
+            return;
+        }
+        const int per_block = static_cast<int>(kBlockBytes) / size;
+        for (int64_t r = 0; r < plan.repeats; ++r) {
+            const Lanes& active = plan.at(r);
+            for (int lane = 0; lane < plan.lanes;) {
+                int n = 0;  // active lanes in a row, within the block
+                while (lane + n < plan.lanes && (lane + n) / per_block == lane / per_block && active[lane + n]) ++n;
+                if (n > 0) visit(at(r, lane), static_cast<size_t>(n * size));
+                lane += n > 0 ? n : 1;
+            }
+        }
+    }
+};
+
+template <typename T>
+Operand operand(const AscendC::LocalTensor<T>& t, int64_t block, int64_t repeat)
+{
+    return Operand{t.span(), static_cast<int>(sizeof(T)), block, repeat};
+}
+// Strides of a call that is given a count: no gaps, a repeat of `lanes` elements.
+template <typename T>
+Operand packed(const AscendC::LocalTensor<T>& t, int lanes)
+{
+    return operand(t, 1, static_cast<int64_t>(sizeof(T)) * lanes / static_cast<int64_t>(kBlockBytes));
+}
+
+// A mask argument: a number of leading lanes, or one bit per lane; in counter mode the number of elements in all.
+struct MaskArgument {
+    uint64_t low = 0;
+    uint64_t high = 0;
+    bool is_bits = false;
+
+    static MaskArgument count(uint64_t n) { return MaskArgument{n, 0, false}; }
+    static MaskArgument list(const uint64_t mask[]) { return MaskArgument{mask[0], mask[1], true}; }
+};
+
+inline Plan plan_of(const Instruction& op, int lanes, MaskArgument mask, int64_t repeats, bool set_mask)
+{
+    VectorMask& state = op.core().mask;
+    op.in_range(repeats, "repeatTime", 0, 255);
+    if (set_mask && state.counter) {
+        state.low = mask.low;
+        state.high = 0;
+    } else if (set_mask) {
+        const Lanes l = mask.is_bits ? Lanes{{mask.low, mask.high}} : Lanes::first(static_cast<int64_t>(mask.low));
+        if (!mask.is_bits) op.in_range(static_cast<int64_t>(mask.low), "mask", 0, lanes);
+        op.require(l.last() <= lanes, FaultKind::range, "the mask has bits beyond the " + std::to_string(lanes) + " lanes of this type");
+        state.low = l.bits[0];
+        state.high = l.bits[1];
+    }
+    if (state.counter) return Plan::counted(lanes, static_cast<int64_t>(state.low));
+    Lanes active{{state.low, lanes == kMaxLanes ? state.high : 0}};
+    return Plan{lanes, active.count() == 0 ? 0 : repeats, active, active};
+}
+
+// A call with a count sets the mask itself, in counter mode, and leaves the default mask behind (page "mask").
+inline Plan plan_of_count(const Instruction& op, int lanes, int64_t count, bool set_mask = true)
+{
+    op.require(count >= 0, FaultKind::range, "count = " + std::to_string(count));
+    if (!set_mask) return plan_of(op, lanes, MaskArgument{}, 1, false);
+    op.core().mask = VectorMask{};
+    return Plan::counted(lanes, count);
+}
+
+inline void count_vector(const Instruction& op, const char* type, const Plan& plan)
+{
+    VectorCount& c = op.core().counters.vector[type];
+    c.instructions += 1;
+    c.repeats += static_cast<uint64_t>(plan.repeats);
+    if (plan.repeats > 0) {
+        c.lanes += static_cast<uint64_t>(plan.repeats - 1) * static_cast<uint64_t>(plan.each.count()) + static_cast<uint64_t>(plan.last.count());
+    }
+}
+
+// Within one repeat source and destination are the same or apart; no repeat reads what an earlier repeat of the same
+// call wrote (page "general constraints on overlap").
+inline void check_overlap(const Instruction& op, const Plan& plan, const Operand& dst, const Operand& src, bool accumulates)
+{
+    if (dst.span.memory != src.span.memory || plan.repeats == 0) return;
+    const auto [d0, d1] = dst.hull(plan);
+    const auto [s0, s1] = src.hull(plan);
+    if (d1 <= s0 || s1 <= d0) return;
+    if (accumulates && dst.span.begin == src.span.begin && dst.size == src.size && (dst.repeat == 0 || src.repeat == 0)) return;
+    const bool same_place = dst.span.begin == src.span.begin && dst.size == src.size;
+    if (same_place && dst.contiguous(plan) && src.contiguous(plan)) return;
+    const size_t base = std::min(d0, s0);
+    std::vector<std::pair<int64_t, int>> writer((std::max(d1, s1) - base + kBlockBytes - 1) / kBlockBytes, {-1, -1});
+    const int dst_blocks = plan.lanes * dst.size / static_cast<int>(kBlockBytes);
+    const int src_blocks = plan.lanes * src.size / static_cast<int>(kBlockBytes);
+    const auto cell = [&](const Operand& o, int64_t r, int b) {
+        return (o.span.begin - base) / kBlockBytes + static_cast<size_t>(r * o.repeat + b * o.block);
+    };
+    for (int64_t r = 0; r < plan.repeats; ++r) {
+        for (int b = 0; b < dst_blocks; ++b) writer[cell(dst, r, b)] = {r, b};
+        for (int b = 0; b < src_blocks; ++b) {
+            const auto [by, block] = writer[cell(src, r, b)];
+            if (by < 0 || (by == r && block == b && dst.size == src.size && dst.span.begin % kBlockBytes == src.span.begin % kBlockBytes)) continue;
+            op.core().fault(FaultKind::overlap, src.span.describe(src.at(r, 0)),
+                            by == r ? "source and destination of one repeat overlap in part"
+                                    : "repeat " + std::to_string(r) + " reads what repeat " + std::to_string(by) + " of the same call writes");
+        }
+    }
+}
+
+inline void check_vector_operand(const Instruction& op, const Operand& o, const char* name)
+{
+    op.lies_in(o.span, {Space::UB}, name);
+    op.aligned(o.span, kBlockBytes, name);
+}
+
+// Checks all operands, then notes reads before writes.
+inline void prepare(Instruction& op, const Plan& plan, const Operand& dst, std::initializer_list<Operand> sources,
+                    bool accumulates = false, bool reads_dst = false)
+{
+    check_vector_operand(op, dst, "dst");
+    for (const Operand& s : sources) check_vector_operand(op, s, "src");
+    int index = 0;
+    for (const Operand& s : sources) check_overlap(op, plan, dst, s, accumulates && ++index == 2);
+    for (const Operand& s : sources) s.runs(plan, [&](size_t at, size_t n) { op.read(s.span, at, n); });
+    if (reads_dst) dst.runs(plan, [&](size_t at, size_t n) { op.read(dst.span, at, n); });
+    dst.runs(plan, [&](size_t at, size_t n) { op.write(dst.span, at, n); });
+}
+
+// The value in which a type is computed: half in float, rounded once per operation; integers as they are.
+template <typename T>
+using Wide = std::conditional_t<is_one_of<T, half, bfloat16_t, float>, float, T>;
+
+template <typename T>
+void load(const Operand& o, const Plan& plan, int64_t r, Wide<T>* out)
+{
+    constexpr int per_block = static_cast<int>(kBlockBytes / sizeof(T));
+    const int last = plan.at(r).last();
+    for (int lane = 0; lane < last;) {
+        const int n = o.block == 1 ? last : std::min(per_block, last - lane);
+        const T* from = reinterpret_cast<const T*>(o.span.data() + o.at(r, lane));
+        if constexpr (std::is_same_v<T, half>) {
+            widen(from, out + lane, static_cast<size_t>(n));
+        } else if constexpr (std::is_same_v<T, bfloat16_t>) {
+            for (int i = 0; i < n; ++i) out[lane + i] = to_float(from[i]);
+        } else {
+            std::memcpy(out + lane, from, static_cast<size_t>(n) * sizeof(T));
+        }
+        lane += n;
+    }
+}
+
+// Stores values that already are of type T.
+template <typename T>
+void store(const Operand& o, const Plan& plan, int64_t r, const T* values)
+{
+    constexpr int per_block = static_cast<int>(kBlockBytes / sizeof(T));
+    const Lanes& active = plan.at(r);
+    const int prefix = active.prefix();
+    for (int lane = 0; lane < active.last();) {
+        const int n = std::min(per_block, active.last() - lane);
+        T* to = reinterpret_cast<T*>(o.span.data() + o.at(r, lane));
+        if (prefix >= 0) {
+            std::memcpy(to, values + lane, static_cast<size_t>(n) * sizeof(T));
+        } else {
+            for (int i = 0; i < n; ++i) {
+                if (active[lane + i]) to[i] = values[lane + i];
+            }
+        }
+        lane += n;
+    }
+}
+
+// Rounds results to T: the one rounding of the operation, and the overflow mode.
+template <typename T>
+void round_lanes(Wide<T>* values, T* out, bool saturate)
+{
+    if constexpr (std::is_same_v<T, half>) {
+        narrow(values, out, kMaxLanes);
+        if (!saturate) return;
+        for (int i = 0; i < kMaxLanes; ++i) {
+            uint16_t b = bits_of<uint16_t>(out[i]);
+            if ((b & 0x7fffu) > 0x7c00u) b = 0;                                              // NaN -> 0
+            if ((b & 0x7fffu) == 0x7c00u) b = static_cast<uint16_t>((b & 0x8000u) | 0x7bffu);  // inf -> 65504
+            std::memcpy(&out[i], &b, 2);
+        }
+    } else {
+        std::memcpy(out, values, sizeof(T) * kMaxLanes);
+    }
+}
+
+}  // namespace twin
