@@ -34,8 +34,13 @@ inline void copy_blocks(Instruction& op, Pipe pipe, const Span& dst, const Span&
             for (int64_t i = 0; i < c.count; ++i) note(static_cast<size_t>(i) * step, c.bytes);
         }
     };
+    op.copies();
     all(c.from_step, [&](size_t at, size_t n) { op.read(src, at, n); });
     all(c.to_step, [&](size_t at, size_t n) { op.write(dst, at, n); });
+    for (int64_t i = 0; i < c.count; ++i) {
+        op.hand_on(dst, static_cast<size_t>(i) * c.to_step, c.bytes, src, static_cast<size_t>(i) * c.from_step, c.bytes);
+    }
+    op.copied(src);
     op.core().counters.bytes[index_of(pipe)] += c.bytes * static_cast<size_t>(c.count);
     op.run([=] {
         for (int64_t i = 0; i < c.count; ++i) {
@@ -113,14 +118,17 @@ inline void copy_pad_in(const Span& dst, const Span& src, const PadCopy& c, Here
     const size_t from_step = c.bytes + c.gm_gap;
     const size_t to_step = row + c.local_gap * kBlockBytes;
     const bool undefined = !c.has_value && c.left + c.right > 0;
+    op.copies();
     for (int64_t i = 0; i < c.count; ++i) op.read(src, static_cast<size_t>(i) * from_step, c.bytes);
     for (int64_t i = 0; i < c.count; ++i) {
         const size_t at = static_cast<size_t>(i) * to_step;
         op.write(dst, at, row);
+        op.hand_on(dst, at + c.left, c.bytes, src, static_cast<size_t>(i) * from_step, c.bytes);
         if (!undefined) continue;
         dst.memory->forget(dst.begin + at, c.left);
         dst.memory->forget(dst.begin + at + c.left + c.bytes, row - c.left - c.bytes);
     }
+    op.copied(src);
     op.core().counters.bytes[index_of(Pipe::MTE2)] += c.bytes * static_cast<size_t>(c.count);
     op.run([=] {
         for (int64_t i = 0; i < c.count; ++i) {
@@ -171,6 +179,7 @@ void nd_to_nz(const Span& dst, const Span& src, const AscendC::Nd2NzParams& p, H
     const size_t src_row = static_cast<size_t>(p.srcDValue) * sizeof(T), src_matrix = static_cast<size_t>(p.srcNdMatrixStride) * sizeof(T);
     const size_t c0_step = static_cast<size_t>(p.dstNzC0Stride) * kBlockBytes, n_step = static_cast<size_t>(p.dstNzNStride) * kBlockBytes;
     const size_t dst_matrix = static_cast<size_t>(p.dstNzMatrixStride) * sizeof(T), matrices = p.ndNum;
+    op.copies();
     for (size_t m = 0; m < matrices; ++m) {
         for (size_t r = 0; r < rows; ++r) op.read(src, m * src_matrix + r * src_row, row_bytes);
         for (size_t c = 0; c < column_blocks; ++c) {
@@ -181,6 +190,15 @@ void nd_to_nz(const Span& dst, const Span& src, const AscendC::Nd2NzParams& p, H
             }
         }
     }
+    for (size_t m = 0; m < matrices; ++m) {
+        for (size_t r = 0; r < rows; ++r) {
+            for (size_t c = 0; c < column_blocks; ++c) {
+                const size_t n = std::min(static_cast<size_t>(kBlockBytes), row_bytes - c * kBlockBytes);
+                op.hand_on(dst, m * dst_matrix + r * n_step + c * c0_step, n, src, m * src_matrix + r * src_row + c * kBlockBytes, n);
+            }
+        }
+    }
+    op.copied(src);
     op.core().counters.bytes[index_of(Pipe::MTE2)] += matrices * rows * row_bytes;
     op.run([=] {
         for (size_t m = 0; m < matrices; ++m) {

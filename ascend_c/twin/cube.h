@@ -35,13 +35,23 @@ void load_2d(const Span& dst, const Span& src, const AscendC::LoadData2DParams& 
     const int64_t step = (p.addrMode == 0 ? 1 : -1) * p.srcStride.full();
     const auto from = [start = p.startIndex.full(), step](int64_t i) { return (start + i * step) * static_cast<int64_t>(kFractalBytes); };
     const auto to = [gap = p.dstGap.full()](int64_t i) { return static_cast<size_t>(i * (gap + 1)) * kFractalBytes; };
+    op.copies();
     for (int64_t i = 0; i < repeats; ++i) {
         op.require(from(i) >= 0, FaultKind::bounds, "fractal " + std::to_string(i) + " lies before the source");
         op.read(src, static_cast<size_t>(from(i)), kFractalBytes);
     }
     for (int64_t i = 0; i < repeats; ++i) op.write(dst, to(i), kFractalBytes);
-    op.core().counters.bytes[index_of(pipe)] += static_cast<size_t>(repeats) * kFractalBytes;
     const bool transpose = p.ifTranspose;
+    for (int64_t i = 0; i < repeats; ++i) {
+        const size_t s = static_cast<size_t>(from(i)), d = to(i);
+        if (!transpose || src.memory->initialised(src.begin + s, kFractalBytes)) {
+            op.hand_on(dst, d, kFractalBytes, src, s, kFractalBytes);
+            continue;
+        }
+        for (size_t e = 0; e < 256; ++e) op.hand_on(dst, d + (e % 16 * 16 + e / 16) * 2, 2, src, s + e * 2, 2);
+    }
+    op.copied(src);
+    op.core().counters.bytes[index_of(pipe)] += static_cast<size_t>(repeats) * kFractalBytes;
     op.run([=] {
         for (int64_t i = 0; i < repeats; ++i) {
             const uint8_t* s = src.data() + from(i);

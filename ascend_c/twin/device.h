@@ -22,6 +22,7 @@ struct Report {
     bool ok = true;
     Fault fault;
     std::vector<std::pair<std::string, Counters>> cores;
+    std::vector<std::pair<std::string, size_t>> undefined;  // output bytes that nobody wrote, or that hold nothing defined
 
     Counters total(CoreKind kind) const
     {
@@ -35,8 +36,14 @@ struct Report {
     {
         std::string out = std::string("{\"ok\": ") + (ok ? "true" : "false");
         if (!ok) out += ", \"fault\": " + twin::json(fault);
-        out += ", \"aic\": " + total(CoreKind::aic).json() + ", \"aiv\": " + total(CoreKind::aiv).json() + ", \"cores\": {";
+        out += ", \"undefined\": {";
         const char* comma = "";
+        for (const auto& [name, bytes] : undefined) {
+            out += comma + quoted(name) + ": " + std::to_string(bytes);
+            comma = ", ";
+        }
+        out += "}, \"aic\": " + total(CoreKind::aic).json() + ", \"aiv\": " + total(CoreKind::aiv).json() + ", \"cores\": {";
+        comma = "";
         for (const auto& [name, counters] : cores) {
             out += comma + ('"' + name) + "\": " + counters.json();
             comma = ", ";
@@ -105,6 +112,9 @@ public:
         }
         if (report.ok) finish(l, hashes, report);
         for (auto& c : l.cores) report.cores.emplace_back(c->name(), c->counters);
+        for (const Allocation& a : gm_) {
+            if (a.role == Role::output) report.undefined.emplace_back(a.memory->name(), a.memory->uninitialised_bytes());
+        }
         twin::launch = nullptr;
         current = nullptr;
         return report;

@@ -70,11 +70,20 @@ void fixpipe(const Span& dst, const Span& src, const AscendC::FixpipeParamsV220&
     const FixpipeShape s{p.nSize.full(), p.mSize.full(), p.srcStride.full(), p.dstStride.full(), row_major ? p.ndNum.full() : 1,
                          p.srcNdStride.full(), p.dstNdStride.full(), row_major};
     const int64_t size = sizeof(T);
+    op.copies();
     for (int64_t d = 0; d < s.matrices; ++d) {
         for (int64_t j = 0; j < s.n; j += 16) op.read(src, s.source(d, 0, j) * sizeof(U), static_cast<size_t>(s.m) * 16 * sizeof(U));
         for (int64_t i = 0; row_major && i < s.m; ++i) op.write(dst, s.destination(d, i, 0, size), static_cast<size_t>(s.n * size));
         for (int64_t j = 0; !row_major && j < s.n; j += 16) op.write(dst, s.destination(d, 0, j, size), static_cast<size_t>(s.m * 16 * size));
     }
+    for (int64_t d = 0; d < s.matrices; ++d) {
+        for (int64_t i = 0; i < s.m; ++i) {
+            for (int64_t j = 0; j < s.n; j += 16) {
+                op.hand_on(dst, s.destination(d, i, j, size), static_cast<size_t>(16 * size), src, s.source(d, i, j) * sizeof(U), 16 * sizeof(U));
+            }
+        }
+    }
+    op.copied(src);
     op.core().counters.bytes[index_of(Pipe::FIX)] += static_cast<uint64_t>(s.matrices * s.m * s.n * size);
     const bool saturate = op.core().saturate;
     const bool relu = p.reluEn;

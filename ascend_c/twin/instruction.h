@@ -112,6 +112,31 @@ public:
         if (const Conflict c = s.memory->note_write(by_, s.begin + offset, bytes)) report(s, c, "writes");
     }
 
+    // A copy hands uninitialised bytes on instead of reporting them: fractals and padded columns carry some that nobody
+    // uses. It is a fault only when nothing that was copied is initialised. Call after read and write.
+    void copies()
+    {
+        copy_checked_ = by_.check_init;
+        by_.check_init = false;
+    }
+    void hand_on(const Span& dst, size_t to, size_t to_bytes, const Span& src, size_t from, size_t from_bytes)
+    {
+        if (!copy_checked_) return;
+        if (src.memory->initialised(src.begin + from, from_bytes)) {
+            copied_something_ = true;
+        } else if (from_bytes > 1 && from_bytes % 2 == 0 && to_bytes % 2 == 0) {
+            hand_on(dst, to, to_bytes / 2, src, from, from_bytes / 2);
+            hand_on(dst, to + to_bytes / 2, to_bytes / 2, src, from + from_bytes / 2, from_bytes / 2);
+        } else {
+            dst.memory->forget(dst.begin + to, to_bytes);
+        }
+    }
+    void copied(const Span& src) const
+    {
+        if (!copy_checked_ || copied_something_) return;
+        core_.fault(FaultKind::uninitialised, src.describe(0), "copies memory that nobody has written");
+    }
+
     // Does the work now, or keeps it for later. The closure must own what it needs.
     template <typename F>
     void run(F&& work)
@@ -152,6 +177,8 @@ private:
     Epoch me_;
     Accessor by_;
     std::vector<Epoch> resolved_;
+    bool copy_checked_ = false;
+    bool copied_something_ = false;
 };
 
 }  // namespace twin

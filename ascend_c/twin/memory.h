@@ -100,6 +100,15 @@ public:
             return false;
         });
     }
+    bool initialised(size_t offset, size_t bytes) const
+    {
+        bool all = true;
+        const_cast<Memory*>(this)->each_cell(offset, bytes, [&](Cell& cell, uint32_t mask, size_t) {
+            all = (cell.init & mask) == mask;
+            return !all;
+        });
+        return all;
+    }
     size_t uninitialised_bytes() const
     {
         size_t missing = 0;

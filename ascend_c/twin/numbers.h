@@ -97,7 +97,7 @@ inline void widen(const half* from, float* to, size_t n)
 {
     size_t i = 0;
 #if defined(__F16C__)
-    for (; i + 8 <= n; i += 8) {
+    for (const size_t whole = n / 8 * 8; i < whole; i += 8) {
         __m128i packed;
         std::memcpy(&packed, from + i, 16);
         _mm256_storeu_ps(to + i, _mm256_cvtph_ps(packed));
@@ -110,7 +110,7 @@ inline void narrow(const float* from, half* to, size_t n)
 {
     size_t i = 0;
 #if defined(__F16C__)
-    for (; i + 8 <= n; i += 8) {
+    for (const size_t whole = n / 8 * 8; i < whole; i += 8) {
         const __m128i packed = _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT);
         std::memcpy(to + i, &packed, 16);
     }

@@ -277,7 +277,7 @@ void gemm_tile(GlobalTensor<R> c, GlobalTensor<T> a, GlobalTensor<T> b, int m, i
     WaitFlag<HardEvent::MTE1_M>(go);
     MmadParams mm;
     mm.m = m;
-    mm.n = n16;
+    mm.n = n;
     mm.k = k;
     mm.cmatrixInitVal = true;
     Mmad(lc, la2, lb2, mm);

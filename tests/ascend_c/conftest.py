@@ -1,0 +1,22 @@
+"""Programs for the CPU twin, compiled once per session however many test processes there are."""
+
+import pytest
+
+from tests.ascend_c.twin_build import PROGRAMS, Program, build
+
+
+@pytest.fixture(scope="session")
+def twin_folder(tmp_path_factory, worker_id):
+    """A folder that all test processes of the session share."""
+    base = tmp_path_factory.getbasetemp()
+    return (base if worker_id == "master" else base.parent) / "twin"
+
+
+@pytest.fixture
+def twin_program(twin_folder, tmp_path):
+    """Make a program out of the name of a file in `programs/`; arrays go through the test's own folder."""
+
+    def make(name, **settings):
+        return Program(build(PROGRAMS / f"{name}.cpp", twin_folder, **settings), tmp_path)
+
+    return make

@@ -1,0 +1,79 @@
+"""Building and running C++ programs against the CPU twin: one process for many cases, a JSON report for each.
+
+A program is a file in `programs/` made of `TWIN_CASE(name) { ... return report; }`; it runs as `PROGRAM CASE key=value ...`.
+"""
+
+import fcntl
+import hashlib
+import json
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+HERE = Path(__file__).resolve().parent
+TWIN = HERE.parents[1] / "ascend_c" / "twin"
+PROGRAMS = HERE / "programs"
+FLAGS = ["-std=c++17", "-fexcess-precision=16", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror"]
+SANITIZED = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+
+
+def compile_command(source, output, *, optimise=("-O1",), include=(), define=()):
+    """The g++ command line for one program."""
+    folders = [f"-I{folder}" for folder in (TWIN, PROGRAMS, *include)]
+    return ["g++", *FLAGS, *optimise, *folders, *(f"-D{name}" for name in define), str(source), "-o", str(output)]
+
+
+def build(source, folder, *, optimise=("-O1",), include=(), define=()):
+    """Compile `source` into `folder`, once for all test processes of a session that share the folder.
+
+    Returns the path of the program. Raises CalledProcessError, with the compiler's words on its stderr.
+    """
+    source, folder = Path(source), Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    words = " ".join([*optimise, *map(str, include), *define, str(source)])
+    output = folder / f"{source.stem}-{hashlib.sha256(words.encode()).hexdigest()[:8]}"
+    with open(output.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not output.exists():
+            command = compile_command(source, output, optimise=optimise, include=include, define=define)
+            subprocess.run(command, check=True, capture_output=True, text=True)
+    return output
+
+
+def refuses(snippet, folder):
+    """What the compiler says against a snippet, or None if it compiles. Only the front end runs."""
+    source = Path(folder) / f"refused-{hashlib.sha256(snippet.encode()).hexdigest()[:8]}.cpp"
+    source.write_text(f'#include "kernel_operator.h"\nusing namespace AscendC;\n{snippet}\n')
+    command = [*compile_command(source, "/dev/null"), "-fsyntax-only"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    return done.stderr if done.returncode else None
+
+
+@dataclass
+class Program:
+    """A built program and the folder through which it exchanges arrays."""
+
+    path: Path
+    data: Path
+
+    def run_all(self, lines):
+        """Run many `(case, {key: value})` in one process and return their reports."""
+        text = "".join(self._line(case, settings) + "\n" for case, settings in lines)
+        done = subprocess.run([self.path], input=text, check=False, capture_output=True, text=True)
+        assert done.returncode == 0, f"{text}{done.stdout[-2000:]}{done.stderr[-6000:]}"
+        return [json.loads(line) for line in done.stdout.splitlines()]
+
+    def run(self, case, arrays=None, **settings):
+        """Run one case on the given input arrays; returns its report."""
+        for name, values in (arrays or {}).items():
+            np.ascontiguousarray(values).tofile(self.data / f"{name}.bin")
+        return self.run_all([(case, settings)])[0]
+
+    def load(self, name, dtype):
+        """An array that the program saved."""
+        return np.fromfile(self.data / f"{name}.bin", dtype=dtype)
+
+    def _line(self, case, settings):
+        return " ".join([case, *(f"{key}={value}" for key, value in settings.items()), f"data={self.data}"])
