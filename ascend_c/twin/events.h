@@ -68,8 +68,10 @@ inline void set_flag(HardEvent event, int32_t id, Here here, Caller caller = Cal
     const std::string what = std::string(e.name) + '(' + std::to_string(id) + ')';
     c.require(!flag.set, FaultKind::flag, what + " is set a second time before anybody waited for it");
     flag.at_set = c.finished(e.source);
+    // Only the kernel's own flags: how the vendor's queues pick their event ids is their affair.
     const uint16_t waiter = thread_of(c.id, e.destination);
-    c.require(flag.wait_seq == 0 || flag.at_set[waiter] >= flag.wait_seq, FaultKind::flag,
+    const bool checked = caller == Caller::kernel && c.options.strict_flags && !is_deferred();
+    c.require(!checked || flag.wait_seq == 0 || flag.at_set[waiter] >= flag.wait_seq, FaultKind::flag,
               what + " may be set again before the last WaitFlag has run: nothing orders pipe " + name_of(e.source) +
                   " after that wait, and the flag is one bit");
     flag.set = true;

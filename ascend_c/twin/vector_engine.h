@@ -175,13 +175,14 @@ inline void check_overlap(const Instruction& op, const Plan& plan, const Operand
         return (o.span.begin - base) / kBlockBytes + static_cast<size_t>(r * o.repeat + b * o.block);
     };
     for (int64_t r = 0; r < plan.repeats; ++r) {
+        for (int b = 0; b < src_blocks; ++b) {
+            const int64_t by = writer[cell(src, r, b)].first;
+            op.require(by < 0, FaultKind::overlap, "repeat " + std::to_string(r) + " reads what repeat " + std::to_string(by) + " of the same call writes");
+        }
         for (int b = 0; b < dst_blocks; ++b) writer[cell(dst, r, b)] = {r, b};
         for (int b = 0; b < src_blocks; ++b) {
             const auto [by, block] = writer[cell(src, r, b)];
-            if (by < 0 || (by == r && block == b && dst.size == src.size && dst.span.begin % kBlockBytes == src.span.begin % kBlockBytes)) continue;
-            op.core().fault(FaultKind::overlap, src.span.describe(src.at(r, 0)),
-                            by == r ? "source and destination of one repeat overlap in part"
-                                    : "repeat " + std::to_string(r) + " reads what repeat " + std::to_string(by) + " of the same call writes");
+            op.require(by < 0 || (block == b && dst.size == src.size), FaultKind::overlap, "source and destination of one repeat overlap in part");
         }
     }
 }

@@ -38,7 +38,9 @@ def test_half_arithmetic_rounds_once_in_both_overflow_modes(numerics, op, overfl
 
 
 @pytest.mark.parametrize("overflow", ["inf_nan", "saturate"])
-@pytest.mark.parametrize(("op", "exact"), [("Exp", np.exp), ("Ln", np.log), ("Sqrt", np.sqrt), ("Reciprocal", np.reciprocal)])
+@pytest.mark.parametrize(
+    ("op", "exact"), [("Exp", np.exp), ("Ln", np.log), ("Sqrt", np.sqrt), ("Reciprocal", np.reciprocal)]
+)
 def test_half_functions_are_correctly_rounded_for_every_input(numerics, op, exact, overflow):
     for x in EVERY_HALF.reshape(4, -1):
         report = numerics.run("half_op", {"x": x}, op=op, overflow=overflow)
@@ -88,7 +90,12 @@ def rounded(x, mode):
 @pytest.mark.parametrize("mode", [0, 1, 2, 3, 4, 5, 6])
 def test_float_to_half_in_every_round_mode(numerics, mode):
     rng = np.random.default_rng(2)
-    x = np.concatenate([rng.standard_normal(4000) * 2.0 ** rng.integers(-26, 17, 4000), [1 + 2**-11, 1 + 3 * 2**-11, 70000, -70000, 65519, 65520]])
+    x = np.concatenate(
+        [
+            rng.standard_normal(4000) * 2.0 ** rng.integers(-26, 17, 4000),
+            [1 + 2**-11, 1 + 3 * 2**-11, 70000, -70000, 65519, 65520],
+        ]
+    )
     x = np.resize(x, 4096).astype(np.float32)
     assert numerics.run("cast", {"x": x}, **{"from": "float"}, to="half", round=mode)["ok"]
     result = numerics.load("z", np.float16)
@@ -118,7 +125,9 @@ def test_float_to_bfloat16_and_int32(numerics):
     np.testing.assert_array_equal(numerics.load("z", np.int16), expected)
     for mode in (1, 2, 3, 4, 5):
         assert numerics.run("cast", {"x": x + np.float32(0.5)}, **{"from": "float"}, to="int32", round=mode)["ok"]
-        np.testing.assert_array_equal(numerics.load("z", np.int32), rounded((x + np.float32(0.5)).astype(np.float64), mode))
+        np.testing.assert_array_equal(
+            numerics.load("z", np.int32), rounded((x + np.float32(0.5)).astype(np.float64), mode)
+        )
 
 
 def tree_sum(rows):
@@ -208,7 +217,9 @@ def test_gemm_is_exact_on_integers_with_odd_tails(numerics, m, n, k, transposed)
     b = rng.integers(-8, 9, (n, k) if transposed else (k, n)).astype(np.float16)
     columns = (n + 15) // 16 * 16
     for mode, seed in (("eager", 0), ("deferred", 0), ("deferred", 1)):
-        report = numerics.run("gemm_half_float", {"a": a, "b": b}, m=m, n=n, k=k, transposed=transposed, mode=mode, seed=seed)
+        report = numerics.run(
+            "gemm_half_float", {"a": a, "b": b}, m=m, n=n, k=k, transposed=transposed, mode=mode, seed=seed
+        )
         assert report["ok"], report["fault"]
         c = numerics.load("c", np.float32).reshape(m, columns)[:, :n]
         np.testing.assert_array_equal(c, a.astype(int) @ (b.T if transposed else b).astype(int))
@@ -228,7 +239,9 @@ def test_fp32_accumulates_in_the_order_of_k(numerics):
 
 
 def test_fixpipe_rounds_once_to_even_and_obeys_the_overflow_mode(numerics):
-    sums = np.array([2049, 2051, 4098, 4102, 65504, 65519, 65520, 70000, -70000, 1, 0, -2049, 2050, 8196, 33, 16], np.float64)
+    sums = np.array(
+        [2049, 2051, 4098, 4102, 65504, 65519, 65520, 70000, -70000, 1, 0, -2049, 2050, 8196, 33, 16], np.float64
+    )
     a = np.stack([np.floor(sums / 64), np.sign(sums) * (np.abs(sums) % 64)], 1)
     a[:, 1] = sums - a[:, 0] * 64
     a = np.hstack([a, np.zeros((16, 14))]).astype(np.float16)

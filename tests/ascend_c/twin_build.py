@@ -16,7 +16,7 @@ HERE = Path(__file__).resolve().parent
 TWIN = HERE.parents[1] / "ascend_c" / "twin"
 PROGRAMS = HERE / "programs"
 FLAGS = ["-std=c++17", "-fexcess-precision=16", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror"]
-SANITIZED = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+SANITIZED = ("-O0", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 
 
 def compile_command(source, output, *, optimise=("-O1",), include=(), define=()):
