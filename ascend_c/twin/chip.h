@@ -8,27 +8,28 @@
 namespace twin {
 
 constexpr size_t kKiB = 1024;
-constexpr uint32_t kBlockBytes = 32;      // a data block: the unit of copies and of vector strides
-constexpr uint32_t kRepeatBytes = 256;    // what a vector instruction handles in one repeat
+constexpr uint32_t kBlockBytes = 32;    // a data block: the unit of copies and of vector strides
+constexpr uint32_t kRepeatBytes = 256;  // what a vector instruction handles in one repeat
 constexpr uint32_t kBlocksPerRepeat = 8;
-constexpr uint32_t kFractalBytes = 512;   // a cube fractal: 16 rows of 32 bytes
-constexpr int kEventIds = 8;              // per pair of pipes
-constexpr int kCrossCoreFlags = 16;       // per core
-constexpr int kCrossCoreMax = 15;         // outstanding sets per flag (inferred: the counter has 4 bits)
+constexpr uint32_t kFractalBytes = 512;  // a cube fractal: 16 rows of 32 bytes
+constexpr int kEventIds = 8;             // per pair of pipes
+constexpr int kCrossCoreFlags = 16;      // per core
+constexpr int kCrossCoreMax = 15;        // outstanding sets per flag (inferred: the counter has 4 bits)
 
 struct ChipFacts {
     int aic_cores = 20;  // 910B3
     int aiv_cores = 40;
     size_t ub = 192 * kKiB;
-    size_t ub_reserved_mix = 256;        // taken in mixed kernels
-    size_t ub_reserved_select = 8 * kKiB;  // taken unless the compiler is told --cce-disable-asc-reserved-ubuf; Select needs it
+    size_t ub_reserved_mix = 256;  // taken in mixed kernels
+    size_t ub_reserved_select =
+        8 * kKiB;  // taken unless the compiler is told --cce-disable-asc-reserved-ubuf; Select needs it
     size_t l1 = 512 * kKiB;
     size_t l1_reserved_mix = 256;
     size_t l0a = 64 * kKiB;
     size_t l0b = 64 * kKiB;
     size_t l0c = 128 * kKiB;
     size_t bias = 1 * kKiB;
-    size_t fixpipe = 2 * kKiB;           // the document says 2 KiB, the vendor's CPU model 7 KiB
+    size_t fixpipe = 2 * kKiB;  // the document says 2 KiB, the vendor's CPU model 7 KiB
 };
 
 }  // namespace twin

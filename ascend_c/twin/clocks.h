@@ -1,5 +1,5 @@
-// Vector clocks. A pipe of a core is a thread of instructions numbered 1, 2, 3...; entry t of a pipe's clock is the last
-// instruction of pipe t that is known to be complete before the pipe's next instruction starts.
+// Vector clocks. A pipe of a core is a thread of instructions numbered 1, 2, 3...; entry t of a pipe's clock is the
+// last instruction of pipe t that is known to be complete before the pipe's next instruction starts.
 #pragma once
 
 #include <algorithm>

@@ -38,13 +38,15 @@ inline void copy_blocks(Instruction& op, Pipe pipe, const Span& dst, const Span&
     all(c.from_step, [&](size_t at, size_t n) { op.read(src, at, n); });
     all(c.to_step, [&](size_t at, size_t n) { op.write(dst, at, n); });
     for (int64_t i = 0; i < c.count; ++i) {
-        op.hand_on(dst, static_cast<size_t>(i) * c.to_step, c.bytes, src, static_cast<size_t>(i) * c.from_step, c.bytes);
+        op.hand_on(dst, static_cast<size_t>(i) * c.to_step, c.bytes, src, static_cast<size_t>(i) * c.from_step,
+                   c.bytes);
     }
     op.copied(src);
     op.core().counters.bytes[index_of(pipe)] += c.bytes * static_cast<size_t>(c.count);
     op.run([=] {
         for (int64_t i = 0; i < c.count; ++i) {
-            std::memmove(dst.data() + static_cast<size_t>(i) * c.to_step, src.data() + static_cast<size_t>(i) * c.from_step, c.bytes);
+            std::memmove(dst.data() + static_cast<size_t>(i) * c.to_step,
+                         src.data() + static_cast<size_t>(i) * c.from_step, c.bytes);
         }
     });
 }
@@ -91,10 +93,10 @@ inline void data_copy(const Span& dst, const Span& src, size_t bytes, Here here)
 
 struct PadCopy {
     int64_t count;
-    size_t bytes;       // of one block, in GM
-    size_t gm_gap;      // bytes
-    size_t local_gap;   // 32-byte blocks
-    size_t left = 0;    // bytes of padding
+    size_t bytes;      // of one block, in GM
+    size_t gm_gap;     // bytes
+    size_t local_gap;  // 32-byte blocks
+    size_t left = 0;   // bytes of padding
     size_t right = 0;
     bool has_value = false;
     uint64_t value = 0;
@@ -111,7 +113,8 @@ inline void copy_pad_in(const Span& dst, const Span& src, const PadCopy& c, Here
     op.in_range(c.count, "blockCount", 0, 4095);
     op.in_range(static_cast<int64_t>(c.bytes), "blockLen", 0, 2097151);
     op.require(c.bytes % c.element == 0, FaultKind::range, "blockLen must be a multiple of the element size");
-    op.require(c.left <= 32 && c.right <= 32, FaultKind::range, "leftPadding and rightPadding may take 32 bytes each at most");
+    op.require(c.left <= 32 && c.right <= 32, FaultKind::range,
+               "leftPadding and rightPadding may take 32 bytes each at most");
     if (c.count == 0 || c.bytes == 0) return;
     const size_t used = c.left + c.bytes + c.right;
     const size_t row = (used + kBlockBytes - 1) / kBlockBytes * kBlockBytes;
@@ -137,7 +140,8 @@ inline void copy_pad_in(const Span& dst, const Span& src, const PadCopy& c, Here
             std::memset(to, kPoison, row);
             const bool first_element = c.left + c.right == 0;
             for (size_t b = 0; !undefined && b < row; b += c.element) {
-                std::memcpy(to + b, first_element ? static_cast<const void*>(from) : static_cast<const void*>(&c.value), c.element);
+                std::memcpy(to + b, first_element ? static_cast<const void*>(from) : static_cast<const void*>(&c.value),
+                            c.element);
             }
             std::memcpy(to + c.left, from, c.bytes);
         }
@@ -153,11 +157,12 @@ inline void copy_pad_out(const Span& dst, const Span& src, const PadCopy& c, Her
     op.in_range(static_cast<int64_t>(c.bytes), "blockLen", 0, 2097151);
     op.require(c.bytes % c.element == 0, FaultKind::range, "blockLen must be a multiple of the element size");
     const size_t row = (c.bytes + kBlockBytes - 1) / kBlockBytes * kBlockBytes;
-    copy_blocks(op, Pipe::MTE3, dst, src, BlockCopy{c.count, c.bytes, row + c.local_gap * kBlockBytes, c.bytes + c.gm_gap});
+    copy_blocks(op, Pipe::MTE3, dst, src,
+                BlockCopy{c.count, c.bytes, row + c.local_gap * kBlockBytes, c.bytes + c.gm_gap});
 }
 
-// ND -> NZ: column blocks of 32 bytes become the outer dimension. Columns are filled with zeros to 32 bytes; rows beyond
-// nValue are not touched (inferred: the page promises the columns only).
+// ND -> NZ: column blocks of 32 bytes become the outer dimension. Columns are filled with zeros to 32 bytes; rows
+// beyond nValue are not touched (inferred: the page promises the columns only).
 template <typename T>
 void nd_to_nz(const Span& dst, const Span& src, const AscendC::Nd2NzParams& p, Here here)
 {
@@ -176,8 +181,10 @@ void nd_to_nz(const Span& dst, const Span& src, const AscendC::Nd2NzParams& p, H
     op.fits(p.dstNzMatrixStride, "dstNzMatrixStride", 0, 65535);
     const size_t rows = p.nValue, row_bytes = static_cast<size_t>(p.dValue) * sizeof(T);
     const size_t column_blocks = (row_bytes + kBlockBytes - 1) / kBlockBytes;
-    const size_t src_row = static_cast<size_t>(p.srcDValue) * sizeof(T), src_matrix = static_cast<size_t>(p.srcNdMatrixStride) * sizeof(T);
-    const size_t c0_step = static_cast<size_t>(p.dstNzC0Stride) * kBlockBytes, n_step = static_cast<size_t>(p.dstNzNStride) * kBlockBytes;
+    const size_t src_row = static_cast<size_t>(p.srcDValue) * sizeof(T),
+                 src_matrix = static_cast<size_t>(p.srcNdMatrixStride) * sizeof(T);
+    const size_t c0_step = static_cast<size_t>(p.dstNzC0Stride) * kBlockBytes,
+                 n_step = static_cast<size_t>(p.dstNzNStride) * kBlockBytes;
     const size_t dst_matrix = static_cast<size_t>(p.dstNzMatrixStride) * sizeof(T), matrices = p.ndNum;
     op.copies();
     for (size_t m = 0; m < matrices; ++m) {
@@ -194,7 +201,8 @@ void nd_to_nz(const Span& dst, const Span& src, const AscendC::Nd2NzParams& p, H
         for (size_t r = 0; r < rows; ++r) {
             for (size_t c = 0; c < column_blocks; ++c) {
                 const size_t n = std::min(static_cast<size_t>(kBlockBytes), row_bytes - c * kBlockBytes);
-                op.hand_on(dst, m * dst_matrix + r * n_step + c * c0_step, n, src, m * src_matrix + r * src_row + c * kBlockBytes, n);
+                op.hand_on(dst, m * dst_matrix + r * n_step + c * c0_step, n, src,
+                           m * src_matrix + r * src_row + c * kBlockBytes, n);
             }
         }
     }
@@ -219,7 +227,15 @@ inline PadCopy pad_copy(const AscendC::DataCopyExtParams& p, bool into_local, si
 {
     const int64_t gm = into_local ? p.srcStride.full() : p.dstStride.full();
     const int64_t local = into_local ? p.dstStride.full() : p.srcStride.full();
-    return PadCopy{p.blockCount.full(), static_cast<size_t>(p.blockLen.full()), static_cast<size_t>(gm), static_cast<size_t>(local), 0, 0, false, 0, element};
+    return PadCopy{p.blockCount.full(),
+                   static_cast<size_t>(p.blockLen.full()),
+                   static_cast<size_t>(gm),
+                   static_cast<size_t>(local),
+                   0,
+                   0,
+                   false,
+                   0,
+                   element};
 }
 
 }  // namespace twin
@@ -242,22 +258,26 @@ void DataCopy(const LocalTensor<T>& dst, const LocalTensor<T>& src, const uint32
     twin::data_copy(dst.span(), src.span(), static_cast<size_t>(count) * sizeof(T), here);
 }
 template <typename T>
-void DataCopy(const LocalTensor<T>& dst, const GlobalTensor<T>& src, const DataCopyParams& repeatParams, Here here = Here::now())
+void DataCopy(const LocalTensor<T>& dst, const GlobalTensor<T>& src, const DataCopyParams& repeatParams,
+              Here here = Here::now())
 {
     twin::data_copy(dst.span(), src.span(), repeatParams, here);
 }
 template <typename T>
-void DataCopy(const GlobalTensor<T>& dst, const LocalTensor<T>& src, const DataCopyParams& repeatParams, Here here = Here::now())
+void DataCopy(const GlobalTensor<T>& dst, const LocalTensor<T>& src, const DataCopyParams& repeatParams,
+              Here here = Here::now())
 {
     twin::data_copy(dst.span(), src.span(), repeatParams, here);
 }
 template <typename T>
-void DataCopy(const LocalTensor<T>& dst, const LocalTensor<T>& src, const DataCopyParams& repeatParams, Here here = Here::now())
+void DataCopy(const LocalTensor<T>& dst, const LocalTensor<T>& src, const DataCopyParams& repeatParams,
+              Here here = Here::now())
 {
     twin::data_copy(dst.span(), src.span(), repeatParams, here);
 }
 template <typename T>
-void DataCopy(const LocalTensor<T>& dst, const GlobalTensor<T>& src, const Nd2NzParams& intriParams, Here here = Here::now())
+void DataCopy(const LocalTensor<T>& dst, const GlobalTensor<T>& src, const Nd2NzParams& intriParams,
+              Here here = Here::now())
 {
     twin::nd_to_nz<T>(dst.span(), src.span(), intriParams, here);
 }
@@ -277,7 +297,8 @@ template <typename T>
 void DataCopyPad(const LocalTensor<T>& dst, const GlobalTensor<T>& src, const DataCopyParams& dataCopyParams,
                  const DataCopyPadParams& padParams, Here here = Here::now())
 {
-    const DataCopyExtParams ext(dataCopyParams.blockCount, dataCopyParams.blockLen, dataCopyParams.srcGap, dataCopyParams.dstGap, 0);
+    const DataCopyExtParams ext(dataCopyParams.blockCount, dataCopyParams.blockLen, dataCopyParams.srcGap,
+                                dataCopyParams.dstGap, 0);
     twin::PadCopy c = twin::pad_copy(ext, true, sizeof(T));
     c.left = static_cast<size_t>(padParams.leftPadding.full()) * sizeof(T);
     c.right = static_cast<size_t>(padParams.rightPadding.full()) * sizeof(T);
@@ -286,14 +307,17 @@ void DataCopyPad(const LocalTensor<T>& dst, const GlobalTensor<T>& src, const Da
     twin::copy_pad_in(dst.span(), src.span(), c, here);
 }
 template <typename T>
-void DataCopyPad(const GlobalTensor<T>& dst, const LocalTensor<T>& src, const DataCopyExtParams& dataCopyParams, Here here = Here::now())
+void DataCopyPad(const GlobalTensor<T>& dst, const LocalTensor<T>& src, const DataCopyExtParams& dataCopyParams,
+                 Here here = Here::now())
 {
     twin::copy_pad_out(dst.span(), src.span(), twin::pad_copy(dataCopyParams, false, sizeof(T)), here);
 }
 template <typename T>
-void DataCopyPad(const GlobalTensor<T>& dst, const LocalTensor<T>& src, const DataCopyParams& dataCopyParams, Here here = Here::now())
+void DataCopyPad(const GlobalTensor<T>& dst, const LocalTensor<T>& src, const DataCopyParams& dataCopyParams,
+                 Here here = Here::now())
 {
-    const DataCopyExtParams ext(dataCopyParams.blockCount, dataCopyParams.blockLen, dataCopyParams.srcGap, dataCopyParams.dstGap, 0);
+    const DataCopyExtParams ext(dataCopyParams.blockCount, dataCopyParams.blockLen, dataCopyParams.srcGap,
+                                dataCopyParams.dstGap, 0);
     DataCopyPad(dst, src, ext, here);
 }
 

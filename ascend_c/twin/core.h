@@ -60,7 +60,12 @@ inline Core* current = nullptr;   // the core whose fiber is running
 class Core {
 public:
     Core(int id_, CoreKind kind_, int group_, int sub_, size_t threads, const Options& o)
-        : id(id_), kind(kind_), group(group_), sub(sub_), options(o), rng(o.seed * 1000003u + static_cast<uint64_t>(id_))
+        : id(id_),
+          kind(kind_),
+          group(group_),
+          sub(sub_),
+          options(o),
+          rng(o.seed * 1000003u + static_cast<uint64_t>(id_))
     {
         for (Clock& clock : clocks) clock = Clock(threads);
         const bool mixed = o.shape == Shape::mix_1_2;
@@ -83,7 +88,10 @@ public:
     static int index(Space space) { return static_cast<int>(space); }
     std::string name() const { return (kind == CoreKind::aic ? "aic " : "aiv ") + std::to_string(block_index()); }
     // What GetBlockIdx returns: the group on a cube core, group * 2 + sub on a vector core of a mixed kernel.
-    int block_index() const { return options.shape == Shape::mix_1_2 && kind == CoreKind::aiv ? group * 2 + sub : group; }
+    int block_index() const
+    {
+        return options.shape == Shape::mix_1_2 && kind == CoreKind::aiv ? group * 2 + sub : group;
+    }
     Memory* memory(Space space) { return memories[index(space)].get(); }
     bool has(Pipe pipe) const
     {
@@ -94,7 +102,8 @@ public:
 
     [[noreturn]] void fault(FaultKind kind_of_fault, const std::string& buffer, const std::string& sentence) const
     {
-        throw FaultError{Fault{kind_of_fault, kernel_name, name(), name_of(pipe), call, here.file, here.line, buffer, sentence}};
+        throw FaultError{
+            Fault{kind_of_fault, kernel_name, name(), name_of(pipe), call, here.file, here.line, buffer, sentence}};
     }
     void require(bool holds, FaultKind kind_of_fault, const std::string& sentence) const
     {
@@ -179,7 +188,8 @@ struct Launch {
 
     uint16_t site(const char* call, Here here)
     {
-        const auto key = std::make_tuple(static_cast<const void*>(here.file), here.line, static_cast<const void*>(call));
+        const auto key =
+            std::make_tuple(static_cast<const void*>(here.file), here.line, static_cast<const void*>(call));
         const auto found = site_of.find(key);
         if (found != site_of.end()) return found->second;
         Fault f;
@@ -209,7 +219,8 @@ struct Launch {
 inline Core& core()
 {
     if (current == nullptr) {
-        throw FaultError{Fault{FaultKind::program, "", "", "", "", "", 0, "", "an Ascend C call outside a kernel launch"}};
+        throw FaultError{
+            Fault{FaultKind::program, "", "", "", "", "", 0, "", "an Ascend C call outside a kernel launch"}};
     }
     return *current;
 }

@@ -46,7 +46,8 @@ struct Counters {
         std::string out = "{\"bytes\": {";
         const Pipe movers[] = {Pipe::MTE1, Pipe::MTE2, Pipe::MTE3, Pipe::FIX};
         for (Pipe p : movers) {
-            out += std::string(p == Pipe::MTE1 ? "" : ", ") + '"' + name_of(p) + "\": " + std::to_string(bytes[index_of(p)]);
+            out += std::string(p == Pipe::MTE1 ? "" : ", ") + '"' + name_of(p) +
+                   "\": " + std::to_string(bytes[index_of(p)]);
         }
         out += "}, \"macs\": " + std::to_string(macs) + ", \"mmads\": " + std::to_string(mmads) + ", \"vector\": {";
         const char* comma = "";

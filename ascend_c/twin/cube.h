@@ -1,5 +1,6 @@
 // The cube core: LoadData (2D) into L0A and L0B, and Mmad. Signatures: kernel_operator_mm_intf.h.
-// Formats: L0A holds fractals (m1, k1, m0, k0), L0B (k1, n1, n0, k0), L0C (n1, m1, m0, n0); k0 is 32 bytes, the rest 16.
+// Formats: L0A holds fractals (m1, k1, m0, k0), L0B (k1, n1, n0, k0), L0C (n1, m1, m0, n0); k0 is 32 bytes, the
+// rest 16.
 #pragma once
 
 #include <cfloat>
@@ -28,12 +29,15 @@ void load_2d(const Span& dst, const Span& src, const AscendC::LoadData2DParams& 
     op.fits(p.repeatTimes, "repeatTimes", 0, 255);
     op.fits(p.srcStride, "srcStride", 0, 65535);
     op.fits(p.dstGap, "dstGap", 0, 65535);
-    op.require(!p.ifTranspose || (!from_gm && sizeof(T) == 2), FaultKind::type, "ifTranspose needs 16-bit data on the way from L1 to L0");
+    op.require(!p.ifTranspose || (!from_gm && sizeof(T) == 2), FaultKind::type,
+               "ifTranspose needs 16-bit data on the way from L1 to L0");
     op.require(p.addrMode == 0 || from_gm, FaultKind::range, "addrMode serves loads from GM only");
     const int64_t repeats = p.repeatTimes.full();
     if (repeats == 0) return;
     const int64_t step = (p.addrMode == 0 ? 1 : -1) * p.srcStride.full();
-    const auto from = [start = p.startIndex.full(), step](int64_t i) { return (start + i * step) * static_cast<int64_t>(kFractalBytes); };
+    const auto from = [start = p.startIndex.full(), step](int64_t i) {
+        return (start + i * step) * static_cast<int64_t>(kFractalBytes);
+    };
     const auto to = [gap = p.dstGap.full()](int64_t i) { return static_cast<size_t>(i * (gap + 1)) * kFractalBytes; };
     op.copies();
     for (int64_t i = 0; i < repeats; ++i) {
@@ -61,15 +65,17 @@ void load_2d(const Span& dst, const Span& src, const AscendC::LoadData2DParams& 
                 continue;
             }
             for (int r = 0; r < kFractalSide; ++r) {
-                for (int c = 0; c < kFractalSide; ++c) std::memcpy(d + (r * kFractalSide + c) * 2, s + (c * kFractalSide + r) * 2, 2);
+                for (int c = 0; c < kFractalSide; ++c)
+                    std::memcpy(d + (r * kFractalSide + c) * 2, s + (c * kFractalSide + r) * 2, 2);
             }
         }
     });
 }
 
 template <typename D, typename A, typename B>
-constexpr bool mmad_types = (std::is_same_v<A, B> && std::is_same_v<D, float> && is_one_of<A, half, float, bfloat16_t>) ||
-                            (std::is_same_v<A, int8_t> && std::is_same_v<B, int8_t> && std::is_same_v<D, int32_t>);
+constexpr bool mmad_types =
+    (std::is_same_v<A, B> && std::is_same_v<D, float> && is_one_of<A, half, float, bfloat16_t>) ||
+    (std::is_same_v<A, int8_t> && std::is_same_v<B, int8_t> && std::is_same_v<D, int32_t>);
 
 inline int64_t up_to(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
 
@@ -78,7 +84,10 @@ struct MmadShape {
     bool vector;  // m = 1: the A operand is a plain row of k elements (page "GEMV")
 
     int k1() const { return static_cast<int>(up_to(k, k0) / k0); }
-    int64_t column() const { return up_to(m, kFractalSide) * kFractalSide; }  // elements of one column of fractals in L0C
+    int64_t column() const
+    {
+        return up_to(m, kFractalSide) * kFractalSide;
+    }  // elements of one column of fractals in L0C
     // Element offsets. A: row i, L0B: column j, both at depth l.
     size_t a(int i, int l) const
     {
@@ -109,7 +118,8 @@ void read_matrix(Instruction& op, const Span& s, const MmadShape& shape, bool le
             if (depth == shape.k0) {
                 op.read(s, at, static_cast<size_t>(valid) * kBlockBytes);
             } else {
-                for (int r = 0; r < valid; ++r) op.read(s, at + static_cast<size_t>(r) * kBlockBytes, static_cast<size_t>(depth) * sizeof(T));
+                for (int r = 0; r < valid; ++r)
+                    op.read(s, at + static_cast<size_t>(r) * kBlockBytes, static_cast<size_t>(depth) * sizeof(T));
             }
         }
     }
@@ -121,7 +131,8 @@ using Summed = std::conditional_t<std::is_same_v<T, int8_t>, int32_t, float>;
 // C += A * B. The sum runs over k = 0, 1, 2... with one FP32 rounding per term; products of half and bfloat16 are exact
 // (inferred: the order in which the hardware adds is not public).
 template <typename D, typename T>
-void multiply(const Span& c, const Span& a, const Span& b, const MmadShape& s, bool from_zero, bool check_nan, bool saturate, Core& core_, Here here)
+void multiply(const Span& c, const Span& a, const Span& b, const MmadShape& s, bool from_zero, bool check_nan,
+              bool saturate, Core& core_, Here here)
 {
     using Sum = Summed<T>;
     const size_t k = static_cast<size_t>(s.k);
@@ -138,7 +149,9 @@ void multiply(const Span& c, const Span& a, const Span& b, const MmadShape& s, b
         for (int l = 0; l < s.k; ++l) left[static_cast<size_t>(i) * k + static_cast<size_t>(l)] = value(pa[s.a(i, l)]);
     }
     for (int j = 0; j < s.n; ++j) {  // laid out as (n1, k, 16), which the inner loop walks
-        for (int l = 0; l < s.k; ++l) right[(static_cast<size_t>(j / 16) * k + static_cast<size_t>(l)) * 16 + static_cast<size_t>(j % 16)] = value(pb[s.b(j, l)]);
+        for (int l = 0; l < s.k; ++l)
+            right[(static_cast<size_t>(j / 16) * k + static_cast<size_t>(l)) * 16 + static_cast<size_t>(j % 16)] =
+                value(pb[s.b(j, l)]);
     }
     if constexpr (std::is_same_v<Sum, float>) {
         bool nan = false;
@@ -184,7 +197,8 @@ void mmad(const Span& dst, const Span& fm, const Span& filter, const AscendC::Mm
     op.fits(p.n, "n", 0, 4095);
     op.fits(p.k, "k", 0, 4095);
     op.require(p.unitFlag == 0 || p.unitFlag == 2 || p.unitFlag == 3, FaultKind::range, "unitFlag is 0, 2 or 3");
-    op.require(!p.cmatrixSource && !p.isBias && !p.kDirectionAlign, FaultKind::program, "the twin does not emulate bias sources and kDirectionAlign");
+    op.require(!p.cmatrixSource && !p.isBias && !p.kDirectionAlign, FaultKind::program,
+               "the twin does not emulate bias sources and kDirectionAlign");
     if (p.m == 0 || p.n == 0 || p.k == 0) return;
     const MmadShape s{p.m, p.n, p.k, static_cast<int>(kBlockBytes / sizeof(T)), p.m == 1};
     // Above this size the hardware orders Mmad after Mmad by itself (page "Mmad").
@@ -200,7 +214,8 @@ void mmad(const Span& dst, const Span& fm, const Span& filter, const AscendC::Mm
             if (valid == kFractalSide) {
                 note(at, static_cast<size_t>(s.m) * 16 * sizeof(D));
             } else {
-                for (int i = 0; i < s.m; ++i) note(at + static_cast<size_t>(i) * 16 * sizeof(D), static_cast<size_t>(valid) * sizeof(D));
+                for (int i = 0; i < s.m; ++i)
+                    note(at + static_cast<size_t>(i) * 16 * sizeof(D), static_cast<size_t>(valid) * sizeof(D));
             }
         }
     };
@@ -220,20 +235,24 @@ void mmad(const Span& dst, const Span& fm, const Span& filter, const AscendC::Mm
 namespace AscendC {
 
 template <typename T>
-void LoadData(const LocalTensor<T>& dst, const LocalTensor<T>& src, const LoadData2DParams& loadDataParams, Here here = Here::now())
+void LoadData(const LocalTensor<T>& dst, const LocalTensor<T>& src, const LoadData2DParams& loadDataParams,
+              Here here = Here::now())
 {
     twin::load_2d<T>(dst.span(), src.span(), loadDataParams, here);
 }
 template <typename T>
-void LoadData(const LocalTensor<T>& dst, const GlobalTensor<T>& src, const LoadData2DParams& loadDataParams, Here here = Here::now())
+void LoadData(const LocalTensor<T>& dst, const GlobalTensor<T>& src, const LoadData2DParams& loadDataParams,
+              Here here = Here::now())
 {
     twin::load_2d<T>(dst.span(), src.span(), loadDataParams, here);
 }
 
 template <typename T, typename U, typename S>
-void Mmad(const LocalTensor<T>& dst, const LocalTensor<U>& fm, const LocalTensor<S>& filter, const MmadParams& mmadParams, Here here = Here::now())
+void Mmad(const LocalTensor<T>& dst, const LocalTensor<U>& fm, const LocalTensor<S>& filter,
+          const MmadParams& mmadParams, Here here = Here::now())
 {
-    static_assert(twin::mmad_types<T, U, S>, "Mmad: A2 multiplies half, bfloat16 or float into float, and int8 into int32");
+    static_assert(twin::mmad_types<T, U, S>,
+                  "Mmad: A2 multiplies half, bfloat16 or float into float, and int8 into int32");
     twin::mmad<T, U>(dst.span(), fm.span(), filter.span(), mmadParams, here);
 }
 

@@ -12,17 +12,18 @@
 namespace twin {
 
 enum class Role {
-    input,      // filled by the host; a kernel that writes it is in error
-    output,     // poisoned at each launch
-    workspace,  // poisoned at each launch
-    persistent, // kept from launch to launch
+    input,       // filled by the host; a kernel that writes it is in error
+    output,      // poisoned at each launch
+    workspace,   // poisoned at each launch
+    persistent,  // kept from launch to launch
 };
 
 struct Report {
     bool ok = true;
     Fault fault;
     std::vector<std::pair<std::string, Counters>> cores;
-    std::vector<std::pair<std::string, size_t>> undefined;  // output bytes that nobody wrote, or that hold nothing defined
+    std::vector<std::pair<std::string, size_t>>
+        undefined;  // output bytes that nobody wrote, or that hold nothing defined
 
     Counters total(CoreKind kind) const
     {
@@ -42,7 +43,8 @@ struct Report {
             out += comma + quoted(name) + ": " + std::to_string(bytes);
             comma = ", ";
         }
-        out += "}, \"aic\": " + total(CoreKind::aic).json() + ", \"aiv\": " + total(CoreKind::aiv).json() + ", \"cores\": {";
+        out += "}, \"aic\": " + total(CoreKind::aic).json() + ", \"aiv\": " + total(CoreKind::aiv).json() +
+               ", \"cores\": {";
         comma = "";
         for (const auto& [name, counters] : cores) {
             out += comma + ('"' + name) + "\": " + counters.json();
@@ -106,14 +108,24 @@ public:
         const int available = options.shape == Shape::aiv_only ? options.chip.aiv_cores : options.chip.aic_cores;
         if (blocks < 1 || blocks > available) {
             report.ok = false;
-            report.fault = Fault{FaultKind::range, name, "host", "", "launch", "", 0, "", std::to_string(blocks) + " blocks on a chip that runs " + std::to_string(available) + " at a time"};
+            report.fault = Fault{
+                FaultKind::range,
+                name,
+                "host",
+                "",
+                "launch",
+                "",
+                0,
+                "",
+                std::to_string(blocks) + " blocks on a chip that runs " + std::to_string(available) + " at a time"};
         } else {
             report.ok = Scheduler(l, kernel).run(report.fault);
         }
         if (report.ok) finish(l, hashes, report);
         for (auto& c : l.cores) report.cores.emplace_back(c->name(), c->counters);
         for (const Allocation& a : gm_) {
-            if (a.role == Role::output) report.undefined.emplace_back(a.memory->name(), a.memory->uninitialised_bytes());
+            if (a.role == Role::output)
+                report.undefined.emplace_back(a.memory->name(), a.memory->uninitialised_bytes());
         }
         twin::launch = nullptr;
         current = nullptr;
@@ -144,7 +156,8 @@ private:
         std::vector<uint64_t> hashes;
         for (const Allocation& a : gm_) {
             uint64_t h = 1469598103934665603ull;
-            for (size_t i = 0; a.role == Role::input && i < a.memory->size(); ++i) h = (h ^ a.memory->data()[i]) * 1099511628211ull;
+            for (size_t i = 0; a.role == Role::input && i < a.memory->size(); ++i)
+                h = (h ^ a.memory->data()[i]) * 1099511628211ull;
             hashes.push_back(h);
         }
         return hashes;
@@ -156,7 +169,8 @@ private:
         try {
             std::vector<Core*> order;
             for (auto& c : l.cores) order.push_back(c.get());
-            if (l.options.seed / 2 % 2 == 0) std::reverse(order.begin(), order.end());  // vector cores first, or cube cores
+            if (l.options.seed / 2 % 2 == 0)
+                std::reverse(order.begin(), order.end());  // vector cores first, or cube cores
             for (Core* c : order) {
                 current = c;
                 drain(*c);
@@ -168,11 +182,13 @@ private:
             }
             for (size_t i = 0; i < gm_.size(); ++i) {
                 const Memory& m = *gm_[i].memory;
-                l.cores[0]->require(m.guards_intact(), FaultKind::guard, "the memory beside GM " + m.name() + " was overwritten");
+                l.cores[0]->require(m.guards_intact(), FaultKind::guard,
+                                    "the memory beside GM " + m.name() + " was overwritten");
             }
             const std::vector<uint64_t> after = input_hashes();
             for (size_t i = 0; i < gm_.size(); ++i) {
-                l.cores[0]->require(after[i] == hashes[i], FaultKind::guard, "the kernel wrote GM " + gm_[i].memory->name() + ", which is an input");
+                l.cores[0]->require(after[i] == hashes[i], FaultKind::guard,
+                                    "the kernel wrote GM " + gm_[i].memory->name() + ", which is an input");
             }
         } catch (const FaultError& e) {
             report.ok = false;

@@ -21,23 +21,40 @@ struct EventPipes {
 inline const EventPipes& pipes_of(HardEvent event)
 {
     static const EventPipes table[] = {
-        {Pipe::MTE2, Pipe::MTE1, true, false, "MTE2_MTE1"}, {Pipe::MTE1, Pipe::MTE2, true, false, "MTE1_MTE2"},
-        {Pipe::MTE1, Pipe::M, true, false, "MTE1_M"},       {Pipe::M, Pipe::MTE1, true, false, "M_MTE1"},
-        {Pipe::MTE2, Pipe::V, false, true, "MTE2_V"},       {Pipe::V, Pipe::MTE2, false, true, "V_MTE2"},
-        {Pipe::MTE3, Pipe::V, false, true, "MTE3_V"},       {Pipe::V, Pipe::MTE3, false, true, "V_MTE3"},
-        {Pipe::M, Pipe::V, false, false, "M_V"},            {Pipe::V, Pipe::M, false, false, "V_M"},
-        {Pipe::V, Pipe::V, false, true, "V_V"},             {Pipe::MTE3, Pipe::MTE1, true, false, "MTE3_MTE1"},
-        {Pipe::MTE1, Pipe::MTE3, true, false, "MTE1_MTE3"}, {Pipe::MTE1, Pipe::V, false, false, "MTE1_V"},
-        {Pipe::MTE2, Pipe::M, true, false, "MTE2_M"},       {Pipe::M, Pipe::MTE2, true, false, "M_MTE2"},
-        {Pipe::V, Pipe::MTE1, false, false, "V_MTE1"},      {Pipe::M, Pipe::FIX, true, false, "M_FIX"},
-        {Pipe::FIX, Pipe::M, true, false, "FIX_M"},         {Pipe::MTE3, Pipe::MTE2, true, true, "MTE3_MTE2"},
-        {Pipe::MTE2, Pipe::MTE3, true, true, "MTE2_MTE3"},  {Pipe::S, Pipe::V, false, true, "S_V"},
-        {Pipe::V, Pipe::S, false, true, "V_S"},             {Pipe::S, Pipe::MTE2, true, true, "S_MTE2"},
-        {Pipe::MTE2, Pipe::S, true, true, "MTE2_S"},        {Pipe::S, Pipe::MTE3, true, true, "S_MTE3"},
-        {Pipe::MTE3, Pipe::S, true, true, "MTE3_S"},        {Pipe::MTE2, Pipe::FIX, true, false, "MTE2_FIX"},
-        {Pipe::FIX, Pipe::MTE2, true, false, "FIX_MTE2"},   {Pipe::FIX, Pipe::S, true, false, "FIX_S"},
-        {Pipe::M, Pipe::S, true, false, "M_S"},             {Pipe::FIX, Pipe::MTE3, true, false, "FIX_MTE3"},
-        {Pipe::MTE1, Pipe::FIX, true, false, "MTE1_FIX"},   {Pipe::FIX, Pipe::MTE1, true, false, "FIX_MTE1"},
+        {Pipe::MTE2, Pipe::MTE1, true, false, "MTE2_MTE1"},
+        {Pipe::MTE1, Pipe::MTE2, true, false, "MTE1_MTE2"},
+        {Pipe::MTE1, Pipe::M, true, false, "MTE1_M"},
+        {Pipe::M, Pipe::MTE1, true, false, "M_MTE1"},
+        {Pipe::MTE2, Pipe::V, false, true, "MTE2_V"},
+        {Pipe::V, Pipe::MTE2, false, true, "V_MTE2"},
+        {Pipe::MTE3, Pipe::V, false, true, "MTE3_V"},
+        {Pipe::V, Pipe::MTE3, false, true, "V_MTE3"},
+        {Pipe::M, Pipe::V, false, false, "M_V"},
+        {Pipe::V, Pipe::M, false, false, "V_M"},
+        {Pipe::V, Pipe::V, false, true, "V_V"},
+        {Pipe::MTE3, Pipe::MTE1, true, false, "MTE3_MTE1"},
+        {Pipe::MTE1, Pipe::MTE3, true, false, "MTE1_MTE3"},
+        {Pipe::MTE1, Pipe::V, false, false, "MTE1_V"},
+        {Pipe::MTE2, Pipe::M, true, false, "MTE2_M"},
+        {Pipe::M, Pipe::MTE2, true, false, "M_MTE2"},
+        {Pipe::V, Pipe::MTE1, false, false, "V_MTE1"},
+        {Pipe::M, Pipe::FIX, true, false, "M_FIX"},
+        {Pipe::FIX, Pipe::M, true, false, "FIX_M"},
+        {Pipe::MTE3, Pipe::MTE2, true, true, "MTE3_MTE2"},
+        {Pipe::MTE2, Pipe::MTE3, true, true, "MTE2_MTE3"},
+        {Pipe::S, Pipe::V, false, true, "S_V"},
+        {Pipe::V, Pipe::S, false, true, "V_S"},
+        {Pipe::S, Pipe::MTE2, true, true, "S_MTE2"},
+        {Pipe::MTE2, Pipe::S, true, true, "MTE2_S"},
+        {Pipe::S, Pipe::MTE3, true, true, "S_MTE3"},
+        {Pipe::MTE3, Pipe::S, true, true, "MTE3_S"},
+        {Pipe::MTE2, Pipe::FIX, true, false, "MTE2_FIX"},
+        {Pipe::FIX, Pipe::MTE2, true, false, "FIX_MTE2"},
+        {Pipe::FIX, Pipe::S, true, false, "FIX_S"},
+        {Pipe::M, Pipe::S, true, false, "M_S"},
+        {Pipe::FIX, Pipe::MTE3, true, false, "FIX_MTE3"},
+        {Pipe::MTE1, Pipe::FIX, true, false, "MTE1_FIX"},
+        {Pipe::FIX, Pipe::MTE1, true, false, "FIX_MTE1"},
         {Pipe::FIX, Pipe::FIX, true, false, "FIX_FIX"},
     };
     return table[static_cast<int>(event)];
@@ -49,7 +66,8 @@ inline EventFlag& flag_of(Core& c, HardEvent event, int32_t id, Caller caller)
 {
     const EventPipes& e = pipes_of(event);
     const std::string what = std::string(e.name) + " with event id " + std::to_string(id);
-    c.require(c.kind == CoreKind::aic ? e.on_aic : e.on_aiv, FaultKind::core, std::string(e.name) + " does not exist on this core");
+    c.require(c.kind == CoreKind::aic ? e.on_aic : e.on_aiv, FaultKind::core,
+              std::string(e.name) + " does not exist on this core");
     c.require(id >= 0 && id < kEventIds, FaultKind::event_id, what + ": ids are 0 to 7");
     EventFlag& flag = c.flags[static_cast<int>(event)][id];
     if (caller == Caller::kernel && c.tpipe != nullptr && !c.options.raw_event_ids) {
@@ -86,7 +104,9 @@ inline void wait_flag(HardEvent event, int32_t id, Here here, Caller caller = Ca
     Core& c = begin_call("WaitFlag", e.destination, here);
     EventFlag& flag = flag_of(c, event, id, caller);
     // The twin follows program order: a wait whose set comes later in the program is reported too.
-    c.require(flag.set, FaultKind::deadlock, std::string(e.name) + '(' + std::to_string(id) + ") is not set: pipe " + name_of(e.destination) + " waits for ever");
+    c.require(flag.set, FaultKind::deadlock,
+              std::string(e.name) + '(' + std::to_string(id) + ") is not set: pipe " + name_of(e.destination) +
+                  " waits for ever");
     flag.set = false;
     const Epoch me = c.issue(e.destination);
     c.clocks[index_of(e.destination)].join(flag.at_set);
@@ -106,8 +126,9 @@ inline void check_flags_at_end(Core& c)
         for (int id = 0; id < kEventIds; ++id) {
             if (!c.flags[event][id].set) continue;
             c.call = "end of kernel";
-            c.fault(FaultKind::flag, "", std::string(pipes_of(static_cast<HardEvent>(event)).name) + '(' + std::to_string(id) +
-                                             ") is still set at the end: a WaitFlag is missing, and the next kernel inherits the flag");
+            c.fault(FaultKind::flag, "",
+                    std::string(pipes_of(static_cast<HardEvent>(event)).name) + '(' + std::to_string(id) +
+                        ") is still set at the end: a WaitFlag is missing, and the next kernel inherits the flag");
         }
     }
 }

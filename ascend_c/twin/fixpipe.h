@@ -40,7 +40,8 @@ T fixpipe_value(U x, bool relu, bool saturate)
 inline void check_fixpipe_fields(const Instruction& op, const AscendC::FixpipeParamsV220& p, bool row_major)
 {
     op.fits(p.nSize, "nSize", 0, 4095);
-    op.require(p.nSize % 16 == 0, FaultKind::range, "nSize = " + std::to_string(p.nSize.full()) + " must be a multiple of 16");
+    op.require(p.nSize % 16 == 0, FaultKind::range,
+               "nSize = " + std::to_string(p.nSize.full()) + " must be a multiple of 16");
     op.fits(p.mSize, "mSize", 0, row_major ? 8192 : 65535);
     op.fits(p.srcStride, "srcStride", 0, 65535);
     op.fits(p.dstStride, "dstStride", 0, 4294967295ll);
@@ -60,26 +61,38 @@ void fixpipe(const Span& dst, const Span& src, const AscendC::FixpipeParamsV220&
     op.lies_in(src, {Space::L0C}, "src");
     op.aligned(src, 64, "src");
     op.lies_in(dst, {to_l1 ? Space::L1 : Space::GM}, "dst");
-    op.require(!to_l1 || !row_major, FaultKind::type, "L0C to L1 is NZ on A2: pass CFG_NZ, CFG_ROW_MAJOR has no effect there");
+    op.require(!to_l1 || !row_major, FaultKind::type,
+               "L0C to L1 is NZ on A2: pass CFG_NZ, CFG_ROW_MAJOR has no effect there");
     if (to_l1 || !row_major) op.aligned(dst, kBlockBytes, "dst");
     check_fixpipe_fields(op, p, row_major);
     const QuantMode_t wanted = std::is_same_v<T, half> ? F322F16 : std::is_same_v<T, bfloat16_t> ? F322BF16 : NoQuant;
-    op.require(p.quantPre == wanted, FaultKind::type, std::string("quantPre does not give ") + TypeName<T>::value + ": it is set by hand");
+    op.require(p.quantPre == wanted, FaultKind::type,
+               std::string("quantPre does not give ") + TypeName<T>::value + ": it is set by hand");
     if (p.nSize == 0 || p.mSize == 0 || p.ndNum == 0) return;
     if (p.unitFlag != 0) op.unit_flag();
-    const FixpipeShape s{p.nSize.full(), p.mSize.full(), p.srcStride.full(), p.dstStride.full(), row_major ? p.ndNum.full() : 1,
-                         p.srcNdStride.full(), p.dstNdStride.full(), row_major};
+    const FixpipeShape s{p.nSize.full(),
+                         p.mSize.full(),
+                         p.srcStride.full(),
+                         p.dstStride.full(),
+                         row_major ? p.ndNum.full() : 1,
+                         p.srcNdStride.full(),
+                         p.dstNdStride.full(),
+                         row_major};
     const int64_t size = sizeof(T);
     op.copies();
     for (int64_t d = 0; d < s.matrices; ++d) {
-        for (int64_t j = 0; j < s.n; j += 16) op.read(src, s.source(d, 0, j) * sizeof(U), static_cast<size_t>(s.m) * 16 * sizeof(U));
-        for (int64_t i = 0; row_major && i < s.m; ++i) op.write(dst, s.destination(d, i, 0, size), static_cast<size_t>(s.n * size));
-        for (int64_t j = 0; !row_major && j < s.n; j += 16) op.write(dst, s.destination(d, 0, j, size), static_cast<size_t>(s.m * 16 * size));
+        for (int64_t j = 0; j < s.n; j += 16)
+            op.read(src, s.source(d, 0, j) * sizeof(U), static_cast<size_t>(s.m) * 16 * sizeof(U));
+        for (int64_t i = 0; row_major && i < s.m; ++i)
+            op.write(dst, s.destination(d, i, 0, size), static_cast<size_t>(s.n * size));
+        for (int64_t j = 0; !row_major && j < s.n; j += 16)
+            op.write(dst, s.destination(d, 0, j, size), static_cast<size_t>(s.m * 16 * size));
     }
     for (int64_t d = 0; d < s.matrices; ++d) {
         for (int64_t i = 0; i < s.m; ++i) {
             for (int64_t j = 0; j < s.n; j += 16) {
-                op.hand_on(dst, s.destination(d, i, j, size), static_cast<size_t>(16 * size), src, s.source(d, i, j) * sizeof(U), 16 * sizeof(U));
+                op.hand_on(dst, s.destination(d, i, j, size), static_cast<size_t>(16 * size), src,
+                           s.source(d, i, j) * sizeof(U), 16 * sizeof(U));
             }
         }
     }
@@ -93,7 +106,8 @@ void fixpipe(const Span& dst, const Span& src, const AscendC::FixpipeParamsV220&
             for (int64_t i = 0; i < s.m; ++i) {
                 for (int64_t j = 0; j < s.n; j += 16) {
                     T row[16];
-                    for (int64_t l = 0; l < 16; ++l) row[l] = fixpipe_value<T, U>(from[s.source(d, i, j + l)], relu, saturate);
+                    for (int64_t l = 0; l < 16; ++l)
+                        row[l] = fixpipe_value<T, U>(from[s.source(d, i, j + l)], relu, saturate);
                     std::memcpy(dst.data() + s.destination(d, i, j, size), row, sizeof(row));
                 }
             }
@@ -110,16 +124,20 @@ constexpr bool fixpipe_types = (std::is_same_v<U, float> && is_one_of<T, half, b
 namespace AscendC {
 
 template <typename T, typename U, const FixpipeConfig& config = CFG_ROW_MAJOR>
-void Fixpipe(const GlobalTensor<T>& dst, const LocalTensor<U>& src, const FixpipeParamsV220& intriParams, Here here = Here::now())
+void Fixpipe(const GlobalTensor<T>& dst, const LocalTensor<U>& src, const FixpipeParamsV220& intriParams,
+             Here here = Here::now())
 {
-    static_assert(twin::fixpipe_types<T, U>, "Fixpipe: the twin emulates float to half, bfloat16 and float, and int32 to int32");
+    static_assert(twin::fixpipe_types<T, U>,
+                  "Fixpipe: the twin emulates float to half, bfloat16 and float, and int32 to int32");
     static_assert(config.format != CO2Layout::COLUMN_MAJOR, "A2 has no column-major Fixpipe");
     twin::fixpipe<T, U>(dst.span(), src.span(), intriParams, config.format == CO2Layout::ROW_MAJOR, here);
 }
 template <typename T, typename U, const FixpipeConfig& config = CFG_ROW_MAJOR>
-void Fixpipe(const LocalTensor<T>& dst, const LocalTensor<U>& src, const FixpipeParamsV220& intriParams, Here here = Here::now())
+void Fixpipe(const LocalTensor<T>& dst, const LocalTensor<U>& src, const FixpipeParamsV220& intriParams,
+             Here here = Here::now())
 {
-    static_assert(twin::is_one_of<T, half, bfloat16_t> && std::is_same_v<U, float>, "Fixpipe to L1: A2 moves float as half or bfloat16");
+    static_assert(twin::is_one_of<T, half, bfloat16_t> && std::is_same_v<U, float>,
+                  "Fixpipe to L1: A2 moves float as half or bfloat16");
     twin::fixpipe<T, U>(dst.span(), src.span(), intriParams, config.format == CO2Layout::ROW_MAJOR, here);
 }
 

@@ -36,7 +36,8 @@ float jittered(float result, float input, uint64_t seed)
         const int b = half_bits_from(result) + step;
         return (b & 0x7fff) >= 0x7c00 ? result : float_from_half_bits(static_cast<uint16_t>(b));
     } else {
-        const float moved = bits_of<float>(static_cast<uint32_t>(static_cast<int64_t>(bits_of<uint32_t>(result)) + step));
+        const float moved =
+            bits_of<float>(static_cast<uint32_t>(static_cast<int64_t>(bits_of<uint32_t>(result)) + step));
         return std::isfinite(moved) ? moved : result;
     }
 }

@@ -35,8 +35,9 @@ struct Span {
 
 inline const char* name_of(AscendC::TPosition p)
 {
-    static const char* const names[] = {"GM", "A1", "A2", "B1", "B2", "C1", "C2", "CO1", "CO2", "VECIN", "VECOUT",
-                                        "VECCALC", "SPM", "TSCM", "C2PIPE2GM", "C2PIPE2LOCAL", "MAX"};
+    static const char* const names[] = {"GM",  "A1",   "A2",        "B1",           "B2",     "C1",
+                                        "C2",  "CO1",  "CO2",       "VECIN",        "VECOUT", "VECCALC",
+                                        "SPM", "TSCM", "C2PIPE2GM", "C2PIPE2LOCAL", "MAX"};
     return names[static_cast<int>(p)];
 }
 
@@ -49,7 +50,8 @@ inline Core& begin_call(const char* call, Pipe pipe, Here here)
     c.here = here;
     c.pipe = pipe;
     c.require(c.has(pipe), FaultKind::core,
-              std::string("pipe ") + name_of(pipe) + " does not exist on " + (c.kind == CoreKind::aic ? "a cube core" : "a vector core"));
+              std::string("pipe ") + name_of(pipe) + " does not exist on " +
+                  (c.kind == CoreKind::aic ? "a cube core" : "a vector core"));
     return c;
 }
 
@@ -68,7 +70,10 @@ public:
     }
 
     Core& core() const { return core_; }
-    void require(bool holds, FaultKind kind, const std::string& sentence) const { core_.require(holds, kind, sentence); }
+    void require(bool holds, FaultKind kind, const std::string& sentence) const
+    {
+        core_.require(holds, kind, sentence);
+    }
     template <typename T>
     void fits(const Field<T>& field, const char* name, int64_t low, int64_t high) const
     {
@@ -77,8 +82,9 @@ public:
     void in_range(int64_t value, const char* name, int64_t low, int64_t high) const
     {
         if (value >= low && value <= high) return;
-        core_.fault(FaultKind::range, "", std::string(name) + " = " + std::to_string(value) + " is outside [" +
-                                              std::to_string(low) + ", " + std::to_string(high) + "]");
+        core_.fault(FaultKind::range, "",
+                    std::string(name) + " = " + std::to_string(value) + " is outside [" + std::to_string(low) + ", " +
+                        std::to_string(high) + "]");
     }
     void own_pipe_in_order() { by_.own_pipe_in_order = true; }
     void unit_flag() { by_.unit_flag = true; }
@@ -90,13 +96,15 @@ public:
             if (s.memory != nullptr && s.memory->space() == space) return;
             wanted += (wanted.empty() ? "" : " or ") + std::string(name_of(space));
         }
-        if (s.memory == nullptr) core_.fault(FaultKind::position, "", std::string(operand) + " is a tensor without memory");
+        if (s.memory == nullptr)
+            core_.fault(FaultKind::position, "", std::string(operand) + " is a tensor without memory");
         core_.fault(FaultKind::position, s.describe(0), std::string(operand) + " must lie in " + wanted);
     }
     void aligned(const Span& s, size_t bytes, const char* operand) const
     {
         if (s.begin % bytes == 0) return;
-        core_.fault(FaultKind::alignment, s.describe(0), std::string(operand) + " must start at a multiple of " + std::to_string(bytes) + " bytes");
+        core_.fault(FaultKind::alignment, s.describe(0),
+                    std::string(operand) + " must start at a multiple of " + std::to_string(bytes) + " bytes");
     }
 
     void read(const Span& s, size_t offset, size_t bytes)
@@ -158,9 +166,9 @@ private:
     {
         const size_t from = s.begin + offset;
         if (from >= s.low && from + bytes <= s.high && from + bytes <= s.memory->size()) return;
-        core_.fault(FaultKind::bounds, s.describe(offset), std::string(verb) + ' ' + std::to_string(bytes) +
-                                                               " bytes, but the tensor's buffer ends after " +
-                                                               std::to_string(s.high - s.low) + " bytes at +" + std::to_string(s.high));
+        core_.fault(FaultKind::bounds, s.describe(offset),
+                    std::string(verb) + ' ' + std::to_string(bytes) + " bytes, but the tensor's buffer ends after " +
+                        std::to_string(s.high - s.low) + " bytes at +" + std::to_string(s.high));
     }
     [[noreturn]] void report(const Span& s, const Conflict& c, const char* verb) const
     {
@@ -168,8 +176,9 @@ private:
         if (c.what == Conflict::uninitialised) {
             core_.fault(FaultKind::uninitialised, where, "reads memory that nobody has written");
         }
-        core_.fault(FaultKind::race, where, std::string(verb) + " what " + launch->describe(c.other) +
-                                                (c.other_wrote ? " wrote" : " reads") + ", without an order between the two");
+        core_.fault(FaultKind::race, where,
+                    std::string(verb) + " what " + launch->describe(c.other) + (c.other_wrote ? " wrote" : " reads") +
+                        ", without an order between the two");
     }
 
     Core& core_;

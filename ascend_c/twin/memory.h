@@ -32,9 +32,9 @@ constexpr size_t kGuardBytes = 512;
 struct Accessor {
     Epoch me;
     const Clock* clock = nullptr;
-    bool own_pipe_in_order = false;      // the hardware orders this pipe's instructions on these operands
-    bool scalar_synchronised = false;    // the compiler orders PIPE_S against the other pipes of this core
-    bool unit_flag = false;              // the hardware orders Mmad and Fixpipe
+    bool own_pipe_in_order = false;    // the hardware orders this pipe's instructions on these operands
+    bool scalar_synchronised = false;  // the compiler orders PIPE_S against the other pipes of this core
+    bool unit_flag = false;            // the hardware orders Mmad and Fixpipe
     bool check_init = true;
     bool check_races = true;
     std::vector<Epoch>* resolved = nullptr;  // conflicts that compiler or hardware order: the caller waits for these
@@ -54,7 +54,10 @@ public:
 
     // Inputs are read by every core and written by none: their readers need not be kept.
     Memory(std::string name, Space space, size_t bytes, bool track_readers = true)
-        : name_(std::move(name)), space_(space), size_(bytes), track_readers_(track_readers),
+        : name_(std::move(name)),
+          space_(space),
+          size_(bytes),
+          track_readers_(track_readers),
           storage_(static_cast<uint8_t*>(::operator new(padded(bytes) + 2 * kGuardBytes, std::align_val_t(512)))),
           cells_((bytes + kCell - 1) / kCell)
     {
@@ -203,7 +206,8 @@ private:
         const bool scalar = by.scalar_synchronised && (p == Pipe::S) != (q == Pipe::S);
         const bool unit = by.unit_flag && ((p == Pipe::M && q == Pipe::FIX) || (p == Pipe::FIX && q == Pipe::M));
         if (!scalar && !unit) return !by.check_races;
-        if (by.resolved->empty() || by.resolved->back().seq != other.seq || by.resolved->back().thread != other.thread) {
+        if (by.resolved->empty() || by.resolved->back().seq != other.seq ||
+            by.resolved->back().thread != other.thread) {
             by.resolved->push_back(other);
         }
         return true;

@@ -121,10 +121,7 @@ inline void narrow(const float* from, half* to, size_t n)
     }
 }
 
-inline half half_from(float x)
-{
-    return bits_of<half>(half_bits_from(x));
-}
+inline half half_from(float x) { return bits_of<half>(half_bits_from(x)); }
 
 enum class Rounding { nearest_even, down, up, nearest_away, to_zero, to_odd };
 
@@ -171,9 +168,9 @@ inline float round_to_bf16(double x, Rounding mode = Rounding::nearest_even)
 
 template <typename T>
 struct TypeName;
-#define TWIN_TYPE_NAME(type, text) \
-    template <>                    \
-    struct TypeName<type> {        \
+#define TWIN_TYPE_NAME(type, text)                 \
+    template <>                                    \
+    struct TypeName<type> {                        \
         static constexpr const char* value = text; \
     }
 TWIN_TYPE_NAME(half, "half");

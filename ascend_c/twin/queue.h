@@ -43,7 +43,8 @@ constexpr QueueEvents events_of(AscendC::TPosition source, AscendC::TPosition de
     const Space to = destination == P::CO2 || destination == P::GM ? Space::GM : space_of(destination);
     if (from == Space::GM && to == Space::UB) return {HardEvent::MTE2_V, HardEvent::V_MTE2};
     if (from == Space::UB && to == Space::GM) return {HardEvent::V_MTE3, HardEvent::MTE3_V};
-    if (from == Space::UB && to == Space::UB) return {HardEvent::MTE2_MTE3, HardEvent::MTE3_MTE2};  // VECIN bound to VECOUT
+    if (from == Space::UB && to == Space::UB)
+        return {HardEvent::MTE2_MTE3, HardEvent::MTE3_MTE2};  // VECIN bound to VECOUT
     if (from == Space::GM && to == Space::L1) return {HardEvent::MTE2_MTE1, HardEvent::MTE1_MTE2};
     if (from == Space::L1) return {HardEvent::MTE1_M, HardEvent::M_MTE1};
     if (from == Space::L0C) return {HardEvent::M_FIX, HardEvent::FIX_M};
@@ -85,12 +86,15 @@ struct QueueState {
             b.state = Buffer::allocated;
             return b;
         }
-        c.fault(FaultKind::queue, "", "all " + std::to_string(buffers.size()) + " buffers are in use: FreeTensor is missing");
+        c.fault(FaultKind::queue, "",
+                "all " + std::to_string(buffers.size()) + " buffers are in use: FreeTensor is missing");
     }
     void enqueue(Core& c, Buffer& b, size_t depth, Here here)
     {
-        c.require(b.state == Buffer::allocated, FaultKind::queue, "EnQue of a tensor that AllocTensor has not just given");
-        c.require(waiting.size() < depth, FaultKind::queue, "the queue of depth " + std::to_string(depth) + " is full: DeQue comes first");
+        c.require(b.state == Buffer::allocated, FaultKind::queue,
+                  "EnQue of a tensor that AllocTensor has not just given");
+        c.require(waiting.size() < depth, FaultKind::queue,
+                  "the queue of depth " + std::to_string(depth) + " is full: DeQue comes first");
         b.state = Buffer::enqueued;
         b.ready_id = take_event(c, events.ready, true);
         set_flag(events.ready, b.ready_id, here, Caller::framework);
@@ -205,7 +209,8 @@ private:
         return LocalTensor<T>::over(state_->memory, where, b.begin, state_->bytes);
     }
 
-    std::shared_ptr<twin::QueueState> state_ = std::make_shared<twin::QueueState>(twin::QueueState{kEvents, nullptr, 0, {}, {}, 0});
+    std::shared_ptr<twin::QueueState> state_ =
+        std::make_shared<twin::QueueState>(twin::QueueState{kEvents, nullptr, 0, {}, {}, 0});
 };
 
 // Positions that lie between a source and a destination.
@@ -361,17 +366,21 @@ public:
 private:
     static constexpr int kOwnEvents = 3;
 
-    static size_t rounded(uint32_t len) { return (static_cast<size_t>(len) + twin::kBlockBytes - 1) / twin::kBlockBytes * twin::kBlockBytes; }
+    static size_t rounded(uint32_t len)
+    {
+        return (static_cast<size_t>(len) + twin::kBlockBytes - 1) / twin::kBlockBytes * twin::kBlockBytes;
+    }
     size_t take(twin::Core& c, TPosition pos, size_t bytes, twin::Memory*& memory)
     {
         const twin::Space space = twin::space_of(pos);
         memory = c.memory(space);
-        c.require(memory != nullptr, twin::FaultKind::core, std::string("position ") + twin::name_of(pos) + " does not exist on this core");
+        c.require(memory != nullptr, twin::FaultKind::core,
+                  std::string("position ") + twin::name_of(pos) + " does not exist on this core");
         size_t& used = used_[twin::Core::index(space)];
         const size_t limit = c.capacity[twin::Core::index(space)];
         c.require(used + bytes <= limit, twin::FaultKind::capacity,
-                  std::string(twin::name_of(space)) + " is full: " + std::to_string(used) + " + " + std::to_string(bytes) +
-                      " bytes of " + std::to_string(limit));
+                  std::string(twin::name_of(space)) + " is full: " + std::to_string(used) + " + " +
+                      std::to_string(bytes) + " bytes of " + std::to_string(limit));
         used += bytes;
         return used - bytes;
     }

@@ -42,7 +42,9 @@ inline Extremum extremum(const float* values, const Lanes& active, int from, int
     Extremum best;
     for (int i = from; i < to; ++i) {
         if (!active[i]) continue;
-        const bool better = best.index < 0 || (best.value == best.value && (values[i] != values[i] || (largest ? values[i] > best.value : values[i] < best.value)));
+        const bool better =
+            best.index < 0 || (best.value == best.value &&
+                               (values[i] != values[i] || (largest ? values[i] > best.value : values[i] < best.value)));
         if (better) best = Extremum{values[i], i};
     }
     return best;
@@ -59,7 +61,9 @@ float reduced(Reduction kind, const float* values, const Lanes& active, int from
 
 inline Reduction reduction_of(AscendC::ReduceType type)
 {
-    return type == AscendC::ReduceType::SUM ? Reduction::sum : type == AscendC::ReduceType::MAX ? Reduction::max : Reduction::min;
+    return type == AscendC::ReduceType::SUM   ? Reduction::sum
+           : type == AscendC::ReduceType::MAX ? Reduction::max
+                                              : Reduction::min;
 }
 
 // The arguments that all reductions share.
@@ -89,9 +93,10 @@ Plan prepare_source(Instruction& op, const AscendC::LocalTensor<T>& src, const R
 }
 
 // A result may replace its own repeat's source, but not lie where a later repeat reads.
-inline void check_reduced_overlap(const Instruction& op, const Plan& plan, const Operand& s, const Span& out, size_t bytes, int64_t stride)
+inline void check_reduced_overlap(const Instruction& op, const Plan& plan, const Operand& s, const Span& out,
+                                  size_t bytes, int64_t stride)
 {
-    if (out.memory != s.span.memory) return;
+    if (out.memory != s.span.memory || plan.repeats == 0) return;
     const auto [low, high] = s.hull(plan);
     if (out.begin >= high || out.begin + static_cast<size_t>((plan.repeats - 1) * stride) + bytes <= low) return;
     for (int64_t w = 0; w + 1 < plan.repeats; ++w) {
@@ -100,15 +105,16 @@ inline void check_reduced_overlap(const Instruction& op, const Plan& plan, const
             for (int b = 0; b < static_cast<int>(kBlocksPerRepeat); ++b) {
                 const size_t from = s.span.begin + static_cast<size_t>((r * s.repeat + b * s.block) * kBlockBytes);
                 op.require(at >= from + kBlockBytes || at + bytes <= from, FaultKind::overlap,
-                           "repeat " + std::to_string(r) + " reads what repeat " + std::to_string(w) + " of the same call writes");
+                           "repeat " + std::to_string(r) + " reads what repeat " + std::to_string(w) +
+                               " of the same call writes");
             }
         }
     }
 }
 
 template <typename T>
-void reduce_repeat(Instruction& op, Reduction kind, const AscendC::LocalTensor<T>& dst, const AscendC::LocalTensor<T>& src,
-                   const ReduceArguments& a, AscendC::ReduceOrder order)
+void reduce_repeat(Instruction& op, Reduction kind, const AscendC::LocalTensor<T>& dst,
+                   const AscendC::LocalTensor<T>& src, const ReduceArguments& a, AscendC::ReduceOrder order)
 {
     using O = AscendC::ReduceOrder;
     Operand s;
@@ -146,7 +152,8 @@ void reduce_repeat(Instruction& op, Reduction kind, const AscendC::LocalTensor<T
 
 // Eight results per repeat; a block without an active lane leaves its result as it was.
 template <typename T>
-void reduce_block(Instruction& op, Reduction kind, const AscendC::LocalTensor<T>& dst, const AscendC::LocalTensor<T>& src, const ReduceArguments& a)
+void reduce_block(Instruction& op, Reduction kind, const AscendC::LocalTensor<T>& dst,
+                  const AscendC::LocalTensor<T>& src, const ReduceArguments& a)
 {
     Operand s;
     const Plan plan = prepare_source(op, src, a, s);
@@ -164,7 +171,8 @@ void reduce_block(Instruction& op, Reduction kind, const AscendC::LocalTensor<T>
     };
     for (int64_t r = 0; r < plan.repeats; ++r) {
         for (int b = 0; b < 8; ++b) {
-            if (live(r, b)) op.write(out, static_cast<size_t>(r * stride) + static_cast<size_t>(b) * sizeof(T), sizeof(T));
+            if (live(r, b))
+                op.write(out, static_cast<size_t>(r * stride) + static_cast<size_t>(b) * sizeof(T), sizeof(T));
         }
     }
     const bool saturate = op.core().saturate;
@@ -174,7 +182,8 @@ void reduce_block(Instruction& op, Reduction kind, const AscendC::LocalTensor<T>
             load<T>(s, plan, r, x);
             for (int b = 0; b < 8; ++b) {
                 if (!live(r, b)) continue;
-                const T y = static_cast<T>(reduced<T>(kind, x, plan.at(r), b * per_block, (b + 1) * per_block, saturate));
+                const T y =
+                    static_cast<T>(reduced<T>(kind, x, plan.at(r), b * per_block, (b + 1) * per_block, saturate));
                 std::memcpy(out.data() + r * stride + b * static_cast<int>(sizeof(T)), &y, sizeof(T));
             }
         }
@@ -183,7 +192,8 @@ void reduce_block(Instruction& op, Reduction kind, const AscendC::LocalTensor<T>
 
 // Half as many results as lanes, 128 bytes per repeat; a pair without an active lane leaves its result as it was.
 template <typename T>
-void reduce_pair(Instruction& op, const AscendC::LocalTensor<T>& dst, const AscendC::LocalTensor<T>& src, const ReduceArguments& a)
+void reduce_pair(Instruction& op, const AscendC::LocalTensor<T>& dst, const AscendC::LocalTensor<T>& src,
+                 const ReduceArguments& a)
 {
     Operand s;
     const Plan plan = prepare_source(op, src, a, s);
@@ -193,7 +203,8 @@ void reduce_pair(Instruction& op, const AscendC::LocalTensor<T>& dst, const Asce
     check_reduced_overlap(op, plan, s, out, 128, stride);
     for (int64_t r = 0; r < plan.repeats; ++r) {
         for (int i = 0; i < kLanes<T>; i += 2) {
-            if (plan.at(r)[i] || plan.at(r)[i + 1]) op.write(out, static_cast<size_t>(r * stride) + static_cast<size_t>(i / 2) * sizeof(T), sizeof(T));
+            if (plan.at(r)[i] || plan.at(r)[i + 1])
+                op.write(out, static_cast<size_t>(r * stride) + static_cast<size_t>(i / 2) * sizeof(T), sizeof(T));
         }
     }
     const bool saturate = op.core().saturate;
@@ -210,7 +221,10 @@ void reduce_pair(Instruction& op, const AscendC::LocalTensor<T>& dst, const Asce
     });
 }
 
-inline MaskArgument mask_argument(int32_t mask) { return MaskArgument::count(static_cast<uint64_t>(static_cast<int64_t>(mask))); }
+inline MaskArgument mask_argument(int32_t mask)
+{
+    return MaskArgument::count(static_cast<uint64_t>(static_cast<int64_t>(mask)));
+}
 inline MaskArgument mask_argument(const uint64_t mask[]) { return MaskArgument::list(mask); }
 
 }  // namespace twin
@@ -219,68 +233,82 @@ namespace AscendC {
 
 // Each name takes its mask as a count or as bits. The WholeReduce calls take mask before repeatTime, the BlockReduce
 // and PairReduce calls repeatTime before mask.
-#define TWIN_WHOLE(Name, kind, Mask)                                                                                             \
-    template <typename T, bool isSetMask = true>                                                                                 \
-    void Name(const LocalTensor<T>& dst, const LocalTensor<T>& src, Mask, const int32_t repeatTime, const int32_t dstRepStride,  \
-              const int32_t srcBlkStride, const int32_t srcRepStride, ReduceOrder order = ReduceOrder::ORDER_VALUE_INDEX,        \
-              Here here = Here::now())                                                                                           \
-    {                                                                                                                            \
-        twin::Instruction op(#Name, twin::Pipe::V, here);                                                                        \
-        twin::reduce_repeat(op, twin::Reduction::kind, dst, src,                                                                 \
-                            {twin::mask_argument(mask), repeatTime, dstRepStride, srcBlkStride, srcRepStride, isSetMask}, order); \
+#define TWIN_WHOLE(Name, kind, Mask)                                                                              \
+    template <typename T, bool isSetMask = true>                                                                  \
+    void Name(const LocalTensor<T>& dst, const LocalTensor<T>& src, Mask, const int32_t repeatTime,               \
+              const int32_t dstRepStride, const int32_t srcBlkStride, const int32_t srcRepStride,                 \
+              ReduceOrder order = ReduceOrder::ORDER_VALUE_INDEX, Here here = Here::now())                        \
+    {                                                                                                             \
+        twin::Instruction op(#Name, twin::Pipe::V, here);                                                         \
+        twin::reduce_repeat(                                                                                      \
+            op, twin::Reduction::kind, dst, src,                                                                  \
+            {twin::mask_argument(mask), repeatTime, dstRepStride, srcBlkStride, srcRepStride, isSetMask}, order); \
     }
 TWIN_WHOLE(WholeReduceMax, max, const int32_t mask)
 TWIN_WHOLE(WholeReduceMax, max, const uint64_t mask[])
 TWIN_WHOLE(WholeReduceMin, min, const int32_t mask)
 TWIN_WHOLE(WholeReduceMin, min, const uint64_t mask[])
 
-#define TWIN_WHOLE_SUM(Mask)                                                                                                     \
-    template <typename T, bool isSetMask = true>                                                                                 \
-    void WholeReduceSum(const LocalTensor<T>& dst, const LocalTensor<T>& src, Mask, const int32_t repeatTime,                    \
-                        const int32_t dstRepStride, const int32_t srcBlkStride, const int32_t srcRepStride, Here here = Here::now()) \
-    {                                                                                                                            \
-        twin::Instruction op("WholeReduceSum", twin::Pipe::V, here);                                                             \
-        twin::reduce_repeat(op, twin::Reduction::sum, dst, src,                                                                  \
-                            {twin::mask_argument(mask), repeatTime, dstRepStride, srcBlkStride, srcRepStride, isSetMask},        \
-                            ReduceOrder::ORDER_ONLY_VALUE);                                                                      \
+#define TWIN_WHOLE_SUM(Mask)                                                                                  \
+    template <typename T, bool isSetMask = true>                                                              \
+    void WholeReduceSum(const LocalTensor<T>& dst, const LocalTensor<T>& src, Mask, const int32_t repeatTime, \
+                        const int32_t dstRepStride, const int32_t srcBlkStride, const int32_t srcRepStride,   \
+                        Here here = Here::now())                                                              \
+    {                                                                                                         \
+        twin::Instruction op("WholeReduceSum", twin::Pipe::V, here);                                          \
+        twin::reduce_repeat(                                                                                  \
+            op, twin::Reduction::sum, dst, src,                                                               \
+            {twin::mask_argument(mask), repeatTime, dstRepStride, srcBlkStride, srcRepStride, isSetMask},     \
+            ReduceOrder::ORDER_ONLY_VALUE);                                                                   \
     }
 TWIN_WHOLE_SUM(const int32_t mask)
 TWIN_WHOLE_SUM(const uint64_t mask[])
 
-#define TWIN_REPEAT_BEFORE_MASK(Name, action, Mask)                                                                             \
-    template <typename T, bool isSetMask = true>                                                                                 \
-    void Name(const LocalTensor<T>& dst, const LocalTensor<T>& src, const int32_t repeatTime, Mask, const int32_t dstRepStride,  \
-              const int32_t srcBlkStride, const int32_t srcRepStride, Here here = Here::now())                                   \
-    {                                                                                                                            \
-        twin::Instruction op(#Name, twin::Pipe::V, here);                                                                        \
-        const twin::ReduceArguments a{twin::mask_argument(mask), repeatTime, dstRepStride, srcBlkStride, srcRepStride, isSetMask}; \
-        action;                                                                                                                  \
+#define TWIN_REPEAT_BEFORE_MASK(Name, action, Mask)                                                      \
+    template <typename T, bool isSetMask = true>                                                         \
+    void Name(const LocalTensor<T>& dst, const LocalTensor<T>& src, const int32_t repeatTime, Mask,      \
+              const int32_t dstRepStride, const int32_t srcBlkStride, const int32_t srcRepStride,        \
+              Here here = Here::now())                                                                   \
+    {                                                                                                    \
+        twin::Instruction op(#Name, twin::Pipe::V, here);                                                \
+        const twin::ReduceArguments a{                                                                   \
+            twin::mask_argument(mask), repeatTime, dstRepStride, srcBlkStride, srcRepStride, isSetMask}; \
+        action;                                                                                          \
     }
 TWIN_REPEAT_BEFORE_MASK(BlockReduceMax, twin::reduce_block(op, twin::Reduction::max, dst, src, a), const int32_t mask)
-TWIN_REPEAT_BEFORE_MASK(BlockReduceMax, twin::reduce_block(op, twin::Reduction::max, dst, src, a), const uint64_t mask[])
+TWIN_REPEAT_BEFORE_MASK(BlockReduceMax, twin::reduce_block(op, twin::Reduction::max, dst, src, a),
+                        const uint64_t mask[])
 TWIN_REPEAT_BEFORE_MASK(BlockReduceMin, twin::reduce_block(op, twin::Reduction::min, dst, src, a), const int32_t mask)
-TWIN_REPEAT_BEFORE_MASK(BlockReduceMin, twin::reduce_block(op, twin::Reduction::min, dst, src, a), const uint64_t mask[])
+TWIN_REPEAT_BEFORE_MASK(BlockReduceMin, twin::reduce_block(op, twin::Reduction::min, dst, src, a),
+                        const uint64_t mask[])
 TWIN_REPEAT_BEFORE_MASK(BlockReduceSum, twin::reduce_block(op, twin::Reduction::sum, dst, src, a), const int32_t mask)
-TWIN_REPEAT_BEFORE_MASK(BlockReduceSum, twin::reduce_block(op, twin::Reduction::sum, dst, src, a), const uint64_t mask[])
+TWIN_REPEAT_BEFORE_MASK(BlockReduceSum, twin::reduce_block(op, twin::Reduction::sum, dst, src, a),
+                        const uint64_t mask[])
 TWIN_REPEAT_BEFORE_MASK(PairReduceSum, twin::reduce_pair(op, dst, src, a), const int32_t mask)
 TWIN_REPEAT_BEFORE_MASK(PairReduceSum, twin::reduce_pair(op, dst, src, a), const uint64_t mask[])
 
 // The new names: mask before repeatTime throughout.
-#define TWIN_REDUCE(Name, tail, call, action, Mask)                                                                              \
-    template <ReduceType reduceType, typename T, typename U, bool isSetMask = true>                                              \
-    void Name(const LocalTensor<T>& dst, const LocalTensor<U>& src, Mask, const int32_t repeatTime, const int32_t dstRepStride,  \
-              const int32_t srcBlkStride, const int32_t srcRepStride, tail Here here = Here::now())                              \
-    {                                                                                                                            \
-        static_assert(std::is_same_v<T, U>, #Name ": source and destination have one type on A2");                               \
-        twin::Instruction op(#Name, twin::Pipe::V, here);                                                                        \
-        const twin::ReduceArguments a{twin::mask_argument(mask), repeatTime, dstRepStride, srcBlkStride, srcRepStride, isSetMask}; \
-        action;                                                                                                                  \
+#define TWIN_REDUCE(Name, tail, call, action, Mask)                                                      \
+    template <ReduceType reduceType, typename T, typename U, bool isSetMask = true>                      \
+    void Name(const LocalTensor<T>& dst, const LocalTensor<U>& src, Mask, const int32_t repeatTime,      \
+              const int32_t dstRepStride, const int32_t srcBlkStride, const int32_t srcRepStride,        \
+              tail Here here = Here::now())                                                              \
+    {                                                                                                    \
+        static_assert(std::is_same_v<T, U>, #Name ": source and destination have one type on A2");       \
+        twin::Instruction op(#Name, twin::Pipe::V, here);                                                \
+        const twin::ReduceArguments a{                                                                   \
+            twin::mask_argument(mask), repeatTime, dstRepStride, srcBlkStride, srcRepStride, isSetMask}; \
+        action;                                                                                          \
     }
 #define TWIN_COMMA ,
-TWIN_REDUCE(ReduceRepeat, ReduceOrder order = ReduceOrder::ORDER_VALUE_INDEX TWIN_COMMA, , twin::reduce_repeat(op, twin::reduction_of(reduceType), dst, src, a, order), const int32_t mask)
-TWIN_REDUCE(ReduceRepeat, ReduceOrder order = ReduceOrder::ORDER_VALUE_INDEX TWIN_COMMA, , twin::reduce_repeat(op, twin::reduction_of(reduceType), dst, src, a, order), const uint64_t mask[])
-TWIN_REDUCE(ReduceDataBlock, , , twin::reduce_block(op, twin::reduction_of(reduceType), dst, src, a), const int32_t mask)
-TWIN_REDUCE(ReduceDataBlock, , , twin::reduce_block(op, twin::reduction_of(reduceType), dst, src, a), const uint64_t mask[])
+TWIN_REDUCE(ReduceRepeat, ReduceOrder order = ReduceOrder::ORDER_VALUE_INDEX TWIN_COMMA, ,
+            twin::reduce_repeat(op, twin::reduction_of(reduceType), dst, src, a, order), const int32_t mask)
+TWIN_REDUCE(ReduceRepeat, ReduceOrder order = ReduceOrder::ORDER_VALUE_INDEX TWIN_COMMA, ,
+            twin::reduce_repeat(op, twin::reduction_of(reduceType), dst, src, a, order), const uint64_t mask[])
+TWIN_REDUCE(ReduceDataBlock, , , twin::reduce_block(op, twin::reduction_of(reduceType), dst, src, a),
+            const int32_t mask)
+TWIN_REDUCE(ReduceDataBlock, , , twin::reduce_block(op, twin::reduction_of(reduceType), dst, src, a),
+            const uint64_t mask[])
 TWIN_REDUCE(ReducePairElem, , , twin::reduce_pair(op, dst, src, a), const int32_t mask)
 TWIN_REDUCE(ReducePairElem, , , twin::reduce_pair(op, dst, src, a), const uint64_t mask[])
 

@@ -24,7 +24,10 @@ namespace twin {
 
 class Scheduler {
 public:
-    Scheduler(Launch& owner, std::function<void()> kernel) : launch_(owner), kernel_(std::move(kernel)), rng_(owner.options.seed)
+    Scheduler(Launch& owner, std::function<void()> kernel)
+        : launch_(owner),
+          kernel_(std::move(kernel)),
+          rng_(owner.options.seed)
     {
         for (auto& c : launch_.cores) fibers_.push_back(std::make_unique<Fiber>(c.get()));
     }
@@ -160,7 +163,8 @@ private:
             all += (all.empty() ? "" : "; ") + f->core->name() + " waits for " + f->reason;
         }
         Core& c = *first->core;
-        return Fault{FaultKind::deadlock, launch_.kernel, c.name(), name_of(c.pipe), c.call, c.here.file, c.here.line, "", all};
+        return Fault{
+            FaultKind::deadlock, launch_.kernel, c.name(), name_of(c.pipe), c.call, c.here.file, c.here.line, "", all};
     }
 
     void abandon()

@@ -59,7 +59,9 @@ inline std::vector<Core*> cores_of(const Core& c, int mode, bool releases)
     for (auto& other : launch->cores) {
         const bool same_group = other->group == c.group;
         const bool same_kind = other->kind == c.kind;
-        const bool in = mode == 0 ? same_kind : mode == 1 ? same_group && same_kind : same_group && same_kind != releases;
+        const bool in = mode == 0   ? same_kind
+                        : mode == 1 ? same_group && same_kind
+                                    : same_group && same_kind != releases;
         if (in) found.push_back(other.get());
     }
     return found;
@@ -70,16 +72,21 @@ inline void cross_core_set(int mode, pipe_t p, uint16_t flag_id, Here here)
     const Pipe pipe = pipe_from(p);
     Core& c = begin_call("CrossCoreSetFlag", pipe, here);
     const int flag = flag_id % kCrossCoreFlags;  // the hardware keeps the low four bits
-    c.require(flag_id < kCrossCoreFlags, FaultKind::cross_core, "flag id " + std::to_string(flag_id) + " is cut to " + std::to_string(flag));
+    c.require(flag_id < kCrossCoreFlags, FaultKind::cross_core,
+              "flag id " + std::to_string(flag_id) + " is cut to " + std::to_string(flag));
     c.require(p != PIPE_S && p != PIPE_ALL, FaultKind::cross_core, "PIPE_S and PIPE_ALL are not allowed here");
-    c.require(c.cross_core_sync, FaultKind::cross_core, "AIC_ONLY and AIV_ONLY kernels have no cross-core synchronisation");
-    c.require(mode != 1 || c.kind == CoreKind::aiv, FaultKind::cross_core, "mode 1 is between the two vector cores of a group");
+    c.require(c.cross_core_sync, FaultKind::cross_core,
+              "AIC_ONLY and AIV_ONLY kernels have no cross-core synchronisation");
+    c.require(mode != 1 || c.kind == CoreKind::aiv, FaultKind::cross_core,
+              "mode 1 is between the two vector cores of a group");
     Release mine{c.finished(pipe), {Epoch{c.seqs[index_of(pipe)], thread_of(c.id, pipe), 0}}};
     if (is_deferred()) c.queues[index_of(pipe)].push_back(Work{mine.setters[0].seq, {}, nullptr});
     ++c.counters.cross_core_sets;
 
     const std::vector<Core*> setters = cores_of(c, mode, false);
-    auto& waiting = launch->pending[{mode, mode == 0 ? -1 - static_cast<int>(c.kind) : c.group * 2 + static_cast<int>(c.kind), flag}];
+    auto& waiting =
+        launch
+            ->pending[{mode, mode == 0 ? -1 - static_cast<int>(c.kind) : c.group * 2 + static_cast<int>(c.kind), flag}];
     waiting[c.id].push_back(std::move(mine));
     c.require(waiting[c.id].size() <= static_cast<size_t>(kCrossCoreMax), FaultKind::cross_core,
               "more than 15 outstanding sets of flag " + std::to_string(flag));
@@ -104,15 +111,19 @@ inline void cross_core_set(int mode, pipe_t p, uint16_t flag_id, Here here)
     }
 }
 
-// On this chip the wait holds up every pipe of the core, whatever its template arguments say (page "CrossCoreWaitFlag").
+// On this chip the wait holds up every pipe of the core, whatever its template arguments say (page
+// "CrossCoreWaitFlag").
 inline void cross_core_wait(uint16_t flag_id, Here here)
 {
     Core& c = begin_call("CrossCoreWaitFlag", Pipe::S, here);
     const int flag = flag_id % kCrossCoreFlags;
-    c.require(flag_id < kCrossCoreFlags, FaultKind::cross_core, "flag id " + std::to_string(flag_id) + " is cut to " + std::to_string(flag));
-    c.require(c.cross_core_sync, FaultKind::cross_core, "AIC_ONLY and AIV_ONLY kernels have no cross-core synchronisation");
-    Scheduler::wait_until([&] { return !c.releases[flag].empty(); },
-                          "cross-core flag " + std::to_string(flag) + " at " + here.file + ':' + std::to_string(here.line));
+    c.require(flag_id < kCrossCoreFlags, FaultKind::cross_core,
+              "flag id " + std::to_string(flag_id) + " is cut to " + std::to_string(flag));
+    c.require(c.cross_core_sync, FaultKind::cross_core,
+              "AIC_ONLY and AIV_ONLY kernels have no cross-core synchronisation");
+    Scheduler::wait_until(
+        [&] { return !c.releases[flag].empty(); },
+        "cross-core flag " + std::to_string(flag) + " at " + here.file + ':' + std::to_string(here.line));
     const Release release = std::move(c.releases[flag].front());
     c.releases[flag].pop_front();
     c.issue(Pipe::S);
@@ -128,11 +139,14 @@ inline void check_cross_core_at_end(Core& c)
     c.call = "end of kernel";
     for (int flag = 0; flag < kCrossCoreFlags; ++flag) {
         c.require(c.releases[flag].empty(), FaultKind::cross_core,
-                  "the counter of cross-core flag " + std::to_string(flag) + " is " + std::to_string(c.releases[flag].size()) +
+                  "the counter of cross-core flag " + std::to_string(flag) + " is " +
+                      std::to_string(c.releases[flag].size()) +
                       " at the end: a CrossCoreWaitFlag is missing, and the next kernel inherits the count");
         for (auto& [key, waiting] : launch->pending) {
-            c.require(std::get<2>(key) != flag || waiting.count(c.id) == 0 || waiting.at(c.id).empty(), FaultKind::cross_core,
-                      "a set of cross-core flag " + std::to_string(flag) + " found no partners: other cores of its mode did not set it");
+            c.require(std::get<2>(key) != flag || waiting.count(c.id) == 0 || waiting.at(c.id).empty(),
+                      FaultKind::cross_core,
+                      "a set of cross-core flag " + std::to_string(flag) +
+                          " found no partners: other cores of its mode did not set it");
         }
     }
 }
@@ -210,8 +224,14 @@ void SetVectorMask(int32_t len, Here here = Here::now())
         SetVectorMask<T, mode>(ones(len - 64), ones(len), here);
     }
 }
-inline void SetMaskCount(Here here = Here::now()) { twin::begin_call("SetMaskCount", twin::Pipe::V, here).mask.counter = true; }
-inline void SetMaskNorm(Here here = Here::now()) { twin::begin_call("SetMaskNorm", twin::Pipe::V, here).mask.counter = false; }
+inline void SetMaskCount(Here here = Here::now())
+{
+    twin::begin_call("SetMaskCount", twin::Pipe::V, here).mask.counter = true;
+}
+inline void SetMaskNorm(Here here = Here::now())
+{
+    twin::begin_call("SetMaskNorm", twin::Pipe::V, here).mask.counter = false;
+}
 inline void ResetMask(Here here = Here::now())
 {
     twin::Core& c = twin::begin_call("ResetMask", twin::Pipe::V, here);
@@ -244,7 +264,10 @@ int64_t GetCtrlSpr(Here here = Here::now())
     return twin::begin_call("GetCtrlSpr", twin::Pipe::S, here).saturate ? 0 : 1;
 }
 struct AscendCUtils {
-    static void SetOverflow(uint64_t ctrlValue, Here here = Here::now()) { SetCtrlSpr<48, 48>(static_cast<int64_t>(ctrlValue), here); }
+    static void SetOverflow(uint64_t ctrlValue, Here here = Here::now())
+    {
+        SetCtrlSpr<48, 48>(static_cast<int64_t>(ctrlValue), here);
+    }
 };
 
 // The scalar cache is not emulated: a scalar read always sees memory.

@@ -11,13 +11,18 @@ constexpr Space space_of(AscendC::TPosition p)
 {
     using P = AscendC::TPosition;
     switch (p) {
-        case P::A1: case P::B1: case P::C1: case P::TSCM: return Space::L1;
+        case P::A1:
+        case P::B1:
+        case P::C1:
+        case P::TSCM: return Space::L1;
         case P::A2: return Space::L0A;
         case P::B2: return Space::L0B;
         case P::CO1: return Space::L0C;
         case P::C2: return Space::BT;
         case P::C2PIPE2GM: return Space::FB;
-        case P::VECIN: case P::VECOUT: case P::VECCALC: return Space::UB;
+        case P::VECIN:
+        case P::VECOUT:
+        case P::VECCALC: return Space::UB;
         default: return Space::GM;  // on A2 the position CO2 is GM: there is no way from L0C to UB
     }
 }
@@ -35,11 +40,14 @@ public:
 
     LocalTensor() = default;
     // Static tensor programming: a place chosen by the kernel, tileSize in elements.
-    LocalTensor(TPosition pos, uint32_t addr, uint32_t tileSize, Here here = Here::now()) : position_(pos), size_(tileSize)
+    LocalTensor(TPosition pos, uint32_t addr, uint32_t tileSize, Here here = Here::now())
+        : position_(pos),
+          size_(tileSize)
     {
         twin::Core& c = twin::begin_call("LocalTensor", twin::Pipe::S, here);
         memory_ = c.memory(twin::space_of(pos));
-        c.require(memory_ != nullptr, twin::FaultKind::core, std::string(twin::name_of(pos)) + " does not exist on this core");
+        c.require(memory_ != nullptr, twin::FaultKind::core,
+                  std::string(twin::name_of(pos)) + " does not exist on this core");
         begin_ = low_ = addr;
         high_ = static_cast<size_t>(addr) + static_cast<size_t>(tileSize) * sizeof(T);
         c.require(high_ <= c.capacity[twin::Core::index(memory_->space())], twin::FaultKind::capacity,
@@ -130,8 +138,8 @@ public:
         low_ = begin_;
         high_ = begin_ + bufferSize * sizeof(T);
         twin::core().require(high_ <= memory_->size(), twin::FaultKind::bounds,
-                             "the tensor ends at byte " + std::to_string(high_) + " of the " + std::to_string(memory_->size()) +
-                                 " bytes of GM " + memory_->name());
+                             "the tensor ends at byte " + std::to_string(high_) + " of the " +
+                                 std::to_string(memory_->size()) + " bytes of GM " + memory_->name());
     }
     void SetGlobalBuffer(__gm__ T* buffer, Here here = Here::now())
     {

@@ -24,7 +24,10 @@ struct Extent {
         return counted ? plan_of_count(op, lanes, count, set_mask) : plan_of(op, lanes, mask, repeats, set_mask);
     }
 };
-inline Extent extent(MaskArgument mask, const Field<uint8_t>& repeats, bool set_mask) { return Extent{mask, repeats.full(), 0, false, set_mask}; }
+inline Extent extent(MaskArgument mask, const Field<uint8_t>& repeats, bool set_mask)
+{
+    return Extent{mask, repeats.full(), 0, false, set_mask};
+}
 inline Extent extent(int64_t count, bool set_mask = true) { return Extent{{}, 0, count, true, set_mask}; }
 
 struct UnaryStrides {
@@ -73,7 +76,8 @@ void map_binary(Instruction& op, const AscendC::LocalTensor<D>& dst, const Ascen
 {
     constexpr int lanes = std::min(kLanes<D>, kLanes<S>);
     const Plan plan = e.plan(op, lanes);
-    const Field<uint8_t>* fields[] = {&p.dstBlkStride, &p.src0BlkStride, &p.src1BlkStride, &p.dstRepStride, &p.src0RepStride, &p.src1RepStride};
+    const Field<uint8_t>* fields[] = {&p.dstBlkStride, &p.src0BlkStride, &p.src1BlkStride,
+                                      &p.dstRepStride, &p.src0RepStride, &p.src1RepStride};
     for (const Field<uint8_t>* field : fields) op.fits(*field, "a stride of BinaryRepeatParams", 0, 255);
     const Operand d = e.counted ? packed(dst, lanes) : operand(dst, p.dstBlkStride.full(), p.dstRepStride.full());
     const Operand a = e.counted ? packed(src0, lanes) : operand(src0, p.src0BlkStride.full(), p.src0RepStride.full());
@@ -132,38 +136,40 @@ T smaller(T a, T b)
 
 namespace AscendC {
 
-#define TWIN_UNARY(Name, function, ...)                                                                                           \
-    template <typename T, bool isSetMask = true>                                                                                  \
-    void Name(const LocalTensor<T>& dst, const LocalTensor<T>& src, uint64_t mask[], const U8 repeatTime,                         \
-              const UnaryRepeatParams& repeatParams, Here here = Here::now())                                                     \
-    {                                                                                                                             \
-        static_assert(twin::is_one_of<T, __VA_ARGS__>, #Name ": data type not supported on A2");                                  \
-        twin::Instruction op(#Name, twin::Pipe::V, here);                                                                         \
-        twin::map_unary(op, dst, src, twin::extent(twin::MaskArgument::list(mask), repeatTime, isSetMask), repeatParams, function); \
-    }                                                                                                                             \
-    template <typename T, bool isSetMask = true>                                                                                  \
-    void Name(const LocalTensor<T>& dst, const LocalTensor<T>& src, uint64_t mask, const U8 repeatTime,                           \
-              const UnaryRepeatParams& repeatParams, Here here = Here::now())                                                     \
-    {                                                                                                                             \
-        static_assert(twin::is_one_of<T, __VA_ARGS__>, #Name ": data type not supported on A2");                                  \
-        twin::Instruction op(#Name, twin::Pipe::V, here);                                                                         \
-        twin::map_unary(op, dst, src, twin::extent(twin::MaskArgument::count(mask), repeatTime, isSetMask), repeatParams, function); \
-    }                                                                                                                             \
-    template <typename T>                                                                                                         \
-    void Name(const LocalTensor<T>& dst, const LocalTensor<T>& src, const int32_t& count, Here here = Here::now())                \
-    {                                                                                                                             \
-        static_assert(twin::is_one_of<T, __VA_ARGS__>, #Name ": data type not supported on A2");                                  \
-        twin::Instruction op(#Name, twin::Pipe::V, here);                                                                         \
-        twin::map_unary(op, dst, src, twin::extent(count), UnaryRepeatParams(), function);                                        \
+#define TWIN_UNARY(Name, function, ...)                                                                            \
+    template <typename T, bool isSetMask = true>                                                                   \
+    void Name(const LocalTensor<T>& dst, const LocalTensor<T>& src, uint64_t mask[], const U8 repeatTime,          \
+              const UnaryRepeatParams& repeatParams, Here here = Here::now())                                      \
+    {                                                                                                              \
+        static_assert(twin::is_one_of<T, __VA_ARGS__>, #Name ": data type not supported on A2");                   \
+        twin::Instruction op(#Name, twin::Pipe::V, here);                                                          \
+        twin::map_unary(op, dst, src, twin::extent(twin::MaskArgument::list(mask), repeatTime, isSetMask),         \
+                        repeatParams, function);                                                                   \
+    }                                                                                                              \
+    template <typename T, bool isSetMask = true>                                                                   \
+    void Name(const LocalTensor<T>& dst, const LocalTensor<T>& src, uint64_t mask, const U8 repeatTime,            \
+              const UnaryRepeatParams& repeatParams, Here here = Here::now())                                      \
+    {                                                                                                              \
+        static_assert(twin::is_one_of<T, __VA_ARGS__>, #Name ": data type not supported on A2");                   \
+        twin::Instruction op(#Name, twin::Pipe::V, here);                                                          \
+        twin::map_unary(op, dst, src, twin::extent(twin::MaskArgument::count(mask), repeatTime, isSetMask),        \
+                        repeatParams, function);                                                                   \
+    }                                                                                                              \
+    template <typename T>                                                                                          \
+    void Name(const LocalTensor<T>& dst, const LocalTensor<T>& src, const int32_t& count, Here here = Here::now()) \
+    {                                                                                                              \
+        static_assert(twin::is_one_of<T, __VA_ARGS__>, #Name ": data type not supported on A2");                   \
+        twin::Instruction op(#Name, twin::Pipe::V, here);                                                          \
+        twin::map_unary(op, dst, src, twin::extent(count), UnaryRepeatParams(), function);                         \
     }
 
 #define TWIN_EACH(expression) [](auto x, auto) { return expression; }
-#define TWIN_FUNCTION(maker)                                                                   \
-    [f = [&op] {                                                                               \
-        auto made = maker<T>();                                                                \
-        made.jitter = op.core().options.jitter;                                                \
-        made.seed = op.core().options.seed;                                                    \
-        return made;                                                                           \
+#define TWIN_FUNCTION(maker)                    \
+    [f = [&op] {                                \
+        auto made = maker<T>();                 \
+        made.jitter = op.core().options.jitter; \
+        made.seed = op.core().options.seed;     \
+        return made;                            \
     }()](float x, float) { return f(x); }
 
 TWIN_UNARY(Exp, TWIN_FUNCTION(twin::exp_function), half, float)
@@ -174,32 +180,32 @@ TWIN_UNARY(Abs, TWIN_EACH(std::fabs(x)), half, float)
 TWIN_UNARY(Relu, TWIN_EACH(x > 0 ? x : x != x ? x : 0), half, float, int32_t)
 TWIN_UNARY(Not, TWIN_EACH(static_cast<T>(~x)), int16_t, uint16_t)
 
-#define TWIN_BINARY(Name, function, ...)                                                                                         \
-    template <typename T, bool isSetMask = true>                                                                                 \
-    void Name(const LocalTensor<T>& dst, const LocalTensor<T>& src0, const LocalTensor<T>& src1, uint64_t mask[],                \
-              const U8 repeatTime, const BinaryRepeatParams& repeatParams, Here here = Here::now())                              \
-    {                                                                                                                            \
-        static_assert(twin::is_one_of<T, __VA_ARGS__>, #Name ": data type not supported on A2");                                 \
-        twin::Instruction op(#Name, twin::Pipe::V, here);                                                                        \
-        twin::map_binary(op, dst, src0, src1, twin::extent(twin::MaskArgument::list(mask), repeatTime, isSetMask), repeatParams, \
-                         function, twin::may_accumulate<T>(#Name));                                                              \
-    }                                                                                                                            \
-    template <typename T, bool isSetMask = true>                                                                                 \
-    void Name(const LocalTensor<T>& dst, const LocalTensor<T>& src0, const LocalTensor<T>& src1, uint64_t mask,                  \
-              const U8 repeatTime, const BinaryRepeatParams& repeatParams, Here here = Here::now())                              \
-    {                                                                                                                            \
-        static_assert(twin::is_one_of<T, __VA_ARGS__>, #Name ": data type not supported on A2");                                 \
-        twin::Instruction op(#Name, twin::Pipe::V, here);                                                                        \
-        twin::map_binary(op, dst, src0, src1, twin::extent(twin::MaskArgument::count(mask), repeatTime, isSetMask), repeatParams, \
-                         function, twin::may_accumulate<T>(#Name));                                                              \
-    }                                                                                                                            \
-    template <typename T>                                                                                                        \
-    void Name(const LocalTensor<T>& dst, const LocalTensor<T>& src0, const LocalTensor<T>& src1, const int32_t& count,           \
-              Here here = Here::now())                                                                                           \
-    {                                                                                                                            \
-        static_assert(twin::is_one_of<T, __VA_ARGS__>, #Name ": data type not supported on A2");                                 \
-        twin::Instruction op(#Name, twin::Pipe::V, here);                                                                        \
-        twin::map_binary(op, dst, src0, src1, twin::extent(count), BinaryRepeatParams(), function, false);                       \
+#define TWIN_BINARY(Name, function, ...)                                                                               \
+    template <typename T, bool isSetMask = true>                                                                       \
+    void Name(const LocalTensor<T>& dst, const LocalTensor<T>& src0, const LocalTensor<T>& src1, uint64_t mask[],      \
+              const U8 repeatTime, const BinaryRepeatParams& repeatParams, Here here = Here::now())                    \
+    {                                                                                                                  \
+        static_assert(twin::is_one_of<T, __VA_ARGS__>, #Name ": data type not supported on A2");                       \
+        twin::Instruction op(#Name, twin::Pipe::V, here);                                                              \
+        twin::map_binary(op, dst, src0, src1, twin::extent(twin::MaskArgument::list(mask), repeatTime, isSetMask),     \
+                         repeatParams, function, twin::may_accumulate<T>(#Name));                                      \
+    }                                                                                                                  \
+    template <typename T, bool isSetMask = true>                                                                       \
+    void Name(const LocalTensor<T>& dst, const LocalTensor<T>& src0, const LocalTensor<T>& src1, uint64_t mask,        \
+              const U8 repeatTime, const BinaryRepeatParams& repeatParams, Here here = Here::now())                    \
+    {                                                                                                                  \
+        static_assert(twin::is_one_of<T, __VA_ARGS__>, #Name ": data type not supported on A2");                       \
+        twin::Instruction op(#Name, twin::Pipe::V, here);                                                              \
+        twin::map_binary(op, dst, src0, src1, twin::extent(twin::MaskArgument::count(mask), repeatTime, isSetMask),    \
+                         repeatParams, function, twin::may_accumulate<T>(#Name));                                      \
+    }                                                                                                                  \
+    template <typename T>                                                                                              \
+    void Name(const LocalTensor<T>& dst, const LocalTensor<T>& src0, const LocalTensor<T>& src1, const int32_t& count, \
+              Here here = Here::now())                                                                                 \
+    {                                                                                                                  \
+        static_assert(twin::is_one_of<T, __VA_ARGS__>, #Name ": data type not supported on A2");                       \
+        twin::Instruction op(#Name, twin::Pipe::V, here);                                                              \
+        twin::map_binary(op, dst, src0, src1, twin::extent(count), BinaryRepeatParams(), function, false);             \
     }
 
 }  // namespace AscendC
@@ -210,7 +216,8 @@ namespace twin {
 template <typename T>
 bool may_accumulate(const std::string& name)
 {
-    return is_one_of<T, half, int32_t, float> && (name == "Add" || name == "Sub" || name == "Mul" || name == "Max" || name == "Min");
+    return is_one_of<T, half, int32_t, float> &&
+           (name == "Add" || name == "Sub" || name == "Mul" || name == "Max" || name == "Min");
 }
 
 }  // namespace twin
@@ -225,36 +232,38 @@ TWIN_BINARY(Mul, TWIN_PAIR(twin::mul(x, y)), half, float, int16_t, int32_t)
 TWIN_BINARY(Div, TWIN_PAIR(x / y), half, float)
 TWIN_BINARY(Max, TWIN_PAIR(twin::larger(x, y)), half, float, int16_t, int32_t)
 TWIN_BINARY(Min, TWIN_PAIR(twin::smaller(x, y)), half, float, int16_t, int32_t)
-TWIN_BINARY(And, TWIN_PAIR(static_cast<T>(x & y)), int16_t, uint16_t)
+TWIN_BINARY(And, TWIN_PAIR(static_cast<T>(x& y)), int16_t, uint16_t)
 TWIN_BINARY(Or, TWIN_PAIR(static_cast<T>(x | y)), int16_t, uint16_t)
 
-#define TWIN_SCALAR(Name, expression)                                                                                             \
-    template <typename T, bool isSetMask = true>                                                                                  \
-    void Name(const LocalTensor<T>& dst, const LocalTensor<T>& src, const T& scalarValue, uint64_t mask[], const U8 repeatTime,   \
-              const UnaryRepeatParams& repeatParams, Here here = Here::now())                                                     \
-    {                                                                                                                             \
-        static_assert(twin::is_one_of<T, half, float, int16_t, int32_t>, #Name ": data type not supported on A2");                \
-        twin::Instruction op(#Name, twin::Pipe::V, here);                                                                         \
-        twin::map_unary(op, dst, src, twin::extent(twin::MaskArgument::list(mask), repeatTime, isSetMask), repeatParams,          \
-                        [s = twin::Wide<T>(scalarValue)](twin::Wide<T> x, twin::Wide<T>) { return expression; });                 \
-    }                                                                                                                             \
-    template <typename T, bool isSetMask = true>                                                                                  \
-    void Name(const LocalTensor<T>& dst, const LocalTensor<T>& src, const T& scalarValue, uint64_t mask, const U8 repeatTime,     \
-              const UnaryRepeatParams& repeatParams, Here here = Here::now())                                                     \
-    {                                                                                                                             \
-        static_assert(twin::is_one_of<T, half, float, int16_t, int32_t>, #Name ": data type not supported on A2");                \
-        twin::Instruction op(#Name, twin::Pipe::V, here);                                                                         \
-        twin::map_unary(op, dst, src, twin::extent(twin::MaskArgument::count(mask), repeatTime, isSetMask), repeatParams,         \
-                        [s = twin::Wide<T>(scalarValue)](twin::Wide<T> x, twin::Wide<T>) { return expression; });                 \
-    }                                                                                                                             \
-    template <typename T, bool isSetMask = true>                                                                                  \
-    void Name(const LocalTensor<T>& dst, const LocalTensor<T>& src, const T& scalarValue, const int32_t& count,                   \
-              Here here = Here::now())                                                                                            \
-    {                                                                                                                             \
-        static_assert(twin::is_one_of<T, half, float, int16_t, int32_t>, #Name ": data type not supported on A2");                \
-        twin::Instruction op(#Name, twin::Pipe::V, here);                                                                         \
-        twin::map_unary(op, dst, src, twin::extent(count, isSetMask), UnaryRepeatParams(),                                        \
-                        [s = twin::Wide<T>(scalarValue)](twin::Wide<T> x, twin::Wide<T>) { return expression; });                 \
+#define TWIN_SCALAR(Name, expression)                                                                              \
+    template <typename T, bool isSetMask = true>                                                                   \
+    void Name(const LocalTensor<T>& dst, const LocalTensor<T>& src, const T& scalarValue, uint64_t mask[],         \
+              const U8 repeatTime, const UnaryRepeatParams& repeatParams, Here here = Here::now())                 \
+    {                                                                                                              \
+        static_assert(twin::is_one_of<T, half, float, int16_t, int32_t>, #Name ": data type not supported on A2"); \
+        twin::Instruction op(#Name, twin::Pipe::V, here);                                                          \
+        twin::map_unary(op, dst, src, twin::extent(twin::MaskArgument::list(mask), repeatTime, isSetMask),         \
+                        repeatParams,                                                                              \
+                        [s = twin::Wide<T>(scalarValue)](twin::Wide<T> x, twin::Wide<T>) { return expression; });  \
+    }                                                                                                              \
+    template <typename T, bool isSetMask = true>                                                                   \
+    void Name(const LocalTensor<T>& dst, const LocalTensor<T>& src, const T& scalarValue, uint64_t mask,           \
+              const U8 repeatTime, const UnaryRepeatParams& repeatParams, Here here = Here::now())                 \
+    {                                                                                                              \
+        static_assert(twin::is_one_of<T, half, float, int16_t, int32_t>, #Name ": data type not supported on A2"); \
+        twin::Instruction op(#Name, twin::Pipe::V, here);                                                          \
+        twin::map_unary(op, dst, src, twin::extent(twin::MaskArgument::count(mask), repeatTime, isSetMask),        \
+                        repeatParams,                                                                              \
+                        [s = twin::Wide<T>(scalarValue)](twin::Wide<T> x, twin::Wide<T>) { return expression; });  \
+    }                                                                                                              \
+    template <typename T, bool isSetMask = true>                                                                   \
+    void Name(const LocalTensor<T>& dst, const LocalTensor<T>& src, const T& scalarValue, const int32_t& count,    \
+              Here here = Here::now())                                                                             \
+    {                                                                                                              \
+        static_assert(twin::is_one_of<T, half, float, int16_t, int32_t>, #Name ": data type not supported on A2"); \
+        twin::Instruction op(#Name, twin::Pipe::V, here);                                                          \
+        twin::map_unary(op, dst, src, twin::extent(count, isSetMask), UnaryRepeatParams(),                         \
+                        [s = twin::Wide<T>(scalarValue)](twin::Wide<T> x, twin::Wide<T>) { return expression; });  \
     }
 
 TWIN_SCALAR(Adds, twin::add(x, s))
@@ -263,42 +272,56 @@ TWIN_SCALAR(Maxs, twin::larger(x, s))
 TWIN_SCALAR(Mins, twin::smaller(x, s))
 
 // dst += src * scalar and dst += src0 * src1, with one rounding (inferred; the vendor does not say).
-#define TWIN_MULTIPLY_ADD(x, y, z) static_cast<float>(std::fma(static_cast<double>(x), static_cast<double>(y), static_cast<double>(z)))
+#define TWIN_MULTIPLY_ADD(x, y, z) \
+    static_cast<float>(std::fma(static_cast<double>(x), static_cast<double>(y), static_cast<double>(z)))
 
 template <typename T, typename U, bool isSetMask = true>
-void Axpy(const LocalTensor<T>& dst, const LocalTensor<U>& src, const U& scalarValue, uint64_t mask, const U8 repeatTime,
-          const UnaryRepeatParams& repeatParams, Here here = Here::now())
+void Axpy(const LocalTensor<T>& dst, const LocalTensor<U>& src, const U& scalarValue, uint64_t mask,
+          const U8 repeatTime, const UnaryRepeatParams& repeatParams, Here here = Here::now())
 {
-    static_assert(std::is_same_v<T, U> ? twin::is_one_of<T, half, float> : std::is_same_v<T, float> && std::is_same_v<U, half>, "Axpy: data types not supported on A2");
+    static_assert(
+        std::is_same_v<T, U> ? twin::is_one_of<T, half, float> : std::is_same_v<T, float> && std::is_same_v<U, half>,
+        "Axpy: data types not supported on A2");
     twin::Instruction op("Axpy", twin::Pipe::V, here);
-    twin::map_unary(op, dst, src, twin::extent(twin::MaskArgument::count(mask), repeatTime, isSetMask), repeatParams,
-                    [s = static_cast<float>(scalarValue)](float x, float z) { return TWIN_MULTIPLY_ADD(x, s, z); }, true);
+    twin::map_unary(
+        op, dst, src, twin::extent(twin::MaskArgument::count(mask), repeatTime, isSetMask), repeatParams,
+        [s = static_cast<float>(scalarValue)](float x, float z) { return TWIN_MULTIPLY_ADD(x, s, z); }, true);
 }
 template <typename T, typename U>
-void Axpy(const LocalTensor<T>& dst, const LocalTensor<U>& src, const U& scalarValue, const int32_t& count, Here here = Here::now())
+void Axpy(const LocalTensor<T>& dst, const LocalTensor<U>& src, const U& scalarValue, const int32_t& count,
+          Here here = Here::now())
 {
-    static_assert(std::is_same_v<T, U> ? twin::is_one_of<T, half, float> : std::is_same_v<T, float> && std::is_same_v<U, half>, "Axpy: data types not supported on A2");
+    static_assert(
+        std::is_same_v<T, U> ? twin::is_one_of<T, half, float> : std::is_same_v<T, float> && std::is_same_v<U, half>,
+        "Axpy: data types not supported on A2");
     twin::Instruction op("Axpy", twin::Pipe::V, here);
-    twin::map_unary(op, dst, src, twin::extent(count), UnaryRepeatParams(),
-                    [s = static_cast<float>(scalarValue)](float x, float z) { return TWIN_MULTIPLY_ADD(x, s, z); }, true);
+    twin::map_unary(
+        op, dst, src, twin::extent(count), UnaryRepeatParams(),
+        [s = static_cast<float>(scalarValue)](float x, float z) { return TWIN_MULTIPLY_ADD(x, s, z); }, true);
 }
 template <typename T, typename U, bool isSetMask = true>
 void MulAddDst(const LocalTensor<T>& dst, const LocalTensor<U>& src0, const LocalTensor<U>& src1, uint64_t mask,
                const U8 repeatTime, const BinaryRepeatParams& repeatParams, Here here = Here::now())
 {
-    static_assert(std::is_same_v<T, U> ? twin::is_one_of<T, half, float> : std::is_same_v<T, float> && std::is_same_v<U, half>, "MulAddDst: data types not supported on A2");
+    static_assert(
+        std::is_same_v<T, U> ? twin::is_one_of<T, half, float> : std::is_same_v<T, float> && std::is_same_v<U, half>,
+        "MulAddDst: data types not supported on A2");
     twin::Instruction op("MulAddDst", twin::Pipe::V, here);
-    twin::map_binary(op, dst, src0, src1, twin::extent(twin::MaskArgument::count(mask), repeatTime, isSetMask), repeatParams,
-                     [](float x, float y, float z) { return TWIN_MULTIPLY_ADD(x, y, z); }, false, true);
+    twin::map_binary(
+        op, dst, src0, src1, twin::extent(twin::MaskArgument::count(mask), repeatTime, isSetMask), repeatParams,
+        [](float x, float y, float z) { return TWIN_MULTIPLY_ADD(x, y, z); }, false, true);
 }
 template <typename T, typename U>
 void MulAddDst(const LocalTensor<T>& dst, const LocalTensor<U>& src0, const LocalTensor<U>& src1, const int32_t& count,
                Here here = Here::now())
 {
-    static_assert(std::is_same_v<T, U> ? twin::is_one_of<T, half, float> : std::is_same_v<T, float> && std::is_same_v<U, half>, "MulAddDst: data types not supported on A2");
+    static_assert(
+        std::is_same_v<T, U> ? twin::is_one_of<T, half, float> : std::is_same_v<T, float> && std::is_same_v<U, half>,
+        "MulAddDst: data types not supported on A2");
     twin::Instruction op("MulAddDst", twin::Pipe::V, here);
-    twin::map_binary(op, dst, src0, src1, twin::extent(count), BinaryRepeatParams(),
-                     [](float x, float y, float z) { return TWIN_MULTIPLY_ADD(x, y, z); }, false, true);
+    twin::map_binary(
+        op, dst, src0, src1, twin::extent(count), BinaryRepeatParams(),
+        [](float x, float y, float z) { return TWIN_MULTIPLY_ADD(x, y, z); }, false, true);
 }
 
 #undef TWIN_UNARY

@@ -1,5 +1,5 @@
-// The engine of vector calls: repeats, masks, strides, operand checks and the overlap rule. A repeat is 256 bytes of the
-// widest operand, in up to 8 blocks of 32 bytes; block stride and repeat stride are in blocks.
+// The engine of vector calls: repeats, masks, strides, operand checks and the overlap rule. A repeat is 256 bytes of
+// the widest operand, in up to 8 blocks of 32 bytes; block stride and repeat stride are in blocks.
 #pragma once
 
 #include <array>
@@ -31,14 +31,17 @@ struct Lanes {
         return bits[0] == ~0ull && (bits[1] & (bits[1] + 1)) == 0 ? 64 + high : -1;
     }
     int count() const { return __builtin_popcountll(bits[0]) + __builtin_popcountll(bits[1]); }
-    int last() const { return bits[1] != 0 ? 128 - __builtin_clzll(bits[1]) : bits[0] != 0 ? 64 - __builtin_clzll(bits[0]) : 0; }
+    int last() const
+    {
+        return bits[1] != 0 ? 128 - __builtin_clzll(bits[1]) : bits[0] != 0 ? 64 - __builtin_clzll(bits[0]) : 0;
+    }
 };
 
 // Which lanes of which repeats take part.
 struct Plan {
-    int lanes = 0;       // per repeat
+    int lanes = 0;  // per repeat
     int64_t repeats = 0;
-    Lanes each;          // of every repeat but the last
+    Lanes each;  // of every repeat but the last
     Lanes last;
 
     const Lanes& at(int64_t repeat) const { return repeat + 1 == repeats ? last : each; }
@@ -61,17 +64,25 @@ struct Operand {
         return static_cast<size_t>((r * repeat + static_cast<int64_t>(lane / per_block) * block) * kBlockBytes +
                                    static_cast<int64_t>(lane % per_block) * size);
     }
-    size_t bytes_per_repeat(const Plan& plan) const { return static_cast<size_t>(plan.lanes) * static_cast<size_t>(size); }
+    size_t bytes_per_repeat(const Plan& plan) const
+    {
+        return static_cast<size_t>(plan.lanes) * static_cast<size_t>(size);
+    }
     bool contiguous(const Plan& plan) const
     {
-        return block == 1 && (plan.repeats <= 1 || repeat * kBlockBytes == static_cast<int64_t>(bytes_per_repeat(plan)));
+        return block == 1 &&
+               (plan.repeats <= 1 || repeat * kBlockBytes == static_cast<int64_t>(bytes_per_repeat(plan)));
     }
-    // First byte and one past the last byte touched.
+    int blocks(const Lanes& active) const
+    {
+        return (active.last() * size + static_cast<int>(kBlockBytes) - 1) / static_cast<int>(kBlockBytes);
+    }
+    // First byte and one past the last byte touched, in whole blocks. The plan must not be empty.
     std::pair<size_t, size_t> hull(const Plan& plan) const
     {
-        const int64_t blocks = (plan.lanes * size + kBlockBytes - 1) / kBlockBytes;
-        const int64_t end = ((plan.repeats - 1) * repeat + (blocks - 1) * block + 1) * kBlockBytes;
-        return {span.begin, span.begin + static_cast<size_t>(end)};
+        int64_t end = (plan.repeats - 1) * repeat + (blocks(plan.last) - 1) * block + 1;
+        if (plan.repeats > 1) end = std::max(end, (plan.repeats - 2) * repeat + (blocks(plan.each) - 1) * block + 1);
+        return {span.begin, span.begin + static_cast<size_t>(end) * kBlockBytes};
     }
     // Calls visit(offset, bytes) for every run of active bytes.
     template <typename F>
@@ -80,7 +91,8 @@ struct Operand {
         if (plan.repeats == 0) return;
         const int last_prefix = plan.last.prefix();
         if (contiguous(plan) && last_prefix >= 0 && (plan.repeats == 1 || plan.each.prefix() == plan.lanes)) {
-            visit(size_t{0}, static_cast<size_t>(plan.repeats - 1) * bytes_per_repeat(plan) + static_cast<size_t>(last_prefix * size));
+            visit(size_t{0}, static_cast<size_t>(plan.repeats - 1) * bytes_per_repeat(plan) +
+                                 static_cast<size_t>(last_prefix * size));
             return;
         }
         const int per_block = static_cast<int>(kBlockBytes) / size;
@@ -128,7 +140,8 @@ inline Plan plan_of(const Instruction& op, int lanes, MaskArgument mask, int64_t
     } else if (set_mask) {
         const Lanes l = mask.is_bits ? Lanes{{mask.low, mask.high}} : Lanes::first(static_cast<int64_t>(mask.low));
         if (!mask.is_bits) op.in_range(static_cast<int64_t>(mask.low), "mask", 0, lanes);
-        op.require(l.last() <= lanes, FaultKind::range, "the mask has bits beyond the " + std::to_string(lanes) + " lanes of this type");
+        op.require(l.last() <= lanes, FaultKind::range,
+                   "the mask has bits beyond the " + std::to_string(lanes) + " lanes of this type");
         state.low = l.bits[0];
         state.high = l.bits[1];
     }
@@ -152,37 +165,43 @@ inline void count_vector(const Instruction& op, const char* type, const Plan& pl
     c.instructions += 1;
     c.repeats += static_cast<uint64_t>(plan.repeats);
     if (plan.repeats > 0) {
-        c.lanes += static_cast<uint64_t>(plan.repeats - 1) * static_cast<uint64_t>(plan.each.count()) + static_cast<uint64_t>(plan.last.count());
+        c.lanes += static_cast<uint64_t>(plan.repeats - 1) * static_cast<uint64_t>(plan.each.count()) +
+                   static_cast<uint64_t>(plan.last.count());
     }
 }
 
 // Within one repeat source and destination are the same or apart; no repeat reads what an earlier repeat of the same
 // call wrote (page "general constraints on overlap").
-inline void check_overlap(const Instruction& op, const Plan& plan, const Operand& dst, const Operand& src, bool accumulates)
+inline void check_overlap(const Instruction& op, const Plan& plan, const Operand& dst, const Operand& src,
+                          bool accumulates)
 {
     if (dst.span.memory != src.span.memory || plan.repeats == 0) return;
     const auto [d0, d1] = dst.hull(plan);
     const auto [s0, s1] = src.hull(plan);
     if (d1 <= s0 || s1 <= d0) return;
-    if (accumulates && dst.span.begin == src.span.begin && dst.size == src.size && (dst.repeat == 0 || src.repeat == 0)) return;
+    if (accumulates && dst.span.begin == src.span.begin && dst.size == src.size && (dst.repeat == 0 || src.repeat == 0))
+        return;
     const bool same_place = dst.span.begin == src.span.begin && dst.size == src.size;
     if (same_place && dst.contiguous(plan) && src.contiguous(plan)) return;
     const size_t base = std::min(d0, s0);
     std::vector<std::pair<int64_t, int>> writer((std::max(d1, s1) - base + kBlockBytes - 1) / kBlockBytes, {-1, -1});
-    const int dst_blocks = plan.lanes * dst.size / static_cast<int>(kBlockBytes);
-    const int src_blocks = plan.lanes * src.size / static_cast<int>(kBlockBytes);
     const auto cell = [&](const Operand& o, int64_t r, int b) {
         return (o.span.begin - base) / kBlockBytes + static_cast<size_t>(r * o.repeat + b * o.block);
     };
     for (int64_t r = 0; r < plan.repeats; ++r) {
-        for (int b = 0; b < src_blocks; ++b) {
+        for (int b = 0; b < src.blocks(plan.at(r)); ++b) {
             const int64_t by = writer[cell(src, r, b)].first;
-            op.require(by < 0, FaultKind::overlap, "repeat " + std::to_string(r) + " reads what repeat " + std::to_string(by) + " of the same call writes");
+            if (by < 0) continue;
+            op.core().fault(FaultKind::overlap, src.span.describe(src.at(r, 0)),
+                            "repeat " + std::to_string(r) + " reads what repeat " + std::to_string(by) +
+                                " of the same call writes");
         }
-        for (int b = 0; b < dst_blocks; ++b) writer[cell(dst, r, b)] = {r, b};
-        for (int b = 0; b < src_blocks; ++b) {
+        for (int b = 0; b < dst.blocks(plan.at(r)); ++b) writer[cell(dst, r, b)] = {r, b};
+        for (int b = 0; b < src.blocks(plan.at(r)); ++b) {
             const auto [by, block] = writer[cell(src, r, b)];
-            op.require(by < 0 || (block == b && dst.size == src.size), FaultKind::overlap, "source and destination of one repeat overlap in part");
+            if (by < 0 || (block == b && dst.size == src.size)) continue;
+            op.core().fault(FaultKind::overlap, src.span.describe(src.at(r, 0)),
+                            "source and destination of one repeat overlap in part");
         }
     }
 }
@@ -259,7 +278,7 @@ void round_lanes(Wide<T>* values, T* out, bool saturate)
         if (!saturate) return;
         for (int i = 0; i < kMaxLanes; ++i) {
             uint16_t b = bits_of<uint16_t>(out[i]);
-            if ((b & 0x7fffu) > 0x7c00u) b = 0;                                              // NaN -> 0
+            if ((b & 0x7fffu) > 0x7c00u) b = 0;                                                // NaN -> 0
             if ((b & 0x7fffu) == 0x7c00u) b = static_cast<uint16_t>((b & 0x8000u) | 0x7bffu);  // inf -> 65504
             std::memcpy(&out[i], &b, 2);
         }

@@ -1,5 +1,5 @@
-// Vector calls that move, convert or choose rather than compute: Duplicate, Brcb, CreateVecIndex, Cast, Compare, Select.
-// Signatures: kernel_operator_vec_duplicate_intf.h, _brcb_, _createvecindex_, _vconv_, _cmpsel_.
+// Vector calls that move, convert or choose rather than compute: Duplicate, Brcb, CreateVecIndex, Cast, Compare,
+// Select. Signatures: kernel_operator_vec_duplicate_intf.h, _brcb_, _createvecindex_, _vconv_, _cmpsel_.
 #pragma once
 
 #include "vector.h"
@@ -7,7 +7,8 @@
 namespace twin {
 
 template <typename T, typename F>
-void fill(Instruction& op, const AscendC::LocalTensor<T>& dst, const Extent& e, int64_t block, int64_t repeat, F value_at)
+void fill(Instruction& op, const AscendC::LocalTensor<T>& dst, const Extent& e, int64_t block, int64_t repeat,
+          F value_at)
 {
     constexpr int lanes = kLanes<T>;
     const Plan plan = e.plan(op, lanes);
@@ -71,7 +72,8 @@ void check_round_mode(const Instruction& op, AscendC::RoundMode mode)
     if (kind == CastKind::exact) good = mode == R::CAST_NONE;
     if (kind == CastKind::integer || kind == CastKind::to_bf16) good = mode != R::CAST_NONE && mode != R::CAST_ODD;
     if (kind == CastKind::to_half && std::is_same_v<S, int16_t>) good = mode != R::CAST_NONE && mode != R::CAST_ODD;
-    op.require(good, FaultKind::type, "this conversion does not have the round mode " + std::to_string(static_cast<int>(mode)));
+    op.require(good, FaultKind::type,
+               "this conversion does not have the round mode " + std::to_string(static_cast<int>(mode)));
 }
 
 // S is the source type, whose value arrives widened.
@@ -85,7 +87,8 @@ D convert(Wide<S> from, Rounding rounding, bool saturate)
         y = to_float(half_from(y));
         return half_from(saturate ? saturated(y, kHalfMax) : y);
     } else if constexpr (std::is_same_v<D, bfloat16_t>) {
-        const float y = rounding == Rounding::nearest_even ? to_float(bfloat16_t(static_cast<float>(x))) : round_to_bf16(x, rounding);
+        const float y = rounding == Rounding::nearest_even ? to_float(bfloat16_t(static_cast<float>(x)))
+                                                           : round_to_bf16(x, rounding);
         return bfloat16_t(saturate ? saturated(y, kBf16Max) : y);
     } else if constexpr (std::is_same_v<D, float>) {
         if constexpr (kind == CastKind::integer && std::is_same_v<S, float>) x = round_integer(x, rounding);
@@ -101,8 +104,8 @@ D convert(Wide<S> from, Rounding rounding, bool saturate)
 }
 
 template <typename D, typename S>
-void cast(Instruction& op, const AscendC::LocalTensor<D>& dst, const AscendC::LocalTensor<S>& src, AscendC::RoundMode mode,
-          const Extent& e, const AscendC::UnaryRepeatParams& params)
+void cast(Instruction& op, const AscendC::LocalTensor<D>& dst, const AscendC::LocalTensor<S>& src,
+          AscendC::RoundMode mode, const Extent& e, const AscendC::UnaryRepeatParams& params)
 {
     static_assert(cast_kind<D, S>() != CastKind::unsupported, "Cast: A2 does not have this conversion");
     check_round_mode<D, S>(op, mode);
@@ -155,8 +158,10 @@ void compare(Instruction& op, const AscendC::LocalTensor<U>& dst, const AscendC:
              const AscendC::LocalTensor<T>* src1, T scalar, AscendC::CMPMODE mode, int64_t repeats,
              const std::array<int64_t, 4>& s)
 {
-    static_assert(is_one_of<T, half, float, int32_t> && is_one_of<U, uint8_t, int8_t>, "Compare: data types not supported on A2");
-    op.require(!std::is_same_v<T, int32_t> || mode == AscendC::CMPMODE::EQ, FaultKind::type, "int32_t compares with EQ only");
+    static_assert(is_one_of<T, half, float, int32_t> && is_one_of<U, uint8_t, int8_t>,
+                  "Compare: data types not supported on A2");
+    op.require(!std::is_same_v<T, int32_t> || mode == AscendC::CMPMODE::EQ, FaultKind::type,
+               "int32_t compares with EQ only");
     constexpr int lanes = kLanes<T>;
     const Plan plan{lanes, repeats, Lanes::first(lanes), Lanes::first(lanes)};
     const Operand a = operand(src0, s[0], s[2]);
@@ -179,7 +184,8 @@ void compare(Instruction& op, const AscendC::LocalTensor<U>& dst, const AscendC:
             if (has_tensor) load<T>(b, plan, r, y);
             uint8_t bits[kMaxLanes / 8] = {};
             for (int i = 0; i < lanes; ++i) {
-                if (compared(mode, static_cast<double>(x[i]), static_cast<double>(y[i]))) bits[i / 8] |= static_cast<uint8_t>(1u << (i % 8));
+                if (compared(mode, static_cast<double>(x[i]), static_cast<double>(y[i])))
+                    bits[i / 8] |= static_cast<uint8_t>(1u << (i % 8));
             }
             std::memcpy(out.data() + r * lanes / 8, bits, lanes / 8);
         }
@@ -190,7 +196,8 @@ template <typename T>
 int64_t whole_repeats(const Instruction& op, uint32_t count)
 {
     op.require(count % static_cast<uint32_t>(kLanes<T>) == 0, FaultKind::range,
-               "count = " + std::to_string(count) + ": the elements must fill whole repeats of 256 bytes, the rest is not compared");
+               "count = " + std::to_string(count) +
+                   ": the elements must fill whole repeats of 256 bytes, the rest is not compared");
     return count / kLanes<T>;
 }
 
@@ -201,21 +208,26 @@ void select(Instruction& op, const AscendC::LocalTensor<T>& dst, const AscendC::
             const AscendC::LocalTensor<T>& src0, const AscendC::LocalTensor<T>* src1, T scalar, AscendC::SELMODE mode,
             const Extent& e, const AscendC::BinaryRepeatParams& p)
 {
-    static_assert(is_one_of<T, half, float> && is_one_of<U, uint8_t, uint16_t, uint32_t, uint64_t>, "Select: data types not supported on A2");
+    static_assert(is_one_of<T, half, float> && is_one_of<U, uint8_t, uint16_t, uint32_t, uint64_t>,
+                  "Select: data types not supported on A2");
     using M = AscendC::SELMODE;
-    op.require((src1 == nullptr) == (mode == M::VSEL_TENSOR_SCALAR_MODE), FaultKind::type, "the mode does not fit the type of src1");
+    op.require((src1 == nullptr) == (mode == M::VSEL_TENSOR_SCALAR_MODE), FaultKind::type,
+               "the mode does not fit the type of src1");
     op.require(mode == M::VSEL_CMPMASK_SPR || op.core().options.asc_reserved_ubuf, FaultKind::capacity,
                "modes 1 and 2 use the 8 KiB of UB that --cce-disable-asc-reserved-ubuf takes away");
     constexpr int lanes = kLanes<T>;
     const Plan plan = e.plan(op, lanes);
     const Operand d = e.counted ? packed(dst, lanes) : operand(dst, p.dstBlkStride.full(), p.dstRepStride.full());
     const Operand a = e.counted ? packed(src0, lanes) : operand(src0, p.src0BlkStride.full(), p.src0RepStride.full());
-    const Operand b = src1 == nullptr ? a : e.counted ? packed(*src1, lanes) : operand(*src1, p.src1BlkStride.full(), p.src1RepStride.full());
+    const Operand b = src1 == nullptr ? a
+                      : e.counted     ? packed(*src1, lanes)
+                                      : operand(*src1, p.src1BlkStride.full(), p.src1RepStride.full());
     const Span bits = choice.span();
     check_vector_operand(op, Operand{bits, 1}, "selMask");
     const bool same_bits = mode == M::VSEL_CMPMASK_SPR;
     if (plan.repeats > 0) {
-        const int64_t used = same_bits ? (plan.repeats > 1 ? lanes : plan.last.last()) : (plan.repeats - 1) * lanes + plan.last.last();
+        const int64_t used =
+            same_bits ? (plan.repeats > 1 ? lanes : plan.last.last()) : (plan.repeats - 1) * lanes + plan.last.last();
         op.read(bits, 0, static_cast<size_t>((used + 7) / 8));
     }
     prepare(op, plan, d, {a, b});
@@ -229,7 +241,11 @@ void select(Instruction& op, const AscendC::LocalTensor<T>& dst, const AscendC::
             for (int i = 0; i < plan.at(r).last(); ++i) {
                 const bool first = chosen[i / 8] >> (i % 8) & 1;
                 out[i] = scalar;
-                if (first || has_tensor) std::memcpy(&out[i], (first ? a : b).span.data() + (first ? a : b).at(r, i / per_block * per_block) + static_cast<size_t>(i % per_block) * sizeof(T), sizeof(T));
+                if (first || has_tensor)
+                    std::memcpy(&out[i],
+                                (first ? a : b).span.data() + (first ? a : b).at(r, i / per_block * per_block) +
+                                    static_cast<size_t>(i % per_block) * sizeof(T),
+                                sizeof(T));
             }
             store<T>(d, plan, r, out);
         }
@@ -240,11 +256,13 @@ void select(Instruction& op, const AscendC::LocalTensor<T>& dst, const AscendC::
 
 namespace AscendC {
 
-#define TWIN_STORED(T) static_assert(twin::is_one_of<T, half, bfloat16_t, float, int16_t, uint16_t, int32_t, uint32_t>, "data type not supported on A2")
+#define TWIN_STORED(T)                                                                               \
+    static_assert(twin::is_one_of<T, half, bfloat16_t, float, int16_t, uint16_t, int32_t, uint32_t>, \
+                  "data type not supported on A2")
 
 template <typename T, bool isSetMask = true>
-void Duplicate(const LocalTensor<T>& dst, const T& scalarValue, uint64_t mask, const U8 repeatTime, const U16 dstBlockStride,
-               const U8 dstRepeatStride, Here here = Here::now())
+void Duplicate(const LocalTensor<T>& dst, const T& scalarValue, uint64_t mask, const U8 repeatTime,
+               const U16 dstBlockStride, const U8 dstRepeatStride, Here here = Here::now())
 {
     TWIN_STORED(T);
     twin::Instruction op("Duplicate", twin::Pipe::V, here);
@@ -252,8 +270,8 @@ void Duplicate(const LocalTensor<T>& dst, const T& scalarValue, uint64_t mask, c
                dstRepeatStride.full(), [scalarValue](int64_t) { return scalarValue; });
 }
 template <typename T, bool isSetMask = true>
-void Duplicate(const LocalTensor<T>& dst, const T& scalarValue, uint64_t mask[], const U8 repeatTime, const U16 dstBlockStride,
-               const U8 dstRepeatStride, Here here = Here::now())
+void Duplicate(const LocalTensor<T>& dst, const T& scalarValue, uint64_t mask[], const U8 repeatTime,
+               const U16 dstBlockStride, const U8 dstRepeatStride, Here here = Here::now())
 {
     TWIN_STORED(T);
     twin::Instruction op("Duplicate", twin::Pipe::V, here);
@@ -270,27 +288,30 @@ void Duplicate(const LocalTensor<T>& dst, const T& scalarValue, const int32_t& c
 
 // The index goes on from repeat to repeat (inferred for the mask forms).
 template <typename T>
-void CreateVecIndex(LocalTensor<T>& dst, const T& firstValue, uint64_t mask, U8 repeatTime, U16 dstBlkStride, U8 dstRepStride,
-                    Here here = Here::now())
+void CreateVecIndex(LocalTensor<T>& dst, const T& firstValue, uint64_t mask, U8 repeatTime, U16 dstBlkStride,
+                    U8 dstRepStride, Here here = Here::now())
 {
     static_assert(twin::is_one_of<T, half, float, int16_t, int32_t>, "CreateVecIndex: data type not supported on A2");
     twin::Instruction op("CreateVecIndex", twin::Pipe::V, here);
-    twin::fill(op, dst, twin::extent(twin::MaskArgument::count(mask), repeatTime, true), dstBlkStride.full(), dstRepStride.full(),
-               [firstValue](int64_t i) { return static_cast<T>(static_cast<float>(firstValue) + static_cast<float>(i)); });
+    twin::fill(op, dst, twin::extent(twin::MaskArgument::count(mask), repeatTime, true), dstBlkStride.full(),
+               dstRepStride.full(), [firstValue](int64_t i) {
+                   return static_cast<T>(static_cast<float>(firstValue) + static_cast<float>(i));
+               });
 }
 template <typename T>
 void CreateVecIndex(LocalTensor<T> dst, const T& firstValue, uint32_t count, Here here = Here::now())
 {
     static_assert(twin::is_one_of<T, half, float, int16_t, int32_t>, "CreateVecIndex: data type not supported on A2");
     twin::Instruction op("CreateVecIndex", twin::Pipe::V, here);
-    twin::fill(op, dst, twin::extent(static_cast<int64_t>(count)), 1, 8,
-               [firstValue](int64_t i) { return static_cast<T>(static_cast<double>(firstValue) + static_cast<double>(i)); });
+    twin::fill(op, dst, twin::extent(static_cast<int64_t>(count)), 1, 8, [firstValue](int64_t i) {
+        return static_cast<T>(static_cast<double>(firstValue) + static_cast<double>(i));
+    });
 }
 
 // Eight elements to eight blocks per repeat. Source and destination may not share memory.
 template <typename T>
-void Brcb(const LocalTensor<T>& dst, const LocalTensor<T>& src, const U8 repeatTime, const BrcbRepeatParams& repeatParams,
-          Here here = Here::now())
+void Brcb(const LocalTensor<T>& dst, const LocalTensor<T>& src, const U8 repeatTime,
+          const BrcbRepeatParams& repeatParams, Here here = Here::now())
 {
     TWIN_STORED(T);
     twin::Instruction op("Brcb", twin::Pipe::V, here);
@@ -307,7 +328,8 @@ void Brcb(const LocalTensor<T>& dst, const LocalTensor<T>& src, const U8 repeatT
     const size_t bytes = static_cast<size_t>(repeats) * 8 * sizeof(T);
     if (repeats > 0 && d.span.memory == s.memory) {
         const auto [low, high] = d.hull(plan);
-        op.require(high <= s.begin || s.begin + bytes <= low, twin::FaultKind::overlap, "source and destination share memory");
+        op.require(high <= s.begin || s.begin + bytes <= low, twin::FaultKind::overlap,
+                   "source and destination share memory");
     }
     op.read(s, 0, bytes);
     d.runs(plan, [&](size_t at, size_t n) { op.write(d.span, at, n); });
@@ -318,28 +340,32 @@ void Brcb(const LocalTensor<T>& dst, const LocalTensor<T>& src, const U8 repeatT
             for (int j = 0; j < 8; ++j) {
                 const uint8_t* from = s.data() + (static_cast<size_t>(r) * 8 + static_cast<size_t>(j)) * sizeof(T);
                 uint8_t* to = d.span.data() + d.at(r, j * per_block);
-                for (int i = 0; i < per_block; ++i) std::memcpy(to + static_cast<size_t>(i) * sizeof(T), from, sizeof(T));
+                for (int i = 0; i < per_block; ++i)
+                    std::memcpy(to + static_cast<size_t>(i) * sizeof(T), from, sizeof(T));
             }
         }
     });
 }
 
 template <typename T, typename U, bool isSetMask = true>
-void Cast(const LocalTensor<T>& dst, const LocalTensor<U>& src, const RoundMode& roundMode, const uint64_t mask[], const U8 repeatTime,
-          const UnaryRepeatParams& repeatParams, Here here = Here::now())
+void Cast(const LocalTensor<T>& dst, const LocalTensor<U>& src, const RoundMode& roundMode, const uint64_t mask[],
+          const U8 repeatTime, const UnaryRepeatParams& repeatParams, Here here = Here::now())
 {
     twin::Instruction op("Cast", twin::Pipe::V, here);
-    twin::cast(op, dst, src, roundMode, twin::extent(twin::MaskArgument::list(mask), repeatTime, isSetMask), repeatParams);
+    twin::cast(op, dst, src, roundMode, twin::extent(twin::MaskArgument::list(mask), repeatTime, isSetMask),
+               repeatParams);
 }
 template <typename T, typename U, bool isSetMask = true>
-void Cast(const LocalTensor<T>& dst, const LocalTensor<U>& src, const RoundMode& roundMode, const uint64_t mask, const U8 repeatTime,
-          const UnaryRepeatParams& repeatParams, Here here = Here::now())
+void Cast(const LocalTensor<T>& dst, const LocalTensor<U>& src, const RoundMode& roundMode, const uint64_t mask,
+          const U8 repeatTime, const UnaryRepeatParams& repeatParams, Here here = Here::now())
 {
     twin::Instruction op("Cast", twin::Pipe::V, here);
-    twin::cast(op, dst, src, roundMode, twin::extent(twin::MaskArgument::count(mask), repeatTime, isSetMask), repeatParams);
+    twin::cast(op, dst, src, roundMode, twin::extent(twin::MaskArgument::count(mask), repeatTime, isSetMask),
+               repeatParams);
 }
 template <typename T, typename U>
-void Cast(const LocalTensor<T>& dst, const LocalTensor<U>& src, const RoundMode& roundMode, const uint32_t count, Here here = Here::now())
+void Cast(const LocalTensor<T>& dst, const LocalTensor<U>& src, const RoundMode& roundMode, const uint32_t count,
+          Here here = Here::now())
 {
     twin::Instruction op("Cast", twin::Pipe::V, here);
     twin::cast(op, dst, src, roundMode, twin::extent(static_cast<int64_t>(count)), UnaryRepeatParams());
@@ -349,15 +375,15 @@ inline bfloat16_t Cast(const float& value) { return bfloat16_t(value); }
 inline float Cast(const bfloat16_t& value) { return static_cast<float>(value); }
 
 template <typename T, typename U>
-void Compare(const LocalTensor<U>& dst, const LocalTensor<T>& src0, const LocalTensor<T>& src1, CMPMODE cmpMode, uint32_t count,
-             Here here = Here::now())
+void Compare(const LocalTensor<U>& dst, const LocalTensor<T>& src0, const LocalTensor<T>& src1, CMPMODE cmpMode,
+             uint32_t count, Here here = Here::now())
 {
     twin::Instruction op("Compare", twin::Pipe::V, here);
     twin::compare(op, dst, src0, &src1, T(0), cmpMode, twin::whole_repeats<T>(op, count), {1, 1, 8, 8});
 }
 template <typename T, typename U, bool isSetMask = true>
-void Compare(const LocalTensor<U>& dst, const LocalTensor<T>& src0, const LocalTensor<T>& src1, CMPMODE cmpMode, const uint64_t,
-             U8 repeatTime, const BinaryRepeatParams& p, Here here = Here::now())
+void Compare(const LocalTensor<U>& dst, const LocalTensor<T>& src0, const LocalTensor<T>& src1, CMPMODE cmpMode,
+             const uint64_t, U8 repeatTime, const BinaryRepeatParams& p, Here here = Here::now())
 {
     twin::Instruction op("Compare", twin::Pipe::V, here);
     op.fits(repeatTime, "repeatTime", 0, 255);
@@ -365,58 +391,67 @@ void Compare(const LocalTensor<U>& dst, const LocalTensor<T>& src0, const LocalT
                   {p.src0BlkStride.full(), p.src1BlkStride.full(), p.src0RepStride.full(), p.src1RepStride.full()});
 }
 template <typename T, typename U>
-void Compares(const LocalTensor<U>& dst, const LocalTensor<T>& src0, const T src1Scalar, CMPMODE cmpMode, uint32_t count, Here here = Here::now())
+void Compares(const LocalTensor<U>& dst, const LocalTensor<T>& src0, const T src1Scalar, CMPMODE cmpMode,
+              uint32_t count, Here here = Here::now())
 {
     twin::Instruction op("Compares", twin::Pipe::V, here);
     twin::compare<T, U>(op, dst, src0, nullptr, src1Scalar, cmpMode, twin::whole_repeats<T>(op, count), {1, 1, 8, 8});
 }
 template <typename T, typename U, bool isSetMask = true>
-void Compares(const LocalTensor<U>& dst, const LocalTensor<T>& src0, const T src1Scalar, CMPMODE cmpMode, const uint64_t, U8 repeatTime,
-              const UnaryRepeatParams& p, Here here = Here::now())
+void Compares(const LocalTensor<U>& dst, const LocalTensor<T>& src0, const T src1Scalar, CMPMODE cmpMode,
+              const uint64_t, U8 repeatTime, const UnaryRepeatParams& p, Here here = Here::now())
 {
     twin::Instruction op("Compares", twin::Pipe::V, here);
     op.fits(repeatTime, "repeatTime", 0, 255);
-    twin::compare<T, U>(op, dst, src0, nullptr, src1Scalar, cmpMode, repeatTime.full(), {p.srcBlkStride.full(), 1, p.srcRepStride.full(), 8});
+    twin::compare<T, U>(op, dst, src0, nullptr, src1Scalar, cmpMode, repeatTime.full(),
+                        {p.srcBlkStride.full(), 1, p.srcRepStride.full(), 8});
 }
 template <typename T, typename U>
-void CompareScalar(const LocalTensor<U>& dst, const LocalTensor<T>& src0, const T src1Scalar, CMPMODE cmpMode, uint32_t count, Here here = Here::now())
+void CompareScalar(const LocalTensor<U>& dst, const LocalTensor<T>& src0, const T src1Scalar, CMPMODE cmpMode,
+                   uint32_t count, Here here = Here::now())
 {
     Compares(dst, src0, src1Scalar, cmpMode, count, here);
 }
 template <typename T, typename U, bool isSetMask = true>
-void CompareScalar(const LocalTensor<U>& dst, const LocalTensor<T>& src0, const T src1Scalar, CMPMODE cmpMode, const uint64_t mask,
-                   U8 repeatTime, const UnaryRepeatParams& p, Here here = Here::now())
+void CompareScalar(const LocalTensor<U>& dst, const LocalTensor<T>& src0, const T src1Scalar, CMPMODE cmpMode,
+                   const uint64_t mask, U8 repeatTime, const UnaryRepeatParams& p, Here here = Here::now())
 {
     Compares<T, U, isSetMask>(dst, src0, src1Scalar, cmpMode, mask, repeatTime, p, here);
 }
 
 template <typename T, typename U>
-void Select(const LocalTensor<T>& dst, const LocalTensor<U>& selMask, const LocalTensor<T>& src0, const LocalTensor<T>& src1,
+void Select(const LocalTensor<T>& dst, const LocalTensor<U>& selMask, const LocalTensor<T>& src0,
+            const LocalTensor<T>& src1, SELMODE selMode, uint32_t count, Here here = Here::now())
+{
+    twin::Instruction op("Select", twin::Pipe::V, here);
+    twin::select(op, dst, selMask, src0, &src1, T(0), selMode, twin::extent(static_cast<int64_t>(count)),
+                 BinaryRepeatParams());
+}
+template <typename T, typename U>
+void Select(const LocalTensor<T>& dst, const LocalTensor<U>& selMask, const LocalTensor<T>& src0, T src1,
             SELMODE selMode, uint32_t count, Here here = Here::now())
 {
     twin::Instruction op("Select", twin::Pipe::V, here);
-    twin::select(op, dst, selMask, src0, &src1, T(0), selMode, twin::extent(static_cast<int64_t>(count)), BinaryRepeatParams());
+    twin::select<T, U>(op, dst, selMask, src0, nullptr, src1, selMode, twin::extent(static_cast<int64_t>(count)),
+                       BinaryRepeatParams());
 }
-template <typename T, typename U>
-void Select(const LocalTensor<T>& dst, const LocalTensor<U>& selMask, const LocalTensor<T>& src0, T src1, SELMODE selMode, uint32_t count,
+template <typename T, typename U, bool isSetMask = true>
+void Select(const LocalTensor<T>& dst, const LocalTensor<U>& selMask, const LocalTensor<T>& src0,
+            const LocalTensor<T>& src1, SELMODE selMode, uint64_t mask, U8 repeatTime,
+            const BinaryRepeatParams& repeatParams, Here here = Here::now())
+{
+    twin::Instruction op("Select", twin::Pipe::V, here);
+    twin::select(op, dst, selMask, src0, &src1, T(0), selMode,
+                 twin::extent(twin::MaskArgument::count(mask), repeatTime, isSetMask), repeatParams);
+}
+template <typename T, typename U, bool isSetMask = true>
+void Select(const LocalTensor<T>& dst, const LocalTensor<U>& selMask, const LocalTensor<T>& src0, T src1,
+            SELMODE selMode, uint64_t mask, U8 repeatTime, const BinaryRepeatParams& repeatParams,
             Here here = Here::now())
 {
     twin::Instruction op("Select", twin::Pipe::V, here);
-    twin::select<T, U>(op, dst, selMask, src0, nullptr, src1, selMode, twin::extent(static_cast<int64_t>(count)), BinaryRepeatParams());
-}
-template <typename T, typename U, bool isSetMask = true>
-void Select(const LocalTensor<T>& dst, const LocalTensor<U>& selMask, const LocalTensor<T>& src0, const LocalTensor<T>& src1,
-            SELMODE selMode, uint64_t mask, U8 repeatTime, const BinaryRepeatParams& repeatParams, Here here = Here::now())
-{
-    twin::Instruction op("Select", twin::Pipe::V, here);
-    twin::select(op, dst, selMask, src0, &src1, T(0), selMode, twin::extent(twin::MaskArgument::count(mask), repeatTime, isSetMask), repeatParams);
-}
-template <typename T, typename U, bool isSetMask = true>
-void Select(const LocalTensor<T>& dst, const LocalTensor<U>& selMask, const LocalTensor<T>& src0, T src1, SELMODE selMode, uint64_t mask,
-            U8 repeatTime, const BinaryRepeatParams& repeatParams, Here here = Here::now())
-{
-    twin::Instruction op("Select", twin::Pipe::V, here);
-    twin::select<T, U>(op, dst, selMask, src0, nullptr, src1, selMode, twin::extent(twin::MaskArgument::count(mask), repeatTime, isSetMask), repeatParams);
+    twin::select<T, U>(op, dst, selMask, src0, nullptr, src1, selMode,
+                       twin::extent(twin::MaskArgument::count(mask), repeatTime, isSetMask), repeatParams);
 }
 
 #undef TWIN_STORED

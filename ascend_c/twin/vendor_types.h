@@ -21,7 +21,16 @@
 #define GM_ADDR __gm__ uint8_t*
 
 // The device's pipes; the values are the vendor's.
-enum pipe_t { PIPE_S = 0, PIPE_V = 1, PIPE_M = 2, PIPE_MTE1 = 3, PIPE_MTE2 = 4, PIPE_MTE3 = 5, PIPE_ALL = 6, PIPE_FIX = 10 };
+enum pipe_t {
+    PIPE_S = 0,
+    PIPE_V = 1,
+    PIPE_M = 2,
+    PIPE_MTE1 = 3,
+    PIPE_MTE2 = 4,
+    PIPE_MTE3 = 5,
+    PIPE_ALL = 6,
+    PIPE_FIX = 10
+};
 
 enum event_t { EVENT_ID0 = 0, EVENT_ID1, EVENT_ID2, EVENT_ID3, EVENT_ID4, EVENT_ID5, EVENT_ID6, EVENT_ID7 };
 
@@ -47,10 +56,12 @@ public:
     constexpr Field() = default;
     template <typename I, typename = std::enable_if_t<std::is_integral_v<I> || std::is_enum_v<I>>>
     constexpr Field(I value) : value_(static_cast<int64_t>(value))
-    {}
+    {
+    }
     template <typename U, typename = std::enable_if_t<!std::is_same_v<U, T>>>
     constexpr Field(Field<U> other) : value_(other.full())
-    {}
+    {
+    }
     constexpr operator T() const { return static_cast<T>(value_); }
     constexpr int64_t full() const { return value_; }
     constexpr bool fits() const { return static_cast<int64_t>(static_cast<T>(value_)) == value_; }
@@ -64,15 +75,65 @@ private:
 namespace AscendC {
 
 enum class TPosition : uint8_t {
-    GM, A1, A2, B1, B2, C1, C2, CO1, CO2, VECIN, VECOUT, VECCALC, LCM = VECCALC,
-    SPM, SHM = SPM, TSCM, C2PIPE2GM, C2PIPE2LOCAL, MAX,
+    GM,
+    A1,
+    A2,
+    B1,
+    B2,
+    C1,
+    C2,
+    CO1,
+    CO2,
+    VECIN,
+    VECOUT,
+    VECCALC,
+    LCM = VECCALC,
+    SPM,
+    SHM = SPM,
+    TSCM,
+    C2PIPE2GM,
+    C2PIPE2LOCAL,
+    MAX,
 };
 using QuePosition = TPosition;
 
 enum class HardEvent : uint8_t {
-    MTE2_MTE1, MTE1_MTE2, MTE1_M, M_MTE1, MTE2_V, V_MTE2, MTE3_V, V_MTE3, M_V, V_M, V_V, MTE3_MTE1, MTE1_MTE3, MTE1_V,
-    MTE2_M, M_MTE2, V_MTE1, M_FIX, FIX_M, MTE3_MTE2, MTE2_MTE3, S_V, V_S, S_MTE2, MTE2_S, S_MTE3, MTE3_S, MTE2_FIX,
-    FIX_MTE2, FIX_S, M_S, FIX_MTE3, MTE1_FIX, FIX_MTE1, FIX_FIX, MAX,
+    MTE2_MTE1,
+    MTE1_MTE2,
+    MTE1_M,
+    M_MTE1,
+    MTE2_V,
+    V_MTE2,
+    MTE3_V,
+    V_MTE3,
+    M_V,
+    V_M,
+    V_V,
+    MTE3_MTE1,
+    MTE1_MTE3,
+    MTE1_V,
+    MTE2_M,
+    M_MTE2,
+    V_MTE1,
+    M_FIX,
+    FIX_M,
+    MTE3_MTE2,
+    MTE2_MTE3,
+    S_V,
+    V_S,
+    S_MTE2,
+    MTE2_S,
+    S_MTE3,
+    MTE3_S,
+    MTE2_FIX,
+    FIX_MTE2,
+    FIX_S,
+    M_S,
+    FIX_MTE3,
+    MTE1_FIX,
+    FIX_MTE1,
+    FIX_FIX,
+    MAX,
 };
 
 using TEventID = int8_t;
@@ -81,7 +142,14 @@ enum class SaturationMode : uint8_t { FLOAT, FLOAT8, INT, CAST };
 enum class CacheLine : uint64_t { SINGLE_CACHE_LINE = 0, ENTIRE_DATA_CACHE };
 enum class DcciDst : uint64_t { CACHELINE_ALL = 0, CACHELINE_UB, CACHELINE_OUT, CACHELINE_ATOMIC };
 enum class RoundMode : uint8_t {
-    CAST_NONE = 0, CAST_RINT, CAST_FLOOR, CAST_CEIL, CAST_ROUND, CAST_TRUNC, CAST_ODD, UNKNOWN = 0xFF,
+    CAST_NONE = 0,
+    CAST_RINT,
+    CAST_FLOOR,
+    CAST_CEIL,
+    CAST_ROUND,
+    CAST_TRUNC,
+    CAST_ODD,
+    UNKNOWN = 0xFF,
 };
 enum class CMPMODE : uint8_t { LT = 0, GT, EQ, LE, GE, NE };
 enum class SELMODE : uint8_t { VSEL_CMPMASK_SPR = 0, VSEL_TENSOR_SCALAR_MODE, VSEL_TENSOR_TENSOR_MODE };
@@ -115,8 +183,13 @@ struct DataCopyParams {
 struct DataCopyExtParams {
     DataCopyExtParams() {}
     DataCopyExtParams(U16 count, U32 len, U32 src, U32 dst, U32 reserved)
-        : blockCount(count), blockLen(len), srcStride(src), dstStride(dst), rsv(reserved)
-    {}
+        : blockCount(count),
+          blockLen(len),
+          srcStride(src),
+          dstStride(dst),
+          rsv(reserved)
+    {
+    }
 
     U16 blockCount = 1;
     U32 blockLen = 0;  // bytes
@@ -128,8 +201,12 @@ struct DataCopyExtParams {
 struct DataCopyPadParams {
     DataCopyPadParams() {}
     DataCopyPadParams(bool pad, U8 left, U8 right, uint64_t value)
-        : isPad(pad), leftPadding(left), rightPadding(right), paddingValue(value)
-    {}
+        : isPad(pad),
+          leftPadding(left),
+          rightPadding(right),
+          paddingValue(value)
+    {
+    }
 
     bool isPad = false;
     U8 leftPadding = 0;
@@ -141,8 +218,12 @@ template <typename T>
 struct DataCopyPadExtParams {
     DataCopyPadExtParams() {}
     DataCopyPadExtParams(bool pad, U8 left, U8 right, T value)
-        : isPad(pad), leftPadding(left), rightPadding(right), paddingValue(value)
-    {}
+        : isPad(pad),
+          leftPadding(left),
+          rightPadding(right),
+          paddingValue(value)
+    {
+    }
 
     bool isPad = false;
     U8 leftPadding = 0;
@@ -153,9 +234,16 @@ struct DataCopyPadExtParams {
 struct Nd2NzParams {
     Nd2NzParams() {}
     Nd2NzParams(U16 nd, U16 rows, U16 columns, U16 srcMatrix, U16 srcRow, U16 dstC0, U16 dstN, U16 dstMatrix)
-        : ndNum(nd), nValue(rows), dValue(columns), srcNdMatrixStride(srcMatrix), srcDValue(srcRow), dstNzC0Stride(dstC0),
-          dstNzNStride(dstN), dstNzMatrixStride(dstMatrix)
-    {}
+        : ndNum(nd),
+          nValue(rows),
+          dValue(columns),
+          srcNdMatrixStride(srcMatrix),
+          srcDValue(srcRow),
+          dstNzC0Stride(dstC0),
+          dstNzNStride(dstN),
+          dstNzMatrixStride(dstMatrix)
+    {
+    }
 
     U16 ndNum = 0;
     U16 nValue = 0;
@@ -170,8 +258,15 @@ struct Nd2NzParams {
 struct LoadData2DParams {  // the order of the fields is not the order of the constructor
     LoadData2DParams() {}
     LoadData2DParams(U16 start, U8 repeat, U16 stride, U8 sidIn, U16 gap, bool transpose, U8 mode)
-        : startIndex(start), dstGap(gap), srcStride(stride), ifTranspose(transpose), repeatTimes(repeat), sid(sidIn), addrMode(mode)
-    {}
+        : startIndex(start),
+          dstGap(gap),
+          srcStride(stride),
+          ifTranspose(transpose),
+          repeatTimes(repeat),
+          sid(sidIn),
+          addrMode(mode)
+    {
+    }
 
     U16 startIndex = 0;
     U16 dstGap = 0;
@@ -185,8 +280,14 @@ struct LoadData2DParams {  // the order of the fields is not the order of the co
 struct MmadParams {
     MmadParams() {}
     MmadParams(U16 mIn, U16 nIn, U16 kIn, U8 unit, bool source, bool init)
-        : m(mIn), n(nIn), k(kIn), unitFlag(unit), cmatrixSource(source), cmatrixInitVal(init)
-    {}
+        : m(mIn),
+          n(nIn),
+          k(kIn),
+          unitFlag(unit),
+          cmatrixSource(source),
+          cmatrixInitVal(init)
+    {
+    }
 
     U16 m = 0;
     U16 n = 0;
@@ -212,13 +313,29 @@ constexpr FixpipeConfig CFG_COLUMN_MAJOR = {CO2Layout::COLUMN_MAJOR};
 
 struct FixpipeParamsV220 {
     FixpipeParamsV220() {}
-    FixpipeParamsV220(U16 n, U16 m, U16 src, U32 dst, bool relu) : nSize(n), mSize(m), srcStride(src), dstStride(dst), reluEn(relu)
-    {}
+    FixpipeParamsV220(U16 n, U16 m, U16 src, U32 dst, bool relu)
+        : nSize(n),
+          mSize(m),
+          srcStride(src),
+          dstStride(dst),
+          reluEn(relu)
+    {
+    }
     FixpipeParamsV220(U16 n, U16 m, U16 src, U32 dst, bool relu, QuantMode_t quant, int64_t scalar, U16 nd, U16 srcNd,
                       U16 dstNd, U8 unit)
-        : nSize(n), mSize(m), srcStride(src), dstStride(dst), quantPre(quant), deqScalar(static_cast<uint64_t>(scalar)), ndNum(nd),
-          srcNdStride(srcNd), dstNdStride(dstNd), reluEn(relu), unitFlag(unit)
-    {}
+        : nSize(n),
+          mSize(m),
+          srcStride(src),
+          dstStride(dst),
+          quantPre(quant),
+          deqScalar(static_cast<uint64_t>(scalar)),
+          ndNum(nd),
+          srcNdStride(srcNd),
+          dstNdStride(dstNd),
+          reluEn(relu),
+          unitFlag(unit)
+    {
+    }
 
     U16 nSize = 0;
     U16 mSize = 0;
@@ -237,8 +354,12 @@ struct FixpipeParamsV220 {
 struct UnaryRepeatParams {
     UnaryRepeatParams() {}
     UnaryRepeatParams(U16 dstBlk, U16 srcBlk, U8 dstRep, U8 srcRep)
-        : dstBlkStride(dstBlk), srcBlkStride(srcBlk), dstRepStride(dstRep), srcRepStride(srcRep)
-    {}
+        : dstBlkStride(dstBlk),
+          srcBlkStride(srcBlk),
+          dstRepStride(dstRep),
+          srcRepStride(srcRep)
+    {
+    }
 
     uint32_t blockNumber = 8;
     U16 dstBlkStride = 1;
@@ -253,9 +374,14 @@ struct UnaryRepeatParams {
 struct BinaryRepeatParams {
     BinaryRepeatParams() {}
     BinaryRepeatParams(U8 dstBlk, U8 src0Blk, U8 src1Blk, U8 dstRep, U8 src0Rep, U8 src1Rep)
-        : dstBlkStride(dstBlk), src0BlkStride(src0Blk), src1BlkStride(src1Blk), dstRepStride(dstRep), src0RepStride(src0Rep),
+        : dstBlkStride(dstBlk),
+          src0BlkStride(src0Blk),
+          src1BlkStride(src1Blk),
+          dstRepStride(dstRep),
+          src0RepStride(src0Rep),
           src1RepStride(src1Rep)
-    {}
+    {
+    }
 
     uint32_t blockNumber = 8;
     U8 dstBlkStride = 1;

@@ -223,7 +223,8 @@ REFUSED = {
     "no bfloat16 arithmetic": "void f(LocalTensor<bfloat16_t> x) { Add(x, x, x, 16); }",
     "Fixpipe to L1 is 16 bits": "void f(LocalTensor<float> d, LocalTensor<float> c, FixpipeParamsV220 p) "
     "{ Fixpipe<float, float, CFG_NZ>(d, c, p); }",
-    "no bfloat16 to half": "void f(LocalTensor<half> d, LocalTensor<bfloat16_t> s) { Cast(d, s, RoundMode::CAST_RINT, 16); }",
+    "no bfloat16 to half": "void f(LocalTensor<half> d, LocalTensor<bfloat16_t> s) "
+    "{ Cast(d, s, RoundMode::CAST_RINT, 16); }",
     "mode 4 is the 950's": "void f() { CrossCoreSetFlag<4, PIPE_MTE3>(0); }",
 }
 

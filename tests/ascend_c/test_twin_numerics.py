@@ -1,4 +1,4 @@
-"""Numbers of the CPU twin against numpy: one rounding per call, both overflow modes, tree sums, GEMMs exact on integers."""
+"""Numbers of the CPU twin against numpy: one rounding per call, both overflow modes, tree sums, exact integer GEMMs."""
 
 import numpy as np
 import pytest
@@ -48,6 +48,15 @@ def test_half_functions_are_correctly_rounded_for_every_input(numerics, op, exac
         with np.errstate(all="ignore"):
             expected = exact(x.astype(np.float64)).astype(np.float16)
         same_bits(numerics.load("z", np.float16), expected if overflow == "inf_nan" else saturated(expected))
+
+
+def test_float_exp_and_ln_are_correctly_rounded(numerics):
+    x = np.random.default_rng(13).uniform(-80, 80, 4096).astype(np.float32)
+    assert numerics.run("float_op", {"x": x}, op="Exp")["ok"]
+    np.testing.assert_array_equal(numerics.load("z", np.float32), np.exp(x.astype(np.float64)).astype(np.float32))
+    x = np.exp(x)
+    assert numerics.run("float_op", {"x": x}, op="Ln")["ok"]
+    np.testing.assert_array_equal(numerics.load("z", np.float32), np.log(x.astype(np.float64)).astype(np.float32))
 
 
 def test_jitter_moves_exp_by_at_most_one_ulp_and_is_reproducible(numerics):

@@ -1,6 +1,7 @@
 """Building and running C++ programs against the CPU twin: one process for many cases, a JSON report for each.
 
-A program is a file in `programs/` made of `TWIN_CASE(name) { ... return report; }`; it runs as `PROGRAM CASE key=value ...`.
+A program is a file in `programs/` made of `TWIN_CASE(name) { ... return report; }`. It runs as
+`PROGRAM CASE key=value ...`, or reads such lines from standard input.
 """
 
 import fcntl

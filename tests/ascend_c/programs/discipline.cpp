@@ -48,7 +48,8 @@ public:
             Muls(out, in, half(2), kTile);
             if (bug_ != "no_barrier") PipeBarrier<PIPE_V>();
             Adds(out, out, half(1), kTile);
-            if (bug_ != "no_v_mte2" && (t + 2 < kTiles || bug_ == "leaked_flag")) SetFlag<HardEvent::V_MTE2>(free_in[b]);
+            if (bug_ != "no_v_mte2" && (t + 2 < kTiles || bug_ == "leaked_flag"))
+                SetFlag<HardEvent::V_MTE2>(free_in[b]);
             if (bug_ != "no_v_mte3") {
                 SetFlag<HardEvent::V_MTE3>(done[b]);
                 WaitFlag<HardEvent::V_MTE3>(done[b]);
@@ -213,8 +214,12 @@ public:
     {
         KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_MIX_AIC_1_2);
         TPipe pipe;
-        if ASCEND_IS_AIC { cube(pipe); }
-        if ASCEND_IS_AIV { vector(pipe); }
+        if ASCEND_IS_AIC {
+            cube(pipe);
+        }
+        if ASCEND_IS_AIV {
+            vector(pipe);
+        }
     }
 
 private:
@@ -324,7 +329,8 @@ TWIN_CASE(tiled)
     twin::Options options = arguments.options();
     options.shape = twin::Shape::aiv_only;
     options.strict_vector = arguments.number("strict", 1) != 0;
-    const twin::Report report = device.launch("tiled", 1, options, [&] { TiledVector(arguments.text("bug")).run(gx, gz); });
+    const twin::Report report =
+        device.launch("tiled", 1, options, [&] { TiledVector(arguments.text("bug")).run(gx, gz); });
     arguments.save("z", gz, x.size());
     arguments.save("x", x.data(), x.size());
     return report;
@@ -338,7 +344,8 @@ TWIN_CASE(queued)
     half* gz = device.output<half>("z", x.size());
     twin::Options options = arguments.options();
     options.shape = twin::Shape::aiv_only;
-    const twin::Report report = device.launch("queued", 1, options, [&] { queued_vector(gx, gz, arguments.text("bug")); });
+    const twin::Report report =
+        device.launch("queued", 1, options, [&] { queued_vector(gx, gz, arguments.text("bug")); });
     arguments.save("z", gz, x.size());
     arguments.save("x", x.data(), x.size());
     return report;
@@ -355,7 +362,8 @@ TWIN_CASE(cube)
     float* gc = device.output<float>("c", 32 * 32);
     twin::Options options = arguments.options();
     options.shape = twin::Shape::aic_only;
-    const twin::Report report = device.launch("cube", 1, options, [&] { cube_kernel(ga, gb, gc, arguments.text("bug")); });
+    const twin::Report report =
+        device.launch("cube", 1, options, [&] { cube_kernel(ga, gb, gc, arguments.text("bug")); });
     arguments.save("a", a.data(), a.size());
     arguments.save("b", b.data(), b.size());
     arguments.save("c", gc, 32 * 32);
@@ -371,7 +379,8 @@ TWIN_CASE(mixed)
     half* ga = device.input("a", a);
     half* slots = device.workspace<half>("slots", groups * 2 * Mixed::kSide * Mixed::kSide);
     half* gz = device.output<half>("z", static_cast<size_t>(n));
-    const twin::Report report = device.launch("mixed", groups, arguments.options(), [&] { Mixed(ga, slots, gz, arguments.text("bug")).run(); });
+    const twin::Report report =
+        device.launch("mixed", groups, arguments.options(), [&] { Mixed(ga, slots, gz, arguments.text("bug")).run(); });
     arguments.save("a", a.data(), a.size());
     arguments.save("z", gz, a.size());
     return report;

@@ -1,4 +1,5 @@
-// What every test program shares: named cases, arguments, raw arrays from and to files, a JSON report on standard output.
+// What every test program shares: named cases, arguments, raw arrays from and to files, a JSON report on standard
+// output.
 #pragma once
 
 #include <cstdio>
@@ -33,7 +34,9 @@ struct Arguments {
         o.seed = static_cast<uint64_t>(number("seed"));
         o.overflow = text("overflow", "inf_nan") == "saturate" ? twin::Overflow::saturate : twin::Overflow::inf_nan;
         o.jitter = number("jitter") != 0;
-        o.shape = text("shape", "mix") == "aiv" ? twin::Shape::aiv_only : text("shape", "mix") == "aic" ? twin::Shape::aic_only : twin::Shape::mix_1_2;
+        o.shape = text("shape", "mix") == "aiv"   ? twin::Shape::aiv_only
+                  : text("shape", "mix") == "aic" ? twin::Shape::aic_only
+                                                  : twin::Shape::mix_1_2;
         return o;
     }
     template <typename T>
@@ -67,9 +70,9 @@ struct Register {
 
 }  // namespace harness
 
-#define TWIN_CASE(name)                                                       \
-    static twin::Report case_##name(const harness::Arguments& arguments);     \
-    static const harness::Register register_##name(#name, case_##name);       \
+#define TWIN_CASE(name)                                                   \
+    static twin::Report case_##name(const harness::Arguments& arguments); \
+    static const harness::Register register_##name(#name, case_##name);   \
     static twin::Report case_##name([[maybe_unused]] const harness::Arguments& arguments)
 
 // One line per command line on standard input, or the command line itself: many runs cost one process.

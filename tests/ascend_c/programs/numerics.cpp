@@ -117,14 +117,18 @@ TWIN_CASE(cast)
         const size_t n = arguments.load<float>("x").size();
         const auto as = [&](auto sample) {
             using D = decltype(sample);
-            return vector_case<D, float>(arguments, n, [&](LocalTensor<D> z, LocalTensor<float> x, LocalTensor<float>, uint32_t c) { Cast(z, x, mode, c); });
+            return vector_case<D, float>(
+                arguments, n,
+                [&](LocalTensor<D> z, LocalTensor<float> x, LocalTensor<float>, uint32_t c) { Cast(z, x, mode, c); });
         };
         if (to == "half") return as(half());
         if (to == "bfloat16") return as(bfloat16_t());
         return as(int32_t());
     }
     const size_t n = arguments.load<half>("x").size();
-    return vector_case<float, half>(arguments, n, [&](LocalTensor<float> z, LocalTensor<half> x, LocalTensor<half>, uint32_t c) { Cast(z, x, mode, c); });
+    return vector_case<float, half>(
+        arguments, n,
+        [&](LocalTensor<float> z, LocalTensor<half> x, LocalTensor<half>, uint32_t c) { Cast(z, x, mode, c); });
 }
 
 namespace {
@@ -137,19 +141,26 @@ twin::Report reductions(const harness::Arguments& arguments)
     const int n = static_cast<int>(arguments.load<T>("x").size());
     const int repeats = n / lanes;
     const int mask = arguments.number("mask", lanes);
-    const int per_repeat = op == "PairReduceSum" ? lanes / 2 : op.rfind("Block", 0) == 0 ? 8 : op == "WholeReduceMaxIndex" ? 2 : 1;
-    return vector_case<T, T>(arguments, static_cast<size_t>(repeats * per_repeat), [&](LocalTensor<T> z, LocalTensor<T> x, LocalTensor<T>, uint32_t) {
-        Duplicate(z, T(0), repeats * per_repeat);
-        PipeBarrier<PIPE_V>();
-        if (op == "WholeReduceMax") WholeReduceMax(z, x, mask, repeats, 1, 1, 8, ReduceOrder::ORDER_ONLY_VALUE);
-        if (op == "WholeReduceMaxIndex") WholeReduceMax(z, x, mask, repeats, 1, 1, 8);
-        if (op == "WholeReduceMin") WholeReduceMin(z, x, mask, repeats, 1, 1, 8, ReduceOrder::ORDER_ONLY_VALUE);
-        if (op == "WholeReduceSum") WholeReduceSum(z, x, mask, repeats, 1, 1, 8);
-        if (op == "ReduceRepeat") ReduceRepeat<ReduceType::SUM, T, T>(z, x, mask, repeats, 1, 1, 8);
-        if (op == "BlockReduceMax") BlockReduceMax(z, x, repeats, mask, 1, 1, 8);
-        if (op == "BlockReduceSum") BlockReduceSum(z, x, repeats, mask, 1, 1, 8);
-        if (op == "PairReduceSum") PairReduceSum(z, x, repeats, mask, 1, 1, 8);
-    });
+    const int per_repeat = op == "PairReduceSum"         ? lanes / 2
+                           : op.rfind("Block", 0) == 0   ? 8
+                           : op == "WholeReduceMaxIndex" ? 2
+                                                         : 1;
+    return vector_case<T, T>(arguments, static_cast<size_t>(repeats * per_repeat),
+                             [&](LocalTensor<T> z, LocalTensor<T> x, LocalTensor<T>, uint32_t) {
+                                 Duplicate(z, T(0), repeats * per_repeat);
+                                 PipeBarrier<PIPE_V>();
+                                 if (op == "WholeReduceMax")
+                                     WholeReduceMax(z, x, mask, repeats, 1, 1, 8, ReduceOrder::ORDER_ONLY_VALUE);
+                                 if (op == "WholeReduceMaxIndex") WholeReduceMax(z, x, mask, repeats, 1, 1, 8);
+                                 if (op == "WholeReduceMin")
+                                     WholeReduceMin(z, x, mask, repeats, 1, 1, 8, ReduceOrder::ORDER_ONLY_VALUE);
+                                 if (op == "WholeReduceSum") WholeReduceSum(z, x, mask, repeats, 1, 1, 8);
+                                 if (op == "ReduceRepeat")
+                                     ReduceRepeat<ReduceType::SUM, T, T>(z, x, mask, repeats, 1, 1, 8);
+                                 if (op == "BlockReduceMax") BlockReduceMax(z, x, repeats, mask, 1, 1, 8);
+                                 if (op == "BlockReduceSum") BlockReduceSum(z, x, repeats, mask, 1, 1, 8);
+                                 if (op == "PairReduceSum") PairReduceSum(z, x, repeats, mask, 1, 1, 8);
+                             });
 }
 
 }  // namespace
@@ -161,15 +172,18 @@ TWIN_CASE(brcb_row_multiply)
 {
     // Row broadcast as kernels do it: Brcb of one factor per row, then Mul with block stride 0 and repeat stride 1.
     const int rows = arguments.number("rows");
-    return vector_case<half, half>(arguments, static_cast<size_t>(rows) * 128, [&](LocalTensor<half> z, LocalTensor<half> x, LocalTensor<half> y, uint32_t n) {
-        LocalTensor<half> wide = z[0];
-        static_cast<void>(n);
-        // y holds the factors in its first `rows` elements; blocks for rows 0.. go behind them.
-        LocalTensor<half> blocks = y[static_cast<uint32_t>((rows + 15) / 16 * 16)];
-        Brcb(blocks, y, (rows + 7) / 8, BrcbRepeatParams(1, 8));
-        PipeBarrier<PIPE_V>();
-        Mul(wide, x, blocks, static_cast<uint64_t>(128), rows, BinaryRepeatParams(1, 1, 0, 8, 8, 1));
-    });
+    return vector_case<half, half>(arguments, static_cast<size_t>(rows) * 128,
+                                   [&](LocalTensor<half> z, LocalTensor<half> x, LocalTensor<half> y, uint32_t n) {
+                                       LocalTensor<half> wide = z[0];
+                                       static_cast<void>(n);
+                                       // y holds the factors in its first `rows` elements; blocks for rows 0.. go
+                                       // behind them.
+                                       LocalTensor<half> blocks = y[static_cast<uint32_t>((rows + 15) / 16 * 16)];
+                                       Brcb(blocks, y, (rows + 7) / 8, BrcbRepeatParams(1, 8));
+                                       PipeBarrier<PIPE_V>();
+                                       Mul(wide, x, blocks, static_cast<uint64_t>(128), rows,
+                                           BinaryRepeatParams(1, 1, 0, 8, 8, 1));
+                                   });
 }
 
 TWIN_CASE(masked_select)
@@ -177,21 +191,25 @@ TWIN_CASE(masked_select)
     // z = x < y ? x : scalar, and the unused lanes of the last repeat keep what they held.
     const uint32_t n = static_cast<uint32_t>(arguments.load<half>("x").size());
     const std::string op = arguments.text("op");
-    return vector_case<half, half>(arguments, n, [&](LocalTensor<half> z, LocalTensor<half> x, LocalTensor<half> y, uint32_t count) {
-        TBuf<TPosition::VECCALC> bits;
-        GetTPipePtr()->InitBuffer(bits, count / 8 + 32);
-        LocalTensor<uint8_t> chosen = bits.Get<uint8_t>();
-        if (op == "scalar") CompareScalar(chosen, x, half(0.5f), CMPMODE::GT, count);
-        else Compare(chosen, x, y, CMPMODE::LT, count);
-        PipeBarrier<PIPE_V>();
-        if (op == "scalar") Select(z, chosen, x, half(-1.0f), SELMODE::VSEL_TENSOR_SCALAR_MODE, count);
-        else Select(z, chosen, x, y, SELMODE::VSEL_TENSOR_TENSOR_MODE, count);
-    });
+    return vector_case<half, half>(arguments, n,
+                                   [&](LocalTensor<half> z, LocalTensor<half> x, LocalTensor<half> y, uint32_t count) {
+                                       TBuf<TPosition::VECCALC> bits;
+                                       GetTPipePtr()->InitBuffer(bits, count / 8 + 32);
+                                       LocalTensor<uint8_t> chosen = bits.Get<uint8_t>();
+                                       if (op == "scalar") CompareScalar(chosen, x, half(0.5f), CMPMODE::GT, count);
+                                       else Compare(chosen, x, y, CMPMODE::LT, count);
+                                       PipeBarrier<PIPE_V>();
+                                       if (op == "scalar")
+                                           Select(z, chosen, x, half(-1.0f), SELMODE::VSEL_TENSOR_SCALAR_MODE, count);
+                                       else Select(z, chosen, x, y, SELMODE::VSEL_TENSOR_TENSOR_MODE, count);
+                                   });
 }
 
 TWIN_CASE(vec_index)
 {
-    return vector_case<float, float>(arguments, 100, [&](LocalTensor<float> z, LocalTensor<float>, LocalTensor<float>, uint32_t) { CreateVecIndex(z, 5.0f, 100); });
+    return vector_case<float, float>(
+        arguments, 100,
+        [&](LocalTensor<float> z, LocalTensor<float>, LocalTensor<float>, uint32_t) { CreateVecIndex(z, 5.0f, 100); });
 }
 
 TWIN_CASE(mask_state)
@@ -199,25 +217,26 @@ TWIN_CASE(mask_state)
     // Three ways to add on 100 of 256 lanes: bits, counter mode, and the mask register set from outside.
     const std::string op = arguments.text("op");
     const uint32_t n = static_cast<uint32_t>(arguments.load<half>("x").size());
-    return vector_case<half, half>(arguments, n, [&](LocalTensor<half> z, LocalTensor<half> x, LocalTensor<half> y, uint32_t count) {
-        Duplicate(z, half(7), static_cast<int32_t>(count));
-        PipeBarrier<PIPE_V>();
-        if (op == "bits") {
-            uint64_t bits[2] = {0x5555555555555555ull, 0xFull};
-            Add(z, x, y, bits, 2, BinaryRepeatParams(1, 1, 1, 8, 8, 8));
-        } else if (op == "counter") {
-            SetMaskCount();
-            SetVectorMask<half, MaskMode::COUNTER>(200);
-            Add<half, false>(z, x, y, MASK_PLACEHOLDER, 1, BinaryRepeatParams(1, 1, 1, 8, 8, 8));
-            SetMaskNorm();
-            ResetMask();
-        } else {
-            SetMaskNorm();
-            SetVectorMask<half>(100);
-            Add<half, false>(z, x, y, MASK_PLACEHOLDER, 2, BinaryRepeatParams(1, 1, 1, 8, 8, 8));
-            ResetMask();
-        }
-    });
+    return vector_case<half, half>(
+        arguments, n, [&](LocalTensor<half> z, LocalTensor<half> x, LocalTensor<half> y, uint32_t count) {
+            Duplicate(z, half(7), static_cast<int32_t>(count));
+            PipeBarrier<PIPE_V>();
+            if (op == "bits") {
+                uint64_t bits[2] = {0x5555555555555555ull, 0xFull};
+                Add(z, x, y, bits, 2, BinaryRepeatParams(1, 1, 1, 8, 8, 8));
+            } else if (op == "counter") {
+                SetMaskCount();
+                SetVectorMask<half, MaskMode::COUNTER>(200);
+                Add<half, false>(z, x, y, MASK_PLACEHOLDER, 1, BinaryRepeatParams(1, 1, 1, 8, 8, 8));
+                SetMaskNorm();
+                ResetMask();
+            } else {
+                SetMaskNorm();
+                SetVectorMask<half>(100);
+                Add<half, false>(z, x, y, MASK_PLACEHOLDER, 2, BinaryRepeatParams(1, 1, 1, 8, 8, 8));
+                ResetMask();
+            }
+        });
 }
 
 namespace {
@@ -341,12 +360,14 @@ TWIN_CASE(speed)
     const auto timed = [&](const char* name, auto&& work) {
         const auto start = std::chrono::steady_clock::now();
         for (int i = 0; i < rounds; ++i) work();
-        spent[name] = std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count() / rounds;
+        spent[name] =
+            std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count() / rounds;
     };
     const twin::Report report = device.launch("speed", 1, options, [&] {
         if ASCEND_IS_AIC {
             std::vector<half> zeros(128 * 128, half(0));
-            LocalTensor<half> l1(TPosition::A1, 0, 128 * 128), a(TPosition::A2, 0, 128 * 128), b(TPosition::B2, 0, 128 * 128);
+            LocalTensor<half> l1(TPosition::A1, 0, 128 * 128), a(TPosition::A2, 0, 128 * 128),
+                b(TPosition::B2, 0, 128 * 128);
             LocalTensor<float> c(TPosition::CO1, 0, 128 * 128);
             const twin::Span s = l1.span();
             s.memory->set_initialised();
@@ -362,16 +383,29 @@ TWIN_CASE(speed)
             mm.m = mm.n = mm.k = 128;
             timed("mmad", [&] { Mmad(c, a, b, mm); });
         } else if (GetSubBlockIdx() == 0) {
-            LocalTensor<half> x(TPosition::VECCALC, 0, 128 * 128), y(TPosition::VECCALC, 32768, 128 * 128), z(TPosition::VECCALC, 65536, 128 * 128);
+            LocalTensor<half> x(TPosition::VECCALC, 0, 128 * 128), y(TPosition::VECCALC, 32768, 128 * 128),
+                z(TPosition::VECCALC, 65536, 128 * 128);
             Duplicate(x, half(1), 128 * 128);
             Duplicate(y, half(2), 128 * 128);
             PipeBarrier<PIPE_V>();
             Exp(z, x, 128 * 128);
             PipeBarrier<PIPE_V>();
-            timed("add", [&] { Add(z, x, y, 128 * 128); PipeBarrier<PIPE_V>(); });
-            timed("muls", [&] { Muls(z, x, half(3), 128 * 128); PipeBarrier<PIPE_V>(); });
-            timed("exp", [&] { Exp(z, x, 128 * 128); PipeBarrier<PIPE_V>(); });
-            timed("reduce", [&] { WholeReduceMax(z, x, 128, 128, 1, 1, 8, ReduceOrder::ORDER_ONLY_VALUE); PipeBarrier<PIPE_V>(); });
+            timed("add", [&] {
+                Add(z, x, y, 128 * 128);
+                PipeBarrier<PIPE_V>();
+            });
+            timed("muls", [&] {
+                Muls(z, x, half(3), 128 * 128);
+                PipeBarrier<PIPE_V>();
+            });
+            timed("exp", [&] {
+                Exp(z, x, 128 * 128);
+                PipeBarrier<PIPE_V>();
+            });
+            timed("reduce", [&] {
+                WholeReduceMax(z, x, 128, 128, 1, 1, 8, ReduceOrder::ORDER_ONLY_VALUE);
+                PipeBarrier<PIPE_V>();
+            });
         }
         static_cast<void>(out);
     });
