@@ -9,7 +9,7 @@
 //   scheduler.h, pipeline.h    cores as fibers; deferred work
 //   instruction.h, tensor.h    one instruction with its checks; tensors
 //   events.h, sync.h, queue.h  flags, barriers, cross-core flags, TPipe and TQue
-//   vector_engine.h, vector.h, vector_move.h, reduce.h
+//   vector_engine.h, vector.h, vector_move.h, vector_select.h, reduce.h
 //   copy.h, cube.h, fixpipe.h, counters.h, device.h
 #pragma once
 

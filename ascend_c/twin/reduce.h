@@ -3,7 +3,7 @@
 // with a rounding at every node; a lane that is masked out counts as 0 (inferred).
 #pragma once
 
-#include "vector_move.h"
+#include "vector_select.h"
 
 namespace twin {
 
@@ -104,9 +104,10 @@ inline void check_reduced_overlap(const Instruction& op, const Plan& plan, const
         for (int64_t r = w + 1; r < plan.repeats; ++r) {
             for (int b = 0; b < static_cast<int>(kBlocksPerRepeat); ++b) {
                 const size_t from = s.span.begin + static_cast<size_t>((r * s.repeat + b * s.block) * kBlockBytes);
-                op.require(at >= from + kBlockBytes || at + bytes <= from, FaultKind::overlap,
-                           "repeat " + std::to_string(r) + " reads what repeat " + std::to_string(w) +
-                               " of the same call writes");
+                if (at >= from + kBlockBytes || at + bytes <= from) continue;
+                op.core().fault(FaultKind::overlap, out.describe(static_cast<size_t>(w * stride)),
+                                "repeat " + std::to_string(r) + " reads what repeat " + std::to_string(w) +
+                                    " of the same call writes");
             }
         }
     }

@@ -101,6 +101,11 @@ void map_binary(Instruction& op, const AscendC::LocalTensor<D>& dst, const Ascen
     });
 }
 
+// Axpy and MulAddDst: one type, or half into float.
+template <typename T, typename U>
+constexpr bool fused_types =
+    std::is_same_v<T, U> ? is_one_of<T, half, float> : std::is_same_v<T, float> && std::is_same_v<U, half>;
+
 // Integers wrap (inferred: CTRL[53] exists on the 950 only).
 template <typename T>
 T add(T a, T b)
@@ -321,6 +326,27 @@ void MulAddDst(const LocalTensor<T>& dst, const LocalTensor<U>& src0, const Loca
     twin::Instruction op("MulAddDst", twin::Pipe::V, here);
     twin::map_binary(
         op, dst, src0, src1, twin::extent(count), BinaryRepeatParams(),
+        [](float x, float y, float z) { return TWIN_MULTIPLY_ADD(x, y, z); }, false, true);
+}
+
+template <typename T, typename U, bool isSetMask = true>
+void Axpy(const LocalTensor<T>& dst, const LocalTensor<U>& src, const U& scalarValue, uint64_t mask[],
+          const U8 repeatTime, const UnaryRepeatParams& repeatParams, Here here = Here::now())
+{
+    static_assert(twin::fused_types<T, U>, "Axpy: data types not supported on A2");
+    twin::Instruction op("Axpy", twin::Pipe::V, here);
+    twin::map_unary(
+        op, dst, src, twin::extent(twin::MaskArgument::list(mask), repeatTime, isSetMask), repeatParams,
+        [s = static_cast<float>(scalarValue)](float x, float z) { return TWIN_MULTIPLY_ADD(x, s, z); }, true);
+}
+template <typename T, typename U, bool isSetMask = true>
+void MulAddDst(const LocalTensor<T>& dst, const LocalTensor<U>& src0, const LocalTensor<U>& src1, const uint64_t mask[],
+               const U8 repeatTime, const BinaryRepeatParams& repeatParams, Here here = Here::now())
+{
+    static_assert(twin::fused_types<T, U>, "MulAddDst: data types not supported on A2");
+    twin::Instruction op("MulAddDst", twin::Pipe::V, here);
+    twin::map_binary(
+        op, dst, src0, src1, twin::extent(twin::MaskArgument::list(mask), repeatTime, isSetMask), repeatParams,
         [](float x, float y, float z) { return TWIN_MULTIPLY_ADD(x, y, z); }, false, true);
 }
 

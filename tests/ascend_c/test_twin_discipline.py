@@ -6,7 +6,7 @@ The programs run under AddressSanitizer and UndefinedBehaviorSanitizer: an aband
 import numpy as np
 import pytest
 
-from tests.ascend_c.twin_build import SANITIZED, refuses
+from tests.ascend_c.twin_build import PROGRAMS, SANITIZED, refuses
 
 SEEDS = range(4)
 
@@ -234,3 +234,7 @@ def test_what_the_device_lacks_does_not_compile(name, tmp_path):
     said = refuses(REFUSED[name], tmp_path)
     assert said is not None
     assert "static assertion failed" in said
+
+
+def test_every_overload_compiles_with_the_vendors_argument_order(tmp_path):
+    assert refuses((PROGRAMS / "overloads.cpp").read_text(), tmp_path) is None

@@ -1,0 +1,241 @@
+// Compare and Select: bits from a comparison, and lanes chosen by bits. Signatures: kernel_operator_vec_cmpsel_intf.h.
+#pragma once
+
+#include "vector_move.h"
+
+namespace twin {
+
+inline bool compared(AscendC::CMPMODE mode, double a, double b)
+{
+    switch (mode) {
+        case AscendC::CMPMODE::LT: return a < b;
+        case AscendC::CMPMODE::GT: return a > b;
+        case AscendC::CMPMODE::EQ: return a == b;
+        case AscendC::CMPMODE::LE: return a <= b;
+        case AscendC::CMPMODE::GE: return a >= b;
+        default: return a != b;
+    }
+}
+
+// Compare writes one bit per lane, packed, and ignores the mask on A2 (page "Compare"). `src1` may be null: a scalar.
+template <typename T, typename U>
+void compare(Instruction& op, const AscendC::LocalTensor<U>& dst, const AscendC::LocalTensor<T>& src0,
+             const AscendC::LocalTensor<T>* src1, T scalar, AscendC::CMPMODE mode, int64_t repeats,
+             const std::array<int64_t, 4>& s)
+{
+    static_assert(is_one_of<T, half, float, int32_t> && is_one_of<U, uint8_t, int8_t>,
+                  "Compare: data types not supported on A2");
+    op.require(!std::is_same_v<T, int32_t> || mode == AscendC::CMPMODE::EQ, FaultKind::type,
+               "int32_t compares with EQ only");
+    constexpr int lanes = kLanes<T>;
+    const Plan plan{lanes, repeats, Lanes::first(lanes), Lanes::first(lanes)};
+    const Operand a = operand(src0, s[0], s[2]);
+    const Operand b = src1 != nullptr ? operand(*src1, s[1], s[3]) : a;
+    const Span out = dst.span();
+    check_vector_operand(op, Operand{out, 1}, "dst");
+    check_vector_operand(op, a, "src0");
+    check_vector_operand(op, b, "src1");
+    a.runs(plan, [&](size_t at, size_t n) { op.read(a.span, at, n); });
+    b.runs(plan, [&](size_t at, size_t n) { op.read(b.span, at, n); });
+    op.write(out, 0, static_cast<size_t>(repeats * lanes / 8));
+    count_vector(op, TypeName<T>::value, plan);
+    const bool has_tensor = src1 != nullptr;
+    op.run([=] {
+        Wide<T> x[kMaxLanes] = {};
+        Wide<T> y[kMaxLanes] = {};
+        for (Wide<T>& value : y) value = static_cast<Wide<T>>(scalar);
+        for (int64_t r = 0; r < repeats; ++r) {
+            load<T>(a, plan, r, x);
+            if (has_tensor) load<T>(b, plan, r, y);
+            uint8_t bits[kMaxLanes / 8] = {};
+            for (int i = 0; i < lanes; ++i) {
+                if (compared(mode, static_cast<double>(x[i]), static_cast<double>(y[i])))
+                    bits[i / 8] |= static_cast<uint8_t>(1u << (i % 8));
+            }
+            std::memcpy(out.data() + r * lanes / 8, bits, lanes / 8);
+        }
+    });
+}
+
+template <typename T>
+int64_t whole_repeats(const Instruction& op, uint32_t count)
+{
+    op.require(count % static_cast<uint32_t>(kLanes<T>) == 0, FaultKind::range,
+               "count = " + std::to_string(count) +
+                   ": the elements must fill whole repeats of 256 bytes, the rest is not compared");
+    return count / kLanes<T>;
+}
+
+// Select: bit 1 takes src0, bit 0 takes src1 or the scalar. Mode 0 uses the same bits in every repeat, modes 1 and 2
+// go on through the bits (page "Select").
+template <typename T, typename U>
+void select(Instruction& op, const AscendC::LocalTensor<T>& dst, const AscendC::LocalTensor<U>& choice,
+            const AscendC::LocalTensor<T>& src0, const AscendC::LocalTensor<T>* src1, T scalar, AscendC::SELMODE mode,
+            const Extent& e, const AscendC::BinaryRepeatParams& p)
+{
+    static_assert(is_one_of<T, half, float> && is_one_of<U, uint8_t, uint16_t, uint32_t, uint64_t>,
+                  "Select: data types not supported on A2");
+    using M = AscendC::SELMODE;
+    op.require((src1 == nullptr) == (mode == M::VSEL_TENSOR_SCALAR_MODE), FaultKind::type,
+               "the mode does not fit the type of src1");
+    op.require(mode == M::VSEL_CMPMASK_SPR || op.core().options.asc_reserved_ubuf, FaultKind::capacity,
+               "modes 1 and 2 use the 8 KiB of UB that --cce-disable-asc-reserved-ubuf takes away");
+    constexpr int lanes = kLanes<T>;
+    const Plan plan = e.plan(op, lanes);
+    const Operand d = e.counted ? packed(dst, lanes) : operand(dst, p.dstBlkStride.full(), p.dstRepStride.full());
+    const Operand a = e.counted ? packed(src0, lanes) : operand(src0, p.src0BlkStride.full(), p.src0RepStride.full());
+    const Operand b = src1 == nullptr ? a
+                      : e.counted     ? packed(*src1, lanes)
+                                      : operand(*src1, p.src1BlkStride.full(), p.src1RepStride.full());
+    const Span bits = choice.span();
+    check_vector_operand(op, Operand{bits, 1}, "selMask");
+    const bool same_bits = mode == M::VSEL_CMPMASK_SPR;
+    if (plan.repeats > 0) {
+        const int64_t used =
+            same_bits ? (plan.repeats > 1 ? lanes : plan.last.last()) : (plan.repeats - 1) * lanes + plan.last.last();
+        op.read(bits, 0, static_cast<size_t>((used + 7) / 8));
+    }
+    prepare(op, plan, d, {a, b});
+    count_vector(op, TypeName<T>::value, plan);
+    const bool has_tensor = src1 != nullptr;
+    op.run([=] {
+        T out[kMaxLanes] = {};
+        constexpr int per_block = static_cast<int>(kBlockBytes / sizeof(T));
+        for (int64_t r = 0; r < plan.repeats; ++r) {
+            const uint8_t* chosen = bits.data() + (same_bits ? 0 : r * lanes / 8);
+            for (int i = 0; i < plan.at(r).last(); ++i) {
+                const bool first = chosen[i / 8] >> (i % 8) & 1;
+                out[i] = scalar;
+                if (first || has_tensor)
+                    std::memcpy(&out[i],
+                                (first ? a : b).span.data() + (first ? a : b).at(r, i / per_block * per_block) +
+                                    static_cast<size_t>(i % per_block) * sizeof(T),
+                                sizeof(T));
+            }
+            store<T>(d, plan, r, out);
+        }
+    });
+}
+
+}  // namespace twin
+
+namespace AscendC {
+
+template <typename T, typename U>
+void Compare(const LocalTensor<U>& dst, const LocalTensor<T>& src0, const LocalTensor<T>& src1, CMPMODE cmpMode,
+             uint32_t count, Here here = Here::now())
+{
+    twin::Instruction op("Compare", twin::Pipe::V, here);
+    twin::compare(op, dst, src0, &src1, T(0), cmpMode, twin::whole_repeats<T>(op, count), {1, 1, 8, 8});
+}
+template <typename T, typename U, bool isSetMask = true>
+void Compare(const LocalTensor<U>& dst, const LocalTensor<T>& src0, const LocalTensor<T>& src1, CMPMODE cmpMode,
+             const uint64_t, U8 repeatTime, const BinaryRepeatParams& p, Here here = Here::now())
+{
+    twin::Instruction op("Compare", twin::Pipe::V, here);
+    op.fits(repeatTime, "repeatTime", 0, 255);
+    twin::compare(op, dst, src0, &src1, T(0), cmpMode, repeatTime.full(),
+                  {p.src0BlkStride.full(), p.src1BlkStride.full(), p.src0RepStride.full(), p.src1RepStride.full()});
+}
+template <typename T, typename U>
+void Compares(const LocalTensor<U>& dst, const LocalTensor<T>& src0, const T src1Scalar, CMPMODE cmpMode,
+              uint32_t count, Here here = Here::now())
+{
+    twin::Instruction op("Compares", twin::Pipe::V, here);
+    twin::compare<T, U>(op, dst, src0, nullptr, src1Scalar, cmpMode, twin::whole_repeats<T>(op, count), {1, 1, 8, 8});
+}
+template <typename T, typename U, bool isSetMask = true>
+void Compares(const LocalTensor<U>& dst, const LocalTensor<T>& src0, const T src1Scalar, CMPMODE cmpMode,
+              const uint64_t, U8 repeatTime, const UnaryRepeatParams& p, Here here = Here::now())
+{
+    twin::Instruction op("Compares", twin::Pipe::V, here);
+    op.fits(repeatTime, "repeatTime", 0, 255);
+    twin::compare<T, U>(op, dst, src0, nullptr, src1Scalar, cmpMode, repeatTime.full(),
+                        {p.srcBlkStride.full(), 1, p.srcRepStride.full(), 8});
+}
+template <typename T, typename U>
+void CompareScalar(const LocalTensor<U>& dst, const LocalTensor<T>& src0, const T src1Scalar, CMPMODE cmpMode,
+                   uint32_t count, Here here = Here::now())
+{
+    Compares(dst, src0, src1Scalar, cmpMode, count, here);
+}
+template <typename T, typename U, bool isSetMask = true>
+void CompareScalar(const LocalTensor<U>& dst, const LocalTensor<T>& src0, const T src1Scalar, CMPMODE cmpMode,
+                   const uint64_t mask, U8 repeatTime, const UnaryRepeatParams& p, Here here = Here::now())
+{
+    Compares<T, U, isSetMask>(dst, src0, src1Scalar, cmpMode, mask, repeatTime, p, here);
+}
+
+template <typename T, typename U>
+void Select(const LocalTensor<T>& dst, const LocalTensor<U>& selMask, const LocalTensor<T>& src0,
+            const LocalTensor<T>& src1, SELMODE selMode, uint32_t count, Here here = Here::now())
+{
+    twin::Instruction op("Select", twin::Pipe::V, here);
+    twin::select(op, dst, selMask, src0, &src1, T(0), selMode, twin::extent(static_cast<int64_t>(count)),
+                 BinaryRepeatParams());
+}
+template <typename T, typename U>
+void Select(const LocalTensor<T>& dst, const LocalTensor<U>& selMask, const LocalTensor<T>& src0, T src1,
+            SELMODE selMode, uint32_t count, Here here = Here::now())
+{
+    twin::Instruction op("Select", twin::Pipe::V, here);
+    twin::select<T, U>(op, dst, selMask, src0, nullptr, src1, selMode, twin::extent(static_cast<int64_t>(count)),
+                       BinaryRepeatParams());
+}
+template <typename T, typename U, bool isSetMask = true>
+void Select(const LocalTensor<T>& dst, const LocalTensor<U>& selMask, const LocalTensor<T>& src0,
+            const LocalTensor<T>& src1, SELMODE selMode, uint64_t mask, U8 repeatTime,
+            const BinaryRepeatParams& repeatParams, Here here = Here::now())
+{
+    twin::Instruction op("Select", twin::Pipe::V, here);
+    twin::select(op, dst, selMask, src0, &src1, T(0), selMode,
+                 twin::extent(twin::MaskArgument::count(mask), repeatTime, isSetMask), repeatParams);
+}
+template <typename T, typename U, bool isSetMask = true>
+void Select(const LocalTensor<T>& dst, const LocalTensor<U>& selMask, const LocalTensor<T>& src0, T src1,
+            SELMODE selMode, uint64_t mask, U8 repeatTime, const BinaryRepeatParams& repeatParams,
+            Here here = Here::now())
+{
+    twin::Instruction op("Select", twin::Pipe::V, here);
+    twin::select<T, U>(op, dst, selMask, src0, nullptr, src1, selMode,
+                       twin::extent(twin::MaskArgument::count(mask), repeatTime, isSetMask), repeatParams);
+}
+template <typename T, typename U, bool isSetMask = true>
+void Compare(const LocalTensor<U>& dst, const LocalTensor<T>& src0, const LocalTensor<T>& src1, CMPMODE cmpMode,
+             const uint64_t[], U8 repeatTime, const BinaryRepeatParams& p, Here here = Here::now())
+{
+    Compare(dst, src0, src1, cmpMode, MASK_PLACEHOLDER, repeatTime, p, here);
+}
+template <typename T, typename U, bool isSetMask = true>
+void Compares(const LocalTensor<U>& dst, const LocalTensor<T>& src0, const T src1Scalar, CMPMODE cmpMode,
+              const uint64_t[], U8 repeatTime, const UnaryRepeatParams& p, Here here = Here::now())
+{
+    Compares(dst, src0, src1Scalar, cmpMode, MASK_PLACEHOLDER, repeatTime, p, here);
+}
+template <typename T, typename U, bool isSetMask = true>
+void CompareScalar(const LocalTensor<U>& dst, const LocalTensor<T>& src0, const T src1Scalar, CMPMODE cmpMode,
+                   const uint64_t[], U8 repeatTime, const UnaryRepeatParams& p, Here here = Here::now())
+{
+    Compares(dst, src0, src1Scalar, cmpMode, MASK_PLACEHOLDER, repeatTime, p, here);
+}
+
+template <typename T, typename U, bool isSetMask = true>
+void Select(const LocalTensor<T>& dst, const LocalTensor<U>& selMask, const LocalTensor<T>& src0,
+            const LocalTensor<T>& src1, SELMODE selMode, uint64_t mask[], U8 repeatTime,
+            const BinaryRepeatParams& repeatParams, Here here = Here::now())
+{
+    twin::Instruction op("Select", twin::Pipe::V, here);
+    twin::select(op, dst, selMask, src0, &src1, T(0), selMode,
+                 twin::extent(twin::MaskArgument::list(mask), repeatTime, isSetMask), repeatParams);
+}
+template <typename T, typename U, bool isSetMask = true>
+void Select(const LocalTensor<T>& dst, const LocalTensor<U>& selMask, const LocalTensor<T>& src0, T src1,
+            SELMODE selMode, uint64_t mask[], U8 repeatTime, const BinaryRepeatParams& repeatParams,
+            Here here = Here::now())
+{
+    twin::Instruction op("Select", twin::Pipe::V, here);
+    twin::select<T, U>(op, dst, selMask, src0, nullptr, src1, selMode,
+                       twin::extent(twin::MaskArgument::list(mask), repeatTime, isSetMask), repeatParams);
+}
+
+}  // namespace AscendC
