@@ -132,9 +132,10 @@ public:
         if (!copy_checked_) return;
         if (src.memory->initialised(src.begin + from, from_bytes)) {
             copied_something_ = true;
-        } else if (from_bytes > 1 && from_bytes % 2 == 0 && to_bytes % 2 == 0) {
-            hand_on(dst, to, to_bytes / 2, src, from, from_bytes / 2);
-            hand_on(dst, to + to_bytes / 2, to_bytes / 2, src, from + from_bytes / 2, from_bytes / 2);
+        } else if (from_bytes > 1) {  // the two sizes differ where Fixpipe narrows
+            const size_t half_from = from_bytes / 2, half_to = to_bytes * half_from / from_bytes;
+            hand_on(dst, to, half_to, src, from, half_from);
+            hand_on(dst, to + half_to, to_bytes - half_to, src, from + half_from, from_bytes - half_from);
         } else {
             dst.memory->forget(dst.begin + to, to_bytes);
         }

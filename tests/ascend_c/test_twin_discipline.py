@@ -35,6 +35,7 @@ MISUSE = {
     "unwritten_copy": "uninitialised",
     "nd2nz_tail_rows": "uninitialised",
     "pad_undefined": "uninitialised",
+    "odd_bytes_handed_on": "uninitialised",
     "overlap_partial": "overlap",
     "overlap_next_repeat": "overlap",
     "accumulate_in_place": "overlap",

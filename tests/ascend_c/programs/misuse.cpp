@@ -243,6 +243,21 @@ const std::map<std::string, Snippet>& snippets()
               PipeBarrier<PIPE_ALL>();
               Adds(ub(1024, 16), y, half(1), 16);
           }}},
+        {"odd_bytes_handed_on",
+         {aiv,
+          [](bool bug, half*, float* gz) {
+              // 21 halves, of which the last four hold nothing, through GM and back: the first 17 stay usable.
+              LocalTensor<half> x = ub(0, 32), y = ub(1024, 32);
+              Duplicate(x, half(1), 17);
+              PipeBarrier<PIPE_ALL>();
+              GlobalTensor<half> z;
+              z.SetGlobalBuffer(reinterpret_cast<half*>(gz) + GetBlockIdx() * 64, 64);
+              DataCopyPad(z, x, DataCopyExtParams(1, 42, 0, 0, 0));
+              PipeBarrier<PIPE_ALL>();
+              DataCopyPad(y, z, DataCopyExtParams(1, 42, 0, 0, 0), DataCopyPadExtParams<half>());
+              PipeBarrier<PIPE_ALL>();
+              Adds(x, y, half(1), bug ? 18 : 17);
+          }}},
         {"overlap_partial",
          {aiv,
           [](bool bug, half*, float*) {
