@@ -14,7 +14,7 @@ constexpr uint32_t kBlocksPerRepeat = 8;
 constexpr uint32_t kFractalBytes = 512;  // a cube fractal: 16 rows of 32 bytes
 constexpr int kEventIds = 8;             // per pair of pipes
 constexpr int kCrossCoreFlags = 16;      // per core
-constexpr int kCrossCoreMax = 15;        // outstanding sets per flag (inferred: the counter has 4 bits)
+constexpr int kCrossCoreMax = 15;        // outstanding sets per flag (page "CrossCoreSetFlag")
 
 struct ChipFacts {
     int aic_cores = 20;  // 910B3

@@ -14,7 +14,6 @@ struct BlockCopy {
 };
 
 inline bool on_gm(const Span& s) { return s.memory != nullptr && s.memory->space() == Space::GM; }
-inline bool on(const Span& s, Space space) { return s.memory != nullptr && s.memory->space() == space; }
 
 // The pipe that moves between two places (page "synchronisation within a core": what each pipe does).
 inline Pipe copy_pipe(const Span& dst, const Span& src)
@@ -51,13 +50,25 @@ inline void copy_blocks(Instruction& op, Pipe pipe, const Span& dst, const Span&
     });
 }
 
-inline void check_copy_places(const Instruction& op, const Span& dst, const Span& src)
+// The ways that the pages name: GM -> VECIN and VECOUT -> GM; DataCopyPad also GM -> VECOUT and VECIN -> GM. All three
+// positions are one memory on A2, so `documented_positions` may be turned off.
+inline void check_position(const Instruction& op, const Span& local, AscendC::TPosition documented, bool pads)
 {
-    const bool vector_core = op.core().kind == CoreKind::aiv;
+    using P = AscendC::TPosition;
+    if (!op.core().options.documented_positions || local.memory->space() != Space::UB) return;
+    op.require(local.position == documented || (pads && local.position != P::VECCALC), FaultKind::position,
+               std::string(name_of(local.position)) + " is not among the documented positions of this copy");
+}
+
+inline void check_copy_places(const Instruction& op, const Span& dst, const Span& src, bool pads = false)
+{
+    const Space local = op.core().kind == CoreKind::aiv ? Space::UB : Space::L1;
     if (on_gm(src)) {
-        op.lies_in(dst, {vector_core ? Space::UB : Space::L1}, "dst");
+        op.lies_in(dst, {local}, "dst");
+        check_position(op, dst, AscendC::TPosition::VECIN, pads);
     } else if (on_gm(dst)) {
-        op.lies_in(src, {vector_core ? Space::UB : Space::L1}, "src");
+        op.lies_in(src, {local}, "src");
+        check_position(op, src, AscendC::TPosition::VECOUT, pads);
     } else {
         op.lies_in(dst, {Space::UB}, "dst");
         op.lies_in(src, {Space::UB}, "src");
@@ -109,7 +120,7 @@ struct PadCopy {
 inline void copy_pad_in(const Span& dst, const Span& src, const PadCopy& c, Here here)
 {
     Instruction op("DataCopyPad", Pipe::MTE2, here);
-    check_copy_places(op, dst, src);
+    check_copy_places(op, dst, src, true);
     op.in_range(c.count, "blockCount", 0, 4095);
     op.in_range(static_cast<int64_t>(c.bytes), "blockLen", 0, 2097151);
     op.require(c.bytes % c.element == 0, FaultKind::range, "blockLen must be a multiple of the element size");
@@ -152,7 +163,7 @@ inline void copy_pad_in(const Span& dst, const Span& src, const PadCopy& c, Here
 inline void copy_pad_out(const Span& dst, const Span& src, const PadCopy& c, Here here)
 {
     Instruction op("DataCopyPad", Pipe::MTE3, here);
-    check_copy_places(op, dst, src);
+    check_copy_places(op, dst, src, true);
     op.in_range(c.count, "blockCount", 0, 4095);
     op.in_range(static_cast<int64_t>(c.bytes), "blockLen", 0, 2097151);
     op.require(c.bytes % c.element == 0, FaultKind::range, "blockLen must be a multiple of the element size");
@@ -178,7 +189,7 @@ void nd_to_nz(const Span& dst, const Span& src, const AscendC::Nd2NzParams& p, H
     op.fits(p.srcDValue, "srcDValue", 1, 65535);
     op.fits(p.dstNzC0Stride, "dstNzC0Stride", 1, 16384);
     op.fits(p.dstNzNStride, "dstNzNStride", 1, 16384);
-    op.fits(p.dstNzMatrixStride, "dstNzMatrixStride", 0, 65535);
+    op.fits(p.dstNzMatrixStride, "dstNzMatrixStride", 0, 16384);
     const size_t rows = p.nValue, row_bytes = static_cast<size_t>(p.dValue) * sizeof(T);
     const size_t column_blocks = (row_bytes + kBlockBytes - 1) / kBlockBytes;
     const size_t src_row = static_cast<size_t>(p.srcDValue) * sizeof(T),
@@ -294,31 +305,9 @@ void DataCopyPad(const LocalTensor<T>& dst, const GlobalTensor<T>& src, const Da
     twin::copy_pad_in(dst.span(), src.span(), c, here);
 }
 template <typename T>
-void DataCopyPad(const LocalTensor<T>& dst, const GlobalTensor<T>& src, const DataCopyParams& dataCopyParams,
-                 const DataCopyPadParams& padParams, Here here = Here::now())
-{
-    const DataCopyExtParams ext(dataCopyParams.blockCount, dataCopyParams.blockLen, dataCopyParams.srcGap,
-                                dataCopyParams.dstGap, 0);
-    twin::PadCopy c = twin::pad_copy(ext, true, sizeof(T));
-    c.left = static_cast<size_t>(padParams.leftPadding.full()) * sizeof(T);
-    c.right = static_cast<size_t>(padParams.rightPadding.full()) * sizeof(T);
-    c.has_value = padParams.isPad;
-    c.value = padParams.paddingValue;
-    twin::copy_pad_in(dst.span(), src.span(), c, here);
-}
-template <typename T>
 void DataCopyPad(const GlobalTensor<T>& dst, const LocalTensor<T>& src, const DataCopyExtParams& dataCopyParams,
                  Here here = Here::now())
 {
     twin::copy_pad_out(dst.span(), src.span(), twin::pad_copy(dataCopyParams, false, sizeof(T)), here);
 }
-template <typename T>
-void DataCopyPad(const GlobalTensor<T>& dst, const LocalTensor<T>& src, const DataCopyParams& dataCopyParams,
-                 Here here = Here::now())
-{
-    const DataCopyExtParams ext(dataCopyParams.blockCount, dataCopyParams.blockLen, dataCopyParams.srcGap,
-                                dataCopyParams.dstGap, 0);
-    DataCopyPad(dst, src, ext, here);
-}
-
 }  // namespace AscendC

@@ -79,6 +79,7 @@ public:
             add(Space::L0A, o.chip.l0a);
             add(Space::L0B, o.chip.l0b);
             add(Space::L0C, o.chip.l0c);
+            finished_units.resize(o.chip.l0c / kFractalBytes);
             add(Space::BT, o.chip.bias);
             add(Space::FB, o.chip.fixpipe);
         }
@@ -148,6 +149,7 @@ public:
 
     EventFlag flags[static_cast<int>(AscendC::HardEvent::MAX)][kEventIds];
     std::deque<Release> releases[kCrossCoreFlags];
+    std::vector<bool> finished_units;  // of L0C, by unitFlag
     VectorMask mask;
     bool saturate = false;
     bool cross_core_sync = true;  // false in AIC_ONLY and AIV_ONLY kernels: the hardware has no scheduler for it there

@@ -22,9 +22,15 @@ struct Counters {
     uint64_t mmads = 0;
     std::map<std::string, VectorCount> vector;  // by data type
     std::map<std::string, uint64_t> syncs;      // "SetFlag<MTE2_V>", "PipeBarrier<V>"
+    // Results that are not finite, or were saturated, although all operands are finite; by call ("Fixpipe", "Exp").
+    std::map<std::string, uint64_t> overflows;
     uint64_t cross_core_sets = 0;
     uint64_t cross_core_waits = 0;
 
+    void count_overflows(const char* call, uint64_t n)
+    {
+        if (n > 0) overflows[call] += n;
+    }
     void add(const Counters& o)
     {
         for (int i = 0; i < kPipes; ++i) bytes[i] += o.bytes[i];
@@ -37,6 +43,7 @@ struct Counters {
             mine.lanes += count.lanes;
         }
         for (const auto& [name, count] : o.syncs) syncs[name] += count;
+        for (const auto& [name, count] : o.overflows) overflows[name] += count;
         cross_core_sets += o.cross_core_sets;
         cross_core_waits += o.cross_core_waits;
     }
@@ -56,14 +63,18 @@ struct Counters {
                    ", \"repeats\": " + std::to_string(c.repeats) + ", \"lanes\": " + std::to_string(c.lanes) + "}";
             comma = ", ";
         }
-        out += "}, \"syncs\": {";
-        comma = "";
-        for (const auto& [name, count] : syncs) {
-            out += comma + ('"' + name) + "\": " + std::to_string(count);
-            comma = ", ";
-        }
-        return out + "}, \"cross_core_sets\": " + std::to_string(cross_core_sets) +
+        return out + "}, \"syncs\": " + json(syncs) + ", \"overflows\": " + json(overflows) +
+               ", \"cross_core_sets\": " + std::to_string(cross_core_sets) +
                ", \"cross_core_waits\": " + std::to_string(cross_core_waits) + "}";
+    }
+
+private:
+    static std::string json(const std::map<std::string, uint64_t>& counts)
+    {
+        std::string out;
+        for (const auto& [name, count] : counts)
+            out += (out.empty() ? "\"" : ", \"") + name + "\": " + std::to_string(count);
+        return '{' + out + '}';
     }
 };
 

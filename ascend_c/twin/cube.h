@@ -1,4 +1,4 @@
-// The cube core: LoadData (2D) into L0A and L0B, and Mmad. Signatures: kernel_operator_mm_intf.h.
+// The cube core: LoadData (2D) from L1 into L0A and L0B, and Mmad. Signatures: kernel_operator_mm_intf.h.
 // Formats: L0A holds fractals (m1, k1, m0, k0), L0B (k1, n1, n0, k0), L0C (n1, m1, m0, n0); k0 is 32 bytes, the
 // rest 16.
 #pragma once
@@ -14,40 +14,29 @@ constexpr int kFractalSide = 16;
 template <typename T>
 void load_2d(const Span& dst, const Span& src, const AscendC::LoadData2DParams& p, Here here)
 {
-    const bool from_gm = on_gm(src);
-    const Pipe pipe = from_gm ? Pipe::MTE2 : Pipe::MTE1;
-    Instruction op("LoadData", pipe, here);
-    if (from_gm) {
-        op.lies_in(dst, {Space::L0A, Space::L0B, Space::L1}, "dst");
-    } else {
-        op.lies_in(src, {Space::L1}, "src");
-        op.lies_in(dst, {Space::L0A, Space::L0B}, "dst");
-        op.aligned(src, kBlockBytes, "src");
-    }
-    op.aligned(dst, on(dst, Space::L1) ? kBlockBytes : kFractalBytes, "dst");
+    static_assert(sizeof(T) == 2, "LoadData: the twin loads half and bfloat16");
+    Instruction op("LoadData", Pipe::MTE1, here);
+    op.lies_in(src, {Space::L1}, "src");
+    op.lies_in(dst, {Space::L0A, Space::L0B}, "dst");
+    op.aligned(src, kBlockBytes, "src");
+    op.aligned(dst, kFractalBytes, "dst");
     op.fits(p.startIndex, "startIndex", 0, 65535);
     op.fits(p.repeatTimes, "repeatTimes", 0, 255);
     op.fits(p.srcStride, "srcStride", 0, 65535);
     op.fits(p.dstGap, "dstGap", 0, 65535);
-    op.require(!p.ifTranspose || (!from_gm && sizeof(T) == 2), FaultKind::type,
-               "ifTranspose needs 16-bit data on the way from L1 to L0");
-    op.require(p.addrMode == 0 || from_gm, FaultKind::range, "addrMode serves loads from GM only");
+    op.require(p.addrMode == 0, FaultKind::range, "addrMode serves loads from GM only");
     const int64_t repeats = p.repeatTimes.full();
     if (repeats == 0) return;
-    const int64_t step = (p.addrMode == 0 ? 1 : -1) * p.srcStride.full();
-    const auto from = [start = p.startIndex.full(), step](int64_t i) {
-        return (start + i * step) * static_cast<int64_t>(kFractalBytes);
+    const auto from = [start = p.startIndex.full(), step = p.srcStride.full()](int64_t i) {
+        return static_cast<size_t>(start + i * step) * kFractalBytes;
     };
     const auto to = [gap = p.dstGap.full()](int64_t i) { return static_cast<size_t>(i * (gap + 1)) * kFractalBytes; };
     op.copies();
-    for (int64_t i = 0; i < repeats; ++i) {
-        op.require(from(i) >= 0, FaultKind::bounds, "fractal " + std::to_string(i) + " lies before the source");
-        op.read(src, static_cast<size_t>(from(i)), kFractalBytes);
-    }
+    for (int64_t i = 0; i < repeats; ++i) op.read(src, from(i), kFractalBytes);
     for (int64_t i = 0; i < repeats; ++i) op.write(dst, to(i), kFractalBytes);
     const bool transpose = p.ifTranspose;
     for (int64_t i = 0; i < repeats; ++i) {
-        const size_t s = static_cast<size_t>(from(i)), d = to(i);
+        const size_t s = from(i), d = to(i);
         if (!transpose || src.memory->initialised(src.begin + s, kFractalBytes)) {
             op.hand_on(dst, d, kFractalBytes, src, s, kFractalBytes);
             continue;
@@ -55,7 +44,7 @@ void load_2d(const Span& dst, const Span& src, const AscendC::LoadData2DParams& 
         for (size_t e = 0; e < 256; ++e) op.hand_on(dst, d + (e % 16 * 16 + e / 16) * 2, 2, src, s + e * 2, 2);
     }
     op.copied(src);
-    op.core().counters.bytes[index_of(pipe)] += static_cast<size_t>(repeats) * kFractalBytes;
+    op.core().counters.bytes[index_of(Pipe::MTE1)] += static_cast<size_t>(repeats) * kFractalBytes;
     op.run([=] {
         for (int64_t i = 0; i < repeats; ++i) {
             const uint8_t* s = src.data() + from(i);
@@ -72,22 +61,40 @@ void load_2d(const Span& dst, const Span& src, const AscendC::LoadData2DParams& 
     });
 }
 
-template <typename D, typename A, typename B>
-constexpr bool mmad_types =
-    (std::is_same_v<A, B> && std::is_same_v<D, float> && is_one_of<A, half, float, bfloat16_t>) ||
-    (std::is_same_v<A, int8_t> && std::is_same_v<B, int8_t> && std::is_same_v<D, int32_t>);
-
 inline int64_t up_to(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
 
+// Unit flags: a bit for every 512 bytes of L0C says that a Mmad has finished them for Fixpipe (page "UnitFlag"). Mmad
+// waits until its bits are 0, Fixpipe until they are 1; with unitFlag 3 the instruction turns them over. The twin goes
+// by program order: bits in the other state are a fault, not a wait.
+inline void use_unit_flags(Instruction& op, const Span& c, size_t at, size_t bytes, int unit_flag, bool by_mmad)
+{
+    if (unit_flag == 0) return;
+    std::vector<bool>& finished = op.core().finished_units;
+    const size_t first = (c.begin + at) / kFractalBytes, last = (c.begin + at + bytes - 1) / kFractalBytes;
+    for (size_t unit = first; unit <= last; ++unit) {
+        op.require(finished[unit] != by_mmad, FaultKind::flag,
+                   by_mmad ? "Mmad with unitFlag waits for a Fixpipe with unitFlag 3 to take the last result away"
+                           : "Fixpipe with unitFlag waits for a Mmad with unitFlag 3");
+        if (unit_flag == 3) finished[unit] = by_mmad;
+    }
+}
+
+inline void check_unit_flags_at_end(Core& c)
+{
+    c.call = "end of kernel";
+    for (bool finished : c.finished_units) {
+        c.require(!finished, FaultKind::flag,
+                  "a result of Mmad with unitFlag 3 was never taken away by a Fixpipe with unitFlag 3");
+    }
+}
+
 struct MmadShape {
-    int m, n, k, k0;
+    static constexpr int k0 = 16;
+    int m, n, k;
     bool vector;  // m = 1: the A operand is a plain row of k elements (page "GEMV")
 
     int k1() const { return static_cast<int>(up_to(k, k0) / k0); }
-    int64_t column() const
-    {
-        return up_to(m, kFractalSide) * kFractalSide;
-    }  // elements of one column of fractals in L0C
+    int64_t column() const { return up_to(m, kFractalSide) * kFractalSide; }  // elements of a column of fractals in L0C
     // Element offsets. A: row i, L0B: column j, both at depth l.
     size_t a(int i, int l) const
     {
@@ -125,65 +132,74 @@ void read_matrix(Instruction& op, const Span& s, const MmadShape& shape, bool le
     }
 }
 
-template <typename T>
-using Summed = std::conditional_t<std::is_same_v<T, int8_t>, int32_t, float>;
+// The operands as floats: A by rows, B as (n1, k, 16), which the inner loop walks.
+struct Factors {
+    std::vector<float> left, right;
+    bool finite = true;
+    bool nan = false;
+};
 
-// C += A * B. The sum runs over k = 0, 1, 2... with one FP32 rounding per term; products of half and bfloat16 are exact
-// (inferred: the order in which the hardware adds is not public).
-template <typename D, typename T>
-void multiply(const Span& c, const Span& a, const Span& b, const MmadShape& s, bool from_zero, bool check_nan,
-              bool saturate, Core& core_, Here here)
+template <typename T>
+Factors factors_of(const Span& a, const Span& b, const MmadShape& s)
 {
-    using Sum = Summed<T>;
     const size_t k = static_cast<size_t>(s.k);
-    const int columns = static_cast<int>(up_to(s.n, kFractalSide));
-    std::vector<Sum> left(static_cast<size_t>(s.m) * k);
-    std::vector<Sum> right(static_cast<size_t>(columns) * k, Sum(0));
-    const T* pa = reinterpret_cast<const T*>(a.data());
-    const T* pb = reinterpret_cast<const T*>(b.data());
-    const auto value = [](T x) {
-        if constexpr (std::is_same_v<T, int8_t>) return static_cast<int32_t>(x);
-        else return to_float(x);
+    Factors f{std::vector<float>(static_cast<size_t>(s.m) * k),
+              std::vector<float>(static_cast<size_t>(up_to(s.n, kFractalSide)) * k)};
+    const auto value = [&f](const Span& from, size_t at) {
+        const float x = to_float(reinterpret_cast<const T*>(from.data())[at]);
+        f.finite &= is_finite(x);
+        f.nan |= x != x;
+        return x;
     };
-    for (int i = 0; i < s.m; ++i) {
-        for (int l = 0; l < s.k; ++l) left[static_cast<size_t>(i) * k + static_cast<size_t>(l)] = value(pa[s.a(i, l)]);
+    for (int l = 0; l < s.k; ++l) {
+        const size_t depth = static_cast<size_t>(l);
+        for (int i = 0; i < s.m; ++i) f.left[static_cast<size_t>(i) * k + depth] = value(a, s.a(i, l));
+        for (int j = 0; j < s.n; ++j)
+            f.right[(static_cast<size_t>(j / 16) * k + depth) * 16 + static_cast<size_t>(j % 16)] = value(b, s.b(j, l));
     }
-    for (int j = 0; j < s.n; ++j) {  // laid out as (n1, k, 16), which the inner loop walks
-        for (int l = 0; l < s.k; ++l)
-            right[(static_cast<size_t>(j / 16) * k + static_cast<size_t>(l)) * 16 + static_cast<size_t>(j % 16)] =
-                value(pb[s.b(j, l)]);
-    }
-    if constexpr (std::is_same_v<Sum, float>) {
-        bool nan = false;
-        for (float x : left) nan |= x != x;
-        for (float x : right) nan |= x != x;
-        if (nan && check_nan) {
-            core_.call = "Mmad";
-            core_.here = here;
-            core_.pipe = Pipe::M;
-            core_.fault(FaultKind::nan, a.describe(0), "NaN in an operand of Mmad, which the device must not be fed");
-        }
-    }
-    for (int j1 = 0; j1 < columns / 16; ++j1) {
-        const int valid = std::min(kFractalSide, s.n - j1 * 16);
-        const Sum* br = right.data() + static_cast<size_t>(j1) * k * 16;
-        for (int i = 0; i < s.m; ++i) {
-            D* out = reinterpret_cast<D*>(c.data()) + j1 * s.column() + i * 16;
-            Sum sum[16] = {};
-            if (!from_zero) std::memcpy(sum, out, static_cast<size_t>(valid) * sizeof(Sum));
-            const Sum* al = left.data() + static_cast<size_t>(i) * k;
-            for (size_t l = 0; l < k; ++l) {
-                for (int j = 0; j < 16; ++j) sum[j] += al[l] * br[l * 16 + static_cast<size_t>(j)];
-            }
-            if constexpr (std::is_same_v<Sum, float>) {
-                for (int j = 0; saturate && j < 16; ++j) sum[j] = saturated(sum[j], FLT_MAX);
-            }
-            std::memcpy(out, sum, static_cast<size_t>(valid) * sizeof(Sum));
-        }
-    }
+    return f;
 }
 
-template <typename D, typename T>
+// C += A * B. The sum runs over k = 0, 1, 2... with one FP32 rounding per term; products of half and bfloat16 are exact
+// (inferred: the order in which the hardware adds is not public). Returns the number of overflows.
+inline uint64_t multiply(const Span& c, const Factors& f, const MmadShape& s, bool from_zero, bool saturate)
+{
+    const size_t k = static_cast<size_t>(s.k);
+    uint64_t overflows = 0;
+    for (int j1 = 0; j1 * kFractalSide < s.n; ++j1) {
+        const int valid = std::min(kFractalSide, s.n - j1 * kFractalSide);
+        const float* right = f.right.data() + static_cast<size_t>(j1) * k * 16;
+        for (int i = 0; i < s.m; ++i) {
+            float* out = reinterpret_cast<float*>(c.data()) + j1 * s.column() + i * 16;
+            float sum[16] = {};
+            if (!from_zero) std::memcpy(sum, out, static_cast<size_t>(valid) * sizeof(float));
+            bool finite = f.finite;
+            for (float x : sum) finite &= is_finite(x);
+            const float* left = f.left.data() + static_cast<size_t>(i) * k;
+            for (size_t l = 0; l < k; ++l) {
+                for (size_t j = 0; j < 16; ++j) sum[j] += left[l] * right[l * 16 + j];
+            }
+            for (float& x : sum) {
+                overflows += finite && !is_finite(x) ? 1 : 0;
+                if (saturate) x = saturated(x, FLT_MAX);
+            }
+            std::memcpy(out, sum, static_cast<size_t>(valid) * sizeof(float));
+        }
+    }
+    return overflows;
+}
+
+inline void check_mmad_fields(const Instruction& op, const AscendC::MmadParams& p)
+{
+    op.fits(p.m, "m", 0, 4095);
+    op.fits(p.n, "n", 0, 4095);
+    op.fits(p.k, "k", 0, 4095);
+    op.require(p.unitFlag == 0 || p.unitFlag == 2 || p.unitFlag == 3, FaultKind::range, "unitFlag is 0, 2 or 3");
+    op.require(!p.cmatrixSource && !p.isBias && !p.kDirectionAlign, FaultKind::program,
+               "the twin does not emulate bias sources and kDirectionAlign");
+}
+
+template <typename T>
 void mmad(const Span& dst, const Span& fm, const Span& filter, const AscendC::MmadParams& p, Here here)
 {
     Instruction op("Mmad", Pipe::M, here);
@@ -193,41 +209,41 @@ void mmad(const Span& dst, const Span& fm, const Span& filter, const AscendC::Mm
     op.aligned(dst, 1024, "dst");
     op.aligned(fm, kFractalBytes, "fm");
     op.aligned(filter, kFractalBytes, "filter");
-    op.fits(p.m, "m", 0, 4095);
-    op.fits(p.n, "n", 0, 4095);
-    op.fits(p.k, "k", 0, 4095);
-    op.require(p.unitFlag == 0 || p.unitFlag == 2 || p.unitFlag == 3, FaultKind::range, "unitFlag is 0, 2 or 3");
-    op.require(!p.cmatrixSource && !p.isBias && !p.kDirectionAlign, FaultKind::program,
-               "the twin does not emulate bias sources and kDirectionAlign");
+    check_mmad_fields(op, p);
     if (p.m == 0 || p.n == 0 || p.k == 0) return;
-    const MmadShape s{p.m, p.n, p.k, static_cast<int>(kBlockBytes / sizeof(T)), p.m == 1};
-    // Above this size the hardware orders Mmad after Mmad by itself (page "Mmad").
+    const MmadShape s{p.m, p.n, p.k, p.m == 1};
+    // From this size on the hardware orders Mmad after Mmad by itself (page "Mmad").
     if ((p.m / 16) * (p.n / 16) >= 10) op.own_pipe_in_order();
     if (p.unitFlag != 0) op.unit_flag();
     read_matrix<T>(op, fm, s, true);
     read_matrix<T>(op, filter, s, false);
-    const bool from_zero = p.cmatrixInitVal;
     const auto all = [&](auto&& note) {
-        for (int j = 0; j < s.n; j += 16) {
+        for (int j = 0; j < s.n; j += kFractalSide) {
             const int valid = std::min(kFractalSide, s.n - j);
-            const size_t at = static_cast<size_t>(j / 16 * s.column()) * sizeof(D);
+            const size_t at = static_cast<size_t>(j / 16 * s.column()) * sizeof(float);
             if (valid == kFractalSide) {
-                note(at, static_cast<size_t>(s.m) * 16 * sizeof(D));
+                note(at, static_cast<size_t>(s.m) * 16 * sizeof(float));
             } else {
                 for (int i = 0; i < s.m; ++i)
-                    note(at + static_cast<size_t>(i) * 16 * sizeof(D), static_cast<size_t>(valid) * sizeof(D));
+                    note(at + static_cast<size_t>(i) * 16 * sizeof(float), static_cast<size_t>(valid) * sizeof(float));
             }
         }
     };
+    const bool from_zero = p.cmatrixInitVal;
     if (!from_zero) all([&](size_t at, size_t n) { op.read(dst, at, n); });
     all([&](size_t at, size_t n) { op.write(dst, at, n); });
-    Counters& counters = op.core().counters;
-    counters.macs += static_cast<uint64_t>(up_to(s.m, 16) * up_to(s.n, 16) * up_to(s.k, s.k0));
-    ++counters.mmads;
+    const size_t whole = static_cast<size_t>(up_to(s.n, 16) / 16 * s.column()) * sizeof(float);
+    use_unit_flags(op, dst, 0, whole, p.unitFlag, true);
     Core& c = op.core();
-    const bool check_nan = c.options.check_nan && !is_deferred();
-    const bool saturate = c.saturate;
-    op.run([=, &c] { multiply<D, T>(dst, fm, filter, s, from_zero, check_nan, saturate, c, here); });
+    c.counters.macs += static_cast<uint64_t>(up_to(s.m, 16) * up_to(s.n, 16) * up_to(s.k, s.k0));
+    ++c.counters.mmads;
+    op.run([=, &c, saturate = c.saturate] {
+        const Factors f = factors_of<T>(fm, filter, s);
+        if (f.nan && c.options.check_nan && !is_deferred()) {  // eager: the report still is about this call
+            c.fault(FaultKind::nan, fm.describe(0), "NaN in an operand of Mmad, which the device must not be fed");
+        }
+        c.counters.count_overflows("Mmad", multiply(dst, f, s, from_zero, saturate));
+    });
 }
 
 }  // namespace twin
@@ -240,20 +256,14 @@ void LoadData(const LocalTensor<T>& dst, const LocalTensor<T>& src, const LoadDa
 {
     twin::load_2d<T>(dst.span(), src.span(), loadDataParams, here);
 }
-template <typename T>
-void LoadData(const LocalTensor<T>& dst, const GlobalTensor<T>& src, const LoadData2DParams& loadDataParams,
-              Here here = Here::now())
-{
-    twin::load_2d<T>(dst.span(), src.span(), loadDataParams, here);
-}
 
 template <typename T, typename U, typename S>
 void Mmad(const LocalTensor<T>& dst, const LocalTensor<U>& fm, const LocalTensor<S>& filter,
           const MmadParams& mmadParams, Here here = Here::now())
 {
-    static_assert(twin::mmad_types<T, U, S>,
-                  "Mmad: A2 multiplies half, bfloat16 or float into float, and int8 into int32");
-    twin::mmad<T, U>(dst.span(), fm.span(), filter.span(), mmadParams, here);
+    static_assert(std::is_same_v<T, float> && std::is_same_v<U, S> && twin::is_one_of<U, half, bfloat16_t>,
+                  "Mmad: the twin multiplies half and bfloat16 into float, which is what A2 makes of them");
+    twin::mmad<U>(dst.span(), fm.span(), filter.span(), mmadParams, here);
 }
 
 }  // namespace AscendC

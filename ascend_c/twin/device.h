@@ -178,6 +178,7 @@ private:
             for (auto& c : l.cores) {
                 current = c.get();
                 check_flags_at_end(*c);
+                check_unit_flags_at_end(*c);
                 check_cross_core_at_end(*c);
             }
             for (size_t i = 0; i < gm_.size(); ++i) {

@@ -22,19 +22,23 @@ struct FixpipeShape {
     }
 };
 
-template <typename T, typename U>
-T fixpipe_value(U x, bool relu, bool saturate)
+// Sixteen values on their way out. Returns the number of overflows.
+template <typename T>
+uint64_t fixpipe_row(const float* from, T* to, bool relu, bool saturate)
 {
-    if (relu && x < 0) x = 0;
-    if constexpr (std::is_same_v<T, half>) {
-        const float y = to_float(half_from(x));
-        return half_from(saturate ? saturated(y, kHalfMax) : y);
-    } else if constexpr (std::is_same_v<T, bfloat16_t>) {
-        const float y = to_float(bfloat16_t(x));
-        return bfloat16_t(saturate ? saturated(y, kBf16Max) : y);
-    } else {
-        return x;
+    uint64_t overflows = 0;
+    for (int i = 0; i < kFractalSide; ++i) {
+        const float x = relu && from[i] < 0 ? 0 : from[i];
+        if constexpr (std::is_same_v<T, float>) {
+            to[i] = x;
+        } else {
+            constexpr bool is_half = std::is_same_v<T, half>;
+            const T y = is_half ? T(half_from(x)) : T(x);
+            overflows += is_finite(x) && !is_finite(to_float(y)) ? 1 : 0;
+            to[i] = saturate ? T(saturated(to_float(y), is_half ? kHalfMax : kBf16Max)) : y;
+        }
     }
+    return overflows;
 }
 
 inline void check_fixpipe_fields(const Instruction& op, const AscendC::FixpipeParamsV220& p, bool row_major)
@@ -53,7 +57,7 @@ inline void check_fixpipe_fields(const Instruction& op, const AscendC::FixpipePa
     op.require(!p.isChannelSplit, FaultKind::program, "the twin does not emulate channel splitting");
 }
 
-template <typename T, typename U>
+template <typename T>
 void fixpipe(const Span& dst, const Span& src, const AscendC::FixpipeParamsV220& p, bool row_major, Here here)
 {
     Instruction op("Fixpipe", Pipe::FIX, here);
@@ -81,8 +85,11 @@ void fixpipe(const Span& dst, const Span& src, const AscendC::FixpipeParamsV220&
     const int64_t size = sizeof(T);
     op.copies();
     for (int64_t d = 0; d < s.matrices; ++d) {
-        for (int64_t j = 0; j < s.n; j += 16)
-            op.read(src, s.source(d, 0, j) * sizeof(U), static_cast<size_t>(s.m) * 16 * sizeof(U));
+        for (int64_t j = 0; j < s.n; j += 16) {
+            const size_t at = s.source(d, 0, j) * sizeof(float), bytes = static_cast<size_t>(s.m) * 16 * sizeof(float);
+            op.read(src, at, bytes);
+            use_unit_flags(op, src, at, bytes, p.unitFlag, false);
+        }
         for (int64_t i = 0; row_major && i < s.m; ++i)
             op.write(dst, s.destination(d, i, 0, size), static_cast<size_t>(s.n * size));
         for (int64_t j = 0; !row_major && j < s.n; j += 16)
@@ -92,32 +99,27 @@ void fixpipe(const Span& dst, const Span& src, const AscendC::FixpipeParamsV220&
         for (int64_t i = 0; i < s.m; ++i) {
             for (int64_t j = 0; j < s.n; j += 16) {
                 op.hand_on(dst, s.destination(d, i, j, size), static_cast<size_t>(16 * size), src,
-                           s.source(d, i, j) * sizeof(U), 16 * sizeof(U));
+                           s.source(d, i, j) * sizeof(float), 16 * sizeof(float));
             }
         }
     }
     op.copied(src);
     op.core().counters.bytes[index_of(Pipe::FIX)] += static_cast<uint64_t>(s.matrices * s.m * s.n * size);
-    const bool saturate = op.core().saturate;
-    const bool relu = p.reluEn;
-    op.run([=] {
-        const U* from = reinterpret_cast<const U*>(src.data());
+    op.run([=, &core = op.core(), saturate = op.core().saturate, relu = p.reluEn] {
+        const float* from = reinterpret_cast<const float*>(src.data());
+        uint64_t overflows = 0;
         for (int64_t d = 0; d < s.matrices; ++d) {
             for (int64_t i = 0; i < s.m; ++i) {
                 for (int64_t j = 0; j < s.n; j += 16) {
-                    T row[16];
-                    for (int64_t l = 0; l < 16; ++l)
-                        row[l] = fixpipe_value<T, U>(from[s.source(d, i, j + l)], relu, saturate);
+                    T row[kFractalSide];
+                    overflows += fixpipe_row(from + s.source(d, i, j), row, relu, saturate);
                     std::memcpy(dst.data() + s.destination(d, i, j, size), row, sizeof(row));
                 }
             }
         }
+        core.counters.count_overflows("Fixpipe", overflows);
     });
 }
-
-template <typename T, typename U>
-constexpr bool fixpipe_types = (std::is_same_v<U, float> && is_one_of<T, half, bfloat16_t, float>) ||
-                               (std::is_same_v<U, int32_t> && std::is_same_v<T, int32_t>);
 
 }  // namespace twin
 
@@ -127,10 +129,10 @@ template <typename T, typename U, const FixpipeConfig& config = CFG_ROW_MAJOR>
 void Fixpipe(const GlobalTensor<T>& dst, const LocalTensor<U>& src, const FixpipeParamsV220& intriParams,
              Here here = Here::now())
 {
-    static_assert(twin::fixpipe_types<T, U>,
-                  "Fixpipe: the twin emulates float to half, bfloat16 and float, and int32 to int32");
+    static_assert(twin::is_one_of<T, half, bfloat16_t, float> && std::is_same_v<U, float>,
+                  "Fixpipe: the twin takes float to half, bfloat16 and float");
     static_assert(config.format != CO2Layout::COLUMN_MAJOR, "A2 has no column-major Fixpipe");
-    twin::fixpipe<T, U>(dst.span(), src.span(), intriParams, config.format == CO2Layout::ROW_MAJOR, here);
+    twin::fixpipe<T>(dst.span(), src.span(), intriParams, config.format == CO2Layout::ROW_MAJOR, here);
 }
 template <typename T, typename U, const FixpipeConfig& config = CFG_ROW_MAJOR>
 void Fixpipe(const LocalTensor<T>& dst, const LocalTensor<U>& src, const FixpipeParamsV220& intriParams,
@@ -138,7 +140,7 @@ void Fixpipe(const LocalTensor<T>& dst, const LocalTensor<U>& src, const Fixpipe
 {
     static_assert(twin::is_one_of<T, half, bfloat16_t> && std::is_same_v<U, float>,
                   "Fixpipe to L1: A2 moves float as half or bfloat16");
-    twin::fixpipe<T, U>(dst.span(), src.span(), intriParams, config.format == CO2Layout::ROW_MAJOR, here);
+    twin::fixpipe<T>(dst.span(), src.span(), intriParams, config.format == CO2Layout::ROW_MAJOR, here);
 }
 
 }  // namespace AscendC

@@ -1,5 +1,5 @@
 // Exp and Ln: correctly rounded (the double function is rounded once), with an optional error of one unit in the last
-// place, because nothing public gives the bits of the device's own. Reciprocal and Sqrt are correctly rounded.
+// place, because nothing public gives the bits of the device's own.
 #pragma once
 
 #include <cmath>

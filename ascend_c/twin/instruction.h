@@ -12,13 +12,21 @@
 
 namespace twin {
 
+inline const char* name_of(AscendC::TPosition p)
+{
+    static const char* const names[] = {"GM",  "A1",   "A2",        "B1",           "B2",     "C1",
+                                        "C2",  "CO1",  "CO2",       "VECIN",        "VECOUT", "VECCALC",
+                                        "SPM", "TSCM", "C2PIPE2GM", "C2PIPE2LOCAL", "MAX"};
+    return names[static_cast<int>(p)];
+}
+
 // An operand: where it starts, and the buffer it must stay in.
 struct Span {
     Memory* memory = nullptr;
     size_t begin = 0;  // byte offset in the memory
     size_t low = 0;    // the tensor's own buffer
     size_t high = 0;
-    const char* position = "";
+    AscendC::TPosition position = AscendC::TPosition::GM;
 
     uint8_t* data() const { return memory->data() + begin; }
     std::string describe(size_t offset) const
@@ -27,19 +35,11 @@ struct Span {
         if (memory->space() == Space::GM) {
             out << "GM " << memory->name() << '+' << begin + offset;
         } else {
-            out << name_of(memory->space()) << "+0x" << std::hex << begin + offset << " (" << position << ')';
+            out << name_of(memory->space()) << "+0x" << std::hex << begin + offset << " (" << name_of(position) << ')';
         }
         return out.str();
     }
 };
-
-inline const char* name_of(AscendC::TPosition p)
-{
-    static const char* const names[] = {"GM",  "A1",   "A2",        "B1",           "B2",     "C1",
-                                        "C2",  "CO1",  "CO2",       "VECIN",        "VECOUT", "VECCALC",
-                                        "SPM", "TSCM", "C2PIPE2GM", "C2PIPE2LOCAL", "MAX"};
-    return names[static_cast<int>(p)];
-}
 
 // Starts a call: remembers it for reports and lets another core run, by chance.
 inline Core& begin_call(const char* call, Pipe pipe, Here here)

@@ -34,7 +34,7 @@ struct Accessor {
     const Clock* clock = nullptr;
     bool own_pipe_in_order = false;    // the hardware orders this pipe's instructions on these operands
     bool scalar_synchronised = false;  // the compiler orders PIPE_S against the other pipes of this core
-    bool unit_flag = false;            // the hardware orders Mmad and Fixpipe
+    bool unit_flag = false;            // the hardware orders Mmad and Fixpipe where both say so
     bool check_init = true;
     bool check_races = true;
     std::vector<Epoch>* resolved = nullptr;  // conflicts that compiler or hardware order: the caller waits for these
@@ -168,7 +168,8 @@ public:
 private:
     struct Mark {
         Epoch epoch;
-        uint32_t mask = 0;  // bytes of the cell; 0: free
+        uint32_t mask = 0;       // bytes of the cell; 0: free
+        bool unit_flag = false;  // the access set unitFlag
     };
     // Two writers and three readers per cell. Beyond that the oldest mark is dropped: a race may then be missed, but
     // never invented.
@@ -196,15 +197,17 @@ private:
         }
     }
 
-    static bool ordered(Epoch other, const Accessor& by)
+    static bool ordered(const Mark& mark, const Accessor& by)
     {
+        const Epoch other = mark.epoch;
         if (other.thread == by.me.thread && (other.seq == by.me.seq || by.own_pipe_in_order)) return true;
         if (by.clock->knows(other)) return true;
         if (other.core() != by.me.core()) return !by.check_races;
         const Pipe p = other.pipe();
         const Pipe q = by.me.pipe();
         const bool scalar = by.scalar_synchronised && (p == Pipe::S) != (q == Pipe::S);
-        const bool unit = by.unit_flag && ((p == Pipe::M && q == Pipe::FIX) || (p == Pipe::FIX && q == Pipe::M));
+        const bool unit = mark.unit_flag && by.unit_flag &&
+                          ((p == Pipe::M && q == Pipe::FIX) || (p == Pipe::FIX && q == Pipe::M));
         if (!scalar && !unit) return !by.check_races;
         if (by.resolved->empty() || by.resolved->back().seq != other.seq ||
             by.resolved->back().thread != other.thread) {
@@ -217,7 +220,7 @@ private:
     static const Mark* unordered(const Mark (&marks)[N], uint32_t mask, const Accessor& by)
     {
         for (const Mark& mark : marks) {
-            if ((mark.mask & mask) != 0 && !ordered(mark.epoch, by)) return &mark;
+            if ((mark.mask & mask) != 0 && !ordered(mark, by)) return &mark;
         }
         return nullptr;
     }
@@ -243,8 +246,7 @@ private:
                 if (mark.epoch.seq < slot->epoch.seq) slot = &mark;
             }
         }
-        slot->epoch = by.me;
-        slot->mask = mask;
+        *slot = Mark{by.me, mask, by.unit_flag};
     }
 
     std::string name_;

@@ -36,19 +36,19 @@ struct QueueEvents {
     HardEvent free;
 };
 
-constexpr QueueEvents events_of(AscendC::TPosition source, AscendC::TPosition destination)
+constexpr QueueEvents events_of(AscendC::TPosition position)
 {
     using P = AscendC::TPosition;
-    const Space from = source == P::GM ? Space::GM : space_of(source);
-    const Space to = destination == P::CO2 || destination == P::GM ? Space::GM : space_of(destination);
-    if (from == Space::GM && to == Space::UB) return {HardEvent::MTE2_V, HardEvent::V_MTE2};
-    if (from == Space::UB && to == Space::GM) return {HardEvent::V_MTE3, HardEvent::MTE3_V};
-    if (from == Space::UB && to == Space::UB)
-        return {HardEvent::MTE2_MTE3, HardEvent::MTE3_MTE2};  // VECIN bound to VECOUT
-    if (from == Space::GM && to == Space::L1) return {HardEvent::MTE2_MTE1, HardEvent::MTE1_MTE2};
-    if (from == Space::L1) return {HardEvent::MTE1_M, HardEvent::M_MTE1};
-    if (from == Space::L0C) return {HardEvent::M_FIX, HardEvent::FIX_M};
-    return {HardEvent::MAX, HardEvent::MAX};
+    switch (position) {
+        case P::VECIN: return {HardEvent::MTE2_V, HardEvent::V_MTE2};
+        case P::VECOUT: return {HardEvent::V_MTE3, HardEvent::MTE3_V};
+        case P::A1:
+        case P::B1: return {HardEvent::MTE2_MTE1, HardEvent::MTE1_MTE2};
+        case P::A2:
+        case P::B2: return {HardEvent::MTE1_M, HardEvent::M_MTE1};
+        case P::CO1: return {HardEvent::M_FIX, HardEvent::FIX_M};
+        default: return {HardEvent::MAX, HardEvent::MAX};
+    }
 }
 
 struct Buffer {
@@ -143,9 +143,9 @@ namespace AscendC {
 
 class TPipe;
 
-template <TPosition src, TPosition dst, TPosition where, int32_t depth>
-class TwinQueue {
-    static constexpr twin::QueueEvents kEvents = twin::events_of(src, dst);
+template <TPosition pos, int32_t depth, auto mask = 0>
+class TQue {
+    static constexpr twin::QueueEvents kEvents = twin::events_of(pos);
     static_assert(kEvents.ready != HardEvent::MAX, "A2 has no queue at this position");
     static constexpr size_t kDepth = depth == 0 ? 1 : depth;  // 0: tensors are passed in by the caller
 
@@ -183,58 +183,20 @@ public:
         twin::Core& c = twin::begin_call("FreeTensor", twin::Pipe::S, here);
         state_->release(c, state_->buffer_of(c, tensor.span()), here);
     }
-    bool VacantInQue() const { return state_->waiting.size() < kDepth; }
-    bool HasTensorInQue() const { return !state_->waiting.empty(); }
-    int32_t GetTensorCountInQue() const { return static_cast<int32_t>(state_->waiting.size()); }
-    bool HasIdleBuffer() const
-    {
-        for (const twin::Buffer& b : state_->buffers) {
-            if (b.state == twin::Buffer::free) return true;
-        }
-        return false;
-    }
-    void FreeAllEvent(Here here = Here::now())
-    {
-        twin::Core& c = twin::begin_call("FreeAllEvent", twin::Pipe::S, here);
-        for (twin::Buffer& b : state_->buffers) state_->wait_free(c, b, here);
-    }
 
 private:
     friend class TPipe;
-    static constexpr TPosition kWhere = where;
+    static constexpr TPosition kWhere = pos;
 
     template <typename T>
     LocalTensor<T> tensor(const twin::Buffer& b) const
     {
-        return LocalTensor<T>::over(state_->memory, where, b.begin, state_->bytes);
+        return LocalTensor<T>::over(state_->memory, pos, b.begin, state_->bytes);
     }
 
     std::shared_ptr<twin::QueueState> state_ =
         std::make_shared<twin::QueueState>(twin::QueueState{kEvents, nullptr, 0, {}, {}, 0});
 };
-
-// Positions that lie between a source and a destination.
-constexpr TPosition twin_source(TPosition p)
-{
-    switch (p) {
-        case TPosition::A2: return TPosition::A1;
-        case TPosition::B2: return TPosition::B1;
-        case TPosition::C2: return TPosition::C1;
-        case TPosition::VECOUT: return TPosition::VECOUT;
-        case TPosition::CO1: return TPosition::CO1;
-        default: return TPosition::GM;
-    }
-}
-constexpr TPosition twin_destination(TPosition p)
-{
-    return p == TPosition::VECOUT || p == TPosition::CO1 ? TPosition::GM : p;
-}
-
-template <TPosition pos, int32_t depth, auto mask = 0>
-class TQue : public TwinQueue<twin_source(pos), twin_destination(pos), pos, depth> {};
-
-template <TPosition src, TPosition dst, int32_t depth, auto mask = 0>
-class TQueBind : public TwinQueue<src, dst, src, depth> {};
 
 template <TPosition pos = TPosition::LCM>
 class TBuf {

@@ -1,5 +1,5 @@
 // Synchronisation and control as kernels write it: kernel_operator_block_sync_intf.h, kernel_operator_common_intf.h,
-// kernel_common.h, kernel_operator_cache_intf.h, kernel_operator_sys_var_intf.h.
+// kernel_common.h, kernel_operator_sys_var_intf.h.
 #pragma once
 
 #include <string>
@@ -77,6 +77,8 @@ inline void cross_core_set(int mode, pipe_t p, uint16_t flag_id, Here here)
     c.require(p != PIPE_S && p != PIPE_ALL, FaultKind::cross_core, "PIPE_S and PIPE_ALL are not allowed here");
     c.require(c.cross_core_sync, FaultKind::cross_core,
               "AIC_ONLY and AIV_ONLY kernels have no cross-core synchronisation");
+    c.require(mode == 0 || c.options.shape == Shape::mix_1_2, FaultKind::cross_core,
+              "the modes 1 and 2 need a kernel of cube and vector cores");
     c.require(mode != 1 || c.kind == CoreKind::aiv, FaultKind::cross_core,
               "mode 1 is between the two vector cores of a group");
     Release mine{c.finished(pipe), {Epoch{c.seqs[index_of(pipe)], thread_of(c.id, pipe), 0}}};
@@ -188,10 +190,10 @@ void CrossCoreWaitFlag(uint16_t flagId, Here here = Here::now())
 template <bool isAIVOnly = true>
 void SyncAll(Here here = Here::now())
 {
-    twin::Core& c = twin::core();
+    twin::Core& c = twin::begin_call("SyncAll", twin::Pipe::S, here);
+    c.require(!isAIVOnly || c.kind == twin::CoreKind::aiv, twin::FaultKind::core, "SyncAll<true> is for vector cores");
     twin::pipe_barrier(PIPE_ALL, here);
     if (isAIVOnly) {
-        c.require(c.kind == twin::CoreKind::aiv, twin::FaultKind::core, "SyncAll<true> is for vector cores");
         twin::cross_core_set(0, PIPE_MTE3, 14, here);
         twin::cross_core_wait(14, here);
     } else if (c.kind == twin::CoreKind::aic) {
@@ -238,7 +240,7 @@ inline void ResetMask(Here here = Here::now())
     c.mask.high = c.mask.low = ~0ull;
 }
 
-// CTRL[48]: 0 saturates, 1 keeps inf and NaN (page "SetCtrlSpr", A2). Other bits are not emulated.
+// CTRL[48]: saturating or keeping inf and NaN (pages "SetSaturationFlag" and "SetCtrlSpr", A2).
 template <SaturationMode mode>
 void SetSaturationFlag(bool enableSat, Here here = Here::now())
 {
@@ -251,41 +253,9 @@ bool GetSaturationFlag(Here here = Here::now())
     static_assert(mode == SaturationMode::FLOAT, "the twin emulates SaturationMode::FLOAT only");
     return twin::begin_call("GetSaturationFlag", twin::Pipe::S, here).saturate;
 }
-template <int8_t startBit, int8_t endBit>
-void SetCtrlSpr(int64_t value, Here here = Here::now())
-{
-    static_assert(startBit == 48 && endBit == 48, "the twin emulates CTRL[48] only");
-    twin::begin_call("SetCtrlSpr", twin::Pipe::S, here).saturate = value == 0;
-}
-template <int8_t startBit, int8_t endBit>
-int64_t GetCtrlSpr(Here here = Here::now())
-{
-    static_assert(startBit == 48 && endBit == 48, "the twin emulates CTRL[48] only");
-    return twin::begin_call("GetCtrlSpr", twin::Pipe::S, here).saturate ? 0 : 1;
-}
-struct AscendCUtils {
-    static void SetOverflow(uint64_t ctrlValue, Here here = Here::now())
-    {
-        SetCtrlSpr<48, 48>(static_cast<int64_t>(ctrlValue), here);
-    }
-};
-
-// The scalar cache is not emulated: a scalar read always sees memory.
-template <typename T, CacheLine entireType, DcciDst dcciDst>
-void DataCacheCleanAndInvalid(const GlobalTensor<T>&, Here here = Here::now())
-{
-    ++twin::begin_call("DataCacheCleanAndInvalid", twin::Pipe::S, here).counters.syncs["DataCacheCleanAndInvalid"];
-}
-template <typename T, CacheLine entireType>
-void DataCacheCleanAndInvalid(const GlobalTensor<T>& dst, Here here = Here::now())
-{
-    DataCacheCleanAndInvalid<T, entireType, DcciDst::CACHELINE_ALL>(dst, here);
-}
-
 inline int64_t GetBlockNum() { return twin::launch->blocks; }
 inline int64_t GetBlockIdx() { return twin::core().block_index(); }
 inline int64_t GetSubBlockIdx() { return twin::core().sub; }
 inline int64_t GetSubBlockNum() { return twin::core().options.shape == twin::Shape::mix_1_2 ? 2 : 1; }
-inline int64_t GetTaskRatio() { return GetSubBlockNum(); }
 
 }  // namespace AscendC

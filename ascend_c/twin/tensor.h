@@ -93,13 +93,9 @@ public:
         op.run([&] { std::memcpy(span().data() + index * sizeof(T), &converted, sizeof(T)); });
     }
 
-    int32_t GetPosition() const { return static_cast<int32_t>(position_); }
     uint32_t GetSize() const { return size_; }
-    void SetSize(uint32_t size) { size_ = size; }
-    uint64_t GetPhyAddr() const { return begin_; }  // an address of the local memory, never a host pointer
-    uint64_t GetPhyAddr(uint32_t offset) const { return begin_ + static_cast<size_t>(offset) * sizeof(T); }
 
-    twin::Span span() const { return twin::Span{memory_, begin_, low_, high_, twin::name_of(position_)}; }
+    twin::Span span() const { return twin::Span{memory_, begin_, low_, high_, position_}; }
     // For queues and buffers: a tensor over part of a memory.
     static LocalTensor over(twin::Memory* memory, TPosition pos, size_t begin, size_t bytes)
     {
@@ -177,7 +173,7 @@ public:
         return t;
     }
 
-    twin::Span span() const { return twin::Span{memory_, begin_, low_, high_, "GM"}; }
+    twin::Span span() const { return twin::Span{memory_, begin_, low_, high_, TPosition::GM}; }
 
 private:
     void set(__gm__ T* buffer, Here here)

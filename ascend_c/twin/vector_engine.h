@@ -2,7 +2,9 @@
 // the widest operand, in up to 8 blocks of 32 bytes; block stride and repeat stride are in blocks.
 #pragma once
 
-#include <array>
+#include <cmath>
+#include <initializer_list>
+#include <limits>
 #include <string>
 #include <utility>
 #include <vector>
@@ -120,17 +122,29 @@ Operand packed(const AscendC::LocalTensor<T>& t, int lanes)
     return operand(t, 1, static_cast<int64_t>(sizeof(T)) * lanes / static_cast<int64_t>(kBlockBytes));
 }
 
-// A mask argument: a number of leading lanes, or one bit per lane; in counter mode the number of elements in all.
-struct MaskArgument {
+// A mask argument: a number of leading lanes, or one bit per lane; in counter mode the number of elements in all. The
+// vendor has an overload for each; calls that take `uint64_t mask[]` refuse a constant array, and so does Mask.
+class Mask {
+public:
+    template <typename I, typename = std::enable_if_t<std::is_integral_v<I>>>
+    Mask(I lanes) : low(static_cast<uint64_t>(static_cast<int64_t>(lanes)))
+    {
+    }
+    Mask(uint64_t* bits) : low(bits[0]), high(bits[1]), is_bits(true) {}
+
     uint64_t low = 0;
     uint64_t high = 0;
     bool is_bits = false;
-
-    static MaskArgument count(uint64_t n) { return MaskArgument{n, 0, false}; }
-    static MaskArgument list(const uint64_t mask[]) { return MaskArgument{mask[0], mask[1], true}; }
 };
 
-inline Plan plan_of(const Instruction& op, int lanes, MaskArgument mask, int64_t repeats, bool set_mask)
+// For calls that take `const uint64_t mask[]`.
+class ConstMask : public Mask {
+public:
+    using Mask::Mask;
+    ConstMask(const uint64_t* bits) : Mask(const_cast<uint64_t*>(bits)) {}
+};
+
+inline Plan plan_of(const Instruction& op, int lanes, const Mask& mask, int64_t repeats, bool set_mask)
 {
     VectorMask& state = op.core().mask;
     op.in_range(repeats, "repeatTime", 0, 255);
@@ -150,14 +164,28 @@ inline Plan plan_of(const Instruction& op, int lanes, MaskArgument mask, int64_t
     return Plan{lanes, active.count() == 0 ? 0 : repeats, active, active};
 }
 
-// A call with a count sets the mask itself, in counter mode, and leaves the default mask behind (page "mask").
-inline Plan plan_of_count(const Instruction& op, int lanes, int64_t count, bool set_mask = true)
+// How a call names its lanes: a mask with repeats, or a count.
+struct Extent {
+    Mask mask = 0;
+    int64_t repeats = 1;
+    int64_t count = 0;
+    bool counted = false;
+    bool set_mask = true;
+
+    // A call with a count sets the mask itself, in counter mode, and leaves the default mask behind (page "mask").
+    Plan plan(const Instruction& op, int lanes) const
+    {
+        if (!counted || !set_mask) return plan_of(op, lanes, mask, repeats, set_mask);
+        op.require(count >= 0, FaultKind::range, "count = " + std::to_string(count));
+        op.core().mask = VectorMask{};
+        return Plan::counted(lanes, count);
+    }
+};
+inline Extent repeated(const Mask& mask, const Field<uint8_t>& repeats, bool set_mask = true)
 {
-    op.require(count >= 0, FaultKind::range, "count = " + std::to_string(count));
-    if (!set_mask) return plan_of(op, lanes, MaskArgument{}, 1, false);
-    op.core().mask = VectorMask{};
-    return Plan::counted(lanes, count);
+    return Extent{mask, repeats.full(), 0, false, set_mask};
 }
+inline Extent counted(int64_t count, bool set_mask = true) { return Extent{0, 1, count, true, set_mask}; }
 
 inline void count_vector(const Instruction& op, const char* type, const Plan& plan)
 {
@@ -212,39 +240,44 @@ inline void check_vector_operand(const Instruction& op, const Operand& o, const 
     op.aligned(o.span, kBlockBytes, name);
 }
 
-// Checks all operands, then notes reads before writes.
+// Checks all operands, then notes reads before writes. `accumulates`: dst may be the last source of a later repeat.
 inline void prepare(Instruction& op, const Plan& plan, const Operand& dst, std::initializer_list<Operand> sources,
-                    bool accumulates = false, bool reads_dst = false)
+                    bool accumulates = false)
 {
     check_vector_operand(op, dst, "dst");
     for (const Operand& s : sources) check_vector_operand(op, s, "src");
-    int index = 0;
-    for (const Operand& s : sources) check_overlap(op, plan, dst, s, accumulates && ++index == 2);
+    for (const Operand& s : sources) check_overlap(op, plan, dst, s, accumulates && &s == sources.end() - 1);
     for (const Operand& s : sources) s.runs(plan, [&](size_t at, size_t n) { op.read(s.span, at, n); });
-    if (reads_dst) dst.runs(plan, [&](size_t at, size_t n) { op.read(dst.span, at, n); });
     dst.runs(plan, [&](size_t at, size_t n) { op.write(dst.span, at, n); });
 }
 
-// The value in which a type is computed: half in float, rounded once per operation; integers as they are.
+// The type in which values are worked on: floating point in float, rounded once per operation; integers as they are.
 template <typename T>
 using Wide = std::conditional_t<is_one_of<T, half, bfloat16_t, float>, float, T>;
 
+// The active lanes of one repeat, as they are.
 template <typename T>
-void load(const Operand& o, const Plan& plan, int64_t r, Wide<T>* out)
+void load_bits(const Operand& o, const Plan& plan, int64_t r, T* out)
 {
     constexpr int per_block = static_cast<int>(kBlockBytes / sizeof(T));
     const int last = plan.at(r).last();
-    for (int lane = 0; lane < last;) {
-        const int n = o.block == 1 ? last : std::min(per_block, last - lane);
-        const T* from = reinterpret_cast<const T*>(o.span.data() + o.at(r, lane));
-        if constexpr (std::is_same_v<T, half>) {
-            widen(from, out + lane, static_cast<size_t>(n));
-        } else if constexpr (std::is_same_v<T, bfloat16_t>) {
-            for (int i = 0; i < n; ++i) out[lane + i] = to_float(from[i]);
-        } else {
-            std::memcpy(out + lane, from, static_cast<size_t>(n) * sizeof(T));
-        }
-        lane += n;
+    for (int lane = 0; lane < last; lane += per_block) {
+        const size_t n = static_cast<size_t>(std::min(per_block, last - lane));
+        std::memcpy(out + lane, o.span.data() + o.at(r, lane), n * sizeof(T));
+    }
+}
+
+// The same, widened.
+template <typename T>
+void load(const Operand& o, const Plan& plan, int64_t r, Wide<T>* out)
+{
+    if constexpr (std::is_same_v<T, Wide<T>>) {
+        load_bits(o, plan, r, out);
+    } else {
+        T values[kMaxLanes] = {};
+        load_bits(o, plan, r, values);
+        if constexpr (std::is_same_v<T, half>) widen(values, out, kMaxLanes);
+        else std::transform(values, values + kMaxLanes, out, [](T x) { return to_float(x); });
     }
 }
 
@@ -269,22 +302,38 @@ void store(const Operand& o, const Plan& plan, int64_t r, const T* values)
     }
 }
 
-// Rounds results to T: the one rounding of the operation, and the overflow mode.
+inline bool is_finite(float x) { return std::fabs(x) <= std::numeric_limits<float>::max(); }
+
+// Lanes whose result is not finite although every source is: the range was exceeded, in either overflow mode, or the
+// operation has no value there.
 template <typename T>
-void round_lanes(Wide<T>* values, T* out, bool saturate)
+uint64_t count_overflows(const T* results, const Lanes& active, std::initializer_list<const float*> sources)
+{
+    uint64_t found = 0;
+    for (int i = 0; i < active.last(); ++i) {
+        if (!active[i] || is_finite(to_float(results[i]))) continue;
+        bool made_here = true;
+        for (const float* source : sources) made_here &= is_finite(source[i]);
+        found += made_here ? 1 : 0;
+    }
+    return found;
+}
+
+// The one rounding of the operation: float results to T, in the overflow mode. Returns the number of overflows.
+template <typename T>
+uint64_t round_lanes(const float* values, T* out, const Lanes& active, bool saturate,
+                     std::initializer_list<const float*> sources)
 {
     if constexpr (std::is_same_v<T, half>) {
         narrow(values, out, kMaxLanes);
-        if (!saturate) return;
-        for (int i = 0; i < kMaxLanes; ++i) {
-            uint16_t b = bits_of<uint16_t>(out[i]);
-            if ((b & 0x7fffu) > 0x7c00u) b = 0;                                                // NaN -> 0
-            if ((b & 0x7fffu) == 0x7c00u) b = static_cast<uint16_t>((b & 0x8000u) | 0x7bffu);  // inf -> 65504
-            std::memcpy(&out[i], &b, 2);
-        }
     } else {
-        std::memcpy(out, values, sizeof(T) * kMaxLanes);
+        std::memcpy(out, values, sizeof(T) * static_cast<size_t>(kMaxLanes));
     }
+    const uint64_t overflows = count_overflows(out, active, sources);
+    if constexpr (std::is_same_v<T, half>) {
+        for (int i = 0; saturate && i < kMaxLanes; ++i) out[i] = half_from(saturated(to_float(out[i]), kHalfMax));
+    }
+    return overflows;
 }
 
 }  // namespace twin

@@ -1,5 +1,5 @@
-// Vector calls that move, convert or choose rather than compute: Duplicate, Brcb, CreateVecIndex, Cast, Compare,
-// Select. Signatures: kernel_operator_vec_duplicate_intf.h, _brcb_, _createvecindex_, _vconv_, _cmpsel_.
+// Vector calls that move or convert rather than compute: Duplicate, Brcb, CreateVecIndex, Cast.
+// Signatures: kernel_operator_vec_duplicate_intf.h, _brcb_, _createvecindex_, _vconv_.
 #pragma once
 
 #include "vector.h"
@@ -7,9 +7,12 @@
 namespace twin {
 
 template <typename T, typename F>
-void fill(Instruction& op, const AscendC::LocalTensor<T>& dst, const Extent& e, int64_t block, int64_t repeat,
-          F value_at)
+void fill(const char* name, const AscendC::LocalTensor<T>& dst, const Extent& e, int64_t block, int64_t repeat,
+          F value_at, Here here)
 {
+    static_assert(is_one_of<T, half, bfloat16_t, float, int16_t, uint16_t, int32_t, uint32_t>,
+                  "data type not supported on A2");
+    Instruction op(name, Pipe::V, here);
     constexpr int lanes = kLanes<T>;
     const Plan plan = e.plan(op, lanes);
     const Operand d = e.counted ? packed(dst, lanes) : operand(dst, block, repeat);
@@ -24,31 +27,34 @@ void fill(Instruction& op, const AscendC::LocalTensor<T>& dst, const Extent& e, 
     });
 }
 
-// Which roundings a conversion has on A2 (page "Cast"). NONE stands for RINT where bits are lost.
-enum class CastKind { unsupported, exact, integer, to_half, to_bf16 };
+// first, first + 1, first + 2...
+template <typename T>
+auto index_from(T first)
+{
+    static_assert(is_one_of<T, half, float, int32_t>, "CreateVecIndex: the twin takes half, float and int32_t");
+    return [first](int64_t i) { return static_cast<T>(static_cast<double>(first) + static_cast<double>(i)); };
+}
+
+// The conversions that the twin has, by the roundings they take on A2 (page "Cast").
+enum class CastKind { unsupported, exact, to_half, from_int, other };
 
 template <typename D, typename S>
 constexpr CastKind cast_kind()
 {
-    if constexpr (std::is_same_v<S, half>) {
-        if (is_one_of<D, float>) return CastKind::exact;
-        if (is_one_of<D, int32_t, int16_t, int8_t, uint8_t>) return CastKind::integer;
-    } else if constexpr (std::is_same_v<S, float>) {
-        if (is_one_of<D, half>) return CastKind::to_half;
-        if (is_one_of<D, bfloat16_t>) return CastKind::to_bf16;
-        if (is_one_of<D, int32_t, int16_t, float>) return CastKind::integer;
-    } else if constexpr (std::is_same_v<S, bfloat16_t>) {
-        if (is_one_of<D, float>) return CastKind::exact;
-        if (is_one_of<D, int32_t>) return CastKind::integer;
-    } else if constexpr (std::is_same_v<S, int32_t>) {
-        if (is_one_of<D, float>) return CastKind::integer;
-    } else if constexpr (std::is_same_v<S, int16_t>) {
-        if (is_one_of<D, float>) return CastKind::exact;
-        if (is_one_of<D, half>) return CastKind::to_half;
-    } else if constexpr (is_one_of<S, uint8_t, int8_t>) {
-        if (is_one_of<D, half>) return CastKind::exact;
-    }
+    if (std::is_same_v<D, float> && is_one_of<S, half, bfloat16_t>) return CastKind::exact;
+    if (std::is_same_v<D, half> && std::is_same_v<S, float>) return CastKind::to_half;
+    if (std::is_same_v<D, float> && std::is_same_v<S, int32_t>) return CastKind::from_int;
+    if (is_one_of<D, bfloat16_t, int32_t, float> && std::is_same_v<S, float>) return CastKind::other;
     return CastKind::unsupported;
+}
+
+// NONE stands for RINT where bits can be lost.
+inline bool takes(CastKind kind, AscendC::RoundMode mode)
+{
+    using R = AscendC::RoundMode;
+    if (mode == R::CAST_NONE) return kind != CastKind::other;
+    if (mode == R::CAST_ODD) return kind == CastKind::to_half;
+    return kind != CastKind::exact && mode != R::UNKNOWN;
 }
 
 inline Rounding rounding_of(AscendC::RoundMode mode)
@@ -63,52 +69,33 @@ inline Rounding rounding_of(AscendC::RoundMode mode)
     }
 }
 
+// One lane, before saturation. S is the source type, whose value arrives widened.
 template <typename D, typename S>
-void check_round_mode(const Instruction& op, AscendC::RoundMode mode)
+D converted(Wide<S> from, Rounding rounding)
 {
-    using R = AscendC::RoundMode;
-    constexpr CastKind kind = cast_kind<D, S>();
-    bool good = mode != R::UNKNOWN;
-    if (kind == CastKind::exact) good = mode == R::CAST_NONE;
-    if (kind == CastKind::integer || kind == CastKind::to_bf16) good = mode != R::CAST_NONE && mode != R::CAST_ODD;
-    if (kind == CastKind::to_half && std::is_same_v<S, int16_t>) good = mode != R::CAST_NONE && mode != R::CAST_ODD;
-    op.require(good, FaultKind::type,
-               "this conversion does not have the round mode " + std::to_string(static_cast<int>(mode)));
-}
-
-// S is the source type, whose value arrives widened.
-template <typename D, typename S>
-D convert(Wide<S> from, Rounding rounding, bool saturate)
-{
-    constexpr CastKind kind = cast_kind<D, S>();
-    double x = static_cast<double>(from);
+    const double x = static_cast<double>(from);
     if constexpr (std::is_same_v<D, half>) {
-        float y = rounding == Rounding::nearest_even ? static_cast<float>(x) : round_to_half(x, rounding);
-        y = to_float(half_from(y));
-        return half_from(saturate ? saturated(y, kHalfMax) : y);
+        return half_from(rounding == Rounding::nearest_even ? from : round_to_half(x, rounding));
     } else if constexpr (std::is_same_v<D, bfloat16_t>) {
-        const float y = rounding == Rounding::nearest_even ? to_float(bfloat16_t(static_cast<float>(x)))
-                                                           : round_to_bf16(x, rounding);
-        return bfloat16_t(saturate ? saturated(y, kBf16Max) : y);
+        return bfloat16_t(rounding == Rounding::nearest_even ? from : round_to_bf16(x, rounding));
+    } else if constexpr (std::is_same_v<S, int32_t>) {
+        return static_cast<float>(round_to_format(x, 24, -126, 3.4028234663852886e38, rounding));
     } else if constexpr (std::is_same_v<D, float>) {
-        if constexpr (kind == CastKind::integer && std::is_same_v<S, float>) x = round_integer(x, rounding);
-        if constexpr (std::is_same_v<S, int32_t>) x = round_to_format(x, 24, -126, 3.4028234663852886e38, rounding);
-        return static_cast<float>(x);
+        return std::is_same_v<S, float> ? static_cast<float>(round_integer(x, rounding)) : from;
     } else {  // to an integer: out of range saturates, NaN gives 0
-        const double y = round_integer(x, rounding);
-        if (!(y == y)) return 0;
-        const double low = static_cast<double>(std::numeric_limits<D>::lowest());
-        const double high = static_cast<double>(std::numeric_limits<D>::max());
-        return static_cast<D>(std::min(std::max(y, low), high));
+        const double low = std::numeric_limits<D>::lowest(), high = std::numeric_limits<D>::max();
+        return std::isnan(x) ? 0 : static_cast<D>(std::min(std::max(round_integer(x, rounding), low), high));
     }
 }
 
 template <typename D, typename S>
-void cast(Instruction& op, const AscendC::LocalTensor<D>& dst, const AscendC::LocalTensor<S>& src,
-          AscendC::RoundMode mode, const Extent& e, const AscendC::UnaryRepeatParams& params)
+void cast(const AscendC::LocalTensor<D>& dst, const AscendC::LocalTensor<S>& src, AscendC::RoundMode mode,
+          const Extent& e, const AscendC::UnaryRepeatParams& params, Here here)
 {
-    static_assert(cast_kind<D, S>() != CastKind::unsupported, "Cast: A2 does not have this conversion");
-    check_round_mode<D, S>(op, mode);
+    static_assert(cast_kind<D, S>() != CastKind::unsupported, "Cast: the twin does not have this conversion");
+    Instruction op("Cast", Pipe::V, here);
+    op.require(takes(cast_kind<D, S>(), mode), FaultKind::type,
+               "this conversion does not have the round mode " + std::to_string(static_cast<int>(mode)));
     constexpr int lanes = std::min(kLanes<D>, kLanes<S>);
     const Plan plan = e.plan(op, lanes);
     const UnaryStrides s = strides(op, params);
@@ -116,27 +103,21 @@ void cast(Instruction& op, const AscendC::LocalTensor<D>& dst, const AscendC::Lo
     const Operand a = e.counted ? packed(src, lanes) : operand(src, s.src_block, s.src_repeat);
     prepare(op, plan, d, {a});
     count_vector(op, TypeName<S>::value, plan);
-    const bool saturate = op.core().saturate;
-    const Rounding rounding = rounding_of(mode);
-    op.run([=] {
+    op.run([=, &core = op.core(), saturate = op.core().saturate, rounding = rounding_of(mode)] {
         Wide<S> x[kMaxLanes] = {};
         D out[kMaxLanes] = {};
+        uint64_t overflows = 0;
         for (int64_t r = 0; r < plan.repeats; ++r) {
             load<S>(a, plan, r, x);
-            if constexpr (std::is_same_v<D, half> && std::is_same_v<S, float>) {
-                if (rounding == Rounding::nearest_even) {  // the fast way, with the same results
-                    round_lanes<half>(x, out, saturate);
-                    store<D>(d, plan, r, out);
-                    continue;
-                }
+            for (int i = 0; i < lanes; ++i) out[i] = converted<D, S>(x[i], rounding);
+            if constexpr (is_one_of<D, half, bfloat16_t>) {
+                constexpr float largest = std::is_same_v<D, half> ? kHalfMax : kBf16Max;
+                overflows += count_overflows(out, plan.at(r), {x});
+                for (int i = 0; saturate && i < lanes; ++i) out[i] = static_cast<D>(saturated(to_float(out[i]), largest));
             }
-            if constexpr (std::is_same_v<D, float> && std::is_same_v<S, half>) {
-                store<float>(d, plan, r, x);
-            } else {
-                for (int i = 0; i < lanes; ++i) out[i] = convert<D, S>(x[i], rounding, saturate);
-                store<D>(d, plan, r, out);
-            }
+            store<D>(d, plan, r, out);
         }
+        core.counters.count_overflows("Cast", overflows);
     });
 }
 
@@ -144,67 +125,32 @@ void cast(Instruction& op, const AscendC::LocalTensor<D>& dst, const AscendC::Lo
 
 namespace AscendC {
 
-#define TWIN_STORED(T)                                                                               \
-    static_assert(twin::is_one_of<T, half, bfloat16_t, float, int16_t, uint16_t, int32_t, uint32_t>, \
-                  "data type not supported on A2")
-
 template <typename T, bool isSetMask = true>
-void Duplicate(const LocalTensor<T>& dst, const T& scalarValue, uint64_t mask, const U8 repeatTime,
+void Duplicate(const LocalTensor<T>& dst, const T& scalarValue, twin::Mask mask, const U8 repeatTime,
                const U16 dstBlockStride, const U8 dstRepeatStride, Here here = Here::now())
 {
-    TWIN_STORED(T);
-    twin::Instruction op("Duplicate", twin::Pipe::V, here);
-    twin::fill(op, dst, twin::extent(twin::MaskArgument::count(mask), repeatTime, isSetMask), dstBlockStride.full(),
-               dstRepeatStride.full(), [scalarValue](int64_t) { return scalarValue; });
-}
-template <typename T, bool isSetMask = true>
-void Duplicate(const LocalTensor<T>& dst, const T& scalarValue, uint64_t mask[], const U8 repeatTime,
-               const U16 dstBlockStride, const U8 dstRepeatStride, Here here = Here::now())
-{
-    TWIN_STORED(T);
-    twin::Instruction op("Duplicate", twin::Pipe::V, here);
-    twin::fill(op, dst, twin::extent(twin::MaskArgument::list(mask), repeatTime, isSetMask), dstBlockStride.full(),
-               dstRepeatStride.full(), [scalarValue](int64_t) { return scalarValue; });
+    twin::fill(
+        "Duplicate", dst, twin::repeated(mask, repeatTime, isSetMask), dstBlockStride.full(), dstRepeatStride.full(),
+        [scalarValue](int64_t) { return scalarValue; }, here);
 }
 template <typename T>
 void Duplicate(const LocalTensor<T>& dst, const T& scalarValue, const int32_t& count, Here here = Here::now())
 {
-    TWIN_STORED(T);
-    twin::Instruction op("Duplicate", twin::Pipe::V, here);
-    twin::fill(op, dst, twin::extent(count), 1, 8, [scalarValue](int64_t) { return scalarValue; });
+    twin::fill("Duplicate", dst, twin::counted(count), 1, 8, [scalarValue](int64_t) { return scalarValue; }, here);
 }
 
-// The index goes on from repeat to repeat (inferred for the mask forms).
+// The index goes on from repeat to repeat (inferred for the mask form).
 template <typename T>
-void CreateVecIndex(LocalTensor<T>& dst, const T& firstValue, uint64_t mask, U8 repeatTime, U16 dstBlkStride,
+void CreateVecIndex(LocalTensor<T>& dst, const T& firstValue, twin::Mask mask, U8 repeatTime, U16 dstBlkStride,
                     U8 dstRepStride, Here here = Here::now())
 {
-    static_assert(twin::is_one_of<T, half, float, int16_t, int32_t>, "CreateVecIndex: data type not supported on A2");
-    twin::Instruction op("CreateVecIndex", twin::Pipe::V, here);
-    twin::fill(op, dst, twin::extent(twin::MaskArgument::count(mask), repeatTime, true), dstBlkStride.full(),
-               dstRepStride.full(), [firstValue](int64_t i) {
-                   return static_cast<T>(static_cast<double>(firstValue) + static_cast<double>(i));
-               });
-}
-template <typename T>
-void CreateVecIndex(LocalTensor<T>& dst, const T& firstValue, uint64_t mask[], U8 repeatTime, U16 dstBlkStride,
-                    U8 dstRepStride, Here here = Here::now())
-{
-    static_assert(twin::is_one_of<T, half, float, int16_t, int32_t>, "CreateVecIndex: data type not supported on A2");
-    twin::Instruction op("CreateVecIndex", twin::Pipe::V, here);
-    twin::fill(op, dst, twin::extent(twin::MaskArgument::list(mask), repeatTime, true), dstBlkStride.full(),
-               dstRepStride.full(), [firstValue](int64_t i) {
-                   return static_cast<T>(static_cast<double>(firstValue) + static_cast<double>(i));
-               });
+    twin::fill("CreateVecIndex", dst, twin::repeated(mask, repeatTime), dstBlkStride.full(), dstRepStride.full(),
+               twin::index_from(firstValue), here);
 }
 template <typename T>
 void CreateVecIndex(LocalTensor<T> dst, const T& firstValue, uint32_t count, Here here = Here::now())
 {
-    static_assert(twin::is_one_of<T, half, float, int16_t, int32_t>, "CreateVecIndex: data type not supported on A2");
-    twin::Instruction op("CreateVecIndex", twin::Pipe::V, here);
-    twin::fill(op, dst, twin::extent(static_cast<int64_t>(count)), 1, 8, [firstValue](int64_t i) {
-        return static_cast<T>(static_cast<double>(firstValue) + static_cast<double>(i));
-    });
+    twin::fill("CreateVecIndex", dst, twin::counted(count), 1, 8, twin::index_from(firstValue), here);
 }
 
 // Eight elements to eight blocks per repeat. Source and destination may not share memory.
@@ -212,7 +158,7 @@ template <typename T>
 void Brcb(const LocalTensor<T>& dst, const LocalTensor<T>& src, const U8 repeatTime,
           const BrcbRepeatParams& repeatParams, Here here = Here::now())
 {
-    TWIN_STORED(T);
+    static_assert(sizeof(T) == 2 || sizeof(T) == 4, "Brcb takes elements of 16 and 32 bits");
     twin::Instruction op("Brcb", twin::Pipe::V, here);
     op.fits(repeatTime, "repeatTime", 0, 255);
     op.fits(repeatParams.dstBlkStride, "dstBlkStride", 1, 65535);
@@ -236,43 +182,30 @@ void Brcb(const LocalTensor<T>& dst, const LocalTensor<T>& src, const U8 repeatT
     op.run([=] {
         constexpr int per_block = static_cast<int>(twin::kBlockBytes / sizeof(T));
         for (int64_t r = 0; r < repeats; ++r) {
+            T values[8];
+            std::memcpy(values, s.data() + static_cast<size_t>(r) * sizeof(values), sizeof(values));
             for (int j = 0; j < 8; ++j) {
-                const uint8_t* from = s.data() + (static_cast<size_t>(r) * 8 + static_cast<size_t>(j)) * sizeof(T);
-                uint8_t* to = d.span.data() + d.at(r, j * per_block);
-                for (int i = 0; i < per_block; ++i)
-                    std::memcpy(to + static_cast<size_t>(i) * sizeof(T), from, sizeof(T));
+                T* to = reinterpret_cast<T*>(d.span.data() + d.at(r, j * per_block));
+                std::fill(to, to + per_block, values[j]);
             }
         }
     });
 }
 
 template <typename T, typename U, bool isSetMask = true>
-void Cast(const LocalTensor<T>& dst, const LocalTensor<U>& src, const RoundMode& roundMode, const uint64_t mask[],
+void Cast(const LocalTensor<T>& dst, const LocalTensor<U>& src, const RoundMode& roundMode, twin::ConstMask mask,
           const U8 repeatTime, const UnaryRepeatParams& repeatParams, Here here = Here::now())
 {
-    twin::Instruction op("Cast", twin::Pipe::V, here);
-    twin::cast(op, dst, src, roundMode, twin::extent(twin::MaskArgument::list(mask), repeatTime, isSetMask),
-               repeatParams);
-}
-template <typename T, typename U, bool isSetMask = true>
-void Cast(const LocalTensor<T>& dst, const LocalTensor<U>& src, const RoundMode& roundMode, const uint64_t mask,
-          const U8 repeatTime, const UnaryRepeatParams& repeatParams, Here here = Here::now())
-{
-    twin::Instruction op("Cast", twin::Pipe::V, here);
-    twin::cast(op, dst, src, roundMode, twin::extent(twin::MaskArgument::count(mask), repeatTime, isSetMask),
-               repeatParams);
+    twin::cast(dst, src, roundMode, twin::repeated(mask, repeatTime, isSetMask), repeatParams, here);
 }
 template <typename T, typename U>
 void Cast(const LocalTensor<T>& dst, const LocalTensor<U>& src, const RoundMode& roundMode, const uint32_t count,
           Here here = Here::now())
 {
-    twin::Instruction op("Cast", twin::Pipe::V, here);
-    twin::cast(op, dst, src, roundMode, twin::extent(static_cast<int64_t>(count)), UnaryRepeatParams());
+    twin::cast(dst, src, roundMode, twin::counted(count), UnaryRepeatParams(), here);
 }
 // The scalar conversions between float and bfloat16_t.
 inline bfloat16_t Cast(const float& value) { return bfloat16_t(value); }
 inline float Cast(const bfloat16_t& value) { return static_cast<float>(value); }
-
-#undef TWIN_STORED
 
 }  // namespace AscendC

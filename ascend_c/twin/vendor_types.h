@@ -139,8 +139,6 @@ enum class HardEvent : uint8_t {
 using TEventID = int8_t;
 enum class MaskMode : uint8_t { NORMAL = 0, COUNTER };
 enum class SaturationMode : uint8_t { FLOAT, FLOAT8, INT, CAST };
-enum class CacheLine : uint64_t { SINGLE_CACHE_LINE = 0, ENTIRE_DATA_CACHE };
-enum class DcciDst : uint64_t { CACHELINE_ALL = 0, CACHELINE_UB, CACHELINE_OUT, CACHELINE_ATOMIC };
 enum class RoundMode : uint8_t {
     CAST_NONE = 0,
     CAST_RINT,
@@ -158,7 +156,6 @@ enum class ReduceType { NONE = -1, SUM = 0, MAX, MIN };
 enum class CO2Layout : uint8_t { NZ = 0, ROW_MAJOR, COLUMN_MAJOR };
 
 constexpr uint64_t MASK_PLACEHOLDER = 0;
-constexpr uint64_t MASK_PLACEHOLDER_LIST[2] = {0, 0};
 
 using U8 = twin::Field<uint8_t>;
 using U16 = twin::Field<uint16_t>;
@@ -170,14 +167,8 @@ struct DataCopyParams {
 
     U16 blockCount = 1;
     U16 blockLen = 0;  // 32-byte blocks
-    union {
-        U16 srcGap = 0;
-        U16 srcStride;
-    };
-    union {
-        U16 dstGap = 0;
-        U16 dstStride;
-    };
+    U16 srcGap = 0;    // the older names srcStride and dstStride will go
+    U16 dstGap = 0;
 };
 
 struct DataCopyExtParams {
@@ -196,22 +187,6 @@ struct DataCopyExtParams {
     U32 srcStride = 0;
     U32 dstStride = 0;
     U32 rsv = 0;
-};
-
-struct DataCopyPadParams {
-    DataCopyPadParams() {}
-    DataCopyPadParams(bool pad, U8 left, U8 right, uint64_t value)
-        : isPad(pad),
-          leftPadding(left),
-          rightPadding(right),
-          paddingValue(value)
-    {
-    }
-
-    bool isPad = false;
-    U8 leftPadding = 0;
-    U8 rightPadding = 0;
-    uint64_t paddingValue = 0;
 };
 
 template <typename T>

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.ascend_c.twin_build import PROGRAMS, Program, build
+from tests.ascend_c.twin_build import PROGRAMS, SANITIZED, Program, build
 
 
 @pytest.fixture(scope="session")
@@ -14,9 +14,12 @@ def twin_folder(tmp_path_factory, worker_id):
 
 @pytest.fixture
 def twin_program(twin_folder, tmp_path):
-    """Make a program out of the name of a file in `programs/`; arrays go through the test's own folder."""
+    """Make a program out of the name of a file in `programs/`; arrays go through the test's own folder.
 
-    def make(name, **settings):
-        return Program(build(PROGRAMS / f"{name}.cpp", twin_folder, **settings), tmp_path)
+    Programs run under AddressSanitizer and UndefinedBehaviorSanitizer unless `optimise` says otherwise.
+    """
+
+    def make(name, *, optimise=SANITIZED, **settings):
+        return Program(build(PROGRAMS / f"{name}.cpp", twin_folder, optimise=optimise, **settings), tmp_path)
 
     return make

@@ -1,4 +1,4 @@
-"""Copies with padding and gaps, products that stay on the chip, queues on the cube core, SyncAll, fused, bit calls."""
+"""Copies with padding and gaps, products that stay on the chip, queues on the cube core, SyncAll."""
 
 import numpy as np
 import pytest
@@ -56,20 +56,3 @@ def test_sync_all_orders_all_cores(movement, seed):
     assert set(movement.load("sums", np.int32)) == {12 * 13 // 2}
     fault = movement.run("sync_all", groups=4, seed=seed, bug="skip")["fault"]
     assert fault["kind"] in ("race", "uninitialised")
-
-
-def test_bit_calls_and_fused_calls(movement):
-    rng = np.random.default_rng(12)
-    x, y = (rng.standard_normal(256).astype(np.float16) for _ in range(2))
-    i, j = x.view(np.uint16), y.view(np.uint16)
-    fused = {
-        "Axpy": x.astype(np.float64) * 0.75 + y.astype(np.float64),
-        "MulAddDst": x.astype(np.float64) ** 2 + y.astype(np.float64),
-        "Relu": np.maximum(x, 0),
-    }
-    expected = {"And": i & j, "Or": i | j, "Not": ~i}
-    expected |= {op: values.astype(np.float16).view(np.uint16) for op, values in fused.items()}
-    for op, values in expected.items():
-        report = movement.run("bits_and_fused", {"x": i, "y": j}, op=op)
-        assert report["ok"], report["fault"]
-        np.testing.assert_array_equal(movement.load("z", np.uint16), values, err_msg=op)

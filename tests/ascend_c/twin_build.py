@@ -18,15 +18,16 @@ TWIN = HERE.parents[1] / "ascend_c" / "twin"
 PROGRAMS = HERE / "programs"
 FLAGS = ["-std=c++17", "-fexcess-precision=16", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror"]
 SANITIZED = ("-O0", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+FAST = ("-O2", "-mf16c")
 
 
-def compile_command(source, output, *, optimise=("-O1",), include=(), define=()):
+def compile_command(source, output, *, optimise=(), include=(), define=()):
     """The g++ command line for one program."""
     folders = [f"-I{folder}" for folder in (TWIN, PROGRAMS, *include)]
     return ["g++", *FLAGS, *optimise, *folders, *(f"-D{name}" for name in define), str(source), "-o", str(output)]
 
 
-def build(source, folder, *, optimise=("-O1",), include=(), define=()):
+def build(source, folder, *, optimise=FAST, include=(), define=()):
     """Compile `source` into `folder`, once for all test processes of a session that share the folder.
 
     Returns the path of the program. Raises CalledProcessError, with the compiler's words on its stderr.
@@ -43,13 +44,12 @@ def build(source, folder, *, optimise=("-O1",), include=(), define=()):
     return output
 
 
-def refuses(snippet, folder):
-    """What the compiler says against a snippet, or None if it compiles. Only the front end runs."""
-    source = Path(folder) / f"refused-{hashlib.sha256(snippet.encode()).hexdigest()[:8]}.cpp"
+def compiler_says(snippet, folder):
+    """What the compiler's front end says against a snippet: nothing if it compiles."""
+    source = Path(folder) / "snippet.cpp"
     source.write_text(f'#include "kernel_operator.h"\nusing namespace AscendC;\n{snippet}\n')
     command = [*compile_command(source, "/dev/null"), "-fsyntax-only"]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    return done.stderr if done.returncode else None
+    return subprocess.run(command, check=False, capture_output=True, text=True).stderr
 
 
 @dataclass

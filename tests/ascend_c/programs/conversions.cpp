@@ -1,4 +1,4 @@
-// Conversions between half and float, built with and without F16C.
+// Conversions between half and float, and half in the kernel's own code, built with and without F16C.
 #include "harness.h"
 
 TWIN_CASE(convert)
@@ -24,4 +24,22 @@ TWIN_CASE(convert)
     arguments.save("floats", floats.data(), floats.size());
     arguments.save("narrowed", narrowed.data(), narrowed.size());
     return twin::Report{};
+}
+
+TWIN_CASE(scalar_code)
+{
+    // The kernel's own scalar arithmetic in half: one rounding per operation, not excess precision in float.
+    twin::Device device;
+    half* out = device.output<half>("z", 16);
+    twin::Options options = arguments.options();
+    options.shape = twin::Shape::aiv_only;
+    const twin::Report report = device.launch("scalar", 1, options, [&] {
+        AscendC::GlobalTensor<half> z;
+        z.SetGlobalBuffer(out, 16);
+        volatile half big = 2048, one = 1;
+        const half a = big, b = one;
+        z.SetValue(0, (a + b) - a);
+    });
+    arguments.save("z", out, 1);
+    return report;
 }

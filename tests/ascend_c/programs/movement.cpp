@@ -68,11 +68,12 @@ TWIN_CASE(strided)
     twin::Options options = arguments.options();
     options.shape = twin::Shape::aiv_only;
     const twin::Report report = device.launch("strided", 1, options, [&] {
-        LocalTensor<half> y(TPosition::VECCALC, 0, static_cast<uint32_t>(x.size()));
+        const uint32_t n = static_cast<uint32_t>(x.size());
+        LocalTensor<half> y(TPosition::VECIN, 0, n), out(TPosition::VECOUT, 0, n);  // one place, named for both copies
         GlobalTensor<half> gmx, gmz;
         gmx.SetGlobalBuffer(gx);
         gmz.SetGlobalBuffer(gz);
-        Duplicate(y, half(0), static_cast<int32_t>(x.size()));
+        Duplicate(y, half(0), n);
         SetFlag<HardEvent::V_MTE2>(0);
         WaitFlag<HardEvent::V_MTE2>(0);
         DataCopyParams p;
@@ -85,7 +86,7 @@ TWIN_CASE(strided)
         WaitFlag<HardEvent::MTE2_MTE3>(0);
         SetFlag<HardEvent::V_MTE3>(0);
         WaitFlag<HardEvent::V_MTE3>(0);
-        DataCopy(gmz, y, static_cast<uint32_t>(x.size()));
+        DataCopy(gmz, out, n);
     });
     arguments.save("z", gz, x.size());
     return report;
@@ -203,40 +204,5 @@ TWIN_CASE(sync_all)
         }
     });
     arguments.save("sums", sums, static_cast<size_t>(groups) * 2 * 8);
-    return report;
-}
-
-TWIN_CASE(bits_and_fused)
-{
-    twin::Device device;
-    const std::vector<uint16_t> x = arguments.load<uint16_t>("x"), y = arguments.load<uint16_t>("y");
-    const int n = static_cast<int>(x.size());
-    uint16_t* gx = device.input("x", x);
-    uint16_t* gy = device.input("y", y);
-    uint16_t* gz = device.output<uint16_t>("z", x.size());
-    const std::string op = arguments.text("op");
-    twin::Options options = arguments.options();
-    options.shape = twin::Shape::aiv_only;
-    const twin::Report report = device.launch("bits", 1, options, [&] {
-        LocalTensor<uint16_t> a(TPosition::VECCALC, 0, n), b(TPosition::VECCALC, 8192, n);
-        GlobalTensor<uint16_t> gmx, gmy, gmz;
-        gmx.SetGlobalBuffer(gx);
-        gmy.SetGlobalBuffer(gy);
-        gmz.SetGlobalBuffer(gz);
-        AscendCUtils::SetOverflow(1);
-        DataCopy(a, gmx, n);
-        DataCopy(b, gmy, n);
-        PipeBarrier<PIPE_ALL>();
-        LocalTensor<half> ha = a.ReinterpretCast<half>(), hb = b.ReinterpretCast<half>();
-        if (op == "And") And(b, a, b, n);
-        if (op == "Or") Or(b, a, b, n);
-        if (op == "Not") Not(b, a, n);
-        if (op == "Axpy") Axpy(hb, ha, half(0.75f), n);
-        if (op == "MulAddDst") MulAddDst(hb, ha, ha, n);
-        if (op == "Relu") Relu(hb, ha, n);
-        PipeBarrier<PIPE_ALL>();
-        DataCopy(gmz, b, n);
-    });
-    arguments.save("z", gz, x.size());
     return report;
 }

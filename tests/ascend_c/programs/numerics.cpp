@@ -21,7 +21,8 @@ twin::Report vector_case(const harness::Arguments& arguments, size_t results, F 
     const twin::Report report = device.launch("vector", 1, options, [&] {
         SetSaturationFlag<SaturationMode::FLOAT>(arguments.text("overflow") == "saturate");
         TPipe pipe;
-        TBuf<TPosition::VECCALC> bx, by, bz;
+        TBuf<TPosition::VECIN> bx, by;
+        TBuf<TPosition::VECOUT> bz;
         pipe.InitBuffer(bx, n * sizeof(S));
         pipe.InitBuffer(by, n * sizeof(S));
         pipe.InitBuffer(bz, static_cast<uint32_t>(results * sizeof(D)));
@@ -68,18 +69,15 @@ twin::Report arithmetic(const harness::Arguments& arguments)
         if (op == "Muls") Muls(z, x, s, c);
         if (op == "Maxs") Maxs(z, x, s, c);
         if (op == "Mins") Mins(z, x, s, c);
-        if constexpr (std::is_floating_point_v<T> || std::is_same_v<T, half>) {
-            if (op == "Div") Div(z, x, y, c);
-            if (op == "Exp") Exp(z, x, c);
-            if (op == "Ln") Ln(z, x, c);
-            if (op == "Sqrt") Sqrt(z, x, c);
-            if (op == "Abs") Abs(z, x, c);
-            if (op == "Reciprocal") Reciprocal(z, x, c);
-            if (op == "AddSub") {  // (x + y) - y: each call rounds
-                Add(z, x, y, c);
-                PipeBarrier<PIPE_V>();
-                Sub(z, z, y, c);
-            }
+        if (op == "Div") Div(z, x, y, c);
+        if (op == "Exp") Exp(z, x, c);
+        if (op == "Ln") Ln(z, x, c);
+        if (op == "Abs") Abs(z, x, c);
+        if (op == "Reciprocal") Reciprocal(z, x, c);
+        if (op == "AddSub") {  // (x + y) - y: each call rounds
+            Add(z, x, y, c);
+            PipeBarrier<PIPE_V>();
+            Sub(z, z, y, c);
         }
     });
 }
@@ -88,25 +86,6 @@ twin::Report arithmetic(const harness::Arguments& arguments)
 
 TWIN_CASE(half_op) { return arithmetic<half>(arguments); }
 TWIN_CASE(float_op) { return arithmetic<float>(arguments); }
-TWIN_CASE(int32_op) { return arithmetic<int32_t>(arguments); }
-
-TWIN_CASE(half_scalar_code)
-{
-    // The kernel's own scalar arithmetic in half: one rounding per operation, not excess precision in float.
-    twin::Device device;
-    half* out = device.output<half>("z", 16);
-    twin::Options options = arguments.options();
-    options.shape = twin::Shape::aiv_only;
-    const twin::Report report = device.launch("scalar", 1, options, [&] {
-        GlobalTensor<half> z;
-        z.SetGlobalBuffer(out, 16);
-        volatile half big = 2048, one = 1;
-        const half a = big, b = one;
-        z.SetValue(0, (a + b) - a);
-    });
-    arguments.save("z", out, 1);
-    return report;
-}
 
 TWIN_CASE(cast)
 {
@@ -141,25 +120,25 @@ twin::Report reductions(const harness::Arguments& arguments)
     const int n = static_cast<int>(arguments.load<T>("x").size());
     const int repeats = n / lanes;
     const int mask = arguments.number("mask", lanes);
-    const int per_repeat = op == "PairReduceSum"         ? lanes / 2
-                           : op.rfind("Block", 0) == 0   ? 8
-                           : op == "WholeReduceMaxIndex" ? 2
-                                                         : 1;
+    const int per_repeat = op == "PairSum"             ? lanes / 2
+                           : op.rfind("Block", 0) == 0 ? 8
+                           : op == "RepeatMaxIndex"    ? 2
+                                                       : 1;
     return vector_case<T, T>(arguments, static_cast<size_t>(repeats * per_repeat),
                              [&](LocalTensor<T> z, LocalTensor<T> x, LocalTensor<T>, uint32_t) {
                                  Duplicate(z, T(0), repeats * per_repeat);
                                  PipeBarrier<PIPE_V>();
-                                 if (op == "WholeReduceMax")
-                                     WholeReduceMax(z, x, mask, repeats, 1, 1, 8, ReduceOrder::ORDER_ONLY_VALUE);
-                                 if (op == "WholeReduceMaxIndex") WholeReduceMax(z, x, mask, repeats, 1, 1, 8);
-                                 if (op == "WholeReduceMin")
-                                     WholeReduceMin(z, x, mask, repeats, 1, 1, 8, ReduceOrder::ORDER_ONLY_VALUE);
-                                 if (op == "WholeReduceSum") WholeReduceSum(z, x, mask, repeats, 1, 1, 8);
-                                 if (op == "ReduceRepeat")
-                                     ReduceRepeat<ReduceType::SUM, T, T>(z, x, mask, repeats, 1, 1, 8);
-                                 if (op == "BlockReduceMax") BlockReduceMax(z, x, repeats, mask, 1, 1, 8);
-                                 if (op == "BlockReduceSum") BlockReduceSum(z, x, repeats, mask, 1, 1, 8);
-                                 if (op == "PairReduceSum") PairReduceSum(z, x, repeats, mask, 1, 1, 8);
+                                 const ReduceOrder value = ReduceOrder::ORDER_ONLY_VALUE;
+                                 if (op == "RepeatMax")
+                                     ReduceRepeat<ReduceType::MAX>(z, x, mask, repeats, 1, 1, 8, value);
+                                 if (op == "RepeatMaxIndex")
+                                     ReduceRepeat<ReduceType::MAX>(z, x, mask, repeats, 1, 1, 8);
+                                 if (op == "RepeatMin")
+                                     ReduceRepeat<ReduceType::MIN>(z, x, mask, repeats, 1, 1, 8, value);
+                                 if (op == "RepeatSum") ReduceRepeat<ReduceType::SUM>(z, x, mask, repeats, 1, 1, 8);
+                                 if (op == "BlockMax") ReduceDataBlock<ReduceType::MAX>(z, x, mask, repeats, 1, 1, 8);
+                                 if (op == "BlockSum") ReduceDataBlock<ReduceType::SUM>(z, x, mask, repeats, 1, 1, 8);
+                                 if (op == "PairSum") ReducePairElem<ReduceType::SUM>(z, x, mask, repeats, 1, 1, 8);
                              });
 }
 
@@ -196,7 +175,7 @@ TWIN_CASE(masked_select)
                                        TBuf<TPosition::VECCALC> bits;
                                        GetTPipePtr()->InitBuffer(bits, count / 8 + 32);
                                        LocalTensor<uint8_t> chosen = bits.Get<uint8_t>();
-                                       if (op == "scalar") CompareScalar(chosen, x, half(0.5f), CMPMODE::GT, count);
+                                       if (op == "scalar") Compares(chosen, x, half(0.5f), CMPMODE::GT, count);
                                        else Compare(chosen, x, y, CMPMODE::LT, count);
                                        PipeBarrier<PIPE_V>();
                                        if (op == "scalar")
@@ -403,7 +382,7 @@ TWIN_CASE(speed)
                 PipeBarrier<PIPE_V>();
             });
             timed("reduce", [&] {
-                WholeReduceMax(z, x, 128, 128, 1, 1, 8, ReduceOrder::ORDER_ONLY_VALUE);
+                ReduceRepeat<ReduceType::MAX>(z, x, 128, 128, 1, 1, 8, ReduceOrder::ORDER_ONLY_VALUE);
                 PipeBarrier<PIPE_V>();
             });
         }

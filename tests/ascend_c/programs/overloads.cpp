@@ -25,10 +25,8 @@ void element_wise(LocalTensor<T> z, LocalTensor<T> x, LocalTensor<T> y, T s, uin
     Name(z, x, s, mask, 2, u)
     UNARY(Exp);
     UNARY(Ln);
-    UNARY(Sqrt);
     UNARY(Reciprocal);
     UNARY(Abs);
-    UNARY(Relu);
     BINARY(Add);
     BINARY(Sub);
     BINARY(Mul);
@@ -39,12 +37,6 @@ void element_wise(LocalTensor<T> z, LocalTensor<T> x, LocalTensor<T> y, T s, uin
     SCALAR(Muls);
     SCALAR(Maxs);
     SCALAR(Mins);
-    Axpy(z, x, s, 64);
-    Axpy(z, x, s, uint64_t(64), 2, u);
-    Axpy(z, x, s, mask, 2, u);
-    MulAddDst(z, x, y, 64);
-    MulAddDst(z, x, y, uint64_t(64), 2, b);
-    MulAddDst(z, x, y, mask, 2, b);
     Duplicate(z, s, 64);
     Duplicate(z, s, uint64_t(64), 2, 1, 8);
     Duplicate(z, s, mask, 2, 1, 8);
@@ -63,9 +55,8 @@ void chosen_and_reduced(LocalTensor<T> z, LocalTensor<T> x, LocalTensor<T> y, T 
     Compare(bits, x, y, CMPMODE::LT, 128);
     Compare(bits, x, y, CMPMODE::LT, uint64_t(64), 2, b);
     Compare(bits, x, y, CMPMODE::LT, mask, 2, b);
-    CompareScalar(bits, x, s, CMPMODE::GE, 128);
-    CompareScalar(bits, x, s, CMPMODE::GE, uint64_t(64), 2, u);
-    CompareScalar(bits, x, s, CMPMODE::GE, mask, 2, u);
+    Compares(bits, x, s, CMPMODE::GE, uint64_t(64), 2, u);
+    Compares<T, uint8_t>(bits, x, s, CMPMODE::GE, mask, 2, u);
     Compares(bits, x, s, CMPMODE::NE, 128);
     Select(z, bits, x, y, SELMODE::VSEL_TENSOR_TENSOR_MODE, 64);
     Select(z, bits, x, y, SELMODE::VSEL_CMPMASK_SPR, uint64_t(64), 2, b);
@@ -73,17 +64,11 @@ void chosen_and_reduced(LocalTensor<T> z, LocalTensor<T> x, LocalTensor<T> y, T 
     Select(z, bits, x, s, SELMODE::VSEL_TENSOR_SCALAR_MODE, 64);
     Select(z, bits, x, s, SELMODE::VSEL_TENSOR_SCALAR_MODE, uint64_t(64), 2, b);
     Select(z, bits, x, s, SELMODE::VSEL_TENSOR_SCALAR_MODE, mask, 2, b);
-    WholeReduceMax(z, x, 64, 2, 1, 1, 8);
-    WholeReduceMax(z, x, mask, 2, 1, 1, 8, ReduceOrder::ORDER_ONLY_VALUE);
-    WholeReduceMax<T, false>(z, x, MASK_PLACEHOLDER, 2, 1, 1, 8, ReduceOrder::ORDER_ONLY_VALUE);
-    WholeReduceMin(z, x, 64, 2, 1, 1, 8, ReduceOrder::ORDER_INDEX_VALUE);
-    WholeReduceSum(z, x, 64, 2, 1, 1, 8);
-    WholeReduceSum(z, x, mask, 2, 1, 1, 8);
-    BlockReduceMax(z, x, 2, 64, 1, 1, 8);
-    BlockReduceMin(z, x, 2, mask, 1, 1, 8);
-    BlockReduceSum(z, x, 2, 64, 1, 1, 8);
-    PairReduceSum(z, x, 2, 64, 1, 1, 8);
+    const uint64_t bit_mask[2] = {~0ull, ~0ull};
+    ReduceRepeat<ReduceType::MAX>(z, x, 64, 2, 1, 1, 8);
     ReduceRepeat<ReduceType::MAX, T, T>(z, x, 64, 2, 1, 1, 8, ReduceOrder::ORDER_ONLY_INDEX);
+    ReduceRepeat<ReduceType::SUM>(z, x, bit_mask, 2, 1, 1, 8);
+    ReduceRepeat<ReduceType::MIN, T, T, false>(z, x, MASK_PLACEHOLDER, 2, 1, 1, 8, ReduceOrder::ORDER_ONLY_VALUE);
     ReduceDataBlock<ReduceType::MIN, T, T>(z, x, mask, 2, 1, 1, 8);
     ReducePairElem<ReduceType::SUM, T, T>(z, x, 64, 2, 1, 1, 8);
 }
@@ -95,7 +80,8 @@ void conversions(LocalTensor<half> h, LocalTensor<float> f, LocalTensor<bfloat16
     Cast(h, f, RoundMode::CAST_RINT, uint64_t(64), 2, {1, 1, 4, 8});
     Cast(b, f, RoundMode::CAST_RINT, mask, 2, {1, 1, 4, 8});
     Cast(f, b, RoundMode::CAST_NONE, 64);
-    Cast(i, h, RoundMode::CAST_FLOOR, 64);
+    Cast(i, f, RoundMode::CAST_FLOOR, 64);
+    Cast(f, f, RoundMode::CAST_RINT, 64);
     Cast(f, i, RoundMode::CAST_RINT, 64);
     const bfloat16_t scalar = Cast(1.5f);
     static_cast<void>(Cast(scalar));
@@ -111,22 +97,14 @@ void copies(LocalTensor<half> l, GlobalTensor<half> g)
     DataCopy(l, l, DataCopyParams());
     DataCopy(l, g, Nd2NzParams());
     DataCopyPad(l, g, DataCopyExtParams(1, 20, 0, 0, 0), DataCopyPadExtParams<half>(true, 0, 6, half(0)));
-    DataCopyPad(l, g, DataCopyParams(1, 20, 0, 0), DataCopyPadParams(true, 0, 6, 0));
     DataCopyPad(g, l, DataCopyExtParams(1, 20, 0, 0, 0));
-    DataCopyPad(g, l, DataCopyParams(1, 20, 0, 0));
     LoadData(l, l, LoadData2DParams(0, 1, 1, 0, 0, false, 0));
-    LoadData(l, g, LoadData2DParams());
-    DataCacheCleanAndInvalid<half, CacheLine::SINGLE_CACHE_LINE, DcciDst::CACHELINE_OUT>(g);
-    DataCacheCleanAndInvalid<half, CacheLine::ENTIRE_DATA_CACHE>(g);
 }
 
-void cube(LocalTensor<half> h, LocalTensor<bfloat16_t> b, LocalTensor<float> f, LocalTensor<int8_t> i,
-          LocalTensor<int32_t> w, GlobalTensor<half> gh, GlobalTensor<bfloat16_t> gb, GlobalTensor<float> gf)
+void cube(LocalTensor<half> h, LocalTensor<bfloat16_t> b, LocalTensor<float> f, GlobalTensor<half> gh, GlobalTensor<bfloat16_t> gb, GlobalTensor<float> gf)
 {
     Mmad(f, h, h, MmadParams(16, 16, 16, 0, false, true));
     Mmad(f, b, b, MmadParams());
-    Mmad(f, f, f, MmadParams());
-    Mmad(w, i, i, MmadParams());
     const FixpipeParamsV220 p(16, 16, 16, 16, false, QuantMode_t::F322F16, 0, 1, 0, 0, 0);
     Fixpipe<half, float, CFG_ROW_MAJOR>(gh, f, p);
     Fixpipe<half, float, CFG_NZ>(gh, f, p);
@@ -140,11 +118,9 @@ extern "C" __global__ __aicore__ void entry(GM_ADDR x, GM_ADDR z)
     KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_MIX_AIC_1_2);
     TPipe pipe;
     TQue<QuePosition::VECIN, 2> in;
-    TQueBind<TPosition::VECIN, TPosition::VECOUT, 1> bound;
     TBuf<> buffer;
     if ASCEND_IS_AIV {
         pipe.InitBuffer(in, 2, 1024);
-        pipe.InitBuffer(bound, 1, 1024);
         pipe.InitBuffer(buffer, 1024);
         LocalTensor<float> t = buffer.GetWithOffset<float>(16, 32);
         t.SetValue(0, 1);
@@ -152,8 +128,6 @@ extern "C" __global__ __aicore__ void entry(GM_ADDR x, GM_ADDR z)
         in.EnQue(t);
         in.DeQue(t);
         in.FreeTensor(t);
-        if (in.VacantInQue() && !in.HasTensorInQue() && in.HasIdleBuffer() && in.GetTensorCountInQue() == 0)
-            in.FreeAllEvent();
     }
     GlobalTensor<half> g;
     g.SetGlobalBuffer(reinterpret_cast<__gm__ half*>(x), 16);
@@ -176,9 +150,7 @@ extern "C" __global__ __aicore__ void entry(GM_ADDR x, GM_ADDR z)
     SetMaskNorm();
     ResetMask();
     SetSaturationFlag<SaturationMode::FLOAT>(!GetSaturationFlag<SaturationMode::FLOAT>());
-    SetCtrlSpr<48, 48>(GetCtrlSpr<48, 48>());
-    AscendCUtils::SetOverflow(1);
-    static_cast<void>(GetBlockIdx() + GetBlockNum() + GetSubBlockIdx() + GetSubBlockNum() + GetTaskRatio());
+    static_cast<void>(GetBlockIdx() + GetBlockNum() + GetSubBlockIdx() + GetSubBlockNum());
 }
 
 template void element_wise(LocalTensor<half>, LocalTensor<half>, LocalTensor<half>, half, uint64_t[2]);
