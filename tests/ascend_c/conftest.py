@@ -23,3 +23,9 @@ def twin_program(twin_folder, tmp_path):
         return Program(build(PROGRAMS / f"{name}.cpp", twin_folder, optimise=optimise, **settings), tmp_path)
 
     return make
+
+
+@pytest.fixture
+def twin(twin_program):
+    """The program of all cases that test the twin itself."""
+    return twin_program("twin")

@@ -153,16 +153,6 @@ WRONG_NUMBERS = [
 ]
 
 
-@pytest.fixture
-def misuse(twin_program):
-    return twin_program("misuse")
-
-
-@pytest.fixture
-def discipline(twin_program):
-    return twin_program("discipline")
-
-
 def numbers(program, case):
     """What the program gave and what it should have given."""
     if case in ("tiled", "queued"):
@@ -181,13 +171,13 @@ def test_every_snippet_is_listed():
 
 
 @pytest.mark.parametrize("mode", ["eager", "deferred"])
-def test_every_snippet_passes_without_its_mistake(misuse, mode):
-    reports = misuse.run_all([("snippet", {"name": name, "bug": 0, "mode": mode, "seed": 1}) for name in MISUSE])
+def test_every_snippet_passes_without_its_mistake(twin, mode):
+    reports = twin.run_all([("snippet", {"name": name, "bug": 0, "mode": mode, "seed": 1}) for name in MISUSE])
     assert [r.get("fault") for r in reports] == [None] * len(MISUSE)
 
 
-def test_every_misuse_is_reported_with_its_place(misuse):
-    reports = misuse.run_all([("snippet", {"name": name, "bug": 1}) for name in MISUSE])
+def test_every_misuse_is_reported_with_its_place(twin):
+    reports = twin.run_all([("snippet", {"name": name, "bug": 1}) for name in MISUSE])
     for (name, (kind, words)), report in zip(MISUSE.items(), reports, strict=True):
         fault = report["fault"]
         assert (fault["kind"], fault["kernel"], words in fault["sentence"]) == (kind, name, True), fault
@@ -197,81 +187,81 @@ def test_every_misuse_is_reported_with_its_place(misuse):
             assert fault["line"] > 0
 
 
-def test_a_launch_has_at_most_as_many_blocks_as_cores(misuse):
-    reports = misuse.run_all([("blocks", {"n": n}) for n in (20, 21, 0)])
+def test_a_launch_has_at_most_as_many_blocks_as_cores(twin):
+    reports = twin.run_all([("blocks", {"n": n}) for n in (20, 21, 0)])
     assert [r.get("fault", {}).get("kind") for r in reports] == [None, "range", "range"]
 
 
 @pytest.mark.parametrize("case", SEEDED)
-def test_correct_kernels_pass_in_both_modes_and_every_interleaving(discipline, case):
+def test_correct_kernels_pass_in_both_modes_and_every_interleaving(twin, case):
     for mode in ("eager", "deferred"):
         for seed in SEEDS:
-            report = discipline.run(case, bug="none", mode=mode, seed=seed)
+            report = twin.run(case, bug="none", mode=mode, seed=seed)
             assert report["ok"], report["fault"]
             assert set(report["undefined"].values()) == {0}
-            actual, expected = numbers(discipline, case)
+            actual, expected = numbers(twin, case)
             np.testing.assert_array_equal(actual, expected, err_msg=f"{case} {mode} {seed}")
 
 
 @pytest.mark.parametrize(("case", "bug"), [(case, bug) for case, bugs in SEEDED.items() for bug in bugs])
-def test_seeded_bug_is_reported_in_every_interleaving(discipline, case, bug):
-    reports = discipline.run_all([(case, {"bug": bug, "seed": seed}) for seed in SEEDS])
+def test_seeded_bug_is_reported_in_every_interleaving(twin, case, bug):
+    reports = twin.run_all([(case, {"bug": bug, "seed": seed}) for seed in SEEDS])
     for report in reports:
         assert not report["ok"], bug
         assert report["fault"]["kind"] in SEEDED[case][bug], report["fault"]
 
 
 @pytest.mark.parametrize(("case", "bug"), WRONG_NUMBERS)
-def test_missing_synchronisation_gives_wrong_numbers_when_work_is_deferred(discipline, case, bug):
+def test_missing_synchronisation_gives_wrong_numbers_when_work_is_deferred(twin, case, bug):
     wrong = 0
     for seed in SEEDS:
-        report = discipline.run(case, bug=bug, mode="deferred", seed=seed)
+        report = twin.run(case, bug=bug, mode="deferred", seed=seed)
         assert report["ok"], report["fault"]
-        actual, expected = numbers(discipline, case)
+        actual, expected = numbers(twin, case)
         wrong += not np.array_equal(actual, expected)
     assert wrong
 
 
-def test_race_report_names_both_sides(discipline):
-    fault = discipline.run("tiled", bug="no_mte2_v")["fault"]
+def test_race_report_names_both_sides(twin):
+    fault = twin.run("tiled", bug="no_mte2_v")["fault"]
     assert (fault["core"], fault["pipe"], fault["call"]) == ("aiv 0", "V", "Muls")
     assert fault["buffer"] == "UB+0x0 (VECIN)"
     assert "DataCopy on pipe MTE2 of aiv 0" in fault["sentence"]
     assert "discipline.cpp:" in fault["sentence"]
 
 
-def test_deadlock_report_says_who_waits_for_what(discipline):
-    sentence = discipline.run("mixed", bug="one_sided")["fault"]["sentence"]
+def test_deadlock_report_says_who_waits_for_what(twin):
+    sentence = twin.run("mixed", bug="one_sided")["fault"]["sentence"]
     assert "aic 0 waits for cross-core flag 1" in sentence
     assert "aiv 0 waits for cross-core flag 0" in sentence
 
 
-def test_vector_barrier_may_be_left_to_the_compiler(discipline):
-    assert discipline.run("tiled", bug="no_barrier", strict=0)["ok"]
+def test_vector_barrier_may_be_left_to_the_compiler(twin):
+    assert twin.run("tiled", bug="no_barrier", strict=0)["ok"]
 
 
-def test_unit_flag_orders_mmad_and_fixpipe(discipline):
+def test_unit_flag_orders_mmad_and_fixpipe(twin):
     for mode in ("eager", "deferred"):
         for seed in SEEDS:
-            assert discipline.run("cube", bug="unit_flag", mode=mode, seed=seed)["ok"]
-            np.testing.assert_array_equal(*numbers(discipline, "cube"))
+            assert twin.run("cube", bug="unit_flag", mode=mode, seed=seed)["ok"]
+            np.testing.assert_array_equal(*numbers(twin, "cube"))
 
 
-def test_a_seed_gives_the_same_run_again(discipline):
-    first, again = discipline.run_all([("mixed", {"bug": "no_ready_wait", "seed": 7})] * 2)
+def test_a_seed_gives_the_same_run_again(twin):
+    first, again = twin.run_all([("mixed", {"bug": "no_ready_wait", "seed": 7})] * 2)
     assert first == again
 
 
-def test_counters(discipline):
+def test_counters(twin):
     """Bytes, fractals and lanes of the tiled vector kernel and of the cube kernel, by hand."""
-    vector = discipline.run("tiled", bug="none")["aiv"]
+    vector = twin.run("tiled", bug="none")["aiv"]
     assert vector["bytes"] == {"MTE1": 0, "MTE2": 6 * 1024 * 2, "MTE3": 6 * 1024 * 2, "FIX": 0}
     assert vector["vector"] == {"half": {"instructions": 12, "repeats": 12 * 8, "lanes": 12 * 1024}}
     assert vector["syncs"]["PipeBarrier<V>"] == 6
-    cube = discipline.run("cube", bug="none")["aic"]
+    cube = twin.run("cube", bug="none")["aic"]
     assert cube["bytes"] == {"MTE1": 2 * 32 * 128 * 2, "MTE2": 2 * 32 * 128 * 2, "MTE3": 0, "FIX": 32 * 32 * 4}
     assert (cube["macs"], cube["mmads"]) == (32 * 32 * 128, 4)
-    mixed = discipline.run("mixed", bug="none")
+    mixed = twin.run("mixed", bug="none")
     assert mixed["aic"]["cross_core_sets"] == 3 * 5
     assert mixed["aiv"]["cross_core_waits"] == 6 * (5 + 2)
     assert sorted(mixed["cores"]) == [*(f"aic {i}" for i in range(3)), *(f"aiv {i}" for i in range(6))]

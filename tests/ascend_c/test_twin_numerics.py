@@ -9,11 +9,6 @@ EVERY_HALF = np.arange(65536, dtype=np.uint16).view(np.float16)
 UFUNCS = {"Add": np.add, "Sub": np.subtract, "Mul": np.multiply, "Div": np.divide}
 
 
-@pytest.fixture
-def numerics(twin_program):
-    return twin_program("numerics")
-
-
 def saturated(values):
     """What CTRL[48] = 0 makes of a half result."""
     values = np.where(np.isnan(values), np.float16(0), values)
@@ -28,63 +23,63 @@ def same_bits(actual, expected):
 
 @pytest.mark.parametrize("overflow", ["inf_nan", "saturate"])
 @pytest.mark.parametrize("op", UFUNCS)
-def test_half_arithmetic_rounds_once_in_both_overflow_modes(numerics, op, overflow):
+def test_half_arithmetic_rounds_once_in_both_overflow_modes(twin, op, overflow):
     rng = np.random.default_rng(0)
     x, y = (rng.choice(EVERY_HALF, 4096) for _ in range(2))
     for mode in ("eager", "deferred"):
-        report = numerics.run("half_op", {"x": x, "y": y}, op=op, y="y", overflow=overflow, mode=mode)
+        report = twin.run("half_op", {"x": x, "y": y}, op=op, y="y", overflow=overflow, mode=mode)
         assert report["ok"], report["fault"]
         with np.errstate(all="ignore"):
             expected = UFUNCS[op](x, y)
-        same_bits(numerics.load("z", np.float16), expected if overflow == "inf_nan" else saturated(expected))
+        same_bits(twin.load("z", np.float16), expected if overflow == "inf_nan" else saturated(expected))
 
 
 @pytest.mark.parametrize("overflow", ["inf_nan", "saturate"])
 @pytest.mark.parametrize(("op", "exact"), [("Exp", np.exp), ("Ln", np.log), ("Reciprocal", np.reciprocal)])
-def test_half_functions_are_correctly_rounded_for_every_input(numerics, op, exact, overflow):
+def test_half_functions_are_correctly_rounded_for_every_input(twin, op, exact, overflow):
     for x in EVERY_HALF.reshape(4, -1):
-        report = numerics.run("half_op", {"x": x}, op=op, overflow=overflow)
+        report = twin.run("half_op", {"x": x}, op=op, overflow=overflow)
         assert report["ok"], report["fault"]
         with np.errstate(all="ignore"):
             expected = exact(x.astype(np.float64)).astype(np.float16)
-        same_bits(numerics.load("z", np.float16), expected if overflow == "inf_nan" else saturated(expected))
+        same_bits(twin.load("z", np.float16), expected if overflow == "inf_nan" else saturated(expected))
 
 
-def test_float_exp_and_ln_are_correctly_rounded(numerics):
+def test_float_exp_and_ln_are_correctly_rounded(twin):
     x = np.random.default_rng(13).uniform(-80, 80, 4096).astype(np.float32)
-    assert numerics.run("float_op", {"x": x}, op="Exp")["ok"]
-    np.testing.assert_array_equal(numerics.load("z", np.float32), np.exp(x.astype(np.float64)).astype(np.float32))
+    assert twin.run("float_op", {"x": x}, op="Exp")["ok"]
+    np.testing.assert_array_equal(twin.load("z", np.float32), np.exp(x.astype(np.float64)).astype(np.float32))
     x = np.exp(x)
-    assert numerics.run("float_op", {"x": x}, op="Ln")["ok"]
-    np.testing.assert_array_equal(numerics.load("z", np.float32), np.log(x.astype(np.float64)).astype(np.float32))
+    assert twin.run("float_op", {"x": x}, op="Ln")["ok"]
+    np.testing.assert_array_equal(twin.load("z", np.float32), np.log(x.astype(np.float64)).astype(np.float32))
 
 
-def test_jitter_moves_exp_by_at_most_one_ulp_and_is_reproducible(numerics):
+def test_jitter_moves_exp_by_at_most_one_ulp_and_is_reproducible(twin):
     x = np.linspace(-8, 8, 4096).astype(np.float16)
     exact = np.exp(x.astype(np.float64)).astype(np.float16).view(np.int16).astype(int)
     seen = []
     for seed in (1, 1, 2):
-        assert numerics.run("half_op", {"x": x}, op="Exp", jitter=1, seed=seed)["ok"]
-        seen.append(numerics.load("z", np.float16).view(np.int16).astype(int))
+        assert twin.run("half_op", {"x": x}, op="Exp", jitter=1, seed=seed)["ok"]
+        seen.append(twin.load("z", np.float16).view(np.int16).astype(int))
     assert set(np.unique(seen[0] - exact)) == {-1, 0, 1}
     np.testing.assert_array_equal(seen[0], seen[1])
     assert (seen[0] != seen[2]).any()
 
 
-def test_half_does_not_keep_excess_precision(numerics):
+def test_half_does_not_keep_excess_precision(twin):
     x, one = np.full(128, 2048, np.float16), np.full(128, 1, np.float16)
-    assert numerics.run("half_op", {"x": one, "y": x}, op="AddSub", y="y")["ok"]
-    assert not numerics.load("z", np.float16).any()
+    assert twin.run("half_op", {"x": one, "y": x}, op="AddSub", y="y")["ok"]
+    assert not twin.load("z", np.float16).any()
 
 
 @pytest.mark.parametrize("op", ["Adds", "Muls", "Maxs", "Mins"])
 @pytest.mark.parametrize(("case", "dtype"), [("half_op", np.float16), ("float_op", np.float32)])
-def test_scalar_operands(numerics, op, case, dtype):
+def test_scalar_operands(twin, op, case, dtype):
     x = (np.random.default_rng(1).standard_normal(1000 // 16 * 16) * 50).astype(dtype)
     scalar = dtype(-1.37)
     f = {"Adds": np.add, "Muls": np.multiply, "Maxs": np.maximum, "Mins": np.minimum}[op]
-    assert numerics.run(case, {"x": x}, op=op, scalar=scalar)["ok"]
-    np.testing.assert_array_equal(numerics.load("z", dtype), f(x, scalar))
+    assert twin.run(case, {"x": x}, op=op, scalar=scalar)["ok"]
+    np.testing.assert_array_equal(twin.load("z", dtype), f(x, scalar))
 
 
 def rounded(x, mode):
@@ -94,7 +89,7 @@ def rounded(x, mode):
 
 
 @pytest.mark.parametrize("mode", [0, 1, 2, 3, 4, 5, 6])
-def test_float_to_half_in_every_round_mode(numerics, mode):
+def test_float_to_half_in_every_round_mode(twin, mode):
     rng = np.random.default_rng(2)
     x = np.concatenate(
         [
@@ -103,8 +98,8 @@ def test_float_to_half_in_every_round_mode(numerics, mode):
         ]
     )
     x = np.resize(x, 4096).astype(np.float32)
-    assert numerics.run("cast", {"x": x}, **{"from": "float"}, to="half", round=mode)["ok"]
-    result = numerics.load("z", np.float16)
+    assert twin.run("cast", {"x": x}, **{"from": "float"}, to="half", round=mode)["ok"]
+    result = twin.load("z", np.float16)
     exact = x.astype(np.float64)
     exponent = np.maximum(np.frexp(exact)[1] - 1, -14)
     grid = np.exp2(exponent - 10.0)
@@ -122,18 +117,16 @@ def test_float_to_half_in_every_round_mode(numerics, mode):
             same_bits(result, x.astype(np.float16))
 
 
-def test_float_to_bfloat16_and_int32(numerics):
+def test_float_to_bfloat16_and_int32(twin):
     import torch
 
     x = (np.random.default_rng(3).standard_normal(4096) * 1e3).astype(np.float32)
-    assert numerics.run("cast", {"x": x}, **{"from": "float"}, to="bfloat16", round=1)["ok"]
+    assert twin.run("cast", {"x": x}, **{"from": "float"}, to="bfloat16", round=1)["ok"]
     expected = torch.from_numpy(x).to(torch.bfloat16).view(torch.int16).numpy()
-    np.testing.assert_array_equal(numerics.load("z", np.int16), expected)
+    np.testing.assert_array_equal(twin.load("z", np.int16), expected)
     for mode in (1, 2, 3, 4, 5):
-        assert numerics.run("cast", {"x": x + np.float32(0.5)}, **{"from": "float"}, to="int32", round=mode)["ok"]
-        np.testing.assert_array_equal(
-            numerics.load("z", np.int32), rounded((x + np.float32(0.5)).astype(np.float64), mode)
-        )
+        assert twin.run("cast", {"x": x + np.float32(0.5)}, **{"from": "float"}, to="int32", round=mode)["ok"]
+        np.testing.assert_array_equal(twin.load("z", np.int32), rounded((x + np.float32(0.5)).astype(np.float64), mode))
 
 
 def tree_sum(rows):
@@ -145,7 +138,7 @@ def tree_sum(rows):
 
 @pytest.mark.parametrize(("case", "dtype"), [("half_reduce", np.float16), ("float_reduce", np.float32)])
 @pytest.mark.parametrize("mask", [None, 37])
-def test_reductions(numerics, case, dtype, mask):
+def test_reductions(twin, case, dtype, mask):
     lanes = 128 if dtype is np.float16 else 64
     x = np.random.default_rng(4).standard_normal((20, lanes)).astype(dtype)
     active = np.arange(lanes) < (mask or lanes)
@@ -162,52 +155,52 @@ def test_reductions(numerics, case, dtype, mask):
     }
     for op, values in expected.items():
         settings = {"mask": mask} if mask else {}
-        report = numerics.run(case, {"x": x}, op=op, **settings)
+        report = twin.run(case, {"x": x}, op=op, **settings)
         assert report["ok"], (op, report["fault"])
-        np.testing.assert_array_equal(numerics.load("z", dtype), values.astype(dtype).ravel(), err_msg=op)
+        np.testing.assert_array_equal(twin.load("z", dtype), values.astype(dtype).ravel(), err_msg=op)
     assert (tree_sum(summed) != summed.sum(1, dtype=np.float64).astype(dtype)).any(), "the order of the sum must show"
-    numerics.run(case, {"x": x}, op="RepeatMaxIndex", **({"mask": mask} if mask else {}))
-    pairs = numerics.load("z", dtype).reshape(20, 2)
+    twin.run(case, {"x": x}, op="RepeatMaxIndex", **({"mask": mask} if mask else {}))
+    pairs = twin.load("z", dtype).reshape(20, 2)
     np.testing.assert_array_equal(pairs[:, 0], low.max(1))
     np.testing.assert_array_equal(pairs[:, 1].copy().view(f"u{dtype().nbytes}"), low.argmax(1))
 
 
 @pytest.mark.parametrize("rows", [8, 63, 128])
-def test_row_broadcast_through_brcb(numerics, rows):
+def test_row_broadcast_through_brcb(twin, rows):
     rng = np.random.default_rng(5)
     x = rng.standard_normal((rows, 128)).astype(np.float16)
     y = np.zeros((rows, 128), np.float16)
     y.ravel()[:rows] = rng.standard_normal(rows)
-    report = numerics.run("brcb_row_multiply", {"x": x, "y": y}, rows=rows, y="y")
+    report = twin.run("brcb_row_multiply", {"x": x, "y": y}, rows=rows, y="y")
     assert report["ok"], report["fault"]
-    np.testing.assert_array_equal(numerics.load("z", np.float16).reshape(rows, 128), x * y.ravel()[:rows, None])
+    np.testing.assert_array_equal(twin.load("z", np.float16).reshape(rows, 128), x * y.ravel()[:rows, None])
 
 
-def test_compare_and_select(numerics):
+def test_compare_and_select(twin):
     rng = np.random.default_rng(6)
     x, y = (rng.standard_normal(512).astype(np.float16) for _ in range(2))
-    assert numerics.run("masked_select", {"x": x, "y": y}, y="y", op="tensor")["ok"]
-    np.testing.assert_array_equal(numerics.load("z", np.float16), np.minimum(x, y))
-    assert numerics.run("masked_select", {"x": x, "y": y}, y="y", op="scalar")["ok"]
-    np.testing.assert_array_equal(numerics.load("z", np.float16), np.where(x > np.float16(0.5), x, np.float16(-1)))
+    assert twin.run("masked_select", {"x": x, "y": y}, y="y", op="tensor")["ok"]
+    np.testing.assert_array_equal(twin.load("z", np.float16), np.minimum(x, y))
+    assert twin.run("masked_select", {"x": x, "y": y}, y="y", op="scalar")["ok"]
+    np.testing.assert_array_equal(twin.load("z", np.float16), np.where(x > np.float16(0.5), x, np.float16(-1)))
 
 
-def test_vec_index(numerics):
-    assert numerics.run("vec_index", {"x": np.zeros(64, np.float32)})["ok"]
-    np.testing.assert_array_equal(numerics.load("z", np.float32), np.arange(5, 105))
+def test_vec_index(twin):
+    assert twin.run("vec_index", {"x": np.zeros(64, np.float32)})["ok"]
+    np.testing.assert_array_equal(twin.load("z", np.float32), np.arange(5, 105))
 
 
 @pytest.mark.parametrize("op", ["bits", "counter", "outside"])
-def test_masks_leave_inactive_lanes_alone(numerics, op):
+def test_masks_leave_inactive_lanes_alone(twin, op):
     x, y = (np.random.default_rng(seed).standard_normal(256).astype(np.float16) for seed in (7, 8))
-    assert numerics.run("mask_state", {"x": x, "y": y}, y="y", op=op)["ok"]
+    assert twin.run("mask_state", {"x": x, "y": y}, y="y", op=op)["ok"]
     lane = np.arange(256) % 128
     active = {
         "bits": np.where(lane < 64, lane % 2 == 0, lane < 68),
         "counter": np.arange(256) < 200,
         "outside": lane < 100,
     }[op]
-    np.testing.assert_array_equal(numerics.load("z", np.float16), np.where(active, x + y, np.float16(7)))
+    np.testing.assert_array_equal(twin.load("z", np.float16), np.where(active, x + y, np.float16(7)))
 
 
 SHAPES = [(16, 16, 16), (128, 128, 128), (30, 40, 70), (63, 127, 80), (127, 63, 129), (33, 17, 1), (128, 129, 96)]
@@ -215,35 +208,35 @@ SHAPES = [(16, 16, 16), (128, 128, 128), (30, 40, 70), (63, 127, 80), (127, 63, 
 
 @pytest.mark.parametrize("transposed", [1, 0])
 @pytest.mark.parametrize(("m", "n", "k"), SHAPES)
-def test_gemm_is_exact_on_integers_with_odd_tails(numerics, m, n, k, transposed):
+def test_gemm_is_exact_on_integers_with_odd_tails(twin, m, n, k, transposed):
     """S = Q K^T needs no transpose in LoadData, P V transposes every fractal; tails are never multiples of 16."""
     rng = np.random.default_rng(m * n + k)
     a = rng.integers(-8, 9, (m, k)).astype(np.float16)
     b = rng.integers(-8, 9, (n, k) if transposed else (k, n)).astype(np.float16)
     columns = (n + 15) // 16 * 16
     for mode, seed in (("eager", 0), ("deferred", 0), ("deferred", 1)):
-        report = numerics.run(
+        report = twin.run(
             "gemm_half_float", {"a": a, "b": b}, m=m, n=n, k=k, transposed=transposed, mode=mode, seed=seed
         )
         assert report["ok"], report["fault"]
-        c = numerics.load("c", np.float32).reshape(m, columns)[:, :n]
+        c = twin.load("c", np.float32).reshape(m, columns)[:, :n]
         np.testing.assert_array_equal(c, a.astype(int) @ (b.T if transposed else b).astype(int))
     if mode == "eager":
         assert report["undefined"]["c"] == m * (columns - n) * 4, "columns beyond n hold nothing that is defined"
     assert report["aic"]["macs"] == -(-m // 16) * -(-n // 16) * -(-k // 16) * 16**3
 
 
-def test_fp32_accumulates_in_the_order_of_k(numerics):
+def test_fp32_accumulates_in_the_order_of_k(twin):
     rng = np.random.default_rng(9)
     a, b = (rng.standard_normal((32, 200)).astype(np.float16) for _ in range(2))
-    assert numerics.run("gemm_half_float", {"a": a, "b": b}, m=32, n=32, k=200)["ok"]
+    assert twin.run("gemm_half_float", {"a": a, "b": b}, m=32, n=32, k=200)["ok"]
     expected = np.zeros((32, 32), np.float32)
     for k in range(200):
         expected += np.outer(a[:, k].astype(np.float32), b[:, k].astype(np.float32))
-    np.testing.assert_array_equal(numerics.load("c", np.float32).reshape(32, 32), expected)
+    np.testing.assert_array_equal(twin.load("c", np.float32).reshape(32, 32), expected)
 
 
-def test_fixpipe_rounds_once_to_even_and_obeys_the_overflow_mode(numerics):
+def test_fixpipe_rounds_once_to_even_and_obeys_the_overflow_mode(twin):
     sums = np.array(
         [2049, 2051, 4098, 4102, 65504, 65519, 65520, 70000, -70000, 1, 0, -2049, 2050, 8196, 33, 16], np.float64
     )
@@ -254,8 +247,8 @@ def test_fixpipe_rounds_once_to_even_and_obeys_the_overflow_mode(numerics):
     b[:, 0], b[:, 1] = 64, 1
     for case, dtype in (("gemm_half_half", np.float16), ("gemm_half_bf16", np.uint16)):
         for overflow in ("inf_nan", "saturate"):
-            assert numerics.run(case, {"a": a, "b": b}, m=16, n=16, k=16, overflow=overflow)["ok"]
-            c = numerics.load("c", dtype).reshape(16, 16)[:, 0]
+            assert twin.run(case, {"a": a, "b": b}, m=16, n=16, k=16, overflow=overflow)["ok"]
+            c = twin.load("c", dtype).reshape(16, 16)[:, 0]
             if dtype is np.uint16:
                 bits = sums.astype(np.float32).view(np.uint32)
                 np.testing.assert_array_equal(c, (bits + 0x7FFF + (bits >> 16 & 1)) >> 16)
