@@ -28,8 +28,6 @@ struct ChipFacts {
     size_t l0a = 64 * kKiB;
     size_t l0b = 64 * kKiB;
     size_t l0c = 128 * kKiB;
-    size_t bias = 1 * kKiB;
-    size_t fixpipe = 2 * kKiB;  // the document says 2 KiB, the vendor's CPU model 7 KiB
 };
 
 }  // namespace twin

@@ -51,11 +51,11 @@ inline void copy_blocks(Instruction& op, Pipe pipe, const Span& dst, const Span&
 }
 
 // The ways that the pages name: GM -> VECIN and VECOUT -> GM; DataCopyPad also GM -> VECOUT and VECIN -> GM. All three
-// positions are one memory on A2, so `documented_positions` may be turned off.
+// positions are one memory on A2; what is loaded and stored in one place goes through DataCopyPad.
 inline void check_position(const Instruction& op, const Span& local, AscendC::TPosition documented, bool pads)
 {
     using P = AscendC::TPosition;
-    if (!op.core().options.documented_positions || local.memory->space() != Space::UB) return;
+    if (local.memory->space() != Space::UB) return;
     op.require(local.position == documented || (pads && local.position != P::VECCALC), FaultKind::position,
                std::string(name_of(local.position)) + " is not among the documented positions of this copy");
 }

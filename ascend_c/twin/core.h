@@ -80,8 +80,6 @@ public:
             add(Space::L0B, o.chip.l0b);
             add(Space::L0C, o.chip.l0c);
             finished_units.resize(o.chip.l0c / kFractalBytes);
-            add(Space::BT, o.chip.bias);
-            add(Space::FB, o.chip.fixpipe);
         }
         saturate = o.overflow == Overflow::saturate;
     }
@@ -155,7 +153,7 @@ public:
     bool cross_core_sync = true;  // false in AIC_ONLY and AIV_ONLY kernels: the hardware has no scheduler for it there
     void* tpipe = nullptr;        // the live AscendC::TPipe
 
-    std::array<size_t, kLocalSpaces> capacity{};  // what TPipe may hand out
+    std::array<size_t, kSpaces> capacity{};  // what TPipe may hand out
     Counters counters;
     std::mt19937_64 rng;
 
@@ -172,7 +170,7 @@ private:
         capacity[index(space)] = bytes;
     }
 
-    std::array<std::unique_ptr<Memory>, kLocalSpaces> memories;
+    std::array<std::unique_ptr<Memory>, kSpaces> memories;
 };
 
 // Everything that belongs to one kernel launch.

@@ -239,7 +239,7 @@ void mmad(const Span& dst, const Span& fm, const Span& filter, const AscendC::Mm
     ++c.counters.mmads;
     op.run([=, &c, saturate = c.saturate] {
         const Factors f = factors_of<T>(fm, filter, s);
-        if (f.nan && c.options.check_nan && !is_deferred()) {  // eager: the report still is about this call
+        if (f.nan && !is_deferred()) {  // eager: the report still is about this call
             c.fault(FaultKind::nan, fm.describe(0), "NaN in an operand of Mmad, which the device must not be fed");
         }
         c.counters.count_overflows("Mmad", multiply(dst, f, s, from_zero, saturate));

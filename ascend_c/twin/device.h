@@ -80,13 +80,11 @@ public:
     {
         return reinterpret_cast<T*>(allocate(name, elements * sizeof(T), Role::workspace));
     }
-    // Bytes that no launch has written.
-    size_t uninitialised_bytes(const std::string& name) const
+    // What one launch writes and a later one reads.
+    template <typename T>
+    T* persistent(const std::string& name, size_t elements)
     {
-        for (const Allocation& a : gm_) {
-            if (a.memory->name() == name) return a.memory->uninitialised_bytes();
-        }
-        return 0;
+        return reinterpret_cast<T*>(allocate(name, elements * sizeof(T), Role::persistent));
     }
 
     // Runs `kernel` on every core of `blocks` blocks: a cube core and two vector cores each, or one core each.

@@ -70,7 +70,7 @@ inline EventFlag& flag_of(Core& c, HardEvent event, int32_t id, Caller caller)
               std::string(e.name) + " does not exist on this core");
     c.require(id >= 0 && id < kEventIds, FaultKind::event_id, what + ": ids are 0 to 7");
     EventFlag& flag = c.flags[static_cast<int>(event)][id];
-    if (caller == Caller::kernel && c.tpipe != nullptr && !c.options.raw_event_ids) {
+    if (caller == Caller::kernel && c.tpipe != nullptr) {
         c.require(!flag.owned, FaultKind::event_id, what + " belongs to a queue or to TPipe itself");
         c.require(flag.allocated || flag.fetched, FaultKind::event_id,
                   what + " was neither allocated nor fetched from TPipe, which a kernel with a TPipe must do");
@@ -88,7 +88,7 @@ inline void set_flag(HardEvent event, int32_t id, Here here, Caller caller = Cal
     flag.at_set = c.finished(e.source);
     // Only the kernel's own flags: how the vendor's queues pick their event ids is their affair.
     const uint16_t waiter = thread_of(c.id, e.destination);
-    const bool checked = caller == Caller::kernel && c.options.strict_flags && !is_deferred();
+    const bool checked = caller == Caller::kernel && !is_deferred();
     c.require(!checked || flag.wait_seq == 0 || flag.at_set[waiter] >= flag.wait_seq, FaultKind::flag,
               what + " may be set again before the last WaitFlag has run: nothing orders pipe " + name_of(e.source) +
                   " after that wait, and the flag is one bit");

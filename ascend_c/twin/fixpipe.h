@@ -131,7 +131,6 @@ void Fixpipe(const GlobalTensor<T>& dst, const LocalTensor<U>& src, const Fixpip
 {
     static_assert(twin::is_one_of<T, half, bfloat16_t, float> && std::is_same_v<U, float>,
                   "Fixpipe: the twin takes float to half, bfloat16 and float");
-    static_assert(config.format != CO2Layout::COLUMN_MAJOR, "A2 has no column-major Fixpipe");
     twin::fixpipe<T>(dst.span(), src.span(), intriParams, config.format == CO2Layout::ROW_MAJOR, here);
 }
 template <typename T, typename U, const FixpipeConfig& config = CFG_ROW_MAJOR>

@@ -64,7 +64,7 @@ public:
         by_.me = me_;
         by_.clock = &core_.clocks[index_of(pipe)];
         by_.resolved = &resolved_;
-        by_.scalar_synchronised = core_.kind == CoreKind::aiv && core_.options.scalar_auto_sync;
+        by_.scalar_synchronised = core_.kind == CoreKind::aiv;  // --cce-auto-sync=on, the default
         by_.own_pipe_in_order = pipe == Pipe::V && !core_.options.strict_vector;
         by_.check_init = by_.check_races = !is_deferred();
     }

@@ -3,6 +3,7 @@
 // numbers even where a WaitFlag is missing.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -15,12 +16,12 @@
 
 namespace twin {
 
-enum class Space : uint8_t { GM, UB, L1, L0A, L0B, L0C, BT, FB };
-constexpr int kLocalSpaces = 8;
+enum class Space : uint8_t { GM, UB, L1, L0A, L0B, L0C };
+constexpr int kSpaces = 6;
 
 inline const char* name_of(Space space)
 {
-    static const char* const names[] = {"GM", "UB", "L1", "L0A", "L0B", "L0C", "BT", "FB"};
+    static const char* const names[] = {"GM", "UB", "L1", "L0A", "L0B", "L0C"};
     return names[static_cast<int>(space)];
 }
 
@@ -171,8 +172,8 @@ private:
         uint32_t mask = 0;       // bytes of the cell; 0: free
         bool unit_flag = false;  // the access set unitFlag
     };
-    // Two writers and three readers per cell. Beyond that the oldest mark is dropped: a race may then be missed, but
-    // never invented.
+    // Two writers and three readers per cell. Beyond that a mark is dropped, first one that the new access comes after:
+    // a race may then be missed, but never invented.
     struct Cell {
         uint32_t init = 0;
         Mark writers[2];
@@ -240,12 +241,10 @@ private:
             if (subsumed && slot == nullptr) slot = &mark;
             if (subsumed) mark.mask = 0;
         }
-        if (slot == nullptr) {
-            slot = &marks[0];
-            for (Mark& mark : marks) {
-                if (mark.epoch.seq < slot->epoch.seq) slot = &mark;
-            }
-        }
+        if (slot == nullptr) slot = std::min_element(marks, marks + N, [&](const Mark& a, const Mark& b) {
+            const bool a_before = by.clock->knows(a.epoch), b_before = by.clock->knows(b.epoch);
+            return a_before != b_before ? a_before : a.epoch.seq < b.epoch.seq;
+        });
         *slot = Mark{by.me, mask, by.unit_flag};
     }
 

@@ -176,14 +176,10 @@ struct TypeName;
 TWIN_TYPE_NAME(half, "half");
 TWIN_TYPE_NAME(bfloat16_t, "bfloat16");
 TWIN_TYPE_NAME(float, "float");
-TWIN_TYPE_NAME(int8_t, "int8");
-TWIN_TYPE_NAME(uint8_t, "uint8");
 TWIN_TYPE_NAME(int16_t, "int16");
 TWIN_TYPE_NAME(uint16_t, "uint16");
 TWIN_TYPE_NAME(int32_t, "int32");
 TWIN_TYPE_NAME(uint32_t, "uint32");
-TWIN_TYPE_NAME(int64_t, "int64");
-TWIN_TYPE_NAME(uint64_t, "uint64");
 #undef TWIN_TYPE_NAME
 
 template <typename T, typename... Allowed>

@@ -23,12 +23,7 @@ struct Options {
     Overflow overflow = Overflow::inf_nan;  // what CTRL[48] holds when the kernel starts (torch_npu sets inf_nan)
     bool jitter = false;                    // Exp and Ln off by -1, 0 or +1 ulp, by seed and input
     bool strict_vector = true;              // V after V needs PipeBarrier<PIPE_V>, although the compiler can insert it
-    bool strict_flags = true;               // a flag may be set again only once its last WaitFlag is known to have run
-    bool scalar_auto_sync = true;   // on AIV the compiler orders PIPE_S against the other pipes (--cce-auto-sync=on)
-    bool raw_event_ids = false;     // beside a TPipe, allow event ids that were not allocated or fetched
     bool asc_reserved_ubuf = true;  // false: --cce-disable-asc-reserved-ubuf, 8 KiB more UB and no Select
-    bool documented_positions = true;  // copies between GM and UB only from and to the positions that the pages name
-    bool check_nan = true;          // NaN into Mmad is a fault (eager mode only)
     uint32_t switch_one_in = 8;     // another core may run at any call, with this chance
     ChipFacts chip;
 };

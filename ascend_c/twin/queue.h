@@ -349,7 +349,7 @@ private:
 
     Here here_;
     bool alive_ = false;
-    size_t used_[twin::kLocalSpaces] = {};
+    size_t used_[twin::kSpaces] = {};
     std::vector<std::shared_ptr<twin::QueueState>> queues_;
 };
 

@@ -18,8 +18,6 @@ constexpr Space space_of(AscendC::TPosition p)
         case P::A2: return Space::L0A;
         case P::B2: return Space::L0B;
         case P::CO1: return Space::L0C;
-        case P::C2: return Space::BT;
-        case P::C2PIPE2GM: return Space::FB;
         case P::VECIN:
         case P::VECOUT:
         case P::VECCALC: return Space::UB;
@@ -36,8 +34,6 @@ using twin::Here;
 template <typename T>
 class LocalTensor {
 public:
-    using PrimType = T;
-
     LocalTensor() = default;
     // Static tensor programming: a place chosen by the kernel, tileSize in elements.
     LocalTensor(TPosition pos, uint32_t addr, uint32_t tileSize, Here here = Here::now())
@@ -125,8 +121,6 @@ private:
 template <typename T>
 class GlobalTensor {
 public:
-    using PrimType = T;
-
     void SetGlobalBuffer(__gm__ T* buffer, uint64_t bufferSize, Here here = Here::now())
     {
         set(buffer, here);
@@ -144,8 +138,6 @@ public:
         high_ = memory_->size();
         size_ = (high_ - begin_) / sizeof(T);
     }
-    __gm__ T* GetPhyAddr() const { return reinterpret_cast<T*>(memory_->data() + begin_); }
-    __gm__ T* GetPhyAddr(uint64_t offset) const { return GetPhyAddr() + offset; }
     uint64_t GetSize() const { return size_; }
 
     T GetValue(uint64_t offset, Here here = Here::now()) const

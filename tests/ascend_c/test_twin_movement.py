@@ -49,3 +49,9 @@ def test_sync_all_orders_all_cores(twin, seed):
     assert set(twin.load("sums", np.int32)) == {12 * 13 // 2}
     fault = twin.run("sync_all", groups=4, seed=seed, bug="skip")["fault"]
     assert fault["kind"] in ("race", "uninitialised")
+
+
+def test_persistent_memory_outlives_a_launch(twin):
+    report = twin.run("two_launches")
+    assert report["ok"], report["fault"]
+    assert set(twin.load("z", np.int32)) == {8}

@@ -15,6 +15,11 @@ def saturated(values):
     return np.clip(values, np.float16(-65504), np.float16(65504))
 
 
+def overflows(result, *operands):
+    """Results that are not finite although all operands are: what the twin counts, in either overflow mode."""
+    return int((~np.isfinite(result) & np.all([np.isfinite(x) for x in operands], axis=0)).sum())
+
+
 def same_bits(actual, expected):
     nan = np.isnan(expected)
     np.testing.assert_array_equal(np.isnan(actual), nan)
@@ -32,6 +37,7 @@ def test_half_arithmetic_rounds_once_in_both_overflow_modes(twin, op, overflow):
         with np.errstate(all="ignore"):
             expected = UFUNCS[op](x, y)
         same_bits(twin.load("z", np.float16), expected if overflow == "inf_nan" else saturated(expected))
+        assert report["aiv"]["overflows"] == {op: overflows(expected, x, y)}
 
 
 @pytest.mark.parametrize("overflow", ["inf_nan", "saturate"])
@@ -43,6 +49,7 @@ def test_half_functions_are_correctly_rounded_for_every_input(twin, op, exact, o
         with np.errstate(all="ignore"):
             expected = exact(x.astype(np.float64)).astype(np.float16)
         same_bits(twin.load("z", np.float16), expected if overflow == "inf_nan" else saturated(expected))
+        assert report["aiv"]["overflows"].get(op, 0) == overflows(expected, x)
 
 
 def test_float_exp_and_ln_are_correctly_rounded(twin):
@@ -82,6 +89,13 @@ def test_scalar_operands(twin, op, case, dtype):
     np.testing.assert_array_equal(twin.load("z", dtype), f(x, scalar))
 
 
+def test_an_infinite_scalar_is_meant(twin):
+    x = np.arange(128, dtype=np.float16)
+    report = twin.run("half_op", {"x": x}, op="Adds", scalar="-inf")
+    assert not np.isfinite(twin.load("z", np.float16)).any()
+    assert report["aiv"]["overflows"] == {}
+
+
 def rounded(x, mode):
     """float64 -> integer in the RoundMode of that number."""
     away = np.copysign(np.floor(np.abs(x) + 0.5), x)
@@ -98,7 +112,8 @@ def test_float_to_half_in_every_round_mode(twin, mode):
         ]
     )
     x = np.resize(x, 4096).astype(np.float32)
-    assert twin.run("cast", {"x": x}, **{"from": "float"}, to="half", round=mode)["ok"]
+    report = twin.run("cast", {"x": x}, **{"from": "float"}, to="half", round=mode)
+    assert report["ok"], report["fault"]
     result = twin.load("z", np.float16)
     exact = x.astype(np.float64)
     exponent = np.maximum(np.frexp(exact)[1] - 1, -14)
@@ -115,6 +130,7 @@ def test_float_to_half_in_every_round_mode(twin, mode):
     if mode in (0, 1):
         with np.errstate(over="ignore"):
             same_bits(result, x.astype(np.float16))
+        assert report["aiv"]["overflows"] == {"Cast": overflows(result, x)}
 
 
 def test_float_to_bfloat16_and_int32(twin):
@@ -163,6 +179,17 @@ def test_reductions(twin, case, dtype, mask):
     pairs = twin.load("z", dtype).reshape(20, 2)
     np.testing.assert_array_equal(pairs[:, 0], low.max(1))
     np.testing.assert_array_equal(pairs[:, 1].copy().view(f"u{dtype().nbytes}"), low.argmax(1))
+
+
+@pytest.mark.parametrize("op", ["BlockSum", "RepeatSum"])
+def test_partial_sums_saturate(twin, op):
+    """The example of the vendor's page: 60000 + 60000 is cut to 65504 before the other half of the tree is added."""
+    x = np.zeros((1, 128), np.float16)
+    x[0, :4] = 60000, 60000, -30000, 100
+    for overflow, expected in (("saturate", np.float16(65504) + (x[0, 2] + x[0, 3])), ("inf_nan", np.inf)):
+        report = twin.run("half_reduce", {"x": x}, op=op, overflow=overflow)
+        assert twin.load("z", np.float16)[0] == expected
+        assert list(report["aiv"]["overflows"].values()) == [1]
 
 
 @pytest.mark.parametrize("rows", [8, 63, 128])
@@ -247,7 +274,8 @@ def test_fixpipe_rounds_once_to_even_and_obeys_the_overflow_mode(twin):
     b[:, 0], b[:, 1] = 64, 1
     for case, dtype in (("gemm_half_half", np.float16), ("gemm_half_bf16", np.uint16)):
         for overflow in ("inf_nan", "saturate"):
-            assert twin.run(case, {"a": a, "b": b}, m=16, n=16, k=16, overflow=overflow)["ok"]
+            report = twin.run(case, {"a": a, "b": b}, m=16, n=16, k=16, overflow=overflow)
+            assert report["aic"]["overflows"] == ({"Fixpipe": 3 * 16} if dtype is np.float16 else {})
             c = twin.load("c", dtype).reshape(16, 16)[:, 0]
             if dtype is np.uint16:
                 bits = sums.astype(np.float32).view(np.uint32)

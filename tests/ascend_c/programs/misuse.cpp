@@ -283,6 +283,12 @@ const std::map<std::string, Snippet>& snippets()
               LocalTensor<half> x = some_input();
               Adds(x[bug ? 16 : 0], x, half(1), 128);
           }}},
+        {"overlap_in_place_cast",
+         {aiv,
+          [](bool bug, half*, float*) {
+              // A wider result in the place of its source: the sizes differ, so the overlap is in part.
+              Cast(LocalTensor<float>(TPosition::VECCALC, bug ? 0 : 4096, 64), some_input(), RoundMode::CAST_NONE, 64);
+          }}},
         {"overlap_next_repeat",
          {aiv,
           [](bool bug, half*, float*) {
@@ -298,6 +304,50 @@ const std::map<std::string, Snippet>& snippets()
               const BinaryRepeatParams p(1, 1, 1, 0, 8, 0);
               if (bug) Div(sum, x, sum, uint64_t(128), 7, p);
               else Add(sum, x, sum, uint64_t(128), 7, p);
+          }}},
+        {"write_after_write",
+         {aiv,
+          [](bool bug, half*, float*) {
+              Duplicate(ub(0, 64), half(0), 64);
+              if (!bug) PipeBarrier<PIPE_V>();
+              Duplicate(ub(0, 64), half(1), 64);
+          }}},
+        {"two_readers",
+         {aiv,
+          [](bool bug, half*, float* gz) {
+              // V and MTE3 read a buffer; the next write has to wait for both.
+              LocalTensor<half> x = some_input();
+              GlobalTensor<half> z;
+              z.SetGlobalBuffer(reinterpret_cast<half*>(gz), 64);
+              SetFlag<HardEvent::V_MTE3>(0);
+              WaitFlag<HardEvent::V_MTE3>(0);
+              DataCopy(z, out(0, 64), 64);
+              Adds(ub(4096, 64), x, half(1), 64);
+              PipeBarrier<PIPE_V>();
+              if (!bug) {
+                  SetFlag<HardEvent::MTE3_V>(0);
+                  WaitFlag<HardEvent::MTE3_V>(0);
+              }
+              Duplicate(x, half(0), 64);
+          }}},
+        {"two_writers",
+         {aic,
+          [](bool bug, half* gx, float* gz) {
+              // FIX and S write halves of the same 32 bytes; the reader has to wait for both.
+              LocalTensor<float> c = some_product(gx);
+              GlobalTensor<half> z;
+              z.SetGlobalBuffer(reinterpret_cast<half*>(gz), 64);
+              FixpipeParamsV220 p = fixpipe_params(1, 16);
+              p.quantPre = F322F16;
+              Fixpipe<half, float>(z[8], c, p);
+              for (uint64_t i = 0; i < 8; ++i) z.SetValue(i, half(1));
+              SetFlag<HardEvent::S_MTE2>(0);
+              WaitFlag<HardEvent::S_MTE2>(0);
+              if (!bug) {
+                  SetFlag<HardEvent::FIX_MTE2>(0);
+                  WaitFlag<HardEvent::FIX_MTE2>(0);
+              }
+              DataCopy(LocalTensor<half>(TPosition::A1, 65536, 16), z, 16);
           }}},
         {"event_id_range",
          {aiv,

@@ -206,3 +206,30 @@ TWIN_CASE(sync_all)
     arguments.save("sums", sums, static_cast<size_t>(groups) * 2 * 8);
     return report;
 }
+
+TWIN_CASE(two_launches)
+{
+    // What the first launch leaves in persistent memory the second one reads.
+    twin::Device device;
+    int32_t* kept = device.persistent<int32_t>("kept", 8);
+    int32_t* z = device.output<int32_t>("z", 8);
+    twin::Options options = arguments.options();
+    options.shape = twin::Shape::aiv_only;
+    const auto values = [&] {
+        GlobalTensor<int32_t> k;
+        k.SetGlobalBuffer(kept, 8);
+        return k;
+    };
+    const twin::Report first = device.launch("write", 1, options, [&] {
+        GlobalTensor<int32_t> k = values();
+        for (uint64_t i = 0; i < 8; ++i) k.SetValue(i, 7);
+    });
+    if (!first.ok) return first;
+    const twin::Report second = device.launch("read", 1, options, [&] {
+        GlobalTensor<int32_t> k = values(), out;
+        out.SetGlobalBuffer(z, 8);
+        for (uint64_t i = 0; i < 8; ++i) out.SetValue(i, k.GetValue(i) + 1);
+    });
+    arguments.save("z", z, 8);
+    return second;
+}
