@@ -260,9 +260,9 @@ template <typename T>
 void load_bits(const Operand& o, const Plan& plan, int64_t r, T* out)
 {
     constexpr int per_block = static_cast<int>(kBlockBytes / sizeof(T));
-    const int last = plan.at(r).last();
-    for (int lane = 0; lane < last; lane += per_block) {
-        const size_t n = static_cast<size_t>(std::min(per_block, last - lane));
+    const int last = plan.at(r).last(), run = o.block == 1 ? last : per_block;
+    for (int lane = 0; lane < last; lane += run) {
+        const size_t n = static_cast<size_t>(std::min(run, last - lane));
         std::memcpy(out + lane, o.span.data() + o.at(r, lane), n * sizeof(T));
     }
 }
@@ -304,11 +304,25 @@ void store(const Operand& o, const Plan& plan, int64_t r, const T* values)
 
 inline bool is_finite(float x) { return std::fabs(x) <= std::numeric_limits<float>::max(); }
 
+// Whether any of a repeat's values is inf or NaN: the exponent is all ones.
+template <typename T>
+bool any_not_finite(const T* values)
+{
+    using Bits = std::conditional_t<sizeof(T) == 2, uint16_t, uint32_t>;
+    constexpr Bits exponent = std::is_same_v<T, half> ? 0x7c00u : sizeof(T) == 2 ? 0x7f80u : 0x7f800000u;
+    Bits bits[kMaxLanes];
+    std::memcpy(bits, values, sizeof(bits));
+    int found = 0;
+    for (int i = 0; i < kMaxLanes; ++i) found |= (bits[i] & exponent) == exponent;
+    return found != 0;
+}
+
 // Lanes whose result is not finite although every source is: the range was exceeded, in either overflow mode, or the
 // operation has no value there.
 template <typename T>
 uint64_t count_overflows(const T* results, const Lanes& active, std::initializer_list<const float*> sources)
 {
+    if (!any_not_finite(results)) return 0;
     uint64_t found = 0;
     for (int i = 0; i < active.last(); ++i) {
         if (!active[i] || is_finite(to_float(results[i]))) continue;
@@ -331,6 +345,7 @@ uint64_t round_lanes(const float* values, T* out, const Lanes& active, bool satu
     }
     const uint64_t overflows = count_overflows(out, active, sources);
     if constexpr (std::is_same_v<T, half>) {
+        saturate &= any_not_finite(out);
         for (int i = 0; saturate && i < kMaxLanes; ++i) out[i] = half_from(saturated(to_float(out[i]), kHalfMax));
     }
     return overflows;
