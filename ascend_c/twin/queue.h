@@ -252,6 +252,7 @@ public:
         c.require(c.tpipe == nullptr, twin::FaultKind::program, "a second TPipe while the first one lives");
         c.tpipe = this;
         for (size_t& u : used_) u = 0;
+        buffers_ = 0;
         c.mask = twin::VectorMask{};
         alive_ = true;
         if (c.kind != twin::CoreKind::aic) return;
@@ -327,6 +328,7 @@ public:
 
 private:
     static constexpr int kOwnEvents = 3;
+    static constexpr int kMaxBuffers = 64;  // page "InitBuffer"
 
     static size_t rounded(uint32_t len)
     {
@@ -343,12 +345,15 @@ private:
         c.require(used + bytes <= limit, twin::FaultKind::capacity,
                   std::string(twin::name_of(space)) + " is full: " + std::to_string(used) + " + " +
                       std::to_string(bytes) + " bytes of " + std::to_string(limit));
+        c.require(++buffers_ <= kMaxBuffers, twin::FaultKind::capacity,
+                  "a kernel has at most " + std::to_string(kMaxBuffers) + " buffers");
         used += bytes;
         return used - bytes;
     }
 
     Here here_;
     bool alive_ = false;
+    int buffers_ = 0;
     size_t used_[twin::kSpaces] = {};
     std::vector<std::shared_ptr<twin::QueueState>> queues_;
 };

@@ -113,7 +113,7 @@ void cast(const AscendC::LocalTensor<D>& dst, const AscendC::LocalTensor<S>& src
             if constexpr (is_one_of<D, half, bfloat16_t>) {
                 constexpr float largest = std::is_same_v<D, half> ? kHalfMax : kBf16Max;
                 overflows += count_overflows(out, plan.at(r), {x});
-                for (int i = 0; saturate && i < lanes; ++i) out[i] = static_cast<D>(saturated(to_float(out[i]), largest));
+                for (int i = 0; saturate && i < lanes; ++i) out[i] = D(saturated(to_float(out[i]), largest));
             }
             store<D>(d, plan, r, out);
         }

@@ -79,8 +79,8 @@ void select(const AscendC::LocalTensor<T>& dst, const AscendC::LocalTensor<U>& c
     Instruction op("Select", Pipe::V, here);
     op.require((src1 == nullptr) == (mode == M::VSEL_TENSOR_SCALAR_MODE), FaultKind::type,
                "the mode does not fit the type of src1");
-    op.require(mode == M::VSEL_CMPMASK_SPR || op.core().options.asc_reserved_ubuf, FaultKind::capacity,
-               "modes 1 and 2 use the 8 KiB of UB that --cce-disable-asc-reserved-ubuf takes away");
+    op.require(op.core().options.asc_reserved_ubuf, FaultKind::capacity,
+               "Select uses the 8 KiB of UB that --cce-disable-asc-reserved-ubuf gives to the kernel");
     constexpr int lanes = kLanes<T>;
     const Plan plan = e.plan(op, lanes);
     check_strides(op, p);

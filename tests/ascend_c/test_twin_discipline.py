@@ -17,6 +17,7 @@ MISUSE = {
     "ub_capacity": ("capacity", "UB is full"),
     "l0c_capacity": ("capacity", "L0C is full"),
     "tensor_capacity": ("capacity", "the tensor ends at byte"),
+    "too_many_buffers": ("capacity", "at most 64 buffers"),
     "select_workspace": ("capacity", "8 KiB of UB"),
     "vector_on_cube": ("core", "pipe V does not exist"),
     "event_on_wrong_core": ("core", "pipe MTE1 does not exist"),

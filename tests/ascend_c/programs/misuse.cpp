@@ -710,6 +710,15 @@ const std::map<std::string, Snippet>& snippets()
               TQue<TPosition::VECIN, 1> q;
               pipe.InitBuffer(q, 1, bug ? 0 : 64);
           }}},
+        {"too_many_buffers",
+         {aiv,
+          [](bool bug, half*, float*) {
+              TPipe pipe;
+              TQue<TPosition::VECIN, 1> q;
+              TBuf<TPosition::VECCALC> more;
+              pipe.InitBuffer(q, 64, 32);
+              if (bug) pipe.InitBuffer(more, 32);
+          }}},
         {"queue_enqueue_twice",
          {aiv,
           [](bool bug, half*, float*) {

@@ -101,7 +101,8 @@ void copies(LocalTensor<half> l, GlobalTensor<half> g)
     LoadData(l, l, LoadData2DParams(0, 1, 1, 0, 0, false, 0));
 }
 
-void cube(LocalTensor<half> h, LocalTensor<bfloat16_t> b, LocalTensor<float> f, GlobalTensor<half> gh, GlobalTensor<bfloat16_t> gb, GlobalTensor<float> gf)
+void cube(LocalTensor<half> h, LocalTensor<bfloat16_t> b, LocalTensor<float> f, GlobalTensor<half> gh,
+          GlobalTensor<bfloat16_t> gb, GlobalTensor<float> gf)
 {
     Mmad(f, h, h, MmadParams(16, 16, 16, 0, false, true));
     Mmad(f, b, b, MmadParams());
