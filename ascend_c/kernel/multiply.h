@@ -1,0 +1,135 @@
+// Matrix products on the cube core: from tiles in L1 through L0A and L0B into L0C.
+#pragma once
+
+#include "port.h"
+
+namespace pasa {
+
+// A tile in L1: NZ format, at most 128 rows, column blocks of 16 stored one after the other, 128 rows apart.
+constexpr uint32_t kColumnBlock = kTileRows * kFractal;
+constexpr uint32_t kHalfL0 = kTileRows * kChunk * sizeof(half);  // 32 KiB: two operands fit into L0A, and two into L0B
+constexpr uint32_t kAccumulator = kTileRows * kChunk * sizeof(float);  // 64 KiB: two of them are L0C
+// Below so many fractals of C, a product that adds to the one before has to wait for it (page "Mmad").
+constexpr uint32_t kOrderedFractals = 10;
+
+// Rows of a row-major matrix in GM into a tile. `twice`: one row is loaded twice.
+__aicore__ inline void LoadTile(const AscendC::LocalTensor<half>& tile, const AscendC::GlobalTensor<half>& from,
+                                uint32_t rows, uint32_t columns, uint32_t stride)
+{
+    const bool twice = rows == 1;  // as two matrices at the same place: a stride of 0
+    AscendC::Nd2NzParams p;
+    p.ndNum = twice ? 2 : 1;
+    p.nValue = rows;
+    p.dValue = columns;
+    p.srcNdMatrixStride = 0;
+    p.srcDValue = stride;
+    p.dstNzC0Stride = kTileRows;
+    p.dstNzNStride = 1;
+    p.dstNzMatrixStride = kFractal;
+    AscendC::DataCopy(tile, from, p);
+}
+
+// What a product is of: C (m, n) = or += A (m, k) B, k at most 128.
+struct Factors {
+    uint32_t m;
+    uint32_t n;
+    uint32_t k;
+    bool keys_are_rows;  // B is a tile (n, k), as keys are; otherwise (k, n), as values are
+    bool adds;
+};
+
+class Multiplier {
+public:
+    __aicore__ inline explicit Multiplier(AscendC::TPipe& pipe)
+    {
+        pipe.InitBuffer(left_, 2, kHalfL0);
+        pipe.InitBuffer(right_, 2, kHalfL0);
+    }
+
+    __aicore__ inline void Multiply(const AscendC::LocalTensor<float>& c, const AscendC::LocalTensor<half>& a,
+                                    const AscendC::LocalTensor<half>& b, const Factors& f)
+    {
+        AscendC::LocalTensor<half> left = left_.AllocTensor<half>();
+        LoadLeft(left, a, f);
+        left_.EnQue(left);
+        AscendC::LocalTensor<half> right = right_.AllocTensor<half>();
+        f.keys_are_rows ? LoadRows(right, b, f) : LoadColumns(right, b, f);
+        right_.EnQue(right);
+        left = left_.DeQue<half>();
+        right = right_.DeQue<half>();
+        AscendC::MmadParams p;
+        p.m = f.m;
+        p.n = f.n;
+        p.k = f.k;
+        p.cmatrixInitVal = !f.adds;
+        if (f.adds && f.m / kFractal * (f.n / kFractal) < kOrderedFractals) AscendC::PipeBarrier<PIPE_M>();
+        AscendC::Mmad(c, left, right, p);
+        left_.FreeTensor(left);
+        right_.FreeTensor(right);
+    }
+
+private:
+    static __aicore__ inline uint32_t Fractals(uint32_t elements) { return (elements + kFractal - 1) / kFractal; }
+
+    // L0A wants rows of fractals, each along k.
+    static __aicore__ inline void LoadLeft(const AscendC::LocalTensor<half>& left,
+                                           const AscendC::LocalTensor<half>& a, const Factors& f)
+    {
+        AscendC::LoadData2DParams p;
+        p.repeatTimes = Fractals(f.k);
+        p.srcStride = kTileRows / kFractal;
+        p.ifTranspose = false;
+        for (uint32_t row = 0; row < Fractals(f.m); ++row) {
+            p.startIndex = row;
+            AscendC::LoadData(left[row * Fractals(f.k) * kFractal * kFractal], a, p);
+        }
+    }
+
+    // L0B wants, for each 16 of k, fractals along n, in which n is the row.
+    static __aicore__ inline void LoadRows(const AscendC::LocalTensor<half>& right,
+                                           const AscendC::LocalTensor<half>& b, const Factors& f)
+    {
+        AscendC::LoadData2DParams p;
+        p.repeatTimes = Fractals(f.n);
+        p.srcStride = 1;
+        p.ifTranspose = false;
+        for (uint32_t column = 0; column < Fractals(f.k); ++column) {
+            p.startIndex = column * (kTileRows / kFractal);
+            AscendC::LoadData(right[column * Fractals(f.n) * kFractal * kFractal], b, p);
+        }
+    }
+
+    static __aicore__ inline void LoadColumns(const AscendC::LocalTensor<half>& right,
+                                              const AscendC::LocalTensor<half>& b, const Factors& f)
+    {
+        AscendC::LoadData2DParams p;
+        p.repeatTimes = Fractals(f.n);
+        p.srcStride = kTileRows / kFractal;
+        p.ifTranspose = true;
+        for (uint32_t row = 0; row < Fractals(f.k); ++row) {
+            p.startIndex = row;
+            AscendC::LoadData(right[row * Fractals(f.n) * kFractal * kFractal], b, p);
+        }
+    }
+
+    AscendC::TQue<AscendC::TPosition::A2, 2> left_;
+    AscendC::TQue<AscendC::TPosition::B2, 2> right_;
+};
+
+// The first rows and columns of an accumulator to row-major GM; FP16 is rounded on the way, once.
+template <typename T>
+__aicore__ inline void Store(const AscendC::GlobalTensor<T>& to, const AscendC::LocalTensor<float>& c, uint32_t rows,
+                             uint32_t columns, uint32_t stride)
+{
+    AscendC::FixpipeParamsV220 p;
+    p.nSize = (columns + kFractal - 1) / kFractal * kFractal;
+    p.mSize = rows;
+    p.srcStride = (rows + kFractal - 1) / kFractal * kFractal;
+    p.dstStride = stride;
+    p.quantPre = sizeof(T) == sizeof(half) ? QuantMode_t::F322F16 : QuantMode_t::NoQuant;
+    p.deqScalar = 0;  // not read by these modes, and not initialised by the structure
+    p.ndNum = 1;
+    AscendC::Fixpipe<T, float, AscendC::CFG_ROW_MAJOR>(to, c, p);
+}
+
+}  // namespace pasa

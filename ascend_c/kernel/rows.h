@@ -1,0 +1,123 @@
+// Arithmetic of a vector core, each call finished before the next one starts: numbers of 64 rows, and tiles (64, 128).
+#pragma once
+
+#include "port.h"
+
+namespace pasa {
+
+constexpr uint32_t kBlockBytes = 32;
+constexpr uint32_t kRepeatBytes = 256;
+constexpr uint32_t kFloats = kRepeatBytes / sizeof(float);  // of a repeat: also the numbers of 64 rows
+constexpr uint32_t kHalves = kRepeatBytes / sizeof(half);   // of a repeat: also a row of scores
+constexpr uint32_t kFloatBlock = kBlockBytes / sizeof(float);
+static_assert(kFloats == kHalfRows && kHalves == kBlockKeys, "a repeat holds one number of each row, or one row");
+
+// One FP32 number for each of 64 rows. Calls take the rows from `first` to `last`; others keep their values.
+class RowMath {
+public:
+    using Row = AscendC::LocalTensor<float>;
+
+    __aicore__ inline RowMath(uint32_t first, uint32_t last)
+    {
+        const uint64_t below = last >= kFloats ? ~uint64_t{0} : (uint64_t{1} << last) - 1;
+        mask_[0] = first >= kFloats ? 0 : below >> first << first;
+    }
+
+    __aicore__ inline void Set(const Row& to, float value)
+    {
+        AscendC::Duplicate(to, value, mask_, 1, 1, 8);
+        AscendC::PipeBarrier<PIPE_V>();
+    }
+    __aicore__ inline void Add(const Row& to, const Row& a, const Row& b)
+    {
+        AscendC::Add(to, a, b, mask_, 1, AscendC::BinaryRepeatParams(1, 1, 1, 8, 8, 8));
+        AscendC::PipeBarrier<PIPE_V>();
+    }
+    __aicore__ inline void Subtract(const Row& to, const Row& a, const Row& b)
+    {
+        AscendC::Sub(to, a, b, mask_, 1, AscendC::BinaryRepeatParams(1, 1, 1, 8, 8, 8));
+        AscendC::PipeBarrier<PIPE_V>();
+    }
+    __aicore__ inline void Multiply(const Row& to, const Row& a, const Row& b)
+    {
+        AscendC::Mul(to, a, b, mask_, 1, AscendC::BinaryRepeatParams(1, 1, 1, 8, 8, 8));
+        AscendC::PipeBarrier<PIPE_V>();
+    }
+    __aicore__ inline void Divide(const Row& to, const Row& a, const Row& b)
+    {
+        AscendC::Div(to, a, b, mask_, 1, AscendC::BinaryRepeatParams(1, 1, 1, 8, 8, 8));
+        AscendC::PipeBarrier<PIPE_V>();
+    }
+    __aicore__ inline void Larger(const Row& to, const Row& a, const Row& b)
+    {
+        AscendC::Max(to, a, b, mask_, 1, AscendC::BinaryRepeatParams(1, 1, 1, 8, 8, 8));
+        AscendC::PipeBarrier<PIPE_V>();
+    }
+    __aicore__ inline void Scale(const Row& to, const Row& a, float factor)
+    {
+        AscendC::Muls(to, a, factor, mask_, 1, AscendC::UnaryRepeatParams(1, 1, 8, 8));
+        AscendC::PipeBarrier<PIPE_V>();
+    }
+    __aicore__ inline void Clamp(const Row& to, const Row& a, float largest)
+    {
+        AscendC::Mins(to, a, largest, mask_, 1, AscendC::UnaryRepeatParams(1, 1, 8, 8));
+        AscendC::PipeBarrier<PIPE_V>();
+        AscendC::Maxs(to, to, -largest, mask_, 1, AscendC::UnaryRepeatParams(1, 1, 8, 8));
+        AscendC::PipeBarrier<PIPE_V>();
+    }
+    __aicore__ inline void Absolute(const Row& to, const Row& a)
+    {
+        AscendC::Abs(to, a, mask_, 1, AscendC::UnaryRepeatParams(1, 1, 8, 8));
+        AscendC::PipeBarrier<PIPE_V>();
+    }
+    __aicore__ inline void Exponential(const Row& to, const Row& a)
+    {
+        AscendC::Exp(to, a, mask_, 1, AscendC::UnaryRepeatParams(1, 1, 8, 8));
+        AscendC::PipeBarrier<PIPE_V>();
+    }
+    __aicore__ inline void Logarithm(const Row& to, const Row& a)
+    {
+        AscendC::Ln(to, a, mask_, 1, AscendC::UnaryRepeatParams(1, 1, 8, 8));
+        AscendC::PipeBarrier<PIPE_V>();
+    }
+    __aicore__ inline void ToHalf(const AscendC::LocalTensor<half>& to, const Row& a)
+    {
+        AscendC::Cast(to, a, AscendC::RoundMode::CAST_RINT, mask_, 1, AscendC::UnaryRepeatParams(1, 1, 4, 8));
+        AscendC::PipeBarrier<PIPE_V>();
+    }
+    __aicore__ inline void ToFloat(const Row& to, const AscendC::LocalTensor<half>& a)
+    {
+        AscendC::Cast(to, a, AscendC::RoundMode::CAST_NONE, mask_, 1, AscendC::UnaryRepeatParams(1, 1, 8, 4));
+        AscendC::PipeBarrier<PIPE_V>();
+    }
+
+private:
+    uint64_t mask_[2] = {0, 0};
+};
+
+// The largest or the sum of each row of an FP32 tile (rows, 128), in `work` (2, 64) and `to`.
+template <AscendC::ReduceType kType>
+__aicore__ inline void ReduceRows(const AscendC::LocalTensor<float>& to, const AscendC::LocalTensor<float>& work,
+                                  const AscendC::LocalTensor<float>& tile, uint32_t rows, RowMath& math)
+{
+    for (uint32_t part = 0; part < 2; ++part) {
+        AscendC::ReduceRepeat<kType>(work[part * kFloats], tile[part * kFloats], kFloats, rows, 1, 1,
+                                     2 * kRepeatBytes / kBlockBytes, AscendC::ReduceOrder::ORDER_ONLY_VALUE);
+    }
+    AscendC::PipeBarrier<PIPE_V>();
+    if (kType == AscendC::ReduceType::MAX) {
+        math.Larger(to, work, work[kFloats]);
+    } else {
+        math.Add(to, work, work[kFloats]);
+    }
+}
+
+// A number of each row, eight times: what a binary call with a block stride of 0 takes for a whole row.
+__aicore__ inline void Spread(const AscendC::LocalTensor<float>& to, const AscendC::LocalTensor<float>& row,
+                              uint32_t rows)
+{
+    AscendC::Brcb(to, row, (rows + 7) / 8, AscendC::BrcbRepeatParams(1, 8));
+    AscendC::PipeBarrier<PIPE_V>();
+}
+
+}  // namespace pasa

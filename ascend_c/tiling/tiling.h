@@ -1,0 +1,76 @@
+// What the host tells the kernels: plain numbers from shape and chip. Pure C++17, for the host and the device.
+#pragma once
+
+#include <cstdint>
+
+namespace pasa {
+
+constexpr uint32_t kTileRows = 128;  // query rows of a tile; each of the two vector cores takes half of them
+constexpr uint32_t kHalfRows = kTileRows / 2;
+constexpr uint32_t kBlockKeys = 128;  // keys of a block
+constexpr uint32_t kFractal = 16;     // elements of a side of a cube fractal, and FP16 numbers in 32 bytes
+constexpr uint32_t kLanes = 2;        // query tiles that a group works on in turn
+constexpr uint32_t kMaxDim = 256;
+constexpr uint32_t kChunk = 128;  // columns of an operand in one half of L0A or L0B
+constexpr uint32_t kVerdictWords = 8;  // 32 bytes, the smallest copy, for each vector core
+
+struct AttentionTiling {
+    uint32_t batch;
+    uint32_t heads;
+    uint32_t kv_heads;
+    uint32_t rows;  // queries of a sequence
+    uint32_t keys;
+    uint32_t dim;     // a multiple of 16
+    uint32_t blocks;  // of keys
+    uint32_t lanes;   // 1 where the outputs of two tiles do not fit into the unified buffer
+    uint32_t causal;
+    uint32_t saturates;    // the overflow mode: CTRL[48] = 0
+    uint32_t has_lengths;  // keys of each batch entry, otherwise all
+    uint32_t keep_scores;  // store every FP16 score tile, for diagnosis
+    float scale;
+    float invariance;        // paper: beta / (1 - beta), of the first block
+    float last_invariance;   // paper: of the last block, which may have fewer keys
+    uint64_t lane_bytes;     // workspace of a lane of a group
+    uint64_t workspace_bytes;
+};
+
+struct ShiftTiling {
+    uint32_t heads;  // batch entries times KV heads
+    uint32_t kv_heads;
+    uint32_t keys;
+    uint32_t dim;
+    uint32_t blocks;
+    uint32_t saturates;
+    uint32_t has_lengths;
+    float unit;
+};
+
+// A lane's workspace, in bytes from its start. Every part starts at a multiple of 512.
+struct LaneWorkspace {
+    uint64_t scores;     // FP16 (128, 128), S'
+    uint64_t wide;       // FP32 (128, 128), a rescued S'
+    uint64_t weights;    // FP16 (128, 128), P
+    uint64_t product;    // FP32 (128, D), P V
+    uint64_t reference;  // FP16 (128, 16), rho in the first two columns
+    uint64_t verdict;    // int32 (2, 8): whether a vector core wants the tile in FP32
+    uint64_t offsets;    // FP32 (2 blocks, 128): what `anchor rows` make with the queries
+    uint64_t bytes;
+};
+
+constexpr uint64_t RoundUp(uint64_t value, uint64_t step) { return (value + step - 1) / step * step; }
+
+constexpr LaneWorkspace LaneParts(uint32_t dim, uint32_t blocks)
+{
+    LaneWorkspace w{};
+    w.scores = 0;
+    w.wide = w.scores + kTileRows * kBlockKeys * 2;
+    w.weights = w.wide + kTileRows * kBlockKeys * 4;
+    w.product = w.weights + kTileRows * kBlockKeys * 2;
+    w.reference = w.product + uint64_t{kTileRows} * dim * 4;
+    w.verdict = w.reference + kTileRows * kFractal * 2;
+    w.offsets = w.verdict + 512;
+    w.bytes = RoundUp(w.offsets + uint64_t{2} * blocks * kTileRows * 4, 512);
+    return w;
+}
+
+}  // namespace pasa
