@@ -32,11 +32,11 @@ public:
             verdict_[i].SetGlobalBuffer(reinterpret_cast<__gm__ int32_t*>(at + parts_.verdict));
             offsets_[i].SetGlobalBuffer(reinterpret_cast<__gm__ float*>(at + parts_.offsets));
         }
-        pipe.InitBuffer(query_tiles_, tiling.lanes, kTileRows * tiling.dim * sizeof(half));
+        pipe.InitBuffer(query_tiles_, 1, tiling.lanes * kTileRows * tiling.dim * sizeof(half));
         pipe.InitBuffer(key_tiles_, 2, kBlockKeys * key_columns_ * sizeof(half));
         pipe.InitBuffer(value_tiles_, 2, kBlockKeys * tiling.dim * sizeof(half));
         pipe.InitBuffer(weight_tiles_, 2, kTileRows * kBlockKeys * sizeof(half));
-        if (kExact) pipe.InitBuffer(references_, 2, kTileRows * kFractal * sizeof(half));
+        if (kExact) pipe.InitBuffer(references_, 1, kTileRows * kFractal * sizeof(half));
         pipe.InitBuffer(accumulators_, 2, kAccumulator);
     }
 
@@ -53,18 +53,16 @@ private:
 
     __aicore__ inline void Attend(const Task& task)
     {
-        Tile queries[kLanes];
-        for (uint32_t i = 0; i < kLanes; ++i) {
-            if (task.lane[i].steps == 0) continue;
-            queries[i] = LoadQueries(task, i);
-            if (kExact) MakeOffsets(task, i, queries[i]);
+        Tile queries = LoadQueries(task);
+        for (uint32_t i = 0; kExact && i < kLanes; ++i) {
+            if (task.lane[i].steps > 0) MakeOffsets(task, i, queries[i * kTileRows * t_.dim]);
         }
         LoadBlock(task, 0);
         for (uint32_t j = 0; j < task.steps; ++j) {
             if (j + 1 < task.steps) LoadBlock(task, j + 1);
             Tile keys = key_tiles_.DeQue<half>();
             for (uint32_t i = 0; i < kLanes; ++i) {
-                if (j < task.lane[i].steps) MakeScores(task, i, j, queries[i], keys);
+                if (j < task.lane[i].steps) MakeScores(task, i, j, queries[i * kTileRows * t_.dim], keys);
             }
             key_tiles_.FreeTensor(keys);
             Tile values = value_tiles_.DeQue<half>();
@@ -75,9 +73,7 @@ private:
             }
             value_tiles_.FreeTensor(values);
         }
-        for (uint32_t i = 0; i < kLanes; ++i) {
-            if (task.lane[i].steps > 0) query_tiles_.FreeTensor(queries[i]);
-        }
+        query_tiles_.FreeTensor(queries);
     }
 
     __aicore__ inline uint32_t KeysOf(const Task& task, uint32_t j) const
@@ -85,12 +81,16 @@ private:
         return Least(kBlockKeys, task.keys - j * kBlockKeys);
     }
 
-    __aicore__ inline Tile LoadQueries(const Task& task, uint32_t i)
+    // Both lanes' tiles, one behind the other.
+    __aicore__ inline Tile LoadQueries(const Task& task)
     {
-        Tile tile = query_tiles_.AllocTensor<half>();
-        const uint64_t row = static_cast<uint64_t>(task.head) * t_.rows + task.lane[i].first_row;
-        LoadTile(tile, q_[row * t_.dim], task.lane[i].rows, t_.dim, t_.dim);
-        query_tiles_.EnQue(tile);
+        Tile tiles = query_tiles_.AllocTensor<half>();
+        for (uint32_t i = 0; i < kLanes; ++i) {
+            if (task.lane[i].steps == 0) continue;
+            const uint64_t row = static_cast<uint64_t>(task.head) * t_.rows + task.lane[i].first_row;
+            LoadTile(tiles[i * kTileRows * t_.dim], q_[row * t_.dim], task.lane[i].rows, t_.dim, t_.dim);
+        }
+        query_tiles_.EnQue(tiles);
         return query_tiles_.DeQue<half>();
     }
 
@@ -217,11 +217,11 @@ private:
     AscendC::GlobalTensor<half> scores_[kLanes], weights_[kLanes], reference_[kLanes];
     AscendC::GlobalTensor<float> wide_[kLanes], product_[kLanes], offsets_[kLanes];
     AscendC::GlobalTensor<int32_t> verdict_[kLanes];
-    AscendC::TQue<AscendC::TPosition::A1, kLanes> query_tiles_;
+    AscendC::TQue<AscendC::TPosition::A1, 1> query_tiles_;
     AscendC::TQue<AscendC::TPosition::A1, 2> key_tiles_;
     AscendC::TQue<AscendC::TPosition::B1, 2> value_tiles_;
     AscendC::TQue<AscendC::TPosition::A1, 2> weight_tiles_;
-    AscendC::TQue<AscendC::TPosition::A1, 2> references_;
+    AscendC::TQue<AscendC::TPosition::A1, 1> references_;
     AscendC::TQue<AscendC::TPosition::CO1, 2> accumulators_;
     AscendC::LocalTensor<float> accumulator_[kLanes];  // exact: kept until the verdict
 };

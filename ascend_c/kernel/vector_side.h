@@ -87,7 +87,8 @@ private:
         values_ = rows_buffer_.Get<float>();
         score_tile_ = scores_buffer_.Get<float>();
         spread_ = spread_buffer_.Get<float>();
-        AscendC::Duplicate(values_, 0.0f, kRows * kHalfRows);
+        AscendC::Duplicate(values_, 0.0f, kRows * kHalfRows);  // calls that take whole blocks read behind the last row
+        AscendC::Duplicate(half_row_buffer_.Get<half>(), static_cast<half>(0.0f), kHalfRows);
         AscendC::PipeBarrier<PIPE_V>();
     }
 
@@ -142,7 +143,7 @@ private:
         AscendC::CrossCoreWaitFlag<kGroup>(kScoresReady + i);
         if (rows == 0) {
             if (kExact) {
-                AscendC::CrossCoreSetFlag<kGroup, PIPE_MTE3>(kVerdictReady + i);
+                TellVerdict(i, false);
                 AscendC::CrossCoreWaitFlag<kGroup>(kWideReady + i);
             }
             AscendC::CrossCoreSetFlag<kGroup, PIPE_MTE3>(kWeightsReady + i);
@@ -251,6 +252,12 @@ private:
         }
         bool wanted = Extreme<AscendC::ReduceType::MAX>(Number(kFirst)) > kReach;
         if (kHalfLargest * factor_[i] < kZeroWeight) wanted = wanted || HasBottom(narrow, rows);
+        TellVerdict(i, wanted);
+        return wanted;
+    }
+
+    __aicore__ inline void TellVerdict(uint32_t i, bool wanted)
+    {
         AscendC::LocalTensor<int32_t> verdict = verdict_out_.AllocTensor<int32_t>();
         AscendC::Duplicate(verdict, wanted ? 1 : 0, static_cast<int32_t>(kVerdictWords));
         verdict_out_.EnQue(verdict);
@@ -258,7 +265,6 @@ private:
         AscendC::DataCopy(verdict_[i], verdict, kVerdictWords);
         verdict_out_.FreeTensor(verdict);
         AscendC::CrossCoreSetFlag<kGroup, PIPE_MTE3>(kVerdictReady + i);
-        return wanted;
     }
 
     // With a tiny scale even FP16's lowest number has weight. Hidden scores hold it too: then a tile is wide in vain.
