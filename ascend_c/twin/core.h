@@ -52,6 +52,12 @@ struct VectorMask {
     uint64_t low = ~0ull;
 };
 
+// A line of GM that the scalar unit has read: it may go on reading this copy until the line is invalidated.
+struct CachedLine {
+    uint64_t writes = 0;  // to the line, when it was read
+    std::array<uint8_t, Memory::kCacheLine> bytes{};
+};
+
 class Core;
 struct Launch;
 inline Launch* launch = nullptr;  // the kernel that is running
@@ -155,6 +161,7 @@ public:
 
     std::array<size_t, kSpaces> capacity{};  // what TPipe may hand out
     Counters counters;
+    std::map<std::pair<const Memory*, size_t>, CachedLine> data_cache;  // by memory and number of the line
     std::mt19937_64 rng;
 
     // The call that is being emulated, for reports.

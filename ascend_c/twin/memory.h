@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <map>
 #include <memory>
 #include <new>
 #include <string>
@@ -52,6 +53,7 @@ struct Conflict {
 class Memory {
 public:
     static constexpr size_t kCell = 32;
+    static constexpr size_t kCacheLine = 64;  // of the scalar unit's data cache
 
     // Inputs are read by every core and written by none: their readers need not be kept.
     Memory(std::string name, Space space, size_t bytes, bool track_readers = true)
@@ -96,6 +98,8 @@ public:
             cell = fresh;
         }
     }
+    // How often somebody has written to a cache line since it was first asked for.
+    uint64_t writes_to(size_t line) { return watched_[line]; }
     // The bytes hold something, but nothing the device promises.
     void forget(size_t offset, size_t bytes)
     {
@@ -150,6 +154,10 @@ public:
     Conflict note_write(const Accessor& by, size_t offset, size_t bytes)
     {
         Conflict found;
+        for (auto line = watched_.lower_bound(offset / kCacheLine); line != watched_.end(); ++line) {
+            if (line->first * kCacheLine >= offset + bytes) break;
+            ++line->second;
+        }
         each_cell(offset, bytes, [&](Cell& cell, uint32_t mask, size_t at) {
             const Mark* w = unordered(cell.writers, mask, by);
             const Mark* r = w == nullptr ? unordered(cell.readers, mask, by) : nullptr;
@@ -253,6 +261,7 @@ private:
     size_t size_;
     bool track_readers_;
     std::unique_ptr<uint8_t, Free> storage_;
+    std::map<size_t, uint64_t> watched_;  // by cache line: those that a scalar unit has read
     std::vector<Cell> cells_;
 };
 

@@ -186,16 +186,6 @@ void CrossCoreWaitFlag(uint16_t flagId, Here here = Here::now())
     twin::cross_core_wait(flagId, here);
 }
 
-enum class CacheLine : uint64_t { SINGLE_CACHE_LINE = 0, ENTIRE_DATA_CACHE };
-enum class DcciDst : uint64_t { CACHELINE_ALL = 0, CACHELINE_UB, CACHELINE_OUT, CACHELINE_ATOMIC };
-
-template <typename T>
-class GlobalTensor;
-template <typename T, CacheLine entireType, DcciDst dcciDst>
-void DataCacheCleanAndInvalid(const GlobalTensor<T>&)
-{
-}
-
 // Flags 11 to 14 are the ones the vendor's SyncAll takes. Which of them serves which step is inferred.
 template <bool isAIVOnly = true>
 void SyncAll(Here here = Here::now())

@@ -27,6 +27,26 @@ constexpr Space space_of(AscendC::TPosition p)
 
 }  // namespace twin
 
+namespace twin {
+
+// A scalar read of GM. The first one of a line makes a copy, and later ones read that copy, so that a line which
+// somebody else writes in between has to be invalidated (page "DataCacheCleanAndInvalid"). Scalar writes go through.
+inline void read_cached(const Instruction& op, Memory& memory, size_t at, void* value, size_t bytes)
+{
+    const size_t number = at / Memory::kCacheLine, begin = number * Memory::kCacheLine;
+    const auto [found, fresh] = op.core().data_cache.try_emplace({&memory, number});
+    CachedLine& line = found->second;
+    if (fresh) {
+        line.writes = memory.writes_to(number);
+        std::memcpy(line.bytes.data(), memory.data() + begin, std::min(line.bytes.size(), memory.size() - begin));
+    }
+    op.require(line.writes == memory.writes_to(number), FaultKind::race,
+               "the line was written after the data cache read it: DataCacheCleanAndInvalid is missing");
+    std::memcpy(value, line.bytes.data() + at - begin, bytes);
+}
+
+}  // namespace twin
+
 namespace AscendC {
 
 using twin::Here;
@@ -146,7 +166,7 @@ public:
         op.lies_in(span(), {twin::Space::GM}, "the tensor");
         op.read(span(), offset * sizeof(T), sizeof(T));
         T value{};
-        op.run([&] { std::memcpy(&value, span().data() + offset * sizeof(T), sizeof(T)); });
+        op.run([&] { twin::read_cached(op, *memory_, begin_ + offset * sizeof(T), &value, sizeof(T)); });
         return value;
     }
     void SetValue(uint64_t offset, T value, Here here = Here::now())
@@ -185,5 +205,22 @@ private:
     size_t high_ = 0;
     uint64_t size_ = 0;
 };
+
+enum class CacheLine : uint64_t { SINGLE_CACHE_LINE = 0, ENTIRE_DATA_CACHE };
+enum class DcciDst : uint64_t { CACHELINE_ALL = 0, CACHELINE_UB, CACHELINE_OUT, CACHELINE_ATOMIC };
+
+template <typename T, CacheLine entireType, DcciDst dcciDst>
+void DataCacheCleanAndInvalid(const GlobalTensor<T>& dst, Here here = Here::now())
+{
+    static_assert(dcciDst == DcciDst::CACHELINE_OUT || dcciDst == DcciDst::CACHELINE_ALL,
+                  "the twin keeps the cache consistent with GM only");
+    twin::Instruction op("DataCacheCleanAndInvalid", twin::Pipe::S, here);
+    op.lies_in(dst.span(), {twin::Space::GM}, "dst");
+    if (entireType == CacheLine::ENTIRE_DATA_CACHE) {
+        op.core().data_cache.clear();
+    } else {
+        op.core().data_cache.erase({dst.span().memory, dst.span().begin / twin::Memory::kCacheLine});
+    }
+}
 
 }  // namespace AscendC
