@@ -58,11 +58,25 @@ public:
         AscendC::Muls(to, a, factor, mask_, 1, AscendC::UnaryRepeatParams(1, 1, 8, 8));
         AscendC::PipeBarrier<PIPE_V>();
     }
+    __aicore__ inline void AtLeast(const Row& to, const Row& a, float least)
+    {
+        AscendC::Maxs(to, a, least, mask_, 1, AscendC::UnaryRepeatParams(1, 1, 8, 8));
+        AscendC::PipeBarrier<PIPE_V>();
+    }
+    __aicore__ inline void AtMost(const Row& to, const Row& a, float most)
+    {
+        AscendC::Mins(to, a, most, mask_, 1, AscendC::UnaryRepeatParams(1, 1, 8, 8));
+        AscendC::PipeBarrier<PIPE_V>();
+    }
     __aicore__ inline void Clamp(const Row& to, const Row& a, float largest)
     {
-        AscendC::Mins(to, a, largest, mask_, 1, AscendC::UnaryRepeatParams(1, 1, 8, 8));
-        AscendC::PipeBarrier<PIPE_V>();
-        AscendC::Maxs(to, to, -largest, mask_, 1, AscendC::UnaryRepeatParams(1, 1, 8, 8));
+        AtMost(to, a, largest);
+        AtLeast(to, to, -largest);
+    }
+    // To the nearest integer, half to even.
+    __aicore__ inline void Round(const Row& to, const Row& a)
+    {
+        AscendC::Cast(to, a, AscendC::RoundMode::CAST_RINT, mask_, 1, AscendC::UnaryRepeatParams(1, 1, 8, 8));
         AscendC::PipeBarrier<PIPE_V>();
     }
     __aicore__ inline void Absolute(const Row& to, const Row& a)
@@ -111,6 +125,8 @@ __aicore__ inline void ReduceRows(const AscendC::LocalTensor<float>& to, const A
         math.Add(to, work, work[kFloats]);
     }
 }
+
+constexpr float kHalfLargest = 65504.0f;
 
 // A number of each row, eight times: what a binary call with a block stride of 0 takes for a whole row.
 __aicore__ inline void Spread(const AscendC::LocalTensor<float>& to, const AscendC::LocalTensor<float>& row,

@@ -6,7 +6,6 @@
 
 namespace pasa {
 
-constexpr float kHalfLargest = 65504.0f;
 constexpr float kNothing = -0x1p126f;     // a running maximum before the first key: finite, and below every score
 constexpr float kReach = 8.0f;            // nats above its reference at which FP16 stores a score too coarsely
 constexpr float kZeroWeight = 104.0f;     // exp(-104) is zero even among FP32's subnormals

@@ -104,4 +104,19 @@ inline AttentionTiling PlanAttention(const Shape& shape, const Settings& setting
 // The share of the softmax scale that K' may hold: a power of two.
 inline float ScaleUnit(double scale) { return static_cast<float>(std::fmin(1.0, std::exp2(std::floor(std::log2(scale) + 0.5)))); }
 
+inline ShiftTiling PlanShift(const Shape& shape, double scale, bool saturates, bool has_lengths)
+{
+    CheckShape(shape);
+    ShiftTiling t{};
+    t.heads = shape.batch * shape.kv_heads;
+    t.kv_heads = shape.kv_heads;
+    t.keys = shape.keys;
+    t.dim = shape.dim;
+    t.blocks = static_cast<uint32_t>(RoundUp(shape.keys, kBlockKeys) / kBlockKeys);
+    t.saturates = saturates;
+    t.has_lengths = has_lengths;
+    t.unit = ScaleUnit(scale);
+    return t;
+}
+
 }  // namespace pasa

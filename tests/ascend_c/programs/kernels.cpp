@@ -1,5 +1,6 @@
 // The attention kernel on arrays: q, keys, v, and for the exact recovery anchors and units; lengths if there are any.
 #include "../../../ascend_c/kernel/pasa_attention.h"
+#include "../../../ascend_c/kernel/shift_paper.h"
 #include "../../../ascend_c/tiling/plan.h"
 #include "harness.h"
 
@@ -61,3 +62,41 @@ TWIN_CASE(attend)
     return report;
 }
 
+
+// shift_keys on k; for the published recovery with the matrices of a full and of the last block.
+TWIN_CASE(shift)
+{
+    const harness::Arguments& a = arguments;
+    const auto number = [&a](const char* key) { return static_cast<uint32_t>(a.number(key)); };
+    const pasa::Shape shape{number("batch"), number("kv_heads"), number("kv_heads"), 1, number("keys"), number("dim")};
+    const bool exact = a.number("exact", 1) != 0;
+    const pasa::ShiftTiling tiling = pasa::PlanShift(shape, exact ? real(a, "scale") : 1.0,
+                                                     a.text("overflow") == "saturate", a.number("lengths") != 0);
+    twin::Device device;
+    const size_t rows = size_t{tiling.heads} * tiling.keys;
+    const size_t columns = tiling.dim + (exact ? pasa::kFractal : 0);
+    half* keys = device.output<half>("keys", rows * columns);
+    half* anchors = device.output<half>("anchors", exact ? size_t{tiling.heads} * 2 * tiling.blocks * tiling.dim : 0);
+    float* units = device.output<float>("units", exact ? size_t{tiling.heads} * tiling.blocks * 8 : 0);
+    pasa::ShiftArguments given{};
+    given.k = bytes(device.input("k", a.load<half>("k")));
+    if (tiling.has_lengths) given.lengths = bytes(device.input("lengths", a.load<int32_t>("lengths")));
+    if (!exact) {
+        given.matrix = bytes(device.input("matrix", a.load<half>("matrix")));
+        given.last_matrix = bytes(device.input("last_matrix", a.load<half>("last_matrix")));
+    }
+    given.keys = bytes(keys);
+    given.anchors = bytes(anchors);
+    given.units = bytes(units);
+    twin::Options options = a.options();
+    options.shape = exact ? twin::Shape::aiv_only : twin::Shape::aic_only;
+    twin::Report report = device.launch(exact ? "shift_exact" : "shift_paper", a.number("cores", 3), options, [&] {
+        exact ? pasa::ShiftExact(given, tiling) : pasa::ShiftPaper(given, tiling);
+    });
+    a.save("keys", keys, rows * columns);
+    if (exact) {
+        a.save("anchors", anchors, size_t{tiling.heads} * 2 * tiling.blocks * tiling.dim);
+        a.save("units", units, size_t{tiling.heads} * tiling.blocks * 8);
+    }
+    return report;
+}
