@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.ascend_c.twin_build import PROGRAMS, SANITIZED, Program, build
+from tests.ascend_c.twin_build import FAST, PROGRAMS, SANITIZED, TWIN, Program, build
 
 
 @pytest.fixture(scope="session")
@@ -29,3 +29,9 @@ def twin_program(twin_folder, tmp_path):
 def twin(twin_program):
     """The program of all cases that test the twin itself."""
     return twin_program("twin")
+
+
+@pytest.fixture
+def kernels(twin_program):
+    """The kernels, and a launch of each."""
+    return twin_program("kernels", optimise=FAST, include=[TWIN.parent], define=["PASA_CPU_TWIN"])

@@ -17,7 +17,6 @@ from tests.ascend_c.kernel_runs import (
     shifted_by_reference,
     ulp,
 )
-from tests.ascend_c.twin_build import FAST
 
 # batch, heads, KV heads, queries, keys, head dim, causal
 SHAPES = [
@@ -33,11 +32,6 @@ SHAPES = [
     (1, 1, 1, 257, 513, 96, True),
 ]
 SEEDS = [(mode, seed) for mode in ("eager", "deferred") for seed in range(4)]
-
-
-@pytest.fixture
-def kernels(twin_program):
-    return twin_program("kernels", optimise=FAST, define=["PASA_CPU_TWIN"])
 
 
 def make_call(batch, heads, kv_heads, rows, keys, dim, causal, bias=0.0, **how):

@@ -6,7 +6,6 @@ from hypothesis import HealthCheck, settings
 from hypothesis import given as hypothesis_given
 from hypothesis import strategies as st
 from tests.ascend_c.kernel_runs import BLOCK, Call, launch_shift, shifted_by_reference, ulp
-from tests.ascend_c.twin_build import FAST
 
 # batch, KV heads, keys, head dim, bias of the keys
 SHAPES = [
@@ -18,11 +17,6 @@ SHAPES = [
     (1, 3, 63, 96, 0.0),
     (1, 1, 650, 160, 1.0),
 ]
-
-
-@pytest.fixture
-def kernels(twin_program):
-    return twin_program("kernels", optimise=FAST, define=["PASA_CPU_TWIN"])
 
 
 def keys_call(batch, heads, keys, dim, bias, **how):

@@ -1,8 +1,8 @@
 // The attention kernel on arrays: q, keys, v, and for the exact recovery anchors and units; lengths if there are any.
-#include "../../../ascend_c/kernel/pasa_attention.h"
-#include "../../../ascend_c/kernel/shift_paper.h"
-#include "../../../ascend_c/tiling/plan.h"
 #include "harness.h"
+#include "kernel/pasa_attention.h"
+#include "kernel/shift_paper.h"
+#include "tiling/plan.h"
 
 namespace {
 
@@ -12,6 +12,14 @@ GM_ADDR bytes(T* pointer)
     return reinterpret_cast<GM_ADDR>(pointer);
 }
 
+// In a build of mutants, the one to run.
+void choose_mutant([[maybe_unused]] const harness::Arguments& a)
+{
+#ifdef PASA_MUTANTS
+    pasa_mutant = a.number("mutant");
+#endif
+}
+
 double real(const harness::Arguments& a, const char* key) { return std::atof(a.text(key, "0").c_str()); }
 
 }  // namespace
@@ -19,6 +27,7 @@ double real(const harness::Arguments& a, const char* key) { return std::atof(a.t
 TWIN_CASE(attend)
 {
     const harness::Arguments& a = arguments;
+    choose_mutant(a);
     const auto number = [&a](const char* key) { return static_cast<uint32_t>(a.number(key)); };
     const pasa::Shape shape{number("batch"), number("heads"), number("kv_heads"), number("rows"), number("keys"),
                             number("dim")};
@@ -67,6 +76,7 @@ TWIN_CASE(attend)
 TWIN_CASE(shift)
 {
     const harness::Arguments& a = arguments;
+    choose_mutant(a);
     const auto number = [&a](const char* key) { return static_cast<uint32_t>(a.number(key)); };
     const pasa::Shape shape{number("batch"), number("kv_heads"), number("kv_heads"), 1, number("keys"), number("dim")};
     const bool exact = a.number("exact", 1) != 0;
