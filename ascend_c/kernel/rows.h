@@ -1,4 +1,6 @@
-// Arithmetic of a vector core, each call finished before the next one starts: numbers of 64 rows, and tiles (64, 128).
+// Arithmetic of a vector core: numbers of 64 rows, and tiles (64, 128). Each of these calls ends before the next vector
+// call starts. Elsewhere a PipeBarrier stands where the next call needs the last one's result and none of these, nor
+// anything else with a barrier, lies between: every one is needed (tests/ascend_c/test_mutants.py).
 #pragma once
 
 #include "port.h"

@@ -125,7 +125,6 @@ private:
             all.Set(Number(i, kFrame), 0.0f);
             all.Set(Number(i, kOffset), 0.0f);
             AscendC::Duplicate(Output(i), 0.0f, rows * t_.dim);
-            AscendC::PipeBarrier<PIPE_V>();
         }
         if (!kExact || lane.steps == 0) return;
         AscendC::CrossCoreWaitFlag<kGroup>(kProductReady + i);
@@ -189,7 +188,6 @@ private:
         narrow_in_.FreeTensor(narrow);
         if (wide) LoadWide(task, i, j, rows, all);
         AscendC::Muls(score_tile_, score_tile_, factor_[i], rows * kBlockKeys);
-        AscendC::PipeBarrier<PIPE_V>();
         return wide;
     }
 
@@ -269,12 +267,12 @@ private:
     // With a tiny scale even FP16's lowest number has weight. Hidden scores hold it too: then a tile is wide in vain.
     __aicore__ inline bool HasBottom(const HalfTile& narrow, uint32_t rows)
     {
+        RowMath(0, kHalfRows).Set(Number(kFirst), 0.0f);
         HalfTile lowest = half_row_buffer_.Get<half>();
         AscendC::ReduceRepeat<AscendC::ReduceType::MIN>(lowest, narrow, kBlockKeys, rows, 1, 1,
                                                         kRepeatBytes / kBlockBytes,
                                                         AscendC::ReduceOrder::ORDER_ONLY_VALUE);
         AscendC::PipeBarrier<PIPE_V>();
-        RowMath(0, kHalfRows).Set(Number(kFirst), 0.0f);
         RowMath(0, rows).ToFloat(Number(kFirst), lowest);
         return Extreme<AscendC::ReduceType::MIN>(Number(kFirst)) <= -kHalfLargest;
     }
@@ -324,12 +322,12 @@ private:
         seeing.Larger(Number(kFirst), maximum, Number(kHere));
         seeing.Subtract(keep, maximum, Number(kFirst));
         seeing.Exponential(keep, keep);
+        seeing.Multiply(sum, sum, keep);
         seeing.Subtract(gain, Number(kHere), Number(kFirst));
         seeing.Exponential(gain, gain);
-        seeing.Scale(maximum, Number(kFirst), 1.0f);
-        seeing.Multiply(sum, sum, keep);
         seeing.Multiply(Number(kRowSum), Number(kRowSum), gain);
         seeing.Add(sum, sum, Number(kRowSum));
+        seeing.Scale(maximum, Number(kFirst), 1.0f);
     }
 
     // ---- exact recovery: the reference of block j, and the offset that brings its scores into the row's frame
@@ -384,7 +382,6 @@ private:
             all.Clamp(rest, part == 0 ? wanted : rest, kHalfLargest);
             all.ToHalf(term, rest);
             AscendC::Brcb(spread[part * kHalfRows * kFractal], term, (rows + 7) / 8, AscendC::BrcbRepeatParams(1, 8));
-            AscendC::PipeBarrier<PIPE_V>();
             all.ToFloat(part == 0 ? rounded : rest, term);
         }
         all.Add(wanted, rounded, rest);
@@ -396,7 +393,6 @@ private:
             uint64_t mask[2] = {column, column};
             AscendC::Adds(out, spread[part * kHalfRows * kFractal], static_cast<half>(0.0f), mask, (rows + 7) / 8,
                           AscendC::UnaryRepeatParams(1, 1, 8, 8));
-            AscendC::PipeBarrier<PIPE_V>();
         }
         reference_out_.EnQue(out);
         out = reference_out_.DeQue<half>();
@@ -469,7 +465,6 @@ private:
                              AscendC::BinaryRepeatParams(1, 1, 1, t_.dim / kFloatBlock, t_.dim / kFloatBlock,
                                                          width / kFloatBlock));
             }
-            AscendC::PipeBarrier<PIPE_V>();
             wide_in_.FreeTensor(product);
         }
     }

@@ -23,9 +23,14 @@ SYNCHRONISATION = (
 )
 CALL = re.compile(rf"AscendC::({'|'.join(SYNCHRONISATION)})(<[^;]*?>)?\([^;]*?\);", re.DOTALL)
 BUFFER = re.compile(r"(pipe\.InitBuffer\(\w+,\s*(?:[\w.]+,\s*)?)([^;]*?)\);", re.DOTALL)
-BLOCK_BYTES = 32  # what a buffer shrinks by: the unit in which it is given out
 SWITCH = """
 inline int pasa_mutant = 0;
+// By a thirty-second, in blocks of 32 bytes.
+inline uint32_t pasa_shrunk(uint64_t bytes, int mutant)
+{
+    const uint64_t less = (bytes / 32 + 31) / 32 * 32;
+    return static_cast<uint32_t>(pasa_mutant == mutant ? bytes - (less < 32 ? 32 : less) : bytes);
+}
 """
 
 
@@ -60,7 +65,7 @@ def write_mutants(folder: Path) -> list[Mutant]:
 
         def shrink(match: re.Match[str], note=note) -> str:
             what = "smaller " + match[1].split("(")[1].split(",")[0]
-            return f"{match[1]}({match[2]}) - (pasa_mutant == {note(match, what)} ? {BLOCK_BYTES} : 0));"
+            return f"{match[1]}pasa_shrunk({match[2]}, {note(match, what)}));"
 
         changed = BUFFER.sub(shrink, CALL.sub(leave_out, text))
         if source.name == "port.h":

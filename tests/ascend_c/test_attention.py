@@ -36,7 +36,9 @@ SEEDS = [(mode, seed) for mode in ("eager", "deferred") for seed in range(4)]
 
 def make_call(batch, heads, kv_heads, rows, keys, dim, causal, bias=0.0, **how):
     g = torch.Generator().manual_seed(rows * 1000 + keys)
-    q, k, v = (torch.randn(batch, n, s, dim, generator=g) for n, s in ((heads, rows), (kv_heads, keys), (kv_heads, keys)))
+    q, k, v = (
+        torch.randn(batch, n, s, dim, generator=g) for n, s in ((heads, rows), (kv_heads, keys), (kv_heads, keys))
+    )
     return Call((q + bias).half(), (k + bias).half(), v.half(), causal=causal, **how)
 
 

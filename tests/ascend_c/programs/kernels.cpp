@@ -110,3 +110,36 @@ TWIN_CASE(shift)
     }
     return report;
 }
+
+// What PlanAttention makes of a shape, as numbers; or the sentence with which it refuses, as a fault.
+TWIN_CASE(plan)
+{
+    const auto number = [&](const char* key) { return static_cast<uint32_t>(arguments.number(key)); };
+    const pasa::Shape shape{number("batch"), number("heads"), number("kv_heads"), number("rows"), number("keys"),
+                            number("dim")};
+    pasa::Settings settings;
+    settings.exact = arguments.number("exact", 1) != 0;
+    settings.causal = arguments.number("causal") != 0;
+    settings.has_lengths = arguments.number("lengths") != 0;
+    settings.scale = real(arguments, "scale");
+    pasa::Chip chip = pasa::kChips[number("chip")];
+    twin::Report report;
+    try {
+        const pasa::AttentionTiling t = pasa::PlanAttention(shape, settings, chip);
+        std::vector<uint64_t> found{t.lanes, t.blocks, t.lane_bytes, t.workspace_bytes, chip.cube_cores};
+        for (uint32_t group = 0; group < chip.cube_cores; ++group) {  // score tiles that each group makes
+            pasa::Tasks tasks(t, nullptr);
+            pasa::Task task;
+            uint64_t tiles = 0;
+            for (uint32_t turn = 0; tasks.Get(turn, group, chip.cube_cores, task); ++turn) {
+                for (const pasa::LaneTask& lane : task.lane) tiles += lane.steps;
+            }
+            found.push_back(tiles);
+        }
+        arguments.save("plan", found.data(), found.size());
+    } catch (const std::invalid_argument& error) {
+        report.ok = false;
+        report.fault.sentence = error.what();
+    }
+    return report;
+}
