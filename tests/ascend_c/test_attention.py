@@ -7,6 +7,7 @@ log-sum-exp, by (D + 2) 2^-24 |q| |a_1| scale, where the frame q.a_1 is large.
 
 import pytest
 import torch
+
 from pasa.eval.rmse.cases import PAPER_CASES, RandomCase
 from tests.ascend_c.kernel_runs import (
     Call,

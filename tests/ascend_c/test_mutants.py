@@ -5,6 +5,7 @@ A mutant is caught if a launch ends in a fault or gives other bits than the kern
 
 import pytest
 import torch
+
 from tests.ascend_c.kernel_runs import Call, launch_attention, launch_shift, shifted_by_reference
 from tests.ascend_c.mutants import write_mutants
 from tests.ascend_c.twin_build import FAST, PROGRAMS, Program, build

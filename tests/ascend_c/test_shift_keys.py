@@ -5,6 +5,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import given as hypothesis_given
 from hypothesis import strategies as st
+
 from tests.ascend_c.kernel_runs import BLOCK, Call, launch_shift, shifted_by_reference, ulp
 
 # batch, KV heads, keys, head dim, bias of the keys

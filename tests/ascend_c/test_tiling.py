@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+
 from tests.ascend_c.kernel_runs import Call, launch_attention, shifted_by_reference
 from tests.ascend_c.test_attention import make_call
 
