@@ -1,7 +1,7 @@
 """pasa_attention on the CPU twin against the Python reference of the same arithmetic.
 
 Bounds. A stored score may differ where an FP32 sum in another order falls on the other side of a rounding: by an ulp,
-or, of a score next to its reference, by what such sums differ by at most: 2 (D + 2) 2^-24 (|q| |k'| + |rho|). So may the
+or, of a score next to its reference, by what such sums may differ: 2 (D + 2) 2^-24 (|q| |k'| + |rho|). So may the
 log-sum-exp, by (D + 2) 2^-24 |q| |a_1| scale, where the frame q.a_1 is large.
 """
 
