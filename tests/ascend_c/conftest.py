@@ -35,3 +35,9 @@ def twin(twin_program):
 def kernels(twin_program):
     """The kernels, and a launch of each."""
     return twin_program("kernels", optimise=FAST, include=[TWIN.parent], define=["PASA_CPU_TWIN"])
+
+
+@pytest.fixture
+def sanitized_kernels(twin_program):
+    """The same under AddressSanitizer and UndefinedBehaviorSanitizer."""
+    return twin_program("kernels", include=[TWIN.parent], define=["PASA_CPU_TWIN"])

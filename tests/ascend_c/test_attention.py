@@ -139,6 +139,14 @@ def test_any_scale(kernels, scale):
     check_output(x, found, attend_by_reference(x))
 
 
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "paper"])
+def test_clean_under_sanitizers(sanitized_kernels, exact):
+    x = make_call(1, 2, 1, 70, 140, 64, True, exact=exact)
+    for launch in (launch_shift, lambda *a: launch_attention(*a, shifted_by_reference(x))):
+        found = launch(sanitized_kernels, x)
+        assert found.report["ok"], found.report["fault"]
+
+
 def test_function_errors_of_an_ulp_do_no_harm(kernels):
     """The device's Exp and Ln are not known to the last bit."""
     x = make_call(1, 2, 1, 100, 300, 64, True)
