@@ -108,9 +108,16 @@ private:
     // How many of this core's first rows see no key of block j.
     __aicore__ inline uint32_t Blind(const Task& task, const LaneTask& lane, uint32_t j, uint32_t rows) const
     {
-        uint32_t blind = 0;
-        while (blind < rows && tasks_.Seen(task, lane.first_row + skipped_ + blind) <= j * kBlockKeys) ++blind;
-        return blind;
+        if (task.keys <= j * kBlockKeys) return rows;
+        return RowsBefore(lane, j * kBlockKeys, rows);
+    }
+
+    // How many of this core's first rows see at most so many keys, because of the causal mask.
+    __aicore__ inline uint32_t RowsBefore(const LaneTask& lane, uint32_t keys, uint32_t rows) const
+    {
+        if (!t_.causal) return 0;
+        const int64_t first = static_cast<int64_t>(keys) + t_.rows - t_.keys - (lane.first_row + skipped_);
+        return first <= 0 ? 0 : static_cast<uint32_t>(first < rows ? first : rows);
     }
 
     __aicore__ inline void Begin(const Task& task, uint32_t i)
@@ -213,13 +220,13 @@ private:
     {
         const uint32_t count = Least(kBlockKeys, task.keys - j * kBlockKeys);
         HideColumns(tile, count, rows, value);
-        if (!t_.causal) return;
-        for (uint32_t r = 0; r < rows; ++r) {
-            const uint32_t seen = tasks_.Seen(task, task.lane[i].first_row + skipped_ + r);
-            if (seen >= j * kBlockKeys + count) break;  // later rows see more
-            HideColumns(tile[r * kBlockKeys], seen <= j * kBlockKeys ? 0 : seen - j * kBlockKeys, 1, value);
+        const uint32_t partial = RowsBefore(task.lane[i], j * kBlockKeys + count - 1, rows);  // later rows see all
+        const uint32_t blind = RowsBefore(task.lane[i], j * kBlockKeys, rows);
+        for (uint32_t r = 0; r < partial; ++r) {
+            const uint32_t seen = r < blind ? 0 : tasks_.Seen(task, task.lane[i].first_row + skipped_ + r) - j * kBlockKeys;
+            HideColumns(tile[r * kBlockKeys], seen, 1, value);
         }
-        AscendC::PipeBarrier<PIPE_V>();
+        if (partial > 0) AscendC::PipeBarrier<PIPE_V>();
     }
 
     // Columns from `first` on, of so many rows.

@@ -17,6 +17,7 @@ from pasa.ops.shift_keys.reference import shift_exact, shift_paper
 from tests.ascend_c.twin_build import Program
 
 BLOCK, HALF_ROWS, FRACTAL = 128, 64, 16
+LAUNCHES = [("eager", seed) for seed in range(8)] + [("deferred", seed) for seed in range(4)]
 OVERFLOW = {"inf": "inf_nan", "saturate": "saturate"}  # the reference's names, and the twin's
 
 

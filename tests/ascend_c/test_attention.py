@@ -10,6 +10,7 @@ import torch
 
 from pasa.eval.rmse.cases import PAPER_CASES, RandomCase
 from tests.ascend_c.kernel_runs import (
+    LAUNCHES,
     Call,
     attend_by_reference,
     launch_attention,
@@ -32,7 +33,6 @@ SHAPES = [
     (1, 1, 1, 200, 130, 256, True),
     (1, 1, 1, 257, 513, 96, True),
 ]
-SEEDS = [(mode, seed) for mode in ("eager", "deferred") for seed in range(4)]
 
 
 def make_call(batch, heads, kv_heads, rows, keys, dim, causal, bias=0.0, **how):
@@ -74,7 +74,7 @@ def test_agrees_with_the_reference(kernels, shape, exact, overflow):
     shifted = shifted_by_reference(x)
     expected = attend_by_reference(x)
     first = None
-    for mode, seed in SEEDS:
+    for mode, seed in LAUNCHES:
         found = launch_attention(kernels, x, shifted, mode=mode, seed=seed, groups=1 + seed % 3)
         assert found.report["ok"], found.report["fault"]
         assert sum(found.report["undefined"].values()) == 0
