@@ -13,8 +13,7 @@ public:
         : t_(tiling),
           tasks_(tiling, arguments.lengths),
           multiplier_(pipe),
-          key_columns_(tiling.dim + (kExact ? kFractal : 0)),
-          parts_(LaneParts(tiling.dim, tiling.blocks))
+          key_columns_(tiling.dim + (kExact ? kFractal : 0))
     {
         q_.SetGlobalBuffer(reinterpret_cast<__gm__ half*>(arguments.q));
         keys_.SetGlobalBuffer(reinterpret_cast<__gm__ half*>(arguments.keys));
@@ -23,14 +22,14 @@ public:
         if (tiling.keep_scores) kept_.SetGlobalBuffer(reinterpret_cast<__gm__ half*>(arguments.scores));
         const uint64_t group = static_cast<uint64_t>(AscendC::GetBlockIdx()) * kLanes;
         for (uint32_t i = 0; i < kLanes; ++i) {
-            GM_ADDR at = arguments.workspace + (group + i) * tiling.lane_bytes;
-            scores_[i].SetGlobalBuffer(reinterpret_cast<__gm__ half*>(at + parts_.scores));
-            wide_[i].SetGlobalBuffer(reinterpret_cast<__gm__ float*>(at + parts_.wide));
-            weights_[i].SetGlobalBuffer(reinterpret_cast<__gm__ half*>(at + parts_.weights));
-            product_[i].SetGlobalBuffer(reinterpret_cast<__gm__ float*>(at + parts_.product));
-            reference_[i].SetGlobalBuffer(reinterpret_cast<__gm__ half*>(at + parts_.reference));
-            verdict_[i].SetGlobalBuffer(reinterpret_cast<__gm__ int32_t*>(at + parts_.verdict));
-            offsets_[i].SetGlobalBuffer(reinterpret_cast<__gm__ float*>(at + parts_.offsets));
+            GM_ADDR at = arguments.workspace + (group + i) * tiling.lane.bytes;
+            scores_[i].SetGlobalBuffer(reinterpret_cast<__gm__ half*>(at + tiling.lane.scores));
+            wide_[i].SetGlobalBuffer(reinterpret_cast<__gm__ float*>(at + tiling.lane.wide));
+            weights_[i].SetGlobalBuffer(reinterpret_cast<__gm__ half*>(at + tiling.lane.weights));
+            product_[i].SetGlobalBuffer(reinterpret_cast<__gm__ float*>(at + tiling.lane.product));
+            reference_[i].SetGlobalBuffer(reinterpret_cast<__gm__ half*>(at + tiling.lane.reference));
+            verdict_[i].SetGlobalBuffer(reinterpret_cast<__gm__ int32_t*>(at + tiling.lane.verdict));
+            offsets_[i].SetGlobalBuffer(reinterpret_cast<__gm__ float*>(at + tiling.lane.offsets));
         }
         pipe.InitBuffer(query_tiles_, 1, tiling.lanes * kTileRows * tiling.dim * sizeof(half));
         pipe.InitBuffer(key_tiles_, 2, kBlockKeys * key_columns_ * sizeof(half));
@@ -212,17 +211,17 @@ private:
     Tasks tasks_;
     Multiplier multiplier_;
     uint32_t key_columns_;
-    LaneWorkspace parts_;
     AscendC::GlobalTensor<half> q_, keys_, v_, anchors_, kept_;
     AscendC::GlobalTensor<half> scores_[kLanes], weights_[kLanes], reference_[kLanes];
     AscendC::GlobalTensor<float> wide_[kLanes], product_[kLanes], offsets_[kLanes];
     AscendC::GlobalTensor<int32_t> verdict_[kLanes];
+    // Together eight buffers: each takes an event of MTE1_MTE2 while it is free, and there are eight.
     AscendC::TQue<AscendC::TPosition::A1, 1> query_tiles_;
     AscendC::TQue<AscendC::TPosition::A1, 2> key_tiles_;
     AscendC::TQue<AscendC::TPosition::B1, 2> value_tiles_;
-    AscendC::TQue<AscendC::TPosition::A1, 2> weight_tiles_;
+    AscendC::TQue<AscendC::TPosition::A1, 1> weight_tiles_;
     AscendC::TQue<AscendC::TPosition::A1, 1> references_;
-    AscendC::TQue<AscendC::TPosition::CO1, 2> accumulators_;
+    AscendC::TQue<AscendC::TPosition::CO1, 1> accumulators_;
     AscendC::LocalTensor<float> accumulator_[kLanes];  // exact: kept until the verdict
 };
 

@@ -112,8 +112,8 @@ private:
         }
     }
 
-    AscendC::TQue<AscendC::TPosition::A2, 2> left_;
-    AscendC::TQue<AscendC::TPosition::B2, 2> right_;
+    AscendC::TQue<AscendC::TPosition::A2, 1> left_;
+    AscendC::TQue<AscendC::TPosition::B2, 1> right_;
 };
 
 // The first rows and columns of an accumulator to row-major GM; FP16 is rounded on the way, once.

@@ -1,4 +1,4 @@
-// The attention kernel: one cube core and two vector cores a group.
+// The attention kernel: one cube core and two vector cores a group. Entries (pasa.asc) say so to the compiler.
 #pragma once
 
 #include "cube_side.h"
@@ -9,8 +9,7 @@ namespace pasa {
 template <bool kExact>
 __aicore__ inline void PasaAttention(const Arguments& arguments, const AttentionTiling& tiling)
 {
-    KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_MIX_AIC_1_2);
-    AscendC::SetSaturationFlag<AscendC::SaturationMode::FLOAT>(tiling.saturates != 0);
+    const OverflowMode mode(tiling.saturates != 0);
     AscendC::TPipe pipe;
     if ASCEND_IS_AIC {
         CubeSide<kExact>(arguments, tiling, pipe).Run();

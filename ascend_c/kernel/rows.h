@@ -30,6 +30,11 @@ public:
         AscendC::Duplicate(to, value, mask_, 1, 1, 8);
         AscendC::PipeBarrier<PIPE_V>();
     }
+    // Without a barrier: it is the last call on a row.
+    __aicore__ inline void SetBits(const Row& to, uint32_t bits)
+    {
+        AscendC::Duplicate(to.ReinterpretCast<uint32_t>(), bits, mask_, 1, 1, 8);
+    }
     __aicore__ inline void Add(const Row& to, const Row& a, const Row& b)
     {
         AscendC::Add(to, a, b, mask_, 1, AscendC::BinaryRepeatParams(1, 1, 1, 8, 8, 8));

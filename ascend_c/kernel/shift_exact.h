@@ -6,16 +6,6 @@
 
 namespace pasa {
 
-struct ShiftArguments {
-    GM_ADDR k;            // FP16 (B, Hkv, Skv, D)
-    GM_ADDR lengths;      // int32 (B,), if tiling.has_lengths
-    GM_ADDR matrix;       // paper: FP16 (n, n), M of a block of min(128, Skv) keys
-    GM_ADDR last_matrix;  // paper: of the last block, if it has fewer
-    GM_ADDR keys;         // FP16 (B, Hkv, Skv, D), exact: D + 16
-    GM_ADDR anchors;      // exact: FP16 (B, Hkv, 2 blocks, D)
-    GM_ADDR units;        // exact: FP32 (B, Hkv, blocks, 8)
-};
-
 constexpr uint16_t kExponentBits = 0x7c00;       // of FP16
 constexpr float kMantissaStep = 0x1p-10f;        // an ulp of FP16, over the number's power of two
 constexpr float kSmallestHalf = 0x1p-24f;        // the finest grid there is
@@ -360,10 +350,10 @@ private:
     AscendC::LocalTensor<half> half_;
 };
 
+// On vector cores alone, all at once: SyncAll waits for every one of them.
 __aicore__ inline void ShiftExact(const ShiftArguments& arguments, const ShiftTiling& tiling)
 {
-    KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_MIX_AIV_1_0);  // vector cores alone, and SyncAll among them
-    AscendC::SetSaturationFlag<AscendC::SaturationMode::FLOAT>(tiling.saturates != 0);
+    const OverflowMode mode(tiling.saturates != 0);
     AscendC::TPipe pipe;
     ShiftExactly(arguments, tiling, pipe).Run();
 }

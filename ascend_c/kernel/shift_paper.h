@@ -2,7 +2,7 @@
 #pragma once
 
 #include "multiply.h"
-#include "shift_exact.h"
+#include "task.h"
 
 namespace pasa {
 
@@ -71,14 +71,14 @@ private:
     Multiplier multiplier_;
     AscendC::GlobalTensor<half> k_, keys_, matrix_, last_matrix_;
     AscendC::TQue<AscendC::TPosition::A1, 1> matrix_tiles_;
-    AscendC::TQue<AscendC::TPosition::B1, 2> key_tiles_;
-    AscendC::TQue<AscendC::TPosition::CO1, 2> accumulators_;
+    AscendC::TQue<AscendC::TPosition::B1, 1> key_tiles_;
+    AscendC::TQue<AscendC::TPosition::CO1, 1> accumulators_;
 };
 
+// On cube cores alone.
 __aicore__ inline void ShiftPaper(const ShiftArguments& arguments, const ShiftTiling& tiling)
 {
-    KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIC_ONLY);
-    AscendC::SetSaturationFlag<AscendC::SaturationMode::FLOAT>(tiling.saturates != 0);
+    const OverflowMode mode(tiling.saturates != 0);
     AscendC::TPipe pipe;
     ShiftByMatrix(arguments, tiling, pipe).Run();
 }

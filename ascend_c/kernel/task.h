@@ -86,6 +86,31 @@ private:
     uint32_t total_ = 0;
 };
 
+struct ShiftArguments {
+    GM_ADDR k;            // FP16 (B, Hkv, Skv, D)
+    GM_ADDR lengths;      // int32 (B,), if tiling.has_lengths
+    GM_ADDR matrix;       // paper: FP16 (n, n), M of a block of min(128, Skv) keys
+    GM_ADDR last_matrix;  // paper: of the last block, if it has fewer
+    GM_ADDR keys;         // FP16 (B, Hkv, Skv, D), exact: D + 16
+    GM_ADDR anchors;      // exact: FP16 (B, Hkv, 2 blocks, D)
+    GM_ADDR units;        // exact: FP32 (B, Hkv, blocks, 8)
+};
+
+// What overflow gives: infinity, or the largest number (CTRL[48]). As found again at the end: whether the register
+// outlives a launch is not documented, and torch_npu sets it for its own operators.
+class OverflowMode {
+public:
+    __aicore__ inline explicit OverflowMode(bool saturates)
+        : before_(AscendC::GetSaturationFlag<AscendC::SaturationMode::FLOAT>())
+    {
+        AscendC::SetSaturationFlag<AscendC::SaturationMode::FLOAT>(saturates);
+    }
+    __aicore__ inline ~OverflowMode() { AscendC::SetSaturationFlag<AscendC::SaturationMode::FLOAT>(before_); }
+
+private:
+    bool before_;
+};
+
 struct Arguments {
     GM_ADDR q;        // FP16 (B, H, Sq, D)
     GM_ADDR keys;     // FP16 (B, Hkv, Skv, D [+ 16]), K' as shift_keys makes it

@@ -8,6 +8,7 @@ namespace pasa {
 
 constexpr float kNothing = -0x1p126f;     // a running maximum before the first key: finite, and below every score
 constexpr float kReach = 8.0f;            // nats above its reference at which FP16 stores a score too coarsely
+constexpr uint32_t kMinusInfinity = 0xff800000;  // the device's headers have no INFINITY
 constexpr float kZeroWeight = 104.0f;     // exp(-104) is zero even among FP32's subnormals
 
 template <bool kExact>
@@ -16,23 +17,22 @@ public:
     __aicore__ inline VectorSide(const Arguments& arguments, const AttentionTiling& tiling, AscendC::TPipe& pipe)
         : t_(tiling),
           tasks_(tiling, arguments.lengths),
-          parts_(LaneParts(tiling.dim, tiling.blocks)),
           skipped_(AscendC::GetSubBlockIdx() * kHalfRows)
     {
         if (kExact) units_.SetGlobalBuffer(reinterpret_cast<__gm__ float*>(arguments.units));
         out_.SetGlobalBuffer(reinterpret_cast<__gm__ half*>(arguments.out));
         lse_.SetGlobalBuffer(reinterpret_cast<__gm__ float*>(arguments.lse));
         for (uint32_t i = 0; i < kLanes; ++i) {
-            GM_ADDR at = arguments.workspace + (Group() * kLanes + i) * tiling.lane_bytes;
+            GM_ADDR at = arguments.workspace + (Group() * kLanes + i) * tiling.lane.bytes;
             const uint64_t tile = static_cast<uint64_t>(skipped_) * kBlockKeys;
-            scores_[i].SetGlobalBuffer(reinterpret_cast<__gm__ half*>(at + parts_.scores) + tile);
-            wide_[i].SetGlobalBuffer(reinterpret_cast<__gm__ float*>(at + parts_.wide) + tile);
-            weights_[i].SetGlobalBuffer(reinterpret_cast<__gm__ half*>(at + parts_.weights) + tile);
-            product_[i].SetGlobalBuffer(reinterpret_cast<__gm__ float*>(at + parts_.product) + skipped_ * tiling.dim);
-            reference_[i].SetGlobalBuffer(reinterpret_cast<__gm__ half*>(at + parts_.reference) + skipped_ * kFractal);
-            verdict_[i].SetGlobalBuffer(reinterpret_cast<__gm__ int32_t*>(at + parts_.verdict) +
+            scores_[i].SetGlobalBuffer(reinterpret_cast<__gm__ half*>(at + tiling.lane.scores) + tile);
+            wide_[i].SetGlobalBuffer(reinterpret_cast<__gm__ float*>(at + tiling.lane.wide) + tile);
+            weights_[i].SetGlobalBuffer(reinterpret_cast<__gm__ half*>(at + tiling.lane.weights) + tile);
+            product_[i].SetGlobalBuffer(reinterpret_cast<__gm__ float*>(at + tiling.lane.product) + skipped_ * tiling.dim);
+            reference_[i].SetGlobalBuffer(reinterpret_cast<__gm__ half*>(at + tiling.lane.reference) + skipped_ * kFractal);
+            verdict_[i].SetGlobalBuffer(reinterpret_cast<__gm__ int32_t*>(at + tiling.lane.verdict) +
                                         AscendC::GetSubBlockIdx() * kVerdictWords);
-            offsets_[i].SetGlobalBuffer(reinterpret_cast<__gm__ float*>(at + parts_.offsets) + skipped_);
+            offsets_[i].SetGlobalBuffer(reinterpret_cast<__gm__ float*>(at + tiling.lane.offsets) + skipped_);
         }
         InitBuffers(pipe);
     }
@@ -186,15 +186,16 @@ private:
         AscendC::PipeBarrier<PIPE_V>();
         RowMath all(0, rows);
         all.ToFloat(Number(kTop), largest);
-        all.Scale(Number(kTop), Number(kTop), factor_[i]);
+        if (kExact) all.Scale(Number(kTop), Number(kTop), factor_[i]);
         const bool wide = kExact && Judge(i, j, rows, narrow, seeing);
-        if (!wide) {
-            AscendC::Cast(score_tile_, narrow, AscendC::RoundMode::CAST_NONE, rows * kBlockKeys);
-            AscendC::PipeBarrier<PIPE_V>();
-        }
+        if (!wide) AscendC::Cast(score_tile_, narrow, AscendC::RoundMode::CAST_NONE, rows * kBlockKeys);
         narrow_in_.FreeTensor(narrow);
-        if (wide) LoadWide(task, i, j, rows, all);
-        AscendC::Muls(score_tile_, score_tile_, factor_[i], rows * kBlockKeys);
+        if (wide) {
+            LoadWide(task, i, j, rows, all);
+        } else if (kExact) {
+            AscendC::PipeBarrier<PIPE_V>();
+            AscendC::Muls(score_tile_, score_tile_, factor_[i], rows * kBlockKeys);
+        }
         return wide;
     }
 
@@ -208,8 +209,7 @@ private:
         Hide<float>(task, i, j, rows, wide, kNothing);
         ReduceRows<AscendC::ReduceType::MAX>(Number(kTop), Number(kWork), wide, rows, all);
         all.Scale(Number(kTop), Number(kTop), factor_[i]);
-        AscendC::Adds(score_tile_, wide, 0.0f, rows * kBlockKeys);
-        AscendC::PipeBarrier<PIPE_V>();
+        AscendC::Muls(score_tile_, wide, factor_[i], rows * kBlockKeys);
         wide_in_.FreeTensor(wide);
     }
 
@@ -220,6 +220,7 @@ private:
     {
         const uint32_t count = Least(kBlockKeys, task.keys - j * kBlockKeys);
         HideColumns(tile, count, rows, value);
+        AscendC::PipeBarrier<PIPE_V>();
         const uint32_t partial = RowsBefore(task.lane[i], j * kBlockKeys + count - 1, rows);  // later rows see all
         const uint32_t blind = RowsBefore(task.lane[i], j * kBlockKeys, rows);
         for (uint32_t r = 0; r < partial; ++r) {
@@ -242,7 +243,6 @@ private:
             AscendC::Duplicate(tile[part * lanes], static_cast<T>(value), mask, rows, 1,
                                kBlockKeys * sizeof(T) / kBlockBytes);
         }
-        if (rows > 1) AscendC::PipeBarrier<PIPE_V>();
     }
 
     // Whether a score stands so far above its reference (in a first tile: off it) that the tile has to come in FP32.
@@ -413,6 +413,7 @@ private:
     {
         const uint32_t count = Least(kBlockKeys, task.keys - j * kBlockKeys);
         HideColumns(narrow, count, rows, 0.0f);
+        AscendC::PipeBarrier<PIPE_V>();
         AscendC::Cast(score_tile_, narrow, AscendC::RoundMode::CAST_NONE, rows * kBlockKeys);
         AscendC::PipeBarrier<PIPE_V>();
         RowMath all(0, rows);
@@ -503,7 +504,7 @@ private:
         all.Add(Number(kFirst), Number(i, kMaximum), Number(i, kFrame));
         all.Logarithm(Number(kSecond), sum);
         all.Add(lse, Number(kFirst), Number(kSecond));
-        never.Set(lse, -INFINITY);
+        never.SetBits(lse, kMinusInfinity);
         row_out_.EnQue(lse);
         lse = row_out_.DeQue<float>();
         AscendC::DataCopyExtParams p;
@@ -546,9 +547,8 @@ private:
 
     const AttentionTiling& t_;
     Tasks tasks_;
-    LaneWorkspace parts_;
     uint32_t skipped_;            // rows of a tile before this core's
-    float factor_[kLanes] = {1.0f, 1.0f};  // from units of S' to nats; the paper folds the scale into K'
+    float factor_[kLanes];  // exact: from units of S' to nats
     AscendC::GlobalTensor<half> out_;
     AscendC::GlobalTensor<float> lse_, units_;
     AscendC::GlobalTensor<half> scores_[kLanes], weights_[kLanes], reference_[kLanes];

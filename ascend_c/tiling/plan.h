@@ -30,6 +30,22 @@ constexpr Chip kChips[] = {
     {"Ascend910B4", 20, 40, 184 * kKiB - 256, 512 * kKiB - 256},
 };
 
+constexpr uint64_t RoundUp(uint64_t value, uint64_t step) { return (value + step - 1) / step * step; }
+
+constexpr LaneWorkspace LaneParts(uint32_t dim, uint32_t blocks)
+{
+    LaneWorkspace w{};
+    w.scores = 0;
+    w.wide = w.scores + kTileRows * kBlockKeys * 2;
+    w.weights = w.wide + kTileRows * kBlockKeys * 4;
+    w.product = w.weights + kTileRows * kBlockKeys * 2;
+    w.reference = w.product + uint64_t{kTileRows} * dim * 4;
+    w.verdict = w.reference + kTileRows * kFractal * 2;
+    w.offsets = w.verdict + 512;
+    w.bytes = RoundUp(w.offsets + uint64_t{2} * blocks * kTileRows * 4, 512);
+    return w;
+}
+
 struct Shape {
     uint32_t batch;
     uint32_t heads;
@@ -104,8 +120,8 @@ inline AttentionTiling PlanAttention(const Shape& shape, const Settings& setting
     t.scale = static_cast<float>(settings.scale);
     t.invariance = static_cast<float>(settings.invariance);
     t.last_invariance = static_cast<float>(settings.last_invariance);
-    t.lane_bytes = LaneParts(t.dim, t.blocks).bytes;
-    t.workspace_bytes = uint64_t{chip.cube_cores} * kLanes * t.lane_bytes;
+    t.lane = LaneParts(t.dim, t.blocks);
+    t.workspace_bytes = uint64_t{chip.cube_cores} * kLanes * t.lane.bytes;
     return t;
 }
 

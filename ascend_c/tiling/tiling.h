@@ -14,6 +14,18 @@ constexpr uint32_t kMaxDim = 256;
 constexpr uint32_t kChunk = 128;  // columns of an operand in one half of L0A or L0B
 constexpr uint32_t kVerdictWords = 8;  // 32 bytes, the smallest copy, for each vector core
 
+// A lane's workspace, in bytes from its start. Every part starts at a multiple of 512.
+struct LaneWorkspace {
+    uint64_t scores;     // FP16 (128, 128), S'
+    uint64_t wide;       // FP32 (128, 128), a rescued S'
+    uint64_t weights;    // FP16 (128, 128), P
+    uint64_t product;    // FP32 (128, D), P V
+    uint64_t reference;  // FP16 (128, 16), rho in the first two columns
+    uint64_t verdict;    // int32 (2, 8): whether a vector core wants the tile in FP32
+    uint64_t offsets;    // FP32 (2 blocks, 128): what `anchor rows` make with the queries
+    uint64_t bytes;
+};
+
 struct AttentionTiling {
     uint32_t batch;
     uint32_t heads;
@@ -30,7 +42,7 @@ struct AttentionTiling {
     float scale;
     float invariance;        // paper: beta / (1 - beta), of the first block
     float last_invariance;   // paper: of the last block, which may have fewer keys
-    uint64_t lane_bytes;     // workspace of a lane of a group
+    LaneWorkspace lane;      // of each lane of each group
     uint64_t workspace_bytes;
 };
 
@@ -44,33 +56,5 @@ struct ShiftTiling {
     uint32_t has_lengths;
     float unit;
 };
-
-// A lane's workspace, in bytes from its start. Every part starts at a multiple of 512.
-struct LaneWorkspace {
-    uint64_t scores;     // FP16 (128, 128), S'
-    uint64_t wide;       // FP32 (128, 128), a rescued S'
-    uint64_t weights;    // FP16 (128, 128), P
-    uint64_t product;    // FP32 (128, D), P V
-    uint64_t reference;  // FP16 (128, 16), rho in the first two columns
-    uint64_t verdict;    // int32 (2, 8): whether a vector core wants the tile in FP32
-    uint64_t offsets;    // FP32 (2 blocks, 128): what `anchor rows` make with the queries
-    uint64_t bytes;
-};
-
-constexpr uint64_t RoundUp(uint64_t value, uint64_t step) { return (value + step - 1) / step * step; }
-
-constexpr LaneWorkspace LaneParts(uint32_t dim, uint32_t blocks)
-{
-    LaneWorkspace w{};
-    w.scores = 0;
-    w.wide = w.scores + kTileRows * kBlockKeys * 2;
-    w.weights = w.wide + kTileRows * kBlockKeys * 4;
-    w.product = w.weights + kTileRows * kBlockKeys * 2;
-    w.reference = w.product + uint64_t{kTileRows} * dim * 4;
-    w.verdict = w.reference + kTileRows * kFractal * 2;
-    w.offsets = w.verdict + 512;
-    w.bytes = RoundUp(w.offsets + uint64_t{2} * blocks * kTileRows * 4, 512);
-    return w;
-}
 
 }  // namespace pasa

@@ -32,6 +32,7 @@ SHAPES = [
     (1, 1, 1, 2, 1, 64, False),
     (1, 1, 1, 200, 130, 256, True),
     (1, 1, 1, 257, 513, 96, True),
+    (1, 2, 1, 193, 100, 64, False),  # a vector core with one row: once without a barrier it needs
 ]
 
 

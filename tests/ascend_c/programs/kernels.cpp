@@ -1,6 +1,7 @@
 // The attention kernel on arrays: q, keys, v, and for the exact recovery anchors and units; lengths if there are any.
 #include "harness.h"
 #include "kernel/pasa_attention.h"
+#include "kernel/shift_exact.h"
 #include "kernel/shift_paper.h"
 #include "tiling/plan.h"
 
@@ -63,6 +64,7 @@ TWIN_CASE(attend)
     given.scores = bytes(scores);
     given.workspace = device.workspace<uint8_t>("workspace", tiling.workspace_bytes);
     twin::Report report = device.launch("pasa_attention", static_cast<int>(chip.cube_cores), a.options(), [&] {
+        KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_MIX_AIC_1_2);
         settings.exact ? pasa::PasaAttention<true>(given, tiling) : pasa::PasaAttention<false>(given, tiling);
     });
     a.save("out", out, rows * shape.dim);
@@ -101,6 +103,7 @@ TWIN_CASE(shift)
     twin::Options options = a.options();
     options.shape = exact ? twin::Shape::aiv_only : twin::Shape::aic_only;
     twin::Report report = device.launch(exact ? "shift_exact" : "shift_paper", a.number("cores", 3), options, [&] {
+        KERNEL_TASK_TYPE_DEFAULT(exact ? KERNEL_TYPE_MIX_AIV_1_0 : KERNEL_TYPE_AIC_ONLY);
         exact ? pasa::ShiftExact(given, tiling) : pasa::ShiftPaper(given, tiling);
     });
     a.save("keys", keys, rows * columns);
@@ -126,7 +129,7 @@ TWIN_CASE(plan)
     twin::Report report;
     try {
         const pasa::AttentionTiling t = pasa::PlanAttention(shape, settings, chip);
-        std::vector<uint64_t> found{t.lanes, t.blocks, t.lane_bytes, t.workspace_bytes, chip.cube_cores};
+        std::vector<uint64_t> found{t.lanes, t.blocks, t.lane.bytes, t.workspace_bytes, chip.cube_cores};
         for (uint32_t group = 0; group < chip.cube_cores; ++group) {  // score tiles that each group makes
             pasa::Tasks tasks(t, nullptr);
             pasa::Task task;
