@@ -1,0 +1,36 @@
+// What the binding, compiled by the host's compiler, asks of pasa.asc, compiled by CANN's: plain types on both sides.
+#pragma once
+
+#include "../tiling/tiling.h"
+
+namespace pasa {
+
+// Device memory, null where a kernel is told that there is none. kernel/task.h says what each holds.
+struct AttentionPointers {
+    void* q;
+    void* keys;
+    void* v;
+    void* anchors;
+    void* units;
+    void* lengths;
+    void* out;
+    void* lse;
+    void* workspace;
+};
+
+struct ShiftPointers {
+    void* k;         // FP16 (B, Hkv, Skv, D)
+    void* lengths;   // int32 (B,), if tiling.has_lengths
+    void* matrices;  // paper: FP16 (2, 128, 128), M of the first and of the last block, zero where it has no keys
+    void* keys;      // FP16 (B, Hkv, Skv, D [+ 16]), K'
+    void* anchors;   // exact: as in kernel/task.h
+    void* units;     // exact: as in kernel/task.h
+};
+
+// `stream` is an aclrtStream. The number of cores is that of cube cores, of ShiftExact that of vector cores.
+void LaunchAttention(bool exact, const AttentionPointers& given, const AttentionTiling& tiling, uint32_t cores,
+                     void* stream);
+void LaunchShiftExact(const ShiftPointers& given, const ShiftTiling& tiling, uint32_t cores, void* stream);
+void LaunchShiftPaper(const ShiftPointers& given, const ShiftTiling& tiling, uint32_t cores, void* stream);
+
+}  // namespace pasa
