@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Builds the Ascend C kernels where CANN and torch_npu are installed, and puts the library where pasa looks for it.
-# PYTHON names the interpreter that has pasa, torch and torch_npu; PASA_ASCEND_LIBRARY another place for the library.
-# Arguments go to cmake, such as -DCMAKE_BUILD_TYPE=Debug. Never run on an NPU machine yet.
+# PYTHON names the interpreter that has pasa, torch and torch_npu; PASA_ASCEND_LIBRARY another place for the library;
+# BUILD another folder to build in. Arguments go to cmake, such as -DCMAKE_BUILD_TYPE=Debug. Not yet run on an NPU box.
 set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 PYTHON="${PYTHON:-python3}"
-BUILD="$ROOT/build/ascend_c"
+BUILD="${BUILD:-$ROOT/build/ascend_c}"
 
 stop() {
   echo "build_ascend.sh: $1" >&2
