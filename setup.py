@@ -1,4 +1,4 @@
-"""Metadata, extras and the package map: `pasa.ops` is `ops/`, `pasa.eval` is `eval/`, `pasa.ascend_c` is `ascend_c/`."""
+"""Metadata, extras and the package map: `pasa.ops` is `ops/`, and so for `eval/` and `ascend_c/`."""
 
 import re
 from pathlib import Path
