@@ -195,10 +195,14 @@ def test_results_do_not_depend_on_the_number_of_cores(kernels, monkeypatch):
 CHECKS = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
 
 
-def test_shapes_are_known_without_data(kernels):
-    k = torch.randn(2, 2, 150, 32).half()
+@pytest.mark.parametrize("keys", [1, 128, 150])
+def test_shapes_of_shifted_keys_are_known_without_data(kernels, keys):
+    k = torch.randn(2, 2, keys, 32).half()
     opcheck(kernels.npu_shift_exact.default, (k, None, 0.125, False), test_utils=CHECKS)
     opcheck(kernels.npu_shift_paper.default, (k, torch.zeros(2, 128, 128).half(), False), test_utils=CHECKS)
+
+
+def test_shapes_of_outputs_are_known_without_data(kernels):
     opcheck(kernels.npu_attention.default, tuple(given().values()), test_utils=CHECKS)
 
 
