@@ -91,22 +91,12 @@ void Enqueue(const char* name, const Launch& launch)
 void* Pointer(const Tensor& x) { return x.data_ptr(); }
 void* Pointer(const OptionalTensor& x) { return x ? x->data_ptr() : nullptr; }
 
-ShiftTiling PlanShift(const Tensor& k, const OptionalTensor& lengths, double scale, bool saturate)
+ShiftTiling PlanShiftOf(const Tensor& k, const OptionalTensor& lengths, double scale, bool saturate)
 {
     const Shape shape{Count("k", k, 0), Count("k", k, 1), Count("k", k, 1), 1, Count("k", k, 2), Count("k", k, 3)};
-    CheckShape(shape);
     CheckTensor("k", k, k, at::kHalf, k.sizes());
     if (lengths) CheckTensor("lengths", *lengths, k, at::kInt, {k.size(0)});
-    ShiftTiling t{};
-    t.heads = shape.batch * shape.kv_heads;
-    t.kv_heads = shape.kv_heads;
-    t.keys = shape.keys;
-    t.dim = shape.dim;
-    t.blocks = static_cast<uint32_t>(Blocks(shape.keys));
-    t.saturates = saturate;
-    t.has_lengths = lengths.has_value();
-    t.unit = ScaleUnit(scale);
-    return t;
+    return PlanShift(shape, scale, saturate, lengths.has_value());
 }
 
 // ---- the operators
@@ -115,25 +105,33 @@ std::tuple<Tensor, Tensor, Tensor> ShiftExact(const Tensor& k, const OptionalTen
                                               bool saturate)
 {
     Require(scale > 0 && std::isfinite(scale), "scale must be positive and finite");
-    const ShiftTiling tiling = PlanShift(k, lengths, scale, saturate);
+    const ShiftTiling tiling = PlanShiftOf(k, lengths, scale, saturate);
     const c10::DeviceGuard guard(k.device());
     const int64_t batch = k.size(0), heads = k.size(1), dim = k.size(3), blocks = Blocks(k.size(2));
     Tensor keys = at::empty({batch, heads, k.size(2), dim + kFractal}, k.options());
     Tensor anchors = at::empty({batch, heads, 2 * blocks, dim}, k.options());
     Tensor units = at::empty({batch, heads, blocks, kUnitCopies}, k.options().dtype(at::kFloat));
-    const ShiftPointers given{Pointer(k), Pointer(lengths), nullptr, Pointer(keys), Pointer(anchors), Pointer(units)};
+    const ShiftPointers given{Pointer(k),    Pointer(lengths), nullptr,       nullptr,
+                              Pointer(keys), Pointer(anchors), Pointer(units)};
     const uint32_t cores = ChipOf(k).vector_cores;
     Enqueue("pasa_shift_exact", [=](void* stream) { LaunchShiftExact(given, tiling, cores, stream); });
     return {keys, anchors, units};
 }
 
-Tensor ShiftPaper(const Tensor& k, const Tensor& matrices, bool saturate)
+// `matrix` is M of the first block, `last_matrix` that of the last one if it has fewer keys.
+Tensor ShiftPaper(const Tensor& k, const Tensor& matrix, const OptionalTensor& last_matrix, bool saturate)
 {
-    const ShiftTiling tiling = PlanShift(k, std::nullopt, 1.0, saturate);
-    CheckTensor("matrices", matrices, k, at::kHalf, {2, kBlockKeys, kBlockKeys});
+    const ShiftTiling tiling = PlanShiftOf(k, std::nullopt, 1.0, saturate);
+    const int64_t first = std::min<int64_t>(tiling.keys, kBlockKeys);
+    const int64_t last = tiling.keys - (tiling.blocks - 1) * kBlockKeys;
+    CheckTensor("matrix", matrix, k, at::kHalf, {first, first});
+    TORCH_CHECK_VALUE(last_matrix.has_value() == (last < first), "last_matrix is for a last block of fewer keys; here ",
+                      "blocks have ", first, " and the last one ", last);
+    if (last_matrix) CheckTensor("last_matrix", *last_matrix, k, at::kHalf, {last, last});
     const c10::DeviceGuard guard(k.device());
     Tensor keys = at::empty(k.sizes(), k.options());
-    const ShiftPointers given{Pointer(k), nullptr, Pointer(matrices), Pointer(keys), nullptr, nullptr};
+    const ShiftPointers given{Pointer(k),    nullptr, Pointer(matrix), Pointer(last_matrix),
+                              Pointer(keys), nullptr, nullptr};
     const uint32_t cores = ChipOf(k).cube_cores;
     Enqueue("pasa_shift_paper", [=](void* stream) { LaunchShiftPaper(given, tiling, cores, stream); });
     return keys;
@@ -190,7 +188,10 @@ std::tuple<Tensor, Tensor, Tensor> ShiftExactShapes(const Tensor& k, const Optio
             at::empty_symint({s[0], s[1], blocks, kUnitCopies}, k.options().dtype(at::kFloat))};
 }
 
-Tensor ShiftPaperShapes(const Tensor& k, const Tensor&, bool) { return at::empty_symint(k.sym_sizes(), k.options()); }
+Tensor ShiftPaperShapes(const Tensor& k, const Tensor&, const OptionalTensor&, bool)
+{
+    return at::empty_symint(k.sym_sizes(), k.options());
+}
 
 std::tuple<Tensor, Tensor> AttentionShapes(const Tensor& q, const Tensor&, const Tensor&, const OptionalTensor&,
                                            const OptionalTensor&, const OptionalTensor&, bool, double, double, double,
@@ -205,7 +206,7 @@ std::tuple<Tensor, Tensor> AttentionShapes(const Tensor& q, const Tensor&, const
 TORCH_LIBRARY_FRAGMENT(pasa, m)
 {
     m.def("npu_shift_exact(Tensor k, Tensor? lengths, float scale, bool saturate) -> (Tensor, Tensor, Tensor)");
-    m.def("npu_shift_paper(Tensor k, Tensor matrices, bool saturate) -> Tensor");
+    m.def("npu_shift_paper(Tensor k, Tensor matrix, Tensor? last_matrix, bool saturate) -> Tensor");
     m.def(
         "npu_attention(Tensor q, Tensor keys, Tensor v, Tensor? anchors, Tensor? units, Tensor? lengths, "
         "bool is_causal, float scale, float invariance, float last_invariance, bool saturate) -> (Tensor, Tensor)");

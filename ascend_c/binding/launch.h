@@ -18,13 +18,15 @@ struct AttentionPointers {
     void* workspace;
 };
 
+// kernel/shift_exact.h says what each holds.
 struct ShiftPointers {
-    void* k;         // FP16 (B, Hkv, Skv, D)
-    void* lengths;   // int32 (B,), if tiling.has_lengths
-    void* matrices;  // paper: FP16 (2, 128, 128), M of the first and of the last block, zero where it has no keys
-    void* keys;      // FP16 (B, Hkv, Skv, D [+ 16]), K'
-    void* anchors;   // exact: as in kernel/task.h
-    void* units;     // exact: as in kernel/task.h
+    void* k;
+    void* lengths;
+    void* matrix;
+    void* last_matrix;
+    void* keys;
+    void* anchors;
+    void* units;
 };
 
 // `stream` is an aclrtStream. The number of cores is that of cube cores, of ShiftExact that of vector cores.

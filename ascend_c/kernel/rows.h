@@ -1,4 +1,6 @@
-// Arithmetic of a vector core, each call finished before the next one starts: numbers of 64 rows, and tiles (64, 128).
+// Arithmetic of a vector core: numbers of 64 rows, and tiles (64, 128). Each of these calls ends before the next vector
+// call starts. Elsewhere a PipeBarrier stands where the next call needs the last one's result and none of these, nor
+// anything else with a barrier, lies between: every one is needed (tests/ascend_c/test_mutants.py).
 #pragma once
 
 #include "port.h"
@@ -58,11 +60,25 @@ public:
         AscendC::Muls(to, a, factor, mask_, 1, AscendC::UnaryRepeatParams(1, 1, 8, 8));
         AscendC::PipeBarrier<PIPE_V>();
     }
+    __aicore__ inline void AtLeast(const Row& to, const Row& a, float least)
+    {
+        AscendC::Maxs(to, a, least, mask_, 1, AscendC::UnaryRepeatParams(1, 1, 8, 8));
+        AscendC::PipeBarrier<PIPE_V>();
+    }
+    __aicore__ inline void AtMost(const Row& to, const Row& a, float most)
+    {
+        AscendC::Mins(to, a, most, mask_, 1, AscendC::UnaryRepeatParams(1, 1, 8, 8));
+        AscendC::PipeBarrier<PIPE_V>();
+    }
     __aicore__ inline void Clamp(const Row& to, const Row& a, float largest)
     {
-        AscendC::Mins(to, a, largest, mask_, 1, AscendC::UnaryRepeatParams(1, 1, 8, 8));
-        AscendC::PipeBarrier<PIPE_V>();
-        AscendC::Maxs(to, to, -largest, mask_, 1, AscendC::UnaryRepeatParams(1, 1, 8, 8));
+        AtMost(to, a, largest);
+        AtLeast(to, to, -largest);
+    }
+    // To the nearest integer, half to even.
+    __aicore__ inline void Round(const Row& to, const Row& a)
+    {
+        AscendC::Cast(to, a, AscendC::RoundMode::CAST_RINT, mask_, 1, AscendC::UnaryRepeatParams(1, 1, 8, 8));
         AscendC::PipeBarrier<PIPE_V>();
     }
     __aicore__ inline void Absolute(const Row& to, const Row& a)
@@ -111,6 +127,8 @@ __aicore__ inline void ReduceRows(const AscendC::LocalTensor<float>& to, const A
         math.Add(to, work, work[kFloats]);
     }
 }
+
+constexpr float kHalfLargest = 65504.0f;
 
 // A number of each row, eight times: what a binary call with a block stride of 0 takes for a whole row.
 __aicore__ inline void Spread(const AscendC::LocalTensor<float>& to, const AscendC::LocalTensor<float>& row,

@@ -6,7 +6,6 @@
 
 namespace pasa {
 
-constexpr float kHalfLargest = 65504.0f;
 constexpr float kNothing = -0x1p126f;     // a running maximum before the first key: finite, and below every score
 constexpr float kReach = 8.0f;            // nats above its reference at which FP16 stores a score too coarsely
 constexpr float kZeroWeight = 104.0f;     // exp(-104) is zero even among FP32's subnormals
@@ -109,9 +108,16 @@ private:
     // How many of this core's first rows see no key of block j.
     __aicore__ inline uint32_t Blind(const Task& task, const LaneTask& lane, uint32_t j, uint32_t rows) const
     {
-        uint32_t blind = 0;
-        while (blind < rows && tasks_.Seen(task, lane.first_row + skipped_ + blind) <= j * kBlockKeys) ++blind;
-        return blind;
+        if (task.keys <= j * kBlockKeys) return rows;
+        return RowsBefore(lane, j * kBlockKeys, rows);
+    }
+
+    // How many of this core's first rows see at most so many keys, because of the causal mask.
+    __aicore__ inline uint32_t RowsBefore(const LaneTask& lane, uint32_t keys, uint32_t rows) const
+    {
+        if (!t_.causal) return 0;
+        const int64_t first = static_cast<int64_t>(keys) + t_.rows - t_.keys - (lane.first_row + skipped_);
+        return first <= 0 ? 0 : static_cast<uint32_t>(first < rows ? first : rows);
     }
 
     __aicore__ inline void Begin(const Task& task, uint32_t i)
@@ -126,7 +132,6 @@ private:
             all.Set(Number(i, kFrame), 0.0f);
             all.Set(Number(i, kOffset), 0.0f);
             AscendC::Duplicate(Output(i), 0.0f, rows * t_.dim);
-            AscendC::PipeBarrier<PIPE_V>();
         }
         if (!kExact || lane.steps == 0) return;
         AscendC::CrossCoreWaitFlag<kGroup>(kProductReady + i);
@@ -190,7 +195,6 @@ private:
         narrow_in_.FreeTensor(narrow);
         if (wide) LoadWide(task, i, j, rows, all);
         AscendC::Muls(score_tile_, score_tile_, factor_[i], rows * kBlockKeys);
-        AscendC::PipeBarrier<PIPE_V>();
         return wide;
     }
 
@@ -216,13 +220,13 @@ private:
     {
         const uint32_t count = Least(kBlockKeys, task.keys - j * kBlockKeys);
         HideColumns(tile, count, rows, value);
-        if (!t_.causal) return;
-        for (uint32_t r = 0; r < rows; ++r) {
-            const uint32_t seen = tasks_.Seen(task, task.lane[i].first_row + skipped_ + r);
-            if (seen >= j * kBlockKeys + count) break;  // later rows see more
-            HideColumns(tile[r * kBlockKeys], seen <= j * kBlockKeys ? 0 : seen - j * kBlockKeys, 1, value);
+        const uint32_t partial = RowsBefore(task.lane[i], j * kBlockKeys + count - 1, rows);  // later rows see all
+        const uint32_t blind = RowsBefore(task.lane[i], j * kBlockKeys, rows);
+        for (uint32_t r = 0; r < partial; ++r) {
+            const uint32_t seen = r < blind ? 0 : tasks_.Seen(task, task.lane[i].first_row + skipped_ + r) - j * kBlockKeys;
+            HideColumns(tile[r * kBlockKeys], seen, 1, value);
         }
-        AscendC::PipeBarrier<PIPE_V>();
+        if (partial > 0) AscendC::PipeBarrier<PIPE_V>();
     }
 
     // Columns from `first` on, of so many rows.
@@ -270,12 +274,12 @@ private:
     // With a tiny scale even FP16's lowest number has weight. Hidden scores hold it too: then a tile is wide in vain.
     __aicore__ inline bool HasBottom(const HalfTile& narrow, uint32_t rows)
     {
+        RowMath(0, kHalfRows).Set(Number(kFirst), 0.0f);
         HalfTile lowest = half_row_buffer_.Get<half>();
         AscendC::ReduceRepeat<AscendC::ReduceType::MIN>(lowest, narrow, kBlockKeys, rows, 1, 1,
                                                         kRepeatBytes / kBlockBytes,
                                                         AscendC::ReduceOrder::ORDER_ONLY_VALUE);
         AscendC::PipeBarrier<PIPE_V>();
-        RowMath(0, kHalfRows).Set(Number(kFirst), 0.0f);
         RowMath(0, rows).ToFloat(Number(kFirst), lowest);
         return Extreme<AscendC::ReduceType::MIN>(Number(kFirst)) <= -kHalfLargest;
     }
@@ -325,12 +329,12 @@ private:
         seeing.Larger(Number(kFirst), maximum, Number(kHere));
         seeing.Subtract(keep, maximum, Number(kFirst));
         seeing.Exponential(keep, keep);
+        seeing.Multiply(sum, sum, keep);
         seeing.Subtract(gain, Number(kHere), Number(kFirst));
         seeing.Exponential(gain, gain);
-        seeing.Scale(maximum, Number(kFirst), 1.0f);
-        seeing.Multiply(sum, sum, keep);
         seeing.Multiply(Number(kRowSum), Number(kRowSum), gain);
         seeing.Add(sum, sum, Number(kRowSum));
+        seeing.Scale(maximum, Number(kFirst), 1.0f);
     }
 
     // ---- exact recovery: the reference of block j, and the offset that brings its scores into the row's frame
@@ -385,7 +389,6 @@ private:
             all.Clamp(rest, part == 0 ? wanted : rest, kHalfLargest);
             all.ToHalf(term, rest);
             AscendC::Brcb(spread[part * kHalfRows * kFractal], term, (rows + 7) / 8, AscendC::BrcbRepeatParams(1, 8));
-            AscendC::PipeBarrier<PIPE_V>();
             all.ToFloat(part == 0 ? rounded : rest, term);
         }
         all.Add(wanted, rounded, rest);
@@ -397,7 +400,6 @@ private:
             uint64_t mask[2] = {column, column};
             AscendC::Adds(out, spread[part * kHalfRows * kFractal], static_cast<half>(0.0f), mask, (rows + 7) / 8,
                           AscendC::UnaryRepeatParams(1, 1, 8, 8));
-            AscendC::PipeBarrier<PIPE_V>();
         }
         reference_out_.EnQue(out);
         out = reference_out_.DeQue<half>();
@@ -470,7 +472,6 @@ private:
                              AscendC::BinaryRepeatParams(1, 1, 1, t_.dim / kFloatBlock, t_.dim / kFloatBlock,
                                                          width / kFloatBlock));
             }
-            AscendC::PipeBarrier<PIPE_V>();
             wide_in_.FreeTensor(product);
         }
     }

@@ -9,26 +9,25 @@
 
 namespace pasa {
 
-// What of a chip decides on tiles. Sizes in bytes, as the vendor's documents give them.
+constexpr uint64_t kKiB = 1024;
+
+// What of a chip decides on tiles: cores, and bytes a core may use (the vendor's documents; 256 bytes of UB and L1 are
+// taken in mixed kernels, 8 KiB of UB unless the compiler is told --cce-disable-asc-reserved-ubuf).
 struct Chip {
     const char* name;
     uint32_t cube_cores;
     uint32_t vector_cores;
     uint64_t unified_buffer;
     uint64_t l1;
-    uint64_t l0a;
-    uint64_t l0b;
-    uint64_t l0c;
 };
 
-constexpr uint64_t kKiB = 1024;
-// A group is a cube core and two vector cores. 310P has no such pairing, no FIX pipe into GM and no BF16: its kernels
-// would keep scores in L0C -> UB, and are not written.
+// L0A, L0B and L0C are the same on all of them: multiply.h. 310P is another machine: its cores hold cube and vector
+// units together, L0C goes to UB and not to GM, there is no BF16, and scores would never leave the core.
 constexpr Chip kChips[] = {
-    {"Ascend910B1", 24, 48, 192 * kKiB, 512 * kKiB, 64 * kKiB, 64 * kKiB, 128 * kKiB},
-    {"Ascend910B2", 24, 48, 192 * kKiB, 512 * kKiB, 64 * kKiB, 64 * kKiB, 128 * kKiB},
-    {"Ascend910B3", 20, 40, 192 * kKiB, 512 * kKiB, 64 * kKiB, 64 * kKiB, 128 * kKiB},
-    {"Ascend910B4", 20, 40, 192 * kKiB, 512 * kKiB, 64 * kKiB, 64 * kKiB, 128 * kKiB},
+    {"Ascend910B1", 24, 48, 184 * kKiB - 256, 512 * kKiB - 256},
+    {"Ascend910B2", 24, 48, 184 * kKiB - 256, 512 * kKiB - 256},
+    {"Ascend910B3", 20, 40, 184 * kKiB - 256, 512 * kKiB - 256},
+    {"Ascend910B4", 20, 40, 184 * kKiB - 256, 512 * kKiB - 256},
 };
 
 struct Shape {
@@ -68,11 +67,18 @@ inline void CheckShape(const Shape& s)
             text("dim", s.dim) + " must be a multiple of 16, from 16 to 256");
 }
 
-// Bytes of the unified buffer that a vector core needs: vector_side.h, InitBuffers.
+// Bytes of the unified buffer that a vector core takes: vector_side.h, InitBuffers.
 constexpr uint64_t UnifiedBytes(uint32_t dim, uint32_t lanes)
 {
-    const uint64_t tile = kHalfRows * kBlockKeys;
-    return tile * 2 + tile * 4 + tile * 2 + tile * 4 + uint64_t{lanes} * kHalfRows * dim * 4 + 16 * kKiB;
+    const uint64_t tile = kHalfRows * kBlockKeys, numbers = 15 * kKiB;
+    return tile * (2 + 4 + 2 + 4) + uint64_t{lanes} * kHalfRows * dim * 4 + numbers;
+}
+
+// Bytes of L1 that the cube core takes: cube_side.h. The exact recovery takes more.
+constexpr uint64_t L1Bytes(uint32_t dim, uint32_t lanes)
+{
+    return 2 * (lanes * kTileRows * dim + 2 * kBlockKeys * (dim + kFractal) + 2 * kBlockKeys * dim +
+                2 * kTileRows * kBlockKeys + kTileRows * kFractal);
 }
 
 inline AttentionTiling PlanAttention(const Shape& shape, const Settings& settings, const Chip& chip)
@@ -89,6 +95,8 @@ inline AttentionTiling PlanAttention(const Shape& shape, const Settings& setting
     t.dim = shape.dim;
     t.blocks = static_cast<uint32_t>(RoundUp(shape.keys, kBlockKeys) / kBlockKeys);
     t.lanes = UnifiedBytes(shape.dim, kLanes) <= chip.unified_buffer ? kLanes : 1;
+    Require(UnifiedBytes(shape.dim, t.lanes) <= chip.unified_buffer && L1Bytes(shape.dim, t.lanes) <= chip.l1,
+            "dim=" + std::to_string(shape.dim) + " does not fit into " + chip.name);
     t.causal = settings.causal;
     t.saturates = settings.saturates;
     t.has_lengths = settings.has_lengths;
@@ -103,5 +111,20 @@ inline AttentionTiling PlanAttention(const Shape& shape, const Settings& setting
 
 // The share of the softmax scale that K' may hold: a power of two.
 inline float ScaleUnit(double scale) { return static_cast<float>(std::fmin(1.0, std::exp2(std::floor(std::log2(scale) + 0.5)))); }
+
+inline ShiftTiling PlanShift(const Shape& shape, double scale, bool saturates, bool has_lengths)
+{
+    CheckShape(shape);
+    ShiftTiling t{};
+    t.heads = shape.batch * shape.kv_heads;
+    t.kv_heads = shape.kv_heads;
+    t.keys = shape.keys;
+    t.dim = shape.dim;
+    t.blocks = static_cast<uint32_t>(RoundUp(shape.keys, kBlockKeys) / kBlockKeys);
+    t.saturates = saturates;
+    t.has_lengths = has_lengths;
+    t.unit = ScaleUnit(scale);
+    return t;
+}
 
 }  // namespace pasa

@@ -179,4 +179,27 @@ TWIN_SCALAR(Mins, twin::smaller(x, s))
 #undef TWIN_BINARY
 #undef TWIN_SCALAR
 
+// Bit by bit; on A2 of 16-bit integers (page "And").
+template <typename T>
+void And(const LocalTensor<T>& dst, const LocalTensor<T>& src0, const LocalTensor<T>& src1, const int32_t& count,
+         Here here = Here::now())
+{
+    static_assert(twin::is_one_of<T, int16_t, uint16_t>, "And takes int16_t and uint16_t on A2");
+    twin::Instruction op("And", twin::Pipe::V, here);
+    constexpr int lanes = twin::kLanes<T>;
+    const twin::Plan plan = twin::counted(count).plan(op, lanes);
+    const twin::Operand d = twin::packed(dst, lanes), a = twin::packed(src0, lanes), b = twin::packed(src1, lanes);
+    twin::prepare(op, plan, d, {a, b});
+    twin::count_vector(op, twin::TypeName<T>::value, plan);
+    op.run([=] {
+        T x[twin::kMaxLanes] = {}, y[twin::kMaxLanes] = {};
+        for (int64_t r = 0; r < plan.repeats; ++r) {
+            twin::load<T>(a, plan, r, x);
+            twin::load<T>(b, plan, r, y);
+            for (int i = 0; i < lanes; ++i) x[i] = static_cast<T>(x[i] & y[i]);
+            twin::store<T>(d, plan, r, x);
+        }
+    });
+}
+
 }  // namespace AscendC

@@ -103,7 +103,7 @@ def _kernels(
     q, k, v = (pad_head_dim(x) for x in (q, k, v))
     if options.recovery == "paper":
         tables = paper_tables(k.shape[2], scale, options.beta, k.device)
-        keys = kernels.npu_shift_paper(k, tables.matrices, saturate)
+        keys = kernels.npu_shift_paper(k, tables.matrix, tables.last_matrix, saturate)
         found, invariances = (None, None), (tables.invariance, tables.last_invariance)
     else:
         keys, *found = kernels.npu_shift_exact(k, lengths, scale, saturate)
@@ -123,30 +123,34 @@ class PaperTables(NamedTuple):
 
     Attributes
     ----------
-    matrices : Tensor (2, 128, 128), FP16
-        The shifting matrix of the first block and of the last one, zero where the block has no keys.
+    matrix : Tensor (n, n), FP16
+        The shifting matrix of the first block.
+    last_matrix : Tensor (m, m), FP16, optional
+        That of the last block, where it has fewer keys.
     invariance, last_invariance : float
-        Those of the two.
+        Those of the two blocks.
     """
 
-    matrices: Tensor
+    matrix: Tensor
+    last_matrix: Tensor | None
     invariance: float
     last_invariance: float
 
 
 def paper_tables(keys: int, scale: float, beta: float | None, device: torch.device) -> PaperTables:
-    """Shifting matrices for so many keys; the last block may have fewer than the others."""
+    """Shifting matrices for so many keys."""
     return _tables(min(keys, BLOCK), (keys - 1) % BLOCK + 1, scale, beta, device)
 
 
 @cache
 def _tables(first: int, last: int, scale: float, beta: float | None, device: torch.device) -> PaperTables:
-    matrices, factors = torch.zeros(2, BLOCK, BLOCK, dtype=torch.float16), []
-    for i, n in enumerate((first, last)):
-        solved, factor = paper_beta(beta, n, scale)
-        matrices[i, :n, :n] = shifting_matrix(n, solved, scale=scale)
-        factors.append(factor)
-    return PaperTables(matrices.to(device), *factors)
+    (matrix, factor), (last_matrix, last_factor) = (_table(n, scale, beta, device) for n in (first, last))
+    return PaperTables(matrix, last_matrix if last < first else None, factor, last_factor)
+
+
+def _table(n: int, scale: float, beta: float | None, device: torch.device) -> tuple[Tensor, float]:
+    solved, factor = paper_beta(beta, n, scale)
+    return shifting_matrix(n, solved, scale=scale).to(device), factor
 
 
 # ---- the library, and who serves without it

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.ascend_c.twin_build import PROGRAMS, SANITIZED, Program, build, build_library
+from tests.ascend_c.twin_build import FAST, PROGRAMS, SANITIZED, TWIN, Program, build, build_library
 
 
 @pytest.fixture(scope="session")
@@ -36,3 +36,15 @@ def npu_library(twin_folder):
     """The library of torch.ops.pasa.npu_*, its kernels on the CPU twin and its tensors the CPU's: what
     scripts/build_ascend.sh makes of a CANN and a torch_npu that are not there."""
     return build_library(twin_folder)
+
+
+@pytest.fixture
+def kernels(twin_program):
+    """The kernels, and a launch of each."""
+    return twin_program("kernels", optimise=FAST, include=[TWIN.parent], define=["PASA_CPU_TWIN"])
+
+
+@pytest.fixture
+def sanitized_kernels(twin_program):
+    """The same under AddressSanitizer and UndefinedBehaviorSanitizer."""
+    return twin_program("kernels", include=[TWIN.parent], define=["PASA_CPU_TWIN"])

@@ -1,7 +1,4 @@
-"""The binding: what it refuses, the shapes it makes, and its kernels' results, on the CPU twin in place of an NPU.
-
-K' comes from the test program until it has kernels, so what holds here of K' is its place in memory.
-"""
+"""The binding: what it refuses, the shapes it makes, and its kernels' results, on the CPU twin in place of an NPU."""
 
 import dataclasses
 import re
@@ -26,10 +23,12 @@ CONFIGS = {
     for overflow in ("inf", "saturate")
 }
 HALF_ULP = 2.0**-11  # of an output near 1
+# The published recovery multiplies the row mean of S' by 63 or so: one ulp more in one of 128 scores of 2 moves it so far.
+LSE_BOUND = {"exact": 1e-3, "paper": 1e-3 + 63 * 2.0**-9 / 128}
 
 
 @pytest.fixture
-def kernels(npu_library, monkeypatch):
+def npu(npu_library, monkeypatch):
     """torch.ops.pasa, and the backend `npu` ready for tensors of the CPU."""
     monkeypatch.setenv("PASA_ASCEND_LIBRARY", str(npu_library))
     npu_backend.library_error.cache_clear()
@@ -39,7 +38,7 @@ def kernels(npu_library, monkeypatch):
     npu_backend.library_error.cache_clear()
 
 
-def test_the_backend_is_available(kernels):
+def test_the_backend_is_available(npu):
     status = next(line for line in pasa.backends() if line.name == "npu")
     assert status.available
     assert "not on an NPU" in status.reason
@@ -53,7 +52,7 @@ def test_the_backend_is_available(kernels):
     ("heads", "lengths", "dim", "is_causal"),
     [((1, 1), (1, 63), 64, False), ((4, 2), (40, 70), 40, True), ((3, 1), (130, 300), 80, True)],
 )
-def test_attention_is_as_the_emulation(kernels, name, heads, lengths, dim, is_causal):
+def test_attention_is_as_the_emulation(npu, name, heads, lengths, dim, is_causal):
     """The kernels' own tests are stricter; here arguments could be in the wrong order."""
     q, k, v = normal_qkv(heads, lengths, dim)
     q, k = q + 2, k + 2
@@ -64,23 +63,23 @@ def test_attention_is_as_the_emulation(kernels, name, heads, lengths, dim, is_ca
     assert max_error(out, golden) <= 2 * max_error(emulated, golden) + HALF_ULP
     seen = golden_lse > -torch.inf
     assert torch.equal(lse > -torch.inf, seen)
-    assert float((lse - emulated_lse)[seen].abs().max()) <= 1e-3
+    assert float((lse - emulated_lse)[seen].abs().max()) <= LSE_BOUND[name.split("-")[0]]
 
 
 @pytest.mark.parametrize("recovery", ["exact", "paper"])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_packed_sequences(kernels, recovery, is_causal):
+def test_packed_sequences(npu, recovery, is_causal):
     """Of several lengths, one without keys and one without queries; causal with more keys than queries."""
     edges_q, edges_k = torch.tensor([0, 5, 9, 44, 44, 74]), torch.tensor([0, 10, 10, 140, 143, 178])
-    q, k, v = torch.randn(74, 4, 32).half(), torch.randn(178, 2, 32).half() + 3, torch.randn(178, 2, 32).half()
+    q, k, v = (x[0].transpose(0, 1) for x in normal_qkv((4, 2), (74, 178), 32))
     how = {"is_causal": is_causal, "config": pasa.PasaConfig(recovery=recovery), "return_lse": True}
-    out, lse = pasa.attention_varlen(q, k, v, edges_q, edges_k, 35, 130, backend="npu", **how)
-    expected, expected_lse = pasa.attention_varlen(q, k, v, edges_q, edges_k, 35, 130, backend="reference", **how)
+    out, lse = pasa.attention_varlen(q, k + 2, v, edges_q, edges_k, 35, 130, backend="npu", **how)
+    expected, expected_lse = pasa.attention_varlen(q, k + 2, v, edges_q, edges_k, 35, 130, backend="reference", **how)
     torch.testing.assert_close(out, expected, atol=4 * HALF_ULP, rtol=0)
-    torch.testing.assert_close(lse, expected_lse, atol=1e-3, rtol=0)
+    torch.testing.assert_close(lse, expected_lse, atol=LSE_BOUND[recovery], rtol=0)
 
 
-def test_inputs_of_other_types_are_converted(kernels):
+def test_inputs_of_other_types_are_converted(npu):
     q, k, v = normal_qkv((2, 1), (20, 30), 48)
     out = pasa.attention(q, k, v, backend="npu")
     for dtype in (torch.bfloat16, torch.float32):
@@ -94,10 +93,10 @@ def test_inputs_of_other_types_are_converted(kernels):
 
 
 @pytest.mark.parametrize("keys", [1, 100, 128, 129, 300])
-def test_tables_of_the_published_recovery(kernels, keys):
+def test_tables_of_the_published_recovery(npu, keys):
     scale, k = 0.125, torch.randn(2, 3, keys, 32).half()
     tables = npu_backend.paper_tables(keys, scale, None, torch.device("cpu"))
-    shifted = kernels.npu_shift_paper(k, tables.matrices, False)
+    shifted = npu.npu_shift_paper(k, tables.matrix, tables.last_matrix, False)
     for start in range(0, keys, 128):
         part = k[:, :, start : start + 128].float()
         beta, factor = paper_beta(None, part.shape[2], scale)
@@ -107,10 +106,10 @@ def test_tables_of_the_published_recovery(kernels, keys):
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.125, 80**-0.5, 2.0**-20, 3.0])
-def test_exact_shift_keeps_the_keys(kernels, scale):
+def test_exact_shift_keeps_the_keys(npu, scale):
     """And the kernels' share of the scale is the reference's."""
     k = torch.randn(1, 2, 200, 48).half() + 5
-    keys, anchors, units = kernels.npu_shift_exact(k, None, scale, False)
+    keys, anchors, units = npu.npu_shift_exact(k, None, scale, False)
     assert (keys.shape, anchors.shape, units.shape) == ((1, 2, 200, 64), (1, 2, 4, 48), (1, 2, 2, 8))
     unit = min(1.0, 2.0 ** torch.tensor(scale).log2().add(0.5).floor().item())
     first = shift_exact(k[:, :, :128].float(), unit)
@@ -159,31 +158,47 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("changed", "error", "sentence"), REFUSED, ids=[each[2] for each in REFUSED])
-def test_what_does_not_fit_is_refused(kernels, changed, error, sentence):
+def test_what_does_not_fit_is_refused(npu, changed, error, sentence):
     with pytest.raises(error, match=sentence):
-        kernels.npu_attention(*given(**changed).values())
+        npu.npu_attention(*given(**changed).values())
 
 
-def test_the_published_recovery_takes_no_lengths(kernels):
+def test_the_published_recovery_takes_no_lengths(npu):
     changed = given(anchors=None, units=None, keys=torch.zeros(2, 2, 150, 32).half())
     with pytest.raises(ValueError, match="the published recovery takes no lengths"):
-        kernels.npu_attention(*changed.values())
+        npu.npu_attention(*changed.values())
+
+
+@pytest.mark.parametrize(
+    ("keys", "matrix", "last_matrix", "sentence"),
+    [
+        (300, 44, 44, r"matrix has shape \[44, 44\], expected \[128, 128\]"),
+        (300, 128, None, "last_matrix is for a last block of fewer keys; here blocks have 128 and the last one 44"),
+        (300, 128, 128, r"last_matrix has shape \[128, 128\], expected \[44, 44\]"),
+        (256, 128, 128, "last_matrix is for a last block of fewer keys; here blocks have 128 and the last one 128"),
+        (44, 44, 44, "here blocks have 44 and the last one 44"),
+    ],
+)
+def test_matrices_fit_the_blocks(npu, keys, matrix, last_matrix, sentence):
+    first, last = (None if n is None else torch.zeros(n, n).half() for n in (matrix, last_matrix))
+    with pytest.raises(ValueError, match=sentence):
+        npu.npu_shift_paper(torch.zeros(1, 1, keys, 16).half(), first, last, False)
 
 
 @pytest.mark.parametrize(
     ("soc", "served"),
     [("Ascend910B1", True), ("Ascend910B2C", True), ("Ascend910B4-1", True), ("Ascend310P3", False), ("", False)],
 )
-def test_chips(kernels, monkeypatch, soc, served):
+def test_chips(npu, monkeypatch, soc, served):
     monkeypatch.setenv("FAKE_SOC", soc)
     if served:
-        kernels.npu_attention(*given().values())
+        npu.npu_attention(*given().values())
     else:
         with pytest.raises(NotImplementedError, match=f"no kernel was written for this chip, '{soc}'"):
-            kernels.npu_attention(*given().values())
+            npu.npu_attention(*given().values())
 
 
-def test_results_do_not_depend_on_the_number_of_cores(kernels, monkeypatch):
+def test_results_do_not_depend_on_the_number_of_cores(npu, monkeypatch):
     q, k, v = normal_qkv((2, 1), (150, 200), 32, batch=2)
     outputs = []
     for cores in ("1", "3", "20"):
@@ -196,14 +211,15 @@ CHECKS = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
 
 
 @pytest.mark.parametrize("keys", [1, 128, 150])
-def test_shapes_of_shifted_keys_are_known_without_data(kernels, keys):
+def test_shapes_of_shifted_keys_are_known_without_data(npu, keys):
     k = torch.randn(2, 2, keys, 32).half()
-    opcheck(kernels.npu_shift_exact.default, (k, None, 0.125, False), test_utils=CHECKS)
-    opcheck(kernels.npu_shift_paper.default, (k, torch.zeros(2, 128, 128).half(), False), test_utils=CHECKS)
+    opcheck(npu.npu_shift_exact.default, (k, None, 0.125, False), test_utils=CHECKS)
+    tables = npu_backend.paper_tables(keys, 1.0, None, k.device)
+    opcheck(npu.npu_shift_paper.default, (k, tables.matrix, tables.last_matrix, False), test_utils=CHECKS)
 
 
-def test_shapes_of_outputs_are_known_without_data(kernels):
-    opcheck(kernels.npu_attention.default, tuple(given().values()), test_utils=CHECKS)
+def test_shapes_of_outputs_are_known_without_data(npu):
+    opcheck(npu.npu_attention.default, tuple(given().values()), test_utils=CHECKS)
 
 
 # ---- what only an NPU compiles: names alone
@@ -217,20 +233,38 @@ def fields(path, struct):
 
 def test_entries_hand_every_pointer_on():
     entries = (SOURCES / "kernel" / "pasa.asc").read_text(encoding="utf-8")
-    pointers = fields("kernel/task.h", "Arguments")
-    assert set(pointers) - set(fields("binding/launch.h", "AttentionPointers")) == {"scores"}
-    assert all(f"arguments.{name} = " in entries for name in pointers)
-    for struct in ("AttentionPointers", "ShiftPointers"):
-        assert all(f"p.{name}" in entries for name in fields("binding/launch.h", struct))
+    for kernel, struct, binding in (
+        ("task", "Arguments", "AttentionPointers"),
+        ("shift_exact", "ShiftArguments", "ShiftPointers"),
+    ):
+        members = fields(f"kernel/{kernel}.h", struct)
+        assert set(members) - {"scores"} == set(fields("binding/launch.h", binding))
+        assert all(f"arguments.{name} = " in entries for name in members)
+        assert all(f"p.{name}" in entries for name in fields("binding/launch.h", binding))
 
 
 def test_entries_call_what_there_is():
-    """The headers that pasa.asc includes exist, or are those of K', which has no kernels yet."""
+    """Files, launches that the binding declares, and the kernels' entry functions."""
     entries = (SOURCES / "kernel" / "pasa.asc").read_text(encoding="utf-8")
-    included = re.findall(r'#include "(.+)"', entries)
-    absent = {name for name in included if not (SOURCES / "kernel" / name).exists()}
-    assert absent <= {"shift_exact.h", "shift_paper.h"}
-    assert "PasaAttention" in (SOURCES / "kernel" / "pasa_attention.h").read_text(encoding="utf-8")
-    declared = (SOURCES / "binding" / "launch.h").read_text(encoding="utf-8")
+    files = [(SOURCES / "kernel" / name).resolve() for name in re.findall(r'#include "(.+)"', entries)]
+    headers = [path.read_text(encoding="utf-8") for path in [*files, SOURCES / "kernel" / "shift_exact.h"]]
     for name in re.findall(r"^void (Launch\w+)\(", entries, re.MULTILINE):
-        assert f"void {name}(" in declared
+        assert any(f"void {name}(" in header for header in headers)
+    called = re.findall(r"^    pasa::(\w+)(?:<kExact>)?\(arguments, tiling\);", entries, re.MULTILINE)
+    assert called == ["PasaAttention", "ShiftExact", "ShiftPaper"]
+    for name in called:
+        assert any(f"inline void {name}(const " in header for header in headers)
+
+
+def test_attributes_of_entries():
+    """Attention: a cube core with its two vector cores. SyncAll among vector cores: documented as `__mix__(0, 1)`, in
+    batch mode, or two streams could wait for each other for ever."""
+    entries = (SOURCES / "kernel" / "pasa.asc").read_text(encoding="utf-8")
+    found = dict(re.findall(r"^(.*__global__ .*) void (\w+)\(GM_ADDR", entries, re.MULTILINE))
+    assert {name: attributes for attributes, name in found.items()} == {
+        "pasa_attention": "__global__ __mix__(1, 2)",
+        "pasa_shift_exact": "__schedmode__(1) __global__ __mix__(0, 1)",
+        "pasa_shift_paper": "__global__ __cube__",
+    }
+    syncs = {path.name for path in (SOURCES / "kernel").glob("*.h") if "SyncAll()" in path.read_text(encoding="utf-8")}
+    assert syncs == {"shift_exact.h"}

@@ -85,6 +85,7 @@ MISUSE = {
     "two_readers": ("race", "writes what DataCopy on pipe MTE3"),
     "two_writers": ("race", "reads what Fixpipe"),
     "scalar_auto_sync": ("race", "reads what DataCopy on pipe MTE2"),
+    "stale_line": ("race", "DataCacheCleanAndInvalid is missing"),
     "queue_uninitialised": ("queue", "InitBuffer was not called"),
     "buffer_uninitialised": ("queue", "InitBuffer was not called"),
     "queue_twice": ("queue", "has buffers already"),

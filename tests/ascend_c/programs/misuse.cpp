@@ -434,6 +434,23 @@ const std::map<std::string, Snippet>& snippets()
               Adds(z, y, half(1), 64);
               z.SetValue(0, static_cast<float>(z.GetValue(1)) + 1);
           }}},
+        {"stale_line",
+         {aiv,
+          [](bool bug, half*, float* gz) {
+              GlobalTensor<float> z;
+              z.SetGlobalBuffer(gz, 4096);
+              LocalTensor<float> y(TPosition::VECOUT, 0, 64);
+              Duplicate(y, 1.0f, 64);
+              for (int i = 0; i < 2; ++i) {
+                  PipeBarrier<PIPE_ALL>();
+                  DataCopy(z, y, 64);
+                  PipeBarrier<PIPE_ALL>();
+                  if (!bug) {
+                      DataCacheCleanAndInvalid<float, CacheLine::SINGLE_CACHE_LINE, DcciDst::CACHELINE_OUT>(z);
+                  }
+                  static_cast<void>(z.GetValue(15));  // of the same 64 bytes
+              }
+          }}},
         {"nan_into_mmad",
          {aic,
           [](bool bug, half* gx, float*) {

@@ -130,7 +130,10 @@ extern "C" __global__ __aicore__ void entry(GM_ADDR x, GM_ADDR z)
         in.DeQue(t);
         in.FreeTensor(t);
     }
+    LocalTensor<uint16_t> bits;
+    And(bits, bits, bits, 16);
     GlobalTensor<half> g;
+    DataCacheCleanAndInvalid<half, CacheLine::ENTIRE_DATA_CACHE, DcciDst::CACHELINE_OUT>(g);
     g.SetGlobalBuffer(reinterpret_cast<__gm__ half*>(x), 16);
     g.SetGlobalBuffer((__gm__ half*)z);
     const TEventID id = pipe.FetchEventID(HardEvent::MTE2_S);

@@ -1,0 +1,185 @@
+"""The kernels on the twin beside the Python reference: inputs, launches, and the reference's tiles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pasa.ops.attention import reference, scores
+from pasa.ops.attention.options import AttentionOptions
+from pasa.ops.attention.scores import Block, Tile, paper_beta, two_terms
+from pasa.ops.numerics.shifting import shifting_matrix
+from pasa.ops.shift_keys.reference import shift_exact, shift_paper
+from tests.ascend_c.twin_build import Program
+
+BLOCK, HALF_ROWS, FRACTAL = 128, 64, 16
+LAUNCHES = [("eager", seed) for seed in range(8)] + [("deferred", seed) for seed in range(4)]
+OVERFLOW = {"inf": "inf_nan", "saturate": "saturate"}  # the reference's names, and the twin's
+
+
+def ulp(x: Tensor) -> Tensor:
+    """An ulp of FP16 at |x|."""
+    return torch.exp2(torch.floor(torch.log2(x.double().abs().clamp(min=2.0**-14))) - 10)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of attention."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    causal: bool = False
+    exact: bool = True
+    overflow: Any = "inf"
+    lengths: Tensor | None = None
+    scale: float | None = None
+
+    @property
+    def softmax_scale(self) -> float:
+        return self.q.shape[-1] ** -0.5 if self.scale is None else self.scale
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.k.shape[2] // BLOCK)
+
+    def settings(self) -> dict[str, Any]:
+        """What a program wants to know."""
+        batch, heads, rows, dim = self.q.shape
+        kv_heads, keys = self.k.shape[1:3]
+        shape = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "rows": rows, "keys": keys, "dim": dim}
+        how = {"causal": int(self.causal), "exact": int(self.exact), "lengths": int(self.lengths is not None)}
+        return shape | how | {"overflow": OVERFLOW[self.overflow], "scale": repr(self.softmax_scale)}
+
+
+@dataclass
+class Run:
+    """What a program gave."""
+
+    report: dict[str, Any]
+    arrays: dict[str, Tensor] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.arrays[name]
+
+
+def array(x: Tensor) -> np.ndarray:
+    return x.detach().contiguous().numpy()
+
+
+def given(x: Call) -> dict[str, np.ndarray]:
+    """Inputs of both programs."""
+    found = {"q": array(x.q), "k": array(x.k), "v": array(x.v)}
+    if x.lengths is not None:
+        found["lengths"] = array(x.lengths.int())
+    if not x.exact:
+        for name, count in zip(("matrix", "last_matrix"), block_sizes(x), strict=True):
+            beta, _ = paper_beta(None, count, x.softmax_scale)
+            found[name] = array(shifting_matrix(count, beta, scale=x.softmax_scale))
+    return found
+
+
+def block_sizes(x: Call) -> tuple[int, int]:
+    """Keys of the first and of the last block."""
+    keys = x.k.shape[2]
+    return min(BLOCK, keys), keys - (x.blocks - 1) * BLOCK
+
+
+def launch_shift(program: Program, x: Call, **options: Any) -> Run:
+    """shift_keys on the twin."""
+    report = program.run("shift", given(x), **x.settings(), **options)
+    batch, heads, keys, dim = x.k.shape
+    found = Run(report)
+    if report["ok"]:
+        found.arrays["keys"] = read(program, "keys", np.float16, (batch, heads, keys, -1))
+    if report["ok"] and x.exact:
+        found.arrays["anchors"] = read(program, "anchors", np.float16, (batch, heads, 2 * x.blocks, dim))
+        found.arrays["units"] = read(program, "units", np.float32, (batch, heads, x.blocks, 8))
+    return found
+
+
+def launch_attention(program: Program, x: Call, shifted: dict[str, Tensor], **options: Any) -> Run:
+    """pasa_attention on the twin."""
+    arrays = given(x) | {name: array(value) for name, value in shifted.items()}
+    settings = x.settings() | options
+    if not x.exact:
+        first, last = (paper_beta(None, count, x.softmax_scale)[1] for count in block_sizes(x))
+        settings |= {"invariance": repr(first), "last_invariance": repr(last)}
+    report = program.run("attend", arrays, **settings)
+    found = Run(report)
+    if report["ok"]:
+        batch, heads, rows, _ = x.q.shape
+        found.arrays["out"] = read(program, "out", np.float16, x.q.shape)
+        found.arrays["lse"] = read(program, "lse", np.float32, x.q.shape[:3])
+        tiles = read(program, "scores", np.float16, (batch, heads, -(-rows // BLOCK), x.blocks, BLOCK, BLOCK))
+        flat = tiles.permute(0, 1, 2, 4, 3, 5).flatten(4, 5).flatten(2, 3)
+        found.arrays["scores"] = flat[:, :, :rows, : x.k.shape[2]]
+    return found
+
+
+def read(program: Program, name: str, dtype: type, shape: tuple[int, ...]) -> Tensor:
+    return torch.from_numpy(program.load(name, dtype).reshape(shape).copy())
+
+
+def shifted_by_reference(x: Call) -> dict[str, Tensor]:
+    """K', and for the exact recovery the anchor rows and units, in the layout of the kernels."""
+    blocks = [x.k[:, :, start : start + BLOCK].float() for start in range(0, x.k.shape[2], BLOCK)]
+    if not x.exact:
+        matrices = {n: paper_matrix(n, x.softmax_scale) for n in {b.shape[2] for b in blocks}}
+        keys = [shift_paper(b, matrices[b.shape[2]], x.overflow) for b in blocks]
+        return {"keys": torch.cat(keys, 2).half()}
+    unit = scores.ExactScores(AttentionOptions(), x.softmax_scale).unit
+    found = [shift_exact(b, unit) for b in blocks]
+    first = found[0].anchor
+    rows = [first, found[0].mean_residual]
+    for block in found[1:]:
+        rows += two_terms(block.anchor - first)
+    keys = torch.cat([block.keys for block in found], 2)
+    columns = torch.zeros(*keys.shape[:3], FRACTAL)
+    columns[..., :2] = -1.0
+    units = torch.cat([block.unit for block in found], 2).expand(-1, -1, -1, 8)
+    return {"keys": torch.cat([keys, columns], 3).half(), "anchors": torch.cat(rows, 2).half(), "units": units}
+
+
+def paper_matrix(count: int, scale: float) -> Tensor:
+    return shifting_matrix(count, paper_beta(None, count, scale)[0], scale=scale).float()
+
+
+def seen(x: Call) -> Tensor:
+    """Which keys a row sees, (B, 1, Sq, Skv)."""
+    rows, keys = x.q.shape[2], x.k.shape[2]
+    row, key = torch.arange(rows).unsqueeze(1), torch.arange(keys)
+    visible = (key <= row + keys - rows) if x.causal else torch.ones(rows, keys, dtype=torch.bool)
+    visible = visible.expand(x.q.shape[0], 1, rows, keys)
+    return visible if x.lengths is None else visible & (key < x.lengths.view(-1, 1, 1, 1))
+
+
+def attend_by_reference(x: Call) -> Run:
+    """Output, log-sum-exp, the score tiles as FP16 stores them, and the magnitude of the sums that made them.
+
+    Each vector core decides for its own 64 rows whether a tile comes in FP32.
+    """
+    options = AttentionOptions(recovery="exact" if x.exact else "paper", block_q=HALF_ROWS, overflow=x.overflow)
+    mask = None if x.lengths is None else seen(x)
+    wide = torch.full((*x.q.shape[:3], x.k.shape[2]), torch.nan)
+    model = scores.ExactScores if x.exact else scores.PaperScores
+    make_tile = model.tile
+
+    def kept(self: Any, block: Block) -> Tile:
+        tile = make_tile(self, block)
+        start = block.index * BLOCK
+        if x.lengths is None:  # otherwise batch entries come one by one
+            wide[:, :, block.rows_before :, start : start + BLOCK] = tile.stored.flatten(1, 2)
+        return tile
+
+    try:
+        model.tile = kept
+        out, lse, _ = reference.attention(x.q, x.k, x.v, mask, x.causal and x.lengths is None, x.softmax_scale, options)
+    finally:
+        model.tile = make_tile
+    narrow = scores.round_to(wide, scores.FP16, overflow=x.overflow).half()
+    return Run({}, {"out": out, "lse": lse, "scores": narrow})

@@ -1,0 +1,155 @@
+"""pasa_attention on the CPU twin against the Python reference of the same arithmetic.
+
+Bounds. A stored score may differ where an FP32 sum in another order falls on the other side of a rounding: by an ulp,
+or, of a score next to its reference, by what such sums may differ: 2 (D + 2) 2^-24 (|q| |k'| + |rho|). So may the
+log-sum-exp, by (D + 2) 2^-24 |q| |a_1| scale, where the frame q.a_1 is large.
+"""
+
+import pytest
+import torch
+
+from pasa.eval.rmse.cases import PAPER_CASES, RandomCase
+from tests.ascend_c.kernel_runs import (
+    LAUNCHES,
+    Call,
+    attend_by_reference,
+    launch_attention,
+    launch_shift,
+    seen,
+    shifted_by_reference,
+    ulp,
+)
+
+# batch, heads, KV heads, queries, keys, head dim, causal
+SHAPES = [
+    (1, 1, 1, 128, 128, 64, False),
+    (2, 2, 2, 64, 256, 128, False),
+    (1, 4, 1, 63, 127, 128, True),
+    (1, 7, 1, 1, 129, 80, False),
+    (1, 7, 1, 129, 300, 64, True),
+    (1, 4, 2, 300, 300, 80, True),
+    (1, 2, 1, 129, 63, 128, True),  # the first rows see nothing
+    (1, 1, 1, 2, 1, 64, False),
+    (1, 1, 1, 200, 130, 256, True),
+    (1, 1, 1, 257, 513, 96, True),
+]
+
+
+def make_call(batch, heads, kv_heads, rows, keys, dim, causal, bias=0.0, **how):
+    g = torch.Generator().manual_seed(rows * 1000 + keys)
+    q, k, v = (
+        torch.randn(batch, n, s, dim, generator=g) for n, s in ((heads, rows), (kv_heads, keys), (kv_heads, keys))
+    )
+    return Call((q + bias).half(), (k + bias).half(), v.half(), causal=causal, **how)
+
+
+def check_output(x, found, expected):
+    """Output within 4 FP16 ulp at the row's scale, log-sum-exp within 1e-3 and what its frame adds."""
+    scale = ulp(expected["out"].abs().amax(-1, keepdim=True))
+    assert ((found["out"].double() - expected["out"].double()).abs() <= 4 * scale).all()
+    empty = torch.isinf(expected["lse"])
+    assert torch.equal(torch.isinf(found["lse"]), empty)
+    frame = x.q.norm(dim=-1).max() * x.k.nan_to_num().norm(dim=-1).max() * x.softmax_scale
+    slack = 1e-3 + (x.q.shape[-1] + 2) * 2.0**-24 * float(frame) * x.exact
+    assert ((found["lse"] - expected["lse"]).abs()[~empty] <= slack).all()
+    assert torch.isfinite(found["out"]).all()
+
+
+def check_scores(x, found, expected, shifted, equal=0.995):
+    """That share of the scores that a row sees bit by bit, and all within the bound above."""
+    visible = seen(x).expand_as(expected["scores"])
+    keys = shifted["keys"][..., : x.q.shape[-1]].double().repeat_interleave(x.q.shape[1] // x.k.shape[1], 1)
+    sums = x.q.double().abs() @ keys.abs().mT
+    slack = 2 * (x.q.shape[-1] + 2) * 2.0**-24 * 2 * sums.amax(-1, keepdim=True)  # rho is the size of a score
+    difference = (found["scores"].double() - expected["scores"].double()).abs()
+    assert (found["scores"] == expected["scores"])[visible].double().mean() >= equal
+    assert (difference <= torch.maximum(ulp(expected["scores"]), slack))[visible].all()
+
+
+@pytest.mark.parametrize("overflow", ["inf", "saturate"])
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "paper"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_agrees_with_the_reference(kernels, shape, exact, overflow):
+    x = make_call(*shape, exact=exact, overflow=overflow)
+    shifted = shifted_by_reference(x)
+    expected = attend_by_reference(x)
+    first = None
+    for mode, seed in LAUNCHES:
+        found = launch_attention(kernels, x, shifted, mode=mode, seed=seed, groups=1 + seed % 3)
+        assert found.report["ok"], found.report["fault"]
+        assert sum(found.report["undefined"].values()) == 0
+        if first is None:
+            first = found
+            check_output(x, found, expected)
+            check_scores(x, found, expected, shifted)
+        for name in ("out", "lse"):
+            assert torch.equal(found[name], first[name]), (mode, seed, "the interleaving changed a number")
+        visible = seen(x).expand_as(first["scores"])
+        assert torch.equal(found["scores"][visible], first["scores"][visible])
+
+
+@pytest.mark.parametrize("bias", [0.5, 8.0, 60.0])
+def test_biased(kernels, bias):
+    """The larger the sums beside the scores, the more of them fall on another side of a rounding."""
+    x = make_call(1, 4, 2, 200, 300, 128, True, bias)
+    shifted = shifted_by_reference(x)
+    found, expected = launch_attention(kernels, x, shifted), attend_by_reference(x)
+    assert found.report["ok"], found.report["fault"]
+    check_output(x, found, expected)
+    check_scores(x, found, expected, shifted, equal=0.5)
+
+
+@pytest.mark.parametrize("overflow", ["inf", "saturate"])
+@pytest.mark.parametrize("case", [c for c in PAPER_CASES if c.paper_nan_share], ids=lambda c: c.name)
+def test_cases_that_overflow_in_the_paper(kernels, case, overflow):
+    """Table 4, at a reduced length: no stored score is infinite, NaN or at the end of FP16's range."""
+    reduced = RandomCase(case.distribution, case.mean, case.amplitude, shape=(1, 2, 256, 128))
+    x = Call(*reduced.tensors(0), overflow=overflow)
+    plain = x.q.float() @ x.k.float().mT
+    shifted = launch_shift(kernels, x)
+    assert shifted.report["ok"], shifted.report["fault"]
+    found = launch_attention(kernels, x, shifted.arrays, groups=2)
+    assert found.report["ok"], found.report["fault"]
+    assert found["scores"].isfinite().all()
+    assert (found["scores"].abs() < 65504).all()
+    assert found.report["aic"]["overflows"] == {}, f"Q K^T alone reaches {plain.abs().max():.0f}"
+    check_output(x, found, attend_by_reference(x))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_lengths(kernels, causal):
+    """Keys beyond a length do not exist: NaN in them and in their values changes nothing."""
+    x = make_call(3, 2, 1, 140, 300, 64, causal, lengths=torch.tensor([300, 129, 0]))
+    for b, length in enumerate(x.lengths.tolist()):
+        x.k[b, :, length:] = torch.nan
+        x.v[b, :, length:] = torch.nan
+    shifted = launch_shift(kernels, x)
+    found = launch_attention(kernels, x, shifted.arrays)
+    assert found.report["ok"], found.report["fault"]
+    check_output(x, found, attend_by_reference(x))
+    assert (found["out"][2] == 0).all()
+    assert (found["lse"][2] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("scale", [1e-4, 0.03, 1.0, 30.0])
+def test_any_scale(kernels, scale):
+    x = make_call(1, 2, 1, 70, 200, 64, True, scale=scale)
+    found = launch_attention(kernels, x, shifted_by_reference(x))
+    assert found.report["ok"], found.report["fault"]
+    check_output(x, found, attend_by_reference(x))
+
+
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "paper"])
+def test_clean_under_sanitizers(sanitized_kernels, exact):
+    x = make_call(1, 2, 1, 70, 140, 64, True, exact=exact)
+    for launch in (launch_shift, lambda *a: launch_attention(*a, shifted_by_reference(x))):
+        found = launch(sanitized_kernels, x)
+        assert found.report["ok"], found.report["fault"]
+
+
+def test_function_errors_of_an_ulp_do_no_harm(kernels):
+    """The device's Exp and Ln are not known to the last bit."""
+    x = make_call(1, 2, 1, 100, 300, 64, True)
+    found = launch_attention(kernels, x, shifted_by_reference(x), jitter=1)
+    assert found.report["ok"], found.report["fault"]
+    check_output(x, found, attend_by_reference(x))
