@@ -23,7 +23,7 @@ CONFIGS = {
     for overflow in ("inf", "saturate")
 }
 HALF_ULP = 2.0**-11  # of an output near 1
-# The published recovery multiplies the row mean of S' by 63 or so: one ulp more in one of 128 scores of 2 moves it so far.
+# The published recovery multiplies the row mean of S' by 63 or so; one of 128 scores around 2 may be an ulp off.
 LSE_BOUND = {"exact": 1e-3, "paper": 1e-3 + 63 * 2.0**-9 / 128}
 
 
