@@ -1,4 +1,4 @@
-"""Metadata, extras and the package map: `pasa.ops` is `ops/`, `pasa.eval` is `eval/`."""
+"""Metadata, extras and the package map: `pasa.ops` is `ops/`, and so for `eval/` and `ascend_c/`."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ from setuptools import find_packages, setup
 HERE = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (HERE / "pasa" / "__init__.py").read_text(encoding="utf-8"))[1]
 
-ROOTS = {"pasa": "pasa", "pasa.ops": "ops", "pasa.eval": "eval"}
+ROOTS = {"pasa": "pasa", "pasa.ops": "ops", "pasa.eval": "eval", "pasa.ascend_c": "ascend_c"}
 PACKAGES = [
     name
     for root, folder in ROOTS.items()
@@ -27,6 +27,7 @@ DEV = [
     "ruff==0.17.5",
     "mypy==2.4.1",
     "triton==3.6.0",
+    "cmake>=3.18",  # the test of scripts/build_ascend.sh
     "numpy<2.4",  # Triton 3.6's interpreter
     *EVAL,
 ]
@@ -42,7 +43,13 @@ setup(
     python_requires=">=3.10",
     packages=PACKAGES,
     package_dir=ROOTS,
-    package_data={"pasa": ["py.typed"], "pasa.ops": ["*/README.md"], "pasa.eval": ["*/README.md"]},
+    package_data={
+        "pasa": ["py.typed"],
+        "pasa.ops": ["*/README.md"],
+        "pasa.eval": ["*/README.md"],
+        # Sources: an NPU machine builds them. What is built there belongs to that machine.
+        "pasa.ascend_c": ["CMakeLists.txt", "README.md", "*/README.md", "*/*.h", "*/*.cpp", "*/*.asc"],
+    },
     install_requires=["torch>=2.6", "numpy>=1.24"],
     extras_require={
         "triton": TRITON,

@@ -15,6 +15,8 @@ from rich.text import Text
 import pasa
 from pasa.eval.output import environment
 from pasa.ops import envs, registry
+from pasa.ops.attention import npu_backend
+from pasa.ops.attention.options import AttentionOptions
 
 OPTIONAL = (
     *("triton", "torch-npu", "transformers", "safetensors", "diffusers", "accelerate", "gguf"),
@@ -44,6 +46,7 @@ def run_doctor() -> dict[str, Any]:
         },
         "self_check": self_check(),
         "kernels": kernels(),
+        "ascend_c": ascend_c(),
     }
 
 
@@ -105,6 +108,16 @@ def kernels() -> dict[str, Any]:
     return {"device": device, "first_call_s": seconds[0], "next_call_s": seconds[1]}
 
 
+def ascend_c() -> dict[str, Any]:
+    """The library of the Ascend C kernels, why it cannot be called, and who would serve an NPU of this machine then."""
+    why = npu_backend.library_error()
+    return {
+        "library": str(envs.ascend_library()),
+        "why_not": why,
+        "stand_in": None if why is None else npu_backend.stand_in(AttentionOptions()).label,
+    }
+
+
 def render(result: dict[str, Any], console: Console) -> None:
     """Print the findings, one table."""
     table = Table(title="pasa doctor", title_justify="left", show_lines=False)
@@ -123,6 +136,7 @@ def render(result: dict[str, Any], console: Console) -> None:
     for name, variable in result["variables"].items():
         table.add_row(name, f"{variable['value']} (default {variable['default']})")
     table.add_row("Triton kernels", kernels_line(result["kernels"]))
+    table.add_row("Ascend C kernels", ascend_c_line(result["ascend_c"]))
     console.print(table)
     console.print(Text(verdict(result["self_check"])))
 
@@ -133,6 +147,13 @@ def kernels_line(found: dict[str, Any]) -> str:
         return f"cannot run: {found['why_not']}"
     where = "interpreted on the CPU" if found["device"] == "cpu" else f"on {found['device']}"
     return f"{where}: first call {found['first_call_s']:.2f} s (compiles), next {1e3 * found['next_call_s']:.2f} ms"
+
+
+def ascend_c_line(found: dict[str, Any]) -> str:
+    """Whether they are built, or why not and who would serve in their place."""
+    if found["why_not"] is None:
+        return f"built: {found['library']}"
+    return f"cannot run: {found['why_not']}; an NPU here would be served by {found['stand_in']}"
 
 
 def verdict(check: dict[str, Any]) -> str:

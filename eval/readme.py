@@ -76,7 +76,6 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def support() -> str:
     """The capability records of all backends, a column each."""
     backends = sorted(BACKENDS.values(), key=lambda backend: -backend.priority)
-    absent = [backend.label == "not in this version" for backend in backends]
     rows = [
         ("state", [backend.label for backend in backends]),
         ("devices", [_devices(backend) for backend in backends]),
@@ -89,14 +88,9 @@ def support() -> str:
         ("packed sequences", ["yes" if b.varlen else "no" for b in backends]),
         ("diagnostics", ["yes" if b.diagnostics else "no" for b in backends]),
     ]
-    cells = [
-        [
-            name,
-            *("" if gone and name not in ("state", "devices") else v for v, gone in zip(values, absent, strict=True)),
-        ]
-        for name, values in rows
-    ]
-    return table(["backend", *(f"`{backend.name}`" for backend in backends)], cells)
+    return table(
+        ["backend", *(f"`{backend.name}`" for backend in backends)], [[name, *values] for name, values in rows]
+    )
 
 
 def _devices(backend: Backend) -> str:

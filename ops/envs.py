@@ -6,9 +6,15 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+PACKAGE = Path(__file__).resolve().parent.parent  # where `ascend_c` lies, in the repository as in an installation
+
 VARIABLES: dict[str, tuple[str, Callable[[str], object]]] = {
     # name: (default, parser)
     "PASA_CACHE_DIR": ("~/.cache/pasa", lambda text: Path(text).expanduser()),  # converted models, chosen tiles
+    "PASA_ASCEND_LIBRARY": (  # the Ascend C kernels, which scripts/build_ascend.sh builds
+        str(PACKAGE / "ascend_c" / "lib" / "libpasa_npu.so"),
+        lambda text: Path(text).expanduser(),
+    ),
     "TRITON_INTERPRET": ("0", lambda text: text.lower() in ("1", "true", "on")),  # Triton's own: kernels run on the CPU
 }
 
@@ -21,7 +27,16 @@ def read(name: str) -> object:
 
 def cache_dir() -> Path:
     """Folder for what is expensive to make again (not created here)."""
-    value = read("PASA_CACHE_DIR")
+    return _path("PASA_CACHE_DIR")
+
+
+def ascend_library() -> Path:
+    """Where the library of the Ascend C kernels is, or would be."""
+    return _path("PASA_ASCEND_LIBRARY")
+
+
+def _path(name: str) -> Path:
+    value = read(name)
     if not isinstance(value, Path):
-        raise TypeError(f"PASA_CACHE_DIR parsed to {value!r}, not a path")
+        raise TypeError(f"{name} parsed to {value!r}, not a path")
     return value

@@ -1,6 +1,10 @@
-"""Packed sequences: which tile of tokens belongs to which sequence, worked out on the device."""
+"""Packed sequences: which tile of tokens belongs to which sequence, worked out on the device; and, for kernels that
+know no packing, sequences padded to the longest of a group, worked out on the host."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -33,3 +37,51 @@ def tile_table(cu_seqlens: Tensor, block: int, tokens: int) -> tuple[Tensor, Ten
     within = rows - first[sequence.clamp(max=sequences - 1)]
     table = torch.stack([torch.where(used, sequence, -1), within], 1)
     return table.int(), first.int()
+
+
+Span = tuple[int, int]  # of tokens, from the first to behind the last
+
+
+def alike(
+    edges_q: Sequence[int], edges_k: Sequence[int], kind: Callable[[int, int], Hashable]
+) -> list[tuple[list[Span], list[Span]]]:
+    """Sequences that have queries and keys, sorted into groups whose lengths are of the same kind.
+
+    Parameters
+    ----------
+    edges_q, edges_k : sequence of int
+        Cumulative lengths.
+    kind : callable
+        Of the number of queries and the number of keys.
+
+    Returns
+    -------
+    list of (list of Span, list of Span)
+        Where each group's queries and keys are.
+    """
+    groups: dict[Hashable, tuple[list[Span], list[Span]]] = {}
+    for rows, keys in zip(pairwise(edges_q), pairwise(edges_k), strict=True):
+        if rows[0] < rows[1] and keys[0] < keys[1]:
+            group = groups.setdefault(kind(rows[1] - rows[0], keys[1] - keys[0]), ([], []))
+            group[0].append(rows)
+            group[1].append(keys)
+    return list(groups.values())
+
+
+def gather(x: Tensor, spans: Sequence[Span]) -> Tensor:
+    """Tokens (T, H, D) of each span, as (spans, H, longest, D); a shorter one goes on with its last token."""
+    index, _ = _token_index(spans)
+    return x[index.to(x.device)].transpose(1, 2).contiguous()
+
+
+def scatter(x: Tensor, batch: Tensor, spans: Sequence[Span]) -> None:
+    """Write (spans, H, longest, D) into the tokens (T, H, D) of each span; what was padded is dropped."""
+    index, real = (part.to(x.device) for part in _token_index(spans))
+    x[index[real]] = batch.transpose(1, 2)[real]
+
+
+def _token_index(spans: Sequence[Span]) -> tuple[Tensor, Tensor]:
+    """Tokens (spans, longest), and which of them belong to the span."""
+    first, behind = torch.tensor(spans).T.unsqueeze(-1)
+    index = first + torch.arange(int((behind - first).max()))
+    return torch.minimum(index, behind - 1), index < behind

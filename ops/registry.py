@@ -58,6 +58,9 @@ class Backend:
         Why it cannot run on this machine, or None; called when asked, never at import.
     label : str
         What a result of this backend is: measured on the device, emulated, modelled.
+    replaced : callable
+        Why another implementation would serve in its place here, or None; called when asked, never at import. A call
+        that names the backend is refused then: who names one wants that one.
     """
 
     name: str
@@ -77,6 +80,7 @@ class Backend:
     block_ks: tuple[int, ...] = ()
     varlen: bool = True
     diagnostics: bool = True
+    replaced: Callable[[], str | None] = field(default=lambda: None)
     priority: int = field(default=0)
 
     def __post_init__(self) -> None:
@@ -115,7 +119,7 @@ class Backend:
             reasons.append("packed sequences are not supported")
         if request.diagnostics and not self.diagnostics:
             reasons.append("diagnostics are not supported")
-        absent = self.missing()
+        absent = self.missing() or (self.replaced() if by_name else None)
         return reasons if absent is None else [absent, *reasons]
 
 
@@ -169,6 +173,20 @@ def triton_missing() -> str | None:
     return "torch finds neither a CUDA GPU nor an NPU (TRITON_INTERPRET=1 interprets the kernels on a CPU, slowly)"
 
 
+def npu_missing() -> str | None:
+    """Why no NPU can be used on this machine; None when one can."""
+    if importlib.util.find_spec("torch_npu") is None:
+        return "torch_npu is not installed (pip install '.[npu]')"
+    npu = getattr(torch, "npu", None)  # torch_npu adds it
+    return None if npu is not None and npu.is_available() else "torch finds no NPU"
+
+
+def npu_replaced() -> str | None:
+    """Why the Ascend C kernels cannot be called, although there may be an NPU; None when they can."""
+    reason: str | None = BACKENDS["npu"].load().library_error()
+    return reason
+
+
 register(
     Backend(
         name="reference",
@@ -197,9 +215,16 @@ register(
     Backend(
         name="npu",
         module="pasa.ops.attention.npu_backend",
-        missing=lambda: "its Ascend C kernels are not part of this version",
-        label="not in this version",
+        missing=npu_missing,
+        replaced=npu_replaced,
+        label="Ascend C kernels for Atlas A2; run on a CPU twin of the device, not on an NPU",
         devices=("npu",),
+        masks=("none",),
+        precisions=("pasa",),
+        accumulates=("fp32",),
+        head_dims=(1, 256),
+        block_ks=(128,),
+        diagnostics=False,
         priority=2,
     )
 )

@@ -28,7 +28,8 @@ class BackendStatus(NamedTuple):
 def backends() -> list[BackendStatus]:
     """Every backend, whether it can serve on this machine, and why (not), preferred ones first."""
     ordered = sorted(registry.BACKENDS.values(), key=lambda backend: -backend.priority)
-    return [BackendStatus(b.name, b.missing() is None, b.missing() or b.label) for b in ordered]
+    reasons = [b.missing() or b.replaced() for b in ordered]
+    return [BackendStatus(b.name, why is None, why or b.label) for b, why in zip(ordered, reasons, strict=True)]
 
 
 @overload

@@ -13,14 +13,16 @@ FP16 = FORMATS["fp16"]
 
 
 def capturing(x: Tensor) -> bool:
-    """Whether a CUDA graph is being captured, in which nothing can be read back."""
+    """Whether a graph is being captured, in which nothing can be read back."""
+    if x.device.type == "npu":
+        return bool(torch.npu.is_current_stream_capturing())  # type: ignore[attr-defined]
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def to_fp16(x: Tensor, name: str) -> Tensor:
     """x in FP16. A finite value beyond 65504 is an error to report, not to hide.
 
-    While a CUDA graph is captured such a value becomes an infinity, which attention turns into NaN.
+    While a graph is captured such a value becomes an infinity, which attention turns into NaN.
 
     Raises
     ------

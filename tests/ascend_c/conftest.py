@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.ascend_c.twin_build import FAST, PROGRAMS, SANITIZED, TWIN, Program, build
+from tests.ascend_c.twin_build import FAST, PROGRAMS, SANITIZED, TWIN, Program, build, build_library
 
 
 @pytest.fixture(scope="session")
@@ -29,6 +29,13 @@ def twin_program(twin_folder, tmp_path):
 def twin(twin_program):
     """The program of all cases that test the twin itself."""
     return twin_program("twin")
+
+
+@pytest.fixture(scope="session")
+def npu_library(twin_folder):
+    """The library of torch.ops.pasa.npu_*, its kernels on the CPU twin and its tensors the CPU's: what
+    scripts/build_ascend.sh makes of a CANN and a torch_npu that are not there."""
+    return build_library(twin_folder)
 
 
 @pytest.fixture

@@ -7,7 +7,9 @@ A program is a file in `programs/` made of `TWIN_CASE(name) { ... return report;
 import fcntl
 import hashlib
 import json
+import os
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +18,8 @@ import numpy as np
 HERE = Path(__file__).resolve().parent
 TWIN = HERE.parents[1] / "ascend_c" / "twin"
 PROGRAMS = HERE / "programs"
+FAKES = HERE / "fakes"
+BUILD_SCRIPT = HERE.parents[1] / "scripts" / "build_ascend.sh"
 FLAGS = ["-std=c++17", "-fexcess-precision=16", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror"]
 SANITIZED = ("-O0", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 FAST = ("-O2", "-mf16c")
@@ -42,6 +46,33 @@ def build(source, folder, *, optimise=FAST, include=(), define=()):
             command = compile_command(source, output, optimise=optimise, include=include, define=define)
             subprocess.run(command, check=True, capture_output=True, text=True)
     return output
+
+
+def build_library(folder):
+    """Run scripts/build_ascend.sh with the stand-ins of `fakes/`, once for all test processes of a session."""
+    folder.mkdir(parents=True, exist_ok=True)
+    library = folder / "libpasa_npu.so"
+    with open(folder / "library.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            command = [BUILD_SCRIPT, "-DCMAKE_CXX_FLAGS=-DPASA_CPU_TWIN", "-DCMAKE_BUILD_TYPE=Debug"]
+            done = subprocess.run(command, env=build_environment(folder), check=False, capture_output=True, text=True)
+            assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return library
+
+
+def build_environment(folder):
+    """Variables under which scripts/build_ascend.sh finds the stand-ins."""
+    paths = [str(FAKES / "python"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {
+        "ASCEND_HOME_PATH": str(FAKES / "cann"),
+        "CMAKE_PREFIX_PATH": str(FAKES / "cann"),
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+        "PYTHON": sys.executable,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "BUILD": str(folder / "build"),
+        "PASA_ASCEND_LIBRARY": str(folder / "libpasa_npu.so"),
+    }
 
 
 def compiler_says(snippet, folder):

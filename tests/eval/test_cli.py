@@ -10,8 +10,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from pasa.eval import cli
+from pasa.eval import cli, doctor
 from pasa.eval.commands import app
+from pasa.ops.attention import npu_backend
 
 RUNNER = CliRunner()
 TINY = ["bench", "rmse", "--heads", "1", "--seq", "130"]
@@ -57,6 +58,19 @@ def test_doctor_reports_reasons_and_passes_its_own_check() -> None:
     assert {status["name"] for status in found["backends"]} >= {"reference", "triton", "npu"}
     assert all(status["reason"] for status in found["backends"])
     assert "PASA_CACHE_DIR" in found["variables"]
+
+
+def test_doctor_says_whether_the_ascend_c_kernels_are_built() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PASA_ASCEND_LIBRARY", "/no/such/library.so")
+        npu_backend.library_error.cache_clear()
+        found = doctor.ascend_c()
+    npu_backend.library_error.cache_clear()
+    assert doctor.ascend_c_line(found) == (
+        "cannot run: there is no /no/such/library.so: build it with scripts/build_ascend.sh where CANN is installed; "
+        "an NPU here would be served by the reference, slowly"
+    )
+    assert doctor.ascend_c_line({"library": "/there.so", "why_not": None}) == "built: /there.so"
 
 
 def test_json_to_stdout_is_alone_there() -> None:

@@ -89,10 +89,19 @@ def test_every_flag_is_enforced(need):
     assert len(lacking.refusals(dataclasses.replace(CALL, **{need: True}))) == 1
 
 
+def test_a_replaced_backend_serves_no_call_that_names_it(own_registry):
+    """Unnamed calls reach it, and whoever serves in its place."""
+    register(dataclasses.replace(REFERENCE, name="other", priority=1, replaced=lambda: "not built"))
+    assert select(CALL).name == "other"
+    with pytest.raises(NotImplementedError, match=r"other: not built$"):
+        select(CALL, "other")
+    assert pasa.backends()[0] == ("other", False, "not built")
+
+
 def test_restrictions_cover_the_record():
     """A field added to the record needs a test that it refuses."""
     tested = {name for restriction, _ in RESTRICTIONS for name in restriction}
-    tested |= {"varlen", "diagnostics", "devices_by_name"}  # each has a test of its own
+    tested |= {"varlen", "diagnostics", "devices_by_name", "replaced"}  # each has a test of its own
     assert {f.name for f in dataclasses.fields(Backend)} - tested == {"name", "module", "label", "priority"}
 
 

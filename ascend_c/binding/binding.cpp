@@ -1,0 +1,235 @@
+// torch.ops.pasa.npu_*: checks, tiling, workspace, launch. Compiled against torch and run on the CPU twin by
+// tests/ascend_c/test_binding.py; never run on an NPU.
+//
+// Nothing here waits for the device or reads it, and all memory is torch's, so that calls can be captured in a graph.
+// K' and the workspace go back to torch's allocator when a call returns: whoever gets them next comes later in the
+// same stream.
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <acl/acl.h>
+#include <c10/core/DeviceGuard.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <limits>
+#include <string>
+#include <tuple>
+
+#include "../tiling/plan.h"
+#include "launch.h"
+#include "torch_npu/csrc/core/npu/NPUStream.h"
+#include "torch_npu/csrc/framework/OpCommand.h"
+
+namespace pasa {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+constexpr int64_t kUnitCopies = kVerdictWords;  // FP32 numbers in 32 bytes, the smallest copy
+
+// ---- checks
+
+void CheckTensor(const char* name, const Tensor& x, const Tensor& first, at::ScalarType dtype, at::IntArrayRef shape)
+{
+    TORCH_CHECK_TYPE(x.scalar_type() == dtype, name, " is ", x.scalar_type(), ", expected ", dtype);
+    TORCH_CHECK_VALUE(x.device() == first.device(), name, " is on ", x.device(), " but the first tensor is on ",
+                      first.device());
+    TORCH_CHECK_VALUE(x.sizes() == shape, name, " has shape ", x.sizes(), ", expected ", shape);
+    TORCH_CHECK_VALUE(x.is_contiguous(), name, " is not contiguous");
+}
+
+// The number of elements along an axis, as the kernels count: with 32 bits.
+uint32_t Count(const char* name, const Tensor& x, int64_t axis)
+{
+    TORCH_CHECK_VALUE(x.dim() == 4, name, " has ", x.dim(), " dimensions ", x.sizes(), ", expected 4");
+    const int64_t size = x.size(axis);
+    TORCH_CHECK_VALUE(size <= std::numeric_limits<int32_t>::max(), name, " has ", size, " elements along axis ", axis);
+    return static_cast<uint32_t>(size);
+}
+
+int64_t Blocks(int64_t keys) { return (keys + kBlockKeys - 1) / kBlockKeys; }
+
+// ---- the chip
+
+// Memory sizes are those of the chip's name; core numbers are the runtime's, which may be told to use fewer.
+Chip ChipOf(const Tensor& x)
+{
+    const char* soc = aclrtGetSocName();
+    const std::string name = soc == nullptr ? "" : soc;
+    const auto known = [&name](const Chip& c) { return name.rfind(c.name, 0) == 0; };
+    const Chip* found = std::find_if(std::begin(kChips), std::end(kChips), known);
+    TORCH_CHECK_NOT_IMPLEMENTED(found != std::end(kChips), "no kernel was written for this chip, '", name,
+                                "': only for Ascend910B1 to B4");
+    Chip chip = *found;
+    int64_t cube = 0, vector = 0;
+    const auto device = static_cast<uint32_t>(std::max<int64_t>(x.get_device(), 0));
+    TORCH_CHECK(aclrtGetDeviceInfo(device, ACL_DEV_ATTR_CUBE_CORE_NUM, &cube) == ACL_SUCCESS &&
+                    aclrtGetDeviceInfo(device, ACL_DEV_ATTR_VECTOR_CORE_NUM, &vector) == ACL_SUCCESS,
+                "aclrtGetDeviceInfo does not tell how many cores device ", device, " has");
+    chip.cube_cores = static_cast<uint32_t>(std::min(cube, vector / 2));
+    chip.vector_cores = static_cast<uint32_t>(vector);
+    return chip;
+}
+
+// ---- launches
+
+// Through torch_npu's own queue: tensors may still wait there to be made, and a launch past it would overtake them.
+template <typename Launch>
+void Enqueue(const char* name, const Launch& launch)
+{
+    const aclrtStream stream = c10_npu::getCurrentNPUStream().stream(false);
+    at_npu::native::OpCommand command;
+    command.Name(name);
+    command.SetCustomHandler([launch, stream]() -> int {
+        launch(stream);
+        return 0;
+    });
+    command.Run();
+}
+
+void* Pointer(const Tensor& x) { return x.data_ptr(); }
+void* Pointer(const OptionalTensor& x) { return x ? x->data_ptr() : nullptr; }
+
+ShiftTiling PlanShiftOf(const Tensor& k, const OptionalTensor& lengths, double scale, bool saturate)
+{
+    const Shape shape{Count("k", k, 0), Count("k", k, 1), Count("k", k, 1), 1, Count("k", k, 2), Count("k", k, 3)};
+    CheckTensor("k", k, k, at::kHalf, k.sizes());
+    if (lengths) CheckTensor("lengths", *lengths, k, at::kInt, {k.size(0)});
+    return PlanShift(shape, scale, saturate, lengths.has_value());
+}
+
+// ---- the operators
+
+std::tuple<Tensor, Tensor, Tensor> ShiftExact(const Tensor& k, const OptionalTensor& lengths, double scale,
+                                              bool saturate)
+{
+    Require(scale > 0 && std::isfinite(scale), "scale must be positive and finite");
+    const ShiftTiling tiling = PlanShiftOf(k, lengths, scale, saturate);
+    const c10::DeviceGuard guard(k.device());
+    const int64_t batch = k.size(0), heads = k.size(1), dim = k.size(3), blocks = Blocks(k.size(2));
+    Tensor keys = at::empty({batch, heads, k.size(2), dim + kFractal}, k.options());
+    Tensor anchors = at::empty({batch, heads, 2 * blocks, dim}, k.options());
+    Tensor units = at::empty({batch, heads, blocks, kUnitCopies}, k.options().dtype(at::kFloat));
+    const ShiftPointers given{Pointer(k),    Pointer(lengths), nullptr,       nullptr,
+                              Pointer(keys), Pointer(anchors), Pointer(units)};
+    const uint32_t cores = ChipOf(k).vector_cores;
+    Enqueue("pasa_shift_exact", [=](void* stream) { LaunchShiftExact(given, tiling, cores, stream); });
+    return {keys, anchors, units};
+}
+
+// `matrix` is M of the first block, `last_matrix` that of the last one if it has fewer keys.
+Tensor ShiftPaper(const Tensor& k, const Tensor& matrix, const OptionalTensor& last_matrix, bool saturate)
+{
+    const ShiftTiling tiling = PlanShiftOf(k, std::nullopt, 1.0, saturate);
+    const int64_t first = std::min<int64_t>(tiling.keys, kBlockKeys);
+    const int64_t last = tiling.keys - (tiling.blocks - 1) * kBlockKeys;
+    CheckTensor("matrix", matrix, k, at::kHalf, {first, first});
+    TORCH_CHECK_VALUE(last_matrix.has_value() == (last < first), "last_matrix is for a last block of fewer keys; here ",
+                      "blocks have ", first, " and the last one ", last);
+    if (last_matrix) CheckTensor("last_matrix", *last_matrix, k, at::kHalf, {last, last});
+    const c10::DeviceGuard guard(k.device());
+    Tensor keys = at::empty(k.sizes(), k.options());
+    const ShiftPointers given{Pointer(k),    nullptr, Pointer(matrix), Pointer(last_matrix),
+                              Pointer(keys), nullptr, nullptr};
+    const uint32_t cores = ChipOf(k).cube_cores;
+    Enqueue("pasa_shift_paper", [=](void* stream) { LaunchShiftPaper(given, tiling, cores, stream); });
+    return keys;
+}
+
+// Exact where there are anchors, as published without them; `keys` are K'.
+std::tuple<Tensor, Tensor> Attention(const Tensor& q, const Tensor& keys, const Tensor& v,
+                                     const OptionalTensor& anchors, const OptionalTensor& units,
+                                     const OptionalTensor& lengths, bool is_causal, double scale, double invariance,
+                                     double last_invariance, bool saturate)
+{
+    const bool exact = anchors.has_value();
+    TORCH_CHECK_VALUE(units.has_value() == exact, "anchors and units come together");
+    const Shape shape{Count("q", q, 0), Count("q", q, 1), Count("v", v, 1),
+                      Count("q", q, 2), Count("v", v, 2), Count("q", q, 3)};
+    Settings settings;
+    settings.exact = exact;
+    settings.causal = is_causal;
+    settings.saturates = saturate;
+    settings.has_lengths = lengths.has_value();
+    settings.scale = scale;
+    settings.invariance = invariance;
+    settings.last_invariance = last_invariance;
+    const Chip chip = ChipOf(q);
+    const AttentionTiling tiling = PlanAttention(shape, settings, chip);
+    const int64_t batch = q.size(0), heads = v.size(1), rows = v.size(2), dim = q.size(3);
+    CheckTensor("q", q, q, at::kHalf, q.sizes());
+    CheckTensor("v", v, q, at::kHalf, {batch, heads, rows, dim});
+    CheckTensor("keys", keys, q, at::kHalf, {batch, heads, rows, exact ? dim + kFractal : dim});
+    if (exact) {
+        CheckTensor("anchors", *anchors, q, at::kHalf, {batch, heads, 2 * Blocks(rows), dim});
+        CheckTensor("units", *units, q, at::kFloat, {batch, heads, Blocks(rows), kUnitCopies});
+    }
+    if (lengths) CheckTensor("lengths", *lengths, q, at::kInt, {batch});
+    const c10::DeviceGuard guard(q.device());
+    Tensor out = at::empty(q.sizes(), q.options());
+    Tensor lse = at::empty({batch, q.size(1), q.size(2)}, q.options().dtype(at::kFloat));
+    const Tensor workspace = at::empty({static_cast<int64_t>(tiling.workspace_bytes)}, q.options().dtype(at::kByte));
+    const AttentionPointers given{Pointer(q),       Pointer(keys), Pointer(v),   Pointer(anchors),  Pointer(units),
+                                  Pointer(lengths), Pointer(out),  Pointer(lse), Pointer(workspace)};
+    const uint32_t cores = chip.cube_cores;
+    Enqueue("pasa_attention", [=](void* stream) { LaunchAttention(exact, given, tiling, cores, stream); });
+    return {out, lse};
+}
+
+// ---- shapes alone, for tracing
+
+std::tuple<Tensor, Tensor, Tensor> ShiftExactShapes(const Tensor& k, const OptionalTensor&, double, bool)
+{
+    const auto s = k.sym_sizes();
+    const c10::SymInt blocks = (s[2] + (kBlockKeys - 1)) / kBlockKeys;
+    return {at::empty_symint({s[0], s[1], s[2], s[3] + kFractal}, k.options()),
+            at::empty_symint({s[0], s[1], blocks * 2, s[3]}, k.options()),
+            at::empty_symint({s[0], s[1], blocks, kUnitCopies}, k.options().dtype(at::kFloat))};
+}
+
+Tensor ShiftPaperShapes(const Tensor& k, const Tensor&, const OptionalTensor&, bool)
+{
+    return at::empty_symint(k.sym_sizes(), k.options());
+}
+
+std::tuple<Tensor, Tensor> AttentionShapes(const Tensor& q, const Tensor&, const Tensor&, const OptionalTensor&,
+                                           const OptionalTensor&, const OptionalTensor&, bool, double, double, double,
+                                           bool)
+{
+    return {at::empty_symint(q.sym_sizes(), q.options()),
+            at::empty_symint(q.sym_sizes().slice(0, 3), q.options().dtype(at::kFloat))};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(pasa, m)
+{
+    m.def("npu_shift_exact(Tensor k, Tensor? lengths, float scale, bool saturate) -> (Tensor, Tensor, Tensor)");
+    m.def("npu_shift_paper(Tensor k, Tensor matrix, Tensor? last_matrix, bool saturate) -> Tensor");
+    m.def(
+        "npu_attention(Tensor q, Tensor keys, Tensor v, Tensor? anchors, Tensor? units, Tensor? lengths, "
+        "bool is_causal, float scale, float invariance, float last_invariance, bool saturate) -> (Tensor, Tensor)");
+}
+
+#ifdef PASA_CPU_TWIN
+#define PASA_DEVICE CPU
+#else
+#define PASA_DEVICE PrivateUse1
+#endif
+
+TORCH_LIBRARY_IMPL(pasa, PASA_DEVICE, m)
+{
+    m.impl("npu_shift_exact", ShiftExact);
+    m.impl("npu_shift_paper", ShiftPaper);
+    m.impl("npu_attention", Attention);
+}
+
+TORCH_LIBRARY_IMPL(pasa, Meta, m)
+{
+    m.impl("npu_shift_exact", ShiftExactShapes);
+    m.impl("npu_shift_paper", ShiftPaperShapes);
+    m.impl("npu_attention", AttentionShapes);
+}
+
+}  // namespace pasa

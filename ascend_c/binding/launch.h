@@ -1,0 +1,38 @@
+// What the binding, compiled by the host's compiler, asks of pasa.asc, compiled by CANN's: plain types on both sides.
+#pragma once
+
+#include "../tiling/tiling.h"
+
+namespace pasa {
+
+// Device memory, null where a kernel is told that there is none. kernel/task.h says what each holds.
+struct AttentionPointers {
+    void* q;
+    void* keys;
+    void* v;
+    void* anchors;
+    void* units;
+    void* lengths;
+    void* out;
+    void* lse;
+    void* workspace;
+};
+
+// kernel/shift_exact.h says what each holds.
+struct ShiftPointers {
+    void* k;
+    void* lengths;
+    void* matrix;
+    void* last_matrix;
+    void* keys;
+    void* anchors;
+    void* units;
+};
+
+// `stream` is an aclrtStream. The number of cores is that of cube cores, of ShiftExact that of vector cores.
+void LaunchAttention(bool exact, const AttentionPointers& given, const AttentionTiling& tiling, uint32_t cores,
+                     void* stream);
+void LaunchShiftExact(const ShiftPointers& given, const ShiftTiling& tiling, uint32_t cores, void* stream);
+void LaunchShiftPaper(const ShiftPointers& given, const ShiftTiling& tiling, uint32_t cores, void* stream);
+
+}  // namespace pasa

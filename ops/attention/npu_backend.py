@@ -1,0 +1,218 @@
+"""The Ascend C kernels (ascend_c/), and who serves an NPU where their library was not built.
+
+The kernels take contiguous FP16 tensors whose head dimension is a multiple of 16, and blocks of 128 keys: the rest is
+prepared here. Nothing here has run on an NPU; tests run the same library on a CPU twin of the device.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import warnings
+from collections.abc import Callable, Hashable
+from functools import cache
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pasa.ops import envs
+from pasa.ops.attention import npu_vendor
+from pasa.ops.attention.inputs import edges, to_fp16
+from pasa.ops.attention.options import AttentionOptions
+from pasa.ops.attention.scores import paper_beta
+from pasa.ops.numerics.shifting import shifting_matrix
+from pasa.ops.packed import alike, gather, scatter
+
+BLOCK = 128  # keys: kBlockKeys in ascend_c/tiling/tiling.h
+DIM_STEP = 16  # kFractal there
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    options: AttentionOptions,
+    diagnose: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `reference.attention`, without masks; a key or value that is not finite may reach every row of its head."""
+    if (why := library_error()) is not None:
+        other = _announced(why, options, q, k)
+        return other.attention(q, k, v, attn_mask, is_causal, scale, options, diagnose)
+    out, lse = _kernels(to_fp16(q, "q"), to_fp16(k, "k"), to_fp16(v, "v"), None, is_causal, scale, options)
+    return out.to(q.dtype), lse, lse.new_empty(0, dtype=torch.float64)
+
+
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    is_causal: bool,
+    scale: float,
+    options: AttentionOptions,
+    diagnose: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `reference.attention_varlen`. Sequences that one launch can serve are padded to the longest of them.
+
+    The exact recovery takes the numbers of keys along, the published one takes sequences of equal lengths. Lengths are
+    read on the host, so this cannot be captured in a graph.
+    """
+    if (why := library_error()) is not None:
+        other = _announced(why, options, q, k)
+        return other.attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, is_causal, scale, options, diagnose)
+    q16, k16, v16 = to_fp16(q, "q"), to_fp16(k, "k"), to_fp16(v, "v")
+    out = torch.zeros_like(q16)
+    lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
+    edges_q, edges_k = edges(cu_seqlens_q, "q", q), edges(cu_seqlens_k, "k", k)
+    for rows, keys in alike(edges_q, edges_k, _served_together(options, is_causal)):
+        lengths = None
+        if options.recovery == "exact":
+            lengths = torch.tensor([stop - start for start, stop in keys], dtype=torch.int32).to(q.device)
+        part = gather(q16, rows), gather(k16, keys), gather(v16, keys)
+        one, one_lse = _kernels(*part, lengths, is_causal, scale, options)
+        scatter(out, one, rows)
+        scatter(lse.unsqueeze(-1), one_lse.unsqueeze(-1), rows)
+    return out.to(q.dtype), lse, lse.new_empty(0, dtype=torch.float64)
+
+
+def _served_together(options: AttentionOptions, is_causal: bool) -> Callable[[int, int], Hashable]:
+    """What of a sequence's numbers of rows and keys must agree in one launch.
+
+    A causal band is aligned to the last row and key of the padded sequences: their difference must be that of each.
+    """
+    if options.recovery == "paper":
+        return lambda rows, keys: (rows, keys)
+    return (lambda rows, keys: keys - rows) if is_causal else (lambda rows, keys: None)
+
+
+# ---- the kernels
+
+
+def _kernels(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, is_causal: bool, scale: float, options: AttentionOptions
+) -> tuple[Tensor, Tensor]:
+    """K', then attention; `lengths` (B,), INT32, are the keys of each batch entry."""
+    kernels = torch.ops.pasa
+    dim, saturate = q.shape[-1], options.overflow == "saturate"
+    q, k, v = (pad_head_dim(x) for x in (q, k, v))
+    if options.recovery == "paper":
+        tables = paper_tables(k.shape[2], scale, options.beta, k.device)
+        keys = kernels.npu_shift_paper(k, tables.matrix, tables.last_matrix, saturate)
+        found, invariances = (None, None), (tables.invariance, tables.last_invariance)
+    else:
+        keys, *found = kernels.npu_shift_exact(k, lengths, scale, saturate)
+        invariances = (0.0, 0.0)
+    out, lse = kernels.npu_attention(q, keys, v, *found, lengths, is_causal, scale, *invariances, saturate)
+    return out[..., :dim], lse
+
+
+def pad_head_dim(x: Tensor) -> Tensor:
+    """Contiguous, with zeros up to a multiple of 16 elements: they add nothing to q.k, and outputs that are cut off."""
+    missing = -x.shape[-1] % DIM_STEP
+    return torch.nn.functional.pad(x, (0, missing)) if missing else x.contiguous()
+
+
+class PaperTables(NamedTuple):
+    """What the published recovery needs of the numbers of keys in its blocks.
+
+    Attributes
+    ----------
+    matrix : Tensor (n, n), FP16
+        The shifting matrix of the first block.
+    last_matrix : Tensor (m, m), FP16, optional
+        That of the last block, where it has fewer keys.
+    invariance, last_invariance : float
+        Those of the two blocks.
+    """
+
+    matrix: Tensor
+    last_matrix: Tensor | None
+    invariance: float
+    last_invariance: float
+
+
+def paper_tables(keys: int, scale: float, beta: float | None, device: torch.device) -> PaperTables:
+    """Shifting matrices for so many keys."""
+    return _tables(min(keys, BLOCK), (keys - 1) % BLOCK + 1, scale, beta, device)
+
+
+@cache
+def _tables(first: int, last: int, scale: float, beta: float | None, device: torch.device) -> PaperTables:
+    (matrix, factor), (last_matrix, last_factor) = (_table(n, scale, beta, device) for n in (first, last))
+    return PaperTables(matrix, last_matrix if last < first else None, factor, last_factor)
+
+
+def _table(n: int, scale: float, beta: float | None, device: torch.device) -> tuple[Tensor, float]:
+    solved, factor = paper_beta(beta, n, scale)
+    return shifting_matrix(n, solved, scale=scale).to(device), factor
+
+
+# ---- the library, and who serves without it
+
+
+@cache
+def library_error() -> str | None:
+    """Why the kernels cannot be called, or None. The library is loaded when this is first asked, and no later."""
+    path = envs.ascend_library()
+    if not path.is_file():
+        return f"there is no {path}: build it with scripts/build_ascend.sh where CANN is installed"
+    try:
+        torch.ops.load_library(path)
+    except OSError as error:
+        return f"{path} does not load: {error}"
+    return None
+
+
+class StandIn(NamedTuple):
+    """Who serves where the kernels are not built: the module, and what it is."""
+
+    module: str
+    label: str
+
+    def load(self) -> ModuleType:
+        """Import the implementation."""
+        return importlib.import_module(self.module)
+
+
+TRITON = StandIn("pasa.ops.attention.triton_backend", "the Triton kernels, through triton-ascend")
+VENDOR = StandIn("pasa.ops.attention.npu_vendor", npu_vendor.LABEL)
+REFERENCE = StandIn("pasa.ops.attention.reference", "the reference, slowly")
+
+
+def stand_in(options: AttentionOptions, heads: int = 1, kv_heads: int = 1) -> StandIn:
+    """The first that can: triton-ascend, then the vendor's attention, then the reference.
+
+    Triton has no saturating arithmetic. The vendor's has neither a published nor a saturating one, so it stands in for
+    the exact recovery alone, whose result is plain attention's.
+    """
+    plain = options.overflow == "inf"
+    if plain and has_triton_ascend():
+        return TRITON
+    if plain and options.recovery == "exact" and npu_vendor.missing(heads, kv_heads) is None:
+        return VENDOR
+    return REFERENCE
+
+
+def has_triton_ascend() -> bool:
+    """Whether the installed Triton compiles for Ascend; the package's plain namesake does not."""
+    return (
+        importlib.util.find_spec("triton") is not None
+        and importlib.util.find_spec("triton.backends.ascend") is not None
+    )
+
+
+def _announced(why: str, options: AttentionOptions, q: Tensor, k: Tensor) -> ModuleType:
+    chosen = stand_in(options, q.shape[1], k.shape[1])
+    _warn_once(f"the Ascend C kernels are not used: {why}; in their place serves {chosen.label}")
+    return chosen.load()
+
+
+@cache
+def _warn_once(text: str) -> None:
+    warnings.warn(text, stacklevel=3)

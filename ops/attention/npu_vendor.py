@@ -1,0 +1,96 @@
+"""The vendor's fused attention in its mode of high precision, behind the signature of our kernels.
+
+`torch_npu.npu_fused_infer_attention_score` is not PASA: that its scores never overflow is documented nowhere, so no
+guarantee is given for what it returns. Written after its documentation (op-plugin, torch_npu); never run on an NPU.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from pasa.ops.attention.inputs import edges, to_fp16
+from pasa.ops.attention.options import AttentionOptions
+from pasa.ops.packed import alike, gather, scatter
+
+LABEL = "the vendor's fused attention in high precision, without the guarantee against overflow"
+DIM_STEP = 16
+MOST_HEADS, LARGEST_GROUP = 256, 64  # its documented limits
+HIGH_PRECISION, HIGH_PRECISION_BLIND_ROWS = 0, 2  # inner_precise; the second one corrects rows that see no key
+BOTTOM_RIGHT_CAUSAL = 3  # sparse_mode; it wants this mask, True = hidden, whatever the lengths:
+MASK_SIDE = 2048
+
+
+def missing(heads: int, kv_heads: int) -> str | None:
+    """Why it cannot serve calls of so many heads here, or None."""
+    if importlib.util.find_spec("torch_npu") is None:
+        return "torch_npu is not installed"
+    import torch_npu
+
+    if not hasattr(torch_npu, "npu_fused_infer_attention_score"):
+        return "torch_npu has no npu_fused_infer_attention_score"
+    if heads > MOST_HEADS or heads // kv_heads > LARGEST_GROUP:
+        return f"{heads} query heads for {kv_heads} key heads are more than it takes"
+    return None
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    options: AttentionOptions,
+    diagnose: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `reference.attention`, without masks and without the guarantee."""
+    out, lse = _fused(to_fp16(q, "q"), to_fp16(k, "k"), to_fp16(v, "v"), is_causal, scale)
+    return out.to(q.dtype), lse, lse.new_empty(0, dtype=torch.float64)
+
+
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    is_causal: bool,
+    scale: float,
+    options: AttentionOptions,
+    diagnose: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `reference.attention_varlen`, without the guarantee; sequences of equal lengths go together."""
+    half = to_fp16(q, "q"), to_fp16(k, "k"), to_fp16(v, "v")
+    out = torch.zeros_like(half[0])
+    lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
+    for rows, keys in alike(edges(cu_seqlens_q, "q", q), edges(cu_seqlens_k, "k", k), lambda *lengths: lengths):
+        one, one_lse = _fused(gather(half[0], rows), gather(half[1], keys), gather(half[2], keys), is_causal, scale)
+        scatter(out, one, rows)
+        scatter(lse.unsqueeze(-1), one_lse.unsqueeze(-1), rows)
+    return out.to(q.dtype), lse, lse.new_empty(0, dtype=torch.float64)
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    import torch_npu
+
+    rows, keys, dim = q.shape[2], k.shape[2], q.shape[3]
+    q, k, v = (torch.nn.functional.pad(x, (0, -dim % DIM_STEP)).contiguous() for x in (q, k, v))
+    banded = is_causal and rows > 1  # one row sees every key
+    blind = max(0, rows - keys) if banded else 0
+    out, lse = torch_npu.npu_fused_infer_attention_score(
+        q, k, v, num_heads=q.shape[1], num_key_value_heads=k.shape[1], input_layout="BNSD", scale=scale,
+        atten_mask=_causal_mask(q.device) if banded else None, sparse_mode=BOTTOM_RIGHT_CAUSAL if banded else 0,
+        inner_precise=HIGH_PRECISION_BLIND_ROWS if blind else HIGH_PRECISION, softmax_lse_flag=True,
+    )  # fmt: skip
+    out, lse = out[..., :dim].clone(), lse.reshape(q.shape[:3]).clone()
+    out[:, :, :blind], lse[:, :, :blind] = 0.0, -torch.inf  # ours, whatever it says of such rows
+    return out, lse
+
+
+@cache
+def _causal_mask(device: torch.device) -> Tensor:
+    return torch.ones(MASK_SIDE, MASK_SIDE, dtype=torch.bool, device=device).triu(1)

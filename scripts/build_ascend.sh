@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# Builds the Ascend C kernels where CANN and torch_npu are installed, and puts the library where pasa looks for it.
+# PYTHON names the interpreter that has pasa, torch and torch_npu; PASA_ASCEND_LIBRARY another place for the library;
+# BUILD another folder to build in. Arguments go to cmake, such as -DCMAKE_BUILD_TYPE=Debug. Not yet run on an NPU box.
+set -euo pipefail
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+PYTHON="${PYTHON:-python3}"
+BUILD="${BUILD:-$ROOT/build/ascend_c}"
+
+stop() {
+  echo "build_ascend.sh: $1" >&2
+  exit 1
+}
+
+[[ -n "${ASCEND_HOME_PATH:-}" ]] ||
+  stop "ASCEND_HOME_PATH is not set; source CANN's set_env.sh first, such as: source /usr/local/Ascend/cann/set_env.sh"
+[[ -d "$ASCEND_HOME_PATH" ]] || stop "ASCEND_HOME_PATH=$ASCEND_HOME_PATH is not a folder"
+command -v cmake >/dev/null || stop "cmake is not installed"
+[[ -n "$(command -v "$PYTHON")" ]] || stop "PYTHON=$PYTHON is not a program"
+PYTHON="$(realpath -s "$(command -v "$PYTHON")")"
+
+ask() ( # in a folder without modules of its own: the repository's pasa/ is not the whole package
+  cd / && "$PYTHON" -c "$1"
+)
+for module in pasa torch torch_npu; do
+  ask "import importlib.util, sys; sys.exit(importlib.util.find_spec('$module') is None)" ||
+    stop "$module is not installed for PYTHON=$PYTHON"
+done
+
+library="$(ask 'from pasa.ops import envs; print(envs.ascend_library())')"
+cmake -S "$ROOT/ascend_c" -B "$BUILD" -DPython3_EXECUTABLE="$PYTHON" "$@"
+cmake --build "$BUILD" --parallel
+install -D "$BUILD/libpasa_npu.so" "$library"
+echo "built $library; 'pasa doctor' shows whether it loads"

@@ -1,0 +1,270 @@
+"""The binding: what it refuses, the shapes it makes, and its kernels' results, on the CPU twin in place of an NPU."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch.library import opcheck
+
+import pasa
+from pasa.ops import registry
+from pasa.ops.attention import npu_backend
+from pasa.ops.attention.scores import paper_beta
+from pasa.ops.numerics.shifting import shifting_matrix
+from pasa.ops.shift_keys.reference import shift_exact, shift_paper
+from tests.inputs import max_error, normal_qkv
+
+SOURCES = Path(__file__).resolve().parents[2] / "ascend_c"
+CONFIGS = {
+    f"{recovery}-{overflow}": pasa.PasaConfig(recovery=recovery, overflow=overflow)
+    for recovery in ("exact", "paper")
+    for overflow in ("inf", "saturate")
+}
+HALF_ULP = 2.0**-11  # of an output near 1
+# The published recovery multiplies the row mean of S' by 63 or so; one of 128 scores around 2 may be an ulp off.
+LSE_BOUND = {"exact": 1e-3, "paper": 1e-3 + 63 * 2.0**-9 / 128}
+
+
+@pytest.fixture
+def npu(npu_library, monkeypatch):
+    """torch.ops.pasa, and the backend `npu` ready for tensors of the CPU."""
+    monkeypatch.setenv("PASA_ASCEND_LIBRARY", str(npu_library))
+    npu_backend.library_error.cache_clear()
+    record = dataclasses.replace(registry.BACKENDS["npu"], devices=("cpu",), missing=lambda: None)
+    monkeypatch.setitem(registry.BACKENDS, "npu", record)
+    yield torch.ops.pasa
+    npu_backend.library_error.cache_clear()
+
+
+def test_the_backend_is_available(npu):
+    status = next(line for line in pasa.backends() if line.name == "npu")
+    assert status.available
+    assert "not on an NPU" in status.reason
+
+
+# ---- results
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    ("heads", "lengths", "dim", "is_causal"),
+    [((1, 1), (1, 63), 64, False), ((4, 2), (40, 70), 40, True), ((3, 1), (130, 300), 80, True)],
+)
+def test_attention_is_as_the_emulation(npu, name, heads, lengths, dim, is_causal):
+    """The kernels' own tests are stricter; here arguments could be in the wrong order."""
+    q, k, v = normal_qkv(heads, lengths, dim)
+    q, k = q + 2, k + 2
+    how = {"is_causal": is_causal, "config": CONFIGS[name], "return_lse": True}
+    out, lse = pasa.attention(q, k, v, backend="npu", **how)
+    emulated, emulated_lse = pasa.attention(q, k, v, backend="reference", **how)
+    golden, golden_lse = pasa.golden_attention(q, k, v, is_causal=is_causal)
+    assert max_error(out, golden) <= 2 * max_error(emulated, golden) + HALF_ULP
+    seen = golden_lse > -torch.inf
+    assert torch.equal(lse > -torch.inf, seen)
+    assert float((lse - emulated_lse)[seen].abs().max()) <= LSE_BOUND[name.split("-")[0]]
+
+
+@pytest.mark.parametrize("recovery", ["exact", "paper"])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_packed_sequences(npu, recovery, is_causal):
+    """Of several lengths, one without keys and one without queries; causal with more keys than queries."""
+    edges_q, edges_k = torch.tensor([0, 5, 9, 44, 44, 74]), torch.tensor([0, 10, 10, 140, 143, 178])
+    q, k, v = (x[0].transpose(0, 1) for x in normal_qkv((4, 2), (74, 178), 32))
+    how = {"is_causal": is_causal, "config": pasa.PasaConfig(recovery=recovery), "return_lse": True}
+    out, lse = pasa.attention_varlen(q, k + 2, v, edges_q, edges_k, 35, 130, backend="npu", **how)
+    expected, expected_lse = pasa.attention_varlen(q, k + 2, v, edges_q, edges_k, 35, 130, backend="reference", **how)
+    torch.testing.assert_close(out, expected, atol=4 * HALF_ULP, rtol=0)
+    torch.testing.assert_close(lse, expected_lse, atol=LSE_BOUND[recovery], rtol=0)
+
+
+def test_inputs_of_other_types_are_converted(npu):
+    q, k, v = normal_qkv((2, 1), (20, 30), 48)
+    out = pasa.attention(q, k, v, backend="npu")
+    for dtype in (torch.bfloat16, torch.float32):
+        given = [x.to(dtype) for x in (q, k, v)]
+        assert torch.equal(pasa.attention(*given, backend="npu"), pasa.attention(*(x.half() for x in given)).to(dtype))
+    strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    assert torch.equal(pasa.attention(*strided, backend="npu"), out)
+
+
+# ---- K' in memory
+
+
+@pytest.mark.parametrize("keys", [1, 100, 128, 129, 300])
+def test_tables_of_the_published_recovery(npu, keys):
+    scale, k = 0.125, torch.randn(2, 3, keys, 32).half()
+    tables = npu_backend.paper_tables(keys, scale, None, torch.device("cpu"))
+    shifted = npu.npu_shift_paper(k, tables.matrix, tables.last_matrix, False)
+    for start in range(0, keys, 128):
+        part = k[:, :, start : start + 128].float()
+        beta, factor = paper_beta(None, part.shape[2], scale)
+        expected = shift_paper(part, shifting_matrix(part.shape[2], beta, scale=scale).float(), "inf")
+        torch.testing.assert_close(shifted[:, :, start : start + 128].float(), expected, atol=1e-3, rtol=2.0**-10)
+        assert factor in (tables.invariance if start == 0 else factor, tables.last_invariance)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.125, 80**-0.5, 2.0**-20, 3.0])
+def test_exact_shift_keeps_the_keys(npu, scale):
+    """And the kernels' share of the scale is the reference's."""
+    k = torch.randn(1, 2, 200, 48).half() + 5
+    keys, anchors, units = npu.npu_shift_exact(k, None, scale, False)
+    assert (keys.shape, anchors.shape, units.shape) == ((1, 2, 200, 64), (1, 2, 4, 48), (1, 2, 2, 8))
+    unit = min(1.0, 2.0 ** torch.tensor(scale).log2().add(0.5).floor().item())
+    first = shift_exact(k[:, :, :128].float(), unit)
+    assert torch.equal(units[:, :, 0, 0], first.unit[:, :, 0, 0])
+    assert torch.equal(keys[:, :, :128, :48].float(), first.keys)
+    assert torch.equal(anchors[:, :, 0].float(), first.anchor[:, :, 0])
+    assert torch.equal(keys[..., 48:].float().unique(dim=2)[0, 0, 0], torch.tensor([-1.0] * 2 + [0.0] * 14))
+
+
+# ---- refusals and shapes
+
+
+def given(**changed):
+    """Arguments of npu_attention that are in order, but for what is changed."""
+    half = {"dtype": torch.float16}
+    arguments = {
+        "q": torch.zeros(2, 4, 20, 32, **half),
+        "keys": torch.zeros(2, 2, 150, 48, **half),
+        "v": torch.zeros(2, 2, 150, 32, **half),
+        "anchors": torch.zeros(2, 2, 4, 32, **half),
+        "units": torch.ones(2, 2, 2, 8),
+        "lengths": torch.tensor([150, 70], dtype=torch.int32),
+    }
+    numbers = {"is_causal": False, "scale": 1.0, "invariance": 0.0, "last_invariance": 0.0, "saturate": False}
+    return arguments | numbers | changed
+
+
+REFUSED = [
+    ({"q": torch.zeros(2, 4, 20, 32)}, TypeError, "q is Float, expected Half"),
+    ({"q": torch.zeros(2, 4, 20, dtype=torch.float16)}, ValueError, "q has 3 dimensions"),
+    ({"q": torch.zeros(2, 3, 20, 32).half()}, ValueError, "heads=3 must be a multiple of kv_heads=2"),
+    ({"q": torch.zeros(2, 4, 20, 40).half()}, ValueError, "dim=40 must be a multiple of 16, from 16 to 256"),
+    ({"q": torch.zeros(2, 4, 32, 20).half().mT}, ValueError, "q is not contiguous"),
+    (
+        {"v": torch.zeros(1, 2, 150, 32).half()},
+        ValueError,
+        r"v has shape \[1, 2, 150, 32\], expected \[2, 2, 150, 32\]",
+    ),
+    ({"keys": torch.zeros(2, 2, 150, 32).half()}, ValueError, r"keys has shape .* expected \[2, 2, 150, 48\]"),
+    ({"anchors": None}, ValueError, "anchors and units come together"),
+    ({"anchors": torch.zeros(2, 2, 2, 32).half()}, ValueError, r"anchors has shape .* expected \[2, 2, 4, 32\]"),
+    ({"units": torch.ones(2, 2, 2, 8).half()}, TypeError, "units is Half, expected Float"),
+    ({"lengths": torch.tensor([150, 70])}, TypeError, "lengths is Long, expected Int"),
+    ({"scale": 0.0}, ValueError, "scale must be positive and finite"),
+]
+
+
+@pytest.mark.parametrize(("changed", "error", "sentence"), REFUSED, ids=[each[2] for each in REFUSED])
+def test_what_does_not_fit_is_refused(npu, changed, error, sentence):
+    with pytest.raises(error, match=sentence):
+        npu.npu_attention(*given(**changed).values())
+
+
+def test_the_published_recovery_takes_no_lengths(npu):
+    changed = given(anchors=None, units=None, keys=torch.zeros(2, 2, 150, 32).half())
+    with pytest.raises(ValueError, match="the published recovery takes no lengths"):
+        npu.npu_attention(*changed.values())
+
+
+@pytest.mark.parametrize(
+    ("keys", "matrix", "last_matrix", "sentence"),
+    [
+        (300, 44, 44, r"matrix has shape \[44, 44\], expected \[128, 128\]"),
+        (300, 128, None, "last_matrix is for a last block of fewer keys; here blocks have 128 and the last one 44"),
+        (300, 128, 128, r"last_matrix has shape \[128, 128\], expected \[44, 44\]"),
+        (256, 128, 128, "last_matrix is for a last block of fewer keys; here blocks have 128 and the last one 128"),
+        (44, 44, 44, "here blocks have 44 and the last one 44"),
+    ],
+)
+def test_matrices_fit_the_blocks(npu, keys, matrix, last_matrix, sentence):
+    first, last = (None if n is None else torch.zeros(n, n).half() for n in (matrix, last_matrix))
+    with pytest.raises(ValueError, match=sentence):
+        npu.npu_shift_paper(torch.zeros(1, 1, keys, 16).half(), first, last, False)
+
+
+@pytest.mark.parametrize(
+    ("soc", "served"),
+    [("Ascend910B1", True), ("Ascend910B2C", True), ("Ascend910B4-1", True), ("Ascend310P3", False), ("", False)],
+)
+def test_chips(npu, monkeypatch, soc, served):
+    monkeypatch.setenv("FAKE_SOC", soc)
+    if served:
+        npu.npu_attention(*given().values())
+    else:
+        with pytest.raises(NotImplementedError, match=f"no kernel was written for this chip, '{soc}'"):
+            npu.npu_attention(*given().values())
+
+
+def test_results_do_not_depend_on_the_number_of_cores(npu, monkeypatch):
+    q, k, v = normal_qkv((2, 1), (150, 200), 32, batch=2)
+    outputs = []
+    for cores in ("1", "3", "20"):
+        monkeypatch.setenv("FAKE_CORES", cores)
+        outputs.append(pasa.attention(q, k, v, is_causal=True, backend="npu"))
+    assert all(torch.equal(out, outputs[0]) for out in outputs[1:])
+
+
+CHECKS = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+
+
+@pytest.mark.parametrize("keys", [1, 128, 150])
+def test_shapes_of_shifted_keys_are_known_without_data(npu, keys):
+    k = torch.randn(2, 2, keys, 32).half()
+    opcheck(npu.npu_shift_exact.default, (k, None, 0.125, False), test_utils=CHECKS)
+    tables = npu_backend.paper_tables(keys, 1.0, None, k.device)
+    opcheck(npu.npu_shift_paper.default, (k, tables.matrix, tables.last_matrix, False), test_utils=CHECKS)
+
+
+def test_shapes_of_outputs_are_known_without_data(npu):
+    opcheck(npu.npu_attention.default, tuple(given().values()), test_utils=CHECKS)
+
+
+# ---- what only an NPU compiles: names alone
+
+
+def fields(path, struct):
+    """Members of a plain struct."""
+    body = re.search(rf"struct {struct} {{(.*?)\n}};", (SOURCES / path).read_text(encoding="utf-8"), re.DOTALL)[1]
+    return re.findall(r"^\s+[\w*]+ \*?(\w+)(?: = [^;]*)?;", body, re.MULTILINE)
+
+
+def test_entries_hand_every_pointer_on():
+    entries = (SOURCES / "kernel" / "pasa.asc").read_text(encoding="utf-8")
+    for kernel, struct, binding in (
+        ("task", "Arguments", "AttentionPointers"),
+        ("shift_exact", "ShiftArguments", "ShiftPointers"),
+    ):
+        members = fields(f"kernel/{kernel}.h", struct)
+        assert set(members) - {"scores"} == set(fields("binding/launch.h", binding))
+        assert all(f"arguments.{name} = " in entries for name in members)
+        assert all(f"p.{name}" in entries for name in fields("binding/launch.h", binding))
+
+
+def test_entries_call_what_there_is():
+    """Files, launches that the binding declares, and the kernels' entry functions."""
+    entries = (SOURCES / "kernel" / "pasa.asc").read_text(encoding="utf-8")
+    files = [(SOURCES / "kernel" / name).resolve() for name in re.findall(r'#include "(.+)"', entries)]
+    headers = [path.read_text(encoding="utf-8") for path in [*files, SOURCES / "kernel" / "shift_exact.h"]]
+    for name in re.findall(r"^void (Launch\w+)\(", entries, re.MULTILINE):
+        assert any(f"void {name}(" in header for header in headers)
+    called = re.findall(r"^    pasa::(\w+)(?:<kExact>)?\(arguments, tiling\);", entries, re.MULTILINE)
+    assert called == ["PasaAttention", "ShiftExact", "ShiftPaper"]
+    for name in called:
+        assert any(f"inline void {name}(const " in header for header in headers)
+
+
+def test_attributes_of_entries():
+    """Attention: a cube core with its two vector cores. SyncAll among vector cores: documented as `__mix__(0, 1)`, in
+    batch mode, or two streams could wait for each other for ever."""
+    entries = (SOURCES / "kernel" / "pasa.asc").read_text(encoding="utf-8")
+    found = dict(re.findall(r"^(.*__global__ .*) void (\w+)\(GM_ADDR", entries, re.MULTILINE))
+    assert {name: attributes for attributes, name in found.items()} == {
+        "pasa_attention": "__global__ __mix__(1, 2)",
+        "pasa_shift_exact": "__schedmode__(1) __global__ __mix__(0, 1)",
+        "pasa_shift_paper": "__global__ __cube__",
+    }
+    syncs = {path.name for path in (SOURCES / "kernel").glob("*.h") if "SyncAll()" in path.read_text(encoding="utf-8")}
+    assert syncs == {"shift_exact.h"}

@@ -1,0 +1,68 @@
+"""scripts/build_ascend.sh: one clear line where something is missing. tests/ascend_c/ runs it to the end, with
+stand-ins for CANN and torch_npu."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.ascend_c.twin_build import BUILD_SCRIPT, FAKES, build_environment
+
+
+def refusal(folder, **changed):
+    """What the script says under the stand-ins' variables, with some changed or (None) taken away."""
+    environment = {name: value for name, value in (build_environment(folder) | changed).items() if value is not None}
+    done = subprocess.run([BUILD_SCRIPT], env=environment, check=False, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert not (folder / "libpasa_npu.so").exists()
+    lines = done.stderr.splitlines()
+    assert len(lines) == 1, done.stderr
+    return lines[0]
+
+
+def test_without_cann_it_says_what_to_source(tmp_path):
+    said = refusal(tmp_path, ASCEND_HOME_PATH=None)
+    assert said.startswith("build_ascend.sh: ASCEND_HOME_PATH is not set")
+    assert "source /usr/local/Ascend/cann/set_env.sh" in said
+    assert refusal(tmp_path, ASCEND_HOME_PATH="") == said
+
+
+def test_cann_that_is_not_there(tmp_path):
+    assert refusal(tmp_path, ASCEND_HOME_PATH="/no/such/cann").endswith("/no/such/cann is not a folder")
+
+
+def test_python_that_is_not_there(tmp_path):
+    assert refusal(tmp_path, PYTHON="no-such-python").endswith("PYTHON=no-such-python is not a program")
+
+
+def test_without_torch_npu(tmp_path):
+    without = os.pathsep.join(
+        p for p in build_environment(tmp_path)["PYTHONPATH"].split(os.pathsep) if str(FAKES) not in p
+    )
+    assert "torch_npu is not installed for PYTHON=" in refusal(tmp_path, PYTHONPATH=without)
+
+
+def test_without_cmake(tmp_path):
+    """A PATH with what the script needs before it asks for cmake, and no more."""
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for tool in ("bash", "dirname"):
+        target = subprocess.run(["which", tool], check=True, capture_output=True, text=True).stdout.strip()
+        (tools / tool).symlink_to(Path(target).resolve())
+    assert refusal(tmp_path, PATH=str(tools)).endswith("cmake is not installed")
+
+
+@pytest.mark.parametrize("relative", [False, True])
+def test_the_interpreter_may_be_given_by_path(tmp_path, relative):
+    """A relative path was looked for in another folder."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    given = os.path.relpath(python) if relative else str(python)
+    paths = os.pathsep.join([str(tmp_path / "empty")])
+    said = refusal(tmp_path, PYTHON=given, PYTHONPATH=paths)
+    assert "is not installed for PYTHON=" in said
+    assert said.endswith(os.path.abspath(python))
