@@ -149,6 +149,21 @@ def soak(
     raise typer.Exit(0 if result["gate"]["passed"] else 1)
 
 
+@bench.command("npu-model")
+def npu_model(
+    json: Json = None,
+    output_dir: Annotated[Path | None, typer.Option(help="Write JSON, Markdown and a figure there.")] = None,
+) -> None:
+    """Model an Ascend 910B3: what the Ascend C kernels spend on the CPU twin over published rates. Not measured."""
+    from pasa.eval.npu_model import plots, report, run
+
+    with output.progress_bar("bench npu-model") as progress:
+        result = run.run_npu_model(progress)
+    _deliver(result, json, report.render)
+    if output_dir is not None:
+        report.save(result, output_dir, plots.draw)
+
+
 def parse_seeds(text: str) -> list[int]:
     """Integers between commas.
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from pasa.eval.npu_model import report as npu_report
 from pasa.eval.rescue.report import TITLES
 from pasa.eval.rmse import report
 from pasa.eval.soak import report as soak_report
@@ -30,6 +31,7 @@ RESULTS = {
     "kernels": ROOT / "eval/rmse/results/rmse_kernels.json",
     "speed": ROOT / "eval/speed/results/speed.json",
     "soak": ROOT / "eval/soak/results/soak.json",
+    "npu_model": ROOT / "eval/npu_model/results/npu_model.json",
 }
 SHOWN = ("fp32", "partial", "prescaled", "smooth_k", "pasa-paper-fp16", "pasa-paper", "pasa-exact")
 
@@ -202,6 +204,14 @@ def soak() -> str:
     return f"{soak_report.verdict(result)} {soak_report.origin(result)}"
 
 
+def npu_model() -> str:
+    """Precision allocations on an NPU, modelled."""
+    result = stored("npu_model")
+    found = npu_report.range_table(result)
+    text = f"{found.note}\n\n{table(found.header, found.rows)}"
+    return f"{text}\n\n{npu_report.claim(result)}\n\n{npu_report.origin(result)}"
+
+
 def decode() -> str:
     """Decoding, over the time of reading K and V once."""
     found = speed_report.decode_table(stored("speed"))
@@ -220,6 +230,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "decode": decode,
     "kernels": kernels,
     "soak": soak,
+    "npu_model": npu_model,
 }
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ struct AttentionPointers {
     void* workspace;
 };
 
-// kernel/shift_exact.h says what each holds.
+// kernel/task.h says what each holds.
 struct ShiftPointers {
     void* k;
     void* lengths;

@@ -14,6 +14,13 @@ struct VectorCount {
     uint64_t instructions = 0;  // calls
     uint64_t repeats = 0;       // 256-byte steps
     uint64_t lanes = 0;         // active lanes
+
+    void add(const VectorCount& o)
+    {
+        instructions += o.instructions;
+        repeats += o.repeats;
+        lanes += o.lanes;
+    }
 };
 
 struct Counters {
@@ -21,6 +28,7 @@ struct Counters {
     uint64_t macs = 0;                     // padded to whole fractals
     uint64_t mmads = 0;
     std::map<std::string, VectorCount> vector;  // by data type
+    std::map<std::string, VectorCount> calls;   // by call and data type of the source, "Cast half"
     std::map<std::string, uint64_t> syncs;      // "SetFlag<MTE2_V>", "PipeBarrier<V>"
     // Results that are not finite, or were saturated, although all operands are finite; by call ("Fixpipe", "Exp").
     std::map<std::string, uint64_t> overflows;
@@ -36,12 +44,8 @@ struct Counters {
         for (int i = 0; i < kPipes; ++i) bytes[i] += o.bytes[i];
         macs += o.macs;
         mmads += o.mmads;
-        for (const auto& [type, count] : o.vector) {
-            VectorCount& mine = vector[type];
-            mine.instructions += count.instructions;
-            mine.repeats += count.repeats;
-            mine.lanes += count.lanes;
-        }
+        for (const auto& [type, count] : o.vector) vector[type].add(count);
+        for (const auto& [call, count] : o.calls) calls[call].add(count);
         for (const auto& [name, count] : o.syncs) syncs[name] += count;
         for (const auto& [name, count] : o.overflows) overflows[name] += count;
         cross_core_sets += o.cross_core_sets;
@@ -56,19 +60,22 @@ struct Counters {
             out += std::string(p == Pipe::MTE1 ? "" : ", ") + '"' + name_of(p) +
                    "\": " + std::to_string(bytes[index_of(p)]);
         }
-        out += "}, \"macs\": " + std::to_string(macs) + ", \"mmads\": " + std::to_string(mmads) + ", \"vector\": {";
-        const char* comma = "";
-        for (const auto& [type, c] : vector) {
-            out += comma + ('"' + type) + "\": {\"instructions\": " + std::to_string(c.instructions) +
-                   ", \"repeats\": " + std::to_string(c.repeats) + ", \"lanes\": " + std::to_string(c.lanes) + "}";
-            comma = ", ";
-        }
-        return out + "}, \"syncs\": " + json(syncs) + ", \"overflows\": " + json(overflows) +
-               ", \"cross_core_sets\": " + std::to_string(cross_core_sets) +
+        return out + "}, \"macs\": " + std::to_string(macs) + ", \"mmads\": " + std::to_string(mmads) +
+               ", \"vector\": " + json(vector) + ", \"calls\": " + json(calls) + ", \"syncs\": " + json(syncs) +
+               ", \"overflows\": " + json(overflows) + ", \"cross_core_sets\": " + std::to_string(cross_core_sets) +
                ", \"cross_core_waits\": " + std::to_string(cross_core_waits) + "}";
     }
 
 private:
+    static std::string json(const std::map<std::string, VectorCount>& counts)
+    {
+        std::string out;
+        for (const auto& [name, c] : counts) {
+            out += (out.empty() ? "\"" : ", \"") + name + "\": {\"instructions\": " + std::to_string(c.instructions) +
+                   ", \"repeats\": " + std::to_string(c.repeats) + ", \"lanes\": " + std::to_string(c.lanes) + "}";
+        }
+        return '{' + out + '}';
+    }
     static std::string json(const std::map<std::string, uint64_t>& counts)
     {
         std::string out;

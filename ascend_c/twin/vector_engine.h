@@ -189,13 +189,14 @@ inline Extent counted(int64_t count, bool set_mask = true) { return Extent{0, 1,
 
 inline void count_vector(const Instruction& op, const char* type, const Plan& plan)
 {
-    VectorCount& c = op.core().counters.vector[type];
-    c.instructions += 1;
-    c.repeats += static_cast<uint64_t>(plan.repeats);
+    VectorCount c{1, static_cast<uint64_t>(plan.repeats), 0};
     if (plan.repeats > 0) {
-        c.lanes += static_cast<uint64_t>(plan.repeats - 1) * static_cast<uint64_t>(plan.each.count()) +
-                   static_cast<uint64_t>(plan.last.count());
+        c.lanes = static_cast<uint64_t>(plan.repeats - 1) * static_cast<uint64_t>(plan.each.count()) +
+                  static_cast<uint64_t>(plan.last.count());
     }
+    Counters& counters = op.core().counters;
+    counters.vector[type].add(c);
+    counters.calls[std::string(op.core().call) + ' ' + type].add(c);
 }
 
 // Within one repeat source and destination are the same or apart; no repeat reads what an earlier repeat of the same

@@ -263,6 +263,9 @@ def test_counters(twin):
     vector = twin.run("tiled", bug="none")["aiv"]
     assert vector["bytes"] == {"MTE1": 0, "MTE2": 6 * 1024 * 2, "MTE3": 6 * 1024 * 2, "FIX": 0}
     assert vector["vector"] == {"half": {"instructions": 12, "repeats": 12 * 8, "lanes": 12 * 1024}}
+    assert vector["calls"] == {
+        f"{name} half": {"instructions": 6, "repeats": 48, "lanes": 6144} for name in ("Adds", "Muls")
+    }
     assert vector["syncs"]["PipeBarrier<V>"] == 6
     cube = twin.run("cube", bug="none")["aic"]
     assert cube["bytes"] == {"MTE1": 2 * 32 * 128 * 2, "MTE2": 2 * 32 * 128 * 2, "MTE3": 0, "FIX": 32 * 32 * 4}

@@ -5,6 +5,7 @@
 #include <stdexcept>
 
 #include "../../../ascend_c/kernel/pasa_attention.h"
+#include "../../../ascend_c/kernel/shift_exact.h"
 #include "../../../ascend_c/kernel/shift_paper.h"
 
 namespace {

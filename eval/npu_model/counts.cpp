@@ -1,0 +1,149 @@
+// What the kernels spend on the CPU twin, as JSON.
+//
+//     PROGRAM attend EXACT DIM BLOCKS WIDE     two tiles of 128 queries against so many blocks of 128 keys, one group
+//     PROGRAM shift EXACT DIM BLOCKS           so many blocks of keys, one core
+//     PROGRAM plan B H Hkv Sq Skv D CAUSAL     tasks and score tiles of the busiest group of a 910B3
+//
+// WIDE makes data of which the exact recovery keeps every score tile in FP32, otherwise none.
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <string>
+#include <vector>
+
+#include "kernel_operator.h"
+
+#include "kernel/pasa_attention.h"
+#include "kernel/shift_exact.h"
+#include "kernel/shift_paper.h"
+#include "tiling/plan.h"
+
+namespace {
+
+constexpr uint32_t kQueries = pasa::kLanes * pasa::kTileRows;
+constexpr float kStep = 40.0f;  // nats between the blocks of wide data: five times what makes a tile wide
+
+template <typename T>
+GM_ADDR bytes(T* pointer)
+{
+    return reinterpret_cast<GM_ADDR>(pointer);
+}
+
+// Numbers in [-1, 1), the same every time.
+std::vector<half> noise(size_t count)
+{
+    std::vector<half> numbers(count);
+    uint32_t state = 1;
+    for (half& x : numbers) {
+        state = state * 1664525u + 1013904223u;
+        x = static_cast<half>(static_cast<float>(state >> 8) * 0x1p-23f - 1.0f);
+    }
+    return numbers;
+}
+
+// Scores of block j near kStep j nats, and one of the first block kStep / 2 above its others.
+std::vector<half> steep(uint32_t blocks, uint32_t dim)
+{
+    std::vector<half> keys;
+    for (uint32_t key = 0; key < blocks * pasa::kBlockKeys; ++key) {
+        const float nats = key == 0 ? kStep / 2 : kStep * static_cast<float>(key / pasa::kBlockKeys);
+        keys.insert(keys.end(), dim, static_cast<half>(nats / std::sqrt(static_cast<float>(dim))));
+    }
+    return keys;
+}
+
+struct Run {
+    bool exact;
+    uint32_t dim;
+    uint32_t blocks;
+    bool wide;
+};
+
+twin::Report run(const Run& r, bool attends)
+{
+    const double scale = 1.0 / std::sqrt(static_cast<double>(r.dim));
+    const pasa::Shape shape{1, 1, 1, kQueries, r.blocks * pasa::kBlockKeys, r.dim};
+    const size_t numbers = size_t{shape.keys} * r.dim;
+    twin::Device device;
+    std::vector<half> matrix(pasa::kBlockKeys * pasa::kBlockKeys);  // any does: no count depends on it
+    for (uint32_t i = 0; i < pasa::kBlockKeys; ++i) matrix[i * (pasa::kBlockKeys + 1)] = static_cast<half>(scale);
+    pasa::ShiftArguments shift{};
+    shift.k = bytes(device.input("k", r.wide ? steep(r.blocks, r.dim) : noise(numbers)));
+    shift.matrix = bytes(device.input("matrix", matrix));
+    half* keys = device.persistent<half>("keys", numbers + (r.exact ? size_t{shape.keys} * pasa::kFractal : 0));
+    half* anchors = device.persistent<half>("anchors", size_t{2} * r.blocks * r.dim);
+    float* units = device.persistent<float>("units", size_t{8} * r.blocks);
+    shift.keys = bytes(keys);
+    shift.anchors = bytes(anchors);
+    shift.units = bytes(units);
+    const pasa::ShiftTiling shift_tiling = pasa::PlanShift(shape, r.exact ? scale : 1.0, false, false);
+    twin::Options options;
+    options.shape = r.exact ? twin::Shape::aiv_only : twin::Shape::aic_only;
+    const twin::Report shifted = device.launch("shift_keys", 1, options, [&] {
+        r.exact ? pasa::ShiftExact(shift, shift_tiling) : pasa::ShiftPaper(shift, shift_tiling);
+    });
+    if (!attends || !shifted.ok) return shifted;
+
+    pasa::Settings settings;
+    settings.exact = r.exact;
+    settings.scale = scale;
+    settings.invariance = settings.last_invariance = 1.0;
+    pasa::Chip chip = pasa::kChips[2];
+    chip.cube_cores = 1;
+    const pasa::AttentionTiling tiling = pasa::PlanAttention(shape, settings, chip);
+    pasa::Arguments given{};
+    given.q = bytes(device.input("q", r.wide ? std::vector<half>(size_t{kQueries} * r.dim, static_cast<half>(1.0f))
+                                             : noise(size_t{kQueries} * r.dim)));
+    given.keys = bytes(keys);
+    given.v = bytes(device.input("v", noise(numbers)));
+    given.anchors = bytes(anchors);
+    given.units = bytes(units);
+    given.out = bytes(device.output<half>("out", size_t{kQueries} * r.dim));
+    given.lse = bytes(device.output<float>("lse", kQueries));
+    given.workspace = device.workspace<uint8_t>("workspace", tiling.workspace_bytes);
+    options.shape = twin::Shape::mix_1_2;
+    return device.launch("pasa_attention", 1, options, [&] {
+        r.exact ? pasa::PasaAttention<true>(given, tiling) : pasa::PasaAttention<false>(given, tiling);
+    });
+}
+
+std::string plan(const pasa::Shape& shape, bool causal)
+{
+    pasa::Settings settings;
+    settings.causal = causal;
+    const pasa::Chip& chip = pasa::kChips[2];
+    const pasa::AttentionTiling tiling = pasa::PlanAttention(shape, settings, chip);
+    uint64_t busiest_tasks = 0, busiest_tiles = 0;
+    for (uint32_t group = 0; group < chip.cube_cores; ++group) {
+        pasa::Tasks tasks(tiling, nullptr);
+        pasa::Task task;
+        uint64_t tiles = 0;
+        uint32_t turn = 0;
+        for (; tasks.Get(turn, group, chip.cube_cores, task); ++turn) {
+            for (const pasa::LaneTask& lane : task.lane) tiles += lane.steps;
+        }
+        if (tiles > busiest_tiles) {
+            busiest_tiles = tiles;
+            busiest_tasks = turn;
+        }
+    }
+    return "{\"tasks\": " + std::to_string(busiest_tasks) + ", \"tiles\": " + std::to_string(busiest_tiles) + "}";
+}
+
+}  // namespace
+
+int main(int argc, char** argv)
+{
+    const std::string what = argc > 1 ? argv[1] : "";
+    const auto number = [&](int i) { return i < argc ? static_cast<uint32_t>(std::atoi(argv[i])) : 0; };
+    if (what == "plan") {
+        const pasa::Shape shape{number(2), number(3), number(4), number(5), number(6), number(7)};
+        std::puts(plan(shape, number(8) != 0).c_str());
+    } else if (what == "attend" || what == "shift") {
+        const Run r{number(2) != 0, number(3), number(4), number(5) != 0};
+        std::puts(run(r, what == "attend").json().c_str());
+    } else {
+        return 2;
+    }
+    return 0;
+}
