@@ -12,6 +12,7 @@ constexpr uint32_t kRepeatBytes = 256;
 constexpr uint32_t kFloats = kRepeatBytes / sizeof(float);  // of a repeat: also the numbers of 64 rows
 constexpr uint32_t kHalves = kRepeatBytes / sizeof(half);   // of a repeat: also a row of scores
 constexpr uint32_t kFloatBlock = kBlockBytes / sizeof(float);
+constexpr uint32_t kTileBlocks = 2 * kRepeatBytes / kBlockBytes;  // of a row of an FP32 tile
 static_assert(kFloats == kHalfRows && kHalves == kBlockKeys, "a repeat holds one number of each row, or one row");
 
 // One FP32 number for each of 64 rows. Calls take the rows from `first` to `last`; others keep their values.
@@ -116,20 +117,35 @@ private:
     uint64_t mask_[2] = {0, 0};
 };
 
-// The largest or the sum of each row of an FP32 tile (rows, 128), in `work` (2, 64) and `to`.
+// The largest or the sum of each row of an FP32 tile (rows, 128); `work` holds two numbers of rows.
 template <AscendC::ReduceType kType>
 __aicore__ inline void ReduceRows(const AscendC::LocalTensor<float>& to, const AscendC::LocalTensor<float>& work,
                                   const AscendC::LocalTensor<float>& tile, uint32_t rows, RowMath& math)
 {
     for (uint32_t part = 0; part < 2; ++part) {
-        AscendC::ReduceRepeat<kType>(work[part * kFloats], tile[part * kFloats], kFloats, rows, 1, 1,
-                                     2 * kRepeatBytes / kBlockBytes, AscendC::ReduceOrder::ORDER_ONLY_VALUE);
+        AscendC::ReduceRepeat<kType>(work[part * kFloats], tile[part * kFloats], kFloats, rows, 1, 1, kTileBlocks,
+                                     AscendC::ReduceOrder::ORDER_ONLY_VALUE);
     }
     AscendC::PipeBarrier<PIPE_V>();
     if (kType == AscendC::ReduceType::MAX) {
         math.Larger(to, work, work[kFloats]);
     } else {
         math.Add(to, work, work[kFloats]);
+    }
+}
+
+// Columns from `first` on become `value`, in so many rows of a tile.
+template <typename T>
+__aicore__ inline void HideColumns(const AscendC::LocalTensor<T>& tile, uint32_t first, uint32_t rows, float value)
+{
+    constexpr uint32_t lanes = kRepeatBytes / sizeof(T);
+    for (uint32_t part = first / lanes; part < kBlockKeys / lanes; ++part) {
+        const uint32_t kept = first > part * lanes ? first - part * lanes : 0;
+        uint64_t mask[2];
+        mask[0] = kept >= 64 ? 0 : ~uint64_t{0} << kept;
+        mask[1] = lanes <= 64 ? 0 : kept <= 64 ? ~uint64_t{0} : ~uint64_t{0} << (kept - 64);
+        AscendC::Duplicate(tile[part * lanes], static_cast<T>(value), mask, rows, 1,
+                           kBlockKeys * sizeof(T) / kBlockBytes);
     }
 }
 

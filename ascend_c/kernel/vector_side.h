@@ -1,40 +1,21 @@
 // A vector core's part of attention: softmax over half of the rows of a tile, statistics, reference and verdict.
 #pragma once
 
-#include "rows.h"
-#include "task.h"
+#include "vector_state.h"
 
 namespace pasa {
 
-constexpr float kNothing = -0x1p126f;     // a running maximum before the first key: finite, and below every score
-constexpr float kReach = 8.0f;            // nats above its reference at which FP16 stores a score too coarsely
+constexpr float kNothing = -0x1p126f;  // a running maximum before the first key: finite, and below every score
+constexpr float kReach = 8.0f;         // nats above its reference at which FP16 stores a score too coarsely
+constexpr float kZeroWeight = 104.0f;  // exp(-104) is zero even among FP32's subnormals
 constexpr uint32_t kMinusInfinity = 0xff800000;  // the device's headers have no INFINITY
-constexpr float kZeroWeight = 104.0f;     // exp(-104) is zero even among FP32's subnormals
 
 template <bool kExact>
-class VectorSide {
+class VectorSide : private VectorState {
 public:
     __aicore__ inline VectorSide(const Arguments& arguments, const AttentionTiling& tiling, AscendC::TPipe& pipe)
-        : t_(tiling),
-          tasks_(tiling, arguments.lengths),
-          skipped_(AscendC::GetSubBlockIdx() * kHalfRows)
+        : VectorState(arguments, tiling, kExact, pipe)
     {
-        if (kExact) units_.SetGlobalBuffer(reinterpret_cast<__gm__ float*>(arguments.units));
-        out_.SetGlobalBuffer(reinterpret_cast<__gm__ half*>(arguments.out));
-        lse_.SetGlobalBuffer(reinterpret_cast<__gm__ float*>(arguments.lse));
-        for (uint32_t i = 0; i < kLanes; ++i) {
-            GM_ADDR at = arguments.workspace + (Group() * kLanes + i) * tiling.lane.bytes;
-            const uint64_t tile = static_cast<uint64_t>(skipped_) * kBlockKeys;
-            scores_[i].SetGlobalBuffer(reinterpret_cast<__gm__ half*>(at + tiling.lane.scores) + tile);
-            wide_[i].SetGlobalBuffer(reinterpret_cast<__gm__ float*>(at + tiling.lane.wide) + tile);
-            weights_[i].SetGlobalBuffer(reinterpret_cast<__gm__ half*>(at + tiling.lane.weights) + tile);
-            product_[i].SetGlobalBuffer(reinterpret_cast<__gm__ float*>(at + tiling.lane.product) + skipped_ * tiling.dim);
-            reference_[i].SetGlobalBuffer(reinterpret_cast<__gm__ half*>(at + tiling.lane.reference) + skipped_ * kFractal);
-            verdict_[i].SetGlobalBuffer(reinterpret_cast<__gm__ int32_t*>(at + tiling.lane.verdict) +
-                                        AscendC::GetSubBlockIdx() * kVerdictWords);
-            offsets_[i].SetGlobalBuffer(reinterpret_cast<__gm__ float*>(at + tiling.lane.offsets) + skipped_);
-        }
-        InitBuffers(pipe);
     }
 
     __aicore__ inline void Run()
@@ -55,71 +36,6 @@ public:
     }
 
 private:
-    using Row = AscendC::LocalTensor<float>;
-    using HalfTile = AscendC::LocalTensor<half>;
-    using FloatTile = AscendC::LocalTensor<float>;
-
-    // Numbers of rows. Those of a lane come first, once for each lane.
-    enum LaneRow { kMaximum, kSum, kFrame, kOffset, kKeep, kGain, kLaneRows };
-    enum SharedRow { kTop = kLanes * kLaneRows, kHere, kRowSum, kFirst, kSecond, kThird, kWork, kRows = kWork + 2 };
-
-    static __aicore__ inline uint64_t Group() { return AscendC::GetBlockIdx() / 2; }
-
-    __aicore__ inline void InitBuffers(AscendC::TPipe& pipe)
-    {
-        const uint32_t width = Least(t_.dim, kChunk);
-        pipe.InitBuffer(narrow_in_, 1, kHalfRows * kBlockKeys * sizeof(half));
-        pipe.InitBuffer(wide_in_, 1, kHalfRows * Largest(width, kBlockKeys) * sizeof(float));
-        pipe.InitBuffer(tile_out_, 1, kHalfRows * kBlockKeys * sizeof(half));
-        pipe.InitBuffer(row_out_, 1, kHalfRows * sizeof(float));
-        pipe.InitBuffer(scores_buffer_, kHalfRows * kBlockKeys * sizeof(float));
-        pipe.InitBuffer(output_buffer_, t_.lanes * kHalfRows * t_.dim * sizeof(float));
-        pipe.InitBuffer(rows_buffer_, kRows * kHalfRows * sizeof(float));
-        pipe.InitBuffer(spread_buffer_, kHalfRows * kBlockBytes);
-        pipe.InitBuffer(half_row_buffer_, kHalfRows * sizeof(half));
-        if (kExact) {
-            pipe.InitBuffer(offset_in_, 1, 2 * kHalfRows * sizeof(float) + kBlockBytes);
-            pipe.InitBuffer(reference_out_, 1, kHalfRows * kFractal * sizeof(half));
-            pipe.InitBuffer(verdict_out_, 1, kVerdictWords * sizeof(int32_t));
-            pipe.InitBuffer(half_spread_buffer_, 2 * kHalfRows * kBlockBytes);
-        }
-        values_ = rows_buffer_.Get<float>();
-        score_tile_ = scores_buffer_.Get<float>();
-        spread_ = spread_buffer_.Get<float>();
-        AscendC::Duplicate(values_, 0.0f, kRows * kHalfRows);  // calls that take whole blocks read behind the last row
-        AscendC::Duplicate(half_row_buffer_.Get<half>(), static_cast<half>(0.0f), kHalfRows);
-        AscendC::PipeBarrier<PIPE_V>();
-    }
-
-    __aicore__ inline Row Number(uint32_t shared) const { return values_[shared * kHalfRows]; }
-    __aicore__ inline Row Number(uint32_t lane, LaneRow row) const
-    {
-        return values_[(lane * kLaneRows + row) * kHalfRows];
-    }
-    __aicore__ inline FloatTile Output(uint32_t lane)
-    {
-        return output_buffer_.Get<float>()[lane * kHalfRows * t_.dim];
-    }
-    // How many of this core's rows there are, of so many in the tile.
-    __aicore__ inline uint32_t Mine(uint32_t rows) const
-    {
-        return rows <= skipped_ ? 0 : Least(kHalfRows, rows - skipped_);
-    }
-    // How many of this core's first rows see no key of block j.
-    __aicore__ inline uint32_t Blind(const Task& task, const LaneTask& lane, uint32_t j, uint32_t rows) const
-    {
-        if (task.keys <= j * kBlockKeys) return rows;
-        return RowsBefore(lane, j * kBlockKeys, rows);
-    }
-
-    // How many of this core's first rows see at most so many keys, because of the causal mask.
-    __aicore__ inline uint32_t RowsBefore(const LaneTask& lane, uint32_t keys, uint32_t rows) const
-    {
-        if (!t_.causal) return 0;
-        const int64_t first = static_cast<int64_t>(keys) + t_.rows - t_.keys - (lane.first_row + skipped_);
-        return first <= 0 ? 0 : static_cast<uint32_t>(first < rows ? first : rows);
-    }
-
     __aicore__ inline void Begin(const Task& task, uint32_t i)
     {
         const LaneTask& lane = task.lane[i];
@@ -160,7 +76,7 @@ private:
         all.Set(Number(i, kKeep), 1.0f);
         all.Set(Number(i, kGain), 0.0f);
         const bool wide = LoadScores(task, i, j, rows, seeing);
-        MakeWeights(task, i, j, rows, all);
+        MakeWeights(task, i, j, rows);
         if (kExact && !wide) AscendC::CrossCoreWaitFlag<kGroup>(kWideReady + i);
         if (!kExact) MoveFrame(task, i, j, seeing);
         AddStatistics(i, seeing);
@@ -213,38 +129,6 @@ private:
         wide_in_.FreeTensor(wide);
     }
 
-    // Scores that a row does not see become `value`: keys that do not exist, and with a causal mask later ones.
-    template <typename T>
-    __aicore__ inline void Hide(const Task& task, uint32_t i, uint32_t j, uint32_t rows,
-                                const AscendC::LocalTensor<T>& tile, float value)
-    {
-        const uint32_t count = Least(kBlockKeys, task.keys - j * kBlockKeys);
-        HideColumns(tile, count, rows, value);
-        AscendC::PipeBarrier<PIPE_V>();
-        const uint32_t partial = RowsBefore(task.lane[i], j * kBlockKeys + count - 1, rows);  // later rows see all
-        const uint32_t blind = RowsBefore(task.lane[i], j * kBlockKeys, rows);
-        for (uint32_t r = 0; r < partial; ++r) {
-            const uint32_t seen = r < blind ? 0 : tasks_.Seen(task, task.lane[i].first_row + skipped_ + r) - j * kBlockKeys;
-            HideColumns(tile[r * kBlockKeys], seen, 1, value);
-        }
-        if (partial > 0) AscendC::PipeBarrier<PIPE_V>();
-    }
-
-    // Columns from `first` on, of so many rows.
-    template <typename T>
-    __aicore__ inline void HideColumns(const AscendC::LocalTensor<T>& tile, uint32_t first, uint32_t rows, float value)
-    {
-        constexpr uint32_t lanes = kRepeatBytes / sizeof(T);
-        for (uint32_t part = first / lanes; part < kBlockKeys / lanes; ++part) {
-            const uint32_t kept = first > part * lanes ? first - part * lanes : 0;
-            uint64_t mask[2];
-            mask[0] = kept >= 64 ? 0 : ~uint64_t{0} << kept;
-            mask[1] = lanes <= 64 ? 0 : kept <= 64 ? ~uint64_t{0} : ~uint64_t{0} << (kept - 64);
-            AscendC::Duplicate(tile[part * lanes], static_cast<T>(value), mask, rows, 1,
-                               kBlockKeys * sizeof(T) / kBlockBytes);
-        }
-    }
-
     // Whether a score stands so far above its reference (in a first tile: off it) that the tile has to come in FP32.
     __aicore__ inline bool Judge(uint32_t i, uint32_t j, uint32_t rows, const HalfTile& narrow, RowMath& seeing)
     {
@@ -284,23 +168,13 @@ private:
         return Extreme<AscendC::ReduceType::MIN>(Number(kFirst)) <= -kHalfLargest;
     }
 
-    template <AscendC::ReduceType kType>
-    __aicore__ inline float Extreme(const Row& row)
-    {
-        AscendC::ReduceRepeat<kType>(Number(kWork), row, kFloats, 1, 1, 1, 8, AscendC::ReduceOrder::ORDER_ONLY_VALUE);
-        const AscendC::TEventID done = GetTPipePtr()->FetchEventID(AscendC::HardEvent::V_S);
-        AscendC::SetFlag<AscendC::HardEvent::V_S>(done);
-        AscendC::WaitFlag<AscendC::HardEvent::V_S>(done);
-        return Number(kWork).GetValue(0);
-    }
-
     // exp(score - largest), rounded, to the cube core; and its sum.
-    __aicore__ inline void MakeWeights(const Task& task, uint32_t i, uint32_t j, uint32_t rows, RowMath& all)
+    __aicore__ inline void MakeWeights(const Task& task, uint32_t i, uint32_t j, uint32_t rows)
     {
         Spread(spread_, Number(kTop), rows);
         for (uint32_t part = 0; part < 2; ++part) {
             AscendC::Sub(score_tile_[part * kFloats], score_tile_[part * kFloats], spread_, kFloats, rows,
-                         AscendC::BinaryRepeatParams(1, 1, 0, 16, 16, 1));
+                         AscendC::BinaryRepeatParams(1, 1, 0, kTileBlocks, kTileBlocks, 1));
         }
         AscendC::PipeBarrier<PIPE_V>();
         AscendC::Exp(score_tile_, score_tile_, rows * kBlockKeys);
@@ -313,6 +187,7 @@ private:
             AscendC::Cast(score_tile_, weights, AscendC::RoundMode::CAST_NONE, rows * kBlockKeys);
             AscendC::PipeBarrier<PIPE_V>();
         }
+        RowMath all(0, rows);
         ReduceRows<AscendC::ReduceType::SUM>(Number(kRowSum), Number(kWork), score_tile_, rows, all);
         tile_out_.EnQue(weights);
         weights = tile_out_.DeQue<half>();
@@ -514,11 +389,6 @@ private:
         row_out_.FreeTensor(lse);
     }
 
-    __aicore__ inline uint64_t FirstRow(const Task& task, const LaneTask& lane) const
-    {
-        return static_cast<uint64_t>(task.head) * t_.rows + lane.first_row + skipped_;
-    }
-
     __aicore__ inline void StoreOutput(const Task& task, uint32_t i, uint32_t rows)
     {
         for (uint32_t d = 0; d < t_.dim; d += kChunk) {
@@ -544,21 +414,6 @@ private:
             tile_out_.FreeTensor(rounded);
         }
     }
-
-    const AttentionTiling& t_;
-    Tasks tasks_;
-    uint32_t skipped_;            // rows of a tile before this core's
-    float factor_[kLanes];  // exact: from units of S' to nats
-    AscendC::GlobalTensor<half> out_;
-    AscendC::GlobalTensor<float> lse_, units_;
-    AscendC::GlobalTensor<half> scores_[kLanes], weights_[kLanes], reference_[kLanes];
-    AscendC::GlobalTensor<float> wide_[kLanes], product_[kLanes], offsets_[kLanes];
-    AscendC::GlobalTensor<int32_t> verdict_[kLanes];
-    AscendC::TQue<AscendC::TPosition::VECIN, 1> narrow_in_, wide_in_, offset_in_;
-    AscendC::TQue<AscendC::TPosition::VECOUT, 1> tile_out_, row_out_, reference_out_, verdict_out_;
-    AscendC::TBuf<AscendC::TPosition::VECCALC> scores_buffer_, output_buffer_, rows_buffer_, spread_buffer_,
-        half_row_buffer_, half_spread_buffer_;
-    AscendC::LocalTensor<float> values_, score_tile_, spread_;
 };
 
 }  // namespace pasa
