@@ -123,20 +123,24 @@ def render(result: dict[str, Any], console: Console) -> None:
     table = Table(title="pasa doctor", title_justify="left", show_lines=False)
     table.add_column("what")
     table.add_column("found", overflow="fold")
+
+    def add(name: str, found: str) -> None:
+        table.add_row(name, Text(found))  # not markup: "pip install '.[npu]'"
+
     for name, value in result["environment"].items():
-        table.add_row(name, str(value))
+        add(name, str(value))
     for name, value in result["devices"].items():
-        table.add_row(f"device {name}", value or "none")
+        add(f"device {name}", value or "none")
     for status in result["backends"]:
-        table.add_row(f"backend {status['name']}", f"{'yes' if status['available'] else 'no'}: {status['reason']}")
+        add(f"backend {status['name']}", f"{'yes' if status['available'] else 'no'}: {status['reason']}")
     cache = result["cache_dir"]
-    table.add_row("cache folder", f"{cache['path']}{'' if cache['exists'] else ' (not made yet)'}")
+    add("cache folder", f"{cache['path']}{'' if cache['exists'] else ' (not made yet)'}")
     for name, version in result["packages"].items():
-        table.add_row(f"package {name}", version or "not installed")
+        add(f"package {name}", version or "not installed")
     for name, variable in result["variables"].items():
-        table.add_row(name, f"{variable['value']} (default {variable['default']})")
-    table.add_row("Triton kernels", kernels_line(result["kernels"]))
-    table.add_row("Ascend C kernels", ascend_c_line(result["ascend_c"]))
+        add(name, f"{variable['value']} (default {variable['default']})")
+    add("Triton kernels", kernels_line(result["kernels"]))
+    add("Ascend C kernels", ascend_c_line(result["ascend_c"]))
     console.print(table)
     console.print(Text(verdict(result["self_check"])))
 

@@ -324,7 +324,7 @@ private:
 
     // ---- output
 
-    // O = keep O + gain (P V), 64 columns at a time.
+    // O = keep O + gain (P V).
     __aicore__ inline void TakeProduct(const Task& task, uint32_t i)
     {
         const uint32_t rows = Mine(task.lane[i].Computed());

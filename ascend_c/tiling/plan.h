@@ -83,7 +83,7 @@ inline void CheckShape(const Shape& s)
             text("dim", s.dim) + " must be a multiple of 16, from 16 to 256");
 }
 
-// Bytes of the unified buffer that a vector core takes: vector_side.h, InitBuffers.
+// Bytes of the unified buffer that a vector core takes: vector_state.h, InitBuffers.
 constexpr uint64_t UnifiedBytes(uint32_t dim, uint32_t lanes)
 {
     const uint64_t tile = kHalfRows * kBlockKeys, numbers = 15 * kKiB;

@@ -8,6 +8,7 @@ import fcntl
 import hashlib
 import json
 import os
+import platform
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ FAKES = HERE / "fakes"
 BUILD_SCRIPT = HERE.parents[1] / "scripts" / "build_ascend.sh"
 FLAGS = ["-std=c++17", "-fexcess-precision=16", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror"]
 SANITIZED = ("-O0", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-FAST = ("-O2", "-mf16c")
+FAST = ("-O2", "-mf16c") if platform.machine() == "x86_64" else ("-O2",)
 
 
 def compile_command(source, output, *, optimise=(), include=(), define=()):

@@ -3,11 +3,13 @@
 import json
 import subprocess
 import sys
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 from pasa.eval import cli, doctor
@@ -58,6 +60,15 @@ def test_doctor_reports_reasons_and_passes_its_own_check() -> None:
     assert {status["name"] for status in found["backends"]} >= {"reference", "triton", "npu"}
     assert all(status["reason"] for status in found["backends"])
     assert "PASA_CACHE_DIR" in found["variables"]
+
+
+def test_doctor_shows_what_is_in_brackets() -> None:
+    """Story: the table took "pip install '.[npu]'" for markup and showed "pip install '.'"."""
+    found = doctor.run_doctor()
+    found["backends"] = [{"name": "npu", "available": False, "reason": "try pip install '.[npu]'"}]
+    shown = StringIO()
+    doctor.render(found, Console(file=shown, width=200))
+    assert "pip install '.[npu]'" in shown.getvalue()
 
 
 def test_doctor_says_whether_the_ascend_c_kernels_are_built() -> None:
