@@ -64,7 +64,7 @@ private:
     __aicore__ inline uint32_t Count(uint32_t item)
     {
         const uint32_t batch = item / t_.blocks / t_.kv_heads, first = item % t_.blocks * kBlockKeys;
-        const uint32_t keys = t_.has_lengths ? static_cast<uint32_t>(lengths_.GetValue(batch)) : t_.keys;
+        const uint32_t keys = t_.has_lengths ? Clamped(lengths_.GetValue(batch), t_.keys) : t_.keys;
         return keys <= first ? 0 : Least(kBlockKeys, keys - first);
     }
 

@@ -17,6 +17,11 @@ constexpr uint8_t kGroup = 2;          // the mode of these flags: a cube core a
 
 __aicore__ inline uint32_t Least(uint32_t a, uint32_t b) { return a < b ? a : b; }
 __aicore__ inline uint32_t Largest(uint32_t a, uint32_t b) { return a < b ? b : a; }
+// A length that somebody else wrote: from 0 to `most`.
+__aicore__ inline uint32_t Clamped(int32_t length, uint32_t most)
+{
+    return length <= 0 ? 0 : Least(static_cast<uint32_t>(length), most);
+}
 __aicore__ inline uint32_t DivideUp(uint32_t a, uint32_t b) { return (a + b - 1) / b; }
 
 // One query tile.
@@ -58,7 +63,7 @@ public:
         task.batch = head / tiling_.heads;
         task.head = head;
         task.kv_head = task.batch * tiling_.kv_heads + head % tiling_.heads / (tiling_.heads / tiling_.kv_heads);
-        task.keys = tiling_.has_lengths ? static_cast<uint32_t>(lengths_.GetValue(task.batch)) : tiling_.keys;
+        task.keys = tiling_.has_lengths ? Clamped(lengths_.GetValue(task.batch), tiling_.keys) : tiling_.keys;
         task.steps = 0;
         for (uint32_t i = 0; i < kLanes; ++i) {
             LaneTask& lane = task.lane[i];

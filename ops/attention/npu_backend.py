@@ -100,6 +100,8 @@ def _kernels(
     """K', then attention; `lengths` (B,), INT32, are the keys of each batch entry."""
     kernels = torch.ops.pasa
     dim, saturate = q.shape[-1], options.overflow == "saturate"
+    spoiled = ~torch.isfinite(q).all(-1)  # the matrix unit must not be fed NaN: such rows are put in at the end
+    q = q.masked_fill(spoiled.unsqueeze(-1), 0.0)
     q, k, v = (pad_head_dim(x) for x in (q, k, v))
     if options.recovery == "paper":
         tables = paper_tables(k.shape[2], scale, options.beta, k.device)
@@ -109,7 +111,8 @@ def _kernels(
         keys, *found = kernels.npu_shift_exact(k, lengths, scale, saturate)
         invariances = (0.0, 0.0)
     out, lse = kernels.npu_attention(q, keys, v, *found, lengths, is_causal, scale, *invariances, saturate)
-    return out[..., :dim], lse
+    out = out[..., :dim].masked_fill(spoiled.unsqueeze(-1), torch.nan)
+    return out, lse.masked_fill(spoiled, torch.nan)
 
 
 def pad_head_dim(x: Tensor) -> Tensor:

@@ -21,6 +21,19 @@ void choose_mutant([[maybe_unused]] const harness::Arguments& a)
 #endif
 }
 
+// A launch that finds the other overflow mode than it is asked for, and has to leave it as it was.
+twin::Report launch(twin::Device& device, const char* name, int blocks, twin::Options options,
+                    const std::function<void()>& kernel)
+{
+    const bool saturates = options.overflow == twin::Overflow::saturate;
+    options.overflow = saturates ? twin::Overflow::inf_nan : twin::Overflow::saturate;
+    return device.launch(name, blocks, options, [&] {
+        kernel();
+        twin::core().require(AscendC::GetSaturationFlag<AscendC::SaturationMode::FLOAT>() != saturates,
+                             twin::FaultKind::program, "the overflow mode is not as the kernel found it");
+    });
+}
+
 double real(const harness::Arguments& a, const char* key) { return std::atof(a.text(key, "0").c_str()); }
 
 }  // namespace
@@ -63,7 +76,7 @@ TWIN_CASE(attend)
     given.lse = bytes(lse);
     given.scores = bytes(scores);
     given.workspace = device.workspace<uint8_t>("workspace", tiling.workspace_bytes);
-    twin::Report report = device.launch("pasa_attention", static_cast<int>(chip.cube_cores), a.options(), [&] {
+    twin::Report report = launch(device, "pasa_attention", static_cast<int>(chip.cube_cores), a.options(), [&] {
         KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_MIX_AIC_1_2);
         settings.exact ? pasa::PasaAttention<true>(given, tiling) : pasa::PasaAttention<false>(given, tiling);
     });
@@ -102,7 +115,7 @@ TWIN_CASE(shift)
     given.units = bytes(units);
     twin::Options options = a.options();
     options.shape = exact ? twin::Shape::aiv_only : twin::Shape::aic_only;
-    twin::Report report = device.launch(exact ? "shift_exact" : "shift_paper", a.number("cores", 3), options, [&] {
+    twin::Report report = launch(device, exact ? "shift_exact" : "shift_paper", a.number("cores", 3), options, [&] {
         KERNEL_TASK_TYPE_DEFAULT(exact ? KERNEL_TYPE_MIX_AIV_1_0 : KERNEL_TYPE_AIC_ONLY);
         exact ? pasa::ShiftExact(given, tiling) : pasa::ShiftPaper(given, tiling);
     });
