@@ -53,15 +53,30 @@ int64_t Blocks(int64_t keys) { return (keys + kBlockKeys - 1) / kBlockKeys; }
 // ---- the chip
 
 // Memory sizes are those of the chip's name; core numbers are the runtime's, which may be told to use fewer.
+std::string SocName()
+{
+    const char* name = aclrtGetSocName();
+    return name == nullptr ? "" : name;
+}
+
+const Chip* FindChip()
+{
+    const auto known = [name = SocName()](const Chip& c) { return name.rfind(c.name, 0) == 0; };
+    const Chip* found = std::find_if(std::begin(kChips), std::end(kChips), known);
+    return found == std::end(kChips) ? nullptr : found;
+}
+
+// Why the kernels cannot run on this machine's chip; empty where they can.
+std::string ChipError()
+{
+    if (FindChip() != nullptr) return "";
+    return "no kernel was written for this chip, '" + SocName() + "': only for Ascend910B1 to B4";
+}
+
 Chip ChipOf(const Tensor& x)
 {
-    const char* soc = aclrtGetSocName();
-    const std::string name = soc == nullptr ? "" : soc;
-    const auto known = [&name](const Chip& c) { return name.rfind(c.name, 0) == 0; };
-    const Chip* found = std::find_if(std::begin(kChips), std::end(kChips), known);
-    TORCH_CHECK_NOT_IMPLEMENTED(found != std::end(kChips), "no kernel was written for this chip, '", name,
-                                "': only for Ascend910B1 to B4");
-    Chip chip = *found;
+    TORCH_CHECK_NOT_IMPLEMENTED(FindChip() != nullptr, ChipError());
+    Chip chip = *FindChip();
     int64_t cube = 0, vector = 0;
     const auto device = static_cast<uint32_t>(std::max<int64_t>(x.get_device(), 0));
     TORCH_CHECK(aclrtGetDeviceInfo(device, ACL_DEV_ATTR_CUBE_CORE_NUM, &cube) == ACL_SUCCESS &&
@@ -205,6 +220,7 @@ std::tuple<Tensor, Tensor> AttentionShapes(const Tensor& q, const Tensor&, const
 
 TORCH_LIBRARY_FRAGMENT(pasa, m)
 {
+    m.def("npu_chip_error", &ChipError);
     m.def("npu_shift_exact(Tensor k, Tensor? lengths, float scale, bool saturate) -> (Tensor, Tensor, Tensor)");
     m.def("npu_shift_paper(Tensor k, Tensor matrix, Tensor? last_matrix, bool saturate) -> Tensor");
     m.def(

@@ -120,9 +120,8 @@ protected:
 private:
     __aicore__ inline void InitBuffers(bool exact, AscendC::TPipe& pipe)
     {
-        const uint32_t width = Least(t_.dim, kChunk);
         pipe.InitBuffer(narrow_in_, 1, kHalfRows * kBlockKeys * sizeof(half));
-        pipe.InitBuffer(wide_in_, 1, kHalfRows * Largest(width, kBlockKeys) * sizeof(float));
+        pipe.InitBuffer(wide_in_, 1, kHalfRows * kBlockKeys * sizeof(float));
         pipe.InitBuffer(tile_out_, 1, kHalfRows * kBlockKeys * sizeof(half));
         pipe.InitBuffer(row_out_, 1, kHalfRows * sizeof(float));
         pipe.InitBuffer(scores_buffer_, kHalfRows * kBlockKeys * sizeof(float));

@@ -169,7 +169,7 @@ def library_error() -> str | None:
         torch.ops.load_library(path)
     except OSError as error:
         return f"{path} does not load: {error}"
-    return None
+    return str(torch.ops.pasa.npu_chip_error()) or None
 
 
 class StandIn(NamedTuple):

@@ -1,4 +1,4 @@
-"""Copies of the kernels in which one thing can be left out or made smaller, chosen when the program runs.
+"""Copies of the kernels in which one thing can be left out, made smaller or wrong, chosen when the program runs.
 
 A mutant is a number: 0 is the kernel as it is written. All of them are one program, since compiling takes longest.
 """
@@ -23,6 +23,41 @@ SYNCHRONISATION = (
 )
 CALL = re.compile(rf"AscendC::({'|'.join(SYNCHRONISATION)})(<[^;]*?>)?\([^;]*?\);", re.DOTALL)
 BUFFER = re.compile(r"(pipe\.InitBuffer\(\w+,\s*(?:[\w.]+,\s*)?)([^;]*?)\);", re.DOTALL)
+# A rule of the arithmetic each: the statement, and what stands in its place.
+RULES = {
+    "first tile below its guess is not rescued": (
+        "seeing.Absolute(Number(kFirst), Number(kTop));",
+        "seeing.Scale(Number(kFirst), Number(kTop), 1.0f);",
+    ),
+    "a tiny scale is not looked at": ("if (kHalfLargest * factor_[i] < kZeroWeight)", "if (false)"),
+    "scores stay infinite": (
+        "AscendC::Maxs(narrow, narrow, static_cast<half>(-kHalfLargest), rows * kBlockKeys);",
+        "",
+    ),
+    "the reference is not clamped": (
+        "all.Clamp(rest, part == 0 ? wanted : rest, kHalfLargest);",
+        "all.Scale(rest, part == 0 ? wanted : rest, 1.0f);",
+    ),
+    "the row sum is that of weights before they are rounded": ("if (kExact) {  // the sum", "if (false) {  // the sum"),
+    "what FP32 loses in K - anchor is not looked at": ("math.Larger(bad, bad, scratch);", ""),
+    "the grid has no floor": ("math.AtLeast(grid, grid, kSmallestHalf);", ""),
+    "the distance of anchors is not clamped": (
+        "math.Clamp(high, distance, kHalfLargest);",
+        "math.Scale(high, distance, 1.0f);",
+    ),
+    "the distance of anchors has no low term": (
+        "StoreHalfRow(distance, AnchorRow(head, 2 * block + 1) + first, width, math);",
+        "math.Set(distance, 0.0f); StoreHalfRow(distance, AnchorRow(head, 2 * block + 1) + first, width, math);",
+    ),
+    "the overflow mode is not set": (
+        "AscendC::SetSaturationFlag<AscendC::SaturationMode::FLOAT>(saturates);",
+        "",
+    ),
+    "the overflow mode is not put back": (
+        "AscendC::SetSaturationFlag<AscendC::SaturationMode::FLOAT>(before_);",
+        "",
+    ),
+}
 SWITCH = """
 inline int pasa_mutant = 0;
 // By a thirty-second, in blocks of 32 bytes.
@@ -47,6 +82,15 @@ class Mutant:
         return f"{self.file}:{self.line} {self.what}"
 
 
+def chosen(right: str, wrong: str, number: int) -> str:
+    """Either, by the mutant that runs; a condition keeps its block."""
+    if right.startswith("if ("):
+        condition, rest = right[4:].split(")", 1) if "{" in right else (right[4:-1], "")
+        replaced = wrong[4:].split(")", 1)[0]
+        return f"if (pasa_mutant == {number} ? {replaced} : ({condition})){rest}"
+    return f"if (pasa_mutant == {number}) {{ {wrong} }} else {{ {right} }}"
+
+
 def write_mutants(folder: Path) -> list[Mutant]:
     """Write the kernels into `folder`/kernel, with a switch at every place that is worth a mutant."""
     found: list[Mutant] = []
@@ -68,6 +112,11 @@ def write_mutants(folder: Path) -> list[Mutant]:
             return f"{match[1]}pasa_shrunk({match[2]}, {note(match, what)}));"
 
         changed = BUFFER.sub(shrink, CALL.sub(leave_out, text))
+        for what, (right, wrong) in RULES.items():
+            if right not in text:
+                continue
+            found.append(Mutant(len(found) + 1, source.name, text.count("\n", 0, text.index(right)) + 1, what))
+            changed = changed.replace(right, chosen(right, wrong, len(found)), 1)
         if source.name == "port.h":
             changed += SWITCH
         (folder / "kernel" / source.name).write_text(changed, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Every flag, barrier and buffer of the kernels is needed, and the twin notices when one is missing.
+"""Every flag, barrier, buffer and rule of the kernels is needed, and it is noticed when one is missing.
 
 A mutant is caught if a launch ends in a fault or gives other bits than the kernel as it is written.
 """
@@ -21,13 +21,64 @@ def random_call(batch, heads, kv_heads, rows, keys, dim, seed=0, spread=1.0, **h
     return Call((q * spread).half(), (k * spread + 3).half(), v.half(), **how)
 
 
+def opposite_blocks():
+    """Blocks so far apart that a row's second tile lies below FP16's reach, and its reference beyond 131008."""
+    x = random_call(1, 1, 1, 70, 256, 64)
+    x.q.add_(150)
+    x.k[:, :, :128] += 150
+    x.k[:, :, 128:] -= 150
+    return x
+
+
+def extreme_keys():
+    """Columns whose anchors are 120000 or 9999 apart, subnormal, or lost when FP32 subtracts them."""
+    x = random_call(1, 1, 1, 20, 384, 64)
+    x.q.mul_(0.01)
+    x.k[:, :, :, 0::4] = torch.tensor([60000.0, -60000.0, 0.0]).repeat_interleave(128).view(1, 1, 384, 1)
+    x.k[:, :, :, 1::4] = torch.tensor([10000.0, 1.001, 0.5]).repeat_interleave(128).view(1, 1, 384, 1)
+    x.k[:, :, :, 2::4] *= 2.0**-22
+    x.k[:, :, 200:, 3::4] = -60000.0
+    x.k[:, :, 300, 3::4] = 2.0**-24
+    return x
+
+
+def tiny_scale():
+    """Scores beyond -65504 have weight: they are 6.5 nats, since the unit that K' could hold would round it."""
+    x = random_call(1, 1, 1, 40, 140, 64, scale=1e-4)
+    x.q.mul_(105)
+    x.k.mul_(30)
+    x.k[..., ::8] *= 1e-4
+    return x
+
+
+def below_the_guess():
+    """The first row sees one key of two, 20 nats below their mean; the other row sees no difference."""
+    x = random_call(1, 1, 1, 2, 2, 64, causal=True)
+    x.k[:, :, 1] = -x.k[:, :, 0]
+    x.q[:, :, 0] = x.k[:, :, 1] * 1.7
+    x.q[:, :, 1] = 0
+    return x
+
+
+def saturating():
+    """Scores of the published recovery beyond FP16."""
+    x = random_call(1, 1, 1, 70, 300, 64, exact=False, overflow="saturate")
+    x.q.mul_(300)
+    x.k[:, :, ::7] *= 3000
+    return x
+
+
 # Two lanes, several tasks for a group, tiles in FP32 and in FP16, rows that see nothing, a head dimension in two parts.
 CALLS = [
     random_call(1, 2, 1, 300, 300, 64, causal=True),
     random_call(1, 2, 1, 256, 300, 128, spread=3.0),
     random_call(1, 2, 1, 256, 257, 128, exact=False, causal=True),
     random_call(1, 1, 1, 129, 640, 256),
-    random_call(1, 1, 1, 40, 140, 80, scale=1e-4),
+    below_the_guess(),
+    saturating(),
+    opposite_blocks(),
+    extreme_keys(),
+    tiny_scale(),
     random_call(2, 2, 2, 130, 255, 64, causal=True, exact=False),
 ]
 LAUNCHES = [("eager", 0), ("eager", 1), ("deferred", 0), ("deferred", 1), ("deferred", 2), ("deferred", 3)]
