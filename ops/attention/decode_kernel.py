@@ -26,6 +26,7 @@ def load_queries(
     o_query = o_m % rows
     p_tile = p_q + batch * stride_qb + (o_head * stride_qh + o_query * stride_qm)[:, None] + o_d[None, :]
     b_q = tl.load(p_tile, mask=(o_m < group * rows)[:, None] & (o_d < D)[None, :], other=0.0)
+    tl.debug_barrier()  # what the caller has loaded is waited for from here on, together
     b_q = tl.where(tl.abs(b_q.to(tl.float32)) <= FP16_MAX, b_q, float("nan")).to(tl.float16)
     b_wide = b_q.to(tl.float32)
     return b_q, o_head, o_query, tl.sqrt(tl.max(tl.sum(b_wide * b_wide, 1), 0)) * scale
@@ -63,7 +64,7 @@ def anchored_scores(b_q, b_k, m_key, longest):
 
 @triton.jit
 def attend_split(
-    b_q, b_max, b_sum, b_acc, b_first, b_square, p_keys, p_values, p_mask, o_query, m_row, begin, end, keys,
+    b_q, b_max, b_sum, b_acc, b_first, b_square, p_keys, p_values, p_mask, o_query, m_row, begin, end,
     diagonal, scale, longest, stride_kn, stride_vn, stride_mask_n,
     ANCHORED: tl.constexpr, HIDES: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr,
     D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -82,7 +83,7 @@ def attend_split(
     for start in range(begin, end, BLOCK_N):
         o_n = start + tl.arange(0, BLOCK_N)
         at = tl.cast(start, tl.int64)
-        m_tile = (o_n < keys)[:, None] & (o_d < D)[None, :]
+        m_tile = (o_n < end)[:, None] & (o_d < D)[None, :]
         p_key = p_keys + at * stride_kn + tl.arange(0, BLOCK_N)[:, None] * stride_kn + o_d[None, :]
         p_value = p_values + at * stride_vn + tl.arange(0, BLOCK_N)[:, None] * stride_vn + o_d[None, :]
         if HIDES or D < D_PAD:
@@ -90,7 +91,7 @@ def attend_split(
         else:
             b_k = tl.load(p_key)
         # what each row sees
-        m_seen = (o_n < keys)[None, :] & m_row[:, None]
+        m_seen = (o_n < end)[None, :] & m_row[:, None]
         if CAUSAL:
             m_seen = m_seen & (o_n[None, :] <= o_query[:, None] + diagonal)
         if MASK != "none":
@@ -136,7 +137,7 @@ def attend_split(
     return b_max, b_sum, b_acc, b_first, b_square
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["kv_heads", "group", "rows", "keys", "splits", "keys_each"])
 def decode_kernel(
     p_q,  # (B, Hq, Sq, D)
     p_k,  # (B, Hkv, Skv, D)
@@ -210,7 +211,7 @@ def decode_kernel(
     if CAREFUL:
         b_max, b_sum, b_acc, b_first, b_square = attend_split(
             b_q, b_max, b_sum, b_acc, b_first, b_square, p_keys, p_values, p_masks, o_query, m_row, begin, end,
-            keys, diagonal, scale, longest, stride_kn, stride_vn, stride_mask_n,
+            diagonal, scale, longest, stride_kn, stride_vn, stride_mask_n,
             True, True, MASK, CAUSAL, D, D_PAD, BLOCK_N,
         )  # fmt: skip
         good = True
@@ -218,12 +219,12 @@ def decode_kernel(
         if MASK == "none":
             b_max, b_sum, b_acc, b_first, b_square = attend_split(
                 b_q, b_max, b_sum, b_acc, b_first, b_square, p_keys, p_values, p_masks, o_query, m_row, begin, whole,
-                keys, diagonal, scale, longest, stride_kn, stride_vn, stride_mask_n,
+                diagonal, scale, longest, stride_kn, stride_vn, stride_mask_n,
                 False, False, MASK, False, D, D_PAD, BLOCK_N,
             )  # fmt: skip
         b_max, b_sum, b_acc, b_first, b_square = attend_split(
             b_q, b_max, b_sum, b_acc, b_first, b_square, p_keys, p_values, p_masks, o_query, m_row, whole, end,
-            keys, diagonal, scale, longest, stride_kn, stride_vn, stride_mask_n,
+            diagonal, scale, longest, stride_kn, stride_vn, stride_mask_n,
             False, True, MASK, CAUSAL, D, D_PAD, BLOCK_N,
         )  # fmt: skip
         # a sum, unlike a maximum, does not lose a NaN
@@ -232,7 +233,7 @@ def decode_kernel(
                 good, D, D_PAD, BLOCK_M)  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "group", "rows", "splits"])
 def merge_kernel(
     p_q,
     p_part,  # as in decode_kernel
@@ -271,11 +272,13 @@ def merge_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    b_max = tl.load(p_state + 2 * o_part, mask=m_split, other=-INF)
-    b_sum = tl.load(p_state + 2 * o_part + 1, mask=m_split, other=0.0)
-    b_framed = tl.load(p_framed + o_split, mask=m_split, other=0)
+    # the longest load first: the others are waited for one by one
     p_tile = p_part + o_part[:, None] * D + o_column[None, :]
     b_part = tl.load(p_tile, mask=m_split[:, None] & (o_column < D)[None, :], other=0.0)
+    b_state = tl.load(p_state + 2 * o_part[:, None] + tl.arange(0, 2)[None, :], mask=m_split[:, None], other=0.0)
+    b_framed = tl.load(p_framed + o_split, mask=m_split, other=0)
+    b_max, b_sum = tl.split(b_state)
+    b_max = tl.where(m_split, b_max, -INF)
     # every split's maximum in the frame of the first that has an anchor; where all frames are 0, a NaN in q is in b_sum
     if NATS:
         scale_left = 1.0

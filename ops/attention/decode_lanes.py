@@ -4,9 +4,12 @@ A tile of so few rows is latency: warps that share it wait for each other's maxi
 keys of their own (dots are three-dimensional, lane first), and meet in the merge only. Nothing is left but reading K
 and V once.
 
-FP32 needs small scores. What bounds them comes out of the matrix unit too: |k|^2. A split that fails is marked and done
-again with k - a, where one anchor a is guessed from a sample of its keys and checked on all; if that fails too, by
-decode_kernel, which takes lanes for splits and finds exact anchors of every block.
+FP32 needs small scores. What bounds them comes out of the matrix unit too: |k|^2. Where a program finds too much, all
+keys of its head are done again with k - a: each program guesses one anchor a from a sample of its keys and checks it on
+all; if that fails too, decode_kernel takes lanes for splits and finds exact anchors of every block.
+
+The first pass deals blocks out in turn, so that all programs together read memory from one end to the other: that is
+faster than as many streams. With anchors, keys of a program are neighbours, which are more alike.
 """
 
 import triton
@@ -16,6 +19,8 @@ from pasa.ops.attention.decode_kernel import load_queries
 from pasa.ops.attention.triton_kernel import ANCHOR_LIMIT, FP16_MAX, INF, LOG2_E
 
 SAMPLES = tl.constexpr(16)
+FEW = tl.constexpr(4)
+MARKS = tl.constexpr(128)  # that are read at a time
 FP32_MAX = tl.constexpr(3.4028234e38)
 
 
@@ -48,24 +53,23 @@ def sampled_anchor(p_keys, begin, end, longest, stride_kn, D: tl.constexpr, D_PA
 
 
 @triton.jit
-def sampled_norm(p_keys, begin, end, stride_kn, D: tl.constexpr, D_PAD: tl.constexpr):
-    """Largest norm of some keys from `begin` to `end`; NaN is lost."""
-    o_n = begin + tl.arange(0, SAMPLES) * ((end - begin) // SAMPLES)
+def few_keys(p_keys, keys, stride_kn, D: tl.constexpr, D_PAD: tl.constexpr):
+    """A few keys (FEW, D), far from each other."""
+    o_n = tl.arange(0, FEW) * (keys // FEW)
     o_d = tl.arange(0, D_PAD)
     p_tile = p_keys + tl.cast(o_n, tl.int64)[:, None] * stride_kn + o_d[None, :]
-    b_k = tl.load(p_tile, mask=(o_n < end)[:, None] & (o_d < D)[None, :], other=0.0).to(tl.float32)
-    return tl.sqrt(tl.max(tl.sum(b_k * b_k, 1), 0))
+    return tl.load(p_tile, mask=(o_n < keys)[:, None] & (o_d < D)[None, :], other=0.0)
 
 
 @triton.jit
 def attend_lanes(
-    b_q, b_max, b_sum, b_acc, b_far, p_keys, p_values, p_frame, o_query, begin, end, keys, diagonal, scale, stride_kn,
-    stride_vn, ANCHORED: tl.constexpr, HIDES: tl.constexpr, CAUSAL: tl.constexpr,
+    b_q, b_max, b_sum, b_acc, b_far, p_keys, p_values, p_frame, o_query, begin, end, step, keys, diagonal, scale,
+    stride_kn, stride_vn, ANCHORED: tl.constexpr, HIDES: tl.constexpr, CAUSAL: tl.constexpr,
     D: tl.constexpr, D_PAD: tl.constexpr, LANES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Blocks of LANES * BLOCK_N keys: b_max, b_sum (L, M), b_acc (L, M, D), and the largest |k - a|^2 as a tile b_far
-    (L, M, N) of equal rows, or what no bound allows. b_q (M, D); p_frame: a, in memory so that it reaches the loop in
-    whatever layout the dot wants.
+    """One block of LANES * BLOCK_N keys every `step`: b_max, b_sum (L, M), b_acc (L, M, D), and the largest |k - a|^2
+    as a tile b_far (L, M, N) of equal rows, or what no bound allows. b_q (M, D); p_frame: a, in memory so that it
+    reaches the loop in whatever layout the dot wants.
     """
     o_d = tl.arange(0, D_PAD)
     m_d = o_d < D
@@ -77,7 +81,7 @@ def attend_lanes(
     b_queries = tl.broadcast_to(b_q[None, :, :], (LANES, BLOCK_M, D_PAD))
     b_ones = tl.full((LANES, BLOCK_M, D_PAD), 1.0, tl.float16)
     factor = scale * LOG2_E
-    for start in range(begin, end, LANES * BLOCK_N):
+    for start in range(begin, end, step):
         at = tl.cast(start, tl.int64)
         m_n = start + o_n < keys
         # scores (L, M, N)
@@ -130,7 +134,7 @@ def store_lanes(
     tl.store(p_state + 2 * o_part + 1, b_sum, mask=m_part)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["kv_heads", "group", "rows", "keys", "splits", "keys_each"])
 def decode_lanes_kernel(
     p_q,  # as in decode_kernel
     p_k,
@@ -139,6 +143,7 @@ def decode_lanes_kernel(
     p_state,
     p_anchor,
     p_framed,
+    p_marked,  # (B, Hkv, programs of a head) INT32: whether the pass without anchors has failed
     stride_qb,
     stride_qh,
     stride_qm,
@@ -155,7 +160,7 @@ def decode_lanes_kernel(
     splits,
     keys_each,
     scale,
-    ANCHORED: tl.constexpr,  # only what the pass without anchors has marked
+    ANCHORED: tl.constexpr,  # only heads that the pass without anchors has marked
     CAUSAL: tl.constexpr,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
@@ -164,7 +169,8 @@ def decode_lanes_kernel(
     BLOCK_N: tl.constexpr,  # keys of a lane
     PDL: tl.constexpr,
 ):
-    """One split of one key head: `keys_each` keys, multiples of a block."""
+    """One of `splits` programs of one key head; with anchors, `keys_each` keys, multiples of a block."""
+    BLOCK: tl.constexpr = LANES * BLOCK_N
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -172,19 +178,34 @@ def decode_lanes_kernel(
     o_pair = tl.program_id(0) // splits
     slot = tl.program_id(0) * LANES
     if ANCHORED:
-        if tl.load(p_framed + slot) >= 0:
+        marked = 0
+        for start in range(0, splits, MARKS):
+            o_mark = start + tl.arange(0, MARKS)
+            b_mark = tl.load(p_marked + o_pair * splits + o_mark, mask=o_mark < splits, other=0)
+            marked = tl.maximum(marked, tl.max(b_mark, 0))
+        if marked == 0:
             return
     batch = tl.cast(o_pair // kv_heads, tl.int64)
     kv_head = tl.cast(o_pair % kv_heads, tl.int64)
     p_keys = p_k + batch * stride_kb + kv_head * stride_kh
     p_values = p_v + batch * stride_vb + kv_head * stride_vh
     # keys that all rows see in whole blocks, then the others
-    begin = o_split * keys_each
-    end = tl.minimum(begin + keys_each, keys)
-    seen_by_all = keys - rows + 1 if CAUSAL else keys
-    whole = tl.maximum(tl.minimum(end, seen_by_all) // (LANES * BLOCK_N) * (LANES * BLOCK_N), begin)
+    seen_by_all = tl.maximum(keys - rows + 1 if CAUSAL else keys, 0) // BLOCK * BLOCK
+    if ANCHORED:
+        begin = o_split * keys_each
+        end = tl.minimum(begin + keys_each, keys)
+        whole = tl.maximum(tl.minimum(end, seen_by_all), begin)
+        rest = whole
+        step = BLOCK
+    else:
+        begin = o_split * BLOCK
+        end = keys
+        whole = seen_by_all
+        step = splits * BLOCK
+        rest = whole + (o_split + splits - whole // BLOCK % splits) % splits * BLOCK
     o_m = tl.arange(0, BLOCK_M)
     o_d = tl.arange(0, D_PAD)
+    b_few = few_keys(p_keys, keys, stride_kn, D, D_PAD)
     b_q, _, o_query, longest = load_queries(
         p_q, batch, kv_head, group, rows, stride_qb, stride_qh, stride_qm, scale, D, D_PAD, BLOCK_M
     )
@@ -203,23 +224,29 @@ def decode_lanes_kernel(
         tl.debug_barrier()  # other threads of the program read it
     else:
         limit = ANCHOR_LIMIT / tl.maximum(longest, 1e-30)
-        good = sampled_norm(p_keys, begin, whole, stride_kn, D, D_PAD) <= limit
+        b_few = b_few.to(tl.float32)
+        good = tl.max(tl.sum(b_few * b_few, 1), 0) <= limit * limit  # worth a try; NaN is lost
     # the lanes
     b_max = tl.full((LANES, BLOCK_M), -INF, tl.float32)
     b_sum = tl.zeros((LANES, BLOCK_M), tl.float32)
     b_acc = tl.zeros((LANES, BLOCK_M, D_PAD), tl.float32)
     b_far = tl.zeros((LANES, BLOCK_M, BLOCK_N), tl.float32)
     b_max, b_sum, b_acc, b_far = attend_lanes(
-        b_q, b_max, b_sum, b_acc, b_far, p_keys, p_values, p_frame, o_query, begin, tl.where(good, whole, begin), keys,
-        diagonal, scale, stride_kn, stride_vn, ANCHORED, False, CAUSAL, D, D_PAD, LANES, BLOCK_M, BLOCK_N,
+        b_q, b_max, b_sum, b_acc, b_far, p_keys, p_values, p_frame, o_query, begin, tl.where(good, whole, begin), step,
+        keys, diagonal, scale, stride_kn, stride_vn, ANCHORED, False, CAUSAL, D, D_PAD, LANES, BLOCK_M, BLOCK_N,
     )  # fmt: skip
-    if good & (whole < end):
+    if good & (rest < end):
         b_max, b_sum, b_acc, b_far = attend_lanes(
-            b_q, b_max, b_sum, b_acc, b_far, p_keys, p_values, p_frame, o_query, whole, end, keys,
-            diagonal, scale, stride_kn, stride_vn, ANCHORED, True, CAUSAL, D, D_PAD, LANES, BLOCK_M, BLOCK_N,
+            b_q, b_max, b_sum, b_acc, b_far, p_keys, p_values, p_frame, o_query, rest, end, step,
+            keys, diagonal, scale, stride_kn, stride_vn, ANCHORED, True, CAUSAL, D, D_PAD, LANES, BLOCK_M, BLOCK_N,
         )  # fmt: skip
     # FP16 rounds squares and their differences by 2^-11, and by 2^-25 near 0; NaN passes no comparison
     highest = tl.minimum(0.99 * limit * limit - D * 2.0**-25, FP32_MAX)
     far = tl.max(tl.max(tl.max(tl.where(b_far <= highest, 0, 1), 2), 1), 0)
-    tl.store(p_framed + slot + o_lane, tl.full((LANES,), 0, tl.int32) + tl.where(good & (far == 0), framed, -1))
+    good = good & (far == 0)
+    if ANCHORED:
+        tl.store(p_framed + slot + o_lane, tl.full((LANES,), 0, tl.int32) + tl.where(good, framed, -1))
+    else:
+        tl.store(p_framed + slot + o_lane, tl.zeros((LANES,), tl.int32))
+        tl.store(p_marked + tl.program_id(0), tl.where(good, 0, 1))
     store_lanes(b_max, b_sum, b_acc, p_part, p_state, slot, m_row, D, D_PAD, LANES, BLOCK_M)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from pasa.ops.attention.decode_lanes import decode_lanes_kernel
 from pasa.ops.attention.tiles import Tile, architecture_of, processors, warps_for
 from pasa.ops.attention.triton_call import Call, strides_of
 from pasa.ops.shift_keys.triton_backend import pad_dim
+from pasa.ops.triton_launch import launch, workspace
 
 LANES = 4  # warps with keys of their own
 MERGE_TILE = 4096  # numbers of O that a program of the merge holds, 32 a thread
@@ -22,27 +24,26 @@ SPLIT_COST = 2
 
 @dataclass(frozen=True)
 class Splits:
-    """Where the splits leave what they find, for the merge: `count` splits of `keys` keys, the last one shorter."""
+    """Where the splits leave what they find, for the merge: `count` splits of `keys` keys, the last one shorter; arrays
+    as in decode_kernel.py and decode_lanes.py."""
 
-    part: Tensor
-    state: Tensor
-    anchor: Tensor
-    framed: Tensor
+    part: Any
+    state: Any
+    anchor: Any
+    framed: Any
+    marked: Any
     count: int
     keys: int
+    block_m: int
 
     @classmethod
     def of(cls, call: Call, count: int, keys: int, block_m: int) -> Splits:
         """Uninitialised."""
-        shape, dim, device = (call.q.shape[0], call.k.shape[1], count), call.q.shape[-1], call.q.device
-        return cls(
-            torch.empty((*shape, block_m, dim), dtype=torch.float32, device=device),
-            torch.empty((*shape, block_m, 2), dtype=torch.float32, device=device),
-            torch.empty((*shape, dim), dtype=torch.float16, device=device),
-            torch.empty(shape, dtype=torch.int32, device=device),
-            count,
-            keys,
-        )
+        splits, dim, device = call.q.shape[0] * call.k.shape[1] * count, call.q.shape[-1], call.q.device
+        parts = ((splits * block_m * dim, torch.float32), (splits * block_m * 2, torch.float32),
+                 (splits * dim, torch.float16), (splits, torch.int32), (splits, torch.int32))  # fmt: skip
+        part, state, anchor, framed, marked = workspace(device, *parts)
+        return cls(part, state, anchor, framed, marked, count, keys, block_m)
 
 
 def decode(call: Call) -> tuple[Tensor, Tensor]:
@@ -53,7 +54,7 @@ def decode(call: Call) -> tuple[Tensor, Tensor]:
     lane = keys_of_a_lane(architecture, pad)
     if lane and call.mask is None and call.group * rows <= 16:
         splits = _lanes(call, lane)
-        careful = Tile(16, min(lane, 32), 4, 2)
+        careful = Tile(16, 32, 4, 2)
     else:
         tile, careful = decode_tiles(architecture, pad, call.group * rows)
         pairs = batch * call.k.shape[1]
@@ -67,31 +68,34 @@ def decode(call: Call) -> tuple[Tensor, Tensor]:
     out, lse = call.outputs()
     padded = 1 << max(splits.count - 1, 0).bit_length()
     columns = min(pad, max(16, MERGE_TILE // padded))
-    merge_kernel[(batch * heads * rows, pad // columns)](
-        call.q, splits.part, splits.state, splits.anchor, splits.framed, out, lse, *strides_of(call.q),
-        heads, call.group, rows, splits.count, call.scale,
-        NATS=call.mask_kind == "float", D=dim, D_PAD=pad, BLOCK_M=splits.part.shape[-2],
-        SPLITS=padded, COLUMNS=columns, num_warps=4, **_early(call.q.device),
+    launch(
+        merge_kernel, (batch * heads * rows, pad // columns, 1),
+        (call.q, splits.part, splits.state, splits.anchor, splits.framed, out, lse),
+        (*strides_of(call.q), heads, call.group, rows, splits.count, call.scale),
+        {"NATS": call.mask_kind == "float", **_sizes(dim, splits.block_m), "SPLITS": padded,
+         "COLUMNS": columns, "PDL": early(call.q.device)},
+        num_warps=4, **_launched_early(call.q.device),
     )  # fmt: skip
     return out, lse
 
 
 def _lanes(call: Call, block_n: int) -> Splits:
-    """Few rows without mask, without anchors and with one a split; every lane of a program becomes a split."""
+    """Few rows without mask, without anchors and with one a program; every lane of a program becomes a split."""
     kv_heads, keys = call.k.shape[1:3]
     rows, dim = call.q.shape[2:]
-    pad, pairs = pad_dim(dim), call.q.shape[0] * kv_heads
-    each = blocks_of_a_split(processors(call.q.device), -(-keys // (LANES * block_n)), pairs) * LANES * block_n
+    device, pairs = call.q.device, call.q.shape[0] * kv_heads
+    each = blocks_of_a_split(processors(device), -(-keys // (LANES * block_n)), pairs) * LANES * block_n
     programs = -(-keys // each)
     splits = Splits.of(call, programs * LANES, each // LANES, 16)
-    early = _early(call.q.device)
     for anchored in (False, True):
-        decode_lanes_kernel[(pairs * programs,)](
-            call.q, call.k, call.v, splits.part, splits.state, splits.anchor, splits.framed,
-            *strides_of(call.q), *strides_of(call.k), *strides_of(call.v),
-            kv_heads, call.group, rows, keys, programs, each, call.scale,
-            ANCHORED=anchored, CAUSAL=call.is_causal, D=dim, D_PAD=pad, LANES=LANES, BLOCK_M=16, BLOCK_N=block_n,
-            num_warps=LANES, num_stages=3, **early,
+        launch(
+            decode_lanes_kernel, (pairs * programs, 1, 1),
+            (call.q, call.k, call.v, splits.part, splits.state, splits.anchor, splits.framed, splits.marked),
+            (*strides_of(call.q), *strides_of(call.k), *strides_of(call.v),
+             kv_heads, call.group, rows, keys, programs, each, call.scale),
+            {"ANCHORED": anchored, "CAUSAL": call.is_causal, **_sizes(dim, 16, block_n), "LANES": LANES,
+             "PDL": early(device)},
+            num_warps=LANES, num_stages=lane_stages(_architecture(device)), **_launched_early(device),
         )  # fmt: skip
     return splits
 
@@ -100,14 +104,21 @@ def _tiles(call: Call, splits: Splits, tile: Tile, careful: bool) -> None:
     """A pass of the portable kernel."""
     kv_heads, keys = call.k.shape[1:3]
     rows, dim = call.q.shape[2:]
-    decode_kernel[(call.q.shape[0] * kv_heads * splits.count,)](
-        call.q, call.k, call.v, splits.part, splits.state, splits.anchor, splits.framed,
-        splits.state if call.mask is None else call.mask,
-        *strides_of(call.q), *strides_of(call.k), *strides_of(call.v), *call.mask_strides,
-        kv_heads, call.group, rows, keys, splits.count, splits.keys, call.scale,
-        MASK=call.mask_kind, CAUSAL=call.is_causal, D=dim, D_PAD=pad_dim(dim), BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n, CAREFUL=careful, num_warps=tile.warps, num_stages=tile.stages, **_early(call.q.device),
+    launch(
+        decode_kernel, (call.q.shape[0] * kv_heads * splits.count, 1, 1),
+        (call.q, call.k, call.v, splits.part, splits.state, splits.anchor, splits.framed,
+         call.q if call.mask is None else call.mask),
+        (*strides_of(call.q), *strides_of(call.k), *strides_of(call.v), *call.mask_strides,
+         kv_heads, call.group, rows, keys, splits.count, splits.keys, call.scale),
+        {"MASK": call.mask_kind, "CAUSAL": call.is_causal, **_sizes(dim, tile.block_m, tile.block_n),
+         "CAREFUL": careful, "PDL": early(call.q.device)},
+        num_warps=tile.warps, num_stages=tile.stages, **_launched_early(call.q.device),
     )  # fmt: skip
+
+
+def _sizes(dim: int, block_m: int, block_n: int | None = None) -> dict[str, int]:
+    sizes = {"D": dim, "D_PAD": pad_dim(dim), "BLOCK_M": block_m}
+    return sizes if block_n is None else sizes | {"BLOCK_N": block_n}
 
 
 @cache
@@ -116,20 +127,29 @@ def _architecture(device: torch.device) -> str:
 
 
 def keys_of_a_lane(architecture: str, pad: int) -> int:
-    """In a block, or 0 where lanes do not serve. Two blocks of K and V are in shared memory, and one more of K where an
-    anchor meets a ragged end: 192 KiB of the 227 on sm_90, 96 of the 99 on sm_89."""
+    """In a block, or 0 where lanes do not serve."""
     if pad > 128 or architecture in ("ascend", "sm_75"):
         return 0
-    return (32 if architecture in ("sm_90", "interpreter") else 16) * (1 if pad > 64 else 2)
+    return 16 if pad > 64 else 32
+
+
+def lane_stages(architecture: str) -> int:
+    """A stage is 32 KiB of K and V; one is in registers, and one more of K where an anchor meets a ragged end: 112 KiB
+    of shared memory with 4, 80 of the 99 of sm_89 with 3. 80 KiB or less in flight does not hide an H200's latency."""
+    return 3 if architecture == "sm_89" else 4
 
 
 @cache
-def _early(device: torch.device) -> dict[str, bool]:
-    """Launch options: on Hopper and later a kernel is set up while the one before it ends, and waits for its results
-    itself. Other backends do not know the option."""
-    if device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0):
-        return {"PDL": True, "launch_pdl": True}
-    return {"PDL": False}
+def early(device: torch.device) -> bool:
+    """On Hopper and later a kernel is set up while the one before it ends, and waits for its results itself."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def _launched_early(device: torch.device) -> dict[str, bool]:
+    """Other backends do not know the option."""
+    return {"launch_pdl": True} if early(device) else {}
 
 
 def decode_tiles(architecture: str, pad: int, rows: int) -> tuple[Tile, Tile]:

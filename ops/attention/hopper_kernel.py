@@ -122,11 +122,9 @@ def _second_producer(sm, job, q_desc, k_desc, v_desc, WARPGROUPS: gl.constexpr, 
     PART: gl.constexpr = 16 if D == 128 else 32  # rows of a tile that fit into 32 registers a thread
     COLUMN: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0]))
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    gl.inline_asm_elementwise(WAIT, "=r", [], gl.int32, is_pure=False, pack=1)
     n = gl.to_tensor(0)
     turn = gl.to_tensor(0)
-    work = gl.where(gl.load(job.p_marked) > 0, job.work, 0)
-    for i in range(gl.program_id(0), work, gl.num_programs(0)):
+    for i in range(gl.program_id(0), job.work, gl.num_programs(0)):
         tile = _locate(job, i, WARPGROUPS, CAUSAL)
         marked = False
         for w in gl.static_range(WARPGROUPS):  # their tiles may have been others
@@ -436,6 +434,10 @@ def attention_kernel(
     """Tiles of 64 * WARPGROUPS query rows: one for each program, or (SECOND) those of all `work` that are marked."""
     D: gl.constexpr = q_desc.block_shape[3]
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    if SECOND:  # mostly for nothing: then before anything is set up
+        gl.inline_asm_elementwise(WAIT, "=r", [], gl.int32, is_pure=False, pack=1)
+        if gl.load(p_marked) == 0:
+            return
     job = Job(
         heads, group, batch_heads, section, rows, keys, tiles, work, scale_log2, p_norms, p_anchors, p_marked, p_lse
     )

@@ -7,15 +7,12 @@ its Python layers would specialise each argument again and fill the same tensor 
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache, lru_cache
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
-from triton import knobs
 from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -25,6 +22,7 @@ from pasa.ops.attention.hopper_kernel import attention_kernel
 from pasa.ops.attention.tiles import processors
 from pasa.ops.shift_keys.triton_backend import anchor_warps
 from pasa.ops.shift_keys.triton_kernel import SLICE, anchor_kernel
+from pasa.ops.triton_launch import Ready
 
 QUERY_BOX, KEY_BOX = 64, 128  # query rows of a warpgroup, keys of a block
 BOXES = (QUERY_BOX, KEY_BOX, KEY_BOX, QUERY_BOX)  # of Q, K, V and O
@@ -35,6 +33,7 @@ LOG2E = 1.4426950408889634
 PAIR_TIME = 0.70  # of a tile of two warpgroups, in tiles of three: 0.667 would be as fast a row; H200, D = 128, full
 SWIZZLE = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
 PLANS = 1024  # geometries that are remembered
+MAPS = 64  # addresses of one geometry that are
 
 
 def hopper_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -70,50 +69,6 @@ def hopper_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: fl
     return plan.run(q, k, v, scale)
 
 
-@dataclass(frozen=True)
-class Ready:
-    """A compiled kernel and the C function that launches it.
-
-    Attributes
-    ----------
-    launch : callable
-        Of Triton 3.6: grid, stream, function, cooperative or not, launched early or not, two scratch buffers, metadata,
-        three hooks, then the kernel's arguments with tensor maps spelled out; pointers may be integers.
-    kernel : triton.compiler.CompiledKernel
-    function, packed
-        Of the kernel: its handle and packed metadata.
-    early : bool
-    """
-
-    launch: Callable[..., None]
-    kernel: Any
-    function: int
-    packed: Any
-    early: bool
-
-    @classmethod
-    def of(cls, kernel: Any) -> Ready:
-        """Loads it."""
-        launcher = kernel.run
-        if launcher.global_scratch_size or launcher.profile_scratch_size:
-            raise RuntimeError(f"{kernel.name} wants scratch memory, which this launch does not give")
-        inner = inspect.getclosurevars(launcher.launch).nonlocals if inspect.isfunction(launcher.launch) else {}
-        launch = inner.get("launcher", launcher.launch)
-        return cls(launch, kernel, kernel.function, kernel.packed_metadata, launcher.launch_pdl)
-
-    def run(self, programs: int, stream: int, *arguments: Any) -> None:
-        """Launch it; a profiler's hooks are called if there are any."""
-        enter, leave, meta = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook, None
-        if enter.calls or leave.calls:
-            meta = self.kernel.launch_metadata((programs, 1, 1), stream, *arguments)
-        else:
-            enter = leave = None
-        self.launch(
-            programs, 1, 1, stream, self.function, False, self.early, None, None, self.packed, meta, enter, leave,
-            *arguments,
-        )  # fmt: skip
-
-
 class Plan:
     """The three launches for tensors of one geometry."""
 
@@ -143,6 +98,7 @@ class Plan:
         )  # fmt: skip
         self.ready: tuple[Ready, ...] = ()
         self.maps: list[tuple[Any, ...]] = []
+        self.filled: dict[tuple[int, ...], tuple[Any, ...]] = {}
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """O (B, Hq, Sq, D) and the log-sum-exp (B, Hq, Sq)."""
@@ -154,18 +110,25 @@ class Plan:
         anchor, *passes = self.ready
         pq, pk, pv, norms = q.data_ptr(), k.data_ptr(), v.data_ptr(), found.data_ptr()
         marked, anchors = norms + 4 * self.blocks, norms + self.anchor_offset
-        anchor.run(self.blocks, stream, pk, pv, pk, norms, norms, anchors, norms, marked, *self.anchor_sizes)
+        anchor.run((self.blocks, 1, 1), stream, pk, pv, pk, norms, norms, anchors, norms, marked, *self.anchor_sizes)
         # the device is busy from here on
-        out = torch.empty(self.shapes[0], dtype=q.dtype, device=self.device)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse = torch.empty(self.lse_shape, dtype=torch.float32, device=self.device)
-        fill = driver.active.utils.fill_tma_descriptor
-        maps: list[Any] = []
-        for pointer, (kind, tail) in zip((pq, pk, pv, out.data_ptr()), self.maps, strict=True):
-            maps += fill(pointer, *kind), *tail
-        common = (*maps, norms, anchors, marked, lse.data_ptr())
+        common = (*self._maps_of(pq, pk, pv, out.data_ptr()), norms, anchors, marked, lse.data_ptr())
         for ready, (programs, sizes, variant) in zip(passes, self.passes, strict=True):
-            ready.run(programs, stream, *common, *sizes, scale * LOG2E, *variant)
+            ready.run((programs, 1, 1), stream, *common, *sizes, scale * LOG2E, *variant)
         return out, lse
+
+    def _maps_of(self, *pointers: int) -> tuple[Any, ...]:
+        """Tensor maps, and their sizes and strides; memory tends to come back, so the last ones are remembered."""
+        found = self.filled.get(pointers)
+        if found is None:
+            if len(self.filled) >= MAPS:
+                self.filled.clear()
+            fill = driver.active.utils.fill_tma_descriptor
+            maps = ((fill(at, *kind), *tail) for at, (kind, tail) in zip(pointers, self.maps, strict=True))
+            found = self.filled[pointers] = tuple(chain.from_iterable(maps))
+        return found
 
     def _compile(self, q: Tensor, k: Tensor, v: Tensor, found: Tensor, scale: float) -> None:
         """Compile what was not compiled for tensors like these; nothing is launched."""

@@ -9,7 +9,6 @@ from functools import cache
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from pasa.ops.attention.decode_launch import decode
@@ -32,6 +31,7 @@ from pasa.ops.shift_keys.triton_backend import (
     shift_exact,
     shift_paper,
 )
+from pasa.ops.triton_launch import KNOWN_TRITON, launch
 
 HOPPER_DIMS, HOPPER_BLOCK = (64, 128), 128
 
@@ -102,7 +102,7 @@ def _hopper() -> Callable[..., tuple[Tensor, Tensor]]:
 def _is_hopper(device: torch.device) -> bool:
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return False
-    return triton.__version__.startswith("3.6.")  # Gluon is experimental: other versions spell it otherwise
+    return KNOWN_TRITON  # Gluon is experimental: other versions spell it otherwise
 
 
 def _decodes(call: Call, options: AttentionOptions) -> bool:
@@ -126,7 +126,14 @@ def _ready(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _results(q: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """What an operator returns; the kernels count nothing."""
-    return out if out.dtype == q.dtype else out.to(q.dtype), lse, lse.new_empty(0, dtype=torch.float64)
+    return out if out.dtype == q.dtype else out.to(q.dtype), lse, _no_counts(lse.device).detach()
+
+
+@cache
+def _no_counts(device: torch.device) -> Tensor:
+    """An alias of it costs the host less than a tensor of its own."""
+    with torch.inference_mode(False):
+        return torch.empty(0, dtype=torch.float64, device=device)
 
 
 def _hidden(attn_mask: Tensor, is_causal: bool, q: Tensor, k: Tensor) -> Tensor:
@@ -216,16 +223,17 @@ class Pass:
         descriptors = tile.descriptors and self.describable
         if descriptors:
             keys, values = (_descriptor(x, tile.block_n) for x in (keys, values))
-        attention_kernel[(min(work, 2 * processors(call.q.device)) if few else work,)](
-            call.q, keys, values, self.out, self.lse, anchors, self.found.norms, self.found.marked,
-            self.lse if call.mask is None else call.mask, *tables,
-            *strides_of(call.q), *strides_of(self.keys), *strides_of(call.v), *strides_of(self.out),
-            *strides_of(self.lse.unsqueeze(-1)), *call.mask_strides,
-            heads, call.group, tiles, work, call.rows, call.keys, blocks, call.scale,
-            SHIFT=self.shift, MASK=call.mask_kind, CAUSAL=call.is_causal, VARLEN=self.packing is not None,
-            D=dim, D_PAD=pad, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, ANCHOR_BLOCK=self.block,
-            FAST=self.fast, GUARDED=self.guarded, CLEAN=call.q.device.type == "npu", DESCRIPTORS=descriptors,
-            OVERLAP=self.fast and tile.overlap, LOOP=few,
+        launch(
+            attention_kernel, (min(work, 2 * processors(call.q.device)) if few else work, 1, 1),
+            (call.q, keys, values, self.out, self.lse, anchors, self.found.norms, self.found.marked,
+             self.lse if call.mask is None else call.mask, *tables),
+            (*strides_of(call.q), *strides_of(self.keys), *strides_of(call.v), *strides_of(self.out),
+             *strides_of(self.lse.unsqueeze(-1)), *call.mask_strides,
+             heads, call.group, tiles, work, call.rows, call.keys, blocks, call.scale),
+            {"SHIFT": self.shift, "MASK": call.mask_kind, "CAUSAL": call.is_causal, "VARLEN": self.packing is not None,
+             "D": dim, "D_PAD": pad, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "ANCHOR_BLOCK": self.block,
+             "FAST": self.fast, "GUARDED": self.guarded, "CLEAN": call.q.device.type == "npu",
+             "DESCRIPTORS": descriptors, "OVERLAP": self.fast and tile.overlap, "LOOP": few},
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
 
@@ -251,13 +259,14 @@ def _paper(
     heads, dim, pad = call.q.shape[1], call.q.shape[-1], pad_dim(call.q.shape[-1])
     tile = paper_tile(call.q.device, pad, options.block_k)
     tiles, work, tables = _work(call, tile.block_m, packing, lse)
-    paper_kernel[(work,)](
-        call.q, keys, call.v, out, lse, lse if call.mask is None else call.mask, *tables[:3], factor,
-        *strides_of(call.q), *strides_of(keys), *strides_of(call.v), *strides_of(out), *strides_of(lse.unsqueeze(-1)),
-        *call.mask_strides, heads, call.group, tiles, work, call.rows, call.keys,
-        MASK=call.mask_kind, CAUSAL=call.is_causal, VARLEN=packing is not None,
-        ROUND=options.accumulate == "fp16", CLEAN=call.q.device.type == "npu",
-        D=dim, D_PAD=pad, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+    launch(
+        paper_kernel, (work, 1, 1),
+        (call.q, keys, call.v, out, lse, lse if call.mask is None else call.mask, *tables[:3], factor),
+        (*strides_of(call.q), *strides_of(keys), *strides_of(call.v), *strides_of(out), *strides_of(lse.unsqueeze(-1)),
+         *call.mask_strides, heads, call.group, tiles, work, call.rows, call.keys),
+        {"MASK": call.mask_kind, "CAUSAL": call.is_causal, "VARLEN": packing is not None,
+         "ROUND": options.accumulate == "fp16", "CLEAN": call.q.device.type == "npu",
+         "D": dim, "D_PAD": pad, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n},
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out, lse

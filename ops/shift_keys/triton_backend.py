@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pasa.ops.shift_keys.triton_kernel import SLICE, anchor_kernel, shift_kernel
+from pasa.ops.triton_launch import launch
 
 SLICE_ON_NPU = 32  # columns of a block of 128 keys that its unified buffer holds (ops/attention/README.md)
 
@@ -90,10 +91,12 @@ def find_anchors(
     seen, seen_stride = _bytes(visible, k)
     table, cu = (packing.table, packing.cu_seqlens) if packing else (found.marked, found.marked)
     pad = pad_dim(k.shape[-1])
-    anchor_kernel[(batch * blocks * heads,)](
-        k, v, seen, table, cu, found.anchors, found.norms, found.marked, *_strides(k, packing), *_strides(v, packing),
-        seen_stride, heads, length, blocks, D=k.shape[-1], D_PAD=pad, WIDTH=min(pad, SLICE), BLOCK=block,
-        HAS_VISIBLE=visible is not None, CHECK_VALUES=check_values, VARLEN=packing is not None, EARLY=False,
+    launch(
+        anchor_kernel, (batch * blocks * heads, 1, 1),
+        (k, v, seen, table, cu, found.anchors, found.norms, found.marked),
+        (*_strides(k, packing), *_strides(v, packing), seen_stride, heads, length, blocks),
+        {"D": k.shape[-1], "D_PAD": pad, "WIDTH": min(pad, SLICE), "BLOCK": block, "HAS_VISIBLE": visible is not None,
+         "CHECK_VALUES": check_values, "VARLEN": packing is not None, "EARLY": False},
         num_warps=anchor_warps(block, pad),
     )  # fmt: skip
     _home(found.anchors, visible, block)
@@ -155,11 +158,13 @@ def _shift(
     table, cu = (packing.table, packing.cu_seqlens) if packing else (shifted, shifted)
     pad = pad_dim(k.shape[-1])
     width = min(pad, SLICE_ON_NPU) if k.device.type == "npu" else pad
-    shift_kernel[(batch * blocks * heads, -(-k.shape[-1] // width))](
-        k, seen, table, cu, shifted, shifted if anchor is None else anchor, shifted if matrix is None else matrix,
-        *_strides(k, packing), seen_stride, *_strides(shifted, packing), heads, length, blocks,
-        D=k.shape[-1], WIDTH=width, BLOCK=block, HAS_VISIBLE=visible is not None, EXACT=anchor is not None, GEMM=gemm,
-        VARLEN=packing is not None, num_warps=4 if block * width <= 8192 else 8,
+    launch(
+        shift_kernel, (batch * blocks * heads, -(-k.shape[-1] // width), 1),
+        (k, seen, table, cu, shifted, shifted if anchor is None else anchor, shifted if matrix is None else matrix),
+        (*_strides(k, packing), seen_stride, *_strides(shifted, packing), heads, length, blocks),
+        {"D": k.shape[-1], "WIDTH": width, "BLOCK": block, "HAS_VISIBLE": visible is not None,
+         "EXACT": anchor is not None, "GEMM": gemm, "VARLEN": packing is not None},
+        num_warps=4 if block * width <= 8192 else 8,
     )  # fmt: skip
     return shifted
 

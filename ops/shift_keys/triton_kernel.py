@@ -68,12 +68,18 @@ def locate_block(o_program, p_block, p_cu, heads, length, blocks, BLOCK: tl.cons
 @triton.jit
 def load_keys(p_k, o_head, first, n, stride_kh, stride_kn, start, D: tl.constexpr, WIDTH: tl.constexpr,
               BLOCK: tl.constexpr):  # fmt: skip
-    """WIDTH columns (BLOCK, WIDTH) from `start` on of a block of keys or values, as FP32. p_k: of the batch entry."""
+    """WIDTH columns (BLOCK, WIDTH) from `start` on of a block of keys or values. p_k: of the batch entry."""
     o_n = tl.arange(0, BLOCK)
     o_d = start + tl.arange(0, WIDTH)
     p_tile = p_k + tl.cast(o_head, tl.int64) * stride_kh + first * stride_kn
     m_tile = (o_n < n)[:, None] & (o_d < D)[None, :]
-    return tl.load(p_tile + o_n[:, None] * stride_kn + o_d[None, :], mask=m_tile, other=0.0).to(tl.float32)
+    return tl.load(p_tile + o_n[:, None] * stride_kn + o_d[None, :], mask=m_tile, other=0.0)
+
+
+@triton.jit
+def larger_of_each(a, b, other_a, other_b):
+    """To reduce two arrays at once."""
+    return tl.maximum(a, other_a), tl.maximum(b, other_b)
 
 
 @triton.jit
@@ -121,37 +127,43 @@ def anchor_kernel(
     p_k += batch * stride_kb
     m_key = tl.arange(0, BLOCK) < n
     o_d = tl.arange(0, D_PAD)
-    b_k = load_keys(p_k, o_head, first, n, stride_kh, stride_kn, 0, D, D_PAD, BLOCK)
     p_first = p_k + tl.cast(o_head, tl.int64) * stride_kh + first * stride_kn
-    b_first = tl.load(p_first + o_d, mask=(o_d < D) & (n > 0), other=0.0).to(tl.float32)
+    b_k = load_keys(p_k, o_head, first, n, stride_kh, stride_kn, 0, D, D_PAD, BLOCK)
+    b_first = tl.load(p_first + o_d, mask=(o_d < D) & (n > 0), other=0.0)
+    if CHECK_VALUES:
+        b_v = load_keys(p_v + batch * stride_vb, o_head, first, n, stride_vh, stride_vn, 0, D, D_PAD, BLOCK)
+    tl.debug_barrier()  # all loads are on their way before one is waited for
+    b_k = b_k.to(tl.float32)
+    b_first = b_first.to(tl.float32)
     # FP32 holds any sum of FP16 squares: what is not below infinity came from a number that is not finite
     square = tl.sum(b_k * b_k, 1)
     m_finite = square < INF
     bad = m_key & (m_finite == 0)
+    first_square = tl.sum(b_first * b_first, 0)
+    hidden = (n < 1) | ((first_square < INF) == 0)  # the first key, with which all are compared, enters no mean
     if CHECK_VALUES:
-        b_v = load_keys(p_v + batch * stride_vb, o_head, first, n, stride_vh, stride_vn, 0, D, D_PAD, BLOCK)
+        b_v = b_v.to(tl.float32)
         bad = bad | (m_key & ((tl.sum(b_v * b_v, 1) < INF) == 0))
     # what no query sees, and what is not finite, enters no mean
     if HAS_VISIBLE:
-        seen = tl.load(p_visible + batch * stride_visible + first + tl.arange(0, BLOCK), mask=m_key, other=0) != 0
+        p_seen = p_visible + batch * stride_visible + first
+        seen = tl.load(p_seen + tl.arange(0, BLOCK), mask=m_key, other=0) != 0
+        hidden = hidden | (tl.load(p_seen, mask=n > 0, other=0) == 0)
         bad = bad & seen
         m_key = m_key & seen
     m_key = m_key & m_finite
-    longest = tl.sqrt(tl.max(tl.where(m_key, square, 0.0), 0)) * NORM_MARGIN
-    o_out = (batch * heads + o_head) * blocks + o_block
-    tl.store(p_norm + o_out, tl.where(tl.max(tl.where(bad, 1, 0), 0) > 0, INF, longest))
     b_away = b_k - b_first[None, :]
-    away = tl.max(tl.where(m_key, tl.sum(b_away * b_away, 1), 0.0), 0)
-    hidden = (
-        tl.min(tl.where(m_key | (tl.arange(0, BLOCK) > 0), 1, 0), 0) == 0
-    )  # the first, with which all were compared
+    away = tl.where(m_key, tl.sum(b_away * b_away, 1), 0.0)
+    longest, away = tl.reduce((tl.where(bad, INF, tl.where(m_key, square, 0.0)), away), 0, larger_of_each)
+    o_out = (batch * heads + o_head) * blocks + o_block
+    tl.store(p_norm + o_out, tl.sqrt(longest) * NORM_MARGIN)
     p_out = p_anchor + o_out * D
-    if hidden | (away < 0.5 * tl.sum(b_first * b_first, 0)):
+    if hidden | (away < 0.5 * first_square):
         count = tl.sum(tl.where(m_key, 1.0, 0.0), 0)
         kept = 0.0
         b_left = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, D_PAD, WIDTH):
-            b_part = load_keys(p_k, o_head, first, n, stride_kh, stride_kn, start, D, WIDTH, BLOCK)
+            b_part = load_keys(p_k, o_head, first, n, stride_kh, stride_kn, start, D, WIDTH, BLOCK).to(tl.float32)
             b_part = tl.where(m_key[:, None], b_part, 0.0)
             anchor = exact_anchor(b_part, m_key[:, None], count)
             b_rest = tl.where(m_key[:, None], b_part - anchor[None, :], 0.0)

@@ -1,0 +1,137 @@
+"""Launches Triton kernels at less cost to the host.
+
+A launch through Triton's Python layers costs the host as much time as a short kernel costs the device: each argument is
+specialised anew. Here the compiled kernel is remembered by what Triton would have specialised, and handed to the
+launcher that Triton has in C.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, TypeAlias
+
+import torch
+import triton
+from torch import Tensor
+from triton.runtime import JITFunction, driver
+
+KNOWN_TRITON = triton.__version__.startswith("3.6.")  # the C launcher's arguments are Triton's own affair
+DIRECT = KNOWN_TRITON and torch.version.hip is None
+
+Grid: TypeAlias = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A compiled kernel and the C function that launches it.
+
+    Attributes
+    ----------
+    launch : callable
+        Of Triton 3.6: grid, stream, function, cooperative or not, launched early or not, two scratch buffers, metadata,
+        three hooks, then the kernel's arguments with tensor maps spelled out; pointers may be integers, and what stands
+        for a compile-time argument is not looked at.
+    kernel : triton.compiler.CompiledKernel
+    function, packed
+        Of the kernel: its handle and packed metadata.
+    early : bool
+    """
+
+    launch: Callable[..., None]
+    kernel: Any
+    function: int
+    packed: Any
+    early: bool
+
+    @classmethod
+    def of(cls, kernel: Any) -> Ready:
+        """Loads it."""
+        launcher = kernel.run
+        if launcher.global_scratch_size or launcher.profile_scratch_size:
+            raise RuntimeError(f"{kernel.name} wants scratch memory, which this launch does not give")
+        inner = inspect.getclosurevars(launcher.launch).nonlocals if inspect.isfunction(launcher.launch) else {}
+        launch = inner.get("launcher", launcher.launch)
+        return cls(launch, kernel, kernel.function, kernel.packed_metadata, launcher.launch_pdl)
+
+    def run(self, grid: Grid, stream: int, *arguments: Any) -> None:
+        """Launch it; a profiler's hooks are called if there are any."""
+        runtime = triton.knobs.runtime  # which older versions, as triton-ascend's, lack
+        enter, leave, meta = runtime.launch_enter_hook, runtime.launch_exit_hook, None
+        if enter.calls or leave.calls:
+            meta = self.kernel.launch_metadata(grid, stream, *arguments)
+        else:
+            enter = leave = None
+        self.launch(
+            *grid, stream, self.function, False, self.early, None, None, self.packed, meta, enter, leave, *arguments
+        )
+
+
+class Pointer:
+    """Part of a tensor, for a kernel: a view of it would cost the host as much as an allocation."""
+
+    __slots__ = ("address", "dtype", "owner")
+
+    def __init__(self, owner: Tensor, offset: int, dtype: torch.dtype) -> None:
+        self.owner, self.address, self.dtype = owner, owner.data_ptr() + offset, dtype
+
+    def data_ptr(self) -> int:
+        """As Triton calls it."""
+        return self.address
+
+
+def workspace(device: torch.device, *parts: tuple[int, torch.dtype]) -> tuple[Any, ...]:
+    """Uninitialised memory for a kernel: a pointer to so many elements of each kind, in one allocation."""
+    if not DIRECT or device.type != "cuda":
+        return tuple(torch.empty(size, dtype=dtype, device=device) for size, dtype in parts)
+    ends = list(accumulate(-(-size * dtype.itemsize // 16) * 16 for size, dtype in parts))
+    owner = torch.empty(ends[-1], dtype=torch.uint8, device=device)
+    return tuple(Pointer(owner, at, dtype) for at, (_, dtype) in zip([0, *ends], parts, strict=False))
+
+
+def launch(
+    kernel: Any, grid: Grid, tensors: Sequence[Any], numbers: Sequence[Any], constants: dict[str, Any],
+    **options: Any,
+) -> None:  # fmt: skip
+    """Launch a kernel on the current device.
+
+    Parameters
+    ----------
+    kernel
+        Its parameters are pointers, then numbers, then `tl.constexpr`.
+    grid : tuple of 3 int
+    tensors : sequence of Tensor or Pointer
+        On one device, the first a Tensor. With a tensor descriptor among them, Triton launches.
+    numbers : sequence of int or float
+        Whole ones at least 0.
+    constants : dict
+        The `tl.constexpr`.
+    options
+        num_warps and the like.
+    """
+    plain = tensors[0].is_cuda and all(isinstance(x, (Tensor, Pointer)) for x in tensors)
+    if not (DIRECT and plain and type(kernel) is JITFunction):
+        kernel[grid](*tensors, *numbers, **constants, **options)
+        return
+    device = tensors[0].device.index
+    kinds = [(x.dtype, x.data_ptr() % 16 == 0) for x in tensors]
+    key = (kernel, device, *kinds, *map(_kind, numbers), *constants.items(), *options.items())
+    ready = _ready.get(key)
+    if ready is None:
+        compiled = kernel.warmup(*tensors, *numbers, **constants, **options, grid=grid)
+        _ready[key] = ready = Ready.of(compiled)
+    ready.run(grid, driver.active.get_current_stream(device), *tensors, *numbers, *(None,) * len(constants))
+
+
+_ready: dict[
+    tuple[Any, ...], Ready
+] = {}  # no more than Triton keeps compiled kernels, for which it has no bound either
+
+
+def _kind(number: Any) -> int:
+    """What Triton tells apart: 1, multiples of 16, and what 32 bits do not hold."""
+    if isinstance(number, float):
+        return -1
+    return 1 if number == 1 else 2 * (number % 16 == 0) + 4 * (number >= 2**31)
