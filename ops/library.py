@@ -19,6 +19,8 @@ from pasa.ops import registry
 from pasa.ops.attention.options import AttentionOptions
 from pasa.ops.registry import Backend, Request, select
 
+TENSORS = 5  # of an operator's arguments: behind these there are none
+
 
 def mask_kind(attn_mask: Tensor | None) -> str:
     """ "none", "bool" or "float"."""
@@ -72,10 +74,14 @@ def _is_observed(arguments: tuple[Any, ...]) -> bool:
         return True
     if c._functorch.peek_interpreter_stack() is not None or c._autograd._profiler_enabled():
         return True
-    tensors = [x for x in arguments if isinstance(x, Tensor)]
-    if any(type(x) is not Tensor or x.is_meta or x.is_neg() or x._is_zerotensor() for x in tensors):
-        return True
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    grad = torch.is_grad_enabled()
+    for x in arguments[:TENSORS]:
+        if type(x) is Tensor:
+            if (grad and x.requires_grad) or x.is_meta or x.is_neg() or x._is_zerotensor():
+                return True
+        elif isinstance(x, Tensor):
+            return True
+    return False
 
 
 @torch.library.custom_op("pasa::attention", mutates_args=())

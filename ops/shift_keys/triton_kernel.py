@@ -48,9 +48,10 @@ def locate_block(o_program, p_block, p_cu, heads, length, blocks, BLOCK: tl.cons
 
     The first key counts from the start of the batch entry, or of the packed tokens.
     """
-    o_head = o_program % heads
-    o_block = (o_program // heads) % blocks
-    o_batch = o_program // (heads * blocks)
+    o_row = o_program // blocks
+    o_block = o_program - o_row * blocks
+    o_batch = o_row // heads
+    o_head = o_row - o_batch * heads
     if VARLEN:
         sequence = tl.load(p_block + 2 * o_block)
         used = sequence >= 0  # the table has room for more blocks than there are
