@@ -1,9 +1,10 @@
-"""What a race detector says of the barriers themselves: a copy through TMA and mbarriers, right or wrong on purpose.
+"""What compute-sanitizer says of the means themselves: a right kernel, made of what the Hopper kernel is made of.
 
     compute-sanitizer --tool racecheck python -m pasa.eval.soak.control
 
-The protocol is that of the Hopper kernel and nothing else: one warp brings tiles into two places by TMA, four warps
-wait for a tile, read it and give its place back. Hazards that a tool reports here it reports of any such kernel.
+Warps are specialised. One brings tiles into two places by TMA and leaves a word behind an mbarrier; four wait for a
+tile, read it, give its place back, and write it, times that word, by TMA. What a tool reports here it reports of any
+such kernel.
 """
 
 from __future__ import annotations
@@ -17,47 +18,57 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 ROWS, COLUMNS, TILES, STAGES = 64, 64, 8, 2
+WORD = gl.constexpr(3)
 
 
 @gluon.jit
-def _bring(desc, ring, full, empty, TILES: gl.constexpr, STAGES: gl.constexpr):
+def _bring(desc, ring, word, full, empty, TILES: gl.constexpr, STAGES: gl.constexpr):
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     for i in range(TILES):
         stage = i % STAGES
         mbarrier.wait(empty.index(stage), ((i // STAGES) & 1) ^ 1)
         mbarrier.expect(full.index(stage), desc.block_type.nbytes)
         tma.async_copy_global_to_shared(desc, [i * desc.block_shape[0], 0], full.index(stage), ring.index(stage))
+        if i == 0:
+            word.store(gl.full([1], WORD, gl.int32, ONE))
+            mbarrier.arrive(full.index(STAGES), count=1)
 
 
 @gluon.jit
-def _take(p_out, ring, full, empty, TILES: gl.constexpr, STAGES: gl.constexpr):
-    ROWS: gl.constexpr = ring.shape[1]
-    COLUMNS: gl.constexpr = ring.shape[2]
+def _take(desc, ring, back, word, full, empty, TILES: gl.constexpr, STAGES: gl.constexpr):
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    o_row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
-    o_column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT))
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    mbarrier.wait(full.index(STAGES), 0)
+    factor = gl.max(word.load(ONE), 0).to(gl.float16)
     for i in range(TILES):
         stage = i % STAGES
         mbarrier.wait(full.index(stage), (i // STAGES) & 1)
         tile = ring.index(stage).load(LAYOUT)
         mbarrier.arrive(empty.index(stage), count=1)
-        gl.store(p_out + (i * ROWS + o_row)[:, None] * COLUMNS + o_column[None, :], tile)
+        back.index(i).store(tile * factor)
+        fence_async_shared()
+        tma.async_copy_shared_to_global(desc, [i * desc.block_shape[0], 0], back.index(i))
+    tma.store_wait(0)
 
 
 @gluon.jit
-def copy_tiles(desc, p_out, TILES: gl.constexpr, STAGES: gl.constexpr):
-    """p_out (TILES * ROWS, COLUMNS) = what desc describes."""
+def scale_tiles(source, target, TILES: gl.constexpr, STAGES: gl.constexpr):
+    """What target describes = 3 times what source describes, both (TILES * ROWS, COLUMNS)."""
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    ring = gl.allocate_shared_memory(gl.float16, [STAGES, desc.block_shape[0], desc.block_shape[1]], desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    ring = gl.allocate_shared_memory(gl.float16, [STAGES, source.block_shape[0], source.block_shape[1]], source.layout)
+    back = gl.allocate_shared_memory(gl.float16, [TILES, target.block_shape[0], target.block_shape[1]], target.layout)
+    word = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    full = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    for i in gl.static_range(STAGES):
+    for i in gl.static_range(STAGES + 1):
         mbarrier.init(full.index(i), count=1)
+    for i in gl.static_range(STAGES):
         mbarrier.init(empty.index(i), count=1)
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_take, (p_out, ring, full, empty, TILES, STAGES)),
-            (_bring, (desc, ring, full, empty, TILES, STAGES)),
+            (_take, (target, ring, back, word, full, empty, TILES, STAGES)),
+            (_bring, (source, ring, word, full, empty, TILES, STAGES)),
         ],
         [1],
         [24],
@@ -65,13 +76,13 @@ def copy_tiles(desc, p_out, TILES: gl.constexpr, STAGES: gl.constexpr):
 
 
 def main() -> int:
-    """0 if the copy is right."""
+    """0 if the result is right."""
     source = torch.randn(TILES * ROWS, COLUMNS, device="cuda").half()
     out = torch.empty_like(source)
     layout = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], gl.float16)
-    desc = TensorDescriptor(source, list(source.shape), list(source.stride()), [ROWS, COLUMNS], layout)
-    copy_tiles[(1,)](desc, out, TILES, STAGES, num_warps=4)
-    right = bool((out == source).all())
+    maps = [TensorDescriptor(x, list(x.shape), list(x.stride()), [ROWS, COLUMNS], layout) for x in (source, out)]
+    scale_tiles[(1,)](*maps, TILES, STAGES, num_warps=4)
+    right = torch.equal(out.cpu(), (source.float() * WORD.value).half().cpu())
     print("right" if right else "WRONG")
     return 0 if right else 1
 

@@ -4,9 +4,9 @@
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m pasa.eval.soak.sanitize
 
 Run it once without the tool, so that kernels are compiled. Without PyTorch's cache every tensor is an allocation of its
-own, and an access beyond its end shows. racecheck does not know the barriers by which TMA and warpgroups wait for each
-other, so what it says of the Hopper kernel is a question, not an answer. Nothing is tuned, and beside copies, fills and
-casts no kernel but ours runs on the device.
+own, and an access beyond its end shows. racecheck knows no mbarrier and initcheck no TMA: `control.py` shows what they
+say of a kernel that is right. Nothing is tuned, and beside copies, fills and casts no kernel but ours runs on the
+device.
 """
 
 from __future__ import annotations
