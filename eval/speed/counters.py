@@ -41,7 +41,7 @@ METRICS = {
     "DRAM MB": "dram__bytes_read.sum",
     "DRAM %": "dram__throughput.avg.pct_of_peak_sustained_elapsed",
     "L2 MB": "lts__t_bytes.sum",
-    "tensor %": "sm__inst_executed_pipe_tensor.avg.pct_of_peak_sustained_elapsed",
+    "tensor %": "sm__pipe_tensor_op_hmma_cycles_active.avg.pct_of_peak_sustained_elapsed",
     "SMs busy %": "sm__cycles_active.avg.pct_of_peak_sustained_elapsed",
     "registers": "launch__registers_per_thread",
     "instructions M": "smsp__inst_executed.sum",
@@ -129,8 +129,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 NOTE = """
-One call of each case, every kernel alone with cold caches, clocks as they are. `DRAM MB` read; `tensor %` of what the
-tensor cores could issue; `SMs busy %`: share of the time in which a multiprocessor has a warp, mean over all of them.
+One call of each case, every kernel alone with cold caches, clocks as they are. `DRAM MB` read; `tensor %`: share
+of the time in which the tensor cores work; `SMs busy %`: in which a multiprocessor has a warp; means over all of them.
 """
 
 if __name__ == "__main__":
