@@ -32,8 +32,8 @@ class Ready:
     ----------
     launch : callable
         Of Triton 3.6: grid, stream, function, cooperative or not, launched early or not, two scratch buffers, metadata,
-        three hooks, then the kernel's arguments with tensor maps spelled out; pointers may be integers, and what stands
-        for a compile-time argument is not looked at.
+        three hooks, then the kernel's arguments; pointers may be integers, and what stands for a compile-time argument
+        is not looked at.
     kernel : triton.compiler.CompiledKernel
     function, packed
         Of the kernel: its handle and packed metadata.
@@ -47,13 +47,14 @@ class Ready:
     early: bool
 
     @classmethod
-    def of(cls, kernel: Any) -> Ready:
-        """Loads it."""
+    def of(cls, kernel: Any, spelled_out: bool = False) -> Ready:
+        """Loads it. spelled_out: tensor maps, shapes and strides will be given in place of tensor descriptors."""
         launcher = kernel.run
         if launcher.global_scratch_size or launcher.profile_scratch_size:
             raise RuntimeError(f"{kernel.name} wants scratch memory, which this launch does not give")
-        inner = inspect.getclosurevars(launcher.launch).nonlocals if inspect.isfunction(launcher.launch) else {}
-        launch = inner.get("launcher", launcher.launch)
+        launch = launcher.launch
+        if spelled_out and inspect.isfunction(launch):
+            launch = inspect.getclosurevars(launch).nonlocals.get("launcher", launch)
         return cls(launch, kernel, kernel.function, kernel.packed_metadata, launcher.launch_pdl)
 
     def run(self, grid: Grid, stream: int, *arguments: Any) -> None:
@@ -102,8 +103,8 @@ def launch(
     kernel
         Its parameters are pointers, then numbers, then `tl.constexpr`.
     grid : tuple of 3 int
-    tensors : sequence of Tensor or Pointer
-        On one device, the first a Tensor. With a tensor descriptor among them, Triton launches.
+    tensors : sequence of Tensor, Pointer or TensorDescriptor
+        On one device, the first a Tensor.
     numbers : sequence of int or float
         Whole ones at least 0.
     constants : dict
@@ -111,13 +112,18 @@ def launch(
     options
         num_warps and the like.
     """
-    plain = tensors[0].is_cuda and all(isinstance(x, (Tensor, Pointer)) for x in tensors)
-    if not (DIRECT and plain and type(kernel) is JITFunction):
+    if not (DIRECT and tensors[0].is_cuda and type(kernel) is JITFunction):
         kernel[grid](*tensors, *numbers, **constants, **options)
         return
     device = tensors[0].device.index
-    kinds = [(x.dtype, x.data_ptr() % 16 == 0) for x in tensors]
-    key = (kernel, device, *kinds, *map(_kind, numbers), *constants.items(), *options.items())
+    key = (
+        kernel,
+        device,
+        *map(_pointer_kind, tensors),
+        *map(_number_kind, numbers),
+        *constants.items(),
+        *options.items(),
+    )
     ready = _ready.get(key)
     if ready is None:
         compiled = kernel.warmup(*tensors, *numbers, **constants, **options, grid=grid)
@@ -130,8 +136,15 @@ _ready: dict[
 ] = {}  # no more than Triton keeps compiled kernels, for which it has no bound either
 
 
-def _kind(number: Any) -> int:
-    """What Triton tells apart: 1, multiples of 16, and what 32 bits do not hold."""
+def _pointer_kind(x: Any) -> tuple[Any, ...]:
+    """What Triton tells apart: element types, 16-byte alignment, tiles of descriptors."""
+    if isinstance(x, (Tensor, Pointer)):
+        return x.dtype, x.data_ptr() % 16 == 0
+    return x.base.dtype, *x.block_shape
+
+
+def _number_kind(number: Any) -> int:
+    """Likewise: 1, multiples of 16, and what 32 bits do not hold."""
     if isinstance(number, float):
         return -1
     return 1 if number == 1 else 2 * (number % 16 == 0) + 4 * (number >= 2**31)

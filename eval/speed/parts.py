@@ -1,4 +1,4 @@
-"""Splits the time of our default mode: the pass over the keys, and the main loop."""
+"""Splits the time of our default mode: the pass over the keys and the main loop; in decoding, reading K and V alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pasa.eval.speed.cases import Inputs, SpeedCase
 from pasa.eval.speed.timing import Call, Clock, interleave, summary
 
 BLOCK = 128  # keys per anchor
-WHOLE, PREPASS, MAIN = "whole", "pre-pass", "main loop"
+WHOLE, PREPASS, MAIN, READING = "whole", "pre-pass", "main loop", "reading"
 
 
 def anchors(inputs: Inputs) -> Any:
@@ -23,7 +23,15 @@ def prepass(inputs: Inputs) -> Call:
     return Call(lambda: anchors(inputs).norms)
 
 
+def reading(inputs: Inputs) -> Call:
+    """K and V read once by a kernel that does nothing else."""
+    module: Any = importlib.import_module("pasa.eval.speed.reading")  # Triton is an extra
+    call: Call = module.reader(inputs.k, inputs.v)
+    return call
+
+
 PARTS = {PREPASS: prepass}
+DECODING = {READING: reading}
 
 
 def split(case: SpeedCase, inputs: Inputs, whole: Call, clock: Clock, rounds: int) -> dict[str, Any]:
@@ -32,11 +40,11 @@ def split(case: SpeedCase, inputs: Inputs, whole: Call, clock: Clock, rounds: in
     Returns
     -------
     dict
-        ``case``, ``in_graph``, ``whole``, ``pre-pass`` (None where it could not be timed alone), ``main loop``: the
-        rest, and ``why``, which says why not.
+        ``case``, ``in_graph``, ``whole``, ``why`` something could not be timed and is None; ``pre-pass`` and ``main
+        loop``: the rest; for decoding ``reading`` instead, which is no part of the whole but its bound.
     """
-    calls, reasons = {WHOLE: whole}, []
-    for name, make in PARTS.items():
+    calls, reasons, parts = {WHOLE: whole}, [], DECODING if case.decode else PARTS
+    for name, make in parts.items():
         try:
             part = make(inputs)
             part.run()
@@ -56,13 +64,10 @@ def split(case: SpeedCase, inputs: Inputs, whole: Call, clock: Clock, rounds: in
         times = {}
         reasons.append(f"while timed: {one_line(error)}")
     found = {name: summary(taken)["median_ms"] for name, taken in times.items()}
-    return {
-        "case": case.name,
-        "in_graph": in_graph,
-        **{name: found.get(name) for name in (WHOLE, *PARTS)},
-        MAIN: found[WHOLE] - found[PREPASS] if found.keys() >= {WHOLE, PREPASS} else None,
-        "why": "; ".join(reasons),
-    }
+    split_up = {name: found.get(name) for name in (WHOLE, *parts)}
+    if not case.decode:
+        split_up[MAIN] = found[WHOLE] - found[PREPASS] if found.keys() >= {WHOLE, PREPASS} else None
+    return {"case": case.name, "in_graph": in_graph, **split_up, "why": "; ".join(reasons)}
 
 
 def one_line(error: BaseException) -> str:

@@ -164,8 +164,7 @@ def measure_case(
     for group in (eager, graphed):
         take_times(case, group, clock, bandwidth, rounds)
     ours = next((each.call for each in eager if each.record["implementation"] == "pasa" and each.call), None)
-    splittable = ours is not None and case.data == "randn" and not case.decode  # decoding has no pass before
-    parts = [split(case, inputs, ours, clock, rounds)] if ours is not None and splittable else []
+    parts = [split(case, inputs, ours, clock, rounds)] if ours is not None and case.data == "randn" else []
     return [each.record for each in (*eager, *graphed)], parts
 
 

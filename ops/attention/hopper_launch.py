@@ -160,7 +160,7 @@ class Plan:
             kind = (meta["swizzle"], meta["elem_size"], element, meta["block_size"], list(shape), stride, 0)
             maps.append((kind, (*shape, *stride)))
         # `ready` last: other threads look at it
-        self.maps, self.ready = maps, tuple(Ready.of(kernel) for kernel in kernels)
+        self.maps, self.ready = maps, tuple(Ready.of(kernel, spelled_out=True) for kernel in kernels)
 
 
 _kernels: dict[tuple[Any, ...], Any] = {}  # compiled variants by device, head dim and compile-time arguments

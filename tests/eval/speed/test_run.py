@@ -10,7 +10,7 @@ import torch
 
 import pasa
 from pasa.eval import output
-from pasa.eval.speed import report, run
+from pasa.eval.speed import parts, report, run
 from pasa.eval.speed.cases import Inputs, SpeedCase
 from pasa.eval.speed.implementations import IMPLEMENTATIONS, OWN, Implementation, select_implementations
 from pasa.eval.speed.timing import PROBES, Call
@@ -182,11 +182,20 @@ def test_first_failure_is_told_when_no_variant_runs() -> None:
 
 
 def test_parts_are_timed_or_say_why_not(result: dict[str, Any]) -> None:
-    (part,) = result["parts"]
+    part, decoding = result["parts"]
     assert part["case"] == "tiny"
     assert part["whole"] == 0.8
     assert part["pre-pass"] is not None or "pre-pass" in part["why"]
     assert (part["main loop"] is None) == (part["pre-pass"] is None)
+    assert decoding["case"] == "decode"
+    assert decoding["reading"] is not None or "reading" in decoding["why"]
+
+
+def test_the_reader_reads_everything_once() -> None:
+    """Ones, of a size that no program's share divides: the sums count them."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    k, v = (torch.ones(1, 3, 1000, 7, dtype=torch.float16, device=device) for _ in range(2))
+    assert parts.reading(Inputs(k, k, v, False, True)).run().sum() == 2 * k.numel()
 
 
 def test_progress_and_results_so_far() -> None:

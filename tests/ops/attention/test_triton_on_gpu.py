@@ -10,6 +10,7 @@ from pasa.ops import envs
 from pasa.ops.attention import tuning
 from tests.inputs import Mode, max_error, normal_qkv, rmse
 
+triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 MODES = [Mode("triton", pasa.PasaConfig(accumulate=a)) for a in ("fp32", "fp16")]
 SHAPES = {  # heads, lengths, dim
@@ -108,6 +109,19 @@ def test_long_cache():
     golden, _ = pasa.golden_attention(q, k, v)
     assert rmse(out, golden) <= 2.0**-10
     assert torch.isfinite(out).all()
+
+
+def test_a_growing_cache_compiles_nothing(monkeypatch):
+    """Lengths that Triton would tell apart: odd, multiples of 16."""
+
+    def boom(*args, **kwargs):
+        raise AssertionError("compiled anew")
+
+    for keys in (3000, 3001, 3008, 3072):
+        q, k, v = (x.cuda() for x in normal_qkv((14, 2), (1, keys), 128))
+        golden, _ = pasa.golden_attention(q, k, v)
+        assert rmse(pasa.attention(q, k, v, backend="triton"), golden) <= 2.0**-10
+        monkeypatch.setattr(triton.runtime.JITFunction, "_do_compile", boom)
 
 
 def test_large_offsets_are_not_cut_to_32_bits():

@@ -1,0 +1,37 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+"""A kernel that only reads K and V: what no decoding kernel can be faster than, launch and ramp-up included."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pasa.eval.speed.timing import Call
+
+BLOCK, BLOCKS_EACH, WARPS = 4096, 2, 4  # the fastest of a few: many programs, dealt out as they finish
+
+
+@triton.jit
+def read_kernel(p_k, p_v, p_sum, count, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
+    """Sum of BLOCKS * BLOCK elements of each: something must come of what is read."""
+    o_first = tl.program_id(0) * (BLOCK * BLOCKS)
+    b_sum = tl.zeros((BLOCK,), tl.float32)
+    for start in range(o_first, o_first + BLOCK * BLOCKS, BLOCK):
+        o_x = start + tl.arange(0, BLOCK)
+        b_sum += tl.load(p_k + o_x, mask=o_x < count, other=0.0).to(tl.float32)
+        b_sum += tl.load(p_v + o_x, mask=o_x < count, other=0.0).to(tl.float32)
+    tl.store(p_sum + tl.program_id(0), tl.sum(b_sum, 0))
+
+
+def reader(k: Tensor, v: Tensor) -> Call:
+    """Reads contiguous k and v, of one size, once; gives partial sums (programs,)."""
+    programs = -(-k.numel() // (BLOCK * BLOCKS_EACH))
+    sums = torch.empty(programs, dtype=torch.float32, device=k.device)
+
+    def run() -> Tensor:
+        read_kernel[(programs,)](k, v, sums, k.numel(), BLOCK, BLOCKS_EACH, num_warps=WARPS)
+        return sums
+
+    return Call(run)
