@@ -26,8 +26,6 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-constexpr int64_t kUnitCopies = kVerdictWords;  // FP32 numbers in 32 bytes, the smallest copy
-
 // ---- checks
 
 void CheckTensor(const char* name, const Tensor& x, const Tensor& first, at::ScalarType dtype, at::IntArrayRef shape)
@@ -48,7 +46,7 @@ uint32_t Count(const char* name, const Tensor& x, int64_t axis)
     return static_cast<uint32_t>(size);
 }
 
-int64_t Blocks(int64_t keys) { return (keys + kBlockKeys - 1) / kBlockKeys; }
+int64_t Blocks(int64_t keys) { return DivideUp<int64_t>(keys, kBlockKeys); }
 
 // ---- the chip
 
@@ -197,7 +195,7 @@ std::tuple<Tensor, Tensor> Attention(const Tensor& q, const Tensor& keys, const 
 std::tuple<Tensor, Tensor, Tensor> ShiftExactShapes(const Tensor& k, const OptionalTensor&, double, bool)
 {
     const auto s = k.sym_sizes();
-    const c10::SymInt blocks = (s[2] + (kBlockKeys - 1)) / kBlockKeys;
+    const c10::SymInt blocks = DivideUp<c10::SymInt>(s[2], kBlockKeys);
     return {at::empty_symint({s[0], s[1], s[2], s[3] + kFractal}, k.options()),
             at::empty_symint({s[0], s[1], blocks * 2, s[3]}, k.options()),
             at::empty_symint({s[0], s[1], blocks, kUnitCopies}, k.options().dtype(at::kFloat))};

@@ -1,6 +1,8 @@
 // The cube core's part of attention: S' = Q K'^T - rho, P V, and the block offsets.
 #pragma once
 
+#include "arguments.h"
+#include "flags.h"
 #include "multiply.h"
 #include "task.h"
 

@@ -69,7 +69,7 @@ public:
     }
 
 private:
-    static __aicore__ inline uint32_t Fractals(uint32_t elements) { return (elements + kFractal - 1) / kFractal; }
+    static __aicore__ inline uint32_t Fractals(uint32_t elements) { return DivideUp(elements, kFractal); }
 
     // L0A wants rows of fractals, each along k.
     static __aicore__ inline void LoadLeft(const AscendC::LocalTensor<half>& left,
@@ -122,9 +122,9 @@ __aicore__ inline void Store(const AscendC::GlobalTensor<T>& to, const AscendC::
                              uint32_t columns, uint32_t stride)
 {
     AscendC::FixpipeParamsV220 p;
-    p.nSize = (columns + kFractal - 1) / kFractal * kFractal;
+    p.nSize = RoundUp(columns, kFractal);
     p.mSize = rows;
-    p.srcStride = (rows + kFractal - 1) / kFractal * kFractal;
+    p.srcStride = RoundUp(rows, kFractal);
     p.dstStride = stride;
     p.quantPre = sizeof(T) == sizeof(half) ? QuantMode_t::F322F16 : QuantMode_t::NoQuant;
     p.deqScalar = 0;  // not read by these modes, and not initialised by the structure

@@ -7,7 +7,6 @@
 
 namespace pasa {
 
-constexpr uint32_t kBlockBytes = 32;
 constexpr uint32_t kRepeatBytes = 256;
 constexpr uint32_t kFloats = kRepeatBytes / sizeof(float);  // of a repeat: also the numbers of 64 rows
 constexpr uint32_t kHalves = kRepeatBytes / sizeof(half);   // of a repeat: also a row of scores
@@ -134,6 +133,17 @@ __aicore__ inline void ReduceRows(const AscendC::LocalTensor<float>& to, const A
     }
 }
 
+// The largest or the smallest number of a row, read by the scalar unit; `work` holds one number.
+template <AscendC::ReduceType kType>
+__aicore__ inline float Extreme(const RowMath::Row& row, const RowMath::Row& work)
+{
+    AscendC::ReduceRepeat<kType>(work, row, kFloats, 1, 1, 1, 8, AscendC::ReduceOrder::ORDER_ONLY_VALUE);
+    const AscendC::TEventID done = GetTPipePtr()->FetchEventID(AscendC::HardEvent::V_S);
+    AscendC::SetFlag<AscendC::HardEvent::V_S>(done);
+    AscendC::WaitFlag<AscendC::HardEvent::V_S>(done);
+    return work.GetValue(0);
+}
+
 // Columns from `first` on become `value`, in so many rows of a tile.
 template <typename T>
 __aicore__ inline void HideColumns(const AscendC::LocalTensor<T>& tile, uint32_t first, uint32_t rows, float value)
@@ -155,7 +165,7 @@ constexpr float kHalfLargest = 65504.0f;
 __aicore__ inline void Spread(const AscendC::LocalTensor<float>& to, const AscendC::LocalTensor<float>& row,
                               uint32_t rows)
 {
-    AscendC::Brcb(to, row, (rows + 7) / 8, AscendC::BrcbRepeatParams(1, 8));
+    AscendC::Brcb(to, row, DivideUp(rows, kFloatBlock), AscendC::BrcbRepeatParams(1, 8));
     AscendC::PipeBarrier<PIPE_V>();
 }
 

@@ -138,7 +138,7 @@ private:
         } else {
             seeing.Add(Number(kFirst), Number(kFirst), Number(kTop));
         }
-        bool wanted = Extreme<AscendC::ReduceType::MAX>(Number(kFirst)) > kReach;
+        bool wanted = Extreme<AscendC::ReduceType::MAX>(Number(kFirst), Number(kWork)) > kReach;
         if (kHalfLargest * factor_[i] < kZeroWeight) wanted = wanted || HasBottom(narrow, rows);
         TellVerdict(i, wanted);
         return wanted;
@@ -165,7 +165,7 @@ private:
                                                         AscendC::ReduceOrder::ORDER_ONLY_VALUE);
         AscendC::PipeBarrier<PIPE_V>();
         RowMath(0, rows).ToFloat(Number(kFirst), lowest);
-        return Extreme<AscendC::ReduceType::MIN>(Number(kFirst)) <= -kHalfLargest;
+        return Extreme<AscendC::ReduceType::MIN>(Number(kFirst), Number(kWork)) <= -kHalfLargest;
     }
 
     // exp(score - largest), rounded, to the cube core; and its sum.
@@ -216,7 +216,7 @@ private:
 
     __aicore__ inline void NextReference(const Task& task, uint32_t i, uint32_t j, uint32_t rows)
     {
-        const uint32_t padded = (rows + kFloatBlock - 1) / kFloatBlock * kFloatBlock;
+        const uint32_t padded = RoundUp(rows, kFloatBlock);
         FloatTile in = offset_in_.AllocTensor<float>();
         AscendC::DataCopyParams p;
         p.blockCount = 2;
@@ -225,7 +225,7 @@ private:
         p.dstGap = (kHalfRows - padded) / kFloatBlock;
         AscendC::DataCopy(in, offsets_[i][2 * j * kTileRows], p);
         const uint64_t block = static_cast<uint64_t>(task.kv_head) * t_.blocks + j;
-        AscendC::DataCopy(in[2 * kHalfRows], units_[block * kFloatBlock], kFloatBlock);
+        AscendC::DataCopy(in[2 * kHalfRows], units_[block * kUnitCopies], kUnitCopies);
         offset_in_.EnQue(in);
         in = offset_in_.DeQue<float>();
         const AscendC::TEventID loaded = GetTPipePtr()->FetchEventID(AscendC::HardEvent::MTE2_S);
@@ -263,7 +263,7 @@ private:
             if (part == 1) all.Subtract(rest, wanted, rounded);
             all.Clamp(rest, part == 0 ? wanted : rest, kHalfLargest);
             all.ToHalf(term, rest);
-            AscendC::Brcb(spread[part * kHalfRows * kFractal], term, (rows + 7) / 8, AscendC::BrcbRepeatParams(1, 8));
+            AscendC::Brcb(spread[part * kHalfRows * kFractal], term, DivideUp(rows, kFloatBlock), AscendC::BrcbRepeatParams(1, 8));
             all.ToFloat(part == 0 ? rounded : rest, term);
         }
         all.Add(wanted, rounded, rest);
@@ -273,7 +273,7 @@ private:
         for (uint32_t part = 0; part < 2; ++part) {
             const uint64_t column = uint64_t{0x0001000100010001} << part;
             uint64_t mask[2] = {column, column};
-            AscendC::Adds(out, spread[part * kHalfRows * kFractal], static_cast<half>(0.0f), mask, (rows + 7) / 8,
+            AscendC::Adds(out, spread[part * kHalfRows * kFractal], static_cast<half>(0.0f), mask, DivideUp(rows, kFloatBlock),
                           AscendC::UnaryRepeatParams(1, 1, 8, 8));
         }
         reference_out_.EnQue(out);

@@ -1,6 +1,8 @@
 // What a vector core keeps: its buffers, numbers of its rows, and which keys those rows see.
 #pragma once
 
+#include "arguments.h"
+#include "flags.h"
 #include "rows.h"
 #include "task.h"
 
@@ -85,16 +87,6 @@ protected:
             HideColumns(tile[r * kBlockKeys], seen, 1, value);
         }
         if (partial > 0) AscendC::PipeBarrier<PIPE_V>();
-    }
-
-    template <AscendC::ReduceType kType>
-    __aicore__ inline float Extreme(const Row& row)
-    {
-        AscendC::ReduceRepeat<kType>(Number(kWork), row, kFloats, 1, 1, 1, 8, AscendC::ReduceOrder::ORDER_ONLY_VALUE);
-        const AscendC::TEventID done = GetTPipePtr()->FetchEventID(AscendC::HardEvent::V_S);
-        AscendC::SetFlag<AscendC::HardEvent::V_S>(done);
-        AscendC::WaitFlag<AscendC::HardEvent::V_S>(done);
-        return Number(kWork).GetValue(0);
     }
 
     __aicore__ inline uint64_t FirstRow(const Task& task, const LaneTask& lane) const

@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "integers.h"
+
 namespace pasa {
 
 constexpr uint32_t kTileRows = 128;  // query rows of a tile; each of the two vector cores takes half of them
@@ -12,7 +14,9 @@ constexpr uint32_t kFractal = 16;     // elements of a side of a cube fractal, a
 constexpr uint32_t kLanes = 2;        // query tiles that a group works on in turn
 constexpr uint32_t kMaxDim = 256;
 constexpr uint32_t kChunk = 128;  // columns of an operand in one half of L0A or L0B
-constexpr uint32_t kVerdictWords = 8;  // 32 bytes, the smallest copy, for each vector core
+constexpr uint32_t kBlockBytes = 32;  // of the vector cores' memory: the smallest copy
+constexpr uint32_t kVerdictWords = kBlockBytes / sizeof(int32_t);  // of each vector core
+constexpr uint32_t kUnitCopies = kBlockBytes / sizeof(float);      // of the unit of a block of keys
 
 // A lane's workspace, in bytes from its start. Every part starts at a multiple of 512.
 struct LaneWorkspace {

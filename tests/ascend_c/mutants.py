@@ -6,6 +6,7 @@ A mutant is a number: 0 is the kernel as it is written. All of them are one prog
 from __future__ import annotations
 
 import re
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,6 +98,7 @@ def write_mutants(folder: Path) -> list[Mutant]:
     (folder / "kernel").mkdir(parents=True)
     for name in ("twin", "tiling"):
         (folder / name).symlink_to(ASCEND_C / name)
+    shutil.copytree(ASCEND_C / "binding", folder / "binding")  # its includes are to find the kernels of `folder`
     for source in sorted((ASCEND_C / "kernel").glob("*.h")):
         text = source.read_text(encoding="utf-8")
 
