@@ -121,7 +121,7 @@ std::tuple<Tensor, Tensor, Tensor> ShiftExact(const Tensor& k, const OptionalTen
     const ShiftTiling tiling = PlanShiftOf(k, lengths, scale, saturate);
     const c10::DeviceGuard guard(k.device());
     const int64_t batch = k.size(0), heads = k.size(1), dim = k.size(3), blocks = Blocks(k.size(2));
-    Tensor keys = at::empty({batch, heads, k.size(2), dim + kFractal}, k.options());
+    Tensor keys = at::empty(k.sizes(), k.options());
     Tensor anchors = at::empty({batch, heads, 2 * blocks, dim}, k.options());
     Tensor units = at::empty({batch, heads, blocks, kUnitCopies}, k.options().dtype(at::kFloat));
     const ShiftPointers given{Pointer(k),    Pointer(lengths), nullptr,       nullptr,
@@ -173,7 +173,7 @@ std::tuple<Tensor, Tensor> Attention(const Tensor& q, const Tensor& keys, const 
     const int64_t batch = q.size(0), heads = v.size(1), rows = v.size(2), dim = q.size(3);
     CheckTensor("q", q, q, at::kHalf, q.sizes());
     CheckTensor("v", v, q, at::kHalf, {batch, heads, rows, dim});
-    CheckTensor("keys", keys, q, at::kHalf, {batch, heads, rows, exact ? dim + kFractal : dim});
+    CheckTensor("keys", keys, q, at::kHalf, {batch, heads, rows, dim});
     if (exact) {
         CheckTensor("anchors", *anchors, q, at::kHalf, {batch, heads, 2 * Blocks(rows), dim});
         CheckTensor("units", *units, q, at::kFloat, {batch, heads, Blocks(rows), kUnitCopies});
@@ -196,7 +196,7 @@ std::tuple<Tensor, Tensor, Tensor> ShiftExactShapes(const Tensor& k, const Optio
 {
     const auto s = k.sym_sizes();
     const c10::SymInt blocks = DivideUp<c10::SymInt>(s[2], kBlockKeys);
-    return {at::empty_symint({s[0], s[1], s[2], s[3] + kFractal}, k.options()),
+    return {at::empty_symint(s, k.options()),
             at::empty_symint({s[0], s[1], blocks * 2, s[3]}, k.options()),
             at::empty_symint({s[0], s[1], blocks, kUnitCopies}, k.options().dtype(at::kFloat))};
 }

@@ -68,14 +68,13 @@ inline twin::Report ShiftOnTwin(bool exact, const ShiftPointers& p, const ShiftT
 {
     TwinMemory memory;
     const size_t rows = size_t{t.heads} * t.keys, blocks = size_t{t.heads} * t.blocks;
-    const size_t columns = t.dim + (exact ? kFractal : 0);
     const size_t first = Least(t.keys, kBlockKeys), last = t.keys - (t.blocks - 1) * kBlockKeys;
     ShiftArguments given{};
     given.k = memory.Input<half>("k", p.k, rows * t.dim);
     given.lengths = memory.Input<int32_t>("lengths", p.lengths, t.heads / t.kv_heads);
     given.matrix = memory.Input<half>("matrix", p.matrix, first * first);
     given.last_matrix = memory.Input<half>("last_matrix", p.last_matrix, last * last);
-    given.keys = memory.Output<half>("keys", p.keys, rows * columns);
+    given.keys = memory.Output<half>("keys", p.keys, rows * t.dim);
     given.anchors = memory.Output<half>("anchors", p.anchors, blocks * 2 * t.dim);
     given.units = memory.Output<float>("units", p.units, blocks * kUnitCopies);
     options.shape = exact ? twin::Shape::aiv_only : twin::Shape::aic_only;
@@ -95,7 +94,7 @@ inline twin::Report AttendOnTwin(bool exact, const AttentionPointers& p, const A
     const size_t tiles = size_t{t.batch} * t.heads * DivideUp(t.rows, kTileRows) * t.blocks;
     Arguments given{};
     given.q = memory.Input<half>("q", p.q, queries * t.dim);
-    given.keys = memory.Input<half>("keys", p.keys, keys * (t.dim + (exact ? kFractal : 0)));
+    given.keys = memory.Input<half>("keys", p.keys, keys * t.dim);
     given.v = memory.Input<half>("v", p.v, keys * t.dim);
     given.anchors = memory.Input<half>("anchors", p.anchors, blocks * 2 * t.dim);
     given.units = memory.Input<float>("units", p.units, blocks * kUnitCopies);

@@ -14,8 +14,7 @@ public:
     __aicore__ inline CubeSide(const Arguments& arguments, const AttentionTiling& tiling, AscendC::TPipe& pipe)
         : t_(tiling),
           tasks_(tiling, arguments.lengths),
-          multiplier_(pipe),
-          key_columns_(tiling.dim + (kExact ? kFractal : 0))
+          multiplier_(pipe)
     {
         q_.SetGlobalBuffer(reinterpret_cast<__gm__ half*>(arguments.q));
         keys_.SetGlobalBuffer(reinterpret_cast<__gm__ half*>(arguments.keys));
@@ -34,7 +33,7 @@ public:
             offsets_[i].SetGlobalBuffer(reinterpret_cast<__gm__ float*>(at + tiling.lane.offsets));
         }
         pipe.InitBuffer(query_tiles_, 1, tiling.lanes * kTileRows * tiling.dim * sizeof(half));
-        pipe.InitBuffer(key_tiles_, 2, kBlockKeys * key_columns_ * sizeof(half));
+        pipe.InitBuffer(key_tiles_, 2, kBlockKeys * tiling.dim * sizeof(half));
         pipe.InitBuffer(value_tiles_, 2, kBlockKeys * tiling.dim * sizeof(half));
         pipe.InitBuffer(weight_tiles_, 2, kTileRows * kBlockKeys * sizeof(half));
         if (kExact) pipe.InitBuffer(references_, 1, kTileRows * kFractal * sizeof(half));
@@ -99,7 +98,7 @@ private:
     {
         const uint64_t row = static_cast<uint64_t>(task.kv_head) * t_.keys + j * kBlockKeys;
         Tile keys = key_tiles_.AllocTensor<half>();
-        LoadTile(keys, keys_[row * key_columns_], KeysOf(task, j), key_columns_, key_columns_);
+        LoadTile(keys, keys_[row * t_.dim], KeysOf(task, j), t_.dim, t_.dim);
         key_tiles_.EnQue(keys);
         Tile values = value_tiles_.AllocTensor<half>();
         LoadTile(values, v_[row * t_.dim], KeysOf(task, j), t_.dim, t_.dim);
@@ -143,7 +142,7 @@ private:
         return accumulators_.DeQue<float>();
     }
 
-    // S' = Q K'^T - rho: the reference is one more fractal of Q, and that of K' holds -1 in its first two columns.
+    // S' = Q K'^T - rho: the reference is one more fractal of Q, and that of K' is a constant.
     __aicore__ inline void MakeScores(const Task& task, uint32_t i, uint32_t j, const Tile& queries, const Tile& keys)
     {
         const LaneTask& lane = task.lane[i];
@@ -156,8 +155,7 @@ private:
             AscendC::DataCopy(reference, reference_[i], lane.Computed() * kFractal);
             references_.EnQue(reference);
             reference = references_.DeQue<half>();
-            const Factors f{lane.Computed(), count, kFractal, true, true};
-            multiplier_.Multiply(c, reference, keys[t_.dim / kFractal * kColumnBlock], f);
+            multiplier_.AddMultiple(c, reference, static_cast<half>(kReferenceWeight), lane.Computed(), count);
             references_.FreeTensor(reference);
         }
         c = Finished(c);
@@ -212,7 +210,6 @@ private:
     const AttentionTiling& t_;
     Tasks tasks_;
     Multiplier multiplier_;
-    uint32_t key_columns_;
     AscendC::GlobalTensor<half> q_, keys_, v_, anchors_, kept_;
     AscendC::GlobalTensor<half> scores_[kLanes], weights_[kLanes], reference_[kLanes];
     AscendC::GlobalTensor<float> wide_[kLanes], product_[kLanes], offsets_[kLanes];

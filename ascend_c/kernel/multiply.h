@@ -55,8 +55,34 @@ public:
         AscendC::LocalTensor<half> right = right_.AllocTensor<half>();
         f.keys_are_rows ? LoadRows(right, b, f) : LoadColumns(right, b, f);
         right_.EnQue(right);
-        left = left_.DeQue<half>();
-        right = right_.DeQue<half>();
+        Contract(c, f);
+    }
+
+    // C (m, n) += A (m, 16) B, where all of B is one number.
+    __aicore__ inline void AddMultiple(const AscendC::LocalTensor<float>& c, const AscendC::LocalTensor<half>& a,
+                                       half number, uint32_t m, uint32_t n)
+    {
+        const Factors f{m, n, kFractal, true, true};
+        AscendC::LocalTensor<half> left = left_.AllocTensor<half>();
+        LoadLeft(left, a, f);
+        left_.EnQue(left);
+        AscendC::LocalTensor<half> right = right_.AllocTensor<half>();
+        AscendC::InitConstValueParams<half> p;
+        p.repeatTimes = 1;
+        p.blockNum = Fractals(n);
+        p.dstGap = 0;
+        p.initValue = number;
+        AscendC::Fill(right, p);
+        right_.EnQue(right);
+        Contract(c, f);
+    }
+
+private:
+    // Of the operands that were queued.
+    __aicore__ inline void Contract(const AscendC::LocalTensor<float>& c, const Factors& f)
+    {
+        AscendC::LocalTensor<half> left = left_.DeQue<half>();
+        AscendC::LocalTensor<half> right = right_.DeQue<half>();
         AscendC::MmadParams p;
         p.m = f.m;
         p.n = f.n;
@@ -68,7 +94,6 @@ public:
         right_.FreeTensor(right);
     }
 
-private:
     static __aicore__ inline uint32_t Fractals(uint32_t elements) { return DivideUp(elements, kFractal); }
 
     // L0A wants rows of fractals, each along k.

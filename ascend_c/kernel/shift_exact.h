@@ -18,14 +18,10 @@ public:
         anchors_.SetGlobalBuffer(reinterpret_cast<__gm__ half*>(arguments.anchors));
         units_.SetGlobalBuffer(reinterpret_cast<__gm__ float*>(arguments.units));
         if (t_.has_lengths) lengths_.SetGlobalBuffer(reinterpret_cast<__gm__ int32_t*>(arguments.lengths));
-        const uint32_t numbers = kBlockKeys * kFloats;
-        pipe.InitBuffer(half_in_, 1, numbers * sizeof(half));
-        pipe.InitBuffer(half_out_, 1, numbers * sizeof(half));
+        pipe.InitBuffer(half_in_, 1, kBlockKeys * kFloats * sizeof(half));
+        pipe.InitBuffer(half_out_, 1, kBlockKeys * t_.dim * sizeof(half));
         pipe.InitBuffer(row_out_, 1, kFloats * sizeof(half));
         pipe.InitBuffer(unit_out_, 1, kBlockBytes);
-        pipe.InitBuffer(column_out_, 1, kBlockKeys * kFractal * sizeof(half));
-        pipe.InitBuffer(anchors_buffer_, kMaxDim * sizeof(float));
-        block_anchors_ = anchors_buffer_.Get<float>();
     }
 
     __aicore__ inline void Run()
@@ -53,26 +49,26 @@ private:
 
     __aicore__ inline void Shift(uint32_t head, uint32_t block, uint32_t count)
     {
-        columns_.Begin();
+        AscendC::LocalTensor<half> out = half_out_.AllocTensor<half>();
         for (uint32_t first = 0; first < t_.dim; first += kFloats) {
             const uint32_t width = Least(kFloats, t_.dim - first);
-            LoadColumns(head, block, first, width, count);
-            columns_.FindAnchor(width, count);
-            columns_.TestUnit(t_.unit, width, count);
+            AscendC::LocalTensor<half> in = LoadColumns(head, block, first, width, count);
+            columns_.TakeAnchorOff(out[first], t_.dim, in, width, count);
+            half_in_.FreeTensor(in);
             StoreAnchor(head, block, first, width);
-            RowMath(0, width).Scale(block_anchors_[first], columns_.Anchor(), 1.0f);
         }
-        const float unit = columns_.Unfit() ? 1.0f : t_.unit;
-        for (uint32_t first = 0; first < t_.dim; first += kFloats) {
-            const uint32_t width = Least(kFloats, t_.dim - first);
-            if (t_.dim > kFloats) LoadColumns(head, block, first, width, count);  // otherwise they are still there
-            StoreKeys(head, block, first, width, count, unit);
-        }
-        StoreReferenceColumns(head, block, count);
+        const float unit = columns_.Rounds(t_.unit, out, t_.dim, count) ? 1.0f : t_.unit;
+        AscendC::Muls(out, out, static_cast<half>(unit), static_cast<int32_t>(count * t_.dim));
+        half_out_.EnQue(out);
+        out = half_out_.DeQue<half>();
+        AscendC::DataCopy(keys_[KeyRow(head, block) * t_.dim], out, count * t_.dim);
+        half_out_.FreeTensor(out);
         StoreUnit(head, block, unit);
     }
 
-    __aicore__ inline void LoadColumns(uint32_t head, uint32_t block, uint32_t first, uint32_t width, uint32_t count)
+    // FP16 keys (count, width), 64 numbers a row.
+    __aicore__ inline AscendC::LocalTensor<half> LoadColumns(uint32_t head, uint32_t block, uint32_t first,
+                                                             uint32_t width, uint32_t count)
     {
         AscendC::LocalTensor<half> in = half_in_.AllocTensor<half>();
         AscendC::DataCopyParams p;
@@ -80,12 +76,9 @@ private:
         p.blockLen = width / kFractal;
         p.srcGap = (t_.dim - width) / kFractal;
         p.dstGap = (kFloats - width) / kFractal;
-        const uint64_t row = static_cast<uint64_t>(head) * t_.keys + block * kBlockKeys;
-        AscendC::DataCopy(in, k_[row * t_.dim + first], p);
+        AscendC::DataCopy(in, k_[KeyRow(head, block) * t_.dim + first], p);
         half_in_.EnQue(in);
-        in = half_in_.DeQue<half>();
-        columns_.Take(in, width, count);
-        half_in_.FreeTensor(in);
+        return half_in_.DeQue<half>();
     }
 
     __aicore__ inline uint64_t AnchorRow(uint32_t head, uint32_t row) const
@@ -112,43 +105,10 @@ private:
         row_out_.FreeTensor(out);
     }
 
-    __aicore__ inline void StoreKeys(uint32_t head, uint32_t block, uint32_t first, uint32_t width, uint32_t count,
-                                     float unit)
-    {
-        AscendC::LocalTensor<half> out = half_out_.AllocTensor<half>();
-        columns_.Shift(out, block_anchors_[first], unit, width, count);
-        half_out_.EnQue(out);
-        out = half_out_.DeQue<half>();
-        AscendC::DataCopyParams p;
-        p.blockCount = count;
-        p.blockLen = width / kFractal;
-        p.srcGap = (kFloats - width) / kFractal;
-        p.dstGap = (t_.dim + kFractal - width) / kFractal;
-        AscendC::DataCopy(keys_[KeyRow(head, block) + first], out, p);
-        half_out_.FreeTensor(out);
-    }
-
+    // The first of a block.
     __aicore__ inline uint64_t KeyRow(uint32_t head, uint32_t block) const
     {
-        return (static_cast<uint64_t>(head) * t_.keys + block * kBlockKeys) * (t_.dim + kFractal);
-    }
-
-    // The extra fractal: -1 where the reference's two terms are, 0 behind them.
-    __aicore__ inline void StoreReferenceColumns(uint32_t head, uint32_t block, uint32_t count)
-    {
-        AscendC::LocalTensor<half> out = column_out_.AllocTensor<half>();
-        AscendC::Duplicate(out, static_cast<half>(0.0f), static_cast<int32_t>(kBlockKeys * kFractal));
-        AscendC::PipeBarrier<PIPE_V>();
-        uint64_t mask[2] = {0x0003000300030003, 0x0003000300030003};
-        AscendC::Duplicate(out, static_cast<half>(-1.0f), mask, kBlockKeys * kFractal / kHalves, 1, 8);
-        column_out_.EnQue(out);
-        out = column_out_.DeQue<half>();
-        AscendC::DataCopyParams p;
-        p.blockCount = count;
-        p.blockLen = 1;
-        p.dstGap = t_.dim / kFractal;
-        AscendC::DataCopy(keys_[KeyRow(head, block) + t_.dim], out, p);
-        column_out_.FreeTensor(out);
+        return static_cast<uint64_t>(head) * t_.keys + block * kBlockKeys;
     }
 
     __aicore__ inline void StoreUnit(uint32_t head, uint32_t block, float unit)
@@ -167,15 +127,19 @@ private:
         for (uint32_t first = 0; first < t_.dim; first += kFloats) {
             const uint32_t width = Least(kFloats, t_.dim - first);
             RowMath math(0, width);
+            AscendC::PipeBarrier<PIPE_V>();
             LoadHalfRow(columns_.Anchor(), AnchorRow(head, 2 * block) + first, width, math);
             LoadHalfRow(columns_.Mean(), AnchorRow(head, 0) + first, width, math);
+            AscendC::PipeBarrier<PIPE_V>();
             const Row distance = columns_.Anchor(), high = columns_.Mean();
             math.Subtract(distance, distance, high);
-            math.Clamp(high, distance, kHalfLargest);
+            AscendC::PipeBarrier<PIPE_V>();
+            columns_.Clamp(high, distance, math);
             StoreHalfRow(high, AnchorRow(head, 2 * block) + first, width, math);
             columns_.Rounded(high, math);
             math.Subtract(distance, distance, high);
-            math.Clamp(distance, distance, kHalfLargest);
+            AscendC::PipeBarrier<PIPE_V>();
+            columns_.Clamp(distance, distance, math);
             StoreHalfRow(distance, AnchorRow(head, 2 * block + 1) + first, width, math);
         }
     }
@@ -195,10 +159,8 @@ private:
     AscendC::GlobalTensor<float> units_;
     AscendC::GlobalTensor<int32_t> lengths_;
     AscendC::TQue<AscendC::TPosition::VECIN, 1> half_in_;
-    AscendC::TQue<AscendC::TPosition::VECOUT, 1> half_out_, row_out_, unit_out_, column_out_;
-    AscendC::TBuf<AscendC::TPosition::VECCALC> anchors_buffer_;
+    AscendC::TQue<AscendC::TPosition::VECOUT, 1> half_out_, row_out_, unit_out_;
     KeyColumns columns_;
-    Row block_anchors_;
 };
 
 // On vector cores alone, all at once: SyncAll waits for every one of them.

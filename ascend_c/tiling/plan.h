@@ -84,14 +84,14 @@ inline void CheckShape(const Shape& s)
 // Bytes of the unified buffer that a vector core takes: vector_state.h, InitBuffers.
 constexpr uint64_t UnifiedBytes(uint32_t dim, uint32_t lanes)
 {
-    const uint64_t tile = kHalfRows * kBlockKeys, numbers = 15 * kKiB;
+    const uint64_t tile = kHalfRows * kBlockKeys, numbers = 14 * kKiB;
     return tile * (2 + 4 + 2 + 4) + uint64_t{lanes} * kHalfRows * dim * 4 + numbers;
 }
 
 // Bytes of L1 that the cube core takes: cube_side.h. The exact recovery takes more.
 constexpr uint64_t L1Bytes(uint32_t dim, uint32_t lanes)
 {
-    return 2 * (lanes * kTileRows * dim + 2 * kBlockKeys * (dim + kFractal) + 2 * kBlockKeys * dim +
+    return 2 * (lanes * kTileRows * dim + 4 * kBlockKeys * dim +
                 2 * kTileRows * kBlockKeys + kTileRows * kFractal);
 }
 

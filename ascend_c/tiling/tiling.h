@@ -11,6 +11,7 @@ constexpr uint32_t kTileRows = 128;  // query rows of a tile; each of the two ve
 constexpr uint32_t kHalfRows = kTileRows / 2;
 constexpr uint32_t kBlockKeys = 128;  // keys of a block
 constexpr uint32_t kFractal = 16;     // elements of a side of a cube fractal, and FP16 numbers in 32 bytes
+constexpr float kReferenceWeight = -2.0f / kFractal;  // of the reference's columns: half hold its high term, half its low
 constexpr uint32_t kLanes = 2;        // query tiles that a group works on in turn
 constexpr uint32_t kMaxDim = 256;
 constexpr uint32_t kChunk = 128;  // columns of an operand in one half of L0A or L0B
@@ -24,7 +25,7 @@ struct LaneWorkspace {
     uint64_t wide;       // FP32 (128, 128), a rescued S'
     uint64_t weights;    // FP16 (128, 128), P
     uint64_t product;    // FP32 (128, D), P V
-    uint64_t reference;  // FP16 (128, 16), rho in the first two columns
+    uint64_t reference;  // FP16 (128, 16): rho, its high term in even columns, its low term in odd ones
     uint64_t verdict;    // int32 (2, 8): whether a vector core wants the tile in FP32
     uint64_t offsets;    // FP32 (2 blocks, 128): what `anchor rows` make with the queries
     uint64_t bytes;

@@ -57,7 +57,7 @@ twin::Report run(const Run& r, bool attends)
     std::vector<half> matrix(pasa::kBlockKeys * pasa::kBlockKeys);  // any does: no count depends on it
     for (uint32_t i = 0; i < pasa::kBlockKeys; ++i) matrix[i * (pasa::kBlockKeys + 1)] = static_cast<half>(scale);
     std::vector<half> k = r.wide ? steep(r.blocks, r.dim) : noise(numbers);
-    std::vector<half> keys(numbers + (r.exact ? size_t{shape.keys} * pasa::kFractal : 0));
+    std::vector<half> keys(numbers);
     std::vector<half> anchors(size_t{2} * r.blocks * r.dim);
     std::vector<float> units(size_t{pasa::kUnitCopies} * r.blocks);
     const pasa::ShiftTiling shift_tiling = pasa::PlanShift(shape, r.exact ? scale : 1.0, false, false);

@@ -81,7 +81,7 @@ TWIN_CASE(shift)
     auto k = given<half>(a, "k"), matrix = given<half>(a, "matrix", !exact);
     auto last_matrix = given<half>(a, "last_matrix", !exact);
     auto lengths = given<int32_t>(a, "lengths", tiling.has_lengths != 0);
-    std::vector<half> keys(size_t{tiling.heads} * tiling.keys * (tiling.dim + (exact ? pasa::kFractal : 0)));
+    std::vector<half> keys(size_t{tiling.heads} * tiling.keys * tiling.dim);
     std::vector<half> anchors(blocks * 2 * tiling.dim);
     std::vector<float> units(blocks * pasa::kUnitCopies);
     const pasa::ShiftPointers pointers{data(k),    data(lengths), data(matrix), data(last_matrix),

@@ -86,7 +86,7 @@ def test_allocations_store_the_tiles_that_they_name(stored):
         assert stores["paper-fp16"] == pytest.approx(2 * SCORE_TILE + 2 * product)
         assert stores["exact 100 %"] == pytest.approx(stores["exact 0 %"] + 4 * SCORE_TILE)
         left = ways["paper-fp16"].per_tile
-        assert [left[f"{name} float"] for name in ("ReduceRepeat", "Cast")] == pytest.approx([0, 0], abs=1e-6)
+        assert [left[f"{name} float"] for name in ("ReduceDataBlock", "Cast")] == pytest.approx([0, 0], abs=1e-6)
 
 
 def test_more_rescued_tiles_are_never_faster(stored):
@@ -99,7 +99,7 @@ def test_more_rescued_tiles_are_never_faster(stored):
 
 
 def test_every_table_says_that_it_is_a_model(stored):
-    tables = [*report.tables(stored), report.case_table(stored, "folded"), report.tile_table(stored, 64)]
+    tables = [*report.tables(stored), report.case_table(stored, "peak"), report.tile_table(stored, 64)]
     assert all(table.note.startswith("Model, not measured.") for table in tables)
     assert report.claim(stored).startswith("Model, not measured.")
     assert "not measured" in report.origin(stored)
