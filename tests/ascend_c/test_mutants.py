@@ -22,7 +22,7 @@ def random_call(batch, heads, kv_heads, rows, keys, dim, seed=0, spread=1.0, **h
 
 
 def opposite_blocks(sign):
-    """Blocks so far apart that a row's second tile lies below FP16's reach, or above it; its reference beyond 131008."""
+    """Blocks so far apart that a row's second tile lies beyond FP16's reach, and its reference beyond 131008."""
     x = random_call(1, 1, 1, 70, 256, 64)
     x.q.add_(150)
     x.k[:, :, :128] += 150 * sign
