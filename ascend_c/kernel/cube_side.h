@@ -57,21 +57,26 @@ private:
         for (uint32_t i = 0; kExact && i < kLanes; ++i) {
             if (task.lane[i].steps > 0) MakeOffsets(task, i, queries[i * kTileRows * t_.dim]);
         }
-        LoadBlock(task, 0);
+        LoadKeys(task, 0);
+        LoadStep(task, 0);
+        Tile keys = key_tiles_.DeQue<half>();
+        for (uint32_t i = 0; i < kLanes; ++i) {
+            if (task.lane[i].steps > 0) MakeScores(task, i, 0, queries[i * kTileRows * t_.dim], keys);
+        }
+        key_tiles_.FreeTensor(keys);
         for (uint32_t j = 0; j < task.steps; ++j) {
-            if (j + 1 < task.steps) LoadBlock(task, j + 1);
-            Tile keys = key_tiles_.DeQue<half>();
-            for (uint32_t i = 0; i < kLanes; ++i) {
-                if (j < task.lane[i].steps) MakeScores(task, i, j, queries[i * kTileRows * t_.dim], keys);
-            }
-            key_tiles_.FreeTensor(keys);
+            const bool more = j + 1 < task.steps;
+            if (more) LoadStep(task, j + 1);
             Tile values = value_tiles_.DeQue<half>();
-            for (uint32_t i = 0; i < kLanes; ++i) {
+            if (more) keys = key_tiles_.DeQue<half>();
+            for (uint32_t i = 0; i < kLanes; ++i) {  // a lane's next scores do not wait for the other lane's weights
                 if (j >= task.lane[i].steps) continue;
                 if (kExact) Answer(task, i, j);
                 MakeProduct(task, i, j, values);
+                if (j + 1 < task.lane[i].steps) MakeScores(task, i, j + 1, queries[i * kTileRows * t_.dim], keys);
             }
             value_tiles_.FreeTensor(values);
+            if (more) key_tiles_.FreeTensor(keys);
         }
         query_tiles_.FreeTensor(queries);
     }
@@ -94,15 +99,25 @@ private:
         return query_tiles_.DeQue<half>();
     }
 
-    __aicore__ inline void LoadBlock(const Task& task, uint32_t j)
+    __aicore__ inline void LoadKeys(const Task& task, uint32_t j)
     {
-        const uint64_t row = static_cast<uint64_t>(task.kv_head) * t_.keys + j * kBlockKeys;
         Tile keys = key_tiles_.AllocTensor<half>();
-        LoadTile(keys, keys_[row * t_.dim], KeysOf(task, j), t_.dim, t_.dim);
+        LoadTile(keys, keys_[KeyRow(task, j) * t_.dim], KeysOf(task, j), t_.dim, t_.dim);
         key_tiles_.EnQue(keys);
+    }
+
+    // Values of block j, and the keys whose scores follow.
+    __aicore__ inline void LoadStep(const Task& task, uint32_t j)
+    {
         Tile values = value_tiles_.AllocTensor<half>();
-        LoadTile(values, v_[row * t_.dim], KeysOf(task, j), t_.dim, t_.dim);
+        LoadTile(values, v_[KeyRow(task, j) * t_.dim], KeysOf(task, j), t_.dim, t_.dim);
         value_tiles_.EnQue(values);
+        if (j + 1 < task.steps) LoadKeys(task, j + 1);
+    }
+
+    __aicore__ inline uint64_t KeyRow(const Task& task, uint32_t j) const
+    {
+        return static_cast<uint64_t>(task.kv_head) * t_.keys + j * kBlockKeys;
     }
 
     // anchors Q^T in FP32, 128 anchor rows at a time; one row of the result for each, one column for each query.

@@ -15,12 +15,12 @@ protected:
 
     // Scores in nats to score_tile_, from a tile in FP32 where FP16 was too coarse; the largest of each row to kHere, in
     // the frame of the first anchor. Beside it, if there is a next block, what its anchor takes off: factor_ is then its.
-    __aicore__ inline void ToFrame(const Task& task, uint32_t i, uint32_t j, uint32_t rows, RowMath& seeing, bool refers)
+    // True if the tile came in FP32.
+    __aicore__ inline bool ToFrame(const Task& task, uint32_t i, uint32_t j, uint32_t rows, RowMath& seeing, bool refers)
     {
         RowMath all(0, rows);
         const float factor = factor_[i];
         const bool wide = Judge(i, j, rows, factor, seeing);
-        AscendC::CrossCoreWaitFlag<kGroup>(kWideReady + i);
         if (wide) LoadWide(task, i, j, rows);
         AscendC::Muls(score_tile_, score_tile_, factor, rows * kBlockKeys);
         all.Scale(Number(kHere), Number(kTop), factor);
@@ -35,10 +35,12 @@ protected:
         all.Add(Number(kHere), Number(kHere), Number(i, kOffset));
         if (refers) all.Scale(Number(kNext), Number(kNext), unit);
         AscendC::PipeBarrier<PIPE_V>();
+        return wide;
     }
 
     __aicore__ inline void LoadWide(const Task& task, uint32_t i, uint32_t j, uint32_t rows)
     {
+        AscendC::CrossCoreWaitFlag<kGroup>(kWideReady + i);
         FloatTile wide = wide_in_.AllocTensor<float>();
         AscendC::DataCopy(wide, wide_[i], rows * kBlockKeys);
         wide_in_.EnQue(wide);

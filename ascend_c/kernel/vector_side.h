@@ -21,13 +21,11 @@ public:
         Task task;
         for (uint32_t turn = 0; tasks_.Get(turn, Group(), AscendC::GetBlockNum(), task); ++turn) {
             for (uint32_t i = 0; i < kLanes; ++i) Begin(task, i);
-            for (uint32_t j = 0; j < task.steps; ++j) {
-                for (uint32_t i = 0; i < kLanes; ++i) {
-                    if (j < task.lane[i].steps) TakeScores(task, i, j);
-                }
-                for (uint32_t i = 0; i < kLanes; ++i) {
-                    if (j < task.lane[i].steps) TakeProduct(task, i);
-                }
+            for (uint32_t j = 0; j <= task.steps; ++j) {  // a lane's product is made during the other lane's softmax
+                if (j < task.lane[0].steps) TakeScores(task, 0, j);
+                if (j > 0 && j <= task.lane[1].steps) TakeProduct(task, 1);
+                if (j < task.lane[1].steps) TakeScores(task, 1, j);
+                if (j < task.lane[0].steps) TakeProduct(task, 0);
             }
             for (uint32_t i = 0; i < kLanes; ++i) Finish(task, i);
         }
@@ -73,13 +71,15 @@ private:
         if (refers) LoadOffsets(task, i, j + 1, rows);
         RowMath seeing(Blind(task, lane, j, rows), rows);
         LoadScores(task, i, j, rows);
+        bool wide = false;
         if (kExact) {
-            ToFrame(task, i, j, rows, seeing, refers);
+            wide = ToFrame(task, i, j, rows, seeing, refers);
         } else {
             MoveFrame(task, i, j, rows, seeing);
         }
         NextReference next = refers ? Reference(i, rows, false) : NextReference();
         MakeWeights(i, rows, next);
+        if (kExact && !wide) AscendC::CrossCoreWaitFlag<kGroup>(kWideReady + i);
         AscendC::CrossCoreSetFlag<kGroup, PIPE_MTE3>(kWeightsReady + i);
     }
 
