@@ -188,14 +188,18 @@ private:
         }
     }
 
-    // The same tile again in FP32, if a vector core asks for it.
+    // The same tile again in FP32, the half of each vector core that asks for it.
     __aicore__ inline void Answer(const Task& task, uint32_t i, uint32_t j)
     {
         AscendC::CrossCoreWaitFlag<kGroup>(kVerdictReady + i);
         AscendC::DataCacheCleanAndInvalid<int32_t, AscendC::CacheLine::SINGLE_CACHE_LINE,
                                           AscendC::DcciDst::CACHELINE_OUT>(verdict_[i]);
-        const bool asked = verdict_[i].GetValue(0) != 0 || verdict_[i].GetValue(kVerdictWords) != 0;
-        if (asked) Store(wide_[i], accumulator_[i], task.lane[i].Computed(), KeysOf(task, j), kBlockKeys);
+        const uint32_t rows = task.lane[i].Computed();
+        for (uint32_t first = 0; first < rows; first += kHalfRows) {
+            if (verdict_[i].GetValue(first / kHalfRows * kVerdictWords) == 0) continue;
+            Store(wide_[i][first * kBlockKeys], accumulator_[i][first * kFractal], Least(kHalfRows, rows - first),
+                  KeysOf(task, j), kBlockKeys, rows);
+        }
         AscendC::CrossCoreSetFlag<kGroup, PIPE_FIX>(kWideReady + i);
         accumulators_.FreeTensor(accumulator_[i]);
     }

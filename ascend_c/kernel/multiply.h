@@ -141,20 +141,27 @@ private:
     AscendC::TQue<AscendC::TPosition::B2, 1> right_;
 };
 
-// The first rows and columns of an accumulator to row-major GM; FP16 is rounded on the way, once.
+// Rows and the first columns of an accumulator to row-major GM; FP16 is rounded on the way, once. `all_rows` are in the
+// accumulator: its first 16 columns lie one row behind the other, then the next 16.
 template <typename T>
 __aicore__ inline void Store(const AscendC::GlobalTensor<T>& to, const AscendC::LocalTensor<float>& c, uint32_t rows,
-                             uint32_t columns, uint32_t stride)
+                             uint32_t columns, uint32_t stride, uint32_t all_rows)
 {
     AscendC::FixpipeParamsV220 p;
     p.nSize = RoundUp(columns, kFractal);
     p.mSize = rows;
-    p.srcStride = RoundUp(rows, kFractal);
+    p.srcStride = RoundUp(all_rows, kFractal);
     p.dstStride = stride;
     p.quantPre = sizeof(T) == sizeof(half) ? QuantMode_t::F322F16 : QuantMode_t::NoQuant;
     p.deqScalar = 0;  // not read by these modes, and not initialised by the structure
     p.ndNum = 1;
     AscendC::Fixpipe<T, float, AscendC::CFG_ROW_MAJOR>(to, c, p);
+}
+template <typename T>
+__aicore__ inline void Store(const AscendC::GlobalTensor<T>& to, const AscendC::LocalTensor<float>& c, uint32_t rows,
+                             uint32_t columns, uint32_t stride)
+{
+    Store(to, c, rows, columns, stride, rows);
 }
 
 }  // namespace pasa
