@@ -21,8 +21,11 @@ protected:
         RowMath all(0, rows);
         const float factor = factor_[i];
         const bool wide = Judge(i, j, rows, factor, seeing);
-        if (wide) LoadWide(task, i, j, rows);
-        AscendC::Muls(score_tile_, score_tile_, factor, rows * kBlockKeys);
+        if (wide) {
+            LoadWide(task, i, j, rows, factor);
+        } else {
+            AscendC::Muls(score_tile_, score_tile_, factor, rows * kBlockKeys);
+        }
         all.Scale(Number(kHere), Number(kTop), factor);
         float unit = 1.0f;
         if (refers) {
@@ -38,7 +41,7 @@ protected:
         return wide;
     }
 
-    __aicore__ inline void LoadWide(const Task& task, uint32_t i, uint32_t j, uint32_t rows)
+    __aicore__ inline void LoadWide(const Task& task, uint32_t i, uint32_t j, uint32_t rows, float factor)
     {
         AscendC::CrossCoreWaitFlag<kGroup>(kWideReady + i);
         FloatTile wide = wide_in_.AllocTensor<float>();
@@ -48,7 +51,7 @@ protected:
         Hide(task, i, j, rows, wide);
         RowReduction<AscendC::ReduceType::MAX> top(work_, rows);
         top.Blocks(wide);
-        AscendC::Adds(score_tile_, wide, 0.0f, rows * kBlockKeys);
+        AscendC::Muls(score_tile_, wide, factor, rows * kBlockKeys);
         wide_in_.FreeTensor(wide);
         AscendC::PipeBarrier<PIPE_V>();
         top.Halves();

@@ -105,36 +105,34 @@ public:
         Difference(to, dim, width, count);
     }
 
-    // Whether `unit`, a power of two, would round one of the FP16 differences (count, dim).
-    __aicore__ inline bool Rounds(float unit, const HalfTile& differences, uint32_t dim, uint32_t count)
+    // Whether `unit`, a power of two, would round one of so many FP16 differences.
+    __aicore__ inline bool Rounds(float unit, const HalfTile& differences, uint32_t total)
     {
         if (unit < kSmallestHalf) return true;
         const HalfTile trial = left_.ReinterpretCast<half>();
         const float once = unit < kLargestInverse ? kLargestInverse : unit;  // 1 / once is an FP16 number
         float largest = 0.0f;
-        for (uint32_t first = 0; first < dim; first += kHalves) {
-            const uint32_t width = Least(kHalves, dim - first), stride = dim / kFractal;
-            const AscendC::UnaryRepeatParams same(1, 1, 8, 8);
-            AscendC::Muls(trial, differences[first], static_cast<half>(unit), width, count,
-                          AscendC::UnaryRepeatParams(1, 1, 8, stride));
+        for (uint32_t first = 0; first < total; first += kTrial) {
+            uint32_t count = Least(kTrial, total - first);
+            AscendC::Muls(trial, differences[first], static_cast<half>(unit), count);
             AscendC::PipeBarrier<PIPE_V>();
-            AscendC::Muls(trial, trial, static_cast<half>(1.0f / once), width, count, same);
+            AscendC::Muls(trial, trial, static_cast<half>(1.0f / once), count);
             AscendC::PipeBarrier<PIPE_V>();
             if (once > unit) {
-                AscendC::Muls(trial, trial, static_cast<half>(once / unit), width, count, same);
+                AscendC::Muls(trial, trial, static_cast<half>(once / unit), count);
                 AscendC::PipeBarrier<PIPE_V>();
             }
-            AscendC::Sub(trial, trial, differences[first], width, count,
-                         AscendC::BinaryRepeatParams(1, 1, 1, 8, 8, stride));
+            AscendC::Sub(trial, trial, differences[first], count);
             AscendC::PipeBarrier<PIPE_V>();
-            AscendC::Abs(trial, trial, width, count, same);
+            AscendC::Abs(trial, trial, count);
             AscendC::PipeBarrier<PIPE_V>();
-            for (uint32_t rows = count; rows > 1; rows -= rows / 2) {
-                AscendC::Max(trial, trial, trial[(rows - rows / 2) * kHalves], width, rows / 2,
-                             AscendC::BinaryRepeatParams(1, 1, 1, 8, 8, 8));
+            while (count > kHalves) {
+                const uint32_t part = count / 2 / kFractal * kFractal;
+                AscendC::Max(trial, trial, trial[count - part], part);
                 AscendC::PipeBarrier<PIPE_V>();
+                count -= part;
             }
-            const float here = Extreme<AscendC::ReduceType::MAX>(trial, width, number_);
+            const float here = Extreme<AscendC::ReduceType::MAX>(trial, count, number_);
             largest = here > largest ? here : largest;
         }
         return largest > 0.0f;
@@ -142,6 +140,7 @@ public:
 
 private:
     enum Column { kMean, kGrid, kAnchor, kScratch, kColumns };
+    static constexpr uint32_t kTrial = kBlockKeys * kFloats * sizeof(float) / sizeof(half);  // numbers in left_
 
     __aicore__ inline Row Columns(Column which) const { return columns_[which * kFloats]; }
 

@@ -39,35 +39,39 @@ public:
         switch (step_++) {
             case 0: all_.Divide(rho, p_.wanted, p_.factor); break;
             case 1: all_.Subtract(rho, rho, p_.apart); break;
-            case 2: all_.AtMost(high, rho, kHalfLargest); break;
-            case 3: all_.AtLeast(high, high, -kHalfLargest); break;
+            case 2:
+                all_.AtMost(high, rho, kHalfLargest);
+                all_.AtMost(rest, rho, 2 * kHalfLargest);
+                break;
+            case 3:
+                all_.AtLeast(high, high, -kHalfLargest);
+                all_.AtLeast(rest, rest, -2 * kHalfLargest);
+                break;
             case 4: all_.ToHalf(p_.term, high); break;
             case 5:
                 all_.ToFloat(high, p_.term);
                 AscendC::Brcb(p_.out, p_.term, repeats_, AscendC::BrcbRepeatParams(1, 8));
                 break;
-            case 6: all_.Subtract(rest, rho, high); break;
-            case 7: all_.AtMost(rest, rest, kHalfLargest); break;
-            case 8: all_.AtLeast(rest, rest, -kHalfLargest); break;
-            case 9: all_.ToHalf(p_.term, rest); break;
-            case 10:
+            case 6: all_.Subtract(rest, rest, high); break;
+            case 7: all_.ToHalf(p_.term, rest); break;
+            case 8:
                 all_.ToFloat(rest, p_.term);
                 AscendC::Brcb(p_.spread, p_.term, repeats_, AscendC::BrcbRepeatParams(1, 8));
                 break;
-            case 11: {
+            case 9: {
                 all_.Add(high, high, rest);
                 uint64_t odd[2] = {0xaaaaaaaaaaaaaaaa, 0xaaaaaaaaaaaaaaaa};
                 AscendC::Adds(p_.out, p_.spread, static_cast<half>(0.0f), odd, repeats_,
                               AscendC::UnaryRepeatParams(1, 1, 8, 8));
                 break;
             }
-            case 12: all_.Add(high, high, p_.apart); break;
-            case 13: all_.Scale(p_.offset, high, factor_); break;
+            case 10: all_.Add(high, high, p_.apart); break;
+            case 11: all_.Scale(p_.offset, high, factor_); break;
         }
     }
 
 private:
-    static constexpr uint32_t kSteps = 14;
+    static constexpr uint32_t kSteps = 12;
 
     Places p_;
     RowMath all_;

@@ -57,7 +57,7 @@ private:
             half_in_.FreeTensor(in);
             StoreAnchor(head, block, first, width);
         }
-        const float unit = columns_.Rounds(t_.unit, out, t_.dim, count) ? 1.0f : t_.unit;
+        const float unit = columns_.Rounds(t_.unit, out, count * t_.dim) ? 1.0f : t_.unit;
         AscendC::Muls(out, out, static_cast<half>(unit), static_cast<int32_t>(count * t_.dim));
         half_out_.EnQue(out);
         out = half_out_.DeQue<half>();

@@ -36,8 +36,11 @@ RULES = {
         "all_.Scale(high, rho, 1.0f);",
     ),
     "a reference too low for a term is not clamped": ("all_.AtLeast(high, high, -kHalfLargest);", ""),
-    "a reference too high for both terms is not clamped": ("all_.AtMost(rest, rest, kHalfLargest);", ""),
-    "a reference too low for both terms is not clamped": ("all_.AtLeast(rest, rest, -kHalfLargest);", ""),
+    "a reference too high for both terms is not clamped": (
+        "all_.AtMost(rest, rho, 2 * kHalfLargest);",
+        "all_.Scale(rest, rho, 1.0f);",
+    ),
+    "a reference too low for both terms is not clamped": ("all_.AtLeast(rest, rest, -2 * kHalfLargest);", ""),
     "the row sum is that of weights before they are rounded": ("if (kExact) {  // the sum", "if (false) {  // the sum"),
     "what FP32 loses in K - anchor is not looked at": (
         "AscendC::Sub(back_, back_, wide_, width, count, AscendC::BinaryRepeatParams(1, 1, 1, 8, 8, 8));",
