@@ -1,4 +1,4 @@
-// Arithmetic on the columns of a block of keys: their means and anchors, and what FP16 would round of their differences.
+// Arithmetic on the columns of a block of keys: their means and anchors, and what FP16 rounds of their differences.
 #pragma once
 
 #include "rows.h"
@@ -82,8 +82,8 @@ public:
         math.Multiply(anchor, anchor, Columns(kGrid));
         AscendC::PipeBarrier<PIPE_V>();
         Difference(to, dim, width, count);
-        // Back to K: where the sum is not K, the difference was rounded, by FP16 or already by FP32 (2^-24 - 60000). Where
-        // it is K, nothing was: an error would be a multiple of K's ulp in FP16, which FP32 does not lose beside K.
+        // Back to K: where the sum is not K, the difference was rounded, by FP16 or already by FP32 (2^-24 - 60000).
+        // Where it is K, nothing was: an error would be a multiple of K's ulp in FP16, which FP32 does not lose beside K.
         AscendC::Cast(back_, to, AscendC::RoundMode::CAST_NONE, width, count,
                       AscendC::UnaryRepeatParams(1, 1, 8, dim / kFractal));
         AscendC::PipeBarrier<PIPE_V>();
@@ -169,7 +169,7 @@ private:
         AscendC::PipeBarrier<PIPE_V>();
     }
 
-    // The largest of each column of back_ to its first row, pairwise, and with it the sums of left_; both tiles are lost.
+    // The largest of each column of back_ to its first row, pairwise, and with it the sums of left_; both are lost.
     template <bool kSums>
     __aicore__ inline void Fold(uint32_t width, uint32_t rows)
     {

@@ -12,8 +12,9 @@ public:
     using HalfTile = AscendC::LocalTensor<half>;
 
     // What it works with. Numbers of rows: `wanted`, where the scores are to be near zero, in nats; `apart`, what the
-    // block's anchor takes off them, in units of the tile; `factor`, nats in such a unit; `offset`, for the nats that are
-    // to be added to the scores. FP16: `term` (64) and `spread` (64, 16) are its own, `out` (64, 16) is for the cube core.
+    // block's anchor takes off them, in units of the tile; `factor`, nats in such a unit; `offset`, for the nats that
+    // are to be added to the scores. FP16: `term` (64) and `spread` (64, 16) are its own, `out` (64, 16) is for the
+    // cube core.
     struct Places {
         Row wanted, apart, factor, offset, rho, high, rest;
         HalfTile term, spread, out;

@@ -113,7 +113,7 @@ private:
     }
 
     // exp(score - maximum), rounded, to the cube core; m, l, and the output so far in the frame of the new maximum
-    // (Algorithm 1, lines 12 and 16 to 20, with weights relative to the running maximum: their product needs no factor).
+    // (Algorithm 1, lines 12 and 16 to 20, but weights are relative to the running maximum: P V needs no factor).
     // Before it, kHere holds the largest scores in the frame of the running maximum.
     __aicore__ inline void MakeWeights(uint32_t i, uint32_t rows, NextReference& next)
     {
@@ -182,12 +182,12 @@ private:
 
     // ---- published recovery: the moving frame (Algorithm 1, lines 13 to 17)
 
-    // F_j, the offset of this tile, and the running maximum carried into the frame; the largest of each row to kHere. The
-    // sum of S' is in kThird. A row that sees nothing keeps its frame.
+    // F_j, the offset of this tile, and the running maximum carried into the frame; the largest of each row to kHere.
+    // The sum of S' is in kThird. A row that sees nothing keeps its frame.
     __aicore__ inline void MoveFrame(const Task& task, uint32_t i, uint32_t j, uint32_t rows, RowMath& seeing)
     {
-        const Row mean = Number(kThird), carry = Number(kSecond), frame = Number(i, kFrame), offset = Number(i, kOffset);
-        const Row current = Number(kFirst), maximum = Number(i, kMaximum);
+        const Row mean = Number(kThird), carry = Number(kSecond), current = Number(kFirst);
+        const Row frame = Number(i, kFrame), offset = Number(i, kOffset), maximum = Number(i, kMaximum);
         const uint32_t count = KeysOf(task, j);
         seeing.Scale(mean, mean, 1.0f / count);
         seeing.Scale(current, frame, static_cast<float>(j));

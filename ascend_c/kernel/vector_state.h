@@ -19,7 +19,9 @@ protected:
 
     // Numbers of rows. Those of a lane come first, once for each lane.
     enum LaneRow { kMaximum, kSum, kFrame, kOffset, kLaneRows };
-    enum SharedRow { kTop = kLanes * kLaneRows, kHere, kLarger, kKeep, kRowSum, kFirst, kSecond, kThird, kNext, kFactor, kRows };
+    enum SharedRow {
+        kTop = kLanes * kLaneRows, kHere, kLarger, kKeep, kRowSum, kFirst, kSecond, kThird, kNext, kFactor, kRows
+    };
 
     static __aicore__ inline uint64_t Group() { return AscendC::GetBlockIdx() / 2; }
 

@@ -1,4 +1,4 @@
-// The kernels on arrays: attention on q, keys, v, and for the exact recovery anchors and units; lengths if there are any.
+// The kernels on arrays: attention on q, keys, v, and for the exact recovery anchors and units; lengths if any.
 #include "binding/on_twin.h"
 #include "harness.h"
 #include "tiling/plan.h"
