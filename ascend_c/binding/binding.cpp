@@ -26,8 +26,6 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-constexpr int64_t kUnitCopies = kVerdictWords;  // FP32 numbers in 32 bytes, the smallest copy
-
 // ---- checks
 
 void CheckTensor(const char* name, const Tensor& x, const Tensor& first, at::ScalarType dtype, at::IntArrayRef shape)
@@ -48,7 +46,7 @@ uint32_t Count(const char* name, const Tensor& x, int64_t axis)
     return static_cast<uint32_t>(size);
 }
 
-int64_t Blocks(int64_t keys) { return (keys + kBlockKeys - 1) / kBlockKeys; }
+int64_t Blocks(int64_t keys) { return DivideUp<int64_t>(keys, kBlockKeys); }
 
 // ---- the chip
 
@@ -123,7 +121,7 @@ std::tuple<Tensor, Tensor, Tensor> ShiftExact(const Tensor& k, const OptionalTen
     const ShiftTiling tiling = PlanShiftOf(k, lengths, scale, saturate);
     const c10::DeviceGuard guard(k.device());
     const int64_t batch = k.size(0), heads = k.size(1), dim = k.size(3), blocks = Blocks(k.size(2));
-    Tensor keys = at::empty({batch, heads, k.size(2), dim + kFractal}, k.options());
+    Tensor keys = at::empty(k.sizes(), k.options());
     Tensor anchors = at::empty({batch, heads, 2 * blocks, dim}, k.options());
     Tensor units = at::empty({batch, heads, blocks, kUnitCopies}, k.options().dtype(at::kFloat));
     const ShiftPointers given{Pointer(k),    Pointer(lengths), nullptr,       nullptr,
@@ -175,7 +173,7 @@ std::tuple<Tensor, Tensor> Attention(const Tensor& q, const Tensor& keys, const 
     const int64_t batch = q.size(0), heads = v.size(1), rows = v.size(2), dim = q.size(3);
     CheckTensor("q", q, q, at::kHalf, q.sizes());
     CheckTensor("v", v, q, at::kHalf, {batch, heads, rows, dim});
-    CheckTensor("keys", keys, q, at::kHalf, {batch, heads, rows, exact ? dim + kFractal : dim});
+    CheckTensor("keys", keys, q, at::kHalf, {batch, heads, rows, dim});
     if (exact) {
         CheckTensor("anchors", *anchors, q, at::kHalf, {batch, heads, 2 * Blocks(rows), dim});
         CheckTensor("units", *units, q, at::kFloat, {batch, heads, Blocks(rows), kUnitCopies});
@@ -197,8 +195,8 @@ std::tuple<Tensor, Tensor> Attention(const Tensor& q, const Tensor& keys, const 
 std::tuple<Tensor, Tensor, Tensor> ShiftExactShapes(const Tensor& k, const OptionalTensor&, double, bool)
 {
     const auto s = k.sym_sizes();
-    const c10::SymInt blocks = (s[2] + (kBlockKeys - 1)) / kBlockKeys;
-    return {at::empty_symint({s[0], s[1], s[2], s[3] + kFractal}, k.options()),
+    const c10::SymInt blocks = DivideUp<c10::SymInt>(s[2], kBlockKeys);
+    return {at::empty_symint(s, k.options()),
             at::empty_symint({s[0], s[1], blocks * 2, s[3]}, k.options()),
             at::empty_symint({s[0], s[1], blocks, kUnitCopies}, k.options().dtype(at::kFloat))};
 }

@@ -5,7 +5,7 @@
 
 namespace pasa {
 
-// Device memory, null where a kernel is told that there is none. kernel/task.h says what each holds.
+// Device memory, null where a kernel is told that there is none. kernel/arguments.h says what each holds.
 struct AttentionPointers {
     void* q;
     void* keys;
@@ -18,7 +18,7 @@ struct AttentionPointers {
     void* workspace;
 };
 
-// kernel/task.h says what each holds.
+// kernel/arguments.h says what each holds.
 struct ShiftPointers {
     void* k;
     void* lengths;

@@ -1,6 +1,8 @@
 // The cube core's part of attention: S' = Q K'^T - rho, P V, and the block offsets.
 #pragma once
 
+#include "arguments.h"
+#include "flags.h"
 #include "multiply.h"
 #include "task.h"
 
@@ -12,8 +14,7 @@ public:
     __aicore__ inline CubeSide(const Arguments& arguments, const AttentionTiling& tiling, AscendC::TPipe& pipe)
         : t_(tiling),
           tasks_(tiling, arguments.lengths),
-          multiplier_(pipe),
-          key_columns_(tiling.dim + (kExact ? kFractal : 0))
+          multiplier_(pipe)
     {
         q_.SetGlobalBuffer(reinterpret_cast<__gm__ half*>(arguments.q));
         keys_.SetGlobalBuffer(reinterpret_cast<__gm__ half*>(arguments.keys));
@@ -32,7 +33,7 @@ public:
             offsets_[i].SetGlobalBuffer(reinterpret_cast<__gm__ float*>(at + tiling.lane.offsets));
         }
         pipe.InitBuffer(query_tiles_, 1, tiling.lanes * kTileRows * tiling.dim * sizeof(half));
-        pipe.InitBuffer(key_tiles_, 2, kBlockKeys * key_columns_ * sizeof(half));
+        pipe.InitBuffer(key_tiles_, 2, kBlockKeys * tiling.dim * sizeof(half));
         pipe.InitBuffer(value_tiles_, 2, kBlockKeys * tiling.dim * sizeof(half));
         pipe.InitBuffer(weight_tiles_, 2, kTileRows * kBlockKeys * sizeof(half));
         if (kExact) pipe.InitBuffer(references_, 1, kTileRows * kFractal * sizeof(half));
@@ -56,21 +57,26 @@ private:
         for (uint32_t i = 0; kExact && i < kLanes; ++i) {
             if (task.lane[i].steps > 0) MakeOffsets(task, i, queries[i * kTileRows * t_.dim]);
         }
-        LoadBlock(task, 0);
+        LoadKeys(task, 0);
+        LoadStep(task, 0);
+        Tile keys = key_tiles_.DeQue<half>();
+        for (uint32_t i = 0; i < kLanes; ++i) {
+            if (task.lane[i].steps > 0) MakeScores(task, i, 0, queries[i * kTileRows * t_.dim], keys);
+        }
+        key_tiles_.FreeTensor(keys);
         for (uint32_t j = 0; j < task.steps; ++j) {
-            if (j + 1 < task.steps) LoadBlock(task, j + 1);
-            Tile keys = key_tiles_.DeQue<half>();
-            for (uint32_t i = 0; i < kLanes; ++i) {
-                if (j < task.lane[i].steps) MakeScores(task, i, j, queries[i * kTileRows * t_.dim], keys);
-            }
-            key_tiles_.FreeTensor(keys);
+            const bool more = j + 1 < task.steps;
+            if (more) LoadStep(task, j + 1);
             Tile values = value_tiles_.DeQue<half>();
-            for (uint32_t i = 0; i < kLanes; ++i) {
+            if (more) keys = key_tiles_.DeQue<half>();
+            for (uint32_t i = 0; i < kLanes; ++i) {  // a lane's next scores do not wait for the other lane's weights
                 if (j >= task.lane[i].steps) continue;
                 if (kExact) Answer(task, i, j);
                 MakeProduct(task, i, j, values);
+                if (j + 1 < task.lane[i].steps) MakeScores(task, i, j + 1, queries[i * kTileRows * t_.dim], keys);
             }
             value_tiles_.FreeTensor(values);
+            if (more) key_tiles_.FreeTensor(keys);
         }
         query_tiles_.FreeTensor(queries);
     }
@@ -93,15 +99,25 @@ private:
         return query_tiles_.DeQue<half>();
     }
 
-    __aicore__ inline void LoadBlock(const Task& task, uint32_t j)
+    __aicore__ inline void LoadKeys(const Task& task, uint32_t j)
     {
-        const uint64_t row = static_cast<uint64_t>(task.kv_head) * t_.keys + j * kBlockKeys;
         Tile keys = key_tiles_.AllocTensor<half>();
-        LoadTile(keys, keys_[row * key_columns_], KeysOf(task, j), key_columns_, key_columns_);
+        LoadTile(keys, keys_[KeyRow(task, j) * t_.dim], KeysOf(task, j), t_.dim, t_.dim);
         key_tiles_.EnQue(keys);
+    }
+
+    // Values of block j, and the keys whose scores follow.
+    __aicore__ inline void LoadStep(const Task& task, uint32_t j)
+    {
         Tile values = value_tiles_.AllocTensor<half>();
-        LoadTile(values, v_[row * t_.dim], KeysOf(task, j), t_.dim, t_.dim);
+        LoadTile(values, v_[KeyRow(task, j) * t_.dim], KeysOf(task, j), t_.dim, t_.dim);
         value_tiles_.EnQue(values);
+        if (j + 1 < task.steps) LoadKeys(task, j + 1);
+    }
+
+    __aicore__ inline uint64_t KeyRow(const Task& task, uint32_t j) const
+    {
+        return static_cast<uint64_t>(task.kv_head) * t_.keys + j * kBlockKeys;
     }
 
     // anchors Q^T in FP32, 128 anchor rows at a time; one row of the result for each, one column for each query.
@@ -141,7 +157,7 @@ private:
         return accumulators_.DeQue<float>();
     }
 
-    // S' = Q K'^T - rho: the reference is one more fractal of Q, and that of K' holds -1 in its first two columns.
+    // S' = Q K'^T - rho: the reference is one more fractal of Q, and that of K' is a constant.
     __aicore__ inline void MakeScores(const Task& task, uint32_t i, uint32_t j, const Tile& queries, const Tile& keys)
     {
         const LaneTask& lane = task.lane[i];
@@ -154,8 +170,7 @@ private:
             AscendC::DataCopy(reference, reference_[i], lane.Computed() * kFractal);
             references_.EnQue(reference);
             reference = references_.DeQue<half>();
-            const Factors f{lane.Computed(), count, kFractal, true, true};
-            multiplier_.Multiply(c, reference, keys[t_.dim / kFractal * kColumnBlock], f);
+            multiplier_.AddMultiple(c, reference, static_cast<half>(kReferenceWeight), lane.Computed(), count);
             references_.FreeTensor(reference);
         }
         c = Finished(c);
@@ -173,14 +188,18 @@ private:
         }
     }
 
-    // The same tile again in FP32, if a vector core asks for it.
+    // The same tile again in FP32, the half of each vector core that asks for it.
     __aicore__ inline void Answer(const Task& task, uint32_t i, uint32_t j)
     {
         AscendC::CrossCoreWaitFlag<kGroup>(kVerdictReady + i);
         AscendC::DataCacheCleanAndInvalid<int32_t, AscendC::CacheLine::SINGLE_CACHE_LINE,
                                           AscendC::DcciDst::CACHELINE_OUT>(verdict_[i]);
-        const bool asked = verdict_[i].GetValue(0) != 0 || verdict_[i].GetValue(kVerdictWords) != 0;
-        if (asked) Store(wide_[i], accumulator_[i], task.lane[i].Computed(), KeysOf(task, j), kBlockKeys);
+        const uint32_t rows = task.lane[i].Computed();
+        for (uint32_t first = 0; first < rows; first += kHalfRows) {
+            if (verdict_[i].GetValue(first / kHalfRows * kVerdictWords) == 0) continue;
+            Store(wide_[i][first * kBlockKeys], accumulator_[i][first * kFractal], Least(kHalfRows, rows - first),
+                  KeysOf(task, j), kBlockKeys, rows);
+        }
         AscendC::CrossCoreSetFlag<kGroup, PIPE_FIX>(kWideReady + i);
         accumulators_.FreeTensor(accumulator_[i]);
     }
@@ -210,7 +229,6 @@ private:
     const AttentionTiling& t_;
     Tasks tasks_;
     Multiplier multiplier_;
-    uint32_t key_columns_;
     AscendC::GlobalTensor<half> q_, keys_, v_, anchors_, kept_;
     AscendC::GlobalTensor<half> scores_[kLanes], weights_[kLanes], reference_[kLanes];
     AscendC::GlobalTensor<float> wide_[kLanes], product_[kLanes], offsets_[kLanes];

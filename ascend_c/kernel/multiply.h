@@ -55,8 +55,34 @@ public:
         AscendC::LocalTensor<half> right = right_.AllocTensor<half>();
         f.keys_are_rows ? LoadRows(right, b, f) : LoadColumns(right, b, f);
         right_.EnQue(right);
-        left = left_.DeQue<half>();
-        right = right_.DeQue<half>();
+        Contract(c, f);
+    }
+
+    // C (m, n) += A (m, 16) B, where all of B is one number.
+    __aicore__ inline void AddMultiple(const AscendC::LocalTensor<float>& c, const AscendC::LocalTensor<half>& a,
+                                       half number, uint32_t m, uint32_t n)
+    {
+        const Factors f{m, n, kFractal, true, true};
+        AscendC::LocalTensor<half> left = left_.AllocTensor<half>();
+        LoadLeft(left, a, f);
+        left_.EnQue(left);
+        AscendC::LocalTensor<half> right = right_.AllocTensor<half>();
+        AscendC::InitConstValueParams<half> p;
+        p.repeatTimes = 1;
+        p.blockNum = Fractals(n);
+        p.dstGap = 0;
+        p.initValue = number;
+        AscendC::Fill(right, p);
+        right_.EnQue(right);
+        Contract(c, f);
+    }
+
+private:
+    // Of the operands that were queued.
+    __aicore__ inline void Contract(const AscendC::LocalTensor<float>& c, const Factors& f)
+    {
+        AscendC::LocalTensor<half> left = left_.DeQue<half>();
+        AscendC::LocalTensor<half> right = right_.DeQue<half>();
         AscendC::MmadParams p;
         p.m = f.m;
         p.n = f.n;
@@ -68,8 +94,7 @@ public:
         right_.FreeTensor(right);
     }
 
-private:
-    static __aicore__ inline uint32_t Fractals(uint32_t elements) { return (elements + kFractal - 1) / kFractal; }
+    static __aicore__ inline uint32_t Fractals(uint32_t elements) { return DivideUp(elements, kFractal); }
 
     // L0A wants rows of fractals, each along k.
     static __aicore__ inline void LoadLeft(const AscendC::LocalTensor<half>& left,
@@ -116,20 +141,27 @@ private:
     AscendC::TQue<AscendC::TPosition::B2, 1> right_;
 };
 
-// The first rows and columns of an accumulator to row-major GM; FP16 is rounded on the way, once.
+// Rows and the first columns of an accumulator to row-major GM; FP16 is rounded on the way, once. `all_rows` are in the
+// accumulator: its first 16 columns lie one row behind the other, then the next 16.
 template <typename T>
 __aicore__ inline void Store(const AscendC::GlobalTensor<T>& to, const AscendC::LocalTensor<float>& c, uint32_t rows,
-                             uint32_t columns, uint32_t stride)
+                             uint32_t columns, uint32_t stride, uint32_t all_rows)
 {
     AscendC::FixpipeParamsV220 p;
-    p.nSize = (columns + kFractal - 1) / kFractal * kFractal;
+    p.nSize = RoundUp(columns, kFractal);
     p.mSize = rows;
-    p.srcStride = (rows + kFractal - 1) / kFractal * kFractal;
+    p.srcStride = RoundUp(all_rows, kFractal);
     p.dstStride = stride;
     p.quantPre = sizeof(T) == sizeof(half) ? QuantMode_t::F322F16 : QuantMode_t::NoQuant;
     p.deqScalar = 0;  // not read by these modes, and not initialised by the structure
     p.ndNum = 1;
     AscendC::Fixpipe<T, float, AscendC::CFG_ROW_MAJOR>(to, c, p);
+}
+template <typename T>
+__aicore__ inline void Store(const AscendC::GlobalTensor<T>& to, const AscendC::LocalTensor<float>& c, uint32_t rows,
+                             uint32_t columns, uint32_t stride)
+{
+    Store(to, c, rows, columns, stride, rows);
 }
 
 }  // namespace pasa

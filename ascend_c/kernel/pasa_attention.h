@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cube_side.h"
+#include "overflow_mode.h"
 #include "vector_side.h"
 
 namespace pasa {

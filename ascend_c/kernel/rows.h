@@ -1,13 +1,12 @@
-// Arithmetic of a vector core: numbers of 64 rows, and tiles (64, 128). Each of these calls ends before the next vector
-// call starts. Elsewhere a PipeBarrier stands where the next call needs the last one's result and none of these, nor
-// anything else with a barrier, lies between: every one is needed (tests/ascend_c/test_mutants.py).
+// Arithmetic of a vector core: numbers of 64 rows, and tiles (64, 128). Calls do not wait for each other: a PipeBarrier
+// stands wherever one needs what came before, with as much between two of them as goes together. Every one is needed
+// (tests/ascend_c/test_mutants.py).
 #pragma once
 
 #include "port.h"
 
 namespace pasa {
 
-constexpr uint32_t kBlockBytes = 32;
 constexpr uint32_t kRepeatBytes = 256;
 constexpr uint32_t kFloats = kRepeatBytes / sizeof(float);  // of a repeat: also the numbers of 64 rows
 constexpr uint32_t kHalves = kRepeatBytes / sizeof(half);   // of a repeat: also a row of scores
@@ -29,9 +28,7 @@ public:
     __aicore__ inline void Set(const Row& to, float value)
     {
         AscendC::Duplicate(to, value, mask_, 1, 1, 8);
-        AscendC::PipeBarrier<PIPE_V>();
     }
-    // Without a barrier: it is the last call on a row.
     __aicore__ inline void SetBits(const Row& to, uint32_t bits)
     {
         AscendC::Duplicate(to.ReinterpretCast<uint32_t>(), bits, mask_, 1, 1, 8);
@@ -39,99 +36,115 @@ public:
     __aicore__ inline void Add(const Row& to, const Row& a, const Row& b)
     {
         AscendC::Add(to, a, b, mask_, 1, AscendC::BinaryRepeatParams(1, 1, 1, 8, 8, 8));
-        AscendC::PipeBarrier<PIPE_V>();
     }
     __aicore__ inline void Subtract(const Row& to, const Row& a, const Row& b)
     {
         AscendC::Sub(to, a, b, mask_, 1, AscendC::BinaryRepeatParams(1, 1, 1, 8, 8, 8));
-        AscendC::PipeBarrier<PIPE_V>();
     }
     __aicore__ inline void Multiply(const Row& to, const Row& a, const Row& b)
     {
         AscendC::Mul(to, a, b, mask_, 1, AscendC::BinaryRepeatParams(1, 1, 1, 8, 8, 8));
-        AscendC::PipeBarrier<PIPE_V>();
     }
     __aicore__ inline void Divide(const Row& to, const Row& a, const Row& b)
     {
         AscendC::Div(to, a, b, mask_, 1, AscendC::BinaryRepeatParams(1, 1, 1, 8, 8, 8));
-        AscendC::PipeBarrier<PIPE_V>();
     }
     __aicore__ inline void Larger(const Row& to, const Row& a, const Row& b)
     {
         AscendC::Max(to, a, b, mask_, 1, AscendC::BinaryRepeatParams(1, 1, 1, 8, 8, 8));
-        AscendC::PipeBarrier<PIPE_V>();
     }
     __aicore__ inline void Scale(const Row& to, const Row& a, float factor)
     {
         AscendC::Muls(to, a, factor, mask_, 1, AscendC::UnaryRepeatParams(1, 1, 8, 8));
-        AscendC::PipeBarrier<PIPE_V>();
     }
     __aicore__ inline void AtLeast(const Row& to, const Row& a, float least)
     {
         AscendC::Maxs(to, a, least, mask_, 1, AscendC::UnaryRepeatParams(1, 1, 8, 8));
-        AscendC::PipeBarrier<PIPE_V>();
     }
     __aicore__ inline void AtMost(const Row& to, const Row& a, float most)
     {
         AscendC::Mins(to, a, most, mask_, 1, AscendC::UnaryRepeatParams(1, 1, 8, 8));
-        AscendC::PipeBarrier<PIPE_V>();
-    }
-    __aicore__ inline void Clamp(const Row& to, const Row& a, float largest)
-    {
-        AtMost(to, a, largest);
-        AtLeast(to, to, -largest);
     }
     // To the nearest integer, half to even.
     __aicore__ inline void Round(const Row& to, const Row& a)
     {
         AscendC::Cast(to, a, AscendC::RoundMode::CAST_RINT, mask_, 1, AscendC::UnaryRepeatParams(1, 1, 8, 8));
-        AscendC::PipeBarrier<PIPE_V>();
     }
     __aicore__ inline void Absolute(const Row& to, const Row& a)
     {
         AscendC::Abs(to, a, mask_, 1, AscendC::UnaryRepeatParams(1, 1, 8, 8));
-        AscendC::PipeBarrier<PIPE_V>();
     }
     __aicore__ inline void Exponential(const Row& to, const Row& a)
     {
         AscendC::Exp(to, a, mask_, 1, AscendC::UnaryRepeatParams(1, 1, 8, 8));
-        AscendC::PipeBarrier<PIPE_V>();
     }
     __aicore__ inline void Logarithm(const Row& to, const Row& a)
     {
         AscendC::Ln(to, a, mask_, 1, AscendC::UnaryRepeatParams(1, 1, 8, 8));
-        AscendC::PipeBarrier<PIPE_V>();
     }
     __aicore__ inline void ToHalf(const AscendC::LocalTensor<half>& to, const Row& a)
     {
         AscendC::Cast(to, a, AscendC::RoundMode::CAST_RINT, mask_, 1, AscendC::UnaryRepeatParams(1, 1, 4, 8));
-        AscendC::PipeBarrier<PIPE_V>();
     }
     __aicore__ inline void ToFloat(const Row& to, const AscendC::LocalTensor<half>& a)
     {
         AscendC::Cast(to, a, AscendC::RoundMode::CAST_NONE, mask_, 1, AscendC::UnaryRepeatParams(1, 1, 8, 4));
-        AscendC::PipeBarrier<PIPE_V>();
     }
 
 private:
     uint64_t mask_[2] = {0, 0};
 };
 
-// The largest or the sum of each row of an FP32 tile (rows, 128); `work` holds two numbers of rows.
+// The sum, the largest or the smallest number of each row of an FP32 tile (rows, 128), in three steps with a barrier
+// behind each. Blocks of eight numbers come first: to reduce whole repeats takes seven times as long.
 template <AscendC::ReduceType kType>
-__aicore__ inline void ReduceRows(const AscendC::LocalTensor<float>& to, const AscendC::LocalTensor<float>& work,
-                                  const AscendC::LocalTensor<float>& tile, uint32_t rows, RowMath& math)
+class RowReduction {
+public:
+    static constexpr uint32_t kPart = kHalfRows * kFloatBlock;
+    static constexpr uint32_t kWork = 2 * kPart;  // numbers
+
+    __aicore__ inline RowReduction(const AscendC::LocalTensor<float>& work, uint32_t rows) : work_(work), rows_(rows) {}
+
+    // 128 numbers to eight of either half of the row.
+    __aicore__ inline void Blocks(const AscendC::LocalTensor<float>& tile)
+    {
+        for (uint32_t part = 0; part < 2; ++part) {
+            AscendC::ReduceDataBlock<kType>(work_[part * kPart], tile[part * kFloats], kFloats, rows_, 1, 1,
+                                            kTileBlocks);
+        }
+    }
+    // The halves onto each other.
+    __aicore__ inline void Halves()
+    {
+        const int32_t count = rows_ * kFloatBlock;
+        if (kType == AscendC::ReduceType::SUM) {
+            AscendC::Add(work_, work_, work_[kPart], count);
+        } else if (kType == AscendC::ReduceType::MAX) {
+            AscendC::Max(work_, work_, work_[kPart], count);
+        } else {
+            AscendC::Min(work_, work_, work_[kPart], count);
+        }
+    }
+    // Eight numbers to one.
+    __aicore__ inline void Finish(const RowMath::Row& to)
+    {
+        AscendC::ReduceDataBlock<kType>(to, work_, kFloats, DivideUp(rows_, kFloatBlock), 1, 1, 8);
+    }
+
+private:
+    AscendC::LocalTensor<float> work_;
+    uint32_t rows_;
+};
+
+// The largest or the smallest of the first numbers of a row, read by the scalar unit; `work` holds one number.
+template <AscendC::ReduceType kType, typename T>
+__aicore__ inline float Extreme(const AscendC::LocalTensor<T>& row, uint32_t count, const AscendC::LocalTensor<T>& work)
 {
-    for (uint32_t part = 0; part < 2; ++part) {
-        AscendC::ReduceRepeat<kType>(work[part * kFloats], tile[part * kFloats], kFloats, rows, 1, 1, kTileBlocks,
-                                     AscendC::ReduceOrder::ORDER_ONLY_VALUE);
-    }
-    AscendC::PipeBarrier<PIPE_V>();
-    if (kType == AscendC::ReduceType::MAX) {
-        math.Larger(to, work, work[kFloats]);
-    } else {
-        math.Add(to, work, work[kFloats]);
-    }
+    AscendC::ReduceRepeat<kType>(work, row, count, 1, 1, 1, 8, AscendC::ReduceOrder::ORDER_ONLY_VALUE);
+    const AscendC::TEventID done = GetTPipePtr()->FetchEventID(AscendC::HardEvent::V_S);
+    AscendC::SetFlag<AscendC::HardEvent::V_S>(done);
+    AscendC::WaitFlag<AscendC::HardEvent::V_S>(done);
+    return static_cast<float>(work.GetValue(0));
 }
 
 // Columns from `first` on become `value`, in so many rows of a tile.
@@ -155,8 +168,7 @@ constexpr float kHalfLargest = 65504.0f;
 __aicore__ inline void Spread(const AscendC::LocalTensor<float>& to, const AscendC::LocalTensor<float>& row,
                               uint32_t rows)
 {
-    AscendC::Brcb(to, row, (rows + 7) / 8, AscendC::BrcbRepeatParams(1, 8));
-    AscendC::PipeBarrier<PIPE_V>();
+    AscendC::Brcb(to, row, DivideUp(rows, kFloatBlock), AscendC::BrcbRepeatParams(1, 8));
 }
 
 }  // namespace pasa

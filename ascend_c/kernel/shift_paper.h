@@ -1,8 +1,9 @@
 // K'^T = K^T M for the published recovery, a batched product on the cube cores with M resident in L1 (Eq. 11).
 #pragma once
 
+#include "arguments.h"
 #include "multiply.h"
-#include "task.h"
+#include "overflow_mode.h"
 
 namespace pasa {
 

@@ -5,25 +5,6 @@
 
 namespace pasa {
 
-// Flags between the cube core and the two vector cores of a group; a lane has its own.
-// Set by the cube core on FIX, waited for by both vector cores:
-constexpr uint16_t kScoresReady = 0;   // an FP16 score tile is in the workspace
-constexpr uint16_t kWideReady = 2;     // the verdict was read, and a tile that was asked for is there in FP32
-constexpr uint16_t kProductReady = 4;  // P V is there; before the first block: the offsets
-// Set by both vector cores on MTE3, waited for by the cube core:
-constexpr uint16_t kVerdictReady = 6;  // whether the score tile has to come in FP32
-constexpr uint16_t kWeightsReady = 8;  // P is there, and the reference of the next score tile
-constexpr uint8_t kGroup = 2;          // the mode of these flags: a cube core and its vector cores
-
-__aicore__ inline uint32_t Least(uint32_t a, uint32_t b) { return a < b ? a : b; }
-__aicore__ inline uint32_t Largest(uint32_t a, uint32_t b) { return a < b ? b : a; }
-// A length that somebody else wrote: from 0 to `most`.
-__aicore__ inline uint32_t Clamped(int32_t length, uint32_t most)
-{
-    return length <= 0 ? 0 : Least(static_cast<uint32_t>(length), most);
-}
-__aicore__ inline uint32_t DivideUp(uint32_t a, uint32_t b) { return (a + b - 1) / b; }
-
 // One query tile.
 struct LaneTask {
     uint32_t first_row = 0;
@@ -89,44 +70,6 @@ private:
     AscendC::GlobalTensor<int32_t> lengths_;
     uint32_t slots_ = 0;
     uint32_t total_ = 0;
-};
-
-struct ShiftArguments {
-    GM_ADDR k;            // FP16 (B, Hkv, Skv, D)
-    GM_ADDR lengths;      // int32 (B,), if tiling.has_lengths
-    GM_ADDR matrix;       // paper: FP16 (n, n), M of a block of min(128, Skv) keys
-    GM_ADDR last_matrix;  // paper: of the last block, if it has fewer
-    GM_ADDR keys;         // FP16 (B, Hkv, Skv, D), exact: D + 16
-    GM_ADDR anchors;      // exact: FP16 (B, Hkv, 2 blocks, D)
-    GM_ADDR units;        // exact: FP32 (B, Hkv, blocks, 8)
-};
-
-// What overflow gives: infinity, or the largest number (CTRL[48]). As found again at the end: whether the register
-// outlives a launch is not documented, and torch_npu sets it for its own operators.
-class OverflowMode {
-public:
-    __aicore__ inline explicit OverflowMode(bool saturates)
-        : before_(AscendC::GetSaturationFlag<AscendC::SaturationMode::FLOAT>())
-    {
-        AscendC::SetSaturationFlag<AscendC::SaturationMode::FLOAT>(saturates);
-    }
-    __aicore__ inline ~OverflowMode() { AscendC::SetSaturationFlag<AscendC::SaturationMode::FLOAT>(before_); }
-
-private:
-    bool before_;
-};
-
-struct Arguments {
-    GM_ADDR q;        // FP16 (B, H, Sq, D)
-    GM_ADDR keys;     // FP16 (B, Hkv, Skv, D [+ 16]), K' as shift_keys makes it
-    GM_ADDR v;        // FP16 (B, Hkv, Skv, D)
-    GM_ADDR anchors;  // exact: FP16 (B, Hkv, 2 blocks, D); rows a_1, mean residual of block 1, then a_j - a_1 high, low
-    GM_ADDR units;    // exact: FP32 (B, Hkv, blocks, 8), u_j eight times
-    GM_ADDR lengths;  // int32 (B,), if tiling.has_lengths
-    GM_ADDR out;      // FP16 (B, H, Sq, D)
-    GM_ADDR lse;      // FP32 (B, H, Sq)
-    GM_ADDR scores;   // FP16 (B, H, tiles, blocks, 128, 128), if tiling.keep_scores
-    GM_ADDR workspace;
 };
 
 }  // namespace pasa

@@ -1,10 +1,15 @@
 // What a vector core keeps: its buffers, numbers of its rows, and which keys those rows see.
 #pragma once
 
+#include "arguments.h"
+#include "flags.h"
 #include "rows.h"
 #include "task.h"
 
 namespace pasa {
+
+// Of scores in the units of a tile, in FP32: below every other, and still finite with any factor that is used.
+constexpr float kHidden = -0x1p100f;
 
 class VectorState {
 protected:
@@ -13,8 +18,10 @@ protected:
     using FloatTile = AscendC::LocalTensor<float>;
 
     // Numbers of rows. Those of a lane come first, once for each lane.
-    enum LaneRow { kMaximum, kSum, kFrame, kOffset, kKeep, kGain, kLaneRows };
-    enum SharedRow { kTop = kLanes * kLaneRows, kHere, kRowSum, kFirst, kSecond, kThird, kWork, kRows = kWork + 2 };
+    enum LaneRow { kMaximum, kSum, kFrame, kOffset, kLaneRows };
+    enum SharedRow {
+        kTop = kLanes * kLaneRows, kHere, kLarger, kKeep, kRowSum, kFirst, kSecond, kThird, kNext, kFactor, kRows
+    };
 
     static __aicore__ inline uint64_t Group() { return AscendC::GetBlockIdx() / 2; }
 
@@ -70,31 +77,26 @@ protected:
         InitBuffers(exact, pipe);
     }
 
-    // Scores that a row does not see become `value`: keys that do not exist, and with a causal mask later ones.
-    template <typename T>
-    __aicore__ inline void Hide(const Task& task, uint32_t i, uint32_t j, uint32_t rows,
-                                const AscendC::LocalTensor<T>& tile, float value)
+    __aicore__ inline uint32_t KeysOf(const Task& task, uint32_t j) const
     {
-        const uint32_t count = Least(kBlockKeys, task.keys - j * kBlockKeys);
-        HideColumns(tile, count, rows, value);
-        AscendC::PipeBarrier<PIPE_V>();
-        const uint32_t partial = RowsBefore(task.lane[i], j * kBlockKeys + count - 1, rows);  // later rows see all
-        const uint32_t blind = RowsBefore(task.lane[i], j * kBlockKeys, rows);
-        for (uint32_t r = 0; r < partial; ++r) {
-            const uint32_t seen = r < blind ? 0 : tasks_.Seen(task, task.lane[i].first_row + skipped_ + r) - j * kBlockKeys;
-            HideColumns(tile[r * kBlockKeys], seen, 1, value);
-        }
-        if (partial > 0) AscendC::PipeBarrier<PIPE_V>();
+        return Least(kBlockKeys, task.keys - j * kBlockKeys);
     }
 
-    template <AscendC::ReduceType kType>
-    __aicore__ inline float Extreme(const Row& row)
+    // Scores that a row does not see become kHidden: keys that do not exist, and with a causal mask later ones.
+    __aicore__ inline void Hide(const Task& task, uint32_t i, uint32_t j, uint32_t rows, const FloatTile& tile)
     {
-        AscendC::ReduceRepeat<kType>(Number(kWork), row, kFloats, 1, 1, 1, 8, AscendC::ReduceOrder::ORDER_ONLY_VALUE);
-        const AscendC::TEventID done = GetTPipePtr()->FetchEventID(AscendC::HardEvent::V_S);
-        AscendC::SetFlag<AscendC::HardEvent::V_S>(done);
-        AscendC::WaitFlag<AscendC::HardEvent::V_S>(done);
-        return Number(kWork).GetValue(0);
+        const uint32_t count = KeysOf(task, j);
+        const uint32_t blind = RowsBefore(task.lane[i], j * kBlockKeys, rows);
+        const uint32_t partial = RowsBefore(task.lane[i], j * kBlockKeys + count - 1, rows);  // later rows see all
+        if (partial == 0 && count == kBlockKeys) return;
+        AscendC::PipeBarrier<PIPE_V>();
+        if (blind > 0) HideColumns(tile, 0, blind, kHidden);
+        for (uint32_t r = blind; r < partial; ++r) {
+            const uint32_t seen = tasks_.Seen(task, task.lane[i].first_row + skipped_ + r) - j * kBlockKeys;
+            HideColumns(tile[r * kBlockKeys], seen, 1, kHidden);
+        }
+        if (partial < rows) HideColumns(tile[partial * kBlockKeys], count, rows - partial, kHidden);
+        AscendC::PipeBarrier<PIPE_V>();
     }
 
     __aicore__ inline uint64_t FirstRow(const Task& task, const LaneTask& lane) const
@@ -105,7 +107,7 @@ protected:
     const AttentionTiling& t_;
     Tasks tasks_;
     uint32_t skipped_;      // rows of a tile before this core's
-    float factor_[kLanes];  // exact: from units of S' to nats
+    float factor_[kLanes];  // exact: from units of the tile to nats
     AscendC::GlobalTensor<half> out_;
     AscendC::GlobalTensor<float> lse_, units_;
     AscendC::GlobalTensor<half> scores_[kLanes], weights_[kLanes], reference_[kLanes];
@@ -114,10 +116,12 @@ protected:
     AscendC::TQue<AscendC::TPosition::VECIN, 1> narrow_in_, wide_in_, offset_in_;
     AscendC::TQue<AscendC::TPosition::VECOUT, 1> tile_out_, row_out_, reference_out_, verdict_out_;
     AscendC::TBuf<AscendC::TPosition::VECCALC> scores_buffer_, output_buffer_, rows_buffer_, spread_buffer_,
-        half_row_buffer_, half_spread_buffer_;
-    AscendC::LocalTensor<float> values_, score_tile_, spread_;
+        half_row_buffer_, work_buffer_, mean_work_buffer_;
+    AscendC::LocalTensor<float> values_, score_tile_, spread_, work_, mean_work_;
 
 private:
+    static constexpr uint32_t kReduction = RowReduction<AscendC::ReduceType::MAX>::kWork;
+
     __aicore__ inline void InitBuffers(bool exact, AscendC::TPipe& pipe)
     {
         pipe.InitBuffer(narrow_in_, 1, kHalfRows * kBlockKeys * sizeof(half));
@@ -129,16 +133,22 @@ private:
         pipe.InitBuffer(rows_buffer_, kRows * kHalfRows * sizeof(float));
         pipe.InitBuffer(spread_buffer_, kHalfRows * kBlockBytes);
         pipe.InitBuffer(half_row_buffer_, kHalfRows * sizeof(half));
+        pipe.InitBuffer(work_buffer_, kReduction * sizeof(float));
         if (exact) {
             pipe.InitBuffer(offset_in_, 1, 2 * kHalfRows * sizeof(float) + kBlockBytes);
             pipe.InitBuffer(reference_out_, 1, kHalfRows * kFractal * sizeof(half));
             pipe.InitBuffer(verdict_out_, 1, kVerdictWords * sizeof(int32_t));
-            pipe.InitBuffer(half_spread_buffer_, 2 * kHalfRows * kBlockBytes);
+        } else {
+            pipe.InitBuffer(mean_work_buffer_, kReduction * sizeof(float));
+            mean_work_ = mean_work_buffer_.Get<float>();
+            AscendC::Duplicate(mean_work_, 0.0f, kReduction);
         }
         values_ = rows_buffer_.Get<float>();
         score_tile_ = scores_buffer_.Get<float>();
         spread_ = spread_buffer_.Get<float>();
+        work_ = work_buffer_.Get<float>();
         AscendC::Duplicate(values_, 0.0f, kRows * kHalfRows);  // calls that take whole blocks read behind the last row
+        AscendC::Duplicate(work_, 0.0f, kReduction);
         AscendC::Duplicate(half_row_buffer_.Get<half>(), static_cast<half>(0.0f), kHalfRows);
         AscendC::PipeBarrier<PIPE_V>();
     }

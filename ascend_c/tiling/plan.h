@@ -30,8 +30,6 @@ constexpr Chip kChips[] = {
     {"Ascend910B4", 20, 40, 184 * kKiB - 256, 512 * kKiB - 256},
 };
 
-constexpr uint64_t RoundUp(uint64_t value, uint64_t step) { return (value + step - 1) / step * step; }
-
 constexpr LaneWorkspace LaneParts(uint32_t dim, uint32_t blocks)
 {
     LaneWorkspace w{};
@@ -42,7 +40,7 @@ constexpr LaneWorkspace LaneParts(uint32_t dim, uint32_t blocks)
     w.reference = w.product + uint64_t{kTileRows} * dim * 4;
     w.verdict = w.reference + kTileRows * kFractal * 2;
     w.offsets = w.verdict + 512;
-    w.bytes = RoundUp(w.offsets + uint64_t{2} * blocks * kTileRows * 4, 512);
+    w.bytes = RoundUp<uint64_t>(w.offsets + uint64_t{2} * blocks * kTileRows * 4, 512);
     return w;
 }
 
@@ -86,14 +84,14 @@ inline void CheckShape(const Shape& s)
 // Bytes of the unified buffer that a vector core takes: vector_state.h, InitBuffers.
 constexpr uint64_t UnifiedBytes(uint32_t dim, uint32_t lanes)
 {
-    const uint64_t tile = kHalfRows * kBlockKeys, numbers = 15 * kKiB;
+    const uint64_t tile = kHalfRows * kBlockKeys, numbers = 14 * kKiB;
     return tile * (2 + 4 + 2 + 4) + uint64_t{lanes} * kHalfRows * dim * 4 + numbers;
 }
 
 // Bytes of L1 that the cube core takes: cube_side.h. The exact recovery takes more.
 constexpr uint64_t L1Bytes(uint32_t dim, uint32_t lanes)
 {
-    return 2 * (lanes * kTileRows * dim + 2 * kBlockKeys * (dim + kFractal) + 2 * kBlockKeys * dim +
+    return 2 * (lanes * kTileRows * dim + 4 * kBlockKeys * dim +
                 2 * kTileRows * kBlockKeys + kTileRows * kFractal);
 }
 
@@ -109,7 +107,7 @@ inline AttentionTiling PlanAttention(const Shape& shape, const Settings& setting
     t.rows = shape.rows;
     t.keys = shape.keys;
     t.dim = shape.dim;
-    t.blocks = static_cast<uint32_t>(RoundUp(shape.keys, kBlockKeys) / kBlockKeys);
+    t.blocks = DivideUp(shape.keys, kBlockKeys);
     t.lanes = UnifiedBytes(shape.dim, kLanes) <= chip.unified_buffer ? kLanes : 1;
     Require(UnifiedBytes(shape.dim, t.lanes) <= chip.unified_buffer && L1Bytes(shape.dim, t.lanes) <= chip.l1,
             "dim=" + std::to_string(shape.dim) + " does not fit into " + chip.name);
@@ -136,7 +134,7 @@ inline ShiftTiling PlanShift(const Shape& shape, double scale, bool saturates, b
     t.kv_heads = shape.kv_heads;
     t.keys = shape.keys;
     t.dim = shape.dim;
-    t.blocks = static_cast<uint32_t>(RoundUp(shape.keys, kBlockKeys) / kBlockKeys);
+    t.blocks = DivideUp(shape.keys, kBlockKeys);
     t.saturates = saturates;
     t.has_lengths = has_lengths;
     t.unit = ScaleUnit(scale);

@@ -3,16 +3,21 @@
 
 #include <cstdint>
 
+#include "integers.h"
+
 namespace pasa {
 
 constexpr uint32_t kTileRows = 128;  // query rows of a tile; each of the two vector cores takes half of them
 constexpr uint32_t kHalfRows = kTileRows / 2;
 constexpr uint32_t kBlockKeys = 128;  // keys of a block
 constexpr uint32_t kFractal = 16;     // elements of a side of a cube fractal, and FP16 numbers in 32 bytes
+constexpr float kReferenceWeight = -2.0f / kFractal;  // of the reference's columns: half are its high term, half its low
 constexpr uint32_t kLanes = 2;        // query tiles that a group works on in turn
 constexpr uint32_t kMaxDim = 256;
 constexpr uint32_t kChunk = 128;  // columns of an operand in one half of L0A or L0B
-constexpr uint32_t kVerdictWords = 8;  // 32 bytes, the smallest copy, for each vector core
+constexpr uint32_t kBlockBytes = 32;  // of the vector cores' memory: the smallest copy
+constexpr uint32_t kVerdictWords = kBlockBytes / sizeof(int32_t);  // of each vector core
+constexpr uint32_t kUnitCopies = kBlockBytes / sizeof(float);      // of the unit of a block of keys
 
 // A lane's workspace, in bytes from its start. Every part starts at a multiple of 512.
 struct LaneWorkspace {
@@ -20,7 +25,7 @@ struct LaneWorkspace {
     uint64_t wide;       // FP32 (128, 128), a rescued S'
     uint64_t weights;    // FP16 (128, 128), P
     uint64_t product;    // FP32 (128, D), P V
-    uint64_t reference;  // FP16 (128, 16), rho in the first two columns
+    uint64_t reference;  // FP16 (128, 16): rho, its high term in even columns, its low term in odd ones
     uint64_t verdict;    // int32 (2, 8): whether a vector core wants the tile in FP32
     uint64_t offsets;    // FP32 (2 blocks, 128): what `anchor rows` make with the queries
     uint64_t bytes;

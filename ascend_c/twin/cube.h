@@ -1,4 +1,4 @@
-// The cube core: LoadData (2D) from L1 into L0A and L0B, and Mmad. Signatures: kernel_operator_mm_intf.h.
+// The cube core: LoadData (2D) from L1 into L0A and L0B, Fill there, and Mmad. Signatures: kernel_operator_mm_intf.h.
 // Formats: L0A holds fractals (m1, k1, m0, k0), L0B (k1, n1, n0, k0), L0C (n1, m1, m0, n0); k0 is 32 bytes, the
 // rest 16.
 #pragma once
@@ -56,6 +56,30 @@ void load_2d(const Span& dst, const Span& src, const AscendC::LoadData2DParams& 
             for (int r = 0; r < kFractalSide; ++r) {
                 for (int c = 0; c < kFractalSide; ++c)
                     std::memcpy(d + (r * kFractalSide + c) * 2, s + (c * kFractalSide + r) * 2, 2);
+            }
+        }
+    });
+}
+
+template <typename T>
+void fill_l0(const Span& dst, const AscendC::InitConstValueParams<T>& p, Here here)
+{
+    static_assert(sizeof(T) == 2, "Fill: the twin fills with half and bfloat16");
+    Instruction op("Fill", Pipe::MTE1, here);
+    op.lies_in(dst, {Space::L0A, Space::L0B}, "dst");  // into L1 it is an instruction of MTE2: not emulated
+    op.aligned(dst, kFractalBytes, "dst");
+    op.fits(p.repeatTimes, "repeatTimes", 0, 32767);
+    op.fits(p.blockNum, "blockNum", 0, 32767);
+    op.fits(p.dstGap, "dstGap", 0, 32767);
+    const size_t run = static_cast<size_t>(p.blockNum.full()) * kFractalBytes;
+    const size_t step = run + static_cast<size_t>(p.dstGap.full()) * kFractalBytes;
+    const int64_t repeats = run == 0 ? 0 : p.repeatTimes.full();
+    for (int64_t i = 0; i < repeats; ++i) op.write(dst, static_cast<size_t>(i) * step, run);
+    op.core().counters.bytes[index_of(Pipe::MTE1)] += static_cast<size_t>(repeats) * run;
+    op.run([=, value = p.initValue] {
+        for (int64_t i = 0; i < repeats; ++i) {
+            for (size_t at = 0; at < run; at += sizeof(T)) {
+                std::memcpy(dst.data() + static_cast<size_t>(i) * step + at, &value, sizeof(T));
             }
         }
     });
@@ -255,6 +279,12 @@ void LoadData(const LocalTensor<T>& dst, const LocalTensor<T>& src, const LoadDa
               Here here = Here::now())
 {
     twin::load_2d<T>(dst.span(), src.span(), loadDataParams, here);
+}
+
+template <typename T>
+void Fill(const LocalTensor<T>& dst, const InitConstValueParams<T>& initConstValueParams, Here here = Here::now())
+{
+    twin::fill_l0<T>(dst.span(), initConstValueParams, here);
 }
 
 template <typename T, typename U, typename S>

@@ -230,6 +230,20 @@ struct Nd2NzParams {
     U16 dstNzMatrixStride = 0;
 };
 
+template <typename T>
+struct InitConstValueParams {
+    InitConstValueParams() {}
+    InitConstValueParams(U16 repeat, U16 blocks, U16 gap, T value)
+        : repeatTimes(repeat), blockNum(blocks), dstGap(gap), initValue(value)
+    {
+    }
+
+    U16 repeatTimes = 0;
+    U16 blockNum = 0;
+    U16 dstGap = 0;
+    T initValue = 0;
+};
+
 struct LoadData2DParams {  // the order of the fields is not the order of the constructor
     LoadData2DParams() {}
     LoadData2DParams(U16 start, U8 repeat, U16 stride, U8 sidIn, U16 gap, bool transpose, U8 mode)

@@ -9,6 +9,8 @@ from pasa.eval.npu_model.twin import Work
 
 TILE = 128 * 128  # numbers of a score tile, which two vector cores share
 FLOATS, HALVES = TILE // 64, TILE // 128  # its repeats in FP32 and in FP16
+SUMS = FLOATS + FLOATS // 16  # repeats of ReduceDataBlock in a row reduction: 128 numbers to 16, 8 to 1
+HALVED = FLOATS // 16  # and those of the call between the two, 16 to 8
 ROW = 2  # repeats of a number for each row: one on each vector core
 BOTH = 2  # a call, or a barrier, on each vector core
 
@@ -71,18 +73,13 @@ def combine(*parts: tuple[float, Work]) -> Work:
 def partial_lines() -> list[Line]:
     """From `paper` to FP16 score tiles with FP32 softmax, without a shift."""
     return [
+        Line("no mean of S'", {"ReduceDataBlock float": -SUMS, "Add float": -HALVED, "Muls float": -ROW}),
         Line(
-            "no mean of S' (TakeMean)",
-            {"Cast half": -FLOATS, "ReduceRepeat float": -FLOATS, "Add float": -ROW, "Duplicate float": -ROW,
-             "Div float": -ROW, "barriers": -6 * BOTH},
+            "no moving frame, carry and offset (MoveFrame)",
+            {"Muls float": -5 * ROW, "Add float": -3 * ROW, "Sub float": -3 * ROW, "barriers": -6 * BOTH},
         ),
-        Line(
-            "no moving frame, carry and offset (MoveFrame, AddStatistics)",
-            {"Muls float": -4 * ROW, "Add float": -3 * ROW, "Sub float": -2 * ROW, "Duplicate float": -ROW,
-             "Div float": -ROW, "barriers": -11 * BOTH},
-        ),
-        Line("scores are scaled here, since K holds no scale", {"Muls float": FLOATS, "barriers": BOTH}),
-    ]  # fmt: skip
+        Line("scores are scaled here, since K holds no scale", {"Muls float": FLOATS + ROW, "barriers": BOTH}),
+    ]
 
 
 def fp32_lines() -> list[Line]:
@@ -90,27 +87,29 @@ def fp32_lines() -> list[Line]:
     return [
         Line("Fixpipe stores and the vector cores load FP32 scores", {"FIX": 2 * TILE, "MTE2 vector": 2 * TILE}),
         Line("no conversion of the tile", {"Cast half": -FLOATS, "barriers": -BOTH}),
-        Line(
-            "clamp and row maximum in FP32",
-            {"Maxs half": -HALVES, "Maxs float": FLOATS, "ReduceRepeat half": -HALVES, "ReduceRepeat float": FLOATS,
-             "Max float": ROW, "Cast half": -ROW},
-        ),
-    ]  # fmt: skip
+    ]
 
 
 def fp16_lines(dim: int) -> list[Line]:
     """From `paper` to FP16 in every vector call on a tile (figure 3, Algorithm 1 to the letter)."""
-    wide = {"Sub": FLOATS, "Exp": FLOATS, "ReduceRepeat": 2 * FLOATS}
-    product = {"Mul": 2 * 128 * dim // 64, "Add": 128 * dim // 64}
-    calls = {**wide, **product}
+    output = 128 * dim // 64  # its repeats in FP32
+    calls = {"Sub": FLOATS, "Exp": FLOATS, "Mul": output, "Add": output}
     narrowed = {f"{name} float": -float(n) for name, n in calls.items()} | {
         f"{name} half": n / 2 for name, n in calls.items()
     }
+    folds = 7 * HALVES / 8  # 128 numbers to 64, 32, 16
     return [
-        Line("the tile never leaves FP16", {"Cast half": -2 * FLOATS, "Cast float": -FLOATS, "barriers": -2 * BOTH}),
+        Line("the tile never leaves FP16", {"Cast half": -FLOATS, "Cast float": -FLOATS, "barriers": -2 * BOTH}),
+        Line("128 numbers a repeat in the calls on S', P and O", narrowed),
         Line(
-            "128 numbers a repeat in the calls on S', P and P V",
-            narrowed,
+            "sums and maxima of rows: halves onto each other until 16 numbers are left, then blocks",
+            {"ReduceDataBlock float": -3 * SUMS, "Add float": -2 * HALVED, "Max float": -HALVED, "Add half": 2 * folds,
+             "Max half": folds, "ReduceDataBlock half": 3 * HALVES / 8, "barriers": 2 * BOTH},
+        ),
+        Line(
+            "weights relative to their own tile's maximum: P V has a factor (line 20)",
+            {"Mul half": output / 2, "Brcb half": FLOATS / 16, "Sub float": ROW, "Exp float": ROW, "Mul float": ROW,
+             "barriers": 2 * BOTH},
         ),
         Line("P V stored and loaded in FP16", {"FIX": -128 * dim * 2, "MTE2 vector": -128 * dim * 2}),
     ]  # fmt: skip

@@ -11,23 +11,13 @@
 #include <string>
 #include <vector>
 
-#include "kernel_operator.h"
-
-#include "kernel/pasa_attention.h"
-#include "kernel/shift_exact.h"
-#include "kernel/shift_paper.h"
+#include "binding/on_twin.h"
 #include "tiling/plan.h"
 
 namespace {
 
 constexpr uint32_t kQueries = pasa::kLanes * pasa::kTileRows;
 constexpr float kStep = 40.0f;  // nats between the blocks of wide data: five times what makes a tile wide
-
-template <typename T>
-GM_ADDR bytes(T* pointer)
-{
-    return reinterpret_cast<GM_ADDR>(pointer);
-}
 
 // Numbers in [-1, 1), the same every time.
 std::vector<half> noise(size_t count)
@@ -64,24 +54,17 @@ twin::Report run(const Run& r, bool attends)
     const double scale = 1.0 / std::sqrt(static_cast<double>(r.dim));
     const pasa::Shape shape{1, 1, 1, kQueries, r.blocks * pasa::kBlockKeys, r.dim};
     const size_t numbers = size_t{shape.keys} * r.dim;
-    twin::Device device;
     std::vector<half> matrix(pasa::kBlockKeys * pasa::kBlockKeys);  // any does: no count depends on it
     for (uint32_t i = 0; i < pasa::kBlockKeys; ++i) matrix[i * (pasa::kBlockKeys + 1)] = static_cast<half>(scale);
-    pasa::ShiftArguments shift{};
-    shift.k = bytes(device.input("k", r.wide ? steep(r.blocks, r.dim) : noise(numbers)));
-    shift.matrix = bytes(device.input("matrix", matrix));
-    half* keys = device.persistent<half>("keys", numbers + (r.exact ? size_t{shape.keys} * pasa::kFractal : 0));
-    half* anchors = device.persistent<half>("anchors", size_t{2} * r.blocks * r.dim);
-    float* units = device.persistent<float>("units", size_t{8} * r.blocks);
-    shift.keys = bytes(keys);
-    shift.anchors = bytes(anchors);
-    shift.units = bytes(units);
+    std::vector<half> k = r.wide ? steep(r.blocks, r.dim) : noise(numbers);
+    std::vector<half> keys(numbers);
+    std::vector<half> anchors(size_t{2} * r.blocks * r.dim);
+    std::vector<float> units(size_t{pasa::kUnitCopies} * r.blocks);
     const pasa::ShiftTiling shift_tiling = pasa::PlanShift(shape, r.exact ? scale : 1.0, false, false);
-    twin::Options options;
-    options.shape = r.exact ? twin::Shape::aiv_only : twin::Shape::aic_only;
-    const twin::Report shifted = device.launch("shift_keys", 1, options, [&] {
-        r.exact ? pasa::ShiftExact(shift, shift_tiling) : pasa::ShiftPaper(shift, shift_tiling);
-    });
+    const pasa::ShiftPointers shift{k.data(),    nullptr,        r.exact ? nullptr : matrix.data(), nullptr,
+                                    keys.data(), r.exact ? anchors.data() : nullptr,
+                                    r.exact ? units.data() : nullptr};
+    const twin::Report shifted = pasa::ShiftOnTwin(r.exact, shift, shift_tiling, 1);
     if (!attends || !shifted.ok) return shifted;
 
     pasa::Settings settings;
@@ -91,20 +74,13 @@ twin::Report run(const Run& r, bool attends)
     pasa::Chip chip = pasa::kChips[2];
     chip.cube_cores = 1;
     const pasa::AttentionTiling tiling = pasa::PlanAttention(shape, settings, chip);
-    pasa::Arguments given{};
-    given.q = bytes(device.input("q", r.wide ? std::vector<half>(size_t{kQueries} * r.dim, static_cast<half>(1.0f))
-                                             : noise(size_t{kQueries} * r.dim)));
-    given.keys = bytes(keys);
-    given.v = bytes(device.input("v", noise(numbers)));
-    given.anchors = bytes(anchors);
-    given.units = bytes(units);
-    given.out = bytes(device.output<half>("out", size_t{kQueries} * r.dim));
-    given.lse = bytes(device.output<float>("lse", kQueries));
-    given.workspace = device.workspace<uint8_t>("workspace", tiling.workspace_bytes);
-    options.shape = twin::Shape::mix_1_2;
-    return device.launch("pasa_attention", 1, options, [&] {
-        r.exact ? pasa::PasaAttention<true>(given, tiling) : pasa::PasaAttention<false>(given, tiling);
-    });
+    const size_t queries = size_t{kQueries} * r.dim;
+    std::vector<half> q = r.wide ? std::vector<half>(queries, static_cast<half>(1.0f)) : noise(queries);
+    std::vector<half> v = noise(numbers), out(queries);
+    std::vector<float> lse(kQueries);
+    const pasa::AttentionPointers given{q.data(),     keys.data(), v.data(),   shift.anchors, shift.units,
+                                        nullptr,      out.data(),  lse.data(), nullptr};
+    return pasa::AttendOnTwin(r.exact, given, tiling, 1);
 }
 
 std::string plan(const pasa::Shape& shape, bool causal)

@@ -12,12 +12,7 @@ from pasa.eval.speed.cases import HALF_BYTES, SpeedCase
 
 PIPES = ("cube", "MTE1", "MTE2 cube", "FIX", "MTE2 vector", "vector", "MTE3")
 SHARED = ("L2 read", "L2 write", "HBM")
-FOLDED = {
-    "ReduceRepeat float": {"Max float": 0.5, "ReduceDataBlock float": 0.5625},
-    "ReduceRepeat half": {"Max half": 0.875, "ReduceDataBlock half": 0.125},
-}
-"""What a repeat of a row reduction costs if it folds first: halves of a row onto each other until a row of FP32 has 64
-numbers, of FP16 16, then block reductions (64 to 8 to 1; 16 to 1)."""
+REDUCTIONS = ("ReduceRepeat", "ReduceDataBlock")
 
 
 @dataclass(frozen=True)
@@ -28,39 +23,31 @@ class Scenario:
     ----------
     transfers : mapping
         Rates of the queues between the cores and global memory.
-    vector : str
-        "written" (the kernel's calls), "folded" (row reductions by `FOLDED`), or "none" (data movement and cube alone).
+    vector : bool
+        Whether vector work takes time; otherwise data movement and the cube alone do.
     """
 
     what: str
     transfers: Mapping[str, Rate] = field(default_factory=lambda: rates.SUSTAINED)
-    vector: str = "written"
+    vector: bool = True
 
 
 SCENARIOS = {
     "as written": Scenario("the kernels' calls, sustained transfer rates"),
-    "folded": Scenario("row reductions folded before they are reduced: not in the kernels", vector="folded"),
-    "no vector": Scenario("vector work hidden altogether: cube and data movement alone", vector="none"),
-    "peak": Scenario("folded, and queues at their widths, bounded by L2", rates.PEAK, "folded"),
+    "no vector": Scenario("vector work hidden altogether: cube and data movement alone", vector=False),
+    "peak": Scenario("the kernels' calls, queues at their widths, bounded by L2", rates.PEAK),
 }
 
 
-def vector_cycles(work: Work, treatment: str = "written") -> float:
+def vector_cycles(work: Work) -> float:
     """Cycles of a vector queue: repeats by call, and the gap after each barrier."""
-    if treatment == "none":
-        return 0.0
-    total = work.get("barriers", 0.0) * rates.BARRIER.value
-    for name, count in work.items():
-        if " " not in name or name in PIPES:
-            continue
-        parts = FOLDED.get(name, {name: 1.0}) if treatment == "folded" else {name: 1.0}
-        total += count * sum(share * rates.cycles_of(call) for call, share in parts.items())
-    return total
+    calls = {name: count for name, count in work.items() if " " in name and name not in PIPES}
+    return work.get("barriers", 0.0) * rates.BARRIER.value + sum(n * rates.cycles_of(name) for name, n in calls.items())
 
 
 def vector_parts(work: Work) -> dict[str, float]:
-    """Seconds of a vector core, as the kernels are written: row reductions, gaps after barriers, all else."""
-    reductions = vector_cycles({name: count for name, count in work.items() if name in FOLDED})
+    """Seconds of a vector core: row reductions, gaps after barriers, all else."""
+    reductions = vector_cycles({name: count for name, count in work.items() if name.startswith(REDUCTIONS)})
     barriers = vector_cycles({"barriers": work.get("barriers", 0.0)})
     cycles = {"row reductions": reductions, "barriers": barriers, "other": vector_cycles(work) - reductions - barriers}
     return {part: count / rates.VECTORS.value / rates.CLOCK.value for part, count in cycles.items()}
@@ -76,7 +63,7 @@ def engine_times(work: Work, scenario: Scenario, vectors: float = rates.VECTORS.
         "MTE2 cube": got["MTE2 cube"] / scenario.transfers["MTE2 cube"].value,
         "FIX": got["FIX"] / scenario.transfers["FIX"].value,
         "MTE2 vector": got["MTE2 vector"] / vectors / scenario.transfers["MTE2 vector"].value,
-        "vector": vector_cycles(work, scenario.vector) / vectors / clock,
+        "vector": vector_cycles(work) / vectors / clock if scenario.vector else 0.0,
         "MTE3": got["MTE3"] / vectors / scenario.transfers["MTE3"].value,
         "L2 read": (got["MTE2 cube"] + got["MTE2 vector"]) / (rates.L2_READ.value * clock),
         "L2 write": (got["FIX"] + got["MTE3"]) / (rates.L2_WRITE.value * clock),

@@ -52,7 +52,7 @@ def build() -> Iterator[Twin]:
     OSError
         If g++ fails, with its first line.
     """
-    for path in (SOURCE, KERNELS / "kernel", KERNELS / "tiling", KERNELS / "twin"):
+    for path in (SOURCE, *(KERNELS / name for name in ("binding", "kernel", "tiling", "twin"))):
         if not path.exists():
             raise FileNotFoundError(f"the npu-model needs a checkout with the Ascend C sources: there is no {path}")
     if shutil.which("g++") is None:

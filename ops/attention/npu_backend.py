@@ -19,14 +19,13 @@ from torch import Tensor
 
 from pasa.ops import envs
 from pasa.ops.attention import npu_vendor
-from pasa.ops.attention.inputs import edges, to_fp16
+from pasa.ops.attention.inputs import to_fp16
+from pasa.ops.attention.npu_inputs import attend_packed, pad_head_dim
 from pasa.ops.attention.options import AttentionOptions
 from pasa.ops.attention.scores import paper_beta
 from pasa.ops.numerics.shifting import shifting_matrix
-from pasa.ops.packed import alike, gather, scatter
 
 BLOCK = 128  # keys: kBlockKeys in ascend_c/tiling/tiling.h
-DIM_STEP = 16  # kFractal there
 
 
 def attention(
@@ -66,19 +65,13 @@ def attention_varlen(
     if (why := library_error()) is not None:
         other = _announced(why, options, q, k)
         return other.attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, is_causal, scale, options, diagnose)
-    q16, k16, v16 = to_fp16(q, "q"), to_fp16(k, "k"), to_fp16(v, "v")
-    out = torch.zeros_like(q16)
-    lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
-    edges_q, edges_k = edges(cu_seqlens_q, "q", q), edges(cu_seqlens_k, "k", k)
-    for rows, keys in alike(edges_q, edges_k, _served_together(options, is_causal)):
-        lengths = None
-        if options.recovery == "exact":
-            lengths = torch.tensor([stop - start for start, stop in keys], dtype=torch.int32).to(q.device)
-        part = gather(q16, rows), gather(k16, keys), gather(v16, keys)
-        one, one_lse = _kernels(*part, lengths, is_causal, scale, options)
-        scatter(out, one, rows)
-        scatter(lse.unsqueeze(-1), one_lse.unsqueeze(-1), rows)
-    return out.to(q.dtype), lse, lse.new_empty(0, dtype=torch.float64)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, keys: list[int]) -> tuple[Tensor, Tensor]:
+        lengths = torch.tensor(keys, dtype=torch.int32).to(q.device) if options.recovery == "exact" else None
+        return _kernels(q, k, v, lengths, is_causal, scale, options)
+
+    out, lse = attend_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, _served_together(options, is_causal), attend)
+    return out, lse, lse.new_empty(0, dtype=torch.float64)
 
 
 def _served_together(options: AttentionOptions, is_causal: bool) -> Callable[[int, int], Hashable]:
@@ -113,12 +106,6 @@ def _kernels(
     out, lse = kernels.npu_attention(q, keys, v, *found, lengths, is_causal, scale, *invariances, saturate)
     out = out[..., :dim].masked_fill(spoiled.unsqueeze(-1), torch.nan)
     return out, lse.masked_fill(spoiled, torch.nan)
-
-
-def pad_head_dim(x: Tensor) -> Tensor:
-    """Contiguous, with zeros up to a multiple of 16 elements: they add nothing to q.k, and outputs that are cut off."""
-    missing = -x.shape[-1] % DIM_STEP
-    return torch.nn.functional.pad(x, (0, missing)) if missing else x.contiguous()
 
 
 class PaperTables(NamedTuple):

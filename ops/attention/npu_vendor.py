@@ -12,12 +12,11 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from pasa.ops.attention.inputs import edges, to_fp16
+from pasa.ops.attention.inputs import to_fp16
+from pasa.ops.attention.npu_inputs import attend_packed, pad_head_dim
 from pasa.ops.attention.options import AttentionOptions
-from pasa.ops.packed import alike, gather, scatter
 
 LABEL = "the vendor's fused attention in high precision, without the guarantee against overflow"
-DIM_STEP = 16
 MOST_HEADS, LARGEST_GROUP = 256, 64  # its documented limits
 HIGH_PRECISION, HIGH_PRECISION_BLIND_ROWS = 0, 2  # inner_precise; the second one corrects rows that see no key
 BOTTOM_RIGHT_CAUSAL = 3  # sparse_mode; it wants this mask, True = hidden, whatever the lengths:
@@ -64,21 +63,19 @@ def attention_varlen(
     diagnose: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `reference.attention_varlen`, without the guarantee; sequences of equal lengths go together."""
-    half = to_fp16(q, "q"), to_fp16(k, "k"), to_fp16(v, "v")
-    out = torch.zeros_like(half[0])
-    lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
-    for rows, keys in alike(edges(cu_seqlens_q, "q", q), edges(cu_seqlens_k, "k", k), lambda *lengths: lengths):
-        one, one_lse = _fused(gather(half[0], rows), gather(half[1], keys), gather(half[2], keys), is_causal, scale)
-        scatter(out, one, rows)
-        scatter(lse.unsqueeze(-1), one_lse.unsqueeze(-1), rows)
-    return out.to(q.dtype), lse, lse.new_empty(0, dtype=torch.float64)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, keys: list[int]) -> tuple[Tensor, Tensor]:
+        return _fused(q, k, v, is_causal, scale)
+
+    out, lse = attend_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, lambda *lengths: lengths, attend)
+    return out, lse, lse.new_empty(0, dtype=torch.float64)
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     import torch_npu
 
     rows, keys, dim = q.shape[2], k.shape[2], q.shape[3]
-    q, k, v = (torch.nn.functional.pad(x, (0, -dim % DIM_STEP)).contiguous() for x in (q, k, v))
+    q, k, v = (pad_head_dim(x) for x in (q, k, v))
     banded = is_causal and rows > 1  # one row sees every key
     blind = max(0, rows - keys) if banded else 0
     out, lse = torch_npu.npu_fused_infer_attention_score(

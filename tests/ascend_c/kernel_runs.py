@@ -16,7 +16,7 @@ from pasa.ops.numerics.shifting import shifting_matrix
 from pasa.ops.shift_keys.reference import shift_exact, shift_paper
 from tests.ascend_c.twin_build import Program
 
-BLOCK, HALF_ROWS, FRACTAL = 128, 64, 16
+BLOCK, HALF_ROWS = 128, 64
 LAUNCHES = [("eager", seed) for seed in range(8)] + [("deferred", seed) for seed in range(4)]
 OVERFLOW = {"inf": "inf_nan", "saturate": "saturate"}  # the reference's names, and the twin's
 
@@ -139,10 +139,8 @@ def shifted_by_reference(x: Call) -> dict[str, Tensor]:
     for block in found[1:]:
         rows += two_terms(block.anchor - first)
     keys = torch.cat([block.keys for block in found], 2)
-    columns = torch.zeros(*keys.shape[:3], FRACTAL)
-    columns[..., :2] = -1.0
     units = torch.cat([block.unit for block in found], 2).expand(-1, -1, -1, 8)
-    return {"keys": torch.cat([keys, columns], 3).half(), "anchors": torch.cat(rows, 2).half(), "units": units}
+    return {"keys": keys.half(), "anchors": torch.cat(rows, 2).half(), "units": units}
 
 
 def paper_matrix(count: int, scale: float) -> Tensor:

@@ -6,6 +6,7 @@ A mutant is a number: 0 is the kernel as it is written. All of them are one prog
 from __future__ import annotations
 
 import re
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,28 +27,38 @@ BUFFER = re.compile(r"(pipe\.InitBuffer\(\w+,\s*(?:[\w.]+,\s*)?)([^;]*?)\);", re
 # A rule of the arithmetic each: the statement, and what stands in its place.
 RULES = {
     "first tile below its guess is not rescued": (
-        "seeing.Absolute(Number(kFirst), Number(kTop));",
-        "seeing.Scale(Number(kFirst), Number(kTop), 1.0f);",
+        "seeing.Absolute(reach, Number(kTop));",
+        "seeing.Scale(reach, Number(kTop), 1.0f);",
     ),
-    "a tiny scale is not looked at": ("if (kHalfLargest * factor_[i] < kZeroWeight)", "if (false)"),
-    "scores stay infinite": (
-        "AscendC::Maxs(narrow, narrow, static_cast<half>(-kHalfLargest), rows * kBlockKeys);",
-        "",
+    "a tiny scale is not looked at": ("if (kHalfLargest * factor < kZeroWeight)", "if (false)"),
+    "a reference too high for a term is not clamped": (
+        "all_.AtMost(high, rho, kHalfLargest);",
+        "all_.Scale(high, rho, 1.0f);",
     ),
-    "the reference is not clamped": (
-        "all.Clamp(rest, part == 0 ? wanted : rest, kHalfLargest);",
-        "all.Scale(rest, part == 0 ? wanted : rest, 1.0f);",
+    "a reference too low for a term is not clamped": ("all_.AtLeast(high, high, -kHalfLargest);", ""),
+    "a reference too high for both terms is not clamped": (
+        "all_.AtMost(rest, rho, 2 * kHalfLargest);",
+        "all_.Scale(rest, rho, 1.0f);",
     ),
+    "a reference too low for both terms is not clamped": ("all_.AtLeast(rest, rest, -2 * kHalfLargest);", ""),
     "the row sum is that of weights before they are rounded": ("if (kExact) {  // the sum", "if (false) {  // the sum"),
-    "what FP32 loses in K - anchor is not looked at": ("math.Larger(bad, bad, scratch);", ""),
+    "what FP32 loses in K - anchor is not looked at": (
+        "AscendC::Sub(back_, back_, wide_, width, count, AscendC::BinaryRepeatParams(1, 1, 1, 8, 8, 8));",
+        """AscendC::Add(left_, left_, anchor, width, count, AscendC::BinaryRepeatParams(1, 1, 1, 8, 8, 0));
+           AscendC::PipeBarrier<PIPE_V>();
+           AscendC::Sub(back_, back_, left_, width, count, AscendC::BinaryRepeatParams(1, 1, 1, 8, 8, 8));""",
+    ),
+    "an anchor stays that rounds a difference": ("math.Subtract(anchor, anchor, bad);", ""),
     "the grid has no floor": ("math.AtLeast(grid, grid, kSmallestHalf);", ""),
     "the distance of anchors is not clamped": (
-        "math.Clamp(high, distance, kHalfLargest);",
-        "math.Scale(high, distance, 1.0f);",
+        "columns_.Clamp(high, distance, math);",
+        "math.Scale(high, distance, 1.0f); AscendC::PipeBarrier<PIPE_V>();",
     ),
     "the distance of anchors has no low term": (
         "StoreHalfRow(distance, AnchorRow(head, 2 * block + 1) + first, width, math);",
-        "math.Set(distance, 0.0f); StoreHalfRow(distance, AnchorRow(head, 2 * block + 1) + first, width, math);",
+        """math.Set(distance, 0.0f);
+           AscendC::PipeBarrier<PIPE_V>();
+           StoreHalfRow(distance, AnchorRow(head, 2 * block + 1) + first, width, math);""",
     ),
     "the overflow mode is not set": (
         "AscendC::SetSaturationFlag<AscendC::SaturationMode::FLOAT>(saturates);",
@@ -92,11 +103,18 @@ def chosen(right: str, wrong: str, number: int) -> str:
 
 
 def write_mutants(folder: Path) -> list[Mutant]:
-    """Write the kernels into `folder`/kernel, with a switch at every place that is worth a mutant."""
+    """Write the kernels into `folder`/kernel, with a switch at every place that is worth a mutant.
+
+    Raises
+    ------
+    ValueError
+        If a statement of `RULES` is in no kernel.
+    """
     found: list[Mutant] = []
     (folder / "kernel").mkdir(parents=True)
     for name in ("twin", "tiling"):
         (folder / name).symlink_to(ASCEND_C / name)
+    shutil.copytree(ASCEND_C / "binding", folder / "binding")  # its includes are to find the kernels of `folder`
     for source in sorted((ASCEND_C / "kernel").glob("*.h")):
         text = source.read_text(encoding="utf-8")
 
@@ -120,4 +138,6 @@ def write_mutants(folder: Path) -> list[Mutant]:
         if source.name == "port.h":
             changed += SWITCH
         (folder / "kernel" / source.name).write_text(changed, encoding="utf-8")
+    if missing := RULES.keys() - {mutant.what for mutant in found}:
+        raise ValueError(f"no kernel has the statements of: {sorted(missing)}")
     return found

@@ -21,12 +21,12 @@ def random_call(batch, heads, kv_heads, rows, keys, dim, seed=0, spread=1.0, **h
     return Call((q * spread).half(), (k * spread + 3).half(), v.half(), **how)
 
 
-def opposite_blocks():
-    """Blocks so far apart that a row's second tile lies below FP16's reach, and its reference beyond 131008."""
+def opposite_blocks(sign):
+    """Blocks so far apart that a row's second tile lies beyond FP16's reach, and its reference beyond 131008."""
     x = random_call(1, 1, 1, 70, 256, 64)
     x.q.add_(150)
-    x.k[:, :, :128] += 150
-    x.k[:, :, 128:] -= 150
+    x.k[:, :, :128] += 150 * sign
+    x.k[:, :, 128:] -= 150 * sign
     return x
 
 
@@ -70,16 +70,19 @@ def saturating():
 
 # Two lanes, several tasks for a group, tiles in FP32 and in FP16, rows that see nothing, a head dimension in two parts.
 CALLS = [
-    random_call(1, 2, 1, 300, 300, 64, causal=True),
+    random_call(1, 2, 1, 300, 290, 64, causal=True),
     random_call(1, 2, 1, 256, 300, 128, spread=3.0),
     random_call(1, 2, 1, 256, 257, 128, exact=False, causal=True),
     random_call(1, 1, 1, 129, 640, 256),
     below_the_guess(),
     saturating(),
-    opposite_blocks(),
+    opposite_blocks(1),
+    opposite_blocks(-1),
     extreme_keys(),
     tiny_scale(),
+    random_call(1, 1, 1, 20, 130, 64, scale=1e-5),  # a unit whose inverse FP16 does not hold
     random_call(2, 2, 2, 130, 255, 64, causal=True, exact=False),
+    random_call(1, 1, 1, 40, 30, 64, causal=True, exact=False),  # one tile, and rows in it that see nothing
 ]
 LAUNCHES = [("eager", 0), ("eager", 1), ("deferred", 0), ("deferred", 1), ("deferred", 2), ("deferred", 3)]
 

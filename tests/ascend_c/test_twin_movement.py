@@ -42,6 +42,16 @@ def test_product_stays_on_chip_and_is_rounded_once(twin):
     assert (product != a.astype(np.float64) @ b.T.astype(np.float64)).any()
 
 
+@pytest.mark.parametrize(("mode", "seed"), MODES)
+def test_constants_in_l0(twin, mode, seed):
+    """Fill counts fractals of 512 bytes, and the gap from the end of a run to the next one's start."""
+    report = twin.run("fill", mode=mode, seed=seed)
+    assert report["ok"], report["fault"]
+    expected = np.tile(np.repeat(np.float32([2 * 3 * 16, 2 * 5 * 16]), 16), (16, 2))
+    np.testing.assert_array_equal(twin.load("z", np.float32).reshape(16, 64), expected)
+    assert report["aic"]["bytes"]["MTE1"] == 5 * 512
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_sync_all_orders_all_cores(twin, seed):
     report = twin.run("sync_all", groups=4, seed=seed)

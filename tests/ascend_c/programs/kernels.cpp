@@ -1,17 +1,9 @@
-// The attention kernel on arrays: q, keys, v, and for the exact recovery anchors and units; lengths if there are any.
+// The kernels on arrays: attention on q, keys, v, and for the exact recovery anchors and units; lengths if any.
+#include "binding/on_twin.h"
 #include "harness.h"
-#include "kernel/pasa_attention.h"
-#include "kernel/shift_exact.h"
-#include "kernel/shift_paper.h"
 #include "tiling/plan.h"
 
 namespace {
-
-template <typename T>
-GM_ADDR bytes(T* pointer)
-{
-    return reinterpret_cast<GM_ADDR>(pointer);
-}
 
 // In a build of mutants, the one to run.
 void choose_mutant([[maybe_unused]] const harness::Arguments& a)
@@ -21,20 +13,20 @@ void choose_mutant([[maybe_unused]] const harness::Arguments& a)
 #endif
 }
 
-// A launch that finds the other overflow mode than it is asked for, and has to leave it as it was.
-twin::Report launch(twin::Device& device, const char* name, int blocks, twin::Options options,
-                    const std::function<void()>& kernel)
+double real(const harness::Arguments& a, const char* key) { return std::atof(a.text(key, "0").c_str()); }
+
+// An array that a program was given or is to give, by name; empty without one.
+template <typename T>
+std::vector<T> given(const harness::Arguments& a, const char* name, bool there = true)
 {
-    const bool saturates = options.overflow == twin::Overflow::saturate;
-    options.overflow = saturates ? twin::Overflow::inf_nan : twin::Overflow::saturate;
-    return device.launch(name, blocks, options, [&] {
-        kernel();
-        twin::core().require(AscendC::GetSaturationFlag<AscendC::SaturationMode::FLOAT>() != saturates,
-                             twin::FaultKind::program, "the overflow mode is not as the kernel found it");
-    });
+    return there ? a.load<T>(name) : std::vector<T>();
 }
 
-double real(const harness::Arguments& a, const char* key) { return std::atof(a.text(key, "0").c_str()); }
+template <typename T>
+void* data(std::vector<T>& array)
+{
+    return array.empty() ? nullptr : array.data();
+}
 
 }  // namespace
 
@@ -57,35 +49,23 @@ TWIN_CASE(attend)
     pasa::Chip chip = pasa::kChips[2];
     chip.cube_cores = static_cast<uint32_t>(a.number("groups", 1));
     const pasa::AttentionTiling tiling = pasa::PlanAttention(shape, settings, chip);
-    twin::Device device;
     const size_t rows = size_t{shape.batch} * shape.heads * shape.rows;
     const size_t tiles = size_t{shape.batch} * shape.heads * pasa::DivideUp(shape.rows, pasa::kTileRows) * tiling.blocks;
-    half* out = device.output<half>("out", rows * shape.dim);
-    float* lse = device.output<float>("lse", rows);
-    half* scores = device.workspace<half>("scores", tiles * pasa::kTileRows * pasa::kBlockKeys);
-    pasa::Arguments given{};
-    given.q = bytes(device.input("q", a.load<half>("q")));
-    given.keys = bytes(device.input("keys", a.load<half>("keys")));
-    given.v = bytes(device.input("v", a.load<half>("v")));
-    if (settings.exact) {
-        given.anchors = bytes(device.input("anchors", a.load<half>("anchors")));
-        given.units = bytes(device.input("units", a.load<float>("units")));
-    }
-    if (settings.has_lengths) given.lengths = bytes(device.input("lengths", a.load<int32_t>("lengths")));
-    given.out = bytes(out);
-    given.lse = bytes(lse);
-    given.scores = bytes(scores);
-    given.workspace = device.workspace<uint8_t>("workspace", tiling.workspace_bytes);
-    twin::Report report = launch(device, "pasa_attention", static_cast<int>(chip.cube_cores), a.options(), [&] {
-        KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_MIX_AIC_1_2);
-        settings.exact ? pasa::PasaAttention<true>(given, tiling) : pasa::PasaAttention<false>(given, tiling);
-    });
-    a.save("out", out, rows * shape.dim);
-    a.save("lse", lse, rows);
-    a.save("scores", scores, tiles * pasa::kTileRows * pasa::kBlockKeys);
+    auto q = given<half>(a, "q"), keys = given<half>(a, "keys"), v = given<half>(a, "v");
+    auto anchors = given<half>(a, "anchors", settings.exact);
+    auto units = given<float>(a, "units", settings.exact);
+    auto lengths = given<int32_t>(a, "lengths", settings.has_lengths);
+    std::vector<half> out(rows * shape.dim), scores(tiles * pasa::kTileRows * pasa::kBlockKeys);
+    std::vector<float> lse(rows);
+    const pasa::AttentionPointers pointers{data(q),       data(keys), data(v),   data(anchors), data(units),
+                                           data(lengths), data(out),  data(lse), nullptr};
+    twin::Report report =
+        pasa::AttendOnTwin(settings.exact, pointers, tiling, chip.cube_cores, a.options(), scores.data());
+    a.save("out", out.data(), out.size());
+    a.save("lse", lse.data(), lse.size());
+    a.save("scores", scores.data(), scores.size());
     return report;
 }
-
 
 // shift_keys on k; for the published recovery with the matrices of a full and of the last block.
 TWIN_CASE(shift)
@@ -97,32 +77,21 @@ TWIN_CASE(shift)
     const bool exact = a.number("exact", 1) != 0;
     const pasa::ShiftTiling tiling = pasa::PlanShift(shape, exact ? real(a, "scale") : 1.0,
                                                      a.text("overflow") == "saturate", a.number("lengths") != 0);
-    twin::Device device;
-    const size_t rows = size_t{tiling.heads} * tiling.keys;
-    const size_t columns = tiling.dim + (exact ? pasa::kFractal : 0);
-    half* keys = device.output<half>("keys", rows * columns);
-    half* anchors = device.output<half>("anchors", exact ? size_t{tiling.heads} * 2 * tiling.blocks * tiling.dim : 0);
-    float* units = device.output<float>("units", exact ? size_t{tiling.heads} * tiling.blocks * 8 : 0);
-    pasa::ShiftArguments given{};
-    given.k = bytes(device.input("k", a.load<half>("k")));
-    if (tiling.has_lengths) given.lengths = bytes(device.input("lengths", a.load<int32_t>("lengths")));
-    if (!exact) {
-        given.matrix = bytes(device.input("matrix", a.load<half>("matrix")));
-        given.last_matrix = bytes(device.input("last_matrix", a.load<half>("last_matrix")));
-    }
-    given.keys = bytes(keys);
-    given.anchors = bytes(anchors);
-    given.units = bytes(units);
-    twin::Options options = a.options();
-    options.shape = exact ? twin::Shape::aiv_only : twin::Shape::aic_only;
-    twin::Report report = launch(device, exact ? "shift_exact" : "shift_paper", a.number("cores", 3), options, [&] {
-        KERNEL_TASK_TYPE_DEFAULT(exact ? KERNEL_TYPE_MIX_AIV_1_0 : KERNEL_TYPE_AIC_ONLY);
-        exact ? pasa::ShiftExact(given, tiling) : pasa::ShiftPaper(given, tiling);
-    });
-    a.save("keys", keys, rows * columns);
+    const size_t blocks = exact ? size_t{tiling.heads} * tiling.blocks : 0;
+    auto k = given<half>(a, "k"), matrix = given<half>(a, "matrix", !exact);
+    auto last_matrix = given<half>(a, "last_matrix", !exact);
+    auto lengths = given<int32_t>(a, "lengths", tiling.has_lengths != 0);
+    std::vector<half> keys(size_t{tiling.heads} * tiling.keys * tiling.dim);
+    std::vector<half> anchors(blocks * 2 * tiling.dim);
+    std::vector<float> units(blocks * pasa::kUnitCopies);
+    const pasa::ShiftPointers pointers{data(k),    data(lengths), data(matrix), data(last_matrix),
+                                       data(keys), data(anchors), data(units)};
+    twin::Report report =
+        pasa::ShiftOnTwin(exact, pointers, tiling, static_cast<uint32_t>(a.number("cores", 3)), a.options());
+    a.save("keys", keys.data(), keys.size());
     if (exact) {
-        a.save("anchors", anchors, size_t{tiling.heads} * 2 * tiling.blocks * tiling.dim);
-        a.save("units", units, size_t{tiling.heads} * tiling.blocks * 8);
+        a.save("anchors", anchors.data(), anchors.size());
+        a.save("units", units.data(), units.size());
     }
     return report;
 }

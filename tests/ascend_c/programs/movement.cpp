@@ -233,3 +233,43 @@ TWIN_CASE(two_launches)
     arguments.save("z", z, 8);
     return second;
 }
+
+// A product of constants: 2 in L0A, and in L0B 3 and 5 in every other fractal.
+TWIN_CASE(fill)
+{
+    twin::Device device;
+    float* gz = device.output<float>("z", 16 * 64);
+    twin::Options options = arguments.options();
+    options.shape = twin::Shape::aic_only;
+    const twin::Report report = device.launch("fill", 1, options, [&] {
+        TPipe pipe;
+        TQue<TPosition::A2, 1> a2;
+        TQue<TPosition::B2, 1> b2;
+        TQue<TPosition::CO1, 1> co1;
+        pipe.InitBuffer(a2, 1, 16 * 16 * sizeof(half));
+        pipe.InitBuffer(b2, 1, 16 * 64 * sizeof(half));
+        pipe.InitBuffer(co1, 1, 16 * 64 * sizeof(float));
+        LocalTensor<half> left = a2.AllocTensor<half>(), right = b2.AllocTensor<half>();
+        Fill(left, InitConstValueParams<half>(1, 1, 0, static_cast<half>(2.0f)));
+        Fill(right, InitConstValueParams<half>(2, 1, 1, static_cast<half>(3.0f)));
+        Fill(right[16 * 16], InitConstValueParams<half>(2, 1, 1, static_cast<half>(5.0f)));
+        a2.EnQue(left);
+        b2.EnQue(right);
+        left = a2.DeQue<half>();
+        right = b2.DeQue<half>();
+        LocalTensor<float> c = co1.AllocTensor<float>();
+        Mmad(c, left, right, MmadParams(16, 64, 16, 0, false, true));
+        a2.FreeTensor(left);
+        b2.FreeTensor(right);
+        co1.EnQue(c);
+        c = co1.DeQue<float>();
+        GlobalTensor<float> z;
+        z.SetGlobalBuffer(gz, 16 * 64);
+        FixpipeParamsV220 f(64, 16, 16, 64, false);
+        f.ndNum = 1;
+        Fixpipe<float, float, CFG_ROW_MAJOR>(z, c, f);
+        co1.FreeTensor(c);
+    });
+    arguments.save("z", gz, 16 * 64);
+    return report;
+}

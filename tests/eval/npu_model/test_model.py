@@ -26,15 +26,12 @@ def test_an_engines_time_is_its_work_over_its_rate() -> None:
 def test_vector_cycles_by_call_and_type() -> None:
     work = {"Exp float": 10.0, "Exp half": 10.0, "Adds float": 3.0, "barriers": 2.0, "macs": 1e9, "MTE2 vector": 1e9}
     assert model.vector_cycles(work) == 10 * 2 + 10 * 4 + 3 + 2 * 18
-    assert model.vector_cycles(work, "none") == 0
-    reduction = {"ReduceRepeat float": 256.0, "ReduceRepeat half": 128.0}
-    assert model.vector_cycles(reduction) == 7 * 384
-    # 256 repeats: 128 of Max, then 128 and 16 of block reductions; FP16: 64 + 32 + 16 of Max, then 16
-    assert model.vector_cycles(reduction, "folded") == 128 * 2 + 144 + 112 * 2 + 16 * 7
+    assert model.engine_times(work, model.SCENARIOS["no vector"])["vector"] == 0
+    assert model.vector_cycles({"ReduceRepeat float": 256.0, "ReduceDataBlock float": 272.0}) == 7 * 256 + 272
 
 
 def test_parts_of_the_vector_time_add_up() -> None:
-    work = {"ReduceRepeat float": 36.0, "Exp float": 9.0, "barriers": 4.0, "macs": 1.0}
+    work = {"ReduceRepeat float": 30.0, "ReduceDataBlock float": 42.0, "Exp float": 9.0, "barriers": 4.0, "macs": 1.0}
     parts = model.vector_parts(work)
     assert sum(parts.values()) == pytest.approx(model.engine_times(work, MAIN)["vector"])
     assert parts["row reductions"] == pytest.approx(7 * 36 / 2 / 1.8e9)

@@ -1,0 +1,31 @@
+// Where in global memory the operands of the kernels are.
+#pragma once
+
+#include "port.h"
+
+namespace pasa {
+
+struct ShiftArguments {
+    GM_ADDR k;            // FP16 (B, Hkv, Skv, D)
+    GM_ADDR lengths;      // int32 (B,), if tiling.has_lengths
+    GM_ADDR matrix;       // paper: FP16 (n, n), M of a block of min(128, Skv) keys
+    GM_ADDR last_matrix;  // paper: of the last block, if it has fewer
+    GM_ADDR keys;         // FP16 (B, Hkv, Skv, D)
+    GM_ADDR anchors;      // exact: FP16 (B, Hkv, 2 blocks, D)
+    GM_ADDR units;        // exact: FP32 (B, Hkv, blocks, 8)
+};
+
+struct Arguments {
+    GM_ADDR q;        // FP16 (B, H, Sq, D)
+    GM_ADDR keys;     // FP16 (B, Hkv, Skv, D), K' as shift_keys makes it
+    GM_ADDR v;        // FP16 (B, Hkv, Skv, D)
+    GM_ADDR anchors;  // exact: FP16 (B, Hkv, 2 blocks, D); rows a_1, mean residual of block 1, then a_j - a_1 high, low
+    GM_ADDR units;    // exact: FP32 (B, Hkv, blocks, 8), u_j eight times
+    GM_ADDR lengths;  // int32 (B,), if tiling.has_lengths
+    GM_ADDR out;      // FP16 (B, H, Sq, D)
+    GM_ADDR lse;      // FP32 (B, H, Sq)
+    GM_ADDR scores;   // FP16 (B, H, tiles, blocks, 128, 128), if tiling.keep_scores
+    GM_ADDR workspace;
+};
+
+}  // namespace pasa

@@ -1,0 +1,175 @@
+// What the exact recovery asks of a vector core: whether a tile is good enough, and where it and the next one stand.
+#pragma once
+
+#include "next_reference.h"
+#include "vector_state.h"
+
+namespace pasa {
+
+constexpr float kReach = 8.0f;         // nats above its reference at which FP16 stores a score too coarsely
+constexpr float kZeroWeight = 104.0f;  // exp(-104) is zero even among FP32's subnormals
+
+class ExactRows : protected VectorState {
+protected:
+    using VectorState::VectorState;
+
+    // Scores in nats to score_tile_, from a tile in FP32 where FP16 was too coarse; the largest of each row to kHere,
+    // in the frame of the first anchor. Beside it, if there is a next block, what its anchor takes off: factor_ is then
+    // that block's. True if the tile came in FP32.
+    __aicore__ inline bool ToFrame(const Task& task, uint32_t i, uint32_t j, uint32_t rows, RowMath& seeing,
+                                   bool refers)
+    {
+        RowMath all(0, rows);
+        const float factor = factor_[i];
+        const bool wide = Judge(i, j, rows, factor, seeing);
+        if (wide) {
+            LoadWide(task, i, j, rows, factor);
+        } else {
+            AscendC::Muls(score_tile_, score_tile_, factor, rows * kBlockKeys);
+        }
+        all.Scale(Number(kHere), Number(kTop), factor);
+        float unit = 1.0f;
+        if (refers) {
+            FloatTile in = TakeOffsets(i, unit);
+            all.Set(Number(kFactor), factor_[i]);
+            all.Add(Number(kNext), in, in[kHalfRows]);
+            offset_in_.FreeTensor(in);
+        }
+        AscendC::PipeBarrier<PIPE_V>();
+        all.Add(Number(kHere), Number(kHere), Number(i, kOffset));
+        if (refers) all.Scale(Number(kNext), Number(kNext), unit);
+        AscendC::PipeBarrier<PIPE_V>();
+        return wide;
+    }
+
+    __aicore__ inline void LoadWide(const Task& task, uint32_t i, uint32_t j, uint32_t rows, float factor)
+    {
+        AscendC::CrossCoreWaitFlag<kGroup>(kWideReady + i);
+        FloatTile wide = wide_in_.AllocTensor<float>();
+        AscendC::DataCopy(wide, wide_[i], rows * kBlockKeys);
+        wide_in_.EnQue(wide);
+        wide = wide_in_.DeQue<float>();
+        Hide(task, i, j, rows, wide);
+        RowReduction<AscendC::ReduceType::MAX> top(work_, rows);
+        top.Blocks(wide);
+        AscendC::Muls(score_tile_, wide, factor, rows * kBlockKeys);
+        wide_in_.FreeTensor(wide);
+        AscendC::PipeBarrier<PIPE_V>();
+        top.Halves();
+        AscendC::PipeBarrier<PIPE_V>();
+        top.Finish(Number(kTop));
+        AscendC::PipeBarrier<PIPE_V>();
+    }
+
+    // Whether a score stands so far above its reference (in a first tile: off it) that the tile has to come in FP32.
+    __aicore__ inline bool Judge(uint32_t i, uint32_t j, uint32_t rows, float factor, RowMath& seeing)
+    {
+        Row reach = Number(kTop);
+        if (j == 0) {
+            reach = Number(kFirst);
+            RowMath(0, rows).Set(reach, 0.0f);
+            AscendC::PipeBarrier<PIPE_V>();
+            seeing.Absolute(reach, Number(kTop));
+            AscendC::PipeBarrier<PIPE_V>();
+        }
+        bool wanted = Extreme<AscendC::ReduceType::MAX>(reach, rows, work_) * factor > kReach;
+        if (kHalfLargest * factor < kZeroWeight) wanted = wanted || HasBottom(rows);
+        TellVerdict(i, wanted);
+        return wanted;
+    }
+
+    __aicore__ inline void TellVerdict(uint32_t i, bool wanted)
+    {
+        AscendC::LocalTensor<int32_t> verdict = verdict_out_.AllocTensor<int32_t>();
+        AscendC::Duplicate(verdict, wanted ? 1 : 0, static_cast<int32_t>(kVerdictWords));
+        verdict_out_.EnQue(verdict);
+        verdict = verdict_out_.DeQue<int32_t>();
+        AscendC::DataCopy(verdict_[i], verdict, kVerdictWords);
+        verdict_out_.FreeTensor(verdict);
+        AscendC::CrossCoreSetFlag<kGroup, PIPE_MTE3>(kVerdictReady + i);
+    }
+
+    // With a tiny scale even FP16's lowest number has weight. Hidden scores lie below it: then a tile is wide in vain.
+    __aicore__ inline bool HasBottom(uint32_t rows)
+    {
+        RowReduction<AscendC::ReduceType::MIN> bottom(work_, rows);
+        bottom.Blocks(score_tile_);
+        AscendC::PipeBarrier<PIPE_V>();
+        bottom.Halves();
+        AscendC::PipeBarrier<PIPE_V>();
+        bottom.Finish(Number(kFirst));
+        AscendC::PipeBarrier<PIPE_V>();
+        return Extreme<AscendC::ReduceType::MIN>(Number(kFirst), rows, work_) <= -kHalfLargest;
+    }
+
+    // What the anchor of block j and the mean of its distances take off, and its unit.
+    __aicore__ inline void LoadOffsets(const Task& task, uint32_t i, uint32_t j, uint32_t rows)
+    {
+        const uint32_t padded = RoundUp(rows, kFloatBlock);
+        FloatTile in = offset_in_.AllocTensor<float>();
+        AscendC::DataCopyParams p;
+        p.blockCount = 2;
+        p.blockLen = padded / kFloatBlock;
+        p.srcGap = (kTileRows - padded) / kFloatBlock;
+        p.dstGap = (kHalfRows - padded) / kFloatBlock;
+        AscendC::DataCopy(in, offsets_[i][2 * j * kTileRows], p);
+        const uint64_t block = static_cast<uint64_t>(task.kv_head) * t_.blocks + j;
+        AscendC::DataCopy(in[2 * kHalfRows], units_[block * kUnitCopies], kUnitCopies);
+        offset_in_.EnQue(in);
+    }
+
+    // The loaded offsets, to be freed; `unit` is that of their block.
+    __aicore__ inline FloatTile TakeOffsets(uint32_t i, float& unit)
+    {
+        FloatTile in = offset_in_.DeQue<float>();
+        const AscendC::TEventID loaded = GetTPipePtr()->FetchEventID(AscendC::HardEvent::MTE2_S);
+        AscendC::SetFlag<AscendC::HardEvent::MTE2_S>(loaded);
+        AscendC::WaitFlag<AscendC::HardEvent::MTE2_S>(loaded);
+        unit = in[2 * kHalfRows].GetValue(0);
+        factor_[i] = t_.scale / unit;
+        return in;
+    }
+
+    // Near the mean score of the first block; in the frame of its own anchor nothing is taken off.
+    __aicore__ inline void FirstReference(const Task& task, uint32_t i, uint32_t rows)
+    {
+        LoadOffsets(task, i, 0, rows);
+        float unit;
+        FloatTile in = TakeOffsets(i, unit);
+        RowMath all(0, rows);
+        all.Scale(Number(i, kFrame), in, t_.scale);
+        all.Scale(Number(kFirst), in[kHalfRows], unit);
+        all.Set(Number(kNext), 0.0f);
+        offset_in_.FreeTensor(in);
+        AscendC::PipeBarrier<PIPE_V>();
+        NextReference next = Reference(i, rows, true);
+        StoreReference(i, rows, next);
+    }
+
+    // Near what is going to be in kLarger, the running maximum, unless it is known.
+    __aicore__ inline NextReference Reference(uint32_t i, uint32_t rows, bool rho_is_known)
+    {
+        const NextReference::Places places{
+            Number(kLarger), Number(kNext),   Number(kFactor), Number(i, kOffset), Number(kFirst),
+            Number(kSecond), Number(kThird), half_row_buffer_.Get<half>(), spread_.ReinterpretCast<half>(),
+            reference_out_.AllocTensor<half>()};
+        return NextReference(places, rows, factor_[i], rho_is_known);
+    }
+
+    // What is left of its steps, and then to the cube core.
+    __aicore__ inline void StoreReference(uint32_t i, uint32_t rows, NextReference& next)
+    {
+        if (next.IsDone()) return;
+        while (!next.IsDone()) {
+            next.Step();
+            AscendC::PipeBarrier<PIPE_V>();
+        }
+        HalfTile out = next.Out();
+        reference_out_.EnQue(out);
+        out = reference_out_.DeQue<half>();
+        AscendC::DataCopy(reference_[i], out, rows * kFractal);
+        reference_out_.FreeTensor(out);
+    }
+};
+
+}  // namespace pasa

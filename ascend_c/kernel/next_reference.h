@@ -1,0 +1,84 @@
+// The reference of a lane's next score tile: near which its scores are to lie, as two FP16 numbers for each row.
+#pragma once
+
+#include "rows.h"
+
+namespace pasa {
+
+// Made in steps, each of which needs a barrier behind it. They go beside steps of the softmax, so that one serves both.
+class NextReference {
+public:
+    using Row = RowMath::Row;
+    using HalfTile = AscendC::LocalTensor<half>;
+
+    // What it works with. Numbers of rows: `wanted`, where the scores are to be near zero, in nats; `apart`, what the
+    // block's anchor takes off them, in units of the tile; `factor`, nats in such a unit; `offset`, for the nats that
+    // are to be added to the scores. FP16: `term` (64) and `spread` (64, 16) are its own, `out` (64, 16) is for the
+    // cube core.
+    struct Places {
+        Row wanted, apart, factor, offset, rho, high, rest;
+        HalfTile term, spread, out;
+    };
+
+    __aicore__ inline NextReference(const Places& places, uint32_t rows, float factor, bool rho_is_known)
+        : p_(places),
+          all_(0, rows),
+          repeats_(DivideUp(rows, kFloatBlock)),
+          factor_(factor),
+          step_(rho_is_known ? 2 : 0)
+    {
+    }
+    // Nothing to make.
+    __aicore__ inline NextReference() : all_(0, 0), step_(kSteps) {}
+
+    __aicore__ inline HalfTile Out() const { return p_.out; }
+    __aicore__ inline bool IsDone() const { return step_ >= kSteps; }
+
+    __aicore__ inline void Step()
+    {
+        const Row &rho = p_.rho, &high = p_.high, &rest = p_.rest;
+        switch (step_++) {
+            case 0: all_.Divide(rho, p_.wanted, p_.factor); break;
+            case 1: all_.Subtract(rho, rho, p_.apart); break;
+            case 2:
+                all_.AtMost(high, rho, kHalfLargest);
+                all_.AtMost(rest, rho, 2 * kHalfLargest);
+                break;
+            case 3:
+                all_.AtLeast(high, high, -kHalfLargest);
+                all_.AtLeast(rest, rest, -2 * kHalfLargest);
+                break;
+            case 4: all_.ToHalf(p_.term, high); break;
+            case 5:
+                all_.ToFloat(high, p_.term);
+                AscendC::Brcb(p_.out, p_.term, repeats_, AscendC::BrcbRepeatParams(1, 8));
+                break;
+            case 6: all_.Subtract(rest, rest, high); break;
+            case 7: all_.ToHalf(p_.term, rest); break;
+            case 8:
+                all_.ToFloat(rest, p_.term);
+                AscendC::Brcb(p_.spread, p_.term, repeats_, AscendC::BrcbRepeatParams(1, 8));
+                break;
+            case 9: {
+                all_.Add(high, high, rest);
+                uint64_t odd[2] = {0xaaaaaaaaaaaaaaaa, 0xaaaaaaaaaaaaaaaa};
+                AscendC::Adds(p_.out, p_.spread, static_cast<half>(0.0f), odd, repeats_,
+                              AscendC::UnaryRepeatParams(1, 1, 8, 8));
+                break;
+            }
+            case 10: all_.Add(high, high, p_.apart); break;
+            case 11: all_.Scale(p_.offset, high, factor_); break;
+        }
+    }
+
+private:
+    static constexpr uint32_t kSteps = 12;
+
+    Places p_;
+    RowMath all_;
+    uint32_t repeats_ = 0;
+    float factor_ = 1.0f;
+    uint32_t step_ = 0;
+};
+
+}  // namespace pasa

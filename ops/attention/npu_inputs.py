@@ -1,0 +1,54 @@
+"""What kernels for an NPU take: whole fractals of a head dimension, and sequences of one length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+
+import torch
+from torch import Tensor
+
+from pasa.ops.attention.inputs import edges, to_fp16
+from pasa.ops.packed import alike, gather, scatter
+
+DIM_STEP = 16  # elements of a side of a cube fractal: kFractal in ascend_c/tiling/tiling.h
+
+
+def pad_head_dim(x: Tensor) -> Tensor:
+    """Contiguous, with zeros up to a multiple of 16 elements: they add nothing to q.k, and outputs that are cut off."""
+    missing = -x.shape[-1] % DIM_STEP
+    return torch.nn.functional.pad(x, (0, missing)) if missing else x.contiguous()
+
+
+def attend_packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    kind: Callable[[int, int], Hashable],
+    attend: Callable[[Tensor, Tensor, Tensor, list[int]], tuple[Tensor, Tensor]],
+) -> tuple[Tensor, Tensor]:
+    """Packed sequences (T, H, D), padded to the longest of those that one launch can serve.
+
+    Parameters
+    ----------
+    kind : callable
+        What of a sequence's numbers of rows and keys must agree in one launch.
+    attend : callable
+        Output and log-sum-exp of FP16 q, k, v (B, H, S, D) and the numbers of keys that each entry really has.
+
+    Returns
+    -------
+    out : Tensor (T, H, D)
+        In the type of q.
+    lse : Tensor (T, H), FP32
+    """
+    q16, k16, v16 = to_fp16(q, "q"), to_fp16(k, "k"), to_fp16(v, "v")
+    out = torch.zeros_like(q16)
+    lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
+    for rows, keys in alike(edges(cu_seqlens_q, "q", q), edges(cu_seqlens_k, "k", k), kind):
+        lengths = [stop - start for start, stop in keys]
+        one, one_lse = attend(gather(q16, rows), gather(k16, keys), gather(v16, keys), lengths)
+        scatter(out, one, rows)
+        scatter(lse.unsqueeze(-1), one_lse.unsqueeze(-1), rows)
+    return out.to(q.dtype), lse
