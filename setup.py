@@ -18,7 +18,7 @@ PACKAGES = [
 TRITON = ["triton>=3.2"]
 NPU = ["torch-npu"]
 TRANSFORMERS = ["transformers>=5.0", "safetensors"]
-DIFFUSERS = ["diffusers>=0.36"]
+DIFFUSERS = ["diffusers>=0.36", *TRANSFORMERS]
 EVAL = ["typer>=0.15", "rich>=13", "matplotlib>=3.8", "gguf>=0.17", "accelerate>=1.0", *TRANSFORMERS]
 DEV = [
     "pytest>=8",
@@ -29,6 +29,7 @@ DEV = [
     "triton==3.6.0",
     "cmake>=3.18",  # the test of scripts/build_ascend.sh
     "numpy<2.4",  # Triton 3.6's interpreter
+    *DIFFUSERS,
     *EVAL,
 ]
 

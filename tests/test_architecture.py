@@ -14,7 +14,7 @@ OPTIONAL = {"transformers", "diffusers", "triton", "torch_npu", "matplotlib", "d
     "accelerate",
     "safetensors",
 }
-MAY_IMPORT_OPTIONAL = ("pasa/patching/transformers", "eval/")
+MAY_IMPORT_OPTIONAL = ("pasa/patching/transformers", "pasa/patching/diffusers", "eval/")
 # The registry loads these when their backend is chosen, never before.
 TRITON_FILES = re.compile(
     r"ops/(triton_launch|\w+/(\w+_kernel|hopper_tiles|decode_lanes|\w+_launch|triton_backend|tuning))\.py"

@@ -28,10 +28,13 @@ def patch_pipeline(
 
     Parameters
     ----------
-    model_or_pipeline : torch.nn.Module or transformers.Pipeline
-        A transformers model, a module that contains one (a PEFT wrapper, say), or a transformers pipeline.
+    model_or_pipeline : torch.nn.Module, transformers.Pipeline or diffusers.DiffusionPipeline
+        A transformers or diffusers model, a module that contains one (a PEFT wrapper, a compiled model), or a pipeline
+        of either library. Of a diffusers pipeline all models are patched: UNet or transformer, VAE, and the text and
+        image encoders, which are transformers models.
     policy : "all" or callable, default "all"
-        ``"all"`` patches every attention module that goes through the transformers attention interface.
+        ``"all"`` patches every attention module that goes through the transformers attention interface or, in
+        diffusers, has a processor that PASA can take the place of.
         A callable ``policy(module_name, module) -> bool`` decides for each of them; those it declines keep the
         attention the model had. ``"auto"`` (chosen by overflow prediction) is not in this version.
     config : PasaConfig, optional
@@ -45,31 +48,36 @@ def patch_pipeline(
         Undo with ``handle.unpatch()`` or a ``with`` block; ``handle.report()`` tells what was patched.
         Patching twice with the same settings returns the handle that is already in force.
 
+    Notes
+    -----
+    In a diffusers model the patch is the processor objects: call ``unpatch()`` before anything that replaces them
+    itself (``set_attn_processor``, ``enable_attention_slicing``, ``fuse_qkv_projections``), and patch again after it.
+
     Raises
     ------
     NotImplementedError
-        ``policy="auto"``; a diffusers pipeline; a module that needs what PASA has not (soft-capped scores,
-        attention sinks, a position bias), named; a model none of whose attention can be reached.
+        ``policy="auto"``; a transformers module that needs what PASA has not (soft-capped scores, attention sinks, a
+        position bias), named; a diffusers model none of whose processors PASA can stand in for, named with the
+        processor; a model none of whose attention can be reached.
     ValueError
         Some of the modules are already patched with other settings; an unknown policy name.
     TypeError
         The object holds no model of a known host library.
     """
     _check_policy(policy)
-    libraries = {base.__module__.split(".")[0] for base in type(model_or_pipeline).__mro__}
-    if "diffusers" in libraries:
-        raise NotImplementedError(
-            f"patch_pipeline: {type(model_or_pipeline).__name__} is a diffusers object; "
-            "this version patches transformers models only"
-        )
+    if _is_diffusers(model_or_pipeline):
+        from pasa.patching import diffusers
+
+        return diffusers.patch(model_or_pipeline, policy=policy, config=config, backend=backend)
     root = getattr(model_or_pipeline, "model", None) if _is_pipeline(model_or_pipeline) else model_or_pipeline
     if not isinstance(root, torch.nn.Module):
         raise TypeError(
-            f"patch_pipeline: expected a transformers model or pipeline, got {type(model_or_pipeline).__name__}"
+            "patch_pipeline: expected a model or pipeline of transformers or diffusers, "
+            f"got {type(model_or_pipeline).__name__}"
         )
-    from pasa.patching import transformers as host  # imports transformers: only when there is a model to patch
+    from pasa.patching import transformers  # imports the library: only when there is a model to patch
 
-    return host.patch(root, policy=policy, config=config, backend=backend)
+    return transformers.patch(root, policy=policy, config=config, backend=backend)
 
 
 def _check_policy(policy: Policy) -> None:
@@ -85,3 +93,9 @@ def _check_policy(policy: Policy) -> None:
 def _is_pipeline(candidate: object) -> bool:
     """Tell a transformers pipeline without importing transformers: its classes are already loaded if it is one."""
     return any(base.__module__ == "transformers.pipelines.base" for base in type(candidate).__mro__)
+
+
+def _is_diffusers(candidate: object) -> bool:
+    """Tell a pipeline or model of diffusers, or a module that contains one, without importing diffusers."""
+    parts = candidate.modules() if isinstance(candidate, torch.nn.Module) else (candidate,)
+    return any(base.__module__.startswith("diffusers.") for part in parts for base in type(part).__mro__)

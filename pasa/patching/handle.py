@@ -20,11 +20,14 @@ class PatchReport:
         Names of the patched modules, as in ``model.named_modules()``.
     skipped : tuple of (str, str)
         Names of the attention modules that keep their own attention, each with the reason.
+    notes : tuple of (str, str)
+        Patched modules of which something is to be known, such as which backend alone can serve them.
     """
 
     host: str
     patched: tuple[str, ...]
     skipped: tuple[tuple[str, str], ...]
+    notes: tuple[tuple[str, str], ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain containers, ready for JSON."""
@@ -35,6 +38,7 @@ class PatchReport:
         lines = [f"{self.host}: {len(self.patched)} of {total} attention modules run PASA"]
         lines += [f"  patched  {name}" for name in self.patched]
         lines += [f"  skipped  {name}: {reason}" for name, reason in self.skipped]
+        lines += [f"  note     {name}: {note}" for name, note in self.notes]
         return "\n".join(lines)
 
 

@@ -1,0 +1,232 @@
+"""What runs in place of a diffusers processor: for the classic `Attention` class, and for the attention dispatcher.
+
+diffusers has two generations of models. In the older one (UNets, their VAEs) an `Attention` module hands its tensors
+to a *processor*, which projects, attends and projects back; the processor is where the attention can be replaced. In
+the newer one (Flux, Wan, HunyuanVideo) the processor belongs to the model and calls `dispatch_attention_fn`, which
+looks the attention up by the name in the processor's `_attention_backend`.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+from torch import Tensor
+
+import pasa
+
+if TYPE_CHECKING:
+    from pasa import PasaConfig
+
+BINDING = "_pasa_binding"
+"""Attribute by which a processor of ours is known, and by which a patch finds itself again."""
+
+_SERIAL = itertools.count(1)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """In what the classic processors differ: all compute attention of the same projections.
+
+    Attributes
+    ----------
+    module_scale : bool
+        Scores are multiplied by ``attn.scale``; else by 1/sqrt(D), whatever ``attn.scale`` says.
+    norms : bool
+        ``attn.norm_q`` and ``attn.norm_k`` are applied.
+    fused : bool
+        q, k, v come from ``attn.to_qkv``, or k, v from ``attn.to_kv``.
+    """
+
+    module_scale: bool = False
+    norms: bool = False
+    fused: bool = False
+
+
+KINDS = {
+    "AttnProcessor": Kind(module_scale=True),
+    "AttnProcessor2_0": Kind(norms=True),
+    "AttnProcessorNPU": Kind(),
+    "FusedAttnProcessor2_0": Kind(norms=True, fused=True),
+    "SlicedAttnProcessor": Kind(module_scale=True),
+    "XFormersAttnProcessor": Kind(module_scale=True),
+}
+"""The processors that :class:`PasaAttnProcessor` can take the place of, by class name (diffusers 0.36 to 0.42)."""
+
+
+class PasaAttnProcessor:
+    """Processor of a classic `Attention` module that attends with :func:`pasa.attention`.
+
+    Everything else the module asks for is done as its own processor did it: spatial and group norm, the norm of the
+    encoder states, norms of q and k, masks, output projection, residual connection and rescaling. Two flags need
+    nothing: ``upcast_attention`` and ``upcast_softmax`` ask for the range and accuracy of FP32 scores and an FP32
+    softmax, and those PASA has from FP16 q and k.
+
+    Parameters
+    ----------
+    kind : Kind
+        What the replaced processor did.
+    config, backend
+        Handed to :func:`pasa.attention`.
+    """
+
+    def __init__(self, kind: Kind, config: PasaConfig | None, backend: str | None) -> None:
+        self.kind, self.config, self.backend = kind, config, backend
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        temb: Tensor | None = None,
+    ) -> Tensor:
+        """Attend; shapes as for `diffusers.models.attention_processor.AttnProcessor2_0`.
+
+        Parameters
+        ----------
+        attn : diffusers.models.attention_processor.Attention
+        hidden_states : Tensor (B, S, C) or (B, C, height, width)
+        encoder_hidden_states : Tensor (B, Skv, C'), optional
+            Keys and values are made from it; from `hidden_states` when None.
+        attention_mask : Tensor, optional
+            Added to the scores, or bool (True = keep); (B, 1 or S, Skv), one for all heads.
+        temb : Tensor, optional
+            What a spatial norm is conditioned on.
+        """
+        residual = hidden_states
+        if attn.spatial_norm is not None:
+            hidden_states = attn.spatial_norm(hidden_states, temb)
+        image = hidden_states.shape[2:] if hidden_states.ndim == 4 else None
+        if image is not None:
+            hidden_states = hidden_states.flatten(2).transpose(1, 2)
+        if attn.group_norm is not None:
+            hidden_states = attn.group_norm(hidden_states.transpose(1, 2)).transpose(1, 2)
+
+        query, key, value = (
+            x.unflatten(-1, (attn.heads, -1)) for x in self._project(attn, hidden_states, encoder_hidden_states)
+        )
+        if self.kind.norms and attn.norm_q is not None:
+            query = attn.norm_q(query)
+        if self.kind.norms and attn.norm_k is not None:
+            key = attn.norm_k(key)
+        out = pasa.attention(
+            query,
+            key,
+            value,
+            attn_mask=_heads_mask(attn, attention_mask, key),
+            scale=attn.scale if self.kind.module_scale else None,
+            tensor_layout="NHD",
+            config=self.config,
+            backend=self.backend,
+        )
+
+        out = attn.to_out[1](attn.to_out[0](out.flatten(2)))  # the projection, then dropout
+        if image is not None:
+            out = out.transpose(-1, -2).unflatten(-1, image)
+        if attn.residual_connection:
+            out = out + residual
+        return out / attn.rescale_output_factor
+
+    def _project(self, attn: Any, hidden: Tensor, encoder: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v as (B, S, H D)."""
+        if encoder is not None and attn.norm_cross is not None:
+            encoder = attn.norm_encoder_hidden_states(encoder)
+        if not self.kind.fused:
+            source = hidden if encoder is None else encoder
+            return attn.to_q(hidden), attn.to_k(source), attn.to_v(source)
+        if encoder is None:
+            query, key, value = attn.to_qkv(hidden).chunk(3, dim=-1)
+            return query, key, value
+        key, value = attn.to_kv(encoder).chunk(2, dim=-1)
+        return attn.to_q(hidden), key, value
+
+
+def _heads_mask(attn: Any, mask: Tensor | None, key: Tensor) -> Tensor | None:
+    """The module's mask as (B, H, 1 or S, Skv); its own method repeats it for every head and pads it."""
+    if mask is None:
+        return None
+    batch, keys = key.shape[:2]
+    mask = attn.prepare_attention_mask(mask, keys, batch)
+    return mask.view(batch, attn.heads, -1, mask.shape[-1])
+
+
+def register_backend(config: PasaConfig | None, backend: str | None) -> AttentionBackendName:
+    """Add an attention to diffusers' dispatcher; returns the name to put into a processor's `_attention_backend`.
+
+    The dispatcher converts what it finds there to its enumeration unless it is an instance already, and that
+    enumeration is closed. So the name is an instance of it that is not among its members: the dispatcher finds it,
+    and no list of backends, no default and no other model changes.
+    """
+    name = f"pasa-{next(_SERIAL)}"
+    member = str.__new__(AttentionBackendName, name)
+    member._name_, member._value_ = name, name
+    _AttentionBackendRegistry.register(member)(make_dispatched(config, backend))
+    return member
+
+
+def unregister_backend(member: AttentionBackendName) -> None:
+    """Take it out again; the registry offers no way."""
+    for table in ("_backends", "_constraints", "_supported_arg_names"):
+        getattr(_AttentionBackendRegistry, table).pop(member, None)
+
+
+def make_dispatched(config: PasaConfig | None, backend: str | None) -> Callable[..., Tensor]:
+    """The function that the dispatcher calls; it is given those arguments whose names it has."""
+
+    def pasa_attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        return_lse: bool = False,
+        _parallel_config: Any = None,
+    ) -> Tensor:
+        """Attend: query (B, S, Hq, D), key, value (B, Skv, Hkv, D) -> (B, S, Hq, D)."""
+        for name, given in (
+            ("dropout_p", dropout_p),
+            ("return_lse", return_lse),
+            ("parallel_config", _parallel_config),
+        ):
+            if given:
+                raise NotImplementedError(f"dispatch_attention_fn: {name}={given!r} is not supported by PASA")
+        if is_causal and query.shape[1] != key.shape[1]:
+            raise NotImplementedError(
+                f"dispatch_attention_fn: is_causal with {query.shape[1]} queries and {key.shape[1]} keys is aligned to "
+                "the first key, which PASA does not support"
+            )
+        if attn_mask is not None and attn_mask.shape == (query.shape[0], key.shape[1]):
+            attn_mask = attn_mask[:, None, None]  # the dispatcher's convention for a mask of keys
+        return pasa.attention(
+            query,
+            key,
+            value,
+            attn_mask=attn_mask,
+            is_causal=is_causal,
+            scale=scale,
+            tensor_layout="NHD",
+            config=config,
+            backend=backend,
+        )
+
+    return pasa_attention
+
+
+def dispatched_processor(processor: Any, member: AttentionBackendName) -> Any:
+    """A copy of the model's processor that asks the dispatcher for `member`; one may serve many modules, so a copy."""
+    twin = copy.copy(processor)
+    twin._attention_backend = member
+    return twin
+
+
+def uses_dispatcher(processor: Any) -> bool:
+    """Tell whether a processor asks the dispatcher for its attention."""
+    return hasattr(type(processor), "_attention_backend")

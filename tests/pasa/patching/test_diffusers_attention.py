@@ -1,0 +1,282 @@
+"""Our processor does what the module's own did: every flag of `Attention`, against the original processor in FP32."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+from diffusers.models import attention_processor as own
+from diffusers.models.attention_dispatch import dispatch_attention_fn
+from diffusers.models.attention_processor import Attention
+from torch.nn import functional
+
+import pasa
+from pasa.patching import diffusers_attention as ours
+
+FACTOR = 2.0
+"""Bound of the whole file: error against FP32 <= FACTOR x that of `naive`, which rounds what FP16 attention must."""
+
+
+def naive(query, key, value, attn_mask=None, scale=None, is_causal=False, **kwargs):
+    """Attention with FP16 inputs, probabilities and output, and FP32 sums; (B, H, S, D), grouped queries by shape."""
+    q, k, v = (x.half().float() for x in (query, key, value))
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+    if attn_mask is not None:
+        scores = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
+    return (scores.softmax(-1).half().float() @ v).half().float()
+
+
+class NaiveEager(own.AttnProcessor):
+    """diffusers' eager processor with the roundings of :func:`naive` at the same places."""
+
+    def __call__(self, attn, *args, **kwargs):
+        heads, probabilities, back = attn.head_to_batch_dim, attn.get_attention_scores, attn.batch_to_head_dim
+        with (
+            mock.patch.object(attn, "head_to_batch_dim", lambda x: heads(x).half().float()),
+            mock.patch.object(attn, "get_attention_scores", lambda *a: probabilities(*a).half().float()),
+            mock.patch.object(attn, "batch_to_head_dim", lambda x: back(x.half().float())),
+        ):
+            return super().__call__(attn, *args, **kwargs)
+
+
+def naive_output(attn, arguments):
+    if ours.KINDS[type(attn.processor).__name__].module_scale:
+        return NaiveEager()(attn, **arguments)
+    with mock.patch.object(functional, "scaled_dot_product_attention", naive):
+        return attn(**arguments)
+
+
+@torch.no_grad()
+def agree(attn, **arguments):
+    """Assert the bound of this file, and that unpatching restores the same bits."""
+    expected = attn(**arguments)
+    bound = FACTOR * (naive_output(attn, arguments) - expected).abs().max()
+    original = attn.processor
+    with pasa.patch_pipeline(torch.nn.ModuleDict({"attn": attn})):
+        assert isinstance(attn.processor, ours.PasaAttnProcessor)
+        result = attn(**arguments)
+    assert attn.processor is original
+    assert torch.equal(attn(**arguments), expected)
+    assert result.shape == expected.shape
+    error = (result - expected).abs().max()
+    assert 0 < error <= bound, f"error {error:.2e} > {FACTOR} x naive = {bound:.2e}"
+
+
+def attention(**options):
+    """An `Attention` of 2 heads of 32 unless told otherwise; norms get weights that are not 1."""
+    torch.manual_seed(0)
+    module = Attention(**{"query_dim": 64, "heads": 2, "dim_head": 32} | options).eval()
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if "norm" in name and parameter.ndim == 1:
+                parameter.uniform_(0.5, 1.5)
+            if name in ("to_q.weight", "to_k.weight"):
+                parameter.mul_(4)  # scores of a few units, so that rows are not alike
+    return module
+
+
+def states(*shape, seed=1):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+FLAGS = {
+    "plain": {},
+    "bias": {"bias": True},
+    "upcast_attention": {"upcast_attention": True},
+    "upcast_softmax": {"upcast_softmax": True},
+    "group_norm": {"norm_num_groups": 8},
+    "residual_connection": {"residual_connection": True},
+    "rescale_output_factor": {"rescale_output_factor": 1.7},
+    "no output bias": {"out_bias": False},
+    "norm_q and norm_k, layer": {"qk_norm": "layer_norm"},
+    "norm_q and norm_k, rms": {"qk_norm": "rms_norm"},
+    "norm_q and norm_k, l2": {"qk_norm": "l2"},
+    "all of the VAE": {"bias": True, "norm_num_groups": 8, "residual_connection": True, "rescale_output_factor": 2.0},
+}
+EAGER = {name: flags for name, flags in FLAGS.items() if "qk_norm" not in flags}
+
+
+@pytest.mark.parametrize("name", FLAGS)
+@pytest.mark.parametrize("image", [False, True], ids=["tokens", "image"])
+def test_flags(name, image):
+    """`image`: (B, C, height, width), as the VAE calls it."""
+    agree(attention(**FLAGS[name]), hidden_states=states(2, 64, 7, 9) if image else states(2, 63, 64))
+
+
+@pytest.mark.parametrize("name", [*EAGER, "scale_qk"])
+def test_flags_of_the_eager_processor(name):
+    """`scale_qk=False` gives a module this processor, which takes the module's own scale."""
+    attn = attention(**EAGER[name]) if name in EAGER else attention(scale_qk=False)
+    if name == "scale_qk":
+        assert attn.scale == 1.0
+        assert type(attn.processor) is own.AttnProcessor
+    attn.set_processor(own.AttnProcessor())
+    agree(attn, hidden_states=states(2, 63, 64))
+
+
+def test_the_eager_processor_leaves_norms_out_and_so_do_we():
+    attn = attention(qk_norm="layer_norm")
+    attn.set_processor(own.AttnProcessor())
+    agree(attn, hidden_states=states(2, 63, 64))
+
+
+def test_the_scale_of_the_sdpa_processor_is_that_of_the_head():
+    """`AttnProcessor2_0` does not look at ``attn.scale``; a patch keeps even that."""
+    attn = attention()
+    attn.scale = 3.0
+    agree(attn, hidden_states=states(2, 63, 64))
+
+
+def test_spatial_norm_is_conditioned_on_temb():
+    attn = attention(spatial_norm_dim=8, residual_connection=True)
+    agree(attn, hidden_states=states(2, 64, 6, 6), temb=states(2, 8, 6, 6, seed=2))
+
+
+@pytest.mark.parametrize("norm", [None, "layer_norm", "group_norm"])
+@pytest.mark.parametrize("keys", [1, 77])
+def test_cross_attention(norm, keys):
+    """SVD's has one token: the softmax of one score, whatever it is, is 1."""
+    options = {"cross_attention_dim": 32, "cross_attention_norm": norm, "cross_attention_norm_num_groups": 8}
+    agree(attention(**options), hidden_states=states(3, 65, 64), encoder_hidden_states=states(3, keys, 32, seed=2))
+
+
+def test_one_token_cross_attention_survives_scores_that_overflow():
+    """One infinite score is NaN after its softmax, although the answer does not depend on the score at all."""
+    attn = attention(cross_attention_dim=32)
+    with torch.no_grad():
+        attn.to_q.weight.mul_(300)
+        attn.to_k.weight.mul_(300)
+    arguments = {"hidden_states": states(2, 9, 64), "encoder_hidden_states": states(2, 1, 32, seed=2)}
+    partial = {"config": pasa.PasaConfig(precision="partial"), "backend": "reference"}
+    with torch.no_grad(), pasa.patch_pipeline(torch.nn.ModuleDict({"attn": attn}), **partial):
+        assert attn(**arguments).isnan().any()
+    agree(attn, **arguments)
+
+
+@pytest.mark.parametrize("processor", ["AttnProcessor", "AttnProcessor2_0"])
+@pytest.mark.parametrize("rows", [1, 63])
+def test_additive_masks(processor, rows):
+    """(B, 1 or S, Skv), as UNets make them: 0 where visible, -10000 elsewhere; the module repeats them for heads."""
+    attn = attention(cross_attention_dim=32)
+    attn.set_processor(getattr(own, processor)())
+    mask = torch.where(torch.rand(2, rows, 77, generator=torch.Generator().manual_seed(3)) < 0.5, -1e4, 0.0)
+    agree(attn, hidden_states=states(2, 63, 64), encoder_hidden_states=states(2, 77, 32, seed=2), attention_mask=mask)
+
+
+def test_boolean_masks():
+    mask = torch.arange(77)[None, None] < torch.tensor([77, 30])[:, None, None]
+    agree(
+        attention(cross_attention_dim=32),
+        hidden_states=states(2, 63, 64),
+        encoder_hidden_states=states(2, 77, 32, seed=2),
+        attention_mask=mask,
+    )
+
+
+@pytest.mark.parametrize("cross", [False, True])
+def test_fused_projections(cross):
+    attn = attention(**({"cross_attention_dim": 32} if cross else {}), bias=True)
+    attn.fuse_projections()
+    attn.set_processor(own.FusedAttnProcessor2_0())
+    with torch.no_grad():
+        for name in ("to_k", "to_v") if cross else ("to_q", "to_k", "to_v"):
+            getattr(attn, name).weight.fill_(torch.nan)  # nobody may read them any more
+    more = {"encoder_hidden_states": states(2, 5, 32, seed=2)} if cross else {}
+    agree(attn, hidden_states=states(2, 63, 64), **more)
+
+
+@pytest.mark.parametrize("length", [1, 127, 129])
+@pytest.mark.parametrize("width", [40, 64, 80, 160, 512])
+def test_odd_shapes(length, width):
+    """Head dimensions of Stable Diffusion 1 (40 to 160), SVD (64) and its VAE (512)."""
+    agree(attention(heads=1, dim_head=width, query_dim=48), hidden_states=states(2, length, 48))
+
+
+def test_temporal_attention_has_a_batch_of_pixels():
+    """(B h w, frames, C): 4,608 sequences of 25 tokens at the second level of SVD's UNet."""
+    agree(attention(heads=1, dim_head=64, query_dim=32), hidden_states=states(4608, 25, 32))
+
+
+def test_slicing_is_no_obstacle():
+    attn = attention()
+    attn.set_attention_slice(1)
+    assert isinstance(attn.processor, own.SlicedAttnProcessor)
+    agree(attn, hidden_states=states(2, 63, 64))
+
+
+def test_a_half_model_keeps_its_dtype():
+    attn = attention(norm_num_groups=8).half()
+    with torch.no_grad(), pasa.patch_pipeline(torch.nn.ModuleDict({"attn": attn})):
+        assert attn(states(2, 63, 64).half()).dtype == torch.float16
+
+
+class Dispatched:
+    """A processor of the new style, reduced to its call."""
+
+    _attention_backend = None
+
+    def __call__(self, attn, hidden_states, **arguments):
+        return dispatch_attention_fn(*hidden_states, backend=self._attention_backend, **arguments)
+
+
+@pytest.fixture
+def dispatched():
+    """A processor whose attention is ours, in the dispatcher for the time of the test."""
+    member = ours.register_backend(None, None)
+    yield ours.dispatched_processor(Dispatched(), member)
+    ours.unregister_backend(member)
+
+
+def tokens(queries=9, keys=13, heads=4, key_heads=4):
+    """q, k, v as the dispatcher takes them: (B, S, H, D)."""
+    return states(2, queries, heads, 16), states(2, keys, key_heads, 16, seed=2), states(2, keys, key_heads, 16, seed=3)
+
+
+KEYS = torch.arange(13) < torch.tensor([13, 6])[:, None]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "arguments"),
+    [
+        ({}, {}),
+        ({}, {"scale": 1.5}),
+        ({"key_heads": 2}, {"enable_gqa": True}),
+        ({"keys": 9}, {"is_causal": True}),
+        ({}, {"attn_mask": KEYS}),
+        ({}, {"attn_mask": KEYS[:, None, None]}),
+        ({}, {"attn_mask": torch.where(KEYS[:, None, None], 0.0, -1e4)}),
+    ],
+    ids=["plain", "scale", "grouped", "causal", "mask of keys", "4-D mask", "additive mask"],
+)
+def test_the_dispatchers_arguments_mean_what_they_meant(dispatched, sizes, arguments):
+    given = tokens(**sizes)
+    expected = Dispatched()(None, given, **arguments)
+    with mock.patch.object(functional, "scaled_dot_product_attention", naive):
+        bound = FACTOR * (Dispatched()(None, given, **arguments) - expected).abs().max()
+    assert 0 < (dispatched(None, given, **arguments) - expected).abs().max() <= bound
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"dropout_p": 0.1}, r"dropout_p=0\.1"),
+        ({"is_causal": True}, "9 queries and 13 keys"),
+        ({"parallel_config": "ring"}, "parallel_config='ring'"),
+    ],
+)
+def test_what_the_dispatcher_asks_beyond_that_is_refused_by_name(dispatched, arguments, reason):
+    with pytest.raises(NotImplementedError, match=reason):
+        dispatched(None, tokens(), **arguments)
+
+
+def test_a_backend_of_the_dispatcher_is_not_in_its_lists(dispatched):
+    """The enumeration is closed, and stays as it is: no new member, no new default."""
+    name = dispatched._attention_backend
+    assert name.value.startswith("pasa-")
+    assert name not in list(type(name))
+    with pytest.raises(ValueError, match="pasa"):
+        type(name)(name.value)
