@@ -20,6 +20,7 @@ NPU = ["torch-npu"]
 TRANSFORMERS = ["transformers>=5.0", "safetensors"]
 DIFFUSERS = ["diffusers>=0.36", *TRANSFORMERS]
 EVAL = ["typer>=0.15", "rich>=13", "matplotlib>=3.8", "gguf>=0.17", "accelerate>=1.0", *TRANSFORMERS]
+VIDEO = ["scikit-image>=0.22", "imageio>=2.34", "imageio-ffmpeg>=0.5", *DIFFUSERS, *EVAL]
 DEV = [
     "pytest>=8",
     "pytest-xdist>=3",
@@ -29,8 +30,7 @@ DEV = [
     "triton==3.6.0",
     "cmake>=3.18",  # the test of scripts/build_ascend.sh
     "numpy<2.4",  # Triton 3.6's interpreter
-    *DIFFUSERS,
-    *EVAL,
+    *VIDEO,
 ]
 
 setup(
@@ -58,6 +58,7 @@ setup(
         "transformers": TRANSFORMERS,
         "diffusers": DIFFUSERS,
         "eval": EVAL,
+        "video": VIDEO,
         "dev": DEV,
     },
     entry_points={"console_scripts": ["pasa = pasa.eval.cli:main"]},

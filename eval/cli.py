@@ -5,7 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-EXTRAS = ("typer", "rich", "matplotlib")
+EXTRAS = {"typer": "eval", "rich": "eval", "matplotlib": "eval"} | dict.fromkeys(
+    ("diffusers", "transformers", "skimage", "imageio", "imageio_ffmpeg", "PIL"), "video"
+)
 BAD_INPUT = 2
 EXPECTED = (ValueError, TypeError, NotImplementedError, OSError)  # what the library raises for what a user gave it
 
@@ -21,8 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         sys.exit(_run(arguments))
     except ModuleNotFoundError as error:
-        extra = (error.name or "").partition(".")[0] in EXTRAS
-        sys.exit(_complain(f"{error.name} is not installed; run: pip install '.[eval]'" if extra else str(error)))
+        extra = EXTRAS.get((error.name or "").partition(".")[0])
+        sys.exit(_complain(f"{error.name} is not installed; run: pip install '.[{extra}]'" if extra else str(error)))
     except EXPECTED as error:
         sys.exit(_complain(str(error)))
 

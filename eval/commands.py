@@ -19,6 +19,8 @@ app = typer.Typer(
 )
 bench = typer.Typer(help="Benchmarks.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
+evaluate = typer.Typer(help="Whole models, with and without PASA.", no_args_is_help=True)
+app.add_typer(evaluate, name="eval")
 
 QUICK_HEADS = 4  # half a minute on two cores; the paper has 16
 Json = Annotated[
@@ -194,15 +196,56 @@ def demo(
     from pasa.eval.rescue import run as module
 
     with output.progress_bar("demo") as progress:
-        stages: list[str] = []
-
-        def say(line: str) -> None:
-            stages.append(line)
-            progress(len(stages) - 1, len(stages) + 1, line)
-
-        result = module.run_rescue(model, prompt, offset, new_tokens, max_prompt_tokens, progress=say)
+        result = module.run_rescue(model, prompt, offset, new_tokens, max_prompt_tokens, progress=_stages(progress, 5))
     _deliver(result, json, module.render)
     raise typer.Exit(0 if result["proof"]["passed"] else 1)
+
+
+@evaluate.command()
+def video(
+    json: Json = None,
+    output_dir: Annotated[Path | None, typer.Option(help="Write JSON, Markdown, MP4, GIF and PNG there.")] = None,
+    model: Annotated[str, typer.Option(help='Folder of a Stable Video Diffusion checkpoint, or "tiny".')] = "tiny",
+    image: Annotated[str | None, typer.Option(help="Picture to start from.")] = None,
+    height: Annotated[int | None, typer.Option(parser=integer, metavar="N", help="Pixels (128; 576).")] = None,
+    width: Annotated[int | None, typer.Option(parser=integer, metavar="N", help="Pixels (128; 1024).")] = None,
+    frames: Annotated[int | None, typer.Option(parser=integer, metavar="N", help="Frames (4; 25).")] = None,
+    steps: Annotated[int | None, typer.Option(parser=integer, metavar="N", help="Denoising steps (3; 25).")] = None,
+    seed: Annotated[int, typer.Option(parser=integer, metavar="N", help="Of the noise.")] = 42,
+    dtype: Annotated[str | None, typer.Option(help="Of the models in the FP16 runs: float16 or float32.")] = None,
+    offload: Annotated[bool, typer.Option("--offload", help="Model offload and forward chunking.")] = False,
+) -> None:
+    """A video in FP32, in FP16 and in FP16 with PASA, frame by frame; exit 1 if PASA breaks it."""
+    from pasa.eval.video import report, run
+
+    with output.progress_bar("eval video") as progress:
+        result, clips = run.run_video(
+            model,
+            image=image,
+            height=height,
+            width=width,
+            frames=frames,
+            steps=steps,
+            seed=seed,
+            dtype=dtype,
+            offload=offload,
+            progress=_stages(progress, 6 if model == run.TINY else 3),
+        )
+    _deliver(result, json, report.render)
+    if output_dir is not None:
+        report.save(result, clips, output_dir, run.FPS)
+    raise typer.Exit(0 if result["gate"]["passed"] else 1)
+
+
+def _stages(progress: output.Report, total: int) -> Callable[[str], None]:
+    """A callback that is told each stage before it begins."""
+    lines: list[str] = []
+
+    def say(line: str) -> None:
+        lines.append(line)
+        progress(len(lines) - 1, total, line)
+
+    return say
 
 
 def _deliver(result: dict[str, Any], json: str | None, render: Callable[[dict[str, Any], Console], None]) -> None:

@@ -26,7 +26,7 @@ def run(*arguments: str) -> Any:
 
 def test_help_names_every_command_and_no_other() -> None:
     shown = run("--help").output
-    assert all(name in shown for name in ("doctor", "beta", "bench", "demo"))
+    assert all(name in shown for name in ("doctor", "beta", "bench", "eval", "demo"))
     assert not any(name in shown for name in ("predict", "diagnose", "longbench"))
 
 
@@ -125,6 +125,9 @@ def test_other_experiments_are_stored_whole(tmp_path: Path, option: str, stem: s
         (["bench", "speed", "--implementation", "foo"], "foo"),
         (["beta", "--block", "0"], "0"),
         (["demo", "--new-tokens", "0"], "new_tokens=0"),
+        (["eval", "video", "--model", "nowhere"], "'nowhere'"),
+        (["eval", "video", "--height", "100"], "height=100"),
+        (["eval", "video", "--dtype", "int8"], "'int8'"),
         (["--bogus"], "--bogus"),
     ],
 )
@@ -159,6 +162,25 @@ def test_missing_extra_tells_what_to_install(
         cli.main(["beta"])
     assert stopped.value.code == 2
     assert capsys.readouterr().err == "pasa: typer is not installed; run: pip install '.[eval]'\n"
+
+
+def test_missing_extra_of_one_command_is_its_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "diffusers", None)
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["eval", "video"])
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err == "pasa: diffusers is not installed; run: pip install '.[video]'\n"
+
+
+def test_eval_video_writes_what_it_says(tmp_path: Path) -> None:
+    sizes = ["--height", "32", "--width", "32", "--frames", "2", "--steps", "1"]
+    done = run("eval", "video", *sizes, "--json", str(tmp_path / "x.json"), "--output-dir", str(tmp_path / "all"))
+    result = json.loads((tmp_path / "x.json").read_text())
+    assert done.exit_code == (0 if result["gate"]["passed"] else 1)
+    assert result["runs"]["fp16"]["nonfinite_frames"] == 2
+    assert (tmp_path / "all" / "video.mp4").is_file()
 
 
 def test_console_script_runs_as_a_process() -> None:

@@ -1,0 +1,301 @@
+"""The paper's generation script (appendix G) as a regression: the same seed in FP32, in FP16, and in FP16 with PASA."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import pasa
+from pasa.eval import output
+from pasa.eval.video import metrics
+from pasa.eval.video.overflow import OFFSET, bias_scores
+from pasa.eval.video.tiny import sample_image, tiny_pipeline
+from pasa.eval.video.watch import NonFiniteWatch
+
+if TYPE_CHECKING:
+    from pasa.eval.video.metrics import Frames
+
+TINY = "tiny"
+SIZES = {  # the second column: the paper's, of the real model
+    "height": (128, 576),
+    "width": (128, 1024),
+    "frames": (4, 25),
+    "steps": (3, 25),
+}
+SEED = 42  # the paper's
+FPS = 7  # the paper's
+MIN_PSNR, MIN_SSIM = 45.0, 0.995
+"""What frames of the tiny pipeline must reach against FP32. Without any attention they reach 22 dB."""
+FARTHER = 1.10
+"""Without overflow PASA may be this much farther from FP32 than attention that stores its scores in FP16."""
+EMULATED = pasa.PasaConfig(precision="partial")
+"""Q K^T stored in FP16 before it is scaled, all else as PASA has it: the paper's FP16-FP32 allocation."""
+EMULATION = "FP16 scores are emulated: Q K^T is stored in FP16 before it is scaled"
+Progress = Callable[[str], None]
+
+
+@dataclass
+class Clip:
+    """One generation: its frames (F, H, W, 3), 0 to 1, and what was seen on the way."""
+
+    frames: Frames
+    seconds: float
+    first_nonfinite: dict[str, Any] | None
+    scores: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What every run of an experiment shares; `steps` of the sampler, `dtype` of the models in the FP16 runs."""
+
+    image: Any
+    height: int
+    width: int
+    frames: int
+    steps: int
+    seed: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+def run_video(
+    model: str = TINY,
+    *,
+    image: str | None = None,
+    height: int | None = None,
+    width: int | None = None,
+    frames: int | None = None,
+    steps: int | None = None,
+    seed: int = SEED,
+    dtype: str | None = None,
+    offload: bool = False,
+    progress: Progress | None = None,
+) -> tuple[dict[str, Any], dict[str, Frames]]:
+    """Generate one clip in FP32, in FP16 with scores stored in FP16, and in FP16 with PASA; compare the frames.
+
+    Parameters
+    ----------
+    model : str
+        Folder of a Stable Video Diffusion checkpoint, or "tiny": random weights, run once as they are and once with
+        scores that a bias makes overflow. Nothing is downloaded.
+    image : str, optional
+        Picture to start from; a synthetic one by default.
+    height, width, frames, steps : int, optional
+        Pixels (multiples of 8), frames and denoising steps; by default 128, 128, 4 and 3 for "tiny", and the paper's
+        576, 1024, 25 and 25 for a checkpoint.
+    seed : int
+        Of the noise, drawn on the CPU and so the same on every device and in both dtypes.
+    dtype : str, optional
+        "float16" or "float32": what the models run in when attention is FP16. Default: float16 on an accelerator;
+        on a CPU float32, where FP16 convolutions are some 30 times slower and attention alone is compared.
+    offload : bool
+        Model offload and forward chunking, as in the paper's script.
+    progress : callable, optional
+        Called with a line before each run.
+
+    Returns
+    -------
+    result : dict
+        JSON-able: ``gate``, ``runs`` (metrics of each clip, by name), ``fixture``, ``settings``, ``environment``.
+    clips : dict
+        Frames (F, H, W, 3) of the runs to look at, by title; FP32 first.
+
+    Raises
+    ------
+    FileNotFoundError, ValueError
+        The model is not a folder; a size, dtype or image that cannot be used.
+    """
+    given = {"height": height, "width": width, "frames": frames, "steps": steps}
+    sizes = {name: _size(name, value, model) for name, value in given.items()}
+    device = _device()
+    settings = Settings(
+        image=_image(image, sizes["height"], sizes["width"]),
+        seed=seed,
+        dtype=_dtype(dtype, device),
+        device=device,
+        **sizes,
+    )
+    say = progress or (lambda line: None)
+    clips: dict[str, Clip] = {}
+    fixture = None
+    if model == TINY:
+        pipeline = tiny_pipeline()
+        bias_scores(pipeline.unet, offset=0)
+        clips |= {f"{name}_base": clip for name, clip in _runs(pipeline, settings, offload, "no bias", say).items()}
+        pipeline = tiny_pipeline()
+        fixture = bias_scores(pipeline.unet, OFFSET)
+        clips |= _runs(pipeline, settings, offload, "biased scores", say)
+    else:
+        clips = _runs(_load(model), settings, offload, Path(model).name, say)
+    result = _collect(clips, settings, model, fixture, offload)
+    return result, {title: clips[name].frames for name, title in TITLES.items() if name in clips and "base" not in name}
+
+
+TITLES = {
+    "fp32_base": "FP32, no bias",
+    "fp16_base": "FP16 scores, no bias",
+    "pasa_base": "PASA, no bias",
+    "fp32": "FP32",
+    "fp16": "FP16 scores",
+    "pasa": "PASA",
+}
+
+
+def _runs(pipeline: Any, settings: Settings, offload: bool, what: str, say: Progress) -> dict[str, Clip]:
+    """The three clips of one set of weights; the pipeline is left in the dtype of the FP16 runs."""
+    if offload:
+        pipeline.enable_model_cpu_offload(device=settings.device)
+        pipeline.unet.enable_forward_chunking()
+    else:
+        pipeline.to(settings.device)
+    say(f"{what}: FP32")
+    clips = {"fp32": generate(pipeline, settings)}
+    if settings.dtype == torch.float16:
+        for part in (pipeline.unet, pipeline.vae, pipeline.image_encoder):
+            part.half()
+    say(f"{what}: FP16, scores stored in FP16 (emulated)")
+    with pasa.patch_pipeline(pipeline, config=EMULATED, backend="reference"):
+        clips["fp16"] = generate(pipeline, settings)
+    say(f"{what}: FP16, PASA")
+    with pasa.patch_pipeline(pipeline):
+        clips["pasa"] = generate(pipeline, settings, diagnose=settings.device.type == "cpu")
+    return clips
+
+
+@torch.no_grad()
+def generate(pipeline: Any, settings: Settings, *, diagnose: bool = False) -> Clip:
+    """Run the pipeline once.
+
+    Parameters
+    ----------
+    diagnose : bool
+        Record the largest score before and after the shift; of the reference backend alone.
+    """
+    models = {name: part for name, part in pipeline.components.items() if isinstance(part, torch.nn.Module)}
+    recorder: AbstractContextManager[list[Any]] = pasa.record_diagnostics() if diagnose else nullcontext([])
+    started = time.perf_counter()
+    with NonFiniteWatch(models) as watch, recorder as records:
+        frames = pipeline(
+            settings.image,
+            height=settings.height,
+            width=settings.width,
+            num_frames=settings.frames,
+            num_inference_steps=settings.steps,
+            decode_chunk_size=min(settings.frames, 8),
+            generator=torch.Generator("cpu").manual_seed(settings.seed),
+            output_type="pt",
+        ).frames[0]
+    array = frames.float().permute(0, 2, 3, 1).cpu().numpy()
+    scores = {
+        name: max(float(getattr(record, name).max()) for record in records)
+        for name in ("max_score_before", "max_score_after")
+        if records
+    }
+    return Clip(array, time.perf_counter() - started, watch.first, scores)
+
+
+def _collect(
+    clips: dict[str, Clip], settings: Settings, model: str, fixture: dict[str, Any] | None, offload: bool
+) -> dict[str, Any]:
+    """Metrics of every clip against FP32 on the same weights, and the verdict."""
+    runs: dict[str, Any] = {}
+    for name, clip in clips.items():
+        reference = "fp32_base" if name.endswith("_base") or (name == "fp32" and fixture) else "fp32"
+        runs[name] = {"title": TITLES[name], "seconds": clip.seconds, "first_nonfinite": clip.first_nonfinite}
+        runs[name] |= metrics.describe(clip.frames)
+        if fixture and not name.endswith("_base"):
+            runs[name]["rmse_to_no_bias"] = metrics.rms(clip.frames - clips["fp32_base"].frames)
+        if name != reference:
+            runs[name] |= {"reference": reference, **metrics.compare(clip.frames, clips[reference].frames)}
+    import diffusers
+
+    return {
+        "experiment": "video",
+        "gate": judge(runs, tiny=fixture is not None),
+        "model": model,
+        "settings": {
+            **{name: getattr(settings, name) for name in (*SIZES, "seed")},
+            "model_dtype": str(settings.dtype).removeprefix("torch."),
+            "offload": offload,
+        },
+        "fixture": fixture,
+        "scores": clips["pasa"].scores or None,
+        "runs": runs,
+        "note": EMULATION if settings.device.type == "cuda" else f"{EMULATION}; {output.NOTE}",
+        "environment": {**output.environment(), "diffusers": diffusers.__version__, "device": _name(settings.device)},
+    }
+
+
+def judge(runs: dict[str, Any], *, tiny: bool) -> dict[str, Any]:
+    """What must hold, as named booleans.
+
+    Of any model: with PASA no value that is not finite, and no black frame that FP32 has not. Of the tiny one besides:
+    FP16 scores break the biased clip, PASA is within `MIN_PSNR` and `MIN_SSIM` of FP32, and without the bias the two
+    are equally far from FP32.
+    """
+    pasa_run = runs["pasa"]
+    checks = {
+        "pasa_finite": pasa_run["nonfinite_share"] == 0 and pasa_run["first_nonfinite"] is None,
+        "pasa_not_black": pasa_run["black_frames"] <= runs["fp32"]["black_frames"],
+    }
+    ratio = None
+    if tiny:
+        broken = runs["fp16"]["nonfinite_frames"] + runs["fp16"]["black_frames"]
+        ratio = runs["pasa_base"]["rmse"] / runs["fp16_base"]["rmse"]
+        checks |= {
+            "fp16_breaks": broken > 0,
+            "psnr": all(value is not None and value >= MIN_PSNR for value in pasa_run["psnr"]),
+            "ssim": all(value is not None and value >= MIN_SSIM for value in pasa_run["ssim"]),
+            "equally_far_without_bias": 1 / FARTHER <= ratio <= FARTHER,
+        }
+    return {"passed": all(checks.values()), "checks": checks, "error_ratio_without_bias": ratio}
+
+
+def _load(path: str) -> Any:
+    from diffusers import StableVideoDiffusionPipeline
+
+    if not Path(path).is_dir():
+        raise FileNotFoundError(f"model {path!r} is not a folder (nothing is downloaded)")
+    pipeline = StableVideoDiffusionPipeline.from_pretrained(path, dtype=torch.float32, local_files_only=True)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def _size(name: str, value: int | None, model: str) -> int:
+    value = SIZES[name][model != TINY] if value is None else value
+    if name in ("height", "width") and (value < 8 or value % 8):
+        raise ValueError(f"{name}={value} is not a positive multiple of 8")
+    least = 2 if name == "frames" else 1  # with one frame the pipeline's guidance scale is 1, which it cannot run
+    if value < least:
+        raise ValueError(f"{name}={value} is below {least}")
+    return value
+
+
+def _dtype(name: str | None, device: torch.device) -> torch.dtype:
+    known = {"float16": torch.float16, "float32": torch.float32}
+    if name is not None and name not in known:
+        raise ValueError(f"dtype={name!r} is not one of {tuple(known)}")
+    return known[name or ("float32" if device.type == "cpu" else "float16")]
+
+
+def _image(path: str | None, height: int, width: int) -> Any:
+    """The picture to start from, at the size of the clip."""
+    if path is None:
+        return sample_image(height, width)
+    from PIL import Image
+
+    return Image.open(path).convert("RGB").resize((width, height))
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
