@@ -21,6 +21,7 @@ from pasa.eval.soak import report as soak_report
 from pasa.eval.speed import report as speed_report
 from pasa.eval.speed.cases import DATA
 from pasa.eval.speed.implementations import CUDNN, FLASH
+from pasa.eval.video import report as video_report
 from pasa.ops.registry import BACKENDS, Backend
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,6 +33,7 @@ RESULTS = {
     "speed": ROOT / "eval/speed/results/speed.json",
     "soak": ROOT / "eval/soak/results/soak.json",
     "npu_model": ROOT / "eval/npu_model/results/npu_model.json",
+    "video": ROOT / "eval/video/results/video.json",
 }
 SHOWN = ("fp32", "partial", "prescaled", "smooth_k", "pasa-paper-fp16", "pasa-paper", "pasa-exact")
 
@@ -155,6 +157,14 @@ def rescue() -> str:
     return f"{summary}\n\n{table(['run', 'perplexity', 'logits not finite'], rows)}"
 
 
+def video() -> str:
+    """A clip with and without PASA."""
+    result = stored("video")
+    found = video_report.run_table(result)
+    text = f"{found.title}. {found.note}\n\n{table(found.header, found.rows)}"
+    return f"{text}\n\n{video_report.verdict(result)} {video_report.origin(result)}"
+
+
 def speed() -> str:
     """Our default and portable kernels beside torch's attention, unbiased data and many rows."""
     result = stored("speed")
@@ -229,6 +239,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "damage": lambda: _report_table("rmse", "Overflow"),
     "bias": lambda: _report_table("bias", "Q and K share"),
     "rescue": rescue,
+    "video": video,
     "speed": speed,
     "decode": decode,
     "kernels": kernels,

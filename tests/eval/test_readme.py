@@ -28,6 +28,18 @@ def test_stored_rescue_is_the_proof():
     assert proof["layers_that_overflow"] == proof["layers"] == 30
 
 
+def test_stored_video_meets_the_bounds():
+    """4 frames of 128 x 128: FP16 scores break all, PASA none; without the bias equally far from FP32 within 10 %."""
+    result = readme.stored("video")
+    runs = result["runs"]
+    assert result["gate"]["passed"]
+    assert [result["settings"][name] for name in ("frames", "height", "width")] == [4, 128, 128]
+    assert runs["fp16"]["nonfinite_frames"] == 4
+    assert min(runs["pasa"]["psnr"]) >= 45
+    assert min(runs["pasa"]["ssim"]) >= 0.995
+    assert 0.9 <= runs["pasa_base"]["rmse"] / runs["fp16_base"]["rmse"] <= 1.1
+
+
 def test_unknown_part_is_an_error():
     with pytest.raises(KeyError, match="nonsense"):
         readme.fill("<!-- generated: nonsense -->\n<!-- end -->")
