@@ -18,7 +18,7 @@ PACKAGES = [
 TRITON = ["triton>=3.2"]
 NPU = ["torch-npu"]
 TRANSFORMERS = ["transformers>=5.0", "safetensors"]
-DIFFUSERS = ["diffusers>=0.36", *TRANSFORMERS]
+DIFFUSERS = ["diffusers>=0.37", *TRANSFORMERS]
 EVAL = ["typer>=0.15", "rich>=13", "matplotlib>=3.8", "gguf>=0.17", "accelerate>=1.0", *TRANSFORMERS]
 VIDEO = ["scikit-image>=0.22", "imageio>=2.34", "imageio-ffmpeg>=0.5", *DIFFUSERS, *EVAL]
 DEV = [

@@ -94,7 +94,8 @@ def _select(
     Raises
     ------
     NotImplementedError
-        The model has processors, and PASA can stand in for none of them.
+        The model has processors, and PASA can stand in for none of them. An autoencoder is skipped instead: its
+        attention, where it has any, is not what a pipeline is patched for.
     """
     selected: dict[str, torch.nn.Module] = {}
     skipped: Pairs = []
@@ -116,7 +117,8 @@ def _select(
             skipped.append((name, too_wide))
         else:
             selected[name] = module
-    if foreign and len(foreign) == with_processor:
+    is_autoencoder = type(component).__module__.startswith("diffusers.models.autoencoders")
+    if foreign and len(foreign) == with_processor and not is_autoencoder:
         name, reason = foreign[0]
         raise NotImplementedError(
             f"patch_pipeline: {type(component).__name__} is not supported: {reason} ({name}, as all of its attention); "

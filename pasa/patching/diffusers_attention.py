@@ -55,7 +55,7 @@ KINDS = {
     "SlicedAttnProcessor": Kind(module_scale=True),
     "XFormersAttnProcessor": Kind(module_scale=True),
 }
-"""The processors that :class:`PasaAttnProcessor` can take the place of, by class name (diffusers 0.36 to 0.42)."""
+"""The processors that :class:`PasaAttnProcessor` can take the place of, by class name (diffusers 0.37 to 0.42)."""
 
 
 class PasaAttnProcessor:

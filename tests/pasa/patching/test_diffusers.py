@@ -11,7 +11,12 @@ import torch
 import transformers as hf
 from diffusers.hooks import apply_group_offloading
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry
-from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0, FusedAttnProcessor2_0
+from diffusers.models.attention_processor import (
+    AttnProcessor,
+    AttnProcessor2_0,
+    FusedAttnProcessor2_0,
+    MochiVaeAttnProcessor2_0,
+)
 
 import pasa
 from pasa.eval.video.tiny import sample_image, tiny_pipeline, tiny_unet
@@ -372,6 +377,17 @@ def test_models_with_other_processors_are_refused_by_name():
     with pytest.raises(NotImplementedError, match=r"CogVideoXTransformer3DModel is not.*CogVideoXAttnProcessor2_0"):
         pasa.patch_pipeline(model)
     assert model.attn_processors == before
+
+
+def test_an_autoencoder_with_other_processors_is_skipped_and_its_pipeline_patched(pipeline):
+    """Sana's has linear attention, Mochi's a processor of its own; the transformer beside it is what matters."""
+    pipeline.vae.set_attn_processor(MochiVaeAttnProcessor2_0())
+    with pasa.patch_pipeline(pipeline) as handle:
+        assert len(handle.report().patched) == 18
+    reasons = {reason for name, reason in handle.report().skipped}
+    assert reasons == {"PASA cannot take the place of MochiVaeAttnProcessor2_0"}
+    with pytest.raises(NotImplementedError, match=r"nothing to patch in AutoencoderKLTemporal.*MochiVaeAttnProcessor"):
+        pasa.patch_pipeline(pipeline.vae)
 
 
 def test_adapters_and_attention_without_processor_are_skipped_with_the_reason(pipeline):
