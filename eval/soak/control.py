@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 """What compute-sanitizer says of the means themselves: a right kernel, made of what the Hopper kernel is made of.
 
     compute-sanitizer --tool racecheck python -m pasa.eval.soak.control

@@ -82,6 +82,8 @@ def profile(case: str, implementation: str) -> list[dict[str, Any]]:
     if done.returncode or not table.startswith('"ID"'):
         raise NotImplementedError(f"ncu: {(done.stdout + done.stderr).strip()[-400:]}")
     names, _, *rows = csv.reader(io.StringIO(table))
+    if not rows:
+        raise NotImplementedError(f"ncu saw no kernel of {implementation} on {case}")
     return [record(dict(zip(names, row, strict=True)), case, implementation) for row in rows]
 
 
