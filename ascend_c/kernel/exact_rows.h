@@ -13,9 +13,9 @@ class ExactRows : protected VectorState {
 protected:
     using VectorState::VectorState;
 
-    // Scores in nats to score_tile_, from a tile in FP32 where FP16 was too coarse; the largest of each row to kTop, and
-    // in the frame of the first anchor to kHere. Beside it, if there is a next block, what its anchor takes off: factor_ is then
-    // that block's. True if the tile came in FP32.
+    // Scores in nats to score_tile_, from a tile in FP32 where FP16 was too coarse; the largest of each row to kTop,
+    // and in the frame of the first anchor to kHere. Beside it, if there is a next block, what its anchor takes off:
+    // factor_ is then that block's. True if the tile came in FP32.
     __aicore__ inline bool ToFrame(const Task& task, uint32_t i, uint32_t j, uint32_t rows, RowMath& seeing,
                                    bool refers)
     {

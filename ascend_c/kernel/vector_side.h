@@ -7,7 +7,7 @@ namespace pasa {
 
 constexpr float kNothing = -0x1p90f;   // a running maximum before the first key: below every score, above hidden ones
 constexpr uint32_t kMinusInfinity = 0xff800000;  // the device's headers have no INFINITY
-// Weights are 2^15 exp(score - running maximum): below FP16's largest number, and zero only 27.8 nats below the maximum.
+// Weights are 2^15 exp(score - running maximum): within FP16, and zero only 27.8 nats below the maximum.
 constexpr float kLift = 0x1p15f, kLiftNats = 10.39720771f;
 constexpr float kLargestLifted = 64.0f;  // of a scale with which any FP16 score in nats minus kLiftNats is near enough
 
@@ -115,9 +115,9 @@ private:
         AscendC::PipeBarrier<PIPE_V>();
     }
 
-    // Weights, rounded, to the cube core; m, l, and the output so far in the frame of the new maximum (Algorithm 1, lines
-    // 12 and 16 to 20, but weights are relative to the running maximum: P V needs no factor). Before it, kTop holds the
-    // largest scores in nats, and kHere the same in the frame of the running maximum.
+    // Weights, rounded, to the cube core; m, l, and the output so far in the frame of the new maximum (Algorithm 1,
+    // lines 12 and 16 to 20, but weights are relative to the running maximum: P V needs no factor). Before it, kTop
+    // holds the largest scores in nats, and kHere the same in the frame of the running maximum.
     __aicore__ inline void MakeWeights(uint32_t i, uint32_t rows, bool wide, NextReference& next)
     {
         RowMath all(0, rows);
