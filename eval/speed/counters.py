@@ -19,11 +19,10 @@ from typing import Any
 
 import torch
 
-from pasa.eval import output
+from pasa.eval import cli, output
 from pasa.eval.speed.cases import select_cases
 from pasa.eval.speed.device import describe
 from pasa.eval.speed.implementations import CUDNN, OURS, PLAIN, select_implementations
-from pasa.eval.speed.report import markdown
 
 WARM_CALLS = 3
 STALL = "smsp__average_warps_issue_stalled_"
@@ -108,6 +107,8 @@ def number(text: str) -> float:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0 if all kernels were read."""
+    from pasa.eval.speed.report import markdown  # needs rich, an extra
+
     parser = argparse.ArgumentParser(description="Nsight Compute counters of the kernels of some cases")
     parser.add_argument("cases", nargs="+")
     parser.add_argument("--one", metavar="IMPLEMENTATION", help=argparse.SUPPRESS)
@@ -136,4 +137,4 @@ of the time in which the tensor cores work; `SMs busy %`: in which a multiproces
 """
 
 if __name__ == "__main__":
-    sys.exit(main())
+    cli.leave(main)

@@ -158,7 +158,7 @@ def test_missing_extra_tells_what_to_install(
     with pytest.raises(SystemExit) as stopped:
         cli.main(["beta"])
     assert stopped.value.code == 2
-    assert capsys.readouterr().err == "pasa: typer is not installed; run: pip install '.[eval]'\n"
+    assert capsys.readouterr().err == "pasa: typer is not installed; run, in the checkout: pip install '.[eval]'\n"
 
 
 def test_console_script_runs_as_a_process() -> None:
