@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NoReturn
 
-EXTRAS = {"typer": "eval", "rich": "eval", "matplotlib": "eval"} | dict.fromkeys(
+EXTRAS = {"typer": "eval", "rich": "eval", "matplotlib": "eval", "triton": "triton"} | dict.fromkeys(
     ("diffusers", "transformers", "skimage", "imageio", "imageio_ffmpeg", "PIL"), "video"
 )
 BAD_INPUT = 2
@@ -20,11 +21,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     arguments : sequence of str, optional
         In place of those of the process.
     """
+    leave(lambda: _run(arguments))
+
+
+def leave(action: Callable[[], int]) -> NoReturn:
+    """Do it and exit with what it returns, or with 2 and one line on stderr for what a user can mend."""
     try:
-        sys.exit(_run(arguments))
+        sys.exit(action())
     except ModuleNotFoundError as error:
-        extra = EXTRAS.get((error.name or "").partition(".")[0])
-        sys.exit(_complain(f"{error.name} is not installed; run: pip install '.[{extra}]'" if extra else str(error)))
+        known = EXTRAS.get((error.name or "").partition(".")[0])
+        why = f"{error.name} is not installed; run, in the checkout: pip install '.[{known}]'" if known else str(error)
+        sys.exit(_complain(why))
     except EXPECTED as error:
         sys.exit(_complain(str(error)))
 

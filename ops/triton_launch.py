@@ -16,10 +16,11 @@ from typing import Any, TypeAlias
 import torch
 import triton
 from torch import Tensor
+from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction, driver
 
-KNOWN_TRITON = triton.__version__.startswith("3.6.")  # the C launcher's arguments are Triton's own affair
-DIRECT = KNOWN_TRITON and torch.version.hip is None
+# The C launcher's arguments are Triton's own affair, and differ between its versions. The interpreter has none.
+DIRECT = triton.__version__.startswith("3.6.") and torch.version.hip is None and not triton.knobs.runtime.interpret
 
 Grid: TypeAlias = tuple[int, int, int]
 
@@ -48,10 +49,20 @@ class Ready:
 
     @classmethod
     def of(cls, kernel: Any, spelled_out: bool = False) -> Ready:
-        """Loads it. spelled_out: tensor maps, shapes and strides will be given in place of tensor descriptors."""
+        """Loads it. spelled_out: tensor maps, shapes and strides will be given in place of tensor descriptors.
+
+        Raises
+        ------
+        triton.runtime.errors.OutOfResources
+            If it does not fit the device.
+        NotImplementedError
+            If it wants scratch memory, as instrumented kernels do.
+        """
         launcher = kernel.run
+        if not hasattr(launcher, "launch"):
+            launcher()  # what Triton keeps of a kernel that once did not fit: a call that says so again
         if launcher.global_scratch_size or launcher.profile_scratch_size:
-            raise RuntimeError(f"{kernel.name} wants scratch memory, which this launch does not give")
+            raise NotImplementedError(f"{kernel.name} wants scratch memory, which this launch does not give")
         launch = launcher.launch
         if spelled_out and inspect.isfunction(launch):
             launch = inspect.getclosurevars(launch).nonlocals.get("launcher", launch)
@@ -61,7 +72,7 @@ class Ready:
         """Launch it; a profiler's hooks are called if there are any."""
         runtime = triton.knobs.runtime  # which older versions, as triton-ascend's, lack
         enter, leave, meta = runtime.launch_enter_hook, runtime.launch_exit_hook, None
-        if enter.calls or leave.calls:
+        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
             meta = self.kernel.launch_metadata(grid, stream, *arguments)
         else:
             enter = leave = None
@@ -112,28 +123,35 @@ def launch(
     options
         num_warps and the like.
     """
-    if not (DIRECT and tensors[0].is_cuda and type(kernel) is JITFunction):
+    ready = None
+    if DIRECT and tensors[0].is_cuda and type(kernel) is JITFunction:
+        device = tensors[0].device.index
+        kinds = (*map(_pointer_kind, tensors), *map(_number_kind, numbers))
+        key = (kernel, device, kinds, *constants.items(), *options.items())
+        ready = _ready.get(key)
+        if ready is None:
+            ready = _prepare(kernel.warmup(*tensors, *numbers, **constants, **options, grid=grid))
+            if ready is not None:
+                _ready[key] = ready
+    if ready is None:
         kernel[grid](*tensors, *numbers, **constants, **options)
         return
-    device = tensors[0].device.index
-    key = (
-        kernel,
-        device,
-        *map(_pointer_kind, tensors),
-        *map(_number_kind, numbers),
-        *constants.items(),
-        *options.items(),
-    )
-    ready = _ready.get(key)
-    if ready is None:
-        compiled = kernel.warmup(*tensors, *numbers, **constants, **options, grid=grid)
-        _ready[key] = ready = Ready.of(compiled)
-    ready.run(grid, driver.active.get_current_stream(device), *tensors, *numbers, *(None,) * len(constants))
+    stream = driver.active.get_current_stream(device)
+    ready.run(grid, stream, *tensors, *numbers, *(None,) * len(constants))
 
 
-_ready: dict[
-    tuple[Any, ...], Ready
-] = {}  # no more than Triton keeps compiled kernels, for which it has no bound either
+# No more than Triton keeps compiled kernels, for which it has no bound either.
+_ready: dict[tuple[Any, ...], Ready] = {}
+
+
+def _prepare(compiled: Any) -> Ready | None:
+    """None for what Triton has to launch itself: nothing compiled yet, or a kernel that is instrumented."""
+    if not isinstance(compiled, CompiledKernel):
+        return None
+    try:
+        return Ready.of(compiled)
+    except NotImplementedError:
+        return None
 
 
 def _pointer_kind(x: Any) -> tuple[Any, ...]:

@@ -13,9 +13,9 @@ class ExactRows : protected VectorState {
 protected:
     using VectorState::VectorState;
 
-    // Scores in nats to score_tile_, from a tile in FP32 where FP16 was too coarse; the largest of each row to kHere,
-    // in the frame of the first anchor. Beside it, if there is a next block, what its anchor takes off: factor_ is then
-    // that block's. True if the tile came in FP32.
+    // Scores in nats to score_tile_, from a tile in FP32 where FP16 was too coarse; the largest of each row to kTop,
+    // and in the frame of the first anchor to kHere. Beside it, if there is a next block, what its anchor takes off:
+    // factor_ is then that block's. True if the tile came in FP32.
     __aicore__ inline bool ToFrame(const Task& task, uint32_t i, uint32_t j, uint32_t rows, RowMath& seeing,
                                    bool refers)
     {
@@ -27,7 +27,7 @@ protected:
         } else {
             AscendC::Muls(score_tile_, score_tile_, factor, rows * kBlockKeys);
         }
-        all.Scale(Number(kHere), Number(kTop), factor);
+        all.Scale(Number(kTop), Number(kTop), factor);
         float unit = 1.0f;
         if (refers) {
             FloatTile in = TakeOffsets(i, unit);
@@ -36,7 +36,7 @@ protected:
             offset_in_.FreeTensor(in);
         }
         AscendC::PipeBarrier<PIPE_V>();
-        all.Add(Number(kHere), Number(kHere), Number(i, kOffset));
+        all.Add(Number(kHere), Number(kTop), Number(i, kOffset));
         if (refers) all.Scale(Number(kNext), Number(kNext), unit);
         AscendC::PipeBarrier<PIPE_V>();
         return wide;

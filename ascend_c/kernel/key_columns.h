@@ -83,7 +83,7 @@ public:
         AscendC::PipeBarrier<PIPE_V>();
         Difference(to, dim, width, count);
         // Back to K: where the sum is not K, the difference was rounded, by FP16 or already by FP32 (2^-24 - 60000).
-        // Where it is K, nothing was: an error would be a multiple of K's ulp in FP16, which FP32 does not lose beside K.
+        // Where it is K, nothing was: an error would be a multiple of K's ulp in FP16, which FP32 keeps beside K.
         AscendC::Cast(back_, to, AscendC::RoundMode::CAST_NONE, width, count,
                       AscendC::UnaryRepeatParams(1, 1, 8, dim / kFractal));
         AscendC::PipeBarrier<PIPE_V>();

@@ -57,6 +57,10 @@ public:
     {
         AscendC::Muls(to, a, factor, mask_, 1, AscendC::UnaryRepeatParams(1, 1, 8, 8));
     }
+    __aicore__ inline void Lower(const Row& to, const Row& a, float by)
+    {
+        AscendC::Adds(to, a, -by, mask_, 1, AscendC::UnaryRepeatParams(1, 1, 8, 8));
+    }
     __aicore__ inline void AtLeast(const Row& to, const Row& a, float least)
     {
         AscendC::Maxs(to, a, least, mask_, 1, AscendC::UnaryRepeatParams(1, 1, 8, 8));

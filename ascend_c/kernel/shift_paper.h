@@ -16,7 +16,9 @@ public:
         k_.SetGlobalBuffer(reinterpret_cast<__gm__ half*>(arguments.k));
         keys_.SetGlobalBuffer(reinterpret_cast<__gm__ half*>(arguments.keys));
         matrix_.SetGlobalBuffer(reinterpret_cast<__gm__ half*>(arguments.matrix));
-        if (LastCount() < FirstCount()) last_matrix_.SetGlobalBuffer(reinterpret_cast<__gm__ half*>(arguments.last_matrix));
+        if (LastCount() < FirstCount()) {
+            last_matrix_.SetGlobalBuffer(reinterpret_cast<__gm__ half*>(arguments.last_matrix));
+        }
         pipe.InitBuffer(matrix_tiles_, 1, 2 * kMatrix * sizeof(half));
         pipe.InitBuffer(key_tiles_, 2, kBlockKeys * tiling.dim * sizeof(half));
         pipe.InitBuffer(accumulators_, 2, kAccumulator);
@@ -44,7 +46,9 @@ private:
     {
         AscendC::LocalTensor<half> matrices = matrix_tiles_.AllocTensor<half>();
         LoadTile(matrices, matrix_, FirstCount(), FirstCount(), FirstCount());
-        if (LastCount() < FirstCount()) LoadTile(matrices[kMatrix], last_matrix_, LastCount(), LastCount(), LastCount());
+        if (LastCount() < FirstCount()) {
+            LoadTile(matrices[kMatrix], last_matrix_, LastCount(), LastCount(), LastCount());
+        }
         matrix_tiles_.EnQue(matrices);
         return matrix_tiles_.DeQue<half>();
     }
@@ -59,7 +63,8 @@ private:
         for (uint32_t d = 0; d < t_.dim; d += kChunk) {
             const uint32_t columns = Least(kChunk, t_.dim - d), rows = Largest(count, 2);
             AscendC::LocalTensor<float> c = accumulators_.AllocTensor<float>();
-            multiplier_.Multiply(c, matrix, keys[d / kFractal * kColumnBlock], Factors{rows, columns, count, false, false});
+            multiplier_.Multiply(c, matrix, keys[d / kFractal * kColumnBlock],
+                                 Factors{rows, columns, count, false, false});
             accumulators_.EnQue(c);
             c = accumulators_.DeQue<float>();
             Store(keys_[at + d], c, count, columns, t_.dim);

@@ -7,6 +7,9 @@ namespace pasa {
 
 constexpr float kNothing = -0x1p90f;   // a running maximum before the first key: below every score, above hidden ones
 constexpr uint32_t kMinusInfinity = 0xff800000;  // the device's headers have no INFINITY
+// Weights are 2^15 exp(score - running maximum): within FP16, and zero only 27.8 nats below the maximum.
+constexpr float kLift = 0x1p15f, kLiftNats = 10.39720771f;
+constexpr float kLargestLifted = 64.0f;  // of a scale with which any FP16 score in nats minus kLiftNats is near enough
 
 template <bool kExact>
 class VectorSide : private ExactRows {
@@ -78,7 +81,7 @@ private:
             MoveFrame(task, i, j, rows, seeing);
         }
         NextReference next = refers ? Reference(i, rows, false) : NextReference();
-        MakeWeights(i, rows, next);
+        MakeWeights(i, rows, wide, next);
         if (kExact && !wide) AscendC::CrossCoreWaitFlag<kGroup>(kWideReady + i);
         AscendC::CrossCoreSetFlag<kGroup, PIPE_MTE3>(kWeightsReady + i);
     }
@@ -112,20 +115,30 @@ private:
         AscendC::PipeBarrier<PIPE_V>();
     }
 
-    // exp(score - maximum), rounded, to the cube core; m, l, and the output so far in the frame of the new maximum
-    // (Algorithm 1, lines 12 and 16 to 20, but weights are relative to the running maximum: P V needs no factor).
-    // Before it, kHere holds the largest scores in the frame of the running maximum.
-    __aicore__ inline void MakeWeights(uint32_t i, uint32_t rows, NextReference& next)
+    // Weights, rounded, to the cube core; m, l, and the output so far in the frame of the new maximum (Algorithm 1,
+    // lines 12 and 16 to 20, but weights are relative to the running maximum: P V needs no factor). Before it, kTop
+    // holds the largest scores in nats, and kHere the same in the frame of the running maximum.
+    __aicore__ inline void MakeWeights(uint32_t i, uint32_t rows, bool wide, NextReference& next)
     {
         RowMath all(0, rows);
-        const Row maximum = Number(i, kMaximum), sum = Number(i, kSum), offset = Number(i, kOffset);
+        const Row maximum = Number(i, kMaximum), sum = Number(i, kSum), offset = Number(i, kOffset), top = Number(kTop);
         const Row shift = Number(kHere), larger = Number(kLarger), keep = Number(kKeep), row_sum = Number(kRowSum);
+        // the running maximum, and the same in the frame of the tile: not below what the tile holds, whatever rounding
+        // does to large offsets
         all.Larger(larger, maximum, Number(kHere));
+        all.Subtract(row_sum, maximum, offset);
         AscendC::PipeBarrier<PIPE_V>();
-        all.Subtract(shift, larger, offset);
+        all.Larger(shift, row_sum, top);
         all.Subtract(keep, maximum, larger);
         next.Step();
         AscendC::PipeBarrier<PIPE_V>();
+        const bool late = wide || t_.scale > kLargestLifted;  // a score in FP32 may be too large to take a few nats off
+        if (!late) {
+            all.Lower(shift, shift, kLiftNats);
+            next.Step();
+            AscendC::PipeBarrier<PIPE_V>();
+        }
+        // scores to weights
         Spread(spread_, shift, rows);
         all.Exponential(keep, keep);
         all.Scale(maximum, larger, 1.0f);
@@ -142,6 +155,10 @@ private:
         Spread(spread_, keep, rows);
         next.Step();
         AscendC::PipeBarrier<PIPE_V>();
+        if (late) {
+            AscendC::Muls(score_tile_, score_tile_, kLift, rows * kBlockKeys);
+            AscendC::PipeBarrier<PIPE_V>();
+        }
         HalfTile weights = tile_out_.AllocTensor<half>();
         AscendC::Cast(weights, score_tile_, AscendC::RoundMode::CAST_RINT, rows * kBlockKeys);
         ScaleOutput(i, rows);
@@ -149,6 +166,7 @@ private:
         tile_out_.EnQue(weights);
         weights = tile_out_.DeQue<half>();
         AscendC::DataCopy(weights_[i], weights, rows * kBlockKeys);
+        // their sums
         if (kExact) {  // the sum of what multiplies V, so that the output is a mean of values
             AscendC::PipeBarrier<PIPE_V>();
             AscendC::Cast(score_tile_, weights, AscendC::RoundMode::CAST_NONE, rows * kBlockKeys);
@@ -252,13 +270,17 @@ private:
         const Row maximum = Number(i, kMaximum), sum = Number(i, kSum), frame = Number(i, kFrame);
         AscendC::PipeBarrier<PIPE_V>();
         never.Set(sum, 1.0f);
+        if (blind > 0) {  // with a tiny scale hidden scores had weight
+            AscendC::Duplicate(Output(i), 0.0f, blind * t_.dim);
+        }
         if (!kExact) all.Scale(frame, frame, t_.invariance);
         AscendC::PipeBarrier<PIPE_V>();
         all.Add(maximum, maximum, frame);
-        all.Logarithm(Number(kSecond), sum);
+        all.Scale(Number(kSecond), sum, 1.0f / kLift);
         Spread(spread_, sum, rows);
         AscendC::PipeBarrier<PIPE_V>();
-        StoreOutput(task, i, rows);
+        all.Logarithm(Number(kSecond), Number(kSecond));
+        StoreOutput(task, i, rows);  // with a barrier
         AscendC::LocalTensor<float> lse = row_out_.AllocTensor<float>();
         all.Add(lse, maximum, Number(kSecond));
         AscendC::PipeBarrier<PIPE_V>();

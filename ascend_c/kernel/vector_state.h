@@ -8,7 +8,7 @@
 
 namespace pasa {
 
-// Of scores in the units of a tile, in FP32: below every other, and still finite with any factor that is used.
+// Of scores in the units of a tile, in FP32: below every other, and so far that its weight is zero at any scale.
 constexpr float kHidden = -0x1p100f;
 
 class VectorState {
@@ -54,7 +54,8 @@ protected:
         return first <= 0 ? 0 : static_cast<uint32_t>(first < rows ? first : rows);
     }
 
-    __aicore__ inline VectorState(const Arguments& arguments, const AttentionTiling& tiling, bool exact, AscendC::TPipe& pipe)
+    __aicore__ inline VectorState(const Arguments& arguments, const AttentionTiling& tiling, bool exact,
+                                  AscendC::TPipe& pipe)
         : t_(tiling),
           tasks_(tiling, arguments.lengths),
           skipped_(AscendC::GetSubBlockIdx() * kHalfRows)
@@ -68,8 +69,10 @@ protected:
             scores_[i].SetGlobalBuffer(reinterpret_cast<__gm__ half*>(at + tiling.lane.scores) + tile);
             wide_[i].SetGlobalBuffer(reinterpret_cast<__gm__ float*>(at + tiling.lane.wide) + tile);
             weights_[i].SetGlobalBuffer(reinterpret_cast<__gm__ half*>(at + tiling.lane.weights) + tile);
-            product_[i].SetGlobalBuffer(reinterpret_cast<__gm__ float*>(at + tiling.lane.product) + skipped_ * tiling.dim);
-            reference_[i].SetGlobalBuffer(reinterpret_cast<__gm__ half*>(at + tiling.lane.reference) + skipped_ * kFractal);
+            product_[i].SetGlobalBuffer(reinterpret_cast<__gm__ float*>(at + tiling.lane.product) +
+                                        skipped_ * tiling.dim);
+            reference_[i].SetGlobalBuffer(reinterpret_cast<__gm__ half*>(at + tiling.lane.reference) +
+                                          skipped_ * kFractal);
             verdict_[i].SetGlobalBuffer(reinterpret_cast<__gm__ int32_t*>(at + tiling.lane.verdict) +
                                         AscendC::GetSubBlockIdx() * kVerdictWords);
             offsets_[i].SetGlobalBuffer(reinterpret_cast<__gm__ float*>(at + tiling.lane.offsets) + skipped_);

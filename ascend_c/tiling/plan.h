@@ -84,7 +84,7 @@ inline void CheckShape(const Shape& s)
 // Bytes of the unified buffer that a vector core takes: vector_state.h, InitBuffers.
 constexpr uint64_t UnifiedBytes(uint32_t dim, uint32_t lanes)
 {
-    const uint64_t tile = kHalfRows * kBlockKeys, numbers = 14 * kKiB;
+    const uint64_t tile = kHalfRows * kBlockKeys, numbers = 15 * kKiB;
     return tile * (2 + 4 + 2 + 4) + uint64_t{lanes} * kHalfRows * dim * 4 + numbers;
 }
 
@@ -124,7 +124,10 @@ inline AttentionTiling PlanAttention(const Shape& shape, const Settings& setting
 }
 
 // The share of the softmax scale that K' may hold: a power of two.
-inline float ScaleUnit(double scale) { return static_cast<float>(std::fmin(1.0, std::exp2(std::floor(std::log2(scale) + 0.5)))); }
+inline float ScaleUnit(double scale)
+{
+    return static_cast<float>(std::fmin(1.0, std::exp2(std::floor(std::log2(scale) + 0.5))));
+}
 
 inline ShiftTiling PlanShift(const Shape& shape, double scale, bool saturates, bool has_lengths)
 {

@@ -13,7 +13,7 @@ TITLES = {
     "fp32_base": "FP32, before the injection",
     "fp32": "FP32, same weights as below",
     "fp16": "FP16, the model's own attention",
-    "fp16_pasa": "FP16, PASA",
+    "fp16_pasa": "FP16, PASA (emulated)",
 }
 
 

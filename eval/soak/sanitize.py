@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 import pasa
+from pasa.eval import cli
 from pasa.eval.soak.surroundings import pinned_tile
 
 BOUND = 2.0**-5  # coarse: that a call computes the right thing is for `pasa bench soak` to say
@@ -164,4 +165,4 @@ def shift_before(device: torch.device) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    cli.leave(main)

@@ -19,11 +19,10 @@ from typing import Any
 
 import torch
 
-from pasa.eval import output
+from pasa.eval import cli, output
 from pasa.eval.speed.cases import select_cases
 from pasa.eval.speed.device import describe
 from pasa.eval.speed.implementations import CUDNN, OURS, PLAIN, select_implementations
-from pasa.eval.speed.report import markdown
 
 WARM_CALLS = 3
 STALL = "smsp__average_warps_issue_stalled_"
@@ -82,6 +81,8 @@ def profile(case: str, implementation: str) -> list[dict[str, Any]]:
     if done.returncode or not table.startswith('"ID"'):
         raise NotImplementedError(f"ncu: {(done.stdout + done.stderr).strip()[-400:]}")
     names, _, *rows = csv.reader(io.StringIO(table))
+    if not rows:
+        raise NotImplementedError(f"ncu saw no kernel of {implementation} on {case}")
     return [record(dict(zip(names, row, strict=True)), case, implementation) for row in rows]
 
 
@@ -106,6 +107,8 @@ def number(text: str) -> float:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0 if all kernels were read."""
+    from pasa.eval.speed.report import markdown  # needs rich, an extra
+
     parser = argparse.ArgumentParser(description="Nsight Compute counters of the kernels of some cases")
     parser.add_argument("cases", nargs="+")
     parser.add_argument("--one", metavar="IMPLEMENTATION", help=argparse.SUPPRESS)
@@ -134,4 +137,4 @@ of the time in which the tensor cores work; `SMs busy %`: in which a multiproces
 """
 
 if __name__ == "__main__":
-    sys.exit(main())
+    cli.leave(main)

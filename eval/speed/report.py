@@ -24,8 +24,9 @@ GATE_TEXT = (
     "in their last place more. Details: eval/speed/README.md."
 )
 METHOD = (
-    "Medians over rounds that are interleaved over the implementations. Ratios: the other's time over the own, median "
-    "of the rounds, so above 1 is faster. Calls under 2 ms start with a cold L2. All passes over K are included."
+    "Medians over rounds that are interleaved over the implementations. Ratios: the other's time divided by "
+    "one's own, median of the rounds: above 1 is faster. Calls under 2 ms start with a cold L2. All passes over K are "
+    "included."
 )
 
 
@@ -145,7 +146,7 @@ def target_table(result: Record) -> Table:
             against.get(each["field"], f"x {CUDNN}"),
             number(each["must"], ".2f"),
             number(each["stretch"], ".2f"),
-            number(each["value"], ".2f"),
+            number(each["value"], ".3f"),
             each["by"] or "-",
             each["verdict"],
         ]

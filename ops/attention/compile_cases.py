@@ -159,12 +159,12 @@ NVIDIA_CASES = [
     *(
         _case(
             decode_lanes_kernel,
-            f"lanes_{arch}" + "_anchored" * anchored,
-            {"ANCHORED": anchored, "CAUSAL": True, "LANES": 4, "PDL": arch == 90}
-            | _sizes(128, 16, 32 if arch == 90 else 16),
-            **_on(arch, 4, 3),
+            f"lanes_{arch}_d{dim}" + "_anchored" * anchored,
+            {"ANCHORED": anchored, "CAUSAL": True, "LANES": 4, "PDL": arch == 90} | _sizes(dim, 16, 2048 // dim),
+            **_on(arch, 4, 3 if arch == 89 else 4),
         )
         for arch in (80, 89, 90)
+        for dim in (64, 128)
         for anchored in (False, True)
     ),
     _case(

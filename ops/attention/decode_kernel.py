@@ -145,7 +145,7 @@ def decode_kernel(
     p_part,  # (B, Hkv, splits, BLOCK_M, D) FP32: O of each split, not divided
     p_state,  # (B, Hkv, splits, BLOCK_M, 2) FP32: maximum and sum
     p_anchor,  # (B, Hkv, splits, D) FP16: the frame of each split
-    p_framed,  # (B, Hkv, splits) INT32: 1 if that is not 0, -1 where the split must be done with care
+    p_framed,  # (B, Hkv, splits) INT32: 1 if that is not 0, -1 where the split must (still) be done with care
     p_mask,
     stride_qb,
     stride_qh,

@@ -24,8 +24,11 @@ SPLIT_COST = 2
 
 @dataclass(frozen=True)
 class Splits:
-    """Where the splits leave what they find, for the merge: `count` splits of `keys` keys, the last one shorter; arrays
-    as in decode_kernel.py and decode_lanes.py."""
+    """Where the splits leave what they find, for the merge; arrays as in decode_kernel.py and decode_lanes.py.
+
+    `count` splits of `keys` neighbouring keys, the last ones with fewer or none; only the first pass of the lanes deals
+    them out otherwise. `marked` is for its programs.
+    """
 
     part: Any
     state: Any
@@ -128,14 +131,14 @@ def _architecture(device: torch.device) -> str:
 
 def keys_of_a_lane(architecture: str, pad: int) -> int:
     """In a block, or 0 where lanes do not serve."""
-    if pad > 128 or architecture in ("ascend", "sm_75"):
+    if pad > 128 or architecture == "ascend":
         return 0
     return 16 if pad > 64 else 32
 
 
 def lane_stages(architecture: str) -> int:
-    """A stage is 32 KiB of K and V; one is in registers, and one more of K where an anchor meets a ragged end: 112 KiB
-    of shared memory with 4, 80 of the 99 of sm_89 with 3. 80 KiB or less in flight does not hide an H200's latency."""
+    """A stage is 32 KiB of K and V, one of them in registers; a pass with anchors needs another: with 4 stages 128 KiB
+    of shared memory, with 3 those 96 of the 99 that sm_89 has."""
     return 3 if architecture == "sm_89" else 4
 
 
@@ -155,13 +158,12 @@ def _launched_early(device: torch.device) -> dict[str, bool]:
 def decode_tiles(architecture: str, pad: int, rows: int) -> tuple[Tile, Tile]:
     """For `rows` query rows of a key head together: tiles of the pass without care and of the one with it."""
     height = max(16, 1 << (rows - 1).bit_length())
-    stages = 2 if architecture == "sm_75" else 3
     if height <= 32 and pad <= 128:
-        return Tile(height, 64, 4, stages), Tile(height, 64, 4, 2)
+        return Tile(height, 64, 4, 3), Tile(height, 64, 4, 2)
     if architecture == "sm_90":  # 112 KiB of shared memory
         warps = warps_for(architecture, height, 8)
         return Tile(height, 64 if pad <= 128 else 32, warps, 3), Tile(height, 32, warps, 2)
-    return Tile(height, 32, 4, stages), Tile(height, 32, 4, 2)
+    return Tile(height, 32, 4, 3), Tile(height, 32, 4, 2)
 
 
 @cache

@@ -31,7 +31,7 @@ from pasa.ops.shift_keys.triton_backend import (
     shift_exact,
     shift_paper,
 )
-from pasa.ops.triton_launch import KNOWN_TRITON, launch
+from pasa.ops.triton_launch import DIRECT, launch
 
 HOPPER_DIMS, HOPPER_BLOCK = (64, 128), 128
 
@@ -102,7 +102,7 @@ def _hopper() -> Callable[..., tuple[Tensor, Tensor]]:
 def _is_hopper(device: torch.device) -> bool:
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return False
-    return KNOWN_TRITON  # Gluon is experimental: other versions spell it otherwise
+    return DIRECT  # Gluon is experimental: other versions spell it otherwise
 
 
 def _decodes(call: Call, options: AttentionOptions) -> bool:

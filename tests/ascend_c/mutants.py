@@ -41,6 +41,14 @@ RULES = {
         "all_.Scale(rest, rho, 1.0f);",
     ),
     "a reference too low for both terms is not clamped": ("all_.AtLeast(rest, rest, -2 * kHalfLargest);", ""),
+    "weights are not bounded by what their tile holds": (
+        "all.Larger(shift, row_sum, top);",
+        "all.Scale(shift, row_sum, 1.0f);",
+    ),
+    "a row that sees nothing keeps what hidden keys gave it": (
+        "AscendC::Duplicate(Output(i), 0.0f, blind * t_.dim);",
+        "",
+    ),
     "the row sum is that of weights before they are rounded": ("if (kExact) {  // the sum", "if (false) {  // the sum"),
     "what FP32 loses in K - anchor is not looked at": (
         "AscendC::Sub(back_, back_, wide_, width, count, AscendC::BinaryRepeatParams(1, 1, 1, 8, 8, 8));",

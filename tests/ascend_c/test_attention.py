@@ -8,6 +8,7 @@ log-sum-exp, by (D + 2) 2^-24 |q| |a_1| scale, where the frame q.a_1 is large.
 import pytest
 import torch
 
+from pasa import golden_attention
 from pasa.eval.rmse.cases import PAPER_CASES, RandomCase
 from pasa.ops.shift_keys.reference import shift_exact
 from tests.ascend_c.kernel_runs import (
@@ -160,12 +161,55 @@ def test_lengths(kernels, causal):
     assert (found["lse"][2] == -torch.inf).all()
 
 
-@pytest.mark.parametrize("scale", [1e-4, 0.03, 1.0, 30.0])
+@pytest.mark.parametrize("scale", [1e-4, 0.03, 1.0, 30.0, 100.0, 1000.0])
 def test_any_scale(kernels, scale):
     x = make_call(1, 2, 1, 70, 200, 64, True, scale=scale)
     found = launch_attention(kernels, x, shifted_by_reference(x))
     assert found.report["ok"], found.report["fault"]
     check_output(x, found, attend_by_reference(x))
+
+
+@pytest.mark.parametrize("overflow", ["inf", "saturate"])
+@pytest.mark.parametrize("apart", [4000.0, 10000.0, 30000.0])
+def test_anchors_far_apart(kernels, apart, overflow):
+    """Once the weights of a tile were taken relative to a maximum that came through the frame of the first anchor and
+    back: 2^28 nats on, FP32 rounds that by more than a weight, and the output was NaN or, saturating, wrong."""
+    x = make_call(1, 1, 1, 70, 256, 128, False, overflow=overflow)
+    x.q.add_(apart * (1 + 0.01 * torch.arange(70.0).view(1, 1, 70, 1)).half())
+    x.k.mul_(50)
+    x.k[:, :, :128] -= apart
+    x.k[:, :, 128:] += apart
+    found = launch_attention(kernels, x, shifted_by_reference(x))
+    assert found.report["ok"], found.report["fault"]
+    check_output(x, found, attend_by_reference(x))
+
+
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "paper"])
+def test_rows_that_see_nothing_at_a_tiny_scale(kernels, exact):
+    """Once such a row was a sum of values: a hidden score times the scale was not below every maximum."""
+    x = make_call(1, 1, 1, 40, 30, 64, True, bias=3.0, scale=1e-5, exact=exact)
+    found = launch_attention(kernels, x, shifted_by_reference(x))
+    assert found.report["ok"], found.report["fault"]
+    check_output(x, found, attend_by_reference(x))
+    assert (found["out"][:, :, :10] == 0).all()
+
+
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "paper"])
+@pytest.mark.parametrize("gap", [14.0, 17.5, 24.0])
+def test_keys_behind_a_sink(kernels, gap, exact):
+    """2,047 keys `gap` nats below the first one, which alone has a value of 0. exp(-17.5) is zero in FP16."""
+    x = make_call(1, 1, 1, 64, 2048, 64, False, exact=exact)
+    x.q.zero_()
+    x.q[..., 0] = 8.0
+    x.k.mul_(0.01)
+    x.k[..., 0] = 0.0
+    x.k[:, :, 0, 0] = gap
+    x.v.fill_(1.0)
+    x.v[:, :, 0] = 0.0
+    found = launch_attention(kernels, x, shifted_by_reference(x))
+    assert found.report["ok"], found.report["fault"]
+    golden, _ = golden_attention(x.q, x.k, x.v)
+    assert ((found["out"].double() - golden).abs() <= 4 * ulp(golden)).all()
 
 
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "paper"])

@@ -30,6 +30,16 @@ def opposite_blocks(sign):
     return x
 
 
+def anchors_far_apart():
+    """Frames of two blocks 2^30 nats apart: what FP32 rounds there is more than any weight."""
+    x = random_call(1, 1, 1, 70, 256, 64)
+    x.q.add_(10000 * (1 + 0.01 * torch.arange(70.0).view(1, 1, 70, 1)).half())
+    x.k.mul_(50)
+    x.k[:, :, :128] -= 10000
+    x.k[:, :, 128:] += 10000
+    return x
+
+
 def extreme_keys():
     """Columns whose anchors are 120000 or 9999 apart, subnormal, or lost when FP32 subtracts them."""
     x = random_call(1, 1, 1, 20, 384, 64)
@@ -79,10 +89,12 @@ CALLS = [
     opposite_blocks(1),
     opposite_blocks(-1),
     extreme_keys(),
+    anchors_far_apart(),
     tiny_scale(),
     random_call(1, 1, 1, 20, 130, 64, scale=1e-5),  # a unit whose inverse FP16 does not hold
     random_call(2, 2, 2, 130, 255, 64, causal=True, exact=False),
     random_call(1, 1, 1, 40, 30, 64, causal=True, exact=False),  # one tile, and rows in it that see nothing
+    random_call(1, 1, 1, 40, 30, 64, causal=True, scale=1e-5),  # the same, and hidden scores that are not far below
 ]
 LAUNCHES = [("eager", 0), ("eager", 1), ("deferred", 0), ("deferred", 1), ("deferred", 2), ("deferred", 3)]
 

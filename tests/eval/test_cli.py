@@ -161,7 +161,7 @@ def test_missing_extra_tells_what_to_install(
     with pytest.raises(SystemExit) as stopped:
         cli.main(["beta"])
     assert stopped.value.code == 2
-    assert capsys.readouterr().err == "pasa: typer is not installed; run: pip install '.[eval]'\n"
+    assert capsys.readouterr().err == "pasa: typer is not installed; run, in the checkout: pip install '.[eval]'\n"
 
 
 def test_missing_extra_of_one_command_is_its_own(
@@ -171,7 +171,7 @@ def test_missing_extra_of_one_command_is_its_own(
     with pytest.raises(SystemExit) as stopped:
         cli.main(["eval", "video"])
     assert stopped.value.code == 2
-    assert capsys.readouterr().err == "pasa: diffusers is not installed; run: pip install '.[video]'\n"
+    assert capsys.readouterr().err == "pasa: diffusers is not installed; run, in the checkout: pip install '.[video]'\n"
 
 
 def test_eval_video_writes_what_it_says(tmp_path: Path) -> None:

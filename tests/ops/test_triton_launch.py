@@ -1,10 +1,13 @@
 """What a remembered kernel is remembered by, held against what Triton itself tells apart. No device is needed."""
 
+import functools
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from triton.backends.compiler import BaseBackend
+from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import native_specialize_impl
 
 from pasa.ops import triton_launch
@@ -58,3 +61,25 @@ def test_parts_of_a_workspace_are_apart_and_aligned(monkeypatch):
 def test_elsewhere_a_workspace_is_tensors():
     a, b = triton_launch.workspace(torch.device("cpu"), (3, torch.float32), (2, torch.int32))
     assert (a.shape, a.dtype, b.shape, b.dtype) == ((3,), torch.float32, (2,), torch.int32)
+
+
+class Refused:
+    """A compiled kernel as Triton keeps it when it once did not fit: what `run` then is raises when it is called."""
+
+    def __init__(self, error):
+        self.run = functools.partial(self.fail, error)
+
+    @staticmethod
+    def fail(error, *arguments):
+        raise error
+
+
+def test_a_kernel_that_once_did_not_fit_says_so_again():
+    """Tuning takes OutOfResources for "not this tile"; the second try used to end in an AttributeError."""
+    with pytest.raises(OutOfResources):
+        triton_launch.Ready.of(Refused(OutOfResources(300, 227, "shared memory")))
+
+
+def test_what_is_not_compiled_is_left_to_triton():
+    """As Triton gives it while it compiles in the background, or where a hook has taken the work."""
+    assert triton_launch._prepare(None) is None

@@ -98,7 +98,7 @@ def test_more_rescued_tiles_are_never_faster(stored):
             assert ordered == sorted(ordered)
 
 
-def test_both_recoveries_are_modelled_faster_than_fp32_scores(stored):
+def test_without_tiles_in_fp32_both_recoveries_are_modelled_faster_than_fp32_scores(stored):
     """Story: row reductions by whole repeats and a barrier behind every number of a row made both slower. In the other
     scenario of vector work, queues at their widths, they still are."""
     for name in ("paper", "exact 0 %"):
