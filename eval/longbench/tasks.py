@@ -1,0 +1,107 @@
+"""The 21 datasets of LongBench v1 (Bai et al., arXiv:2308.14508) as one table.
+
+Names, prompts, generation lengths and metrics are facts of the benchmark (THUDM/LongBench at 2e00731, folder
+LongBench); prompts.json is its file, see NOTICE.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+CATEGORIES = ("Single-doc QA", "Multi-doc QA", "Summarization", "Few-shot", "Synthetic", "Code")
+BUCKETS = {"0-4k": 4000, "4-8k": 8000, "8k+": None}
+"""Lengths of LongBench-E, in words (English, code) or characters (Chinese): name -> first length beyond it."""
+PER_LANGUAGE = {"en": "words", "zh": "characters", "code": "words"}
+
+
+@dataclass(frozen=True)
+class Task:
+    """One dataset.
+
+    Attributes
+    ----------
+    name, category, metric, language : str
+        `metric` is a name in :data:`pasa.eval.longbench.metrics.METRICS`.
+    max_new_tokens : int
+        Upper bound on the answer.
+    items : int
+        In the published set.
+    chat : bool
+        Whether the prompt goes through the chat template. Few-shot and code prompts do not.
+    first_line : bool
+        Whether the first line of an answer alone is scored.
+    extended : bool
+        Whether LongBench-E has this dataset too, as "<name>_e".
+    """
+
+    name: str
+    category: str
+    metric: str
+    max_new_tokens: int
+    items: int
+    language: str = "en"
+    chat: bool = True
+    first_line: bool = False
+    extended: bool = False
+
+    @property
+    def prompt(self) -> str:
+        """The template; {context} and {input} are filled in."""
+        return _prompts()[self.name]
+
+
+_TABLE = (
+    Task("narrativeqa", "Single-doc QA", "qa_f1", 128, 200),
+    Task("qasper", "Single-doc QA", "qa_f1", 128, 200, extended=True),
+    Task("multifieldqa_en", "Single-doc QA", "qa_f1", 64, 150, extended=True),
+    Task("multifieldqa_zh", "Single-doc QA", "qa_f1_zh", 64, 200, "zh"),
+    Task("hotpotqa", "Multi-doc QA", "qa_f1", 32, 200, extended=True),
+    Task("2wikimqa", "Multi-doc QA", "qa_f1", 32, 200, extended=True),
+    Task("musique", "Multi-doc QA", "qa_f1", 32, 200),
+    Task("dureader", "Multi-doc QA", "rouge_zh", 128, 200, "zh"),
+    Task("gov_report", "Summarization", "rouge", 512, 200, extended=True),
+    Task("qmsum", "Summarization", "rouge", 512, 200),
+    Task("multi_news", "Summarization", "rouge", 512, 200, extended=True),
+    Task("vcsum", "Summarization", "rouge_zh", 512, 200, "zh"),
+    Task("trec", "Few-shot", "classification", 64, 200, chat=False, first_line=True, extended=True),
+    Task("triviaqa", "Few-shot", "qa_f1", 32, 200, chat=False, first_line=True, extended=True),
+    Task("samsum", "Few-shot", "rouge", 128, 200, chat=False, first_line=True, extended=True),
+    Task("lsht", "Few-shot", "classification", 64, 200, "zh", chat=False, first_line=True),
+    Task("passage_count", "Synthetic", "count", 32, 200, extended=True),
+    Task("passage_retrieval_en", "Synthetic", "retrieval", 32, 200, extended=True),
+    Task("passage_retrieval_zh", "Synthetic", "retrieval_zh", 32, 200, "zh"),
+    Task("lcc", "Code", "code_sim", 64, 500, "code", chat=False, extended=True),
+    Task("repobench-p", "Code", "code_sim", 64, 500, "code", chat=False, extended=True),
+)
+TASKS = {task.name: task for task in _TABLE}
+SUFFIX = "_e"
+"""Of the datasets of LongBench-E."""
+
+
+@cache
+def _prompts() -> dict[str, str]:
+    prompts: dict[str, str] = json.loads((Path(__file__).parent / "prompts.json").read_text(encoding="utf-8"))
+    return prompts
+
+
+def find_task(dataset: str) -> Task:
+    """The task of a dataset of LongBench ("trec") or of LongBench-E ("trec_e").
+
+    Raises
+    ------
+    ValueError
+        Unknown, by name.
+    """
+    name = dataset.removesuffix(SUFFIX)
+    task = TASKS.get(name)
+    if task is None or (dataset != name and not task.extended):
+        raise ValueError(f"unknown dataset {dataset!r}; LongBench has {', '.join(TASKS)}")
+    return task
+
+
+def dataset_names(extended: bool) -> list[str]:
+    """All datasets, in the order of the table: 21, or the 13 of LongBench-E."""
+    return [name + SUFFIX for name, task in TASKS.items() if task.extended] if extended else list(TASKS)
