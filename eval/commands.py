@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from pasa.eval import output
+from pasa.eval.evaluate import evaluate
+from pasa.eval.options import Json, deliver, integer, stages
 
 app = typer.Typer(
     help="FP16 attention that cannot overflow: checks, tables, benchmarks and a demonstration.",
@@ -19,21 +19,9 @@ app = typer.Typer(
 )
 bench = typer.Typer(help="Benchmarks.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
-evaluate = typer.Typer(help="Whole models, with and without PASA.", no_args_is_help=True)
 app.add_typer(evaluate, name="eval")
 
 QUICK_HEADS = 4  # half a minute on two cores; the paper has 16
-Json = Annotated[
-    str | None, typer.Option("--json", metavar="FILE", help='Write the result as JSON; "-": stdout, alone.')
-]
-
-
-def integer(text: str | int) -> int:
-    """Parse an option; typer's own message leaves out what it was given."""
-    try:
-        return int(text)
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is not an integer") from None
 
 
 @app.callback()
@@ -47,7 +35,7 @@ def doctor(json: Json = None) -> None:
     from pasa.eval import doctor as module
 
     result = module.run_doctor()
-    _deliver(result, json, module.render)
+    deliver(result, json, module.render)
     raise typer.Exit(0 if result["self_check"]["passed"] else 1)
 
 
@@ -59,7 +47,7 @@ def beta(
     """The paper's table 3 (optimal beta), and the same for the matrix with 1/sqrt(d) folded in."""
     from pasa.eval import beta as module
 
-    _deliver(module.run_beta(block), json, module.render)
+    deliver(module.run_beta(block), json, module.render)
 
 
 @bench.command()
@@ -103,7 +91,7 @@ def rmse(
             result = resonant.run_resonance(**given, overflow=overflow or "both", progress=progress)
         else:
             result = run.run_rmse(**given, overflow=overflow or "both", progress=progress)
-    _deliver(result, json, report.render)
+    deliver(result, json, report.render)
     if output_dir is not None:
         report.save(result, output_dir, plots.draw)
     raise typer.Exit(0 if result["gate"]["passed"] else 1)
@@ -123,7 +111,7 @@ def speed(
 
     with output.progress_bar("bench speed") as progress:
         result = run.run_speed(case, implementation, rounds, quick, progress=progress)
-    _deliver(result, json, report.render)
+    deliver(result, json, report.render)
     if output_dir is not None:
         report.save(result, output_dir, plots.draw)
     raise typer.Exit(0 if result["gate"]["passed"] else 1)
@@ -145,7 +133,7 @@ def soak(
 
     with output.progress_bar("bench soak") as progress:
         result = run.run_soak(cases, seed, backend, only, small, jobs, progress)
-    _deliver(result, json, report.render)
+    deliver(result, json, report.render)
     if output_dir is not None:
         report.save(result, output_dir)
     raise typer.Exit(0 if result["gate"]["passed"] else 1)
@@ -161,7 +149,7 @@ def npu_model(
 
     with output.progress_bar("bench npu-model") as progress:
         result = run.run_npu_model(progress)
-    _deliver(result, json, report.render)
+    deliver(result, json, report.render)
     if output_dir is not None:
         report.save(result, output_dir, plots.draw)
 
@@ -196,61 +184,6 @@ def demo(
     from pasa.eval.rescue import run as module
 
     with output.progress_bar("demo") as progress:
-        result = module.run_rescue(model, prompt, offset, new_tokens, max_prompt_tokens, progress=_stages(progress, 5))
-    _deliver(result, json, module.render)
+        result = module.run_rescue(model, prompt, offset, new_tokens, max_prompt_tokens, progress=stages(progress, 5))
+    deliver(result, json, module.render)
     raise typer.Exit(0 if result["proof"]["passed"] else 1)
-
-
-@evaluate.command()
-def video(
-    json: Json = None,
-    output_dir: Annotated[Path | None, typer.Option(help="Write JSON, Markdown, MP4, GIF and PNG there.")] = None,
-    model: Annotated[str, typer.Option(help='Folder of a Stable Video Diffusion checkpoint, or "tiny".')] = "tiny",
-    image: Annotated[str | None, typer.Option(help="Picture to start from.")] = None,
-    height: Annotated[int | None, typer.Option(parser=integer, metavar="N", help="Pixels (128; 576).")] = None,
-    width: Annotated[int | None, typer.Option(parser=integer, metavar="N", help="Pixels (128; 1024).")] = None,
-    frames: Annotated[int | None, typer.Option(parser=integer, metavar="N", help="Frames (4; 25).")] = None,
-    steps: Annotated[int | None, typer.Option(parser=integer, metavar="N", help="Denoising steps (3; 25).")] = None,
-    seed: Annotated[int, typer.Option(parser=integer, metavar="N", help="Of the noise.")] = 42,
-    dtype: Annotated[str | None, typer.Option(help="Of the models in the FP16 runs: float16 or float32.")] = None,
-    offload: Annotated[bool, typer.Option("--offload", help="Model offload and forward chunking.")] = False,
-) -> None:
-    """A video in FP32, in FP16 and in FP16 with PASA, frame by frame; exit 1 if PASA breaks it."""
-    from pasa.eval.video import report, run
-
-    with output.progress_bar("eval video") as progress:
-        result, clips = run.run_video(
-            model,
-            image=image,
-            height=height,
-            width=width,
-            frames=frames,
-            steps=steps,
-            seed=seed,
-            dtype=dtype,
-            offload=offload,
-            progress=_stages(progress, 6 if model == run.TINY else 3),
-        )
-    _deliver(result, json, report.render)
-    if output_dir is not None:
-        report.save(result, clips, output_dir, run.FPS)
-    raise typer.Exit(0 if result["gate"]["passed"] else 1)
-
-
-def _stages(progress: output.Report, total: int) -> Callable[[str], None]:
-    """A callback that is told each stage before it begins."""
-    lines: list[str] = []
-
-    def say(line: str) -> None:
-        lines.append(line)
-        progress(len(lines) - 1, total, line)
-
-    return say
-
-
-def _deliver(result: dict[str, Any], json: str | None, render: Callable[[dict[str, Any], Console], None]) -> None:
-    """Show the result, and write it where `--json` says; "-" leaves stdout to the JSON."""
-    if json != "-":
-        render(result, Console())
-    if json is not None:
-        output.write_json(result, json)

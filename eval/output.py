@@ -117,13 +117,21 @@ def to_csv(records: Sequence[dict[str, Any]]) -> str:
 def progress_bar(title: str) -> Iterator[Report]:
     """A rich progress bar on stderr, as a callback; it leaves no trace when stderr is not a terminal."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
     columns = (
         TextColumn(title),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
+        TimeRemainingColumn(),
         TextColumn("{task.fields[label]}"),
     )
     console = Console(stderr=True)

@@ -1,4 +1,4 @@
-"""Reads LongBench's JSON lines from a folder, the published zip, or that zip in a hub's data set; says what is wrong where.
+"""Reads LongBench's JSON lines from a folder, the published zip, or that zip on a hub; says what is wrong, and where.
 
 Everything is read and checked before anything is computed.
 """

@@ -171,11 +171,16 @@ def code_sim(answer: str, reference: str, classes: Sequence[str] = ()) -> float:
     That is fuzzywuzzy 0.18's `ratio` without its optional C extension, which counts otherwise. Equal lines are 1, empty
     ones too.
     """
-    lines = answer.lstrip("\n").split("\n")
-    line = next((each for each in lines if not any(mark in each for mark in ("`", "#", "//"))), "")
+    line = code_line(answer)
     if line == reference:
         return 1.0
     return round(100 * difflib.SequenceMatcher(None, line, reference).ratio()) / 100
+
+
+def code_line(answer: str) -> str:
+    """The first line that is neither comment nor Markdown; "" if there is none."""
+    lines = answer.lstrip("\n").split("\n")
+    return next((each for each in lines if not any(mark in each for mark in ("`", "#", "//"))), "")
 
 
 METRICS: dict[str, Score] = {
@@ -189,10 +194,15 @@ METRICS: dict[str, Score] = {
 
 def score_item(task: Task, answer: str, references: Sequence[str], classes: Sequence[str] | None) -> float:
     """Best score over the references, 0 to 1; 0 without any."""
-    if task.first_line:
-        answer = answer.lstrip("\n").split("\n")[0]
-    metric = METRICS[task.metric]
+    answer, metric = scored_part(task, answer), METRICS[task.metric]
     return max((metric(answer, reference, classes or ()) for reference in references), default=0.0)
+
+
+def scored_part(task: Task, answer: str) -> str:
+    """What of an answer is scored: all, the first line, or the line of code."""
+    if task.metric == "code_sim":
+        return code_line(answer)
+    return answer.lstrip("\n").split("\n")[0] if task.first_line else answer
 
 
 def score_dataset(scores: Sequence[float]) -> float | None:

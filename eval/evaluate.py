@@ -1,0 +1,113 @@
+"""Commands of `pasa eval`: whole models, with and without PASA."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pasa.eval import output
+from pasa.eval.options import Json, deliver, integer, integers, stages, words
+
+evaluate = typer.Typer(help="Whole models, with and without PASA.", no_args_is_help=True)
+
+
+@evaluate.command()
+def video(
+    json: Json = None,
+    output_dir: Annotated[Path | None, typer.Option(help="Write JSON, Markdown, MP4, GIF and PNG there.")] = None,
+    model: Annotated[str, typer.Option(help='Folder of a Stable Video Diffusion checkpoint, or "tiny".')] = "tiny",
+    image: Annotated[str | None, typer.Option(help="Picture to start from.")] = None,
+    height: Annotated[int | None, typer.Option(parser=integer, metavar="N", help="Pixels (128; 576).")] = None,
+    width: Annotated[int | None, typer.Option(parser=integer, metavar="N", help="Pixels (128; 1024).")] = None,
+    frames: Annotated[int | None, typer.Option(parser=integer, metavar="N", help="Frames (4; 25).")] = None,
+    steps: Annotated[int | None, typer.Option(parser=integer, metavar="N", help="Denoising steps (3; 25).")] = None,
+    seed: Annotated[int, typer.Option(parser=integer, metavar="N", help="Of the noise.")] = 42,
+    dtype: Annotated[str | None, typer.Option(help="Of the models in the FP16 runs: float16 or float32.")] = None,
+    offload: Annotated[bool, typer.Option("--offload", help="Model offload and forward chunking.")] = False,
+) -> None:
+    """A video in FP32, in FP16 and in FP16 with PASA, frame by frame; exit 1 if PASA breaks it."""
+    from pasa.eval.video import report, run
+
+    with output.progress_bar("eval video") as progress:
+        result, clips = run.run_video(
+            model,
+            image=image,
+            height=height,
+            width=width,
+            frames=frames,
+            steps=steps,
+            seed=seed,
+            dtype=dtype,
+            offload=offload,
+            progress=stages(progress, 6 if model == run.TINY else 3),
+        )
+    deliver(result, json, report.render)
+    if output_dir is not None:
+        report.save(result, clips, output_dir, run.FPS)
+    raise typer.Exit(0 if result["gate"]["passed"] else 1)
+
+
+PRECISIONS = "fp32,bf16,fp16-eager,pasa"
+Model = Annotated[str | None, typer.Option(help="Folder of a causal language model, not the built-in.")]
+Precisions = Annotated[
+    str, typer.Option(help="Between commas: fp32, fp32-base, bf16[-eager], fp16-{eager,sdpa}, pasa.")
+]
+Offset = Annotated[float | None, typer.Option(help="Constant to add to every score (131072; 0 with --model).")]
+Half = Annotated[
+    bool | None, typer.Option("--half/--emulate", help="FP16 models, or FP16 attention in FP32 (default on a CPU).")
+]
+
+
+@evaluate.command()
+def longbench(
+    json: Json = None,
+    output_dir: Annotated[Path | None, typer.Option(help="Answers and results; a stopped run goes on there.")] = None,
+    model: Model = None,
+    data: Annotated[str | None, typer.Option(help="Folder, zip or hf:OWNER/NAME (default: an offline set).")] = None,
+    precisions: Precisions = PRECISIONS,
+    dataset: Annotated[str | None, typer.Option(help="Data sets between commas (all).")] = None,
+    extended: Annotated[bool, typer.Option("--e", help="LongBench-E.")] = False,
+    limit: Annotated[int | None, typer.Option(parser=integer, metavar="N", help="Items of each data set.")] = None,
+    tokens: Annotated[str, typer.Option(help="Lengths of the offline set, between commas.")] = "1024,2048",
+    items: Annotated[int, typer.Option(parser=integer, metavar="N", help="Offline items of each length.")] = 1,
+    max_length: Annotated[
+        int | None, typer.Option(parser=integer, metavar="N", help="Longest prompt in tokens (as published).")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(parser=integer, metavar="N", help="Items answered together.")] = 1,
+    chat: Annotated[bool, typer.Option("--chat/--no-chat", help="The tokenizer's chat template.")] = True,
+    offset: Offset = None,
+    half: Half = None,
+    diagnose: Annotated[
+        int, typer.Option(parser=integer, metavar="N", help="Items of a data set whose scores are counted by layer.")
+    ] = 1,
+) -> None:
+    """LongBench in several precisions; exit 1 if PASA breaks an answer or, on the fixture, leaves FP32's."""
+    from pasa.eval.longbench import report, run
+
+    with output.progress_bar("eval longbench") as progress:
+        result = run.run_longbench(
+            model,
+            data,
+            precisions=words(precisions) or (),
+            datasets=words(dataset),
+            extended=extended,
+            limit=limit,
+            tokens=integers(tokens),
+            items=items,
+            max_length=max_length,
+            batch_size=batch_size,
+            chat=chat,
+            offset=offset,
+            half=half,
+            diagnose=diagnose,
+            folder=output_dir,
+            progress=progress,
+        )
+    if result is None:  # another process has it
+        return
+    deliver(result, json, report.render)
+    if output_dir is not None:
+        report.save(result, output_dir)
+    raise typer.Exit(0 if result["gate"]["passed"] else 1)

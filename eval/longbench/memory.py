@@ -1,0 +1,36 @@
+"""Peak memory between two points in time: of the device, or of the process where there is none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+CLEAR_PEAK = "5"
+"""What Linux wants to be written into clear_refs to forget the peak of the resident set (proc_pid_clear_refs(5))."""
+
+
+def reset_peak(device: torch.device) -> None:
+    """Forget the peak so far."""
+    if device.type != "cpu":
+        getattr(torch, device.type).reset_peak_memory_stats(device)
+        return
+    try:
+        Path("/proc/self/clear_refs").write_text(CLEAR_PEAK)
+    except OSError:
+        return  # not Linux, or not allowed: the peak is then that of the process so far
+
+
+def peak_bytes(device: torch.device) -> int | None:
+    """Peak since :func:`reset_peak`: allocated memory of the device, resident memory of the process on a CPU.
+
+    None where the system does not tell.
+    """
+    if device.type != "cpu":
+        return int(getattr(torch, device.type).max_memory_allocated(device))
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    found = [line.split() for line in lines if line.startswith("VmHWM:")]
+    return int(found[0][1]) * 1024 if found else None

@@ -1,0 +1,276 @@
+"""LongBench with one model in several precisions: answers, scores, agreement with FP32, overflow by layer, speed."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import pasa
+from pasa.eval import output
+from pasa.eval.longbench import data, offline
+from pasa.eval.longbench.generation import answer
+from pasa.eval.longbench.memory import peak_bytes, reset_peak
+from pasa.eval.longbench.overflow import count_overflow
+from pasa.eval.longbench.prompts import build_prompt, default_max_length
+from pasa.eval.longbench.store import Line, Store, batches
+from pasa.eval.longbench.summary import summarise
+from pasa.eval.longbench.tasks import find_task
+from pasa.eval.precisions import EMULATION, PRECISIONS, Subject, parse_precisions
+from pasa.eval.rescue.run import machine
+
+DEFAULT_PRECISIONS = ("fp32", "bf16", "fp16-eager", "pasa")
+OVERFLOW = "overflow"
+"""Stands in the store for a precision, where the scores of prompts are counted."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What every answer depends on, besides model and data; units as in :func:`run_longbench`."""
+
+    max_length: int
+    batch_size: int
+    chat: bool
+
+
+@dataclass(frozen=True)
+class Processes:
+    """This process among those that share the work (accelerate launch), and its device."""
+
+    index: int
+    count: int
+    device: torch.device
+    wait: Any
+
+
+def run_longbench(
+    model: str | None = None,
+    source: str | None = None,
+    *,
+    precisions: Sequence[str] = DEFAULT_PRECISIONS,
+    datasets: Sequence[str] | None = None,
+    extended: bool = False,
+    limit: int | None = None,
+    tokens: Sequence[int] = offline.TOKENS,
+    items: int = 1,
+    max_length: int | None = None,
+    batch_size: int = 1,
+    chat: bool = True,
+    offset: float | None = None,
+    half: bool | None = None,
+    diagnose: int = 1,
+    folder: Path | None = None,
+    progress: output.Report | None = None,
+) -> dict[str, Any] | None:
+    """Answer every item in every precision and score the answers; goes on where a run in `folder` was stopped.
+
+    Parameters
+    ----------
+    model : str, optional
+        Folder of a causal language model. Default: the built-in one, with scores that overflow FP16.
+    source : str, optional
+        As :func:`pasa.eval.longbench.data.load_items` takes it. Default: the offline set, built anew.
+    precisions : sequence of str
+        Names in :data:`pasa.eval.precisions.PRECISIONS`.
+    datasets, extended, limit
+        Which data sets, those of LongBench-E or not, and how many items of each.
+    tokens, items
+        Of the offline set.
+    max_length : int, optional
+        Longest prompt in tokens; the middle of a longer one is cut out. Default: as published for the model's window.
+    batch_size : int
+        Items that are answered together.
+    chat : bool
+        Use the tokenizer's chat template where LongBench does.
+    offset, half
+        As :class:`pasa.eval.precisions.Subject` takes them.
+    diagnose : int
+        Items of each data set whose scores are counted by layer.
+    folder : Path, optional
+        Where answers are kept; default: a temporary folder, and nothing to go on with.
+    progress : callable, optional
+        Called with (batches done, batches, what comes next).
+
+    Returns
+    -------
+    dict or None
+        JSON-able: ``datasets``, ``categories``, ``precisions`` (scores, agreement, speed), ``layers``, ``gate``,
+        ``settings``, ``environment``. None in all processes but the first.
+
+    Raises
+    ------
+    FileNotFoundError, ValueError
+        Before anything is computed: data, model, precision, number or folder that cannot be used.
+    """
+    for name, number, least in (("batch_size", batch_size, 1), ("diagnose", diagnose, 0)):
+        if number < least:
+            raise ValueError(f"{name}={number} is below {least}")
+    processes = _processes()
+    with _folder(folder) as place:
+        subject = Subject(model, offset, processes.device, half=half)
+        names = parse_precisions(precisions, injected=bool(subject.offset))
+        if source is None:
+            if processes.index == 0:
+                offline.build(place / "data", tokens, items, lambda text: len(subject.tokenizer(text).input_ids))
+            processes.wait()
+        questions = data.load_items(source or str(place / "data"), datasets, extended=extended, limit=limit)
+        length = default_max_length(subject.config.max_position_embeddings) if max_length is None else max_length
+        if length < 2:
+            raise ValueError(f"max_length={length} is below 2")
+        settings = Settings(length, batch_size, chat)
+        store = Store(place, _identity(subject, settings, questions)) if processes.index == 0 else None
+        processes.wait()
+        store = store or Store(place, _identity(subject, settings, questions))
+        run = _Run(subject, questions, settings, store, processes, progress or (lambda done, total, label: None))
+        run.answer_all(names)
+        if diagnose:
+            run.count_all(diagnose)
+        processes.wait()
+        return run.collect(names, diagnose, source) if processes.index == 0 else None
+
+
+class _Run:
+    """The parts of one run, and what is done with them."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        questions: dict[str, list[data.Item]],
+        settings: Settings,
+        store: Store,
+        processes: Processes,
+        report: output.Report,
+    ) -> None:
+        self.subject, self.questions, self.settings = subject, questions, settings
+        self.store, self.processes, self.report = store, processes, report
+
+    def answer_all(self, names: Sequence[str]) -> None:
+        """Every item that has no answer yet, a precision after the other."""
+        work = {name: [task for dataset in self.questions for task in self._todo(name, dataset)] for name in names}
+        total, done = sum(map(len, work.values())), 0
+        for name in names:
+            if not work[name]:
+                continue
+            with self.subject.model(name) as model:
+                for dataset, batch in work[name]:
+                    self.report(done, total, f"{name} {dataset} {batch.start}/{len(self.questions[dataset])}")
+                    self._answer(model, name, dataset, batch)
+                    done += 1
+
+    def _todo(self, name: str, dataset: str) -> list[tuple[str, range]]:
+        """Those of this process's batches that are not complete."""
+        own = batches(len(self.questions[dataset]), self.settings.batch_size)
+        done = self.store.lines(name, dataset)
+        return [
+            (dataset, batch)
+            for batch in own[self.processes.index :: self.processes.count]
+            if done.keys() < {*done, *batch}
+        ]
+
+    def _answer(self, model: Any, name: str, dataset: str, batch: range) -> None:
+        task = find_task(dataset)
+        rows = [self.questions[dataset][index] for index in batch]
+        prompts = [self._prompt(dataset, item) for item in rows]
+        reset_peak(self.processes.device)
+        found = answer(
+            model, self.subject.tokenizer, prompts, task.max_new_tokens, ends_at_newline=task.name == "samsum"
+        )
+        peak = peak_bytes(self.processes.device)
+        lines = [
+            {
+                "index": index,
+                "pred": found.texts[row],
+                "answers": rows[row].answers,
+                "all_classes": rows[row].all_classes,
+                "length": rows[row].length,
+                "broken": found.broken[row],
+                "prompt_tokens": found.prompt_tokens[row],
+                "new_tokens": found.new_tokens[row],
+                "prefill_s": found.prefill_s / len(batch),
+                "decode_s": found.decode_s / len(batch),
+                "peak_bytes": peak,
+            }
+            for row, index in enumerate(batch)
+        ]
+        self.store.append(name, dataset, self.processes.index, lines)
+
+    def _prompt(self, dataset: str, item: data.Item) -> list[int]:
+        task = find_task(dataset)
+        return build_prompt(self.subject.tokenizer, task, item, self.settings.max_length, chat=self.settings.chat)
+
+    def count_all(self, most: int) -> None:
+        """Scores beyond FP16, of the first items of each data set."""
+        wanted = [(dataset, index) for dataset, own in self.questions.items() for index in range(min(most, len(own)))]
+        wanted = wanted[self.processes.index :: self.processes.count]
+        known = {dataset: self.store.lines(OVERFLOW, dataset) for dataset in self.questions}
+        wanted = [(dataset, index) for dataset, index in wanted if index not in known[dataset]]
+        if not wanted:
+            return
+        with self.subject.model("pasa") as model:
+            for done, (dataset, index) in enumerate(wanted):
+                self.report(done, len(wanted), f"scores {dataset} {index}")
+                ids = torch.tensor([self._prompt(dataset, self.questions[dataset][index])], device=model.device)
+                line = {"index": index, "prompt_tokens": ids.shape[1], "layers": count_overflow(model, ids)}
+                self.store.append(OVERFLOW, dataset, self.processes.index, [line])
+
+    def collect(self, names: Sequence[str], diagnose: int, source: str | None) -> dict[str, Any]:
+        """Write the predictions, and sum up all lines of all processes."""
+        answers: dict[str, dict[str, dict[int, Line]]] = {}
+        for name in names:
+            answers[name] = {dataset: self.store.lines(name, dataset) for dataset in self.questions}
+            for dataset, lines in answers[name].items():
+                self.store.finish(name, dataset, lines)
+        counted = {dataset: self.store.lines(OVERFLOW, dataset) for dataset in self.questions} if diagnose else {}
+        notes = [EMULATION, output.NOTE] if self.subject.emulated(names) else ["not run on an NPU"]
+        return {
+            "experiment": "longbench",
+            **summarise(answers, counted, injected=bool(self.subject.offset)),
+            "model": self.subject.name,
+            "fixture": {"offset": self.subject.offset, **(self.subject.fixture or {})} if self.subject.offset else None,
+            "data": source or "offline set",
+            "titles": {name: PRECISIONS[name].title for name in names},
+            "settings": {**vars(self.settings), "processes": self.processes.count},
+            "note": "; ".join(notes),
+            "environment": machine(self.processes.device),
+        }
+
+
+def _identity(subject: Subject, settings: Settings, questions: dict[str, list[data.Item]]) -> dict[str, dict[str, Any]]:
+    import transformers
+
+    return {
+        "model": {**subject.identity(), "half": subject.half, "device": subject.device.type},
+        "settings": vars(settings),
+        "data": {dataset: data.digest(own) for dataset, own in questions.items()},
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__, "pasa": pasa.__version__},
+    }
+
+
+def _processes() -> Processes:
+    from accelerate import PartialState
+
+    state = PartialState()
+    return Processes(state.process_index, state.num_processes, state.device, state.wait_for_everyone)
+
+
+@contextmanager
+def _folder(folder: Path | None) -> Iterator[Path]:
+    """The folder, or a temporary one.
+
+    Raises
+    ------
+    ValueError
+        Several processes, which a temporary folder of each would keep apart.
+    """
+    if folder is not None:
+        yield folder
+        return
+    if _processes().count > 1:
+        raise ValueError("several processes need an output folder that all of them can reach")
+    with tempfile.TemporaryDirectory(prefix="pasa-longbench-") as scratch:
+        yield Path(scratch)

@@ -1,0 +1,52 @@
+"""What the commands of `pasa` share: options, and how a result is delivered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from pasa.eval import output
+
+Json = Annotated[
+    str | None, typer.Option("--json", metavar="FILE", help='Write the result as JSON; "-": stdout, alone.')
+]
+
+
+def integer(text: str | int) -> int:
+    """Parse an option; typer's own message leaves out what it was given."""
+    try:
+        return int(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not an integer") from None
+
+
+def words(text: str | None) -> list[str] | None:
+    """Words between commas; None for None."""
+    return None if text is None else [part.strip() for part in text.split(",")]
+
+
+def integers(text: str) -> list[int]:
+    """Integers between commas."""
+    return [integer(part) for part in text.split(",")]
+
+
+def stages(progress: output.Report, total: int) -> Callable[[str], None]:
+    """A callback that is told each stage before it begins."""
+    lines: list[str] = []
+
+    def say(line: str) -> None:
+        lines.append(line)
+        progress(len(lines) - 1, total, line)
+
+    return say
+
+
+def deliver(result: dict[str, Any], json: str | None, render: Callable[[dict[str, Any], Console], None]) -> None:
+    """Show the result, and write it where `--json` says; "-" leaves stdout to the JSON."""
+    if json != "-":
+        render(result, Console())
+    if json is not None:
+        output.write_json(result, json)
