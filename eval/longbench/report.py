@@ -64,8 +64,8 @@ def _note(result: dict[str, Any]) -> str:
     lost = sum(sum(entry["rouge_out_of_stack"].values()) for entry in result["datasets"].values())
     sentences = [
         "Score: mean over the categories of LongBench, 0 to 100. Equal to FP32: share of the answers of which "
-        "all that is scored (few-shot and code: a line) is FP32's, to the character; identical: all that was generated. "
-        "Broken: answers that end because logits are no numbers",
+        "all that is scored (few-shot and code: a line) is FP32's, to the character; identical: all that is "
+        "generated. Broken: answers that end because logits are no numbers",
         *([f"ROUGE is 0 for {lost} answers because the package ran out of stack, as published"] if lost else []),
         result["note"],
     ]

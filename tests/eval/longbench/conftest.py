@@ -1,0 +1,82 @@
+"""A tiny model in a folder, with a tokenizer of bytes: random weights that answer in a moment, and always the same."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import transformers as hf
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+hf.logging.set_verbosity_error()
+hf.logging.disable_progress_bar()
+
+END = "<|end|>"
+CHAT = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}<answer>{% endif %}"
+)
+
+
+def byte_tokenizer():
+    """One token per byte, so that lengths are known; a template that can be seen in the ids."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return hf.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END, pad_token=END, chat_template=CHAT)
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    return byte_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """The folder of a Qwen2 of two layers."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("tiny") / "tiny-qwen2"
+    config = hf.Qwen2Config(
+        vocab_size=257,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,  # as the built-in model: the overflow fixture needs slow rotary pairs, which small heads lack
+        max_position_embeddings=4096,
+        eos_token_id=256,
+        initializer_range=0.2,
+    )
+    hf.Qwen2ForCausalLM(config).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def steady(tiny, tmp_path_factory):
+    """The same with attention that weighs little, so that roundings do not decide what a model without training says:
+    with the offset, FP32 rounds scores to 1/128, and `tiny` then answers otherwise than without."""
+    model = hf.Qwen2ForCausalLM.from_pretrained(tiny)
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.data *= 0.001
+    folder = tmp_path_factory.mktemp("steady") / "tiny-qwen2"
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+ROW = {"context": "Some text. ", "answers": ["Paris"], "length": 3, "all_classes": None}
+
+
+@pytest.fixture(scope="session")
+def questions(tmp_path_factory):
+    """Three data sets of LongBench's form, of 5, 3 and 1 items of different lengths."""
+    folder = tmp_path_factory.mktemp("questions")
+    for name, count in (("hotpotqa", 5), ("samsum", 3), ("lcc", 1)):
+        rows = [ROW | {"context": ROW["context"] * (3 + index), "input": f"Question {index}"} for index in range(count)]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
+    return folder

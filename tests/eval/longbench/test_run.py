@@ -1,0 +1,259 @@
+"""The experiment from end to end on a tiny model: resumed, sharded, judged, shown."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from rich.console import Console
+
+from pasa.eval.longbench import report, run, summary
+
+PRECISIONS = ("fp32", "fp16-eager", "pasa")
+OPTIONS = {"max_length": 400, "batch_size": 2, "offset": 131072, "precisions": PRECISIONS}
+
+
+def predictions(folder):
+    files = sorted((folder / "predictions").rglob("*.jsonl"))
+    return {str(file.relative_to(folder)): file.read_bytes() for file in files}
+
+
+@pytest.fixture(scope="module")
+def finished(steady, questions, tmp_path_factory):
+    """A run that nothing stopped: its folder, result, and what it said on the way."""
+    folder, said = tmp_path_factory.mktemp("finished"), []
+    result = run.run_longbench(
+        str(steady), str(questions), folder=folder, progress=lambda *each: said.append(each), **OPTIONS
+    )
+    return folder, result, said
+
+
+def test_fp16_collapses_and_pasa_agrees(finished):
+    result = finished[1]
+    assert result["gate"] == {
+        "passed": True,
+        "checks": {"pasa_finite": True, "pasa_agrees": True, "fp16_collapses": True},
+    }
+    found = result["precisions"]
+    assert found["fp16-eager"]["broken"] == found["fp16-eager"]["items"] == 9
+    assert found["fp16-eager"]["agreement"] == 0
+    assert found["pasa"]["broken"] == 0
+    assert found["fp32"]["agreement"] == found["fp32"]["identical"] == 1
+    assert found["fp32"]["prefill_tokens_per_s"] > 0
+    assert found["fp32"]["decode_tokens_per_s"] > 0
+    assert found["fp16-eager"]["decode_tokens_per_s"] is None
+
+
+def test_every_layer_overflows(finished):
+    layers = finished[1]["layers"]
+    assert len(layers) == 2
+    assert all(layer["overflows"] == layer["scores"] for layer in layers)
+
+
+def test_progress_counts_batches_and_prompts(finished):
+    said = finished[2]
+    batches = 3 + 2 + 1  # of 5, 3 and 1 items
+    assert [each[:2] for each in said[: 3 * batches]] == [(i, 3 * batches) for i in range(3 * batches)]
+    assert said[0][2] == "fp32 hotpotqa 0/5"
+    assert [each[2] for each in said[3 * batches :]] == ["scores hotpotqa 0", "scores lcc 0", "scores samsum 0"]
+
+
+def test_predictions_are_in_the_published_form(finished, questions):
+    folder = finished[0]
+    rows = [json.loads(row) for row in (folder / "predictions/pasa/hotpotqa.jsonl").read_text().splitlines()]
+    assert [row["index"] for row in rows] == [0, 1, 2, 3, 4]
+    assert {"pred", "answers", "all_classes", "length"} <= set(rows[0])
+    assert len({row["pred"] for row in rows}) > 1
+
+
+@pytest.mark.parametrize("stop", [1, 7, 13, 18])
+def test_a_run_that_was_stopped_goes_on_to_the_same_files(finished, steady, questions, tmp_path, stop):
+    """Stopped in each precision and in the count of scores, with a line half written."""
+
+    def halt(done, total, label):
+        said.append(label)
+        if len(said) == stop + 1:
+            raise KeyboardInterrupt
+
+    said: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        run.run_longbench(str(steady), str(questions), folder=tmp_path, progress=halt, **OPTIONS)
+    for part in (tmp_path / "parts").rglob("*.jsonl"):
+        with part.open("a") as stream:
+            stream.write('{"index": 3, "pred": "ha')
+    again: list[str] = []
+    result = run.run_longbench(
+        str(steady), str(questions), folder=tmp_path, progress=lambda *each: again.append(each[2]), **OPTIONS
+    )
+    assert said[:stop] + again == [each[2] for each in finished[2]], "nothing is done twice"
+    assert predictions(tmp_path) == predictions(finished[0])
+    assert result["datasets"] == finished[1]["datasets"]
+    assert result["layers"] == finished[1]["layers"]
+
+
+def test_half_a_batch_is_answered_as_a_whole(finished, steady, questions, tmp_path):
+    """The padding of a batch of one is another; what is there already stays."""
+    run.run_longbench(str(steady), str(questions), folder=tmp_path, **OPTIONS)
+    part = tmp_path / "parts/pasa/hotpotqa.0.jsonl"
+    part.write_bytes(b"".join(part.read_bytes().splitlines(keepends=True)[:3]))
+    again: list[str] = []
+    run.run_longbench(
+        str(steady), str(questions), folder=tmp_path, progress=lambda *each: again.append(each[2]), **OPTIONS
+    )
+    assert again == ["pasa hotpotqa 2/5", "pasa hotpotqa 4/5"]
+    assert predictions(tmp_path) == predictions(finished[0])
+
+
+def test_a_process_that_was_killed_goes_on_to_the_same_files(finished, steady, questions, tmp_path):
+    """SIGKILL, which nothing can tidy up after, as soon as something is on disk."""
+    code = (
+        "from pathlib import Path; from pasa.eval.longbench.run import run_longbench; "
+        f"run_longbench({str(steady)!r}, {str(questions)!r}, folder=Path({str(tmp_path)!r}), **{OPTIONS!r})"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
+    until = time.monotonic() + 120
+    while process.poll() is None and not list(tmp_path.rglob("parts/*/*.jsonl")) and time.monotonic() < until:
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL, "it must not have been done"
+    run.run_longbench(str(steady), str(questions), folder=tmp_path, **OPTIONS)
+    assert predictions(tmp_path) == predictions(finished[0])
+
+
+def test_two_processes_share_the_work(finished, steady, questions, tmp_path, monkeypatch):
+    """One after the other here: each does its batches, and the first puts all together."""
+
+    def process(index):
+        monkeypatch.setattr(run, "_processes", lambda: run.Processes(index, 2, torch.device("cpu"), lambda: None))
+        said = []
+        result = run.run_longbench(
+            str(steady), str(questions), folder=tmp_path, progress=lambda *each: said.append(each[2]), **OPTIONS
+        )
+        return result, said
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run._Run, "collect", lambda self, *arguments: None)
+        _, first = process(0)
+    second_result, second = process(1)
+    assert second_result is None, "the first alone has the result"
+    assert sorted(first + second) == sorted(each[2] for each in finished[2])
+    result, said = process(0)
+    assert said == []
+    assert predictions(tmp_path) == predictions(finished[0])
+    assert result["settings"]["processes"] == 2
+    monkeypatch.setattr(run, "_processes", lambda: run.Processes(0, 2, torch.device("cpu"), lambda: None))
+    with pytest.raises(ValueError, match="several processes need an output folder"):
+        run.run_longbench(str(steady), str(questions), **OPTIONS)
+
+
+def test_bad_data_is_told_before_anything_runs_and_nothing_is_lost(finished, steady, questions, tmp_path):
+    """A line that breaks between two runs: the answers of the first stay, and the second says where it is."""
+    source = tmp_path / "data"
+    source.mkdir()
+    for file in questions.iterdir():
+        (source / file.name).write_bytes(file.read_bytes())
+    folder = tmp_path / "out"
+    run.run_longbench(str(steady), str(source), folder=folder, **OPTIONS)
+    before = predictions(folder)
+    with (source / "samsum.jsonl").open("a") as stream:
+        stream.write('{"context": "x", "input": "y", "answers": "z", "length": 1, "all_classes": null}\n')
+    with pytest.raises(ValueError, match=r"samsum\.jsonl, line 4: field 'answers' must be a list of strings"):
+        run.run_longbench(str(steady), str(source), folder=folder, progress=lambda *each: pytest.fail("ran"), **OPTIONS)
+    assert predictions(folder) == before
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"batch_size": 0}, "batch_size=0 is below 1"),
+        ({"diagnose": -1}, "diagnose=-1 is below 0"),
+        ({"max_length": 1}, "max_length=1 is below 2"),
+        ({"precisions": ["int8"]}, "precision 'int8' is not one of"),
+        ({"datasets": ["squad"]}, "unknown dataset 'squad'"),
+        ({"limit": 0}, "limit=0 is below 1"),
+    ],
+)
+def test_bad_settings_are_named(steady, questions, tmp_path, change, reason):
+    with pytest.raises(ValueError, match=reason):
+        run.run_longbench(str(steady), str(questions), folder=tmp_path / "out", **{**OPTIONS, **change})
+    assert not (tmp_path / "out/parts").exists()
+
+
+def test_other_settings_in_the_same_folder_are_refused(finished, steady, questions):
+    with pytest.raises(ValueError, match=r"settings\.max_length was 400 and is 300"):
+        run.run_longbench(str(steady), str(questions), folder=finished[0], **{**OPTIONS, "max_length": 300})
+
+
+def test_a_model_as_it_is_is_judged_by_finiteness_alone(steady, questions):
+    options = {**OPTIONS, "offset": None, "precisions": ("pasa",), "datasets": ["lcc"], "diagnose": 0}
+    result = run.run_longbench(str(steady), str(questions), **options)
+    assert result["gate"]["checks"] == {"pasa_finite": True}
+    assert result["fixture"] is None
+    assert list(result["precisions"]) == ["fp32", "pasa"]
+    assert result["layers"] == []
+
+
+def test_every_check_can_fail(finished):
+    result = finished[1]
+
+    def failed(name, **changes):
+        altered = copy.deepcopy(result)
+        altered["precisions"][name] |= changes
+        gate = summary.judge(altered, injected=True)
+        return [check for check, passed in gate["checks"].items() if not passed]
+
+    assert failed("pasa", broken=1) == ["pasa_finite"]
+    assert failed("pasa", agreement=0.97) == ["pasa_agrees"]
+    assert failed("fp16-eager", broken=4) == ["fp16_collapses"]
+
+
+def test_agreement_is_that_of_what_is_scored():
+    """Few-shot answers run on into the next example; that they differ there changes no score."""
+
+    def lines(*texts):
+        return {i: {"pred": text, "broken": False} for i, text in enumerate(texts)}
+
+    answers = {
+        "fp32": {"trec": lines("NUM\nmore", "HUM"), "hotpotqa": lines("a\nb")},
+        "pasa": {"trec": lines("NUM\nother", "LOC"), "hotpotqa": lines("a\nc")},
+    }
+    assert summary._agreement(answers, "pasa", ["trec"]) == 0.5
+    assert summary._identical(answers, "pasa", ["trec"]) == 0
+    assert summary._agreement(answers, "pasa", ["trec", "hotpotqa"]) == pytest.approx(1 / 3)
+
+
+def test_buckets_of_the_extended_set(steady, questions, tmp_path):
+    rows = [json.loads(row) for row in (questions / "hotpotqa.jsonl").read_text().splitlines()[:2]]
+    text = "".join(json.dumps(row | {"length": length}) + "\n" for row, length in zip(rows, (10, 9000), strict=True))
+    (tmp_path / "hotpotqa_e.jsonl").write_text(text)
+    options = {**OPTIONS, "precisions": ("fp32",), "diagnose": 0}
+    result = run.run_longbench(str(steady), str(tmp_path), extended=True, **options)
+    assert list(result["datasets"]["hotpotqa_e"]["buckets"]["fp32"]) == ["0-4k", "4-8k", "8k+"]
+    assert result["datasets"]["hotpotqa_e"]["buckets"]["fp32"]["4-8k"] is None
+    assert "LongBench-E by length" in [table.title for table in report.tables(result)]
+
+
+def test_what_is_shown_and_written(finished, tmp_path):
+    result = finished[1]
+    json.dumps(result, allow_nan=False)
+    console = Console(file=io.StringIO(), width=250)
+    report.render(result, console)
+    text = console.file.getvalue()
+    for part in ("emulated", "9/9", "hotpotqa", "Multi-doc QA", "131,", "All checks hold", "2 of 2 layers overflow"):
+        assert part in text
+    report.save(result, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"longbench.json", "longbench.md", "longbench.png"}
+    assert "All checks hold" in (tmp_path / "longbench.md").read_text()
+    failing = copy.deepcopy(result)
+    failing["gate"] = {"passed": False, "checks": {"pasa_agrees": False}}
+    failing["datasets"]["hotpotqa"]["rouge_out_of_stack"]["pasa"] = 2
+    assert "FAILED: pasa_agrees" in report.verdict(failing)
+    assert "ROUGE is 0 for 2 answers" in report.precision_table(failing).note
