@@ -111,3 +111,40 @@ def longbench(
     if output_dir is not None:
         report.save(result, output_dir)
     raise typer.Exit(0 if result["gate"]["passed"] else 1)
+
+
+@evaluate.command()
+def ppl(
+    json: Json = None,
+    output_dir: Annotated[Path | None, typer.Option(help="Write JSON and Markdown there.")] = None,
+    model: Model = None,
+    text: Annotated[str | None, typer.Option(help="File to read (default: an essay).")] = None,
+    precisions: Precisions = "fp32,bf16,bf16-eager,fp16-sdpa,fp16-eager,pasa",
+    offsets: Annotated[
+        str | None,
+        typer.Option(help="Constants to add to every score, between commas (0,4096,131072; 0 with --model)."),
+    ] = None,
+    tokens: Annotated[int, typer.Option(parser=integer, metavar="N", help="Length of the text.")] = 2048,
+    window: Annotated[int, typer.Option(parser=integer, metavar="N", help="Tokens that are read at once.")] = 1024,
+    stride: Annotated[int, typer.Option(parser=integer, metavar="N", help="Tokens between two windows.")] = 512,
+    half: Half = None,
+) -> None:
+    """Perplexity of a long text in several precisions; exit 1 if PASA leaves FP32's."""
+    from pasa.eval.perplexity import report, run
+
+    with output.progress_bar("eval ppl") as progress:
+        result = run.run_perplexity(
+            model,
+            text,
+            precisions=words(precisions) or (),
+            offsets=None if offsets is None else integers(offsets),
+            tokens=tokens,
+            window=window,
+            stride=stride,
+            half=half,
+            progress=progress,
+        )
+    deliver(result, json, report.render)
+    if output_dir is not None:
+        report.save(result, output_dir)
+    raise typer.Exit(0 if result["gate"]["passed"] else 1)

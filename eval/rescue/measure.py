@@ -78,7 +78,8 @@ def generate(model: Any, tokenizer: Any, ids: torch.Tensor, new_tokens: int, *, 
     last = output.logits[0, -1].float()  # also waits for the device
     finite = bool(torch.isfinite(last).all())
     prefill_s = time.perf_counter() - started
-    loss, nonfinite = _prompt_loss(output.logits[0], ids[0])
+    losses, nonfinite = token_losses(output.logits[0], ids[0])
+    loss = float(losses.double().mean())
 
     started = time.perf_counter()
     tokens, stopped = _continue(model, output.past_key_values, last, finite, new_tokens, tokenizer.eos_token_id)
@@ -106,15 +107,21 @@ def _continue(
         finite = bool(torch.isfinite(logits).all())
 
 
-def _prompt_loss(logits: torch.Tensor, ids: torch.Tensor) -> tuple[float, float]:
-    """Return (mean cross-entropy of ids[1:] in FP32, share of non-finite logits); logits (n, vocabulary), ids (n,)."""
-    total, nonfinite = 0.0, 0
+def token_losses(logits: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """Return (cross-entropy of each of ids[1:], FP32, in nats; share of non-finite logits).
+
+    Parameters
+    ----------
+    logits : Tensor (n, vocabulary)
+    ids : Tensor (n,)
+    """
+    losses, nonfinite = [], 0
     for start in range(0, len(ids), ROWS_PER_CHUNK):
         rows = logits[start : start + ROWS_PER_CHUNK].float()
         nonfinite += int((~torch.isfinite(rows)).sum())
         targets = ids[start + 1 : start + 1 + ROWS_PER_CHUNK]
-        total += torch.nn.functional.cross_entropy(rows[: len(targets)], targets, reduction="sum").item()
-    return total / (len(ids) - 1), nonfinite / logits.numel()
+        losses.append(torch.nn.functional.cross_entropy(rows[: len(targets)], targets, reduction="none"))
+    return torch.cat(losses), nonfinite / logits.numel()
 
 
 def _summarise(record: Any) -> dict[str, Any]:

@@ -32,8 +32,8 @@ def test_chunks_do_not_change_the_loss(length):
     generator = torch.Generator().manual_seed(length)
     logits = torch.randn(length, 11, generator=generator)
     ids = torch.randint(0, 11, (length,), generator=generator)
-    loss, nonfinite = measure._prompt_loss(logits, ids)
-    assert loss == pytest.approx(torch.nn.functional.cross_entropy(logits[:-1], ids[1:]).item(), rel=1e-5)
+    losses, nonfinite = measure.token_losses(logits, ids)
+    assert losses.mean() == pytest.approx(torch.nn.functional.cross_entropy(logits[:-1], ids[1:]).item(), rel=1e-5)
     assert nonfinite == 0
 
 

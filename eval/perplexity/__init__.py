@@ -1,0 +1,1 @@
+"""Perplexity of a long text in several precisions, with a sliding window."""
