@@ -9,7 +9,7 @@ import typer
 
 from pasa.eval import output
 from pasa.eval.evaluate import evaluate
-from pasa.eval.options import Json, deliver, integer, stages
+from pasa.eval.options import Json, deliver, integer, integers, stages, words
 
 app = typer.Typer(
     help="FP16 attention that cannot overflow: checks, tables, benchmarks and a demonstration.",
@@ -137,6 +137,38 @@ def soak(
     if output_dir is not None:
         report.save(result, output_dir)
     raise typer.Exit(0 if result["gate"]["passed"] else 1)
+
+
+@bench.command()
+def model(
+    json: Json = None,
+    output_dir: Annotated[Path | None, typer.Option(help="Write JSON and Markdown there.")] = None,
+    config: Annotated[str, typer.Option(help="Configuration: qwen2-7b, or tiny.")] = "qwen2-7b",
+    tokens: Annotated[str, typer.Option(help="Prompt lengths, between commas.")] = "8192",
+    attention: Annotated[str, typer.Option(help="Between commas.")] = "eager,sdpa,pasa",
+    new_tokens: Annotated[int, typer.Option(parser=integer, metavar="N", help="Tokens to decode.")] = 32,
+    rounds: Annotated[int, typer.Option(parser=integer, metavar="N", help="Rounds that are counted.")] = 3,
+) -> None:
+    """Prefill, decode and memory of a whole model with random weights, by its attention."""
+    from pasa.eval.longbench import throughput
+    from pasa.eval.rmse.report import show
+    from pasa.eval.speed.report import markdown
+
+    with output.progress_bar("bench model") as progress:
+        result = throughput.run_throughput(
+            config,
+            tokens=integers(tokens),
+            attentions=words(attention) or (),
+            new_tokens=new_tokens,
+            rounds=rounds,
+            progress=progress,
+        )
+    found = throughput.table(result)
+    deliver(result, json, lambda _, console: show(found, console))
+    if output_dir is not None:
+        output.write_text(output_dir / "throughput.json", output.to_json(result))
+        text = "\n\n".join([f"# {found.title}", markdown(found.header, found.rows), found.note])
+        output.write_text(output_dir / "throughput.md", text + "\n")
 
 
 @bench.command("npu-model")

@@ -76,6 +76,11 @@ def parse_precisions(names: Sequence[str], injected: bool) -> list[str]:
     return list(dict.fromkeys([REFERENCE, *names]))
 
 
+def choose_offset(path: str | None, offset: float | None) -> float:
+    """The offset that was given, else none for a model of one's own, and ``DEFAULT_OFFSET`` for the built-in one."""
+    return offset if offset is not None else 0 if path else DEFAULT_OFFSET
+
+
 class Subject:
     """A language model that is looked at in several precisions, one at a time.
 
@@ -101,7 +106,7 @@ class Subject:
     ) -> None:
         self.path, self.device = path, device
         self.half = device.type != "cpu" if half is None else half
-        self.offset = (0 if path else DEFAULT_OFFSET) if offset is None else offset
+        self.offset = choose_offset(path, offset)
         self.name = Path(path).name if path else f"{BUILT_IN} ({WEIGHTS[0]} {WEIGHTS[1]})"
         self.fixture: dict[str, Any] | None = None
         self._loaded: tuple[tuple[bool, torch.dtype], Any] | None = None

@@ -21,7 +21,7 @@ from pasa.eval.longbench.prompts import build_prompt, default_max_length
 from pasa.eval.longbench.store import Line, Store, batches
 from pasa.eval.longbench.summary import summarise
 from pasa.eval.longbench.tasks import find_task
-from pasa.eval.precisions import EMULATION, PRECISIONS, Subject, parse_precisions
+from pasa.eval.precisions import EMULATION, PRECISIONS, Subject, choose_offset, parse_precisions
 from pasa.eval.rescue.run import machine
 
 DEFAULT_PRECISIONS = ("fp32", "bf16", "fp16-eager", "pasa")
@@ -110,22 +110,21 @@ def run_longbench(
     for name, number, least in (("batch_size", batch_size, 1), ("diagnose", diagnose, 0)):
         if number < least:
             raise ValueError(f"{name}={number} is below {least}")
+    names = parse_precisions(precisions, injected=bool(choose_offset(model, offset)))
     processes = _processes()
     with _folder(folder) as place:
+        questions = None if source is None else data.load_items(source, datasets, extended=extended, limit=limit)
         subject = Subject(model, offset, processes.device, half=half)
-        names = parse_precisions(precisions, injected=bool(subject.offset))
-        if source is None:
-            if processes.index == 0:
-                offline.build(place / "data", tokens, items, lambda text: len(subject.tokenizer(text).input_ids))
-            processes.wait()
-        questions = data.load_items(source or str(place / "data"), datasets, extended=extended, limit=limit)
         length = default_max_length(subject.config.max_position_embeddings) if max_length is None else max_length
         if length < 2:
             raise ValueError(f"max_length={length} is below 2")
+        if questions is None:
+            if processes.index == 0:
+                offline.build(place / "data", tokens, items, lambda text: len(subject.tokenizer(text).input_ids))
+            processes.wait()
+            questions = data.load_items(str(place / "data"), datasets, extended=extended, limit=limit)
         settings = Settings(length, batch_size, chat)
-        store = Store(place, _identity(subject, settings, questions)) if processes.index == 0 else None
-        processes.wait()
-        store = store or Store(place, _identity(subject, settings, questions))
+        store = Store(place, _identity(subject, settings, questions))
         run = _Run(subject, questions, settings, store, processes, progress or (lambda done, total, label: None))
         run.answer_all(names)
         if diagnose:
