@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,9 @@ from pasa.eval.rescue.run import machine
 DEFAULT_PRECISIONS = ("fp32", "bf16", "fp16-eager", "pasa")
 OVERFLOW = "overflow"
 """Stands in the store for a precision, where the scores of prompts are counted."""
+
+PATIENCE = timedelta(days=1)
+"""How long a process waits for the others; the default of torch's process groups is 10 minutes."""
 
 
 @dataclass(frozen=True)
@@ -253,7 +257,8 @@ def _identity(subject: Subject, settings: Settings, questions: dict[str, list[da
 def _processes() -> Processes:
     from accelerate import PartialState
 
-    state = PartialState()
+    # Told of a CPU, several processes find each other; and one may wait for another as long as an answer takes.
+    state = PartialState(cpu=not torch.accelerator.is_available(), timeout=PATIENCE)
     return Processes(state.process_index, state.num_processes, state.device, state.wait_for_everyone)
 
 
