@@ -82,9 +82,10 @@ def f1(answer: Sequence[str], reference: Sequence[str]) -> float:
 def rouge(answer: str, reference: str, classes: Sequence[str] = ()) -> float:
     """ROUGE-L F of the package `rouge` 1.0.1: union LCS over the sentences between full stops; 0 where it fails.
 
-    It fails on an answer without a word, and it recurses once for every step through the table of two sentences, so
-    that two sentences of together more than about 980 words score 0 even if they are equal. The published scorer
-    gives that 0, and so does this; :func:`ran_out_of_stack` tells which items are meant.
+    It fails on an answer without a word, and it recurses once for every step through the table of two sentences: as
+    many steps as they have words, those in common counted once. Beyond about 980 it is out of stack, and scores 0 even
+    if they are equal. The published scorer gives that 0, and so does this; :func:`ran_out_of_stack` tells which items
+    are meant.
     """
     outcome = _rouge(answer, reference)
     return outcome if isinstance(outcome, float) else 0.0
