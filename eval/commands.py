@@ -151,6 +151,23 @@ def soak(
     raise typer.Exit(0 if result["gate"]["passed"] else 1)
 
 
+@bench.command()
+def video(
+    json: Json = None,
+    output_dir: Annotated[Path | None, typer.Option(help="Write JSON and Markdown there.")] = None,
+    rounds: Annotated[int, typer.Option(parser=integer, metavar="N", help="Turns of each way to attend.")] = 3,
+) -> None:
+    """Time a denoising step of the full-size video UNet on a CUDA device; exit 1 if PASA is slower or farther off."""
+    from pasa.eval.video import step, step_report
+
+    with output.progress_bar("bench video") as progress:
+        result = step.run_step(rounds, progress=_stages(progress, step.STAGES))
+    _deliver(result, json, step_report.render)
+    if output_dir is not None:
+        step_report.save(result, output_dir)
+    raise typer.Exit(0 if result["gate"]["passed"] else 1)
+
+
 @bench.command("npu-model")
 def npu_model(
     json: Json = None,
@@ -201,8 +218,8 @@ def demo(
     raise typer.Exit(0 if result["proof"]["passed"] else 1)
 
 
-@evaluate.command()
-def video(
+@evaluate.command("video")
+def eval_video(
     json: Json = None,
     output_dir: Annotated[Path | None, typer.Option(help="Write JSON, Markdown, MP4, GIF and PNG there.")] = None,
     model: Annotated[str, typer.Option(help='Folder of a Stable Video Diffusion checkpoint, or "tiny".')] = "tiny",

@@ -55,9 +55,10 @@ def anchored_scores(b_q, b_k, m_key, longest):
     m_finite = tl.min(tl.where(tl.abs(b_wide) <= FP16_MAX, 1, 0), 1) > 0
     m_mean = m_key & m_finite
     b_clean = tl.where(m_mean[:, None], b_wide, 0.0)
-    anchor = exact_anchor(b_clean, m_mean[:, None], tl.sum(tl.where(m_mean, 1.0, 0.0), 0))
     bound = tl.sqrt(tl.max(tl.sum(b_clean * b_clean, 1), 0)) * longest
-    anchor = tl.where(bound <= ANCHOR_LIMIT, 0.0, anchor)
+    anchor = tl.zeros((b_k.shape[1],), tl.float32)
+    if (bound <= ANCHOR_LIMIT) == 0:
+        anchor = exact_anchor(b_clean, m_mean[:, None], tl.sum(tl.where(m_mean, 1.0, 0.0), 0))
     b_new = tl.where(m_finite[:, None], b_wide - anchor[None, :], float("nan")).to(tl.float16)
     return tl.dot(b_q, tl.trans(b_new)), anchor
 
