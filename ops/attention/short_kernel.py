@@ -81,7 +81,7 @@ def short_kernel(
     m_key = tl.max(tl.where(m_seen, 1, 0), 0) > 0
     # scores (M, N), less those of the anchor
     b_wide = b_q.to(tl.float32)
-    b_s, b_anchor = anchored_scores(b_q, b_k, m_key, tl.sqrt(tl.max(tl.sum(b_wide * b_wide, 1), 0)) * scale)
+    b_s, b_anchor = anchored_scores(b_q, b_k, m_key, tl.sqrt(tl.max(tl.sum(b_wide * b_wide, 1), 0)) * scale, True)
     frame = tl.sum(b_wide * b_anchor[None, :], 1) * scale
     factor = scale * LOG2_E
     if MASK == "float":
