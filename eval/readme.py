@@ -22,6 +22,7 @@ from pasa.eval.speed import report as speed_report
 from pasa.eval.speed.cases import DATA
 from pasa.eval.speed.implementations import CUDNN, FLASH
 from pasa.eval.video import report as video_report
+from pasa.eval.video import step_report
 from pasa.ops.registry import BACKENDS, Backend
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,6 +35,7 @@ RESULTS = {
     "soak": ROOT / "eval/soak/results/soak.json",
     "npu_model": ROOT / "eval/npu_model/results/npu_model.json",
     "video": ROOT / "eval/video/results/video.json",
+    "step": ROOT / "eval/video/results/step.json",
 }
 SHOWN = ("fp32", "partial", "prescaled", "smooth_k", "pasa-paper-fp16", "pasa-paper", "pasa-exact")
 
@@ -248,6 +250,12 @@ def _decoding_with_bias() -> str:
     return f"Times as long as without the bias, in a CUDA graph: {', '.join(ratios)}."
 
 
+def step() -> str:
+    """A denoising step of the full-size video UNet."""
+    found = step_report.model_table(stored("step"))
+    return f"{found.note}\n\n{table(found.header, found.rows)}\n\n{step_report.origin(stored('step'))}"
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "support": support,
     "rmse": rmse,
@@ -255,6 +263,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "bias": lambda: _report_table("bias", "Q and K share"),
     "rescue": rescue,
     "video": video,
+    "step": step,
     "speed": speed,
     "decode": decode,
     "kernels": kernels,
