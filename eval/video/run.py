@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +16,7 @@ from pasa.eval import output
 from pasa.eval.video import metrics
 from pasa.eval.video.overflow import OFFSET, bias_scores
 from pasa.eval.video.tiny import sample_image, tiny_pipeline
-from pasa.eval.video.watch import NonFiniteWatch
+from pasa.eval.watch import NonFiniteWatch, models_of
 
 if TYPE_CHECKING:
     from pasa.eval.video.metrics import Frames
@@ -111,16 +111,8 @@ def run_video(
     FileNotFoundError, ValueError
         The model is not a folder; a size, dtype or image that cannot be used.
     """
-    given = {"height": height, "width": width, "frames": frames, "steps": steps}
-    sizes = {name: _size(name, value, model) for name, value in given.items()}
-    device = _device()
-    settings = Settings(
-        image=_image(image, sizes["height"], sizes["width"]),
-        seed=seed,
-        dtype=_dtype(dtype, device),
-        device=device,
-        **sizes,
-    )
+    sizes = {"height": height, "width": width, "frames": frames, "steps": steps}
+    settings = make_settings(sizes, tiny=model == TINY, image=image, seed=seed, dtype=dtype)
     say = progress or (lambda line: None)
     clips: dict[str, Clip] = {}
     fixture = None
@@ -132,9 +124,30 @@ def run_video(
         fixture = bias_scores(pipeline.unet, OFFSET)
         clips |= _runs(pipeline, settings, offload, "biased scores", say)
     else:
-        clips = _runs(_load(model), settings, offload, Path(model).name, say)
+        clips = _runs(load_pipeline(model), settings, offload, Path(model).name, say)
     result = _collect(clips, settings, model, fixture, offload)
     return result, {title: clips[name].frames for name, title in TITLES.items() if name in clips and "base" not in name}
+
+
+def make_settings(
+    sizes: Mapping[str, int | None],
+    *,
+    tiny: bool,
+    image: str | None = None,
+    seed: int = SEED,
+    dtype: str | None = None,
+) -> Settings:
+    """Settings of the device at hand; sizes that are None take the defaults of `SIZES`.
+
+    Raises
+    ------
+    FileNotFoundError, ValueError
+        A size, dtype or image that cannot be used.
+    """
+    used = {name: _size(name, value, tiny) for name, value in sizes.items()}
+    device = _device()
+    picture = _image(image, used["height"], used["width"])
+    return Settings(image=picture, seed=seed, dtype=_dtype(dtype, device), device=device, **used)
 
 
 TITLES = {
@@ -149,11 +162,7 @@ TITLES = {
 
 def _runs(pipeline: Any, settings: Settings, offload: bool, what: str, say: Progress) -> dict[str, Clip]:
     """The three clips of one set of weights; the pipeline is left in the dtype of the FP16 runs."""
-    if offload:
-        pipeline.enable_model_cpu_offload(device=settings.device)
-        pipeline.unet.enable_forward_chunking()
-    else:
-        pipeline.to(settings.device)
+    place(pipeline, settings.device, offload)
     say(f"{what}: FP32")
     clips = {"fp32": generate(pipeline, settings)}
     if settings.dtype == torch.float16:
@@ -168,7 +177,15 @@ def _runs(pipeline: Any, settings: Settings, offload: bool, what: str, say: Prog
     return clips
 
 
-@torch.no_grad()
+def place(pipeline: Any, device: torch.device, offload: bool) -> None:
+    """Move a pipeline to its device, or let its models take turns there, as the paper's script does."""
+    if offload:
+        pipeline.enable_model_cpu_offload(device=device)
+        pipeline.unet.enable_forward_chunking()
+    else:
+        pipeline.to(device)
+
+
 def generate(pipeline: Any, settings: Settings, *, diagnose: bool = False) -> Clip:
     """Run the pipeline once.
 
@@ -177,20 +194,10 @@ def generate(pipeline: Any, settings: Settings, *, diagnose: bool = False) -> Cl
     diagnose : bool
         Record the largest score before and after the shift; of the reference backend alone.
     """
-    models = {name: part for name, part in pipeline.components.items() if isinstance(part, torch.nn.Module)}
     recorder: AbstractContextManager[list[Any]] = pasa.record_diagnostics() if diagnose else nullcontext([])
     started = time.perf_counter()
-    with NonFiniteWatch(models) as watch, recorder as records:
-        frames = pipeline(
-            settings.image,
-            height=settings.height,
-            width=settings.width,
-            num_frames=settings.frames,
-            num_inference_steps=settings.steps,
-            decode_chunk_size=min(settings.frames, 8),
-            generator=torch.Generator("cpu").manual_seed(settings.seed),
-            output_type="pt",
-        ).frames[0]
+    with NonFiniteWatch(models_of(pipeline)) as watch, recorder as records:
+        frames = make_frames(pipeline, settings)
     array = frames.float().permute(0, 2, 3, 1).cpu().numpy()
     scores = {
         name: max(float(getattr(record, name).max()) for record in records)
@@ -198,6 +205,22 @@ def generate(pipeline: Any, settings: Settings, *, diagnose: bool = False) -> Cl
         if records
     }
     return Clip(array, time.perf_counter() - started, watch.first, scores)
+
+
+@torch.no_grad()
+def make_frames(pipeline: Any, settings: Settings) -> torch.Tensor:
+    """Frames (F, 3, H, W), 0 to 1."""
+    frames: torch.Tensor = pipeline(
+        settings.image,
+        height=settings.height,
+        width=settings.width,
+        num_frames=settings.frames,
+        num_inference_steps=settings.steps,
+        decode_chunk_size=min(settings.frames, 8),
+        generator=torch.Generator("cpu").manual_seed(settings.seed),
+        output_type="pt",
+    ).frames[0]
+    return frames
 
 
 def _collect(
@@ -257,7 +280,14 @@ def judge(runs: dict[str, Any], *, tiny: bool) -> dict[str, Any]:
     return {"passed": all(checks.values()), "checks": checks, "error_ratio_without_bias": ratio}
 
 
-def _load(path: str) -> Any:
+def load_pipeline(path: str) -> Any:
+    """Stable Video Diffusion from a folder, FP32.
+
+    Raises
+    ------
+    FileNotFoundError
+        There is no such folder.
+    """
     from diffusers import StableVideoDiffusionPipeline
 
     if not Path(path).is_dir():
@@ -267,8 +297,8 @@ def _load(path: str) -> Any:
     return pipeline
 
 
-def _size(name: str, value: int | None, model: str) -> int:
-    value = SIZES[name][model != TINY] if value is None else value
+def _size(name: str, value: int | None, tiny: bool) -> int:
+    value = SIZES[name][not tiny] if value is None else value
     if name in ("height", "width") and (value < 8 or value % 8):
         raise ValueError(f"{name}={value} is not a positive multiple of 8")
     least = 2 if name == "frames" else 1  # with one frame the pipeline's guidance scale is 1, which it cannot run
