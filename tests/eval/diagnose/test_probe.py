@@ -30,13 +30,13 @@ def test_a_pipeline_names_the_modules_that_overflow():
     with probe(pipeline) as findings:
         assert torch.equal(frames(pipeline), expected)
     spatial = {f"unet.{name}" for name in spatial_attention(pipeline.unet)}
-    assert {name for name, heads in findings.heads.items() if heads[0].max_score > 65504} == spatial
+    assert {name for name, heads in findings.heads.items() if heads[0].statistics.max_score > 65504} == spatial
     assert len(findings.heads) == 20, "every patched module is really called"
     assert {findings.calls[name] for name in spatial} == {2}, "one call a step"
     worst = findings.worst()
     assert len(worst) == sum(len(heads) for heads in findings.heads.values())
-    assert [head.max_score for *_, head in worst] == sorted((head.max_score for *_, head in worst), reverse=True)
-    assert worst[0][2].sequence_bias > 0.99
+    assert (scores := [head.statistics.max_score for *_, head in worst]) == sorted(scores, reverse=True)
+    assert worst[0][2].statistics.sequence_bias > 0.99
     assert not any(module._forward_hooks for module in pipeline.unet.modules())
 
 
@@ -65,18 +65,18 @@ def test_a_language_model(language_model):
             language_model(ids)
     finally:
         del hf.AttentionInterface._global_mapping["spy"]
-    found = [head.max_score for head in findings.heads["model.layers.0.self_attn"]]
+    found = [head.statistics.max_score for head in findings.heads["model.layers.0.self_attn"]]
     assert found == pytest.approx(seen[0].tolist(), rel=2**-9)
 
 
 def test_the_largest_call_is_kept(language_model):
     with torch.no_grad(), probe(language_model) as findings:
         language_model(torch.arange(5)[None])
-        few = findings.heads["model.layers.0.self_attn"][0].max_score
+        few = findings.heads["model.layers.0.self_attn"][0].statistics.max_score
         language_model(torch.arange(60)[None])
-        many = findings.heads["model.layers.0.self_attn"][0].max_score
+        many = findings.heads["model.layers.0.self_attn"][0].statistics.max_score
         language_model(torch.arange(5)[None])
-    assert few < many == findings.heads["model.layers.0.self_attn"][0].max_score
+    assert few < many == findings.heads["model.layers.0.self_attn"][0].statistics.max_score
     assert findings.calls["model.layers.0.self_attn"] == 3
 
 
