@@ -55,9 +55,12 @@ def probe(
             hooks.append(module.register_forward_hook(lambda *_: _left(running), always_call=True))
         try:
             # Recording makes the operator count; the watch takes the counts from its output.
-            with pasa.record_diagnostics() as records, torch.compiler.set_stance("force_eager"):
-                with _Watch(findings, running, records, seen):
-                    yield findings
+            with (
+                torch.compiler.set_stance("force_eager"),
+                pasa.record_diagnostics() as records,
+                _Watch(findings, running, records, seen),
+            ):
+                yield findings
         finally:
             for hook in hooks:
                 hook.remove()

@@ -147,7 +147,7 @@ def make_settings(
     used = {name: _size(name, value, tiny) for name, value in sizes.items()}
     device = _device()
     picture = _image(image, used["height"], used["width"])
-    return Settings(image=picture, seed=seed, dtype=_dtype(dtype, device), device=device, **used)
+    return Settings(image=picture, seed=seed, dtype=pick_dtype(dtype, device), device=device, **used)
 
 
 TITLES = {
@@ -166,8 +166,7 @@ def _runs(pipeline: Any, settings: Settings, offload: bool, what: str, say: Prog
     say(f"{what}: FP32")
     clips = {"fp32": generate(pipeline, settings)}
     if settings.dtype == torch.float16:
-        for part in (pipeline.unet, pipeline.vae, pipeline.image_encoder):
-            part.half()
+        halve(pipeline)
     say(f"{what}: FP16, scores stored in FP16 (emulated)")
     with pasa.patch_pipeline(pipeline, config=EMULATED, backend="reference"):
         clips["fp16"] = generate(pipeline, settings)
@@ -184,6 +183,12 @@ def place(pipeline: Any, device: torch.device, offload: bool) -> None:
         pipeline.unet.enable_forward_chunking()
     else:
         pipeline.to(device)
+
+
+def halve(pipeline: Any) -> None:
+    """Put the models of a pipeline into FP16; where they are offloaded, the hooks that move them stay."""
+    for part in models_of(pipeline).values():
+        part.half()
 
 
 def generate(pipeline: Any, settings: Settings, *, diagnose: bool = False) -> Clip:
@@ -307,7 +312,14 @@ def _size(name: str, value: int | None, tiny: bool) -> int:
     return value
 
 
-def _dtype(name: str | None, device: torch.device) -> torch.dtype:
+def pick_dtype(name: str | None, device: torch.device) -> torch.dtype:
+    """The dtype of that name; by default FP32 on a CPU, where FP16 is slow, and FP16 elsewhere.
+
+    Raises
+    ------
+    ValueError
+        An unknown name.
+    """
     known = {"float16": torch.float16, "float32": torch.float32}
     if name is not None and name not in known:
         raise ValueError(f"dtype={name!r} is not one of {tuple(known)}")

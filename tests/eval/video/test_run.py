@@ -150,5 +150,5 @@ def test_defaults_are_the_papers_for_a_checkpoint():
     assert [run._size(name, None, False) for name in run.SIZES] == [576, 1024, 25, 25]
     assert [run._size(name, None, True) for name in run.SIZES] == [128, 128, 4, 3]
     assert (run.SEED, run.FPS) == (42, 7)
-    assert run._dtype(None, torch.device("cuda")) == torch.float16
-    assert run._dtype(None, torch.device("cpu")) == torch.float32
+    assert run.pick_dtype(None, torch.device("cuda")) == torch.float16
+    assert run.pick_dtype(None, torch.device("cpu")) == torch.float32

