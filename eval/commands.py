@@ -262,7 +262,7 @@ def video(
     offload: Annotated[bool, typer.Option("--offload", help="Model offload and forward chunking.")] = False,
 ) -> None:
     """A video in FP32, in FP16 and in FP16 with PASA, frame by frame; exit 1 if PASA breaks it."""
-    from pasa.eval.video import report, run
+    from pasa.eval.video import clip, report, run
 
     with output.progress_bar("eval video") as progress:
         result, clips = run.run_video(
@@ -275,7 +275,7 @@ def video(
             seed=seed,
             dtype=dtype,
             offload=offload,
-            progress=_stages(progress, 6 if model == run.TINY else 3),
+            progress=_stages(progress, 6 if model == clip.TINY else 3),
         )
     _deliver(result, json, report.render)
     if output_dir is not None:

@@ -17,7 +17,7 @@ from pasa.eval.diagnose.statistics import FP16_MAX
 
 LIMITS = (0.001, 0.01, 0.1, 0.5, 1.0, 2.0, 10.0)
 """Where a cell of the map changes its colour: max |Q K^T| over 65504. At 1 FP16 ends."""
-SHOWN = 40
+SHOWN = 15
 """Heads in the table of the page; JSON has all."""
 RAMP = 9  # colours in the legend of the matrices
 
@@ -56,7 +56,7 @@ def facts(result: dict[str, Any]) -> dict[str, str]:
         "heads beyond FP16": f"{found['heads_beyond']} of {found['heads']}",
         "layers beyond FP16": f"{found['modules_beyond']} of {found['modules']}",
         "largest |QKᵀ|": words.number(found["worst"]["max_score"]),
-        "over 65504": f"{words.number(found['worst']['max_score'] / FP16_MAX, '.3g')} ×",
+        "over 65504": f"{words.ratio(found['worst']['max_score'])} ×",
         "largest score PASA stores": words.number(found["stored"]),
         "FP16 scores": "break the model" if first else "do not break it",
     }
@@ -66,16 +66,11 @@ def grid(result: dict[str, Any]) -> dict[str, Any]:
     """Layers, in the order of their first call, against heads: (text, level of colour, meaning) a cell."""
     cells: dict[str, dict[int, tuple[str, int, str]]] = {name: {} for name in result["modules"]["calls"]}
     for each in result["records"]:
-        ratio = each["max_score"] / FP16_MAX
+        level = bisect_right(LIMITS, each["max_score"] / FP16_MAX)
         meaning = f"head {each['head']}: max |QKᵀ| {words.number(each['max_score'])}"
-        cells[each["module"]][each["head"]] = (_short(ratio), bisect_right(LIMITS, ratio), meaning)
+        cells[each["module"]][each["head"]] = (words.ratio(each["max_score"]) if level else "", level, meaning)
     heads = 1 + max((head for row in cells.values() for head in row), default=-1)
     return {"heads": heads, "layers": {name: [row.get(head) for head in range(heads)] for name, row in cells.items()}}
-
-
-def _short(ratio: float) -> str:
-    """Three characters or four: what fits into a cell."""
-    return "0" if ratio < LIMITS[0] else f"{ratio:.3f}"[:5].lstrip("0") if ratio < 0.1 else f"{ratio:.2g}"
 
 
 def legend() -> list[str]:

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from pasa.eval.diagnose.maps import HeadMaps, Picture
+from pasa.eval.diagnose.words import span
 
-AXES = {"Q": ("query", "head dimension"), "S": ("query", "key"), "S'": ("query", "key")}
+AXES = {"Q": ("query", "head dimension"), "S": ("sampled query", "key"), "S'": ("sampled query", "key")}
 OTHER_AXES = ("key", "head dimension")
 TITLES = {"S": "S = Q Kᵀ", "K'": "K′", "S'": "S′"}
 COLOURS = 32  # of the map: noise in 256 colours is what makes a PNG large
@@ -37,8 +38,7 @@ def to_png(picture: Picture) -> bytes:
     from matplotlib.image import imsave
 
     stream = BytesIO()
-    # Without metadata: the name and version of the writer say nothing, and change the bytes.
-    imsave(stream, picture.values.numpy(), cmap=colours(), format="png", metadata={"Software": None})
+    imsave(stream, picture.values.numpy(), cmap=colours(), format="png")
     return stream.getvalue()
 
 
@@ -54,7 +54,7 @@ def draw(maps: Sequence[HeadMaps], note: str, path: Path) -> Path:
         for axis, (name, picture) in zip(part.subplots(1, columns), each.pictures.items(), strict=True):
             _panel(axis, name, picture)
     figure.supxlabel(note, fontsize=8)
-    figure.savefig(path, dpi=72)
+    figure.savefig(path, dpi=66)
     return path
 
 
@@ -68,7 +68,7 @@ def _panel(axis: Any, name: str, picture: Picture) -> None:
         extent=(0, columns, rows, 0),
     )
     down, across = axes_of(name)
-    axis.set_title(f"{title(name)}  [{picture.low:.5g}, {picture.high:.5g}]", fontsize=8)
+    axis.set_title(f"{title(name)}  {span((picture.low, picture.high))}", fontsize=8)
     axis.set_xlabel(across, fontsize=7)
     axis.set_ylabel(down, fontsize=7)
     axis.tick_params(labelsize=6)

@@ -10,13 +10,17 @@ from typing import Any
 
 import torch
 
-from pasa.eval.rescue import run as rescue
-from pasa.eval.video import run as video
+from pasa.eval.rescue.embedded_model import load_model
+from pasa.eval.rescue.overflow_fixture import inject_overflow
+from pasa.eval.rescue.run import DEFAULT_OFFSET, build_prompt, load_folder, pick_device
+from pasa.eval.video import clip
+from pasa.eval.video.overflow import OFFSET, bias_scores
+from pasa.eval.video.tiny import tiny_pipeline
 
-EMBEDDED, TINY = "embedded", video.TINY
+EMBEDDED, TINY = "embedded", clip.TINY
 SUPPORTED = "StableVideoDiffusionPipeline"
 TEXT_OPTIONS = ("prompt", "max_prompt_tokens")
-VIDEO_OPTIONS = ("image", *video.SIZES, "seed", "offload")
+VIDEO_OPTIONS = ("image", *clip.SIZES, "seed", "offload")
 BUILT_IN_OPTIONS = ("offset",)
 Options = Mapping[str, Any]
 
@@ -97,19 +101,19 @@ def _check_folder(path: Path) -> None:
 
 def _language_model(model: str, options: Options) -> Subject:
     """The prefill of one prompt: it forms all scores that decoding forms, and those of every earlier token."""
-    device, fixture = rescue.pick_device(), None
-    dtype = video.pick_dtype(options["dtype"], device)
+    device, fixture = pick_device(), None
+    dtype = clip.pick_dtype(options["dtype"], device)
     if model == EMBEDDED:
-        network, tokenizer = rescue.load_model()
-        offset = rescue.DEFAULT_OFFSET if options["offset"] is None else options["offset"]
+        network, tokenizer = load_model()
+        offset = DEFAULT_OFFSET if options["offset"] is None else options["offset"]
         if offset:
-            network, info = rescue.inject_overflow(network, offset)
+            network, info = inject_overflow(network, offset)
             fixture = info.as_dict()
         network = network.to(dtype)
     else:
-        network, tokenizer = rescue.load_folder(model, dtype)
+        network, tokenizer = load_folder(model, dtype)
     network = network.to(device)
-    ids = rescue.build_prompt(tokenizer, options["prompt"], options["max_prompt_tokens"]).to(device)
+    ids = build_prompt(tokenizer, options["prompt"], options["max_prompt_tokens"]).to(device)
 
     @torch.no_grad()
     def run() -> None:
@@ -122,23 +126,21 @@ def _language_model(model: str, options: Options) -> Subject:
 
 def _video(model: str, options: Options) -> Subject:
     """One clip, as `pasa eval video` makes it."""
-    from pasa.eval.video.overflow import OFFSET, bias_scores
-
-    seed = video.SEED if options["seed"] is None else options["seed"]
-    given = {name: options[name] for name in video.SIZES}
-    settings = video.make_settings(given, tiny=model == TINY, image=options["image"], seed=seed, dtype=options["dtype"])
+    seed = clip.SEED if options["seed"] is None else options["seed"]
+    given = {name: options[name] for name in clip.SIZES}
+    settings = clip.make_settings(given, tiny=model == TINY, image=options["image"], seed=seed, dtype=options["dtype"])
     fixture = None
     if model == TINY:
-        pipeline = video.tiny_pipeline()
+        pipeline = tiny_pipeline()
         offset = OFFSET if options["offset"] is None else options["offset"]
         fixture = bias_scores(pipeline.unet, offset) if offset else None
     else:
-        pipeline = video.load_pipeline(model)
+        pipeline = clip.load_pipeline(model)
     if settings.dtype == torch.float16:
-        video.halve(pipeline)
-    video.place(pipeline, settings.device, bool(options["offload"]))
+        clip.halve(pipeline)
+    clip.place(pipeline, settings.device, bool(options["offload"]))
     shown = {
-        **{name: getattr(settings, name) for name in (*video.SIZES, "seed")},
+        **{name: getattr(settings, name) for name in (*clip.SIZES, "seed")},
         "dtype": str(settings.dtype).removeprefix("torch."),
         "offload": bool(options["offload"]),
     }
@@ -147,7 +149,7 @@ def _video(model: str, options: Options) -> Subject:
         name,
         "video pipeline",
         pipeline,
-        lambda: video.make_frames(pipeline, settings),
+        lambda: clip.make_frames(pipeline, settings),
         shown,
         fixture,
         settings.device,

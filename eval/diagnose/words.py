@@ -33,10 +33,11 @@ def number(value: float | None, form: str = ",.4g") -> str:
 def ratio(score: float) -> str:
     """A score over the largest number of FP16."""
     value = score / FP16_MAX
-    return "< 0.001" if value < 0.001 else f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
+    return "< 0.001" if value < 0.001 else f"{value:.3f}" if value < 0.1 else f"{value:,.2f}"
 
 
-def _span(pair: Sequence[float]) -> str:
+def span(pair: Sequence[float]) -> str:
+    """A range."""
     return f"{number(pair[0])} … {number(pair[1])}"
 
 
@@ -54,8 +55,8 @@ COLUMNS = {
     "in FP32": Column(
         lambda r: percent(r["rescued_tiles"] / r["tiles"]) if r["tiles"] else "–", "tiles that PASA keeps in FP32"
     ),
-    "K": Column(lambda r: _span(r["keys"]), "range of the keys"),
-    "K′": Column(lambda r: _span(r["shifted_keys"]), "range of the shifted keys, in the units of K"),
+    "K": Column(lambda r: span(r["keys"]), "range of the keys"),
+    "K′": Column(lambda r: span(r["shifted_keys"]), "range of the shifted keys, in the units of K"),
     "bias": Column(
         lambda r: _optional(r["sequence_bias"], ".3f"),
         "length of the mean key over that of the keys, 1 if all are alike",
@@ -83,7 +84,7 @@ def verdict(result: dict[str, Any]) -> str:
         return "No attention was seen."
     worst = found["worst"]
     where = f"{worst['module']}, head {worst['head']}"
-    times = f"{number(worst['max_score'])}, {worst['max_score'] / found['fp16_max']:.3g} times FP16's largest number"
+    times = f"{number(worst['max_score'])}, {ratio(worst['max_score'])} times FP16's largest number"
     if found["heads_beyond"]:
         first = (
             f"{found['heads_beyond']} of {found['heads']} heads, in {found['modules_beyond']} of {found['modules']} "

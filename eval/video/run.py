@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,21 +14,14 @@ import torch
 import pasa
 from pasa.eval import output
 from pasa.eval.video import metrics
+from pasa.eval.video.clip import SEED, SIZES, TINY, Settings, halve, load_pipeline, make_frames, make_settings, place
 from pasa.eval.video.overflow import OFFSET, bias_scores
-from pasa.eval.video.tiny import sample_image, tiny_pipeline
+from pasa.eval.video.tiny import tiny_pipeline
 from pasa.eval.watch import NonFiniteWatch, models_of
 
 if TYPE_CHECKING:
     from pasa.eval.video.metrics import Frames
 
-TINY = "tiny"
-SIZES = {  # the second column: the paper's, of the real model
-    "height": (128, 576),
-    "width": (128, 1024),
-    "frames": (4, 25),
-    "steps": (3, 25),
-}
-SEED = 42  # the paper's
 FPS = 7  # the paper's
 MIN_PSNR, MIN_SSIM = 45.0, 0.995
 """What frames of the tiny pipeline must reach against FP32. Without any attention in the UNet they reach 23 dB."""
@@ -48,20 +41,6 @@ class Clip:
     seconds: float
     first_nonfinite: dict[str, Any] | None
     scores: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What every run of an experiment shares; `steps` of the sampler, `dtype` of the models in the FP16 runs."""
-
-    image: Any
-    height: int
-    width: int
-    frames: int
-    steps: int
-    seed: int
-    dtype: torch.dtype
-    device: torch.device
 
 
 def run_video(
@@ -129,27 +108,6 @@ def run_video(
     return result, {title: clips[name].frames for name, title in TITLES.items() if name in clips and "base" not in name}
 
 
-def make_settings(
-    sizes: Mapping[str, int | None],
-    *,
-    tiny: bool,
-    image: str | None = None,
-    seed: int = SEED,
-    dtype: str | None = None,
-) -> Settings:
-    """Settings of the device at hand; sizes that are None take the defaults of `SIZES`.
-
-    Raises
-    ------
-    FileNotFoundError, ValueError
-        A size, dtype or image that cannot be used.
-    """
-    used = {name: _size(name, value, tiny) for name, value in sizes.items()}
-    device = _device()
-    picture = _image(image, used["height"], used["width"])
-    return Settings(image=picture, seed=seed, dtype=pick_dtype(dtype, device), device=device, **used)
-
-
 TITLES = {
     "fp32_base": "FP32, no bias",
     "fp16_base": "FP16 scores, no bias",
@@ -176,21 +134,6 @@ def _runs(pipeline: Any, settings: Settings, offload: bool, what: str, say: Prog
     return clips
 
 
-def place(pipeline: Any, device: torch.device, offload: bool) -> None:
-    """Move a pipeline to its device, or let its models take turns there, as the paper's script does."""
-    if offload:
-        pipeline.enable_model_cpu_offload(device=device)
-        pipeline.unet.enable_forward_chunking()
-    else:
-        pipeline.to(device)
-
-
-def halve(pipeline: Any) -> None:
-    """Put the models of a pipeline into FP16; where they are offloaded, the hooks that move them stay."""
-    for part in models_of(pipeline).values():
-        part.half()
-
-
 def generate(pipeline: Any, settings: Settings, *, diagnose: bool = False) -> Clip:
     """Run the pipeline once.
 
@@ -210,22 +153,6 @@ def generate(pipeline: Any, settings: Settings, *, diagnose: bool = False) -> Cl
         if records
     }
     return Clip(array, time.perf_counter() - started, watch.first, scores)
-
-
-@torch.no_grad()
-def make_frames(pipeline: Any, settings: Settings) -> torch.Tensor:
-    """Frames (F, 3, H, W), 0 to 1."""
-    frames: torch.Tensor = pipeline(
-        settings.image,
-        height=settings.height,
-        width=settings.width,
-        num_frames=settings.frames,
-        num_inference_steps=settings.steps,
-        decode_chunk_size=min(settings.frames, 8),
-        generator=torch.Generator("cpu").manual_seed(settings.seed),
-        output_type="pt",
-    ).frames[0]
-    return frames
 
 
 def _collect(
@@ -283,60 +210,6 @@ def judge(runs: dict[str, Any], *, tiny: bool) -> dict[str, Any]:
             "no_farther_without_bias": ratio <= FARTHER,
         }
     return {"passed": all(checks.values()), "checks": checks, "error_ratio_without_bias": ratio}
-
-
-def load_pipeline(path: str) -> Any:
-    """Stable Video Diffusion from a folder, FP32.
-
-    Raises
-    ------
-    FileNotFoundError
-        There is no such folder.
-    """
-    from diffusers import StableVideoDiffusionPipeline
-
-    if not Path(path).is_dir():
-        raise FileNotFoundError(f"model {path!r} is not a folder (nothing is downloaded)")
-    pipeline = StableVideoDiffusionPipeline.from_pretrained(path, dtype=torch.float32, local_files_only=True)
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
-
-
-def _size(name: str, value: int | None, tiny: bool) -> int:
-    value = SIZES[name][not tiny] if value is None else value
-    if name in ("height", "width") and (value < 8 or value % 8):
-        raise ValueError(f"{name}={value} is not a positive multiple of 8")
-    least = 2 if name == "frames" else 1  # with one frame the pipeline's guidance scale is 1, which it cannot run
-    if value < least:
-        raise ValueError(f"{name}={value} is below {least}")
-    return value
-
-
-def pick_dtype(name: str | None, device: torch.device) -> torch.dtype:
-    """The dtype of that name; by default FP32 on a CPU, where FP16 is slow, and FP16 elsewhere.
-
-    Raises
-    ------
-    ValueError
-        An unknown name.
-    """
-    known = {"float16": torch.float16, "float32": torch.float32}
-    if name is not None and name not in known:
-        raise ValueError(f"dtype={name!r} is not one of {tuple(known)}")
-    return known[name or ("float32" if device.type == "cpu" else "float16")]
-
-
-def _image(path: str | None, height: int, width: int) -> Any:
-    """The picture to start from, at the size of the clip."""
-    if path is None:
-        return sample_image(height, width)
-    from PIL import Image
-
-    return Image.open(path).convert("RGB").resize((width, height))
-
-
-def _device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _name(device: torch.device) -> str:
