@@ -92,7 +92,10 @@ def _check_folder(path: Path) -> None:
         raise FileNotFoundError(f"model {str(path)!r} is neither {EMBEDDED!r}, {TINY!r} nor a folder")
     index = path / "model_index.json"
     if index.is_file():
-        found = json.loads(index.read_text(encoding="utf-8")).get("_class_name")
+        try:
+            found = json.loads(index.read_text(encoding="utf-8"))["_class_name"]
+        except (ValueError, KeyError) as error:
+            raise ValueError(f"{str(index)!r} cannot be read: {error!r}") from error
         if found != SUPPORTED:
             raise ValueError(f"{str(path)!r} holds a {found}; of pipelines, only {SUPPORTED} is supported")
     elif not (path / "config.json").is_file():

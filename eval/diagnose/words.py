@@ -12,6 +12,7 @@ from pasa.eval.diagnose.statistics import FP16_MAX
 from pasa.eval.rmse.report import percent
 
 Record = dict[str, Any]
+INFINITE = "infinite"
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Column:
 def number(value: float | None, form: str = ",.4g") -> str:
     """A number as text; a stored result has None in place of infinity."""
     if value is None or not math.isfinite(value):
-        return "infinite"
+        return INFINITE
     whole = f"{value:,.0f}" if abs(value) >= 1000 else format(value, form)
     return whole.replace("-", "−")
 
@@ -99,7 +100,9 @@ def verdict(result: dict[str, Any]) -> str:
 
 def _what_pasa_leaves(found: dict[str, Any]) -> str:
     kept = percent(found["rescued_tiles"] / found["tiles"]) if found["tiles"] else "none"
-    return f"PASA stores none larger than {number(found['stored'])} and keeps {kept} of the tiles in FP32."
+    largest = number(found["stored"])
+    stored = "as infinite only those of weight 0" if largest == INFINITE else f"none larger than {largest}"
+    return f"PASA stores {stored} and keeps {kept} of the tiles in FP32."
 
 
 def _what_breaks(runs: dict[str, Any]) -> list[str]:

@@ -119,6 +119,8 @@ def build_prompt(tokenizer: Any, prompt: str | None = None, max_tokens: int | No
     """Return the ids (1, n) of a chat with one user message: `prompt`, or the essay and the question about it."""
     if prompt is not None:
         ids = _chat_ids(tokenizer, prompt)
+        if not ids.shape[1]:
+            raise ValueError(f"prompt={prompt!r} has no tokens")
         if max_tokens is not None and ids.shape[1] > max_tokens:
             raise ValueError(f"the prompt has {ids.shape[1]} tokens, more than max_prompt_tokens={max_tokens}")
         return ids

@@ -65,10 +65,10 @@ def load_pipeline(path: str) -> Any:
     FileNotFoundError
         There is no such folder.
     """
+    if not Path(path).is_dir():  # before the library is imported, which has things to say
+        raise FileNotFoundError(f"model {path!r} is not a folder (nothing is downloaded)")
     from diffusers import StableVideoDiffusionPipeline
 
-    if not Path(path).is_dir():
-        raise FileNotFoundError(f"model {path!r} is not a folder (nothing is downloaded)")
     pipeline = StableVideoDiffusionPipeline.from_pretrained(path, dtype=torch.float32, local_files_only=True)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline

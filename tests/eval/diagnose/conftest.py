@@ -1,4 +1,4 @@
-"""Two diagnoses that are run once: the tiny pipeline in small, and a folder with a language model, one layer too large."""
+"""Two diagnoses that are run once: of a tiny pipeline, and of a folder with a language model."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ hf.logging.set_verbosity_error()
 hf.logging.disable_progress_bar()
 
 SMALL_VIDEO = {"height": 64, "width": 64, "frames": 2, "steps": 2}
-WORDS = "one two three four five six seven eight nine ten".split()
+ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
+PROMPT = "one two three four five six seven eight nine ten " * 3
 
 
 def make_language_model():
     """Two layers, four heads on two of keys."""
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
     torch.manual_seed(0)
-    return hf.Qwen2ForCausalLM(hf.Qwen2Config(**sizes, num_key_value_heads=2, vocab_size=len(WORDS) + 1)).eval()
+    return hf.Qwen2ForCausalLM(hf.Qwen2Config(**sizes, num_key_value_heads=2, vocab_size=len(ALPHABET) + 1)).eval()
 
 
 @pytest.fixture
@@ -34,9 +35,9 @@ def folder(tmp_path_factory):
     """Layer 1 overflows in opposition: its scores are near -131,072."""
     path = tmp_path_factory.mktemp("model") / "a model"
     inject_overflow(make_language_model(), {1: -131072}, pairs=2)[0].save_pretrained(path)
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate([*WORDS, "?"])}, unk_token="?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    hf.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?").save_pretrained(path)
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(ALPHABET)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    hf.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(path)
     return path
 
 
@@ -44,7 +45,7 @@ def folder(tmp_path_factory):
 def text_diagnosis(folder):
     """(result, maps, progress) of the folder."""
     seen = []
-    return *run.run_diagnose(str(folder), prompt=" ".join(WORDS * 15), progress=lambda *now: seen.append(now)), seen
+    return *run.run_diagnose(str(folder), prompt=PROMPT, progress=lambda *now: seen.append(now)), seen
 
 
 @pytest.fixture(scope="session")

@@ -63,7 +63,14 @@ def test_a_single_key():
 
 def test_the_gallery_keeps_the_worst_call_of_the_worst_modules():
     gallery, q = Gallery(most=2), torch.randn(4, 8)
-    for module, call, score in (("a", 1, 5.0), ("b", 1, 3.0), ("c", 1, 1.0), ("b", 2, 9.0), ("b", 3, 8.0), ("c", 2, 6.0)):
+    for module, call, score in (
+        ("a", 1, 5.0),
+        ("b", 1, 3.0),
+        ("c", 1, 1.0),
+        ("b", 2, 9.0),
+        ("b", 3, 8.0),
+        ("c", 2, 6.0),
+    ):
         gallery.offer(module, 0, call, score, q, q)
     assert [(each.module, each.call, each.max_score) for each in gallery.worst()] == [("b", 2, 9.0), ("c", 2, 6.0)]
 

@@ -140,7 +140,9 @@ def test_cross_attention_with_one_key_has_no_cause():
         frames(pipeline)
     single = [head.statistics for name, heads in findings.heads.items() if name.endswith("attn2") for head in heads]
     assert single
-    assert {(head.keys_seen, head.resonance, head.sequence_bias, head.phase) for head in single} == {(1, None, None, None)}
+    assert {(head.keys_seen, head.resonance, head.sequence_bias, head.phase) for head in single} == {
+        (1, None, None, None)
+    }
 
 
 def test_memory_does_not_grow_with_the_calls(language_model):
@@ -165,7 +167,11 @@ def test_what_pasa_stores_is_what_its_diagnostics_say(language_model):
     ids, name = torch.arange(30)[None] % 10, "model.layers.1.self_attn"
     with torch.no_grad(), probe(language_model) as findings:
         language_model(ids)
-    with torch.no_grad(), pasa.patch_pipeline(language_model, backend="reference"), pasa.record_diagnostics() as records:
+    with (
+        torch.no_grad(),
+        pasa.patch_pipeline(language_model, backend="reference"),
+        pasa.record_diagnostics() as records,
+    ):
         language_model(ids)
     assert [head.stored for head in findings.heads[name]] == records[1].max_score_after[0].tolist()
     visible = records[1].max_score_before[0].tolist()
