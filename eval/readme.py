@@ -14,6 +14,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from pasa.eval import output
+from pasa.eval.diagnose import report as diagnose_report
+from pasa.eval.diagnose import words
 from pasa.eval.npu_model import report as npu_report
 from pasa.eval.rescue.report import TITLES
 from pasa.eval.rmse import report
@@ -34,7 +37,10 @@ RESULTS = {
     "soak": ROOT / "eval/soak/results/soak.json",
     "npu_model": ROOT / "eval/npu_model/results/npu_model.json",
     "video": ROOT / "eval/video/results/video.json",
+    "diagnose_embedded": ROOT / "eval/diagnose/results/embedded/diagnose.json",
+    "diagnose_tiny": ROOT / "eval/diagnose/results/tiny/diagnose.json",
 }
+DIAGNOSED = 3  # heads of each model
 SHOWN = ("fp32", "partial", "prescaled", "smooth_k", "pasa-paper-fp16", "pasa-paper", "pasa-exact")
 
 
@@ -165,6 +171,15 @@ def video() -> str:
     return f"{text}\n\n{video_report.verdict(result)} {video_report.origin(result)}"
 
 
+def diagnose() -> str:
+    """The worst heads of the built-in models, and what is said of them."""
+    results = [stored("diagnose_embedded"), stored("diagnose_tiny")]
+    worst = [diagnose_report.head_table(result, most=DIAGNOSED) for result in results]
+    note = f"{words.meanings()} {output.NOTE[0].upper()}{output.NOTE[1:]}."
+    said = [f"{result['model']}: {words.verdict(result)} {words.origin(result)}" for result in results]
+    return "\n\n".join([note, table(worst[0].header, [row for each in worst for row in each.rows]), *said])
+
+
 def speed() -> str:
     """Our default and portable kernels beside torch's attention, unbiased data and many rows."""
     result = stored("speed")
@@ -255,6 +270,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "bias": lambda: _report_table("bias", "Q and K share"),
     "rescue": rescue,
     "video": video,
+    "diagnose": diagnose,
     "speed": speed,
     "decode": decode,
     "kernels": kernels,

@@ -14,7 +14,7 @@ from rich.text import Text
 from pasa.eval import output
 from pasa.eval.diagnose import page, plots
 from pasa.eval.diagnose.maps import HeadMaps
-from pasa.eval.diagnose.words import COLUMNS, how_measured, origin, rows, verdict
+from pasa.eval.diagnose.words import COLUMNS, how_measured, meanings, origin, rows, verdict
 from pasa.eval.rmse.report import Table
 from pasa.eval.speed.report import markdown
 
@@ -27,8 +27,7 @@ def head_table(result: dict[str, Any], columns: Sequence[str] = tuple(COLUMNS), 
     """The worst heads, a row each."""
     found, total = rows(result["records"][:most], columns), len(result["records"])
     left = f" {total - most} more in the JSON." if total > most else ""
-    note = " ".join(f"{name}: {COLUMNS[name].meaning}." for name in columns if COLUMNS[name].meaning)
-    return Table(f"{result['model']}: heads, worst first", list(columns), found, f"{note}{left}")
+    return Table(f"{result['model']}: heads, worst first", list(columns), found, f"{meanings(columns)}{left}")
 
 
 def render(result: dict[str, Any], console: Console | None = None) -> None:

@@ -78,6 +78,11 @@ def rows(records: Sequence[Record], columns: Sequence[str] = tuple(COLUMNS)) -> 
     return [[COLUMNS[name].cell(record) for name in columns] for record in records]
 
 
+def meanings(columns: Sequence[str] = tuple(COLUMNS)) -> str:
+    """What the columns mean, a sentence each."""
+    return " ".join(f"{name}: {COLUMNS[name].meaning}." for name in columns if COLUMNS[name].meaning)
+
+
 def verdict(result: dict[str, Any]) -> str:
     """Which heads overflow, by how much, what PASA leaves of it, and what breaks without it."""
     found, runs = result["summary"], result["runs"]

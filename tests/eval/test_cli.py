@@ -196,6 +196,15 @@ def test_diagnose_writes_what_it_says(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {f"diagnose.{kind}" for kind in ("html", "json", "md", "png")}
 
 
+def test_a_model_that_pasa_breaks_is_exit_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pasa.eval.diagnose import report
+    from pasa.eval.diagnose import run as module
+
+    monkeypatch.setattr(module, "run_diagnose", lambda model, **options: ({"gate": {"passed": False}}, []))
+    monkeypatch.setattr(report, "render", lambda result, console: None)
+    assert run("diagnose").exit_code == 1
+
+
 def test_console_script_runs_as_a_process() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pasa.eval.cli", "beta", "--json", "-"], capture_output=True, check=True

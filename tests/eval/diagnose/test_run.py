@@ -63,6 +63,12 @@ def test_progress_names_stages_and_calls(text_diagnosis):
     assert any("model.layers.1.self_attn, call 1" in label for *_, label in told)
 
 
+def test_a_model_in_half_precision(folder):
+    result, _ = run_diagnose(str(folder), prompt="one two three", dtype="float16")
+    assert result["settings"]["dtype"] == "float16"
+    assert result["summary"]["heads_beyond"] == 4
+
+
 def test_a_model_without_overflow_breaks_nowhere():
     result, _ = run_diagnose("tiny", offset=0, height=32, width=32, frames=2, steps=1)
     assert result["fixture"] is None
