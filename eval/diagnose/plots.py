@@ -14,6 +14,7 @@ AXES = {"Q": ("query", "head dimension"), "S": ("sampled query", "key"), "S'": (
 OTHER_AXES = ("key", "head dimension")
 TITLES = {"S": "S = Q Kᵀ", "K'": "K′", "S'": "S′"}
 COLOURS = 32  # of the map: noise in 256 colours is what makes a PNG large
+PALETTE = 64  # of the sheet
 
 
 def colours() -> Any:
@@ -45,6 +46,7 @@ def to_png(picture: Picture) -> bytes:
 def draw(maps: Sequence[HeadMaps], note: str, path: Path) -> Path:
     """All matrices of all heads on one sheet, a row each; the range stands over each."""
     from matplotlib.figure import Figure
+    from PIL import Image  # matplotlib brings it
 
     columns = max(len(each.pictures) for each in maps)
     figure = Figure(figsize=(2.9 * columns, 3.0 * len(maps) + 0.4), layout="constrained")
@@ -54,7 +56,10 @@ def draw(maps: Sequence[HeadMaps], note: str, path: Path) -> Path:
         for axis, (name, picture) in zip(part.subplots(1, columns), each.pictures.items(), strict=True):
             _panel(axis, name, picture)
     figure.supxlabel(note, fontsize=8)
-    figure.savefig(path, dpi=66)
+    stream = BytesIO()
+    figure.savefig(stream, dpi=80)
+    # A palette holds them: the map's colours and the greys of the letters, a third of the bytes.
+    Image.open(stream).convert("RGB").quantize(PALETTE).save(path, optimize=True)
     return path
 
 
