@@ -176,7 +176,10 @@ def diagnose() -> str:
     results = [stored("diagnose_embedded"), stored("diagnose_tiny")]
     worst = [diagnose_report.head_table(result, most=DIAGNOSED) for result in results]
     note = f"{words.meanings()} {output.NOTE[0].upper()}{output.NOTE[1:]}."
-    said = [f"{result['model']}: {words.verdict(result)} {words.origin(result)}" for result in results]
+    said = [
+        f"{result['model']}: {words.verdict(result)} {words.cost(result['runs'])} {words.origin(result)}"
+        for result in results
+    ]
     return "\n\n".join([note, table(worst[0].header, [row for each in worst for row in each.rows]), *said])
 
 

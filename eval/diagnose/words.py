@@ -138,16 +138,16 @@ def how_measured(result: dict[str, Any]) -> list[str]:
         "A single key has no bias or resonance of its own: softmax makes its weight 1 whatever its score.",
         f"Matrices are those of the worst head of each of the {MODULES} worst layers, at most {POINTS} × {POINTS} "
         "cells, each the value of largest magnitude in it.",
-        "The first module to break has finite inputs and an output that is not, in a run that stores Q Kᵀ in FP16 "
-        f"before it is scaled. {result['note'][0].upper()}{result['note'][1:]}.",
-        _seconds(result["runs"]),
+        f"The first module to break has finite inputs and an output that is not. {result['note'][0].upper()}{result['note'][1:]}.",
+        cost(result["runs"]),
     ]
     if result["fixture"]:
         lines.insert(0, "The overflow is made: biases in q and k add a constant to the scores, which softmax ignores.")
     return lines
 
 
-def _seconds(runs: dict[str, Any]) -> str:
+def cost(runs: dict[str, Any]) -> str:
+    """What looking takes: it is done in the second run."""
     own, looked = runs["own"]["seconds"], runs["pasa"]["seconds"]
     return (
         f"One run took {own:.1f} s with the model's own attention and {looked:.1f} s with PASA emulated and looked at."
@@ -157,7 +157,8 @@ def _seconds(runs: dict[str, Any]) -> str:
 def origin(result: dict[str, Any]) -> str:
     """Where and with what it was run."""
     machine = result["environment"]
+    threads = f"{machine['threads']} thread{'s' * (machine['threads'] > 1)}"
     return (
-        f"({machine['device']}, {machine['processor']}, {machine['threads']} threads; torch {machine['torch']}, "
+        f"({machine['device']}, {machine['processor']}, {threads}; torch {machine['torch']}, "
         f"transformers {machine['transformers']}, pasa {machine['pasa']}, commit {machine['commit']}.)"
     )
