@@ -41,6 +41,7 @@ RESULTS = {
     "diagnose_tiny": ROOT / "eval/diagnose/results/tiny/diagnose.json",
 }
 DIAGNOSED = 3  # heads of each model
+DIAGNOSIS = ("layer", "head", "peak QKᵀ", "× 65504", "stored", "in FP32", "K", "K′", "bias", "resonance", "phase")
 SHOWN = ("fp32", "partial", "prescaled", "smooth_k", "pasa-paper-fp16", "pasa-paper", "pasa-exact")
 
 
@@ -174,8 +175,8 @@ def video() -> str:
 def diagnose() -> str:
     """The worst heads of the built-in models, and what is said of them."""
     results = [stored("diagnose_embedded"), stored("diagnose_tiny")]
-    worst = [diagnose_report.head_table(result, most=DIAGNOSED) for result in results]
-    note = f"{words.meanings()} {output.NOTE[0].upper()}{output.NOTE[1:]}."
+    worst = [diagnose_report.head_table(result, DIAGNOSIS, DIAGNOSED) for result in results]
+    note = f"{words.meanings(DIAGNOSIS)} {output.NOTE[0].upper()}{output.NOTE[1:]}."
     said = [
         f"{result['model']}: {words.verdict(result)} {words.cost(result['runs'])} {words.origin(result)}"
         for result in results

@@ -55,7 +55,7 @@ def facts(result: dict[str, Any]) -> dict[str, str]:
     return {
         "heads beyond FP16": f"{found['heads_beyond']} of {found['heads']}",
         "layers beyond FP16": f"{found['modules_beyond']} of {found['modules']}",
-        "largest |QKᵀ|": words.number(found["worst"]["max_score"]),
+        "peak QKᵀ": words.number(found["worst"]["max_score"]),
         "over 65504": f"{words.ratio(found['worst']['max_score'])} ×",
         "largest score PASA stores": words.number(found["stored"]),
         "FP16 scores": "break the model" if first else "do not break it",
@@ -67,7 +67,7 @@ def grid(result: dict[str, Any]) -> dict[str, Any]:
     cells: dict[str, dict[int, tuple[str, int, str]]] = {name: {} for name in result["modules"]["calls"]}
     for each in result["records"]:
         level = bisect_right(LIMITS, each["max_score"] / FP16_MAX)
-        meaning = f"head {each['head']}: max |QKᵀ| {words.number(each['max_score'])}"
+        meaning = f"head {each['head']}: peak {words.number(each['max_score'])}"
         cells[each["module"]][each["head"]] = (words.ratio(each["max_score"]) if level else "", level, meaning)
     heads = 1 + max((head for row in cells.values() for head in row), default=-1)
     return {"heads": heads, "layers": {name: [row.get(head) for head in range(heads)] for name, row in cells.items()}}
@@ -88,7 +88,7 @@ def head_section(maps: HeadMaps, result: dict[str, Any]) -> dict[str, Any]:
         "module": maps.module,
         "head": maps.head,
         "text": (
-            f"Call {maps.call}. Largest |QKᵀ| {cells['max |QKᵀ|']}, {cells['× 65504']} × 65504. "
+            f"Call {maps.call}. Peak {cells['peak QKᵀ']}, {cells['× 65504']} × 65504. "
             f"Sequence bias {cells['bias']}; resonance {cells['resonance']} ({lags[record['phase']]})."
         ),
         "figures": [_figure(name, picture) for name, picture in maps.pictures.items()],

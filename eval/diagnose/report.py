@@ -20,7 +20,7 @@ from pasa.eval.speed.report import markdown
 
 SHOWN = 10
 """Heads in the terminal and in Markdown; JSON has all."""
-TERMINAL = ("layer", "head", "max |QKᵀ|", "× 65504", "stored", "bias", "resonance")  # what 80 columns hold
+TERMINAL = ("layer", "head", "peak QKᵀ", "× 65504", "stored", "bias", "resonance")  # what 80 columns hold
 
 
 def head_table(result: dict[str, Any], columns: Sequence[str] = tuple(COLUMNS), most: int = SHOWN) -> Table:

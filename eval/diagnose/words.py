@@ -24,10 +24,10 @@ class Column:
 
 
 def number(value: float | None, form: str = ",.4g") -> str:
-    """A number as text; a stored result has None in place of infinity."""
+    """Four digits of a number, as a stored result has them; it has None in place of infinity."""
     if value is None or not math.isfinite(value):
         return INFINITE
-    whole = f"{value:,.0f}" if abs(value) >= 1000 else format(value, form)
+    whole = f"{float(f'{value:.4g}'):,.0f}" if abs(value) >= 1000 else format(value, form)
     return whole.replace("-", "−")
 
 
@@ -49,7 +49,7 @@ def _optional(value: float | None, form: str) -> str:
 COLUMNS = {
     "layer": Column(lambda r: r["module"]),
     "head": Column(lambda r: str(r["head"])),
-    "max |QKᵀ|": Column(lambda r: number(r["max_score"]), "unscaled, of the worst call"),
+    "peak QKᵀ": Column(lambda r: number(r["max_score"]), "largest magnitude of an unscaled score, of any call"),
     "× 65504": Column(lambda r: ratio(r["max_score"]), "1 is where FP16 ends"),
     "beyond": Column(lambda r: percent(r["overflow_share"]), "share of the sampled scores beyond 65504"),
     "stored": Column(lambda r: number(r["stored"]), "largest score as PASA stores it, in its tile's own units"),
@@ -68,7 +68,7 @@ COLUMNS = {
     "phase": Column(
         lambda r: "–" if r["phase"] is None else f"{r['phase']}°", "0° in phase, 180° in opposition, – chance"
     ),
-    "call": Column(lambda r: str(r["call"]), "of the module, from 1: which one was worst"),
+    "call": Column(lambda r: str(r["call"]), "of the module, from 1, with the largest score"),
     "queries × keys": Column(lambda r: f"{r['queries']:,} × {r['keys_seen']:,}"),
 }
 
@@ -138,7 +138,8 @@ def how_measured(result: dict[str, Any]) -> list[str]:
         "A single key has no bias or resonance of its own: softmax makes its weight 1 whatever its score.",
         f"Matrices are those of the worst head of each of the {MODULES} worst layers, at most {POINTS} × {POINTS} "
         "cells, each the value of largest magnitude in it.",
-        f"The first module to break has finite inputs and an output that is not. {result['note'][0].upper()}{result['note'][1:]}.",
+        f"The first module to break has finite inputs and an output that is not. "
+        f"{result['note'][0].upper()}{result['note'][1:]}.",
         cost(result["runs"]),
     ]
     if result["fixture"]:

@@ -91,7 +91,7 @@ def test_cells_of_the_map(text_diagnosis):
     healthy, broken = grid["layers"].values()
     assert {level for _, level, _ in healthy} == {0}
     assert {(text, level >= 5) for text, level, _ in broken} == {("2.00", True)}
-    assert "max |QKᵀ| 131,0" in broken[0][2]
+    assert "peak 131,1" in broken[0][2]
 
 
 def test_layers_with_fewer_heads_have_empty_cells(video_diagnosis):

@@ -25,7 +25,7 @@ def test_the_terminal_shows_the_worst_heads_and_the_verdict(text_diagnosis):
     assert "4 of 8 heads, in 1 of 2 layers, form scores that FP16 cannot hold" in text
     assert "2.00 times FP16's largest number (model.layers.1.self_attn, head" in text
     assert "With scores stored in FP16, model.layers.1.self_attn (call 1 of its model) is the first to break." in text
-    assert text.index("131,0") < text.index("max |QKᵀ|: unscaled")
+    assert text.index("131,1") < text.index("peak QKᵀ: largest")
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -54,6 +54,8 @@ def test_files(text_diagnosis, tmp_path):
     assert json.loads((tmp_path / "deep" / "diagnose.json").read_text())["summary"]["heads"] == 8
     text = (tmp_path / "deep" / "diagnose.md").read_text()
     assert "| model.layers.1.self_attn | " in text
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert {line.count("|") for line in rows} == {len(words.COLUMNS) + 1}, "no bar inside of a cell"
     assert "![Matrices of the worst heads](diagnose.png)" in text
     assert (tmp_path / "deep" / "diagnose.png").read_bytes()[:4] == b"\x89PNG"
 
@@ -86,8 +88,8 @@ def test_verdicts_of_other_outcomes(text_diagnosis):
     [
         (0.0, "0"),
         (-7.5, "−7.5"),
-        (131393.1, "131,393"),
-        (-86569.4, "−86,569"),
+        (131393.1, "131,400"),
+        (-86569.4, "−86,570"),
         (None, "infinite"),
         (float("inf"), "infinite"),
     ],
