@@ -63,6 +63,17 @@ def test_progress_names_stages_and_calls(text_diagnosis):
     assert any("model.layers.1.self_attn, call 1" in label for *_, label in told)
 
 
+@pytest.mark.parametrize(("offset", "beyond"), [(None, 8), (0.0, 0), (-81920.0, 8)])
+def test_the_built_in_model_gets_the_offset_asked_for(folder, language_model, monkeypatch, offset, beyond):
+    """A small model in the place of the built-in one, whose weights take half a minute to read."""
+    _, tokenizer = subjects.load_folder(str(folder))
+    monkeypatch.setattr(subjects, "load_model", lambda: (language_model, tokenizer))
+    result, _ = run_diagnose(prompt="one two three", offset=offset)
+    assert result["model"].startswith("SmolLM2")
+    assert result["summary"]["heads_beyond"] == beyond
+    assert (result["fixture"] is None) == (offset == 0)
+
+
 def test_a_model_in_half_precision(folder):
     result, _ = run_diagnose(str(folder), prompt="one two three", dtype="float16")
     assert result["settings"]["dtype"] == "float16"
