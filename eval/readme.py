@@ -175,14 +175,15 @@ def video() -> str:
 
 def diagnose() -> str:
     """The worst heads of the built-in models, and what is said of them."""
-    results = [stored(f"diagnose_{name}") for name in ("published", "embedded", "tiny")]
-    worst = [diagnose_report.head_table(result, DIAGNOSIS, DIAGNOSED) for result in results]
+    results = {name: stored(f"diagnose_{name}") for name in ("published", "embedded", "tiny")}
+    heads = {name: diagnose_report.head_table(result, DIAGNOSIS, DIAGNOSED) for name, result in results.items()}
+    rows = [[name, *row] for name, found in heads.items() for row in found.rows]
     note = f"{words.meanings(DIAGNOSIS)} {output.NOTE[0].upper()}{output.NOTE[1:]}."
     said = [
-        f"{result['model']}: {words.verdict(result)} {words.cost(result['runs'])} {words.origin(result)}"
-        for result in results
+        f"`{name}`: {result['model']}. {words.verdict(result)} {words.cost(result['runs'])} {words.origin(result)}"
+        for name, result in results.items()
     ]
-    return "\n\n".join([note, table(worst[0].header, [row for each in worst for row in each.rows]), *said])
+    return "\n\n".join([note, table(["model", *DIAGNOSIS], rows), *said])
 
 
 def speed() -> str:

@@ -50,6 +50,7 @@ def test_stored_diagnoses_find_what_was_injected(name, beyond):
     assert found["stored"] < 1000
     assert (found["worst"]["max_score"] > 131_000) == (beyond > (0, 0))
     assert (result["runs"]["fp16"]["first_nonfinite"] is None) == (beyond == (0, 0))
+    assert result["records"][0]["phase"] == (180 if name == "published" else 0)
 
 
 def test_unknown_part_is_an_error():
