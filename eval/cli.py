@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-EXTRAS = {"typer": "eval", "rich": "eval", "matplotlib": "eval", "triton": "triton"} | dict.fromkeys(
+EXTRAS = {"typer": "eval", "rich": "eval", "matplotlib": "eval", "jinja2": "eval", "triton": "triton"} | dict.fromkeys(
     ("diffusers", "transformers", "skimage", "imageio", "imageio_ffmpeg", "PIL"), "video"
 )
 BAD_INPUT = 2
