@@ -19,7 +19,7 @@ TRITON = ["triton>=3.2"]
 NPU = ["torch-npu"]
 TRANSFORMERS = ["transformers>=5.0", "safetensors"]
 DIFFUSERS = ["diffusers>=0.37", *TRANSFORMERS]
-EVAL = ["typer>=0.15", "rich>=13", "matplotlib>=3.8", "gguf>=0.17", "accelerate>=1.0", *TRANSFORMERS]
+EVAL = ["typer>=0.15", "rich>=13", "matplotlib>=3.8", "jinja2>=3", "gguf>=0.17", "accelerate>=1.0", *TRANSFORMERS]
 VIDEO = ["scikit-image>=0.22", "imageio>=2.34", "imageio-ffmpeg>=0.5", *DIFFUSERS, *EVAL]
 LONGBENCH = ["rouge==1.0.1", "jieba>=0.42", *EVAL]  # rouge: LongBench's scores are those of this version
 DEV = [
@@ -29,6 +29,7 @@ DEV = [
     "ruff==0.17.5",
     "mypy==2.4.1",
     "triton==3.6.0",
+    "selenium>=4.20",  # opens the page of `pasa diagnose` in a browser
     "cmake>=3.18",  # the test of scripts/build_ascend.sh
     "numpy<2.4",  # Triton 3.6's interpreter
     *VIDEO,
@@ -49,7 +50,7 @@ setup(
     package_data={
         "pasa": ["py.typed"],
         "pasa.ops": ["*/README.md"],
-        "pasa.eval": ["*/README.md", "longbench/prompts.json", "longbench/NOTICE"],
+        "pasa.eval": ["*/README.md", "*/*.html", "longbench/prompts.json", "longbench/NOTICE"],
         # Sources: an NPU machine builds them. What is built there belongs to that machine.
         "pasa.ascend_c": ["CMakeLists.txt", "README.md", "*/README.md", "*/*.h", "*/*.cpp", "*/*.asc"],
     },

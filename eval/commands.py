@@ -171,6 +171,23 @@ def model(
         output.write_text(output_dir / "throughput.md", text + "\n")
 
 
+@bench.command()
+def video(
+    json: Json = None,
+    output_dir: Annotated[Path | None, typer.Option(help="Write JSON and Markdown there.")] = None,
+    rounds: Annotated[int, typer.Option(parser=integer, metavar="N", help="Turns of each way to attend.")] = 3,
+) -> None:
+    """Time a denoising step of the full-size video UNet on a CUDA device; exit 1 if PASA is slower or farther off."""
+    from pasa.eval.video import step, step_report
+
+    with output.progress_bar("bench video") as progress:
+        result = step.run_step(rounds, progress=stages(progress, step.STAGES))
+    deliver(result, json, step_report.render)
+    if output_dir is not None:
+        step_report.save(result, output_dir)
+    raise typer.Exit(0 if result["gate"]["passed"] else 1)
+
+
 @bench.command("npu-model")
 def npu_model(
     json: Json = None,
@@ -219,3 +236,49 @@ def demo(
         result = module.run_rescue(model, prompt, offset, new_tokens, max_prompt_tokens, progress=stages(progress, 5))
     deliver(result, json, module.render)
     raise typer.Exit(0 if result["proof"]["passed"] else 1)
+
+
+@app.command()
+def diagnose(
+    json: Json = None,
+    output_dir: Annotated[Path | None, typer.Option(help="Write a page, JSON, Markdown and a figure there.")] = None,
+    model: Annotated[
+        str, typer.Option(help='Folder of a language model or a Stable Video Diffusion pipeline, "embedded" or "tiny".')
+    ] = "embedded",
+    prompt: Annotated[str | None, typer.Option(help="Message for a language model.")] = None,
+    max_prompt_tokens: Annotated[
+        int | None, typer.Option(parser=integer, metavar="N", help="Length to cut the built-in prompt to.")
+    ] = None,
+    image: Annotated[str | None, typer.Option(help="Picture a video starts from.")] = None,
+    height: Annotated[int | None, typer.Option(parser=integer, metavar="N", help="Pixels (128; 576).")] = None,
+    width: Annotated[int | None, typer.Option(parser=integer, metavar="N", help="Pixels (128; 1024).")] = None,
+    frames: Annotated[int | None, typer.Option(parser=integer, metavar="N", help="Frames (4; 25).")] = None,
+    steps: Annotated[int | None, typer.Option(parser=integer, metavar="N", help="Denoising steps (3; 25).")] = None,
+    seed: Annotated[int | None, typer.Option(parser=integer, metavar="N", help="Of a video's noise (42).")] = None,
+    offload: Annotated[bool, typer.Option("--offload", help="Model offload and forward chunking, of a video.")] = False,
+    offset: Annotated[float | None, typer.Option(help="Added to a built-in model's scores (131072).")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Of the model: float16 or float32.")] = None,
+) -> None:
+    """Where a model's attention leaves FP16, head by head, and why; exit 1 if PASA breaks what the model computes."""
+    from pasa.eval.diagnose import report, run
+
+    with output.progress_bar("diagnose") as progress:
+        result, maps = run.run_diagnose(
+            model,
+            prompt=prompt,
+            max_prompt_tokens=max_prompt_tokens,
+            image=image,
+            height=height,
+            width=width,
+            frames=frames,
+            steps=steps,
+            seed=seed,
+            offload=offload,
+            offset=offset,
+            dtype=dtype,
+            progress=progress,
+        )
+    deliver(result, json, report.render)
+    if output_dir is not None:
+        report.save(result, maps, output_dir)
+    raise typer.Exit(0 if result["gate"]["passed"] else 1)

@@ -28,7 +28,7 @@ def video(
     offload: Annotated[bool, typer.Option("--offload", help="Model offload and forward chunking.")] = False,
 ) -> None:
     """A video in FP32, in FP16 and in FP16 with PASA, frame by frame; exit 1 if PASA breaks it."""
-    from pasa.eval.video import report, run
+    from pasa.eval.video import clip, report, run
 
     with output.progress_bar("eval video") as progress:
         result, clips = run.run_video(
@@ -41,7 +41,7 @@ def video(
             seed=seed,
             dtype=dtype,
             offload=offload,
-            progress=stages(progress, 6 if model == run.TINY else 3),
+            progress=stages(progress, 6 if model == clip.TINY else 3),
         )
     deliver(result, json, report.render)
     if output_dir is not None:

@@ -14,6 +14,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from pasa.eval import output
+from pasa.eval.diagnose import report as diagnose_report
+from pasa.eval.diagnose import words
 from pasa.eval.npu_model import report as npu_report
 from pasa.eval.rescue.report import TITLES
 from pasa.eval.rmse import report
@@ -22,6 +25,7 @@ from pasa.eval.speed import report as speed_report
 from pasa.eval.speed.cases import DATA
 from pasa.eval.speed.implementations import CUDNN, FLASH
 from pasa.eval.video import report as video_report
+from pasa.eval.video import step_report
 from pasa.ops.registry import BACKENDS, Backend
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,7 +38,13 @@ RESULTS = {
     "soak": ROOT / "eval/soak/results/soak.json",
     "npu_model": ROOT / "eval/npu_model/results/npu_model.json",
     "video": ROOT / "eval/video/results/video.json",
+    "step": ROOT / "eval/video/results/step.json",
+    "diagnose_published": ROOT / "eval/diagnose/results/published/diagnose.json",
+    "diagnose_embedded": ROOT / "eval/diagnose/results/embedded/diagnose.json",
+    "diagnose_tiny": ROOT / "eval/diagnose/results/tiny/diagnose.json",
 }
+DIAGNOSED = 3  # heads of each model
+DIAGNOSIS = ("layer", "head", "peak QKᵀ", "× 65504", "stored", "in FP32", "K", "K′", "bias", "resonance", "phase")
 SHOWN = ("fp32", "partial", "prescaled", "smooth_k", "pasa-paper-fp16", "pasa-paper", "pasa-exact")
 
 
@@ -165,6 +175,19 @@ def video() -> str:
     return f"{text}\n\n{video_report.verdict(result)} {video_report.origin(result)}"
 
 
+def diagnose() -> str:
+    """The worst heads of the built-in models, and what is said of them."""
+    results = {name: stored(f"diagnose_{name}") for name in ("published", "embedded", "tiny")}
+    heads = {name: diagnose_report.head_table(result, DIAGNOSIS, DIAGNOSED) for name, result in results.items()}
+    rows = [[name, *row] for name, found in heads.items() for row in found.rows]
+    note = f"{words.meanings(DIAGNOSIS)} {output.NOTE[0].upper()}{output.NOTE[1:]}."
+    said = [
+        f"`{name}`: {result['model']}. {words.verdict(result)} {words.cost(result['runs'])} {words.origin(result)}"
+        for name, result in results.items()
+    ]
+    return "\n\n".join([note, table(["model", *DIAGNOSIS], rows), *said])
+
+
 def speed() -> str:
     """Our default and portable kernels beside torch's attention, unbiased data and many rows."""
     result = stored("speed")
@@ -248,6 +271,12 @@ def _decoding_with_bias() -> str:
     return f"Times as long as without the bias, in a CUDA graph: {', '.join(ratios)}."
 
 
+def step() -> str:
+    """A denoising step of the full-size video UNet."""
+    found = step_report.model_table(stored("step"))
+    return f"{found.note}\n\n{table(found.header, found.rows)}\n\n{step_report.origin(stored('step'))}"
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "support": support,
     "rmse": rmse,
@@ -255,6 +284,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "bias": lambda: _report_table("bias", "Q and K share"),
     "rescue": rescue,
     "video": video,
+    "step": step,
+    "diagnose": diagnose,
     "speed": speed,
     "decode": decode,
     "kernels": kernels,

@@ -2,6 +2,8 @@
 # Lint, types, lowering for an NPU, tests. Arguments go to pytest.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/_venv.sh"
+source "$ROOT/scripts/_browser.sh"
+need_browser
 make_venv dev
 cd "$ROOT"
 

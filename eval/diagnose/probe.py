@@ -6,7 +6,7 @@ hooks on the patched modules tell whose they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,45 +14,27 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pasa
-from pasa.eval.diagnose.statistics import HeadStatistics, head_statistics
+from pasa.eval.diagnose.findings import Findings
+from pasa.patching import Policy
 
-
-class Findings:
-    """What was seen, by module.
-
-    Attributes
-    ----------
-    calls : dict of str to int
-        Attention calls of each module.
-    heads : dict of str to list of HeadStatistics
-        Of each module's heads, that call in which the head's scores were largest.
-    """
-
-    def __init__(self) -> None:
-        self.calls: dict[str, int] = {}
-        self.heads: dict[str, list[HeadStatistics]] = {}
-
-    def add(self, module: str, found: list[HeadStatistics]) -> None:
-        """Take in one call."""
-        self.calls[module] = self.calls.get(module, 0) + 1
-        known = self.heads.setdefault(module, found)
-        self.heads[module] = [max(pair, key=lambda head: head.max_score) for pair in zip(known, found, strict=True)]
-
-    def worst(self) -> list[tuple[str, int, HeadStatistics]]:
-        """(module, head, statistics) of all heads, largest score first."""
-        entries = [(name, index, head) for name, heads in self.heads.items() for index, head in enumerate(heads)]
-        return sorted(entries, key=lambda entry: -entry[2].max_score)
+Seen = Callable[[str, int], None]
 
 
 @contextmanager
-def probe(model_or_pipeline: Any, **patch: Any) -> Iterator[Findings]:
+def probe(
+    model_or_pipeline: Any, *, policy: Policy = "all", config: pasa.PasaConfig | None = None, seen: Seen | None = None
+) -> Iterator[Findings]:
     """Patch a model and look at all attention that runs inside the context.
+
+    The model computes what it computes with PASA on the reference backend, without overflow, so the numbers are those
+    of healthy activations. Compiled models run eagerly meanwhile: a captured graph would not tell whose call it is.
 
     Parameters
     ----------
-    model_or_pipeline, patch
-        As :func:`pasa.patch_pipeline` takes them: a `policy` chooses the modules. So the model computes what it
-        computes with PASA, without overflow, and the numbers are those of healthy activations.
+    model_or_pipeline, policy, config
+        As :func:`pasa.patch_pipeline` takes them: a policy chooses the modules.
+    seen : callable, optional
+        Called with the module's name and the number of its call after each call.
 
     Yields
     ------
@@ -64,15 +46,20 @@ def probe(model_or_pipeline: Any, **patch: Any) -> Iterator[Findings]:
     NotImplementedError, TypeError, ValueError
         As :func:`pasa.patch_pipeline`.
     """
-    findings, running = Findings(), list[str]()
-    with pasa.patch_pipeline(model_or_pipeline, **patch) as handle:
-        hooks = []
-        for name in handle.report().patched:
+    running: list[str] = []
+    with pasa.patch_pipeline(model_or_pipeline, policy=policy, config=config, backend="reference") as handle:
+        findings, hooks = Findings(handle.report()), []
+        for name in findings.report.patched:
             module = find_module(model_or_pipeline, name)
             hooks.append(module.register_forward_pre_hook(lambda *_, name=name: running.append(name)))
             hooks.append(module.register_forward_hook(lambda *_: _left(running), always_call=True))
         try:
-            with _Watch(findings, running):
+            # Recording makes the operator count; the watch takes the counts from its output.
+            with (
+                torch.compiler.set_stance("force_eager"),
+                pasa.record_diagnostics() as records,
+                _Watch(findings, running, records, seen),
+            ):
                 yield findings
         finally:
             for hook in hooks:
@@ -97,11 +84,16 @@ def _left(running: list[str]) -> None:
 class _Watch(TorchDispatchMode):
     """Hands the queries and keys of every attention call to `findings`, under the name of the innermost module."""
 
-    def __init__(self, findings: Findings, running: list[str]) -> None:
+    def __init__(self, findings: Findings, running: list[str], records: list[Any], seen: Seen | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.findings, self.running = findings, running
+        self.findings, self.running, self.records, self.seen = findings, running, records, seen
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
         if func is torch.ops.pasa.attention.default and self.running:
-            self.findings.add(self.running[-1], head_statistics(args[0], args[1]))
-        return func(*args, **(kwargs or {}))
+            module = self.running[-1]
+            self.records.clear()  # a table per batch entry and head: gigabytes, over the steps of a video
+            self.findings.add(module, args[0], args[1], result[2])
+            if self.seen is not None:
+                self.seen(module, self.findings.calls[module])
+        return result

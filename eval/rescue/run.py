@@ -119,6 +119,8 @@ def build_prompt(tokenizer: Any, prompt: str | None = None, max_tokens: int | No
     """Return the ids (1, n) of a chat with one user message: `prompt`, or the essay and the question about it."""
     if prompt is not None:
         ids = _chat_ids(tokenizer, prompt)
+        if not ids.shape[1]:
+            raise ValueError(f"prompt={prompt!r} has no tokens")
         if max_tokens is not None and ids.shape[1] > max_tokens:
             raise ValueError(f"the prompt has {ids.shape[1]} tokens, more than max_prompt_tokens={max_tokens}")
         return ids
@@ -144,13 +146,19 @@ def _chat_ids(tokenizer: Any, message: str) -> torch.Tensor:
     return ids
 
 
-def load_folder(path: str) -> tuple[Any, Any]:
-    """Return ``(model, tokenizer)`` of a folder in the form of transformers, FP32; nothing is downloaded."""
+def load_folder(path: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
+    """Return ``(model, tokenizer)`` of a folder that holds a causal language model.
+
+    Raises
+    ------
+    FileNotFoundError
+        There is no such folder.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     if not Path(path).is_dir():
         raise FileNotFoundError(f"model {path!r} is not a folder")
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
     return model, AutoTokenizer.from_pretrained(path)
 
 

@@ -19,8 +19,9 @@ MASKS = ("bool", "float", "padding", "padding-float", "row", "keys")
 LAYOUTS = ("contiguous", "contiguous", "heads last", "sliced", "turned", "offset", "fused", "expanded")
 PACKED_LAYOUTS = ("contiguous", "sliced")
 DTYPES = ("float16",) * 8 + ("bfloat16", "float32")
-GROUPS = {"hopper": 14, "portable": 14, "masked": 14, "decode": 14, "packed": 6, "paper": 8}
+GROUPS = {"hopper": 14, "portable": 14, "masked": 14, "decode": 14, "packed": 6, "paper": 8, "short": 8}
 PACKED, PAPER = "packed", "paper"
+SHORT_KEYS = (1, 64)
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,9 @@ def _of_group(group: str, drawn: dict[str, Any], rng: Random) -> dict[str, Any]:
         long = rng.random() < 0.25
         mask = "none" if rng.random() < 0.6 else rng.choice(MASKS)
         return {"rows": (few, few), "keys": LONG_KEYS if long else drawn["keys"], "mask": mask}
+    if group == "short":
+        rows = rng.choice(((1, 64), SOME_ROWS[-1]))
+        return {"rows": rows, "keys": SHORT_KEYS, "mask": rng.choice(("none", *MASKS)), "aligned": False}
     if group == PACKED:
         rows = rng.choice((*SOME_ROWS, PACKED_DECODE))
         how = {"packed": True, "batch": rng.randint(2, 6), "layout": rng.choice(PACKED_LAYOUTS)}

@@ -61,6 +61,8 @@ CALLS = (
     Small("decode-lanes-careful", 7, 1, 2, 700, 64, causal=True, bias=200),
     Small("decode-tiles", 8, 1, 5, 700, 128, causal=True, bias=200),
     Small("decode-mask", 2, 1, 3, 300, 256, mask="bool"),
+    Small("short", 4, 2, 25, 25, 64, bias=200),
+    Small("short-mask", 2, 1, 70, 30, 128, causal=True, mask="float"),
     Small("hopper", 2, 1, 200, 300, 128),
     Small("hopper-shifted", 2, 1, 70, 300, 64, causal=True, bias=200, garbage=True),
     Small("hopper-pair", 28, 1, 900, 260, 128),

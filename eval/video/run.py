@@ -14,21 +14,14 @@ import torch
 import pasa
 from pasa.eval import output
 from pasa.eval.video import metrics
+from pasa.eval.video.clip import SEED, SIZES, TINY, Settings, halve, load_pipeline, make_frames, make_settings, place
 from pasa.eval.video.overflow import OFFSET, bias_scores
-from pasa.eval.video.tiny import sample_image, tiny_pipeline
-from pasa.eval.video.watch import NonFiniteWatch
+from pasa.eval.video.tiny import tiny_pipeline
+from pasa.eval.watch import NonFiniteWatch, models_of
 
 if TYPE_CHECKING:
     from pasa.eval.video.metrics import Frames
 
-TINY = "tiny"
-SIZES = {  # the second column: the paper's, of the real model
-    "height": (128, 576),
-    "width": (128, 1024),
-    "frames": (4, 25),
-    "steps": (3, 25),
-}
-SEED = 42  # the paper's
 FPS = 7  # the paper's
 MIN_PSNR, MIN_SSIM = 45.0, 0.995
 """What frames of the tiny pipeline must reach against FP32. Without any attention in the UNet they reach 23 dB."""
@@ -48,20 +41,6 @@ class Clip:
     seconds: float
     first_nonfinite: dict[str, Any] | None
     scores: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What every run of an experiment shares; `steps` of the sampler, `dtype` of the models in the FP16 runs."""
-
-    image: Any
-    height: int
-    width: int
-    frames: int
-    steps: int
-    seed: int
-    dtype: torch.dtype
-    device: torch.device
 
 
 def run_video(
@@ -111,16 +90,8 @@ def run_video(
     FileNotFoundError, ValueError
         The model is not a folder; a size, dtype or image that cannot be used.
     """
-    given = {"height": height, "width": width, "frames": frames, "steps": steps}
-    sizes = {name: _size(name, value, model) for name, value in given.items()}
-    device = _device()
-    settings = Settings(
-        image=_image(image, sizes["height"], sizes["width"]),
-        seed=seed,
-        dtype=_dtype(dtype, device),
-        device=device,
-        **sizes,
-    )
+    sizes = {"height": height, "width": width, "frames": frames, "steps": steps}
+    settings = make_settings(sizes, tiny=model == TINY, image=image, seed=seed, dtype=dtype)
     say = progress or (lambda line: None)
     clips: dict[str, Clip] = {}
     fixture = None
@@ -132,7 +103,7 @@ def run_video(
         fixture = bias_scores(pipeline.unet, OFFSET)
         clips |= _runs(pipeline, settings, offload, "biased scores", say)
     else:
-        clips = _runs(_load(model), settings, offload, Path(model).name, say)
+        clips = _runs(load_pipeline(model), settings, offload, Path(model).name, say)
     result = _collect(clips, settings, model, fixture, offload)
     return result, {title: clips[name].frames for name, title in TITLES.items() if name in clips and "base" not in name}
 
@@ -149,16 +120,11 @@ TITLES = {
 
 def _runs(pipeline: Any, settings: Settings, offload: bool, what: str, say: Progress) -> dict[str, Clip]:
     """The three clips of one set of weights; the pipeline is left in the dtype of the FP16 runs."""
-    if offload:
-        pipeline.enable_model_cpu_offload(device=settings.device)
-        pipeline.unet.enable_forward_chunking()
-    else:
-        pipeline.to(settings.device)
+    place(pipeline, settings.device, offload)
     say(f"{what}: FP32")
     clips = {"fp32": generate(pipeline, settings)}
     if settings.dtype == torch.float16:
-        for part in (pipeline.unet, pipeline.vae, pipeline.image_encoder):
-            part.half()
+        halve(pipeline)
     say(f"{what}: FP16, scores stored in FP16 (emulated)")
     with pasa.patch_pipeline(pipeline, config=EMULATED, backend="reference"):
         clips["fp16"] = generate(pipeline, settings)
@@ -168,7 +134,6 @@ def _runs(pipeline: Any, settings: Settings, offload: bool, what: str, say: Prog
     return clips
 
 
-@torch.no_grad()
 def generate(pipeline: Any, settings: Settings, *, diagnose: bool = False) -> Clip:
     """Run the pipeline once.
 
@@ -177,20 +142,10 @@ def generate(pipeline: Any, settings: Settings, *, diagnose: bool = False) -> Cl
     diagnose : bool
         Record the largest score before and after the shift; of the reference backend alone.
     """
-    models = {name: part for name, part in pipeline.components.items() if isinstance(part, torch.nn.Module)}
     recorder: AbstractContextManager[list[Any]] = pasa.record_diagnostics() if diagnose else nullcontext([])
     started = time.perf_counter()
-    with NonFiniteWatch(models) as watch, recorder as records:
-        frames = pipeline(
-            settings.image,
-            height=settings.height,
-            width=settings.width,
-            num_frames=settings.frames,
-            num_inference_steps=settings.steps,
-            decode_chunk_size=min(settings.frames, 8),
-            generator=torch.Generator("cpu").manual_seed(settings.seed),
-            output_type="pt",
-        ).frames[0]
+    with NonFiniteWatch(models_of(pipeline)) as watch, recorder as records:
+        frames = make_frames(pipeline, settings)
     array = frames.float().permute(0, 2, 3, 1).cpu().numpy()
     scores = {
         name: max(float(getattr(record, name).max()) for record in records)
@@ -255,46 +210,6 @@ def judge(runs: dict[str, Any], *, tiny: bool) -> dict[str, Any]:
             "no_farther_without_bias": ratio <= FARTHER,
         }
     return {"passed": all(checks.values()), "checks": checks, "error_ratio_without_bias": ratio}
-
-
-def _load(path: str) -> Any:
-    from diffusers import StableVideoDiffusionPipeline
-
-    if not Path(path).is_dir():
-        raise FileNotFoundError(f"model {path!r} is not a folder (nothing is downloaded)")
-    pipeline = StableVideoDiffusionPipeline.from_pretrained(path, dtype=torch.float32, local_files_only=True)
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
-
-
-def _size(name: str, value: int | None, model: str) -> int:
-    value = SIZES[name][model != TINY] if value is None else value
-    if name in ("height", "width") and (value < 8 or value % 8):
-        raise ValueError(f"{name}={value} is not a positive multiple of 8")
-    least = 2 if name == "frames" else 1  # with one frame the pipeline's guidance scale is 1, which it cannot run
-    if value < least:
-        raise ValueError(f"{name}={value} is below {least}")
-    return value
-
-
-def _dtype(name: str | None, device: torch.device) -> torch.dtype:
-    known = {"float16": torch.float16, "float32": torch.float32}
-    if name is not None and name not in known:
-        raise ValueError(f"dtype={name!r} is not one of {tuple(known)}")
-    return known[name or ("float32" if device.type == "cpu" else "float16")]
-
-
-def _image(path: str | None, height: int, width: int) -> Any:
-    """The picture to start from, at the size of the clip."""
-    if path is None:
-        return sample_image(height, width)
-    from PIL import Image
-
-    return Image.open(path).convert("RGB").resize((width, height))
-
-
-def _device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _name(device: torch.device) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 from pasa.ops.attention.decode_kernel import decode_kernel, merge_kernel
 from pasa.ops.attention.decode_lanes import decode_lanes_kernel
 from pasa.ops.attention.paper_kernel import paper_kernel
+from pasa.ops.attention.short_kernel import short_kernel
 from pasa.ops.attention.triton_kernel import attention_kernel
 from pasa.ops.shift_keys.triton_kernel import SLICE, anchor_kernel, shift_kernel
 
@@ -90,6 +91,7 @@ NOT_FOR_ASCEND = {
     "decode_kernel": "branches on its data round a GEMM: attention_kernel serves decoding",
     "decode_lanes_kernel": "as decode_kernel",
     "merge_kernel": "goes with decode_kernel",
+    "short_kernel": "as decode_kernel",
 }
 
 FAST: Case = {"SHIFT": "none", "FAST": True, "GUARDED": True, "CLEAN": False, "LOOP": False}
@@ -171,5 +173,21 @@ NVIDIA_CASES = [
         merge_kernel,
         "merge",
         {"NATS": False, "D": 128, "D_PAD": 128, "BLOCK_M": 16, "SPLITS": 128, "COLUMNS": 32, "PDL": False},
+    ),
+    *(
+        _case(
+            short_kernel,
+            f"short_d{dim}_{m}x{n}_{mask}" + "_causal" * causal,
+            {"MASK": mask, "CAUSAL": causal} | _sizes(dim, m, n),
+            options={"num_warps": warps, "num_stages": 1},
+        )
+        for dim, m, n, warps, mask, causal in (
+            (64, 32, 32, 1, "none", False),
+            (64, 64, 64, 4, "none", True),
+            (128, 16, 16, 1, "bool", False),
+            (128, 64, 32, 4, "none", False),
+            (256, 16, 16, 4, "float", True),
+            (256, 64, 16, 4, "none", False),
+        )
     ),
 ]

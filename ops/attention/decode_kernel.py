@@ -48,16 +48,22 @@ def store_split(
 
 
 @triton.jit
-def anchored_scores(b_q, b_k, m_key, longest):
+def anchored_scores(b_q, b_k, m_key, longest, LAZY: tl.constexpr):
     """q k'^T (M, N) and the block's anchor (D,), 0 where scores are small without. b_q (M, D); b_k (N, D); m_key (N,):
-    keys that some row sees; longest: largest norm of a query, in nats."""
+    keys that some row sees; longest: largest norm of a query, in nats. LAZY looks for an anchor only where one is
+    needed; not in a loop: there the branch led to illegal accesses (Triton 3.6, sm_90, 64 rows)."""
     b_wide = b_k.to(tl.float32)
     m_finite = tl.min(tl.where(tl.abs(b_wide) <= FP16_MAX, 1, 0), 1) > 0
     m_mean = m_key & m_finite
     b_clean = tl.where(m_mean[:, None], b_wide, 0.0)
-    anchor = exact_anchor(b_clean, m_mean[:, None], tl.sum(tl.where(m_mean, 1.0, 0.0), 0))
-    bound = tl.sqrt(tl.max(tl.sum(b_clean * b_clean, 1), 0)) * longest
-    anchor = tl.where(bound <= ANCHOR_LIMIT, 0.0, anchor)
+    small = tl.sqrt(tl.max(tl.sum(b_clean * b_clean, 1), 0)) * longest <= ANCHOR_LIMIT
+    if LAZY:
+        anchor = tl.zeros((b_k.shape[1],), tl.float32)
+        if small == 0:
+            anchor = exact_anchor(b_clean, m_mean[:, None], tl.sum(tl.where(m_mean, 1.0, 0.0), 0))
+    else:
+        anchor = exact_anchor(b_clean, m_mean[:, None], tl.sum(tl.where(m_mean, 1.0, 0.0), 0))
+        anchor = tl.where(small, 0.0, anchor)
     b_new = tl.where(m_finite[:, None], b_wide - anchor[None, :], float("nan")).to(tl.float16)
     return tl.dot(b_q, tl.trans(b_new)), anchor
 
@@ -104,7 +110,7 @@ def attend_split(
             m_key = o_n >= 0
         # scores
         if ANCHORED:
-            b_s, b_anchor = anchored_scores(b_q, b_k, m_key, longest)
+            b_s, b_anchor = anchored_scores(b_q, b_k, m_key, longest, False)
             b_first = tl.where(tl.max(b_max, 0) == -INF, b_anchor, b_first)
             offset = frame_offset(b_q, b_anchor - b_first)
         else:

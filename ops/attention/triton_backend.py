@@ -17,6 +17,7 @@ from pasa.ops.attention.masking import dense_mask, hidden_keys
 from pasa.ops.attention.options import AttentionOptions
 from pasa.ops.attention.paper_kernel import paper_kernel
 from pasa.ops.attention.scores import paper_beta
+from pasa.ops.attention.short_launch import is_short, short_attention
 from pasa.ops.attention.tiles import Tile, paper_tile, processors, tiles_for
 from pasa.ops.attention.triton_call import Call, strides_of
 from pasa.ops.attention.triton_kernel import attention_kernel
@@ -50,7 +51,9 @@ def attention(
     changes the published recovery alone. On Hopper hopper_kernel.py serves what it can."""
     with on_device(q):
         call = Call(*_ready(q, k, v), _mask(attn_mask, q, k), is_causal, scale)
-        if _decodes(call, options):
+        if _exact_on_gpu(call, options) and is_short(call):
+            return _results(q, *short_attention(call))
+        if _exact_on_gpu(call, options) and call.decodes:
             return _results(q, *decode(call))
         if hopper_serves(call, options):
             return _results(q, *_hopper()(call.q, call.k, call.v, is_causal, scale))
@@ -105,9 +108,9 @@ def _is_hopper(device: torch.device) -> bool:
     return DIRECT  # Gluon is experimental: other versions spell it otherwise
 
 
-def _decodes(call: Call, options: AttentionOptions) -> bool:
-    exact = options.precision == "pasa" and options.recovery == "exact"
-    return exact and call.decodes and call.q.device.type != "npu"
+def _exact_on_gpu(call: Call, options: AttentionOptions) -> bool:
+    """An NPU has one kernel for calls of all sizes: it cannot branch on data round a product."""
+    return options.precision == "pasa" and options.recovery == "exact" and call.q.device.type != "npu"
 
 
 def _mask(attn_mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:

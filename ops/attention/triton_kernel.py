@@ -147,6 +147,20 @@ def add_values(b_acc, b_p, b_v, m_seen):
 
 
 @triton.jit
+def mean_of_values(b_acc, b_max, b_sum, nats):
+    """Output (M, D) in FP16 and log-sum-exp (M,) of rows that have seen all their keys; nats (M,): their maxima.
+
+    A mean of values lies in FP16's range up to the last bit; infinity in the sum came from a value. A row that has seen
+    no key gets 0 and -inf.
+    """
+    blind = (b_sum == 0.0) & (b_max == -INF)
+    divisor = tl.where(blind, 1.0, b_sum)
+    b_out = b_acc / divisor[:, None]
+    b_out = tl.where(tl.abs(b_out) < INF, tl.minimum(tl.maximum(b_out, -FP16_MAX), FP16_MAX), float("nan"))
+    return b_out.to(tl.float16), tl.where(blind, -INF, nats + tl.log(divisor))
+
+
+@triton.jit
 def load_mask(p_tile, m_tile, m_seen, stride_m, stride_n, MASK: tl.constexpr):
     """What is seen after a mask, and what it adds: a tile (M, N) of bytes or floats.
 
@@ -479,20 +493,15 @@ def attention_kernel(
         if GUARDED and FAST:  # a value that is not finite shows in the result
             marked = (bounded & is_finite(b_acc)) == 0
             tl.store(p_marked, 1, mask=marked)
-        # a mean of values lies in FP16's range up to the last bit; infinity in the sum came from a value
-        blind = (b_sum == 0.0) & (b_max == -INF)
-        divisor = tl.where(blind, 1.0, b_sum)
-        b_out = b_acc / divisor[:, None]
-        b_out = tl.where(tl.abs(b_out) < INF, tl.minimum(tl.maximum(b_out, -FP16_MAX), FP16_MAX), float("nan"))
         frame = tl.zeros((BLOCK_M,), tl.float32)
         if SHIFT != "none":
             b_first = tl.load(p_anchors + o_d, mask=(o_d < D) & (keys > 0), other=0.0).to(tl.float32)
             frame = tl.sum(b_q.to(tl.float32) * b_first[None, :], 1)
         nats = b_max if MASK == "float" else b_max * scale
-        b_lse = tl.where(blind, -INF, nats + frame * scale + tl.log(divisor))
+        b_out, b_lse = mean_of_values(b_acc, b_max, b_sum, nats + frame * scale)
         b_lse = tl.where(marked, INF, b_lse)
         p_rows = p_out + batch * stride_ob + head * stride_oh + at * stride_om
         m_out = (o_row < rows)[:, None] & (o_d < D)[None, :]
-        tl.store(p_rows + o_m[:, None] * stride_om + o_d[None, :], b_out.to(tl.float16), mask=m_out)
+        tl.store(p_rows + o_m[:, None] * stride_om + o_d[None, :], b_out, mask=m_out)
         p_rows_lse = p_lse + batch * stride_lb + head * stride_lh + at * stride_lm
         tl.store(p_rows_lse + o_m * stride_lm, b_lse, mask=o_row < rows)

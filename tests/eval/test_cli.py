@@ -26,8 +26,8 @@ def run(*arguments: str) -> Any:
 
 def test_help_names_every_command_and_no_other() -> None:
     shown = run("--help").output
-    assert all(name in shown for name in ("doctor", "beta", "bench", "eval", "demo"))
-    assert not any(name in shown for name in ("predict", "diagnose", "longbench"))
+    assert all(name in shown for name in ("doctor", "beta", "bench", "diagnose", "eval", "demo"))
+    assert not any(name in shown for name in ("predict", "longbench"))
 
 
 def test_beta_prints_table_3_as_the_paper_does() -> None:
@@ -136,6 +136,11 @@ def test_other_experiments_are_stored_whole(tmp_path: Path, option: str, stem: s
         (["eval", "ppl", "--precisions", "fp32-base"], "'fp32-base'"),
         (["eval", "ppl", "--stride", "0"], "stride=0"),
         (["eval", "ppl", "--model", "nowhere"], "'nowhere'"),
+        (["diagnose", "--model", "nowhere"], "'nowhere'"),
+        (["diagnose", "--model", "tiny", "--prompt", "x"], "prompt='x'"),
+        (["diagnose", "--frames", "2"], "frames=2"),
+        (["diagnose", "--frames", "two"], "two"),
+        (["diagnose", "--model", "tiny", "--dtype", "int8"], "'int8'"),
         (["--bogus"], "--bogus"),
     ],
 )
@@ -189,6 +194,23 @@ def test_eval_video_writes_what_it_says(tmp_path: Path) -> None:
     assert done.exit_code == (0 if result["gate"]["passed"] else 1)
     assert result["runs"]["fp16"]["nonfinite_frames"] == 2
     assert (tmp_path / "all" / "video.mp4").is_file()
+
+
+def test_diagnose_writes_what_it_says(tmp_path: Path) -> None:
+    sizes = ["--model", "tiny", "--height", "32", "--width", "32", "--frames", "2", "--steps", "1"]
+    done = run("diagnose", *sizes, "--json", "-", "--output-dir", str(tmp_path))
+    assert done.exit_code == 0
+    assert json.loads(done.stdout)["summary"]["modules_beyond"] == 4
+    assert {path.name for path in tmp_path.iterdir()} == {f"diagnose.{kind}" for kind in ("html", "json", "md", "png")}
+
+
+def test_a_model_that_pasa_breaks_is_exit_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pasa.eval.diagnose import report
+    from pasa.eval.diagnose import run as module
+
+    monkeypatch.setattr(module, "run_diagnose", lambda model, **options: ({"gate": {"passed": False}}, []))
+    monkeypatch.setattr(report, "render", lambda result, console: None)
+    assert run("diagnose").exit_code == 1
 
 
 def test_console_script_runs_as_a_process() -> None:

@@ -40,6 +40,19 @@ def test_stored_video_meets_the_bounds():
     assert 0.9 <= runs["pasa_base"]["rmse"] / runs["fp16_base"]["rmse"] <= 1.1
 
 
+@pytest.mark.parametrize(("name", "beyond"), [("embedded", (270, 30)), ("tiny", (5, 4)), ("published", (0, 0))])
+def test_stored_diagnoses_find_what_was_injected(name, beyond):
+    """Every head of the language model; the spatial attention of the video pipeline; nothing where there is no bias."""
+    result = readme.stored(f"diagnose_{name}")
+    found = result["summary"]
+    assert result["gate"]["passed"]
+    assert (found["heads_beyond"], found["modules_beyond"]) == beyond
+    assert found["stored"] < 1000
+    assert (found["worst"]["max_score"] > 131_000) == (beyond > (0, 0))
+    assert (result["runs"]["fp16"]["first_nonfinite"] is None) == (beyond == (0, 0))
+    assert result["records"][0]["phase"] == (180 if name == "published" else 0)
+
+
 def test_unknown_part_is_an_error():
     with pytest.raises(KeyError, match="nonsense"):
         readme.fill("<!-- generated: nonsense -->\n<!-- end -->")

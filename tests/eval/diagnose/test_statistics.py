@@ -27,6 +27,8 @@ def test_resonance_and_bias_are_seen_in_the_papers_cases(case):
         assert head.resonance == pytest.approx(expected, abs=0.02)
         assert head.sequence_bias > 0.99
         assert head.max_score > 65504
+        assert head.overflow_share > 0.01
+        assert head.phase == case.phase
         assert head.scores[0 if case.phase == 180 else 1] == expected * head.max_score
         assert max(map(abs, head.shifted_keys)) < 0.2 * max(map(abs, head.keys)), "the shift takes the wave away"
 
@@ -36,6 +38,8 @@ def test_data_without_a_cause():
     for head in head_statistics(randn(1, 4, 400, 128), randn(1, 4, 400, 128, seed=1)):
         assert head.sequence_bias == pytest.approx(1 / math.sqrt(400), rel=0.3)
         assert abs(head.resonance) < 4 / math.sqrt(128)
+        assert head.phase is None
+        assert head.overflow_share == 0
         assert head.max_score < 100
 
 
@@ -74,3 +78,15 @@ def test_long_sequences_are_sampled(monkeypatch):
     q = torch.zeros(1, 1, 9, 4)
     q[0, 0, 8] = 7.0
     assert head_statistics(q, torch.ones(1, 1, 3, 4))[0].max_score == 28.0, "the last row is among them"
+
+
+def test_a_single_key_has_neither_bias_nor_resonance():
+    (head,) = head_statistics(randn(1, 1, 5, 8), randn(1, 1, 1, 8, seed=1))
+    assert (head.resonance, head.sequence_bias, head.phase) == (None, None, None)
+    assert head.max_score > 0
+
+
+def test_share_of_scores_beyond_fp16():
+    """Of 2 x 4 scores, those of the second query are 70,000 and above, but for one."""
+    q, k = torch.tensor([[[[1.0], [1000.0]]]]), torch.tensor([[[[70.0], [80.0], [65.0], [90.0]]]])
+    assert head_statistics(q, k)[0].overflow_share == 3 / 8

@@ -10,8 +10,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from pasa.eval.video import report, run
-from pasa.eval.video.tiny import tiny_pipeline
+from pasa.eval.video import clip, report, run
+from pasa.eval.video.tiny import sample_image, tiny_pipeline
 
 SMALL = {"height": 64, "width": 64, "frames": 2, "steps": 1}
 
@@ -108,7 +108,7 @@ def test_a_checkpoint_is_measured_as_it_is(tmp_path):
     """A folder written by diffusers, a picture of one's own, and the settings of the paper's script."""
     tiny_pipeline(seed=3).save_pretrained(tmp_path / "svd")
     picture = tmp_path / "picture.png"
-    run.sample_image(90, 50).save(picture)
+    sample_image(90, 50).save(picture)
     result, clips = run.run_video(str(tmp_path / "svd"), image=str(picture), offload=True, **SMALL)
     assert list(result["runs"]) == ["fp32", "fp16", "pasa"]
     assert result["fixture"] is None
@@ -147,8 +147,8 @@ def test_bad_input_is_named_before_anything_runs(options, error, reason):
 
 
 def test_defaults_are_the_papers_for_a_checkpoint():
-    assert [run._size(name, None, "folder") for name in run.SIZES] == [576, 1024, 25, 25]
-    assert [run._size(name, None, "tiny") for name in run.SIZES] == [128, 128, 4, 3]
-    assert (run.SEED, run.FPS) == (42, 7)
-    assert run._dtype(None, torch.device("cuda")) == torch.float16
-    assert run._dtype(None, torch.device("cpu")) == torch.float32
+    assert [clip._size(name, None, False) for name in clip.SIZES] == [576, 1024, 25, 25]
+    assert [clip._size(name, None, True) for name in clip.SIZES] == [128, 128, 4, 3]
+    assert (clip.SEED, run.FPS) == (42, 7)
+    assert clip.pick_dtype(None, torch.device("cuda")) == torch.float16
+    assert clip.pick_dtype(None, torch.device("cpu")) == torch.float32

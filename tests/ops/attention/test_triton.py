@@ -83,6 +83,47 @@ def test_odd_lengths_with_grouped_heads(name, dim, causal, lengths):
     check(*normal_qkv((4, 2), lengths, dim), name, is_causal=causal)
 
 
+SHORT = [  # heads, (Sq, Skv), D: one tile, several tiles, as many keys as the kernel takes, and one more
+    ((2, 2), (25, 25), 64), ((4, 2), (7, 1), 64), ((2, 1), (150, 33), 80), ((2, 2), (3, 16), 256),
+    ((2, 2), (40, 17), 256), ((2, 1), (5, 64), 64), ((2, 1), (5, 65), 64), ((2, 2), (70, 32), 128),
+    ((2, 2), (70, 33), 128),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["none", "causal", "bool", "float", "causal row"])
+@pytest.mark.parametrize(("heads", "lengths", "dim"), SHORT)
+@pytest.mark.parametrize("bias", [0, 300])
+def test_short_keys(kind, heads, lengths, dim, bias):
+    """Video models attend over 25 frames at every pixel, and over one token. Scores of the bias pass FP16 and FP32's
+    exact integers."""
+    q, k, v = normal_qkv(heads, lengths, dim, batch=3)
+    g = torch.Generator().manual_seed(5)
+    q[..., :8] += bias
+    k[..., :8] += bias
+    how = {"is_causal": kind.startswith("causal")}
+    if kind == "bool":
+        how["attn_mask"] = torch.rand(3, 1, *lengths, generator=g) < 0.6
+    if kind == "float":
+        how["attn_mask"] = torch.randn(heads[0], *lengths, generator=g)
+    if kind == "causal row":
+        how["attn_mask"] = torch.rand(3, 1, 1, lengths[1], generator=g) < 0.6
+    check(q, k, v, "exact", **how)
+
+
+@pytest.mark.parametrize("lengths", [(25, 25), (40, 1)])
+@pytest.mark.parametrize("tensor", ["q", "k", "v"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_bad_numbers_among_short_keys(lengths, tensor, causal):
+    q, k, v = normal_qkv((2, 1), lengths, 64, batch=2)
+    {"q": q, "k": k, "v": v}[tensor][1, 0, lengths[1] // 2, 3] = torch.inf
+    how = {"is_causal": causal, "return_lse": True}
+    expected, expected_lse = pasa.attention(q, k, v, backend="reference", **how)
+    out, lse = pasa.attention(*on_device(q, k, v), backend="triton", **how)
+    assert torch.equal(out.cpu().isnan(), expected.isnan())
+    assert torch.equal(lse.cpu().isnan(), expected_lse.isnan())
+    assert torch.allclose(out.cpu(), expected, atol=0.01, equal_nan=True)
+
+
 @pytest.mark.parametrize("name", ["exact", "fp32"])
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("causal", [False, True])

@@ -18,6 +18,7 @@ SHAPES = {  # heads, lengths, dim
     "other dim": ((4, 4), (300, 300), 80),
     "decode": ((28, 4), (1, 5000), 128),
     "few rows": ((14, 2), (7, 3000), 64),
+    "short keys": ((5, 5), (25, 25), 64),
 }
 
 

@@ -15,7 +15,9 @@ class NonFiniteWatch:
     Parameters
     ----------
     models : mapping of str to torch.nn.Module
-        Their names begin the names of their modules.
+        Their names begin the names of their modules; a model alone may have the name "".
+    stop : bool, default False
+        Leave the context at the first module that fails, in place of running on to the end.
 
     Attributes
     ----------
@@ -25,8 +27,8 @@ class NonFiniteWatch:
         of a better one, when the values come from code outside of all modules. None if all was finite.
     """
 
-    def __init__(self, models: Mapping[str, torch.nn.Module]) -> None:
-        self._models = models
+    def __init__(self, models: Mapping[str, torch.nn.Module], *, stop: bool = False) -> None:
+        self._models, self._stop = models, stop
         self._calls = dict.fromkeys(models, 0)
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self.first: dict[str, Any] | None = None
@@ -35,13 +37,14 @@ class NonFiniteWatch:
         for model_name, model in self._models.items():
             self._hooks.append(model.register_forward_pre_hook(self._counter(model_name)))
             for path, module in model.named_modules():
-                name = f"{model_name}.{path}" if path else model_name
+                name = ".".join(part for part in (model_name, path) if part) or type(module).__name__
                 self._hooks.append(module.register_forward_hook(self._checker(model_name, name), with_kwargs=True))
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> bool:
         for hook in self._hooks:
             hook.remove()
+        return isinstance(error, _FoundError)
 
     def _counter(self, model_name: str) -> Any:
         def count(module: torch.nn.Module, args: Any) -> None:
@@ -57,8 +60,22 @@ class NonFiniteWatch:
             if origin or self.first is None:
                 call = self._calls[model_name]
                 self.first = {"module": name, "kind": type(module).__name__, "call": call, "origin": origin}
+            if origin and self._stop:
+                raise _FoundError(name)
 
         return check
+
+
+class _FoundError(Exception):
+    """Ends a run that has shown what it was for."""
+
+
+def models_of(model_or_pipeline: Any) -> dict[str, torch.nn.Module]:
+    """The models of a diffusers pipeline by name; a model alone has the name ""."""
+    if isinstance(model_or_pipeline, torch.nn.Module):
+        return {"": model_or_pipeline}
+    parts = model_or_pipeline.components.items()
+    return {name: part for name, part in parts if isinstance(part, torch.nn.Module)}
 
 
 def is_finite(value: Any) -> bool:

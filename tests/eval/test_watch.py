@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 import torch
 
-from pasa.eval.video.watch import NonFiniteWatch, is_finite
+from pasa.eval.watch import NonFiniteWatch, is_finite, models_of
 
 
 class Root(torch.nn.Module):
@@ -55,6 +57,26 @@ def test_the_call_is_counted(model):
 def test_values_that_come_from_outside_are_no_modules_fault(model):
     first = watched(model, torch.full((1, 2), torch.nan))
     assert first == {"module": "unet.0", "kind": "Linear", "call": 1, "origin": False}
+
+
+def test_a_run_that_has_shown_its_fault_may_be_left(model):
+    """All other exceptions are the caller's."""
+    ran = []
+    torch.nn.init.constant_(model[0].weight, -1)
+    with NonFiniteWatch({"": model}, stop=True) as watch:
+        model(torch.ones(1, 2) * 9)
+        ran.append("on")
+    assert not ran
+    assert watch.first["module"] == "1"
+    assert not any(module._forward_hooks for module in model.modules())
+    with pytest.raises(KeyError), NonFiniteWatch({"": model}, stop=True):
+        raise KeyError
+
+
+def test_models_by_name(model):
+    assert models_of(model) == {"": model}
+    pipeline = types.SimpleNamespace(components={"unet": model, "scheduler": object()})
+    assert models_of(pipeline) == {"unet": model}
 
 
 def test_keywords_are_inputs_too():
