@@ -17,7 +17,9 @@ from typing import Any
 from pasa.eval import output
 from pasa.eval.diagnose import report as diagnose_report
 from pasa.eval.diagnose import words
+from pasa.eval.longbench import report as longbench_report
 from pasa.eval.npu_model import report as npu_report
+from pasa.eval.perplexity import report as perplexity_report
 from pasa.eval.rescue.report import TITLES
 from pasa.eval.rmse import report
 from pasa.eval.soak import report as soak_report
@@ -42,6 +44,7 @@ RESULTS = {
     "diagnose_published": ROOT / "eval/diagnose/results/published/diagnose.json",
     "diagnose_embedded": ROOT / "eval/diagnose/results/embedded/diagnose.json",
     "diagnose_tiny": ROOT / "eval/diagnose/results/tiny/diagnose.json",
+    "perplexity": ROOT / "eval/perplexity/results/perplexity.json",
 }
 DIAGNOSED = 3  # heads of each model
 DIAGNOSIS = ("layer", "head", "peak QKᵀ", "× 65504", "stored", "in FP32", "K", "K′", "bias", "resonance", "phase")
@@ -170,9 +173,26 @@ def rescue() -> str:
 def video() -> str:
     """A clip with and without PASA."""
     result = stored("video")
-    found = video_report.run_table(result)
-    text = f"{found.title}. {found.note}\n\n{table(found.header, found.rows)}"
-    return f"{text}\n\n{video_report.verdict(result)} {video_report.origin(result)}"
+    shown = _titled(video_report.run_table(result))
+    return f"{shown}\n\n{video_report.verdict(result)} {video_report.origin(result)}"
+
+
+def _titled(found: report.Table) -> str:
+    """A table under its title and note."""
+    return f"{found.title}. {found.note}\n\n{table(found.header, found.rows)}"
+
+
+def longbench() -> str:
+    """Long prompts in every precision."""
+    result = stored("longbench")
+    shown = _titled(longbench_report.precision_table(result))
+    return f"{shown}\n\n{longbench_report.verdict(result)} {longbench_report.origin(result)}"
+
+
+def perplexity() -> str:
+    """What storing scores costs."""
+    result = stored("perplexity")
+    return f"{_titled(perplexity_report.table(result))}\n\n{longbench_report.origin(result)}"
 
 
 def diagnose() -> str:
@@ -286,6 +306,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "video": video,
     "step": step,
     "diagnose": diagnose,
+    "longbench": longbench,
+    "perplexity": perplexity,
     "speed": speed,
     "decode": decode,
     "kernels": kernels,

@@ -53,6 +53,18 @@ def test_stored_diagnoses_find_what_was_injected(name, beyond):
     assert result["records"][0]["phase"] == (180 if name == "published" else 0)
 
 
+def test_stored_perplexity_shows_who_loses():
+    """FP16 with stored scores has none beyond 65,504; BF16 with stored scores is off; PASA within 0.5 % of FP32."""
+    result = readme.stored("perplexity")
+    found = {(each["precision"], each["offset"]): each["perplexity"] for each in result["records"]}
+    assert result["gate"]["passed"]
+    base, largest = found["fp32", 0], max(result["settings"]["offsets"])
+    assert largest > 65504
+    assert found["fp16-eager", largest] is None
+    assert found["bf16-eager", largest] / base > 1.05
+    assert abs(found["pasa", largest] / base - 1) <= 0.005
+
+
 def test_unknown_part_is_an_error():
     with pytest.raises(KeyError, match="nonsense"):
         readme.fill("<!-- generated: nonsense -->\n<!-- end -->")
