@@ -18,7 +18,7 @@ from pasa.eval.speed.report import markdown
 def table(result: dict[str, Any]) -> Table:
     """A row for every precision, two columns for every offset."""
     offsets = result["settings"]["offsets"]
-    found = {(each["precision"], each["offset"]): each["perplexity"] for each in result["records"]}
+    found = {(each["precision"], each["offset"]): each["perplexity"] for each in result["perplexities"]}
     base = found[REFERENCE, offsets[0]]
     rows = []
     for name, title in result["titles"].items():

@@ -60,7 +60,7 @@ def run_perplexity(
     Returns
     -------
     dict
-        JSON-able: ``records`` (perplexity by offset and precision; None where it is not finite), ``gate``,
+        JSON-able: ``perplexities`` (records by offset and precision; None where it is not finite), ``gate``,
         ``settings``, ``environment``.
 
     Raises
@@ -92,7 +92,7 @@ def run_perplexity(
         "text": text or f"{ESSAY} (essay)",
         "titles": {name: PRECISIONS[name].title for name in names},
         "settings": {"tokens": len(ids), "window": window, "stride": stride, "offsets": chosen},
-        "records": records,
+        "perplexities": records,
         "note": "; ".join(notes),
         "environment": machine(device),
     }

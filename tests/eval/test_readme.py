@@ -56,7 +56,7 @@ def test_stored_diagnoses_find_what_was_injected(name, beyond):
 def test_stored_perplexity_shows_who_loses():
     """FP16 with stored scores has none beyond 65,504; BF16 with stored scores is off; PASA within 0.5 % of FP32."""
     result = readme.stored("perplexity")
-    found = {(each["precision"], each["offset"]): each["perplexity"] for each in result["records"]}
+    found = {(each["precision"], each["offset"]): each["perplexity"] for each in result["perplexities"]}
     assert result["gate"]["passed"]
     base, largest = found["fp32", 0], max(result["settings"]["offsets"])
     assert largest > 65504

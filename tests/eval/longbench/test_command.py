@@ -40,7 +40,7 @@ def test_ppl_writes_what_it_says(steady, tmp_path):
     wanted = ["--stride", "64", "--offsets", "0,131072", "--precisions", "fp16-eager,pasa"]
     done = run("eval", "ppl", *options, *wanted, "--output-dir", str(tmp_path / "out"))
     assert done.exit_code == 0, done.output
-    records = json.loads((tmp_path / "out/perplexity.json").read_text())["records"]
+    records = json.loads((tmp_path / "out/perplexity.json").read_text())["perplexities"]
     assert len(records) == 6
     assert [each["precision"] for each in records if each["perplexity"] is None] == ["fp16-eager"]
 

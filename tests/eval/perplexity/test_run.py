@@ -82,7 +82,7 @@ def test_who_overflows_and_who_loses_accuracy(text, tmp_path):
     """The claim: beyond 65504 FP16 scores break, BF16 scores are off, PASA is where FP32 is."""
     said = []
     result = measured(text, tmp_path, offsets=[0, 131072], progress=lambda *each: said.append(each))
-    found = {(each["precision"], each["offset"]): each for each in result["records"]}
+    found = {(each["precision"], each["offset"]): each for each in result["perplexities"]}
     base = found["fp32", 0]["perplexity"]
     assert result["gate"] == {
         "passed": True,
@@ -105,6 +105,8 @@ def test_what_is_shown_and_written(text, tmp_path):
         assert part in console.file.getvalue()
     report.save(result, tmp_path / "out")
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"perplexity.json", "perplexity.md"}
+    stored = json.loads((tmp_path / "out/perplexity.json").read_text())
+    assert report.table(stored).rows == report.table(result).rows, "stored with all digits"
 
 
 def test_every_check_can_fail():
