@@ -70,7 +70,7 @@ def longbench(
     dataset: Annotated[str | None, typer.Option(help="Data sets between commas (all).")] = None,
     extended: Annotated[bool, typer.Option("--e", help="LongBench-E.")] = False,
     limit: Annotated[int | None, typer.Option(parser=integer, metavar="N", help="Items of each data set.")] = None,
-    tokens: Annotated[str, typer.Option(help="Lengths of the offline set, between commas.")] = "1024,2048",
+    tokens: Annotated[str, typer.Option(help="Lengths of the offline set, between commas.")] = "1024",
     items: Annotated[int, typer.Option(parser=integer, metavar="N", help="Offline items of each length.")] = 1,
     max_length: Annotated[
         int | None, typer.Option(parser=integer, metavar="N", help="Longest prompt in tokens (as published).")

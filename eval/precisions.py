@@ -119,15 +119,16 @@ class Subject:
         sizes = {file.name: file.stat().st_size for file in files if file.is_file()}
         return {"model": self.name, "files": sizes, "offset": self.offset}
 
-    def _read(self) -> tuple[Any, Any]:
-        return load_model() if self.path is None else load_folder(self.path)
+    def _read(self, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
+        return load_model() if self.path is None else load_folder(self.path, dtype)
 
     def _model(self, base: bool, dtype: torch.dtype) -> Any:
         """The weights in one dtype; what was there before is dropped first, so that memory holds one model."""
         base = base or not self.offset
         if self._loaded is None or self._loaded[0] != (base, dtype):
             self._loaded = None
-            model = self._original if self._original is not None else self._read()[0]
+            # An injection is made in FP32; without one, no dtype but FP32 needs the model in FP32.
+            model = self._original if self._original is not None else self._read(dtype if base else torch.float32)[0]
             self._original = None
             if not base:
                 model, info = inject_overflow(model, self.offset)

@@ -26,7 +26,7 @@ Count = Callable[[str], int]
 Question = tuple[str, str, list[str], list[str] | None]
 """(context, input, answers, all_classes)"""
 
-TOKENS = (1024, 2048)
+TOKENS = (1024,)
 PARAGRAPHS = 30  # the prompt of passage_retrieval_en says so
 BOOKS = ("Genesis", "Psalms", "Proverbs", "Isaiah", "Matthew", "Romans")
 YANG, YIN = "阳爻", "阴爻"

@@ -27,7 +27,9 @@ def folder(tmp_path_factory):
 def subject(folder, monkeypatch):
     """The tiny model with injected overflow; its tokenizer is not looked at."""
     monkeypatch.setattr(
-        precisions, "load_folder", lambda path: (hf.Qwen2ForCausalLM.from_pretrained(path).eval(), None)
+        precisions,
+        "load_folder",
+        lambda path, dtype: (hf.Qwen2ForCausalLM.from_pretrained(path, dtype=dtype).eval(), None),
     )
     return Subject(folder, 131072, CPU)
 

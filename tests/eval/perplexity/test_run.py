@@ -38,7 +38,7 @@ def model():
 @pytest.fixture
 def text(tmp_path, model, monkeypatch):
     """A text of numbers; every folder holds `model` and its reader."""
-    monkeypatch.setattr(precisions, "load_folder", lambda path: (copy.deepcopy(model), Reader()))
+    monkeypatch.setattr(precisions, "load_folder", lambda path, dtype: (copy.deepcopy(model).to(dtype), Reader()))
     (tmp_path / "text.txt").write_text(" ".join(map(str, TOKENS)))
     return str(tmp_path / "text.txt")
 
