@@ -140,7 +140,7 @@ class Subject:
     def model(self, name: str) -> Iterator[Any]:
         """The model as precision `name` runs it; patched only inside the context."""
         precision = PRECISIONS[name]
-        emulated = precision.dtype == torch.float16 and not self.half
+        emulated = self.emulated([name])
         model = self._model(precision.base, torch.float32 if emulated else precision.dtype)
         if not emulated and precision.attention != "pasa":
             model.set_attn_implementation(precision.attention)
@@ -155,3 +155,7 @@ class Subject:
     def emulated(self, names: Sequence[str]) -> bool:
         """Whether any of these precisions is emulated here."""
         return not self.half and any(PRECISIONS[name].dtype == torch.float16 for name in names)
+
+    def titles(self, names: Sequence[str]) -> dict[str, str]:
+        """What to call each precision in a table."""
+        return {name: PRECISIONS[name].title + " (emulated)" * self.emulated([name]) for name in names}

@@ -22,7 +22,7 @@ from pasa.eval.longbench.prompts import build_prompt, default_max_length
 from pasa.eval.longbench.store import Line, Store, batches
 from pasa.eval.longbench.summary import summarise
 from pasa.eval.longbench.tasks import find_task
-from pasa.eval.precisions import EMULATION, PRECISIONS, Subject, choose_offset, parse_precisions
+from pasa.eval.precisions import EMULATION, Subject, choose_offset, parse_precisions
 from pasa.eval.rescue.run import machine
 
 DEFAULT_PRECISIONS = ("fp32", "bf16", "fp16-eager", "pasa")
@@ -236,7 +236,7 @@ class _Run:
             "model": self.subject.name,
             "fixture": {"offset": self.subject.offset, **(self.subject.fixture or {})} if self.subject.offset else None,
             "data": source or "offline set",
-            "titles": {name: PRECISIONS[name].title for name in names},
+            "titles": self.subject.titles(names),
             "settings": {**vars(self.settings), "processes": self.processes.count},
             "note": "; ".join(notes),
             "environment": machine(self.processes.device),

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from pasa.eval import output
-from pasa.eval.precisions import EMULATION, PRECISIONS, REFERENCE, Subject, parse_precisions
+from pasa.eval.precisions import EMULATION, REFERENCE, Subject, parse_precisions
 from pasa.eval.rescue.embedded_model import find_essays
 from pasa.eval.rescue.measure import token_losses
 from pasa.eval.rescue.run import DEFAULT_OFFSET, ESSAY, FP16_MAX, PERPLEXITY_PERCENT, machine, pick_device
@@ -90,7 +90,7 @@ def run_perplexity(
         "gate": judge(records),
         "model": subject.name,
         "text": text or f"{ESSAY} (essay)",
-        "titles": {name: PRECISIONS[name].title for name in names},
+        "titles": subject.titles(names),
         "settings": {"tokens": len(ids), "window": window, "stride": stride, "offsets": chosen},
         "perplexities": records,
         "note": "; ".join(notes),

@@ -65,6 +65,8 @@ def test_half_models_are_half_and_run_their_own_attention(folder, subject):
     assert dtype == torch.float16
     assert found.isfinite().all()
     assert not half.emulated(["pasa"])
+    assert half.titles(["pasa"]) == {"pasa": "FP16, PASA"}
+    assert subject.titles(["fp32", "pasa"]) == {"fp32": "FP32", "pasa": "FP16, PASA (emulated)"}
     assert subject.emulated(["fp32", "pasa"])
     assert not subject.emulated(["fp32", "bf16"])
 
