@@ -44,6 +44,7 @@ RESULTS = {
     "diagnose_published": ROOT / "eval/diagnose/results/published/diagnose.json",
     "diagnose_embedded": ROOT / "eval/diagnose/results/embedded/diagnose.json",
     "diagnose_tiny": ROOT / "eval/diagnose/results/tiny/diagnose.json",
+    "longbench": ROOT / "eval/longbench/results/longbench.json",
     "perplexity": ROOT / "eval/perplexity/results/perplexity.json",
 }
 DIAGNOSED = 3  # heads of each model
