@@ -71,7 +71,9 @@ def test_predictions_are_in_the_published_form(finished, questions):
     rows = [json.loads(row) for row in (folder / "predictions/pasa/hotpotqa.jsonl").read_text().splitlines()]
     assert [row["index"] for row in rows] == [0, 1, 2, 3, 4]
     assert {"pred", "answers", "all_classes", "length"} <= set(rows[0])
-    assert len({row["pred"] for row in rows}) > 1
+    files = (folder / "predictions/pasa").glob("*.jsonl")
+    answers = {json.loads(row)["pred"] for file in files for row in file.read_text().splitlines()}
+    assert len(answers) > 3, "files of equal answers could not be told apart"
 
 
 @pytest.mark.parametrize("stop", [1, 7, 13, 18])
