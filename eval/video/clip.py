@@ -91,7 +91,11 @@ def halve(pipeline: Any) -> None:
 
 @torch.no_grad()
 def make_frames(pipeline: Any, settings: Settings) -> torch.Tensor:
-    """Frames (F, 3, H, W), 0 to 1."""
+    """Frames (F, 3, H, W), 0 to 1. The first noise is drawn in FP32 here, the same for models of any dtype: nothing
+    promises that numbers drawn in FP16 are those of FP32, rounded."""
+    generator = torch.Generator("cpu").manual_seed(settings.seed)
+    grid = (settings.height // pipeline.vae_scale_factor, settings.width // pipeline.vae_scale_factor)
+    noise = torch.randn(1, settings.frames, pipeline.vae.config.latent_channels, *grid, generator=generator)
     frames: torch.Tensor = pipeline(
         settings.image,
         height=settings.height,
@@ -99,7 +103,8 @@ def make_frames(pipeline: Any, settings: Settings) -> torch.Tensor:
         num_frames=settings.frames,
         num_inference_steps=settings.steps,
         decode_chunk_size=min(settings.frames, 8),
-        generator=torch.Generator("cpu").manual_seed(settings.seed),
+        generator=generator,
+        latents=noise.to(pipeline.unet.dtype),
         output_type="pt",
     ).frames[0]
     return frames
