@@ -121,6 +121,8 @@ def test_other_experiments_are_stored_whole(tmp_path: Path, option: str, stem: s
         (["bench", "rmse", "--resonance", "--large-bias"], "--large-bias"),
         (["bench", "speed"], "CUDA"),
         (["bench", "speed", "--case", "nonsense"], "nonsense"),
+        (["bench", "video"], "CUDA"),
+        (["bench", "video", "--rounds", "0"], "rounds=0"),
         (["bench", "speed", "--rounds", "0"], "rounds=0"),
         (["bench", "speed", "--implementation", "foo"], "foo"),
         (["beta", "--block", "0"], "0"),
