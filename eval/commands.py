@@ -23,8 +23,18 @@ evaluate = typer.Typer(help="Whole models, with and without PASA.", no_args_is_h
 app.add_typer(evaluate, name="eval")
 
 QUICK_HEADS = 4  # half a minute on two cores; the paper has 16
+
+
+def json_target(target: str | None) -> str | None:
+    """Refuse a folder before the run, not after it."""
+    if target is not None and Path(target).is_dir():
+        raise typer.BadParameter(f"{target!r} is a folder")
+    return target
+
+
 Json = Annotated[
-    str | None, typer.Option("--json", metavar="FILE", help='Write the result as JSON; "-": stdout, alone.')
+    str | None,
+    typer.Option("--json", metavar="FILE", callback=json_target, help='Write the result as JSON; "-": stdout, alone.'),
 ]
 
 
@@ -65,7 +75,9 @@ def beta(
 @bench.command()
 def rmse(
     json: Json = None,
-    output_dir: Annotated[Path | None, typer.Option(help="Write JSON, CSV, Markdown and figures there.")] = None,
+    output_dir: Annotated[
+        Path | None, typer.Option(file_okay=False, help="Write JSON, CSV, Markdown and figures there.")
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help=f"{QUICK_HEADS} heads: under a minute on two cores.")] = False,
     heads: Annotated[int | None, typer.Option(parser=integer, metavar="N", help="Heads (16, as the paper).")] = None,
     seq: Annotated[
@@ -112,7 +124,9 @@ def rmse(
 @bench.command()
 def speed(
     json: Json = None,
-    output_dir: Annotated[Path | None, typer.Option(help="Write JSON, Markdown and figures there.")] = None,
+    output_dir: Annotated[
+        Path | None, typer.Option(file_okay=False, help="Write JSON, Markdown and figures there.")
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Four small cases.")] = False,
     case: Annotated[list[str] | None, typer.Option(help="A case by name, repeatable (all).")] = None,
     implementation: Annotated[list[str] | None, typer.Option(help="An implementation, repeatable (all).")] = None,
@@ -132,7 +146,7 @@ def speed(
 @bench.command()
 def soak(
     json: Json = None,
-    output_dir: Annotated[Path | None, typer.Option(help="Write JSON and Markdown there.")] = None,
+    output_dir: Annotated[Path | None, typer.Option(file_okay=False, help="Write JSON and Markdown there.")] = None,
     cases: Annotated[int, typer.Option(parser=integer, metavar="N", help="Random calls.")] = 2000,
     seed: Annotated[int, typer.Option(parser=integer, metavar="N", help="What they are drawn from.")] = 0,
     backend: Annotated[str, typer.Option(help="A backend that can run here.")] = "triton",
@@ -154,7 +168,7 @@ def soak(
 @bench.command()
 def video(
     json: Json = None,
-    output_dir: Annotated[Path | None, typer.Option(help="Write JSON and Markdown there.")] = None,
+    output_dir: Annotated[Path | None, typer.Option(file_okay=False, help="Write JSON and Markdown there.")] = None,
     rounds: Annotated[int, typer.Option(parser=integer, metavar="N", help="Turns of each way to attend.")] = 3,
 ) -> None:
     """Time a denoising step of the full-size video UNet on a CUDA device; exit 1 if PASA is slower or farther off."""
@@ -171,7 +185,9 @@ def video(
 @bench.command("npu-model")
 def npu_model(
     json: Json = None,
-    output_dir: Annotated[Path | None, typer.Option(help="Write JSON, Markdown and a figure there.")] = None,
+    output_dir: Annotated[
+        Path | None, typer.Option(file_okay=False, help="Write JSON, Markdown and a figure there.")
+    ] = None,
 ) -> None:
     """Model an Ascend 910B3: what the Ascend C kernels spend on the CPU twin over published rates. Not measured."""
     from pasa.eval.npu_model import plots, report, run
@@ -221,7 +237,9 @@ def demo(
 @app.command()
 def diagnose(
     json: Json = None,
-    output_dir: Annotated[Path | None, typer.Option(help="Write a page, JSON, Markdown and a figure there.")] = None,
+    output_dir: Annotated[
+        Path | None, typer.Option(file_okay=False, help="Write a page, JSON, Markdown and a figure there.")
+    ] = None,
     model: Annotated[
         str, typer.Option(help='Folder of a language model or a Stable Video Diffusion pipeline, "embedded" or "tiny".')
     ] = "embedded",
@@ -267,7 +285,9 @@ def diagnose(
 @evaluate.command("video")
 def eval_video(
     json: Json = None,
-    output_dir: Annotated[Path | None, typer.Option(help="Write JSON, Markdown, MP4, GIF and PNG there.")] = None,
+    output_dir: Annotated[
+        Path | None, typer.Option(file_okay=False, help="Write JSON, Markdown, MP4, GIF and PNG there.")
+    ] = None,
     model: Annotated[str, typer.Option(help='Folder of a Stable Video Diffusion checkpoint, or "tiny".')] = "tiny",
     image: Annotated[str | None, typer.Option(help="Picture to start from.")] = None,
     height: Annotated[int | None, typer.Option(parser=integer, metavar="N", help="Pixels (128; 576).")] = None,
