@@ -53,7 +53,9 @@ def beta(
 @bench.command()
 def rmse(
     json: Json = None,
-    output_dir: Annotated[Path | None, typer.Option(help="Write JSON, CSV, Markdown and figures there.")] = None,
+    output_dir: Annotated[
+        Path | None, typer.Option(file_okay=False, help="Write JSON, CSV, Markdown and figures there.")
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help=f"{QUICK_HEADS} heads: under a minute on two cores.")] = False,
     heads: Annotated[int | None, typer.Option(parser=integer, metavar="N", help="Heads (16, as the paper).")] = None,
     seq: Annotated[
@@ -100,7 +102,9 @@ def rmse(
 @bench.command()
 def speed(
     json: Json = None,
-    output_dir: Annotated[Path | None, typer.Option(help="Write JSON, Markdown and figures there.")] = None,
+    output_dir: Annotated[
+        Path | None, typer.Option(file_okay=False, help="Write JSON, Markdown and figures there.")
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Four small cases.")] = False,
     case: Annotated[list[str] | None, typer.Option(help="A case by name, repeatable (all).")] = None,
     implementation: Annotated[list[str] | None, typer.Option(help="An implementation, repeatable (all).")] = None,
@@ -120,7 +124,7 @@ def speed(
 @bench.command()
 def soak(
     json: Json = None,
-    output_dir: Annotated[Path | None, typer.Option(help="Write JSON and Markdown there.")] = None,
+    output_dir: Annotated[Path | None, typer.Option(file_okay=False, help="Write JSON and Markdown there.")] = None,
     cases: Annotated[int, typer.Option(parser=integer, metavar="N", help="Random calls.")] = 2000,
     seed: Annotated[int, typer.Option(parser=integer, metavar="N", help="What they are drawn from.")] = 0,
     backend: Annotated[str, typer.Option(help="A backend that can run here.")] = "triton",
@@ -142,7 +146,7 @@ def soak(
 @bench.command()
 def model(
     json: Json = None,
-    output_dir: Annotated[Path | None, typer.Option(help="Write JSON and Markdown there.")] = None,
+    output_dir: Annotated[Path | None, typer.Option(file_okay=False, help="Write JSON and Markdown there.")] = None,
     config: Annotated[str, typer.Option(help="Configuration: qwen2-7b, or tiny.")] = "qwen2-7b",
     tokens: Annotated[str, typer.Option(help="Prompt lengths, between commas.")] = "8192",
     attention: Annotated[str, typer.Option(help="Between commas.")] = "eager,sdpa,pasa",
@@ -174,7 +178,7 @@ def model(
 @bench.command()
 def video(
     json: Json = None,
-    output_dir: Annotated[Path | None, typer.Option(help="Write JSON and Markdown there.")] = None,
+    output_dir: Annotated[Path | None, typer.Option(file_okay=False, help="Write JSON and Markdown there.")] = None,
     rounds: Annotated[int, typer.Option(parser=integer, metavar="N", help="Turns of each way to attend.")] = 3,
 ) -> None:
     """Time a denoising step of the full-size video UNet on a CUDA device; exit 1 if PASA is slower or farther off."""
@@ -191,7 +195,9 @@ def video(
 @bench.command("npu-model")
 def npu_model(
     json: Json = None,
-    output_dir: Annotated[Path | None, typer.Option(help="Write JSON, Markdown and a figure there.")] = None,
+    output_dir: Annotated[
+        Path | None, typer.Option(file_okay=False, help="Write JSON, Markdown and a figure there.")
+    ] = None,
 ) -> None:
     """Model an Ascend 910B3: what the Ascend C kernels spend on the CPU twin over published rates. Not measured."""
     from pasa.eval.npu_model import plots, report, run
@@ -241,7 +247,9 @@ def demo(
 @app.command()
 def diagnose(
     json: Json = None,
-    output_dir: Annotated[Path | None, typer.Option(help="Write a page, JSON, Markdown and a figure there.")] = None,
+    output_dir: Annotated[
+        Path | None, typer.Option(file_okay=False, help="Write a page, JSON, Markdown and a figure there.")
+    ] = None,
     model: Annotated[
         str, typer.Option(help='Folder of a language model or a Stable Video Diffusion pipeline, "embedded" or "tiny".')
     ] = "embedded",

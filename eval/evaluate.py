@@ -16,7 +16,9 @@ evaluate = typer.Typer(help="Whole models, with and without PASA.", no_args_is_h
 @evaluate.command()
 def video(
     json: Json = None,
-    output_dir: Annotated[Path | None, typer.Option(help="Write JSON, Markdown, MP4, GIF and PNG there.")] = None,
+    output_dir: Annotated[
+        Path | None, typer.Option(file_okay=False, help="Write JSON, Markdown, MP4, GIF and PNG there.")
+    ] = None,
     model: Annotated[str, typer.Option(help='Folder of a Stable Video Diffusion checkpoint, or "tiny".')] = "tiny",
     image: Annotated[str | None, typer.Option(help="Picture to start from.")] = None,
     height: Annotated[int | None, typer.Option(parser=integer, metavar="N", help="Pixels (128; 576).")] = None,
@@ -116,7 +118,7 @@ def longbench(
 @evaluate.command()
 def ppl(
     json: Json = None,
-    output_dir: Annotated[Path | None, typer.Option(help="Write JSON and Markdown there.")] = None,
+    output_dir: Annotated[Path | None, typer.Option(file_okay=False, help="Write JSON and Markdown there.")] = None,
     model: Model = None,
     text: Annotated[str | None, typer.Option(help="File to read (default: an essay).")] = None,
     precisions: Precisions = "fp32,bf16,bf16-eager,fp16-sdpa,fp16-eager,pasa",

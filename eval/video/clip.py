@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from pasa.eval.rescue.run import pick_device
 from pasa.eval.video.tiny import sample_image
 from pasa.eval.watch import models_of
 
@@ -20,6 +23,7 @@ SIZES = {  # the second column: the paper's, of the real model
     "steps": (3, 25),
 }
 SEED = 42  # the paper's
+SUPPORTED = "StableVideoDiffusionPipeline"
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,7 @@ def make_settings(
         A size, dtype or image that cannot be used.
     """
     used = {name: _size(name, value, tiny) for name, value in sizes.items()}
-    device = _device()
+    device = pick_device()
     picture = _image(image, used["height"], used["width"])
     return Settings(image=picture, seed=seed, dtype=pick_dtype(dtype, device), device=device, **used)
 
@@ -62,16 +66,38 @@ def load_pipeline(path: str) -> Any:
 
     Raises
     ------
-    FileNotFoundError
-        There is no such folder.
+    FileNotFoundError, ValueError
+        As :func:`check_pipeline`.
     """
-    if not Path(path).is_dir():  # before the library is imported, which has things to say
-        raise FileNotFoundError(f"model {path!r} is not a folder (nothing is downloaded)")
+    check_pipeline(Path(path))  # before the library is imported, which has things to say
     from diffusers import StableVideoDiffusionPipeline
 
     pipeline = StableVideoDiffusionPipeline.from_pretrained(path, dtype=torch.float32, local_files_only=True)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
+
+
+def check_pipeline(path: Path) -> None:
+    """Name what a folder lacks, before a library words it at length.
+
+    Raises
+    ------
+    FileNotFoundError
+        There is no such folder, or no pipeline in it.
+    ValueError
+        The pipeline is of another class.
+    """
+    index = path / "model_index.json"
+    if not path.is_dir():
+        raise FileNotFoundError(f"model {str(path)!r} is not a folder (nothing is downloaded)")
+    if not index.is_file():
+        raise FileNotFoundError(f"{str(path)!r} holds no model_index.json")
+    try:
+        found = json.loads(index.read_text(encoding="utf-8"))["_class_name"]
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"{str(index)!r} cannot be read: {error!r}") from error
+    if found != SUPPORTED:
+        raise ValueError(f"{str(path)!r} holds a {found}; of pipelines, only {SUPPORTED} is supported")
 
 
 def place(pipeline: Any, device: torch.device, offload: bool) -> None:
@@ -83,6 +109,11 @@ def place(pipeline: Any, device: torch.device, offload: bool) -> None:
         pipeline.to(device)
 
 
+def whole_fp32() -> AbstractContextManager[None]:
+    """Convolutions of FP32 models without TF32, whose numbers have FP16's precision; products have none by default."""
+    return torch.backends.cudnn.flags(enabled=True, allow_tf32=False)
+
+
 def halve(pipeline: Any) -> None:
     """Put the models of a pipeline into FP16; where they are offloaded, the hooks that move them stay."""
     for part in models_of(pipeline).values():
@@ -91,8 +122,8 @@ def halve(pipeline: Any) -> None:
 
 @torch.no_grad()
 def make_frames(pipeline: Any, settings: Settings) -> torch.Tensor:
-    """Frames (F, 3, H, W), 0 to 1. The first noise is drawn in FP32 here: some versions of torch draw other numbers where
-    they are asked for FP16."""
+    """Frames (F, 3, H, W), 0 to 1. The first noise is drawn in FP32 here, the same for models of any dtype: nothing
+    promises that numbers drawn in FP16 are those of FP32, rounded."""
     generator = torch.Generator("cpu").manual_seed(settings.seed)
     grid = (settings.height // pipeline.vae_scale_factor, settings.width // pipeline.vae_scale_factor)
     noise = torch.randn(1, settings.frames, pipeline.vae.config.latent_channels, *grid, generator=generator)
@@ -141,7 +172,3 @@ def _image(path: str | None, height: int, width: int) -> Any:
     from PIL import Image
 
     return Image.open(path).convert("RGB").resize((width, height))
-
-
-def _device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -102,8 +102,8 @@ def origin(result: dict[str, Any]) -> str:
     """Where and with what it was run."""
     machine = result["environment"]
     return (
-        f"({machine['device']}, {machine['processor']}; torch {machine['torch']}, diffusers {machine['diffusers']}, "
-        f"pasa {machine['pasa']}, commit {machine['commit']}.)"
+        f"({machine['device']}, {machine['processor']}, threads: {machine['threads']}; torch {machine['torch']}, "
+        f"diffusers {machine['diffusers']}, pasa {machine['pasa']}, commit {machine['commit']}.)"
     )
 
 

@@ -14,7 +14,18 @@ import torch
 import pasa
 from pasa.eval import output
 from pasa.eval.video import metrics
-from pasa.eval.video.clip import SEED, SIZES, TINY, Settings, halve, load_pipeline, make_frames, make_settings, place
+from pasa.eval.video.clip import (
+    SEED,
+    SIZES,
+    TINY,
+    Settings,
+    halve,
+    load_pipeline,
+    make_frames,
+    make_settings,
+    place,
+    whole_fp32,
+)
 from pasa.eval.video.overflow import OFFSET, bias_scores
 from pasa.eval.video.tiny import tiny_pipeline
 from pasa.eval.watch import NonFiniteWatch, models_of
@@ -24,7 +35,7 @@ if TYPE_CHECKING:
 
 FPS = 7  # the paper's
 MIN_PSNR, MIN_SSIM = 45.0, 0.995
-"""What frames of the tiny pipeline must reach against FP32. Without any attention in the UNet they reach 23 dB."""
+"""What frames of the tiny pipeline must reach against FP32."""
 FARTHER = 1.10
 """Without overflow PASA may be this much farther from FP32 than attention that stores its scores in FP16."""
 EMULATED = pasa.PasaConfig(precision="partial")
@@ -72,7 +83,7 @@ def run_video(
         Of the noise, drawn on the CPU and so the same on every device and in both dtypes.
     dtype : str, optional
         "float16" or "float32": what the models run in when attention is FP16. Default: float16 on an accelerator;
-        on a CPU float32, where FP16 convolutions are some 30 times slower and attention alone is compared.
+        on a CPU float32, where FP16 convolutions are slow and attention alone is compared.
     offload : bool
         Model offload and forward chunking, as in the paper's script.
     progress : callable, optional
@@ -122,7 +133,8 @@ def _runs(pipeline: Any, settings: Settings, offload: bool, what: str, say: Prog
     """The three clips of one set of weights; the pipeline is left in the dtype of the FP16 runs."""
     place(pipeline, settings.device, offload)
     say(f"{what}: FP32")
-    clips = {"fp32": generate(pipeline, settings)}
+    with whole_fp32():
+        clips = {"fp32": generate(pipeline, settings)}
     if settings.dtype == torch.float16:
         halve(pipeline)
     say(f"{what}: FP16, scores stored in FP16 (emulated)")

@@ -26,6 +26,7 @@ from pasa.eval.speed.implementations import CUDNN, FLASH, select_implementations
 from pasa.eval.speed.parts import one_line
 from pasa.eval.speed.run import NOT_RUN, OK, measure_case
 from pasa.eval.speed.timing import Call, Clock, CudaClock, copy_bandwidth, interleave, ratio, summary
+from pasa.eval.video.clip import whole_fp32
 from pasa.eval.video.overflow import bias_scores
 
 SEED = 0
@@ -199,7 +200,7 @@ def _drawn(device: torch.device) -> Iterator[torch.Generator]:
 
 def _in_fp32(work: Work) -> Tensor:
     """What the model gives in FP32, without TF32; leaves the model in FP16."""
-    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+    with whole_fp32():
         golden = work.run()
     work.model.half()
     return golden

@@ -20,20 +20,8 @@ ANCHOR_LIMIT = tl.constexpr(2048.0)
 
 
 @triton.jit
-def locate(
-    o_work,
-    work,
-    p_tile,
-    p_cu_q,
-    p_cu_k,
-    p_first_block,
-    heads,
-    tiles,
-    rows,
-    keys,
-    VARLEN: tl.constexpr,
-    LAST_FIRST: tl.constexpr,
-):
+def locate(o_work, work, p_tile, p_cu_q, p_cu_k, p_first_block, heads, tiles, rows, keys,
+           VARLEN: tl.constexpr, LAST_FIRST: tl.constexpr):  # fmt: skip
     """Which tile of query rows a unit of work is, and where its sequence lies.
 
     Returns batch, head, tile; first row, first key and first key block of the sequence; its rows and keys. Causal

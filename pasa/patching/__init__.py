@@ -51,7 +51,8 @@ def patch_pipeline(
     Notes
     -----
     In a diffusers model the patch is the processor objects: call ``unpatch()`` before anything that replaces them
-    itself (``set_attn_processor``, ``enable_attention_slicing``, ``fuse_qkv_projections``), and patch again after it.
+    itself (``set_attn_processor``, ``set_attention_backend``, ``enable_attention_slicing``, ``fuse_qkv_projections``),
+    and before the model is copied or pickled; patch again after it.
 
     Raises
     ------

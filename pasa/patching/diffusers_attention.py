@@ -111,9 +111,9 @@ class PasaAttnProcessor:
             x.unflatten(-1, (attn.heads, -1)) for x in self._project(attn, hidden_states, encoder_hidden_states)
         )
         if self.kind.norms and attn.norm_q is not None:
-            query = attn.norm_q(query)
+            query = attn.norm_q(query).to(value.dtype)  # under autocast a norm may give FP32
         if self.kind.norms and attn.norm_k is not None:
-            key = attn.norm_k(key)
+            key = attn.norm_k(key).to(value.dtype)
         out = pasa.attention(
             query,
             key,
@@ -173,6 +173,11 @@ def unregister_backend(member: AttentionBackendName) -> None:
     """Take it out again; the registry offers no way."""
     for table in ("_backends", "_constraints", "_supported_arg_names"):
         getattr(_AttentionBackendRegistry, table).pop(member, None)
+
+
+def is_registered(backend: Any) -> bool:
+    """Whether the dispatcher knows this name as an attention of ours."""
+    return isinstance(backend, AttentionBackendName) and backend not in AttentionBackendName.__members__.values()
 
 
 def make_dispatched(config: PasaConfig | None, backend: str | None) -> Callable[..., Tensor]:

@@ -69,10 +69,7 @@ class _Patch:
 
 def patch(root: torch.nn.Module, *, policy: Policy, config: PasaConfig | None, backend: str | None) -> PatchHandle:
     """Patch every attention module below `root` that `policy` selects; see :func:`pasa.patch_pipeline`."""
-    owners = [module for module in root.modules() if isinstance(module, PreTrainedModel)]
-    if not owners:
-        raise TypeError(f"patch_pipeline: {type(root).__name__} contains no transformers model")
-    selected, skipped = _select(root, owners, policy)
+    owners, selected, skipped = select(root, policy)
     found = _handle_in_force(selected, (config, backend))
     if found is not None:
         return found
@@ -93,16 +90,21 @@ def patch(root: torch.nn.Module, *, policy: Policy, config: PasaConfig | None, b
     return handle
 
 
-def _select(
-    root: torch.nn.Module, owners: list[PreTrainedModel], policy: Policy
-) -> tuple[dict[str, torch.nn.Module], list[tuple[str, str]]]:
-    """Split the attention modules below `root` into those to patch and those to leave, with the reason.
+def select(
+    root: torch.nn.Module, policy: Policy
+) -> tuple[list[PreTrainedModel], dict[str, torch.nn.Module], list[tuple[str, str]]]:
+    """The models below `root`; their attention modules to patch, and those to leave, with the reason.
 
     Raises
     ------
+    TypeError
+        There is no transformers model.
     NotImplementedError
         Nothing can be patched, or a selected module needs what PASA has not.
     """
+    owners = [module for module in root.modules() if isinstance(module, PreTrainedModel)]
+    if not owners:
+        raise TypeError(f"patch_pipeline: {type(root).__name__} contains no transformers model")
     selected: dict[str, torch.nn.Module] = {}
     skipped = list(_unreachable(root))
     configs = {id(owner.config) for owner in owners}
@@ -119,7 +121,12 @@ def _select(
     if not selected:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in skipped[:3]) or "no attention module found"
         raise NotImplementedError(f"patch_pipeline: nothing to patch in {type(root).__name__} ({reasons})")
-    return selected, skipped
+    return owners, selected, skipped
+
+
+def is_patched(module: torch.nn.Module) -> bool:
+    """Tell whether a handle that is in force has patched the module."""
+    return any(module in record.modules.values() for record in _LIVE)
 
 
 def _uses_interface(module: torch.nn.Module) -> bool:

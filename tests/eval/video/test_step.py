@@ -112,7 +112,8 @@ def test_a_way_that_cannot_run_says_why(monkeypatch):
     model = Refusing(2, 2)
     work = step.Work("model", model, lambda: model(torch.ones(1, 2)))
     monkeypatch.setattr(step, "WAYS", {SDPA: "", FLASH: ""})
-    found = {each["way"]: each for each in step.compare(work, work.run(), FakeClock(), 1)}
+    with torch.inference_mode():
+        found = {each["way"]: each for each in step.compare(work, work.run(), FakeClock(), 1)}
     assert found[FLASH]["status"] == "not run"
     assert "no kernel" in found[FLASH]["why"]
     assert found[SDPA]["to_flash"] is None

@@ -420,3 +420,96 @@ def test_an_object_without_models_names_its_class():
     blocks = {"block_out_channels": (32,), "down_block_types": ("DownBlock2D",), "up_block_types": ("UpBlock2D",)}
     with pytest.raises(NotImplementedError, match="nothing to patch in UNet2DModel"):
         pasa.patch_pipeline(diffusers.UNet2DModel(**blocks, add_attention=False))
+
+
+def classic_unet():
+    """A UNet whose projections can be fused."""
+    torch.manual_seed(0)
+    return diffusers.UNet2DConditionModel(
+        sample_size=8, in_channels=4, out_channels=4, layers_per_block=1, block_out_channels=(32, 32),
+        cross_attention_dim=32, attention_head_dim=8,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+    ).eval()  # fmt: skip
+
+
+def test_processors_put_aside_while_patched_do_not_outlive_the_patch():
+    """Story: `fuse_qkv_projections` put our processors aside, and `unfuse` gave them back after the patch was undone.
+    The model then ran PASA for good: patching it again returned the dead handle."""
+    unet = classic_unet()
+    own = dict(unet.attn_processors)
+    first = pasa.patch_pipeline(unet)
+    unet.fuse_qkv_projections()
+    with pytest.raises(ValueError, match="was given another processor or backend after it was patched"):
+        pasa.patch_pipeline(unet)
+    first.unpatch()
+    unet.unfuse_qkv_projections()
+    with pasa.patch_pipeline(unet) as second:
+        assert second is not first
+        assert second.active
+    assert all(unet.attn_processors[name] is each for name, each in own.items())
+
+
+def test_a_pipeline_is_not_patched_by_patching_its_unet(pipeline):
+    """Story: the handle of the UNet was returned, and the image encoder kept its attention without a word."""
+    with pasa.patch_pipeline(pipeline.unet), pytest.raises(ValueError, match=r"already patched .* on 16 modules"):
+        pasa.patch_pipeline(pipeline)
+    unet_alone, no_vae = (lambda name, module: name.startswith("unet")), (lambda name, module: name[:3] != "vae")
+    with pasa.patch_pipeline(pipeline, policy=unet_alone), pytest.raises(ValueError, match="already patched"):
+        pasa.patch_pipeline(pipeline, policy=no_vae)
+
+
+def test_an_encoder_patched_alone_keeps_its_patch(pipeline):
+    """Story: leaving the pipeline's patch undid the encoder's."""
+    encoder = pasa.patch_pipeline(pipeline.image_encoder)
+    with pytest.raises(ValueError, match="image_encoder is already patched"):
+        pasa.patch_pipeline(pipeline)
+    assert encoder.active
+    with pasa.patch_pipeline(pipeline.unet):
+        assert encoder.active
+    encoder.unpatch()
+
+
+def test_a_policy_for_encoders_alone_gives_one_handle(pipeline):
+    def policy(name, module):
+        return name.startswith("image_encoder")
+
+    first = pasa.patch_pipeline(pipeline, policy=policy)
+    assert len(first.report().patched) == 2
+    assert pasa.patch_pipeline(pipeline, policy=policy) is first
+    first.unpatch()
+
+
+def test_somebody_elses_class_of_the_same_name_is_left_alone(unet):
+    """Story: processors were known by the name of their class."""
+    foreign = type("AttnProcessor2_0", (), {"__call__": lambda self, attn, hidden_states, **given: hidden_states * 0})()
+    unet.set_attn_processor(foreign)
+    with pytest.raises(NotImplementedError, match="cannot take the place of AttnProcessor2_0"):
+        pasa.patch_pipeline(unet)
+
+
+def test_another_backend_chosen_while_patched_is_noticed():
+    """Story: `set_attention_backend` turned PASA off while handle and second patch said that all was well."""
+    model = wan()
+    with pasa.patch_pipeline(model):
+        model.set_attention_backend("native")
+        with pytest.raises(ValueError, match="was given another processor or backend"):
+            pasa.patch_pipeline(model)
+
+
+def test_one_model_under_two_names_is_patched_once(pipeline):
+    pipeline.register_modules(unet=pipeline.unet, image_encoder=pipeline.image_encoder)
+    twice = type("Twice", (), {"components": {"a": pipeline.unet, "b": pipeline.unet}, "__module__": "diffusers.x"})()
+    with pasa.patch_pipeline(twice) as handle:
+        assert len(handle.report().patched) == 16
+        assert all(name.startswith("a.") for name in handle.report().patched)
+
+
+def test_a_compiled_autoencoder_with_other_processors_is_skipped_as_well(pipeline):
+    """Story: a compiled model was known by the class of its wrapper."""
+    for module in pipeline.vae.modules():
+        if hasattr(module, "set_processor"):
+            module.set_processor(MochiVaeAttnProcessor2_0())
+    pipeline.vae = torch.compile(pipeline.vae)
+    with pasa.patch_pipeline(pipeline) as handle:
+        assert len(handle.report().patched) == 18
+        assert len(handle.report().skipped) == 2

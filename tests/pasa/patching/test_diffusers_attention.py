@@ -208,6 +208,18 @@ def test_slicing_is_no_obstacle():
     agree(attn, hidden_states=states(2, 63, 64))
 
 
+def test_norms_in_fp32_under_autocast():
+    """Story: RMSNorm gives FP32 under autocast, the projections BF16; q, k and v then differed in dtype."""
+    attn = attention(qk_norm="rms_norm")
+    arguments = {"hidden_states": states(2, 9, attn.query_dim)}
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        expected = attn(**arguments)
+        attn.set_processor(ours.PasaAttnProcessor(ours.KINDS["AttnProcessor2_0"], None, None))
+        found = attn(**arguments)
+    assert found.dtype == expected.dtype
+    assert torch.allclose(found.float(), expected.float(), atol=0.02)
+
+
 def test_a_half_model_keeps_its_dtype():
     attn = attention(norm_num_groups=8).half()
     with torch.no_grad(), pasa.patch_pipeline(torch.nn.ModuleDict({"attn": attn})):

@@ -1,0 +1,175 @@
+"""Which attention modules of a diffusers pipeline or model PASA takes the place of, and which it leaves, and why."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from diffusers.models import attention_processor
+from diffusers.models.attention_processor import Attention
+
+from pasa.ops.registry import BACKENDS, Backend
+from pasa.patching import diffusers_attention as ours
+from pasa.patching.diffusers_attention import BINDING, KINDS
+
+if TYPE_CHECKING:
+    from pasa.patching import Policy
+
+Pairs = list[tuple[str, str]]
+Modules = dict[str, torch.nn.Module]
+
+
+def components_of(root: Any) -> Modules:
+    """The models of a pipeline by name, each once; a model alone has no name."""
+    if isinstance(root, torch.nn.Module):
+        return {"": root}
+    parts: dict[str, Any] = getattr(root, "components", {})  # of classic and modular pipelines
+    names = {id(part): name for name, part in reversed(parts.items()) if isinstance(part, torch.nn.Module)}
+    if not names:
+        raise TypeError(f"patch_pipeline: {type(root).__name__} holds no model")
+    return {name: part for name, part in parts.items() if names.get(id(part)) == name}
+
+
+def _plain(component: torch.nn.Module) -> torch.nn.Module:
+    """The model inside of a compiled one."""
+    plain: torch.nn.Module = getattr(component, "_orig_mod", component)
+    return plain
+
+
+def _is_transformers(component: torch.nn.Module) -> bool:
+    """Tell a transformers model without importing transformers."""
+    return any(base.__module__.startswith("transformers.") for base in type(_plain(component)).__mro__)
+
+
+def select_modules(components: Modules, policy: Policy, backend: str | None) -> tuple[Modules, Pairs]:
+    """Attention modules of the diffusers models."""
+    selected: Modules = {}
+    skipped: Pairs = []
+    for name, component in components.items():
+        if not _is_transformers(component):
+            chosen, left = _select(name, component, policy, backend)
+            selected |= chosen
+            skipped += left
+    return selected, skipped
+
+
+def select_encoders(components: Modules, policy: Policy) -> tuple[dict[str, Modules], Pairs]:
+    """Attention modules of the text and image encoders, by component; one that cannot be patched is skipped whole."""
+    encoders: dict[str, Modules] = {}
+    skipped: Pairs = []
+    for name, component in components.items():
+        if not _is_transformers(component):
+            continue
+        from pasa.patching import transformers as host
+
+        try:
+            _, chosen, left = host.select(component, named(name, policy))
+        except NotImplementedError as error:
+            skipped.append((name, str(error).removeprefix("patch_pipeline: ")))
+            continue
+        encoders[name] = {_join(name, path): module for path, module in chosen.items()}
+        skipped += [(_join(name, path), reason) for path, reason in left]
+    return encoders, skipped
+
+
+def named(component: str, policy: Policy) -> Callable[[str, torch.nn.Module], bool]:
+    """The policy, asked by the names that modules have in the pipeline."""
+    return lambda path, module: policy(_join(component, path), module) if callable(policy) else True
+
+
+def _select(
+    component_name: str, component: torch.nn.Module, policy: Policy, backend: str | None
+) -> tuple[Modules, Pairs]:
+    """Split a model's attention modules into those to patch and those to leave, with the reason.
+
+    Raises
+    ------
+    NotImplementedError
+        The model has processors, and PASA can stand in for none of them. An autoencoder is skipped instead: its
+        attention, where it has any, is not what a pipeline is patched for.
+    """
+    selected: Modules = {}
+    skipped: Pairs = []
+    foreign: Pairs = []
+    with_processor = 0
+    for path, module in component.named_modules():
+        name = _join(component_name, path)
+        processor = getattr(module, "processor", None)
+        if processor is None:
+            if _attends_itself(module):
+                skipped.append((name, f"{type(module).__name__} computes its attention itself, without a processor"))
+            continue
+        with_processor += 1
+        if callable(policy) and not policy(name, module):
+            skipped.append((name, "declined by the policy"))
+        elif not _known(module):
+            foreign.append((name, f"PASA cannot take the place of {type(processor).__name__}"))
+        elif too_wide := _too_wide(module, backend):
+            skipped.append((name, too_wide))
+        else:
+            selected[name] = module
+    model = type(_plain(component))
+    is_autoencoder = model.__module__.startswith("diffusers.models.autoencoders")
+    if foreign and len(foreign) == with_processor and not is_autoencoder:
+        name, reason = foreign[0]
+        raise NotImplementedError(
+            f"patch_pipeline: {model.__name__} is not supported: {reason} ({name}, as all of its attention); "
+            "leave it out with policy=lambda name, module: ..."
+        )
+    return selected, skipped + foreign
+
+
+def _join(component: str, path: str) -> str:
+    return ".".join(part for part in (component, path) if part)
+
+
+def _known(module: torch.nn.Module) -> bool:
+    """Tell whether PASA can stand in for the module's processor."""
+    processor: Any = module.processor
+    if isinstance(processor, torch.nn.Module):
+        return False  # an adapter's, with weights of its own
+    if BINDING in vars(processor) or ours.uses_dispatcher(processor):
+        return True
+    name = type(processor).__name__  # somebody else's class may have the name of one of diffusers'
+    genuine = getattr(attention_processor, name, None) is type(processor)
+    return isinstance(module, Attention) and name in KINDS and genuine
+
+
+def _attends_itself(module: torch.nn.Module) -> bool:
+    """Tell attention without a processor by its class name; blocks that hold other attention are not meant."""
+    return _named_attention(module) and not any(
+        _named_attention(child) or hasattr(child, "processor") for child in module.modules() if child is not module
+    )
+
+
+def _named_attention(module: torch.nn.Module) -> bool:
+    return re.search(r"Attention(Block)?$|Attn(Block)?$", type(module).__name__) is not None
+
+
+def _too_wide(module: torch.nn.Module, backend: str | None) -> str | None:
+    """Why the backend asked for cannot serve the module's head dimension; None where it can, or none was asked for."""
+    width = _head_dim(module)
+    candidates = [each for each in BACKENDS.values() if backend in (None, each.name)]
+    if width is None or not candidates or any(_serves(each, width) for each in candidates):
+        return None
+    return f"head dim {width} is more than {max(each.head_dims[1] for each in candidates)}, the most of " + (
+        f"backend {backend!r}" if backend else "any backend"
+    )
+
+
+def width_note(module: torch.nn.Module) -> str | None:
+    """A remark on a head dimension that one backend alone can serve."""
+    width = _head_dim(module)
+    able = [] if width is None else [each for each in BACKENDS.values() if _serves(each, width)]
+    return f"head dim {width}: only backend {able[0].name!r} serves it; it {able[0].label}" if len(able) == 1 else None
+
+
+def _serves(backend: Backend, width: int) -> bool:
+    return backend.head_dims[0] <= width <= backend.head_dims[1]
+
+
+def _head_dim(module: Any) -> int | None:
+    """Head dimension of a classic module; those of dispatched models differ in how they say it, and are below 256."""
+    return module.inner_kv_dim // module.heads if isinstance(module, Attention) else None
