@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from functools import cache
 from importlib import metadata
+from typing import Any
 
 SOURCE = ("lm-eval", "0.4.13")
 FOLDER = "lm_eval/tasks/longbench"
@@ -73,14 +74,12 @@ def _read(dataset: str) -> str:
     """What lm-eval's configuration of the dataset says."""
     import yaml
 
-    class Loader(yaml.SafeLoader):
-        """Reads tags that name functions as nothing."""
-
-    Loader.add_multi_constructor("!", lambda *_: None)
+    loader: Any = type("Loader", (yaml.SafeLoader,), {})
+    loader.add_multi_constructor("!", lambda *_: None)  # tags that name functions
     try:
         path = metadata.distribution(SOURCE[0]).locate_file(f"{FOLDER}/{dataset}.yaml")
         with open(str(path), encoding="utf-8") as file:
-            text: str = yaml.load(file, Loader)["doc_to_text"]
+            text: str = yaml.load(file, loader)["doc_to_text"]
     except (metadata.PackageNotFoundError, FileNotFoundError) as error:
         raise FileNotFoundError(f"LongBench's prompts are not installed; {_advice()}") from error
     return text

@@ -35,5 +35,5 @@ def test_another_text_is_refused(monkeypatch):
 
 def test_what_is_missing_is_named(monkeypatch):
     monkeypatch.setattr(templates, "SOURCE", ("no-such-distribution", "1.0"))
-    with pytest.raises(FileNotFoundError, match="run: pip install --no-deps no-such-distribution==1.0"):
+    with pytest.raises(FileNotFoundError, match=r"run: pip install --no-deps no-such-distribution==1\.0"):
         templates.template("trec")
