@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.table import Table as RichTable
 from rich.text import Text
 
 from pasa.eval import output
-from pasa.eval.rmse.report import Table, short
+from pasa.eval.rmse.report import Table, short, show
 from pasa.eval.speed.report import markdown
 
 if TYPE_CHECKING:
@@ -110,13 +109,7 @@ def origin(result: dict[str, Any]) -> str:
 def render(result: dict[str, Any], console: Console | None = None) -> None:
     """Print the table and the verdict."""
     console = console or Console()
-    found = run_table(result)
-    shown = RichTable(title=found.title, caption=found.note)
-    for index, heading in enumerate(found.header):
-        shown.add_column(heading, justify="right" if index else "left")
-    for row in found.rows:
-        shown.add_row(*row)
-    console.print(shown)
+    show(run_table(result), console)
     console.print(Text(verdict(result)))
 
 

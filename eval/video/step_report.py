@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table as RichTable
 from rich.text import Text
 
 from pasa.eval import output
-from pasa.eval.rmse.report import Table, short
+from pasa.eval.rmse.report import Table, short, show
 from pasa.eval.speed.implementations import CUDNN, FLASH
 from pasa.eval.speed.report import markdown
 from pasa.eval.speed.run import OK
@@ -85,12 +84,7 @@ def render(result: dict[str, Any], console: Console | None = None) -> None:
     """Print the tables and the verdict."""
     console = console or Console()
     for found in (model_table(result), attention_table(result)):
-        shown = RichTable(title=found.title, caption=found.note)
-        for index, heading in enumerate(found.header):
-            shown.add_column(heading, justify="right" if index else "left")
-        for row in found.rows:
-            shown.add_row(*row)
-        console.print(shown)
+        show(found, console)
     console.print(Text(verdict(result)))
 
 
