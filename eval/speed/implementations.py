@@ -145,7 +145,7 @@ def _portable(inputs: Inputs) -> dict[str, Call]:
     backend: Any = importlib.import_module("pasa.ops.attention.triton_backend")
     q, k, v = inputs.q, inputs.k, inputs.v
     call = backend.Call(q, k, v, None, inputs.causal, float(q.shape[-1] ** -0.5))
-    return {PLAIN: Call(lambda: backend.portable_attention(call, None, AttentionOptions())[0])}
+    return {PLAIN: Call(lambda: backend.portable_attention(call, AttentionOptions())[0])}
 
 
 def _pasa(name: str, what: str, config: pasa.PasaConfig) -> Implementation:

@@ -5,6 +5,7 @@ from typing import Any
 
 from pasa.ops.attention.decode_kernel import decode_kernel, merge_kernel
 from pasa.ops.attention.decode_lanes import decode_lanes_kernel
+from pasa.ops.attention.mask_kernel import mask_tiles_kernel
 from pasa.ops.attention.paper_kernel import paper_kernel
 from pasa.ops.attention.short_kernel import short_kernel
 from pasa.ops.attention.triton_kernel import attention_kernel
@@ -15,8 +16,22 @@ Case = dict[str, Any]
 TYPES = {
     **dict.fromkeys(["p_q", "p_k", "p_v", "p_out", "p_anchor", "p_shifted"], "*fp16"),
     **dict.fromkeys(["p_lse", "p_norm", "p_norms", "p_factor", "p_matrix", "p_part", "p_state"], "*fp32"),
-    **dict.fromkeys(["p_tile", "p_cu_q", "p_cu_k", "p_first_block", "p_block", "p_cu", "p_framed", "p_marked"], "*i32"),
-    **dict.fromkeys(["p_mask", "p_visible"], "*u8"),
+    **dict.fromkeys(
+        [
+            "p_tile",
+            "p_cu_q",
+            "p_cu_k",
+            "p_first_block",
+            "p_block",
+            "p_cu",
+            "p_framed",
+            "p_marked",
+            "p_order",
+            "p_counts",
+        ],
+        "*i32",
+    ),
+    **dict.fromkeys(["p_mask", "p_visible", "p_seen"], "*u8"),
     "scale": "fp32",
 }
 
@@ -44,7 +59,7 @@ def _sizes(dim: int, block_m: int, block_n: int) -> Case:
 def _attention(name: str, sizes: Case, mask: str = "none", causal: bool = True, **over: Any) -> Case:
     """Over K' made before, as on an NPU, unless `over` says otherwise."""
     flags = {"SHIFT": "before", "FAST": False, "GUARDED": False, "CLEAN": True, "DESCRIPTORS": False}
-    flags |= {"ANCHOR_BLOCK": 128, "OVERLAP": False, "LOOP": True}
+    flags |= {"ANCHOR_BLOCK": 128, "OVERLAP": False, "LISTED": False, "LOOP": True}
     flags |= {"MASK": mask, "CAUSAL": causal, "VARLEN": False} | sizes
     fields = {key: over.pop(key) for key in ("options", "architectures", "stack") if key in over}
     return _case(attention_kernel, name, flags | over, **fields)
@@ -90,6 +105,7 @@ NOT_FOR_ASCEND = {
     "anchor_kernel": "finds out what only GPU launches ask for: shift_kernel serves an NPU",
     "decode_kernel": "branches on its data round a GEMM: attention_kernel serves decoding",
     "decode_lanes_kernel": "as decode_kernel",
+    "mask_tiles_kernel": "lists tiles for loops that an NPU goes through whole",
     "merge_kernel": "goes with decode_kernel",
     "short_kernel": "as decode_kernel",
 }
@@ -119,6 +135,19 @@ NVIDIA_CASES = [
     _attention("sm_90_d256", _sizes(256, 128, 64), **FAST, **_on(90, 8, 2)),
     _attention("sm_90_d256_few_rows", _sizes(256, 64, 64), **FAST, **_on(90, 4, 2, stack=1200)),
     _attention("sm_90_d128_careful", _sizes(128, 64, 64), **CAREFUL, **_on(90, 4, 1)),
+    *(
+        _attention(f"sm_90_d128_listed_{mask}", _sizes(128, 64, 64), mask, **flags, LISTED=True, **_on(90, 4, stages))
+        for mask, flags, stages in (("bool", FAST | ON_HOPPER, 3), ("bool", CAREFUL, 1), ("float", CAREFUL, 1))
+    ),
+    *(
+        _case(
+            mask_tiles_kernel,
+            f"tiles_of_{mask}_mask",
+            {"MASK": mask, "CAUSAL": False, "BLOCK_M": 64, "BLOCK_N": 64},
+            options={"num_warps": 4},
+        )
+        for mask in ("bool", "float")
+    ),
     *(
         _attention(
             f"sm_90_d{d}_careful_{m}x{n}",

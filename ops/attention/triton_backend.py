@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pasa.ops.attention.decode_launch import decode
 from pasa.ops.attention.inputs import capturing, edges, to_fp16
+from pasa.ops.attention.mask_launch import MaskTiles
 from pasa.ops.attention.masking import dense_mask, hidden_keys
 from pasa.ops.attention.options import AttentionOptions
 from pasa.ops.attention.paper_kernel import paper_kernel
@@ -35,6 +36,7 @@ from pasa.ops.shift_keys.triton_backend import (
 from pasa.ops.triton_launch import DIRECT, launch
 
 HOPPER_DIMS, HOPPER_BLOCK = (64, 128), 128
+CAREFUL_KEYS = 64  # of a tile of the careful pass, at most
 MASK_ALIGNMENT = 16  # elements; a stride that Triton knows to be a multiple of 16 lets it load 16 bytes at once
 
 
@@ -58,8 +60,7 @@ def attention(
             return _results(q, *decode(call))
         if hopper_serves(call, options):
             return _results(q, *_hopper()(call.q, call.k, call.v, is_causal, scale))
-        visible = None if attn_mask is None else ~_hidden(attn_mask, is_causal, q, k)
-        return _results(q, *portable_attention(call, visible, options))
+        return _results(q, *portable_attention(call, options))
 
 
 def attention_varlen(
@@ -79,7 +80,7 @@ def attention_varlen(
         edges(cu_seqlens_k, "k", k)
     with on_device(q):
         call = Call(*_ready(q, k, v), None, is_causal, scale, cu_seqlens_q.int(), cu_seqlens_k.int())
-        return _results(q, *portable_attention(call, None, options))
+        return _results(q, *portable_attention(call, options))
 
 
 def on_device(x: Tensor) -> AbstractContextManager[object]:
@@ -151,20 +152,13 @@ def _no_counts(device: torch.device) -> Tensor:
         return torch.empty(0, dtype=torch.float64, device=device)
 
 
-def _hidden(attn_mask: Tensor, is_causal: bool, q: Tensor, k: Tensor) -> Tensor:
-    """Keys (B, Skv) that no query sees. The last row of a causal band sees all, so a mask alike for all rows decides
-    alone; another one is joined with the band first."""
-    alike = attn_mask.dim() < 2 or attn_mask.shape[-2] == 1
-    return hidden_keys(attn_mask if alike else dense_mask(attn_mask, is_causal, q, k), k)
-
-
-def portable_attention(call: Call, visible: Tensor | None, options: AttentionOptions) -> tuple[Tensor, Tensor]:
+def portable_attention(call: Call, options: AttentionOptions) -> tuple[Tensor, Tensor]:
     """The kernels that go through all keys: exact recovery, published recovery, plain flash attention."""
     packing = None
     if call.cu_k is not None:
         packing = Packing(*tile_table(call.cu_k, options.block_k, call.k.shape[0]), call.cu_k)
     if options.precision == "pasa" and options.recovery == "paper":
-        return _paper(call, visible, packing, options)
+        return _paper(call, packing, options)
     out, lse = call.outputs()
     tiles = tiles_for(call.q.device, pad_dim(call.q.shape[-1]), options.block_k, call.rows)
     if options.precision == "fp32":
@@ -173,20 +167,35 @@ def portable_attention(call: Call, visible: Tensor | None, options: AttentionOpt
         fast.run(best_tile(call.q.device, fast.variant, tiles, fast.run))
         return out, lse
     if call.q.device.type == "npu":  # K' made in the loop would crowd its unified buffer
-        keys, anchors = shift_exact(call.k, options.block_k, visible=visible, packing=packing)
+        keys, anchors = shift_exact(call.k, options.block_k, visible=_visible(call), packing=packing)
         found = KeyBlocks(lse, anchors, lse)
         Pass(call, keys, found, packing, options.block_k, out, lse, shift="before").run(tiles[0])
         return out, lse
-    bounded = call.mask_kind != "float"  # what a float mask adds is not
-    found, tile = find_anchors(call.k, call.v, options.block_k, visible=visible, packing=packing), tiles[0]
-    if bounded:
-        fast = Pass(call, call.k, found, packing, options.block_k, out, lse, fast=True, guarded=True)
-        tile = best_tile(call.q.device, fast.variant, tiles, fast.run)
-        fast.run(tile)
     # marks are by tiles of the first pass, so their height stays; keys pass through registers: one stage
-    careful = Tile(tile.block_m, min(tile.block_n, 64), tile.warps, 1)
-    Pass(call, call.k, found, packing, options.block_k, out, lse, shift="here", guarded=bounded).run(careful)
+    tile, listed, visible = tiles[0], None, None
+    if call.mask is not None:
+        tile = replace(tile, block_n=min(tile.block_n, CAREFUL_KEYS))
+        listed = MaskTiles.of(call, tile.block_m, tile.block_n)
+        visible = listed.visible
+    found = find_anchors(call.k, call.v, options.block_k, visible=visible, packing=packing)
+    bounded = call.mask_kind != "float"  # what a float mask adds is not
+    if bounded:
+        fast = Pass(call, call.k, found, packing, options.block_k, out, lse, listed, fast=True, guarded=True)
+        tile = tile if listed else best_tile(call.q.device, fast.variant, tiles, fast.run)
+        fast.run(tile)
+    careful = Tile(tile.block_m, min(tile.block_n, CAREFUL_KEYS), tile.warps, 1)
+    Pass(call, call.k, found, packing, options.block_k, out, lse, listed, shift="here", guarded=bounded).run(careful)
     return out, lse
+
+
+def _visible(call: Call) -> Tensor | None:
+    """Keys (B, Skv) that some query sees. The last row of a causal band sees all, so a mask alike for all rows decides
+    alone; another one is joined with the band first."""
+    if call.mask is None:
+        return None
+    mask = call.mask.view(torch.bool) if call.mask_kind == "bool" else call.mask
+    alike = mask.stride(2) == 0
+    return ~hidden_keys(mask[:, :, -1:] if alike else dense_mask(mask, call.is_causal, call.q, call.k), call.k)
 
 
 @dataclass(frozen=True)
@@ -199,6 +208,8 @@ class Pass:
         Those of the call, or K'.
     lse : Tensor
         Also stands for pointers that a variant does not read.
+    listed : MaskTiles, optional
+        For a masked call; of the tile that it is run with.
     shift, fast, guarded
         As in `attention_kernel`.
     """
@@ -210,6 +221,7 @@ class Pass:
     block: int
     out: Tensor
     lse: Tensor
+    listed: MaskTiles | None = None
     shift: str = "none"
     fast: bool = False
     guarded: bool = False
@@ -241,14 +253,17 @@ class Pass:
         launch(
             attention_kernel, (min(work, 2 * processors(call.q.device)) if few else work, 1, 1),
             (call.q, keys, values, self.out, self.lse, anchors, self.found.norms, self.found.marked,
-             self.lse if call.mask is None else call.mask, *tables),
+             self.lse if call.mask is None else call.mask,
+             *((self.lse, self.lse) if self.listed is None else (self.listed.order, self.listed.counts)), *tables),
             (*strides_of(call.q), *strides_of(self.keys), *strides_of(call.v), *strides_of(self.out),
              *strides_of(self.lse.unsqueeze(-1)), *call.mask_strides,
+             *((0, 0) if self.listed is None else self.listed.strides()),
              heads, call.group, tiles, work, call.rows, call.keys, blocks, call.scale),
             {"SHIFT": self.shift, "MASK": call.mask_kind, "CAUSAL": call.is_causal, "VARLEN": self.packing is not None,
              "D": dim, "D_PAD": pad, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "ANCHOR_BLOCK": self.block,
              "FAST": self.fast, "GUARDED": self.guarded, "CLEAN": call.q.device.type == "npu",
-             "DESCRIPTORS": descriptors, "OVERLAP": self.fast and tile.overlap, "LOOP": few},
+             "DESCRIPTORS": descriptors, "OVERLAP": self.fast and tile.overlap,
+             "LISTED": self.listed is not None, "LOOP": few},
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
 
@@ -264,12 +279,10 @@ def _descriptor(x: Tensor, block: int) -> Any:
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, block, x.shape[-1]])
 
 
-def _paper(
-    call: Call, visible: Tensor | None, packing: Packing | None, options: AttentionOptions
-) -> tuple[Tensor, Tensor]:
+def _paper(call: Call, packing: Packing | None, options: AttentionOptions) -> tuple[Tensor, Tensor]:
     """Algorithm 1: K' from the shifting matrix, then the kernel."""
     matrix, factor = _paper_tables(call, options)
-    keys = shift_paper(call.k, matrix, options.block_k, visible=visible, packing=packing)
+    keys = shift_paper(call.k, matrix, options.block_k, visible=_visible(call), packing=packing)
     out, lse = call.outputs()
     heads, dim, pad = call.q.shape[1], call.q.shape[-1], pad_dim(call.q.shape[-1])
     tile = paper_tile(call.q.device, pad, options.block_k)

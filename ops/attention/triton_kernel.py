@@ -193,6 +193,7 @@ def attend(
     p_v,
     p_anchor,
     p_mask,  # first row of the tile
+    p_order,  # the key tiles to go through, if LISTED
     o_row,  # (M,) rows within the sequence
     rows,
     begin,
@@ -207,7 +208,7 @@ def attend(
     o_batch,
     o_kv_head,
     begin_k,
-    WHOLE: tl.constexpr,  # every row sees every key of the blocks from begin to end
+    WHOLE: tl.constexpr,  # every row sees every key of these blocks, and a mask adds 0
     SHIFT: tl.constexpr,  # "none", "here" (k - a in the loop) or "before" (p_k holds K')
     MASK: tl.constexpr,  # "none", "bool" or "float"
     CAUSAL: tl.constexpr,
@@ -219,14 +220,19 @@ def attend(
     GUARDED: tl.constexpr,
     CLEAN: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
+    LISTED: tl.constexpr,
 ):
-    """The loop over key blocks from key `begin` to `end`."""
+    """The loop over key blocks from key `begin` to `end`, or over those that `p_order` lists from `begin` to `end`."""
     o_d = tl.arange(0, D_PAD)
     m_d = o_d < D
     factor = scale * LOG2_E
     offset = tl.zeros_like(b_max)
     b_first = tl.load(p_anchor + o_d, mask=m_d, other=0.0).to(tl.float32) if SHIFT != "none" else 0.0
-    for start in range(begin, end, BLOCK_N):
+    STEP: tl.constexpr = 1 if LISTED else BLOCK_N
+    for turn in range(begin, end, STEP):
+        start = turn
+        if LISTED:
+            start = tl.load(p_order + turn) * BLOCK_N
         o_n = start + tl.arange(0, BLOCK_N)
         at = tl.cast(start, tl.int64)
         # scores (M, N), in FP32
@@ -246,13 +252,14 @@ def attend(
         m_seen = m_tile
         if CAUSAL:
             m_seen = m_seen & (o_n[None, :] <= o_row[:, None] + diagonal)
-        if MASK != "none":
+        b_bias = 0.0
+        if MASK != "none" and not WHOLE:
             p_tile = p_mask + at * stride_mask_n
             m_seen, b_bias = load_mask(p_tile, m_tile, m_seen, stride_mask_m, stride_mask_n, MASK)
-            if MASK == "float":  # nats: it is added to scaled scores
-                b_s = b_s * scale + b_bias
-                offset = offset * scale
-                factor = LOG2_E
+        if MASK == "float":  # nats: it is added to scaled scores
+            b_s = b_s * scale + b_bias
+            offset = offset * scale
+            factor = LOG2_E
         if not WHOLE:
             b_s = tl.where(m_seen, b_s, -INF)
         # softmax and values
@@ -346,6 +353,8 @@ def attention_kernel(
     p_norms,  # (B, Hkv, blocks) FP32: largest norm of a key, infinite if one is not finite
     p_marked,  # (1,) INT32: whether any tile needs care
     p_mask,  # bytes or floats, broadcast by strides of 0
+    p_order,  # what mask_kernel.py finds: order and counts, if LISTED
+    p_counts,
     p_tile,  # (tiles, 2) sequence and tile within it, packed sequences only; so are the next three
     p_cu_q,
     p_cu_k,
@@ -369,6 +378,8 @@ def attention_kernel(
     stride_mask_h,
     stride_mask_m,
     stride_mask_n,
+    stride_order_b,
+    stride_order_h,
     heads,
     group,
     tiles,
@@ -391,6 +402,7 @@ def attention_kernel(
     CLEAN: tl.constexpr,  # values are finite, or nobody minds: an NPU cannot branch round a product (see README.md)
     DESCRIPTORS: tl.constexpr,  # p_k and p_v are tensor descriptors
     OVERLAP: tl.constexpr,  # as in `attend_whole`; only with FAST
+    LISTED: tl.constexpr,  # a masked call: the tiles to go through are listed, and an unbounded one is left at once
     LOOP: tl.constexpr,  # few programs share the tiles; a program for each tile has more registers
 ):
     """softmax(scale q k^T + mask) v and its log-sum-exp, one tile of BLOCK_M query rows of one head at a time."""
@@ -449,9 +461,25 @@ def attention_kernel(
         b_max = tl.full((BLOCK_M,), -INF, tl.float32)
         b_sum = tl.zeros((BLOCK_M,), tl.float32)
         b_acc = tl.zeros((BLOCK_M, D_PAD), tl.float32)
+        if LISTED and GUARDED and FAST:
+            bounded = is_bounded(b_square, p_norms + head_block, tl.cdiv(keys, ANCHOR_BLOCK), scale, 128)
+            taken = taken & bounded
         whole = tl.where(taken, whole, 0)
         end = tl.where(taken, end, 0)
-        if MASK != "none":
+        p_listed = p_order
+        if LISTED:
+            o_order = batch * stride_order_b + head * stride_order_h + o_tile
+            key_tiles = tl.cdiv(keys, BLOCK_N)
+            p_listed = p_order + o_order * key_tiles
+            b_max, b_sum, b_acc = attend(
+                b_q, b_nan, b_max, b_sum, b_acc, p_keys, p_values, p_anchors, p_rows_mask, p_listed, o_row, rows, 0,
+                tl.where(taken, tl.load(p_counts + 2 * o_order), 0), keys, diagonal, scale, stride_kn, stride_vn,
+                stride_mask_m, stride_mask_n, o_batch, o_head // group, begin_k, True, SHIFT, MASK, False, D, D_PAD,
+                BLOCK_N, ANCHOR_BLOCK, FAST, GUARDED, CLEAN, DESCRIPTORS, True,
+            )  # fmt: skip
+            whole = key_tiles - tl.where(taken, tl.load(p_counts + 2 * o_order + 1), 0)
+            end = key_tiles
+        elif MASK != "none":
             whole = 0
         elif FAST:
             b_max, b_sum, b_acc = attend_whole(
@@ -460,11 +488,12 @@ def attention_kernel(
             )  # fmt: skip
         else:
             b_max, b_sum, b_acc = attend(
-                b_q, b_nan, b_max, b_sum, b_acc, p_keys, p_values, p_anchors, p_rows_mask, o_row, rows, 0, whole, keys,
-                diagonal, scale, stride_kn, stride_vn, stride_mask_m, stride_mask_n, o_batch, o_head // group, begin_k,
-                True, SHIFT, MASK, False, D, D_PAD, BLOCK_N, ANCHOR_BLOCK, FAST, GUARDED, CLEAN, DESCRIPTORS,
+                b_q, b_nan, b_max, b_sum, b_acc, p_keys, p_values, p_anchors, p_rows_mask, p_listed, o_row, rows, 0,
+                whole, keys, diagonal, scale, stride_kn, stride_vn, stride_mask_m, stride_mask_n, o_batch,
+                o_head // group, begin_k, True, SHIFT, MASK, False, D, D_PAD, BLOCK_N, ANCHOR_BLOCK, FAST, GUARDED,
+                CLEAN, DESCRIPTORS, False,
             )  # fmt: skip
-        if GUARDED and FAST:  # not earlier: to wait for the norms would hold up the loop
+        if (GUARDED and FAST) and not LISTED:  # not earlier: to wait for the norms would hold up the loop
             bounded = is_bounded(b_square, p_norms + head_block, tl.cdiv(keys, ANCHOR_BLOCK), scale, 128)
             if MASK == "none":
                 if bounded & (is_finite(b_acc) == 0):  # a score far above the first block's: with running maxima
@@ -473,9 +502,10 @@ def attention_kernel(
                         begin_k, D, D_PAD, BLOCK_N, DESCRIPTORS, OVERLAP, False,
                     )  # fmt: skip
         b_max, b_sum, b_acc = attend(
-            b_q, b_nan, b_max, b_sum, b_acc, p_keys, p_values, p_anchors, p_rows_mask, o_row, rows, whole, end, keys,
-            diagonal, scale, stride_kn, stride_vn, stride_mask_m, stride_mask_n, o_batch, o_head // group, begin_k,
-            False, SHIFT, MASK, CAUSAL, D, D_PAD, BLOCK_N, ANCHOR_BLOCK, FAST, GUARDED, CLEAN, DESCRIPTORS,
+            b_q, b_nan, b_max, b_sum, b_acc, p_keys, p_values, p_anchors, p_rows_mask, p_listed, o_row, rows, whole,
+            end, keys, diagonal, scale, stride_kn, stride_vn, stride_mask_m, stride_mask_n, o_batch, o_head // group,
+            begin_k, False, SHIFT, MASK, CAUSAL, D, D_PAD, BLOCK_N, ANCHOR_BLOCK, FAST, GUARDED, CLEAN, DESCRIPTORS,
+            LISTED,
         )  # fmt: skip
         marked = False
         if GUARDED and FAST:  # a value that is not finite shows in the result

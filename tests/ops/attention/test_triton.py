@@ -12,7 +12,9 @@ import torch
 
 import pasa
 from pasa import PasaConfig
+from pasa.ops.attention.mask_launch import MaskTiles
 from pasa.ops.attention.masking import dense_mask
+from pasa.ops.attention.triton_call import Call
 from tests.inputs import DEVICE, HOPPER, ODD_LENGTHS, biased_qkv, max_error, normal_qkv, portable_kernel, rmse
 
 CONFIGS = {
@@ -189,6 +191,49 @@ def test_masks_with_rows_at_odd_addresses_are_copied_once():
     assert torch.equal(found, odd.expand(2, 8, 40, 150))
     for kept in (found, odd[..., :1, :], odd[..., :1, :].expand(2, 1, 40, 150), torch.zeros(150)):
         assert _aligned(kept) is kept
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+@pytest.mark.parametrize("bias", [0, 200])
+def test_masks_with_tiles_that_are_whole_hidden_and_torn(kind, bias):
+    """Left padding, the causal band and a hole in one mask; at a bias of 200 every tile is done with care."""
+    rows, keys = 210, 330
+    q, k, v = normal_qkv((4, 2), (rows, keys), 64, batch=2)
+    q[..., :8] += bias
+    k[..., :8] += bias
+    seen = torch.arange(keys) <= torch.arange(rows)[:, None] + keys - rows
+    mask = seen.expand(2, 1, rows, keys).clone()
+    mask[1, ..., :140] = False
+    mask[0, :, 100:200, 70:75] = False
+    if kind == "float":
+        mask = torch.zeros(2, 1, rows, keys, dtype=torch.float16).masked_fill(~mask, -torch.inf)
+        mask[0, :, 64:128, 0:64] = 0.5
+    check(q, k, v, "exact", attn_mask=mask)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_mask_tiles_are_sorted(causal, kind):
+    """A tile is whole if every row sees every key of it and nothing is added; the ragged last one never is."""
+    q, k, v = on_device(*normal_qkv((2, 2), (100, 200), 16, batch=2))
+    keep = torch.ones(2, 1, 100, 200, dtype=torch.bool, device=DEVICE)
+    keep[1, :, :, :70] = False
+    mask = keep.byte() if kind == "bool" else torch.zeros(keep.shape, device=DEVICE).masked_fill(~keep, -torch.inf)
+    if kind == "float":
+        mask[0, 0, 99, 0] = 0.5
+    seen = keep & torch.ones(100, 200, dtype=torch.bool, device=DEVICE).tril(100) if causal else keep
+    plain = seen & (mask == (1 if kind == "bool" else 0))
+    found = MaskTiles.of(Call(q, k, v, mask.expand(2, 2, 100, 200), causal, 1.0), 64, 64)
+    assert torch.equal(found.visible, seen[:, 0].any(1))
+    for batch, tile in ((batch, tile) for batch in range(2) for tile in range(2)):
+        rows = slice(64 * tile, 64 * tile + 64)
+        parts = [slice(64 * n, 64 * n + 64) for n in range(4)]
+        whole = [n for n in range(3) if plain[batch, 0, rows, parts[n]].all()]
+        torn = [n for n in range(4) if n not in whole and seen[batch, 0, rows, parts[n]].any()]
+        assert found.counts[batch, 0, tile].tolist() == [len(whole), len(torn)]
+        order = found.order[batch, 0, tile].tolist()
+        assert order[: len(whole)] == whole
+        assert order[4 - len(torn) :] == torn[::-1]
 
 
 @pytest.mark.parametrize("name", ["exact", "paper"])

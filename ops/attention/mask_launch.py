@@ -1,0 +1,59 @@
+"""Launches the kernel that sorts the score tiles of a masked call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pasa.ops.attention.mask_kernel import mask_tiles_kernel
+from pasa.ops.attention.triton_call import Call
+from pasa.ops.triton_launch import launch
+
+
+@dataclass(frozen=True)
+class MaskTiles:
+    """Which tiles of block_m query rows and block_n keys the mask and the causal band let see.
+
+    Attributes
+    ----------
+    order : Tensor (B or 1, Hq or 1, row tiles, key tiles), INT32
+        Key tiles that are seen whole, in order, from the front; those seen in part from the back.
+    counts : Tensor (B or 1, Hq or 1, row tiles, 2), INT32
+        How many of either kind.
+    visible : Tensor (B, Skv), bool
+        Keys that some query sees.
+    """
+
+    order: Tensor
+    counts: Tensor
+    visible: Tensor
+
+    @classmethod
+    def of(cls, call: Call, block_m: int, block_n: int) -> MaskTiles:
+        """Read the mask once."""
+        mask = _own(call)
+        rows, keys = call.q.shape[2], call.k.shape[2]
+        tiles = (-(-rows // block_m), -(-keys // block_n))
+        order = torch.empty((*mask.shape[:2], *tiles), dtype=torch.int32, device=mask.device)
+        counts = torch.empty((*order.shape[:3], 2), dtype=torch.int32, device=mask.device)
+        seen = torch.empty((*order.shape[:3], keys), dtype=torch.uint8, device=mask.device)
+        launch(
+            mask_tiles_kernel, (counts[..., 0].numel(), 1, 1), (mask, order, counts, seen),
+            (*mask.stride(), mask.shape[1], *tiles, rows, keys),
+            {"MASK": call.mask_kind, "CAUSAL": call.is_causal, "BLOCK_M": block_m, "BLOCK_N": block_n}, num_warps=4,
+        )  # fmt: skip
+        return cls(order, counts, seen.flatten(1, 2).any(1).expand(call.k.shape[0], keys))
+
+    def strides(self) -> tuple[int, int]:
+        """Of batch and head, in row tiles; 0 where the mask is the same for all."""
+        batch, heads, rows = self.order.shape[:3]
+        return (heads * rows if batch > 1 else 0), (rows if heads > 1 else 0)
+
+
+def _own(call: Call) -> Tensor:
+    """The mask without the batches and heads that repeat it."""
+    assert call.mask is not None
+    batch, heads = (slice(None) if stride else slice(1) for stride in call.mask.stride()[:2])
+    return call.mask[batch, heads]
