@@ -136,14 +136,21 @@ NVIDIA_CASES = [
     _attention("sm_90_d256_few_rows", _sizes(256, 64, 64), **FAST, **_on(90, 4, 2, stack=1200)),
     _attention("sm_90_d128_careful", _sizes(128, 64, 64), **CAREFUL, **_on(90, 4, 1)),
     *(
-        _attention(f"sm_90_d128_listed_{mask}", _sizes(128, 64, 64), mask, **flags, LISTED=True, **_on(90, 4, stages))
-        for mask, flags, stages in (("bool", FAST | ON_HOPPER, 3), ("bool", CAREFUL, 1), ("float", CAREFUL, 1))
+        _attention(
+            f"sm_90_d128_listed_{mask}",
+            _sizes(128, 64, 64),
+            mask,
+            **flags,
+            LISTED=True,
+            **_on(90, 4, stages, stack=2100),
+        )
+        for mask, flags, stages in (("bool", FAST | ON_HOPPER, 2), ("bool", CAREFUL, 1), ("float", CAREFUL, 1))
     ),
     *(
         _case(
             mask_tiles_kernel,
             f"tiles_of_{mask}_mask",
-            {"MASK": mask, "CAUSAL": False, "BLOCK_M": 64, "BLOCK_N": 64},
+            {"MASK": mask, "CAUSAL": False, "BLOCK_M": 64, "BLOCK_N": 64, "TILES": 4},
             options={"num_warps": 4},
         )
         for mask in ("bool", "float")

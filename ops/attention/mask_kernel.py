@@ -25,18 +25,18 @@ def mask_tiles_kernel(
     CAUSAL: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    TILES: tl.constexpr,  # key tiles at once
 ):
     """One tile of query rows of one mask, over all key tiles."""
     o_work = tl.cast(tl.program_id(0), tl.int64)
-    o_tile = o_work % row_tiles
-    o_row = o_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    o_row = o_work % row_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
     p_rows = p_mask + (o_work // row_tiles // heads) * stride_mask_b + (o_work // row_tiles % heads) * stride_mask_h
     p_rows += o_row[:, None] * stride_mask_m
     p_own = p_order + o_work * key_tiles
     whole = 0
-    partial = 0
-    for tile in range(key_tiles):
-        o_key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    torn = 0
+    for first in range(0, key_tiles, TILES):
+        o_key = first * BLOCK_N + tl.arange(0, TILES * BLOCK_N)
         m_tile = (o_row < rows)[:, None] & (o_key < keys)[None, :]
         b_mask = tl.load(p_rows + tl.cast(o_key, tl.int64)[None, :] * stride_mask_n, mask=m_tile, other=0)
         if MASK == "bool":
@@ -50,15 +50,17 @@ def mask_tiles_kernel(
             m_band = o_key[None, :] <= o_row[:, None] + (keys - rows)
             m_seen = m_seen & m_band
             m_plain = m_plain & m_band
-        b_any = tl.max(tl.where(m_seen, 1, 0), 0)
+        # how many rows see a key, and for how many it is as without a mask: two counts in one sum
+        b_count = tl.sum(tl.where(m_seen, 1, 0) + tl.where(m_plain, 1 << 16, 0), 0)
+        b_any = tl.where((b_count & 0xFFFF) > 0, 1, 0)
+        b_all = tl.where(b_count >> 16 == tl.minimum(BLOCK_M, rows - o_work % row_tiles * BLOCK_M), 1, 0)
         tl.store(p_seen + o_work * keys + o_key, b_any.to(tl.uint8), mask=o_key < keys)
-        # a ragged tile is loaded under the mask's bounds; rows beyond the last one are not stored by anyone
-        m_open = m_plain | (o_row >= rows)[:, None]
-        is_whole = tl.min(tl.min(tl.where(m_open, 1, 0), 1), 0) == 1
-        is_partial = (tl.max(b_any, 0) == 1) & (is_whole == 0)
-        tl.store(p_own + whole, tile, mask=is_whole)
-        tl.store(p_own + key_tiles - 1 - partial, tile, mask=is_partial)
-        whole += tl.where(is_whole, 1, 0)
-        partial += tl.where(is_partial, 1, 0)
+        o_tile = first + tl.arange(0, TILES)
+        b_whole = tl.min(b_all.reshape(TILES, BLOCK_N), 1)
+        b_torn = tl.max(b_any.reshape(TILES, BLOCK_N), 1) - b_whole
+        tl.store(p_own + whole + tl.cumsum(b_whole, 0) - 1, o_tile, mask=b_whole == 1)
+        tl.store(p_own + key_tiles - torn - tl.cumsum(b_torn, 0), o_tile, mask=b_torn == 1)
+        whole += tl.sum(b_whole, 0)
+        torn += tl.sum(b_torn, 0)
     tl.store(p_counts + 2 * o_work, whole)
-    tl.store(p_counts + 2 * o_work + 1, partial)
+    tl.store(p_counts + 2 * o_work + 1, torn)

@@ -11,6 +11,8 @@ from pasa.ops.attention.mask_kernel import mask_tiles_kernel
 from pasa.ops.attention.triton_call import Call
 from pasa.ops.triton_launch import launch
 
+KEYS = 256  # that a program of the kernel looks at together
+
 
 @dataclass(frozen=True)
 class MaskTiles:
@@ -42,7 +44,8 @@ class MaskTiles:
         launch(
             mask_tiles_kernel, (counts[..., 0].numel(), 1, 1), (mask, order, counts, seen),
             (*mask.stride(), mask.shape[1], *tiles, rows, keys),
-            {"MASK": call.mask_kind, "CAUSAL": call.is_causal, "BLOCK_M": block_m, "BLOCK_N": block_n}, num_warps=4,
+            {"MASK": call.mask_kind, "CAUSAL": call.is_causal, "BLOCK_M": block_m, "BLOCK_N": block_n,
+             "TILES": max(1, KEYS // block_n)}, num_warps=4,
         )  # fmt: skip
         return cls(order, counts, seen.flatten(1, 2).any(1).expand(call.k.shape[0], keys))
 

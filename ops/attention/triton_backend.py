@@ -37,7 +37,6 @@ from pasa.ops.triton_launch import DIRECT, launch
 
 HOPPER_DIMS, HOPPER_BLOCK = (64, 128), 128
 CAREFUL_KEYS = 64  # of a tile of the careful pass, at most
-MASK_ALIGNMENT = 16  # elements; a stride that Triton knows to be a multiple of 16 lets it load 16 bytes at once
 
 
 def attention(
@@ -120,17 +119,7 @@ def _mask(attn_mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     if attn_mask is None:
         return None
     mask = attn_mask.view(torch.uint8) if attn_mask.dtype == torch.bool else attn_mask
-    return _aligned(mask).expand(*q.shape[:3], k.shape[2])
-
-
-def _aligned(mask: Tensor) -> Tensor:
-    """The mask, copied if its rows begin at odd addresses: the kernels would read it element by element, six times
-    slower at 7,730 keys."""
-    if mask.dim() < 2 or mask.shape[-2] == 1 or (mask.stride(-1) == 1 and mask.stride(-2) % MASK_ALIGNMENT == 0):
-        return mask
-    own = mask[tuple(slice(None) if stride else slice(1) for stride in mask.stride())]  # what repeats, once
-    padded = own.new_empty(*own.shape[:-1], -(-own.shape[-1] // MASK_ALIGNMENT) * MASK_ALIGNMENT)
-    return padded[..., : own.shape[-1]].copy_(own).expand(mask.shape)
+    return mask.expand(*q.shape[:3], k.shape[2])
 
 
 def _ready(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -172,16 +161,17 @@ def portable_attention(call: Call, options: AttentionOptions) -> tuple[Tensor, T
         Pass(call, keys, found, packing, options.block_k, out, lse, shift="before").run(tiles[0])
         return out, lse
     # marks are by tiles of the first pass, so their height stays; keys pass through registers: one stage
-    tile, listed, visible = tiles[0], None, None
-    if call.mask is not None:
-        tile = replace(tile, block_n=min(tile.block_n, CAREFUL_KEYS))
-        listed = MaskTiles.of(call, tile.block_m, tile.block_n)
+    listed, visible = None, None
+    if call.mask is not None:  # its tiles are sorted once, for both passes
+        tall, wide = tiles[0].block_m, min(tiles[0].block_n, CAREFUL_KEYS)
+        tiles = tuple(replace(tile, block_n=wide) for tile in tiles if tile.block_m == tall)
+        listed = MaskTiles.of(call, tall, wide)
         visible = listed.visible
     found = find_anchors(call.k, call.v, options.block_k, visible=visible, packing=packing)
-    bounded = call.mask_kind != "float"  # what a float mask adds is not
+    tile, bounded = tiles[0], call.mask_kind != "float"  # what a float mask adds is not
     if bounded:
         fast = Pass(call, call.k, found, packing, options.block_k, out, lse, listed, fast=True, guarded=True)
-        tile = tile if listed else best_tile(call.q.device, fast.variant, tiles, fast.run)
+        tile = best_tile(call.q.device, fast.variant, tiles, fast.run)
         fast.run(tile)
     careful = Tile(tile.block_m, min(tile.block_n, CAREFUL_KEYS), tile.warps, 1)
     Pass(call, call.k, found, packing, options.block_k, out, lse, listed, shift="here", guarded=bounded).run(careful)

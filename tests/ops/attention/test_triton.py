@@ -181,18 +181,6 @@ def test_masks_broadcast(name, shape, kind, rows):
     check(q, k, v, name, attn_mask=mask)
 
 
-def test_masks_with_rows_at_odd_addresses_are_copied_once():
-    """Read element by element, a mask of 7,730 columns made prefill six times slower."""
-    from pasa.ops.attention.triton_backend import _aligned
-
-    odd = torch.rand(2, 1, 40, 150).round().byte()
-    found = _aligned(odd.expand(2, 8, 40, 150))
-    assert found.stride()[1:] == (0, 160, 1)
-    assert torch.equal(found, odd.expand(2, 8, 40, 150))
-    for kept in (found, odd[..., :1, :], odd[..., :1, :].expand(2, 1, 40, 150), torch.zeros(150)):
-        assert _aligned(kept) is kept
-
-
 @pytest.mark.parametrize("kind", ["bool", "float"])
 @pytest.mark.parametrize("bias", [0, 200])
 def test_masks_with_tiles_that_are_whole_hidden_and_torn(kind, bias):
