@@ -461,7 +461,7 @@ def attention_kernel(
         b_max = tl.full((BLOCK_M,), -INF, tl.float32)
         b_sum = tl.zeros((BLOCK_M,), tl.float32)
         b_acc = tl.zeros((BLOCK_M, D_PAD), tl.float32)
-        if LISTED and GUARDED and FAST:
+        if (LISTED and GUARDED) and FAST:
             bounded = is_bounded(b_square, p_norms + head_block, tl.cdiv(keys, ANCHOR_BLOCK), scale, 128)
             taken = taken & bounded
         whole = tl.where(taken, whole, 0)
