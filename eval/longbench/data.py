@@ -70,12 +70,12 @@ def load_items(
     FileNotFoundError
         No such source, or it lacks a data set that was asked for.
     ValueError
-        Unknown data set; broken line or field, with file and line.
+        Unknown data set; broken line or field, or text that no file could hold, with file and line.
     """
     if limit is not None and limit < 1:
         raise ValueError(f"limit={limit} is below 1")
     files = _open(source)
-    for name in files:
+    for name in files if datasets is None else ():
         try:
             find_task(name)
         except ValueError as error:
@@ -164,6 +164,7 @@ def _item(row: Any, index: int, task: Task) -> Item:
     if not isinstance(row, dict):
         raise ValueError(f"a line must be an object, not {type(row).__name__}")
     fields = {name: _field(row, name) for name in ("context", "input", "answers", "length", "all_classes")}
+    json.dumps(fields, ensure_ascii=False).encode()  # refuses a surrogate without its other half
     item = Item(index, **fields)
     named = row.get("dataset", task.name)
     if find_task(str(named)) is not task:

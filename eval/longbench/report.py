@@ -132,7 +132,7 @@ def verdict(result: dict[str, Any]) -> str:
             found = result["precisions"][name]
             parts.append(
                 f"{result['titles'][name]}: {found['broken']} of {found['items']} answers broken, "
-                f"{percent(found['agreement'])} equal to FP32's."
+                f"{round(found['agreement'] * found['items'])} of {found['items']} equal to FP32's."
             )
     failed = [name for name, passed in result["gate"]["checks"].items() if not passed]
     return " ".join([*parts, f"FAILED: {', '.join(failed)}." if failed else "All checks hold."])

@@ -12,7 +12,7 @@ from pasa.eval import output
 from pasa.eval.longbench.report import origin
 from pasa.eval.precisions import REFERENCE
 from pasa.eval.rmse.report import Table, show
-from pasa.eval.speed.report import markdown
+from pasa.eval.speed.report import markdown, number
 
 
 def table(result: dict[str, Any]) -> Table:
@@ -25,7 +25,8 @@ def table(result: dict[str, Any]) -> Table:
         cells = []
         for offset in offsets:
             value = found[name, offset]
-            cells += ["not finite", "-"] if value is None else [f"{value:,.4f}", f"{value - base:+,.4f}"]
+            change = None if None in (value, base) else value - base
+            cells += ["not finite" if value is None else f"{value:,.4f}", number(change, "+,.4f")]
         rows.append([title, *cells])
     header = ["precision", *(text for offset in offsets for text in (f"offset {offset:,.0f}", "change"))]
     settings = result["settings"]
