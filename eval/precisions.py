@@ -183,10 +183,8 @@ class Subject:
 
 def fingerprint(file: Path) -> str:
     """SHA-256, 16 digits, of a file; of weights, which are large, of their size and the first and the last MiB."""
+    size = file.stat().st_size
     with file.open("rb") as stream:
-        if file.suffix not in WEIGHT_FILES:
-            return hashlib.file_digest(stream, "sha256").hexdigest()[:16]
-        size = file.stat().st_size
-        head = stream.read(MIB)
-        stream.seek(max(size - MIB, 0))
-        return hashlib.sha256(b"%d " % size + head + stream.read()).hexdigest()[:16]
+        read = stream.read(MIB if file.suffix in WEIGHT_FILES else -1)
+        stream.seek(max(size - MIB, len(read)))
+        return hashlib.sha256(b"%d " % size + read + stream.read()).hexdigest()[:16]

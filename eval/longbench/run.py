@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -245,7 +246,8 @@ class _Run:
                 self.store.finish(name, dataset, lines)
         looked = self.questions if options["diagnose"] else ()
         counted = {dataset: self.store.lines(OVERFLOW, dataset) for dataset in looked}
-        packages = {name: metadata.version(name) for name in (templates.SOURCE[0], "rouge", "jieba")}
+        scorers = [name for name in ("rouge", "jieba") if name in sys.modules]
+        packages = {name: metadata.version(name) for name in (templates.SOURCE[0], *scorers)}
         return {
             "experiment": "longbench",
             **summarise(answers, counted, injected=bool(self.subject.offset), report=self.report),

@@ -75,7 +75,7 @@ ROW = {"context": "Some text. ", "answers": ["Paris"], "length": 3, "all_classes
 def questions(tmp_path_factory):
     """Three data sets of LongBench's form, of 3, 2 and 1 items of different lengths."""
     folder = tmp_path_factory.mktemp("questions")
-    for name, count in (("hotpotqa", 3), ("samsum", 2), ("lcc", 1)):
+    for name, count in (("hotpotqa", 3), ("triviaqa", 2), ("lcc", 1)):
         rows = [ROW | {"context": ROW["context"] * (3 + index), "input": f"Question {index}"} for index in range(count)]
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")

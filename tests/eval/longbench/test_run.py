@@ -17,9 +17,10 @@ import torch
 from rich.console import Console
 
 from pasa.eval.longbench import metrics, report, run, summary, templates
+from pasa.eval.longbench.generation import Answers
 
 PRECISIONS = ("fp32", "fp16-eager", "pasa")
-SCORING = ["scoring hotpotqa", "scoring lcc", "scoring samsum"]
+SCORING = ["scoring hotpotqa", "scoring lcc", "scoring triviaqa"]
 OPTIONS = {"max_length": 400, "batch_size": 2, "offset": 131072, "precisions": PRECISIONS}
 
 
@@ -65,7 +66,7 @@ def test_progress_counts_batches_and_prompts(finished):
     batches = 2 + 1 + 1  # of 3, 2 and 1 items
     assert [each[:2] for each in said[: 3 * batches]] == [(i, 3 * batches) for i in range(3 * batches)]
     assert said[0][2] == "fp32 hotpotqa 0/3"
-    counts = ["scores hotpotqa 0", "scores lcc 0", "scores samsum 0"]
+    counts = ["scores hotpotqa 0", "scores lcc 0", "scores triviaqa 0"]
     assert [each[2] for each in said[3 * batches :]] == counts + SCORING
 
 
@@ -167,9 +168,9 @@ def test_bad_data_is_told_before_anything_runs_and_nothing_is_lost(finished, ste
     folder = tmp_path / "out"
     shutil.copytree(finished[0], folder)
     before = predictions(folder)
-    with (source / "samsum.jsonl").open("a") as stream:
+    with (source / "triviaqa.jsonl").open("a") as stream:
         stream.write('{"context": "x", "input": "y", "answers": "z", "length": 1, "all_classes": null}\n')
-    with pytest.raises(ValueError, match=r"samsum\.jsonl, line 3: field 'answers' must be a list of strings"):
+    with pytest.raises(ValueError, match=r"triviaqa\.jsonl, line 3: field 'answers' must be a list of strings"):
         run.run_longbench(str(steady), str(source), folder=folder, progress=lambda *each: pytest.fail("ran"), **OPTIONS)
     assert predictions(folder) == before
 
@@ -180,7 +181,7 @@ def test_bad_data_is_told_before_anything_runs_and_nothing_is_lost(finished, ste
         ({"batch_size": 0}, "batch_size=0 is below 1"),
         ({"diagnose": -1}, "diagnose=-1 is below 0"),
         ({"max_length": 1}, "max_length=1 is below 2"),
-        ({"max_length": 4000}, "max_length=4000 and the 128 new tokens of samsum exceed the model's window of 4096"),
+        ({"max_length": 4040}, "max_length=4040 and the 64 new tokens of lcc exceed the model's window of 4096"),
         ({"precisions": ["int8"]}, "precision 'int8' is not one of"),
         ({"datasets": ["squad"]}, "unknown dataset 'squad'"),
         ({"limit": 0}, "limit=0 is below 1"),
@@ -192,15 +193,35 @@ def test_bad_settings_are_named(steady, questions, tmp_path, change, reason):
     assert not (tmp_path / "out/parts").exists()
 
 
+@pytest.fixture
+def dialogues(questions, tmp_path):
+    (tmp_path / "data").mkdir()
+    for name in ("samsum", "triviaqa"):
+        shutil.copy(questions / "triviaqa.jsonl", tmp_path / f"data/{name}.jsonl")
+    return tmp_path / "data"
+
+
 @pytest.mark.parametrize(("module", "name"), [(templates, "template"), (metrics, "_rouge_l")])
-def test_what_is_not_installed_is_told_before_the_model_is_loaded(questions, tmp_path, monkeypatch, module, name):
+def test_what_is_not_installed_is_told_before_the_model_is_loaded(dialogues, tmp_path, monkeypatch, module, name):
     def lacks(*arguments):
         raise ModuleNotFoundError("not installed")
 
     monkeypatch.setattr(module, name, lacks)
     metrics._rouge.cache_clear()
     with pytest.raises(ModuleNotFoundError, match="not installed"):
-        run.run_longbench(str(tmp_path / "no model"), str(questions), **OPTIONS)
+        run.run_longbench(str(tmp_path / "no model"), str(dialogues), **OPTIONS)
+
+
+def test_samsum_alone_ends_with_its_line(steady, dialogues, monkeypatch):
+    seen = []
+
+    def answer(model, tokenizer, prompts, most, *, ends_at_newline):
+        seen.append((most, ends_at_newline))
+        return Answers(["x"] * 2, [False] * 2, [1] * 2, [1] * 2, 0.1, 0.1)
+
+    monkeypatch.setattr(run, "answer", answer)
+    run.run_longbench(str(steady), str(dialogues), **{**OPTIONS, "precisions": ["fp32"], "diagnose": 0})
+    assert seen == [(128, True), (32, False)]
 
 
 def test_the_result_says_all_that_its_numbers_depend_on(finished):
@@ -209,7 +230,7 @@ def test_the_result_says_all_that_its_numbers_depend_on(finished):
     assert set(result["settings"]) == wanted, "and tokens and items of the offline set, which this is not"
     assert set(result["identity"]) == {"model", "files", "settings", "data", "versions"}
     assert result["identity"]["data"]["hotpotqa"].startswith("3 items, ")
-    assert {"lm-eval", "rouge", "jieba", "torch", "transformers"} <= set(result["environment"])
+    assert {"lm-eval", "torch", "transformers"} <= set(result["environment"])
 
 
 def test_other_items_in_the_same_folder_are_refused(finished, steady, questions):
