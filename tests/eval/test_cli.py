@@ -138,7 +138,7 @@ def test_other_experiments_are_stored_whole(tmp_path: Path, option: str, stem: s
         (["eval", "longbench", "--model", "nowhere"], "'nowhere'"),
         (["eval", "longbench", "--tokens", "1k"], "'1k'"),
         (["eval", "longbench", "--batch-size", "0"], "batch_size=0"),
-        (["eval", "ppl", "--precisions", "fp32-base"], "'fp32-base'"),
+        (["eval", "ppl", "--precisions", "fp32-base", "--offsets", "0"], "'fp32-base'"),
         (["eval", "ppl", "--stride", "0"], "stride=0"),
         (["eval", "ppl", "--model", "nowhere"], "'nowhere'"),
         (["diagnose", "--model", "nowhere"], "'nowhere'"),
