@@ -131,6 +131,9 @@ class Subject:
         return {file.name: fingerprint(file) for file in found if file.is_file()}
 
     def _read(self, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()  # beside the one of the command
         return load_model() if self.path is None else load_folder(self.path, dtype)
 
     def _model(self, base: bool, dtype: torch.dtype) -> Any:

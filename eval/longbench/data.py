@@ -88,9 +88,14 @@ def load_items(
         if name not in files:
             raise FileNotFoundError(f"{source} has no {name}{SUFFIX_OF_FILES}; it has {', '.join(files) or 'none'}")
         found[name] = list(_read(files[name], f"{source}/{name}{SUFFIX_OF_FILES}", task))[:limit]
-    empty = [name for name, items in found.items() if not items]
-    if empty or not found:
-        raise ValueError(f"{source}: no items{f' in {empty[0]}{SUFFIX_OF_FILES}' if empty else ''}")
+    for name, items in found.items():
+        if not items:
+            raise ValueError(f"{source}: no items in {name}{SUFFIX_OF_FILES}")
+    if not found:
+        wanted = (
+            f"*{SUFFIX}{SUFFIX_OF_FILES}" if extended else f"*{SUFFIX_OF_FILES} (*{SUFFIX}{SUFFIX_OF_FILES} with --e)"
+        )
+        raise ValueError(f"{source}: no items; looked for {wanted}")
     return found
 
 

@@ -194,6 +194,10 @@ METRICS: dict[str, Score] = {
 }
 
 
+PACKAGES = {"qa_f1_zh": ("jieba",), "rouge": ("rouge",), "rouge_zh": ("rouge", "jieba")}
+"""What a metric needs besides numpy."""
+
+
 def score_item(task: Task, answer: str, references: Sequence[str], classes: Sequence[str] | None) -> float:
     """Best score over the references, 0 to 1; 0 without any."""
     answer, metric = scored_part(task, answer), METRICS[task.metric]

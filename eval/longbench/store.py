@@ -1,6 +1,7 @@
 """What a run leaves on disk, so that one that was killed goes on where it stopped.
 
     settings.json                        what every part was made with
+    offline/                             the questions, where they were made here
     .lock.<n>                              held by process n while it runs
     parts/<precision>/<dataset>.<n>.jsonl  a line per item as it is answered, by process n; with times
     predictions/<precision>/<dataset>.jsonl  the finished data set in LongBench's own form, in the order of the data
@@ -21,11 +22,25 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+SETTINGS, OFFLINE = "settings.json", "offline"
 Line = dict[str, Any]
 PUBLISHED = ("pred", "answers", "all_classes", "length")
 """Fields of a prediction that the published scorer reads."""
 GROWS = "data"
 """The group of settings to which names may be added; in all others they must be the same."""
+SOURCE = "source"
+"""The group that says what the questions were made from: told where they differ, and otherwise free."""
+
+
+def refuse_foreign(folder: Path) -> None:
+    """Refuse to write questions over files that no run has put there.
+
+    Raises
+    ------
+    ValueError
+    """
+    if (folder / OFFLINE).exists() and not (folder / SETTINGS).is_file():
+        raise ValueError(f"{folder / OFFLINE} is not of a run, since {folder} has no {SETTINGS}: choose another folder")
 
 
 class Store:
@@ -45,7 +60,7 @@ class Store:
 
     def __init__(self, folder: Path, settings: dict[str, dict[str, Any]]) -> None:
         self.folder = folder
-        file = folder / "settings.json"
+        file = folder / SETTINGS
         settings = json.loads(json.dumps(settings))
         if file.is_file():
             stored = json.loads(file.read_text(encoding="utf-8"))
@@ -111,17 +126,21 @@ def batches(count: int, size: int) -> list[range]:
 
 
 def _refuse_changes(stored: dict[str, Any], settings: dict[str, Any], folder: Path) -> None:
-    changes = []
+    changes = {}
     for key, group in settings.items():
         old = stored.get(key, {})
         names = [name for name in group if name in old] if key == GROWS else {**old, **group}
-        changes += [
+        changes[key] = [
             f"{key}.{name} was {old.get(name)!r} and is {group.get(name)!r}"
             for name in names
             if old.get(name) != group.get(name)
         ]
-    if changes:
-        raise ValueError(f"{folder} holds a run with other settings ({'; '.join(changes)}): choose another folder")
+    source = changes.pop(SOURCE, [])
+    if changes.get(GROWS):
+        changes[GROWS] = source or changes[GROWS]
+    found = "; ".join(change for group in changes.values() for change in group)
+    if found:
+        raise ValueError(f"{folder} holds a run with other settings ({found}): choose another folder")
 
 
 def _read(part: Path) -> Iterator[Line]:

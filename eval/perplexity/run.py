@@ -13,7 +13,7 @@ import torch
 
 from pasa.eval import output
 from pasa.eval.precisions import REFERENCE, Subject, parse_precisions
-from pasa.eval.rescue.embedded_model import find_essays
+from pasa.eval.rescue.embedded_model import find_essays, require_built_in
 from pasa.eval.rescue.measure import token_losses
 from pasa.eval.rescue.run import DEFAULT_OFFSET, ESSAY, FP16_MAX, PERPLEXITY_PERCENT, machine, pick_device
 
@@ -71,6 +71,7 @@ def run_perplexity(
     names = parse_precisions(precisions, injected=any(chosen))
     if not 1 <= stride <= window:
         raise ValueError(f"stride={stride} is outside 1..window={window}")
+    require_built_in(model=model is None, text=text is None)
     device = pick_device()
     records: list[dict[str, Any]] = []
     report = progress or (lambda done, total, label: None)

@@ -100,8 +100,10 @@ def test_bytes_that_are_no_text(tmp_path):
 def test_sources_that_are_none(tmp_path):
     with pytest.raises(FileNotFoundError, match="'nowhere' is neither a folder"):
         data.load_items("nowhere")
-    with pytest.raises(ValueError, match="no items"):
+    with pytest.raises(ValueError, match=r"no items; looked for \*\.jsonl \(\*_e\.jsonl with --e\)$"):
         data.load_items(str(tmp_path))
+    with pytest.raises(ValueError, match=r"no items; looked for \*_e\.jsonl$"):
+        data.load_items(str(tmp_path), extended=True)
     write(tmp_path, "squad", ROW)
     with pytest.raises(ValueError, match=r"squad\.jsonl: unknown dataset 'squad'"):
         data.load_items(str(tmp_path))

