@@ -92,7 +92,7 @@ def longbench(
         int, typer.Option(parser=integer, metavar="N", help="Items of a data set whose scores are counted by layer.")
     ] = 1,
 ) -> None:
-    """LongBench in several precisions; exit 1 if PASA breaks an answer, or leaves FP32 on the built-in overflowing model."""
+    """LongBench by precision; exit 1 if PASA breaks an answer or, on the built-in overflowing model, leaves FP32's."""
     from pasa.eval.longbench import report, run
 
     with stoppable(GOES_ON if output_dir else NOTHING_KEPT), output.progress_bar("eval longbench") as progress:
