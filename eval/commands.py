@@ -9,7 +9,7 @@ import typer
 
 from pasa.eval import output
 from pasa.eval.evaluate import evaluate
-from pasa.eval.options import Json, deliver, integer, integers, stages, words
+from pasa.eval.options import NOTHING_KEPT, Json, deliver, integer, integers, stages, stoppable, words
 
 app = typer.Typer(
     help="FP16 attention that cannot overflow: checks, tables, benchmarks and a demonstration.",
@@ -147,7 +147,7 @@ def soak(
 def model(
     json: Json = None,
     output_dir: Annotated[Path | None, typer.Option(file_okay=False, help="Write JSON and Markdown there.")] = None,
-    config: Annotated[str, typer.Option(help="Configuration: qwen2-7b, or tiny.")] = "qwen2-7b",
+    config: Annotated[str, typer.Option(help="Configuration: qwen2-7b (on an accelerator), or tiny.")] = "qwen2-7b",
     tokens: Annotated[str, typer.Option(help="Prompt lengths, between commas.")] = "8192",
     attention: Annotated[str, typer.Option(help="Between commas.")] = "eager,sdpa,pasa",
     new_tokens: Annotated[int, typer.Option(parser=integer, metavar="N", help="Tokens to decode.")] = 32,
@@ -158,7 +158,7 @@ def model(
     from pasa.eval.rmse.report import show
     from pasa.eval.speed.report import markdown
 
-    with output.progress_bar("bench model") as progress:
+    with stoppable(NOTHING_KEPT), output.progress_bar("bench model") as progress:
         result = throughput.run_throughput(
             config,
             tokens=integers(tokens),

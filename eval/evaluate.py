@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from pasa.eval import output
-from pasa.eval.options import Json, deliver, integer, integers, stages, words
+from pasa.eval.options import NOTHING_KEPT, Json, deliver, integer, integers, stages, stoppable, words
 
 evaluate = typer.Typer(help="Whole models, with and without PASA.", no_args_is_help=True)
 
@@ -51,10 +51,11 @@ def video(
     raise typer.Exit(0 if result["gate"]["passed"] else 1)
 
 
+GOES_ON = "start again with the same --output-dir to go on"
 PRECISIONS = "fp32,bf16,fp16-eager,pasa"
 Model = Annotated[str | None, typer.Option(help="Folder of a causal language model, not the built-in.")]
 Precisions = Annotated[
-    str, typer.Option(help="Between commas: fp32, fp32-base, bf16[-eager], fp16-{eager,sdpa}, pasa.")
+    str, typer.Option(help="Between commas; fp32 is always added: fp32-base, bf16[-eager], fp16-{eager,sdpa}, pasa.")
 ]
 Offset = Annotated[float | None, typer.Option(help="Constant to add to every score (131072; 0 with --model).")]
 Half = Annotated[
@@ -65,15 +66,21 @@ Half = Annotated[
 @evaluate.command()
 def longbench(
     json: Json = None,
-    output_dir: Annotated[Path | None, typer.Option(help="Answers and results; a stopped run goes on there.")] = None,
+    output_dir: Annotated[
+        Path | None, typer.Option(file_okay=False, help="Answers and results; a stopped run goes on there.")
+    ] = None,
     model: Model = None,
     data: Annotated[str | None, typer.Option(help="Folder, zip or hf:OWNER/NAME (default: an offline set).")] = None,
     precisions: Precisions = PRECISIONS,
     dataset: Annotated[str | None, typer.Option(help="Data sets between commas (all).")] = None,
     extended: Annotated[bool, typer.Option("--e", help="LongBench-E.")] = False,
     limit: Annotated[int | None, typer.Option(parser=integer, metavar="N", help="Items of each data set.")] = None,
-    tokens: Annotated[str, typer.Option(help="Lengths of the offline set, between commas.")] = "1024",
-    items: Annotated[int, typer.Option(parser=integer, metavar="N", help="Offline items of each length.")] = 1,
+    tokens: Annotated[
+        str | None, typer.Option(help="Approximate tokens of the offline set's contexts, between commas (1024).")
+    ] = None,
+    items: Annotated[
+        int | None, typer.Option(parser=integer, metavar="N", help="Offline items of each length (1).")
+    ] = None,
     max_length: Annotated[
         int | None, typer.Option(parser=integer, metavar="N", help="Longest prompt in tokens (as published).")
     ] = None,
@@ -85,10 +92,10 @@ def longbench(
         int, typer.Option(parser=integer, metavar="N", help="Items of a data set whose scores are counted by layer.")
     ] = 1,
 ) -> None:
-    """LongBench in several precisions; exit 1 if PASA breaks an answer or, on the fixture, leaves FP32's."""
+    """LongBench by precision; exit 1 if PASA breaks an answer or, on the built-in overflowing model, leaves FP32's."""
     from pasa.eval.longbench import report, run
 
-    with output.progress_bar("eval longbench") as progress:
+    with stoppable(GOES_ON if output_dir else NOTHING_KEPT), output.progress_bar("eval longbench") as progress:
         result = run.run_longbench(
             model,
             data,
@@ -96,7 +103,7 @@ def longbench(
             datasets=words(dataset),
             extended=extended,
             limit=limit,
-            tokens=integers(tokens),
+            tokens=None if tokens is None else integers(tokens),
             items=items,
             max_length=max_length,
             batch_size=batch_size,
@@ -134,7 +141,7 @@ def ppl(
     """Perplexity of a long text in several precisions; exit 1 if PASA leaves FP32's."""
     from pasa.eval.perplexity import report, run
 
-    with output.progress_bar("eval ppl") as progress:
+    with stoppable(NOTHING_KEPT), output.progress_bar("eval ppl") as progress:
         result = run.run_perplexity(
             model,
             text,

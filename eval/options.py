@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +20,9 @@ def json_target(target: str | None) -> str | None:
         raise typer.BadParameter(f"{target!r} is a folder")
     return target
 
+
+STOPPED = 130  # what a shell says of SIGINT: 128 + 2
+NOTHING_KEPT = "nothing is kept"
 
 Json = Annotated[
     str | None,
@@ -52,6 +57,16 @@ def stages(progress: output.Report, total: int) -> Callable[[str], None]:
         progress(len(lines) - 1, total, line)
 
     return say
+
+
+@contextmanager
+def stoppable(kept: str) -> Iterator[None]:
+    """End a command that is stopped from the keyboard with one line, which says what is kept."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print(f"pasa: stopped; {kept}", file=sys.stderr)
+        raise typer.Exit(STOPPED) from None
 
 
 def deliver(result: dict[str, Any], json: str | None, render: Callable[[dict[str, Any], Console], None]) -> None:

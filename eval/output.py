@@ -8,6 +8,8 @@ import math
 import os
 import platform
 import subprocess
+import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from io import StringIO
@@ -15,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 NOTE = "emulated NPU arithmetic on CPU; not run on an NPU"
+SECONDS_BETWEEN_LINES = 60  # of progress, where there is no terminal: a run of a day fills no log
 RECORD_DIGITS = 4  # significant digits in a table of records: errors are not known better from one seed to the next
 
 
@@ -115,7 +118,10 @@ def to_csv(records: Sequence[dict[str, Any]]) -> str:
 
 @contextmanager
 def progress_bar(title: str) -> Iterator[Report]:
-    """A rich progress bar on stderr, as a callback; it leaves no trace when stderr is not a terminal."""
+    """A rich progress bar on stderr, as a callback; a plain line a minute when stderr is not a terminal.
+
+    Of several processes the first alone shows it.
+    """
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -134,11 +140,16 @@ def progress_bar(title: str) -> Iterator[Report]:
         TimeRemainingColumn(),
         TextColumn("{task.fields[label]}"),
     )
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    console, shown = Console(stderr=True), time.monotonic()
+    first = os.environ.get("RANK", "0") == "0"  # set by torchrun and accelerate launch
+    with Progress(*columns, console=console, transient=True, disable=not (first and console.is_terminal)) as bar:
         task = bar.add_task(title, label="", total=None)
 
         def report(done: int, total: int, label: str) -> None:
+            nonlocal shown
             bar.update(task, completed=done, total=total, label=label)
+            if first and not console.is_terminal and time.monotonic() - shown >= SECONDS_BETWEEN_LINES:
+                shown = time.monotonic()
+                print(f"{title}: {done}/{total} {label}", file=sys.stderr, flush=True)
 
         yield report

@@ -1,12 +1,14 @@
 """The precisions that whole language models are compared in, and the model in each of them.
 
-On a CPU, FP16 matrix products are some 30 times slower than FP32 ones, and its fused attention computes in FP32 inside.
-There the FP16 precisions are emulated: the model runs in FP32 and attention alone in FP16, on the reference backend. On
-an accelerator, or where FP16 models are asked for, all of the model is in FP16 and the attention is the model's own.
+On a CPU, FP16 matrix products are slow, and its fused attention computes in FP32 inside. There the FP16 precisions are
+emulated: the model runs in FP32 and attention alone in FP16, on the reference backend. On an accelerator, or where FP16
+models are asked for, all of the model is in FP16 and the attention is the model's own. An accelerator that is asked to
+emulate runs PASA's own kernel, in FP16, within the FP32 model; the other attentions are emulated there too.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ from typing import Any
 import torch
 
 import pasa
+from pasa.eval import output
 from pasa.eval.rescue.embedded_model import WEIGHTS, load_model
 from pasa.eval.rescue.overflow_fixture import inject_overflow
 from pasa.eval.rescue.run import DEFAULT_OFFSET, load_folder
@@ -58,6 +61,11 @@ PRECISIONS = {
 }
 REFERENCE = "fp32"
 EMULATION = "FP16 is emulated: the model runs in FP32 and its attention in FP16 (fp16-eager: Q K^T stored in FP16)"
+KERNEL = (
+    "FP32 model, FP16 attention: PASA is its own kernel, the others are emulated (fp16-eager: Q K^T stored in FP16)"
+)
+WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+MIB = 2**20
 
 
 def parse_precisions(names: Sequence[str], injected: bool) -> list[str]:
@@ -114,12 +122,18 @@ class Subject:
         self.config = self._original.config
 
     def identity(self) -> dict[str, Any]:
-        """What must be the same for two runs to be one: model, files and injection."""
-        files = sorted(Path(self.path).iterdir()) if self.path else []
-        sizes = {file.name: file.stat().st_size for file in files if file.is_file()}
-        return {"model": self.name, "files": sizes, "offset": self.offset}
+        """What must be the same for two runs to be one, besides :meth:`files`: model and injection."""
+        return {"model": self.name, "offset": self.offset}
+
+    def files(self) -> dict[str, str]:
+        """Name and :func:`fingerprint` of what the model was read from; none of the built-in one."""
+        found = sorted(Path(self.path).iterdir()) if self.path else []
+        return {file.name: fingerprint(file) for file in found if file.is_file()}
 
     def _read(self, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()  # beside the one of the command
         return load_model() if self.path is None else load_folder(self.path, dtype)
 
     def _model(self, base: bool, dtype: torch.dtype) -> Any:
@@ -158,4 +172,22 @@ class Subject:
 
     def titles(self, names: Sequence[str]) -> dict[str, str]:
         """What to call each precision in a table."""
-        return {name: PRECISIONS[name].title + " (emulated)" * self.emulated([name]) for name in names}
+        suffix = {name: " (emulated)" if self.emulated([name]) else "" for name in names}
+        if self.device.type != "cpu" and suffix.get("pasa"):
+            suffix["pasa"] = " (FP32 model)"
+        return {name: PRECISIONS[name].title + suffix[name] for name in names}
+
+    def note(self, names: Sequence[str]) -> str:
+        """What must be said with every number: what is emulated, and what nothing was run on."""
+        if not self.emulated(names):
+            return "not run on an NPU"
+        return f"{EMULATION}; {output.NOTE}" if self.device.type == "cpu" else f"{KERNEL}; not run on an NPU"
+
+
+def fingerprint(file: Path) -> str:
+    """SHA-256, 16 digits, of a file; of weights, which are large, of their size and the first and the last MiB."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        read = stream.read(MIB if file.suffix in WEIGHT_FILES else -1)
+        stream.seek(max(size - MIB, len(read)))
+        return hashlib.sha256(b"%d " % size + read + stream.read()).hexdigest()[:16]

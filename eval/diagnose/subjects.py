@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from pasa.eval.rescue.embedded_model import load_model
+from pasa.eval.rescue.embedded_model import load_model, require_built_in
 from pasa.eval.rescue.overflow_fixture import inject_overflow
 from pasa.eval.rescue.run import DEFAULT_OFFSET, build_prompt, load_folder, pick_device
 from pasa.eval.video import clip
@@ -99,6 +99,7 @@ def _check_folder(path: Path) -> None:
 
 def _language_model(model: str, options: Options) -> Subject:
     """The prefill of one prompt: it forms all scores that decoding forms, and those of every earlier token."""
+    require_built_in(model=model == EMBEDDED, text=options["prompt"] is None)
     device, fixture = pick_device(), None
     dtype = clip.pick_dtype(options["dtype"], device)
     if model == EMBEDDED:

@@ -70,12 +70,12 @@ def load_items(
     FileNotFoundError
         No such source, or it lacks a data set that was asked for.
     ValueError
-        Unknown data set; broken line or field, with file and line.
+        Unknown data set; broken line or field, or text that no file could hold, with file and line.
     """
     if limit is not None and limit < 1:
         raise ValueError(f"limit={limit} is below 1")
     files = _open(source)
-    for name in files:
+    for name in files if datasets is None else ():
         try:
             find_task(name)
         except ValueError as error:
@@ -88,9 +88,14 @@ def load_items(
         if name not in files:
             raise FileNotFoundError(f"{source} has no {name}{SUFFIX_OF_FILES}; it has {', '.join(files) or 'none'}")
         found[name] = list(_read(files[name], f"{source}/{name}{SUFFIX_OF_FILES}", task))[:limit]
-    empty = [name for name, items in found.items() if not items]
-    if empty or not found:
-        raise ValueError(f"{source}: no items{f' in {empty[0]}{SUFFIX_OF_FILES}' if empty else ''}")
+    for name, items in found.items():
+        if not items:
+            raise ValueError(f"{source}: no items in {name}{SUFFIX_OF_FILES}")
+    if not found:
+        wanted = (
+            f"*{SUFFIX}{SUFFIX_OF_FILES}" if extended else f"*{SUFFIX_OF_FILES} (*{SUFFIX}{SUFFIX_OF_FILES} with --e)"
+        )
+        raise ValueError(f"{source}: no items; looked for {wanted}")
     return found
 
 
@@ -164,6 +169,7 @@ def _item(row: Any, index: int, task: Task) -> Item:
     if not isinstance(row, dict):
         raise ValueError(f"a line must be an object, not {type(row).__name__}")
     fields = {name: _field(row, name) for name in ("context", "input", "answers", "length", "all_classes")}
+    json.dumps(fields, ensure_ascii=False).encode()  # refuses a surrogate without its other half
     item = Item(index, **fields)
     named = row.get("dataset", task.name)
     if find_task(str(named)) is not task:

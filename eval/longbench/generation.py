@@ -19,7 +19,7 @@ class Answers:
     texts : list of str
         Special tokens removed.
     broken : list of bool
-        Whether logits were not numbers; such an answer ends there.
+        Whether logits were not numbers; such an answer ends before the token that they would have given.
     prompt_tokens, new_tokens : list of int
     prefill_s, decode_s : float
         Seconds of the batch: to the first logits, and from them to the end.
@@ -36,15 +36,22 @@ class Answers:
 class _Watch:
     """Looks at the logits of every step: a logits processor and a stopping criterion of transformers in one."""
 
-    def __init__(self, size: int, device: torch.device) -> None:
+    def __init__(self, size: int, ends: Sequence[int], device: torch.device) -> None:
+        self.ends = torch.tensor(ends, dtype=torch.long, device=device)
+        self.ended = torch.zeros(size, dtype=torch.bool, device=device)
         self.broken = torch.zeros(size, dtype=torch.bool, device=device)
-        self.steps = torch.zeros(size, dtype=torch.long, device=device)
+        self.tokens = torch.zeros(size, dtype=torch.long, device=device)
         self.first: float | None = None
 
     def see(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Note which rows are no numbers (a suppressed token is -inf, which is none of that), and the time."""
-        self.steps += ~self.broken
-        self.broken |= scores.isnan().any(-1)
+        """Note which rows are no numbers (a suppressed token is -inf, which is none of that), and the time.
+
+        Behind its end a row of a batch is padding, and what that gives is not looked at.
+        """
+        if self.first is not None:
+            self.ended |= torch.isin(ids[:, -1], self.ends)
+        self.broken |= scores.isnan().any(-1) & ~self.ended
+        self.tokens += ~(self.broken | self.ended)
         if self.first is None:
             self.broken.cpu()  # waits for the device
             self.first = time.perf_counter()
@@ -71,16 +78,14 @@ def answer(
     prompts : sequence of id sequences
         Padded on the left to the longest.
     ends_at_newline : bool
-        A line break ends the answer, and its first token may be neither that nor the end of text (samsum).
+        The tokenizer's end of text or a line break ends the answer, and its first token may be neither (samsum).
     """
     from transformers.generation import LogitsProcessorList, StoppingCriteriaList
 
     ids, mask = _pad(prompts, _padding(tokenizer))
     ids, mask = ids.to(model.device), mask.to(model.device)
-    watch = _Watch(len(prompts), ids.device)
-    ends = _ends(model, tokenizer)
-    if ends_at_newline:
-        ends += [tokenizer.encode("\n", add_special_tokens=False)[-1]]
+    ends = _ends(model, tokenizer, ends_at_newline)
+    watch = _Watch(len(prompts), ends, ids.device)
     started = time.perf_counter()
     output = model.generate(
         input_ids=ids,
@@ -97,16 +102,15 @@ def answer(
         logits_processor=LogitsProcessorList([watch.see]),
         stopping_criteria=StoppingCriteriaList([watch.stop]),
     )
-    finished = [
-        _until(row, ends, int(steps)) for row, steps in zip(output[:, ids.shape[1] :], watch.steps, strict=True)
-    ]
+    lengths = watch.tokens.tolist()
     ended = time.perf_counter()
+    rows = output[:, ids.shape[1] :].tolist()
     first = watch.first if watch.first is not None else ended
     return Answers(
-        texts=[tokenizer.decode(row, skip_special_tokens=True) for row in finished],
+        texts=[tokenizer.decode(row[:n], skip_special_tokens=True) for row, n in zip(rows, lengths, strict=True)],
         broken=watch.broken.tolist(),
         prompt_tokens=[len(prompt) for prompt in prompts],
-        new_tokens=[len(row) for row in finished],
+        new_tokens=lengths,
         prefill_s=first - started,
         decode_s=ended - first,
     )
@@ -129,15 +133,9 @@ def _padding(tokenizer: Any) -> int:
     return token or 0
 
 
-def _ends(model: Any, tokenizer: Any) -> list[int]:
-    """Tokens that end an answer: the model's own, else the tokenizer's."""
-    known = model.generation_config.eos_token_id
+def _ends(model: Any, tokenizer: Any, newline: bool) -> list[int]:
+    """Tokens that end an answer: the model's own, else the tokenizer's; with `newline` that one and the tokenizer's."""
+    known = None if newline else model.generation_config.eos_token_id
     known = tokenizer.eos_token_id if known is None else known
-    return list(known) if isinstance(known, (list, tuple)) else [] if known is None else [known]
-
-
-def _until(row: torch.Tensor, ends: Sequence[int], steps: int) -> list[int]:
-    """The tokens up to and with the first end, and no further than `steps`: behind it comes padding."""
-    tokens: list[int] = row.tolist()[:steps]
-    stop = next((index for index, token in enumerate(tokens) if token in ends), len(tokens) - 1)
-    return tokens[: stop + 1]
+    ends = list(known) if isinstance(known, (list, tuple)) else [] if known is None else [known]
+    return [*ends, tokenizer.encode("\n", add_special_tokens=False)[-1]] if newline else ends

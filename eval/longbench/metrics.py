@@ -85,7 +85,7 @@ def rouge(answer: str, reference: str, classes: Sequence[str] = ()) -> float:
     It fails on an answer without a word, and it recurses once for every step through the table of two sentences: as
     many steps as they have words, those in common counted once. Beyond about 980 it is out of stack, and scores 0 even
     if they are equal. The published scorer gives that 0, and so does this; :func:`ran_out_of_stack` tells which items
-    are meant.
+    are meant. The thread that it runs in takes a few frames, and so a few words, more than the published scorer.
     """
     outcome = _rouge(answer, reference)
     return outcome if isinstance(outcome, float) else 0.0
@@ -99,14 +99,15 @@ def ran_out_of_stack(task: Task, answer: str, references: Sequence[str]) -> bool
     return any(isinstance(_rouge(*pair), RecursionError) for pair in pairs)
 
 
+@cache
 def _rouge(answer: str, reference: str) -> float | Exception:
     """The score, or why there is none. In a thread of its own, with a stack of its own: how much of it is left for the
-    recursion must not depend on who calls."""
+    recursion must not depend on who calls. It takes long, and each pair is asked for more than once."""
     with ThreadPoolExecutor(1) as pool:
         try:
             return pool.submit(_rouge_l, answer, reference).result()
         except (ValueError, RecursionError) as error:
-            return error
+            return error.with_traceback(None)  # which would keep every frame of the recursion
 
 
 def _rouge_l(answer: str, reference: str) -> float:
@@ -191,6 +192,10 @@ METRICS: dict[str, Score] = {
         *(classification, count, retrieval, retrieval_zh, code_sim),
     )
 }
+
+
+PACKAGES = {"qa_f1_zh": ("jieba",), "rouge": ("rouge",), "rouge_zh": ("rouge", "jieba")}
+"""What a metric needs besides numpy."""
 
 
 def score_item(task: Task, answer: str, references: Sequence[str], classes: Sequence[str] | None) -> float:

@@ -31,6 +31,8 @@ PARAGRAPHS = 30  # the prompt of passage_retrieval_en says so
 BOOKS = ("Genesis", "Psalms", "Proverbs", "Isaiah", "Matthew", "Romans")
 YANG, YIN = "阳爻", "阴爻"
 SEED = 42  # the benchmark's
+LEAST = 400
+"""Shortest context, in tokens: passage_retrieval_en then gives each passage 13, and a verse is the least it takes."""
 FULL = 0.8
 """Share of the length asked for that every text has at least."""
 
@@ -42,7 +44,7 @@ def build(folder: Path, tokens: Sequence[int] = TOKENS, items: int = 1, count: C
     ----------
     folder : Path
     tokens : sequence of int
-        Lengths of the contexts, each from 400 on.
+        Lengths of the contexts, each from `LEAST` on.
     items : int
         Questions of each length in each data set.
     count : callable, optional
@@ -60,8 +62,7 @@ def build(folder: Path, tokens: Sequence[int] = TOKENS, items: int = 1, count: C
     FileNotFoundError
         A distribution is not installed; the message is the command that installs it.
     """
-    if items < 1 or min(tokens, default=0) < 400:
-        raise ValueError(f"tokens={list(tokens)} must each be at least 400, items={items} at least 1")
+    check(tokens, items)
     count = count or (lambda text: len(text.encode()) // 4)
     digests = {}
     for name, make in MAKERS.items():
@@ -73,6 +74,19 @@ def build(folder: Path, tokens: Sequence[int] = TOKENS, items: int = 1, count: C
     sources = {"sources": texts.provenance(), "tokens": list(tokens), "items": items, "seed": SEED, "sha256": digests}
     write_text(folder / "provenance.json", json.dumps(sources, indent=1) + "\n")
     return sources
+
+
+def check(tokens: Sequence[int], items: int, datasets: Sequence[str] | None = None, *, extended: bool = False) -> None:
+    """Refuse what cannot be built: ValueError that names the value."""
+    if not tokens or min(tokens) < LEAST:
+        raise ValueError(f"tokens={min(tokens, default=0)} is below {LEAST}")
+    if items < 1:
+        raise ValueError(f"items={items} is below 1")
+    if extended:
+        raise ValueError("the offline set has nothing of LongBench-E: --e needs --data")
+    for name in datasets or ():
+        if name not in MAKERS:
+            raise ValueError(f"the offline set has no {name!r}; it has {', '.join(MAKERS)}")
 
 
 def _row(name: str, question: Question) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from pasa.eval.longbench.data import Item
@@ -11,7 +12,7 @@ PUBLISHED_LENGTHS = {4096: 3500, 8192: 7500, 16384: 15500, 32768: 31500}
 """Context window -> longest prompt, in tokens before the chat template (LongBench/config/model2maxlen.json)."""
 
 
-def default_max_length(window: int) -> int:
+def default_max_length(window: float) -> int:
     """Longest prompt for a context window: as published for the largest published window within it.
 
     Raises
@@ -23,6 +24,23 @@ def default_max_length(window: int) -> int:
     if not fitting:
         raise ValueError(f"LongBench has no prompt length for a context window of {window} tokens: give max_length")
     return max(fitting)
+
+
+def check_max_length(length: int, window: float, tasks: Iterable[Task]) -> None:
+    """Refuse prompts that are too short to be cut, or leave no room in the window for what is generated.
+
+    Raises
+    ------
+    ValueError
+    """
+    if length < 2:
+        raise ValueError(f"max_length={length} is below 2")
+    task = max(tasks, key=lambda each: each.max_new_tokens)
+    if length + task.max_new_tokens > window:
+        raise ValueError(
+            f"max_length={length} and the {task.max_new_tokens} new tokens of {task.name} exceed the model's window "
+            f"of {window} tokens"
+        )
 
 
 def build_prompt(tokenizer: Any, task: Task, item: Item, max_length: int, *, chat: bool = True) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +54,19 @@ def precision_table(result: dict[str, Any]) -> Table:
     ]
     lengths = [length for entry in result["datasets"].values() for length in entry["prompt_tokens"]]
     title = (
-        f"{result['model']}: {len(result['datasets'])} data sets of {result['data']}, "
-        f"{min(lengths):,} to {max(lengths):,} prompt tokens"
+        f"{result['model']}: {counted(len(result['datasets']), 'data set')} of {result['data']}, "
+        f"{_range(lengths, ' to ')} prompt tokens"
     )
     return Table(title, header, rows, _note(result))
+
+
+def counted(number: int, noun: str) -> str:
+    """Number and noun, in the plural where it must be."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _range(values: Sequence[int], to: str) -> str:
+    return to.join(f"{value:,}" for value in sorted({min(values), max(values)}))
 
 
 def _note(result: dict[str, Any]) -> str:
@@ -77,9 +87,8 @@ def score_table(result: dict[str, Any]) -> Table:
     names = list(result["precisions"])
     rows = []
     for dataset, entry in result["datasets"].items():
-        shortest, longest = entry["prompt_tokens"]
         values = [_cell(entry["score"][name], entry["agreement"][name]) for name in names]
-        rows.append([dataset, entry["metric"], str(entry["items"]), f"{shortest:,}-{longest:,}", *values])
+        rows.append([dataset, entry["metric"], str(entry["items"]), _range(entry["prompt_tokens"], "-"), *values])
     for category, score in result["categories"].items():
         rows.append([category, "", "", "", *(f"{score[name]:.2f}" for name in names)])
     header = ["data set", "metric", "items", "prompt tokens", *(result["titles"][name] for name in names)]
@@ -132,10 +141,21 @@ def verdict(result: dict[str, Any]) -> str:
             found = result["precisions"][name]
             parts.append(
                 f"{result['titles'][name]}: {found['broken']} of {found['items']} answers broken, "
-                f"{percent(found['agreement'])} equal to FP32's."
+                f"{round(found['agreement'] * found['items'])} of {found['items']} equal to FP32's."
             )
-    failed = [name for name, passed in result["gate"]["checks"].items() if not passed]
-    return " ".join([*parts, f"FAILED: {', '.join(failed)}." if failed else "All checks hold."])
+    return " ".join([*parts, conclusion(result["gate"])])
+
+
+def conclusion(gate: dict[str, Any]) -> str:
+    """Whether the checks hold, and whether there were any."""
+    failed = [name for name, passed in gate["checks"].items() if not passed]
+    if failed:
+        return f"FAILED: {', '.join(failed)}."
+    return (
+        "All checks hold."
+        if gate["checks"].keys() - {"reference_finite"}
+        else "FP32 is finite; no other check applies."
+    )
 
 
 def origin(result: dict[str, Any]) -> str:
@@ -143,7 +163,7 @@ def origin(result: dict[str, Any]) -> str:
     machine = result["environment"]
     return (
         f"({machine['device']}, {machine['processor']}; torch {machine['torch']}, transformers "
-        f"{machine['transformers']}, pasa {machine['pasa']}, commit {machine['commit']}.)"
+        f"{machine['transformers']}, pasa {machine['pasa']}, commit {machine['commit'] or 'unknown'}.)"
     )
 
 
@@ -160,7 +180,7 @@ def save(result: dict[str, Any], folder: Path) -> None:
     from pasa.eval.longbench import plots
 
     output.write_text(folder / "longbench.json", output.to_json(result))
-    parts = [f"# LongBench: {tables(result)[0].title}", verdict(result), origin(result)]
+    parts = ["# LongBench", verdict(result), origin(result)]
     for found in tables(result):
         parts += [f"## {found.title}", markdown(found.header, found.rows), found.note]
     output.write_text(folder / "longbench.md", "\n\n".join([*parts, "![Scores](longbench.png)"]) + "\n")

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import shutil
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +18,16 @@ import torch
 
 import pasa
 from pasa.eval import output
-from pasa.eval.longbench import data, offline
+from pasa.eval.longbench import data, metrics, offline, templates, texts
 from pasa.eval.longbench.generation import answer
 from pasa.eval.longbench.memory import peak_bytes, reset_peak
 from pasa.eval.longbench.overflow import count_overflow
-from pasa.eval.longbench.prompts import build_prompt, default_max_length
-from pasa.eval.longbench.store import Line, Store, batches
+from pasa.eval.longbench.prompts import build_prompt, check_max_length, default_max_length
+from pasa.eval.longbench.store import OFFLINE, SOURCE, Line, Store, batches, exclusive, refuse_foreign
 from pasa.eval.longbench.summary import summarise
-from pasa.eval.longbench.tasks import find_task
-from pasa.eval.precisions import EMULATION, Subject, choose_offset, parse_precisions
+from pasa.eval.longbench.tasks import Task, find_task
+from pasa.eval.precisions import Subject, choose_offset, parse_precisions
+from pasa.eval.rescue.embedded_model import WEIGHTS, require
 from pasa.eval.rescue.run import machine
 
 DEFAULT_PRECISIONS = ("fp32", "bf16", "fp16-eager", "pasa")
@@ -44,7 +49,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Processes:
-    """This process among those that share the work (accelerate launch), and its device."""
+    """This process among those that share the work (torchrun, accelerate launch), and its device."""
 
     index: int
     count: int
@@ -60,8 +65,8 @@ def run_longbench(
     datasets: Sequence[str] | None = None,
     extended: bool = False,
     limit: int | None = None,
-    tokens: Sequence[int] = offline.TOKENS,
-    items: int = 1,
+    tokens: Sequence[int] | None = None,
+    items: int | None = None,
     max_length: int | None = None,
     batch_size: int = 1,
     chat: bool = True,
@@ -83,8 +88,8 @@ def run_longbench(
         Names in :data:`pasa.eval.precisions.PRECISIONS`.
     datasets, extended, limit
         Which data sets, those of LongBench-E or not, and how many items of each.
-    tokens, items
-        Of the offline set.
+    tokens, items : optional
+        Of the offline set alone: as :func:`pasa.eval.longbench.offline.build` takes them.
     max_length : int, optional
         Longest prompt in tokens; the middle of a longer one is cut out. Default: as published for the model's window.
     batch_size : int
@@ -104,37 +109,76 @@ def run_longbench(
     -------
     dict or None
         JSON-able: ``datasets``, ``categories``, ``precisions`` (scores, agreement, speed), ``layers``, ``gate``,
-        ``settings``, ``environment``. None in all processes but the first.
+        ``settings``, ``identity`` (digests and versions), ``environment``. None in all processes but the first.
 
     Raises
     ------
     FileNotFoundError, ValueError
         Before anything is computed: data, model, precision, number or folder that cannot be used.
     """
-    for name, number, least in (("batch_size", batch_size, 1), ("diagnose", diagnose, 0)):
+    most = 1 if limit is None else limit
+    for name, number, least in (("batch_size", batch_size, 1), ("diagnose", diagnose, 0), ("limit", most, 1)):
         if number < least:
             raise ValueError(f"{name}={number} is below {least}")
     names = parse_precisions(precisions, injected=bool(choose_offset(model, offset)))
     processes = _processes()
-    with _folder(folder) as place:
-        questions = None if source is None else data.load_items(source, datasets, extended=extended, limit=limit)
+    options: dict[str, Any] = {"datasets": datasets, "extended": extended, "limit": limit, "diagnose": diagnose}
+    if source is None:
+        options |= {
+            "tokens": list(offline.TOKENS if tokens is None else tokens),
+            "items": 1 if items is None else items,
+        }
+        offline.check(options["tokens"], options["items"], datasets, extended=extended)
+        questions = None
+    else:
+        _refuse_offline_options(source, tokens=tokens, items=items)
+        questions = data.load_items(source, datasets, extended=extended, limit=limit)
+    tasks = [find_task(dataset) for dataset in questions or datasets or offline.MAKERS]
+    _require(model, source, tasks)
+    _try_out(tasks)
+    with _folder(folder, processes) as place, tempfile.TemporaryDirectory(prefix="pasa-offline-") as scratch:
+        if source is None:
+            refuse_foreign(place)
         subject = Subject(model, offset, processes.device, half=half)
-        length = default_max_length(subject.config.max_position_embeddings) if max_length is None else max_length
-        if length < 2:
-            raise ValueError(f"max_length={length} is below 2")
+        window = getattr(subject.config, "max_position_embeddings", math.inf)
+        length = default_max_length(window) if max_length is None else max_length
+        check_max_length(length, window, tasks)
         if questions is None:
-            if processes.index == 0:
-                offline.build(place / "data", tokens, items, lambda text: len(subject.tokenizer(text).input_ids))
-            processes.wait()
-            questions = data.load_items(str(place / "data"), datasets, extended=extended, limit=limit)
+            sizes = options["tokens"], options["items"]
+            offline.build(Path(scratch), *sizes, lambda text: len(subject.tokenizer(text).input_ids))
+            questions = data.load_items(scratch, datasets, limit=limit)
         settings = Settings(length, batch_size, chat)
-        store = Store(place, _identity(subject, settings, questions))
+        made_from = {name: options.get(name) for name in ("tokens", "items", "limit")}
+        store = Store(place, {**_identity(subject, settings, questions), SOURCE: {"data": source, **made_from}})
+        if source is None and processes.index == 0:
+            shutil.copytree(scratch, place / OFFLINE, dirs_exist_ok=True)
         run = _Run(subject, questions, settings, store, processes, progress or (lambda done, total, label: None))
         run.answer_all(names)
         if diagnose:
             run.count_all(diagnose)
         processes.wait()
-        return run.collect(names, diagnose, source) if processes.index == 0 else None
+        return run.collect(names, options, source) if processes.index == 0 else None
+
+
+def _refuse_offline_options(source: str, **options: Any) -> None:
+    for name, value in options.items():
+        if value is not None:
+            raise ValueError(f"{name}={value} is of the offline set, which data={source!r} is not")
+
+
+def _require(model: str | None, source: str | None, tasks: Sequence[Task]) -> None:
+    """Refuse, with one command, where something is not installed."""
+    alone = [WEIGHTS] * (model is None) + [texts.BIBLE, texts.ZHOUYI] * (source is None) + [templates.SOURCE]
+    scorers = {name for task in tasks for name in metrics.PACKAGES.get(task.metric, ())}
+    require(alone, "longbench", sorted(scorers))
+
+
+def _try_out(tasks: Sequence[Task]) -> None:
+    """Read every template and score an answer: what is broken is told before hours of work, not after them."""
+    trial = "Paragraph 1, 段落1"  # right by every metric
+    for task in tasks:
+        templates.template(task.name)
+        metrics.score_item(task, trial, [trial], [trial])
 
 
 class _Run:
@@ -221,25 +265,28 @@ class _Run:
                 line = {"index": index, "prompt_tokens": ids.shape[1], "layers": count_overflow(model, ids)}
                 self.store.append(OVERFLOW, dataset, self.processes.index, [line])
 
-    def collect(self, names: Sequence[str], diagnose: int, source: str | None) -> dict[str, Any]:
+    def collect(self, names: Sequence[str], options: dict[str, Any], source: str | None) -> dict[str, Any]:
         """Write the predictions, and sum up all lines of all processes."""
         answers: dict[str, dict[str, dict[int, Line]]] = {}
         for name in names:
             answers[name] = {dataset: self.store.lines(name, dataset) for dataset in self.questions}
             for dataset, lines in answers[name].items():
                 self.store.finish(name, dataset, lines)
-        counted = {dataset: self.store.lines(OVERFLOW, dataset) for dataset in self.questions} if diagnose else {}
-        notes = [EMULATION, output.NOTE] if self.subject.emulated(names) else ["not run on an NPU"]
+        looked = self.questions if options["diagnose"] else ()
+        counted = {dataset: self.store.lines(OVERFLOW, dataset) for dataset in looked}
+        scorers = [name for name in ("rouge", "jieba") if name in sys.modules]
+        packages = {name: metadata.version(name) for name in (templates.SOURCE[0], *scorers)}
         return {
             "experiment": "longbench",
-            **summarise(answers, counted, injected=bool(self.subject.offset)),
+            **summarise(answers, counted, injected=bool(self.subject.offset), report=self.report),
             "model": self.subject.name,
             "fixture": {"offset": self.subject.offset, **(self.subject.fixture or {})} if self.subject.offset else None,
-            "data": source or "offline set",
+            "data": source or "the offline set",
             "titles": self.subject.titles(names),
-            "settings": {**vars(self.settings), "processes": self.processes.count},
-            "note": "; ".join(notes),
-            "environment": machine(self.processes.device),
+            "settings": {**vars(self.settings), **options, "processes": self.processes.count},
+            "identity": _identity(self.subject, self.settings, self.questions),
+            "note": self.subject.note(names),
+            "environment": {**machine(self.processes.device), **packages},
         }
 
 
@@ -248,8 +295,9 @@ def _identity(subject: Subject, settings: Settings, questions: dict[str, list[da
 
     return {
         "model": {**subject.identity(), "half": subject.half, "device": subject.device.type},
+        "files": subject.files(),
         "settings": vars(settings),
-        "data": {dataset: data.digest(own) for dataset, own in questions.items()},
+        "data": {dataset: f"{len(own)} items, {data.digest(own)}" for dataset, own in questions.items()},
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__, "pasa": pasa.__version__},
     }
 
@@ -263,18 +311,19 @@ def _processes() -> Processes:
 
 
 @contextmanager
-def _folder(folder: Path | None) -> Iterator[Path]:
-    """The folder, or a temporary one.
+def _folder(folder: Path | None, processes: Processes) -> Iterator[Path]:
+    """The folder, for this run alone, or a temporary one.
 
     Raises
     ------
     ValueError
-        Several processes, which a temporary folder of each would keep apart.
+        Another run is at work there; several processes, which a temporary folder of each would keep apart.
     """
     if folder is not None:
-        yield folder
+        with exclusive(folder, processes.index):
+            yield folder
         return
-    if _processes().count > 1:
+    if processes.count > 1:
         raise ValueError("several processes need an output folder that all of them can reach")
     with tempfile.TemporaryDirectory(prefix="pasa-longbench-") as scratch:
         yield Path(scratch)

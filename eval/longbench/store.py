@@ -1,6 +1,8 @@
 """What a run leaves on disk, so that one that was killed goes on where it stopped.
 
     settings.json                        what every part was made with
+    offline/                             the questions, where they were made here
+    .lock.<n>                              held by process n while it runs
     parts/<precision>/<dataset>.<n>.jsonl  a line per item as it is answered, by process n; with times
     predictions/<precision>/<dataset>.jsonl  the finished data set in LongBench's own form, in the order of the data
 
@@ -12,15 +14,33 @@ stopped.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+SETTINGS, OFFLINE = "settings.json", "offline"
 Line = dict[str, Any]
 PUBLISHED = ("pred", "answers", "all_classes", "length")
 """Fields of a prediction that the published scorer reads."""
+GROWS = "data"
+"""The group of settings to which names may be added; in all others they must be the same."""
+SOURCE = "source"
+"""The group that says what the questions were made from: told where they differ, and otherwise free."""
+
+
+def refuse_foreign(folder: Path) -> None:
+    """Refuse to write questions over files that no run has put there.
+
+    Raises
+    ------
+    ValueError
+    """
+    if (folder / OFFLINE).exists() and not (folder / SETTINGS).is_file():
+        raise ValueError(f"{folder / OFFLINE} is not of a run, since {folder} has no {SETTINGS}: choose another folder")
 
 
 class Store:
@@ -30,7 +50,7 @@ class Store:
     ----------
     folder : Path
     settings : dict
-        Two levels, JSON-able: what must be the same for a run to go on. Data sets may be added.
+        Two levels, JSON-able: what must be the same for a run to go on. Data sets may be added to the group `GROWS`.
 
     Raises
     ------
@@ -40,7 +60,7 @@ class Store:
 
     def __init__(self, folder: Path, settings: dict[str, dict[str, Any]]) -> None:
         self.folder = folder
-        file = folder / "settings.json"
+        file = folder / SETTINGS
         settings = json.loads(json.dumps(settings))
         if file.is_file():
             stored = json.loads(file.read_text(encoding="utf-8"))
@@ -82,20 +102,45 @@ class Store:
         return file
 
 
+@contextmanager
+def exclusive(folder: Path, process: int) -> Iterator[Path]:
+    """Make the folder, and keep it from a second run for as long as this one lives.
+
+    Raises
+    ------
+    ValueError
+        Another run is at work there.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f".lock.{process}").open("w") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"another run is at work in {folder}: wait for it, or choose another folder") from None
+        yield folder
+
+
 def batches(count: int, size: int) -> list[range]:
     """Indices 0..count-1 in the batches that are answered together."""
     return [range(start, min(start + size, count)) for start in range(0, count, size)]
 
 
 def _refuse_changes(stored: dict[str, Any], settings: dict[str, Any], folder: Path) -> None:
-    changes = [
-        f"{key}.{name} was {stored[key].get(name)!r} and is {value!r}"
-        for key, group in settings.items()
-        for name, value in group.items()
-        if key in stored and name in stored[key] and stored[key][name] != value
-    ]
-    if changes:
-        raise ValueError(f"{folder} holds a run with other settings ({'; '.join(changes)}): choose another folder")
+    changes = {}
+    for key, group in settings.items():
+        old = stored.get(key, {})
+        names = [name for name in group if name in old] if key == GROWS else {**old, **group}
+        changes[key] = [
+            f"{key}.{name} was {old.get(name)!r} and is {group.get(name)!r}"
+            for name in names
+            if old.get(name) != group.get(name)
+        ]
+    source = changes.pop(SOURCE, [])
+    if changes.get(GROWS):
+        changes[GROWS] = source or changes[GROWS]
+    found = "; ".join(change for group in changes.values() for change in group)
+    if found:
+        raise ValueError(f"{folder} holds a run with other settings ({found}): choose another folder")
 
 
 def _read(part: Path) -> Iterator[Line]:

@@ -25,8 +25,6 @@ class Task:
         `metric` is a name in :data:`pasa.eval.longbench.metrics.METRICS`.
     max_new_tokens : int
         Upper bound on the answer.
-    items : int
-        In the published set.
     chat : bool
         Whether the prompt goes through the chat template. Few-shot and code prompts do not.
     first_line : bool
@@ -39,7 +37,6 @@ class Task:
     category: str
     metric: str
     max_new_tokens: int
-    items: int
     language: str = "en"
     chat: bool = True
     first_line: bool = False
@@ -52,27 +49,27 @@ class Task:
 
 
 _TABLE = (
-    Task("narrativeqa", "Single-doc QA", "qa_f1", 128, 200),
-    Task("qasper", "Single-doc QA", "qa_f1", 128, 200, extended=True),
-    Task("multifieldqa_en", "Single-doc QA", "qa_f1", 64, 150, extended=True),
-    Task("multifieldqa_zh", "Single-doc QA", "qa_f1_zh", 64, 200, "zh"),
-    Task("hotpotqa", "Multi-doc QA", "qa_f1", 32, 200, extended=True),
-    Task("2wikimqa", "Multi-doc QA", "qa_f1", 32, 200, extended=True),
-    Task("musique", "Multi-doc QA", "qa_f1", 32, 200),
-    Task("dureader", "Multi-doc QA", "rouge_zh", 128, 200, "zh"),
-    Task("gov_report", "Summarization", "rouge", 512, 200, extended=True),
-    Task("qmsum", "Summarization", "rouge", 512, 200),
-    Task("multi_news", "Summarization", "rouge", 512, 200, extended=True),
-    Task("vcsum", "Summarization", "rouge_zh", 512, 200, "zh"),
-    Task("trec", "Few-shot", "classification", 64, 200, chat=False, first_line=True, extended=True),
-    Task("triviaqa", "Few-shot", "qa_f1", 32, 200, chat=False, first_line=True, extended=True),
-    Task("samsum", "Few-shot", "rouge", 128, 200, chat=False, first_line=True, extended=True),
-    Task("lsht", "Few-shot", "classification", 64, 200, "zh", chat=False, first_line=True),
-    Task("passage_count", "Synthetic", "count", 32, 200, extended=True),
-    Task("passage_retrieval_en", "Synthetic", "retrieval", 32, 200, extended=True),
-    Task("passage_retrieval_zh", "Synthetic", "retrieval_zh", 32, 200, "zh"),
-    Task("lcc", "Code", "code_sim", 64, 500, "code", chat=False, extended=True),
-    Task("repobench-p", "Code", "code_sim", 64, 500, "code", chat=False, extended=True),
+    Task("narrativeqa", "Single-doc QA", "qa_f1", 128),
+    Task("qasper", "Single-doc QA", "qa_f1", 128, extended=True),
+    Task("multifieldqa_en", "Single-doc QA", "qa_f1", 64, extended=True),
+    Task("multifieldqa_zh", "Single-doc QA", "qa_f1_zh", 64, "zh"),
+    Task("hotpotqa", "Multi-doc QA", "qa_f1", 32, extended=True),
+    Task("2wikimqa", "Multi-doc QA", "qa_f1", 32, extended=True),
+    Task("musique", "Multi-doc QA", "qa_f1", 32),
+    Task("dureader", "Multi-doc QA", "rouge_zh", 128, "zh"),
+    Task("gov_report", "Summarization", "rouge", 512, extended=True),
+    Task("qmsum", "Summarization", "rouge", 512),
+    Task("multi_news", "Summarization", "rouge", 512, extended=True),
+    Task("vcsum", "Summarization", "rouge_zh", 512, "zh"),
+    Task("trec", "Few-shot", "classification", 64, chat=False, first_line=True, extended=True),
+    Task("triviaqa", "Few-shot", "qa_f1", 32, chat=False, first_line=True, extended=True),
+    Task("samsum", "Few-shot", "rouge", 128, chat=False, first_line=True, extended=True),
+    Task("lsht", "Few-shot", "classification", 64, "zh", chat=False, first_line=True),
+    Task("passage_count", "Synthetic", "count", 32, extended=True),
+    Task("passage_retrieval_en", "Synthetic", "retrieval", 32, extended=True),
+    Task("passage_retrieval_zh", "Synthetic", "retrieval_zh", 32, "zh"),
+    Task("lcc", "Code", "code_sim", 64, "code", chat=False, extended=True),
+    Task("repobench-p", "Code", "code_sim", 64, "code", chat=False, extended=True),
 )
 TASKS = {task.name: task for task in _TABLE}
 SUFFIX = "_e"
@@ -92,8 +89,3 @@ def find_task(dataset: str) -> Task:
     if task is None or (dataset != name and not task.extended):
         raise ValueError(f"unknown dataset {dataset!r}; LongBench has {', '.join(TASKS)}")
     return task
-
-
-def dataset_names(extended: bool) -> list[str]:
-    """All datasets, in the order of the table: 21, or the 13 of LongBench-E."""
-    return [name + SUFFIX for name, task in TASKS.items() if task.extended] if extended else list(TASKS)

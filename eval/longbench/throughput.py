@@ -21,6 +21,7 @@ from pasa.eval.rescue.run import machine, pick_device
 from pasa.eval.rmse.report import Table, percent
 from pasa.eval.speed.report import number
 
+SMALL = "tiny"
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2-7b": {  # config.json of Qwen/Qwen2-7B
         "hidden_size": 3584,
@@ -34,7 +35,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-6,
         "tie_word_embeddings": False,
     },
-    "tiny": {  # for tests
+    SMALL: {  # for tests, and to try the command out
         "hidden_size": 64,
         "intermediate_size": 96,
         "num_hidden_layers": 2,
@@ -88,7 +89,7 @@ def run_throughput(
     Raises
     ------
     ValueError
-        Unknown configuration or attention; a number below 1.
+        Unknown configuration or attention; a number below 1; a large configuration without an accelerator.
     """
     if config not in CONFIGS:
         raise ValueError(f"config={config!r} is not one of {', '.join(CONFIGS)}")
@@ -98,7 +99,12 @@ def run_throughput(
     for label, value in (("tokens", min(tokens, default=0)), ("new_tokens", new_tokens), ("rounds", rounds)):
         if value < 1:
             raise ValueError(f"{label}={value} is below 1")
-    device, report = pick_device(), progress or (lambda done, total, label: None)
+    device = pick_device()
+    if device.type == "cpu" and config != SMALL:
+        raise ValueError(
+            f"config={config!r} is too large for a CPU, and there is no accelerator here: try --config {SMALL}"
+        )
+    report = progress or (lambda done, total, label: None)
     model = build(config, device)
     records: list[dict[str, Any]] = []
     total = len(biases) * len(tokens) * len(attentions)
@@ -115,7 +121,7 @@ def run_throughput(
         "config": config,
         "settings": {"new_tokens": new_tokens, "rounds": rounds, "seed": SEED, "dtype": "float16", "batch": 1},
         "records": records,
-        "note": "random weights; medians; nothing was run on an NPU",
+        "note": "random weights; nothing was run on an NPU",
         "environment": machine(device),
     }
 
@@ -197,10 +203,11 @@ def table(result: dict[str, Any]) -> Table:
         ]
         for each in result["records"]
     ]
+    rounds = result["settings"]["rounds"]
     header = ["attention", "prefill s", "prefill tokens/s", "decode tokens/s", "peak GiB", "logits not finite"]
     note = (
-        f"FP16, batch 1, medians of {result['settings']['rounds']} rounds, decoding without a graph. Bias: its square "
-        f"is added to every score. {result['note']}. ({result['environment']['device']}, torch "
-        f"{result['environment']['torch']}, commit {result['environment']['commit']}.)"
+        f"FP16, batch 1, {'one round' if rounds == 1 else f'medians of {rounds} rounds'}, decoding without a graph. "
+        f"Bias: its square is added to every score. {result['note']}. ({result['environment']['device']}, torch "
+        f"{result['environment']['torch']}, commit {result['environment']['commit'] or 'unknown'}.)"
     )
     return Table(f"{result['config']}, random weights", header, rows, note)

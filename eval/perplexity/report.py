@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.text import Text
 
 from pasa.eval import output
-from pasa.eval.longbench.report import origin
+from pasa.eval.longbench.report import conclusion, origin
 from pasa.eval.precisions import REFERENCE
 from pasa.eval.rmse.report import Table, show
-from pasa.eval.speed.report import markdown
+from pasa.eval.speed.report import markdown, number
 
 
 def table(result: dict[str, Any]) -> Table:
@@ -25,7 +25,8 @@ def table(result: dict[str, Any]) -> Table:
         cells = []
         for offset in offsets:
             value = found[name, offset]
-            cells += ["not finite", "-"] if value is None else [f"{value:,.4f}", f"{value - base:+,.4f}"]
+            change = None if None in (value, base) else value - base
+            cells += ["not finite" if value is None else f"{value:,.4f}", number(change, "+,.4f")]
         rows.append([title, *cells])
     header = ["precision", *(text for offset in offsets for text in (f"offset {offset:,.0f}", "change"))]
     settings = result["settings"]
@@ -40,22 +41,16 @@ def table(result: dict[str, Any]) -> Table:
     return Table(title, header, rows, note)
 
 
-def verdict(result: dict[str, Any]) -> str:
-    """What the exit status says."""
-    failed = [name for name, passed in result["gate"]["checks"].items() if not passed]
-    return f"FAILED: {', '.join(failed)}." if failed else "All checks hold."
-
-
 def render(result: dict[str, Any], console: Console | None = None) -> None:
     """Print the table and the verdict."""
     console = console or Console()
     show(table(result), console)
-    console.print(Text(verdict(result)))
+    console.print(Text(conclusion(result["gate"])))
 
 
 def save(result: dict[str, Any], folder: Path) -> None:
     """Write ``perplexity.json`` and ``perplexity.md``."""
-    found = table(result)
-    parts = [f"# {found.title}", markdown(found.header, found.rows), found.note, verdict(result), origin(result)]
+    found, said = table(result), conclusion(result["gate"])
+    parts = [f"# {found.title}", markdown(found.header, found.rows), found.note, said, origin(result)]
     output.write_text(folder / "perplexity.json", output.to_json(result))
     output.write_text(folder / "perplexity.md", "\n\n".join(parts) + "\n")

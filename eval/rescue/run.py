@@ -11,7 +11,7 @@ import torch
 
 import pasa
 from pasa.eval.output import environment
-from pasa.eval.rescue.embedded_model import find_essays, load_model
+from pasa.eval.rescue.embedded_model import find_essays, load_model, require_built_in
 from pasa.eval.rescue.measure import Generation, generate
 from pasa.eval.rescue.overflow_fixture import inject_overflow
 from pasa.eval.rescue.report import render
@@ -78,6 +78,7 @@ def run_rescue(
     """
     if new_tokens < 1:
         raise ValueError(f"run_rescue: new_tokens={new_tokens} must be at least 1")
+    require_built_in(model=model_path is None, text=prompt is None)
     say = progress or (lambda line: None)
     device = pick_device()
     say("loading the model")

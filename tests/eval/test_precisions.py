@@ -5,7 +5,7 @@ import torch
 import transformers as hf
 
 from pasa.eval import precisions
-from pasa.eval.precisions import PRECISIONS, Subject, parse_precisions
+from pasa.eval.precisions import MIB, PRECISIONS, Subject, fingerprint, parse_precisions
 
 CPU = torch.device("cpu")
 IDS = torch.arange(1, 60)[None]
@@ -86,8 +86,33 @@ def test_a_model_is_unpatched_behind_the_context(subject):
 
 def test_identity_tells_models_apart(folder, subject):
     assert subject.identity()["offset"] == 131072
-    assert "model.safetensors" in subject.identity()["files"]
+    assert {"config.json", "model.safetensors"} <= set(subject.files())
     assert subject.identity() != Subject(folder, 0, CPU).identity()
+
+
+@pytest.mark.parametrize(("name", "seen"), [("model.safetensors", [0, -1]), ("tokenizer.json", [0, 2 * MIB, -1])])
+def test_a_file_of_the_same_size_is_not_the_same(tmp_path, name, seen):
+    """Training goes on and changes no size. Of weights both ends are looked at, of all else everything."""
+    file, content = tmp_path / name, bytearray(4 * MIB)
+    file.write_bytes(content)
+    found = {fingerprint(file)}
+    for place in seen:
+        content[place] ^= 1
+        file.write_bytes(content)
+        found.add(fingerprint(file))
+    assert len(found) == 1 + len(seen)
+    file.write_bytes(content + b"\0")
+    assert fingerprint(file) not in found
+
+
+def test_an_accelerator_that_emulates_runs_pasas_own_kernel(subject, folder):
+    device = Subject(folder, 131072, torch.device("cuda"), half=False)
+    names = ["fp32", "fp16-eager", "pasa"]
+    assert list(device.titles(names).values()) == ["FP32", "FP16, eager (emulated)", "FP16, PASA (FP32 model)"]
+    assert device.note(names).startswith("FP32 model, FP16 attention: PASA is its own kernel")
+    assert "on CPU" not in device.note(names)
+    assert "emulated NPU arithmetic on CPU" in subject.note(names)
+    assert subject.note(["fp32"]) == device.note(["bf16"]) == "not run on an NPU"
 
 
 def test_names_are_checked():

@@ -56,10 +56,8 @@ def test_stored_diagnoses_find_what_was_injected(name, beyond):
 def test_stored_longbench_meets_the_bounds():
     """Prompts of at least 4,096 tokens: FP16 with stored scores breaks all answers, PASA's are FP32's to 98 %."""
     result = readme.stored("longbench")
-    assert result["gate"] == {
-        "passed": True,
-        "checks": {"pasa_finite": True, "pasa_agrees": True, "fp16_collapses": True},
-    }
+    assert result["gate"]["passed"]
+    assert {"pasa_finite", "pasa_agrees", "fp16_collapses"} <= set(result["gate"]["checks"])
     assert min(entry["prompt_tokens"][0] for entry in result["datasets"].values()) >= 4096
     assert result["precisions"]["pasa"]["agreement"] >= 0.98
     assert result["precisions"]["fp16-eager"]["broken"] == result["precisions"]["fp16-eager"]["items"]

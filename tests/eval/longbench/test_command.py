@@ -2,9 +2,14 @@
 
 import json
 
+import pytest
+import transformers
 from typer.testing import CliRunner
 
 from pasa.eval.commands import app
+from pasa.eval.longbench import run as longbench
+from pasa.eval.longbench import throughput
+from pasa.eval.perplexity import run as perplexity
 
 
 def run(*arguments):
@@ -51,3 +56,40 @@ def test_model_benchmark_writes_what_it_says(tmp_path):
     assert done.exit_code == 0, done.output
     assert len(json.loads((tmp_path / "throughput.json").read_text())["records"]) == 4
     assert "random weights" in (tmp_path / "throughput.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("command", "module", "function", "said"),
+    [
+        ("eval longbench", longbench, "run_longbench", "nothing is kept"),
+        (
+            "eval longbench --output-dir out",
+            longbench,
+            "run_longbench",
+            "start again with the same --output-dir to go on",
+        ),
+        ("eval ppl --output-dir out", perplexity, "run_perplexity", "nothing is kept"),
+        ("bench model", throughput, "run_throughput", "nothing is kept"),
+    ],
+)
+def test_a_run_that_is_stopped_from_the_keyboard_says_what_is_kept(monkeypatch, command, module, function, said):
+    def stop(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, function, stop)
+    done = run(*command.split())
+    assert (done.exit_code, done.stderr) == (130, f"pasa: stopped; {said}\n")
+
+
+def test_no_bar_but_the_commands_own_is_shown(steady, tmp_path):
+    """Story: transformers drew one for the weights of every precision, into the log of a run without a terminal."""
+    (tmp_path / "text.txt").write_text("In the beginning was the word. " * 10)
+    transformers.logging.enable_progress_bar()
+    try:
+        done = run(
+            *["eval", "ppl", "--model", str(steady), "--text", str(tmp_path / "text.txt")],
+            *["--tokens", "9", "--precisions", "fp32"],
+        )
+    finally:
+        transformers.logging.disable_progress_bar()
+    assert (done.exit_code, done.stderr) == (0, "")

@@ -20,7 +20,7 @@ ROW = {
 
 
 def write(folder, name, *rows):
-    lines = [row if isinstance(row, str) else json.dumps(row, ensure_ascii=False) for row in rows]
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
     (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return str(folder)
 
@@ -79,6 +79,7 @@ def test_a_hub_that_cannot_be_reached(monkeypatch):
         ("qasper", {**ROW, "input": None}, "'input' must be a string, not None"),
         ("qasper", {**ROW, "dataset": "squad"}, "unknown dataset 'squad'"),
         ("qasper", {**ROW, "dataset": "trec"}, "dataset 'trec' in the file of qasper"),
+        ("qasper", {**ROW, "answers": ["\ud800"]}, "'utf-8' codec can't encode .* surrogates not allowed"),
         ("trec", {**ROW, "dataset": "trec"}, "all_classes is empty"),
         ("passage_retrieval_zh", {**ROW, "dataset": "passage_retrieval_zh"}, "'He' holds no '段落' with a number"),
     ],
@@ -99,11 +100,15 @@ def test_bytes_that_are_no_text(tmp_path):
 def test_sources_that_are_none(tmp_path):
     with pytest.raises(FileNotFoundError, match="'nowhere' is neither a folder"):
         data.load_items("nowhere")
-    with pytest.raises(ValueError, match="no items"):
+    with pytest.raises(ValueError, match=r"no items; looked for \*\.jsonl \(\*_e\.jsonl with --e\)$"):
         data.load_items(str(tmp_path))
+    with pytest.raises(ValueError, match=r"no items; looked for \*_e\.jsonl$"):
+        data.load_items(str(tmp_path), extended=True)
     write(tmp_path, "squad", ROW)
     with pytest.raises(ValueError, match=r"squad\.jsonl: unknown dataset 'squad'"):
         data.load_items(str(tmp_path))
+    write(tmp_path, "qasper", ROW)
+    assert list(data.load_items(str(tmp_path), ["qasper"])) == ["qasper"], "what is not asked for may lie there"
     (tmp_path / "squad.jsonl").unlink()
     write(tmp_path, "qasper", "")
     with pytest.raises(ValueError, match=r"no items in qasper\.jsonl"):

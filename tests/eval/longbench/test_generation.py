@@ -58,6 +58,10 @@ def test_samsum_begins_with_a_word_and_ends_with_its_line(tokenizer):
     found = generation.answer(model, tokenizer, ids(tokenizer, "text"), 8, ends_at_newline=True)
     assert found.new_tokens == [2]
     assert not found.texts[0].startswith("\n")
+    assert generation._ends(model, tokenizer, True) == [256, line_break]
+    model.generation_config.eos_token_id = [256, 7]
+    assert generation._ends(model, tokenizer, True) == [256, line_break], "the tokenizer's, as published"
+    assert generation._ends(model, tokenizer, False) == [256, 7]
 
 
 def rigged(change):
@@ -87,7 +91,25 @@ def test_logits_that_are_no_numbers_end_their_own_answer_only(tokenizer):
 
     found = generation.answer(rigged(change), tokenizer, ids(tokenizer, "one", "two"), 6)
     assert found.broken == [False, True]
-    assert found.new_tokens == [6, 3]
+    assert found.new_tokens == [6, 2], "the token that NaN gives is none"
+
+
+def test_what_padding_gives_breaks_no_answer(tokenizer):
+    """The first of two answers ends at its second step; from the fourth on its row is NaN."""
+    steps = []
+
+    def change(logits):
+        steps.append(0)
+        logits.fill_(0)[..., 65] = 1
+        if len(steps) == 2:
+            logits[0, ..., 256] = 2
+        if len(steps) >= 4:
+            logits[0] = float("nan")
+
+    found = generation.answer(rigged(change), tokenizer, ids(tokenizer, "one", "two"), 6)
+    assert found.broken == [False, False]
+    assert found.new_tokens == [2, 6]
+    assert found.texts == [tokenizer.decode([65]), tokenizer.decode([65] * 6)]
 
 
 def test_a_prefill_that_is_no_numbers_is_not_continued(tokenizer):
@@ -95,5 +117,5 @@ def test_a_prefill_that_is_no_numbers_is_not_continued(tokenizer):
     model = rigged(lambda logits: calls.append(0) or logits.fill_(float("nan")))
     found = generation.answer(model, tokenizer, ids(tokenizer, "one"), 50)
     assert found.broken == [True]
-    assert found.new_tokens == [1]
+    assert (found.texts, found.new_tokens) == ([""], [0])
     assert len(calls) <= 2

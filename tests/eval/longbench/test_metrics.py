@@ -60,6 +60,15 @@ def test_rouge_of_two_long_sentences_is_zero_and_is_told():
     assert not metrics.ran_out_of_stack(TASKS["qasper"], words[1], [words[1]])
 
 
+def test_each_pair_is_given_to_the_package_once(monkeypatch):
+    asked = []
+    monkeypatch.setattr(metrics, "_rouge_l", lambda *pair: asked.append(pair) or 0.5)
+    for _ in range(2):
+        assert metrics.score_item(TASKS["gov_report"], "counted once", ["left", "right"], None) == 0.5
+        assert not metrics.ran_out_of_stack(TASKS["gov_report"], "counted once", ["left", "right"])
+    assert asked == [("counted once", "left"), ("counted once", "right")]
+
+
 def test_the_best_reference_counts_and_none_is_zero():
     task = TASKS["hotpotqa"]
     assert metrics.score_item(task, "Paris", ["London", "paris."], None) == 1.0

@@ -129,8 +129,12 @@ def test_texts_are_real_and_whole():
 
 
 def test_what_is_too_small_is_refused(tmp_path):
-    for arguments in ({"tokens": [399]}, {"tokens": []}, {"items": 0}):
-        with pytest.raises(ValueError, match="must each be at least 400"):
+    for arguments, said in (
+        ({"tokens": [500, 399]}, "tokens=399 is below 400"),
+        ({"tokens": []}, "tokens=0 is below 400"),
+        ({"items": 0}, "items=0 is below 1"),
+    ):
+        with pytest.raises(ValueError, match=f"^{said}$"):
             offline.build(tmp_path, **arguments)
 
 

@@ -1,9 +1,13 @@
 """Templates, truncation in the middle, chat template."""
 
+import copy
+import math
+
 import pytest
+from tokenizers import processors
 
 from pasa.eval.longbench.data import Item
-from pasa.eval.longbench.prompts import build_prompt, default_max_length
+from pasa.eval.longbench.prompts import build_prompt, check_max_length, default_max_length
 from pasa.eval.longbench.tasks import TASKS
 
 ITEM = Item(0, "CONTEXT", "INPUT", [], 1, None)
@@ -34,24 +38,43 @@ def test_a_prompt_of_just_the_length_is_left_alone(tokenizer):
     assert len(build_prompt(tokenizer, TASKS["lcc"], ITEM, len(whole) - 3)) == len(whole) - 3
 
 
-def test_special_tokens_of_the_tokenizer_count_and_are_dropped_in_the_cut(tokenizer):
-    """A beginning-of-text token is set before the whole prompt, as the model wants it, and not twice by the cut."""
+@pytest.fixture
+def starting(tokenizer):
+    """A tokenizer that sets a beginning-of-text token before every text, and whose chat template has one too."""
+    found = copy.deepcopy(tokenizer)
+    found.add_special_tokens({"bos_token": "<|start|>"})
+    found.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|start|> $A", special_tokens=[("<|start|>", found.bos_token_id)]
+    )
+    found.chat_template = "{{ bos_token }}" + tokenizer.chat_template
+    return found
 
-    class WithStart:
-        chat_template = None
 
-        def __call__(self, text):
-            return type("Ids", (), {"input_ids": [256, *tokenizer(text).input_ids]})
-
-        def decode(self, ids, skip_special_tokens):
-            return tokenizer.decode([i for i in ids if i != 256])
-
-    ids = build_prompt(WithStart(), TASKS["hotpotqa"], ITEM, 100)
-    assert ids.count(256) == 1
+def test_special_tokens_of_the_tokenizer_count_and_are_dropped_in_the_cut(starting):
+    """The beginning is set before the whole prompt, as the model wants it, and not twice by the cut."""
+    ids = build_prompt(starting, TASKS["hotpotqa"], ITEM, 100, chat=False)
+    assert ids.count(starting.bos_token_id) == 1
     assert len(ids) == 100, "one of the first half was the start, which comes back"
+
+
+@pytest.mark.parametrize("length", [100, 10_000])
+def test_a_chat_template_that_has_the_beginning_gets_no_second_one(starting, length):
+    ids = build_prompt(starting, TASKS["hotpotqa"], ITEM, length)
+    assert [place for place, token in enumerate(ids) if token == starting.bos_token_id] == [0]
+    assert starting.decode(ids[1:]).startswith("<user>Answer")
 
 
 def test_published_lengths():
     assert [default_max_length(window) for window in (4096, 8192, 32768, 131072)] == [3500, 7500, 31500, 31500]
     with pytest.raises(ValueError, match="window of 2048 tokens"):
         default_max_length(2048)
+
+
+def test_what_is_generated_must_fit_the_window_too():
+    tasks = [TASKS["hotpotqa"], TASKS["gov_report"]]
+    check_max_length(3584, 4096, tasks)
+    check_max_length(3585, math.inf, tasks)
+    with pytest.raises(
+        ValueError, match="max_length=3585 and the 512 new tokens of gov_report exceed the model's window of 4096"
+    ):
+        check_max_length(3585, 4096, tasks)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from pasa.eval.longbench.store import Store, batches
+from pasa.eval.longbench.store import Store, batches, exclusive
 
 SETTINGS = {"settings": {"max_length": 100}, "data": {"trec": "1"}}
 
@@ -53,7 +53,18 @@ def test_other_settings_are_refused_by_name(tmp_path):
         Store(tmp_path, {**SETTINGS, "settings": {"max_length": 200}})
     with pytest.raises(ValueError, match=r"data\.trec was '1' and is '3'"):
         Store(tmp_path, {**SETTINGS, "data": {"trec": "3"}})
+    with pytest.raises(ValueError, match=r"settings\.chat was None and is True"):
+        Store(tmp_path, {**SETTINGS, "settings": {"max_length": 100, "chat": True}})
     assert json.loads((tmp_path / "settings.json").read_text())["data"] == {"trec": "1", "lsht": "2"}
+
+
+def test_a_folder_has_one_run_at_a_time(tmp_path):
+    """Whose processes have a lock each; and one that has ended is in nobody's way."""
+    folder = tmp_path / "out"
+    with exclusive(folder, 0), exclusive(folder, 1), pytest.raises(ValueError, match="another run is at work in"):
+        exclusive(folder, 0).__enter__()
+    with exclusive(folder, 0) as found:
+        assert found == folder
 
 
 def test_the_finished_file_is_the_published_form_in_order_and_without_times(tmp_path):

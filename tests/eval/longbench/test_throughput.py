@@ -56,6 +56,17 @@ def test_the_configuration_is_qwen2_7b():
     assert model.model.layers[0].self_attn.head_dim == 128
 
 
+def test_one_round_is_no_median(result):
+    note = throughput.table(result).note
+    assert note.startswith("FP16, batch 1, one round, decoding")
+    several = result | {
+        "settings": result["settings"] | {"rounds": 3},
+        "environment": result["environment"] | {"commit": None},
+    }
+    assert "medians of 3 rounds" in throughput.table(several).note
+    assert "commit unknown" in throughput.table(several).note
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

