@@ -11,6 +11,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from pasa.eval import output
 from pasa.eval.diagnose import report as diagnose_report
 from pasa.eval.diagnose import words
 from pasa.eval.longbench import report as longbench_report
+from pasa.eval.longbench import throughput as throughput_report
 from pasa.eval.npu_model import report as npu_report
 from pasa.eval.perplexity import report as perplexity_report
 from pasa.eval.rescue.report import TITLES
@@ -45,6 +47,8 @@ RESULTS = {
     "diagnose_embedded": ROOT / "eval/diagnose/results/embedded/diagnose.json",
     "diagnose_tiny": ROOT / "eval/diagnose/results/tiny/diagnose.json",
     "longbench": ROOT / "eval/longbench/results/longbench.json",
+    "longbench_fp16": ROOT / "eval/longbench/results/fp16_model/longbench.json",
+    "throughput": ROOT / "eval/longbench/results/throughput.json",
     "perplexity": ROOT / "eval/perplexity/results/perplexity.json",
 }
 DIAGNOSED = 3  # heads of each model
@@ -183,11 +187,16 @@ def _titled(found: report.Table) -> str:
     return f"{found.title}. {found.note}\n\n{table(found.header, found.rows)}"
 
 
-def longbench() -> str:
+def longbench(name: str = "longbench") -> str:
     """Long prompts in every precision."""
-    result = stored("longbench")
+    result = stored(name)
     shown = _titled(longbench_report.precision_table(result))
     return f"{shown}\n\n{longbench_report.verdict(result)} {longbench_report.origin(result)}"
+
+
+def throughput() -> str:
+    """A whole model's prefill, decode and memory."""
+    return _titled(throughput_report.table(stored("throughput")))
 
 
 def perplexity() -> str:
@@ -308,6 +317,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "step": step,
     "diagnose": diagnose,
     "longbench": longbench,
+    "longbench_fp16": partial(longbench, "longbench_fp16"),
+    "throughput": throughput,
     "perplexity": perplexity,
     "speed": speed,
     "decode": decode,

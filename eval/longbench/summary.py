@@ -154,14 +154,16 @@ def judge(result: dict[str, Any], *, injected: bool) -> dict[str, Any]:
     """What must hold, as named booleans.
 
     Of any model: with FP32 and with PASA no answer is broken. Of the overflow fixture besides: PASA's answers are
-    FP32's to `AGREEMENT`, and those of FP16 with stored scores are all broken.
+    FP32's to `AGREEMENT`, and those of FP16 with stored scores are all broken. Where FP16 was run with FP32 scores as
+    well, what it loses is the rest of the model's doing, and PASA is asked for `AGREEMENT` of what it keeps.
     """
     found = result["precisions"]
     checks = {"reference_finite": found[REFERENCE]["broken"] == 0}
     if "pasa" in found:
         checks["pasa_finite"] = found["pasa"]["broken"] == 0
         if injected:
-            checks["pasa_agrees"] = found["pasa"]["agreement"] >= AGREEMENT
+            kept = found.get("fp16-sdpa", found[REFERENCE])["agreement"]
+            checks["pasa_agrees"] = found["pasa"]["agreement"] >= AGREEMENT * kept
     if injected and "fp16-eager" in found:
         checks["fp16_collapses"] = found["fp16-eager"]["broken"] == found["fp16-eager"]["items"]
     return {"passed": all(checks.values()), "checks": checks}

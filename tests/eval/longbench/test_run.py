@@ -341,6 +341,15 @@ def test_every_check_can_fail(finished):
     assert failed("fp16-eager", broken=4) == ["fp16_collapses"]
 
 
+@pytest.mark.parametrize(("agreement", "passes"), [(0.95, True), (0.93, False)])
+def test_what_the_rest_of_an_fp16_model_loses_is_not_held_against_pasa(finished, agreement, passes):
+    """With FP32 scores an FP16 model kept 77 of 80 answers, and with PASA as many: 98 % of all was out of reach."""
+    altered = copy.deepcopy(finished[1])
+    altered["precisions"]["fp16-sdpa"] = altered["precisions"]["pasa"] | {"agreement": 0.96}
+    altered["precisions"]["pasa"] |= {"agreement": agreement}
+    assert summary.judge(altered, injected=True)["checks"]["pasa_agrees"] == passes
+
+
 def test_agreement_is_that_of_what_is_scored():
     """Few-shot answers run on into the next example; that they differ there changes no score."""
 
