@@ -20,6 +20,7 @@ ln -s "$ROOT"/pasa/* "$ROOT/ops" "$ROOT/eval" "$tree/pasa/"
 # Every kernel still lowers for an NPU, and the table in ops/attention/README.md says so.
 "$VENV/bin/python" scripts/lower_triton_ascend.py --check
 
-# One thread for each of pytest's processes: together they then use the cores once.
+# One thread for each of pytest's processes: together they then use the cores once. nproc heeds OMP_NUM_THREADS.
+cores="$(env -u OMP_NUM_THREADS nproc)"
 export HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
-"$VENV/bin/python" -m pytest -n "$(nproc)" "$@"
+"$VENV/bin/python" -m pytest -n "$cores" "$@"
