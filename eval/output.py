@@ -16,6 +16,8 @@ from io import StringIO
 from pathlib import Path
 from typing import Any, Protocol
 
+from pasa.ops import envs
+
 NOTE = "emulated NPU arithmetic on CPU; not run on an NPU"
 SECONDS_BETWEEN_LINES = 60  # of progress, where there is no terminal: a run of a day fills no log
 RECORD_DIGITS = 4  # significant digits in a table of records: errors are not known better from one seed to the next
@@ -141,7 +143,7 @@ def progress_bar(title: str) -> Iterator[Report]:
         TextColumn("{task.fields[label]}"),
     )
     console, shown = Console(stderr=True), time.monotonic()
-    first = os.environ.get("RANK", "0") == "0"  # set by torchrun and accelerate launch
+    first = envs.read("RANK") == 0
     with Progress(*columns, console=console, transient=True, disable=not (first and console.is_terminal)) as bar:
         task = bar.add_task(title, label="", total=None)
 

@@ -15,6 +15,7 @@ VARIABLES: dict[str, tuple[str, Callable[[str], object]]] = {
         str(PACKAGE / "ascend_c" / "lib" / "libpasa_npu.so"),
         lambda text: Path(text).expanduser(),
     ),
+    "RANK": ("0", int),  # torchrun's and accelerate launch's: of several processes the first one talks
     "TRITON_INTERPRET": ("0", lambda text: text.lower() in ("1", "true", "on")),  # Triton's own: kernels run on the CPU
 }
 

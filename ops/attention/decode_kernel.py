@@ -9,8 +9,8 @@ tile.
 import triton
 import triton.language as tl
 
-from pasa.ops.attention.triton_kernel import ANCHOR_LIMIT, FP16_MAX, INF, LOG2_E, add_values, frame_offset, softmax_step
-from pasa.ops.shift_keys.triton_kernel import exact_anchor
+from pasa.ops.attention.triton_kernel import FP16_MAX, INF, LOG2_E, add_values, frame_offset, softmax_step
+from pasa.ops.shift_keys.triton_kernel import ANCHOR_LIMIT, exact_anchor
 
 
 @triton.jit

@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 
 from pasa.ops.attention.decode_kernel import load_queries
-from pasa.ops.attention.triton_kernel import ANCHOR_LIMIT, FP16_MAX, INF, LOG2_E
+from pasa.ops.attention.triton_kernel import FP16_MAX, INF, LOG2_E
+from pasa.ops.shift_keys.triton_kernel import ANCHOR_LIMIT
 
 SAMPLES = tl.constexpr(16)
 FEW = tl.constexpr(4)

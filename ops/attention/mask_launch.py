@@ -34,8 +34,16 @@ class MaskTiles:
 
     @classmethod
     def of(cls, call: Call, block_m: int, block_n: int) -> MaskTiles:
-        """Read the mask once."""
-        mask = _own(call)
+        """Read the mask once.
+
+        Raises
+        ------
+        ValueError
+            A call without a mask.
+        """
+        if call.mask is None:
+            raise ValueError("a call without a mask has no tiles to sort")
+        mask = _own(call.mask)
         rows, keys = call.q.shape[2], call.k.shape[2]
         tiles = (-(-rows // block_m), -(-keys // block_n))
         order = torch.empty((*mask.shape[:2], *tiles), dtype=torch.int32, device=mask.device)
@@ -55,8 +63,7 @@ class MaskTiles:
         return (heads * rows if batch > 1 else 0), (rows if heads > 1 else 0)
 
 
-def _own(call: Call) -> Tensor:
+def _own(mask: Tensor) -> Tensor:
     """The mask without the batches and heads that repeat it."""
-    assert call.mask is not None
-    batch, heads = (slice(None) if stride else slice(1) for stride in call.mask.stride()[:2])
-    return call.mask[batch, heads]
+    batch, heads = (slice(None) if stride else slice(1) for stride in mask.stride()[:2])
+    return mask[batch, heads]

@@ -7,7 +7,8 @@ inputs only. Row vectors stay in FP32, or in FP16 as printed (ROUND).
 import triton
 import triton.language as tl
 
-from pasa.ops.attention.triton_kernel import FP16_MAX, INF, add_values, load_mask, locate
+from pasa.ops.attention.mask_kernel import INF, load_mask
+from pasa.ops.attention.triton_kernel import FP16_MAX, add_values, locate
 
 
 @triton.jit

@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 
 from pasa.ops.attention.decode_kernel import anchored_scores
-from pasa.ops.attention.triton_kernel import FP16_MAX, INF, LOG2_E, add_values, load_mask, mean_of_values, softmax_step
+from pasa.ops.attention.mask_kernel import INF, load_mask
+from pasa.ops.attention.triton_kernel import FP16_MAX, LOG2_E, add_values, mean_of_values, softmax_step
 
 
 @triton.jit(do_not_specialize=["heads", "group", "tiles", "rows", "keys"])

@@ -11,12 +11,11 @@ Ascend C kernel's.
 import triton
 import triton.language as tl
 
+from pasa.ops.attention.mask_kernel import INF, load_mask
+from pasa.ops.shift_keys.triton_kernel import is_bounded
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 FP16_MAX = tl.constexpr(65504.0)
-INF = tl.constexpr(float("inf"))
-# Scores, in nats, up to which FP32 sums of products need no anchor: they round by 2^-13 a step, a quarter of what
-# rounding a weight to FP16 costs.
-ANCHOR_LIMIT = tl.constexpr(2048.0)
 
 
 @triton.jit
@@ -146,23 +145,6 @@ def mean_of_values(b_acc, b_max, b_sum, nats):
     b_out = b_acc / divisor[:, None]
     b_out = tl.where(tl.abs(b_out) < INF, tl.minimum(tl.maximum(b_out, -FP16_MAX), FP16_MAX), float("nan"))
     return b_out.to(tl.float16), tl.where(blind, -INF, nats + tl.log(divisor))
-
-
-@triton.jit
-def load_mask(p_tile, m_tile, m_seen, stride_m, stride_n, MASK: tl.constexpr):
-    """What is seen after a mask, and what it adds: a tile (M, N) of bytes or floats.
-
-    It is read under m_tile, a rectangle, which an NPU does by one copy; m_seen has the causal band in it.
-    """
-    o_m = tl.arange(0, m_seen.shape[0])
-    o_n = tl.arange(0, m_seen.shape[1])
-    b_mask = tl.load(p_tile + o_m[:, None] * stride_m + o_n[None, :] * stride_n, mask=m_tile, other=0).to(tl.float32)
-    if MASK == "bool":
-        m_seen = m_seen & (b_mask != 0.0)
-        b_mask = tl.zeros_like(b_mask)
-    else:
-        m_seen = m_seen & (b_mask != -INF)
-    return m_seen, b_mask
 
 
 @triton.jit
@@ -329,20 +311,6 @@ def attend_whole(
 
 
 @triton.jit
-def is_bounded(b_square, p_norms, blocks, scale, BLOCK: tl.constexpr):
-    """Whether all keys of the head are finite and scores of the queries stay below `ANCHOR_LIMIT`.
-
-    b_square (M,): squared norms of the queries. By Cauchy and Schwarz no score passes the product of the largest
-    norms. A query of infinite norm is not bounded; one of NaN shows in what it gives.
-    """
-    longest = 0.0
-    for start in range(0, blocks, BLOCK):
-        o_block = start + tl.arange(0, BLOCK)
-        longest = tl.maximum(longest, tl.max(tl.load(p_norms + o_block, mask=o_block < blocks, other=0.0), 0))
-    return tl.sqrt(tl.max(b_square, 0)) * longest * scale <= ANCHOR_LIMIT
-
-
-@triton.jit
 def attention_kernel(
     p_q,  # (B, Hq, Sq, D), or packed (T, Hq, D): strides say
     p_k,  # (B, Hkv, Skv, D), or packed; K' when SHIFT is "before"
@@ -469,16 +437,15 @@ def attention_kernel(
         p_listed = p_order
         if LISTED:
             o_order = batch * stride_order_b + head * stride_order_h + o_tile
-            key_tiles = tl.cdiv(keys, BLOCK_N)
-            p_listed = p_order + o_order * key_tiles
+            end = tl.cdiv(keys, BLOCK_N)
+            p_listed = p_order + o_order * end
             b_max, b_sum, b_acc = attend(
                 b_q, b_nan, b_max, b_sum, b_acc, p_keys, p_values, p_anchors, p_rows_mask, p_listed, o_row, rows, 0,
                 tl.where(taken, tl.load(p_counts + 2 * o_order), 0), keys, diagonal, scale, stride_kn, stride_vn,
                 stride_mask_m, stride_mask_n, o_batch, o_head // group, begin_k, True, SHIFT, MASK, False, D, D_PAD,
                 BLOCK_N, ANCHOR_BLOCK, FAST, GUARDED, CLEAN, DESCRIPTORS, True,
             )  # fmt: skip
-            whole = key_tiles - tl.where(taken, tl.load(p_counts + 2 * o_order + 1), 0)
-            end = key_tiles
+            whole = end - tl.where(taken, tl.load(p_counts + 2 * o_order + 1), 0)
         elif MASK != "none":
             whole = 0
         elif FAST:

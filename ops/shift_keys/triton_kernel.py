@@ -11,6 +11,9 @@ import triton.language as tl
 
 SLICE = 16  # columns of a block of 128 keys whose anchor is found without many registers
 NORM_MARGIN = tl.constexpr(1.0 + 2.0**-10)  # norms are used as bounds: covers what FP32 loses in a sum of 512 squares
+# Scores, in nats, up to which FP32 sums of products need no anchor: they round by 2^-13 a step, a quarter of what
+# rounding a weight to FP16 costs.
+ANCHOR_LIMIT = tl.constexpr(2048.0)
 ANCHOR_GAIN = tl.constexpr(4.0)
 FP16_MAX = tl.constexpr(65504.0)
 INF = tl.constexpr(float("inf"))
@@ -251,3 +254,17 @@ def shift_kernel(
     b_new = tl.where(m_finite, b_new, float("nan")).to(tl.float16)
     p_tile = p_shifted + batch * stride_sb + tl.cast(o_head, tl.int64) * stride_sh + first * stride_sn
     tl.store(p_tile + o_n[:, None] * stride_sn + o_d[None, :], b_new, mask=m_tile)
+
+
+@triton.jit
+def is_bounded(b_square, p_norms, blocks, scale, BLOCK: tl.constexpr):
+    """Whether all keys of the head are finite and scores of the queries stay below `ANCHOR_LIMIT`.
+
+    b_square (M,): squared norms of the queries. By Cauchy and Schwarz no score passes the product of the largest
+    norms. A query of infinite norm is not bounded; one of NaN shows in what it gives.
+    """
+    longest = 0.0
+    for start in range(0, blocks, BLOCK):
+        o_block = start + tl.arange(0, BLOCK)
+        longest = tl.maximum(longest, tl.max(tl.load(p_norms + o_block, mask=o_block < blocks, other=0.0), 0))
+    return tl.sqrt(tl.max(b_square, 0)) * longest * scale <= ANCHOR_LIMIT
