@@ -1,5 +1,4 @@
-"""What masks say: of one tile; and of all of a call, where those that every row sees whole need no mask, and hidden ones
-are left out."""
+"""What a mask says of one tile; and of all tiles of a call, where those that every row sees whole need no mask."""
 
 import triton
 import triton.language as tl
