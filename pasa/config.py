@@ -20,7 +20,6 @@ CHOICES = {
     "overflow": OVERFLOWS,
     "accumulate": ACCUMULATES,
 }
-PLANNED = {"softmax": ("unbiased", "unbiased_paper")}
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,9 @@ class PasaConfig(AttentionOptions):
     block_q, block_k : int
         Rows and keys of a tile, 1 to 65536.
     softmax : str
-        "safe".
+        "safe"; "unbiased": rows that repeat their maximum are rounded without one-sided error (README, "Rounding
+        without bias"), BF16 outputs by one rounding; or "unbiased_paper": arXiv:2510.04212 with beta = 2 and
+        epsilon = 1e-3, whose weights underflow where a repeated maximum is beyond 17 nats. It warns of rows lost so.
     overflow : str
         What FP16 does beyond 65504: "inf", or "saturate" (Ascend 310P and 910A).
     accumulate : str
@@ -58,8 +59,6 @@ class PasaConfig(AttentionOptions):
     def __post_init__(self) -> None:
         for name, allowed in CHOICES.items():
             value = getattr(self, name)
-            if value in PLANNED.get(name, ()):
-                raise NotImplementedError(f"{name}={value!r} is not in this version; choose from {allowed}")
             if value not in allowed:
                 raise ValueError(f"{name}={value!r} is not one of {allowed}")
         for name in ("block_q", "block_k"):

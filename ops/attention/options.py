@@ -9,7 +9,7 @@ from pasa.ops.numerics.formats import OVERFLOWS, Overflow
 
 PRECISIONS = ("pasa", "fp32", "partial", "fp16", "prescaled", "smooth_k")
 RECOVERIES = ("exact", "paper")
-SOFTMAXES = ("safe",)
+SOFTMAXES = ("safe", "unbiased", "unbiased_paper")
 ACCUMULATES = ("fp32", "fp16")
 __all__ = ["ACCUMULATES", "OVERFLOWS", "PRECISIONS", "RECOVERIES", "SOFTMAXES", "AttentionOptions"]
 

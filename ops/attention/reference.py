@@ -7,6 +7,7 @@ decide which rows are rescued together. Equation and line numbers are those of a
 
 from __future__ import annotations
 
+import warnings
 from itertools import pairwise
 
 import torch
@@ -16,10 +17,13 @@ from pasa.ops.attention.diagnostics import ScoreCounts
 from pasa.ops.attention.inputs import edges, to_fp16
 from pasa.ops.attention.masking import KeyMask, dense_mask, hidden_keys, non_finite_reach, read_mask
 from pasa.ops.attention.options import AttentionOptions
+from pasa.ops.attention.repeated_maxima import EPSILON, bounded_shift, published_shift, repeats
 from pasa.ops.attention.scores import Block, Tile, score_model
-from pasa.ops.numerics.formats import FORMATS, Format, round_to
+from pasa.ops.numerics.dither import round_unbiased
+from pasa.ops.numerics.formats import FORMATS, Format, Overflow, round_to
 
 FP16, FP32 = FORMATS["fp16"], FORMATS["fp32"]
+ROUNDS_ONCE = {torch.bfloat16: FORMATS["bf16"]}  # outputs of unbiased rounding: a second one would be biased again
 
 
 def attention(
@@ -64,6 +68,7 @@ def attention(
     -----
     A key that no query of its batch entry may see does not exist: it enters no mean. A NaN or infinity in a key
     turns the rows that see it to NaN, one in a value the column of the rows that see it, one in a query its row.
+    softmax="unbiased_paper" warns of rows all of whose weights it has underflowed; their output is NaN.
     """
     if attn_mask is not None:
         full = dense_mask(attn_mask, is_causal, q, k)
@@ -73,7 +78,8 @@ def attention(
     given = to_fp16(q, "q").float(), to_fp16(k, "k").float(), to_fp16(v, "v").float()
     clean_q, clean_k, clean_v = (torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0) for x in given)
     rows = clean_q.unflatten(1, (k.shape[1], -1))
-    out, lse, counts = _blocks(rows, clean_k, clean_v, mask, scale, options, diagnose)
+    target = ROUNDS_ONCE.get(q.dtype, FP16) if options.softmax == "unbiased" else FP16
+    out, lse, counts = _blocks(rows, clean_k, clean_v, mask, scale, options, diagnose, target)
     out, lse = out.flatten(1, 2), lse.flatten(1, 2)
     if mask.spoils or not all(bool(torch.isfinite(x).all()) for x in given):
         bad_rows, bad = non_finite_reach(*given, mask, options.block_k)
@@ -143,11 +149,18 @@ def _without_hidden_keys(
 
 
 def _blocks(
-    q: Tensor, k: Tensor, v: Tensor, mask: KeyMask, scale: float, options: AttentionOptions, diagnose: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: KeyMask,
+    scale: float,
+    options: AttentionOptions,
+    diagnose: bool,
+    target: Format,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The loop over key blocks. q (B, Hkv, G, Sq, D); returns out, lse (B, Hkv, G, Sq, ...) and counts."""
     model = score_model(options, q, k, scale)
-    softmax = OnlineSoftmax(q, options)
+    softmax = OnlineSoftmax(q, options, target)
     counts = ScoreCounts(q.shape[0], q.shape[1] * q.shape[2], q.device) if diagnose else None
     for index, start in enumerate(range(0, k.shape[-2], options.block_k)):
         stop = min(start + options.block_k, k.shape[-2])
@@ -160,7 +173,8 @@ def _blocks(
         tile = model.tile(block)
         if counts is not None:
             counts.add(block, tile, options)
-        softmax.add(tile, block, v[..., start:stop, :])
+        frame = model.frame(q) if options.softmax == "unbiased_paper" else 0.0
+        softmax.add(tile, block, v[..., start:stop, :], frame if isinstance(frame, float) else frame[..., first:, :])
     out, lse = softmax.finish(model.frame(q))
     return out, lse, ScoreCounts.empty(q.device) if counts is None else counts.table
 
@@ -172,12 +186,13 @@ class OnlineSoftmax:
     With FP16 accumulation `exact` keeps O normalised (every O is a mean of values, hence in range) and m, l in FP32.
     """
 
-    def __init__(self, q: Tensor, options: AttentionOptions) -> None:
+    def __init__(self, q: Tensor, options: AttentionOptions, target: Format) -> None:
         exact = options.precision == "pasa" and options.recovery == "exact"
         low = options.accumulate == "fp16" or options.precision == "fp16"
         self.overflow = options.overflow
         self.rows: Format = FP16 if low and not exact else FP32
         self.normalised = low and exact
+        self.rule, self.target = options.softmax, target
         self.exact = exact  # l sums what multiplies V, so that V = 1 gives 1 and O stays a mean of values
         self.maximum = q.new_full((*q.shape[:-1], 1), -torch.inf)
         self.sum = torch.zeros_like(self.maximum)
@@ -186,14 +201,20 @@ class OnlineSoftmax:
     def _row(self, x: Tensor) -> Tensor:
         return round_to(x, self.rows, overflow=self.overflow)
 
-    def add(self, tile: Tile, block: Block, v: Tensor) -> None:
-        """Take in one tile and its values (B, Hkv, n, D)."""
+    def _output(self, x: Tensor, target: Format, overflow: Overflow) -> Tensor:
+        """A value of the output, rounded by the rule."""
+        return (round_unbiased if self.rule == "unbiased" else round_to)(x, target, overflow=overflow)
+
+    def add(self, tile: Tile, block: Block, v: Tensor, frame: Tensor | float = 0.0) -> None:
+        """Take in one tile and its values (B, Hkv, n, D). frame: of the true scores, where the rule asks for it."""
         scores, alive = _masked(tile, block)
         top = scores.amax(-1, keepdim=True)
         if self.exact:  # all scores of the row lie below FP16's reach under its maximum: their weights are 0
             alive = top > -torch.inf
         if alive is not None:
             top = top.where(alive, 0.0)
+        if self.rule != "safe":
+            top = self._row(top + self._shift(scores, top, tile, block, frame))
         weights = self._row(torch.exp(self._row(scores - top)))
         rounded = round_to(weights, FP16, overflow=self.overflow)
         row_sum = self._sum(rounded if self.exact else weights)
@@ -209,6 +230,16 @@ class OnlineSoftmax:
         self.maximum[..., old, :] = maximum
         self._add_output(old, rounded, row_sum, keep, new, before, v)
 
+    def _shift(self, scores: Tensor, top: Tensor, tile: Tile, block: Block, frame: Tensor | float) -> Tensor | float:
+        """What the rule adds to the maximum of rows that repeat it, in this block or together with those before."""
+        if self.rule == "unbiased_paper":
+            return published_shift(scores, top, tile.offset + frame)
+        if self.rows is FP32 or self.normalised:
+            return 0.0  # O is divided before it is rounded, and what the row is multiplied by cancels
+        before = self.maximum[..., block.rows_before :, :] + tile.carry
+        tied = repeats(scores, top) | ((top + tile.offset - before).abs() <= EPSILON)
+        return bounded_shift(tied, top)
+
     def _add_output(
         self, old: slice, weights: Tensor, row_sum: Tensor, keep: Tensor, new: Tensor, before: Tensor, v: Tensor
     ) -> None:
@@ -220,12 +251,12 @@ class OnlineSoftmax:
             return
         # P / l' rounded towards zero sums to at most 1, so P V fits wherever V does; its own sum replaces l'.
         shares = round_to(weights / row_sum.clamp(min=1.0), FP16, rounding="toward_zero")
-        product = round_to(_times_values(shares, v), FP16, overflow=self.overflow)
+        product = self._output(_times_values(shares, v), FP16, self.overflow)
         gained = new * row_sum
         total = before + gained * self._sum(shares)
         self.sum[..., old, :] = total
         mixed = (before * out + gained * product) / total.where(total != 0, 1.0)
-        self.out[..., old, :] = round_to(mixed, FP16, overflow="saturate")
+        self.out[..., old, :] = self._output(mixed, FP16, "saturate")
 
     def _factor(self, exponent: Tensor, exists: Tensor | None) -> Tensor:
         """exp, and 0 where there is nothing to scale: no earlier block (trap of line 4), no visible key."""
@@ -242,10 +273,12 @@ class OnlineSoftmax:
         return x
 
     def finish(self, frame: Tensor | float) -> tuple[Tensor, Tensor]:
-        """Output rounded to FP16 and log-sum-exp in the true frame; 0 and -inf for rows without a key."""
+        """Output, rounded, and log-sum-exp in the true frame; 0 and -inf for rows without a key."""
         empty = (self.sum == 0) & (self.maximum == -torch.inf)
         divisor = self.sum.where(~empty, 1.0)
-        out = self.out if self.normalised else round_to(self.out / divisor, FP16, overflow=self.overflow)
+        out = self.out if self.normalised else self._output(self.out / divisor, self.target, self.overflow)
+        if self.rule == "unbiased_paper" and (lost := int((~empty & (self.sum == 0)).sum())):
+            warnings.warn(f"softmax='unbiased_paper': all weights of {lost} rows underflow; they are NaN", stacklevel=2)
         lse = (self.maximum + frame + torch.log(divisor)).squeeze(-1)
         return out, lse.masked_fill(empty.squeeze(-1), -torch.inf)
 

@@ -22,12 +22,6 @@ def test_unknown_choice(field):
         PasaConfig(**{field: "nonsense"})
 
 
-@pytest.mark.parametrize("softmax", ["unbiased", "unbiased_paper"])
-def test_planned_choice(softmax):
-    with pytest.raises(NotImplementedError, match=f"softmax='{softmax}' is not in this version"):
-        PasaConfig(softmax=softmax)
-
-
 @pytest.mark.parametrize("field", ["block_q", "block_k"])
 @pytest.mark.parametrize("value", [0, -1, 2**17, 1.5, "128", True, None])
 def test_block_sizes(field, value):

@@ -1,0 +1,109 @@
+"""Rounding a row of attention outputs to 16 bits without the one-sided error of repeated maxima.
+
+Where a row's weight is shared by two equal maxima, its outputs are (v_1 + v_2) / 2 and a trifle: halves of values that
+16 bits hold. What the rounding drops is then no random fraction. It sits at a tie, or at a quarter or an eighth where
+the values lie some binades apart, and the trifle decides all ties of the row the same way ("Why Low-Precision
+Transformer Training Fails", arXiv:2510.04212; section 3.2). A factor on the row, which the cure published there
+applies, cancels when O is divided by l before it is rounded, so such rows are told by what they drop and rounded
+stochastically, which has no such bias. Their own bits draw the lots: no state, no generator, the same answer again.
+
+All arithmetic here is that of 32-bit integers without overflow, so that every kernel can do it bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from pasa.ops.numerics.formats import FORMATS, Format, Overflow, get_format, round_to
+
+COLUMNS = 64  # of a row are looked at; they share its weights, so more would say little more
+# Sigmas by which the signs of a wave must lean to one side. Of random rows, 0.2 % do (four waves, 28 of 64 columns).
+LEANING = 3.5
+FP32 = FORMATS["fp32"]
+
+
+def round_unbiased(x: Tensor, fmt: str | Format | torch.dtype, overflow: Overflow = "inf") -> Tensor:
+    """Round rows to nearest, or stochastically where the bits to be dropped are not random.
+
+    Parameters
+    ----------
+    x : Tensor (..., D), FP32
+        Rows of outputs.
+    fmt : str, Format or torch.dtype
+        FP16 or BF16.
+    overflow : {"inf", "saturate"}
+        As in `round_to`.
+
+    Returns
+    -------
+    Tensor (..., D), FP32
+        Values of the format. Never farther from `x` than one spacing; values that the format holds stay.
+
+    Raises
+    ------
+    TypeError
+        If `x` is not FP32, whose bits this reads.
+    """
+    if x.dtype != torch.float32:
+        raise TypeError(f"round_unbiased reads the bits of FP32, not of {x.dtype}")
+    target = get_format(fmt)
+    nearest = round_to(x, target, overflow=overflow)
+    drawn = torch.where(x.isfinite() & (x.abs() >= target.min_normal), _round_drawn(x, target), nearest)
+    return torch.where(is_structured(x, target), round_to(drawn, target, overflow=overflow), nearest)
+
+
+def is_structured(x: Tensor, fmt: str | Format | torch.dtype) -> Tensor:
+    """Which rows (..., 1) of `x` (..., D) drop bits that repeated maxima have put in order.
+
+    Let f be the dropped fraction of a spacing. Square waves sin and cos of f with periods 1/4 and 1/8 are signs as
+    random as coins for a random row. If one of them leans by 3.5 sigma, then the f of the row stand near each other
+    modulo its period. Rows whose f are all near 0 are left alone: one key has all their weight, rounding to nearest
+    errs by what is left of the others, and any other rounding by more.
+    """
+    dropped = FP32.mantissa_bits - get_format(fmt).mantissa_bits
+    bits = _bits(x[..., :COLUMNS])
+    columns = bits.shape[-1]
+    limit = leaning(columns)
+
+    def wave(word: Tensor, place: int) -> Tensor:
+        """Signs of the bit `place` below the last one that is kept, summed over the columns."""
+        return 2 * ((word >> (dropped - place)) & 1).sum(-1, keepdim=True) - columns
+
+    edges = bits ^ (bits << 1)  # a bit and the next one differ: the cosine of the same period
+    leans = torch.zeros_like(bits[..., :1], dtype=torch.bool)
+    for word in (bits, edges):
+        for place in (3, 4):
+            leans |= wave(word, place).abs() >= limit
+    return leans & (wave(edges, 1) > -limit)
+
+
+def leaning(columns: int) -> int:
+    """How far the signs of that many columns must lean: their number less twice the fewer ones."""
+    return math.ceil(LEANING * math.sqrt(columns))
+
+
+def _bits(x: Tensor) -> Tensor:
+    """FP32 bit patterns as integers from 0 to 2^32 - 1."""
+    return x.contiguous().view(torch.int32).long() & 0xFFFFFFFF
+
+
+def _round_drawn(x: Tensor, target: Format) -> Tensor:
+    """Up with the probability of the dropped fraction: add a random number below one spacing, cut off the rest."""
+    dropped = FP32.mantissa_bits - target.mantissa_bits
+    bits = _bits(x)
+    kept = (bits + (lots(bits) & ((1 << dropped) - 1))) >> dropped << dropped
+    return (kept - ((kept >> 31) << 32)).to(torch.int32).view(torch.float32)
+
+
+def lots(bits: Tensor) -> Tensor:
+    """16 random bits for a bit pattern: a hash whose every product and sum stays below 2^31.
+
+    Two rounds that multiply the low 15 bits and square the others, over a sum that depends on every bit.
+    """
+    v = (bits & 0xFFFF) * 12285 + (bits >> 16) * 14973
+    for factor in (26417, 31069):
+        v = (v & 0x7FFF) * factor + (v >> 16) ** 2
+    return (v >> 8) & 0xFFFF
