@@ -1,7 +1,7 @@
 """torch.ops.pasa.*: schemas, fake kernels, dispatch to a backend of the registry.
 
 The operators are functional and take plain arguments, so that they trace, compile and serialise; validation and
-layouts are the caller's (`pasa.attention`).
+layouts are the caller's (`pasa.attention`). What their gradients are is in gradients.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._library.custom_ops import CustomOpDef
 
-from pasa.ops import registry
+from pasa.ops import gradients, registry
 from pasa.ops.attention.options import AttentionOptions
 from pasa.ops.registry import Backend, Request, select
 
@@ -51,6 +51,12 @@ def _serve(
     return _resolve(tuple(registry.BACKENDS.values()), backend, needs, arithmetic)
 
 
+def _server(q: Tensor, mask: str, varlen: bool, diagnose: bool, backend: str | None, *arithmetic: Any) -> str:
+    """Name of the backend that serves such calls."""
+    request = Request(q.device.type, q.dtype, q.shape[-1], mask, varlen, diagnose, AttentionOptions(*arithmetic))
+    return select(request, backend).name
+
+
 def _without_autocast(device: str) -> AbstractContextManager[object]:
     """Autocast would change the arithmetic that the options state; it is rarely on, and turning it off is not free."""
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
@@ -60,10 +66,17 @@ def call(op: CustomOpDef, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The operator, or its implementation at once where nothing on the way wants to know of the call.
 
     The dispatcher takes a third of the host's time of a short call. It serves tracing and compiling, modes and
-    transforms, subclasses, tensors without data or with a sign to come, profilers, and a gradient (refused in the
-    backward pass).
+    transforms, subclasses, tensors without data or with a sign to come, profilers, and a gradient.
+
+    Raises
+    ------
+    NotImplementedError
+        For a tensor with a tangent (forward-mode differentiation).
     """
-    if torch.compiler.is_compiling() or _is_observed(arguments):
+    if torch.compiler.is_compiling():
+        return op(*arguments)
+    gradients.refuse_tangents(arguments[:TENSORS])
+    if _is_observed(arguments):
         return op(*arguments)
     return op._init_fn(*arguments)
 
@@ -136,6 +149,15 @@ def _(
     return q.new_empty(q.shape), lse, counts
 
 
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    q, k, v, attn_mask, is_causal, scale, *arithmetic, diagnose, backend = inputs
+    server = _server(q, mask_kind(attn_mask), False, diagnose, backend, *arithmetic)
+    gradients.remember(ctx, (q, k, v, attn_mask), output, is_causal, scale, server)
+
+
+attention.register_autograd(gradients.of_attention, setup_context=_remember)
+
+
 @torch.library.custom_op("pasa::attention_varlen", mutates_args=())
 def attention_varlen(
     q: Tensor,
@@ -189,3 +211,13 @@ def _(
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     counts = q.new_empty((1, q.shape[1], 6) if diagnose else (0,), dtype=torch.float64)
     return q.new_empty(q.shape), lse, counts
+
+
+def _remember_varlen(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, is_causal, scale = inputs[: TENSORS + 2]
+    *arithmetic, diagnose, backend = inputs[TENSORS + 2 :]
+    server = _server(inputs[0], "none", True, diagnose, backend, *arithmetic)
+    gradients.remember(ctx, tuple(tensors), output, is_causal, scale, server)
+
+
+attention_varlen.register_autograd(gradients.of_varlen, setup_context=_remember_varlen)
