@@ -3,6 +3,8 @@ what the fields are, and by tests/ops/attention/test_compiles_for_nvidia.py. Not
 
 from typing import Any
 
+from pasa.ops.attention.backward_kernel import centre_kernel, keys_kernel, queries_kernel, rows_kernel
+from pasa.ops.attention.backward_tiles import BACKWARD
 from pasa.ops.attention.decode_kernel import decode_kernel, merge_kernel
 from pasa.ops.attention.decode_lanes import decode_lanes_kernel
 from pasa.ops.attention.mask_kernel import mask_tiles_kernel
@@ -32,6 +34,8 @@ TYPES = {
         "*i32",
     ),
     **dict.fromkeys(["p_mask", "p_visible", "p_seen"], "*u8"),
+    **dict.fromkeys(["p_grad", "p_g", "p_scaled", "p_centred", "p_dq", "p_dk", "p_dv"], "*fp16"),
+    **dict.fromkeys(["p_grad_lse", "p_unit", "p_top", "p_log", "p_shift", "p_centre"], "*fp32"),
     "scale": "fp32",
 }
 
@@ -102,6 +106,10 @@ ASCEND_CASES = [
     _shift("anchors_packed", 128, 32, exact=True, visible=False, packed=True),
 ]
 NOT_FOR_ASCEND = {
+    **dict.fromkeys(
+        ["centre_kernel", "rows_kernel", "keys_kernel", "queries_kernel"],
+        "the backward pass: ops/attention/backward.py serves an NPU",
+    ),
     "anchor_kernel": "finds out what only GPU launches ask for: shift_kernel serves an NPU",
     "decode_kernel": "branches on its data round a GEMM: attention_kernel serves decoding",
     "decode_lanes_kernel": "as decode_kernel",
@@ -120,7 +128,34 @@ def _on(arch: int, warps: int, stages: int, **fields: Any) -> Case:
     return {"architectures": [arch], "options": {"num_warps": warps, "num_stages": stages}, **fields}
 
 
+def _backward(arch: int, dim: int, mask: str = "none", causal: bool = True) -> list[Case]:
+    """The passes of a call."""
+    tiles = BACKWARD[f"sm_{arch}"][1 << (dim - 1).bit_length()]
+    flags = {"MASK": mask, "CAUSAL": causal}
+    return [
+        _case(
+            kernel,
+            f"{kernel.__name__}_sm_{arch}_d{dim}_{mask}" + "_causal" * causal,
+            flags | _sizes(dim, *tile[:2]) | ({} if kernel is keys_kernel else {"HAS_LSE": False}),
+            **_on(arch, *tile[2:]),
+        )
+        for kernel, tile in zip((rows_kernel, keys_kernel, queries_kernel), tiles, strict=True)
+    ]
+
+
 NVIDIA_CASES = [
+    *(
+        case
+        for arch in (80, 89, 90)
+        for dim, mask, causal in ((64, "none", True), (128, "none", True), (256, "none", False), (128, "float", False))
+        for case in _backward(arch, dim, mask, causal)
+    ),
+    _case(
+        centre_kernel,
+        "centre",
+        {"D": 128, "WIDTH": SLICE, "BLOCK": 256, "HAS_VISIBLE": False},
+        options={"num_warps": 4},
+    ),
     _attention("sm_80_d64", _sizes(64, 128, 64), **FAST, **_on(80, 4, 3)),
     _attention("sm_80_d128", _sizes(128, 128, 64), **FAST, **_on(80, 8, 3)),
     _attention("sm_89_d128", _sizes(128, 128, 32), **FAST, **_on(89, 8, 2)),
