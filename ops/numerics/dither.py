@@ -40,7 +40,8 @@ def round_unbiased(x: Tensor, fmt: str | Format | torch.dtype, overflow: Overflo
     Returns
     -------
     Tensor (..., D), FP32
-        Values of the format. Never farther from `x` than one spacing; values that the format holds stay.
+        Values of the format. Less than one spacing from `x`; values that the format holds stay; finite where nearest
+        is: subnormals, and what lies beyond the largest value, are not drawn.
 
     Raises
     ------
@@ -51,8 +52,8 @@ def round_unbiased(x: Tensor, fmt: str | Format | torch.dtype, overflow: Overflo
         raise TypeError(f"round_unbiased reads the bits of FP32, not of {x.dtype}")
     target = get_format(fmt)
     nearest = round_to(x, target, overflow=overflow)
-    drawn = torch.where(x.isfinite() & (x.abs() >= target.min_normal), _round_drawn(x, target), nearest)
-    return torch.where(is_structured(x, target), round_to(drawn, target, overflow=overflow), nearest)
+    normal = (x.abs() >= target.min_normal) & (x.abs() <= target.max)  # a draw beyond would be infinite
+    return torch.where(is_structured(x, target) & normal, _round_drawn(x, target), nearest)
 
 
 def is_structured(x: Tensor, fmt: str | Format | torch.dtype) -> Tensor:
