@@ -252,6 +252,21 @@ def test_packed_sequences_are_separate():
         attention_varlen_backward(attention_backward, out, None, *packed, cu_q + 1, cu_k, True, 1.0)
 
 
+def test_kernels_serve_packed_sequences():
+    """One after another."""
+    q, k, v = (x[0].transpose(0, 1) for x in normal_qkv((4, 2), (60, 90), 32))
+    grad = torch.randn(q.shape, generator=torch.Generator().manual_seed(9)).half()
+    lengths = torch.tensor([0, 25, 25, 40, 60]), torch.tensor([0, 30, 50, 50, 90]), 25, 40
+    found = []
+    for backend, device in (("reference", "cpu"), ("triton", DEVICE)):
+        inputs = [x.to(device, copy=True).requires_grad_() for x in (q, k, v)]
+        edges = (x.to(device) if isinstance(x, torch.Tensor) else x for x in lengths)
+        pasa.attention_varlen(*inputs, *edges, is_causal=True, backend=backend).backward(grad.to(device))
+        found.append([x.grad.cpu() for x in inputs])
+    for expected, x in zip(*found, strict=True):
+        assert rmse(x, expected.double()) < 2.0**-10
+
+
 @both
 def test_a_key_that_nobody_sees_reaches_no_gradient(backend):
     """Padding may hold anything."""
