@@ -4,7 +4,10 @@ Four passes: keys without their centre; maximum, sum and delta of every row; dK 
 Products take FP16 operands and accumulate in FP32. Two powers of two keep operands off both ends of FP16's range:
 - gradients of a key head are divided by a unit, so that no |dS| of it exceeds 2^15 (launcher): loss scaling cannot
   overflow, and dS of a weight of 2^-20 is still a normal number;
-- weights are multiplied by 2^15 = `LIFT`.
+- weights are multiplied by 2^15.
+K - c is made once and is exact, or the column keeps c = 0: one key far from all others, as an attention sink may be,
+leaves its columns' bias in the scores, and gradients as good as those of a plain backward pass (backward.py knows no
+such case).
 `bits` are scores in units of ln 2. For GPUs, and not lowered for an NPU, which backward.py serves.
 """
 

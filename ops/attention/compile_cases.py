@@ -128,7 +128,7 @@ def _on(arch: int, warps: int, stages: int, **fields: Any) -> Case:
     return {"architectures": [arch], "options": {"num_warps": warps, "num_stages": stages}, **fields}
 
 
-def _backward(arch: int, dim: int, mask: str = "none", causal: bool = True) -> list[Case]:
+def _backward(arch: int, dim: int, mask: str, causal: bool) -> list[Case]:
     """The passes of a call."""
     tiles = BACKWARD[f"sm_{arch}"][1 << (dim - 1).bit_length()]
     flags = {"MASK": mask, "CAUSAL": causal}
@@ -146,9 +146,17 @@ def _backward(arch: int, dim: int, mask: str = "none", causal: bool = True) -> l
 NVIDIA_CASES = [
     *(
         case
-        for arch in (80, 89, 90)
-        for dim, mask, causal in ((64, "none", True), (128, "none", True), (256, "none", False), (128, "float", False))
-        for case in _backward(arch, dim, mask, causal)
+        for arch, dim, mask in (
+            (80, 64, "none"),
+            (80, 128, "float"),
+            (89, 128, "none"),
+            (89, 256, "none"),
+            (90, 64, "none"),
+            (90, 128, "none"),
+            (90, 128, "float"),
+            (90, 256, "none"),
+        )
+        for case in _backward(arch, dim, mask, causal=mask == "none")
     ),
     _case(
         centre_kernel,
