@@ -27,7 +27,7 @@ AT: dict[Maxima, tuple[int, ...]] = {
 }
 """Keys that hold the maximum; "near": all but the first are up to `EPSILON` below it."""
 TAIL_SCALE: dict[Tail, float] = {"smaller": 0.125, "mixed": 0.125, "same": 1.0, "larger": 8.0}
-# Nats by which the other keys lie below the maximum. Together they then move an output by less than a tenth of a spacing.
+# Nats by which the other keys lie below the maximum: together they move an output by less than a tenth of a spacing.
 BELOW = {"bf16": (10.0, 13.0), "fp16": (12.0, 15.0)}
 LARGEST_MAXIMUM = 6.0  # |r_m|, up to which the published rule keeps its weights in FP16
 

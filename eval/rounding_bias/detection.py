@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,15 +16,8 @@ from pasa.ops.numerics.dither import is_structured, round_drawn
 from pasa.ops.numerics.formats import round_to
 
 DIM = 128  # twice the columns that the operator looks at
-TRIGGERS: dict[str, Callable[[Rows, Tensor, str], Tensor]] = {
-    "never": lambda rows, out, fmt: torch.zeros(len(out), 1, dtype=torch.bool),
-    "always": lambda rows, out, fmt: torch.ones(len(out), 1, dtype=torch.bool),
-    "two scores within 1e-3": lambda rows, out, fmt: repeats(rows.scores, rows.scores.amax(-1, keepdim=True)),
-    **{
-        f"leaning, {columns} columns": lambda rows, out, fmt, columns=columns: is_structured(out, fmt, columns)
-        for columns in (16, 32, 64, DIM)
-    },
-}
+LOOKED_AT = (16, 32, 64, DIM)
+TRIGGERS = ("never", "always", "two scores within 1e-3", *(f"leaning, {columns} columns" for columns in LOOKED_AT))
 CASES = (
     *(Case(maxima, "smaller") for maxima in ("two", "near", "blocks", "three", "four", "one")),
     Case("random", "same"),
@@ -37,8 +30,7 @@ def compare_triggers(fmt: str, case: Case, rows: int, generator: torch.Generator
     exact, out = data.exact(), quotient(data, "fp32", "safe")
     nearest, drawn = round_to(out, fmt), round_drawn(out, fmt)
     records = []
-    for name, trigger in TRIGGERS.items():
-        found = trigger(data, out, fmt)
+    for name, found in zip(TRIGGERS, triggered(data, out, fmt), strict=True):
         bias = measure(torch.where(found, drawn, nearest), exact, data.grad, fmt)
         records.append(
             {
@@ -52,3 +44,12 @@ def compare_triggers(fmt: str, case: Case, rows: int, generator: torch.Generator
             }
         )
     return records
+
+
+def triggered(rows: Rows, out: Tensor, fmt: str) -> Iterator[Tensor]:
+    """For each of `TRIGGERS`, which rows (R, 1) it finds; `out` is O / l in FP32."""
+    yield torch.zeros(len(out), 1, dtype=torch.bool)
+    yield torch.ones(len(out), 1, dtype=torch.bool)
+    yield repeats(rows.scores, rows.scores.amax(-1, keepdim=True))
+    for columns in LOOKED_AT:
+        yield is_structured(out, fmt, columns)

@@ -95,8 +95,9 @@ def origin(result: Result) -> str:
     """Where the numbers come from."""
     machine, settings = result["environment"], result["settings"]
     return (
-        f"{result['note']}. {machine['processor']}; torch {machine['torch']}, pasa {machine['pasa']}, commit "
-        f"{machine['commit'] or 'unknown'}; seed {settings['seed']}, {settings['rows']:,} rows; {result['duration_s']} s."
+        f"{result['note']}. {machine['processor']}; torch {machine['torch']}, pasa {machine['pasa']}, "
+        f"commit {machine['commit'] or 'unknown'}; seed {settings['seed']}, {settings['rows']:,} rows; "
+        f"{result['duration_s']} s."
     )
 
 
