@@ -11,6 +11,7 @@ from pasa.ops.attention.mask_kernel import mask_tiles_kernel
 from pasa.ops.attention.paper_kernel import paper_kernel
 from pasa.ops.attention.short_kernel import short_kernel
 from pasa.ops.attention.triton_kernel import attention_kernel
+from pasa.ops.attention.watch_kernel import watch_kernel, watch_totals_kernel
 from pasa.ops.shift_keys.triton_kernel import SLICE, anchor_kernel, shift_kernel
 
 Case = dict[str, Any]
@@ -34,9 +35,10 @@ TYPES = {
         "*i32",
     ),
     **dict.fromkeys(["p_mask", "p_visible", "p_seen"], "*u8"),
+    "p_totals": "*i64",
     **dict.fromkeys(["p_grad", "p_g", "p_scaled", "p_centred", "p_dq", "p_dk", "p_dv"], "*fp16"),
     **dict.fromkeys(["p_grad_lse", "p_unit", "p_top", "p_log", "p_shift", "p_centre"], "*fp32"),
-    "scale": "fp32",
+    **dict.fromkeys(["scale", "epsilon", "reach"], "fp32"),
 }
 
 
@@ -116,6 +118,8 @@ NOT_FOR_ASCEND = {
     "mask_tiles_kernel": "lists tiles for loops that an NPU goes through whole",
     "merge_kernel": "goes with decode_kernel",
     "short_kernel": "as decode_kernel",
+    "watch_kernel": "torch operations count on an NPU",
+    "watch_totals_kernel": "goes with watch_kernel",
 }
 
 FAST: Case = {"SHIFT": "none", "FAST": True, "GUARDED": True, "CLEAN": False, "LOOP": False}
@@ -269,4 +273,20 @@ NVIDIA_CASES = [
             (256, 64, 16, 4, "none", False),
         )
     ),
+    *(
+        _case(
+            watch_kernel,
+            f"watch_d{dim}_{m}_{mask}",
+            {"MASK": mask, "CAUSAL": True, "STRIDE": 127} | _sizes(dim, m, 64),
+            options={"num_warps": 4, "num_stages": 2 if dim > 128 else 3},
+        )
+        for dim, m, mask in (
+            (64, 64, "none"),
+            (128, 16, "none"),
+            (128, 64, "none"),
+            (128, 64, "bool"),
+            (256, 64, "none"),
+        )
+    ),
+    _case(watch_totals_kernel, "watch_totals", {"STRIDE": 127, "BLOCK_M": 64}, options={"num_warps": 1}),
 ]
