@@ -290,6 +290,21 @@ def test_the_published_rule_can_lose_a_block_and_go_on():
     assert max_error(out, pasa.golden_attention(q, k, v)[0]) < 2**-9
 
 
+@pytest.mark.parametrize("name", ["exact", "exact, accumulate fp16"])
+@pytest.mark.parametrize("overflow", ["inf", "saturate"])
+def test_drawn_outputs_stay_means_of_values(name, overflow):
+    """Up to one FP16 number, where FP32's O / l passes the largest value by a trifle; never beyond 65504."""
+    q, k, v = tied_inputs(20.0, heads=256)
+    v[..., ::4] = 65504
+    v[..., 1::4] = -65504
+    v[..., 2::4] *= 30000
+    out = attend((q, k, v), softmax="unbiased", overflow=overflow, **ARITHMETICS[name])
+    assert out.isfinite().all()
+    step = torch.exp2(torch.frexp(out.double()).exponent.double() - 11)
+    assert (out.double() <= v.amax(-2, keepdim=True).double() + step).all()
+    assert (out.double() >= v.amin(-2, keepdim=True).double() - step).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_bounded_shift_is_bounded(dtype):
     """0.2 to 0.6 nats whatever the maximum, so that no weight underflows; it varies with the data; 0 where single."""
