@@ -59,14 +59,15 @@ def _sizes(dim: int, block_m: int, block_n: int) -> Case:
 def _attention(name: str, sizes: Case, mask: str = "none", causal: bool = True, **over: Any) -> Case:
     """Over K' made before, as on an NPU, unless `over` says otherwise."""
     flags = {"SHIFT": "before", "FAST": False, "GUARDED": False, "CLEAN": True, "DESCRIPTORS": False}
-    flags |= {"ANCHOR_BLOCK": 128, "OVERLAP": False, "LISTED": False, "LOOP": True}
+    flags |= {"ANCHOR_BLOCK": 128, "OVERLAP": False, "LISTED": False, "LOOP": True, "DROPPED": 0}
     flags |= {"MASK": mask, "CAUSAL": causal, "VARLEN": False} | sizes
     fields = {key: over.pop(key) for key in ("options", "architectures", "stack") if key in over}
     return _case(attention_kernel, name, flags | over, **fields)
 
 
 def _paper(name: str, sizes: Case, mask: str = "none", clean: bool = True, **over: Any) -> Case:
-    flags = {"MASK": mask, "CAUSAL": True, "VARLEN": False, "ROUND": False, "CLEAN": clean} | sizes
+    flags = {"MASK": mask, "CAUSAL": True, "VARLEN": False, "ROUND": False, "CLEAN": clean, "DROPPED": 0}
+    flags |= sizes
     fields = {key: over.pop(key) for key in ("options", "architectures", "stack") if key in over}
     return _case(paper_kernel, name, flags | over, **fields)
 
@@ -208,13 +209,13 @@ NVIDIA_CASES = [
     _case(
         merge_kernel,
         "merge",
-        {"NATS": False, "D": 128, "D_PAD": 128, "BLOCK_M": 16, "SPLITS": 128, "COLUMNS": 32, "PDL": False},
+        {"NATS": False, "D": 128, "D_PAD": 128, "BLOCK_M": 16, "SPLITS": 128, "COLUMNS": 32, "DROPPED": 0, "PDL": False},
     ),
     *(
         _case(
             short_kernel,
             f"short_d{dim}_{m}x{n}_{mask}" + "_causal" * causal,
-            {"MASK": mask, "CAUSAL": causal} | _sizes(dim, m, n),
+            {"MASK": mask, "CAUSAL": causal, "DROPPED": 0} | _sizes(dim, m, n),
             options={"num_warps": warps, "num_stages": 1},
         )
         for dim, m, n, warps, mask, causal in (

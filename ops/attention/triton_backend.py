@@ -20,7 +20,7 @@ from pasa.ops.attention.paper_kernel import paper_kernel
 from pasa.ops.attention.scores import paper_beta
 from pasa.ops.attention.short_launch import is_short, short_attention
 from pasa.ops.attention.tiles import Tile, paper_tile, processors, tiles_for
-from pasa.ops.attention.triton_call import Call, strides_of
+from pasa.ops.attention.triton_call import Call, dropped_bits, strides_of
 from pasa.ops.attention.triton_kernel import attention_kernel
 from pasa.ops.attention.tuning import best_tile
 from pasa.ops.numerics.shifting import shifting_matrix
@@ -52,13 +52,14 @@ def attention(
     """As `reference.attention`, but that exact score tiles stay in FP32 (see triton_kernel.py): accumulate="fp16"
     changes the published recovery alone. On Hopper hopper_kernel.py serves what it can."""
     with on_device(q):
-        call = Call(*_ready(q, k, v), _mask(attn_mask, q, k), is_causal, scale)
+        dropped = dropped_bits(options.softmax, q.dtype)
+        call = Call(*_ready(q, k, v), _mask(attn_mask, q, k), is_causal, scale, dropped=dropped)
         if _exact_on_gpu(call, options) and is_short(call):
             return _results(q, *short_attention(call))
         if _exact_on_gpu(call, options) and call.decodes:
             return _results(q, *decode(call))
         if hopper_serves(call, options):
-            return _results(q, *_hopper()(call.q, call.k, call.v, is_causal, scale))
+            return _results(q, *_hopper()(call.q, call.k, call.v, is_causal, scale, dropped))
         return _results(q, *portable_attention(call, options))
 
 
@@ -78,7 +79,8 @@ def attention_varlen(
         edges(cu_seqlens_q, "q", q)
         edges(cu_seqlens_k, "k", k)
     with on_device(q):
-        call = Call(*_ready(q, k, v), None, is_causal, scale, cu_seqlens_q.int(), cu_seqlens_k.int())
+        dropped = dropped_bits(options.softmax, q.dtype)
+        call = Call(*_ready(q, k, v), None, is_causal, scale, cu_seqlens_q.int(), cu_seqlens_k.int(), dropped)
         return _results(q, *portable_attention(call, options))
 
 
@@ -253,7 +255,7 @@ class Pass:
              "D": dim, "D_PAD": pad, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "ANCHOR_BLOCK": self.block,
              "FAST": self.fast, "GUARDED": self.guarded, "CLEAN": call.q.device.type == "npu",
              "DESCRIPTORS": descriptors, "OVERLAP": self.fast and tile.overlap,
-             "LISTED": self.listed is not None, "LOOP": few},
+             "LISTED": self.listed is not None, "LOOP": few, "DROPPED": call.dropped},
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
 
@@ -284,7 +286,7 @@ def _paper(call: Call, packing: Packing | None, options: AttentionOptions) -> tu
          *call.mask_strides, heads, call.group, tiles, work, call.rows, call.keys),
         {"MASK": call.mask_kind, "CAUSAL": call.is_causal, "VARLEN": packing is not None,
          "ROUND": options.accumulate == "fp16", "CLEAN": call.q.device.type == "npu",
-         "D": dim, "D_PAD": pad, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n},
+         "DROPPED": call.dropped, "D": dim, "D_PAD": pad, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n},
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out, lse
