@@ -209,7 +209,8 @@ NVIDIA_CASES = [
     _case(
         merge_kernel,
         "merge",
-        {"NATS": False, "D": 128, "D_PAD": 128, "BLOCK_M": 16, "SPLITS": 128, "COLUMNS": 32, "DROPPED": 0, "PDL": False},
+        {"NATS": False, "D": 128, "D_PAD": 128, "BLOCK_M": 16, "SPLITS": 128, "PDL": False}
+        | {"COLUMNS": 32, "DROPPED": 0},
     ),
     *(
         _case(

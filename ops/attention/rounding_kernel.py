@@ -29,8 +29,9 @@ def leaning_rows(b_x, o_column, D: tl.constexpr, DROPPED: tl.constexpr):
     COLUMNS: tl.constexpr = D if D < FIRST else FIRST
     bits = b_x.to(tl.int32, bitcast=True)
     signs = bits >> (DROPPED - 4)  # bit 0 has the place 4, bit 1 the place 3
-    edges = signs ^ (bits >> (DROPPED - 5))
-    word = (signs & 1) + ((signs & 2) << 5) + ((edges & 1) << 12) + ((edges & 2) << 17) + ((edges & 8) << 22)
+    edges = (bits >> (DROPPED - 6)) ^ (bits >> (DROPPED - 7))  # bits 2, 3 and 5 the places 4, 3 and 1
+    spread = ((signs & 3) | (edges & 12)) * 0x8421  # bit i to 6 i, and elsewhere
+    word = (spread & 0x41041) + ((edges & 32) << 20)
     word = tl.sum(tl.where((o_column < COLUMNS)[None, :], word, 0), 1)
     m_row = leans(word & 63, COLUMNS) | leans((word >> 6) & 63, COLUMNS)
     m_row = m_row | leans((word >> 12) & 63, COLUMNS) | leans((word >> 18) & 127, COLUMNS)
