@@ -60,7 +60,7 @@ def round_rows(b_x, o_column, D: tl.constexpr, DROPPED: tl.constexpr, LAZY: tl.c
     """Rows (M, N) of outputs, D columns of which count, ready for the cast; o_column (N,): 0 to N.
 
     LAZY draws only if a row of the tile asks for it; not in a loop: there such a branch led to illegal accesses
-    (Triton 3.6, sm_90), and not on an NPU.
+    (Triton 3.6, sm_90).
     """
     if DROPPED != 0:
         m_row = leaning_rows(b_x, o_column, D, DROPPED)
@@ -74,3 +74,17 @@ def round_rows(b_x, o_column, D: tl.constexpr, DROPPED: tl.constexpr, LAZY: tl.c
             bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -(1 << DROPPED)
             b_x = tl.where(b_x == b_x, bits.to(tl.float32, bitcast=True), b_x)
     return b_x
+
+
+@triton.jit
+def rounding_kernel(
+    p_x, p_out, rows, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr, DROPPED: tl.constexpr
+):  # fmt: skip
+    """Rounds contiguous FP32 rows (rows, D): for an NPU, whose unified buffer has no room for it beside attention."""
+    o_d = tl.arange(0, D_PAD)
+    for start in range(tl.program_id(0) * BLOCK_M, rows, tl.num_programs(0) * BLOCK_M):
+        o_m = tl.arange(0, BLOCK_M)
+        o_x = tl.cast(start, tl.int64) * D + (o_m[:, None] * D + o_d[None, :])
+        m_x = (start + o_m < rows)[:, None] & (o_d < D)[None, :]
+        b_x = round_rows(tl.load(p_x + o_x, mask=m_x, other=0.0), o_d, D, DROPPED, False)
+        tl.store(p_out + o_x, b_x.to(p_out.dtype.element_ty), mask=m_x)

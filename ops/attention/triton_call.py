@@ -26,7 +26,9 @@ class Call:
     scale : float
     cu_q, cu_k : Tensor (sequences + 1,), INT32, for packed tensors
     dropped : int
-        Bits of FP32 that unbiased rounding of the output drops: 13 to FP16, 16 to BF16. 0: FP16, to nearest.
+        Bits of FP32 that unbiased rounding of the output drops: 13 to FP16, 16 to BF16. 0: to nearest.
+    out_dtype : torch.dtype
+        In which a kernel writes its output.
     """
 
     q: Tensor
@@ -38,6 +40,7 @@ class Call:
     cu_q: Tensor | None = None
     cu_k: Tensor | None = None
     dropped: int = 0
+    out_dtype: torch.dtype = torch.float16
 
     @property
     def decodes(self) -> bool:
@@ -81,7 +84,7 @@ class Call:
     def outputs(self) -> tuple[Tensor, Tensor]:
         """Uninitialised output and log-sum-exp."""
         lse = torch.empty(self.q.shape[:-1], dtype=torch.float32, device=self.q.device)
-        return torch.empty(self.q.shape, dtype=output_dtype(self.dropped), device=self.q.device), lse
+        return torch.empty(self.q.shape, dtype=self.out_dtype, device=self.q.device), lse
 
 
 def dropped_bits(softmax: str, dtype: torch.dtype) -> int:
