@@ -20,6 +20,7 @@ from pasa.eval import output
 from pasa.eval.rescue.embedded_model import TEXTS, find_essays
 from pasa.eval.rounding_bias.training_attention import ARMS, Arm, Record, RoundedAttention
 from pasa.eval.rounding_bias.training_model import (
+    SINK,
     SMALL,
     Decoder,
     Shape,
@@ -56,9 +57,8 @@ class Sums:
     """What adds up over the steps of one run."""
 
     def __init__(self) -> None:
-        self.curves: dict[str, list[float]] = {
-            name: [] for name in ("loss", "tied", "lost", "output_bias", "accumulated", "norm")
-        }
+        self.curves: dict[str, list[float]] = {name: [] for name in ("loss", "tied", "lost", "output_bias")}
+        self.kept: dict[str, list[float]] = {"accumulated": [], "norm": []}  # every `KEPT_EVERY`th step
         self.gradient_errors: list[float] = []
         self.delta_errors: list[Tensor] = []  # (layers, heads) a step
         self.delta_sizes: list[Tensor] = []
@@ -77,9 +77,10 @@ class Sums:
         self.weight_squares = self.weight_squares + error.square().sum((-2, -1))
         self.weight_gradient = self.weight_gradient + gradient.square().sum((-2, -1))
         means = {name: sum(getattr(r, name) for r in records) / len(records) for name in ("tied", "output_bias")}
-        lost, norm = sum(each.lost for each in records), float(spectral_norms(model).max())
-        added = {"loss": loss, **means, "lost": lost, "accumulated": rms(self.accumulated()), "norm": norm}
-        for name, value in added.items():
+        if len(self.curves["loss"]) % KEPT_EVERY == 0:
+            self.kept["accumulated"].append(rms(self.accumulated()))
+            self.kept["norm"].append(float(spectral_norms(model).max()))
+        for name, value in {"loss": loss, "lost": sum(each.lost for each in records), **means}.items():
             self.curves[name].append(value)
 
     def accumulated(self) -> Tensor:
@@ -115,8 +116,15 @@ def rms(x: Tensor) -> float:
 
 def read_text() -> Tensor:
     """All essays of the installed text distribution, as bytes (n,), in order of their names."""
-    text = "\n\n".join(path.read_text(encoding="utf-8") for path in find_essays().values())
-    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    return as_bytes("\n\n".join(path.read_text(encoding="utf-8") for path in find_essays().values()))
+
+
+def as_bytes(text: str) -> Tensor:
+    """UTF-8, (n,) of uint8; ValueError where it holds the byte that stands for a sink."""
+    encoded = bytearray(text.encode())
+    if SINK in encoded:
+        raise ValueError(f"the text holds the byte {SINK} at {encoded.index(SINK)}")
+    return torch.frombuffer(encoded, dtype=torch.uint8)
 
 
 def streams(seed: int) -> tuple[torch.Generator, torch.Generator]:
@@ -292,7 +300,8 @@ def describe(run: dict[str, Any], losses: Tensor | None, plain: Tensor | None) -
     }
     if losses is not None and plain is not None and losses is not plain:
         found |= interval("gap", losses - plain)
-    return {**found, "curves": {name: values[::KEPT_EVERY] for name, values in sums.curves.items()}}
+    thinned = {name: values[::KEPT_EVERY] for name, values in sums.curves.items()}
+    return {**found, "curves": thinned | sums.kept}
 
 
 def interval(name: str, values: Tensor) -> dict[str, float]:

@@ -122,7 +122,6 @@ class RoundedAttention(torch.autograd.Function):
 
 def output_bias(done: Forward) -> float:
     """Mean error of the outputs of tied rows, relative, away from zero: 0 without a one-sided error."""
-    error = (done.out - done.exact) * done.exact.sign()
-    rows = done.tied.expand_as(error)
-    size = done.exact.abs()[rows].sum()
-    return float(error[rows].sum() / size) if size > 0 else 0.0
+    error = ((done.out - done.exact) * done.exact.sign()).sum(-1, keepdim=True)
+    size = done.exact.abs().sum(-1, keepdim=True)[done.tied].sum()
+    return float(error[done.tied].sum() / size) if size > 0 else 0.0
