@@ -7,6 +7,7 @@ what it puts on the gradient of W_Q, and what might come of it: spectral norms o
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -261,7 +262,7 @@ def run_training(
                 records.append({"seed": seed, "arm": arm.name, **describe(run, losses, plain)})
         again = train(arms[-1], text[:cut], seeds[-1], steps, stop_after=REPEATED)
     reproduced = again["sums"].curves["loss"] == run["sums"].curves["loss"][:REPEATED]
-    return {
+    result = {
         "schema": 1,
         "experiment": "training",
         "note": NOTE,
@@ -279,6 +280,8 @@ def run_training(
         "gate": judge(records, reproduced),
         "records": records,
     }
+    stored: dict[str, Any] = json.loads(output.to_json(result))  # so that what is shown is what is stored
+    return stored
 
 
 def describe(run: dict[str, Any], losses: Tensor | None, plain: Tensor | None) -> dict[str, Any]:

@@ -89,7 +89,7 @@ ERRORS = ["error of tied O", "delta", "sign", "relative", "W_Q gradient", "relat
 def _loss(record: Record) -> list[str]:
     if record["failed_step"] is not None:
         return [f"not finite in step {record['failed_step']}", "-"]
-    return [f"{record['held_out']:.4f}", f"{record['gap']:+.4f} ± {record['gap_95']:.4f}" if "gap" in record else "-"]
+    return [f"{record['held_out']:.3f}", f"{record['gap']:+.4f} ± {record['gap_95']:.4f}" if "gap" in record else "-"]
 
 
 def _errors(record: Record) -> list[str]:
@@ -149,7 +149,7 @@ def draw(result: Record, path: Path) -> None:
     from matplotlib.figure import Figure
 
     seeds = result["settings"]["seeds"]
-    figure = Figure(figsize=(13.0, 3.2 * len(seeds)), layout="constrained")
+    figure = Figure(figsize=(13.0, 3.0 * len(seeds)), layout="constrained")
     panels = figure.subplots(len(seeds), 1 + len(CURVES), squeeze=False, sharex=True)
     for seed, axes in zip(seeds, panels, strict=True):
         runs = {each["arm"]: each for each in result["records"] if each["seed"] == seed}
@@ -161,7 +161,7 @@ def draw(result: Record, path: Path) -> None:
             ]
             title = result["arms"][name]["title"]
             for axis, values in zip(axes, (gaps, *(run["curves"][curve] for curve in CURVES)), strict=True):
-                axis.plot(steps, values, color=colour, label=title, linewidth=1.1)
+                axis.plot(steps, values, color=colour, label=title, linewidth=1.0)
         for axis, what in zip(axes, ("loss less that of FP32", *CURVES.values()), strict=True):
             axis.set_title(f"{what}, seed {seed}", fontsize=9)
             axis.grid(alpha=0.3)
@@ -181,7 +181,7 @@ def draw_gpu(result: Record, path: Path) -> None:
             values = [math.nan if value is None else value for value in each["curves"][name]]
             apart = settings["kept_every" if name == "loss" else "sample_every"]
             steps = [apart * point for point in range(len(values))]
-            axis.plot(steps, values, color=colour, label=result["arms"][each["arm"]]["title"], linewidth=1.1)
+            axis.plot(steps, values, color=colour, label=result["arms"][each["arm"]]["title"], linewidth=1.0)
     for axis, what in zip(axes, whats.values(), strict=True):
         axis.set_title(what, fontsize=9)
         axis.grid(alpha=0.3)
@@ -192,4 +192,4 @@ def _finish(figure: Any, labelled: Any, path: Path) -> None:
     handles, labels = labelled.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=80)
+    figure.savefig(path, dpi=64)
