@@ -182,10 +182,11 @@ def train(
     return {"model": model, "sums": sums, "failed_step": failed}
 
 
-def backward(model: Decoder, tokens: Tensor, targets: Tensor) -> float:
-    """Gradients of the mean loss, in place of those before; returns the loss."""
+def backward(model: Decoder, tokens: Tensor, targets: Tensor, *, autocast: bool = False) -> float:
+    """Gradients of the mean loss, in place of those before; returns the loss. autocast: forward pass in BF16."""
     model.zero_grad()
-    loss = token_losses(model(tokens), targets).mean()
+    with torch.autocast(tokens.device.type, torch.bfloat16, enabled=autocast):
+        loss = token_losses(model(tokens), targets).mean()
     loss.backward()
     return loss.item()
 

@@ -33,7 +33,7 @@ from pasa.eval.speed.device import describe
 from pasa.ops.attention.repeated_maxima import repeats
 
 NOTE = "kernels on the device named here; FP32 attention: torch's matmuls and softmax"
-TITLES = {"sdpa": "torch's attention, BF16", "safe": "pasa, nearest", "unbiased": "pasa, leaning rows drawn"}
+TITLES = {"sdpa": "torch's flash attention", "safe": "pasa, nearest", "unbiased": "pasa, leaning rows drawn"}
 BACKENDS = {"cuda": "triton", "cpu": "reference"}
 BATCH, HELD_OUT = 16, 64  # windows of a step and of the test, which reads them in batches
 WARM = 100  # steps of linear warm-up; the rate is constant then, since the time decides on the number of steps
@@ -53,7 +53,8 @@ class Probe:
         if self.exact:
             return exact_attention(q, k, v)
         if self.arm == "sdpa":
-            out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+                out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         else:
             out = attention(q, k, v, is_causal=True, config=PasaConfig(softmax=self.arm), backend=self.backend)
         if self.samples is not None and out.requires_grad:
@@ -121,7 +122,7 @@ class Runner:
         if sampled:
             exact = self._exact_gradients(tokens, targets)
             self.probe.samples = []
-        loss = self._backward(tokens, targets)
+        loss = backward(self.model, tokens, targets, autocast=True)
         if sampled:
             self._compare(exact)
         self.losses.append(loss)
@@ -132,18 +133,14 @@ class Runner:
         self.optimizer.param_groups[0]["lr"] = RATE * min(1.0, (number + 1) / WARM)
         self.optimizer.step()
 
-    def _backward(self, tokens: Tensor, targets: Tensor) -> float:
-        with torch.autocast(self.device.type, torch.bfloat16):
-            return backward(self.model, tokens, targets)
-
     def _gradients(self) -> Tensor:
         """Of W_Q, (layers, heads, D, width)."""
         grads = [(block.query.weight.grad, block.heads) for block in self.model.blocks]
-        return torch.stack([grad.unflatten(0, (heads, -1)) for grad, heads in grads if grad is not None]).clone()
+        return torch.stack([grad.unflatten(0, (heads, -1)) for grad, heads in grads if grad is not None])
 
     def _exact_gradients(self, tokens: Tensor, targets: Tensor) -> Tensor:
         self.probe.exact = True
-        self._backward(tokens, targets)
+        backward(self.model, tokens, targets, autocast=True)
         self.probe.exact = False
         return self._gradients()
 

@@ -160,7 +160,7 @@ def test_gpu_part_runs_on_a_cpu_and_is_shown(text, tmp_path, monkeypatch):
     assert 0 < first["gradient_errors"][0] < 1
     assert first["steps"] == result["settings"]["steps"] > 0
     training_report.save(result, tmp_path)
-    assert "torch's attention" in (tmp_path / "training_gpt2_small.md").read_text(encoding="utf-8")
+    assert "torch's flash attention" in (tmp_path / "training_gpt2_small.md").read_text(encoding="utf-8")
     assert (tmp_path / "training_gpt2_small.png").is_file()
 
 
