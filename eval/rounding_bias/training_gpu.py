@@ -32,8 +32,16 @@ from pasa.eval.rounding_bias.training_model import (
 from pasa.eval.speed.device import describe
 from pasa.ops.attention.repeated_maxima import repeats
 
-NOTE = "kernels on the device named here; FP32 attention: torch's matmuls and softmax"
-TITLES = {"sdpa": "torch's flash attention", "safe": "pasa, nearest", "unbiased": "pasa, leaning rows drawn"}
+NOTE = (
+    "Kernels on the device named here; FP32 attention is torch's matmuls and softmax. pasa's own backward pass forms "
+    "delta of P and dP: delta's error is there what rowsum(dO * O) would have, and reaches no gradient"
+)
+TITLES = {
+    "flash": "torch's flash attention",
+    "flash-unbiased": "pasa's output, leaning rows drawn, in flash's backward pass",
+    "safe": "pasa, nearest",
+    "unbiased": "pasa, leaning rows drawn",
+}
 BACKENDS = {"cuda": "triton", "cpu": "reference"}
 BATCH, HELD_OUT = 16, 64  # windows of a step and of the test, which reads them in batches
 WARM = 100  # steps of linear warm-up; the rate is constant then, since the time decides on the number of steps
@@ -52,9 +60,11 @@ class Probe:
         """Causal attention."""
         if self.exact:
             return exact_attention(q, k, v)
-        if self.arm == "sdpa":
+        if self.arm == "flash":
             with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
                 out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        elif self.arm == "flash-unbiased":
+            out = FlashBackward.apply(q, k, v, self.backend)  # type: ignore[no-untyped-call]
         else:
             out = attention(q, k, v, is_causal=True, config=PasaConfig(softmax=self.arm), backend=self.backend)
         if self.samples is not None and out.requires_grad:
@@ -78,6 +88,31 @@ class Probe:
             found["delta_size"] = (grad.float() * size).sum(-1).abs().sum((0, 2))
 
         out.register_hook(note)
+
+
+class FlashBackward(torch.autograd.Function):
+    """Our forward pass, whose output torch's flash backward pass then takes delta = rowsum(dO * O) from.
+
+    Our own backward pass sums delta anew from P and dP, so that no rounding of O can reach a gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, backend: str) -> Tensor:
+        """Causal; BF16. Torch's forward pass is run as well, for all else that its backward pass asks for."""
+        out = attention(q, k, v, is_causal=True, config=PasaConfig(softmax="unbiased"), backend=backend)
+        where = "_for_cpu" if q.device.type == "cpu" else ""
+        names = [f"_scaled_dot_product_flash_attention{where}{direction}" for direction in ("", "_backward")]
+        flash, ctx.flash_backward = (getattr(torch.ops.aten, name) for name in names)
+        _, *lse_and_sizes = flash(q, k, v, 0.0, True)  # dropout, causal
+        ctx.lse_and_sizes, ctx.seeds = lse_and_sizes[:5], lse_and_sizes[5:7]  # a CPU has the first of these alone
+        ctx.save_for_backward(q, k, v, out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        """dQ, dK, dV by torch's kernels."""
+        found = ctx.flash_backward(grads[0], *ctx.saved_tensors, *ctx.lse_and_sizes, 0.0, True, *ctx.seeds)
+        return (*found, None)
 
 
 def exact_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

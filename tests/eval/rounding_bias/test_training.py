@@ -152,7 +152,9 @@ def test_gpu_part_runs_on_a_cpu_and_is_shown(text, tmp_path, monkeypatch):
     """Torch's attention alone, and few steps: the kernels need a GPU."""
     monkeypatch.setattr(training_gpu, "BATCH", 2)
     monkeypatch.setattr(training_gpu, "HELD_OUT", 4)
-    result = training_gpu.run_training_gpu(text, 0.1, source="letters", arms=("sdpa", "sdpa"), shape=TINY, device="cpu")
+    result = training_gpu.run_training_gpu(
+        text, 0.1, source="letters", arms=("flash", "flash"), shape=TINY, device="cpu"
+    )
     first, second = result["records"]
     assert first["curves"]["loss"] == second["curves"]["loss"], "the same weights and batches"
     assert second["gap"] == 0
@@ -162,6 +164,25 @@ def test_gpu_part_runs_on_a_cpu_and_is_shown(text, tmp_path, monkeypatch):
     training_report.save(result, tmp_path)
     assert "torch's flash attention" in (tmp_path / "training_gpt2_small.md").read_text(encoding="utf-8")
     assert (tmp_path / "training_gpt2_small.png").is_file()
+
+
+def test_flash_backward_takes_our_output():
+    """Against FP64 it errs no more than torch's own forward and backward pass, of which it is half."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, grad = (torch.randn(2, 3, 63, 16, generator=generator).bfloat16() for _ in range(4))
+
+    def gradients(function, dtype):
+        leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+        return torch.autograd.grad(function(*leaves), leaves, grad.to(dtype))
+
+    device = torch.device("cpu")
+    right = gradients(lambda *x: torch.nn.functional.scaled_dot_product_attention(*x, is_causal=True), torch.float64)
+    errors = {}
+    for arm in ("flash", "flash-unbiased"):
+        found = gradients(lambda *x, arm=arm: training_gpu.Probe(arm, device)(0, *x), torch.bfloat16)
+        errors[arm] = [float((a - b).norm() / b.norm()) for a, b in zip(found, right, strict=True)]
+    assert all(ours <= 1.2 * theirs for ours, theirs in zip(errors["flash-unbiased"], errors["flash"], strict=True))
+    assert errors["flash-unbiased"] != errors["flash"]
 
 
 def test_tied_rows_are_counted_in_both_precisions():
