@@ -84,7 +84,7 @@ def _wide(case: Case) -> Case:
 
 
 def _rounding(name: str, dim: int, dropped: int, **fields: Any) -> Case:
-    flags = {"D": dim, "D_PAD": 1 << (dim - 1).bit_length(), "BLOCK_M": 16, "DROPPED": dropped}
+    flags = {"D": dim, "D_PAD": 1 << (dim - 1).bit_length(), "BLOCK_M": min(16, 2048 // dim), "DROPPED": dropped}
     case = _case(rounding_kernel, name, flags, **fields)
     return case | {"signature": case["signature"] | ({"p_out": "*bf16"} if dropped == 16 else {})}
 
