@@ -237,12 +237,13 @@ NVIDIA_CASES = [
             {"NATS": False, "D": dim, "D_PAD": dim, "BLOCK_M": 16, "SPLITS": splits, "PDL": False}
             | {"COLUMNS": columns, "DROPPED": dropped},
             options={"num_warps": warps},
+            stack=stack,
         )
-        for dim, splits, columns, dropped, warps in (
-            (128, 128, 32, 0, 4),
-            (128, 256, 128, 13, 16),
-            (128, 512, 128, 16, 16),
-            (256, 256, 256, 13, 16),
+        for dim, splits, columns, dropped, warps, stack in (
+            (128, 128, 32, 0, 4, 0),
+            (128, 256, 128, 13, 16, 128),
+            (128, 512, 128, 16, 16, 1500),
+            (256, 256, 256, 13, 16, 1500),
         )
     ),
     *(
