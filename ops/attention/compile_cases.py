@@ -90,7 +90,7 @@ def _wide(case: Case) -> Case:
 
 
 def _rounding(name: str, dim: int, dropped: int, **fields: Any) -> Case:
-    flags = {"D": dim, "D_PAD": 1 << (dim - 1).bit_length(), "BLOCK_M": 16, "DROPPED": dropped}
+    flags = {"D": dim, "D_PAD": 1 << (dim - 1).bit_length(), "BLOCK_M": min(16, 2048 // dim), "DROPPED": dropped}
     case = _case(rounding_kernel, name, flags, **fields)
     return case | {"signature": case["signature"] | ({"p_out": "*bf16"} if dropped == 16 else {})}
 
@@ -284,12 +284,13 @@ NVIDIA_CASES = [
             {"NATS": False, "D": dim, "D_PAD": dim, "BLOCK_M": 16, "SPLITS": splits, "PDL": False}
             | {"COLUMNS": columns, "DROPPED": dropped},
             options={"num_warps": warps},
+            stack=stack,
         )
-        for dim, splits, columns, dropped, warps in (
-            (128, 128, 32, 0, 4),
-            (128, 256, 128, 13, 16),
-            (128, 512, 128, 16, 16),
-            (256, 256, 256, 13, 16),
+        for dim, splits, columns, dropped, warps, stack in (
+            (128, 128, 32, 0, 4, 0),
+            (128, 256, 128, 13, 16, 128),
+            (128, 512, 128, 16, 16, 1500),
+            (256, 256, 256, 13, 16, 1500),
         )
     ),
     *(

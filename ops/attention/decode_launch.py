@@ -18,7 +18,7 @@ from pasa.ops.triton_launch import launch, workspace
 
 LANES = 4  # warps with keys of their own
 MERGE_TILE = 4096  # numbers of O that a program of the merge holds, 32 a thread
-MERGE_ROW = 65536  # and at most where it holds whole rows, 128 for each of 512 threads
+MERGE_ROW = 65536  # and at most where it holds whole rows, 128 for each of 512 threads, which spills
 # What a split costs beside its keys, in blocks of 128 of them: queries, anchor, its share of the merge.
 SPLIT_COST = 2
 

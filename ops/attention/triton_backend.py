@@ -39,7 +39,7 @@ from pasa.ops.shift_keys.triton_backend import (
 from pasa.ops.triton_launch import DIRECT, launch
 
 HOPPER_DIMS, HOPPER_BLOCK = (64, 128), 128
-ROUNDED_ROWS = 16  # of a tile, where a launch of its own rounds
+ROUNDED = 2048  # numbers of a tile, where a launch of its own rounds: what an NPU's unified buffer holds
 CAREFUL_KEYS = 64  # of a tile of the careful pass, at most
 
 
@@ -56,8 +56,9 @@ def attention(
     """As `reference.attention`, but that exact score tiles stay in FP32 (see triton_kernel.py): accumulate="fp16"
     changes the published recovery alone. On Hopper hopper_kernel.py serves what it can."""
     with on_device(q):
-        rounding = _rounding(options, q.dtype)
-        call = Call(*_ready(q, k, v), _mask(attn_mask, q, k), is_causal, scale, None, None, *rounding)
+        dropped = dropped_bits(options.softmax, q.dtype)
+        out_dtype = output_dtype(dropped)
+        call = Call(*_ready(q, k, v), _mask(attn_mask, q, k), is_causal, scale, None, None, dropped, out_dtype)
         if _exact_on_gpu(call, options) and is_short(call):
             return _results(q, *short_attention(call))
         if _exact_on_gpu(call, options) and call.decodes:
@@ -83,8 +84,9 @@ def attention_varlen(
         edges(cu_seqlens_q, "q", q)
         edges(cu_seqlens_k, "k", k)
     with on_device(q):
-        rounding = _rounding(options, q.dtype)
-        call = Call(*_ready(q, k, v), None, is_causal, scale, cu_seqlens_q.int(), cu_seqlens_k.int(), *rounding)
+        dropped = dropped_bits(options.softmax, q.dtype)
+        packed = cu_seqlens_q.int(), cu_seqlens_k.int()
+        call = Call(*_ready(q, k, v), None, is_causal, scale, *packed, dropped, output_dtype(dropped))
         return _results(q, *portable_attention(call, options))
 
 
@@ -139,12 +141,6 @@ def _is_hopper(device: torch.device) -> bool:
 def _exact_on_gpu(call: Call, options: AttentionOptions) -> bool:
     """An NPU has one kernel for calls of all sizes: it cannot branch on data round a product."""
     return options.precision == "pasa" and options.recovery == "exact" and call.q.device.type != "npu"
-
-
-def _rounding(options: AttentionOptions, dtype: torch.dtype) -> tuple[int, torch.dtype]:
-    """`dropped` and `out_dtype` of a call."""
-    dropped = dropped_bits(options.softmax, dtype)
-    return dropped, output_dtype(dropped)
 
 
 def _mask(attn_mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
@@ -217,10 +213,11 @@ def rounded_after(call: Call, options: AttentionOptions) -> tuple[Tensor, Tensor
     """As `portable_attention`, but that a launch of its own rounds the output."""
     wide, lse = portable_attention(replace(call, dropped=0, out_dtype=torch.float32), options)
     out = torch.empty_like(wide, dtype=call.out_dtype)
-    dim, rows = wide.shape[-1], lse.numel()
+    dim, pad, rows = wide.shape[-1], pad_dim(wide.shape[-1]), lse.numel()
+    block = min(16, ROUNDED // pad)
     launch(
-        rounding_kernel, (min(-(-rows // ROUNDED_ROWS), 2 * processors(wide.device)), 1, 1), (wide, out), (rows,),
-        {"D": dim, "D_PAD": pad_dim(dim), "BLOCK_M": ROUNDED_ROWS, "DROPPED": call.dropped},
+        rounding_kernel, (min(-(-rows // block), 2 * processors(wide.device)), 1, 1), (wide, out), (rows,),
+        {"D": dim, "D_PAD": pad, "BLOCK_M": block, "DROPPED": call.dropped},
     )  # fmt: skip
     return out, lse
 

@@ -72,6 +72,10 @@ RESTRICTIONS = [
     ({"accumulates": ("fp16",)}, "accumulate fp32 is not among fp16"),
     ({"overflows": ("saturate",)}, "overflow inf is not among saturate"),
     ({"block_ks": (32, 64)}, "block_k 128 is not among 32, 64"),
+    (
+        {"not_together": ({"softmax": "safe", "recovery": "exact"},)},
+        "softmax safe with recovery exact is not supported",
+    ),
     ({"head_dims": (65, 128)}, "head dim 64 is outside 65 to 128"),
     ({"missing": lambda: "no such device here"}, "no such device here"),
 ]

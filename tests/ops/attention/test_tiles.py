@@ -117,13 +117,14 @@ def test_a_folder_that_cannot_be_written_costs_only_time(timed, monkeypatch):
 def test_whatever_changes_the_time_changes_the_key():
     """Plain and guarded passes, block sizes and row counts once shared a key, hence a tile that fitted one of them."""
 
-    def variant(rows=300, keys=300, block=128, causal=False, guarded=True, width=64):
+    def variant(rows=300, keys=300, block=128, causal=False, guarded=True, width=64, dropped=0):
         q, k = torch.zeros(1, 2, rows, 64).half(), torch.zeros(1, 2, keys, width).half()[..., :64]
-        call, unused = Call(q, k, k, None, causal, 1.0), KeyBlocks(q, q, q)
+        call, unused = Call(q, k, k, None, causal, 1.0, dropped=dropped), KeyBlocks(q, q, q)
         return Pass(call, k, unused, None, block, q, q, fast=True, guarded=guarded).variant
 
     others = [{"rows": 20}, {"keys": 3000}, {"block": 64}, {"causal": True}, {"guarded": False}, {"width": 65}]
-    assert len({variant(**other) for other in [{}, *others]}) == 7
+    others.append({"dropped": 13})
+    assert len({variant(**other) for other in [{}, *others]}) == 8
 
 
 def test_nothing_is_timed_where_nothing_can_be(timed, monkeypatch):

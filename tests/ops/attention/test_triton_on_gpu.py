@@ -12,6 +12,7 @@ from tests.inputs import Mode, max_error, normal_qkv, rmse
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 MODES = [Mode("triton", pasa.PasaConfig(accumulate=a)) for a in ("fp32", "fp16")]
+MODES += [Mode("triton", pasa.PasaConfig(softmax="unbiased"))]
 SHAPES = {  # heads, lengths, dim
     "prefill": ((8, 2), (700, 700), 128),
     "svd": ((5, 5), (900, 900), 64),
