@@ -12,6 +12,7 @@ from torch import Tensor
 from pasa.ops.attention import reference, scores
 from pasa.ops.attention.options import AttentionOptions
 from pasa.ops.attention.scores import Block, Tile, paper_beta, two_terms
+from pasa.ops.numerics.dither import COLUMNS
 from pasa.ops.numerics.shifting import shifting_matrix
 from pasa.ops.shift_keys.reference import shift_exact, shift_paper
 from tests.ascend_c.twin_build import Program
@@ -38,6 +39,7 @@ class Call:
     overflow: Any = "inf"
     lengths: Tensor | None = None
     scale: float | None = None
+    unbiased: torch.dtype | None = None  # the type that outputs are rounded to without bias, if they are
 
     @property
     def softmax_scale(self) -> float:
@@ -53,6 +55,8 @@ class Call:
         kv_heads, keys = self.k.shape[1:3]
         shape = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "rows": rows, "keys": keys, "dim": dim}
         how = {"causal": int(self.causal), "exact": int(self.exact), "lengths": int(self.lengths is not None)}
+        rounding = {"unbiased_columns": min(COLUMNS, dim), "to_bf16": int(self.unbiased == torch.bfloat16)}
+        how |= rounding if self.unbiased else {}
         return shape | how | {"overflow": OVERFLOW[self.overflow], "scale": repr(self.softmax_scale)}
 
 
@@ -113,7 +117,7 @@ def launch_attention(program: Program, x: Call, shifted: dict[str, Tensor], **op
     found = Run(report)
     if report["ok"]:
         batch, heads, rows, _ = x.q.shape
-        found.arrays["out"] = read(program, "out", np.float16, x.q.shape)
+        found.arrays["out"] = read(program, "out", np.float16, x.q.shape).view(x.unbiased or torch.float16)
         found.arrays["lse"] = read(program, "lse", np.float32, x.q.shape[:3])
         tiles = read(program, "scores", np.float16, (batch, heads, -(-rows // BLOCK), x.blocks, BLOCK, BLOCK))
         flat = tiles.permute(0, 1, 2, 4, 3, 5).flatten(4, 5).flatten(2, 3)

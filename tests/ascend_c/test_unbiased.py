@@ -1,12 +1,16 @@
 """Unbiased rounding on the CPU twin: the same bits as `ops/numerics/dither.py` makes of the same FP32 outputs."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
-from pasa.ops.numerics.dither import COLUMNS, is_structured, round_unbiased
+from pasa.ops.numerics.dither import COLUMNS, is_structured, leaning, round_unbiased
 from pasa.ops.numerics.formats import round_to
-from tests.ascend_c.kernel_runs import OVERFLOW
+from tests.ascend_c.kernel_runs import LAUNCHES, OVERFLOW, Call, launch_attention, shifted_by_reference
+
+LIFTED = np.exp(np.float64(np.float32(10.39720771))).astype(np.float32)  # kLiftNats: a weight before FP16 rounds it
 
 
 def mixed_rows(rows, dim, dtype, seed):
@@ -23,10 +27,10 @@ def mixed_rows(rows, dim, dtype, seed):
 def odd_values(rows, dim, dtype, seed):
     """Rows of ties whose numbers are also subnormal in FP16, next to overflow, zeros of both signs, inf and NaN."""
     x = mixed_rows(rows, dim, dtype, seed)
-    odd = torch.tensor([65519.9, 65503.0, 2.0**-15 * 1.5001, 2.0**-25 * 1.1, -0.0, 0.0, torch.inf, -torch.inf, torch.nan,
-                        3.3895314e38, 2.0**-14, -(2.0**-14) * 0.9999, 1e-40])  # fmt: skip
-    kept = dim // 4
-    x[1::5, :kept] = odd.repeat(dim)[:kept]
+    odd = torch.tensor([65519.9, 65503.0, 2.0**-15 * 1.5001, 2.0**-25 * 1.1, -0.0, 0.0, torch.inf, -torch.inf,
+                        torch.nan, 3.3895314e38, 2.0**-14, -(2.0**-14) * 0.9999, 1e-40])  # fmt: skip
+    kept = min(len(odd), dim // 4)
+    x[1::5, dim - kept :] = odd[:kept]
     return x
 
 
@@ -47,8 +51,70 @@ def test_rows_are_rounded_as_by_the_reference(kernels, rows, dim, fmt):
             for overflow in OVERFLOW:
                 rounded, expected = round_to(found, fmt, overflow=overflow), round_unbiased(x, fmt, overflow)
                 assert torch.equal(bits(rounded), bits(expected)), (mode, overflow)
-        assert is_structured(x, fmt).any() or min(rows, dim) == 1 or make is odd_values, "this data must lean"
+        assert is_structured(x, fmt).any() or rows < 37 or dim == 1, "this data must lean"
 
 
 def bits(x):
     return x.nan_to_num(nan=12345.0, posinf=torch.inf, neginf=-torch.inf).view(torch.int32)
+
+
+def means(heads, rows, keys, dim, **how):
+    """Queries of zero: a row is the mean of the values that it sees, whose sums FP32 holds."""
+    g = torch.Generator().manual_seed(rows * 1000 + keys)
+    k = torch.randn(1, heads, keys, dim, generator=g).half()
+    v = 1 + torch.randint(1024, (1, heads, keys, dim), generator=g) / 1024
+    return Call(torch.zeros(1, heads, rows, dim).half(), k, (v * v.sub(1.5).sign()).half(), **how)
+
+
+@pytest.mark.parametrize("overflow", OVERFLOW)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "dim"), [(1, 64), (129, 64), (200, 80), (70, 128), (40, 144)])
+def test_outputs_of_the_exact_recovery(kernels, rows, dim, dtype, overflow):
+    """Row r is the mean of its r + 1 values: of two, of four and so on they lean."""
+    x = means(2, rows, rows, dim, causal=True, unbiased=dtype, overflow=overflow)
+    outputs = x.v.float().cumsum(2) / torch.arange(1.0, rows + 1).unsqueeze(-1)
+    expected = round_unbiased(outputs, dtype, overflow)
+    assert rows == 1 or is_structured(outputs, dtype).any(), "this data must lean"
+    shifted = shifted_by_reference(x)
+    for mode, seed in LAUNCHES[::4]:
+        found = launch_attention(kernels, x, shifted, mode=mode, seed=seed, groups=1 + seed % 2)
+        assert found.report["ok"], found.report["fault"]
+        assert torch.equal(found["out"].float(), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "keys", "dim"), [(9, 2, 64), (3, 4, 80), (65, 2, 128), (5, 128, 80), (2, 256, 144)])
+def test_outputs_of_the_published_recovery(kernels, rows, keys, dim, dtype):
+    """Its row sums are of weights that are not rounded; those of a power of two keys FP32 holds."""
+    x = means(4, rows, keys, dim, exact=False, unbiased=dtype)
+    outputs = (x.v.float().sum(2, keepdim=True) * 2**15 / (keys * torch.tensor(LIFTED))).expand(x.q.shape)
+    found = launch_attention(kernels, x, shifted_by_reference(x), groups=2)
+    assert found.report["ok"], found.report["fault"]
+    assert torch.equal(found["out"].float(), round_unbiased(outputs, dtype))
+
+
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "paper"])
+def test_rows_that_do_not_lean_are_as_without_it(kernels, exact):
+    """Random rows but for one lot of keys, which are there twice and decide every other row."""
+    g = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(1, n, s, 80, generator=g) for n, s in ((2, 150), (1, 300), (1, 300)))
+    k[:, :, 200] = k[:, :, 40] = 4.0
+    q[:, :, ::2] = 2.0
+    x = Call(q.half(), k.half(), v.half(), exact=exact)
+    shifted = shifted_by_reference(x)
+    nearest = launch_attention(kernels, x, shifted)["out"].double()
+    found = launch_attention(kernels, replace(x, unbiased=torch.float16), shifted)
+    assert found.report["ok"], found.report["fault"]
+    off = (found["out"].double() - nearest).abs()
+    assert (off <= 2.0**-10 * nearest.abs().clamp(min=2.0**-14)).all()
+    changed = (off > 0).any(-1)
+    assert changed[:, :, ::2].all()
+    assert changed[:, :, 1::2].double().mean() < 0.05
+
+
+@pytest.mark.parametrize("columns", range(COLUMNS + 1))
+def test_a_row_leans_by_as_much_as_in_the_reference(kernels, columns):
+    settings = {"batch": 1, "heads": 1, "kv_heads": 1, "rows": 2, "keys": 2, "dim": 64, "scale": 1.0}
+    report = kernels.run("plan", unbiased_columns=columns, **settings)
+    assert report["ok"]
+    assert kernels.load("leaning", np.uint32)[0] == leaning(columns)

@@ -165,6 +165,7 @@ TWIN_CASE(plan)
     settings.causal = arguments.number("causal") != 0;
     settings.has_lengths = arguments.number("lengths") != 0;
     settings.scale = real(arguments, "scale");
+    settings.unbiased_columns = number("unbiased_columns");
     pasa::Chip chip = pasa::kChips[number("chip")];
     twin::Report report;
     try {
@@ -180,6 +181,7 @@ TWIN_CASE(plan)
             found.push_back(tiles);
         }
         arguments.save("plan", found.data(), found.size());
+        arguments.save("leaning", &t.leaning, 1);
     } catch (const std::invalid_argument& error) {
         report.ok = false;
         report.fault.sentence = error.what();
