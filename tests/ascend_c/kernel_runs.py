@@ -185,3 +185,30 @@ def attend_by_reference(x: Call) -> Run:
         model.tile = make_tile
     narrow = scores.round_to(wide, scores.FP16, overflow=x.overflow).half()
     return Run({}, {"out": out, "lse": lse, "scores": narrow})
+
+
+def means(heads: int, rows: int, keys: int, dim: int, **how: Any) -> Call:
+    """Queries of zero: a row is the mean of the values that it sees, whose sums FP32 holds."""
+    g = torch.Generator().manual_seed(rows * 1000 + keys)
+    k = torch.randn(1, heads, keys, dim, generator=g).half()
+    v = 1 + torch.randint(1024, (1, heads, keys, dim), generator=g) / 1024
+    return Call(torch.zeros(1, heads, rows, dim).half(), k, (v * v.sub(1.5).sign()).half(), **how)
+
+
+def means_that_lean() -> Call:
+    """Means of 64 values whose six dropped bits are random but in one respect, by which the rows of a head lean: the
+    third bit is 1, or the fourth; it is the one behind it. In other heads 1/64 is dropped. The last columns are
+    subnormal in FP16.
+    """
+    g = torch.Generator().manual_seed(7)
+    units, dropped = torch.randint(960, (8, 64, 64), generator=g), torch.randint(64, (8, 64), generator=g)
+    dropped[0] |= 8
+    dropped[1] |= 4
+    dropped[2] = dropped[2] & ~4 | dropped[2] >> 1 & 4
+    dropped[3] = dropped[3] & ~2 | dropped[3] >> 1 & 2
+    dropped[4:] = 1
+    units[:, -1] += (dropped - units.sum(1)) % 64
+    v = 1 + units / 1024
+    v[:, :, -4:] = torch.randint(512, 1024, (8, 64, 4), generator=g) * 2.0**-24
+    k = torch.randn(1, 8, 64, 64, generator=g).half()
+    return Call(torch.zeros(1, 8, 3, 64).half(), k, v.half().unsqueeze(0), unbiased=torch.float16)

@@ -8,7 +8,15 @@ import torch
 
 from pasa.ops.numerics.dither import COLUMNS, is_structured, leaning, round_unbiased
 from pasa.ops.numerics.formats import round_to
-from tests.ascend_c.kernel_runs import LAUNCHES, OVERFLOW, Call, launch_attention, shifted_by_reference
+from tests.ascend_c.kernel_runs import (
+    LAUNCHES,
+    OVERFLOW,
+    Call,
+    launch_attention,
+    means,
+    means_that_lean,
+    shifted_by_reference,
+)
 
 LIFTED = np.exp(np.float64(np.float32(10.39720771))).astype(np.float32)  # kLiftNats: a weight before FP16 rounds it
 
@@ -58,14 +66,6 @@ def bits(x):
     return x.nan_to_num(nan=12345.0, posinf=torch.inf, neginf=-torch.inf).view(torch.int32)
 
 
-def means(heads, rows, keys, dim, **how):
-    """Queries of zero: a row is the mean of the values that it sees, whose sums FP32 holds."""
-    g = torch.Generator().manual_seed(rows * 1000 + keys)
-    k = torch.randn(1, heads, keys, dim, generator=g).half()
-    v = 1 + torch.randint(1024, (1, heads, keys, dim), generator=g) / 1024
-    return Call(torch.zeros(1, heads, rows, dim).half(), k, (v * v.sub(1.5).sign()).half(), **how)
-
-
 @pytest.mark.parametrize("overflow", OVERFLOW)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("rows", "dim"), [(1, 64), (129, 64), (200, 80), (70, 128), (40, 144)])
@@ -91,6 +91,16 @@ def test_outputs_of_the_published_recovery(kernels, rows, keys, dim, dtype):
     found = launch_attention(kernels, x, shifted_by_reference(x), groups=2)
     assert found.report["ok"], found.report["fault"]
     assert torch.equal(found["out"].float(), round_unbiased(outputs, dtype))
+
+
+def test_each_wave_alone_makes_rows_lean(kernels):
+    x = means_that_lean()
+    outputs = x.v.float().mean(2, keepdim=True).expand(x.q.shape)
+    leans = is_structured(outputs, "fp16")[0, :, 0, 0]
+    assert leans.tolist() == [True] * 4 + [False] * 4
+    found = launch_attention(kernels, x, shifted_by_reference(x))
+    assert found.report["ok"], found.report["fault"]
+    assert torch.equal(found["out"].float(), round_unbiased(outputs, "fp16"))
 
 
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "paper"])
