@@ -102,11 +102,11 @@ private:
         AscendC::Add(words, words, a.ReinterpretCast<int32_t>(), columns, rows_,
                      AscendC::BinaryRepeatParams(1, 1, 1, kTileBlocks, kTileBlocks, stride));
     }
-    // to = from & mask, which is a block of eight words; the device has this for 16 bits.
-    __aicore__ inline void Keep(const FloatTile& to, const FloatTile& from, const FloatTile& mask, uint32_t columns)
+    // x = x & mask, which is a block of eight words; the device has this for 16 bits.
+    __aicore__ inline void Keep(const FloatTile& x, const FloatTile& mask, uint32_t columns)
     {
-        AscendC::And(to.ReinterpretCast<uint16_t>(), from.ReinterpretCast<uint16_t>(),
-                     mask.ReinterpretCast<uint16_t>(), 2 * columns, rows_,
+        const AscendC::LocalTensor<uint16_t> halves = x.ReinterpretCast<uint16_t>();
+        AscendC::And(halves, halves, mask.ReinterpretCast<uint16_t>(), 2 * columns, rows_,
                      AscendC::BinaryRepeatParams(1, 1, 0, kTileBlocks, kTileBlocks, 0));
     }
 
@@ -117,8 +117,8 @@ private:
     {
         const uint32_t columns = t_.unbiased_columns;
         const Words masks = work_.ReinterpretCast<uint32_t>();
-        AscendC::Duplicate(masks, kCosines, static_cast<int32_t>(kFloatBlock));
-        AscendC::Duplicate(masks[kLimits], kSines, static_cast<int32_t>(kFloatBlock));
+        AscendC::Duplicate(masks, kSines, static_cast<int32_t>(kFloatBlock));
+        AscendC::Duplicate(masks[kLimits], kCosines, static_cast<int32_t>(kFloatBlock));
         if (columns < kFloats) {  // the sums take whole repeats
             AscendC::Duplicate(tile_, 0.0f, rows_ * kBlockKeys);
             AscendC::PipeBarrier<PIPE_V>();
@@ -129,21 +129,19 @@ private:
         AscendC::PipeBarrier<PIPE_V>();
         Multiply(Left(), kCopies, columns);
         AscendC::PipeBarrier<PIPE_V>();
-        const Integers words = Left().ReinterpretCast<int32_t>();
-        AscendC::Adds(words, words, kPhases, columns, rows_,
+        AscendC::Adds(Right().ReinterpretCast<int32_t>(), Left().ReinterpretCast<int32_t>(), kPhases, columns, rows_,
                       AscendC::UnaryRepeatParams(1, 1, kTileBlocks, kTileBlocks));
         AscendC::PipeBarrier<PIPE_V>();
-        Keep(Right(), Left(), work_[kLimits], columns);
-        AscendC::PipeBarrier<PIPE_V>();
-        Keep(Left(), Left(), work_, columns);
+        Keep(Left(), work_, columns);
+        Keep(Right(), work_[kLimits], columns);
         AscendC::PipeBarrier<PIPE_V>();
         AscendC::Cast(tile_, tile_.ReinterpretCast<int32_t>(), AscendC::RoundMode::CAST_NONE, rows_ * kBlockKeys);
         AscendC::PipeBarrier<PIPE_V>();
         RowReduction<AscendC::ReduceType::SUM> count(work_, rows_);
         count.Blocks(tile_);
         AscendC::PipeBarrier<PIPE_V>();
-        count.Finish(low_);
-        RowReduction<AscendC::ReduceType::SUM>(work_[kLimits], rows_).Finish(high_);
+        count.Finish(high_);
+        RowReduction<AscendC::ReduceType::SUM>(work_[kLimits], rows_).Finish(low_);
         AscendC::PipeBarrier<PIPE_V>();
     }
 
@@ -213,8 +211,7 @@ private:
         AscendC::PipeBarrier<PIPE_V>();
         AscendC::Select(smallest, leans, normal, none, AscendC::SELMODE::VSEL_TENSOR_TENSOR_MODE, kFloats);
         AscendC::PipeBarrier<PIPE_V>();
-        Spread(work_[kLimits], smallest, rows_);
-        AscendC::PipeBarrier<PIPE_V>();
+        Spread(work_[kLimits], smallest, rows_);  // Draw has barriers before it compares to it
     }
 
     // ---- lots
