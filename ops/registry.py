@@ -229,7 +229,7 @@ register(
         devices=("npu",),
         masks=("none",),
         precisions=("pasa",),
-        softmaxes=("safe",),
+        softmaxes=("safe", "unbiased"),
         accumulates=("fp32",),
         head_dims=(1, 256),
         block_ks=(128,),

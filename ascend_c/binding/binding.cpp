@@ -150,11 +150,13 @@ Tensor ShiftPaper(const Tensor& k, const Tensor& matrix, const OptionalTensor& l
     return keys;
 }
 
-// Exact where there are anchors, as published without them; `keys` are K'.
+at::ScalarType OutputType(bool to_bf16) { return to_bf16 ? at::kBFloat16 : at::kHalf; }
+
+// Exact where there are anchors, as published without them; `keys` are K'. `unbiased_columns` as in tiling/plan.h.
 std::tuple<Tensor, Tensor> Attention(const Tensor& q, const Tensor& keys, const Tensor& v,
                                      const OptionalTensor& anchors, const OptionalTensor& units,
                                      const OptionalTensor& lengths, bool is_causal, double scale, double invariance,
-                                     double last_invariance, bool saturate)
+                                     double last_invariance, bool saturate, int64_t unbiased_columns, bool to_bf16)
 {
     const bool exact = anchors.has_value();
     TORCH_CHECK_VALUE(units.has_value() == exact, "anchors and units come together");
@@ -168,6 +170,9 @@ std::tuple<Tensor, Tensor> Attention(const Tensor& q, const Tensor& keys, const 
     settings.scale = scale;
     settings.invariance = invariance;
     settings.last_invariance = last_invariance;
+    TORCH_CHECK_VALUE(unbiased_columns >= 0, "unbiased_columns=", unbiased_columns, " is negative");
+    settings.unbiased_columns = static_cast<uint32_t>(std::min<int64_t>(unbiased_columns, kMaxDim));
+    settings.to_bf16 = to_bf16;
     const Chip chip = ChipOf(q);
     const AttentionTiling tiling = PlanAttention(shape, settings, chip);
     const int64_t batch = q.size(0), heads = v.size(1), rows = v.size(2), dim = q.size(3);
@@ -180,7 +185,7 @@ std::tuple<Tensor, Tensor> Attention(const Tensor& q, const Tensor& keys, const 
     }
     if (lengths) CheckTensor("lengths", *lengths, q, at::kInt, {batch});
     const c10::DeviceGuard guard(q.device());
-    Tensor out = at::empty(q.sizes(), q.options());
+    Tensor out = at::empty(q.sizes(), q.options().dtype(OutputType(to_bf16)));
     Tensor lse = at::empty({batch, q.size(1), q.size(2)}, q.options().dtype(at::kFloat));
     const Tensor workspace = at::empty({static_cast<int64_t>(tiling.workspace_bytes)}, q.options().dtype(at::kByte));
     const AttentionPointers given{Pointer(q),       Pointer(keys), Pointer(v),   Pointer(anchors),  Pointer(units),
@@ -208,9 +213,9 @@ Tensor ShiftPaperShapes(const Tensor& k, const Tensor&, const OptionalTensor&, b
 
 std::tuple<Tensor, Tensor> AttentionShapes(const Tensor& q, const Tensor&, const Tensor&, const OptionalTensor&,
                                            const OptionalTensor&, const OptionalTensor&, bool, double, double, double,
-                                           bool)
+                                           bool, int64_t, bool to_bf16)
 {
-    return {at::empty_symint(q.sym_sizes(), q.options()),
+    return {at::empty_symint(q.sym_sizes(), q.options().dtype(OutputType(to_bf16))),
             at::empty_symint(q.sym_sizes().slice(0, 3), q.options().dtype(at::kFloat))};
 }
 
@@ -223,7 +228,8 @@ TORCH_LIBRARY_FRAGMENT(pasa, m)
     m.def("npu_shift_paper(Tensor k, Tensor matrix, Tensor? last_matrix, bool saturate) -> Tensor");
     m.def(
         "npu_attention(Tensor q, Tensor keys, Tensor v, Tensor? anchors, Tensor? units, Tensor? lengths, "
-        "bool is_causal, float scale, float invariance, float last_invariance, bool saturate) -> (Tensor, Tensor)");
+        "bool is_causal, float scale, float invariance, float last_invariance, bool saturate, int unbiased_columns, "
+        "bool to_bf16) -> (Tensor, Tensor)");
 }
 
 #ifdef PASA_CPU_TWIN

@@ -53,6 +53,10 @@ public:
     {
         AscendC::Max(to, a, b, mask_, 1, AscendC::BinaryRepeatParams(1, 1, 1, 8, 8, 8));
     }
+    __aicore__ inline void Smaller(const Row& to, const Row& a, const Row& b)
+    {
+        AscendC::Min(to, a, b, mask_, 1, AscendC::BinaryRepeatParams(1, 1, 1, 8, 8, 8));
+    }
     __aicore__ inline void Scale(const Row& to, const Row& a, float factor)
     {
         AscendC::Muls(to, a, factor, mask_, 1, AscendC::UnaryRepeatParams(1, 1, 8, 8));

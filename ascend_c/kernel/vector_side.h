@@ -2,6 +2,7 @@
 #pragma once
 
 #include "exact_rows.h"
+#include "unbiased.h"
 
 namespace pasa {
 
@@ -297,6 +298,8 @@ private:
     // O / l, l being spread.
     __aicore__ inline void StoreOutput(const Task& task, uint32_t i, uint32_t rows)
     {
+        UnbiasedRounding unbiased(t_, score_tile_, work_, Number(kFirst), Number(kThird), rows);
+        bool drawn = false;
         for (uint32_t d = 0; d < t_.dim; d += kChunk) {
             const uint32_t width = Least(kChunk, t_.dim - d);
             const FloatTile out = Output(i)[d];
@@ -306,10 +309,13 @@ private:
                              AscendC::BinaryRepeatParams(1, 1, 0, stride, stride, 1));
             }
             AscendC::PipeBarrier<PIPE_V>();
+            if (d == 0 && t_.unbiased_columns > 0) drawn = unbiased.Leans(out);
+            if (drawn) unbiased.Draw(out, width);
             HalfTile rounded = tile_out_.AllocTensor<half>();
-            for (uint32_t c = 0; c < width; c += kFloats) {
-                AscendC::Cast(rounded[c], out[c], AscendC::RoundMode::CAST_RINT, Least(kFloats, width - c), rows,
-                              AscendC::UnaryRepeatParams(1, 1, width / kFractal, stride));
+            if (t_.to_bf16) {
+                Round(rounded.ReinterpretCast<bfloat16_t>(), out, width, rows);
+            } else {
+                Round(rounded, out, width, rows);
             }
             tile_out_.EnQue(rounded);
             rounded = tile_out_.DeQue<half>();
@@ -319,6 +325,16 @@ private:
             p.dstGap = (t_.dim - width) / kFractal;
             AscendC::DataCopy(out_[FirstRow(task, task.lane[i]) * t_.dim + d], rounded, p);
             tile_out_.FreeTensor(rounded);
+        }
+    }
+
+    // Columns of the output to nearest.
+    template <typename T>
+    __aicore__ inline void Round(const AscendC::LocalTensor<T>& to, const FloatTile& out, uint32_t width, uint32_t rows)
+    {
+        for (uint32_t c = 0; c < width; c += kFloats) {
+            AscendC::Cast(to[c], out[c], AscendC::RoundMode::CAST_RINT, Least(kFloats, width - c), rows,
+                          AscendC::UnaryRepeatParams(1, 1, width / kFractal, t_.dim / kFloatBlock));
         }
     }
 };

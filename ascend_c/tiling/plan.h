@@ -59,6 +59,8 @@ struct Settings {
     bool saturates = false;
     bool has_lengths = false;
     bool keep_scores = false;
+    uint32_t unbiased_columns = 0;  // of a row, by which unbiased rounding tells whether it leans; 0: to nearest
+    bool to_bf16 = false;
     double scale = 1.0;
     double invariance = 0.0;       // paper: of the first block
     double last_invariance = 0.0;  // paper: of the last block
@@ -95,10 +97,16 @@ constexpr uint64_t L1Bytes(uint32_t dim, uint32_t lanes)
                 2 * kTileRows * kBlockKeys + kTileRows * kFractal);
 }
 
+// By how many more columns of one sign than of the other a row leans: 3.5 sigmas (ops/numerics/dither.py).
+inline uint32_t Leaning(uint32_t columns) { return static_cast<uint32_t>(std::ceil(3.5 * std::sqrt(columns))); }
+
 inline AttentionTiling PlanAttention(const Shape& shape, const Settings& settings, const Chip& chip)
 {
     CheckShape(shape);
     Require(settings.scale > 0 && std::isfinite(settings.scale), "scale must be positive and finite");
+    Require(settings.unbiased_columns <= Least(kWaveColumns, shape.dim),
+            "unbiased_columns=" + std::to_string(settings.unbiased_columns) + " is above 64 or dim");
+    Require(!settings.to_bf16 || settings.unbiased_columns > 0, "BF16 outputs are for unbiased rounding alone");
     Require(settings.exact || !settings.has_lengths, "the published recovery takes no lengths");
     AttentionTiling t{};
     t.batch = shape.batch;
@@ -115,6 +123,9 @@ inline AttentionTiling PlanAttention(const Shape& shape, const Settings& setting
     t.saturates = settings.saturates;
     t.has_lengths = settings.has_lengths;
     t.keep_scores = settings.keep_scores;
+    t.unbiased_columns = settings.unbiased_columns;
+    t.leaning = Leaning(settings.unbiased_columns);
+    t.to_bf16 = settings.to_bf16;
     t.scale = static_cast<float>(settings.scale);
     t.invariance = static_cast<float>(settings.invariance);
     t.last_invariance = static_cast<float>(settings.last_invariance);

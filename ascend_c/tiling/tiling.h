@@ -16,6 +16,7 @@ constexpr uint32_t kLanes = 2;        // query tiles that a group works on in tu
 constexpr uint32_t kMaxDim = 256;
 constexpr uint32_t kChunk = 128;  // columns of an operand in one half of L0A or L0B
 constexpr uint32_t kBlockBytes = 32;  // of the vector cores' memory: the smallest copy
+constexpr uint32_t kWaveColumns = 64;  // of a row that unbiased rounding looks at, at most
 constexpr uint32_t kVerdictWords = kBlockBytes / sizeof(int32_t);  // of each vector core
 constexpr uint32_t kUnitCopies = kBlockBytes / sizeof(float);      // of the unit of a block of keys
 
@@ -43,6 +44,9 @@ struct AttentionTiling {
     uint32_t causal;
     uint32_t saturates;    // the overflow mode: CTRL[48] = 0
     uint32_t has_lengths;  // keys of each batch entry, otherwise all
+    uint32_t unbiased_columns;  // of a row, by which unbiased rounding tells whether it leans; 0: round to nearest
+    uint32_t leaning;           // by how many more columns of one sign than of the other
+    uint32_t to_bf16;           // outputs are BF16; otherwise FP16
     uint32_t keep_scores;  // store every FP16 score tile, for diagnosis
     float scale;
     float invariance;        // paper: beta / (1 - beta), of the first block

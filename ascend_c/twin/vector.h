@@ -1,4 +1,4 @@
-// Element-wise vector calls on half and float: kernel_operator_vec_unary_intf.h, _vec_binary_intf.h,
+// Element-wise vector calls on half, float and integers: kernel_operator_vec_unary_intf.h, _vec_binary_intf.h,
 // _vec_binary_scalar_intf.h. half is computed in float and rounded once per call, which is the correctly rounded half
 // result for + - * / too, since float has more than twice its digits.
 #pragma once
@@ -35,7 +35,7 @@ template <typename T, typename F>
 void map_unary(const char* name, const AscendC::LocalTensor<T>& dst, const AscendC::LocalTensor<T>& src,
                const Extent& e, const AscendC::UnaryRepeatParams& params, F f, Here here, float scalar = 0)
 {
-    static_assert(is_one_of<T, half, float>, "the twin's vector arithmetic takes half and float");
+    static_assert(is_one_of<T, half, float, int32_t>, "the twin's vector arithmetic takes half, float and int32_t");
     Instruction op(name, Pipe::V, here);
     constexpr int lanes = kLanes<T>;
     const Plan plan = e.plan(op, lanes);
@@ -45,13 +45,15 @@ void map_unary(const char* name, const AscendC::LocalTensor<T>& dst, const Ascen
     prepare(op, plan, d, {a});
     count_vector(op, TypeName<T>::value, plan);
     op.run([=, &core = op.core(), saturate = op.core().saturate] {
-        float x[kMaxLanes] = {}, y[kMaxLanes] = {};
+        Wide<T> x[kMaxLanes] = {};
+        Exact<T> y[kMaxLanes] = {};
         T out[kMaxLanes] = {};
         uint64_t overflows = 0;
         for (int64_t r = 0; r < plan.repeats; ++r) {
             load<T>(a, plan, r, x);
-            for (int i = 0; i < lanes; ++i) y[i] = f(x[i]);
-            overflows += round_lanes<T>(y, out, plan.at(r), saturate, {x});
+            for (int i = 0; i < lanes; ++i) y[i] = f(Exact<T>(x[i]));
+            if constexpr (std::is_same_v<T, int32_t>) round_lanes(y, out, plan.at(r), core);
+            else overflows += round_lanes<T>(y, out, plan.at(r), saturate, {x});
             store<T>(d, plan, r, out);
         }
         if (is_finite(scalar)) core.counters.count_overflows(name, overflows);
@@ -64,7 +66,7 @@ void map_binary(const char* name, const AscendC::LocalTensor<T>& dst, const Asce
                 const AscendC::LocalTensor<T>& src1, const Extent& e, const AscendC::BinaryRepeatParams& p, F f,
                 bool accumulates, Here here)
 {
-    static_assert(is_one_of<T, half, float>, "the twin's vector arithmetic takes half and float");
+    static_assert(is_one_of<T, half, float, int32_t>, "the twin's vector arithmetic takes half, float and int32_t");
     Instruction op(name, Pipe::V, here);
     constexpr int lanes = kLanes<T>;
     const Plan plan = e.plan(op, lanes);
@@ -75,19 +77,28 @@ void map_binary(const char* name, const AscendC::LocalTensor<T>& dst, const Asce
     prepare(op, plan, d, {a, b}, accumulates);
     count_vector(op, TypeName<T>::value, plan);
     op.run([=, &core = op.core(), saturate = op.core().saturate] {
-        float x[kMaxLanes] = {}, y[kMaxLanes] = {}, z[kMaxLanes] = {};
+        Wide<T> x[kMaxLanes] = {}, y[kMaxLanes] = {};
+        Exact<T> z[kMaxLanes] = {};
         T out[kMaxLanes] = {};
         uint64_t overflows = 0;
         for (int64_t r = 0; r < plan.repeats; ++r) {
             load<T>(a, plan, r, x);
             load<T>(b, plan, r, y);
-            for (int i = 0; i < lanes; ++i) z[i] = f(x[i], y[i]);
-            overflows += round_lanes<T>(z, out, plan.at(r), saturate, {x, y});
+            for (int i = 0; i < lanes; ++i) z[i] = f(Exact<T>(x[i]), Exact<T>(y[i]));
+            if constexpr (std::is_same_v<T, int32_t>) round_lanes(z, out, plan.at(r), core);
+            else overflows += round_lanes<T>(z, out, plan.at(r), saturate, {x, y});
             store<T>(d, plan, r, out);
         }
         core.counters.count_overflows(name, overflows);
     });
 }
+
+inline float quotient(float a, float b) { return a / b; }
+void quotient(int64_t, int64_t) = delete;  // half and float alone
+
+inline float exact(half x) { return to_float(x); }
+inline float exact(float x) { return x; }
+inline int64_t exact(int32_t x) { return x; }
 
 template <typename T>
 Function<T> with_options(Function<T> f)
@@ -97,23 +108,82 @@ Function<T> with_options(Function<T> f)
     return f;
 }
 
+// dst = f(src0, src1) on the bits of unsigned integers.
+template <typename T, typename F>
+void map_bits(const char* name, const AscendC::LocalTensor<T>& dst, const AscendC::LocalTensor<T>& src0,
+              const AscendC::LocalTensor<T>& src1, const Extent& e, const AscendC::BinaryRepeatParams& p, F f,
+              Here here)
+{
+    Instruction op(name, Pipe::V, here);
+    constexpr int lanes = kLanes<T>;
+    const Plan plan = e.plan(op, lanes);
+    check_strides(op, p);
+    const Operand d = e.counted ? packed(dst, lanes) : operand(dst, p.dstBlkStride.full(), p.dstRepStride.full());
+    const Operand a = e.counted ? packed(src0, lanes) : operand(src0, p.src0BlkStride.full(), p.src0RepStride.full());
+    const Operand b = e.counted ? packed(src1, lanes) : operand(src1, p.src1BlkStride.full(), p.src1RepStride.full());
+    prepare(op, plan, d, {a, b});
+    count_vector(op, TypeName<T>::value, plan);
+    op.run([=] {
+        T x[kMaxLanes] = {}, y[kMaxLanes] = {};
+        for (int64_t r = 0; r < plan.repeats; ++r) {
+            load_bits(a, plan, r, x);
+            load_bits(b, plan, r, y);
+            for (int i = 0; i < lanes; ++i) x[i] = static_cast<T>(f(x[i], y[i]));
+            store<T>(d, plan, r, x);
+        }
+    });
+}
+
+// dst = f(src, places), which is that many places of a shift.
+template <typename T, typename F>
+void shift(const char* name, const AscendC::LocalTensor<T>& dst, const AscendC::LocalTensor<T>& src, T places,
+           const Extent& e, const AscendC::UnaryRepeatParams& params, F f, Here here)
+{
+    static_assert(is_one_of<T, uint16_t, uint32_t>, "the twin shifts unsigned integers; signed ones keep their sign");
+    Instruction op(name, Pipe::V, here);
+    op.in_range(places, "scalarValue", 0, 8 * sizeof(T));
+    constexpr int lanes = kLanes<T>;
+    const Plan plan = e.plan(op, lanes);
+    const UnaryStrides s = strides(op, params);
+    const Operand d = e.counted ? packed(dst, lanes) : operand(dst, s.dst_block, s.dst_repeat);
+    const Operand a = e.counted ? packed(src, lanes) : operand(src, s.src_block, s.src_repeat);
+    prepare(op, plan, d, {a});
+    count_vector(op, TypeName<T>::value, plan);
+    op.run([=] {
+        T x[kMaxLanes] = {};
+        for (int64_t r = 0; r < plan.repeats; ++r) {
+            load_bits(a, plan, r, x);
+            for (int i = 0; i < lanes; ++i) x[i] = static_cast<T>(f(uint64_t{x[i]}, places));
+            store<T>(d, plan, r, x);
+        }
+    });
+}
+
 // A NaN operand wins (inferred).
-inline float larger(float a, float b) { return a != a ? a : b != b ? b : (a > b ? a : b); }
-inline float smaller(float a, float b) { return a != a ? a : b != b ? b : (a < b ? a : b); }
+template <typename T>
+T larger(T a, T b)
+{
+    return a != a ? a : b != b ? b : (a > b ? a : b);
+}
+template <typename T>
+T smaller(T a, T b)
+{
+    return a != a ? a : b != b ? b : (a < b ? a : b);
+}
 
 }  // namespace twin
 
 namespace AscendC {
 
 #define TWIN_UNARY(Name, function)                                                                                 \
-    template <typename T, bool isSetMask = true>                                                                   \
+    template <typename T, bool isSetMask = true, typename = std::enable_if_t<twin::is_one_of<T, half, float>>>     \
     void Name(const LocalTensor<T>& dst, const LocalTensor<T>& src, twin::Mask mask, const U8 repeatTime,          \
               const UnaryRepeatParams& repeatParams, Here here = Here::now())                                      \
     {                                                                                                              \
         twin::map_unary(#Name, dst, src, twin::repeated(mask, repeatTime, isSetMask), repeatParams, function,      \
                         here);                                                                                     \
     }                                                                                                              \
-    template <typename T>                                                                                          \
+    template <typename T, typename = std::enable_if_t<twin::is_one_of<T, half, float>>>                            \
     void Name(const LocalTensor<T>& dst, const LocalTensor<T>& src, const int32_t& count, Here here = Here::now()) \
     {                                                                                                              \
         twin::map_unary(#Name, dst, src, twin::counted(count), UnaryRepeatParams(), function, here);               \
@@ -131,7 +201,7 @@ TWIN_UNARY(Abs, [](float x) { return std::fabs(x); })
     {                                                                                                                  \
         twin::map_binary(                                                                                              \
             #Name, dst, src0, src1, twin::repeated(mask, repeatTime, isSetMask), repeatParams,                         \
-            [](float x, float y) { return expression; }, accumulates, here);                                           \
+            [](auto x, auto y) { return expression; }, accumulates, here);                                             \
     }                                                                                                                  \
     template <typename T>                                                                                              \
     void Name(const LocalTensor<T>& dst, const LocalTensor<T>& src0, const LocalTensor<T>& src1, const int32_t& count, \
@@ -139,14 +209,14 @@ TWIN_UNARY(Abs, [](float x) { return std::fabs(x); })
     {                                                                                                                  \
         twin::map_binary(                                                                                              \
             #Name, dst, src0, src1, twin::counted(count), BinaryRepeatParams(),                                        \
-            [](float x, float y) { return expression; }, false, here);                                                 \
+            [](auto x, auto y) { return expression; }, false, here);                                                   \
     }
 
 // Which of them may accumulate: page "general constraints on overlap".
 TWIN_BINARY(Add, x + y, true)
 TWIN_BINARY(Sub, x - y, true)
 TWIN_BINARY(Mul, x* y, true)
-TWIN_BINARY(Div, x / y, false)
+TWIN_BINARY(Div, twin::quotient(x, y), false)
 TWIN_BINARY(Max, twin::larger(x, y), true)
 TWIN_BINARY(Min, twin::smaller(x, y), true)
 
@@ -155,19 +225,19 @@ TWIN_BINARY(Min, twin::smaller(x, y), true)
     void Name(const LocalTensor<T>& dst, const LocalTensor<T>& src, const T& scalarValue, twin::Mask mask,      \
               const U8 repeatTime, const UnaryRepeatParams& repeatParams, Here here = Here::now())              \
     {                                                                                                           \
-        const float s = twin::to_float(scalarValue);                                                            \
+        const auto s = twin::exact(scalarValue);                                                                \
         twin::map_unary(                                                                                        \
             #Name, dst, src, twin::repeated(mask, repeatTime, isSetMask), repeatParams,                         \
-            [s](float x) { return expression; }, here, s);                                                      \
+            [s](auto x) { return expression; }, here, static_cast<float>(s));                                   \
     }                                                                                                           \
     template <typename T, bool isSetMask = true>                                                                \
     void Name(const LocalTensor<T>& dst, const LocalTensor<T>& src, const T& scalarValue, const int32_t& count, \
               Here here = Here::now())                                                                          \
     {                                                                                                           \
-        const float s = twin::to_float(scalarValue);                                                            \
+        const auto s = twin::exact(scalarValue);                                                                \
         twin::map_unary(                                                                                        \
             #Name, dst, src, twin::counted(count, isSetMask), UnaryRepeatParams(),                              \
-            [s](float x) { return expression; }, here, s);                                                      \
+            [s](auto x) { return expression; }, here, static_cast<float>(s));                                   \
     }
 
 TWIN_SCALAR(Adds, x + s)
@@ -185,21 +255,40 @@ void And(const LocalTensor<T>& dst, const LocalTensor<T>& src0, const LocalTenso
          Here here = Here::now())
 {
     static_assert(twin::is_one_of<T, int16_t, uint16_t>, "And takes int16_t and uint16_t on A2");
-    twin::Instruction op("And", twin::Pipe::V, here);
-    constexpr int lanes = twin::kLanes<T>;
-    const twin::Plan plan = twin::counted(count).plan(op, lanes);
-    const twin::Operand d = twin::packed(dst, lanes), a = twin::packed(src0, lanes), b = twin::packed(src1, lanes);
-    twin::prepare(op, plan, d, {a, b});
-    twin::count_vector(op, twin::TypeName<T>::value, plan);
-    op.run([=] {
-        T x[twin::kMaxLanes] = {}, y[twin::kMaxLanes] = {};
-        for (int64_t r = 0; r < plan.repeats; ++r) {
-            twin::load<T>(a, plan, r, x);
-            twin::load<T>(b, plan, r, y);
-            for (int i = 0; i < lanes; ++i) x[i] = static_cast<T>(x[i] & y[i]);
-            twin::store<T>(d, plan, r, x);
-        }
-    });
+    twin::map_bits(
+        "And", dst, src0, src1, twin::counted(count), BinaryRepeatParams(), [](T x, T y) { return x & y; }, here);
 }
+template <typename T, bool isSetMask = true>
+void And(const LocalTensor<T>& dst, const LocalTensor<T>& src0, const LocalTensor<T>& src1, twin::Mask mask,
+         const U8 repeatTime, const BinaryRepeatParams& repeatParams, Here here = Here::now())
+{
+    static_assert(twin::is_one_of<T, int16_t, uint16_t>, "And takes int16_t and uint16_t on A2");
+    twin::map_bits(
+        "And", dst, src0, src1, twin::repeated(mask, repeatTime, isSetMask), repeatParams,
+        [](T x, T y) { return x & y; }, here);
+}
+
+// Bits that leave the word are lost, zeros come in (pages "ShiftLeft" and "ShiftRight", unsigned types).
+#define TWIN_SHIFT(Name, expression)                                                                            \
+    template <typename T, bool isSetMask = true>                                                                \
+    void Name(const LocalTensor<T>& dst, const LocalTensor<T>& src, const T& scalarValue, twin::Mask mask,      \
+              const U8 repeatTime, const UnaryRepeatParams& repeatParams, Here here = Here::now())              \
+    {                                                                                                           \
+        twin::shift(                                                                                            \
+            #Name, dst, src, scalarValue, twin::repeated(mask, repeatTime, isSetMask), repeatParams,            \
+            [](uint64_t x, T places) { return expression; }, here);                                             \
+    }                                                                                                           \
+    template <typename T, bool isSetMask = true>                                                                \
+    void Name(const LocalTensor<T>& dst, const LocalTensor<T>& src, const T& scalarValue, const int32_t& count, \
+              Here here = Here::now())                                                                          \
+    {                                                                                                           \
+        twin::shift(                                                                                            \
+            #Name, dst, src, scalarValue, twin::counted(count, isSetMask), UnaryRepeatParams(),                 \
+            [](uint64_t x, T places) { return expression; }, here);                                             \
+    }
+
+TWIN_SHIFT(ShiftLeft, x << places)
+TWIN_SHIFT(ShiftRight, x >> places)
+#undef TWIN_SHIFT
 
 }  // namespace AscendC

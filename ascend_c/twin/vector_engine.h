@@ -303,6 +303,10 @@ void store(const Operand& o, const Plan& plan, int64_t r, const T* values)
     }
 }
 
+// The type in which arithmetic is done: wide enough that the one rounding, or the check of the range, comes after it.
+template <typename T>
+using Exact = std::conditional_t<std::is_same_v<T, int32_t>, int64_t, float>;
+
 inline bool is_finite(float x) { return std::fabs(x) <= std::numeric_limits<float>::max(); }
 
 // Whether any of a repeat's values is inf or NaN: the exponent is all ones.
@@ -350,6 +354,17 @@ uint64_t round_lanes(const float* values, T* out, const Lanes& active, bool satu
         for (int i = 0; saturate && i < kMaxLanes; ++i) out[i] = half_from(saturated(to_float(out[i]), kHalfMax));
     }
     return overflows;
+}
+
+// The same for integers. What the device does beyond their range is documented nowhere.
+inline uint64_t round_lanes(const int64_t* values, int32_t* out, const Lanes& active, Core& core)
+{
+    for (int i = 0; i < active.last(); ++i) {
+        out[i] = static_cast<int32_t>(values[i]);
+        core.require(!active[i] || out[i] == values[i], FaultKind::range,
+                     "the result " + std::to_string(values[i]) + " is beyond int32_t");
+    }
+    return 0;
 }
 
 }  // namespace twin

@@ -1,10 +1,12 @@
 // What the kernels spend on the CPU twin, as JSON.
 //
-//     PROGRAM attend EXACT DIM BLOCKS WIDE     two tiles of 128 queries against so many blocks of 128 keys, one group
+//     PROGRAM attend EXACT DIM BLOCKS WIDE UNBIASED    two tiles of 128 queries against so many blocks of 128 keys, one
+//                                                      group
 //     PROGRAM shift EXACT DIM BLOCKS           so many blocks of keys, one core
 //     PROGRAM plan B H Hkv Sq Skv D CAUSAL     tasks and score tiles of the busiest group of a 910B3
 //
-// WIDE makes data of which the exact recovery keeps every score tile in FP32, otherwise none.
+// WIDE makes data of which the exact recovery keeps every score tile in FP32, otherwise none. UNBIASED: 0 rounds outputs
+// to nearest, 1 without bias where no row leans, 2 where every row does; then all queries are zero.
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -47,7 +49,16 @@ struct Run {
     uint32_t dim;
     uint32_t blocks;
     bool wide;
+    uint32_t unbiased;
 };
+
+// Values of keys in turn: their mean is a tie of FP16, or 1.
+std::vector<half> in_turn(uint32_t keys, uint32_t dim, bool tie)
+{
+    std::vector<half> v(size_t{keys} * dim, static_cast<half>(1.0f));
+    for (size_t i = 0; tie && i < v.size(); ++i) v[i] = static_cast<half>(i / dim % 2 ? 1.0f : 1.0f + 0x1p-10f);
+    return v;
+}
 
 twin::Report run(const Run& r, bool attends)
 {
@@ -71,12 +82,17 @@ twin::Report run(const Run& r, bool attends)
     settings.exact = r.exact;
     settings.scale = scale;
     settings.invariance = settings.last_invariance = 1.0;
+    if (r.unbiased > 0) settings.unbiased_columns = pasa::Least(pasa::kWaveColumns, r.dim);
     pasa::Chip chip = pasa::kChips[2];
     chip.cube_cores = 1;
     const pasa::AttentionTiling tiling = pasa::PlanAttention(shape, settings, chip);
     const size_t queries = size_t{kQueries} * r.dim;
     std::vector<half> q = r.wide ? std::vector<half>(queries, static_cast<half>(1.0f)) : noise(queries);
     std::vector<half> v = noise(numbers), out(queries);
+    if (r.unbiased > 0) {
+        q.assign(queries, static_cast<half>(0.0f));
+        v = in_turn(shape.keys, r.dim, r.unbiased == 2);
+    }
     std::vector<float> lse(kQueries);
     const pasa::AttentionPointers given{q.data(),     keys.data(), v.data(),   shift.anchors, shift.units,
                                         nullptr,      out.data(),  lse.data(), nullptr};
@@ -116,7 +132,7 @@ int main(int argc, char** argv)
         const pasa::Shape shape{number(2), number(3), number(4), number(5), number(6), number(7)};
         std::puts(plan(shape, number(8) != 0).c_str());
     } else if (what == "attend" || what == "shift") {
-        const Run r{number(2) != 0, number(3), number(4), number(5) != 0};
+        const Run r{number(2) != 0, number(3), number(4), number(5) != 0, number(6)};
         std::puts(run(r, what == "attend").json().c_str());
     } else {
         return 2;

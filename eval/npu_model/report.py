@@ -121,6 +121,20 @@ def share_table(result: Record) -> Table:
     return Table("Exact recovery by its tiles in FP32", ["data", "tiles in FP32", *result["scenarios"]], rows, note)
 
 
+def rounding_table(result: Record) -> Table:
+    """What unbiased rounding adds to the vector work of a task."""
+    first = result["roundings"][0]["vector_us"]
+    rows = []
+    for each in result["roundings"]:
+        base = each["vector_us"]["to nearest"]
+        cells = [
+            f"{us:.1f} ({percent(us / base - 1)})" if us != base else f"{us:.1f}" for us in each["vector_us"].values()
+        ]
+        rows.append([each["kernel"], str(each["dim"]), str(each["keys"]), *cells])
+    note = f"{MODEL} us of a vector core for two query tiles of a head, and what they are longer."
+    return Table("Unbiased rounding", ["kernel", "D", "keys", *first], rows, note)
+
+
 def rate_table(result: Record) -> Table:
     """The rates and where they come from."""
     rows = [
@@ -191,7 +205,7 @@ def to_markdown(result: Record) -> str:
     cases = [case_table(result, scenario) for scenario in result["scenarios"]]
     found = [range_table(result), tile_table(result, 128), tile_table(result, 64), share_table(result), *cases]
     parts = ["# npu_model", origin(result), claim(result)]
-    for table in (*found, fit_table(result), line_table(result), rate_table(result)):
+    for table in (*found, rounding_table(result), fit_table(result), line_table(result), rate_table(result)):
         parts += [f"## {table.title}", markdown(table.header, table.rows), table.note]
     return "\n\n".join(part for part in parts if part) + "\n"
 

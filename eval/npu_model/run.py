@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,8 @@ BLOCKS = (2, 3, 4, 6, 8, 16)
 DIMS = (128, 64)
 KERNELS = {"paper": (0, 0), "exact": (1, 0), "exact wide": (1, 1)}  # exact, wide
 TILES_A_BLOCK = 2  # two lanes
+ROUNDING_KEYS = (1280, 8192)
+ROUNDINGS = {"to nearest": 0, "unbiased, no row leans": 1, "unbiased, all rows lean": 2}  # as counts.cpp numbers them
 STORED = Path(__file__).resolve().parents[1] / "rmse" / "results"
 SHARE_CASES = (("rmse", "uniform(0,0.5)"), ("rmse", "uniform(30,0.5)"), ("resonance", "qwen-like, 180 deg"),
                ("resonance", "svd-like, 180 deg"), ("rmse", "hybrid(20,100)"))  # fmt: skip
@@ -51,6 +54,7 @@ def run_npu_model(progress: output.Report | None = None) -> dict[str, Any]:
     with twin.build() as built:
         counts = count(built, progress)
         plans = {case.name: plan(built, case) for case in CASES}
+        roundings = count_roundings(built)
     shares = stored_shares()
     result = {
         "schema": 1,
@@ -68,6 +72,7 @@ def run_npu_model(progress: output.Report | None = None) -> dict[str, Any]:
         "cases": [{"name": case.name, "shape": case.shape, "flops": case.flops} for case in CASES],
         "plans": plans,
         "counts": counts,
+        "roundings": roundings,
         **predict(counts, plans, shares),
     }
     stored: dict[str, Any] = json.loads(output.to_json(result))  # so that what is shown is what is stored
@@ -92,6 +97,22 @@ def count(built: Twin, progress: output.Report | None = None) -> list[dict[str, 
         work = twin.work_of(built.ask(what, exact, dim, blocks, wide))
         found.append({"kernel": what, "name": name, "dim": dim, "blocks": blocks, "work": work})
     return found
+
+
+def count_roundings(built: Twin) -> list[dict[str, Any]]:
+    """Vector time of one task (two query tiles) by how its outputs are rounded, microseconds of a vector core."""
+    made = []
+    for name, dim, keys in itertools.product(("paper", "exact"), DIMS, ROUNDING_KEYS):
+        blocks = keys // 128
+        works = {
+            how: twin.work_of(built.ask("attend", KERNELS[name][0], dim, blocks, 0, number))
+            for how, number in ROUNDINGS.items()
+        }
+        us = {
+            how: 1e6 * model.engine_times(work, model.SCENARIOS["as written"])["vector"] for how, work in works.items()
+        }
+        made.append({"kernel": name, "dim": dim, "keys": keys, "vector_us": us})
+    return made
 
 
 def plan(built: Twin, case: SpeedCase) -> dict[str, int]:

@@ -23,6 +23,7 @@ from pasa.ops.attention.inputs import to_fp16
 from pasa.ops.attention.npu_inputs import attend_packed, pad_head_dim
 from pasa.ops.attention.options import AttentionOptions
 from pasa.ops.attention.scores import paper_beta
+from pasa.ops.numerics.dither import COLUMNS
 from pasa.ops.numerics.shifting import shifting_matrix
 
 BLOCK = 128  # keys: kBlockKeys in ascend_c/tiling/tiling.h
@@ -42,7 +43,8 @@ def attention(
     if (why := library_error()) is not None:
         other = _announced(why, options, q, k)
         return other.attention(q, k, v, attn_mask, is_causal, scale, options, diagnose)
-    out, lse = _kernels(to_fp16(q, "q"), to_fp16(k, "k"), to_fp16(v, "v"), None, is_causal, scale, options)
+    given = to_fp16(q, "q"), to_fp16(k, "k"), to_fp16(v, "v")
+    out, lse = _kernels(*given, None, is_causal, scale, options, q.dtype)
     return out.to(q.dtype), lse, lse.new_empty(0, dtype=torch.float64)
 
 
@@ -66,9 +68,11 @@ def attention_varlen(
         other = _announced(why, options, q, k)
         return other.attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, is_causal, scale, options, diagnose)
 
+    dtype = q.dtype
+
     def attend(q: Tensor, k: Tensor, v: Tensor, keys: list[int]) -> tuple[Tensor, Tensor]:
         lengths = torch.tensor(keys, dtype=torch.int32).to(q.device) if options.recovery == "exact" else None
-        return _kernels(q, k, v, lengths, is_causal, scale, options)
+        return _kernels(q, k, v, lengths, is_causal, scale, options, dtype)
 
     out, lse = attend_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, _served_together(options, is_causal), attend)
     return out, lse, lse.new_empty(0, dtype=torch.float64)
@@ -88,9 +92,19 @@ def _served_together(options: AttentionOptions, is_causal: bool) -> Callable[[in
 
 
 def _kernels(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, is_causal: bool, scale: float, options: AttentionOptions
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    options: AttentionOptions,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """K', then attention; `lengths` (B,), INT32, are the keys of each batch entry."""
+    """K', then attention; `lengths` (B,), INT32, are the keys of each batch entry, `dtype` is what the caller gave.
+
+    The output is FP16. Unbiased rounding makes BF16 of BF16 inputs: a second rounding would be biased again.
+    """
     kernels = torch.ops.pasa
     dim, saturate = q.shape[-1], options.overflow == "saturate"
     spoiled = ~torch.isfinite(q).all(-1)  # the matrix unit must not be fed NaN: such rows are put in at the end
@@ -103,7 +117,9 @@ def _kernels(
     else:
         keys, *found = kernels.npu_shift_exact(k, lengths, scale, saturate)
         invariances = (0.0, 0.0)
-    out, lse = kernels.npu_attention(q, keys, v, *found, lengths, is_causal, scale, *invariances, saturate)
+    unbiased = options.softmax == "unbiased"
+    rounding = min(dim, COLUMNS) if unbiased else 0, unbiased and dtype == torch.bfloat16
+    out, lse = kernels.npu_attention(q, keys, v, *found, lengths, is_causal, scale, *invariances, saturate, *rounding)
     out = out[..., :dim].masked_fill(spoiled.unsqueeze(-1), torch.nan)
     return out, lse.masked_fill(spoiled, torch.nan)
 
@@ -179,9 +195,9 @@ def stand_in(options: AttentionOptions, heads: int = 1, kv_heads: int = 1) -> St
     """The first that can: triton-ascend, then the vendor's attention, then the reference.
 
     Triton has no saturating arithmetic. The vendor's has neither a published nor a saturating one, so it stands in for
-    the exact recovery alone, whose result is plain attention's.
+    the exact recovery alone, whose result is plain attention's. Neither rounds without bias.
     """
-    plain = options.overflow == "inf"
+    plain = options.overflow == "inf" and options.softmax == "safe"
     if plain and has_triton_ascend():
         return TRITON
     if plain and options.recovery == "exact" and npu_vendor.missing(heads, kv_heads) is None:

@@ -44,11 +44,11 @@ def attend_packed(
     lse : Tensor (T, H), FP32
     """
     q16, k16, v16 = to_fp16(q, "q"), to_fp16(k, "k"), to_fp16(v, "v")
-    out = torch.zeros_like(q16)
+    out = torch.zeros_like(q)
     lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
     for rows, keys in alike(edges(cu_seqlens_q, "q", q), edges(cu_seqlens_k, "k", k), kind):
         lengths = [stop - start for start, stop in keys]
         one, one_lse = attend(gather(q16, rows), gather(k16, keys), gather(v16, keys), lengths)
-        scatter(out, one, rows)
+        scatter(out, one.to(q.dtype), rows)
         scatter(lse.unsqueeze(-1), one_lse.unsqueeze(-1), rows)
-    return out.to(q.dtype), lse
+    return out, lse

@@ -12,6 +12,7 @@ from torch import Tensor
 from pasa.ops.attention import reference, scores
 from pasa.ops.attention.options import AttentionOptions
 from pasa.ops.attention.scores import Block, Tile, paper_beta, two_terms
+from pasa.ops.numerics.dither import COLUMNS
 from pasa.ops.numerics.shifting import shifting_matrix
 from pasa.ops.shift_keys.reference import shift_exact, shift_paper
 from tests.ascend_c.twin_build import Program
@@ -38,6 +39,7 @@ class Call:
     overflow: Any = "inf"
     lengths: Tensor | None = None
     scale: float | None = None
+    unbiased: torch.dtype | None = None  # the type that outputs are rounded to without bias, if they are
 
     @property
     def softmax_scale(self) -> float:
@@ -53,6 +55,8 @@ class Call:
         kv_heads, keys = self.k.shape[1:3]
         shape = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "rows": rows, "keys": keys, "dim": dim}
         how = {"causal": int(self.causal), "exact": int(self.exact), "lengths": int(self.lengths is not None)}
+        rounding = {"unbiased_columns": min(COLUMNS, dim), "to_bf16": int(self.unbiased == torch.bfloat16)}
+        how |= rounding if self.unbiased else {}
         return shape | how | {"overflow": OVERFLOW[self.overflow], "scale": repr(self.softmax_scale)}
 
 
@@ -113,7 +117,7 @@ def launch_attention(program: Program, x: Call, shifted: dict[str, Tensor], **op
     found = Run(report)
     if report["ok"]:
         batch, heads, rows, _ = x.q.shape
-        found.arrays["out"] = read(program, "out", np.float16, x.q.shape)
+        found.arrays["out"] = read(program, "out", np.float16, x.q.shape).view(x.unbiased or torch.float16)
         found.arrays["lse"] = read(program, "lse", np.float32, x.q.shape[:3])
         tiles = read(program, "scores", np.float16, (batch, heads, -(-rows // BLOCK), x.blocks, BLOCK, BLOCK))
         flat = tiles.permute(0, 1, 2, 4, 3, 5).flatten(4, 5).flatten(2, 3)
@@ -181,3 +185,30 @@ def attend_by_reference(x: Call) -> Run:
         model.tile = make_tile
     narrow = scores.round_to(wide, scores.FP16, overflow=x.overflow).half()
     return Run({}, {"out": out, "lse": lse, "scores": narrow})
+
+
+def means(heads: int, rows: int, keys: int, dim: int, **how: Any) -> Call:
+    """Queries of zero: a row is the mean of the values that it sees, whose sums FP32 holds."""
+    g = torch.Generator().manual_seed(rows * 1000 + keys)
+    k = torch.randn(1, heads, keys, dim, generator=g).half()
+    v = 1 + torch.randint(1024, (1, heads, keys, dim), generator=g) / 1024
+    return Call(torch.zeros(1, heads, rows, dim).half(), k, (v * v.sub(1.5).sign()).half(), **how)
+
+
+def means_that_lean() -> Call:
+    """Means of 64 values whose six dropped bits are random but in one respect, by which the rows of a head lean: the
+    third bit is 1, or the fourth; it is the one behind it. In other heads 1/64 is dropped. The last columns are
+    subnormal in FP16.
+    """
+    g = torch.Generator().manual_seed(7)
+    units, dropped = torch.randint(960, (8, 64, 64), generator=g), torch.randint(64, (8, 64), generator=g)
+    dropped[0] |= 8
+    dropped[1] |= 4
+    dropped[2] = dropped[2] & ~4 | dropped[2] >> 1 & 4
+    dropped[3] = dropped[3] & ~2 | dropped[3] >> 1 & 2
+    dropped[4:] = 1
+    units[:, -1] += (dropped - units.sum(1)) % 64
+    v = 1 + units / 1024
+    v[:, :, -4:] = torch.randint(512, 1024, (8, 64, 4), generator=g) * 2.0**-24
+    k = torch.randn(1, 8, 64, 64, generator=g).half()
+    return Call(torch.zeros(1, 8, 3, 64).half(), k, v.half().unsqueeze(0), unbiased=torch.float16)

@@ -68,6 +68,29 @@ RULES = {
            AscendC::PipeBarrier<PIPE_V>();
            StoreHalfRow(distance, AnchorRow(head, 2 * block + 1) + first, width, math);""",
     ),
+    "a row leans that only drops next to nothing": ("all.Smaller(low_, low_, first);", ""),
+    "the cosine of place 3 is not looked at": ("all.Larger(low_, low_, cosine);", ""),
+    "the sine of place 3 is not looked at": ("all.Larger(high_, high_, sine);", ""),
+    "sines are not looked at": ("all.Larger(low_, low_, high_);", ""),
+    "waves lean to one side alone": (
+        "for (const Row& wave : waves) all.Absolute(wave, wave);",
+        "for (const Row& wave : waves) all.Scale(wave, wave, 1.0f);",
+    ),
+    "columns that are not there count": ("if (columns < kFloats) {", "if (false) {"),
+    "subnormal numbers are drawn": (
+        "all.Set(normal, t_.to_bf16 ? 0x1p-126f : 0x1p-14f);",
+        "all.Set(normal, 0.0f);",
+    ),
+    "all rows are drawn": ("all.SetBits(none, kInfinity);", "all.Set(none, 0x1p-14f);"),
+    "the hash is stirred once": ("Stir(kSecondFactor, columns);", ""),
+    "lots are other bits of the hash": (
+        "ShiftLeft(Left(), Left(), 24 - dropped_, columns);",
+        "ShiftLeft(Left(), Left(), 23 - dropped_, columns);",
+    ),
+    "what is dropped stays": (
+        "ShiftLeft(Left(), Left(), dropped_, columns);",
+        "ShiftLeft(Left(), Left(), 0, columns);",
+    ),
     "the overflow mode is not set": (
         "AscendC::SetSaturationFlag<AscendC::SaturationMode::FLOAT>(saturates);",
         "",

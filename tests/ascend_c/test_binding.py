@@ -90,6 +90,34 @@ def test_inputs_of_other_types_are_converted(npu):
     assert torch.equal(pasa.attention(*strided, backend="npu"), out)
 
 
+@pytest.mark.parametrize("recovery", ["exact", "paper"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dim", [40, 80])
+def test_unbiased_rounding(npu, dim, dtype, recovery):
+    """Rows with two equal maxima are rounded by lot to the type that they are asked for in, and others to nearest.
+
+    The scores of two keys alone have weight, and those are the same: with the exact recovery FP32 holds (v_1 + v_2) / 2
+    on both sides. The published one divides by a sum of weights that FP16 did not round, which are an ulp off here:
+    other lots are drawn.
+    """
+    q, k, v = (x.to(dtype) for x in normal_qkv((3, 1), (70, 130), dim))
+    k[:, :, 7] = k[:, :, 3] = 40 * q[:, :1].float().mean(2).sign().to(dtype)
+    q[:, :, ::2] = k[:, :, 7].sign().unsqueeze(2)
+    config = pasa.PasaConfig(recovery=recovery, softmax="unbiased")
+    out = pasa.attention(q, k, v, backend="npu", config=config)
+    expected = pasa.attention(q, k, v, backend="reference", config=config)
+    nearest = pasa.attention(q, k, v, backend="npu", config=pasa.PasaConfig(recovery=recovery))
+    assert out.dtype == dtype
+    spacing = torch.finfo(torch.float16 if dtype == torch.float32 else dtype).eps * expected.double().abs()
+    off = (out.double() - expected.double()).abs()[:, :, ::2]
+    assert (off <= {"exact": 0, "paper": 2}[recovery] * spacing[:, :, ::2]).all()
+    assert not torch.equal(out[:, :, ::2], nearest[:, :, ::2])
+    packed = [x[0].transpose(0, 1) for x in (q, k, v)]
+    edges = (torch.tensor([0, 70]), torch.tensor([0, 130]))
+    found = pasa.attention_varlen(*packed, *edges, 70, 130, backend="npu", config=config)
+    assert torch.equal(found, out[0].transpose(0, 1))
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_a_query_that_is_not_finite_spoils_its_row_alone(npu, bad):
     """Story: a vector core's largest score was NaN, and no other row of it got the FP32 tile that it needed."""
@@ -151,7 +179,7 @@ def given(**changed):
         "lengths": torch.tensor([150, 70], dtype=torch.int32),
     }
     numbers = {"is_causal": False, "scale": 1.0, "invariance": 0.0, "last_invariance": 0.0, "saturate": False}
-    return arguments | numbers | changed
+    return arguments | numbers | {"unbiased_columns": 0, "to_bf16": False} | changed
 
 
 REFUSED = [
@@ -171,6 +199,9 @@ REFUSED = [
     ({"units": torch.ones(2, 2, 2, 8).half()}, TypeError, "units is Half, expected Float"),
     ({"lengths": torch.tensor([150, 70])}, TypeError, "lengths is Long, expected Int"),
     ({"scale": 0.0}, ValueError, "scale must be positive and finite"),
+    ({"unbiased_columns": -1}, ValueError, "unbiased_columns=-1 is negative"),
+    ({"unbiased_columns": 33}, ValueError, "unbiased_columns=33 is above 64 or dim"),
+    ({"to_bf16": True}, ValueError, "BF16 outputs are for unbiased rounding alone"),
 ]
 
 

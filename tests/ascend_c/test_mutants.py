@@ -6,7 +6,14 @@ A mutant is caught if a launch ends in a fault or gives other bits than the kern
 import pytest
 import torch
 
-from tests.ascend_c.kernel_runs import Call, launch_attention, launch_shift, shifted_by_reference
+from tests.ascend_c.kernel_runs import (
+    Call,
+    launch_attention,
+    launch_shift,
+    means,
+    means_that_lean,
+    shifted_by_reference,
+)
 from tests.ascend_c.mutants import write_mutants
 from tests.ascend_c.twin_build import FAST, PROGRAMS, Program, build
 
@@ -81,6 +88,9 @@ def saturating():
 # Two lanes, several tasks for a group, tiles in FP32 and in FP16, rows that see nothing, a head dimension in two parts.
 CALLS = [
     random_call(1, 2, 1, 300, 290, 64, causal=True),
+    means_that_lean(),
+    means(1, 130, 130, 48, causal=True, unbiased=torch.bfloat16),
+    means(1, 20, 20, 144, causal=True, unbiased=torch.float16),
     random_call(1, 2, 1, 256, 300, 128, spread=3.0),
     random_call(1, 2, 1, 256, 257, 128, exact=False, causal=True),
     random_call(1, 1, 1, 129, 640, 256),

@@ -42,6 +42,8 @@ MISUSE = {
     "pad_block_out": ("range", "multiple of the element size"),
     "pad_width": ("range", "32 bytes each"),
     "compare_count": ("range", "whole repeats"),
+    "integer_overflow": ("range", "2147483648 is beyond int32_t"),
+    "shift_range": ("range", "scalarValue = 33"),
     "load_address_mode": ("range", "addrMode"),
     "unit_flag_range": ("range", "unitFlag is 0, 2 or 3"),
     "fixpipe_range": ("range", "nSize = 24"),
@@ -280,7 +282,9 @@ def test_counters(twin):
 REFUSED = {
     "half and bfloat16 into float": "void f(LocalTensor<half> c, LocalTensor<half> a, MmadParams p) "
     "{ Mmad(c, a, a, p); }",
-    "vector arithmetic takes half and float": "void f(LocalTensor<bfloat16_t> x) { Add(x, x, x, 16); }",
+    "vector arithmetic takes half, float and int32_t": "void f(LocalTensor<bfloat16_t> x) { Add(x, x, x, 16); }",
+    "And takes int16_t and uint16_t on A2": "void f(LocalTensor<uint32_t> x) { And(x, x, x, 16); }",
+    "the twin shifts unsigned integers": "void f(LocalTensor<int32_t> x) { ShiftLeft(x, x, 1, 16); }",
     "A2 moves float as half or bfloat16": "void f(LocalTensor<float> d, LocalTensor<float> c, FixpipeParamsV220 p) "
     "{ Fixpipe<float, float, CFG_NZ>(d, c, p); }",
     "does not have this conversion": "void f(LocalTensor<half> d, LocalTensor<bfloat16_t> s) "

@@ -89,6 +89,31 @@ def test_scalar_operands(twin, op, case, dtype):
     np.testing.assert_array_equal(twin.load("z", dtype), f(x, scalar))
 
 
+WORD_OPS = {
+    "Add": lambda x, y, s: x + y,
+    "Sub": lambda x, y, s: x - y,
+    "Mul": lambda x, y, s: (x >> 16) * (y >> 16),
+    "Max": lambda x, y, s: np.maximum(x, y),
+    "Adds": lambda x, y, s: x + s,
+    "Muls": lambda x, y, s: (x >> 8) * s,
+    "ShiftLeft": lambda x, y, s: x << s,
+    "ShiftRight": lambda x, y, s: (x & 0xFFFFFFFF) >> s,
+    "And": lambda x, y, s: x & np.tile(y[:8], len(x) // 8),
+}
+
+
+@pytest.mark.parametrize("op", WORD_OPS)
+def test_integers(twin, op):
+    """Sums and products that fit; of negative words, shifts bring in zeros."""
+    rng = np.random.default_rng(11)
+    x, y = (rng.integers(-(2**30), 2**30, 640) for _ in range(2))
+    given = {"Mul": (x >> 16, y >> 16), "Muls": (x >> 8, y)}.get(op, (x, y))
+    arrays = dict(zip("xy", (each.astype(np.int32) for each in given), strict=True))
+    report = twin.run("word_op", arrays, op=op, y="y", scalar=13)
+    assert report["ok"], report["fault"]
+    np.testing.assert_array_equal(twin.load("z", np.int32), WORD_OPS[op](x, y, 13).astype(np.uint32).view(np.int32))
+
+
 def test_an_infinite_scalar_is_meant(twin):
     x = np.arange(128, dtype=np.float16)
     report = twin.run("half_op", {"x": x}, op="Adds", scalar="-inf")

@@ -43,6 +43,8 @@ TWIN_CASE(attend)
     settings.saturates = a.text("overflow") == "saturate";
     settings.has_lengths = a.number("lengths") != 0;
     settings.keep_scores = true;
+    settings.unbiased_columns = number("unbiased_columns");
+    settings.to_bf16 = a.number("to_bf16") != 0;
     settings.scale = real(a, "scale");
     settings.invariance = real(a, "invariance");
     settings.last_invariance = real(a, "last_invariance");
@@ -96,6 +98,62 @@ TWIN_CASE(shift)
     return report;
 }
 
+// UnbiasedRounding on rows of FP32 numbers, in the buffers that attention gives it: what is left to be rounded to nearest.
+TWIN_CASE(unbiased)
+{
+    const harness::Arguments& a = arguments;
+    choose_mutant(a);
+    pasa::AttentionTiling tiling{};
+    tiling.dim = static_cast<uint32_t>(a.number("dim"));
+    tiling.unbiased_columns = static_cast<uint32_t>(a.number("unbiased_columns"));
+    tiling.leaning = pasa::Leaning(tiling.unbiased_columns);
+    tiling.to_bf16 = a.number("to_bf16") != 0;
+    auto x = given<float>(a, "x");
+    const uint32_t count = static_cast<uint32_t>(x.size()), rows = count / tiling.dim;
+    pasa::TwinMemory memory;
+    GM_ADDR from = memory.Input<float>("x", x.data(), count);
+    GM_ADDR to = memory.Output<float>("z", x.data(), count);
+    twin::Options options = a.options();
+    options.shape = twin::Shape::aiv_only;
+    const twin::Report report = memory.Launch("unbiased", 1, false, options, [&] {
+        KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_MIX_AIV_1_0);
+        const pasa::OverflowMode mode(false);
+        AscendC::TPipe pipe;
+        AscendC::TQue<AscendC::TPosition::VECIN, 1> in;
+        AscendC::TQue<AscendC::TPosition::VECOUT, 1> out;
+        AscendC::TBuf<AscendC::TPosition::VECCALC> tile, work, numbers;
+        constexpr uint32_t kWork = pasa::RowReduction<AscendC::ReduceType::SUM>::kWork;
+        pipe.InitBuffer(in, 1, count * sizeof(float));
+        pipe.InitBuffer(out, 1, count * sizeof(float));
+        pipe.InitBuffer(tile, pasa::kHalfRows * pasa::kBlockKeys * sizeof(float));
+        pipe.InitBuffer(work, kWork * sizeof(float));
+        pipe.InitBuffer(numbers, 2 * pasa::kHalfRows * sizeof(float));
+        AscendC::Duplicate(work.Get<float>(), 0.0f, kWork);
+        AscendC::Duplicate(numbers.Get<float>(), 0.0f, 2 * pasa::kHalfRows);
+        AscendC::GlobalTensor<float> given, made;
+        given.SetGlobalBuffer(reinterpret_cast<float*>(from), count);
+        made.SetGlobalBuffer(reinterpret_cast<float*>(to), count);
+        AscendC::LocalTensor<float> loaded = in.AllocTensor<float>();
+        AscendC::DataCopy(loaded, given, count);
+        in.EnQue(loaded);
+        loaded = in.DeQue<float>();
+        AscendC::LocalTensor<float> outputs = out.AllocTensor<float>();
+        AscendC::Adds(outputs.ReinterpretCast<int32_t>(), loaded.ReinterpretCast<int32_t>(), 0,
+                      static_cast<int32_t>(count));  // bits as they are, of NaN as well
+        AscendC::PipeBarrier<PIPE_V>();
+        in.FreeTensor(loaded);
+        pasa::UnbiasedRounding rounding(tiling, tile.Get<float>(), work.Get<float>(), numbers.Get<float>(),
+                                        numbers.Get<float>()[pasa::kHalfRows], rows);
+        if (rounding.Leans(outputs)) rounding.Draw(outputs, tiling.dim);
+        out.EnQue(outputs);
+        outputs = out.DeQue<float>();
+        AscendC::DataCopy(made, outputs, count);
+        out.FreeTensor(outputs);
+    });
+    a.save("z", x.data(), x.size());
+    return report;
+}
+
 // What PlanAttention makes of a shape, as numbers; or the sentence with which it refuses, as a fault.
 TWIN_CASE(plan)
 {
@@ -107,6 +165,7 @@ TWIN_CASE(plan)
     settings.causal = arguments.number("causal") != 0;
     settings.has_lengths = arguments.number("lengths") != 0;
     settings.scale = real(arguments, "scale");
+    settings.unbiased_columns = number("unbiased_columns");
     pasa::Chip chip = pasa::kChips[number("chip")];
     twin::Report report;
     try {
@@ -122,6 +181,7 @@ TWIN_CASE(plan)
             found.push_back(tiles);
         }
         arguments.save("plan", found.data(), found.size());
+        arguments.save("leaning", &t.leaning, 1);
     } catch (const std::invalid_argument& error) {
         report.ok = false;
         report.fault.sentence = error.what();

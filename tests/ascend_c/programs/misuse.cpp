@@ -495,6 +495,22 @@ const std::map<std::string, Snippet>& snippets()
               Select(ub(8192, 128), bits, x, half(0), SELMODE::VSEL_TENSOR_SCALAR_MODE, 128);
           },
           [](bool bug, twin::Options& options) { options.asc_reserved_ubuf = !bug; }}},
+        {"integer_overflow",
+         {aiv,
+          [](bool bug, half*, float*) {
+              LocalTensor<int32_t> x(TPosition::VECCALC, 0, 64);
+              Duplicate(x, 1 << 16, 64);
+              PipeBarrier<PIPE_V>();
+              Muls(x, x, (1 << 15) - (bug ? 0 : 1), 64);
+          }}},
+        {"shift_range",
+         {aiv,
+          [](bool bug, half*, float*) {
+              LocalTensor<uint32_t> x(TPosition::VECCALC, 0, 64);
+              Duplicate(x, 1u, 64);
+              PipeBarrier<PIPE_V>();
+              ShiftLeft(x, x, bug ? 33u : 32u, 64);
+          }}},
         {"select_mode",
          {aiv,
           [](bool bug, half*, float*) {

@@ -84,6 +84,31 @@ twin::Report arithmetic(const harness::Arguments& arguments)
 
 }  // namespace
 
+// One call on words: the bits of x, of y, and a number of places or a factor.
+TWIN_CASE(word_op)
+{
+    const std::string op = arguments.text("op");
+    const int32_t s = arguments.number("scalar");
+    const size_t n = arguments.load<int32_t>("x").size();
+    return vector_case<int32_t, int32_t>(
+        arguments, n, [&](LocalTensor<int32_t> z, LocalTensor<int32_t> x, LocalTensor<int32_t> y, uint32_t count) {
+            const int32_t c = static_cast<int32_t>(count);
+            const LocalTensor<uint32_t> to = z.ReinterpretCast<uint32_t>(), from = x.ReinterpretCast<uint32_t>();
+            if (op == "Add") Add(z, x, y, c);
+            if (op == "Sub") Sub(z, x, y, c);
+            if (op == "Mul") Mul(z, x, y, c);
+            if (op == "Max") Max(z, x, y, c);
+            if (op == "Adds") Adds(z, x, s, c);
+            if (op == "Muls") Muls(z, x, s, c);
+            if (op == "ShiftLeft") ShiftLeft(to, from, static_cast<uint32_t>(s), c);
+            if (op == "ShiftRight") ShiftRight(to, from, static_cast<uint32_t>(s), c);
+            if (op == "And") {  // the first block of y serves all repeats
+                And(z.ReinterpretCast<uint16_t>(), x.ReinterpretCast<uint16_t>(), y.ReinterpretCast<uint16_t>(),
+                    uint64_t(128), c / 64, BinaryRepeatParams(1, 1, 0, 8, 8, 0));
+            }
+        });
+}
+
 TWIN_CASE(half_op) { return arithmetic<half>(arguments); }
 TWIN_CASE(float_op) { return arithmetic<float>(arguments); }
 

@@ -46,6 +46,23 @@ void element_wise(LocalTensor<T> z, LocalTensor<T> x, LocalTensor<T> y, T s, uin
     Brcb(z, x, 8, {1, 8});
 }
 
+void integers(LocalTensor<int32_t> i, LocalTensor<uint32_t> u, LocalTensor<uint16_t> w, uint64_t mask[2])
+{
+    const UnaryRepeatParams up{1, 1, 8, 8};
+    const BinaryRepeatParams b{1, 1, 1, 8, 8, 8};
+    ShiftLeft(u, u, 3u, 64);
+    ShiftLeft<uint32_t, false>(u, u, 3u, 1);
+    ShiftRight(u, u, 3u, uint64_t(64), 2, up);
+    ShiftRight(u, u, 3u, mask, 2, up);
+    And(w, w, w, uint64_t(128), 2, b);
+    And(w, w, w, mask, 2, b);
+    And<uint16_t, false>(w, w, w, MASK_PLACEHOLDER, 1, b);
+    Add(i, i, i, uint64_t(64), 2, b);
+    Mul(i, i, i, mask, 2, b);
+    Adds(i, i, 1, 64);
+    Muls(i, i, 1, uint64_t(64), 2, up);
+}
+
 template <typename T>
 void chosen_and_reduced(LocalTensor<T> z, LocalTensor<T> x, LocalTensor<T> y, T s, uint64_t mask[2],
                         LocalTensor<uint8_t> bits)

@@ -20,6 +20,7 @@ from tests.inputs import ODD_LENGTHS, max_error, normal_qkv
 HALF_ULP = 2.0**-11  # of an output near 1
 EXACT, PAPER = AttentionOptions(), AttentionOptions(recovery="paper")
 SATURATING = AttentionOptions(overflow="saturate")
+UNBIASED = AttentionOptions(softmax="unbiased")
 
 
 class FusedAttention:
@@ -133,9 +134,11 @@ def test_what_the_kernels_do_not_do_needs_no_stand_in(unbuilt, torch_npu):
         (True, True, EXACT, TRITON),
         (True, True, PAPER, TRITON),
         (True, True, SATURATING, REFERENCE),
+        (True, True, UNBIASED, REFERENCE),
         (False, True, EXACT, VENDOR),
         (False, True, PAPER, REFERENCE),
         (False, True, SATURATING, REFERENCE),
+        (False, True, UNBIASED, REFERENCE),
         (False, False, EXACT, REFERENCE),
     ],
 )

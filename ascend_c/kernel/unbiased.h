@@ -1,0 +1,284 @@
+// Rounding outputs to 16 bits without the one-sided error of repeated maxima: rows that lean are rounded by lot.
+// ops/numerics/dither.py says why, and gives the same bits.
+#pragma once
+
+#include "rows.h"
+
+namespace pasa {
+
+// A wave of a dropped fraction is a bit of g + c, where g holds its first five bits, and of g alone for a sine: adding
+// half of a bit's period turns the sine into the cosine. So one product and one sum make all of them, in copies of g
+// that do not touch:
+//   bits 0 to 5, 7 to 12, 13 to 18   g + 1, g + 2, g + 8; cosines of the places 4, 3, 1 are the bits 1, 9, 17
+//   bits 19 to 23, 26 to 30          g and g; sines of the places 4 and 3 are the bits 20 and 28
+// Eight places apart, 64 of each add up in one FP32 number without a rounding, and come apart by one.
+constexpr int32_t kCopies = 1 | 1 << 7 | 1 << 13 | 1 << 19 | 1 << 26;
+constexpr int32_t kPhases = 1 | 2 << 7 | 8 << 13;
+constexpr uint32_t kCosines = 1u << 1 | 1u << 9 | 1u << 17, kSines = 1u << 20 | 1u << 28;
+constexpr uint32_t kFractionBits = 5;
+constexpr uint32_t kFloatMantissa = 23, kHalfMantissa = 10, kBf16Mantissa = 7;
+constexpr uint32_t kInfinity = 0x7f800000;
+
+// Of the hash: every product and sum stays below 2^31.
+constexpr int32_t kLowFactor = 12285, kHighFactor = 14973, kFirstFactor = 26417, kSecondFactor = 31069;
+
+// Outputs of the rows of a vector core. All of it works in the score tile and in the buffer of row reductions, which
+// are free by then.
+class UnbiasedRounding {
+public:
+    using FloatTile = AscendC::LocalTensor<float>;
+    using Row = RowMath::Row;
+
+    // `low` and `high` are numbers of rows.
+    __aicore__ inline UnbiasedRounding(const AttentionTiling& tiling, const FloatTile& tile, const FloatTile& work,
+                                       const Row& low, const Row& high, uint32_t rows)
+        : t_(tiling),
+          tile_(tile),
+          work_(work),
+          low_(low),
+          high_(high),
+          rows_(rows),
+          dropped_(kFloatMantissa - (tiling.to_bf16 ? kBf16Mantissa : kHalfMantissa)),
+          stride_(tiling.dim / kFloatBlock)
+    {
+    }
+
+    // Whether any of the rows at `out` leans; then those that do are noted for Draw.
+    __aicore__ inline bool Leans(const FloatTile& out)
+    {
+        CountWaves(out);
+        Judge();
+        if (Extreme<AscendC::ReduceType::MAX>(low_, rows_, work_) < 0.0f) return false;
+        NoteSmallest();
+        return true;
+    }
+
+    // Columns of `out` become values of the target, rounded up by the chance of what is dropped. Not in rows that do
+    // not lean, nor where the target's spacing is no longer relative.
+    __aicore__ inline void Draw(const FloatTile& out, uint32_t width)
+    {
+        for (uint32_t c = 0; c < width; c += kFloats) {
+            const uint32_t part = Least(kFloats, width - c);
+            Hash(out[c], part);
+            RoundByLot(out[c], part);
+        }
+    }
+
+private:
+    using Words = AscendC::LocalTensor<uint32_t>;
+    using Integers = AscendC::LocalTensor<int32_t>;
+
+    static constexpr uint32_t kLimits = RowReduction<AscendC::ReduceType::SUM>::kPart;  // in work_, behind bits and rows
+
+    __aicore__ inline FloatTile Left() const { return tile_; }
+    __aicore__ inline FloatTile Right() const { return tile_[kFloats]; }
+    // Scratch numbers of rows, behind the bits that Draw compares to.
+    __aicore__ inline Row Scratch(uint32_t number) const { return work_[(2 + number) * kHalfRows]; }
+
+    // ---- calls on `columns` of every row; halves of the tile have its stride
+
+    __aicore__ inline void ShiftLeft(const FloatTile& to, const FloatTile& from, uint32_t places, uint32_t columns,
+                                     uint32_t stride = kTileBlocks)
+    {
+        AscendC::ShiftLeft(to.ReinterpretCast<uint32_t>(), from.ReinterpretCast<uint32_t>(), places, columns, rows_,
+                           AscendC::UnaryRepeatParams(1, 1, kTileBlocks, stride));
+    }
+    __aicore__ inline void ShiftRight(const FloatTile& to, const FloatTile& from, uint32_t places, uint32_t columns,
+                                      uint32_t stride = kTileBlocks)
+    {
+        AscendC::ShiftRight(to.ReinterpretCast<uint32_t>(), from.ReinterpretCast<uint32_t>(), places, columns, rows_,
+                            AscendC::UnaryRepeatParams(1, 1, kTileBlocks, stride));
+    }
+    __aicore__ inline void Multiply(const FloatTile& to, int32_t factor, uint32_t columns)
+    {
+        const Integers words = to.ReinterpretCast<int32_t>();
+        AscendC::Muls(words, words, factor, columns, rows_,
+                      AscendC::UnaryRepeatParams(1, 1, kTileBlocks, kTileBlocks));
+    }
+    __aicore__ inline void Add(const FloatTile& to, const FloatTile& a, uint32_t columns,
+                               uint32_t stride = kTileBlocks)
+    {
+        const Integers words = to.ReinterpretCast<int32_t>();
+        AscendC::Add(words, words, a.ReinterpretCast<int32_t>(), columns, rows_,
+                     AscendC::BinaryRepeatParams(1, 1, 1, kTileBlocks, kTileBlocks, stride));
+    }
+    // x = x & mask, which is a block of eight words; the device has this for 16 bits.
+    __aicore__ inline void Keep(const FloatTile& x, const FloatTile& mask, uint32_t columns)
+    {
+        const AscendC::LocalTensor<uint16_t> halves = x.ReinterpretCast<uint16_t>();
+        AscendC::And(halves, halves, mask.ReinterpretCast<uint16_t>(), 2 * columns, rows_,
+                     AscendC::BinaryRepeatParams(1, 1, 0, kTileBlocks, kTileBlocks, 0));
+    }
+
+    // ---- which rows lean
+
+    // Cosines to low_, sines to high_: how many of the columns have each bit.
+    __aicore__ inline void CountWaves(const FloatTile& out)
+    {
+        const uint32_t columns = t_.unbiased_columns;
+        const Words masks = work_.ReinterpretCast<uint32_t>();
+        AscendC::Duplicate(masks, kSines, static_cast<int32_t>(kFloatBlock));
+        AscendC::Duplicate(masks[kLimits], kCosines, static_cast<int32_t>(kFloatBlock));
+        if (columns < kFloats) {  // the sums take whole repeats
+            AscendC::Duplicate(tile_, 0.0f, rows_ * kBlockKeys);
+            AscendC::PipeBarrier<PIPE_V>();
+        }
+        ShiftLeft(Left(), out, 32 - dropped_, columns, stride_);
+        AscendC::PipeBarrier<PIPE_V>();
+        ShiftRight(Left(), Left(), 32 - kFractionBits, columns);
+        AscendC::PipeBarrier<PIPE_V>();
+        Multiply(Left(), kCopies, columns);
+        AscendC::PipeBarrier<PIPE_V>();
+        AscendC::Adds(Right().ReinterpretCast<int32_t>(), Left().ReinterpretCast<int32_t>(), kPhases, columns, rows_,
+                      AscendC::UnaryRepeatParams(1, 1, kTileBlocks, kTileBlocks));
+        AscendC::PipeBarrier<PIPE_V>();
+        Keep(Left(), work_, columns);
+        Keep(Right(), work_[kLimits], columns);
+        AscendC::PipeBarrier<PIPE_V>();
+        AscendC::Cast(tile_, tile_.ReinterpretCast<int32_t>(), AscendC::RoundMode::CAST_NONE, rows_ * kBlockKeys);
+        AscendC::PipeBarrier<PIPE_V>();
+        RowReduction<AscendC::ReduceType::SUM> count(work_, rows_);
+        count.Blocks(tile_);
+        AscendC::PipeBarrier<PIPE_V>();
+        count.Finish(high_);
+        RowReduction<AscendC::ReduceType::SUM>(work_[kLimits], rows_).Finish(low_);
+        AscendC::PipeBarrier<PIPE_V>();
+    }
+
+    // The sums apart, and what they say to low_: not below zero in rows that lean.
+    __aicore__ inline void Judge()
+    {
+        RowMath all(0, rows_);
+        const Row first = Scratch(0), cosine = Scratch(1), sine = Scratch(2), taken = Scratch(3), taken_too = Scratch(4);
+        all.Scale(high_, high_, 0x1p-19f);  // as the cosines stand
+        all.Scale(first, low_, 0x1p-17f);
+        AscendC::PipeBarrier<PIPE_V>();
+        all.Round(first, first);  // a quarter at most is behind it
+        AscendC::PipeBarrier<PIPE_V>();
+        all.Scale(taken, first, 0x1p17f);
+        AscendC::PipeBarrier<PIPE_V>();
+        all.Subtract(low_, low_, taken);
+        AscendC::PipeBarrier<PIPE_V>();
+        all.Scale(cosine, low_, 0x1p-9f);
+        all.Scale(sine, high_, 0x1p-9f);
+        AscendC::PipeBarrier<PIPE_V>();
+        all.Round(cosine, cosine);
+        all.Round(sine, sine);
+        AscendC::PipeBarrier<PIPE_V>();
+        all.Scale(taken, cosine, 0x1p9f);
+        all.Scale(taken_too, sine, 0x1p9f);
+        AscendC::PipeBarrier<PIPE_V>();
+        all.Subtract(low_, low_, taken);
+        all.Subtract(high_, high_, taken_too);
+        all.Scale(cosine, cosine, 2.0f);
+        all.Scale(sine, sine, 2.0f);
+        all.Scale(first, first, 2.0f);
+        AscendC::PipeBarrier<PIPE_V>();
+        Weigh(all, first, cosine, sine);
+    }
+
+    // Twice the counts of the columns with a bit: of place 1, of place 3 (cosine, sine) and of place 4 (low_, high_).
+    __aicore__ inline void Weigh(RowMath& all, const Row& first, const Row& cosine, const Row& sine)
+    {
+        const float columns = static_cast<float>(t_.unbiased_columns), leaning = static_cast<float>(t_.leaning);
+        const Row waves[] = {cosine, sine, low_, high_};
+        for (const Row& wave : waves) all.Lower(wave, wave, columns);
+        all.Lower(first, first, columns - leaning + 1.0f);  // all near 0 gives -1 or less
+        AscendC::PipeBarrier<PIPE_V>();
+        for (const Row& wave : waves) all.Absolute(wave, wave);
+        AscendC::PipeBarrier<PIPE_V>();
+        all.Larger(low_, low_, cosine);
+        all.Larger(high_, high_, sine);
+        AscendC::PipeBarrier<PIPE_V>();
+        all.Larger(low_, low_, high_);
+        AscendC::PipeBarrier<PIPE_V>();
+        all.Lower(low_, low_, leaning);
+        AscendC::PipeBarrier<PIPE_V>();
+        all.Smaller(low_, low_, first);
+        AscendC::PipeBarrier<PIPE_V>();
+    }
+
+    // The smallest magnitude that is drawn: the smallest normal number in rows that lean, none in others (to draw for
+    // infinity gives infinity).
+    __aicore__ inline void NoteSmallest()
+    {
+        RowMath all(0, rows_);
+        const AscendC::LocalTensor<uint8_t> leans = work_.ReinterpretCast<uint8_t>();
+        const Row normal = Scratch(0), none = Scratch(1), smallest = Scratch(2);
+        AscendC::Compares(leans, low_, 0.0f, AscendC::CMPMODE::GE, kFloats);
+        all.Set(normal, t_.to_bf16 ? 0x1p-126f : 0x1p-14f);
+        all.SetBits(none, kInfinity);
+        AscendC::PipeBarrier<PIPE_V>();
+        AscendC::Select(smallest, leans, normal, none, AscendC::SELMODE::VSEL_TENSOR_TENSOR_MODE, kFloats);
+        AscendC::PipeBarrier<PIPE_V>();
+        Spread(work_[kLimits], smallest, rows_);  // Draw has barriers before it compares to it
+    }
+
+    // ---- lots
+
+    // 31 bits of each number's own bits to the left half; the right half is scratch.
+    __aicore__ inline void Hash(const FloatTile& out, uint32_t columns)
+    {
+        ShiftRight(Left(), out, 16, columns, stride_);
+        ShiftLeft(Right(), out, 16, columns, stride_);
+        AscendC::PipeBarrier<PIPE_V>();
+        Multiply(Left(), kHighFactor, columns);
+        ShiftRight(Right(), Right(), 16, columns);
+        AscendC::PipeBarrier<PIPE_V>();
+        Multiply(Right(), kLowFactor, columns);
+        AscendC::PipeBarrier<PIPE_V>();
+        Add(Left(), Right(), columns);
+        AscendC::PipeBarrier<PIPE_V>();
+        Stir(kFirstFactor, columns);
+        Stir(kSecondFactor, columns);
+    }
+
+    // The low 15 bits of the left half times `factor`, and the square of the others.
+    __aicore__ inline void Stir(int32_t factor, uint32_t columns)
+    {
+        const Integers others = Right().ReinterpretCast<int32_t>();
+        ShiftRight(Right(), Left(), 16, columns);
+        AscendC::PipeBarrier<PIPE_V>();
+        ShiftLeft(Left(), Left(), 17, columns);
+        AscendC::Mul(others, others, others, columns, rows_,
+                     AscendC::BinaryRepeatParams(1, 1, 1, kTileBlocks, kTileBlocks, kTileBlocks));
+        AscendC::PipeBarrier<PIPE_V>();
+        ShiftRight(Left(), Left(), 17, columns);
+        AscendC::PipeBarrier<PIPE_V>();
+        Multiply(Left(), factor, columns);
+        AscendC::PipeBarrier<PIPE_V>();
+        Add(Left(), Right(), columns);
+        AscendC::PipeBarrier<PIPE_V>();
+    }
+
+    // As many bits of the hash as are dropped, from its eighth on, are added to the number before they are cut off.
+    __aicore__ inline void RoundByLot(const FloatTile& out, uint32_t columns)
+    {
+        const AscendC::LocalTensor<uint8_t> drawn = work_.ReinterpretCast<uint8_t>();
+        ShiftLeft(Left(), Left(), 24 - dropped_, columns);
+        AscendC::Abs(Right(), out, columns, rows_, AscendC::UnaryRepeatParams(1, 1, kTileBlocks, stride_));
+        AscendC::PipeBarrier<PIPE_V>();
+        ShiftRight(Left(), Left(), 32 - dropped_, columns);
+        AscendC::Compare(drawn, Right(), work_[kLimits], AscendC::CMPMODE::GE, kFloats, rows_,
+                         AscendC::BinaryRepeatParams(1, 1, 0, 1, kTileBlocks, 1));
+        AscendC::PipeBarrier<PIPE_V>();
+        Add(Left(), out, columns, stride_);
+        AscendC::PipeBarrier<PIPE_V>();
+        ShiftRight(Left(), Left(), dropped_, columns);
+        AscendC::PipeBarrier<PIPE_V>();
+        ShiftLeft(Left(), Left(), dropped_, columns);
+        AscendC::PipeBarrier<PIPE_V>();
+        AscendC::Select(out, drawn, Left(), out, AscendC::SELMODE::VSEL_TENSOR_TENSOR_MODE, columns, rows_,
+                        AscendC::BinaryRepeatParams(1, 1, 1, stride_, kTileBlocks, stride_));
+        AscendC::PipeBarrier<PIPE_V>();
+    }
+
+    const AttentionTiling& t_;
+    FloatTile tile_, work_;
+    Row low_, high_;
+    uint32_t rows_;
+    uint32_t dropped_;  // bits of the mantissa
+    uint32_t stride_;   // of a row of outputs, in blocks
+};
+
+}  // namespace pasa
