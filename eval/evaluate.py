@@ -1,4 +1,4 @@
-"""Commands of `pasa eval`: whole models, with and without PASA."""
+"""Commands of `pasa eval`: whole models, with and without PASA; what rounding leaves in their outputs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 from pasa.eval import output
 from pasa.eval.options import NOTHING_KEPT, Json, deliver, integer, integers, stages, stoppable, words
 
-evaluate = typer.Typer(help="Whole models, with and without PASA.", no_args_is_help=True)
+evaluate = typer.Typer(help="Whole models, with and without PASA; bias of rounding.", no_args_is_help=True)
 
 
 @evaluate.command()
@@ -153,6 +153,24 @@ def ppl(
             half=half,
             progress=progress,
         )
+    deliver(result, json, report.render)
+    if output_dir is not None:
+        report.save(result, output_dir)
+    raise typer.Exit(0 if result["gate"]["passed"] else 1)
+
+
+@evaluate.command()
+def bias(
+    json: Json = None,
+    output_dir: Annotated[Path | None, typer.Option(file_okay=False, help="Write JSON and Markdown there.")] = None,
+    rows: Annotated[int, typer.Option(parser=integer, metavar="N", help="Independent rows of each case.")] = 2048,
+    seed: Annotated[int, typer.Option(parser=integer, metavar="N", help="Of inputs and drawn roundings.")] = 0,
+) -> None:
+    """Signed errors where rows repeat their maximum, by rule; exit 1 if ours keeps a bias or adds an error."""
+    from pasa.eval.rounding_bias import report, run
+
+    with stoppable(NOTHING_KEPT), output.progress_bar("eval bias") as progress:
+        result = run.run_bias(rows, seed, progress)
     deliver(result, json, report.render)
     if output_dir is not None:
         report.save(result, output_dir)

@@ -1,11 +1,12 @@
 """torch.ops.pasa.*: schemas, fake kernels, dispatch to a backend of the registry.
 
 The operators are functional and take plain arguments, so that they trace, compile and serialise; validation and
-layouts are the caller's (`pasa.attention`).
+layouts are the caller's (`pasa.attention`). What their gradients are is in gradients.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from types import ModuleType
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor
 from torch._library.custom_ops import CustomOpDef
 
-from pasa.ops import registry
+from pasa.ops import gradients, registry
+from pasa.ops.attention import watch
 from pasa.ops.attention.options import AttentionOptions
 from pasa.ops.registry import Backend, Request, select
 
@@ -51,6 +53,12 @@ def _serve(
     return _resolve(tuple(registry.BACKENDS.values()), backend, needs, arithmetic)
 
 
+def _server(q: Tensor, mask: str, varlen: bool, diagnose: bool, backend: str | None, *arithmetic: Any) -> str:
+    """Name of the backend that serves such calls."""
+    request = Request(q.device.type, q.dtype, q.shape[-1], mask, varlen, diagnose, AttentionOptions(*arithmetic))
+    return select(request, backend).name
+
+
 def _without_autocast(device: str) -> AbstractContextManager[object]:
     """Autocast would change the arithmetic that the options state; it is rarely on, and turning it off is not free."""
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
@@ -60,10 +68,17 @@ def call(op: CustomOpDef, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The operator, or its implementation at once where nothing on the way wants to know of the call.
 
     The dispatcher takes a third of the host's time of a short call. It serves tracing and compiling, modes and
-    transforms, subclasses, tensors without data or with a sign to come, profilers, and a gradient (refused in the
-    backward pass).
+    transforms, subclasses, tensors without data or with a sign to come, profilers, and a gradient.
+
+    Raises
+    ------
+    NotImplementedError
+        For a tensor with a tangent (forward-mode differentiation).
     """
-    if torch.compiler.is_compiling() or _is_observed(arguments):
+    if torch.compiler.is_compiling():
+        return op(*arguments)
+    gradients.refuse_tangents(arguments[:TENSORS])
+    if _is_observed(arguments):
         return op(*arguments)
     return op._init_fn(*arguments)
 
@@ -136,6 +151,15 @@ def _(
     return q.new_empty(q.shape), lse, counts
 
 
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    q, k, v, attn_mask, is_causal, scale, *arithmetic, diagnose, backend = inputs
+    server = _server(q, mask_kind(attn_mask), False, diagnose, backend, *arithmetic)
+    gradients.remember(ctx, (q, k, v, attn_mask), output, is_causal, scale, server)
+
+
+attention.register_autograd(gradients.of_attention, setup_context=_remember)
+
+
 @torch.library.custom_op("pasa::attention_varlen", mutates_args=())
 def attention_varlen(
     q: Tensor,
@@ -189,3 +213,48 @@ def _(
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     counts = q.new_empty((1, q.shape[1], 6) if diagnose else (0,), dtype=torch.float64)
     return q.new_empty(q.shape), lse, counts
+
+
+def _remember_varlen(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, is_causal, scale = inputs[: TENSORS + 2]
+    *arithmetic, diagnose, backend = inputs[TENSORS + 2 :]
+    server = _server(inputs[0], "none", True, diagnose, backend, *arithmetic)
+    gradients.remember(ctx, tuple(tensors), output, is_causal, scale, server)
+
+
+attention_varlen.register_autograd(gradients.of_varlen, setup_context=_remember_varlen)
+
+
+@torch.library.custom_op("pasa::watch_scores", mutates_args=("totals", "walked"))
+def watch_scores(
+    q: Tensor, k: Tensor, attn_mask: Tensor | None, totals: Tensor, walked: Tensor, is_causal: bool, scale: float
+) -> None:
+    """Add to `totals` what sampled rows of q (B, Hq, Sq, D) do; see `watch.count`. Nothing waits for the device.
+
+    `walked` (1,), INT64, on the CPU: how many rows came before this call; those of the call are added.
+    """
+    rows = q.shape[0] * q.shape[1] * q.shape[2]
+    first = watch.first_sample(walked.tolist()[0])
+    walked += rows
+    if first >= rows:
+        return
+    with _without_autocast(q.device.type), torch.no_grad():
+        _watch_kernel(q.device.type, q.shape[-1])(q, k, attn_mask, totals, is_causal, scale, first)
+
+
+@watch_scores.register_fake
+def _(
+    q: Tensor, k: Tensor, attn_mask: Tensor | None, totals: Tensor, walked: Tensor, is_causal: bool, scale: float
+) -> None:
+    return None
+
+
+@cache
+def _watch_kernel(device: str, head_dim: int) -> Callable[..., None]:
+    """Triton's on a GPU that it serves, torch's elsewhere."""
+    triton = registry.BACKENDS["triton"]
+    if device != "cuda" or head_dim > triton.head_dims[1] or triton.missing():
+        return watch.count
+    from pasa.ops.attention import watch_launch
+
+    return watch_launch.count

@@ -119,6 +119,8 @@ def attention(
     With the default config, finite inputs give a finite output that lies within [min, max] of its value column,
     up to rounding. A NaN or infinity in a key or value reaches the rows that see it, as NaN, and no other; a NaN or
     +inf in a float mask reaches its row.
+    Gradients of q, k, v and a float mask, through both results, are those of exact attention at the FP16 inputs; there
+    is no second derivative.
     Method: arXiv:2503.01873 and `pasa/ops/attention/README.md`.
 
     Examples

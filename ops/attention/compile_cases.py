@@ -3,12 +3,15 @@ what the fields are, and by tests/ops/attention/test_compiles_for_nvidia.py. Not
 
 from typing import Any
 
+from pasa.ops.attention.backward_kernel import centre_kernel, keys_kernel, queries_kernel, rows_kernel
+from pasa.ops.attention.backward_tiles import BACKWARD
 from pasa.ops.attention.decode_kernel import decode_kernel, merge_kernel
 from pasa.ops.attention.decode_lanes import decode_lanes_kernel
 from pasa.ops.attention.mask_kernel import mask_tiles_kernel
 from pasa.ops.attention.paper_kernel import paper_kernel
 from pasa.ops.attention.short_kernel import short_kernel
 from pasa.ops.attention.triton_kernel import attention_kernel
+from pasa.ops.attention.watch_kernel import watch_kernel, watch_totals_kernel
 from pasa.ops.shift_keys.triton_kernel import SLICE, anchor_kernel, shift_kernel
 
 Case = dict[str, Any]
@@ -32,7 +35,10 @@ TYPES = {
         "*i32",
     ),
     **dict.fromkeys(["p_mask", "p_visible", "p_seen"], "*u8"),
-    "scale": "fp32",
+    "p_totals": "*i64",
+    **dict.fromkeys(["p_grad", "p_g", "p_scaled", "p_centred", "p_dq", "p_dk", "p_dv"], "*fp16"),
+    **dict.fromkeys(["p_grad_lse", "p_unit", "p_top", "p_log", "p_shift", "p_centre"], "*fp32"),
+    **dict.fromkeys(["scale", "epsilon", "reach"], "fp32"),
 }
 
 
@@ -102,12 +108,18 @@ ASCEND_CASES = [
     _shift("anchors_packed", 128, 32, exact=True, visible=False, packed=True),
 ]
 NOT_FOR_ASCEND = {
+    **dict.fromkeys(
+        ["centre_kernel", "rows_kernel", "keys_kernel", "queries_kernel"],
+        "the backward pass: ops/attention/backward.py serves an NPU",
+    ),
     "anchor_kernel": "finds out what only GPU launches ask for: shift_kernel serves an NPU",
     "decode_kernel": "branches on its data round a GEMM: attention_kernel serves decoding",
     "decode_lanes_kernel": "as decode_kernel",
     "mask_tiles_kernel": "lists tiles for loops that an NPU goes through whole",
     "merge_kernel": "goes with decode_kernel",
     "short_kernel": "as decode_kernel",
+    "watch_kernel": "torch operations count on an NPU",
+    "watch_totals_kernel": "goes with watch_kernel",
 }
 
 FAST: Case = {"SHIFT": "none", "FAST": True, "GUARDED": True, "CLEAN": False, "LOOP": False}
@@ -120,7 +132,42 @@ def _on(arch: int, warps: int, stages: int, **fields: Any) -> Case:
     return {"architectures": [arch], "options": {"num_warps": warps, "num_stages": stages}, **fields}
 
 
+def _backward(arch: int, dim: int, mask: str, causal: bool) -> list[Case]:
+    """The passes of a call."""
+    tiles = BACKWARD[f"sm_{arch}"][1 << (dim - 1).bit_length()]
+    flags = {"MASK": mask, "CAUSAL": causal}
+    return [
+        _case(
+            kernel,
+            f"{kernel.__name__}_sm_{arch}_d{dim}_{mask}" + "_causal" * causal,
+            flags | _sizes(dim, *tile[:2]) | ({} if kernel is keys_kernel else {"HAS_LSE": False}),
+            **_on(arch, *tile[2:]),
+        )
+        for kernel, tile in zip((rows_kernel, keys_kernel, queries_kernel), tiles, strict=True)
+    ]
+
+
 NVIDIA_CASES = [
+    *(
+        case
+        for arch, dim, mask in (
+            (80, 64, "none"),
+            (80, 128, "float"),
+            (89, 128, "none"),
+            (89, 256, "none"),
+            (90, 64, "none"),
+            (90, 128, "none"),
+            (90, 128, "float"),
+            (90, 256, "none"),
+        )
+        for case in _backward(arch, dim, mask, causal=mask == "none")
+    ),
+    _case(
+        centre_kernel,
+        "centre",
+        {"D": 128, "WIDTH": SLICE, "BLOCK": 256, "HAS_VISIBLE": False},
+        options={"num_warps": 4},
+    ),
     _attention("sm_80_d64", _sizes(64, 128, 64), **FAST, **_on(80, 4, 3)),
     _attention("sm_80_d128", _sizes(128, 128, 64), **FAST, **_on(80, 8, 3)),
     _attention("sm_89_d128", _sizes(128, 128, 32), **FAST, **_on(89, 8, 2)),
@@ -226,4 +273,20 @@ NVIDIA_CASES = [
             (256, 64, 16, 4, "none", False),
         )
     ),
+    *(
+        _case(
+            watch_kernel,
+            f"watch_d{dim}_{m}_{mask}",
+            {"MASK": mask, "CAUSAL": True, "STRIDE": 127} | _sizes(dim, m, 64),
+            options={"num_warps": 4, "num_stages": 2 if dim > 128 else 3},
+        )
+        for dim, m, mask in (
+            (64, 64, "none"),
+            (128, 16, "none"),
+            (128, 64, "none"),
+            (128, 64, "bool"),
+            (256, 64, "none"),
+        )
+    ),
+    _case(watch_totals_kernel, "watch_totals", {"STRIDE": 127, "BLOCK_M": 64}, options={"num_warps": 1}),
 ]

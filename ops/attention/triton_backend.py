@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pasa.ops.attention import backward
+from pasa.ops.attention.backward_launch import gradients
 from pasa.ops.attention.decode_launch import decode
 from pasa.ops.attention.inputs import capturing, edges, to_fp16
 from pasa.ops.attention.mask_launch import MaskTiles
@@ -80,6 +82,27 @@ def attention_varlen(
     with on_device(q):
         call = Call(*_ready(q, k, v), None, is_causal, scale, cu_seqlens_q.int(), cu_seqlens_k.int())
         return _results(q, *portable_attention(call, options))
+
+
+def attention_backward(
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `backward.attention_backward`, with FP16 products summed in FP32."""
+    if q.device.type == "npu":
+        return backward.attention_backward(grad_out, grad_lse, q, k, v, attn_mask, is_causal, scale)
+    with on_device(q):
+        call = Call(*_ready(q.half(), k.half(), v.half()), _mask(attn_mask, q, k), is_causal, scale)
+        out = torch.zeros_like(call.q) if grad_out is None else grad_out
+        out = out if out.stride(-1) == 1 else out.contiguous()
+        lse = None if grad_lse is None else grad_lse.contiguous()
+        return gradients(call, out, lse, _visible(call), q.dtype)
 
 
 def on_device(x: Tensor) -> AbstractContextManager[object]:

@@ -276,13 +276,6 @@ def test_a_view_with_a_sign_to_come_is_resolved():
     assert torch.equal(pasa.attention(q, k, torch._neg_view(v)), expected)
 
 
-def test_the_backward_pass_is_refused_through_vmap():
-    q, k, v = (x.unsqueeze(1) for x in normal_qkv((2, 2), (6, 9), 16, batch=3))
-    mapped = torch.func.vmap(pasa.attention)(q.requires_grad_(), k, v)
-    with pytest.raises(RuntimeError, match="no autograd formula"):
-        mapped.sum().backward()
-
-
 def test_compiled_graphs_do_not_look_inside():
     """Dynamo looks at every Python frame, also at those that a graph's operator runs."""
     q, k, v = normal_qkv((2, 2), (6, 9), 16)

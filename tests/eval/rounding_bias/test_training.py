@@ -149,17 +149,19 @@ def test_fewer_steps_than_are_repeated_are_refused():
 
 
 def test_gpu_part_runs_on_a_cpu_and_is_shown(text, tmp_path, monkeypatch):
-    """Torch's attention alone, and few steps: the kernels need a GPU."""
+    """Few steps; the reference stands in for the kernels, which need a GPU."""
     monkeypatch.setattr(training_gpu, "BATCH", 2)
     monkeypatch.setattr(training_gpu, "HELD_OUT", 4)
     result = training_gpu.run_training_gpu(
-        text, 0.1, source="letters", arms=("flash", "flash"), shape=TINY, device="cpu"
+        text, 0.1, source="letters", arms=("flash", *training_gpu.TITLES), shape=TINY, device="cpu"
     )
-    first, second = result["records"]
+    first, second, *ours = result["records"]
     assert first["curves"]["loss"] == second["curves"]["loss"], "the same weights and batches"
     assert second["gap"] == 0
     assert first["tied"] > 0.9
     assert 0 < first["gradient_errors"][0] < 1
+    assert [each["arm"] for each in ours] == ["flash-unbiased", "safe", "unbiased"]
+    assert all(each["gradient_errors"][0] < first["gradient_errors"][0] for each in ours[1:]), "delta of P and dP"
     assert first["steps"] == result["settings"]["steps"] > 0
     training_report.save(result, tmp_path)
     assert "torch's flash attention" in (tmp_path / "training_gpt2_small.md").read_text(encoding="utf-8")

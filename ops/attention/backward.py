@@ -1,0 +1,206 @@
+"""Gradients of attention, from its inputs alone: what serves wherever a backend has no kernels for them.
+
+They are those of exact attention at the FP16 inputs: roundings of the forward pass count as identities, whatever
+arithmetic it emulates. With P the softmax of the scores S, G_O and G_L the gradients of output and log-sum-exp:
+
+    dV = P^T G_O        dS = P * (G_O V^T - delta + G_L)        delta = rowsum(P * G_O V^T)
+    dQ = scale * dS K   dK = scale * dS^T Q
+
+Scores of 1e5 leave FP32 two digits behind the point, and exp(S - lse) nothing of the weights that the forward pass
+got right. Softmax does not see q.c for a c that all keys share, so scores are formed of K - c, c the mean key, and so
+is dQ: the rows of dS sum to G_L, hence dS K = dS (K - c) + G_L c. Maximum and sum of a row belong to the same frame
+and are found anew; the saved log-sum-exp less scale * q.c would be a difference of two huge numbers. Nor is delta
+taken from the output: its rounding to 16 bits would enter every key's gradient with the same sign. What keys do not
+share, as biases that rotary embeddings turn block by block, stays in the scores: they are then as good as FP32 sums
+of such products are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from pasa.ops.attention.inputs import edges
+from pasa.ops.attention.masking import KeyMask, dense_mask, hidden_keys, read_mask
+from pasa.ops.attention.scores import matmul_rows
+
+BLOCK = 128  # keys of a tile; it changes no number but the order of sums
+Gradients = tuple[Tensor, Tensor, Tensor]
+
+
+def attention_backward(
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    grad_mask: Tensor | None = None,
+) -> Gradients:
+    """Gradients of queries (B, Hq, Sq, D), keys and values (B, Hkv, Skv, D).
+
+    FP16, BF16 and FP32 tensors are taken as FP16 numbers, as in the forward pass, and computed with in FP32; FP64
+    stays FP64. Memory grows with Sq + Skv: score tiles are (Sq, BLOCK).
+
+    Parameters
+    ----------
+    grad_out : Tensor (B, Hq, Sq, D), optional
+    grad_lse : Tensor (B, Hq, Sq), optional
+        One of them is there. Finite in FP16, both stay finite here.
+    q, k, v, attn_mask, is_causal, scale
+        As in `reference.attention`.
+    grad_mask : Tensor (4 dimensions, broadcastable like a float mask), optional
+        To add the gradient of the mask to.
+
+    Returns
+    -------
+    dq, dk, dv : Tensor
+        Shape and dtype of q, k and v, rounded once. A row that sees no key gives and gets 0.
+
+    Notes
+    -----
+    A NaN or infinity in a key or value may reach all gradients of its head, unless no query sees that key.
+    """
+    mask = read_mask(attn_mask, is_causal, q, k)
+    rows, keys, values = _wide(q).unflatten(1, (k.shape[1], -1)), _wide(k), _wide(v)
+    grad = torch.zeros_like(rows) if grad_out is None else grad_out.to(rows.dtype).unflatten(1, (k.shape[1], -1))
+    count = k.shape[2]
+    if attn_mask is None:
+        centre = keys.mean(2, keepdim=True)
+    else:
+        hidden = hidden_keys(dense_mask(attn_mask, is_causal, q, k), k)[:, None, :, None]
+        keys, values = keys.masked_fill(hidden, 0.0), values.masked_fill(hidden, 0.0)
+        centre = keys.sum(2, keepdim=True) / (count - hidden.sum(2, keepdim=True)).clamp(min=1)
+    tiles = Tiles(rows, keys - centre, values, grad, mask, scale)
+    lse_part = None if grad_lse is None else grad_lse.to(rows.dtype).reshape(*rows.shape[:-1], 1)
+    dq, dk, dv = _sum_tiles(tiles, lse_part, grad_mask)
+    if lse_part is not None:
+        seen = tiles.top > -torch.inf
+        dq += (lse_part * scale).where(seen, 0.0) * centre.unsqueeze(2)
+    return dq.flatten(1, 2).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def attention_varlen_backward(
+    one: Callable[..., Gradients],
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    is_causal: bool,
+    scale: float,
+) -> Gradients:
+    """Gradients of packed sequences (T, H, D), one after another by `one`: `attention_backward`, or a backend's.
+
+    Lengths are read on the host.
+    """
+    dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))
+    edges_q, edges_k = edges(cu_seqlens_q, "q", q), edges(cu_seqlens_k, "k", k)
+    for (q0, q1), (k0, k1) in zip(pairwise(edges_q), pairwise(edges_k), strict=True):
+        if q0 == q1 or k0 == k1:
+            continue
+        out = None if grad_out is None else grad_out[q0:q1].transpose(0, 1).unsqueeze(0)
+        lse = None if grad_lse is None else grad_lse[q0:q1].T.unsqueeze(0)
+        heads_first = (x.transpose(0, 1).unsqueeze(0) for x in (q[q0:q1], k[k0:k1], v[k0:k1]))
+        gradients = one(out, lse, *heads_first, None, is_causal, scale)
+        dq[q0:q1], dk[k0:k1], dv[k0:k1] = (x[0].transpose(0, 1) for x in gradients)
+    return dq, dk, dv
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.to(torch.float16).float()
+
+
+@dataclass
+class Tiles:
+    """Score tiles of all rows against BLOCK keys, made as often as they are needed.
+
+    Attributes
+    ----------
+    q, grad : Tensor (B, Hkv, G, Sq, D)
+    keys, values : Tensor (B, Hkv, Skv, D)
+        The keys centred.
+    top, total : Tensor (B, Hkv, G, Sq, 1)
+        Maximum and sum of weights of every row, in the centred frame.
+    delta : Tensor (B, Hkv, G, Sq, 1)
+    """
+
+    q: Tensor
+    keys: Tensor
+    values: Tensor
+    grad: Tensor
+    mask: KeyMask
+    scale: float
+
+    def __post_init__(self) -> None:
+        self.top = self.q.new_full((*self.q.shape[:-1], 1), -torch.inf)
+        self.total, self.delta = torch.zeros_like(self.top), torch.zeros_like(self.top)
+        for part, row in self.parts():
+            scores = self.scores(part, row)
+            old = self.top[..., row:, :].clone()
+            top = torch.maximum(old, scores.amax(-1, keepdim=True))
+            base = top.where(top > -torch.inf, 0.0)
+            weights, keep = torch.exp(scores - base), torch.exp(old - base)
+            self.top[..., row:, :] = top
+            total, delta = self.total[..., row:, :], self.delta[..., row:, :]
+            total.mul_(keep).add_(weights.sum(-1, keepdim=True))
+            products = (weights * self.slopes(part, row)).sum(-1, keepdim=True)
+            delta.mul_(keep).add_(products)
+        self.delta /= self.total.where(self.total != 0, 1.0)
+
+    def parts(self) -> Iterator[tuple[slice, int]]:
+        """Keys of each tile, and the first row that sees some of them."""
+        for start in range(0, self.keys.shape[2], BLOCK):
+            row = self.mask.first_row(start)
+            if row < self.q.shape[3]:
+                yield slice(start, min(start + BLOCK, self.keys.shape[2])), row
+
+    def scores(self, part: slice, row: int) -> Tensor:
+        """Scaled scores of centred keys, -inf where hidden: (B, Hkv, G, R, n)."""
+        scores = matmul_rows(self.q[..., row:, :], self.keys[..., part, :]) * self.scale
+        visible, bias = self.mask.tile(row, part.start, part.stop)
+        if bias is not None:
+            scores = scores + bias
+        return scores if visible is None else scores.masked_fill(~visible, -torch.inf)
+
+    def weights(self, part: slice, row: int) -> Tensor:
+        """P. Not exp(S - lse): beside a maximum of 1e30 that a mask adds, the sum would vanish."""
+        top, total = self.top[..., row:, :], self.total[..., row:, :]
+        shifted = self.scores(part, row) - top.where(top > -torch.inf, 0.0)
+        return torch.exp(shifted) / total.where(total != 0, 1.0)
+
+    def slopes(self, part: slice, row: int) -> Tensor:
+        """G_O V^T: what the weights' gradients are."""
+        return matmul_rows(self.grad[..., row:, :], self.values[..., part, :])
+
+
+def _sum_tiles(tiles: Tiles, grad_lse: Tensor | None, grad_mask: Tensor | None) -> Gradients:
+    """dQ (B, Hkv, G, Sq, D) but for G_L c, dK and dV (B, Hkv, Skv, D)."""
+    dq, dk, dv = torch.zeros_like(tiles.q), torch.zeros_like(tiles.keys), torch.zeros_like(tiles.values)
+    frame = tiles.delta if grad_lse is None else tiles.delta - grad_lse
+    for part, row in tiles.parts():
+        weights = tiles.weights(part, row)
+        slopes = tiles.slopes(part, row) - frame[..., row:, :]
+        scores = weights * slopes.where(weights != 0, 0.0)
+        dv[..., part, :] = weights.flatten(2, 3).mT @ tiles.grad[..., row:, :].flatten(2, 3)
+        dk[..., part, :] = scores.flatten(2, 3).mT @ tiles.q[..., row:, :].flatten(2, 3) * tiles.scale
+        dq[..., row:, :] += matmul_rows(scores, tiles.keys[..., part, :].mT) * tiles.scale
+        if grad_mask is not None:
+            _add_mask(grad_mask, scores.flatten(1, 2), part, row)
+    return dq, dk, dv
+
+
+def _add_mask(grad_mask: Tensor, scores: Tensor, part: slice, row: int) -> None:
+    """Add dS (B, Hq, R, n) of a tile to what it was broadcast from."""
+    rows = slice(None) if grad_mask.shape[2] == 1 else slice(row, None)
+    keys = slice(None) if grad_mask.shape[3] == 1 else part
+    target = grad_mask[:, :, rows, keys]
+    target += scores.sum_to_size(target.shape)

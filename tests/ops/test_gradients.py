@@ -1,0 +1,113 @@
+"""Gradients of torch.ops.pasa.*: registration, tracing and compiling, what is refused."""
+
+import pytest
+import torch
+from torch.library import opcheck
+
+import pasa
+from pasa.ops import gradients
+from tests.inputs import DEVICE, normal_qkv
+
+EDGES = torch.tensor([0, 10, 30])
+
+
+def inputs(lengths=(33, 70), dim=32, batch=2, device="cpu"):
+    return [x.to(device).requires_grad_() for x in normal_qkv((4, 2), lengths, dim, batch=batch)]
+
+
+SAMPLES = {
+    "plain": {},
+    "causal": {"is_causal": True, "scale": 0.2},
+    "bool mask": {"attn_mask": torch.ones(33, 70).bool().tril(9)},
+    "float mask": {"attn_mask": torch.zeros(2, 1, 1, 70).requires_grad_()},
+    "diagnose": {"diagnose": True, "precision": "partial"},
+}
+
+
+@pytest.mark.parametrize("sample", SAMPLES)
+def test_operator_passes_opcheck_with_gradients(sample):
+    opcheck(torch.ops.pasa.attention.default, tuple(inputs()), SAMPLES[sample])
+
+
+def test_kernels_pass_opcheck_with_gradients():
+    opcheck(torch.ops.pasa.attention.default, tuple(inputs(device=DEVICE)), {"is_causal": True, "backend": "triton"})
+
+
+def test_varlen_passes_opcheck_with_gradients():
+    packed = [x.detach()[0].transpose(0, 1).requires_grad_() for x in inputs((30, 30), batch=1)]
+    opcheck(torch.ops.pasa.attention_varlen.default, (*packed, EDGES, EDGES), {"is_causal": True})
+
+
+@pytest.mark.parametrize("given", ["both", "out", "lse"])
+def test_backward_operators_pass_opcheck(given):
+    q, k, v = (x.detach() for x in inputs((30, 30), batch=1))
+    lse = torch.ones(1, 4, 30) if given != "out" else None
+    out = None if given == "lse" else q.clone()
+    mask = torch.zeros(30, 30)
+    opcheck(torch.ops.pasa.attention_backward.default, (out, lse, q, k, v, mask, False, 0.2, True, "reference"))
+    q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+    out, lse = (None if x is None else x[0].transpose(0, 1) for x in (out, lse))
+    how = (EDGES, EDGES, True, None, "reference")
+    opcheck(torch.ops.pasa.attention_varlen_backward.default, (out, lse, q, k, v, *how))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiles_into_one_graph_with_its_backward_pass(backend):
+    torch.compiler.reset()
+    mask = torch.linspace(-1, 1, 70).requires_grad_()
+
+    def step(q, k, v, mask):
+        out, lse = pasa.attention(q * 1, k, v, attn_mask=mask, is_causal=True, return_lse=True)
+        return out.float().square().sum() + lse[..., 5:].sum()
+
+    def run(function):
+        given = [*inputs(), mask]
+        return torch.autograd.grad(function(*given), given)
+
+    for got, expected in zip(run(torch.compile(step, fullgraph=True, backend=backend)), run(step), strict=True):
+        assert torch.allclose(got, expected, rtol=2**-9, atol=1e-5)
+
+
+def test_gradients_pass_through_vmap():
+    """A loop over the operator: the gradients of the calls one by one."""
+    q, k, v = inputs(batch=3)
+    torch.func.vmap(pasa.attention)(*(x.unsqueeze(1) for x in (q, k, v))).float().square().sum().backward()
+    whole = inputs(batch=3)
+    pasa.attention(*whole).float().square().sum().backward()
+    for x, expected in zip((q, k, v), whole, strict=True):
+        assert torch.allclose(x.grad, expected.grad, rtol=2**-9, atol=2**-12)
+
+
+def test_a_result_that_nobody_uses_costs_no_gradient(monkeypatch):
+    monkeypatch.setattr(gradients, "attention_backward", lambda *_: pytest.fail("computed"))
+    out, _, counts = torch.ops.pasa.attention(*inputs(), diagnose=True)
+    assert out.requires_grad
+    assert not counts.requires_grad
+    assert gradients.of_attention(None, None, None, None) == (None,) * 16
+
+
+def test_second_derivatives_are_refused():
+    q, k, v = inputs()
+    (grad,) = torch.autograd.grad(pasa.attention(q, k, v).float().sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="second derivative"):
+        grad.float().square().sum().backward()
+
+
+@pytest.mark.parametrize("varlen", [False, True])
+def test_forward_mode_is_refused(varlen):
+    """Story: torch drops the tangent of a custom operator, so a Jacobian-vector product came out as 0."""
+    q, k, v = (x.detach() for x in inputs((30, 30), batch=1))
+
+    def attend(q):
+        if not varlen:
+            return pasa.attention(q, k, v)
+        return pasa.attention_varlen(
+            q[0].transpose(0, 1), *(x[0].transpose(0, 1) for x in (k, v)), EDGES, EDGES, 20, 20
+        )
+
+    with pytest.raises(NotImplementedError, match="forward-mode"):
+        torch.func.jvp(attend, (q,), (torch.ones_like(q),))
+    with torch.autograd.forward_ad.dual_level():
+        attend(q)  # nothing to lose
+        with pytest.raises(NotImplementedError, match="forward-mode"):
+            attend(torch.autograd.forward_ad.make_dual(q, torch.ones_like(q)))
