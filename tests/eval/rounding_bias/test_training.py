@@ -106,7 +106,11 @@ def test_spectral_norms_are_the_heads_own():
     with torch.no_grad():
         model.blocks[1].query.weight.zero_()
         model.blocks[1].query.weight[16:, 3] = 2.0  # the second head's 16 rows: norm 2 sqrt(16)
-    assert spectral_norms(model)[1].tolist() == pytest.approx([0.0, 8.0], abs=1e-6)
+        assert spectral_norms(model)[1].tolist() == pytest.approx([0.0, 8.0], abs=1e-6)
+        model.blocks[1].query.weight[0, 0] = torch.nan
+    first, second = spectral_norms(model)[1].tolist()
+    assert math.isnan(first)
+    assert second == pytest.approx(8.0)
 
 
 def test_accumulated_is_one_for_alternating_signs_of_chance_and_the_root_for_equal_ones():
