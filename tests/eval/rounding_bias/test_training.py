@@ -1,6 +1,8 @@
 """The training experiment: what provokes ties, that it repeats bit for bit, its gates, and the stored runs."""
 
+import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from pasa.eval.rounding_bias.training_model import SINK, SINKS, Decoder, Shape, 
 
 TINY = Shape(layers=2, width=32, heads=2, context=24)
 BY_NAME = {arm.name: arm for arm in ARMS}
+STORED = Path(training.__file__).parent / "results"
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +153,26 @@ def test_gates_can_fail(broken, gate):
 def test_fewer_steps_than_are_repeated_are_refused():
     with pytest.raises(ValueError, match="steps=4"):
         training.run_training(steps=4)
+
+
+@pytest.fixture(scope="module")
+def stored():
+    return json.loads((STORED / "training.json").read_text(encoding="utf-8"))
+
+
+def test_stored_run_passed_and_is_whole(stored):
+    assert stored["gate"]["passed"]
+    assert stored["settings"]["steps"] == training.STEPS
+    assert len(stored["records"]) == len(ARMS) * len(training.SEEDS)
+    assert stored["environment"]["commit"]
+    assert not stored["environment"]["commit"].endswith("-dirty")
+
+
+def test_stored_tables_are_those_of_the_stored_run(stored, tmp_path):
+    training_report.save(stored, tmp_path)
+    for name in ("training.json", "training.md"):
+        assert (tmp_path / name).read_text(encoding="utf-8") == (STORED / name).read_text(encoding="utf-8")
+    assert (tmp_path / "training.png").stat().st_size < 200_000
 
 
 def test_gpu_part_runs_on_a_cpu_and_is_shown(text, tmp_path, monkeypatch):
