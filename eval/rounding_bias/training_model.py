@@ -131,6 +131,7 @@ def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def spectral_norms(model: Decoder) -> Tensor:
-    """Largest singular value of each head's W_Q, (layers, heads)."""
-    weights = [block.query.weight.detach().unflatten(0, (block.heads, -1)) for block in model.blocks]
-    return torch.linalg.matrix_norm(torch.stack(weights).float(), ord=2)
+    """Largest singular value of each head's W_Q, (layers, heads); NaN where it is not finite."""
+    weights = torch.stack([b.query.weight.detach().unflatten(0, (b.heads, -1)) for b in model.blocks])
+    norms = torch.linalg.matrix_norm(weights.nan_to_num(0.0, 0.0, 0.0), ord=2)
+    return norms.where(weights.isfinite().all(-1).all(-1), torch.nan)

@@ -1,6 +1,8 @@
 """The training experiment: what provokes ties, that it repeats bit for bit, its gates, and the stored runs."""
 
+import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from pasa.eval.rounding_bias.training_model import SINK, SINKS, Decoder, Shape, 
 
 TINY = Shape(layers=2, width=32, heads=2, context=24)
 BY_NAME = {arm.name: arm for arm in ARMS}
+STORED = Path(training.__file__).parent / "results"
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +109,11 @@ def test_spectral_norms_are_the_heads_own():
     with torch.no_grad():
         model.blocks[1].query.weight.zero_()
         model.blocks[1].query.weight[16:, 3] = 2.0  # the second head's 16 rows: norm 2 sqrt(16)
-    assert spectral_norms(model)[1].tolist() == pytest.approx([0.0, 8.0], abs=1e-6)
+        assert spectral_norms(model)[1].tolist() == pytest.approx([0.0, 8.0], abs=1e-6)
+        model.blocks[1].query.weight[0, 0] = torch.nan
+    first, second = spectral_norms(model)[1].tolist()
+    assert math.isnan(first)
+    assert second == pytest.approx(8.0)
 
 
 def test_accumulated_is_one_for_alternating_signs_of_chance_and_the_root_for_equal_ones():
@@ -148,18 +155,40 @@ def test_fewer_steps_than_are_repeated_are_refused():
         training.run_training(steps=4)
 
 
+@pytest.fixture(scope="module")
+def stored():
+    return json.loads((STORED / "training.json").read_text(encoding="utf-8"))
+
+
+def test_stored_run_passed_and_is_whole(stored):
+    assert stored["gate"]["passed"]
+    assert stored["settings"]["steps"] == training.STEPS
+    assert len(stored["records"]) == len(ARMS) * len(training.SEEDS)
+    assert stored["environment"]["commit"]
+    assert not stored["environment"]["commit"].endswith("-dirty")
+
+
+def test_stored_tables_are_those_of_the_stored_run(stored, tmp_path):
+    training_report.save(stored, tmp_path)
+    for name in ("training.json", "training.md"):
+        assert (tmp_path / name).read_text(encoding="utf-8") == (STORED / name).read_text(encoding="utf-8")
+    assert (tmp_path / "training.png").stat().st_size < 200_000
+
+
 def test_gpu_part_runs_on_a_cpu_and_is_shown(text, tmp_path, monkeypatch):
-    """Torch's attention alone, and few steps: the kernels need a GPU."""
+    """Few steps; the reference stands in for the kernels, which need a GPU."""
     monkeypatch.setattr(training_gpu, "BATCH", 2)
     monkeypatch.setattr(training_gpu, "HELD_OUT", 4)
     result = training_gpu.run_training_gpu(
-        text, 0.1, source="letters", arms=("flash", "flash"), shape=TINY, device="cpu"
+        text, 0.1, source="letters", arms=("flash", *training_gpu.TITLES), shape=TINY, device="cpu"
     )
-    first, second = result["records"]
+    first, second, *ours = result["records"]
     assert first["curves"]["loss"] == second["curves"]["loss"], "the same weights and batches"
     assert second["gap"] == 0
     assert first["tied"] > 0.9
     assert 0 < first["gradient_errors"][0] < 1
+    assert [each["arm"] for each in ours] == ["flash-unbiased", "safe", "unbiased"]
+    assert all(each["gradient_errors"][0] < first["gradient_errors"][0] for each in ours[1:]), "delta of P and dP"
     assert first["steps"] == result["settings"]["steps"] > 0
     training_report.save(result, tmp_path)
     assert "torch's flash attention" in (tmp_path / "training_gpt2_small.md").read_text(encoding="utf-8")
