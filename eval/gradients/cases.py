@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ class Inputs:
 
     def to(self, device: torch.device) -> Inputs:
         """The same on a device."""
-        moved = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)}
+        moved: dict[str, Any] = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)}
         return dataclasses.replace(self, **moved)
 
 
