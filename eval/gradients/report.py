@@ -17,6 +17,7 @@ from pasa.eval.speed.report import label, markdown, number, origin
 
 Result = dict[str, Any]
 TITLES = {"dq": "dQ", "dk": "dK", "dv": "dV"}
+EXAMPLE = "scores of 131072"
 LONGEST = 8  # kernels of each shape
 
 
@@ -93,11 +94,25 @@ def verdict(result: Result) -> str:
     """What the exit status says."""
     gate = result["gate"]
     if gate["passed"]:
-        return (
-            f"All {gate['judged']} errors that are judged are within {FACTOR:g} times those of a plain backward pass."
-        )
+        backends = " and ".join(result["backends"])
+        bound = f"within {FACTOR:g} times a plain backward pass's"
+        return f"All {gate['judged']} judged errors ({backends}) are {bound}."
     told = [f"{TITLES[each['of']]} of {each['backend']}: {each['case']}" for each in gate["failures"]]
     return "\n  ".join([f"{len(told)} of {gate['judged']} errors are too large; nothing is timed:", *told])
+
+
+def example(result: Result) -> str:
+    """The first backend's errors on one case, and the plain pass's."""
+    found = next(each for each in result["records"] if each["case"] == EXAMPLE)
+    own, plain = (", ".join(f"{TITLES[n]} {short(found[how + n])}" for n in NAMES) for how in ("", "plain_"))
+    return f"With {EXAMPLE}: {found['backend']} {own}; plain {plain}."
+
+
+def summary(result: Result) -> str:
+    """Verdict, example, times and origin, in Markdown."""
+    found = time_table(result)
+    times = [found.note, markdown(found.header, found.rows)] if found.rows else []
+    return "\n\n".join([f"{verdict(result)} {example(result)}", *times, origin(result)])
 
 
 def render(result: Result, console: Console) -> None:

@@ -67,11 +67,12 @@ def test_what_is_shown_and_written(small, tmp_path):
     assert result["times"] == result["kernels"] == []
     console = Console(file=io.StringIO(), width=200)
     report.render(result, console)
-    for part in ("All 9 errors that are judged", "reference", "one key without the bias", "device named here"):
+    for part in ("All 9 judged errors (reference)", "reference", "one key without the bias", "device named here"):
         assert part in console.file.getvalue()
     report.save(result, tmp_path)
     stored = json.loads((tmp_path / "gradients.json").read_text())
     assert report.verdict(stored) == report.verdict(result)
+    assert report.summary(stored).startswith(f"{report.verdict(stored)} {report.example(stored)}")
     assert "| small | reference |" in (tmp_path / "gradients.md").read_text()
 
 
@@ -97,6 +98,9 @@ def test_tables_say_what_is_not_judged_and_what_is_slower():
     assert [row[-1] for row in errors.rows] == ["1.00", "5.00, not judged", "not finite"]
     assert times.rows == [["1x2x40x16, graph", "forward", "1.5", "3", "100", "0.50", "-", "-"]]
     assert [row[2:] for row in kernels.rows] == [["1", "0.3000", "75 %"], ["1", "0.1000", "25 %"]]
+    result["records"].append(record(report.EXAMPLE, error=3e-4))
+    own, plain = (f"dQ 1.0e-04, dK {error}, dV 1.0e-04" for error in ("3.0e-04", "1.0e-04"))
+    assert report.example(result) == f"With scores of 131072: triton {own}; plain {plain}."
     gate = run.judge([record(error=3e-4)])
     assert "1 of 3 errors are too large; nothing is timed:\n  dK of triton: c" in report.verdict({"gate": gate})
 
