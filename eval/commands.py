@@ -144,6 +144,24 @@ def soak(
 
 
 @bench.command()
+def gradients(
+    json: Json = None,
+    output_dir: Annotated[Path | None, typer.Option(file_okay=False, help="Write JSON and Markdown there.")] = None,
+    seed: Annotated[int, typer.Option(parser=integer, metavar="N", help="What inputs are drawn from.")] = 0,
+    rounds: Annotated[int, typer.Option(parser=integer, metavar="N", help="Turns of each implementation.")] = 5,
+) -> None:
+    """Errors of gradients against FP64, and on a GPU their time beside SDPA's; exit 1 if one is too large."""
+    from pasa.eval.gradients import report, run
+
+    with output.progress_bar("bench gradients") as progress:
+        result = run.run_gradients(seed, rounds, progress)
+    deliver(result, json, report.render)
+    if output_dir is not None:
+        report.save(result, output_dir)
+    raise typer.Exit(0 if result["gate"]["passed"] else 1)
+
+
+@bench.command()
 def model(
     json: Json = None,
     output_dir: Annotated[Path | None, typer.Option(file_okay=False, help="Write JSON and Markdown there.")] = None,

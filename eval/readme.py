@@ -18,6 +18,7 @@ from typing import Any
 from pasa.eval import output
 from pasa.eval.diagnose import report as diagnose_report
 from pasa.eval.diagnose import words
+from pasa.eval.gradients import report as gradients_report
 from pasa.eval.longbench import report as longbench_report
 from pasa.eval.longbench import throughput as throughput_report
 from pasa.eval.npu_model import report as npu_report
@@ -51,6 +52,7 @@ RESULTS = {
     "longbench_fp16": ROOT / "eval/longbench/results/fp16_model/longbench.json",
     "throughput": ROOT / "eval/longbench/results/throughput.json",
     "perplexity": ROOT / "eval/perplexity/results/perplexity.json",
+    "gradients": ROOT / "eval/gradients/results/gradients.json",
     "rounding": ROOT / "eval/rounding_bias/results/bias.json",
 }
 ROUNDED = ("two, smaller tail", "near, smaller tail", "blocks, smaller tail", "four, smaller tail", "random, same tail")
@@ -334,6 +336,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "decode": decode,
     "kernels": kernels,
     "soak": soak,
+    "gradients": lambda: gradients_report.summary(stored("gradients")),
     "npu_model": npu_model,
     "rounding": rounding,
 }

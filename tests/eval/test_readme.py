@@ -105,6 +105,17 @@ def test_stored_bias_meets_the_bounds():
         assert abs(ours["bias"]) <= min(abs(nearest["bias"]) / 5, 2 * ours["interval"])
 
 
+def test_stored_gradients_meet_the_bounds():
+    """With scores of 131,072 a plain backward pass is off by percents, and ours by the rounding of the result."""
+    result = readme.stored("gradients")
+    assert result["gate"]["passed"]
+    assert result["gate"]["judged"] >= 3 * 14
+    for each in (each for each in result["records"] if each["case"] == "scores of 131072"):
+        for name in ("dq", "dk", "dv"):
+            assert each[f"plain_{name}"] > 0.01
+            assert each[name] < 2**-11
+
+
 def test_unknown_part_is_an_error():
     with pytest.raises(KeyError, match="nonsense"):
         readme.fill("<!-- generated: nonsense -->\n<!-- end -->")

@@ -1,0 +1,1 @@
+"""Gradients of attention: errors against FP64, and their time on a GPU."""

@@ -1,0 +1,136 @@
+"""What is differentiated: shapes, masks and data, drawn on the CPU so that every device sees the same numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BATCH = 2
+BIAS = 1024.0  # in one column of queries and keys: scores of 1024^2 / sqrt(64) = 131,072
+KEPT = 0.6  # share of the keys that a mask leaves
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Tensors of one call, heads first, and the gradients of its results."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    causal: bool
+    grad: Tensor
+    grad_lse: Tensor | None
+
+    def to(self, device: torch.device) -> Inputs:
+        """The same on a device."""
+        moved: dict[str, Any] = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)}
+        return dataclasses.replace(self, **moved)
+
+
+def plain(q: Tensor, k: Tensor) -> None:
+    """N(0, 1)."""
+
+
+def shared(q: Tensor, k: Tensor) -> None:
+    """One column is 1024: all scores share 131,072."""
+    q[..., 0] = k[..., 0] = BIAS
+
+
+def spread(q: Tensor, k: Tensor) -> None:
+    """80 is added to 16 columns."""
+    q[..., :16] += 80
+    k[..., :16] += 80
+
+
+def sink(q: Tensor, k: Tensor) -> None:
+    """As `shared`, but for the first key."""
+    shared(q, k)
+    k[..., 0, 0] = 3.14159
+
+
+@dataclass(frozen=True)
+class GradientCase:
+    """One call.
+
+    Attributes
+    ----------
+    name : str
+    heads : (int, int)
+        Of queries, of keys.
+    lengths : (int, int)
+        Rows, keys.
+    dim : int
+    causal : bool
+    mask : str
+        "none", "bool" or "float".
+    lse : bool
+        Whether the log-sum-exp has a gradient too.
+    dtype : torch.dtype
+    size : float
+        What the gradient of the output is multiplied by.
+    change : callable
+        What is done to queries and keys.
+    kernels_judged : bool
+        Whether the Triton kernels are held to the bound.
+    """
+
+    name: str
+    heads: tuple[int, int]
+    lengths: tuple[int, int]
+    dim: int
+    causal: bool = False
+    mask: str = "none"
+    lse: bool = False
+    dtype: torch.dtype = torch.float16
+    size: float = 1.0
+    change: Callable[[Tensor, Tensor], None] = plain
+    kernels_judged: bool = True
+
+    def describe(self) -> dict[str, object]:
+        """JSON-able."""
+        found = dataclasses.asdict(self)
+        return found | {"batch": BATCH, "dtype": str(self.dtype).removeprefix("torch."), "change": self.change.__name__}
+
+
+CASES = (
+    GradientCase("plain, D 64", (4, 4), (512, 512), 64),
+    GradientCase("causal, D 64", (4, 4), (1024, 1024), 64, causal=True),
+    GradientCase("causal, D 128, grouped", (8, 2), (777, 1000), 128, causal=True),
+    GradientCase("more rows than keys", (4, 2), (300, 129), 128, causal=True),
+    GradientCase("odd, D 80", (4, 2), (129, 1023), 80),
+    GradientCase("causal, D 256", (4, 2), (260, 400), 256, causal=True),
+    GradientCase("bool mask", (4, 2), (300, 500), 64, causal=True, mask="bool"),
+    GradientCase("float mask", (4, 2), (300, 500), 128, mask="float"),
+    GradientCase("log-sum-exp too", (4, 2), (333, 500), 128, causal=True, lse=True),
+    GradientCase("BF16", (4, 2), (500, 500), 128, causal=True, dtype=torch.bfloat16),
+    GradientCase("loss scale 30000", (4, 2), (500, 500), 64, size=30000.0),
+    GradientCase("bias 80, log-sum-exp too", (4, 2), (500, 500), 128, lse=True, change=spread),
+    GradientCase("scores of 131072", (4, 2), (500, 500), 64, change=shared),
+    GradientCase("one key without the bias", (4, 2), (500, 500), 64, change=sink, kernels_judged=False),
+)
+
+
+def make_inputs(case: GradientCase, seed: int) -> Inputs:
+    """Draw a case on the CPU; FP16 holds all of it."""
+    source = torch.Generator().manual_seed(seed)
+
+    def draw(heads: int, *lengths: int) -> Tensor:
+        return torch.randn(BATCH, heads, *lengths, generator=source)
+
+    (heads, kv_heads), (rows, keys) = case.heads, case.lengths
+    q, k, v = draw(heads, rows, case.dim), draw(kv_heads, keys, case.dim), draw(kv_heads, keys, case.dim)
+    case.change(q, k)
+    grad = case.size * draw(heads, rows, case.dim).clamp(-2, 2)
+    grad_lse = draw(heads, rows) if case.lse else None
+    mask = None
+    if case.mask != "none":
+        keep = torch.rand(BATCH, 1, rows, keys, generator=source) < KEPT
+        mask = keep if case.mask == "bool" else draw(1, rows, keys).masked_fill(~keep, -torch.inf)
+    q, k, v, grad = (x.to(case.dtype) for x in (q, k, v, grad))
+    return Inputs(q, k, v, mask, case.causal, grad, grad_lse)
