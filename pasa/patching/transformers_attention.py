@@ -20,6 +20,8 @@ from transformers.masking_utils import sdpa_mask
 import pasa
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from pasa import PasaConfig
     from pasa.patching.handle import PatchHandle
 
@@ -69,6 +71,7 @@ class Binding:
     config: PasaConfig | None
     backend: str | None
     handle: PatchHandle
+    context_parallel: ProcessGroup | None = None
 
 
 def make_interface(original: str) -> Interface:
