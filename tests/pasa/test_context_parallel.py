@@ -188,6 +188,29 @@ def test_what_is_refused_is_refused_on_every_rank(tmp_path):
     assert (none, outside) == ("", "this process is not in the group")
 
 
+POISONED = 70  # a key of rank 0
+
+
+def poisoned(rank):
+    (q, k, v, _), how = inputs("causal, scores beyond 131072")
+    k[0, :, POISONED, 3] = torch.nan
+    v[1, :, POISONED, 5] = torch.inf
+    out = pasa.ring_attention(*(pasa.shard_sequence(x, 2) for x in (q, k, v)), **how)
+    return pasa.gather_sequence(out, 2)
+
+
+def test_a_nan_reaches_the_rows_that_see_it_and_no_other(alone, tmp_path):
+    """Nor through the mean key that all ranks share."""
+    (golden, _), (one, _, _), _ = alone["causal, scores beyond 131072"]
+    for out in ranks.run(poisoned, 2, tmp_path):
+        reached = torch.zeros_like(out, dtype=torch.bool)
+        reached[0, :, POISONED:] = True
+        reached[1, :, POISONED:, 5] = True
+        assert torch.equal(out.isnan(), reached)
+        bound = 2 * max_error(one, golden) + 2**-11 * float(golden.abs().max())
+        assert float((out.double() - golden)[~reached].abs().max()) <= bound
+
+
 def half_groups(rank):
     """Two rings of two ranks each, whose ranks have other numbers in the whole group."""
     groups = [dist.new_group([0, 3]), dist.new_group([1, 2])]
