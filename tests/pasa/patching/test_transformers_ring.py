@@ -163,3 +163,9 @@ def test_windows_are_refused(tmp_path):
             logits_of(model, prompt())
 
     in_one_process(task, tmp_path)
+
+
+def test_a_diffusers_model_is_refused():
+    pipeline = type("Pipeline", (), {"__module__": "diffusers.pipelines"})()
+    with pytest.raises(NotImplementedError, match="context_parallel is not supported for diffusers models"):
+        pasa.patch_pipeline(pipeline, context_parallel=object())
