@@ -1,4 +1,4 @@
-"""Commands of `pasa eval`: whole models, with and without PASA."""
+"""Commands of `pasa eval`: whole models, with and without PASA; what rounding leaves in their outputs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 from pasa.eval import output
 from pasa.eval.options import NOTHING_KEPT, Json, deliver, integer, integers, stages, stoppable, words
 
-evaluate = typer.Typer(help="Whole models, with and without PASA.", no_args_is_help=True)
+evaluate = typer.Typer(help="Whole models, with and without PASA; bias of rounding.", no_args_is_help=True)
 
 
 @evaluate.command()
@@ -157,3 +157,52 @@ def ppl(
     if output_dir is not None:
         report.save(result, output_dir)
     raise typer.Exit(0 if result["gate"]["passed"] else 1)
+
+
+@evaluate.command()
+def bias(
+    json: Json = None,
+    output_dir: Annotated[Path | None, typer.Option(file_okay=False, help="Write JSON and Markdown there.")] = None,
+    rows: Annotated[int, typer.Option(parser=integer, metavar="N", help="Independent rows of each case.")] = 2048,
+    seed: Annotated[int, typer.Option(parser=integer, metavar="N", help="Of inputs and drawn roundings.")] = 0,
+) -> None:
+    """Signed errors where rows repeat their maximum, by rule; exit 1 if ours keeps a bias or adds an error."""
+    from pasa.eval.rounding_bias import report, run
+
+    with stoppable(NOTHING_KEPT), output.progress_bar("eval bias") as progress:
+        result = run.run_bias(rows, seed, progress)
+    deliver(result, json, report.render)
+    if output_dir is not None:
+        report.save(result, output_dir)
+    raise typer.Exit(0 if result["gate"]["passed"] else 1)
+
+
+@evaluate.command()
+def training(
+    json: Json = None,
+    output_dir: Annotated[
+        Path | None, typer.Option(file_okay=False, help="Write JSON, Markdown and a figure there.")
+    ] = None,
+    steps: Annotated[int, typer.Option(parser=integer, metavar="N", help="Of each run.")] = 300,
+    seeds: Annotated[str, typer.Option(help="Of weights and batches, between commas.")] = "0,1",
+    gpu_seconds: Annotated[
+        float | None, typer.Option(help="Train GPT-2 small's shape on a GPU instead, so long.")
+    ] = None,
+    text: Annotated[Path | None, typer.Option(dir_okay=False, help="What it reads there: some MB, UTF-8.")] = None,
+) -> None:
+    """A decoder trained with rounded attention, emulated: what its errors add up to; exit 1 if ours is not finite."""
+    from pasa.eval.rounding_bias import training as emulated
+    from pasa.eval.rounding_bias import training_gpu, training_report
+
+    if (gpu_seconds is None) != (text is None):
+        raise ValueError("--gpu-seconds and --text belong together")
+    with stoppable(NOTHING_KEPT), output.progress_bar("eval training") as progress:
+        if text is not None and gpu_seconds is not None:
+            read = emulated.as_bytes(text.read_text(encoding="utf-8"))
+            result = training_gpu.run_training_gpu(read, gpu_seconds, source=text.name, progress=progress)
+        else:
+            result = emulated.run_training(steps=steps, seeds=integers(seeds), progress=progress)
+    deliver(result, json, training_report.render)
+    if output_dir is not None:
+        training_report.save(result, output_dir)
+    raise typer.Exit(0 if result.get("gate", {"passed": True})["passed"] else 1)

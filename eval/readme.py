@@ -24,6 +24,7 @@ from pasa.eval.npu_model import report as npu_report
 from pasa.eval.perplexity import report as perplexity_report
 from pasa.eval.rescue.report import TITLES
 from pasa.eval.rmse import report
+from pasa.eval.rounding_bias import report as rounding_report
 from pasa.eval.soak import report as soak_report
 from pasa.eval.speed import report as speed_report
 from pasa.eval.speed.cases import DATA
@@ -50,7 +51,9 @@ RESULTS = {
     "longbench_fp16": ROOT / "eval/longbench/results/fp16_model/longbench.json",
     "throughput": ROOT / "eval/longbench/results/throughput.json",
     "perplexity": ROOT / "eval/perplexity/results/perplexity.json",
+    "rounding": ROOT / "eval/rounding_bias/results/bias.json",
 }
+ROUNDED = ("two, smaller tail", "near, smaller tail", "blocks, smaller tail", "four, smaller tail", "random, same tail")
 DIAGNOSED = 3  # heads of each model
 DIAGNOSIS = ("layer", "head", "peak QKᵀ", "× 65504", "stored", "in FP32", "K", "K′", "bias", "resonance", "phase")
 SHOWN = ("fp32", "partial", "prescaled", "smooth_k", "pasa-paper-fp16", "pasa-paper", "pasa-exact")
@@ -307,6 +310,13 @@ def step() -> str:
     return f"{found.note}\n\n{table(found.header, found.rows)}\n\n{step_report.origin(stored('step'))}"
 
 
+def rounding() -> str:
+    """Bias of BF16 outputs by rule, in both places of rounding."""
+    result = stored("rounding")
+    found = [rounding_report.bias_table(result, "bf16", place, cases=ROUNDED) for place in result["places"]]
+    return "\n\n".join([*map(_titled, found), f"{rounding_report.verdict(result)} {rounding_report.origin(result)}"])
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "support": support,
     "rmse": rmse,
@@ -325,6 +335,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "kernels": kernels,
     "soak": soak,
     "npu_model": npu_model,
+    "rounding": rounding,
 }
 
 if __name__ == "__main__":

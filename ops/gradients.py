@@ -19,7 +19,7 @@ from pasa.ops.attention import backward
 
 def refuse_tangents(tensors: tuple[Any, ...]) -> None:
     """NotImplementedError for a tensor with a tangent: torch's custom operators would drop it, as if it were 0."""
-    if forward_ad._current_level < 0:  # type: ignore[attr-defined]
+    if forward_ad._current_level < 0:
         return
     if any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise NotImplementedError("pasa attention has no forward-mode derivative, only gradients (backward)")

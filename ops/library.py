@@ -6,6 +6,7 @@ layouts are the caller's (`pasa.attention`). What their gradients are is in grad
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from types import ModuleType
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch._library.custom_ops import CustomOpDef
 
 from pasa.ops import gradients, registry
+from pasa.ops.attention import watch
 from pasa.ops.attention.options import AttentionOptions
 from pasa.ops.registry import Backend, Request, select
 
@@ -221,3 +223,38 @@ def _remember_varlen(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ..
 
 
 attention_varlen.register_autograd(gradients.of_varlen, setup_context=_remember_varlen)
+
+
+@torch.library.custom_op("pasa::watch_scores", mutates_args=("totals", "walked"))
+def watch_scores(
+    q: Tensor, k: Tensor, attn_mask: Tensor | None, totals: Tensor, walked: Tensor, is_causal: bool, scale: float
+) -> None:
+    """Add to `totals` what sampled rows of q (B, Hq, Sq, D) do; see `watch.count`. Nothing waits for the device.
+
+    `walked` (1,), INT64, on the CPU: how many rows came before this call; those of the call are added.
+    """
+    rows = q.shape[0] * q.shape[1] * q.shape[2]
+    first = watch.first_sample(walked.tolist()[0])
+    walked += rows
+    if first >= rows:
+        return
+    with _without_autocast(q.device.type), torch.no_grad():
+        _watch_kernel(q.device.type, q.shape[-1])(q, k, attn_mask, totals, is_causal, scale, first)
+
+
+@watch_scores.register_fake
+def _(
+    q: Tensor, k: Tensor, attn_mask: Tensor | None, totals: Tensor, walked: Tensor, is_causal: bool, scale: float
+) -> None:
+    return None
+
+
+@cache
+def _watch_kernel(device: str, head_dim: int) -> Callable[..., None]:
+    """Triton's on a GPU that it serves, torch's elsewhere."""
+    triton = registry.BACKENDS["triton"]
+    if device != "cuda" or head_dim > triton.head_dims[1] or triton.missing():
+        return watch.count
+    from pasa.ops.attention import watch_launch
+
+    return watch_launch.count

@@ -49,6 +49,8 @@ class Backend:
         Device types that it serves only when it is asked for by name.
     dtypes, masks, precisions, recoveries, softmaxes, accumulates, overflows : tuple
         Accepted values.
+    not_together : tuple of dict
+        Options by name, of which it serves each value, but not all of them in one call.
     head_dims : (int, int)
         Smallest and largest head dimension.
     block_ks : tuple of int
@@ -76,6 +78,7 @@ class Backend:
     softmaxes: tuple[str, ...] = SOFTMAXES
     accumulates: tuple[str, ...] = ACCUMULATES
     overflows: tuple[str, ...] = OVERFLOWS
+    not_together: tuple[dict[str, str], ...] = ()
     head_dims: tuple[int, int] = HEAD_DIMS
     block_ks: tuple[int, ...] = ()
     varlen: bool = True
@@ -113,6 +116,9 @@ class Backend:
             wanted.append(("block_k", options.block_k, self.block_ks))
         lacking = [(name, value, ", ".join(map(str, has))) for name, value, has in wanted if value not in has]
         reasons = [f"{name} {value} is not among {has}" for name, value, has in lacking]
+        for values in self.not_together:
+            if all(getattr(options, name) == value for name, value in values.items()):
+                reasons.append(" with ".join(f"{name} {value}" for name, value in values.items()) + " is not supported")
         if not self.head_dims[0] <= request.head_dim <= self.head_dims[1]:
             reasons.append(f"head dim {request.head_dim} is outside {self.head_dims[0]} to {self.head_dims[1]}")
         if request.varlen and not self.varlen:
@@ -204,7 +210,8 @@ register(
         devices=("cuda", "npu"),
         devices_by_name=("cpu",),
         precisions=("pasa", "fp32"),
-        softmaxes=("safe",),
+        softmaxes=("safe", "unbiased"),
+        not_together=({"softmax": "unbiased", "recovery": "paper", "accumulate": "fp16"},),
         overflows=("inf",),
         head_dims=(1, 256),
         block_ks=(32, 64, 128),

@@ -10,7 +10,9 @@ Scores of 1e5 leave FP32 two digits behind the point, and exp(S - lse) nothing o
 got right. Softmax does not see q.c for a c that all keys share, so scores are formed of K - c, c the mean key, and so
 is dQ: the rows of dS sum to G_L, hence dS K = dS (K - c) + G_L c. Maximum and sum of a row belong to the same frame
 and are found anew; the saved log-sum-exp less scale * q.c would be a difference of two huge numbers. Nor is delta
-taken from the output: its rounding to 16 bits would enter every key's gradient with the same sign.
+taken from the output: its rounding to 16 bits would enter every key's gradient with the same sign. What keys do not
+share, as biases that rotary embeddings turn block by block, stays in the scores: they are then as good as FP32 sums
+of such products are.
 """
 
 from __future__ import annotations

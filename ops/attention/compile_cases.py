@@ -3,19 +3,23 @@ what the fields are, and by tests/ops/attention/test_compiles_for_nvidia.py. Not
 
 from typing import Any
 
+from pasa.ops.attention.backward_kernel import centre_kernel, keys_kernel, queries_kernel, rows_kernel
+from pasa.ops.attention.backward_tiles import BACKWARD
 from pasa.ops.attention.decode_kernel import decode_kernel, merge_kernel
 from pasa.ops.attention.decode_lanes import decode_lanes_kernel
 from pasa.ops.attention.mask_kernel import mask_tiles_kernel
 from pasa.ops.attention.paper_kernel import paper_kernel
+from pasa.ops.attention.rounding_kernel import rounding_kernel
 from pasa.ops.attention.short_kernel import short_kernel
 from pasa.ops.attention.triton_kernel import attention_kernel
+from pasa.ops.attention.watch_kernel import watch_kernel, watch_totals_kernel
 from pasa.ops.shift_keys.triton_kernel import SLICE, anchor_kernel, shift_kernel
 
 Case = dict[str, Any]
 
 TYPES = {
     **dict.fromkeys(["p_q", "p_k", "p_v", "p_out", "p_anchor", "p_shifted"], "*fp16"),
-    **dict.fromkeys(["p_lse", "p_norm", "p_norms", "p_factor", "p_matrix", "p_part", "p_state"], "*fp32"),
+    **dict.fromkeys(["p_lse", "p_norm", "p_norms", "p_factor", "p_matrix", "p_part", "p_state", "p_x"], "*fp32"),
     **dict.fromkeys(
         [
             "p_tile",
@@ -32,7 +36,10 @@ TYPES = {
         "*i32",
     ),
     **dict.fromkeys(["p_mask", "p_visible", "p_seen"], "*u8"),
-    "scale": "fp32",
+    "p_totals": "*i64",
+    **dict.fromkeys(["p_grad", "p_g", "p_scaled", "p_centred", "p_dq", "p_dk", "p_dv"], "*fp16"),
+    **dict.fromkeys(["p_grad_lse", "p_unit", "p_top", "p_log", "p_shift", "p_centre"], "*fp32"),
+    **dict.fromkeys(["scale", "epsilon", "reach"], "fp32"),
 }
 
 
@@ -59,14 +66,15 @@ def _sizes(dim: int, block_m: int, block_n: int) -> Case:
 def _attention(name: str, sizes: Case, mask: str = "none", causal: bool = True, **over: Any) -> Case:
     """Over K' made before, as on an NPU, unless `over` says otherwise."""
     flags = {"SHIFT": "before", "FAST": False, "GUARDED": False, "CLEAN": True, "DESCRIPTORS": False}
-    flags |= {"ANCHOR_BLOCK": 128, "OVERLAP": False, "LISTED": False, "LOOP": True}
+    flags |= {"ANCHOR_BLOCK": 128, "OVERLAP": False, "LISTED": False, "LOOP": True, "DROPPED": 0}
     flags |= {"MASK": mask, "CAUSAL": causal, "VARLEN": False} | sizes
     fields = {key: over.pop(key) for key in ("options", "architectures", "stack") if key in over}
     return _case(attention_kernel, name, flags | over, **fields)
 
 
 def _paper(name: str, sizes: Case, mask: str = "none", clean: bool = True, **over: Any) -> Case:
-    flags = {"MASK": mask, "CAUSAL": True, "VARLEN": False, "ROUND": False, "CLEAN": clean} | sizes
+    flags = {"MASK": mask, "CAUSAL": True, "VARLEN": False, "ROUND": False, "CLEAN": clean, "DROPPED": 0}
+    flags |= sizes
     fields = {key: over.pop(key) for key in ("options", "architectures", "stack") if key in over}
     return _case(paper_kernel, name, flags | over, **fields)
 
@@ -74,6 +82,17 @@ def _paper(name: str, sizes: Case, mask: str = "none", clean: bool = True, **ove
 def _shift(name: str, dim: int, width: int, *, exact: bool, visible: bool, packed: bool = False, **fields: Any) -> Case:
     flags = {"D": dim, "WIDTH": width, "BLOCK": 128, "EXACT": exact, "GEMM": not exact}
     return _case(shift_kernel, name, flags | {"HAS_VISIBLE": visible, "VARLEN": packed}, **fields)
+
+
+def _wide(case: Case) -> Case:
+    """Output in FP32, for a rounding of its own."""
+    return case | {"signature": case["signature"] | {"p_out": "*fp32"}}
+
+
+def _rounding(name: str, dim: int, dropped: int, **fields: Any) -> Case:
+    flags = {"D": dim, "D_PAD": 1 << (dim - 1).bit_length(), "BLOCK_M": 16, "DROPPED": dropped}
+    case = _case(rounding_kernel, name, flags, **fields)
+    return case | {"signature": case["signature"] | ({"p_out": "*bf16"} if dropped == 16 else {})}
 
 
 ON_ASCEND = {dim: _sizes(dim, 64, 128) for dim in (64, 80, 128)} | {256: _sizes(256, 32, 64)}  # as in tiles.py
@@ -88,6 +107,13 @@ ASCEND_CASES = [
     *(_attention(f"d{dim}_16_rows", _sizes(dim, 16, 128)) for dim in (64, 128)),
     _attention("d256_16_rows", _sizes(256, 16, 64)),
     *(_attention(f"d{dim}_fp32", ON_ASCEND[dim], SHIFT="none", FAST=True) for dim in (64, 128)),
+    *(
+        _wide(_attention(f"d{dim}_{mask}_wide", sizes, mask))
+        for dim, sizes in ON_ASCEND.items()
+        for mask in ("none", "float")
+    ),
+    *(_wide(_paper(f"paper_d{dim}_wide", _sizes(dim, 32 if dim == 256 else 64, 128))) for dim in (64, 128, 256)),
+    *(_rounding(f"rounding_d{dim}_to_{23 - dropped}_bits", dim, dropped) for dim in ON_ASCEND for dropped in (13, 16)),
     *(_paper(f"paper_d{dim}_{mask}", _sizes(dim, 64, 128), mask) for dim in (64, 128) for mask in ("none", "float")),
     *(_paper(f"paper_d256_{mask}", _sizes(256, 32, 128), mask) for mask in ("none", "float")),
     *(_paper(f"paper_d{dim}_rounded_packed", _sizes(dim, 64, 128), VARLEN=True, ROUND=True) for dim in (64, 128)),
@@ -102,12 +128,18 @@ ASCEND_CASES = [
     _shift("anchors_packed", 128, 32, exact=True, visible=False, packed=True),
 ]
 NOT_FOR_ASCEND = {
+    **dict.fromkeys(
+        ["centre_kernel", "rows_kernel", "keys_kernel", "queries_kernel"],
+        "the backward pass: ops/attention/backward.py serves an NPU",
+    ),
     "anchor_kernel": "finds out what only GPU launches ask for: shift_kernel serves an NPU",
     "decode_kernel": "branches on its data round a GEMM: attention_kernel serves decoding",
     "decode_lanes_kernel": "as decode_kernel",
     "mask_tiles_kernel": "lists tiles for loops that an NPU goes through whole",
     "merge_kernel": "goes with decode_kernel",
     "short_kernel": "as decode_kernel",
+    "watch_kernel": "torch operations count on an NPU",
+    "watch_totals_kernel": "goes with watch_kernel",
 }
 
 FAST: Case = {"SHIFT": "none", "FAST": True, "GUARDED": True, "CLEAN": False, "LOOP": False}
@@ -120,7 +152,42 @@ def _on(arch: int, warps: int, stages: int, **fields: Any) -> Case:
     return {"architectures": [arch], "options": {"num_warps": warps, "num_stages": stages}, **fields}
 
 
+def _backward(arch: int, dim: int, mask: str, causal: bool) -> list[Case]:
+    """The passes of a call."""
+    tiles = BACKWARD[f"sm_{arch}"][1 << (dim - 1).bit_length()]
+    flags = {"MASK": mask, "CAUSAL": causal}
+    return [
+        _case(
+            kernel,
+            f"{kernel.__name__}_sm_{arch}_d{dim}_{mask}" + "_causal" * causal,
+            flags | _sizes(dim, *tile[:2]) | ({} if kernel is keys_kernel else {"HAS_LSE": False}),
+            **_on(arch, *tile[2:]),
+        )
+        for kernel, tile in zip((rows_kernel, keys_kernel, queries_kernel), tiles, strict=True)
+    ]
+
+
 NVIDIA_CASES = [
+    *(
+        case
+        for arch, dim, mask in (
+            (80, 64, "none"),
+            (80, 128, "float"),
+            (89, 128, "none"),
+            (89, 256, "none"),
+            (90, 64, "none"),
+            (90, 128, "none"),
+            (90, 128, "float"),
+            (90, 256, "none"),
+        )
+        for case in _backward(arch, dim, mask, causal=mask == "none")
+    ),
+    _case(
+        centre_kernel,
+        "centre",
+        {"D": 128, "WIDTH": SLICE, "BLOCK": 256, "HAS_VISIBLE": False},
+        options={"num_warps": 4},
+    ),
     _attention("sm_80_d64", _sizes(64, 128, 64), **FAST, **_on(80, 4, 3)),
     _attention("sm_80_d128", _sizes(128, 128, 64), **FAST, **_on(80, 8, 3)),
     _attention("sm_89_d128", _sizes(128, 128, 32), **FAST, **_on(89, 8, 2)),
@@ -132,6 +199,9 @@ NVIDIA_CASES = [
     ),
     _attention("sm_90_d128_packed", _sizes(128, 64, 64), VARLEN=True, **FAST, OVERLAP=True, **_on(90, 4, 3)),
     _attention("sm_90_d128_fp32", _sizes(128, 128, 64), **PLAIN, DESCRIPTORS=True, **_on(90, 8, 2)),
+    _attention("sm_80_d64_unbiased", _sizes(64, 128, 64), DROPPED=13, **FAST, **_on(80, 4, 3)),
+    _attention("sm_90_d128_bf16", _sizes(128, 64, 64), DROPPED=16, **FAST, **ON_HOPPER, **_on(90, 4, 3, stack=0)),
+    _attention("sm_90_d128_careful_unbiased", _sizes(128, 64, 64), DROPPED=13, **CAREFUL, **_on(90, 4, 1)),
     _attention("sm_90_d256", _sizes(256, 128, 64), **FAST, **_on(90, 8, 2)),
     _attention("sm_90_d256_few_rows", _sizes(256, 64, 64), **FAST, **_on(90, 4, 2, stack=1200)),
     _attention("sm_90_d128_careful", _sizes(128, 64, 64), **CAREFUL, **_on(90, 4, 1)),
@@ -165,9 +235,11 @@ NVIDIA_CASES = [
         for d, n in ((160, 32), (256, 32), (256, 64))
         for m in (64, 128)
     ),
+    _rounding("rounding", 128, 16, architectures=[90]),
     _paper("paper_sm_80_d256", _sizes(256, 64, 128), clean=False, **_on(80, 8, 1)),
     _paper("paper_sm_89_d128", _sizes(128, 64, 128), clean=False, **_on(89, 8, 1)),
     _paper("paper_sm_90_d128", _sizes(128, 128, 128), clean=False, **_on(90, 8, 2)),
+    _paper("paper_sm_90_d128_unbiased", _sizes(128, 128, 128), clean=False, DROPPED=13, **_on(90, 8, 2)),
     _paper("paper_sm_90_d256", _sizes(256, 128, 128), clean=False, **_on(90, 8, 1, stack=2600)),
     *(
         _case(
@@ -205,25 +277,51 @@ NVIDIA_CASES = [
         for dim in (64, 128)
         for anchored in (False, True)
     ),
-    _case(
-        merge_kernel,
-        "merge",
-        {"NATS": False, "D": 128, "D_PAD": 128, "BLOCK_M": 16, "SPLITS": 128, "COLUMNS": 32, "PDL": False},
+    *(
+        _case(
+            merge_kernel,
+            f"merge_{splits}x{columns}",
+            {"NATS": False, "D": dim, "D_PAD": dim, "BLOCK_M": 16, "SPLITS": splits, "PDL": False}
+            | {"COLUMNS": columns, "DROPPED": dropped},
+            options={"num_warps": warps},
+        )
+        for dim, splits, columns, dropped, warps in (
+            (128, 128, 32, 0, 4),
+            (128, 256, 128, 13, 16),
+            (128, 512, 128, 16, 16),
+            (256, 256, 256, 13, 16),
+        )
     ),
     *(
         _case(
             short_kernel,
             f"short_d{dim}_{m}x{n}_{mask}" + "_causal" * causal,
-            {"MASK": mask, "CAUSAL": causal} | _sizes(dim, m, n),
+            {"MASK": mask, "CAUSAL": causal, "DROPPED": dropped} | _sizes(dim, m, n),
             options={"num_warps": warps, "num_stages": 1},
         )
-        for dim, m, n, warps, mask, causal in (
-            (64, 32, 32, 1, "none", False),
-            (64, 64, 64, 4, "none", True),
-            (128, 16, 16, 1, "bool", False),
-            (128, 64, 32, 4, "none", False),
-            (256, 16, 16, 4, "float", True),
-            (256, 64, 16, 4, "none", False),
+        for dim, m, n, warps, mask, causal, dropped in (
+            (64, 32, 32, 1, "none", False, 0),
+            (64, 64, 64, 4, "none", True, 0),
+            (128, 16, 16, 1, "bool", False, 13),
+            (128, 64, 32, 4, "none", False, 0),
+            (256, 16, 16, 4, "float", True, 16),
+            (256, 64, 16, 4, "none", False, 0),
         )
     ),
+    *(
+        _case(
+            watch_kernel,
+            f"watch_d{dim}_{m}_{mask}",
+            {"MASK": mask, "CAUSAL": True, "STRIDE": 127} | _sizes(dim, m, 64),
+            options={"num_warps": 4, "num_stages": 2 if dim > 128 else 3},
+        )
+        for dim, m, mask in (
+            (64, 64, "none"),
+            (128, 16, "none"),
+            (128, 64, "none"),
+            (128, 64, "bool"),
+            (256, 64, "none"),
+        )
+    ),
+    _case(watch_totals_kernel, "watch_totals", {"STRIDE": 127, "BLOCK_M": 64}, options={"num_warps": 1}),
 ]

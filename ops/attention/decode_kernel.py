@@ -9,6 +9,7 @@ tile.
 import triton
 import triton.language as tl
 
+from pasa.ops.attention.rounding_kernel import round_rows
 from pasa.ops.attention.triton_kernel import FP16_MAX, INF, LOG2_E, add_values, frame_offset, softmax_step
 from pasa.ops.shift_keys.triton_kernel import ANCHOR_LIMIT, exact_anchor
 
@@ -246,7 +247,7 @@ def merge_kernel(
     p_state,
     p_anchor,
     p_framed,
-    p_out,  # (B, Hq, Sq, D) FP16, contiguous
+    p_out,  # (B, Hq, Sq, D), contiguous
     p_lse,  # (B, Hq, Sq) FP32, contiguous
     stride_qb,
     stride_qh,
@@ -261,7 +262,8 @@ def merge_kernel(
     D_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr,
     SPLITS: tl.constexpr,  # a power of two, at least `splits`
-    COLUMNS: tl.constexpr,  # of O, for each program
+    COLUMNS: tl.constexpr,  # of O, for each program: all of them if rows are looked at before they are rounded
+    DROPPED: tl.constexpr,  # how outputs are rounded: rounding_kernel.py
     PDL: tl.constexpr,
 ):
     """Joins the splits of some columns of one query row."""
@@ -317,6 +319,8 @@ def merge_kernel(
     divisor = tl.where(blind, 1.0, total)
     b_out = tl.sum(b_part * weight[:, None], 0) / divisor
     b_out = tl.where(tl.abs(b_out) < INF, tl.minimum(tl.maximum(b_out, -FP16_MAX), FP16_MAX), float("nan"))
-    tl.store(p_out + o_out * D + o_column, b_out.to(tl.float16), mask=o_column < D)
+    if DROPPED != 0:
+        b_out = tl.reshape(round_rows(b_out[None, :], o_column, D, DROPPED, False), (COLUMNS,))
+    tl.store(p_out + o_out * D + o_column, b_out.to(p_out.dtype.element_ty), mask=o_column < D)
     if tl.program_id(1) == 0:
         tl.store(p_lse + o_out, tl.where(blind, -INF, top * scale_left + frame + tl.log(divisor)))

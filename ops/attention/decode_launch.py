@@ -18,6 +18,7 @@ from pasa.ops.triton_launch import launch, workspace
 
 LANES = 4  # warps with keys of their own
 MERGE_TILE = 4096  # numbers of O that a program of the merge holds, 32 a thread
+MERGE_ROW = 65536  # and at most where it holds whole rows, 128 for each of 512 threads
 # What a split costs beside its keys, in blocks of 128 of them: queries, anchor, its share of the merge.
 SPLIT_COST = 2
 
@@ -61,23 +62,24 @@ def decode(call: Call) -> tuple[Tensor, Tensor]:
     else:
         tile, careful = decode_tiles(architecture, pad, call.group * rows)
         pairs = batch * call.k.shape[1]
-        each = blocks_of_a_split(
-            processors(call.q.device) * (8 // tile.warps), -(-call.k.shape[2] // tile.block_n), pairs
+        each = tile.block_n * blocks_of_a_split(
+            processors(call.q.device) * (8 // tile.warps), -(-call.k.shape[2] // tile.block_n), pairs, most_splits(call)
         )
-        each *= tile.block_n
         splits = Splits.of(call, -(-call.k.shape[2] // each), each, tile.block_m)
         _tiles(call, splits, tile, careful=False)
     _tiles(call, splits, careful, careful=True)
     out, lse = call.outputs()
     padded = 1 << max(splits.count - 1, 0).bit_length()
-    columns = min(pad, max(16, MERGE_TILE // padded))
+    columns, warps = min(pad, max(16, MERGE_TILE // padded)), 4
+    if call.dropped:  # a row's first columns say how to round the others
+        columns, warps = pad, min(16, max(4, padded * pad // 2048))
     launch(
         merge_kernel, (batch * heads * rows, pad // columns, 1),
         (call.q, splits.part, splits.state, splits.anchor, splits.framed, out, lse),
         (*strides_of(call.q), heads, call.group, rows, splits.count, call.scale),
         {"NATS": call.mask_kind == "float", **_sizes(dim, splits.block_m), "SPLITS": padded,
-         "COLUMNS": columns, "PDL": early(call.q.device)},
-        num_warps=4, **_launched_early(call.q.device),
+         "COLUMNS": columns, "DROPPED": call.dropped, "PDL": early(call.q.device)},
+        num_warps=warps, **_launched_early(call.q.device),
     )  # fmt: skip
     return out, lse
 
@@ -87,7 +89,8 @@ def _lanes(call: Call, block_n: int) -> Splits:
     kv_heads, keys = call.k.shape[1:3]
     rows, dim = call.q.shape[2:]
     device, pairs = call.q.device, call.q.shape[0] * kv_heads
-    each = blocks_of_a_split(processors(device), -(-keys // (LANES * block_n)), pairs) * LANES * block_n
+    blocks = -(-keys // (LANES * block_n))
+    each = blocks_of_a_split(processors(device), blocks, pairs, most_splits(call) // LANES) * LANES * block_n
     programs = -(-keys // each)
     splits = Splits.of(call, programs * LANES, each // LANES, 16)
     for anchored in (False, True):
@@ -166,12 +169,18 @@ def decode_tiles(architecture: str, pad: int, rows: int) -> tuple[Tile, Tile]:
     return Tile(height, 32, 4, 3), Tile(height, 32, 4, 2)
 
 
+def most_splits(call: Call) -> int:
+    """That the merge can take."""
+    return MERGE_ROW // pad_dim(call.q.shape[-1]) if call.dropped else MERGE_ROW
+
+
 @cache
-def blocks_of_a_split(programs: int, blocks: int, pairs: int) -> int:
-    """Blocks for each program, so that waves of `programs` programs, each as long as its keys, end soonest."""
+def blocks_of_a_split(programs: int, blocks: int, pairs: int, most: int) -> int:
+    """Blocks for each program, so that waves of `programs` programs, each as long as its keys, end soonest; for at most
+    `most` splits."""
 
     def time(splits: int) -> int:
         return -(-pairs * splits // programs) * (-(-blocks // splits) + SPLIT_COST)
 
-    splits = min(range(1, max(1, min(blocks, 4 * programs // pairs)) + 1), key=time)
+    splits = min(range(1, max(1, min(blocks, most, 4 * programs // pairs)) + 1), key=time)
     return max(1, -(-blocks // splits))

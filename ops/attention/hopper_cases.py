@@ -12,10 +12,13 @@ TENSOR_MAP = (
 )
 
 
-def _case(name: str, dim: int, second: bool, causal: bool = True, warpgroups: int = 3) -> dict[str, Any]:
+def _case(
+    name: str, dim: int, second: bool, causal: bool = True, warpgroups: int = 3, dropped: int = 0
+) -> dict[str, Any]:
     types = {f"{x}_desc": TENSOR_MAP.format(rows=64 if x in "qo" else 128, dim=dim) for x in "qkvo"}
     types |= {"p_norms": "*fp32", "p_anchors": "*fp16", "p_marked": "*i32", "p_lse": "*fp32", "scale_log2": "fp32"}
     flags = {"CAUSAL": causal, "RAGGED": causal, "SECOND": second, "WARPGROUPS": warpgroups, "STAGES": STAGES[dim]}
+    flags["DROPPED"] = dropped
     return {
         "name": f"hopper_d{dim}_{name}",
         "kernel": attention_kernel,
@@ -32,4 +35,8 @@ NVIDIA_CASES = [
     *(_case("full", dim, False, causal=False) for dim in (64, 128)),
     _case("full_pair", 128, False, causal=False, warpgroups=2),
     _case("second_full", 64, True, causal=False),
+    *(_case("first_unbiased", dim, False, dropped=13) for dim in (64, 128)),
+    *(_case("full_bf16", dim, False, causal=False, dropped=16) for dim in (64, 128)),
+    _case("full_pair_unbiased", 128, False, causal=False, warpgroups=2, dropped=13),
+    *(_case("second_unbiased", dim, True, dropped=dropped) for dim, dropped in ((64, 16), (128, 13))),
 ]

@@ -51,6 +51,7 @@ from pasa.ops.attention.hopper_tiles import (
     treat_values,
     visible_blocks,
 )
+from pasa.ops.attention.rounding_kernel import round_rows
 
 CLAMP_F16X2 = gl.constexpr(  # to +-65504; NaN stays
     "{ .reg .b32 a, b; mov.b32 a, 0x7bff7bff; mov.b32 b, 0xfbfffbff; min.NaN.f16x2 a, $1, a; max.NaN.f16x2 $0, a, b; }"
@@ -340,7 +341,7 @@ def _attend(sm, job, q_s, row, full, stop, n, WARPGROUPS: gl.constexpr, STAGES: 
 
 @gluon.jit
 def _store(sm, job, tile, o_desc, b_o, b_max, b_sum, row, marked, turn, treated, INDEX: gl.constexpr,
-           CAUSAL: gl.constexpr, SECOND: gl.constexpr):  # fmt: skip
+           CAUSAL: gl.constexpr, SECOND: gl.constexpr, DROPPED: gl.constexpr):  # fmt: skip
     """Normalise, mark what a NaN reaches, and write O (64, D) and the log-sum-exp."""
     D: gl.constexpr = sm.k.shape[4]
     COLUMN: gl.constexpr = gl.SliceLayout(0, b_o.type.layout)
@@ -368,7 +369,11 @@ def _store(sm, job, tile, o_desc, b_o, b_max, b_sum, row, marked, turn, treated,
             b_bad = sm.first_bad.load(COLUMN)
             b_o = gl.where(gl.convert_layout(b_limit, O_ROW)[:, None] > b_bad[None, :], NAN, b_o)
     # weights are rounded after they are summed, so a mean may leave the range of its values by 2^-11: clamp
-    b_out = gl.inline_asm_elementwise(CLAMP_F16X2, "=r,r", [b_o.to(gl.float16)], gl.float16, is_pure=True, pack=2)
+    b_o = round_rows(b_o, gl.arange(0, D, layout=COLUMN), D, DROPPED, not SECOND)
+    if DROPPED == 16:  # its range is wider, and its bytes are stored
+        b_out = b_o.to(gl.bfloat16).to(gl.float16, bitcast=True)
+    else:
+        b_out = gl.inline_asm_elementwise(CLAMP_F16X2, "=r,r", [b_o.to(gl.float16)], gl.float16, is_pure=True, pack=2)
     q_s.store(b_out)
     fence_async_shared()
     tma.async_copy_shared_to_global(o_desc, [tile.batch, tile.head, row, 0], sm.q.index(INDEX))
@@ -381,7 +386,8 @@ def _store(sm, job, tile, o_desc, b_o, b_max, b_sum, row, marked, turn, treated,
 
 @gluon.jit
 def _consume(sm, job, tile, o_desc, n, turn, treated, INDEX: gl.constexpr, WARPGROUPS: gl.constexpr,
-             STAGES: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr, SECOND: gl.constexpr):  # fmt: skip
+             STAGES: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr, SECOND: gl.constexpr,
+             DROPPED: gl.constexpr):  # fmt: skip
     """64 query rows. n: blocks that passed before, in `turn` tiles."""
     row = tile.row + INDEX * ROWS
     stop = visible_blocks(row + (ROWS - 1), job.rows, job.keys, CAUSAL)
@@ -393,7 +399,7 @@ def _consume(sm, job, tile, o_desc, n, turn, treated, INDEX: gl.constexpr, WARPG
     b_o, b_max, b_sum, stop, marked = _attend(
         sm, job, q_s, row, full, stop, n, WARPGROUPS, STAGES, CAUSAL, RAGGED, SECOND
     )
-    _store(sm, job, tile, o_desc, b_o, b_max, b_sum, row, marked, turn, treated, INDEX, CAUSAL, SECOND)
+    _store(sm, job, tile, o_desc, b_o, b_max, b_sum, row, marked, turn, treated, INDEX, CAUSAL, SECOND, DROPPED)
     for j in range(n + stop, n + tile.blocks):  # blocks that only other warpgroups see
         stage = j % STAGES
         mbarrier.wait(sm.full.index(4 * stage), (j // STAGES) & 1)
@@ -405,12 +411,12 @@ def _consume(sm, job, tile, o_desc, n, turn, treated, INDEX: gl.constexpr, WARPG
 
 @gluon.jit
 def _consumer(sm, job, o_desc, INDEX: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
-              CAUSAL: gl.constexpr, RAGGED: gl.constexpr, SECOND: gl.constexpr):  # fmt: skip
+              CAUSAL: gl.constexpr, RAGGED: gl.constexpr, SECOND: gl.constexpr, DROPPED: gl.constexpr):  # fmt: skip
     """The tile of the program; in the second launch, whatever tiles the producer names."""
     if not SECOND:
         tile = _locate(job, gl.program_id(0), WARPGROUPS, CAUSAL)
         zero = gl.to_tensor(0)
-        _consume(sm, job, tile, o_desc, zero, zero, False, INDEX, WARPGROUPS, STAGES, CAUSAL, RAGGED, SECOND)
+        _consume(sm, job, tile, o_desc, zero, zero, False, INDEX, WARPGROUPS, STAGES, CAUSAL, RAGGED, SECOND, DROPPED)
     else:
         n = gl.to_tensor(0)
         turn = gl.to_tensor(0)
@@ -418,7 +424,8 @@ def _consumer(sm, job, o_desc, INDEX: gl.constexpr, WARPGROUPS: gl.constexpr, ST
         while work >= 0:
             tile = _locate(job, work // 2, WARPGROUPS, CAUSAL)
             treated = work % 2 == 1
-            _consume(sm, job, tile, o_desc, n, turn, treated, INDEX, WARPGROUPS, STAGES, CAUSAL, RAGGED, SECOND)
+            _consume(sm, job, tile, o_desc, n, turn, treated, INDEX, WARPGROUPS, STAGES, CAUSAL, RAGGED, SECOND,
+                     DROPPED)  # fmt: skip
             mbarrier.arrive(sm.done.index(0), count=1)
             n += tile.blocks
             turn += 1
@@ -430,6 +437,7 @@ def attention_kernel(
     q_desc, k_desc, v_desc, o_desc, p_norms, p_anchors, p_marked, p_lse,
     heads, group, batch_heads, section, rows, keys, tiles, work, scale_log2,
     CAUSAL: gl.constexpr, RAGGED: gl.constexpr, SECOND: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
+    DROPPED: gl.constexpr,  # how outputs are rounded: rounding_kernel.py
 ):  # fmt: skip
     """Tiles of 64 * WARPGROUPS query rows: one for each program, or (SECOND) those of all `work` that are marked."""
     D: gl.constexpr = q_desc.block_shape[3]
@@ -468,9 +476,9 @@ def attention_kernel(
     if WARPGROUPS == 3:
         gl.warp_specialize(
             [
-                (_consumer, (sm, job, o_desc, 0, 3, STAGES, CAUSAL, RAGGED, SECOND)),
-                (_consumer, (sm, job, o_desc, 1, 3, STAGES, CAUSAL, RAGGED, SECOND)),
-                (_consumer, (sm, job, o_desc, 2, 3, STAGES, CAUSAL, RAGGED, SECOND)),
+                (_consumer, (sm, job, o_desc, 0, 3, STAGES, CAUSAL, RAGGED, SECOND, DROPPED)),
+                (_consumer, (sm, job, o_desc, 1, 3, STAGES, CAUSAL, RAGGED, SECOND, DROPPED)),
+                (_consumer, (sm, job, o_desc, 2, 3, STAGES, CAUSAL, RAGGED, SECOND, DROPPED)),
                 (_producer, (sm, job, q_desc, k_desc, v_desc, 3, STAGES, CAUSAL, SECOND)),
             ],
             [4, 4, 4],  # warps of the partitions behind the first
@@ -479,8 +487,8 @@ def attention_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consumer, (sm, job, o_desc, 0, 2, STAGES, CAUSAL, RAGGED, SECOND)),
-                (_consumer, (sm, job, o_desc, 1, 2, STAGES, CAUSAL, RAGGED, SECOND)),
+                (_consumer, (sm, job, o_desc, 0, 2, STAGES, CAUSAL, RAGGED, SECOND, DROPPED)),
+                (_consumer, (sm, job, o_desc, 1, 2, STAGES, CAUSAL, RAGGED, SECOND, DROPPED)),
                 (_producer, (sm, job, q_desc, k_desc, v_desc, 2, STAGES, CAUSAL, SECOND)),
             ],
             [4, 4],

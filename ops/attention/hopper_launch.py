@@ -20,6 +20,7 @@ from triton.runtime import driver
 
 from pasa.ops.attention.hopper_kernel import attention_kernel
 from pasa.ops.attention.tiles import processors
+from pasa.ops.attention.triton_call import output_dtype
 from pasa.ops.shift_keys.triton_backend import anchor_warps
 from pasa.ops.shift_keys.triton_kernel import SLICE, anchor_kernel
 from pasa.ops.triton_launch import Ready
@@ -36,7 +37,9 @@ PLANS = 1024  # geometries that are remembered
 MAPS = 64  # addresses of one geometry that are
 
 
-def hopper_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def hopper_attention(
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, dropped: int = 0
+) -> tuple[Tensor, Tensor]:
     """Attention without a dense mask on sm_90, FP32 softmax.
 
     Norms and anchors of the keys, plain FP32-softmax attention, and a second go at the tiles that this has given up,
@@ -52,10 +55,12 @@ def hopper_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: fl
         Bottom-right aligned: row i sees keys up to i + Skv - Sq.
     scale : float
         Above 0.
+    dropped : int
+        As in `triton_call.Call`.
 
     Returns
     -------
-    out : Tensor (B, Hq, Sq, D), FP16
+    out : Tensor (B, Hq, Sq, D), FP16, or BF16 where 16 bits are dropped
     lse : Tensor (B, Hq, Sq), FP32
         Natural logarithm; -inf, and 0 in `out`, for a row that sees no key.
     """
@@ -63,9 +68,9 @@ def hopper_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: fl
         raise ValueError(f"scale must be above 0, got {scale!r}")
     if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
         q, k, v = (x.clone() if x.data_ptr() % 16 else x for x in (q, k, v))
-    plan = plan_for(q.shape, k.shape, q.stride(), k.stride(), v.stride(), is_causal, q.device)
+    plan = plan_for(q.shape, k.shape, q.stride(), k.stride(), v.stride(), is_causal, dropped, q.device)
     if plan is None:
-        return hopper_attention(q.contiguous(), k.contiguous(), v.contiguous(), is_causal, scale)
+        return hopper_attention(q.contiguous(), k.contiguous(), v.contiguous(), is_causal, scale, dropped)
     return plan.run(q, k, v, scale)
 
 
@@ -73,10 +78,11 @@ class Plan:
     """The three launches for tensors of one geometry."""
 
     def __init__(self, q_shape: torch.Size, k_shape: torch.Size, strides: list[list[int]], is_causal: bool,
-                 device: torch.device) -> None:  # fmt: skip
+                 dropped: int, device: torch.device) -> None:  # fmt: skip
         batch, heads, rows, dim = q_shape
         heads_kv, keys = k_shape[1:3]
         self.device, self.shapes, self.lse_shape = device, (q_shape, k_shape, k_shape, q_shape), (batch, heads, rows)
+        self.dtype = output_dtype(dropped)
         self.strides = [*strides, [heads * rows * dim, rows * dim, dim, 1]]
         group, blocks = heads // heads_kv, -(-keys // KEY_BOX)
         section = min(batch * heads, max(1, L2_BYTES // (4 * keys * dim)) * group)
@@ -88,7 +94,7 @@ class Plan:
             work = tiles * batch * heads
             programs = min(work, processors(device)) if second else work
             sizes = (heads, group, batch * heads, section, rows, keys, tiles, work)
-            self.passes.append((programs, sizes, (is_causal, ragged, second, consumers, STAGES[dim])))
+            self.passes.append((programs, sizes, (is_causal, ragged, second, consumers, STAGES[dim], dropped)))
         # K and V as anchor_kernel sees them; its norms, mark and anchors share one buffer
         self.blocks = batch * heads_kv * blocks
         self.anchor_offset = -(-(4 * self.blocks + 4) // 16) * 16
@@ -113,7 +119,7 @@ class Plan:
         marked, anchors = norms + 4 * self.blocks, norms + self.anchor_offset
         anchor.run((self.blocks, 1, 1), stream, pk, pv, pk, norms, norms, anchors, norms, marked, *self.anchor_sizes)
         # the device is busy from here on
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        out = torch.empty_like(q, dtype=self.dtype, memory_format=torch.contiguous_format)
         lse = q.new_empty(self.lse_shape, dtype=torch.float32)
         common = (*self._maps_of(pq, pk, pv, out.data_ptr()), norms, anchors, marked, lse.data_ptr())
         for ready, (programs, sizes, variant) in zip(passes, self.passes, strict=True):
@@ -169,7 +175,7 @@ _kernels: dict[tuple[Any, ...], Any] = {}  # compiled variants by device, head d
 @lru_cache(maxsize=PLANS)
 def plan_for(
     q_shape: torch.Size, k_shape: torch.Size, q_stride: tuple[int, ...], k_stride: tuple[int, ...],
-    v_stride: tuple[int, ...], is_causal: bool, device: torch.device,
+    v_stride: tuple[int, ...], is_causal: bool, dropped: int, device: torch.device,
 ) -> Plan | None:  # fmt: skip
     """None for strides that a tensor map does not take: TMA reads rows of contiguous elements at multiples of 16 bytes,
     and no repeated dimension (stride 0). Strides of dimensions of size 1 are never used, but are checked."""
@@ -180,7 +186,7 @@ def plan_for(
     ]
     if any(stride[3] != 1 or any(step <= 0 or step % 8 for step in stride[:3]) for stride in strides):
         return None
-    return Plan(q_shape, k_shape, strides, is_causal, device)
+    return Plan(q_shape, k_shape, strides, is_causal, dropped, device)
 
 
 @cache

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from pasa.ops.attention.mask_kernel import INF, load_mask
+from pasa.ops.attention.rounding_kernel import round_rows
 from pasa.ops.attention.triton_kernel import FP16_MAX, add_values, locate
 
 
@@ -99,6 +100,7 @@ def paper_kernel(
     VARLEN: tl.constexpr,
     ROUND: tl.constexpr,
     CLEAN: tl.constexpr,  # values are finite: an NPU cannot branch round a product
+    DROPPED: tl.constexpr,  # how outputs are rounded: rounding_kernel.py
     D: tl.constexpr,
     D_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -174,7 +176,7 @@ def paper_kernel(
             b_acc = rounded(rounded(alpha[:, None] * b_acc, ROUND) + rounded(gain[:, None] * product, ROUND), ROUND)
         blind = (b_sum == 0.0) & (b_max == -INF)
         divisor = tl.where(blind, 1.0, b_sum)
-        b_out = (b_acc / divisor[:, None]).to(tl.float16)
+        b_out = round_rows(b_acc / divisor[:, None], o_d, D, DROPPED, False).to(p_out.dtype.element_ty)
         b_lse = tl.where(blind, -INF, b_max + full_factor * b_mean + tl.log(divisor))
         p_rows = p_out + batch * stride_ob + head * stride_oh + at * stride_om
         tl.store(p_rows + o_m[:, None] * stride_om + o_d[None, :], b_out, mask=m_out)

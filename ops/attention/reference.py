@@ -7,6 +7,7 @@ decide which rows are rescued together. Equation and line numbers are those of a
 
 from __future__ import annotations
 
+import math
 import warnings
 from itertools import pairwise
 
@@ -23,6 +24,7 @@ from pasa.ops.numerics.dither import round_unbiased
 from pasa.ops.numerics.formats import FORMATS, Format, Overflow, round_to
 
 FP16, FP32 = FORMATS["fp16"], FORMATS["fp32"]
+NOTICED = -11 * math.log(2)  # a key this far below the log-sum-exp weighs as much as FP16 rounds
 ROUNDS_ONCE = {torch.bfloat16: FORMATS["bf16"]}  # outputs of unbiased rounding: a second one would be biased again
 
 
@@ -68,7 +70,7 @@ def attention(
     -----
     A key that no query of its batch entry may see does not exist: it enters no mean. A NaN or infinity in a key
     turns the rows that see it to NaN, one in a value the column of the rows that see it, one in a query its row.
-    softmax="unbiased_paper" warns of rows all of whose weights it has underflowed; their output is NaN.
+    softmax="unbiased_paper" warns of rows whose largest weights underflow. Where all do, the output is NaN.
     """
     if attn_mask is not None:
         full = dense_mask(attn_mask, is_causal, q, k)
@@ -182,7 +184,8 @@ def _blocks(
 class OnlineSoftmax:
     """Running maximum m, row sum l and output O over key blocks (Algorithm 1, lines 12 and 16 to 22).
 
-    P is taken relative to its own block's maximum, as Algorithm 1 does, so it never waits for the block before.
+    P is taken relative to its own block's maximum, as Algorithm 1 does, so it never waits for the block before; under
+    the published rule for repeated maxima relative to the running one, as line 10 of that algorithm has it.
     With FP16 accumulation `exact` keeps O normalised (every O is a mean of values, hence in range) and m, l in FP32.
     """
 
@@ -196,6 +199,7 @@ class OnlineSoftmax:
         self.exact = exact  # l sums what multiplies V, so that V = 1 gives 1 and O stays a mean of values
         self.maximum = q.new_full((*q.shape[:-1], 1), -torch.inf)
         self.sum = torch.zeros_like(self.maximum)
+        self.lost = self.maximum.clone()  # largest score of the blocks whose weights have all underflowed
         self.out = torch.zeros_like(q)
 
     def _row(self, x: Tensor) -> Tensor:
@@ -207,38 +211,40 @@ class OnlineSoftmax:
 
     def add(self, tile: Tile, block: Block, v: Tensor, frame: Tensor | float = 0.0) -> None:
         """Take in one tile and its values (B, Hkv, n, D). frame: of the true scores, where the rule asks for it."""
+        old = slice(block.rows_before, None)
+        carried = self._row(self.maximum[..., old, :] + tile.carry)
         scores, alive = _masked(tile, block)
         top = scores.amax(-1, keepdim=True)
         if self.exact:  # all scores of the row lie below FP16's reach under its maximum: their weights are 0
             alive = top > -torch.inf
         if alive is not None:
             top = top.where(alive, 0.0)
+        highest = top + tile.offset
         if self.rule != "safe":
-            top = self._row(top + self._shift(scores, top, tile, block, frame))
+            top = self._row(top + self._shift(scores, top, tile, carried, frame))
         weights = self._row(torch.exp(self._row(scores - top)))
         rounded = round_to(weights, FP16, overflow=self.overflow)
         row_sum = self._sum(rounded if self.exact else weights)
         here = self._row(top + tile.offset)
         candidate = here if alive is None else here.where(alive, -torch.inf)
-        old = slice(block.rows_before, None)
-        carried = self._row(self.maximum[..., old, :] + tile.carry)
         maximum = torch.maximum(carried, candidate)
         keep = self._factor(carried - maximum, self.sum[..., old, :] != 0)
         new = self._factor(here - maximum, alive)
         before = self.sum[..., old, :] * keep
         self.sum[..., old, :] = self._row(self._row(before) + self._row(new * row_sum))
         self.maximum[..., old, :] = maximum
+        if self.rule == "unbiased_paper":
+            gone = (rounded == 0).all(-1, keepdim=True) & (scores > -torch.inf).any(-1, keepdim=True)
+            self.lost[..., old, :] = torch.maximum(self.lost[..., old, :] + tile.carry, highest.where(gone, -torch.inf))
         self._add_output(old, rounded, row_sum, keep, new, before, v)
 
-    def _shift(self, scores: Tensor, top: Tensor, tile: Tile, block: Block, frame: Tensor | float) -> Tensor | float:
+    def _shift(self, scores: Tensor, top: Tensor, tile: Tile, carried: Tensor, frame: Tensor | float) -> Tensor | float:
         """What the rule adds to the maximum of rows that repeat it, in this block or together with those before."""
         if self.rule == "unbiased_paper":
-            return published_shift(scores, top, tile.offset + frame)
-        if self.rows is FP32 or self.normalised:
+            return torch.maximum(published_shift(scores, top, tile.offset + frame), carried - tile.offset - top)
+        if self.rows is FP32:
             return 0.0  # O is divided before it is rounded, and what the row is multiplied by cancels
-        before = self.maximum[..., block.rows_before :, :] + tile.carry
-        tied = repeats(scores, top) | ((top + tile.offset - before).abs() <= EPSILON)
-        return bounded_shift(tied, top)
+        return bounded_shift(repeats(scores, top) | ((top + tile.offset - carried).abs() <= EPSILON), top)
 
     def _add_output(
         self, old: slice, weights: Tensor, row_sum: Tensor, keep: Tensor, new: Tensor, before: Tensor, v: Tensor
@@ -277,10 +283,10 @@ class OnlineSoftmax:
         empty = (self.sum == 0) & (self.maximum == -torch.inf)
         divisor = self.sum.where(~empty, 1.0)
         out = self.out if self.normalised else self._output(self.out / divisor, self.target, self.overflow)
-        if self.rule == "unbiased_paper" and (lost := int((~empty & (self.sum == 0)).sum())):
-            warnings.warn(f"softmax='unbiased_paper': all weights of {lost} rows underflow; they are NaN", stacklevel=2)
-        lse = (self.maximum + frame + torch.log(divisor)).squeeze(-1)
-        return out, lse.masked_fill(empty.squeeze(-1), -torch.inf)
+        lse = self.maximum + frame + torch.log(divisor)
+        if self.rule == "unbiased_paper" and (lost := int((self.lost + frame - lse > NOTICED).sum())):
+            warnings.warn(f"softmax='unbiased_paper': weights of {lost} rows underflow: NaN, or wrong", stacklevel=2)
+        return out, lse.masked_fill(empty, -torch.inf).squeeze(-1)
 
 
 def _times_values(weights: Tensor, v: Tensor) -> Tensor:

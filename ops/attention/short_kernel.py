@@ -17,7 +17,7 @@ def short_kernel(
     p_q,  # (B, Hq, Sq, D)
     p_k,  # (B, Hkv, Skv, D)
     p_v,
-    p_out,  # (B, Hq, Sq, D) FP16
+    p_out,  # (B, Hq, Sq, D)
     p_lse,  # (B, Hq, Sq) FP32
     p_mask,  # bytes or floats, broadcast by strides of 0
     stride_qb,
@@ -51,6 +51,7 @@ def short_kernel(
     D_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,  # at least `keys`
+    DROPPED: tl.constexpr,  # how outputs are rounded: rounding_kernel.py
 ):
     """softmax(scale q k^T + mask) v and its log-sum-exp, one tile of BLOCK_M query rows of one head."""
     o_tile = tl.program_id(0) % tiles
@@ -94,8 +95,8 @@ def short_kernel(
     b_p, _, b_max, b_sum = softmax_step(b_s, b_zero, factor, b_zero - INF, b_zero, True, False)
     b_acc = add_values(tl.zeros((BLOCK_M, D_PAD), tl.float32), b_p, b_v, m_seen)
     nats = b_max if MASK == "float" else b_max * scale
-    b_out, b_lse = mean_of_values(b_acc, b_max, b_sum, nats + frame)
+    b_out, b_lse = mean_of_values(b_acc, b_max, b_sum, nats + frame, D, DROPPED, True)
     p_rows = p_out + batch * stride_ob + head * stride_oh + at * stride_om
-    tl.store(p_rows + o_m[:, None] * stride_om + o_d[None, :], b_out, mask=m_q)
+    tl.store(p_rows + o_m[:, None] * stride_om + o_d[None, :], b_out.to(p_out.dtype.element_ty), mask=m_q)
     p_rows_lse = p_lse + batch * stride_lb + head * stride_lh + at * stride_lm
     tl.store(p_rows_lse + o_m * stride_lm, b_lse, mask=o_row < rows)

@@ -33,7 +33,7 @@ def short_attention(call: Call) -> tuple[Tensor, Tensor]:
         (*strides_of(call.q), *strides_of(call.k), *strides_of(call.v), *strides_of(out),
          *strides_of(lse.unsqueeze(-1)), *call.mask_strides, heads, call.group, tiles, rows, call.keys, call.scale),
         {"MASK": call.mask_kind, "CAUSAL": call.is_causal, "D": dim, "D_PAD": pad, "BLOCK_M": block_m,
-         "BLOCK_N": block_n},
+         "BLOCK_N": block_n, "DROPPED": call.dropped},
         num_warps=1 if max(block_m, block_n) * pad <= ONE_WARP else 4, num_stages=1,
     )  # fmt: skip
     return out, lse

@@ -13,6 +13,8 @@ from functools import cache
 
 import torch
 
+from pasa.ops.attention.backward_tiles import BACKWARD
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -109,6 +111,13 @@ def paper_tile(device: torch.device, pad: int, block_k: int) -> Tile:
 def tiles_for(device: torch.device, pad: int, block_k: int, rows: int) -> tuple[Tile, ...]:
     """Candidates for a call on a device, the safest guess first."""
     return candidates(_architecture(device), pad, block_k, rows)
+
+
+def backward_tiles(device: torch.device, pad: int) -> tuple[Tile, Tile, Tile]:
+    """Of the three passes over score tiles, for a padded head dim."""
+    by_dim = BACKWARD[_architecture(device)]
+    rows, keys, queries = by_dim[min(d for d in by_dim if d >= pad)]
+    return Tile(*rows), Tile(*keys), Tile(*queries)
 
 
 def _architecture(device: torch.device) -> str:

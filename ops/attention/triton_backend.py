@@ -11,16 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pasa.ops.attention import backward
+from pasa.ops.attention.backward_launch import gradients
 from pasa.ops.attention.decode_launch import decode
 from pasa.ops.attention.inputs import capturing, edges, to_fp16
 from pasa.ops.attention.mask_launch import MaskTiles
 from pasa.ops.attention.masking import dense_mask, hidden_keys
 from pasa.ops.attention.options import AttentionOptions
 from pasa.ops.attention.paper_kernel import paper_kernel
+from pasa.ops.attention.rounding_kernel import rounding_kernel
 from pasa.ops.attention.scores import paper_beta
 from pasa.ops.attention.short_launch import is_short, short_attention
 from pasa.ops.attention.tiles import Tile, paper_tile, processors, tiles_for
-from pasa.ops.attention.triton_call import Call, strides_of
+from pasa.ops.attention.triton_call import Call, dropped_bits, output_dtype, strides_of
 from pasa.ops.attention.triton_kernel import attention_kernel
 from pasa.ops.attention.tuning import best_tile
 from pasa.ops.numerics.shifting import shifting_matrix
@@ -36,6 +39,7 @@ from pasa.ops.shift_keys.triton_backend import (
 from pasa.ops.triton_launch import DIRECT, launch
 
 HOPPER_DIMS, HOPPER_BLOCK = (64, 128), 128
+ROUNDED_ROWS = 16  # of a tile, where a launch of its own rounds
 CAREFUL_KEYS = 64  # of a tile of the careful pass, at most
 
 
@@ -52,13 +56,14 @@ def attention(
     """As `reference.attention`, but that exact score tiles stay in FP32 (see triton_kernel.py): accumulate="fp16"
     changes the published recovery alone. On Hopper hopper_kernel.py serves what it can."""
     with on_device(q):
-        call = Call(*_ready(q, k, v), _mask(attn_mask, q, k), is_causal, scale)
+        rounding = _rounding(options, q.dtype)
+        call = Call(*_ready(q, k, v), _mask(attn_mask, q, k), is_causal, scale, None, None, *rounding)
         if _exact_on_gpu(call, options) and is_short(call):
             return _results(q, *short_attention(call))
         if _exact_on_gpu(call, options) and call.decodes:
             return _results(q, *decode(call))
         if hopper_serves(call, options):
-            return _results(q, *_hopper()(call.q, call.k, call.v, is_causal, scale))
+            return _results(q, *_hopper()(call.q, call.k, call.v, is_causal, scale, call.dropped))
         return _results(q, *portable_attention(call, options))
 
 
@@ -78,8 +83,30 @@ def attention_varlen(
         edges(cu_seqlens_q, "q", q)
         edges(cu_seqlens_k, "k", k)
     with on_device(q):
-        call = Call(*_ready(q, k, v), None, is_causal, scale, cu_seqlens_q.int(), cu_seqlens_k.int())
+        rounding = _rounding(options, q.dtype)
+        call = Call(*_ready(q, k, v), None, is_causal, scale, cu_seqlens_q.int(), cu_seqlens_k.int(), *rounding)
         return _results(q, *portable_attention(call, options))
+
+
+def attention_backward(
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `backward.attention_backward`, with FP16 products summed in FP32."""
+    if q.device.type == "npu":
+        return backward.attention_backward(grad_out, grad_lse, q, k, v, attn_mask, is_causal, scale)
+    with on_device(q):
+        call = Call(*_ready(q.half(), k.half(), v.half()), _mask(attn_mask, q, k), is_causal, scale)
+        out = torch.zeros_like(call.q) if grad_out is None else grad_out
+        out = out if out.stride(-1) == 1 else out.contiguous()
+        lse = None if grad_lse is None else grad_lse.contiguous()
+        return gradients(call, out, lse, _visible(call), q.dtype)
 
 
 def on_device(x: Tensor) -> AbstractContextManager[object]:
@@ -114,6 +141,12 @@ def _exact_on_gpu(call: Call, options: AttentionOptions) -> bool:
     return options.precision == "pasa" and options.recovery == "exact" and call.q.device.type != "npu"
 
 
+def _rounding(options: AttentionOptions, dtype: torch.dtype) -> tuple[int, torch.dtype]:
+    """`dropped` and `out_dtype` of a call."""
+    dropped = dropped_bits(options.softmax, dtype)
+    return dropped, output_dtype(dropped)
+
+
 def _mask(attn_mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     """Bytes or floats (B, Hq, Sq, Skv), expanded."""
     if attn_mask is None:
@@ -143,6 +176,8 @@ def _no_counts(device: torch.device) -> Tensor:
 
 def portable_attention(call: Call, options: AttentionOptions) -> tuple[Tensor, Tensor]:
     """The kernels that go through all keys: exact recovery, published recovery, plain flash attention."""
+    if call.dropped and call.q.device.type == "npu":
+        return rounded_after(call, options)
     packing = None
     if call.cu_k is not None:
         packing = Packing(*tile_table(call.cu_k, options.block_k, call.k.shape[0]), call.cu_k)
@@ -175,6 +210,18 @@ def portable_attention(call: Call, options: AttentionOptions) -> tuple[Tensor, T
         fast.run(tile)
     careful = Tile(tile.block_m, min(tile.block_n, CAREFUL_KEYS), tile.warps, 1)
     Pass(call, call.k, found, packing, options.block_k, out, lse, listed, shift="here", guarded=bounded).run(careful)
+    return out, lse
+
+
+def rounded_after(call: Call, options: AttentionOptions) -> tuple[Tensor, Tensor]:
+    """As `portable_attention`, but that a launch of its own rounds the output."""
+    wide, lse = portable_attention(replace(call, dropped=0, out_dtype=torch.float32), options)
+    out = torch.empty_like(wide, dtype=call.out_dtype)
+    dim, rows = wide.shape[-1], lse.numel()
+    launch(
+        rounding_kernel, (min(-(-rows // ROUNDED_ROWS), 2 * processors(wide.device)), 1, 1), (wide, out), (rows,),
+        {"D": dim, "D_PAD": pad_dim(dim), "BLOCK_M": ROUNDED_ROWS, "DROPPED": call.dropped},
+    )  # fmt: skip
     return out, lse
 
 
@@ -253,7 +300,7 @@ class Pass:
              "D": dim, "D_PAD": pad, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "ANCHOR_BLOCK": self.block,
              "FAST": self.fast, "GUARDED": self.guarded, "CLEAN": call.q.device.type == "npu",
              "DESCRIPTORS": descriptors, "OVERLAP": self.fast and tile.overlap,
-             "LISTED": self.listed is not None, "LOOP": few},
+             "LISTED": self.listed is not None, "LOOP": few, "DROPPED": call.dropped},
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
 
@@ -284,7 +331,7 @@ def _paper(call: Call, packing: Packing | None, options: AttentionOptions) -> tu
          *call.mask_strides, heads, call.group, tiles, work, call.rows, call.keys),
         {"MASK": call.mask_kind, "CAUSAL": call.is_causal, "VARLEN": packing is not None,
          "ROUND": options.accumulate == "fp16", "CLEAN": call.q.device.type == "npu",
-         "D": dim, "D_PAD": pad, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n},
+         "DROPPED": call.dropped, "D": dim, "D_PAD": pad, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n},
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out, lse

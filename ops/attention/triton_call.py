@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
+
+from pasa.ops.numerics.formats import FORMATS, get_format
 
 DECODE_ROWS = 16  # of one head; more rows than this keep the matrix engine busy without splitting the keys
 DECODE_TILE = 128  # query rows of all heads that share a key head
@@ -22,6 +25,10 @@ class Call:
     is_causal : bool
     scale : float
     cu_q, cu_k : Tensor (sequences + 1,), INT32, for packed tensors
+    dropped : int
+        Bits of FP32 that unbiased rounding of the output drops: 13 to FP16, 16 to BF16. 0: to nearest.
+    out_dtype : torch.dtype
+        In which a kernel writes its output.
     """
 
     q: Tensor
@@ -32,6 +39,8 @@ class Call:
     scale: float
     cu_q: Tensor | None = None
     cu_k: Tensor | None = None
+    dropped: int = 0
+    out_dtype: torch.dtype = torch.float16
 
     @property
     def decodes(self) -> bool:
@@ -55,7 +64,7 @@ class Call:
         """What the time of a tile depends on, sizes in powers of two."""
         kind = "packed" if self.cu_q is not None else "causal" if self.is_causal else "full"
         sizes = f"B*H ~2^{(self.q.shape[0] * self.q.shape[1]).bit_length()}, S ~2^{self.keys.bit_length()}"
-        return f"D {self.q.shape[-1]}, {kind}, mask {self.mask_kind}, {sizes}"
+        return f"D {self.q.shape[-1]}, {kind}, mask {self.mask_kind}, drops {self.dropped}, {sizes}"
 
     @property
     def group(self) -> int:
@@ -75,7 +84,21 @@ class Call:
     def outputs(self) -> tuple[Tensor, Tensor]:
         """Uninitialised output and log-sum-exp."""
         lse = torch.empty(self.q.shape[:-1], dtype=torch.float32, device=self.q.device)
-        return torch.empty(self.q.shape, dtype=torch.float16, device=self.q.device), lse
+        return torch.empty(self.q.shape, dtype=self.out_dtype, device=self.q.device), lse
+
+
+def dropped_bits(softmax: str, dtype: torch.dtype) -> int:
+    """`Call.dropped` for queries of that type: rows that are BF16 in the end are rounded to it at once."""
+    if softmax != "unbiased":
+        return 0
+    target = get_format(dtype if dtype == torch.bfloat16 else torch.float16)
+    return FORMATS["fp32"].mantissa_bits - target.mantissa_bits
+
+
+@cache
+def output_dtype(dropped: int) -> torch.dtype:
+    """In which a kernel writes its output."""
+    return torch.bfloat16 if dropped == dropped_bits("unbiased", torch.bfloat16) else torch.float16
 
 
 def strides_of(x: Tensor) -> tuple[int, int, int]:

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from pasa.ops.attention.mask_kernel import INF, load_mask
+from pasa.ops.attention.rounding_kernel import round_rows
 from pasa.ops.shift_keys.triton_kernel import is_bounded
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -134,8 +135,8 @@ def add_values(b_acc, b_p, b_v, m_seen):
 
 
 @triton.jit
-def mean_of_values(b_acc, b_max, b_sum, nats):
-    """Output (M, D) in FP16 and log-sum-exp (M,) of rows that have seen all their keys; nats (M,): their maxima.
+def mean_of_values(b_acc, b_max, b_sum, nats, D: tl.constexpr, DROPPED: tl.constexpr, LAZY: tl.constexpr):
+    """Output (M, D), to be cast, and log-sum-exp (M,) of rows that have seen all keys; nats (M,): their maxima.
 
     A mean of values lies in FP16's range up to the last bit; infinity in the sum came from a value. A row that has seen
     no key gets 0 and -inf.
@@ -144,7 +145,8 @@ def mean_of_values(b_acc, b_max, b_sum, nats):
     divisor = tl.where(blind, 1.0, b_sum)
     b_out = b_acc / divisor[:, None]
     b_out = tl.where(tl.abs(b_out) < INF, tl.minimum(tl.maximum(b_out, -FP16_MAX), FP16_MAX), float("nan"))
-    return b_out.to(tl.float16), tl.where(blind, -INF, nats + tl.log(divisor))
+    b_out = round_rows(b_out, tl.arange(0, b_acc.shape[1]), D, DROPPED, LAZY)
+    return b_out, tl.where(blind, -INF, nats + tl.log(divisor))
 
 
 @triton.jit
@@ -372,6 +374,7 @@ def attention_kernel(
     OVERLAP: tl.constexpr,  # as in `attend_whole`; only with FAST
     LISTED: tl.constexpr,  # a masked call: the tiles to go through are listed, and an unbounded one is left at once
     LOOP: tl.constexpr,  # few programs share the tiles; a program for each tile has more registers
+    DROPPED: tl.constexpr,  # how outputs are rounded: rounding_kernel.py
 ):
     """softmax(scale q k^T + mask) v and its log-sum-exp, one tile of BLOCK_M query rows of one head at a time."""
     if GUARDED and not FAST:
@@ -483,10 +486,10 @@ def attention_kernel(
             b_first = tl.load(p_anchors + o_d, mask=(o_d < D) & (keys > 0), other=0.0).to(tl.float32)
             frame = tl.sum(b_q.to(tl.float32) * b_first[None, :], 1)
         nats = b_max if MASK == "float" else b_max * scale
-        b_out, b_lse = mean_of_values(b_acc, b_max, b_sum, nats + frame * scale)
+        b_out, b_lse = mean_of_values(b_acc, b_max, b_sum, nats + frame * scale, D, DROPPED, not LOOP)
         b_lse = tl.where(marked, INF, b_lse)
         p_rows = p_out + batch * stride_ob + head * stride_oh + at * stride_om
         m_out = (o_row < rows)[:, None] & (o_d < D)[None, :]
-        tl.store(p_rows + o_m[:, None] * stride_om + o_d[None, :], b_out, mask=m_out)
+        tl.store(p_rows + o_m[:, None] * stride_om + o_d[None, :], b_out.to(p_out.dtype.element_ty), mask=m_out)
         p_rows_lse = p_lse + batch * stride_lb + head * stride_lh + at * stride_lm
         tl.store(p_rows_lse + o_m * stride_lm, b_lse, mask=o_row < rows)

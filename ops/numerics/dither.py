@@ -40,7 +40,8 @@ def round_unbiased(x: Tensor, fmt: str | Format | torch.dtype, overflow: Overflo
     Returns
     -------
     Tensor (..., D), FP32
-        Values of the format. Never farther from `x` than one spacing; values that the format holds stay.
+        Values of the format. Less than one spacing from `x`; values that the format holds stay; finite where nearest
+        is.
 
     Raises
     ------
@@ -50,12 +51,11 @@ def round_unbiased(x: Tensor, fmt: str | Format | torch.dtype, overflow: Overflo
     if x.dtype != torch.float32:
         raise TypeError(f"round_unbiased reads the bits of FP32, not of {x.dtype}")
     target = get_format(fmt)
-    nearest = round_to(x, target, overflow=overflow)
-    drawn = torch.where(x.isfinite() & (x.abs() >= target.min_normal), _round_drawn(x, target), nearest)
-    return torch.where(is_structured(x, target), round_to(drawn, target, overflow=overflow), nearest)
+    drawn = round_drawn(x, target, overflow)
+    return torch.where(is_structured(x, target), drawn, round_to(x, target, overflow=overflow))
 
 
-def is_structured(x: Tensor, fmt: str | Format | torch.dtype) -> Tensor:
+def is_structured(x: Tensor, fmt: str | Format | torch.dtype, columns: int = COLUMNS) -> Tensor:
     """Which rows (..., 1) of `x` (..., D) drop bits that repeated maxima have put in order.
 
     Let f be the dropped fraction of a spacing. Square waves sin and cos of f with periods 1/4 and 1/8 are signs as
@@ -64,7 +64,7 @@ def is_structured(x: Tensor, fmt: str | Format | torch.dtype) -> Tensor:
     errs by what is left of the others, and any other rounding by more.
     """
     dropped = FP32.mantissa_bits - get_format(fmt).mantissa_bits
-    bits = _bits(x[..., :COLUMNS])
+    bits = _bits(x[..., :columns])
     columns = bits.shape[-1]
     limit = leaning(columns)
 
@@ -90,12 +90,18 @@ def _bits(x: Tensor) -> Tensor:
     return x.contiguous().view(torch.int32).long() & 0xFFFFFFFF
 
 
-def _round_drawn(x: Tensor, target: Format) -> Tensor:
-    """Up with the probability of the dropped fraction: add a random number below one spacing, cut off the rest."""
+def round_drawn(x: Tensor, fmt: str | Format | torch.dtype, overflow: Overflow = "inf") -> Tensor:
+    """Up with the probability of the dropped fraction: add a random number below one spacing, cut off the rest.
+
+    Subnormals, and what lies beyond the largest value, are rounded to nearest.
+    """
+    target = get_format(fmt)
     dropped = FP32.mantissa_bits - target.mantissa_bits
     bits = _bits(x)
     kept = (bits + (lots(bits) & ((1 << dropped) - 1))) >> dropped << dropped
-    return (kept - ((kept >> 31) << 32)).to(torch.int32).view(torch.float32)
+    drawn = (kept - ((kept >> 31) << 32)).to(torch.int32).view(torch.float32)
+    normal = (x.abs() >= target.min_normal) & (x.abs() <= target.max)  # a draw beyond would be infinite
+    return torch.where(normal, drawn, round_to(x, target, overflow=overflow))
 
 
 def lots(bits: Tensor) -> Tensor:

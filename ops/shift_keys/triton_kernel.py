@@ -26,23 +26,33 @@ def is_finite(x):
 
 
 @triton.jit
+def on_grid(mean, largest):
+    """Means (W,) rounded to the grid of the column's largest |k|: the exponent bits of an FP32 number."""
+    exponent = (largest.to(tl.int32, bitcast=True) >> 23) - 127
+    exponent = tl.maximum(exponent - 10, -24)  # FP16 has 10 mantissa bits and nothing below 2^-24
+    grid = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+    steps = mean * ((127 - exponent) << 23).to(tl.float32, bitcast=True)
+    return ((steps + 12582912.0) - 12582912.0) * grid  # 1.5 2^23: rounds |steps| <= 2^11 to the nearest integer
+
+
+@triton.jit
+def rounds(k, m_key, anchor):
+    """In which columns (W,) some key loses a bit to the anchor: 1, otherwise 0. Arguments as in `exact_anchor`."""
+    shifted = k - anchor[None, :]
+    # The sum tells what FP32 lost in the difference: 2^-24 - 60000 is -60000 there, an FP16 number.
+    inexact = (shifted.to(tl.float16).to(tl.float32) != shifted) | (shifted + anchor[None, :] != k)
+    return tl.max(tl.where(m_key & inexact, 1, 0), 0)
+
+
+@triton.jit
 def exact_anchor(k, m_key, count):
     """Part of the block's mean that every key can lose without rounding, column by column.
 
     k (BLOCK, W) FP32 with FP16 values, 0 where `m_key` (BLOCK, 1 or W) is false; count, scalar or (W,): how many are
-    true. Returns the anchor (W,). The grid is that of the column's largest |k|: the exponent bits of an FP32 number.
+    true. Returns the anchor (W,).
     """
-    mean = tl.sum(k, 0) / tl.maximum(count, 1.0)
-    exponent = (tl.max(tl.abs(k), 0).to(tl.int32, bitcast=True) >> 23) - 127
-    exponent = tl.maximum(exponent - 10, -24)  # FP16 has 10 mantissa bits and nothing below 2^-24
-    grid = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
-    steps = mean * ((127 - exponent) << 23).to(tl.float32, bitcast=True)
-    anchor = ((steps + 12582912.0) - 12582912.0) * grid  # 1.5 2^23: rounds |steps| <= 2^11 to the nearest integer
-    shifted = k - anchor[None, :]
-    # The sum tells what FP32 lost in the difference: 2^-24 - 60000 is -60000 there, an FP16 number.
-    inexact = (shifted.to(tl.float16).to(tl.float32) != shifted) | (shifted + anchor[None, :] != k)
-    lossy = tl.max(tl.where(m_key & inexact, 1, 0), 0)
-    return tl.where(lossy > 0, 0.0, anchor)
+    anchor = on_grid(tl.sum(k, 0) / tl.maximum(count, 1.0), tl.max(tl.abs(k), 0))
+    return tl.where(rounds(k, m_key, anchor) > 0, 0.0, anchor)
 
 
 @triton.jit

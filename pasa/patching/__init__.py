@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -88,6 +88,26 @@ def patch_pipeline(
     from pasa.patching import transformers  # imports the library: only when there is a model to patch
 
     return transformers.patch(root, policy=policy, config=config, backend=backend, context_parallel=context_parallel)
+
+
+def components_of(model_or_pipeline: object) -> Mapping[str, torch.nn.Module]:
+    """The models of a pipeline by name; the one of a transformers pipeline, and a model alone, have none.
+
+    Raises
+    ------
+    TypeError
+        It holds no model.
+    """
+    if not isinstance(model_or_pipeline, torch.nn.Module) and _is_diffusers(model_or_pipeline):
+        from pasa.patching import diffusers_selection
+
+        return diffusers_selection.components_of(model_or_pipeline)
+    root = getattr(model_or_pipeline, "model", None) if _is_pipeline(model_or_pipeline) else model_or_pipeline
+    if not isinstance(root, torch.nn.Module):
+        raise TypeError(
+            f"expected a model or pipeline of transformers or diffusers, got {type(model_or_pipeline).__name__}"
+        )
+    return {"": root}
 
 
 def _check_policy(policy: Policy) -> None:

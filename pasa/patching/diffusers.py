@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pasa.patching import diffusers_attention as ours
-from pasa.patching.diffusers_attention import BINDING, KINDS
+from pasa.patching.diffusers_attention import KINDS
 from pasa.patching.diffusers_selection import (
     Modules,
     components_of,
@@ -26,6 +26,7 @@ from pasa.patching.diffusers_selection import (
     width_note,
 )
 from pasa.patching.handle import PatchHandle, PatchReport
+from pasa.patching.onlookers import BINDING, Onlookers
 
 if TYPE_CHECKING:
     from pasa import PasaConfig
@@ -51,6 +52,7 @@ class Binding:
     module: int  # id(): that of a copied module differs
     original: Any
     patch: _Patch
+    onlookers: Onlookers
 
 
 def patch(root: Any, *, policy: Policy, config: PasaConfig | None, backend: str | None) -> PatchHandle:
@@ -153,19 +155,17 @@ def _patch_encoder(
 
 def _swap(selected: Modules, record: _Patch, undo: ExitStack) -> None:
     """Give every module a processor of ours, and tell `undo` how to give it back its own."""
-    member = None
     for module in selected.values():
         attention: Any = module
-        original = attention.processor
+        original, onlookers = attention.processor, Onlookers()
         if ours.uses_dispatcher(original):
-            if member is None:
-                member = ours.register_backend(*record.settings)
-                undo.callback(ours.unregister_backend, member)
+            member = ours.register_backend(*record.settings, onlookers)
+            undo.callback(ours.unregister_backend, member)
             processor = ours.dispatched_processor(original, member)
         else:
-            processor = ours.PasaAttnProcessor(KINDS[type(original).__name__], *record.settings)
+            processor = ours.PasaAttnProcessor(KINDS[type(original).__name__], *record.settings, onlookers)
         record.processors[module] = processor
-        setattr(processor, BINDING, Binding(id(module), original, record))
+        setattr(processor, BINDING, Binding(id(module), original, record, onlookers))
         undo.callback(partial(_restore, attention, processor, original))
         attention.set_processor(processor)
 

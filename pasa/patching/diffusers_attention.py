@@ -18,12 +18,10 @@ from diffusers.models.attention_dispatch import AttentionBackendName, _Attention
 from torch import Tensor
 
 import pasa
+from pasa.patching.onlookers import Onlookers
 
 if TYPE_CHECKING:
     from pasa import PasaConfig
-
-BINDING = "_pasa_binding"
-"""Attribute by which a processor of ours is known, and by which a patch finds itself again."""
 
 _SERIAL = itertools.count(1)
 
@@ -72,10 +70,12 @@ class PasaAttnProcessor:
         What the replaced processor did.
     config, backend
         Handed to :func:`pasa.attention`.
+    onlookers : Onlookers
+        Shown every call.
     """
 
-    def __init__(self, kind: Kind, config: PasaConfig | None, backend: str | None) -> None:
-        self.kind, self.config, self.backend = kind, config, backend
+    def __init__(self, kind: Kind, config: PasaConfig | None, backend: str | None, onlookers: Onlookers) -> None:
+        self.kind, self.config, self.backend, self.onlookers = kind, config, backend, onlookers
 
     def __call__(
         self,
@@ -114,16 +114,19 @@ class PasaAttnProcessor:
             query = attn.norm_q(query).to(value.dtype)  # under autocast a norm may give FP32
         if self.kind.norms and attn.norm_k is not None:
             key = attn.norm_k(key).to(value.dtype)
+        mask = _heads_mask(attn, attention_mask, key)
+        scale = attn.scale if self.kind.module_scale else query.shape[-1] ** -0.5
         out = pasa.attention(
             query,
             key,
             value,
-            attn_mask=_heads_mask(attn, attention_mask, key),
-            scale=attn.scale if self.kind.module_scale else None,
+            attn_mask=mask,
+            scale=scale,
             tensor_layout="NHD",
             config=self.config,
             backend=self.backend,
         )
+        self.onlookers.show(query.transpose(1, 2), key.transpose(1, 2), mask, False, scale)
 
         out = attn.to_out[1](attn.to_out[0](out.flatten(2)))  # the projection, then dropout
         if image is not None:
@@ -155,7 +158,7 @@ def _heads_mask(attn: Any, mask: Tensor | None, key: Tensor) -> Tensor | None:
     return mask.view(batch, attn.heads, -1, mask.shape[-1])
 
 
-def register_backend(config: PasaConfig | None, backend: str | None) -> AttentionBackendName:
+def register_backend(config: PasaConfig | None, backend: str | None, onlookers: Onlookers) -> AttentionBackendName:
     """Add an attention to diffusers' dispatcher; returns the name to put into a processor's `_attention_backend`.
 
     The dispatcher converts what it finds there to its enumeration unless it is an instance already, and that
@@ -165,7 +168,7 @@ def register_backend(config: PasaConfig | None, backend: str | None) -> Attentio
     name = f"pasa-{next(_SERIAL)}"
     member = str.__new__(AttentionBackendName, name)
     member._name_, member._value_ = name, name
-    _AttentionBackendRegistry.register(member)(make_dispatched(config, backend))
+    _AttentionBackendRegistry.register(member)(make_dispatched(config, backend, onlookers))
     return member
 
 
@@ -180,7 +183,7 @@ def is_registered(backend: Any) -> bool:
     return isinstance(backend, AttentionBackendName) and backend not in AttentionBackendName.__members__.values()
 
 
-def make_dispatched(config: PasaConfig | None, backend: str | None) -> Callable[..., Tensor]:
+def make_dispatched(config: PasaConfig | None, backend: str | None, onlookers: Onlookers) -> Callable[..., Tensor]:
     """The function that the dispatcher calls; it is given those arguments whose names it has."""
 
     def pasa_attention(
@@ -210,7 +213,8 @@ def make_dispatched(config: PasaConfig | None, backend: str | None) -> Callable[
             )
         if attn_mask is not None and attn_mask.shape == (query.shape[0], key.shape[1]):
             attn_mask = attn_mask[:, None, None]  # the dispatcher's convention for a mask of keys
-        return pasa.attention(
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        out = pasa.attention(
             query,
             key,
             value,
@@ -221,6 +225,8 @@ def make_dispatched(config: PasaConfig | None, backend: str | None) -> Callable[
             config=config,
             backend=backend,
         )
+        onlookers.show(query.transpose(1, 2), key.transpose(1, 2), attn_mask, is_causal, scale)
+        return out
 
     return pasa_attention
 

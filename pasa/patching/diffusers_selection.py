@@ -12,7 +12,8 @@ from diffusers.models.attention_processor import Attention
 
 from pasa.ops.registry import BACKENDS, Backend
 from pasa.patching import diffusers_attention as ours
-from pasa.patching.diffusers_attention import BINDING, KINDS
+from pasa.patching.diffusers_attention import KINDS
+from pasa.patching.onlookers import BINDING
 
 if TYPE_CHECKING:
     from pasa.patching import Policy

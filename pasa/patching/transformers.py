@@ -18,7 +18,8 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from pasa.patching.handle import PatchHandle, PatchReport
-from pasa.patching.transformers_attention import BINDING, REFUSALS, Binding, forward_names, make_interface, make_mask
+from pasa.patching.onlookers import BINDING
+from pasa.patching.transformers_attention import REFUSALS, Binding, forward_names, make_interface, make_mask
 from pasa.patching.transformers_ring import attend_shard, check_mask
 
 if TYPE_CHECKING:

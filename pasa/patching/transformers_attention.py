@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.masking_utils import sdpa_mask
 
 import pasa
+from pasa.patching.onlookers import BINDING, Onlookers
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
     from pasa.patching.handle import PatchHandle
 
 Interface = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
-
-BINDING = "_pasa_binding"
-"""Instance attribute that marks a patched module; a plain attribute, so that `torch.compile` can read it."""
 
 INFORMATIVE = frozenset(
     {
@@ -72,6 +70,7 @@ class Binding:
     backend: str | None
     handle: PatchHandle
     context_parallel: ProcessGroup | None = None
+    onlookers: Onlookers = field(default_factory=Onlookers)
 
 
 def make_interface(original: str) -> Interface:
@@ -130,14 +129,19 @@ def run_pasa(
         attention_mask = _implied_mask(query.shape[2], key.shape[2], sliding_window, causal, query.device)
         causal = causal and attention_mask is None
     width = value.shape[-1]
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    query, key, value = _equal_widths(query, key, value)
     out: torch.Tensor = pasa.attention(
-        *_equal_widths(query, key, value),
+        query,
+        key,
+        value,
         attn_mask=attention_mask,
         is_causal=causal,
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        scale=scale,
         config=binding.config,
         backend=binding.backend,
     )
+    binding.onlookers.show(query, key, attention_mask, causal, scale)
     return out[..., :width].transpose(1, 2).contiguous(), None
 
 

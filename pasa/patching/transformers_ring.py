@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 import pasa
-from pasa.patching.transformers_attention import BINDING, Binding, _equal_widths, _is_causal, _refuse_keywords
+from pasa.patching.onlookers import BINDING
+from pasa.patching.transformers_attention import Binding, _equal_widths, _is_causal, _refuse_keywords
 
 
 def check_mask(*, attention_mask: torch.Tensor | None = None, local_size: int | None = None, **kwargs: Any) -> None:
@@ -49,6 +50,8 @@ def attend_shard(
     where = type(module).__name__
     if binding is None or binding.context_parallel is None:
         raise NotImplementedError(f"{where}: cannot keep its own attention beside context_parallel in one model")
+    if binding.onlookers.looks:
+        raise NotImplementedError(f"{where}: its scores cannot be watched with context_parallel")
     _refuse_keywords(module, dropout, kwargs)
     if attention_mask is not None or sliding_window is not None:
         what = "a mask of its own" if attention_mask is not None else f"sliding_window={sliding_window}"

@@ -1,5 +1,7 @@
 """README.md says what the stored runs say."""
 
+from itertools import product
+
 import pytest
 
 from pasa.eval import readme
@@ -89,6 +91,18 @@ def test_stored_perplexity_shows_who_loses():
     assert found["fp16-eager", largest] is None
     assert found["bf16-eager", largest] / base > 1.05
     assert abs(found["pasa", largest] / base - 1) <= 0.005
+
+
+def test_stored_bias_meets_the_bounds():
+    """Two equal maxima in BF16: nearest is biased by 0.05 spacings and more, ours by a fifth of it at most, or none."""
+    result = readme.stored("rounding")
+    assert result["gate"]["passed"]
+    assert result["examples"]["exact"]
+    found = {(r["place"], r["case"], r["arm"]): r for r in result["records"] if r["format"] == "bf16"}
+    for place, maxima in product(("quotient", "product"), ("two", "blocks")):
+        nearest, ours = (found[place, f"{maxima}, smaller tail", arm] for arm in ("nearest", "ours"))
+        assert abs(nearest["bias"]) > 0.05
+        assert abs(ours["bias"]) <= min(abs(nearest["bias"]) / 5, 2 * ours["interval"])
 
 
 def test_unknown_part_is_an_error():

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 import pasa
 from pasa.patching import diffusers_attention as ours
+from pasa.patching.onlookers import Onlookers
 
 FACTOR = 2.0
 """Bound of the whole file: error against FP32 <= FACTOR x that of `naive`, which rounds what FP16 attention must."""
@@ -214,7 +215,7 @@ def test_norms_in_fp32_under_autocast():
     arguments = {"hidden_states": states(2, 9, attn.query_dim)}
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         expected = attn(**arguments)
-        attn.set_processor(ours.PasaAttnProcessor(ours.KINDS["AttnProcessor2_0"], None, None))
+        attn.set_processor(ours.PasaAttnProcessor(ours.KINDS["AttnProcessor2_0"], None, None, Onlookers()))
         found = attn(**arguments)
     assert found.dtype == expected.dtype
     assert torch.allclose(found.float(), expected.float(), atol=0.02)
@@ -238,7 +239,7 @@ class Dispatched:
 @pytest.fixture
 def dispatched():
     """A processor whose attention is ours, in the dispatcher for the time of the test."""
-    member = ours.register_backend(None, None)
+    member = ours.register_backend(None, None, Onlookers())
     yield ours.dispatched_processor(Dispatched(), member)
     ours.unregister_backend(member)
 

@@ -11,7 +11,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 import pasa
-from pasa.patching.transformers_attention import BINDING
+from pasa.patching.onlookers import BINDING
 
 
 def registered():

@@ -1,0 +1,1 @@
+"""Experiments on the bias that rounding leaves where rows repeat their maximum."""

@@ -1,0 +1,129 @@
+"""Rows whose weight is shared by repeated maxima, and rows whose weight is not: scores, values and gradients."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from pasa.ops.attention.repeated_maxima import EPSILON
+from pasa.ops.numerics.formats import round_to
+
+Maxima = Literal["random", "one", "two", "near", "blocks", "three", "four"]
+Tail = Literal["smaller", "mixed", "same", "larger"]
+Place = Literal["quotient", "product"]
+
+KEYS, BLOCK_K = 64, 32
+AT: dict[Maxima, tuple[int, ...]] = {
+    "random": (),
+    "one": (3,),
+    "two": (3, 17),
+    "near": (3, 17),
+    "blocks": (3, 49),
+    "three": (3, 9, 17),
+    "four": (3, 9, 17, 25),
+}
+"""Keys that hold the maximum; "near": all but the first are up to `EPSILON` below it."""
+TAIL_SCALE: dict[Tail, float] = {"smaller": 0.125, "mixed": 0.125, "same": 1.0, "larger": 8.0}
+# Nats by which the other keys lie below the maximum: together they move an output by less than a tenth of a spacing.
+BELOW = {"bf16": (10.0, 13.0), "fp16": (12.0, 15.0)}
+LARGEST_MAXIMUM = 6.0  # |r_m|, up to which the published rule keeps its weights in FP16
+
+
+@dataclass(frozen=True)
+class Case:
+    """What the rows of a case look like.
+
+    Attributes
+    ----------
+    maxima : str
+        How the row's weight is shared, a key of `AT`; "random": scores N(0, 4), no tie.
+    tail : str
+        Values of the other keys: of an eighth of the size ("mixed": and of either sign), of the same, eight times.
+    one_signed : bool
+        A column's values have one sign, or each its own.
+    gated : tuple of str
+        Places of rounding where BF16 must meet the bounds for repeated maxima. Decided by theory: the remainder must
+        have one sign. The quotient weighs it against the maxima, so any smaller tail is one; the product does not.
+    """
+
+    maxima: Maxima
+    tail: Tail
+    one_signed: bool = True
+    gated: tuple[Place, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Unique."""
+        return f"{self.maxima}, {self.tail} tail" + ("" if self.one_signed else ", symmetric V")
+
+    def describe(self) -> dict[str, Any]:
+        """For the stored result."""
+        return {"name": self.name, **asdict(self)}
+
+
+CASES = (
+    *(Case(maxima, "smaller", gated=("quotient", "product")) for maxima in ("two", "near", "blocks")),
+    *(Case(maxima, "mixed", gated=("quotient",)) for maxima in ("two", "near", "blocks")),
+    Case("two", "same"),
+    Case("two", "larger"),
+    Case("two", "smaller", one_signed=False),
+    Case("three", "smaller"),
+    Case("four", "smaller"),
+    Case("one", "smaller"),
+    Case("random", "same"),
+    Case("random", "same", one_signed=False),
+)
+CONTROLS = ("one", "random")  # nothing repeats: nothing may change
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Independent rows: each has its own keys and values, since rows that share values share their rounding errors.
+
+    Attributes
+    ----------
+    scores : Tensor (R, KEYS), FP32
+    values : Tensor (R, KEYS, D), FP32
+        Values of the output's format.
+    grad : Tensor (R, D), FP64
+        dO, of the sign of its column's values where they have one (the correlation that the paper found, its figure 5).
+    """
+
+    scores: Tensor
+    values: Tensor
+    grad: Tensor
+
+    def exact(self) -> Tensor:
+        """O (R, D) in FP64."""
+        weights = torch.softmax(self.scores.double(), -1)
+        return (weights.unsqueeze(-2) @ self.values.double()).squeeze(-2)
+
+
+def make_rows(case: Case, fmt: str, rows: int, dim: int, generator: torch.Generator) -> Rows:
+    """Rows of a case for outputs of the format; |v| of the maxima is |N(0, 1)|, r_m uniform in +/-[1, 6]."""
+
+    def uniform(low: float, high: float, *shape: int) -> Tensor:
+        return low + (high - low) * torch.rand(*shape, generator=generator)
+
+    magnitude = torch.randn(rows, KEYS, dim, generator=generator).abs()
+    column = torch.randn(rows, 1, dim, generator=generator).sign()
+    own = torch.randn(rows, KEYS, dim, generator=generator).sign()
+    signs = column.expand_as(own).clone() if case.one_signed else own
+    grad = column.squeeze(1) * torch.randn(rows, dim, generator=generator).abs()
+    if case.maxima == "random":
+        return Rows(2 * torch.randn(rows, KEYS, generator=generator), round_to(signs * magnitude, fmt), grad.double())
+    at = list(AT[case.maxima])
+    top = uniform(1, LARGEST_MAXIMUM, rows, 1) * torch.randn(rows, 1, generator=generator).sign()
+    scores = top - uniform(*BELOW[fmt], rows, KEYS)
+    scores[:, at] = top.expand(-1, len(at))
+    if case.maxima == "near":
+        scores[:, at[1:]] -= uniform(0, EPSILON, rows, len(at) - 1)
+    tail = torch.ones(KEYS, dtype=torch.bool)
+    tail[at] = False
+    magnitude[:, tail] *= TAIL_SCALE[case.tail]
+    if case.tail == "mixed":
+        signs[:, tail] = own[:, tail]
+    return Rows(scores, round_to(signs * magnitude, fmt), grad.double())

@@ -1,0 +1,463 @@
+"""Triton kernels of the backward pass, for GPUs and the interpreter: see backward.py for the formulas and the frame.
+
+Four passes: keys without their centre; maximum, sum and delta of every row; dK and dV by key tiles; dQ by row tiles.
+Products take FP16 operands and accumulate in FP32. Two powers of two keep operands off both ends of FP16's range:
+- gradients of a key head are divided by a unit, so that no |dS| of it exceeds 2^15 (launcher): loss scaling cannot
+  overflow, and dS of a weight of 2^-20 is still a normal number;
+- weights are multiplied by 2^15.
+K - c is made once and is exact, or the column keeps c = 0: one key far from all others, as an attention sink may be,
+leaves its columns' bias in the scores, and gradients as good as those of a plain backward pass (backward.py knows no
+such case).
+`bits` are scores in units of ln 2. For GPUs, and not lowered for an NPU, which backward.py serves.
+"""
+
+import triton
+import triton.language as tl
+
+from pasa.ops.attention.mask_kernel import INF, load_mask
+from pasa.ops.attention.triton_kernel import LOG2_E, load_rows
+from pasa.ops.shift_keys.triton_kernel import is_finite, load_keys, on_grid, rounds
+
+LIFT_BITS = tl.constexpr(15.0)
+UNLIFT = tl.constexpr(2.0**-15)
+
+
+@triton.jit
+def centre_kernel(
+    p_k,  # (B, Hkv, S, D)
+    p_visible,  # (B, S) bytes: which keys some query sees
+    p_centred,  # (B, Hkv, S, D) FP16, contiguous
+    p_centre,  # (B, Hkv, D) FP32
+    stride_kb,
+    stride_kh,
+    stride_kn,
+    stride_visible,
+    heads,
+    length,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_VISIBLE: tl.constexpr,
+):
+    """WIDTH columns of a head's keys less the part of their mean that all of them can lose without rounding.
+
+    A key that no query sees becomes 0, one that is not finite NaN.
+    """
+    o_row = tl.program_id(0)
+    batch = tl.cast(o_row // heads, tl.int64)
+    column = tl.program_id(1) * WIDTH
+    o_n = tl.arange(0, BLOCK)
+    o_d = column + tl.arange(0, WIDTH)
+    p_k += batch * stride_kb
+    p_visible += batch * stride_visible
+    total = tl.zeros((WIDTH,), tl.float32)
+    count = tl.zeros((WIDTH,), tl.float32)
+    largest = tl.zeros((WIDTH,), tl.float32)
+    lossy = tl.zeros((WIDTH,), tl.int32)
+    anchor = total
+    for turn in tl.static_range(3):  # mean, whether it can be taken off, and off
+        if turn == 1:
+            anchor = on_grid(total / tl.maximum(count, 1.0), largest)
+        if turn == 2:
+            anchor = tl.where(lossy > 0, 0.0, anchor)
+        for start in range(0, length, BLOCK):
+            n = length - start
+            at = tl.cast(start, tl.int64)
+            b_k = load_keys(p_k, o_row % heads, at, n, stride_kh, stride_kn, column, D, WIDTH, BLOCK).to(tl.float32)
+            m_seen = o_n < n
+            if HAS_VISIBLE:
+                m_seen = m_seen & (tl.load(p_visible + start + o_n, mask=m_seen, other=0) != 0)
+            m_key = m_seen[:, None] & is_finite(b_k)
+            if turn == 0:
+                b_clean = tl.where(m_key, b_k, 0.0)
+                total += tl.sum(b_clean, 0)
+                count += tl.sum(tl.where(m_key, 1.0, 0.0), 0)
+                largest = tl.maximum(largest, tl.max(tl.abs(b_clean), 0))
+            elif turn == 1:
+                lossy = tl.maximum(lossy, rounds(b_k, m_key, anchor))
+            else:
+                b_new = tl.where(m_key, b_k - anchor[None, :], tl.where(m_seen[:, None], float("nan"), 0.0))
+                p_tile = p_centred + (tl.cast(o_row, tl.int64) * length + at + o_n)[:, None] * D + o_d[None, :]
+                tl.store(p_tile, b_new.to(tl.float16), mask=(o_n < n)[:, None] & (o_d < D)[None, :])
+    tl.store(p_centre + o_row * D + o_d, anchor, mask=o_d < D)
+
+
+@triton.jit
+def bits_of(b_s, p_mask, m_tile, m_seen, stride_0, stride_1, scale, HIDES: tl.constexpr, MASK: tl.constexpr):
+    """Scores in bits of a tile of products, either way round; -inf where hidden."""
+    b_bias = 0.0
+    if MASK != "none":
+        m_seen, b_bias = load_mask(p_mask, m_tile, m_seen, stride_0, stride_1, MASK)
+    if MASK == "float":
+        b_bits = (b_s * scale + b_bias) * LOG2_E
+    else:
+        b_bits = b_s * (scale * LOG2_E)
+    if HIDES:
+        b_bits = tl.where(m_seen, b_bits, -INF)
+    return b_bits
+
+
+@triton.jit
+def lifted_weights(b_bits, b_top, b_log, MASK: tl.constexpr):
+    """2^15 P. Beside a maximum of 1e30 that a float mask adds, the logarithm of the sum would vanish."""
+    if MASK == "float":
+        b_p = tl.exp2((b_bits - b_top) - b_log)
+    else:
+        b_p = tl.exp2(b_bits - (b_top + b_log))
+    return b_p
+
+
+@triton.jit
+def gradient_of_scores(b_p, b_dp, b_shift, b_bits, HIDES: tl.constexpr):
+    """dS in FP16, of weights lifted by 2^15; what is hidden gets 0 even if its value is not finite."""
+    b_ds = b_p * (b_dp * UNLIFT - b_shift)
+    if HIDES:
+        b_ds = tl.where(b_bits > -INF, b_ds, 0.0)
+    return b_ds.to(tl.float16)
+
+
+@triton.jit
+def row_statistics(b_q, b_g, b_top, b_sum, b_delta, p_k, p_v, p_mask, o_row, rows, begin, end, keys, diagonal, scale,
+                   stride_vn, stride_mask_m, stride_mask_n, HIDES: tl.constexpr, MASK: tl.constexpr,
+                   CAUSAL: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
+    """The loop of `rows_kernel` over keys from `begin` to `end`."""
+    for start in range(begin, end, BLOCK_N):
+        o_n = start + tl.arange(0, BLOCK_N)
+        at = tl.cast(start, tl.int64)
+        b_k = load_rows(p_k, at, D, 0, 0, 0, keys, not HIDES, False, D, D_PAD, BLOCK_N)
+        b_v = load_rows(p_v, at, stride_vn, 0, 0, 0, keys, not HIDES, False, D, D_PAD, BLOCK_N)
+        b_s = tl.dot(b_q, tl.trans(b_k))
+        b_dp = tl.dot(b_g, tl.trans(b_v))
+        m_tile = (o_n < keys)[None, :] & (o_row < rows)[:, None]
+        m_seen = m_tile
+        if CAUSAL:
+            m_seen = m_seen & (o_n[None, :] <= o_row[:, None] + diagonal)
+        p_tile = p_mask + at * stride_mask_n
+        b_bits = bits_of(b_s, p_tile, m_tile, m_seen, stride_mask_m, stride_mask_n, scale, HIDES, MASK)
+        top = tl.maximum(b_top, tl.max(b_bits, 1))
+        base = tl.where(top == -INF, 0.0, top) if HIDES else top
+        b_p = tl.exp2(b_bits - base[:, None])
+        alpha = tl.exp2(b_top - base)
+        if HIDES:
+            b_dp = tl.where(b_bits > -INF, b_dp, 0.0)
+        b_sum = b_sum * alpha + tl.sum(b_p, 1)
+        b_delta = b_delta * alpha + tl.sum(b_p * b_dp, 1)
+        b_top = top
+    return b_top, b_sum, b_delta
+
+
+@triton.jit
+def extent(o_tile, rows, keys, CAUSAL: tl.constexpr, MASK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Keys that all rows of a tile see, in whole key tiles, and keys that some row sees."""
+    whole = keys // BLOCK_N * BLOCK_N
+    end = keys
+    if CAUSAL:
+        last = o_tile * BLOCK_M + keys - rows + 1  # keys that the tile's first row sees
+        end = tl.maximum(tl.minimum(keys, last + BLOCK_M - 1), 0)
+        whole = tl.maximum(tl.minimum(last, keys), 0) // BLOCK_N * BLOCK_N
+    if MASK != "none":
+        whole = 0
+    return whole, end
+
+
+@triton.jit
+def rows_kernel(
+    p_q,  # (B, Hq, Sq, D)
+    p_k,  # (B, Hkv, Skv, D) centred, contiguous
+    p_v,
+    p_grad,  # (B, Hq, Sq, D), any float type: gradient of the output
+    p_grad_lse,  # (B, Hq, Sq) FP32, contiguous
+    p_unit,  # (B, Hkv) FP32
+    p_mask,
+    p_scaled,  # (B, Hq, Sq, D) FP16, contiguous: gradient in units
+    p_top,  # (B, Hq, Sq) FP32, and so are the next two: maximum in bits, infinite where a row sees nothing
+    p_log,  # log2 of the sum, less 15
+    p_shift,  # 2^-15 (delta - G_L), in units
+    stride_qb,
+    stride_qh,
+    stride_qm,
+    stride_vb,
+    stride_vh,
+    stride_vn,
+    stride_gb,
+    stride_gh,
+    stride_gm,
+    stride_mask_b,
+    stride_mask_h,
+    stride_mask_m,
+    stride_mask_n,
+    heads,
+    group,
+    tiles,
+    rows,
+    keys,
+    scale,
+    MASK: tl.constexpr,  # "none", "bool" or "float"
+    CAUSAL: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Scaled gradient, maximum, sum and delta of BLOCK_M rows of a head."""
+    o_work = tl.program_id(0)
+    o_tile = tiles - 1 - o_work % tiles  # the last sees most keys
+    o_head = o_work // tiles
+    batch = tl.cast(o_head // heads, tl.int64)
+    head = tl.cast(o_head % heads, tl.int64)
+    kv = batch * (heads // group) + head // group
+    o_m = tl.arange(0, BLOCK_M)
+    o_row = o_tile * BLOCK_M + o_m
+    o_d = tl.arange(0, D_PAD)
+    m_row = o_row < rows
+    m_out = m_row[:, None] & (o_d < D)[None, :]
+    at = tl.cast(o_tile * BLOCK_M, tl.int64)
+    b_q = load_rows(p_q + batch * stride_qb + head * stride_qh, at, stride_qm, 0, 0, 0, rows, False, False, D, D_PAD,
+                    BLOCK_M)  # fmt: skip
+    unit = tl.load(p_unit + kv)
+    p_tile = p_grad + batch * stride_gb + head * stride_gh + at * stride_gm
+    b_g = tl.load(p_tile + o_m[:, None] * stride_gm + o_d[None, :], mask=m_out, other=0.0).to(tl.float32) / unit
+    b_g = b_g.to(tl.float16)
+    own = (batch * heads + head) * rows + o_row
+    tl.store(p_scaled + own[:, None] * D + o_d[None, :], b_g, mask=m_out)
+    p_keys = p_k + kv * keys * D
+    p_values = p_v + batch * stride_vb + (head // group) * stride_vh
+    p_rows_mask = p_mask + batch * stride_mask_b + head * stride_mask_h + at * stride_mask_m
+    whole, end = extent(o_tile, rows, keys, CAUSAL, MASK, BLOCK_M, BLOCK_N)
+    b_top = tl.full((BLOCK_M,), -INF, tl.float32)
+    b_sum = tl.zeros((BLOCK_M,), tl.float32)
+    b_delta = tl.zeros((BLOCK_M,), tl.float32)
+    if MASK == "none":
+        b_top, b_sum, b_delta = row_statistics(
+            b_q, b_g, b_top, b_sum, b_delta, p_keys, p_values, p_rows_mask, o_row, rows, 0, whole, keys, keys - rows,
+            scale, stride_vn, stride_mask_m, stride_mask_n, False, MASK, False, D, D_PAD, BLOCK_N,
+        )  # fmt: skip
+    b_top, b_sum, b_delta = row_statistics(
+        b_q, b_g, b_top, b_sum, b_delta, p_keys, p_values, p_rows_mask, o_row, rows, whole, end, keys, keys - rows,
+        scale, stride_vn, stride_mask_m, stride_mask_n, True, MASK, CAUSAL, D, D_PAD, BLOCK_N,
+    )  # fmt: skip
+    blind = b_top == -INF
+    b_sum = tl.where(blind, 1.0, b_sum)
+    b_shift = b_delta / b_sum
+    if HAS_LSE:
+        b_shift -= tl.where(blind, 0.0, tl.load(p_grad_lse + own, mask=m_row, other=0.0) / unit)
+    tl.store(p_top + own, tl.where(blind, INF, b_top), mask=m_row)
+    tl.store(p_log + own, tl.log2(b_sum) - LIFT_BITS, mask=m_row)
+    tl.store(p_shift + own, b_shift * UNLIFT, mask=m_row)
+
+
+@triton.jit
+def add_rows(b_k, b_v, b_dk, b_dv, p_q, p_g, p_top, p_log, p_shift, p_mask, o_n, keys, begin, end, rows, diagonal,
+             scale, stride_qm, stride_mask_m, stride_mask_n, HIDES: tl.constexpr, MASK: tl.constexpr,
+             CAUSAL: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr):  # fmt: skip
+    """The loop of `keys_kernel` over rows of one head from `begin` to `end`. Tiles are (N, M): weights then are the
+    operand of a product that tensor cores take from registers."""
+    for start in range(begin, end, BLOCK_M):
+        o_m = start + tl.arange(0, BLOCK_M)
+        m_m = o_m < rows
+        at = tl.cast(start, tl.int64)
+        b_q = load_rows(p_q, at, stride_qm, 0, 0, 0, rows, False, False, D, D_PAD, BLOCK_M)
+        b_g = load_rows(p_g, at, D, 0, 0, 0, rows, False, False, D, D_PAD, BLOCK_M)
+        b_top = tl.load(p_top + o_m, mask=m_m, other=INF)  # rows that are not there weigh nothing
+        b_log = tl.load(p_log + o_m, mask=m_m, other=0.0)
+        b_shift = tl.load(p_shift + o_m, mask=m_m, other=0.0)
+        b_s = tl.dot(b_k, tl.trans(b_q))
+        m_tile = (o_n < keys)[:, None] & m_m[None, :]
+        m_seen = m_tile
+        if CAUSAL:
+            m_seen = m_seen & (o_n[:, None] <= o_m[None, :] + diagonal)
+        p_tile = p_mask + at * stride_mask_m
+        b_bits = bits_of(b_s, p_tile, m_tile, m_seen, stride_mask_n, stride_mask_m, scale, HIDES, MASK)
+        b_p = lifted_weights(b_bits, b_top[None, :], b_log[None, :], MASK)
+        b_dv = tl.dot(b_p.to(tl.float16), b_g, b_dv)
+        b_dp = tl.dot(b_v, tl.trans(b_g))
+        b_dk = tl.dot(gradient_of_scores(b_p, b_dp, b_shift[None, :], b_bits, HIDES), b_q, b_dk)
+    return b_dk, b_dv
+
+
+@triton.jit
+def keys_kernel(
+    p_q,  # as in `rows_kernel`, and so are all that are not commented
+    p_k,
+    p_v,
+    p_g,  # the scaled gradient
+    p_top,
+    p_log,
+    p_shift,
+    p_unit,
+    p_mask,
+    p_dk,  # (B, Hkv, Skv, D), contiguous
+    p_dv,
+    stride_qb,
+    stride_qh,
+    stride_qm,
+    stride_vb,
+    stride_vh,
+    stride_vn,
+    stride_mask_b,
+    stride_mask_h,
+    stride_mask_m,
+    stride_mask_n,
+    heads,
+    group,
+    tiles,
+    rows,
+    keys,
+    scale,
+    MASK: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """dK and dV of BLOCK_N keys, over the rows of all heads that share them; the first keys are seen by most rows."""
+    kv_heads = heads // group
+    o_tile = tl.program_id(0) // (tl.num_programs(0) // tiles)
+    o_kv = tl.program_id(0) % (tl.num_programs(0) // tiles)
+    batch = tl.cast(o_kv // kv_heads, tl.int64)
+    kv_head = tl.cast(o_kv % kv_heads, tl.int64)
+    kv = batch * kv_heads + kv_head
+    first = o_tile * BLOCK_N
+    at = tl.cast(first, tl.int64)
+    o_n = first + tl.arange(0, BLOCK_N)
+    o_d = tl.arange(0, D_PAD)
+    diagonal = keys - rows
+    p_values = p_v + batch * stride_vb + kv_head * stride_vh
+    b_k = load_rows(p_k + kv * keys * D, at, D, 0, 0, 0, keys, False, False, D, D_PAD, BLOCK_N)
+    b_v = load_rows(p_values, at, stride_vn, 0, 0, 0, keys, False, False, D, D_PAD, BLOCK_N)
+    b_dk = tl.zeros((BLOCK_N, D_PAD), tl.float32)
+    b_dv = tl.zeros((BLOCK_N, D_PAD), tl.float32)
+    # rows before `begin` see none of these keys, rows from `whole` on see all of them
+    begin = 0
+    whole = 0
+    if CAUSAL:
+        begin = tl.maximum(first - diagonal, 0) // BLOCK_M * BLOCK_M
+        whole = tl.cdiv(tl.maximum(first + BLOCK_N - 1 - diagonal, 0), BLOCK_M) * BLOCK_M
+    if MASK != "none":
+        whole = rows
+    for turn in range(group):
+        head = kv_head * group + turn
+        own = (batch * heads + head) * rows
+        p_rows = p_q + batch * stride_qb + head * stride_qh
+        p_rows_mask = p_mask + batch * stride_mask_b + head * stride_mask_h + at * stride_mask_n
+        if CAUSAL or MASK != "none":
+            b_dk, b_dv = add_rows(
+                b_k, b_v, b_dk, b_dv, p_rows, p_g + own * D, p_top + own, p_log + own, p_shift + own, p_rows_mask, o_n,
+                keys, begin, tl.minimum(whole, rows), rows, diagonal, scale, stride_qm, stride_mask_m, stride_mask_n,
+                True, MASK, CAUSAL, D, D_PAD, BLOCK_M,
+            )  # fmt: skip
+        if MASK == "none":
+            b_dk, b_dv = add_rows(
+                b_k, b_v, b_dk, b_dv, p_rows, p_g + own * D, p_top + own, p_log + own, p_shift + own, p_rows_mask, o_n,
+                keys, whole, rows, rows, diagonal, scale, stride_qm, stride_mask_m, stride_mask_n,
+                False, MASK, False, D, D_PAD, BLOCK_M,
+            )  # fmt: skip
+    unit = tl.load(p_unit + kv)
+    o_out = (kv * keys + o_n)[:, None] * D + o_d[None, :]
+    m_out = (o_n < keys)[:, None] & (o_d < D)[None, :]
+    tl.store(p_dk + o_out, (b_dk * (scale * unit)).to(p_dk.dtype.element_ty), mask=m_out)
+    tl.store(p_dv + o_out, (b_dv * (UNLIFT * unit)).to(p_dv.dtype.element_ty), mask=m_out)
+
+
+@triton.jit
+def add_keys(b_q, b_g, b_top, b_log, b_shift, b_dq, p_k, p_v, p_mask, o_row, rows, begin, end, keys, diagonal, scale,
+             stride_vn, stride_mask_m, stride_mask_n, HIDES: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr,
+             D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
+    """The loop of `queries_kernel` over keys from `begin` to `end`."""
+    for start in range(begin, end, BLOCK_N):
+        o_n = start + tl.arange(0, BLOCK_N)
+        at = tl.cast(start, tl.int64)
+        b_k = load_rows(p_k, at, D, 0, 0, 0, keys, not HIDES, False, D, D_PAD, BLOCK_N)
+        b_v = load_rows(p_v, at, stride_vn, 0, 0, 0, keys, not HIDES, False, D, D_PAD, BLOCK_N)
+        b_s = tl.dot(b_q, tl.trans(b_k))
+        m_tile = (o_n < keys)[None, :] & (o_row < rows)[:, None]
+        m_seen = m_tile
+        if CAUSAL:
+            m_seen = m_seen & (o_n[None, :] <= o_row[:, None] + diagonal)
+        p_tile = p_mask + at * stride_mask_n
+        b_bits = bits_of(b_s, p_tile, m_tile, m_seen, stride_mask_m, stride_mask_n, scale, HIDES, MASK)
+        b_p = lifted_weights(b_bits, b_top[:, None], b_log[:, None], MASK)
+        b_dp = tl.dot(b_g, tl.trans(b_v))
+        b_dq = tl.dot(gradient_of_scores(b_p, b_dp, b_shift[:, None], b_bits, HIDES), b_k, b_dq)
+    return b_dq
+
+
+@triton.jit
+def queries_kernel(
+    p_q,  # as in `keys_kernel`, and so are all that are not commented
+    p_k,
+    p_v,
+    p_g,
+    p_top,
+    p_log,
+    p_shift,
+    p_unit,
+    p_mask,
+    p_grad_lse,
+    p_centre,  # (B, Hkv, D) FP32: what was taken off the keys
+    p_dq,  # (B, Hq, Sq, D), contiguous
+    stride_qb,
+    stride_qh,
+    stride_qm,
+    stride_vb,
+    stride_vh,
+    stride_vn,
+    stride_mask_b,
+    stride_mask_h,
+    stride_mask_m,
+    stride_mask_n,
+    heads,
+    group,
+    tiles,
+    rows,
+    keys,
+    scale,
+    MASK: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """dQ of BLOCK_M rows of a head: dS (K - c) + G_L c."""
+    o_work = tl.program_id(0)
+    o_tile = tiles - 1 - o_work // (tl.num_programs(0) // tiles)
+    o_head = o_work % (tl.num_programs(0) // tiles)
+    batch = tl.cast(o_head // heads, tl.int64)
+    head = tl.cast(o_head % heads, tl.int64)
+    kv = batch * (heads // group) + head // group
+    o_row = o_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    o_d = tl.arange(0, D_PAD)
+    m_row = o_row < rows
+    at = tl.cast(o_tile * BLOCK_M, tl.int64)
+    b_q = load_rows(p_q + batch * stride_qb + head * stride_qh, at, stride_qm, 0, 0, 0, rows, False, False, D, D_PAD,
+                    BLOCK_M)  # fmt: skip
+    own = (batch * heads + head) * rows
+    b_g = load_rows(p_g + own * D, at, D, 0, 0, 0, rows, False, False, D, D_PAD, BLOCK_M)
+    b_top = tl.load(p_top + own + o_row, mask=m_row, other=INF)
+    b_log = tl.load(p_log + own + o_row, mask=m_row, other=0.0)
+    b_shift = tl.load(p_shift + own + o_row, mask=m_row, other=0.0)
+    p_keys = p_k + kv * keys * D
+    p_values = p_v + batch * stride_vb + (head // group) * stride_vh
+    p_rows_mask = p_mask + batch * stride_mask_b + head * stride_mask_h + at * stride_mask_m
+    whole, end = extent(o_tile, rows, keys, CAUSAL, MASK, BLOCK_M, BLOCK_N)
+    b_dq = tl.zeros((BLOCK_M, D_PAD), tl.float32)
+    if MASK == "none":
+        b_dq = add_keys(
+            b_q, b_g, b_top, b_log, b_shift, b_dq, p_keys, p_values, p_rows_mask, o_row, rows, 0, whole, keys,
+            keys - rows, scale, stride_vn, stride_mask_m, stride_mask_n, False, MASK, False, D, D_PAD, BLOCK_N,
+        )  # fmt: skip
+    b_dq = add_keys(
+        b_q, b_g, b_top, b_log, b_shift, b_dq, p_keys, p_values, p_rows_mask, o_row, rows, whole, end, keys,
+        keys - rows, scale, stride_vn, stride_mask_m, stride_mask_n, True, MASK, CAUSAL, D, D_PAD, BLOCK_N,
+    )  # fmt: skip
+    b_dq *= tl.load(p_unit + kv)
+    if HAS_LSE:
+        b_lse = tl.load(p_grad_lse + own + o_row, mask=m_row & (b_top < INF), other=0.0)
+        b_centre = tl.load(p_centre + kv * D + o_d, mask=o_d < D, other=0.0)
+        b_dq += b_lse[:, None] * b_centre[None, :]
+    o_out = (own + o_row)[:, None] * D + o_d[None, :]
+    tl.store(p_dq + o_out, (b_dq * scale).to(p_dq.dtype.element_ty), mask=m_row[:, None] & (o_d < D)[None, :])

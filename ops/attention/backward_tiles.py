@@ -1,0 +1,27 @@
+"""Tile sizes of the backward pass; no device is asked and torch not loaded, so that what is compiled can be listed.
+
+What a pass keeps in shared memory: tiles of its own, and `stages` tiles of the two operands that it goes through. dK
+and dV together take BLOCK_N x D x 8 bytes of registers. None of these has been timed against others.
+"""
+
+Sizes = tuple[int, int, int, int]  # BLOCK_M, BLOCK_N, warps, stages: fields of tiles.Tile
+
+# (architecture, largest padded head dim): row statistics, dK and dV, dQ
+BACKWARD: dict[str, dict[int, tuple[Sizes, Sizes, Sizes]]] = {
+    "sm_80": {
+        64: ((128, 64, 4, 3), (64, 128, 8, 2), (128, 64, 8, 2)),
+        128: ((128, 64, 8, 2), (64, 64, 8, 2), (128, 32, 8, 2)),
+        256: ((64, 32, 8, 2), (32, 64, 8, 1), (64, 32, 8, 1)),
+    },
+    "sm_89": {
+        64: ((128, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 2)),
+        128: ((64, 64, 4, 2), (32, 64, 8, 1), (64, 32, 4, 2)),
+        256: ((64, 32, 8, 1), (16, 32, 8, 1), (32, 32, 8, 1)),
+    },
+    "sm_90": {
+        64: ((128, 64, 4, 3), (64, 128, 8, 2), (128, 64, 8, 3)),
+        128: ((128, 64, 8, 2), (32, 128, 8, 2), (128, 64, 8, 2)),
+        256: ((64, 64, 4, 2), (32, 64, 8, 1), (64, 32, 4, 2)),
+    },
+    "interpreter": {256: ((64, 64, 1, 1), (64, 64, 1, 1), (64, 64, 1, 1))},
+}

@@ -1,0 +1,180 @@
+"""`watch`: counters of what the scores of a patched model do, layer by layer, while it runs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pasa.ops import library
+from pasa.ops.attention.watch import FIELDS, STRIDE
+from pasa.patching import components_of
+from pasa.patching.onlookers import Onlookers, patched_modules
+
+
+@dataclass(frozen=True)
+class LayerCounts:
+    """What the sampled query rows of one layer did.
+
+    Attributes
+    ----------
+    name : str
+        The module's, as in the patch report.
+    rows : int
+        Sampled rows that see a key; all other counts are of these rows alone.
+    repeated : int
+        Rows with more than one score within 1e-3 nats of the row's largest (arXiv:2510.04212, section 4.1).
+    runaway : int
+        Rows whose largest score stands more than 8 nats above the largest of the first 128 keys: what the FP16 tiles
+        of the exact recovery rescue, and beyond 11 nats what the GPU kernels do again. Tiles are not counted.
+    scores : int
+        Visible scores of the rows.
+    saturated : int
+        Scores with |q.k| > 65504, unscaled: plain FP16 attention stores them as infinity, or as 65504.
+    """
+
+    name: str
+    rows: int
+    repeated: int
+    runaway: int
+    scores: int
+    saturated: int
+
+
+@dataclass(frozen=True)
+class WatchReport:
+    """The counts of every watched layer, in the model's order."""
+
+    layers: tuple[LayerCounts, ...]
+
+    @property
+    def total(self) -> LayerCounts:
+        """All layers together."""
+        return LayerCounts("total", *(sum(getattr(layer, field) for layer in self.layers) for field in FIELDS))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report as plain containers, ready for JSON."""
+        return {"stride": STRIDE, "layers": [asdict(layer) for layer in self.layers], "total": asdict(self.total)}
+
+    def __str__(self) -> str:
+        table = [("layer", *FIELDS), *(tuple(map(str, vars(each).values())) for each in (*self.layers, self.total))]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = [
+            f"{len(self.layers)} layers, of every {STRIDE}th query row (batch entries, heads and calls counted on)"
+        ]
+        for name, *counts in table:
+            numbers = "  ".join(text.rjust(width) for text, width in zip(counts, widths[1:], strict=True))
+            lines.append(f"  {name.ljust(widths[0])}  {numbers}")
+        return "\n".join(lines)
+
+
+class Watch:
+    """Counters in force; ended by :meth:`unwatch` or by leaving a ``with`` block, and readable after it."""
+
+    def __init__(self, found: list[tuple[str, torch.nn.Module, Onlookers]]) -> None:
+        self._counters = [(name, onlookers, _Counter(module)) for name, module, onlookers in found]
+        for _, onlookers, counter in self._counters:
+            onlookers.looks = (*onlookers.looks, counter)
+
+    def report(self) -> WatchReport:
+        """Read the counts; this waits for the devices, counting never does."""
+        return WatchReport(tuple(LayerCounts(name, *counter.read()) for name, _, counter in self._counters))
+
+    def reset(self) -> None:
+        """Start again from zero."""
+        for _, _, counter in self._counters:
+            counter.reset()
+
+    def unwatch(self) -> None:
+        """End counting; calling it again does nothing."""
+        for _, onlookers, counter in self._counters:
+            onlookers.looks = tuple(look for look in onlookers.looks if look is not counter)
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.unwatch()
+
+
+class _Counter:
+    """Counts of one layer, one table on each device that it runs on."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._tables: dict[torch.device, Tensor] = {}
+        self._walked = torch.zeros(1, dtype=torch.int64)
+        weight = next(module.parameters(), None)
+        if weight is not None and not weight.is_meta:  # not later: a graph being captured would reset it
+            self._table_on(weight.device)
+
+    def __call__(self, q: Tensor, k: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float) -> None:
+        table = self._tables.get(q.device)
+        if table is None:
+            table = self._table_on(q.device)
+        library.call(
+            library.watch_scores, q.detach(), k.detach(), attn_mask, table, self._walked, is_causal, scale
+        )  # fmt: skip
+
+    def _table_on(self, device: torch.device) -> Tensor:
+        with torch.inference_mode(False):
+            self._tables[device] = torch.zeros(len(FIELDS), dtype=torch.int64, device=device)
+        return self._tables[device]
+
+    def read(self) -> list[int]:
+        """`FIELDS`, of all devices."""
+        return [sum(column) for column in zip(*(table.tolist() for table in self._tables.values()), strict=True)] or [
+            0
+        ] * len(FIELDS)
+
+    def reset(self) -> None:
+        for tensor in (self._walked, *self._tables.values()):
+            tensor.zero_()
+
+
+def watch(model_or_pipeline: object) -> Watch:
+    """Count, layer by layer, what the scores of a patched model do while it runs.
+
+    A small sample of the query rows, every 127th of a layer, is looked at over all keys that it sees, in FP32 and
+    beside the attention, whose bits stay what they are. Counts stay on the device: nothing waits for it until
+    :meth:`Watch.report` reads them. Where nothing is watched, nothing is computed.
+
+    Parameters
+    ----------
+    model_or_pipeline : torch.nn.Module, transformers.Pipeline or diffusers.DiffusionPipeline
+        Patched by :func:`pasa.patch_pipeline`; its patched modules are watched under the names of the patch report.
+
+    Returns
+    -------
+    Watch
+        With ``report()``, ``reset()`` and ``unwatch()``, or for a ``with`` block. Watches of one model are independent
+        of each other, and each costs its own sampling. Patching anew ends the watch of what was patched before.
+
+    Raises
+    ------
+    ValueError
+        No module of the model is patched.
+    TypeError
+        The object holds no model.
+
+    Notes
+    -----
+    In a CUDA graph every replay looks at the rows that the captured call looked at. Compiled models are compiled again
+    when a watch begins or ends. On an NPU torch operations count (not run on one).
+
+    Examples
+    --------
+    >>> with pasa.patch_pipeline(model), pasa.watch(model) as watched:  # doctest: +SKIP
+    ...     model.generate(**inputs)
+    ...     print(watched.report())
+    """
+    found = list(patched_modules(components_of(model_or_pipeline)))
+    if not found:
+        raise ValueError(
+            f"watch: no module of {type(model_or_pipeline).__name__} is patched; call pasa.patch_pipeline first"
+        )
+    return Watch(found)

@@ -1,0 +1,308 @@
+"""Rounding rows without one-sided error: the hash, the test that finds such rows, the drawn rounding.
+
+Bounds of statistics: a mean of N independent errors is held to Z_BOUND standard deviations of that mean.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pasa.ops.numerics.dither import COLUMNS, LEANING, is_structured, leaning, lots, round_unbiased
+from pasa.ops.numerics.formats import FORMATS, OVERFLOWS, round_to
+
+FORMATS_16 = ("bf16", "fp16")
+Z_BOUND = 5.0  # two-sided chance 6e-7 for one comparison
+ROWS, DIM = 4096, 64
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def spacing(x: Tensor, fmt: str) -> Tensor:
+    """Distance between the values of the format round x, in FP64."""
+    target = FORMATS[fmt]
+    exponent = torch.frexp(x.double().abs()).exponent - 1
+    return torch.exp2((exponent.clamp(min=1 - target.bias) - target.mantissa_bits).double())
+
+
+def repeated_maxima(fmt: str, seed: int = 0, trifle: float = 1e-4, binades: int = 1, maxima: int = 2) -> Tensor:
+    """Rows (ROWS, DIM): the mean of `maxima` positive values of the format, and a trifle of one sign."""
+    g = generator(seed)
+    v = 1 + torch.rand(maxima, ROWS, DIM, generator=g)
+    v = round_to(v * 2.0 ** torch.randint(binades, v.shape, generator=g), fmt)
+    rest = torch.rand(ROWS, DIM, generator=g)
+    return v.mean(0) + (trifle if fmt == "bf16" else trifle / 8) * rest
+
+
+def sure_mean(error: Tensor, variance: Tensor) -> float:
+    """Mean error in standard deviations of the mean, from the variance of every element."""
+    return float(error.sum() / variance.sum().sqrt())
+
+
+@dataclass
+class Bounds:
+    """Bounds of an integer; every operation that could overflow 32 bits is checked."""
+
+    low: int
+    high: int
+
+    def _checked(self) -> Bounds:
+        assert 0 <= self.low <= self.high < 2**31
+        return self
+
+    def __and__(self, mask: int) -> Bounds:
+        return Bounds(0, min(self.high, mask))
+
+    def __rshift__(self, places: int) -> Bounds:
+        return Bounds(self.low >> places, self.high >> places)
+
+    def __mul__(self, factor: int) -> Bounds:
+        return Bounds(self.low * factor, self.high * factor)._checked()
+
+    def __add__(self, other: Bounds) -> Bounds:
+        return Bounds(self.low + other.low, self.high + other.high)._checked()
+
+    def __pow__(self, power: int) -> Bounds:
+        return Bounds(self.low**power, self.high**power)._checked()
+
+
+def test_every_product_and_sum_of_the_hash_fits_in_31_bits():
+    """By interval arithmetic through the code itself, for every bit pattern."""
+    drawn = lots(Bounds(0, 2**32 - 1))  # type: ignore[arg-type]
+    assert drawn.high == 2**16 - 1
+
+
+def bits_of(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.int32).long() & 0xFFFFFFFF
+
+
+def chi_square(values: Tensor, kinds: int) -> float:
+    """In standard deviations off its mean: kinds - 1, standard deviation sqrt(2 (kinds - 1))."""
+    counts = torch.bincount(values.flatten(), minlength=kinds).double()
+    expected = values.numel() / kinds
+    chi = float(((counts - expected) ** 2 / expected).sum())
+    return (chi - (kinds - 1)) / math.sqrt(2 * (kinds - 1))
+
+
+@pytest.mark.parametrize(
+    ("patterns", "low_byte"),
+    [("consecutive", 0), ("random", 0), ("repeated maxima", 0), ("ties", 0), ("random", 5), ("repeated maxima", 5)],
+)
+def test_lots_are_uniform(patterns, low_byte):
+    """8 of the 16 bits at a time; FP16 uses the low 13, whose upper 8 begin at bit 5."""
+    words = {
+        "consecutive": torch.arange(0x3F800000, 0x3F800000 + ROWS * DIM),
+        "random": torch.randint(2**32, (ROWS * DIM,), generator=generator(1)),
+        "repeated maxima": bits_of(repeated_maxima("bf16")),
+        "ties": (torch.arange(2**15) << 16) + 0x8001,  # the dropped half is the same, the kept one differs
+    }[patterns].unique()
+    assert abs(chi_square((lots(words) >> low_byte) & 0xFF, 256)) < Z_BOUND
+    assert abs(chi_square(lots(words) >> 8, 256)) < Z_BOUND
+
+
+def test_lots_are_integers_of_16_bits_and_the_same_again():
+    words = torch.randint(2**32, (1 << 16,), generator=generator(2))
+    assert torch.equal(lots(words), lots(words.clone()))
+    assert lots(words).min() >= 0
+    assert lots(words).max() < 2**16
+
+
+@pytest.mark.parametrize("fmt", FORMATS_16)
+@pytest.mark.parametrize(("maxima", "binades"), [(2, 1), (2, 3), (4, 1)])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_structured_rows_are_rounded_without_bias(fmt, maxima, binades, sign):
+    """Nearest errs to one side beyond 20 standard deviations, drawn rounding by none. f (1 - f): variance of a draw."""
+    x = sign * repeated_maxima(fmt, seed=maxima + binades, maxima=maxima, binades=binades)
+    structured = is_structured(x, fmt).squeeze(-1)
+    assert structured.double().mean() > 0.9
+    x = x[structured]
+    step = spacing(x, fmt)
+    f = (x.double() / step).abs() % 1
+    drawn = (round_unbiased(x, fmt) - x.double()) / step
+    assert abs(sure_mean(drawn, f * (1 - f))) < Z_BOUND
+    nearest = (round_to(x, fmt) - x.double()) / step
+    if (maxima, binades) == (2, 1):
+        assert sign * sure_mean(nearest, f * (1 - f)) > 4 * Z_BOUND
+
+
+@pytest.mark.parametrize("fmt", FORMATS_16)
+def test_a_draw_goes_up_as_often_as_its_fraction_says(fmt):
+    """Not in the mean alone: within each tenth of the fractions."""
+    x = torch.cat([repeated_maxima(fmt, seed, trifle=2e-3) for seed in range(4)])
+    x = x[is_structured(x, fmt).squeeze(-1)]
+    f = (x.double() / spacing(x, fmt)) % 1
+    up = (round_unbiased(x, fmt) > x) | (f == 0)
+    for tenth in range(10):
+        here = (f > tenth / 10) & (f < (tenth + 1) / 10)
+        if here.sum() > 1000:
+            p = f[here]
+            assert abs(sure_mean(up[here] - p, p * (1 - p))) < Z_BOUND
+
+
+@pytest.mark.parametrize("fmt", FORMATS_16)
+@pytest.mark.parametrize("overflow", OVERFLOWS)
+def test_values_of_the_format_stay(fmt, overflow):
+    """All of them: subnormals, zeros of both signs, the largest, infinities; NaN as round_to has it."""
+    codes = torch.arange(-(2**15), 2**15).to(torch.int16).view(FORMATS[fmt].dtype).float()
+    for width in (64, 128):
+        rows = codes.view(-1, width)
+        assert same_bits(round_unbiased(rows, fmt, overflow), round_to(rows, fmt, overflow=overflow))
+        shuffled = codes[torch.randperm(len(codes), generator=generator(3))].view(-1, width)
+        assert same_bits(round_unbiased(shuffled, fmt, overflow), round_to(shuffled, fmt, overflow=overflow))
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    nan = other.isnan()
+    return torch.equal(one.isnan(), nan) and torch.equal(bits_of(one)[~nan], bits_of(other)[~nan])
+
+
+@pytest.mark.parametrize("fmt", FORMATS_16)
+@pytest.mark.parametrize("overflow", OVERFLOWS)
+def test_what_is_not_a_normal_number_is_rounded_to_nearest(fmt, overflow):
+    """In the midst of a structured row, whose other columns are drawn."""
+    target = FORMATS[fmt]
+    odd = torch.tensor([math.nan, math.inf, -math.inf, 0.0, -0.0, target.min_subnormal * 0.6, target.min_normal * 0.99])
+    x = repeated_maxima(fmt)
+    x[:, : len(odd)] = odd
+    x = x[is_structured(x, fmt).squeeze(-1)]
+    assert len(x) > ROWS / 2
+    got = round_unbiased(x, fmt, overflow)
+    assert same_bits(got[:, : len(odd)], round_to(x, fmt, overflow=overflow)[:, : len(odd)])
+    assert not torch.equal(got[:, len(odd) :], round_to(x, fmt, overflow=overflow)[:, len(odd) :])
+
+
+@pytest.mark.parametrize("fmt", FORMATS_16)
+@pytest.mark.parametrize("overflow", OVERFLOWS)
+@pytest.mark.parametrize("share", [1e-6, 0.25, 0.49, 0.51, 0.75])
+def test_a_draw_never_overflows_what_nearest_keeps(fmt, overflow, share):
+    """O / l may pass the largest value by a trifle of FP32; drawn up, it would be infinite in one row of many."""
+    target = FORMATS[fmt]
+    step = float(spacing(torch.tensor([target.max]), fmt))
+    x = repeated_maxima(fmt)
+    x[:, ::2] = min(target.max + share * step, FORMATS["fp32"].max)
+    assert is_structured(x, fmt).any()
+    nearest = round_to(x, fmt, overflow=overflow)
+    assert torch.equal(round_unbiased(x, fmt, overflow).isfinite(), nearest.isfinite())
+
+
+@given(
+    rows=st.lists(st.floats(width=32, allow_nan=True, allow_infinity=True), min_size=16, max_size=16),
+    fmt=st.sampled_from(FORMATS_16),
+    overflow=st.sampled_from(OVERFLOWS),
+    tied=st.booleans(),
+)
+def test_any_row_goes_to_a_neighbour(rows, fmt, overflow, tied):
+    """Values of the format, less than one spacing away, on the same side of zero; finite where nearest is."""
+    x = torch.tensor(rows)
+    if tied:  # halves and a trifle: rows that are drawn
+        x = round_to(x, fmt) + (spacing(x, fmt) * 0.501).float()
+    got, nearest = round_unbiased(x, fmt, overflow), round_to(x, fmt, overflow=overflow)
+    assert torch.equal(got.isfinite(), nearest.isfinite())
+    assert torch.equal(got.isnan(), nearest.isnan())
+    finite = nearest.isfinite() & x.isfinite() & (x.abs() <= FORMATS[fmt].max)
+    assert torch.equal(round_to(got, fmt)[finite], got[finite])
+    assert ((got - x.double()).abs()[finite] < spacing(x, fmt)[finite]).all()
+    assert (got * x.sign() >= 0)[finite].all()
+
+
+@pytest.mark.parametrize("fmt", FORMATS_16)
+@pytest.mark.parametrize("dim", [8, 32, 64, 80, 128])
+def test_random_rows_are_left_to_nearest(fmt, dim):
+    """At most 1 % of them are drawn, and the error grows by at most 2 %."""
+    g = generator(dim)
+    x = torch.randn(20000, dim, generator=g) * torch.rand(20000, 1, generator=g).exp()
+    assert is_structured(x, fmt).double().mean() <= 0.01
+    errors = [float((y - x.double()).norm()) for y in (round_unbiased(x, fmt), round_to(x, fmt))]
+    assert errors[0] <= 1.02 * errors[1]
+
+
+@pytest.mark.parametrize("fmt", FORMATS_16)
+def test_rows_of_one_key_are_left_to_nearest(fmt):
+    """One key has all the weight but a trifle: nearest errs by the trifle, any draw by more."""
+    x = round_to(1 + torch.rand(ROWS, DIM, generator=generator(4)), fmt)
+    assert not is_structured(x, fmt).any()
+    assert not is_structured(x + x.amin() * (1e-4 if fmt == "bf16" else 1e-5), fmt).any()
+
+
+@pytest.mark.parametrize("fmt", FORMATS_16)
+@pytest.mark.parametrize("dim", [1, 2, 7, 8, 12])
+def test_too_few_columns_never_lean(fmt, dim):
+    """3.5 sigma of 12 signs are more than 12."""
+    assert not is_structured(repeated_maxima(fmt)[:, :dim], fmt).any()
+    assert leaning(dim) > dim
+
+
+def test_how_far_signs_must_lean():
+    assert [leaning(columns) for columns in (13, 16, 32, 64)] == [13, 14, 20, 28]
+    assert leaning(COLUMNS) == math.ceil(LEANING * math.sqrt(COLUMNS))
+
+
+@pytest.mark.parametrize("fmt", FORMATS_16)
+def test_the_first_columns_decide(fmt):
+    x = torch.randn(ROWS, 2 * COLUMNS, generator=generator(5))
+    x[:, COLUMNS:] = repeated_maxima(fmt)
+    assert torch.equal(is_structured(x, fmt), is_structured(x[:, :COLUMNS], fmt))
+    assert is_structured(x.flip(-1), fmt).double().mean() > 0.9
+
+
+@pytest.mark.parametrize("fmt", FORMATS_16)
+def test_the_answer_depends_on_the_row_alone(fmt):
+    """Not on the call, the batch round it, or its place in memory."""
+    x = repeated_maxima(fmt)
+    got = round_unbiased(x, fmt)
+    assert torch.equal(got, round_unbiased(x.clone(), fmt))
+    assert torch.equal(got[7:9], round_unbiased(x[7:9], fmt))
+    assert torch.equal(got, round_unbiased(x.T.contiguous().T, fmt))
+    assert torch.equal(got.view(64, 64, DIM), round_unbiased(x.view(64, 64, DIM), fmt))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_other_carriers_are_refused(dtype):
+    with pytest.raises(TypeError, match=str(dtype)):
+        round_unbiased(torch.ones(2, 64, dtype=dtype), "bf16")
+
+
+def test_published_example_bit_for_bit():
+    """arXiv:2510.04212, section 3.2: a sticky bit decides the tie, away from zero."""
+    first, second = torch.tensor(-2.4071154594421387), torch.tensor(-2.296875)
+    assert [int(bits_of(x)) for x in (first, second)] == [0b11000000000110100000111000101110, 0b11000000000100110 << 15]
+    total = first + second
+    assert int(bits_of(total)) == 0b11000000100101101000011100010111
+    assert total.item() == -4.703990459442139
+    rounded = round_to(total, "bf16")
+    assert rounded.item() == -4.71875
+    assert (rounded - total).item() == -0.014759540557861328
+
+
+def binary(text: str) -> float:
+    whole, fraction = text.split(".")
+    return int(whole + fraction, 2) / 2 ** len(fraction)
+
+
+def test_two_large_one_small():
+    """1.0000001 + 1.0000100 is a tie, and goes to even; with 0.0000000001 it goes up instead (kexue.fm/archives/11371).
+
+    A row of such sums goes down as often as up.
+    """
+    large = torch.tensor(binary("1.0000001")) + torch.tensor(binary("1.0000100"))
+    assert large.item() == binary("10.0000101")
+    assert round_to(large, "bf16").item() == binary("10.000010")
+    total = large + binary("0.0000000001")
+    assert total.item() == binary("10.0000101001")
+    assert round_to(total, "bf16").item() == binary("10.000011")
+    same = binary("0.000001")  # one spacing of the sum
+    row = total + same * torch.arange(60 * 64).view(64, 60).fmod(60)  # below 4
+    drawn = round_unbiased(row.float(), "bf16")
+    nearest = round_to(row.float(), "bf16")
+    assert (nearest > row).all()
+    f = torch.tensor(binary("0.1001"), dtype=torch.float64)
+    up = (drawn > row)[0].double()  # rows are alike
+    assert abs(float((up - f).sum() / (60 * f * (1 - f)).sqrt())) < Z_BOUND

@@ -1,0 +1,245 @@
+"""`pasa.watch`: what it counts of patched models, that it changes no bit, and that nothing of it remains."""
+
+from __future__ import annotations
+
+import diffusers
+import pytest
+import torch
+import transformers as hf
+from torch._dynamo.testing import CompileCounter
+from torch.library import opcheck
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import pasa
+from pasa.eval.video.tiny import tiny_unet
+from pasa.ops import library
+from pasa.ops.attention import watch as counting
+from pasa.patching.onlookers import patched_modules
+from tests.inputs import normal_qkv
+
+FIELDS = counting.FIELDS
+QWEN2 = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+QWEN2 |= {"num_key_value_heads": 2, "vocab_size": 97, "max_position_embeddings": 256, "eos_token_id": None}
+IDS = torch.randint(5, 97, (2, 150), generator=torch.Generator().manual_seed(1))
+PADDED = torch.ones_like(IDS).index_fill(1, torch.arange(9), 0)
+LAYERS = ["model.layers.0.self_attn", "model.layers.1.self_attn"]
+
+
+@pytest.fixture
+def qwen2():
+    torch.manual_seed(0)
+    return hf.AutoModelForCausalLM.from_config(hf.Qwen2Config(**QWEN2)).eval()
+
+
+@torch.no_grad()
+def logits(model, **how):
+    return model(IDS, **how).logits
+
+
+class Seen(TorchDispatchMode):
+    """Queries, keys, masks, causality and scales of every attention call."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.pasa.attention.default:
+            self.calls.append((args[0].clone(), args[1].clone(), *args[3:6]))
+        return func(*args, **(kwargs or {}))
+
+
+def counted(calls, walked=0):
+    """What a layer's counters should say after these calls, the first of which comes after `walked` rows."""
+    totals = torch.zeros(len(FIELDS), dtype=torch.int64)
+    for q, k, mask, causal, scale in calls:
+        rows = q.shape[:3].numel()
+        first = counting.first_sample(walked)
+        if first < rows:
+            counting.count(q, k, mask, totals, causal, scale, first)
+        walked += rows
+    return totals.tolist()
+
+
+def numbers(layer):
+    return [getattr(layer, field) for field in FIELDS]
+
+
+@pytest.mark.parametrize("how", [{}, {"attention_mask": PADDED}], ids=["causal", "padded"])
+def test_counts_of_a_model_are_those_of_its_calls(qwen2, how):
+    with pasa.patch_pipeline(qwen2) as handle, pasa.watch(qwen2) as watched, Seen() as seen:
+        logits(qwen2, **how)
+        logits(qwen2, **how)
+    report = watched.report()
+    assert [layer.name for layer in report.layers] == list(handle.report().patched) == LAYERS
+    assert len(seen.calls) == 4
+    for number, layer in enumerate(report.layers):
+        assert numbers(layer) == counted(seen.calls[number::2])
+        assert layer.rows == pytest.approx(2 * 2 * 4 * 150 / 127, abs=2)
+    assert numbers(report.total) == [sum(column) for column in zip(*map(numbers, report.layers), strict=True)]
+
+
+def test_watching_changes_no_bit_and_leaves_nothing(qwen2):
+    with pasa.patch_pipeline(qwen2):
+        expected = logits(qwen2)
+        watched = pasa.watch(qwen2)
+        assert torch.equal(logits(qwen2), expected)
+        found = watched.report()
+        assert found.total.rows > 0
+        watched.unwatch()
+        watched.unwatch()
+        assert torch.equal(logits(qwen2), expected)
+        assert watched.report() == found
+        assert not any(onlookers.looks for _, _, onlookers in patched_modules({"": qwen2}))
+
+
+def test_reset_starts_again(qwen2):
+    with pasa.patch_pipeline(qwen2), pasa.watch(qwen2) as watched:
+        logits(qwen2)
+        once = watched.report()
+        logits(qwen2)
+        assert watched.report() != once
+        watched.reset()
+        assert watched.report().total.rows == watched.report().total.scores == 0
+        logits(qwen2)
+        assert watched.report() == once
+
+
+def test_watches_of_one_model_are_independent(qwen2):
+    with pasa.patch_pipeline(qwen2), pasa.watch(qwen2) as outer:
+        logits(qwen2)
+        with pasa.watch(qwen2) as inner:
+            logits(qwen2)
+        logits(qwen2)
+    with pasa.patch_pipeline(qwen2), pasa.watch(qwen2) as once:
+        logits(qwen2)
+    assert inner.report() == once.report()
+    assert outer.report().total.rows > 2 * once.report().total.rows
+
+
+def test_decoded_tokens_are_sampled_too(qwen2):
+    """A step has 2 x 4 query rows; one in 127 is looked at, so one step in 16."""
+    with pasa.patch_pipeline(qwen2), pasa.watch(qwen2) as watched:
+        qwen2.generate(IDS[:, :10], attention_mask=torch.ones(2, 10), max_new_tokens=64, do_sample=False)
+    rows = 2 * 4 * (10 + 63)
+    expected = len(range(63, rows, 127))
+    assert [layer.rows for layer in watched.report().layers] == [expected, expected]
+
+
+def test_an_overflowing_model_shows_where(qwen2):
+    """The second layer's queries and keys get a bias of 128 in every dimension: q.k near 16 x 128^2."""
+    with torch.no_grad():
+        for linear in (qwen2.model.layers[1].self_attn.q_proj, qwen2.model.layers[1].self_attn.k_proj):
+            linear.bias.fill_(128.0)
+    with pasa.patch_pipeline(qwen2), pasa.watch(qwen2) as watched:
+        logits(qwen2)
+    first, second = watched.report().layers
+    assert first.saturated == 0
+    assert second.saturated > second.scores / 2
+
+
+def test_diffusers_layers_have_the_names_of_the_report():
+    torch.manual_seed(0)
+    unet = tiny_unet()
+    inputs = torch.randn(1, 3, 8, 16, 16), torch.tensor([3.0]), torch.randn(1, 1, 32), torch.tensor([[6.0, 127, 0.02]])
+    with torch.no_grad(), pasa.patch_pipeline(unet) as handle:
+        expected = unet(*inputs).sample
+        with pasa.watch(unet) as watched, Seen() as seen:
+            assert torch.equal(unet(*inputs).sample, expected)
+    report = watched.report()
+    assert [layer.name for layer in report.layers] == list(handle.report().patched)
+    assert sorted(map(numbers, report.layers)) == sorted(counted([call]) for call in seen.calls)
+    assert report.total.rows > 10
+
+
+def test_dispatched_layers_are_told_apart():
+    """One attention function is registered for each module, or all calls would count for all layers."""
+    torch.manual_seed(0)
+    model = diffusers.FluxTransformer2DModel(
+        in_channels=4, num_layers=1, num_single_layers=2, attention_head_dim=16, num_attention_heads=2,
+        joint_attention_dim=32, pooled_projection_dim=32, axes_dims_rope=(4, 4, 8),
+    ).eval()  # fmt: skip
+    draw = torch.Generator().manual_seed(1)
+    inputs = {
+        "hidden_states": torch.randn(1, 64, 4, generator=draw),
+        "encoder_hidden_states": torch.randn(1, 9, 32, generator=draw),
+        "pooled_projections": torch.randn(1, 32, generator=draw), "timestep": torch.tensor([0.5]),
+        "img_ids": torch.zeros(64, 3), "txt_ids": torch.zeros(9, 3),
+    }  # fmt: skip
+    with torch.no_grad(), pasa.patch_pipeline(model), pasa.watch(model) as watched, Seen() as seen:
+        model(**inputs)
+    report = watched.report()
+    assert [layer.rows for layer in report.layers] == [1, 1, 1]
+    assert [numbers(layer) for layer in report.layers] == [counted([call]) for call in seen.calls]
+
+
+def test_what_is_not_patched_is_refused_by_name(qwen2):
+    with pytest.raises(ValueError, match="no module of Qwen2ForCausalLM is patched"):
+        pasa.watch(qwen2)
+    with pytest.raises(TypeError, match="got str"):
+        pasa.watch("qwen2")
+    with pasa.patch_pipeline(qwen2):
+        pass
+    with pytest.raises(ValueError, match="no module of Qwen2ForCausalLM is patched"):
+        pasa.watch(qwen2)
+
+
+def test_the_report_says_what_it_counted(qwen2):
+    with pasa.patch_pipeline(qwen2), pasa.watch(qwen2) as watched:
+        logits(qwen2)
+    report = watched.report()
+    lines = str(report).splitlines()
+    assert lines[0].startswith("2 layers, of every 127th query row")
+    assert lines[1].split() == ["layer", *FIELDS]
+    assert [line.split()[0] for line in lines[2:]] == [*LAYERS, "total"]
+    assert lines[2].split()[1:] == [str(number) for number in numbers(report.layers[0])]
+    assert report.as_dict()["total"]["rows"] == report.total.rows
+
+
+def test_no_value_is_read_in_the_forward_pass():
+    """A dispatch mode does not see into an operator, so its function is called."""
+
+    class NoReading(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            assert func is not torch.ops.aten._local_scalar_dense.default
+            return func(*args, **(kwargs or {}))
+
+    q, k, _ = normal_qkv((4, 2), (150, 150), 16)
+    totals, walked = torch.zeros(5, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    with NoReading():
+        library.watch_scores._init_fn(q, k, None, totals, walked, True, 0.25)
+    assert totals[0] > 0
+    assert walked.item() == 600
+
+
+def test_a_compiled_model_counts_what_an_eager_one_does(qwen2):
+    with pasa.patch_pipeline(qwen2):
+        with pasa.watch(qwen2) as eager:
+            logits(qwen2)
+            logits(qwen2)
+        counter = CompileCounter()
+        forward = torch.compile(qwen2, fullgraph=True, backend=counter)
+        with torch.no_grad():
+            forward(IDS)
+        before = counter.frame_count
+        with pasa.watch(qwen2) as watched, torch.no_grad():
+            forward(IDS)
+            once = counter.frame_count
+            forward(IDS)
+        assert counter.frame_count == once > before
+        assert watched.report() == eager.report()
+    torch._dynamo.reset()
+
+
+def test_operator_passes_opcheck():
+    q, k, _ = normal_qkv((4, 2), (150, 70), 16)
+    totals, walked = torch.zeros(5, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    opcheck(torch.ops.pasa.watch_scores.default, (q, k, None, totals, walked, False, 0.25))
+    opcheck(torch.ops.pasa.watch_scores.default, (q, k, torch.ones(150, 70).bool(), totals, walked, True, 0.25))
+
+
+def test_gradients_of_a_model_do_not_mind(qwen2):
+    """Queries that want a gradient: counting takes no part in it."""
+    with pasa.patch_pipeline(qwen2), pasa.watch(qwen2) as watched:
+        qwen2(IDS)
+    assert watched.report().total.rows > 0
