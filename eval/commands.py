@@ -210,6 +210,30 @@ def video(
     raise typer.Exit(0 if result["gate"]["passed"] else 1)
 
 
+@bench.command()
+def ring(
+    json: Json = None,
+    output_dir: Annotated[Path | None, typer.Option(file_okay=False, help="Write JSON and Markdown there.")] = None,
+    tokens: Annotated[int, typer.Option(parser=integer, metavar="N", help="Of the whole sequence.")] = 131072,
+    heads: Annotated[str, typer.Option(help="Query and key heads, between a comma.")] = "28,4",
+    rounds: Annotated[int, typer.Option(parser=integer, metavar="N", help="Rounds that are counted.")] = 5,
+) -> None:
+    """Causal attention of several devices beside one, under torchrun; exit 1 if it errs more than one device does."""
+    from pasa.eval.ring import report, run
+
+    counts = integers(heads)
+    if len(counts) != 2 or min(*counts, rounds) < 1:
+        raise ValueError(f"--heads {heads!r} --rounds {rounds}: two numbers of heads, and a round, are the least")
+    with output.progress_bar("bench ring") as progress:
+        result = run.run_ring(tokens, (counts[0], counts[1]), rounds, progress)
+    if result is None:
+        return
+    deliver(result, json, report.render)
+    if output_dir is not None:
+        report.save(result, output_dir)
+    raise typer.Exit(0 if result["gate"]["passed"] else 1)
+
+
 @bench.command("npu-model")
 def npu_model(
     json: Json = None,

@@ -15,6 +15,9 @@ from pasa.attention import attention, attention_varlen, backends
 
 if TYPE_CHECKING:
     from pasa.config import PasaConfig as PasaConfig
+    from pasa.context_parallel import gather_sequence as gather_sequence
+    from pasa.context_parallel import ring_attention as ring_attention
+    from pasa.context_parallel import shard_sequence as shard_sequence
     from pasa.diagnostics import record_diagnostics as record_diagnostics
     from pasa.ops.attention.golden import golden_attention as golden_attention
     from pasa.ops.numerics.shifting import optimal_beta as optimal_beta
@@ -27,6 +30,9 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "PasaConfig": "pasa.config",
+    "gather_sequence": "pasa.context_parallel",
+    "ring_attention": "pasa.context_parallel",
+    "shard_sequence": "pasa.context_parallel",
     "record_diagnostics": "pasa.diagnostics",
     "golden_attention": "pasa.ops.attention.golden",
     "optimal_beta": "pasa.ops.numerics.shifting",

@@ -88,8 +88,9 @@ def test_inner_order(source):
     forbidden = {
         "pasa.ops.numerics": ("pasa.ops.attention", "pasa.ops.shift_keys", "pasa.ops.registry", "pasa.ops.library"),
         "pasa.ops.shift_keys": ("pasa.ops.attention", "pasa.ops.registry", "pasa.ops.library"),
-        "pasa.ops.attention": ("pasa.ops.registry", "pasa.ops.library"),
-        "pasa.ops.registry": ("pasa.ops.library",),
+        "pasa.ops.attention": ("pasa.ops.registry", "pasa.ops.library", "pasa.ops.ring"),
+        "pasa.ops.registry": ("pasa.ops.library", "pasa.ops.ring"),
+        "pasa.ops.library": ("pasa.ops.ring",),
         "pasa.attention": ("pasa.patching",),
     }
     for floor, above in forbidden.items():

@@ -64,16 +64,27 @@ def shift_exact(k: Tensor, unit: float) -> ShiftedBlock:
         Power of two, at most 1.
     """
     mean = k.mean(-2, keepdim=True)
-    exponent = torch.frexp(k.abs().amax(-2, keepdim=True)).exponent - 1  # largest |k| in [2^e, 2^(e+1))
-    grid = torch.exp2((exponent - FP16.mantissa_bits).float()).clamp(min=FP16.min_subnormal)
-    anchor = torch.round(mean / grid) * grid
-    # The sum tells what FP32 lost in the difference: 2^-24 - 60000 is -60000 there, an FP16 number.
-    exact = _is_fp16(k - anchor) & ((k - anchor) + anchor == k)
-    anchor = torch.where(exact.all(-2, keepdim=True), anchor, 0.0)
+    anchor = anchor_near(mean, k.abs().amax(-2, keepdim=True))
+    anchor = torch.where(shifts_exactly(k, anchor).all(-2, keepdim=True), anchor, 0.0)
     shifted = k - anchor
     fits = _is_fp16(shifted * unit).all(-1, keepdim=True).all(-2, keepdim=True)
     units = torch.where(fits, k.new_tensor(unit), k.new_tensor(1.0))  # two scalars would take the default dtype
     return ShiftedBlock(shifted * units, anchor, round_to(mean - anchor, FP16, overflow="saturate"), units)
+
+
+def anchor_near(mean: Tensor, largest: Tensor) -> Tensor:
+    """Means of columns on the grid that FP16 has at the largest |k| of each; FP16 numbers, in FP32."""
+    exponent = torch.frexp(largest).exponent - 1  # largest |k| in [2^e, 2^(e+1))
+    grid = torch.exp2((exponent - FP16.mantissa_bits).float()).clamp(min=FP16.min_subnormal)
+    return torch.round(mean / grid) * grid
+
+
+def shifts_exactly(k: Tensor, anchor: Tensor) -> Tensor:
+    """Where k - anchor is an FP16 number and loses nothing, for FP32 tensors with finite FP16 values.
+
+    The sum tells what FP32 lost in the difference: 2^-24 - 60000 is -60000 there, an FP16 number.
+    """
+    return _is_fp16(k - anchor) & ((k - anchor) + anchor == k)
 
 
 def _is_fp16(x: Tensor) -> Tensor:

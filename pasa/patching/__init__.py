@@ -10,6 +10,8 @@ import torch
 from pasa.patching.handle import PatchHandle, PatchReport
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from pasa import PasaConfig
 
 __all__ = ["PatchHandle", "PatchReport", "Policy", "patch_pipeline"]
@@ -23,6 +25,7 @@ def patch_pipeline(
     policy: Policy = "all",
     config: PasaConfig | None = None,
     backend: str | None = None,
+    context_parallel: ProcessGroup | None = None,
 ) -> PatchHandle:
     """Make a model's attention run on :func:`pasa.attention`.
 
@@ -41,6 +44,10 @@ def patch_pipeline(
         Numerics, handed to :func:`pasa.attention` as is.
     backend : str, optional
         Name of a backend, handed to :func:`pasa.attention` as is.
+    context_parallel : ProcessGroup, optional
+        For a transformers model: its ranks share one prompt. Each calls the model with its part of the tokens and of
+        the positions (:func:`pasa.shard_sequence`), and attention is :func:`pasa.ring_attention`. Prompts are read, not
+        continued; padding and sliding windows are refused.
 
     Returns
     -------
@@ -57,9 +64,9 @@ def patch_pipeline(
     Raises
     ------
     NotImplementedError
-        ``policy="auto"``; a transformers module that needs what PASA has not (soft-capped scores, attention sinks, a
-        position bias), named; a diffusers model none of whose processors PASA can stand in for, named with the
-        processor; a model none of whose attention can be reached.
+        ``policy="auto"``; ``context_parallel`` for a diffusers model; a transformers module that needs what PASA has
+        not (soft-capped scores, attention sinks, a position bias), named; a diffusers model none of whose processors
+        PASA can stand in for, named with the processor; a model none of whose attention can be reached.
     ValueError
         Some of the modules are already patched with other settings; an unknown policy name.
     TypeError
@@ -67,6 +74,8 @@ def patch_pipeline(
     """
     _check_policy(policy)
     if _is_diffusers(model_or_pipeline):
+        if context_parallel is not None:
+            raise NotImplementedError("patch_pipeline: context_parallel is not supported for diffusers models")
         from pasa.patching import diffusers
 
         return diffusers.patch(model_or_pipeline, policy=policy, config=config, backend=backend)
@@ -78,7 +87,7 @@ def patch_pipeline(
         )
     from pasa.patching import transformers  # imports the library: only when there is a model to patch
 
-    return transformers.patch(root, policy=policy, config=config, backend=backend)
+    return transformers.patch(root, policy=policy, config=config, backend=backend, context_parallel=context_parallel)
 
 
 def components_of(model_or_pipeline: object) -> Mapping[str, torch.nn.Module]:

@@ -11,7 +11,7 @@ import re
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from transformers import AttentionInterface, PreTrainedModel
@@ -20,8 +20,11 @@ from transformers.masking_utils import AttentionMaskInterface
 from pasa.patching.handle import PatchHandle, PatchReport
 from pasa.patching.onlookers import BINDING
 from pasa.patching.transformers_attention import REFUSALS, Binding, forward_names, make_interface, make_mask
+from pasa.patching.transformers_ring import attend_shard, check_mask
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from pasa import PasaConfig
     from pasa.patching import Policy
 
@@ -31,25 +34,40 @@ NAMES = {"sdpa": "pasa", "eager": "pasa+eager"}
 OTHER = "pasa+other"
 """Registered over any other original; it can be patched as a whole, not module by module (masks of another form)."""
 
-_OURS = frozenset({*NAMES.values(), OTHER})
+RING = "pasa+ring"
+"""Registered over any original where a process group shares the sequence; patched as a whole too."""
+
+_OURS = frozenset({*NAMES.values(), OTHER, RING})
 _LIVE: weakref.WeakSet[_Patch] = weakref.WeakSet()
+
+
+class Settings(NamedTuple):
+    """What a patch was asked for."""
+
+    config: PasaConfig | None
+    backend: str | None
+    context_parallel: ProcessGroup | None
 
 
 @dataclass(eq=False)
 class _Patch:
     """What one handle changed; alive as long as the patched modules are, which hold the handle that holds it."""
 
-    settings: tuple[PasaConfig | None, str | None]
+    settings: Settings
     modules: dict[str, torch.nn.Module]
     originals: list[tuple[Any, str]]  # (transformers config, name of its attention before PASA)
     hooks: list[torch.utils.hooks.RemovableHandle] = field(default_factory=list)
 
+    def name(self, original: str) -> str:
+        """What is registered over `original`."""
+        return RING if self.settings.context_parallel is not None else NAMES.get(original, OTHER)
+
     def apply(self) -> None:
         """Register the names and point the configs at them; harmless when repeated."""
         for config, original in self.originals:
-            name = NAMES.get(original, OTHER)
-            AttentionInterface.register(name, make_interface(original))
-            AttentionMaskInterface.register(name, make_mask)
+            name = self.name(original)
+            AttentionInterface.register(name, attend_shard if name == RING else make_interface(original))
+            AttentionMaskInterface.register(name, check_mask if name == RING else make_mask)
             config._attn_implementation_internal = name  # the property would also set all sub-configs
 
     def undo(self) -> None:
@@ -62,26 +80,34 @@ class _Patch:
         for config, original in self.originals:
             if config._attn_implementation in _OURS and _recorded_original(config) is None:
                 config._attn_implementation_internal = original
-        used = {NAMES.get(original, OTHER) for patch in _LIVE for _, original in patch.originals}
+        used = {patch.name(original) for patch in _LIVE for _, original in patch.originals}
         for name in _OURS - used:
             AttentionInterface._global_mapping.pop(name, None)  # the class offers no way to unregister
             AttentionMaskInterface._global_mapping.pop(name, None)
 
 
-def patch(root: torch.nn.Module, *, policy: Policy, config: PasaConfig | None, backend: str | None) -> PatchHandle:
+def patch(
+    root: torch.nn.Module,
+    *,
+    policy: Policy,
+    config: PasaConfig | None,
+    backend: str | None,
+    context_parallel: ProcessGroup | None = None,
+) -> PatchHandle:
     """Patch every attention module below `root` that `policy` selects; see :func:`pasa.patch_pipeline`."""
     owners, selected, skipped = select(root, policy)
-    found = _handle_in_force(selected, (config, backend))
+    settings = Settings(config, backend, context_parallel)
+    found = _handle_in_force(selected, settings)
     if found is not None:
         return found
     originals = _original_attention(selected.values())
-    _check_delegation(root, selected, originals)
+    record = _Patch(settings, selected, originals)
+    _check_delegation(root, record)
 
-    record = _Patch((config, backend), selected, originals)
     report = PatchReport(f"transformers: {type(root).__name__}", tuple(selected), tuple(skipped))
     handle = PatchHandle(report, record.undo)
     for module in selected.values():
-        setattr(module, BINDING, Binding(config, backend, handle))
+        setattr(module, BINDING, Binding(config, backend, handle, context_parallel))
     chosen = set(selected.values())
     for owner in owners:
         if not chosen.isdisjoint(owner.modules()):
@@ -166,9 +192,7 @@ def _refuse_module(name: str, module: torch.nn.Module) -> None:
             )
 
 
-def _handle_in_force(
-    selected: dict[str, torch.nn.Module], settings: tuple[PasaConfig | None, str | None]
-) -> PatchHandle | None:
+def _handle_in_force(selected: dict[str, torch.nn.Module], settings: Settings) -> PatchHandle | None:
     """Return the handle that already patches exactly these modules this way; None where none is patched.
 
     Raises
@@ -185,7 +209,8 @@ def _handle_in_force(
             binding: Binding = next(iter(modules)).__dict__[BINDING]
             return binding.handle
         raise ValueError(
-            f"patch_pipeline: already patched with config={record.settings[0]!r}, backend={record.settings[1]!r} "
+            f"patch_pipeline: already patched with config={record.settings.config!r}, "
+            f"backend={record.settings.backend!r}, context_parallel={record.settings.context_parallel!r} "
             f"on {len(record.modules)} modules; call unpatch() on that handle first"
         )
     stray = [name for name, module in selected.items() if BINDING in module.__dict__]
@@ -216,16 +241,23 @@ def _recorded_original(config: Any) -> str | None:
     return None
 
 
-def _check_delegation(
-    root: torch.nn.Module, selected: dict[str, torch.nn.Module], originals: list[tuple[Any, str]]
-) -> None:
-    """Refuse to leave modules out where their own attention wants masks of another form than PASA's."""
-    foreign = {id(config): original for config, original in originals if original not in NAMES}
+def _check_delegation(root: torch.nn.Module, record: _Patch) -> None:
+    """Refuse to leave modules out where their own attention wants masks of another form than the patch's, and to share
+    a config with a patch of another name."""
+    foreign = {id(config): original for config, original in record.originals if record.name(original) in (OTHER, RING)}
+    for other in _LIVE:
+        for config, original in other.originals:
+            if any(config is mine for mine, _ in record.originals) and other.name(original) != record.name(original):
+                raise ValueError(
+                    f"patch_pipeline: {type(config).__name__} is shared with a model patched with context_parallel="
+                    f"{other.settings.context_parallel!r}; call unpatch() on that handle first"
+                )
     for name, module in root.named_modules():
-        if name not in selected and _uses_interface(module) and id(module.config) in foreign:
+        if name not in record.modules and _uses_interface(module) and id(module.config) in foreign:
+            advice = "" if record.settings.context_parallel else " or call set_attn_implementation('sdpa') first"
             raise NotImplementedError(
                 f"patch_pipeline: {name} would keep {foreign[id(module.config)]!r}, which cannot share masks with "
-                "PASA; select every module or call set_attn_implementation('sdpa') first"
+                f"PASA; select every module{advice}"
             )
 
 

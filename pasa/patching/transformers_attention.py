@@ -21,6 +21,8 @@ import pasa
 from pasa.patching.onlookers import BINDING, Onlookers
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from pasa import PasaConfig
     from pasa.patching.handle import PatchHandle
 
@@ -67,6 +69,7 @@ class Binding:
     config: PasaConfig | None
     backend: str | None
     handle: PatchHandle
+    context_parallel: ProcessGroup | None = None
     onlookers: Onlookers = field(default_factory=Onlookers)
 
 

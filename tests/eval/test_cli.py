@@ -122,6 +122,8 @@ def test_other_experiments_are_stored_whole(tmp_path: Path, option: str, stem: s
         (["bench", "speed"], "CUDA"),
         (["bench", "speed", "--case", "nonsense"], "nonsense"),
         (["bench", "video"], "CUDA"),
+        (["bench", "ring"], "torchrun"),
+        (["bench", "ring", "--heads", "28"], "'28'"),
         (["bench", "rmse", "--json", "."], "'.' is a folder"),
         (["bench", "rmse", "--output-dir", __file__], "test_cli.py' is a file"),
         (["diagnose", "--offset", "nan"], "offset=nan"),

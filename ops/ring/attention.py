@@ -1,0 +1,123 @@
+"""Ring attention: every rank keeps its queries, while keys and values pass by.
+
+Each step is one call of the attention operator, on the keys of one rank, and takes no time for keys that no query
+sees. The keys of the next step travel meanwhile. For gradients keys and values go round once more, with their own
+gradients behind them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from pasa.ops import library
+from pasa.ops.attention.inputs import to_fp16
+from pasa.ops.ring.group import Ring
+from pasa.ops.ring.layout import ALL, Part, visible_part
+from pasa.ops.ring.merge import Merge, common_anchor
+
+
+@dataclass(frozen=True)
+class RingCall:
+    """What a call is told beside its tensors.
+
+    Attributes
+    ----------
+    ring : Ring
+    lengths : tuple of int
+        Keys of every rank.
+    early : tuple of int, optional
+        Under a causal mask, how many of them are of the early chunk (layout.py).
+    scale : float
+    arithmetic : tuple
+        `AttentionOptions.arguments`.
+    backend : str, optional
+    """
+
+    ring: Ring
+    lengths: tuple[int, ...]
+    early: tuple[int, ...] | None
+    scale: float
+    arithmetic: tuple[Any, ...]
+    backend: str | None
+
+    def part(self, source: int) -> Part:
+        """What this rank's queries see of the keys of `source`."""
+        return Part(ALL, ALL, False) if self.early is None else visible_part(self.ring.rank, source, self.early)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
+        """Output and LSE of one step."""
+        arguments = (None, is_causal, self.scale, *self.arithmetic, False, self.backend)
+        out, lse, _ = library.call(library.attention, q, k, v, *arguments)
+        return out, lse
+
+
+def ring_attention(q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention of this rank's queries over the keys of all ranks.
+
+    Parameters
+    ----------
+    q : Tensor (B, Hq, Sq, D)
+    k, v : Tensor (B, Hkv, Skv, D)
+        What this rank holds; FP16, or BF16 and FP32 that fit into it.
+    call : RingCall
+
+    Returns
+    -------
+    out : Tensor (B, Hq, Sq, D), dtype of q
+    lse : Tensor (B, Hq, Sq), FP32
+        Of the scores less scale * q.anchor.
+    anchor : Tensor (B, Hkv, 1, D), FP16
+        See merge.py.
+    """
+    found: tuple[Tensor, Tensor, Tensor] = _RingAttention.apply(q, k, v, call)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> tuple[Tensor, Tensor, Tensor]:
+        half, keys, values = to_fp16(q, "q"), to_fp16(k, "k"), to_fp16(v, "v")
+        anchor = common_anchor(keys, sum(call.lengths), call.ring)
+        held = torch.stack((keys - anchor, values))
+        merge = Merge(half)
+        for source, (shifted, passing) in call.ring.rotate(held, call.lengths):
+            rows, seen, is_causal = call.part(source)
+            found = call.attend(half[:, :, rows], shifted[:, :, seen], passing[:, :, seen], is_causal)
+            merge.add(rows, *found)
+        mean, lse = merge.finish()
+        if any(ctx.needs_input_grad):
+            ctx.save_for_backward(half, held, mean, lse)
+            ctx.call, ctx.dtype = call, q.dtype
+        ctx.mark_non_differentiable(anchor)
+        return mean.to(q.dtype, copy=True), lse, anchor
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor, _: None) -> tuple[Tensor | None, ...]:
+        """A chunk of weight w = exp(LSE_j - LSE) has w grad_out for its output, w (grad_out.(o_j - o) + grad_lse)
+        for its LSE. The mean o in FP32, of the very o_j, makes the second ones sum to grad_lse: a bias that keys
+        share, to which they multiply, cancels."""
+        half, held, mean, lse = ctx.saved_tensors
+        call: RingCall = ctx.call
+        grad = grad_out.float()
+        slope = grad_lse - (grad * mean).sum(-1)
+        dq = torch.zeros_like(grad)
+        behind = torch.zeros_like(held, dtype=torch.float32)  # gradients of the keys and values that are here
+        for source, passing in call.ring.rotate(held, call.lengths):
+            rows, seen, is_causal = call.part(source)
+            leaves = [x.float().requires_grad_() for x in (half[:, :, rows], *passing[:, :, :, seen])]
+            with torch.enable_grad():
+                out, part_lse = call.attend(leaves[0], leaves[1], leaves[2], is_causal)
+            weight = torch.exp(part_lse.detach() - lse[:, :, rows])
+            of_lse = weight * ((grad[:, :, rows] * out.detach()).sum(-1) + slope[:, :, rows])
+            of_out = weight.unsqueeze(-1) * grad[:, :, rows]
+            gradients = torch.autograd.grad((out, part_lse), leaves, (of_out, of_lse))
+            dq[:, :, rows] += gradients[0]
+            behind[:, :, :, seen] += torch.stack(gradients[1:])
+            behind = call.ring.hand_on(behind, call.lengths[(source - 1) % call.ring.size])
+        return dq.to(ctx.dtype), behind[0].to(ctx.dtype), behind[1].to(ctx.dtype), None

@@ -1,0 +1,60 @@
+"""Which tokens a rank holds, and what its queries see of another rank's keys.
+
+A sequence is cut into two chunks for each of n ranks; rank r holds chunks r and 2n - 1 - r, one early and one late
+(zig-zag), so that under a causal mask every rank has the same work in every step. Whatever the two ranks are, what
+queries see of keys is then one rectangle, or one triangle:
+
+    own keys            all queries, causal: the two chunks lie in order, and so does what they see
+    keys of rank s < r  all queries see chunk s, none sees chunk 2n - 1 - s
+    keys of rank s > r  chunk r sees nothing, chunk 2n - 1 - r sees both chunks
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+ALL = slice(None)
+
+
+class Part(NamedTuple):
+    """The queries and keys of one step, as slices of what the two ranks hold."""
+
+    rows: slice
+    keys: slice
+    is_causal: bool
+
+
+def chunk_edges(total: int, ranks: int) -> list[int]:
+    """Where the 2 * ranks chunks of a sequence begin and end; lengths differ by one at most, longer ones come first.
+
+    Raises
+    ------
+    ValueError
+        If there are fewer tokens than chunks.
+    """
+    size, longer = divmod(total, 2 * ranks)
+    if not size:
+        raise ValueError(f"a sequence of {total} tokens is too short for {ranks} ranks: each holds two chunks of it")
+    return [i * size + min(i, longer) for i in range(2 * ranks + 1)]
+
+
+def chunks_of(rank: int, total: int, ranks: int) -> tuple[slice, slice]:
+    """The two chunks that a rank holds, as slices of the sequence."""
+    edges = chunk_edges(total, ranks)
+    early, late = rank, 2 * ranks - 1 - rank
+    return slice(edges[early], edges[early + 1]), slice(edges[late], edges[late + 1])
+
+
+def lengths(total: int, ranks: int) -> tuple[tuple[int, int], ...]:
+    """Lengths of the early and the late chunk of every rank."""
+    found = (chunks_of(rank, total, ranks) for rank in range(ranks))
+    return tuple((early.stop - early.start, late.stop - late.start) for early, late in found)
+
+
+def visible_part(rank: int, source: int, early: tuple[int, ...]) -> Part:
+    """What the queries of `rank` see of the keys of `source` under a causal mask; `early`: lengths of early chunks."""
+    if source == rank:
+        return Part(ALL, ALL, True)
+    if source < rank:
+        return Part(ALL, slice(0, early[source]), False)
+    return Part(slice(early[rank], None), ALL, False)

@@ -1,0 +1,234 @@
+"""A sequence that several devices share: `ring_attention`, and how the sequence is cut and put together again."""
+
+from __future__ import annotations
+
+import zlib
+from typing import TYPE_CHECKING, Literal, overload
+
+import torch
+from torch import Tensor
+
+from pasa import diagnostics
+from pasa.attention import _check_shapes, _check_switches, _check_tensors, _checked_config, _checked_scale, _heads_last
+from pasa.config import PasaConfig
+from pasa.ops.attention.inputs import to_fp16
+from pasa.ops.ring import layout
+from pasa.ops.ring.attention import RingCall
+from pasa.ops.ring.attention import ring_attention as attend
+from pasa.ops.ring.group import Ring
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+FACTS = ("accepted", "batch", "query heads", "key heads", "head dim", "switches")  # alike on every rank
+SWITCHES = "dtype, is_causal, scale, config or backend"
+
+
+def shard_sequence(x: Tensor, dim: int, *, group: ProcessGroup | None = None) -> Tensor:
+    """The tokens that this rank holds: of 2n chunks the early one r and the late one 2n - 1 - r, joined (zig-zag).
+
+    Under a causal mask every rank has the same work then. Cut position ids like the tokens.
+
+    Parameters
+    ----------
+    x : Tensor
+        The whole sequence, alike on every rank.
+    dim : int
+        Dimension of the tokens. Any length from 2n on: chunks differ by one token at most.
+    group : ProcessGroup, optional
+        Of n ranks; the default group when None.
+
+    Raises
+    ------
+    ValueError
+        For a sequence of fewer than 2n tokens; without a process group.
+
+    Examples
+    --------
+    >>> pasa.shard_sequence(torch.arange(8), 0)  # rank 0 of 2  # doctest: +SKIP
+    tensor([0, 1, 6, 7])
+    """
+    ring = Ring(group)
+    chunks = layout.chunks_of(ring.rank, x.shape[dim], ring.size)
+    return torch.cat([x.narrow(dim, chunk.start, chunk.stop - chunk.start) for chunk in chunks], dim)
+
+
+def gather_sequence(x: Tensor, dim: int, *, group: ProcessGroup | None = None) -> Tensor:
+    """The whole sequence, on every rank, of what `shard_sequence` made of it.
+
+    Parameters
+    ----------
+    x : Tensor
+        Tokens of this rank; other dimensions are alike on every rank.
+    dim, group
+        As for `shard_sequence`.
+
+    Raises
+    ------
+    NotImplementedError
+        For a tensor that needs a gradient: form the loss on the shards.
+    ValueError
+        If lengths are not those of `shard_sequence`.
+    """
+    if torch.is_grad_enabled() and x.requires_grad:
+        raise NotImplementedError("gather_sequence has no gradient: form the loss on the shards, or detach them")
+    ring = Ring(group)
+    held = [length for (length,) in ring.tell([x.shape[dim]], x.device)]
+    lengths = _zigzag_lengths(held)
+    x = x.movedim(dim, 0)
+    longest = x.new_zeros((max(held), *x.shape[1:]))
+    longest[: x.shape[0]] = x
+    shards = ring.gather(longest)
+    early = [shard[:first] for shard, (first, _) in zip(shards, lengths, strict=True)]
+    late = [shard[first : first + second] for shard, (first, second) in zip(shards, lengths, strict=True)]
+    return torch.cat([*early, *reversed(late)]).movedim(0, dim)
+
+
+@overload
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: ProcessGroup | None = ...,
+    is_causal: bool = ...,
+    scale: float | None = ...,
+    tensor_layout: str = ...,
+    return_lse: Literal[False] = ...,
+    config: PasaConfig | None = ...,
+    backend: str | None = ...,
+) -> Tensor: ...
+@overload
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: ProcessGroup | None = ...,
+    is_causal: bool = ...,
+    scale: float | None = ...,
+    tensor_layout: str = ...,
+    return_lse: Literal[True],
+    config: PasaConfig | None = ...,
+    backend: str | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: ProcessGroup | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    tensor_layout: str = "HND",
+    return_lse: bool = False,
+    config: PasaConfig | None = None,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention over a sequence that the ranks of a process group share (ring attention, context parallelism).
+
+    A collective call: every rank makes it, with its part of the sequence, and if gradients are wanted every rank goes
+    backward. Keys and values go from rank to rank, by n - 1 sends that overlap with computation; a rank never holds
+    more than two ranks' keys.
+
+    Parameters
+    ----------
+    q : Tensor (B, Hq, Sq, D)
+    k, v : Tensor (B, Hkv, Skv, D)
+        Tokens of this rank; as for `attention`. Without a causal mask lengths are free, and may differ by rank.
+    group : ProcessGroup, optional
+        gloo for CPUs, NCCL for GPUs, HCCL for NPUs; the default group when None.
+    is_causal : bool
+        The tokens of q, k and v are the same, those that `shard_sequence` gives this rank.
+    scale, tensor_layout, return_lse, backend
+        As for `attention`.
+    config : PasaConfig, optional
+        With recovery="exact" and softmax="safe".
+
+    Returns
+    -------
+    out : Tensor
+        As from `attention`, of this rank's queries.
+    lse : Tensor (B, Hq, Sq), FP32, only with ``return_lse=True``
+
+    Raises
+    ------
+    ValueError, TypeError
+        As for `attention`; without a process group; on every rank, if ranks differ in a size or switch, lengths are
+        not those of `shard_sequence`, or one of them has refused its arguments.
+    NotImplementedError
+        For another arithmetic, and while diagnostics are recorded.
+
+    Notes
+    -----
+    The outputs of n calls are joined in FP32. Each was rounded to FP16, so the error is at most the largest of theirs
+    plus one rounding. A bias that all keys share costs no digit; pasa/ops/ring/merge.py says why.
+    """
+    ring = Ring(group)
+    heads_last = _heads_last(tensor_layout)
+    try:
+        _check_switches(is_causal, backend)
+        _check_tensors(q, k, v, rank=4)
+        if heads_last:
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        _check_shapes(q, k, v)
+        scale = _checked_scale(scale, q.shape[-1])
+        config = _checked_arithmetic(config)
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            to_fp16(x.detach(), name)  # all ranks must know before one of them is left waiting
+    except (ValueError, TypeError, NotImplementedError):
+        if isinstance(q, Tensor):
+            ring.tell([0] * (len(FACTS) + 2), q.device)
+        raise
+    switches = zlib.crc32(repr((q.dtype, is_causal, scale, config, backend)).encode())
+    facts = (1, q.shape[0], q.shape[1], k.shape[1], q.shape[3], switches, q.shape[2], k.shape[2])
+    lengths = _agreed_lengths(ring.tell(facts, q.device))
+    early = None
+    if is_causal:
+        early = tuple(first for first, _ in _zigzag_lengths([_square(*both) for both in lengths]))
+    call = RingCall(ring, tuple(keys for _, keys in lengths), early, scale, config.arguments, backend)
+    out, lse, anchor = attend(q, k, v, call)
+    if return_lse:
+        rows = q.half().unflatten(1, (k.shape[1], -1)).float()
+        lse = lse + (rows * anchor.unsqueeze(2)).sum(-1).flatten(1, 2) * scale
+    out = out.transpose(1, 2) if heads_last else out
+    return (out, lse) if return_lse else out
+
+
+def _checked_arithmetic(config: PasaConfig | None) -> PasaConfig:
+    config = _checked_config(config)
+    for name, needed in (("precision", "pasa"), ("recovery", "exact"), ("softmax", "safe")):
+        if getattr(config, name) != needed:
+            raise NotImplementedError(f"ring_attention has {name}={needed!r} only, not {getattr(config, name)!r}")
+    if diagnostics.recording():
+        raise NotImplementedError("ring_attention records no diagnostics")
+    return config
+
+
+def _agreed_lengths(every: list[list[int]]) -> list[tuple[int, int]]:
+    """Queries and keys of every rank, once they agree on all else."""
+    for rank, facts in enumerate(every):
+        if not facts[0]:
+            raise ValueError(f"ring_attention: rank {rank} has refused its arguments; its error says why")
+        for name, own, first in zip(FACTS, facts, every[0], strict=False):
+            if own != first:
+                what = SWITCHES if name == "switches" else f"{name}: {first} and {own}"
+                raise ValueError(f"ring_attention: ranks 0 and {rank} differ in {what}")
+    return [(facts[-2], facts[-1]) for facts in every]
+
+
+def _square(queries: int, keys: int) -> int:
+    if queries != keys:
+        raise ValueError(f"ring_attention: is_causal=True with {queries} queries and {keys} keys on one rank")
+    return keys
+
+
+def _zigzag_lengths(held: list[int]) -> tuple[tuple[int, int], ...]:
+    """Lengths of both chunks of every rank."""
+    lengths = layout.lengths(sum(held), len(held))
+    wanted = [sum(both) for both in lengths]
+    if held != wanted:
+        raise ValueError(f"ranks hold {held} tokens, not {wanted} as shard_sequence gives them")
+    return lengths

@@ -1,0 +1,87 @@
+"""What transformers calls in a model whose sequence several ranks share: ring attention, and no mask.
+
+A rank's tokens are those that `pasa.shard_sequence` gave it. transformers, which knows the shard alone, would take the
+step between its two chunks for the border of packed sequences; what a mask can say here, causality, ring attention
+knows itself, and all else is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import pasa
+from pasa.patching.onlookers import BINDING
+from pasa.patching.transformers_attention import Binding, _equal_widths, _is_causal, _refuse_keywords
+
+
+def check_mask(*, attention_mask: torch.Tensor | None = None, local_size: int | None = None, **kwargs: Any) -> None:
+    """In place of building a mask: refuse what one would have to say."""
+    if attention_mask is not None and not bool(attention_mask.all()):
+        raise NotImplementedError("context_parallel: padding is not supported; give every row all tokens")
+    if local_size is not None:
+        raise NotImplementedError("context_parallel: sliding windows are not supported")
+
+
+def attend_shard(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend this rank's queries (B, Hq, L, D) to the keys and values of all ranks: (B, L, Hq, D), no weights.
+
+    Raises
+    ------
+    NotImplementedError
+        A mask, a window, tokens decoded after a prompt, a module that is not patched.
+    ValueError
+        Position ids that are not this rank's.
+    """
+    binding: Binding | None = module.__dict__.get(BINDING)
+    where = type(module).__name__
+    if binding is None or binding.context_parallel is None:
+        raise NotImplementedError(f"{where}: cannot keep its own attention beside context_parallel in one model")
+    if binding.onlookers.looks:
+        raise NotImplementedError(f"{where}: its scores cannot be watched with context_parallel")
+    _refuse_keywords(module, dropout, kwargs)
+    if attention_mask is not None or sliding_window is not None:
+        what = "a mask of its own" if attention_mask is not None else f"sliding_window={sliding_window}"
+        raise NotImplementedError(f"{where}: {what} is not supported with context_parallel")
+    if query.shape[2] == 1 or query.shape[2] != key.shape[2]:
+        raise NotImplementedError(
+            f"{where}: {query.shape[2]} queries for {key.shape[2]} keys: with context_parallel a prompt is read in one "
+            "call, and nothing is decoded after it"
+        )
+    if (positions := kwargs.get("position_ids")) is not None:
+        _check_positions(positions, binding.context_parallel)
+    out: torch.Tensor = pasa.ring_attention(
+        *_equal_widths(query, key, value),
+        group=binding.context_parallel,
+        is_causal=_is_causal(module, query.shape[2], is_causal),
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        config=binding.config,
+        backend=binding.backend,
+    )
+    return out[..., : value.shape[-1]].transpose(1, 2).contiguous(), None
+
+
+def _check_positions(position_ids: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Two runs of positions, which are one on the last rank, and start at 0 on the first: the default ones, counted
+    from 0 on every rank, are the likely mistake."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    steps = int((position_ids.diff(dim=-1) != 1).sum(-1).max())
+    starts_late = bool((position_ids[..., 0] > 0).all())
+    if steps != (rank != ranks - 1) or starts_late != (rank > 0):
+        raise ValueError(
+            "context_parallel: position_ids are not those of this rank's tokens; "
+            "give position_ids=pasa.shard_sequence(torch.arange(length)[None], 1)"
+        )

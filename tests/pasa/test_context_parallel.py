@@ -1,0 +1,236 @@
+"""`ring_attention` in 2 and 4 processes beside `attention` in one: results, gradients, refusals on every rank."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import pasa
+from tests import ranks
+from tests.inputs import max_error, rmse
+
+CASES = {
+    # name: (total length, (query heads, key heads), head dim, bias of 16 dims of q and k, switches)
+    "causal": (129, (4, 2), 64, 0.0, {"is_causal": True}),
+    "causal, of all lengths": (703, (2, 1), 32, 0.0, {"is_causal": True}),
+    "causal, two tokens a rank": (8, (2, 2), 32, 0.0, {"is_causal": True, "tensor_layout": "NHD"}),
+    "causal, scores beyond 131072": (517, (2, 1), 64, 260.0, {"is_causal": True}),
+    "causal, bfloat16": (130, (2, 1), 64, 0.0, {"is_causal": True, "dtype": torch.bfloat16}),
+    "full": (131, (6, 2), 80, 0.0, {}),
+    "full, scores beyond 131072": (517, (2, 1), 64, 260.0, {"scale": 0.125}),
+    "full, FP32 inputs": (63, (4, 1), 64, 0.0, {"dtype": torch.float32, "config": pasa.PasaConfig(block_k=32)}),
+}
+TOKENS = {"HND": 2, "NHD": 1}
+
+
+def inputs(name):
+    """Queries, keys, values and a gradient of the output; the keyword arguments of a call."""
+    length, (heads, key_heads), dim, bias, how = CASES[name]
+    how = dict(how)
+    dtype, g = how.pop("dtype", torch.float16), torch.Generator().manual_seed(len(name))
+    shapes = [(2, each, length, dim) for each in (heads, key_heads, key_heads, heads)]
+    q, k, v, grad = (torch.randn(shape, generator=g) for shape in shapes)
+    q[..., :16] += bias
+    k[..., :16] += bias
+    tensors = [x.half().to(dtype) for x in (q, k, v, grad)]
+    if how.get("tensor_layout") == "NHD":
+        tensors = [x.transpose(1, 2).contiguous() for x in tensors]
+    return tensors, how
+
+
+def attend_all(rank):
+    """Every case: (out, lse, gradients) of the whole sequence, gathered."""
+    found = {}
+    for name in CASES:
+        tensors, how = inputs(name)
+        dim = TOKENS[how.get("tensor_layout", "HND")]
+        q, k, v, grad = (pasa.shard_sequence(x, dim) for x in tensors)
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        out, lse = pasa.ring_attention(*leaves, return_lse=True, **how)
+        gradients = torch.autograd.grad((out, lse), leaves, (grad, torch.ones_like(lse)))
+        found[name] = (
+            pasa.gather_sequence(out.detach(), dim),
+            pasa.gather_sequence(lse.detach(), 2),
+            [pasa.gather_sequence(x, dim) for x in gradients],
+        )
+    return found
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def results(request, tmp_path_factory):
+    return ranks.run(attend_all, request.param, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """Every case in one process: (golden, (out, lse, gradients), gradients in FP64)."""
+    found = {}
+    for name in CASES:
+        (q, k, v, grad), how = inputs(name)
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        out, lse = pasa.attention(*leaves, return_lse=True, **how)
+        gradients = torch.autograd.grad((out, lse), leaves, (grad, torch.ones_like(lse)))
+        how.pop("config", None)
+        swap = how.pop("tensor_layout", "HND") == "NHD"
+        wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
+        golden, true_lse = pasa.golden_attention(*(x.transpose(1, 2) if swap else x for x in wide), **how)
+        golden = golden.transpose(1, 2) if swap else golden
+        true = torch.autograd.grad((golden, true_lse), wide, (grad.double(), torch.ones_like(true_lse)))
+        found[name] = ((golden.detach(), true_lse.detach()), (out.detach(), lse.detach(), gradients), true)
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_output_is_as_exact_as_one_device(results, alone, name):
+    """Twice its error and one rounding to FP16: a chunk's output is rounded, and then the mean of them."""
+    (golden, _), (one, _, _), _ = alone[name]
+    assert torch.isfinite(golden).all()
+    for out, _, _ in (result[name] for result in results):
+        assert out.dtype == one.dtype
+        assert max_error(out, golden) <= 2 * max_error(one, golden) + 2**-11 * float(golden.abs().max())
+        assert rmse(out, golden) <= 2**0.5 * rmse(one, golden) + 2**-13
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_log_sum_exp_is_the_true_one(results, alone, name):
+    """Its FP32 steps where scores share 131,072: 1/64, of which the sum and the offset may err by one each."""
+    (_, golden), (_, one, _), _ = alone[name]
+    for _, lse, _ in (result[name] for result in results):
+        assert max_error(lse, golden) <= 2 * max_error(one, golden) + 2**-23 * float(golden.abs().max())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_gradients_are_as_exact_as_one_device(results, alone, name):
+    """The outputs of chunks enter them rounded to FP16 (2^-11), beside FP16's own rounding of what comes out."""
+    _, (_, _, one), true = alone[name]
+    for _, _, gradients in (result[name] for result in results):
+        for got, single, golden in zip(gradients, one, true, strict=True):
+            assert got.dtype == single.dtype
+            assert rmse(got, golden) <= 2 * rmse(single, golden) + 2**-11
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_all_ranks_gather_the_same(results, name):
+    for result in results[1:]:
+        assert torch.equal(result[name][0], results[0][name][0])
+
+
+def refusals(rank):
+    """Messages of calls that rank 1 makes wrong, and what both make right afterwards."""
+    told = []
+    q = torch.randn(1, 4, 6, 32, generator=torch.Generator().manual_seed(rank)).half()
+    k = v = q[:, :2]
+    calls = [
+        lambda: pasa.ring_attention(q, k[..., :16] if rank else k, v),
+        lambda: pasa.ring_attention(q.float() * (1e6 if rank else 1), k.float(), v.float()),
+        lambda: pasa.ring_attention(q, k, v, scale=0.5 if rank else 0.25),
+        lambda: pasa.ring_attention(q[:, :2] if rank else q, k, v),
+        lambda: pasa.ring_attention(q[:, :, : 6 - rank], k, v, is_causal=True),
+        lambda: pasa.ring_attention(*(x[:, :, : 6 - 3 * rank] for x in (q, k, v)), is_causal=True),
+        lambda: pasa.gather_sequence(q[:, :, : 6 - 3 * rank], 2),
+        lambda: pasa.ring_attention(q, k, v, config=pasa.PasaConfig(recovery="paper")),
+        lambda: pasa.ring_attention(q, k, v, config=pasa.PasaConfig(softmax="unbiased")),
+        lambda: pasa.shard_sequence(torch.arange(3), 0),
+        lambda: pasa.gather_sequence(q.clone().requires_grad_(), 2),
+        lambda: diagnosed(q, k, v),
+    ]
+    for call in calls:
+        try:
+            call()
+        except (ValueError, NotImplementedError) as error:
+            told.append(f"{type(error).__name__}: {error}")
+        else:
+            told.append("nothing")
+    uneven = pasa.ring_attention(q[:, :, : 3 + rank], k[:, :, : 5 - rank], v[:, :, : 5 - rank])
+    return told, torch.isfinite(uneven).all(), mixed_groups(rank, q)
+
+
+def diagnosed(q, k, v):
+    with pasa.record_diagnostics():
+        pasa.ring_attention(q, k, v)
+
+
+def mixed_groups(rank, q):
+    """A group of one, whose rank 0 has another number outside."""
+    group = [dist.new_group([each]) for each in (0, 1)][rank]
+    own = pasa.ring_attention(q, q, q, group=group, is_causal=True)
+    try:
+        pasa.ring_attention(q, q, q, group=dist.new_group([0]))
+    except ValueError as error:
+        return own, str(error)
+    return own, ""
+
+
+def test_what_is_refused_is_refused_on_every_rank(tmp_path):
+    """An error on one rank alone would leave the others waiting for its keys."""
+    (first, finite, (own, none)), (second, _, (_, outside)) = ranks.run(refusals, 2, tmp_path)
+    waiting = "ValueError: ring_attention: rank 1 has refused its arguments; its error says why"
+    assert first[:2] == [waiting, waiting]
+    assert "k and v differ in shape" in second[0]
+    assert "beyond the FP16 range" in second[1]
+    expected = [
+        "ranks 0 and 1 differ in dtype, is_causal, scale, config or backend",
+        "ranks 0 and 1 differ in query heads: 4 and 2",
+        "is_causal=True with 5 queries and 6 keys on one rank",
+        "ranks hold [6, 3] tokens, not [5, 4] as shard_sequence gives them",
+        "ranks hold [6, 3] tokens, not [5, 4] as shard_sequence gives them",
+        "ring_attention has recovery='exact' only, not 'paper'",
+        "ring_attention has softmax='safe' only, not 'unbiased'",
+        "a sequence of 3 tokens is too short for 2 ranks",
+        "gather_sequence has no gradient",
+        "ring_attention records no diagnostics",
+    ]
+    for mine, others, message in zip(first[2:], second[2:], expected, strict=True):
+        assert message in mine
+        assert message in others
+    assert finite
+    q = torch.randn(1, 4, 6, 32, generator=torch.Generator().manual_seed(0)).half()
+    assert max_error(own, pasa.golden_attention(q, q, q, is_causal=True)[0]) < 2**-9
+    assert (none, outside) == ("", "this process is not in the group")
+
+
+POISONED = 70  # a key of rank 0
+
+
+def poisoned(rank):
+    (q, k, v, _), how = inputs("causal, scores beyond 131072")
+    k[0, :, POISONED, 3] = torch.nan
+    v[1, :, POISONED, 5] = torch.inf
+    out = pasa.ring_attention(*(pasa.shard_sequence(x, 2) for x in (q, k, v)), **how)
+    return pasa.gather_sequence(out, 2)
+
+
+def test_a_nan_reaches_the_rows_that_see_it_and_no_other(alone, tmp_path):
+    """Nor through the mean key that all ranks share."""
+    (golden, _), (one, _, _), _ = alone["causal, scores beyond 131072"]
+    for out in ranks.run(poisoned, 2, tmp_path):
+        reached = torch.zeros_like(out, dtype=torch.bool)
+        reached[0, :, POISONED:] = True
+        reached[1, :, POISONED:, 5] = True
+        assert torch.equal(out.isnan(), reached)
+        bound = 2 * max_error(one, golden) + 2**-11 * float(golden.abs().max())
+        assert float((out.double() - golden)[~reached].abs().max()) <= bound
+
+
+def half_groups(rank):
+    """Two rings of two ranks each, whose ranks have other numbers in the whole group."""
+    groups = [dist.new_group([0, 3]), dist.new_group([1, 2])]
+    group = groups[rank in (1, 2)]
+    q, k, v, _ = inputs("causal")[0]
+    out = pasa.ring_attention(*(pasa.shard_sequence(x, 2, group=group) for x in (q, k, v)), group=group, is_causal=True)
+    return pasa.gather_sequence(out, 2, group=group)
+
+
+def test_groups_beside_each_other(alone, tmp_path):
+    (golden, _), (one, _, _), _ = alone["causal"]
+    first, second, third, fourth = ranks.run(half_groups, 4, tmp_path)
+    assert torch.equal(first, fourth)
+    assert torch.equal(second, third)
+    for out in (first, second):
+        assert max_error(out, golden) <= 2 * max_error(one, golden) + 2**-11 * float(golden.abs().max())
+
+
+def test_without_a_process_group():
+    q = torch.zeros(1, 1, 4, 8, dtype=torch.float16)
+    for call in (lambda: pasa.ring_attention(q, q, q), lambda: pasa.shard_sequence(q, 2)):
+        with pytest.raises(ValueError, match=r"call torch\.distributed\.init_process_group first"):
+            call()
