@@ -97,8 +97,8 @@ constexpr uint64_t L1Bytes(uint32_t dim, uint32_t lanes)
                 2 * kTileRows * kBlockKeys + kTileRows * kFractal);
 }
 
-// By how many more columns of one sign than of the other a row leans: 4.5 sigmas (ops/numerics/dither.py).
-inline uint32_t Leaning(uint32_t columns) { return static_cast<uint32_t>(std::ceil(4.5 * std::sqrt(columns))); }
+// By how many more columns of one sign than of the other a row leans: 4.25 sigmas (ops/numerics/dither.py).
+inline uint32_t Leaning(uint32_t columns) { return static_cast<uint32_t>(std::ceil(4.25 * std::sqrt(columns))); }
 
 inline AttentionTiling PlanAttention(const Shape& shape, const Settings& settings, const Chip& chip)
 {

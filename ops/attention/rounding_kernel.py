@@ -14,8 +14,8 @@ INF = tl.constexpr(float("inf"))
 
 @triton.jit
 def leans(count, COLUMNS: tl.constexpr):
-    """Whether so many of the columns lean: |2 count - COLUMNS| >= 4.5 sqrt(COLUMNS), in integers; dither.LEANING."""
-    return 4 * (2 * count - COLUMNS) * (2 * count - COLUMNS) >= 81 * COLUMNS
+    """Whether so many of the columns lean: |2 count - COLUMNS| >= 17/4 sqrt(COLUMNS), in integers; dither.LEANING."""
+    return 16 * (2 * count - COLUMNS) * (2 * count - COLUMNS) >= 289 * COLUMNS
 
 
 @triton.jit

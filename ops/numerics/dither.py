@@ -20,8 +20,8 @@ from torch import Tensor
 from pasa.ops.numerics.formats import FORMATS, Format, Overflow, get_format, round_to
 
 COLUMNS = 64  # of a row are looked at; they share its weights, so more would say little more
-# Sigmas by which the signs of a wave must lean to one side. Of random rows, one in 50,000 does (four waves, 50 of 64 columns).
-LEANING = 4.5
+# Sigmas by which the signs of a wave must lean to one side. Of random rows, one in 10,000 does (four waves, 49 of 64 columns).
+LEANING = 4.25
 FP32 = FORMATS["fp32"]
 
 
@@ -59,7 +59,7 @@ def is_structured(x: Tensor, fmt: str | Format | torch.dtype, columns: int = COL
     """Which rows (..., 1) of `x` (..., D) drop bits that repeated maxima have put in order.
 
     Let f be the dropped fraction of a spacing. Square waves sin and cos of f with periods 1/4 and 1/8 are signs as
-    random as coins for a random row. If one of them leans by 4.5 sigma, then the f of the row stand near each other
+    random as coins for a random row. If one of them leans by 4.25 sigma, then the f of the row stand near each other
     modulo its period. Rows whose f are all near 0 are left alone: one key has all their weight, rounding to nearest
     errs by what is left of the others, and any other rounding by more.
     """
