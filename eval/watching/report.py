@@ -54,6 +54,12 @@ def origin(result: dict[str, Any]) -> str:
     )
 
 
+def to_markdown(result: dict[str, Any]) -> str:
+    """The table, what it says, and where it was measured; without a title."""
+    found = table(result)
+    return f"{markdown(found.header, found.rows)}\n\n{found.note} {verdict(result)} {origin(result)}"
+
+
 def render(result: dict[str, Any], console: Console) -> None:
     """Print the table and the verdict."""
     show(table(result), console)
@@ -64,7 +70,5 @@ def save(result: dict[str, Any], folder: Path) -> None:
     """Write ``watch.json`` and ``watch.md``."""
     stored = output.to_json(result)
     result = json.loads(stored)  # what both say is rounded alike
-    found = table(result)
-    parts = [f"# {found.title}", markdown(found.header, found.rows), found.note, verdict(result), origin(result)]
     output.write_text(folder / "watch.json", stored)
-    output.write_text(folder / "watch.md", "\n\n".join(parts) + "\n")
+    output.write_text(folder / "watch.md", f"# {table(result).title}\n\n{to_markdown(result)}\n")
