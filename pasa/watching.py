@@ -107,9 +107,8 @@ class _Counter:
         self._tables: dict[torch.device, Tensor] = {}
         with torch.inference_mode(False):
             self._walked = torch.zeros(1, dtype=torch.int64, device="cpu")
-        self._walked_here = (
-            self._walked.numpy()
-        )  # the same memory: compiled graphs take a tensor, which is slow to read
+        # The same memory, which the host reads faster; compiled graphs take the tensor.
+        self._walked_here = self._walked.numpy()
         weight = next(module.parameters(), None)
         if weight is not None and not weight.is_meta:  # not later: a graph being captured would reset it
             self._table_on(weight.device)

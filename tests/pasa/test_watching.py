@@ -104,6 +104,16 @@ def test_reset_starts_again(qwen2):
         assert watched.report() == once
 
 
+def test_a_watch_may_begin_under_another_default_device_or_in_inference_mode(qwen2):
+    """The counter of rows is the host's, and an inference tensor could not be changed outside of that mode."""
+    with pasa.patch_pipeline(qwen2):
+        with torch.device("meta"), torch.inference_mode():
+            watched = pasa.watch(qwen2)
+        logits(qwen2)
+        logits(qwen2)
+    assert watched.report().total.rows == 2 * len(range(510, 2 * 6000, 1021))
+
+
 def test_watches_of_one_model_are_independent(qwen2):
     with pasa.patch_pipeline(qwen2), pasa.watch(qwen2) as outer:
         logits(qwen2)
