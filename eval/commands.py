@@ -234,6 +234,24 @@ def ring(
     raise typer.Exit(0 if result["gate"]["passed"] else 1)
 
 
+@bench.command()
+def watch(
+    json: Json = None,
+    output_dir: Annotated[Path | None, typer.Option(file_okay=False, help="Write JSON and Markdown there.")] = None,
+    small: Annotated[bool, typer.Option("--small", help="Tiny sizes, on any device.")] = False,
+    turns: Annotated[int, typer.Option(parser=integer, metavar="N", help="Of each case, with and without.")] = 15,
+) -> None:
+    """What pasa.watch costs on a CUDA device; exit 1 if a count or an output is wrong, or a model pays 2 % or more."""
+    from pasa.eval.watching import report, run
+
+    with output.progress_bar("bench watch") as progress:
+        result = run.run_watch(small, turns, progress)
+    deliver(result, json, report.render)
+    if output_dir is not None:
+        report.save(result, output_dir)
+    raise typer.Exit(0 if result["gate"]["passed"] else 1)
+
+
 @bench.command("npu-model")
 def npu_model(
     json: Json = None,

@@ -234,12 +234,12 @@ def watch_scores(
     `walked` (1,), INT64, on the CPU: how many rows came before this call; those of the call are added.
     """
     rows = q.shape[0] * q.shape[1] * q.shape[2]
-    first = watch.first_sample(walked.tolist()[0])
+    taken = watch.sample(walked.tolist()[0], rows)
     walked += rows
-    if first >= rows:
+    if not taken:
         return
     with _without_autocast(q.device.type), torch.no_grad():
-        _watch_kernel(q.device.type, q.shape[-1])(q, k, attn_mask, totals, is_causal, scale, first)
+        watch_counter(q.device.type, q.shape[-1])(q, k, attn_mask, totals, is_causal, scale, taken)
 
 
 @watch_scores.register_fake
@@ -250,7 +250,7 @@ def _(
 
 
 @cache
-def _watch_kernel(device: str, head_dim: int) -> Callable[..., None]:
+def watch_counter(device: str, head_dim: int) -> Callable[..., None]:
     """Triton's on a GPU that it serves, torch's elsewhere."""
     triton = registry.BACKENDS["triton"]
     if device != "cuda" or head_dim > triton.head_dims[1] or triton.missing():

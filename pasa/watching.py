@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pasa.ops import library
-from pasa.ops.attention.watch import FIELDS, STRIDE
+from pasa.ops.attention.watch import FIELDS, STRIDE, sample
 from pasa.patching import components_of
 from pasa.patching.onlookers import Onlookers, patched_modules
 
@@ -62,9 +62,7 @@ class WatchReport:
     def __str__(self) -> str:
         table = [("layer", *FIELDS), *(tuple(map(str, vars(each).values())) for each in (*self.layers, self.total))]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = [
-            f"{len(self.layers)} layers, of every {STRIDE}th query row (batch entries, heads and calls counted on)"
-        ]
+        lines = [f"{len(self.layers)} layers, one query row in {STRIDE} (batch entries, heads and calls counted on)"]
         for name, *counts in table:
             numbers = "  ".join(text.rjust(width) for text, width in zip(counts, widths[1:], strict=True))
             lines.append(f"  {name.ljust(widths[0])}  {numbers}")
@@ -107,12 +105,21 @@ class _Counter:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._tables: dict[torch.device, Tensor] = {}
-        self._walked = torch.zeros(1, dtype=torch.int64)
+        with torch.inference_mode(False):
+            self._walked = torch.zeros(1, dtype=torch.int64, device="cpu")
+        # The same memory, which the host reads faster; compiled graphs take the tensor.
+        self._walked_here = self._walked.numpy()
         weight = next(module.parameters(), None)
         if weight is not None and not weight.is_meta:  # not later: a graph being captured would reset it
             self._table_on(weight.device)
 
     def __call__(self, q: Tensor, k: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float) -> None:
+        if not torch.compiler.is_compiling():
+            batch, heads, rows, _ = q.shape
+            rows *= batch * heads
+            if not sample(int(self._walked_here[0]), rows):  # most steps of decoding: no tensor is touched
+                self._walked_here[0] += rows
+                return
         table = self._tables.get(q.device)
         if table is None:
             table = self._table_on(q.device)
@@ -139,7 +146,7 @@ class _Counter:
 def watch(model_or_pipeline: object) -> Watch:
     """Count, layer by layer, what the scores of a patched model do while it runs.
 
-    A small sample of the query rows, every 127th of a layer, is looked at over all keys that it sees, in FP32 and
+    A small sample of the query rows, every 1021st of a layer, is looked at over all keys that it sees, in FP32 and
     beside the attention, whose bits stay what they are. Counts stay on the device: nothing waits for it until
     :meth:`Watch.report` reads them. Where nothing is watched, nothing is computed.
 

@@ -105,7 +105,7 @@ def run_throughput(
             f"config={config!r} is too large for a CPU, and there is no accelerator here: try --config {SMALL}"
         )
     report = progress or (lambda done, total, label: None)
-    model = build(config, device)
+    model = build(CONFIGS[config], device)
     records: list[dict[str, Any]] = []
     total = len(biases) * len(tokens) * len(attentions)
     for bias in biases:
@@ -126,13 +126,13 @@ def run_throughput(
     }
 
 
-def build(config: str, device: torch.device) -> Any:
-    """The model with random weights, FP16, made on its device."""
+def build(config: dict[str, Any], device: torch.device) -> Any:
+    """A Qwen2 of this configuration with random weights, FP16, made on its device."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(SEED)
     with device:
-        model = Qwen2ForCausalLM._from_config(Qwen2Config(**CONFIGS[config]), dtype=torch.float16)
+        model = Qwen2ForCausalLM._from_config(Qwen2Config(**config), dtype=torch.float16)
     return model.eval()
 
 

@@ -313,7 +313,7 @@ NVIDIA_CASES = [
         _case(
             watch_kernel,
             f"watch_d{dim}_{m}_{mask}",
-            {"MASK": mask, "CAUSAL": True, "STRIDE": 127} | _sizes(dim, m, 64),
+            {"MASK": mask, "CAUSAL": True, "STRIDE": 1021} | _sizes(dim, m, 64),
             options={"num_warps": 4, "num_stages": 2 if dim > 128 else 3},
         )
         for dim, m, mask in (
@@ -324,5 +324,5 @@ NVIDIA_CASES = [
             (256, 64, "none"),
         )
     ),
-    _case(watch_totals_kernel, "watch_totals", {"STRIDE": 127, "BLOCK_M": 64}, options={"num_warps": 1}),
+    _case(watch_totals_kernel, "watch_totals", {"STRIDE": 1021, "BLOCK_M": 64}, options={"num_warps": 1}),
 ]

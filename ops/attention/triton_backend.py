@@ -16,17 +16,14 @@ from pasa.ops.attention.backward_launch import gradients
 from pasa.ops.attention.decode_launch import decode
 from pasa.ops.attention.inputs import capturing, edges, to_fp16
 from pasa.ops.attention.mask_launch import MaskTiles
-from pasa.ops.attention.masking import dense_mask, hidden_keys
 from pasa.ops.attention.options import AttentionOptions
-from pasa.ops.attention.paper_kernel import paper_kernel
+from pasa.ops.attention.paper_launch import paper_attention
 from pasa.ops.attention.rounding_kernel import rounding_kernel
-from pasa.ops.attention.scores import paper_beta
 from pasa.ops.attention.short_launch import is_short, short_attention
-from pasa.ops.attention.tiles import Tile, paper_tile, processors, tiles_for
-from pasa.ops.attention.triton_call import Call, dropped_bits, output_dtype, strides_of
+from pasa.ops.attention.tiles import Tile, processors, tiles_for
+from pasa.ops.attention.triton_call import Call, dropped_bits, output_dtype, strides_of, visible_keys, work_of
 from pasa.ops.attention.triton_kernel import attention_kernel
 from pasa.ops.attention.tuning import best_tile
-from pasa.ops.numerics.shifting import shifting_matrix
 from pasa.ops.packed import tile_table
 from pasa.ops.shift_keys.triton_backend import (
     KeyBlocks,
@@ -34,7 +31,6 @@ from pasa.ops.shift_keys.triton_backend import (
     find_anchors,
     pad_dim,
     shift_exact,
-    shift_paper,
 )
 from pasa.ops.triton_launch import DIRECT, launch
 
@@ -108,7 +104,7 @@ def attention_backward(
         out = torch.zeros_like(call.q) if grad_out is None else grad_out
         out = out if out.stride(-1) == 1 else out.contiguous()
         lse = None if grad_lse is None else grad_lse.contiguous()
-        return gradients(call, out, lse, _visible(call), q.dtype)
+        return gradients(call, out, lse, visible_keys(call), q.dtype)
 
 
 def on_device(x: Tensor) -> AbstractContextManager[object]:
@@ -178,7 +174,7 @@ def portable_attention(call: Call, options: AttentionOptions) -> tuple[Tensor, T
     if call.cu_k is not None:
         packing = Packing(*tile_table(call.cu_k, options.block_k, call.k.shape[0]), call.cu_k)
     if options.precision == "pasa" and options.recovery == "paper":
-        return _paper(call, packing, options)
+        return paper_attention(call, packing, options)
     out, lse = call.outputs()
     tiles = tiles_for(call.q.device, pad_dim(call.q.shape[-1]), options.block_k, call.rows)
     if options.precision == "fp32":
@@ -187,7 +183,7 @@ def portable_attention(call: Call, options: AttentionOptions) -> tuple[Tensor, T
         fast.run(best_tile(call.q.device, fast.variant, tiles, fast.run))
         return out, lse
     if call.q.device.type == "npu":  # K' made in the loop would crowd its unified buffer
-        keys, anchors = shift_exact(call.k, options.block_k, visible=_visible(call), packing=packing)
+        keys, anchors = shift_exact(call.k, options.block_k, visible=visible_keys(call), packing=packing)
         found = KeyBlocks(lse, anchors, lse)
         Pass(call, keys, found, packing, options.block_k, out, lse, shift="before").run(tiles[0])
         return out, lse
@@ -220,16 +216,6 @@ def rounded_after(call: Call, options: AttentionOptions) -> tuple[Tensor, Tensor
         {"D": dim, "D_PAD": pad, "BLOCK_M": block, "DROPPED": call.dropped},
     )  # fmt: skip
     return out, lse
-
-
-def _visible(call: Call) -> Tensor | None:
-    """Keys (B, Skv) that some query sees. The last row of a causal band sees all, so a mask alike for all rows decides
-    alone; another one is joined with the band first."""
-    if call.mask is None:
-        return None
-    mask = call.mask.view(torch.bool) if call.mask_kind == "bool" else call.mask
-    alike = mask.stride(2) == 0
-    return ~hidden_keys(mask[:, :, -1:] if alike else dense_mask(mask, call.is_causal, call.q, call.k), call.k)
 
 
 @dataclass(frozen=True)
@@ -277,7 +263,7 @@ class Pass:
         """Launch it."""
         call, keys, values, anchors = self.call, self.keys, self.call.v, self.found.anchors
         heads, dim, pad = call.q.shape[1], call.q.shape[-1], pad_dim(call.q.shape[-1])
-        tiles, work, tables = _work(call, tile.block_m, self.packing, self.lse)
+        tiles, work, tables = work_of(call, tile.block_m, self.packing, self.lse)
         blocks = anchors.shape[2] if anchors.dim() == 4 else 0  # plain flash attention has none
         second = self.guarded and not self.fast  # mostly nothing to do: few programs look through all tiles
         few = second or call.q.device.type == "npu"
@@ -311,60 +297,3 @@ def _descriptor(x: Tensor, block: int) -> Any:
     from triton.tools.tensor_descriptor import TensorDescriptor  # not in triton-ascend
 
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, block, x.shape[-1]])
-
-
-def _paper(call: Call, packing: Packing | None, options: AttentionOptions) -> tuple[Tensor, Tensor]:
-    """Algorithm 1: K' from the shifting matrix, then the kernel."""
-    matrix, factor = _paper_tables(call, options)
-    keys = shift_paper(call.k, matrix, options.block_k, visible=_visible(call), packing=packing)
-    out, lse = call.outputs()
-    heads, dim, pad = call.q.shape[1], call.q.shape[-1], pad_dim(call.q.shape[-1])
-    tile = paper_tile(call.q.device, pad, options.block_k)
-    tiles, work, tables = _work(call, tile.block_m, packing, lse)
-    launch(
-        paper_kernel, (work, 1, 1),
-        (call.q, keys, call.v, out, lse, lse if call.mask is None else call.mask, *tables[:3], factor),
-        (*strides_of(call.q), *strides_of(keys), *strides_of(call.v), *strides_of(out), *strides_of(lse.unsqueeze(-1)),
-         *call.mask_strides, heads, call.group, tiles, work, call.rows, call.keys),
-        {"MASK": call.mask_kind, "CAUSAL": call.is_causal, "VARLEN": packing is not None,
-         "ROUND": options.accumulate == "fp16", "CLEAN": call.q.device.type == "npu",
-         "DROPPED": call.dropped, "D": dim, "D_PAD": pad, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n},
-        num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
-    return out, lse
-
-
-def _paper_tables(call: Call, options: AttentionOptions) -> tuple[Tensor, Tensor]:
-    """Entries of M (block + 1, 2) and invariance (block + 1,) for the block sizes that occur; FP32 on the device."""
-    block = options.block_k
-    if call.cu_k is None:
-        sizes = {min(block, call.k.shape[2]), call.k.shape[2] % block}
-    else:
-        lengths = call.cu_k.diff().tolist()
-        sizes = {size for length in lengths for size in (min(block, length), length % block)}
-    return _tables_on(call.q.device, block, tuple(sorted(sizes - {0})), call.scale, options.beta)
-
-
-@cache
-def _tables_on(
-    device: torch.device, block: int, sizes: tuple[int, ...], scale: float, beta: float | None
-) -> tuple[Tensor, Tensor]:
-    matrix, factor = torch.zeros(block + 1, 2), torch.zeros(block + 1)
-    for n in sizes:
-        solved, factor[n] = paper_beta(beta, n, scale)
-        entries = shifting_matrix(n, solved, scale=scale).float()
-        matrix[n, 0] = entries[0, 0]
-        matrix[n, 1] = -entries[0, 1] if n > 1 else 0.0
-    return matrix.to(device), factor.to(device)
-
-
-def _work(
-    call: Call, block_m: int, packing: Packing | None, unused: Tensor
-) -> tuple[int, int, tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Tiles of query rows, units of work, and the tables that packed sequences need."""
-    heads = call.q.shape[1]
-    if call.cu_q is None or packing is None:
-        tiles = -(-call.q.shape[2] // block_m)
-        return tiles, tiles * heads * call.q.shape[0], (unused, unused, unused, unused)
-    table, _ = tile_table(call.cu_q, block_m, call.q.shape[0])
-    return table.shape[0], table.shape[0] * heads, (table, call.cu_q, packing.cu_seqlens, packing.first)

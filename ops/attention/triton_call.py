@@ -8,7 +8,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from pasa.ops.attention.masking import dense_mask, hidden_keys
 from pasa.ops.numerics.formats import FORMATS, get_format
+from pasa.ops.packed import tile_table
+from pasa.ops.shift_keys.triton_backend import Packing
 
 DECODE_ROWS = 16  # of one head; more rows than this keep the matrix engine busy without splitting the keys
 DECODE_TILE = 128  # query rows of all heads that share a key head
@@ -106,3 +109,25 @@ def strides_of(x: Tensor) -> tuple[int, int, int]:
     if x.dim() == 3:
         return 0, x.stride(1), x.stride(0)
     return x.stride(0), x.stride(1), x.stride(2)
+
+
+def visible_keys(call: Call) -> Tensor | None:
+    """Keys (B, Skv) that some query sees. The last row of a causal band sees all, so a mask alike for all rows decides
+    alone; another one is joined with the band first."""
+    if call.mask is None:
+        return None
+    mask = call.mask.view(torch.bool) if call.mask_kind == "bool" else call.mask
+    alike = mask.stride(2) == 0
+    return ~hidden_keys(mask[:, :, -1:] if alike else dense_mask(mask, call.is_causal, call.q, call.k), call.k)
+
+
+def work_of(
+    call: Call, block_m: int, packing: Packing | None, unused: Tensor
+) -> tuple[int, int, tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Tiles of query rows, units of work, and the tables that packed sequences need."""
+    heads = call.q.shape[1]
+    if call.cu_q is None or packing is None:
+        tiles = -(-call.q.shape[2] // block_m)
+        return tiles, tiles * heads * call.q.shape[0], (unused, unused, unused, unused)
+    table, _ = tile_table(call.cu_q, block_m, call.q.shape[0])
+    return table.shape[0], table.shape[0] * heads, (table, call.cu_q, packing.cu_seqlens, packing.first)

@@ -14,18 +14,18 @@ from pasa.ops.attention.repeated_maxima import EPSILON
 from pasa.ops.attention.scores import RESCUE_REACH
 from pasa.ops.numerics.formats import FORMATS
 
-STRIDE = 127  # prime: with lengths that are powers of two, heads and batch entries differ in the rows that are taken
+STRIDE = 1021  # prime: with lengths that are powers of two, heads and batch entries differ in the rows that are taken
 FIRST_BLOCK = 128  # keys; that of a call in the default configuration
 FIELDS = ("rows", "repeated", "runaway", "scores", "saturated")
 
 
-def first_sample(walked: int) -> int:
-    """Number of the first row to take, of a call that comes after `walked` rows."""
-    return (STRIDE // 2 - walked) % STRIDE
+def sample(walked: int, rows: int) -> range:
+    """Which of the B Hq Sq query rows of a call to take, that comes after `walked` rows; most short calls have none."""
+    return range((STRIDE // 2 - walked) % STRIDE, rows, STRIDE)
 
 
 def count(
-    q: Tensor, k: Tensor, attn_mask: Tensor | None, totals: Tensor, is_causal: bool, scale: float, first: int
+    q: Tensor, k: Tensor, attn_mask: Tensor | None, totals: Tensor, is_causal: bool, scale: float, taken: range
 ) -> None:
     """Add one call's counts to `totals` (5,), INT64, in the order of `FIELDS`.
 
@@ -52,19 +52,19 @@ def count(
     totals : Tensor (5,), INT64
     is_causal, scale
         As for attention.
-    first : int
-        The first row to take of the B Hq Sq of this call; then every `STRIDE`-th.
+    taken : range
+        Of the B Hq Sq rows of this call, those to look at: from below the step to the last one.
     """
     (batch, heads, rows, _), (kv_heads, keys) = q.shape, k.shape[1:3]
     mask = None if attn_mask is None else attn_mask.expand(batch, heads, rows, keys)
     length = heads // kv_heads * rows
     for pair in range(batch * kv_heads):
-        start = (first - pair * length) % STRIDE
+        start = (taken.start - pair * length) % taken.step
         if start >= length:
             continue
-        taken = torch.arange(start, length, STRIDE, device=q.device)
-        entry, kv_head, row = pair // kv_heads, pair % kv_heads, taken % rows
-        at = entry, kv_head * (heads // kv_heads) + taken // rows, row
+        own = torch.arange(start, length, taken.step, device=q.device)
+        entry, kv_head, row = pair // kv_heads, pair % kv_heads, own % rows
+        at = entry, kv_head * (heads // kv_heads) + own // rows, row
         products = q.detach()[at].half().float() @ k.detach()[entry, kv_head].half().float().mT  # FP16, as attention
         scores = products * scale
         visible = torch.ones_like(scores, dtype=torch.bool)

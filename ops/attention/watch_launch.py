@@ -10,7 +10,7 @@ from pasa.ops.attention.scores import RESCUE_REACH
 from pasa.ops.attention.tiles import processors
 from pasa.ops.attention.triton_backend import on_device
 from pasa.ops.attention.triton_call import Call, strides_of
-from pasa.ops.attention.watch import FIRST_BLOCK, STRIDE
+from pasa.ops.attention.watch import FIRST_BLOCK
 from pasa.ops.attention.watch_kernel import FIELDS, watch_kernel, watch_totals_kernel
 from pasa.ops.shift_keys.triton_backend import pad_dim
 from pasa.ops.triton_launch import launch, workspace
@@ -21,7 +21,7 @@ LEAST_SHARE = 2 * FIRST_BLOCK  # keys of a program
 
 
 def count(
-    q: Tensor, k: Tensor, attn_mask: Tensor | None, totals: Tensor, is_causal: bool, scale: float, first: int
+    q: Tensor, k: Tensor, attn_mask: Tensor | None, totals: Tensor, is_causal: bool, scale: float, taken: range
 ) -> None:
     """As `watch.count`, for head dimensions that the kernels serve."""
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q.detach(), k.detach()))
@@ -29,7 +29,7 @@ def count(
     mask = attn_mask.view(torch.uint8) if attn_mask is not None and attn_mask.dtype == torch.bool else attn_mask
     call = Call(q, k, k, None if mask is None else mask.expand(batch, heads, rows, keys), is_causal, scale)
     length = call.group * rows
-    most = -(-length // STRIDE)  # sampled rows that share a key head
+    most = -(-length // taken.step)  # sampled rows that share a key head
     block_m = min(MOST_ROWS, max(16, 1 << (most - 1).bit_length()))
     tiles = -(-most // block_m)
     work = batch * kv_heads * tiles
@@ -39,15 +39,16 @@ def count(
         (part,) = workspace(q.device, (shares * FIELDS.value * work * block_m, torch.float32))
         launch(
             watch_kernel, (work, shares, 1), (q, k, q if call.mask is None else call.mask, part),
-            (*strides_of(q), *strides_of(k), *call.mask_strides, kv_heads, call.group, tiles, rows, keys, share, first,
-             scale),
-            {"MASK": call.mask_kind, "CAUSAL": is_causal, "STRIDE": STRIDE, "D": dim, "D_PAD": pad_dim(dim),
+            (*strides_of(q), *strides_of(k), *call.mask_strides, kv_heads, call.group, tiles, rows, keys, share,
+             taken.start, scale),
+            {"MASK": call.mask_kind, "CAUSAL": is_causal, "STRIDE": taken.step, "D": dim, "D_PAD": pad_dim(dim),
              "BLOCK_M": block_m, "BLOCK_N": BLOCK_N},
             num_warps=4, num_stages=2 if pad_dim(dim) > 128 else 3,
         )  # fmt: skip
         launch(
-            watch_totals_kernel, (work, 1, 1), (totals, part), (length, tiles, shares, first, EPSILON, RESCUE_REACH),
-            {"STRIDE": STRIDE, "BLOCK_M": block_m}, num_warps=1,
+            watch_totals_kernel, (work, 1, 1), (totals, part),
+            (length, tiles, shares, taken.start, EPSILON, RESCUE_REACH),
+            {"STRIDE": taken.step, "BLOCK_M": block_m}, num_warps=1,
         )  # fmt: skip
 
 

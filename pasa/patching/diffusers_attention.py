@@ -126,7 +126,7 @@ class PasaAttnProcessor:
             config=self.config,
             backend=self.backend,
         )
-        self.onlookers.show(query.transpose(1, 2), key.transpose(1, 2), mask, False, scale)
+        self.onlookers.show_heads_last(query, key, mask, False, scale)
 
         out = attn.to_out[1](attn.to_out[0](out.flatten(2)))  # the projection, then dropout
         if image is not None:
@@ -225,7 +225,7 @@ def make_dispatched(config: PasaConfig | None, backend: str | None, onlookers: O
             config=config,
             backend=backend,
         )
-        onlookers.show(query.transpose(1, 2), key.transpose(1, 2), attn_mask, is_causal, scale)
+        onlookers.show_heads_last(query, key, attn_mask, is_causal, scale)
         return out
 
     return pasa_attention

@@ -26,6 +26,11 @@ class Onlookers:
         for look in self.looks:
             look(q, k, attn_mask, is_causal, scale)
 
+    def show_heads_last(self, q: Tensor, k: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float) -> None:
+        """As `show`, for q (B, Sq, Hq, D), k (B, Skv, Hkv, D)."""
+        if self.looks:
+            self.show(q.transpose(1, 2), k.transpose(1, 2), attn_mask, is_causal, scale)
+
 
 def patched_modules(
     components: Mapping[str, torch.nn.Module],

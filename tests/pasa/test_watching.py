@@ -19,8 +19,8 @@ from tests.inputs import normal_qkv
 
 FIELDS = counting.FIELDS
 QWEN2 = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
-QWEN2 |= {"num_key_value_heads": 2, "vocab_size": 97, "max_position_embeddings": 256, "eos_token_id": None}
-IDS = torch.randint(5, 97, (2, 150), generator=torch.Generator().manual_seed(1))
+QWEN2 |= {"num_key_value_heads": 2, "vocab_size": 97, "max_position_embeddings": 1024, "eos_token_id": None}
+IDS = torch.randint(5, 97, (2, 750), generator=torch.Generator().manual_seed(1))
 PADDED = torch.ones_like(IDS).index_fill(1, torch.arange(9), 0)
 LAYERS = ["model.layers.0.self_attn", "model.layers.1.self_attn"]
 
@@ -54,9 +54,8 @@ def counted(calls, walked=0):
     totals = torch.zeros(len(FIELDS), dtype=torch.int64)
     for q, k, mask, causal, scale in calls:
         rows = q.shape[:3].numel()
-        first = counting.first_sample(walked)
-        if first < rows:
-            counting.count(q, k, mask, totals, causal, scale, first)
+        if taken := counting.sample(walked, rows):
+            counting.count(q, k, mask, totals, causal, scale, taken)
         walked += rows
     return totals.tolist()
 
@@ -75,7 +74,7 @@ def test_counts_of_a_model_are_those_of_its_calls(qwen2, how):
     assert len(seen.calls) == 4
     for number, layer in enumerate(report.layers):
         assert numbers(layer) == counted(seen.calls[number::2])
-        assert layer.rows == pytest.approx(2 * 2 * 4 * 150 / 127, abs=2)
+        assert layer.rows == pytest.approx(2 * 2 * 4 * 750 / 1021, abs=2)
     assert numbers(report.total) == [sum(column) for column in zip(*map(numbers, report.layers), strict=True)]
 
 
@@ -105,6 +104,16 @@ def test_reset_starts_again(qwen2):
         assert watched.report() == once
 
 
+def test_a_watch_may_begin_under_another_default_device_or_in_inference_mode(qwen2):
+    """The counter of rows is the host's, and an inference tensor could not be changed outside of that mode."""
+    with pasa.patch_pipeline(qwen2):
+        with torch.device("meta"), torch.inference_mode():
+            watched = pasa.watch(qwen2)
+        logits(qwen2)
+        logits(qwen2)
+    assert watched.report().total.rows == 2 * len(range(510, 2 * 6000, 1021))
+
+
 def test_watches_of_one_model_are_independent(qwen2):
     with pasa.patch_pipeline(qwen2), pasa.watch(qwen2) as outer:
         logits(qwen2)
@@ -118,12 +127,12 @@ def test_watches_of_one_model_are_independent(qwen2):
 
 
 def test_decoded_tokens_are_sampled_too(qwen2):
-    """A step has 2 x 4 query rows; one in 127 is looked at, so one step in 16."""
+    """A step has 2 x 4 query rows; one in 1021 is looked at, so one step in 128."""
     with pasa.patch_pipeline(qwen2), pasa.watch(qwen2) as watched:
-        qwen2.generate(IDS[:, :10], attention_mask=torch.ones(2, 10), max_new_tokens=64, do_sample=False)
-    rows = 2 * 4 * (10 + 63)
-    expected = len(range(63, rows, 127))
-    assert [layer.rows for layer in watched.report().layers] == [expected, expected]
+        qwen2.generate(IDS[:, :100], attention_mask=torch.ones(2, 100), max_new_tokens=100, do_sample=False)
+    rows = 2 * 4 * (100 + 99)
+    assert 510 < 2 * 4 * 100 < 510 + 1021 < rows  # one of the prompt, one of a step
+    assert [layer.rows for layer in watched.report().layers] == [2, 2]
 
 
 def test_an_overflowing_model_shows_where(qwen2):
@@ -161,10 +170,10 @@ def test_dispatched_layers_are_told_apart():
     ).eval()  # fmt: skip
     draw = torch.Generator().manual_seed(1)
     inputs = {
-        "hidden_states": torch.randn(1, 64, 4, generator=draw),
+        "hidden_states": torch.randn(1, 256, 4, generator=draw),
         "encoder_hidden_states": torch.randn(1, 9, 32, generator=draw),
         "pooled_projections": torch.randn(1, 32, generator=draw), "timestep": torch.tensor([0.5]),
-        "img_ids": torch.zeros(64, 3), "txt_ids": torch.zeros(9, 3),
+        "img_ids": torch.zeros(256, 3), "txt_ids": torch.zeros(9, 3),
     }  # fmt: skip
     with torch.no_grad(), pasa.patch_pipeline(model), pasa.watch(model) as watched, Seen() as seen:
         model(**inputs)
@@ -189,11 +198,36 @@ def test_the_report_says_what_it_counted(qwen2):
         logits(qwen2)
     report = watched.report()
     lines = str(report).splitlines()
-    assert lines[0].startswith("2 layers, of every 127th query row")
+    assert lines[0].startswith("2 layers, one query row in 1021 ")
     assert lines[1].split() == ["layer", *FIELDS]
     assert [line.split()[0] for line in lines[2:]] == [*LAYERS, "total"]
     assert lines[2].split()[1:] == [str(number) for number in numbers(report.layers[0])]
     assert report.as_dict()["total"]["rows"] == report.total.rows
+
+
+def test_a_step_without_a_sampled_row_runs_no_operation():
+    """Most steps of decoding: what they cost is the host's time, so no tensor is read, written, viewed or detached."""
+
+    class Recording(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.seen = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    model = hf.Qwen2Model(hf.Qwen2Config(**QWEN2))
+    with pasa.patch_pipeline(model), pasa.watch(model) as watched:
+        (_, _, onlookers), *_ = patched_modules({"": model})
+        q, k, _ = normal_qkv((4, 2), (1, 70), 16)
+        samples = []
+        for _ in range(300):
+            with Recording() as ran:
+                onlookers.show(q.requires_grad_(), k, None, False, 0.25)
+            samples.append(len(ran.seen) > 0)
+    assert watched.report().total.rows == sum(samples) == 1
+    assert samples.index(True) == 510 // 4
 
 
 def test_no_value_is_read_in_the_forward_pass():
@@ -204,12 +238,12 @@ def test_no_value_is_read_in_the_forward_pass():
             assert func is not torch.ops.aten._local_scalar_dense.default
             return func(*args, **(kwargs or {}))
 
-    q, k, _ = normal_qkv((4, 2), (150, 150), 16)
+    q, k, _ = normal_qkv((4, 2), (450, 450), 16)
     totals, walked = torch.zeros(5, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
     with NoReading():
         library.watch_scores._init_fn(q, k, None, totals, walked, True, 0.25)
     assert totals[0] > 0
-    assert walked.item() == 600
+    assert walked.item() == 1800
 
 
 def test_a_compiled_model_counts_what_an_eager_one_does(qwen2):

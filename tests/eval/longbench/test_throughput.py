@@ -33,7 +33,7 @@ def test_the_bias_breaks_eager_attention_alone(result):
 
 
 def test_the_bias_is_one_constant_in_every_score():
-    model = throughput.build("tiny", torch.device("cpu")).float()
+    model = throughput.build(throughput.CONFIGS["tiny"], torch.device("cpu")).float()
     seen = []
     model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda module, args, output: seen.append(output))
     ids = torch.arange(20)[None]

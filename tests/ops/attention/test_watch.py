@@ -7,6 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pasa.ops.attention import watch, watch_launch
 from tests.inputs import DEVICE
 
+STEP = 127
 COUNTERS = {"torch": (watch.count, "cpu"), "triton": (watch_launch.count, DEVICE)}
 CASES = {  # batch, query heads, key heads, Sq, Skv, D, causal, mask
     "one row": (1, 1, 1, 1, 1, 64, False, None),
@@ -18,15 +19,20 @@ CASES = {  # batch, query heads, key heads, Sq, Skv, D, causal, mask
 }
 
 
+def taken(q, first):
+    return range(first, q.shape[:3].numel(), STEP)
+
+
 @pytest.fixture(params=COUNTERS)
 def count(request):
-    """Callable: the arguments of `watch.count` but for the totals -> counts by name."""
+    """Callable: the arguments of `watch.count` but for the totals, and the first row in place of the rows (every
+    `STEP`-th: small calls have more of them than of every `STRIDE`-th) -> counts by name."""
     function, device = COUNTERS[request.param]
 
     def call(q, k, mask, causal, scale, first):
         totals = torch.zeros(5, dtype=torch.int64, device=device)
         mask = None if mask is None else mask.to(device)
-        function(q.to(device), k.to(device), mask, totals, causal, scale, first)
+        function(q.to(device), k.to(device), mask, totals, causal, scale, taken(q, first))
         return dict(zip(watch.FIELDS, totals.tolist(), strict=True))
 
     return call
@@ -55,7 +61,7 @@ def defined(q, k, mask, causal, scale, first):
     if causal:
         scores = scores.masked_fill(~torch.ones(rows, keys).bool().tril(keys - rows), -torch.inf)
     found = dict.fromkeys(watch.FIELDS, 0)
-    for row, product in list(zip(scores.flatten(0, 2), products.flatten(0, 2), strict=True))[first :: watch.STRIDE]:
+    for row, product in list(zip(scores.flatten(0, 2), products.flatten(0, 2), strict=True))[first::STEP]:
         seen = row > -torch.inf
         if not seen.any():
             continue
@@ -117,11 +123,12 @@ def test_scores_that_are_not_finite_count_as_hidden(count):
 
 def test_calls_go_on_where_the_last_one_ended():
     """Rows are counted on: sampled rows of many short calls are those of one long call."""
-    lengths, walked, taken = (5, 40, 1, 1, 200, 90, 300), 0, []
+    lengths, walked, found = (5, 505, 1, 1, 3000, 90, 2500, 1020), 0, []
     for length in lengths:
-        taken += [walked + row for row in range(watch.first_sample(walked), length, watch.STRIDE)]
+        found += [walked + row for row in watch.sample(walked, length)]
         walked += length
-    assert taken == list(range(63, walked, 127))
+    assert found == list(range(510, walked, 1021))
+    assert not watch.sample(511, 1020)
 
 
 class NoReading(TorchDispatchMode):
@@ -137,7 +144,7 @@ def test_nothing_is_read_while_counting(case):
     q, k, mask, causal = whole_numbers(case, 9)
     totals = torch.zeros(5, dtype=torch.int64)
     with NoReading():
-        watch.count(q, k, mask, totals, causal, 0.125, 0)
+        watch.count(q, k, mask, totals, causal, 0.125, taken(q, 0))
     assert totals[0] > 0
     with pytest.raises(AssertionError), NoReading():
         totals[0].item()

@@ -1,0 +1,1 @@
+"""What `pasa.watch` costs on a GPU, its counts checked first."""
