@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pasa.ops.numerics.shifting import shifting_matrix as shifting_matrix
     from pasa.patching import PatchHandle as PatchHandle
     from pasa.patching import patch_pipeline as patch_pipeline
+    from pasa.prediction import predict_overflow as predict_overflow
 
 __version__ = "0.1.0"
 
@@ -32,6 +33,7 @@ _LAZY = {
     "shifting_matrix": "pasa.ops.numerics.shifting",
     "PatchHandle": "pasa.patching",
     "patch_pipeline": "pasa.patching",
+    "predict_overflow": "pasa.prediction",
 }
 
 __all__ = ["__version__", "attention", "attention_varlen", "backends", *sorted(_LAZY)]

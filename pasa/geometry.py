@@ -145,14 +145,15 @@ def project(weight: Tensor, bias: Tensor | None, heads: int, norm: Norm) -> Proj
     norm : Norm
         Of the input.
     """
-    folded = weight.to(torch.float64, copy=True).unflatten(0, (heads, -1))
+    weight = weight.detach()
+    folded = weight.to("cpu", torch.float64, copy=True).unflatten(0, (heads, -1))  # not every accelerator has FP64
     offset = folded.new_zeros(folded.shape[:2])
     if norm.shift is not None:
-        offset = offset + folded @ norm.shift.double()
+        offset = offset + folded @ norm.shift.detach().to(folded)
     if bias is not None:
-        offset = offset + bias.double().unflatten(0, (heads, -1))
+        offset = offset + bias.detach().to(folded).unflatten(0, (heads, -1))
     if norm.gain is not None:
-        folded.mul_(norm.gain.double())
+        folded.mul_(norm.gain.detach().to(folded))
     if norm.centred:
         folded.sub_(folded.mean(-1, keepdim=True))
     return Projection(folded @ folded.mT, offset, norm.radius, weight.shape[1])
@@ -218,11 +219,14 @@ def score_bounds(
     alpha = minimum_alpha(query.fan_in, query.gram.shape[-1], heads, seq_len, share)
     linear = math.sqrt(2.0 * math.log(8.0 * heads * seq_len / delta))  # Lévy's lemma, union over all tokens and heads
     spread = alpha * math.sqrt(query.fan_in * key.fan_in) * norm + linear * (towards_key + towards_query)
+    naive = _largest(query) * _largest(key)
+    interaction = _largest_score(query, key, norm, towards_key, towards_query, fixed)
+    proven = naive if rotary else torch.minimum(naive, interaction)
     return ScoreBounds(
-        naive=_largest(query) * _largest(key),
-        interaction=_largest_score(query, key, norm, towards_key, towards_query, fixed),
+        naive=naive,
+        interaction=interaction,
         constant=constant,
-        probable=constant + spread,
+        probable=torch.minimum(constant + spread, proven),
         certain=(fixed - spread).clamp(min=0.0),
     )
 
@@ -235,8 +239,8 @@ def spectral_norm(gram: Tensor, slack: float) -> Tensor:
 def interaction_norm(query: Projection, key: Projection) -> Tensor:
     """Certified upper bound on ``|AᵀB|`` per head, (H,): its square is lambda_max(R (B Bᵀ) Rᵀ) with RᵀR = A Aᵀ.
 
-    These matrices are D x D. Power iteration approaches a norm from below, so no number of steps makes it a bound; this is one, and as exact as
-    FP64. It costs what forming the two Gram matrices costs, D times a step of power iteration.
+    These matrices are D x D. Power iteration approaches a norm from below, so no number of steps makes it a bound;
+    this is one, and as exact as FP64. It costs what forming the two Gram matrices costs: some D steps of iteration.
     """
     values, vectors = torch.linalg.eigh(query.gram)
     root = values.clamp(min=0.0).sqrt()[..., None] * vectors.mT

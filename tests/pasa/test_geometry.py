@@ -146,10 +146,18 @@ def test_probable_bound_holds_on_uniform_directions(kind):
 
 
 def test_without_constants_the_probable_bound_is_the_papers():
-    bounds, (a, _, b, _) = bounds_of("plain")
-    alpha = geometry.minimum_alpha(HIDDEN, DIM, 4, 64, 1e-3)
-    expected = alpha * HIDDEN * torch.linalg.matrix_norm(a.mT @ b, 2)
+    """alpha * |M| * d; where alpha is above 1, as in so few dimensions as elsewhere here, the proven bound instead."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(2 * DIM, 800, generator=generator, dtype=torch.float64) for _ in range(2))
+    norm = Norm(math.sqrt(800))
+    bounds = score_bounds(project(q, None, 2, norm), project(k, None, 2, norm), heads=2, seq_len=64, delta=1e-3)
+    alpha = geometry.minimum_alpha(800, DIM, 2, 64, 1e-3)
+    expected = alpha * 800 * torch.linalg.matrix_norm(q.view(2, DIM, 800).mT @ k.view(2, DIM, 800), 2)
+    assert alpha < 0.2
     torch.testing.assert_close(bounds.probable, expected, rtol=1e-6, atol=0)
+    small, _ = bounds_of("plain")
+    assert geometry.minimum_alpha(HIDDEN, DIM, 4, 64, 1e-3) > 1
+    assert torch.equal(small.probable, small.interaction)
 
 
 def test_constant_part_covers_every_rotation_of_its_planes():
