@@ -38,7 +38,7 @@ class Live:
         config: Any = getattr(model, "config", None)
         if config is None:
             raise TypeError(f"predict_overflow: {type(model).__name__} has no config; give a model or a folder")
-        self.label = type(model).__name__
+        self.model, self.label = model, type(model).__name__
         self.config = config.to_dict() if hasattr(config, "to_dict") else {**config, "_class_name": self.label}
         self._tensors = model.state_dict()
         self.names = frozenset(self._tensors)

@@ -55,7 +55,7 @@ def predict_overflow(
     """
     if not 0.0 < delta < 1.0:
         raise ValueError(f"predict_overflow: delta={delta} is not a probability between 0 and 1")
-    parts = _sources(model)
+    parts = sources_of(model)
     known = {prefix: source for prefix, source in parts.items() if len(parts) == 1 or supported(source.config)}
     if not known:
         architectures = ", ".join(str(_architecture(source)) for source in parts.values())
@@ -82,7 +82,7 @@ def predict_overflow(
     return Prediction(label, tuple(sorted(rows, key=order)), settings, skipped)
 
 
-def _sources(model: Any) -> dict[str, Source]:
+def sources_of(model: Any) -> dict[str, Source]:
     """The models of a folder, pipeline or module, by the prefix that their modules have in its names."""
     if isinstance(model, (str, Path)):
         folder = Path(model)
