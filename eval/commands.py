@@ -308,18 +308,22 @@ def predict(
     offset: Annotated[float | None, typer.Option(help="Added to a built-in model's scores (131072).")] = None,
     paper_tables: Annotated[bool, typer.Option("--paper-tables", help="Tables 2 and 3 of the paper instead.")] = False,
     soundness: Annotated[bool, typer.Option("--soundness", help="Every model at hand against its bounds.")] = False,
+    auto: Annotated[bool, typer.Option("--auto", help='policy="auto" on the built-in language model.')] = False,
 ) -> None:
-    """Which heads can overflow, from the weights alone; exit 1 if a score exceeds its proven bound."""
+    """Which heads can overflow, from the weights alone; exit 1 if a proven bound or a check fails."""
+    from pasa.eval.predict import auto as policy
     from pasa.eval.predict import paper, report, run
     from pasa.eval.predict import soundness as checks
 
-    if paper_tables + soundness + (model is not None) > 1:
-        raise ValueError("--model, --paper-tables and --soundness exclude each other: choose one")
+    if paper_tables + soundness + auto + (model is not None) > 1:
+        raise ValueError("--model, --paper-tables, --soundness and --auto exclude each other: choose one")
     with output.progress_bar("predict") as progress:
         if paper_tables:
             result = paper.run_paper_tables()
         elif soundness:
             result = checks.run_soundness(progress)
+        elif auto:
+            result = policy.run_auto(progress)
         else:
             result = run.run_predict(
                 model or "embedded",

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from pasa.eval import output
-from pasa.eval.rmse.report import Table, show
+from pasa.eval.rmse.report import Table, percent, show
 from pasa.eval.speed.report import markdown, number
 from pasa.prediction.table import MEANINGS, VERDICTS
 
@@ -24,6 +24,7 @@ def tables(result: dict[str, Any]) -> list[Table]:
         "predict": lambda found: [head_table(found)],
         "paper-tables": lambda found: [paper_table(found)],
         "soundness": lambda found: [soundness_table(found)],
+        "auto": lambda found: [auto_table(found)],
     }
     return makers[result["experiment"]](result)
 
@@ -97,10 +98,33 @@ def soundness_table(result: dict[str, Any]) -> Table:
     return Table("Bounds and reality", header, rows, note)
 
 
+def auto_table(result: dict[str, Any]) -> Table:
+    """What each policy patched, and what came of it."""
+    rows = [
+        [
+            each["run"],
+            str(len(each["patched"])),
+            percent(each["nonfinite_logits"]),
+            f"{each['tokens_equal_to_fp32']} of {each['tokens']}",
+        ]
+        for each in result["records"]
+    ]
+    fixture, unbiased = result["fixture"], result["unbiased"]
+    biased = [str(layer) for layer, offset in enumerate(fixture["offset"]) if offset]
+    note = (
+        f"SmolLM2-135M-Instruct, FP32, its layers {', '.join(biased)} biased beyond FP16; attention in FP16, emulated; "
+        f"{result['prompt']['tokens']} tokens. Without the bias policy auto patches {len(unbiased['patched'])} layers, "
+        f"and logits are {'' if unbiased['bit_identical'] else 'NOT '}bit-identical."
+    )
+    return Table('policy="auto"', ["run", "layers patched", "logits not finite", "tokens equal to FP32"], rows, note)
+
+
 def verdict(result: dict[str, Any]) -> str:
     """The outcome in a sentence or two."""
     if result["experiment"] == "paper-tables":
         return ""
+    if result["experiment"] == "auto":
+        return "All checks hold." if result["gate"]["passed"] else f"FAILED: {result['gate']['checks']}."
     if result["experiment"] == "soundness":
         cost, beyond = result["cost"], sum(each["beyond_proven"] for each in result["records"])
         return (

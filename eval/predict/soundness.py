@@ -21,18 +21,19 @@ from pasa.eval.predict.observe import observe
 from pasa.eval.predict.run import KAPPA, UNSET, calibration, summarise
 from pasa.prediction import predict_overflow
 
+Sizes = dict[str, Any]
 TOKENS = 128
 SEED = 0
-SLIM = {"num_hidden_layers": 2, "intermediate_size": 64, "vocab_size": 512, "max_position_embeddings": 4096}
-QWEN2 = {
+SLIM: Sizes = {"num_hidden_layers": 2, "intermediate_size": 64, "vocab_size": 512, "max_position_embeddings": 4096}
+QWEN2: Sizes = {
     "hidden_size": 3584,
     "num_attention_heads": 28,
     "num_key_value_heads": 4,
     "rope_parameters": {"rope_theta": 1e6},
 }
-LLAMA = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 32}
-GPT2 = {"n_embd": 1600, "n_head": 25, "n_layer": 2, "n_inner": 64, "vocab_size": 512}
-BIAS = 20.0  # of Qwen2's q and k, standard deviation: what training leaves there is of this order or larger
+LLAMA: Sizes = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 32}
+GPT2: Sizes = {"n_embd": 1600, "n_head": 25, "n_layer": 2, "n_inner": 64, "vocab_size": 512}
+BIAS = 20.0  # standard deviation of the biases of q and k: large beside what these weights make of an input
 Subject = tuple[Any, Callable[[], object]]  # a model, and what runs it once
 
 
@@ -118,16 +119,15 @@ def cost() -> dict[str, Any]:
         process.start()
         seconds, mebibytes, before, threads = queue.get()
         process.join()
-    return {"shape": QWEN2, "layers": 28, "seconds": seconds, "peak_mib": mebibytes, "before_mib": before} | {
-        "threads": threads
-    }
+    measured = {"seconds": seconds, "peak_mib": mebibytes, "before_mib": before, "threads": threads}
+    return {"shape": QWEN2, "layers": 28, **measured}
 
 
 def write_checkpoint(folder: Path) -> None:
     """Random BF16 weights in the names of Qwen2."""
     from safetensors.torch import save_file
 
-    hidden, heads, kv_heads = (int(QWEN2[key]) for key in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
+    hidden, heads, kv_heads = (QWEN2[key] for key in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
     generator, dim = torch.Generator().manual_seed(SEED), hidden // heads
     tensors: dict[str, torch.Tensor] = {}
     for layer in range(28):
