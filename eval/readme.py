@@ -18,10 +18,13 @@ from typing import Any
 from pasa.eval import output
 from pasa.eval.diagnose import report as diagnose_report
 from pasa.eval.diagnose import words
+from pasa.eval.fp8_scaling import report as fp8_report
 from pasa.eval.longbench import report as longbench_report
 from pasa.eval.longbench import throughput as throughput_report
 from pasa.eval.npu_model import report as npu_report
 from pasa.eval.perplexity import report as perplexity_report
+from pasa.eval.predict import paper
+from pasa.eval.predict import report as predict_report
 from pasa.eval.rescue.report import TITLES
 from pasa.eval.rmse import report
 from pasa.eval.soak import report as soak_report
@@ -50,6 +53,10 @@ RESULTS = {
     "longbench_fp16": ROOT / "eval/longbench/results/fp16_model/longbench.json",
     "throughput": ROOT / "eval/longbench/results/throughput.json",
     "perplexity": ROOT / "eval/perplexity/results/perplexity.json",
+    "predict": ROOT / "eval/predict/results/predict.json",
+    "soundness": ROOT / "eval/predict/results/soundness.json",
+    "auto": ROOT / "eval/predict/results/auto.json",
+    "fp8": ROOT / "eval/fp8_scaling/results/fp8.json",
 }
 DIAGNOSED = 3  # heads of each model
 DIAGNOSIS = ("layer", "head", "peak QKᵀ", "× 65504", "stored", "in FP32", "K", "K′", "bias", "resonance", "phase")
@@ -218,6 +225,27 @@ def diagnose() -> str:
     return "\n\n".join([note, table(["model", *DIAGNOSIS], rows), *said])
 
 
+def predicted(name: str) -> str:
+    """A test of the predictions."""
+    result = stored(name)
+    [found] = predict_report.tables(result)
+    said = f"{predict_report.verdict(result)} {predict_report.origin(result)}"
+    return f"{found.note}\n\n{table(found.header, found.rows)}\n\n{said}"
+
+
+def paper_tables() -> str:
+    """Gamma and alpha; solved here and now, so nothing is stored."""
+    found = predict_report.paper_table(paper.run_paper_tables())
+    return f"{found.note}\n\n{table(found.header, found.rows)}"
+
+
+def fp8() -> str:
+    """Scale factors in transients, and FP8 score tiles."""
+    result = stored("fp8")
+    shown = [f"{each.note}\n\n{table(each.header, each.rows)}" for each in fp8_report.tables(result)]
+    return "\n\n".join([*shown, f"{fp8_report.verdict(result)} {fp8_report.origin(result)}"])
+
+
 def speed() -> str:
     """Our default and portable kernels beside torch's attention, unbiased data and many rows."""
     result = stored("speed")
@@ -316,6 +344,10 @@ PARTS: dict[str, Callable[[], str]] = {
     "video": video,
     "step": step,
     "diagnose": diagnose,
+    "soundness": partial(predicted, "soundness"),
+    "auto": partial(predicted, "auto"),
+    "paper_tables": paper_tables,
+    "fp8": fp8,
     "longbench": longbench,
     "longbench_fp16": partial(longbench, "longbench_fp16"),
     "throughput": throughput,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import resource
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -144,9 +142,15 @@ def write_checkpoint(folder: Path) -> None:
 
 def _predict_alone(folder: str, queue: Any) -> None:
     """In a process of its own, whose peak memory is that of the prediction."""
-    unit = 1024 if sys.platform == "linux" else 1024**2
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+    before = peak_mebibytes()
     started = time.perf_counter()
     predict_overflow(folder)
     seconds = time.perf_counter() - started
-    queue.put((seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit, before, torch.get_num_threads()))
+    queue.put((seconds, peak_mebibytes(), before, torch.get_num_threads()))
+
+
+def peak_mebibytes() -> float:
+    """Largest resident set of this process so far (Linux); getrusage would report the parent's, from before exec."""
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    line = next(line for line in status.splitlines() if line.startswith("VmHWM:"))
+    return int(line.split()[1]) / 1024

@@ -192,13 +192,20 @@ def _unet(source: Source) -> Iterator[Layer]:
     for match in sorted(filter(None, map(pattern.match, source.names)), key=lambda found: found[0]):
         path, norm = f"{match[1]}.{match[2]}", f"{match[1]}.norm{match[3]}"
         heads = _unet_heads(source, path)
-        unknown = ""
-        if match[3] == "2" or source.config.get("only_cross_attention"):
-            unknown = "its keys are made of encoder states, whose length no weight bounds"
-        elif f"{norm}.weight" not in source.names:
-            unknown = "its norm depends on other inputs"
+        unknown = _unet_unknown(source, path, norm, cross=match[3] == "2")
         query, key = part(source, f"{path}.to_q"), part(source, f"{path}.to_k")
         yield Layer(path, query, key, heads, heads, norm, "layer", unknown=unknown)
+
+
+def _unet_unknown(source: Source, path: str, norm: str, *, cross: bool) -> str:
+    """Why no weight bounds the scores of a UNet's attention; "" where the norm does."""
+    only_cross = [source.config.get(name) for name in ("only_cross_attention", "mid_block_only_cross_attention")]
+    if cross or any(any(each) if isinstance(each, (list, tuple)) else each for each in only_cross):
+        return "its keys are made of encoder states, whose length no weight bounds"
+    if f"{norm}.weight" not in source.names:
+        return "its norm depends on other inputs"
+    extra = [part for part in ("norm_q", "norm_k", "add_k_proj") if f"{path}.{part}.weight" in source.names]
+    return f"{extra[0]} is not understood" if extra else ""
 
 
 def _unet_heads(source: Source, path: str) -> int:

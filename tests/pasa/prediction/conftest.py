@@ -6,8 +6,6 @@ import pytest
 import torch
 import transformers as hf
 
-import pasa
-
 hf.logging.set_verbosity_error()
 
 SIZES = {
@@ -24,6 +22,7 @@ CONFIGS = {
     "qwen2": lambda: hf.Qwen2Config(**SIZES),
     "llama": lambda: hf.LlamaConfig(**SIZES),
     "llama with biases": lambda: hf.LlamaConfig(**SIZES, attention_bias=True),
+    "mixtral": lambda: hf.MixtralConfig(**SIZES, num_local_experts=2, num_experts_per_tok=1),
     "mistral": lambda: hf.MistralConfig(**SIZES),
     "gpt2": lambda: hf.GPT2Config(n_embd=64, n_layer=3, n_head=4, vocab_size=97, n_positions=128),
 }
@@ -53,27 +52,3 @@ def tiny():
         return randomise(hf.AutoModelForCausalLM.from_config(config).eval())
 
     return build
-
-
-@pytest.fixture
-def observe():
-    """Callable: (model, forward) -> {(module, head): max |q.k|} with PASA in the place of all attention."""
-
-    def run(model, forward):
-        found, names = {}, []
-        with pasa.patch_pipeline(model, backend="reference") as handle:
-            hooks = [
-                model.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: names.append(name))
-                for name in handle.report().patched
-            ]
-            with torch.no_grad(), pasa.record_diagnostics() as records:
-                forward()
-            for hook in hooks:
-                hook.remove()
-        assert len(names) == len(records)
-        for name, record in zip(names, records, strict=True):
-            for head, value in enumerate(record.max_score_before.amax(0).tolist()):
-                found[name, head] = max(found.get((name, head), 0.0), value)
-        return found
-
-    return run

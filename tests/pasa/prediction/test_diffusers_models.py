@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from diffusers import UNet2DConditionModel
 
+from pasa.eval.predict.observe import observe
 from pasa.eval.video.overflow import bias_scores
 from pasa.eval.video.tiny import tiny_pipeline, tiny_unet
 from pasa.prediction import predict_overflow
@@ -25,7 +27,7 @@ def forward(unet):
     unet(sample, torch.tensor(5), states, added_time_ids=torch.ones(1, 3))
 
 
-def test_no_score_exceeds_its_proven_bound(unet, observe):
+def test_no_score_exceeds_its_proven_bound(unet):
     rows = {(row.module, row.head): row for row in predict_overflow(unet).rows}
     observed = observe(unet, lambda: forward(unet))
     bounded = {where: score for where, score in observed.items() if where in rows}
@@ -69,3 +71,27 @@ def test_heads_come_by_block():
         if row.head is not None:
             heads[row.module.partition(".attentions")[0]] = max(row.head, heads.get(row.module, 0)) + 1
     assert heads == {"down_blocks.0": 1, "mid_block": 2, "up_blocks.1": 1}
+
+
+def test_heads_of_a_two_dimensional_unet_are_those_of_its_modules():
+    """`attention_head_dim` counts heads there: 2 and 4, in reverse on the way up."""
+    torch.manual_seed(0)
+    sizes = {
+        "sample_size": 16,
+        "block_out_channels": (32, 64),
+        "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+        "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+        "attention_head_dim": (2, 4),
+        "cross_attention_dim": 16,
+        "norm_num_groups": 8,
+    }
+    unet = UNet2DConditionModel(**sizes)
+    heads = {}
+    for row in predict_overflow(unet).rows:
+        if row.head is not None:
+            heads[row.module] = max(row.head + 1, heads.get(row.module, 0))
+    assert heads == {name: unet.get_submodule(name).heads for name in heads}
+    assert set(heads.values()) == {2, 4}
+    assert predict_overflow(unet).settings["parts"][""]["seq_len"] == 256
+    crossed = UNet2DConditionModel(**sizes, only_cross_attention=(True, False))
+    assert set(predict_overflow(crossed).modules("unknown")) == set(predict_overflow(crossed).modules())
