@@ -243,7 +243,7 @@ def fp8() -> str:
     """Scale factors in transients, and FP8 score tiles."""
     result = stored("fp8")
     shown = [f"{each.note}\n\n{table(each.header, each.rows)}" for each in fp8_report.tables(result)]
-    return "\n\n".join([*shown, f"{fp8_report.verdict(result)} {fp8_report.origin(result)}"])
+    return "\n\n".join([*shown, f"{fp8_report.verdict(result)} {predict_report.origin(result)}"])
 
 
 def speed() -> str:

@@ -54,7 +54,8 @@ class _Watched:
             self.seen = torch.zeros((), dtype=torch.int32, pin_memory=beyond.device.type == "cuda")
         self.count += beyond
         if self.seen is not None:
-            self._warn_once(int(self.seen))
+            if not torch.compiler.is_compiling():  # a value read on the host would break the graph
+                self._warn_once(int(self.seen))
             self.seen.copy_(self.count, non_blocking=True)
 
     def _warn_once(self, calls: int) -> None:

@@ -152,3 +152,16 @@ def test_zero_biases_are_no_risk(tiny, batch):
     with pasa.patch_pipeline(model, policy="auto") as handle:
         assert handle.report().patched == ()
         assert torch.equal(logits(model, batch[0]), before)
+
+
+def test_the_guard_counts_inside_of_a_whole_graph(tiny, batch):
+    """torch.compile: no warning there, since reading the count on the host would break the graph; the report has it."""
+    model = tiny("llama", "sdpa")
+    with pasa.patch_pipeline(model, policy="auto") as handle:
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        assert torch.equal(logits(compiled, batch[0]), logits(model, batch[0]))
+        with torch.no_grad():
+            for side in ("q_proj", "k_proj"):
+                getattr(model.model.layers[1].self_attn, side).weight.mul_(1000)
+        logits(compiled, batch[0])
+        assert [name for name, _ in handle.report().alarms] == ["model.layers.1.self_attn"]
