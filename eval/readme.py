@@ -7,12 +7,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from pasa.eval import output
@@ -31,33 +29,11 @@ from pasa.eval.soak import report as soak_report
 from pasa.eval.speed import report as speed_report
 from pasa.eval.speed.cases import DATA
 from pasa.eval.speed.implementations import CUDNN, FLASH
+from pasa.eval.stored import ROOT, stored, table
 from pasa.eval.video import report as video_report
 from pasa.eval.video import step_report
 from pasa.ops.registry import BACKENDS, Backend
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = {
-    "rmse": ROOT / "eval/rmse/results/rmse.json",
-    "bias": ROOT / "eval/rmse/results/large_bias.json",
-    "rescue": ROOT / "eval/rescue/results/rescue.json",
-    "kernels": ROOT / "eval/rmse/results/rmse_kernels.json",
-    "speed": ROOT / "eval/speed/results/speed.json",
-    "soak": ROOT / "eval/soak/results/soak.json",
-    "npu_model": ROOT / "eval/npu_model/results/npu_model.json",
-    "video": ROOT / "eval/video/results/video.json",
-    "step": ROOT / "eval/video/results/step.json",
-    "diagnose_published": ROOT / "eval/diagnose/results/published/diagnose.json",
-    "diagnose_embedded": ROOT / "eval/diagnose/results/embedded/diagnose.json",
-    "diagnose_tiny": ROOT / "eval/diagnose/results/tiny/diagnose.json",
-    "longbench": ROOT / "eval/longbench/results/longbench.json",
-    "longbench_fp16": ROOT / "eval/longbench/results/fp16_model/longbench.json",
-    "throughput": ROOT / "eval/longbench/results/throughput.json",
-    "perplexity": ROOT / "eval/perplexity/results/perplexity.json",
-    "predict": ROOT / "eval/predict/results/predict.json",
-    "soundness": ROOT / "eval/predict/results/soundness.json",
-    "auto": ROOT / "eval/predict/results/auto.json",
-    "fp8": ROOT / "eval/fp8_scaling/results/fp8.json",
-}
 DIAGNOSED = 3  # heads of each model
 DIAGNOSIS = ("layer", "head", "peak QKᵀ", "× 65504", "stored", "in FP32", "K", "K′", "bias", "resonance", "phase")
 SHOWN = ("fp32", "partial", "prescaled", "smooth_k", "pasa-paper-fp16", "pasa-paper", "pasa-exact")
@@ -88,18 +64,6 @@ def fill(text: str) -> str:
         text,
         flags=re.DOTALL,
     )
-
-
-def stored(name: str) -> dict[str, Any]:
-    """One stored run."""
-    result: dict[str, Any] = json.loads(RESULTS[name].read_text(encoding="utf-8"))
-    return result
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table, numbers to the right."""
-    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def support() -> str:

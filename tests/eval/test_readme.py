@@ -3,13 +3,14 @@
 import pytest
 
 from pasa.eval import readme
+from pasa.eval.stored import RESULTS
 
 
 def test_generated_parts_are_up_to_date():
     assert readme.main(["--check"]) == 0, "run: python -m pasa.eval.readme"
 
 
-@pytest.mark.parametrize("name", readme.RESULTS)
+@pytest.mark.parametrize("name", RESULTS)
 def test_stored_runs_name_a_commit_that_exists(name):
     commit = readme.stored(name)["environment"]["commit"]
     assert commit
