@@ -43,7 +43,7 @@ def head_table(result: dict[str, Any], shown: int = SHOWN) -> Table:
         ]
         for each in result["records"][:shown]
     ]
-    header = ["verdict", "module", "head", "probable |q.k|", "proven |q.k|", "constant", *["observed"] * observed]
+    header = ["verdict", "module", "head", "probable", "proven", "constant", *["observed"] * observed]
     meanings = "; ".join(f"{name}: {meaning}" for name, meaning in MEANINGS.items())
     note = (
         f"FP16 ends at 65,504 on the unscaled q.k, E4M3 at 448 on q.k/sqrt(d_h). {meanings}. Probable: with "
@@ -88,7 +88,7 @@ def soundness_table(result: dict[str, Any]) -> Table:
         ]
         for each in result["records"]
     ]
-    header = ["model", "heads", "modules", "largest |q.k|", "observed / proven, largest", "median"]
+    header = ["model", "heads", "modules", "largest score", "observed / proven, largest", "median"]
     note = (
         "Largest score of each head in one run over its bounds. Above 1 a proven bound would be refuted, and a "
         "probable one by inputs that are not of uniform direction. Auto-alpha: P99.99 of observed over interaction "
