@@ -350,3 +350,53 @@ def diagnose(
     if output_dir is not None:
         report.save(result, maps, output_dir)
     raise typer.Exit(0 if result["gate"]["passed"] else 1)
+
+
+@app.command()
+def predict(
+    json: Json = None,
+    output_dir: Annotated[Path | None, typer.Option(file_okay=False, help="Write JSON and Markdown there.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help='Folder of a model or pipeline, "embedded" (the default) or "tiny".')
+    ] = None,
+    delta: Annotated[float, typer.Option(help="Probability of overflow that counts as unlikely.")] = 1e-6,
+    seq_len: Annotated[
+        int | None, typer.Option(parser=integer, metavar="N", help="Positions (those of the configuration).")
+    ] = None,
+    calibrate: Annotated[bool, typer.Option("--calibrate", help="Run the model once, to compare.")] = False,
+    prompt: Annotated[str | None, typer.Option(help="Message for the calibration of a language model.")] = None,
+    offset: Annotated[float | None, typer.Option(help="Added to a built-in model's scores (131072).")] = None,
+    paper_tables: Annotated[bool, typer.Option("--paper-tables", help="Tables 2 and 3 of the paper instead.")] = False,
+    soundness: Annotated[bool, typer.Option("--soundness", help="Every model at hand against its bounds.")] = False,
+    auto: Annotated[bool, typer.Option("--auto", help='policy="auto" on the built-in language model.')] = False,
+) -> None:
+    """Which heads can overflow, from the weights alone; exit 1 if a proven bound or a check fails."""
+    from pasa.eval.predict import auto as policy
+    from pasa.eval.predict import paper, report, run
+    from pasa.eval.predict import soundness as checks
+
+    if paper_tables + soundness + auto + (model is not None) > 1:
+        raise ValueError("--model, --paper-tables, --soundness and --auto exclude each other: choose one")
+    with output.progress_bar("predict") as progress:
+        if paper_tables:
+            result = paper.run_paper_tables()
+        elif soundness:
+            result = checks.run_soundness(progress)
+        elif auto:
+            result = policy.run_auto(progress)
+        else:
+            result = run.run_predict(
+                model or "embedded",
+                delta=delta,
+                seq_len=seq_len,
+                calibrate=calibrate,
+                prompt=prompt,
+                offset=offset,
+                progress=progress,
+            )
+    deliver(result, json, report.render)
+    if output_dir is not None:
+        report.save(result, output_dir)
+    found = result.get("calibration")
+    refuted = found is not None and found["beyond_proven"] > 0
+    raise typer.Exit(int(refuted or not result.get("gate", {"passed": True})["passed"]))

@@ -178,6 +178,23 @@ def bias(
 
 
 @evaluate.command()
+def fp8(
+    json: Json = None,
+    output_dir: Annotated[Path | None, typer.Option(file_okay=False, help="Write JSON and Markdown there.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Synthetic weights alone.")] = False,
+) -> None:
+    """FP8 scale factors of logits in transients of training; exit 1 if those from the weights overflow."""
+    from pasa.eval.fp8_scaling import report, run
+
+    with output.progress_bar("eval fp8") as progress:
+        result = run.run_fp8(quick, progress)
+    deliver(result, json, report.render)
+    if output_dir is not None:
+        report.save(result, output_dir)
+    raise typer.Exit(0 if result["gate"]["passed"] else 1)
+
+
+@evaluate.command()
 def training(
     json: Json = None,
     output_dir: Annotated[

@@ -7,22 +7,23 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from pasa.eval import output
 from pasa.eval.diagnose import report as diagnose_report
 from pasa.eval.diagnose import words
+from pasa.eval.fp8_scaling import report as fp8_report
 from pasa.eval.gradients import report as gradients_report
 from pasa.eval.longbench import report as longbench_report
 from pasa.eval.longbench import throughput as throughput_report
 from pasa.eval.npu_model import report as npu_report
 from pasa.eval.perplexity import report as perplexity_report
+from pasa.eval.predict import paper
+from pasa.eval.predict import report as predict_report
 from pasa.eval.rescue.report import TITLES
 from pasa.eval.rmse import report
 from pasa.eval.rounding_bias import report as rounding_report
@@ -30,31 +31,11 @@ from pasa.eval.soak import report as soak_report
 from pasa.eval.speed import report as speed_report
 from pasa.eval.speed.cases import DATA
 from pasa.eval.speed.implementations import CUDNN, FLASH
+from pasa.eval.stored import ROOT, stored, table
 from pasa.eval.video import report as video_report
 from pasa.eval.video import step_report
 from pasa.ops.registry import BACKENDS, Backend
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = {
-    "rmse": ROOT / "eval/rmse/results/rmse.json",
-    "bias": ROOT / "eval/rmse/results/large_bias.json",
-    "rescue": ROOT / "eval/rescue/results/rescue.json",
-    "kernels": ROOT / "eval/rmse/results/rmse_kernels.json",
-    "speed": ROOT / "eval/speed/results/speed.json",
-    "soak": ROOT / "eval/soak/results/soak.json",
-    "npu_model": ROOT / "eval/npu_model/results/npu_model.json",
-    "video": ROOT / "eval/video/results/video.json",
-    "step": ROOT / "eval/video/results/step.json",
-    "diagnose_published": ROOT / "eval/diagnose/results/published/diagnose.json",
-    "diagnose_embedded": ROOT / "eval/diagnose/results/embedded/diagnose.json",
-    "diagnose_tiny": ROOT / "eval/diagnose/results/tiny/diagnose.json",
-    "longbench": ROOT / "eval/longbench/results/longbench.json",
-    "longbench_fp16": ROOT / "eval/longbench/results/fp16_model/longbench.json",
-    "throughput": ROOT / "eval/longbench/results/throughput.json",
-    "perplexity": ROOT / "eval/perplexity/results/perplexity.json",
-    "gradients": ROOT / "eval/gradients/results/gradients.json",
-    "rounding": ROOT / "eval/rounding_bias/results/bias.json",
-}
 ROUNDED = ("two, smaller tail", "near, smaller tail", "blocks, smaller tail", "four, smaller tail", "random, same tail")
 DIAGNOSED = 3  # heads of each model
 DIAGNOSIS = ("layer", "head", "peak QKᵀ", "× 65504", "stored", "in FP32", "K", "K′", "bias", "resonance", "phase")
@@ -86,18 +67,6 @@ def fill(text: str) -> str:
         text,
         flags=re.DOTALL,
     )
-
-
-def stored(name: str) -> dict[str, Any]:
-    """One stored run."""
-    result: dict[str, Any] = json.loads(RESULTS[name].read_text(encoding="utf-8"))
-    return result
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table, numbers to the right."""
-    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def support() -> str:
@@ -223,6 +192,29 @@ def diagnose() -> str:
     return "\n\n".join([note, table(["model", *DIAGNOSIS], rows), *said])
 
 
+def predicted(name: str) -> str:
+    """A test of the predictions."""
+    result = stored(name)
+    [found] = predict_report.tables(result)
+    said = f"{predict_report.verdict(result)} {predict_report.origin(result)}"
+    return f"{found.note}\n\n{table(found.header, found.rows)}\n\n{said}"
+
+
+def paper_tables() -> str:
+    """Gamma and alpha; solved here and now, so nothing is stored."""
+    found = predict_report.paper_table(paper.run_paper_tables())
+    return f"{found.note}\n\n{table(found.header, found.rows)}"
+
+
+def fp8() -> str:
+    """Scale factors in transients of the trained model; the verdict is on the synthetic weights as well."""
+    result = stored("fp8")
+    trained = [each for each in result["records"] if each["model"] != "synthetic"]
+    found = fp8_report.transient_table({**result, "records": trained})
+    said = f"{fp8_report.verdict(result)} {predict_report.origin(result)}"
+    return f"{found.note}\n\n{table(found.header, found.rows)}\n\n{said}"
+
+
 def speed() -> str:
     """Our default and portable kernels beside torch's attention, unbiased data and many rows."""
     result = stored("speed")
@@ -328,6 +320,10 @@ PARTS: dict[str, Callable[[], str]] = {
     "video": video,
     "step": step,
     "diagnose": diagnose,
+    "soundness": partial(predicted, "soundness"),
+    "auto": partial(predicted, "auto"),
+    "paper_tables": paper_tables,
+    "fp8": fp8,
     "longbench": longbench,
     "longbench_fp16": partial(longbench, "longbench_fp16"),
     "throughput": throughput,

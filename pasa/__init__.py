@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pasa.ops.numerics.shifting import shifting_matrix as shifting_matrix
     from pasa.patching import PatchHandle as PatchHandle
     from pasa.patching import patch_pipeline as patch_pipeline
+    from pasa.prediction import predict_overflow as predict_overflow
     from pasa.watching import watch as watch
 
 __version__ = "0.1.0"
@@ -40,6 +41,7 @@ _LAZY = {
     "PatchHandle": "pasa.patching",
     "patch_pipeline": "pasa.patching",
     "watch": "pasa.watching",
+    "predict_overflow": "pasa.prediction",
 }
 
 __all__ = ["__version__", "attention", "attention_varlen", "backends", *sorted(_LAZY)]

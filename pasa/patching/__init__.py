@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,11 +36,14 @@ def patch_pipeline(
         A transformers or diffusers model, a module that contains one (a PEFT wrapper, a compiled model), or a pipeline
         of either library. Of a diffusers pipeline all models are patched: UNet or transformer, VAE, and the text and
         image encoders, which are transformers models.
-    policy : "all" or callable, default "all"
+    policy : "all", "auto" or callable, default "all"
         ``"all"`` patches every attention module that goes through the transformers attention interface or, in
         diffusers, has a processor that PASA can take the place of.
         A callable ``policy(module_name, module) -> bool`` decides for each of them; those it declines keep the
-        attention the model had. ``"auto"`` (chosen by overflow prediction) is not in this version.
+        attention the model had.
+        ``"auto"`` patches those that :func:`pasa.predict_overflow` finds to be at risk or cannot judge, and leaves the
+        others on the attention they have. A guard watches these: where queries and keys grow long enough for a score
+        beyond FP16 it warns, a call late, and the report says so. A model without any risk is left as it is.
     config : PasaConfig, optional
         Numerics, handed to :func:`pasa.attention` as is.
     backend : str, optional
@@ -64,15 +68,32 @@ def patch_pipeline(
     Raises
     ------
     NotImplementedError
-        ``policy="auto"``; ``context_parallel`` for a diffusers model; a transformers module that needs what PASA has
-        not (soft-capped scores, attention sinks, a position bias), named; a diffusers model none of whose processors
-        PASA can stand in for, named with the processor; a model none of whose attention can be reached.
+        ``policy="auto"`` for an architecture whose weights are not understood, named; ``context_parallel`` for a
+        diffusers model; a transformers module that needs what PASA has not (soft-capped scores, attention sinks, a
+        position bias), named; a diffusers model none of whose processors PASA can stand in for, named with the
+        processor; a model none of whose attention can be reached.
     ValueError
         Some of the modules are already patched with other settings; an unknown policy name.
     TypeError
         The object holds no model of a known host library.
     """
     _check_policy(policy)
+    host = partial(_patch, model_or_pipeline, config, backend, context_parallel)
+    if policy == "auto":
+        from pasa.patching import auto
+
+        return auto.patch(model_or_pipeline, host)
+    return host(policy)
+
+
+def _patch(
+    model_or_pipeline: object,
+    config: PasaConfig | None,
+    backend: str | None,
+    context_parallel: ProcessGroup | None,
+    policy: Policy,
+) -> PatchHandle:
+    """Patch with the host library of the model."""
     if _is_diffusers(model_or_pipeline):
         if context_parallel is not None:
             raise NotImplementedError("patch_pipeline: context_parallel is not supported for diffusers models")
@@ -111,13 +132,10 @@ def components_of(model_or_pipeline: object) -> Mapping[str, torch.nn.Module]:
 
 
 def _check_policy(policy: Policy) -> None:
-    if policy == "auto":
-        raise NotImplementedError(
-            'policy="auto" would choose modules by predicting overflow from the weights, which is not in this version; '
-            'use "all" or a callable policy(module_name, module)'
+    if not callable(policy) and policy not in ("all", "auto"):
+        raise ValueError(
+            f'policy must be "all", "auto" or a callable policy(module_name, module) -> bool, got {policy!r}'
         )
-    if not callable(policy) and policy != "all":
-        raise ValueError(f'policy must be "all" or a callable policy(module_name, module) -> bool, got {policy!r}')
 
 
 def _is_pipeline(candidate: object) -> bool:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pasa.patching.guard import Guard
 
 
 @dataclass(frozen=True)
@@ -22,12 +25,16 @@ class PatchReport:
         Names of the attention modules that keep their own attention, each with the reason.
     notes : tuple of (str, str)
         Patched modules of which something is to be known, such as which backend alone can serve them.
+    alarms : tuple of (str, str)
+        Modules that ``policy="auto"`` left alone, and whose queries and keys have since been long enough for a score
+        beyond FP16. Short of any, no score of an unpatched module can have overflowed.
     """
 
     host: str
     patched: tuple[str, ...]
     skipped: tuple[tuple[str, str], ...]
     notes: tuple[tuple[str, str], ...] = ()
+    alarms: tuple[tuple[str, str], ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain containers, ready for JSON."""
@@ -39,6 +46,7 @@ class PatchReport:
         lines += [f"  patched  {name}" for name in self.patched]
         lines += [f"  skipped  {name}: {reason}" for name, reason in self.skipped]
         lines += [f"  note     {name}: {note}" for name, note in self.notes]
+        lines += [f"  ALARM    {name}: {alarm}" for name, alarm in self.alarms]
         return "\n".join(lines)
 
 
@@ -62,6 +70,7 @@ class PatchHandle:
     def __init__(self, report: PatchReport, undo: Callable[[], None]) -> None:
         self._report = report
         self._undo: Callable[[], None] | None = undo
+        self._guard: Guard | None = None
 
     @property
     def active(self) -> bool:
@@ -72,11 +81,26 @@ class PatchHandle:
         """Give the model its own attention back, bit for bit; calling it again does nothing."""
         undo, self._undo = self._undo, None
         if undo is not None:
+            if self._guard is not None:
+                self._guard.remove()
             undo()
 
     def report(self) -> PatchReport:
-        """Return what was patched and what was skipped, with the reasons; it stays readable after `unpatch`."""
-        return self._report
+        """Return what was patched and what was skipped, with the reasons; it stays readable after `unpatch`.
+
+        With a guard, this waits for the device, to read what it has counted.
+        """
+        return self._report if self._guard is None else replace(self._report, alarms=self._guard.alarms())
+
+    def watch(self, guard: Guard, reasons: dict[str, str]) -> None:
+        """Add a guard over modules that were skipped, and why each was."""
+        skipped = tuple((name, reasons.get(name, reason)) for name, reason in self._report.skipped)
+        self._report, self._guard = replace(self._report, skipped=skipped), guard
+
+    @property
+    def guarded(self) -> bool:
+        """Whether there is a guard over what was not patched."""
+        return self._guard is not None
 
     def __enter__(self) -> PatchHandle:
         return self

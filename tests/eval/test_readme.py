@@ -5,13 +5,14 @@ from itertools import product
 import pytest
 
 from pasa.eval import readme
+from pasa.eval.stored import RESULTS
 
 
 def test_generated_parts_are_up_to_date():
     assert readme.main(["--check"]) == 0, "run: python -m pasa.eval.readme"
 
 
-@pytest.mark.parametrize("name", readme.RESULTS)
+@pytest.mark.parametrize("name", RESULTS)
 def test_stored_runs_name_a_commit_that_exists(name):
     commit = readme.stored(name)["environment"]["commit"]
     assert commit
@@ -114,6 +115,43 @@ def test_stored_gradients_meet_the_bounds():
         for name in ("dq", "dk", "dv"):
             assert each[f"plain_{name}"] > 0.01
             assert each[name] < 2**-11
+
+
+def test_stored_predictions_hold():
+    """No head of any model beyond its proven bound; of the fixtures the biased layers and no other are certain."""
+    result = readme.stored("soundness")
+    by = {each["model"]: each for each in result["records"]}
+    assert result["gate"]["passed"]
+    assert len(by) == 7
+    assert all(each["largest_of_proven"] <= 1 for each in by.values())
+    assert by["SmolLM2-135M"]["verdicts"]["safe"] == by["SmolLM2-135M, all layers biased"]["verdicts"]["certain"] == 30
+    assert by["SVD in small, spatial attention biased"]["verdicts"]["certain"] == 4
+    assert by["SVD in small"]["verdicts"]["certain"] == 0
+    assert result["cost"]["seconds"] <= 120
+    assert result["cost"]["peak_mib"] <= 4096
+    heads = readme.stored("predict")["records"]
+    assert len(heads) == 270
+    assert all(each["certain"] > 65504 and each["observed"] <= each["proven"] for each in heads)
+
+
+def test_stored_auto_patches_what_overflows():
+    result = readme.stored("auto")
+    assert result["gate"]["passed"]
+    assert set(result["gate"]["checks"]) >= {"text_as_all_and_fp32", "patched_are_the_biased", "unbiased_is_untouched"}
+    assert [len(each["patched"]) for each in result["records"]] == [0, 30, 30, 3]
+
+
+def test_stored_fp8_scales_from_weights_never_overflow():
+    """In no scenario, on real and synthetic weights; delayed ones in every layer at the first step of a load."""
+    result = readme.stored("fp8")
+    by = {(each["model"], each["scenario"], each["method"]): each for each in result["records"]}
+    assert result["gate"]["passed"]
+    assert len(by) == 2 * 4 * 5
+    assert not any(each["overflows"] for each in by.values() if each["method"] in ("geometry", "current"))
+    for model in ("SmolLM2-135M", "synthetic"):
+        first = by[model, "pretrained load", "delayed"]
+        assert first["overflowing_layers_first_step"] == first["layers"]
+        assert first["largest_scaled"] > 5000
 
 
 def test_unknown_part_is_an_error():

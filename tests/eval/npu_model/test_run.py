@@ -9,6 +9,7 @@ import pytest
 from pasa.eval import cli, output, readme
 from pasa.eval.npu_model import plots, report, run, twin
 from pasa.eval.npu_model.allocations import allocations
+from pasa.eval.stored import RESULTS
 
 SCORE_TILE = 128 * 128
 
@@ -117,7 +118,7 @@ def test_every_table_says_that_it_is_a_model(stored):
 def test_files_are_those_of_the_result(stored, tmp_path):
     paths = report.save(stored, tmp_path, plots.draw)
     assert [path.name for path in paths] == ["npu_model.json", "npu_model.md", "npu_model_tiles.png"]
-    folder = readme.RESULTS["npu_model"].parent
+    folder = RESULTS["npu_model"].parent
     assert json.loads(paths[0].read_text()) == stored
     assert paths[1].read_text() == (folder / "npu_model.md").read_text()
 

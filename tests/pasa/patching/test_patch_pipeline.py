@@ -14,7 +14,6 @@ import pasa
 @pytest.mark.parametrize(
     ("policy", "error", "reason"),
     [
-        ("auto", NotImplementedError, "predicting overflow"),
         ("some", ValueError, "'some'"),
         (3, ValueError, "3"),
     ],

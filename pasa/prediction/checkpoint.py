@@ -1,0 +1,118 @@
+"""Where weights are read from: a model in memory, or a folder of safetensors files, one tensor at a time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+READABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+WEIGHT_FILES = ("model.safetensors", "diffusion_pytorch_model.safetensors")
+
+
+class Source(Protocol):
+    """A model's configuration, the names of its tensors, and each tensor by name."""
+
+    label: str
+    config: dict[str, Any]
+    names: frozenset[str]
+
+    def get(self, name: str) -> Tensor:
+        """Read one tensor."""
+        ...
+
+
+class Live:
+    """A model in memory, of transformers or diffusers.
+
+    Raises
+    ------
+    TypeError
+        It has no configuration that could tell what its weights mean.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        config: Any = getattr(model, "config", None)
+        if config is None:
+            raise TypeError(f"predict_overflow: {type(model).__name__} has no config; give a model or a folder")
+        self.model, self.label = model, type(model).__name__
+        self.config = config.to_dict() if hasattr(config, "to_dict") else {**config, "_class_name": self.label}
+        self._tensors = model.state_dict()
+        self.names = frozenset(self._tensors)
+
+    def get(self, name: str) -> Tensor:
+        """The tensor itself."""
+        tensor = self._tensors[name]
+        if tensor.is_meta:
+            raise NotImplementedError(f"{self.label}: {name} has no data (offloaded); give its folder instead")
+        return check_dtype(self.label, name, tensor)
+
+
+class Checkpoint:
+    """A folder with ``config.json`` and safetensors files, whole or in shards; tensors are read when asked for.
+
+    Raises
+    ------
+    FileNotFoundError
+        The folder, its configuration or its safetensors files are missing.
+    ValueError
+        ``config.json`` or the index is not JSON.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        if not folder.is_dir():
+            raise FileNotFoundError(f"model {str(folder)!r} is not a folder")
+        if not (folder / "config.json").is_file():
+            raise FileNotFoundError(f"{str(folder)!r} holds no config.json")
+        self.label, self._folder = str(folder), folder
+        self.config = _read_json(folder / "config.json")
+        self._files = self._find_tensors()
+        self.names = frozenset(self._files)
+
+    def _find_tensors(self) -> dict[str, str]:
+        """The file of every tensor."""
+        from safetensors import SafetensorError, safe_open
+
+        for name in WEIGHT_FILES:
+            if (self._folder / f"{name}.index.json").is_file():
+                files: dict[str, str] = _read_json(self._folder / f"{name}.index.json")["weight_map"]
+                missing = sorted({file for file in files.values() if not (self._folder / file).is_file()})
+                if missing:
+                    raise FileNotFoundError(f"{self.label!r}: its index names {missing[0]}, which is not there")
+                return files
+            if (self._folder / name).is_file():
+                try:
+                    with safe_open(str(self._folder / name), framework="pt") as file:
+                        return dict.fromkeys(file.keys(), name)
+                except SafetensorError as error:
+                    raise ValueError(f"{str(self._folder / name)!r} is not a whole safetensors file: {error}") from None
+        raise FileNotFoundError(f"{self.label!r} holds no {' or '.join(WEIGHT_FILES)}, whole or in shards")
+
+    def get(self, name: str) -> Tensor:
+        """Read one tensor from its file."""
+        from safetensors import SafetensorError, safe_open
+
+        path = self._folder / self._files[name]
+        try:
+            with safe_open(str(path), framework="pt") as file:
+                return check_dtype(self.label, name, file.get_tensor(name))
+        except SafetensorError as error:
+            raise ValueError(f"{str(path)!r}: {name} cannot be read: {error}") from None
+
+
+def check_dtype(label: str, name: str, tensor: Tensor) -> Tensor:
+    """Refuse what is not a floating-point number as it stands: quantised weights need their scales."""
+    if tensor.dtype not in READABLE:
+        raise NotImplementedError(f"{label}: {name} is {tensor.dtype}: quantised weights are not supported")
+    return tensor
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{str(path)!r} is not JSON: {error}") from None
+    return found

@@ -1,0 +1,230 @@
+"""How a checkpoint says what its attention layers are: which tensors, how many heads, which norm before them.
+
+A language model is a row of `FAMILIES`; a UNet or VAE of diffusers has a function of its own below. Whatever is found
+nowhere here is refused by name: a bound on weights that mean something else would be a wrong one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pasa.prediction.checkpoint import Source
+
+
+@dataclass(frozen=True)
+class Part:
+    """Where a projection is: tensor names, the rows (outputs) of it, and whether it is stored transposed."""
+
+    weight: str
+    bias: str | None
+    rows: tuple[int, int] | None = None
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One attention layer of a checkpoint.
+
+    Attributes
+    ----------
+    name : str
+        Path of the attention module.
+    query, key : Part
+    heads, kv_heads : int
+    norm : str
+        Path of the norm before it; "" where there is none.
+    kind : {"rms", "layer", "group"}
+    rotary : int
+        Leading dimensions of a head that rotary embeddings turn.
+    unknown : str
+        Why no weight bounds these scores; "" where one does.
+    """
+
+    name: str
+    query: Part
+    key: Part
+    heads: int
+    kv_heads: int
+    norm: str = ""
+    kind: str = "rms"
+    rotary: int = 0
+    unknown: str = ""
+
+
+@dataclass(frozen=True)
+class Family:
+    """Names in the checkpoints of one architecture."""
+
+    blocks: str  # of the list of layers: "layers" for model.layers.0
+    attention: str
+    norm: str
+    kind: str
+    query: str = "q_proj"
+    key: str = "k_proj"
+    fused: str = "qkv_proj"
+    transposed: bool = False
+    rotary: bool = False
+    counts: tuple[str, str, str] = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+
+
+_LLAMA = Family("layers", "self_attn", "input_layernorm", "rms", rotary=True)
+_CLIP = Family("layers", "self_attn", "layer_norm1", "layer")
+FAMILIES = {
+    **dict.fromkeys(("llama", "mistral", "mixtral", "qwen2"), _LLAMA),
+    **dict.fromkeys(("clip_text_model", "clip_vision_model"), _CLIP),
+    "gpt2": Family(
+        *("h", "attn", "ln_1", "layer"), fused="c_attn", transposed=True, counts=("n_layer", "n_head", "n_head")
+    ),
+}
+"""By the `model_type` of a transformers configuration."""
+
+UNETS = ("UNet2DConditionModel", "UNetSpatioTemporalConditionModel")
+AUTOENCODERS = ("AutoencoderKL", "AutoencoderKLTemporalDecoder")
+ROTATIONS = ("default", "linear", "dynamic", "llama3")
+"""Types of rotary embeddings that only rotate; others (YaRN, LongRoPE) also scale q and k."""
+
+
+def supported(config: dict[str, Any]) -> bool:
+    """Whether a configuration is of an architecture that is known here."""
+    return config.get("model_type") in FAMILIES or config.get("_class_name") in UNETS + AUTOENCODERS
+
+
+def find_layers(source: Source) -> list[Layer]:
+    """All attention layers of a model.
+
+    Raises
+    ------
+    NotImplementedError
+        An unknown architecture, quantised weights, or a rotary embedding that scales.
+    ValueError
+        A tensor that ought to be there is missing, or the configuration does not say what is needed.
+    """
+    config = source.config
+    if quantised := config.get("quantization_config"):
+        method = quantised.get("quant_method", "?") if isinstance(quantised, dict) else quantised
+        raise NotImplementedError(f"{source.label}: quantised weights ({method}) are not supported")
+    name = config.get("model_type") or config.get("_class_name")
+    if not supported(config):
+        known = ", ".join((*FAMILIES, *UNETS, *AUTOENCODERS))
+        raise NotImplementedError(f"{source.label}: architecture {name!r} is not supported; known: {known}")
+    if name in FAMILIES:
+        layers = list(_language_model(source, FAMILIES[name]))
+    elif name in UNETS:
+        layers = list(_unet(source))
+    else:
+        layers = list(_autoencoder(source))
+    if not layers:
+        raise ValueError(f"{source.label}: no attention layer of {name!r} is among its {len(source.names)} tensors")
+    return layers
+
+
+def _language_model(source: Source, family: Family) -> Iterator[Layer]:
+    layers, heads, kv_heads = (_count(source, name) for name in family.counts)
+    pattern = re.compile(rf"((?:.*\.)?{family.blocks}\.(\d+))\.{family.attention}\.")
+    found = {int(match[2]): match[1] for match in map(pattern.match, source.names) if match}
+    for index in range(layers):
+        if index not in found:
+            raise ValueError(f"{source.label}: attention layer {index} of {layers} is missing")
+        block = found[index]
+        path = f"{block}.{family.attention}"
+        query, key = _projections(source, family, path, heads, kv_heads)
+        rotary = _rotary(source, heads) if family.rotary else 0
+        yield Layer(path, query, key, heads, kv_heads, f"{block}.{family.norm}", family.kind, rotary)
+
+
+def _count(source: Source, name: str) -> int:
+    value = source.config.get(name)
+    if value is None and name == "num_key_value_heads":
+        value = source.config.get("num_attention_heads")
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"{source.label}: its config says {name}={value!r}")
+    return value
+
+
+def _projections(source: Source, family: Family, path: str, heads: int, kv_heads: int) -> tuple[Part, Part]:
+    """q and k of one layer, whether they are stored apart or in one matrix with v."""
+    fused = f"{path}.{family.fused}"
+    if f"{fused}.weight" not in source.names:
+        return part(source, f"{path}.{family.query}"), part(source, f"{path}.{family.key}")
+    dim = _head_dim(source, heads)
+    rows = (0, heads * dim), (heads * dim, (heads + kv_heads) * dim)
+    whole = part(source, fused)
+    query, key = (Part(whole.weight, whole.bias, each, family.transposed) for each in rows)
+    return query, key
+
+
+def part(source: Source, path: str) -> Part:
+    """A projection that must be there, with the bias that may be."""
+    weight, bias = f"{path}.weight", f"{path}.bias"
+    if weight not in source.names:
+        near = sorted(name for name in source.names if name.startswith(f"{path}."))
+        hint = f"; found {near[0]}: quantised, or an adapter that is not merged" if near else ""
+        raise ValueError(f"{source.label}: {weight} is missing{hint}")
+    return Part(weight, bias if bias in source.names else None)
+
+
+def _head_dim(source: Source, heads: int) -> int:
+    config = source.config
+    hidden = config.get("hidden_size") or config.get("n_embd")
+    dim = config.get("head_dim") or (hidden // heads if hidden else 0)
+    if not dim:
+        raise ValueError(f"{source.label}: its config says neither head_dim nor hidden_size")
+    return int(dim)
+
+
+def _rotary(source: Source, heads: int) -> int:
+    """Rotated dimensions of a head; refuses what is more than a rotation."""
+    config = source.config
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind not in ROTATIONS:
+        raise NotImplementedError(f"{source.label}: rope_type={kind!r} also scales q and k, which is not supported")
+    share = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    return int(_head_dim(source, heads) * share)
+
+
+def _unet(source: Source) -> Iterator[Layer]:
+    """Transformer blocks: attn1 looks at its own input, behind norm1; attn2 at encoder states, which no norm bounds."""
+    pattern = re.compile(r"(.*transformer_blocks\.\d+)\.(attn([12]))\.to_q\.weight$")
+    for match in sorted(filter(None, map(pattern.match, source.names)), key=lambda found: found[0]):
+        path, norm = f"{match[1]}.{match[2]}", f"{match[1]}.norm{match[3]}"
+        heads = _unet_heads(source, path)
+        unknown = _unet_unknown(source, path, norm, cross=match[3] == "2")
+        query, key = part(source, f"{path}.to_q"), part(source, f"{path}.to_k")
+        yield Layer(path, query, key, heads, heads, norm, "layer", unknown=unknown)
+
+
+def _unet_unknown(source: Source, path: str, norm: str, *, cross: bool) -> str:
+    """Why no weight bounds the scores of a UNet's attention; "" where the norm does."""
+    only_cross = [source.config.get(name) for name in ("only_cross_attention", "mid_block_only_cross_attention")]
+    if cross or any(any(each) if isinstance(each, (list, tuple)) else each for each in only_cross):
+        return "its keys are made of encoder states, whose length no weight bounds"
+    if f"{norm}.weight" not in source.names:
+        return "its norm depends on other inputs"
+    extra = [part for part in ("norm_q", "norm_k", "add_k_proj") if f"{path}.{part}.weight" in source.names]
+    return f"{extra[0]} is not understood" if extra else ""
+
+
+def _unet_heads(source: Source, path: str) -> int:
+    """Heads by block; `attention_head_dim` counts heads where `num_attention_heads` is not given (a misnomer)."""
+    given = source.config.get("num_attention_heads") or source.config.get("attention_head_dim")
+    if isinstance(given, int):
+        return given
+    if not given:
+        raise ValueError(f"{source.label}: its config says neither num_attention_heads nor attention_head_dim")
+    if match := re.match(r"(down|up)_blocks\.(\d+)\.", path):
+        index = int(match[2])
+        return int(given[index] if match[1] == "down" else given[len(given) - 1 - index])
+    return int(given[-1])
+
+
+def _autoencoder(source: Source) -> Iterator[Layer]:
+    """Middle blocks: one head over all channels, behind a group norm."""
+    pattern = re.compile(r"(.*mid_block\.attentions\.\d+)\.to_q\.weight$")
+    for match in sorted(filter(None, map(pattern.match, source.names)), key=lambda found: found[0]):
+        path = match[1]
+        query, key = part(source, f"{path}.to_q"), part(source, f"{path}.to_k")
+        yield Layer(path, query, key, 1, 1, f"{path}.group_norm", "group")

@@ -1,0 +1,209 @@
+"""From weights to verdicts: each layer is read, bounded and forgotten before the next."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pasa import geometry
+from pasa.geometry import Norm, Projection, ScoreBounds
+from pasa.ops.numerics.formats import FORMATS
+from pasa.prediction.checkpoint import Checkpoint, Live, Source
+from pasa.prediction.families import AUTOENCODERS, Layer, Part, find_layers, supported
+from pasa.prediction.table import HeadPrediction, Prediction, Verdict, order
+
+FP16_MAX, FP8_MAX = FORMATS["fp16"].max, FORMATS["fp8_e4m3"].max
+DEFAULT_SEQ_LEN = 1024  # the paper's tables, where a configuration names no length
+Progress = Callable[[int, int, str], None]
+
+
+def predict_overflow(
+    model: object, *, delta: float = 1e-6, seq_len: int | None = None, progress: Progress | None = None
+) -> Prediction:
+    """Say, before any input is seen, which heads can form scores that FP16 cannot hold.
+
+    Parameters
+    ----------
+    model : torch.nn.Module, pipeline, str or Path
+        A model or pipeline of transformers or diffusers, or a folder with ``config.json`` and safetensors files (of a
+        pipeline: with ``model_index.json``). From a folder one tensor is in memory at a time.
+    delta : float, default 1e-6
+        Probability of any overflow in the model that counts as unlikely.
+    seq_len : int, optional
+        Positions; default: the longest sequence that the configuration names.
+    progress : callable, optional
+        Called with (done, total, layer) before each layer.
+
+    Returns
+    -------
+    Prediction
+        Worst head first. ``str()`` shows it, ``as_dict()`` is ready for JSON.
+
+    Raises
+    ------
+    NotImplementedError
+        An architecture that is not known here, quantised weights, or rotary embeddings that scale; of a pipeline, if
+        this goes for all of its parts.
+    ValueError
+        Missing or misshapen projections; `delta` that is no probability.
+    FileNotFoundError, TypeError
+        There is no model.
+    """
+    if not 0.0 < delta < 1.0:
+        raise ValueError(f"predict_overflow: delta={delta} is not a probability between 0 and 1")
+    parts = sources_of(model)
+    known = {prefix: source for prefix, source in parts.items() if len(parts) == 1 or supported(source.config)}
+    if not known:
+        architectures = ", ".join(str(_architecture(source)) for source in parts.values())
+        raise NotImplementedError(f"predict_overflow: no part is of a known architecture ({architectures})")
+    found = {prefix: find_layers(source) for prefix, source in known.items()}
+    total, done = sum(map(len, found.values())), 0
+    rows: list[HeadPrediction] = []
+    settings: dict[str, Any] = {"delta": delta, "limit": FP16_MAX, "parts": {}}
+    for prefix, layers in found.items():
+        length = seq_len or _sequence(known[prefix].config)
+        heads = sum(layer.heads for layer in layers)
+        for layer in layers:
+            if progress is not None:
+                progress(done, total, layer.name)
+            rows += _predict_layer(known[prefix], layer, prefix, heads, length, delta)
+            done += 1
+        settings["parts"][prefix] = {"seq_len": length, "heads": heads, "layers": len(layers)}
+    skipped = tuple(
+        (prefix.rstrip("."), f"architecture {_architecture(source)!r} is not supported")
+        for prefix, source in parts.items()
+        if prefix not in known
+    )
+    label = str(model) if isinstance(model, (str, Path)) else type(model).__name__
+    return Prediction(label, tuple(sorted(rows, key=order)), settings, skipped)
+
+
+def sources_of(model: Any) -> dict[str, Source]:
+    """The models of a folder, pipeline or module, by the prefix that their modules have in its names."""
+    if isinstance(model, (str, Path)):
+        folder = Path(model)
+        if not (folder / "model_index.json").is_file():
+            return {"": Checkpoint(folder)}
+        children = sorted(path for path in folder.iterdir() if (path / "config.json").is_file())
+        return {f"{path.name}.": Checkpoint(path) for path in children}
+    if isinstance(model, torch.nn.Module):
+        return _live(model, "")
+    components = getattr(model, "components", None)
+    if isinstance(components, dict):
+        modules = {name: part for name, part in components.items() if isinstance(part, torch.nn.Module)}
+        return {key: value for name, part in modules.items() for key, value in _live(part, f"{name}.").items()}
+    if isinstance(getattr(model, "model", None), torch.nn.Module):
+        return _live(model.model, "")
+    raise TypeError(f"predict_overflow: expected a model, a pipeline or a folder, got {type(model).__name__}")
+
+
+def _live(root: torch.nn.Module, prefix: str) -> dict[str, Source]:
+    """The outermost modules with a known architecture; the root itself, to be refused by name, where there is none."""
+    found: dict[str, Source] = {}
+    for path, module in root.named_modules():
+        inside = any(path.startswith(known) for known in found)
+        if inside or not hasattr(module, "config") or not hasattr(module, "dtype"):
+            continue  # a model of either library has both
+        source = Live(module)
+        if supported(source.config):
+            found[f"{path}." if path else ""] = source
+    return {prefix + path: source for path, source in (found or {"": Live(root)}).items()}
+
+
+def _architecture(source: Source) -> object:
+    return source.config.get("model_type") or source.config.get("_class_name")
+
+
+def _sequence(config: dict[str, Any]) -> int:
+    """Longest sequence a configuration speaks of: positions of text, or of a latent image (VAEs name pixels)."""
+    side = config.get("sample_size")
+    if isinstance(side, int) and config.get("_class_name") in AUTOENCODERS:
+        side //= 2 ** (len(config["block_out_channels"]) - 1)
+    pixels = side * side if isinstance(side, int) else None
+    named = config.get("max_position_embeddings") or config.get("n_positions") or pixels
+    return int(named or DEFAULT_SEQ_LEN)
+
+
+def _predict_layer(
+    source: Source, layer: Layer, prefix: str, heads: int, seq_len: int, delta: float
+) -> list[HeadPrediction]:
+    """Verdicts on the heads of one layer."""
+    name = prefix + layer.name
+    if layer.unknown:
+        return [_row(name, None, {"proven": math.inf, "probable": math.inf}, 1, layer.unknown)]
+    norm, note = _norm(source, layer, seq_len)
+    query = _project(source, layer.query, layer.heads, norm)
+    key = _project(source, layer.key, layer.kv_heads, norm)
+    if query.gram.shape[-1] != key.gram.shape[-1] or layer.heads % layer.kv_heads:
+        raise ValueError(
+            f"{source.label}: {layer.name} has query heads of {query.gram.shape[-1]} and key heads of "
+            f"{key.gram.shape[-1]} with {layer.heads} and {layer.kv_heads} heads: a part of a model, or another config"
+        )
+    bounds = geometry.score_bounds(query, key, heads=heads, seq_len=seq_len, delta=delta, rotary=layer.rotary)
+    return _rows(name, bounds, query.gram.shape[-1], layer.rotary > 0, note)
+
+
+def _norm(source: Source, layer: Layer, seq_len: int) -> tuple[Norm, str]:
+    """What is known of the layer's input, and under which condition; everything rests on the norm, so it must be there.
+
+    A group norm bounds the positions of a group together, so that one position may have the length of all.
+    """
+    if f"{layer.norm}.weight" not in source.names:
+        raise ValueError(f"{source.label}: {layer.norm}.weight is missing")
+    gain = source.get(f"{layer.norm}.weight")
+    shift = source.get(f"{layer.norm}.bias") if f"{layer.norm}.bias" in source.names else None
+    tokens = seq_len if layer.kind == "group" else 1
+    note = f"up to {tokens} positions" if layer.kind == "group" else ""
+    return Norm(math.sqrt(len(gain) * tokens), gain, shift, centred=layer.kind == "layer"), note
+
+
+def _project(source: Source, part: Part, heads: int, norm: Norm) -> Projection:
+    weight = source.get(part.weight)
+    bias = source.get(part.bias) if part.bias is not None else None
+    if part.transposed:
+        weight = weight.T
+    if part.rows is not None:
+        weight = weight[slice(*part.rows)]
+        bias = bias[slice(*part.rows)] if bias is not None else None
+    if norm.gain is None or weight.shape[1] != len(norm.gain) or weight.shape[0] % heads:
+        raise ValueError(f"{source.label}: {part.weight} is {tuple(weight.shape)}, which {heads} heads do not fit")
+    projection = geometry.project(weight, bias, heads, norm)
+    if not (projection.gram.isfinite().all() and projection.offset.isfinite().all()):
+        raise ValueError(f"{source.label}: {part.weight}, its bias or the norm before it holds NaN or infinity")
+    return projection
+
+
+def _rows(name: str, bounds: ScoreBounds, head_dim: int, rotary: bool, note: str) -> list[HeadPrediction]:
+    fields = {"proven": bounds.proven(rotary=rotary), **vars(bounds)}
+    lists = {field: values.tolist() for field, values in fields.items()}
+    heads = len(lists["proven"])
+    return [_row(name, h, {field: v[h] for field, v in lists.items()}, head_dim, note) for h in range(heads)]
+
+
+def _row(name: str, head: int | None, bounds: dict[str, float], head_dim: int, note: str) -> HeadPrediction:
+    """Verdicts from bounds on q.k: in FP16 on q.k itself, in FP8 on q.k / sqrt(D), which is what is stored there."""
+    field = {"certain": 0.0, "constant": 0.0, "naive": math.inf, "interaction": math.inf, **bounds}
+    judged = {"proven": field["proven"], "probable": field["probable"], "certain": field["certain"]}
+    scaled = {key: value / math.sqrt(head_dim) for key, value in judged.items()}
+    return HeadPrediction(
+        name,
+        head,
+        verdict="unknown" if head is None else judge(**judged, limit=FP16_MAX),
+        verdict_fp8="unknown" if head is None else judge(**scaled, limit=FP8_MAX),
+        fp8_scale=geometry.geometry_scale(scaled["probable"]),
+        note=note,
+        **field,
+    )
+
+
+def judge(proven: float, probable: float, certain: float, limit: float) -> Verdict:
+    """The verdict on one head; NaN and infinity, from weights that hold them, are never safe."""
+    if certain > limit:
+        return "certain"
+    if proven <= limit:
+        return "safe"
+    return "unlikely" if probable <= limit else "at risk"

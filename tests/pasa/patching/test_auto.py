@@ -1,0 +1,167 @@
+"""policy="auto": what the weights put at risk is patched, the rest runs as it did, and is watched."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+import pasa
+from pasa.eval.rescue.embedded_model import to_qwen2
+from pasa.eval.rescue.overflow_fixture import inject_overflow
+from pasa.eval.video.overflow import bias_scores
+from pasa.eval.video.tiny import tiny_unet
+
+
+@pytest.fixture
+def qwen2(tiny):
+    return tiny("qwen2", num_hidden_layers=4, layer_types=["full_attention"] * 4)
+
+
+def logits(model, ids):
+    with torch.no_grad():
+        return model(input_ids=ids).logits
+
+
+def test_injected_layers_are_patched_and_no_other(qwen2, batch):
+    model, _ = inject_overflow(qwen2, {1: 131072, 3: -80000}, pairs=4)
+    with pasa.patch_pipeline(model, policy="auto", backend="reference") as handle:
+        assert handle.report().patched == ("model.layers.1.self_attn", "model.layers.3.self_attn")
+        skipped = dict(handle.report().skipped)
+        assert set(skipped) == {"model.layers.0.self_attn", "model.layers.2.self_attn"}
+        assert all("predicted safe: |q.k| up to" in reason for reason in skipped.values())
+        auto = logits(model, batch[0])
+        assert handle.report().alarms == ()
+    with pasa.patch_pipeline(model, backend="reference"):
+        every = logits(model, batch[0])
+    own = logits(model, batch[0])
+    assert torch.isfinite(auto).all()
+    assert (auto - own).norm() <= 1.1 * (every - own).norm(), "fewer layers in FP16 are no farther from FP32"
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_a_model_without_risk_is_left_as_it_is(attention, tiny, batch):
+    model = tiny("llama", attention)
+    before = logits(model, batch[0])
+    with pasa.patch_pipeline(model, policy="auto") as handle:
+        assert handle.report().patched == ()
+        assert len(handle.report().skipped) == 2
+        assert model.config._attn_implementation == attention
+        assert torch.equal(logits(model, batch[0]), before)
+        assert "0 of 2 attention modules run PASA" in str(handle.report())
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_the_guard_warns_a_call_late_and_once(tiny, batch):
+    """Weights that grow after the prediction, as in training: nothing was patched, and now scores overflow."""
+    model = tiny("llama")
+    with pasa.patch_pipeline(model, policy="auto") as handle:
+        with torch.no_grad():
+            for side in ("q_proj", "k_proj"):
+                getattr(model.model.layers[1].self_attn, side).weight.mul_(1000)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            logits(model, batch[0])
+        with pytest.warns(UserWarning, match=r"model\.layers\.1\.self_attn was left unpatched") as caught:
+            logits(model, batch[0])
+        logits(model, batch[0])
+        assert len(caught) == 1
+        alarms = dict(handle.report().alarms)
+        assert list(alarms) == ["model.layers.1.self_attn"]
+        assert "ALARM" in str(handle.report())
+    assert dict(handle.report().alarms) == alarms, "what was counted stays readable"
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gpt2", "mistral"])
+def test_the_guard_bounds_every_score(name, tiny, batch):
+    """Its product of lengths is above the largest score of the same run, and not far: it is what an alarm rests on."""
+    model = tiny(name)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4)
+    with pasa.patch_pipeline(model, backend="reference") as every, pasa.record_diagnostics() as records:
+        logits(model, batch[0])
+        every.unpatch()
+    with pasa.patch_pipeline(model, policy="auto") as handle:
+        logits(model, batch[0])
+        watched = handle._guard._watched
+        assert len(watched) == len(records) == 2
+        for one, record in zip(watched, records, strict=True):
+            largest = record.max_score_before.amax(0).float()
+            assert (largest <= one.bound() * 1.01).all(), "FP16 rounding of q and k is in the record"
+            assert (one.bound() <= 100 * largest).all()
+
+
+def test_a_key_of_an_earlier_call_is_remembered(tiny, batch):
+    """Decoding: the long key is in the cache, the long query comes later."""
+    model = tiny("llama")
+    with pasa.patch_pipeline(model, policy="auto") as handle:
+        one = handle._guard._watched[0]
+        logits(model, batch[0])
+        prefill = one.bound()
+        logits(model, batch[0][:, :1])
+        assert torch.equal(one.bound(), prefill)
+
+
+def test_not_a_number_raises_the_alarm(tiny, batch):
+    model = tiny("llama")
+    with pasa.patch_pipeline(model, policy="auto") as handle:
+        with torch.no_grad():
+            model.model.layers[0].self_attn.q_proj.weight[0, 0] = torch.nan
+        logits(model, batch[0])
+        assert next(name for name, _ in handle.report().alarms) == "model.layers.0.self_attn"
+    with pytest.raises(ValueError, match="NaN or infinity"):
+        pasa.patch_pipeline(model, policy="auto")
+
+
+def test_patching_twice_returns_the_handle(tiny, qwen2):
+    plain = tiny("llama")
+    first = pasa.patch_pipeline(plain, policy="auto")
+    assert pasa.patch_pipeline(plain, policy="auto") is first
+    hooks = len(plain.model.layers[0].self_attn.q_proj._forward_hooks)
+    assert hooks == 1
+    first.unpatch()
+    assert pasa.patch_pipeline(plain, policy="auto") is not first
+    model, _ = inject_overflow(qwen2, {1: 131072}, pairs=4)
+    some = pasa.patch_pipeline(model, policy="auto")
+    assert pasa.patch_pipeline(model, policy="auto") is some
+    some.unpatch()
+
+
+def test_a_unet_is_patched_where_it_is_biased_or_unknown():
+    torch.manual_seed(0)
+    unet = tiny_unet()
+    bias_scores(unet)
+    with pasa.patch_pipeline(unet, policy="auto", backend="reference") as handle:
+        patched = handle.report().patched
+        assert len(patched) == 12
+        assert sum(name.endswith("attn2") for name in patched) == 8, "encoder states: no weight bounds them"
+        assert all("temporal" in name and name.endswith("attn1") for name, _ in handle.report().skipped)
+
+
+def test_an_unknown_architecture_is_refused_by_name(tiny):
+    with pytest.raises(NotImplementedError, match="architecture 'phi3' is not supported"):
+        pasa.patch_pipeline(tiny("phi3"), policy="auto")
+
+
+def test_zero_biases_are_no_risk(tiny, batch):
+    """The embedded model's form: a Llama as Qwen2, its biases zero."""
+    model = to_qwen2(tiny("llama"))
+    before = logits(model, batch[0])
+    with pasa.patch_pipeline(model, policy="auto") as handle:
+        assert handle.report().patched == ()
+        assert torch.equal(logits(model, batch[0]), before)
+
+
+def test_the_guard_counts_inside_of_a_whole_graph(tiny, batch):
+    """torch.compile: no warning there, since reading the count on the host would break the graph; the report has it."""
+    model = tiny("llama", "sdpa")
+    with pasa.patch_pipeline(model, policy="auto") as handle:
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        assert torch.equal(logits(compiled, batch[0]), logits(model, batch[0]))
+        with torch.no_grad():
+            for side in ("q_proj", "k_proj"):
+                getattr(model.model.layers[1].self_attn, side).weight.mul_(1000)
+        logits(compiled, batch[0])
+        assert [name for name, _ in handle.report().alarms] == ["model.layers.1.self_attn"]

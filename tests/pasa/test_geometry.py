@@ -1,0 +1,218 @@
+"""The bounds against what attains them: SVD, the worst inputs, samples, and the paper's tables."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from pasa import geometry
+from pasa.geometry import Norm, project, score_bounds
+
+HIDDEN, DIM = 33, 5
+RADIUS = math.sqrt(HIDDEN)
+KINDS = ("plain", "bias", "large bias", "rms", "layer")
+
+
+def layer(kind, heads=4, kv_heads=2, seed=0):
+    """Weights of a small layer, and the norm before it: (q, q_bias, k, k_bias, norm)."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    q, k = randn(heads * DIM, HIDDEN), randn(kv_heads * DIM, HIDDEN)
+    size = {"plain": None, "rms": None, "bias": 1.0, "large bias": 100.0, "layer": 1.0}[kind]
+    q_bias, k_bias = (None, None) if size is None else (size * randn(len(q)), size * randn(len(k)))
+    gain = randn(HIDDEN) if kind in ("rms", "layer") else None
+    shift = randn(HIDDEN) if kind == "layer" else None
+    return q, q_bias, k, k_bias, Norm(RADIUS, gain, shift, centred=kind == "layer")
+
+
+def matrices(weight, bias, heads, norm):
+    """A (H, D, d) and a (H, D) by the definition."""
+    gain = torch.ones(HIDDEN, dtype=torch.float64) if norm.gain is None else norm.gain
+    linear = weight * gain
+    if norm.centred:
+        linear = linear @ (torch.eye(HIDDEN, dtype=torch.float64) - 1 / HIDDEN)
+    constant = torch.zeros(len(weight), dtype=torch.float64) if bias is None else bias
+    if norm.shift is not None:
+        constant = constant + weight @ norm.shift
+    return linear.unflatten(0, (heads, -1)), constant.unflatten(0, (heads, -1))
+
+
+def bounds_of(kind, rotary=0, heads=4, kv_heads=2, delta=1e-3):
+    q, q_bias, k, k_bias, norm = layer(kind, heads, kv_heads)
+    query, key = project(q, q_bias, heads, norm), project(k, k_bias, kv_heads, norm)
+    bounds = score_bounds(query, key, heads=heads, seq_len=64, delta=delta, rotary=rotary)
+    a, a0 = matrices(q, q_bias, heads, norm)
+    b, b0 = (part.repeat_interleave(heads // kv_heads, 0) for part in matrices(k, k_bias, kv_heads, norm))
+    return bounds, (a, a0, b, b0)
+
+
+def sphere(count, seed=1):
+    x = torch.randn(count, HIDDEN, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return RADIUS * x / x.norm(dim=-1, keepdim=True)
+
+
+def climb(a, a0, b, b0, steps=300):
+    """Large |(A n + a).(B n' + e)| over the sphere by alternating maximisation from many starts, (H,)."""
+    best = torch.zeros(len(a), dtype=torch.float64)
+    for sign in (1, -1):
+        x, y = sphere(16, 2).expand(len(a), -1, -1), sphere(16, 3).expand(len(a), -1, -1)
+        for _ in range(steps):
+            x = (y @ b.mT + b0[:, None]) @ a
+            x = RADIUS * sign * x / x.norm(dim=-1, keepdim=True)
+            y = (x @ a.mT + a0[:, None]) @ b
+            y = RADIUS * sign * y / y.norm(dim=-1, keepdim=True)
+        scores = ((x @ a.mT + a0[:, None]) * (y @ b.mT + b0[:, None])).sum(-1)
+        best = torch.maximum(best, scores.abs().amax(-1))
+    return best
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_interaction_bound_holds_and_is_tight(kind):
+    """Nothing found exceeds it; without constants it is attained, with them it is at most the sum of the norms."""
+    bounds, parts = bounds_of(kind)
+    found = climb(*parts)
+    assert (found <= bounds.interaction * (1 + 1e-12)).all()
+    assert (bounds.interaction <= bounds.naive * (1 + 1e-9)).all()
+    if kind in ("plain", "rms"):
+        torch.testing.assert_close(bounds.interaction, found, rtol=2e-6, atol=0)
+    a, a0, b, b0 = parts
+    terms = (
+        RADIUS**2 * torch.linalg.matrix_norm(a.mT @ b, 2)
+        + RADIUS * (torch.einsum("hpd,hp->hd", a, b0).norm(dim=-1) + torch.einsum("hpd,hp->hd", b, a0).norm(dim=-1))
+        + (a0 * b0).sum(-1).abs()
+    )
+    assert (bounds.interaction <= terms * (1 + 2e-6)).all(), "augmentation is never looser than the triangle inequality"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_naive_bound_holds_under_every_rotation(kind):
+    """The longest q and the longest k: a rotation may turn one into the other."""
+    bounds, (a, a0, b, b0) = bounds_of(kind)
+    longest = []
+    for linear, constant in ((a, a0), (b, b0)):
+        n = sphere(64, 4).expand(len(linear), -1, -1)
+        for _ in range(500):
+            n = (n @ linear.mT + constant[:, None]) @ linear
+            n = RADIUS * n / n.norm(dim=-1, keepdim=True)
+        longest.append((n @ linear.mT + constant[:, None]).norm(dim=-1).amax(-1))
+    product = longest[0] * longest[1]
+    assert (product <= bounds.naive * (1 + 1e-12)).all()
+    norms = [
+        RADIUS * torch.linalg.matrix_norm(linear, 2) + constant.norm(dim=-1) for linear, constant in ((a, a0), (b, b0))
+    ]
+    assert (bounds.naive <= norms[0] * norms[1] * (1 + 2e-6)).all(), "never looser than the triangle inequality"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_certified_norm_is_above_the_exact_one_and_next_to_it(kind):
+    q, q_bias, k, k_bias, norm = layer(kind, 4, 4)
+    query, key = project(q, q_bias, 4, norm), project(k, k_bias, 4, norm)
+    a, b = matrices(q, q_bias, 4, norm)[0], matrices(k, k_bias, 4, norm)[0]
+    exact, product = torch.linalg.matrix_norm(a.mT @ b, 2), geometry.interaction_norm(query, key)
+    assert (exact <= product).all()
+    assert (product <= exact * (1 + 1e-6)).all()
+    single = geometry.spectral_norm(query.gram, query.slack)
+    assert (torch.linalg.matrix_norm(a, 2) <= single).all()
+    torch.testing.assert_close(single, torch.linalg.matrix_norm(a, 2), rtol=1e-9, atol=0)
+
+
+def test_certificate_covers_a_product_that_vanishes():
+    """AᵀB = 0 by cancellation: FP64 leaves a rest of rounding, which the bound has to be above of, and stays small."""
+    q, _, k, _, norm = layer("plain", 1, 1)
+    basis = torch.linalg.qr(torch.randn(DIM, DIM, generator=torch.Generator().manual_seed(2), dtype=torch.float64))[0]
+    q, k = basis[:, :2] @ q[:2], basis[:, 2:] @ k[2:]
+    query, key = project(q, None, 1, norm), project(k, None, 1, norm)
+    product = geometry.interaction_norm(query, key)
+    assert torch.linalg.matrix_norm(q.mT @ k, 2) <= product
+    assert product <= 1e-4 * (query.gram.norm() * key.gram.norm()).sqrt()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_probable_bound_holds_on_uniform_directions(kind):
+    """64 tokens, 4 heads, delta = 1e-3: no score exceeds the bound, and all diagonal ones exceed `certain`."""
+    bounds, (a, a0, b, b0) = bounds_of(kind)
+    for seed in range(20):
+        n = sphere(64, 100 + seed)
+        q, k = n @ a.mT + a0[:, None], n @ b.mT + b0[:, None]
+        assert ((q @ k.mT).abs().amax((-2, -1)) <= bounds.probable).all()
+        assert ((q * k).sum(-1).abs().amin(-1) >= bounds.certain).all()
+    if kind == "large bias":
+        assert (bounds.certain > 0.0).any()
+
+
+def test_without_constants_the_probable_bound_is_the_papers():
+    """alpha * |M| * d; where alpha is above 1, as in so few dimensions as elsewhere here, the proven bound instead."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(2 * DIM, 800, generator=generator, dtype=torch.float64) for _ in range(2))
+    norm = Norm(math.sqrt(800))
+    bounds = score_bounds(project(q, None, 2, norm), project(k, None, 2, norm), heads=2, seq_len=64, delta=1e-3)
+    alpha = geometry.minimum_alpha(800, DIM, 2, 64, 1e-3)
+    expected = alpha * 800 * torch.linalg.matrix_norm(q.view(2, DIM, 800).mT @ k.view(2, DIM, 800), 2)
+    assert alpha < 0.2
+    torch.testing.assert_close(bounds.probable, expected, rtol=1e-6, atol=0)
+    small, _ = bounds_of("plain")
+    assert geometry.minimum_alpha(HIDDEN, DIM, 4, 64, 1e-3) > 1
+    assert torch.equal(small.probable, small.interaction)
+
+
+def test_constant_part_covers_every_rotation_of_its_planes():
+    generator = torch.Generator().manual_seed(5)
+    a, e = (torch.randn(3, 6, generator=generator, dtype=torch.float64) for _ in range(2))
+    largest = geometry._rotated_product(a, e, 4)
+    angles = torch.rand(5000, 2, generator=generator, dtype=torch.float64) * 2 * math.pi
+    first, second = e[:, None, :2], e[:, None, 2:4]
+    cos, sin = angles.cos(), angles.sin()
+    turned = torch.cat(
+        [first * cos - second * sin, first * sin + second * cos, e[:, None, 4:].expand(-1, 5000, -1)], -1
+    )
+    found = (a[:, None] * turned).sum(-1).abs().amax(-1)
+    assert (found <= largest * (1 + 1e-12)).all()
+    assert geometry._rotated_product(a, e, 0).equal((a * e).sum(-1).abs())
+
+
+@pytest.mark.parametrize(
+    ("hidden", "head_dim", "heads", "gamma", "gain", "alpha"),
+    [
+        (1600, 64, 1200, "2.985", 8, "0.0735"),  # printed: 2.98 and 0.074
+        (4096, 128, 1024, "2.26", 14, "0.035"),
+        (5120, 128, 1600, "2.27", 18, "0.028"),  # printed: 2.28
+        (8192, 128, 5120, "2.30", 28, "0.018"),  # printed: 2.32
+    ],
+)
+def test_tables_2_and_3(hidden, head_dim, heads, gamma, gain, alpha):
+    """Equation (12) solved to FP64's end, and the paper's printed digits, but for three of gamma and one of alpha."""
+    solved = geometry.typicality(head_dim, heads, 1024, 1e-6)
+    assert solved - 1 - math.log(solved) == pytest.approx(2 / head_dim * math.log(2 * heads * 1024 / 1e-6), rel=1e-12)
+    assert f"{solved:.{len(gamma) - 2}f}" == gamma
+    assert round(geometry.concentration_gain(hidden, head_dim, solved)) == gain
+    least = geometry.minimum_alpha(hidden, head_dim, heads, 1024, 1e-6)
+    assert f"{least:.{len(alpha) - 2}f}" == alpha
+
+
+def test_rounding_is_part_of_the_proven_bound():
+    bounds, _ = bounds_of("plain")
+    margin = geometry.ROUNDINGS * 2**-11
+    torch.testing.assert_close(bounds.proven(rotary=True), bounds.naive * (1 + margin))
+    torch.testing.assert_close(bounds.proven(rotary=False), bounds.interaction + margin * bounds.naive)
+
+
+def test_auto_alpha_is_a_quantile_times_kappa():
+    ratios = [0.001 * i for i in range(1001)]
+    assert geometry.auto_alpha(ratios) == pytest.approx(0.9999, rel=1e-12)
+    assert geometry.auto_alpha(ratios, quantile=0.5, kappa=2.0) == pytest.approx(1.0)
+    with pytest.raises(ValueError, match="no slack ratio"):
+        geometry.auto_alpha([])
+    with pytest.raises(ValueError, match=r"kappa=0\.5"):
+        geometry.auto_alpha([1.0], kappa=0.5)
+
+
+@pytest.mark.parametrize(("name", "value"), [("delta", 0.0), ("delta", 1.5), ("seq_len", 0), ("heads", 0)])
+def test_bad_settings_are_refused_by_name(name, value):
+    given = {"head_dim": 64, "heads": 12, "seq_len": 128, "delta": 1e-6, name: value}
+    with pytest.raises(ValueError, match=f"{name}={value}"):
+        geometry.typicality(**given)

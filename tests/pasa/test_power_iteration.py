@@ -1,0 +1,112 @@
+"""Power iteration against a full SVD of the expanded matrices, and what it keeps in memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pasa.power_iteration import PowerIteration
+
+HEADS = {"MHA": (8, 8), "GQA 4:1": (8, 2), "GQA 8:1": (8, 1), "MQA": (5, 1)}
+DIM, HIDDEN = 6, 37
+
+
+def weights(heads, kv_heads, seed=0, dtype=torch.float64, bias=True):
+    """W_Q, W_K, b_Q, b_K; every head has a singular value well apart from its others, so that power iteration ends."""
+    generator = torch.Generator().manual_seed(seed)
+    parts = []
+    for count in (heads, kv_heads):
+        weight = torch.randn(count, DIM, HIDDEN, generator=generator, dtype=torch.float64)
+        weight[:, 0] *= 3
+        parts.append(weight.flatten(0, 1).to(dtype))
+    biases = [torch.randn(len(part), generator=generator, dtype=torch.float64).to(dtype) for part in parts]
+    return (*parts, *(biases if bias else (None, None)))
+
+
+def expanded(weight, bias, count, groups):
+    """[W, b] per head with keys repeated for their query heads: (Hq, D, d + 1)."""
+    whole = weight if bias is None else torch.cat([weight, bias[:, None]], 1)
+    return whole.unflatten(0, (count, -1)).repeat_interleave(groups, 0)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("per_head", [True, False])
+@pytest.mark.parametrize("name", HEADS)
+def test_equals_svd_of_the_expanded_matrix(name, per_head, bias):
+    heads, kv_heads = HEADS[name]
+    q_weight, k_weight, q_bias, k_bias = weights(heads, kv_heads, bias=bias)
+    q, k = expanded(q_weight, q_bias, heads, 1), expanded(k_weight, k_bias, kv_heads, heads // kv_heads)
+    interaction = q.mT @ k
+    exact = torch.linalg.matrix_norm(interaction if per_head else interaction.sum(0)[None], 2)
+    power = PowerIteration(heads, kv_heads, per_head=per_head, generator=torch.Generator().manual_seed(1))
+    found = power.update(q_weight, k_weight, q_bias, k_bias, steps=300)
+    torch.testing.assert_close(found, exact, rtol=1e-4, atol=0)
+    assert (found <= exact * (1 + 1e-12)).all(), "power iteration approaches from below"
+
+
+def test_one_warm_step_follows_weights_that_move():
+    """Scaling the weights by 4 changes the norm 16 times; the vectors are still right, so one step is enough."""
+    q_weight, k_weight, *_ = weights(8, 2)
+    power = PowerIteration(8, 2, generator=torch.Generator().manual_seed(1))
+    before = power.update(q_weight, k_weight, steps=300)
+    torch.testing.assert_close(power.update(4 * q_weight, 4 * k_weight), 16 * before, rtol=1e-10, atol=0)
+
+
+def test_five_steps_come_first_and_then_one():
+    q_weight, k_weight, *_ = weights(4, 4)
+    given, counted = (PowerIteration(4, 4, generator=torch.Generator().manual_seed(1)) for _ in range(2))
+    assert torch.equal(given.update(q_weight, k_weight), counted.update(q_weight, k_weight, steps=5))
+    assert torch.equal(given.update(q_weight, k_weight), counted.update(q_weight, k_weight, steps=1))
+
+
+def test_heads_can_cancel_in_the_norm_of_a_layer():
+    """Two heads with opposite interactions: the paper's norm of the layer is 0, the scores of both heads are not."""
+    q_weight, k_weight, *_ = weights(1, 1)
+    q_weight, k_weight = torch.cat([q_weight, -q_weight]), torch.cat([k_weight, k_weight])
+    generator = torch.Generator().manual_seed(1)
+    layer = PowerIteration(2, 2, per_head=False, generator=generator).update(q_weight, k_weight)
+    head = PowerIteration(2, 2, generator=generator).update(q_weight, k_weight)
+    assert layer.item() < 1e-12 < 1 < head.min().item()
+
+
+class Largest(TorchDispatchMode):
+    """The most elements that any operation put into new memory."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        sources = {each.untyped_storage().data_ptr() for each in args if isinstance(each, torch.Tensor)}
+        for each in result if isinstance(result, tuple) else (result,):
+            if isinstance(each, torch.Tensor) and each.untyped_storage().data_ptr() not in sources:
+                self.elements = max(self.elements, each.untyped_storage().nbytes() // each.element_size())
+        return result
+
+
+@pytest.mark.parametrize("per_head", [True, False])
+def test_no_expanded_key_and_no_copy_of_a_weight_is_made(per_head):
+    """The largest new tensor is one vector of length d + 1 for each query head."""
+    q_weight, k_weight, *biases = weights(8, 2)
+    with Largest() as largest:
+        PowerIteration(8, 2, per_head=per_head, generator=torch.Generator().manual_seed(1)).update(
+            q_weight, k_weight, *biases
+        )
+    assert 0 < largest.elements <= 8 * (HIDDEN + 1) < k_weight.numel()
+
+
+def test_sixteen_bits_are_good_for_two_digits():
+    q_weight, k_weight, *_ = weights(8, 2, dtype=torch.bfloat16)
+    exact = PowerIteration(8, 2, generator=torch.Generator().manual_seed(1)).update(
+        q_weight.double(), k_weight.double(), steps=300
+    )
+    power = PowerIteration(8, 2, generator=torch.Generator().manual_seed(1))
+    found = power.update(q_weight, k_weight, steps=100)
+    assert found.dtype == torch.float32
+    # four roundings to 8 bits a step, each by at most 2^-9 of the vector
+    torch.testing.assert_close(found.double(), exact, rtol=4 * 2**-9, atol=0)
+
+
+def test_heads_that_do_not_divide_are_refused():
+    with pytest.raises(ValueError, match="heads=6 is not a multiple of kv_heads=4"):
+        PowerIteration(6, 4)
