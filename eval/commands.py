@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from pasa.eval import output
+from pasa.eval.benchmarks import bench
 from pasa.eval.evaluate import evaluate
-from pasa.eval.options import NOTHING_KEPT, Json, deliver, integer, integers, stages, stoppable, words
+from pasa.eval.options import Json, deliver, integer, stages
 
 app = typer.Typer(
     help="FP16 attention that cannot overflow: checks, tables, benchmarks and a demonstration.",
@@ -17,11 +18,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-bench = typer.Typer(help="Benchmarks.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 app.add_typer(evaluate, name="eval")
-
-QUICK_HEADS = 4  # half a minute on two cores; the paper has 16
 
 
 @app.callback()
@@ -48,240 +46,6 @@ def beta(
     from pasa.eval import beta as module
 
     deliver(module.run_beta(block), json, module.render)
-
-
-@bench.command()
-def rmse(
-    json: Json = None,
-    output_dir: Annotated[
-        Path | None, typer.Option(file_okay=False, help="Write JSON, CSV, Markdown and figures there.")
-    ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help=f"{QUICK_HEADS} heads: under a minute on two cores.")] = False,
-    heads: Annotated[int | None, typer.Option(parser=integer, metavar="N", help="Heads (16, as the paper).")] = None,
-    seq: Annotated[
-        int | None, typer.Option(parser=integer, metavar="N", help="Positions (1280, as the paper).")
-    ] = None,
-    seeds: Annotated[str | None, typer.Option(help="Such as 0,1,2 (0; twelve for --large-bias).")] = None,
-    overflow: Annotated[str | None, typer.Option(help="inf, saturate, or both (the default).")] = None,
-    resonance: Annotated[bool, typer.Option("--resonance", help="Waves along the head dimension instead.")] = False,
-    large_bias: Annotated[bool, typer.Option("--large-bias", help="Large shared biases instead.")] = False,
-    kernels: Annotated[bool, typer.Option("--kernels", help="The Triton kernels, on a GPU or interpreted.")] = False,
-) -> None:
-    """RMSE of every arithmetic against FP64 on the paper's cases; exit 1 if the default one fails gate (a) or (b)."""
-    from pasa.eval.rmse import bias, plots, report, run
-    from pasa.eval.rmse import kernels as on_kernels
-    from pasa.eval.rmse import resonance as resonant
-
-    if resonance + large_bias + kernels > 1:
-        raise ValueError("--resonance, --large-bias and --kernels are experiments of their own: choose one")
-    if large_bias and (overflow is not None or quick):
-        raise ValueError("--large-bias takes neither --overflow nor --quick: it compares with FP32 at one small size")
-    if kernels and overflow is not None:
-        raise ValueError("--kernels takes no --overflow: the scores of kernels are FP32")
-    wanted = {
-        "heads": QUICK_HEADS if quick and heads is None else heads,
-        "seq": seq,
-        "seeds": None if seeds is None else parse_seeds(seeds),
-    }
-    given: dict[str, Any] = {name: value for name, value in wanted.items() if value is not None}
-    with output.progress_bar("bench rmse") as progress:
-        if kernels:
-            result = on_kernels.run_kernels(**given, progress=progress)
-        elif large_bias:
-            result = bias.run_large_bias(**given, progress=progress)
-        elif resonance:
-            result = resonant.run_resonance(**given, overflow=overflow or "both", progress=progress)
-        else:
-            result = run.run_rmse(**given, overflow=overflow or "both", progress=progress)
-    deliver(result, json, report.render)
-    if output_dir is not None:
-        report.save(result, output_dir, plots.draw)
-    raise typer.Exit(0 if result["gate"]["passed"] else 1)
-
-
-@bench.command()
-def speed(
-    json: Json = None,
-    output_dir: Annotated[
-        Path | None, typer.Option(file_okay=False, help="Write JSON, Markdown and figures there.")
-    ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Four small cases.")] = False,
-    case: Annotated[list[str] | None, typer.Option(help="A case by name, repeatable (all).")] = None,
-    implementation: Annotated[list[str] | None, typer.Option(help="An implementation, repeatable (all).")] = None,
-    rounds: Annotated[int, typer.Option(parser=integer, metavar="N", help="Turns of each implementation.")] = 5,
-) -> None:
-    """Time attention on a CUDA device, accuracy first; exit 1 if one of ours fails the accuracy gate."""
-    from pasa.eval.speed import plots, report, run
-
-    with output.progress_bar("bench speed") as progress:
-        result = run.run_speed(case, implementation, rounds, quick, progress=progress)
-    deliver(result, json, report.render)
-    if output_dir is not None:
-        report.save(result, output_dir, plots.draw)
-    raise typer.Exit(0 if result["gate"]["passed"] else 1)
-
-
-@bench.command()
-def soak(
-    json: Json = None,
-    output_dir: Annotated[Path | None, typer.Option(file_okay=False, help="Write JSON and Markdown there.")] = None,
-    cases: Annotated[int, typer.Option(parser=integer, metavar="N", help="Random calls.")] = 2000,
-    seed: Annotated[int, typer.Option(parser=integer, metavar="N", help="What they are drawn from.")] = 0,
-    backend: Annotated[str, typer.Option(help="A backend that can run here.")] = "triton",
-    only: Annotated[int | None, typer.Option(parser=integer, metavar="N", help="Run the case of this index.")] = None,
-    small: Annotated[bool, typer.Option("--small", help="Sizes for Triton's interpreter.")] = False,
-    jobs: Annotated[int, typer.Option(parser=integer, metavar="N", help="Processes to share the cases.")] = 1,
-) -> None:
-    """Random calls of one backend, judged against FP64 and the guarantee; exit 1 if one breaks a bound."""
-    from pasa.eval.soak import report, run
-
-    with output.progress_bar("bench soak") as progress:
-        result = run.run_soak(cases, seed, backend, only, small, jobs, progress)
-    deliver(result, json, report.render)
-    if output_dir is not None:
-        report.save(result, output_dir)
-    raise typer.Exit(0 if result["gate"]["passed"] else 1)
-
-
-@bench.command()
-def gradients(
-    json: Json = None,
-    output_dir: Annotated[Path | None, typer.Option(file_okay=False, help="Write JSON and Markdown there.")] = None,
-    seed: Annotated[int, typer.Option(parser=integer, metavar="N", help="What inputs are drawn from.")] = 0,
-    rounds: Annotated[int, typer.Option(parser=integer, metavar="N", help="Turns of each implementation.")] = 5,
-) -> None:
-    """Errors of gradients against FP64, and on a GPU their time beside SDPA's; exit 1 if one is too large."""
-    from pasa.eval.gradients import report, run
-
-    with output.progress_bar("bench gradients") as progress:
-        result = run.run_gradients(seed, rounds, progress)
-    deliver(result, json, report.render)
-    if output_dir is not None:
-        report.save(result, output_dir)
-    raise typer.Exit(0 if result["gate"]["passed"] else 1)
-
-
-@bench.command()
-def model(
-    json: Json = None,
-    output_dir: Annotated[Path | None, typer.Option(file_okay=False, help="Write JSON and Markdown there.")] = None,
-    config: Annotated[str, typer.Option(help="Configuration: qwen2-7b (on an accelerator), or tiny.")] = "qwen2-7b",
-    tokens: Annotated[str, typer.Option(help="Prompt lengths, between commas.")] = "8192",
-    attention: Annotated[str, typer.Option(help="Between commas.")] = "eager,sdpa,pasa",
-    new_tokens: Annotated[int, typer.Option(parser=integer, metavar="N", help="Tokens to decode.")] = 32,
-    rounds: Annotated[int, typer.Option(parser=integer, metavar="N", help="Rounds that are counted.")] = 3,
-) -> None:
-    """Prefill, decode and memory of a whole model with random weights, by its attention."""
-    from pasa.eval.longbench import throughput
-    from pasa.eval.rmse.report import show
-    from pasa.eval.speed.report import markdown
-
-    with stoppable(NOTHING_KEPT), output.progress_bar("bench model") as progress:
-        result = throughput.run_throughput(
-            config,
-            tokens=integers(tokens),
-            attentions=words(attention) or (),
-            new_tokens=new_tokens,
-            rounds=rounds,
-            progress=progress,
-        )
-    found = throughput.table(result)
-    deliver(result, json, lambda _, console: show(found, console))
-    if output_dir is not None:
-        output.write_text(output_dir / "throughput.json", output.to_json(result))
-        text = "\n\n".join([f"# {found.title}", markdown(found.header, found.rows), found.note])
-        output.write_text(output_dir / "throughput.md", text + "\n")
-
-
-@bench.command()
-def video(
-    json: Json = None,
-    output_dir: Annotated[Path | None, typer.Option(file_okay=False, help="Write JSON and Markdown there.")] = None,
-    rounds: Annotated[int, typer.Option(parser=integer, metavar="N", help="Turns of each way to attend.")] = 3,
-) -> None:
-    """Time a denoising step of the full-size video UNet on a CUDA device; exit 1 if PASA is slower or farther off."""
-    from pasa.eval.video import step, step_report
-
-    with output.progress_bar("bench video") as progress:
-        result = step.run_step(rounds, progress=stages(progress, step.STAGES))
-    deliver(result, json, step_report.render)
-    if output_dir is not None:
-        step_report.save(result, output_dir)
-    raise typer.Exit(0 if result["gate"]["passed"] else 1)
-
-
-@bench.command()
-def ring(
-    json: Json = None,
-    output_dir: Annotated[Path | None, typer.Option(file_okay=False, help="Write JSON and Markdown there.")] = None,
-    tokens: Annotated[int, typer.Option(parser=integer, metavar="N", help="Of the whole sequence.")] = 131072,
-    heads: Annotated[str, typer.Option(help="Query and key heads, between a comma.")] = "28,4",
-    rounds: Annotated[int, typer.Option(parser=integer, metavar="N", help="Rounds that are counted.")] = 5,
-) -> None:
-    """Causal attention of several devices beside one, under torchrun; exit 1 if it errs more than one device does."""
-    from pasa.eval.ring import report, run
-
-    counts = integers(heads)
-    if len(counts) != 2 or min(*counts, rounds) < 1:
-        raise ValueError(f"--heads {heads!r} --rounds {rounds}: two numbers of heads, and a round, are the least")
-    with output.progress_bar("bench ring") as progress:
-        result = run.run_ring(tokens, (counts[0], counts[1]), rounds, progress)
-    if result is None:
-        return
-    deliver(result, json, report.render)
-    if output_dir is not None:
-        report.save(result, output_dir)
-    raise typer.Exit(0 if result["gate"]["passed"] else 1)
-
-
-@bench.command()
-def watch(
-    json: Json = None,
-    output_dir: Annotated[Path | None, typer.Option(file_okay=False, help="Write JSON and Markdown there.")] = None,
-    small: Annotated[bool, typer.Option("--small", help="Tiny sizes, on any device.")] = False,
-    turns: Annotated[int, typer.Option(parser=integer, metavar="N", help="Of each case, with and without.")] = 15,
-) -> None:
-    """What pasa.watch costs on a CUDA device; exit 1 if a count or an output is wrong, or a model pays 2 % or more."""
-    from pasa.eval.watching import report, run
-
-    with output.progress_bar("bench watch") as progress:
-        result = run.run_watch(small, turns, progress)
-    deliver(result, json, report.render)
-    if output_dir is not None:
-        report.save(result, output_dir)
-    raise typer.Exit(0 if result["gate"]["passed"] else 1)
-
-
-@bench.command("npu-model")
-def npu_model(
-    json: Json = None,
-    output_dir: Annotated[
-        Path | None, typer.Option(file_okay=False, help="Write JSON, Markdown and a figure there.")
-    ] = None,
-) -> None:
-    """Model an Ascend 910B3: what the Ascend C kernels spend on the CPU twin over published rates. Not measured."""
-    from pasa.eval.npu_model import plots, report, run
-
-    with output.progress_bar("bench npu-model") as progress:
-        result = run.run_npu_model(progress)
-    deliver(result, json, report.render)
-    if output_dir is not None:
-        report.save(result, output_dir, plots.draw)
-
-
-def parse_seeds(text: str) -> list[int]:
-    """Integers between commas.
-
-    Raises
-    ------
-    ValueError
-        Naming what is not an integer.
-    """
-    parts = [part.strip() for part in text.split(",")]
-    for part in parts:
-        if not part.isdecimal():
-            raise ValueError(f"--seeds {text!r}: {part!r} is not a non-negative integer")
-    return [int(part) for part in parts]
 
 
 @app.command()
