@@ -1,8 +1,8 @@
 """Tile sizes of the backward pass; no device is asked and torch not loaded, so that what is compiled can be listed.
 
 What a pass keeps in shared memory: tiles of its own, and `stages` tiles of the two operands that it goes through. dK
-and dV together take BLOCK_N x D x 8 bytes of registers. dK, dV and dQ of sm_90 up to 64 are the fastest of four each on
-an H200 (4 x 12 heads x 1024 rows, causal); the others have not been timed against alternatives.
+and dV together take BLOCK_N x D x 8 bytes of registers. Those of sm_90 up to 128 are the fastest of four to six each on an H200
+(4 x 12 heads x 1024 rows and 28 x 8192, causal); the others have not been timed against alternatives.
 """
 
 Sizes = tuple[int, int, int, int]  # BLOCK_M, BLOCK_N, warps, stages: fields of tiles.Tile
@@ -21,7 +21,7 @@ BACKWARD: dict[str, dict[int, tuple[Sizes, Sizes, Sizes]]] = {
     },
     "sm_90": {
         64: ((128, 64, 4, 3), (32, 128, 8, 3), (64, 64, 4, 3)),
-        128: ((128, 64, 8, 2), (32, 128, 8, 2), (128, 64, 8, 2)),
+        128: ((128, 128, 8, 2), (64, 128, 8, 2), (128, 64, 8, 3)),
         256: ((64, 64, 4, 2), (32, 64, 8, 1), (64, 32, 4, 2)),
     },
     "interpreter": {256: ((64, 64, 1, 1), (64, 64, 1, 1), (64, 64, 1, 1))},
