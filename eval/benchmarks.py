@@ -200,6 +200,23 @@ def ring(
 
 
 @bench.command()
+def unbiased(
+    json: Json = None,
+    output_dir: Annotated[Path | None, typer.Option(file_okay=False, help="Write JSON and Markdown there.")] = None,
+    rounds: Annotated[int, typer.Option(parser=integer, metavar="N", help="Turns of each softmax.")] = 9,
+) -> None:
+    """What softmax="unbiased" costs on a CUDA device; exit 1 if an output is wrong, 0 if a target is missed."""
+    from pasa.eval.rounding_bias import cost, cost_report
+
+    with output.progress_bar("bench unbiased") as progress:
+        result = cost.run_cost(rounds, progress)
+    deliver(result, json, cost_report.render)
+    if output_dir is not None:
+        cost_report.save(result, output_dir)
+    raise typer.Exit(0 if result["gate"]["passed"] else 1)
+
+
+@bench.command()
 def watch(
     json: Json = None,
     output_dir: Annotated[Path | None, typer.Option(file_okay=False, help="Write JSON and Markdown there.")] = None,

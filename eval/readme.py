@@ -1,8 +1,8 @@
-"""Writes the generated parts of README.md: the support matrix from the registry, the tables from stored runs.
+"""Writes the generated parts of READMEs: the support matrix from the registry, the tables from stored runs.
 
     python -m pasa.eval.readme [--check]
 
-`--check` writes nothing and exits 1 if the file is not what it would write.
+`--check` writes nothing and exits 1 if a file is not what it would write.
 """
 
 from __future__ import annotations
@@ -26,16 +26,18 @@ from pasa.eval.predict import paper
 from pasa.eval.predict import report as predict_report
 from pasa.eval.rescue.report import TITLES
 from pasa.eval.rmse import report
+from pasa.eval.rounding_bias import cost_report
 from pasa.eval.rounding_bias import report as rounding_report
 from pasa.eval.soak import report as soak_report
 from pasa.eval.speed import report as speed_report
 from pasa.eval.speed.cases import DATA
 from pasa.eval.speed.implementations import CUDNN, FLASH
-from pasa.eval.stored import ROOT, stored, table
+from pasa.eval.stored import ROOT, stored, stored_or_none, table
 from pasa.eval.video import report as video_report
 from pasa.eval.video import step_report
 from pasa.ops.registry import BACKENDS, Backend
 
+FILES = ("README.md", "eval/rounding_bias/README.md")
 ROUNDED = ("two, smaller tail", "near, smaller tail", "blocks, smaller tail", "four, smaller tail", "random, same tail")
 DIAGNOSED = 3  # heads of each model
 DIAGNOSIS = ("layer", "head", "peak QKᵀ", "× 65504", "stored", "in FP32", "K", "K′", "bias", "resonance", "phase")
@@ -43,13 +45,13 @@ SHOWN = ("fp32", "partial", "prescaled", "smooth_k", "pasa-paper-fp16", "pasa-pa
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Rewrite README.md, or check it; 1 if it is not up to date."""
-    path = ROOT / "README.md"
-    old = path.read_text(encoding="utf-8")
-    new = fill(old)
+    """Rewrite `FILES`, or check them; 1 if one is not up to date."""
+    old = {ROOT / name: (ROOT / name).read_text(encoding="utf-8") for name in FILES}
+    new = {path: fill(text) for path, text in old.items()}
     if "--check" in (sys.argv[1:] if arguments is None else arguments):
         return int(new != old)
-    path.write_text(new, encoding="utf-8")
+    for path, text in new.items():
+        path.write_text(text, encoding="utf-8")
     return 0
 
 
@@ -335,6 +337,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "gradients": lambda: gradients_report.summary(stored("gradients")),
     "npu_model": npu_model,
     "rounding": rounding,
+    "rounding_cost": lambda: cost_report.summary(stored_or_none("rounding_cost")),
+    "rounding_cost_table": lambda: cost_report.section(stored_or_none("rounding_cost")),
 }
 
 if __name__ == "__main__":

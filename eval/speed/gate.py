@@ -126,8 +126,8 @@ class Gate:
         k, v = (x.flatten(0, 1)[keys, None, : piece.keys] for x in (self.inputs.k, self.inputs.v))
         return q, k, v
 
-    def _sampled(self, x: Tensor) -> Tensor:
-        """The rows of an output (B, Hq, Sq, ...) that are compared."""
+    def sampled(self, x: Tensor) -> Tensor:
+        """The rows of an output (B, Hq, Sq, ...) that are compared, in the form of `golden`."""
         rows = x.flatten(0, 1)[self.pairs, None]
         return torch.cat([rows[:, :, piece.start : piece.stop] for piece in self.pieces], 2)
 
@@ -177,7 +177,7 @@ class Gate:
             raise ValueError(f"output has shape {tuple(out.shape)}, expected {expected}")
         model = self.emulated(emulation)
         nonfinite = sum(int((~torch.isfinite(x)).sum()) for x in (out, lse) if x is not None)
-        found = self._errors(self._sampled(out), None if lse is None else self._sampled(lse))
+        found = self._errors(self.sampled(out), None if lse is None else self.sampled(lse))
         allowed = max(FACTOR * _number(model.rmse), RMSE_FLOOR) + (0.0 if shifted else self.resolution)
         rmse_limit = allowed if limit is None else limit
         lse_limit = max(FACTOR * _number(model.lse), LSE_BOUND) + self.resolution

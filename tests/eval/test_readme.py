@@ -12,7 +12,7 @@ def test_generated_parts_are_up_to_date():
     assert readme.main(["--check"]) == 0, "run: python -m pasa.eval.readme"
 
 
-@pytest.mark.parametrize("name", RESULTS)
+@pytest.mark.parametrize("name", [name for name, path in RESULTS.items() if path.is_file()])
 def test_stored_runs_name_a_commit_that_exists(name):
     commit = readme.stored(name)["environment"]["commit"]
     assert commit

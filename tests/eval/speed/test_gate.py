@@ -41,8 +41,8 @@ def test_golden_rows_are_those_of_the_whole(gate: Gate) -> None:
     """A causal row judged against the keys it may see, cut from the rest, is judged as in the whole."""
     x = gate.inputs
     whole, lse = pasa.golden_attention(x.q, x.k, x.v, is_causal=True)
-    assert torch.allclose(gate._sampled(whole), gate.golden, rtol=1e-12, atol=1e-12)
-    assert torch.allclose(gate._sampled(lse), gate.golden_lse, rtol=1e-12, atol=1e-12)
+    assert torch.allclose(gate.sampled(whole), gate.golden, rtol=1e-12, atol=1e-12)
+    assert torch.allclose(gate.sampled(lse), gate.golden_lse, rtol=1e-12, atol=1e-12)
     assert gate.golden.shape[1:] == (1, sum(p.stop - p.start for p in gate.pieces), CASE.dim)
 
 
