@@ -16,7 +16,7 @@ from pasa.ops.numerics.dither import is_structured, round_drawn
 from pasa.ops.numerics.formats import round_to
 
 DIM = 128  # twice the columns that the operator looks at
-LOOKED_AT = (16, 32, 64, DIM)
+LOOKED_AT = (32, 64, DIM)
 TRIGGERS = ("never", "always", "two scores within 1e-3", *(f"leaning, {columns} columns" for columns in LOOKED_AT))
 CASES = (
     *(Case(maxima, "smaller") for maxima in ("two", "near", "blocks", "three", "four", "one")),

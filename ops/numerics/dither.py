@@ -20,7 +20,7 @@ from torch import Tensor
 from pasa.ops.numerics.formats import FORMATS, Format, Overflow, get_format, round_to
 
 COLUMNS = 64  # of a row are looked at; they share its weights, so more would say little more
-# Sigmas by which the signs of a wave must lean to one side: 49 of 64 columns, as in one of 10,000 random rows.
+# Sigmas by which a wave's signs must lean: 49 of 64 columns. One in 10,000 random rows has one of four that does.
 LEANING = 4.25
 FP32 = FORMATS["fp32"]
 

@@ -166,12 +166,12 @@ def test_a_rule_that_does_nothing_fails(monkeypatch):
 
 
 def test_triggers_are_ordered_by_what_they_see():
-    """16 columns tell fewer rows than 32, 64 nearly all, and none draws more than 1 % of random ones."""
+    """32 columns tell fewer rows than 64, which tell nearly all, and none draws more than 1 % of random ones."""
     records = {
         r["trigger"]: r for r in detection.compare_triggers("bf16", cases.Case("two", "smaller"), 256, generator())
     }
-    few, more, chosen, _ = (records[name]["drawn"] for name in detection.TRIGGERS if name.startswith("leaning"))
-    assert few < more < chosen
+    few, chosen, _ = (records[name]["drawn"] for name in detection.TRIGGERS if name.startswith("leaning"))
+    assert few < chosen
     assert chosen > 0.98
     assert (records["never"]["drawn"], records["always"]["drawn"]) == (0, 1)
     assert records["two scores within 1e-3"]["drawn"] == 1

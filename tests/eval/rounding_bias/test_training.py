@@ -168,11 +168,12 @@ def test_stored_run_passed_and_is_whole(stored):
     assert not stored["environment"]["commit"].endswith("-dirty")
 
 
-def test_stored_tables_are_those_of_the_stored_run(stored, tmp_path):
-    training_report.save(stored, tmp_path)
-    for name in ("training.json", "training.md"):
-        assert (tmp_path / name).read_text(encoding="utf-8") == (STORED / name).read_text(encoding="utf-8")
-    assert (tmp_path / "training.png").stat().st_size < 200_000
+@pytest.mark.parametrize("name", ["training", "training_gpt2_small"])
+def test_stored_tables_are_those_of_the_stored_run(name, tmp_path):
+    training_report.save(json.loads((STORED / f"{name}.json").read_text(encoding="utf-8")), tmp_path)
+    for file in (f"{name}.json", f"{name}.md"):
+        assert (tmp_path / file).read_text(encoding="utf-8") == (STORED / file).read_text(encoding="utf-8")
+    assert (tmp_path / f"{name}.png").stat().st_size < 200_000
 
 
 def test_gpu_part_runs_on_a_cpu_and_is_shown(text, tmp_path, monkeypatch):

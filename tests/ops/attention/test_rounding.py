@@ -43,7 +43,7 @@ def rows_kernel(p_x, p_y, D: tl.constexpr, D_PAD: tl.constexpr, M: tl.constexpr,
     tl.store(p_y + o_row * D + o_d[None, :], b_y.to(p_y.dtype.element_ty), mask=(o_d < D)[None, :])
 
 
-@pytest.mark.parametrize("dim", [16, 33, 64, 80, 128])
+@pytest.mark.parametrize("dim", [18, 22, 33, 64, 80, 128])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("lazy", [False, True])
 def test_rows_are_rounded_as_in_the_reference(dim, dtype, lazy):
@@ -56,7 +56,7 @@ def test_rows_are_rounded_as_in_the_reference(dim, dtype, lazy):
     x[3, 1], x[200, 2], x[201, 3] = torch.nan, torch.inf, -torch.inf
     x = x[torch.randperm(len(x), generator=g)]  # tiles with and without rows that lean
     leans = is_structured(x, dtype).float().mean()
-    assert 0.1 < leans < 0.9
+    assert 0.1 < leans < 0.9 if dim > 18 else leans == 0  # 4.25 sigma of 18 signs are more than 18
     out = torch.empty(x.shape, dtype=dtype, device=DEVICE)
     pad = 1 << (dim - 1).bit_length()
     rows_kernel[(len(x) // 16,)](x.to(DEVICE), out, dim, pad, 16, dropped_bits("unbiased", dtype), lazy)
@@ -87,7 +87,7 @@ KERNELS = {  # rows, keys, config
 
 
 @pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize(("dim", "mask"), [(16, "none"), (64, "float"), (80, "bool"), (128, "none")])
+@pytest.mark.parametrize(("dim", "mask"), [(32, "none"), (64, "float"), (80, "bool"), (128, "none")])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_kernel_rounds_exact_means_alike(name, dim, mask, dtype):
     rows, keys, config = KERNELS[name]
@@ -116,7 +116,7 @@ def test_packed_sequences(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("dim", [16, 80])
+@pytest.mark.parametrize("dim", [32, 80])
 def test_a_launch_of_its_own_rounds_likewise(dtype, dim):
     """As on an NPU."""
     q, k, v = (x.to(DEVICE) for x in normal_qkv((4, 2), (33, 200), dim))

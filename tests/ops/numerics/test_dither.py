@@ -216,12 +216,12 @@ def test_any_row_goes_to_a_neighbour(rows, fmt, overflow, tied):
 @pytest.mark.parametrize("fmt", FORMATS_16)
 @pytest.mark.parametrize("dim", [8, 32, 64, 80, 128])
 def test_random_rows_are_left_to_nearest(fmt, dim):
-    """At most 1 % of them are drawn, and the error grows by at most 2 %."""
+    """One in 10,000 is drawn, here one in 1,000 at most. A draw has twice the variance: errors grow by 1e-3 at most."""
     g = generator(dim)
     x = torch.randn(20000, dim, generator=g) * torch.rand(20000, 1, generator=g).exp()
-    assert is_structured(x, fmt).double().mean() <= 0.01
+    assert is_structured(x, fmt).double().mean() <= 1e-3
     errors = [float((y - x.double()).norm()) for y in (round_unbiased(x, fmt), round_to(x, fmt))]
-    assert errors[0] <= 1.02 * errors[1]
+    assert errors[0] <= (1 + 1e-3) * errors[1]
 
 
 @pytest.mark.parametrize("fmt", FORMATS_16)
@@ -233,15 +233,15 @@ def test_rows_of_one_key_are_left_to_nearest(fmt):
 
 
 @pytest.mark.parametrize("fmt", FORMATS_16)
-@pytest.mark.parametrize("dim", [1, 2, 7, 8, 12])
+@pytest.mark.parametrize("dim", [1, 2, 7, 8, 18])
 def test_too_few_columns_never_lean(fmt, dim):
-    """3.5 sigma of 12 signs are more than 12."""
+    """4.25 sigma of 18 signs are more than 18."""
     assert not is_structured(repeated_maxima(fmt)[:, :dim], fmt).any()
     assert leaning(dim) > dim
 
 
 def test_how_far_signs_must_lean():
-    assert [leaning(columns) for columns in (13, 16, 32, 64)] == [13, 14, 20, 28]
+    assert [leaning(columns) for columns in (18, 19, 32, 64)] == [19, 19, 25, 34]
     assert leaning(COLUMNS) == math.ceil(LEANING * math.sqrt(COLUMNS))
 
 
