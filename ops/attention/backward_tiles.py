@@ -1,8 +1,8 @@
 """Tile sizes of the backward pass; no device is asked and torch not loaded, so that what is compiled can be listed.
 
 What a pass keeps in shared memory: tiles of its own, and `stages` tiles of the two operands that it goes through. dK
-and dV together take BLOCK_N x D x 8 bytes of registers. Those of sm_90 up to 128 are the fastest of four to six each on an H200
-(4 x 12 heads x 1024 rows and 28 x 8192, causal); the others have not been timed against alternatives.
+and dV together take BLOCK_N x D x 8 bytes of registers. Those of sm_90 up to 128 are the fastest of four to six each on
+an H200 (4 x 12 heads x 1024 rows and 28 x 8192, causal); the others have not been timed against alternatives.
 """
 
 Sizes = tuple[int, int, int, int]  # BLOCK_M, BLOCK_N, warps, stages: fields of tiles.Tile
