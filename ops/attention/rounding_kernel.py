@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 
 FIRST = tl.constexpr(64)  # columns that are looked at: dither.COLUMNS
-INF = tl.constexpr(float("inf"))
 
 
 @triton.jit
@@ -48,7 +47,8 @@ def drawn_rows(b_x, m_row, DROPPED: tl.constexpr):
     v = (v & 0x7FFF) * 31069 + (v >> 16) * (v >> 16)
     kept = (bits + ((v >> 8) & ((1 << DROPPED) - 1))) & -(1 << DROPPED)
     MIN_NORMAL: tl.constexpr = 2.0**-14 if DROPPED == 13 else 2.0**-126
-    m_drawn = m_row[:, None] & (tl.abs(b_x) >= MIN_NORMAL) & (tl.abs(b_x) < INF)
+    LARGEST: tl.constexpr = 65504.0 if DROPPED == 13 else 3.3895313892515355e38
+    m_drawn = m_row[:, None] & (tl.abs(b_x) >= MIN_NORMAL) & (tl.abs(b_x) <= LARGEST)
     return tl.where(m_drawn, kept.to(tl.float32, bitcast=True), b_x)
 
 
