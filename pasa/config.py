@@ -41,8 +41,9 @@ class PasaConfig(AttentionOptions):
         Rows and keys of a tile, 1 to 65536.
     softmax : str
         "safe"; "unbiased": rows that repeat their maximum are rounded without one-sided error (README, "Rounding
-        without bias"), BF16 outputs by one rounding; or "unbiased_paper": arXiv:2510.04212 with beta = 2 and
-        epsilon = 1e-3, whose weights underflow where a repeated maximum is beyond 17 nats. It warns of rows lost so.
+        without bias"; none of head dims below 19), BF16 outputs by one rounding; or "unbiased_paper":
+        arXiv:2510.04212 with beta = 2 and epsilon = 1e-3, whose weights underflow where a repeated maximum is beyond
+        17 nats. It warns of rows lost so.
     overflow : str
         What FP16 does beyond 65504: "inf", or "saturate" (Ascend 310P and 910A).
     accumulate : str

@@ -179,8 +179,9 @@ def ring_attention(
         for name, x in (("q", q), ("k", k), ("v", v)):
             to_fp16(x.detach(), name)  # all ranks must know before one of them is left waiting
     except (ValueError, TypeError, NotImplementedError):
-        if isinstance(q, Tensor):
-            ring.tell([0] * (len(FACTS) + 2), q.device)
+        devices = [x.device for x in (q, k, v) if isinstance(x, Tensor)]
+        if devices:
+            ring.tell([0] * (len(FACTS) + 2), devices[0])
         raise
     switches = zlib.crc32(repr((q.dtype, is_causal, scale, config, backend)).encode())
     facts = (1, q.shape[0], q.shape[1], k.shape[1], q.shape[3], switches, q.shape[2], k.shape[2])

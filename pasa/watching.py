@@ -12,7 +12,7 @@ from torch import Tensor
 from pasa.ops import library
 from pasa.ops.attention.watch import FIELDS, STRIDE, sample
 from pasa.patching import components_of
-from pasa.patching.onlookers import Onlookers, patched_modules
+from pasa.patching.onlookers import BINDING, Onlookers, patched_modules
 
 
 @dataclass(frozen=True)
@@ -165,6 +165,8 @@ def watch(model_or_pipeline: object) -> Watch:
     ------
     ValueError
         No module of the model is patched.
+    NotImplementedError
+        The model is patched with ``context_parallel``.
     TypeError
         The object holds no model.
 
@@ -184,4 +186,6 @@ def watch(model_or_pipeline: object) -> Watch:
         raise ValueError(
             f"watch: no module of {type(model_or_pipeline).__name__} is patched; call pasa.patch_pipeline first"
         )
+    if any(getattr(module.__dict__.get(BINDING), "context_parallel", None) is not None for _, module, _ in found):
+        raise NotImplementedError("watch: scores cannot be watched with context_parallel")
     return Watch(found)

@@ -98,6 +98,7 @@ def units(call: Call, grad_out: Tensor, grad_lse: Tensor | None, visible: Tensor
     outs = outs.unflatten(1, (-1, call.group)).amax(-1)
     largest = 2.0 * call.q.shape[-1] * outs * values.amax(-1)
     if grad_lse is not None:
-        largest += grad_lse.abs().amax(-1).unflatten(1, (-1, call.group)).amax(-1)
+        slopes = grad_lse.abs().where(grad_lse.isfinite(), 0.0)  # of rows that see no key, or NaN all the same
+        largest += slopes.amax(-1).unflatten(1, (-1, call.group)).amax(-1)
     exponent = torch.frexp(torch.maximum(largest, outs)).exponent - LARGEST_BITS
     return torch.exp2(exponent.clamp(-100, 100).float())

@@ -40,7 +40,7 @@ def leaning_rows(b_x, o_column, D: tl.constexpr, DROPPED: tl.constexpr):
 
 @triton.jit
 def drawn_rows(b_x, m_row, DROPPED: tl.constexpr):
-    """b_x (M, N), where m_row (M,) as stochastic rounding leaves it: `dither._round_drawn` with `dither.lots`."""
+    """b_x (M, N), where m_row (M,) as stochastic rounding leaves it: `dither.round_drawn` with `dither.lots`."""
     bits = b_x.to(tl.int32, bitcast=True)
     v = (bits & 0xFFFF) * 12285 + ((bits >> 16) & 0xFFFF) * 14973
     v = (v & 0x7FFF) * 26417 + (v >> 16) * (v >> 16)

@@ -81,6 +81,11 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> tuple[Ten
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> tuple[Tensor, Tensor, Tensor]:
+        with torch.autocast(q.device.type, enabled=False):  # it would change what the kernels are given
+            return _RingAttention._forward(ctx, q, k, v, call)
+
+    @staticmethod
+    def _forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> tuple[Tensor, Tensor, Tensor]:
         half, keys, values = to_fp16(q, "q"), to_fp16(k, "k"), to_fp16(v, "v")
         anchor = common_anchor(keys, sum(call.lengths), call.ring)
         held = torch.stack((keys - anchor, values))
@@ -102,6 +107,11 @@ class _RingAttention(torch.autograd.Function):
         """A chunk of weight w = exp(LSE_j - LSE) has w grad_out for its output, w (grad_out.(o_j - o) + grad_lse)
         for its LSE. The mean o in FP32, of the very o_j, makes the second ones sum to grad_lse: a bias that keys
         share, to which they multiply, cancels."""
+        with torch.autocast(grad_out.device.type, enabled=False):
+            return _RingAttention._backward(ctx, grad_out, grad_lse)
+
+    @staticmethod
+    def _backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
         half, held, mean, lse = ctx.saved_tensors
         call: RingCall = ctx.call
         grad = grad_out.float()

@@ -130,7 +130,7 @@ def run_pasa(
         causal = causal and attention_mask is None
     width = value.shape[-1]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    query, key, value = _equal_widths(query, key, value)
+    query, key, value = autocast_inputs(*_equal_widths(query, key, value))
     out: torch.Tensor = pasa.attention(
         query,
         key,
@@ -183,6 +183,17 @@ def forward_names(module: torch.nn.Module) -> tuple[str, ...]:
     """Return the global and attribute names that `module.forward` uses; empty where it is not Python."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return code.co_names if code is not None else ()
+
+
+def autocast_inputs(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What torch's own attention would be given: autocast leaves q and k in FP32 behind rotary embeddings, v not."""
+    device = query.device.type
+    if not torch.is_autocast_enabled(device):
+        return query, key, value
+    dtype = torch.get_autocast_dtype(device)
+    return query.to(dtype), key.to(dtype), value.to(dtype)
 
 
 def _equal_widths(

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import pasa
 from pasa.patching.onlookers import BINDING
-from pasa.patching.transformers_attention import Binding, _equal_widths, _is_causal, _refuse_keywords
+from pasa.patching.transformers_attention import Binding, _equal_widths, _is_causal, _refuse_keywords, autocast_inputs
 
 
 def check_mask(*, attention_mask: torch.Tensor | None = None, local_size: int | None = None, **kwargs: Any) -> None:
@@ -50,8 +50,6 @@ def attend_shard(
     where = type(module).__name__
     if binding is None or binding.context_parallel is None:
         raise NotImplementedError(f"{where}: cannot keep its own attention beside context_parallel in one model")
-    if binding.onlookers.looks:
-        raise NotImplementedError(f"{where}: its scores cannot be watched with context_parallel")
     _refuse_keywords(module, dropout, kwargs)
     if attention_mask is not None or sliding_window is not None:
         what = "a mask of its own" if attention_mask is not None else f"sliding_window={sliding_window}"
@@ -64,7 +62,7 @@ def attend_shard(
     if (positions := kwargs.get("position_ids")) is not None:
         _check_positions(positions, binding.context_parallel)
     out: torch.Tensor = pasa.ring_attention(
-        *_equal_widths(query, key, value),
+        *autocast_inputs(*_equal_widths(query, key, value)),
         group=binding.context_parallel,
         is_causal=_is_causal(module, query.shape[2], is_causal),
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,

@@ -16,6 +16,7 @@ CASES = {
     "causal, scores beyond 131072": (517, (2, 1), 64, 260.0, {"is_causal": True}),
     "causal, bfloat16": (130, (2, 1), 64, 0.0, {"is_causal": True, "dtype": torch.bfloat16}),
     "full": (131, (6, 2), 80, 0.0, {}),
+    "full, under autocast": (66, (2, 1), 32, 0.0, {"autocast": True}),
     "full, scores beyond 131072": (517, (2, 1), 64, 260.0, {"scale": 0.125}),
     "full, FP32 inputs": (63, (4, 1), 64, 0.0, {"dtype": torch.float32, "config": pasa.PasaConfig(block_k=32)}),
 }
@@ -45,8 +46,9 @@ def attend_all(rank):
         dim = TOKENS[how.get("tensor_layout", "HND")]
         q, k, v, grad = (pasa.shard_sequence(x, dim) for x in tensors)
         leaves = [x.requires_grad_() for x in (q, k, v)]
-        out, lse = pasa.ring_attention(*leaves, return_lse=True, **how)
-        gradients = torch.autograd.grad((out, lse), leaves, (grad, torch.ones_like(lse)))
+        with torch.autocast("cpu", torch.bfloat16, enabled=how.pop("autocast", False)):
+            out, lse = pasa.ring_attention(*leaves, return_lse=True, **how)
+            gradients = torch.autograd.grad((out, lse), leaves, (grad, torch.ones_like(lse)))
         found[name] = (
             pasa.gather_sequence(out.detach(), dim),
             pasa.gather_sequence(lse.detach(), 2),
@@ -66,6 +68,7 @@ def alone():
     found = {}
     for name in CASES:
         (q, k, v, grad), how = inputs(name)
+        how.pop("autocast", None)
         leaves = [x.requires_grad_() for x in (q, k, v)]
         out, lse = pasa.attention(*leaves, return_lse=True, **how)
         gradients = torch.autograd.grad((out, lse), leaves, (grad, torch.ones_like(lse)))
@@ -122,6 +125,7 @@ def refusals(rank):
     calls = [
         lambda: pasa.ring_attention(q, k[..., :16] if rank else k, v),
         lambda: pasa.ring_attention(q.float() * (1e6 if rank else 1), k.float(), v.float()),
+        lambda: pasa.ring_attention(None if rank else q, k, v),
         lambda: pasa.ring_attention(q, k, v, scale=0.5 if rank else 0.25),
         lambda: pasa.ring_attention(q[:, :2] if rank else q, k, v),
         lambda: pasa.ring_attention(q[:, :, : 6 - rank], k, v, is_causal=True),
@@ -136,7 +140,7 @@ def refusals(rank):
     for call in calls:
         try:
             call()
-        except (ValueError, NotImplementedError) as error:
+        except (ValueError, TypeError, NotImplementedError) as error:
             told.append(f"{type(error).__name__}: {error}")
         else:
             told.append("nothing")
@@ -164,9 +168,10 @@ def test_what_is_refused_is_refused_on_every_rank(tmp_path):
     """An error on one rank alone would leave the others waiting for its keys."""
     (first, finite, (own, none)), (second, _, (_, outside)) = ranks.run(refusals, 2, tmp_path)
     waiting = "ValueError: ring_attention: rank 1 has refused its arguments; its error says why"
-    assert first[:2] == [waiting, waiting]
+    assert first[:3] == [waiting, waiting, waiting]
     assert "k and v differ in shape" in second[0]
     assert "beyond the FP16 range" in second[1]
+    assert "TypeError" in second[2]
     expected = [
         "ranks 0 and 1 differ in dtype, is_causal, scale, config or backend",
         "ranks 0 and 1 differ in query heads: 4 and 2",
@@ -179,7 +184,7 @@ def test_what_is_refused_is_refused_on_every_rank(tmp_path):
         "gather_sequence has no gradient",
         "ring_attention records no diagnostics",
     ]
-    for mine, others, message in zip(first[2:], second[2:], expected, strict=True):
+    for mine, others, message in zip(first[3:], second[3:], expected, strict=True):
         assert message in mine
         assert message in others
     assert finite

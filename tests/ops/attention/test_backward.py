@@ -302,3 +302,23 @@ def test_kernels_take_gradients_of_any_layout():
         found = by_kernels(given, None, q, k, v, None, False, 0.2)
         for x, expected in zip(found, by_kernels(given.contiguous(), None, q, k, v, None, False, 0.2), strict=True):
             assert torch.equal(x, expected)
+
+
+@both
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_the_gradient_of_a_blind_row_s_log_sum_exp_reaches_nothing(backend, bad):
+    """Its log-sum-exp is -inf, and exp() of a difference of two of them NaN: so is the gradient, though the loss leaves
+    that row out by `where`. One NaN scaled the FP16 operands of all rows that share its keys by 2^-15 of nothing."""
+    q, k, v = normal_qkv((2, 1), (6, 9), 16)
+    mask = torch.ones(6, 9, dtype=torch.bool)
+    mask[2] = False
+    g = torch.Generator().manual_seed(1)
+    grad = torch.randn(q.shape, generator=g)
+    grad_lse = torch.randn(q.shape[:3], generator=g)
+    grad_lse[:, :, 2] = 0.0
+    expected = FORMULAS[backend](grad, grad_lse, q, k, v, mask, False, 0.25)
+    grad_lse[:, :, 2] = bad
+    found = FORMULAS[backend](grad, grad_lse, q, k, v, mask, False, 0.25)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.isfinite(one).all()
+        assert torch.equal(one, other)
