@@ -17,7 +17,10 @@ constexpr int32_t kPhases = 1 | 2 << 7 | 8 << 13;
 constexpr uint32_t kCosines = 1u << 1 | 1u << 9 | 1u << 17, kSines = 1u << 20 | 1u << 28;
 constexpr uint32_t kFractionBits = 5;
 constexpr uint32_t kFloatMantissa = 23, kHalfMantissa = 10, kBf16Mantissa = 7;
-constexpr uint32_t kInfinity = 0x7f800000;
+constexpr uint32_t kMinusInfinityBits = 0xff800000;
+// Bits of numbers of the target: the smallest normal one and the largest.
+constexpr uint32_t kHalfNormal = 0x38800000, kHalfMost = 0x477fe000;
+constexpr uint32_t kBf16Normal = 0x00800000, kBf16Most = 0x7f7f0000;
 
 // Of the hash: every product and sum stays below 2^31.
 constexpr int32_t kLowFactor = 12285, kHighFactor = 14973, kFirstFactor = 26417, kSecondFactor = 31069;
@@ -39,6 +42,7 @@ public:
           high_(high),
           rows_(rows),
           dropped_(kFloatMantissa - (tiling.to_bf16 ? kBf16Mantissa : kHalfMantissa)),
+          moved_((tiling.to_bf16 ? kBf16Most : kHalfMost) - kMinusInfinityBits),
           stride_(tiling.dim / kFloatBlock)
     {
     }
@@ -49,12 +53,13 @@ public:
         CountWaves(out);
         Judge();
         if (Extreme<AscendC::ReduceType::MAX>(low_, rows_, work_) < 0.0f) return false;
-        NoteSmallest();
+        NoteLimits();
         return true;
     }
 
     // Columns of `out` become values of the target, rounded up by the chance of what is dropped. Not in rows that do
-    // not lean, nor where the target's spacing is no longer relative.
+    // not lean, nor where the target's spacing is no longer relative, nor beyond its largest number: a draw there may be
+    // infinite.
     __aicore__ inline void Draw(const FloatTile& out, uint32_t width)
     {
         for (uint32_t c = 0; c < width; c += kFloats) {
@@ -198,20 +203,21 @@ private:
         AscendC::PipeBarrier<PIPE_V>();
     }
 
-    // The smallest magnitude that is drawn: the smallest normal number in rows that lean, none in others (to draw for
-    // infinity gives infinity).
-    __aicore__ inline void NoteSmallest()
+    // The bits of a magnitude are moved down until those of the target's largest number are of -infinity. Larger ones
+    // are then NaN or positive, smaller ones nearer to zero, and no move leaves int32_t: one comparison finds what is
+    // normal and not too large. In rows that do not lean it finds the largest number alone, which a draw keeps.
+    __aicore__ inline void NoteLimits()
     {
         RowMath all(0, rows_);
         const AscendC::LocalTensor<uint8_t> leans = work_.ReinterpretCast<uint8_t>();
-        const Row normal = Scratch(0), none = Scratch(1), smallest = Scratch(2);
+        const Row normal = Scratch(0), none = Scratch(1), limit = Scratch(2);
         AscendC::Compares(leans, low_, 0.0f, AscendC::CMPMODE::GE, kFloats);
-        all.Set(normal, t_.to_bf16 ? 0x1p-126f : 0x1p-14f);
-        all.SetBits(none, kInfinity);
+        all.SetBits(normal, (t_.to_bf16 ? kBf16Normal : kHalfNormal) - moved_);
+        all.SetBits(none, kMinusInfinityBits);
         AscendC::PipeBarrier<PIPE_V>();
-        AscendC::Select(smallest, leans, normal, none, AscendC::SELMODE::VSEL_TENSOR_TENSOR_MODE, kFloats);
+        AscendC::Select(limit, leans, normal, none, AscendC::SELMODE::VSEL_TENSOR_TENSOR_MODE, kFloats);
         AscendC::PipeBarrier<PIPE_V>();
-        Spread(work_[kLimits], smallest, rows_);  // Draw has barriers before it compares to it
+        Spread(work_[kLimits], limit, rows_);  // Draw has barriers before it compares to it
     }
 
     // ---- lots
@@ -255,14 +261,17 @@ private:
     __aicore__ inline void RoundByLot(const FloatTile& out, uint32_t columns)
     {
         const AscendC::LocalTensor<uint8_t> drawn = work_.ReinterpretCast<uint8_t>();
+        const Integers moved = Right().ReinterpretCast<int32_t>();
         ShiftLeft(Left(), Left(), 24 - dropped_, columns);
         AscendC::Abs(Right(), out, columns, rows_, AscendC::UnaryRepeatParams(1, 1, kTileBlocks, stride_));
         AscendC::PipeBarrier<PIPE_V>();
         ShiftRight(Left(), Left(), 32 - dropped_, columns);
-        AscendC::Compare(drawn, Right(), work_[kLimits], AscendC::CMPMODE::GE, kFloats, rows_,
-                         AscendC::BinaryRepeatParams(1, 1, 0, 1, kTileBlocks, 1));
+        AscendC::Adds(moved, moved, -static_cast<int32_t>(moved_), columns, rows_,
+                      AscendC::UnaryRepeatParams(1, 1, kTileBlocks, kTileBlocks));
         AscendC::PipeBarrier<PIPE_V>();
         Add(Left(), out, columns, stride_);
+        AscendC::Compare(drawn, Right(), work_[kLimits], AscendC::CMPMODE::LE, kFloats, rows_,
+                         AscendC::BinaryRepeatParams(1, 1, 0, 1, kTileBlocks, 1));
         AscendC::PipeBarrier<PIPE_V>();
         ShiftRight(Left(), Left(), dropped_, columns);
         AscendC::PipeBarrier<PIPE_V>();
@@ -278,6 +287,7 @@ private:
     Row low_, high_;
     uint32_t rows_;
     uint32_t dropped_;  // bits of the mantissa
+    uint32_t moved_;    // bits of a magnitude by so much
     uint32_t stride_;   // of a row of outputs, in blocks
 };
 

@@ -78,10 +78,19 @@ RULES = {
     ),
     "columns that are not there count": ("if (columns < kFloats) {", "if (false) {"),
     "subnormal numbers are drawn": (
-        "all.Set(normal, t_.to_bf16 ? 0x1p-126f : 0x1p-14f);",
-        "all.Set(normal, 0.0f);",
+        "all.SetBits(normal, (t_.to_bf16 ? kBf16Normal : kHalfNormal) - moved_);",
+        "all.SetBits(normal, 0 - moved_);",
     ),
-    "all rows are drawn": ("all.SetBits(none, kInfinity);", "all.Set(none, 0x1p-14f);"),
+    "what is too large is drawn": (
+        """AscendC::Adds(moved, moved, -static_cast<int32_t>(moved_), columns, rows_,
+                      AscendC::UnaryRepeatParams(1, 1, kTileBlocks, kTileBlocks));""",
+        """AscendC::Mins(Right(), Right(), t_.to_bf16 ? 0x1.fep127f : kHalfLargest, columns, rows_,
+                         AscendC::UnaryRepeatParams(1, 1, kTileBlocks, kTileBlocks));
+           AscendC::PipeBarrier<PIPE_V>();
+           AscendC::Adds(moved, moved, -static_cast<int32_t>(moved_), columns, rows_,
+                         AscendC::UnaryRepeatParams(1, 1, kTileBlocks, kTileBlocks));""",
+    ),
+    "all rows are drawn": ("all.SetBits(none, kMinusInfinityBits);", "all.SetBits(none, kHalfNormal - moved_);"),
     "the hash is stirred once": ("Stir(kSecondFactor, columns);", ""),
     "lots are other bits of the hash": (
         "ShiftLeft(Left(), Left(), 24 - dropped_, columns);",

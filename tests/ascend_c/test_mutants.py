@@ -85,12 +85,23 @@ def saturating():
     return x
 
 
+def above_the_largest():
+    """Outputs of 65504 and up to a spacing more: weights that FP16 rounds up over sums of what they were."""
+    x = random_call(1, 1, 1, 64, 128, 64, exact=False, unbiased=torch.float16)
+    x.q[:] = 1 + torch.arange(64.0).view(1, 1, 64, 1) / 64
+    x.k[:] = 0
+    x.k[:, :, 0] = 0.1
+    x.v[:] = 65504
+    return x
+
+
 # Two lanes, several tasks for a group, tiles in FP32 and in FP16, rows that see nothing, a head dimension in two parts.
 CALLS = [
     random_call(1, 2, 1, 300, 290, 64, causal=True),
     means_that_lean(),
     means(1, 130, 130, 48, causal=True, unbiased=torch.bfloat16),
     means(1, 20, 20, 144, causal=True, unbiased=torch.float16),
+    above_the_largest(),
     random_call(1, 2, 1, 256, 300, 128, spread=3.0),
     random_call(1, 2, 1, 256, 257, 128, exact=False, causal=True),
     random_call(1, 1, 1, 129, 640, 256),

@@ -33,9 +33,12 @@ def mixed_rows(rows, dim, dtype, seed):
 
 
 def odd_values(rows, dim, dtype, seed):
-    """Rows of ties whose numbers are also subnormal in FP16, next to overflow, zeros of both signs, inf and NaN."""
+    """Rows of ties whose numbers are also subnormal in FP16, next to overflow, zeros of both signs, inf and NaN.
+
+    65519.9 and 3.395e38 are above the largest numbers of FP16 and BF16, and nearer to them than to the next power of 2.
+    """
     x = mixed_rows(rows, dim, dtype, seed)
-    odd = torch.tensor([65519.9, 65503.0, 2.0**-15 * 1.5001, 2.0**-25 * 1.1, -0.0, 0.0, torch.inf, -torch.inf,
+    odd = torch.tensor([65519.9, 3.395e38, 65503.0, 2.0**-15 * 1.5001, 2.0**-25 * 1.1, -0.0, 0.0, torch.inf, -torch.inf,
                         torch.nan, 3.3895314e38, 2.0**-14, -(2.0**-14) * 0.9999, 1e-40])  # fmt: skip
     kept = min(len(odd), dim // 4)
     x[1::5, dim - kept :] = odd[:kept]
