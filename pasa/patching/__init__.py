@@ -73,11 +73,14 @@ def patch_pipeline(
         position bias), named; a diffusers model none of whose processors PASA can stand in for, named with the
         processor; a model none of whose attention can be reached.
     ValueError
-        Some of the modules are already patched with other settings; an unknown policy name.
+        Some of the modules are already patched with other settings; an unknown policy name; another policy than
+        ``"all"`` with ``context_parallel``.
     TypeError
         The object holds no model of a known host library.
     """
     _check_policy(policy)
+    if context_parallel is not None and policy != "all":  # a module left as it is would see its own shard alone
+        raise ValueError(f'context_parallel shares the prompt of every module: policy must be "all", got {policy!r}')
     host = partial(_patch, model_or_pipeline, config, backend, context_parallel)
     if policy == "auto":
         from pasa.patching import auto

@@ -55,6 +55,8 @@ def predict_overflow(
     """
     if not 0.0 < delta < 1.0:
         raise ValueError(f"predict_overflow: delta={delta} is not a probability between 0 and 1")
+    if seq_len is not None and seq_len < 1:
+        raise ValueError(f"predict_overflow: seq_len={seq_len} is not at least 1")
     parts = sources_of(model)
     known = {prefix: source for prefix, source in parts.items() if len(parts) == 1 or supported(source.config)}
     if not known:

@@ -137,8 +137,10 @@ def in_one_process(task, folder):
 def test_settings_are_told_apart_and_others_refused(tmp_path):
     def task():
         model = tiny_qwen2()
-        with pytest.raises(NotImplementedError, match="would keep 'sdpa', which cannot share masks with PASA"):
-            pasa.patch_pipeline(model, policy=lambda name, _: ".0." in name, context_parallel=dist.group.WORLD)
+        for policy in ("auto", lambda name, _: ".0." in name):
+            # Story: "auto" found no risk and patched nothing, so each rank attended to its own shard, without a word.
+            with pytest.raises(ValueError, match=r'context_parallel .* policy must be "all"'):
+                pasa.patch_pipeline(model, policy=policy, context_parallel=dist.group.WORLD)
         with pasa.patch_pipeline(model, context_parallel=dist.group.WORLD) as handle:
             assert pasa.patch_pipeline(model, context_parallel=dist.group.WORLD) is handle
             with pytest.raises(ValueError, match=r"already patched with .*context_parallel=<"):

@@ -191,3 +191,5 @@ def test_what_is_no_model_is_refused():
         predict_overflow(torch.nn.Linear(2, 2))
     with pytest.raises(ValueError, match="delta=2"):
         predict_overflow(torch.nn.Linear(2, 2), delta=2)
+    with pytest.raises(ValueError, match="seq_len=0 is not at least 1"):
+        predict_overflow(torch.nn.Linear(2, 2), seq_len=0)
