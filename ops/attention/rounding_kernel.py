@@ -39,13 +39,22 @@ def leaning_rows(b_x, o_column, D: tl.constexpr, DROPPED: tl.constexpr):
 
 
 @triton.jit
-def drawn_rows(b_x, m_row, DROPPED: tl.constexpr):
+def stir(v, factor):
+    return (v & 0x7FFF) * factor + (v >> 16) * (v >> 16)
+
+
+@triton.jit
+def drawn_rows(b_x, m_row, o_column, D: tl.constexpr, DROPPED: tl.constexpr):
     """b_x (M, N), where m_row (M,) as stochastic rounding leaves it: `dither.round_drawn` with `dither.lots`."""
+    COLUMNS: tl.constexpr = D if D < FIRST else FIRST
     bits = b_x.to(tl.int32, bitcast=True)
-    v = (bits & 0xFFFF) * 12285 + ((bits >> 16) & 0xFFFF) * 14973
-    v = (v & 0x7FFF) * 26417 + (v >> 16) * (v >> 16)
-    v = (v & 0x7FFF) * 31069 + (v >> 16) * (v >> 16)
-    kept = (bits + ((v >> 8) & ((1 << DROPPED) - 1))) & -(1 << DROPPED)
+    word = tl.where((o_column < COLUMNS)[None, :], (bits & 0xFFFF) + ((bits >> 16) & 0xFFFF), 0)
+    word = tl.sum(word, 1)
+    v = stir(stir((word & 0xFFFF) * 12285 + (word >> 16) * 14973, 26417), 31069)
+    start = stir(v, 26417) & 0xFFFF00
+    key = (o_column * 31865 & 0x7FFF) | 1
+    lot = ((v >> 8) & 0x7FFF)[:, None] * key[None, :] + start[:, None]
+    kept = (bits + ((lot >> 8) & ((1 << DROPPED) - 1))) & -(1 << DROPPED)
     MIN_NORMAL: tl.constexpr = 2.0**-14 if DROPPED == 13 else 2.0**-126
     LARGEST: tl.constexpr = 65504.0 if DROPPED == 13 else 3.3895313892515355e38
     m_drawn = m_row[:, None] & (tl.abs(b_x) >= MIN_NORMAL) & (tl.abs(b_x) <= LARGEST)
@@ -66,9 +75,9 @@ def round_rows(b_x, o_column, D: tl.constexpr, DROPPED: tl.constexpr, LAZY: tl.c
         m_row = leaning_rows(b_x, o_column, D, DROPPED)
         if LAZY:
             if tl.max(tl.where(m_row, 1, 0), 0) > 0:
-                b_x = drawn_rows(b_x, m_row, DROPPED)
+                b_x = drawn_rows(b_x, m_row, o_column, D, DROPPED)
         else:
-            b_x = drawn_rows(b_x, m_row, DROPPED)
+            b_x = drawn_rows(b_x, m_row, o_column, D, DROPPED)
         if INTERPRETED and DROPPED == 16:  # the interpreter's cast (Triton 3.6) cuts off
             bits = b_x.to(tl.int32, bitcast=True)
             bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -(1 << DROPPED)
