@@ -369,7 +369,7 @@ def _store(sm, job, tile, o_desc, b_o, b_max, b_sum, row, marked, turn, treated,
             b_bad = sm.first_bad.load(COLUMN)
             b_o = gl.where(gl.convert_layout(b_limit, O_ROW)[:, None] > b_bad[None, :], NAN, b_o)
     # weights are rounded after they are summed, so a mean may leave the range of its values by 2^-11: clamp
-    b_o = round_rows(b_o, gl.arange(0, D, layout=COLUMN), D, DROPPED, not SECOND)
+    b_o = round_rows(b_o, gl.arange(0, D, layout=COLUMN), D, DROPPED, not SECOND, True)
     if DROPPED == 16:  # its range is wider, and its bytes are stored
         b_out = b_o.to(gl.bfloat16).to(gl.float16, bitcast=True)
     else:

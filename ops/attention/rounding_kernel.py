@@ -17,8 +17,47 @@ def leans(count, COLUMNS: tl.constexpr):
     return 16 * (2 * count - COLUMNS) * (2 * count - COLUMNS) >= 289 * COLUMNS
 
 
+def _count_of_packed(places: int) -> tl.constexpr:
+    """PTX that counts what `waves` counts, for 8 registers of a wgmma accumulator at a time: two pairs of columns of a
+    row, and of the one 8 rows below, in turn. The dropped bits 1 to 5 lie in one byte, the last one at bit `places`.
+
+    Four of them make a word; a byte-wise sum takes one bit of each. A row's counters go to its first register.
+    """
+    shift = f"shr.b32 s, p, {places + 1}; shr.b32 x, p, {places};"
+    parts = []
+    for out, ins in ((0, (8, 9, 12, 13)), (2, (10, 11, 14, 15))):
+        parts.append(
+            "prmt.b32 p, ${}, ${}, 0x0051; prmt.b32 x, ${}, ${}, 0x0051; prmt.b32 p, p, x, 0x5410;".format(*ins)
+            + f"{shift} xor.b32 x, x, s;"
+            "and.b32 a, s, 0x01010101; dp4a.u32.u32 c, a, one, 0; and.b32 a, s, 0x02020202; dp4a.u32.u32 c, a, high, c;"
+            "and.b32 a, x, 0x01010101; dp4a.u32.u32 d, a, one, 0; and.b32 a, x, 0x02020202; dp4a.u32.u32 d, a, high, d;"
+            "and.b32 a, x, 0x08080808; dp4a.u32.u32 e, a, one, 0;"
+            f"mad.lo.u32 c, d, 0x1000, c; mad.lo.u32 ${out}, e, 0x400000, c; mov.b32 ${out + 1}, 0;"
+            f"mov.b32 ${out + 4}, 0; mov.b32 ${out + 5}, 0;"
+        )
+    return tl.constexpr(
+        "{ .reg .b32 p, s, x, a, c, d, e, one, high; mov.b32 one, 0x01010101; mov.b32 high, 0x20202020;"
+        + "".join(parts)
+        + "}"
+    )
+
+
+COUNT_FP16 = _count_of_packed(0)
+COUNT_BF16 = _count_of_packed(3)
+COUNT_REGISTERS = tl.constexpr(",".join(["=r"] * 8 + ["r"] * 8))
+
+
 @triton.jit
-def leaning_rows(b_x, o_column, D: tl.constexpr, DROPPED: tl.constexpr):
+def waves(bits, DROPPED: tl.constexpr):
+    """A counter of each wave in one word, for every number."""
+    signs = bits >> (DROPPED - 4)  # bit 0 has the place 4, bit 1 the place 3
+    edges = (bits >> (DROPPED - 6)) ^ (bits >> (DROPPED - 7))  # bits 2, 3 and 5 the places 4, 3 and 1
+    spread = ((signs & 3) | (edges & 12)) * 0x8421  # bit i to 6 i, and elsewhere
+    return (spread & 0x41041) + ((edges & 32) << 20)
+
+
+@triton.jit
+def leaning_rows(b_x, o_column, D: tl.constexpr, DROPPED: tl.constexpr, WGMMA: tl.constexpr):
     """Which rows (M,) of b_x (M, N), FP32, drop bits that are in order: `dither.is_structured`. o_column (N,): 0 to N.
 
     A row's five counters share a word: six bits each for three waves, seven for the fourth, and seven for the one that
@@ -27,10 +66,11 @@ def leaning_rows(b_x, o_column, D: tl.constexpr, DROPPED: tl.constexpr):
     """
     COLUMNS: tl.constexpr = D if D < FIRST else FIRST
     bits = b_x.to(tl.int32, bitcast=True)
-    signs = bits >> (DROPPED - 4)  # bit 0 has the place 4, bit 1 the place 3
-    edges = (bits >> (DROPPED - 6)) ^ (bits >> (DROPPED - 7))  # bits 2, 3 and 5 the places 4, 3 and 1
-    spread = ((signs & 3) | (edges & 12)) * 0x8421  # bit i to 6 i, and elsewhere
-    word = (spread & 0x41041) + ((edges & 32) << 20)
+    if WGMMA:
+        COUNT: tl.constexpr = COUNT_FP16 if DROPPED == 13 else COUNT_BF16
+        word = tl.inline_asm_elementwise(COUNT, COUNT_REGISTERS, [bits], tl.int32, is_pure=True, pack=8)
+    else:
+        word = waves(bits, DROPPED)
     word = tl.sum(tl.where((o_column < COLUMNS)[None, :], word, 0), 1)
     m_row = leans(word & 63, COLUMNS) | leans((word >> 6) & 63, COLUMNS)
     m_row = m_row | leans((word >> 12) & 63, COLUMNS) | leans((word >> 18) & 127, COLUMNS)
@@ -40,6 +80,7 @@ def leaning_rows(b_x, o_column, D: tl.constexpr, DROPPED: tl.constexpr):
 
 @triton.jit
 def stir(v, factor):
+    """A round of the hash: no product or sum above 2^31."""
     return (v & 0x7FFF) * factor + (v >> 16) * (v >> 16)
 
 
@@ -54,10 +95,12 @@ def drawn_rows(b_x, m_row, o_column, D: tl.constexpr, DROPPED: tl.constexpr):
     start = stir(v, 26417) & 0xFFFF00
     key = (o_column * 31865 & 0x7FFF) | 1
     lot = ((v >> 8) & 0x7FFF)[:, None] * key[None, :] + start[:, None]
-    kept = (bits + ((lot >> 8) & ((1 << DROPPED) - 1))) & -(1 << DROPPED)
+    # rows that do not lean add nothing and keep all
+    dropped = tl.where(m_row, (1 << DROPPED) - 1, 0)[:, None]
+    kept = (bits + ((lot >> 8) & dropped)) & ~dropped
     MIN_NORMAL: tl.constexpr = 2.0**-14 if DROPPED == 13 else 2.0**-126
     LARGEST: tl.constexpr = 65504.0 if DROPPED == 13 else 3.3895313892515355e38
-    m_drawn = m_row[:, None] & (tl.abs(b_x) >= MIN_NORMAL) & (tl.abs(b_x) <= LARGEST)
+    m_drawn = (tl.abs(b_x) >= MIN_NORMAL) & (tl.abs(b_x) <= LARGEST)
     return tl.where(m_drawn, kept.to(tl.float32, bitcast=True), b_x)
 
 
@@ -65,14 +108,16 @@ INTERPRETED = tl.constexpr(type(drawn_rows).__name__ != "JITFunction")
 
 
 @triton.jit
-def round_rows(b_x, o_column, D: tl.constexpr, DROPPED: tl.constexpr, LAZY: tl.constexpr):
+def round_rows(
+    b_x, o_column, D: tl.constexpr, DROPPED: tl.constexpr, LAZY: tl.constexpr, WGMMA: tl.constexpr = False
+):  # fmt: skip
     """Rows (M, N) of outputs, D columns of which count, ready for the cast; o_column (N,): 0 to N.
 
     LAZY draws only if a row of the tile asks for it; not in a loop: there such a branch led to illegal accesses
-    (Triton 3.6, sm_90).
+    (Triton 3.6, sm_90). WGMMA: registers hold b_x as a wgmma accumulator.
     """
     if DROPPED != 0:
-        m_row = leaning_rows(b_x, o_column, D, DROPPED)
+        m_row = leaning_rows(b_x, o_column, D, DROPPED, WGMMA)
         if LAZY:
             if tl.max(tl.where(m_row, 1, 0), 0) > 0:
                 b_x = drawn_rows(b_x, m_row, o_column, D, DROPPED)
