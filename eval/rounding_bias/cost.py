@@ -114,19 +114,21 @@ def ratios(times: dict[str, Rounds]) -> Record:
 def judge(case: SpeedCase, inputs: Inputs, data: Data, safe: Tensor, unbiased: Tensor) -> Record:
     """Checks of the unbiased output; ``why`` is empty where all hold.
 
-    All: finite, and an RMSE that the speed benchmark's gate allows. Random rows: hardly one is drawn, and none is more
-    than a spacing from safe's. Tied rows: each within a spacing of FP64, and no bias where safe has one.
+    All: finite, and an RMSE that the speed benchmark's gate allows. Random rows: hardly one is drawn, and in FP16 none is
+    more than a spacing from safe's. Tied rows: each within a spacing of FP64, and no bias where safe has one.
     """
     gate, fmt = Gate(case, inputs), _format(inputs)
     verdict = gate.judge(unbiased, None, UNBIASED, shifted=True)
-    rows = ((unbiased != safe).double().mean(-1) >= DIFFERENT).double()
+    # BF16: safe's outputs were FP16 before, so nearest is that of FP64
+    safe = gate.golden.bfloat16() if fmt == "bf16" else gate.sampled(safe)
+    golden, nearest, ours = (x.double() for x in (gate.golden, safe, gate.sampled(unbiased)))
+    rows = ((ours != nearest).double().mean(-1) >= DIFFERENT).double()
     found: Record = {"drawn": float(rows.mean()), "rmse": verdict.rmse, "rmse_limit": verdict.rmse_limit}
     reasons = [verdict.why] if verdict.why else []
-    golden, nearest, ours = (x.double() for x in (gate.golden, gate.sampled(safe), gate.sampled(unbiased)))
     if data == "random":
         far = float(((ours - nearest).abs() / spacing(nearest, fmt)).max())
         limit = max(RANDOM_DRAWN * rows.numel(), 1)
-        reasons += [f"{far:.2f} spacings from safe"] * (not far <= 1)
+        reasons += [f"{far:.2f} spacings from safe"] * (not far <= 1 and fmt != "bf16")
         reasons += [f"{rows.sum():.0f} of {rows.numel()} rows drawn"] * (not rows.sum() <= limit)
         return found | {"why": "; ".join(reasons)}
     unit = spacing(golden, fmt)

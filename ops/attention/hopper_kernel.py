@@ -51,11 +51,12 @@ from pasa.ops.attention.hopper_tiles import (
     treat_values,
     visible_blocks,
 )
-from pasa.ops.attention.rounding_kernel import round_rows
+from pasa.ops.attention.rounding_kernel import drawn_rows, leaning_rows, round_rows
 
 CLAMP_F16X2 = gl.constexpr(  # to +-65504; NaN stays
     "{ .reg .b32 a, b; mov.b32 a, 0x7bff7bff; mov.b32 b, 0xfbfffbff; min.NaN.f16x2 a, $1, a; max.NaN.f16x2 $0, a, b; }"
 )
+ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # a number that a partition of four warps shares
 LAUNCH_NEXT = gl.constexpr("griddepcontrol.launch_dependents; mov.b32 $0, 0;")
 
 
@@ -99,7 +100,6 @@ def _load_queries(sm, tile, desc, WARPGROUPS: gl.constexpr):
 def _first_producer(sm, job, q_desc, k_desc, v_desc, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
                     CAUSAL: gl.constexpr):  # fmt: skip
     """Q, K and V of the program's tile, and whether it must be given up."""
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     tile = _locate(job, gl.program_id(0), WARPGROUPS, CAUSAL)
     zero = gl.to_tensor(0)
     _load_queries(sm, tile, q_desc, WARPGROUPS)
@@ -122,7 +122,6 @@ def _second_producer(sm, job, q_desc, k_desc, v_desc, WARPGROUPS: gl.constexpr, 
     D: gl.constexpr = sm.k.shape[4]
     PART: gl.constexpr = 16 if D == 128 else 32  # rows of a tile that fit into 32 registers a thread
     COLUMN: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0]))
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     n = gl.to_tensor(0)
     turn = gl.to_tensor(0)
     for i in range(gl.program_id(0), job.work, gl.num_programs(0)):
@@ -214,7 +213,7 @@ def _message(sm, turn):
     """What the producer has to say in `turn`: the next tile of the second launch, or whether to give up that of the
     first."""
     mbarrier.wait(sm.begin.index(0), turn & 1)
-    return gl.max(sm.work.load(gl.BlockedLayout([1], [32], [4], [0])), axis=0)
+    return gl.max(sm.work.load(ONE), axis=0)
 
 
 @gluon.jit
@@ -270,8 +269,7 @@ def _overlapped(sm, job, q_s, b_o, b_sum, row, stop, full, STAGES: gl.constexpr,
     b_weights, b_add = fixed_softmax(b_first, b_max, job.c)
     b_sum += b_add
     b_p = gl.convert_layout(b_weights, P_LAYOUT)
-    v_stage = stage
-    v_phase = phase
+    v_stage, v_phase = stage, phase
     stage, phase = _next(stage, phase, STAGES)
     marked = _message(sm, 0)
     end = gl.where(marked > 0, 1, stop)
@@ -289,8 +287,7 @@ def _overlapped(sm, job, q_s, b_o, b_sum, row, stop, full, STAGES: gl.constexpr,
         b_o = warpgroup_mma_wait(0, deps=(b_o,))
         mbarrier.arrive(sm.empty.index(2 * v_stage + 1), count=1)
         b_p = gl.convert_layout(b_next, P_LAYOUT)
-        v_stage = stage
-        v_phase = phase
+        v_stage, v_phase = stage, phase
         stage, phase = _next(stage, phase, STAGES)
     mbarrier.wait(sm.full.index(4 * v_stage + 1), v_phase)
     b_o = warpgroup_mma_wait(0, deps=(_add_values(sm, b_p, b_o, v_stage),))
@@ -346,30 +343,37 @@ def _store(sm, job, tile, o_desc, b_o, b_max, b_sum, row, marked, turn, treated,
     D: gl.constexpr = sm.k.shape[4]
     COLUMN: gl.constexpr = gl.SliceLayout(0, b_o.type.layout)
     O_ROW: gl.constexpr = gl.SliceLayout(1, b_o.type.layout)
+    b_column = gl.arange(0, D, layout=COLUMN)
     q_s = sm.q.index(INDEX).reshape([ROWS, D])
     b_limit = limit(job, row, CAUSAL)
     b_nan = b_o - b_o  # 0, or NaN if O is not finite
-    if not SECOND:
-        # a weight beyond FP16 was infinite, and so is what it went into; or a value is not finite
-        lost = gl.max(gl.where(gl.sum(b_nan, axis=1) == 0.0, 0, 1), axis=0)
-        marked = marked | (lost > 0)
-        if marked:
-            ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-            gl.store(job.p_marked + gl.arange(0, 1, layout=ONE), gl.full([1], 1, gl.int32, ONE))
-    b_lse = (b_max * job.c + gl.log2(b_sum)) * LN2
     b_inverse = gl.where(b_limit > 0, 1.0 / b_sum, 0.0)  # a row that sees no key is 0
     b_o = gl.fma(b_o, gl.convert_layout(b_inverse, O_ROW)[:, None], b_nan)
+    if not SECOND:
+        # a weight beyond FP16 was infinite, and so is what it went into; or a value is not finite
+        b_found = gl.where(gl.sum(b_nan, axis=1) == 0.0, 0, 2)
+        if DROPPED != 0:
+            m_drawn = leaning_rows(b_o, b_column, D, DROPPED, True)
+            b_found = gl.maximum(b_found, m_drawn.to(gl.int32))
+        found = gl.max(b_found, axis=0)
+        marked = marked | (found == 2)
+        if marked:
+            gl.store(job.p_marked + gl.arange(0, 1, layout=ONE), gl.full([1], 1, gl.int32, ONE))
+        if DROPPED != 0:
+            if found == 1:
+                b_o = drawn_rows(b_o, m_drawn, b_column, D, DROPPED)
+    b_lse = (b_max * job.c + gl.log2(b_sum)) * LN2
     if SECOND:
         if treated:
             # the softmax left out q.a_1, which all keys share
-            b_a = gl.load(pre_pass(job, tile, job.p_anchors, D) + gl.arange(0, D, layout=COLUMN)).to(gl.float32)
+            b_a = gl.load(pre_pass(job, tile, job.p_anchors, D) + b_column).to(gl.float32)
             b_dot = gl.sum(q_s.load(b_o.type.layout).to(gl.float32) * b_a[None, :], axis=1)
             b_lse += gl.convert_layout(b_dot, b_lse.type.layout) * (job.c * LN2)
             mbarrier.wait(sm.end.index(0), turn & 1)
             b_bad = sm.first_bad.load(COLUMN)
             b_o = gl.where(gl.convert_layout(b_limit, O_ROW)[:, None] > b_bad[None, :], NAN, b_o)
+        b_o = round_rows(b_o, b_column, D, DROPPED, False, True)
     # weights are rounded after they are summed, so a mean may leave the range of its values by 2^-11: clamp
-    b_o = round_rows(b_o, gl.arange(0, D, layout=COLUMN), D, DROPPED, not SECOND, True)
     if DROPPED == 16:  # its range is wider, and its bytes are stored
         b_out = b_o.to(gl.bfloat16).to(gl.float16, bitcast=True)
     else:
