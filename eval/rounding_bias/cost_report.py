@@ -28,7 +28,7 @@ def cost_table(result: Result) -> Table:
         bias = [number(each.get(name), "+.4f") for name in ("bias_safe", "bias")]
         head = [f"{each['case']}, {each['data']}", each["shape"], each["format"].upper()]
         ratio = [number(each.get("ratio"), ".3f"), spread, verdict_of(each)]
-        rows.append([*head, f"{100 * each['drawn']:.2f} %", *ms, *ratio, *bias])
+        rows.append([*head, "-" if each["drawn"] is None else f"{each['drawn']:.2%}", *ms, *ratio, *bias])
     header = ["case", "shape", "format", "rows drawn", "safe ms", "unbiased ms", "ratio", "p20 to p80", "target"]
     note = (
         "In CUDA graphs; calls under 2 ms start with a cold L2. Ratio: unbiased over safe, median of rounds in turns. "
