@@ -40,6 +40,7 @@ def leaning_rows(b_x, o_column, D: tl.constexpr, DROPPED: tl.constexpr):
 
 @triton.jit
 def stir(v, factor):
+    """A round of the hash: `dither._stir`."""
     return (v & 0x7FFF) * factor + (v >> 16) * (v >> 16)
 
 

@@ -121,9 +121,10 @@ def test_lots_are_coins_in_rows_and_columns(kind, bit):
     words = rows_of_bits(kind).unique(dim=0)
     coins = 2.0 * ((lots(words) >> bit) & 1) - 1
     assert abs(float(coins.mean())) * math.sqrt(coins.numel()) < Z_BOUND
-    assert float((coins.mean(0) * math.sqrt(len(words))).square().mean().sqrt()) < 1.5  # 1 for coins; 64 columns: +- 0.09
+    spread = (coins.mean(0) * math.sqrt(len(words))).square().mean().sqrt()
+    assert float(spread) < 1.5  # 1 for coins; 64 columns: +- 0.09
     norm = float(torch.linalg.matrix_norm(coins, 2))
-    assert norm < 1.4 * (math.sqrt(len(words)) + math.sqrt(DIM))  # of coins; rows that share a pattern would give far more
+    assert norm < 1.4 * (math.sqrt(len(words)) + math.sqrt(DIM))  # of coins; shared patterns give far more
 
 
 @pytest.mark.parametrize("fmt", FORMATS_16)
