@@ -172,11 +172,12 @@ __aicore__ inline void HideColumns(const AscendC::LocalTensor<T>& tile, uint32_t
 
 constexpr float kHalfLargest = 65504.0f;
 
-// A number of each row, eight times: what a binary call with a block stride of 0 takes for a whole row.
+// A number of each row, eight times: what a binary call with a block stride of 0 takes for a whole row. Rows are `stride`
+// blocks apart.
 __aicore__ inline void Spread(const AscendC::LocalTensor<float>& to, const AscendC::LocalTensor<float>& row,
-                              uint32_t rows)
+                              uint32_t rows, uint32_t stride = 1)
 {
-    AscendC::Brcb(to, row, DivideUp(rows, kFloatBlock), AscendC::BrcbRepeatParams(1, 8));
+    AscendC::Brcb(to, row, DivideUp(rows, kFloatBlock), AscendC::BrcbRepeatParams(stride, 8 * stride));
 }
 
 }  // namespace pasa

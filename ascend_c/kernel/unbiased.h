@@ -22,7 +22,8 @@ constexpr uint32_t kMinusInfinityBits = 0xff800000;
 constexpr uint32_t kHalfNormal = 0x38800000, kHalfMost = 0x477fe000;
 constexpr uint32_t kBf16Normal = 0x00800000, kBf16Most = 0x7f7f0000;
 
-// Of the hash: every product and sum stays below 2^31.
+// Of the lots: every product and sum stays below 2^31.
+constexpr int32_t kKeyStep = 31865;
 constexpr int32_t kLowFactor = 12285, kHighFactor = 14973, kFirstFactor = 26417, kSecondFactor = 31069;
 
 // Outputs of the rows of a vector core. All of it works in the score tile and in the buffer of row reductions, which
@@ -53,18 +54,22 @@ public:
         CountWaves(out);
         Judge();
         if (Extreme<AscendC::ReduceType::MAX>(low_, rows_, work_) < 0.0f) return false;
+        AddHalves(out);
         NoteLimits();
+        HashRows();
+        MakeKeys();
         return true;
     }
 
-    // Columns of `out` become values of the target, rounded up by the chance of what is dropped. Not in rows that do
-    // not lean, nor where the target's spacing is no longer relative, nor beyond its largest number: a draw there may be
-    // infinite.
-    __aicore__ inline void Draw(const FloatTile& out, uint32_t width)
+    // Columns from `first` on, which stand at `out`, become values of the target, rounded up by the chance of what is
+    // dropped. Not in rows that do not lean, nor where the target's spacing is no longer relative, nor beyond its
+    // largest number: a draw there may be infinite.
+    __aicore__ inline void Draw(const FloatTile& out, uint32_t first, uint32_t width)
     {
         for (uint32_t c = 0; c < width; c += kFloats) {
             const uint32_t part = Least(kFloats, width - c);
-            Hash(out[c], part);
+            FindDrawn(out[c], part);
+            MakeLots(first + c, part);
             RoundByLot(out[c], part);
         }
     }
@@ -73,12 +78,19 @@ private:
     using Words = AscendC::LocalTensor<uint32_t>;
     using Integers = AscendC::LocalTensor<int32_t>;
 
-    static constexpr uint32_t kLimits = RowReduction<AscendC::ReduceType::SUM>::kPart;  // in work_, behind bits and rows
+    // The second half of work_: keys of columns. The first one holds what is drawn, a bit each, and numbers of rows.
+    static constexpr uint32_t kKeys = RowReduction<AscendC::ReduceType::SUM>::kPart;
+    static_assert(kMaxDim <= RowReduction<AscendC::ReduceType::SUM>::kPart, "every column has a key");
 
     __aicore__ inline FloatTile Left() const { return tile_; }
     __aicore__ inline FloatTile Right() const { return tile_[kFloats]; }
-    // Scratch numbers of rows, behind the bits that Draw compares to.
+    // For Draw, spread beside the left half.
+    __aicore__ inline FloatTile Limits() const { return tile_[kFloats]; }
+    __aicore__ inline FloatTile Factors() const { return tile_[kFloats + kFloatBlock]; }
+    __aicore__ inline FloatTile Starts() const { return tile_[kFloats + 2 * kFloatBlock]; }
+    // Scratch numbers of rows, behind the bits that Draw selects by.
     __aicore__ inline Row Scratch(uint32_t number) const { return work_[(2 + number) * kHalfRows]; }
+    __aicore__ inline Integers Keys() const { return work_[kKeys].ReinterpretCast<int32_t>(); }
 
     // ---- calls on `columns` of every row; halves of the tile have its stride
 
@@ -93,19 +105,6 @@ private:
     {
         AscendC::ShiftRight(to.ReinterpretCast<uint32_t>(), from.ReinterpretCast<uint32_t>(), places, columns, rows_,
                             AscendC::UnaryRepeatParams(1, 1, kTileBlocks, stride));
-    }
-    __aicore__ inline void Multiply(const FloatTile& to, int32_t factor, uint32_t columns)
-    {
-        const Integers words = to.ReinterpretCast<int32_t>();
-        AscendC::Muls(words, words, factor, columns, rows_,
-                      AscendC::UnaryRepeatParams(1, 1, kTileBlocks, kTileBlocks));
-    }
-    __aicore__ inline void Add(const FloatTile& to, const FloatTile& a, uint32_t columns,
-                               uint32_t stride = kTileBlocks)
-    {
-        const Integers words = to.ReinterpretCast<int32_t>();
-        AscendC::Add(words, words, a.ReinterpretCast<int32_t>(), columns, rows_,
-                     AscendC::BinaryRepeatParams(1, 1, 1, kTileBlocks, kTileBlocks, stride));
     }
     // x = x & mask, which is a block of eight words; the device has this for 16 bits.
     __aicore__ inline void Keep(const FloatTile& x, const FloatTile& mask, uint32_t columns)
@@ -123,7 +122,7 @@ private:
         const uint32_t columns = t_.unbiased_columns;
         const Words masks = work_.ReinterpretCast<uint32_t>();
         AscendC::Duplicate(masks, kSines, static_cast<int32_t>(kFloatBlock));
-        AscendC::Duplicate(masks[kLimits], kCosines, static_cast<int32_t>(kFloatBlock));
+        AscendC::Duplicate(masks[kKeys], kCosines, static_cast<int32_t>(kFloatBlock));
         if (columns < kFloats) {  // the sums take whole repeats
             AscendC::Duplicate(tile_, 0.0f, rows_ * kBlockKeys);
             AscendC::PipeBarrier<PIPE_V>();
@@ -132,13 +131,14 @@ private:
         AscendC::PipeBarrier<PIPE_V>();
         ShiftRight(Left(), Left(), 32 - kFractionBits, columns);
         AscendC::PipeBarrier<PIPE_V>();
-        Multiply(Left(), kCopies, columns);
+        const Integers copies = Left().ReinterpretCast<int32_t>(), phases = Right().ReinterpretCast<int32_t>();
+        const AscendC::UnaryRepeatParams in_tile(1, 1, kTileBlocks, kTileBlocks);
+        AscendC::Muls(copies, copies, kCopies, columns, rows_, in_tile);
         AscendC::PipeBarrier<PIPE_V>();
-        AscendC::Adds(Right().ReinterpretCast<int32_t>(), Left().ReinterpretCast<int32_t>(), kPhases, columns, rows_,
-                      AscendC::UnaryRepeatParams(1, 1, kTileBlocks, kTileBlocks));
+        AscendC::Adds(phases, copies, kPhases, columns, rows_, in_tile);
         AscendC::PipeBarrier<PIPE_V>();
         Keep(Left(), work_, columns);
-        Keep(Right(), work_[kLimits], columns);
+        Keep(Right(), work_[kKeys], columns);
         AscendC::PipeBarrier<PIPE_V>();
         AscendC::Cast(tile_, tile_.ReinterpretCast<int32_t>(), AscendC::RoundMode::CAST_NONE, rows_ * kBlockKeys);
         AscendC::PipeBarrier<PIPE_V>();
@@ -146,7 +146,7 @@ private:
         count.Blocks(tile_);
         AscendC::PipeBarrier<PIPE_V>();
         count.Finish(high_);
-        RowReduction<AscendC::ReduceType::SUM>(work_[kLimits], rows_).Finish(low_);
+        RowReduction<AscendC::ReduceType::SUM>(work_[kKeys], rows_).Finish(low_);
         AscendC::PipeBarrier<PIPE_V>();
     }
 
@@ -217,68 +217,144 @@ private:
         AscendC::PipeBarrier<PIPE_V>();
         AscendC::Select(limit, leans, normal, none, AscendC::SELMODE::VSEL_TENSOR_TENSOR_MODE, kFloats);
         AscendC::PipeBarrier<PIPE_V>();
-        Spread(work_[kLimits], limit, rows_);  // Draw has barriers before it compares to it
+        Spread(Limits(), limit, rows_, kTileBlocks);  // Draw has barriers before it looks at what is spread
     }
 
-    // ---- lots
+    // ---- lots: of a row a factor and a start, of a column a key
 
-    // 31 bits of each number's own bits to the left half; the right half is scratch.
-    __aicore__ inline void Hash(const FloatTile& out, uint32_t columns)
+    // Of each row the sum of its first numbers' halves, to high_: below 2^23, so FP32 rounds none. Columns that are not
+    // there are 0 since CountWaves.
+    __aicore__ inline void AddHalves(const FloatTile& out)
     {
+        const uint32_t columns = t_.unbiased_columns;
         ShiftRight(Left(), out, 16, columns, stride_);
         ShiftLeft(Right(), out, 16, columns, stride_);
         AscendC::PipeBarrier<PIPE_V>();
-        Multiply(Left(), kHighFactor, columns);
         ShiftRight(Right(), Right(), 16, columns);
         AscendC::PipeBarrier<PIPE_V>();
-        Multiply(Right(), kLowFactor, columns);
+        AscendC::Cast(tile_, tile_.ReinterpretCast<int32_t>(), AscendC::RoundMode::CAST_NONE, rows_ * kBlockKeys);
         AscendC::PipeBarrier<PIPE_V>();
-        Add(Left(), Right(), columns);
+        RowReduction<AscendC::ReduceType::SUM> sum(work_, rows_);
+        sum.Blocks(tile_);
         AscendC::PipeBarrier<PIPE_V>();
-        Stir(kFirstFactor, columns);
-        Stir(kSecondFactor, columns);
-    }
-
-    // The low 15 bits of the left half times `factor`, and the square of the others.
-    __aicore__ inline void Stir(int32_t factor, uint32_t columns)
-    {
-        const Integers others = Right().ReinterpretCast<int32_t>();
-        ShiftRight(Right(), Left(), 16, columns);
+        sum.Halves();
         AscendC::PipeBarrier<PIPE_V>();
-        ShiftLeft(Left(), Left(), 17, columns);
-        AscendC::Mul(others, others, others, columns, rows_,
-                     AscendC::BinaryRepeatParams(1, 1, 1, kTileBlocks, kTileBlocks, kTileBlocks));
-        AscendC::PipeBarrier<PIPE_V>();
-        ShiftRight(Left(), Left(), 17, columns);
-        AscendC::PipeBarrier<PIPE_V>();
-        Multiply(Left(), factor, columns);
-        AscendC::PipeBarrier<PIPE_V>();
-        Add(Left(), Right(), columns);
+        sum.Finish(high_);
         AscendC::PipeBarrier<PIPE_V>();
     }
 
-    // As many bits of the hash as are dropped, from its eighth on, are added to the number before they are cut off.
-    __aicore__ inline void RoundByLot(const FloatTile& out, uint32_t columns)
+    // The sums hashed to factors of 15 bits, and to starts of 24 whose low 8 are 0.
+    __aicore__ inline void HashRows()
     {
-        const AscendC::LocalTensor<uint8_t> drawn = work_.ReinterpretCast<uint8_t>();
-        const Integers moved = Right().ReinterpretCast<int32_t>();
-        ShiftLeft(Left(), Left(), 24 - dropped_, columns);
-        AscendC::Abs(Right(), out, columns, rows_, AscendC::UnaryRepeatParams(1, 1, kTileBlocks, stride_));
+        const int32_t rows = static_cast<int32_t>(rows_);
+        const Row factor = Scratch(3);
+        const Words word = high_.ReinterpretCast<uint32_t>(), factors = factor.ReinterpretCast<uint32_t>();
+        AscendC::Cast(high_.ReinterpretCast<int32_t>(), high_, AscendC::RoundMode::CAST_RINT, rows_);
         AscendC::PipeBarrier<PIPE_V>();
-        ShiftRight(Left(), Left(), 32 - dropped_, columns);
+        Stir(16, kLowFactor, kHighFactor);
+        Stir(15, kFirstFactor);
+        Stir(15, kSecondFactor);
+        AscendC::ShiftLeft(factors, word, 9u, rows);
+        AscendC::PipeBarrier<PIPE_V>();
+        AscendC::ShiftRight(factors, factors, 17u, rows);
+        Stir(15, kFirstFactor);
+        Spread(Factors(), factor, rows_, kTileBlocks);
+        AscendC::ShiftLeft(word, word, 8u, rows);
+        AscendC::PipeBarrier<PIPE_V>();
+        AscendC::ShiftRight(word, word, 16u, rows);
+        AscendC::PipeBarrier<PIPE_V>();
+        AscendC::ShiftLeft(word, word, 8u, rows);
+        AscendC::PipeBarrier<PIPE_V>();
+        Spread(Starts(), high_, rows_, kTileBlocks);
+    }
+
+    // The low bits of high_ times `factor`, and those from the 16th on times `high_factor`, or squared.
+    __aicore__ inline void Stir(uint32_t bits, int32_t factor, int32_t high_factor = 0)
+    {
+        const int32_t rows = static_cast<int32_t>(rows_);
+        const Integers word = high_.ReinterpretCast<int32_t>();
+        const Integers low = Scratch(4).ReinterpretCast<int32_t>(), others = Scratch(5).ReinterpretCast<int32_t>();
+        const Words low_bits = low.ReinterpretCast<uint32_t>();
+        AscendC::ShiftLeft(low_bits, word.ReinterpretCast<uint32_t>(), 32 - bits, rows);
+        AscendC::ShiftRight(others.ReinterpretCast<uint32_t>(), word.ReinterpretCast<uint32_t>(), 16u, rows);
+        AscendC::PipeBarrier<PIPE_V>();
+        AscendC::ShiftRight(low_bits, low_bits, 32 - bits, rows);
+        if (high_factor > 0) {
+            AscendC::Muls(others, others, high_factor, rows);
+        } else {
+            AscendC::Mul(others, others, others, rows);
+        }
+        AscendC::PipeBarrier<PIPE_V>();
+        AscendC::Muls(low, low, factor, rows);
+        AscendC::PipeBarrier<PIPE_V>();
+        AscendC::Add(word, low, others, rows);
+        AscendC::PipeBarrier<PIPE_V>();
+    }
+
+    // Of column j the low 15 bits of j kKeyStep, made odd.
+    __aicore__ inline void MakeKeys()
+    {
+        const int32_t columns = static_cast<int32_t>(t_.dim);
+        const Integers keys = Keys();
+        const Words bits = keys.ReinterpretCast<uint32_t>();
+        AscendC::CreateVecIndex(keys, 0, t_.dim);
+        AscendC::PipeBarrier<PIPE_V>();
+        AscendC::Muls(keys, keys, kKeyStep, columns);
+        AscendC::PipeBarrier<PIPE_V>();
+        AscendC::ShiftLeft(bits, bits, 17u, columns);
+        AscendC::PipeBarrier<PIPE_V>();
+        AscendC::ShiftRight(bits, bits, 18u, columns);
+        AscendC::PipeBarrier<PIPE_V>();
+        AscendC::ShiftLeft(bits, bits, 1u, columns);
+        AscendC::PipeBarrier<PIPE_V>();
+        AscendC::Adds(keys, keys, 1, columns);  // Draw has barriers before it multiplies by them
+    }
+
+    // ---- a part of the columns, in the left half
+
+    // A bit for each number, to work_: whether it is drawn.
+    __aicore__ inline void FindDrawn(const FloatTile& out, uint32_t columns)
+    {
+        const Integers moved = Left().ReinterpretCast<int32_t>();
+        AscendC::Abs(Left(), out, columns, rows_, AscendC::UnaryRepeatParams(1, 1, kTileBlocks, stride_));
+        AscendC::PipeBarrier<PIPE_V>();
         AscendC::Adds(moved, moved, -static_cast<int32_t>(moved_), columns, rows_,
                       AscendC::UnaryRepeatParams(1, 1, kTileBlocks, kTileBlocks));
         AscendC::PipeBarrier<PIPE_V>();
-        Add(Left(), out, columns, stride_);
-        AscendC::Compare(drawn, Right(), work_[kLimits], AscendC::CMPMODE::LE, kFloats, rows_,
-                         AscendC::BinaryRepeatParams(1, 1, 0, 1, kTileBlocks, 1));
+        AscendC::Compare(work_.ReinterpretCast<uint8_t>(), Left(), Limits(), AscendC::CMPMODE::LE, kFloats, rows_,
+                         AscendC::BinaryRepeatParams(1, 1, 0, 1, kTileBlocks, kTileBlocks));
+        AscendC::PipeBarrier<PIPE_V>();
+    }
+
+    // Factor times key plus start, for columns from `first` on.
+    __aicore__ inline void MakeLots(uint32_t first, uint32_t columns)
+    {
+        const Integers lots = Left().ReinterpretCast<int32_t>();
+        AscendC::Mul(lots, Factors().ReinterpretCast<int32_t>(), Keys()[first], columns, rows_,
+                     AscendC::BinaryRepeatParams(1, 0, 1, kTileBlocks, kTileBlocks, 0));
+        AscendC::PipeBarrier<PIPE_V>();
+        AscendC::Add(lots, lots, Starts().ReinterpretCast<int32_t>(), columns, rows_,
+                     AscendC::BinaryRepeatParams(1, 1, 0, kTileBlocks, kTileBlocks, kTileBlocks));
+        AscendC::PipeBarrier<PIPE_V>();
+    }
+
+    // As many bits of the lot as are dropped, from its eighth on, are added to the number before they are cut off.
+    __aicore__ inline void RoundByLot(const FloatTile& out, uint32_t columns)
+    {
+        const Integers words = Left().ReinterpretCast<int32_t>();
+        ShiftLeft(Left(), Left(), 24 - dropped_, columns);
+        AscendC::PipeBarrier<PIPE_V>();
+        ShiftRight(Left(), Left(), 32 - dropped_, columns);
+        AscendC::PipeBarrier<PIPE_V>();
+        AscendC::Add(words, words, out.ReinterpretCast<int32_t>(), columns, rows_,
+                     AscendC::BinaryRepeatParams(1, 1, 1, kTileBlocks, kTileBlocks, stride_));
         AscendC::PipeBarrier<PIPE_V>();
         ShiftRight(Left(), Left(), dropped_, columns);
         AscendC::PipeBarrier<PIPE_V>();
         ShiftLeft(Left(), Left(), dropped_, columns);
         AscendC::PipeBarrier<PIPE_V>();
-        AscendC::Select(out, drawn, Left(), out, AscendC::SELMODE::VSEL_TENSOR_TENSOR_MODE, columns, rows_,
-                        AscendC::BinaryRepeatParams(1, 1, 1, stride_, kTileBlocks, stride_));
+        AscendC::Select(out, work_.ReinterpretCast<uint8_t>(), Left(), out, AscendC::SELMODE::VSEL_TENSOR_TENSOR_MODE,
+                        columns, rows_, AscendC::BinaryRepeatParams(1, 1, 1, stride_, kTileBlocks, stride_));
         AscendC::PipeBarrier<PIPE_V>();
     }
 

@@ -310,7 +310,7 @@ private:
             }
             AscendC::PipeBarrier<PIPE_V>();
             if (d == 0 && t_.unbiased_columns > 0) drawn = unbiased.Leans(out);
-            if (drawn) unbiased.Draw(out, width);
+            if (drawn) unbiased.Draw(out, d, width);
             HalfTile rounded = tile_out_.AllocTensor<half>();
             if (t_.to_bf16) {
                 Round(rounded.ReinterpretCast<bfloat16_t>(), out, width, rows);

@@ -59,7 +59,7 @@ PEAK = {
 
 CALLS = {
     "Abs": (1, 1), "Add": (2.07, 2.07), "Adds": (1, 1), "And": (2, 2), "Brcb": (1, 1), "Cast": (1, 1),
-    "Compare": (2, 2), "Compares": (1, 1), "Div": (4, 8),
+    "Compare": (2, 2), "Compares": (1, 1), "CreateVecIndex": (1, 1), "Div": (4, 8),
     "Duplicate": (1, 1), "Exp": (2, 4), "Ln": (2, 4), "Max": (2, 2), "Maxs": (1, 1), "Min": (2, 2), "Mins": (1, 1),
     "Mul": (2.13, 2.13), "Muls": (1, 1), "ReduceDataBlock": (1, 7), "ReduceRepeat": (7, 7), "Select": (2, 2),
     "ShiftLeft": (1, 1), "ShiftRight": (1, 1), "Sub": (2.07, 2.07),
@@ -67,7 +67,8 @@ CALLS = {
 """Cycles of a repeat of 256 bytes, FP32 and FP16 (`PROFILES`, column slope; FP16 stands for integers too).
 
 Cast takes 1 a repeat whichever side is FP16: inferred, the file has 1 or 2 for it. Select of two tensors by bits takes
-what it takes by a mask register: inferred.
+what it takes by a mask register: inferred. CreateVecIndex is what it is made of, Adds, without the scalar writes of
+its first block: inferred.
 """
 
 

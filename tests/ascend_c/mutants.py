@@ -84,14 +84,25 @@ RULES = {
     "what is too large is drawn": (
         """AscendC::Adds(moved, moved, -static_cast<int32_t>(moved_), columns, rows_,
                       AscendC::UnaryRepeatParams(1, 1, kTileBlocks, kTileBlocks));""",
-        """AscendC::Mins(Right(), Right(), t_.to_bf16 ? 0x1.fep127f : kHalfLargest, columns, rows_,
+        """AscendC::Mins(Left(), Left(), t_.to_bf16 ? 0x1.fep127f : kHalfLargest, columns, rows_,
                          AscendC::UnaryRepeatParams(1, 1, kTileBlocks, kTileBlocks));
            AscendC::PipeBarrier<PIPE_V>();
            AscendC::Adds(moved, moved, -static_cast<int32_t>(moved_), columns, rows_,
                          AscendC::UnaryRepeatParams(1, 1, kTileBlocks, kTileBlocks));""",
     ),
     "all rows are drawn": ("all.SetBits(none, kMinusInfinityBits);", "all.SetBits(none, kHalfNormal - moved_);"),
-    "the hash is stirred once": ("Stir(kSecondFactor, columns);", ""),
+    "the hash is stirred once": ("Stir(15, kSecondFactor);", ""),
+    "columns share their key": (
+        "AscendC::Muls(keys, keys, kKeyStep, columns);",
+        "AscendC::Muls(keys, keys, 0, columns);",
+    ),
+    "keys are even too": ("AscendC::Adds(keys, keys, 1, columns);", ""),
+    "parts of the columns share their keys": ("MakeLots(first + c, part);", "MakeLots(0, part);"),
+    "rows have no start": (
+        "Spread(Starts(), high_, rows_, kTileBlocks);",
+        "Spread(Starts(), Scratch(4), rows_, kTileBlocks);",
+    ),
+    "low halves of numbers are not added up": ("sum.Halves();", ""),
     "lots are other bits of the hash": (
         "ShiftLeft(Left(), Left(), 24 - dropped_, columns);",
         "ShiftLeft(Left(), Left(), 23 - dropped_, columns);",

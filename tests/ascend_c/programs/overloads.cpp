@@ -59,6 +59,8 @@ void integers(LocalTensor<int32_t> i, LocalTensor<uint32_t> u, LocalTensor<uint1
     And<uint16_t, false>(w, w, w, MASK_PLACEHOLDER, 1, b);
     Add(i, i, i, uint64_t(64), 2, b);
     Mul(i, i, i, mask, 2, b);
+    Mul(i, i, i, 64);
+    CreateVecIndex(i, 1, 64u);
     Adds(i, i, 1, 64);
     Muls(i, i, 1, uint64_t(64), 2, up);
 }
