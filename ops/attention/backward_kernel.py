@@ -1,10 +1,13 @@
 """Triton kernels of the backward pass, for GPUs and the interpreter: see backward.py for the formulas and the frame.
 
 Four passes: keys without their centre; maximum, sum and delta of every row; dK and dV by key tiles; dQ by row tiles.
-Products take FP16 operands and accumulate in FP32. Two powers of two keep operands off both ends of FP16's range:
-- gradients of a key head are divided by a unit, so that no |dS| of it exceeds 2^15 (launcher): loss scaling cannot
-  overflow, and dS of a weight of 2^-20 is still a normal number;
+Products take FP16 operands and accumulate in FP32. Powers of two keep operands off both ends of FP16's range:
+- the gradient of a row is divided by a unit u of the row's own (`unit_bits`), so that no |dS| of it exceeds 2^15: loss
+  scaling cannot overflow, dS of a weight of 2^-20 is still a normal number, and dQ knows nothing of other rows;
 - weights are multiplied by 2^15.
+dK and dV sum over rows. With U the largest unit of the rows that a key tile goes through, weights carry u / U as well:
+an addend keeps its digits down to P u = 2^-29 U, and errs by at most 2^-40 of the largest row's bound below that. A
+sum of FP16 operands in one unit promises no more.
 K - c is made once and is exact, or the column keeps c = 0: one key far from all others, as an attention sink may be,
 leaves its columns' bias in the scores, and gradients as good as those of a plain backward pass (backward.py knows no
 such case).
@@ -16,32 +19,39 @@ import triton.language as tl
 
 from pasa.ops.attention.mask_kernel import INF, load_mask
 from pasa.ops.attention.triton_kernel import LOG2_E, load_rows
-from pasa.ops.shift_keys.triton_kernel import is_finite, load_keys, on_grid, rounds
+from pasa.ops.shift_keys.triton_kernel import SLICE, is_finite, load_keys, on_grid, rounds
 
 LIFT_BITS = tl.constexpr(15.0)
 UNLIFT = tl.constexpr(2.0**-15)
+LARGEST_BITS = tl.constexpr(15)  # operands stay at or below 2^15: FP16 ends at 65504
+MOST_BITS = tl.constexpr(100)  # of a unit: with it and its inverse FP32 stays in its range
+WIDTH = tl.constexpr(SLICE)  # columns of an entry of `p_largest`
 
 
 @triton.jit
 def centre_kernel(
     p_k,  # (B, Hkv, S, D)
+    p_v,
     p_visible,  # (B, S) bytes: which keys some query sees
     p_centred,  # (B, Hkv, S, D) FP16, contiguous
     p_centre,  # (B, Hkv, D) FP32
+    p_largest,  # (B, Hkv, slices) FP32: largest |v| of a slice's columns
     stride_kb,
     stride_kh,
     stride_kn,
+    stride_vb,
+    stride_vh,
+    stride_vn,
     stride_visible,
     heads,
     length,
     D: tl.constexpr,
-    WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_VISIBLE: tl.constexpr,
 ):
     """WIDTH columns of a head's keys less the part of their mean that all of them can lose without rounding.
 
-    A key that no query sees becomes 0, one that is not finite NaN.
+    A key that no query sees becomes 0, one that is not finite NaN. Also the largest finite |v| of those columns.
     """
     o_row = tl.program_id(0)
     batch = tl.cast(o_row // heads, tl.int64)
@@ -49,11 +59,13 @@ def centre_kernel(
     o_n = tl.arange(0, BLOCK)
     o_d = column + tl.arange(0, WIDTH)
     p_k += batch * stride_kb
+    p_v += batch * stride_vb
     p_visible += batch * stride_visible
     total = tl.zeros((WIDTH,), tl.float32)
     count = tl.zeros((WIDTH,), tl.float32)
     largest = tl.zeros((WIDTH,), tl.float32)
     lossy = tl.zeros((WIDTH,), tl.int32)
+    largest_v = tl.zeros((WIDTH,), tl.float32)
     anchor = total
     for turn in tl.static_range(3):  # mean, whether it can be taken off, and off
         if turn == 1:
@@ -73,6 +85,9 @@ def centre_kernel(
                 total += tl.sum(b_clean, 0)
                 count += tl.sum(tl.where(m_key, 1.0, 0.0), 0)
                 largest = tl.maximum(largest, tl.max(tl.abs(b_clean), 0))
+                b_v = load_keys(p_v, o_row % heads, at, n, stride_vh, stride_vn, column, D, WIDTH, BLOCK).to(tl.float32)
+                b_v = tl.where(m_seen[:, None] & is_finite(b_v), tl.abs(b_v), 0.0)
+                largest_v = tl.maximum(largest_v, tl.max(b_v, 0))
             elif turn == 1:
                 lossy = tl.maximum(lossy, rounds(b_k, m_key, anchor))
             else:
@@ -80,6 +95,30 @@ def centre_kernel(
                 p_tile = p_centred + (tl.cast(o_row, tl.int64) * length + at + o_n)[:, None] * D + o_d[None, :]
                 tl.store(p_tile, b_new.to(tl.float16), mask=(o_n < n)[:, None] & (o_d < D)[None, :])
     tl.store(p_centre + o_row * D + o_d, anchor, mask=o_d < D)
+    tl.store(p_largest + o_row * tl.num_programs(1) + tl.program_id(1), tl.max(largest_v, 0))
+
+
+@triton.jit
+def power_of_two(bits):
+    """2^bits, exactly, of whole numbers from -126 to 127."""
+    return ((bits.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def unit_bits(b_grad, b_slope, p_largest, D: tl.constexpr, SLICES: tl.constexpr):
+    """log2 of the units (M,) of rows with gradients G_O (M, D) and G_L (M,); p_largest: of the key head.
+
+    |dS| <= P (2 D max|G_O| max|v| + |G_L|), which with P <= 1 becomes at most 2^15; so does |G_O|. What is not finite
+    does not count: it spoils what it reaches, and no scale. Not by Euclidean norms: the square of 1e-30 is 0.
+    """
+    o_slice = tl.arange(0, SLICES)
+    b_values = tl.load(p_largest + o_slice, mask=o_slice < (D + WIDTH - 1) // WIDTH, other=0.0)
+    b_size = tl.abs(b_grad)
+    b_most = tl.max(tl.where(b_size < INF, b_size, 0.0), 1)
+    b_slope = tl.abs(b_slope)
+    b_bound = 2.0 * D * b_most * tl.max(b_values, 0) + tl.where(b_slope < INF, b_slope, 0.0)
+    exponent = tl.maximum(b_bound, b_most).to(tl.int32, bitcast=True) >> 23  # biased; the bound is below its successor
+    return tl.minimum(tl.maximum(exponent - 126 - LARGEST_BITS, -MOST_BITS), MOST_BITS)
 
 
 @triton.jit
@@ -167,12 +206,14 @@ def rows_kernel(
     p_v,
     p_grad,  # (B, Hq, Sq, D), any float type: gradient of the output
     p_grad_lse,  # (B, Hq, Sq) FP32, contiguous
-    p_unit,  # (B, Hkv) FP32
+    p_largest,  # (B, Hkv, slices) FP32: largest |v| of some columns
     p_mask,
-    p_scaled,  # (B, Hq, Sq, D) FP16, contiguous: gradient in units
-    p_top,  # (B, Hq, Sq) FP32, and so are the next two: maximum in bits, infinite where a row sees nothing
-    p_log,  # log2 of the sum, less 15
+    p_scaled,  # (B, Hq, Sq, D) FP16, contiguous: gradient in units of the row
+    p_top,  # (B, Hq, Sq) FP32, and so are the next three: maximum in bits, infinite where a row sees nothing
+    p_log,  # log2 of the sum, less 15 and less log2 of the unit: of weights that carry 2^15 u
     p_shift,  # 2^-15 (delta - G_L), in units
+    p_unit,  # log2 of the unit
+    p_most,  # (B, Hq, tiles) FP32: the largest of them in a tile
     stride_qb,
     stride_qh,
     stride_qm,
@@ -215,11 +256,14 @@ def rows_kernel(
     at = tl.cast(o_tile * BLOCK_M, tl.int64)
     b_q = load_rows(p_q + batch * stride_qb + head * stride_qh, at, stride_qm, 0, 0, 0, rows, False, False, D, D_PAD,
                     BLOCK_M)  # fmt: skip
-    unit = tl.load(p_unit + kv)
-    p_tile = p_grad + batch * stride_gb + head * stride_gh + at * stride_gm
-    b_g = tl.load(p_tile + o_m[:, None] * stride_gm + o_d[None, :], mask=m_out, other=0.0).to(tl.float32) / unit
-    b_g = b_g.to(tl.float16)
     own = (batch * heads + head) * rows + o_row
+    p_tile = p_grad + batch * stride_gb + head * stride_gh + at * stride_gm
+    b_g = tl.load(p_tile + o_m[:, None] * stride_gm + o_d[None, :], mask=m_out, other=0.0).to(tl.float32)
+    b_slope = tl.zeros((BLOCK_M,), tl.float32)
+    if HAS_LSE:
+        b_slope = tl.load(p_grad_lse + own, mask=m_row, other=0.0)
+    b_bits = unit_bits(b_g, b_slope, p_largest + kv * ((D + WIDTH - 1) // WIDTH), D, D_PAD // WIDTH)
+    b_g = (b_g * power_of_two(-b_bits)[:, None]).to(tl.float16)
     tl.store(p_scaled + own[:, None] * D + o_d[None, :], b_g, mask=m_out)
     p_keys = p_k + kv * keys * D
     p_values = p_v + batch * stride_vb + (head // group) * stride_vh
@@ -241,15 +285,18 @@ def rows_kernel(
     b_sum = tl.where(blind, 1.0, b_sum)
     b_shift = b_delta / b_sum
     if HAS_LSE:
-        b_shift -= tl.where(blind, 0.0, tl.load(p_grad_lse + own, mask=m_row, other=0.0) / unit)
+        b_shift -= tl.where(blind, 0.0, b_slope * power_of_two(-b_bits))
+    b_unit = tl.where(blind, -MOST_BITS, b_bits).to(tl.float32)
     tl.store(p_top + own, tl.where(blind, INF, b_top), mask=m_row)
-    tl.store(p_log + own, tl.log2(b_sum) - LIFT_BITS, mask=m_row)
+    tl.store(p_log + own, tl.log2(b_sum) - (LIFT_BITS + b_unit), mask=m_row)
     tl.store(p_shift + own, b_shift * UNLIFT, mask=m_row)
+    tl.store(p_unit + own, b_unit, mask=m_row)
+    tl.store(p_most + tl.cast(o_work // tiles, tl.int64) * tiles + o_tile, tl.max(b_unit, 0))
 
 
 @triton.jit
 def add_rows(b_k, b_v, b_dk, b_dv, p_q, p_g, p_top, p_log, p_shift, p_mask, o_n, keys, begin, end, rows, diagonal,
-             scale, stride_qm, stride_mask_m, stride_mask_n, HIDES: tl.constexpr, MASK: tl.constexpr,
+             scale, most, stride_qm, stride_mask_m, stride_mask_n, HIDES: tl.constexpr, MASK: tl.constexpr,
              CAUSAL: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr):  # fmt: skip
     """The loop of `keys_kernel` over rows of one head from `begin` to `end`. Tiles are (N, M): weights then are the
     operand of a product that tensor cores take from registers."""
@@ -260,7 +307,7 @@ def add_rows(b_k, b_v, b_dk, b_dv, p_q, p_g, p_top, p_log, p_shift, p_mask, o_n,
         b_q = load_rows(p_q, at, stride_qm, 0, 0, 0, rows, False, False, D, D_PAD, BLOCK_M)
         b_g = load_rows(p_g, at, D, 0, 0, 0, rows, False, False, D, D_PAD, BLOCK_M)
         b_top = tl.load(p_top + o_m, mask=m_m, other=INF)  # rows that are not there weigh nothing
-        b_log = tl.load(p_log + o_m, mask=m_m, other=0.0)
+        b_log = tl.load(p_log + o_m, mask=m_m, other=0.0) + most
         b_shift = tl.load(p_shift + o_m, mask=m_m, other=0.0)
         b_s = tl.dot(b_k, tl.trans(b_q))
         m_tile = (o_n < keys)[:, None] & m_m[None, :]
@@ -277,6 +324,17 @@ def add_rows(b_k, b_v, b_dk, b_dv, p_q, p_g, p_top, p_log, p_shift, p_mask, o_n,
 
 
 @triton.jit
+def most_of(p_most, begin, tiles):
+    """Largest log2 of a unit in row tiles of one head from `begin` on."""
+    o_tile = tl.arange(0, 128)
+    b_most = tl.full((128,), -MOST_BITS, tl.float32)
+    for start in range(begin, tiles, 128):
+        o_this = start + o_tile
+        b_most = tl.maximum(b_most, tl.load(p_most + o_this, mask=o_this < tiles, other=-MOST_BITS))
+    return tl.max(b_most, 0)
+
+
+@triton.jit
 def keys_kernel(
     p_q,  # as in `rows_kernel`, and so are all that are not commented
     p_k,
@@ -285,7 +343,7 @@ def keys_kernel(
     p_top,
     p_log,
     p_shift,
-    p_unit,
+    p_most,
     p_mask,
     p_dk,  # (B, Hkv, Skv, D), contiguous
     p_dv,
@@ -311,6 +369,7 @@ def keys_kernel(
     D_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    SPAN: tl.constexpr,  # rows of a tile of `p_most`
 ):
     """dK and dV of BLOCK_N keys, over the rows of all heads that share them; the first keys are seen by most rows."""
     kv_heads = heads // group
@@ -337,6 +396,11 @@ def keys_kernel(
         whole = tl.cdiv(tl.maximum(first + BLOCK_N - 1 - diagonal, 0), BLOCK_M) * BLOCK_M
     if MASK != "none":
         whole = rows
+    spans = tl.cdiv(rows, SPAN)
+    most = tl.full((), -MOST_BITS, tl.float32)
+    for turn in range(group):
+        p_spans = p_most + (batch * heads + kv_head * group + turn) * spans
+        most = tl.maximum(most, most_of(p_spans, begin // SPAN, spans))
     for turn in range(group):
         head = kv_head * group + turn
         own = (batch * heads + head) * rows
@@ -345,16 +409,16 @@ def keys_kernel(
         if CAUSAL or MASK != "none":
             b_dk, b_dv = add_rows(
                 b_k, b_v, b_dk, b_dv, p_rows, p_g + own * D, p_top + own, p_log + own, p_shift + own, p_rows_mask, o_n,
-                keys, begin, tl.minimum(whole, rows), rows, diagonal, scale, stride_qm, stride_mask_m, stride_mask_n,
-                True, MASK, CAUSAL, D, D_PAD, BLOCK_M,
+                keys, begin, tl.minimum(whole, rows), rows, diagonal, scale, most, stride_qm, stride_mask_m,
+                stride_mask_n, True, MASK, CAUSAL, D, D_PAD, BLOCK_M,
             )  # fmt: skip
         if MASK == "none":
             b_dk, b_dv = add_rows(
                 b_k, b_v, b_dk, b_dv, p_rows, p_g + own * D, p_top + own, p_log + own, p_shift + own, p_rows_mask, o_n,
-                keys, whole, rows, rows, diagonal, scale, stride_qm, stride_mask_m, stride_mask_n,
+                keys, whole, rows, rows, diagonal, scale, most, stride_qm, stride_mask_m, stride_mask_n,
                 False, MASK, False, D, D_PAD, BLOCK_M,
             )  # fmt: skip
-    unit = tl.load(p_unit + kv)
+    unit = power_of_two(most)
     o_out = (kv * keys + o_n)[:, None] * D + o_d[None, :]
     m_out = (o_n < keys)[:, None] & (o_d < D)[None, :]
     tl.store(p_dk + o_out, (b_dk * (scale * unit)).to(p_dk.dtype.element_ty), mask=m_out)
@@ -438,7 +502,8 @@ def queries_kernel(
     own = (batch * heads + head) * rows
     b_g = load_rows(p_g + own * D, at, D, 0, 0, 0, rows, False, False, D, D_PAD, BLOCK_M)
     b_top = tl.load(p_top + own + o_row, mask=m_row, other=INF)
-    b_log = tl.load(p_log + own + o_row, mask=m_row, other=0.0)
+    b_unit = tl.load(p_unit + own + o_row, mask=m_row, other=0.0)
+    b_log = tl.load(p_log + own + o_row, mask=m_row, other=0.0) + b_unit
     b_shift = tl.load(p_shift + own + o_row, mask=m_row, other=0.0)
     p_keys = p_k + kv * keys * D
     p_values = p_v + batch * stride_vb + (head // group) * stride_vh
@@ -454,7 +519,7 @@ def queries_kernel(
         b_q, b_g, b_top, b_log, b_shift, b_dq, p_keys, p_values, p_rows_mask, o_row, rows, whole, end, keys,
         keys - rows, scale, stride_vn, stride_mask_m, stride_mask_n, True, MASK, CAUSAL, D, D_PAD, BLOCK_N,
     )  # fmt: skip
-    b_dq *= tl.load(p_unit + kv)
+    b_dq *= power_of_two(b_unit)[:, None]
     if HAS_LSE:
         b_lse = tl.load(p_grad_lse + own + o_row, mask=m_row & (b_top < INF), other=0.0)
         b_centre = tl.load(p_centre + kv * D + o_d, mask=o_d < D, other=0.0)
