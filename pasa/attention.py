@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pasa import diagnostics
 from pasa.config import PasaConfig
-from pasa.ops import library, registry
+from pasa.ops import dispatch, library, registry
 
 HEADS_FIRST, HEADS_LAST = ("HND", "BNSD"), ("NHD", "BSND")  # the field's names and CANN's
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -138,7 +138,7 @@ def attention(
     _check_mask(attn_mask, q, k)
     options, diagnose = _checked_config(config).arguments, diagnostics.recording()
     scale = _checked_scale(scale, q.shape[-1])
-    out, lse, counts = library.call(
+    out, lse, counts = dispatch.call(
         library.attention, q, k, v, attn_mask, is_causal, scale, *options, diagnose, backend
     )
     if diagnose:
@@ -196,7 +196,7 @@ def attention_varlen(
     scale = _checked_scale(scale, q.shape[-1])
     lengths = (cu_seqlens_q, cu_seqlens_k)
     switches = (is_causal, scale, *options, diagnose, backend)
-    out, lse, counts = library.call(library.attention_varlen, q, k, v, *lengths, *switches)
+    out, lse, counts = dispatch.call(library.attention_varlen, q, k, v, *lengths, *switches)
     if diagnose:
         diagnostics.record(counts)
     return (out, lse) if return_lse else out

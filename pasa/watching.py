@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pasa.ops import library
+from pasa.ops import dispatch, library
 from pasa.ops.attention.watch import FIELDS, STRIDE, sample
 from pasa.patching import components_of
 from pasa.patching.onlookers import BINDING, Onlookers, patched_modules
@@ -123,7 +123,7 @@ class _Counter:
         table = self._tables.get(q.device)
         if table is None:
             table = self._table_on(q.device)
-        library.call(
+        dispatch.call(
             library.watch_scores, q.detach(), k.detach(), attn_mask, table, self._walked, is_causal, scale
         )  # fmt: skip
 

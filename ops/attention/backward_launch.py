@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pasa.ops.attention.backward_kernel import centre_kernel, keys_kernel, queries_kernel, rows_kernel
+from pasa.ops.attention.backward_kernel import keys_kernel, queries_kernel, rows_kernel
+from pasa.ops.attention.centre_kernel import centre_kernel
 from pasa.ops.attention.tiles import backward_tiles
 from pasa.ops.attention.triton_call import Call, strides_of
 from pasa.ops.shift_keys.triton_backend import pad_dim
@@ -33,12 +34,10 @@ def gradients(
     keys, device = call.keys, q.device
     of_rows, of_keys, of_queries = backward_tiles(device, pad_dim(dim))
     tiles = -(-rows // of_rows.block_m)
-    centred, centre, largest = centre_keys(k, v, visible)
+    centred, centre, largest, most = prepare_keys(k, v, visible, tiles)
     numbers = batch * heads * rows
     floats = (numbers, torch.float32)
-    scaled, top, log, shift, unit, most = workspace(
-        device, (numbers * dim, torch.float16), *(floats,) * 4, (batch * heads * tiles, torch.float32)
-    )
+    scaled, top, log, shift, unit = workspace(device, (numbers * dim, torch.float16), *(floats,) * 4)
     dq, dk, dv = (torch.empty(x.shape, dtype=dtype, device=device) for x in (q, k, v))
     mask, lse = top if call.mask is None else call.mask, top if grad_lse is None else grad_lse
     has_lse = {"HAS_LSE": grad_lse is not None}
@@ -72,23 +71,30 @@ def gradients(
     return dq, dk, dv
 
 
-def centre_keys(k: Tensor, v: Tensor, visible: Tensor | None) -> tuple[Any, Any, Any]:
-    """K - c for FP16 keys (B, Hkv, S, D), exactly, c (B, Hkv, D) in FP32: by column the mean on a grid, or 0; and the
-    largest |v| of every SLICE columns (B, Hkv, slices), FP32. For kernels: memory, not tensors."""
+def prepare_keys(k: Tensor, v: Tensor, visible: Tensor | None, tiles: int) -> tuple[Any, Any, Any, Any]:
+    """What `centre_kernel` makes of FP16 keys and values (B, Hkv, S, D), for kernels: memory, not tensors.
+
+    Returns
+    -------
+    centred : (B, Hkv, S, D), FP16
+        K - c, exactly.
+    centre : (B, Hkv, D), FP32
+        c: by column the mean on a grid, or 0.
+    largest : (B, Hkv, slices), FP32
+        Largest |v| of every SLICE columns.
+    most : (B, Hkv, tiles), INT32
+        For `rows_kernel` to fill.
+    """
     batch, heads, length, dim = k.shape
     slices = -(-dim // SLICE)
-    centred, centre, largest = workspace(
-        k.device,
-        (k.numel(), torch.float16),
-        (batch * heads * dim, torch.float32),
-        (batch * heads * slices, torch.float32),
-    )
+    parts = (k.numel(), torch.float16), *((batch * heads * n, torch.float32) for n in (dim, slices))
+    centred, centre, largest, most = workspace(k.device, *parts, (batch * heads * tiles, torch.int32))
     seen = k if visible is None else visible.contiguous().view(torch.uint8)
     launch(
         centre_kernel, (batch * heads, slices, 1),
-        (k, v, seen, centred, centre, largest),
-        (*strides_of(k), *strides_of(v), 0 if visible is None else seen.stride(0), heads, length),
+        (k, v, seen, centred, centre, largest, most),
+        (*strides_of(k), *strides_of(v), 0 if visible is None else seen.stride(0), heads, length, tiles),
         {"D": dim, "BLOCK": 256, "HAS_VISIBLE": visible is not None},
         num_warps=4,
     )  # fmt: skip
-    return centred, centre, largest
+    return centred, centre, largest, most

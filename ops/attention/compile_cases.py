@@ -3,8 +3,9 @@ what the fields are, and by tests/ops/attention/test_compiles_for_nvidia.py. Not
 
 from typing import Any
 
-from pasa.ops.attention.backward_kernel import centre_kernel, keys_kernel, queries_kernel, rows_kernel
+from pasa.ops.attention.backward_kernel import keys_kernel, queries_kernel, rows_kernel
 from pasa.ops.attention.backward_tiles import BACKWARD
+from pasa.ops.attention.centre_kernel import centre_kernel
 from pasa.ops.attention.decode_kernel import decode_kernel, merge_kernel
 from pasa.ops.attention.decode_lanes import decode_lanes_kernel
 from pasa.ops.attention.mask_kernel import mask_tiles_kernel
@@ -32,13 +33,14 @@ TYPES = {
             "p_marked",
             "p_order",
             "p_counts",
+            "p_most",
         ],
         "*i32",
     ),
     **dict.fromkeys(["p_mask", "p_visible", "p_seen"], "*u8"),
     "p_totals": "*i64",
     **dict.fromkeys(["p_grad", "p_g", "p_scaled", "p_centred", "p_dq", "p_dk", "p_dv"], "*fp16"),
-    **dict.fromkeys(["p_grad_lse", "p_unit", "p_most", "p_largest", "p_top", "p_log", "p_shift", "p_centre"], "*fp32"),
+    **dict.fromkeys(["p_grad_lse", "p_unit", "p_largest", "p_top", "p_log", "p_shift", "p_centre"], "*fp32"),
     **dict.fromkeys(["scale", "epsilon", "reach"], "fp32"),
 }
 
