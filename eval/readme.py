@@ -82,6 +82,7 @@ def support() -> str:
         ("masks", [", ".join(b.masks) for b in backends]),
         ("precision", [", ".join(b.precisions) for b in backends]),
         ("recovery", [", ".join(b.recoveries) for b in backends]),
+        ("softmax", [", ".join(b.softmaxes) for b in backends]),
         ("keys per block", [", ".join(map(str, b.block_ks)) or "1 to 65536" for b in backends]),
         ("packed sequences", ["yes" if b.varlen else "no" for b in backends]),
         ("diagnostics", ["yes" if b.diagnostics else "no" for b in backends]),

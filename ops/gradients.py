@@ -11,18 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from pasa.ops import registry
+from pasa.ops import dispatch, registry
 from pasa.ops.attention import backward
-
-
-def refuse_tangents(tensors: tuple[Any, ...]) -> None:
-    """NotImplementedError for a tensor with a tangent: torch's custom operators would drop it, as if it were 0."""
-    if forward_ad._current_level < 0:
-        return
-    if any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
-        raise NotImplementedError("pasa attention has no forward-mode derivative, only gradients (backward)")
+from pasa.ops.dispatch import without_autocast
 
 
 def _formula(backend: str) -> Callable[..., backward.Gradients]:
@@ -52,7 +44,7 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dmask or empty) of heads-first tensors; see ops/attention/backward.py."""
     given = (grad_out, grad_lse, q, k, v, attn_mask, is_causal, _default(scale, q))
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device.type):
         if not mask_too or attn_mask is None:
             dq, dk, dv = _formula(backend)(*given)
             return dq.contiguous(), dk.contiguous(), dv.contiguous(), q.new_empty(0)
@@ -94,7 +86,7 @@ def attention_varlen_backward(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of packed sequences; see ops/attention/backward.py."""
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device.type):
         return backward.attention_varlen_backward(
             _formula(backend), grad_out, grad_lse, q, k, v, cu_seqlens_q, cu_seqlens_k, is_causal, _default(scale, q)
         )
@@ -116,12 +108,17 @@ def _(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
+def _remember_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    return None
+
+
 def _refuse_second(ctx: Any, *grads: Tensor) -> None:
     raise NotImplementedError("pasa attention has no second derivative: its gradients cannot be differentiated")
 
 
-attention_backward.register_autograd(_refuse_second)
-attention_varlen_backward.register_autograd(_refuse_second)
+for _op in (attention_backward, attention_varlen_backward):
+    _op.register_autograd(_refuse_second)
+    dispatch.shorten(_op, _remember_nothing, _refuse_second)
 
 
 def remember(ctx: Any, tensors: tuple[Tensor | None, ...], output: tuple[Tensor, ...], *switches: Any) -> None:
@@ -142,7 +139,7 @@ def of_attention(
     is_causal, scale, backend = ctx.switches
     mask_too = any(ctx.needs_input_grad[3:4])  # torch leaves out arguments that have their default
     given = (grad_out, grad_lse, q, k, v, attn_mask, is_causal, scale)
-    dq, dk, dv, grad_mask = attention_backward(*given, mask_too, backend)
+    dq, dk, dv, grad_mask = dispatch.call(attention_backward, *given, mask_too, backend)
     return dq, dk, dv, grad_mask if mask_too else None, *(None,) * 12
 
 
@@ -152,4 +149,5 @@ def of_varlen(
     """For the operator's 17 arguments."""
     if grad_out is None and grad_lse is None:
         return (None,) * 17
-    return *attention_varlen_backward(grad_out, grad_lse, *ctx.saved_tensors, *ctx.switches), *(None,) * 14
+    found = dispatch.call(attention_varlen_backward, grad_out, grad_lse, *ctx.saved_tensors, *ctx.switches)
+    return *found, *(None,) * 14

@@ -7,21 +7,18 @@ layouts are the caller's (`pasa.attention`). What their gradients are is in grad
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._library.custom_ops import CustomOpDef
 
-from pasa.ops import gradients, registry
+from pasa.ops import dispatch, gradients, registry
 from pasa.ops.attention import watch
 from pasa.ops.attention.options import AttentionOptions
+from pasa.ops.dispatch import TENSORS, without_autocast
 from pasa.ops.registry import Backend, Request, select
-
-TENSORS = 5  # of an operator's arguments: behind these there are none
 
 
 def mask_kind(attn_mask: Tensor | None) -> str:
@@ -37,66 +34,31 @@ def _resolve(
     backend: str | None,
     needs: tuple[str, torch.dtype, int, str, bool, bool],
     arithmetic: tuple[Any, ...],
-) -> tuple[ModuleType, AttentionOptions]:
-    """The module that serves such calls, and their options; `registered` is here so that a change of it is seen.
+) -> tuple[ModuleType, AttentionOptions, str]:
+    """The module that serves such calls, their options, and the backend's name.
 
-    A choice holds for the process: the machine does not change under it. A refusal is not remembered.
+    `registered` is here so that a change of it is seen. A choice holds for the process: the machine does not change
+    under it. A refusal is not remembered.
     """
     options = AttentionOptions(*arithmetic)
-    return select(Request(*needs, options), backend).load(), options
+    found = select(Request(*needs, options), backend)
+    return found.load(), options, found.name
 
 
 def _serve(
     q: Tensor, mask: str, varlen: bool, diagnose: bool, backend: str | None, *arithmetic: Any
-) -> tuple[ModuleType, AttentionOptions]:
+) -> tuple[ModuleType, AttentionOptions, str]:
     needs = (q.device.type, q.dtype, q.shape[-1], mask, varlen, diagnose)
     return _resolve(tuple(registry.BACKENDS.values()), backend, needs, arithmetic)
 
 
 def _server(q: Tensor, mask: str, varlen: bool, diagnose: bool, backend: str | None, *arithmetic: Any) -> str:
-    """Name of the backend that serves such calls."""
-    request = Request(q.device.type, q.dtype, q.shape[-1], mask, varlen, diagnose, AttentionOptions(*arithmetic))
+    """Name of the backend that serves such calls; where head dims are traced, they have no hash."""
+    head_dim: Any = q.shape[-1]
+    if isinstance(head_dim, int):
+        return _serve(q, mask, varlen, diagnose, backend, *arithmetic)[2]
+    request = Request(q.device.type, q.dtype, head_dim, mask, varlen, diagnose, AttentionOptions(*arithmetic))
     return select(request, backend).name
-
-
-def _without_autocast(device: str) -> AbstractContextManager[object]:
-    """Autocast would change the arithmetic that the options state; it is rarely on, and turning it off is not free."""
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
-
-
-def call(op: CustomOpDef, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """The operator, or its implementation at once where nothing on the way wants to know of the call.
-
-    The dispatcher takes a third of the host's time of a short call. It serves tracing and compiling, modes and
-    transforms, subclasses, tensors without data or with a sign to come, profilers, and a gradient.
-
-    Raises
-    ------
-    NotImplementedError
-        For a tensor with a tangent (forward-mode differentiation).
-    """
-    if torch.compiler.is_compiling():
-        return op(*arguments)
-    gradients.refuse_tangents(arguments[:TENSORS])
-    if _is_observed(arguments):
-        return op(*arguments)
-    return op._init_fn(*arguments)
-
-
-def _is_observed(arguments: tuple[Any, ...]) -> bool:
-    c = torch._C
-    if c._len_torch_dispatch_stack() or c._len_torch_function_stack() or c._get_tracing_state() is not None:
-        return True
-    if c._functorch.peek_interpreter_stack() is not None or c._autograd._profiler_enabled():
-        return True
-    grad = torch.is_grad_enabled()
-    for x in arguments[:TENSORS]:
-        if type(x) is Tensor:
-            if (grad and x.requires_grad) or x.is_meta or x.is_neg() or x._is_zerotensor():
-                return True
-        elif isinstance(x, Tensor):
-            return True
-    return False
 
 
 @torch.library.custom_op("pasa::attention", mutates_args=())
@@ -120,9 +82,9 @@ def attention(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(out (B, Hq, Sq, D), lse (B, Hq, Sq), counts (B, Hq, 6) or empty) of heads-first tensors; see the reference."""
     arithmetic = (precision, recovery, beta, block_q, block_k, softmax, overflow, accumulate)
-    kernel, options = _serve(q, mask_kind(attn_mask), False, diagnose, backend, *arithmetic)
+    kernel, options, _ = _serve(q, mask_kind(attn_mask), False, diagnose, backend, *arithmetic)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    with _without_autocast(q.device.type):
+    with without_autocast(q.device.type):
         out, lse, counts = kernel.attention(q, k, v, attn_mask, is_causal, scale, options, diagnose)
     return out.contiguous(), lse.contiguous(), counts
 
@@ -158,6 +120,7 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> 
 
 
 attention.register_autograd(gradients.of_attention, setup_context=_remember)
+dispatch.shorten(attention, _remember, gradients.of_attention)
 
 
 @torch.library.custom_op("pasa::attention_varlen", mutates_args=())
@@ -182,10 +145,10 @@ def attention_varlen(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(out (T, Hq, D), lse (T, Hq), counts (1, Hq, 6) or empty) of packed sequences; see the reference."""
     arithmetic = (precision, recovery, beta, block_q, block_k, softmax, overflow, accumulate)
-    kernel, options = _serve(q, "none", True, diagnose, backend, *arithmetic)
+    kernel, options, _ = _serve(q, "none", True, diagnose, backend, *arithmetic)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     arguments = (cu_seqlens_q, cu_seqlens_k, is_causal, scale, options, diagnose)
-    with _without_autocast(q.device.type):
+    with without_autocast(q.device.type):
         out, lse, counts = kernel.attention_varlen(q, k, v, *arguments)
     return out.contiguous(), lse.contiguous(), counts
 
@@ -223,6 +186,7 @@ def _remember_varlen(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ..
 
 
 attention_varlen.register_autograd(gradients.of_varlen, setup_context=_remember_varlen)
+dispatch.shorten(attention_varlen, _remember_varlen, gradients.of_varlen)
 
 
 @torch.library.custom_op("pasa::watch_scores", mutates_args=("totals", "walked"))
@@ -238,7 +202,7 @@ def watch_scores(
     walked += rows
     if not taken:
         return
-    with _without_autocast(q.device.type), torch.no_grad():
+    with without_autocast(q.device.type), torch.no_grad():
         watch_counter(q.device.type, q.shape[-1])(q, k, attn_mask, totals, is_causal, scale, taken)
 
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from typing import Literal, NamedTuple, overload
 
-import torch
 from torch import Tensor
 
 from pasa import diagnostics
+from pasa.checks import (
+    check_lengths,
+    check_mask,
+    check_shapes,
+    check_switches,
+    check_tensors,
+    checked_config,
+    checked_scale,
+    heads_last,
+)
 from pasa.config import PasaConfig
-from pasa.ops import library, registry
-
-HEADS_FIRST, HEADS_LAST = ("HND", "BNSD"), ("NHD", "BSND")  # the field's names and CANN's
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-DEFAULT = PasaConfig()
+from pasa.ops import dispatch, library, registry
 
 
 class BackendStatus(NamedTuple):
@@ -129,21 +133,21 @@ def attention(
     >>> pasa.attention(q, k, v, is_causal=True).shape
     torch.Size([1, 8, 512, 64])
     """
-    heads_last = _heads_last(tensor_layout)
-    _check_switches(is_causal, backend)
-    _check_tensors(q, k, v, rank=4)
-    if heads_last:
+    last = heads_last(tensor_layout)
+    check_switches(is_causal, backend)
+    check_tensors(q, k, v, rank=4)
+    if last:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    _check_shapes(q, k, v)
-    _check_mask(attn_mask, q, k)
-    options, diagnose = _checked_config(config).arguments, diagnostics.recording()
-    scale = _checked_scale(scale, q.shape[-1])
-    out, lse, counts = library.call(
+    check_shapes(q, k, v)
+    check_mask(attn_mask, q, k)
+    options, diagnose = checked_config(config).arguments, diagnostics.recording()
+    scale = checked_scale(scale, q.shape[-1])
+    out, lse, counts = dispatch.call(
         library.attention, q, k, v, attn_mask, is_causal, scale, *options, diagnose, backend
     )
     if diagnose:
         diagnostics.record(counts)
-    out = out.transpose(1, 2) if heads_last else out
+    out = out.transpose(1, 2) if last else out
     return (out, lse) if return_lse else out
 
 
@@ -185,112 +189,18 @@ def attention_varlen(
     ValueError, TypeError, NotImplementedError
         As for `attention`, and for cumulative lengths that do not describe the tensors.
     """
-    _check_tensors(q, k, v, rank=3)
-    _check_shapes(*(x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)))
-    _check_lengths("q", cu_seqlens_q, max_seqlen_q)
-    _check_lengths("k", cu_seqlens_k, max_seqlen_k)
-    _check_switches(is_causal, backend)
+    check_tensors(q, k, v, rank=3)
+    check_shapes(*(x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)))
+    check_lengths("q", cu_seqlens_q, max_seqlen_q)
+    check_lengths("k", cu_seqlens_k, max_seqlen_k)
+    check_switches(is_causal, backend)
     if len(cu_seqlens_q) != len(cu_seqlens_k):
         raise ValueError(f"cu_seqlens_q has {len(cu_seqlens_q)} entries but cu_seqlens_k has {len(cu_seqlens_k)}")
-    options, diagnose = _checked_config(config).arguments, diagnostics.recording()
-    scale = _checked_scale(scale, q.shape[-1])
+    options, diagnose = checked_config(config).arguments, diagnostics.recording()
+    scale = checked_scale(scale, q.shape[-1])
     lengths = (cu_seqlens_q, cu_seqlens_k)
     switches = (is_causal, scale, *options, diagnose, backend)
-    out, lse, counts = library.call(library.attention_varlen, q, k, v, *lengths, *switches)
+    out, lse, counts = dispatch.call(library.attention_varlen, q, k, v, *lengths, *switches)
     if diagnose:
         diagnostics.record(counts)
     return (out, lse) if return_lse else out
-
-
-def _heads_last(tensor_layout: str) -> bool:
-    if tensor_layout not in (*HEADS_FIRST, *HEADS_LAST):
-        raise ValueError(f"tensor_layout={tensor_layout!r} is not one of {(*HEADS_FIRST, *HEADS_LAST)}")
-    return tensor_layout in HEADS_LAST
-
-
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor, *, rank: int) -> None:
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} is a {type(x).__name__}, not a Tensor")
-        if x.dim() != rank:
-            raise ValueError(f"{name} has {x.dim()} dimensions {tuple(x.shape)}, expected {rank}")
-        if x.dtype not in DTYPES:
-            raise TypeError(f"{name} is {x.dtype}, expected one of {DTYPES}")
-        if x.dtype != q.dtype:
-            raise TypeError(f"{name} is {x.dtype} but q is {q.dtype}")
-        if x.device != q.device:
-            raise ValueError(f"{name} is on {x.device} but q is on {q.device}")
-
-
-def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Heads-first shapes (B, H, S, D)."""
-    queries, keys, values = q.shape, k.shape, v.shape  # each look at `.shape` makes a new one
-    if keys != values:
-        raise ValueError(f"k and v differ in shape (B, H, S, D): {tuple(keys)} and {tuple(values)}")
-    for name, axis in (("batch", 0), ("head dim", 3)):
-        if queries[axis] != keys[axis]:
-            raise ValueError(f"{name} of q is {queries[axis]} but that of k is {keys[axis]}")
-    for name, shape in (("q", queries), ("k", keys)):
-        if 0 in shape:
-            raise ValueError(f"{name} is empty: (B, H, S, D) = {tuple(shape)}")
-    if queries[1] % keys[1]:
-        raise ValueError(f"{queries[1]} query heads are not a multiple of {keys[1]} key heads")
-
-
-def _check_mask(attn_mask: Tensor | None, q: Tensor, k: Tensor) -> None:
-    if attn_mask is None:
-        return
-    if not isinstance(attn_mask, Tensor):
-        raise TypeError(f"attn_mask is a {type(attn_mask).__name__}, not a Tensor")
-    if attn_mask.dtype not in (torch.bool, *DTYPES):
-        raise TypeError(f"attn_mask is {attn_mask.dtype}, expected bool (True = keep) or one of {DTYPES} (added)")
-    if attn_mask.device != q.device:
-        raise ValueError(f"attn_mask is on {attn_mask.device} but q is on {q.device}")
-    target = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    given = tuple(attn_mask.shape)
-    fits = len(given) <= 4 and all(a in (1, b) for a, b in zip(reversed(given), reversed(target), strict=False))
-    if not fits:
-        raise ValueError(f"attn_mask {given} does not broadcast to (B, Hq, Sq, Skv) = {target}")
-
-
-def _check_lengths(name: str, cu_seqlens: Tensor, longest: int) -> None:
-    """Form only: that they rise from 0 to the number of tokens is checked where their values are read."""
-    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
-        found = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
-        raise TypeError(f"cu_seqlens_{name} is {found}, not an int32 or int64 Tensor")
-    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
-        raise ValueError(f"cu_seqlens_{name} has shape {tuple(cu_seqlens.shape)}, expected (sequences + 1,)")
-    if isinstance(longest, bool) or not isinstance(longest, int):
-        raise TypeError(f"max_seqlen_{name}={longest!r} is not an integer")
-    if torch.compiler.is_compiling():
-        return
-    if int(cu_seqlens.diff().max()) > longest:
-        raise ValueError(f"max_seqlen_{name}={longest} is below the longest sequence, {int(cu_seqlens.diff().max())}")
-
-
-def _checked_scale(scale: float | None, head_dim: int) -> float:
-    """|q.k| stays below 2^42, so a scale of at most 2^80 keeps scores within FP32, and its inverse keeps references."""
-    if scale is None:
-        return float(head_dim**-0.5)
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
-        raise TypeError(f"scale={scale!r} is a {type(scale).__name__}, not a number")
-    if not 0 < scale < math.inf:
-        raise ValueError(f"scale={scale!r} is not a positive finite number")
-    if not 2.0**-80 <= scale <= 2.0**80:
-        raise ValueError(f"scale={scale!r} is outside 2^-80 to 2^80, where FP32 holds every score")
-    return float(scale)
-
-
-def _check_switches(is_causal: bool, backend: str | None) -> None:
-    if not isinstance(is_causal, bool):
-        raise TypeError(f"is_causal={is_causal!r} is a {type(is_causal).__name__}, not a bool")
-    if backend is not None and not isinstance(backend, str):
-        raise TypeError(f"backend={backend!r} is a {type(backend).__name__}, not a name")
-
-
-def _checked_config(config: PasaConfig | None) -> PasaConfig:
-    if config is None:
-        return DEFAULT
-    if not isinstance(config, PasaConfig):
-        raise TypeError(f"config is a {type(config).__name__}, not a PasaConfig")
-    return config

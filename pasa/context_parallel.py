@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pasa import diagnostics
-from pasa.attention import _check_shapes, _check_switches, _check_tensors, _checked_config, _checked_scale, _heads_last
+from pasa.checks import check_shapes, check_switches, check_tensors, checked_config, checked_scale, heads_last
 from pasa.config import PasaConfig
 from pasa.ops.attention.inputs import to_fp16
 from pasa.ops.ring import layout
@@ -167,15 +167,17 @@ def ring_attention(
     plus one rounding. A bias that all keys share costs no digit; pasa/ops/ring/merge.py says why.
     """
     ring = Ring(group)
-    heads_last = _heads_last(tensor_layout)
+    last = heads_last(tensor_layout)
     try:
-        _check_switches(is_causal, backend)
-        _check_tensors(q, k, v, rank=4)
-        if heads_last:
+        check_switches(is_causal, backend)
+        check_tensors(q, k, v, rank=4)
+        if last:
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        _check_shapes(q, k, v)
-        scale = _checked_scale(scale, q.shape[-1])
-        config = _checked_arithmetic(config)
+        check_shapes(q, k, v)
+        scale = checked_scale(scale, q.shape[-1])
+        config = ring_config(config)
+        if diagnostics.recording():
+            raise NotImplementedError("ring_attention records no diagnostics")
         for name, x in (("q", q), ("k", k), ("v", v)):
             to_fp16(x.detach(), name)  # all ranks must know before one of them is left waiting
     except (ValueError, TypeError, NotImplementedError):
@@ -194,17 +196,16 @@ def ring_attention(
     if return_lse:
         rows = q.half().unflatten(1, (k.shape[1], -1)).float()
         lse = lse + (rows * anchor.unsqueeze(2)).sum(-1).flatten(1, 2) * scale
-    out = out.transpose(1, 2) if heads_last else out
+    out = out.transpose(1, 2) if last else out
     return (out, lse) if return_lse else out
 
 
-def _checked_arithmetic(config: PasaConfig | None) -> PasaConfig:
-    config = _checked_config(config)
+def ring_config(config: PasaConfig | None) -> PasaConfig:
+    """The arithmetic of `ring_attention`, or NotImplementedError for one that it has not."""
+    config = checked_config(config)
     for name, needed in (("precision", "pasa"), ("recovery", "exact"), ("softmax", "safe")):
         if getattr(config, name) != needed:
             raise NotImplementedError(f"ring_attention has {name}={needed!r} only, not {getattr(config, name)!r}")
-    if diagnostics.recording():
-        raise NotImplementedError("ring_attention records no diagnostics")
     return config
 
 

@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pasa.ops import library
+from pasa.ops import dispatch, library
 from pasa.ops.attention.watch import FIELDS, STRIDE, sample
 from pasa.patching import components_of
 from pasa.patching.onlookers import BINDING, Onlookers, patched_modules
+
+ENOUGH_ROWS = 300  # of a report: a count of 0 then excludes a share of 1 % (95 %, see `WatchReport._doubt`)
 
 
 @dataclass(frozen=True)
@@ -46,9 +48,17 @@ class LayerCounts:
 
 @dataclass(frozen=True)
 class WatchReport:
-    """The counts of every watched layer, in the model's order."""
+    """The counts of every watched layer, in the model's order.
+
+    Attributes
+    ----------
+    layers : tuple of LayerCounts
+    passed : int
+        Query rows of all layers that came by, sampled or not.
+    """
 
     layers: tuple[LayerCounts, ...]
+    passed: int
 
     @property
     def total(self) -> LayerCounts:
@@ -57,7 +67,8 @@ class WatchReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain containers, ready for JSON."""
-        return {"stride": STRIDE, "layers": [asdict(layer) for layer in self.layers], "total": asdict(self.total)}
+        layers = [asdict(layer) for layer in self.layers]
+        return {"stride": STRIDE, "passed": self.passed, "layers": layers, "total": asdict(self.total)}
 
     def __str__(self) -> str:
         table = [("layer", *FIELDS), *(tuple(map(str, vars(each).values())) for each in (*self.layers, self.total))]
@@ -66,7 +77,19 @@ class WatchReport:
         for name, *counts in table:
             numbers = "  ".join(text.rjust(width) for text, width in zip(counts, widths[1:], strict=True))
             lines.append(f"  {name.ljust(widths[0])}  {numbers}")
+        sampled = self.total.rows
+        lines.append(f"{sampled:,} of {self.passed:,} rows sampled" + self._doubt(sampled))
         return "\n".join(lines)
+
+    @staticmethod
+    def _doubt(sampled: int) -> str:
+        """Of n independent rows none does what a share p of all does with probability (1 - p)^n: 5 % at p = 3 / n."""
+        if sampled >= ENOUGH_ROWS:
+            return ""
+        unseen = (
+            "" if sampled <= 3 else f": a count of 0 leaves a share of up to {3 / sampled:.0%} open (95 %, binomial)"
+        )
+        return f", below {ENOUGH_ROWS}: too few to judge{unseen}"
 
 
 class Watch:
@@ -79,7 +102,8 @@ class Watch:
 
     def report(self) -> WatchReport:
         """Read the counts; this waits for the devices, counting never does."""
-        return WatchReport(tuple(LayerCounts(name, *counter.read()) for name, _, counter in self._counters))
+        layers = tuple(LayerCounts(name, *counter.read()) for name, _, counter in self._counters)
+        return WatchReport(layers, sum(counter.passed for *_, counter in self._counters))
 
     def reset(self) -> None:
         """Start again from zero."""
@@ -123,7 +147,7 @@ class _Counter:
         table = self._tables.get(q.device)
         if table is None:
             table = self._table_on(q.device)
-        library.call(
+        dispatch.call(
             library.watch_scores, q.detach(), k.detach(), attn_mask, table, self._walked, is_causal, scale
         )  # fmt: skip
 
@@ -131,6 +155,11 @@ class _Counter:
         with torch.inference_mode(False):
             self._tables[device] = torch.zeros(len(FIELDS), dtype=torch.int64, device=device)
         return self._tables[device]
+
+    @property
+    def passed(self) -> int:
+        """Query rows so far."""
+        return int(self._walked_here[0])
 
     def read(self) -> list[int]:
         """`FIELDS`, of all devices."""

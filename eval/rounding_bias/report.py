@@ -76,9 +76,10 @@ def trigger_table(result: Result, fmt: str) -> Table:
 def example_table(result: Result) -> Table:
     """What was published, and what this arithmetic gives."""
     rows = [
-        [name, ", ".join(f"{what} {value!r}" for what, value in found.items())]
+        [f"{name}: {what}", repr(value)]
         for name, found in result["examples"].items()
         if name != "exact"
+        for what, value in found.items()
     ]
     note = "Equal to what was published, bit for bit." if result["examples"]["exact"] else "NOT what was published."
     return Table("Worked examples in BF16", ["example", "result"], rows, note)
@@ -88,7 +89,21 @@ def verdict(result: Result) -> str:
     """What the exit status says."""
     gate, failed = result["gate"], failures(result["gate"])
     head = f"{len(gate['checks']) - len(failed)} of {len(gate['checks'])} checks pass"
-    return f"{head}." if gate["passed"] else "\n  ".join([f"{head}; FAILED:", *failed])
+    return (
+        f"{head}." if gate["passed"] else "\n  ".join([f"{head}; FAILED:", *(failure(result, name) for name in failed)])
+    )
+
+
+def failure(result: Result, name: str) -> str:
+    """A check that failed, and what it judged."""
+    if name == "worked examples":
+        return name
+    fmt, place, case = name.split(", ", 2)
+    own = {arm: find(result, format=fmt, case=case, place=place, arm=arm) for arm in ("nearest", "ours", "stochastic")}
+    missed = [what for what, held in result["gate"]["checks"][name].items() if what != "passed" and not held]
+    biases = ", ".join(f"{arm} {signed(each['bias'], each['interval'])}" for arm, each in own.items())
+    errors = f"RMS {own['nearest']['rms']:.3f}, ours {own['ours']['rms']:.3f}"
+    return f"{name}: not {' and not '.join(missed)}; {biases}; {errors}"
 
 
 def origin(result: Result) -> str:

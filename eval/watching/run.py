@@ -18,7 +18,7 @@ from pasa.eval.rescue.run import pick_device
 from pasa.eval.speed.device import describe
 from pasa.eval.speed.timing import Call, CudaClock, quantile
 from pasa.eval.watching.definition import SHAPES, SMALL, judge
-from pasa.ops import library
+from pasa.ops import dispatch, library
 from pasa.ops.attention.watch import FIELDS, STRIDE
 
 MOST_PERCENT = 2.0  # that watching a model may cost
@@ -166,7 +166,7 @@ def _attention_alone(shape: tuple[int, int, int, int, int, bool], device: torch.
 
     def watched() -> Tensor:
         out = plain()
-        library.call(library.watch_scores, q, k, None, totals, walked, causal, dim**-0.5)
+        dispatch.call(library.watch_scores, q, k, None, totals, walked, causal, dim**-0.5)
         return out
 
     return Call(plain), Call(watched)

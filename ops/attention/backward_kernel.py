@@ -1,85 +1,49 @@
 """Triton kernels of the backward pass, for GPUs and the interpreter: see backward.py for the formulas and the frame.
 
-Four passes: keys without their centre; maximum, sum and delta of every row; dK and dV by key tiles; dQ by row tiles.
-Products take FP16 operands and accumulate in FP32. Two powers of two keep operands off both ends of FP16's range:
-- gradients of a key head are divided by a unit, so that no |dS| of it exceeds 2^15 (launcher): loss scaling cannot
-  overflow, and dS of a weight of 2^-20 is still a normal number;
+Three passes after centre_kernel.py: maximum, sum and delta of every row; dK and dV by key tiles; dQ by row tiles.
+Products take FP16 operands and accumulate in FP32. Powers of two keep operands off both ends of FP16's range:
+- the gradient of a row is divided by a unit u of the row's own (`unit_bits`), so that no |dS| of it exceeds 2^15: loss
+  scaling cannot overflow, dS of a weight of 2^-20 is still a normal number, and dQ knows nothing of other rows;
 - weights are multiplied by 2^15.
-K - c is made once and is exact, or the column keeps c = 0: one key far from all others, as an attention sink may be,
-leaves its columns' bias in the scores, and gradients as good as those of a plain backward pass (backward.py knows no
-such case).
+dK and dV sum over rows. With U the largest unit of the rows that a key tile goes through, weights carry u / U as well:
+an addend keeps its digits down to P u = 2^-29 U, and errs by at most 2^-40 of the largest row's bound below that. A
+sum of FP16 operands in one unit promises no more.
 `bits` are scores in units of ln 2. For GPUs, and not lowered for an NPU, which backward.py serves.
 """
 
 import triton
 import triton.language as tl
 
+from pasa.ops.attention.centre_kernel import MOST_BITS, WIDTH
 from pasa.ops.attention.mask_kernel import INF, load_mask
 from pasa.ops.attention.triton_kernel import LOG2_E, load_rows
-from pasa.ops.shift_keys.triton_kernel import is_finite, load_keys, on_grid, rounds
 
 LIFT_BITS = tl.constexpr(15.0)
 UNLIFT = tl.constexpr(2.0**-15)
+LARGEST_BITS = tl.constexpr(15)  # operands stay at or below 2^15: FP16 ends at 65504
 
 
 @triton.jit
-def centre_kernel(
-    p_k,  # (B, Hkv, S, D)
-    p_visible,  # (B, S) bytes: which keys some query sees
-    p_centred,  # (B, Hkv, S, D) FP16, contiguous
-    p_centre,  # (B, Hkv, D) FP32
-    stride_kb,
-    stride_kh,
-    stride_kn,
-    stride_visible,
-    heads,
-    length,
-    D: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    HAS_VISIBLE: tl.constexpr,
-):
-    """WIDTH columns of a head's keys less the part of their mean that all of them can lose without rounding.
+def power_of_two(bits):
+    """2^bits, exactly, of whole numbers from -126 to 127."""
+    return ((bits.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
 
-    A key that no query sees becomes 0, one that is not finite NaN.
+
+@triton.jit
+def unit_bits(b_grad, b_slope, p_largest, D: tl.constexpr, SLICES: tl.constexpr):
+    """log2 of the units (M,) of rows with gradients G_O (M, D) and G_L (M,); p_largest: of the key head.
+
+    |dS| <= P (2 D max|G_O| max|v| + |G_L|), which with P <= 1 becomes at most 2^15; so does |G_O|. What is not finite
+    does not count: it spoils what it reaches, and no scale. Not by Euclidean norms: the square of 1e-30 is 0.
     """
-    o_row = tl.program_id(0)
-    batch = tl.cast(o_row // heads, tl.int64)
-    column = tl.program_id(1) * WIDTH
-    o_n = tl.arange(0, BLOCK)
-    o_d = column + tl.arange(0, WIDTH)
-    p_k += batch * stride_kb
-    p_visible += batch * stride_visible
-    total = tl.zeros((WIDTH,), tl.float32)
-    count = tl.zeros((WIDTH,), tl.float32)
-    largest = tl.zeros((WIDTH,), tl.float32)
-    lossy = tl.zeros((WIDTH,), tl.int32)
-    anchor = total
-    for turn in tl.static_range(3):  # mean, whether it can be taken off, and off
-        if turn == 1:
-            anchor = on_grid(total / tl.maximum(count, 1.0), largest)
-        if turn == 2:
-            anchor = tl.where(lossy > 0, 0.0, anchor)
-        for start in range(0, length, BLOCK):
-            n = length - start
-            at = tl.cast(start, tl.int64)
-            b_k = load_keys(p_k, o_row % heads, at, n, stride_kh, stride_kn, column, D, WIDTH, BLOCK).to(tl.float32)
-            m_seen = o_n < n
-            if HAS_VISIBLE:
-                m_seen = m_seen & (tl.load(p_visible + start + o_n, mask=m_seen, other=0) != 0)
-            m_key = m_seen[:, None] & is_finite(b_k)
-            if turn == 0:
-                b_clean = tl.where(m_key, b_k, 0.0)
-                total += tl.sum(b_clean, 0)
-                count += tl.sum(tl.where(m_key, 1.0, 0.0), 0)
-                largest = tl.maximum(largest, tl.max(tl.abs(b_clean), 0))
-            elif turn == 1:
-                lossy = tl.maximum(lossy, rounds(b_k, m_key, anchor))
-            else:
-                b_new = tl.where(m_key, b_k - anchor[None, :], tl.where(m_seen[:, None], float("nan"), 0.0))
-                p_tile = p_centred + (tl.cast(o_row, tl.int64) * length + at + o_n)[:, None] * D + o_d[None, :]
-                tl.store(p_tile, b_new.to(tl.float16), mask=(o_n < n)[:, None] & (o_d < D)[None, :])
-    tl.store(p_centre + o_row * D + o_d, anchor, mask=o_d < D)
+    o_slice = tl.arange(0, SLICES)
+    b_values = tl.load(p_largest + o_slice, mask=o_slice < (D + WIDTH - 1) // WIDTH, other=0.0)
+    b_size = tl.abs(b_grad)
+    b_most = tl.max(tl.where(b_size < INF, b_size, 0.0), 1)
+    b_slope = tl.abs(b_slope)
+    b_bound = 2.0 * D * b_most * tl.max(b_values, 0) + tl.where(b_slope < INF, b_slope, 0.0)
+    exponent = tl.maximum(b_bound, b_most).to(tl.int32, bitcast=True) >> 23  # biased; the bound is below its successor
+    return tl.minimum(tl.maximum(exponent - 126 - LARGEST_BITS, -MOST_BITS), MOST_BITS)
 
 
 @triton.jit
@@ -167,12 +131,14 @@ def rows_kernel(
     p_v,
     p_grad,  # (B, Hq, Sq, D), any float type: gradient of the output
     p_grad_lse,  # (B, Hq, Sq) FP32, contiguous
-    p_unit,  # (B, Hkv) FP32
+    p_largest,  # (B, Hkv, slices) FP32: largest |v| of some columns
     p_mask,
-    p_scaled,  # (B, Hq, Sq, D) FP16, contiguous: gradient in units
-    p_top,  # (B, Hq, Sq) FP32, and so are the next two: maximum in bits, infinite where a row sees nothing
-    p_log,  # log2 of the sum, less 15
+    p_scaled,  # (B, Hq, Sq, D) FP16, contiguous: gradient in units of the row
+    p_top,  # (B, Hq, Sq) FP32, and so are the next three: maximum in bits, infinite where a row sees nothing
+    p_log,  # log2 of the sum, less 15 and less log2 of the unit: of weights that carry 2^15 u
     p_shift,  # 2^-15 (delta - G_L), in units
+    p_unit,  # log2 of the unit
+    p_most,  # (B, Hkv, tiles) INT32: the largest of them from a tile on, of rows that see a key
     stride_qb,
     stride_qh,
     stride_qm,
@@ -213,14 +179,18 @@ def rows_kernel(
     m_row = o_row < rows
     m_out = m_row[:, None] & (o_d < D)[None, :]
     at = tl.cast(o_tile * BLOCK_M, tl.int64)
+    own = (batch * heads + head) * rows + o_row
+    p_tile = p_grad + batch * stride_gb + head * stride_gh + at * stride_gm
+    b_g = tl.load(p_tile + o_m[:, None] * stride_gm + o_d[None, :], mask=m_out, other=0.0).to(tl.float32)
+    b_slope = tl.zeros((BLOCK_M,), tl.float32)
+    if HAS_LSE:
+        b_slope = tl.load(p_grad_lse + own, mask=m_row, other=0.0)
+    b_bits = unit_bits(b_g, b_slope, p_largest + kv * ((D + WIDTH - 1) // WIDTH), D, D_PAD // WIDTH)
+    tl.store(p_unit + own, b_bits.to(tl.float32), mask=m_row)
+    b_g = (b_g * power_of_two(-b_bits)[:, None]).to(tl.float16)
+    tl.store(p_scaled + own[:, None] * D + o_d[None, :], b_g, mask=m_out)
     b_q = load_rows(p_q + batch * stride_qb + head * stride_qh, at, stride_qm, 0, 0, 0, rows, False, False, D, D_PAD,
                     BLOCK_M)  # fmt: skip
-    unit = tl.load(p_unit + kv)
-    p_tile = p_grad + batch * stride_gb + head * stride_gh + at * stride_gm
-    b_g = tl.load(p_tile + o_m[:, None] * stride_gm + o_d[None, :], mask=m_out, other=0.0).to(tl.float32) / unit
-    b_g = b_g.to(tl.float16)
-    own = (batch * heads + head) * rows + o_row
-    tl.store(p_scaled + own[:, None] * D + o_d[None, :], b_g, mask=m_out)
     p_keys = p_k + kv * keys * D
     p_values = p_v + batch * stride_vb + (head // group) * stride_vh
     p_rows_mask = p_mask + batch * stride_mask_b + head * stride_mask_h + at * stride_mask_m
@@ -240,16 +210,23 @@ def rows_kernel(
     blind = b_top == -INF
     b_sum = tl.where(blind, 1.0, b_sum)
     b_shift = b_delta / b_sum
+    tl.debug_barrier()
+    b_unit = tl.load(p_unit + own, mask=m_row, other=-MOST_BITS)  # from memory: registers are short in the loops
     if HAS_LSE:
-        b_shift -= tl.where(blind, 0.0, tl.load(p_grad_lse + own, mask=m_row, other=0.0) / unit)
+        b_slope = tl.load(p_grad_lse + own, mask=m_row, other=0.0)
+        b_shift -= tl.where(blind, 0.0, b_slope * power_of_two(-b_unit))
     tl.store(p_top + own, tl.where(blind, INF, b_top), mask=m_row)
-    tl.store(p_log + own, tl.log2(b_sum) - LIFT_BITS, mask=m_row)
+    tl.store(p_log + own, tl.log2(b_sum) - (LIFT_BITS + b_unit), mask=m_row)
     tl.store(p_shift + own, b_shift * UNLIFT, mask=m_row)
+    most = tl.max(tl.where(blind, -MOST_BITS, b_unit).to(tl.int32), 0)
+    for start in range(0, o_tile + 1, 32):
+        o_span = start + tl.arange(0, 32)
+        tl.atomic_max(p_most + kv * tiles + o_span, tl.full((32,), most, tl.int32), mask=o_span <= o_tile)
 
 
 @triton.jit
 def add_rows(b_k, b_v, b_dk, b_dv, p_q, p_g, p_top, p_log, p_shift, p_mask, o_n, keys, begin, end, rows, diagonal,
-             scale, stride_qm, stride_mask_m, stride_mask_n, HIDES: tl.constexpr, MASK: tl.constexpr,
+             scale, most, stride_qm, stride_mask_m, stride_mask_n, HIDES: tl.constexpr, MASK: tl.constexpr,
              CAUSAL: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr):  # fmt: skip
     """The loop of `keys_kernel` over rows of one head from `begin` to `end`. Tiles are (N, M): weights then are the
     operand of a product that tensor cores take from registers."""
@@ -260,7 +237,7 @@ def add_rows(b_k, b_v, b_dk, b_dv, p_q, p_g, p_top, p_log, p_shift, p_mask, o_n,
         b_q = load_rows(p_q, at, stride_qm, 0, 0, 0, rows, False, False, D, D_PAD, BLOCK_M)
         b_g = load_rows(p_g, at, D, 0, 0, 0, rows, False, False, D, D_PAD, BLOCK_M)
         b_top = tl.load(p_top + o_m, mask=m_m, other=INF)  # rows that are not there weigh nothing
-        b_log = tl.load(p_log + o_m, mask=m_m, other=0.0)
+        b_log = tl.load(p_log + o_m, mask=m_m, other=0.0) + most
         b_shift = tl.load(p_shift + o_m, mask=m_m, other=0.0)
         b_s = tl.dot(b_k, tl.trans(b_q))
         m_tile = (o_n < keys)[:, None] & m_m[None, :]
@@ -285,7 +262,7 @@ def keys_kernel(
     p_top,
     p_log,
     p_shift,
-    p_unit,
+    p_most,
     p_mask,
     p_dk,  # (B, Hkv, Skv, D), contiguous
     p_dv,
@@ -311,6 +288,7 @@ def keys_kernel(
     D_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    SPAN: tl.constexpr,  # rows of a tile of `p_most`
 ):
     """dK and dV of BLOCK_N keys, over the rows of all heads that share them; the first keys are seen by most rows."""
     kv_heads = heads // group
@@ -324,11 +302,6 @@ def keys_kernel(
     o_n = first + tl.arange(0, BLOCK_N)
     o_d = tl.arange(0, D_PAD)
     diagonal = keys - rows
-    p_values = p_v + batch * stride_vb + kv_head * stride_vh
-    b_k = load_rows(p_k + kv * keys * D, at, D, 0, 0, 0, keys, False, False, D, D_PAD, BLOCK_N)
-    b_v = load_rows(p_values, at, stride_vn, 0, 0, 0, keys, False, False, D, D_PAD, BLOCK_N)
-    b_dk = tl.zeros((BLOCK_N, D_PAD), tl.float32)
-    b_dv = tl.zeros((BLOCK_N, D_PAD), tl.float32)
     # rows before `begin` see none of these keys, rows from `whole` on see all of them
     begin = 0
     whole = 0
@@ -337,6 +310,12 @@ def keys_kernel(
         whole = tl.cdiv(tl.maximum(first + BLOCK_N - 1 - diagonal, 0), BLOCK_M) * BLOCK_M
     if MASK != "none":
         whole = rows
+    most = tl.load(p_most + kv * tl.cdiv(rows, SPAN) + begin // SPAN).to(tl.float32)
+    p_values = p_v + batch * stride_vb + kv_head * stride_vh
+    b_k = load_rows(p_k + kv * keys * D, at, D, 0, 0, 0, keys, False, False, D, D_PAD, BLOCK_N)
+    b_v = load_rows(p_values, at, stride_vn, 0, 0, 0, keys, False, False, D, D_PAD, BLOCK_N)
+    b_dk = tl.zeros((BLOCK_N, D_PAD), tl.float32)
+    b_dv = tl.zeros((BLOCK_N, D_PAD), tl.float32)
     for turn in range(group):
         head = kv_head * group + turn
         own = (batch * heads + head) * rows
@@ -345,16 +324,16 @@ def keys_kernel(
         if CAUSAL or MASK != "none":
             b_dk, b_dv = add_rows(
                 b_k, b_v, b_dk, b_dv, p_rows, p_g + own * D, p_top + own, p_log + own, p_shift + own, p_rows_mask, o_n,
-                keys, begin, tl.minimum(whole, rows), rows, diagonal, scale, stride_qm, stride_mask_m, stride_mask_n,
-                True, MASK, CAUSAL, D, D_PAD, BLOCK_M,
+                keys, begin, tl.minimum(whole, rows), rows, diagonal, scale, most, stride_qm, stride_mask_m,
+                stride_mask_n, True, MASK, CAUSAL, D, D_PAD, BLOCK_M,
             )  # fmt: skip
         if MASK == "none":
             b_dk, b_dv = add_rows(
                 b_k, b_v, b_dk, b_dv, p_rows, p_g + own * D, p_top + own, p_log + own, p_shift + own, p_rows_mask, o_n,
-                keys, whole, rows, rows, diagonal, scale, stride_qm, stride_mask_m, stride_mask_n,
+                keys, whole, rows, rows, diagonal, scale, most, stride_qm, stride_mask_m, stride_mask_n,
                 False, MASK, False, D, D_PAD, BLOCK_M,
             )  # fmt: skip
-    unit = tl.load(p_unit + kv)
+    unit = power_of_two(most)
     o_out = (kv * keys + o_n)[:, None] * D + o_d[None, :]
     m_out = (o_n < keys)[:, None] & (o_d < D)[None, :]
     tl.store(p_dk + o_out, (b_dk * (scale * unit)).to(p_dk.dtype.element_ty), mask=m_out)
@@ -439,6 +418,7 @@ def queries_kernel(
     b_g = load_rows(p_g + own * D, at, D, 0, 0, 0, rows, False, False, D, D_PAD, BLOCK_M)
     b_top = tl.load(p_top + own + o_row, mask=m_row, other=INF)
     b_log = tl.load(p_log + own + o_row, mask=m_row, other=0.0)
+    b_log += tl.load(p_unit + own + o_row, mask=m_row, other=0.0)
     b_shift = tl.load(p_shift + own + o_row, mask=m_row, other=0.0)
     p_keys = p_k + kv * keys * D
     p_values = p_v + batch * stride_vb + (head // group) * stride_vh
@@ -454,7 +434,9 @@ def queries_kernel(
         b_q, b_g, b_top, b_log, b_shift, b_dq, p_keys, p_values, p_rows_mask, o_row, rows, whole, end, keys,
         keys - rows, scale, stride_vn, stride_mask_m, stride_mask_n, True, MASK, CAUSAL, D, D_PAD, BLOCK_N,
     )  # fmt: skip
-    b_dq *= tl.load(p_unit + kv)
+    tl.debug_barrier()
+    b_unit = tl.load(p_unit + own + o_row, mask=m_row, other=0.0)
+    b_dq *= power_of_two(b_unit)[:, None]
     if HAS_LSE:
         b_lse = tl.load(p_grad_lse + own + o_row, mask=m_row & (b_top < INF), other=0.0)
         b_centre = tl.load(p_centre + kv * D + o_d, mask=o_d < D, other=0.0)

@@ -3,8 +3,9 @@ what the fields are, and by tests/ops/attention/test_compiles_for_nvidia.py. Not
 
 from typing import Any
 
-from pasa.ops.attention.backward_kernel import centre_kernel, keys_kernel, queries_kernel, rows_kernel
+from pasa.ops.attention.backward_kernel import keys_kernel, queries_kernel, rows_kernel
 from pasa.ops.attention.backward_tiles import BACKWARD
+from pasa.ops.attention.centre_kernel import centre_kernel
 from pasa.ops.attention.decode_kernel import decode_kernel, merge_kernel
 from pasa.ops.attention.decode_lanes import decode_lanes_kernel
 from pasa.ops.attention.mask_kernel import mask_tiles_kernel
@@ -32,13 +33,14 @@ TYPES = {
             "p_marked",
             "p_order",
             "p_counts",
+            "p_most",
         ],
         "*i32",
     ),
     **dict.fromkeys(["p_mask", "p_visible", "p_seen"], "*u8"),
     "p_totals": "*i64",
     **dict.fromkeys(["p_grad", "p_g", "p_scaled", "p_centred", "p_dq", "p_dk", "p_dv"], "*fp16"),
-    **dict.fromkeys(["p_grad_lse", "p_unit", "p_top", "p_log", "p_shift", "p_centre"], "*fp32"),
+    **dict.fromkeys(["p_grad_lse", "p_unit", "p_largest", "p_top", "p_log", "p_shift", "p_centre"], "*fp32"),
     **dict.fromkeys(["scale", "epsilon", "reach"], "fp32"),
 }
 
@@ -160,7 +162,7 @@ def _backward(arch: int, dim: int, mask: str, causal: bool) -> list[Case]:
         _case(
             kernel,
             f"{kernel.__name__}_sm_{arch}_d{dim}_{mask}" + "_causal" * causal,
-            flags | _sizes(dim, *tile[:2]) | ({} if kernel is keys_kernel else {"HAS_LSE": False}),
+            flags | _sizes(dim, *tile[:2]) | ({"SPAN": tiles[0][0]} if kernel is keys_kernel else {"HAS_LSE": False}),
             **_on(arch, *tile[2:]),
         )
         for kernel, tile in zip((rows_kernel, keys_kernel, queries_kernel), tiles, strict=True)
@@ -185,7 +187,7 @@ NVIDIA_CASES = [
     _case(
         centre_kernel,
         "centre",
-        {"D": 128, "WIDTH": SLICE, "BLOCK": 256, "HAS_VISIBLE": False},
+        {"D": 128, "BLOCK": 256, "HAS_VISIBLE": False},
         options={"num_warps": 4},
     ),
     _attention("sm_80_d64", _sizes(64, 128, 64), **FAST, **_on(80, 4, 3)),

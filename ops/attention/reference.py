@@ -8,6 +8,7 @@ decide which rows are rescued together. Equation and line numbers are those of a
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 from itertools import pairwise
 
@@ -24,6 +25,7 @@ from pasa.ops.numerics.dither import round_unbiased
 from pasa.ops.numerics.formats import FORMATS, Format, Overflow, round_to
 
 FP16, FP32 = FORMATS["fp16"], FORMATS["fp32"]
+SILENCE = """to silence: warnings.filterwarnings("ignore", "softmax='unbiased_paper'", UserWarning)"""
 NOTICED = -11 * math.log(2)  # a key this far below the log-sum-exp weighs as much as FP16 rounds
 ROUNDS_ONCE = {torch.bfloat16: FORMATS["bf16"]}  # outputs of unbiased rounding: a second one would be biased again
 
@@ -285,8 +287,17 @@ class OnlineSoftmax:
         out = self.out if self.normalised else self._output(self.out / divisor, self.target, self.overflow)
         lse = self.maximum + frame + torch.log(divisor)
         if self.rule == "unbiased_paper" and (lost := int((self.lost + frame - lse > NOTICED).sum())):
-            warnings.warn(f"softmax='unbiased_paper': weights of {lost} rows underflow: NaN, or wrong", stacklevel=2)
+            text = f"softmax='unbiased_paper': weights of {lost} rows underflow: NaN, or wrong ({SILENCE})"
+            warnings.warn(text, UserWarning, stacklevel=_caller())
         return out, lse.masked_fill(empty, -torch.inf).squeeze(-1)
+
+
+def _caller() -> int:
+    """Frames up to the first that is neither ours nor torch's, as `stacklevel` counts them for who calls this."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("pasa", "torch"):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def _times_values(weights: Tensor, v: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from pasa.ops import library
+from pasa.ops import dispatch, library
 from pasa.ops.attention.inputs import to_fp16
 from pasa.ops.ring.group import Ring
 from pasa.ops.ring.layout import ALL, Part, visible_part
@@ -52,7 +52,7 @@ class RingCall:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
         """Output and LSE of one step."""
         arguments = (None, is_causal, self.scale, *self.arithmetic, False, self.backend)
-        out, lse, _ = library.call(library.attention, q, k, v, *arguments)
+        out, lse, _ = dispatch.call(library.attention, q, k, v, *arguments)
         return out, lse
 
 

@@ -111,6 +111,8 @@ def _patch(
         )
     from pasa.patching import transformers  # imports the library: only when there is a model to patch
 
+    if context_parallel is not None:
+        _check_ring(context_parallel, config)
     return transformers.patch(root, policy=policy, config=config, backend=backend, context_parallel=context_parallel)
 
 
@@ -132,6 +134,16 @@ def components_of(model_or_pipeline: object) -> Mapping[str, torch.nn.Module]:
             f"expected a model or pipeline of transformers or diffusers, got {type(model_or_pipeline).__name__}"
         )
     return {"": root}
+
+
+def _check_ring(group: object, config: PasaConfig | None) -> None:
+    """Before the first call, which ranks would enter one by one."""
+    from pasa.context_parallel import ring_config
+
+    if not isinstance(group, getattr(torch.distributed, "ProcessGroup", ())):  # torch may be built without
+        advice = "torch.distributed.group.WORLD is that of all ranks"
+        raise TypeError(f"context_parallel={group!r} is a {type(group).__name__}, not a ProcessGroup; {advice}")
+    ring_config(config)
 
 
 def _check_policy(policy: Policy) -> None:

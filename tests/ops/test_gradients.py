@@ -78,6 +78,35 @@ def test_gradients_pass_through_vmap():
         assert torch.allclose(x.grad, expected.grad, rtol=2**-9, atol=2**-12)
 
 
+def squares(*qkv):
+    return pasa.attention(*qkv, is_causal=True).float().square().sum()
+
+
+def test_torch_func_grad():
+    """torch has none for custom operators, and its message named neither the operator nor a way round."""
+    given = inputs()
+    expected = torch.autograd.grad(squares(*given), given)
+    found = torch.func.grad(squares, argnums=(0, 1, 2))(*(x.detach() for x in given))
+    for got, true in zip(found, expected, strict=True):
+        assert torch.equal(got, true)
+
+
+def test_gradients_of_every_sample():
+    """vmap of grad is torch's loop over calls."""
+    q, k, v = (x.detach().unsqueeze(1) for x in inputs(batch=3))
+    found = torch.func.vmap(torch.func.grad(squares, argnums=(0, 1, 2)))(q, k, v)
+    for index in range(3):
+        one = torch.func.grad(squares, argnums=(0, 1, 2))(q[index], k[index], v[index])
+        for got, true in zip(found, one, strict=True):
+            assert torch.equal(got[index], true)
+
+
+def test_second_derivatives_of_torch_func_are_refused():
+    q, k, v = (x.detach() for x in inputs())
+    with pytest.raises(NotImplementedError, match="second derivative"):
+        torch.func.grad(lambda x: torch.func.grad(squares)(x, k, v).float().square().sum())(q)
+
+
 def test_a_result_that_nobody_uses_costs_no_gradient(monkeypatch):
     monkeypatch.setattr(gradients, "attention_backward", lambda *_: pytest.fail("computed"))
     out, _, counts = torch.ops.pasa.attention(*inputs(), diagnose=True)

@@ -244,7 +244,8 @@ class Watch(TorchDispatchMode):
 
 
 def test_only_plain_calls_pass_by_the_dispatcher(monkeypatch):
-    """It costs the host 20 us a call; a mode, a subclass, a transform, a profiler and a gradient need it."""
+    """It costs the host 20 us a call, and 500 where a gradient is wanted; a mode, a subclass, vmap and a profiler need
+    it."""
     calls = []
     real = CustomOpDef.__call__
     monkeypatch.setattr(CustomOpDef, "__call__", lambda *a, **k: calls.append(0) or real(*a, **k))
@@ -261,10 +262,11 @@ def test_only_plain_calls_pass_by_the_dispatcher(monkeypatch):
     mapped = torch.func.vmap(pasa.attention)(q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)).squeeze(1)
     differentiable = pasa.attention(q.clone().requires_grad_(), k, v)
     assert differentiable.requires_grad
-    assert len(calls) == 5
+    differentiable.float().sum().backward()
+    assert len(calls) == 4
     with torch.no_grad():
         assert not pasa.attention(q.clone().requires_grad_(), k, v).requires_grad
-    assert len(calls) == 5
+    assert len(calls) == 4
     for other in (watched, profiled, parameter, mapped, differentiable):
         assert torch.equal(plain, other)
 

@@ -15,6 +15,7 @@ from pasa.eval.video.tiny import tiny_unet
 from pasa.ops import library
 from pasa.ops.attention import watch as counting
 from pasa.patching.onlookers import patched_modules
+from pasa.watching import ENOUGH_ROWS, LayerCounts, WatchReport
 from tests.inputs import normal_qkv
 
 FIELDS = counting.FIELDS
@@ -200,7 +201,7 @@ def test_the_report_says_what_it_counted(qwen2):
     lines = str(report).splitlines()
     assert lines[0].startswith("2 layers, one query row in 1021 ")
     assert lines[1].split() == ["layer", *FIELDS]
-    assert [line.split()[0] for line in lines[2:]] == [*LAYERS, "total"]
+    assert [line.split()[0] for line in lines[2:-1]] == [*LAYERS, "total"]
     assert lines[2].split()[1:] == [str(number) for number in numbers(report.layers[0])]
     assert report.as_dict()["total"]["rows"] == report.total.rows
 
@@ -277,3 +278,18 @@ def test_gradients_of_a_model_do_not_mind(qwen2):
     with pasa.patch_pipeline(qwen2), pasa.watch(qwen2) as watched:
         qwen2(IDS)
     assert watched.report().total.rows > 0
+
+
+@pytest.mark.parametrize(
+    ("sampled", "said"), [(0, "0 of 99,999 rows sampled, below 300: too few"), (30, "up to 10% open")]
+)
+def test_a_report_says_that_its_rows_are_too_few(sampled, said):
+    """Story: on short prompts a table of zeros looked like a clean bill, of no row or one."""
+    text = str(WatchReport((LayerCounts("layer", sampled, 0, 0, 0, 0),), 99999))
+    assert said in text
+    assert "too few to judge" in text
+
+
+def test_enough_rows_exclude_a_share_of_one_percent():
+    assert (1 - 0.01) ** ENOUGH_ROWS <= 0.05
+    assert "too few" not in str(WatchReport((LayerCounts("layer", ENOUGH_ROWS, 0, 0, 0, 0),), 10**6))

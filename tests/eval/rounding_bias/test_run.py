@@ -148,11 +148,11 @@ def result():
 
 
 def test_a_small_run_passes_and_repeats(result):
-    """128 rows show a bias of a fifth of nearest's: 0.4 / sqrt(64 x 128) is 0.005."""
+    """1024 rows show a bias of a fifth of nearest's: 0.4 / sqrt(64 x 1024) is 0.002, so noise fails no check."""
     assert result["gate"]["passed"], run.failures(result["gate"])
     assert len(result["records"]) == 2 * len(cases.CASES) * len(arithmetic.PLACES) * len(arithmetic.ARMS)
     case = cases.CASES[0]
-    again = [run.measure_case("bf16", case, 128, generator(3)) for _ in range(2)]
+    again = [run.measure_case("bf16", case, run.LEAST_ROWS, generator(3)) for _ in range(2)]
     assert again[0] == again[1]
     first = [r["bias"] for r in result["records"][: len(again[0])]]
     assert first == [each.out.value for each in again[0].values()]
@@ -179,7 +179,7 @@ def test_triggers_are_ordered_by_what_they_see():
     assert all(r["drawn"] <= 0.01 for r in single if r["trigger"] != "always")
 
 
-@pytest.mark.parametrize(("options", "message"), [({"rows": 127}, "rows=127"), ({"seed": -1}, "seed=-1")])
+@pytest.mark.parametrize(("options", "message"), [({"rows": 1023}, "rows=1023"), ({"seed": -1}, "seed=-1")])
 def test_bad_input_is_named(options, message):
     with pytest.raises(ValueError, match=message):
         run.run_bias(**options)
@@ -188,7 +188,7 @@ def test_bad_input_is_named(options, message):
 def test_the_command_writes_what_it_shows(monkeypatch, tmp_path, capsys, result):
     monkeypatch.setattr(run, "run_bias", lambda rows, seed, progress: result)
     with pytest.raises(SystemExit) as left:
-        cli.main(["eval", "bias", "--rows", "128", "--json", "-", "--output-dir", str(tmp_path)])
+        cli.main(["eval", "bias", "--rows", str(run.LEAST_ROWS), "--json", "-", "--output-dir", str(tmp_path)])
     assert left.value.code == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown == json.loads((tmp_path / "bias.json").read_text())
@@ -201,10 +201,24 @@ def test_the_command_writes_what_it_shows(monkeypatch, tmp_path, capsys, result)
     assert "checks pass." in screen.getvalue()
 
 
+FAILED = "bf16, quotient, two, smaller tail"
+
+
+def test_worked_examples_fit_80_columns(result):
+    screen = io.StringIO()
+    report.show(report.example_table(result), Console(file=screen, width=80))
+    assert "-0.014759540557861328" in screen.getvalue()
+
+
 def test_a_failed_check_is_named_and_exits_1(monkeypatch, result, capsys):
-    broken = result | {"gate": {"passed": False, "checks": {"bf16, quotient, two": {"passed": False}}}}
+    broken = result | {
+        "gate": {"passed": False, "checks": {FAILED: {"passed": False, "fewer": False, "unbiased": True}}}
+    }
     monkeypatch.setattr(run, "run_bias", lambda rows, seed, progress: broken)
     with pytest.raises(SystemExit) as left:
         cli.main(["eval", "bias"])
     assert left.value.code == 1
-    assert "bf16, quotient, two" in capsys.readouterr().out
+    said = " ".join(capsys.readouterr().out.split())
+    own = report.find(result, format="bf16", case="two, smaller tail", place="quotient", arm="ours")
+    assert f"{FAILED}: not fewer; nearest -0.0" in said
+    assert f"ours {report.signed(own['bias'], own['interval'])}" in said

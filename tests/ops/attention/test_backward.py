@@ -221,6 +221,44 @@ def test_loss_scaling_keeps_range_and_digits(backend, size, values):
         assert rmse(x, true) < 2.0**-11
 
 
+def rowwise_fp16_backward(q, k, v, grad):
+    """dQ as FP16 products with FP32 sums give it, a row's gradient in a unit of its own: centred keys, P and dS are
+    rounded once."""
+    unit = grad.abs().amax(-1, keepdim=True).double()
+    q, k, v = (x.double() for x in (q, k, v))
+    grad = (grad.double() / unit).half().double()
+    weights = torch.softmax(
+        (q @ k.mT * q.shape[-1] ** -0.5).tril() + torch.ones(q.shape[2], k.shape[2]).triu(1).mul(-1e9), -1
+    )
+    slopes = grad @ v.mT
+    scores = weights * (slopes - (weights * slopes).sum(-1, keepdim=True))
+    size = scores.abs().amax(-1, keepdim=True)
+    scores = (scores / size).half().double() * size
+    return scores @ (k - k.mean(2, keepdim=True)).half().double() * q.shape[-1] ** -0.5 * unit
+
+
+@both
+@pytest.mark.parametrize("rising", [False, True])
+def test_rows_whose_gradients_span_a_million(backend, rising):
+    """Story: the gradients of a key head shared one power of two, which with values of 100 left rows of 1e-4 of the
+    head's largest a few bits of FP16, and rows of 1e-6 none. A row's dQ is now as good as that row alone would be
+    (twice the error of FP16 products); dK and dV of a causal call as good as the rows that see the key, largest first
+    or last."""
+    q, k, v = normal_qkv((2, 1), (150, 150), 64)
+    v = 100 * v.clamp(-1, 1)
+    sizes = torch.logspace(-6, 0, 150) if rising else torch.logspace(0, -6, 150)
+    grad = sizes[:, None] * torch.randn(q.shape, generator=torch.Generator().manual_seed(9))
+    dq, dk, dv = FORMULAS[backend](grad, None, q.float(), k.float(), v.float(), None, True, 0.125)
+    golden = definition(q, k, v, torch.float64, grad, None, True)
+    naive = rowwise_fp16_backward(q, k, v, grad)
+    # rows of few keys: the other error may be next to nothing by chance, and where it sees one key dQ is 0
+    error, other, size = ((x.double())[:, :, 8:].norm(dim=-1) for x in (dq - golden[0], naive - golden[0], golden[0]))
+    assert (error <= 2 * other + HALF_ULP * size).all()
+    for x, true in ((dk, golden[1]), (dv, golden[2])):
+        rows = (x.double() - true).norm(dim=-1)
+        assert (rows <= 2.0**-9 * true.norm(dim=-1)).all()
+
+
 @both
 def test_weights_of_many_keys_keep_their_digits(backend):
     """Of 6000 keys each weighs 1.7e-4, close to where FP16 loses digits; dS is smaller, here by far."""

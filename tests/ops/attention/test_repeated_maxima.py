@@ -154,12 +154,23 @@ def test_where_the_published_rule_underflows(r_m):
     inputs = tied_inputs(r_m)
     golden, golden_lse = pasa.golden_attention(*inputs)
     assert (golden_lse - r_m - math.log(2)).abs().max() < 0.1
-    with pytest.warns(UserWarning, match="weights of 48 rows underflow"):
+    with pytest.warns(UserWarning, match="weights of 48 rows underflow") as said:
         published = attend(inputs, softmax="unbiased_paper")
+    assert [each.filename for each in said] == [__file__]  # the caller's, not a line of the package
     assert published.isnan().all()
     ours = attend(inputs, softmax="unbiased")
     assert ours.isfinite().all()
     assert rmse(ours, golden) <= 1.5 * rmse(attend(inputs, precision="fp32"), golden)
+
+
+def test_the_warning_says_how_to_silence_it():
+    inputs = tied_inputs(20.0)
+    with pytest.warns(UserWarning, match="to silence: ") as said:
+        attend(inputs, softmax="unbiased_paper")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        exec(str(said[0].message).partition("to silence: ")[2].removesuffix(")"), {"warnings": warnings})
+        attend(inputs, softmax="unbiased_paper")
 
 
 @pytest.mark.parametrize("name", ARITHMETICS)

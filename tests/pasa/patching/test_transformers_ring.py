@@ -157,6 +157,21 @@ def test_settings_are_told_apart_and_others_refused(tmp_path):
     in_one_process(task, tmp_path)
 
 
+def test_what_no_rank_could_run_is_refused_when_patching(tmp_path):
+    """Story: both were found at the first forward, deep in the ring."""
+
+    def task():
+        model = tiny_qwen2()
+        with pytest.raises(TypeError, match="context_parallel=True is a bool, not a ProcessGroup"):
+            pasa.patch_pipeline(model, context_parallel=True)
+        for config in (pasa.PasaConfig(softmax="unbiased"), pasa.PasaConfig(precision="fp32")):
+            with pytest.raises(NotImplementedError, match=r"ring_attention has (softmax='safe'|precision='pasa') only"):
+                pasa.patch_pipeline(model, context_parallel=dist.group.WORLD, config=config)
+        assert model.config._attn_implementation == "sdpa"
+
+    in_one_process(task, tmp_path)
+
+
 def test_windows_are_refused(tmp_path):
     def task():
         model = tiny_qwen2(use_sliding_window=True, sliding_window=8, max_window_layers=0)

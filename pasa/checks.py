@@ -1,0 +1,113 @@
+"""Checks of arguments that public functions share: what does not fit is refused by name."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from pasa.config import PasaConfig
+
+HEADS_FIRST, HEADS_LAST = ("HND", "BNSD"), ("NHD", "BSND")  # the field's names and CANN's
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+DEFAULT = PasaConfig()
+
+
+def heads_last(tensor_layout: str) -> bool:
+    """Whether tokens come before heads, as the name of a layout says."""
+    if tensor_layout not in (*HEADS_FIRST, *HEADS_LAST):
+        raise ValueError(f"tensor_layout={tensor_layout!r} is not one of {(*HEADS_FIRST, *HEADS_LAST)}")
+    return tensor_layout in HEADS_LAST
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, rank: int) -> None:
+    """Three tensors of so many dimensions, of one type and device."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} is a {type(x).__name__}, not a Tensor")
+        if x.dim() != rank:
+            raise ValueError(f"{name} has {x.dim()} dimensions {tuple(x.shape)}, expected {rank}")
+        if x.dtype not in DTYPES:
+            raise TypeError(f"{name} is {x.dtype}, expected one of {DTYPES}")
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name} is {x.dtype} but q is {q.dtype}")
+        if x.device != q.device:
+            raise ValueError(f"{name} is on {x.device} but q is on {q.device}")
+
+
+def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Heads-first shapes (B, H, S, D)."""
+    queries, keys, values = q.shape, k.shape, v.shape  # each look at `.shape` makes a new one
+    if keys != values:
+        raise ValueError(f"k and v differ in shape (B, H, S, D): {tuple(keys)} and {tuple(values)}")
+    for name, axis in (("batch", 0), ("head dim", 3)):
+        if queries[axis] != keys[axis]:
+            raise ValueError(f"{name} of q is {queries[axis]} but that of k is {keys[axis]}")
+    for name, shape in (("q", queries), ("k", keys)):
+        if 0 in shape:
+            raise ValueError(f"{name} is empty: (B, H, S, D) = {tuple(shape)}")
+    if queries[1] % keys[1]:
+        raise ValueError(f"{queries[1]} query heads are not a multiple of {keys[1]} key heads")
+
+
+def check_mask(attn_mask: Tensor | None, q: Tensor, k: Tensor) -> None:
+    """Of heads-first q and k."""
+    if attn_mask is None:
+        return
+    if not isinstance(attn_mask, Tensor):
+        raise TypeError(f"attn_mask is a {type(attn_mask).__name__}, not a Tensor")
+    if attn_mask.dtype not in (torch.bool, *DTYPES):
+        raise TypeError(f"attn_mask is {attn_mask.dtype}, expected bool (True = keep) or one of {DTYPES} (added)")
+    if attn_mask.device != q.device:
+        raise ValueError(f"attn_mask is on {attn_mask.device} but q is on {q.device}")
+    target = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    given = tuple(attn_mask.shape)
+    fits = len(given) <= 4 and all(a in (1, b) for a, b in zip(reversed(given), reversed(target), strict=False))
+    if not fits:
+        raise ValueError(f"attn_mask {given} does not broadcast to (B, Hq, Sq, Skv) = {target}")
+
+
+def check_lengths(name: str, cu_seqlens: Tensor, longest: int) -> None:
+    """Form only: that they rise from 0 to the number of tokens is checked where their values are read."""
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        found = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
+        raise TypeError(f"cu_seqlens_{name} is {found}, not an int32 or int64 Tensor")
+    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
+        raise ValueError(f"cu_seqlens_{name} has shape {tuple(cu_seqlens.shape)}, expected (sequences + 1,)")
+    if isinstance(longest, bool) or not isinstance(longest, int):
+        raise TypeError(f"max_seqlen_{name}={longest!r} is not an integer")
+    if torch.compiler.is_compiling():
+        return
+    if int(cu_seqlens.diff().max()) > longest:
+        raise ValueError(f"max_seqlen_{name}={longest} is below the longest sequence, {int(cu_seqlens.diff().max())}")
+
+
+def checked_scale(scale: float | None, head_dim: int) -> float:
+    """|q.k| stays below 2^42, so a scale of at most 2^80 keeps scores within FP32, and its inverse keeps references."""
+    if scale is None:
+        return float(head_dim**-0.5)
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        raise TypeError(f"scale={scale!r} is a {type(scale).__name__}, not a number")
+    if not 0 < scale < math.inf:
+        raise ValueError(f"scale={scale!r} is not a positive finite number")
+    if not 2.0**-80 <= scale <= 2.0**80:
+        raise ValueError(f"scale={scale!r} is outside 2^-80 to 2^80, where FP32 holds every score")
+    return float(scale)
+
+
+def check_switches(is_causal: bool, backend: str | None) -> None:
+    """Types alone: whether there is such a backend, the registry knows."""
+    if not isinstance(is_causal, bool):
+        raise TypeError(f"is_causal={is_causal!r} is a {type(is_causal).__name__}, not a bool")
+    if backend is not None and not isinstance(backend, str):
+        raise TypeError(f"backend={backend!r} is a {type(backend).__name__}, not a name")
+
+
+def checked_config(config: PasaConfig | None) -> PasaConfig:
+    """The default for None."""
+    if config is None:
+        return DEFAULT
+    if not isinstance(config, PasaConfig):
+        raise TypeError(f"config is a {type(config).__name__}, not a PasaConfig")
+    return config
