@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from pasa import geometry
+from pasa.concentration import geometry_scale
 from pasa.geometry import Norm, Projection, ScoreBounds
 from pasa.ops.numerics.formats import FORMATS
 from pasa.prediction.checkpoint import Checkpoint, Live, Source
@@ -146,7 +147,7 @@ def _predict_layer(
             f"{key.gram.shape[-1]} with {layer.heads} and {layer.kv_heads} heads: a part of a model, or another config"
         )
     bounds = geometry.score_bounds(query, key, heads=heads, seq_len=seq_len, delta=delta, rotary=layer.rotary)
-    return _rows(name, bounds, query.gram.shape[-1], layer.rotary > 0, note)
+    return _rows(name, bounds, query.gram.shape[-1], note)
 
 
 def _norm(source: Source, layer: Layer, seq_len: int) -> tuple[Norm, str]:
@@ -179,9 +180,8 @@ def _project(source: Source, part: Part, heads: int, norm: Norm) -> Projection:
     return projection
 
 
-def _rows(name: str, bounds: ScoreBounds, head_dim: int, rotary: bool, note: str) -> list[HeadPrediction]:
-    fields = {"proven": bounds.proven(rotary=rotary), **vars(bounds)}
-    lists = {field: values.tolist() for field, values in fields.items()}
+def _rows(name: str, bounds: ScoreBounds, head_dim: int, note: str) -> list[HeadPrediction]:
+    lists = {field: values.tolist() for field, values in vars(bounds).items()}
     heads = len(lists["proven"])
     return [_row(name, h, {field: v[h] for field, v in lists.items()}, head_dim, note) for h in range(heads)]
 
@@ -196,7 +196,7 @@ def _row(name: str, head: int | None, bounds: dict[str, float], head_dim: int, n
         head,
         verdict="unknown" if head is None else judge(**judged, limit=FP16_MAX),
         verdict_fp8="unknown" if head is None else judge(**scaled, limit=FP8_MAX),
-        fp8_scale=geometry.geometry_scale(scaled["probable"]),
+        fp8_scale=geometry_scale(scaled["probable"]),
         note=note,
         **field,
     )
