@@ -10,7 +10,7 @@ import typer
 from pasa.eval import output
 from pasa.eval.benchmarks import bench
 from pasa.eval.evaluate import evaluate
-from pasa.eval.options import Json, deliver, integer, stages
+from pasa.eval.options import Json, at_least_one, deliver, integer, probability, stages
 
 app = typer.Typer(
     help="FP16 attention that cannot overflow: checks, tables, benchmarks and a demonstration.",
@@ -116,6 +116,9 @@ def diagnose(
     raise typer.Exit(0 if result["gate"]["passed"] else 1)
 
 
+DELTA = 1e-6  # the paper's
+
+
 @app.command()
 def predict(
     json: Json = None,
@@ -123,9 +126,14 @@ def predict(
     model: Annotated[
         str | None, typer.Option(help='Folder of a model or pipeline, "embedded" (the default) or "tiny".')
     ] = None,
-    delta: Annotated[float, typer.Option(help="Probability of overflow that counts as unlikely.")] = 1e-6,
+    delta: Annotated[
+        float, typer.Option(callback=probability, help="Probability of overflow that counts as unlikely.")
+    ] = DELTA,
     seq_len: Annotated[
-        int | None, typer.Option(parser=integer, metavar="N", help="Positions (those of the configuration).")
+        int | None,
+        typer.Option(
+            parser=integer, callback=at_least_one, metavar="N", help="Positions (those of the configuration)."
+        ),
     ] = None,
     calibrate: Annotated[bool, typer.Option("--calibrate", help="Run the model once, to compare.")] = False,
     prompt: Annotated[str | None, typer.Option(help="Message for the calibration of a language model.")] = None,
@@ -141,6 +149,10 @@ def predict(
 
     if paper_tables + soundness + auto + (model is not None) > 1:
         raise ValueError("--model, --paper-tables, --soundness and --auto exclude each other: choose one")
+    own = {"delta": delta != DELTA, "seq-len": seq_len, "calibrate": calibrate, "prompt": prompt, "offset": offset}
+    given = [f"--{name}" for name, value in own.items() if value not in (None, False)]
+    if given and (paper_tables or soundness or auto):
+        raise ValueError(f"{given[0]} is of a prediction of --model: the other experiments have settings of their own")
     with output.progress_bar("predict") as progress:
         if paper_tables:
             result = paper.run_paper_tables()

@@ -38,6 +38,20 @@ def integer(text: str | int) -> int:
         raise typer.BadParameter(f"{text!r} is not an integer") from None
 
 
+def at_least_one(value: int | None) -> int | None:
+    """Refuse what counts nothing."""
+    if value is not None and value < 1:
+        raise typer.BadParameter(f"{value} is not at least 1")
+    return value
+
+
+def probability(value: float) -> float:
+    """Refuse what is none."""
+    if not 0.0 < value < 1.0:
+        raise typer.BadParameter(f"{value:g} is not a probability between 0 and 1")
+    return value
+
+
 def words(text: str | None) -> list[str] | None:
     """Words between commas; None for None."""
     return None if text is None else [part.strip() for part in text.split(",")]

@@ -4,82 +4,27 @@ An attention layer behind a norm sees inputs x = gain * n + shift with ``|n| <= 
 unscaled scores are q.k = (A n + a).(B n' + e), where A, B are the projections times the gain, and a, e all constants:
 the biases of the projections, and the norm's own shift. What a norm leaves of its input is bounded, so q.k is.
 
-The rank-aware part is S. M. Emadi, "Rank-Aware Spectral Bounds on Attention Logits for Stable Low-Precision Training":
-gamma, alpha and B_alpha below are its equations (12), (13) and (8). Gains, biases, centred norms, the constant part
-under rotary embeddings and the certificate are not in the paper.
+The interaction norm and what :mod:`pasa.concentration` adds are S. M. Emadi's, "Rank-Aware Spectral Bounds on Attention
+Logits for Stable Low-Precision Training". Gains, biases, centred norms, rounding, the worst rotation under rotary
+embeddings of what inputs do not change and of what is probable, and the certificate are not in the paper.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from pasa.concentration import minimum_alpha
 from pasa.ops.numerics.formats import FORMATS
 
-FP8_MARGIN = 0.8
-"""eta_fp8 of the paper's section 3.4: the part of E4M3's range that a predicted bound is mapped to."""
-
-ROUNDINGS = 16
-"""Of FP16 between n and the score: norm, gain, projection, and five in the rotation (two products, their sum, cosine
-and sine), for each of q and k. A rounding changes q or k by at most u of its length, so q.k by at most u |q| |k|."""
+ROUNDINGS = 8
+"""Of FP16 between n and q, or k: norm, gain and shift, projection and bias, and five in the rotation (two products,
+their sum, cosine and sine). Each changes q by at most u of its length, or of what `Projection.hidden` adds to it."""
 
 FP16_UNIT = 2.0 ** -(FORMATS["fp16"].mantissa_bits + 1)
-
-
-def typicality(head_dim: int, heads: int, seq_len: int, delta: float) -> float:
-    """gamma > 1 with gamma - 1 - ln(gamma) = (2/d_h) ln(2 N L / delta), equation (12).
-
-    Parameters
-    ----------
-    head_dim, heads, seq_len : int
-        d_h; N, the heads of all layers together; L.
-    delta : float
-        Probability of overflow that is accepted, for the whole model.
-    """
-    _check(head_dim=head_dim, heads=heads, seq_len=seq_len, delta=delta)
-    target = 2.0 / head_dim * math.log(2.0 * heads * seq_len / delta)
-    gamma = 1.0 + math.sqrt(2.0 * target) + target  # Laurent & Massart's bound: from above, so Newton's method descends
-    while True:
-        lower = gamma - (gamma - 1.0 - math.log(gamma) - target) / (1.0 - 1.0 / gamma)
-        if gamma - lower <= 1e-12 * gamma:
-            return gamma
-        gamma = lower
-
-
-def minimum_alpha(hidden: int, head_dim: int, heads: int, seq_len: int, delta: float) -> float:
-    """alpha_min of equation (13): all |S| stay below alpha_min * B_max with probability 1 - delta.
-
-    Holds for inputs whose directions are uniform on the sphere in `hidden` dimensions: an assumption about data, which
-    trained models meet only roughly.
-    """
-    gamma = typicality(head_dim, heads, seq_len, delta)
-    return math.sqrt(2.0 * gamma * head_dim) / hidden * math.sqrt(math.log(4.0 * heads * seq_len**2 / delta))
-
-
-def concentration_gain(hidden: int, head_dim: int, gamma: float) -> float:
-    """How many times the exponent of a rank-aware tail is that of a rank-agnostic one: d / (gamma d_h)."""
-    return hidden / (gamma * head_dim)
-
-
-def auto_alpha(slack: Sequence[float], *, quantile: float = 0.9999, kappa: float = 1.0) -> float:
-    """alpha from observed slack ratios max|S| / B_max: their quantile times kappa (section 3.5).
-
-    No guarantee remains: it holds for data like those that were observed.
-    """
-    if not slack:
-        raise ValueError("auto_alpha: no slack ratio was observed")
-    if not 0.0 < quantile <= 1.0 or not kappa >= 1.0:
-        raise ValueError(f"auto_alpha: quantile={quantile} must be in (0, 1] and kappa={kappa} at least 1")
-    return float(torch.tensor(slack, dtype=torch.float64).quantile(quantile)) * kappa
-
-
-def geometry_scale(bound: float, *, margin: float = FP8_MARGIN) -> float:
-    """What scores are divided by before they are rounded to E4M3, equation (15): bound / (margin * 448)."""
-    return bound / (margin * FORMATS["fp8_e4m3"].max)
 
 
 @dataclass(frozen=True)
@@ -110,6 +55,9 @@ class Projection:
     gram : Tensor (H, D, D), FP64
         A Aᵀ, whose largest eigenvalue is ``|A|^2``.
     offset : Tensor (H, D), FP64
+    hidden : Tensor (H,), FP64
+        Length that A n + offset has not, and what rounding works on has: the products with the direction of ones and
+        with the shift may cancel, but the roundings of the elements of x do not know of each other.
     radius : float
         Largest length of n.
     fan_in : int
@@ -118,6 +66,7 @@ class Projection:
 
     gram: Tensor
     offset: Tensor
+    hidden: Tensor
     radius: float
     fan_in: int
 
@@ -148,15 +97,20 @@ def project(weight: Tensor, bias: Tensor | None, heads: int, norm: Norm) -> Proj
     weight = weight.detach()
     folded = weight.to("cpu", torch.float64, copy=True).unflatten(0, (heads, -1))  # not every accelerator has FP64
     offset = folded.new_zeros(folded.shape[:2])
+    hidden = folded.new_zeros(heads)
     if norm.shift is not None:
-        offset = offset + folded @ norm.shift.detach().to(folded)
+        shift = norm.shift.detach().to(folded)
+        offset = offset + folded @ shift
+        hidden = hidden + (folded.abs() @ shift.abs()).norm(dim=-1)
     if bias is not None:
         offset = offset + bias.detach().to(folded).unflatten(0, (heads, -1))
     if norm.gain is not None:
         folded.mul_(norm.gain.detach().to(folded))
     if norm.centred:
-        folded.sub_(folded.mean(-1, keepdim=True))
-    return Projection(folded @ folded.mT, offset, norm.radius, weight.shape[1])
+        mean = folded.mean(-1, keepdim=True)
+        hidden = hidden + math.sqrt(weight.shape[1]) * norm.radius * mean.norm(dim=(-2, -1))
+        folded.sub_(mean)
+    return Projection(folded @ folded.mT, offset, hidden, norm.radius, weight.shape[1])
 
 
 @dataclass(frozen=True)
@@ -170,6 +124,8 @@ class ScoreBounds:
     interaction : Tensor
         max |q.k| with q and k paired as the weights pair them. Proven without rotary embeddings; with them it is the
         paper's empirical bound, since a rotation between q and k is not in it.
+    proven : Tensor
+        Of scores that are formed in FP16: the smaller one of these that is proven, and what rounding can add.
     constant : Tensor
         Largest magnitude of the part a.e that no input changes, over all rotations of the rotary planes.
     probable : Tensor
@@ -180,14 +136,10 @@ class ScoreBounds:
 
     naive: Tensor
     interaction: Tensor
+    proven: Tensor
     constant: Tensor
     probable: Tensor
     certain: Tensor
-
-    def proven(self, *, rotary: bool) -> Tensor:
-        """The proven bound on scores that are formed in FP16: what rounding can add to q and k is added."""
-        exact = self.naive if rotary else torch.minimum(self.naive, self.interaction)
-        return exact + ROUNDINGS * FP16_UNIT * self.naive
 
 
 def score_bounds(
@@ -200,33 +152,44 @@ def score_bounds(
     query, key : Projection
         Of Hq and Hkv heads; with fewer key heads each serves Hq / Hkv query heads in a row.
     heads, seq_len, delta
-        As for :func:`typicality`.
+        As for :func:`pasa.concentration.typicality`.
     rotary : int
         Leading dimensions of a head that rotary embeddings turn, in the pairs (i, i + rotary/2); 0 for none.
     """
+    (query_norm, longest_query), (key_norm, longest_key) = _lengths(query), _lengths(key)
     groups = query.gram.shape[0] // key.gram.shape[0]
-    key = Projection(
-        key.gram.repeat_interleave(groups, 0), key.offset.repeat_interleave(groups, 0), key.radius, key.fan_in
+    gram, offset, hidden, key_norm, longest_key = (
+        each.repeat_interleave(groups, 0) for each in (key.gram, key.offset, key.hidden, key_norm, longest_key)
     )
+    key = Projection(gram, offset, hidden, key.radius, key.fan_in)
     a, e = query.offset, key.offset
     norm = interaction_norm(query, key)
     towards_key = _quadratic(query.gram, e)  # |Aᵀe|: how far the scores of a constant key range
     towards_query = _quadratic(key.gram, a)
     constant, fixed = _rotated_product(a, e, rotary), (a * e).sum(-1).abs()
 
+    naive = longest_query * longest_key
+    interaction = _largest_score(query, key, norm, towards_key, towards_query, fixed)
+    exact = naive if rotary else torch.minimum(naive, interaction)
+
     affine = bool(a.any() or e.any())
     share = delta / 2 if affine else delta  # the rest for the two linear parts
     alpha = minimum_alpha(query.fan_in, query.gram.shape[-1], heads, seq_len, share)
-    linear = math.sqrt(2.0 * math.log(8.0 * heads * seq_len / delta))  # Lévy's lemma, union over all tokens and heads
-    spread = alpha * math.sqrt(query.fan_in * key.fan_in) * norm + linear * (towards_key + towards_query)
-    naive = _largest(query) * _largest(key)
-    interaction = _largest_score(query, key, norm, towards_key, towards_query, fixed)
-    proven = naive if rotary else torch.minimum(naive, interaction)
+    # Lévy's lemma; a union over all tokens and heads, over all pairs where each distance has a rotation of its own
+    linear = math.sqrt(2.0 * math.log(8.0 * heads * (seq_len**2 if rotary else seq_len) / delta))
+    scale = alpha * math.sqrt(query.fan_in * key.fan_in)
+    spread = scale * norm + linear * (towards_key + towards_query)
+    turned = spread
+    if rotary:  # the worst rotation between q and k
+        turned = scale * query_norm * key_norm + linear * (
+            _rotated_quadratic(query.gram, query_norm, e, rotary) + _rotated_quadratic(key.gram, key_norm, a, rotary)
+        )
     return ScoreBounds(
         naive=naive,
         interaction=interaction,
+        proven=exact + _rounding(query, key, longest_query, longest_key),
         constant=constant,
-        probable=torch.minimum(constant + spread, proven),
+        probable=torch.minimum(constant + turned, exact),
         certain=(fixed - spread).clamp(min=0.0),
     )
 
@@ -246,33 +209,46 @@ def interaction_norm(query: Projection, key: Projection) -> Tensor:
     root = values.clamp(min=0.0).sqrt()[..., None] * vectors.mT
     square = torch.linalg.eigvalsh(root @ key.gram @ root.mT)[..., -1].clamp(min=0.0)
     slack = max(query.slack, key.slack)
-    hidden = 3.0 * slack * values[..., -1].clamp(min=0.0) * torch.linalg.eigvalsh(key.gram)[..., -1].clamp(min=0.0)
-    return (square + hidden).sqrt()
+    lost = 3.0 * slack * values[..., -1].clamp(min=0.0) * key.gram.norm(dim=(-2, -1))
+    return (square + lost).sqrt()
 
 
-def _largest(part: Projection) -> Tensor:
-    """max |A n + a| over the ball, (H,), by augmentation: [A, a/s] applied to [n, s], whose length is sqrt(r^2 + s^2).
+def _lengths(part: Projection) -> tuple[Tensor, Tensor]:
+    """|A|, and max |A n + a| over the ball, (H,).
 
-    Every s > 0 gives a bound; s^2 = r |a| / |A| gives at most r |A| + |a|, the triangle inequality.
+    The latter by augmentation: [A, a/s] applied to [n, s], whose length is sqrt(r^2 + s^2). Every s > 0 gives a bound;
+    s^2 = r |a| / |A| gives at most r |A| + |a|, the triangle inequality.
     """
-    norm, offset = spectral_norm(part.gram, part.slack), part.offset.norm(dim=-1)
-    square = _ratio(part.radius * offset, norm, part.radius)
-    return (part.radius**2 + square).sqrt() * spectral_norm(_augment(part, square).gram, part.slack)
+    norm = spectral_norm(part.gram, part.slack)
+    if not part.offset.any():
+        return norm, part.radius * norm
+    square = _ratio(part.radius * part.offset.norm(dim=-1), norm, part.radius)
+    return norm, (part.radius**2 + square).sqrt() * spectral_norm(_augment(part, square).gram, part.slack)
 
 
 def _largest_score(
     query: Projection, key: Projection, norm: Tensor, towards_key: Tensor, towards_query: Tensor, fixed: Tensor
 ) -> Tensor:
-    """max |(A n + a).(B n' + e)| over both balls, (H,), by augmentation as in :func:`_largest`.
+    """max |(A n + a).(B n' + e)| over both balls, (H,), by augmentation as in :func:`_lengths`.
 
     The two s are those at which the bound is at most r r' |AᵀB| + r |Aᵀe| + r' |Bᵀa| + |a.e|: they make (r, s) and
     (r', s') the singular vectors of the 2 x 2 matrix of these norms, which has no negative entry (Perron).
     """
     r_q, r_k = query.radius, key.radius
+    if not (query.offset.any() or key.offset.any()):
+        return r_q * r_k * norm
     square_q = _ratio(r_q * (towards_query * r_k + fixed), norm * r_k + towards_key, r_q)
     square_k = _ratio(r_k * (towards_key * r_q + fixed), norm * r_q + towards_query, r_k)
     augmented = interaction_norm(_augment(query, square_q), _augment(key, square_k))
     return (r_q**2 + square_q).sqrt() * (r_k**2 + square_k).sqrt() * augmented
+
+
+def _rounding(query: Projection, key: Projection, longest_query: Tensor, longest_key: Tensor) -> Tensor:
+    """What roundings of q and k to FP16 can add to a score, (H,)."""
+    share = ROUNDINGS * FP16_UNIT
+    rounded_query = longest_query + share * (longest_query + query.hidden)
+    rounded_key = longest_key + share * (longest_key + key.hidden)
+    return rounded_query * rounded_key - longest_query * longest_key
 
 
 def _ratio(upper: Tensor, lower: Tensor, radius: float) -> Tensor:
@@ -284,7 +260,7 @@ def _ratio(upper: Tensor, lower: Tensor, radius: float) -> Tensor:
 def _augment(part: Projection, square: Tensor) -> Projection:
     """[A, a/s] in place of A."""
     outer = part.offset[..., :, None] * part.offset[..., None, :] / square[..., None, None]
-    return Projection(part.gram + outer, part.offset, part.radius, part.fan_in + 1)
+    return replace(part, gram=part.gram + outer, fan_in=part.fan_in + 1)
 
 
 def _quadratic(gram: Tensor, vector: Tensor) -> Tensor:
@@ -299,9 +275,12 @@ def _rotated_product(a: Tensor, e: Tensor, rotary: int) -> Tensor:
     return rest + (a * e).sum(-1)
 
 
-def _check(*, head_dim: int, heads: int, seq_len: int, delta: float) -> None:
-    for name, value in (("head_dim", head_dim), ("heads", heads), ("seq_len", seq_len)):
-        if value < 1:
-            raise ValueError(f"{name}={value} must be at least 1")
-    if not 0.0 < delta < 1.0:
-        raise ValueError(f"delta={delta} is not a probability between 0 and 1")
+def _rotated_quadratic(gram: Tensor, norm: Tensor, vector: Tensor, rotary: int) -> Tensor:
+    """Bound on |Aᵀ R v| over all rotations R of the rotary planes, (H,): plane by plane, or |A| |v| if that is less."""
+    planes = gram.diagonal(dim1=-2, dim2=-1)[..., :rotary].unflatten(-1, (2, -1))  # of the plane's 2 x 2 block
+    cross = gram.diagonal(rotary // 2, dim1=-2, dim2=-1)[..., : rotary // 2]
+    middle, half = planes.sum(-2) / 2, (planes[..., 0, :] - planes[..., 1, :]) / 2
+    largest = (middle + torch.hypot(half, cross)).sqrt()  # |A| of the plane
+    turned = vector[..., :rotary].unflatten(-1, (2, -1)).norm(dim=-2)
+    rest = _quadratic(gram[..., rotary:, rotary:], vector[..., rotary:])
+    return torch.minimum((largest * turned).sum(-1) + rest, norm * vector.norm(dim=-1))

@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pasa.ops.spectral.half_step import half_step
+
 COLD_STEPS, WARM_STEPS = 5, 1
 
 
@@ -33,7 +35,7 @@ class PowerIteration:
         if kv_heads < 1 or heads % kv_heads:
             raise ValueError(f"PowerIteration: heads={heads} is not a multiple of kv_heads={kv_heads}")
         self.heads, self.kv_heads, self.per_head, self.generator = heads, kv_heads, per_head, generator
-        self.state: tuple[Tensor, Tensor] | None = None  # v: (rows, d), and (rows, 1) for the biases; Hq rows or one
+        self.state: Tensor | None = None  # W_Q u, of as many elements as q: shorter than u, and u follows from it
 
     @torch.no_grad()
     def update(
@@ -61,61 +63,42 @@ class PowerIteration:
         -------
         Tensor (Hq,) or (1,), FP32 (FP64 for FP64 weights)
         """
-        q = _Matrix(q_weight.unflatten(0, (self.heads, -1)), q_bias, self.per_head)
-        k = _Matrix(k_weight.unflatten(0, (self.kv_heads, -1)), k_bias, self.per_head)
         if steps is None:
             steps = COLD_STEPS if self.state is None else WARM_STEPS
-        v, v_bias = self._start(q_weight) if self.state is None else self.state
+        if steps < 1:
+            raise ValueError(f"PowerIteration.update: steps={steps} is below 1")
+        q, q_last = self._matrices(q_weight, q_bias, self.heads)
+        k, k_last = self._matrices(k_weight, k_bias, self.kv_heads)
+        y = self._start(q_weight) if self.state is None else self.state
         for _ in range(steps):
-            u, u_bias, norm = _unit(*q.backward(self._to_queries(k.forward(v, v_bias))))
-            v, v_bias, _ = _unit(*k.backward(self._to_keys(q.forward(u, u_bias))))
-        self.state = v, v_bias
-        return norm[:, 0]
+            z, v_square = half_step(k, k_last, self._to_keys(y))
+            z = self._to_queries(z)
+            y, u_square = half_step(q, q_last, z)
+            ratio = u_square.flatten() / v_square.flatten().clamp(min=torch.finfo(y.dtype).tiny)
+            norm = z.flatten(0, 1).norm(dim=-1) * ratio.sqrt()  # |W_Qᵀ W_K v| of the unit vector v = W_Kᵀy / |W_Kᵀy|
+        self.state = y
+        return norm
 
-    def _start(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Random unit vectors."""
+    def _matrices(self, weight: Tensor, bias: Tensor | None, heads: int) -> tuple[Tensor, Tensor | None]:
+        """(H, D, d) and (H, D), or (1, H * D, d) and (1, H * D); views."""
+        count = heads if self.per_head else 1
+        return weight.unflatten(0, (count, -1)), None if bias is None else bias.unflatten(0, (count, -1))
+
+    def _start(self, weight: Tensor) -> Tensor:
+        """Random vectors: (Hq, 1, D), or (1, 1, Hq * D)."""
         dtype = torch.promote_types(weight.dtype, torch.float32)
-        shape = (self.heads if self.per_head else 1, weight.shape[1] + 1)
-        start = torch.randn(shape, generator=self.generator, dtype=dtype, device=weight.device)
-        v, v_bias, _ = _unit(start[:, :-1], start[:, -1:])
-        return v, v_bias
+        count = self.heads if self.per_head else 1
+        shape = count, 1, weight.shape[0] // count
+        return torch.randn(shape, generator=self.generator, dtype=dtype, device=weight.device)
+
+    def _to_keys(self, y: Tensor) -> Tensor:
+        """To a row for each query head of a key head; SumGroups where the heads are summed."""
+        if self.per_head:
+            return y.view(self.kv_heads, self.heads // self.kv_heads, -1)
+        return y.view(self.kv_heads, self.heads // self.kv_heads, -1).sum(1).view(1, 1, -1)
 
     def _to_queries(self, z: Tensor) -> Tensor:
-        """RepeatBlocks of (Hkv, D) vectors; per head there is a vector for each query head already."""
-        return z if self.per_head else z.repeat_interleave(self.heads // self.kv_heads, 0)
-
-    def _to_keys(self, z: Tensor) -> Tensor:
-        """SumGroups."""
-        return z if self.per_head else z.unflatten(0, (self.kv_heads, -1)).sum(1)
-
-
-class _Matrix:
-    """[W, b] as products with vectors, (H, D, d + 1); per head each matrix meets the vectors of its own query heads."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, per_head: bool) -> None:
-        self.weight = weight if per_head else weight.flatten(0, 1)[None]
-        self.bias = None if bias is None else bias.view(self.weight.shape[0], 1, -1)
-        self.dim = weight.shape[1]
-
-    def forward(self, v: Tensor, v_bias: Tensor) -> Tensor:
-        """(rows, d) -> (rows, D), or (1, d) -> (H, D)."""
-        count = self.weight.shape[0]
-        z = (v.view(count, -1, v.shape[-1]).to(self.weight.dtype) @ self.weight.mT).to(v.dtype)
-        if self.bias is not None:
-            z = z + v_bias.view(count, -1, 1) * self.bias.to(v.dtype)
-        return z.view(-1, self.dim)
-
-    def backward(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        """(rows, D) -> (rows, d), or (H, D) -> (1, d); and the product with the bias."""
-        count, _, dim = self.weight.shape
-        z = z.reshape(count, -1, self.weight.shape[1])
-        v = (z.to(self.weight.dtype) @ self.weight).to(z.dtype).reshape(-1, dim)
-        v_bias = z.new_zeros(len(v), 1) if self.bias is None else (z * self.bias.to(z.dtype)).sum(-1).view(-1, 1)
-        return v, v_bias
-
-
-def _unit(v: Tensor, v_bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The augmented vector over its length, and the length, (rows, 1)."""
-    length = torch.hypot(v.norm(dim=-1, keepdim=True), v_bias)
-    divisor = length.clamp(min=torch.finfo(length.dtype).tiny)
-    return v / divisor, v_bias / divisor, length
+        """Back; RepeatBlocks where the heads are summed."""
+        if self.per_head:
+            return z.view(self.heads, 1, -1)
+        return z.view(self.kv_heads, -1).repeat_interleave(self.heads // self.kv_heads, 0).view(1, 1, -1)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pasa import geometry
+from pasa import concentration
 from pasa.eval import output
 from pasa.eval.fp8_scaling.scaling import E4M3_MAX, AutoAlpha, Current, Delayed, Geometry, Scaling
 from pasa.eval.fp8_scaling.tile import run_tiles
@@ -117,7 +117,7 @@ def simulate(model: Any, batches: list[Tensor], scenario: Scenario) -> list[dict
     config, trainer = model.config, Trainer(model, batches, LEARNING_RATE)
     heads, layers = config.num_attention_heads * config.num_hidden_layers, config.num_hidden_layers
     dim = config.head_dim or config.hidden_size // config.num_attention_heads
-    alpha = geometry.minimum_alpha(config.hidden_size, dim, heads, TOKENS, DELTA)
+    alpha = concentration.minimum_alpha(config.hidden_size, dim, heads, TOKENS, DELTA)
     methods: dict[str, list[Scaling]] = {
         "delayed": [Delayed() for _ in range(layers)],
         "current": [Current() for _ in range(layers)],

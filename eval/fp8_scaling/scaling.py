@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pasa import geometry
+from pasa import concentration
 from pasa.ops.numerics.formats import FORMATS
 from pasa.power_iteration import PowerIteration
 
@@ -108,7 +108,7 @@ class Geometry:
             self.power = PowerIteration(weights.heads, weights.kv_heads, per_head=self.per_head, generator=generator)
         norm = float(self.power.update(weights.query, weights.key).max())
         self.bound = norm * weights.query.shape[1] / math.sqrt(weights.head_dim)
-        return geometry.geometry_scale(self.alpha * self.bound)
+        return concentration.geometry_scale(self.alpha * self.bound)
 
     def observe(self, largest: float) -> None:
         """Not told: predictive."""
@@ -133,4 +133,4 @@ class AutoAlpha(Geometry):
     def calibrate(self) -> None:
         """End the burn-in."""
         if self.slack:
-            self.alpha = geometry.auto_alpha(self.slack, kappa=self.kappa)
+            self.alpha = concentration.auto_alpha(self.slack, kappa=self.kappa)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from pasa import geometry
+from pasa import concentration
 
 DELTA, SEQ_LEN = 1e-6, 1024
 
@@ -42,11 +42,11 @@ def run_paper_tables() -> dict[str, Any]:
     """
     rows = []
     for model in MODELS:
-        gamma = geometry.typicality(model.head_dim, model.heads, SEQ_LEN, DELTA)
+        gamma = concentration.typicality(model.head_dim, model.heads, SEQ_LEN, DELTA)
         solved = {
             "gamma": gamma,
-            "gain": geometry.concentration_gain(model.hidden, model.head_dim, gamma),
-            "alpha": geometry.minimum_alpha(model.hidden, model.head_dim, model.heads, SEQ_LEN, DELTA),
+            "gain": concentration.concentration_gain(model.hidden, model.head_dim, gamma),
+            "alpha": concentration.minimum_alpha(model.hidden, model.head_dim, model.heads, SEQ_LEN, DELTA),
         }
         printed = {name: getattr(model, name) for name in solved}
         differ = [name for name, value in solved.items() if same_digits(value, printed[name]) != printed[name]]

@@ -43,14 +43,23 @@ def head_table(result: dict[str, Any], shown: int = SHOWN) -> Table:
         ]
         for each in result["records"][:shown]
     ]
+    title = f"{result['model']}: the {len(rows)} worst of {len(result['records'])} heads, from the weights alone"
     header = ["verdict", "module", "head", "probable", "proven", "constant", *["observed"] * observed]
     meanings = "; ".join(f"{name}: {meaning}" for name, meaning in MEANINGS.items())
     note = (
         f"FP16 ends at 65,504 on the unscaled q.k, E4M3 at 448 on q.k/sqrt(d_h). {meanings}. Probable: with "
         f"probability 1 - {result['settings']['delta']:g} for inputs of uniform direction, which is an assumption."
     )
-    title = f"{result['model']}: the {len(rows)} worst of {len(result['records'])} heads, from the weights alone"
     return Table(title, [*header, "FP8", "FP8 scale"], rows, note)
+
+
+def short_table(result: dict[str, Any]) -> Table:
+    """The worst heads in as few columns as 80 characters hold; module names may wrap."""
+    full = head_table(result)
+    kept = [index for index, name in enumerate(full.header) if name not in ("constant", "FP8 scale")]
+    header, *rows = ([row[index] for index in kept] for row in [full.header, *full.rows])
+    note = f"{full.note} The constant part and the FP8 scale of every head: --json FILE, --output-dir DIR."
+    return Table(full.title, header, rows, note, wraps="module")
 
 
 def paper_table(result: dict[str, Any]) -> Table:
@@ -156,7 +165,7 @@ def origin(result: dict[str, Any]) -> str:
 
 def render(result: dict[str, Any], console: Console) -> None:
     """Print the tables and what follows from them."""
-    for table in tables(result):
+    for table in [short_table(result)] if result["experiment"] == "predict" else tables(result):
         show(table, console)
     for text in (verdict(result), origin(result)):
         if text:

@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from pasa import geometry
+from pasa import concentration
 from pasa.eval import output
 from pasa.eval.diagnose import subjects
 from pasa.eval.diagnose.subjects import EMBEDDED, TINY
@@ -123,6 +123,6 @@ def calibration(prediction: Prediction, observed: Observed, kappa: float) -> dic
         "largest_of_probable": max(probable),
         "beyond_proven": sum(ratio > 1 for ratio in proven),
         "beyond_probable": sum(ratio > 1 for ratio in probable),
-        "auto_alpha": geometry.auto_alpha(slack, kappa=kappa),
+        "auto_alpha": concentration.auto_alpha(slack, kappa=kappa),
         "kappa": kappa,
     }

@@ -27,12 +27,13 @@ GATES_TEXT = (
 
 @dataclass(frozen=True)
 class Table:
-    """A title, a header and rows of text."""
+    """A title, a header and rows of text; the column `wraps` gives way where the terminal is narrow."""
 
     title: str
     header: list[str]
     rows: list[list[str]]
     note: str = ""
+    wraps: str = ""
 
 
 def tables(result: dict[str, Any]) -> list[Table]:
@@ -199,11 +200,16 @@ def render(result: dict[str, Any], console: Console) -> None:
 
 
 def show(table: Table, console: Console) -> None:
-    """Print a table, in pieces where the terminal is too narrow for it."""
-    for header, rows in _fitting(table, console.width):
+    """Print a table, in pieces where the terminal is too narrow for it and no column may wrap."""
+    for header, rows in [(table.header, table.rows)] if table.wraps else _fitting(table, console.width):
         shown = RichTable(title=table.title, caption=table.note or None, title_justify="left")
         for index, heading in enumerate(header):
-            shown.add_column(heading, justify="right" if index else "left", no_wrap=True)
+            shown.add_column(
+                heading,
+                justify="right" if index and heading != table.wraps else "left",
+                no_wrap=heading != table.wraps,
+                overflow="fold",
+            )
         for row in rows:
             shown.add_row(*row)
         console.print(shown)

@@ -17,8 +17,8 @@ from pasa.prediction.predict import sources_of
 from pasa.prediction.table import PATCHED
 
 Host = Callable[[Callable[[str, torch.nn.Module], bool]], PatchHandle]
-_UNPATCHED: weakref.WeakValueDictionary[int, PatchHandle] = weakref.WeakValueDictionary()
-"""Handles of models that needed no patch, by id() of the model; the hooks of their guards keep them alive."""
+_UNPATCHED: weakref.WeakKeyDictionary[Any, PatchHandle] = weakref.WeakKeyDictionary()
+"""Handles of models that needed no patch; not by id(), which the next model may have once this one is gone."""
 
 
 def patch(root: Any, host: Host) -> PatchHandle:
@@ -52,14 +52,14 @@ def patch(root: Any, host: Host) -> PatchHandle:
 
 def _without_patch(root: Any, declined: list[str]) -> PatchHandle:
     """A handle on a model that keeps all of its attention."""
-    known = _UNPATCHED.get(id(root))
+    known = _UNPATCHED.get(root)
     if known is not None and known.active:
         return known
     report = PatchReport(
         f"policy auto: {type(root).__name__}", (), tuple((name, "") for name in dict.fromkeys(declined))
     )
     handle = PatchHandle(report, lambda: None)
-    _UNPATCHED[id(root)] = handle
+    _UNPATCHED[root] = handle
     return handle
 
 

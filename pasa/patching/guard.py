@@ -40,7 +40,9 @@ class _Watched:
             part: Part = getattr(self.layer, side)
             heads = self.layer.heads if side == "query" else self.layer.kv_heads
             rows = output.detach()[..., slice(*part.rows)] if part.rows is not None else output.detach()
-            lengths = torch.linalg.vector_norm(rows.unflatten(-1, (heads, -1)), dim=-1, dtype=torch.float32)
+            if self.layer.kind != "head":  # a norm of each head gives (..., heads, D)
+                rows = rows.unflatten(-1, (heads, -1))
+            lengths = torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float32)
             longest = lengths.flatten(0, -2).amax(0)
             before = self.longest.get(side)
             self.longest[side] = longest if before is None else torch.maximum(before.to(longest.device), longest)

@@ -11,6 +11,8 @@ from torch import Tensor
 
 READABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 WEIGHT_FILES = ("model.safetensors", "diffusion_pytorch_model.safetensors")
+OTHER_WEIGHTS = (".bin", ".ckpt", ".gguf", ".pt", ".pth", ".safetensors")
+"""Endings of what holds weights: pickles, which run what they contain, quantised files, variants by another name."""
 
 
 class Source(Protocol):
@@ -59,7 +61,7 @@ class Checkpoint:
     FileNotFoundError
         The folder, its configuration or its safetensors files are missing.
     ValueError
-        ``config.json`` or the index is not JSON.
+        ``config.json`` or the index is not a JSON object, or the index has no map of files.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -78,7 +80,9 @@ class Checkpoint:
 
         for name in WEIGHT_FILES:
             if (self._folder / f"{name}.index.json").is_file():
-                files: dict[str, str] = _read_json(self._folder / f"{name}.index.json")["weight_map"]
+                files = _read_json(self._folder / f"{name}.index.json").get("weight_map")
+                if not (isinstance(files, dict) and all(isinstance(file, str) for file in files.values())):
+                    raise ValueError(f"{self.label!r}: {name}.index.json has no weight_map from names to files")
                 missing = sorted({file for file in files.values() if not (self._folder / file).is_file()})
                 if missing:
                     raise FileNotFoundError(f"{self.label!r}: its index names {missing[0]}, which is not there")
@@ -89,7 +93,9 @@ class Checkpoint:
                         return dict.fromkeys(file.keys(), name)
                 except SafetensorError as error:
                     raise ValueError(f"{str(self._folder / name)!r} is not a whole safetensors file: {error}") from None
-        raise FileNotFoundError(f"{self.label!r} holds no {' or '.join(WEIGHT_FILES)}, whole or in shards")
+        others = sorted(each.name for each in self._folder.iterdir() if each.suffix in OTHER_WEIGHTS)
+        hint = f"; {others[0]} is not read: save it under such a name, as safetensors" if others else ""
+        raise FileNotFoundError(f"{self.label!r} holds no {' or '.join(WEIGHT_FILES)}, whole or in shards{hint}")
 
     def get(self, name: str) -> Tensor:
         """Read one tensor from its file."""
@@ -115,4 +121,6 @@ def _read_json(path: Path) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{str(path)!r} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{str(path)!r} holds no object of JSON, but {type(found).__name__}")
     return found

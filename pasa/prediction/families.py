@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pasa.prediction.checkpoint import Source
@@ -36,7 +36,8 @@ class Layer:
     heads, kv_heads : int
     norm : str
         Path of the norm before it; "" where there is none.
-    kind : {"rms", "layer", "group"}
+    kind : {"rms", "layer", "group", "head"}
+        "head": every head's q and k are RMS-normed themselves; `query` and `key` are the gains of these norms.
     rotary : int
         Leading dimensions of a head that rotary embeddings turn.
     unknown : str
@@ -65,15 +66,18 @@ class Family:
     query: str = "q_proj"
     key: str = "k_proj"
     fused: str = "qkv_proj"
+    head_norms: tuple[str, str] | None = None  # of q and k, head by head
     transposed: bool = False
     rotary: bool = False
     counts: tuple[str, str, str] = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 
 
 _LLAMA = Family("layers", "self_attn", "input_layernorm", "rms", rotary=True)
+_QWEN3 = replace(_LLAMA, head_norms=("q_norm", "k_norm"))
 _CLIP = Family("layers", "self_attn", "layer_norm1", "layer")
 FAMILIES = {
     **dict.fromkeys(("llama", "mistral", "mixtral", "qwen2"), _LLAMA),
+    **dict.fromkeys(("qwen3", "qwen3_moe"), _QWEN3),
     **dict.fromkeys(("clip_text_model", "clip_vision_model"), _CLIP),
     "gpt2": Family(
         *("h", "attn", "ln_1", "layer"), fused="c_attn", transposed=True, counts=("n_layer", "n_head", "n_head")
@@ -89,7 +93,8 @@ ROTATIONS = ("default", "linear", "dynamic", "llama3")
 
 def supported(config: dict[str, Any]) -> bool:
     """Whether a configuration is of an architecture that is known here."""
-    return config.get("model_type") in FAMILIES or config.get("_class_name") in UNETS + AUTOENCODERS
+    names = str(config.get("model_type")), str(config.get("_class_name"))
+    return names[0] in FAMILIES or names[1] in UNETS + AUTOENCODERS
 
 
 def find_layers(source: Source) -> list[Layer]:
@@ -125,14 +130,20 @@ def _language_model(source: Source, family: Family) -> Iterator[Layer]:
     layers, heads, kv_heads = (_count(source, name) for name in family.counts)
     pattern = re.compile(rf"((?:.*\.)?{family.blocks}\.(\d+))\.{family.attention}\.")
     found = {int(match[2]): match[1] for match in map(pattern.match, source.names) if match}
+    if beyond := sorted(index for index in found if index >= layers):
+        raise ValueError(f"{source.label}: attention layer {beyond[0]} is there, and its config says {layers} layers")
     for index in range(layers):
         if index not in found:
             raise ValueError(f"{source.label}: attention layer {index} of {layers} is missing")
         block = found[index]
         path = f"{block}.{family.attention}"
-        query, key = _projections(source, family, path, heads, kv_heads)
         rotary = _rotary(source, heads) if family.rotary else 0
-        yield Layer(path, query, key, heads, kv_heads, f"{block}.{family.norm}", family.kind, rotary)
+        if family.head_norms:
+            query, key = (part(source, f"{path}.{name}") for name in family.head_norms)
+            yield Layer(path, query, key, heads, kv_heads, "", "head", rotary)
+        else:
+            query, key = _projections(source, family, path, heads, kv_heads)
+            yield Layer(path, query, key, heads, kv_heads, f"{block}.{family.norm}", family.kind, rotary)
 
 
 def _count(source: Source, name: str) -> int:
@@ -169,26 +180,32 @@ def part(source: Source, path: str) -> Part:
 def _head_dim(source: Source, heads: int) -> int:
     config = source.config
     hidden = config.get("hidden_size") or config.get("n_embd")
-    dim = config.get("head_dim") or (hidden // heads if hidden else 0)
-    if not dim:
-        raise ValueError(f"{source.label}: its config says neither head_dim nor hidden_size")
-    return int(dim)
+    dim = config.get("head_dim") or (hidden // heads if isinstance(hidden, int) else None)
+    if not isinstance(dim, int) or dim < 1:
+        raise ValueError(f"{source.label}: its config says neither head_dim nor hidden_size that {heads} heads share")
+    return dim
 
 
 def _rotary(source: Source, heads: int) -> int:
     """Rotated dimensions of a head; refuses what is more than a rotation."""
     config = source.config
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise ValueError(f"{source.label}: its config says rope_parameters={rope!r}")
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind not in ROTATIONS:
         raise NotImplementedError(f"{source.label}: rope_type={kind!r} also scales q and k, which is not supported")
     share = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
-    return int(_head_dim(source, heads) * share)
+    dims = int(_head_dim(source, heads) * share) if isinstance(share, (int, float)) else 0
+    if dims < 2 or dims % 2:
+        raise ValueError(f"{source.label}: rotary embeddings turn pairs, not {dims} of a head's dimensions")
+    return dims
 
 
 def _unet(source: Source) -> Iterator[Layer]:
     """Transformer blocks: attn1 looks at its own input, behind norm1; attn2 at encoder states, which no norm bounds."""
     pattern = re.compile(r"(.*transformer_blocks\.\d+)\.(attn([12]))\.to_q\.weight$")
+    yield from _others(source, pattern)
     for match in sorted(filter(None, map(pattern.match, source.names)), key=lambda found: found[0]):
         path, norm = f"{match[1]}.{match[2]}", f"{match[1]}.norm{match[3]}"
         heads = _unet_heads(source, path)
@@ -222,9 +239,18 @@ def _unet_heads(source: Source, path: str) -> int:
 
 
 def _autoencoder(source: Source) -> Iterator[Layer]:
-    """Middle blocks: one head over all channels, behind a group norm."""
-    pattern = re.compile(r"(.*mid_block\.attentions\.\d+)\.to_q\.weight$")
+    """Middle blocks: one head over all channels, behind a group norm; the first checkpoints have names of their own."""
+    pattern = re.compile(r"(.*mid_block\.attentions\.\d+)\.(to_q|query)\.weight$")
+    yield from _others(source, pattern)
     for match in sorted(filter(None, map(pattern.match, source.names)), key=lambda found: found[0]):
-        path = match[1]
-        query, key = part(source, f"{path}.to_q"), part(source, f"{path}.to_k")
-        yield Layer(path, query, key, 1, 1, f"{path}.group_norm", "group")
+        path, key = match[1], "to_k" if match[2] == "to_q" else "key"
+        query, key_part = part(source, f"{path}.{match[2]}"), part(source, f"{path}.{key}")
+        yield Layer(path, query, key_part, 1, 1, f"{path}.group_norm", "group")
+
+
+def _others(source: Source, known: re.Pattern[str]) -> Iterator[Layer]:
+    """Attention in a place that is not known: it is there, and no more can be said."""
+    for name in sorted(source.names):
+        if name.endswith(".to_q.weight") and not known.match(name):
+            query = part(source, name.removesuffix(".weight"))
+            yield Layer(name.removesuffix(".to_q.weight"), query, query, 1, 1, unknown="its place is not understood")

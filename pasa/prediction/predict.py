@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from pasa import geometry
+from pasa.concentration import geometry_scale
 from pasa.geometry import Norm, Projection, ScoreBounds
 from pasa.ops.numerics.formats import FORMATS
 from pasa.prediction.checkpoint import Checkpoint, Live, Source
@@ -58,6 +60,8 @@ def predict_overflow(
     if seq_len is not None and seq_len < 1:
         raise ValueError(f"predict_overflow: seq_len={seq_len} is not at least 1")
     parts = sources_of(model)
+    if not parts:
+        raise FileNotFoundError(f"predict_overflow: {str(model)!r} is a pipeline, none of whose parts is there")
     known = {prefix: source for prefix, source in parts.items() if len(parts) == 1 or supported(source.config)}
     if not known:
         architectures = ", ".join(str(_architecture(source)) for source in parts.values())
@@ -104,16 +108,21 @@ def sources_of(model: Any) -> dict[str, Source]:
 
 
 def _live(root: torch.nn.Module, prefix: str) -> dict[str, Source]:
-    """The outermost modules with a known architecture; the root itself, to be refused by name, where there is none."""
-    found: dict[str, Source] = {}
+    """The outermost models with a known architecture, and those beside them without; the root, where there is none."""
+    known: dict[str, Source] = {}
+    others: dict[str, Source] = {}
     for path, module in root.named_modules():
-        inside = any(path.startswith(known) for known in found)
-        if inside or not hasattr(module, "config") or not hasattr(module, "dtype"):
+        if not hasattr(module, "config") or not hasattr(module, "dtype"):
             continue  # a model of either library has both
-        source = Live(module)
-        if supported(source.config):
-            found[f"{path}." if path else ""] = source
-    return {prefix + path: source for path, source in (found or {"": Live(root)}).items()}
+        path = f"{path}." if path else ""
+        if not any(path.startswith(outer) for outer in known):
+            source = Live(module)
+            (known if supported(source.config) else others)[path] = source
+    if not known:
+        return {prefix: Live(root)}
+    beside = [path for path in others if not any(inner.startswith(path) for inner in known)]
+    outermost = [path for path in beside if not any(path != outer and path.startswith(outer) for outer in beside)]
+    return {prefix + path: source for path, source in (known | {path: others[path] for path in outermost}).items()}
 
 
 def _architecture(source: Source) -> object:
@@ -127,7 +136,7 @@ def _sequence(config: dict[str, Any]) -> int:
         side //= 2 ** (len(config["block_out_channels"]) - 1)
     pixels = side * side if isinstance(side, int) else None
     named = config.get("max_position_embeddings") or config.get("n_positions") or pixels
-    return int(named or DEFAULT_SEQ_LEN)
+    return named if isinstance(named, int) and named > 0 else DEFAULT_SEQ_LEN
 
 
 def _predict_layer(
@@ -137,16 +146,18 @@ def _predict_layer(
     name = prefix + layer.name
     if layer.unknown:
         return [_row(name, None, {"proven": math.inf, "probable": math.inf}, 1, layer.unknown)]
-    norm, note = _norm(source, layer, seq_len)
-    query = _project(source, layer.query, layer.heads, norm)
-    key = _project(source, layer.key, layer.kv_heads, norm)
-    if query.gram.shape[-1] != key.gram.shape[-1] or layer.heads % layer.kv_heads:
+    if layer.kind == "head":
+        query, key, note = _gains(source, layer.query, layer.heads), _gains(source, layer.key, layer.kv_heads), ""
+    else:
+        norm, note = _norm(source, layer, seq_len)
+        query, key = _project(source, layer.query, layer.heads, norm), _project(source, layer.key, layer.kv_heads, norm)
+    if not layer.rotary <= query.gram.shape[-1] == key.gram.shape[-1] or layer.heads % layer.kv_heads:
         raise ValueError(
             f"{source.label}: {layer.name} has query heads of {query.gram.shape[-1]} and key heads of "
             f"{key.gram.shape[-1]} with {layer.heads} and {layer.kv_heads} heads: a part of a model, or another config"
         )
     bounds = geometry.score_bounds(query, key, heads=heads, seq_len=seq_len, delta=delta, rotary=layer.rotary)
-    return _rows(name, bounds, query.gram.shape[-1], layer.rotary > 0, note)
+    return _rows(name, bounds, query.gram.shape[-1], note)
 
 
 def _norm(source: Source, layer: Layer, seq_len: int) -> tuple[Norm, str]:
@@ -156,32 +167,52 @@ def _norm(source: Source, layer: Layer, seq_len: int) -> tuple[Norm, str]:
     """
     if f"{layer.norm}.weight" not in source.names:
         raise ValueError(f"{source.label}: {layer.norm}.weight is missing")
-    gain = source.get(f"{layer.norm}.weight")
-    shift = source.get(f"{layer.norm}.bias") if f"{layer.norm}.bias" in source.names else None
+    gain = _vector(source, f"{layer.norm}.weight")
+    shift = _vector(source, f"{layer.norm}.bias", len(gain)) if f"{layer.norm}.bias" in source.names else None
     tokens = seq_len if layer.kind == "group" else 1
     note = f"up to {tokens} positions" if layer.kind == "group" else ""
     return Norm(math.sqrt(len(gain) * tokens), gain, shift, centred=layer.kind == "layer"), note
 
 
+def _vector(source: Source, name: str, length: int | None = None) -> Tensor:
+    """A tensor of one dimension; a shape that only broadcasts would give the bound of another model."""
+    found = source.get(name)
+    if found.ndim != 1 or len(found) != (length or len(found)):
+        raise ValueError(f"{source.label}: {name} is {tuple(found.shape)} in place of ({length or 'd'},)")
+    return found
+
+
+def _gains(source: Source, part: Part, heads: int) -> Projection:
+    """q or k of heads that are RMS-normed themselves: gain * n with n of the length sqrt(D), whatever was projected."""
+    gain = _vector(source, part.weight)
+    return _finite(
+        source, part, geometry.project(gain.diag().repeat(heads, 1), None, heads, Norm(math.sqrt(len(gain))))
+    )
+
+
 def _project(source: Source, part: Part, heads: int, norm: Norm) -> Projection:
     weight = source.get(part.weight)
-    bias = source.get(part.bias) if part.bias is not None else None
+    if weight.ndim != 2:
+        raise ValueError(f"{source.label}: {part.weight} is {tuple(weight.shape)}, which is no matrix")
     if part.transposed:
         weight = weight.T
+    bias = _vector(source, part.bias, len(weight)) if part.bias is not None else None
     if part.rows is not None:
         weight = weight[slice(*part.rows)]
         bias = bias[slice(*part.rows)] if bias is not None else None
     if norm.gain is None or weight.shape[1] != len(norm.gain) or weight.shape[0] % heads:
         raise ValueError(f"{source.label}: {part.weight} is {tuple(weight.shape)}, which {heads} heads do not fit")
-    projection = geometry.project(weight, bias, heads, norm)
+    return _finite(source, part, geometry.project(weight, bias, heads, norm))
+
+
+def _finite(source: Source, part: Part, projection: Projection) -> Projection:
     if not (projection.gram.isfinite().all() and projection.offset.isfinite().all()):
         raise ValueError(f"{source.label}: {part.weight}, its bias or the norm before it holds NaN or infinity")
     return projection
 
 
-def _rows(name: str, bounds: ScoreBounds, head_dim: int, rotary: bool, note: str) -> list[HeadPrediction]:
-    fields = {"proven": bounds.proven(rotary=rotary), **vars(bounds)}
-    lists = {field: values.tolist() for field, values in fields.items()}
+def _rows(name: str, bounds: ScoreBounds, head_dim: int, note: str) -> list[HeadPrediction]:
+    lists = {field: values.tolist() for field, values in vars(bounds).items()}
     heads = len(lists["proven"])
     return [_row(name, h, {field: v[h] for field, v in lists.items()}, head_dim, note) for h in range(heads)]
 
@@ -196,7 +227,7 @@ def _row(name: str, head: int | None, bounds: dict[str, float], head_dim: int, n
         head,
         verdict="unknown" if head is None else judge(**judged, limit=FP16_MAX),
         verdict_fp8="unknown" if head is None else judge(**scaled, limit=FP8_MAX),
-        fp8_scale=geometry.geometry_scale(scaled["probable"]),
+        fp8_scale=geometry_scale(scaled["probable"]),
         note=note,
         **field,
     )

@@ -70,7 +70,7 @@ class Prediction:
     model : str
     rows : tuple of HeadPrediction
     settings : dict
-        ``delta``, ``seq_len``, ``heads`` (of all layers), ``limit``; ``gamma`` and ``alpha`` by hidden x head size.
+        ``delta``, ``limit``; ``parts``: by the prefix of each model its ``seq_len``, ``heads`` and ``layers``.
     skipped : tuple of (str, str)
         Parts of a pipeline that are not predicted, with the reason.
     """

@@ -110,3 +110,18 @@ def test_sixteen_bits_are_good_for_two_digits():
 def test_heads_that_do_not_divide_are_refused():
     with pytest.raises(ValueError, match="heads=6 is not a multiple of kv_heads=4"):
         PowerIteration(6, 4)
+
+
+def test_no_step_is_refused():
+    q_weight, k_weight, *_ = weights(1, 1)
+    with pytest.raises(ValueError, match="steps=0 is below 1"):
+        PowerIteration(1, 1).update(q_weight, k_weight, steps=0)
+
+
+def test_norms_beyond_16_bits_of_a_square_are_no_problem():
+    """|W|^2 is beyond FP16 where |W| and |W_QᵀW_K| are not: nothing between the products may be stored unscaled."""
+    generator = torch.Generator().manual_seed(2)
+    q_weight, k_weight = (torch.randn(8, 64, generator=generator).half() * scale for scale in (1e-3, 1000))
+    exact = torch.linalg.matrix_norm(q_weight.double().T @ k_weight.double(), 2)
+    found = PowerIteration(1, 1, generator=generator).update(q_weight, k_weight, steps=100)
+    torch.testing.assert_close(found[0].double(), exact, rtol=4 * 2**-12, atol=0)

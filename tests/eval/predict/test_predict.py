@@ -64,6 +64,24 @@ def test_a_folder_needs_no_forward_pass(folder):
     assert "observed" not in shown.getvalue()
 
 
+@pytest.mark.parametrize("observed", [None, 123456.0])
+def test_the_table_fits_a_terminal_of_80_columns(observed, folder):
+    """It came in two pieces, of which the second named no module; long names wrap now."""
+    result = run.run_predict(str(folder))
+    for each in result["records"]:
+        each |= {"module": "unet.down_blocks.0.attentions.0.transformer_blocks.0.attn1", "observed": observed}
+        each |= {"probable": 131072.0, "proven": 1310720.0, "verdict_fp8": "unlikely"}
+    calibration = {"heads": 8, "beyond_proven": 0, "beyond_probable": 0, "largest_of_proven": 1, "median_of_proven": 1}
+    result["calibration"] = observed and {**calibration, "auto_alpha": 1, "kappa": 1}
+    shown = StringIO()
+    report.render(result, Console(file=shown, width=80))
+    lines = shown.getvalue().splitlines()
+    assert sum(line.startswith("┏") for line in lines) == 1
+    assert max(map(len, lines)) <= 80
+    numbers = [line for line in lines if "131,072" in line and "1,310,720" in line and "unlikely" in line]
+    assert len(numbers) == 8
+
+
 def test_calibration_compares_and_gives_alpha(folder):
     model = hf.LlamaForCausalLM.from_pretrained(folder).eval()
     ids = torch.randint(97, (1, 32), generator=torch.Generator().manual_seed(0))
@@ -118,7 +136,10 @@ def test_command_line(folder, capsys, tmp_path):
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"predict.json", "predict.md"}
     for arguments, message in (
         (("--model", "/nowhere"), "'/nowhere' is not a folder"),
-        (("--model", str(folder), "--delta", "2"), "delta=2"),
+        (("--model", "/nowhere", "--delta", "2"), "2 is not a probability between 0 and 1"),
+        (("--model", "/nowhere", "--seq-len", "0"), "0 is not at least 1"),
+        (("--soundness", "--seq-len", "9"), "--seq-len is of a prediction of --model"),
+        (("--auto", "--delta", "0.1"), "--delta is of a prediction of --model"),
         (("--model", str(folder), "--offset", "3"), "--prompt and --offset are for"),
         (("--model", str(folder), "--paper-tables"), "exclude each other"),
     ):

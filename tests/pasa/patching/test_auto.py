@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 
 import pytest
@@ -73,7 +74,7 @@ def test_the_guard_warns_a_call_late_and_once(tiny, batch):
     assert dict(handle.report().alarms) == alarms, "what was counted stays readable"
 
 
-@pytest.mark.parametrize("name", ["qwen2", "gpt2", "mistral"])
+@pytest.mark.parametrize("name", ["qwen2", "gpt2", "mistral", "qwen3"])
 def test_the_guard_bounds_every_score(name, tiny, batch):
     """Its product of lengths is above the largest score of the same run, and not far: it is what an alarm rests on."""
     model = tiny(name)
@@ -113,6 +114,25 @@ def test_not_a_number_raises_the_alarm(tiny, batch):
         assert next(name for name, _ in handle.report().alarms) == "model.layers.0.self_attn"
     with pytest.raises(ValueError, match="NaN or infinity"):
         pasa.patch_pipeline(model, policy="auto")
+
+
+def test_a_model_in_the_place_of_a_dead_one_has_a_guard(tiny):
+    """Handles were found by id(): the next model may live at the same address while the old guard still does."""
+    gc.disable()
+    try:
+        model = tiny("llama")
+        pasa.patch_pipeline(model, policy="auto")
+        seen = {id(model)}
+        for _ in range(20):
+            del model
+            model = tiny("llama")
+            handle = pasa.patch_pipeline(model, policy="auto")
+            logits(model, torch.ones(1, 3, dtype=torch.int64))
+            assert handle._guard._watched[0].longest, "this model's own guard"
+            seen.add(id(model))
+    finally:
+        gc.enable()
+    assert len(seen) < 21, "no address was used twice: nothing was tested"
 
 
 def test_patching_twice_returns_the_handle(tiny, qwen2):

@@ -24,6 +24,7 @@ CONFIGS = {
     "llama with biases": lambda: hf.LlamaConfig(**SIZES, attention_bias=True),
     "mixtral": lambda: hf.MixtralConfig(**SIZES, num_local_experts=2, num_experts_per_tok=1),
     "mistral": lambda: hf.MistralConfig(**SIZES),
+    "qwen3": lambda: hf.Qwen3Config(**SIZES),
     "gpt2": lambda: hf.GPT2Config(n_embd=64, n_layer=3, n_head=4, vocab_size=97, n_positions=128),
 }
 IDS = torch.randint(0, 97, (2, 40), generator=torch.Generator().manual_seed(1))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from diffusers import UNet2DConditionModel
+from diffusers import AutoencoderKL, UNet2DConditionModel
+from safetensors.torch import load_file, save_file
 
 from pasa.eval.predict.observe import observe
 from pasa.eval.video.overflow import bias_scores
@@ -95,3 +96,36 @@ def test_heads_of_a_two_dimensional_unet_are_those_of_its_modules():
     assert predict_overflow(unet).settings["parts"][""]["seq_len"] == 256
     crossed = UNet2DConditionModel(**sizes, only_cross_attention=(True, False))
     assert set(predict_overflow(crossed).modules("unknown")) == set(predict_overflow(crossed).modules())
+
+
+def test_attention_in_an_unknown_place_is_unknown():
+    """Blocks with attention and no transformer in them were left out of the prediction."""
+    torch.manual_seed(0)
+    unet = UNet2DConditionModel(
+        sample_size=8,
+        block_out_channels=(32, 64),
+        down_block_types=("AttnDownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("UpBlock2D", "UpBlock2D"),
+        attention_head_dim=8,
+        cross_attention_dim=16,
+        norm_num_groups=8,
+        layers_per_block=1,
+    )
+    prediction = predict_overflow(unet)
+    assert "down_blocks.0.attentions.0" in prediction.modules("unknown")
+    assert "down_blocks.1.attentions.0.transformer_blocks.0.attn1" not in prediction.modules("unknown")
+    attentions = {name for name, module in unet.named_modules() if hasattr(module, "to_q")}
+    assert set(prediction.modules()) == attentions
+
+
+def test_the_names_of_the_first_autoencoders(tmp_path):
+    """`query` and `key`, as diffusers still stores in the published autoencoders of Stable Diffusion."""
+    torch.manual_seed(0)
+    vae = AutoencoderKL(block_out_channels=(32,), norm_num_groups=8, sample_size=8)
+    expected = predict_overflow(vae)
+    assert expected.modules() == ("decoder.mid_block.attentions.0", "encoder.mid_block.attentions.0")
+    vae.save_pretrained(tmp_path)
+    path = tmp_path / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(path)
+    save_file({k.replace("to_q.", "query.").replace("to_k.", "key."): v for k, v in tensors.items()}, path)
+    assert predict_overflow(tmp_path).rows == expected.rows

@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+import transformers as hf
 from safetensors.torch import load_file, save_file
 
 from pasa.eval.predict.observe import observe
@@ -132,6 +133,8 @@ def saved(tiny, folder, name="qwen2", config=None, drop=(), change=None):
 
 
 Q = "model.layers.1.self_attn.q_proj.weight"
+BIAS = "model.layers.1.self_attn.q_proj.bias"  # one of a number for each head had been broadcast
+NORM = "model.layers.1.input_layernorm.weight"
 
 
 @pytest.mark.parametrize(
@@ -153,6 +156,19 @@ Q = "model.layers.1.self_attn.q_proj.weight"
         ({"config": {"num_attention_heads": 8}}, ValueError, "query heads of 8 and key heads of 16"),
         ({"config": {"num_attention_heads": None}}, ValueError, "num_attention_heads=None"),
         ({"config": {"rope_parameters": {"rope_type": "yarn"}}}, NotImplementedError, "rope_type='yarn'"),
+        ({"config": {"rope_parameters": "linear"}}, ValueError, "rope_parameters='linear'"),
+        ({"config": {"partial_rotary_factor": 0.2, "rope_parameters": None}}, ValueError, "pairs, not 3 of"),
+        ({"config": {"num_attention_heads": 64, "num_key_value_heads": 32}}, ValueError, "query heads of 1 and key"),
+        ({"config": {"model_type": ["llama"]}}, NotImplementedError, r"architecture \['llama'\] is not supported"),
+        ({"config": {"num_hidden_layers": 2}}, ValueError, "attention layer 2 is there, and its config says 2"),
+        ({"change": lambda t: {BIAS: t[BIAS][:4]}}, ValueError, r"q_proj.bias is \(4,\) in place of \(64,\)"),
+        ({"change": lambda t: {BIAS: t[BIAS][:7]}}, ValueError, r"q_proj.bias is \(7,\) in place of \(64,\)"),
+        ({"change": lambda t: {Q: t[Q].flatten()}}, ValueError, r"q_proj.weight is \(4096,\), which is no matrix"),
+        (
+            {"change": lambda t: {NORM: t[NORM].diag()}},
+            ValueError,
+            r"layernorm.weight is \(64, 64\) in place of \(d,\)",
+        ),
     ],
 )
 def test_spoiled_checkpoints_are_refused_by_name(spoil, error, message, tiny, tmp_path):
@@ -174,6 +190,57 @@ def test_missing_files_are_named(tiny, tmp_path):
     (tmp_path / "model.safetensors.index.json").unlink()
     with pytest.raises(FileNotFoundError, match=r"holds no model\.safetensors or"):
         predict_overflow(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("config.json", "[1]", "config.json' holds no object of JSON, but list"),
+        ("config.json", "{", "config.json' is not JSON"),
+        ("model.safetensors.index.json", "{}", "index.json has no weight_map"),
+        ("model.safetensors.index.json", '{"weight_map": [1]}', "index.json has no weight_map"),
+        ("model.safetensors", "", "not a whole safetensors file"),
+        ("model.safetensors", "\x01" * 8 + "{}", "not a whole safetensors file"),  # a header of 2^56 bytes
+    ],
+)
+def test_files_that_are_not_what_they_are_called(name, text, message, tiny, tmp_path):
+    tiny("llama").save_pretrained(tmp_path)
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=message):
+        predict_overflow(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.gguf", "model.fp16.safetensors"])
+def test_weights_that_are_not_read_are_named(name, tiny, tmp_path):
+    """A pickle runs what it contains, and is not opened."""
+    tiny("llama").save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / name)
+    with pytest.raises(FileNotFoundError, match=f"{name} is not read: save it"):
+        predict_overflow(tmp_path)
+
+
+def test_normed_heads_are_bounded_by_their_gains(tiny):
+    """Qwen3 norms q and k themselves: D max|gain_q| max|gain_k| whatever the projections are."""
+    model = tiny("qwen3")
+    before = {(row.module, row.head): row.naive for row in predict_overflow(model).rows}
+    attention = model.model.layers[1].self_attn
+    expected = 16 * attention.q_norm.weight.abs().max() * attention.k_norm.weight.abs().max()
+    assert before["model.layers.1.self_attn", 0] == pytest.approx(expected.item(), rel=1e-6)
+    with torch.no_grad():
+        attention.q_proj.weight.mul_(1e6)
+    assert {(row.module, row.head): row.naive for row in predict_overflow(model).rows} == before
+
+
+def test_models_beside_a_known_one_are_named():
+    """Of a model of pictures and text the tower for pictures was predicted, and the rest passed over in silence."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = hf.Phi3Config(**sizes, vocab_size=97, pad_token_id=0)
+    model = hf.LlavaModel(
+        hf.LlavaConfig(vision_config=hf.CLIPVisionConfig(**sizes, image_size=28, patch_size=14), text_config=text)
+    )
+    prediction = predict_overflow(model)
+    assert {row.module for row in prediction.rows} == {"vision_tower.encoder.layers.0.self_attn"}
+    assert prediction.skipped == (("language_model", "architecture 'phi3' is not supported"),)
 
 
 def test_a_file_cut_short_is_named(tiny, tmp_path):

@@ -1,0 +1,1 @@
+"""Products that power iteration on a layer's query and key weights is made of."""

@@ -1,0 +1,42 @@
+"""Launches the kernel of half a step of power iteration."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from pasa.ops.spectral.half_step_kernel import half_step_kernel
+
+PROGRAMS = 1024  # some 8 for each multiprocessor of a large GPU
+LEAST_ROWS = 16  # of a product on tensor cores
+COLUMNS = {32: 128, 64: 128, 128: 64, 256: 32}
+"""Of a piece, by head dimension: a tile of 16 KiB, three of which are on their way."""
+
+
+def launch(weight: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """W t and |t|^2 of t = Wᵀ y / |y| for weight (H, D, d), contiguous, in 16 bits, and y (H, G, D) FP32.
+
+    Sums of programs are added in any order: the last bits change from call to call.
+    """
+    heads, dim, columns = weight.shape
+    group = y.shape[1]
+    sums = torch.zeros(heads * group * (dim + 1), device=y.device)
+    out, square = sums[: heads * group * dim].view(heads, group, dim), sums[heads * group * dim :].view(heads, group)
+    count = triton.cdiv(columns, COLUMNS[dim])
+    pieces = triton.cdiv(count, max(1, min(count, PROGRAMS // heads)))
+    half_step_kernel[heads, triton.cdiv(count, pieces)](
+        weight,
+        y.contiguous(),
+        out,
+        square,
+        columns,
+        pieces,
+        GROUP=group,
+        BLOCK_G=max(LEAST_ROWS, triton.next_power_of_2(group)),
+        DIM=dim,
+        BLOCK_C=COLUMNS[dim],
+        num_warps=4,
+        num_stages=3,
+    )
+    return out, square
