@@ -110,7 +110,8 @@ def attention(
     ------
     ValueError, TypeError
         For tensors that do not fit together, an empty sequence, a mask that does not broadcast, a finite BF16 or
-        FP32 value beyond 65504: the message names the value.
+        FP32 value beyond 65504: the message names the value. For a scale that FP16 does not hold in the shifting matrix
+        of recovery="paper".
     NotImplementedError
         If no backend can serve the call, with every backend's reason.
 
@@ -130,7 +131,7 @@ def attention(
     torch.Size([1, 8, 512, 64])
     """
     heads_last = _heads_last(tensor_layout)
-    _check_switches(is_causal, backend)
+    _check_switches(is_causal, return_lse, backend)
     _check_tensors(q, k, v, rank=4)
     if heads_last:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -189,7 +190,7 @@ def attention_varlen(
     _check_shapes(*(x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)))
     _check_lengths("q", cu_seqlens_q, max_seqlen_q)
     _check_lengths("k", cu_seqlens_k, max_seqlen_k)
-    _check_switches(is_causal, backend)
+    _check_switches(is_causal, return_lse, backend)
     if len(cu_seqlens_q) != len(cu_seqlens_k):
         raise ValueError(f"cu_seqlens_q has {len(cu_seqlens_q)} entries but cu_seqlens_k has {len(cu_seqlens_k)}")
     options, diagnose = _checked_config(config).arguments, diagnostics.recording()
@@ -281,9 +282,10 @@ def _checked_scale(scale: float | None, head_dim: int) -> float:
     return float(scale)
 
 
-def _check_switches(is_causal: bool, backend: str | None) -> None:
-    if not isinstance(is_causal, bool):
-        raise TypeError(f"is_causal={is_causal!r} is a {type(is_causal).__name__}, not a bool")
+def _check_switches(is_causal: bool, return_lse: bool, backend: str | None) -> None:
+    for name, value in (("is_causal", is_causal), ("return_lse", return_lse)):
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}={value!r} is a {type(value).__name__}, not a bool")
     if backend is not None and not isinstance(backend, str):
         raise TypeError(f"backend={backend!r} is a {type(backend).__name__}, not a name")
 

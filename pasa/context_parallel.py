@@ -169,7 +169,7 @@ def ring_attention(
     ring = Ring(group)
     heads_last = _heads_last(tensor_layout)
     try:
-        _check_switches(is_causal, backend)
+        _check_switches(is_causal, return_lse, backend)
         _check_tensors(q, k, v, rank=4)
         if heads_last:
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
