@@ -188,8 +188,8 @@ def attention_varlen(
     """
     _check_tensors(q, k, v, rank=3)
     _check_shapes(*(x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)))
-    _check_lengths("q", cu_seqlens_q, max_seqlen_q)
-    _check_lengths("k", cu_seqlens_k, max_seqlen_k)
+    _check_lengths("q", cu_seqlens_q, max_seqlen_q, q)
+    _check_lengths("k", cu_seqlens_k, max_seqlen_k, q)
     _check_switches(is_causal, return_lse, backend)
     if len(cu_seqlens_q) != len(cu_seqlens_k):
         raise ValueError(f"cu_seqlens_q has {len(cu_seqlens_q)} entries but cu_seqlens_k has {len(cu_seqlens_k)}")
@@ -254,7 +254,7 @@ def _check_mask(attn_mask: Tensor | None, q: Tensor, k: Tensor) -> None:
         raise ValueError(f"attn_mask {given} does not broadcast to (B, Hq, Sq, Skv) = {target}")
 
 
-def _check_lengths(name: str, cu_seqlens: Tensor, longest: int) -> None:
+def _check_lengths(name: str, cu_seqlens: Tensor, longest: int, q: Tensor) -> None:
     """Form only: that they rise from 0 to the number of tokens is checked where their values are read."""
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
         found = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
@@ -263,7 +263,9 @@ def _check_lengths(name: str, cu_seqlens: Tensor, longest: int) -> None:
         raise ValueError(f"cu_seqlens_{name} has shape {tuple(cu_seqlens.shape)}, expected (sequences + 1,)")
     if isinstance(longest, bool) or not isinstance(longest, int):
         raise TypeError(f"max_seqlen_{name}={longest!r} is not an integer")
-    if torch.compiler.is_compiling():
+    if cu_seqlens.is_meta and not q.is_meta:
+        raise ValueError(f"cu_seqlens_{name} is on meta but q is on {q.device}")
+    if torch.compiler.is_compiling() or cu_seqlens.is_meta:
         return
     if int(cu_seqlens.diff().max()) > longest:
         raise ValueError(f"max_seqlen_{name}={longest} is below the longest sequence, {int(cu_seqlens.diff().max())}")
