@@ -28,7 +28,7 @@ LOOSE, LOOSE_ROWS = 2.0**-5, 0.5
 
 def draw(rng: Random) -> Params:
     """A valid call of any backend."""
-    backend = rng.choices((REFERENCE, TRITON, NPU), (970, 8, 22))[0]
+    backend = rng.choices((REFERENCE, TRITON, NPU), (973, 4, 23))[0]
     small = backend != REFERENCE
     precision = rng.choice(("pasa",) * 9 + (rng.choice(BASELINES),))
     recovery = rng.choice(("exact",) * 5 + ("paper",)) if precision == "pasa" else "exact"
@@ -61,6 +61,8 @@ def draw(rng: Random) -> Params:
         "block_k": rng.choice((128, 128, 64, 32, 16, 5, 1, 65536)),
         "beta": rng.choice((None, 0.0, 0.5, 0.9375)) if recovery == "paper" else None,
     }
+    if params["block_k"] == 1 and params["keys"] > 31:  # a loop of so many steps
+        params["block_k"] = 5
     return mild(serve(params, rng), rng)
 
 

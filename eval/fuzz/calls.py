@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from random import Random
 
 import torch
@@ -50,7 +50,7 @@ def run_packed(params: Params) -> Measures:
     if out.shape != arguments["q"].shape or lse.shape != out.shape[:2] or out.dtype != call.q.dtype:
         return {"shape": 1.0}
     worst: Measures = {"shape": 0.0}
-    for (q0, q1), (k0, k1) in zip(*(zip(e, e[1:], strict=False) for e in edges), strict=True):
+    for (q0, q1), (k0, k1) in zip(*(pairwise(e) for e in edges), strict=True):
         if q0 == q1:
             continue
         one, one_lse = out[q0:q1].transpose(0, 1).unsqueeze(0), lse[q0:q1].T.unsqueeze(0)
@@ -97,7 +97,9 @@ PACKED_FAULTS = {
         lambda a, rng: a.update(cu_seqlens_q=a["cu_seqlens_q"].to("meta")), ValueError, "cu_seqlens_q is on meta"
     ),
     "longest too short": Fault(put(max_seqlen_k=-1), ValueError, "max_seqlen_k=-1 is below the longest sequence"),
-    "longest not a number": Fault(pick("max_seqlen_q", 7.0, True, "7", None), TypeError, "max_seqlen_q=.* not an integer"),
+    "longest not a number": Fault(
+        pick("max_seqlen_q", 7.0, True, "7", None), TypeError, "max_seqlen_q=.* not an integer"
+    ),
     "no tokens": Fault(lambda a, rng: a.update(q=a["q"][:0]), ValueError, "q is empty"),
     "heads first": Fault(lambda a, rng: a.update(v=a["v"].unsqueeze(0)), ValueError, "v has 4 dimensions"),
     "return_lse": Fault(put(return_lse=2), TypeError, "return_lse="),
@@ -110,11 +112,19 @@ PACKED_FAULTS = {
 
 def draw_gradients(rng: Random) -> Params:
     """Ordinary numbers; gradients of some of the tensors."""
-    params = attention.draw(rng) | {"backend": REFERENCE, "data": rng.choice(("randn", "bias", "repeated")), "scale": None}
+    params = attention.draw(rng) | {
+        "backend": REFERENCE,
+        "data": rng.choice(("randn", "bias", "repeated")),
+        "scale": None,
+    }
     params |= {"values": "randn", "garbage": "none", "diagnose": False, "operator": False, "strides": "contiguous"}
     params |= {"mask": rng.choice(("none", "bool", "float", "keys")), "layout": "HND", "precision": "pasa"}
     params |= {"recovery": "exact", "softmax": "safe", "beta": None, "dtype": rng.choice(("float16", "bfloat16"))}
-    return params | {"dim": rng.choice((16, 20, 64)), "of": rng.choice((7, 7, 1, 2, 4, 3)), "of_lse": rng.random() < 0.3}
+    return params | {
+        "dim": rng.choice((16, 20, 64)),
+        "of": rng.choice((7, 7, 1, 2, 4, 3)),
+        "of_lse": rng.random() < 0.3,
+    }
 
 
 def run_gradients(params: Params) -> Measures:
@@ -163,7 +173,7 @@ def draw_parts(rng: Random) -> Params:
 
 
 def run_parts(params: Params) -> Measures:
-    """As `ring_attention` joins what its ranks find, in one process; finite for all data, near FP64 where LSEs are exact."""
+    """As `ring_attention` joins what its ranks find, in one process; what an LSE in FP32 lacks is allowed."""
     call = make(params)
     merge = Merge(call.q)
     pieces = list(zip(*(x.chunk(params["parts"], 2) for x in (call.k, call.v)), strict=True))

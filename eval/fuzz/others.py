@@ -52,11 +52,15 @@ CONFIG_FAULTS = {
         for name in ("precision", "recovery", "softmax", "overflow", "accumulate")
     },
     **{
-        name: Fault(pick(name, 0, -1, 65537, 1.0, True, "128", None, math.nan), ValueError, rf"{name}=.* not an integer")
+        name: Fault(
+            pick(name, 0, -1, 65537, 1.0, True, "128", None, math.nan), ValueError, rf"{name}=.* not an integer"
+        )
         for name in ("block_q", "block_k")
     },
     "beta": Fault(
-        lambda a, rng: a.update(precision="pasa", recovery="paper", beta=rng.choice((1, 1.0, -0.1, math.nan, "x", [], 9))),
+        lambda a, rng: a.update(
+            precision="pasa", recovery="paper", beta=rng.choice((1, 1.0, -0.1, math.nan, "x", [], 9))
+        ),
         ValueError, r"beta=.* is not in \[0, 1\)",
     ),
     "beta unused": Fault(put(recovery="exact", precision="pasa", beta=0.5), ValueError, "beta=0.5 is only used by"),
@@ -81,7 +85,9 @@ def nearest_error(x: Tensor, exact: float, dtype: str) -> float:
     """How far entries are off, over half the spacing at the exact number."""
     bits, least = MANTISSA[dtype]
     exponent = max(math.frexp(exact)[1] - 1 if exact else least, least)
-    return float((x.double() - exact).abs().max()) / (2.0 ** (exponent - bits - 1) * (1 + 2.0**-40)) if x.numel() else 0.0
+    return (
+        float((x.double() - exact).abs().max()) / (2.0 ** (exponent - bits - 1) * (1 + 2.0**-40)) if x.numel() else 0.0
+    )
 
 
 def run_matrix(params: Params) -> Measures:
@@ -169,9 +175,7 @@ def run_bounds(params: Params) -> Measures:
     n = n - n.mean(-1, keepdim=True) if params["centred"] else n
     n = n / n.norm(dim=-1, keepdim=True).clamp(min=1e-12) * math.sqrt(hidden)
     x = n if gain is None else n * gain
-    q, k = (
-        (x @ w.T + b).unflatten(-1, (-1, dim)).transpose(0, 1) for w, b in zip(weights, biases, strict=True)
-    )
+    q, k = ((x @ w.T + b).unflatten(-1, (-1, dim)).transpose(0, 1) for w, b in zip(weights, biases, strict=True))
     scores = (q @ k.repeat_interleave(heads // kv_heads, 0).mT).abs().flatten(1).amax(-1)
     measures = {"finite": float((~torch.isfinite(bounds.proven(rotary=True))).sum())}
     for rotary in (True, False):
@@ -193,7 +197,7 @@ PREDICT_FAULTS = {
     "seq_len": Fault(pick("seq_len", 0, -5), ValueError, "seq_len=.* is not at least 1"),
     "seq_len not a number": Fault(pick("seq_len", "8", 1.5, True), TypeError, "seq_len=.* is not an integer"),
     "model": Fault(pick("model", 3, None, object(), [1]), TypeError, "predict_overflow"),
-    "no folder": Fault(pick("model", "no/such/folder", ""), FileNotFoundError, "is not a folder"),
+    "no folder": Fault(pick("model", "no/such/folder", "no.safetensors"), FileNotFoundError, "is not a folder"),
     "no attention": Fault(lambda a, rng: a.update(model=torch.nn.Linear(2, 2)), TypeError, "has no config"),
 }
 
@@ -219,7 +223,7 @@ def draw_patch(rng: Random) -> Params:
     """A prompt, a policy and an arithmetic."""
     return {
         "grouped": rng.randint(0, 1), "batch": rng.randint(1, 3), "tokens": rng.choice((1, 2, 7, 20)),
-        "policy": rng.choice(("all", "auto", "every", "none")), "padded": rng.random() < 0.5,
+        "policy": rng.choice(("all", "auto", "every")), "padded": rng.random() < 0.5,
         "context": rng.random() < 0.5, "cached": rng.random() < 0.5, "softmax": rng.choice(("safe", "unbiased")),
     }  # fmt: skip
 
@@ -231,7 +235,7 @@ def run_patch(params: Params) -> Measures:
     keep = torch.ones_like(ids)
     if params["padded"] and params["tokens"] > 2:
         keep[0, :2] = 0
-    policies: dict[str, Any] = {"every": lambda *_: True, "none": lambda *_: False}
+    policies: dict[str, Any] = {"every": lambda *_: True}
     arguments: Arguments = {"model_or_pipeline": model, "policy": policies.get(params["policy"], params["policy"])}
     arguments |= {"config": pasa.PasaConfig(softmax=params["softmax"]), "backend": "reference"}
     spoil(PATCH_FAULTS, params, arguments)
@@ -254,11 +258,11 @@ def run_patch(params: Params) -> Measures:
 
 
 PATCH_FAULTS = {
-    "policy": Fault(pick("policy", "some", "", None, 3), (ValueError, TypeError), "policy"),  # type: ignore[arg-type]
+    "nothing left": Fault(put(policy=lambda *_: False), NotImplementedError, "nothing to patch in LlamaForCausalLM"),
+    "policy": Fault(pick("policy", "some", "", None, 3), ValueError, "policy must be"),
     "config": Fault(pick("config", {}, "exact"), TypeError, "config"),
     "backend": Fault(pick("backend", "abacus"), ValueError, "abacus"),
-    "model": Fault(pick("model_or_pipeline", None, 3, torch.nn.Linear(2, 2)), (TypeError, ValueError, NotImplementedError),  # type: ignore[arg-type]
-                   "."),
+    "model": Fault(pick("model_or_pipeline", None, 3, "llama"), TypeError, "expected a model or pipeline of"),
 }  # fmt: skip
 
 
