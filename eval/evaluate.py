@@ -195,6 +195,25 @@ def fp8(
 
 
 @evaluate.command()
+def fuzz(
+    json: Json = None,
+    output_dir: Annotated[Path | None, typer.Option(file_okay=False, help="Write JSON and Markdown there.")] = None,
+    cases: Annotated[int, typer.Option(parser=integer, metavar="N", help="Random calls.")] = 20000,
+    seed: Annotated[int, typer.Option(parser=integer, metavar="N", help="What they are drawn from.")] = 0,
+    replay: Annotated[str | None, typer.Option(metavar="SEED:INDEX", help="Run this case alone.")] = None,
+) -> None:
+    """Random calls of the whole API, right and wrong; exit 1 if one is neither correct nor refused as documented."""
+    from pasa.eval.fuzz import report, run
+
+    with stoppable(NOTHING_KEPT), output.progress_bar("eval fuzz") as progress:
+        result = run.run_fuzz(cases, seed, replay, progress)
+    deliver(result, json, report.render)
+    if output_dir is not None:
+        report.save(result, output_dir)
+    raise typer.Exit(0 if result["gate"]["passed"] else 1)
+
+
+@evaluate.command()
 def training(
     json: Json = None,
     output_dir: Annotated[

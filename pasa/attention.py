@@ -114,7 +114,8 @@ def attention(
     ------
     ValueError, TypeError
         For tensors that do not fit together, an empty sequence, a mask that does not broadcast, a finite BF16 or
-        FP32 value beyond 65504: the message names the value.
+        FP32 value beyond 65504: the message names the value. For a scale that FP16 does not hold in the shifting matrix
+        of recovery="paper".
     NotImplementedError
         If no backend can serve the call, with every backend's reason.
 
@@ -134,7 +135,7 @@ def attention(
     torch.Size([1, 8, 512, 64])
     """
     last = heads_last(tensor_layout)
-    check_switches(is_causal, backend)
+    check_switches(is_causal, return_lse, backend)
     check_tensors(q, k, v, rank=4)
     if last:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -191,9 +192,9 @@ def attention_varlen(
     """
     check_tensors(q, k, v, rank=3)
     check_shapes(*(x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)))
-    check_lengths("q", cu_seqlens_q, max_seqlen_q)
-    check_lengths("k", cu_seqlens_k, max_seqlen_k)
-    check_switches(is_causal, backend)
+    check_lengths("q", cu_seqlens_q, max_seqlen_q, q)
+    check_lengths("k", cu_seqlens_k, max_seqlen_k, q)
+    check_switches(is_causal, return_lse, backend)
     if len(cu_seqlens_q) != len(cu_seqlens_k):
         raise ValueError(f"cu_seqlens_q has {len(cu_seqlens_q)} entries but cu_seqlens_k has {len(cu_seqlens_k)}")
     options, diagnose = checked_config(config).arguments, diagnostics.recording()

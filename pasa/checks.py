@@ -68,7 +68,7 @@ def check_mask(attn_mask: Tensor | None, q: Tensor, k: Tensor) -> None:
         raise ValueError(f"attn_mask {given} does not broadcast to (B, Hq, Sq, Skv) = {target}")
 
 
-def check_lengths(name: str, cu_seqlens: Tensor, longest: int) -> None:
+def check_lengths(name: str, cu_seqlens: Tensor, longest: int, q: Tensor) -> None:
     """Form only: that they rise from 0 to the number of tokens is checked where their values are read."""
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
         found = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
@@ -77,7 +77,9 @@ def check_lengths(name: str, cu_seqlens: Tensor, longest: int) -> None:
         raise ValueError(f"cu_seqlens_{name} has shape {tuple(cu_seqlens.shape)}, expected (sequences + 1,)")
     if isinstance(longest, bool) or not isinstance(longest, int):
         raise TypeError(f"max_seqlen_{name}={longest!r} is not an integer")
-    if torch.compiler.is_compiling():
+    if cu_seqlens.is_meta and not q.is_meta:
+        raise ValueError(f"cu_seqlens_{name} is on meta but q is on {q.device}")
+    if torch.compiler.is_compiling() or cu_seqlens.is_meta:
         return
     if int(cu_seqlens.diff().max()) > longest:
         raise ValueError(f"max_seqlen_{name}={longest} is below the longest sequence, {int(cu_seqlens.diff().max())}")
@@ -96,10 +98,11 @@ def checked_scale(scale: float | None, head_dim: int) -> float:
     return float(scale)
 
 
-def check_switches(is_causal: bool, backend: str | None) -> None:
+def check_switches(is_causal: bool, return_lse: bool, backend: str | None) -> None:
     """Types alone: whether there is such a backend, the registry knows."""
-    if not isinstance(is_causal, bool):
-        raise TypeError(f"is_causal={is_causal!r} is a {type(is_causal).__name__}, not a bool")
+    for name, value in (("is_causal", is_causal), ("return_lse", return_lse)):
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}={value!r} is a {type(value).__name__}, not a bool")
     if backend is not None and not isinstance(backend, str):
         raise TypeError(f"backend={backend!r} is a {type(backend).__name__}, not a name")
 

@@ -169,7 +169,7 @@ def ring_attention(
     ring = Ring(group)
     last = heads_last(tensor_layout)
     try:
-        check_switches(is_causal, backend)
+        check_switches(is_causal, return_lse, backend)
         check_tensors(q, k, v, rank=4)
         if last:
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))

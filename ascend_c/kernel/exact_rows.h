@@ -8,6 +8,7 @@ namespace pasa {
 
 constexpr float kReach = 8.0f;         // nats above its reference at which FP16 stores a score too coarsely
 constexpr float kZeroWeight = 104.0f;  // exp(-104) is zero even among FP32's subnormals
+constexpr float kCoarseUnit = 0x1p17f;  // nats in a unit at which FP16's subnormals are 2^-7 nats apart
 
 class ExactRows : protected VectorState {
 protected:
@@ -61,7 +62,8 @@ protected:
         AscendC::PipeBarrier<PIPE_V>();
     }
 
-    // Whether a score stands so far above its reference (in a first tile: off it) that the tile has to come in FP32.
+    // Whether a score stands so far above its reference (in a first tile: off it), or all are so near to it for their
+    // scale, that the tile has to come in FP32.
     __aicore__ inline bool Judge(uint32_t i, uint32_t j, uint32_t rows, float factor, RowMath& seeing)
     {
         Row reach = Number(kTop);
@@ -72,7 +74,8 @@ protected:
             seeing.Absolute(reach, Number(kTop));
             AscendC::PipeBarrier<PIPE_V>();
         }
-        bool wanted = Extreme<AscendC::ReduceType::MAX>(reach, rows, work_) * factor > kReach;
+        const float largest = Extreme<AscendC::ReduceType::MAX>(reach, rows, work_);
+        bool wanted = largest * factor > kReach || largest >= kHalfLargest || factor > kCoarseUnit;
         if (kHalfLargest * factor < kZeroWeight) wanted = wanted || HasBottom(rows);
         TellVerdict(i, wanted);
         return wanted;

@@ -309,6 +309,7 @@ private:
                              AscendC::BinaryRepeatParams(1, 1, 0, stride, stride, 1));
             }
             AscendC::PipeBarrier<PIPE_V>();
+            if (kExact) WithinRange(out, width, rows);
             if (d == 0 && t_.unbiased_columns > 0) drawn = unbiased.Leans(out);
             if (drawn) unbiased.Draw(out, d, width);
             HalfTile rounded = tile_out_.AllocTensor<half>();
@@ -325,6 +326,28 @@ private:
             p.dstGap = (t_.dim - width) / kFractal;
             AscendC::DataCopy(out_[FirstRow(task, task.lane[i]) * t_.dim + d], rounded, p);
             tile_out_.FreeTensor(rounded);
+        }
+    }
+
+    // A mean fits wherever its values do, but O and l are rounded on their own: a few thousand roundings may carry 65504
+    // past 65520, where infinity begins. x becomes its nearest number in FP16's range, plus 0 x: NaN where it is not
+    // finite, and a zero keeps its sign.
+    __aicore__ inline void WithinRange(const FloatTile& out, uint32_t width, uint32_t rows)
+    {
+        const uint32_t stride = t_.dim / kFloatBlock;
+        for (uint32_t c = 0; c < width; c += kFloats) {
+            const uint32_t part = Least(kFloats, width - c);
+            const AscendC::UnaryRepeatParams in_place(1, 1, stride, stride);
+            AscendC::Muls(score_tile_, out[c], 0.0f, part, rows,
+                          AscendC::UnaryRepeatParams(1, 1, kTileBlocks, stride));
+            AscendC::PipeBarrier<PIPE_V>();
+            AscendC::Mins(out[c], out[c], kHalfLargest, part, rows, in_place);
+            AscendC::PipeBarrier<PIPE_V>();
+            AscendC::Maxs(out[c], out[c], -kHalfLargest, part, rows, in_place);
+            AscendC::PipeBarrier<PIPE_V>();
+            AscendC::Add(out[c], out[c], score_tile_, part, rows,
+                         AscendC::BinaryRepeatParams(1, 1, 1, stride, stride, kTileBlocks));
+            AscendC::PipeBarrier<PIPE_V>();
         }
     }
 

@@ -199,6 +199,9 @@ class OnlineSoftmax:
         self.normalised = low and exact
         self.rule, self.target = options.softmax, target
         self.exact = exact  # l sums what multiplies V, so that V = 1 gives 1 and O stays a mean of values
+        # A mean fits wherever its values do. The sums above and below it are rounded on their own: a few thousand
+        # roundings may carry 65504 past 65520, where infinity begins.
+        self.stored: Overflow = "saturate" if exact else options.overflow
         self.maximum = q.new_full((*q.shape[:-1], 1), -torch.inf)
         self.sum = torch.zeros_like(self.maximum)
         self.lost = self.maximum.clone()  # largest score of the blocks whose weights have all underflowed
@@ -207,9 +210,9 @@ class OnlineSoftmax:
     def _row(self, x: Tensor) -> Tensor:
         return round_to(x, self.rows, overflow=self.overflow)
 
-    def _output(self, x: Tensor, target: Format, overflow: Overflow) -> Tensor:
+    def _output(self, x: Tensor, target: Format) -> Tensor:
         """A value of the output, rounded by the rule."""
-        return (round_unbiased if self.rule == "unbiased" else round_to)(x, target, overflow=overflow)
+        return (round_unbiased if self.rule == "unbiased" else round_to)(x, target, overflow=self.stored)
 
     def add(self, tile: Tile, block: Block, v: Tensor, frame: Tensor | float = 0.0) -> None:
         """Take in one tile and its values (B, Hkv, n, D). frame: of the true scores, where the rule asks for it."""
@@ -259,12 +262,12 @@ class OnlineSoftmax:
             return
         # P / l' rounded towards zero sums to at most 1, so P V fits wherever V does; its own sum replaces l'.
         shares = round_to(weights / row_sum.clamp(min=1.0), FP16, rounding="toward_zero")
-        product = self._output(_times_values(shares, v), FP16, self.overflow)
+        product = self._output(_times_values(shares, v), FP16)
         gained = new * row_sum
         total = before + gained * self._sum(shares)
         self.sum[..., old, :] = total
         mixed = (before * out + gained * product) / total.where(total != 0, 1.0)
-        self.out[..., old, :] = self._output(mixed, FP16, "saturate")
+        self.out[..., old, :] = self._output(mixed, FP16)
 
     def _factor(self, exponent: Tensor, exists: Tensor | None) -> Tensor:
         """exp, and 0 where there is nothing to scale: no earlier block (trap of line 4), no visible key."""
@@ -284,7 +287,7 @@ class OnlineSoftmax:
         """Output, rounded, and log-sum-exp in the true frame; 0 and -inf for rows without a key."""
         empty = (self.sum == 0) & (self.maximum == -torch.inf)
         divisor = self.sum.where(~empty, 1.0)
-        out = self.out if self.normalised else self._output(self.out / divisor, self.target, self.overflow)
+        out = self.out if self.normalised else self._output(self.out / divisor, self.target)
         lse = self.maximum + frame + torch.log(divisor)
         if self.rule == "unbiased_paper" and (lost := int((self.lost + frame - lse > NOTICED).sum())):
             text = f"softmax='unbiased_paper': weights of {lost} rows underflow: NaN, or wrong ({SILENCE})"

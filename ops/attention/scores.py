@@ -32,6 +32,8 @@ FP16 = FORMATS["fp16"]
 RESCUE_REACH = 8.0
 # Weights below exp(-104) are zero even as FP32 subnormals.
 ZERO_WEIGHT = 104.0
+# With more nats to a unit FP16's subnormals, 2^-24 units apart, are too coarse: a score is off by more than 2^-8 nats.
+COARSE_UNIT = 2.0**17
 PAPER_BETA0 = 1 - 2.0**-6  # the start that the paper adopts (section 2.3)
 
 
@@ -230,12 +232,13 @@ class ExactScores:
 
     def _rescued(self, block: Block, narrow: Tensor, scale: Tensor) -> Tensor:
         """Rows (whole tiles of block_q) whose largest visible score is too far from the reference for FP16."""
-        if block.bias is not None:  # the mask is added in FP32, behind the reference's back
+        # the mask is added in FP32, behind the reference's back; or not even a score near its reference is FP16's
+        if block.bias is not None or float(scale.max()) > COARSE_UNIT:
             return torch.ones_like(block.reference, dtype=torch.bool)
         seen = narrow if block.visible is None else narrow.masked_fill(~block.visible, -torch.inf)
-        reach = seen.amax(-1, keepdim=True) * scale
-        first = block.reference == -torch.inf
-        lost = torch.where(first, reach.abs(), reach) > RESCUE_REACH
+        top, first = seen.amax(-1, keepdim=True), block.reference == -torch.inf
+        reach = torch.where(first, top.abs(), top)
+        lost = (reach * scale > RESCUE_REACH) | (reach >= FP16.max)  # a tiny scale: 65504 may be within reach
         if block.visible is not None:
             lost &= block.visible.any(-1, keepdim=True)
         if FP16.max * float(scale.min()) < ZERO_WEIGHT:  # a tiny scale: even -65504 may have weight

@@ -112,6 +112,8 @@ def shifting_matrix(n: int, beta: float, *, scale: float = 1.0, dtype: torch.dty
     ------
     ValueError
         On a bad argument, or if `scale` carries an entry beyond the range of the format.
+    TypeError
+        If `beta` or `scale` is not a number.
     """
     _check(n, beta, scale, singular_allowed=True)
     diagonal, off_diagonal = _rounded_entries(n, beta, scale, dtype)
@@ -290,6 +292,9 @@ def _rounded_entries(n: int, beta: float, scale: float, dtype: torch.dtype) -> t
 def _check(n: int, beta: float, scale: float, *, singular_allowed: bool = False) -> None:
     if not isinstance(n, int) or isinstance(n, bool) or n < 1:
         raise ValueError(f"n must be an integer >= 1, got {n!r}")
+    for name, value in (("beta", beta), ("scale", scale)):
+        if not isinstance(value, (int, float)):
+            raise TypeError(f"{name}={value!r} is not a number")
     if not 0.0 < scale < math.inf:
         raise ValueError(f"scale must be positive and finite, got {scale!r}")
     if not (singular_allowed and beta == 1.0):

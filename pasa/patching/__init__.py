@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pasa.checks import check_switches, checked_config
+from pasa.ops import registry
 from pasa.patching.handle import PatchHandle, PatchReport
 
 if TYPE_CHECKING:
@@ -74,11 +76,15 @@ def patch_pipeline(
         processor; a model none of whose attention can be reached.
     ValueError
         Some of the modules are already patched with other settings; an unknown policy name; another policy than
-        ``"all"`` with ``context_parallel``.
+        ``"all"`` with ``context_parallel``; an unknown backend.
     TypeError
-        The object holds no model of a known host library.
+        The object holds no model of a known host library; `config` is no PasaConfig.
     """
     _check_policy(policy)
+    check_switches(False, False, backend)
+    if backend is not None and backend not in registry.BACKENDS:  # now, and not in the middle of a generation
+        raise ValueError(f"backend={backend!r} is not registered; registered: {sorted(registry.BACKENDS)}")
+    checked_config(config)
     if context_parallel is not None and policy != "all":  # a module left as it is would see its own shard alone
         raise ValueError(f'context_parallel shares the prompt of every module: policy must be "all", got {policy!r}')
     host = partial(_patch, model_or_pipeline, config, backend, context_parallel)

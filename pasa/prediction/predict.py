@@ -53,8 +53,12 @@ def predict_overflow(
     ValueError
         Missing or misshapen projections; `delta` that is no probability.
     FileNotFoundError, TypeError
-        There is no model.
+        There is no model; `delta` or `seq_len` is no number.
     """
+    if not isinstance(delta, (int, float)):
+        raise TypeError(f"predict_overflow: delta={delta!r} is not a number")
+    if seq_len is not None and (isinstance(seq_len, bool) or not isinstance(seq_len, int)):
+        raise TypeError(f"predict_overflow: seq_len={seq_len!r} is not an integer")
     if not 0.0 < delta < 1.0:
         raise ValueError(f"predict_overflow: delta={delta} is not a probability between 0 and 1")
     if seq_len is not None and seq_len < 1:

@@ -9,9 +9,12 @@ import pytest
 import torch
 
 from pasa import golden_attention
+from pasa.eval.fuzz import truth
+from pasa.eval.fuzz.adversaries import specks, spikes, stalled
 from pasa.eval.rmse.cases import PAPER_CASES, RandomCase
 from pasa.ops.shift_keys.reference import shift_exact
 from tests.ascend_c.kernel_runs import (
+    BLOCK,
     LAUNCHES,
     Call,
     attend_by_reference,
@@ -226,3 +229,40 @@ def test_function_errors_of_an_ulp_do_no_harm(kernels):
     found = launch_attention(kernels, x, shifted_by_reference(x), jitter=1)
     assert found.report["ok"], found.report["fault"]
     check_output(x, found, attend_by_reference(x))
+
+
+@pytest.mark.parametrize("overflow", ["inf", "saturate"])
+@pytest.mark.parametrize(("make", "scale"), [(spikes, 5e-5), (spikes, 1e-4), (specks, 2.0**30), (specks, 2.0**80)])
+def test_scales_at_which_fp16_holds_no_score(kernels, make, scale, overflow):
+    """Story: a score stored as 65504 was within reach of its reference at a tiny scale, and one stored as 0 at a large
+    scale was not; neither was asked for in FP32."""
+    x = Call(*make(100), overflow=overflow, scale=scale)
+    found = launch_attention(kernels, x, shifted_by_reference(x))
+    assert found.report["ok"], found.report["fault"]
+    true, _ = truth.find_truth(x.q, x.k, x.v, None, False, scale)
+    ratios = truth.judge(true, found["out"], found["lse"], truth.Arithmetic(True, 1, x.q.dtype, False))
+    assert not [name for name, value in ratios.items() if not value <= 1], ratios
+
+
+@pytest.mark.parametrize("overflow", ["inf", "saturate"])
+def test_thousands_of_roundings_do_not_carry_a_mean_past_the_largest_number(kernels, overflow):
+    """Story: over 4,096 blocks O / l grew from 65504 to 65520, where FP16 is infinite, because O and l are rounded on
+    their own."""
+    q, k, v = stalled(4200, BLOCK, dim=16)
+    x = Call(q, k, v, overflow=overflow, scale=1.0)
+    found = launch_attention(kernels, x, shifted_by_reference(x))
+    assert found.report["ok"], found.report["fault"]
+    assert (found["out"] == 65504).all()
+
+
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf])
+def test_a_value_that_is_not_finite_does_not_hide_behind_the_largest_number(kernels, bad):
+    """Outputs are kept within FP16's range; those that an infinity reaches are NaN."""
+    x = make_call(1, 1, 1, 70, 140, 64, True)
+    x.v[0, 0, 137, 5] = bad
+    found = launch_attention(kernels, x, shifted_by_reference(x))
+    assert found.report["ok"], found.report["fault"]
+    reached = torch.isnan(found["out"][0, 0])
+    assert reached[67:, 5].all()
+    assert not torch.isinf(found["out"]).any()
+    assert not reached[:, :5].any()

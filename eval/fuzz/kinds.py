@@ -1,0 +1,8 @@
+"""All kinds of case."""
+
+from __future__ import annotations
+
+from pasa.eval.fuzz import attention, calls, others
+from pasa.eval.fuzz.cases import Kind
+
+KINDS: dict[str, Kind] = {"attention": attention.KIND} | calls.KINDS | others.KINDS
