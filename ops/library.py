@@ -37,20 +37,22 @@ def _resolve(
     backend: str | None,
     needs: tuple[str, torch.dtype, int, str, bool, bool],
     arithmetic: tuple[Any, ...],
+    paged: bool,
 ) -> tuple[ModuleType, AttentionOptions]:
     """The module that serves such calls, and their options; `registered` is here so that a change of it is seen.
 
     A choice holds for the process: the machine does not change under it. A refusal is not remembered.
     """
     options = AttentionOptions(*arithmetic)
-    return select(Request(*needs, options), backend).load(), options
+    return select(Request(*needs, options, paged), backend).load(), options
 
 
-def _serve(
-    q: Tensor, mask: str, varlen: bool, diagnose: bool, backend: str | None, *arithmetic: Any
+def serve(
+    q: Tensor, mask: str, varlen: bool, diagnose: bool, backend: str | None, *arithmetic: Any, paged: bool = False
 ) -> tuple[ModuleType, AttentionOptions]:
+    """The module that serves a call, and its options."""
     needs = (q.device.type, q.dtype, q.shape[-1], mask, varlen, diagnose)
-    return _resolve(tuple(registry.BACKENDS.values()), backend, needs, arithmetic)
+    return _resolve(tuple(registry.BACKENDS.values()), backend, needs, arithmetic, paged)
 
 
 def _server(q: Tensor, mask: str, varlen: bool, diagnose: bool, backend: str | None, *arithmetic: Any) -> str:
@@ -59,7 +61,7 @@ def _server(q: Tensor, mask: str, varlen: bool, diagnose: bool, backend: str | N
     return select(request, backend).name
 
 
-def _without_autocast(device: str) -> AbstractContextManager[object]:
+def without_autocast(device: str) -> AbstractContextManager[object]:
     """Autocast would change the arithmetic that the options state; it is rarely on, and turning it off is not free."""
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
@@ -120,9 +122,9 @@ def attention(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(out (B, Hq, Sq, D), lse (B, Hq, Sq), counts (B, Hq, 6) or empty) of heads-first tensors; see the reference."""
     arithmetic = (precision, recovery, beta, block_q, block_k, softmax, overflow, accumulate)
-    kernel, options = _serve(q, mask_kind(attn_mask), False, diagnose, backend, *arithmetic)
+    kernel, options = serve(q, mask_kind(attn_mask), False, diagnose, backend, *arithmetic)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    with _without_autocast(q.device.type):
+    with without_autocast(q.device.type):
         out, lse, counts = kernel.attention(q, k, v, attn_mask, is_causal, scale, options, diagnose)
     return out.contiguous(), lse.contiguous(), counts
 
@@ -182,10 +184,10 @@ def attention_varlen(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(out (T, Hq, D), lse (T, Hq), counts (1, Hq, 6) or empty) of packed sequences; see the reference."""
     arithmetic = (precision, recovery, beta, block_q, block_k, softmax, overflow, accumulate)
-    kernel, options = _serve(q, "none", True, diagnose, backend, *arithmetic)
+    kernel, options = serve(q, "none", True, diagnose, backend, *arithmetic)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     arguments = (cu_seqlens_q, cu_seqlens_k, is_causal, scale, options, diagnose)
-    with _without_autocast(q.device.type):
+    with without_autocast(q.device.type):
         out, lse, counts = kernel.attention_varlen(q, k, v, *arguments)
     return out.contiguous(), lse.contiguous(), counts
 
@@ -238,7 +240,7 @@ def watch_scores(
     walked += rows
     if not taken:
         return
-    with _without_autocast(q.device.type), torch.no_grad():
+    with without_autocast(q.device.type), torch.no_grad():
         watch_counter(q.device.type, q.shape[-1])(q, k, attn_mask, totals, is_causal, scale, taken)
 
 

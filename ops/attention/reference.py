@@ -22,6 +22,7 @@ from pasa.ops.attention.repeated_maxima import EPSILON, bounded_shift, published
 from pasa.ops.attention.scores import Block, Tile, score_model
 from pasa.ops.numerics.dither import round_unbiased
 from pasa.ops.numerics.formats import FORMATS, Format, Overflow, round_to
+from pasa.ops.paging import gather_pages
 
 FP16, FP32 = FORMATS["fp16"], FORMATS["fp32"]
 NOTICED = -11 * math.log(2)  # a key this far below the log-sum-exp weighs as much as FP16 rounds
@@ -122,6 +123,35 @@ def attention_varlen(
         if joined is not None:
             joined.join(counts)
     return out, lse, ScoreCounts.empty(q.device) if joined is None else joined.table
+
+
+def attention_paged(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    is_causal: bool,
+    scale: float,
+    options: AttentionOptions,
+    diagnose: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries (T, Hq, D) over caches (pages, slots, Hkv, D): `attention_varlen` of the gathered keys.
+
+    Without `cu_seqlens_q` every sequence has one query. Queries behind the last of `cu_seqlens_q` are padding: 0 and
+    LSE -inf. The longest lengths change nothing here.
+    """
+    k, v = (gather_pages(cache, block_table, seq_lens) for cache in (k_cache, v_cache))
+    cu_q = torch.arange(len(q) + 1, device=q.device) if cu_seqlens_q is None else cu_seqlens_q
+    cu_k = torch.nn.functional.pad(seq_lens.long().cumsum(0), (1, 0))
+    used = int(cu_q[-1])
+    out, lse, counts = attention_varlen(q[:used], k, v, cu_q, cu_k, is_causal, scale, options, diagnose)
+    behind = (0, 0, 0, len(q) - used)
+    out = torch.nn.functional.pad(out, (0, 0, *behind))
+    return out, torch.nn.functional.pad(lse, behind, value=-torch.inf), counts
 
 
 def _without_hidden_keys(
