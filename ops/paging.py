@@ -7,6 +7,8 @@ read as a page, and slots that no sequence has reached may hold anything, NaN to
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -41,6 +43,25 @@ def gather_pages(cache: Tensor, block_table: Tensor, seq_lens: Tensor) -> Tensor
     sequence = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
     at = torch.arange(len(sequence), device=lengths.device) - (lengths.cumsum(0) - lengths)[sequence]
     return cache[block_table.long()[sequence, at // cache.shape[1]], at % cache.shape[1]]
+
+
+def attend_gathered(
+    attend: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]],
+    q: Tensor,
+    caches: tuple[Tensor, Tensor],
+    block_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `attend` (q, k, v, cu_seqlens_q, cu_seqlens_k) gives for packed sequences; 0 and LSE -inf for padding."""
+    k, v = (gather_pages(cache, block_table, seq_lens) for cache in caches)
+    cu_q = torch.arange(len(q) + 1, device=q.device) if cu_seqlens_q is None else cu_seqlens_q
+    cu_k = torch.nn.functional.pad(seq_lens.long().cumsum(0), (1, 0))
+    used = int(cu_q[-1])
+    out, lse, counts = attend(q[:used], k, v, cu_q, cu_k)
+    behind = (0, 0, 0, len(q) - used)
+    out = torch.nn.functional.pad(out, (0, 0, *behind))
+    return out, torch.nn.functional.pad(lse, behind, value=-torch.inf), counts
 
 
 def write_pages(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:

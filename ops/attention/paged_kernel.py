@@ -1,4 +1,5 @@
-"""Triton kernel of decoding from a paged cache: decode_kernel.py, with a table of pages between a key and its address.
+"""Triton kernels of decoding from a paged cache: those of decode_kernel.py and decode_lanes.py, with a table of pages
+between a key and its address.
 
 Nothing is gathered, and lengths stay on the device: each sequence is cut into as many splits as all others, of a length
 of its own. A mixed batch comes in tiles of a few queries, each with the keys that it sees.
@@ -8,6 +9,7 @@ import triton
 import triton.language as tl
 
 from pasa.ops.attention.decode_kernel import attend_split, load_queries, store_split
+from pasa.ops.attention.decode_lanes import attend_program, is_marked
 from pasa.ops.attention.triton_kernel import INF
 from pasa.ops.shift_keys.triton_kernel import ANCHOR_LIMIT
 
@@ -121,3 +123,72 @@ def decode_paged_kernel(
         good = (tl.sqrt(tl.max(b_square, 0)) * longest <= ANCHOR_LIMIT) & (tl.sum(b_square, 0) < INF)
     store_split(b_max, b_sum, b_acc, b_first, p_part, p_state, p_anchor + o_work * D, p_framed + o_work, o_work, m_row,
                 good, D, D_PAD, BLOCK_M)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["kv_heads", "group", "splits", "stride_table"])
+def decode_lanes_paged_kernel(
+    p_q,  # (B, Hq, 1, D)
+    p_k,  # (pages, PAGE, Hkv, D)
+    p_v,
+    p_part,  # as in decode_lanes_kernel
+    p_state,
+    p_anchor,
+    p_framed,
+    p_marked,
+    p_table,  # (B, most pages of a sequence) INT32
+    p_tile,  # (B,) INT32: keys of each sequence
+    stride_qb,
+    stride_qh,
+    stride_qm,
+    stride_kp,
+    stride_kh,
+    stride_kn,
+    stride_vp,
+    stride_vh,
+    stride_vn,
+    stride_table,
+    kv_heads,
+    group,
+    splits,
+    scale,
+    ANCHORED: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    LANES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PAGE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One of `splits` programs of one key head, whose sequences have one query."""
+    BLOCK: tl.constexpr = LANES * BLOCK_N
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    o_split = tl.program_id(0) % splits
+    o_pair = tl.program_id(0) // splits
+    if ANCHORED:
+        if is_marked(p_marked, o_pair, splits) == 0:
+            return
+    sequence = o_pair // kv_heads
+    batch = tl.cast(sequence, tl.int64)
+    kv_head = tl.cast(o_pair % kv_heads, tl.int64)
+    keys = tl.load(p_tile + sequence)
+    # whole blocks, then the others
+    if ANCHORED:
+        _, _, begin, end = locate_split(p_tile, sequence, o_split, splits, BLOCK, 1, False)
+        whole = tl.maximum(tl.minimum(end, keys // BLOCK * BLOCK), begin)
+        rest = whole
+        step = BLOCK
+    else:
+        begin = o_split * BLOCK
+        end = keys
+        whole = keys // BLOCK * BLOCK
+        step = splits * BLOCK
+        rest = whole + (o_split + splits - whole // BLOCK % splits) % splits * BLOCK
+    attend_program(
+        p_q, p_k + kv_head * stride_kh, p_v + kv_head * stride_vh, p_part, p_state, p_anchor, p_framed, p_marked,
+        batch, kv_head, begin, whole, rest, end, step, tl.program_id(0) * LANES, keys, stride_qb, stride_qh, stride_qm,
+        stride_kn, stride_vn, p_table + batch * stride_table, stride_kp, stride_vp, group, 1, scale,
+        ANCHORED, False, D, D_PAD, LANES, BLOCK_M, BLOCK_N, PAGE,
+    )  # fmt: skip

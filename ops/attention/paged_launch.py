@@ -8,17 +8,20 @@ import torch
 from torch import Tensor
 
 from pasa.ops.attention.decode_launch import (
+    LANES,
     Splits,
     architecture,
     blocks_of_a_split,
     decode_tiles,
     early,
+    keys_of_a_lane,
+    lane_stages,
     launched_early,
     merge,
     most_splits,
     sizes,
 )
-from pasa.ops.attention.paged_kernel import decode_paged_kernel
+from pasa.ops.attention.paged_kernel import decode_lanes_paged_kernel, decode_paged_kernel
 from pasa.ops.attention.tiles import Tile, processors
 from pasa.ops.attention.triton_call import DECODE_TILE, Call, strides_of
 from pasa.ops.packed import tile_table
@@ -136,28 +139,57 @@ class Queries:
 
 def _decode(call: Call, pages: Pages) -> tuple[Tensor, Tensor]:
     """Tiles of queries (tiles, Hq, rows, D): split the keys, do splits again with care, merge."""
-    tiles, _, rows, dim = call.q.shape
-    tile, careful = decode_tiles(architecture(call.q.device), pad_dim(dim), call.group * rows)
-    blocks = -(-pages.longest // tile.block_n)
-    programs = processors(call.q.device) * (8 // tile.warps)
-    each = blocks_of_a_split(programs, blocks, tiles * call.k.shape[1], most_splits(call))
-    splits = Splits.of(call, -(-blocks // each), tile.block_n, tile.block_m)
-    if tiles * call.k.shape[1] * splits.count * tile.block_m * dim >= 2**31:
-        raise NotImplementedError(f"{tiles} tiles of queries in {splits.count} splits at once: call with fewer queries")
-    _pass(call, pages, splits, tile, careful=False)
-    _pass(call, pages, splits, careful, careful=True)
+    rows, dim = call.q.shape[2:]
+    here, pad = architecture(call.q.device), pad_dim(dim)
+    lane = keys_of_a_lane(here, pad)
+    if lane and pages.tiles.dim() == 1 and call.group <= 16:
+        lanes, careful = LANES, Tile(16, 32, 4, 2)
+        splits = _split(call, pages, Tile(16, lane, LANES, lane_stages(here)), lanes)
+        _lanes(call, pages, splits, lane)
+    else:
+        lanes, (tile, careful) = 1, decode_tiles(here, pad, call.group * rows)
+        splits = _split(call, pages, tile, lanes)
+        _tiles(call, pages, splits, tile, lanes, careful=False)
+    _tiles(call, pages, splits, careful, lanes, careful=True)
     return merge(call, splits)
 
 
-def _pass(call: Call, pages: Pages, splits: Splits, tile: Tile, careful: bool) -> None:
-    device, rows = call.q.device, call.q.shape[2]
+def _split(call: Call, pages: Pages, tile: Tile, lanes: int) -> Splits:
+    """`lanes` splits for each program."""
+    dim, pairs = call.q.shape[-1], call.q.shape[0] * call.k.shape[1]
+    blocks = -(-pages.longest // (lanes * tile.block_n))
+    programs = processors(call.q.device) * (1 if lanes > 1 else 8 // tile.warps)
+    count = -(-blocks // blocks_of_a_split(programs, blocks, pairs, most_splits(call) // lanes)) * lanes
+    if pairs * count * tile.block_m * dim >= 2**31:
+        raise NotImplementedError(f"{call.q.shape[0]} tiles of queries in {count} splits: call with fewer queries")
+    return Splits.of(call, count, tile.block_n, tile.block_m)
+
+
+def _tiles(call: Call, pages: Pages, splits: Splits, tile: Tile, lanes: int, careful: bool) -> None:
+    """A pass of the portable kernel."""
+    tiled, device = pages.tiles.dim() == 2, call.q.device
     launch(
         decode_paged_kernel, (call.q.shape[0] * call.k.shape[1] * splits.count, 1, 1),
         (call.q, call.k, call.v, splits.part, splits.state, splits.anchor, splits.framed, pages.table, pages.tiles),
         (*strides_of(call.q), *strides_of(call.k), *strides_of(call.v), pages.table.stride(0),
-         call.k.shape[1], call.group, rows, splits.count, call.scale),
-        {"TILED": pages.tiles.dim() == 2, "CAUSAL": call.is_causal and pages.tiles.dim() == 2,
-         **sizes(call.q.shape[-1], tile.block_m, tile.block_n), "PAGE": pages.slots, "GRAIN": splits.keys, "LANES": 1,
-         "CAREFUL": careful, "PDL": early(device)},
+         call.k.shape[1], call.group, call.q.shape[2], splits.count, call.scale),
+        {"TILED": tiled, "CAUSAL": call.is_causal and tiled, **sizes(call.q.shape[-1], tile.block_m, tile.block_n),
+         "PAGE": pages.slots, "GRAIN": splits.keys * lanes, "LANES": lanes, "CAREFUL": careful, "PDL": early(device)},
         num_warps=tile.warps, num_stages=tile.stages, **launched_early(device),
     )  # fmt: skip
+
+
+def _lanes(call: Call, pages: Pages, splits: Splits, block_n: int) -> None:
+    """Without anchors, and with one a program."""
+    device, programs = call.q.device, splits.count // LANES
+    for anchored in (False, True):
+        launch(
+            decode_lanes_paged_kernel, (call.q.shape[0] * call.k.shape[1] * programs, 1, 1),
+            (call.q, call.k, call.v, splits.part, splits.state, splits.anchor, splits.framed, splits.marked,
+             pages.table, pages.tiles),
+            (*strides_of(call.q), *strides_of(call.k), *strides_of(call.v), pages.table.stride(0),
+             call.k.shape[1], call.group, programs, call.scale),
+            {"ANCHORED": anchored, **sizes(call.q.shape[-1], 16, block_n), "LANES": LANES, "PAGE": pages.slots,
+             "PDL": early(device)},
+            num_warps=LANES, num_stages=lane_stages(architecture(device)), **launched_early(device),
+        )  # fmt: skip

@@ -22,7 +22,7 @@ from pasa.ops.attention.repeated_maxima import EPSILON, bounded_shift, published
 from pasa.ops.attention.scores import Block, Tile, score_model
 from pasa.ops.numerics.dither import round_unbiased
 from pasa.ops.numerics.formats import FORMATS, Format, Overflow, round_to
-from pasa.ops.paging import gather_pages
+from pasa.ops.paging import attend_gathered
 
 FP16, FP32 = FORMATS["fp16"], FORMATS["fp32"]
 NOTICED = -11 * math.log(2)  # a key this far below the log-sum-exp weighs as much as FP16 rounds
@@ -144,14 +144,11 @@ def attention_paged(
     Without `cu_seqlens_q` every sequence has one query. Queries behind the last of `cu_seqlens_q` are padding: 0 and
     LSE -inf. The longest lengths change nothing here.
     """
-    k, v = (gather_pages(cache, block_table, seq_lens) for cache in (k_cache, v_cache))
-    cu_q = torch.arange(len(q) + 1, device=q.device) if cu_seqlens_q is None else cu_seqlens_q
-    cu_k = torch.nn.functional.pad(seq_lens.long().cumsum(0), (1, 0))
-    used = int(cu_q[-1])
-    out, lse, counts = attention_varlen(q[:used], k, v, cu_q, cu_k, is_causal, scale, options, diagnose)
-    behind = (0, 0, 0, len(q) - used)
-    out = torch.nn.functional.pad(out, (0, 0, *behind))
-    return out, torch.nn.functional.pad(lse, behind, value=-torch.inf), counts
+
+    def attend(*packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return attention_varlen(*packed, is_causal, scale, options, diagnose)
+
+    return attend_gathered(attend, q, (k_cache, v_cache), block_table, seq_lens, cu_seqlens_q)
 
 
 def _without_hidden_keys(

@@ -26,6 +26,7 @@ from pasa.ops.attention.triton_call import Call, dropped_bits, output_dtype, str
 from pasa.ops.attention.triton_kernel import attention_kernel
 from pasa.ops.attention.tuning import best_tile
 from pasa.ops.packed import tile_table
+from pasa.ops.paging import attend_gathered
 from pasa.ops.shift_keys.triton_backend import (
     KeyBlocks,
     Packing,
@@ -101,7 +102,16 @@ def attention_paged(
     options: AttentionOptions,
     diagnose: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `reference.attention_paged`, without waiting for a GPU. Caches of other types become FP16 as they are read."""
+    """As `reference.attention_paged`, without waiting for a GPU. Caches of other types become FP16 as they are read.
+
+    On an NPU pages are gathered first, for the packed kernel, and lengths read back.
+    """
+    if q.device.type == "npu":
+
+        def attend(*packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            return attention_varlen(*packed, is_causal, scale, options, diagnose)
+
+        return attend_gathered(attend, q, (k_cache, v_cache), block_table, seq_lens, cu_seqlens_q)
     with on_device(q):
         dropped = dropped_bits(options.softmax, q.dtype)
         half = to_fp16(q, "q") if q.device.type == "cpu" else q.half()

@@ -104,7 +104,7 @@ def test_sequences_share_pages():
 
 
 @pytest.mark.parametrize(("slots", "bias", "dim"), [(16, 0, 64), (48, 300, 64), (128, 0, 128), (16, 300, 128)])
-@pytest.mark.parametrize("heads", [(20, 1)], ids=str)
+@pytest.mark.parametrize("heads", [(20, 1), (7, 1)], ids=str)
 def test_same_bits_as_contiguous_keys(bias, slots, heads, dim):
     """One sequence of 512 keys: cut into as many splits either way."""
     pages = make_pages([512], heads, dim, slots, bias=bias)
