@@ -85,6 +85,7 @@ def support() -> str:
         ("softmax", [", ".join(b.softmaxes) for b in backends]),
         ("keys per block", [", ".join(map(str, b.block_ks)) or "1 to 65536" for b in backends]),
         ("packed sequences", ["yes" if b.varlen else "no" for b in backends]),
+        ("paged caches", ["no" if b.paged is None else " ".join(b.paged.values()) or "yes" for b in backends]),
         ("diagnostics", ["yes" if b.diagnostics else "no" for b in backends]),
     ]
     return table(

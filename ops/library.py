@@ -34,6 +34,7 @@ def _resolve(
     backend: str | None,
     needs: tuple[str, torch.dtype, int, str, bool, bool],
     arithmetic: tuple[Any, ...],
+    paged: bool,
 ) -> tuple[ModuleType, AttentionOptions, str]:
     """The module that serves such calls, their options, and the backend's name.
 
@@ -41,22 +42,23 @@ def _resolve(
     under it. A refusal is not remembered.
     """
     options = AttentionOptions(*arithmetic)
-    found = select(Request(*needs, options), backend)
+    found = select(Request(*needs, options, paged), backend)
     return found.load(), options, found.name
 
 
-def _serve(
-    q: Tensor, mask: str, varlen: bool, diagnose: bool, backend: str | None, *arithmetic: Any
+def serve(
+    q: Tensor, mask: str, varlen: bool, diagnose: bool, backend: str | None, *arithmetic: Any, paged: bool = False
 ) -> tuple[ModuleType, AttentionOptions, str]:
+    """The module that serves a call, its options, and the backend's name."""
     needs = (q.device.type, q.dtype, q.shape[-1], mask, varlen, diagnose)
-    return _resolve(tuple(registry.BACKENDS.values()), backend, needs, arithmetic)
+    return _resolve(tuple(registry.BACKENDS.values()), backend, needs, arithmetic, paged)
 
 
 def _server(q: Tensor, mask: str, varlen: bool, diagnose: bool, backend: str | None, *arithmetic: Any) -> str:
     """Name of the backend that serves such calls; where head dims are traced, they have no hash."""
     head_dim: Any = q.shape[-1]
     if isinstance(head_dim, int):
-        return _serve(q, mask, varlen, diagnose, backend, *arithmetic)[2]
+        return serve(q, mask, varlen, diagnose, backend, *arithmetic)[2]
     request = Request(q.device.type, q.dtype, head_dim, mask, varlen, diagnose, AttentionOptions(*arithmetic))
     return select(request, backend).name
 
@@ -82,7 +84,7 @@ def attention(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(out (B, Hq, Sq, D), lse (B, Hq, Sq), counts (B, Hq, 6) or empty) of heads-first tensors; see the reference."""
     arithmetic = (precision, recovery, beta, block_q, block_k, softmax, overflow, accumulate)
-    kernel, options, _ = _serve(q, mask_kind(attn_mask), False, diagnose, backend, *arithmetic)
+    kernel, options, _ = serve(q, mask_kind(attn_mask), False, diagnose, backend, *arithmetic)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     with without_autocast(q.device.type):
         out, lse, counts = kernel.attention(q, k, v, attn_mask, is_causal, scale, options, diagnose)
@@ -145,7 +147,7 @@ def attention_varlen(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(out (T, Hq, D), lse (T, Hq), counts (1, Hq, 6) or empty) of packed sequences; see the reference."""
     arithmetic = (precision, recovery, beta, block_q, block_k, softmax, overflow, accumulate)
-    kernel, options, _ = _serve(q, "none", True, diagnose, backend, *arithmetic)
+    kernel, options, _ = serve(q, "none", True, diagnose, backend, *arithmetic)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     arguments = (cu_seqlens_q, cu_seqlens_k, is_causal, scale, options, diagnose)
     with without_autocast(q.device.type):

@@ -32,6 +32,7 @@ class Request:
     varlen: bool
     diagnostics: bool
     options: AttentionOptions
+    paged: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +57,8 @@ class Backend:
     block_ks : tuple of int
         Accepted keys per block; empty means any.
     varlen, diagnostics : bool
+    paged : dict, optional
+        Options by name that a call over a paged cache must have; None if it serves no such call.
     missing : callable
         Why it cannot run on this machine, or None; called when asked, never at import.
     label : str
@@ -83,6 +86,7 @@ class Backend:
     block_ks: tuple[int, ...] = ()
     varlen: bool = True
     diagnostics: bool = True
+    paged: dict[str, str] | None = field(default_factory=dict)
     replaced: Callable[[], str | None] = field(default=lambda: None)
     priority: int = field(default=0)
 
@@ -125,8 +129,16 @@ class Backend:
             reasons.append("packed sequences are not supported")
         if request.diagnostics and not self.diagnostics:
             reasons.append("diagnostics are not supported")
+        if request.paged:
+            reasons += self._paged_refusals(options)
         absent = self.missing() or (self.replaced() if by_name else None)
         return reasons if absent is None else [absent, *reasons]
+
+    def _paged_refusals(self, options: AttentionOptions) -> list[str]:
+        if self.paged is None:
+            return ["paged caches are not supported"]
+        has = {name: getattr(options, name) for name in self.paged}
+        return [f"a paged cache takes {n} {self.paged[n]}, not {has[n]}" for n in has if has[n] != self.paged[n]]
 
 
 BACKENDS: dict[str, Backend] = {}
@@ -216,6 +228,7 @@ register(
         head_dims=(1, 256),
         block_ks=(32, 64, 128),
         diagnostics=False,
+        paged={"precision": "pasa", "recovery": "exact"},
         priority=1,
     )
 )
@@ -234,6 +247,7 @@ register(
         head_dims=(1, 256),
         block_ks=(128,),
         diagnostics=False,
+        paged=None,
         priority=2,
     )
 )

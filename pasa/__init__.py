@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 # Not lazy: a later `import pasa.attention` would bind the module of that name over the function.
 from pasa.attention import attention, attention_varlen, backends
+from pasa.paged import attention_paged, write_pages
 
 if TYPE_CHECKING:
     from pasa.config import PasaConfig as PasaConfig
@@ -44,7 +45,7 @@ _LAZY = {
     "predict_overflow": "pasa.prediction",
 }
 
-__all__ = ["__version__", "attention", "attention_varlen", "backends", *sorted(_LAZY)]
+__all__ = ["__version__", "attention", "attention_paged", "attention_varlen", "backends", "write_pages", *sorted(_LAZY)]
 
 logging.getLogger("pasa").addHandler(logging.NullHandler())
 

@@ -24,6 +24,7 @@ TYPES = {
     **dict.fromkeys(
         [
             "p_tile",
+            "p_table",
             "p_cu_q",
             "p_cu_k",
             "p_first_block",

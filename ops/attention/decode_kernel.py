@@ -70,13 +70,26 @@ def anchored_scores(b_q, b_k, m_key, longest, LAZY: tl.constexpr):
 
 
 @triton.jit
+def locate_keys(p_table, start, end, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Pages and slots of BLOCK_N keys from `start` on, pages as a scalar where all keys are in one. p_table: row of the
+    sequence; ALIGNED: `start` is a multiple of BLOCK_N."""
+    o_n = start + tl.arange(0, BLOCK_N)
+    if ALIGNED and PAGE % BLOCK_N == 0:
+        page = tl.load(p_table + start // PAGE)
+    else:
+        page = tl.load(p_table + o_n // PAGE, mask=o_n < end, other=0)
+    return tl.cast(page, tl.int64), o_n % PAGE
+
+
+@triton.jit
 def attend_split(
     b_q, b_max, b_sum, b_acc, b_first, b_square, p_keys, p_values, p_mask, o_query, m_row, begin, end,
-    diagonal, scale, longest, stride_kn, stride_vn, stride_mask_n,
+    diagonal, scale, longest, stride_kn, stride_vn, stride_mask_n, p_table, stride_kp, stride_vp,
     ANCHORED: tl.constexpr, HIDES: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr,
-    D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
+    D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Keys from `begin` to `end`, a part of a split.
+    """Keys from `begin` to `end`, a part of a split. PAGE: slots of a page, 0 without pages, and then p_table and the
+    strides of pages stand for nothing; ALIGNED: `begin` is a multiple of BLOCK_N.
 
     ANCHORED: block means are taken off, scores are in the frame of b_first, the anchor of the first block of which a
     row has seen a key: behind padding there is none before. Otherwise keys are used as they are, and b_square
@@ -91,12 +104,18 @@ def attend_split(
         o_n = start + tl.arange(0, BLOCK_N)
         at = tl.cast(start, tl.int64)
         m_tile = (o_n < end)[:, None] & (o_d < D)[None, :]
-        p_key = p_keys + at * stride_kn + tl.arange(0, BLOCK_N)[:, None] * stride_kn + o_d[None, :]
-        p_value = p_values + at * stride_vn + tl.arange(0, BLOCK_N)[:, None] * stride_vn + o_d[None, :]
+        if PAGE > 0:
+            b_page, b_slot = locate_keys(p_table, start, end, BLOCK_N, PAGE, ALIGNED)
+            p_key = p_keys + (b_page * stride_kp + b_slot * stride_kn)[:, None] + o_d[None, :]
+            p_value = p_values + (b_page * stride_vp + b_slot * stride_vn)[:, None] + o_d[None, :]
+        else:
+            p_key = p_keys + at * stride_kn + tl.arange(0, BLOCK_N)[:, None] * stride_kn + o_d[None, :]
+            p_value = p_values + at * stride_vn + tl.arange(0, BLOCK_N)[:, None] * stride_vn + o_d[None, :]
         if HIDES or D < D_PAD:
             b_k = tl.load(p_key, mask=m_tile, other=0.0)
         else:
             b_k = tl.load(p_key)
+        b_k = b_k.to(tl.float16)  # a cache may be BF16
         # what each row sees
         m_seen = (o_n < end)[None, :] & m_row[:, None]
         if CAUSAL:
@@ -133,6 +152,7 @@ def attend_split(
             b_v = tl.load(p_value, mask=m_tile, other=0.0)
         else:
             b_v = tl.load(p_value)
+        b_v = b_v.to(tl.float16)
         if HIDES and ANCHORED:
             b_acc = add_values(b_acc, b_p, b_v, m_seen)
         else:
@@ -218,21 +238,21 @@ def decode_kernel(
     if CAREFUL:
         b_max, b_sum, b_acc, b_first, b_square = attend_split(
             b_q, b_max, b_sum, b_acc, b_first, b_square, p_keys, p_values, p_masks, o_query, m_row, begin, end,
-            diagonal, scale, longest, stride_kn, stride_vn, stride_mask_n,
-            True, True, MASK, CAUSAL, D, D_PAD, BLOCK_N,
+            diagonal, scale, longest, stride_kn, stride_vn, stride_mask_n, p_k, 0, 0,
+            True, True, MASK, CAUSAL, D, D_PAD, BLOCK_N, 0, True,
         )  # fmt: skip
         good = True
     else:
         if MASK == "none":
             b_max, b_sum, b_acc, b_first, b_square = attend_split(
                 b_q, b_max, b_sum, b_acc, b_first, b_square, p_keys, p_values, p_masks, o_query, m_row, begin, whole,
-                diagonal, scale, longest, stride_kn, stride_vn, stride_mask_n,
-                False, False, MASK, False, D, D_PAD, BLOCK_N,
+                diagonal, scale, longest, stride_kn, stride_vn, stride_mask_n, p_k, 0, 0,
+                False, False, MASK, False, D, D_PAD, BLOCK_N, 0, True,
             )  # fmt: skip
         b_max, b_sum, b_acc, b_first, b_square = attend_split(
             b_q, b_max, b_sum, b_acc, b_first, b_square, p_keys, p_values, p_masks, o_query, m_row, whole, end,
-            diagonal, scale, longest, stride_kn, stride_vn, stride_mask_n,
-            False, True, MASK, CAUSAL, D, D_PAD, BLOCK_N,
+            diagonal, scale, longest, stride_kn, stride_vn, stride_mask_n, p_k, 0, 0,
+            False, True, MASK, CAUSAL, D, D_PAD, BLOCK_N, 0, True,
         )  # fmt: skip
         # a sum, unlike a maximum, does not lose a NaN
         good = (tl.sqrt(tl.max(b_square, 0)) * longest <= ANCHOR_LIMIT) & (tl.sum(b_square, 0) < INF)

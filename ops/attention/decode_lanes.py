@@ -26,7 +26,19 @@ FP32_MAX = tl.constexpr(3.4028234e38)
 
 
 @triton.jit
-def sampled_anchor(p_keys, begin, end, longest, stride_kn, D: tl.constexpr, D_PAD: tl.constexpr):
+def offsets_of(o_n, m_n, stride_n, p_table, stride_page, PAGE: tl.constexpr):
+    """Of keys o_n. PAGE: slots of a page, 0 without pages, and then p_table and stride_page stand for nothing."""
+    if PAGE > 0:
+        page = tl.load(p_table + o_n // PAGE, mask=m_n, other=0)
+        offset = tl.cast(page, tl.int64) * stride_page + (o_n % PAGE) * stride_n
+    else:
+        offset = tl.cast(o_n, tl.int64) * stride_n
+    return offset
+
+
+@triton.jit
+def sampled_anchor(p_keys, begin, end, longest, stride_kn, p_table, stride_kp, D: tl.constexpr, D_PAD: tl.constexpr,
+                   PAGE: tl.constexpr):  # fmt: skip
     """Anchor (D,) of keys `begin` to `end`, the norm that k - a may have, and whether the sample keeps well below it.
 
     A norm up to the smallest |a| / 2 means a / 2 <= k <= 3 a / 2 in every anchored column: FP16 subtracts exactly there
@@ -36,8 +48,8 @@ def sampled_anchor(p_keys, begin, end, longest, stride_kn, D: tl.constexpr, D_PA
     """
     o_n = begin + tl.arange(0, SAMPLES) * ((end - begin) // SAMPLES)
     o_d = tl.arange(0, D_PAD)
-    p_tile = p_keys + tl.cast(o_n, tl.int64)[:, None] * stride_kn + o_d[None, :]
-    b_k = tl.load(p_tile, mask=(o_n < end)[:, None] & (o_d < D)[None, :], other=0.0).to(tl.float32)
+    p_tile = p_keys + offsets_of(o_n, o_n < end, stride_kn, p_table, stride_kp, PAGE)[:, None] + o_d[None, :]
+    b_k = tl.load(p_tile, mask=(o_n < end)[:, None] & (o_d < D)[None, :], other=0.0).to(tl.float16).to(tl.float32)
     mean = tl.sum(b_k, 0) / SAMPLES
     steady = tl.max(tl.abs(b_k - mean[None, :]), 0) <= tl.abs(mean) * 0.125
     b_left = tl.where(steady[None, :], b_k - mean[None, :], b_k)
@@ -54,19 +66,37 @@ def sampled_anchor(p_keys, begin, end, longest, stride_kn, D: tl.constexpr, D_PA
 
 
 @triton.jit
-def few_keys(p_keys, keys, stride_kn, D: tl.constexpr, D_PAD: tl.constexpr):
+def few_keys(p_keys, keys, stride_kn, p_table, stride_kp, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr):
     """A few keys (FEW, D), far from each other."""
     o_n = tl.arange(0, FEW) * (keys // FEW)
     o_d = tl.arange(0, D_PAD)
-    p_tile = p_keys + tl.cast(o_n, tl.int64)[:, None] * stride_kn + o_d[None, :]
-    return tl.load(p_tile, mask=(o_n < keys)[:, None] & (o_d < D)[None, :], other=0.0)
+    p_tile = p_keys + offsets_of(o_n, o_n < keys, stride_kn, p_table, stride_kp, PAGE)[:, None] + o_d[None, :]
+    return tl.load(p_tile, mask=(o_n < keys)[:, None] & (o_d < D)[None, :], other=0.0).to(tl.float16)
+
+
+@triton.jit
+def locate_lanes(p_table, start, keys, HIDES: tl.constexpr, LANES: tl.constexpr, BLOCK_N: tl.constexpr,
+                 PAGE: tl.constexpr):  # fmt: skip
+    """Pages (L, 1) or (L, N) and slots (L, N) of LANES * BLOCK_N keys from `start`, a multiple of that, on."""
+    o_lane = start + tl.arange(0, LANES)[:, None] * BLOCK_N
+    o_n = o_lane + tl.arange(0, BLOCK_N)[None, :]
+    if PAGE % BLOCK_N == 0:  # all keys of a lane are in one page
+        o_look = o_lane
+    else:
+        o_look = o_n
+    if HIDES:
+        page = tl.load(p_table + o_look // PAGE, mask=o_look < keys, other=0)
+    else:
+        page = tl.load(p_table + o_look // PAGE)
+    return tl.cast(page, tl.int64), o_n % PAGE
 
 
 @triton.jit
 def attend_lanes(
     b_q, b_max, b_sum, b_acc, b_far, p_keys, p_values, p_frame, o_query, begin, end, step, keys, diagonal, scale,
-    stride_kn, stride_vn, ANCHORED: tl.constexpr, HIDES: tl.constexpr, CAUSAL: tl.constexpr,
-    D: tl.constexpr, D_PAD: tl.constexpr, LANES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    stride_kn, stride_vn, p_table, stride_kp, stride_vp,
+    ANCHORED: tl.constexpr, HIDES: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    LANES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     """One block of LANES * BLOCK_N keys every `step`: b_max, b_sum (L, M), b_acc (L, M, D), and the largest |k - a|^2
     as a tile b_far (L, M, N) of equal rows, or what no bound allows. b_q (M, D); p_frame: a, in memory so that it
@@ -85,11 +115,17 @@ def attend_lanes(
     for start in range(begin, end, step):
         at = tl.cast(start, tl.int64)
         m_n = start + o_n < keys
+        if PAGE > 0:
+            b_page, b_slot = locate_lanes(p_table, start, keys, HIDES, LANES, BLOCK_N, PAGE)
+            p_key = p_keys + ((b_page * stride_kp + b_slot * stride_kn)[:, None, :] + o_d[None, :, None])
+        else:
+            p_key = p_keys + at * stride_kn + o_k
         # scores (L, M, N)
         if HIDES or D < D_PAD:
-            b_k = tl.load(p_keys + at * stride_kn + o_k, mask=m_n[:, None, :] & m_d[None, :, None], other=0.0)
+            b_k = tl.load(p_key, mask=m_n[:, None, :] & m_d[None, :, None], other=0.0)
         else:
-            b_k = tl.load(p_keys + at * stride_kn + o_k)
+            b_k = tl.load(p_key)
+        b_k = b_k.to(tl.float16)  # a cache may be BF16
         if ANCHORED:
             b_k = b_k - b_anchor
             if HIDES:
@@ -109,10 +145,15 @@ def attend_lanes(
         b_sum = b_sum * alpha + tl.sum(b_p.to(tl.float32), 2)
         b_max = new_max
         # values
-        if HIDES or D < D_PAD:
-            b_v = tl.load(p_values + at * stride_vn + o_v, mask=m_n[:, :, None] & m_d[None, None, :], other=0.0)
+        if PAGE > 0:
+            p_value = p_values + ((b_page * stride_vp + b_slot * stride_vn)[:, :, None] + o_d[None, None, :])
         else:
-            b_v = tl.load(p_values + at * stride_vn + o_v)
+            p_value = p_values + at * stride_vn + o_v
+        if HIDES or D < D_PAD:
+            b_v = tl.load(p_value, mask=m_n[:, :, None] & m_d[None, None, :], other=0.0)
+        else:
+            b_v = tl.load(p_value)
+        b_v = b_v.to(tl.float16)
         if HIDES:  # rows differ in what they see, and 0 * NaN is NaN
             finite = tl.min(tl.where(tl.abs(b_v.to(tl.float32)) <= FP16_MAX, 1, 0), 2) > 0
             b_far = tl.where(finite[:, None, :], b_far, INF)
@@ -133,6 +174,79 @@ def store_lanes(
     tl.store(p_part + o_part[:, :, None] * D + o_d[None, None, :], b_acc, mask=m_out)
     tl.store(p_state + 2 * o_part, b_max, mask=m_part)
     tl.store(p_state + 2 * o_part + 1, b_sum, mask=m_part)
+
+
+@triton.jit
+def attend_program(
+    p_q, p_keys, p_values, p_part, p_state, p_anchor, p_framed, p_marked, batch, kv_head, begin, whole, rest, end, step,
+    slot, keys, stride_qb, stride_qh, stride_qm, stride_kn, stride_vn, p_table, stride_kp, stride_vp,
+    group, rows, scale, ANCHORED: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    LANES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """What one program does: blocks from `begin` to `whole`, that all rows see, and those from `rest` to `end`.
+    slot: of its first lane."""
+    o_m = tl.arange(0, BLOCK_M)
+    o_d = tl.arange(0, D_PAD)
+    b_few = few_keys(p_keys, keys, stride_kn, p_table, stride_kp, D, D_PAD, PAGE)
+    b_q, _, o_query, longest = load_queries(
+        p_q, batch, kv_head, group, rows, stride_qb, stride_qh, stride_qm, scale, D, D_PAD, BLOCK_M
+    )
+    m_row = o_m < group * rows
+    p_frame = p_anchor + slot * D
+    diagonal = keys - rows
+    # the anchor, what norm a key may have less it, and whether some keys have
+    o_lane = tl.arange(0, LANES)
+    framed = 0
+    if ANCHORED:
+        anchor, limit, good = sampled_anchor(
+            p_keys, begin, whole, longest, stride_kn, p_table, stride_kp, D, D_PAD, PAGE
+        )
+        framed = tl.max(tl.where(anchor != 0.0, 1, 0), 0)
+        o_frame = o_lane[:, None] * D + o_d[None, :]
+        b_frame = tl.broadcast_to(anchor[None, :], (LANES, D_PAD)).to(tl.float16)
+        tl.store(p_frame + o_frame, b_frame, mask=(o_frame >= 0) & (o_d < D)[None, :])
+        tl.debug_barrier()  # other threads of the program read it
+    else:
+        limit = ANCHOR_LIMIT / tl.maximum(longest, 1e-30)
+        b_few = b_few.to(tl.float32)
+        good = tl.max(tl.sum(b_few * b_few, 1), 0) <= limit * limit  # worth a try; NaN is lost
+    # the lanes
+    b_max = tl.full((LANES, BLOCK_M), -INF, tl.float32)
+    b_sum = tl.zeros((LANES, BLOCK_M), tl.float32)
+    b_acc = tl.zeros((LANES, BLOCK_M, D_PAD), tl.float32)
+    b_far = tl.zeros((LANES, BLOCK_M, BLOCK_N), tl.float32)
+    b_max, b_sum, b_acc, b_far = attend_lanes(
+        b_q, b_max, b_sum, b_acc, b_far, p_keys, p_values, p_frame, o_query, begin, tl.where(good, whole, begin), step,
+        keys, diagonal, scale, stride_kn, stride_vn, p_table, stride_kp, stride_vp,
+        ANCHORED, False, CAUSAL, D, D_PAD, LANES, BLOCK_M, BLOCK_N, PAGE,
+    )  # fmt: skip
+    if good & (rest < end):
+        b_max, b_sum, b_acc, b_far = attend_lanes(
+            b_q, b_max, b_sum, b_acc, b_far, p_keys, p_values, p_frame, o_query, rest, end, step,
+            keys, diagonal, scale, stride_kn, stride_vn, p_table, stride_kp, stride_vp,
+            ANCHORED, True, CAUSAL, D, D_PAD, LANES, BLOCK_M, BLOCK_N, PAGE,
+        )  # fmt: skip
+    # FP16 rounds squares and their differences by 2^-11, and by 2^-25 near 0; NaN passes no comparison
+    highest = tl.minimum(0.99 * limit * limit - D * 2.0**-25, FP32_MAX)
+    far = tl.max(tl.max(tl.max(tl.where(b_far <= highest, 0, 1), 2), 1), 0)
+    good = good & (far == 0)
+    if ANCHORED:
+        tl.store(p_framed + slot + o_lane, tl.full((LANES,), 0, tl.int32) + tl.where(good, framed, -1))
+    else:
+        tl.store(p_framed + slot + o_lane, tl.zeros((LANES,), tl.int32))
+        tl.store(p_marked + tl.program_id(0), tl.where(good, 0, 1))
+    store_lanes(b_max, b_sum, b_acc, p_part, p_state, slot, m_row, D, D_PAD, LANES, BLOCK_M)
+
+
+@triton.jit
+def is_marked(p_marked, o_pair, splits):
+    """Whether the pass without anchors has failed in a program of the head."""
+    marked = 0
+    for start in range(0, splits, MARKS):
+        o_mark = start + tl.arange(0, MARKS)
+        b_mark = tl.load(p_marked + o_pair * splits + o_mark, mask=o_mark < splits, other=0)
+        marked = tl.maximum(marked, tl.max(b_mark, 0))
+    return marked
 
 
 @triton.jit(do_not_specialize=["kv_heads", "group", "rows", "keys", "splits", "keys_each"])
@@ -179,12 +293,7 @@ def decode_lanes_kernel(
     o_pair = tl.program_id(0) // splits
     slot = tl.program_id(0) * LANES
     if ANCHORED:
-        marked = 0
-        for start in range(0, splits, MARKS):
-            o_mark = start + tl.arange(0, MARKS)
-            b_mark = tl.load(p_marked + o_pair * splits + o_mark, mask=o_mark < splits, other=0)
-            marked = tl.maximum(marked, tl.max(b_mark, 0))
-        if marked == 0:
+        if is_marked(p_marked, o_pair, splits) == 0:
             return
     batch = tl.cast(o_pair // kv_heads, tl.int64)
     kv_head = tl.cast(o_pair % kv_heads, tl.int64)
@@ -204,50 +313,8 @@ def decode_lanes_kernel(
         whole = seen_by_all
         step = splits * BLOCK
         rest = whole + (o_split + splits - whole // BLOCK % splits) % splits * BLOCK
-    o_m = tl.arange(0, BLOCK_M)
-    o_d = tl.arange(0, D_PAD)
-    b_few = few_keys(p_keys, keys, stride_kn, D, D_PAD)
-    b_q, _, o_query, longest = load_queries(
-        p_q, batch, kv_head, group, rows, stride_qb, stride_qh, stride_qm, scale, D, D_PAD, BLOCK_M
-    )
-    m_row = o_m < group * rows
-    p_frame = p_anchor + slot * D
-    diagonal = keys - rows
-    # the anchor, what norm a key may have less it, and whether some keys have
-    o_lane = tl.arange(0, LANES)
-    framed = 0
-    if ANCHORED:
-        anchor, limit, good = sampled_anchor(p_keys, begin, whole, longest, stride_kn, D, D_PAD)
-        framed = tl.max(tl.where(anchor != 0.0, 1, 0), 0)
-        o_frame = o_lane[:, None] * D + o_d[None, :]
-        b_frame = tl.broadcast_to(anchor[None, :], (LANES, D_PAD)).to(tl.float16)
-        tl.store(p_frame + o_frame, b_frame, mask=(o_frame >= 0) & (o_d < D)[None, :])
-        tl.debug_barrier()  # other threads of the program read it
-    else:
-        limit = ANCHOR_LIMIT / tl.maximum(longest, 1e-30)
-        b_few = b_few.to(tl.float32)
-        good = tl.max(tl.sum(b_few * b_few, 1), 0) <= limit * limit  # worth a try; NaN is lost
-    # the lanes
-    b_max = tl.full((LANES, BLOCK_M), -INF, tl.float32)
-    b_sum = tl.zeros((LANES, BLOCK_M), tl.float32)
-    b_acc = tl.zeros((LANES, BLOCK_M, D_PAD), tl.float32)
-    b_far = tl.zeros((LANES, BLOCK_M, BLOCK_N), tl.float32)
-    b_max, b_sum, b_acc, b_far = attend_lanes(
-        b_q, b_max, b_sum, b_acc, b_far, p_keys, p_values, p_frame, o_query, begin, tl.where(good, whole, begin), step,
-        keys, diagonal, scale, stride_kn, stride_vn, ANCHORED, False, CAUSAL, D, D_PAD, LANES, BLOCK_M, BLOCK_N,
+    attend_program(
+        p_q, p_keys, p_values, p_part, p_state, p_anchor, p_framed, p_marked, batch, kv_head, begin, whole, rest, end,
+        step, slot, keys, stride_qb, stride_qh, stride_qm, stride_kn, stride_vn, p_k, 0, 0, group, rows, scale,
+        ANCHORED, CAUSAL, D, D_PAD, LANES, BLOCK_M, BLOCK_N, 0,
     )  # fmt: skip
-    if good & (rest < end):
-        b_max, b_sum, b_acc, b_far = attend_lanes(
-            b_q, b_max, b_sum, b_acc, b_far, p_keys, p_values, p_frame, o_query, rest, end, step,
-            keys, diagonal, scale, stride_kn, stride_vn, ANCHORED, True, CAUSAL, D, D_PAD, LANES, BLOCK_M, BLOCK_N,
-        )  # fmt: skip
-    # FP16 rounds squares and their differences by 2^-11, and by 2^-25 near 0; NaN passes no comparison
-    highest = tl.minimum(0.99 * limit * limit - D * 2.0**-25, FP32_MAX)
-    far = tl.max(tl.max(tl.max(tl.where(b_far <= highest, 0, 1), 2), 1), 0)
-    good = good & (far == 0)
-    if ANCHORED:
-        tl.store(p_framed + slot + o_lane, tl.full((LANES,), 0, tl.int32) + tl.where(good, framed, -1))
-    else:
-        tl.store(p_framed + slot + o_lane, tl.zeros((LANES,), tl.int32))
-        tl.store(p_marked + tl.program_id(0), tl.where(good, 0, 1))
-    store_lanes(b_max, b_sum, b_acc, p_part, p_state, slot, m_row, D, D_PAD, LANES, BLOCK_M)

@@ -52,15 +52,14 @@ class Splits:
 
 def decode(call: Call) -> tuple[Tensor, Tensor]:
     """Few rows: split the keys, do splits whose scores are too large again with care, then merge."""
-    batch, heads, rows, dim = call.q.shape
+    batch, _, rows, dim = call.q.shape
     pad = pad_dim(dim)
-    architecture = _architecture(call.q.device)
-    lane = keys_of_a_lane(architecture, pad)
+    lane = keys_of_a_lane(architecture(call.q.device), pad)
     if lane and call.mask is None and call.group * rows <= 16:
         splits = _lanes(call, lane)
         careful = Tile(16, 32, 4, 2)
     else:
-        tile, careful = decode_tiles(architecture, pad, call.group * rows)
+        tile, careful = decode_tiles(architecture(call.q.device), pad, call.group * rows)
         pairs = batch * call.k.shape[1]
         each = tile.block_n * blocks_of_a_split(
             processors(call.q.device) * (8 // tile.warps), -(-call.k.shape[2] // tile.block_n), pairs, most_splits(call)
@@ -68,6 +67,13 @@ def decode(call: Call) -> tuple[Tensor, Tensor]:
         splits = Splits.of(call, -(-call.k.shape[2] // each), each, tile.block_m)
         _tiles(call, splits, tile, careful=False)
     _tiles(call, splits, careful, careful=True)
+    return merge(call, splits)
+
+
+def merge(call: Call, splits: Splits) -> tuple[Tensor, Tensor]:
+    """What all splits together give."""
+    batch, heads, rows, dim = call.q.shape
+    pad = pad_dim(dim)
     out, lse = call.outputs()
     padded = 1 << max(splits.count - 1, 0).bit_length()
     columns, warps = min(pad, max(16, MERGE_TILE // padded)), 4
@@ -77,9 +83,9 @@ def decode(call: Call) -> tuple[Tensor, Tensor]:
         merge_kernel, (batch * heads * rows, pad // columns, 1),
         (call.q, splits.part, splits.state, splits.anchor, splits.framed, out, lse),
         (*strides_of(call.q), heads, call.group, rows, splits.count, call.scale),
-        {"NATS": call.mask_kind == "float", **_sizes(dim, splits.block_m), "SPLITS": padded,
+        {"NATS": call.mask_kind == "float", **sizes(dim, splits.block_m), "SPLITS": padded,
          "COLUMNS": columns, "DROPPED": call.dropped, "PDL": early(call.q.device)},
-        num_warps=warps, **_launched_early(call.q.device),
+        num_warps=warps, **launched_early(call.q.device),
     )  # fmt: skip
     return out, lse
 
@@ -99,9 +105,9 @@ def _lanes(call: Call, block_n: int) -> Splits:
             (call.q, call.k, call.v, splits.part, splits.state, splits.anchor, splits.framed, splits.marked),
             (*strides_of(call.q), *strides_of(call.k), *strides_of(call.v),
              kv_heads, call.group, rows, keys, programs, each, call.scale),
-            {"ANCHORED": anchored, "CAUSAL": call.is_causal, **_sizes(dim, 16, block_n), "LANES": LANES,
+            {"ANCHORED": anchored, "CAUSAL": call.is_causal, **sizes(dim, 16, block_n), "LANES": LANES,
              "PDL": early(device)},
-            num_warps=LANES, num_stages=lane_stages(_architecture(device)), **_launched_early(device),
+            num_warps=LANES, num_stages=lane_stages(architecture(device)), **launched_early(device),
         )  # fmt: skip
     return splits
 
@@ -116,19 +122,21 @@ def _tiles(call: Call, splits: Splits, tile: Tile, careful: bool) -> None:
          call.q if call.mask is None else call.mask),
         (*strides_of(call.q), *strides_of(call.k), *strides_of(call.v), *call.mask_strides,
          kv_heads, call.group, rows, keys, splits.count, splits.keys, call.scale),
-        {"MASK": call.mask_kind, "CAUSAL": call.is_causal, **_sizes(dim, tile.block_m, tile.block_n),
+        {"MASK": call.mask_kind, "CAUSAL": call.is_causal, **sizes(dim, tile.block_m, tile.block_n),
          "CAREFUL": careful, "PDL": early(call.q.device)},
-        num_warps=tile.warps, num_stages=tile.stages, **_launched_early(call.q.device),
+        num_warps=tile.warps, num_stages=tile.stages, **launched_early(call.q.device),
     )  # fmt: skip
 
 
-def _sizes(dim: int, block_m: int, block_n: int | None = None) -> dict[str, int]:
+def sizes(dim: int, block_m: int, block_n: int | None = None) -> dict[str, int]:
+    """What kernels of decoding are compiled for."""
     sizes = {"D": dim, "D_PAD": pad_dim(dim), "BLOCK_M": block_m}
     return sizes if block_n is None else sizes | {"BLOCK_N": block_n}
 
 
 @cache
-def _architecture(device: torch.device) -> str:
+def architecture(device: torch.device) -> str:
+    """As `architecture_of`."""
     return architecture_of(device.type, torch.cuda.get_device_capability(device) if device.type == "cuda" else None)
 
 
@@ -153,7 +161,7 @@ def early(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def _launched_early(device: torch.device) -> dict[str, bool]:
+def launched_early(device: torch.device) -> dict[str, bool]:
     """Other backends do not know the option."""
     return {"launch_pdl": True} if early(device) else {}
 

@@ -23,6 +23,7 @@ from pasa.ops.attention.repeated_maxima import EPSILON, bounded_shift, published
 from pasa.ops.attention.scores import Block, Tile, score_model
 from pasa.ops.numerics.dither import round_unbiased
 from pasa.ops.numerics.formats import FORMATS, Format, Overflow, round_to
+from pasa.ops.paging import attend_gathered
 
 FP16, FP32 = FORMATS["fp16"], FORMATS["fp32"]
 SILENCE = """to silence: warnings.filterwarnings("ignore", "softmax='unbiased_paper'", UserWarning)"""
@@ -124,6 +125,32 @@ def attention_varlen(
         if joined is not None:
             joined.join(counts)
     return out, lse, ScoreCounts.empty(q.device) if joined is None else joined.table
+
+
+def attention_paged(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    is_causal: bool,
+    scale: float,
+    options: AttentionOptions,
+    diagnose: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries (T, Hq, D) over caches (pages, slots, Hkv, D): `attention_varlen` of the gathered keys.
+
+    Without `cu_seqlens_q` every sequence has one query. Queries behind the last of `cu_seqlens_q` are padding: 0 and
+    LSE -inf. The longest lengths change nothing here.
+    """
+
+    def attend(*packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return attention_varlen(*packed, is_causal, scale, options, diagnose)
+
+    return attend_gathered(attend, q, (k_cache, v_cache), block_table, seq_lens, cu_seqlens_q)
 
 
 def _without_hidden_keys(

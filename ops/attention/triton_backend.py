@@ -17,6 +17,7 @@ from pasa.ops.attention.decode_launch import decode
 from pasa.ops.attention.inputs import capturing, edges, to_fp16
 from pasa.ops.attention.mask_launch import MaskTiles
 from pasa.ops.attention.options import AttentionOptions
+from pasa.ops.attention.paged_launch import paged_attention
 from pasa.ops.attention.paper_launch import paper_attention
 from pasa.ops.attention.rounding_kernel import rounding_kernel
 from pasa.ops.attention.short_launch import is_short, short_attention
@@ -25,6 +26,7 @@ from pasa.ops.attention.triton_call import Call, dropped_bits, output_dtype, str
 from pasa.ops.attention.triton_kernel import attention_kernel
 from pasa.ops.attention.tuning import best_tile
 from pasa.ops.packed import tile_table
+from pasa.ops.paging import attend_gathered
 from pasa.ops.shift_keys.triton_backend import (
     KeyBlocks,
     Packing,
@@ -84,6 +86,39 @@ def attention_varlen(
         packed = cu_seqlens_q.int(), cu_seqlens_k.int()
         call = Call(*_ready(q, k, v), None, is_causal, scale, *packed, dropped, output_dtype(dropped))
         return _results(q, *portable_attention(call, options))
+
+
+def attention_paged(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    is_causal: bool,
+    scale: float,
+    options: AttentionOptions,
+    diagnose: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `reference.attention_paged`, without waiting for a GPU. Caches of other types become FP16 as they are read.
+
+    On an NPU pages are gathered first, for the packed kernel, and lengths read back.
+    """
+    if q.device.type == "npu":
+
+        def attend(*packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            return attention_varlen(*packed, is_causal, scale, options, diagnose)
+
+        return attend_gathered(attend, q, (k_cache, v_cache), block_table, seq_lens, cu_seqlens_q)
+    with on_device(q):
+        dropped = dropped_bits(options.softmax, q.dtype)
+        half = to_fp16(q, "q") if q.device.type == "cpu" else q.half()
+        half = half if half.stride(-1) == 1 else half.contiguous()
+        k, v = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
+        call = Call(half, k, v, None, is_causal, scale, cu_seqlens_q, None, dropped, output_dtype(dropped))
+        return _results(q, *paged_attention(call, block_table, seq_lens, max_seqlen_q, max_seqlen_k))
 
 
 def attention_backward(

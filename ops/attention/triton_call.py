@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -83,6 +83,10 @@ class Call:
     def mask_strides(self) -> tuple[int, ...]:
         """Of batch, head, row and key."""
         return (0, 0, 0, 0) if self.mask is None else self.mask.stride()
+
+    def with_queries(self, q: Tensor) -> Call:
+        """The same for other queries (B, Hq, Sq, D), not packed."""
+        return replace(self, q=q, cu_q=None)
 
     def outputs(self) -> tuple[Tensor, Tensor]:
         """Uninitialised output and log-sum-exp."""

@@ -93,6 +93,15 @@ def test_every_flag_is_enforced(need):
     assert len(lacking.refusals(dataclasses.replace(CALL, **{need: True}))) == 1
 
 
+def test_paged_caches_may_want_options_of_their_own():
+    call = dataclasses.replace(CALL, paged=True)
+    assert REFERENCE.refusals(call) == []
+    assert dataclasses.replace(REFERENCE, paged={"recovery": "paper"}).refusals(CALL) == []
+    lacking = dataclasses.replace(REFERENCE, paged={"recovery": "paper", "precision": "pasa"})
+    assert lacking.refusals(call) == ["a paged cache takes recovery paper, not exact"]
+    assert dataclasses.replace(REFERENCE, paged=None).refusals(call) == ["paged caches are not supported"]
+
+
 def test_a_replaced_backend_serves_no_call_that_names_it(own_registry):
     """Unnamed calls reach it, and whoever serves in its place."""
     register(dataclasses.replace(REFERENCE, name="other", priority=1, replaced=lambda: "not built"))
@@ -105,7 +114,7 @@ def test_a_replaced_backend_serves_no_call_that_names_it(own_registry):
 def test_restrictions_cover_the_record():
     """A field added to the record needs a test that it refuses."""
     tested = {name for restriction, _ in RESTRICTIONS for name in restriction}
-    tested |= {"varlen", "diagnostics", "devices_by_name", "replaced"}  # each has a test of its own
+    tested |= {"varlen", "diagnostics", "paged", "devices_by_name", "replaced"}  # each has a test of its own
     assert {f.name for f in dataclasses.fields(Backend)} - tested == {"name", "module", "label", "priority"}
 
 

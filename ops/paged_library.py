@@ -1,0 +1,84 @@
+"""torch.ops.pasa.attention_paged and write_pages: schemas, fake kernels, dispatch. As library.py; no gradients: caches
+are for inference."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pasa.ops import paging
+from pasa.ops.dispatch import without_autocast
+from pasa.ops.library import serve
+
+
+@torch.library.custom_op("pasa::attention_paged", mutates_args=())
+def attention_paged(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    precision: str = "pasa",
+    recovery: str = "exact",
+    beta: float | None = None,
+    block_q: int = 128,
+    block_k: int = 128,
+    softmax: str = "safe",
+    overflow: str = "inf",
+    accumulate: str = "fp32",
+    diagnose: bool = False,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(out (T, Hq, D), lse (T, Hq), counts (1, Hq, 6) or empty); see the reference."""
+    arithmetic = (precision, recovery, beta, block_q, block_k, softmax, overflow, accumulate)
+    kernel, options, _ = serve(q, "none", True, diagnose, backend, *arithmetic, paged=True)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    paging.check_pages(block_table, seq_lens, cu_seqlens_q, k_cache, q.shape[0])
+    tables = (block_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
+    with without_autocast(q.device.type):
+        out, lse, counts = kernel.attention_paged(q, k_cache, v_cache, *tables, is_causal, scale, options, diagnose)
+    return out.contiguous(), lse.contiguous(), counts
+
+
+@attention_paged.register_fake
+def _(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    precision: str = "pasa",
+    recovery: str = "exact",
+    beta: float | None = None,
+    block_q: int = 128,
+    block_k: int = 128,
+    softmax: str = "safe",
+    overflow: str = "inf",
+    accumulate: str = "fp32",
+    diagnose: bool = False,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+    counts = q.new_empty((1, q.shape[1], 6) if diagnose else (0,), dtype=torch.float64)
+    return q.new_empty(q.shape), lse, counts
+
+
+@torch.library.custom_op("pasa::write_pages", mutates_args=("k_cache", "v_cache"))
+def write_pages(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Keys and values (T, Hkv, D) into their slots; see `paging.write_pages`."""
+    paging.write_pages(k, v, k_cache, v_cache, slot_mapping)
+
+
+@write_pages.register_fake
+def _(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    return None

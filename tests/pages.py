@@ -1,0 +1,104 @@
+"""Paged caches for tests."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import pasa
+from tests.inputs import max_error
+
+
+class Pages(NamedTuple):
+    """A batch whose keys stand in pages, and the same keys one sequence after another."""
+
+    q: Tensor  # (T, Hq, D)
+    k_cache: Tensor
+    v_cache: Tensor
+    table: Tensor
+    lengths: Tensor
+    k: Tensor  # (sum of lengths, Hkv, D)
+    v: Tensor
+    cu_q: Tensor | None = None
+
+    @property
+    def how(self) -> dict[str, Tensor]:
+        """What `attention_paged` takes by keyword."""
+        return {} if self.cu_q is None else {"cu_seqlens_q": self.cu_q}
+
+    def to(self, device: str) -> "Pages":
+        """All tensors on a device."""
+        return Pages(*(x if x is None else x.to(device) for x in self))
+
+    def attend(self, device: str = "cpu", **how) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp, on the CPU."""
+        here = self.to(device)
+        call = (here.q, here.k_cache, here.v_cache, here.table, here.lengths)
+        out, lse = pasa.attention_paged(*call, **here.how, return_lse=True, **how)
+        return out.cpu(), lse.cpu()
+
+    @property
+    def edges(self) -> tuple[list[int], list[int]]:
+        """Cumulative numbers of queries and keys."""
+        queries = range(len(self.lengths) + 1) if self.cu_q is None else self.cu_q.tolist()
+        return list(queries), [0, *self.lengths.cumsum(0).tolist()]
+
+    def golden(self, is_causal: bool = False) -> tuple[Tensor, Tensor]:
+        """FP64, sequence by sequence; 0 and -inf where there is no key."""
+        out, lse = torch.zeros(self.q.shape).double(), torch.full(self.q.shape[:2], -torch.inf).double()
+        queries, keys = self.edges
+        for b, n in enumerate(self.lengths.tolist()):
+            rows, span = slice(*queries[b : b + 2]), slice(*keys[b : b + 2])
+            if n and rows.start < rows.stop:
+                heads_first = [x.transpose(0, 1)[None] for x in (self.q[rows], self.k[span], self.v[span])]
+                one, one_lse = pasa.golden_attention(*heads_first, is_causal=is_causal)
+                out[rows], lse[rows] = one[0].transpose(0, 1), one_lse[0].T
+        return out, lse
+
+
+def make_pages(
+    lengths: list[int],
+    heads: tuple[int, int] = (4, 2),
+    dim: int = 64,
+    slots: int = 16,
+    *,
+    queries: list[int] | None = None,
+    bias: float = 0.0,
+    stale: float = torch.nan,
+    dtype: torch.dtype = torch.float16,
+    seed: int = 0,
+) -> Pages:
+    """N(0, 1) queries, keys and values, a bias on 8 dimensions of q and k; keys in pages in random order.
+
+    Slots that no sequence has reached, and pages that none has, hold `stale`; the table behind a sequence's last page
+    names no page.
+    """
+    g = torch.Generator().manual_seed(seed)
+    rows = len(lengths) if queries is None else sum(queries)
+    keys = sum(lengths), heads[1]
+    q, k, v = (torch.randn(*shape, dim, generator=g) for shape in ((rows, heads[0]), keys, keys))
+    q[..., :8] += bias
+    k[..., :8] += bias
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    counts = [-(-n // slots) for n in lengths]
+    order = torch.randperm(sum(counts) + 3, generator=g)
+    table = torch.full((len(lengths), max(max(counts), 1) + 1), 10**6, dtype=torch.int32)
+    table[::2] = -1
+    k_cache, v_cache = (torch.full((len(order), slots, heads[1], dim), stale, dtype=dtype) for _ in range(2))
+    at = 0
+    for b, (n, pages) in enumerate(zip(lengths, counts, strict=True)):
+        table[b, :pages] = order[sum(counts[:b]) : sum(counts[:b]) + pages]
+        where = torch.arange(n)
+        page = table[b].long()[where // slots]
+        k_cache[page, where % slots], v_cache[page, where % slots] = k[at : at + n], v[at : at + n]
+        at += n
+    cu_q = None if queries is None else torch.tensor([0, *queries]).cumsum(0).int()
+    return Pages(q, k_cache, v_cache, table, torch.tensor(lengths, dtype=torch.int32), k, v, cu_q)
+
+
+def worst(got: tuple[Tensor, Tensor], golden: tuple[Tensor, Tensor]) -> tuple[float, float]:
+    """Largest error of an output, and of the log-sum-exp of rows that see a key; which rows those are must agree."""
+    seen = golden[1] > -torch.inf
+    assert torch.equal(got[1] > -torch.inf, seen)
+    assert torch.isfinite(got[0]).all()
+    return max_error(got[0], golden[0]), float((got[1] - golden[1])[seen].abs().max()) if seen.any() else 0.0
