@@ -75,12 +75,11 @@ def call(op: CustomOpDef, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     NotImplementedError
         For a tensor with a tangent (forward-mode differentiation).
     """
-    if torch.compiler.is_compiling():
-        return op(*arguments)
-    gradients.refuse_tangents(arguments[:TENSORS])
-    if _is_observed(arguments):
-        return op(*arguments)
-    return op._init_fn(*arguments)
+    serve: Callable[..., tuple[Tensor, Tensor, Tensor]] = op
+    if not torch.compiler.is_compiling():
+        gradients.refuse_tangents(arguments[:TENSORS])
+        serve = op if _is_observed(arguments) else op._init_fn
+    return serve(*arguments)
 
 
 def _is_observed(arguments: tuple[Any, ...]) -> bool:
