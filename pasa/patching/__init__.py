@@ -77,6 +77,15 @@ def patch_pipeline(
         ``"all"`` with ``context_parallel``.
     TypeError
         The object holds no model of a known host library.
+
+    Examples
+    --------
+    >>> with pasa.patch_pipeline(model) as handle:
+    ...     logits = model(ids).logits
+    ...     print(handle.report())
+    transformers: Qwen2ForCausalLM: 2 of 2 attention modules run PASA
+      patched  model.layers.0.self_attn
+      patched  model.layers.1.self_attn
     """
     _check_policy(policy)
     if context_parallel is not None and policy != "all":  # a module left as it is would see its own shard alone

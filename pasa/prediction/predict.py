@@ -52,6 +52,15 @@ def predict_overflow(
         Missing or misshapen projections; `delta` that is no probability.
     FileNotFoundError, TypeError
         There is no model.
+
+    Examples
+    --------
+    >>> prediction = pasa.predict_overflow(model)
+    >>> print(prediction)
+    Qwen2ForCausalLM: 2 attention modules by their heads: 2 safe
+      safe      model.layers...
+    >>> prediction.modules("certain", "at risk")
+    ()
     """
     if not 0.0 < delta < 1.0:
         raise ValueError(f"predict_overflow: delta={delta} is not a probability between 0 and 1")
