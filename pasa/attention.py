@@ -30,7 +30,15 @@ class BackendStatus(NamedTuple):
 
 
 def backends() -> list[BackendStatus]:
-    """Every backend, whether it can serve on this machine, and why (not), preferred ones first."""
+    """Every backend, whether it can serve on this machine, and why (not), preferred ones first.
+
+    Examples
+    --------
+    >>> [backend.name for backend in pasa.backends()]
+    ['npu', 'triton', 'reference']
+    >>> pasa.backends()[-1].available
+    True
+    """
     ordered = sorted(registry.BACKENDS.values(), key=lambda backend: -backend.priority)
     reasons = [b.missing() or b.replaced() for b in ordered]
     return [BackendStatus(b.name, why is None, why or b.label) for b, why in zip(ordered, reasons, strict=True)]
@@ -130,9 +138,11 @@ def attention(
 
     Examples
     --------
-    >>> q = k = v = torch.randn(1, 8, 512, 64, dtype=torch.float16)
-    >>> pasa.attention(q, k, v, is_causal=True).shape
-    torch.Size([1, 8, 512, 64])
+    >>> q, k = (torch.full((1, 8, 130, 64), 40, dtype=torch.float16) for _ in range(2))  # scores of 102400
+    >>> v = torch.randn(1, 8, 130, 64).half()
+    >>> out, lse = pasa.attention(q, k, v, is_causal=True, return_lse=True)
+    >>> out.shape, bool(out.isfinite().all()), lse[0, 0, 0].item()  # one key: its score, over 8
+    (torch.Size([1, 8, 130, 64]), True, 12800.0)
     """
     last = heads_last(tensor_layout)
     check_switches(is_causal, return_lse, backend)
@@ -189,6 +199,14 @@ def attention_varlen(
     ------
     ValueError, TypeError, NotImplementedError
         As for `attention`, and for cumulative lengths that do not describe the tensors.
+
+    Examples
+    --------
+    >>> q = k = v = torch.randn(7, 2, 16).half()  # sequences of 3 and 4 tokens
+    >>> starts = torch.tensor([0, 3, 7], dtype=torch.int32)
+    >>> out = pasa.attention_varlen(q, k, v, starts, starts, 4, 4, is_causal=True)
+    >>> bool((out[3] == v[3]).all())  # a first token sees itself alone
+    True
     """
     check_tensors(q, k, v, rank=3)
     check_shapes(*(x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)))

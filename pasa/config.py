@@ -55,6 +55,13 @@ class PasaConfig(AttentionOptions):
     ------
     ValueError
         For a value that is not one of the above, by name.
+
+    Examples
+    --------
+    >>> published = pasa.PasaConfig(recovery="paper", accumulate="fp16")
+    >>> pasa.PasaConfig(precision="fp8")
+    Traceback (most recent call last):
+    ValueError: precision='fp8' is not one of (...)
     """
 
     def __post_init__(self) -> None:

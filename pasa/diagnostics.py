@@ -47,9 +47,13 @@ def record_diagnostics() -> Iterator[list[AttentionRecord]]:
 
     Examples
     --------
+    >>> q = k = v = torch.full((1, 1, 2, 64), 40, dtype=torch.float16)
     >>> with pasa.record_diagnostics() as records:
-    ...     pasa.attention(q, k, v)
-    >>> records[0].max_score_before
+    ...     out = pasa.attention(q, k, v)
+    >>> records[0].max_score_before  # 64 * 40 * 40: beyond 65504
+    tensor([[102400.]], dtype=torch.float64)
+    >>> records[0].max_score_after  # the keys' mean went first
+    tensor([[0.]], dtype=torch.float64)
     """
     records: list[AttentionRecord] = []
     _open.append(records)

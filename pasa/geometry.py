@@ -196,7 +196,8 @@ def score_bounds(
 
 def spectral_norm(gram: Tensor, slack: float) -> Tensor:
     """Certified upper bound on |A| from A Aᵀ (..., D, D): its largest eigenvalue, plus what rounding can hide."""
-    return (torch.linalg.eigvalsh(gram)[..., -1].clamp(min=0.0) * (1.0 + slack)).sqrt()
+    largest: Tensor = torch.linalg.eigvalsh(gram)[..., -1].clamp(min=0.0)
+    return (largest * (1.0 + slack)).sqrt()
 
 
 def interaction_norm(query: Projection, key: Projection) -> Tensor:
@@ -207,7 +208,7 @@ def interaction_norm(query: Projection, key: Projection) -> Tensor:
     """
     values, vectors = torch.linalg.eigh(query.gram)
     root = values.clamp(min=0.0).sqrt()[..., None] * vectors.mT
-    square = torch.linalg.eigvalsh(root @ key.gram @ root.mT)[..., -1].clamp(min=0.0)
+    square: Tensor = torch.linalg.eigvalsh(root @ key.gram @ root.mT)[..., -1].clamp(min=0.0)
     slack = max(query.slack, key.slack)
     lost = 3.0 * slack * values[..., -1].clamp(min=0.0) * key.gram.norm(dim=(-2, -1))
     return (square + lost).sqrt()

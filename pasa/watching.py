@@ -206,9 +206,14 @@ def watch(model_or_pipeline: object) -> Watch:
 
     Examples
     --------
-    >>> with pasa.patch_pipeline(model), pasa.watch(model) as watched:  # doctest: +SKIP
-    ...     model.generate(**inputs)
+    >>> with pasa.patch_pipeline(model), pasa.watch(model) as watched:
+    ...     logits = model(ids.expand(64, -1)).logits
     ...     print(watched.report())
+    2 layers, one query row in 1021 (batch entries, heads and calls counted on)
+      layer                     rows  repeated  runaway  scores  saturated
+      model.layers.0.self_attn     6         0        0      73          0
+      model.layers.1.self_attn     6 ...
+      total                       12 ...
     """
     found = list(patched_modules(components_of(model_or_pipeline)))
     if not found:

@@ -15,6 +15,8 @@ Modules of ops/ that hold a list `ASCEND_CASES` say what to lower: dicts with
 Every function `*_kernel` under `@triton.jit` in ops/ needs a case, or an entry {name: reason} in a dict
 `NOT_FOR_ASCEND` of such a module; the table shows the reason.
 
+What became of a case is kept in the environment's folder until its kernel, this script or a compiler changes.
+
 Exit status: how many cases do not reach HIVM with every compiler version (at most 99).
 """
 
@@ -132,8 +134,9 @@ def lower_all(only: str | None) -> list[dict]:
         sys.exit(f"no case or kernel has {only!r} in its name" if only else "no module of ops/ has ASCEND_CASES")
     results = []
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        found = pool.map(lambda case: run_worker(f"{case['module']}:{case['name']}"), cases)
+        found = pool.map(kept_or_lowered, cases)
         for case, runs in zip(cases, found, strict=True):
+            case = {key: value for key, value in case.items() if key != "source"}
             runs = stopped("none", runs["error"]) if "error" in runs else runs
             results.append({**case, "runs": runs, "failed": any(run["error"] for run in runs.values())})
             report(results[-1])
@@ -144,6 +147,19 @@ def lower_all(only: str | None) -> list[dict]:
         results.append({"kernel": kernel, "name": "-", "runs": runs, "failed": not reason})
         report(results[-1])
     return results
+
+
+def kept_or_lowered(case: dict) -> dict:
+    """What `work` returns for a case: from the last time, if nothing of what it depends on is different."""
+    depends = [Path(__file__).read_text(encoding="utf-8"), *FRONT_END, *COMPILERS, json.dumps(case)]
+    file = VENV / "lowered" / f"{hashlib.sha256(' '.join(depends).encode()).hexdigest()[:24]}.json"
+    if file.is_file():
+        return json.loads(file.read_text(encoding="utf-8"))
+    runs = run_worker(f"{case['module']}:{case['name']}")
+    if not (runs.get("error") or any(run["error"] for run in runs.values())):  # a failure may have been the machine's
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(json.dumps(runs), encoding="utf-8")
+    return runs
 
 
 def run_worker(task: str) -> dict:
@@ -240,11 +256,21 @@ def list_cases() -> dict:
             module = importlib.import_module(name)
             excluded.update(getattr(module, "NOT_FOR_ASCEND", {}))
             for case in getattr(module, "ASCEND_CASES", []):
-                cases.append({"module": name, "kernel": case["kernel"].__name__, "name": case["name"]})
+                names_it = {"module": name, "kernel": case["kernel"].__name__, "name": case["name"]}
+                cases.append({**names_it, "source": source_of(case)})
     names = [(case["module"], case["name"]) for case in cases]
     if twice := {name for name in names if names.count(name) > 1}:
         raise ValueError(f"cases of the same name: {sorted(twice)}")
     return {"cases": cases, "excluded": excluded}
+
+
+def source_of(case: dict) -> str:
+    """A hash of what is lowered: text of the kernel and of all that it calls, constants, types."""
+    kernel = case["kernel"]
+    text = kernel.cache_key  # goes through what the kernel calls, and finds the constants that it reads
+    constants = sorted((name, repr(value)) for (name, _), (value, _) in kernel.used_global_vals.items())
+    said = [text, constants, case.get("aligned"), case["signature"], case["constexprs"]]
+    return hashlib.sha256(repr(said).encode()).hexdigest()
 
 
 def lower(case: dict) -> dict[str, dict]:

@@ -1,6 +1,6 @@
 """Inputs and error measures that several tests share."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -97,3 +97,9 @@ def fp16_naive_error(q: Tensor, k: Tensor, v: Tensor, golden: Tensor, **how: obj
     """Largest error of the same-precision naive attention (Q K^T stored in FP16 before scaling)."""
     naive = pasa.attention(q, k, v, config=pasa.PasaConfig(precision="partial"), **how)  # type: ignore[call-overload]
     return max_error(naive, golden)
+
+
+def pairwise(first: Sequence[Any], middle: tuple[Any, Any], last: Sequence[Any]) -> list[tuple[Any, Any, Any]]:
+    """Half of all combinations, in which any two values of different choices meet: `middle` alternates as a chessboard
+    does. Both other choices have two values at least."""
+    return [(a, middle[(i + j) % 2], b) for i, a in enumerate(first) for j, b in enumerate(last)]

@@ -34,7 +34,8 @@ def count_overflow(model: Any, ids: torch.Tensor) -> list[dict[str, Any]]:
         For each layer: ``max_score`` (largest |q.k|, unscaled, over visible pairs), ``overflows`` and ``scores``
         (how many visible pairs FP16 stores as infinity, and how many there are).
     """
-    with _Counter() as counter:
+    counter = _Counter()
+    with counter:
         model(input_ids=ids, use_cache=False, logits_to_keep=1)
     return counter.layers
 

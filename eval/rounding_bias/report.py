@@ -49,6 +49,7 @@ def bias_table(result: Result, fmt: str, place: str, of: str = "O", cases: Seque
 
 def find(result: Result, **wanted: str) -> dict[str, Any]:
     """The one record that has these values."""
+    found: dict[str, Any]
     (found,) = [each for each in result["records"] if all(each[key] == value for key, value in wanted.items())]
     return found
 

@@ -51,7 +51,8 @@ class Attention:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Causal attention."""
-        return RoundedAttention.apply(q, k, v, self.arm, self.records[layer])  # type: ignore[no-untyped-call]
+        out: Tensor = RoundedAttention.apply(q, k, v, self.arm, self.records[layer])  # type: ignore[no-untyped-call]
+        return out
 
 
 class Sums:

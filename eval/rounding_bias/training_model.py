@@ -54,7 +54,8 @@ class Block(nn.Module):
         )
         k = torch.cat([k[:, :, :1].expand(-1, -1, SINKS, -1), k[:, :, SINKS:]], dim=2)  # sinks share a key
         x = x + self.out(self.attention(self.layer, q, k, v).transpose(1, 2).flatten(2))
-        return x + self.down(nn.functional.gelu(self.up(self.mlp_norm(x))))
+        mlp: Tensor = self.down(nn.functional.gelu(self.up(self.mlp_norm(x))))
+        return x + mlp
 
 
 class Decoder(nn.Module):
@@ -133,5 +134,5 @@ def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
 def spectral_norms(model: Decoder) -> Tensor:
     """Largest singular value of each head's W_Q, (layers, heads); NaN where it is not finite."""
     weights = torch.stack([b.query.weight.detach().unflatten(0, (b.heads, -1)) for b in model.blocks])
-    norms = torch.linalg.matrix_norm(weights.nan_to_num(0.0, 0.0, 0.0), ord=2)
+    norms: Tensor = torch.linalg.matrix_norm(weights.nan_to_num(0.0, 0.0, 0.0), ord=2)
     return norms.where(weights.isfinite().all(-1).all(-1), torch.nan)

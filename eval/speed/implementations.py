@@ -105,7 +105,8 @@ def _flash_attn(module: str) -> Prepare:
 
         def run() -> Tensor:
             out = function(q, k, v, causal=inputs.causal)
-            return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+            heads_last: Tensor = out[0] if isinstance(out, tuple) else out
+            return heads_last.transpose(1, 2)
 
         return {PLAIN: Call(run)}
 
@@ -116,7 +117,8 @@ def _sage(inputs: Inputs) -> dict[str, Call]:
     function = _installed("sageattention").sageattn
 
     def run() -> Tensor:
-        return function(inputs.q, inputs.k, inputs.v, tensor_layout="HND", is_causal=inputs.causal)
+        out: Tensor = function(inputs.q, inputs.k, inputs.v, tensor_layout="HND", is_causal=inputs.causal)
+        return out
 
     return {PLAIN: Call(run)}
 

@@ -170,7 +170,8 @@ def _unet_step(scale: Scale, device: torch.device) -> Work:
 
     def run() -> Tensor:
         latents_, context_, times_ = (x.to(unet.dtype) for x in (latents, context, times))
-        return unet(latents_, step, context_, added_time_ids=times_, return_dict=False)[0]
+        out: Tensor = unet(latents_, step, context_, added_time_ids=times_, return_dict=False)[0]
+        return out
 
     return Work("UNet", unet, run)
 
@@ -185,7 +186,8 @@ def _vae_decode(scale: Scale, device: torch.device) -> Work:
     latents = torch.randn(size, generator=generator, device=device)
 
     def run() -> Tensor:
-        return vae.decode(latents.to(vae.dtype), num_frames=scale.decoded, return_dict=False)[0]
+        frames: Tensor = vae.decode(latents.to(vae.dtype), num_frames=scale.decoded, return_dict=False)[0]
+        return frames
 
     return Work("VAE", vae, run)
 

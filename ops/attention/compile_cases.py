@@ -302,14 +302,15 @@ NVIDIA_CASES = [
             f"short_d{dim}_{m}x{n}_{mask}" + "_causal" * causal,
             {"MASK": mask, "CAUSAL": causal, "DROPPED": dropped} | _sizes(dim, m, n),
             options={"num_warps": warps, "num_stages": 1},
+            architectures=[before, 90],
         )
-        for dim, m, n, warps, mask, causal, dropped in (
-            (64, 32, 32, 1, "none", False, 0),
-            (64, 64, 64, 4, "none", True, 0),
-            (128, 16, 16, 1, "bool", False, 13),
-            (128, 64, 32, 4, "none", False, 0),
-            (256, 16, 16, 4, "float", True, 16),
-            (256, 64, 16, 4, "none", False, 0),
+        for before, dim, m, n, warps, mask, causal, dropped in (
+            (80, 64, 32, 32, 1, "none", False, 0),
+            (89, 64, 64, 64, 4, "none", True, 0),
+            (89, 128, 16, 16, 1, "bool", False, 13),
+            (80, 128, 64, 32, 4, "none", False, 0),
+            (80, 256, 16, 16, 4, "float", True, 16),
+            (89, 256, 64, 16, 4, "none", False, 0),
         )
     ),
     *(
@@ -318,13 +319,14 @@ NVIDIA_CASES = [
             f"watch_d{dim}_{m}_{mask}",
             {"MASK": mask, "CAUSAL": True, "STRIDE": 1021} | _sizes(dim, m, 64),
             options={"num_warps": 4, "num_stages": 2 if dim > 128 else 3},
+            architectures=[before, 90],
         )
-        for dim, m, mask in (
-            (64, 64, "none"),
-            (128, 16, "none"),
-            (128, 64, "none"),
-            (128, 64, "bool"),
-            (256, 64, "none"),
+        for before, dim, m, mask in (
+            (80, 64, 64, "none"),
+            (89, 128, 16, "none"),
+            (89, 128, 64, "none"),
+            (80, 128, 64, "bool"),
+            (89, 256, 64, "none"),
         )
     ),
     _case(watch_totals_kernel, "watch_totals", {"STRIDE": 1021, "BLOCK_M": 64}, options={"num_warps": 1}),

@@ -27,6 +27,7 @@ from pasa.ops.numerics.dither import COLUMNS
 from pasa.ops.numerics.shifting import shifting_matrix
 
 BLOCK = 128  # keys: kBlockKeys in ascend_c/tiling/tiling.h
+Attend = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
 def attention(
@@ -41,8 +42,8 @@ def attention(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `reference.attention`, without masks; a key or value that is not finite may reach every row of its head."""
     if (why := library_error()) is not None:
-        other = _announced(why, options, q, k)
-        return other.attention(q, k, v, attn_mask, is_causal, scale, options, diagnose)
+        other: Attend = _announced(why, options, q, k).attention
+        return other(q, k, v, attn_mask, is_causal, scale, options, diagnose)
     given = to_fp16(q, "q"), to_fp16(k, "k"), to_fp16(v, "v")
     out, lse = _kernels(*given, None, is_causal, scale, options, q.dtype)
     return out.to(q.dtype), lse, lse.new_empty(0, dtype=torch.float64)
@@ -65,8 +66,8 @@ def attention_varlen(
     read on the host, so this cannot be captured in a graph.
     """
     if (why := library_error()) is not None:
-        other = _announced(why, options, q, k)
-        return other.attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, is_causal, scale, options, diagnose)
+        other: Attend = _announced(why, options, q, k).attention_varlen
+        return other(q, k, v, cu_seqlens_q, cu_seqlens_k, is_causal, scale, options, diagnose)
 
     dtype = q.dtype
 

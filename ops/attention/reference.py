@@ -332,7 +332,8 @@ def _caller() -> int:
 
 def _times_values(weights: Tensor, v: Tensor) -> Tensor:
     """P V for grouped rows (B, Hkv, G, R, n) and values (B, Hkv, n, D), FP32 accumulation."""
-    return (weights.flatten(2, 3) @ v).unflatten(2, weights.shape[2:4])
+    rows: Tensor = (weights.flatten(2, 3) @ v).unflatten(2, weights.shape[2:4])
+    return rows
 
 
 def _masked(tile: Tile, block: Block) -> tuple[Tensor, Tensor | None]:

@@ -108,7 +108,8 @@ def score_model(options: AttentionOptions, q: Tensor, k: Tensor, scale: float) -
 
 def matmul_rows(q: Tensor, k: Tensor) -> Tensor:
     """q k^T for grouped queries (B, Hkv, G, R, D) and keys (B, Hkv, n, D): (B, Hkv, G, R, n), FP32 accumulation."""
-    return (q.flatten(2, 3) @ k.mT).unflatten(2, q.shape[2:4])
+    rows: Tensor = (q.flatten(2, 3) @ k.mT).unflatten(2, q.shape[2:4])
+    return rows
 
 
 class FlashScores:
@@ -264,4 +265,5 @@ def _dot_two_terms(q: Tensor, rows: Tensor) -> Tensor:
 def tiles_with(rows: Tensor, rows_before: int, block_q: int) -> Tensor:
     """Which tiles of block_q rows hold a marked row: (..., R, 1) to (..., tiles); tiles start at row 0."""
     margin = (rows_before % block_q, -(rows_before + rows.shape[-2]) % block_q)
-    return torch.nn.functional.pad(rows.squeeze(-1), margin).unflatten(-1, (-1, block_q)).any(-1)
+    tiles: Tensor = torch.nn.functional.pad(rows.squeeze(-1), margin).unflatten(-1, (-1, block_q))
+    return tiles.any(-1)

@@ -114,6 +114,12 @@ def shifting_matrix(n: int, beta: float, *, scale: float = 1.0, dtype: torch.dty
         On a bad argument, or if `scale` carries an entry beyond the range of the format.
     TypeError
         If `beta` or `scale` is not a number.
+
+    Examples
+    --------
+    >>> keys = torch.tensor([[30.5], [30.0], [29.5], [30.0]])
+    >>> (pasa.shifting_matrix(4, 0.9375) @ keys.half()).flatten()  # a sixteenth of the mean, 30, is left
+    tensor([2.3750, 1.8750, 1.3750, 1.8750], dtype=torch.float16)
     """
     _check(n, beta, scale, singular_allowed=True)
     diagonal, off_diagonal = _rounded_entries(n, beta, scale, dtype)
@@ -215,6 +221,11 @@ def optimal_beta(beta0: float, n: int, *, scale: float = 1.0, dtype: torch.dtype
 
     FP16 with a scale that is no power of two has no fixed point near 1 for some n (d = 128: 0.984375 fails at n = 186
     and 383-390); from 0.9375 every n <= 512 has one (d <= 256). Without it `practical_invariance` still recovers.
+
+    Examples
+    --------
+    >>> pasa.optimal_beta(0.99, 128)
+    OptimalBeta(beta=0.99031066..., invariance=102.20629..., iterations=2)
     """
     _check(n, beta0, scale)
     if beta0 == 0.0:

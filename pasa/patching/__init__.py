@@ -79,6 +79,15 @@ def patch_pipeline(
         ``"all"`` with ``context_parallel``; an unknown backend.
     TypeError
         The object holds no model of a known host library; `config` is no PasaConfig.
+
+    Examples
+    --------
+    >>> with pasa.patch_pipeline(model) as handle:
+    ...     logits = model(ids).logits
+    ...     print(handle.report())
+    transformers: Qwen2ForCausalLM: 2 of 2 attention modules run PASA
+      patched  model.layers.0.self_attn
+      patched  model.layers.1.self_attn
     """
     _check_policy(policy)
     check_switches(False, False, backend)

@@ -128,12 +128,13 @@ class PasaAttnProcessor:
         )
         self.onlookers.show_heads_last(query, key, mask, False, scale)
 
-        out = attn.to_out[1](attn.to_out[0](out.flatten(2)))  # the projection, then dropout
+        projected: Tensor = attn.to_out[1](attn.to_out[0](out.flatten(2)))  # the projection, then dropout
         if image is not None:
-            out = out.transpose(-1, -2).unflatten(-1, image)
+            projected = projected.transpose(-1, -2).unflatten(-1, image)
         if attn.residual_connection:
-            out = out + residual
-        return out / attn.rescale_output_factor
+            projected = projected + residual
+        rescaled: Tensor = projected / attn.rescale_output_factor
+        return rescaled
 
     def _project(self, attn: Any, hidden: Tensor, encoder: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v as (B, S, H D)."""

@@ -62,9 +62,14 @@ class PatchHandle:
 
     Examples
     --------
-    >>> with pasa.patch_pipeline(model) as handle:  # doctest: +SKIP
-    ...     print(handle.report())
-    ...     model.generate(**inputs)
+    >>> handle = pasa.patch_pipeline(model)
+    >>> handle
+    <PatchHandle active: transformers: Qwen2ForCausalLM, 2 modules>
+    >>> handle.report().patched
+    ('model.layers.0.self_attn', 'model.layers.1.self_attn')
+    >>> handle.unpatch()
+    >>> handle.active
+    False
     """
 
     def __init__(self, report: PatchReport, undo: Callable[[], None]) -> None:

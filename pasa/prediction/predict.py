@@ -54,6 +54,15 @@ def predict_overflow(
         Missing or misshapen projections; `delta` that is no probability.
     FileNotFoundError, TypeError
         There is no model; `delta` or `seq_len` is no number.
+
+    Examples
+    --------
+    >>> prediction = pasa.predict_overflow(model)
+    >>> print(prediction)
+    Qwen2ForCausalLM: 2 attention modules by their heads: 2 safe
+      safe      model.layers...
+    >>> prediction.modules("certain", "at risk")
+    ()
     """
     if not isinstance(delta, (int, float)):
         raise TypeError(f"predict_overflow: delta={delta!r} is not a number")

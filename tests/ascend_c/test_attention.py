@@ -24,6 +24,7 @@ from tests.ascend_c.kernel_runs import (
     shifted_by_reference,
     ulp,
 )
+from tests.inputs import pairwise
 
 # batch, heads, KV heads, queries, keys, head dim, causal
 SHAPES = [
@@ -75,9 +76,7 @@ def check_scores(x, found, expected, shifted):
     assert (difference <= torch.maximum(ulp(expected["scores"]), slack))[visible].all()
 
 
-@pytest.mark.parametrize("overflow", ["inf", "saturate"])
-@pytest.mark.parametrize("exact", [True, False], ids=["exact", "paper"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("shape", "overflow", "exact"), pairwise(SHAPES, ("inf", "saturate"), (True, False)), ids=str)
 def test_agrees_with_the_reference(kernels, shape, exact, overflow):
     x = make_call(*shape, exact=exact, overflow=overflow)
     shifted = shifted_by_reference(x)

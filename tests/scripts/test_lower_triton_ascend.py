@@ -26,9 +26,14 @@ def lowered(kib):
     return {"stage": "HIVM", "error": "", "ub_kib": kib}
 
 
+@pytest.fixture(autouse=True)
+def environment(script, tmp_path, monkeypatch):
+    monkeypatch.setattr(script, "VENV", tmp_path)
+
+
 def outcomes(script, runs, monkeypatch):
     """`lower_all` where the worker answers from a table; kernels: one per case, and one that nobody lists."""
-    cases = [{"module": "m", "kernel": "a_kernel", "name": name} for name in runs if name != "excluded"]
+    cases = [{"module": "m", "kernel": "a_kernel", "name": name, "source": name} for name in runs if name != "excluded"]
     answers = {"list": {"cases": cases, "excluded": runs.get("excluded", {})}}
     answers |= {f"m:{name}": run for name, run in runs.items()}
     monkeypatch.setattr(script, "run_worker", answers.get)
@@ -85,6 +90,17 @@ def test_failures_are_counted_once_a_case(script, monkeypatch):
 def test_a_kernel_without_a_case_fails_unless_a_reason_is_given(script, monkeypatch):
     runs = {"fits": {"1.2.0": lowered(1), "1.1.0": lowered(1)}, "excluded": {"other_kernel": "a branch round a GEMM"}}
     assert outcomes(script, runs, monkeypatch) == {"fits": False, "-": False}
+
+
+def test_what_was_lowered_is_kept_until_the_kernel_changes(script, monkeypatch):
+    """And a failure is not: it may have been the machine's."""
+    calls = []
+    answers = {"m:good": {"1.2.0": lowered(1), "1.1.0": lowered(2)}, "m:bad": {"error": "no answer in 120 s"}}
+    monkeypatch.setattr(script, "run_worker", lambda task: calls.append(task) or answers[task])
+    good, bad = ({"module": "m", "kernel": "k", "name": name, "source": "first"} for name in ("good", "bad"))
+    for case in (good, good, bad, bad, {**good, "source": "second"}, good):
+        assert script.kept_or_lowered(case) == answers[f"m:{case['name']}"]
+    assert calls == ["m:good", "m:bad", "m:bad", "m:good"]
 
 
 def test_kernels_are_found_by_decorator_and_name(script, tmp_path):

@@ -13,7 +13,7 @@ import pasa
 from pasa.ops.attention import triton_backend
 from pasa.ops.attention.backward import attention_backward, attention_varlen_backward
 from pasa.ops.attention.golden import golden_attention
-from tests.inputs import DEVICE, biased_qkv, normal_qkv, rmse
+from tests.inputs import DEVICE, biased_qkv, normal_qkv, pairwise, rmse
 
 HALF_ULP = 2.0**-11
 
@@ -115,9 +115,11 @@ def check(q, k, v, backend, mask=None, is_causal=False):
 
 
 @both
-@pytest.mark.parametrize("dim", [64, 80, 128])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("lengths", [(1, 1), (1, 63), (63, 129), (129, 63), (129, 300)], ids=str)
+@pytest.mark.parametrize(
+    ("dim", "causal", "lengths"),
+    pairwise([64, 80, 128], (False, True), [(1, 1), (1, 63), (63, 129), (129, 63), (129, 300)]),
+    ids=str,
+)
 def test_odd_lengths_with_grouped_heads(backend, dim, causal, lengths):
     """With Sq > Skv the first causal rows see nothing."""
     check(*normal_qkv((4, 2), lengths, dim), backend, is_causal=causal)

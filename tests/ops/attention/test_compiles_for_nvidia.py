@@ -4,57 +4,85 @@ Modules of ops/ that hold a list `NVIDIA_CASES` say what to compile: dicts as in
     options        {"num_warps": 8, ...}
     architectures  optional: compute capabilities times ten; ARCHITECTURES without it
     stack          optional: bytes of local memory that a thread may use; STACK_BYTES without it
-Each compilation runs in a process of its own, because here TRITON_INTERPRET may be set, which decides when a kernel is
-defined whether it can be compiled. What a process compiled stays in pytest's cache until the kernel changes.
+They are compiled by a process beside this one, because here TRITON_INTERPRET may be set, which decides when a kernel is
+defined whether it can be compiled. It loads Triton once and forks for each case: where the compiler crashes, that case
+fails alone. What was compiled stays in pytest's cache until the kernel changes.
 """
 
 import ast
+import atexit
 import functools
 import importlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
+import traceback
 import types
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 # What a thread block may take (CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability").
 SHARED_KIB = {75: 64, 80: 163, 89: 99, 90: 227}
 ARCHITECTURES = (80, 89, 90)  # for sm_75 Triton 3.6 makes dots of scalar FMAs: a case must ask for that by name
+CRASH = "crash"  # a case that ends its process
+SECONDS = 300  # for one case
 STACK_BYTES = 255 * 4  # local memory of a thread: what is spilled may fill its registers once more
 
 
-def worker(*task, **env):
-    """What `main` prints, from a process where Triton compiles."""
-    env |= {key: value for key, value in os.environ.items() if not key.startswith("TRITON_")}
-    command = [sys.executable, __file__, *map(str, task)]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, timeout=300, check=False)
-    assert not done.returncode, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 @functools.cache
-def cases():
-    return worker("list")
+def compiler():
+    """The process that compiles, and what it answers first: all cases. It ends when its input does."""
+    env = {key: value for key, value in os.environ.items() if not key.startswith("TRITON_")}
+    env["TRITON_DISABLE_LINE_INFO"] = "1"  # it does not change the code
+    process = subprocess.Popen(
+        [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env, cwd=ROOT
+    )
+    atexit.register(process.communicate)
+    return process, json.loads(process.stdout.readline())
+
+
+def compiled(**task):
+    process, _ = compiler()
+    print(json.dumps(task), file=process.stdin, flush=True)
+    found = json.loads(process.stdout.readline())
+    assert "error" not in found, found["error"]
+    return found
 
 
 def pytest_generate_tests(metafunc):
     if "case" in metafunc.fixturenames:
-        runs = [(case, arch) for case in cases() for arch in case["architectures"]]
+        runs = [(case, arch) for case in compiler()[1] for arch in case["architectures"]]
         ids = [f"{case['name']}-sm_{arch}" for case, arch in runs]
         metafunc.parametrize(("case", "architecture"), runs, ids=ids)
 
 
 def test_compiles(case, architecture, pytestconfig):
-    cache = pytestconfig.cache.mkdir("triton")
-    found = worker(case["module"], case["name"], architecture, TRITON_CACHE_DIR=str(cache))
+    cache = str(pytestconfig.cache.mkdir("triton"))
+    found = compiled(module=case["module"], name=case["name"], architecture=architecture, cache=cache)
     assert found["cubin_bytes"] > 0
     assert found["shared"] <= SHARED_KIB[architecture] * 1024
     assert found["stack"] <= case["stack"]
     assert not found["rowless"], "warps that read rows of an operand which it does not have"
+
+
+def test_a_case_that_crashes_fails_alone(pytestconfig):
+    case = compiler()[1][0]
+    task = {
+        "module": case["module"],
+        "architecture": case["architectures"][0],
+        "cache": str(pytestconfig.cache.mkdir("triton")),
+    }
+    with pytest.raises(AssertionError, match="no case 'nonsense'"):
+        compiled(name="nonsense", **task)
+    with pytest.raises(AssertionError, match=f"signal {signal.SIGSEGV}"):
+        compiled(name=CRASH, **task)
+    assert compiled(name=case["name"], **task)["cubin_bytes"]
 
 
 def test_every_kernel_has_a_case():
@@ -65,10 +93,10 @@ def test_every_kernel_has_a_case():
                 marks = [ast.unparse(mark) for mark in node.decorator_list]
                 if any(mark.startswith(("triton.jit", "gluon.jit")) for mark in marks):
                     written.add((path.stem, node.name))
-    assert written == {(case["file"], case["kernel"]) for case in cases()}
+    assert written == {(case["file"], case["kernel"]) for case in compiler()[1]}
 
 
-# --- in the worker
+# --- in the process that compiles
 
 
 def load(module):
@@ -135,16 +163,41 @@ def stack_bytes(cubin):
     return max(int(n) for n in re.findall(r"STACK:(\d+)", usage))
 
 
-def main(task):
+def answer(task):
+    """Compile in a fork of this process; what comes of it, or {"error": ...}."""
+    reading, writing = os.pipe()
+    if not (child := os.fork()):
+        try:
+            signal.alarm(SECONDS)
+            os.environ["TRITON_CACHE_DIR"] = task["cache"]
+            if task["name"] == CRASH:
+                signal.raise_signal(signal.SIGSEGV)
+            case = next((each for each in load(task["module"]) if each["name"] == task["name"]), None)
+            assert case, f"no case {task['name']!r}"
+            found = compile_case(case, task["architecture"])
+        except BaseException:
+            found = {"error": traceback.format_exc()[-3000:]}
+        os.write(writing, json.dumps(found).encode())
+        os._exit(0)
+    os.close(writing)
+    with open(reading, encoding="utf-8") as pipe:
+        text = pipe.read()
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return json.loads(text) if text else {"error": f"{task['name']} ended by signal {-code}"}
+
+
+def main():
     # pasa.ops is ops/, without pasa/__init__.py, which imports torch: seconds, in every process
     for name, folder in (("pasa", "pasa"), ("pasa.ops", "ops")):
         sys.modules[name] = types.ModuleType(name)
         sys.modules[name].__path__ = [str(ROOT / folder)]
-    if task == ["list"]:
-        return list_cases()
-    module, name, architecture = task
-    return compile_case(next(case for case in load(module) if case["name"] == name), int(architecture))
+    from triton.runtime.cache import triton_key
+
+    print(json.dumps(list_cases()), flush=True)
+    triton_key()  # a hash of all of Triton, which would take every fork half a second
+    for line in sys.stdin:
+        print(json.dumps(answer(json.loads(line))), flush=True)
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(sys.argv[1:])))
+    main()

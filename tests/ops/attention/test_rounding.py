@@ -22,6 +22,7 @@ from tests.inputs import DEVICE, HOPPER, normal_qkv, portable_kernel
 
 DTYPES = (torch.float16, torch.bfloat16)
 UNBIASED = PasaConfig(softmax="unbiased")
+ROWS = 32  # of a tile
 TRIFLE = 2.0**-8  # of a spacing: FP32 rounding, and that of a weight of 1e-4 to FP16
 SPACING = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}  # of numbers from 1 to 2
 
@@ -59,7 +60,7 @@ def test_rows_are_rounded_as_in_the_reference(dim, dtype, lazy):
     assert 0.1 < leans < 0.9 if dim > 18 else leans == 0  # 4.25 sigma of 18 signs are more than 18
     out = torch.empty(x.shape, dtype=dtype, device=DEVICE)
     pad = 1 << (dim - 1).bit_length()
-    rows_kernel[(len(x) // 16,)](x.to(DEVICE), out, dim, pad, 16, dropped_bits("unbiased", dtype), lazy)
+    rows_kernel[(len(x) // ROWS,)](x.to(DEVICE), out, dim, pad, ROWS, dropped_bits("unbiased", dtype), lazy)
     assert torch.equal(torch.nan_to_num(out.cpu(), 7.0), torch.nan_to_num(round_unbiased(x, dtype).to(dtype), 7.0))
 
 

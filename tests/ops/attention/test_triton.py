@@ -15,7 +15,7 @@ from pasa import PasaConfig
 from pasa.ops.attention.mask_launch import MaskTiles
 from pasa.ops.attention.masking import dense_mask
 from pasa.ops.attention.triton_call import Call
-from tests.inputs import DEVICE, HOPPER, ODD_LENGTHS, biased_qkv, max_error, normal_qkv, portable_kernel, rmse
+from tests.inputs import DEVICE, HOPPER, ODD_LENGTHS, biased_qkv, max_error, normal_qkv, pairwise, portable_kernel, rmse
 
 CONFIGS = {
     "exact": PasaConfig(),
@@ -77,11 +77,17 @@ def check(q, k, v, name, **how):
         assert float((lse - golden_lse)[seen].abs().max()) <= bound
 
 
-@pytest.mark.parametrize(("name", "dim"), [*((name, 64) for name in CONFIGS), ("exact", 128), ("fp32", 128)])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("lengths", ODD_LENGTHS, ids=lambda n: f"{n[0]}x{n[1]}")
-def test_odd_lengths_with_grouped_heads(name, dim, causal, lengths):
+ARITHMETICS = [*((name, 64) for name in CONFIGS), ("exact", 128), ("fp32", 128)]
+
+
+@pytest.mark.parametrize(
+    ("arithmetic", "causal", "lengths"),
+    pairwise(ARITHMETICS, (False, True), ODD_LENGTHS),
+    ids=lambda x: f"{x[0]}x{x[1]}" if isinstance(x, tuple) else None,
+)
+def test_odd_lengths_with_grouped_heads(arithmetic, causal, lengths):
     """With Sq > Skv the first causal rows see nothing: 0 and -inf. Loops of head dim 128 overlap (tiles.py)."""
+    name, dim = arithmetic
     check(*normal_qkv((4, 2), lengths, dim), name, is_causal=causal)
 
 
@@ -92,23 +98,24 @@ SHORT = [  # heads, (Sq, Skv), D: one tile, several tiles, as many keys as the k
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["none", "causal", "bool", "float", "causal row"])
-@pytest.mark.parametrize(("heads", "lengths", "dim"), SHORT)
-@pytest.mark.parametrize("bias", [0, 300])
-def test_short_keys(kind, heads, lengths, dim, bias):
+@pytest.mark.parametrize(
+    ("shape", "bias", "kind"), pairwise(SHORT, (0, 300), ["none", "causal", "bool", "float", "causal row"]), ids=str
+)
+def test_short_keys(shape, bias, kind):
     """Video models attend over 25 frames at every pixel, and over one token. Scores of the bias pass FP16 and FP32's
     exact integers."""
-    q, k, v = normal_qkv(heads, lengths, dim, batch=3)
+    heads, lengths, dim = shape
+    q, k, v = normal_qkv(heads, lengths, dim, batch=2)
     g = torch.Generator().manual_seed(5)
     q[..., :8] += bias
     k[..., :8] += bias
     how = {"is_causal": kind.startswith("causal")}
     if kind == "bool":
-        how["attn_mask"] = torch.rand(3, 1, *lengths, generator=g) < 0.6
+        how["attn_mask"] = torch.rand(2, 1, *lengths, generator=g) < 0.6
     if kind == "float":
         how["attn_mask"] = torch.randn(heads[0], *lengths, generator=g)
     if kind == "causal row":
-        how["attn_mask"] = torch.rand(3, 1, 1, lengths[1], generator=g) < 0.6
+        how["attn_mask"] = torch.rand(2, 1, 1, lengths[1], generator=g) < 0.6
     check(q, k, v, "exact", **how)
 
 
