@@ -210,7 +210,7 @@ def interaction_norm(query: Projection, key: Projection) -> Tensor:
     root = values.clamp(min=0.0).sqrt()[..., None] * vectors.mT
     square: Tensor = torch.linalg.eigvalsh(root @ key.gram @ root.mT)[..., -1].clamp(min=0.0)
     slack = max(query.slack, key.slack)
-    lost = 3.0 * slack * values[..., -1].clamp(min=0.0) * key.gram.norm(dim=(-2, -1))
+    lost: Tensor = 3.0 * slack * values[..., -1].clamp(min=0.0) * key.gram.norm(dim=(-2, -1))
     return (square + lost).sqrt()
 
 

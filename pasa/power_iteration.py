@@ -75,7 +75,9 @@ class PowerIteration:
             z = self._to_queries(z)
             y, u_square = half_step(q, q_last, z)
             ratio = u_square.flatten() / v_square.flatten().clamp(min=torch.finfo(y.dtype).tiny)
-            norm = z.flatten(0, 1).norm(dim=-1) * ratio.sqrt()  # |W_Qᵀ W_K v| of the unit vector v = W_Kᵀy / |W_Kᵀy|
+            norm: Tensor = (
+                z.flatten(0, 1).norm(dim=-1) * ratio.sqrt()
+            )  # |W_Qᵀ W_K v| of the unit vector v = W_Kᵀy / |W_Kᵀy|
         self.state = y
         return norm
 

@@ -147,8 +147,8 @@ def attention_paged(
     LSE -inf. The longest lengths change nothing here.
     """
 
-    def attend(*packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return attention_varlen(*packed, is_causal, scale, options, diagnose)
+    def attend(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return attention_varlen(q, k, v, cu_q, cu_k, is_causal, scale, options, diagnose)
 
     return attend_gathered(attend, q, (k_cache, v_cache), block_table, seq_lens, cu_seqlens_q)
 
