@@ -32,9 +32,10 @@ from pasa.eval.soak import report as soak_report
 from pasa.eval.speed import report as speed_report
 from pasa.eval.speed.cases import DATA
 from pasa.eval.speed.implementations import CUDNN, FLASH
-from pasa.eval.stored import ROOT, stored, stored_or_none, table
+from pasa.eval.stored import ROOT, stored, table
 from pasa.eval.video import report as video_report
 from pasa.eval.video import step_report
+from pasa.eval.watching import report as watching_report
 from pasa.ops.registry import BACKENDS, Backend
 
 FILES = ("README.md", "eval/rounding_bias/README.md")
@@ -339,8 +340,10 @@ PARTS: dict[str, Callable[[], str]] = {
     "gradients": lambda: gradients_report.summary(stored("gradients")),
     "npu_model": npu_model,
     "rounding": rounding,
-    "rounding_cost": lambda: cost_report.summary(stored_or_none("rounding_cost")),
-    "rounding_cost_table": lambda: cost_report.section(stored_or_none("rounding_cost")),
+    "rounding_cost": lambda: cost_report.summary(stored("rounding_cost")),
+    "rounding_cost_table": lambda: cost_report.section(stored("rounding_cost")),
+    "watching": lambda: watching_report.summary(stored("watching")),
+    "watching_table": lambda: watching_report.to_markdown(stored("watching")),
 }
 
 if __name__ == "__main__":

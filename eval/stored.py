@@ -28,6 +28,7 @@ RESULTS = {
     "gradients": ROOT / "eval/gradients/results/gradients.json",
     "rounding": ROOT / "eval/rounding_bias/results/bias.json",
     "rounding_cost": ROOT / "eval/rounding_bias/results/cost.json",
+    "watching": ROOT / "eval/watching/results/watch.json",
     "predict": ROOT / "eval/predict/results/predict.json",
     "soundness": ROOT / "eval/predict/results/soundness.json",
     "auto": ROOT / "eval/predict/results/auto.json",
@@ -39,11 +40,6 @@ def stored(name: str) -> dict[str, Any]:
     """One stored run."""
     result: dict[str, Any] = json.loads(RESULTS[name].read_text(encoding="utf-8"))
     return result
-
-
-def stored_or_none(name: str) -> dict[str, Any] | None:
-    """One stored run; None before its first."""
-    return stored(name) if RESULTS[name].is_file() else None
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -16,7 +16,6 @@ from pasa.eval.speed.report import markdown, number, origin
 
 Result = dict[str, Any]
 COMMAND = "`pasa bench unbiased`"
-NOT_RUN = f"Not measured yet: {COMMAND} does, on a GPU."
 
 
 def cost_table(result: Result) -> Table:
@@ -53,10 +52,8 @@ def verdict(result: Result) -> str:
     return f"All outputs are right. {count} targets are met."
 
 
-def summary(result: Result | None) -> str:
+def summary(result: Result) -> str:
     """A line for README.md: the range of the ratios by data."""
-    if result is None:
-        return NOT_RUN
     told = []
     for data in DATA:
         found = [each["ratio"] for each in result["records"] if each["data"] == data and "ratio" in each]
@@ -65,10 +62,8 @@ def summary(result: Result | None) -> str:
     return f'Time over that of `softmax="safe"` ({COMMAND}): {", ".join(told)}. {verdict(result)}\n\n{origin(result)}'
 
 
-def section(result: Result | None) -> str:
+def section(result: Result) -> str:
     """The table, for the experiment's README."""
-    if result is None:
-        return NOT_RUN
     table = cost_table(result)
     return "\n\n".join([table.note, markdown(table.header, table.rows), f"{verdict(result)} {origin(result)}"])
 

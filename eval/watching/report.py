@@ -37,6 +37,17 @@ def table(result: dict[str, Any]) -> Table:
     return Table("What watching costs", ["case", "ms", "ms watched", "cost", "p20 to p80"], rows, note)
 
 
+def summary(result: dict[str, Any]) -> str:
+    """A line for README.md: what it costs a model."""
+    costs = ", ".join(
+        f"{each['case']} {each['cost_percent']:+.1f} % ({each['p20_percent']:+.1f} to {each['p80_percent']:+.1f})"
+        for each in result["records"]
+        if each["kind"] == "model"
+    )
+    turns = result["settings"]["turns"]
+    return f"Four layers of Qwen2-7B, median and p20 to p80 of {turns} turns: {costs}. {verdict(result)} {origin(result)}"
+
+
 def verdict(result: dict[str, Any]) -> str:
     """What holds and what does not."""
     exact = sum(each["exact"] for each in result["checks"])

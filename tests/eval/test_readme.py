@@ -154,6 +154,17 @@ def test_stored_fp8_scales_from_weights_never_overflow():
         assert first["largest_scaled"] > 5000
 
 
+def test_stored_watching_costs_a_model_little():
+    """All counts are FP64's, outputs keep their bits, and each of the three model cases costs less than 2 %."""
+    result = readme.stored("watching")
+    assert result["gate"]["passed"]
+    assert all(each["exact"] for each in result["checks"])
+    costs = [each["cost_percent"] for each in result["records"] if each["kind"] == "model"]
+    assert len(costs) == 3
+    assert max(costs) < 2
+    assert not result["settings"]["small"]
+
+
 def test_unknown_part_is_an_error():
     with pytest.raises(KeyError, match="nonsense"):
         readme.fill("<!-- generated: nonsense -->\n<!-- end -->")

@@ -205,7 +205,3 @@ def test_a_wrong_output_exits_1_and_is_named(monkeypatch, capsys, result):
         cli.main(["bench", "unbiased"])
     assert left.value.code == 1
     assert "tiny, FP16, tied rows: bias +0.2500" in capsys.readouterr().out
-
-
-def test_readmes_say_that_nothing_is_stored_yet():
-    assert cost_report.section(None) == cost_report.summary(None) == cost_report.NOT_RUN
