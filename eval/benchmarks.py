@@ -234,6 +234,24 @@ def watch(
     raise typer.Exit(0 if result["gate"]["passed"] else 1)
 
 
+@bench.command()
+def predict(
+    json: Json = None,
+    output_dir: Annotated[Path | None, typer.Option(file_okay=False, help="Write JSON and Markdown there.")] = None,
+    small: Annotated[bool, typer.Option("--small", help="A tiny size, on any device.")] = False,
+    turns: Annotated[int, typer.Option(parser=integer, metavar="N", help="Of each case, with and without.")] = 9,
+) -> None:
+    """What FP8 scales from the weights cost a forward pass on a CUDA device; exit 1 if a norm is wrong."""
+    from pasa.eval.fp8_scaling import overhead, overhead_report
+
+    with output.progress_bar("bench predict") as progress:
+        result = overhead.run_overhead(small, turns, progress)
+    deliver(result, json, overhead_report.render)
+    if output_dir is not None:
+        overhead_report.save(result, output_dir)
+    raise typer.Exit(0 if result["gate"]["passed"] else 1)
+
+
 @bench.command("npu-model")
 def npu_model(
     json: Json = None,

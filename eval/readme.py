@@ -16,6 +16,7 @@ from typing import Any
 from pasa.eval import output
 from pasa.eval.diagnose import report as diagnose_report
 from pasa.eval.diagnose import words
+from pasa.eval.fp8_scaling import overhead_report
 from pasa.eval.fp8_scaling import report as fp8_report
 from pasa.eval.gradients import report as gradients_report
 from pasa.eval.longbench import report as longbench_report
@@ -329,6 +330,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "auto": partial(predicted, "auto"),
     "paper_tables": paper_tables,
     "fp8": fp8,
+    "overhead": lambda: overhead_report.summary(stored("overhead")),
     "longbench": longbench,
     "longbench_fp16": partial(longbench, "longbench_fp16"),
     "throughput": throughput,

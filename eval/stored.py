@@ -32,6 +32,7 @@ RESULTS = {
     "predict": ROOT / "eval/predict/results/predict.json",
     "soundness": ROOT / "eval/predict/results/soundness.json",
     "auto": ROOT / "eval/predict/results/auto.json",
+    "overhead": ROOT / "eval/fp8_scaling/results/overhead.json",
     "fp8": ROOT / "eval/fp8_scaling/results/fp8.json",
 }
 

@@ -69,16 +69,17 @@ class PowerIteration:
             raise ValueError(f"PowerIteration.update: steps={steps} is below 1")
         q, q_last = self._matrices(q_weight, q_bias, self.heads)
         k, k_last = self._matrices(k_weight, k_bias, self.kv_heads)
-        y = self._start(q_weight) if self.state is None else self.state
+        if self.state is None:
+            self.state = self._start(q_weight)
+        y = self.state
         for _ in range(steps):
             z, v_square = half_step(k, k_last, self._to_keys(y))
             z = self._to_queries(z)
             y, u_square = half_step(q, q_last, z)
             ratio = u_square.flatten() / v_square.flatten().clamp(min=torch.finfo(y.dtype).tiny)
-            norm: Tensor = (
-                z.flatten(0, 1).norm(dim=-1) * ratio.sqrt()
-            )  # |W_Qᵀ W_K v| of the unit vector v = W_Kᵀy / |W_Kᵀy|
-        self.state = y
+            # |W_Qᵀ W_K v| of the unit vector v = W_Kᵀy / |W_Kᵀy|
+            norm: Tensor = z.flatten(0, 1).norm(dim=-1) * ratio.sqrt()
+        self.state.copy_(y)  # in place: each replay of a CUDA graph is a step further
         return norm
 
     def _matrices(self, weight: Tensor, bias: Tensor | None, heads: int) -> tuple[Tensor, Tensor | None]:

@@ -45,7 +45,9 @@ def summary(result: dict[str, Any]) -> str:
         if each["kind"] == "model"
     )
     turns = result["settings"]["turns"]
-    return f"Four layers of Qwen2-7B, median and p20 to p80 of {turns} turns: {costs}. {verdict(result)} {origin(result)}"
+    return (
+        f"Four layers of Qwen2-7B, median and p20 to p80 of {turns} turns: {costs}. {verdict(result)} {origin(result)}"
+    )
 
 
 def verdict(result: dict[str, Any]) -> str:

@@ -10,8 +10,7 @@ from pasa.ops.spectral.half_step_kernel import half_step_kernel
 
 PROGRAMS = 1024  # some 8 for each multiprocessor of a large GPU
 LEAST_ROWS = 16  # of a product on tensor cores
-COLUMNS = {32: 128, 64: 128, 128: 64, 256: 32}
-"""Of a piece, by head dimension: a tile of 16 KiB, three of which are on their way."""
+TILE = 8192  # elements of a piece, of which three are on their way
 
 
 def launch(weight: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -23,7 +22,8 @@ def launch(weight: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     group = y.shape[1]
     sums = torch.zeros(heads * group * (dim + 1), device=y.device)
     out, square = sums[: heads * group * dim].view(heads, group, dim), sums[heads * group * dim :].view(heads, group)
-    count = triton.cdiv(columns, COLUMNS[dim])
+    width = TILE // dim
+    count = triton.cdiv(columns, width)
     pieces = triton.cdiv(count, max(1, min(count, PROGRAMS // heads)))
     half_step_kernel[heads, triton.cdiv(count, pieces)](
         weight,
@@ -35,7 +35,7 @@ def launch(weight: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         GROUP=group,
         BLOCK_G=max(LEAST_ROWS, triton.next_power_of_2(group)),
         DIM=dim,
-        BLOCK_C=COLUMNS[dim],
+        BLOCK_C=width,
         num_warps=4,
         num_stages=3,
     )

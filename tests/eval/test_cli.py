@@ -143,6 +143,8 @@ def test_other_experiments_are_stored_whole(tmp_path: Path, option: str, stem: s
         (["eval", "longbench", "--data", ".", "--tokens", "500"], "tokens=[500] is of the offline set"),
         (["bench", "model"], "there is no accelerator here: try --config tiny"),
         (["bench", "watch"], "try --small"),
+        (["bench", "predict"], "try --small"),
+        (["bench", "predict", "--turns", "0"], "turns=0"),
         (["bench", "watch", "--turns", "0"], "turns=0"),
         (["eval", "longbench", "--batch-size", "0"], "batch_size=0"),
         (["eval", "ppl", "--precisions", "fp32-base", "--offsets", "0"], "'fp32-base'"),
