@@ -144,6 +144,45 @@ def backend_class() -> type:
     """
     from vllm.v1.attention import backend as v1
 
+    implementation, builder = _implementation(v1), _builder(v1)
+
+    class Backend(v1.AttentionBackend):  # type: ignore[misc]
+        """What vLLM asks before it chooses."""
+
+        supported_dtypes = [torch.float16]  # noqa: RUF012 - as vLLM has it
+        supported_kv_cache_dtypes = ["auto", "float16"]  # noqa: RUF012
+
+        @staticmethod
+        def get_name() -> str:
+            return "CUSTOM"
+
+        @staticmethod
+        def get_impl_cls() -> type:
+            return implementation
+
+        @staticmethod
+        def get_builder_cls() -> type:
+            return builder
+
+        @staticmethod
+        def get_supported_kernel_block_sizes() -> list[Any]:
+            return [v1.MultipleOf(16)]
+
+        @classmethod
+        def get_supported_head_sizes(cls) -> list[int]:
+            return list(range(8, BACKENDS["triton"].head_dims[1] + 1, 8))
+
+        @staticmethod
+        def get_kv_cache_shape(
+            num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+        ) -> tuple[int, ...]:
+            return (2, num_blocks, block_size, num_kv_heads, head_size)
+
+    Backend.__name__ = Backend.__qualname__ = NAME
+    return Backend
+
+
+def _implementation(v1: Any) -> type:
     class Implementation(v1.AttentionImpl):  # type: ignore[misc]
         """One layer."""
 
@@ -193,6 +232,10 @@ def backend_class() -> type:
             new = (key, value) if self.writes else (None, None)
             return attend_layer(attn_metadata, query, *new, kv_cache, output, self.scale)
 
+    return Implementation
+
+
+def _builder(v1: Any) -> type:
     class Builder(v1.AttentionMetadataBuilder):  # type: ignore[misc]
         """Metadata of a step."""
 
@@ -205,37 +248,4 @@ def backend_class() -> type:
         def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> PasaMetadata:
             return PasaMetadata.of(common_attn_metadata)
 
-    class Backend(v1.AttentionBackend):  # type: ignore[misc]
-        """What vLLM asks before it chooses."""
-
-        supported_dtypes = [torch.float16]  # noqa: RUF012 - as vLLM has it
-        supported_kv_cache_dtypes = ["auto", "float16"]  # noqa: RUF012
-
-        @staticmethod
-        def get_name() -> str:
-            return "CUSTOM"
-
-        @staticmethod
-        def get_impl_cls() -> type:
-            return Implementation
-
-        @staticmethod
-        def get_builder_cls() -> type:
-            return Builder
-
-        @staticmethod
-        def get_supported_kernel_block_sizes() -> list[Any]:
-            return [v1.MultipleOf(16)]
-
-        @classmethod
-        def get_supported_head_sizes(cls) -> list[int]:
-            return list(range(8, BACKENDS["triton"].head_dims[1] + 1, 8))
-
-        @staticmethod
-        def get_kv_cache_shape(
-            num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
-        ) -> tuple[int, ...]:
-            return (2, num_blocks, block_size, num_kv_heads, head_size)
-
-    Backend.__name__ = Backend.__qualname__ = NAME
-    return Backend
+    return Builder
