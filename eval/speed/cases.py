@@ -176,6 +176,7 @@ PLAIN_CASES = (
     SpeedCase("svd", 50, 5, 5, 9216, 9216, 64, eager=Target(1.12, 1.25, 1.6)),
     SpeedCase("svd-2", 50, 10, 10, 2304, 2304, 64, eager=Target(0.95, 1.05, 1.5)),
     *(_decode(rows, keys) for keys in (32768, 131072) for rows in (1, 16)),
+    SpeedCase("decode-batch-16x8k", 16, 28, 4, 1, 8192, 128, decode=True, graphed=True),
 )
 BIASED = ("paper", "qwen2-8k", "svd", "decode-1x128k")
 BIASED_CASES = tuple(

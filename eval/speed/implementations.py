@@ -10,6 +10,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -150,12 +151,33 @@ def _portable(inputs: Inputs) -> dict[str, Call]:
     return {PLAIN: Call(lambda: backend.portable_attention(call, AttentionOptions())[0])}
 
 
+def _paged(slots: int) -> Prepare:
+    """Decoding of the same keys from pages of so many slots, in random order."""
+
+    def prepare(inputs: Inputs) -> dict[str, Call]:
+        batch, _, rows, _ = inputs.q.shape
+        keys = inputs.k.shape[2]
+        if rows > 1 or keys % slots:
+            raise NotImplementedError(f"one query of a sequence whose keys fill pages, not {rows} and {keys} keys")
+        pages = batch * keys // slots
+        order = torch.randperm(pages, generator=torch.Generator().manual_seed(0)).to(inputs.q.device)
+        caches = [x.transpose(1, 2).reshape(pages, slots, *x.shape[1::2])[order] for x in (inputs.k, inputs.v)]
+        table = order.argsort().view(batch, -1).int()
+        lengths = torch.full((batch,), keys, dtype=torch.int32, device=inputs.q.device)
+        q = inputs.q.squeeze(2)
+        run = partial(pasa.attention_paged, q, caches[0], caches[1], table, lengths, backend="triton")
+        return {PLAIN: Call(run, restore=lambda out: out.unsqueeze(2))}
+
+    return prepare
+
+
 def _pasa(name: str, what: str, config: pasa.PasaConfig) -> Implementation:
     shifted = config.precision == "pasa"
     return Implementation(name, what, _ours(config), config, shifted, lse=partial(_lse, config))
 
 
 FLASH, CUDNN = "sdpa-flash", "sdpa-cudnn"
+PAGES = (16, 128)  # keys of a page: vLLM's default, and vllm-ascend's
 IMPLEMENTATIONS = (
     Implementation(CUDNN, "torch SDPA, cuDNN backend", _sdpa("CUDNN_ATTENTION")),
     Implementation(FLASH, "torch SDPA, flash backend (FlashAttention-2)", _sdpa("FLASH_ATTENTION")),
@@ -169,10 +191,14 @@ IMPLEMENTATIONS = (
     Implementation(
         "pasa-portable", "ours, the default, on the portable kernel", _portable, pasa.PasaConfig(), shifted=True
     ),
+    *(
+        Implementation(f"pasa-paged-{n}", f"ours, from pages of {n} keys", _paged(n), pasa.PasaConfig(), shifted=True)
+        for n in PAGES
+    ),
 )
 OURS = ("pasa",)  # what a target is held against, on the data where it passes the gate
 PORTABLE = ("pasa-portable",)
-OWN = (*OURS, "triton-fp32", "pasa-paper", *PORTABLE)
+OWN = (*OURS, "triton-fp32", "pasa-paper", *PORTABLE, *(f"pasa-paged-{n}" for n in PAGES))
 
 
 def select_implementations(names: Sequence[str] | None = None) -> tuple[Implementation, ...]:

@@ -1,13 +1,23 @@
 """What the paged kernels are compiled for: as compile_cases.py."""
 
-from pasa.ops.attention.compile_cases import _case, _on, _sizes
+from pasa.ops.attention.compile_cases import Case, _case, _on, _sizes
 from pasa.ops.attention.paged_kernel import decode_lanes_paged_kernel, decode_paged_kernel
 
 NOT_FOR_ASCEND = {
     "decode_paged_kernel": "as decode_kernel: pages are gathered for attention_kernel",
     "decode_lanes_paged_kernel": "as decode_paged_kernel",
 }
-NVIDIA_CASES = [
+
+
+def _bf16(case: Case) -> Case:
+    """Of a BF16 cache, made FP16 as it is read."""
+    return case | {
+        "name": f"{case['name']}_bf16",
+        "signature": case["signature"] | dict.fromkeys(["p_k", "p_v"], "*bf16"),
+    }
+
+
+CASES = [
     *(
         _case(
             decode_paged_kernel,
@@ -31,3 +41,4 @@ NVIDIA_CASES = [
         for anchored in (False, True)
     ),
 ]
+NVIDIA_CASES = [*CASES, *(_bf16(case) for case in CASES if case["architectures"] == [90] and "_of_16" in case["name"])]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import sys
 import warnings
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -146,10 +147,7 @@ def attention_paged(
     Without `cu_seqlens_q` every sequence has one query. Queries behind the last of `cu_seqlens_q` are padding: 0 and
     LSE -inf. The longest lengths change nothing here.
     """
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return attention_varlen(q, k, v, cu_q, cu_k, is_causal, scale, options, diagnose)
-
+    attend = partial(attention_varlen, is_causal=is_causal, scale=scale, options=options, diagnose=diagnose)
     return attend_gathered(attend, q, (k_cache, v_cache), block_table, seq_lens, cu_seqlens_q)
 
 

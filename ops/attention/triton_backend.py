@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -107,10 +107,7 @@ def attention_paged(
     On an NPU pages are gathered first, for the packed kernel, and lengths read back.
     """
     if q.device.type == "npu":
-
-        def attend(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            return attention_varlen(q, k, v, cu_q, cu_k, is_causal, scale, options, diagnose)
-
+        attend = partial(attention_varlen, is_causal=is_causal, scale=scale, options=options, diagnose=diagnose)
         return attend_gathered(attend, q, (k_cache, v_cache), block_table, seq_lens, cu_seqlens_q)
     with on_device(q):
         dropped = dropped_bits(options.softmax, q.dtype)
