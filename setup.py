@@ -24,7 +24,8 @@ VIDEO = ["scikit-image>=0.22", "imageio>=2.34", "imageio-ffmpeg>=0.5", *DIFFUSER
 LONGBENCH = ["rouge==1.0.1", "jieba>=0.42", "pyyaml", *EVAL]  # rouge: LongBench's scores are those of this version
 DEV = [
     "pytest>=8",
-    "pytest-xdist>=3",
+    "pytest-xdist>=3.2",
+    "setuptools>=77",  # the test of the source distribution builds without a network
     "hypothesis>=6.100",
     "ruff==0.17.5",
     "mypy==2.4.1",
@@ -67,7 +68,9 @@ setup(
     },
     entry_points={"console_scripts": ["pasa = pasa.eval.cli:main"]},
     classifiers=[
-        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3 :: Only",
+        *(f"Programming Language :: Python :: 3.{minor}" for minor in (10, 11, 12, 13)),
+        "Typing :: Typed",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
     ],
 )

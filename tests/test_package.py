@@ -1,8 +1,14 @@
 """What an installation holds beside Python."""
 
+import ast
+import os
+import re
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -25,3 +31,72 @@ def test_the_default_library_lies_beside_the_sources():
 
     assert envs.PACKAGE / "ascend_c" == ROOT / "ascend_c"
     assert envs.ascend_library().parent.parent == ROOT / "ascend_c"
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """A folder with what pip makes of the source distribution, through a wheel."""
+    folder = tmp_path_factory.mktemp("package")
+    (folder / "info").mkdir()
+    command = ["setup.py", "-q", "egg_info", "--egg-base", str(folder / "info"), "sdist", "--dist-dir", str(folder)]
+    subprocess.run([sys.executable, *command], cwd=ROOT, check=True, capture_output=True)
+    (archive,) = folder.glob("pasa-*.tar.gz")
+    pip = ["-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--no-index", "--target"]
+    subprocess.run([sys.executable, *pip, str(folder / "site"), str(archive)], check=True, capture_output=True)
+    return folder / "site"
+
+
+def run(folder, *command):
+    """Python from another folder, with the installation first."""
+    env = os.environ | {"PYTHONPATH": str(folder), "PYTHONSAFEPATH": "1"}
+    done = subprocess.run(
+        [sys.executable, *command], cwd=folder.parent, env=env, check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_source_distribution_holds_what_is_installed_and_no_tests(installed):
+    (archive,) = installed.parent.glob("pasa-*.tar.gz")
+    with tarfile.open(archive) as tar:
+        names = {name.partition("/")[2] for name in tar.getnames()}
+    tracked = subprocess.run(
+        ["git", "ls-files", "pasa", "ops", "eval"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    sources = {name for name in tracked.stdout.split() if name.endswith((".py", ".typed", ".html"))}
+    assert sources - names == set()
+    assert {"README.md", "LICENSE", "CHANGELOG.md", "setup.py", "pyproject.toml"} <= names
+    assert not [name for name in names if name.startswith(("tests/", "scripts/"))]
+    roots = {"ops": "pasa/ops", "eval": "pasa/eval", "pasa": "pasa"}
+    expected = {roots[name.split("/")[0]] + name[name.index("/") :] for name in sources}
+    assert not [name for name in expected if not (installed / name).is_file()]
+
+
+def test_installed_package_attends(installed):
+    """The guarantee, far from the checkout: scores of 102,400 give a finite output."""
+    program = """
+import torch, pasa
+print(pasa.__file__)
+q = torch.full((1, 2, 70, 64), 40.0).half()
+out = pasa.attention(q, q, torch.ones_like(q), is_causal=True)
+print(bool((out == 1).all()), pasa.optimal_beta(0.99, 128).iterations, sorted(pasa.__all__) == sorted(dir(pasa)))
+"""
+    place, result = run(installed, "-c", program).splitlines()
+    assert Path(place).is_relative_to(installed)
+    assert result == "True 2 True"
+
+
+def test_installed_command_line_runs(installed):
+    assert "0.984497" in run(installed, "-m", "pasa.eval.cli", "beta")
+    assert "reference" in run(installed, "-m", "pasa.eval.cli", "doctor")
+    scripts = (installed / next(installed.glob("pasa-*.dist-info")) / "entry_points.txt").read_text()
+    assert "pasa = pasa.eval.cli:main" in scripts
+
+
+def test_metadata_names_the_pythons_whose_syntax_it_keeps(installed):
+    metadata = (next(installed.glob("pasa-*.dist-info")) / "METADATA").read_text()
+    minors = [int(minor) for minor in re.findall(r"Python :: 3\.(\d+)$", metadata, re.MULTILINE)]
+    assert minors == [10, 11, 12, 13]
+    assert "Requires-Python: >=3.10\n" in metadata
+    for path in installed.glob("pasa/**/*.py"):
+        ast.parse(path.read_text(encoding="utf-8"), feature_version=(3, min(minors)))

@@ -30,7 +30,11 @@ def test_operator_passes_opcheck_with_gradients(sample):
 
 
 def test_kernels_pass_opcheck_with_gradients():
-    opcheck(torch.ops.pasa.attention.default, tuple(inputs(device=DEVICE)), {"is_causal": True, "backend": "triton"})
+    opcheck(
+        torch.ops.pasa.attention.default,
+        tuple(inputs(batch=1, device=DEVICE)),
+        {"is_causal": True, "backend": "triton"},
+    )
 
 
 def test_varlen_passes_opcheck_with_gradients():
