@@ -27,6 +27,7 @@ from pasa.eval.predict import paper
 from pasa.eval.predict import report as predict_report
 from pasa.eval.rescue.report import TITLES
 from pasa.eval.rmse import report
+from pasa.eval.ring import report as ring_report
 from pasa.eval.rounding_bias import cost_report
 from pasa.eval.rounding_bias import report as rounding_report
 from pasa.eval.soak import report as soak_report
@@ -344,6 +345,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "rounding": rounding,
     "rounding_cost": lambda: cost_report.summary(stored("rounding_cost")),
     "rounding_cost_table": lambda: cost_report.section(stored("rounding_cost")),
+    "ring": lambda: ring_report.to_markdown(stored("ring")),
     "watching": lambda: watching_report.summary(stored("watching")),
     "watching_table": lambda: watching_report.to_markdown(stored("watching")),
 }

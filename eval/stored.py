@@ -28,6 +28,7 @@ RESULTS = {
     "gradients": ROOT / "eval/gradients/results/gradients.json",
     "rounding": ROOT / "eval/rounding_bias/results/bias.json",
     "rounding_cost": ROOT / "eval/rounding_bias/results/cost.json",
+    "ring": ROOT / "eval/ring/results/ring.json",
     "watching": ROOT / "eval/watching/results/watch.json",
     "predict": ROOT / "eval/predict/results/predict.json",
     "soundness": ROOT / "eval/predict/results/soundness.json",

@@ -36,6 +36,12 @@ def table(result: dict[str, Any]) -> Table:
     return Table(title, ["case", "ms", "peak GiB per device", "RMSE", "largest error"], rows, note)
 
 
+def to_markdown(result: dict[str, Any]) -> str:
+    """The table and what it rests on, without a title."""
+    found = table(result)
+    return f"{found.title}:\n\n{markdown(found.header, found.rows)}\n\n{found.note}"
+
+
 def render(result: dict[str, Any], console: Console) -> None:
     """Print it."""
     show(table(result), console)

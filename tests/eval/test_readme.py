@@ -154,6 +154,16 @@ def test_stored_fp8_scales_from_weights_never_overflow():
         assert first["largest_scaled"] > 5000
 
 
+def test_stored_ring_is_as_exact_as_one_device_and_faster():
+    """131,072 tokens on two GPUs, with and without a bias that all keys share."""
+    result = readme.stored("ring")
+    assert result["gate"]["passed"]
+    assert result["settings"]["tokens"] == 131072
+    for each in result["records"]:
+        assert each["ring_rmse"] <= 2**0.5 * each["one_rmse"]
+        assert each["ring_s"] < each["one_s"] / 1.5
+
+
 def test_stored_watching_costs_a_model_little():
     """All counts are FP64's, outputs keep their bits, and each of the three model cases costs less than 2 %."""
     result = readme.stored("watching")
