@@ -26,21 +26,19 @@ from pasa.eval.perplexity import report as perplexity_report
 from pasa.eval.predict import paper
 from pasa.eval.predict import report as predict_report
 from pasa.eval.rescue.report import TITLES
-from pasa.eval.rmse import report
 from pasa.eval.ring import report as ring_report
+from pasa.eval.rmse import report
 from pasa.eval.rounding_bias import cost_report
 from pasa.eval.rounding_bias import report as rounding_report
 from pasa.eval.soak import report as soak_report
-from pasa.eval.speed import report as speed_report
-from pasa.eval.speed.cases import DATA
-from pasa.eval.speed.implementations import CUDNN, FLASH
+from pasa.eval.speed import readme as speed_readme
 from pasa.eval.stored import ROOT, stored, table
 from pasa.eval.video import report as video_report
 from pasa.eval.video import step_report
 from pasa.eval.watching import report as watching_report
 from pasa.ops.registry import BACKENDS, Backend
 
-FILES = ("README.md", "eval/rounding_bias/README.md")
+FILES = ("README.md", "eval/rounding_bias/README.md", "eval/watching/README.md")
 ROUNDED = ("two, smaller tail", "near, smaller tail", "blocks, smaller tail", "four, smaller tail", "random, same tail")
 DIAGNOSED = 3  # heads of each model
 DIAGNOSIS = ("layer", "head", "peak QKᵀ", "× 65504", "stored", "in FP32", "K", "K′", "bias", "resonance", "phase")
@@ -222,33 +220,6 @@ def fp8() -> str:
     return f"{found.note}\n\n{table(found.header, found.rows)}\n\n{said}"
 
 
-def speed() -> str:
-    """Our default and portable kernels beside torch's attention, unbiased data and many rows."""
-    result = stored("speed")
-    rows = []
-    for case in result["cases"]:
-        if case["decode"]:
-            continue
-        for how in speed_report.ways(result, case["name"]):
-            own = speed_report.lines(result, case["name"], how)
-            ours, portable, peer = (own.get(name, {}) for name in ("pasa", "pasa-portable", CUDNN))
-            rows.append(
-                [
-                    speed_report.label(case["name"], how),
-                    case["shape"],
-                    *(speed_report.milliseconds(each) for each in (peer, ours)),
-                    speed_report.number(ours.get("tflops"), ".0f"),
-                    *(speed_report.cell(ours, field) for field in ("to_cudnn", "to_flash")),
-                    speed_report.cell(portable, "to_cudnn"),
-                    *(report.short(each["rmse"]) if "rmse" in each else "-" for each in (peer, ours)),
-                ]
-            )
-    header = ["case", "shape", "cuDNN ms", "ours ms", "TFLOPS", "x cuDNN", "x flash", "portable x cuDNN", "RMSE cuDNN"]
-    bias = "; ".join(f"+{name}: {what}" for name, what in DATA.items() if name != "randn")
-    names = f"{bias}; portable: our kernels without the one for Hopper"
-    return f"{speed_report.METHOD} {names}.\n\n{table([*header, 'RMSE ours'], rows)}\n\n{speed_report.origin(result)}"
-
-
 def kernels() -> str:
     """The paper's cases on the Triton kernels of a GPU."""
     result = stored("kernels")
@@ -278,31 +249,6 @@ def npu_model() -> str:
     found = npu_report.range_table(result)
     text = f"{found.note}\n\n{table(found.header, found.rows)}"
     return f"{text}\n\n{npu_report.claim(result)}\n\n{npu_report.origin(result)}"
-
-
-def decode() -> str:
-    """Decoding, over the time of reading K and V once."""
-    found = speed_report.decode_table(stored("speed"))
-    columns = [i for i, name in enumerate(found.header) if name in ("case", "pasa", CUDNN, FLASH)]
-    rows = [[row[i] for i in columns] for row in found.rows]
-    beside = speed_report.reading_table(stored("speed"))
-    ratios = ", ".join(f"{row[0]} {row[2]} µs ({row[3]})" for row in beside.rows)
-    alone = f"A kernel that only reads K and V, and our time over its time: {ratios}. {beside.note}"
-    said = f"{found.title} (1 is the floor: {found.note[0].lower()}{found.note[1:-1]})."
-    return f"{said}\n\n{table([found.header[i] for i in columns], rows)}\n\n{alone}\n\n{_decoding_with_bias()}"
-
-
-def _decoding_with_bias() -> str:
-    """How much longer it takes where keys share a bias."""
-    result, ratios = stored("speed"), []
-    for case in result["cases"]:
-        if case["decode"] and case["data"] != "randn":
-            own, plain = (
-                speed_report.lines(result, name, "graph")["pasa"]["median_ms"]
-                for name in (case["name"], case["name"].partition("+")[0])
-            )
-            ratios.append(f"{case['name']} {own / plain:.1f}")
-    return f"Times as long as without the bias, in a CUDA graph: {', '.join(ratios)}."
 
 
 def step() -> str:
@@ -336,8 +282,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "longbench_fp16": partial(longbench, "longbench_fp16"),
     "throughput": throughput,
     "perplexity": perplexity,
-    "speed": speed,
-    "decode": decode,
+    "speed": speed_readme.speed,
+    "decode": speed_readme.decode,
     "kernels": kernels,
     "soak": soak,
     "gradients": lambda: gradients_report.summary(stored("gradients")),
