@@ -32,7 +32,7 @@ def draw(rng: Random) -> Params:
     small = backend != REFERENCE
     precision = rng.choice(("pasa",) * 9 + (rng.choice(BASELINES),))
     recovery = rng.choice(("exact",) * 5 + ("paper",)) if precision == "pasa" else "exact"
-    params = {
+    params: Params = {
         "backend": backend,
         "batch": rng.choice((1, 1, 2, 3)),
         "heads": rng.choice((1, 1, 2, 3)),
@@ -71,7 +71,7 @@ def serve(params: Params, rng: Random) -> Params:
     backend = params["backend"]
     if backend == REFERENCE:
         return params
-    changed = {"overflow": "inf"} if backend == TRITON else {"mask": "none", "accumulate": "fp32"}
+    changed: Params = {"overflow": "inf"} if backend == TRITON else {"mask": "none", "accumulate": "fp32"}
     changed |= {"diagnose": False, "block_k": 128 if backend == NPU else rng.choice((32, 64, 128))}
     if params["precision"] not in ("pasa", "fp32")[: 2 if backend == TRITON else 1]:
         changed |= {"precision": "pasa"}

@@ -45,7 +45,7 @@ def run_config(params: Params) -> Measures:
     return {"same": float(not kept or made != again or hash(made) != hash(again))}
 
 
-WRONG = ("", "FP16", "auto", None, 3, True, [], "exactly")
+WRONG: tuple[Any, ...] = ("", "FP16", "auto", None, 3, True, [], "exactly")
 CONFIG_FAULTS = {
     **{
         name: Fault(pick(name, *WRONG), ValueError, rf"{name}=.* is not one of")
@@ -242,7 +242,7 @@ def run_patch(params: Params) -> Measures:
 
     def logits() -> Tensor:
         with torch.no_grad():
-            return model(ids, attention_mask=keep, use_cache=params["cached"]).logits  # type: ignore[no-any-return]
+            return model(ids, attention_mask=keep, use_cache=params["cached"]).logits
 
     plain = logits()
     handle = pasa.patch_pipeline(**arguments)

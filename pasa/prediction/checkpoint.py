@@ -78,7 +78,7 @@ class Checkpoint:
 
         for name in WEIGHT_FILES:
             if (self._folder / f"{name}.index.json").is_file():
-                files: dict[str, str] = _read_json(self._folder / f"{name}.index.json")["weight_map"]
+                files = self._read_index(self._folder / f"{name}.index.json")
                 missing = sorted({file for file in files.values() if not (self._folder / file).is_file()})
                 if missing:
                     raise FileNotFoundError(f"{self.label!r}: its index names {missing[0]}, which is not there")
@@ -90,6 +90,16 @@ class Checkpoint:
                 except SafetensorError as error:
                     raise ValueError(f"{str(self._folder / name)!r} is not a whole safetensors file: {error}") from None
         raise FileNotFoundError(f"{self.label!r} holds no {' or '.join(WEIGHT_FILES)}, whole or in shards")
+
+    def _read_index(self, path: Path) -> dict[str, str]:
+        """The file of every tensor by a list of shards, all of which lie beside it."""
+        found = _read_json(path).get("weight_map")
+        if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
+            raise ValueError(f"{self.label!r}: its index has no weight_map from names to files")
+        for file in found.values():
+            if Path(file).name != file:
+                raise ValueError(f"{self.label!r}: its index names {file!r}, which is not a file of the folder")
+        return found
 
     def get(self, name: str) -> Tensor:
         """Read one tensor from its file."""
@@ -112,7 +122,9 @@ def check_dtype(label: str, name: str, tensor: Tensor) -> Tensor:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        found: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # too many brackets
         raise ValueError(f"{str(path)!r} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{str(path)!r} holds a {type(found).__name__}, not an object")
     return found
