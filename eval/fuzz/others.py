@@ -262,7 +262,7 @@ PATCH_FAULTS = {
     "policy": Fault(pick("policy", "some", "", None, 3), ValueError, "policy must be"),
     "config": Fault(pick("config", {}, "exact"), TypeError, "config"),
     "backend": Fault(pick("backend", "abacus"), ValueError, "abacus"),
-    "model": Fault(pick("model_or_pipeline", None, 3, "llama"), TypeError, "expected a model or pipeline of"),
+    "model": Fault(pick("model_or_pipeline", None, 3, "llama"), TypeError, "expected a model"),
 }  # fmt: skip
 
 
