@@ -17,6 +17,7 @@ from torch import Tensor
 import pasa
 from pasa.eval.fuzz import truth
 from pasa.eval.fuzz.backends import NPU, REFERENCE, TRITON, absent, available
+from pasa.ops.attention.options import ACCUMULATES, OVERFLOWS
 
 PROFILES = ("none", "ramp", "alternate", "blocks", "sign", "wave")
 VALUES = ("largest", "signs", "alternate", "normal", "one", "subnormal", "after")
@@ -144,8 +145,8 @@ def search(backend: str, config: pasa.PasaConfig, evaluations: int, seed: int) -
 
 def modes(backend: str) -> list[pasa.PasaConfig]:
     """Every arithmetic that is promised not to overflow."""
-    overflows = ("inf",) if backend == TRITON else ("inf", "saturate")
-    accumulates = ("fp32", "fp16") if backend == REFERENCE else ("fp32",)
+    overflows = ("inf",) if backend == TRITON else OVERFLOWS
+    accumulates = ACCUMULATES if backend == REFERENCE else ("fp32",)
     return [
         pasa.PasaConfig(softmax=softmax, overflow=overflow, accumulate=accumulate)
         for softmax in ("safe", "unbiased")
