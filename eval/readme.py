@@ -18,6 +18,7 @@ from pasa.eval.diagnose import report as diagnose_report
 from pasa.eval.diagnose import words
 from pasa.eval.fp8_scaling import overhead_report
 from pasa.eval.fp8_scaling import report as fp8_report
+from pasa.eval.fuzz import report as fuzz_report
 from pasa.eval.gradients import report as gradients_report
 from pasa.eval.longbench import report as longbench_report
 from pasa.eval.longbench import throughput as throughput_report
@@ -286,6 +287,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "decode": speed_readme.decode,
     "kernels": kernels,
     "soak": soak,
+    "fuzz": lambda: f"{fuzz_report.verdict(stored('fuzz'))} {fuzz_report.origin(stored('fuzz'))}",
     "gradients": lambda: gradients_report.summary(stored("gradients")),
     "npu_model": npu_model,
     "rounding": rounding,

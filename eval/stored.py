@@ -14,6 +14,7 @@ RESULTS = {
     "rescue": ROOT / "eval/rescue/results/rescue.json",
     "kernels": ROOT / "eval/rmse/results/rmse_kernels.json",
     "speed": ROOT / "eval/speed/results/speed.json",
+    "fuzz": ROOT / "eval/fuzz/results/fuzz.json",
     "soak": ROOT / "eval/soak/results/soak.json",
     "npu_model": ROOT / "eval/npu_model/results/npu_model.json",
     "video": ROOT / "eval/video/results/video.json",
