@@ -39,7 +39,7 @@ from pasa.eval.video import step_report
 from pasa.eval.watching import report as watching_report
 from pasa.ops.registry import BACKENDS, Backend
 
-FILES = ("README.md", "eval/rounding_bias/README.md", "eval/watching/README.md")
+FILES = ("README.md", "eval/rounding_bias/README.md", "eval/watching/README.md", "eval/fp8_scaling/README.md")
 ROUNDED = ("two, smaller tail", "near, smaller tail", "blocks, smaller tail", "four, smaller tail", "random, same tail")
 DIAGNOSED = 3  # heads of each model
 DIAGNOSIS = ("layer", "head", "peak QKᵀ", "× 65504", "stored", "in FP32", "K", "K′", "bias", "resonance", "phase")
@@ -279,6 +279,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "paper_tables": paper_tables,
     "fp8": fp8,
     "overhead": lambda: overhead_report.summary(stored("overhead")),
+    "overhead_table": lambda: overhead_report.section(stored("overhead")),
     "longbench": longbench,
     "longbench_fp16": partial(longbench, "longbench_fp16"),
     "throughput": throughput,
