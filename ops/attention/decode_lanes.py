@@ -77,17 +77,15 @@ def few_keys(p_keys, keys, stride_kn, p_table, stride_kp, D: tl.constexpr, D_PAD
 @triton.jit
 def locate_lanes(p_table, start, keys, HIDES: tl.constexpr, LANES: tl.constexpr, BLOCK_N: tl.constexpr,
                  PAGE: tl.constexpr):  # fmt: skip
-    """Pages (L, 1) or (L, N) and slots (L, N) of LANES * BLOCK_N keys from `start`, a multiple of that, on."""
-    o_lane = start + tl.arange(0, LANES)[:, None] * BLOCK_N
-    o_n = o_lane + tl.arange(0, BLOCK_N)[None, :]
-    if PAGE % BLOCK_N == 0:  # all keys of a lane are in one page
-        o_look = o_lane
-    else:
-        o_look = o_n
+    """Page and slot of each lane's first key (L, 1), or of every key (L, N) where a lane may have several pages;
+    `start` is a multiple of LANES * BLOCK_N."""
+    o_n = start + tl.arange(0, LANES)[:, None] * BLOCK_N
+    if PAGE % BLOCK_N != 0:
+        o_n += tl.arange(0, BLOCK_N)[None, :]
     if HIDES:
-        page = tl.load(p_table + o_look // PAGE, mask=o_look < keys, other=0)
+        page = tl.load(p_table + o_n // PAGE, mask=o_n < keys, other=0)
     else:
-        page = tl.load(p_table + o_look // PAGE)
+        page = tl.load(p_table + o_n // PAGE)
     return tl.cast(page, tl.int64), o_n % PAGE
 
 
@@ -105,8 +103,14 @@ def attend_lanes(
     o_d = tl.arange(0, D_PAD)
     m_d = o_d < D
     o_n = tl.arange(0, LANES)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    o_k = o_n[:, None, :] * stride_kn + o_d[None, :, None]  # (L, D, N): transposed as it is read
-    o_v = o_n[:, :, None] * stride_vn + o_d[None, None, :]
+    if PAGE == 0:
+        o_row = o_n
+    elif PAGE % BLOCK_N == 0:
+        o_row = tl.arange(0, BLOCK_N)[None, :]  # from the lane's first key on
+    else:
+        o_row = tl.zeros((1, 1), tl.int32)
+    o_k = o_row[:, None, :] * stride_kn + o_d[None, :, None]  # (L, D, N): transposed as it is read
+    o_v = o_row[:, :, None] * stride_vn + o_d[None, None, :]
     if ANCHORED:
         b_anchor = tl.load(p_frame + o_d, mask=m_d, other=0.0)[None, :, None]
     b_queries = tl.broadcast_to(b_q[None, :, :], (LANES, BLOCK_M, D_PAD))
@@ -117,7 +121,7 @@ def attend_lanes(
         m_n = start + o_n < keys
         if PAGE > 0:
             b_page, b_slot = locate_lanes(p_table, start, keys, HIDES, LANES, BLOCK_N, PAGE)
-            p_key = p_keys + ((b_page * stride_kp + b_slot * stride_kn)[:, None, :] + o_d[None, :, None])
+            p_key = p_keys + (b_page * stride_kp + b_slot * stride_kn)[:, None, :] + o_k
         else:
             p_key = p_keys + at * stride_kn + o_k
         # scores (L, M, N)
@@ -146,7 +150,7 @@ def attend_lanes(
         b_max = new_max
         # values
         if PAGE > 0:
-            p_value = p_values + ((b_page * stride_vp + b_slot * stride_vn)[:, :, None] + o_d[None, None, :])
+            p_value = p_values + (b_page * stride_vp + b_slot * stride_vn)[:, :, None] + o_v
         else:
             p_value = p_values + at * stride_vn + o_v
         if HIDES or D < D_PAD:

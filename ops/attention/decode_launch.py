@@ -174,7 +174,9 @@ def decode_tiles(architecture: str, pad: int, rows: int) -> tuple[Tile, Tile]:
     if architecture == "sm_90":  # 112 KiB of shared memory
         warps = warps_for(architecture, height, 8)
         return Tile(height, 64 if pad <= 128 else 32, warps, 3), Tile(height, 32, warps, 2)
-    return Tile(height, 32, 4, 3), Tile(height, 32, 4, 2)
+    # 64 rows of Q and 3 stages are 100 KiB of shared memory, of which sm_89 has 99
+    stages = 2 if architecture == "sm_89" and height > 32 and pad > 128 else 3
+    return Tile(height, 32, 4, stages), Tile(height, 32, 4, 2)
 
 
 def most_splits(call: Call) -> int:

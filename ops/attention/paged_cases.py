@@ -24,10 +24,16 @@ CASES = [
             f"paged_{arch}_{rows}x{dim}_of_{page}" + "_careful" * careful,
             {"TILED": rows == 128, "CAUSAL": rows == 128, "PAGE": page, "GRAIN": 64, "LANES": 1, "CAREFUL": careful}
             | {"PDL": arch == 90}
-            | _sizes(dim, rows, 32 if careful or arch == 80 else 64),
-            **_on(arch, 8 if rows == 128 and arch == 90 else 4, 2 if careful else 3, stack=4100),
+            | _sizes(dim, rows, 32 if careful or arch < 90 else 64),
+            **_on(arch, 8 if rows == 128 and arch == 90 else 4, 3 if careful or arch == 89 else 5, stack=4100),
         )
-        for arch, rows, dim, page in ((80, 16, 256, 16), (90, 16, 128, 48), (90, 128, 128, 16), (90, 128, 128, 128))
+        for arch, rows, dim, page in (
+            (80, 16, 256, 16),
+            (89, 64, 256, 16),
+            (90, 16, 128, 48),
+            (90, 128, 128, 16),
+            (90, 128, 128, 128),
+        )
         for careful in (False, True)
     ),
     *(
@@ -35,7 +41,7 @@ CASES = [
             decode_lanes_paged_kernel,
             f"lanes_{arch}_d{dim}_of_{page}" + "_anchored" * anchored,
             {"ANCHORED": anchored, "LANES": 4, "PAGE": page, "PDL": arch == 90} | _sizes(dim, 16, 2048 // dim),
-            **_on(arch, 4, 3 if arch == 89 else 4),
+            **_on(arch, 4, 5 if arch == 89 else 7),
         )
         for arch, dim, page in ((80, 128, 16), (89, 128, 128), (90, 64, 16), (90, 128, 16), (90, 128, 128))
         for anchored in (False, True)

@@ -175,7 +175,7 @@ def _tiles(call: Call, pages: Pages, splits: Splits, tile: Tile, lanes: int, car
          call.k.shape[1], call.group, call.q.shape[2], splits.count, call.scale),
         {"TILED": tiled, "CAUSAL": call.is_causal and tiled, **sizes(call.q.shape[-1], tile.block_m, tile.block_n),
          "PAGE": pages.slots, "GRAIN": splits.keys * lanes, "LANES": lanes, "CAREFUL": careful, "PDL": early(device)},
-        num_warps=tile.warps, num_stages=tile.stages, **launched_early(device),
+        num_warps=tile.warps, num_stages=paged_stages(tile.stages), **launched_early(device),
     )  # fmt: skip
 
 
@@ -191,5 +191,14 @@ def _lanes(call: Call, pages: Pages, splits: Splits, block_n: int) -> None:
              call.k.shape[1], call.group, programs, call.scale),
             {"ANCHORED": anchored, **sizes(call.q.shape[-1], 16, block_n), "LANES": LANES, "PAGE": pages.slots,
              "PDL": early(device)},
-            num_warps=LANES, num_stages=lane_stages(architecture(device)), **launched_early(device),
+            num_warps=LANES, num_stages=paged_stages(lane_stages(architecture(device))), **launched_early(device),
         )  # fmt: skip
+
+
+def paged_stages(stages: int) -> int:
+    """That load K and V as far ahead as `stages` without pages.
+
+    Triton 3.6 (AssignLatencies.cpp) loads (stages - 1) // (n + 1) blocks ahead, n the loads that an address waits for:
+    here one, of the page's number.
+    """
+    return 2 * stages - 1

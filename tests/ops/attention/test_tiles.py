@@ -6,9 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pasa.ops.attention import tiles, tuning
+from pasa.ops.attention import paged_cases, tiles, tuning
 from pasa.ops.attention.compile_cases import NVIDIA_CASES
 from pasa.ops.attention.decode_launch import LANES, decode_tiles, keys_of_a_lane, lane_stages
+from pasa.ops.attention.paged_launch import paged_stages
 from pasa.ops.attention.tiles import TABLE, Tile, architecture_of, candidates, paper_tile
 from pasa.ops.attention.triton_backend import Pass
 from pasa.ops.attention.triton_call import Call
@@ -136,9 +137,13 @@ def test_nothing_is_timed_where_nothing_can_be(timed, monkeypatch):
     assert tiles.processors(torch.device("cpu")) >= 1
 
 
-@pytest.mark.parametrize("case", [x for x in NVIDIA_CASES if x["name"].startswith("lanes")], ids=lambda x: x["name"])
+LANE_CASES = [x for x in (*NVIDIA_CASES, *paged_cases.NVIDIA_CASES) if x["name"].startswith("lanes")]
+
+
+@pytest.mark.parametrize("case", LANE_CASES, ids=lambda x: x["name"])
 def test_lanes_are_compiled_as_they_are_launched(case):
     architecture, sizes = f"sm_{case['architectures'][0]}", case["constexprs"]
     assert sizes["BLOCK_N"] == keys_of_a_lane(architecture, sizes["D_PAD"])
-    assert case["options"] == {"num_warps": LANES, "num_stages": lane_stages(architecture)}
+    stages = lane_stages(architecture)
+    assert case["options"] == {"num_warps": LANES, "num_stages": paged_stages(stages) if "PAGE" in sizes else stages}
     assert sizes["LANES"] == LANES
