@@ -17,6 +17,7 @@ from pasa.eval.rmse.cases import COMPETITOR, GATED, NAIVE
 from pasa.eval.rmse.metrics import L1, NAIVE_FACTOR
 
 Record = dict[str, Any]
+UNJUDGED = ("large-bias", "sides")  # experiments whose tables show no gates
 GATES_TEXT = (
     "Gates: (a) no NaN or infinity in the output, no score stored as infinity, NaN or +/-65504; "
     f"(b) max error <= {NAIVE_FACTOR:g} x that of {NAIVE} where {NAIVE} did not overflow, else of {COMPETITOR}; "
@@ -40,6 +41,8 @@ def tables(result: dict[str, Any]) -> list[Table]:
     """What a result has to show."""
     if result["experiment"] == "large-bias":
         return [_bias_table(result)]
+    if result["experiment"] == "sides":
+        return [_sides_table(result)]
     records = result["records"]
     modes = list(dict.fromkeys(each["overflow"] for each in records))
     shown = [_rmse_table(records, mode) for mode in modes if mode == "inf" or len(modes) == 1]
@@ -169,9 +172,35 @@ def _bias_table(result: dict[str, Any]) -> Table:
     return Table("Q and K share a large bias: RMSE against FP64", header, rows, note)
 
 
+def _sides_table(result: dict[str, Any]) -> Table:
+    """A row per bias, shift and kind of sum: scores beyond FP16, and what they and the rounding do to the output."""
+    records, rows = result["records"], []
+    for case in _names(records, "case"):
+        for shift, sums in dict.fromkeys((each["shift"], each["sums"]) for each in records):
+            own = _pick(records, case=case, shift=shift, sums=sums)
+            nonfinite = max(each["nonfinite_share"] for each in own)
+            beyond, rmse = (max(each[field] for each in own) for field in ("overflowed", "rmse"))
+            rows.append([case, shift, sums, f"{beyond:,}", percent(nonfinite), short(rmse)])
+    batch, heads, queries, _ = result["shape"]
+    biases = "; ".join(f"{name}: Q {q:g}, K {k:g}" for name, (q, k) in result["biases"].items())
+    note = (
+        f"Constant added to N(0, 1): {biases}. Of {batch * heads * queries**2:,} scores; worst of "
+        f"{len(result['seeds'])} seeds. fp16 sums: rounded at every 16 channels, as FlashInfer's use_fp16_qk_reduction "
+        "accumulates. Softmax in FP64 but for pasa, the operator, which rounds weights and output to FP16, and whose "
+        "scores beyond FP16 lie so far below their row's maximum that they weigh nothing."
+    )
+    header = ["bias in", "shift of", "sums", "scores beyond FP16", "NaN, inf", "RMSE, saturate"]
+    return Table("Which side to shift", header, rows, note)
+
+
 def verdict(result: dict[str, Any]) -> str:
     """What the exit status says of the default arithmetic, and one line per run in which it failed a gate."""
     gate = result["gate"]
+    if result["experiment"] == "sides":
+        said = (
+            "Shifted keys leave no score beyond FP16, but under a bias of Q alone; pasa's output is finite there, too."
+        )
+        return "\n  ".join(gate["failures"]) or said
     lines = [f"{each['case']}, seed {each['seed']}, {each['overflow']}: {each['why']}" for each in gate["failures"]]
     if not lines:
         return f"{gate['arithmetic']} passes every gate."
@@ -193,7 +222,7 @@ def render(result: dict[str, Any], console: Console) -> None:
     """Print every table, the verdict and the origin."""
     for table in tables(result):
         show(table, console)
-    if result["experiment"] != "large-bias":
+    if result["experiment"] not in UNJUDGED:
         console.print(Text(GATES_TEXT))
     console.print(Text(verdict(result)))
     console.print(Text(origin(result)))
@@ -236,8 +265,8 @@ def to_markdown(result: dict[str, Any]) -> str:
         parts += [f"## {table.title}", "\n".join(f"| {' | '.join(line)} |" for line in lines), table.note]
     if result["experiment"] == "rmse" and len(result["seeds"]) > 1:
         parts += ["## Per seed", _per_seed(result)]
-    parts += [GATES_TEXT, verdict(result)]
-    parts += ["\n".join(f"- `{name}`: {what}" for name, what in result["arithmetics"].items())]
+    parts += [GATES_TEXT, verdict(result)] if "arithmetics" in result else [verdict(result)]
+    parts += ["\n".join(f"- `{name}`: {what}" for name, what in result.get("arithmetics", {}).items())]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
