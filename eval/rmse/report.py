@@ -173,23 +173,26 @@ def _bias_table(result: dict[str, Any]) -> Table:
 
 
 def _sides_table(result: dict[str, Any]) -> Table:
-    """A row per bias, shift and kind of sum: scores beyond FP16, and what they and the rounding do to the output."""
-    records, rows = result["records"], []
-    for case in _names(records, "case"):
-        for shift, sums in dict.fromkeys((each["shift"], each["sums"]) for each in records):
-            own = _pick(records, case=case, shift=shift, sums=sums)
-            nonfinite = max(each["nonfinite_share"] for each in own)
+    """A row per bias, a column per shift and kind of sum: the error, and the share of scores beyond FP16 if any."""
+    records = result["records"]
+    batch, heads, positions, _ = result["shape"]
+    arms = list(dict.fromkeys((each["shift"], each["sums"]) for each in records))
+    rows = []
+    for name, (q, k) in result["biases"].items():
+        cells = []
+        for shift, sums in arms:
+            own = _pick(records, case=name, shift=shift, sums=sums)
             beyond, rmse = (max(each[field] for each in own) for field in ("overflowed", "rmse"))
-            rows.append([case, shift, sums, f"{beyond:,}", percent(nonfinite), short(rmse)])
-    batch, heads, queries, _ = result["shape"]
-    biases = "; ".join(f"{name}: Q {q:g}, K {k:g}" for name, (q, k) in result["biases"].items())
+            share = beyond / (batch * heads * positions**2)
+            cells.append(f"{short(rmse)} ({percent(share)})" if beyond else short(rmse))
+        rows.append([f"{name}: Q {q:g}, K {k:g}", *cells])
     note = (
-        f"Constant added to N(0, 1): {biases}. Of {batch * heads * queries**2:,} scores; worst of "
-        f"{len(result['seeds'])} seeds. fp16 sums: rounded at every 16 channels, as FlashInfer's use_fp16_qk_reduction "
-        "accumulates. Softmax in FP64 but for pasa, the operator, which rounds weights and output to FP16, and whose "
-        "scores beyond FP16 lie so far below their row's maximum that they weigh nothing."
+        "Biases: constants added to N(0, 1). Columns: what is shifted by its mean; pasa: the operator as it is. RMSE "
+        "where scores saturate, and in brackets the share of scores beyond FP16; pasa's lie so far below their row's "
+        f"maximum that they weigh nothing. Worst of {len(result['seeds'])} seeds. fp16 sums: rounded at every 16 "
+        "channels, as FlashInfer's use_fp16_qk_reduction accumulates. Softmax in FP64; pasa rounds weights and output."
     )
-    header = ["bias in", "shift of", "sums", "scores beyond FP16", "NaN, inf", "RMSE, saturate"]
+    header = ["bias in", *(", ".join(arm).removesuffix(", stored") for arm in arms)]
     return Table("Which side to shift", header, rows, note)
 
 
