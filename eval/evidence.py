@@ -248,7 +248,7 @@ def _video(result: Result) -> str:
     own, broken = result["runs"]["pasa"], result["runs"]["fp16"]
     return (
         f"small random model, {len(own['psnr'])} frames beside FP32: PSNR at least {min(own['psnr']):.1f} dB, SSIM at "
-        f"least {min(own['ssim']):.4f}; FP16 scores: {broken['black_frames']} black frames"
+        f"least {min(own['ssim']):.7f}; FP16 scores: {broken['black_frames']} black frames"
     )
 
 
