@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 EXTRAS = {
-    **dict.fromkeys(("typer", "rich", "matplotlib", "jinja2", "safetensors"), "eval"),
+    **dict.fromkeys(("typer", "rich", "matplotlib", "jinja2", "safetensors", "gguf", "accelerate"), "eval"),
     **dict.fromkeys(("diffusers", "transformers", "skimage", "imageio", "imageio_ffmpeg", "PIL"), "video"),
     **dict.fromkeys(("rouge", "jieba"), "longbench"),
     "triton": "triton",

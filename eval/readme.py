@@ -18,6 +18,7 @@ from pasa.eval.diagnose import report as diagnose_report
 from pasa.eval.diagnose import words
 from pasa.eval.fp8_scaling import overhead_report
 from pasa.eval.fp8_scaling import report as fp8_report
+from pasa.eval.fuzz import report as fuzz_report
 from pasa.eval.gradients import report as gradients_report
 from pasa.eval.longbench import report as longbench_report
 from pasa.eval.longbench import throughput as throughput_report
@@ -38,7 +39,7 @@ from pasa.eval.video import step_report
 from pasa.eval.watching import report as watching_report
 from pasa.ops.registry import BACKENDS, Backend
 
-FILES = ("README.md", "eval/rounding_bias/README.md", "eval/watching/README.md")
+FILES = ("README.md", "eval/rounding_bias/README.md", "eval/watching/README.md", "eval/fp8_scaling/README.md")
 ROUNDED = ("two, smaller tail", "near, smaller tail", "blocks, smaller tail", "four, smaller tail", "random, same tail")
 DIAGNOSED = 3  # heads of each model
 DIAGNOSIS = ("layer", "head", "peak QKᵀ", "× 65504", "stored", "in FP32", "K", "K′", "bias", "resonance", "phase")
@@ -280,6 +281,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "paper_tables": paper_tables,
     "fp8": fp8,
     "overhead": lambda: overhead_report.summary(stored("overhead")),
+    "overhead_table": lambda: overhead_report.section(stored("overhead")),
     "longbench": longbench,
     "longbench_fp16": partial(longbench, "longbench_fp16"),
     "throughput": throughput,
@@ -288,6 +290,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "decode": speed_readme.decode,
     "kernels": kernels,
     "soak": soak,
+    "fuzz": lambda: f"{fuzz_report.verdict(stored('fuzz'))} {fuzz_report.origin(stored('fuzz'))}",
     "gradients": lambda: gradients_report.summary(stored("gradients")),
     "npu_model": npu_model,
     "rounding": rounding,

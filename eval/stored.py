@@ -16,6 +16,7 @@ RESULTS = {
     "kernels": ROOT / "eval/rmse/results/rmse_kernels.json",
     "speed": ROOT / "eval/speed/results/speed.json",
     "counters": ROOT / "eval/speed/results/counters.json",
+    "fuzz": ROOT / "eval/fuzz/results/fuzz.json",
     "soak": ROOT / "eval/soak/results/soak.json",
     "npu_model": ROOT / "eval/npu_model/results/npu_model.json",
     "video": ROOT / "eval/video/results/video.json",

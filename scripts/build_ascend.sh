@@ -30,5 +30,6 @@ done
 library="$(ask 'from pasa.ops import envs; print(envs.ascend_library())')"
 cmake -S "$ROOT/ascend_c" -B "$BUILD" -DPython3_EXECUTABLE="$PYTHON" "$@"
 cmake --build "$BUILD" --parallel
-install -D "$BUILD/libpasa_npu.so" "$library"
+install -D "$BUILD/libpasa_npu.so" "$library.new"
+mv "$library.new" "$library" # in one step: whoever loads it finds it whole
 echo "built $library; 'pasa doctor' shows whether it loads"

@@ -6,7 +6,9 @@
 
 namespace pasa {
 
-constexpr float kNothing = -0x1p90f;   // a running maximum before the first key: below every score, above hidden ones
+// A running maximum before the first key: below every score, which is below 2^43 units of at most 2^80 nats. Rows that
+// see no key at all may find hidden ones above it; what they make of them is set aside in the end.
+constexpr float kNothing = -0x1p125f;
 constexpr uint32_t kMinusInfinity = 0xff800000;  // the device's headers have no INFINITY
 // Weights are 2^15 exp(score - running maximum): within FP16, and zero only 27.8 nats below the maximum.
 constexpr float kLift = 0x1p15f, kLiftNats = 10.39720771f;

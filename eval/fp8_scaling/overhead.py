@@ -166,7 +166,8 @@ class Layers:
 
         def draw(rows: int, columns: int) -> Tensor:
             x = torch.randn(rows, columns, generator=source, device=device, dtype=torch.bfloat16)
-            return x * columns**-0.5
+            scaled: Tensor = x * columns**-0.5
+            return scaled
 
         count = max(2, min(16, math.ceil(SMALLEST_BYTES / (2 * hidden * (q_rows + k_rows)))))
         rows = [(shape.width, hidden), (hidden, shape.width), *[(shape.width, hidden)] * shape.gated] if mlp else []

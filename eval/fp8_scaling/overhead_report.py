@@ -15,8 +15,6 @@ from pasa.eval.speed.report import markdown
 from pasa.eval.watching.report import origin
 
 Result = dict[str, Any]
-COMMAND = "`pasa bench predict`"
-NOT_RUN = f"Not measured yet: {COMMAND} does, on a GPU."
 
 
 def table(result: Result) -> Table:
@@ -52,10 +50,19 @@ def verdict(result: Result) -> str:
     return f"{checked} FAILED: {', '.join(failed)}." if failed else f"{checked} All checks hold."
 
 
-def summary(result: Result | None) -> str:
-    """The table with all that belongs to it, for a README."""
-    if result is None:
-        return NOT_RUN
+def summary(result: Result) -> str:
+    """A paragraph for README.md: the range over the models, by part and way."""
+    told = []
+    for part in dict.fromkeys(each["part"] for each in result["records"]):
+        for way in dict.fromkeys(each["way"] for each in result["records"]):
+            costs = [each["cost_percent"] for each in result["records"] if (each["part"], each["way"]) == (part, way)]
+            told.append(f"{part}, {way} {min(costs):+.1f} to {max(costs):+.1f} %")
+    models = ", ".join(dict.fromkeys(each["model"] for each in result["records"]))
+    return f"Added to a forward pass of {models}: {'; '.join(told)}. {verdict(result)} {origin(result)}"
+
+
+def section(result: Result) -> str:
+    """The table with all that belongs to it, for the experiment's README."""
     found = table(result)
     return "\n\n".join([found.note, markdown(found.header, found.rows), f"{verdict(result)} {origin(result)}"])
 
@@ -71,4 +78,4 @@ def save(result: Result, folder: Path) -> None:
     stored = output.to_json(result)
     result = json.loads(stored)  # what both say is rounded alike
     output.write_text(folder / "overhead.json", stored)
-    output.write_text(folder / "overhead.md", f"# {table(result).title}\n\n{summary(result)}\n")
+    output.write_text(folder / "overhead.md", f"# {table(result).title}\n\n{section(result)}\n")

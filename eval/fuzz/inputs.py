@@ -80,7 +80,7 @@ def plant(params: Params, call: Call, rng: Random) -> None:
     if x is None or (name == "mask" and not x.is_floating_point()):
         return
     for _ in range(rng.randint(1, 3)):
-        place = tuple(rng.randrange(n) for n in x.shape)
+        place: tuple[int | slice, ...] = tuple(rng.randrange(n) for n in x.shape)
         if params["strides"] == "expanded" and name in ("key", "value"):
             place = (place[0], slice(None), *place[2:])  # one head stands for all
         x[place] = rng.choice(GARBAGE[:2] if name == "mask" else GARBAGE)

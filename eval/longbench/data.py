@@ -159,7 +159,7 @@ def _read(lines: Lines, where: str, task: Task) -> Iterator[Item]:
             continue
         try:
             yield _item(json.loads(line.decode("utf-8")), number - 1, task)
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:  # too many brackets
             raise ValueError(f"{where}, line {number}: broken JSON ({error})") from error
         except ValueError as error:
             raise ValueError(f"{where}, line {number}: {error}") from error

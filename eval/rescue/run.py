@@ -19,6 +19,9 @@ from pasa.ops.numerics.formats import FORMATS
 
 __all__ = ["build_prompt", "render", "run_rescue"]
 
+FROM_ANYBODY: dict[str, Any] = {"use_safetensors": True, "trust_remote_code": False, "local_files_only": True}
+"""Of a folder that somebody else wrote neither a pickle is read nor a module run."""
+
 DEFAULT_OFFSET = 131072
 """Twice the largest FP16 number, rounded up to a power of two: no score of the fixture fits FP16."""
 
@@ -154,13 +157,15 @@ def load_folder(path: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Any
     ------
     FileNotFoundError
         There is no such folder.
+    OSError, ValueError
+        As transformers says it: weights that are not safetensors, a model that needs code of its own.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     if not Path(path).is_dir():
         raise FileNotFoundError(f"model {path!r} is not a folder")
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
-    return model, AutoTokenizer.from_pretrained(path)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **FROM_ANYBODY).eval()
+    return model, AutoTokenizer.from_pretrained(path, trust_remote_code=False)
 
 
 def pick_device() -> torch.device:

@@ -72,7 +72,9 @@ def load_pipeline(path: str) -> Any:
     check_pipeline(Path(path))  # before the library is imported, which has things to say
     from diffusers import StableVideoDiffusionPipeline
 
-    pipeline = StableVideoDiffusionPipeline.from_pretrained(path, dtype=torch.float32, local_files_only=True)
+    pipeline = StableVideoDiffusionPipeline.from_pretrained(
+        path, dtype=torch.float32, local_files_only=True, use_safetensors=True
+    )
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 

@@ -80,9 +80,7 @@ class Checkpoint:
 
         for name in WEIGHT_FILES:
             if (self._folder / f"{name}.index.json").is_file():
-                files = _read_json(self._folder / f"{name}.index.json").get("weight_map")
-                if not (isinstance(files, dict) and all(isinstance(file, str) for file in files.values())):
-                    raise ValueError(f"{self.label!r}: {name}.index.json has no weight_map from names to files")
+                files = self._read_index(self._folder / f"{name}.index.json")
                 missing = sorted({file for file in files.values() if not (self._folder / file).is_file()})
                 if missing:
                     raise FileNotFoundError(f"{self.label!r}: its index names {missing[0]}, which is not there")
@@ -96,6 +94,16 @@ class Checkpoint:
         others = sorted(each.name for each in self._folder.iterdir() if each.suffix in OTHER_WEIGHTS)
         hint = f"; {others[0]} is not read: save it under such a name, as safetensors" if others else ""
         raise FileNotFoundError(f"{self.label!r} holds no {' or '.join(WEIGHT_FILES)}, whole or in shards{hint}")
+
+    def _read_index(self, path: Path) -> dict[str, str]:
+        """The file of every tensor by a list of shards, all of which lie beside it."""
+        found = _read_json(path).get("weight_map")
+        if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
+            raise ValueError(f"{self.label!r}: {path.name} has no weight_map from names to files")
+        for file in found.values():
+            if Path(file).name != file:
+                raise ValueError(f"{self.label!r}: its index names {file!r}, which is not a file of the folder")
+        return found
 
     def get(self, name: str) -> Tensor:
         """Read one tensor from its file."""
@@ -118,8 +126,8 @@ def check_dtype(label: str, name: str, tensor: Tensor) -> Tensor:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        found: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # too many brackets
         raise ValueError(f"{str(path)!r} is not JSON: {error}") from None
     if not isinstance(found, dict):
         raise ValueError(f"{str(path)!r} holds no object of JSON, but {type(found).__name__}")

@@ -231,10 +231,12 @@ def test_function_errors_of_an_ulp_do_no_harm(kernels):
 
 
 @pytest.mark.parametrize("overflow", ["inf", "saturate"])
-@pytest.mark.parametrize(("make", "scale"), [(spikes, 5e-5), (spikes, 1e-4), (specks, 2.0**30), (specks, 2.0**80)])
+@pytest.mark.parametrize(
+    ("make", "scale"), [(spikes, 5e-5), (spikes, 1e-4), (specks, 2.0**30), (specks, 2.0**80), (spikes, 2.0**80)]
+)
 def test_scales_at_which_fp16_holds_no_score(kernels, make, scale, overflow):
     """Story: a score stored as 65504 was within reach of its reference at a tiny scale, and one stored as 0 at a large
-    scale was not; neither was asked for in FP32."""
+    scale was not; neither was asked for in FP32. And of scores below -2^90 nats all weights were 0: NaN."""
     x = Call(*make(100), overflow=overflow, scale=scale)
     found = launch_attention(kernels, x, shifted_by_reference(x))
     assert found.report["ok"], found.report["fault"]

@@ -9,6 +9,7 @@ import torch
 from torch.library import opcheck
 
 import pasa
+from pasa.eval.fuzz.search import Genes, badness
 from pasa.ops import registry
 from pasa.ops.attention import npu_backend
 from pasa.ops.attention.scores import paper_beta
@@ -132,6 +133,24 @@ def test_a_query_that_is_not_finite_spoils_its_row_alone(npu, bad):
     assert torch.equal(torch.isnan(lse), spoiled)
     assert torch.equal(out[~spoiled], expected[~spoiled])
     assert torch.equal(lse[~spoiled], expected_lse[~spoiled])
+
+
+FOUND = [
+    Genes(keys=128, base=6.4545, noise=1.37e-6, outliers=0.071, ties=0.85, exponent=55.5, values="signs", seed=455087),
+    Genes(keys=129, dim=1, base=18.57, slope=14194.3, size=473.6, columns=0.61, profile="alternate", values="signs",
+          seed=582666),
+    Genes(keys=2, noise=0.0, values="subnormal"),
+    Genes(keys=2, dim=256, noise=1.0, outliers=0.02, exponent=80.0, values="normal"),
+    Genes(keys=2, dim=256, noise=1.0, base=-30000.0, columns=1.0, exponent=80.0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("overflow", ["inf", "saturate"])
+@pytest.mark.parametrize("softmax", ["safe", "unbiased"])
+@pytest.mark.parametrize("genes", FOUND, ids=str)
+def test_the_worst_that_a_search_has_found(npu, genes, softmax, overflow):
+    """Of the last two, some scores lie below -2^90, where the running maximum once began: NaN."""
+    assert badness(genes, "npu", pasa.PasaConfig(softmax=softmax, overflow=overflow)) <= 1
 
 
 # ---- K' in memory

@@ -1,5 +1,7 @@
 """Inputs that were built or searched for to break the guarantee, by their parameters; no data files."""
 
+from random import Random
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ import pasa
 from pasa.eval.fuzz import truth
 from pasa.eval.fuzz.adversaries import specks, spikes, stalled
 from pasa.eval.fuzz.cases import COUNTS
+from pasa.eval.fuzz.search import Genes, badness, make, mutate, search
 
 CONFIGS = [
     pasa.PasaConfig(block_k=block_k, softmax=softmax, accumulate=accumulate)
@@ -47,3 +50,56 @@ def check(q, k, v, scale, overflow):
     true, _ = truth.find_truth(q, k, v, None, False, scale)
     found = truth.judge(true, out, lse, truth.Arithmetic(True, 1, q.dtype, False))
     assert not [name for name, value in found.items() if value > (0 if name in COUNTS else 1)], found
+
+
+FOUND = [
+    ("reference", pasa.PasaConfig(), Genes(keys=2, noise=0.0, ties=0.67, columns=0.98, values="subnormal")),
+    (
+        "reference",
+        pasa.PasaConfig(overflow="saturate", accumulate="fp16"),
+        Genes(keys=31, dim=32, base=6.81, noise=2e-7, columns=0.3, exponent=76.9, profile="alternate", values="signs",
+              seed=350760),
+    ),
+    (
+        "reference",
+        pasa.PasaConfig(softmax="unbiased", overflow="saturate"),
+        Genes(dim=64, noise=1.1e-4, outliers=0.0426, ties=0.339, columns=0.614, profile="wave", values="signs",
+              seed=375077),
+    ),
+    (
+        "reference",
+        pasa.PasaConfig(softmax="unbiased", overflow="saturate", accumulate="fp16"),
+        Genes(keys=129, noise=3e-4, outliers=0.083, columns=0.43, exponent=0.34, profile="sign", values="signs",
+              seed=1034011),
+    ),
+    (
+        "triton",
+        pasa.PasaConfig(),
+        Genes(keys=2, base=1.935, size=30395.5, columns=0.518, values="normal"),
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, which interprets: infinity is meant
+@pytest.mark.parametrize(("backend", "config", "genes"), FOUND, ids=str)
+def test_the_worst_that_the_search_has_found(backend, config, genes):
+    assert badness(genes, backend, config) <= 1
+
+
+@pytest.mark.parametrize("overflow", ["inf", "saturate"])
+def test_a_short_search_finds_nothing_worse(overflow):
+    worst, genes = search("reference", pasa.PasaConfig(overflow=overflow), 60, seed=2)
+    assert worst <= 1, genes
+
+
+def test_the_search_finds_what_overflows():
+    """Scores stored in FP16 before they are scaled, as in the paper's figure 2: it does not take long."""
+    worst, _ = search("reference", pasa.PasaConfig(precision="partial"), 60, seed=0)
+    assert worst >= 1e6
+
+
+def test_mutants_are_finite():
+    rng, genes = Random(0), Genes()
+    for _ in range(200):
+        genes = mutate(genes, rng)
+        assert all(bool(torch.isfinite(x).all()) for x in make(genes))

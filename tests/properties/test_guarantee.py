@@ -93,6 +93,7 @@ def test_finite_and_a_mean_of_values(call):
 @given(calls(), st.sampled_from(KERNEL_MODES), st.sampled_from([32, 128]))
 def test_kernels_are_finite_and_give_a_mean_of_values(call, mode, block_k):
     q, k, v, causal, scale, _ = call
+    q, k, v = (x[:, :1] for x in (q, k, v))  # the interpreter runs heads one after another
     mode = mode._replace(config=dataclasses.replace(mode.config, block_k=block_k))
     out, lse = mode.attend(q, k, v, is_causal=causal, scale=scale)
     assert_mean_of_values(out, v, mode.config, kernel=True)
