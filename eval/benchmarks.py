@@ -30,17 +30,21 @@ def rmse(
     overflow: Annotated[str | None, typer.Option(help="inf, saturate, or both (the default).")] = None,
     resonance: Annotated[bool, typer.Option("--resonance", help="Waves along the head dimension instead.")] = False,
     large_bias: Annotated[bool, typer.Option("--large-bias", help="Large shared biases instead.")] = False,
+    sides: Annotated[bool, typer.Option("--sides", help="Shifts of K and of Q under biases instead.")] = False,
     kernels: Annotated[bool, typer.Option("--kernels", help="The Triton kernels, on a GPU or interpreted.")] = False,
 ) -> None:
     """RMSE of every arithmetic against FP64 on the paper's cases; exit 1 if the default one fails gate (a) or (b)."""
     from pasa.eval.rmse import bias, plots, report, run
     from pasa.eval.rmse import kernels as on_kernels
     from pasa.eval.rmse import resonance as resonant
+    from pasa.eval.rmse import sides as shifted
 
-    if resonance + large_bias + kernels > 1:
-        raise ValueError("--resonance, --large-bias and --kernels are experiments of their own: choose one")
+    if resonance + large_bias + sides + kernels > 1:
+        raise ValueError("--resonance, --large-bias, --sides and --kernels are experiments of their own: choose one")
     if large_bias and (overflow is not None or quick):
         raise ValueError("--large-bias takes neither --overflow nor --quick: it compares with FP32 at one small size")
+    if sides and overflow is not None:
+        raise ValueError("--sides takes no --overflow: its table shows both modes")
     if kernels and overflow is not None:
         raise ValueError("--kernels takes no --overflow: the scores of kernels are FP32")
     wanted = {
@@ -54,6 +58,8 @@ def rmse(
             result = on_kernels.run_kernels(**given, progress=progress)
         elif large_bias:
             result = bias.run_large_bias(**given, progress=progress)
+        elif sides:
+            result = shifted.run_sides(**given, progress=progress)
         elif resonance:
             result = resonant.run_resonance(**given, overflow=overflow or "both", progress=progress)
         else:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from pasa.eval import output
+from pasa.eval import evidence, output
 from pasa.eval.diagnose import report as diagnose_report
 from pasa.eval.diagnose import words
 from pasa.eval.fp8_scaling import overhead_report
@@ -267,9 +267,11 @@ def rounding() -> str:
 
 PARTS: dict[str, Callable[[], str]] = {
     "support": support,
+    "evidence": evidence.overview,
     "rmse": rmse,
     "damage": lambda: _report_table("rmse", "Overflow"),
     "bias": lambda: _report_table("bias", "Q and K share"),
+    "sides": lambda: _report_table("sides", "Which side"),
     "rescue": rescue,
     "video": video,
     "step": step,

@@ -11,9 +11,11 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = {
     "rmse": ROOT / "eval/rmse/results/rmse.json",
     "bias": ROOT / "eval/rmse/results/large_bias.json",
+    "sides": ROOT / "eval/rmse/results/sides.json",
     "rescue": ROOT / "eval/rescue/results/rescue.json",
     "kernels": ROOT / "eval/rmse/results/rmse_kernels.json",
     "speed": ROOT / "eval/speed/results/speed.json",
+    "counters": ROOT / "eval/speed/results/counters.json",
     "fuzz": ROOT / "eval/fuzz/results/fuzz.json",
     "soak": ROOT / "eval/soak/results/soak.json",
     "npu_model": ROOT / "eval/npu_model/results/npu_model.json",

@@ -98,7 +98,8 @@ def test_json_file_and_output_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "stem", "figures"), [("--resonance", "resonance", 3), ("--large-bias", "large_bias", 0)]
+    ("option", "stem", "figures"),
+    [("--resonance", "resonance", 3), ("--large-bias", "large_bias", 0), ("--sides", "sides", 0)],
 )
 def test_other_experiments_are_stored_whole(tmp_path: Path, option: str, stem: str, figures: int) -> None:
     """Story: the CSV of --large-bias met a column that only the records of torch's own attention had."""
@@ -119,6 +120,7 @@ def test_other_experiments_are_stored_whole(tmp_path: Path, option: str, stem: s
         (["bench", "rmse", "--overflow", "wrap"], "'wrap'"),
         (["bench", "rmse", "--resonance", "--seq", "0"], "seq=0"),
         (["bench", "rmse", "--resonance", "--large-bias"], "--large-bias"),
+        (["bench", "rmse", "--sides", "--overflow", "inf"], "--overflow"),
         (["bench", "speed"], "CUDA"),
         (["bench", "speed", "--case", "nonsense"], "nonsense"),
         (["bench", "video"], "CUDA"),

@@ -1,0 +1,321 @@
+"""The questions that README.md's evidence answers, a line each, every number out of a stored run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from pasa.eval.rmse.report import percent
+from pasa.eval.stored import stored, table
+
+Result = dict[str, Any]
+Record = dict[str, Any]
+GPU, CPU, EMULATED, MODELLED, NOT_RUN = "measured", "CPU", "emulated on a CPU", "modelled", "not run"
+FEW, MANY, BIAS = 8192, 16384, 362  # tokens and bias of `pasa bench model`
+LARGEST = 131072  # offset of `pasa eval perplexity` that FP16 cannot hold
+PAPER, QWEN = "paper", "1x28/4x8192x128"  # shapes of `pasa bench speed` and `pasa bench gradients`
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Line:
+    """One question.
+
+    Attributes
+    ----------
+    question : str
+    run : str
+        The stored run, by its name in `stored.RESULTS`.
+    answer : callable
+        Makes the answer of the run.
+    kind : str
+        How the numbers were come by: "measured" (on the GPU that the run names), "CPU" (models' own arithmetic there),
+        "emulated on a CPU", "modelled", "not run".
+    link : str
+        A heading of README.md, or a file.
+    """
+
+    question: str
+    run: str
+    answer: Callable[[Result], str]
+    kind: str
+    link: str
+
+
+def overview() -> str:
+    """The table."""
+    rows = []
+    for line in LINES:
+        result = stored(line.run)
+        how = f"{line.kind}: {result['environment']['device']}" if line.kind == GPU else line.kind
+        rows.append([line.question, line.answer(result), f"[{how}]({line.link})"])
+    return table(["question", "answer", "how"], rows).replace("---:", "---")  # text, to the left
+
+
+def _pick(records: Iterable[Record], **wanted: Any) -> list[Record]:
+    return [each for each in records if all(each[field] == value for field, value in wanted.items())]
+
+
+def _one(records: Iterable[Record], **wanted: Any) -> Record:
+    [found] = _pick(records, **wanted)
+    return found
+
+
+def _span(values: Iterable[float], form: str = ".2f") -> str:
+    low, *_, high = sorted([*values] * 2)
+    return f"{low:{form}} to {high:{form}}"
+
+
+def _to_fp32(result: Result, arithmetic: str) -> str:
+    """Errors on the paper's cases over those with FP32 scores, where the output is finite."""
+    ratios, broken = [], 0
+    for case in result["cases"]:
+        own, fp32 = (
+            _pick(result["records"], case=case["name"], overflow="inf", arithmetic=a) for a in (arithmetic, "fp32")
+        )
+        if any(each["nonfinite_share"] for each in own):
+            broken += 1
+        else:
+            ratios.append(max(each["rmse"] for each in own) / max(each["rmse"] for each in fp32))
+    nan = f"NaN in {broken} of {len(result['cases'])} cases; " if broken else ""
+    return f"{nan}{_span(ratios, '.3g')} times the RMSE of FP32 scores"
+
+
+def _biased(result: Result) -> str:
+    ratios = [each["pooled_to_fp32"] for each in result["ratios"]]
+    return f"{_span(ratios, '.2g')} times the RMSE of FP32 scores and softmax"
+
+
+def _side(result: Result, case: str, shift: str, sums: str = "stored") -> tuple[float, float]:
+    """Share of the scores beyond FP16, and RMSE: worst seed."""
+    own = _pick(result["records"], case=case, shift=shift, sums=sums)
+    batch, heads, positions, _ = result["shape"]
+    beyond, rmse = (max(each[field] for each in own) for field in ("overflowed", "rmse"))
+    return beyond / (batch * heads * positions**2), rmse
+
+
+def _sides(result: Result) -> str:
+    said = []
+    for case, name in (("K", "bias in K"), ("Q", "in Q"), ("both", "in both")):
+        shares = ", ".join(f"{shift} {percent(_side(result, case, shift)[0])}" for shift in ("none", "K", "Q", "both"))
+        said.append(f"{name}: {shares}")
+    return f"scores beyond FP16 by shift: {'; '.join(said)}"
+
+
+def _fp16_sums(result: Result) -> str:
+    rmse, once = (_side(result, "none", "none", sums)[1] for sums in ("fp16 sums", "stored"))
+    beyond, stored_once = (_side(result, "K", "none", sums)[0] for sums in ("fp16 sums", "stored"))
+    shifted, _ = _side(result, "K", "K", "fp16 sums")
+    return (
+        f"{rmse / once:.2g} times the RMSE of one rounding; under a bias in K {percent(beyond)} of the scores overflow "
+        f"(one rounding: {percent(stored_once)}), {percent(shifted)} with K shifted"
+    )
+
+
+def _bf16(result: Result) -> str:
+    found = {each["precision"]: each["perplexity"] for each in _pick(result["perplexities"], offset=LARGEST)}
+    return (
+        f"it stays finite, and is wrong where scores are stored: perplexity {found['bf16-eager']:.0f}; BF16 with FP32 "
+        f"scores {found['bf16']:.2f}, PASA in FP16 {found['pasa']:.2f}, FP32 {found['fp32']:.2f}"
+    )
+
+
+def _speed(result: Result, how: str, biased: bool, field: str) -> str:
+    """Our default beside a peer on all cases with many rows; above 1 is faster."""
+    names = [c["name"] for c in result["cases"] if not c["decode"] and (c["data"] != "randn") == biased]
+    ours = [each for each in result["records"] if each["implementation"] == "pasa" and each["case"] in names]
+    return _span(each[field] for each in ours if each["how"] == how)
+
+
+def _speeds(result: Result, biased: bool) -> str:
+    fields = (("cuDNN", "to_cudnn"), ("flash", "to_flash"))
+    return ", ".join(
+        f"{_speed(result, 'eager', biased, field)} times as fast as SDPA's {name}" for name, field in fields
+    )
+
+
+def _gpu_error(result: Result) -> str:
+    """The largest ratio of errors over the cases that both computed."""
+    own, peer = (
+        {(e["case"], e["how"]): e["rmse"] for e in _pick(result["records"], implementation=name, status="ok")}
+        for name in ("pasa", "sdpa-cudnn")
+    )
+    return f"{_span([own[key] / peer[key] for key in own.keys() & peer.keys()])} times the RMSE of SDPA's cuDNN"
+
+
+def _missing(result: Result) -> str:
+    names = dict.fromkeys(e["implementation"] for e in result["records"] if e["status"] == "not installed")
+    return (
+        f"{', '.join(names)}: not installed where speed was measured, so neither their speed nor their errors are known"
+    )
+
+
+def _run(result: Result, attention: str, tokens: int, bias: int = 0) -> Record:
+    return _one(result["records"], attention=attention, tokens=tokens, bias=bias)
+
+
+def _memory(result: Result) -> str:
+    peaks = [_run(result, name, MANY)["peak_bytes"] / GIB for name in ("pasa", "sdpa", "eager")]
+    return "peak {:.1f} GiB at {:,} tokens; SDPA {:.1f}, eager {:.1f}".format(peaks[0], MANY, *peaks[1:])
+
+
+def _tokens(result: Result, bias: int = 0) -> str:
+    runs = {name: _run(result, name, FEW, bias) for name in ("pasa", "sdpa", "eager")}
+    prefill, decode = (
+        ", ".join(f"{name} {run[f'{part}_tokens_per_s']:,.0f}" for name, run in runs.items())
+        for part in ("prefill", "decode")
+    )
+    broken = ", ".join(name for name, run in runs.items() if run["nonfinite_logits"])
+    wrong = f"; logits not finite: {broken}" if broken else ""
+    return f"tokens/s at {FEW:,}: prefill {prefill}; decoding without a graph {decode}{wrong}"
+
+
+def _counters(result: Result) -> str:
+    """One call's kernels, each alone."""
+    anchors, main, second = (e["us"] for e in _pick(result["records"], case=PAPER, by="pasa"))
+    whole = anchors + main + second
+    parts = (("anchors of K", anchors), ("attention", main), ("its second launch", second))
+    return "each alone: " + ", ".join(f"{name} {us:.1f} µs ({percent(round(us / whole, 3))})" for name, us in parts)
+
+
+def _prepass(result: Result) -> str:
+    shares = [each["pre-pass"] / each["whole"] for each in result["parts"] if each.get("pre-pass")]
+    low, high = min(shares), max(shares)
+    return f"{100 * low:.2g} % to {100 * high:.2g} % of a call in a CUDA graph, {len(shares)} shapes"
+
+
+def _profiled(result: Result) -> str:
+    kernels = {each["kernel"]: each["ms"] for each in _pick(result["kernels"], shape=QWEN)}
+    whole, forward = sum(kernels.values()), kernels["anchor_kernel"] + kernels["attention_kernel"]
+    return (
+        f"anchors {100 * kernels['anchor_kernel'] / forward:.2g} % of the forward pass; centring K "
+        f"{100 * kernels['centre_kernel'] / whole:.2g} % of forward and backward"
+    )
+
+
+def _npu_split(result: Result) -> str:
+    said = []
+    for name in ("paper", "exact 0 %"):
+        own = _pick(result["records"], scenario="as written", allocation=name)
+        tile = _one(result["tiles"], dim=128, allocation=name)
+        means = tile["vector_ns"]["row reductions"] / tile["ns"]["vector"]
+        shift = [100 * each["shift_ms"] / each["overlap_ms"] for each in own]
+        rows = percent(round(means, 3))
+        said.append(f"{name}: shifting K {_span(shift, '.2g')} % of the time, row reductions {rows} of vector time")
+    return "; ".join(said)
+
+
+def _npu_speed(result: Result) -> str:
+    names = ("paper-fp16", "paper", "exact 0 %")
+    ratios = {
+        name: [e["ratio_overlap"] for e in _pick(result["records"], scenario="as written", allocation=name)]
+        for name in names
+    }
+    low, high = result["claims"]["speedup"]
+    found = ", ".join(f"{name} {_span(values)}" for name, values in ratios.items())
+    return f"time of FP32 scores over that of {found}; published: {low} to {high} over a vendor kernel"
+
+
+def _rescue(result: Result) -> str:
+    proof = result["proof"]
+    fp16, pasa, fp32 = (_perplexity(proof[f"perplexity_{name}"]) for name in ("fp16", "pasa", "fp32"))
+    return (
+        f"scores reach {proof['max_score_before']:,.0f}; perplexity in FP16 {fp16}, with PASA {pasa}, in FP32 {fp32}; "
+        f"{proof['tokens_equal_to_fp32']} of {proof['tokens_fp32']} tokens as in FP32"
+    )
+
+
+def _perplexity(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.2f}"
+
+
+def _prompts(result: Result) -> str:
+    found = result["precisions"]
+    names = ("pasa", "fp16-sdpa", "bf16", "fp16-eager")
+    shares = ", ".join(f"{name} {percent(found[name]['agreement'])}" for name in names)
+    return f"{found['pasa']['items']} prompts of {len(result['datasets'])} data sets, answers equal to FP32's: {shares}"
+
+
+def _models(result: Result) -> str:
+    records = result["records"]
+    heads, beyond = (sum(each[field] for each in records) for field in ("heads", "beyond_proven"))
+    return f"{len(records)} models and shapes, {heads} heads: {beyond} beyond the proven bound"
+
+
+def _video(result: Result) -> str:
+    own, broken = result["runs"]["pasa"], result["runs"]["fp16"]
+    return (
+        f"small random model, {len(own['psnr'])} frames beside FP32: PSNR at least {min(own['psnr']):.1f} dB, SSIM at "
+        f"least {min(own['ssim']):.7f}; FP16 scores: {broken['black_frames']} black frames"
+    )
+
+
+def _step(result: Result) -> str:
+    said = []
+    for offset in sorted({each["offset"] for each in result["records"]}):
+        ms = {e["way"]: e["median_ms"] for e in _pick(result["records"], model="UNet", offset=offset)}
+        said.append(f"scores + {offset:,.0f}: PASA {ms['pasa']:.0f} ms, SDPA {ms['sdpa']:.0f}, eager {ms['eager']:.0f}")
+    return f"a step of the full UNet, random weights; {'; '.join(said)}"
+
+
+def _soak(result: Result) -> str:
+    gate = result["gate"]
+    return f"{gate['run'] - gate['failed']} of {gate['run']} random calls within all bounds of FP64"
+
+
+def _gradients(result: Result) -> str:
+    gate = result["gate"]
+    return f"{gate['judged'] - len(gate['failures'])} of {gate['judged']} errors within twice a plain backward pass's"
+
+
+def _ring(result: Result) -> str:
+    ratios = [each["one_s"] / each["ring_s"] for each in result["records"]]
+    errors = [each["ring_rmse"] / each["one_rmse"] for each in result["records"]]
+    return f"on {result['settings']['ranks']}, {_span(ratios)} times as fast as on one, {_span(errors)} times the RMSE"
+
+
+ACCURACY, BIAS_SECTION, SPEED, NPU = (
+    "#the-papers-benchmark",
+    "#a-bias-that-all-keys-share",
+    "#on-a-gpu",
+    "#on-an-npu-a-model",
+)
+LINES: Sequence[Line] = (
+    Line("Ours on the paper's cases", "rmse", partial(_to_fp32, arithmetic="pasa-exact"), EMULATED, ACCURACY),
+    Line("PASA as published", "rmse", partial(_to_fp32, arithmetic="pasa-paper-fp16"), EMULATED, ACCURACY),
+    Line("Baseline: scores stored in FP16", "rmse", partial(_to_fp32, arithmetic="partial"), EMULATED, ACCURACY),
+    Line("Baseline: Q scaled first", "rmse", partial(_to_fp32, arithmetic="prescaled"), EMULATED, ACCURACY),
+    Line(
+        "Baseline: K smoothed as in SageAttention, scores in FP16",
+        "rmse",
+        partial(_to_fp32, arithmetic="smooth_k"),
+        EMULATED,
+        ACCURACY,
+    ),
+    Line("Baseline: Q Kᵀ accumulated in FP16, as FlashInfer can", "sides", _fp16_sums, EMULATED, BIAS_SECTION),
+    Line("Baselines as packages", "speed", _missing, NOT_RUN, "eval/speed/README.md"),
+    Line("A bias shared by Q and K", "bias", _biased, EMULATED, BIAS_SECTION),
+    Line("Shift K, Q or both?", "sides", _sides, EMULATED, BIAS_SECTION),
+    Line("Does BF16 do?", "perplexity", _bf16, EMULATED, "#long-prompts"),
+    Line("Errors on a GPU", "speed", _gpu_error, GPU, SPEED),
+    Line("Speed on a GPU", "speed", partial(_speeds, biased=False), GPU, SPEED),
+    Line("Speed on a GPU, biased data", "speed", partial(_speeds, biased=True), GPU, SPEED),
+    Line("Memory, Qwen2-7B's shape", "throughput", _memory, GPU, "#long-prompts"),
+    Line("End to end, Qwen2-7B's shape", "throughput", _tokens, GPU, "#long-prompts"),
+    Line("The same, scores beyond FP16", "throughput", partial(_tokens, bias=BIAS), GPU, "#long-prompts"),
+    Line("Overhead: the paper's shape", "counters", _counters, GPU, "eval/speed/results/counters.md"),
+    Line("Overhead: the pass over K", "speed", _prepass, GPU, "eval/speed/results/speed.md"),
+    Line("Overhead: profile, 8192 tokens", "gradients", _profiled, GPU, "eval/gradients/results/gradients.md"),
+    Line("Overhead on an NPU", "npu_model", _npu_split, MODELLED, NPU),
+    Line("Speed on an NPU", "npu_model", _npu_speed, MODELLED, NPU),
+    Line("A language model that overflows", "rescue", _rescue, EMULATED, "#a-language-model"),
+    Line("Tasks (LongBench's kinds)", "longbench_fp16", _prompts, GPU, "#long-prompts"),
+    Line("More than one model", "soundness", _models, CPU, "#predicted-from-weights"),
+    Line("Video", "video", _video, EMULATED, "#a-video"),
+    Line("Video at full size", "step", _step, GPU, "#a-video"),
+    Line("Several devices", "ring", _ring, GPU, "eval/ring/README.md"),
+    Line("Random calls", "soak", _soak, GPU, SPEED),
+    Line("Gradients", "gradients", _gradients, GPU, SPEED),
+)
