@@ -42,7 +42,8 @@ def shorten(op: CustomOpDef, remember: Callable[..., Any], gradient: Callable[..
     class Direct(torch.autograd.Function):
         @staticmethod
         def forward(*arguments: Any) -> Any:
-            return op._init_fn(*arguments)
+            # below torch.func.grad a mode may still have to see the call
+            return op(*arguments) if _is_observed(arguments) else op._init_fn(*arguments)
 
         setup_context = staticmethod(remember)
         backward = staticmethod(gradient)

@@ -428,6 +428,7 @@ def attention_kernel(
             p_mark = p_lse + batch * stride_lb + head * stride_lh + at * stride_lm
             taken = tl.load(p_mark, mask=taken, other=0.0) == INF
             rows = tl.where(taken, rows, 0)
+            m_out = m_out & (rows > 0)
         # key blocks that every row sees whole, then those on the diagonal and the ragged last one
         b_max = tl.full((BLOCK_M,), -INF, tl.float32)
         b_sum = tl.zeros((BLOCK_M,), tl.float32)
@@ -489,7 +490,6 @@ def attention_kernel(
         b_out, b_lse = mean_of_values(b_acc, b_max, b_sum, nats + frame * scale, D, DROPPED, not LOOP)
         b_lse = tl.where(marked, INF, b_lse)
         p_rows = p_out + batch * stride_ob + head * stride_oh + at * stride_om
-        m_out = (o_row < rows)[:, None] & (o_d < D)[None, :]
         tl.store(p_rows + o_m[:, None] * stride_om + o_d[None, :], b_out.to(p_out.dtype.element_ty), mask=m_out)
         p_rows_lse = p_lse + batch * stride_lb + head * stride_lh + at * stride_lm
         tl.store(p_rows_lse + o_m * stride_lm, b_lse, mask=o_row < rows)

@@ -12,6 +12,13 @@ def test_generated_parts_are_up_to_date():
     assert readme.main(["--check"]) == 0, "run: python -m pasa.eval.readme"
 
 
+def test_every_page_with_generated_parts_is_checked():
+    """The costs of watching were stored and their page stayed empty: only two pages were ever written."""
+    pages = [readme.ROOT / "README.md", *(readme.ROOT / "eval").rglob("*.md")]
+    marked = {page for page in pages if "<!-- generated: " in page.read_text(encoding="utf-8")}
+    assert marked == {readme.ROOT / name for name in readme.FILES}
+
+
 @pytest.mark.parametrize("name", [name for name, path in RESULTS.items() if path.is_file()])
 def test_stored_runs_name_a_commit_that_exists(name):
     commit = readme.stored(name)["environment"]["commit"]

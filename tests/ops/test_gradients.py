@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
 
 import pasa
@@ -103,6 +104,17 @@ def test_gradients_of_every_sample():
         one = torch.func.grad(squares, argnums=(0, 1, 2))(q[index], k[index], v[index])
         for got, true in zip(found, one, strict=True):
             assert torch.equal(got[index], true)
+
+
+@pytest.mark.parametrize("mode", ["real", "fake"])
+def test_torch_func_grad_is_traced_whole(mode):
+    """Below torch.func the shorter way ran kernels on tensors without data, or traced into them."""
+    given = [x.detach() for x in inputs()]
+    graph = make_fx(torch.func.grad(squares, argnums=(0, 1, 2)), tracing_mode=mode)(*given)
+    called = [str(node.target) for node in graph.graph.nodes if "pasa" in str(node.target)]
+    assert called == ["pasa.attention.default", "pasa.attention_backward.default"]
+    for got, true in zip(graph(*given), torch.func.grad(squares, argnums=(0, 1, 2))(*given), strict=True):
+        assert torch.equal(got, true)
 
 
 def test_second_derivatives_of_torch_func_are_refused():

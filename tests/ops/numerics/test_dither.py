@@ -127,6 +127,14 @@ def test_lots_are_coins_in_rows_and_columns(kind, bit):
     assert norm < 1.4 * (math.sqrt(len(words)) + math.sqrt(DIM))  # of coins; far more if rows share a pattern
 
 
+def test_lots_of_256_columns_are_nearly_coins():
+    """The widest rows have the nearest keys: bit 15 has 9 times the norm of coins with a step of 1, 1.5 with 511."""
+    drawn = lots(torch.randint(2**32, (1024, 256), generator=generator(3)))
+    for bit in range(8, 16):
+        norm = float(torch.linalg.matrix_norm(2.0 * ((drawn >> bit) & 1) - 1, 2))
+        assert norm < 1.4 * (math.sqrt(1024) + math.sqrt(256))
+
+
 @pytest.mark.parametrize("fmt", FORMATS_16)
 @pytest.mark.parametrize(("maxima", "binades"), [(2, 1), (2, 3), (4, 1)])
 @pytest.mark.parametrize("sign", [1, -1])
