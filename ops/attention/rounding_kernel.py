@@ -44,7 +44,7 @@ def _count_of_packed(places: int) -> tl.constexpr:
 
 COUNT_FP16 = _count_of_packed(0)
 COUNT_BF16 = _count_of_packed(3)
-COUNT_REGISTERS = tl.constexpr(",".join(["=r"] * 8 + ["r"] * 8))
+COUNT_REGISTERS = tl.constexpr(",".join(["=&r"] * 8 + ["r"] * 8))
 
 
 @triton.jit
