@@ -7,7 +7,7 @@ import torch
 
 import pasa
 from pasa.eval.fuzz import truth
-from pasa.eval.fuzz.adversaries import specks, spikes, stalled
+from pasa.eval.fuzz.adversaries import specks, spikes, stalled, sunken
 from pasa.eval.fuzz.cases import COUNTS
 from pasa.eval.fuzz.search import Genes, badness, make, mutate, search
 
@@ -41,6 +41,34 @@ def test_saturated_scores_at_a_tiny_scale(overflow, scale):
 def test_products_below_fp16_at_a_large_scale(overflow, scale):
     """Story: 2^-40 is zero in FP16, and 2^40 nats after a scale of 2^80: all keys weighed the same."""
     check(*specks(100), scale, overflow)
+
+
+@pytest.mark.parametrize("overflow", ["inf", "saturate"])
+@pytest.mark.parametrize("scale", [2.0**-60, 0.125, 1.0, 2.0**20])
+def test_scores_far_below_those_of_their_anchors(overflow, scale):
+    """Story: the running maximum was 2,000,000 units below what the second block's anchor adds, further than a
+    reference reaches. Clamped, it stood above all scores of the block, which came as -inf and had no weight, though
+    they equal those of the first; as -65504 they took the weight of the first."""
+    config = pasa.PasaConfig(overflow=overflow, block_k=99)
+    q, k, v = sunken(99)
+    out, lse = pasa.attention(q, k, v, scale=scale, config=config, return_lse=True, backend="reference")
+    _, true = pasa.golden_attention(q, k, v, scale=scale)
+    assert (out == 0.5).all()
+    assert ((lse - true).abs() <= 2.0**-21 * true.abs()).all()  # a few roundings of what the anchor adds
+
+
+@pytest.mark.parametrize("overflow", ["inf", "saturate"])
+def test_keys_far_below_the_hidden_ones_of_their_block(overflow):
+    """The same without extreme keys: a document ends within a block, and what is behind it moves the block's mean."""
+    q, k = torch.zeros(1, 1, 32, 16).half(), torch.zeros(1, 1, 64, 16).half()
+    q[..., 0], k[..., 0], k[:, :, 48:, 0] = 1000.0, -1000.0, 3000.0
+    v = (torch.arange(64) < 32).half().view(1, 1, 64, 1).expand_as(k)
+    document = torch.arange(64) < 48
+    keep = torch.where(torch.arange(32) < 16, 1, 0).bool()[:, None] == document
+    config = pasa.PasaConfig(overflow=overflow, block_k=32, block_q=16)
+    out = pasa.attention(q, k, v, attn_mask=keep, scale=1.0, config=config, backend="reference")
+    golden, _ = pasa.golden_attention(q, k, v, attn_mask=keep, scale=1.0)
+    assert ((out - golden).abs() <= 2.0**-11 * golden).all()
 
 
 def check(q, k, v, scale, overflow):
