@@ -242,7 +242,8 @@ class OnlineSoftmax:
     def add(self, tile: Tile, block: Block, v: Tensor, frame: Tensor | float = 0.0) -> None:
         """Take in one tile and its values (B, Hkv, n, D). frame: of the true scores, where the rule asks for it."""
         old = slice(block.rows_before, None)
-        carried = self._row(self.maximum[..., old, :] + tile.carry)
+        maximum = self.maximum[..., old, :]
+        carried = self._row(maximum + tile.carry).where(maximum > -torch.inf, -torch.inf)  # which may saturate
         scores, alive = _masked(tile, block)
         top = scores.amax(-1, keepdim=True)
         if self.exact:  # all scores of the row lie below FP16's reach under its maximum: their weights are 0

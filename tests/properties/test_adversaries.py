@@ -71,6 +71,26 @@ def test_keys_far_below_the_hidden_ones_of_their_block(overflow):
     assert ((out - golden).abs() <= 2.0**-11 * golden).all()
 
 
+@pytest.mark.parametrize("overflow", ["inf", "saturate"])
+@pytest.mark.parametrize("accumulate", ["fp32", "fp16"])
+def test_rows_whose_first_block_is_hidden(overflow, accumulate):
+    """Story: the maximum of no key, minus infinity, saturated to FP32's lowest number; a row's first tile then referred
+    to -131008, where FP32's numbers are 2^-7 units apart: 0.1 nats at this scale."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randint(-3, 4, (1, 1, n, 16), generator=g).half() for n in (4, 64, 64))
+    keep = torch.arange(64) >= torch.tensor([0, 32, 40, 64])[:, None]
+    config = pasa.PasaConfig(overflow=overflow, accumulate=accumulate, block_k=32)
+    how = {"attn_mask": keep, "scale": 16.3}
+    out, lse = pasa.attention(q, k, v, config=config, return_lse=True, backend="reference", **how)
+    golden, true = pasa.golden_attention(q[:, :, :3], k, v, attn_mask=keep[:3], scale=16.3)
+    assert (
+        (lse[:, :, :3] - true).abs() <= 2.0**-22 * true.abs() + 1e-5
+    ).all()  # of a few roundings; products are exact
+    assert ((out[:, :, :3] - golden).abs() <= 4 * 2.0**-11 * 3).all()
+    assert lse[0, 0, 3] == -torch.inf
+    assert (out[0, 0, 3] == 0).all()
+
+
 def check(q, k, v, scale, overflow):
     """Every output among the values whose scores may be the largest, and the log-sum-exp."""
     config = pasa.PasaConfig(overflow=overflow, block_k=128)
