@@ -63,8 +63,8 @@ protected:
     }
 
     // Whether a score stands so far above its reference (in a first tile: off it), or the reference above the running
-    // maximum, or all are so near to it for their scale, that the tile has to come in FP32. Rows that
-    // see nothing hold 0 in kFirst.
+    // maximum, or all are so near to it for their scale, that the tile has to come in FP32. Rows that see
+    // nothing hold 0 in kFirst.
     __aicore__ inline bool Judge(uint32_t i, uint32_t j, uint32_t rows, float factor, RowMath& seeing)
     {
         const Row reach = Number(kFirst);
