@@ -62,18 +62,18 @@ protected:
         AscendC::PipeBarrier<PIPE_V>();
     }
 
-    // Whether a score stands so far above its reference (in a first tile: off it), or all are so near to it for their
-    // scale, that the tile has to come in FP32.
+    // Whether a score stands so far above its reference (in a first tile: off it), or the reference above the running
+    // maximum, or all are so near to it for their scale, that the tile has to come in FP32. Rows that see
+    // nothing hold 0 in kFirst.
     __aicore__ inline bool Judge(uint32_t i, uint32_t j, uint32_t rows, float factor, RowMath& seeing)
     {
-        Row reach = Number(kTop);
+        const Row reach = Number(kFirst);
         if (j == 0) {
-            reach = Number(kFirst);
-            RowMath(0, rows).Set(reach, 0.0f);
-            AscendC::PipeBarrier<PIPE_V>();
             seeing.Absolute(reach, Number(kTop));
-            AscendC::PipeBarrier<PIPE_V>();
+        } else {
+            seeing.Larger(reach, Number(kTop), Number(i, kRaised));
         }
+        AscendC::PipeBarrier<PIPE_V>();
         const float largest = Extreme<AscendC::ReduceType::MAX>(reach, rows, work_);
         bool wanted = largest * factor > kReach || largest >= kHalfLargest || factor > kCoarseUnit;
         if (kHalfLargest * factor < kZeroWeight) wanted = wanted || HasBottom(rows);
@@ -153,7 +153,7 @@ protected:
     __aicore__ inline NextReference Reference(uint32_t i, uint32_t rows, bool rho_is_known)
     {
         const NextReference::Places places{
-            Number(kLarger), Number(kNext),   Number(kFactor), Number(i, kOffset), Number(kFirst),
+            Number(kLarger), Number(kNext), Number(kFactor), Number(i, kOffset), Number(i, kRaised), Number(kFirst),
             Number(kSecond), Number(kThird), half_row_buffer_.Get<half>(), spread_.ReinterpretCast<half>(),
             reference_out_.AllocTensor<half>()};
         return NextReference(places, rows, factor_[i], rho_is_known);

@@ -13,10 +13,10 @@ public:
 
     // What it works with. Numbers of rows: `wanted`, where the scores are to be near zero, in nats; `apart`, what the
     // block's anchor takes off them, in units of the tile; `factor`, nats in such a unit; `offset`, for the nats that
-    // are to be added to the scores. FP16: `term` (64) and `spread` (64, 16) are its own, `out` (64, 16) is for the
+    // are to be added to the scores; `raised`, by how many units the reference had to be raised to fit. FP16: `term` (64) and `spread` (64, 16) are its own, `out` (64, 16) is for the
     // cube core.
     struct Places {
-        Row wanted, apart, factor, offset, rho, high, rest;
+        Row wanted, apart, factor, offset, raised, rho, high, rest;
         HalfTile term, spread, out;
     };
 
@@ -48,7 +48,10 @@ public:
                 all_.AtLeast(high, high, -kHalfLargest);
                 all_.AtLeast(rest, rest, -2 * kHalfLargest);
                 break;
-            case 4: all_.ToHalf(p_.term, high); break;
+            case 4:
+                all_.ToHalf(p_.term, high);
+                all_.Subtract(p_.raised, rest, rho);
+                break;
             case 5:
                 all_.ToFloat(high, p_.term);
                 AscendC::Brcb(p_.out, p_.term, repeats_, AscendC::BrcbRepeatParams(1, 8));

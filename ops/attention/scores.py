@@ -220,10 +220,11 @@ class ExactScores:
         reference = guess
         if block.bias is None:
             reference = torch.where(block.reference == -torch.inf, guess, block.reference / self.scale)
-        rho = sum(two_terms((reference - offset) * unit))
+        wanted = (reference - offset) * unit
+        rho = sum(two_terms(wanted))
         wide = matmul_rows(block.q, keys.keys) - rho
         narrow = round_to(wide, FP16, overflow=self.overflow)
-        rescued = self._rescued(block, narrow, self.scale / unit)
+        rescued = self._rescued(block, narrow, wanted, self.scale / unit)
         stored = torch.where(rescued, wide, narrow)
         return Tile(stored, stored * (self.scale / unit), (rho / unit + offset) * self.scale, 0.0, rescued)
 
@@ -231,14 +232,18 @@ class ExactScores:
         """q . a_1, which every score of the row lacks."""
         return 0.0 if self.anchor is None else matmul_rows(q, self.anchor) * self.scale
 
-    def _rescued(self, block: Block, narrow: Tensor, scale: Tensor) -> Tensor:
-        """Rows (whole tiles of block_q) whose largest visible score is too far from the reference for FP16."""
+    def _rescued(self, block: Block, narrow: Tensor, wanted: Tensor, scale: Tensor) -> Tensor:
+        """Rows (whole tiles of block_q) whose largest visible score is too far from the reference for FP16.
+
+        wanted: the reference before it is clamped; scale: nats in a unit of the tile.
+        """
         # the mask is added in FP32, behind the reference's back; or not even a score near its reference is FP16's
         if block.bias is not None or float(scale.max()) > COARSE_UNIT:
             return torch.ones_like(block.reference, dtype=torch.bool)
         seen = narrow if block.visible is None else narrow.masked_fill(~block.visible, -torch.inf)
         top, first = seen.amax(-1, keepdim=True), block.reference == -torch.inf
-        reach = torch.where(first, top.abs(), top)
+        raised = -2 * FP16.max - wanted  # by the clamp, over the running maximum: scores below it may be the largest
+        reach = torch.where(first, top.abs(), torch.maximum(top, raised))
         lost = (reach * scale > RESCUE_REACH) | (reach >= FP16.max)  # a tiny scale: 65504 may be within reach
         if block.visible is not None:
             lost &= block.visible.any(-1, keepdim=True)

@@ -30,6 +30,10 @@ RULES = {
         "seeing.Absolute(reach, Number(kTop));",
         "seeing.Scale(reach, Number(kTop), 1.0f);",
     ),
+    "a reference above the running maximum is not looked at": (
+        "seeing.Larger(reach, Number(kTop), Number(i, kRaised));",
+        "seeing.Scale(reach, Number(kTop), 1.0f);",
+    ),
     "a tiny scale is not looked at": ("if (kHalfLargest * factor < kZeroWeight)", "if (false)"),
     "a reference too high for a term is not clamped": (
         "all_.AtMost(high, rho, kHalfLargest);",

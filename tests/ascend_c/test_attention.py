@@ -10,7 +10,7 @@ import torch
 
 from pasa import golden_attention
 from pasa.eval.fuzz import truth
-from pasa.eval.fuzz.adversaries import specks, spikes, stalled
+from pasa.eval.fuzz.adversaries import specks, spikes, stalled, sunken
 from pasa.eval.rmse.cases import PAPER_CASES, RandomCase
 from pasa.ops.shift_keys.reference import shift_exact
 from tests.ascend_c.kernel_runs import (
@@ -243,6 +243,23 @@ def test_scales_at_which_fp16_holds_no_score(kernels, make, scale, overflow):
     true, _ = truth.find_truth(x.q, x.k, x.v, None, False, scale)
     ratios = truth.judge(true, found["out"], found["lse"], truth.Arithmetic(True, 1, x.q.dtype, False))
     assert not [name for name, value in ratios.items() if not value <= 1], ratios
+
+
+@pytest.mark.parametrize("overflow", ["inf", "saturate"])
+@pytest.mark.parametrize("scale", [0.125, 1.0, 2.0**20])
+def test_scores_far_below_those_of_their_anchors(kernels, scale, overflow):
+    """Story: a reference that had to be raised to fit into two FP16 numbers stood above all scores of its block, whose
+    keys lost their weight, or, saturated, took that of all others.
+    The first three rows see no key."""
+    q, k, v = sunken(BLOCK, rows=2 * BLOCK + 3)
+    x = Call(q, k, v, causal=True, overflow=overflow, scale=scale)
+    found = launch_attention(kernels, x, shifted_by_reference(x))
+    assert found.report["ok"], found.report["fault"]
+    seen_of_block = torch.arange(-2, 2 * BLOCK + 1).clamp(min=0, max=BLOCK)  # value 1
+    seen_at_all = torch.arange(-2, 2 * BLOCK + 1).clamp(min=1)
+    mean = (seen_of_block / seen_at_all).double()
+    assert ((found["out"][0, 0].double().T - mean).abs() <= 2.0**-11 * mean).all()
+    check_output(x, found, attend_by_reference(x))
 
 
 @pytest.mark.parametrize("overflow", ["inf", "saturate"])

@@ -6,7 +6,9 @@ A mutant is caught if a launch ends in a fault or gives other bits than the kern
 import pytest
 import torch
 
+from pasa.eval.fuzz.adversaries import sunken
 from tests.ascend_c.kernel_runs import (
+    BLOCK,
     Call,
     launch_attention,
     launch_shift,
@@ -112,6 +114,7 @@ CALLS = [
     extreme_keys(),
     anchors_far_apart(),
     tiny_scale(),
+    Call(*sunken(BLOCK)),
     random_call(1, 1, 1, 20, 130, 64, scale=1e-5),  # a unit whose inverse FP16 does not hold
     random_call(2, 2, 2, 130, 255, 64, causal=True, exact=False),
     random_call(1, 1, 1, 40, 30, 64, causal=True, exact=False),  # one tile, and rows in it that see nothing

@@ -7,7 +7,7 @@ import torch
 
 import pasa
 from pasa.eval.fuzz import truth
-from pasa.eval.fuzz.adversaries import specks, spikes, stalled
+from pasa.eval.fuzz.adversaries import specks, spikes, stalled, sunken
 from pasa.eval.fuzz.cases import COUNTS
 from pasa.eval.fuzz.search import Genes, badness, make, mutate, search
 
@@ -41,6 +41,54 @@ def test_saturated_scores_at_a_tiny_scale(overflow, scale):
 def test_products_below_fp16_at_a_large_scale(overflow, scale):
     """Story: 2^-40 is zero in FP16, and 2^40 nats after a scale of 2^80: all keys weighed the same."""
     check(*specks(100), scale, overflow)
+
+
+@pytest.mark.parametrize("overflow", ["inf", "saturate"])
+@pytest.mark.parametrize("scale", [2.0**-60, 0.125, 1.0, 2.0**20])
+def test_scores_far_below_those_of_their_anchors(overflow, scale):
+    """Story: the running maximum was 2,000,000 units below what the second block's anchor adds, further than a
+    reference reaches. Clamped, it stood above all scores of the block, which came as -inf and had no weight, though
+    they equal those of the first; as -65504 they took the weight of the first."""
+    config = pasa.PasaConfig(overflow=overflow, block_k=99)
+    q, k, v = sunken(99)
+    out, lse = pasa.attention(q, k, v, scale=scale, config=config, return_lse=True, backend="reference")
+    _, true = pasa.golden_attention(q, k, v, scale=scale)
+    assert (out == 0.5).all()
+    assert ((lse - true).abs() <= 2.0**-21 * true.abs()).all()  # a few roundings of what the anchor adds
+
+
+@pytest.mark.parametrize("overflow", ["inf", "saturate"])
+def test_keys_far_below_the_hidden_ones_of_their_block(overflow):
+    """The same without extreme keys: a document ends within a block, and what is behind it moves the block's mean."""
+    q, k = torch.zeros(1, 1, 32, 16).half(), torch.zeros(1, 1, 64, 16).half()
+    q[..., 0], k[..., 0], k[:, :, 48:, 0] = 1000.0, -1000.0, 3000.0
+    v = (torch.arange(64) < 32).half().view(1, 1, 64, 1).expand_as(k)
+    document = torch.arange(64) < 48
+    keep = torch.where(torch.arange(32) < 16, 1, 0).bool()[:, None] == document
+    config = pasa.PasaConfig(overflow=overflow, block_k=32, block_q=16)
+    out = pasa.attention(q, k, v, attn_mask=keep, scale=1.0, config=config, backend="reference")
+    golden, _ = pasa.golden_attention(q, k, v, attn_mask=keep, scale=1.0)
+    assert ((out - golden).abs() <= 2.0**-11 * golden).all()
+
+
+@pytest.mark.parametrize("overflow", ["inf", "saturate"])
+@pytest.mark.parametrize("accumulate", ["fp32", "fp16"])
+def test_rows_whose_first_block_is_hidden(overflow, accumulate):
+    """Story: the maximum of no key, minus infinity, saturated to FP32's lowest number; a row's first tile then referred
+    to -131008, where FP32's numbers are 2^-7 units apart: 0.1 nats at this scale."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randint(-3, 4, (1, 1, n, 16), generator=g).half() for n in (4, 64, 64))
+    keep = torch.arange(64) >= torch.tensor([0, 32, 40, 64])[:, None]
+    config = pasa.PasaConfig(overflow=overflow, accumulate=accumulate, block_k=32)
+    how = {"attn_mask": keep, "scale": 16.3}
+    out, lse = pasa.attention(q, k, v, config=config, return_lse=True, backend="reference", **how)
+    golden, true = pasa.golden_attention(q[:, :, :3], k, v, attn_mask=keep[:3], scale=16.3)
+    assert (
+        (lse[:, :, :3] - true).abs() <= 2.0**-22 * true.abs() + 1e-5
+    ).all()  # of a few roundings; products are exact
+    assert ((out[:, :, :3] - golden).abs() <= 4 * 2.0**-11 * 3).all()
+    assert lse[0, 0, 3] == -torch.inf
+    assert (out[0, 0, 3] == 0).all()
 
 
 def check(q, k, v, scale, overflow):
