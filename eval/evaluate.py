@@ -198,8 +198,8 @@ def fp8(
 def fuzz(
     json: Json = None,
     output_dir: Annotated[Path | None, typer.Option(file_okay=False, help="Write JSON and Markdown there.")] = None,
-    cases: Annotated[int, typer.Option(parser=integer, metavar="N", help="Random calls.")] = 20000,
-    seed: Annotated[int, typer.Option(parser=integer, metavar="N", help="What they are drawn from.")] = 0,
+    cases: Annotated[int | None, typer.Option(parser=integer, metavar="N", help="Random calls (20000).")] = None,
+    seed: Annotated[int | None, typer.Option(parser=integer, metavar="N", help="What they are drawn from (0).")] = None,
     replay: Annotated[str | None, typer.Option(metavar="SEED:INDEX", help="Run this case alone.")] = None,
 ) -> None:
     """Random calls of the whole API, right and wrong; exit 1 if one is neither correct nor refused as documented."""

@@ -41,7 +41,7 @@ def shard_sequence(x: Tensor, dim: int, *, group: ProcessGroup | None = None) ->
     Raises
     ------
     ValueError
-        For a sequence of fewer than 2n tokens; without a process group.
+        For a sequence of fewer than 2n tokens, or a `dim` that x has not; without a process group.
 
     Examples
     --------
@@ -49,6 +49,7 @@ def shard_sequence(x: Tensor, dim: int, *, group: ProcessGroup | None = None) ->
     tensor([0, 1, 6, 7])
     """
     ring = Ring(group)
+    _check_dim(x, dim)
     chunks = layout.chunks_of(ring.rank, x.shape[dim], ring.size)
     return torch.cat([x.narrow(dim, chunk.start, chunk.stop - chunk.start) for chunk in chunks], dim)
 
@@ -68,7 +69,7 @@ def gather_sequence(x: Tensor, dim: int, *, group: ProcessGroup | None = None) -
     NotImplementedError
         For a tensor that needs a gradient: form the loss on the shards.
     ValueError
-        If lengths are not those of `shard_sequence`.
+        If lengths are not those of `shard_sequence`; for a `dim` that x has not.
 
     Examples
     --------
@@ -79,6 +80,7 @@ def gather_sequence(x: Tensor, dim: int, *, group: ProcessGroup | None = None) -
     if torch.is_grad_enabled() and x.requires_grad:
         raise NotImplementedError("gather_sequence has no gradient: form the loss on the shards, or detach them")
     ring = Ring(group)
+    _check_dim(x, dim)
     held = [length for (length,) in ring.tell([x.shape[dim]], x.device)]
     lengths = _zigzag_lengths(held)
     x = x.movedim(dim, 0)
@@ -221,6 +223,11 @@ def ring_config(config: PasaConfig | None) -> PasaConfig:
         if getattr(config, name) != needed:
             raise NotImplementedError(f"ring_attention has {name}={needed!r} only, not {getattr(config, name)!r}")
     return config
+
+
+def _check_dim(x: Tensor, dim: int) -> None:
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(f"dim={dim} is not a dimension of x, which has {x.dim()}: {tuple(x.shape)}")
 
 
 def _agreed_lengths(every: list[list[int]]) -> list[tuple[int, int]]:

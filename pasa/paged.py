@@ -100,14 +100,13 @@ def attention_paged(
     ValueError, TypeError, NotImplementedError
         As for `pasa.attention`. Lengths and table entries are checked on a CPU only: nothing here waits for a GPU, so
         a call can be captured in a CUDA graph. A finite BF16 or FP32 value beyond 65504 gives NaN there, not an error.
-
-    Notes
-    -----
-    There are no gradients.
+    NotImplementedError
+        For a tensor that needs a gradient: there are none.
     """
     check_switches(is_causal, return_lse, backend)
     _check_caches(k_cache, v_cache)
     _check_like("q", q, k_cache, rank=3)
+    _refuse_gradients("attention_paged", q=q, k_cache=k_cache, v_cache=v_cache)
     _check_queries(q, k_cache)
     _check_tables(q, block_table, seq_lens, cu_seqlens_q)
     for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
@@ -139,12 +138,15 @@ def write_pages(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_map
     ValueError, TypeError
         For tensors that do not fit together; on a CPU also for a slot behind the cache, or given twice. Nothing waits
         for a GPU.
+    NotImplementedError
+        For a tensor that needs a gradient.
     """
     _check_caches(k_cache, v_cache)
     for name, x in (("k", k), ("v", v)):
         _check_like(name, x, k_cache, rank=3)
         if x.shape[1:] != k_cache.shape[2:]:
             raise ValueError(f"{name} {tuple(x.shape)} does not fit the cache's heads {tuple(k_cache.shape[2:])}")
+    _refuse_gradients("write_pages", k=k, v=v, k_cache=k_cache, v_cache=v_cache)
     _check_integers("slot_mapping", slot_mapping, k_cache, rank=1)
     if k.shape != v.shape or len(slot_mapping) > len(k):
         raise ValueError(f"{len(slot_mapping)} slots, but {len(k)} keys and {len(v)} values")
@@ -175,6 +177,12 @@ def _check_like(name: str, x: Tensor, cache: Tensor | None, rank: int) -> None:
         raise TypeError(f"{name} is {x.dtype} but k_cache is {cache.dtype}")
     if cache is not None and x.device != cache.device:
         raise ValueError(f"{name} is on {x.device} but k_cache is on {cache.device}")
+
+
+def _refuse_gradients(function: str, **tensors: Tensor) -> None:
+    for name, x in tensors.items():
+        if torch.is_grad_enabled() and x.requires_grad:
+            raise NotImplementedError(f"{function} has no gradient, and {name} requires one: detach it, or no_grad()")
 
 
 def _check_integers(name: str, x: Tensor, cache: Tensor, rank: int) -> None:

@@ -217,6 +217,10 @@ def watch(model_or_pipeline: object) -> Watch:
     """
     found = list(patched_modules(components_of(model_or_pipeline)))
     if not found:
+        from pasa.patching import auto  # here, as only this case needs what it imports
+
+        if auto.leaves_alone(model_or_pipeline):
+            raise ValueError('watch: policy="auto" left all modules alone; use policy="all" to watch them')
         raise ValueError(
             f"watch: no module of {type(model_or_pipeline).__name__} is patched; call pasa.patch_pipeline first"
         )

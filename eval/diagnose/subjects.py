@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from pasa.eval.rescue.embedded_model import load_model, require_built_in
-from pasa.eval.rescue.overflow_fixture import inject_overflow
+from pasa.eval.rescue.overflow_fixture import check_offset, inject_overflow
 from pasa.eval.rescue.run import DEFAULT_OFFSET, build_prompt, load_folder, pick_device
 from pasa.eval.video import clip
-from pasa.eval.video.overflow import LARGEST_EXACT_INTEGER, OFFSET, bias_scores
+from pasa.eval.video.overflow import OFFSET, bias_scores
 from pasa.eval.video.tiny import tiny_pipeline
 
 EMBEDDED, TINY = "embedded", clip.TINY
@@ -68,9 +68,7 @@ def load(model: str, options: Options) -> Subject:
     ValueError
         An option of another kind of model, or a value that cannot be used; a pipeline that is not supported.
     """
-    most = LARGEST_EXACT_INTEGER**2
-    if options["offset"] is not None and not abs(options["offset"]) <= most:
-        raise ValueError(f"offset={options['offset']} is not in -{most} to {most}")
+    check_offset(options["offset"])
     if model not in (EMBEDDED, TINY):
         _refuse(model, "a folder", BUILT_IN_OPTIONS, options)
         _check_folder(Path(model))

@@ -9,25 +9,32 @@ from typing import Any
 import torch
 
 from pasa.eval import output
+from pasa.eval.fuzz.backends import NPU, TRITON, absent
 from pasa.eval.fuzz.cases import Case, Outcome, draw_case, run_case, shrink
 from pasa.eval.fuzz.kinds import KINDS
 from pasa.eval.speed.device import describe
 
 SCHEMA = 1
-NOTE = "random calls on a CPU: Triton interpreted, Ascend C on its CPU twin; nothing was run on a GPU or an NPU"
+CASES = 20000
+HOW = {TRITON: "Triton interpreted", NPU: "Ascend C on its CPU twin"}
+REMEDY = {TRITON: "set TRITON_INTERPRET=1", NPU: "set PASA_ASCEND_LIBRARY to what tests/ascend_c/twin_build.py builds"}
 Record = dict[str, Any]
 
 
 def run_fuzz(
-    cases: int = 20000, seed: int = 0, replay: str | None = None, progress: output.Report | None = None
+    cases: int | None = None,
+    seed: int | None = None,
+    replay: str | None = None,
+    progress: output.Report | None = None,
 ) -> dict[str, Any]:
     """Judge random calls of the whole public API.
 
     Parameters
     ----------
-    cases : int
-        How many; indices count from 0.
-    seed : int
+    cases : int, optional
+        How many (20,000); indices count from 0.
+    seed : int, optional
+        What they are drawn from (0).
     replay : str, optional
         "SEED:INDEX", the one case to run, in place of the others.
     progress : callable, optional
@@ -41,12 +48,10 @@ def run_fuzz(
     Raises
     ------
     ValueError
-        For fewer than one case, a negative seed, or a name that is no SEED:INDEX.
+        For fewer than one case, a negative seed, a name that is no SEED:INDEX, or one beside `cases` or `seed`.
     """
-    if cases < 1 or seed < 0:
-        raise ValueError(f"cases={cases} must be at least 1 and seed={seed} at least 0")
+    wanted = select(cases, seed, replay)
     started = time.perf_counter()
-    wanted = [(seed, index) for index in range(cases)] if replay is None else [parse(replay)]
     verdicts: Counter[tuple[str, str]] = Counter()
     backends: Counter[tuple[str, str]] = Counter()
     faults: Counter[str] = Counter()
@@ -68,10 +73,10 @@ def run_fuzz(
     return {
         "schema": SCHEMA,
         "experiment": "fuzz",
-        "note": NOTE,
+        "note": describe_backends({name for name, verdict in backends if verdict != "absent"}),
         "environment": describe(torch.device("cpu")),
         "duration_s": round(time.perf_counter() - started, 1),
-        "seed": seed,
+        "seed": wanted[0][0],
         "cases": len(wanted),
         "replay": replay,
         "gate": {"passed": not findings, "findings": len(findings), "absent": total(verdicts, "absent")},
@@ -81,6 +86,26 @@ def run_fuzz(
         "worst": worst,
         "findings": findings,
     }
+
+
+def select(cases: int | None, seed: int | None, replay: str | None) -> list[tuple[int, int]]:
+    """Seed and index of every case to run."""
+    if replay is not None:
+        if cases is not None or seed is not None:
+            raise ValueError(f"replay={replay!r} is one case, with a seed of its own: leave out cases and seed")
+        return [parse(replay)]
+    cases, seed = CASES if cases is None else cases, seed or 0
+    if cases < 1 or seed < 0:
+        raise ValueError(f"cases={cases} must be at least 1 and seed={seed} at least 0")
+    return [(seed, index) for index in range(cases)]
+
+
+def describe_backends(ran: set[str]) -> str:
+    """What ran besides the reference, and how to get what is not here."""
+    others = ", ".join(how for name, how in HOW.items() if name in ran)
+    missing = ", ".join(f"{name} ({remedy})" for name, remedy in REMEDY.items() if absent(name) is not None)
+    note = "random calls on a CPU" + (f": {others}" if others else "") + "; nothing was run on a GPU or an NPU"
+    return note + (f"; absent: {missing}" if missing else "")
 
 
 def parse(name: str) -> tuple[int, int]:

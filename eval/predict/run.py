@@ -60,15 +60,17 @@ def run_predict(
     Raises
     ------
     FileNotFoundError, NotImplementedError, ValueError
-        As :func:`pasa.predict_overflow`; options of another kind of model.
+        As :func:`pasa.predict_overflow`; options of another kind of model, or `prompt` without `calibrate`.
     """
+    if prompt is not None and not calibrate:
+        raise ValueError(f"prompt={prompt!r} is for a calibration alone: give --calibrate")
     started = time.perf_counter()
     subject = None
     if calibrate or model in (EMBEDDED, TINY):
         options = {**UNSET, "prompt": prompt, "offset": offset, "dtype": "float32"}
         subject = subjects.load(model, options)
-    elif prompt is not None or offset is not None:
-        raise ValueError("--prompt and --offset are for a calibration and for the built-in models")
+    elif offset is not None:
+        raise ValueError(f"--offset is for the built-in models, and {model!r} is a folder")
     loaded = time.perf_counter()
     target: object = Path(model) if model not in (EMBEDDED, TINY) and not calibrate else subject and subject.model
     prediction = predict_overflow(target, delta=delta, seq_len=seq_len, progress=progress)

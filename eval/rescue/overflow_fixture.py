@@ -55,6 +55,13 @@ class OverflowInfo:
         return asdict(self)
 
 
+def check_offset(offset: float | None) -> None:
+    """Refuse, before a model is loaded, what no fixture adds to its scores."""
+    most = LARGEST_EXACT_INTEGER**2
+    if offset is not None and not abs(offset) <= most:
+        raise ValueError(f"offset={offset} is not in -{most} to {most}")
+
+
 def inject_overflow(
     model: Any, offset: float | Mapping[int, float] = 131072, *, pairs: int = 8
 ) -> tuple[Any, OverflowInfo]:

@@ -13,7 +13,7 @@ import pasa
 from pasa.eval.output import environment
 from pasa.eval.rescue.embedded_model import find_essays, load_model, require_built_in
 from pasa.eval.rescue.measure import Generation, generate
-from pasa.eval.rescue.overflow_fixture import inject_overflow
+from pasa.eval.rescue.overflow_fixture import check_offset, inject_overflow
 from pasa.eval.rescue.report import render
 from pasa.ops.numerics.formats import FORMATS
 
@@ -75,12 +75,15 @@ def run_rescue(
     Raises
     ------
     ValueError
-        A prompt that is too long, or `new_tokens` below 1.
+        A prompt that is too long; `new_tokens` or `max_prompt_tokens` below 1; an offset that no fixture has.
     FileNotFoundError
         A distribution is missing; the message is the command that installs it.
     """
     if new_tokens < 1:
         raise ValueError(f"run_rescue: new_tokens={new_tokens} must be at least 1")
+    if max_prompt_tokens is not None and max_prompt_tokens < 1:
+        raise ValueError(f"run_rescue: max_prompt_tokens={max_prompt_tokens} must be at least 1")
+    check_offset(offset)
     require_built_in(model=model_path is None, text=prompt is None)
     say = progress or (lambda line: None)
     device = pick_device()

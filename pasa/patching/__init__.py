@@ -75,8 +75,8 @@ def patch_pipeline(
         position bias), named; a diffusers model none of whose processors PASA can stand in for, named with the
         processor; a model none of whose attention can be reached.
     ValueError
-        Some of the modules are already patched with other settings; an unknown policy name; another policy than
-        ``"all"`` with ``context_parallel``; an unknown backend.
+        Some of the modules are already patched with other settings, or ``"auto"`` would patch none of them; an unknown
+        policy name; another policy than ``"all"`` with ``context_parallel``; an unknown backend.
     TypeError
         The object holds no model of a known host library; `config` is no PasaConfig.
 

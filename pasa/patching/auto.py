@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
+from pasa.patching import components_of
 from pasa.patching.guard import Guard
 from pasa.patching.handle import PatchHandle, PatchReport
+from pasa.patching.onlookers import patched_modules
 from pasa.prediction import Prediction, predict_overflow
 from pasa.prediction.checkpoint import Live
 from pasa.prediction.families import Layer, find_layers, supported
@@ -51,7 +53,9 @@ def patch(root: Any, host: Host) -> PatchHandle:
 
 
 def _without_patch(root: Any, declined: list[str]) -> PatchHandle:
-    """A handle on a model that keeps all of its attention."""
+    """A handle on a model that keeps all of its attention; ValueError where another handle has patched some of it."""
+    for name, _, _ in patched_modules(components_of(root)):
+        raise ValueError(f"patch_pipeline: {name} is already patched; call unpatch() on that handle first")
     known = _UNPATCHED.get(root)
     if known is not None and known.active:
         return known
@@ -61,6 +65,12 @@ def _without_patch(root: Any, declined: list[str]) -> PatchHandle:
     handle = PatchHandle(report, lambda: None)
     _UNPATCHED[root] = handle
     return handle
+
+
+def leaves_alone(root: Any) -> bool:
+    """Whether a handle is in force that patched nothing."""
+    handle = _UNPATCHED.get(root)
+    return handle is not None and handle.active
 
 
 def _layers(root: Any, names: list[str]) -> dict[str, tuple[Layer, torch.nn.Module]]:

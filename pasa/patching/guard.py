@@ -9,6 +9,7 @@ warning comes a call late, and nothing waits. No alarm means that no score overf
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from pasa.ops.numerics.formats import FORMATS
+from pasa.patching.onlookers import is_patched
 from pasa.prediction.families import Layer, Part
 
 if TYPE_CHECKING:
@@ -28,11 +30,18 @@ LIMIT = FORMATS["fp16"].max
 class _Watched:
     """One attention module: its longest queries (Hq,) and keys (Hkv,) so far, and how many calls were too long."""
 
-    def __init__(self, name: str, layer: Layer) -> None:
+    def __init__(self, name: str, layer: Layer, module: torch.nn.Module) -> None:
         self.name, self.layer, self.told = name, layer, False
+        self._module = weakref.ref(module)  # which holds the hooks that hold this
         self.longest: dict[str, Tensor] = {}
         self.count: Tensor | None = None  # on the device
         self.seen: Tensor | None = None  # on the host, one call behind
+
+    @property
+    def patched(self) -> bool:
+        """Whether another handle has patched the module since."""
+        module = self._module()
+        return module is not None and is_patched(module)
 
     def see(self, sides: tuple[str, ...], output: Tensor) -> None:
         """Look at what a projection gave (..., heads * D); one matrix may be both sides."""
@@ -91,7 +100,7 @@ class Guard:
         self._watched: list[_Watched] = []
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         for name, (layer, model) in watched.items():
-            one = _Watched(name, layer)
+            one = _Watched(name, layer, model.get_submodule(layer.name))
             self._watched.append(one)
             query, key = (part.weight.removesuffix(".weight") for part in (layer.query, layer.key))
             sides = {query: ("query", "key")} if query == key else {query: ("query",), key: ("key",)}
@@ -101,7 +110,12 @@ class Guard:
 
     def _see(self, one: _Watched, sides: tuple[str, ...], module: torch.nn.Module, args: Any, output: Tensor) -> None:
         """Forward hook of a projection."""
-        one.see(sides, output)
+        if not one.patched:
+            one.see(sides, output)
+
+    def patched(self) -> tuple[str, ...]:
+        """Modules that another handle has patched since."""
+        return tuple(one.name for one in self._watched if one.patched)
 
     def alarms(self) -> tuple[tuple[str, str], ...]:
         """Modules that may have overflowed, with what their queries and keys allow; waits for the device."""

@@ -93,9 +93,19 @@ class PatchHandle:
     def report(self) -> PatchReport:
         """Return what was patched and what was skipped, with the reasons; it stays readable after `unpatch`.
 
-        With a guard, this waits for the device, to read what it has counted.
+        With a guard, this waits for the device, to read what it has counted; modules that another handle has patched
+        since are not called skipped.
         """
-        return self._report if self._guard is None else replace(self._report, alarms=self._guard.alarms())
+        if self._guard is None:
+            return self._report
+        since = self._guard.patched() if self.active else ()
+        return replace(
+            self._report,
+            patched=self._report.patched + since,
+            skipped=tuple(pair for pair in self._report.skipped if pair[0] not in since),
+            notes=self._report.notes + tuple((name, "patched by another handle") for name in since),
+            alarms=self._guard.alarms(),
+        )
 
     def watch(self, guard: Guard, reasons: dict[str, str]) -> None:
         """Add a guard over modules that were skipped, and why each was."""

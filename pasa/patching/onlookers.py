@@ -32,6 +32,11 @@ class Onlookers:
             self.show(q.transpose(1, 2), k.transpose(1, 2), attn_mask, is_causal, scale)
 
 
+def is_patched(module: torch.nn.Module) -> bool:
+    """Whether this attention module runs PASA."""
+    return hasattr(module, BINDING) or hasattr(getattr(module, "processor", None), BINDING)
+
+
 def patched_modules(
     components: Mapping[str, torch.nn.Module],
 ) -> Iterator[tuple[str, torch.nn.Module, Onlookers]]:

@@ -38,7 +38,13 @@ def register() -> None:
     ImportError
         Without vLLM, or with one whose V1 engine has no such registry.
     """
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    try:
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    except ImportError as error:
+        raise ImportError(
+            "pasa.patching.vllm.register needs a vLLM with vllm.v1.attention.backends.registry in this environment "
+            f"({error})"
+        ) from error
 
     register_backend(AttentionBackendEnum.CUSTOM, f"{__name__}.{NAME}")
 

@@ -234,6 +234,19 @@ def test_groups_beside_each_other(alone, tmp_path):
         assert max_error(out, golden) <= 2 * max_error(one, golden) + 2**-11 * float(golden.abs().max())
 
 
+def test_a_dimension_that_is_not_there_is_named(tmp_path):
+    """It was "tuple index out of range"."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    try:
+        for call in (pasa.shard_sequence, pasa.gather_sequence):
+            for dim in (9, -3):
+                with pytest.raises(ValueError, match=f"dim={dim} is not a dimension of x, which has 2"):
+                    call(torch.zeros(4, 5), dim)
+            assert call(torch.zeros(4, 5), -2).shape == (4, 5)
+    finally:
+        dist.destroy_process_group()
+
+
 def test_without_a_process_group():
     q = torch.zeros(1, 1, 4, 8, dtype=torch.float16)
     for call in (lambda: pasa.ring_attention(q, q, q), lambda: pasa.shard_sequence(q, 2)):

@@ -200,3 +200,28 @@ def test_write_passes_opcheck():
     pages = make_pages([20], stale=0.0)
     call = (pages.k[:3], pages.v[:3], pages.k_cache, pages.v_cache, torch.tensor([4, -1, 9]))
     torch.library.opcheck(torch.ops.pasa.write_pages.default, call)
+
+
+@pytest.mark.parametrize("name", ["q", "k_cache", "v_cache"])
+def test_a_gradient_is_refused_by_name(name):
+    """The output had no gradient, and nothing said so."""
+    pages = make_pages([5, 3])
+    tensors = {"q": pages.q, "k_cache": pages.k_cache, "v_cache": pages.v_cache}
+    tensors[name] = tensors[name].clone().requires_grad_()
+    rest = {"block_table": pages.table, "seq_lens": pages.lengths}
+    with pytest.raises(NotImplementedError, match=f"attention_paged has no gradient, and {name} requires one"):
+        pasa.attention_paged(**tensors, **rest)
+    with torch.no_grad():
+        assert pasa.attention_paged(**tensors, **rest).isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["k", "v", "k_cache", "v_cache"])
+def test_a_written_gradient_is_refused_by_name(name):
+    tensors = {n: torch.ones(1, 2, 8).half() for n in ("k", "v")}
+    tensors |= {n: torch.zeros(1, 16, 2, 8).half() for n in ("k_cache", "v_cache")}
+    tensors[name].requires_grad_()
+    with pytest.raises(NotImplementedError, match=f"write_pages has no gradient, and {name} requires one"):
+        pasa.write_pages(**tensors, slot_mapping=torch.tensor([3]))
+    with torch.no_grad():
+        pasa.write_pages(**tensors, slot_mapping=torch.tensor([3]))
+    assert int(tensors["k_cache"].sum()) == 16

@@ -58,6 +58,24 @@ def test_a_replay_needs_a_name(name):
         run.run_fuzz(replay=name)
 
 
+@pytest.mark.parametrize("how", [{"cases": 9}, {"seed": 0}])
+def test_a_replay_has_no_other_cases(how):
+    with pytest.raises(ValueError, match="leave out cases and seed"):
+        run.run_fuzz(**how, replay="1:2")
+
+
+def test_the_note_names_what_ran_and_how_to_get_what_did_not(short, monkeypatch):
+    """It said "Triton interpreted, Ascend C on its CPU twin" of every run, whatever was there."""
+    assert ("Triton interpreted" in short["note"]) == (set(short["backends"]["triton"]) != {"absent"})
+    monkeypatch.setattr(run, "absent", lambda name: None)
+    assert run.describe_backends({"reference", "triton", "npu"}) == stored("fuzz")["note"]
+    monkeypatch.setattr(run, "absent", lambda name: "no" if name == "triton" else None)
+    assert run.describe_backends({"reference", "npu"}) == (
+        "random calls on a CPU: Ascend C on its CPU twin; nothing was run on a GPU or an NPU; "
+        "absent: triton (set TRITON_INTERPRET=1)"
+    )
+
+
 @pytest.mark.parametrize("how", [{"cases": 0}, {"seed": -1}])
 def test_numbers_are_checked(how):
     with pytest.raises(ValueError, match="must be at least"):

@@ -140,7 +140,9 @@ def test_command_line(folder, capsys, tmp_path):
         (("--model", "/nowhere", "--seq-len", "0"), "0 is not at least 1"),
         (("--soundness", "--seq-len", "9"), "--seq-len is of a prediction of --model"),
         (("--auto", "--delta", "0.1"), "--delta is of a prediction of --model"),
-        (("--model", str(folder), "--offset", "3"), "--prompt and --offset are for"),
+        (("--model", str(folder), "--offset", "3"), "--offset is for the built-in models"),
+        (("--model", str(folder), "--prompt", "hi"), "give --calibrate"),
+        (("--prompt", "hi"), "give --calibrate"),
         (("--model", str(folder), "--paper-tables"), "exclude each other"),
     ):
         assert main(*arguments) == 2

@@ -79,6 +79,22 @@ def test_bad_input(embedded, tokenizer):
         run.build_prompt(tokenizer, max_tokens=10)
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"offset": float("nan")}, "offset=nan is not in -4194304 to 4194304"),
+        ({"offset": -4194305.0}, "offset=-4194305.0 is not in"),
+        ({"max_prompt_tokens": 0}, "max_prompt_tokens=0 must be at least 1"),
+    ],
+)
+def test_bad_numbers_are_refused_before_a_model_is_loaded(given, said):
+    """After the model was loaded a NaN was refused by its conversion to an integer."""
+    lines = []
+    with pytest.raises(ValueError, match=said):
+        run.run_rescue(**given, progress=lines.append)
+    assert lines == []
+
+
 def test_equal_prefix():
     assert run.equal_prefix([1, 2, 3], [1, 2, 3]) == 3
     assert run.equal_prefix([1, 2, 3], [1, 5, 3]) == 1

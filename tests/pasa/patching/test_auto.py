@@ -149,6 +149,48 @@ def test_patching_twice_returns_the_handle(tiny, qwen2):
     some.unpatch()
 
 
+def test_a_patched_model_is_not_called_left_alone(tiny):
+    """It reported that 0 of 2 modules run PASA, predicted safe, while both did."""
+    model = tiny("llama")
+    with pasa.patch_pipeline(model), pytest.raises(ValueError, match=r"layers\.0\.self_attn is already patched"):
+        pasa.patch_pipeline(model, policy="auto")
+    empty = pasa.patch_pipeline(model, policy="auto")
+    with pasa.patch_pipeline(model), pytest.raises(ValueError, match="already patched"):
+        pasa.patch_pipeline(model, policy="auto")
+    assert pasa.patch_pipeline(model, policy="auto") is empty
+
+
+def test_what_another_handle_patches_later_is_not_reported_as_skipped(tiny, batch):
+    """Nor watched: the guard warned of "left unpatched" modules that ran PASA."""
+    model = tiny("llama")
+    auto = pasa.patch_pipeline(model, policy="auto")
+    own = auto.report()
+    with pasa.patch_pipeline(model, backend="reference") as every:
+        assert auto.report().patched == every.report().patched
+        assert auto.report().skipped == ()
+        assert "2 of 2 attention modules run PASA" in str(auto.report())
+        assert "patched by another handle" in str(auto.report())
+        with torch.no_grad():
+            model.model.layers[1].self_attn.q_proj.weight.mul_(1000)
+            model.model.layers[1].self_attn.k_proj.weight.mul_(1000)
+        logits(model, batch[0])
+        assert auto.report().alarms == ()
+    assert auto.report() == own
+    logits(model, batch[0])
+    assert [name for name, _ in auto.report().alarms] == ["model.layers.1.self_attn"]
+
+
+def test_a_watch_after_nothing_was_patched_says_what_to_do(tiny):
+    model = tiny("llama")
+    with pasa.patch_pipeline(model, policy="auto"):
+        with pytest.raises(ValueError, match='left all modules alone; use policy="all" to watch them'):
+            pasa.watch(model)
+        with pasa.patch_pipeline(model), pasa.watch(model) as watched:
+            assert len(watched.report().layers) == 2
+    with pytest.raises(ValueError, match=r"call pasa\.patch_pipeline first"):
+        pasa.watch(model)
+
+
 def test_a_unet_is_patched_where_it_is_biased_or_unknown():
     torch.manual_seed(0)
     unet = tiny_unet()
