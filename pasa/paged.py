@@ -102,6 +102,14 @@ def attention_paged(
         a call can be captured in a CUDA graph. A finite BF16 or FP32 value beyond 65504 gives NaN there, not an error.
     NotImplementedError
         For a tensor that needs a gradient: there are none.
+
+    Examples
+    --------
+    >>> k_cache, v_cache = torch.randn(2, 8, 16, 1, 32).half()  # 8 pages of 16 slots, one head
+    >>> table, lengths = torch.tensor([[3, 7], [5, 0]]), torch.tensor([21, 1])
+    >>> out = pasa.attention_paged(torch.randn(2, 4, 32).half(), k_cache, v_cache, table, lengths)
+    >>> out.shape, bool((out[1] == v_cache[5, 0]).all())  # one key has all the weight
+    (torch.Size([2, 4, 32]), True)
     """
     check_switches(is_causal, return_lse, backend)
     _check_caches(k_cache, v_cache)
@@ -140,6 +148,14 @@ def write_pages(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_map
         for a GPU.
     NotImplementedError
         For a tensor that needs a gradient.
+
+    Examples
+    --------
+    >>> k_cache, v_cache = torch.zeros(2, 8, 16, 1, 32).half()
+    >>> k, v = torch.randn(2, 3, 1, 32).half()
+    >>> pasa.write_pages(k, v, k_cache, v_cache, slot_mapping=torch.tensor([7 * 16 + 4, -1, 5 * 16]))
+    >>> bool((k_cache[7, 4] == k[0]).all()), bool((k_cache[5, 0] == k[2]).all()), int(k_cache.count_nonzero())
+    (True, True, 64)
     """
     _check_caches(k_cache, v_cache)
     for name, x in (("k", k), ("v", v)):
