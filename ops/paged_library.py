@@ -21,6 +21,7 @@ def attention_paged(
     cu_seqlens_q: Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    key_anchors: Tensor | None = None,
     is_causal: bool = False,
     scale: float | None = None,
     precision: str = "pasa",
@@ -39,7 +40,9 @@ def attention_paged(
     kernel, options, _ = serve(q, "none", True, diagnose, backend, *arithmetic, paged=True)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     paging.check_pages(block_table, seq_lens, cu_seqlens_q, k_cache, q.shape[0])
-    tables = (block_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
+    if key_anchors is not None:
+        paging.check_anchors(key_anchors, k_cache, block_table, seq_lens)
+    tables = (block_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, key_anchors)
     with without_autocast(q.device.type):
         out, lse, counts = kernel.attention_paged(q, k_cache, v_cache, *tables, is_causal, scale, options, diagnose)
     return out.contiguous(), lse.contiguous(), counts
@@ -55,6 +58,7 @@ def _(
     cu_seqlens_q: Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    key_anchors: Tensor | None = None,
     is_causal: bool = False,
     scale: float | None = None,
     precision: str = "pasa",
@@ -73,12 +77,16 @@ def _(
     return q.new_empty(q.shape), lse, counts
 
 
-@torch.library.custom_op("pasa::write_pages", mutates_args=("k_cache", "v_cache"))
-def write_pages(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+@torch.library.custom_op("pasa::write_pages", mutates_args=("k_cache", "v_cache", "key_anchors"))
+def write_pages(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, key_anchors: Tensor | None = None
+) -> None:
     """Keys and values (T, Hkv, D) into their slots; see `paging.write_pages`."""
-    paging.write_pages(k, v, k_cache, v_cache, slot_mapping)
+    paging.write_pages(k, v, k_cache, v_cache, slot_mapping, key_anchors)
 
 
 @write_pages.register_fake
-def _(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+def _(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, key_anchors: Tensor | None = None
+) -> None:
     return None

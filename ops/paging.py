@@ -3,6 +3,10 @@
 A cache is (pages, slots of a page, Hkv, D), with any strides but that of the last dimension, which is 1. Key i of a
 sequence is in slot i % slots of page table[i // slots]. What stands in the table behind a sequence's last page is never
 read as a page, and slots that no sequence has reached may hold anything, NaN too.
+
+Anchors (pages, Hkv, D) of a cache are the block means that decoding takes off its keys, kept so that they need not be
+found at every step: FP16, contiguous, `shift_exact`'s of the keys that each page has, 0 where they are less than
+`ANCHOR_GAIN` times as long as what they leave, NaN where a key is not finite. Whoever writes keys writes anchors.
 """
 
 from __future__ import annotations
@@ -11,6 +15,11 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+from pasa.ops.registry import triton_missing
+from pasa.ops.shift_keys.reference import anchor_near, shifts_exactly
+
+ANCHOR_GAIN = 4.0  # that of ops/shift_keys/triton_kernel.py, which cannot be imported without Triton
 
 
 def check_pages(block_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor | None, cache: Tensor, tokens: int) -> None:
@@ -64,16 +73,42 @@ def attend_gathered(
     return out, torch.nn.functional.pad(lse, behind, value=-torch.inf), counts
 
 
-def write_pages(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Put keys and values (T, Hkv, D) into slots (page * slots of a page + slot); negative ones are padding.
+def check_anchors(key_anchors: Tensor, k_cache: Tensor, block_table: Tensor, seq_lens: Tensor) -> None:
+    """Keys can lose the anchors of their pages without rounding. Looked at on a CPU only, as `check_pages`.
 
-    Nothing is read back. A padding token writes once more what the first other token writes, or what is there already.
+    Raises
+    ------
+    ValueError
+        If they cannot: keys have been written without anchors, or pages copied.
+    """
+    if seq_lens.device.type != "cpu":
+        return
+    keys = gather_pages(k_cache, block_table, seq_lens).half().float()
+    one_slot = key_anchors[:, None].expand(*k_cache.shape)
+    anchors = gather_pages(one_slot, block_table, seq_lens).float()
+    if not bool((shifts_exactly(keys, anchors) | anchors.isnan()).all()):
+        raise ValueError("key_anchors are not those of the keys in k_cache: write both with write_pages")
+
+
+def write_pages(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, key_anchors: Tensor | None = None
+) -> None:
+    """Put keys and values (T, Hkv, D) into slots (page * slots of a page + slot); negative ones are padding. With
+    anchors, those of the pages too, of the slots up to the last that is written in each.
+
+    Nothing is read back from a GPU. A padding token writes once more what the first other token writes, or what is
+    there already.
 
     Raises
     ------
     ValueError
         On a CPU, if a slot lies behind the cache or is given twice.
     """
+    if k.device.type == "cuda" and triton_missing() is None:
+        from pasa.ops import paging_launch
+
+        paging_launch.write_pages(k, v, k_cache, v_cache, slot_mapping, key_anchors)
+        return
     slots = slot_mapping.long()
     if slots.device.type == "cpu":
         _check_slots(slots[slots >= 0], k_cache.shape[0] * k_cache.shape[1])
@@ -85,6 +120,28 @@ def write_pages(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_map
     some = real.any()
     for new, cache in ((k, k_cache), (v, v_cache)):
         cache.index_put_(where, torch.where(some, new[source].to(cache.dtype), cache[where]))
+    if key_anchors is not None:
+        _write_anchors(slots[real], k_cache, key_anchors)
+
+
+def _write_anchors(slots: Tensor, k_cache: Tensor, key_anchors: Tensor) -> None:
+    """Of the pages of some slots. Waits for a device that is not the CPU."""
+    pages, page = (slots // k_cache.shape[1]).unique(return_inverse=True)
+    last = torch.zeros_like(pages).scatter_reduce(0, page, slots % k_cache.shape[1], "amax")
+    there = torch.arange(k_cache.shape[1], device=slots.device) <= last[:, None]
+    keys = k_cache[pages].transpose(1, 2).half().float()  # (pages, Hkv, slots, D)
+    keys = torch.where(there[:, None, :, None], keys, 0.0)
+    finite = keys.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
+    keys = torch.where(finite, keys, 0.0)
+    anchors = anchor_near(
+        keys.sum(-2, keepdim=True) / (last + 1)[:, None, None, None], keys.abs().amax(-2, keepdim=True)
+    )
+    exact = shifts_exactly(keys, anchors) | ~there[:, None, :, None]
+    anchors = torch.where(exact.all(-2, keepdim=True), anchors, 0.0)
+    left = torch.where(there[:, None, :], (keys - anchors).square().sum(-1), 0.0).amax(-1)[..., None, None]
+    gains = anchors.square().sum(-1, keepdim=True) > ANCHOR_GAIN**2 * left
+    anchors = torch.where(finite, torch.where(gains, anchors, 0.0), torch.nan)
+    key_anchors[pages] = anchors.squeeze(-2).half()
 
 
 def _check_slots(slots: Tensor, room: int) -> None:

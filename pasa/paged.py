@@ -26,6 +26,7 @@ def attention_paged(
     cu_seqlens_q: Tensor | None = ...,
     max_seqlen_q: int | None = ...,
     max_seqlen_k: int | None = ...,
+    key_anchors: Tensor | None = ...,
     is_causal: bool = ...,
     scale: float | None = ...,
     return_lse: Literal[False] = ...,
@@ -43,6 +44,7 @@ def attention_paged(
     cu_seqlens_q: Tensor | None = ...,
     max_seqlen_q: int | None = ...,
     max_seqlen_k: int | None = ...,
+    key_anchors: Tensor | None = ...,
     is_causal: bool = ...,
     scale: float | None = ...,
     return_lse: Literal[True],
@@ -61,6 +63,7 @@ def attention_paged(
     cu_seqlens_q: Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    key_anchors: Tensor | None = None,
     is_causal: bool = False,
     scale: float | None = None,
     return_lse: bool = False,
@@ -87,6 +90,11 @@ def attention_paged(
     max_seqlen_q, max_seqlen_k : int, optional
         Longest query and longest sequence, or an upper bound: they choose tiles and splits, never results. By default
         T, and as many keys as the table has room for.
+    key_anchors : Tensor (pages, Hkv, D), FP16, contiguous, optional
+        What `write_pages` keeps of each page so that single queries need not find block means at every step: with them
+        the Triton kernel is several times as fast where keys share a bias, on pages of a multiple of 16 slots, head
+        dims up to 128 and at most 16 query heads a key head. Results are as exact as without; elsewhere they change
+        nothing.
     is_causal, scale, return_lse, config, backend
         As for `pasa.attention`.
 
@@ -98,8 +106,9 @@ def attention_paged(
     Raises
     ------
     ValueError, TypeError, NotImplementedError
-        As for `pasa.attention`. Lengths and table entries are checked on a CPU only: nothing here waits for a GPU, so
-        a call can be captured in a CUDA graph. A finite BF16 or FP32 value beyond 65504 gives NaN there, not an error.
+        As for `pasa.attention`. Lengths, table entries and anchors are checked on a CPU only: nothing here waits for a
+        GPU, so a call can be captured in a CUDA graph. A finite BF16 or FP32 value beyond 65504 gives NaN there, not an
+        error.
     NotImplementedError
         For a tensor that needs a gradient: there are none.
 
@@ -117,11 +126,12 @@ def attention_paged(
     _refuse_gradients("attention_paged", q=q, k_cache=k_cache, v_cache=v_cache)
     _check_queries(q, k_cache)
     _check_tables(q, block_table, seq_lens, cu_seqlens_q)
+    _check_anchors(key_anchors, k_cache)
     for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         if longest is not None and (isinstance(longest, bool) or not isinstance(longest, int) or longest < 1):
             raise ValueError(f"{name}={longest!r} is not a positive integer")
     options, diagnose = checked_config(config).arguments, diagnostics.recording()
-    tables = (block_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
+    tables = (block_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, key_anchors)
     switches = (is_causal, checked_scale(scale, q.shape[-1]), *options, diagnose, backend)
     out, lse, counts = dispatch.call(paged_library.attention_paged, q, k_cache, v_cache, *tables, *switches)
     if diagnose:
@@ -129,7 +139,9 @@ def attention_paged(
     return (out, lse) if return_lse else out
 
 
-def write_pages(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+def write_pages(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, key_anchors: Tensor | None = None
+) -> None:
     """Put new keys and values into their slots of a paged cache, in place.
 
     Parameters
@@ -140,12 +152,17 @@ def write_pages(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_map
     slot_mapping : Tensor (T or fewer,), int32 or int64
         page * slots of a page + slot, all different; a negative one is padding, whose token is not written. Tokens
         behind its end are padding, too.
+    key_anchors : Tensor (pages, Hkv, D), FP16, contiguous, optional
+        Is given the anchors of the pages that are written to: block means on a grid that keys can lose without
+        rounding. Give the same tensor (zeros, to begin with) with every write to a cache, and copy its rows where pages
+        are copied. A page's keys are those in the slots up to the last that is written: a sequence grows, or is written
+        anew from some key on. A key that is not finite makes its page NaN for all who read it.
 
     Raises
     ------
     ValueError, TypeError
         For tensors that do not fit together; on a CPU also for a slot behind the cache, or given twice. Nothing waits
-        for a GPU.
+        for a GPU, which leaves out what has no slot in the cache.
     NotImplementedError
         For a tensor that needs a gradient.
 
@@ -156,6 +173,14 @@ def write_pages(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_map
     >>> pasa.write_pages(k, v, k_cache, v_cache, slot_mapping=torch.tensor([7 * 16 + 4, -1, 5 * 16]))
     >>> bool((k_cache[7, 4] == k[0]).all()), bool((k_cache[5, 0] == k[2]).all()), int(k_cache.count_nonzero())
     (True, True, 64)
+
+    Anchors of a page whose keys share a bias:
+
+    >>> k, v = torch.randn(2, 16, 1, 32).half() + 50
+    >>> key_anchors = torch.zeros(8, 1, 32).half()
+    >>> pasa.write_pages(k, v, k_cache, v_cache, torch.arange(16), key_anchors)
+    >>> bool((key_anchors[0] - 50).abs().max() < 2)
+    True
     """
     _check_caches(k_cache, v_cache)
     for name, x in (("k", k), ("v", v)):
@@ -164,11 +189,12 @@ def write_pages(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_map
             raise ValueError(f"{name} {tuple(x.shape)} does not fit the cache's heads {tuple(k_cache.shape[2:])}")
     _refuse_gradients("write_pages", k=k, v=v, k_cache=k_cache, v_cache=v_cache)
     _check_integers("slot_mapping", slot_mapping, k_cache, rank=1)
+    _check_anchors(key_anchors, k_cache)
     if k.shape != v.shape or len(slot_mapping) > len(k):
         raise ValueError(f"{len(slot_mapping)} slots, but {len(k)} keys and {len(v)} values")
     if len(slot_mapping):
         n = len(slot_mapping)
-        torch.ops.pasa.write_pages(k[:n], v[:n], k_cache, v_cache, slot_mapping)
+        torch.ops.pasa.write_pages(k[:n], v[:n], k_cache, v_cache, slot_mapping, key_anchors)
 
 
 def _check_caches(k_cache: Tensor, v_cache: Tensor) -> None:
@@ -193,6 +219,20 @@ def _check_like(name: str, x: Tensor, cache: Tensor | None, rank: int) -> None:
         raise TypeError(f"{name} is {x.dtype} but k_cache is {cache.dtype}")
     if cache is not None and x.device != cache.device:
         raise ValueError(f"{name} is on {x.device} but k_cache is on {cache.device}")
+
+
+def _check_anchors(key_anchors: Tensor | None, k_cache: Tensor) -> None:
+    if key_anchors is None:
+        return
+    if not isinstance(key_anchors, Tensor) or key_anchors.dtype != torch.float16:
+        found = key_anchors.dtype if isinstance(key_anchors, Tensor) else type(key_anchors)
+        raise TypeError(f"key_anchors is {found}, not an FP16 Tensor")
+    wanted = (k_cache.shape[0], *k_cache.shape[2:])
+    if key_anchors.shape != wanted or not key_anchors.is_contiguous() or key_anchors.device != k_cache.device:
+        raise ValueError(
+            f"key_anchors {tuple(key_anchors.shape)} on {key_anchors.device} are not contiguous, or not the {wanted} "
+            f"of k_cache on {k_cache.device}"
+        )
 
 
 def _refuse_gradients(function: str, **tensors: Tensor) -> None:

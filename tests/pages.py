@@ -20,11 +20,26 @@ class Pages(NamedTuple):
     k: Tensor  # (sum of lengths, Hkv, D)
     v: Tensor
     cu_q: Tensor | None = None
+    anchors: Tensor | None = None
 
     @property
     def how(self) -> dict[str, Tensor]:
         """What `attention_paged` takes by keyword."""
-        return {} if self.cu_q is None else {"cu_seqlens_q": self.cu_q}
+        how = {"cu_seqlens_q": self.cu_q, "key_anchors": self.anchors}
+        return {name: x for name, x in how.items() if x is not None}
+
+    @property
+    def slots(self) -> Tensor:
+        """Of every key, as `write_pages` takes them."""
+        per_page = self.k_cache.shape[1]
+        each = [(row, torch.arange(n)) for row, n in zip(self.table.long(), self.lengths.tolist(), strict=True)]
+        return torch.cat([row[at // per_page] * per_page + at % per_page for row, at in each])
+
+    def anchored(self) -> "Pages":
+        """With the anchors that writing all keys gives."""
+        anchors = torch.zeros(self.k_cache.shape[0], *self.k_cache.shape[2:]).half()
+        pasa.write_pages(self.k, self.v, self.k_cache, self.v_cache, self.slots, anchors)
+        return self._replace(anchors=anchors)
 
     def to(self, device: str) -> "Pages":
         """All tensors on a device."""

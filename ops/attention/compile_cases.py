@@ -19,8 +19,11 @@ from pasa.ops.shift_keys.triton_kernel import SLICE, anchor_kernel, shift_kernel
 Case = dict[str, Any]
 
 TYPES = {
-    **dict.fromkeys(["p_q", "p_k", "p_v", "p_out", "p_anchor", "p_shifted"], "*fp16"),
-    **dict.fromkeys(["p_lse", "p_norm", "p_norms", "p_factor", "p_matrix", "p_part", "p_state", "p_x"], "*fp32"),
+    **dict.fromkeys(["p_q", "p_k", "p_v", "p_out", "p_anchor", "p_anchors", "p_frame", "p_shifted"], "*fp16"),
+    **dict.fromkeys(["p_k_cache", "p_v_cache"], "*fp16"),
+    **dict.fromkeys(
+        ["p_lse", "p_norm", "p_norms", "p_factor", "p_matrix", "p_part", "p_state", "p_offset", "p_x"], "*fp32"
+    ),
     **dict.fromkeys(
         [
             "p_tile",
@@ -35,6 +38,8 @@ TYPES = {
             "p_order",
             "p_counts",
             "p_most",
+            "p_slot",
+            "p_last",
         ],
         "*i32",
     ),
@@ -286,7 +291,7 @@ NVIDIA_CASES = [
             merge_kernel,
             f"merge_{splits}x{columns}",
             {"NATS": False, "D": dim, "D_PAD": dim, "BLOCK_M": 16, "SPLITS": splits, "PDL": False}
-            | {"COLUMNS": columns, "DROPPED": dropped},
+            | {"COLUMNS": columns, "DROPPED": dropped, "ALIKE": splits == 128},
             options={"num_warps": warps},
             stack=stack,
         )

@@ -284,6 +284,7 @@ def merge_kernel(
     SPLITS: tl.constexpr,  # a power of two, at least `splits`
     COLUMNS: tl.constexpr,  # of O, for each program: all of them if rows are looked at before they are rounded
     DROPPED: tl.constexpr,  # how outputs are rounded: rounding_kernel.py
+    ALIKE: tl.constexpr,  # the splits of a head share a frame
     PDL: tl.constexpr,
 ):
     """Joins the splits of some columns of one query row."""
@@ -323,10 +324,11 @@ def merge_kernel(
             b_q = tl.load(p_row + o_d, mask=m_d, other=0.0)
             b_q = tl.where(tl.abs(b_q.to(tl.float32)) <= FP16_MAX, b_q.to(tl.float32), float("nan"))
             b_first = tl.load(p_anchor + home * D + o_d, mask=m_d, other=0.0).to(tl.float32)
-            p_frames = p_anchor + o_split[:, None] * D + o_d[None, :]
-            b_anchor = tl.load(p_frames, mask=(b_framed > 0)[:, None] & m_d[None, :], other=0.0).to(tl.float32)
-            b_apart = tl.where(m_split[:, None], b_anchor - b_first[None, :], 0.0)
-            offset += tl.sum(b_q[None, :] * b_apart, 1)
+            if not ALIKE:
+                p_frames = p_anchor + o_split[:, None] * D + o_d[None, :]
+                b_anchor = tl.load(p_frames, mask=(b_framed > 0)[:, None] & m_d[None, :], other=0.0).to(tl.float32)
+                b_apart = tl.where(m_split[:, None], b_anchor - b_first[None, :], 0.0)
+                offset += tl.sum(b_q[None, :] * b_apart, 1)
             frame += tl.sum(b_q * b_first, 0) * scale
         if NATS:
             offset = offset * scale

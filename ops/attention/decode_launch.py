@@ -70,8 +70,8 @@ def decode(call: Call) -> tuple[Tensor, Tensor]:
     return merge(call, splits)
 
 
-def merge(call: Call, splits: Splits) -> tuple[Tensor, Tensor]:
-    """What all splits together give."""
+def merge(call: Call, splits: Splits, alike: bool = False) -> tuple[Tensor, Tensor]:
+    """What all splits together give; `alike`: those of a head share a frame."""
     batch, heads, rows, dim = call.q.shape
     pad = pad_dim(dim)
     out, lse = call.outputs()
@@ -84,7 +84,7 @@ def merge(call: Call, splits: Splits) -> tuple[Tensor, Tensor]:
         (call.q, splits.part, splits.state, splits.anchor, splits.framed, out, lse),
         (*strides_of(call.q), heads, call.group, rows, splits.count, call.scale),
         {"NATS": call.mask_kind == "float", **sizes(dim, splits.block_m), "SPLITS": padded,
-         "COLUMNS": columns, "DROPPED": call.dropped, "PDL": early(call.q.device)},
+         "COLUMNS": columns, "DROPPED": call.dropped, "ALIKE": alike, "PDL": early(call.q.device)},
         num_warps=warps, **launched_early(call.q.device),
     )  # fmt: skip
     return out, lse

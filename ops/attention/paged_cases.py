@@ -1,12 +1,19 @@
 """What the paged kernels are compiled for: as compile_cases.py."""
 
 from pasa.ops.attention.compile_cases import Case, _case, _on, _sizes
+from pasa.ops.attention.paged_anchor_kernel import decode_anchored_paged_kernel
 from pasa.ops.attention.paged_kernel import decode_lanes_paged_kernel, decode_paged_kernel
+from pasa.ops.paging_kernel import page_anchors_kernel, write_pages_kernel
 
 NOT_FOR_ASCEND = {
     "decode_paged_kernel": "as decode_kernel: pages are gathered for attention_kernel",
     "decode_lanes_paged_kernel": "as decode_paged_kernel",
+    "decode_anchored_paged_kernel": "as decode_paged_kernel",
+    "write_pages_kernel": "torch's index_put_ serves an NPU",
+    "page_anchors_kernel": "as write_pages_kernel",
 }
+
+DIM = {"D": 128, "D_PAD": 128}
 
 
 def _bf16(case: Case) -> Case:
@@ -46,5 +53,22 @@ CASES = [
         for arch, dim, page in ((80, 128, 16), (89, 128, 128), (90, 64, 16), (90, 128, 16), (90, 128, 128))
         for anchored in (False, True)
     ),
+    *(
+        _case(
+            decode_anchored_paged_kernel,
+            f"anchored_{arch}_d{dim}_of_{page}",
+            {"LANES": 4, "PAGE": page, "PDL": arch == 90} | _sizes(dim, 16, 2048 // dim),
+            **_on(arch, 4, 5 if arch == 89 else 9),
+        )
+        for arch, dim, page in ((80, 128, 16), (89, 128, 128), (90, 64, 32), (90, 128, 16), (90, 128, 128))
+    ),
 ]
-NVIDIA_CASES = [*CASES, *(_bf16(case) for case in CASES if case["architectures"] == [90] and "_of_16" in case["name"])]
+WRITING = [
+    _case(write_pages_kernel, "write_pages", {"HEADS_PAD": 8, "PAGE": 16, "ANCHORED": True} | DIM),
+    _case(page_anchors_kernel, "page_anchors", {"PAGE": 256, "PAGE_PAD": 256, "WIDTH": 16} | DIM),
+]
+NVIDIA_CASES = [
+    *CASES,
+    *WRITING,
+    *(_bf16(case) for case in CASES if case["architectures"] == [90] and "_of_16" in case["name"]),
+]

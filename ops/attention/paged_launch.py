@@ -21,6 +21,7 @@ from pasa.ops.attention.decode_launch import (
     most_splits,
     sizes,
 )
+from pasa.ops.attention.paged_anchor_kernel import TURNS, decode_anchored_paged_kernel
 from pasa.ops.attention.paged_kernel import decode_lanes_paged_kernel, decode_paged_kernel
 from pasa.ops.attention.tiles import Tile, processors
 from pasa.ops.attention.triton_call import DECODE_TILE, Call, strides_of
@@ -42,16 +43,24 @@ class Pages:
         Of a page.
     longest : int
         Upper bound of the keys of a sequence, for the number of splits.
+    anchors : Tensor (pages, Hkv, D), FP16, optional
+        Of each page, as ops/paging.py keeps them; only for tiles of one query.
     """
 
     table: Tensor
     tiles: Tensor
     slots: int
     longest: int
+    anchors: Tensor | None = None
 
 
 def paged_attention(
-    call: Call, block_table: Tensor, seq_lens: Tensor, longest_q: int | None, longest_k: int | None
+    call: Call,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    longest_q: int | None,
+    longest_k: int | None,
+    key_anchors: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of packed queries (T, Hq, D).
 
@@ -72,7 +81,8 @@ def paged_attention(
     table, lengths = block_table.int(), seq_lens.int()
     longest = room if longest_k is None else min(longest_k, room)
     if call.cu_q is None:
-        out, lse = _decode(call.with_queries(call.q.unsqueeze(2)), Pages(table, lengths, slots, longest))
+        pages = Pages(table, lengths, slots, longest, key_anchors)
+        out, lse = _decode(call.with_queries(call.q.unsqueeze(2)), pages)
         return out.squeeze(2), lse.squeeze(2)
     tokens = call.q.shape[0]
     rows = min(tokens if longest_q is None else longest_q, max(1, DECODE_TILE // call.group))
@@ -145,7 +155,12 @@ def _decode(call: Call, pages: Pages) -> tuple[Tensor, Tensor]:
     if lane and pages.tiles.dim() == 1 and call.group <= 16:
         lanes, careful = LANES, Tile(16, 32, 4, 2)
         splits = _split(call, pages, Tile(16, lane, LANES, lane_stages(here)), lanes)
-        _lanes(call, pages, splits, lane)
+        if pages.anchors is not None and pages.slots % 16 == 0:
+            _lanes(call, pages, splits, lane, anchored=False)
+            _anchored(call, pages, splits, pages.anchors, lane if pages.slots % lane == 0 else 16)
+            return merge(call, splits, alike=True)
+        _lanes(call, pages, splits, lane, anchored=False)
+        _lanes(call, pages, splits, lane, anchored=True)
     else:
         lanes, (tile, careful) = 1, decode_tiles(here, pad, call.group * rows)
         splits = _split(call, pages, tile, lanes)
@@ -179,20 +194,40 @@ def _tiles(call: Call, pages: Pages, splits: Splits, tile: Tile, lanes: int, car
     )  # fmt: skip
 
 
-def _lanes(call: Call, pages: Pages, splits: Splits, block_n: int) -> None:
-    """Without anchors, and with one a program."""
+def _lanes(call: Call, pages: Pages, splits: Splits, block_n: int, anchored: bool) -> None:
+    """A pass of the lanes: without anchors, or with one a program."""
     device, programs = call.q.device, splits.count // LANES
-    for anchored in (False, True):
-        launch(
-            decode_lanes_paged_kernel, (call.q.shape[0] * call.k.shape[1] * programs, 1, 1),
-            (call.q, call.k, call.v, splits.part, splits.state, splits.anchor, splits.framed, splits.marked,
-             pages.table, pages.tiles),
-            (*strides_of(call.q), *strides_of(call.k), *strides_of(call.v), pages.table.stride(0),
-             call.k.shape[1], call.group, programs, call.scale),
-            {"ANCHORED": anchored, **sizes(call.q.shape[-1], 16, block_n), "LANES": LANES, "PAGE": pages.slots,
-             "PDL": early(device)},
-            num_warps=LANES, num_stages=paged_stages(lane_stages(architecture(device))), **launched_early(device),
-        )  # fmt: skip
+    launch(
+        decode_lanes_paged_kernel, (call.q.shape[0] * call.k.shape[1] * programs, 1, 1),
+        (call.q, call.k, call.v, splits.part, splits.state, splits.anchor, splits.framed, splits.marked,
+         pages.table, pages.tiles),
+        (*strides_of(call.q), *strides_of(call.k), *strides_of(call.v), pages.table.stride(0),
+         call.k.shape[1], call.group, programs, call.scale),
+        {"ANCHORED": anchored, **sizes(call.q.shape[-1], 16, block_n), "LANES": LANES, "PAGE": pages.slots,
+         "PDL": early(device)},
+        num_warps=LANES, num_stages=paged_stages(lane_stages(architecture(device))), **launched_early(device),
+    )  # fmt: skip
+
+
+def _anchored(call: Call, pages: Pages, splits: Splits, anchors: Tensor, block_n: int) -> None:
+    """A pass of the lanes with the anchors of pages."""
+    device, programs = call.q.device, splits.count // LANES
+    work = call.q.shape[0] * call.k.shape[1] * programs
+    offsets = torch.empty(work * TURNS.value * LANES * 16, dtype=torch.float32, device=device)
+    launch(
+        decode_anchored_paged_kernel, (work, 1, 1),
+        (call.q, call.k, call.v, anchors, splits.part, splits.state, splits.anchor, splits.framed, splits.marked,
+         offsets, pages.table, pages.tiles),
+        (*strides_of(call.q), *strides_of(call.k), *strides_of(call.v), pages.table.stride(0),
+         call.k.shape[1], call.group, programs, call.scale),
+        {**sizes(call.q.shape[-1], 16, block_n), "LANES": LANES, "PAGE": pages.slots, "PDL": early(device)},
+        num_warps=LANES, num_stages=anchored_stages(architecture(device)), **launched_early(device),
+    )  # fmt: skip
+
+
+def anchored_stages(architecture: str) -> int:
+    """Of the pass with anchors of pages: 112 KiB of shared memory with 9, of which sm_89 has 99."""
+    return 5 if architecture == "sm_89" else 9
 
 
 def paged_stages(stages: int) -> int:

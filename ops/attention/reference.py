@@ -137,6 +137,7 @@ def attention_paged(
     cu_seqlens_q: Tensor | None,
     max_seqlen_q: int | None,
     max_seqlen_k: int | None,
+    key_anchors: Tensor | None,
     is_causal: bool,
     scale: float,
     options: AttentionOptions,
@@ -145,7 +146,7 @@ def attention_paged(
     """Queries (T, Hq, D) over caches (pages, slots, Hkv, D): `attention_varlen` of the gathered keys.
 
     Without `cu_seqlens_q` every sequence has one query. Queries behind the last of `cu_seqlens_q` are padding: 0 and
-    LSE -inf. The longest lengths change nothing here.
+    LSE -inf. The longest lengths and the anchors change nothing here.
     """
     attend = partial(attention_varlen, is_causal=is_causal, scale=scale, options=options, diagnose=diagnose)
     return attend_gathered(attend, q, (k_cache, v_cache), block_table, seq_lens, cu_seqlens_q)

@@ -97,6 +97,7 @@ def attention_paged(
     cu_seqlens_q: Tensor | None,
     max_seqlen_q: int | None,
     max_seqlen_k: int | None,
+    key_anchors: Tensor | None,
     is_causal: bool,
     scale: float,
     options: AttentionOptions,
@@ -104,7 +105,8 @@ def attention_paged(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `reference.attention_paged`, without waiting for a GPU. Caches of other types become FP16 as they are read.
 
-    On an NPU pages are gathered first, for the packed kernel, and lengths read back.
+    Anchors serve single queries of up to 16 heads that share a key head, head dims up to 128 and pages of a multiple of
+    16 slots. On an NPU pages are gathered first, for the packed kernel, and lengths read back.
     """
     if q.device.type == "npu":
         attend = partial(attention_varlen, is_causal=is_causal, scale=scale, options=options, diagnose=diagnose)
@@ -115,7 +117,7 @@ def attention_paged(
         half = half if half.stride(-1) == 1 else half.contiguous()
         k, v = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
         call = Call(half, k, v, None, is_causal, scale, cu_seqlens_q, None, dropped, output_dtype(dropped))
-        return _results(q, *paged_attention(call, block_table, seq_lens, max_seqlen_q, max_seqlen_k))
+        return _results(q, *paged_attention(call, block_table, seq_lens, max_seqlen_q, max_seqlen_k, key_anchors))
 
 
 def attention_backward(

@@ -9,7 +9,7 @@ import torch
 from pasa.ops.attention import paged_cases, tiles, tuning
 from pasa.ops.attention.compile_cases import NVIDIA_CASES
 from pasa.ops.attention.decode_launch import LANES, decode_tiles, keys_of_a_lane, lane_stages
-from pasa.ops.attention.paged_launch import paged_stages
+from pasa.ops.attention.paged_launch import anchored_stages, paged_stages
 from pasa.ops.attention.tiles import TABLE, Tile, architecture_of, candidates, paper_tile
 from pasa.ops.attention.triton_backend import Pass
 from pasa.ops.attention.triton_call import Call
@@ -146,4 +146,15 @@ def test_lanes_are_compiled_as_they_are_launched(case):
     assert sizes["BLOCK_N"] == keys_of_a_lane(architecture, sizes["D_PAD"])
     stages = lane_stages(architecture)
     assert case["options"] == {"num_warps": LANES, "num_stages": paged_stages(stages) if "PAGE" in sizes else stages}
+    assert sizes["LANES"] == LANES
+
+
+ANCHORED_CASES = [x for x in paged_cases.NVIDIA_CASES if x["name"].startswith("anchored")]
+
+
+@pytest.mark.parametrize("case", ANCHORED_CASES, ids=lambda x: x["name"])
+def test_lanes_with_anchors_of_pages_are_compiled_as_they_are_launched(case):
+    architecture, sizes = f"sm_{case['architectures'][0]}", case["constexprs"]
+    assert sizes["BLOCK_N"] == keys_of_a_lane(architecture, sizes["D_PAD"])
+    assert case["options"] == {"num_warps": LANES, "num_stages": anchored_stages(architecture)}
     assert sizes["LANES"] == LANES

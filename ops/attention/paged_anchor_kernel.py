@@ -1,0 +1,193 @@
+"""Triton kernel of decoding from a paged cache that keeps an anchor of every page (ops/paging.py).
+
+Keys k enter as k - a, which loses no bit, a the anchor of their page. So no anchor is looked for, nothing is checked,
+and one pass of lanes, as in decode_lanes.py, does the heads that are too large for the pass without anchors. What q a
+adds to the scores of a page is found for many pages at once before the loop, less that of the sequence's first page, in
+whose frame all scores are.
+"""
+
+import triton
+import triton.language as tl
+
+from pasa.ops.attention.decode_kernel import load_queries
+from pasa.ops.attention.decode_lanes import is_marked, locate_lanes, store_lanes
+from pasa.ops.attention.triton_kernel import FP16_MAX, INF, LOG2_E
+
+TURNS = tl.constexpr(64)  # blocks of a program for which offsets are found at once
+
+
+@triton.jit
+def page_offsets(
+    b_q, b_first, p_offset, p_anchors, p_table, begin, end, step, stride_page,
+    D: tl.constexpr, D_PAD: tl.constexpr, LANES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PAGE: tl.constexpr,
+):  # fmt: skip
+    """q (a - first) into memory (TURNS, LANES, M), for the lanes' pages of at most TURNS blocks. b_q (M, D); b_first
+    (D,)."""
+    CHUNK: tl.constexpr = 16 * LANES
+    o_d = tl.arange(0, D_PAD)
+    b_transposed = tl.trans(b_q)
+    for first in range(0, tl.cdiv(end - begin, step) * LANES, CHUNK):
+        o_lane = first + tl.arange(0, CHUNK)
+        o_n = begin + o_lane // LANES * step + o_lane % LANES * BLOCK_N
+        page = tl.cast(tl.load(p_table + o_n // PAGE, mask=o_n < end, other=0), tl.int64)
+        p_tile = p_anchors + page[:, None] * stride_page + o_d[None, :]
+        b_anchor = tl.load(p_tile, mask=(o_n < end)[:, None] & (o_d < D)[None, :], other=0.0)
+        # a difference of two FP16 numbers is a sum of two
+        b_delta = b_anchor.to(tl.float32) - b_first[None, :]
+        b_high = tl.minimum(tl.maximum(b_delta, -FP16_MAX), FP16_MAX).to(tl.float16)
+        b_low = (b_delta - b_high.to(tl.float32)).to(tl.float16)
+        b_offset = tl.dot(b_high, b_transposed) + tl.dot(b_low, b_transposed)
+        tl.store(p_offset + o_lane[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :], b_offset)
+
+
+@triton.jit
+def attend_pages(
+    b_q, b_max, b_sum, b_acc, b_first, p_keys, p_values, p_anchors, p_offset, p_table, begin, end, step, keys, scale,
+    stride_kn, stride_vn, stride_kp, stride_vp, stride_page,
+    HIDES: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, LANES: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """At most TURNS blocks of LANES * BLOCK_N keys, one every `step`: b_max, b_sum (L, M), b_acc (L, M, D)."""
+    o_d = tl.arange(0, D_PAD)
+    m_d = o_d < D
+    o_row = tl.arange(0, BLOCK_N)[None, :]
+    o_n = tl.arange(0, LANES)[:, None] * BLOCK_N + o_row
+    o_k = o_row[:, None, :] * stride_kn + o_d[None, :, None]  # (1, D, N): transposed as it is read
+    o_v = o_row[:, :, None] * stride_vn + o_d[None, None, :]
+    o_state = tl.arange(0, LANES)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+    b_queries = tl.broadcast_to(b_q[None, :, :], (LANES, BLOCK_M, D_PAD))
+    factor = scale * LOG2_E
+    tl.debug_barrier()  # other threads have read the offsets before, and read these
+    page_offsets(b_q, b_first, p_offset, p_anchors, p_table, begin, end, step, stride_page, D, D_PAD, LANES, BLOCK_M,
+                 BLOCK_N, PAGE)  # fmt: skip
+    tl.debug_barrier()
+    for start in range(begin, end, step):
+        m_n = start + o_n < keys
+        b_page, b_slot = locate_lanes(p_table, start, keys, HIDES, LANES, BLOCK_N, PAGE)
+        p_key = p_keys + (b_page * stride_kp + b_slot * stride_kn)[:, None, :] + o_k
+        p_value = p_values + (b_page * stride_vp + b_slot * stride_vn)[:, :, None] + o_v
+        p_anchor = p_anchors + b_page * stride_page + o_d[None, :]
+        # scores (L, M, N)
+        if HIDES or D < D_PAD:
+            b_k = tl.load(p_key, mask=m_n[:, None, :] & m_d[None, :, None], other=0.0)
+            b_anchor = tl.load(p_anchor, mask=m_d[None, :], other=0.0)
+        else:
+            b_k = tl.load(p_key)
+            b_anchor = tl.load(p_anchor)
+        b_s = tl.dot(b_queries, b_k.to(tl.float16) - b_anchor[:, :, None])
+        if HIDES:
+            b_s = tl.where(m_n[:, None, :], b_s, -INF)
+        # weights; no exponent exceeds 0
+        top = tl.max(b_s, 2)
+        reached = top + tl.load(p_offset + (start - begin) // step * (LANES * BLOCK_M) + o_state)
+        if HIDES:
+            empty = top == -INF
+            top = tl.where(empty, 0.0, top)
+            reached = tl.where(empty, -INF, reached)
+        new_max = tl.maximum(b_max, reached)
+        base = tl.where(new_max == -INF, 0.0, new_max) if HIDES else new_max
+        alpha = tl.exp2((b_max - base) * factor)
+        behind = (reached - base) * factor
+        if HIDES:
+            behind = tl.where(empty, 0.0, behind)
+        b_p = tl.exp2((b_s - top[:, :, None]) * factor + behind[:, :, None]).to(tl.float16)
+        b_sum = b_sum * alpha + tl.sum(b_p.to(tl.float32), 2)
+        b_max = new_max
+        # values
+        if HIDES or D < D_PAD:
+            b_v = tl.load(p_value, mask=m_n[:, :, None] & m_d[None, None, :], other=0.0)
+        else:
+            b_v = tl.load(p_value)
+        b_acc = tl.dot(b_p, b_v.to(tl.float16), b_acc * alpha[:, :, None])
+    return b_max, b_sum, b_acc
+
+
+@triton.jit(do_not_specialize=["kv_heads", "group", "splits", "stride_table"])
+def decode_anchored_paged_kernel(
+    p_q,  # as in decode_lanes_paged_kernel
+    p_k,
+    p_v,
+    p_anchors,  # (pages, Hkv, D) FP16, contiguous: of each page; NaN where a key is not finite
+    p_part,
+    p_state,
+    p_frame,  # its p_anchor: the frame of each split
+    p_framed,
+    p_marked,
+    p_offset,  # (programs, TURNS, LANES, BLOCK_M) FP32
+    p_table,
+    p_tile,
+    stride_qb,
+    stride_qh,
+    stride_qm,
+    stride_kp,
+    stride_kh,
+    stride_kn,
+    stride_vp,
+    stride_vh,
+    stride_vn,
+    stride_table,
+    kv_heads,
+    group,
+    splits,
+    scale,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    LANES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,  # keys of a lane: a page has a multiple of them
+    PAGE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One of `splits` programs of a key head that the pass without anchors has marked."""
+    BLOCK: tl.constexpr = LANES * BLOCK_N
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    o_split = tl.program_id(0) % splits
+    o_pair = tl.program_id(0) // splits
+    if is_marked(p_marked, o_pair, splits) == 0:
+        return
+    batch = tl.cast(o_pair // kv_heads, tl.int64)
+    kv_head = tl.cast(o_pair % kv_heads, tl.int64)
+    o_d = tl.arange(0, D_PAD)
+    keys = tl.load(p_tile + batch)
+    b_q, _, _, _ = load_queries(
+        p_q, batch, kv_head, group, 1, stride_qb, stride_qh, stride_qm, scale, D, D_PAD, BLOCK_M
+    )
+    p_k += kv_head * stride_kh
+    p_v += kv_head * stride_vh
+    p_anchors += kv_head * D
+    stride_page = kv_heads * D
+    p_pages = p_table + batch * stride_table
+    p_offsets = p_offset + tl.cast(tl.program_id(0), tl.int64) * (TURNS * LANES * BLOCK_M)
+    # the frame
+    first = tl.cast(tl.load(p_pages, mask=keys > 0, other=0), tl.int64)
+    b_first = tl.load(p_anchors + first * stride_page + o_d, mask=o_d < D, other=0.0)
+    slot = tl.program_id(0) * LANES + tl.arange(0, LANES)
+    o_frame = slot[:, None] * D + o_d[None, :]
+    b_frame = tl.broadcast_to(b_first[None, :], (LANES, D_PAD))
+    tl.store(p_frame + o_frame, b_frame, mask=(o_frame >= 0) & (o_d < D)[None, :])
+    tl.store(p_framed + slot, tl.full((LANES,), 1, tl.int32))
+    b_first = b_first.to(tl.float32)
+    # whole blocks, dealt out in turn, then the last one, which one of the programs has
+    whole = keys // BLOCK * BLOCK
+    rest = whole + (o_split + splits - whole // BLOCK % splits) % splits * BLOCK
+    step = splits * BLOCK
+    b_max = tl.full((LANES, BLOCK_M), -INF, tl.float32)
+    b_sum = tl.zeros((LANES, BLOCK_M), tl.float32)
+    b_acc = tl.zeros((LANES, BLOCK_M, D_PAD), tl.float32)
+    for begin in range(o_split * BLOCK, whole, step * TURNS):
+        b_max, b_sum, b_acc = attend_pages(
+            b_q, b_max, b_sum, b_acc, b_first, p_k, p_v, p_anchors, p_offsets, p_pages, begin,
+            tl.minimum(whole, begin + step * TURNS), step, keys, scale, stride_kn, stride_vn, stride_kp, stride_vp,
+            stride_page, False, D, D_PAD, LANES, BLOCK_M, BLOCK_N, PAGE,
+        )  # fmt: skip
+    if rest < keys:
+        b_max, b_sum, b_acc = attend_pages(
+            b_q, b_max, b_sum, b_acc, b_first, p_k, p_v, p_anchors, p_offsets, p_pages, rest,
+            keys, step, keys, scale, stride_kn, stride_vn, stride_kp, stride_vp,
+            stride_page, True, D, D_PAD, LANES, BLOCK_M, BLOCK_N, PAGE,
+        )  # fmt: skip
+    m_row = tl.arange(0, BLOCK_M) < group
+    store_lanes(b_max, b_sum, b_acc, p_part, p_state, tl.program_id(0) * LANES, m_row, D, D_PAD, LANES, BLOCK_M)

@@ -1,0 +1,226 @@
+"""Anchors of pages: what `write_pages` keeps, and decoding with it.
+
+Bound of an anchor: k - a is an FP16 number and k - a + a is k, bit for bit. Bound of a result: as without anchors,
+`error <= 2 x error of the emulation` plus half an ulp of an output up to 4.
+"""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import pasa
+from pasa.ops import paging_launch
+from pasa.ops.shift_keys.reference import shift_exact, shifts_exactly
+from tests.inputs import DEVICE
+from tests.pages import make_pages, worst
+
+HALF_ULP = 2.0**-11 * 4
+
+
+def lse_bound(bias):
+    return 1e-3 + 2.0**-23 * 8 * bias**2
+
+
+def check(pages, bias=0.0, **how):
+    golden = pages.golden()
+    emulated = worst(pages.attend(backend="reference"), golden)
+    out, lse = worst(pages.attend(DEVICE, backend="triton", **how), golden)
+    assert out <= 2 * emulated[0] + HALF_ULP
+    assert lse <= lse_bound(bias)
+
+
+def by_kernel(pages, order=None):
+    """`anchored`, by the Triton kernels, into caches of NaN."""
+    here = pages.to(DEVICE)
+    order = torch.arange(len(pages.k)) if order is None else order
+    caches = [torch.full_like(here.k_cache, torch.nan) for _ in range(2)]
+    anchors = torch.zeros(pages.k_cache.shape[0], *pages.k_cache.shape[2:], device=DEVICE).half()
+    new = (x[order.to(DEVICE)] for x in (here.k, here.v))
+    paging_launch.write_pages(*new, *caches, pages.slots[order].to(DEVICE), anchors)
+    return pages._replace(k_cache=caches[0].cpu(), v_cache=caches[1].cpu(), anchors=anchors.cpu())
+
+
+@pytest.mark.parametrize("write", [lambda pages: pages.anchored(), by_kernel], ids=["torch", "triton"])
+@pytest.mark.parametrize(("slots", "dim", "bias"), [(16, 64, 300), (48, 80, 20), (200, 64, 300), (7, 16, 40)])
+def test_an_anchor_is_the_block_mean_that_keys_lose_exactly(write, slots, dim, bias):
+    pages = make_pages([100, slots, 0, 1], (2, 2), dim, slots)
+    k = pages.k.clone()
+    k[..., ::2] += bias
+    found = write(pages._replace(k=k.half()))
+    assert torch.equal(found.k_cache.reshape(-1, 2, dim)[pages.slots], k)
+    assert torch.equal(found.v_cache.reshape(-1, 2, dim)[pages.slots], pages.v)
+    at = 0
+    for row, n in zip(pages.table.long(), pages.lengths.tolist(), strict=True):
+        for page in range(-(-n // slots)):
+            count = min(slots, n - page * slots)
+            keys, anchor = k[at : at + count].float(), found.anchors[row[page]].float()
+            at += count
+            assert shifts_exactly(keys, anchor).all()
+            expected = shift_exact(keys.transpose(0, 1)[None], 1.0).anchor[0, :, 0]
+            assert (anchor - expected).abs().max() <= bias * 2.0**-10  # a step of the grid: sums in another order
+    untouched = torch.ones(len(found.anchors), dtype=torch.bool)
+    untouched[pages.slots // slots] = False
+    assert (found.anchors[untouched] == 0).all()
+
+
+def test_unbiased_keys_have_no_anchor():
+    """It would leave keys as long as they are."""
+    assert (make_pages([100]).anchored().anchors == 0).all()
+
+
+@pytest.mark.parametrize("write", ["torch", "triton"])
+def test_order_and_padding_change_no_bit(write):
+    """A page's anchor is of all its slots, whichever token comes last."""
+    pages = make_pages([70], (1, 1), 32, bias=50)
+    order = torch.randperm(70, generator=torch.Generator().manual_seed(0))
+    if write == "triton":
+        a, b = by_kernel(pages), by_kernel(pages, order)
+    else:
+        a, b = pages.anchored(), pages._replace(anchors=torch.zeros(len(pages.k_cache), 1, 32).half())
+        padded = [torch.cat([x[order], x[:3]]) for x in (pages.k, pages.v)]
+        slots = torch.cat([pages.slots[order], torch.tensor([-1, -7])])
+        pasa.write_pages(*padded, pages.k_cache, pages.v_cache, slots, b.anchors)
+    assert a.anchors.any()
+    assert torch.equal(a.anchors, b.anchors)
+
+
+@pytest.mark.parametrize("write", ["torch", "triton"])
+def test_a_sequence_that_is_cut_and_grows_anew(write):
+    """Rejected drafts: the page's later keys are no longer there, and a NaN among them is forgotten."""
+    pages = make_pages([16], (1, 1), 32, bias=50)
+    pages.k[9] = torch.nan
+    pages = (by_kernel if write == "triton" else lambda x: x.anchored())(pages).to(
+        DEVICE if write == "triton" else "cpu"
+    )
+    page = int(pages.slots[0]) // 16
+    assert pages.anchors[page].isnan().all()
+    new = pages.k[8:9] * 1.25
+    call = (new, new, pages.k_cache, pages.v_cache, (pages.slots[9:10]).to(new.device), pages.anchors)
+    (paging_launch.write_pages if write == "triton" else pasa.write_pages)(*call)
+    keys = torch.cat([pages.k[:9], new])[:, 0].float()
+    assert shifts_exactly(keys, pages.anchors[page].float()).all()
+    assert (pages.anchors[page, 0, :8] > 40).all()
+
+
+@pytest.mark.parametrize(
+    ("heads", "dim", "slots", "bias"),
+    [((7, 1), 128, 16, 300), ((2, 2), 64, 16, 300), ((4, 1), 64, 32, 40), ((3, 1), 80, 48, 300), ((16, 1), 32, 64, 30),
+     ((2, 1), 128, 128, 5000)],
+)  # fmt: skip
+def test_decoding_with_anchors(heads, dim, slots, bias):
+    """Odd lengths, one key, none; scores to 2e8."""
+    check(make_pages([1, 15, 130, 17, 0, 127], heads, dim, slots, bias=bias).anchored(), bias)
+
+
+def test_more_blocks_than_offsets_are_found_for_at_once():
+    """TURNS blocks of 64 keys, and more: their memory is used again."""
+    check(make_pages([64 * 64 * 2 + 77], (1, 1), 16, 32, bias=300).anchored(), 300, max_seqlen_k=1)
+
+
+def test_heads_with_and_without_a_bias():
+    """Some heads are done by the first pass, and have no frame; the others share that of their first page."""
+    pages = make_pages([300, 40], (4, 4), 64, 16)
+    pages.q[:, 1:3, :8] += 300
+    pages.k[:, 1:3, :8] += 300
+    check(pages.anchored(), 300)
+
+
+def test_anchors_that_differ_from_page_to_page():
+    """As under rotary embedding: the bias turns from +300 to -300, and scores with it by 1,400,000."""
+    pages = make_pages([512], (2, 1), 64, 16)
+    pages.q[..., :8] += 300
+    turn = torch.cos(torch.arange(512) / 512 * torch.pi)[:, None, None]
+    pages.k[..., :8] += 300 * turn.half()
+    pages = pages.anchored()
+    assert len(pages.anchors[:, 0, 0].unique()) > 20
+    check(pages, 300)
+
+
+@pytest.mark.parametrize("how", [{"heads": (20, 1)}, {"dim": 256}, {"slots": 24}, {"queries": [3, 2]}], ids=str)
+def test_anchors_that_do_not_serve_change_no_bit(how):
+    pages = make_pages([40, 33], **{"heads": (2, 1), "dim": 32, "bias": 300} | how)
+    expected = pages.attend(DEVICE, backend="triton")
+    got = pages.anchored().attend(DEVICE, backend="triton")
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("which", ["k", "v"])
+@pytest.mark.parametrize("bias", [0, 300])
+def test_what_is_not_finite_reaches_the_sequence_that_has_it(which, bad, bias):
+    pages = make_pages([100, 33, 50], bias=bias)
+    getattr(pages, which)[120, 0, 5] = bad  # sequence 1, key 20: two query heads share the key head
+    pages = pages.anchored()
+    out, _ = pages.attend(DEVICE, backend="triton")
+    expected, _ = pages.attend(backend="reference")
+    assert expected[1, :2].isnan().any(-1).all()
+    assert torch.equal(out.isnan(), expected.isnan())
+
+
+def test_stale_slots_and_pages_change_no_bit():
+    expected = make_pages([100, 33, 0, 7], stale=0.0, bias=300).anchored().attend(DEVICE, backend="triton")
+    pages = make_pages([100, 33, 0, 7], stale=torch.nan, bias=300).anchored()
+    unused = torch.ones(len(pages.anchors), dtype=torch.bool)
+    unused[pages.slots // 16] = False
+    pages.anchors[unused] = torch.nan
+    got = pages.attend(DEVICE, backend="triton")
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_other_dtypes(dtype):
+    pages = make_pages([100, 33], (8, 2), 64, dtype=dtype if dtype == torch.bfloat16 else torch.float16, bias=30)
+    floats = {name: x.to(dtype) for name, x in pages._asdict().items() if x is not None and x.is_floating_point()}
+    pages = pages._replace(**floats).anchored()
+    out, lse = worst(pages.attend(DEVICE, backend="triton"), pages.golden())
+    assert out <= 2.0 ** (-8 if dtype == torch.bfloat16 else -11) * 4 + HALF_ULP
+    assert lse <= lse_bound(30)
+
+
+@settings(max_examples=12)
+@given(
+    lengths=st.lists(st.integers(0, 150), min_size=1, max_size=3),
+    slots=st.sampled_from([16, 32, 48, 80]),
+    group=st.sampled_from([1, 3, 16]),
+    bias=st.sampled_from([0, 40, 300, 3000]),
+    seed=st.integers(0, 99),
+)
+def test_any_batch(lengths, slots, group, bias, seed):
+    check(make_pages(lengths, (group, 1), 16, slots, bias=bias, seed=seed).anchored(), bias)
+
+
+def test_anchors_of_other_keys_are_refused():
+    """Keys that were written without them would be rounded."""
+    pages = make_pages([20, 33], bias=300).anchored()
+    pages.k_cache[pages.table[1, 1], 3] = torch.linspace(-1, 1, 64).half()
+    with pytest.raises(ValueError, match="key_anchors are not those of the keys in k_cache"):
+        pages.attend()
+
+
+@pytest.mark.parametrize(
+    ("anchors", "error", "message"),
+    [
+        (torch.zeros(3, 2, 64), TypeError, "key_anchors is torch.float32, not an FP16 Tensor"),
+        ([1.0], TypeError, "key_anchors is <class 'list'>"),
+        (torch.zeros(3, 2, 64).half(), ValueError, r"key_anchors \(3, 2, 64\) on cpu are not contiguous, or not the"),
+        (torch.zeros(2, 64, 9).half().permute(2, 0, 1), ValueError, "are not contiguous"),
+    ],
+)
+def test_refuses(anchors, error, message):
+    pages = make_pages([20, 33], slots=16)
+    pages = pages._replace(k_cache=pages.k_cache[:9], v_cache=pages.v_cache[:9])
+    tensors = pages.q, pages.k_cache, pages.v_cache, pages.table, pages.lengths
+    with pytest.raises(error, match=message):
+        pasa.attention_paged(*tensors, key_anchors=anchors)
+    with pytest.raises(error, match=message):
+        pasa.write_pages(pages.k[:1], pages.v[:1], pages.k_cache, pages.v_cache, torch.tensor([3]), anchors)
+
+
+def test_operators_pass_opcheck():
+    pages = make_pages([20, 33], dim=32, stale=0.0).anchored()
+    call = (pages.k[:3], pages.v[:3], pages.k_cache, pages.v_cache, torch.tensor([4, -1, 9]), pages.anchors)
+    torch.library.opcheck(torch.ops.pasa.write_pages.default, call)
+    pages = pages.anchored()
+    tensors = (pages.q, pages.k_cache, pages.v_cache, pages.table, pages.lengths)
+    torch.library.opcheck(torch.ops.pasa.attention_paged.default, tensors, {"key_anchors": pages.anchors})
