@@ -79,14 +79,13 @@ def _(
 
 @torch.library.custom_op("pasa::write_pages", mutates_args=("k_cache", "v_cache", "key_anchors"))
 def write_pages(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, key_anchors: Tensor | None = None
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, key_anchors: Tensor | None
 ) -> None:
-    """Keys and values (T, Hkv, D) into their slots; see `paging.write_pages`."""
+    """Keys and values (T, Hkv, D) into their slots; see `paging.write_pages`. No argument has a default: torch 2.11
+    fails where one that may be written is left out."""
     paging.write_pages(k, v, k_cache, v_cache, slot_mapping, key_anchors)
 
 
 @write_pages.register_fake
-def _(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, key_anchors: Tensor | None = None
-) -> None:
+def _(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, key_anchors: Tensor | None) -> None:
     return None

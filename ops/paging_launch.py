@@ -8,8 +8,9 @@ from torch import Tensor
 from pasa.ops.attention.triton_backend import on_device
 from pasa.ops.paging_kernel import page_anchors_kernel, write_pages_kernel
 from pasa.ops.shift_keys.triton_backend import pad_dim
-from pasa.ops.shift_keys.triton_kernel import SLICE
 from pasa.ops.triton_launch import launch
+
+TILE = 8192  # elements of a page that 4 warps hold
 
 
 def write_pages(
@@ -31,10 +32,19 @@ def write_pages(
             {"D": dim, "D_PAD": pad, "HEADS_PAD": 1 << (heads - 1).bit_length(), "PAGE": slots, "ANCHORED": anchored},
         )  # fmt: skip
         if key_anchors is not None:
+            page_pad = 1 << (slots - 1).bit_length()
+            width, warps = anchor_tile(page_pad, pad)
             launch(
                 page_anchors_kernel, (tokens * heads, 1, 1),
                 (k_cache, slot_mapping, last, key_anchors),
                 (*k_cache.stride()[:3], heads, pages),
-                {"D": dim, "D_PAD": pad, "WIDTH": min(SLICE, pad), "PAGE": slots,
-                 "PAGE_PAD": 1 << (slots - 1).bit_length()},
+                {"D": dim, "D_PAD": pad, "WIDTH": width, "PAGE": slots, "PAGE_PAD": page_pad},
+                num_warps=warps,
             )  # fmt: skip
+
+
+def anchor_tile(page: int, pad: int) -> tuple[int, int]:
+    """Columns of a page that are looked at together, and warps for them: all columns at once where registers allow it,
+    since every turn waits for memory anew."""
+    width = min(pad, max(16, TILE // page))
+    return width, max(1, min(4, page * width // 1024))

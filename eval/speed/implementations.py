@@ -152,7 +152,7 @@ def _portable(inputs: Inputs) -> dict[str, Call]:
 
 
 def _paged(slots: int) -> Prepare:
-    """Decoding of the same keys from pages of so many slots, in random order."""
+    """Decoding of the same keys from pages of so many slots, in random order, written with their anchors."""
 
     def prepare(inputs: Inputs) -> dict[str, Call]:
         batch, _, rows, _ = inputs.q.shape
@@ -160,12 +160,17 @@ def _paged(slots: int) -> Prepare:
         if rows > 1 or keys % slots:
             raise NotImplementedError(f"one query of a sequence whose keys fill pages, not {rows} and {keys} keys")
         pages = batch * keys // slots
-        order = torch.randperm(pages, generator=torch.Generator().manual_seed(0)).to(inputs.q.device)
-        caches = [x.transpose(1, 2).reshape(pages, slots, *x.shape[1::2])[order] for x in (inputs.k, inputs.v)]
-        table = order.argsort().view(batch, -1).int()
+        k, v = (x.transpose(1, 2).flatten(0, 1) for x in (inputs.k, inputs.v))
+        caches = [x.new_zeros(pages, slots, *x.shape[1:]) for x in (k, v)]
+        key_anchors = k.new_zeros(pages, *k.shape[1:])
+        table = torch.randperm(pages, generator=torch.Generator().manual_seed(0)).to(k.device)
+        slot_mapping = (table[:, None] * slots + torch.arange(slots, device=k.device)).flatten()
+        pasa.write_pages(k, v, caches[0], caches[1], slot_mapping, key_anchors)
+        table = table.view(batch, -1).int()
         lengths = torch.full((batch,), keys, dtype=torch.int32, device=inputs.q.device)
         q = inputs.q.squeeze(2)
-        run = partial(pasa.attention_paged, q, caches[0], caches[1], table, lengths, backend="triton")
+        tensors = q, caches[0], caches[1], table, lengths
+        run = partial(pasa.attention_paged, *tensors, key_anchors=key_anchors, backend="triton")
         return {PLAIN: Call(run, restore=lambda out: out.unsqueeze(2))}
 
     return prepare

@@ -65,7 +65,15 @@ CASES = [
 ]
 WRITING = [
     _case(write_pages_kernel, "write_pages", {"HEADS_PAD": 8, "PAGE": 16, "ANCHORED": True} | DIM),
-    _case(page_anchors_kernel, "page_anchors", {"PAGE": 256, "PAGE_PAD": 256, "WIDTH": 16} | DIM),
+    *(
+        _case(
+            page_anchors_kernel,
+            f"page_anchors_{page}",
+            {"PAGE": page, "PAGE_PAD": page, "WIDTH": width} | DIM,
+            options={"num_warps": warps},
+        )
+        for page, width, warps in ((16, 128, 2), (128, 64, 4), (256, 32, 4))
+    ),
 ]
 NVIDIA_CASES = [
     *CASES,

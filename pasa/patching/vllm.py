@@ -8,6 +8,8 @@ every process of the engine, before a model is loaded (from an entry point `vllm
 
 What is refused, by name: ALiBi, sliding windows, soft caps, attention sinks, quantised caches and outputs, encoders.
 CUDA graphs of a whole step are for batches of single-token decodes; vLLM captures other batches in pieces.
+Anchors of pages are left out: vLLM plans no memory for them, and pages that a KV connector fills would lack them. A
+backend that owns both can give them to `attend_layer`.
 
 An Ascend backend has the same at hand under other names. Of `npu_fused_infer_attention_score` with layout "TND",
 `query` is q; `key` and `value`, seen as (pages, block_size, Hkv, D), are the caches; `block_table` is itself;
@@ -94,13 +96,16 @@ class PasaMetadata:
         sizes = (common.num_actual_tokens, decodes, common.max_query_len, common.max_seq_len)
         return cls(*sizes, common.block_table_tensor, common.seq_lens, common.slot_mapping, rest, common.causal)
 
-    def attend(self, q: Tensor, caches: tuple[Tensor, Tensor], scale: float, out: Tensor) -> None:
+    def attend(
+        self, q: Tensor, caches: tuple[Tensor, Tensor], scale: float, out: Tensor, key_anchors: Tensor | None = None
+    ) -> None:
         """Queries (tokens, Hq, D), into `out`."""
         d, longest = self.decodes, self.max_seq_len
         if d:
             out[:d] = attention_paged(
-                q[:d], *caches, self.block_table[:d], self.seq_lens[:d], max_seqlen_k=longest, scale=scale
-            )
+                q[:d], *caches, self.block_table[:d], self.seq_lens[:d], max_seqlen_k=longest, scale=scale,
+                key_anchors=key_anchors,
+            )  # fmt: skip
         if self.cu_seqlens_q is not None:
             out[d:] = attention_paged(
                 q[d:], *caches, self.block_table[d:], self.seq_lens[d:], cu_seqlens_q=self.cu_seqlens_q,
@@ -116,6 +121,7 @@ def attend_layer(
     kv_cache: Tensor,
     output: Tensor,
     scale: float,
+    key_anchors: Tensor | None = None,
 ) -> Tensor:
     """One layer of a step: put new keys and values into their pages, then attend. Rows of padding are left alone.
 
@@ -128,14 +134,16 @@ def attend_layer(
         None where the layer reads another layer's cache.
     kv_cache : Tensor (2, pages, slots of a page, Hkv, D)
     output : Tensor (tokens or more, Hq, D) or (..., Hq * D)
+    key_anchors : Tensor (pages, Hkv, D), optional
+        Of kv_cache's pages, if every write to them comes through here: see `write_pages`.
     """
     if metadata is None:
         return output.fill_(0)
     n = metadata.tokens
     caches = kv_cache[0], kv_cache[1]
     if key is not None and value is not None:
-        write_pages(key[:n], value[:n], *caches, metadata.slot_mapping[:n])
-    metadata.attend(query[:n], caches, scale, output.view(query.shape)[:n])
+        write_pages(key[:n], value[:n], *caches, metadata.slot_mapping[:n], key_anchors)
+    metadata.attend(query[:n], caches, scale, output.view(query.shape)[:n], key_anchors)
     return output
 
 

@@ -93,10 +93,11 @@ def test_a_sequence_that_is_cut_and_grows_anew(write):
     pages = (by_kernel if write == "triton" else lambda x: x.anchored())(pages).to(
         DEVICE if write == "triton" else "cpu"
     )
-    page = int(pages.slots[0]) // 16
+    slots = int(pages.table[0, 0]) * 16 + torch.arange(16, device=pages.k.device)
+    page = int(pages.table[0, 0])
     assert pages.anchors[page].isnan().all()
     new = pages.k[8:9] * 1.25
-    call = (new, new, pages.k_cache, pages.v_cache, (pages.slots[9:10]).to(new.device), pages.anchors)
+    call = (new, new, pages.k_cache, pages.v_cache, slots[9:10], pages.anchors)
     (paging_launch.write_pages if write == "triton" else pasa.write_pages)(*call)
     keys = torch.cat([pages.k[:9], new])[:, 0].float()
     assert shifts_exactly(keys, pages.anchors[page].float()).all()

@@ -198,7 +198,7 @@ def test_operator_passes_opcheck(queries):
 
 def test_write_passes_opcheck():
     pages = make_pages([20], stale=0.0)
-    call = (pages.k[:3], pages.v[:3], pages.k_cache, pages.v_cache, torch.tensor([4, -1, 9]))
+    call = (pages.k[:3], pages.v[:3], pages.k_cache, pages.v_cache, torch.tensor([4, -1, 9]), None)
     torch.library.opcheck(torch.ops.pasa.write_pages.default, call)
 
 

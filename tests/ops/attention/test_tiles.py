@@ -13,6 +13,7 @@ from pasa.ops.attention.paged_launch import anchored_stages, paged_stages
 from pasa.ops.attention.tiles import TABLE, Tile, architecture_of, candidates, paper_tile
 from pasa.ops.attention.triton_backend import Pass
 from pasa.ops.attention.triton_call import Call
+from pasa.ops.paging_launch import anchor_tile
 from pasa.ops.shift_keys.triton_backend import KeyBlocks
 
 CUDA = torch.device("cuda", 0)
@@ -158,3 +159,12 @@ def test_lanes_with_anchors_of_pages_are_compiled_as_they_are_launched(case):
     assert sizes["BLOCK_N"] == keys_of_a_lane(architecture, sizes["D_PAD"])
     assert case["options"] == {"num_warps": LANES, "num_stages": anchored_stages(architecture)}
     assert sizes["LANES"] == LANES
+
+
+def test_anchors_of_pages_are_compiled_as_they_are_found():
+    cases = [x for x in paged_cases.NVIDIA_CASES if x["name"].startswith("page_anchors")]
+    assert len(cases) == 3
+    for case in cases:
+        sizes = case["constexprs"]
+        expected = sizes["WIDTH"], case["options"]["num_warps"]
+        assert anchor_tile(sizes["PAGE_PAD"], sizes["D_PAD"]) == expected

@@ -187,6 +187,16 @@ def test_decodes_and_prompts_in_one_step(vllm, queries, flat):
     assert worst((out[:n], lse), (golden, lse))[0] <= HALF_ULP
 
 
+def test_anchors_are_kept_for_who_gives_them(vllm):
+    step = Step([40, 17, 33], [1, 1, 20])
+    anchors, output = torch.zeros(step.cache.shape[1], 2, 64).half(), torch.empty_like(step.q)
+    metadata = adapter.PasaMetadata.of(step.common)
+    adapter.attend_layer(metadata, step.q, step.k, step.v, step.cache, output, 64**-0.5, anchors)
+    golden, lse = step.pages.golden(is_causal=True)
+    assert worst((output, lse), (golden, lse))[0] <= HALF_ULP
+    assert (anchors[step.pages.table[0, 2], :, :8] > 250).all()  # the page of the first token that is written
+
+
 def test_a_padded_batch_of_decodes(vllm):
     """In a CUDA graph: sequences of length 0, with tokens of their own and no slot."""
     step = Step([40, 17], [1, 1], padding=2)
