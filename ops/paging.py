@@ -105,9 +105,9 @@ def write_pages(
         On a CPU, if a slot lies behind the cache or is given twice.
     """
     if k.device.type == "cuda" and triton_missing() is None:
-        from pasa.ops import paging_launch
+        from pasa.ops.attention import paged_write_launch
 
-        paging_launch.write_pages(k, v, k_cache, v_cache, slot_mapping, key_anchors)
+        paged_write_launch.write_pages(k, v, k_cache, v_cache, slot_mapping, key_anchors)
         return
     slots = slot_mapping.long()
     if slots.device.type == "cpu":

@@ -3,7 +3,7 @@
 from pasa.ops.attention.compile_cases import Case, _case, _on, _sizes
 from pasa.ops.attention.paged_anchor_kernel import decode_anchored_paged_kernel
 from pasa.ops.attention.paged_kernel import decode_lanes_paged_kernel, decode_paged_kernel
-from pasa.ops.paging_kernel import page_anchors_kernel, write_pages_kernel
+from pasa.ops.attention.paged_write_kernel import page_anchors_kernel, write_pages_kernel
 
 NOT_FOR_ASCEND = {
     "decode_paged_kernel": "as decode_kernel: pages are gathered for attention_kernel",

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pasa
-from pasa.ops import paging_launch
+from pasa.ops.attention import paged_write_launch
 from pasa.ops.shift_keys.reference import shift_exact, shifts_exactly
 from tests.inputs import DEVICE
 from tests.pages import make_pages, worst
@@ -37,7 +37,7 @@ def by_kernel(pages, order=None):
     caches = [torch.full_like(here.k_cache, torch.nan) for _ in range(2)]
     anchors = torch.zeros(pages.k_cache.shape[0], *pages.k_cache.shape[2:], device=DEVICE).half()
     new = (x[order.to(DEVICE)] for x in (here.k, here.v))
-    paging_launch.write_pages(*new, *caches, pages.slots[order].to(DEVICE), anchors)
+    paged_write_launch.write_pages(*new, *caches, pages.slots[order].to(DEVICE), anchors)
     return pages._replace(k_cache=caches[0].cpu(), v_cache=caches[1].cpu(), anchors=anchors.cpu())
 
 
@@ -98,7 +98,7 @@ def test_a_sequence_that_is_cut_and_grows_anew(write):
     assert pages.anchors[page].isnan().all()
     new = pages.k[8:9] * 1.25
     call = (new, new, pages.k_cache, pages.v_cache, slots[9:10], pages.anchors)
-    (paging_launch.write_pages if write == "triton" else pasa.write_pages)(*call)
+    (paged_write_launch.write_pages if write == "triton" else pasa.write_pages)(*call)
     keys = torch.cat([pages.k[:9], new])[:, 0].float()
     assert shifts_exactly(keys, pages.anchors[page].float()).all()
     assert (pages.anchors[page, 0, :8] > 40).all()

@@ -10,10 +10,10 @@ from pasa.ops.attention import paged_cases, tiles, tuning
 from pasa.ops.attention.compile_cases import NVIDIA_CASES
 from pasa.ops.attention.decode_launch import LANES, decode_tiles, keys_of_a_lane, lane_stages
 from pasa.ops.attention.paged_launch import anchored_stages, paged_stages
+from pasa.ops.attention.paged_write_launch import anchor_tile
 from pasa.ops.attention.tiles import TABLE, Tile, architecture_of, candidates, paper_tile
 from pasa.ops.attention.triton_backend import Pass
 from pasa.ops.attention.triton_call import Call
-from pasa.ops.paging_launch import anchor_tile
 from pasa.ops.shift_keys.triton_backend import KeyBlocks
 
 CUDA = torch.device("cuda", 0)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pasa.ops.attention.paged_write_kernel import page_anchors_kernel, write_pages_kernel
 from pasa.ops.attention.triton_backend import on_device
-from pasa.ops.paging_kernel import page_anchors_kernel, write_pages_kernel
 from pasa.ops.shift_keys.triton_backend import pad_dim
 from pasa.ops.triton_launch import launch
 
