@@ -20,6 +20,7 @@ from pasa.eval.soak.cases import REPEAT_EVERY, Inputs, SoakCase, draw_case, make
 from pasa.eval.soak.judge import Result
 from pasa.eval.soak.layouts import HEADS_LAST
 from pasa.eval.soak.masks import visible
+from pasa.eval.soak.order import find_moved
 from pasa.eval.soak.surroundings import pinned_tile, poison
 from pasa.eval.soak.truth import find_truth, plain
 from pasa.eval.speed.device import describe
@@ -189,7 +190,8 @@ def _describe(case: SoakCase) -> Record:
 def measure(case: SoakCase, inputs: Inputs, backend: str) -> dict[str, float]:
     """Run a case, twice if it is to be repeated, and judge it."""
     found = call(case, inputs, backend)
-    truth = find_truth(plain(case, inputs))
+    whole = plain(case, inputs)
+    truth = find_truth(whole)
     wrong = found.out.shape != truth.out.shape or found.lse.shape != truth.lse.shape
     wrong = wrong or found.out.dtype != inputs.q.dtype or found.lse.dtype != torch.float32
     if wrong:
@@ -198,7 +200,7 @@ def measure(case: SoakCase, inputs: Inputs, backend: str) -> dict[str, float]:
     if case.repeated:
         measures["repeat"] = judge.differing(found, call(case, inputs, backend))
     if backend != REFERENCE and _comparable(case):
-        measures |= judge.compare(case, truth, found, emulate(case, inputs))
+        measures |= judge.compare(case, truth, found, emulate(case, inputs), find_moved(whole, truth))
     return measures
 
 

@@ -47,6 +47,28 @@ class Piece:
 
 
 @dataclass(frozen=True)
+class Cut:
+    """A piece: queries (B, Hq, rows, D), keys and values repeated for them (B, Hq, keys, D), and what hides keys.
+
+    Attributes
+    ----------
+    mask : Tensor, optional
+        As it was given.
+    seen : Tensor, bool
+        Which row sees which key; broadcasts to (B, Hq, rows, keys).
+    added : Tensor, FP64, optional
+        What a float mask adds, 0 for what is not finite, but -inf.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    seen: Tensor
+    added: Tensor | None
+
+
+@dataclass(frozen=True)
 class Truth:
     """All of (B, Hq, Sq, ...), FP64 or bool.
 
@@ -128,12 +150,19 @@ def find_truth(call: Plain) -> Truth:
     return truth
 
 
-def _fill(truth: Truth, call: Plain, piece: Piece) -> None:
+def cut(call: Plain, piece: Piece) -> Cut:
+    """The tensors of a piece."""
     q = call.q[piece.entries, :, piece.rows]
     k, v = (x[piece.entries, :, piece.keys].repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (call.k, call.v))
     mask = _cut_mask(call.mask, piece)
     seen = visible(mask, call.causal, 0, q.shape[2], k.shape[2], piece.diagonal, q.device)
     added = None if mask is None or mask.dtype == torch.bool else mask.double().nan_to_num(0.0, 0.0, -torch.inf)
+    return Cut(q, k, v, mask, seen, added)
+
+
+def _fill(truth: Truth, call: Plain, piece: Piece) -> None:
+    part = cut(call, piece)
+    q, k, v, mask, seen, added = part.q, part.k, part.v, part.mask, part.seen, part.added
     clean_q, clean_k, clean_v = (x.nan_to_num(0.0, 0.0, 0.0) for x in (q, k, v))
     hide = seen if added is None else added.where(seen, -torch.inf)
     at = (piece.entries, slice(None), piece.rows)

@@ -10,6 +10,7 @@ from pasa.eval.soak import judge
 from pasa.eval.soak.cases import draw_case, make_inputs
 from pasa.eval.soak.families import draw_families
 from pasa.eval.soak.judge import Result
+from pasa.eval.soak.order import find_moved
 from pasa.eval.soak.run import call
 from pasa.eval.soak.truth import find_truth, plain
 
@@ -123,15 +124,18 @@ def test_an_error_above_twice_the_emulation_is_found(recovery):
     case = a_case(recovery=recovery)
     inputs = make_inputs(case, CPU)
     truth, emulated = find_truth(plain(case, inputs)), call(case, inputs, "reference")
-    right = judge.compare(case, truth, emulated, emulated)
+    moved = find_moved(plain(case, inputs), truth)
+    right = judge.compare(case, truth, emulated, emulated, moved)
     assert judge.failures(right) == []
     worse = Result(emulated.out.clone(), emulated.lse.clone())
     worse.out[0, 0, 0, 0] += 0.05
-    assert "emulated-max" in judge.failures(judge.compare(case, truth, worse, emulated))
+    assert "emulated-max" in judge.failures(judge.compare(case, truth, worse, emulated, moved))
     worse.out[:] += 0.02
-    assert "emulated-rmse" in judge.failures(judge.compare(case, truth, worse, emulated))
+    assert "emulated-rmse" in judge.failures(judge.compare(case, truth, worse, emulated, moved))
     worse.lse[0, 0, 0] += 0.1
-    assert ("emulated-lse" in judge.failures(judge.compare(case, truth, worse, emulated))) == (recovery == "paper")
+    assert ("emulated-lse" in judge.failures(judge.compare(case, truth, worse, emulated, moved))) == (
+        recovery == "paper"
+    )
 
 
 def test_results_are_compared_bit_for_bit():
