@@ -25,6 +25,7 @@ LONGBENCH = ["rouge==1.0.1", "jieba>=0.42", "pyyaml", *EVAL]  # rouge: LongBench
 DEV = [
     "pytest>=8",
     "pytest-xdist>=3.2",
+    "pytest-cov>=7",
     "setuptools>=77",  # the test of the source distribution builds without a network
     "hypothesis>=6.100",
     "ruff==0.17.5",

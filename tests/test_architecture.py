@@ -21,6 +21,7 @@ TRITON_FILES = re.compile(
 )
 FILE_LINES, FUNCTION_LINES = 350, 60  # the rule is 150-300 and 15-30; this is where a test says stop
 KERNEL_FILE_LINES, KERNEL_LINES = 500, 120  # a kernel has its parameters one to a line, and no helper elsewhere
+TEST_FILE_LINES = 500
 
 
 def is_kernel(path):
@@ -135,6 +136,12 @@ def test_sizes(source):
             lines = body[-1].end_lineno - body[0].lineno + 1 if body else 0
             limit = KERNEL_LINES if kernel else FUNCTION_LINES
             assert lines <= limit, f"{node.name} has {lines} lines below its docstring"
+
+
+def test_sizes_of_tests():
+    files = [path for path in (ROOT / "tests").rglob("*") if path.suffix in (".py", ".cpp", ".h")]
+    lines = {str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines()) for path in files}
+    assert {path: count for path, count in lines.items() if count > TEST_FILE_LINES} == {}
 
 
 def test_no_file_shadows_triton():

@@ -176,7 +176,10 @@ def paper_kernel(
             b_acc = rounded(rounded(alpha[:, None] * b_acc, ROUND) + rounded(gain[:, None] * product, ROUND), ROUND)
         blind = (b_sum == 0.0) & (b_max == -INF)
         divisor = tl.where(blind, 1.0, b_sum)
-        b_out = round_rows(b_acc / divisor[:, None], o_d, D, DROPPED, False).to(p_out.dtype.element_ty)
+        # o_d, as the loop over keys has no registers left to hold the columns of a thread for these rows: 0, which only
+        # this tile knows, between the lane's part of a column in a wgmma accumulator and the register's
+        o_column = (o_d & 6) + (full_factor != full_factor).to(tl.int32) + (o_d & ~6)
+        b_out = round_rows(b_acc / divisor[:, None], o_column, D, DROPPED, False).to(p_out.dtype.element_ty)
         b_lse = tl.where(blind, -INF, b_max + full_factor * b_mean + tl.log(divisor))
         p_rows = p_out + batch * stride_ob + head * stride_oh + at * stride_om
         tl.store(p_rows + o_m[:, None] * stride_om + o_d[None, :], b_out, mask=m_out)

@@ -127,3 +127,11 @@ def naive():
     yield "naive_fp16"
     for interface in (AttentionInterface, AttentionMaskInterface):
         del interface._global_mapping["naive_fp16"]
+
+
+@pytest.fixture
+def pipeline():
+    """A fresh tiny Stable Video Diffusion pipeline, FP32: 16 attention modules in the UNet, 2 in the VAE, 2 in CLIP."""
+    from pasa.eval.video.tiny import tiny_pipeline  # and diffusers, which takes seconds
+
+    return tiny_pipeline()

@@ -29,7 +29,7 @@ def test_a_policy_that_selects_nothing_is_an_error(tiny):
 
 
 def test_an_unknown_pipeline_is_named():
-    """Any class that says it is of diffusers; what real ones are refused for is in test_diffusers.py."""
+    """Any class that says it is of diffusers; what real ones are refused for is in test_diffusers_models.py."""
     pipeline = type("MagicPipeline", (), {"__module__": "diffusers.pipelines.magic", "components": {"scheduler": 1}})
     with pytest.raises(TypeError, match="MagicPipeline holds no model"):
         pasa.patch_pipeline(pipeline())
