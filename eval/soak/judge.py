@@ -103,8 +103,10 @@ def _slack(case: SoakCase, truth: Truth, emulation: bool) -> Tensor:
     return (keys * UNIT + (stores - 1) * 2.0**-11 + HALF_ULP[dtype]) * largest + stores * SUBNORMAL
 
 
-def compare(case: SoakCase, truth: Truth, found: Result, emulated: Result, moved: Tensor) -> dict[str, float]:
-    """The errors over those that the emulation of the same arithmetic makes; `moved` as `order.find_moved` has it."""
+def compare(case: SoakCase, truth: Truth, found: Result, emulated: Result, moved: Tensor | None) -> dict[str, float]:
+    """The errors over those that the emulation of the same arithmetic makes; `moved` as `order.find_moved` has it, or
+    None to allow for nothing of the kind."""
+    moved = torch.zeros_like(truth.out) if moved is None else moved
     good, judged = ~truth.nan, ~truth.blind & ~truth.nan_rows
     if not bool((good & ~truth.blind.unsqueeze(-1)).any()):
         return {}

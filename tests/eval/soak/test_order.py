@@ -78,7 +78,7 @@ class Judged:
 
     def compared(self, scores, with_order=True):
         out = (torch.softmax(scores.double(), -1) @ self.part.v.double()).half()
-        moved = self.moved if with_order else torch.zeros_like(self.moved)
+        moved = self.moved if with_order else None
         return judge.compare(self.case, self.truth, Result(out, self.truth.lse), self.emulated, moved)
 
     def exact(self):
