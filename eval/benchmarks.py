@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from pasa.eval import output
-from pasa.eval.options import NOTHING_KEPT, Json, deliver, integer, integers, stages, stoppable, words
+from pasa.eval.options import NOTHING_KEPT, Json, deliver, finish, integer, integers, stages, stoppable, words
 
 bench = typer.Typer(help="Benchmarks.", no_args_is_help=True)
 
@@ -64,10 +65,7 @@ def rmse(
             result = resonant.run_resonance(**given, overflow=overflow or "both", progress=progress)
         else:
             result = run.run_rmse(**given, overflow=overflow or "both", progress=progress)
-    deliver(result, json, report.render)
-    if output_dir is not None:
-        report.save(result, output_dir, plots.draw)
-    raise typer.Exit(0 if result["gate"]["passed"] else 1)
+    finish(result, json, output_dir, report.render, partial(report.save, draw=plots.draw))
 
 
 @bench.command()
@@ -86,10 +84,7 @@ def speed(
 
     with output.progress_bar("bench speed") as progress:
         result = run.run_speed(case, implementation, rounds, quick, progress=progress)
-    deliver(result, json, report.render)
-    if output_dir is not None:
-        report.save(result, output_dir, plots.draw)
-    raise typer.Exit(0 if result["gate"]["passed"] else 1)
+    finish(result, json, output_dir, report.render, partial(report.save, draw=plots.draw))
 
 
 @bench.command()
@@ -108,10 +103,7 @@ def soak(
 
     with output.progress_bar("bench soak") as progress:
         result = run.run_soak(cases, seed, backend, only, small, jobs, progress)
-    deliver(result, json, report.render)
-    if output_dir is not None:
-        report.save(result, output_dir)
-    raise typer.Exit(0 if result["gate"]["passed"] else 1)
+    finish(result, json, output_dir, report.render, report.save)
 
 
 @bench.command()
@@ -126,10 +118,7 @@ def gradients(
 
     with output.progress_bar("bench gradients") as progress:
         result = run.run_gradients(seed, rounds, progress)
-    deliver(result, json, report.render)
-    if output_dir is not None:
-        report.save(result, output_dir)
-    raise typer.Exit(0 if result["gate"]["passed"] else 1)
+    finish(result, json, output_dir, report.render, report.save)
 
 
 @bench.command()
@@ -175,10 +164,7 @@ def video(
 
     with output.progress_bar("bench video") as progress:
         result = step.run_step(rounds, progress=stages(progress, step.STAGES))
-    deliver(result, json, step_report.render)
-    if output_dir is not None:
-        step_report.save(result, output_dir)
-    raise typer.Exit(0 if result["gate"]["passed"] else 1)
+    finish(result, json, output_dir, step_report.render, step_report.save)
 
 
 @bench.command()
@@ -199,10 +185,7 @@ def ring(
         result = run.run_ring(tokens, (counts[0], counts[1]), rounds, progress)
     if result is None:
         return
-    deliver(result, json, report.render)
-    if output_dir is not None:
-        report.save(result, output_dir)
-    raise typer.Exit(0 if result["gate"]["passed"] else 1)
+    finish(result, json, output_dir, report.render, report.save)
 
 
 @bench.command()
@@ -216,10 +199,7 @@ def unbiased(
 
     with output.progress_bar("bench unbiased") as progress:
         result = cost.run_cost(rounds, progress)
-    deliver(result, json, cost_report.render)
-    if output_dir is not None:
-        cost_report.save(result, output_dir)
-    raise typer.Exit(0 if result["gate"]["passed"] else 1)
+    finish(result, json, output_dir, cost_report.render, cost_report.save)
 
 
 @bench.command()
@@ -234,10 +214,7 @@ def watch(
 
     with output.progress_bar("bench watch") as progress:
         result = run.run_watch(small, turns, progress)
-    deliver(result, json, report.render)
-    if output_dir is not None:
-        report.save(result, output_dir)
-    raise typer.Exit(0 if result["gate"]["passed"] else 1)
+    finish(result, json, output_dir, report.render, report.save)
 
 
 @bench.command()
@@ -252,10 +229,7 @@ def predict(
 
     with output.progress_bar("bench predict") as progress:
         result = overhead.run_overhead(small, turns, progress)
-    deliver(result, json, overhead_report.render)
-    if output_dir is not None:
-        overhead_report.save(result, output_dir)
-    raise typer.Exit(0 if result["gate"]["passed"] else 1)
+    finish(result, json, output_dir, overhead_report.render, overhead_report.save)
 
 
 @bench.command("npu-model")

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from pasa.eval import output
-from pasa.eval.options import NOTHING_KEPT, Json, deliver, integer, integers, stages, stoppable, words
+from pasa.eval.options import NOTHING_KEPT, Json, deliver, finish, integer, integers, stages, stoppable, words
 
 evaluate = typer.Typer(help="Whole models, with and without PASA; bias of rounding.", no_args_is_help=True)
 
@@ -116,10 +116,7 @@ def longbench(
         )
     if result is None:  # another process has it
         return
-    deliver(result, json, report.render)
-    if output_dir is not None:
-        report.save(result, output_dir)
-    raise typer.Exit(0 if result["gate"]["passed"] else 1)
+    finish(result, json, output_dir, report.render, report.save)
 
 
 @evaluate.command()
@@ -153,10 +150,7 @@ def ppl(
             half=half,
             progress=progress,
         )
-    deliver(result, json, report.render)
-    if output_dir is not None:
-        report.save(result, output_dir)
-    raise typer.Exit(0 if result["gate"]["passed"] else 1)
+    finish(result, json, output_dir, report.render, report.save)
 
 
 @evaluate.command()
@@ -171,10 +165,7 @@ def bias(
 
     with stoppable(NOTHING_KEPT), output.progress_bar("eval bias") as progress:
         result = run.run_bias(rows, seed, progress)
-    deliver(result, json, report.render)
-    if output_dir is not None:
-        report.save(result, output_dir)
-    raise typer.Exit(0 if result["gate"]["passed"] else 1)
+    finish(result, json, output_dir, report.render, report.save)
 
 
 @evaluate.command()
@@ -188,10 +179,7 @@ def fp8(
 
     with output.progress_bar("eval fp8") as progress:
         result = run.run_fp8(quick, progress)
-    deliver(result, json, report.render)
-    if output_dir is not None:
-        report.save(result, output_dir)
-    raise typer.Exit(0 if result["gate"]["passed"] else 1)
+    finish(result, json, output_dir, report.render, report.save)
 
 
 @evaluate.command()
@@ -207,10 +195,7 @@ def fuzz(
 
     with stoppable(NOTHING_KEPT), output.progress_bar("eval fuzz") as progress:
         result = run.run_fuzz(cases, seed, replay, progress)
-    deliver(result, json, report.render)
-    if output_dir is not None:
-        report.save(result, output_dir)
-    raise typer.Exit(0 if result["gate"]["passed"] else 1)
+    finish(result, json, output_dir, report.render, report.save)
 
 
 @evaluate.command()

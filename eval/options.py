@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -89,3 +89,17 @@ def deliver(result: dict[str, Any], json: str | None, render: Callable[[dict[str
         render(result, Console())
     if json is not None:
         output.write_json(result, json)
+
+
+def finish(
+    result: dict[str, Any],
+    json: str | None,
+    folder: Path | None,
+    render: Callable[[dict[str, Any], Console], None],
+    save: Callable[[dict[str, Any], Path], object],
+) -> NoReturn:
+    """Deliver the result, save it in the folder if there is one, and end the command: with 1 where the gate failed."""
+    deliver(result, json, render)
+    if folder is not None:
+        save(result, folder)
+    raise typer.Exit(0 if result["gate"]["passed"] else 1)
