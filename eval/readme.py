@@ -288,6 +288,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "perplexity": perplexity,
     "speed": speed_readme.speed,
     "decode": speed_readme.decode,
+    "paged": speed_readme.paged,
     "kernels": kernels,
     "soak": soak,
     "fuzz": lambda: f"{fuzz_report.verdict(stored('fuzz'))} {fuzz_report.origin(stored('fuzz'))}",

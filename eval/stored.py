@@ -15,6 +15,7 @@ RESULTS = {
     "rescue": ROOT / "eval/rescue/results/rescue.json",
     "kernels": ROOT / "eval/rmse/results/rmse_kernels.json",
     "speed": ROOT / "eval/speed/results/speed.json",
+    "paged": ROOT / "eval/speed/results/paged/speed.json",
     "counters": ROOT / "eval/speed/results/counters.json",
     "fuzz": ROOT / "eval/fuzz/results/fuzz.json",
     "soak": ROOT / "eval/soak/results/soak.json",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pasa.eval.rmse.report import short
 from pasa.eval.speed import report
 from pasa.eval.speed.cases import DATA
-from pasa.eval.speed.implementations import CUDNN, FLASH
+from pasa.eval.speed.implementations import CUDNN, FLASH, PAGES
 from pasa.eval.stored import stored, table
 
 
@@ -46,6 +46,19 @@ def decode() -> str:
     alone = f"A kernel that only reads K and V, and our time over its time: {ratios}. {beside.note}"
     said = f"{found.title} (1 is the floor: {found.note[0].lower()}{found.note[1:-1]})."
     return f"{said}\n\n{table([found.header[i] for i in columns], rows)}\n\n{alone}\n\n{_decoding_with_bias()}"
+
+
+def paged() -> str:
+    """Decoding from pages beside that of contiguous keys, in microseconds."""
+    result = stored("paged")
+    names = {"pasa": "contiguous", **{f"pasa-paged-{n}": f"pages of {n}" for n in PAGES}, CUDNN: "cuDNN, contiguous"}
+    rows = []
+    for case in result["cases"]:
+        found = report.lines(result, case["name"], "graph")
+        rows.append([case["name"], case["shape"], *(f"{1e3 * found[name]['median_ms']:.1f}" for name in names)])
+    data = "; ".join(f"+{name}: {what}" for name, what in DATA.items() if name != "randn")
+    said = f"Microseconds of a call in a CUDA graph. Pages are in random order, with anchors. {data}."
+    return f"{said}\n\n{table(['case', 'shape', *names.values()], rows)}\n\n{report.origin(result)}"
 
 
 def _decoding_with_bias() -> str:
