@@ -276,6 +276,23 @@ def _ring(result: Result) -> str:
     return f"on {result['settings']['ranks']}, {_span(ratios)} times as fast as on one, {_span(errors)} times the RMSE"
 
 
+def _paged(result: Result) -> str:
+    """Every page size beside contiguous keys of the same case."""
+    graph = _pick(result["records"], how="graph")
+    contiguous = {each["case"]: each["median_ms"] for each in _pick(graph, implementation="pasa")}
+    plain, biased = (
+        [
+            each["median_ms"] / contiguous[each["case"]]
+            for each in graph
+            if each["implementation"].startswith("pasa-paged") and ("+" in each["case"]) == with_bias
+        ]
+        for with_bias in (False, True)
+    )
+    return (
+        f"{_span(plain)} times as long as from contiguous keys; with a bias, whose anchors pages keep, {_span(biased)}"
+    )
+
+
 ACCURACY, BIAS_SECTION, SPEED, NPU = (
     "#the-papers-benchmark",
     "#a-bias-that-all-keys-share",
@@ -315,6 +332,7 @@ LINES: Sequence[Line] = (
     Line("More than one model", "soundness", _models, CPU, "#predicted-from-weights"),
     Line("Video", "video", _video, EMULATED, "#a-video"),
     Line("Video at full size", "step", _step, GPU, "#a-video"),
+    Line("Decoding from pages", "paged", _paged, GPU, SPEED),
     Line("Several devices", "ring", _ring, GPU, "eval/ring/README.md"),
     Line("Random calls", "soak", _soak, GPU, SPEED),
     Line("Gradients", "gradients", _gradients, GPU, SPEED),
