@@ -1,4 +1,4 @@
-"""Triton's interpreter without the work that it repeats: the same operations on the same numbers, in a third of the time.
+"""Triton's interpreter without the work that it repeats: the same operations on the same numbers, three times as fast.
 
 Written for Triton 3.6, which the extra `dev` pins; what is replaced here has to be there.
 """
