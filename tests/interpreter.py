@@ -50,6 +50,20 @@ def remembered(find: Any) -> Any:
     return of
 
 
+def alike(make: Any) -> Any:
+    """Fields of a type of blocks, found once for each; Triton checks and names a shape for every result."""
+    known: dict[Any, Any] = {}
+
+    def of(block: Any, element: Any, shape: Any) -> None:
+        key = element.name, tuple(shape)
+        if key not in known:
+            make(block, element, shape)
+            known[key] = dict(vars(block))
+        vars(block).update(known[key])
+
+    return of
+
+
 def speed_up() -> None:
     """Replace these in this process, and do not compute which integers overflow: nothing looks at that."""
     assert not interpreter.interpreter_builder.options.debug
@@ -58,3 +72,4 @@ def speed_up() -> None:
     interpreter._patch_lang = set_up
     interpreter.ReduceOps.generic_reduce = reduce_by_halves
     interpreter._get_np_dtype = remembered(interpreter._get_np_dtype)
+    triton.language.core.block_type.__init__ = alike(triton.language.core.block_type.__init__)
