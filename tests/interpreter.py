@@ -23,17 +23,15 @@ def set_up(_: Any, set_up_for: Any = interpreter._patch_lang) -> Any:
 
 
 def reduce_by_halves(reduction: Any, values: tuple[Any, ...]) -> list[Any]:
-    """`tl.reduce` with a function of ours, on whole halves; Triton takes element after element."""
+    """`tl.reduce` along an axis with a function of ours, on whole halves; Triton takes element after element."""
     types, axis = [value.dtype for value in values], reduction.axis
     arrays = [value.handle.data for value in values]
-    if axis is None:
-        arrays, axis = [array.reshape(-1) for array in arrays], 0
     while (count := arrays[0].shape[axis]) > 1:  # a power of two, as all shapes of Triton
         halves = [array.take(part, axis) for part in (range(count // 2), range(count // 2, count)) for array in arrays]
         found = reduction.combine_fn.fn(*map(reduction.to_tensor, halves, types * 2))
         arrays = [one.handle.data for one in (found if isinstance(found, tuple) else (found,))]
     if not reduction.keep_dims:
-        arrays = [array.reshape(-1)[0] if reduction.axis is None else array.squeeze(axis) for array in arrays]
+        arrays = [array.squeeze(axis) for array in arrays]
     return list(map(reduction.to_tensor, arrays, types))
 
 
