@@ -15,7 +15,10 @@ Modules of ops/ that hold a list `ASCEND_CASES` say what to lower: dicts with
 Every function `*_kernel` under `@triton.jit` in ops/ needs a case, or an entry {name: reason} in a dict
 `NOT_FOR_ASCEND` of such a module; the table shows the reason.
 
-What became of a case is kept in the environment's folder until its kernel, this script or a compiler changes.
+The table in the README is also the record of what need not be lowered again. A row's key is a hash of all that the row
+depends on: the functions and constants that the kernel reaches, the case, this script with the compilers' versions,
+and the row's own words. A row whose key is right is taken as it stands, but for --only; so `--check` lowers
+nothing, and makes no environment, until one of these changes. The keys need any Triton, or else the environment.
 
 Exit status: how many cases do not reach HIVM with every compiler version (at most 99).
 """
@@ -24,8 +27,10 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import hashlib
 import importlib
+import importlib.util
 import json
 import math
 import os
@@ -57,7 +62,7 @@ def main() -> int:
     parser.add_argument("--only", metavar="NAME", help="cases or kernels whose name contains NAME")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the results")
     parser.add_argument("--markdown", metavar="FILE", type=Path, help="write the table")
-    parser.add_argument("--update-readme", action="store_true", help=f"put the table into {README.relative_to(ROOT)}")
+    parser.add_argument("--update-readme", action="store_true", help=f"put the table into {README}")
     parser.add_argument("--check", action="store_true", help="fail where that table is not what was measured")
     parser.add_argument("--work", metavar="MODULE:NAME", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -66,8 +71,7 @@ def main() -> int:
         return 0
     if args.only and (args.update_readme or args.check):
         parser.error("--update-readme and --check are about all cases: leave --only out")
-    make_venv()
-    results = lower_all(args.only)
+    results = lower_all(args.only, {} if args.only else rows_of(README.read_text(encoding="utf-8")))
     wrong = sum(result["failed"] for result in results)
     print(f"{wrong} of {len(results)} cases fail with ascendnpu-ir {' or '.join(COMPILERS)}")
     if args.json:
@@ -86,21 +90,23 @@ def main() -> int:
 # --- environments
 
 
-def make_venv() -> None:
-    """One environment with the front end, one folder for each compiler, unless a stamp says that they are there."""
+def make_venv() -> Path:
+    """Python of one environment with the front end, beside a folder for each compiler; made where no stamp says so."""
     wanted = [*FRONT_END, *(f"ascendnpu-ir=={version}" for version in COMPILERS)]
     stamp = VENV / f".pasa-{hashlib.sha256(' '.join(wanted).encode()).hexdigest()[:16]}"
+    python = VENV / "bin" / "python"
     if stamp.exists():
-        return
+        return python
     print(f"Making {VENV}: {', '.join(wanted)} (about 400 MB to fetch)", flush=True)
     shutil.rmtree(VENV, ignore_errors=True)
     subprocess.run([find_python(), "-m", "venv", VENV], check=True)
     # --no-deps: nothing else is needed, and a second package that calls itself triton must not come
-    pip = [VENV / "bin" / "python", "-m", "pip", "install", "--quiet", "--no-deps", "--disable-pip-version-check"]
+    pip = [python, "-m", "pip", "install", "--quiet", "--no-deps", "--disable-pip-version-check"]
     subprocess.run([*pip, *FRONT_END], check=True)
     for version in COMPILERS:
         subprocess.run([*pip, "--target", compiler_home(version), f"ascendnpu-ir=={version}"], check=True)
     stamp.touch()
+    return python
 
 
 def find_python() -> str:
@@ -124,19 +130,23 @@ def compiler_home(version: str) -> Path:
 # --- which cases there are, and what became of them. A run is {"stage": reached, "error": why no further, or ""}.
 
 
-def lower_all(only: str | None) -> list[dict]:
-    """Every case in a process of its own: where a compiler crashes, that case fails alone."""
-    listed = run_worker("list")
+def lower_all(only: str | None, rows: dict[tuple[str, str], list[str]]) -> list[dict]:
+    """Every case that `rows` does not answer, in a process of its own: where a compiler crashes, that case fails alone.
+
+    `rows` are the table's, by kernel and case.
+    """
+    listed = run_worker("list", Path(sys.executable) if importlib.util.find_spec("triton") else make_venv())
     if "error" in listed:
-        sys.exit(f"The kernel modules do not load under {FRONT_END[0]}: {listed['error']}")
+        sys.exit(f"The kernel modules do not load: {listed['error']}")
     cases = [case for case in listed["cases"] if not only or only in case["name"] or only in case["kernel"]]
     if not cases:
         sys.exit(f"no case or kernel has {only!r} in its name" if only else "no module of ops/ has ASCEND_CASES")
+    kept = [kept_runs(case, rows.get((case["kernel"], case["name"]), [])) for case in cases]
+    python = None if all(kept) else make_venv()
     results = []
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        found = pool.map(kept_or_lowered, cases)
+        found = pool.map(lambda case, runs: runs or run_worker(f"{case['module']}:{case['name']}", python), cases, kept)
         for case, runs in zip(cases, found, strict=True):
-            case = {key: value for key, value in case.items() if key != "source"}
             runs = stopped("none", runs["error"]) if "error" in runs else runs
             results.append({**case, "runs": runs, "failed": any(run["error"] for run in runs.values())})
             report(results[-1])
@@ -144,27 +154,30 @@ def lower_all(only: str | None) -> list[dict]:
     for kernel in sorted(without):
         reason = listed["excluded"].get(kernel)
         runs = stopped("not for Ascend" if reason else "none", reason or "no case in any ASCEND_CASES")
-        results.append({"kernel": kernel, "name": "-", "runs": runs, "failed": not reason})
+        results.append({"kernel": kernel, "name": "-", "source": "", "runs": runs, "failed": not reason})
         report(results[-1])
     return results
 
 
-def kept_or_lowered(case: dict) -> dict:
-    """What `work` returns for a case: from the last time, if nothing of what it depends on is different."""
-    depends = [Path(__file__).read_text(encoding="utf-8"), *FRONT_END, *COMPILERS, json.dumps(case)]
-    file = VENV / "lowered" / f"{hashlib.sha256(' '.join(depends).encode()).hexdigest()[:24]}.json"
-    if file.is_file():
-        return json.loads(file.read_text(encoding="utf-8"))
-    runs = run_worker(f"{case['module']}:{case['name']}")
-    if not (runs.get("error") or any(run["error"] for run in runs.values())):  # a failure may have been the machine's
-        file.parent.mkdir(exist_ok=True)
-        file.write_text(json.dumps(runs), encoding="utf-8")
-    return runs
+def kept_runs(case: dict, row: list[str]) -> dict[str, dict]:
+    """What `work` returned for a case when its row of the table was written; nothing where the row is not of today."""
+    *cells, key = row or [""]
+    runs = [re.fullmatch(r"HIVM, (?:UB (\d+) KiB|cube only)", text) for text in cells]
+    if not all(runs) or key != key_of(case["source"], cells):
+        return {}  # a failure is never kept: it may have been the machine's
+    kib = [float(run[1] or 0) for run in runs if run]
+    return {v: {"stage": "HIVM", "error": "", "ub_kib": size} for v, size in zip(COMPILERS, kib, strict=True)}
 
 
-def run_worker(task: str) -> dict:
-    """What `work` returns, from a process in the environment; {"error": ...} where it crashed."""
-    command = [VENV / "bin" / "python", Path(__file__), "--work", task]
+def key_of(source: str, cells: list[str]) -> str:
+    """Eight digits for all that a row depends on, and for what it says."""
+    depends = [Path(__file__).read_text(encoding="utf-8"), source, *cells]
+    return hashlib.sha256("\0".join(depends).encode()).hexdigest()[:8]
+
+
+def run_worker(task: str, python: Path) -> dict:
+    """What `work` returns, from a process of an interpreter; {"error": ...} where it crashed."""
+    command = [python, Path(__file__), "--work", task]
     # Nothing of the caller's may get in: TRITON_INTERPRET, or a PYTHONPATH with another triton.
     env = {k: v for k, v in os.environ.items() if not k.startswith(("TRITON_", "PYTHON"))}
     done = subprocess.Popen(
@@ -215,14 +228,25 @@ def cell(run: dict) -> str:
 
 
 def markdown(results: list[dict]) -> str:
-    """The table: kernel x case x compiler version, and the stage that was reached."""
-    rows = [["Kernel", "Case", *(f"ascendnpu-ir {version}" for version in COMPILERS)]]
+    """The table: kernel x case x compiler version, the stage that was reached, and the key of all that."""
+    rows = [["Kernel", "Case", *(f"ascendnpu-ir {version}" for version in COMPILERS), "Key"]]
     rows.append(["---"] * len(rows[0]))
     for result in results:
-        rows.append([f"`{result['kernel']}`", f"`{result['name']}`", *(cell(result["runs"][v]) for v in COMPILERS)])
+        cells = [cell(result["runs"][version]) for version in COMPILERS]
+        key = key_of(result["source"], cells) if result["source"] else "-"
+        rows.append([f"`{result['kernel']}`", f"`{result['name']}`", *cells, key])
     lines = ["| " + " | ".join(text.replace("|", r"\|") for text in row) + " |" for row in rows]
     head = f"Lowered, not run on an NPU: {FRONT_END[0]} for {TARGET}; UB is the planned peak, of 192 KiB."
+    head += "\nA key changes with the kernel, its case or the compilers: `scripts/lower_triton_ascend.py` says how."
     return "\n".join([head, "", *lines]) + "\n"
+
+
+def rows_of(text: str) -> dict[tuple[str, str], list[str]]:
+    """The rows of the table in a README: what follows kernel and case, by these two."""
+    table = text.partition(BEGIN)[2].partition(END)[0]
+    lines = [re.split(r" (?<!\\)\| ", line[2:-2]) for line in table.splitlines() if line.startswith("| `")]
+    rows = [[text.replace(r"\|", "|") for text in line] for line in lines]
+    return {(kernel.strip("`"), name.strip("`")): cells for kernel, name, *cells in rows}
 
 
 def with_table(text: str, table: str) -> str:
@@ -232,7 +256,7 @@ def with_table(text: str, table: str) -> str:
     return f"{text.split(BEGIN)[0]}{BEGIN}\n{table}{END}{text.split(END)[1]}"
 
 
-# --- the worker: runs in the environment, where triton is triton-ascend
+# --- the worker: runs in the environment, where triton is triton-ascend; `list` alone under any other Triton too
 
 
 def work(task: str) -> dict:
@@ -265,12 +289,46 @@ def list_cases() -> dict:
 
 
 def source_of(case: dict) -> str:
-    """A hash of what is lowered: text of the kernel and of all that it calls, constants, types."""
+    """A hash of what is lowered: the text that the kernel reaches, types, constants."""
     kernel = case["kernel"]
-    text = kernel.cache_key  # goes through what the kernel calls, and finds the constants that it reads
-    constants = sorted((name, repr(value)) for (name, _), (value, _) in kernel.used_global_vals.items())
-    said = [text, constants, case.get("aligned"), case["signature"], case["constexprs"]]
+    reached: dict[tuple[str, str], str] = {}
+    reach(kernel.fn.__module__, kernel.__name__, reached)
+    said = [sorted(reached.items()), sorted(case.get("aligned", ()))]
+    said += [sorted(case[field].items()) for field in ("signature", "constexprs")]
     return hashlib.sha256(repr(said).encode()).hexdigest()
+
+
+def reach(module: str, name: str, reached: dict[tuple[str, str], str]) -> None:
+    """Add the text that gives a module's name its value, and that of all names of ops/ in it, to `reached`."""
+    if (module, name) in reached or not module.startswith("pasa."):
+        return
+    lines, statements = definitions(ROOT / f"{module.removeprefix('pasa.').replace('.', '/')}.py")
+    reached[module, name] = ""
+    for statement in statements[name]:
+        if isinstance(statement, ast.ImportFrom):
+            original = next(alias.name for alias in statement.names if name in (alias.asname, alias.name))
+            reach(statement.module or "", original, reached)
+            continue
+        first = min([statement.lineno, *(mark.lineno for mark in getattr(statement, "decorator_list", ()))])
+        reached[module, name] += "\n".join(lines[first - 1 : statement.end_lineno])
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Name) and node.id in statements:
+                reach(module, node.id, reached)
+
+
+@functools.cache
+def definitions(path: Path) -> tuple[list[str], dict[str, list[ast.stmt]]]:
+    """Lines of a module, and the statements at its top that give each of its names a value."""
+    text = path.read_text(encoding="utf-8")
+    found: dict[str, list[ast.stmt]] = {}
+    for statement in ast.parse(text).body:
+        nodes = [statement] if isinstance(statement, (ast.FunctionDef, ast.ClassDef)) else list(ast.walk(statement))
+        names = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+        names |= {node.asname or node.name for node in nodes if isinstance(node, ast.alias)}
+        names |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+        for name in names:
+            found.setdefault(name, []).append(statement)
+    return text.splitlines(), found
 
 
 def lower(case: dict) -> dict[str, dict]:

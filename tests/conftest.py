@@ -8,6 +8,9 @@ from hypothesis import settings
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read by Triton when a kernel is defined
+    from tests.interpreter import speed_up
+
+    speed_up()
 torch.set_num_threads(1)
 settings.register_profile("pasa", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("pasa")

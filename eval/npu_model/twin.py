@@ -14,7 +14,7 @@ from typing import Any
 
 SOURCE = Path(__file__).resolve().parent / "counts.cpp"
 KERNELS = SOURCE.parents[2] / "ascend_c"
-FLAGS = ("-std=c++17", "-fexcess-precision=16", "-ffp-contract=off", "-O2", "-DPASA_CPU_TWIN")
+FLAGS = ("-std=c++17", "-fexcess-precision=16", "-ffp-contract=off", "-O1", "-DPASA_CPU_TWIN")
 Work = dict[str, float]
 """Per engine: bytes by queue, "macs", "barriers", and repeats by vector call ("Add float")."""
 
@@ -43,7 +43,7 @@ class Twin:
 
 @contextmanager
 def build() -> Iterator[Twin]:
-    """Compile, some 12 s; the program lives as long as the context.
+    """Compile, some 10 s; the program lives as long as the context.
 
     Raises
     ------

@@ -1,5 +1,7 @@
 """What attention must not notice, and what it must: shifts, order, blocks, halves, decoding, masked garbage."""
 
+import functools
+
 import pytest
 import torch
 
@@ -57,18 +59,23 @@ def test_block_sizes_agree(block, offset):
     assert rmse(out, golden) <= 2 * rmse(fp32, golden)
 
 
+@functools.cache
+def whole_call(mode, offset):
+    """Inputs, and output and log-sum-exp in FP64 and of a mode."""
+    q, k, v = (x + offset for x in normal_qkv((2, 1), (65, 700), 128))
+    return (q, k, v), pasa.golden_attention(q, k, v), mode.attend(q, k, v)
+
+
 @DEFAULTS
 @pytest.mark.parametrize("offset", [0.0, 30.0])
 @pytest.mark.parametrize("cut", [1, 128, 333])
 def test_halves_merged_by_lse_equal_the_whole(mode, cut, offset):
     """LSE is in the true frame. It is an FP32 number, so its weight errs by |LSE| 2^-23 at most."""
-    q, k, v = (x + offset for x in normal_qkv((2, 1), (65, 700), 128))
+    (q, k, v), (golden, golden_lse), (whole, whole_lse) = whole_call(mode, offset)
     halves = [mode.attend(q, k[:, :, part], v[:, :, part]) for part in (slice(None, cut), slice(cut, None))]
     lse = torch.stack([h[1] for h in halves]).double()
     weights = torch.softmax(lse, 0).unsqueeze(-1)
     merged = sum(w * h[0].double() for w, h in zip(weights, halves, strict=True))
-    golden, golden_lse = pasa.golden_attention(q, k, v)
-    whole, whole_lse = mode.attend(q, k, v)
     spread = float(v.double().amax() - v.double().amin())
     bound = float(golden_lse.abs().max()) * 2.0**-21 * spread + 4 * (max_error(whole, golden) + HALF_ULP)
     assert max_error(merged, golden) <= bound

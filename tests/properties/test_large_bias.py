@@ -16,6 +16,7 @@ FLOOR = 2.0**-12  # of the output's norm: below it only the rounding of O to FP1
 def test_kernels_are_at_most_a_tenth_worse_than_fp32_flash(mode, bias):
     """Without accumulate="fp16", whose FP16 scores have a row of their own in the accuracy table."""
     q, k, v = biased_qkv(bias, 0)
+    q = q[:, :, :257]  # the interpreter runs tiles of rows one after another
     golden, _ = pasa.golden_attention(q, k, v)
     fp32 = pasa.attention(q, k, v, config=PasaConfig(precision="fp32"), backend="reference")
     bound = 1.1 * max(rmse(fp32, golden), FLOOR) if mode.config.accumulate == "fp32" else 4 * FLOOR

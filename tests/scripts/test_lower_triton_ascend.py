@@ -26,19 +26,15 @@ def lowered(kib):
     return {"stage": "HIVM", "error": "", "ub_kib": kib}
 
 
-@pytest.fixture(autouse=True)
-def environment(script, tmp_path, monkeypatch):
-    monkeypatch.setattr(script, "VENV", tmp_path)
-
-
 def outcomes(script, runs, monkeypatch):
     """`lower_all` where the worker answers from a table; kernels: one per case, and one that nobody lists."""
     cases = [{"module": "m", "kernel": "a_kernel", "name": name, "source": name} for name in runs if name != "excluded"]
     answers = {"list": {"cases": cases, "excluded": runs.get("excluded", {})}}
     answers |= {f"m:{name}": run for name, run in runs.items()}
-    monkeypatch.setattr(script, "run_worker", answers.get)
+    monkeypatch.setattr(script, "run_worker", lambda task, python: answers[task])
+    monkeypatch.setattr(script, "make_venv", lambda: None)
     monkeypatch.setattr(script, "kernels_of", lambda folder: {"a_kernel", "other_kernel"})
-    return {result["name"]: result["failed"] for result in script.lower_all(None)}
+    return {result["name"]: result["failed"] for result in script.lower_all(None, {})}
 
 
 def test_unified_buffer_is_the_end_of_the_highest_buffer(script):
@@ -92,15 +88,104 @@ def test_a_kernel_without_a_case_fails_unless_a_reason_is_given(script, monkeypa
     assert outcomes(script, runs, monkeypatch) == {"fits": False, "-": False}
 
 
-def test_what_was_lowered_is_kept_until_the_kernel_changes(script, monkeypatch):
-    """And a failure is not: it may have been the machine's."""
-    calls = []
-    answers = {"m:good": {"1.2.0": lowered(1), "1.1.0": lowered(2)}, "m:bad": {"error": "no answer in 120 s"}}
-    monkeypatch.setattr(script, "run_worker", lambda task: calls.append(task) or answers[task])
-    good, bad = ({"module": "m", "kernel": "k", "name": name, "source": "first"} for name in ("good", "bad"))
-    for case in (good, good, bad, bad, {**good, "source": "second"}, good):
-        assert script.kept_or_lowered(case) == answers[f"m:{case['name']}"]
-    assert calls == ["m:good", "m:bad", "m:bad", "m:good"]
+@pytest.fixture
+def repository(script, tmp_path, monkeypatch):
+    """Answers of the compilers by task, the tasks that they were asked, and a README whose table is of today."""
+    good = {"1.2.0": lowered(141.2), "1.1.0": lowered(0)}
+    cases = [{"module": "m", "kernel": "a_kernel", "name": name, "source": f"text of {name}"} for name in ("x|y", "z")]
+    answers = {"list": {"cases": cases, "excluded": {}}, "m:x|y": good, "m:z": good}
+    asked = []
+    monkeypatch.setattr(script, "run_worker", lambda task, python: asked.append(task) or answers[task])
+    monkeypatch.setattr(script, "make_venv", lambda: asked.append("environment"))
+    monkeypatch.setattr(script, "kernels_of", lambda folder: {"a_kernel"})
+    monkeypatch.setattr(script, "README", tmp_path / "README.md")
+    script.README.write_text(f"{script.BEGIN}\n{script.END}\n")
+
+    def run(flag):
+        asked.clear()
+        monkeypatch.setattr(sys, "argv", ["lower_triton_ascend.py", flag])
+        return script.main()
+
+    assert run("--update-readme") == 0
+    assert asked == ["list", "environment", "m:x|y", "m:z"]
+    return types.SimpleNamespace(run=run, answers=answers, asked=asked, cases=cases)
+
+
+def test_a_table_of_today_is_taken_as_it_stands(repository):
+    """And takes no environment: making one fetches 400 MB."""
+    assert repository.run("--check") == 0
+    assert repository.asked == ["list"]
+
+
+def test_a_changed_kernel_is_lowered_and_its_row_is_stale(repository):
+    """Also where the compilers say of it what they said before."""
+    repository.cases[1]["source"] = "another text"
+    assert repository.run("--check") == 1
+    assert repository.asked == ["list", "environment", "m:z"]
+    assert repository.run("--update-readme") == 0
+    assert repository.run("--check") == 0
+    assert repository.asked == ["list"]
+
+
+def test_a_row_that_was_edited_is_lowered(script, repository):
+    script.README.write_text(script.README.read_text().replace("UB 141 KiB", "UB 140 KiB", 1))
+    assert repository.run("--check") == 1
+    assert repository.asked == ["list", "environment", "m:x|y"]
+
+
+def test_other_compilers_lower_all_again(script, repository, monkeypatch, tmp_path):
+    """Their versions stand in the script."""
+    newer = tmp_path / "script.py"
+    newer.write_text(Path(script.__file__).read_text() + "\n")
+    monkeypatch.setattr(script, "__file__", str(newer))
+    assert repository.run("--check") == 1
+    assert repository.asked == ["list", "environment", "m:x|y", "m:z"]
+
+
+def test_a_failure_is_not_kept(repository):
+    """It may have been the machine's."""
+    repository.cases[1]["source"] = "another text"
+    repository.answers["m:z"] = {"error": "no answer in 120 s"}
+    for _ in range(2):
+        assert repository.run("--update-readme") == 1
+        assert repository.asked == ["list", "environment", "m:z"]
+
+
+def test_a_kernel_is_all_that_it_reaches(script, tmp_path, monkeypatch):
+    """Functions and constants, of other modules too, but nothing else in them."""
+    monkeypatch.setattr(script, "ROOT", tmp_path)
+    (tmp_path / "ops").mkdir()
+    used = "BASE = 2\nLIMIT = tl.constexpr(BASE + 1)\n@triton.jit(noinline=False)\ndef load(x):\n    return x + LIMIT\n"
+    kernel = (
+        "import triton.language as tl\nfrom pasa.ops.used import load as fetch\n"
+        "@triton.jit\ndef a_kernel(x):\n    return fetch(tl.load(x))\n"
+    )
+
+    def digest(first, second):
+        (tmp_path / "ops" / "used.py").write_text(first)
+        (tmp_path / "ops" / "m.py").write_text(second)
+        script.definitions.cache_clear()
+        jitted = types.SimpleNamespace(__name__="a_kernel", fn=types.SimpleNamespace(__module__="pasa.ops.m"))
+        return script.source_of({"kernel": jitted, "signature": {"x": "*fp16"}, "constexprs": {}})
+
+    before = digest(used, kernel)
+    assert digest(used + "def other(): ...\n", "# a comment\n" + kernel + "OTHER = 1\n") == before
+    changes = [
+        used.replace("2", "3"),
+        used.replace("+ 1", "+ 2"),
+        used.replace("x +", "x -"),
+        used.replace("False", "True"),
+    ]
+    digests = {before, digest(used, kernel.replace("tl.load(x)", "x")), *(digest(text, kernel) for text in changes)}
+    assert len(digests) == 6
+
+
+def test_a_case_is_its_types_and_constants(script):
+    from pasa.ops.attention.compile_cases import ASCEND_CASES
+
+    case = ASCEND_CASES[0]
+    others = [{"constexprs": case["constexprs"] | {"D": 1}}, {"signature": {}}, {"aligned": ["none"]}]
+    assert len({script.source_of(case | other) for other in [{}, {"name": "another"}, *others]}) == 4
 
 
 def test_kernels_are_found_by_decorator_and_name(script, tmp_path):
@@ -113,9 +198,10 @@ def test_kernels_are_found_by_decorator_and_name(script, tmp_path):
 
 def test_table_goes_between_the_markers_and_stays_there(script):
     runs = {"1.2.0": lowered(141.2), "1.1.0": lowered(0)}
-    table = script.markdown([{"kernel": "attention_kernel", "name": "d64|causal", "runs": runs, "failed": False}])
+    result = {"kernel": "attention_kernel", "name": "d64|causal", "source": "text", "runs": runs, "failed": False}
+    table = script.markdown([result])
     assert "Lowered, not run on an NPU" in table
-    assert r"| `attention_kernel` | `d64\|causal` | HIVM, UB 141 KiB | HIVM, cube only |" in table
+    assert r"| `attention_kernel` | `d64\|causal` | HIVM, UB 141 KiB | HIVM, cube only | " in table
     text = f"before\n{script.BEGIN}\nold\n{script.END}\nafter\n"
     once = script.with_table(text, table)
     assert once == f"before\n{script.BEGIN}\n{table}{script.END}\nafter\n"
@@ -143,17 +229,16 @@ def test_unknown_arguments_are_refused_by_name(script, monkeypatch):
         script.make_source(case, object)
 
 
-def test_worker_that_fails_is_an_error_with_its_last_line(script, tmp_path, monkeypatch):
+def test_worker_that_fails_is_an_error_with_its_last_line(script, tmp_path):
     python = tmp_path / "bin" / "python"
     python.parent.mkdir()
-    monkeypatch.setattr(script, "VENV", tmp_path)
     for body, expected in (
         ("echo log; echo 'boom' >&2; exit 3", {"error": "exit status 3: boom"}),
         ("echo noise; echo '" + json.dumps({"1.2.0": lowered(1)}) + "'", {"1.2.0": lowered(1)}),
     ):
         python.write_text(f"#!/bin/sh\n{body}\n")
         python.chmod(0o755)
-        assert script.run_worker("list") == expected
+        assert script.run_worker("list", python) == expected
 
 
 def test_a_python_without_wheels_is_said(script, monkeypatch):
@@ -168,9 +253,8 @@ def test_a_compiler_that_hangs_is_stopped(script, tmp_path, monkeypatch):
     python.parent.mkdir()
     python.write_text(f"#!/bin/sh\nsleep 60 &\necho $! > {tmp_path}/pid\nwait\n")
     python.chmod(0o755)
-    monkeypatch.setattr(script, "VENV", tmp_path)
     monkeypatch.setattr(script, "SECONDS", 1)
-    assert script.run_worker("m:c") == {"error": "no answer in 1 s"}
+    assert script.run_worker("m:c", python) == {"error": "no answer in 1 s"}
     child = int((tmp_path / "pid").read_text())
     for _ in range(100):  # a signal takes its time
         state = subprocess.run(

@@ -88,7 +88,7 @@ def builds(monkeypatch, tiny_llama):
     return calls
 
 
-def test_the_cache_is_used_while_it_is_whole_and_rebuilt_when_not(builds, tmp_path, tokenizer, tiny):
+def test_the_cache_is_used_while_it_is_whole_and_rebuilt_when_not(builds, tmp_path, tokenizer, tiny, monkeypatch):
     model, cached_tokenizer = embedded_model.load_model(tmp_path)
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in tiny.state_dict().items())
     embedded_model.load_model(tmp_path)
@@ -99,6 +99,7 @@ def test_the_cache_is_used_while_it_is_whole_and_rebuilt_when_not(builds, tmp_pa
     assert cached_tokenizer(code).input_ids == tokenizer(code).input_ids
     assert cached_tokenizer.chat_template == tokenizer.chat_template
 
+    monkeypatch.setattr(hf.AutoTokenizer, "from_pretrained", lambda *_, **__: tokenizer)  # it takes seconds to read
     folder = tmp_path / embedded_model.CACHE_NAME
     weights = folder / "model" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x7f")  # one altered byte

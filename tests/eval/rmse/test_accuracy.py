@@ -15,7 +15,7 @@ LIMIT = 1e-3
 SHIFTED_UNIFORM = [case for case in PAPER_CASES if case.distribution == "uniform" and case.mean]
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("case", PAPER_CASES, ids=lambda case: case.name)
 def test_exact_recovery(case, seed):
     q, k, v = dataclasses.replace(case, shape=(1, 2, 1280, 128)).tensors(seed)
@@ -29,7 +29,7 @@ def test_exact_recovery(case, seed):
     assert error <= (1.1 if case.name in AS_FP32 else 2.0) * fp32
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("case", SHIFTED_UNIFORM, ids=lambda case: case.name)
 def test_published_recovery_is_better_than_partial(case, seed):
     """The paper's finding 2: every uniform case with a non-zero mean in which `partial` does not overflow."""

@@ -6,13 +6,22 @@ Modules of ops/ that hold a list `NVIDIA_CASES` say what to compile: dicts as in
     stack          optional: bytes of local memory that a thread may use; STACK_BYTES without it
 They are compiled by a process beside this one, because here TRITON_INTERPRET may be set, which decides when a kernel is
 defined whether it can be compiled. It loads Triton once and forks for each case: where the compiler crashes, that case
-fails alone. What was compiled stays in pytest's cache until the kernel changes.
+fails alone.
+
+nvidia_compiled.json records what came of each, with a key of all that this depends on: Triton's version, this file, the
+case, and the functions and constants that the kernel reaches. A case is compiled where the record has another key; it
+stays in pytest's cache, and this writes it into the record:
+
+    python tests/ops/attention/test_compiles_for_nvidia.py --record
 """
 
 import ast
 import atexit
 import functools
+import hashlib
 import importlib
+import importlib.metadata
+import importlib.util
 import json
 import os
 import re
@@ -27,24 +36,38 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
+RECORD = Path(__file__).with_name("nvidia_compiled.json")
 # What a thread block may take (CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability").
 SHARED_KIB = {75: 64, 80: 163, 89: 99, 90: 227}
 ARCHITECTURES = (80, 89, 90)  # for sm_75 Triton 3.6 makes dots of scalar FMAs: a case must ask for that by name
 CRASH = "crash"  # a case that ends its process
 SECONDS = 300  # for one case
 STACK_BYTES = 255 * 4  # local memory of a thread: what is spilled may fill its registers once more
+SETTINGS = {"TRITON_DISABLE_LINE_INFO": "1"}  # smaller; ptxas may spill some 32 bytes more or fewer
 
 
 @functools.cache
 def compiler():
     """The process that compiles, and what it answers first: all cases. It ends when its input does."""
     env = {key: value for key, value in os.environ.items() if not key.startswith("TRITON_")}
-    env["TRITON_DISABLE_LINE_INFO"] = "1"  # smaller; ptxas may spill some 32 bytes more or fewer
+    env |= SETTINGS
     process = subprocess.Popen(
         [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env, cwd=ROOT
     )
     atexit.register(process.communicate)
     return process, json.loads(process.stdout.readline())
+
+
+def recorded(case, architecture):
+    """What the record says of a case as it is today, or nothing."""
+    found = json.loads(RECORD.read_text()).get(f"{case['name']}-sm_{architecture}", {})
+    return found if found.get("key") == case["key"] else None
+
+
+def outcome(case, architecture, pytestconfig):
+    cache = str(pytestconfig.cache.mkdir("triton"))
+    found = recorded(case, architecture)
+    return found or compiled(module=case["module"], name=case["name"], architecture=architecture, cache=cache)
 
 
 def compiled(**task):
@@ -63,8 +86,7 @@ def pytest_generate_tests(metafunc):
 
 
 def test_compiles(case, architecture, pytestconfig):
-    cache = str(pytestconfig.cache.mkdir("triton"))
-    found = compiled(module=case["module"], name=case["name"], architecture=architecture, cache=cache)
+    found = outcome(case, architecture, pytestconfig)
     assert found["cubin_bytes"] > 0
     assert found["shared"] <= SHARED_KIB[architecture] * 1024
     assert found["stack"] <= case["stack"]
@@ -77,12 +99,26 @@ def test_compiles(case, architecture, pytestconfig):
 def test_keys_in_pages_are_loaded_as_far_ahead(plain, paged, pytestconfig):
     """Story: Triton 3.6 gave the table's loads most of the stages; K and V, one block ahead, cost 1.4 times the time.
     What is under way lies in shared memory."""
-    shared = [
-        compiled(module=f"pasa.ops.attention.{module}", name=name, architecture=90,
-                 cache=str(pytestconfig.cache.mkdir("triton")))["shared"]
-        for module, name in (("compile_cases", plain), ("paged_cases", paged))
-    ]  # fmt: skip
+    cases = {case["name"]: case for case in compiler()[1]}
+    shared = [outcome(cases[name], 90, pytestconfig)["shared"] for name in (plain, paged)]
     assert shared[1] >= shared[0]
+
+
+def test_the_record_is_of_today():
+    """Otherwise every clone compiles again what has changed."""
+    runs = {f"{case['name']}-sm_{arch}": (case, arch) for case in compiler()[1] for arch in case["architectures"]}
+    stale = [name for name, run in runs.items() if not recorded(*run)]
+    assert not stale, "write them with: python tests/ops/attention/test_compiles_for_nvidia.py --record"
+    assert json.loads(RECORD.read_text()).keys() == runs.keys()
+
+
+def test_another_kernel_has_another_key():
+    """As in tests/scripts/test_lower_triton_ascend.py; here with options of the compiler."""
+    kernel = types.SimpleNamespace(__name__="attention_kernel")
+    kernel.fn = types.SimpleNamespace(__module__="pasa.ops.attention.triton_kernel")
+    case = {"kernel": kernel, "signature": {"p_q": "*fp16"}, "constexprs": {"D": 64}}
+    others = [{}, {"name": "another"}, {"constexprs": {"D": 80}}, {"options": {"num_warps": 8}}]
+    assert len({key_of(case | other, "3.6.0") for other in others} | {key_of(case, "3.7.0")}) == 4
 
 
 def test_a_case_that_crashes_fails_alone(pytestconfig):
@@ -125,9 +161,49 @@ def list_cases():
             for case in load(module):
                 defaults = {"architectures": ARCHITECTURES, "stack": STACK_BYTES}
                 kernel = case["kernel"]
-                names = {"module": module, "file": kernel.__module__.rsplit(".", 1)[-1], "kernel": kernel.__name__}
+                key = key_of(case, importlib.metadata.version("triton"))
+                names = {
+                    "key": key,
+                    "module": module,
+                    "file": kernel.__module__.rsplit(".", 1)[-1],
+                    "kernel": kernel.__name__,
+                }
                 found.append({**names, **{key: case.get(key, defaults.get(key)) for key in ("name", *defaults)}})
     return found
+
+
+@functools.cache
+def lowering():
+    """The script that lowers kernels for an NPU, which knows what a kernel reaches."""
+    spec = importlib.util.spec_from_file_location("lower_triton_ascend", ROOT / "scripts" / "lower_triton_ascend.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def key_of(case, triton_version):
+    """Eight digits for all that the outcome of a case depends on."""
+    options = sorted(case.get("options", {}).items())
+    said = [Path(__file__).read_text(encoding="utf-8"), triton_version, lowering().source_of(case), repr(options)]
+    return hashlib.sha256("\0".join(said).encode()).hexdigest()[:8]
+
+
+def record():
+    """Compile what has another key than in the record, and write all."""
+    written = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    found = {}
+    for case in list_cases():
+        for architecture in case["architectures"]:
+            name = f"{case['name']}-sm_{architecture}"
+            found[name] = written.get(name, {})
+            if found[name].get("key") != case["key"]:
+                task = {"module": case["module"], "name": case["name"], "architecture": architecture}
+                found[name] = {"key": case["key"], **answer(task)}
+                print(name, found[name], flush=True)
+    failed = [name for name, run in found.items() if "error" in run]
+    lines = [f"{json.dumps(name)}: {json.dumps(run)}" for name, run in sorted(found.items()) if name not in failed]
+    RECORD.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    return len(failed)
 
 
 def compile_case(case, architecture):
@@ -183,7 +259,7 @@ def answer(task):
     if not (child := os.fork()):
         try:
             signal.alarm(SECONDS)
-            os.environ["TRITON_CACHE_DIR"] = task["cache"]
+            os.environ.update({"TRITON_CACHE_DIR": task["cache"]} if "cache" in task else {})
             if task["name"] == CRASH:
                 signal.raise_signal(signal.SIGSEGV)
             case = next((each for each in load(task["module"]) if each["name"] == task["name"]), None)
@@ -205,6 +281,9 @@ def main():
     for name, folder in (("pasa", "pasa"), ("pasa.ops", "ops")):
         sys.modules[name] = types.ModuleType(name)
         sys.modules[name].__path__ = [str(ROOT / folder)]
+    if "--record" in sys.argv:
+        os.environ.update(SETTINGS)
+        sys.exit(record())
     from triton.runtime.cache import triton_key
 
     print(json.dumps(list_cases()), flush=True)

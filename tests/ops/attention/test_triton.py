@@ -175,11 +175,17 @@ def test_head_dims(name, dim):
     check(*normal_qkv((2, 2), (65, 140), dim), name)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("shape", [(2, 4, 40, 150), (2, 1, 1, 150), (40, 1), (150,)])
-@pytest.mark.parametrize("kind", ["bool", "float"])
-@pytest.mark.parametrize("rows", [40, 3], ids=["prefill", "decode"])
-def test_masks_broadcast(name, shape, kind, rows):
+@pytest.mark.parametrize(
+    ("arithmetic", "kind", "shape"),
+    pairwise(
+        [(name, rows) for name in CONFIGS for rows in (40, 3)],  # prefill and decode
+        ("bool", "float"),
+        [(2, 4, 40, 150), (2, 1, 1, 150), (40, 1), (150,)],
+    ),
+    ids=str,
+)
+def test_masks_broadcast(arithmetic, kind, shape):
+    name, rows = arithmetic
     q, k, v = normal_qkv((4, 2), (rows, 150), 32, batch=2)
     shape = tuple(rows if n == 40 else n for n in shape)
     g = torch.Generator().manual_seed(3)
