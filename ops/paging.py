@@ -5,8 +5,8 @@ sequence is in slot i % slots of page table[i // slots]. What stands in the tabl
 read as a page, and slots that no sequence has reached may hold anything, NaN too.
 
 Anchors (pages, Hkv, D) of a cache are the block means that decoding takes off its keys, kept so that they need not be
-found at every step: FP16, contiguous, `shift_exact`'s of the keys that each page has, 0 where they are less than
-`ANCHOR_GAIN` times as long as what they leave, NaN where a key is not finite. Whoever writes keys writes anchors.
+found at every step: FP16, contiguous, `shift_exact`'s of the keys that each page has, NaN where one of them is not
+finite. Whoever writes keys writes anchors.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from pasa.ops.registry import triton_missing
 from pasa.ops.shift_keys.reference import anchor_near, shifts_exactly
 
-ANCHOR_GAIN = 4.0  # that of ops/shift_keys/triton_kernel.py, which cannot be imported without Triton
+PAGE_SPAN = 2**31
 
 
 def check_pages(block_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor | None, cache: Tensor, tokens: int) -> None:
@@ -44,6 +44,22 @@ def check_pages(block_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor | No
         edges = cu_seqlens_q.tolist()
         if edges[0] != 0 or sorted(edges) != edges or edges[-1] > tokens:
             raise ValueError(f"cu_seqlens_q={edges} does not rise from 0 to at most the {tokens} tokens of q")
+
+
+def check_spans(*caches: Tensor) -> None:
+    """Kernels count the elements of a page with 32 bits.
+
+    Raises
+    ------
+    NotImplementedError
+        If a page spans more.
+    """
+    for cache in caches:
+        span = cache.shape[1] * cache.stride(1)
+        if span >= PAGE_SPAN:
+            raise NotImplementedError(
+                f"a page of the cache spans {span} elements (strides {cache.stride()}), 2^31 or more"
+            )
 
 
 def gather_pages(cache: Tensor, block_table: Tensor, seq_lens: Tensor) -> Tensor:
@@ -86,7 +102,7 @@ def check_anchors(key_anchors: Tensor, k_cache: Tensor, block_table: Tensor, seq
     keys = gather_pages(k_cache, block_table, seq_lens).half().float()
     one_slot = key_anchors[:, None].expand(*k_cache.shape)
     anchors = gather_pages(one_slot, block_table, seq_lens).float()
-    if not bool((shifts_exactly(keys, anchors) | anchors.isnan()).all()):
+    if not bool((keys.isfinite() & shifts_exactly(keys, anchors) | anchors.isnan()).all()):
         raise ValueError("key_anchors are not those of the keys in k_cache: write both with write_pages")
 
 
@@ -138,10 +154,7 @@ def _write_anchors(slots: Tensor, k_cache: Tensor, key_anchors: Tensor) -> None:
     )
     exact = shifts_exactly(keys, anchors) | ~there[:, None, :, None]
     anchors = torch.where(exact.all(-2, keepdim=True), anchors, 0.0)
-    left = torch.where(there[:, None, :], (keys - anchors).square().sum(-1), 0.0).amax(-1)[..., None, None]
-    gains = anchors.square().sum(-1, keepdim=True) > ANCHOR_GAIN**2 * left
-    anchors = torch.where(finite, torch.where(gains, anchors, 0.0), torch.nan)
-    key_anchors[pages] = anchors.squeeze(-2).half()
+    key_anchors[pages] = torch.where(finite, anchors, torch.nan).squeeze(-2).half()
 
 
 def _check_slots(slots: Tensor, room: int) -> None:

@@ -91,10 +91,12 @@ def attention_paged(
         Longest query and longest sequence, or an upper bound: they choose tiles and splits, never results. By default
         T, and as many keys as the table has room for.
     key_anchors : Tensor (pages, Hkv, D), FP16, contiguous, optional
-        What `write_pages` keeps of each page so that single queries need not find block means at every step: with them
-        the Triton kernel is several times as fast where keys share a bias, on pages of a multiple of 16 slots, head
-        dims up to 128 and at most 16 query heads a key head. Results are as exact as without; elsewhere they change
-        nothing.
+        What `write_pages` keeps of each page so that single queries need not find block means at every step. The Triton
+        kernel uses them where scores are large, on pages of a multiple of 16 slots, head dims up to 128 and at most 16
+        query heads a key head; elsewhere they change nothing. It is then several times as fast if keys share a bias in
+        most columns, and a third slower if in a few (README, "On a GPU"); results are as exact as without. They must
+        be those of the keys: with others keys are rounded, or overflow. A key that is not finite may make its page NaN
+        for sequences that end before it in the page.
     is_causal, scale, return_lse, config, backend
         As for `pasa.attention`.
 
@@ -155,8 +157,9 @@ def write_pages(
     key_anchors : Tensor (pages, Hkv, D), FP16, contiguous, optional
         Is given the anchors of the pages that are written to: block means on a grid that keys can lose without
         rounding. Give the same tensor (zeros, to begin with) with every write to a cache, and copy its rows where pages
-        are copied. A page's keys are those in the slots up to the last that is written: a sequence grows, or is written
-        anew from some key on. A key that is not finite makes its page NaN for all who read it.
+        are copied. A page's keys are those in the slots up to the last one that is written, in this call: so a sequence
+        grows slot by slot, or is written anew from some key on; who rewrites one key of a page writes all behind it
+        again, and no slot before it may be empty.
 
     Raises
     ------

@@ -12,7 +12,8 @@ MMA_DEPTH = 16  # products that a tensor core adds in one step
 # The kernels take an anchor off keys where it is so many times as long as what it leaves, and where scores may pass
 # so many nats: ops/shift_keys/triton_kernel.py. A judge needs no Triton: a test holds these against its numbers.
 ANCHOR_GAIN, ANCHOR_LIMIT = 4.0, 2048.0
-ALL = 40.0  # nats: who errs by more may give any value that the row sees; FP32 holds exp(2 ALL)
+ALL = 40.0  # nats, for FP32 holds exp(2 ALL): of who errs by more less is allowed than it may do
+MOST = 0.1  # of the values' spread
 
 
 def find_moved(call: Plain, truth: Truth) -> Tensor:
@@ -32,7 +33,7 @@ def find_moved(call: Plain, truth: Truth) -> Tensor:
             for column in range(out.shape[-1]):  # (rows, keys, D) at once is too large
                 away = (part.v[..., column].unsqueeze(2) - out[..., column].unsqueeze(3)).abs()
                 moved[..., column][at] = (changes * away).sum(-1).double()
-    return torch.minimum(moved, truth.high - truth.low)
+    return torch.minimum(moved, MOST * (truth.high - truth.low))
 
 
 def summed_error(part: Cut, scale: float) -> Tensor:

@@ -2,8 +2,9 @@
 
 Keys k enter as k - a, which loses no bit, a the anchor of their page. So no anchor is looked for, nothing is checked,
 and one pass of lanes, as in decode_lanes.py, does the heads that are too large for the pass without anchors. What q a
-adds to the scores of a page is found for many pages at once before the loop, less that of the sequence's first page, in
-whose frame all scores are.
+adds to the scores of a page is found for many pages at once before the loop, less q f for a frame f that all of the
+sequence's scores are in: near most anchors, so that FP32 adds small numbers. f is the median of three pages, column by
+column: of one page alone it would be far off where that has a key of another kind, as the first of a prompt is.
 """
 
 import triton
@@ -17,13 +18,20 @@ TURNS = tl.constexpr(64)  # blocks of a program for which offsets are found at o
 
 
 @triton.jit
+def load_anchor(p_anchors, p_table, key, keys, stride_page, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr):
+    """Anchor (D,) of the page that a key is in, 0 if there is no key."""
+    o_d = tl.arange(0, D_PAD)
+    page = tl.cast(tl.load(p_table + key // PAGE, mask=keys > 0, other=0), tl.int64)
+    return tl.load(p_anchors + page * stride_page + o_d, mask=(o_d < D) & (keys > 0), other=0.0)
+
+
+@triton.jit
 def page_offsets(
-    b_q, b_first, p_offset, p_anchors, p_table, begin, end, step, stride_page,
+    b_q, b_frame, p_offset, p_anchors, p_table, begin, end, step, stride_page,
     D: tl.constexpr, D_PAD: tl.constexpr, LANES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PAGE: tl.constexpr,
 ):  # fmt: skip
-    """q (a - first) into memory (TURNS, LANES, M), for the lanes' pages of at most TURNS blocks. b_q (M, D); b_first
-    (D,)."""
+    """q (a - f) into memory (TURNS, LANES, M), for the pages of at most TURNS blocks. b_q (M, D); b_frame (D,)."""
     CHUNK: tl.constexpr = 16 * LANES
     o_d = tl.arange(0, D_PAD)
     b_transposed = tl.trans(b_q)
@@ -34,7 +42,7 @@ def page_offsets(
         p_tile = p_anchors + page[:, None] * stride_page + o_d[None, :]
         b_anchor = tl.load(p_tile, mask=(o_n < end)[:, None] & (o_d < D)[None, :], other=0.0)
         # a difference of two FP16 numbers is a sum of two
-        b_delta = b_anchor.to(tl.float32) - b_first[None, :]
+        b_delta = b_anchor.to(tl.float32) - b_frame[None, :]
         b_high = tl.minimum(tl.maximum(b_delta, -FP16_MAX), FP16_MAX).to(tl.float16)
         b_low = (b_delta - b_high.to(tl.float32)).to(tl.float16)
         b_offset = tl.dot(b_high, b_transposed) + tl.dot(b_low, b_transposed)
@@ -43,7 +51,7 @@ def page_offsets(
 
 @triton.jit
 def attend_pages(
-    b_q, b_max, b_sum, b_acc, b_first, p_keys, p_values, p_anchors, p_offset, p_table, begin, end, step, keys, scale,
+    b_q, b_max, b_sum, b_acc, b_frame, p_keys, p_values, p_anchors, p_offset, p_table, begin, end, step, keys, scale,
     stride_kn, stride_vn, stride_kp, stride_vp, stride_page,
     HIDES: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, LANES: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
@@ -59,7 +67,7 @@ def attend_pages(
     b_queries = tl.broadcast_to(b_q[None, :, :], (LANES, BLOCK_M, D_PAD))
     factor = scale * LOG2_E
     tl.debug_barrier()  # other threads have read the offsets before, and read these
-    page_offsets(b_q, b_first, p_offset, p_anchors, p_table, begin, end, step, stride_page, D, D_PAD, LANES, BLOCK_M,
+    page_offsets(b_q, b_frame, p_offset, p_anchors, p_table, begin, end, step, stride_page, D, D_PAD, LANES, BLOCK_M,
                  BLOCK_N, PAGE)  # fmt: skip
     tl.debug_barrier()
     for start in range(begin, end, step):
@@ -162,14 +170,16 @@ def decode_anchored_paged_kernel(
     p_pages = p_table + batch * stride_table
     p_offsets = p_offset + tl.cast(tl.program_id(0), tl.int64) * (TURNS * LANES * BLOCK_M)
     # the frame
-    first = tl.cast(tl.load(p_pages, mask=keys > 0, other=0), tl.int64)
-    b_first = tl.load(p_anchors + first * stride_page + o_d, mask=o_d < D, other=0.0)
+    b_low = load_anchor(p_anchors, p_pages, keys // 4, keys, stride_page, D, D_PAD, PAGE)
+    b_high = load_anchor(p_anchors, p_pages, keys // 2, keys, stride_page, D, D_PAD, PAGE)
+    b_third = load_anchor(p_anchors, p_pages, keys // 4 * 3, keys, stride_page, D, D_PAD, PAGE)
+    b_frame = tl.maximum(tl.minimum(b_low, b_high), tl.minimum(tl.maximum(b_low, b_high), b_third))
     slot = tl.program_id(0) * LANES + tl.arange(0, LANES)
     o_frame = slot[:, None] * D + o_d[None, :]
-    b_frame = tl.broadcast_to(b_first[None, :], (LANES, D_PAD))
-    tl.store(p_frame + o_frame, b_frame, mask=(o_frame >= 0) & (o_d < D)[None, :])
+    b_frames = tl.broadcast_to(b_frame[None, :], (LANES, D_PAD))
+    tl.store(p_frame + o_frame, b_frames, mask=(o_frame >= 0) & (o_d < D)[None, :])
     tl.store(p_framed + slot, tl.full((LANES,), 1, tl.int32))
-    b_first = b_first.to(tl.float32)
+    b_frame = b_frame.to(tl.float32)
     # whole blocks, dealt out in turn, then the last one, which one of the programs has
     whole = keys // BLOCK * BLOCK
     rest = whole + (o_split + splits - whole // BLOCK % splits) % splits * BLOCK
@@ -179,13 +189,13 @@ def decode_anchored_paged_kernel(
     b_acc = tl.zeros((LANES, BLOCK_M, D_PAD), tl.float32)
     for begin in range(o_split * BLOCK, whole, step * TURNS):
         b_max, b_sum, b_acc = attend_pages(
-            b_q, b_max, b_sum, b_acc, b_first, p_k, p_v, p_anchors, p_offsets, p_pages, begin,
+            b_q, b_max, b_sum, b_acc, b_frame, p_k, p_v, p_anchors, p_offsets, p_pages, begin,
             tl.minimum(whole, begin + step * TURNS), step, keys, scale, stride_kn, stride_vn, stride_kp, stride_vp,
             stride_page, False, D, D_PAD, LANES, BLOCK_M, BLOCK_N, PAGE,
         )  # fmt: skip
     if rest < keys:
         b_max, b_sum, b_acc = attend_pages(
-            b_q, b_max, b_sum, b_acc, b_first, p_k, p_v, p_anchors, p_offsets, p_pages, rest,
+            b_q, b_max, b_sum, b_acc, b_frame, p_k, p_v, p_anchors, p_offsets, p_pages, rest,
             keys, step, keys, scale, stride_kn, stride_vn, stride_kp, stride_vp,
             stride_page, True, D, D_PAD, LANES, BLOCK_M, BLOCK_N, PAGE,
         )  # fmt: skip

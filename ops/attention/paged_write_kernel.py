@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from pasa.ops.shift_keys.triton_kernel import ANCHOR_GAIN, exact_anchor, is_finite
+from pasa.ops.shift_keys.triton_kernel import exact_anchor, is_finite
 
 
 @triton.jit
@@ -67,10 +67,8 @@ def page_anchors_kernel(
     PAGE: tl.constexpr,
     PAGE_PAD: tl.constexpr,
 ):
-    """Anchor of one head of the page that a token is in, if it is the last one there: of slots up to its own.
-
-    As `anchor_kernel` finds them, but NaN where a key is not finite.
-    """
+    """Anchor of one head of the page that a token is in, if it is the last one there: of slots up to its own. NaN where
+    a key is not finite."""
     token = tl.program_id(0) // heads
     head = tl.cast(tl.program_id(0) % heads, tl.int64)
     slot = tl.cast(tl.load(p_slot + token), tl.int64)
@@ -84,9 +82,7 @@ def page_anchors_kernel(
     m_key = (o_n <= last)[:, None]
     p_keys = p_k_cache + page * stride_kp + head * stride_kch
     p_out = p_anchor + (page * heads + head) * D
-    kept = 0.0
     good = 1
-    b_left = tl.zeros((PAGE_PAD,), tl.float32)
     for start in range(0, D_PAD, WIDTH):
         o_d = start + tl.arange(0, WIDTH)
         m_tile = m_key & (o_d < D)[None, :]
@@ -94,13 +90,8 @@ def page_anchors_kernel(
         b_k = b_k.to(tl.float16).to(tl.float32)
         good = tl.minimum(good, tl.min(tl.min(tl.where(is_finite(b_k), 1, 0), 1), 0))
         anchor = exact_anchor(b_k, m_key, last + 1.0)
-        b_rest = tl.where(m_key, b_k - anchor[None, :], 0.0)
-        b_left += tl.sum(b_rest * b_rest, 1)
-        kept += tl.sum(anchor * anchor, 0)
         tl.store(p_out + o_d, anchor.to(tl.float16), mask=o_d < D)
-    tl.debug_barrier()  # other threads may have stored what the next lines take back
-    o_all = tl.arange(0, D_PAD)
+    tl.debug_barrier()  # other threads may have stored what the next lines replace
     if good == 0:
+        o_all = tl.arange(0, D_PAD)
         tl.store(p_out + o_all, tl.full((D_PAD,), float("nan"), tl.float16), mask=o_all < D)
-    elif kept <= ANCHOR_GAIN * ANCHOR_GAIN * tl.max(b_left, 0):
-        tl.store(p_out + o_all, tl.zeros((D_PAD,), tl.float16), mask=o_all < D)

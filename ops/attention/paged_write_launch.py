@@ -7,6 +7,7 @@ from torch import Tensor
 
 from pasa.ops.attention.paged_write_kernel import page_anchors_kernel, write_pages_kernel
 from pasa.ops.attention.triton_backend import on_device
+from pasa.ops.paging import check_spans
 from pasa.ops.shift_keys.triton_backend import pad_dim
 from pasa.ops.triton_launch import launch
 
@@ -18,6 +19,8 @@ def write_pages(
 ) -> None:
     """As `paging.write_pages`; what a slot behind the cache would get is not written."""
     k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
+    slot_mapping = slot_mapping.contiguous()
+    check_spans(k_cache, v_cache)
     tokens, heads, dim = k.shape
     pages, slots = k_cache.shape[:2]
     pad, anchored = pad_dim(dim), key_anchors is not None

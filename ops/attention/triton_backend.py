@@ -26,7 +26,7 @@ from pasa.ops.attention.triton_call import Call, dropped_bits, output_dtype, str
 from pasa.ops.attention.triton_kernel import attention_kernel
 from pasa.ops.attention.tuning import best_tile
 from pasa.ops.packed import tile_table
-from pasa.ops.paging import attend_gathered
+from pasa.ops.paging import attend_gathered, check_spans
 from pasa.ops.shift_keys.triton_backend import (
     KeyBlocks,
     Packing,
@@ -111,6 +111,7 @@ def attention_paged(
     if q.device.type == "npu":
         attend = partial(attention_varlen, is_causal=is_causal, scale=scale, options=options, diagnose=diagnose)
         return attend_gathered(attend, q, (k_cache, v_cache), block_table, seq_lens, cu_seqlens_q)
+    check_spans(k_cache, v_cache)
     with on_device(q):
         dropped = dropped_bits(options.softmax, q.dtype)
         half = to_fp16(q, "q") if q.device.type == "cpu" else q.half()

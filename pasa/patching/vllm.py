@@ -135,7 +135,8 @@ def attend_layer(
     kv_cache : Tensor (2, pages, slots of a page, Hkv, D)
     output : Tensor (tokens or more, Hq, D) or (..., Hq * D)
     key_anchors : Tensor (pages, Hkv, D), optional
-        Of kv_cache's pages, if every write to them comes through here: see `write_pages`.
+        Of kv_cache's pages, if every write to them comes through here: the guarantee then rests on it, see
+        `write_pages`.
     """
     if metadata is None:
         return output.fill_(0)

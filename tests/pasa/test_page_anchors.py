@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pasa
+from pasa.ops import paging
 from pasa.ops.attention import paged_write_launch
 from pasa.ops.shift_keys.reference import shift_exact, shifts_exactly
 from tests.inputs import DEVICE
@@ -22,12 +23,12 @@ def lse_bound(bias):
     return 1e-3 + 2.0**-23 * 8 * bias**2
 
 
-def check(pages, bias=0.0, **how):
+def check(pages, bias=0.0, lse_error=None, **how):
     golden = pages.golden()
     emulated = worst(pages.attend(backend="reference"), golden)
     out, lse = worst(pages.attend(DEVICE, backend="triton", **how), golden)
     assert out <= 2 * emulated[0] + HALF_ULP
-    assert lse <= lse_bound(bias)
+    assert lse <= (lse_bound(bias) if lse_error is None else lse_error)
 
 
 def by_kernel(pages, order=None):
@@ -62,11 +63,6 @@ def test_an_anchor_is_the_block_mean_that_keys_lose_exactly(write, slots, dim, b
     untouched = torch.ones(len(found.anchors), dtype=torch.bool)
     untouched[pages.slots // slots] = False
     assert (found.anchors[untouched] == 0).all()
-
-
-def test_unbiased_keys_have_no_anchor():
-    """It would leave keys as long as they are."""
-    assert (make_pages([100]).anchored().anchors == 0).all()
 
 
 @pytest.mark.parametrize("write", ["torch", "triton"])
@@ -138,6 +134,56 @@ def test_anchors_that_differ_from_page_to_page():
     check(pages, 300)
 
 
+@pytest.mark.parametrize(("c", "dim"), [(8, 64), (64, 128)])
+def test_keys_whose_mean_is_a_few_times_as_long_as_the_rest(c, dim):
+    """Story: an anchor less than 4 times as long as what it left was dropped, and outputs were off by up to 110 times
+    more than without anchors: scores to 1e7 nats, of keys that differ in one bit of one column."""
+    pages = make_pages([128], (2, 1), dim, 16)
+    g = torch.Generator().manual_seed(3)
+    pages.q[:], pages.k[:] = ((torch.rand(x.shape, generator=g) * 10 + 5) * c for x in (pages.q, pages.k))
+    pages.k[1::2] = pages.k[::2]
+    pages.k[1::2, :, 0] *= 1 + 2.0**-10
+    largest = pages.q.float().norm(dim=-1).max() * pages.k.float().norm(dim=-1).max() * dim**-0.5
+    check(pages.anchored(), lse_error=1e-3 + 2.0**-22 * float(largest))
+
+
+@pytest.mark.parametrize("at", [0, 300, 511])
+def test_a_key_without_the_bias(at):
+    """Story: the first key of a prompt is often of another kind. Its page's anchor was 0, the frame of all pages was
+    that page's, and every sum with an offset was rounded as q.k is. Keys have a twin 16 pages on, a little larger."""
+    pages = make_pages([512], (2, 1), 64, 16, seed=1)
+    pages.q[:] += 40
+    pages.k[:] += 600
+    pages.k[257:] = pages.k[1:256]
+    pages.k[257:, :, 3] += 600 * 2.0**-9
+    pages.k[at] = 0.3 * torch.randn(1, 64, generator=torch.Generator().manual_seed(2)).half()
+    check(pages.anchored(), lse_error=1e-3 + 2.0**-22 * 8 * 64 * 40 * 600 / 8)
+
+
+@pytest.mark.parametrize("anchored", [False, True])
+def test_strided_tables(anchored):
+    """Story: tables of other strides than 1 were read as if they had none between."""
+    pages = make_pages([100, 33, 7], bias=300)
+    pages = pages.anchored() if anchored else pages
+    expected = pages.attend(DEVICE, backend="triton")
+    table = torch.stack([pages.table, pages.table * 0], -1)[..., 0]
+    lengths = torch.stack([pages.lengths, pages.lengths * 0], -1)[:, 0]
+    for strided in (pages._replace(table=table, lengths=lengths), pages._replace(table=pages.table.T.contiguous().T)):
+        got = strided.attend(DEVICE, backend="triton")
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    caches = [torch.zeros_like(x).to(DEVICE) for x in (pages.k_cache, pages.v_cache)]
+    slots = torch.stack([pages.slots, pages.slots * 0], -1).to(DEVICE)[:, 0]
+    paged_write_launch.write_pages(pages.k.to(DEVICE), pages.v.to(DEVICE), *caches, slots, None)
+    assert torch.equal(caches[0].cpu().flatten(0, 1)[pages.slots], pages.k)
+
+
+def test_a_page_that_32_bits_do_not_count_is_refused(monkeypatch):
+    """Story: offsets within a page wrapped round."""
+    monkeypatch.setattr(paging, "PAGE_SPAN", 16 * 2 * 64)
+    with pytest.raises(NotImplementedError, match="a page of the cache spans 2048 elements"):
+        make_pages([20]).attend(DEVICE, backend="triton")
+
+
 @pytest.mark.parametrize("how", [{"heads": (20, 1)}, {"dim": 256}, {"slots": 24}, {"queries": [3, 2]}], ids=str)
 def test_anchors_that_do_not_serve_change_no_bit(how):
     pages = make_pages([40, 33], **{"heads": (2, 1), "dim": 32, "bias": 300} | how)
@@ -196,6 +242,10 @@ def test_anchors_of_other_keys_are_refused():
     pages = make_pages([20, 33], bias=300).anchored()
     pages.k_cache[pages.table[1, 1], 3] = torch.linspace(-1, 1, 64).half()
     with pytest.raises(ValueError, match="key_anchors are not those of the keys in k_cache"):
+        pages.attend()
+    pages = make_pages([20, 33], bias=300).anchored()
+    pages.k_cache[pages.table[1, 1], 3, 0, 9] = -torch.inf  # less a finite anchor it is what it was
+    with pytest.raises(ValueError, match="key_anchors are not those"):
         pages.attend()
 
 
