@@ -12,7 +12,7 @@ from pasa.eval.fuzz import attention, truth
 from pasa.eval.fuzz.attention import pick, put
 from pasa.eval.fuzz.backends import REFERENCE, available
 from pasa.eval.fuzz.cases import Arguments, Fault, Kind, Measures, Params, spoil
-from pasa.eval.fuzz.inputs import Call, make
+from pasa.eval.fuzz.inputs import Call, indices, make
 from pasa.eval.gradients.cases import Inputs
 from pasa.eval.gradients.truth import exact_gradients, plain_gradients
 from pasa.ops.ring.merge import Merge
@@ -31,16 +31,15 @@ def draw_packed(rng: Random) -> Params:
     rows, keys = ([rng.choice((0, 1, 2, 5, 17, 33)) for _ in range(count)] for _ in range(2))
     rows[0], keys[0] = max(rows[0], 1), max(keys[0], 1)
     changed = {"rows": sum(rows), "keys": sum(keys), "row_lengths": rows, "key_lengths": keys, "strides": "contiguous"}
-    return params | changed | {"wide": rng.random() < 0.5, "diagnose": False}
+    return params | changed | {"wide": rng.random() < 0.5, "spaced": rng.random() < 0.3, "diagnose": False}
 
 
 def run_packed(params: Params) -> Measures:
     """Judge each sequence on its own."""
     call = make(params)
-    kind = torch.int64 if params["wide"] else torch.int32
     edges = [list(accumulate(params[name], initial=0)) for name in ("row_lengths", "key_lengths")]
     arguments: Arguments = {name: x[0].transpose(0, 1) for name, x in (("q", call.q), ("k", call.k), ("v", call.v))}
-    arguments |= {f"cu_seqlens_{name}": torch.tensor(e, dtype=kind) for name, e in zip("qk", edges, strict=True)}
+    arguments |= {f"cu_seqlens_{name}": indices(params, e) for name, e in zip("qk", edges, strict=True)}
     arguments |= {"max_seqlen_q": max(params["row_lengths"]), "max_seqlen_k": max(params["key_lengths"])}
     arguments |= {"is_causal": params["causal"], "scale": params["scale"], "return_lse": True}
     arguments |= {"config": attention.config_of(params), "backend": params["backend"]}
@@ -189,6 +188,7 @@ def run_parts(params: Params) -> Measures:
 
 
 PACKED_SIMPLEST = {name: value for name, value in attention.SIMPLEST.items() if name not in ("rows", "keys", "batch")}
+PACKED_SIMPLEST |= {"wide": True, "spaced": False}
 KINDS = {
     "attention_varlen": Kind(draw_packed, run_packed, 120, PACKED_SIMPLEST, PACKED_FAULTS),
     "gradients": Kind(draw_gradients, run_gradients, 50, attention.SIMPLEST | {"dim": 16}),

@@ -18,6 +18,7 @@ def write_pages(
 ) -> None:
     """As `paging.write_pages`; what a slot behind the cache would get is not written."""
     k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
+    slot_mapping = slot_mapping.contiguous()
     tokens, heads, dim = k.shape
     pages, slots = k_cache.shape[:2]
     pad, anchored = pad_dim(dim), key_anchors is not None
