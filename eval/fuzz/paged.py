@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate, pairwise
 from random import Random
 from typing import Any
@@ -60,7 +60,10 @@ def run(params: Params) -> Measures:
         cache = caches.fill(params, call, Random(params[SEED]))
         arguments = arguments_of(params, call, cache)
         spoil(FAULTS, params, arguments)
-        with pasa.record_diagnostics() if params["diagnose"] else nullcontext([]) as records:
+        watched: AbstractContextManager[list[Any]] = (
+            pasa.record_diagnostics() if params["diagnose"] else nullcontext([])
+        )
+        with watched as records:
             given: Any = pasa.attention_paged(**arguments)
         if params["fault"] is not None:
             return {}
