@@ -70,7 +70,7 @@ def run(params: Params) -> Measures:
         found: Found = given if params["lse"] else (given, None)
         if misshapen(arguments["q"], *found):
             return {"shape": 1.0}
-        measures = {"shape": 0.0} | caches.filled(cache, call)
+        measures = {"shape": 0.0} | caches.filled(params, cache, call)
         if params["operator"]:
             measures["same"] = by_operator(params, arguments, found)
     if params["diagnose"]:

@@ -56,6 +56,19 @@ def test_stale_slots_that_are_read_are_found(monkeypatch):
     assert "finite" in found.why
 
 
+def test_writing_beside_the_cache_is_found(monkeypatch):
+    """A row of a head is wider than the cache's in memory."""
+    right = pasa.write_pages
+
+    def wrong(k, v, k_cache, v_cache, slot_mapping, key_anchors):
+        right(k, v, k_cache, v_cache, slot_mapping, key_anchors)
+        k_cache.new_empty(0).set_(k_cache.untyped_storage())[0] += 1
+
+    monkeypatch.setattr(pasa, "write_pages", wrong)
+    found = run_case(KINDS, simple("write_pages", view="gapped"))
+    assert found.why.startswith("cache ")
+
+
 @pytest.mark.parametrize("kind", ["attention_paged", "write_pages"])
 def test_padding_that_is_written_is_found(kind, monkeypatch):
     def wrong(k, v, k_cache, v_cache, slot_mapping, key_anchors):
