@@ -12,11 +12,12 @@ from pasa.eval.fuzz import attention, truth
 from pasa.eval.fuzz.attention import pick, put
 from pasa.eval.fuzz.backends import REFERENCE, available
 from pasa.eval.fuzz.cases import Arguments, Fault, Kind, Measures, Params, spoil
-from pasa.eval.fuzz.inputs import Call, make
+from pasa.eval.fuzz.inputs import Call, indices, lay_out, make
 from pasa.eval.gradients.cases import Inputs
 from pasa.eval.gradients.truth import exact_gradients, plain_gradients
 from pasa.ops.ring.merge import Merge
 
+FP64_UNIT = 2.0**-53
 GRADIENT_FACTOR = 4.0  # of a plain FP32 backward pass; few numbers, so more than eval/gradients allows
 GRADIENT_FLOOR = {"float16": 2.0**-9, "bfloat16": 2.0**-6, "float32": 2.0**-9}  # of the gradient's norm
 
@@ -31,16 +32,15 @@ def draw_packed(rng: Random) -> Params:
     rows, keys = ([rng.choice((0, 1, 2, 5, 17, 33)) for _ in range(count)] for _ in range(2))
     rows[0], keys[0] = max(rows[0], 1), max(keys[0], 1)
     changed = {"rows": sum(rows), "keys": sum(keys), "row_lengths": rows, "key_lengths": keys, "strides": "contiguous"}
-    return params | changed | {"wide": rng.random() < 0.5, "diagnose": False}
+    return params | changed | {"wide": rng.random() < 0.5, "spaced": rng.random() < 0.3, "diagnose": False}
 
 
 def run_packed(params: Params) -> Measures:
     """Judge each sequence on its own."""
     call = make(params)
-    kind = torch.int64 if params["wide"] else torch.int32
     edges = [list(accumulate(params[name], initial=0)) for name in ("row_lengths", "key_lengths")]
     arguments: Arguments = {name: x[0].transpose(0, 1) for name, x in (("q", call.q), ("k", call.k), ("v", call.v))}
-    arguments |= {f"cu_seqlens_{name}": torch.tensor(e, dtype=kind) for name, e in zip("qk", edges, strict=True)}
+    arguments |= {f"cu_seqlens_{name}": indices(params, e) for name, e in zip("qk", edges, strict=True)}
     arguments |= {"max_seqlen_q": max(params["row_lengths"]), "max_seqlen_k": max(params["key_lengths"])}
     arguments |= {"is_causal": params["causal"], "scale": params["scale"], "return_lse": True}
     arguments |= {"config": attention.config_of(params), "backend": params["backend"]}
@@ -105,6 +105,34 @@ PACKED_FAULTS = {
     "return_lse": Fault(put(return_lse=2), TypeError, "return_lse="),
     "a mask": Fault(put(attn_mask=None), TypeError, "unexpected keyword argument 'attn_mask'"),
 }  # fmt: skip
+
+
+# ---- attention in FP64
+
+
+def draw_golden(rng: Random) -> Params:
+    """Finite numbers, as any call has them."""
+    params = attention.draw(rng) | {"backend": REFERENCE, "dtype": "float16", "layout": "HND", "garbage": "none"}
+    return params | {"block_k": 128, "rows": min(params["rows"], 17)}
+
+
+def run_golden(params: Params) -> Measures:
+    """Beside the fuzzer's own; both round in FP64."""
+    call = make(params)
+    scale = call.q.shape[-1] ** -0.5 if params["scale"] is None else params["scale"]
+    how = {"attn_mask": call.mask, "is_causal": params["causal"], "scale": scale}
+    out, lse = pasa.golden_attention(*lay_out(params["strides"], call), **how)
+    true, _ = truth.find_truth(call.q, call.k, call.v, call.mask, params["causal"], scale)
+    seen = ~true.blind
+    eps = (call.q.shape[-1] + 4) * FP64_UNIT * true.products + 4 * FP64_UNIT * (true.added + true.lse.abs() + 1)
+    spread = torch.expm1(4 * eps).clamp(max=1.0).unsqueeze(-1) * (true.high - true.low)
+    allowed = spread + 4 * call.k.shape[2] * FP64_UNIT * torch.maximum(true.low.abs(), true.high.abs())
+    return {
+        "shape": float(out.shape != call.q.shape or {out.dtype, lse.dtype} != {torch.float64}),
+        "blind": float((out[~seen] != 0).sum() + (lse[~seen] != -torch.inf).sum()),
+        "error": truth.worst((out - true.out).abs(), allowed, seen.unsqueeze(-1).expand(out.shape)),
+        "lse": truth.worst((lse - true.lse).abs(), 4 * eps, seen),
+    }
 
 
 # ---- gradients
@@ -189,8 +217,10 @@ def run_parts(params: Params) -> Measures:
 
 
 PACKED_SIMPLEST = {name: value for name, value in attention.SIMPLEST.items() if name not in ("rows", "keys", "batch")}
+PACKED_SIMPLEST |= {"wide": True, "spaced": False}
 KINDS = {
     "attention_varlen": Kind(draw_packed, run_packed, 120, PACKED_SIMPLEST, PACKED_FAULTS),
+    "golden_attention": Kind(draw_golden, run_golden, 15, attention.SIMPLEST),
     "gradients": Kind(draw_gradients, run_gradients, 50, attention.SIMPLEST | {"dim": 16}),
     "ring merge": Kind(draw_parts, run_parts, 25, attention.SIMPLEST | {"parts": 1}),
 }

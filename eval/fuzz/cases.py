@@ -14,7 +14,16 @@ Params = dict[str, Any]
 """Plain values that JSON holds: what a case is made of. "fault" names what is wrong with the call, None if nothing."""
 Arguments = dict[str, Any]
 Measures = dict[str, float]
-COUNTS = ("shape", "nan", "finite", "blind", "same", "diagnosed")  # of these nothing is allowed, of others a ratio of 1
+COUNTS = (
+    "shape",
+    "nan",
+    "finite",
+    "blind",
+    "same",
+    "diagnosed",
+    "cache",
+    "anchors",
+)  # none is allowed; of others a ratio of 1
 FAULTY = 0.3  # share of the cases that a kind with faults draws with one
 SHRINKS = 200  # attempts
 SEED = "data_seed"

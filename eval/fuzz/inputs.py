@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,6 +72,12 @@ def draw_mask(kind: str, q: Tensor, k: Tensor, rng: Random, source: torch.Genera
     if kind == "expanded":
         return keep[:1, :1].expand(keep.shape)
     return keep.mT.contiguous().mT if kind == "strided" else keep
+
+
+def indices(params: Params, values: Any) -> Tensor:
+    """Integers as a call is given them: 32 or 64 bits, and perhaps every other number of a tensor."""
+    x = torch.as_tensor(values).to(torch.int64 if params["wide"] else torch.int32)
+    return torch.stack([x, torch.full_like(x, -5)], -1)[..., 0] if params["spaced"] else x
 
 
 def plant(params: Params, call: Call, rng: Random) -> None:

@@ -276,6 +276,6 @@ KINDS = {
     "shifting_matrix": Kind(draw_matrix, run_matrix, 25, {"n": 1, "scale": 1.0}, MATRIX_FAULTS),
     "optimal_beta": Kind(draw_matrix, run_beta, 25, {"n": 1, "scale": 1.0}, BETA_FAULTS),
     "score_bounds": Kind(draw_bounds, run_bounds, 15, {"bias": 0.0, "gain": False, "centred": False}),
-    "predict_overflow": Kind(draw_bounds, run_predict, 5, {}, PREDICT_FAULTS),
-    "patch_pipeline": Kind(draw_patch, run_patch, 5, {"batch": 1, "tokens": 1, "padded": False}, PATCH_FAULTS),
+    "predict_overflow": Kind(draw_bounds, run_predict, 8, {}, PREDICT_FAULTS),
+    "patch_pipeline": Kind(draw_patch, run_patch, 8, {"batch": 1, "tokens": 1, "padded": False}, PATCH_FAULTS),
 }

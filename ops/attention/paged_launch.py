@@ -78,7 +78,8 @@ def paged_attention(
         raise NotImplementedError(f"{call.group} query heads share a key head of a paged cache; at most {DECODE_TILE}")
     slots = call.k.shape[2]
     room = block_table.shape[1] * slots
-    table, lengths = block_table.int().contiguous(), seq_lens.int().contiguous()
+    table, lengths = block_table.int(), seq_lens.int().contiguous()
+    table = table if table.stride(1) == 1 else table.contiguous()
     longest = room if longest_k is None else min(longest_k, room)
     if call.cu_q is None:
         pages = Pages(table, lengths, slots, longest, key_anchors)

@@ -83,7 +83,7 @@ def attention_varlen(
         edges(cu_seqlens_k, "k", k)
     with on_device(q):
         dropped = dropped_bits(options.softmax, q.dtype)
-        packed = cu_seqlens_q.int(), cu_seqlens_k.int()
+        packed = cu_seqlens_q.int().contiguous(), cu_seqlens_k.int().contiguous()
         call = Call(*_ready(q, k, v), None, is_causal, scale, *packed, dropped, output_dtype(dropped))
         return _results(q, *portable_attention(call, options))
 

@@ -1,0 +1,97 @@
+"""The guarantee over paged caches whose pages have anchors: finite FP16 in, finite out, every output among the values
+whose keys weigh something. Bounds: eval/fuzz/README.md, of scores in FP32."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import pasa
+from pasa.eval.fuzz import truth
+from pasa.eval.fuzz.adversaries import specks, spikes, stalled, sunken
+from pasa.eval.fuzz.cases import COUNTS
+from tests.inputs import DEVICE
+from tests.properties.test_guarantee import KINDS, adversary
+
+SLOTS = 16
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, which interprets: infinity is meant
+
+
+def biased(q, k, v):
+    """A column that adds 32,768 to all scores, by which keys are long enough to have anchors."""
+    q, k = q.clone(), k.clone()
+    q[..., -1], k[..., -1] = 8.0, 4096.0
+    return q, k, v
+
+
+def decode(q, k, v, scale):
+    """Each row of q (1, H, rows, D) as a sequence of its own over the same pages, whose order is turned round, and what
+    is left of the last page NaN. Output and LSE as heads come first, and the anchors."""
+    keys, rows = k.shape[2], q.shape[2]
+    count = -(-keys // SLOTS)
+    k_cache, v_cache = torch.full((2, count, SLOTS, *k.shape[1::2]), torch.nan).half()
+    table = torch.arange(count - 1, -1, -1)
+    at = torch.arange(keys)
+    anchors = torch.zeros(count, *k.shape[1::2]).half()
+    new = (x[0].transpose(0, 1) for x in (k, v))
+    pasa.write_pages(*new, k_cache, v_cache, table[at // SLOTS] * SLOTS + at % SLOTS, anchors)
+    tensors = (q[0].transpose(0, 1), k_cache, v_cache, table.expand(rows, -1), torch.full((rows,), keys))
+    given = (x.to(DEVICE) for x in tensors)
+    how = {"key_anchors": anchors.to(DEVICE), "scale": scale, "return_lse": True, "backend": "triton"}
+    out, lse = pasa.attention_paged(*given, **how)
+    return out.cpu().transpose(0, 1)[None], lse.cpu().T[None], anchors
+
+
+def check(q, k, v, scale, out, lse):
+    true, _ = truth.find_truth(q, k, v, None, False, scale)
+    found = truth.judge(true, out, lse, truth.Arithmetic(False, 1, q.dtype, False))
+    assert not [name for name, value in found.items() if value > (0 if name in COUNTS else 1)], found
+
+
+@pytest.mark.parametrize("change", [lambda *x: x, biased], ids=["as is", "biased"])
+@pytest.mark.parametrize(
+    ("adversary", "scale"),
+    [(spikes(100), 5e-5), (spikes(100), 1.0), (specks(100), 2.0**30), (specks(100), 2.0**80), (sunken(16), 2.0**-60),
+     (sunken(16), 1.0), (sunken(SLOTS * 5), 2.0**20), (stalled(40, 16, 16), 1.0)],
+    ids=["spikes, tiny scale", "spikes", "specks", "specks, largest scale", "sunken, tiny scale", "sunken",
+         "sunken, large scale", "stalled"],
+)  # fmt: skip
+def test_structured_adversaries(adversary, scale, change):
+    q, k, v = change(*adversary)
+    out, lse, anchors = decode(q, k, v, scale)
+    assert (change is biased) <= bool(anchors.any())
+    check(q, k, v, scale, out, lse)
+
+
+@pytest.mark.parametrize("block", [16, 64])
+def test_equal_scores_far_below_their_anchors(block):
+    """Anchors are 2,000,000 units above the scores; all keys weigh the same."""
+    q, k, v = sunken(block)
+    out, _, anchors = decode(q, k, v, 1.0)
+    assert (anchors[:, 0, :3] > 40000).all()
+    assert (out == 0.5).all()
+
+
+def test_the_largest_values_are_not_passed():
+    """Sums of weights stall, and sums of weighted values do not (`stalled`); several blocks for each lane."""
+    q, k, v = biased(*stalled(300, 16, 16))
+    out, _, anchors = decode(q, k, v, 1.0)
+    assert anchors.any()
+    assert torch.equal(out, v[:, :, :1])
+
+
+@settings(max_examples=25)
+@given(
+    kinds=st.tuples(*[st.sampled_from(KINDS)] * 3),
+    keys=st.sampled_from([1, 2, 31, 100]),
+    dim=st.sampled_from([16, 64, 80]),
+    scale=st.sampled_from([None, 1e-4, 1.0, 30.0]),
+    bias=st.sampled_from([0.0, 300.0, 30000.0]),
+    seed=st.integers(0, 2**31),
+)
+def test_any_finite_input(kinds, keys, dim, scale, bias, seed):
+    g = torch.Generator().manual_seed(seed)
+    q, k, v = (adversary(kind, (1, 1, n, dim), g) for kind, n in zip(kinds, (2, keys, keys), strict=True))
+    k[..., ::2] = (k[..., ::2].float() + bias).clamp(-65504, 65504).half()
+    out, lse, _ = decode(q, k, v, scale)
+    check(q, k, v, dim**-0.5 if scale is None else scale, out, lse)
