@@ -160,23 +160,6 @@ def test_a_key_without_the_bias(at):
     check(pages.anchored(), lse_error=1e-3 + 2.0**-22 * 8 * 64 * 40 * 600 / 8)
 
 
-@pytest.mark.parametrize("anchored", [False, True])
-def test_strided_tables(anchored):
-    """Story: tables of other strides than 1 were read as if they had none between."""
-    pages = make_pages([100, 33, 7], bias=300)
-    pages = pages.anchored() if anchored else pages
-    expected = pages.attend(DEVICE, backend="triton")
-    table = torch.stack([pages.table, pages.table * 0], -1)[..., 0]
-    lengths = torch.stack([pages.lengths, pages.lengths * 0], -1)[:, 0]
-    for strided in (pages._replace(table=table, lengths=lengths), pages._replace(table=pages.table.T.contiguous().T)):
-        got = strided.attend(DEVICE, backend="triton")
-        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-    caches = [torch.zeros_like(x).to(DEVICE) for x in (pages.k_cache, pages.v_cache)]
-    slots = torch.stack([pages.slots, pages.slots * 0], -1).to(DEVICE)[:, 0]
-    paged_write_launch.write_pages(pages.k.to(DEVICE), pages.v.to(DEVICE), *caches, slots, None)
-    assert torch.equal(caches[0].cpu().flatten(0, 1)[pages.slots], pages.k)
-
-
 def test_a_page_that_32_bits_do_not_count_is_refused(monkeypatch):
     """Story: offsets within a page wrapped round."""
     monkeypatch.setattr(paging, "PAGE_SPAN", 16 * 2 * 64)
