@@ -2,6 +2,7 @@
 
 import os
 
+import pytest
 import torch
 from hypothesis import settings
 
@@ -14,3 +15,10 @@ if not torch.cuda.is_available():
 torch.set_num_threads(1)
 settings.register_profile("pasa", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("pasa")
+
+
+@pytest.fixture(scope="session")
+def shared_folder(tmp_path_factory, worker_id):
+    """Of all test processes of the session; who makes something in it takes a lock."""
+    base = tmp_path_factory.getbasetemp()
+    return base if worker_id == "master" else base.parent

@@ -6,10 +6,8 @@ from tests.ascend_c.twin_build import FAST, PROGRAMS, SANITIZED, TWIN, Program, 
 
 
 @pytest.fixture(scope="session")
-def twin_folder(tmp_path_factory, worker_id):
-    """A folder that all test processes of the session share."""
-    base = tmp_path_factory.getbasetemp()
-    return (base if worker_id == "master" else base.parent) / "twin"
+def twin_folder(shared_folder):
+    return shared_folder / "twin"
 
 
 @pytest.fixture

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+
 import pytest
 import torch
 import transformers as hf
@@ -13,8 +15,16 @@ hf.logging.disable_progress_bar()
 
 
 @pytest.fixture(scope="session")
-def llama():
-    return embedded_model.load_llama()
+def llama(shared_folder):
+    """Read from its GGUF file by one test process, which takes 20 s; the others load what that leaves."""
+    file = shared_folder / "llama.pt"
+    with open(shared_folder / "llama.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if file.exists():
+            return torch.load(file, weights_only=False)
+        model = embedded_model.load_llama()
+        torch.save(model, file)
+        return model
 
 
 @pytest.fixture(scope="session")
