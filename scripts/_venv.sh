@@ -18,9 +18,11 @@ make_venv() { # EXTRA of setup.py
   [[ -x "$VENV/bin/python" ]] || "$python" -m venv "$VENV"
   # Torch first and alone, then held: whatever asks for it later must not bring another build with its CUDA libraries.
   echo "torch==2.13.0" >"$VENV/constraints.txt"
-  "$VENV/bin/python" -m pip install --quiet -r "$VENV/constraints.txt"
-  "$VENV/bin/python" -m pip install --quiet -c "$VENV/constraints.txt" -e "$ROOT[$extra]"
-  "$VENV/bin/python" -m pip install --quiet --no-deps "${DATA[@]}"
+  "$VENV/bin/python" -m pip install --quiet --no-compile -r "$VENV/constraints.txt"
+  "$VENV/bin/python" -m pip install --quiet --no-compile -c "$VENV/constraints.txt" -e "$ROOT[$extra]"
+  "$VENV/bin/python" -m pip install --quiet --no-compile --no-deps "${DATA[@]}"
+  # On all cores, where pip takes one. Packages bring files that are not for this Python: those do not compile.
+  "$VENV/bin/python" -m compileall -q -j 0 "$VENV/lib" >"$VENV/compileall.log" 2>&1 || true
   rm -f "$VENV/.pasa-$extra-"*
   touch "$stamp"
 }
