@@ -289,7 +289,8 @@ def _paged(result: Result) -> str:
         for with_bias in (False, True)
     )
     return (
-        f"{_span(plain)} times as long as from contiguous keys; with a bias, whose anchors pages keep, {_span(biased)}"
+        f"in a CUDA graph {_span(plain)} times as long as from contiguous keys; with a bias, whose anchors pages "
+        f"keep, {_span(biased)}"
     )
 
 

@@ -50,7 +50,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Rewrite `FILES`, or check them; 1 if one is not up to date."""
     old = {ROOT / name: (ROOT / name).read_text(encoding="utf-8") for name in FILES}
     new = {path: fill(text) for path, text in old.items()}
-    if "--check" in (sys.argv[1:] if arguments is None else arguments):
+    asked = sys.argv[1:] if arguments is None else arguments
+    if unknown := [each for each in asked if each != "--check"]:
+        sys.exit(f"{' '.join(unknown)}: only --check is known; without it the files are written")
+    if asked:
+        for path in (path for path in new if new[path] != old[path]):
+            print(f"{path} is not of the stored runs: python -m pasa.eval.readme writes it")
         return int(new != old)
     for path, text in new.items():
         path.write_text(text, encoding="utf-8")

@@ -88,8 +88,8 @@ def attention_paged(
         Queries of sequence b are rows cu_seqlens_q[b] to cu_seqlens_q[b + 1]; its last query is that of its last key if
         `is_causal`. Rows behind the last one are padding: 0 and LSE -inf. Without it, each sequence has one query.
     max_seqlen_q, max_seqlen_k : int, optional
-        Longest query and longest sequence, or an upper bound: they choose tiles and splits, never results. By default
-        T, and as many keys as the table has room for.
+        Longest query and longest sequence, or an upper bound: they choose tiles and splits, never results beyond
+        rounding. By default T, and as many keys as the table has room for.
     key_anchors : Tensor (pages, Hkv, D), FP16, contiguous, optional
         What `write_pages` keeps of each page so that single queries need not find block means at every step. The Triton
         kernel uses them where scores are large, on pages of a multiple of 16 slots, head dims up to 128 and at most 16
@@ -157,9 +157,9 @@ def write_pages(
     key_anchors : Tensor (pages, Hkv, D), FP16, contiguous, optional
         Is given the anchors of the pages that are written to: block means on a grid that keys can lose without
         rounding. Give the same tensor (zeros, to begin with) with every write to a cache, and copy its rows where pages
-        are copied. A page's keys are those in the slots up to the last one that is written, in this call: so a sequence
-        grows slot by slot, or is written anew from some key on; who rewrites one key of a page writes all behind it
-        again, and no slot before it may be empty.
+        are copied. An anchor is that of slots 0 to the last one which this call writes in the page, all of which must
+        hold keys: a sequence grows slot by slot, or is written anew from some key on; who rewrites one key of a page
+        writes all behind it again in the same call.
 
     Raises
     ------

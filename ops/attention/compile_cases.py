@@ -215,7 +215,7 @@ NVIDIA_CASES = [
     _attention("sm_90_d128_careful", _sizes(128, 64, 64), **CAREFUL, **_on(90, 4, 1)),
     *(
         _attention(
-            f"sm_90_d128_listed_{mask}",
+            f"sm_90_d128_listed_{mask}" + "_careful" * (flags is CAREFUL),
             _sizes(128, 64, 64),
             mask,
             **flags,

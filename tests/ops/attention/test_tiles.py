@@ -138,6 +138,12 @@ def test_nothing_is_timed_where_nothing_can_be(timed, monkeypatch):
     assert tiles.processors(torch.device("cpu")) >= 1
 
 
+def test_no_two_cases_have_one_name():
+    """Story: the second of two was compiled anew in every clone, and the first had its record."""
+    names = [case["name"] for case in (*NVIDIA_CASES, *paged_cases.NVIDIA_CASES)]
+    assert len(set(names)) == len(names)
+
+
 LANE_CASES = [x for x in (*NVIDIA_CASES, *paged_cases.NVIDIA_CASES) if x["name"].startswith("lanes")]
 
 
