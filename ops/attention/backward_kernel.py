@@ -8,7 +8,12 @@ Products take FP16 operands and accumulate in FP32. Powers of two keep operands 
 dK and dV sum over rows. With U the largest unit of the rows that a key tile goes through, weights carry u / U as well:
 an addend keeps its digits down to P u = 2^-29 U, and errs by at most 2^-40 of the largest row's bound below that. A
 sum of FP16 operands in one unit promises no more.
-`bits` are scores in units of ln 2. For GPUs, and not lowered for an NPU, which backward.py serves.
+A weight is exp of the difference between a score and its row's maximum. The difference is taken of the scores as
+they leave the product: between neighbours it is exact, and it is scaled afterwards. So a row's largest weight is right
+even where scores of 1e8 nats lie 8 nats apart in FP32. Another pass may form a score in another order of sums, and find
+it above the maximum by FP32's error of a score. Differences are therefore clamped at 0: P <= 1, which the units rest
+on. Below 0 such an error e turns a weight P into P exp(+-e), as it does in every FP32 attention.
+For GPUs, and not lowered for an NPU, which backward.py serves.
 """
 
 import triton
@@ -47,36 +52,37 @@ def unit_bits(b_grad, b_slope, p_largest, D: tl.constexpr, SLICES: tl.constexpr)
 
 
 @triton.jit
-def bits_of(b_s, p_mask, m_tile, m_seen, stride_0, stride_1, scale, HIDES: tl.constexpr, MASK: tl.constexpr):
-    """Scores in bits of a tile of products, either way round; -inf where hidden."""
+def scores_of(b_s, p_mask, m_tile, m_seen, stride_0, stride_1, scale, HIDES: tl.constexpr, MASK: tl.constexpr):
+    """Return scores of a tile of products, either way round; -inf where masked out. `bits_in_score` is their unit."""
     b_bias = 0.0
     if MASK != "none":
         m_seen, b_bias = load_mask(p_mask, m_tile, m_seen, stride_0, stride_1, MASK)
+    b_x = b_s
     if MASK == "float":
-        b_bits = (b_s * scale + b_bias) * LOG2_E
-    else:
-        b_bits = b_s * (scale * LOG2_E)
+        b_x = b_s * scale + b_bias
     if HIDES:
-        b_bits = tl.where(m_seen, b_bits, -INF)
-    return b_bits
+        b_x = tl.where(m_seen, b_x, -INF)
+    return b_x
 
 
 @triton.jit
-def lifted_weights(b_bits, b_top, b_log, MASK: tl.constexpr):
-    """2^15 P. Beside a maximum of 1e30 that a float mask adds, the logarithm of the sum would vanish."""
-    if MASK == "float":
-        b_p = tl.exp2((b_bits - b_top) - b_log)
-    else:
-        b_p = tl.exp2(b_bits - (b_top + b_log))
-    return b_p
+def bits_in_score(scale, MASK: tl.constexpr):
+    """Return log2(e) times the nats in a unit of `scores_of`: products are not scaled, unless a float mask is added."""
+    return LOG2_E if MASK == "float" else scale * LOG2_E
 
 
 @triton.jit
-def gradient_of_scores(b_p, b_dp, b_shift, b_bits, HIDES: tl.constexpr):
+def lifted_weights(b_x, b_top, b_log, scale, MASK: tl.constexpr):
+    """Return 2^15 P. No P exceeds 1, whatever the order of sums: 2 would be infinite in FP16 when it is lifted."""
+    return tl.exp2(tl.minimum(b_x - b_top, 0.0) * bits_in_score(scale, MASK) - b_log)
+
+
+@triton.jit
+def gradient_of_scores(b_p, b_dp, b_shift, b_x, HIDES: tl.constexpr):
     """dS in FP16, of weights lifted by 2^15; what is hidden gets 0 even if its value is not finite."""
     b_ds = b_p * (b_dp * UNLIFT - b_shift)
     if HIDES:
-        b_ds = tl.where(b_bits > -INF, b_ds, 0.0)
+        b_ds = tl.where(b_x > -INF, b_ds, 0.0)
     return b_ds.to(tl.float16)
 
 
@@ -97,13 +103,13 @@ def row_statistics(b_q, b_g, b_top, b_sum, b_delta, p_k, p_v, p_mask, o_row, row
         if CAUSAL:
             m_seen = m_seen & (o_n[None, :] <= o_row[:, None] + diagonal)
         p_tile = p_mask + at * stride_mask_n
-        b_bits = bits_of(b_s, p_tile, m_tile, m_seen, stride_mask_m, stride_mask_n, scale, HIDES, MASK)
-        top = tl.maximum(b_top, tl.max(b_bits, 1))
+        b_x = scores_of(b_s, p_tile, m_tile, m_seen, stride_mask_m, stride_mask_n, scale, HIDES, MASK)
+        top = tl.maximum(b_top, tl.max(b_x, 1))
         base = tl.where(top == -INF, 0.0, top) if HIDES else top
-        b_p = tl.exp2(b_bits - base[:, None])
-        alpha = tl.exp2(b_top - base)
+        b_p = tl.exp2((b_x - base[:, None]) * bits_in_score(scale, MASK))
+        alpha = tl.exp2((b_top - base) * bits_in_score(scale, MASK))
         if HIDES:
-            b_dp = tl.where(b_bits > -INF, b_dp, 0.0)
+            b_dp = tl.where(b_x > -INF, b_dp, 0.0)
         b_sum = b_sum * alpha + tl.sum(b_p, 1)
         b_delta = b_delta * alpha + tl.sum(b_p * b_dp, 1)
         b_top = top
@@ -134,7 +140,7 @@ def rows_kernel(
     p_largest,  # (B, Hkv, slices) FP32: largest |v| of some columns
     p_mask,
     p_scaled,  # (B, Hq, Sq, D) FP16, contiguous: gradient in units of the row
-    p_top,  # (B, Hq, Sq) FP32, and so are the next three: maximum in bits, infinite where a row sees nothing
+    p_top,  # (B, Hq, Sq) FP32, and so are the next three: maximum of `scores_of`, infinite where a row sees nothing
     p_log,  # log2 of the sum, less 15 and less log2 of the unit: of weights that carry 2^15 u
     p_shift,  # 2^-15 (delta - G_L), in units
     p_unit,  # log2 of the unit
@@ -245,11 +251,11 @@ def add_rows(b_k, b_v, b_dk, b_dv, p_q, p_g, p_top, p_log, p_shift, p_mask, o_n,
         if CAUSAL:
             m_seen = m_seen & (o_n[:, None] <= o_m[None, :] + diagonal)
         p_tile = p_mask + at * stride_mask_m
-        b_bits = bits_of(b_s, p_tile, m_tile, m_seen, stride_mask_n, stride_mask_m, scale, HIDES, MASK)
-        b_p = lifted_weights(b_bits, b_top[None, :], b_log[None, :], MASK)
+        b_x = scores_of(b_s, p_tile, m_tile, m_seen, stride_mask_n, stride_mask_m, scale, HIDES, MASK)
+        b_p = lifted_weights(b_x, b_top[None, :], b_log[None, :], scale, MASK)
         b_dv = tl.dot(b_p.to(tl.float16), b_g, b_dv)
         b_dp = tl.dot(b_v, tl.trans(b_g))
-        b_dk = tl.dot(gradient_of_scores(b_p, b_dp, b_shift[None, :], b_bits, HIDES), b_q, b_dk)
+        b_dk = tl.dot(gradient_of_scores(b_p, b_dp, b_shift[None, :], b_x, HIDES), b_q, b_dk)
     return b_dk, b_dv
 
 
@@ -356,10 +362,10 @@ def add_keys(b_q, b_g, b_top, b_log, b_shift, b_dq, p_k, p_v, p_mask, o_row, row
         if CAUSAL:
             m_seen = m_seen & (o_n[None, :] <= o_row[:, None] + diagonal)
         p_tile = p_mask + at * stride_mask_n
-        b_bits = bits_of(b_s, p_tile, m_tile, m_seen, stride_mask_m, stride_mask_n, scale, HIDES, MASK)
-        b_p = lifted_weights(b_bits, b_top[:, None], b_log[:, None], MASK)
+        b_x = scores_of(b_s, p_tile, m_tile, m_seen, stride_mask_m, stride_mask_n, scale, HIDES, MASK)
+        b_p = lifted_weights(b_x, b_top[:, None], b_log[:, None], scale, MASK)
         b_dp = tl.dot(b_g, tl.trans(b_v))
-        b_dq = tl.dot(gradient_of_scores(b_p, b_dp, b_shift[:, None], b_bits, HIDES), b_k, b_dq)
+        b_dq = tl.dot(gradient_of_scores(b_p, b_dp, b_shift[:, None], b_x, HIDES), b_k, b_dq)
     return b_dq
 
 

@@ -8,10 +8,13 @@ rounded to FP16, plus half an ulp of what is rounded last.
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 import pasa
 from pasa.ops.attention import triton_backend
 from pasa.ops.attention.backward import attention_backward, attention_varlen_backward
+from pasa.ops.attention.backward_kernel import lifted_weights
 from pasa.ops.attention.golden import golden_attention
 from tests.inputs import DEVICE, biased_qkv, normal_qkv, pairwise, rmse
 
@@ -196,6 +199,69 @@ def test_one_key_without_the_bias(backend):
     plain = plain_flash_backward(q, k, v, grad, torch.float32)
     for mine, other, true in zip(ours, plain, golden, strict=True):
         assert rmse(mine, true) < (2.0**-11 if backend == "reference" else 2 * rmse(other, true))
+
+
+def exact_scores(sizes, dim, seed):
+    """Small integers times powers of two: FP32 holds every product and every sum, in any order; some keys are equal."""
+    g = torch.Generator().manual_seed(seed)
+    q, k = (s * torch.randint(-3, 4, (1, 2, n, dim), generator=g) for s, n in zip(sizes, (70, 100), strict=True))
+    k[:, :, 50:] = k[:, :, torch.randint(50, (50,), generator=g)]
+    v, grad = (torch.randn(1, 2, n, dim, generator=g).half() for n in (100, 70))
+    return q.half(), k.half(), v, grad
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("sizes", "dim"), [((32, 512), 16), ((1024, 2048), 64), ((16384, 16384), 80)], ids=str)
+def test_largest_scores_leave_the_weights_their_sum(sizes, dim, causal, masked):
+    """Story: weights were exp2(score - (maximum + log2(sum) - 15)). Beside a maximum of 1e7 bits the logarithm and the
+    15 bits of FP16's range were rounded by several bits: 2^15 P was infinite, and so was dV of finite inputs; or it was
+    0, and so was dV. Here scores are 1e5 to 1e10 nats, and exact in FP32, so nothing excuses an error. A softmax of
+    equal keys has weights of a half, which meet in dQ and dK. (The reference takes off a mean that rounds keys.)"""
+    q, k, v, grad = exact_scores(sizes, dim, seed=dim)
+    assert 1e5 < (q.double() @ k.double().mT * dim**-0.5).max() < 2e10
+    keep = torch.rand(70, 100, generator=torch.Generator().manual_seed(3)) < 0.8 if masked else None
+    found = by_kernels(grad.float(), None, q.float(), k.float(), v.float(), keep, causal, dim**-0.5)
+    for x, true in zip(found, definition(q, k, v, torch.float64, grad, keep, causal), strict=True):
+        # P and dS are rounded to FP16; addends of equal keys may cancel, so they are up to twice the largest result
+        assert (x.double() - true).abs().max() <= 2 * HALF_ULP * true.abs().max()
+
+
+@both
+@pytest.mark.parametrize(("size", "bias"), [(6e4, 300.0), (2400.0, 1330.0), (6e4, 6e4)], ids=str)
+@pytest.mark.parametrize("seed", range(3))
+def test_largest_random_scores_have_finite_gradients(backend, size, bias, seed):
+    """The same where FP32 rounds scores by nats. A row's key of weight 1 stands further above the others than that, so
+    dV is right, and dQ and dK are 0."""
+    g = torch.Generator().manual_seed(seed)
+    q, k = (torch.randn(1, 2, n, 16, generator=g) for n in (60, 100))
+    q, k = ((q + bias).clamp(max=65504).half(), (size * k).clamp(-65504, 65504).half())
+    v, grad = (torch.randn(1, 2, n, 16, generator=g).half() for n in (100, 60))
+    found = FORMULAS[backend](grad, None, q, k, v, None, False, 0.25)
+    golden, naive = (definition(q, k, v, kind, grad) for kind in (torch.float64, torch.float32))
+    for x, true, plain in zip(found, golden, naive, strict=True):
+        limit = 2 * (plain.half().double() - true).abs().max() + HALF_ULP * true.abs().max()
+        assert (x.double() - true).abs().max() <= limit
+
+
+@triton.jit
+def weights_kernel(p_x, p_top, p_log, p_out, scale, MASK: tl.constexpr, SIZE: tl.constexpr):
+    """`lifted_weights` in FP16."""
+    o = tl.arange(0, SIZE)
+    b_p = lifted_weights(tl.load(p_x + o), tl.load(p_top + o), tl.load(p_log + o), scale, MASK)
+    tl.store(p_out + o, b_p.to(tl.float16))
+
+
+@pytest.mark.parametrize("kind", ["none", "float"])
+def test_no_order_of_sums_lifts_a_weight_out_of_range(kind):
+    """The maximum of a row comes from another kernel, whose sums may have another order: here scores are up to 64 nats
+    above it. P <= 1 is what keeps 2^15 P within FP16."""
+    x = torch.linspace(-64, 64, 64) + 1e6
+    top, log = torch.full((64,), 1e6), torch.full((64,), -15.0) + torch.arange(64) % 4
+    out = torch.empty(64, dtype=torch.float16, device=DEVICE)
+    weights_kernel[(1,)](*(t.to(DEVICE) for t in (x, top, log)), out, 1.0, MASK=kind, SIZE=64)
+    expected = torch.exp((x.double() - 1e6).clamp(max=0)) * 2.0 ** (15 - torch.arange(64) % 4)
+    assert ((out.cpu().double() - expected).abs() <= 2 * HALF_ULP * expected + 2.0**-24).all()
 
 
 @both
