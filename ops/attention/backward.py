@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from pasa.ops.attention.inputs import edges
-from pasa.ops.attention.masking import KeyMask, dense_mask, hidden_keys, read_mask
+from pasa.ops.attention.masking import KeyMask, dense_mask, fitting_mask, hidden_keys, read_mask
 from pasa.ops.attention.scores import matmul_rows
 
 BLOCK = 128  # keys of a tile; it changes no number but the order of sums
@@ -67,6 +67,7 @@ def attention_backward(
     -----
     A NaN or infinity in a key or value may reach all gradients of its head, unless no query sees that key.
     """
+    attn_mask = None if attn_mask is None else fitting_mask(attn_mask, scale)
     mask = read_mask(attn_mask, is_causal, q, k)
     rows, keys, values = _wide(q).unflatten(1, (k.shape[1], -1)), _wide(k), _wide(v)
     grad = torch.zeros_like(rows) if grad_out is None else grad_out.to(rows.dtype).unflatten(1, (k.shape[1], -1))

@@ -7,6 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+FP32_MAX = torch.finfo(torch.float32).max
+# A score, its block's offset and its frame are each below 2^43 (README.md, "Why it cannot overflow"), times the scale.
+LARGEST_PRODUCT = 2.0**46
+
 
 @dataclass(frozen=True)
 class KeyMask:
@@ -52,6 +56,20 @@ class KeyMask:
             band = torch.arange(start, stop, device=self.device) <= rows + self.causal_shift
             visible = band if visible is None else visible & band
         return visible, bias
+
+
+def fitting_mask(attn_mask: Tensor, scale: float) -> Tensor:
+    """Return the mask, with finite elements as small as FP32 needs to hold their sums with scores.
+
+    A mask of finfo.min leaves no room for a score of -2^103: their sum is -inf, which would hide the key. Elements
+    are clamped to FP32's largest number less the largest score. Up to a scale of 2^57 that is the same number.
+    """
+    if attn_mask.dtype in (torch.bool, torch.float16):
+        return attn_mask
+    room = FP32_MAX - LARGEST_PRODUCT * scale
+    if room > FP32_MAX - 2.0**103:  # less than half of FP32's last spacing
+        return attn_mask
+    return attn_mask.float().clamp(-room, room).where(attn_mask.isfinite(), attn_mask)
 
 
 def read_mask(attn_mask: Tensor | None, is_causal: bool, q: Tensor, k: Tensor) -> KeyMask:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pasa.ops.attention.diagnostics import ScoreCounts
 from pasa.ops.attention.inputs import edges, to_fp16
-from pasa.ops.attention.masking import KeyMask, dense_mask, hidden_keys, non_finite_reach, read_mask
+from pasa.ops.attention.masking import KeyMask, dense_mask, fitting_mask, hidden_keys, non_finite_reach, read_mask
 from pasa.ops.attention.options import AttentionOptions
 from pasa.ops.attention.repeated_maxima import EPSILON, bounded_shift, published_shift, repeats
 from pasa.ops.attention.scores import Block, Tile, score_model
@@ -77,6 +77,7 @@ def attention(
     softmax="unbiased_paper" warns of rows whose largest weights underflow. Where all do, the output is NaN.
     """
     if attn_mask is not None:
+        attn_mask = fitting_mask(attn_mask, scale)
         full = dense_mask(attn_mask, is_causal, q, k)
         if bool((hidden := hidden_keys(full, k)).any()):
             return _without_hidden_keys(q, k, v, full, scale, options, diagnose, hidden)

@@ -16,6 +16,7 @@ from pasa.ops.attention.backward_launch import gradients
 from pasa.ops.attention.decode_launch import decode
 from pasa.ops.attention.inputs import capturing, edges, to_fp16
 from pasa.ops.attention.mask_launch import MaskTiles
+from pasa.ops.attention.masking import fitting_mask
 from pasa.ops.attention.options import AttentionOptions
 from pasa.ops.attention.paged_launch import paged_attention
 from pasa.ops.attention.paper_launch import paper_attention
@@ -56,7 +57,7 @@ def attention(
     with on_device(q):
         dropped = dropped_bits(options.softmax, q.dtype)
         out_dtype = output_dtype(dropped)
-        call = Call(*_ready(q, k, v), _mask(attn_mask, q, k), is_causal, scale, None, None, dropped, out_dtype)
+        call = Call(*_ready(q, k, v), _mask(attn_mask, q, k, scale), is_causal, scale, None, None, dropped, out_dtype)
         if _exact_on_gpu(call, options) and is_short(call):
             return _results(q, *short_attention(call))
         if _exact_on_gpu(call, options) and call.decodes:
@@ -135,7 +136,7 @@ def attention_backward(
     if q.device.type == "npu":
         return backward.attention_backward(grad_out, grad_lse, q, k, v, attn_mask, is_causal, scale)
     with on_device(q):
-        call = Call(*_ready(q.half(), k.half(), v.half()), _mask(attn_mask, q, k), is_causal, scale)
+        call = Call(*_ready(q.half(), k.half(), v.half()), _mask(attn_mask, q, k, scale), is_causal, scale)
         out = torch.zeros_like(call.q) if grad_out is None else grad_out
         out = out if out.stride(-1) == 1 else out.contiguous()
         lse = None if grad_lse is None else grad_lse.contiguous()
@@ -174,11 +175,11 @@ def _exact_on_gpu(call: Call, options: AttentionOptions) -> bool:
     return options.precision == "pasa" and options.recovery == "exact" and call.q.device.type != "npu"
 
 
-def _mask(attn_mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """Bytes or floats (B, Hq, Sq, Skv), expanded."""
+def _mask(attn_mask: Tensor | None, q: Tensor, k: Tensor, scale: float) -> Tensor | None:
+    """Return the mask as bytes or floats (B, Hq, Sq, Skv), expanded."""
     if attn_mask is None:
         return None
-    mask = attn_mask.view(torch.uint8) if attn_mask.dtype == torch.bool else attn_mask
+    mask = attn_mask.view(torch.uint8) if attn_mask.dtype == torch.bool else fitting_mask(attn_mask, scale)
     return mask.expand(*q.shape[:3], k.shape[2])
 
 
