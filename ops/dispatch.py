@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -19,7 +21,6 @@ from torch._C._functorch import TransformType
 from torch._library.custom_ops import CustomOpDef
 from torch.autograd import forward_ad
 
-TENSORS = 5  # of an operator's arguments: behind these there are none
 _functions: dict[CustomOpDef, type[torch.autograd.Function]] = {}
 
 
@@ -36,6 +37,13 @@ def refuse_tangents(tensors: tuple[Any, ...]) -> None:
         raise NotImplementedError("pasa attention has no forward-mode derivative, only gradients (backward)")
 
 
+@cache
+def tensors_of(op: CustomOpDef) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    """Return a function that picks the tensors, and None for those left out, from all arguments of an operator."""
+    schema = enumerate(op._opoverload._schema.arguments)
+    return itemgetter(*(place for place, argument in schema if "Tensor" in str(argument.type)))
+
+
 def shorten(op: CustomOpDef, remember: Callable[..., Any], gradient: Callable[..., Any]) -> None:
     """Let `call` differentiate an operator by what it gave to `register_autograd`."""
 
@@ -43,7 +51,7 @@ def shorten(op: CustomOpDef, remember: Callable[..., Any], gradient: Callable[..
         @staticmethod
         def forward(*arguments: Any) -> Any:
             # below torch.func.grad a mode may still have to see the call
-            return op(*arguments) if _is_observed(arguments) else op._init_fn(*arguments)
+            return op(*arguments) if _is_observed(tensors_of(op)(arguments)) else op._init_fn(*arguments)
 
         setup_context = staticmethod(remember)
         backward = staticmethod(gradient)
@@ -58,7 +66,9 @@ def shorten(op: CustomOpDef, remember: Callable[..., Any], gradient: Callable[..
 
 
 def call(op: CustomOpDef, *arguments: Any) -> Any:
-    """What the operator returns, by the shortest way that shows the call to whoever has to see it.
+    """Return what the operator returns, by the shortest way that shows the call to whoever has to see it.
+
+    Takes all arguments of the operator, in order: their places tell which are tensors.
 
     Raises
     ------
@@ -67,28 +77,29 @@ def call(op: CustomOpDef, *arguments: Any) -> Any:
     """
     if torch.compiler.is_compiling():
         return op(*arguments)
-    refuse_tangents(arguments[:TENSORS])
+    tensors = tensors_of(op)(arguments)
+    refuse_tangents(tensors)
     transform: Any = torch._C._functorch.peek_interpreter_stack()
     if transform is not None:
         grad = transform.key() == TransformType.Grad and op in _functions
         return _functions[op].apply(*arguments) if grad else op(*arguments)
-    if _is_observed(arguments):
+    if _is_observed(tensors):
         return op(*arguments)
-    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in arguments[:TENSORS]):
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         return _functions[op].apply(*arguments) if op in _functions else op(*arguments)
     return op._init_fn(*arguments)
 
 
-def _is_observed(arguments: tuple[Any, ...]) -> bool:
+def _is_observed(tensors: tuple[Any, ...]) -> bool:
     c = torch._C
     if c._len_torch_dispatch_stack() or c._len_torch_function_stack() or c._get_tracing_state() is not None:
         return True
     if c._autograd._profiler_enabled():
         return True
-    for x in arguments[:TENSORS]:
+    for x in tensors:
         if type(x) is Tensor:
             if x.is_meta or x.is_neg() or x._is_zerotensor():
                 return True
-        elif isinstance(x, Tensor):
+        elif x is not None:
             return True
     return False

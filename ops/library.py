@@ -17,7 +17,7 @@ from torch import Tensor
 from pasa.ops import dispatch, gradients, registry
 from pasa.ops.attention import watch
 from pasa.ops.attention.options import AttentionOptions
-from pasa.ops.dispatch import TENSORS, without_autocast
+from pasa.ops.dispatch import without_autocast
 from pasa.ops.registry import Backend, Request, select
 
 
@@ -181,10 +181,9 @@ def _(
 
 
 def _remember_varlen(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, is_causal, scale = inputs[: TENSORS + 2]
-    *arithmetic, diagnose, backend = inputs[TENSORS + 2 :]
-    server = _server(inputs[0], "none", True, diagnose, backend, *arithmetic)
-    gradients.remember(ctx, tuple(tensors), output, is_causal, scale, server)
+    q, k, v, cu_seqlens_q, cu_seqlens_k, is_causal, scale, *arithmetic, diagnose, backend = inputs
+    server = _server(q, "none", True, diagnose, backend, *arithmetic)
+    gradients.remember(ctx, (q, k, v, cu_seqlens_q, cu_seqlens_k), output, is_causal, scale, server)
 
 
 attention_varlen.register_autograd(gradients.of_varlen, setup_context=_remember_varlen)
