@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pasa.ops import dispatch, registry
+from pasa.ops import dispatch, operands, registry
 from pasa.ops.attention import backward
 from pasa.ops.dispatch import without_autocast
 
@@ -43,6 +43,8 @@ def attention_backward(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dmask or empty) of heads-first tensors; see ops/attention/backward.py."""
+    operands.check_attention(q, k, v, attn_mask, scale)
+    operands.check_gradients(grad_out, grad_lse, q, tuple(q.shape[:3]), backend)
     given = (grad_out, grad_lse, q, k, v, attn_mask, is_causal, _default(scale, q))
     with without_autocast(q.device.type):
         if not mask_too or attn_mask is None:
@@ -68,6 +70,8 @@ def _(
     mask_too: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    operands.check_attention(q, k, v, attn_mask, scale)
+    operands.check_gradients(grad_out, grad_lse, q, tuple(q.shape[:3]), backend)
     of_mask = q.new_empty(0) if not mask_too or attn_mask is None else attn_mask.new_empty(attn_mask.shape)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), of_mask
 
@@ -86,6 +90,8 @@ def attention_varlen_backward(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of packed sequences; see ops/attention/backward.py."""
+    operands.check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, scale)
+    operands.check_gradients(grad_out, grad_lse, q, tuple(q.shape[:2]), backend)
     with without_autocast(q.device.type):
         return backward.attention_varlen_backward(
             _formula(backend), grad_out, grad_lse, q, k, v, cu_seqlens_q, cu_seqlens_k, is_causal, _default(scale, q)
@@ -105,6 +111,8 @@ def _(
     scale: float | None,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    operands.check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, scale)
+    operands.check_gradients(grad_out, grad_lse, q, tuple(q.shape[:2]), backend)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pasa.ops import dispatch, gradients, registry
+from pasa.ops import dispatch, gradients, operands, registry
 from pasa.ops.attention import watch
 from pasa.ops.attention.options import AttentionOptions
 from pasa.ops.dispatch import without_autocast
@@ -54,6 +54,11 @@ def serve(
     return _resolve(tuple(registry.BACKENDS.values()), backend, needs, arithmetic, paged)
 
 
+def check_options(*arithmetic: Any) -> None:
+    """Check the options of a call that nothing serves: one without data."""
+    AttentionOptions(*arithmetic)
+
+
 def _server(q: Tensor, mask: str, varlen: bool, diagnose: bool, backend: str | None, *arithmetic: Any) -> str:
     """Name of the backend that serves such calls; where head dims are traced, they have no hash."""
     head_dim: Any = q.shape[-1]
@@ -83,6 +88,7 @@ def attention(
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(out (B, Hq, Sq, D), lse (B, Hq, Sq), counts (B, Hq, 6) or empty) of heads-first tensors; see the reference."""
+    operands.check_attention(q, k, v, attn_mask, scale)
     arithmetic = (precision, recovery, beta, block_q, block_k, softmax, overflow, accumulate)
     kernel, options, _ = serve(q, mask_kind(attn_mask), False, diagnose, backend, *arithmetic)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -110,6 +116,8 @@ def _(
     diagnose: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    operands.check_attention(q, k, v, attn_mask, scale)
+    check_options(precision, recovery, beta, block_q, block_k, softmax, overflow, accumulate)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     counts = q.new_empty((*q.shape[:2], 6) if diagnose else (0,), dtype=torch.float64)
     return q.new_empty(q.shape), lse, counts
@@ -146,6 +154,7 @@ def attention_varlen(
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(out (T, Hq, D), lse (T, Hq), counts (1, Hq, 6) or empty) of packed sequences; see the reference."""
+    operands.check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, scale)
     arithmetic = (precision, recovery, beta, block_q, block_k, softmax, overflow, accumulate)
     kernel, options, _ = serve(q, "none", True, diagnose, backend, *arithmetic)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -175,6 +184,8 @@ def _(
     diagnose: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    operands.check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, scale)
+    check_options(precision, recovery, beta, block_q, block_k, softmax, overflow, accumulate)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     counts = q.new_empty((1, q.shape[1], 6) if diagnose else (0,), dtype=torch.float64)
     return q.new_empty(q.shape), lse, counts
@@ -198,6 +209,7 @@ def watch_scores(
 
     `walked` (1,), INT64, on the CPU: how many rows came before this call; those of the call are added.
     """
+    operands.check_watch(q, k, attn_mask, totals, walked, scale)
     rows = q.shape[0] * q.shape[1] * q.shape[2]
     taken = watch.sample(walked.tolist()[0], rows)
     walked += rows
@@ -211,7 +223,7 @@ def watch_scores(
 def _(
     q: Tensor, k: Tensor, attn_mask: Tensor | None, totals: Tensor, walked: Tensor, is_causal: bool, scale: float
 ) -> None:
-    return None
+    operands.check_watch(q, k, attn_mask, totals, walked, scale)
 
 
 @cache

@@ -6,9 +6,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pasa.ops import paging
+from pasa.ops import operands, paging
 from pasa.ops.dispatch import without_autocast
-from pasa.ops.library import serve
+from pasa.ops.library import check_options, serve
 
 
 @torch.library.custom_op("pasa::attention_paged", mutates_args=())
@@ -36,13 +36,15 @@ def attention_paged(
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(out (T, Hq, D), lse (T, Hq), counts (1, Hq, 6) or empty); see the reference."""
+    longest = (max_seqlen_q, max_seqlen_k)
+    operands.check_paged(q, (k_cache, v_cache), block_table, seq_lens, cu_seqlens_q, longest, key_anchors, scale)
     arithmetic = (precision, recovery, beta, block_q, block_k, softmax, overflow, accumulate)
     kernel, options, _ = serve(q, "none", True, diagnose, backend, *arithmetic, paged=True)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     paging.check_pages(block_table, seq_lens, cu_seqlens_q, k_cache, q.shape[0])
     if key_anchors is not None:
         paging.check_anchors(key_anchors, k_cache, block_table, seq_lens)
-    tables = (block_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, key_anchors)
+    tables = (block_table, seq_lens, cu_seqlens_q, *longest, key_anchors)
     with without_autocast(q.device.type):
         out, lse, counts = kernel.attention_paged(q, k_cache, v_cache, *tables, is_causal, scale, options, diagnose)
     return out.contiguous(), lse.contiguous(), counts
@@ -72,6 +74,9 @@ def _(
     diagnose: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    longest = (max_seqlen_q, max_seqlen_k)
+    operands.check_paged(q, (k_cache, v_cache), block_table, seq_lens, cu_seqlens_q, longest, key_anchors, scale)
+    check_options(precision, recovery, beta, block_q, block_k, softmax, overflow, accumulate)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     counts = q.new_empty((1, q.shape[1], 6) if diagnose else (0,), dtype=torch.float64)
     return q.new_empty(q.shape), lse, counts
@@ -83,9 +88,11 @@ def write_pages(
 ) -> None:
     """Keys and values (T, Hkv, D) into their slots; see `paging.write_pages`. No argument has a default: torch 2.11
     fails where one that may be written is left out."""
-    paging.write_pages(k, v, k_cache, v_cache, slot_mapping, key_anchors)
+    operands.check_writes(k, v, (k_cache, v_cache), slot_mapping, key_anchors)
+    if len(slot_mapping):
+        paging.write_pages(k, v, k_cache, v_cache, slot_mapping, key_anchors)
 
 
 @write_pages.register_fake
 def _(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, key_anchors: Tensor | None) -> None:
-    return None
+    operands.check_writes(k, v, (k_cache, v_cache), slot_mapping, key_anchors)

@@ -10,7 +10,6 @@ from pasa import diagnostics
 from pasa.checks import (
     check_lengths,
     check_mask,
-    check_shapes,
     check_switches,
     check_tensors,
     checked_config,
@@ -149,8 +148,7 @@ def attention(
     check_tensors(q, k, v, rank=4)
     if last:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    check_shapes(q, k, v)
-    check_mask(attn_mask, q, k)
+    check_mask(attn_mask)
     options, diagnose = checked_config(config).arguments, diagnostics.recording()
     scale = checked_scale(scale, q.shape[-1])
     out, lse, counts = dispatch.call(
@@ -209,12 +207,9 @@ def attention_varlen(
     True
     """
     check_tensors(q, k, v, rank=3)
-    check_shapes(*(x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)))
     check_lengths("q", cu_seqlens_q, max_seqlen_q, q)
     check_lengths("k", cu_seqlens_k, max_seqlen_k, q)
     check_switches(is_causal, return_lse, backend)
-    if len(cu_seqlens_q) != len(cu_seqlens_k):
-        raise ValueError(f"cu_seqlens_q has {len(cu_seqlens_q)} entries but cu_seqlens_k has {len(cu_seqlens_k)}")
     options, diagnose = checked_config(config).arguments, diagnostics.recording()
     scale = checked_scale(scale, q.shape[-1])
     lengths = (cu_seqlens_q, cu_seqlens_k)

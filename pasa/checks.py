@@ -1,4 +1,8 @@
-"""Checks of arguments that public functions share: what does not fit is refused by name."""
+"""Checks of arguments that public functions share: what does not fit is refused by name.
+
+They are of Python's types and of layouts. Shapes, types and devices of tensors are checked by the operators
+(`pasa/ops/operands.py`), which a compiled program calls without these functions.
+"""
 
 from __future__ import annotations
 
@@ -51,21 +55,10 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"{queries[1]} query heads are not a multiple of {keys[1]} key heads")
 
 
-def check_mask(attn_mask: Tensor | None, q: Tensor, k: Tensor) -> None:
-    """Of heads-first q and k."""
-    if attn_mask is None:
-        return
-    if not isinstance(attn_mask, Tensor):
+def check_mask(attn_mask: Tensor | None) -> None:
+    """Check the type alone: the operator checks the rest, once layouts are told apart."""
+    if attn_mask is not None and not isinstance(attn_mask, Tensor):
         raise TypeError(f"attn_mask is a {type(attn_mask).__name__}, not a Tensor")
-    if attn_mask.dtype not in (torch.bool, *DTYPES):
-        raise TypeError(f"attn_mask is {attn_mask.dtype}, expected bool (True = keep) or one of {DTYPES} (added)")
-    if attn_mask.device != q.device:
-        raise ValueError(f"attn_mask is on {attn_mask.device} but q is on {q.device}")
-    target = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    given = tuple(attn_mask.shape)
-    fits = len(given) <= 4 and all(a in (1, b) for a, b in zip(reversed(given), reversed(target), strict=False))
-    if not fits:
-        raise ValueError(f"attn_mask {given} does not broadcast to (B, Hq, Sq, Skv) = {target}")
 
 
 def check_lengths(name: str, cu_seqlens: Tensor, longest: int, q: Tensor) -> None:

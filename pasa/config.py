@@ -4,22 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pasa.ops.attention.options import (
-    ACCUMULATES,
-    OVERFLOWS,
-    PRECISIONS,
-    RECOVERIES,
-    SOFTMAXES,
-    AttentionOptions,
-)
-
-CHOICES = {
-    "precision": PRECISIONS,
-    "recovery": RECOVERIES,
-    "softmax": SOFTMAXES,
-    "overflow": OVERFLOWS,
-    "accumulate": ACCUMULATES,
-}
+from pasa.ops.attention.options import AttentionOptions
 
 
 @dataclass(frozen=True)
@@ -63,20 +48,3 @@ class PasaConfig(AttentionOptions):
     Traceback (most recent call last):
     ValueError: precision='fp8' is not one of (...)
     """
-
-    def __post_init__(self) -> None:
-        for name, allowed in CHOICES.items():
-            value = getattr(self, name)
-            if value not in allowed:
-                raise ValueError(f"{name}={value!r} is not one of {allowed}")
-        for name in ("block_q", "block_k"):
-            value = getattr(self, name)
-            # More keys in one block would leave their equal shares (accumulate="fp16") below 2^-16, with few bits.
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 2**16:
-                raise ValueError(f"{name}={value!r} is not an integer from 1 to 65536")
-        if self.beta is None:
-            return
-        if self.precision != "pasa" or self.recovery != "paper":
-            raise ValueError(f"beta={self.beta!r} is only used by precision='pasa', recovery='paper'")
-        if not isinstance(self.beta, (int, float)) or not 0 <= self.beta < 1:
-            raise ValueError(f"beta={self.beta!r} is not in [0, 1)")

@@ -8,11 +8,9 @@ import torch
 from torch import Tensor
 
 from pasa import diagnostics
-from pasa.checks import DTYPES, check_switches, checked_config, checked_scale
+from pasa.checks import check_switches, checked_config, checked_scale
 from pasa.config import PasaConfig
 from pasa.ops import dispatch, paged_library
-
-INTEGERS = (torch.int32, torch.int64)
 
 
 @overload
@@ -123,12 +121,9 @@ def attention_paged(
     (torch.Size([2, 4, 32]), True)
     """
     check_switches(is_causal, return_lse, backend)
-    _check_caches(k_cache, v_cache)
-    _check_like("q", q, k_cache, rank=3)
+    _check_types(q=q, k_cache=k_cache, v_cache=v_cache, block_table=block_table, seq_lens=seq_lens)
+    _check_options(cu_seqlens_q=cu_seqlens_q, key_anchors=key_anchors)
     _refuse_gradients("attention_paged", q=q, k_cache=k_cache, v_cache=v_cache)
-    _check_queries(q, k_cache)
-    _check_tables(q, block_table, seq_lens, cu_seqlens_q)
-    _check_anchors(key_anchors, k_cache)
     for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         if longest is not None and (isinstance(longest, bool) or not isinstance(longest, int) or longest < 1):
             raise ValueError(f"{name}={longest!r} is not a positive integer")
@@ -185,92 +180,26 @@ def write_pages(
     >>> bool((key_anchors[0] - 50).abs().max() < 2)
     True
     """
-    _check_caches(k_cache, v_cache)
-    for name, x in (("k", k), ("v", v)):
-        _check_like(name, x, k_cache, rank=3)
-        if x.shape[1:] != k_cache.shape[2:]:
-            raise ValueError(f"{name} {tuple(x.shape)} does not fit the cache's heads {tuple(k_cache.shape[2:])}")
+    _check_types(k=k, v=v, k_cache=k_cache, v_cache=v_cache, slot_mapping=slot_mapping)
+    _check_options(key_anchors=key_anchors)
     _refuse_gradients("write_pages", k=k, v=v, k_cache=k_cache, v_cache=v_cache)
-    _check_integers("slot_mapping", slot_mapping, k_cache, rank=1)
-    _check_anchors(key_anchors, k_cache)
-    if k.shape != v.shape or len(slot_mapping) > len(k):
-        raise ValueError(f"{len(slot_mapping)} slots, but {len(k)} keys and {len(v)} values")
-    if len(slot_mapping):
-        n = len(slot_mapping)
-        torch.ops.pasa.write_pages(k[:n], v[:n], k_cache, v_cache, slot_mapping, key_anchors)
+    n = slot_mapping.numel()
+    if len(k) != len(v) or n > len(k):
+        raise ValueError(f"{n} slots, but {len(k)} keys and {len(v)} values")
+    torch.ops.pasa.write_pages(k[:n], v[:n], k_cache, v_cache, slot_mapping, key_anchors)
 
 
-def _check_caches(k_cache: Tensor, v_cache: Tensor) -> None:
-    _check_like("k_cache", k_cache, None, rank=4)
-    _check_like("v_cache", v_cache, k_cache, rank=4)
-    if k_cache.shape != v_cache.shape or 0 in k_cache.shape:
-        raise ValueError(f"caches (pages, slots, Hkv, D) are {tuple(k_cache.shape)} and {tuple(v_cache.shape)}")
-    for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if x.stride(-1) != 1:
-            raise ValueError(f"{name} has strides {x.stride()}: the last one is not 1")
+def _check_types(**tensors: object) -> None:
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} is a {type(x).__name__}, not a Tensor")
 
 
-def _check_like(name: str, x: Tensor, cache: Tensor | None, rank: int) -> None:
-    """A tensor of so many dimensions, of the cache's dtype and device."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} is a {type(x).__name__}, not a Tensor")
-    if x.dim() != rank:
-        raise ValueError(f"{name} has {x.dim()} dimensions {tuple(x.shape)}, expected {rank}")
-    if x.dtype not in DTYPES:
-        raise TypeError(f"{name} is {x.dtype}, expected one of {DTYPES}")
-    if cache is not None and x.dtype != cache.dtype:
-        raise TypeError(f"{name} is {x.dtype} but k_cache is {cache.dtype}")
-    if cache is not None and x.device != cache.device:
-        raise ValueError(f"{name} is on {x.device} but k_cache is on {cache.device}")
-
-
-def _check_anchors(key_anchors: Tensor | None, k_cache: Tensor) -> None:
-    if key_anchors is None:
-        return
-    if not isinstance(key_anchors, Tensor) or key_anchors.dtype != torch.float16:
-        found = key_anchors.dtype if isinstance(key_anchors, Tensor) else type(key_anchors)
-        raise TypeError(f"key_anchors is {found}, not an FP16 Tensor")
-    wanted = (k_cache.shape[0], *k_cache.shape[2:])
-    if key_anchors.shape != wanted or not key_anchors.is_contiguous() or key_anchors.device != k_cache.device:
-        raise ValueError(
-            f"key_anchors {tuple(key_anchors.shape)} on {key_anchors.device} are not contiguous, or not the {wanted} "
-            f"of k_cache on {k_cache.device}"
-        )
+def _check_options(**tensors: object) -> None:
+    _check_types(**{name: x for name, x in tensors.items() if x is not None})
 
 
 def _refuse_gradients(function: str, **tensors: Tensor) -> None:
     for name, x in tensors.items():
         if torch.is_grad_enabled() and x.requires_grad:
             raise NotImplementedError(f"{function} has no gradient, and {name} requires one: detach it, or no_grad()")
-
-
-def _check_integers(name: str, x: Tensor, cache: Tensor, rank: int) -> None:
-    if not isinstance(x, Tensor) or x.dtype not in INTEGERS:
-        raise TypeError(f"{name} is {x.dtype if isinstance(x, Tensor) else type(x)}, not an int32 or int64 Tensor")
-    if x.dim() != rank:
-        raise ValueError(f"{name} has {x.dim()} dimensions {tuple(x.shape)}, expected {rank}")
-    if x.device != cache.device:
-        raise ValueError(f"{name} is on {x.device} but k_cache is on {cache.device}")
-
-
-def _check_queries(q: Tensor, k_cache: Tensor) -> None:
-    if q.shape[0] == 0 or q.shape[-1] != k_cache.shape[-1] or q.shape[1] == 0:
-        raise ValueError(f"q {tuple(q.shape)} is empty, or not of the cache's head dim {k_cache.shape[-1]}")
-    if q.shape[1] % k_cache.shape[2]:
-        raise ValueError(f"{q.shape[1]} query heads are not a multiple of {k_cache.shape[2]} key heads")
-
-
-def _check_tables(q: Tensor, block_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor | None) -> None:
-    """Form only: values are looked at where they are read, on a CPU."""
-    _check_integers("block_table", block_table, q, rank=2)
-    _check_integers("seq_lens", seq_lens, q, rank=1)
-    batch = len(seq_lens)
-    if batch == 0 or block_table.shape[0] != batch or block_table.shape[1] == 0:
-        raise ValueError(f"block_table {tuple(block_table.shape)} does not fit {batch} seq_lens")
-    if cu_seqlens_q is None:
-        if len(q) != batch:
-            raise ValueError(f"q has {len(q)} rows for {batch} sequences; give cu_seqlens_q unless each has one query")
-        return
-    _check_integers("cu_seqlens_q", cu_seqlens_q, q, rank=1)
-    if len(cu_seqlens_q) != batch + 1:
-        raise ValueError(f"cu_seqlens_q has {len(cu_seqlens_q)} entries for {batch} sequences, expected {batch + 1}")

@@ -11,12 +11,25 @@ PRECISIONS = ("pasa", "fp32", "partial", "fp16", "prescaled", "smooth_k")
 RECOVERIES = ("exact", "paper")
 SOFTMAXES = ("safe", "unbiased", "unbiased_paper")
 ACCUMULATES = ("fp32", "fp16")
+CHOICES = {
+    "precision": PRECISIONS,
+    "recovery": RECOVERIES,
+    "softmax": SOFTMAXES,
+    "overflow": OVERFLOWS,
+    "accumulate": ACCUMULATES,
+}
 __all__ = ["ACCUMULATES", "OVERFLOWS", "PRECISIONS", "RECOVERIES", "SOFTMAXES", "AttentionOptions"]
 
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """What an operator is told beside its tensors; `pasa.PasaConfig` validates it, backends read it."""
+    """What an operator is told beside its tensors; validates itself. `pasa.PasaConfig` says what the values mean.
+
+    Raises
+    ------
+    ValueError
+        For a value that is not one of those, by name.
+    """
 
     precision: str = "pasa"
     recovery: str = "exact"
@@ -26,6 +39,23 @@ class AttentionOptions:
     softmax: str = "safe"
     overflow: Overflow = "inf"
     accumulate: str = "fp32"
+
+    def __post_init__(self) -> None:
+        for name, allowed in CHOICES.items():
+            value = getattr(self, name)
+            if value not in allowed:
+                raise ValueError(f"{name}={value!r} is not one of {allowed}")
+        for name in ("block_q", "block_k"):
+            value = getattr(self, name)
+            # More keys in one block would leave their equal shares (accumulate="fp16") below 2^-16, with few bits.
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 2**16:
+                raise ValueError(f"{name}={value!r} is not an integer from 1 to 65536")
+        if self.beta is None:
+            return
+        if self.precision != "pasa" or self.recovery != "paper":
+            raise ValueError(f"beta={self.beta!r} is only used by precision='pasa', recovery='paper'")
+        if not isinstance(self.beta, (int, float)) or not 0 <= self.beta < 1:
+            raise ValueError(f"beta={self.beta!r} is not in [0, 1)")
 
     @property
     def arguments(self) -> tuple[Any, ...]:

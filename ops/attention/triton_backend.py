@@ -84,8 +84,8 @@ def attention_varlen(
         edges(cu_seqlens_k, "k", k)
     with on_device(q):
         dropped = dropped_bits(options.softmax, q.dtype)
-        packed = cu_seqlens_q.int().contiguous(), cu_seqlens_k.int().contiguous()
-        call = Call(*_ready(q, k, v), None, is_causal, scale, *packed, dropped, output_dtype(dropped))
+        cu_q, cu_k = (x.to(q.device, torch.int32).contiguous() for x in (cu_seqlens_q, cu_seqlens_k))
+        call = Call(*_ready(q, k, v), None, is_causal, scale, cu_q, cu_k, dropped, output_dtype(dropped))
         return _results(q, *portable_attention(call, options))
 
 
@@ -139,7 +139,7 @@ def attention_backward(
         call = Call(*_ready(q.half(), k.half(), v.half()), _mask(attn_mask, q, k, scale), is_causal, scale)
         out = torch.zeros_like(call.q) if grad_out is None else grad_out
         out = out if out.stride(-1) == 1 else out.contiguous()
-        lse = None if grad_lse is None else grad_lse.contiguous()
+        lse = None if grad_lse is None else grad_lse.float().contiguous()
         return gradients(call, out, lse, visible_keys(call), q.dtype)
 
 

@@ -148,7 +148,7 @@ BAD = [
     ({"block_table": torch.full((2, 3), -1).int()}, ValueError, "names page -1"),
     ({"seq_lens": torch.tensor([20, 49])}, ValueError, "20 to 49, but the block table has room for 0 to 48 keys"),
     ({"seq_lens": torch.tensor([-1, 9])}, ValueError, "seq_lens are -1 to 9"),
-    ({"seq_lens": [20, 33]}, TypeError, "seq_lens is <class 'list'>"),
+    ({"seq_lens": [20, 33]}, TypeError, "seq_lens is a list, not a Tensor"),
     ({"cu_seqlens_q": torch.tensor([0, 1, 3])}, ValueError, r"cu_seqlens_q=\[0, 1, 3\] does not rise"),
     ({"cu_seqlens_q": torch.tensor([0, 2])}, ValueError, "cu_seqlens_q has 2 entries for 2 sequences, expected 3"),
     ({"q": torch.zeros(3, 4, 64).half()}, ValueError, "q has 3 rows for 2 sequences; give cu_seqlens_q"),

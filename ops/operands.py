@@ -1,0 +1,247 @@
+"""Checks of what an operator of torch.ops.pasa is given, made in the operator, before a kernel reads memory by it.
+
+Shapes, types and devices alone: values are checked where they are read on a host. `pasa.attention` and its like have
+checked the same with more words on layouts; a program that was exported or compiled calls the operators themselves, and
+so may anybody. A check costs the host about a microsecond, so attributes of a tensor are asked for once.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pasa.ops.registry import BACKENDS
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+INTEGERS = (torch.int32, torch.int64)
+SCALES = (2.0**-80, 2.0**80)  # |q.k| is below 2^42, so FP32 holds scores, and the inverse of the scale references
+
+
+def check_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, scale: float | None) -> None:
+    """Check operands of one shape for all batch entries: q (B, Hq, Sq, D), k and v (B, Hkv, Skv, D), and a mask.
+
+    Raises
+    ------
+    ValueError, TypeError
+        Naming the argument and its value.
+    """
+    _check_alike(q, k, v, 4)
+    queries, keys = q.shape, k.shape
+    if queries[0] != keys[0]:
+        raise ValueError(f"batch of q is {queries[0]} but that of k is {keys[0]}")
+    _check_heads(queries[1], keys[1])
+    _check_scale(scale)
+    if attn_mask is not None:
+        _check_mask(attn_mask, q, (queries[0], queries[1], queries[2], keys[2]))
+
+
+def check_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, scale: float | None
+) -> None:
+    """Check packed operands: q (Tq, Hq, D), k and v (Tk, Hkv, D), and both lists of cumulative lengths.
+
+    Raises
+    ------
+    ValueError, TypeError
+        Naming the argument and its value.
+    """
+    _check_alike(q, k, v, 3)
+    _check_heads(q.shape[1], k.shape[1])
+    _check_scale(scale)
+    for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if x.dtype not in INTEGERS:
+            raise TypeError(f"{name} is {x.dtype}, expected int32 or int64")
+        if x.dim() != 1 or x.shape[0] < 2:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}, expected (sequences + 1,)")
+        if x.is_meta and not q.is_meta:
+            raise ValueError(f"{name} is on meta but q is on {q.device}")
+    if cu_seqlens_q.shape != cu_seqlens_k.shape:
+        raise ValueError(f"cu_seqlens_q has {len(cu_seqlens_q)} entries but cu_seqlens_k has {len(cu_seqlens_k)}")
+
+
+def check_gradients(
+    grad_out: Tensor | None, grad_lse: Tensor | None, q: Tensor, lse_shape: tuple[int, ...], backend: str
+) -> None:
+    """Check the gradients of an output of q's shape and of a log-sum-exp, and the backend that is to take them.
+
+    Raises
+    ------
+    ValueError, TypeError
+        Naming the argument and its value.
+    """
+    if grad_out is None and grad_lse is None:
+        raise ValueError("grad_out and grad_lse are both None: there is nothing to take a gradient of")
+    for name, x, wanted in (("grad_out", grad_out, tuple(q.shape)), ("grad_lse", grad_lse, lse_shape)):
+        if x is None:
+            continue
+        if tuple(x.shape) != wanted:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}, expected {wanted}")
+        if not x.dtype.is_floating_point:
+            raise TypeError(f"{name} is {x.dtype}, expected a float type")
+        _check_device(name, x, q)
+    if backend not in BACKENDS:
+        raise ValueError(f"backend={backend!r} is not registered; registered: {sorted(BACKENDS)}")
+
+
+def check_watch(q: Tensor, k: Tensor, attn_mask: Tensor | None, totals: Tensor, walked: Tensor, scale: float) -> None:
+    """Check what counting takes: operands of attention without values, and the two tensors that it adds to.
+
+    Raises
+    ------
+    ValueError, TypeError
+        Naming the argument and its value.
+    """
+    check_attention(q, k, k, attn_mask, scale)
+    for name, x, size in (("totals", totals, 5), ("walked", walked, 1)):
+        if x.dtype != torch.int64:
+            raise TypeError(f"{name} is {x.dtype}, expected int64")
+        if tuple(x.shape) != (size,) or not x.is_contiguous():
+            raise ValueError(f"{name} has shape {tuple(x.shape)} and strides {x.stride()}, expected ({size},)")
+    _check_device("totals", totals, q)
+    if walked.device.type != "cpu" and not q.is_meta:
+        raise ValueError(f"walked is on {walked.device}, expected cpu")
+
+
+def check_paged(
+    q: Tensor,
+    caches: tuple[Tensor, Tensor],
+    block_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor | None,
+    longest: tuple[int | None, int | None],
+    key_anchors: Tensor | None,
+    scale: float | None,
+) -> None:
+    """Check queries (T, Hq, D), both caches and their tables; longest: max_seqlen_q and max_seqlen_k.
+
+    Raises
+    ------
+    ValueError, TypeError
+        Naming the argument and its value.
+    """
+    _check_caches(q, caches, key_anchors)
+    queries, cache = q.shape, caches[0].shape
+    if len(queries) != 3 or 0 in queries:
+        raise ValueError(f"q has shape {tuple(queries)}, expected (T, Hq, D) with at least one element")
+    if queries[2] != cache[3]:
+        raise ValueError(f"q {tuple(queries)} is not of the cache's head dim {cache[3]}")
+    _check_heads(queries[1], cache[2])
+    _check_scale(scale)
+    _check_table("seq_lens", seq_lens, 1, q)
+    _check_table("block_table", block_table, 2, q)
+    batch, table = seq_lens.shape[0], block_table.shape
+    if batch == 0 or table[0] != batch or table[1] == 0:
+        raise ValueError(f"block_table {tuple(table)} does not fit {batch} seq_lens")
+    if cu_seqlens_q is not None:
+        _check_table("cu_seqlens_q", cu_seqlens_q, 1, q)
+        if len(cu_seqlens_q) != batch + 1:
+            raise ValueError(
+                f"cu_seqlens_q has {len(cu_seqlens_q)} entries for {batch} sequences, expected {batch + 1}"
+            )
+    elif queries[0] != batch:
+        raise ValueError(f"q has {queries[0]} rows for {batch} sequences; give cu_seqlens_q unless each has one query")
+    for name, most in zip(("max_seqlen_q", "max_seqlen_k"), longest, strict=True):
+        if most is not None and most < 1:
+            raise ValueError(f"{name}={most} is not a positive integer")
+
+
+def check_writes(
+    k: Tensor, v: Tensor, caches: tuple[Tensor, Tensor], slot_mapping: Tensor, key_anchors: Tensor | None
+) -> None:
+    """Check keys and values (T, Hkv, D), the caches that they go to, and a slot for each.
+
+    Raises
+    ------
+    ValueError, TypeError
+        Naming the argument and its value.
+    """
+    _check_caches(k, caches, key_anchors, "k")
+    keys, heads = k.shape, caches[0].shape[2:]
+    if k.dtype != v.dtype:
+        raise TypeError(f"v is {v.dtype} but k is {k.dtype}")
+    _check_device("v", v, k, "k")
+    if len(keys) != 3 or keys[1:] != heads or keys != v.shape:
+        raise ValueError(f"k {tuple(keys)} and v {tuple(v.shape)} do not fit the cache's heads {tuple(heads)}")
+    _check_table("slot_mapping", slot_mapping, 1, k, "k")
+    if slot_mapping.shape[0] != keys[0]:
+        raise ValueError(f"slot_mapping has {slot_mapping.shape[0]} slots for {keys[0]} keys")
+
+
+def _check_alike(q: Tensor, k: Tensor, v: Tensor, rank: int) -> None:
+    """Check three tensors of one rank, type, device and head dimension; k and v of one shape."""
+    dtype, device, queries, keys, values = q.dtype, q.device, q.shape, k.shape, v.shape
+    if dtype not in DTYPES:
+        raise TypeError(f"q is {dtype}, expected one of {DTYPES}")
+    for name, x, shape in (("q", q, queries), ("k", k, keys), ("v", v, values)):
+        if len(shape) != rank:
+            raise ValueError(f"{name} has {len(shape)} dimensions {tuple(shape)}, expected {rank}")
+        if x.dtype != dtype:
+            raise TypeError(f"{name} is {x.dtype} but q is {dtype}")
+        if x.device != device:
+            raise ValueError(f"{name} is on {x.device} but q is on {device}")
+    if keys != values:
+        raise ValueError(f"k and v differ in shape: {tuple(keys)} and {tuple(values)}")
+    if queries[-1] != keys[-1]:
+        raise ValueError(f"head dim of q is {queries[-1]} but that of k is {keys[-1]}")
+    if 0 in queries or 0 in keys:
+        name, shape = ("q", queries) if 0 in queries else ("k", keys)
+        raise ValueError(f"{name} is empty: {tuple(shape)}")
+
+
+def _check_heads(heads: int, kv_heads: int) -> None:
+    if heads % kv_heads:
+        raise ValueError(f"{heads} query heads are not a multiple of {kv_heads} key heads")
+
+
+def _check_scale(scale: float | None) -> None:
+    if scale is not None and not SCALES[0] <= scale <= SCALES[1]:
+        raise ValueError(f"scale={scale!r} is outside 2^-80 to 2^80, where FP32 holds every score")
+
+
+def _check_device(name: str, x: Tensor, other: Tensor, its_name: str = "q") -> None:
+    if x.device != other.device:
+        raise ValueError(f"{name} is on {x.device} but {its_name} is on {other.device}")
+
+
+def _check_mask(attn_mask: Tensor, q: Tensor, wanted: tuple[int, ...]) -> None:
+    if attn_mask.dtype not in (torch.bool, *DTYPES):
+        raise TypeError(f"attn_mask is {attn_mask.dtype}, expected bool (True = keep) or one of {DTYPES} (added)")
+    _check_device("attn_mask", attn_mask, q)
+    shape = tuple(attn_mask.shape)
+    fits = len(shape) <= 4 and all(a in (1, b) for a, b in zip(reversed(shape), reversed(wanted), strict=False))
+    if not fits:
+        raise ValueError(f"attn_mask {shape} does not broadcast to (B, Hq, Sq, Skv) = {wanted}")
+
+
+def _check_table(name: str, x: Tensor, dims: int, other: Tensor, its_name: str = "q") -> None:
+    """Check a tensor of integers that a kernel takes for indices."""
+    if x.dtype not in INTEGERS:
+        raise TypeError(f"{name} is {x.dtype}, expected int32 or int64")
+    if x.dim() != dims:
+        raise ValueError(f"{name} has {x.dim()} dimensions {tuple(x.shape)}, expected {dims}")
+    _check_device(name, x, other, its_name)
+
+
+def _check_caches(x: Tensor, caches: tuple[Tensor, Tensor], key_anchors: Tensor | None, its_name: str = "q") -> None:
+    """Check caches (pages, slots, Hkv, D) of one shape, of the type and device of x, and the anchors of their pages."""
+    k_cache, v_cache = caches
+    dtype, device, shape = x.dtype, x.device, k_cache.shape
+    if dtype not in DTYPES:
+        raise TypeError(f"{its_name} is {dtype}, expected one of {DTYPES}")
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if cache.dtype != dtype:
+            raise TypeError(f"{its_name} is {dtype} but {name} is {cache.dtype}")
+        if cache.device != device:
+            raise ValueError(f"{name} is on {cache.device} but {its_name} is on {device}")
+        if cache.stride(-1) != 1:
+            raise ValueError(f"{name} has strides {cache.stride()}: the last one is not 1")
+    if len(shape) != 4 or shape != v_cache.shape or 0 in shape:
+        raise ValueError(f"caches (pages, slots, Hkv, D) are {tuple(shape)} and {tuple(v_cache.shape)}")
+    if key_anchors is None:
+        return
+    if key_anchors.dtype != torch.float16:
+        raise TypeError(f"key_anchors is {key_anchors.dtype}, not an FP16 Tensor")
+    _check_device("key_anchors", key_anchors, x, its_name)
+    wanted = (shape[0], shape[2], shape[3])
+    if tuple(key_anchors.shape) != wanted or not key_anchors.is_contiguous():
+        raise ValueError(f"key_anchors {tuple(key_anchors.shape)} are not contiguous, or not the {wanted} of k_cache")

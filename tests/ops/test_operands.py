@@ -1,0 +1,120 @@
+"""What the operators of torch.ops.pasa refuse when they are called without `pasa.attention` before them."""
+
+import pytest
+import torch
+
+import pasa
+from tests.inputs import DEVICE, normal_qkv
+from tests.operators import OPERATORS, all_arguments
+
+FORWARD = ("attention", "attention_varlen", "attention_paged")
+BACKWARD = ("attention_backward", "attention_varlen_backward")
+BATCHED = ("attention", "attention_backward")
+PACKED = ("attention_varlen", "attention_varlen_backward")
+PAGED = ("attention_paged", "write_pages")
+KEYS = (*BATCHED, *PACKED)
+
+
+def narrowed(dim):
+    return lambda x: x.narrow(dim, 0, x.shape[dim] - 1)
+
+
+# operators, argument, what becomes of it, part of the message
+BAD = [
+    (BATCHED, "k", narrowed(0), r"k and v differ in shape: \(1, 2, 30, 16\) and \(2, 2, 30, 16\)"),
+    (BATCHED, "v", narrowed(0), r"k and v differ in shape: \(2, 2, 30, 16\) and \(1, 2, 30, 16\)"),
+    (BATCHED, "v", narrowed(2), r"\(2, 2, 30, 16\) and \(2, 2, 29, 16\)"),
+    (BATCHED, "q", narrowed(0), "batch of q is 1 but that of k is 2"),
+    (BATCHED, "q", narrowed(1), "3 query heads are not a multiple of 2 key heads"),
+    (BATCHED, "q", narrowed(3), "head dim of q is 15 but that of k is 16"),
+    (BATCHED, "q", lambda x: x[:, :, :0], r"q is empty: \(2, 4, 0, 16\)"),
+    (BATCHED, "attn_mask", narrowed(1), r"attn_mask \(12, 29\) does not broadcast to .* \(2, 4, 12, 30\)"),
+    (BATCHED, "attn_mask", lambda x: x.int(), "attn_mask is torch.int32"),
+    (PACKED, "v", narrowed(0), r"k and v differ in shape: \(30, 2, 16\) and \(29, 2, 16\)"),
+    (PACKED, "q", narrowed(1), "3 query heads are not a multiple of 2 key heads"),
+    (PACKED, "cu_seqlens_k", narrowed(0), "cu_seqlens_q has 3 entries but cu_seqlens_k has 2"),
+    (PACKED, "cu_seqlens_q", lambda x: x.float(), "cu_seqlens_q is torch.float32"),
+    (PACKED, "cu_seqlens_q", lambda x: x[None], r"cu_seqlens_q has shape \(1, 3\)"),
+    (KEYS, "k", lambda x: x.float(), "k is torch.float32 but q is torch.float16"),
+    (KEYS, "q", lambda x: x.int(), "q is torch.int32, expected one of"),
+    (KEYS, "q", lambda x: x[0], "q has .* dimensions .*, expected"),
+    (KEYS, "k", lambda x: x.to("meta"), "k is on meta but q is on"),
+    (KEYS, "scale", lambda _: -1.0, "scale=-1.0 is outside"),
+    (KEYS, "scale", lambda _: float("nan"), "scale=nan is outside"),
+    (FORWARD, "block_k", lambda _: -128, "block_k=-128 is not an integer from 1 to 65536"),
+    (FORWARD, "block_q", lambda _: 0, "block_q=0 is not an integer from 1 to 65536"),
+    (FORWARD, "softmax", lambda _: "fair", "softmax='fair' is not one of"),
+    (FORWARD, "beta", lambda _: 1.5, "beta=1.5"),
+    (BACKWARD, "grad_out", narrowed(-1), "grad_out has shape .*15.*, expected .*16"),
+    (BACKWARD, "grad_out", narrowed(0), "grad_out has shape"),
+    (BACKWARD, "grad_lse", narrowed(0), "grad_lse has shape"),
+    (BACKWARD, "grad_lse", lambda x: x.int(), "grad_lse is torch.int32"),
+    (BACKWARD, "grad_out", lambda x: x.to("meta"), "grad_out is on meta but q is on"),
+    (BACKWARD, "backend", lambda _: "nothing", "backend='nothing' is not registered"),
+    (("watch_scores",), "k", narrowed(0), "batch of q is 2 but that of k is 1"),
+    (("watch_scores",), "totals", narrowed(0), r"totals has shape \(4,\)"),
+    (("watch_scores",), "totals", lambda x: x.int(), "totals is torch.int32"),
+    (("watch_scores",), "walked", lambda x: x.expand(3), r"walked has shape \(3,\)"),
+    (PAGED, "v_cache", narrowed(0), r"caches \(pages, slots, Hkv, D\) are \(6, 16, 2, 16\) and \(5, 16, 2, 16\)"),
+    (PAGED, "k_cache", lambda x: x.mT.contiguous().mT, "k_cache has strides .*: the last one is not 1"),
+    (PAGED, "k_cache", lambda x: x.to("meta"), "k_cache is on meta but"),
+    (PAGED, "key_anchors", narrowed(0), r"key_anchors \(5, 2, 16\) are not contiguous, or not the \(6, 2, 16\)"),
+    (PAGED, "key_anchors", lambda x: x.float(), "key_anchors is torch.float32"),
+    (("attention_paged",), "q", narrowed(1), "3 query heads are not a multiple of 2 key heads"),
+    (("attention_paged",), "q", narrowed(2), r"q \(12, 4, 15\) is not of the cache's head dim 16"),
+    (("attention_paged",), "block_table", narrowed(0), r"block_table \(1, 2\) does not fit 2 seq_lens"),
+    (("attention_paged",), "seq_lens", narrowed(0), r"block_table \(2, 2\) does not fit 1 seq_lens"),
+    (("attention_paged",), "cu_seqlens_q", narrowed(0), "cu_seqlens_q has 2 entries for 2 sequences, expected 3"),
+    (("attention_paged",), "cu_seqlens_q", lambda _: None, "q has 12 rows for 2 sequences"),
+    (("attention_paged",), "seq_lens", lambda x: x.to("meta"), "seq_lens is on meta but q is on"),
+    (("attention_paged",), "max_seqlen_k", lambda _: 0, "max_seqlen_k=0 is not a positive integer"),
+    (("write_pages",), "k", narrowed(1), r"k \(30, 1, 16\) and v \(30, 2, 16\) do not fit"),
+    (("write_pages",), "v", narrowed(0), r"k \(30, 2, 16\) and v \(29, 2, 16\) do not fit"),
+    (("write_pages",), "slot_mapping", narrowed(0), "slot_mapping has 29 slots for 30 keys"),
+    (("write_pages",), "slot_mapping", lambda x: x.float(), "slot_mapping is torch.float32"),
+]
+CASES = [(operator, *case) for operators, *case in BAD for operator in operators]
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton", "fake"])
+@pytest.mark.parametrize(
+    ("operator", "name", "change", "message"), CASES, ids=lambda x: x if isinstance(x, str) else ""
+)
+def test_operators_refuse_by_name(operator, name, change, message, backend):
+    """Story: operators trusted `pasa.attention` to have checked. Called without it, as an exported program calls them,
+    kernels read behind the end of a k or v of fewer batch entries, of a wrong group size or of a short gradient; a
+    negative block_k gave zeros, and k on meta beside q on a CPU gave memory that nobody had written."""
+    device = {"reference": "cpu", "triton": DEVICE, "fake": "meta"}[backend]
+    if backend == "fake" and "meta" in message:
+        message = None  # where all is on meta, nothing is elsewhere
+    given = all_arguments(operator, "reference" if backend == "fake" else backend, device)
+    given[name] = change(given[name])
+    if message is None:
+        OPERATORS[operator](**given)
+        return
+    with pytest.raises((ValueError, TypeError), match=message):
+        OPERATORS[operator](**given)
+
+
+def test_both_gradients_missing():
+    for operator in BACKWARD:
+        given = all_arguments(operator) | {"grad_out": None, "grad_lse": None}
+        with pytest.raises(ValueError, match="grad_out and grad_lse are both None"):
+            OPERATORS[operator](**given)
+
+
+def test_an_exported_program_refuses_other_keys():
+    """It holds the operator, and nothing of what was checked when it was traced."""
+    q, k, v = normal_qkv((4, 2), (6, 9), 16)
+    traced = torch.fx.symbolic_trace(lambda q, k, v: torch.ops.pasa.attention(q, k, v)[0])
+    assert torch.equal(traced(q, k, v), pasa.attention(q, k, v))
+    with pytest.raises(ValueError, match="3 query heads are not a multiple of 2 key heads"):
+        traced(q[:, :3], k, v)
+
+
+def test_kernels_take_lengths_from_the_host():
+    """Story: lengths of packed sequences that were left on the CPU were a wild pointer to a kernel on a GPU."""
+    given = all_arguments("attention_varlen", "triton", DEVICE)
+    expected = OPERATORS["attention_varlen"](**given)[0]
+    host = {name: given[name].cpu() for name in ("cu_seqlens_q", "cu_seqlens_k")}
+    assert torch.equal(OPERATORS["attention_varlen"](**given | host)[0], expected)
