@@ -11,7 +11,8 @@ from torch import Tensor
 from pasa.ops.attention.repeated_maxima import EPSILON
 from pasa.ops.numerics.formats import round_to
 
-Maxima = Literal["random", "one", "two", "near", "blocks", "three", "four"]
+Maxima = Literal["random", "one", "two", "near", "blocks", "three", "four", "five", "six", "seven"]
+Values = Literal["normal", "one binade"]
 Tail = Literal["smaller", "mixed", "same", "larger"]
 Place = Literal["quotient", "product"]
 
@@ -24,9 +25,15 @@ AT: dict[Maxima, tuple[int, ...]] = {
     "blocks": (3, 49),
     "three": (3, 9, 17),
     "four": (3, 9, 17, 25),
+    "five": (3, 9, 17, 25, 29),
+    "six": (3, 9, 17, 25, 29, 30),
+    "seven": (3, 9, 17, 25, 27, 29, 30),
 }
 """Keys that hold the maximum; "near": all but the first are up to `EPSILON` below it."""
 TAIL_SCALE: dict[Tail, float] = {"smaller": 0.125, "mixed": 0.125, "same": 1.0, "larger": 8.0}
+# |v| of the maxima; "normal": |N(0, 1)|, otherwise uniform. Values of one binade share a grid, so the mean of n of them
+# is a multiple of an n-th of the spacing in which it is rounded.
+SPREAD: dict[Values, tuple[float, float]] = {"one binade": (1.0, 2.0)}
 # Nats by which the other keys lie below the maximum: together they move an output by less than a tenth of a spacing.
 BELOW = {"bf16": (10.0, 13.0), "fp16": (12.0, 15.0)}
 LARGEST_MAXIMUM = 6.0  # |r_m|, up to which the published rule keeps its weights in FP16
@@ -42,6 +49,8 @@ class Case:
         How the row's weight is shared, a key of `AT`; "random": scores N(0, 4), no tie.
     tail : str
         Values of the other keys: of an eighth of the size ("mixed": and of either sign), of the same, eight times.
+    values : str
+        |v| of the maxima: "normal", or a key of `SPREAD`.
     one_signed : bool
         A column's values have one sign, or each its own.
     gated : tuple of str
@@ -51,13 +60,15 @@ class Case:
 
     maxima: Maxima
     tail: Tail
+    values: Values = "normal"
     one_signed: bool = True
     gated: tuple[Place, ...] = ()
 
     @property
     def name(self) -> str:
         """Unique."""
-        return f"{self.maxima}, {self.tail} tail" + ("" if self.one_signed else ", symmetric V")
+        spread = "" if self.values == "normal" else f", {self.values}"
+        return f"{self.maxima}, {self.tail} tail{spread}" + ("" if self.one_signed else ", symmetric V")
 
     def describe(self) -> dict[str, Any]:
         """For the stored result."""
@@ -75,6 +86,7 @@ CASES = (
     Case("one", "smaller"),
     Case("random", "same"),
     Case("random", "same", one_signed=False),
+    *(Case(maxima, "smaller", "one binade") for maxima in ("three", "four", "five", "six", "seven")),
 )
 CONTROLS = ("one", "random")  # nothing repeats: nothing may change
 
@@ -103,7 +115,7 @@ class Rows:
 
 
 def make_rows(case: Case, fmt: str, rows: int, dim: int, generator: torch.Generator) -> Rows:
-    """Rows of a case for outputs of the format; |v| of the maxima is |N(0, 1)|, r_m uniform in +/-[1, 6]."""
+    """Return rows of a case for outputs of the format; r_m is uniform in +/-[1, 6]."""
 
     def uniform(low: float, high: float, *shape: int) -> Tensor:
         return low + (high - low) * torch.rand(*shape, generator=generator)
@@ -121,6 +133,8 @@ def make_rows(case: Case, fmt: str, rows: int, dim: int, generator: torch.Genera
     scores[:, at] = top.expand(-1, len(at))
     if case.maxima == "near":
         scores[:, at[1:]] -= uniform(0, EPSILON, rows, len(at) - 1)
+    if case.values != "normal":
+        magnitude[:, at] = uniform(*SPREAD[case.values], rows, len(at), dim)
     tail = torch.ones(KEYS, dtype=torch.bool)
     tail[at] = False
     magnitude[:, tail] *= TAIL_SCALE[case.tail]
