@@ -25,8 +25,10 @@ class PasaConfig(AttentionOptions):
     block_q, block_k : int
         Rows and keys of a tile, 1 to 65536.
     softmax : str
-        "safe"; "unbiased": rows that repeat their maximum are rounded without one-sided error (README, "Rounding
-        without bias"; none of head dims below 19), BF16 outputs by one rounding; or "unbiased_paper":
+        "safe"; "unbiased": rows whose weight two equal maxima share are rounded without one-sided error, of four and
+        eight those whose values lie in one binade; rows of three, five, six and seven keep most of theirs (up to 0.06
+        spacings; README, "Rounding without bias"), and so do all rows of head dims below 19. BF16 outputs by one
+        rounding; or "unbiased_paper":
         arXiv:2510.04212 with beta = 2 and epsilon = 1e-3, whose weights underflow where a repeated maximum is beyond
         17 nats. It warns of rows lost so.
     overflow : str

@@ -20,6 +20,7 @@ LOOKED_AT = (32, 64, DIM)
 TRIGGERS = ("never", "always", "two scores within 1e-3", *(f"leaning, {columns} columns" for columns in LOOKED_AT))
 CASES = (
     *(Case(maxima, "smaller") for maxima in ("two", "near", "blocks", "three", "four", "one")),
+    *(Case(maxima, "smaller", "one binade") for maxima in ("three", "six")),
     Case("random", "same"),
 )
 

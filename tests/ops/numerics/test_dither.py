@@ -154,6 +154,22 @@ def test_structured_rows_are_rounded_without_bias(fmt, maxima, binades, sign):
 
 
 @pytest.mark.parametrize("fmt", FORMATS_16)
+@pytest.mark.parametrize(("maxima", "most_flagged"), [(3, 0.25), (5, 0.05), (6, 0.25), (7, 0.05)])
+def test_other_counts_of_maxima_keep_their_bias(fmt, maxima, most_flagged):
+    """Story: thirds were said to have little bias. Where values lie in one binade, rows of three and six equal maxima
+    err by up to 0.06 spacings, and the rule flags few of them: periods of a quarter and an eighth of a spacing see no
+    thirds, fifths or sevenths. A limit, which the documentation states; what cures it will fail here."""
+    x = repeated_maxima(fmt, seed=maxima, maxima=maxima, trifle=2e-4)
+    assert is_structured(x, fmt).double().mean() < most_flagged
+    step = spacing(x, fmt)
+    nearest, ours = (((rounded - x.double()) / step).mean(1) for rounded in (round_to(x, fmt), round_unbiased(x, fmt)))
+    if maxima in (3, 6):
+        assert abs(float(nearest.mean())) > 4 * Z_BOUND * float(nearest.std()) / math.sqrt(ROWS)
+    assert abs(float(ours.mean())) < abs(float(nearest.mean())) + Z_BOUND * float(ours.std()) / math.sqrt(ROWS)
+    assert abs(float(ours.mean())) > 0.75 * abs(float(nearest.mean())) - Z_BOUND * float(ours.std()) / math.sqrt(ROWS)
+
+
+@pytest.mark.parametrize("fmt", FORMATS_16)
 def test_a_draw_goes_up_as_often_as_its_fraction_says(fmt):
     """Not in the mean alone: within each tenth of the fractions."""
     x = torch.cat([repeated_maxima(fmt, seed, trifle=2e-3) for seed in range(4)])
