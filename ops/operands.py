@@ -119,25 +119,25 @@ def check_paged(
     ValueError, TypeError
         Naming the argument and its value.
     """
-    _check_caches(q, caches, key_anchors)
-    queries, cache = q.shape, caches[0].shape
-    if len(queries) != 3 or 0 in queries:
-        raise ValueError(f"q has shape {tuple(queries)}, expected (T, Hq, D) with at least one element")
-    if queries[2] != cache[3]:
-        raise ValueError(f"q {tuple(queries)} is not of the cache's head dim {cache[3]}")
+    k_cache = caches[0]
+    _check_caches(*caches)
+    _check_like("q", q, k_cache, 3)
+    queries, cache = q.shape, k_cache.shape
+    if queries[0] == 0 or queries[1] == 0 or queries[2] != cache[3]:
+        raise ValueError(f"q {tuple(queries)} is empty, or not of the cache's head dim {cache[3]}")
     _check_heads(queries[1], cache[2])
     _check_scale(scale)
-    _check_table("seq_lens", seq_lens, 1, q)
-    _check_table("block_table", block_table, 2, q)
+    _check_table("block_table", block_table, k_cache, 2)
+    _check_table("seq_lens", seq_lens, k_cache, 1)
+    _check_anchors(key_anchors, k_cache)
     batch, table = seq_lens.shape[0], block_table.shape
     if batch == 0 or table[0] != batch or table[1] == 0:
         raise ValueError(f"block_table {tuple(table)} does not fit {batch} seq_lens")
     if cu_seqlens_q is not None:
-        _check_table("cu_seqlens_q", cu_seqlens_q, 1, q)
-        if len(cu_seqlens_q) != batch + 1:
-            raise ValueError(
-                f"cu_seqlens_q has {len(cu_seqlens_q)} entries for {batch} sequences, expected {batch + 1}"
-            )
+        _check_table("cu_seqlens_q", cu_seqlens_q, k_cache, 1)
+        entries = cu_seqlens_q.shape[0]
+        if entries != batch + 1:
+            raise ValueError(f"cu_seqlens_q has {entries} entries for {batch} sequences, expected {batch + 1}")
     elif queries[0] != batch:
         raise ValueError(f"q has {queries[0]} rows for {batch} sequences; give cu_seqlens_q unless each has one query")
     for name, most in zip(("max_seqlen_q", "max_seqlen_k"), longest, strict=True):
@@ -155,16 +155,17 @@ def check_writes(
     ValueError, TypeError
         Naming the argument and its value.
     """
-    _check_caches(k, caches, key_anchors, "k")
-    keys, heads = k.shape, caches[0].shape[2:]
-    if k.dtype != v.dtype:
-        raise TypeError(f"v is {v.dtype} but k is {k.dtype}")
-    _check_device("v", v, k, "k")
-    if len(keys) != 3 or keys[1:] != heads or keys != v.shape:
-        raise ValueError(f"k {tuple(keys)} and v {tuple(v.shape)} do not fit the cache's heads {tuple(heads)}")
-    _check_table("slot_mapping", slot_mapping, 1, k, "k")
-    if slot_mapping.shape[0] != keys[0]:
-        raise ValueError(f"slot_mapping has {slot_mapping.shape[0]} slots for {keys[0]} keys")
+    k_cache = caches[0]
+    _check_caches(*caches)
+    heads = k_cache.shape[2:]
+    for name, x in (("k", k), ("v", v)):
+        _check_like(name, x, k_cache, 3)
+        if x.shape[1:] != heads:
+            raise ValueError(f"{name} {tuple(x.shape)} does not fit the cache's heads {tuple(heads)}")
+    _check_table("slot_mapping", slot_mapping, k_cache, 1)
+    _check_anchors(key_anchors, k_cache)
+    if not k.shape[0] == v.shape[0] == slot_mapping.shape[0]:
+        raise ValueError(f"{len(slot_mapping)} slots, but {len(k)} keys and {len(v)} values")
 
 
 def _check_alike(q: Tensor, k: Tensor, v: Tensor, rank: int) -> None:
@@ -198,9 +199,9 @@ def _check_scale(scale: float | None) -> None:
         raise ValueError(f"scale={scale!r} is outside 2^-80 to 2^80, where FP32 holds every score")
 
 
-def _check_device(name: str, x: Tensor, other: Tensor, its_name: str = "q") -> None:
-    if x.device != other.device:
-        raise ValueError(f"{name} is on {x.device} but {its_name} is on {other.device}")
+def _check_device(name: str, x: Tensor, q: Tensor) -> None:
+    if x.device != q.device:
+        raise ValueError(f"{name} is on {x.device} but q is on {q.device}")
 
 
 def _check_mask(attn_mask: Tensor, q: Tensor, wanted: tuple[int, ...]) -> None:
@@ -213,35 +214,50 @@ def _check_mask(attn_mask: Tensor, q: Tensor, wanted: tuple[int, ...]) -> None:
         raise ValueError(f"attn_mask {shape} does not broadcast to (B, Hq, Sq, Skv) = {wanted}")
 
 
-def _check_table(name: str, x: Tensor, dims: int, other: Tensor, its_name: str = "q") -> None:
-    """Check a tensor of integers that a kernel takes for indices."""
-    if x.dtype not in INTEGERS:
-        raise TypeError(f"{name} is {x.dtype}, expected int32 or int64")
+def _check_caches(k_cache: Tensor, v_cache: Tensor) -> None:
+    """Check caches (pages, slots, Hkv, D) of one shape, type and device, in which a head's numbers lie together."""
+    if k_cache.dtype not in DTYPES:
+        raise TypeError(f"k_cache is {k_cache.dtype}, expected one of {DTYPES}")
+    shape = k_cache.shape
+    if len(shape) != 4:
+        raise ValueError(f"k_cache has {len(shape)} dimensions {tuple(shape)}, expected 4")
+    _check_like("v_cache", v_cache, k_cache, 4)
+    if shape != v_cache.shape or 0 in shape:
+        raise ValueError(f"caches (pages, slots, Hkv, D) are {tuple(shape)} and {tuple(v_cache.shape)}")
+    if k_cache.stride(3) != 1 or v_cache.stride(3) != 1:
+        name, x = ("k_cache", k_cache) if k_cache.stride(3) != 1 else ("v_cache", v_cache)
+        raise ValueError(f"{name} has strides {x.stride()}: the last one is not 1")
+
+
+def _check_like(name: str, x: Tensor, k_cache: Tensor, dims: int) -> None:
+    """Check a tensor of so many dimensions, of the cache's type and device."""
     if x.dim() != dims:
         raise ValueError(f"{name} has {x.dim()} dimensions {tuple(x.shape)}, expected {dims}")
-    _check_device(name, x, other, its_name)
+    if x.dtype != k_cache.dtype:
+        raise TypeError(f"{name} is {x.dtype} but k_cache is {k_cache.dtype}")
+    if x.device != k_cache.device:
+        raise ValueError(f"{name} is on {x.device} but k_cache is on {k_cache.device}")
 
 
-def _check_caches(x: Tensor, caches: tuple[Tensor, Tensor], key_anchors: Tensor | None, its_name: str = "q") -> None:
-    """Check caches (pages, slots, Hkv, D) of one shape, of the type and device of x, and the anchors of their pages."""
-    k_cache, v_cache = caches
-    dtype, device, shape = x.dtype, x.device, k_cache.shape
-    if dtype not in DTYPES:
-        raise TypeError(f"{its_name} is {dtype}, expected one of {DTYPES}")
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if cache.dtype != dtype:
-            raise TypeError(f"{its_name} is {dtype} but {name} is {cache.dtype}")
-        if cache.device != device:
-            raise ValueError(f"{name} is on {cache.device} but {its_name} is on {device}")
-        if cache.stride(-1) != 1:
-            raise ValueError(f"{name} has strides {cache.stride()}: the last one is not 1")
-    if len(shape) != 4 or shape != v_cache.shape or 0 in shape:
-        raise ValueError(f"caches (pages, slots, Hkv, D) are {tuple(shape)} and {tuple(v_cache.shape)}")
+def _check_table(name: str, x: Tensor, k_cache: Tensor, dims: int) -> None:
+    """Check a tensor of integers that a kernel takes for indices."""
+    if x.dtype not in INTEGERS:
+        raise TypeError(f"{name} is {x.dtype}, not an int32 or int64 Tensor")
+    if x.dim() != dims:
+        raise ValueError(f"{name} has {x.dim()} dimensions {tuple(x.shape)}, expected {dims}")
+    if x.device != k_cache.device:
+        raise ValueError(f"{name} is on {x.device} but k_cache is on {k_cache.device}")
+
+
+def _check_anchors(key_anchors: Tensor | None, k_cache: Tensor) -> None:
     if key_anchors is None:
         return
     if key_anchors.dtype != torch.float16:
         raise TypeError(f"key_anchors is {key_anchors.dtype}, not an FP16 Tensor")
-    _check_device("key_anchors", key_anchors, x, its_name)
-    wanted = (shape[0], shape[2], shape[3])
-    if tuple(key_anchors.shape) != wanted or not key_anchors.is_contiguous():
-        raise ValueError(f"key_anchors {tuple(key_anchors.shape)} are not contiguous, or not the {wanted} of k_cache")
+    pages, _, heads, dim = k_cache.shape
+    shape, device = tuple(key_anchors.shape), key_anchors.device
+    if shape != (pages, heads, dim) or not key_anchors.is_contiguous() or device != k_cache.device:
+        raise ValueError(
+            f"key_anchors {shape} on {device} are not contiguous, or not the {(pages, heads, dim)} of k_cache on "
+            f"{k_cache.device}"
+        )

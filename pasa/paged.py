@@ -184,7 +184,7 @@ def write_pages(
     _check_options(key_anchors=key_anchors)
     _refuse_gradients("write_pages", k=k, v=v, k_cache=k_cache, v_cache=v_cache)
     n = slot_mapping.numel()
-    if len(k) != len(v) or n > len(k):
+    if k.dim() == v.dim() == 3 and len(k) != len(v):
         raise ValueError(f"{n} slots, but {len(k)} keys and {len(v)} values")
     torch.ops.pasa.write_pages(k[:n], v[:n], k_cache, v_cache, slot_mapping, key_anchors)
 

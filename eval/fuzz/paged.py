@@ -211,7 +211,7 @@ FAULTS = caches.ANCHOR_FAULTS | caches.CACHE_FAULTS | {name: attention.FAULTS[na
     "table of floats": Fault(
         change("block_table", by=Tensor.float), TypeError, "block_table is torch.float32, not an int32 or int64 Tensor"
     ),
-    "table as a list": Fault(put(block_table=[[0]]), TypeError, "block_table is <class 'list'>"),
+    "table as a list": Fault(put(block_table=[[0]]), TypeError, "block_table is a list, not a Tensor"),
     "a table's row": Fault(change("block_table", by=lambda x: x[0]), ValueError, "block_table has 1 dimensions"),
     "more tables": Fault(
         change("block_table", by=lambda x: torch.cat([x, x])), ValueError, r"block_table .* does not fit \d+ seq_lens"

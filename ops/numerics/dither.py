@@ -8,7 +8,7 @@ applies, cancels when O is divided by l before it is rounded, so such rows are t
 stochastically, which has no such bias. The row's own bits draw the lots: no state, no generator, the same answer again.
 
 Of three, five, six and seven equal maxima the outputs drop thirds, fifths, sixths and sevenths. The waves that find
-halves, quarters and eighths do not see those; up to 14 % of such rows are flagged, and the others keep their bias: up
+halves, quarters and eighths do not see those; up to 17 % of such rows are flagged, and the others keep their bias: up
 to 0.06 spacings of six, 0.05 of three, 0.03 of five, 0.02 of seven, where values lie in one binade, and less than 0.01
 where they are N(0, 1) (eval/rounding_bias). Waves for thirds would double the counters of every kernel.
 

@@ -237,7 +237,7 @@ def test_anchors_of_other_keys_are_refused():
     [
         (torch.zeros(3, 2, 64), TypeError, "key_anchors is torch.float32, not an FP16 Tensor"),
         ([1.0], TypeError, "key_anchors is a list, not a Tensor"),
-        (torch.zeros(3, 2, 64).half(), ValueError, r"key_anchors \(3, 2, 64\) are not contiguous, or not the"),
+        (torch.zeros(3, 2, 64).half(), ValueError, r"key_anchors \(3, 2, 64\) on cpu are not contiguous, or not the"),
         (torch.zeros(2, 64, 9).half().permute(2, 0, 1), ValueError, "are not contiguous"),
     ],
 )
