@@ -81,7 +81,7 @@ def check_lengths(name: str, cu_seqlens: Tensor, longest: int, q: Tensor) -> Non
 def checked_scale(scale: float | None, head_dim: int) -> float:
     """|q.k| stays below 2^42, so a scale of at most 2^80 keeps scores within FP32, and its inverse keeps references."""
     if scale is None:
-        return float(head_dim**-0.5)
+        return float(head_dim**-0.5) if head_dim else 1.0  # the operator refuses heads without a dimension
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         raise TypeError(f"scale={scale!r} is a {type(scale).__name__}, not a number")
     if not 0 < scale < math.inf:

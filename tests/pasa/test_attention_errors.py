@@ -34,6 +34,7 @@ BAD_CALLS = [
     ({"q": (1, 4, 0, 16)}, ValueError, r"q is empty.*\(1, 4, 0, 16\)"),
     ({"k": (1, 2, 0, 16)}, ValueError, r"k is empty.*\(1, 2, 0, 16\)"),
     ({"q": (0, 4, 8, 16), "k": (0, 2, 9, 16)}, ValueError, "q is empty"),
+    ({"q": (1, 4, 8, 0), "k": (1, 2, 9, 0)}, ValueError, "q is empty"),
     ({"q": (1, 2, 8, 600), "k": (1, 2, 9, 600)}, NotImplementedError, "head dim 600 is outside 1 to 512"),
     ({"attn_mask": torch.ones(8, 8).bool()}, ValueError, r"attn_mask \(8, 8\) does not broadcast to .*\(1, 4, 8, 9\)"),
     ({"attn_mask": torch.ones(3, 8, 9).bool()}, ValueError, r"attn_mask \(3, 8, 9\)"),
