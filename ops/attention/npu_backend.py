@@ -141,7 +141,7 @@ def library_error() -> str | None:
     """Why the kernels cannot be called, or None. The library is loaded when this is first asked, and no later."""
     path = envs.ascend_library()
     if not path.is_file():
-        return f"there is no {path}: build it with scripts/build_ascend.sh where CANN is installed"
+        return f"there is no {path}: build it with {envs.ascend_build_script()} where CANN is installed"
     try:
         torch.ops.load_library(path)
     except OSError as error:

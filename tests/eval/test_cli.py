@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from pasa.eval import cli, doctor
 from pasa.eval.commands import app
+from pasa.ops import envs
 from pasa.ops.attention import npu_backend
 
 RUNNER = CliRunner()
@@ -78,7 +79,8 @@ def test_doctor_says_whether_the_ascend_c_kernels_are_built() -> None:
         found = doctor.ascend_c()
     npu_backend.library_error.cache_clear()
     assert doctor.ascend_c_line(found) == (
-        "cannot run: there is no /no/such/library.so: build it with scripts/build_ascend.sh where CANN is installed; "
+        "cannot run: there is no /no/such/library.so: "
+        f"build it with {envs.ascend_build_script()} where CANN is installed; "
         "an NPU here would be served by the reference, slowly"
     )
     assert doctor.ascend_c_line({"library": "/there.so", "why_not": None}) == "built: /there.so"
