@@ -18,9 +18,9 @@ from pasa.ops import envs, notices
 from pasa.ops.attention.options import ACCUMULATES, OVERFLOWS, PRECISIONS, RECOVERIES, SOFTMAXES, AttentionOptions
 
 TENSOR_CORES = (8, 0)  # Triton 3.6 compiles products for older GPUs (V100, T4) to scalar arithmetic
-EMULATED = """pasa: {device} tensors are served by backend 'reference', an emulation: {why}. It is slow: on one CPU thread \
-it took 2.5 to 5 times as long as torch's attention at (1, 8, 1024 and 2048, 64); beside a GPU's kernels it was not \
-measured (to silence: warnings.filterwarnings("ignore", "pasa: .* an emulation", UserWarning))"""
+EMULATED = """pasa: {device} tensors are served by backend 'reference', an emulation: {why}. It is slow: on one CPU \
+thread it took 2.5 to 5 times as long as torch's attention at (1, 8, 1024 and 2048, 64); on a GPU it was not measured \
+(to silence: warnings.filterwarnings("ignore", "pasa: .* an emulation", UserWarning))"""
 HEAD_DIMS = (1, 512)  # 512: the widest head in use (the VAE of diffusion pipelines), and the widest that is tested
 
 

@@ -66,7 +66,7 @@ def test_doctor_reports_reasons_and_passes_its_own_check() -> None:
 def test_doctor_shows_what_is_in_brackets() -> None:
     """Story: the table took "pip install '.[npu]'" for markup and showed "pip install '.'"."""
     found = doctor.run_doctor()
-    found["backends"] = [{"name": "npu", "available": False, "reason": "try pip install '.[npu]'"}]
+    found["backends"] = [{"name": "npu", "available": False, "reason": "try pip install '.[npu]'", "serves": []}]
     shown = StringIO()
     doctor.render(found, Console(file=shown, width=200))
     assert "pip install '.[npu]'" in shown.getvalue()
