@@ -64,6 +64,18 @@ def test_the_mean_of_the_means_is_within_reach_of_fp16(mean, keys, backend):
     assert rmse(out, golden) <= 1.25 * rmse(published(q, k, v), golden)
 
 
+def test_a_block_far_longer_than_the_keys_costs_no_more_than_they_do():
+    """The matrix of a whole block of 65,536 keys would take 16 GiB, and its beta minutes."""
+    q, k, v = biased(20, 300)
+    golden, _ = pasa.golden_attention(q, k, v)
+    long, whole = (
+        pasa.attention(q, k, v, config=PasaConfig(recovery="paper", block_k=n), backend="reference")
+        for n in (65536, 384)
+    )
+    assert torch.equal(long, whole)
+    assert rmse(long, golden) < 2.0**-8
+
+
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize("low", [True, False], ids=["fp16", "fp32"])
 @pytest.mark.parametrize("length", LENGTHS)
