@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (HERE / "pasa" / "__init__.py").read_text(encoding="utf-8"))[1]
@@ -38,6 +39,23 @@ DEV = [
     *LONGBENCH,
 ]
 
+
+class BuildWithScript(build_py):
+    """Sources of the Ascend C kernels come with the script that builds them, which looks for them beside its folder."""
+
+    SCRIPT = "scripts/build_ascend.sh"
+
+    def run(self):
+        super().run()
+        if not self.editable_mode:
+            self.mkpath(str(Path(self.build_lib, "pasa", "scripts")))
+            self.copy_file(str(HERE / self.SCRIPT), str(Path(self.build_lib, "pasa", self.SCRIPT)))
+
+    def get_outputs(self, include_bytecode=True):
+        own = [] if self.editable_mode else [str(Path(self.build_lib, "pasa", self.SCRIPT))]
+        return [*super().get_outputs(include_bytecode), *own]
+
+
 setup(
     name="pasa",
     version=VERSION,
@@ -47,6 +65,7 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.10",
+    cmdclass={"build_py": BuildWithScript},
     packages=PACKAGES,
     package_dir=ROOTS,
     package_data={

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import time
 from importlib import metadata
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from torch import Tensor
 
 import pasa
 from pasa.eval.output import environment
@@ -72,21 +74,65 @@ def package_version(name: str) -> str | None:
 
 
 def self_check() -> dict[str, Any]:
-    """Attention of a small input whose scores overflow FP16, against FP64."""
-    source = torch.Generator().manual_seed(0)
-    q, k, v = (torch.rand(1, 2, 130, 64, generator=source) for _ in range(3))
-    # A bias of 64 on every channel: q.k reaches 270,000, four times the largest FP16 number.
-    q, k, v = (q + 64).half(), (k + 64).half(), v.half()
+    """Attention of a small input whose scores overflow FP16, by every backend on every device, against FP64."""
+    q, k, v = inputs = check_inputs()
     with pasa.record_diagnostics() as entries:
-        out = pasa.attention(q, k, v)
-    error = float((out.double() - pasa.golden_attention(q, k, v)[0]).abs().max())
+        pasa.attention(q, k, v, backend="reference")
+    checks, unchecked = [], []
+    for name, backend in registry.BACKENDS.items():
+        places = [
+            at for at in torch_devices() if torch.device(at).type in (backend.devices or (torch.device(at).type,))
+        ]
+        if envs.read("TRITON_INTERPRET") and "cpu" in backend.devices_by_name:
+            places.append("cpu")
+        why = backend.missing() or backend.replaced()
+        if places and why is None:
+            checks += [check(name, device, inputs) for device in places]
+        else:
+            unchecked.append({"backend": name, "why": why or "none of its devices is here"})
+    for device in torch_devices():  # who serves a call that names nobody may be none of them
+        server = registry.server(torch.device(device).type)
+        if server is not None and server.replaced() is not None:
+            checks.append(check(None, device, inputs))
     return {
-        "passed": error <= SELF_CHECK_BOUND,
-        "max_error": error,
+        "passed": all(each["passed"] for each in checks),
+        "max_error": max(each["max_error"] for each in checks),
         "bound": SELF_CHECK_BOUND,
         "max_score_before": float(entries[0].max_score_before.max()),
         "max_score_after": float(entries[0].max_score_after.max()),
+        "checks": checks,
+        "not_checked": unchecked,
     }
+
+
+def check_inputs() -> tuple[Tensor, Tensor, Tensor]:
+    """A bias of 64 on every channel of Q and K: q.k reaches 270,000, four times the largest FP16 number."""
+    source = torch.Generator().manual_seed(0)
+    q, k, v = (torch.rand(1, 2, 130, 64, generator=source) for _ in range(3))
+    return (q + 64).half(), (k + 64).half(), v.half()
+
+
+def torch_devices() -> list[str]:
+    """Every device by its number, such as "cuda:0", and the CPU."""
+    kinds = {name: getattr(torch, name).device_count() for name in registry.device_types() if name != "cpu"}
+    return ["cpu", *(f"{name}:{i}" for name, count in kinds.items() for i in range(count))]
+
+
+def check(backend: str | None, device: str, inputs: tuple[Tensor, Tensor, Tensor]) -> dict[str, Any]:
+    """One backend, or who serves if none is named, on one device: many rows, a causal mask, and one row."""
+    found = {"backend": backend or "chosen", "device": device, "passed": False, "max_error": math.inf, "why": ""}
+    errors = []
+    try:
+        for rows, causal in ((130, False), (130, True), (1, False)):
+            q, k, v = inputs[0][:, :, -rows:], *inputs[1:]
+            golden, _ = pasa.golden_attention(q, k, v, is_causal=causal)
+            there = (x.to(device) for x in (q, k, v))
+            out = pasa.attention(*there, is_causal=causal, backend=backend)
+            errors.append(float((out.cpu().double() - golden).abs().nan_to_num(nan=math.inf).max()))
+    except Exception as error:  # whatever it raises is the finding
+        return found | {"why": f"{type(error).__name__}: {' '.join(str(error).split())}"}
+    worst = max(errors)
+    return found | {"passed": worst <= SELF_CHECK_BOUND, "max_error": worst}
 
 
 def kernels() -> dict[str, Any]:
@@ -132,7 +178,8 @@ def render(result: dict[str, Any], console: Console) -> None:
     for name, value in result["devices"].items():
         add(f"device {name}", value or "none")
     for status in result["backends"]:
-        add(f"backend {status['name']}", f"{'yes' if status['available'] else 'no'}: {status['reason']}")
+        serves = f"; serves {', '.join(status['serves'])}" if status["serves"] else ""
+        add(f"backend {status['name']}", f"{'yes' if status['available'] else 'no'}: {status['reason']}{serves}")
     cache = result["cache_dir"]
     add("cache folder", f"{cache['path']}{'' if cache['exists'] else ' (not made yet)'}")
     for name, version in result["packages"].items():
@@ -160,9 +207,14 @@ def ascend_c_line(found: dict[str, Any]) -> str:
     return f"cannot run: {found['why_not']}; an NPU here would be served by {found['stand_in']}"
 
 
-def verdict(check: dict[str, Any]) -> str:
-    """The self check in one line."""
-    return (
-        f"Self check {'passed' if check['passed'] else 'FAILED'}: scores of {check['max_score_before']:,.0f} stored "
-        f"within {check['max_score_after']:,.1f}, max error {check['max_error']:.2e}, bound {check['bound']:.2e}."
-    )
+def verdict(found: dict[str, Any]) -> str:
+    """The self check: what passed and what failed, where, and what was not checked."""
+    lines = [
+        f"Self check {'passed' if found['passed'] else 'FAILED'}: scores of {found['max_score_before']:,.0f} stored "
+        f"within {found['max_score_after']:,.1f}, bound {found['bound']:.2e}."
+    ]
+    for each in found["checks"]:
+        what = each["why"] or f"max error {each['max_error']:.2e}"
+        lines.append(f"  {'passed' if each['passed'] else 'FAILED'}: {each['backend']} on {each['device']}, {what}")
+    lines += [f"  not checked: {each['backend']}, {each['why']}" for each in found["not_checked"]]
+    return "\n".join(lines)

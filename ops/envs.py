@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).resolve().parent.parent  # where `ascend_c` lies, in th
 VARIABLES: dict[str, tuple[str, Callable[[str], object]]] = {
     # name: (default, parser)
     "PASA_CACHE_DIR": ("~/.cache/pasa", lambda text: Path(text).expanduser()),  # converted models, chosen tiles
-    "PASA_ASCEND_LIBRARY": (  # the Ascend C kernels, which scripts/build_ascend.sh builds
+    "PASA_ASCEND_LIBRARY": (  # the Ascend C kernels, which `ascend_build_script` builds
         str(PACKAGE / "ascend_c" / "lib" / "libpasa_npu.so"),
         lambda text: Path(text).expanduser(),
     ),
@@ -29,6 +29,11 @@ def read(name: str) -> object:
 def cache_dir() -> Path:
     """Folder for what is expensive to make again (not created here)."""
     return _path("PASA_CACHE_DIR")
+
+
+def ascend_build_script() -> Path:
+    """What builds that library: in the repository, or in the installed package beside the kernels' sources."""
+    return PACKAGE / "scripts" / "build_ascend.sh"
 
 
 def ascend_library() -> Path:

@@ -42,7 +42,10 @@ def _resolve(
     under it. A refusal is not remembered.
     """
     options = AttentionOptions(*arithmetic)
-    found = select(Request(*needs, options, paged), backend)
+    request = Request(*needs, options, paged)
+    found = select(request, backend)
+    if backend is None:
+        registry.tell_of_emulation(request, found)
     return found.load(), options, found.name
 
 

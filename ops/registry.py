@@ -1,4 +1,4 @@
-"""Backends as data: what each can do, whether it can do it here, and the choice among them.
+"""Backends as data: what each can do, whether it can do it here, the choice among them, and who serves this machine.
 
 The capability records are executable: selection, refusals, the support matrix of the README and the parameters of
 the backend tests all read them.
@@ -9,15 +9,18 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 
 import torch
 
-from pasa.ops import envs
+from pasa.ops import envs, notices
 from pasa.ops.attention.options import ACCUMULATES, OVERFLOWS, PRECISIONS, RECOVERIES, SOFTMAXES, AttentionOptions
 
 TENSOR_CORES = (8, 0)  # Triton 3.6 compiles products for older GPUs (V100, T4) to scalar arithmetic
+EMULATED = """pasa: {device} tensors are served by backend 'reference', an emulation: {why}. It is slow: on one CPU \
+thread it took 2.5 to 5 times as long as torch's attention at (1, 8, 1024 and 2048, 64); on a GPU it was not measured \
+(to silence: warnings.filterwarnings("ignore", "pasa: .* an emulation", UserWarning))"""
 HEAD_DIMS = (1, 512)  # 512: the widest head in use (the VAE of diffusion pipelines), and the widest that is tested
 
 
@@ -101,6 +104,11 @@ class Backend:
         """Import the implementation."""
         return importlib.import_module(self.module)
 
+    def described(self) -> str:
+        """Its name, or why another serves in its place."""
+        why = self.replaced()
+        return self.name if why is None else f"a stand-in for {self.name} ({why})"
+
     def refusals(self, request: Request, *, by_name: bool = False) -> list[str]:
         """Every reason why this backend cannot serve `request`; empty when it can."""
         options = request.options
@@ -172,6 +180,42 @@ def select(request: Request, name: str | None = None) -> Backend:
         refused[backend.name] = "; ".join(reasons)
     told = " | ".join(f"{backend}: {why}" for backend, why in refused.items())
     raise NotImplementedError(f"no backend can serve this call: {told}")
+
+
+def tell_of_emulation(request: Request, found: Backend) -> None:
+    """Warn, once per cause, where the machine or the head dim is why a device's own kernels do not serve a call.
+
+    Options that the reference alone has ask for the emulation: of those nothing is told.
+    """
+    if found.name != "reference":
+        return
+    for backend in BACKENDS.values():
+        able = replace(backend, missing=lambda: None, head_dims=HEAD_DIMS)
+        if request.device in backend.devices and not able.refusals(request):
+            why = "; ".join(backend.refusals(request))
+            notices.warn_once(EMULATED.format(device=request.device, why=why))
+            return
+
+
+def device_types() -> tuple[str, ...]:
+    """Types of the devices that torch can use on this machine."""
+    npu = getattr(torch, "npu", None)  # torch_npu adds it
+    there = {"npu": npu is not None and npu.is_available(), "cuda": torch.cuda.is_available(), "cpu": True}
+    return tuple(name for name, usable in there.items() if usable)
+
+
+def server(device: str) -> Backend | None:
+    """Who serves an FP16 call of head dim 64 and default options on such a device that names no backend."""
+    try:
+        return select(Request(device, torch.float16, 64, "none", False, False, AttentionOptions()))
+    except NotImplementedError:
+        return None
+
+
+def servers() -> tuple[tuple[str, str], ...]:
+    """By device type of this machine: who serves a call, and why not the backend that is called so."""
+    found = {device: server(device) for device in device_types()}
+    return tuple((device, "nobody" if b is None else b.described()) for device, b in found.items())
 
 
 def triton_missing() -> str | None:

@@ -21,15 +21,16 @@ from pasa.ops import dispatch, library, registry
 
 
 class BackendStatus(NamedTuple):
-    """One line of `backends()`."""
+    """One line of `backends()`; `serves`: types of this machine's devices whose calls it gets if they name none."""
 
     name: str
     available: bool
     reason: str
+    serves: tuple[str, ...] = ()
 
 
 def backends() -> list[BackendStatus]:
-    """Every backend, whether it can serve on this machine, and why (not), preferred ones first.
+    """Every backend, whether it can serve on this machine, why (not), and what it serves, preferred ones first.
 
     Examples
     --------
@@ -40,7 +41,11 @@ def backends() -> list[BackendStatus]:
     """
     ordered = sorted(registry.BACKENDS.values(), key=lambda backend: -backend.priority)
     reasons = [b.missing() or b.replaced() for b in ordered]
-    return [BackendStatus(b.name, why is None, why or b.label) for b, why in zip(ordered, reasons, strict=True)]
+    served = {device: registry.server(device) for device in registry.device_types()}
+    return [
+        BackendStatus(b.name, why is None, why or b.label, tuple(d for d, found in served.items() if found is b))
+        for b, why in zip(ordered, reasons, strict=True)
+    ]
 
 
 @overload

@@ -66,7 +66,7 @@ def test_source_distribution_holds_what_is_installed_and_no_tests(installed):
     sources = {name for name in tracked.stdout.split() if name.endswith((".py", ".typed", ".html"))}
     assert sources - names == set()
     assert {"README.md", "LICENSE", "CHANGELOG.md", "setup.py", "pyproject.toml"} <= names
-    assert not [name for name in names if name.startswith(("tests/", "scripts/"))]
+    assert [name for name in names if name.startswith(("tests/", "scripts/"))] == ["scripts/build_ascend.sh"]
     roots = {"ops": "pasa/ops", "eval": "pasa/eval", "pasa": "pasa"}
     expected = {roots[name.split("/")[0]] + name[name.index("/") :] for name in sources}
     assert not [name for name in expected if not (installed / name).is_file()]
@@ -91,6 +91,38 @@ def test_installed_command_line_runs(installed):
     assert "reference" in run(installed, "-m", "pasa.eval.cli", "doctor")
     scripts = (installed / next(installed.glob("pasa-*.dist-info")) / "entry_points.txt").read_text()
     assert "pasa = pasa.eval.cli:main" in scripts
+
+
+def test_installed_package_holds_the_build_script_that_its_messages_name(installed, tmp_path):
+    """Story: wheel and source distribution had the kernels' sources, and a message that named a script of the
+    repository. Here the script runs as installed, with a cmake that only notes what it is asked."""
+    message = run(installed, "-c", "from pasa.ops.attention import npu_backend; print(npu_backend.library_error())")
+    script = Path(re.search(r"build it with (\S+) where CANN is installed", message)[1])
+    assert script.is_relative_to(installed)
+    assert script.is_file()
+    for name, text in (
+        ("bin/cmake", '#!/bin/sh\necho "$@" >> "$NOTES"\nmkdir -p "$BUILD"\ntouch "$BUILD/libpasa_npu.so"\n'),
+        ("site/torch_npu.py", ""),
+    ):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    env = os.environ | {
+        "PYTHONPATH": f"{installed}:{tmp_path / 'site'}",
+        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+        "PYTHON": sys.executable,
+        "ASCEND_HOME_PATH": str(tmp_path),
+        "BUILD": str(tmp_path / "build"),
+        "NOTES": str(tmp_path / "notes"),
+    }
+    done = subprocess.run(["bash", str(script)], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    sources = Path(re.search(r"-S (\S+)", (tmp_path / "notes").read_text())[1])
+    assert (sources / "CMakeLists.txt").is_file()
+    assert sources.is_relative_to(installed)
+    library = installed / "pasa" / "ascend_c" / "lib" / "libpasa_npu.so"
+    assert done.stdout.startswith(f"built {library};")
+    library.unlink()
 
 
 def test_metadata_names_the_pythons_whose_syntax_it_keeps(installed):

@@ -124,27 +124,23 @@ std::tuple<Tensor, Tensor, Tensor> ShiftExact(const Tensor& k, const OptionalTen
     Tensor keys = at::empty(k.sizes(), k.options());
     Tensor anchors = at::empty({batch, heads, 2 * blocks, dim}, k.options());
     Tensor units = at::empty({batch, heads, blocks, kUnitCopies}, k.options().dtype(at::kFloat));
-    const ShiftPointers given{Pointer(k),    Pointer(lengths), nullptr,       nullptr,
+    const ShiftPointers given{Pointer(k),    Pointer(lengths), nullptr,
                               Pointer(keys), Pointer(anchors), Pointer(units)};
     const uint32_t cores = ChipOf(k).vector_cores;
     Enqueue("pasa_shift_exact", [=](void* stream) { LaunchShiftExact(given, tiling, cores, stream); });
     return {keys, anchors, units};
 }
 
-// `matrix` is M of the first block, `last_matrix` that of the last one if it has fewer keys.
-Tensor ShiftPaper(const Tensor& k, const Tensor& matrix, const OptionalTensor& last_matrix, bool saturate)
+// `k` is whole blocks of keys, `matrix` is M.
+Tensor ShiftPaper(const Tensor& k, const Tensor& matrix, bool saturate)
 {
     const ShiftTiling tiling = PlanShiftOf(k, std::nullopt, 1.0, saturate);
-    const int64_t first = std::min<int64_t>(tiling.keys, kBlockKeys);
-    const int64_t last = tiling.keys - (tiling.blocks - 1) * kBlockKeys;
-    CheckTensor("matrix", matrix, k, at::kHalf, {first, first});
-    TORCH_CHECK_VALUE(last_matrix.has_value() == (last < first), "last_matrix is for a last block of fewer keys; here ",
-                      "blocks have ", first, " and the last one ", last);
-    if (last_matrix) CheckTensor("last_matrix", *last_matrix, k, at::kHalf, {last, last});
+    TORCH_CHECK_VALUE(tiling.keys % kBlockKeys == 0, "k has ", tiling.keys, " keys, no multiple of ", kBlockKeys,
+                      ": fill the last block (ops/shift_keys/reference.py, whole_blocks)");
+    CheckTensor("matrix", matrix, k, at::kHalf, {kBlockKeys, kBlockKeys});
     const c10::DeviceGuard guard(k.device());
     Tensor keys = at::empty(k.sizes(), k.options());
-    const ShiftPointers given{Pointer(k),    nullptr, Pointer(matrix), Pointer(last_matrix),
-                              Pointer(keys), nullptr, nullptr};
+    const ShiftPointers given{Pointer(k), nullptr, Pointer(matrix), Pointer(keys), nullptr, nullptr};
     const uint32_t cores = ChipOf(k).cube_cores;
     Enqueue("pasa_shift_paper", [=](void* stream) { LaunchShiftPaper(given, tiling, cores, stream); });
     return keys;
@@ -156,7 +152,7 @@ at::ScalarType OutputType(bool to_bf16) { return to_bf16 ? at::kBFloat16 : at::k
 std::tuple<Tensor, Tensor> Attention(const Tensor& q, const Tensor& keys, const Tensor& v,
                                      const OptionalTensor& anchors, const OptionalTensor& units,
                                      const OptionalTensor& lengths, bool is_causal, double scale, double invariance,
-                                     double last_invariance, bool saturate, int64_t unbiased_columns, bool to_bf16)
+                                     bool saturate, int64_t unbiased_columns, bool to_bf16)
 {
     const bool exact = anchors.has_value();
     TORCH_CHECK_VALUE(units.has_value() == exact, "anchors and units come together");
@@ -169,7 +165,6 @@ std::tuple<Tensor, Tensor> Attention(const Tensor& q, const Tensor& keys, const 
     settings.has_lengths = lengths.has_value();
     settings.scale = scale;
     settings.invariance = invariance;
-    settings.last_invariance = last_invariance;
     TORCH_CHECK_VALUE(unbiased_columns >= 0, "unbiased_columns=", unbiased_columns, " is negative");
     settings.unbiased_columns = static_cast<uint32_t>(std::min<int64_t>(unbiased_columns, kMaxDim));
     settings.to_bf16 = to_bf16;
@@ -178,7 +173,7 @@ std::tuple<Tensor, Tensor> Attention(const Tensor& q, const Tensor& keys, const 
     const int64_t batch = q.size(0), heads = v.size(1), rows = v.size(2), dim = q.size(3);
     CheckTensor("q", q, q, at::kHalf, q.sizes());
     CheckTensor("v", v, q, at::kHalf, {batch, heads, rows, dim});
-    CheckTensor("keys", keys, q, at::kHalf, {batch, heads, rows, dim});
+    CheckTensor("keys", keys, q, at::kHalf, {batch, heads, exact ? rows : Blocks(rows) * kBlockKeys, dim});
     if (exact) {
         CheckTensor("anchors", *anchors, q, at::kHalf, {batch, heads, 2 * Blocks(rows), dim});
         CheckTensor("units", *units, q, at::kFloat, {batch, heads, Blocks(rows), kUnitCopies});
@@ -206,14 +201,14 @@ std::tuple<Tensor, Tensor, Tensor> ShiftExactShapes(const Tensor& k, const Optio
             at::empty_symint({s[0], s[1], blocks, kUnitCopies}, k.options().dtype(at::kFloat))};
 }
 
-Tensor ShiftPaperShapes(const Tensor& k, const Tensor&, const OptionalTensor&, bool)
+Tensor ShiftPaperShapes(const Tensor& k, const Tensor&, bool)
 {
     return at::empty_symint(k.sym_sizes(), k.options());
 }
 
 std::tuple<Tensor, Tensor> AttentionShapes(const Tensor& q, const Tensor&, const Tensor&, const OptionalTensor&,
-                                           const OptionalTensor&, const OptionalTensor&, bool, double, double, double,
-                                           bool, int64_t, bool to_bf16)
+                                           const OptionalTensor&, const OptionalTensor&, bool, double, double, bool,
+                                           int64_t, bool to_bf16)
 {
     return {at::empty_symint(q.sym_sizes(), q.options().dtype(OutputType(to_bf16))),
             at::empty_symint(q.sym_sizes().slice(0, 3), q.options().dtype(at::kFloat))};
@@ -225,11 +220,11 @@ TORCH_LIBRARY_FRAGMENT(pasa, m)
 {
     m.def("npu_chip_error", &ChipError);
     m.def("npu_shift_exact(Tensor k, Tensor? lengths, float scale, bool saturate) -> (Tensor, Tensor, Tensor)");
-    m.def("npu_shift_paper(Tensor k, Tensor matrix, Tensor? last_matrix, bool saturate) -> Tensor");
+    m.def("npu_shift_paper(Tensor k, Tensor matrix, bool saturate) -> Tensor");
     m.def(
         "npu_attention(Tensor q, Tensor keys, Tensor v, Tensor? anchors, Tensor? units, Tensor? lengths, "
-        "bool is_causal, float scale, float invariance, float last_invariance, bool saturate, int unbiased_columns, "
-        "bool to_bf16) -> (Tensor, Tensor)");
+        "bool is_causal, float scale, float invariance, bool saturate, int unbiased_columns, bool to_bf16) "
+        "-> (Tensor, Tensor)");
 }
 
 #ifdef PASA_CPU_TWIN

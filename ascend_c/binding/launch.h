@@ -23,7 +23,6 @@ struct ShiftPointers {
     void* k;
     void* lengths;
     void* matrix;
-    void* last_matrix;
     void* keys;
     void* anchors;
     void* units;

@@ -68,12 +68,10 @@ inline twin::Report ShiftOnTwin(bool exact, const ShiftPointers& p, const ShiftT
 {
     TwinMemory memory;
     const size_t rows = size_t{t.heads} * t.keys, blocks = size_t{t.heads} * t.blocks;
-    const size_t first = Least(t.keys, kBlockKeys), last = t.keys - (t.blocks - 1) * kBlockKeys;
     ShiftArguments given{};
     given.k = memory.Input<half>("k", p.k, rows * t.dim);
     given.lengths = memory.Input<int32_t>("lengths", p.lengths, t.heads / t.kv_heads);
-    given.matrix = memory.Input<half>("matrix", p.matrix, first * first);
-    given.last_matrix = memory.Input<half>("last_matrix", p.last_matrix, last * last);
+    given.matrix = memory.Input<half>("matrix", p.matrix, kBlockKeys * kBlockKeys);
     given.keys = memory.Output<half>("keys", p.keys, rows * t.dim);
     given.anchors = memory.Output<half>("anchors", p.anchors, blocks * 2 * t.dim);
     given.units = memory.Output<float>("units", p.units, blocks * kUnitCopies);
@@ -91,10 +89,11 @@ inline twin::Report AttendOnTwin(bool exact, const AttentionPointers& p, const A
     TwinMemory memory;
     const size_t queries = size_t{t.batch} * t.heads * t.rows, keys = size_t{t.batch} * t.kv_heads * t.keys;
     const size_t blocks = size_t{t.batch} * t.kv_heads * t.blocks;
+    const size_t shifted = exact ? keys : blocks * kBlockKeys;
     const size_t tiles = size_t{t.batch} * t.heads * DivideUp(t.rows, kTileRows) * t.blocks;
     Arguments given{};
     given.q = memory.Input<half>("q", p.q, queries * t.dim);
-    given.keys = memory.Input<half>("keys", p.keys, keys * t.dim);
+    given.keys = memory.Input<half>("keys", p.keys, shifted * t.dim);
     given.v = memory.Input<half>("v", p.v, keys * t.dim);
     given.anchors = memory.Input<half>("anchors", p.anchors, blocks * 2 * t.dim);
     given.units = memory.Input<float>("units", p.units, blocks * kUnitCopies);

@@ -6,18 +6,17 @@
 namespace pasa {
 
 struct ShiftArguments {
-    GM_ADDR k;            // FP16 (B, Hkv, Skv, D)
-    GM_ADDR lengths;      // int32 (B,), if tiling.has_lengths
-    GM_ADDR matrix;       // paper: FP16 (n, n), M of a block of min(128, Skv) keys
-    GM_ADDR last_matrix;  // paper: of the last block, if it has fewer
-    GM_ADDR keys;         // FP16 (B, Hkv, Skv, D)
-    GM_ADDR anchors;      // exact: FP16 (B, Hkv, 2 blocks, D)
-    GM_ADDR units;        // exact: FP32 (B, Hkv, blocks, 8)
+    GM_ADDR k;        // FP16 (B, Hkv, Skv, D); paper: whole blocks of keys
+    GM_ADDR lengths;  // int32 (B,), if tiling.has_lengths
+    GM_ADDR matrix;   // paper: FP16 (128, 128), M
+    GM_ADDR keys;     // FP16 (B, Hkv, Skv, D)
+    GM_ADDR anchors;  // exact: FP16 (B, Hkv, 2 blocks, D)
+    GM_ADDR units;    // exact: FP32 (B, Hkv, blocks, 8)
 };
 
 struct Arguments {
     GM_ADDR q;        // FP16 (B, H, Sq, D)
-    GM_ADDR keys;     // FP16 (B, Hkv, Skv, D), K' as shift_keys makes it
+    GM_ADDR keys;     // FP16 (B, Hkv, Skv, D), K' as shift_keys makes it; paper: whole blocks
     GM_ADDR v;        // FP16 (B, Hkv, Skv, D)
     GM_ADDR anchors;  // exact: FP16 (B, Hkv, 2 blocks, D); rows a_1, mean residual of block 1, then a_j - a_1 high, low
     GM_ADDR units;    // exact: FP32 (B, Hkv, blocks, 8), u_j eight times

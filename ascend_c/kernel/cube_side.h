@@ -86,6 +86,12 @@ private:
         return Least(kBlockKeys, task.keys - j * kBlockKeys);
     }
 
+    // Of K': as published, the last block is whole.
+    __aicore__ inline uint32_t ShiftedKeysOf(const Task& task, uint32_t j) const
+    {
+        return kExact ? KeysOf(task, j) : kBlockKeys;
+    }
+
     // Both lanes' tiles, one behind the other.
     __aicore__ inline Tile LoadQueries(const Task& task)
     {
@@ -102,7 +108,9 @@ private:
     __aicore__ inline void LoadKeys(const Task& task, uint32_t j)
     {
         Tile keys = key_tiles_.AllocTensor<half>();
-        LoadTile(keys, keys_[KeyRow(task, j) * t_.dim], KeysOf(task, j), t_.dim, t_.dim);
+        const uint64_t blocks = static_cast<uint64_t>(task.kv_head) * t_.blocks + j;
+        const uint64_t row = kExact ? KeyRow(task, j) : blocks * kBlockKeys;
+        LoadTile(keys, keys_[row * t_.dim], ShiftedKeysOf(task, j), t_.dim, t_.dim);
         key_tiles_.EnQue(keys);
     }
 
@@ -161,7 +169,7 @@ private:
     __aicore__ inline void MakeScores(const Task& task, uint32_t i, uint32_t j, const Tile& queries, const Tile& keys)
     {
         const LaneTask& lane = task.lane[i];
-        const uint32_t count = KeysOf(task, j);
+        const uint32_t count = ShiftedKeysOf(task, j);
         AscendC::LocalTensor<float> c = accumulators_.AllocTensor<float>();
         Contract(c, queries, keys, lane.Computed(), count);
         if (kExact) {

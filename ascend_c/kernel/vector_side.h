@@ -83,7 +83,7 @@ private:
         if (kExact) {
             wide = ToFrame(task, i, j, rows, seeing, refers);
         } else {
-            MoveFrame(task, i, j, rows, seeing);
+            MoveFrame(i, j, rows, seeing);
         }
         NextReference next = refers ? Reference(i, rows, false) : NextReference();
         MakeWeights(i, rows, wide, next);
@@ -99,7 +99,7 @@ private:
         narrow_in_.EnQue(narrow);
         narrow = narrow_in_.DeQue<half>();
         const uint32_t count = KeysOf(task, j);
-        if (count < kBlockKeys) {  // there is nothing behind, and a mean is to count nothing
+        if (kExact && count < kBlockKeys) {  // there is nothing behind; as published, what fills the block
             HideColumns(narrow, count, rows, 0.0f);
             AscendC::PipeBarrier<PIPE_V>();
         }
@@ -107,7 +107,7 @@ private:
         narrow_in_.FreeTensor(narrow);
         AscendC::PipeBarrier<PIPE_V>();
         RowReduction<AscendC::ReduceType::SUM> mean(mean_work_, rows);
-        if (!kExact) mean.Blocks(score_tile_);  // of all keys, seen or not
+        if (!kExact) mean.Blocks(score_tile_);  // of the whole block, seen or not
         Hide(task, i, j, rows, score_tile_);
         RowReduction<AscendC::ReduceType::MAX> top(work_, rows);
         top.Blocks(score_tile_);
@@ -205,19 +205,18 @@ private:
 
     // ---- published recovery: the moving frame (Algorithm 1, lines 13 to 17)
 
-    // F_j, the offset of this tile, and the running maximum carried into the frame; the largest of each row to kHere.
-    // The sum of S' is in kThird. A row that sees nothing keeps its frame.
-    __aicore__ inline void MoveFrame(const Task& task, uint32_t i, uint32_t j, uint32_t rows, RowMath& seeing)
+    // F_j = s / j + F_{j-1} (j-1) / j, the offset of this tile, and the running maximum carried into the frame; the
+    // largest of each row to kHere. The sum of S' is in kThird. A row that sees nothing keeps its frame.
+    __aicore__ inline void MoveFrame(uint32_t i, uint32_t j, uint32_t rows, RowMath& seeing)
     {
         const Row mean = Number(kThird), carry = Number(kSecond), current = Number(kFirst);
         const Row frame = Number(i, kFrame), offset = Number(i, kOffset), maximum = Number(i, kMaximum);
-        const uint32_t count = KeysOf(task, j);
-        seeing.Scale(mean, mean, 1.0f / count);
-        seeing.Scale(current, frame, static_cast<float>(j));
+        seeing.Scale(mean, mean, 1.0f / kBlockKeys);
+        seeing.Scale(current, frame, static_cast<float>(j) / (j + 1));
         AscendC::PipeBarrier<PIPE_V>();
-        seeing.Add(current, current, mean);
+        seeing.Scale(carry, mean, 1.0f / (j + 1));
         AscendC::PipeBarrier<PIPE_V>();
-        seeing.Scale(current, current, 1.0f / (j + 1));
+        seeing.Add(current, carry, current);
         AscendC::PipeBarrier<PIPE_V>();
         seeing.Subtract(carry, frame, current);
         seeing.Subtract(offset, mean, current);
@@ -226,12 +225,6 @@ private:
         seeing.Scale(offset, offset, t_.invariance);
         seeing.Scale(frame, current, 1.0f);
         AscendC::PipeBarrier<PIPE_V>();
-        if (j > 0 && count < kBlockKeys) {  // a block of its own size has its own M and invariance
-            seeing.Scale(mean, mean, t_.last_invariance - t_.invariance);
-            AscendC::PipeBarrier<PIPE_V>();
-            seeing.Add(offset, offset, mean);
-            AscendC::PipeBarrier<PIPE_V>();
-        }
         seeing.Add(maximum, maximum, carry);
         RowMath(0, rows).Add(Number(kHere), Number(kTop), offset);
         AscendC::PipeBarrier<PIPE_V>();

@@ -62,8 +62,7 @@ struct Settings {
     uint32_t unbiased_columns = 0;  // of a row, by which unbiased rounding tells whether it leans; 0: to nearest
     bool to_bf16 = false;
     double scale = 1.0;
-    double invariance = 0.0;       // paper: of the first block
-    double last_invariance = 0.0;  // paper: of the last block
+    double invariance = 0.0;  // paper: beta / (1 - beta)
 };
 
 inline void Require(bool holds, const std::string& what)
@@ -128,7 +127,6 @@ inline AttentionTiling PlanAttention(const Shape& shape, const Settings& setting
     t.to_bf16 = settings.to_bf16;
     t.scale = static_cast<float>(settings.scale);
     t.invariance = static_cast<float>(settings.invariance);
-    t.last_invariance = static_cast<float>(settings.last_invariance);
     t.lane = LaneParts(t.dim, t.blocks);
     t.workspace_bytes = uint64_t{chip.cube_cores} * kLanes * t.lane.bytes;
     return t;

@@ -49,9 +49,8 @@ struct AttentionTiling {
     uint32_t to_bf16;           // outputs are BF16; otherwise FP16
     uint32_t keep_scores;  // store every FP16 score tile, for diagnosis
     float scale;
-    float invariance;        // paper: beta / (1 - beta), of the first block
-    float last_invariance;   // paper: of the last block, which may have fewer keys
-    LaneWorkspace lane;      // of each lane of each group
+    float invariance;    // paper: beta / (1 - beta)
+    LaneWorkspace lane;  // of each lane of each group
     uint64_t workspace_bytes;
 };
 

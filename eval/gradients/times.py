@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ PARTS = ("forward", "forward + backward")
 PROFILED = 5  # calls
 NAME_LENGTH = 60  # of a kernel: templates of torch's go on for lines
 Record = dict[str, Any]
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -60,25 +62,28 @@ def calls(shape: Shape, device: torch.device) -> dict[str, dict[str, Call]]:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     *qkv, grad = shape.inputs(device)
-    given = [x.requires_grad_() for x in qkv]
     grouped = shape.heads != shape.kv_heads
 
-    def flash() -> Tensor:
-        return scaled_dot_product_attention(given[0], given[1], given[2], is_causal=True, enable_gqa=grouped)
+    def flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
 
-    def ours() -> Tensor:
-        return pasa.attention(given[0], given[1], given[2], is_causal=True, backend="triton")
+    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return pasa.attention(q, k, v, is_causal=True, backend="triton")
 
-    def forward(attend: Callable[[], Tensor]) -> Tensor:
+    def forward(attend: Attend, given: list[Tensor], _: Tensor) -> Tensor:
         with torch.no_grad():
-            return attend()
+            return attend(given[0], given[1], given[2])
 
-    def both(attend: Callable[[], Tensor]) -> Tensor:
-        return torch.autograd.grad(attend(), given, grad)[0]
+    def both(attend: Attend, given: list[Tensor], grad: Tensor) -> Tensor:
+        return torch.autograd.grad(attend(given[0], given[1], given[2]), given, grad)[0]
+
+    def call(function: Callable[..., Tensor], attend: Attend, scope: Any = nullcontext) -> Call:
+        own = [x.clone().requires_grad_() for x in qkv]  # nobody is timed on what another may have written into
+        return Call(partial(function, attend, own, grad.clone()), scope)
 
     scope = partial(sdpa_kernel, SDPBackend.FLASH_ATTENTION)
     return {
-        part: {OURS: Call(partial(function, ours)), FLASH: Call(partial(function, flash), scope)}
+        part: {OURS: call(function, ours), FLASH: call(function, flash, scope)}
         for part, function in zip(PARTS, (forward, both), strict=True)
     }
 

@@ -72,7 +72,7 @@ twin::Report run(const Run& r, bool attends)
     std::vector<half> anchors(size_t{2} * r.blocks * r.dim);
     std::vector<float> units(size_t{pasa::kUnitCopies} * r.blocks);
     const pasa::ShiftTiling shift_tiling = pasa::PlanShift(shape, r.exact ? scale : 1.0, false, false);
-    const pasa::ShiftPointers shift{k.data(),    nullptr,        r.exact ? nullptr : matrix.data(), nullptr,
+    const pasa::ShiftPointers shift{k.data(),    nullptr,        r.exact ? nullptr : matrix.data(),
                                     keys.data(), r.exact ? anchors.data() : nullptr,
                                     r.exact ? units.data() : nullptr};
     const twin::Report shifted = pasa::ShiftOnTwin(r.exact, shift, shift_tiling, 1);
@@ -81,7 +81,7 @@ twin::Report run(const Run& r, bool attends)
     pasa::Settings settings;
     settings.exact = r.exact;
     settings.scale = scale;
-    settings.invariance = settings.last_invariance = 1.0;
+    settings.invariance = 1.0;
     if (r.unbiased > 0) settings.unbiased_columns = pasa::Least(pasa::kWaveColumns, r.dim);
     pasa::Chip chip = pasa::kChips[2];
     chip.cube_cores = 1;

@@ -16,7 +16,7 @@ from pasa.eval.rmse.cases import ARITHMETICS, RESONANCE_CASES, ResonanceCase
 from pasa.eval.rmse.run import Job, Progress, check, overflow_modes, run_jobs, wrap
 from pasa.ops.attention.scores import Block, ExactScores, paper_beta, score_model
 from pasa.ops.numerics.shifting import shifting_matrix
-from pasa.ops.shift_keys.reference import shift_exact, shift_paper
+from pasa.ops.shift_keys.reference import shift_exact, shift_paper, whole_blocks
 
 VARIANTS = {"paper": pasa.PasaConfig(recovery="paper"), "exact": pasa.PasaConfig()}
 
@@ -101,13 +101,14 @@ def make_maps(case: ResonanceCase, seed: int) -> Maps:
 
 def shifted_keys(k: Tensor, config: pasa.PasaConfig) -> Tensor:
     """K' of all blocks of keys (1, 1, S, D)."""
-    scale, blocks = k.shape[-1] ** -0.5, k.split(config.block_k, -2)
+    scale, block = k.shape[-1] ** -0.5, config.block_k
     if config.recovery == "exact":
         unit = ExactScores(config, scale).unit
-        shifted = [shift_exact(block, unit) for block in blocks]
+        shifted = [shift_exact(part, unit) for part in k.split(block, -2)]
         return torch.cat([each.keys / each.unit for each in shifted], -2)
-    matrices = [shifting_matrix(n := block.shape[-2], paper_beta(None, n, scale)[0], scale=scale) for block in blocks]
-    return torch.cat([shift_paper(b, m.float(), "inf") for b, m in zip(blocks, matrices, strict=True)], -2)
+    matrix = shifting_matrix(block, paper_beta(None, block, scale)[0], scale=scale).float()
+    whole = [shift_paper(part, matrix, "inf") for part in whole_blocks(k, block).split(block, -2)]
+    return torch.cat(whole, -2)[:, :, : k.shape[-2]]
 
 
 def stored_scores(q: Tensor, k: Tensor, config: pasa.PasaConfig) -> Tensor:

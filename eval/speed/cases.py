@@ -65,6 +65,10 @@ class Inputs:
         """Of Q, K and V together."""
         return sum(x.numel() * x.element_size() for x in (self.q, self.k, self.v))
 
+    def copy(self) -> Inputs:
+        """The same numbers in memory of their own: whoever is measured may write into them."""
+        return dataclasses.replace(self, q=self.q.clone(), k=self.k.clone(), v=self.v.clone())
+
 
 @dataclass(frozen=True)
 class SpeedCase:

@@ -169,7 +169,10 @@ def measure_case(
 
 
 def enter(case: SpeedCase, implementation: Implementation, inputs: Inputs, gate: Gate, clock: Clock) -> Entrant:
-    """Prepare, choose the fastest variant, and apply the gate; an implementation that cannot run says why."""
+    """Prepare, choose the fastest variant, and apply the gate; an implementation that cannot run says why.
+
+    It is given copies of the inputs, to be timed on, and others to be judged on: a peer once wrote into its caller's.
+    """
     record: Record = {
         "case": case.name,
         "implementation": implementation.name,
@@ -181,10 +184,10 @@ def enter(case: SpeedCase, implementation: Implementation, inputs: Inputs, gate:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")  # torch says in warnings why a backend refuses
         try:
-            variant, call = fastest(implementation.prepare(inputs), clock)
-            out, lse = call.output(), None
+            variant, call = fastest(implementation.prepare(inputs.copy()), clock)
+            out, lse = implementation.prepare(inputs.copy())[variant].output(), None
             if implementation.lse is not None:
-                _, lse = implementation.lse(inputs)
+                _, lse = implementation.lse(inputs.copy())
             judged = gate.judge(
                 out, lse, implementation.emulation, shifted=implementation.shifted, limit=implementation.limit
             )

@@ -21,9 +21,7 @@ Case = dict[str, Any]
 TYPES = {
     **dict.fromkeys(["p_q", "p_k", "p_v", "p_out", "p_anchor", "p_anchors", "p_frame", "p_shifted"], "*fp16"),
     **dict.fromkeys(["p_k_cache", "p_v_cache"], "*fp16"),
-    **dict.fromkeys(
-        ["p_lse", "p_norm", "p_norms", "p_factor", "p_matrix", "p_part", "p_state", "p_offset", "p_x"], "*fp32"
-    ),
+    **dict.fromkeys(["p_lse", "p_norm", "p_norms", "p_part", "p_state", "p_offset", "p_x"], "*fp32"),
     **dict.fromkeys(
         [
             "p_tile",
@@ -47,7 +45,7 @@ TYPES = {
     "p_totals": "*i64",
     **dict.fromkeys(["p_grad", "p_g", "p_scaled", "p_centred", "p_dq", "p_dk", "p_dv"], "*fp16"),
     **dict.fromkeys(["p_grad_lse", "p_unit", "p_largest", "p_top", "p_log", "p_shift", "p_centre"], "*fp32"),
-    **dict.fromkeys(["scale", "epsilon", "reach"], "fp32"),
+    **dict.fromkeys(["scale", "epsilon", "reach", "factor", "diagonal", "off_diagonal"], "fp32"),
 }
 
 

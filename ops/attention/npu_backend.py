@@ -25,6 +25,7 @@ from pasa.ops.attention.options import AttentionOptions
 from pasa.ops.attention.scores import paper_beta
 from pasa.ops.numerics.dither import COLUMNS
 from pasa.ops.numerics.shifting import shifting_matrix
+from pasa.ops.shift_keys.reference import whole_blocks
 
 BLOCK = 128  # keys: kBlockKeys in ascend_c/tiling/tiling.h
 Attend = Callable[..., tuple[Tensor, Tensor, Tensor]]
@@ -112,52 +113,24 @@ def _kernels(
     q = q.masked_fill(spoiled.unsqueeze(-1), 0.0)
     q, k, v = (pad_head_dim(x) for x in (q, k, v))
     if options.recovery == "paper":
-        tables = paper_tables(k.shape[2], scale, options.beta, k.device)
-        keys = kernels.npu_shift_paper(k, tables.matrix, tables.last_matrix, saturate)
-        found, invariances = (None, None), (tables.invariance, tables.last_invariance)
+        matrix, invariance = paper_matrix(scale, options.beta, k.device)
+        keys = kernels.npu_shift_paper(whole_blocks(k, BLOCK), matrix, saturate)
+        found = (None, None)
     else:
         keys, *found = kernels.npu_shift_exact(k, lengths, scale, saturate)
-        invariances = (0.0, 0.0)
+        invariance = 0.0
     unbiased = options.softmax == "unbiased"
     rounding = min(dim, COLUMNS) if unbiased else 0, unbiased and dtype == torch.bfloat16
-    out, lse = kernels.npu_attention(q, keys, v, *found, lengths, is_causal, scale, *invariances, saturate, *rounding)
+    out, lse = kernels.npu_attention(q, keys, v, *found, lengths, is_causal, scale, invariance, saturate, *rounding)
     out = out[..., :dim].masked_fill(spoiled.unsqueeze(-1), torch.nan)
     return out, lse.masked_fill(spoiled, torch.nan)
 
 
-class PaperTables(NamedTuple):
-    """What the published recovery needs of the numbers of keys in its blocks.
-
-    Attributes
-    ----------
-    matrix : Tensor (n, n), FP16
-        The shifting matrix of the first block.
-    last_matrix : Tensor (m, m), FP16, optional
-        That of the last block, where it has fewer keys.
-    invariance, last_invariance : float
-        Those of the two blocks.
-    """
-
-    matrix: Tensor
-    last_matrix: Tensor | None
-    invariance: float
-    last_invariance: float
-
-
-def paper_tables(keys: int, scale: float, beta: float | None, device: torch.device) -> PaperTables:
-    """Shifting matrices for so many keys."""
-    return _tables(min(keys, BLOCK), (keys - 1) % BLOCK + 1, scale, beta, device)
-
-
 @cache
-def _tables(first: int, last: int, scale: float, beta: float | None, device: torch.device) -> PaperTables:
-    (matrix, factor), (last_matrix, last_factor) = (_table(n, scale, beta, device) for n in (first, last))
-    return PaperTables(matrix, last_matrix if last < first else None, factor, last_factor)
-
-
-def _table(n: int, scale: float, beta: float | None, device: torch.device) -> tuple[Tensor, float]:
-    solved, factor = paper_beta(beta, n, scale)
-    return shifting_matrix(n, solved, scale=scale).to(device), factor
+def paper_matrix(scale: float, beta: float | None, device: torch.device) -> tuple[Tensor, float]:
+    """The shifting matrix of the published recovery, and its invariance."""
+    solved, factor = paper_beta(beta, BLOCK, scale)
+    return shifting_matrix(BLOCK, solved, scale=scale).to(device), factor
 
 
 # ---- the library, and who serves without it
@@ -168,7 +141,7 @@ def library_error() -> str | None:
     """Why the kernels cannot be called, or None. The library is loaded when this is first asked, and no later."""
     path = envs.ascend_library()
     if not path.is_file():
-        return f"there is no {path}: build it with scripts/build_ascend.sh where CANN is installed"
+        return f"there is no {path}: build it with {envs.ascend_build_script()} where CANN is installed"
     try:
         torch.ops.load_library(path)
     except OSError as error:

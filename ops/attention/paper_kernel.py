@@ -1,6 +1,6 @@
 """Triton kernel of the published algorithm (arXiv:2503.01873, Algorithm 1): FP16 score tiles and global recovery.
 
-K' comes from `shift_paper_kernel`. Like the publication it is not free of overflow: K' and S' are bounded by their
+K' comes from `shift_kernel`. Like the publication it is not free of overflow: K' and S' are bounded by their
 inputs only. Row vectors stay in FP32, or in FP16 as printed (ROUND).
 """
 
@@ -19,25 +19,24 @@ def rounded(x, ROUND: tl.constexpr):
 
 
 @triton.jit
-def paper_step(
-    b_s, b_own, m_key, m_seen, m_reach, index, factor, full_factor, b_mean, b_max, b_sum, ROUND: tl.constexpr
-):
+def paper_step(b_s, b_own, m_seen, m_reach, index, factor, b_mean, b_max, b_sum, ROUND: tl.constexpr):
     """Lines 11 to 19 for one tile S' (M, N) that FP16 stored: P, the factors of O and of P V, F_j, m_j and l_j.
 
-    b_own: S' with the mask added; m_key (N,): keys of the block; m_seen (M, N): what each row sees of them;
-    m_reach (M,): rows whose causal band reaches the block, the others stay as they are; index: blocks before this one;
-    b_mean: F_{j-1}; factor, full_factor: the invariance of this block's M and of a full block's.
+    b_own: S' with the mask added; m_seen (M, N): which of the block's keys each row sees; m_reach (M,): rows whose
+    causal band reaches the block, the others stay as they are; index: blocks before this one; factor: the invariance;
+    b_mean: F_{j-1}.
     """
     # of the whole shifted block, masked or not: the recovery undoes M, for which a key that is NaN was the mean itself
-    m_mean = m_key[None, :] & (b_s == b_s)
+    m_mean = b_s == b_s
     mean = tl.sum(tl.where(m_mean, b_s, 0.0), 1) / tl.maximum(tl.sum(tl.where(m_mean, 1.0, 0.0), 1), 1.0)
     mean = rounded(mean, ROUND)
-    new_mean = rounded(rounded(rounded(index * b_mean, ROUND) + mean, ROUND) / (index + 1), ROUND)
-    later = tl.minimum(index, 1).to(tl.float32)  # F_0 is read as s, so block 1 has no correction
-    carry = rounded(full_factor * rounded((b_mean - new_mean) * later, ROUND), ROUND)
-    offset = rounded(full_factor * rounded(mean - new_mean, ROUND), ROUND)
-    # a ragged last block has its own M, hence its own invariance
-    offset = rounded(offset + rounded((factor - full_factor) * mean, ROUND), ROUND)
+    blocks = tl.cast(index, tl.float32)
+    one = rounded(1.0 / (blocks + 1.0), ROUND)
+    others = rounded(blocks / (blocks + 1.0), ROUND)
+    new_mean = rounded(rounded(mean * one, ROUND) + rounded(b_mean * others, ROUND), ROUND)
+    later = tl.minimum(blocks, 1.0)  # F_0 is read as s, so block 1 has no correction
+    carry = rounded(factor * rounded((b_mean - new_mean) * later, ROUND), ROUND)
+    offset = rounded(factor * rounded(mean - new_mean, ROUND), ROUND)
     top = tl.max(tl.where(m_seen, b_own, -INF), 1)
     empty = tl.max(tl.where(m_seen, 1, 0), 1) == 0
     top = tl.where(empty, 0.0, top)
@@ -61,7 +60,7 @@ def paper_step(
 @triton.jit
 def paper_kernel(
     p_q,  # as in `attention_kernel`, and so are all that are not commented
-    p_k,  # K'
+    p_k,  # K' in whole blocks; of packed sequences, each begins with its first block
     p_v,
     p_out,
     p_lse,
@@ -69,7 +68,8 @@ def paper_kernel(
     p_tile,
     p_cu_q,
     p_cu_k,
-    p_factor,  # (BLOCK_N + 1,) FP32: invariance for blocks of 0 to BLOCK_N keys
+    p_first_block,
+    factor,  # the invariance
     stride_qb,
     stride_qh,
     stride_qm,
@@ -108,8 +108,8 @@ def paper_kernel(
 ):
     """Algorithm 1 with the scale folded into K'; BLOCK_N is the block that M shifts."""
     for o_work in range(tl.program_id(0), work, tl.num_programs(0)):
-        o_batch, o_head, o_tile, begin_q, begin_k, _, rows, keys = locate(
-            o_work, work, p_tile, p_cu_q, p_cu_k, p_cu_k, heads, tiles, all_rows, all_keys, VARLEN, CAUSAL
+        o_batch, o_head, o_tile, begin_q, begin_k, first_block, rows, keys = locate(
+            o_work, work, p_tile, p_cu_q, p_cu_k, p_first_block, heads, tiles, all_rows, all_keys, VARLEN, CAUSAL
         )
         batch = tl.cast(o_batch, tl.int64)
         head = tl.cast(o_head, tl.int64)
@@ -122,7 +122,8 @@ def paper_kernel(
         p_rows = p_q + batch * stride_qb + head * stride_qh + at * stride_qm
         b_q = tl.load(p_rows + o_m[:, None] * stride_qm + o_d[None, :], mask=m_out, other=0.0)
         b_q = tl.where(tl.abs(b_q.to(tl.float32)) <= FP16_MAX, b_q, float("nan")).to(tl.float16)
-        p_keys = p_k + batch * stride_kb + (head // group) * stride_kh + tl.cast(begin_k, tl.int64) * stride_kn
+        first_key = tl.cast(first_block, tl.int64) * BLOCK_N
+        p_keys = p_k + batch * stride_kb + (head // group) * stride_kh + first_key * stride_kn
         p_values = p_v + batch * stride_vb + (head // group) * stride_vh + tl.cast(begin_k, tl.int64) * stride_vn
         p_rows_mask = p_mask + batch * stride_mask_b + head * stride_mask_h + at * stride_mask_m
         diagonal = keys - rows
@@ -133,14 +134,12 @@ def paper_kernel(
         b_max = tl.full((BLOCK_M,), -INF, tl.float32)
         b_sum = tl.zeros((BLOCK_M,), tl.float32)
         b_acc = tl.zeros((BLOCK_M, D_PAD), tl.float32)
-        full_factor = tl.load(p_factor + tl.minimum(keys, BLOCK_N))
         for start in range(0, end, BLOCK_N):
             o_n = start + tl.arange(0, BLOCK_N)
             m_key = o_n < keys
-            n = tl.minimum(keys - start, BLOCK_N)
             p_key = p_keys + tl.cast(start, tl.int64) * stride_kn + tl.arange(0, BLOCK_N)[:, None] * stride_kn
             p_value = p_values + tl.cast(start, tl.int64) * stride_vn + tl.arange(0, BLOCK_N)[:, None] * stride_vn
-            b_k = tl.load(p_key + o_d[None, :], mask=m_key[:, None] & m_d[None, :], other=0.0)
+            b_k = tl.load(p_key + o_d[None, :], mask=m_d[None, :], other=0.0)
             b_s = tl.dot(b_q, tl.trans(b_k)).to(tl.float16).to(tl.float32)
             m_tile = m_key[None, :] & (o_row < rows)[:, None]
             m_seen = m_tile
@@ -153,20 +152,8 @@ def paper_kernel(
                 p_here = p_rows_mask + tl.cast(start, tl.int64) * stride_mask_n
                 m_seen, b_bias = load_mask(p_here, m_tile, m_seen, stride_mask_m, stride_mask_n, MASK)
                 b_own = b_s + b_bias
-            factor = tl.load(p_factor + n)
             b_p, alpha, gain, b_mean, b_max, b_sum = paper_step(
-                b_s,
-                b_own,
-                m_key,
-                m_seen,
-                m_reach,
-                start // BLOCK_N,
-                factor,
-                full_factor,
-                b_mean,
-                b_max,
-                b_sum,
-                ROUND,
+                b_s, b_own, m_seen, m_reach, start // BLOCK_N, factor, b_mean, b_max, b_sum, ROUND
             )
             b_v = tl.load(p_value + o_d[None, :], mask=m_key[:, None] & m_d[None, :], other=0.0)
             if CLEAN:
@@ -178,9 +165,9 @@ def paper_kernel(
         divisor = tl.where(blind, 1.0, b_sum)
         # o_d, with a 0 that the compiler does not know: it would find the columns' keys before the loop over keys, and
         # spill them there (1112 bytes of stack in place of 1016)
-        o_column = (o_d & 6) + (full_factor != full_factor).to(tl.int32) + (o_d & ~6)
+        o_column = (o_d & 6) + (tl.min(b_sum, 0) < 0.0).to(tl.int32) + (o_d & ~6)
         b_out = round_rows(b_acc / divisor[:, None], o_column, D, DROPPED, False).to(p_out.dtype.element_ty)
-        b_lse = tl.where(blind, -INF, b_max + full_factor * b_mean + tl.log(divisor))
+        b_lse = tl.where(blind, -INF, b_max + factor * b_mean + tl.log(divisor))
         p_rows = p_out + batch * stride_ob + head * stride_oh + at * stride_om
         tl.store(p_rows + o_m[:, None] * stride_om + o_d[None, :], b_out, mask=m_out)
         p_rows_lse = p_lse + batch * stride_lb + head * stride_lh + at * stride_lm

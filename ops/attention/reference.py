@@ -8,7 +8,6 @@ decide which rows are rescued together. Equation and line numbers are those of a
 from __future__ import annotations
 
 import math
-import sys
 import warnings
 from functools import partial
 from itertools import pairwise
@@ -22,6 +21,7 @@ from pasa.ops.attention.masking import KeyMask, dense_mask, fitting_mask, hidden
 from pasa.ops.attention.options import AttentionOptions
 from pasa.ops.attention.repeated_maxima import EPSILON, bounded_shift, published_shift, repeats
 from pasa.ops.attention.scores import Block, Tile, score_model
+from pasa.ops.notices import caller
 from pasa.ops.numerics.dither import round_unbiased
 from pasa.ops.numerics.formats import FORMATS, Format, Overflow, round_to
 from pasa.ops.paging import attend_gathered
@@ -320,16 +320,8 @@ class OnlineSoftmax:
         lse = self.maximum + frame + torch.log(divisor)
         if self.rule == "unbiased_paper" and (lost := int((self.lost + frame - lse > NOTICED).sum())):
             text = f"softmax='unbiased_paper': weights of {lost} rows underflow: NaN, or wrong ({SILENCE})"
-            warnings.warn(text, UserWarning, stacklevel=_caller())
+            warnings.warn(text, UserWarning, stacklevel=caller())
         return out, lse.masked_fill(empty, -torch.inf).squeeze(-1)
-
-
-def _caller() -> int:
-    """Frames up to the first that is neither ours nor torch's, as `stacklevel` counts them for who calls this."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("pasa", "torch"):
-        frame, level = frame.f_back, level + 1
-    return level
 
 
 def _times_values(weights: Tensor, v: Tensor) -> Tensor:

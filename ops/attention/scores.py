@@ -22,7 +22,7 @@ from pasa.ops.numerics.shifting import (
     practical_invariance,
     shifting_matrix,
 )
-from pasa.ops.shift_keys.reference import shift_exact, shift_paper
+from pasa.ops.shift_keys.reference import shift_exact, shift_paper, whole_blocks
 
 FP16 = FORMATS["fp16"]
 
@@ -103,7 +103,7 @@ def score_model(options: AttentionOptions, q: Tensor, k: Tensor, scale: float) -
     """The model that `options` names for queries (B, Hkv, G, Sq, D) and keys (B, Hkv, Skv, D)."""
     if options.precision != "pasa":
         return FlashScores(options, k, scale)
-    return PaperScores(options, scale) if options.recovery == "paper" else ExactScores(options, scale)
+    return PaperScores(options, k, scale) if options.recovery == "paper" else ExactScores(options, scale)
 
 
 def matmul_rows(q: Tensor, k: Tensor) -> Tensor:
@@ -140,35 +140,45 @@ class FlashScores:
 
 
 class PaperScores:
-    """PASA as published: S' = Q K'^T in FP16, and the global recovery of Algorithm 1, lines 13 to 17."""
+    """PASA as published: S' = Q K'^T in FP16, and the global recovery of Algorithm 1, lines 13 to 17.
 
-    def __init__(self, options: AttentionOptions, scale: float) -> None:
-        self.scale, self.beta, self.overflow = scale, options.beta, options.overflow
+    What the paper leaves open is done as in its authors' script: how a ragged block is filled (`whole_blocks`), and
+    F_j as s / j + F_{j-1} (j-1) / j, which stays between the two where the printed (j-1) F_{j-1} may overflow.
+    """
+
+    def __init__(self, options: AttentionOptions, k: Tensor, scale: float) -> None:
+        # the authors' blocks have 128 keys: a longer one takes no more zeros than they would
+        self.block, self.overflow = min(options.block_k, -(-k.shape[-2] // 128) * 128), options.overflow
         self.row_format = FP16 if options.accumulate == "fp16" else FORMATS["fp32"]
+        self.keys = whole_blocks(k, self.block)
+        beta, factor = paper_beta(options.beta, self.block, scale)
+        self.matrix = shifting_matrix(self.block, beta, scale=scale).float()
+        self.factor = self._number(factor)  # the invariance I
         self.frame_mean: Tensor | None = None  # F_j of the rows; the frame is factor * F_j
-        self.factor = 0.0  # the invariance I of a full block
 
     def _round(self, x: Tensor) -> Tensor:
         return round_to(x, self.row_format, overflow=self.overflow)
 
+    def _number(self, x: float) -> float:
+        """What a vector instruction is given beside its rows."""
+        return float(self._round(torch.tensor(x, dtype=torch.float64)))
+
     def tile(self, block: Block) -> Tile:
         """S', and the correction terms that carry its maximum into the moving frame F_j (Eq. 14, 15)."""
-        n = block.k.shape[-2]
-        beta, factor = paper_beta(self.beta, n, self.scale)
-        matrix = shifting_matrix(n, beta, scale=self.scale).float()
-        stored = matmul_rows(block.q, shift_paper(block.k, matrix, self.overflow))
-        stored = round_to(stored, FP16, overflow=self.overflow)
+        start = block.index * self.block
+        keys = shift_paper(self.keys[:, :, start : start + self.block], self.matrix, self.overflow)
+        whole = round_to(matmul_rows(block.q, keys), FP16, overflow=self.overflow)
+        stored = whole[..., : block.k.shape[-2]]
         # The mean is that of the whole shifted block: the recovery undoes M, which knows no mask.
-        mean = self._round(stored.mean(-1, keepdim=True))
+        mean = self._round(whole.mean(-1, keepdim=True))
         if self.frame_mean is None:  # F_0 is read as s, so block 1 has no correction
-            self.frame_mean, self.factor = mean, factor
+            self.frame_mean = mean
             return Tile(stored, stored)
         before = self.frame_mean[..., block.rows_before :, :]
-        current = self._round(self._round(self._round(block.index * before) + mean) / (block.index + 1))
+        one, others = (self._number(x / (block.index + 1)) for x in (1, block.index))
+        current = self._round(self._round(mean * one) + self._round(before * others))
         carry = self._round(self.factor * self._round(before - current))
         offset = self._round(self.factor * self._round(mean - current))
-        if factor != self.factor:  # a ragged last block has its own M, hence its own invariance
-            offset = self._round(offset + self._round((factor - self.factor) * mean))
         before.copy_(current)  # a view of the running frame: only now, when nothing reads it any more
         return Tile(stored, stored, offset, carry)
 

@@ -37,6 +37,26 @@ class ShiftedBlock(NamedTuple):
     unit: Tensor
 
 
+def whole_blocks(k: Tensor, block: int) -> Tensor:
+    """Fill a ragged last block with the last keys, in their order; where there is no whole block, with zeros.
+
+    So do the authors of the published algorithm: every block has one M, and the mean of a filled block counts what
+    fills it. No query sees the filling.
+
+    Parameters
+    ----------
+    k : Tensor (..., S, D)
+    block : int
+        Keys in a block.
+    """
+    keys, missing = k.shape[-2], -k.shape[-2] % block
+    if missing == 0:
+        return k
+    if keys < block:
+        return torch.nn.functional.pad(k, (0, 0, 0, missing))
+    return torch.cat([k, k[..., keys - missing :, :]], -2)
+
+
 def shift_paper(k: Tensor, matrix: Tensor, overflow: Overflow) -> Tensor:
     """K'^T = K^T M on the cube: FP32 accumulation, one rounding to FP16 (Eq. 11).
 

@@ -115,38 +115,37 @@ def shift_exact(
     """
     heads, _, batch, blocks = _extent(k, block, packing)
     anchor = k.new_empty((batch, heads, blocks, k.shape[-1]))
-    shifted = _shift(k, anchor, None, block, visible, packing, gemm=False)
+    shifted = _shift(k, anchor, (0.0, 0.0), block, visible, packing, gemm=False)
     _home(anchor, visible, block)
     return shifted, anchor
 
 
 def shift_paper(
     k: Tensor,
-    matrix: Tensor,
+    matrix: tuple[float, float],
     block: int,
     *,
     visible: Tensor | None = None,
-    packing: Packing | None = None,
     engine: Literal["gemm", "mean"] = "gemm",
 ) -> Tensor:
-    """K' = M K, block by block.
+    """K' = M K of whole blocks of keys (B, Hkv, S, D).
 
     Parameters
     ----------
-    k, block, visible, packing
+    k, block, visible
         As in `find_anchors`.
-    matrix : Tensor (block + 1, 2), FP32
-        Diagonal and off-diagonal entry of M for blocks of 0 to `block` keys.
+    matrix : (float, float)
+        Diagonal and off-diagonal entry of M, the second without its sign.
     engine : "gemm" or "mean"
         The matrix engine, as the paper argues, or the mean; the same numbers up to FP32 rounding.
     """
-    return _shift(k, None, matrix, block, visible, packing, gemm=engine == "gemm")
+    return _shift(k, None, matrix, block, visible, None, gemm=engine == "gemm")
 
 
 def _shift(
     k: Tensor,
     anchor: Tensor | None,
-    matrix: Tensor | None,
+    matrix: tuple[float, float],
     block: int,
     visible: Tensor | None,
     packing: Packing | None,
@@ -160,8 +159,8 @@ def _shift(
     width = min(pad, SLICE_ON_NPU) if k.device.type == "npu" else pad
     launch(
         shift_kernel, (batch * blocks * heads, -(-k.shape[-1] // width), 1),
-        (k, seen, table, cu, shifted, shifted if anchor is None else anchor, shifted if matrix is None else matrix),
-        (*_strides(k, packing), seen_stride, *_strides(shifted, packing), heads, length, blocks),
+        (k, seen, table, cu, shifted, shifted if anchor is None else anchor),
+        (*matrix, *_strides(k, packing), seen_stride, *_strides(shifted, packing), heads, length, blocks),
         {"D": k.shape[-1], "WIDTH": width, "BLOCK": block, "HAS_VISIBLE": visible is not None,
          "EXACT": anchor is not None, "GEMM": gemm, "VARLEN": packing is not None},
         num_warps=4 if block * width <= 8192 else 8,

@@ -202,7 +202,8 @@ def shift_kernel(
     p_cu,
     p_shifted,  # shape of the keys, FP16: K'
     p_anchor,  # when EXACT
-    p_matrix,  # (BLOCK + 1, 2) FP32: diagonal and off-diagonal entry of M for n = 0 .. BLOCK keys, unless EXACT
+    diagonal,  # entries of M, the second without its sign, unless EXACT
+    off_diagonal,
     stride_kb,
     stride_kh,
     stride_kn,
@@ -252,8 +253,6 @@ def shift_kernel(
         # a hidden key need not stay exact, only finite: its scores are masked
         b_new = tl.minimum(tl.maximum(b_k - anchor[None, :], -FP16_MAX), FP16_MAX)
     else:
-        diagonal = tl.load(p_matrix + 2 * n)
-        off_diagonal = tl.load(p_matrix + 2 * n + 1)
         mean = (tl.sum(b_clean, 0) / tl.maximum(count, 1.0)).to(tl.float16).to(tl.float32)
         b_clean = tl.where(m_key, b_clean, tl.where(m_tile, mean[None, :], 0.0))
         if GEMM:

@@ -88,6 +88,7 @@ def patch_pipeline(
     transformers: Qwen2ForCausalLM: 2 of 2 attention modules run PASA
       patched  model.layers.0.self_attn
       patched  model.layers.1.self_attn
+      serves   cpu: reference
     """
     _check_policy(policy)
     check_switches(False, False, backend)
@@ -100,8 +101,11 @@ def patch_pipeline(
     if policy == "auto":
         from pasa.patching import auto
 
-        return auto.patch(model_or_pipeline, host)
-    return host(policy)
+        handle = auto.patch(model_or_pipeline, host)
+    else:
+        handle = host(policy)
+    handle.serve(backend)
+    return handle
 
 
 def _patch(

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from pasa.ops import registry
+
 if TYPE_CHECKING:
     from pasa.patching.guard import Guard
 
@@ -28,6 +30,8 @@ class PatchReport:
     alarms : tuple of (str, str)
         Modules that ``policy="auto"`` left alone, and whose queries and keys have since been long enough for a score
         beyond FP16. Short of any, no score of an unpatched module can have overflowed.
+    serves : tuple of (str, str)
+        Types of this machine's devices, each with the backend that serves PASA's calls there.
     """
 
     host: str
@@ -35,6 +39,7 @@ class PatchReport:
     skipped: tuple[tuple[str, str], ...]
     notes: tuple[tuple[str, str], ...] = ()
     alarms: tuple[tuple[str, str], ...] = ()
+    serves: tuple[tuple[str, str], ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain containers, ready for JSON."""
@@ -47,6 +52,7 @@ class PatchReport:
         lines += [f"  skipped  {name}: {reason}" for name, reason in self.skipped]
         lines += [f"  note     {name}: {note}" for name, note in self.notes]
         lines += [f"  ALARM    {name}: {alarm}" for name, alarm in self.alarms]
+        lines += [f"  serves   {device}: {backend}" for device, backend in self.serves]
         return "\n".join(lines)
 
 
@@ -106,6 +112,12 @@ class PatchHandle:
             notes=self._report.notes + tuple((name, "patched by another handle") for name in since),
             alarms=self._guard.alarms(),
         )
+
+    def serve(self, backend: str | None) -> None:
+        """Note who serves PASA's calls: the backend that the caller named, or the choice for every device."""
+        serves = registry.servers() if backend is None else (("all devices", backend),)
+        if serves != self._report.serves:
+            self._report = replace(self._report, serves=serves)
 
     def watch(self, guard: Guard, reasons: dict[str, str]) -> None:
         """Add a guard over modules that were skipped, and why each was."""

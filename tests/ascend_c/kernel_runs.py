@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from pasa.ops.attention import reference, scores
+from pasa.ops.attention.npu_backend import paper_matrix
 from pasa.ops.attention.options import AttentionOptions
-from pasa.ops.attention.scores import Block, Tile, paper_beta, two_terms
+from pasa.ops.attention.scores import Block, Tile, two_terms
 from pasa.ops.numerics.dither import COLUMNS
-from pasa.ops.numerics.shifting import shifting_matrix
-from pasa.ops.shift_keys.reference import shift_exact, shift_paper
+from pasa.ops.shift_keys.reference import shift_exact, shift_paper, whole_blocks
 from tests.ascend_c.twin_build import Program
 
 BLOCK, HALF_ROWS = 128, 64
@@ -81,22 +81,21 @@ def given(x: Call) -> dict[str, np.ndarray]:
     if x.lengths is not None:
         found["lengths"] = array(x.lengths.int())
     if not x.exact:
-        for name, count in zip(("matrix", "last_matrix"), block_sizes(x), strict=True):
-            beta, _ = paper_beta(None, count, x.softmax_scale)
-            found[name] = array(shifting_matrix(count, beta, scale=x.softmax_scale))
+        found["k"] = array(whole_blocks(x.k, BLOCK))
+        found["matrix"] = array(matrix_of(x)[0])
     return found
 
 
-def block_sizes(x: Call) -> tuple[int, int]:
-    """Keys of the first and of the last block."""
-    keys = x.k.shape[2]
-    return min(BLOCK, keys), keys - (x.blocks - 1) * BLOCK
+def matrix_of(x: Call) -> tuple[Tensor, float]:
+    """M of the published recovery, and its invariance."""
+    return paper_matrix(x.softmax_scale, None, x.k.device)
 
 
 def launch_shift(program: Program, x: Call, **options: Any) -> Run:
     """shift_keys on the twin."""
-    report = program.run("shift", given(x), **x.settings(), **options)
     batch, heads, keys, dim = x.k.shape
+    keys = keys if x.exact else x.blocks * BLOCK
+    report = program.run("shift", given(x), **x.settings() | {"keys": keys}, **options)
     found = Run(report)
     if report["ok"]:
         found.arrays["keys"] = read(program, "keys", np.float16, (batch, heads, keys, -1))
@@ -111,8 +110,7 @@ def launch_attention(program: Program, x: Call, shifted: dict[str, Tensor], **op
     arrays = given(x) | {name: array(value) for name, value in shifted.items()}
     settings = x.settings() | options
     if not x.exact:
-        first, last = (paper_beta(None, count, x.softmax_scale)[1] for count in block_sizes(x))
-        settings |= {"invariance": repr(first), "last_invariance": repr(last)}
+        settings["invariance"] = repr(matrix_of(x)[1])
     report = program.run("attend", arrays, **settings)
     found = Run(report)
     if report["ok"]:
@@ -131,11 +129,11 @@ def read(program: Program, name: str, dtype: type, shape: tuple[int, ...]) -> Te
 
 def shifted_by_reference(x: Call) -> dict[str, Tensor]:
     """K', and for the exact recovery the anchor rows and units, in the layout of the kernels."""
-    blocks = [x.k[:, :, start : start + BLOCK].float() for start in range(0, x.k.shape[2], BLOCK)]
     if not x.exact:
-        matrices = {n: paper_matrix(n, x.softmax_scale) for n in {b.shape[2] for b in blocks}}
-        keys = [shift_paper(b, matrices[b.shape[2]], x.overflow) for b in blocks]
+        matrix = matrix_of(x)[0].float()
+        keys = [shift_paper(b, matrix, x.overflow) for b in whole_blocks(x.k.float(), BLOCK).split(BLOCK, 2)]
         return {"keys": torch.cat(keys, 2).half()}
+    blocks = x.k.float().split(BLOCK, 2)
     unit = scores.ExactScores(AttentionOptions(), x.softmax_scale).unit
     found = [shift_exact(b, unit) for b in blocks]
     first = found[0].anchor
@@ -145,10 +143,6 @@ def shifted_by_reference(x: Call) -> dict[str, Tensor]:
     keys = torch.cat([block.keys for block in found], 2)
     units = torch.cat([block.unit for block in found], 2).expand(-1, -1, -1, 8)
     return {"keys": keys.half(), "anchors": torch.cat(rows, 2).half(), "units": units}
-
-
-def paper_matrix(count: int, scale: float) -> Tensor:
-    return shifting_matrix(count, paper_beta(None, count, scale)[0], scale=scale).float()
 
 
 def seen(x: Call) -> Tensor:

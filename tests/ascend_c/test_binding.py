@@ -12,9 +12,7 @@ import pasa
 from pasa.eval.fuzz.search import Genes, badness
 from pasa.ops import registry
 from pasa.ops.attention import npu_backend
-from pasa.ops.attention.scores import paper_beta
-from pasa.ops.numerics.shifting import shifting_matrix
-from pasa.ops.shift_keys.reference import shift_exact, shift_paper
+from pasa.ops.shift_keys.reference import shift_exact, shift_paper, whole_blocks
 from tests.inputs import max_error, normal_qkv
 
 SOURCES = Path(__file__).resolve().parents[2] / "ascend_c"
@@ -157,17 +155,12 @@ def test_the_worst_that_a_search_has_found(npu, genes, softmax, overflow):
 
 
 @pytest.mark.parametrize("keys", [1, 100, 128, 129, 300])
-def test_tables_of_the_published_recovery(npu, keys):
-    scale, k = 0.125, torch.randn(2, 3, keys, 32).half()
-    tables = npu_backend.paper_tables(keys, scale, None, torch.device("cpu"))
-    shifted = npu.npu_shift_paper(k, tables.matrix, tables.last_matrix, False)
-    for start in range(0, keys, 128):
-        part = k[:, :, start : start + 128].float()
-        beta, factor = paper_beta(None, part.shape[2], scale)
-        expected = shift_paper(part, shifting_matrix(part.shape[2], beta, scale=scale).float(), "inf")
-        torch.testing.assert_close(shifted[:, :, start : start + 128].float(), expected, atol=1e-3, rtol=2.0**-10)
-        assert factor == (tables.invariance if start + 128 < keys or start == 0 else tables.last_invariance)
-    assert tables.last_invariance == factor
+def test_keys_of_the_published_recovery(npu, keys):
+    k = whole_blocks(torch.randn(2, 3, keys, 32).half(), 128)
+    matrix, _ = npu_backend.paper_matrix(0.125, None, torch.device("cpu"))
+    shifted = npu.npu_shift_paper(k, matrix, False).float()
+    expected = torch.cat([shift_paper(part, matrix.float(), "inf") for part in k.float().split(128, 2)], 2)
+    torch.testing.assert_close(shifted, expected, atol=1e-3, rtol=2.0**-10)
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.125, 80**-0.5, 2.0**-20, 3.0])
@@ -197,7 +190,7 @@ def given(**changed):
         "units": torch.ones(2, 2, 2, 8),
         "lengths": torch.tensor([150, 70], dtype=torch.int32),
     }
-    numbers = {"is_causal": False, "scale": 1.0, "invariance": 0.0, "last_invariance": 0.0, "saturate": False}
+    numbers = {"is_causal": False, "scale": 1.0, "invariance": 0.0, "saturate": False}
     return arguments | numbers | {"unbiased_columns": 0, "to_bf16": False} | changed
 
 
@@ -237,19 +230,16 @@ def test_the_published_recovery_takes_no_lengths(npu):
 
 
 @pytest.mark.parametrize(
-    ("keys", "matrix", "last_matrix", "sentence"),
+    ("keys", "matrix", "sentence"),
     [
-        (300, 44, 44, r"matrix has shape \[44, 44\], expected \[128, 128\]"),
-        (300, 128, None, "last_matrix is for a last block of fewer keys; here blocks have 128 and the last one 44"),
-        (300, 128, 128, r"last_matrix has shape \[128, 128\], expected \[44, 44\]"),
-        (256, 128, 128, "last_matrix is for a last block of fewer keys; here blocks have 128 and the last one 128"),
-        (44, 44, 44, "here blocks have 44 and the last one 44"),
+        (256, 44, r"matrix has shape \[44, 44\], expected \[128, 128\]"),
+        (300, 128, "k has 300 keys, no multiple of 128: fill the last block"),
+        (44, 44, "k has 44 keys, no multiple of 128"),
     ],
 )
-def test_matrices_fit_the_blocks(npu, keys, matrix, last_matrix, sentence):
-    first, last = (None if n is None else torch.zeros(n, n).half() for n in (matrix, last_matrix))
+def test_the_matrix_fits_whole_blocks(npu, keys, matrix, sentence):
     with pytest.raises(ValueError, match=sentence):
-        npu.npu_shift_paper(torch.zeros(1, 1, keys, 16).half(), first, last, False)
+        npu.npu_shift_paper(torch.zeros(1, 1, keys, 16).half(), torch.zeros(matrix, matrix).half(), False)
 
 
 @pytest.mark.parametrize(
@@ -285,8 +275,8 @@ CHECKS = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
 def test_shapes_of_shifted_keys_are_known_without_data(npu, keys):
     k = torch.randn(2, 2, keys, 32).half()
     opcheck(npu.npu_shift_exact.default, (k, None, 0.125, False), test_utils=CHECKS)
-    tables = npu_backend.paper_tables(keys, 1.0, None, k.device)
-    opcheck(npu.npu_shift_paper.default, (k, tables.matrix, tables.last_matrix, False), test_utils=CHECKS)
+    matrix, _ = npu_backend.paper_matrix(1.0, None, k.device)
+    opcheck(npu.npu_shift_paper.default, (whole_blocks(k, 128), matrix, False), test_utils=CHECKS)
 
 
 def test_shapes_of_outputs_are_known_without_data(npu):

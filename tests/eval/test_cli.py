@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from pasa.eval import cli, doctor
 from pasa.eval.commands import app
+from pasa.ops import envs
 from pasa.ops.attention import npu_backend
 
 RUNNER = CliRunner()
@@ -65,7 +66,7 @@ def test_doctor_reports_reasons_and_passes_its_own_check() -> None:
 def test_doctor_shows_what_is_in_brackets() -> None:
     """Story: the table took "pip install '.[npu]'" for markup and showed "pip install '.'"."""
     found = doctor.run_doctor()
-    found["backends"] = [{"name": "npu", "available": False, "reason": "try pip install '.[npu]'"}]
+    found["backends"] = [{"name": "npu", "available": False, "reason": "try pip install '.[npu]'", "serves": []}]
     shown = StringIO()
     doctor.render(found, Console(file=shown, width=200))
     assert "pip install '.[npu]'" in shown.getvalue()
@@ -78,7 +79,8 @@ def test_doctor_says_whether_the_ascend_c_kernels_are_built() -> None:
         found = doctor.ascend_c()
     npu_backend.library_error.cache_clear()
     assert doctor.ascend_c_line(found) == (
-        "cannot run: there is no /no/such/library.so: build it with scripts/build_ascend.sh where CANN is installed; "
+        "cannot run: there is no /no/such/library.so: "
+        f"build it with {envs.ascend_build_script()} where CANN is installed; "
         "an NPU here would be served by the reference, slowly"
     )
     assert doctor.ascend_c_line({"library": "/there.so", "why_not": None}) == "built: /there.so"

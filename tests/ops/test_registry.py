@@ -1,12 +1,13 @@
 """The registry: every field of a capability record is enforced, and the reference does all it claims."""
 
 import dataclasses
+import warnings
 
 import pytest
 import torch
 
 import pasa
-from pasa.ops import registry
+from pasa.ops import library, notices, registry
 from pasa.ops.attention.options import AttentionOptions
 from pasa.ops.registry import BACKENDS, Backend, Request, register, select
 
@@ -43,6 +44,57 @@ def test_triton_says_why_it_cannot_run(monkeypatch):
     q = torch.zeros(1, 1, 2, 16, dtype=torch.float16)
     with pytest.raises(NotImplementedError, match="triton is not installed"):
         pasa.attention(q, q, q, backend="triton")
+
+
+@pytest.fixture
+def turing(monkeypatch):
+    """A machine whose GPU is an sm_75."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    library._resolve.cache_clear()
+    notices.warn_once.cache_clear()
+    yield
+    library._resolve.cache_clear()
+    notices.warn_once.cache_clear()
+
+
+def serve(device="cuda", head_dim=64, backend=None, diagnose=False, **options):
+    """As the operator chooses for such tensors."""
+    needs = (device, torch.float16, head_dim, "none", False, diagnose)
+    return library._resolve(tuple(BACKENDS.values()), backend, needs, AttentionOptions(**options).arguments, False)[2]
+
+
+def test_a_gpu_that_is_emulated_is_told_of_once(turing):
+    """Story: GPUs below sm_80, or without Triton, got the emulation in silence."""
+    with pytest.warns(UserWarning, match="no tensor-core product for sm_75") as told:
+        assert [serve(head_dim=head_dim) for head_dim in (64, 64, 128)] == ["reference"] * 3
+    assert len(told) == 1
+    for word in ("cuda tensors", "'reference', an emulation", "2.5 to 5 times", "(1, 8, 1024 and 2048, 64)"):
+        assert word in str(told[0].message)
+    assert told[0].filename == __file__
+    assert dict(registry.servers()) == {"cuda": "reference", "cpu": "reference"}
+    assert {line.name: line.serves for line in pasa.backends()}["reference"] == ("cuda", "cpu")
+
+
+def test_a_gpu_without_triton_is_told_of(turing, monkeypatch):
+    monkeypatch.setattr(registry.importlib.util, "find_spec", lambda name: None)
+    with pytest.warns(UserWarning, match="triton is not installed"):
+        serve()
+
+
+def test_a_head_too_wide_for_the_kernels_is_told_of(turing, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert serve(head_dim=256) == "triton"
+    with pytest.warns(UserWarning, match="head dim 300 is outside 1 to 256"):
+        assert serve(head_dim=300) == "reference"
+
+
+def test_who_asks_for_the_emulation_is_not_warned_of_it(turing):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert serve("cpu") == serve(backend="reference") == "reference"
+        assert serve(overflow="saturate") == serve(precision="partial") == serve(diagnose=True) == "reference"
 
 
 def test_a_cpu_tensor_goes_to_the_interpreter_only_by_name(monkeypatch):
@@ -108,7 +160,8 @@ def test_a_replaced_backend_serves_no_call_that_names_it(own_registry):
     assert select(CALL).name == "other"
     with pytest.raises(NotImplementedError, match=r"other: not built$"):
         select(CALL, "other")
-    assert pasa.backends()[0] == ("other", False, "not built")
+    assert pasa.backends()[0] == ("other", False, "not built", ("cpu",))
+    assert registry.servers() == (("cpu", "a stand-in for other (not built)"),)
 
 
 def test_restrictions_cover_the_record():

@@ -47,7 +47,6 @@ TWIN_CASE(attend)
     settings.to_bf16 = a.number("to_bf16") != 0;
     settings.scale = real(a, "scale");
     settings.invariance = real(a, "invariance");
-    settings.last_invariance = real(a, "last_invariance");
     pasa::Chip chip = pasa::kChips[2];
     chip.cube_cores = static_cast<uint32_t>(a.number("groups", 1));
     const pasa::AttentionTiling tiling = pasa::PlanAttention(shape, settings, chip);
@@ -69,7 +68,7 @@ TWIN_CASE(attend)
     return report;
 }
 
-// shift_keys on k; for the published recovery with the matrices of a full and of the last block.
+// shift_keys on k; for the published recovery, of whole blocks, with the matrix.
 TWIN_CASE(shift)
 {
     const harness::Arguments& a = arguments;
@@ -81,12 +80,11 @@ TWIN_CASE(shift)
                                                      a.text("overflow") == "saturate", a.number("lengths") != 0);
     const size_t blocks = exact ? size_t{tiling.heads} * tiling.blocks : 0;
     auto k = given<half>(a, "k"), matrix = given<half>(a, "matrix", !exact);
-    auto last_matrix = given<half>(a, "last_matrix", !exact);
     auto lengths = given<int32_t>(a, "lengths", tiling.has_lengths != 0);
     std::vector<half> keys(size_t{tiling.heads} * tiling.keys * tiling.dim);
     std::vector<half> anchors(blocks * 2 * tiling.dim);
     std::vector<float> units(blocks * pasa::kUnitCopies);
-    const pasa::ShiftPointers pointers{data(k),    data(lengths), data(matrix), data(last_matrix),
+    const pasa::ShiftPointers pointers{data(k),    data(lengths), data(matrix),
                                        data(keys), data(anchors), data(units)};
     twin::Report report =
         pasa::ShiftOnTwin(exact, pointers, tiling, static_cast<uint32_t>(a.number("cores", 3)), a.options());

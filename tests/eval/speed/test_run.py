@@ -17,6 +17,7 @@ from pasa.eval.speed.timing import PROBES, Call
 from tests.eval.speed.fakes import (
     BANDWIDTH,
     ENTRANTS,
+    FP32,
     TINY,
     TINY_DECODE,
     FakeClock,
@@ -75,6 +76,31 @@ def test_every_implementation_has_a_record_on_every_case(result: dict[str, Any])
     for case in ("tiny", "decode", "tiny+constant"):
         names = [each["implementation"] for each in select(result, case=case, how="eager")]
         assert names == [each.name for each in ENTRANTS]
+
+
+@pytest.mark.parametrize("spoils_first", [True, False])
+def test_nobody_is_judged_on_inputs_that_another_has_written_into(spoils_first: bool) -> None:
+    """Story: a peer (SageAttention 1.0.6) takes the mean off its caller's K, in place. All who came after it were
+    judged and timed on other keys than the truth was made of."""
+    given: list[Inputs] = []
+
+    def prepare(inputs: Inputs) -> dict[str, Call]:
+        given.append(inputs)
+
+        def attend() -> torch.Tensor:
+            out = pasa.attention(inputs.q, inputs.k, inputs.v, is_causal=inputs.causal, config=FP32)
+            for x in (inputs.q, inputs.k, inputs.v):
+                x.fill_(torch.nan)
+            return out
+
+        return {"as given": Call(Timed(attend, 1.0))}
+
+    entrants = [Implementation("sdpa-flash", "writes into its inputs", prepare), *ENTRANTS[4:5]]
+    result = run.measure([TINY], entrants if spoils_first else entrants[::-1], FakeClock(), BANDWIDTH, 2)
+    for name in ("sdpa-flash", "pasa"):
+        record = only(result, "tiny", name)
+        assert record["status"] == "ok", record["why"]
+    assert all(each.k is not other.k for each in given for other in given if each is not other)
 
 
 def test_graphs_are_compared_with_graphs(result: dict[str, Any]) -> None:

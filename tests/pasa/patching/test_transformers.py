@@ -98,6 +98,8 @@ def test_report_names_what_was_patched_and_why_not(tiny):
     assert report.skipped == (("model.layers.0.self_attn", "declined by the policy"),)
     assert report.as_dict()["host"] == "transformers: Qwen2ForCausalLM"
     assert "1 of 2 attention modules run PASA" in str(report)
+    assert dict(report.serves)["cpu"] == "reference"
+    assert "serves   cpu: reference" in str(report)
     assert "layers.0.self_attn: declined by the policy" in str(report)
     assert handle.report() is report, "the report outlives the patch"
 

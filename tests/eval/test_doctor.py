@@ -1,0 +1,98 @@
+"""What `pasa doctor` checks, and where."""
+
+import pytest
+import torch
+
+import pasa
+from pasa.eval import doctor
+from pasa.ops import registry
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Two GPUs that are the CPU, whose kernels spoil what is asked of the second as `spoil` says."""
+    spoil = {}
+    place, attend = {}, pasa.attention
+
+    def to(x, device):
+        moved = x.clone()
+        place[id(moved)] = (moved, str(device))
+        return moved
+
+    def attention(q, k, v, *, is_causal=False, backend=None):
+        _, device = place.get(id(q), (q, "cpu"))
+        return spoil.get(device, lambda out: out)(attend(q, k, v, is_causal=is_causal, backend="reference"))
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    monkeypatch.setattr(pasa, "attention", attention)
+    return spoil
+
+
+def line(found, backend, device):
+    (each,) = [each for each in found["checks"] if (each["backend"], each["device"]) == (backend, device)]
+    return each
+
+
+def broken(out):
+    raise RuntimeError("the device\n is gone")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda out: out * 1.1, "max error"),
+        (lambda out: torch.full_like(out, torch.nan), "max error inf"),
+        (lambda out: out if out.shape[2] > 1 else torch.zeros_like(out), "max error"),
+        (broken, "RuntimeError: the device is gone"),
+    ],
+    ids=["wrong", "nan", "wrong for one row", "raises"],
+)
+def test_a_gpu_that_gives_wrong_numbers_is_reported(gpus, spoil, said):
+    """Story: the check made tensors of the CPU alone. "Passed" on a machine with GPUs said nothing about them."""
+    gpus["cuda:1"] = spoil
+    found = doctor.self_check()
+    assert not found["passed"]
+    assert not line(found, "triton", "cuda:1")["passed"]
+    assert line(found, "triton", "cuda:0")["passed"]
+    assert line(found, "reference", "cpu")["passed"]
+    text = doctor.verdict(found)
+    assert "Self check FAILED" in text
+    assert "passed: triton on cuda:0, max error" in text
+    assert f"FAILED: triton on cuda:1, {said}" in text
+
+
+def test_every_backend_is_checked_on_every_device_or_said_not_to_be(gpus, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    found = doctor.self_check()
+    assert found["passed"]
+    places = {(each["backend"], each["device"]) for each in found["checks"]}
+    assert places == {(name, at) for name in ("reference", "triton") for at in ("cuda:0", "cuda:1")} | {
+        ("reference", "cpu")
+    }
+    assert {each["backend"] for each in found["not_checked"]} == {"npu"}
+    assert "not checked: npu, torch_npu is not installed" in doctor.verdict(found)
+
+
+def test_no_check_stands_for_a_machine_without_kernels(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    found = doctor.self_check()
+    assert {each["backend"] for each in found["checks"]} == {"reference"}
+    assert (
+        {each["backend"] for each in found["not_checked"]}
+        == {"npu", "triton"}
+        == set(registry.BACKENDS) - {"reference"}
+    )
+
+
+def test_who_stands_in_for_a_backend_is_checked(monkeypatch):
+    monkeypatch.setattr(doctor, "torch_devices", lambda: ["cpu"])
+    reference = registry.BACKENDS["reference"]
+    other = registry.replace(reference, name="other", priority=9, devices=("cpu",), replaced=lambda: "not built")
+    monkeypatch.setattr(registry, "BACKENDS", {"reference": reference, "other": other})
+    found = doctor.self_check()
+    assert line(found, "chosen", "cpu")["passed"]
+    assert found["not_checked"] == [{"backend": "other", "why": "not built"}]
