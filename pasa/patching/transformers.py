@@ -7,15 +7,16 @@ all others run what they had. So one config may serve patched and unpatched modu
 
 from __future__ import annotations
 
+import itertools
 import re
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.masking_utils import AttentionMaskInterface
+from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
 from pasa.patching.handle import PatchHandle, PatchReport
 from pasa.patching.onlookers import BINDING
@@ -37,7 +38,10 @@ OTHER = "pasa+other"
 RING = "pasa+ring"
 """Registered over any original where a process group shares the sequence; patched as a whole too."""
 
-_OURS = frozenset({*NAMES.values(), OTHER, RING})
+EXPLICIT = "+masks"
+"""Ends the name where modules are given the masks of eager attention, which are float and never left to causality."""
+
+_OURS = frozenset({*NAMES.values(), *(name + EXPLICIT for name in (*NAMES.values(), OTHER)), OTHER, RING})
 _LIVE: weakref.WeakSet[_Patch] = weakref.WeakSet()
 
 
@@ -49,26 +53,38 @@ class Settings(NamedTuple):
     context_parallel: ProcessGroup | None
 
 
+class Original(NamedTuple):
+    """A transformers config, and the attention it named before PASA."""
+
+    config: Any
+    attention: str
+    explicit_masks: bool
+
+
 @dataclass(eq=False)
 class _Patch:
     """What one handle changed; alive as long as the patched modules are, which hold the handle that holds it."""
 
     settings: Settings
     modules: dict[str, torch.nn.Module]
-    originals: list[tuple[Any, str]]  # (transformers config, name of its attention before PASA)
+    originals: list[Original]
     hooks: list[torch.utils.hooks.RemovableHandle] = field(default_factory=list)
 
-    def name(self, original: str) -> str:
-        """What is registered over `original`."""
-        return RING if self.settings.context_parallel is not None else NAMES.get(original, OTHER)
+    def name(self, original: Original) -> str:
+        """Return the name registered over `original`."""
+        if self.settings.context_parallel is not None:
+            return RING
+        return NAMES.get(original.attention, OTHER) + EXPLICIT * original.explicit_masks
 
     def apply(self) -> None:
         """Register the names and point the configs at them; harmless when repeated."""
-        for config, original in self.originals:
-            name = self.name(original)
-            AttentionInterface.register(name, attend_shard if name == RING else make_interface(original))
-            AttentionMaskInterface.register(name, check_mask if name == RING else make_mask)
-            config._attn_implementation_internal = name  # the property would also set all sub-configs
+        for original in self.originals:
+            name, explicit = self.name(original), original.explicit_masks
+            own_attention = make_interface(original.attention, explicit)
+            own_mask = eager_mask if explicit else make_mask
+            AttentionInterface.register(name, attend_shard if name == RING else own_attention)
+            AttentionMaskInterface.register(name, check_mask if name == RING else own_mask)
+            original.config._attn_implementation_internal = name  # the property would also set all sub-configs
 
     def undo(self) -> None:
         """Unbind the modules; restore each config, and drop each name, that no other handle uses."""
@@ -77,10 +93,10 @@ class _Patch:
             hook.remove()
         for module in self.modules.values():
             module.__dict__.pop(BINDING, None)
-        for config, original in self.originals:
+        for config, attention, _ in self.originals:
             if config._attn_implementation in _OURS and _recorded_original(config) is None:
-                config._attn_implementation_internal = original
-        used = {patch.name(original) for patch in _LIVE for _, original in patch.originals}
+                config._attn_implementation_internal = attention
+        used = {patch.name(original) for patch in _LIVE for original in patch.originals}
         for name in _OURS - used:
             AttentionInterface._global_mapping.pop(name, None)  # the class offers no way to unregister
             AttentionMaskInterface._global_mapping.pop(name, None)
@@ -100,7 +116,7 @@ def patch(
     found = _handle_in_force(selected, settings)
     if found is not None:
         return found
-    originals = _original_attention(selected.values())
+    originals = _original_attention(root, selected.values())
     record = _Patch(settings, selected, originals)
     _check_delegation(root, record)
 
@@ -219,42 +235,62 @@ def _handle_in_force(selected: dict[str, torch.nn.Module], settings: Settings) -
     return None
 
 
-def _original_attention(modules: Any) -> list[tuple[Any, str]]:
+def _original_attention(root: torch.nn.Module, modules: Iterable[Any]) -> list[Original]:
     """Return each distinct config of `modules` with the attention it had before any handle touched it."""
-    configs = {id(module.config): module.config for module in modules}
-    pairs = [(config, _recorded_original(config) or config._attn_implementation) for config in configs.values()]
-    for config, original in pairs:
-        if original in _OURS:
+    originals = []
+    for config in {id(module.config): module.config for module in modules}.values():
+        attention = _recorded_original(config) or config._attn_implementation
+        if attention in _OURS:
             raise ValueError(
                 f"patch_pipeline: {type(config).__name__} comes from a patched model; "
                 "call set_attn_implementation first"
             )
-    return pairs
+        originals.append(Original(config, attention, attention != "sdpa" and _needs_explicit_masks(root, config)))
+    return originals
+
+
+def _needs_explicit_masks(root: torch.nn.Module, config: Any) -> bool:
+    """Tell whether the masks made from `config` must say all, as those of eager attention do.
+
+    A mask may be left to `module.is_causal` only where SDPA could run, whose masks are left out in the same cases. And
+    a module that computes attention itself adds the mask to its scores.
+    """
+    return any(not owner._supports_sdpa or any(_unreachable(owner)) for owner in _owners(root, config))
+
+
+def _owners(root: torch.nn.Module, config: Any) -> Iterator[PreTrainedModel]:
+    """Yield the models below `root` that have this very config."""
+    return (each for each in root.modules() if isinstance(each, PreTrainedModel) and each.config is config)
 
 
 def _recorded_original(config: Any) -> str | None:
     """Return what a live handle recorded as this config's own attention."""
     for record in _LIVE:
-        for known, original in record.originals:
-            if known is config:
-                return original
+        for known in record.originals:
+            if known.config is config:
+                return known.attention
     return None
 
 
 def _check_delegation(root: torch.nn.Module, record: _Patch) -> None:
     """Refuse to leave modules out where their own attention wants masks of another form than the patch's, and to share
     a config with a patch of another name."""
-    foreign = {id(config): original for config, original in record.originals if record.name(original) in (OTHER, RING)}
+    ring = record.settings.context_parallel is not None
+    foreign = {id(own.config): own.attention for own in record.originals if ring or own.attention not in NAMES}
     for other in _LIVE:
-        for config, original in other.originals:
-            if any(config is mine for mine, _ in record.originals) and other.name(original) != record.name(original):
+        for own, theirs in itertools.product(record.originals, other.originals):
+            if own.config is theirs.config and record.name(own) != other.name(theirs):
                 raise ValueError(
-                    f"patch_pipeline: {type(config).__name__} is shared with a model patched with context_parallel="
-                    f"{other.settings.context_parallel!r}; call unpatch() on that handle first"
+                    f"patch_pipeline: {type(own.config).__name__} is shared with a model patched with context_parallel="
+                    f"{other.settings.context_parallel!r} as {other.name(theirs)!r}; "
+                    "call unpatch() on that handle first"
                 )
+    for own in record.originals if ring else ():
+        for name, reason in itertools.chain.from_iterable(map(_unreachable, _owners(root, own.config))):
+            raise NotImplementedError(f"patch_pipeline: {name} would attend to its own shard alone: {reason}")
     for name, module in root.named_modules():
         if name not in record.modules and _uses_interface(module) and id(module.config) in foreign:
-            advice = "" if record.settings.context_parallel else " or call set_attn_implementation('sdpa') first"
+            advice = "" if ring else " or call set_attn_implementation('sdpa') first"
             raise NotImplementedError(
                 f"patch_pipeline: {name} would keep {foreign[id(module.config)]!r}, which cannot share masks with "
                 f"PASA; select every module{advice}"

@@ -73,11 +73,18 @@ class Binding:
     onlookers: Onlookers = field(default_factory=Onlookers)
 
 
-def make_interface(original: str) -> Interface:
+def make_interface(original: str, explicit_masks: bool) -> Interface:
     """Return the attention function to register for models whose attention was `original`.
 
     A module that carries a :class:`Binding` runs PASA. Any other module that reaches the function (declined by the
     policy, or of another model that shares the config) gets the attention it had.
+
+    Parameters
+    ----------
+    original : str
+        Name of the attention that the function takes the place of.
+    explicit_masks : bool
+        The masks are those of eager attention: float, and left out only where every key is visible.
     """
 
     def attention_interface(
@@ -90,8 +97,8 @@ def make_interface(original: str) -> Interface:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         binding = module.__dict__.get(BINDING)
         if binding is None:
-            return run_original(original, module, query, key, value, attention_mask, **kwargs)
-        return run_pasa(binding, module, query, key, value, attention_mask, **kwargs)
+            return run_original(original, explicit_masks, module, query, key, value, attention_mask, **kwargs)
+        return run_pasa(binding, module, query, key, value, attention_mask, explicit_masks=explicit_masks, **kwargs)
 
     return attention_interface
 
@@ -115,12 +122,14 @@ def run_pasa(
     scaling: float | None = None,
     sliding_window: int | None = None,
     is_causal: bool | None = None,
+    explicit_masks: bool = False,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend with PASA: query (B, Hq, Lq, D), key, value (B, Hkv, Lk, D) -> (B, Lq, Hq, D) contiguous, no weights."""
     _refuse_keywords(module, dropout, kwargs)
-    if attention_mask is not None:
+    if attention_mask is not None or explicit_masks:
         causal = False  # causality, padding and window are in the mask
+        attention_mask = _without_lowest(attention_mask)
     else:
         causal = _is_causal(module, query.shape[2], is_causal)
         if causal and key.shape[2] > query.shape[2]:
@@ -147,6 +156,7 @@ def run_pasa(
 
 def run_original(
     original: str,
+    explicit_masks: bool,
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -154,7 +164,7 @@ def run_original(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attend as the module did before the patch, from a mask made for PASA, with the same bits.
+    """Attend as the module did before the patch, with the same bits; the mask is made for PASA unless it is explicit.
 
     Raises
     ------
@@ -167,7 +177,8 @@ def run_original(
         function = scope["ALL_ATTENTION_FUNCTIONS"]["sdpa"]
     elif original == "eager":
         function = scope[_eager_name(module)]
-        attention_mask = _eager_mask(module, query, key, attention_mask, kwargs.get("is_causal"))
+        if not explicit_masks:
+            attention_mask = _eager_mask(module, query, key, attention_mask, kwargs.get("is_causal"))
     else:
         raise NotImplementedError(f"{type(module).__name__}: cannot fall back to {original!r} beside PASA in one model")
     return function(module, query, key, value, attention_mask, **kwargs)
@@ -194,6 +205,16 @@ def autocast_inputs(
         return query, key, value
     dtype = torch.get_autocast_dtype(device)
     return query.to(dtype), key.to(dtype), value.to(dtype)
+
+
+def _without_lowest(mask: torch.Tensor | None) -> torch.Tensor | None:
+    """Replace the lowest finite number of a float mask, which transformers means as "masked out", by -inf.
+
+    Added to an FP16 model's scores beyond 65504, which PASA holds, -65504 would mask nothing out.
+    """
+    if mask is None or not mask.is_floating_point():
+        return mask
+    return mask.masked_fill(mask <= torch.finfo(mask.dtype).min, -torch.inf)
 
 
 def _equal_widths(
