@@ -8,9 +8,8 @@ all others run what they had. So one config may serve patched and unpatched modu
 from __future__ import annotations
 
 import itertools
-import re
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,8 +19,9 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
 from pasa.patching.handle import PatchHandle, PatchReport
 from pasa.patching.onlookers import BINDING
-from pasa.patching.transformers_attention import REFUSALS, Binding, forward_names, make_interface, make_mask
+from pasa.patching.transformers_attention import REFUSALS, Binding, make_interface, make_mask
 from pasa.patching.transformers_ring import attend_shard, check_mask
+from pasa.patching.transformers_selection import INDICES, has_indexer, select, unreachable, uses_interface
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -133,79 +133,9 @@ def patch(
     return handle
 
 
-def select(
-    root: torch.nn.Module, policy: Policy
-) -> tuple[list[PreTrainedModel], dict[str, torch.nn.Module], list[tuple[str, str]]]:
-    """The models below `root`; their attention modules to patch, and those to leave, with the reason.
-
-    Raises
-    ------
-    TypeError
-        There is no transformers model.
-    NotImplementedError
-        Nothing can be patched, or a selected module needs what PASA has not.
-    """
-    owners = [module for module in root.modules() if isinstance(module, PreTrainedModel)]
-    if not owners:
-        raise TypeError(f"patch_pipeline: {type(root).__name__} contains no transformers model")
-    selected: dict[str, torch.nn.Module] = {}
-    skipped = list(_unreachable(root))
-    configs = {id(owner.config) for owner in owners}
-    for name, module in root.named_modules():
-        if not _uses_interface(module):
-            continue
-        if id(module.config) not in configs:
-            skipped.append((name, "no model here makes its masks from this module's config"))
-        elif callable(policy) and not policy(name, module):
-            skipped.append((name, "declined by the policy"))
-        else:
-            _refuse_module(name, module)
-            selected[name] = module
-    if not selected:
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in skipped[:3]) or "no attention module found"
-        raise NotImplementedError(f"patch_pipeline: nothing to patch in {type(root).__name__} ({reasons})")
-    return owners, selected, skipped
-
-
 def is_patched(module: torch.nn.Module) -> bool:
     """Tell whether a handle that is in force has patched the module."""
     return any(module in record.modules.values() for record in _LIVE)
-
-
-def _uses_interface(module: torch.nn.Module) -> bool:
-    """Tell whether `module.forward` asks the registry for its attention, which it does by this global's name."""
-    return "ALL_ATTENTION_FUNCTIONS" in forward_names(module) and hasattr(module, "config")
-
-
-def _unreachable(root: torch.nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield attention modules that compute attention themselves: by class name, innermost, without the interface."""
-    for name, module in root.named_modules():
-        inner = any(_named_attention(child) or _uses_interface(child) for child in _descendants(module))
-        if _named_attention(module) and not inner and not _uses_interface(module):
-            yield name, f"{type(module).__name__} computes its attention itself, not through AttentionInterface"
-
-
-def _named_attention(module: torch.nn.Module) -> bool:
-    return re.search(r"Attention(V?\d+)?$|Attn$", type(module).__name__) is not None
-
-
-def _descendants(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    return (child for child in module.modules() if child is not module)
-
-
-def _refuse_module(name: str, module: torch.nn.Module) -> None:
-    """Refuse, before anything is changed, a module that is known to need an unsupported keyword at every call."""
-    needs: dict[str, Callable[[], bool]] = {
-        "softcap": lambda: getattr(module, "attn_logit_softcapping", None) is not None,
-        "s_aux": lambda: getattr(module, "sinks", None) is not None,
-        "position_bias": lambda: "position_bias" in type(module).forward.__code__.co_varnames,
-    }
-    for keyword, needed in needs.items():
-        if needed():
-            raise NotImplementedError(
-                f"patch_pipeline: {name} ({type(module).__name__}) needs {keyword}: {REFUSALS[keyword]}; "
-                "leave it out with policy=lambda name, module: ..."
-            )
 
 
 def _handle_in_force(selected: dict[str, torch.nn.Module], settings: Settings) -> PatchHandle | None:
@@ -255,7 +185,7 @@ def _needs_explicit_masks(root: torch.nn.Module, config: Any) -> bool:
     A mask may be left to `module.is_causal` only where SDPA could run, whose masks are left out in the same cases. And
     a module that computes attention itself adds the mask to its scores.
     """
-    return any(not owner._supports_sdpa or any(_unreachable(owner)) for owner in _owners(root, config))
+    return any(not owner._supports_sdpa or any(unreachable(owner)) for owner in _owners(root, config))
 
 
 def _owners(root: torch.nn.Module, config: Any) -> Iterator[PreTrainedModel]:
@@ -286,10 +216,18 @@ def _check_delegation(root: torch.nn.Module, record: _Patch) -> None:
                     "call unpatch() on that handle first"
                 )
     for own in record.originals if ring else ():
-        for name, reason in itertools.chain.from_iterable(map(_unreachable, _owners(root, own.config))):
+        for name, reason in itertools.chain.from_iterable(map(unreachable, _owners(root, own.config))):
             raise NotImplementedError(f"patch_pipeline: {name} would attend to its own shard alone: {reason}")
+    patched = {id(own.config) for own in record.originals}
     for name, module in root.named_modules():
-        if name not in record.modules and _uses_interface(module) and id(module.config) in foreign:
+        if name in record.modules or not uses_interface(module):
+            continue
+        if id(module.config) in patched and any(has_indexer(module, keyword) for keyword in INDICES):
+            raise NotImplementedError(
+                f"patch_pipeline: {name} ({type(module).__name__}) would lose its sparse selection of keys beside "
+                "PASA in one model; leave out every module of this model"
+            )
+        if id(module.config) in foreign:
             advice = "" if ring else " or call set_attn_implementation('sdpa') first"
             raise NotImplementedError(
                 f"patch_pipeline: {name} would keep {foreign[id(module.config)]!r}, which cannot share masks with "

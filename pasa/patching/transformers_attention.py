@@ -10,6 +10,7 @@ registry, for the function that builds the mask. Two rules follow from its sourc
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -52,6 +53,8 @@ REFUSALS = {
     "s_aux": "attention sinks add a column to the softmax that PASA does not have",
     "position_bias": "a bias added to the scores in every layer is not supported",
     "head_mask": "a per-head mask on the attention weights is not supported",
+    "indices": "a choice of keys for each query (sparse attention with an indexer) is not supported",
+    "block_indices": "a choice of key blocks for each query (sparse attention with an indexer) is not supported",
     "cache": "paged caches (continuous batching) are not supported",
     "output_attentions": "attention weights are never formed, so they cannot be returned",
 }
@@ -194,6 +197,14 @@ def forward_names(module: torch.nn.Module) -> tuple[str, ...]:
     """Return the global and attribute names that `module.forward` uses; empty where it is not Python."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return code.co_names if code is not None else ()
+
+
+def forward_constants(module: torch.nn.Module) -> frozenset[str]:
+    """Return the strings in the code of `module.forward`, of which the keywords of its calls are a part."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    constants = code.co_consts if code is not None else ()
+    parts = itertools.chain.from_iterable(each if isinstance(each, tuple) else (each,) for each in constants)
+    return frozenset(part for part in parts if isinstance(part, str))
 
 
 def autocast_inputs(

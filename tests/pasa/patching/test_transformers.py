@@ -195,6 +195,8 @@ def test_a_wrapped_model_and_a_pipeline(tiny, batch):
         ("gemma2", r"Gemma2Attention\) needs softcap"),
         ("gpt_oss", r"GptOssAttention\) needs s_aux"),
         ("falcon", "FalconAttention computes its attention itself"),
+        ("deepseek_v32", r"DeepseekV32Attention\) needs indices"),
+        ("glm_moe_dsa", r"GlmMoeDsaAttention\) needs indices"),
     ],
 )
 def test_models_that_need_more_are_refused_before_anything_changes(tiny, name, reason):
@@ -203,6 +205,19 @@ def test_models_that_need_more_are_refused_before_anything_changes(tiny, name, r
         pasa.patch_pipeline(model)
     assert model.config._attn_implementation == "eager"
     assert registered() == names
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
+def test_sparse_modules_cannot_be_left_beside_a_patch(tiny, name):
+    """Story: for any name but "eager" and "sdpa" they hand their choice of keys to the attention function, and eager
+    attention ignores it: a layer that the policy declined attended to all keys. A layer of GLM's takes the choice of
+    the layer before it."""
+    model = tiny(name)
+    for layer in model.model.layers[1:]:
+        layer.self_attn.indexer, layer.self_attn.skip_topk = None, False  # as in a model that is sparse in part
+    with pytest.raises(NotImplementedError, match=r"layers\.0\.self_attn.*would lose its sparse selection of keys"):
+        pasa.patch_pipeline(model, policy=lambda name, module: "layers.0" not in name)
+    assert model.config._attn_implementation == "eager"
 
 
 def test_position_bias_is_refused():
