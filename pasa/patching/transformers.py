@@ -19,7 +19,8 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
 from pasa.patching.handle import PatchHandle, PatchReport
 from pasa.patching.onlookers import BINDING
-from pasa.patching.transformers_attention import REFUSALS, Binding, make_interface, make_mask
+from pasa.patching.transformers_attention import REFUSALS, Binding, make_interface
+from pasa.patching.transformers_masks import make_mask
 from pasa.patching.transformers_ring import attend_shard, check_mask
 from pasa.patching.transformers_selection import INDICES, has_indexer, select, unreachable, uses_interface
 

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.masking_utils import sdpa_mask
 
 import pasa
 from pasa.patching.onlookers import BINDING, Onlookers
+from pasa.patching.transformers_masks import implied_mask, separate_sequences, without_lowest
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -35,6 +35,8 @@ INFORMATIVE = frozenset(
         "deterministic",  # asks a flash kernel for a reproducible backward
         "labels",
         "logits_to_keep",
+        "max_length_k",  # bounds the launch of a flash kernel
+        "max_length_q",
         "mm_token_type_ids",  # already in the mask
         "num_items_in_batch",
         "output_hidden_states",
@@ -42,6 +44,8 @@ INFORMATIVE = frozenset(
         "position_embeddings",  # already in q and k
         "position_ids",  # already in q, k and, when packed, in the mask
         "return_dict",
+        "seq_idx",  # tells packed sequences apart for state-space layers
+        "shift_labels",
         "token_type_ids",  # already in the mask
         "use_cache",
     }
@@ -59,10 +63,6 @@ REFUSALS = {
     "output_attentions": "attention weights are never formed, so they cannot be returned",
 }
 """Keywords that change the result and are not supported; any keyword found nowhere here is refused as unknown."""
-
-QUERY_SLICING_MODELS = frozenset({"gemma4_text", "gemma4_unified_text"})
-"""Model types that, in the last layers, keep the last queries only. They do so safely for the name "sdpa"; under any
-other name a causal mask that was skipped would be read as aligned to the first key. They get explicit masks."""
 
 
 @dataclass(frozen=True)
@@ -106,14 +106,6 @@ def make_interface(original: str, explicit_masks: bool) -> Interface:
     return attention_interface
 
 
-def make_mask(*, allow_is_causal_skip: bool = True, config: Any = None, **kwargs: Any) -> torch.Tensor | None:
-    """Build the boolean mask (B, 1, Lq, Lk), True = attend; None where causality or full visibility says it all."""
-    if config is not None and config.model_type in QUERY_SLICING_MODELS:
-        allow_is_causal_skip = False
-    mask: torch.Tensor | None = sdpa_mask(allow_is_causal_skip=allow_is_causal_skip, config=config, **kwargs)
-    return mask
-
-
 def run_pasa(
     binding: Binding,
     module: torch.nn.Module,
@@ -126,20 +118,23 @@ def run_pasa(
     sliding_window: int | None = None,
     is_causal: bool | None = None,
     explicit_masks: bool = False,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    cu_seq_lens_k: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend with PASA: query (B, Hq, Lq, D), key, value (B, Hkv, Lk, D) -> (B, Lq, Hq, D) contiguous, no weights."""
     _refuse_keywords(module, dropout, kwargs)
     if attention_mask is not None or explicit_masks:
         causal = False  # causality, padding and window are in the mask
-        attention_mask = _without_lowest(attention_mask)
+        attention_mask = without_lowest(attention_mask)
     else:
         causal = _is_causal(module, query.shape[2], is_causal)
         if causal and key.shape[2] > query.shape[2]:
             # A static cache being filled: the keys behind the last query are not written yet (alignment upper left).
             key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
-        attention_mask = _implied_mask(query.shape[2], key.shape[2], sliding_window, causal, query.device)
+        attention_mask = implied_mask(query.shape[2], key.shape[2], sliding_window, causal, query.device)
         causal = causal and attention_mask is None
+    attention_mask = separate_sequences(module, attention_mask, cu_seq_lens_q, cu_seq_lens_k, query, key)
     width = value.shape[-1]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     query, key, value = autocast_inputs(*_equal_widths(query, key, value))
@@ -218,16 +213,6 @@ def autocast_inputs(
     return query.to(dtype), key.to(dtype), value.to(dtype)
 
 
-def _without_lowest(mask: torch.Tensor | None) -> torch.Tensor | None:
-    """Replace the lowest finite number of a float mask, which transformers means as "masked out", by -inf.
-
-    Added to an FP16 model's scores beyond 65504, which PASA holds, -65504 would mask nothing out.
-    """
-    if mask is None or not mask.is_floating_point():
-        return mask
-    return mask.masked_fill(mask <= torch.finfo(mask.dtype).min, -torch.inf)
-
-
 def _equal_widths(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -272,27 +257,6 @@ def _is_causal(module: torch.nn.Module, queries: int, is_causal: bool | None) ->
             f"{type(module).__name__}: no mask and no `is_causal`, so whether later keys are visible is unknown"
         )
     return bool(declared)
-
-
-def _implied_mask(
-    queries: int, keys: int, window: int | None, causal: bool, device: torch.device
-) -> torch.Tensor | None:
-    """Return the (1, 1, Lq, Lk) mask that a call without one still implies; None where `is_causal` alone says it.
-
-    transformers omits the mask only where the window covers all keys, so a window that does not is a caller's own.
-    """
-    narrow = window is not None and window < max(queries, keys)
-    if not narrow and not (causal and queries > keys):
-        return None
-    rows = torch.arange(queries, device=device)[:, None]
-    if queries == 1:
-        rows = rows + keys - 1  # a decoded token stands at the last key
-    distance = rows - torch.arange(keys, device=device)[None, :]
-    visible = distance >= 0 if causal or queries == 1 else torch.ones_like(distance, dtype=torch.bool)
-    if window is not None and narrow:
-        # transformers' own conventions: a causal window holds `window` keys, a bidirectional one reaches that far
-        visible &= distance < window if causal or queries == 1 else distance.abs() <= window
-    return visible[None, None]
 
 
 def _refuse_keywords(module: torch.nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:
