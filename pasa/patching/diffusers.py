@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pasa.patching import diffusers_attention as ours
+from pasa.patching.copying import copies_as
 from pasa.patching.diffusers_attention import KINDS
 from pasa.patching.diffusers_selection import (
     Modules,
@@ -47,9 +48,8 @@ class _Patch:
 
 @dataclass(eq=False)
 class Binding:
-    """By what a processor of ours knows the module it was made for, whose place it took, and the patch."""
+    """Holds whose place a processor of ours took, and the patch."""
 
-    module: int  # id(): that of a copied module differs
     original: Any
     patch: _Patch
     onlookers: Onlookers
@@ -107,8 +107,8 @@ def _handle_in_force(chosen: Modules, settings: tuple[PasaConfig | None, str | N
                     "call unpatch() on that handle first"
                 )
         return record.handle
-    for name, module in chosen.items():
-        _take_back(name, module)
+    for module in modules:
+        _take_back(module)
     return None
 
 
@@ -119,15 +119,12 @@ def _in_place(module: Any, processor: Any) -> bool:
     )
 
 
-def _take_back(name: str, module: Any) -> None:
+def _take_back(module: Any) -> None:
     """Give a module its own processor where one of ours came back after its patch was undone, with the processors that
     somebody had put aside meanwhile (`unfuse_qkv_projections` does)."""
     binding = vars(getattr(module, "processor", object)).get(BINDING)
-    if binding is None:
-        return
-    if binding.module != id(module):
-        raise ValueError(f"patch_pipeline: {name} was copied from a patched model; patch the original or reload it")
-    module.set_processor(binding.original)
+    if binding is not None:
+        module.set_processor(binding.original)
 
 
 def _refuse_patched_encoders(encoders: dict[str, Modules]) -> None:
@@ -165,7 +162,8 @@ def _swap(selected: Modules, record: _Patch, undo: ExitStack) -> None:
         else:
             processor = ours.PasaAttnProcessor(KINDS[type(original).__name__], *record.settings, onlookers)
         record.processors[module] = processor
-        setattr(processor, BINDING, Binding(id(module), original, record, onlookers))
+        setattr(processor, BINDING, Binding(original, record, onlookers))
+        processor.__reduce_ex__ = copies_as(original)  # copy and pickle ask the object, and not its class
         undo.callback(partial(_restore, attention, processor, original))
         attention.set_processor(processor)
 

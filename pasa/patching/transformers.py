@@ -17,6 +17,7 @@ import torch
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
+from pasa.patching.copying import PatchedName, UncopiedHook
 from pasa.patching.handle import PatchHandle, PatchReport
 from pasa.patching.onlookers import BINDING
 from pasa.patching.transformers_attention import REFUSALS, Binding, make_interface
@@ -85,7 +86,8 @@ class _Patch:
             own_mask = eager_mask if explicit else make_mask
             AttentionInterface.register(name, attend_shard if name == RING else own_attention)
             AttentionMaskInterface.register(name, check_mask if name == RING else own_mask)
-            original.config._attn_implementation_internal = name  # the property would also set all sub-configs
+            # The property would also set all sub-configs.
+            original.config._attn_implementation_internal = PatchedName(name, original.attention)
 
     def undo(self) -> None:
         """Unbind the modules; restore each config, and drop each name, that no other handle uses."""
@@ -128,7 +130,8 @@ def patch(
     chosen = set(selected.values())
     for owner in owners:
         if not chosen.isdisjoint(owner.modules()):
-            record.hooks.append(owner.register_forward_pre_hook(_refuse_output_attentions, with_kwargs=True))
+            hook = UncopiedHook(_refuse_output_attentions)
+            record.hooks.append(owner.register_forward_pre_hook(hook, with_kwargs=True))
     _LIVE.add(record)
     record.apply()
     return handle
@@ -160,9 +163,8 @@ def _handle_in_force(selected: dict[str, torch.nn.Module], settings: Settings) -
             f"backend={record.settings.backend!r}, context_parallel={record.settings.context_parallel!r} "
             f"on {len(record.modules)} modules; call unpatch() on that handle first"
         )
-    stray = [name for name, module in selected.items() if BINDING in module.__dict__]
-    if stray:
-        raise ValueError(f"patch_pipeline: {stray[0]} was copied from a patched model; patch the original or reload it")
+    for module in modules:
+        module.__dict__.pop(BINDING, None)  # of a shallow copy, whose patch was undone on the original
     return None
 
 

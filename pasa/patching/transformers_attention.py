@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import pasa
+from pasa.patching.copying import Uncopied
 from pasa.patching.onlookers import BINDING, Onlookers
 from pasa.patching.transformers_masks import implied_mask, separate_sequences, without_lowest
 
@@ -66,7 +67,7 @@ REFUSALS = {
 
 
 @dataclass(frozen=True)
-class Binding:
+class Binding(Uncopied):
     """What a patched module runs with, and the handle that will undo it."""
 
     config: PasaConfig | None
