@@ -70,14 +70,14 @@ def select_encoders(components: Modules, policy: Policy) -> tuple[dict[str, Modu
         except NotImplementedError as error:
             skipped.append((name, str(error).removeprefix("patch_pipeline: ")))
             continue
-        encoders[name] = {_join(name, path): module for path, module in chosen.items()}
-        skipped += [(_join(name, path), reason) for path, reason in left]
+        encoders[name] = {join(name, path): module for path, module in chosen.items()}
+        skipped += [(join(name, path), reason) for path, reason in left]
     return encoders, skipped
 
 
 def named(component: str, policy: Policy) -> Callable[[str, torch.nn.Module], bool]:
     """The policy, asked by the names that modules have in the pipeline."""
-    return lambda path, module: policy(_join(component, path), module) if callable(policy) else True
+    return lambda path, module: policy(join(component, path), module) if callable(policy) else True
 
 
 def _select(
@@ -96,7 +96,7 @@ def _select(
     foreign: Pairs = []
     with_processor = 0
     for path, module in component.named_modules():
-        name = _join(component_name, path)
+        name = join(component_name, path)
         processor = getattr(module, "processor", None)
         if processor is None:
             if _attends_itself(module):
@@ -122,7 +122,8 @@ def _select(
     return selected, skipped + foreign
 
 
-def _join(component: str, path: str) -> str:
+def join(component: str, path: str) -> str:
+    """Return the name of a module in a pipeline; a model alone has no component name."""
     return ".".join(part for part in (component, path) if part)
 
 

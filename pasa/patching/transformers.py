@@ -71,6 +71,7 @@ class _Patch:
     modules: dict[str, torch.nn.Module]
     originals: list[Original]
     hooks: list[torch.utils.hooks.RemovableHandle] = field(default_factory=list)
+    handle: PatchHandle = field(init=False)
 
     def name(self, original: Original) -> str:
         """Return the name registered over `original`."""
@@ -88,6 +89,27 @@ class _Patch:
             AttentionMaskInterface.register(name, check_mask if name == RING else own_mask)
             # The property would also set all sub-configs.
             original.config._attn_implementation_internal = PatchedName(name, original.attention)
+
+    def removed(self) -> dict[str, str]:
+        """Return the patched modules that no longer run PASA, each with what runs there instead."""
+        return {
+            name: f"its config names the attention {str(attention)!r} now (set_attn_implementation)"
+            for name, module in self.modules.items()
+            if (attention := module.config._attn_implementation) not in _OURS
+        }
+
+    def before_forward(self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Forward pre-hook: warn of what was removed, and refuse attention weights.
+
+        Most models never tell the attention function that its weights are wanted.
+        """
+        in_force = {own.config._attn_implementation in _OURS for own in self.originals}
+        if False in in_force and not torch.compiler.is_compiling():
+            self.handle.check_removed()
+        if True in in_force and kwargs.get("output_attentions", getattr(model.config, "output_attentions", False)):
+            raise NotImplementedError(
+                f"{type(model).__name__}: output_attentions=True is not supported: {REFUSALS['output_attentions']}"
+            )
 
     def undo(self) -> None:
         """Unbind the modules; restore each config, and drop each name, that no other handle uses."""
@@ -124,17 +146,17 @@ def patch(
     _check_delegation(root, record)
 
     report = PatchReport(f"transformers: {type(root).__name__}", tuple(selected), tuple(skipped))
-    handle = PatchHandle(report, record.undo)
+    record.handle = PatchHandle(report, record.undo, record.removed)
     for module in selected.values():
-        setattr(module, BINDING, Binding(config, backend, handle, context_parallel))
+        setattr(module, BINDING, Binding(config, backend, record.handle, context_parallel))
     chosen = set(selected.values())
     for owner in owners:
         if not chosen.isdisjoint(owner.modules()):
-            hook = UncopiedHook(_refuse_output_attentions)
+            hook = UncopiedHook(record.before_forward)
             record.hooks.append(owner.register_forward_pre_hook(hook, with_kwargs=True))
     _LIVE.add(record)
     record.apply()
-    return handle
+    return record.handle
 
 
 def is_patched(module: torch.nn.Module) -> bool:
@@ -156,8 +178,7 @@ def _handle_in_force(selected: dict[str, torch.nn.Module], settings: Settings) -
             continue
         if modules == set(record.modules.values()) and settings == record.settings:
             record.apply()  # the caller may have called set_attn_implementation in between
-            binding: Binding = next(iter(modules)).__dict__[BINDING]
-            return binding.handle
+            return record.handle
         raise ValueError(
             f"patch_pipeline: already patched with config={record.settings.config!r}, "
             f"backend={record.settings.backend!r}, context_parallel={record.settings.context_parallel!r} "
@@ -236,11 +257,3 @@ def _check_delegation(root: torch.nn.Module, record: _Patch) -> None:
                 f"patch_pipeline: {name} would keep {foreign[id(module.config)]!r}, which cannot share masks with "
                 f"PASA; select every module{advice}"
             )
-
-
-def _refuse_output_attentions(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook: most models never tell the attention function that its weights are wanted."""
-    if kwargs.get("output_attentions", getattr(model.config, "output_attentions", False)):
-        raise NotImplementedError(
-            f"{type(model).__name__}: output_attentions=True is not supported: {REFUSALS['output_attentions']}"
-        )
