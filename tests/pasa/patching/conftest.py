@@ -8,6 +8,8 @@ import transformers as hf
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from tests.versions import skip_unless_known
+
 hf.logging.set_verbosity_error()
 
 SIZES = {
@@ -30,6 +32,16 @@ LATENT = {
     "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 16,
     "v_head_dim": 16,
+}
+INDEXED = {
+    "n_routed_experts": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 32,
+    "index_topk": 4,
+    "index_head_dim": 16,
+    "index_n_heads": 2,
 }
 MIXED = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
 VISION = {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "patch_size": 2, "mlp_ratio": 2}
@@ -64,7 +76,19 @@ CONFIGS = {
         num_experts_per_tok=1,
         moe_intermediate_size=32,
     ),
+    "deepseek_v32": lambda: hf.DeepseekV32Config(**PLAIN | LATENT | INDEXED),
+    "glm_moe_dsa": lambda: hf.GlmMoeDsaConfig(**PLAIN | LATENT | INDEXED, indexer_types=["full", "shared"]),
 }
+
+
+CLASSES = {
+    "gemma4": "Gemma4TextConfig",
+    "gemma4 with shared keys": "Gemma4TextConfig",
+    "gpt_oss": "GptOssConfig",
+    "deepseek_v32": "DeepseekV32Config",
+    "glm_moe_dsa": "GlmMoeDsaConfig",
+}
+"""The configs above that not every supported version of transformers has."""
 
 
 def naive_fp16(module, query, key, value, mask, scaling=None, **kwargs):
@@ -72,7 +96,7 @@ def naive_fp16(module, query, key, value, mask, scaling=None, **kwargs):
     groups = query.shape[1] // key.shape[1]
     q, k, v = (x.half().float() for x in (query, key, value))
     k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
-    scores = q @ k.mT * scaling
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scaling is None else scaling)
     if mask is None and query.shape[2] > 1:
         mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()
     if mask is not None:
@@ -87,6 +111,7 @@ def tiny():
     """Callable: architecture name -> causal language model, FP32, seeded, in evaluation mode."""
 
     def build(name, attention="eager", **overrides):
+        skip_unless_known(CLASSES.get(name, "PreTrainedModel"))
         config = CONFIGS[name]()
         for field, value in overrides.items():
             setattr(config, field, value)
