@@ -34,6 +34,7 @@ from pasa.ops.shift_keys.reference import anchor_near, shifts_exactly
 BLOCK = 128
 # FP32 stores an LSE of 1024 nats to 2^-14, an eighth of what rounding an output to FP16 brings.
 REACH = 1024.0
+# A block of keys is cut at most this often: more jumps of a bias in 128 keys are keys without one.
 CUTS = 4
 # A column has a frame only if the frame is this many times what it leaves, so that spans with one bias share it.
 PAYS = 4.0

@@ -217,12 +217,17 @@ UNEVEN = (150, 300, 70, 200)  # keys of four ranks
 
 
 def biased_by_block():
-    """N(0, 1), but for 16 columns: there q is 1000 and more, and the keys 1000 or 0, by blocks of 128, from 1000 on."""
+    """N(0, 1), but for 32 columns. There q is 1000 and more, the same in both halves, and the keys of a block of 128
+    are 1000 in the first half, or nowhere, or in the second half. What the first and the third kind add to scores is
+    the same, although they have no frame in common."""
     g = torch.Generator().manual_seed(5)
     q, k, v, grad = (torch.randn(1, heads, sum(UNEVEN), 64, generator=g) for heads in (4, 2, 2, 4))
     q[..., :16] += 1000
+    q[..., 16:32] = q[..., :16]
+    k[..., :32] = 0
     for number, block in enumerate(k.split(128, 2)):
-        block[..., :16] = 0 if number % 3 == 1 else 1000
+        block[..., :16] = (1000, 0, 0)[number % 3]
+        block[..., 16:32] = (0, 0, 1000)[number % 3]
     return [x.half() for x in (q, k, v, grad)]
 
 

@@ -140,6 +140,22 @@ def test_spans_are_as_long_as_one_frame_serves():
     assert torch.equal(same, frames)
 
 
+def test_a_frame_that_would_round_a_key_is_not_shared():
+    """Two blocks have one bias in eight columns. In another, of small weight, the second block's keys are too fine for
+    the first one's frame."""
+    k = torch.randn(1, 1, 2 * BLOCK, 16, generator=torch.Generator().manual_seed(0)).half()
+    k[..., :8] = 500
+    k[:, :, :BLOCK, 9], k[:, :, BLOCK:, 9] = 30, 0.01234
+    nats = torch.full((1, 1, 1, 16), 10.0)
+    nats[..., 9] = 0.1
+    starts, frames = cut_spans(k, nats)
+    assert starts == [0, BLOCK]
+    assert frames[:, 0, 0, 0, 0].tolist() == [500, 500]
+    for start, frame in zip(starts, frames, strict=True):
+        keys = k[:, :, start : start + BLOCK]
+        assert torch.equal((keys - frame).double() + frame.double(), keys.double())
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_cut_parts_cover_what_the_whole_part_does(is_causal):
     rows, edges = 9, (0, 4, 6, 9)
