@@ -11,6 +11,7 @@ from torch import Tensor
 from pasa import diagnostics
 from pasa.checks import check_shapes, check_switches, check_tensors, checked_config, checked_scale, heads_last
 from pasa.config import PasaConfig
+from pasa.ops import library
 from pasa.ops.attention.inputs import to_fp16
 from pasa.ops.ring import layout
 from pasa.ops.ring.attention import RingCall
@@ -69,7 +70,8 @@ def gather_sequence(x: Tensor, dim: int, *, group: ProcessGroup | None = None) -
     NotImplementedError
         For a tensor that needs a gradient: form the loss on the shards.
     ValueError
-        If lengths are not those of `shard_sequence`; for a `dim` that x has not.
+        If lengths are not those of `shard_sequence`, or ranks differ in dtype, `dim` or another dimension; for a `dim`
+        that x has not. Every rank raises if one of them does.
 
     Examples
     --------
@@ -77,11 +79,17 @@ def gather_sequence(x: Tensor, dim: int, *, group: ProcessGroup | None = None) -
     >>> pasa.gather_sequence(shard, 0)
     tensor([0, 1, 2, 3, 4, 5, 6, 7])
     """
-    if torch.is_grad_enabled() and x.requires_grad:
-        raise NotImplementedError("gather_sequence has no gradient: form the loss on the shards, or detach them")
     ring = Ring(group)
-    _check_dim(x, dim)
-    held = [length for (length,) in ring.tell([x.shape[dim]], x.device)]
+    try:
+        _check_dim(x, dim)
+        if torch.is_grad_enabled() and x.requires_grad:
+            raise NotImplementedError("gather_sequence has no gradient: form the loss on the shards, or detach them")
+        _check_device("x", x, ring)
+    except Exception:  # whatever it is, the other ranks wait for word from this one
+        ring.tell([0] * 3, _device(ring, x))
+        raise
+    others = (dim % x.dim(), x.dtype, x.movedim(dim, 0).shape[1:])
+    held = _agreed_tokens(ring.tell([1, zlib.crc32(repr(others).encode()), x.shape[dim]], x.device))
     lengths = _zigzag_lengths(held)
     x = x.movedim(dim, 0)
     longest = x.new_zeros((max(held), *x.shape[1:]))
@@ -165,14 +173,18 @@ def ring_attention(
     ------
     ValueError, TypeError
         As for `attention`; without a process group; on every rank, if ranks differ in a size or switch, lengths are
-        not those of `shard_sequence`, or one of them has refused its arguments.
+        not those of `shard_sequence`, or one of them has refused its arguments, whatever is wrong with them.
     NotImplementedError
         For another arithmetic, and while diagnostics are recorded.
 
     Notes
     -----
-    The outputs of n calls are joined in FP32. Each was rounded to FP16, so the error is at most the largest of theirs
-    plus one rounding. A bias that all keys share costs no digit; pasa/ops/ring/merge.py says why.
+    The outputs of the calls are joined in FP32. Each was rounded to FP16, so the error is at most
+    the largest of theirs, one rounding, and what FP32 log-sum-exps lack. Each weight is off by at
+    most 2^-22 of max(1024, 2 s). Here s is the largest sum of scale |q_c| |k_c - a_c| over columns
+    c in any block of up to 128 keys that the row sees, and a is the anchor of that block alone. So
+    a bias that keys share costs no digit, whether all keys have it or biases differ by block
+    (pasa/ops/ring/frames.py). In the second case a rank's keys take one call for every bias.
 
     Examples
     --------
@@ -183,10 +195,11 @@ def ring_attention(
     True
     """
     ring = Ring(group)
-    last = heads_last(tensor_layout)
     try:
+        last = heads_last(tensor_layout)
         check_switches(is_causal, return_lse, backend)
         check_tensors(q, k, v, rank=4)
+        _check_device("q", q, ring)
         if last:
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         check_shapes(q, k, v)
@@ -194,12 +207,11 @@ def ring_attention(
         config = ring_config(config)
         if diagnostics.recording():
             raise NotImplementedError("ring_attention records no diagnostics")
+        library.serve(q, "none", False, False, backend, *config.arguments)  # refuses what no backend can do
         for name, x in (("q", q), ("k", k), ("v", v)):
             to_fp16(x.detach(), name)  # all ranks must know before one of them is left waiting
-    except (ValueError, TypeError, NotImplementedError):
-        devices = [x.device for x in (q, k, v) if isinstance(x, Tensor)]
-        if devices:
-            ring.tell([0] * (len(FACTS) + 2), devices[0])
+    except Exception:  # whatever it is, the other ranks wait for word from this one
+        ring.tell([0] * (len(FACTS) + 2), _device(ring, q, k, v))
         raise
     switches = zlib.crc32(repr((q.dtype, is_causal, scale, config, backend)).encode())
     facts = (1, q.shape[0], q.shape[1], k.shape[1], q.shape[3], switches, q.shape[2], k.shape[2])
@@ -226,20 +238,54 @@ def ring_config(config: PasaConfig | None) -> PasaConfig:
 
 
 def _check_dim(x: Tensor, dim: int) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x is a {type(x).__name__}, not a Tensor")
+    if isinstance(dim, bool) or not isinstance(dim, int):
+        raise TypeError(f"dim={dim!r} is a {type(dim).__name__}, not an integer")
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"dim={dim} is not a dimension of x, which has {x.dim()}: {tuple(x.shape)}")
 
 
-def _agreed_lengths(every: list[list[int]]) -> list[tuple[int, int]]:
-    """Queries and keys of every rank, once they agree on all else."""
+def _check_device(name: str, x: Tensor, ring: Ring) -> None:
+    if x.device.type not in ring.devices:
+        raise ValueError(f"{name} is on {x.device}, but the process group serves {', '.join(ring.devices)} alone")
+
+
+def _device(ring: Ring, *tensors: object) -> torch.device:
+    """Return the device on which a rank whose arguments are wrong can talk to the others."""
+    for x in tensors:
+        if isinstance(x, Tensor) and x.device.type in ring.devices:
+            return x.device
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None or accelerator.type not in ring.devices:
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def _check_accepted(function: str, every: list[list[int]]) -> None:
     for rank, facts in enumerate(every):
         if not facts[0]:
-            raise ValueError(f"ring_attention: rank {rank} has refused its arguments; its error says why")
+            raise ValueError(f"{function}: rank {rank} has refused its arguments; its error says why")
+
+
+def _agreed_lengths(every: list[list[int]]) -> list[tuple[int, int]]:
+    """Queries and keys of every rank, once they agree on all else."""
+    _check_accepted("ring_attention", every)
+    for rank, facts in enumerate(every):
         for name, own, first in zip(FACTS, facts, every[0], strict=False):
             if own != first:
                 what = SWITCHES if name == "switches" else f"{name}: {first} and {own}"
                 raise ValueError(f"ring_attention: ranks 0 and {rank} differ in {what}")
     return [(facts[-2], facts[-1]) for facts in every]
+
+
+def _agreed_tokens(every: list[list[int]]) -> list[int]:
+    """Return the tokens of every rank, once they agree on all else."""
+    _check_accepted("gather_sequence", every)
+    for rank, (_, others, _) in enumerate(every):
+        if others != every[0][1]:
+            raise ValueError(f"gather_sequence: ranks 0 and {rank} differ in dtype, dim or another dimension of x")
+    return [tokens for _, _, tokens in every]
 
 
 def _square(queries: int, keys: int) -> int:

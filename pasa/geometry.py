@@ -22,9 +22,17 @@ from pasa.ops.numerics.formats import FORMATS
 
 ROUNDINGS = 8
 """Of FP16 between n and q, or k: norm, gain and shift, projection and bias, and five in the rotation (two products,
-their sum, cosine and sine). Each changes q by at most u of its length, or of what `Projection.hidden` adds to it."""
+their sum, cosine and sine). Each changes q by at most u of its length, or of what `Projection.hidden` adds to it, and
+by what `Projection.absolute` says."""
 
 FP16_UNIT = 2.0 ** -(FORMATS["fp16"].mantissa_bits + 1)
+FP16_HALF_STEP = FORMATS["fp16"].min_subnormal / 2
+"""FP16 rounds x to x (1 + a) + b with |a| <= u and |b| <= 2^-25: below 2^-14 its steps no longer shrink with x."""
+
+
+RELATIVE = (1.0 + FP16_UNIT) ** ROUNDINGS * (1.0 + 2.0 * FP16_HALF_STEP) - 1.0
+"""All relative parts together: each acts on what the ones before it left. Cosines and sines, at most 1, are rounded by
+2^-25 more: either element of a pair (a, b) moves by 2^-25 (|a| + |b|), the pair by at most 2^-24 of its length."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +66,11 @@ class Projection:
     hidden : Tensor (H,), FP64
         Length that A n + offset has not, and what rounding works on has: the products with the direction of ones and
         with the shift may cancel, but the roundings of the elements of x do not know of each other.
+    absolute : Tensor (H,), FP64
+        Length that the absolute parts of FP16's roundings (2^-25 each) can add to q, before later roundings enlarge it.
+        That of an element of n reaches q through the gain and the weights, that of an element of x through the weights;
+        an element of q has one, and its rotation two (two products; a sum of FP16 numbers has none). So it is at most
+        2^-25 times | |A| 1 | + | |W| 1 | + 3 sqrt(D), where 1 is the vector of ones and |A| has the magnitudes of A.
     radius : float
         Largest length of n.
     fan_in : int
@@ -67,6 +80,7 @@ class Projection:
     gram: Tensor
     offset: Tensor
     hidden: Tensor
+    absolute: Tensor
     radius: float
     fan_in: int
 
@@ -98,6 +112,7 @@ def project(weight: Tensor, bias: Tensor | None, heads: int, norm: Norm) -> Proj
     folded = weight.to("cpu", torch.float64, copy=True).unflatten(0, (heads, -1))  # not every accelerator has FP64
     offset = folded.new_zeros(folded.shape[:2])
     hidden = folded.new_zeros(heads)
+    absolute = _reach_of_ones(folded) + 3.0 * math.sqrt(folded.shape[1])
     if norm.shift is not None:
         shift = norm.shift.detach().to(folded)
         offset = offset + folded @ shift
@@ -106,11 +121,19 @@ def project(weight: Tensor, bias: Tensor | None, heads: int, norm: Norm) -> Proj
         offset = offset + bias.detach().to(folded).unflatten(0, (heads, -1))
     if norm.gain is not None:
         folded.mul_(norm.gain.detach().to(folded))
+    absolute = FP16_HALF_STEP * (absolute + _reach_of_ones(folded))
     if norm.centred:
         mean = folded.mean(-1, keepdim=True)
         hidden = hidden + math.sqrt(weight.shape[1]) * norm.radius * mean.norm(dim=(-2, -1))
         folded.sub_(mean)
-    return Projection(folded @ folded.mT, offset, hidden, norm.radius, weight.shape[1])
+    return Projection(folded @ folded.mT, offset, hidden, absolute, norm.radius, weight.shape[1])
+
+
+def _reach_of_ones(weight: Tensor) -> Tensor:
+    """Return the longest W e for errors |e| <= 1 of the elements, (H,): the length of the sums of magnitudes."""
+    sums: Tensor = torch.linalg.vector_norm(weight, 1, dim=-1)  # without a copy of the weights
+    longest: Tensor = sums.norm(dim=-1)
+    return longest
 
 
 @dataclass(frozen=True)
@@ -129,9 +152,11 @@ class ScoreBounds:
     constant : Tensor
         Largest magnitude of the part a.e that no input changes, over all rotations of the rotary planes.
     probable : Tensor
-        Stays above all |q.k| of the model with probability 1 - delta, for inputs of uniform direction.
+        Stays above all |q.k| of the model with probability 1 - delta, for inputs of uniform direction. It includes the
+        absolute parts of FP16's roundings, which can be all that there is of q; the relative ones are left out.
     certain : Tensor
-        Some |q.k| lies above it with that probability (those of a token with itself, which no rotation changes).
+        Some |q.k| lies above it with that probability (those of a token with itself, which no rotation changes), and
+        after such roundings.
     """
 
     naive: Tensor
@@ -158,10 +183,11 @@ def score_bounds(
     """
     (query_norm, longest_query), (key_norm, longest_key) = _lengths(query), _lengths(key)
     groups = query.gram.shape[0] // key.gram.shape[0]
-    gram, offset, hidden, key_norm, longest_key = (
-        each.repeat_interleave(groups, 0) for each in (key.gram, key.offset, key.hidden, key_norm, longest_key)
+    gram, offset, hidden, absolute, key_norm, longest_key = (
+        each.repeat_interleave(groups, 0)
+        for each in (key.gram, key.offset, key.hidden, key.absolute, key_norm, longest_key)
     )
-    key = Projection(gram, offset, hidden, key.radius, key.fan_in)
+    key = Projection(gram, offset, hidden, absolute, key.radius, key.fan_in)
     a, e = query.offset, key.offset
     norm = interaction_norm(query, key)
     towards_key = _quadratic(query.gram, e)  # |Aᵀe|: how far the scores of a constant key range
@@ -184,13 +210,14 @@ def score_bounds(
         turned = scale * query_norm * key_norm + linear * (
             _rotated_quadratic(query.gram, query_norm, e, rotary) + _rotated_quadratic(key.gram, key_norm, a, rotary)
         )
+    absolute = _rounding(query, key, longest_query, longest_key, 0.0)
     return ScoreBounds(
         naive=naive,
         interaction=interaction,
-        proven=exact + _rounding(query, key, longest_query, longest_key),
+        proven=exact + _rounding(query, key, longest_query, longest_key, RELATIVE),
         constant=constant,
-        probable=torch.minimum(constant + turned, exact),
-        certain=(fixed - spread).clamp(min=0.0),
+        probable=torch.minimum(constant + turned, exact) + absolute,
+        certain=(fixed - spread - absolute).clamp(min=0.0),
     )
 
 
@@ -244,11 +271,16 @@ def _largest_score(
     return (r_q**2 + square_q).sqrt() * (r_k**2 + square_k).sqrt() * augmented
 
 
-def _rounding(query: Projection, key: Projection, longest_query: Tensor, longest_key: Tensor) -> Tensor:
-    """What roundings of q and k to FP16 can add to a score, (H,)."""
-    share = ROUNDINGS * FP16_UNIT
-    rounded_query = longest_query + share * (longest_query + query.hidden)
-    rounded_key = longest_key + share * (longest_key + key.hidden)
+def _rounding(query: Projection, key: Projection, longest_query: Tensor, longest_key: Tensor, share: float) -> Tensor:
+    """Return what roundings of q and k to FP16 can add to a score, (H,); share: of the lengths, by the relative ones.
+
+    Let |q| <= Q, |k| <= K, and let roundings move q by at most e and k by f. Then |(q + e).(k + f)| is at most
+    |q.k| + Q f + K e + e f = |q.k| + (Q + e) (K + f) - Q K.
+    """
+    rounded_query, rounded_key = (
+        longest + share * (longest + part.hidden) + (1.0 + share) * part.absolute
+        for part, longest in ((query, longest_query), (key, longest_key))
+    )
     return rounded_query * rounded_key - longest_query * longest_key
 
 

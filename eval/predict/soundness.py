@@ -31,6 +31,16 @@ QWEN2: Sizes = {
 }
 LLAMA: Sizes = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 32}
 GPT2: Sizes = {"n_embd": 1600, "n_head": 25, "n_layer": 2, "n_inner": 64, "vocab_size": 512}
+COARSE: Sizes = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "head_dim": 192,
+    "intermediate_size": 8,
+    "vocab_size": 8,
+    "max_position_embeddings": 64,
+}
 BIAS = 20.0  # standard deviation of the biases of q and k: large beside what these weights make of an input
 Subject = tuple[Any, Callable[[], object]]  # a model, and what runs it once
 
@@ -53,6 +63,7 @@ def run_soundness(progress: output.Report | None = None) -> dict[str, Any]:
         "GPT-2 XL's shape, 2 layers": lambda: shaped("GPT2", GPT2),
         "Qwen2-7B's shape, 2 layers": lambda: shaped("Qwen2", {**SLIM, **QWEN2}),
         "Llama-2-7B's shape, 2 layers": lambda: shaped("Llama", {**SLIM, **LLAMA}),
+        "Llama in FP16, norm weights of 2^-24": coarse,
     }
     records = []
     for index, (name, make) in enumerate(makers.items()):
@@ -93,6 +104,31 @@ def shaped(kind: str, sizes: dict[str, Any]) -> Subject:
     @torch.no_grad()
     def run() -> None:
         model(input_ids=ids, use_cache=False)
+
+    return model, run
+
+
+def coarse() -> Subject:
+    """Return a Llama whose norm has FP16's smallest weights, with inputs that its roundings enlarge most.
+
+    The norm's output is a few steps of 2^-24. Elements of 0.501 and 1.502 steps are stored as 1 and 2, in such numbers
+    that their root mean square is just below 1, so the norm leaves them as they are.
+    """
+    import transformers
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        model = transformers.LlamaModel(transformers.LlamaConfig(**COARSE)).half().eval()
+    with torch.no_grad():
+        model.layers[0].input_layernorm.weight.fill_(2.0**-24)
+        for projection in (model.layers[0].self_attn.q_proj, model.layers[0].self_attn.k_proj):
+            projection.weight.fill_(65504)
+    inputs = torch.full((1, 2, COARSE["hidden_size"]), 0.501, dtype=torch.float16)
+    inputs[..., :1500] = 1.502
+
+    @torch.no_grad()
+    def run() -> None:
+        model(inputs_embeds=inputs, use_cache=False)
 
     return model, run
 

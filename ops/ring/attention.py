@@ -16,9 +16,10 @@ from torch.autograd.function import once_differentiable
 
 from pasa.ops import dispatch, library
 from pasa.ops.attention.inputs import to_fp16
+from pasa.ops.ring.frames import agree
 from pasa.ops.ring.group import Ring
 from pasa.ops.ring.layout import ALL, Part, visible_part
-from pasa.ops.ring.merge import Merge, common_anchor
+from pasa.ops.ring.merge import Merge, frame_gradient, frame_scores
 
 
 @dataclass(frozen=True)
@@ -49,11 +50,11 @@ class RingCall:
         """What this rank's queries see of the keys of `source`."""
         return Part(ALL, ALL, False) if self.early is None else visible_part(self.ring.rank, source, self.early)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
-        """Output and LSE of one step."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, shift: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return output and LSE of one call, the LSE with what the frame of its keys adds."""
         arguments = (None, is_causal, self.scale, *self.arithmetic, False, self.backend)
         out, lse, _ = dispatch.call(library.attention, q, k, v, *arguments)
-        return out, lse
+        return out, lse if shift is None else lse + frame_scores(q.detach(), shift, self.scale)
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> tuple[Tensor, Tensor, Tensor]:
@@ -72,7 +73,7 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> tuple[Ten
     lse : Tensor (B, Hq, Sq), FP32
         Of the scores less scale * q.anchor.
     anchor : Tensor (B, Hkv, 1, D), FP16
-        See merge.py.
+        See frames.py.
     """
     found: tuple[Tensor, Tensor, Tensor] = _RingAttention.apply(q, k, v, call)  # type: ignore[no-untyped-call]
     return found
@@ -87,19 +88,19 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def _forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> tuple[Tensor, Tensor, Tensor]:
         half, keys, values = to_fp16(q, "q"), to_fp16(k, "k"), to_fp16(v, "v")
-        anchor = common_anchor(keys, sum(call.lengths), call.ring)
-        held = torch.stack((keys - anchor, values))
-        merge = Merge(half)
+        frames = agree(half, keys, call.lengths, call.scale, call.ring)
+        held = torch.stack((frames.apply(keys, call.ring.rank), values))
+        merge = Merge(half, wide=frames.shifts is not None)
         for source, (shifted, passing) in call.ring.rotate(held, call.lengths):
-            rows, seen, is_causal = call.part(source)
-            found = call.attend(half[:, :, rows], shifted[:, :, seen], passing[:, :, seen], is_causal)
-            merge.add(rows, *found)
+            for (rows, seen, is_causal), shift in frames.pieces(call.part(source), source):
+                found = call.attend(half[:, :, rows], shifted[:, :, seen], passing[:, :, seen], is_causal, shift)
+                merge.add(rows, *found)
         mean, lse = merge.finish()
         if any(ctx.needs_input_grad):
             ctx.save_for_backward(half, held, mean, lse)
-            ctx.call, ctx.dtype = call, q.dtype
-        ctx.mark_non_differentiable(anchor)
-        return mean.to(q.dtype, copy=True), lse, anchor
+            ctx.call, ctx.frames, ctx.dtype = call, frames, q.dtype
+        ctx.mark_non_differentiable(frames.anchor)
+        return mean.to(q.dtype, copy=True), lse.float(), frames.anchor
 
     @staticmethod
     @once_differentiable
@@ -119,15 +120,17 @@ class _RingAttention(torch.autograd.Function):
         dq = torch.zeros_like(grad)
         behind = torch.zeros_like(held, dtype=torch.float32)  # gradients of the keys and values that are here
         for source, passing in call.ring.rotate(held, call.lengths):
-            rows, seen, is_causal = call.part(source)
-            leaves = [x.float().requires_grad_() for x in (half[:, :, rows], *passing[:, :, :, seen])]
-            with torch.enable_grad():
-                out, part_lse = call.attend(leaves[0], leaves[1], leaves[2], is_causal)
-            weight = torch.exp(part_lse.detach() - lse[:, :, rows])
-            of_lse = weight * ((grad[:, :, rows] * out.detach()).sum(-1) + slope[:, :, rows])
-            of_out = weight.unsqueeze(-1) * grad[:, :, rows]
-            gradients = torch.autograd.grad((out, part_lse), leaves, (of_out, of_lse))
-            dq[:, :, rows] += gradients[0]
-            behind[:, :, :, seen] += torch.stack(gradients[1:])
+            for (rows, seen, is_causal), shift in ctx.frames.pieces(call.part(source), source):
+                leaves = [x.float().requires_grad_() for x in (half[:, :, rows], *passing[:, :, :, seen])]
+                with torch.enable_grad():
+                    out, part_lse = call.attend(leaves[0], leaves[1], leaves[2], is_causal, shift)
+                weight = torch.exp(part_lse.detach() - lse[:, :, rows]).float()
+                of_lse = weight * ((grad[:, :, rows] * out.detach()).sum(-1) + slope[:, :, rows])
+                of_out = weight.unsqueeze(-1) * grad[:, :, rows]
+                gradients = torch.autograd.grad((out, part_lse), leaves, (of_out, of_lse.to(part_lse.dtype)))
+                dq[:, :, rows] += gradients[0]
+                if shift is not None:
+                    dq[:, :, rows] += frame_gradient(of_lse, shift, call.scale)
+                behind[:, :, :, seen] += torch.stack(gradients[1:])
             behind = call.ring.hand_on(behind, call.lengths[(source - 1) % call.ring.size])
         return dq.to(ctx.dtype), behind[0].to(ctx.dtype), behind[1].to(ctx.dtype), None

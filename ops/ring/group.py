@@ -31,6 +31,12 @@ class Ring:
         if self.rank < 0:
             raise ValueError("this process is not in the group")
 
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Return the types of the devices that the group serves."""
+        pairs = dist.get_backend_config(self.group).split(",")
+        return tuple(sorted({pair.partition(":")[0] for pair in pairs}))
+
     def gather(self, x: Tensor) -> list[Tensor]:
         """The tensor of every rank, all of one shape and dtype."""
         x = x.contiguous()

@@ -11,6 +11,7 @@ queries see of keys is then one rectangle, or one triangle:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 ALL = slice(None)
@@ -58,3 +59,21 @@ def visible_part(rank: int, source: int, early: tuple[int, ...]) -> Part:
     if source < rank:
         return Part(ALL, slice(0, early[source]), False)
     return Part(slice(early[rank], None), ALL, False)
+
+
+def cut(part: Part, start: int, stop: int, keys: int) -> Iterator[Part]:
+    """Yield what is seen of keys start to stop - 1, for a rank that holds `keys` of them.
+
+    Under the causal mask of a rank's own keys that is a triangle, and all that lies below it.
+    """
+    first, last, _ = part.keys.indices(keys)
+    first, last = max(first, start), min(last, stop)
+    if first >= last:
+        return
+    seen = slice(first, last)
+    if not part.is_causal:
+        yield Part(part.rows, seen, False)
+        return
+    yield Part(seen, seen, True)
+    if last < keys:
+        yield Part(slice(last, None), seen, False)

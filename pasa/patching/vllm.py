@@ -1,26 +1,37 @@
 """An attention backend for vLLM's V1 engine, over `attention_paged` and `write_pages`.
 
-Contract-tested against a description of vLLM's interface (module `vllm.v1.attention.backend`); not run inside vLLM. In
-every process of the engine, before a model is loaded (from an entry point `vllm.general_plugins`, say)::
+Tested against the interfaces of vLLM 0.14 to 0.33 (module `vllm.v1.attention.backend`), with their
+own classes and cache views (scripts/test_vllm.sh); not run inside an engine. In every process of
+the engine, before a model is loaded (from an entry point `vllm.general_plugins`, say)::
 
     from pasa.patching import vllm
     vllm.register()  # then: vllm serve ... --attention-backend CUSTOM --dtype float16
 
-What is refused, by name: ALiBi, sliding windows, soft caps, attention sinks, quantised caches and outputs, encoders.
-CUDA graphs of a whole step are for batches of single-token decodes; vLLM captures other batches in pieces.
-Anchors of pages are left out: vLLM plans no memory for them, and pages that a KV connector fills would lack them. A
-backend that owns both can give them to `attend_layer`.
+Up to vLLM 0.28 a backend chooses the shape of its cache: (2, pages, slots of a page, Hkv, D) here.
+From 0.29 on vLLM gives every backend (pages, Hkv, slots of a page, 2 D), in any order in memory. A
+vLLM that asks for something else is refused by name.
 
-An Ascend backend has the same at hand under other names. Of `npu_fused_infer_attention_score` with layout "TND",
-`query` is q; `key` and `value`, seen as (pages, block_size, Hkv, D), are the caches; `block_table` is itself;
-`actual_seq_lengths` is cu_seqlens_q without its leading 0; `actual_seq_lengths_kv` is seq_lens; sparse_mode 3 is
-is_causal. On an NPU pages are gathered first, and lengths read back: no Ascend C kernel here reads pages.
+What is refused, by name: ALiBi, sliding windows, soft caps, attention sinks, quantised caches and
+outputs, encoders. Adaptive verification, context parallelism and batch invariance are refused by
+vLLM itself (from 0.28 on), because this backend does not say that it supports them. CUDA graphs of
+a whole step are for batches of single-token decodes; vLLM captures other batches in pieces. Anchors
+of pages are left out: vLLM plans no memory for them, and pages that a KV connector fills would lack
+them. A backend that owns both can give them to `attend_layer`.
+
+vllm-ascend ignores `--attention-backend CUSTOM`: its platform chooses among its own backends, so a
+model served there does not run PASA. An Ascend backend has the same arguments at hand under other
+names. Of `npu_fused_infer_attention_score` with layout "TND", `query` is q; `key` and `value`, seen
+as (pages, block_size, Hkv, D), are the caches; `block_table` is itself; `actual_seq_lengths` is
+cu_seqlens_q without its leading 0; `actual_seq_lengths_kv` is seq_lens; sparse_mode 3 is is_causal.
+On an NPU pages are gathered first, and lengths read back: no Ascend C kernel here reads pages.
 """
 
 from __future__ import annotations
 
+import abc
 from dataclasses import dataclass
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -132,34 +143,92 @@ def attend_layer(
     query : Tensor (tokens or more, Hq, D)
     key, value : Tensor (tokens or more, Hkv, D), optional
         None where the layer reads another layer's cache.
-    kv_cache : Tensor (2, pages, slots of a page, Hkv, D)
+    kv_cache : Tensor (2, pages, slots of a page, Hkv, D) or (pages, Hkv, slots of a page, 2 D)
+        Of any strides but the last, which is 1.
     output : Tensor (tokens or more, Hq, D) or (..., Hq * D)
     key_anchors : Tensor (pages, Hkv, D), optional
         Of kv_cache's pages, if every write to them comes through here: the guarantee then rests on it, see
         `write_pages`.
+
+    Raises
+    ------
+    NotImplementedError
+        For a cache of another shape.
     """
     if metadata is None:
         return output.fill_(0)
     n = metadata.tokens
-    caches = kv_cache[0], kv_cache[1]
+    caches = split_cache(kv_cache, query.shape[-1])
     if key is not None and value is not None:
         write_pages(key[:n], value[:n], *caches, metadata.slot_mapping[:n], key_anchors)
     metadata.attend(query[:n], caches, scale, output.view(query.shape)[:n], key_anchors)
     return output
 
 
+def split_cache(kv_cache: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+    """Return views (pages, slots of a page, Hkv, D) of the keys and the values of one layer.
+
+    Raises
+    ------
+    NotImplementedError
+        For a cache of another shape than those of vLLM 0.14 to 0.33.
+    """
+    if kv_cache.dim() == 5 and kv_cache.shape[0] == 2 and kv_cache.shape[-1] == head_dim:
+        return kv_cache[0], kv_cache[1]
+    if kv_cache.dim() == 4 and kv_cache.shape[-1] == 2 * head_dim:
+        keys, values = kv_cache.transpose(1, 2).split(head_dim, -1)
+        return keys, values
+    raise NotImplementedError(
+        f"kv_cache {tuple(kv_cache.shape)} is neither (2, pages, slots, Hkv, {head_dim}) nor (pages, Hkv, slots, "
+        f"{2 * head_dim}), the caches of vLLM 0.14 to 0.33; {_version()} is installed"
+    )
+
+
+def _version() -> str:
+    try:
+        return f"vLLM {version('vllm')}"
+    except PackageNotFoundError:  # from a folder, say
+        return "an unknown version of vLLM"
+
+
+def _refuse_unknown(parts: dict[str, type]) -> None:
+    """NotImplementedError if vLLM asks its backends for methods that these classes lack."""
+    lacking = [f"{name}.{method}" for name, part in parts.items() for method in sorted(part.__abstractmethods__)]  # type: ignore[attr-defined]
+    if lacking:
+        raise NotImplementedError(
+            f"pasa's attention backend is made for vLLM 0.14 to 0.33; {_version()} also asks for {', '.join(lacking)}"
+        )
+
+
+def _kv_cache_shape(
+    num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+) -> tuple[int, ...]:
+    """Return the shape of a layer's cache, where vLLM lets a backend choose it (until 0.28)."""
+    return (2, num_blocks, block_size, num_kv_heads, head_size)
+
+
 @cache
 def backend_class() -> type:
-    """The class of the backend, over vLLM's own.
+    """Return the class of the backend, over vLLM's own.
 
     Raises
     ------
     ImportError
-        Without vLLM.
+        Without vLLM, or with one before 0.14.
+    NotImplementedError
+        With a vLLM whose interface is another.
     """
-    from vllm.v1.attention import backend as v1
+    try:
+        from vllm.v1.attention import backend as v1
+    except ImportError as error:
+        raise ImportError(f"pasa's attention backend needs vLLM 0.14 or newer ({error})") from error
 
     implementation, builder = _implementation(v1), _builder(v1)
+    chooses_shape = hasattr(v1.AttentionBackend, "get_kv_cache_shape")
+    if not chooses_shape and not hasattr(v1.AttentionBackend, "supported_kv_cache_layouts"):
+        raise NotImplementedError(
+            f"pasa's attention backend is made for vLLM 0.14 to 0.33; {_version()} has caches of another kind"
+        )
 
     class Backend(v1.AttentionBackend):  # type: ignore[misc]
         """What vLLM asks before it chooses."""
@@ -180,19 +249,21 @@ def backend_class() -> type:
             return builder
 
         @staticmethod
-        def get_supported_kernel_block_sizes() -> list[Any]:
-            return [v1.MultipleOf(16)]
+        def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+            return [v1.MultipleOf(16)]  # of any spec: what else a spec can ask for is refused elsewhere
 
         @classmethod
         def get_supported_head_sizes(cls) -> list[int]:
             return list(range(8, BACKENDS["triton"].head_dims[1] + 1, 8))
 
-        @staticmethod
-        def get_kv_cache_shape(
-            num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
-        ) -> tuple[int, ...]:
-            return (2, num_blocks, block_size, num_kv_heads, head_size)
+        @classmethod
+        def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+            return False  # PasaMetadata finds decodes by the lengths on the host
 
+    if chooses_shape:
+        Backend.get_kv_cache_shape = staticmethod(_kv_cache_shape)
+        abc.update_abstractmethods(Backend)
+    _refuse_unknown({"AttentionBackend": Backend, "AttentionImpl": implementation, "AttentionMetadataBuilder": builder})
     Backend.__name__ = Backend.__qualname__ = NAME
     return Backend
 

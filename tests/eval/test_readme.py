@@ -129,7 +129,8 @@ def test_stored_predictions_hold():
     result = readme.stored("soundness")
     by = {each["model"]: each for each in result["records"]}
     assert result["gate"]["passed"]
-    assert len(by) == 7
+    assert len(by) == 8
+    assert by["Llama in FP16, norm weights of 2^-24"]["verdicts"]["unlikely"] == 1, "91,618 was seen"
     assert all(each["largest_of_proven"] <= 1 for each in by.values())
     assert by["SmolLM2-135M"]["verdicts"]["safe"] == by["SmolLM2-135M, all layers biased"]["verdicts"]["certain"] == 30
     assert by["SVD in small, spatial attention biased"]["verdicts"]["certain"] == 4

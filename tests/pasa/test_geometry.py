@@ -146,19 +146,32 @@ def test_probable_bound_holds_on_uniform_directions(kind):
         assert (bounds.certain > 0.0).any()
 
 
+def absolute(query, key):
+    """What roundings add to scores where FP16's steps no longer shrink, 2^-25 each."""
+    (_, q), (_, k) = geometry._lengths(query), geometry._lengths(key)
+    groups = len(q) // len(k)
+    both = (each.repeat_interleave(groups, 0) for each in (k, key.absolute))
+    k, added = both
+    return (q + query.absolute) * (k + added) - q * k
+
+
 def test_without_constants_the_probable_bound_is_the_papers():
     """alpha * |M| * d; where alpha is above 1, as in so few dimensions as elsewhere here, the proven bound instead."""
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(2 * DIM, 800, generator=generator, dtype=torch.float64) for _ in range(2))
     norm = Norm(math.sqrt(800))
-    bounds = score_bounds(project(q, None, 2, norm), project(k, None, 2, norm), heads=2, seq_len=64, delta=1e-3)
+    query, key = project(q, None, 2, norm), project(k, None, 2, norm)
+    bounds = score_bounds(query, key, heads=2, seq_len=64, delta=1e-3)
     alpha = minimum_alpha(800, DIM, 2, 64, 1e-3)
     expected = alpha * 800 * torch.linalg.matrix_norm(q.view(2, DIM, 800).mT @ k.view(2, DIM, 800), 2)
     assert alpha < 0.2
-    torch.testing.assert_close(bounds.probable, expected, rtol=1e-6, atol=0)
-    small, _ = bounds_of("plain")
+    torch.testing.assert_close(bounds.probable - absolute(query, key), expected, rtol=1e-6, atol=0)
+    assert (absolute(query, key) < 1e-5 * bounds.probable).all()
+    q, _, k, _, norm = layer("plain")
+    query, key = project(q, None, 4, norm), project(k, None, 2, norm)
+    small = score_bounds(query, key, heads=4, seq_len=64, delta=1e-3)
     assert minimum_alpha(HIDDEN, DIM, 4, 64, 1e-3) > 1
-    assert torch.equal(small.probable, small.interaction)
+    torch.testing.assert_close(small.probable - absolute(query, key), small.interaction, rtol=1e-12, atol=0)
 
 
 def test_constant_part_covers_every_rotation_of_its_planes():
@@ -181,11 +194,15 @@ def test_rounding_is_part_of_the_proven_bound():
     q, q_bias, k, k_bias, norm = layer("bias")
     query, key = project(q, q_bias, 4, norm), project(k, k_bias, 2, norm)
     assert not query.hidden.any()
-    share = 1 + 8 * 2**-11
+    share = (1 + 2**-11) ** 8 * (1 + 2**-24)
+    ones = [x.abs().sum(-1).unflatten(0, (-1, DIM)).norm(dim=-1) for x in (q, k)]  # an element's error may be anywhere
+    added = [share * 2**-25 * (2 * each + 3 * DIM**0.5) for each in ones]
+    (_, longest), (_, longest_key) = geometry._lengths(query), geometry._lengths(key)
+    rounded, rounded_key = share * longest + added[0], (share * longest_key + added[1]).repeat_interleave(2, 0)
     for rotary in (0, 4):
         bounds = score_bounds(query, key, heads=4, seq_len=64, delta=1e-3, rotary=rotary)
         exact = bounds.naive if rotary else bounds.interaction
-        torch.testing.assert_close(bounds.proven, exact + (share**2 - 1) * bounds.naive)
+        torch.testing.assert_close(bounds.proven, exact + rounded * rounded_key - bounds.naive, rtol=1e-12, atol=0)
 
 
 def test_roundings_that_centring_hides_are_in_the_bound():
@@ -236,6 +253,61 @@ def test_probable_bound_holds_at_every_distance():
     assert bounds.certain.item() == 0
 
 
+@pytest.mark.parametrize("part", ["constant", "linear in q", "linear in k", "inputs"])
+def test_every_part_of_the_probable_bound_is_turned(part):
+    """Each part alone: q lives in the first half of its planes and k in the second, or the other way round, so that it
+    is 0 until a rotation turns one into the other; then it is most of the bound."""
+    generator = torch.Generator().manual_seed(8)
+    d, half = 2000, 2
+    q, k = torch.zeros(2, 2 * half, d, dtype=torch.float64)
+    a, e = torch.zeros(2, 2 * half, dtype=torch.float64)
+    first, second = slice(0, half), slice(half, 2 * half)
+    if part in ("linear in q", "inputs"):
+        q[first] = torch.randn(half, d, generator=generator, dtype=torch.float64)
+    if part in ("linear in k", "inputs"):
+        k[second] = torch.randn(half, d, generator=generator, dtype=torch.float64)
+    if part in ("constant", "linear in k"):
+        a[first] = 300.0
+    if part in ("constant", "linear in q"):
+        e[second] = 300.0
+    norm = Norm(math.sqrt(d))
+    query, key = project(q, a, 1, norm), project(k, e, 1, norm)
+    how = {"heads": 1, "seq_len": 64, "delta": 1e-3}
+    straight, turned = (score_bounds(query, key, **how, rotary=rotary) for rotary in (0, 2 * half))
+    n, m = (math.sqrt(d) * torch.nn.functional.normalize(x, dim=-1) for x in torch.randn(2, 64, d, generator=generator))
+    k_turned = (m.double() @ k.T + e).roll(half, -1)  # by a quarter, up to a sign
+    found = float(((n.double() @ q.T + a) @ k_turned.T).abs().max())
+    assert straight.probable.item() < 1e-3 * found
+    assert found <= turned.probable.item() <= turned.naive.item() + absolute(query, key).item()
+    assert found >= 0.05 * turned.probable.item()
+
+
+def test_the_probable_bound_under_rotations_is_its_formula():
+    """A union over all pairs of tokens, since each distance has a rotation of its own; half of delta for the inputs."""
+    generator = torch.Generator().manual_seed(9)
+    d, dim, heads, tokens, delta = 3000, 4, 3, 50, 1e-4
+    q, k = torch.randn(2, dim, d, generator=generator, dtype=torch.float64)
+    a, e = torch.randn(2, dim, generator=generator, dtype=torch.float64)
+    norm = Norm(math.sqrt(d))
+    query, key = project(q, a, 1, norm), project(k, e, 1, norm)
+    bounds = score_bounds(query, key, heads=heads, seq_len=tokens, delta=delta, rotary=dim)
+    pairs = [torch.stack((x[:2], x[2:]), -1).norm(dim=-1) for x in (a, e)]
+    alpha = minimum_alpha(d, dim, heads, tokens, delta / 2)
+    linear = math.sqrt(2 * math.log(8 * heads * tokens**2 / delta))
+
+    def spread(matrix, vector):
+        """Plane by plane, or all at once."""
+        planes = sum(
+            float(torch.linalg.matrix_norm(matrix[[i, i + 2]], 2) * vector[[i, i + 2]].norm()) for i in range(2)
+        )
+        return min(planes, float(torch.linalg.matrix_norm(matrix, 2) * vector.norm()))
+
+    norms = float(torch.linalg.matrix_norm(q, 2) * torch.linalg.matrix_norm(k, 2))
+    expected = float((pairs[0] * pairs[1]).sum()) + alpha * d * norms + linear * (spread(q, e) + spread(k, a))
+    assert (bounds.probable - absolute(query, key)).item() == pytest.approx(expected, rel=1e-6)
+    assert bounds.probable.item() < 0.5 * bounds.naive.item()
+
+
 def test_linear_part_covers_every_rotation_of_its_planes():
     generator = torch.Generator().manual_seed(6)
     a = torch.randn(2, 5, 9, generator=generator, dtype=torch.float64)
@@ -267,9 +339,8 @@ def test_bounds_hold_on_odd_weights(case, rotary):
     if case == "bf16":
         q, k = q.bfloat16(), k.bfloat16()
     norm = Norm(math.sqrt(hidden), torch.full((hidden,), -2.0))
-    bounds = score_bounds(
-        project(q, None, 2, norm), project(k, None, 1, norm), heads=2, seq_len=9, delta=1e-3, rotary=rotary
-    )
+    query, key = project(q, None, 2, norm), project(k, None, 1, norm)
+    bounds = score_bounds(query, key, heads=2, seq_len=9, delta=1e-3, rotary=rotary)
     n = torch.randn(500, hidden, generator=generator, dtype=torch.float64)
     n = -2 * norm.radius * n / n.norm(dim=-1, keepdim=True)
     left, right = (n @ q.double().T).unflatten(-1, (2, dim)), (n.flip(0) @ k.double().T)[:, None]
@@ -280,5 +351,5 @@ def test_bounds_hold_on_odd_weights(case, rotary):
         right = torch.cat(turned, -1)
     found = (left * right).sum(-1).abs().amax(0)
     assert (found <= bounds.proven).all()
-    assert (found >= 0.2 * bounds.proven).all()
+    assert (found >= 0.2 * (bounds.naive if rotary else bounds.interaction)).all()
     assert all(part.isfinite().all() for part in vars(bounds).values())

@@ -130,6 +130,27 @@ def test_padding_alone_writes_nothing():
         assert torch.equal(cache.nan_to_num(7.0), was.nan_to_num(7.0))
 
 
+@pytest.mark.parametrize("anchored", [False, True])
+def test_tokens_behind_the_last_slot_are_not_written(anchored):
+    """A captured graph has rows of padding behind its tokens, and slots for the tokens alone: slot i is token i's."""
+    g = torch.Generator().manual_seed(0)
+    k, v = (torch.randn(7, 2, 8, generator=g).half() for _ in range(2))
+    k_cache, v_cache = (torch.full((3, 4, 2, 8), 5.0).half() for _ in range(2))
+    anchors = torch.zeros(3, 2, 8).half() if anchored else None
+    slots = [8, -1, 9, 4]
+    pasa.write_pages(k, v, k_cache, v_cache, torch.tensor(slots), anchors)
+    for new, cache in ((k, k_cache), (v, v_cache)):
+        expected = torch.full((12, 2, 8), 5.0).half()
+        for token, slot in enumerate(slots):
+            if slot >= 0:
+                expected[slot] = new[token]
+        assert torch.equal(cache.flatten(0, 1), expected)
+    if anchored:
+        alone = torch.zeros(3, 2, 8).half()
+        pasa.write_pages(k[:4], v[:4], k_cache, v_cache, torch.tensor(slots), alone)
+        assert torch.equal(anchors, alone)
+
+
 def test_caches_may_be_views_of_one():
     """As vLLM has them: (2, pages, ...), or (pages, 2, ...), where a page's keys and values are neighbours."""
     pages = make_pages([20, 33])

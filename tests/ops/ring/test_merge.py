@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import pasa
-from pasa.ops.ring.merge import Merge, common_anchor
+from pasa.ops.ring.frames import common_anchor
+from pasa.ops.ring.merge import Merge
 from tests.inputs import max_error, rmse
 
 CHUNKS = 4
@@ -16,7 +17,7 @@ ALL = slice(None)
 
 
 class Threads:
-    """A ring of threads in the place of processes, for `gather` alone."""
+    """A ring of threads in the place of processes, for `gather` and `tell` alone."""
 
     def __init__(self, size):
         self.slots, self.barrier = [None] * size, Barrier(size)
@@ -29,14 +30,21 @@ class Threads:
             self.barrier.wait()
             return found
 
-        return SimpleNamespace(gather=gather)
+        return SimpleNamespace(rank=rank, gather=gather, tell=lambda numbers, device: gather(numbers))
+
+
+def on_every_rank(call, ranks):
+    """What call(rank, its ring) returns on each of so many ranks."""
+    ring = Threads(ranks)
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(lambda rank: call(rank, ring.rank(rank)), range(ranks)))
 
 
 def anchors_of(keys):
     """What every rank finds, each with its own chunk of the keys."""
-    ring, total = Threads(len(keys)), sum(k.shape[2] for k in keys)
-    with ThreadPoolExecutor(len(keys)) as pool:
-        return list(pool.map(lambda rank: common_anchor(keys[rank], total, ring.rank(rank)), range(len(keys))))
+    total = sum(k.shape[2] for k in keys)
+    found = on_every_rank(lambda rank, ring: common_anchor(keys[rank], keys[rank], total, ring), len(keys))
+    return [anchor for anchor, _ in found]
 
 
 def offset_qkv(offset, length=517, dim=64, seed=0):

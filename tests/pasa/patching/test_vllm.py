@@ -1,7 +1,8 @@
-"""The vLLM adapter against a description of vLLM's V1 interface, written here; vLLM itself is not run.
+"""The vLLM adapter against a description of vLLM's V1 interfaces, written here.
 
-Described: vllm/v1/attention/backend.py and backends/registry.py of vLLM (2026): abstract methods, the arguments that
-vLLM gives them, and the fields of CommonAttentionMetadata that a builder reads.
+Described: vllm/v1/attention/backend.py and backends/registry.py of vLLM 0.14 to 0.33: abstract methods, the arguments
+that vLLM gives them, and the fields of CommonAttentionMetadata that a builder reads. Against vLLM's own classes:
+test_vllm_itself.py.
 """
 
 import abc
@@ -10,13 +11,13 @@ import importlib
 import inspect
 import sys
 import types
-from dataclasses import dataclass
 
 import pytest
 import torch
 
 from pasa.patching import vllm as adapter
-from tests.pages import make_pages, worst
+from tests.pages import worst
+from tests.pasa.patching.vllm_step import Step
 
 FORWARD = [
     "layer",
@@ -54,27 +55,20 @@ class BuilderBase(abc.ABC):
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False): ...
 
 
-@dataclass
-class Common:
-    """What a builder reads of CommonAttentionMetadata."""
-
-    query_start_loc: torch.Tensor
-    query_start_loc_cpu: torch.Tensor
-    seq_lens: torch.Tensor
-    num_reqs: int
-    num_actual_tokens: int
-    max_query_len: int
-    max_seq_len: int
-    block_table_tensor: torch.Tensor
-    slot_mapping: torch.Tensor
-    causal: object = True
+INTERFACES = {
+    # version: abstract methods of a backend beside its name and classes, and the others
+    "until 0.28": (("get_kv_cache_shape",), ("get_supported_kernel_block_sizes",)),
+    "from 0.29 on": ((), ("get_supported_kernel_block_sizes", "supported_kv_cache_layouts")),
+}
 
 
-@pytest.fixture
-def vllm(monkeypatch):
-    """A stand-in for the package; returns what was registered."""
+@pytest.fixture(params=INTERFACES)
+def vllm(request, monkeypatch):
+    """A description of the package; returns what was registered."""
     v1 = types.ModuleType("vllm.v1.attention.backend")
-    v1.AttentionBackend = abstract("get_name", "get_impl_cls", "get_builder_cls", "get_kv_cache_shape")
+    needed, others = INTERFACES[request.param]
+    names = ("get_name", "get_impl_cls", "get_builder_cls", *needed)
+    v1.AttentionBackend = abstract(*names, **dict.fromkeys(others, staticmethod(lambda *a: None)))
     v1.AttentionImpl = abstract("__init__", "forward")
     v1.AttentionMetadataBuilder = BuilderBase
     v1.AttentionCGSupport = enum.Enum("AttentionCGSupport", "NEVER UNIFORM_SINGLE_TOKEN_DECODE UNIFORM_BATCH ALWAYS")
@@ -89,6 +83,7 @@ def vllm(monkeypatch):
     for module in (attention, v1, registry):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     adapter.backend_class.cache_clear()
+    registered["packed"] = not needed
     yield registered
     adapter.backend_class.cache_clear()
 
@@ -119,11 +114,16 @@ def test_methods_take_what_vllm_gives(vllm):
     assert parameters(implementation.__init__)[: len(IMPL)] == IMPL
     assert parameters(builder.__init__) == BUILDER
     assert parameters(builder.build) == BUILD
-    assert parameters(backend.get_kv_cache_shape) == CACHE
     assert backend.get_name() == "CUSTOM"
-    assert backend.get_kv_cache_shape(9, 16, 4, 128) == (2, 9, 16, 4, 128)
+    if vllm["packed"]:
+        assert not hasattr(backend, "get_kv_cache_shape"), "vLLM would believe it"
+    else:
+        assert parameters(backend.get_kv_cache_shape) == CACHE
+        assert backend.get_kv_cache_shape(9, 16, 4, 128) == (2, 9, 16, 4, 128)
     assert {64, 80, 96, 128, 256} < set(backend.get_supported_head_sizes())
-    assert [size.base for size in backend.get_supported_kernel_block_sizes()] == [16]
+    assert not backend.supports_device_cpu_query_lens_mismatch()
+    for spec in ((), (None,), (types.SimpleNamespace(block_size=32),)):  # vLLM 0.31 and newer give one
+        assert [size.base for size in backend.get_supported_kernel_block_sizes(*spec)] == [16]
     assert builder._cudagraph_support.name == "UNIFORM_SINGLE_TOKEN_DECODE"
     assert builder.reorder_batch_threshold == 1
 
@@ -143,41 +143,12 @@ def test_what_it_cannot_do_is_refused_by_name(vllm, how, message):
         adapter.PasaAttentionBackend.get_impl_cls()(4, 64, 0.125, 2, **how)
 
 
-class Step:
-    """A step of the engine: the newest queries of each sequence are new tokens, whose keys are not yet in the cache."""
-
-    def __init__(self, lengths, queries, padding=0):
-        self.pages = make_pages(lengths, queries=queries, bias=300.0, stale=7.0)
-        pages, (starts, ends) = self.pages, self.pages.edges
-        new = [range(end - n, end) for n, end in zip(queries, ends[1:], strict=True)]
-        where = [(b, key - ends[b]) for b, span in enumerate(new) for key in span]
-        slots = [int(pages.table[b, at // 16]) * 16 + at % 16 for b, at in where]
-        self.cache = torch.stack([pages.k_cache, pages.v_cache])
-        self.cache.flatten(1, 2)[:, slots] = torch.nan
-        index = [key for span in new for key in span]
-        rows = [torch.full((padding, *x.shape[1:]), torch.nan).half() for x in (pages.q, pages.k, pages.v)]
-        self.q, self.k, self.v = (
-            torch.cat(x) for x in zip((pages.q, pages.k[index], pages.v[index]), rows, strict=True)
-        )
-        cu, n = torch.tensor(starts).int(), len(index)
-        self.common = Common(cu, cu, pages.lengths, len(lengths), n, max(queries), max(lengths), pages.table,
-                             torch.tensor(slots + [-1] * padding))  # fmt: skip
-
-    def run(self, output, key=True, **how):
-        backend = adapter.PasaAttentionBackend
-        builder = backend.get_builder_cls()(None, ["layer"], None, torch.device("cpu"))
-        implementation = backend.get_impl_cls()(4, 64, 64**-0.5, 2, **how)
-        metadata = builder.build(0, self.common)
-        key, value = (self.k, self.v) if key else (None, None)
-        return implementation.forward(None, self.q, key, value, self.cache, metadata, output)
-
-
 @pytest.mark.parametrize("queries", [[1, 1, 1], [1, 1, 20], [1, 9, 20], [5, 3, 33]], ids=str)
 @pytest.mark.parametrize("flat", [False, True])
 def test_decodes_and_prompts_in_one_step(vllm, queries, flat):
     """Queries attend to keys that the same call writes; a prompt's second chunk to those of the first. The biased
     scores are eleven times what FP16 holds."""
-    step = Step([40, 17, 33], queries, padding=3)
+    step = Step([40, 17, 33], queries, padding=3, packed=vllm["packed"])
     output = torch.full((len(step.q), 4 * 64) if flat else step.q.shape, 5.0).half()
     assert step.run(output) is output
     n = sum(queries)
@@ -188,8 +159,8 @@ def test_decodes_and_prompts_in_one_step(vllm, queries, flat):
 
 
 def test_anchors_are_kept_for_who_gives_them(vllm):
-    step = Step([40, 17, 33], [1, 1, 20])
-    anchors, output = torch.zeros(step.cache.shape[1], 2, 64).half(), torch.empty_like(step.q)
+    step = Step([40, 17, 33], [1, 1, 20], packed=vllm["packed"])
+    anchors, output = torch.zeros(step.k_cache.shape[0], 2, 64).half(), torch.empty_like(step.q)
     metadata = adapter.PasaMetadata.of(step.common)
     adapter.attend_layer(metadata, step.q, step.k, step.v, step.cache, output, 64**-0.5, anchors)
     golden, lse = step.pages.golden(is_causal=True)
@@ -199,7 +170,7 @@ def test_anchors_are_kept_for_who_gives_them(vllm):
 
 def test_a_padded_batch_of_decodes(vllm):
     """In a CUDA graph: sequences of length 0, with tokens of their own and no slot."""
-    step = Step([40, 17], [1, 1], padding=2)
+    step = Step([40, 17], [1, 1], padding=2, packed=vllm["packed"])
     common = step.common
     common.seq_lens = torch.cat([common.seq_lens, torch.zeros(2).int()])
     common.block_table_tensor = torch.cat([common.block_table_tensor, torch.full((2, 4), -1).int()])
@@ -211,9 +182,35 @@ def test_a_padded_batch_of_decodes(vllm):
 
 
 def test_a_layer_that_shares_a_cache_writes_nothing(vllm):
-    step = Step([40, 17], [1, 4])
+    step = Step([40, 17], [1, 4], packed=vllm["packed"])
     step.run(torch.empty_like(step.q), kv_sharing_target_layer_name="other")
     assert step.cache.isnan().sum() == 2 * 5 * 2 * 64
+
+
+@pytest.mark.parametrize(
+    "shape", [(5, 2, 16, 2, 64), (2, 5, 16, 2, 65), (5, 2, 16, 64), (5, 16, 2, 128, 1), (0,)], ids=str
+)
+def test_a_cache_of_another_shape_is_refused(vllm, shape):
+    """vLLM 0.29 changed it, and a 5-dimensional look at the new cache would have read values as keys."""
+    step = Step([40], [1])
+    step.cache = torch.zeros(shape).half()
+    with pytest.raises(NotImplementedError, match=r"kv_cache \(.*\) is neither .* the caches of vLLM 0.14 to 0.33"):
+        step.run(torch.empty_like(step.q))
+
+
+@pytest.mark.parametrize("name", ["AttentionBackend", "AttentionImpl", "AttentionMetadataBuilder"])
+def test_an_interface_that_asks_for_more_is_refused(vllm, name):
+    v1 = sys.modules["vllm.v1.attention.backend"]
+    more = abc.ABCMeta(name, (getattr(v1, name),), {"new_duty": abc.abstractmethod(lambda self: None)})
+    setattr(v1, name, more)
+    with pytest.raises(NotImplementedError, match=rf"made for vLLM 0.14 to 0.33; .* also asks for {name}.new_duty"):
+        adapter.backend_class()
+
+
+def test_an_interface_without_either_cache_is_refused(vllm):
+    sys.modules["vllm.v1.attention.backend"].AttentionBackend = abstract("get_name")
+    with pytest.raises(NotImplementedError, match="has caches of another kind"):
+        adapter.backend_class()
 
 
 def test_memory_is_measured_without_metadata(vllm):

@@ -1,0 +1,222 @@
+"""Frames: vectors that ranks subtract from spans of keys, so that log-sum-exps keep their digits.
+
+FP32 holds a log-sum-exp (LSE) of 131,072 in steps of 1/64. Chunks whose LSEs are compared in such a
+frame get weights that are off by a percent. So all ranks first subtract one anchor from their keys,
+in every column in which that is exact for every key of the sequence. Softmax does not see the
+anchor, and what it adds to a row's scores, scale * q.anchor, is in no number that is compared. In
+almost every model nothing remains to be done.
+
+Where biases differ by block no anchor suits all keys. Then each rank cuts its keys into spans. A
+span has a frame of its own, which is exact for all its keys. The LSE of a span is small in its
+frame, and the difference between two frames, scale * q.(f - g), is formed in FP64 (merge.py).
+
+Bound. Spans are made of cells: blocks of 128 keys, cut where a bias begins or ends. In the frame of
+its span a key k has |score| <= max(REACH, 2 s), where s is the largest sum of scale |q_c| |k_c -
+a_c| over columns c within the cell of k: a is the anchor of that cell alone, |q_c| the largest of
+all queries in column c. The LSE that a span contributes to a row is at most that (and the log of
+the number of keys), and FP32 rounds it by 2^-24 of its size. So a row errs by the keys of the cells
+that it sees, and no others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from pasa.ops.ring.group import Ring
+from pasa.ops.ring.layout import Part, cut
+from pasa.ops.shift_keys.reference import anchor_near, shifts_exactly
+
+BLOCK = 128
+# FP32 stores an LSE of 1024 nats to 2^-14, an eighth of what rounding an output to FP16 brings.
+REACH = 1024.0
+# A block of keys is cut at most this often: more jumps of a bias in 128 keys are keys without one.
+CUTS = 4
+# A column has a frame only if the frame is this many times what it leaves, so that spans with one bias share it.
+PAYS = 4.0
+
+
+@dataclass(frozen=True)
+class Frames:
+    """The spans of every rank's keys, and the frame of each.
+
+    Attributes
+    ----------
+    anchor : Tensor (B, Hkv, 1, D), FP16
+        Subtracted from every key; the same bits on every rank.
+    edges : tuple of tuple of int
+        Of every rank: where its spans begin, and the number of its keys.
+    shifts : tuple of Tensor (spans, B, Hkv, 1, D), FP64, optional
+        Frames of every rank's spans, beside the anchor; None if all of them are 0.
+    """
+
+    anchor: Tensor
+    edges: tuple[tuple[int, ...], ...]
+    shifts: tuple[Tensor, ...] | None
+
+    def apply(self, k: Tensor, rank: int) -> Tensor:
+        """Return the keys of a rank less the anchor and their frames; both subtractions are exact."""
+        shifted = k - self.anchor
+        if self.shifts is not None:
+            for shift, (start, stop) in zip(self.shifts[rank], pairwise(self.edges[rank]), strict=True):
+                shifted[:, :, start:stop] -= shift.half()
+        return shifted
+
+    def pieces(self, part: Part, source: int) -> Iterator[tuple[Part, Tensor | None]]:
+        """Yield what one call of the operator attends to, with the frame of its keys (None for 0)."""
+        edges = self.edges[source]
+        if len(edges) == 2:
+            yield part, None if self.shifts is None else self.shifts[source][0]
+            return
+        for index, (start, stop) in enumerate(pairwise(edges)):
+            for piece in cut(part, start, stop, edges[-1]):
+                yield piece, None if self.shifts is None else self.shifts[source][index]
+
+
+def agree(q: Tensor, k: Tensor, lengths: tuple[int, ...], scale: float, ring: Ring) -> Frames:
+    """Find the anchor and the frames of all ranks' keys; a collective call.
+
+    Parameters
+    ----------
+    q : Tensor (B, Hq, Sq, D), FP16
+    k : Tensor (B, Hkv, S, D), FP16
+        Of this rank. NaN and infinities do not count.
+    lengths : tuple of int
+        Keys of every rank.
+    scale : float
+    ring : Ring
+    """
+    anchor, largest = common_anchor(q, k, sum(lengths), ring)
+    shifted, nats = k - anchor, scale * largest
+    far = _reach(shifted, nats).max() > REACH
+    if not bool(torch.stack(ring.gather(far.to(torch.uint8).reshape(1))).any()):
+        return Frames(anchor, tuple((0, length) for length in lengths), None)
+    starts, own = cut_spans(shifted, nats)
+    most = max(count for (count,) in ring.tell([len(starts)], k.device))
+    told = ring.tell([*starts, *[-1] * (most - len(starts))], k.device)
+    padded = own.new_zeros((most, *own.shape[1:]))
+    padded[: len(starts)] = own
+    edges = tuple(
+        (*(start for start in each if start >= 0), length) for each, length in zip(told, lengths, strict=True)
+    )
+    every = torch.stack(ring.gather(padded))
+    if not bool(every.any()):  # keys are long, and no frame makes them shorter
+        return Frames(anchor, tuple((0, length) for length in lengths), None)
+    return Frames(anchor, edges, tuple(x[: len(e) - 1].double() for x, e in zip(every, edges, strict=True)))
+
+
+def common_anchor(q: Tensor, k: Tensor, keys: int, ring: Ring) -> tuple[Tensor, Tensor]:
+    """Find what all ranks can subtract from their keys without rounding, and the largest |q| of every column.
+
+    Parameters
+    ----------
+    q : Tensor (B, Hq, Sq, D), FP16
+    k : Tensor (B, Hkv, S, D), FP16
+        Of this rank; a NaN or infinity among them does not count.
+    keys : int
+        Those of all ranks.
+    ring : Ring
+
+    Returns
+    -------
+    anchor : Tensor (B, Hkv, 1, D), FP16
+        The mean key on the grid of the largest one, or 0; the same bits on every rank.
+    largest_query : Tensor (B, Hkv, 1, D), FP32
+    """
+    finite = _finite(k)
+    sums = finite.sum(2, keepdim=True)
+    queries = _finite(q).abs().amax(2, keepdim=True).unflatten(1, (k.shape[1], -1)).amax(2)
+    gathered = torch.stack(ring.gather(torch.stack((sums, finite.abs().amax(2, keepdim=True), queries))))
+    sums, largest, queries = gathered.unbind(1)
+    anchor = anchor_near(sums.sum(0) / keys, largest.amax(0))
+    exact = shifts_exactly(finite, anchor).all(2, keepdim=True)
+    everywhere = torch.stack(ring.gather(exact.to(torch.uint8))).bool().all(0)
+    return anchor.where(everywhere, 0.0).half(), queries.amax(0)
+
+
+def cut_spans(k: Tensor, nats: Tensor) -> tuple[list[int], Tensor]:
+    """Cut keys into as few spans as share an exact frame in which they are near 0.
+
+    Parameters
+    ----------
+    k : Tensor (B, Hkv, S, D), FP16
+    nats : Tensor (B, Hkv, 1, D)
+        The largest |q| of every column, times the scale: what a unit of a key can add to a score.
+
+    Returns
+    -------
+    starts : list of int
+        First key of every span.
+    frames : Tensor (spans, B, Hkv, 1, D), FP16
+        0 wherever that is near enough.
+    """
+    edges = _cells(k, nats)
+    x = _gather_cells(k, edges)
+    own = _cell_anchors(x)
+    allowed = torch.clamp(2 * _reach(x - own, nats.unsqueeze(2)), min=REACH)
+
+    def fits(frame: Tensor) -> list[bool]:
+        exact = (shifts_exactly(_finite(x), frame) | ~x.isfinite()).all(-1).all(-1).all(0).all(0)
+        near = (_reach(x - frame, nats.unsqueeze(2)) <= allowed).all(-1).all(0).all(0)
+        return [bool(fit) for fit in (exact & near).tolist()]
+
+    zero = torch.zeros_like(own[:, :, :1])
+    starts, frames, fitting = [0], [zero], fits(zero)
+    for cell, start in enumerate(edges[:-1]):
+        if fitting[cell]:
+            continue
+        nearest = own[:, :, cell : cell + 1]
+        fitting = fits(nearest)
+        fitting[cell] = True
+        if cell:
+            starts.append(start)
+            frames.append(nearest)
+        else:
+            frames[0] = nearest
+    return starts, torch.stack(frames).squeeze(3).half()
+
+
+def _cells(k: Tensor, nats: Tensor) -> list[int]:
+    """Return where cells of at most BLOCK keys begin, and the number of keys.
+
+    A cell ends before a key that lies more than REACH from the one before it: there a bias begins or ends. Where that
+    happens more often than CUTS times in a block, keys are wild, and such cuts would gain nothing.
+    """
+    jumps = (_reach(k.float().diff(dim=2), nats) > REACH).any(0).any(0)
+    cuts = [[start] for start in range(0, k.shape[2], BLOCK)]
+    for position in (jumps.nonzero().flatten() + 1).tolist():
+        if position % BLOCK:
+            cuts[position // BLOCK].append(position)
+    calm = [each if len(each) <= 1 + CUTS else each[:1] for each in cuts]
+    return [*(position for each in calm for position in each), k.shape[2]]
+
+
+def _gather_cells(k: Tensor, edges: list[int]) -> Tensor:
+    """Return keys by cells, (B, Hkv, cells, BLOCK, D), FP32: NaN behind the last key of a cell."""
+    first, last = (torch.tensor(part, device=k.device)[:, None] for part in (edges[:-1], edges[1:]))
+    index = first + torch.arange(BLOCK, device=k.device)
+    found = k.float()[:, :, index.clamp(max=k.shape[2] - 1)]
+    return found.masked_fill((index >= last)[..., None], torch.nan)
+
+
+def _cell_anchors(x: Tensor) -> Tensor:
+    """Return the anchor of every cell alone, (B, Hkv, cells, 1, D): the exact ones that pay, otherwise 0."""
+    finite, counted = _finite(x), x.isfinite()
+    mean = finite.sum(3, keepdim=True) / counted.sum(3, keepdim=True).clamp(min=1)
+    anchor = anchor_near(mean, finite.abs().amax(3, keepdim=True))
+    left = (finite - anchor).where(counted, 0.0).abs().amax(3, keepdim=True)
+    exact = (shifts_exactly(finite, anchor) | ~counted).all(3, keepdim=True)
+    return anchor.where(exact & (anchor.abs() >= PAYS * left), 0.0)
+
+
+def _reach(x: Tensor, nats: Tensor) -> Tensor:
+    """Return a bound on the nats of all scores that x (..., D) can have with the queries of its head, (...)."""
+    return (_finite(x).abs() * nats).sum(-1)
+
+
+def _finite(x: Tensor) -> Tensor:
+    return torch.nan_to_num(x.float(), nan=0.0, posinf=0.0, neginf=0.0)

@@ -1,0 +1,143 @@
+"""The vLLM adapter against vLLM's own classes, metadata and cache views, on the CPU: no engine, no kernels of vLLM.
+
+scripts/test_vllm.sh runs this with the Python files of several versions of vLLM, which are too large to be installed
+for every test run (300 MB each, with CUDA libraries).
+"""
+
+import importlib.util
+import inspect
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from pasa.patching import vllm as adapter
+from tests.pages import worst
+from tests.pasa.patching.test_vllm import HALF_ULP
+from tests.pasa.patching.vllm_step import Step
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: scripts/test_vllm.sh runs this with it"
+)
+LAYERS, LAYER = 3, 1  # of a cache that several layers share, and the one that is tested
+
+
+@pytest.fixture(scope="module")
+def v1():
+    from vllm.v1.attention import backend
+
+    return backend
+
+
+@pytest.fixture(scope="module")
+def pasa_backend(v1):
+    """The class as vLLM finds it."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    adapter.register()
+    return AttentionBackendEnum.CUSTOM.get_class()
+
+
+def layouts():
+    """Those of this vLLM's cache; None where a backend chooses the shape."""
+    if importlib.util.find_spec("vllm") is None or importlib.util.find_spec("vllm.v1.kv_cache_layout") is None:
+        return [None]
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+    return list(KVCacheLayout)
+
+
+def test_no_method_is_missing(v1, pasa_backend):
+    assert issubclass(pasa_backend, v1.AttentionBackend)
+    assert issubclass(pasa_backend.get_impl_cls(), v1.AttentionImpl)
+    assert issubclass(pasa_backend.get_builder_cls(), v1.AttentionMetadataBuilder)
+    for part in (pasa_backend, pasa_backend.get_impl_cls(), pasa_backend.get_builder_cls()):
+        assert not part.__abstractmethods__
+
+
+def test_methods_take_what_vllm_gives(v1, pasa_backend):
+    """Every method of ours that vLLM has, too, takes the arguments of vLLM's by the same names, in the same order."""
+    pairs = [
+        (pasa_backend, v1.AttentionBackend),
+        (pasa_backend.get_impl_cls(), v1.AttentionImpl),
+        (pasa_backend.get_builder_cls(), v1.AttentionMetadataBuilder),
+    ]
+    compared = set()
+    for own, base in pairs:
+        for name, method in vars(own).items():
+            theirs = getattr(base, name, None)
+            if not callable(theirs) or (name.startswith("_") and name != "__init__"):
+                continue
+            method = method.__func__ if isinstance(method, (staticmethod, classmethod)) else method
+            theirs = getattr(theirs, "__func__", theirs)
+            expected, taken = ([*inspect.signature(each).parameters] for each in (theirs, method))
+            assert taken[: len(expected)] == expected, f"{own.__name__}.{name}"
+            compared.add(name)
+    assert {"forward", "build", "__init__", "get_supported_kernel_block_sizes", "get_name"} <= compared
+
+
+def test_what_vllm_asks_before_it_chooses(v1, pasa_backend):
+    assert pasa_backend.get_name() == "CUSTOM"
+    assert pasa_backend.supports_dtype(torch.float16)
+    assert not pasa_backend.supports_dtype(torch.bfloat16)
+    assert pasa_backend.supports_kv_cache_dtype("auto")
+    assert not pasa_backend.supports_kv_cache_dtype("fp8")
+    assert pasa_backend.supports_head_size(128)
+    assert not pasa_backend.supports_head_size(36)
+    assert pasa_backend.supports_block_size(16)
+    assert not pasa_backend.supports_block_size(24)
+    assert pasa_backend.supports_attn_type("decoder")
+    assert not pasa_backend.supports_attn_type("encoder")
+    names = ["is_mla", "is_sparse", "supports_sink", "supports_mm_prefix", "supports_sliding_window", "supports_pcp"]
+    names += ["supports_dcp", "supports_batch_invariance", "supports_device_cpu_query_lens_mismatch"]
+    for name in names:
+        assert not getattr(pasa_backend, name, lambda: False)(), name
+
+
+def spec_of(per_page):
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    return FullAttentionSpec(block_size=per_page, num_kv_heads=2, head_size=64, dtype=torch.float16)
+
+
+def cache_of(pasa_backend, layout):
+    """Make the cache of one layer as vLLM does: of a shape of ours, or as a view of what all layers share."""
+
+    def make(pages, per_page):
+        if layout is None:
+            return torch.empty(pasa_backend.get_kv_cache_shape(pages, per_page, 2, 64)).half()
+        from vllm.v1 import kv_cache_interface as interface
+
+        spec = spec_of(per_page)
+        strides = interface.compute_layout_strides(spec, pages, LAYERS, layout)
+        raw = torch.zeros(LAYERS * pages * spec.page_size_bytes, dtype=torch.int8)
+        held = SimpleNamespace(layers=["layer"] * LAYERS, layer_stride=strides[0], block_stride=strides[1], offset=0)
+        return interface.create_kv_cache_views(raw, spec, pages, layout, held)[LAYER]
+
+    return make
+
+
+@pytest.mark.parametrize("queries", [[1, 1, 1], [1, 1, 20], [5, 3, 33]], ids=str)
+@pytest.mark.parametrize("layout", layouts(), ids=str)
+def test_decodes_and_prompts_in_one_step(v1, pasa_backend, layout, queries):
+    """New keys go into the pages of one layer, whatever their order in memory, and are attended to; biased scores are
+    eleven times what FP16 holds."""
+    cache = cache_of(pasa_backend, layout)
+    step = Step([40, 17, 33], queries, 3, layout is not None, v1.CommonAttentionMetadata, cache)
+    output = torch.full_like(step.q, 5.0)
+    step.run(output, spec=spec_of(16))
+    n = sum(queries)
+    golden, lse = step.pages.golden(is_causal=True)
+    assert worst((output[:n], lse), (golden, lse))[0] <= HALF_ULP
+    assert (output[n:] == 5.0).all()
+
+
+@pytest.mark.parametrize("layout", layouts(), ids=str)
+def test_a_step_leaves_the_other_layers_alone(v1, pasa_backend, layout):
+    if layout is None:
+        return
+    step = Step([40, 17], [1, 4], 0, True, v1.CommonAttentionMetadata, cache_of(pasa_backend, layout))
+    step.run(torch.empty_like(step.q), spec=spec_of(16))
+    shared = torch.empty(0, dtype=torch.float16).set_(step.cache.untyped_storage())
+    step.cache.zero_()
+    assert not shared.any()

@@ -1,0 +1,119 @@
+"""Masks judged by the log-sum-exp in FP64, which sees the weight of a single key, where an output's tolerance does not.
+
+Nothing here compares our code with our code: what all backends share (which keys are dropped, which rows a block is
+skipped for, how a mask is broadcast) could be wrong in all of them alike.
+"""
+
+import pytest
+import torch
+
+import pasa
+from pasa import PasaConfig
+from tests.inputs import KERNEL_MODES, Mode, max_error, normal_qkv
+
+REFERENCE = Mode("reference", PasaConfig())
+DEFAULTS = pytest.mark.parametrize("mode", [REFERENCE, *KERNEL_MODES], ids=str)
+ROWS, KEYS = 40, 200
+# One of 200 keys of equal weight is 0.005; rounding P to FP16 and scores to FP16 moves the log-sum-exp by 0.0003.
+LSE_BOUND = 2.0**-10
+OUT_BOUND = 2.0**-9
+
+
+def check(mode, q, k, v, dirty=None, rows=slice(None), **how):
+    """The call, on `dirty` keys and values where given, is that of FP64 on clean ones, for these rows."""
+    golden, golden_lse = pasa.golden_attention(q, k, v, **how)
+    out, lse = mode.attend(q, *(dirty or (k, v)), **how)
+    golden, golden_lse, out, lse = (x[:, :, rows] for x in (golden, golden_lse, out, lse))
+    blind = golden_lse == -torch.inf
+    assert torch.equal(lse == -torch.inf, blind)
+    assert (out[blind] == 0).all()
+    assert max_error(lse.masked_fill(blind, 0.0), golden_lse.masked_fill(blind, 0.0)) <= LSE_BOUND
+    assert max_error(out, golden) <= OUT_BOUND
+
+
+def calm_qkv(heads, lengths, dim=32, batch=1):
+    """Scores of about a quarter: all keys have nearly one weight."""
+    q, k, v = normal_qkv(heads, lengths, dim, batch=batch)
+    return (q / 4).half(), k, v
+
+
+@DEFAULTS
+@pytest.mark.parametrize("junk", [torch.nan, torch.inf, 65504.0], ids=str)
+@pytest.mark.parametrize("where", ["padding", "future", "hole", "combined"])
+def test_junk_under_a_mask_has_no_weight(mode, where, junk):
+    """A key that a row does not see was only asked not to make the row infinite. As a key of score 0 it had a weight of
+    1 in 200, within the tolerance of the output."""
+    q, k, v = calm_qkv((2, 1), (ROWS, KEYS))
+    mask = torch.ones(ROWS, KEYS, dtype=torch.bool)
+    at = {"padding": slice(150, 200), "future": slice(190, 191), "hole": slice(17, 18), "combined": slice(199, 200)}[
+        where
+    ]
+    if where == "padding":
+        mask[:, at] = False
+    if where == "hole":
+        mask[:30, at] = False
+    if where == "combined":  # the mask hides the last key from the one row to which causality shows it
+        mask[39, at] = False
+    rows = slice(0, {"padding": 40, "future": 30, "hole": 30, "combined": 40}[where])
+    dirty_k, dirty_v = k.clone(), v.clone()
+    dirty_k[:, :, at] = junk
+    dirty_v[:, :, at] = junk
+    check(mode, q, k, v, (dirty_k, dirty_v), rows, attn_mask=mask, is_causal=where in ("future", "combined"))
+
+
+@DEFAULTS
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_keys_are_hidden_per_batch_entry(mode, kind):
+    """Left padding, right padding, a hole, all keys and none: what one entry hides is not hidden from another."""
+    q, k, v = calm_qkv((4, 2), (5, KEYS), batch=5)
+    keep = torch.ones(5, 1, 1, KEYS, dtype=torch.bool)
+    keep[0, ..., :131] = False
+    keep[1, ..., 97:] = False
+    keep[2, ..., 60:61] = False
+    keep[4] = False
+    mask = keep if kind == "bool" else torch.zeros(keep.shape).masked_fill(~keep, -torch.inf)
+    junk = [x.masked_fill(~keep.transpose(2, 3), torch.nan) for x in (k, v)]
+    for dirty in (None, junk):
+        check(mode, q, k, v, dirty, attn_mask=mask)
+    rows = keep.expand(-1, -1, 5, -1).clone()
+    rows[:, :, 2, 140] = False  # beside them, one key of one row
+    check(mode, q, k, v, attn_mask=rows)
+    check(mode, q, k, v, attn_mask=rows, is_causal=True)
+
+
+SHAPES = [
+    (5, 4, 1, 1),
+    (5, 1, 33, 1),
+    (1, 4, 33, KEYS),
+    (1, 1, 1, KEYS),
+    (5, 4, 33, KEYS),
+    (4, 1, KEYS),
+    (33, 1),
+    (KEYS,),
+]
+
+
+@pytest.mark.parametrize("mode", [REFERENCE, KERNEL_MODES[0]], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_masks_are_broadcast_from_the_right(mode, shape):
+    q, k, v = calm_qkv((4, 2), (33, KEYS), 16, batch=3)
+    mask = torch.rand(shape, generator=torch.Generator().manual_seed(3)) < 0.7
+    check(mode, q, k, v, attn_mask=mask)
+    check(mode, q, k, v, attn_mask=mask, is_causal=True)
+
+
+@DEFAULTS
+@pytest.mark.parametrize("lengths", [(200, 150), (197, 129), (151, 150), (300, 65)], ids=str)
+@pytest.mark.parametrize("masked", [False, True])
+def test_more_queries_than_keys_than_a_block_holds(mode, lengths, masked):
+    """Row i sees keys up to i + Skv - Sq: the first rows see none. With several blocks of keys, each of which begins at
+    another row; a shift of one key is 1 in i."""
+    mode = mode._replace(config=PasaConfig(accumulate=mode.config.accumulate, block_k=64 if mode is REFERENCE else 128))
+    q, k, v = calm_qkv((2, 1), lengths, batch=2)
+    mask = None
+    if masked:
+        mask = torch.ones(2, 1, *lengths, dtype=torch.bool)
+        mask[0, :, :, :40] = False
+        mask[1, :, :, 63] = False
+    check(mode, q, k, v, attn_mask=mask, is_causal=True)
+    check(mode, q, k, v, attn_mask=mask)
