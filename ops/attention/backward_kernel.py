@@ -20,7 +20,6 @@ from pasa.ops.attention.triton_kernel import LOG2_E, load_rows
 
 LIFT_BITS = tl.constexpr(15.0)
 UNLIFT = tl.constexpr(2.0**-15)
-LOWEST = tl.constexpr(-3.4028234e38)
 LARGEST_BITS = tl.constexpr(15)  # operands stay at or below 2^15: FP16 ends at 65504
 
 
@@ -55,7 +54,6 @@ def bits_of(b_s, p_mask, m_tile, m_seen, stride_0, stride_1, scale, HIDES: tl.co
         m_seen, b_bias = load_mask(p_mask, m_tile, m_seen, stride_0, stride_1, MASK)
     if MASK == "float":
         b_bits = (b_s * scale + b_bias) * LOG2_E
-        b_bits = tl.where(b_bits == -INF, LOWEST, b_bits)  # of a mask that adds -3.4e38: seen, and not hidden
     else:
         b_bits = b_s * (scale * LOG2_E)
     if HIDES:

@@ -154,13 +154,6 @@ PAGED = [
         GRADIENTS + "[triton]",
     ),
     mutant(
-        "gradients: the lowest finite number hides",
-        BACKWARD,
-        "b_bits = tl.where(b_bits == -INF, LOWEST, b_bits)",
-        "b_bits = tl.where(b_bits == LOWEST, LOWEST, b_bits)",
-        FINITE + "test_backward[triton-torch.float32]",
-    ),
-    mutant(
         "gradients: the mask of the first head serves all that share keys",
         BACKWARD,
         "p_rows_mask = p_mask + batch * stride_mask_b + head * stride_mask_h + at * stride_mask_n",
