@@ -158,8 +158,8 @@ HOST = [
     mutant(
         "a gradient of the log-sum-exp is read as if it were contiguous",
         "ops/attention/triton_backend.py",
-        "grad_lse.contiguous()",
-        "grad_lse",
+        "return gradients(call, out, lse, visible_keys(call), q.dtype)",
+        "return gradients(call, out, grad_lse, visible_keys(call), q.dtype)",
         CORNERS + "test_gradients_of_a_log_sum_exp_of_any_layout",
     ),
     mutant(
@@ -226,11 +226,11 @@ HOST = [
         "tests/ops/ring/test_merge.py",
     ),
     mutant(
-        "an anchor is common that is exact on one rank",
-        MERGE,
-        ".bool().all(0)",
-        ".bool().any(0)",
-        "tests/ops/ring/test_merge.py",
+        "an earlier rank's late queries begin where those of the source do",
+        "ops/ring/layout.py",
+        "return Part(slice(early[rank], None), ALL, False)",
+        "return Part(slice(early[source], None), ALL, False)",
+        "tests/ops/ring/test_layout.py",
     ),
     mutant(
         "a later rank's queries see an early chunk only in part",
@@ -278,11 +278,11 @@ HOST = [
         OF_TRANSFORMERS + "test_greedy_tokens",
     ),
     mutant(
-        "a causal window holds one key more",
+        "a module overrules the causality of its call",
         TRANSFORMERS,
-        "visible &= distance < window if causal",
-        "visible &= distance <= window if causal",
-        OF_TRANSFORMERS + "test_a_missing_mask_means_upper_left_causality_within_the_window",
+        'declared = is_causal if is_causal is not None else getattr(module, "is_causal", None)',
+        'declared = getattr(module, "is_causal", is_causal)',
+        OF_TRANSFORMERS + "test_the_call_may_overrule_the_modules_causality",
     ),
     mutant(
         "a static cache's empty slots are seen",
