@@ -27,5 +27,12 @@ export HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 # Each takes half of the tests in order, so that models are loaded and programs compiled in one of them, then what is left.
 tested=0
 "$VENV/bin/python" -m pytest -n "$cores" --dist worksteal "$@" || tested=$?
+# Faults in copies of the sources, of which each has to make a test fail: six of them, or with --all every one.
+planted=0
+if [[ ${ALL:-} ]]; then
+    "$VENV/bin/python" -m tests.mutants.run || planted=$?
+elif (( $# == 0 )); then
+    "$VENV/bin/python" -m tests.mutants.run --sample || planted=$?
+fi
 wait "$types"
-exit "$tested"
+exit "$(( tested ? tested : planted ))"

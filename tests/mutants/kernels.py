@@ -195,13 +195,6 @@ KERNELS = [
         GAPS + "test_decode[160-32-False]",
     ),
     mutant(
-        "decoding: a NaN among squares is lost by their maximum",
-        DECODE,
-        "<= ANCHOR_LIMIT) & (tl.sum(b_square, 0) < INF)",
-        "<= ANCHOR_LIMIT) | (tl.sum(b_square, 0) < 0.0)",
-        CORNERS + "test_a_number_that_is_not_finite_in_the_last_keys",
-    ),
-    mutant(
         "decoding: the frame is the anchor of the first block, seen or not",
         DECODE,
         "b_first = tl.where(tl.max(b_max, 0) == -INF, b_anchor, b_first)",
@@ -384,3 +377,13 @@ KERNELS = [
         "tests/ops/attention/test_rounding.py::test_rows_are_rounded_as_in_the_reference",
     ),
 ]
+
+UNNOTICED = {  # what no test on a CPU can notice, with the reason; not run
+    mutant(
+        "decoding: a NaN among squares is lost by their maximum",
+        DECODE,
+        "<= ANCHOR_LIMIT) & (tl.sum(b_square, 0) < INF)",
+        "<= ANCHOR_LIMIT)",
+        CORNERS + "test_a_number_that_is_not_finite_in_the_last_keys",
+    ): "the interpreter's maximum keeps a NaN, a GPU's drops it: the test notices it there",
+}

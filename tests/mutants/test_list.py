@@ -4,13 +4,14 @@ from collections import Counter
 
 import pytest
 
+from tests.mutants.kernels import UNNOTICED
 from tests.mutants.mutant import ROOT
 from tests.mutants.run import ALL
 
 LEAST = 60  # how many there are to be
 
 
-@pytest.mark.parametrize("mutant", ALL, ids=lambda x: x.what)
+@pytest.mark.parametrize("mutant", [*ALL, *UNNOTICED], ids=lambda x: x.what)
 def test_the_text_of_a_mutant_stands_in_its_file_once(mutant):
     """Otherwise the source has changed: the mutant wants the text of now, or no place in the list."""
     assert (ROOT / mutant.file).read_text(encoding="utf-8").count(mutant.old) == 1, mutant.old

@@ -100,22 +100,23 @@ def test_masks_that_differ_by_head_over_keys_with_a_bias(rows, dim):
 
 
 @pytest.mark.parametrize("kind", ["none", "float"])
-@pytest.mark.parametrize("dim", [64, 160])
-def test_scores_far_below_0(dim, kind):
-    """Against splits that are not there counting as scores of 0, beside which all others vanish."""
-    q, k, v = normal_qkv((2, 1), (1, 700), dim)
+@pytest.mark.parametrize(("dim", "keys"), [(64, 700), (160, 90)])
+def test_scores_far_below_0(dim, keys, kind):
+    """Against splits that are not there counting as scores of 0, beside which all others vanish. The merge
+    joins 8 splits, and 3, which are not a power of two."""
+    q, k, v = normal_qkv((2, 1), (1, keys), dim)
     q[..., 0], k[..., 0] = -30.0, 60.0
-    mask = torch.randn(1, 700, generator=torch.Generator().manual_seed(3)) if kind == "float" else None
+    mask = torch.randn(1, keys, generator=torch.Generator().manual_seed(3)) if kind == "float" else None
     check(q, k, v, attn_mask=mask)
 
 
 def test_an_anchor_that_would_round_a_key():
-    """Against a limit of distances that bounds scores alone: keys near 0 are near enough to an
+    """Against a limit of distances that bounds scores alone: keys of 20 are near enough to an
     anchor of 100 for that, but FP16 holds their difference in steps of 2^-4."""
     q, k, v = normal_qkv((9, 9), (1, 562), 64)
     q, k = q * 0.1, k * 0.1
-    q[..., 0], k[..., 0] = -109.0, 100.0
-    k[..., 77:85, 0] = 0.03 * torch.randn(8, generator=torch.Generator().manual_seed(3)).half()
+    q[..., 0], k[..., 0] = -182.0, 100.0  # 2,275 nats, which need an anchor; 1,820 do not
+    k[..., 77:85, 0] = 20 + 0.03 * torch.randn(8, generator=torch.Generator().manual_seed(3)).half()
     check(q, k, v)
 
 
