@@ -43,7 +43,7 @@ PAGED = [
         ANCHORS,
         "tl.dot(b_high, b_transposed) + tl.dot(b_low, b_transposed)",
         "tl.dot(b_high, b_transposed)",
-        PAGE_ANCHORS + "test_anchors_that_differ_from_page_to_page",
+        CORNERS + "test_anchors_of_pages_that_are_far_apart_and_weigh_alike",
     ),
     mutant(
         "page anchors: the frame is the anchor of one page",
@@ -54,11 +54,11 @@ PAGED = [
         CORNERS + "test_one_of_the_pages_that_a_frame_is_taken_from",
     ),
     mutant(
-        "page anchors: offsets of the turn before are used again",
+        "page anchors: the first turn is the last",
         ANCHORS,
         "for begin in range(o_split * BLOCK, whole, step * TURNS):",
         "for begin in range(o_split * BLOCK, tl.minimum(whole, o_split * BLOCK + step * TURNS), step * TURNS):",
-        PAGE_ANCHORS + "test_more_blocks_than_offsets_are_found_for_at_once",
+        CORNERS + "test_all_keys_of_a_long_sequence_weigh",
     ),
     mutant(
         "page anchors: weights are summed before they are rounded",
@@ -94,7 +94,7 @@ PAGED = [
         CENTRE,
         "anchor = tl.where(lossy > 0, 0.0, anchor)",
         "anchor = tl.where(lossy > 1, 0.0, anchor)",
-        OF_BACKWARD + "test_one_key_without_the_bias",
+        CORNERS + "test_gradients_of_keys_without_the_bias_that_have_the_weight",
     ),
     mutant(
         "the largest value is that of the last keys",

@@ -9,8 +9,11 @@ import torch
 
 import pasa
 from pasa.ops.attention import paged_write_launch
+from pasa.ops.attention.triton_call import dropped_bits
+from pasa.ops.numerics.dither import round_unbiased
 from tests.inputs import DEVICE, max_error, normal_qkv
 from tests.ops.attention.test_backward import by_kernels, definition
+from tests.ops.attention.test_rounding import DTYPES, ROWS, rows_kernel
 from tests.pages import make_pages
 
 
@@ -102,8 +105,8 @@ def test_masks_that_differ_by_head_over_keys_with_a_bias(rows, dim):
 @pytest.mark.parametrize("kind", ["none", "float"])
 @pytest.mark.parametrize(("dim", "keys"), [(64, 700), (160, 90)])
 def test_scores_far_below_0(dim, keys, kind):
-    """Against splits that are not there counting as scores of 0, beside which all others vanish. The merge
-    joins 8 splits, and 3, which are not a power of two."""
+    """Against splits that are not there counting as scores of 0, beside which all others vanish.
+    The merge joins 8 splits, and 3, which are not a power of two."""
     q, k, v = normal_qkv((2, 1), (1, keys), dim)
     q[..., 0], k[..., 0] = -30.0, 60.0
     mask = torch.randn(1, keys, generator=torch.Generator().manual_seed(3)) if kind == "float" else None
@@ -200,3 +203,55 @@ def test_keys_that_only_early_rows_see(paper):
     found = by_kernels(grad, None, q.float(), k.float(), v.float(), mask, False, 0.25)
     for x, true in zip(found, definition(q, k, v, torch.float64, grad, mask), strict=True):
         assert max_error(x, true) <= 2.0**-9 * true.abs().max()
+
+
+def test_anchors_of_pages_that_are_far_apart_and_weigh_alike():
+    """Against a difference of two anchors without its low term: 600.25, which FP16 does not hold,
+    and -600 in another column leave 2 nats."""
+    pages = make_pages([512], (2, 1), 64, 16)
+    pages.q[..., :2] = 64.0
+    odd = torch.arange(512) // 16 % 2 == 1
+    pages.k[..., 0] = torch.where(odd, 300.25, -300.0).half()[:, None]
+    pages.k[..., 1] = torch.where(odd, -300.0, 300.0).half()[:, None]
+    pages.k_cache.view(-1, 1, 64)[pages.slots] = pages.k
+    out, _ = pages.anchored().attend(DEVICE, backend="triton")
+    assert max_error(out, pages.golden()[0]) <= 2.0**-8
+
+
+def test_all_keys_of_a_long_sequence_weigh():
+    """Against a turn of the pass with the anchors of pages that is left out: each has 4,096 keys,
+    and all weigh alike. With keys that differ, one has all the weight, and where it is decides what
+    is noticed."""
+    pages = make_pages([64 * 64 * 2 + 77], (1, 1), 16, 16)
+    pages.q[:], pages.k[:] = 0.0, 0.0
+    pages.q[..., 0] = pages.k[..., 0] = 100.0  # 2,500 nats
+    pages.k_cache.view(-1, 1, 16)[pages.slots] = pages.k
+    _, lse = pages.anchored().attend(DEVICE, backend="triton", max_seqlen_k=1)
+    assert (lse - pages.golden()[1]).abs().max() <= 1e-3
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_the_smallest_normal_numbers(dtype):
+    """Against numbers just above the smallest normal one that are rounded as subnormals are: to
+    nearest, whatever repeats its maximum."""
+    g = torch.Generator().manual_seed(1)
+    a, b = (1 + torch.rand(2, 4 * ROWS, 64, generator=g)).to(dtype).float()
+    size = torch.finfo(dtype).tiny
+    x = (a + b) / 2 * (1 + 1e-6 * torch.rand(4 * ROWS, 1, generator=g)) * size
+    out = torch.empty(x.shape, dtype=dtype, device=DEVICE)
+    rows_kernel[(4,)](x.to(DEVICE), out, 64, 64, ROWS, dropped_bits("unbiased", dtype), False)
+    expected = round_unbiased(x, dtype)
+    assert not torch.equal(expected, x.to(dtype).float())
+    assert torch.equal(out.cpu(), expected.to(dtype))
+
+
+def test_gradients_of_keys_without_the_bias_that_have_the_weight():
+    """Against a centre that rounds some keys: four are near 0 in a column where all others have
+    1024, and have the weight, which their small differences share out."""
+    q, k, v = normal_qkv((2, 1), (40, 200), 32)
+    q[..., 0], k[..., 0] = -512.0, 1024.0
+    k[..., 50:54, 0] = 0.01 * torch.randn(4, generator=torch.Generator().manual_seed(3)).half()
+    grad = torch.randn(q.shape, generator=torch.Generator().manual_seed(9)).half()
+    found = by_kernels(grad, None, q.float(), k.float(), v.float(), None, False, 32**-0.5)
+    for x, true in zip(found, definition(q, k, v, torch.float64, grad), strict=True):
+        assert max_error(x, true) <= 2.0**-8 * true.abs().max()

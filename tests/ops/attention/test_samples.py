@@ -28,9 +28,9 @@ BOUND = 2.0**-6
 
 
 def stand_off(q, k, sign, others, at, sampled):
-    """Column 0 of keys (..., S, D): `sampled` at the places `at`, elsewhere `others`. Where calm keys have the weight
-    (sign -1), plus numbers that FP16 drops beside FAR: no anchor is exact for both. The other columns are so small
-    in keys that less an anchor all are calm."""
+    """Column 0 of keys (..., S, D): `sampled` at the places `at`, elsewhere `others`. Where calm
+    keys have the weight (sign -1), plus numbers that FP16 drops beside FAR: no anchor is exact for
+    both. The other columns are so small in keys that less an anchor all are calm."""
     noise = k[..., 0].clone() * (1e-4 if sign < 0 else 0)
     k *= 0.01
     q *= 300  # scores of N(0, 3): few keys have all the weight, so that errors of scores do not cancel
