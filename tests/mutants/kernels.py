@@ -365,4 +365,11 @@ UNNOTICED = {  # what no test on a CPU can notice, with the reason; not run
         "leans((word >> 18) & 63, COLUMNS)",
         "tests/ops/attention/test_rounding.py::test_rows_are_rounded_as_in_the_reference",
     ): "64 of 64 columns then read as 0, which leans as far; what is carried reaches a row that leans already",
+    mutant(
+        "float masks are taken for bounded",
+        "ops/attention/triton_backend.py",
+        'tiles[0], call.mask_kind != "float"',
+        "tiles[0], True",
+        "tests/ops/attention/test_finite_masks.py::test_forward",
+    ): "the fast pass weighs float masks as the careful one does, and leaves scores that need an anchor",
 }

@@ -102,6 +102,17 @@ def test_masks_that_differ_by_head_over_keys_with_a_bias(rows, dim):
     check(q, k, v, attn_mask=mask.expand(1, 2, rows, 300))
 
 
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_masks_whose_tiles_differ_by_batch_entry_and_head(kind):
+    """Against sorted tiles of another head or batch entry: each of four sees one tile of keys, and
+    part of the next."""
+    q, k, v = normal_qkv((2, 1), (70, 300), 16, batch=2)
+    first = 64 * torch.arange(4).view(2, 2, 1, 1)
+    keep = (torch.arange(300) >= first) & (torch.arange(300) < first + 80)
+    keep = keep.expand(2, 2, 70, 300)
+    check(q, k, v, attn_mask=keep if kind == "bool" else torch.zeros(keep.shape).masked_fill(~keep, -torch.inf))
+
+
 @pytest.mark.parametrize("kind", ["none", "float"])
 @pytest.mark.parametrize(("dim", "keys"), [(64, 700), (160, 90)])
 def test_scores_far_below_0(dim, keys, kind):
