@@ -285,13 +285,6 @@ HOST = [
         OF_TRANSFORMERS + "test_greedy_tokens",
     ),
     mutant(
-        "the scale is that of the padded head",
-        TRANSFORMERS,
-        "scale = query.shape[-1] ** -0.5 if scaling is None else scaling",
-        "scale = max(query.shape[-1], width) ** -0.5 if scaling is None else scaling",
-        OF_TRANSFORMERS,
-    ),
-    mutant(
         "the module's scale is ignored",
         DIFFUSERS,
         "scale = attn.scale if self.kind.module_scale else",

@@ -19,6 +19,7 @@ def test_the_text_of_a_mutant_stands_in_its_file_once(mutant):
     assert mutant.tests
     for test in mutant.tests:
         path, _, function = test.partition("::")
+        assert not test.endswith("::"), test
         assert function.partition("[")[0] in (ROOT / path).read_text(encoding="utf-8"), test
 
 
