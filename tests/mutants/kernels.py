@@ -324,7 +324,7 @@ KERNELS = [
         SHIFT,
         "tl.store(p_norm + o_out, tl.sqrt(longest) * NORM_MARGIN)",
         "tl.store(p_norm + o_out, tl.where(longest < INF, tl.sqrt(longest) * NORM_MARGIN, 0.0))",
-        TRITON + "test_bad_numbers_reach_what_they_reach_in_the_reference",
+        CORNERS + "test_a_key_of_minus_infinity_that_weighs_nothing",
     ),
     mutant(
         "columns draw with even keys, too",

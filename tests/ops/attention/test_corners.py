@@ -164,6 +164,17 @@ def test_a_number_that_is_not_finite_in_the_last_keys(dim, keys, tensor):
         assert bad.sum() == (bad.numel() if tensor == "k" else 2)
 
 
+@pytest.mark.parametrize(("rows", "dim"), [(70, 16), (70, 128), (3, 64), (3, 160)])
+def test_a_key_of_minus_infinity_that_weighs_nothing(rows, dim):
+    """Against a norm that forgets infinity: every row's score of the key is -inf, so that its weight is
+    0 and nothing but the norm tells. The rows are NaN, as with any key that is not finite."""
+    q, k, v = normal_qkv((2, 1), (rows, 300), dim)
+    q[..., 3] = q[..., 3].abs() + 0.1
+    k[0, 0, 100, 3] = -torch.inf
+    out, _ = attend(q, k, v)
+    assert out.isnan().all()
+
+
 @pytest.mark.parametrize("slots", [16, 200])
 @pytest.mark.parametrize("column", [3, 60])
 def test_a_key_that_is_not_finite_in_a_long_page(slots, column):
