@@ -35,6 +35,8 @@ def stand_off(q, k, sign, others, at, sampled):
     k *= 0.01
     q *= 300  # scores of N(0, 3): few keys have all the weight, so that errors of scores do not cancel
     k[..., 0] = others + noise
+    if sampled == CALM and sign > 0:  # their blocks may have no anchor: none of their keys has weight
+        k[..., (at // 32 * 32)[:, None] + torch.arange(32), 0] -= 0.5
     k[..., at, 0] = (sampled + noise)[..., at]
     q[..., 0] = sign * QUERY
 
@@ -43,9 +45,9 @@ def lse_bound(q, k):
     return 1e-3 + 2.0**-21 * float(q.abs().max()) * float(k.abs().max()) * q.shape[-1] ** -0.5
 
 
-def judge(q, k, v, out, lse, mask=None):
+def judge(q, k, v, out, lse, mask=None, bound=BOUND):
     golden, golden_lse = pasa.golden_attention(q, k, v, attn_mask=mask)
-    assert (out - golden).abs().max() <= BOUND
+    assert (out - golden).abs().max() <= bound
     assert (lse - golden_lse).abs().max() <= lse_bound(q, k)
 
 
@@ -65,13 +67,18 @@ ADVERSARIES = {  # sign of the query in column 0, which says who has the weight;
 }
 
 
+def bound_of(name):
+    """Four times as much where splits begin with calm keys, and count scores from another frame."""
+    return 4 * BOUND if name == "few are calm" else BOUND
+
+
 @pytest.mark.parametrize("name", ADVERSARIES)
 def test_decode(name):
     """Against a pass without anchors, or with one that a sample gave, whose check of all keys is
     lost or forgets some."""
     q, k, v = normal_qkv((HEADS, HEADS), (1, KEYS), 64)
     stand_off(q, k, *ADVERSARIES[name])
-    judge(q, k, v, *attend(q, k, v))
+    judge(q, k, v, *attend(q, k, v), bound=bound_of(name))
 
 
 @pytest.mark.parametrize("name", ADVERSARIES)
@@ -80,7 +87,7 @@ def test_paged_decode(name, slots):
     """Against the same over pages."""
     pages = make_pages([KEYS], (HEADS, HEADS), 64, slots)
     stand_off(pages.q, pages.k.transpose(0, 1), *ADVERSARIES[name])
-    check(write_again(pages))
+    check(write_again(pages), bound_of(name))
 
 
 def write_again(pages):
@@ -89,12 +96,12 @@ def write_again(pages):
     return pages
 
 
-def check(pages, **how):
+def check(pages, bound=BOUND, **how):
     out, lse = pages.attend(DEVICE, backend="triton", **how)
     golden, golden_lse = pages.golden(how.get("is_causal", False))
     seen = golden_lse > -torch.inf
     assert torch.equal(lse > -torch.inf, seen)
-    assert (out - golden).abs().max() <= BOUND
+    assert (out - golden).abs().max() <= bound
     assert (lse - golden_lse)[seen].abs().max() <= lse_bound(pages.q, pages.k)
 
 
@@ -117,7 +124,7 @@ def test_first_key_of_every_block_stands_off(hide):
     """Against a block's anchor that is left out, or taken, because of a first key that no query
     sees: others are compared with it. Seen, it weighs nothing, and the block is as good as FP32."""
     q, k, v = normal_qkv((2, 1), (70, 300), 64)
-    stand_off(q, k, 1, FAR, torch.arange(0, 300, 128), CALM)
+    stand_off(q, k, 1, FAR, torch.arange(0, 257, 128), CALM)
     mask = torch.ones(1, 1, 1, 300, dtype=torch.bool)
     mask[..., ::128] = False
     if hide == "mask":
