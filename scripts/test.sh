@@ -31,11 +31,17 @@ types=$!
 cores="$(env -u OMP_NUM_THREADS nproc)"
 export HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 # Each takes half of the tests in order, so that models are loaded and programs compiled in one of them, then what is left.
-tested=0
-"$VENV/bin/python" -m pytest -n "$cores" --dist worksteal "$@" || tested=$?
+failed=0
+"$VENV/bin/python" -m pytest -n "$cores" --dist worksteal "$@" || failed=$?
 
-# Long sections, of --all alone.
-if [[ $ALL ]]; then bash scripts/test_transformers.sh || tested=$?; fi
-
+# Faults planted in copies of the sources: each has to make a test fail. Six of them here, every one with --all.
+if [[ $ALL ]]; then
+  "$VENV/bin/python" -m tests.mutants.run || failed=1
+  bash scripts/test_transformers.sh || failed=1
+  bash scripts/test_vllm.sh || failed=1
+  "$VENV/bin/pasa" eval zoo --check || failed=1
+elif (($# == 0)); then
+  "$VENV/bin/python" -m tests.mutants.run --sample || failed=1
+fi
 wait "$types"
-exit "$tested"
+exit "$failed"

@@ -247,7 +247,8 @@ def attend(
         if not WHOLE:
             b_s = tl.where(m_seen, b_s, -INF)
         # softmax and values
-        b_p, alpha, b_max, b_sum = softmax_step(b_s, offset, factor, b_max, b_sum, not WHOLE, FAST)
+        # a mask may add -3.4e38, which a product with log2(e) carries to -inf: not by one instruction
+        b_p, alpha, b_max, b_sum = softmax_step(b_s, offset, factor, b_max, b_sum, not WHOLE, FAST and MASK != "float")
         b_acc = b_acc * alpha[:, None]
         b_v = load_rows(p_v, at, stride_vn, o_batch, o_kv_head, begin_k, keys, WHOLE, DESCRIPTORS, D, D_PAD, BLOCK_N)
         if (WHOLE or CLEAN) or (FAST and GUARDED):  # a value that is not finite marks its tile

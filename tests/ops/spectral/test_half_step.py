@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from pasa.ops.spectral import half_step_launch
 from pasa.ops.spectral.half_step import FUSED_DIMS, fused, half_step
 from pasa.ops.spectral.half_step_launch import launch
 from pasa.power_iteration import PowerIteration
@@ -32,6 +33,12 @@ def test_kernel_is_as_near_as_torch(shape):
         out, square = (part.cpu().double() for part in way(weight, y))
         assert ((out - t @ exact.mT).norm(dim=-1) <= 3 * UNIT * norm**2).all()
         assert ((square.sqrt() - t.norm(dim=-1)).abs() <= 3 * UNIT * norm).all()
+
+
+def test_programs_of_several_pieces(monkeypatch):
+    """Against squares, or shares of a sum, of a program's last piece alone: here it has five."""
+    monkeypatch.setattr(half_step_launch, "PROGRAMS", 2)
+    test_kernel_is_as_near_as_torch((2, 1, 64, 600))
 
 
 def test_zero_weights_and_vectors_give_zeros():

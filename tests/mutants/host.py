@@ -1,0 +1,322 @@
+"""Mutants of the Python code: the reference, masks, pages, launches, gradients, rings, the registry and patches."""
+
+from tests.mutants.kernels import CORNERS, GAPS, SUMS, TRITON, mutant
+
+REFERENCE = "ops/attention/reference.py"
+MASKING = "ops/attention/masking.py"
+PAGING = "ops/paging.py"
+PACKED = "ops/packed.py"
+BACKWARD = "ops/attention/backward.py"
+MERGE = "ops/ring/merge.py"
+REGISTRY = "ops/registry.py"
+TRANSFORMERS = "pasa/patching/transformers_attention.py"
+DIFFUSERS = "pasa/patching/diffusers_attention.py"
+
+OF_REFERENCE = "tests/ops/attention/test_reference.py::"
+OF_PAGES = "tests/pasa/test_paged.py::"
+OF_REGISTRY = "tests/ops/test_registry.py"
+OF_TRANSFORMERS = "tests/pasa/patching/test_transformers_attention.py::"
+
+HOST = [
+    mutant(
+        "shares are rounded to nearest",
+        REFERENCE,
+        ', FP16, rounding="toward_zero")',
+        ", FP16)",
+        SUMS + "test_shares_are_rounded_towards_zero",
+        SUMS + "test_shares_sum_to_no_more_than_1",
+    ),
+    mutant(
+        "the reference sums weights before they are rounded",
+        REFERENCE,
+        "row_sum = self._sum(rounded if self.exact else weights)",
+        "row_sum = self._sum(weights)",
+        SUMS + "test_a_constant_comes_out_as_it_is[reference-1.0]",
+    ),
+    mutant(
+        "batch entries share the first one's mask once keys are hidden",
+        REFERENCE,
+        "mask = full[b % full.shape[0]].unsqueeze(0)",
+        "mask = full[:1]",
+        OF_REFERENCE + "test_masks_broadcast",
+    ),
+    mutant(
+        "the sum of the blocks before is not rescaled",
+        REFERENCE,
+        "before = self.sum[..., old, :] * keep",
+        "before = self.sum[..., old, :]",
+        GAPS + "test_reference[32]",
+        TRITON + "test_block_sizes",
+    ),
+    mutant(
+        "the reference's band begins one key late",
+        MASKING,
+        "if self.causal_shift is not None and row + self.causal_shift < stop - 1:",
+        "if self.causal_shift is not None and row + self.causal_shift < stop - 2:",
+        GAPS + "test_reference",
+    ),
+    mutant(
+        "the first row that sees a block is left out",
+        MASKING,
+        "max(0, key - self.causal_shift)",
+        "max(0, key - self.causal_shift + 1)",
+        GAPS + "test_reference",
+    ),
+    mutant(
+        "a key is hidden that the first head does not see",
+        MASKING,
+        "return ~keep.any(1).any(1).expand(",
+        "return ~keep[:, 0].any(1).expand(",
+        CORNERS + "test_masks_that_differ_by_head_over_keys_with_a_bias",
+        OF_REFERENCE + "test_masks_broadcast",
+    ),
+    mutant(
+        "a bad query spoils a row that sees nothing",
+        MASKING,
+        "bad_row |= bad_query & sees_any",
+        "bad_row |= bad_query",
+        "tests/properties/test_invariances.py::test_blind_row_with_garbage_in_its_query_is_zero",
+    ),
+    mutant(
+        "a float mask that adds +inf spoils nothing",
+        MASKING,
+        "(torch.isnan(self.bias) | (self.bias == torch.inf))",
+        "torch.isnan(self.bias)",
+        "tests/properties/test_invariances.py::test_bad_number_in_a_float_mask_reaches_its_row",
+    ),
+    mutant(
+        "a page behind a full one is named",
+        PAGING,
+        "* slots < seq_lens[:, None]",
+        "* slots <= seq_lens[:, None]",
+        OF_PAGES + "test_odd_lengths",
+    ),
+    mutant(
+        "the page of a key counts from the sequence before",
+        PAGING,
+        "(lengths.cumsum(0) - lengths)[sequence]",
+        "(lengths.cumsum(0) - lengths[0])[sequence]",
+        OF_PAGES + "test_odd_lengths",
+    ),
+    mutant(
+        "rows of padding have the log-sum-exp 0",
+        PAGING,
+        "behind, value=-torch.inf)",
+        "behind)",
+        OF_PAGES + "test_rows_behind_the_last_sequence_are_padding",
+    ),
+    mutant(
+        "a padding token writes into slot 0",
+        PAGING,
+        "source = torch.where(real, torch.arange(len(slots), device=slots.device), first)",
+        "source = torch.arange(len(slots), device=slots.device)",
+        "tests/pasa/test_page_anchors.py::test_order_and_padding_change_no_bit[torch]",
+        OF_PAGES + "test_written_token_by_token",
+    ),
+    mutant(
+        "the mean of a page that is not full counts all slots",
+        PAGING,
+        "keys.sum(-2, keepdim=True) / (last + 1)[:, None, None, None]",
+        "keys.mean(-2, keepdim=True)",
+        "tests/pasa/test_page_anchors.py::test_an_anchor_is_the_block_mean_that_keys_lose_exactly",
+    ),
+    mutant(
+        "tiles of a sequence behind an empty one belong to the empty one",
+        PACKED,
+        "sequence = torch.searchsorted(ends, rows, right=True)",
+        "sequence = torch.searchsorted(ends, rows)",
+        GAPS + "test_prefill_of_packed_sequences[fast]",
+    ),
+    mutant(
+        "a sequence that is padded goes on with its first token",
+        PACKED,
+        "return torch.minimum(index, behind - 1), index < behind",
+        "return torch.where(index < behind, index, 0), index <= behind",
+        "tests/ops/test_packed.py",
+    ),
+    mutant(
+        "delta of the blocks before is not rescaled",
+        BACKWARD,
+        "delta.mul_(keep).add_(products)",
+        "delta.add_(products)",
+        "tests/ops/attention/test_backward.py::test_odd_lengths_with_grouped_heads",
+    ),
+    mutant(
+        "the gradient of a log-sum-exp has the other sign",
+        BACKWARD,
+        "else tiles.delta - grad_lse",
+        "else tiles.delta + grad_lse",
+        "tests/ops/attention/test_backward.py::test_log_sum_exp_has_gradients",
+    ),
+    mutant(
+        "the centre's share of dQ is not scaled",
+        BACKWARD,
+        "dq += (lse_part * scale).where(seen, 0.0)",
+        "dq += lse_part.where(seen, 0.0)",
+        "tests/ops/attention/test_backward.py::test_log_sum_exp_has_gradients",
+    ),
+    mutant(
+        "a gradient of the log-sum-exp is read as if it were contiguous",
+        "ops/attention/triton_backend.py",
+        "return gradients(call, out, lse, visible_keys(call), q.dtype)",
+        "return gradients(call, out, grad_lse, visible_keys(call), q.dtype)",
+        CORNERS + "test_gradients_of_a_log_sum_exp_of_any_layout",
+    ),
+    mutant(
+        "keys are visible by the last row of any mask",
+        "ops/attention/triton_call.py",
+        "mask[:, :, -1:] if alike else",
+        "mask[:, :, -1:] if True else",
+        CORNERS + "test_keys_that_only_early_rows_see",
+    ),
+    mutant(
+        "the first block behind padding keeps an anchor of 0",
+        "ops/shift_keys/triton_backend.py",
+        "device=first.device), :, first]",
+        "device=first.device), :, 0]",
+        TRITON + "test_padding_before_keys_with_a_bias",
+    ),
+    mutant(
+        "sorted tiles of a mask by head repeat by batch entry",
+        "ops/attention/mask_launch.py",
+        "return (heads * rows if batch > 1 else 0)",
+        "return (rows if batch > 1 else 0)",
+        CORNERS + "test_masks_whose_tiles_differ_by_batch_entry_and_head",
+    ),
+    mutant(
+        "keys that the first head alone sees are visible",
+        "ops/attention/mask_launch.py",
+        "seen.flatten(1, 2).any(1).expand(",
+        "seen[:, 0].any(1).expand(",
+        CORNERS + "test_masks_that_differ_by_head_over_keys_with_a_bias[70-16]",
+    ),
+    mutant(
+        "pages: the last row of a tile of queries loses its last key",
+        "ops/attention/paged_launch.py",
+        "keys = torch.minimum(keys, diagonal + rows).clamp(min=0)",
+        "keys = torch.minimum(keys, diagonal + rows - 1).clamp(min=0)",
+        GAPS + "test_pages[64-3-16-False-False]",
+    ),
+    mutant(
+        "pages of 16 slots are read by lanes of 32",
+        "ops/attention/paged_launch.py",
+        "lane if pages.slots % lane == 0 else 16)",
+        "lane)",
+        GAPS + "test_pages[64-1-16-True-True]",
+    ),
+    mutant(
+        "merging forgets to rescale what came before",
+        MERGE,
+        "self.out[:, :, rows].mul_(keep.unsqueeze(-1)).addcmul_(",
+        "self.out[:, :, rows].addcmul_(",
+        "tests/ops/ring/test_merge.py",
+    ),
+    mutant(
+        "merging forgets the sums of what came before",
+        MERGE,
+        "self.sum[:, :, rows].mul_(keep).add_(new)",
+        "self.sum[:, :, rows].copy_(new)",
+        "tests/ops/ring/test_merge.py",
+    ),
+    mutant(
+        "an earlier rank's late queries begin where those of the source do",
+        "ops/ring/layout.py",
+        "return Part(slice(early[rank], None), ALL, False)",
+        "return Part(slice(early[source], None), ALL, False)",
+        "tests/ops/ring/test_layout.py",
+    ),
+    mutant(
+        "a later rank's queries see an early chunk only in part",
+        "ops/ring/layout.py",
+        "return Part(ALL, slice(0, early[source]), False)",
+        "return Part(ALL, slice(0, early[rank]), False)",
+        "tests/ops/ring/test_layout.py",
+    ),
+    mutant(
+        "the backend of lowest priority is chosen",
+        REGISTRY,
+        "key=lambda b: -b.priority",
+        "key=lambda b: b.priority",
+        OF_REGISTRY,
+    ),
+    mutant(
+        "every call counts as one that names its backend",
+        REGISTRY,
+        "by_name=name is not None)",
+        "by_name=True)",
+        OF_REGISTRY,
+    ),
+    mutant(
+        "options that do not go together are refused one by one",
+        REGISTRY,
+        "if all(getattr(options, name) == value",
+        "if any(getattr(options, name) == value",
+        "tests/ops/attention/test_rounding.py::test_packed_sequences",
+    ),
+    mutant(
+        "the widest head dim is refused",
+        REGISTRY,
+        "if not self.head_dims[0] <= request.head_dim <= self.head_dims[1]:",
+        "if not self.head_dims[0] <= request.head_dim < self.head_dims[1]:",
+        OF_REGISTRY,
+        TRITON + "test_head_dims",
+    ),
+    mutant(
+        "a decoded token is causal to the first key",
+        TRANSFORMERS,
+        "    if queries == 1:\n        return False\n",
+        "    if queries == 0:\n        return False\n",
+        OF_TRANSFORMERS + "test_a_missing_mask_means_upper_left_causality_within_the_window",
+        OF_TRANSFORMERS + "test_greedy_tokens",
+    ),
+    mutant(
+        "a module overrules the causality of its call",
+        TRANSFORMERS,
+        'declared = is_causal if is_causal is not None else getattr(module, "is_causal", None)',
+        'declared = getattr(module, "is_causal", is_causal)',
+        OF_TRANSFORMERS + "test_the_call_may_overrule_the_modules_causality",
+    ),
+    mutant(
+        "a static cache's empty slots are seen",
+        TRANSFORMERS,
+        "key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]",
+        "key, value = key[:, :, -query.shape[2] :], value[:, :, -query.shape[2] :]",
+        OF_TRANSFORMERS + "test_a_missing_mask_means_upper_left_causality_within_the_window",
+        OF_TRANSFORMERS + "test_greedy_tokens",
+    ),
+    mutant(
+        "the module's scale is ignored",
+        DIFFUSERS,
+        "scale = attn.scale if self.kind.module_scale else",
+        "scale = attn.scale if self.kind.norms else",
+        "tests/pasa/patching/test_diffusers_attention.py",
+    ),
+    mutant(
+        "a mask of keys is read as one of queries",
+        DIFFUSERS,
+        "attn_mask = attn_mask[:, None, None]",
+        "attn_mask = attn_mask[None, None]",
+        "tests/pasa/patching/test_diffusers_attention.py::test_the_dispatchers_arguments_mean_what_they_meant",
+    ),
+    mutant(
+        "the guard takes NaN for a small bound",
+        "pasa/patching/guard.py",
+        "beyond = ~(self.bound() <= LIMIT).all()",
+        "beyond = (self.bound() > LIMIT).any()",
+        "tests/pasa/patching/test_auto.py::test_not_a_number_raises_the_alarm",
+    ),
+    mutant(
+        "the guard forgets the longest query of earlier calls",
+        "pasa/patching/guard.py",
+        "longest if before is None else torch.maximum(before.to(longest.device), longest)",
+        "longest",
+        "tests/pasa/patching/test_auto.py::test_a_key_of_an_earlier_call_is_remembered",
+    ),
+    mutant(
+        "prompts behind decodes read the first sequences' pages",
+        "pasa/patching/vllm.py",
+        "*caches, self.block_table[d:], self.seq_lens[d:]",
+        "*caches, self.block_table[: len(self.seq_lens) - d], self.seq_lens[d:]",
+        "tests/pasa/patching/test_vllm.py::test_decodes_and_prompts_in_one_step",
+    ),
+]

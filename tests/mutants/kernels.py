@@ -1,0 +1,375 @@
+"""Mutants of the Triton kernels of prefill, decoding and short keys."""
+
+from tests.mutants.mutant import Mutant
+
+PREFILL = "ops/attention/triton_kernel.py"
+DECODE = "ops/attention/decode_kernel.py"
+LANES = "ops/attention/decode_lanes.py"
+MASK = "ops/attention/mask_kernel.py"
+SHORT = "ops/attention/short_kernel.py"
+SHIFT = "ops/shift_keys/triton_kernel.py"
+ROUNDING = "ops/attention/rounding_kernel.py"
+
+GAPS = "tests/ops/attention/test_gaps.py::"
+CORNERS = "tests/ops/attention/test_corners.py::"
+SAMPLES = "tests/ops/attention/test_samples.py::"
+SUMS = "tests/ops/attention/test_sums.py::"
+TRITON = "tests/ops/attention/test_triton.py::"
+FINITE = "tests/ops/attention/test_finite_masks.py::"
+PACKED = GAPS + "test_prefill_of_packed_sequences"
+
+
+def mutant(what: str, file: str, old: str, new: str, *tests: str) -> Mutant:
+    return Mutant(what, file, old, new, tests)
+
+
+KERNELS = [
+    mutant(
+        "packed sequences share the anchors of the first",
+        PREFILL,
+        "first_block = tl.load(p_first_block + sequence)",
+        "first_block = 0",
+        CORNERS + "test_packed_sequences_with_other_biases",
+    ),
+    mutant(
+        "a tile of which a row sees nothing raises its maximum",
+        PREFILL,
+        "        top = tl.where(empty, 0.0, top)\n        reached = tl.where(empty, -INF, reached)",
+        "        top = tl.where(empty, 0.0, top)\n        reached = tl.where(empty, offset, reached)",
+        TRITON + "test_left_padding_and_causal",
+        TRITON + "test_masks_with_tiles_that_are_whole_hidden_and_torn",
+    ),
+    mutant(
+        "the careful pass sums weights before they are rounded",
+        PREFILL,
+        "behind[:, None]).to(tl.float16)\n        b_sum = b_sum * alpha + tl.sum(b_p.to(tl.float32), 1)",
+        "behind[:, None])\n        b_sum = b_sum * alpha + tl.sum(b_p, 1)\n        b_p = b_p.to(tl.float16)",
+        SUMS + "test_a_constant_comes_out_as_it_is[careful-1.0]",
+    ),
+    mutant(
+        "a later tile's sum forgets to rescale where exponents take one instruction",
+        PREFILL,
+        "        b_sum = b_sum * alpha + tl.sum(b_p, 1)\n        b_p = b_p",
+        "        b_sum = b_sum + tl.sum(b_p, 1)\n        b_p = b_p",
+        PACKED + "[fp32]",
+    ),
+    mutant(
+        "the reference is the maximum of the tile at hand",
+        PREFILL,
+        "            if start == 0:\n",
+        "            if start >= 0:\n",
+        TRITON + "test_odd_lengths_with_grouped_heads",
+    ),
+    mutant(
+        "a tile of rows leaves out the last key of its last row",
+        PREFILL,
+        "end = tl.maximum(tl.minimum(keys, o_tile * BLOCK_M + BLOCK_M + diagonal), 0)",
+        "end = tl.maximum(tl.minimum(keys, o_tile * BLOCK_M + BLOCK_M + diagonal - 1), 0)",
+        PACKED + "[fast]",
+    ),
+    mutant(
+        "a block counts as seen whole one row too early",
+        PREFILL,
+        "tl.minimum(o_tile * BLOCK_M + diagonal + 1, keys), 0) // BLOCK_N",
+        "tl.minimum(o_tile * BLOCK_M + diagonal + 2, keys), 0) // BLOCK_N",
+        PACKED + "[fast]",
+    ),
+    mutant(
+        "an offset is not in nats under a float mask",
+        PREFILL,
+        "            offset = offset * scale\n",
+        "            offset = offset * 1.0\n",
+        CORNERS + "test_biases_that_differ_by_block_under_a_mask[70-16-float]",
+    ),
+    mutant(
+        "the fast pass keeps a tile whose values are not finite",
+        PREFILL,
+        "marked = (bounded & is_finite(b_acc)) == 0",
+        "marked = bounded == 0",
+        CORNERS + "test_a_number_that_is_not_finite_in_the_last_keys",
+    ),
+    mutant(
+        "key heads of a later batch entry are counted as query heads",
+        PREFILL,
+        "head_block = (batch * (heads // group) + kv_head) * blocks + first_block",
+        "head_block = (batch * heads // group // 2 + kv_head) * blocks + first_block",
+        CORNERS + "test_biases_that_differ_by_batch_entry_and_head[16]",
+    ),
+    mutant(
+        "a mask is read at the key head",
+        PREFILL,
+        "p_rows_mask = p_mask + batch * stride_mask_b + head * stride_mask_h",
+        "p_rows_mask = p_mask + batch * stride_mask_b + kv_head * stride_mask_h",
+        GAPS + "test_masked_prefill[bool]",
+    ),
+    mutant(
+        "the last product of an overlapped loop forgets to rescale",
+        PREFILL,
+        "b_v, b_acc * alpha[:, None])\n    return b_max",
+        "b_v, b_acc)\n    return b_max",
+        TRITON + "test_first_block_that_tells_nothing_of_the_rest",
+        TRITON + "test_odd_lengths_with_grouped_heads",
+    ),
+    mutant(
+        "a block is weighed by one instruction under a mask of finite numbers",
+        PREFILL,
+        'FAST and MASK != "float"',
+        "FAST",
+        FINITE + "test_forward[triton-fp32-prefill-torch.float32]",
+    ),
+    mutant(
+        "the log-sum-exp lacks the frame",
+        PREFILL,
+        "b_max, b_sum, nats + ",
+        "b_max, b_sum, nats + 0.0 * ",
+        PACKED + "[careful]",
+    ),
+    mutant(
+        "a row that does not see a value that is not finite is spoilt by it",
+        PREFILL,
+        "b_seen = tl.where(m_seen, 1.0, 0.0).to(tl.float16)",
+        "b_seen = tl.where(m_seen, 1.0, 1.0).to(tl.float16)",
+        CORNERS + "test_a_number_that_is_not_finite_in_the_last_keys",
+    ),
+    mutant(
+        "a tile is whole that one row does not see whole",
+        MASK,
+        "b_all = tl.where(b_count >> 16 == tl.minimum(",
+        "b_all = tl.where(b_count >> 16 >= -1 + tl.minimum(",
+        TRITON + "test_mask_tiles_are_sorted",
+    ),
+    mutant(
+        "what a mask adds is left out where it is small",
+        MASK,
+        "m_plain = m_tile & (b_mask == 0.0)",
+        "m_plain = m_tile & (tl.abs(b_mask) < 1.0)",
+        TRITON + "test_mask_tiles_are_sorted",
+    ),
+    mutant(
+        "the lowest finite number hides",
+        MASK,
+        "        m_seen = m_seen & (b_mask != -INF)\n",
+        "        m_seen = m_seen & (b_mask > -60000.0)\n",
+        FINITE + "test_forward",
+    ),
+    mutant(
+        "the band of a sorted mask is one key narrower",
+        MASK,
+        "o_row[:, None] + (keys - rows)",
+        "o_row[:, None] + (keys - rows - 1)",
+        GAPS + "test_masked_prefill[bool]",
+    ),
+    mutant(
+        "short: keys that nobody sees enter the anchor",
+        SHORT,
+        "m_key = tl.max(tl.where(m_seen, 1, 0), 0) > 0",
+        "m_key = o_n < keys",
+        CORNERS + "test_hidden_keys_hold_large_numbers",
+    ),
+    mutant(
+        "short: the band is one key wider",
+        SHORT,
+        "(o_n[None, :] <= o_row[:, None] + keys - rows)",
+        "(o_n[None, :] <= o_row[:, None] + keys - rows + 1)",
+        GAPS + "test_short_keys",
+    ),
+    mutant(
+        "short: the frame is scaled twice",
+        SHORT,
+        "nats + frame, D, DROPPED",
+        "nats + frame * scale, D, DROPPED",
+        TRITON + "test_short_keys",
+    ),
+    mutant(
+        "decoding: a block counts as seen whole one key too early",
+        DECODE,
+        "seen_by_all = diagonal + 1 if CAUSAL else keys",
+        "seen_by_all = diagonal + 2 if CAUSAL else keys",
+        GAPS + "test_decode[160-32-False]",
+    ),
+    mutant(
+        "decoding: the frame is the anchor of the first block, seen or not",
+        DECODE,
+        "tl.where(tl.max(b_max, 0) == -INF, b_anchor, b_first)",
+        "tl.where(start == begin, b_anchor, b_first)",
+        TRITON + "test_padding_before_keys_with_a_bias",
+    ),
+    mutant(
+        "decoding: a value that is not finite does not mark its split",
+        DECODE,
+        "b_square = tl.where(finite, b_square, INF)",
+        "b_square = tl.where(finite, b_square, b_square)",
+        CORNERS + "test_a_number_that_is_not_finite_in_the_last_keys",
+    ),
+    mutant(
+        "decoding: a query's norm is that of the smallest row",
+        DECODE,
+        "tl.sqrt(tl.max(tl.sum(b_wide * b_wide, 1), 0)) * scale",
+        "tl.sqrt(tl.min(tl.sum(b_wide * b_wide, 1), 0)) * scale",
+        SAMPLES + "test_decode",
+    ),
+    mutant(
+        "merge: splits that are not there have the maximum 0",
+        DECODE,
+        "b_max = tl.where(m_split, b_max, -INF)",
+        "b_max = tl.where(m_split, b_max, b_max)",
+        CORNERS + "test_scores_far_below_0",
+    ),
+    mutant(
+        "merge: maxima stay in frames of their own",
+        DECODE,
+        "b_max = tl.where(b_max == -INF, -INF, b_max + ",
+        "b_max = tl.where(b_max == -INF, -INF, b_max + 0.0 * ",
+        TRITON + "test_many_splits_and_frames",
+    ),
+    mutant(
+        "merge: the maximum is scaled twice under a float mask",
+        DECODE,
+        "top * scale_left + frame",
+        "top * scale + frame",
+        FINITE + "test_forward[triton-exact-decode by lanes' head dims-torch.float16]",
+        GAPS + "test_decode[160-32-False]",
+        TRITON + "test_masks_broadcast",
+    ),
+    mutant(
+        "decoding: a mask is read at the key head",
+        DECODE,
+        "p_mask + batch * stride_mask_b + o_head * stride_mask_h",
+        "p_mask + batch * stride_mask_b + kv_head * stride_mask_h",
+        GAPS + "test_masked_decode[64]",
+    ),
+    mutant(
+        "decoding: pages of a block that begins within a page are taken for one",
+        DECODE,
+        "if ALIGNED and PAGE % BLOCK_N == 0:",
+        "if PAGE % BLOCK_N == 0:",
+        SAMPLES + "test_conditions_of_the_exact_pass_over_pages",
+    ),
+    mutant(
+        "lanes: the check of all keys is lost",
+        LANES,
+        "highest = tl.minimum(0.99 * limit * limit - D * 2.0**-25, FP32_MAX)",
+        "highest = FP32_MAX",
+        SAMPLES + "test_decode",
+    ),
+    mutant(
+        "lanes: keys may be as far from an anchor as scores allow",
+        LANES,
+        "limit = tl.minimum(limit, tl.min(tl.where(keep, tl.abs(anchor), INF), 0) * 0.5)",
+        "limit = tl.minimum(limit, tl.min(tl.where(keep, tl.abs(anchor), INF), 0) * 5.0)",
+        CORNERS + "test_an_anchor_that_would_round_a_key",
+    ),
+    mutant(
+        "lanes: a block counts as seen whole one key too early",
+        LANES,
+        "tl.maximum(keys - rows + 1 if CAUSAL else keys, 0)",
+        "tl.maximum(keys - rows + 2 if CAUSAL else keys, 0)",
+        GAPS + "test_decode[128-64-False]",
+    ),
+    mutant(
+        "lanes: weights are summed before they are rounded",
+        LANES,
+        "b_p = tl.exp2((b_s - base[:, :, None]) * factor).to(tl.float16)\n"
+        "        b_sum = b_sum * alpha + tl.sum(b_p.to(tl.float32), 2)",
+        "b_p = tl.exp2((b_s - base[:, :, None]) * factor)\n"
+        "        b_sum = b_sum * alpha + tl.sum(b_p, 2)\n"
+        "        b_p = b_p.to(tl.float16)",
+        SUMS + "test_a_constant_comes_out_as_it_is[lanes-1.0]",
+    ),
+    mutant(
+        "lanes: a value that is not finite does not mark its lane",
+        LANES,
+        "b_far = tl.where(finite[:, None, :], b_far, INF)",
+        "b_far = tl.where(finite[:, None, :], b_far, b_far)",
+        CORNERS + "test_a_number_that_is_not_finite_in_the_last_keys",
+    ),
+    mutant(
+        "lanes: marks of the first programs alone are read",
+        LANES,
+        "for start in range(0, splits, MARKS):",
+        "for start in range(0, tl.minimum(splits, MARKS), MARKS):",
+        SAMPLES + "test_only_the_last_of_many_programs_fails",
+    ),
+    mutant(
+        "lanes: a lane of a page that is larger than it has one page",
+        LANES,
+        "    if PAGE % BLOCK_N != 0:\n",
+        "    if PAGE < BLOCK_N:\n",
+        SAMPLES + "test_paged_decode",
+        GAPS + "test_pages[64-1-48-True-False]",
+    ),
+    mutant(
+        "lanes: the last key of a program's rest is left out",
+        LANES,
+        "        m_n = start + o_n < keys\n",
+        "        m_n = start + o_n < keys - (keys % 64 == 1)\n",
+        GAPS + "test_decode[128-64-False]",
+    ),
+    mutant(
+        "a hidden first key decides on its block's anchor",
+        SHIFT,
+        "hidden = hidden | (tl.load(p_seen, mask=n > 0, other=0) == 0)",
+        "hidden = hidden & (n > 0)",
+        SAMPLES + "test_first_key_of_every_block_stands_off[mask]",
+    ),
+    mutant(
+        "norms of the first blocks alone bound the scores",
+        SHIFT,
+        "    for start in range(0, blocks, BLOCK):\n        o_block",
+        "    for start in range(0, tl.minimum(blocks, BLOCK), BLOCK):\n        o_block",
+        SAMPLES + "test_only_the_last_of_many_blocks_is_large",
+    ),
+    mutant(
+        "a key that is not finite has the norm 0",
+        SHIFT,
+        "tl.store(p_norm + o_out, tl.sqrt(longest) * NORM_MARGIN)",
+        "tl.store(p_norm + o_out, tl.where(longest < INF, tl.sqrt(longest) * NORM_MARGIN, 0.0))",
+        CORNERS + "test_a_key_of_minus_infinity_that_weighs_nothing",
+    ),
+    mutant(
+        "columns draw with even keys, too",
+        ROUNDING,
+        "key = (o_column * 31865 & 0x7FFF) | 1",
+        "key = o_column * 31865 & 0x7FFF",
+        "tests/ops/attention/test_rounding.py::test_rows_are_rounded_as_in_the_reference",
+    ),
+    mutant(
+        "numbers just above the smallest normal one are not drawn",
+        ROUNDING,
+        "m_drawn = (tl.abs(b_x) >= MIN_NORMAL)",
+        "m_drawn = (tl.abs(b_x) > MIN_NORMAL * 2)",
+        CORNERS + "test_rows_of_the_smallest_normal_numbers",
+    ),
+]
+
+UNNOTICED = {  # what no test on a CPU can notice, with the reason; not run
+    mutant(
+        "decoding: a NaN among squares is lost by their maximum",
+        DECODE,
+        "<= ANCHOR_LIMIT) & (tl.sum(b_square, 0) < INF)",
+        "<= ANCHOR_LIMIT)",
+        CORNERS + "test_a_number_that_is_not_finite_in_the_last_keys",
+    ): "the interpreter's maximum keeps a NaN, a GPU's drops it: the test notices it there",
+    mutant(
+        "the grid of an anchor is as fine as the next smaller binade's",
+        SHIFT,
+        "exponent = tl.maximum(exponent - 10, -24)",
+        "exponent = tl.maximum(exponent - 11, -24)",
+        "tests/pasa/test_page_anchors.py",
+        TRITON + "test_bias_that_all_keys_share_never_enters_a_rounded_number",
+    ): "an anchor on a finer grid, too, is taken off only where every key loses it exactly",
+    mutant(
+        "the fourth wave has six bits",
+        ROUNDING,
+        "leans((word >> 18) & 127, COLUMNS)",
+        "leans((word >> 18) & 63, COLUMNS)",
+        "tests/ops/attention/test_rounding.py::test_rows_are_rounded_as_in_the_reference",
+    ): "64 of 64 columns then read as 0, which leans as far; what is carried reaches a row that leans already",
+    mutant(
+        "float masks are taken for bounded",
+        "ops/attention/triton_backend.py",
+        'tiles[0], call.mask_kind != "float"',
+        "tiles[0], True",
+        "tests/ops/attention/test_finite_masks.py::test_forward",
+    ): "the fast pass weighs float masks as the careful one does, and leaves scores that need an anchor",
+}

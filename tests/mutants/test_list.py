@@ -1,0 +1,32 @@
+"""The list of mutants fits the sources; what notices them is run by `python -m tests.mutants.run`."""
+
+from collections import Counter
+
+import pytest
+
+from tests.mutants.kernels import UNNOTICED
+from tests.mutants.mutant import ROOT
+from tests.mutants.run import ALL
+
+LEAST = 60  # how many there are to be
+
+
+@pytest.mark.parametrize("mutant", [*ALL, *UNNOTICED], ids=lambda x: x.what)
+def test_the_text_of_a_mutant_stands_in_its_file_once(mutant):
+    """Otherwise the source has changed: the mutant wants the text of now, or no place in the list."""
+    assert (ROOT / mutant.file).read_text(encoding="utf-8").count(mutant.old) == 1, mutant.old
+    assert mutant.old != mutant.new
+    assert mutant.tests
+    for test in mutant.tests:
+        path, _, function = test.partition("::")
+        assert not test.endswith("::"), test
+        assert function.partition("[")[0] in (ROOT / path).read_text(encoding="utf-8"), test
+
+
+def test_mutants_have_names_of_their_own_and_every_kernel_has_some():
+    assert len(ALL) >= LEAST
+    assert max(Counter(mutant.what for mutant in ALL).values()) == 1
+    kernels = {str(path.relative_to(ROOT)) for path in (ROOT / "ops").rglob("*_kernel.py")}
+    kernels |= {"ops/attention/decode_lanes.py"}
+    kernels -= {"ops/attention/hopper_kernel.py"}  # Gluon, which has no interpreter
+    assert kernels <= {mutant.file for mutant in ALL}

@@ -1,0 +1,279 @@
+"""Conditions that have to meet before a fault shows: biases that differ by block, head, batch entry
+or sequence; masks that differ by head; hidden keys that hold large numbers; scores far below 0.
+
+Bound of an output: 2^-8, two roundings of a weight; of a log-sum-exp: 2^-21 of its size, and 1e-3.
+"""
+
+import pytest
+import torch
+
+import pasa
+from pasa.ops.attention import paged_write_launch
+from pasa.ops.attention.triton_call import dropped_bits
+from pasa.ops.numerics.dither import round_unbiased
+from tests.inputs import DEVICE, max_error, normal_qkv
+from tests.ops.attention.test_backward import by_kernels, definition
+from tests.ops.attention.test_rounding import DTYPES, ROWS, rows_kernel
+from tests.pages import make_pages
+
+
+def attend(q, k, v, **how):
+    tensors = {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in how.items()}
+    out, lse = pasa.attention(*(x.to(DEVICE) for x in (q, k, v)), return_lse=True, backend="triton", **tensors)
+    return out.cpu(), lse.cpu()
+
+
+def check(q, k, v, **how):
+    """Against FP64."""
+    golden, golden_lse = pasa.golden_attention(q, k, v, **how)
+    out, lse = attend(q, k, v, **how)
+    seen = golden_lse > -torch.inf
+    assert torch.equal(lse > -torch.inf, seen)
+    assert max_error(out, golden) <= 2.0**-8
+    assert ((lse - golden_lse).abs() <= 1e-3 + 2.0**-21 * golden_lse.abs())[seen].all()
+
+
+def offset(q, k, sizes):
+    """Column 0: 512 in q, and in k numbers that FP16 holds, which differ by block, head or batch
+    entry. They add so much to scores that FP32 has steps of 0.03 without anchors."""
+    q[..., 0] = 512.0
+    k[..., 0] = sizes
+
+
+@pytest.mark.parametrize("dim", [16, 64])
+def test_biases_that_differ_by_batch_entry_and_head(dim):
+    """Against anchors of another head, or of the same head of another batch entry."""
+    for rows in (70, 3):
+        q, k, v = normal_qkv((4, 2), (rows, 300), dim, batch=2)
+        offset(q, k, torch.tensor([[4096.0, -4096.0], [8192.0, 2048.0]]).unsqueeze(-1))
+        check(q, k, v)
+
+
+def test_packed_sequences_with_other_biases():
+    """Against anchors of another sequence's blocks."""
+    lengths, sizes = [100, 300, 1, 130], [4096.0, -4096.0, 2048.0, 8192.0]
+    q, k, v = normal_qkv((2, 1), (sum(lengths), sum(lengths)), 16)
+    offset(q, k, torch.tensor(sizes).repeat_interleave(torch.tensor(lengths)))
+    packed = [x[0].transpose(0, 1).contiguous().to(DEVICE) for x in (q, k, v)]
+    edges = torch.tensor([0, *lengths]).cumsum(0).to(DEVICE)
+    out = pasa.attention_varlen(*packed, edges, edges, 300, 300, is_causal=True, backend="triton").cpu()
+    for a, b in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
+        golden, _ = pasa.golden_attention(*(x[:, :, a:b] for x in (q, k, v)), is_causal=True)
+        assert max_error(out[a:b].transpose(0, 1)[None], golden) <= 2.0**-8
+
+
+@pytest.mark.parametrize("kind", ["none", "bool", "float"])
+@pytest.mark.parametrize(("rows", "dim"), [(70, 16), (3, 64), (3, 160)])
+def test_biases_that_differ_by_block_under_a_mask(rows, dim, kind):
+    """Against an offset between two frames that is left in other units, or out: blocks stand apart
+    by so little that all of them have weight."""
+    q, k, v = normal_qkv((4, 2), (rows, 512), dim)
+    step = 8.0  # of FP16 numbers at 8192
+    offset(q, k, 8192.0 + step * (torch.arange(512) // 128 % 2))
+    q[..., 0] = dim**0.5 / step  # one nat from block to block
+    q[..., 1], k[..., 1] = 512.0, 4096.0
+    keep = torch.rand(4, rows, 512, generator=torch.Generator().manual_seed(3)) < 0.6
+    mask = {"none": None, "bool": keep, "float": torch.where(keep, torch.randn(keep.shape), -torch.inf)}[kind]
+    check(q, k, v, attn_mask=mask)
+
+
+@pytest.mark.parametrize(("rows", "keys", "dim"), [(70, 300, 16), (3, 300, 64), (3, 300, 160), (20, 40, 16)])
+def test_hidden_keys_hold_large_numbers(rows, keys, dim):
+    """Against an anchor, or a bound, of keys that nobody sees."""
+    q, k, v = normal_qkv((4, 2), (rows, keys), dim)
+    offset(q, k, 4096.0)
+    keep = torch.rand(1, 1, 1, keys, generator=torch.Generator().manual_seed(3)) < 0.8
+    k[..., ~keep[0, 0, 0], 0] = -60000.0
+    k[..., ~keep[0, 0, 0], 1] = 0.001
+    check(q, k, v, attn_mask=keep)
+
+
+@pytest.mark.parametrize(("rows", "dim"), [(70, 16), (3, 64)])
+def test_masks_that_differ_by_head_over_keys_with_a_bias(rows, dim):
+    """Against keys that count as hidden because the first head does not see them: their anchor
+    would round them."""
+    q, k, v = normal_qkv((2, 1), (rows, 300), dim)
+    offset(q, k, 4096.0)
+    q[..., 0] = 8.0  # a difference that FP16 rounds is off by more than FP32 scores are
+    mask = torch.ones(1, 2, 1, 300, dtype=torch.bool)
+    mask[:, 0, :, ::3] = False
+    k[..., ::3, 0] = 0.37 + 0.01 * torch.randn(100, generator=torch.Generator().manual_seed(3)).half()
+    mask[:, 1] = ~mask[:, 0]
+    check(q, k, v, attn_mask=mask.expand(1, 2, rows, 300))
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_masks_whose_tiles_differ_by_batch_entry_and_head(kind):
+    """Against sorted tiles of another head or batch entry: each of four sees one tile of keys, and
+    part of the next."""
+    q, k, v = normal_qkv((2, 1), (70, 300), 16, batch=2)
+    first = 64 * torch.arange(4).view(2, 2, 1, 1)
+    keep = (torch.arange(300) >= first) & (torch.arange(300) < first + 80)
+    keep = keep.expand(2, 2, 70, 300)
+    check(q, k, v, attn_mask=keep if kind == "bool" else torch.zeros(keep.shape).masked_fill(~keep, -torch.inf))
+
+
+@pytest.mark.parametrize("kind", ["none", "float"])
+@pytest.mark.parametrize(("dim", "keys"), [(64, 700), (160, 90)])
+def test_scores_far_below_0(dim, keys, kind):
+    """Against splits that are not there counting as scores of 0, beside which all others vanish.
+    The merge joins 8 splits, and 3, which are not a power of two."""
+    q, k, v = normal_qkv((2, 1), (1, keys), dim)
+    q[..., 0], k[..., 0] = -30.0, 60.0
+    mask = torch.randn(1, keys, generator=torch.Generator().manual_seed(3)) if kind == "float" else None
+    check(q, k, v, attn_mask=mask)
+
+
+def test_an_anchor_that_would_round_a_key():
+    """Against a limit of distances that bounds scores alone: keys of 20 are near enough to an
+    anchor of 100 for that, but FP16 holds their difference in steps of 2^-4."""
+    q, k, v = normal_qkv((9, 9), (1, 562), 64)
+    q, k = q * 0.1, k * 0.1
+    q[..., 0], k[..., 0] = -182.0, 100.0  # 2,275 nats, which need an anchor; 1,820 do not
+    k[..., 77:85, 0] = 20 + 0.03 * torch.randn(8, generator=torch.Generator().manual_seed(3)).half()
+    check(q, k, v)
+
+
+@pytest.mark.parametrize("calm", [128, 256, 384])
+def test_one_of_the_pages_that_a_frame_is_taken_from(calm):
+    """Against a frame that is the anchor of one page: of three, one may be of another kind, and the
+    others outvote it."""
+    pages = make_pages([512], (2, 1), 64, 16)
+    pages.q[:] *= 3
+    pages.q[..., 0], pages.k[..., 0] = 512.0, 30000.0
+    pages.k[calm : calm + 16, :, 0] = 0.0
+    pages.k_cache.view(-1, 1, 64)[pages.slots] = pages.k
+    out, _ = pages.anchored().attend(DEVICE, backend="triton")
+    assert max_error(out, pages.golden()[0]) <= 2.0**-8
+
+
+@pytest.mark.parametrize(("dim", "keys"), [(64, 200), (160, 200), (64, 40), (16, 200)])
+@pytest.mark.parametrize("tensor", ["k", "v"])
+def test_a_number_that_is_not_finite_in_the_last_keys(dim, keys, tensor):
+    """Against a NaN that spoils rows which do not see its key, or none: only the last of 3 rows
+    does; and of 70."""
+    for rows in (3, 70):
+        q, k, v = normal_qkv((2, 1), (rows, keys + 70), dim)
+        {"k": k, "v": v}[tensor][0, 0, -1, 5] = torch.nan
+        out, _ = attend(q, k, v, is_causal=True)
+        expected = pasa.golden_attention(q, k.nan_to_num(0.0), v.nan_to_num(0.0), is_causal=True)[0]
+        assert max_error(out[:, :, :-1], expected[:, :, :-1]) <= 2.0**-8
+        bad = out[:, :, -1].isnan()
+        assert bad[..., 5].all()
+        assert bad.all() == (tensor == "k")
+        assert bad.sum() == (bad.numel() if tensor == "k" else 2)
+
+
+@pytest.mark.parametrize(("rows", "dim"), [(70, 16), (70, 128), (3, 64), (3, 160)])
+def test_a_key_of_minus_infinity_that_weighs_nothing(rows, dim):
+    """Against a norm that forgets infinity: every row's score of the key is -inf, so that its weight is
+    0 and nothing but the norm tells. The rows are NaN, as with any key that is not finite."""
+    q, k, v = normal_qkv((2, 1), (rows, 300), dim)
+    q[..., 3] = q[..., 3].abs() + 0.1
+    k[0, 0, 100, 3] = -torch.inf
+    out, _ = attend(q, k, v)
+    assert out.isnan().all()
+
+
+@pytest.mark.parametrize("slots", [16, 200])
+@pytest.mark.parametrize("column", [3, 60])
+def test_a_key_that_is_not_finite_in_a_long_page(slots, column):
+    """Against a page of which only the columns that are looked at last count."""
+    pages = make_pages([slots], (1, 1), 64, slots, bias=50)
+    pages.k[7, 0, column] = torch.inf
+    anchors = torch.zeros(len(pages.k_cache), 1, 64).half().to(DEVICE)
+    here = pages.to(DEVICE)
+    paged_write_launch.write_pages(here.k, here.v, here.k_cache, here.v_cache, here.slots, anchors)
+    assert anchors[int(pages.table[0, 0])].isnan().all()
+
+
+def test_gradients_where_the_first_keys_have_the_largest_values():
+    """Against a unit of a row by the largest value of the last keys alone: dS then left FP16's
+    range."""
+    q, k, v = normal_qkv((2, 1), (40, 600), 16)
+    v[:, :, :256] *= 10000
+    grad = torch.randn(q.shape, generator=torch.Generator().manual_seed(9)).half()
+    found = by_kernels(grad, None, q.float(), k.float(), v.float(), None, False, 0.25)
+    for x, true in zip(found, definition(q, k, v, torch.float64, grad), strict=True):
+        assert max_error(x, true) <= 2.0**-9 * true.abs().max()
+
+
+def test_gradients_of_a_log_sum_exp_of_any_layout():
+    """Against a gradient that is read as if it were contiguous: that of a sum is one number."""
+    q, k, v = normal_qkv((2, 1), (40, 70), 32)
+    grad = torch.randn(40, 2, 1, generator=torch.Generator().manual_seed(9)).T  # (1, 2, 40)
+    for given in (grad, torch.ones(()).expand(1, 2, 40)):
+        found = by_kernels(None, given, q, k, v, None, False, 0.2)
+        for x, expected in zip(found, by_kernels(None, given.contiguous(), q, k, v, None, False, 0.2), strict=True):
+            assert torch.equal(x, expected)
+
+
+@pytest.mark.parametrize("paper", [False, True])
+def test_keys_that_only_early_rows_see(paper):
+    """Against visible keys by the last row of a mask: here it sees the first 40 keys alone."""
+    q, k, v = normal_qkv((2, 1), (70, 150), 16)
+    mask = torch.ones(1, 1, 70, 150, dtype=torch.bool)
+    mask[:, :, -1, 40:] = False
+    if paper:
+        config = pasa.PasaConfig(recovery="paper")
+        out = pasa.attention(
+            *(x.to(DEVICE) for x in (q, k, v)), attn_mask=mask.to(DEVICE), config=config, backend="triton"
+        )
+        assert max_error(out.cpu(), pasa.golden_attention(q, k, v, attn_mask=mask)[0]) <= 2.0**-6
+        return
+    grad = torch.randn(q.shape, generator=torch.Generator().manual_seed(9)).half()
+    found = by_kernels(grad, None, q.float(), k.float(), v.float(), mask, False, 0.25)
+    for x, true in zip(found, definition(q, k, v, torch.float64, grad, mask), strict=True):
+        assert max_error(x, true) <= 2.0**-9 * true.abs().max()
+
+
+def test_anchors_of_pages_that_are_far_apart_and_weigh_alike():
+    """Against a difference of two anchors without its low term: 600.25, which FP16 does not hold,
+    and -600 in another column leave 2 nats."""
+    pages = make_pages([512], (2, 1), 64, 16)
+    pages.q[..., :2] = 64.0
+    odd = torch.arange(512) // 16 % 2 == 1
+    pages.k[..., 0] = torch.where(odd, 300.25, -300.0).half()[:, None]
+    pages.k[..., 1] = torch.where(odd, -300.0, 300.0).half()[:, None]
+    pages.k_cache.view(-1, 1, 64)[pages.slots] = pages.k
+    out, _ = pages.anchored().attend(DEVICE, backend="triton")
+    assert max_error(out, pages.golden()[0]) <= 2.0**-8
+
+
+def test_all_keys_of_a_long_sequence_weigh():
+    """Against a turn of the pass with the anchors of pages that is left out: each has 4,096 keys,
+    and all weigh alike. With keys that differ, one has all the weight, and where it is decides what
+    is noticed."""
+    pages = make_pages([64 * 64 * 2 + 77], (1, 1), 16, 16)
+    pages.q[:], pages.k[:] = 0.0, 0.0
+    pages.q[..., 0] = pages.k[..., 0] = 100.0  # 2,500 nats
+    pages.k_cache.view(-1, 1, 16)[pages.slots] = pages.k
+    _, lse = pages.anchored().attend(DEVICE, backend="triton", max_seqlen_k=1)
+    assert (lse - pages.golden()[1]).abs().max() <= 1e-3
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_the_smallest_normal_numbers(dtype):
+    """Against numbers just above the smallest normal one that are rounded as subnormals are: to
+    nearest, whatever repeats its maximum."""
+    g = torch.Generator().manual_seed(1)
+    a, b = (1 + torch.rand(2, 4 * ROWS, 64, generator=g)).to(dtype).float()
+    size = torch.finfo(dtype).tiny
+    x = (a + b) / 2 * (1 + 1e-6 * torch.rand(4 * ROWS, 1, generator=g)) * size
+    out = torch.empty(x.shape, dtype=dtype, device=DEVICE)
+    rows_kernel[(4,)](x.to(DEVICE), out, 64, 64, ROWS, dropped_bits("unbiased", dtype), False)
+    expected = round_unbiased(x, dtype)
+    assert not torch.equal(expected, x.to(dtype).float())
+    assert torch.equal(out.cpu(), expected.to(dtype))
+
+
+def test_gradients_of_keys_without_the_bias_that_have_the_weight():
+    """Against a centre that rounds some keys: four are near 0 in a column where all others have
+    1024, and have the weight, which their small differences share out."""
+    q, k, v = normal_qkv((2, 1), (40, 200), 32)
+    q[..., 0], k[..., 0] = -512.0, 1024.0
+    k[..., 50:54, 0] = 0.01 * torch.randn(4, generator=torch.Generator().manual_seed(3)).half()
+    grad = torch.randn(q.shape, generator=torch.Generator().manual_seed(9)).half()
+    found = by_kernels(grad, None, q.float(), k.float(), v.float(), None, False, 32**-0.5)
+    for x, true in zip(found, definition(q, k, v, torch.float64, grad), strict=True):
+        assert max_error(x, true) <= 2.0**-8 * true.abs().max()

@@ -1,0 +1,117 @@
+"""Float masks that hide by the lowest finite number, as transformers' eager attention makes them,
+on every kernel that takes a mask. Such a key has no weight beside a key that is seen. A row of
+which all keys are hidden so sees them all alike, since a score is lost beside such a number: its
+output is the mean of the values, and not 0.
+
+Bound: that of the same mask with -inf for rows that see a key, which then gives the same numbers;
+2^-9 otherwise, and for FP16's lowest number, beside which FP32 keeps scores in steps of 2^-8, 2^-6.
+"""
+
+import pytest
+import torch
+
+import pasa
+from pasa import PasaConfig
+from pasa.ops.attention import watch, watch_launch
+from tests.inputs import DEVICE, normal_qkv
+from tests.ops.attention.test_backward import FORMULAS, definition
+from tests.ops.attention.test_triton import CONFIGS
+
+LOWEST = [torch.float16, torch.bfloat16, torch.float32]
+SHAPES = {  # rows, keys, head dim
+    "prefill": (70, 150, 32),
+    "decode by lanes' head dims": (3, 150, 64),
+    "decode by tiles' head dims": (3, 90, 160),
+    "short": (25, 40, 32),
+}
+
+
+def make_mask(rows, keys, lowest, dtype=torch.float32):
+    """Left padding, which hides all keys of some rows; a hole; and a row that sees one key."""
+    hidden = torch.rand(2, 1, rows, keys, generator=torch.Generator().manual_seed(5)) < 0.3
+    hidden[0, :, :, : keys // 2] = True
+    hidden[1, :, 1] = True
+    hidden[1, :, 1, -1] = False
+    hidden[1, :, 0] = True  # all
+    return torch.zeros(hidden.shape, dtype=dtype).masked_fill(hidden, lowest), hidden
+
+
+def judge(found, expected, golden, hidden, lowest):
+    """Output and log-sum-exp against those of a mask of -inf, and against FP64 where a row sees no
+    key."""
+    blind = hidden.all(-1).expand(found[1].shape)
+    assert torch.equal(found[0][~blind], expected[0][~blind])
+    assert torch.equal(found[1][~blind], expected[1][~blind])
+    assert blind.any()
+    bound = 2.0**-6 if lowest == -65504 else 2.0**-9
+    assert (found[0] - golden[0])[blind].abs().max() <= bound
+    assert (found[1] / golden[1] - 1)[blind].abs().max() <= 2.0**-22
+
+
+@pytest.mark.parametrize("dtype", LOWEST, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", ["exact", "fp32"])
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_forward(dtype, shape, name, backend):
+    """Against a comparison with -inf where what counts is a mask's own lowest number, and the other
+    way round."""
+    rows, keys, dim = SHAPES[shape]
+    lowest = torch.finfo(dtype).min
+    q, k, v = normal_qkv((4, 2), (rows, keys), dim, batch=2)
+    mask, hidden = make_mask(rows, keys, lowest)
+    golden = pasa.golden_attention(q, k, v, attn_mask=mask)
+    device = DEVICE if backend == "triton" else "cpu"
+    how = {"config": CONFIGS[name], "backend": backend, "return_lse": True}
+    tensors = [x.to(device) for x in (q, k, v)]
+    found, expected = (
+        [x.cpu() for x in pasa.attention(*tensors, attn_mask=m.to(device), **how)]
+        for m in (mask, mask.masked_fill(hidden, -torch.inf))
+    )
+    if backend == "reference":  # which leaves out keys that nobody sees: other blocks
+        seen = ~hidden.all(-1).expand(found[1].shape)
+        for one, other in zip(found, expected, strict=True):
+            assert (one - other)[seen].abs().max() <= 2.0**-9
+            one[seen] = other[seen]
+    judge(found, expected, golden, hidden, lowest)
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_published_recovery(backend):
+    """Rows that see a key alone: a mean over blocks of FP16 numbers is no bound for the others."""
+    q, k, v = normal_qkv((4, 2), (70, 150), 32, batch=2)
+    mask, hidden = make_mask(70, 150, torch.finfo(torch.float32).min)
+    device = DEVICE if backend == "triton" else "cpu"
+    how = {"config": PasaConfig(recovery="paper"), "backend": backend}
+    out = pasa.attention(*(x.to(device) for x in (q, k, v)), attn_mask=mask.to(device), **how).cpu()
+    golden, _ = pasa.golden_attention(q, k, v, attn_mask=mask)
+    seen = ~hidden.all(-1).expand(out.shape[:3])
+    assert (out - golden)[seen].abs().max() <= 2.0**-6
+    assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", LOWEST, ids=str)
+@pytest.mark.parametrize("backend", FORMULAS)
+def test_backward(dtype, backend):
+    """Against a lowest number that becomes -inf when it is counted in bits: the row then had no
+    gradient, and its values none from it."""
+    q, k, v = normal_qkv((2, 1), (70, 150), 32, batch=2)
+    mask, _ = make_mask(70, 150, torch.finfo(dtype).min)
+    grad = torch.randn(q.shape, generator=torch.Generator().manual_seed(9)).half()
+    found = FORMULAS[backend](grad, None, q.float(), k.float(), v.float(), mask, False, 32**-0.5)
+    golden = definition(q, k, v, torch.float64, grad, mask)
+    for x, true in zip(found, golden, strict=True):
+        assert (x - true).abs().max() <= 2.0**-6 * true.abs().max()
+
+
+def test_watch():
+    """The kernel counts such rows as torch does: their keys are seen, and tie where all are hidden
+    so."""
+    q, k, _ = normal_qkv((2, 1), (70, 150), 32, batch=2)
+    mask, hidden = make_mask(70, 150, torch.finfo(torch.float32).min)
+    totals = [torch.zeros(5, dtype=torch.int64) for _ in range(2)]
+    for counter, found, device in zip((watch.count, watch_launch.count), totals, ("cpu", DEVICE), strict=True):
+        here = found.to(device)
+        counter(q.to(device), k.to(device), mask.to(device), here, False, 32**-0.5, range(0, q.shape[:3].numel(), 7))
+        found.copy_(here)
+    assert torch.equal(*totals)
+    assert totals[0][1] >= hidden.all(-1).expand(2, 2, 70).flatten()[::7].sum() > 0

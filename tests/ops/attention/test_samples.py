@@ -1,0 +1,172 @@
+"""Adversaries against every sample: wherever a kernel looks at some keys to decide for all, those
+are calm and the rest is not, or the other way round. And conditions of the exact pass over pages
+that have to meet.
+
+Places that sample: the keys by which decoding decides whether to try without anchors (`few_keys`),
+those from which it guesses an anchor (`sampled_anchor`), the first key of a block, with which
+`anchor_kernel` compares the others, the first tile's maxima (`optimistic_step`), and the three
+pages from whose anchors a frame is taken (paged_anchor_kernel.py).
+
+Keys stand off in column 0 alone, which adds 2 million nats to a score. FP32 has steps of 0.125
+there. One such key leaves a 32nd of that in the scores of its block, which FP32 rounds by 2^-9 at
+every step of a sum. Bound: outputs within 2^-6.
+"""
+
+import pytest
+import torch
+
+import pasa
+from pasa.ops.attention import decode_launch
+from tests.inputs import DEVICE, normal_qkv, pairwise
+from tests.pages import make_pages
+
+QUERY = 60000.0  # of column 0
+CALM, NEAR, FAR = 0.0, 160.0, 240.0  # of keys there: FP16 holds their squares, by which kernels know them
+HEADS = 9  # as many as programs of the interpreter's device are dealt one split each
+KEYS = 128 * 4 + 50
+BOUND = 2.0**-6
+
+
+def stand_off(q, k, sign, others, at, sampled):
+    """Column 0 of keys (..., S, D): `sampled` at the places `at`, elsewhere `others`. Where calm
+    keys have the weight (sign -1), plus numbers that FP16 drops beside FAR: no anchor is exact for
+    both. The other columns are so small in keys that less an anchor all are calm."""
+    noise = k[..., 0].clone() * (1e-4 if sign < 0 else 0)
+    k *= 0.01
+    q *= 300  # scores of N(0, 3): few keys have all the weight, so that errors of scores do not cancel
+    k[..., 0] = others + noise
+    if sampled == CALM and sign > 0:  # their blocks may have no anchor: none of their keys has weight
+        k[..., (at // 32 * 32)[:, None] + torch.arange(32), 0] -= 0.5
+    k[..., at, 0] = (sampled + noise)[..., at]
+    q[..., 0] = sign * QUERY
+
+
+def lse_bound(q, k):
+    return 1e-3 + 2.0**-21 * float(q.abs().max()) * float(k.abs().max()) * q.shape[-1] ** -0.5
+
+
+def judge(q, k, v, out, lse, mask=None, bound=BOUND):
+    golden, golden_lse = pasa.golden_attention(q, k, v, attn_mask=mask)
+    assert (out - golden).abs().max() <= bound
+    assert (lse - golden_lse).abs().max() <= lse_bound(q, k)
+
+
+def attend(q, k, v, **how):
+    tensors = {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in how.items()}
+    out, lse = pasa.attention(*(x.to(DEVICE) for x in (q, k, v)), return_lse=True, backend="triton", **tensors)
+    return out.cpu(), lse.cpu()
+
+
+FEW = torch.arange(4) * (KEYS // 4)
+SAMPLED = torch.arange(16) * (KEYS // 128 * 128 // 16)
+ADVERSARIES = {  # sign of the query in column 0, which says who has the weight; keys there; places; keys at the places
+    "few are calm": (1, FAR, FEW, CALM),
+    "sampled share a bias": (-1, CALM, SAMPLED, FAR),
+    "four stand off what all share": (-1, FAR, torch.arange(77, 81), CALM),
+    "the last four stand off what all share": (-1, FAR, torch.arange(KEYS - 4, KEYS), CALM),
+}
+
+
+def bound_of(name):
+    """Four times as much where splits begin with calm keys, and count scores from another frame."""
+    return 4 * BOUND if name == "few are calm" else BOUND
+
+
+@pytest.mark.parametrize("name", ADVERSARIES)
+def test_decode(name):
+    """Against a pass without anchors, or with one that a sample gave, whose check of all keys is
+    lost or forgets some."""
+    q, k, v = normal_qkv((HEADS, HEADS), (1, KEYS), 64)
+    stand_off(q, k, *ADVERSARIES[name])
+    judge(q, k, v, *attend(q, k, v), bound=bound_of(name))
+
+
+@pytest.mark.parametrize("name", ADVERSARIES)
+@pytest.mark.parametrize("slots", [16, 48])
+def test_paged_decode(name, slots):
+    """Against the same over pages."""
+    pages = make_pages([KEYS], (HEADS, HEADS), 64, slots)
+    stand_off(pages.q, pages.k.transpose(0, 1), *ADVERSARIES[name])
+    check(write_again(pages), bound_of(name))
+
+
+def write_again(pages):
+    """The cache with the keys as they are now."""
+    pages.k_cache.view(-1, *pages.k.shape[1:])[pages.slots] = pages.k
+    return pages
+
+
+def check(pages, bound=BOUND, **how):
+    out, lse = pages.attend(DEVICE, backend="triton", **how)
+    golden, golden_lse = pages.golden(how.get("is_causal", False))
+    seen = golden_lse > -torch.inf
+    assert torch.equal(lse > -torch.inf, seen)
+    assert (out - golden).abs().max() <= bound
+    assert (lse - golden_lse)[seen].abs().max() <= lse_bound(pages.q, pages.k)
+
+
+@pytest.mark.parametrize(
+    ("slots", "queries", "dim"),
+    pairwise([16, 32, 48, 64, 128], (1, 3), [64, 128, 160]),
+)
+def test_conditions_of_the_exact_pass_over_pages(slots, queries, dim):
+    """Against keys of a wrong page in the pass that finds anchors of its own, which needs at once:
+    pages smaller and larger than a block, head dims on both sides of 128, and keys that fail every
+    pass before. Lengths are on both sides of a block's, a page's and a lane's end."""
+    lengths = [1, 31, 33, 65, 180, 0, 200]
+    pages = make_pages(lengths, (2, 1), dim, slots, queries=[queries] * len(lengths) if queries > 1 else None)
+    stand_off(pages.q, pages.k.transpose(0, 1), 1, FAR, torch.tensor(pages.edges[1][:-1]), NEAR)
+    check(write_again(pages), is_causal=queries > 1, max_seqlen_q=queries)
+
+
+@pytest.mark.parametrize("hide", ["mask", "nothing"])
+def test_first_key_of_every_block_stands_off(hide):
+    """Against a block's anchor that is left out, or taken, because of a first key that no query
+    sees: others are compared with it. Seen, it weighs nothing, and the block is as good as FP32."""
+    q, k, v = normal_qkv((2, 1), (70, 300), 64)
+    stand_off(q, k, 1, FAR, torch.arange(0, 257, 128), CALM)
+    mask = torch.ones(1, 1, 1, 300, dtype=torch.bool)
+    mask[..., ::128] = False
+    if hide == "mask":
+        judge(q, k, v, *attend(q, k, v, attn_mask=mask), mask)
+        return
+    plain = q.float() @ k.float().mT / 8
+    golden, _ = pasa.golden_attention(q, k, v)
+    naive = (torch.softmax(plain, -1) @ v.float() - golden).abs().max()
+    out, _ = attend(q, k, v)
+    assert (out - golden).abs().max() <= 2 * naive + BOUND
+
+
+def test_only_the_last_of_many_blocks_is_large():
+    """Against norms of which the first 128 blocks alone are looked at: 131 blocks of 32 keys."""
+    q, k, v = normal_qkv((1, 1), (17, 131 * 32), 16)
+    stand_off(q, k, 1, CALM, torch.arange(k.shape[2] - 32, k.shape[2]), FAR)
+    judge(q, k, v, *attend(q, k, v, config=pasa.PasaConfig(block_k=32)))
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="a GPU's own number of programs is what it is")
+def test_only_the_last_of_many_programs_fails(monkeypatch):
+    """Against marks of which the first 128 alone are read: 131 programs, and keys that stand off in
+    the last. Without its mark all other programs keep what they found without anchors, and the head
+    has two frames."""
+    monkeypatch.setattr(decode_launch, "processors", lambda _: 131)
+    q, k, v = normal_qkv((1, 1), (1, 131 * 128), 16)
+    stand_off(q, k, 1, CALM, torch.arange(k.shape[2] - 32, k.shape[2]), FAR)
+    judge(q, k, v, *attend(q, k, v))
+
+
+def test_frame_of_pages_that_are_not_like_the_rest():
+    """Against a frame that is only right if the sampled pages are like the others: two of the three
+    have an anchor of 0. Sums with an offset are then rounded as FP32 rounds scores."""
+    pages = make_pages([512], (2, 1), 64, 16)
+    pages.q[..., 0] = QUERY
+    pages.k[..., 0] = FAR
+    for key in (128, 256):
+        pages.k[key : key + 16, :, 0] = CALM
+    pages = write_again(pages).anchored()
+    out, lse = pages.attend(DEVICE, backend="triton")
+    golden, golden_lse = pages.golden()
+    plain = torch.einsum("bhd,khd->bhk", pages.q.float(), pages.k.float().expand(-1, 2, -1)) / 8
+    naive = torch.einsum("bhk,khd->bhd", torch.softmax(plain, -1), pages.v.float().expand(-1, 2, -1))
+    assert (out - golden).abs().max() <= 2 * (naive - golden).abs().max() + BOUND
+    assert (lse - golden_lse).abs().max() <= lse_bound(pages.q, pages.k)
