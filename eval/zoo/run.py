@@ -1,0 +1,131 @@
+"""Builds every architecture small, and judges it patched against unpatched."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from pasa.eval import output
+from pasa.eval.speed.device import describe
+from pasa.eval.zoo import judging, language
+from pasa.eval.zoo.children import run_all
+
+KINDS = (language.CAUSAL, language.BASE, language.SEQUENCE)
+Record = dict[str, Any]
+
+
+def run_zoo(
+    kinds: Sequence[str] | None = None,
+    names: Sequence[str] | None = None,
+    jobs: int = 2,
+    progress: output.Report | None = None,
+) -> Record:
+    """Judge architectures of the installed transformers and diffusers.
+
+    Parameters
+    ----------
+    kinds : sequence of str, optional
+        Of `KINDS`; all.
+    names : sequence of str, optional
+        Classes; all of those kinds.
+    jobs : int
+        Processes at once.
+    progress : callable, optional
+
+    Returns
+    -------
+    dict
+        JSON-able: ``counts`` of verdicts by kind, ``records`` (an architecture each), ``gate``.
+
+    Raises
+    ------
+    ValueError
+        For a kind that there is not, a class that is in none of the kinds, or fewer than one job.
+    """
+    chosen = select(kinds, names)
+    if jobs < 1:
+        raise ValueError(f"jobs={jobs} is below 1")
+    started = time.perf_counter()
+    preload()
+    records: list[Record] = []
+    for (kind, name), record in run_all(chosen, judge_one, jobs):
+        records.append({"kind": kind, "name": name, **record})
+        if progress:
+            progress(len(records), len(chosen), f"{name}: {record['verdict']}")
+    places = {each: place for place, each in enumerate(chosen)}
+    records.sort(key=lambda each: places[each["kind"], each["name"]])
+    return {
+        "experiment": "zoo",
+        "gate": gate(records),
+        "counts": counts(records),
+        "settings": {"jobs": jobs, "bounds": {name: getattr(judging, name) for name in BOUNDS}},
+        "duration_s": round(time.perf_counter() - started, 1),
+        "cpu_s": round(sum(each.get("seconds", 0.0) for each in records), 1),
+        "records": records,
+        "note": "random weights, FP32, on a CPU: patches are judged, not kernels; nothing was run on a GPU or an NPU",
+        "environment": describe(torch.device("cpu")) | {name: importlib.metadata.version(name) for name in LIBRARIES},
+    }
+
+
+BOUNDS = ("PLUMBING", "ROUNDING", "AMPLIFIED", "SEEN")
+LIBRARIES = ("transformers", "diffusers")
+
+
+def select(kinds: Sequence[str] | None, names: Sequence[str] | None) -> list[tuple[str, str]]:
+    """Kind and class of what is asked for."""
+    if unknown := sorted(set(kinds or ()) - set(KINDS)):
+        raise ValueError(f"{unknown[0]!r} is no kind: {', '.join(KINDS)}")
+    found = [(kind, name) for kind in kinds or KINDS for name in architectures(kind)]
+    if names is None:
+        return found
+    if missing := sorted(set(names) - {name for _, name in found}):
+        raise ValueError(f"{missing[0]} is not among the {len(found)} classes of {', '.join(kinds or KINDS)}")
+    return [(kind, name) for kind, name in found if name in names]
+
+
+def architectures(kind: str) -> list[str]:
+    """Class names of one kind."""
+    return language.architectures(kind)
+
+
+def preload() -> None:
+    """Import what all children share, once; they have one thread each."""
+    import transformers
+
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    for name in ("transformers.generation", "transformers.models.llama.modeling_llama", "pasa.patching.transformers"):
+        importlib.import_module(name)
+
+
+def judge_one(item: tuple[str, str]) -> Record:
+    """Build one architecture and judge it; runs in a child."""
+    kind, name = item
+    try:
+        built = language.build(name)
+        if isinstance(built, str):
+            return {"verdict": "not built", "why": built}
+        model, inputs = built
+        return judging.judge(model, language.cases(kind, model, inputs))
+    except Exception as error:
+        return {"verdict": "crashed", "why": f"{type(error).__name__}: {judging.line(error)}"}
+
+
+def counts(records: Sequence[Record]) -> dict[str, dict[str, int]]:
+    """Architectures by kind and verdict."""
+    found: dict[str, Counter[str]] = {}
+    for each in records:
+        found.setdefault(each["kind"], Counter())[each["verdict"]] += 1
+    return {kind: {name: own[name] for name in judging.VERDICTS if own[name]} for kind, own in found.items()}
+
+
+def gate(records: Sequence[Record]) -> Record:
+    """Passed where no patched model is wrong, refused in the middle of a call, or crashed."""
+    findings = [f"{each['kind']}: {each['name']}" for each in records if each["verdict"] in judging.FINDINGS]
+    return {"passed": not findings, "findings": findings}
