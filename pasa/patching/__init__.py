@@ -63,9 +63,12 @@ def patch_pipeline(
 
     Notes
     -----
+    A copy of a patched model is an unpatched model, and so is one that was saved while patched and loaded elsewhere
+    (``copy.deepcopy``, ``torch.save`` and ``torch.load``, another process): patch the copy too.
+
     In a diffusers model the patch is the processor objects: call ``unpatch()`` before anything that replaces them
     itself (``set_attn_processor``, ``set_attention_backend``, ``enable_attention_slicing``, ``fuse_qkv_projections``),
-    and before the model is copied or pickled; patch again after it.
+    and patch again after it.
 
     Raises
     ------

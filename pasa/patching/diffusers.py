@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import weakref
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pasa.patching import diffusers_attention as ours
+from pasa.patching.copying import UncopiedHook, copies_as
 from pasa.patching.diffusers_attention import KINDS
 from pasa.patching.diffusers_selection import (
     Modules,
     components_of,
+    join,
     named,
     select_encoders,
     select_modules,
@@ -41,15 +43,34 @@ class _Patch:
 
     settings: tuple[PasaConfig | None, str | None]
     modules: frozenset[torch.nn.Module]  # of all components, those of transformers too
-    processors: dict[torch.nn.Module, Any]  # ours
-    handle: PatchHandle | None = None
+    names: dict[torch.nn.Module, str]  # of those with a processor
+    processors: dict[torch.nn.Module, Any] = field(default_factory=dict)  # ours
+    encoders: dict[str, PatchHandle] = field(default_factory=dict)
+    seen: dict[str, str] = field(default_factory=dict)  # removed during a call, which may end with ours in place again
+    handle: PatchHandle = field(init=False)
+
+    def removed(self) -> dict[str, str]:
+        """Return the patched modules that no longer run PASA, each with what runs there instead."""
+        removed = dict(self.seen)
+        for module, processor in self.processors.items():
+            if not _in_place(module, processor):
+                removed[self.names[module]] = _replacement(module, processor)
+        for component, encoder in self.encoders.items():
+            removed |= {join(component, name): reason for name, reason in encoder.find_removed().items()}
+        return removed
+
+    def before_forward(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        """Forward pre-hook of a patched module: note and warn where another processor is in place during a call."""
+        processor = self.processors[module]
+        if not torch.compiler.is_compiling() and not _in_place(module, processor):
+            self.seen[self.names[module]] = "in a call, " + _replacement(module, processor)
+            self.handle.check_removed()
 
 
 @dataclass(eq=False)
 class Binding:
-    """By what a processor of ours knows the module it was made for, whose place it took, and the patch."""
+    """Holds whose place a processor of ours took, and the patch."""
 
-    module: int  # id(): that of a copied module differs
     original: Any
     patch: _Patch
     onlookers: Onlookers
@@ -69,15 +90,15 @@ def patch(root: Any, *, policy: Policy, config: PasaConfig | None, backend: str 
         reasons = "; ".join(f"{name}: {reason}" for name, reason in skipped[:3]) or "no attention module found"
         raise NotImplementedError(f"patch_pipeline: nothing to patch in {type(root).__name__} ({reasons})")
     _refuse_patched_encoders(encoders)
-    record = _Patch((config, backend), frozenset(chosen.values()), {})
+    record = _Patch((config, backend), frozenset(chosen.values()), {module: name for name, module in selected.items()})
     with ExitStack() as undo:
         undo.callback(_LIVE.discard, record)
         for name in encoders:
-            _patch_encoder(components[name], name, policy, config, backend, undo)
+            record.encoders[name] = _patch_encoder(components[name], name, policy, config, backend, undo)
         _swap(selected, record, undo)
         notes = [(name, note) for name, module in selected.items() if (note := width_note(module))]
         report = PatchReport(f"diffusers: {type(root).__name__}", tuple(chosen), tuple(skipped), tuple(notes))
-        record.handle = PatchHandle(report, undo.pop_all().close)
+        record.handle = PatchHandle(report, undo.pop_all().close, record.removed)
     _LIVE.add(record)
     return record.handle
 
@@ -107,8 +128,8 @@ def _handle_in_force(chosen: Modules, settings: tuple[PasaConfig | None, str | N
                     "call unpatch() on that handle first"
                 )
         return record.handle
-    for name, module in chosen.items():
-        _take_back(name, module)
+    for module in modules:
+        _take_back(module)
     return None
 
 
@@ -119,15 +140,31 @@ def _in_place(module: Any, processor: Any) -> bool:
     )
 
 
-def _take_back(name: str, module: Any) -> None:
+METHODS = {
+    "Fused": "fuse_qkv_projections",
+    "PAG": "the pipeline's perturbed attention guidance",
+    "Sliced": "set_attention_slice or enable_attention_slicing",
+    "XFormers": "enable_xformers_memory_efficient_attention",
+}
+"""Beginning of a processor's class name -> what in diffusers sets such processors."""
+
+
+def _replacement(module: Any, processor: Any) -> str:
+    """Say what a patched module runs in the place of our processor, and what in diffusers does that."""
+    if module.processor is processor:
+        backend = getattr(processor._attention_backend, "value", processor._attention_backend)
+        return f"it asks for the attention backend {backend!r} (set_attention_backend or reset_attention_backend)"
+    kind = type(module.processor).__name__
+    method = next((each for start, each in METHODS.items() if kind.startswith(start)), "set_attn_processor")
+    return f"{kind} took its place ({method})"
+
+
+def _take_back(module: Any) -> None:
     """Give a module its own processor where one of ours came back after its patch was undone, with the processors that
     somebody had put aside meanwhile (`unfuse_qkv_projections` does)."""
     binding = vars(getattr(module, "processor", object)).get(BINDING)
-    if binding is None:
-        return
-    if binding.module != id(module):
-        raise ValueError(f"patch_pipeline: {name} was copied from a patched model; patch the original or reload it")
-    module.set_processor(binding.original)
+    if binding is not None:
+        module.set_processor(binding.original)
 
 
 def _refuse_patched_encoders(encoders: dict[str, Modules]) -> None:
@@ -146,11 +183,12 @@ def _patch_encoder(
     config: PasaConfig | None,
     backend: str | None,
     undo: ExitStack,
-) -> None:
+) -> PatchHandle:
     from pasa.patching import transformers as host
 
     handle = host.patch(component, policy=named(name, policy), config=config, backend=backend)
     undo.callback(handle.unpatch)
+    return handle
 
 
 def _swap(selected: Modules, record: _Patch, undo: ExitStack) -> None:
@@ -165,8 +203,10 @@ def _swap(selected: Modules, record: _Patch, undo: ExitStack) -> None:
         else:
             processor = ours.PasaAttnProcessor(KINDS[type(original).__name__], *record.settings, onlookers)
         record.processors[module] = processor
-        setattr(processor, BINDING, Binding(id(module), original, record, onlookers))
+        setattr(processor, BINDING, Binding(original, record, onlookers))
+        processor.__reduce_ex__ = copies_as(original)  # copy and pickle ask the object, and not its class
         undo.callback(partial(_restore, attention, processor, original))
+        undo.callback(attention.register_forward_pre_hook(UncopiedHook(record.before_forward)).remove)
         attention.set_processor(processor)
 
 

@@ -212,6 +212,11 @@ def make_dispatched(config: PasaConfig | None, backend: str | None, onlookers: O
                 f"dispatch_attention_fn: is_causal with {query.shape[1]} queries and {key.shape[1]} keys is aligned to "
                 "the first key, which PASA does not support"
             )
+        if attn_mask is not None and not isinstance(attn_mask, Tensor):
+            raise NotImplementedError(
+                f"dispatch_attention_fn: attn_mask of type {type(attn_mask).__name__} is not supported by PASA; "
+                "call unpatch(), and leave this module out with policy=lambda name, module: ..."
+            )
         if attn_mask is not None and attn_mask.shape == (query.shape[0], key.shape[1]):
             attn_mask = attn_mask[:, None, None]  # the dispatcher's convention for a mask of keys
         scale = query.shape[-1] ** -0.5 if scale is None else scale
@@ -242,3 +247,14 @@ def dispatched_processor(processor: Any, member: AttentionBackendName) -> Any:
 def uses_dispatcher(processor: Any) -> bool:
     """Tell whether a processor asks the dispatcher for its attention."""
     return hasattr(type(processor), "_attention_backend")
+
+
+def needs_flex(processor: Any) -> bool:
+    """Tell whether a processor attends by the dispatcher's backend "flex" whatever its `_attention_backend` says.
+
+    It hands over block masks, which no other backend takes: "flex" is its class's default, or stands in its code.
+    """
+    kind = type(processor)
+    code = getattr(kind.__call__, "__code__", None)
+    named = code is not None and ("FLEX" in code.co_names or "flex" in code.co_consts)
+    return named or getattr(kind, "_attention_backend", None) == "flex"

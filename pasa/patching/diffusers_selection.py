@@ -70,14 +70,14 @@ def select_encoders(components: Modules, policy: Policy) -> tuple[dict[str, Modu
         except NotImplementedError as error:
             skipped.append((name, str(error).removeprefix("patch_pipeline: ")))
             continue
-        encoders[name] = {_join(name, path): module for path, module in chosen.items()}
-        skipped += [(_join(name, path), reason) for path, reason in left]
+        encoders[name] = {join(name, path): module for path, module in chosen.items()}
+        skipped += [(join(name, path), reason) for path, reason in left]
     return encoders, skipped
 
 
 def named(component: str, policy: Policy) -> Callable[[str, torch.nn.Module], bool]:
     """The policy, asked by the names that modules have in the pipeline."""
-    return lambda path, module: policy(_join(component, path), module) if callable(policy) else True
+    return lambda path, module: policy(join(component, path), module) if callable(policy) else True
 
 
 def _select(
@@ -96,7 +96,7 @@ def _select(
     foreign: Pairs = []
     with_processor = 0
     for path, module in component.named_modules():
-        name = _join(component_name, path)
+        name = join(component_name, path)
         processor = getattr(module, "processor", None)
         if processor is None:
             if _attends_itself(module):
@@ -105,8 +105,8 @@ def _select(
         with_processor += 1
         if callable(policy) and not policy(name, module):
             skipped.append((name, "declined by the policy"))
-        elif not _known(module):
-            foreign.append((name, f"PASA cannot take the place of {type(processor).__name__}"))
+        elif reason := _unknown(module, component):
+            foreign.append((name, reason))
         elif too_wide := _too_wide(module, backend):
             skipped.append((name, too_wide))
         else:
@@ -122,20 +122,28 @@ def _select(
     return selected, skipped + foreign
 
 
-def _join(component: str, path: str) -> str:
+def join(component: str, path: str) -> str:
+    """Return the name of a module in a pipeline; a model alone has no component name."""
     return ".".join(part for part in (component, path) if part)
 
 
-def _known(module: torch.nn.Module) -> bool:
-    """Tell whether PASA can stand in for the module's processor."""
+def _unknown(module: torch.nn.Module, component: torch.nn.Module) -> str | None:
+    """Return why PASA cannot stand in for the module's processor; None where it can."""
     processor: Any = module.processor
-    if isinstance(processor, torch.nn.Module):
-        return False  # an adapter's, with weights of its own
-    if BINDING in vars(processor) or ours.uses_dispatcher(processor):
-        return True
     name = type(processor).__name__  # somebody else's class may have the name of one of diffusers'
+    reason = f"PASA cannot take the place of {name}"
+    if isinstance(processor, torch.nn.Module):
+        return reason  # an adapter's, with weights of its own
+    if BINDING in vars(processor):
+        return None
+    if ours.uses_dispatcher(processor):
+        if ours.needs_flex(processor):
+            return f"{reason}, which needs the attention backend 'flex' for its block masks"
+        if getattr(getattr(_plain(component), "config", None), "attention_type", None) == "nabla":
+            return f"{reason} where attention_type='nabla': its block masks need the attention backend 'flex'"
+        return None
     genuine = getattr(attention_processor, name, None) is type(processor)
-    return isinstance(module, Attention) and name in KINDS and genuine
+    return None if isinstance(module, Attention) and name in KINDS and genuine else reason
 
 
 def _attends_itself(module: torch.nn.Module) -> bool:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from pasa.ops.numerics.formats import FORMATS
+from pasa.patching.copying import UncopiedHook
 from pasa.patching.onlookers import is_patched
 from pasa.prediction.families import Layer, Part
 
@@ -105,7 +106,7 @@ class Guard:
             query, key = (part.weight.removesuffix(".weight") for part in (layer.query, layer.key))
             sides = {query: ("query", "key")} if query == key else {query: ("query",), key: ("key",)}
             for path, which in sides.items():
-                hook: Callable[..., None] = partial(self._see, one, which)
+                hook: Callable[..., None] = UncopiedHook(partial(self._see, one, which))
                 self._hooks.append(model.get_submodule(path).register_forward_hook(hook))
 
     def _see(self, one: _Watched, sides: tuple[str, ...], module: torch.nn.Module, args: Any, output: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from types import TracebackType
@@ -20,7 +21,7 @@ class PatchReport:
     host : str
         The library the model comes from, and the model's class: ``"transformers: Qwen2ForCausalLM"``.
     patched : tuple of str
-        Names of the patched modules, as in ``model.named_modules()``.
+        Names of the modules that run PASA, as in ``model.named_modules()``.
     skipped : tuple of (str, str)
         Names of the attention modules that keep their own attention, each with the reason.
     notes : tuple of (str, str)
@@ -28,6 +29,8 @@ class PatchReport:
     alarms : tuple of (str, str)
         Modules that ``policy="auto"`` left alone, and whose queries and keys have since been long enough for a score
         beyond FP16. Short of any, no score of an unpatched module can have overflowed.
+    removed : tuple of (str, str)
+        Names of modules that were patched and no longer run PASA, each with what runs there instead.
     """
 
     host: str
@@ -35,15 +38,17 @@ class PatchReport:
     skipped: tuple[tuple[str, str], ...]
     notes: tuple[tuple[str, str], ...] = ()
     alarms: tuple[tuple[str, str], ...] = ()
+    removed: tuple[tuple[str, str], ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain containers, ready for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:
-        total = len(self.patched) + len(self.skipped)
+        total = len(self.patched) + len(self.skipped) + len(self.removed)
         lines = [f"{self.host}: {len(self.patched)} of {total} attention modules run PASA"]
         lines += [f"  patched  {name}" for name in self.patched]
+        lines += [f"  REMOVED  {name}: {reason}" for name, reason in self.removed]
         lines += [f"  skipped  {name}: {reason}" for name, reason in self.skipped]
         lines += [f"  note     {name}: {note}" for name, note in self.notes]
         lines += [f"  ALARM    {name}: {alarm}" for name, alarm in self.alarms]
@@ -59,6 +64,8 @@ class PatchHandle:
         What was patched and what was not.
     undo : callable
         Takes no argument and restores the model; called at most once.
+    find_removed : callable, optional
+        Takes no argument and returns the patched modules that no longer run PASA, each with the reason.
 
     Examples
     --------
@@ -72,9 +79,16 @@ class PatchHandle:
     False
     """
 
-    def __init__(self, report: PatchReport, undo: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        report: PatchReport,
+        undo: Callable[[], None],
+        find_removed: Callable[[], dict[str, str]] = dict,
+    ) -> None:
         self._report = report
         self._undo: Callable[[], None] | None = undo
+        self.find_removed = find_removed
+        self._warned = False
         self._guard: Guard | None = None
 
     @property
@@ -91,21 +105,40 @@ class PatchHandle:
             undo()
 
     def report(self) -> PatchReport:
-        """Return what was patched and what was skipped, with the reasons; it stays readable after `unpatch`.
+        """Return what is patched and what was skipped, with the reasons; it stays readable after `unpatch`.
 
+        Modules from which somebody has taken PASA out since (`set_attn_implementation`, `fuse_qkv_projections`,
+        `set_attention_slice`, `set_attention_backend`) are listed as removed, with a warning the first time.
         With a guard, this waits for the device, to read what it has counted; modules that another handle has patched
         since are not called skipped.
         """
+        report, removed = self._report, self.check_removed()
+        if removed:
+            kept = tuple(name for name in report.patched if name not in removed)
+            report = replace(report, patched=kept, removed=tuple(removed.items()))
         if self._guard is None:
-            return self._report
+            return report
         since = self._guard.patched() if self.active else ()
         return replace(
-            self._report,
-            patched=self._report.patched + since,
-            skipped=tuple(pair for pair in self._report.skipped if pair[0] not in since),
-            notes=self._report.notes + tuple((name, "patched by another handle") for name in since),
+            report,
+            patched=report.patched + since,
+            skipped=tuple(pair for pair in report.skipped if pair[0] not in since),
+            notes=report.notes + tuple((name, "patched by another handle") for name in since),
             alarms=self._guard.alarms(),
         )
+
+    def check_removed(self) -> dict[str, str]:
+        """Return the patched modules that no longer run PASA, with the reason, and warn of them once."""
+        removed = self.find_removed() if self.active else {}
+        if removed and not self._warned:
+            self._warned = True
+            name, reason = next(iter(removed.items()))
+            warnings.warn(
+                f"{self._report.host}: {len(removed)} of {len(self._report.patched)} patched attention modules no "
+                f"longer run PASA ({name}: {reason}); call unpatch(), then patch again",
+                stacklevel=2,
+            )
+        return removed
 
     def watch(self, guard: Guard, reasons: dict[str, str]) -> None:
         """Add a guard over modules that were skipped, and why each was."""

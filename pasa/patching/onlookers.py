@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ class Onlookers:
 
 def is_patched(module: torch.nn.Module) -> bool:
     """Whether this attention module runs PASA."""
-    return hasattr(module, BINDING) or hasattr(getattr(module, "processor", None), BINDING)
+    return any(_binding(holder) is not None for holder in (module, getattr(module, "processor", None)))
 
 
 def patched_modules(
@@ -44,6 +45,11 @@ def patched_modules(
     for component, model in components.items():
         for path, module in model.named_modules():
             for holder in (module, getattr(module, "processor", None)):
-                binding = getattr(holder, "__dict__", {}).get(BINDING)
+                binding = _binding(holder)
                 if binding is not None:
                     yield ".".join(part for part in (component, path) if part), module, binding.onlookers
+
+
+def _binding(holder: object) -> Any:
+    """Return what a patch left with a module or processor; None where none did, and in a copy."""
+    return getattr(holder, "__dict__", {}).get(BINDING)

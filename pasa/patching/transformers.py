@@ -7,20 +7,23 @@ all others run what they had. So one config may serve patched and unpatched modu
 
 from __future__ import annotations
 
-import re
+import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.masking_utils import AttentionMaskInterface
+from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
+from pasa.patching.copying import PatchedName, UncopiedHook
 from pasa.patching.handle import PatchHandle, PatchReport
 from pasa.patching.onlookers import BINDING
-from pasa.patching.transformers_attention import REFUSALS, Binding, forward_names, make_interface, make_mask
+from pasa.patching.transformers_attention import REFUSALS, Binding, make_interface
+from pasa.patching.transformers_masks import make_mask
 from pasa.patching.transformers_ring import attend_shard, check_mask
+from pasa.patching.transformers_selection import INDICES, has_indexer, select, unreachable, uses_interface
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -37,7 +40,10 @@ OTHER = "pasa+other"
 RING = "pasa+ring"
 """Registered over any original where a process group shares the sequence; patched as a whole too."""
 
-_OURS = frozenset({*NAMES.values(), OTHER, RING})
+EXPLICIT = "+masks"
+"""Ends the name where modules are given the masks of eager attention, which are float and never left to causality."""
+
+_OURS = frozenset({*NAMES.values(), *(name + EXPLICIT for name in (*NAMES.values(), OTHER)), OTHER, RING})
 _LIVE: weakref.WeakSet[_Patch] = weakref.WeakSet()
 
 
@@ -49,26 +55,61 @@ class Settings(NamedTuple):
     context_parallel: ProcessGroup | None
 
 
+class Original(NamedTuple):
+    """A transformers config, and the attention it named before PASA."""
+
+    config: Any
+    attention: str
+    explicit_masks: bool
+
+
 @dataclass(eq=False)
 class _Patch:
     """What one handle changed; alive as long as the patched modules are, which hold the handle that holds it."""
 
     settings: Settings
     modules: dict[str, torch.nn.Module]
-    originals: list[tuple[Any, str]]  # (transformers config, name of its attention before PASA)
+    originals: list[Original]
     hooks: list[torch.utils.hooks.RemovableHandle] = field(default_factory=list)
+    handle: PatchHandle = field(init=False)
 
-    def name(self, original: str) -> str:
-        """What is registered over `original`."""
-        return RING if self.settings.context_parallel is not None else NAMES.get(original, OTHER)
+    def name(self, original: Original) -> str:
+        """Return the name registered over `original`."""
+        if self.settings.context_parallel is not None:
+            return RING
+        return NAMES.get(original.attention, OTHER) + EXPLICIT * original.explicit_masks
 
     def apply(self) -> None:
         """Register the names and point the configs at them; harmless when repeated."""
-        for config, original in self.originals:
-            name = self.name(original)
-            AttentionInterface.register(name, attend_shard if name == RING else make_interface(original))
-            AttentionMaskInterface.register(name, check_mask if name == RING else make_mask)
-            config._attn_implementation_internal = name  # the property would also set all sub-configs
+        for original in self.originals:
+            name, explicit = self.name(original), original.explicit_masks
+            own_attention = make_interface(original.attention, explicit)
+            own_mask = eager_mask if explicit else make_mask
+            AttentionInterface.register(name, attend_shard if name == RING else own_attention)
+            AttentionMaskInterface.register(name, check_mask if name == RING else own_mask)
+            # The property would also set all sub-configs.
+            original.config._attn_implementation_internal = PatchedName(name, original.attention)
+
+    def removed(self) -> dict[str, str]:
+        """Return the patched modules that no longer run PASA, each with what runs there instead."""
+        return {
+            name: f"its config names the attention {str(attention)!r} now (set_attn_implementation)"
+            for name, module in self.modules.items()
+            if (attention := module.config._attn_implementation) not in _OURS
+        }
+
+    def before_forward(self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Forward pre-hook: warn of what was removed, and refuse attention weights.
+
+        Most models never tell the attention function that its weights are wanted.
+        """
+        in_force = {own.config._attn_implementation in _OURS for own in self.originals}
+        if False in in_force and not torch.compiler.is_compiling():
+            self.handle.check_removed()
+        if True in in_force and kwargs.get("output_attentions", getattr(model.config, "output_attentions", False)):
+            raise NotImplementedError(
+                f"{type(model).__name__}: output_attentions=True is not supported: {REFUSALS['output_attentions']}"
+            )
 
     def undo(self) -> None:
         """Unbind the modules; restore each config, and drop each name, that no other handle uses."""
@@ -77,10 +118,10 @@ class _Patch:
             hook.remove()
         for module in self.modules.values():
             module.__dict__.pop(BINDING, None)
-        for config, original in self.originals:
+        for config, attention, _ in self.originals:
             if config._attn_implementation in _OURS and _recorded_original(config) is None:
-                config._attn_implementation_internal = original
-        used = {patch.name(original) for patch in _LIVE for _, original in patch.originals}
+                config._attn_implementation_internal = attention
+        used = {patch.name(original) for patch in _LIVE for original in patch.originals}
         for name in _OURS - used:
             AttentionInterface._global_mapping.pop(name, None)  # the class offers no way to unregister
             AttentionMaskInterface._global_mapping.pop(name, None)
@@ -100,96 +141,27 @@ def patch(
     found = _handle_in_force(selected, settings)
     if found is not None:
         return found
-    originals = _original_attention(selected.values())
+    originals = _original_attention(root, selected.values())
     record = _Patch(settings, selected, originals)
     _check_delegation(root, record)
 
     report = PatchReport(f"transformers: {type(root).__name__}", tuple(selected), tuple(skipped))
-    handle = PatchHandle(report, record.undo)
+    record.handle = PatchHandle(report, record.undo, record.removed)
     for module in selected.values():
-        setattr(module, BINDING, Binding(config, backend, handle, context_parallel))
+        setattr(module, BINDING, Binding(config, backend, record.handle, context_parallel))
     chosen = set(selected.values())
     for owner in owners:
         if not chosen.isdisjoint(owner.modules()):
-            record.hooks.append(owner.register_forward_pre_hook(_refuse_output_attentions, with_kwargs=True))
+            hook = UncopiedHook(record.before_forward)
+            record.hooks.append(owner.register_forward_pre_hook(hook, with_kwargs=True))
     _LIVE.add(record)
     record.apply()
-    return handle
-
-
-def select(
-    root: torch.nn.Module, policy: Policy
-) -> tuple[list[PreTrainedModel], dict[str, torch.nn.Module], list[tuple[str, str]]]:
-    """The models below `root`; their attention modules to patch, and those to leave, with the reason.
-
-    Raises
-    ------
-    TypeError
-        There is no transformers model.
-    NotImplementedError
-        Nothing can be patched, or a selected module needs what PASA has not.
-    """
-    owners = [module for module in root.modules() if isinstance(module, PreTrainedModel)]
-    if not owners:
-        raise TypeError(f"patch_pipeline: {type(root).__name__} contains no transformers model")
-    selected: dict[str, torch.nn.Module] = {}
-    skipped = list(_unreachable(root))
-    configs = {id(owner.config) for owner in owners}
-    for name, module in root.named_modules():
-        if not _uses_interface(module):
-            continue
-        if id(module.config) not in configs:
-            skipped.append((name, "no model here makes its masks from this module's config"))
-        elif callable(policy) and not policy(name, module):
-            skipped.append((name, "declined by the policy"))
-        else:
-            _refuse_module(name, module)
-            selected[name] = module
-    if not selected:
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in skipped[:3]) or "no attention module found"
-        raise NotImplementedError(f"patch_pipeline: nothing to patch in {type(root).__name__} ({reasons})")
-    return owners, selected, skipped
+    return record.handle
 
 
 def is_patched(module: torch.nn.Module) -> bool:
     """Tell whether a handle that is in force has patched the module."""
     return any(module in record.modules.values() for record in _LIVE)
-
-
-def _uses_interface(module: torch.nn.Module) -> bool:
-    """Tell whether `module.forward` asks the registry for its attention, which it does by this global's name."""
-    return "ALL_ATTENTION_FUNCTIONS" in forward_names(module) and hasattr(module, "config")
-
-
-def _unreachable(root: torch.nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield attention modules that compute attention themselves: by class name, innermost, without the interface."""
-    for name, module in root.named_modules():
-        inner = any(_named_attention(child) or _uses_interface(child) for child in _descendants(module))
-        if _named_attention(module) and not inner and not _uses_interface(module):
-            yield name, f"{type(module).__name__} computes its attention itself, not through AttentionInterface"
-
-
-def _named_attention(module: torch.nn.Module) -> bool:
-    return re.search(r"Attention(V?\d+)?$|Attn$", type(module).__name__) is not None
-
-
-def _descendants(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    return (child for child in module.modules() if child is not module)
-
-
-def _refuse_module(name: str, module: torch.nn.Module) -> None:
-    """Refuse, before anything is changed, a module that is known to need an unsupported keyword at every call."""
-    needs: dict[str, Callable[[], bool]] = {
-        "softcap": lambda: getattr(module, "attn_logit_softcapping", None) is not None,
-        "s_aux": lambda: getattr(module, "sinks", None) is not None,
-        "position_bias": lambda: "position_bias" in type(module).forward.__code__.co_varnames,
-    }
-    for keyword, needed in needs.items():
-        if needed():
-            raise NotImplementedError(
-                f"patch_pipeline: {name} ({type(module).__name__}) needs {keyword}: {REFUSALS[keyword]}; "
-                "leave it out with policy=lambda name, module: ..."
-            )
 
 
 def _handle_in_force(selected: dict[str, torch.nn.Module], settings: Settings) -> PatchHandle | None:
@@ -206,64 +178,82 @@ def _handle_in_force(selected: dict[str, torch.nn.Module], settings: Settings) -
             continue
         if modules == set(record.modules.values()) and settings == record.settings:
             record.apply()  # the caller may have called set_attn_implementation in between
-            binding: Binding = next(iter(modules)).__dict__[BINDING]
-            return binding.handle
+            return record.handle
         raise ValueError(
             f"patch_pipeline: already patched with config={record.settings.config!r}, "
             f"backend={record.settings.backend!r}, context_parallel={record.settings.context_parallel!r} "
             f"on {len(record.modules)} modules; call unpatch() on that handle first"
         )
-    stray = [name for name, module in selected.items() if BINDING in module.__dict__]
-    if stray:
-        raise ValueError(f"patch_pipeline: {stray[0]} was copied from a patched model; patch the original or reload it")
+    for module in modules:
+        module.__dict__.pop(BINDING, None)  # of a shallow copy, whose patch was undone on the original
     return None
 
 
-def _original_attention(modules: Any) -> list[tuple[Any, str]]:
+def _original_attention(root: torch.nn.Module, modules: Iterable[Any]) -> list[Original]:
     """Return each distinct config of `modules` with the attention it had before any handle touched it."""
-    configs = {id(module.config): module.config for module in modules}
-    pairs = [(config, _recorded_original(config) or config._attn_implementation) for config in configs.values()]
-    for config, original in pairs:
-        if original in _OURS:
+    originals = []
+    for config in {id(module.config): module.config for module in modules}.values():
+        attention = _recorded_original(config) or config._attn_implementation
+        if attention in _OURS:
             raise ValueError(
                 f"patch_pipeline: {type(config).__name__} comes from a patched model; "
                 "call set_attn_implementation first"
             )
-    return pairs
+        originals.append(Original(config, attention, attention != "sdpa" and _needs_explicit_masks(root, config)))
+    return originals
+
+
+def _needs_explicit_masks(root: torch.nn.Module, config: Any) -> bool:
+    """Tell whether the masks made from `config` must say all, as those of eager attention do.
+
+    A mask may be left to `module.is_causal` only where SDPA could run, whose masks are left out in the same cases. And
+    a module that computes attention itself adds the mask to its scores.
+    """
+    return any(not owner._supports_sdpa or any(unreachable(owner)) for owner in _owners(root, config))
+
+
+def _owners(root: torch.nn.Module, config: Any) -> Iterator[PreTrainedModel]:
+    """Yield the models below `root` that have this very config."""
+    return (each for each in root.modules() if isinstance(each, PreTrainedModel) and each.config is config)
 
 
 def _recorded_original(config: Any) -> str | None:
     """Return what a live handle recorded as this config's own attention."""
     for record in _LIVE:
-        for known, original in record.originals:
-            if known is config:
-                return original
+        for known in record.originals:
+            if known.config is config:
+                return known.attention
     return None
 
 
 def _check_delegation(root: torch.nn.Module, record: _Patch) -> None:
     """Refuse to leave modules out where their own attention wants masks of another form than the patch's, and to share
     a config with a patch of another name."""
-    foreign = {id(config): original for config, original in record.originals if record.name(original) in (OTHER, RING)}
+    ring = record.settings.context_parallel is not None
+    foreign = {id(own.config): own.attention for own in record.originals if ring or own.attention not in NAMES}
     for other in _LIVE:
-        for config, original in other.originals:
-            if any(config is mine for mine, _ in record.originals) and other.name(original) != record.name(original):
+        for own, theirs in itertools.product(record.originals, other.originals):
+            if own.config is theirs.config and record.name(own) != other.name(theirs):
                 raise ValueError(
-                    f"patch_pipeline: {type(config).__name__} is shared with a model patched with context_parallel="
-                    f"{other.settings.context_parallel!r}; call unpatch() on that handle first"
+                    f"patch_pipeline: {type(own.config).__name__} is shared with a model patched with context_parallel="
+                    f"{other.settings.context_parallel!r} as {other.name(theirs)!r}; "
+                    "call unpatch() on that handle first"
                 )
+    for own in record.originals if ring else ():
+        for name, reason in itertools.chain.from_iterable(map(unreachable, _owners(root, own.config))):
+            raise NotImplementedError(f"patch_pipeline: {name} would attend to its own shard alone: {reason}")
+    patched = {id(own.config) for own in record.originals}
     for name, module in root.named_modules():
-        if name not in record.modules and _uses_interface(module) and id(module.config) in foreign:
-            advice = "" if record.settings.context_parallel else " or call set_attn_implementation('sdpa') first"
+        if name in record.modules or not uses_interface(module):
+            continue
+        if id(module.config) in patched and any(has_indexer(module, keyword) for keyword in INDICES):
+            raise NotImplementedError(
+                f"patch_pipeline: {name} ({type(module).__name__}) would lose its sparse selection of keys beside "
+                "PASA in one model; leave out every module of this model"
+            )
+        if id(module.config) in foreign:
+            advice = "" if ring else " or call set_attn_implementation('sdpa') first"
             raise NotImplementedError(
                 f"patch_pipeline: {name} would keep {foreign[id(module.config)]!r}, which cannot share masks with "
                 f"PASA; select every module{advice}"
             )
-
-
-def _refuse_output_attentions(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook: most models never tell the attention function that its weights are wanted."""
-    if kwargs.get("output_attentions", getattr(model.config, "output_attentions", False)):
-        raise NotImplementedError(
-            f"{type(model).__name__}: output_attentions=True is not supported: {REFUSALS['output_attentions']}"
-        )

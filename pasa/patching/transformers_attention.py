@@ -10,15 +10,17 @@ registry, for the function that builds the mask. Two rules follow from its sourc
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.masking_utils import sdpa_mask
 
 import pasa
+from pasa.patching.copying import Uncopied
 from pasa.patching.onlookers import BINDING, Onlookers
+from pasa.patching.transformers_masks import implied_mask, separate_sequences, without_lowest
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -34,6 +36,8 @@ INFORMATIVE = frozenset(
         "deterministic",  # asks a flash kernel for a reproducible backward
         "labels",
         "logits_to_keep",
+        "max_length_k",  # bounds the launch of a flash kernel
+        "max_length_q",
         "mm_token_type_ids",  # already in the mask
         "num_items_in_batch",
         "output_hidden_states",
@@ -41,6 +45,8 @@ INFORMATIVE = frozenset(
         "position_embeddings",  # already in q and k
         "position_ids",  # already in q, k and, when packed, in the mask
         "return_dict",
+        "seq_idx",  # tells packed sequences apart for state-space layers
+        "shift_labels",
         "token_type_ids",  # already in the mask
         "use_cache",
     }
@@ -52,18 +58,16 @@ REFUSALS = {
     "s_aux": "attention sinks add a column to the softmax that PASA does not have",
     "position_bias": "a bias added to the scores in every layer is not supported",
     "head_mask": "a per-head mask on the attention weights is not supported",
+    "indices": "a choice of keys for each query (sparse attention with an indexer) is not supported",
+    "block_indices": "a choice of key blocks for each query (sparse attention with an indexer) is not supported",
     "cache": "paged caches (continuous batching) are not supported",
     "output_attentions": "attention weights are never formed, so they cannot be returned",
 }
 """Keywords that change the result and are not supported; any keyword found nowhere here is refused as unknown."""
 
-QUERY_SLICING_MODELS = frozenset({"gemma4_text", "gemma4_unified_text"})
-"""Model types that, in the last layers, keep the last queries only. They do so safely for the name "sdpa"; under any
-other name a causal mask that was skipped would be read as aligned to the first key. They get explicit masks."""
-
 
 @dataclass(frozen=True)
-class Binding:
+class Binding(Uncopied):
     """What a patched module runs with, and the handle that will undo it."""
 
     config: PasaConfig | None
@@ -73,11 +77,18 @@ class Binding:
     onlookers: Onlookers = field(default_factory=Onlookers)
 
 
-def make_interface(original: str) -> Interface:
+def make_interface(original: str, explicit_masks: bool) -> Interface:
     """Return the attention function to register for models whose attention was `original`.
 
     A module that carries a :class:`Binding` runs PASA. Any other module that reaches the function (declined by the
     policy, or of another model that shares the config) gets the attention it had.
+
+    Parameters
+    ----------
+    original : str
+        Name of the attention that the function takes the place of.
+    explicit_masks : bool
+        The masks are those of eager attention: float, and left out only where every key is visible.
     """
 
     def attention_interface(
@@ -90,18 +101,10 @@ def make_interface(original: str) -> Interface:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         binding = module.__dict__.get(BINDING)
         if binding is None:
-            return run_original(original, module, query, key, value, attention_mask, **kwargs)
-        return run_pasa(binding, module, query, key, value, attention_mask, **kwargs)
+            return run_original(original, explicit_masks, module, query, key, value, attention_mask, **kwargs)
+        return run_pasa(binding, module, query, key, value, attention_mask, explicit_masks=explicit_masks, **kwargs)
 
     return attention_interface
-
-
-def make_mask(*, allow_is_causal_skip: bool = True, config: Any = None, **kwargs: Any) -> torch.Tensor | None:
-    """Build the boolean mask (B, 1, Lq, Lk), True = attend; None where causality or full visibility says it all."""
-    if config is not None and config.model_type in QUERY_SLICING_MODELS:
-        allow_is_causal_skip = False
-    mask: torch.Tensor | None = sdpa_mask(allow_is_causal_skip=allow_is_causal_skip, config=config, **kwargs)
-    return mask
 
 
 def run_pasa(
@@ -115,19 +118,24 @@ def run_pasa(
     scaling: float | None = None,
     sliding_window: int | None = None,
     is_causal: bool | None = None,
+    explicit_masks: bool = False,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    cu_seq_lens_k: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend with PASA: query (B, Hq, Lq, D), key, value (B, Hkv, Lk, D) -> (B, Lq, Hq, D) contiguous, no weights."""
     _refuse_keywords(module, dropout, kwargs)
-    if attention_mask is not None:
+    if attention_mask is not None or explicit_masks:
         causal = False  # causality, padding and window are in the mask
+        attention_mask = without_lowest(attention_mask)
     else:
         causal = _is_causal(module, query.shape[2], is_causal)
         if causal and key.shape[2] > query.shape[2]:
             # A static cache being filled: the keys behind the last query are not written yet (alignment upper left).
             key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
-        attention_mask = _implied_mask(query.shape[2], key.shape[2], sliding_window, causal, query.device)
+        attention_mask = implied_mask(query.shape[2], key.shape[2], sliding_window, causal, query.device)
         causal = causal and attention_mask is None
+    attention_mask = separate_sequences(module, attention_mask, cu_seq_lens_q, cu_seq_lens_k, query, key)
     width = value.shape[-1]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     query, key, value = autocast_inputs(*_equal_widths(query, key, value))
@@ -147,6 +155,7 @@ def run_pasa(
 
 def run_original(
     original: str,
+    explicit_masks: bool,
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -154,7 +163,7 @@ def run_original(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attend as the module did before the patch, from a mask made for PASA, with the same bits.
+    """Attend as the module did before the patch, with the same bits; the mask is made for PASA unless it is explicit.
 
     Raises
     ------
@@ -167,7 +176,8 @@ def run_original(
         function = scope["ALL_ATTENTION_FUNCTIONS"]["sdpa"]
     elif original == "eager":
         function = scope[_eager_name(module)]
-        attention_mask = _eager_mask(module, query, key, attention_mask, kwargs.get("is_causal"))
+        if not explicit_masks:
+            attention_mask = _eager_mask(module, query, key, attention_mask, kwargs.get("is_causal"))
     else:
         raise NotImplementedError(f"{type(module).__name__}: cannot fall back to {original!r} beside PASA in one model")
     return function(module, query, key, value, attention_mask, **kwargs)
@@ -183,6 +193,14 @@ def forward_names(module: torch.nn.Module) -> tuple[str, ...]:
     """Return the global and attribute names that `module.forward` uses; empty where it is not Python."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return code.co_names if code is not None else ()
+
+
+def forward_constants(module: torch.nn.Module) -> frozenset[str]:
+    """Return the strings in the code of `module.forward`, of which the keywords of its calls are a part."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    constants = code.co_consts if code is not None else ()
+    parts = itertools.chain.from_iterable(each if isinstance(each, tuple) else (each,) for each in constants)
+    return frozenset(part for part in parts if isinstance(part, str))
 
 
 def autocast_inputs(
@@ -240,27 +258,6 @@ def _is_causal(module: torch.nn.Module, queries: int, is_causal: bool | None) ->
             f"{type(module).__name__}: no mask and no `is_causal`, so whether later keys are visible is unknown"
         )
     return bool(declared)
-
-
-def _implied_mask(
-    queries: int, keys: int, window: int | None, causal: bool, device: torch.device
-) -> torch.Tensor | None:
-    """Return the (1, 1, Lq, Lk) mask that a call without one still implies; None where `is_causal` alone says it.
-
-    transformers omits the mask only where the window covers all keys, so a window that does not is a caller's own.
-    """
-    narrow = window is not None and window < max(queries, keys)
-    if not narrow and not (causal and queries > keys):
-        return None
-    rows = torch.arange(queries, device=device)[:, None]
-    if queries == 1:
-        rows = rows + keys - 1  # a decoded token stands at the last key
-    distance = rows - torch.arange(keys, device=device)[None, :]
-    visible = distance >= 0 if causal or queries == 1 else torch.ones_like(distance, dtype=torch.bool)
-    if window is not None and narrow:
-        # transformers' own conventions: a causal window holds `window` keys, a bidirectional one reaches that far
-        visible &= distance < window if causal or queries == 1 else distance.abs() <= window
-    return visible[None, None]
 
 
 def _refuse_keywords(module: torch.nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:

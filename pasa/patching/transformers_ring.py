@@ -15,6 +15,7 @@ import torch.distributed as dist
 import pasa
 from pasa.patching.onlookers import BINDING
 from pasa.patching.transformers_attention import Binding, _equal_widths, _is_causal, _refuse_keywords, autocast_inputs
+from pasa.patching.transformers_masks import BORDERS
 
 
 def check_mask(*, attention_mask: torch.Tensor | None = None, local_size: int | None = None, **kwargs: Any) -> None:
@@ -50,6 +51,10 @@ def attend_shard(
     where = type(module).__name__
     if binding is None or binding.context_parallel is None:
         raise NotImplementedError(f"{where}: cannot keep its own attention beside context_parallel in one model")
+    for keyword in ("seq_idx", *BORDERS):
+        if kwargs.get(keyword) is not None:
+            what = f"{where}: {keyword} is not supported with context_parallel"
+            raise NotImplementedError(f"{what}: packed sequences cannot be told apart; give one sequence a row")
     _refuse_keywords(module, dropout, kwargs)
     if attention_mask is not None or sliding_window is not None:
         what = "a mask of its own" if attention_mask is not None else f"sliding_window={sliding_window}"

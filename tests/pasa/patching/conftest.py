@@ -31,6 +31,16 @@ LATENT = {
     "qk_nope_head_dim": 16,
     "v_head_dim": 16,
 }
+INDEXED = {
+    "n_routed_experts": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 32,
+    "index_topk": 4,
+    "index_head_dim": 16,
+    "index_n_heads": 2,
+}
 MIXED = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
 VISION = {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "patch_size": 2, "mlp_ratio": 2}
 
@@ -64,6 +74,8 @@ CONFIGS = {
         num_experts_per_tok=1,
         moe_intermediate_size=32,
     ),
+    "deepseek_v32": lambda: hf.DeepseekV32Config(**PLAIN | LATENT | INDEXED),
+    "glm_moe_dsa": lambda: hf.GlmMoeDsaConfig(**PLAIN | LATENT | INDEXED, indexer_types=["full", "shared"]),
 }
 
 

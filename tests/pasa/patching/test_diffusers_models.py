@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
+
 import diffusers
 import pytest
 import torch
 import transformers as hf
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 from diffusers.models.attention_processor import MochiVaeAttnProcessor2_0
+from torch.nn.attention.flex_attention import create_block_mask
 
 import pasa
+from pasa.patching.diffusers_attention import make_dispatched, needs_flex
+from pasa.patching.onlookers import Onlookers
 
 hf.logging.set_verbosity_error()
 
@@ -203,3 +208,66 @@ def test_an_object_without_models_names_its_class():
     blocks = {"block_out_channels": (32,), "down_block_types": ("DownBlock2D",), "up_block_types": ("UpBlock2D",)}
     with pytest.raises(NotImplementedError, match="nothing to patch in UNet2DModel"):
         pasa.patch_pipeline(diffusers.UNet2DModel(**blocks, add_attention=False))
+
+
+def anyflow():
+    from diffusers.models.transformers.transformer_anyflow_far import AnyFlowFARTransformer3DModel
+
+    return AnyFlowFARTransformer3DModel(
+        num_attention_heads=2, attention_head_dim=16, in_channels=4, out_channels=4, text_dim=16, freq_dim=32,
+        ffn_dim=32, num_layers=1, rope_max_seq_len=32,
+    )  # fmt: skip
+
+
+def test_processors_that_need_flex_are_skipped_by_name():
+    """Story: AnyFlow's causal processor and LTX 2's neighbourhood attention were reported as patched, and raised at
+    the first call: they hand over block masks, which the dispatcher's backend "flex" alone takes."""
+    with pasa.patch_pipeline(anyflow()) as handle:
+        skipped = dict(handle.report().skipped)
+        assert all("attn1" not in name for name in handle.report().patched)
+    assert "AnyFlowCausalAttnProcessor, which needs the attention backend 'flex'" in skipped["blocks.0.attn1"]
+
+
+@pytest.mark.parametrize("name", ["LTX2VideoVaeNeighborhoodAttnProcessor", "Kandinsky6SRAttnProcessor"])
+def test_a_model_of_such_processors_alone_is_refused(name):
+    """Whether a class names "flex" as its default or in its code; the modules around do not matter."""
+    from diffusers.models.autoencoders import ltx2_diffusion_decoder
+    from diffusers.models.transformers import transformer_kandinsky6_sr
+
+    processor = next(
+        getattr(file, name)() for file in (ltx2_diffusion_decoder, transformer_kandinsky6_sr) if hasattr(file, name)
+    )
+    model = wan()
+    for module in model.modules():
+        if hasattr(module, "processor"):
+            module.processor = processor
+    with pytest.raises(NotImplementedError, match=f"WanTransformer3DModel is not supported.*{name}"):
+        pasa.patch_pipeline(model)
+    assert all(module.processor is processor for module in model.modules() if hasattr(module, "processor"))
+
+
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [
+        ("transformer_qwenimage21", "QwenImage21FlexAttnProcessor"),
+        ("transformer_wan_animate_2", "WanAnimate2AttnProcessor"),
+    ],
+)
+def test_processors_that_ask_for_flex_in_one_of_their_calls_are_not_called_patched(file, name):
+    """Story: their other calls ran PASA, and the report spoke for all."""
+    module = importlib.import_module(f"diffusers.models.transformers.{file}")
+    assert needs_flex(getattr(module, name)())
+
+
+def test_block_masks_of_a_sparse_model_are_refused_at_patching_and_at_the_call():
+    """Kandinsky 5 makes block masks where its config says so; a caller of any model may set one."""
+    model = diffusers.Kandinsky5Transformer3DModel(
+        in_visual_dim=4, in_text_dim=16, in_text_dim2=8, time_dim=16, out_visual_dim=4, model_dim=32, ff_dim=32,
+        num_text_blocks=1, num_visual_blocks=1, axes_dims=(4, 4, 8), attention_type="nabla",
+    )  # fmt: skip
+    with pytest.raises(NotImplementedError, match="attention_type='nabla'"):
+        pasa.patch_pipeline(model)
+    q = torch.randn(1, 4, 2, 16)
+    mask = create_block_mask(lambda b, h, i, j: i >= j, 1, 1, 4, 4, device="cpu")
+    with pytest.raises(NotImplementedError, match="attn_mask of type BlockMask"):
+        make_dispatched(None, None, Onlookers())(q, q, q, attn_mask=mask)

@@ -82,14 +82,6 @@ def test_patching_with_other_settings_is_refused(tiny):
         pass
 
 
-def test_a_copy_of_a_patched_model_is_refused_not_guessed_at(tiny):
-    model = tiny("qwen2")
-    with pasa.patch_pipeline(model):
-        twin = copy.deepcopy(model)
-        with pytest.raises(ValueError, match="copied from a patched model"):
-            pasa.patch_pipeline(twin)
-
-
 def test_report_names_what_was_patched_and_why_not(tiny):
     model = tiny("qwen2")
     with pasa.patch_pipeline(model, policy=lambda name, module: name.endswith("layers.1.self_attn")) as handle:
@@ -195,6 +187,8 @@ def test_a_wrapped_model_and_a_pipeline(tiny, batch):
         ("gemma2", r"Gemma2Attention\) needs softcap"),
         ("gpt_oss", r"GptOssAttention\) needs s_aux"),
         ("falcon", "FalconAttention computes its attention itself"),
+        ("deepseek_v32", r"DeepseekV32Attention\) needs indices"),
+        ("glm_moe_dsa", r"GlmMoeDsaAttention\) needs indices"),
     ],
 )
 def test_models_that_need_more_are_refused_before_anything_changes(tiny, name, reason):
@@ -203,6 +197,19 @@ def test_models_that_need_more_are_refused_before_anything_changes(tiny, name, r
         pasa.patch_pipeline(model)
     assert model.config._attn_implementation == "eager"
     assert registered() == names
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
+def test_sparse_modules_cannot_be_left_beside_a_patch(tiny, name):
+    """Story: for any name but "eager" and "sdpa" they hand their choice of keys to the attention function, and eager
+    attention ignores it: a layer that the policy declined attended to all keys. A layer of GLM's takes the choice of
+    the layer before it."""
+    model = tiny(name)
+    for layer in model.model.layers[1:]:
+        layer.self_attn.indexer, layer.self_attn.skip_topk = None, False  # as in a model that is sparse in part
+    with pytest.raises(NotImplementedError, match=r"layers\.0\.self_attn.*would lose its sparse selection of keys"):
+        pasa.patch_pipeline(model, policy=lambda name, module: "layers.0" not in name)
+    assert model.config._attn_implementation == "eager"
 
 
 def test_position_bias_is_refused():

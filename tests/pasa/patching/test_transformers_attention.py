@@ -245,7 +245,63 @@ def test_unknown_causality_is_refused():
         run_binding(torch.nn.Linear(1, 1), *tensors(5, 5))
 
 
-@pytest.mark.parametrize("keyword", ["position_ids", "use_cache", "output_router_logits", "cache_position"])
+BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rest", ["position_ids", "attention_mask", "no position"])
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_training_keywords_of_packed_sequences(tiny, batch, name, rest):
+    """Story: a data collator for packed sequences adds these keywords to every batch, and each was refused.
+
+    Flash attention attends by the borders. transformers' mask knows them from the positions alone, and not where the
+    caller gives a mask: there each token attended to the sequence before its own. Bound: rounding of two layers.
+    """
+    ids, _ = batch
+    borders = torch.tensor([0, 9, 21], dtype=torch.int32)
+    packed = dict.fromkeys(BORDERS, borders) | {"max_length_q": 12, "max_length_k": 12}
+    packed |= {"seq_idx": torch.tensor([[0] * 9 + [1] * 12]), "shift_labels": ids[:1], "labels": ids[:1]}
+    positions = torch.cat([torch.arange(9), torch.arange(12)])[None]
+    packed |= {"position_ids": positions} if rest != "no position" else {}
+    packed |= {"attention_mask": torch.ones(1, 21, dtype=torch.long)} if rest == "attention_mask" else {}
+    model = tiny(name)
+    alone = torch.cat([model(part).logits for part in (ids[:1, :9], ids[:1, 9:])], dim=1)
+    one = model(ids[:1]).logits
+    with pasa.patch_pipeline(model):
+        error = (model(ids[:1], use_cache=False, **packed).logits - alone).abs().max()
+    assert error <= 2 * 2**-11 * alone.abs().max()
+    assert error < 0.05 * (one - alone).abs().max(), "the test must be able to see the border"
+
+
+@pytest.mark.parametrize(("given", "queries"), [(BORDERS[:1], 5), (BORDERS[1:], 5), (BORDERS, 1)])
+def test_borders_that_cannot_be_honoured_are_refused(given, queries):
+    """Of one side alone, or of a sequence that is continued."""
+    borders = dict.fromkeys(given, torch.tensor([0, 2, 5]))
+    with pytest.raises(NotImplementedError, match=f"Causal: {given[0]} is not supported here"):
+        run_binding(Causal(), *tensors(queries, 5), **borders)
+
+
+def test_borders_count_on_over_the_rows_of_a_batch():
+    """A float mask, a bool mask and none give the same attention within the borders."""
+    query, key, value = tensors(5, 5)
+    borders = dict.fromkeys(BORDERS, torch.tensor([0, 2, 5, 9, 10]))
+    causal = torch.ones(5, 5, dtype=torch.bool).tril()
+    blocks = [[torch.ones(size, size) for size in sizes] for sizes in ((2, 3), (4, 1))]
+    same = torch.stack([torch.block_diag(*row).bool() for row in blocks])
+    expected = run_binding(Causal(), query, key, value, (same & causal)[:, None])
+    for mask in (None, causal[None, None], torch.zeros(1, 1, 5, 5).masked_fill(~causal, torch.finfo(torch.float).min)):
+        torch.testing.assert_close(
+            run_binding(Causal(), query, key, value, mask, **borders), expected, rtol=0, atol=2**-10
+        )
+
+
+@pytest.mark.parametrize(
+    "keyword",
+    [
+        *("position_ids", "use_cache", "output_router_logits", "cache_position", "shift_labels", "seq_idx"),
+        *("max_length_q", "max_length_k"),
+    ],
+)
 def test_informative_keywords_change_nothing(keyword):
     query, key, value = tensors(5, 5)
     out = run_binding(Causal(), query, key, value, **{keyword: torch.arange(5), "softcap": None, "s_aux": None})

@@ -184,6 +184,25 @@ def test_windows_are_refused(tmp_path):
     in_one_process(task, tmp_path)
 
 
+def test_packed_sequences_and_attention_beside_the_ring_are_refused(tmp_path):
+    """Story: BigBirdPegasus' encoder computes its attention itself, and would have attended to its shard alone."""
+    import transformers as hf
+
+    def task():
+        model = tiny_qwen2()
+        with pasa.patch_pipeline(model, context_parallel=dist.group.WORLD):
+            for keyword in ("cu_seq_lens_q", "seq_idx"):
+                with pytest.raises(NotImplementedError, match=f"{keyword} .*give one sequence a row"):
+                    model(prompt(), **{keyword: torch.tensor([0, 5, 21])})
+        sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 97}
+        heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+        bird = hf.BigBirdPegasusForConditionalGeneration(hf.BigBirdPegasusConfig(**sizes, **heads))
+        with pytest.raises(NotImplementedError, match=r"encoder.* would attend to its own shard alone"):
+            pasa.patch_pipeline(bird, context_parallel=dist.group.WORLD)
+
+    in_one_process(task, tmp_path)
+
+
 def test_a_diffusers_model_is_refused():
     pipeline = type("Pipeline", (), {"__module__": "diffusers.pipelines"})()
     with pytest.raises(NotImplementedError, match="context_parallel is not supported for diffusers models"):
