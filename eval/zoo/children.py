@@ -30,7 +30,7 @@ class Child:
 def run_all(
     items: Sequence[Any], work: Callable[[Any], Record], jobs: int, seconds: float = SECONDS
 ) -> Iterator[tuple[Any, Record]]:
-    """Yield each item with its record as it is done; one that crashes or does not end in time has a record that says so.
+    """Yield each item with its record as it is done; one that crashes or takes too long has a record that says so.
 
     Parameters
     ----------

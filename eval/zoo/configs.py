@@ -18,7 +18,9 @@ LEVELS = ("all", "widths kept", "heads kept")
 """How much is made small; the next is tried where a model of the one before cannot be built or run."""
 
 LAYER_COUNTS = re.compile(r"(^|_)(num_hidden_|num_)?(layers?|n_layers?|blocks)$|^depth$|_depth$|^n_layer$")
-WIDTHS = re.compile(r"(size|dims?|width|channels|units|d_model|d_ff|n_embd|n_inner|filters|features|conv_pos_embeddings)$")
+WIDTHS = re.compile(
+    r"(size|dims?|width|channels|units|d_model|d_ff|n_embd|n_inner|filters|features|conv_pos_embeddings)$"
+)
 KEPT = re.compile(
     r"num_channels|in_channels|out_channels$|kernel|stride|(^|_)window|chunk|block_size|pool|mel|spatial|input_dim$|"
     r"sampling|codebook_size|feature_size|^input_size|num_labels|type_vocab|freq|hop|tokens?_per|audio_channels|"
@@ -30,7 +32,7 @@ ONE_OF_EACH = re.compile(r"layer_types$|layers_block_type$|block_types$|attentio
 MROPE = {"rope_theta": 10000.0, "rope_type": "default", "mrope_section": [2, 3, 3]}
 HORIZON = {"prediction_length": 4, "context_length": 12}
 OWN: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text"), {"rope_parameters": MROPE}),
+    **{name: {"rope_parameters": MROPE} for name in ("qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text")},
     **dict.fromkeys(("autoformer", "informer", "time_series_transformer"), HORIZON),
     "mamba2": {"num_heads": 8, "head_dim": HEAD_DIM},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
@@ -46,7 +48,14 @@ OWN: dict[str, dict[str, Any]] = {
 }
 """Fields that an architecture needs beside the rules, by model type."""
 
-DERIVED = ("stage_names", "out_features", "out_indices", "qk_head_dim", "hybrid_layer_ids", "intermediate_layer_indices")
+DERIVED = (
+    "stage_names",
+    "out_features",
+    "out_indices",
+    "qk_head_dim",
+    "hybrid_layer_ids",
+    "intermediate_layer_indices",
+)
 """Fields that a configuration makes from others."""
 
 ABSENT = {"head_dim": HEAD_DIM, "num_experts_per_tok": EXPERTS, "n_routed_experts": EXPERTS, "n_shared_experts": 1}
@@ -120,7 +129,9 @@ def small_dict(name: str, value: dict[Any, Any], level: str, moved: dict[int, in
         return value | {"mrope_section": [2, 3, 3]} if "mrope_section" in value else value
     if all(str(key).isdecimal() for key in value):
         kept = {layers.index(int(key)): each for key, each in value.items() if int(key) in layers}
-        return {key: shrunk(each, level, moved) if isinstance(each, dict) else each for key, each in kept.items()} or None
+        return {
+            key: shrunk(each, level, moved) if isinstance(each, dict) else each for key, each in kept.items()
+        } or None
     if "model_type" in value or name.endswith("config"):
         return shrunk(without(value), level, moved)
     return value
@@ -140,9 +151,7 @@ def depth(fields: dict[str, Any]) -> int:
     return -1
 
 
-def small_number(
-    name: str, value: int, fields: dict[str, Any], level: str, moved: dict[int, int], layers: int
-) -> int:
+def small_number(name: str, value: int, fields: dict[str, Any], level: str, moved: dict[int, int], layers: int) -> int:
     """One field."""
     rules: list[tuple[bool, Callable[[], int]]] = [
         (TOKEN_ID.search(name) is not None, lambda: moved.get(value, value)),

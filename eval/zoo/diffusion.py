@@ -21,27 +21,26 @@ LEVELS = ("all", "widths kept")
 HEADS, HEAD_DIM, WIDTH, BASE, SIDE = 2, 32, 64, 16, 16
 REPAIRS = 8
 
+COGVIDEO = {"max_text_seq_length": 7, "sample_width": 8, "sample_height": 8, "sample_frames": 5}
+HUNYUAN = {"in_channels": 4, "patch_size": 2, "text_len": 7, "text_len_t5": 7, "hidden_size": 64, "sample_size": 8}
+LATTE = {"in_channels": 4, "patch_size": 2, "sample_size": 8, "video_length": 2, "norm_type": "ada_norm_single"}
+CONTINUOUS = {"in_channels": 64, "cross_attention_dim": 64}
 OWN: dict[str, dict[str, Any]] = {
     "AuraFlowTransformer2DModel": {"pos_embed_max_size": 256},
-    **dict.fromkeys(
-        ("CogVideoXTransformer3DModel", "ConsisIDTransformer3DModel"),
-        {"max_text_seq_length": 7, "sample_width": 8, "sample_height": 8, "sample_frames": 5},
-    ),
-    **dict.fromkeys(("DreamLiteTransformer2DModel", "Transformer2DModel"), {"in_channels": 64, "cross_attention_dim": 64}),
+    "CogVideoXTransformer3DModel": COGVIDEO,
+    "ConsisIDTransformer3DModel": COGVIDEO,
+    "DreamLiteTransformer2DModel": CONTINUOUS,
+    "Transformer2DModel": CONTINUOUS,
     "TransformerTemporalModel": {"in_channels": 64},
     "EasyAnimateTransformer3DModel": {"in_channels": 16, "out_channels": 16, "patch_size": 2, "mmdit_layers": 2},
-    **dict.fromkeys(
-        ("HunyuanDiT2DModel", "HunyuanDiT2DControlNetModel"),
-        {"in_channels": 4, "patch_size": 2, "text_len": 7, "text_len_t5": 7, "hidden_size": 64, "sample_size": 8},
-    ),
+    "HunyuanDiT2DModel": HUNYUAN,
+    "HunyuanDiT2DControlNetModel": HUNYUAN,
     "PriorTransformer": {"num_embeddings": 7},
     "PRXTransformer2DModel": {"axes_dim": (16, 16)},
     "WanVACETransformer3DModel": {"vace_layers": [0, 1]},
-    "LatteTransformer3DModel": {"in_channels": 4, "patch_size": 2, "sample_size": 8, "caption_channels": 64,
-                                "cross_attention_dim": 64, "video_length": 2, "norm_type": "ada_norm_single"},
+    "LatteTransformer3DModel": {**LATTE, "caption_channels": 64, "cross_attention_dim": 64},
     "ControlNetUnionModel": {"num_control_type": 2},
-    "HiDreamImageTransformer2DModel": {"patch_size": 2, "in_channels": 4},
-}  # fmt: skip
+}
 """Arguments that a model needs beside the rules."""
 
 
@@ -153,13 +152,17 @@ def candidates(model: Any) -> Iterator[Inputs]:
     if main is None:
         return
     every = [name for name in known if name in needed or made(name, model)]
-    usual = [n for n in every if n in needed or n == main or re.search("^encoder_hidden|timestep|pooled|ids$|shapes", n)]
+    usual = [
+        n for n in every if n in needed or n == main or re.search("^encoder_hidden|timestep|pooled|ids$|shapes", n)
+    ]
     for names in ([main, *(n for n in needed if n != main)], usual, every):
         values = {name: made(name, model) for name in names}
         if not all(values.values()):
             continue
         for latent in values[main]:
-            for turn in range(max(len(options) for name, options in values.items() if name != main) if names[1:] else 1):
+            for turn in range(
+                max(len(options) for name, options in values.items() if name != main) if names[1:] else 1
+            ):
                 rest = {name: options[min(turn, len(options) - 1)] for name, options in values.items() if name != main}
                 yield {main: latent, **rest}
 
@@ -215,5 +218,5 @@ def cases(model: Any, inputs: Inputs) -> list[Case]:
         if name in parameters(type(model).forward) and isinstance(inputs.get("encoder_hidden_states"), Tensor):
             mask = torch.ones(inputs["encoder_hidden_states"].shape[:2], dtype=torch.bool)
             mask[0, -3:] = False
-            found.append(Case(f"with {name}", partial(model, **inputs, **{name: mask})))
+            found.append(Case(f"with {name}", partial(model, **{**inputs, name: mask})))
     return found

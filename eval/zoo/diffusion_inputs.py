@@ -18,7 +18,7 @@ GUESSED = {"encoder": 1031, "pooled": 1033, "other": 1039}
 TEXT_WIDTHS = (
     "joint_attention_dim", "cross_attention_dim", "caption_channels", "text_dim", "text_embed_dim", "cap_feat_dim",
     "text_in_dim", "context_in_dim", "text_in_channels", "text_feature_dim", "encoder_hid_dim", "text_states_dim",
-    "cond_token_dim", "cross_attention_input_dim", "encoder_hidden_size", "in_text_dim", "embedding_dim", "condition_dim",
+    "cond_token_dim", "cross_attention_input_dim", "encoder_hidden_size", "embedding_dim", "condition_dim",
 )  # fmt: skip
 AXES = ("axes_dims_rope", "axes_dim_rope", "axes_dims", "axes_dim", "rope_axes_dim")
 
@@ -114,18 +114,21 @@ MAKERS: dict[str, Callable[[Any], list[Any]]] = {
     "controlnet_cond": lambda model: [
         latents(model)[0], torch.randn(2, field(model, "conditioning_channels", default=3), 8 * SIDE, 8 * SIDE)
     ],
-    "control_hidden_states": lambda model: [torch.randn(2, field(model, "vace_in_channels", default=96), 5, SIDE, SIDE)],
+    "control_hidden_states": lambda model: [torch.randn(2, 96, 5, SIDE, SIDE)],
     "image_latents": lambda model: [torch.randn(2, 4, 2 * FRAMES + 1, SIDE, SIDE)],
     "context_latents": lambda model: [torch.randn(2, TOKENS, GUESSED["other"])],
     "indices_latents": lambda model: [torch.arange(2 * FRAMES + 1)[None].repeat(2, 1)],
     "added_time_ids": lambda model: [torch.ones(2, 3)],
-    "cap_feats": lambda model: [[x for x in text(model)]],
+    "cap_feats": lambda model: [list(text(model))],
     "return_dict": lambda model: [True],
     "sample_posterior": lambda model: [False],
     "num_frames": lambda model: [1],
     "height": lambda model: [4],
     "width": lambda model: [4],
     "fps": lambda model: [torch.tensor([8, 8])],
+    "pose_hidden_states": lambda model: [torch.randn(2, 16, 2 * FRAMES, SIDE, SIDE)],
+    "text_embedding_mask": lambda model: [torch.ones(2, TEXT)],
+    "text_embedding_mask_t5": lambda model: [torch.ones(2, TEXT)],
     "added_cond_kwargs": lambda model: [{"resolution": None, "aspect_ratio": None, "image_embeds": text(model)[:, 0]}],
 }  # fmt: skip
 """What makes the values to try for an input."""
@@ -133,7 +136,9 @@ MAKERS: dict[str, Callable[[Any], list[Any]]] = {
 
 def latents(model: Any) -> list[Any]:
     """Pictures, clips, sequences, and lists of pictures; the likely ones first."""
-    channels = field(model, "in_channels", "latent_channels", "io_channels", "audio_in_channels", default=GUESSED["other"])
+    channels = field(
+        model, "in_channels", "latent_channels", "io_channels", "audio_in_channels", default=GUESSED["other"]
+    )
     side = max(SIDE, min(32, field(model, "sample_size", default=SIDE)))
     kind, known = type(model).__name__, parameters(type(model).forward)
     if re.search("Autoencoder|VQ|VAE", kind):

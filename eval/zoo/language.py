@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from pasa.eval.zoo.configs import LEVELS, small_config
-from pasa.eval.zoo.inputs import BATCH, Inputs, candidates, parameters
-from pasa.eval.zoo.judging import Case, line
+from pasa.eval.zoo.inputs import Inputs, candidates, parameters
+from pasa.eval.zoo.judging import Case, Generated, line
 
 CAUSAL, BASE, SEQUENCE = "causal", "base", "encoder-decoder"
 MAPPINGS = {
@@ -22,7 +22,7 @@ MAPPINGS = {
 MOST_PARAMETERS = 60_000_000
 NEW_TOKENS = 8
 PAD = 0
-PADDED = ((3, 0), (0, 0))  # tokens of padding in each row: the first is padded, the second is not
+PADDABLE = frozenset({"input_ids", "decoder_input_ids", "pixel_values", "bbox"})
 
 
 def architectures(kind: str) -> list[str]:
@@ -104,10 +104,8 @@ def _accepted(model: Any) -> tuple[Inputs | None, str]:
 def cases(kind: str, model: Any, inputs: Inputs) -> list[Case]:
     """The calls by which a model is judged: as it is, padded on both sides, and continued word by word."""
     found = [Case("plain", partial(model, **inputs))]
-    if set(inputs) <= {"input_ids", "decoder_input_ids", "pixel_values", "bbox"} and "input_ids" in inputs:
-        if "attention_mask" in parameters(type(model).forward):
-            sides = ("left", "right") if kind == CAUSAL else ("right",)
-            found += [_padded(model, inputs, side) for side in sides]
+    if "input_ids" in inputs and set(inputs) <= PADDABLE and "attention_mask" in parameters(type(model).forward):
+        found += [_padded(model, inputs, side) for side in (("left", "right") if kind == CAUSAL else ("right",))]
     if kind != BASE and hasattr(model, "generate"):
         found += list(_continued(kind, model, inputs))
     return found
@@ -132,10 +130,11 @@ def _continued(kind: str, model: Any, inputs: Inputs) -> Iterator[Case]:
         yield Case("generate, left padding", partial(greedy, model, {**prompts, "attention_mask": mask}))
 
 
-def greedy(model: Any, inputs: Inputs) -> Any:
-    """Tokens and logits of `NEW_TOKENS` greedy steps, (B, steps) and (B, steps, vocabulary)."""
+def greedy(model: Any, inputs: Inputs) -> Generated:
+    """`NEW_TOKENS` greedy steps."""
     done = model.generate(
         **inputs, do_sample=False, num_beams=1, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS,
         pad_token_id=PAD, eos_token_id=None, return_dict_in_generate=True, output_logits=True,
     )  # fmt: skip
-    return {"tokens": done.sequences, "logits": torch.stack(done.logits, 1)}
+    logits = torch.stack(done.logits, 1)
+    return Generated(done.sequences[:, -logits.shape[1] :], logits)

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import time
+import json
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from pasa.eval import output
 from pasa.eval.speed.device import describe
-from pasa.eval.zoo import judging, language
+from pasa.eval.zoo import diffusion, judging, language
 from pasa.eval.zoo.children import run_all
 
-KINDS = (language.CAUSAL, language.BASE, language.SEQUENCE)
+KINDS = (language.CAUSAL, language.BASE, language.SEQUENCE, diffusion.MODELS)
 Record = dict[str, Any]
 
 
@@ -24,6 +25,7 @@ def run_zoo(
     kinds: Sequence[str] | None = None,
     names: Sequence[str] | None = None,
     jobs: int = 2,
+    kept: Path | None = None,
     progress: output.Report | None = None,
 ) -> Record:
     """Judge architectures of the installed transformers and diffusers.
@@ -36,12 +38,15 @@ def run_zoo(
         Classes; all of those kinds.
     jobs : int
         Processes at once.
+    kept : Path, optional
+        A file of records, a line each, that are not made again; new ones are added.
     progress : callable, optional
 
     Returns
     -------
     dict
-        JSON-able: ``counts`` of verdicts by kind, ``records`` (an architecture each), ``gate``.
+        JSON-able: ``counts`` of verdicts by kind, ``records`` (an architecture each, with the commit that judged it),
+        ``gate``.
 
     Raises
     ------
@@ -51,11 +56,14 @@ def run_zoo(
     chosen = select(kinds, names)
     if jobs < 1:
         raise ValueError(f"jobs={jobs} is below 1")
-    started = time.perf_counter()
+    records = [each for each in known(kept) if (each["kind"], each["name"]) in chosen]
+    done = {(each["kind"], each["name"]) for each in records}
+    own = {"commit": output.commit()}
     preload()
-    records: list[Record] = []
-    for (kind, name), record in run_all(chosen, judge_one, jobs):
-        records.append({"kind": kind, "name": name, **record})
+    for (kind, name), record in run_all([each for each in chosen if each not in done], judge_one, jobs):
+        records.append({"kind": kind, "name": name, **record, **own})
+        if kept is not None:
+            keep(kept, records[-1])
         if progress:
             progress(len(records), len(chosen), f"{name}: {record['verdict']}")
     places = {each: place for place, each in enumerate(chosen)}
@@ -65,7 +73,7 @@ def run_zoo(
         "gate": gate(records),
         "counts": counts(records),
         "settings": {"jobs": jobs, "bounds": {name: getattr(judging, name) for name in BOUNDS}},
-        "duration_s": round(time.perf_counter() - started, 1),
+        "commits": sorted({str(each.get("commit")) for each in records}),
         "cpu_s": round(sum(each.get("seconds", 0.0) for each in records), 1),
         "records": records,
         "note": "random weights, FP32, on a CPU: patches are judged, not kernels; nothing was run on a GPU or an NPU",
@@ -73,8 +81,17 @@ def run_zoo(
     }
 
 
+KEPT = "records.jsonl"
 BOUNDS = ("PLUMBING", "ROUNDING", "AMPLIFIED", "SEEN")
 LIBRARIES = ("transformers", "diffusers")
+SHARED = (
+    "transformers.generation",
+    "transformers.models.llama.modeling_llama",
+    "diffusers.models.unets.unet_2d_condition",
+    "pasa.patching.transformers",
+    "pasa.patching.diffusers",
+)
+"""What most architectures import."""
 
 
 def select(kinds: Sequence[str] | None, names: Sequence[str] | None) -> list[tuple[str, str]]:
@@ -91,16 +108,32 @@ def select(kinds: Sequence[str] | None, names: Sequence[str] | None) -> list[tup
 
 def architectures(kind: str) -> list[str]:
     """Class names of one kind."""
-    return language.architectures(kind)
+    return diffusion.models() if kind == diffusion.MODELS else language.architectures(kind)
+
+
+def known(kept: Path | None) -> list[Record]:
+    """Records of a run that was stopped."""
+    if kept is None or not kept.is_file():
+        return []
+    return [json.loads(each) for each in kept.read_text(encoding="utf-8").splitlines()]
+
+
+def keep(kept: Path, record: Record) -> None:
+    """Add a record to those of the run."""
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    with kept.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(output.jsonable(record)) + "\n")
 
 
 def preload() -> None:
     """Import what all children share, once; they have one thread each."""
+    import diffusers
     import transformers
 
     torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
-    for name in ("transformers.generation", "transformers.models.llama.modeling_llama", "pasa.patching.transformers"):
+    for library in (transformers, diffusers):
+        library.utils.logging.set_verbosity_error()
+    for name in SHARED:
         importlib.import_module(name)
 
 
@@ -108,11 +141,12 @@ def judge_one(item: tuple[str, str]) -> Record:
     """Build one architecture and judge it; runs in a child."""
     kind, name = item
     try:
-        built = language.build(name)
+        built = diffusion.build(name) if kind == diffusion.MODELS else language.build(name)
         if isinstance(built, str):
             return {"verdict": "not built", "why": built}
         model, inputs = built
-        return judging.judge(model, language.cases(kind, model, inputs))
+        own = diffusion.cases(model, inputs) if kind == diffusion.MODELS else language.cases(kind, model, inputs)
+        return judging.judge(model, own)
     except Exception as error:
         return {"verdict": "crashed", "why": f"{type(error).__name__}: {judging.line(error)}"}
 
