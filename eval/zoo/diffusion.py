@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pasa.eval.zoo.diffusion_inputs import made
+from pasa.eval.zoo.diffusion_inputs import GIVEN, made
 from pasa.eval.zoo.inputs import Inputs, parameters
 from pasa.eval.zoo.judging import Case, line
 from pasa.eval.zoo.language import MOST_PARAMETERS, spread
@@ -23,7 +23,11 @@ REPAIRS = 8
 
 COGVIDEO = {"max_text_seq_length": 7, "sample_width": 8, "sample_height": 8, "sample_frames": 5}
 HUNYUAN = {"in_channels": 4, "patch_size": 2, "text_len": 7, "text_len_t5": 7, "hidden_size": 64, "sample_size": 8}
-LATTE = {"in_channels": 4, "patch_size": 2, "sample_size": 8, "video_length": 2, "norm_type": "ada_norm_single"}
+LATTE = {"in_channels": 4, "patch_size": 2, "sample_size": 8, "video_length": 5, "norm_type": "ada_norm_single"}
+HUNYUAN_VAE = {
+    "in_channels": 3, "out_channels": 3, "latent_channels": 4, "block_out_channels": (32, 64), "layers_per_block": 1,
+    "spatial_compression_ratio": 2, "sample_size": 32,
+}  # fmt: skip
 CONTINUOUS = {"in_channels": 64, "cross_attention_dim": 64}
 OWN: dict[str, dict[str, Any]] = {
     "AuraFlowTransformer2DModel": {"pos_embed_max_size": 256},
@@ -39,7 +43,8 @@ OWN: dict[str, dict[str, Any]] = {
     "PRXTransformer2DModel": {"axes_dim": (16, 16)},
     "WanVACETransformer3DModel": {"vace_layers": [0, 1]},
     "LatteTransformer3DModel": {**LATTE, "caption_channels": 64, "cross_attention_dim": 64},
-    "ControlNetUnionModel": {"num_control_type": 2},
+    "AutoencoderKLHunyuanImage": HUNYUAN_VAE,
+    "UVit2DModel": {"micro_cond_encode_dim": 64, "micro_cond_embed_dim": 320},
 }
 """Arguments that a model needs beside the rules."""
 
@@ -139,6 +144,8 @@ def small_list(name: str, value: Any, dim: Any, level: str) -> Any:
     if sum(value) == dim and isinstance(dim, int) and dim > HEAD_DIM:
         parts = [max(2, 2 * round(each * HEAD_DIM / dim / 2)) for each in value]
         return type(value)([HEAD_DIM - sum(parts[1:]), *parts[1:]])
+    if name.endswith("heads"):
+        return type(value)(min(each, HEADS) for each in value)
     if name.endswith("channels") and max(value) > WIDTH:
         return type(value)(min(each, WIDTH) for each in value)
     return value
@@ -150,6 +157,13 @@ def candidates(model: Any) -> Iterator[Inputs]:
     needed = [name for name, each in known.items() if each.default is inspect.Parameter.empty]
     main = next(iter(known), None)
     if main is None:
+        return
+    own = GIVEN.get(type(model).__name__)
+    if own is not None:
+        given = {name: value(model) for name, value in own.items()}
+        rest = {name: made(name, model) for name in needed if name not in given}
+        for latent in rest.pop(main, [None]):
+            yield {main: given.get(main, latent), **{name: each[0] for name, each in rest.items()}, **given}
         return
     every = [name for name in known if name in needed or made(name, model)]
     usual = [

@@ -112,9 +112,9 @@ MAKERS: dict[str, Callable[[Any], list[Any]]] = {
     "target_input_ids": lambda model: [torch.randint(0, 60, (2, TEXT))],
     "source_hidden_states": lambda model: [text(model, "source_dim")],
     "controlnet_cond": lambda model: [
-        latents(model)[0], torch.randn(2, field(model, "conditioning_channels", default=3), 8 * SIDE, 8 * SIDE)
+        latents(model)[0],
+        torch.randn(2, field(model, "conditioning_channels", default=3), *[8 * latents(model)[0].shape[-1]] * 2),
     ],
-    "control_hidden_states": lambda model: [torch.randn(2, 96, 5, SIDE, SIDE)],
     "image_latents": lambda model: [torch.randn(2, 4, 2 * FRAMES + 1, SIDE, SIDE)],
     "context_latents": lambda model: [torch.randn(2, TOKENS, GUESSED["other"])],
     "indices_latents": lambda model: [torch.arange(2 * FRAMES + 1)[None].repeat(2, 1)],
@@ -126,12 +126,51 @@ MAKERS: dict[str, Callable[[Any], list[Any]]] = {
     "height": lambda model: [4],
     "width": lambda model: [4],
     "fps": lambda model: [torch.tensor([8, 8])],
-    "pose_hidden_states": lambda model: [torch.randn(2, 16, 2 * FRAMES, SIDE, SIDE)],
     "text_embedding_mask": lambda model: [torch.ones(2, TEXT)],
     "text_embedding_mask_t5": lambda model: [torch.ones(2, TEXT)],
     "added_cond_kwargs": lambda model: [{"resolution": None, "aspect_ratio": None, "image_embeds": text(model)[:, 0]}],
 }  # fmt: skip
 """What makes the values to try for an input."""
+
+
+def clip(model: Any) -> Tensor:
+    """Frames of latents, channels first."""
+    return torch.randn(2, field(model, "in_channels", default=4), 2 * FRAMES + 1, SIDE, SIDE)
+
+
+GIVEN: dict[str, dict[str, Callable[[Any], Any]]] = {
+    "AnyFlowTransformer3DModel": dict.fromkeys(("timestep", "r_timestep"), lambda model: torch.full((2, FRAMES), 3.0)),
+    "AutoencoderKLHunyuanVideo15": {"sample": lambda model: torch.randn(1, 3, 5, 32, 32)},
+    "AutoencoderKLMochi": {"sample": lambda model: torch.randn(1, 3, 7, 32, 32)},
+    "BriaFiboTransformer2DModel": {
+        name: lambda model, name=name: MAKERS[name](model)[0]
+        for name in ("encoder_hidden_states", "text_encoder_layers", "timestep", "img_ids", "txt_ids")
+    },
+    "EasyAnimateTransformer3DModel": {"encoder_hidden_states": text},
+    "HunyuanVideo15Transformer3DModel": {
+        "encoder_hidden_states_2": lambda model: text(model, "text_embed_2_dim"),
+        "encoder_attention_mask_2": lambda model: torch.ones(2, TEXT),
+        "image_embeds": lambda model: text(model, "image_embed_dim"),
+    },
+    "HunyuanVideoFramepackTransformer3DModel": {"indices_latents": lambda model: torch.arange(2 * FRAMES + 1)},
+    "LatteTransformer3DModel": {
+        "hidden_states": clip,
+        "timestep": lambda model: torch.tensor([3.0, 3.0]),
+        "encoder_hidden_states": text,
+    },
+    "MiniMaxMusic3Transformer1DModel": {"encoder_hidden_states": lambda model: torch.randn(2, TOKENS, 64)},
+    "SparseControlNetModel": {
+        "sample": clip,
+        "controlnet_cond": clip,
+        "conditioning_mask": lambda model: torch.ones(2, 1, 2 * FRAMES + 1, SIDE, SIDE),
+    },
+    "TransformerTemporalModel": {
+        "hidden_states": lambda model: torch.randn(2 * FRAMES, 64, SIDE, SIDE),
+        "num_frames": lambda model: FRAMES,
+    },
+    "WanVACETransformer3DModel": {"control_hidden_states": lambda model: torch.randn(2, 96, 5, SIDE, SIDE)},
+}
+"""Inputs that a model needs beside those it must be given, and their values."""
 
 
 def latents(model: Any) -> list[Any]:
@@ -145,14 +184,14 @@ def latents(model: Any) -> list[Any]:
         channels = field(model, "in_channels", default=3)
         return [torch.randn(2, channels, *size) for size in ((32, 32), (5, 32, 32), (1, 32, 32), (2048,))]
     picture, wave = torch.randn(2, channels, side, side), torch.randn(2, channels, 64)
-    clip = torch.randn(2, channels, 2 * FRAMES + 1, side, side)
+    frames_second = torch.randn(2, channels, 2 * FRAMES + 1, side, side)
     frames_first = torch.randn(2, FRAMES, channels, side, side)
     sequence = torch.randn(2, TOKENS, channels)
     single = torch.randn(2, field(model, "embedding_dim", default=channels))
     several = list(torch.randn(2, channels, 1, side, side))
-    order = [picture, sequence, wave, clip, frames_first, single, several]
+    order = [picture, sequence, wave, frames_second, frames_first, single, several]
     if re.search("3D|Video|Motion|SpatioTemporal|Wan|I2V", kind):
-        order = [clip, frames_first, sequence, picture]
+        order = [frames_second, frames_first, sequence, picture]
     if {"img_ids", "img_shapes", "num_frames", "context_latents"} & set(known):
         order = [sequence, *(each for each in order if each is not sequence)]
     return [several, picture] if "x" in known else order

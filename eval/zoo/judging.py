@@ -13,6 +13,7 @@ Three bounds, on the largest difference of an output from the unpatched model's,
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass
@@ -28,6 +29,8 @@ STEADY = 1e-5  # what two runs of the unpatched model may differ by
 REFUSALS = (NotImplementedError, TypeError, ValueError)
 VERDICTS = ("right", "refused", "nothing to patch", "wrong", "refused at call", "crashed", "not judged", "not built")
 FINDINGS = ("wrong", "refused at call", "crashed")
+UNJUDGED = re.compile("past_key_values|attentions")
+"""Outputs that are left out: caches, and attention weights, which some models return unasked and PASA never forms."""
 Attention = Callable[..., Tensor]
 Record = dict[str, Any]
 
@@ -65,14 +68,14 @@ class Generated:
 
 
 def tensors(output: Any) -> Iterator[Tensor]:
-    """The tensors in a model's output, without caches."""
+    """The tensors in a model's output, without those `UNJUDGED` names."""
     if isinstance(output, Generated):
         yield output.logits
     elif isinstance(output, Tensor):
         yield output
     elif isinstance(output, Mapping):
         for name, value in output.items():
-            if "past_key_values" not in str(name):
+            if not UNJUDGED.search(str(name)):
                 yield from tensors(value)
     elif isinstance(output, (list, tuple)):
         for value in output:
