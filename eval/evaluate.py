@@ -203,7 +203,10 @@ def zoo(
     json: Json = None,
     output_dir: Annotated[Path | None, typer.Option(file_okay=False, help="Write JSON and Markdown there.")] = None,
     kinds: Annotated[
-        str | None, typer.Option(help="Between commas, of causal, base, encoder-decoder, diffusers model. All.")
+        str | None,
+        typer.Option(
+            help="Between commas, of causal, base, encoder-decoder, diffusers model, diffusers pipeline. All."
+        ),
     ] = None,
     names: Annotated[str | None, typer.Option(help="Classes, between commas. All.")] = None,
     jobs: Annotated[int, typer.Option(parser=integer, metavar="N", help="Processes at once.")] = 2,

@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
-# Lint, types, lowering for an NPU, tests. Arguments go to pytest.
+# Lint, types, lowering for an NPU, tests. Arguments go to pytest; --all, which stands first, adds what takes an hour.
 set -euo pipefail
+ALL=""
+if [[ ${1:-} == --all ]]; then ALL=1; shift; fi
 source "$(dirname "${BASH_SOURCE[0]}")/_venv.sh"
 source "$ROOT/scripts/_browser.sh"
 need_browser
@@ -28,4 +30,5 @@ export HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 tested=0
 "$VENV/bin/python" -m pytest -n "$cores" --dist worksteal "$@" || tested=$?
 wait "$types"
+if [[ $ALL ]]; then "$VENV/bin/pasa" eval zoo --jobs "$cores" || tested=$?; fi
 exit "$tested"

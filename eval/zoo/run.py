@@ -6,7 +6,8 @@ import importlib
 import importlib.metadata
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,17 @@ import torch
 
 from pasa.eval import output
 from pasa.eval.speed.device import describe
-from pasa.eval.zoo import diffusion, judging, language
+from pasa.eval.zoo import diffusion, judging, language, pipelines
 from pasa.eval.zoo.children import run_all
 
-KINDS = (language.CAUSAL, language.BASE, language.SEQUENCE, diffusion.MODELS)
+WORK: dict[str, tuple[Callable[[str], Any], Callable[..., list[judging.Case]]]] = {
+    **{kind: (language.build, partial(language.cases, kind)) for kind in language.MAPPINGS},
+    diffusion.MODELS: (diffusion.build, diffusion.cases),
+    pipelines.PIPELINES: (pipelines.build, pipelines.cases),
+}
+"""How each kind is built (a model and its inputs, or why not), and the cases of what was built."""
+
+KINDS = tuple(WORK)
 Record = dict[str, Any]
 
 
@@ -87,7 +95,9 @@ LIBRARIES = ("transformers", "diffusers")
 SHARED = (
     "transformers.generation",
     "transformers.models.llama.modeling_llama",
+    "transformers.models.clip.modeling_clip",
     "diffusers.models.unets.unet_2d_condition",
+    "diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion",
     "pasa.patching.transformers",
     "pasa.patching.diffusers",
 )
@@ -108,7 +118,9 @@ def select(kinds: Sequence[str] | None, names: Sequence[str] | None) -> list[tup
 
 def architectures(kind: str) -> list[str]:
     """Class names of one kind."""
-    return diffusion.models() if kind == diffusion.MODELS else language.architectures(kind)
+    if kind in language.MAPPINGS:
+        return language.architectures(kind)
+    return diffusion.models() if kind == diffusion.MODELS else pipelines.pipelines()
 
 
 def known(kept: Path | None) -> list[Record]:
@@ -140,13 +152,15 @@ def preload() -> None:
 def judge_one(item: tuple[str, str]) -> Record:
     """Build one architecture and judge it; runs in a child."""
     kind, name = item
+    build, cases = WORK[kind]
     try:
-        built = diffusion.build(name) if kind == diffusion.MODELS else language.build(name)
-        if isinstance(built, str):
-            return {"verdict": "not built", "why": built}
-        model, inputs = built
-        own = diffusion.cases(model, inputs) if kind == diffusion.MODELS else language.cases(kind, model, inputs)
-        return judging.judge(model, own)
+        built = build(name)
+    except Exception as error:
+        built = f"{type(error).__name__}: {judging.line(error)}"
+    if isinstance(built, str):
+        return {"verdict": "not built", "why": built}
+    try:
+        return judging.judge(built[0], cases(*built))
     except Exception as error:
         return {"verdict": "crashed", "why": f"{type(error).__name__}: {judging.line(error)}"}
 
