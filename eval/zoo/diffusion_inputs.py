@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -138,12 +139,17 @@ def clip(model: Any) -> Tensor:
     return torch.randn(2, field(model, "in_channels", default=4), 2 * FRAMES + 1, SIDE, SIDE)
 
 
+def first(name: str, model: Any) -> Any:
+    """The likeliest value of an input."""
+    return MAKERS[name](model)[0]
+
+
 GIVEN: dict[str, dict[str, Callable[[Any], Any]]] = {
     "AnyFlowTransformer3DModel": dict.fromkeys(("timestep", "r_timestep"), lambda model: torch.full((2, FRAMES), 3.0)),
     "AutoencoderKLHunyuanVideo15": {"sample": lambda model: torch.randn(1, 3, 5, 32, 32)},
     "AutoencoderKLMochi": {"sample": lambda model: torch.randn(1, 3, 7, 32, 32)},
     "BriaFiboTransformer2DModel": {
-        name: lambda model, name=name: MAKERS[name](model)[0]
+        name: partial(first, name)
         for name in ("encoder_hidden_states", "text_encoder_layers", "timestep", "img_ids", "txt_ids")
     },
     "EasyAnimateTransformer3DModel": {"encoder_hidden_states": text},

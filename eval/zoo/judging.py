@@ -124,7 +124,7 @@ def attention_is(function: Attention) -> Iterator[None]:
     try:
         yield
     finally:
-        pasa.attention = own  # type: ignore[assignment]
+        pasa.attention = own
 
 
 def exact(q: Tensor, k: Tensor, v: Tensor, *, tensor_layout: str = "HND", **keywords: Any) -> Tensor:
@@ -183,7 +183,8 @@ def judge(model: Any, cases: list[Case]) -> Record:
 
 def _steady(cases: list[Case]) -> tuple[list[tuple[Case, Any]], list[str]]:
     """Cases that the unpatched model can run and gives the same output for twice, and why others are left out."""
-    steady, left_out = [], []
+    steady: list[tuple[Case, Any]] = []
+    left_out: list[str] = []
     for case in cases:
         try:
             own = run(case)

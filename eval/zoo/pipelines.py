@@ -19,12 +19,12 @@ WIDTH, PIXELS, STEPS, TEXT = 32, 64, 2, 77
 LEFT_OUT = ("safety_checker", "feature_extractor", "image_encoder", "watermarker", "image_processor")
 """Components that a pipeline can do without."""
 
-UNET = {
+UNET: dict[str, Any] = {
     "block_out_channels": (32, 64), "layers_per_block": 1, "sample_size": 32, "norm_num_groups": 8,
     "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"), "attention_head_dim": (2, 4),
     "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"), "cross_attention_dim": WIDTH,
 }  # fmt: skip
-XL = {
+XL: dict[str, Any] = {
     "cross_attention_dim": 2 * WIDTH, "addition_embed_type": "text_time", "addition_time_embed_dim": 8,
     "transformer_layers_per_block": (1, 2), "projection_class_embeddings_input_dim": 6 * 8 + WIDTH,
     "use_linear_projection": True,
@@ -111,7 +111,7 @@ def controlnet(pipeline: str) -> Any:
     """The ControlNet that belongs to `unet`."""
     import diffusers
 
-    fields = {**UNET, **(XL if _xl(pipeline) else {}), "conditioning_embedding_out_channels": (16, 32)}
+    fields: dict[str, Any] = {**UNET, **(XL if _xl(pipeline) else {}), "conditioning_embedding_out_channels": (16, 32)}
     known = parameters(diffusers.ControlNetModel.__init__)
     return small_model(diffusers.ControlNetModel, **{name: value for name, value in fields.items() if name in known})
 
@@ -161,7 +161,10 @@ def autoencoder(pipeline: str) -> Any:
     """That halves a picture once."""
     import diffusers
 
-    blocks = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
+    blocks: dict[str, Any] = {
+        "down_block_types": ("DownEncoderBlock2D",) * 2,
+        "up_block_types": ("UpDecoderBlock2D",) * 2,
+    }
     return small_model(
         diffusers.AutoencoderKL, block_out_channels=(32, 32), norm_num_groups=8, sample_size=32, **blocks
     )

@@ -51,6 +51,7 @@ DIFFUSERS = (
     "QwenImageTransformer2DModel",
     "SD3Transformer2DModel",  # its processor is not known: refused
 )
+PIPELINES = ("StableDiffusionControlNetImg2ImgPipeline",)
 REFUSED = {"Gemma2ForCausalLM": "softcap", "GptOssForCausalLM": "s_aux", "T5Model": "position_bias",
            "SD3Transformer2DModel": "JointAttnProcessor2_0"}  # fmt: skip
 WITHOUT_ATTENTION = ("MambaModel",)

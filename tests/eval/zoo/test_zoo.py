@@ -14,7 +14,8 @@ from pasa.eval.stored import stored
 from pasa.eval.zoo import children, configs, inputs, judging, language, report, run
 from tests.eval.zoo import subset
 
-RIGHT_OUTSIDE = {"causal": 130, "base": 254, "diffusers model": 58}
+RIGHT = {"verdict": "right", "why": "", "cases": {}}
+RIGHT_OUTSIDE = {"causal": 130, "base": 254, "diffusers model": 58, "diffusers pipeline": 48}
 """Counted by others, before this command was: no fewer may be right."""
 
 
@@ -25,6 +26,7 @@ def result():
         "base": subset.BASE,
         "encoder-decoder": subset.SEQUENCE,
         "diffusers model": subset.DIFFUSERS,
+        "diffusers pipeline": subset.PIPELINES,
     }
     names = [name for group in groups.values() for name in group]
     return run.run_zoo(list(groups), names, jobs=1)
@@ -45,7 +47,7 @@ def test_causal_models_are_padded_on_both_sides_and_generate(result):
     [qwen] = [each for each in result["records"] if each["name"] == "Qwen2ForCausalLM"]
     assert set(qwen["cases"]) == {"plain", "left padding", "right padding", "generate", "generate, left padding"}
     for errors in qwen["cases"].values():
-        assert errors["plumbing"] < judging.PLUMBING < errors["planted"]
+        assert errors["plumbing"] < judging.PLUMBING < errors.get("planted", 1.0)
 
 
 def test_the_report_names_what_is_not_right(result, tmp_path):
@@ -88,7 +90,8 @@ def test_a_call_that_is_refused_is_a_finding(llama, monkeypatch):
 
     monkeypatch.setattr(pasa, "attention", refuse)
     record = judging.judge(*llama)
-    assert (record["verdict"], record["why"]) == ("refused at call", "generate, left padding: no: softcap")
+    assert record["verdict"] == "refused at call"
+    assert "no: softcap" in record["why"]
     assert "refused at call" in judging.FINDINGS
 
 
@@ -99,6 +102,25 @@ def test_a_model_whose_attention_does_not_show_is_not_judged(llama):
     record = judging.judge(model, cases)
     assert record["verdict"] == "not judged"
     assert "planted fault" in record["why"]
+
+
+def test_tokens_that_two_close_logits_decide_are_not_wrong():
+    """A token that differs changes all that follows it: of 8 steps, those up to it are compared."""
+    own = judging.Generated(torch.tensor([[5, 6, 7]]), torch.ones(1, 3, 9))
+    logits = torch.ones(1, 3, 9)
+    logits[0, 1], logits[0, 2] = 1.001, 40
+    assert judging.distance(own, judging.Generated(torch.tensor([[5, 8, 7]]), logits)) == pytest.approx(0.001, rel=1e-3)
+    assert judging.distance(own, judging.Generated(own.tokens, logits)) == 39
+
+
+def test_a_stopped_run_goes_on(tmp_path, monkeypatch):
+    made = []
+    monkeypatch.setattr(run, "run_all", lambda items, *_: ((x, made.append(x) or dict(RIGHT)) for x in items))
+    names = ["Qwen2ForCausalLM", "LlamaForCausalLM"]
+    run.run_zoo(["causal"], names[:1], kept=tmp_path / run.KEPT)
+    result = run.run_zoo(["causal"], names, kept=tmp_path / run.KEPT)
+    assert [name for _, name in made] == names
+    assert result["counts"] == {"causal": {"right": 2}}
 
 
 def test_outputs_at_padding_are_nobodys_business():
