@@ -67,6 +67,8 @@ def spectrogram(config: Any) -> list[Tensor]:
 
 def made(name: str, config: Any) -> list[Any]:
     """Values to try for an input, by its name; none for a name that is not known."""
+    if name == "input_ids" and config.model_type in ("musicgen_decoder", "musicgen_melody_decoder"):
+        return [tokens(config).repeat_interleave(config.num_codebooks, 0)]  # a row for each codebook
     if name.endswith("input_ids"):
         return [tokens(config, 7 if name.startswith("decoder") else LENGTH)]
     if name in ("pixel_values", "pixel_values_videos"):
