@@ -1,8 +1,12 @@
 #!/usr/bin/env bash
-# Lint, types, lowering for an NPU, tests. Arguments go to pytest; --all, which stands first, adds what takes an hour.
+# Lint, types, lowering for an NPU, tests. Arguments go to pytest; --all, which comes first, adds the long sections at
+# the end.
 set -euo pipefail
-ALL=""
-if [[ ${1:-} == --all ]]; then ALL=1; shift; fi
+ALL=
+if [[ "${1:-}" == --all ]]; then
+  ALL=1
+  shift
+fi
 source "$(dirname "${BASH_SOURCE[0]}")/_venv.sh"
 source "$ROOT/scripts/_browser.sh"
 need_browser
@@ -29,6 +33,10 @@ export HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 # Each takes half of the tests in order, so that models are loaded and programs compiled in one of them, then what is left.
 tested=0
 "$VENV/bin/python" -m pytest -n "$cores" --dist worksteal "$@" || tested=$?
-wait "$types"
+
+# Long sections, of --all alone.
+if [[ $ALL ]]; then bash scripts/test_transformers.sh || tested=$?; fi
 if [[ $ALL ]]; then "$VENV/bin/pasa" eval zoo --jobs "$cores" || tested=$?; fi
+
+wait "$types"
 exit "$tested"

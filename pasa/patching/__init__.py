@@ -11,6 +11,7 @@ import torch
 from pasa.checks import check_switches, checked_config
 from pasa.ops import registry
 from pasa.patching.handle import PatchHandle, PatchReport
+from pasa.patching.versions import check_transformers
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -82,6 +83,8 @@ def patch_pipeline(
         policy name; another policy than ``"all"`` with ``context_parallel``; an unknown backend.
     TypeError
         The object holds no model of a known host library; `config` is no PasaConfig.
+    ImportError
+        The installed transformers is older than 4.54.1.
 
     Examples
     --------
@@ -127,6 +130,7 @@ def _patch(
             "patch_pipeline: expected a model or pipeline of transformers or diffusers, "
             f"got {type(model_or_pipeline).__name__}"
         )
+    check_transformers()
     from pasa.patching import transformers  # imports the library: only when there is a model to patch
 
     if context_parallel is not None:

@@ -14,6 +14,7 @@ from pasa.ops.registry import BACKENDS, Backend
 from pasa.patching import diffusers_attention as ours
 from pasa.patching.diffusers_attention import KINDS
 from pasa.patching.onlookers import BINDING
+from pasa.patching.versions import check_transformers
 
 if TYPE_CHECKING:
     from pasa.patching import Policy
@@ -63,6 +64,7 @@ def select_encoders(components: Modules, policy: Policy) -> tuple[dict[str, Modu
     for name, component in components.items():
         if not _is_transformers(component):
             continue
+        check_transformers()
         from pasa.patching import transformers as host
 
         try:

@@ -8,6 +8,8 @@ import transformers as hf
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from tests.versions import skip_unless_known
+
 hf.logging.set_verbosity_error()
 
 SIZES = {
@@ -79,12 +81,22 @@ CONFIGS = {
 }
 
 
+CLASSES = {
+    "gemma4": "Gemma4TextConfig",
+    "gemma4 with shared keys": "Gemma4TextConfig",
+    "gpt_oss": "GptOssConfig",
+    "deepseek_v32": "DeepseekV32Config",
+    "glm_moe_dsa": "GlmMoeDsaConfig",
+}
+"""The configs above that not every supported version of transformers has."""
+
+
 def naive_fp16(module, query, key, value, mask, scaling=None, **kwargs):
     """Attention with FP16 inputs and probabilities and FP32 sums: what any FP16 attention must at least round."""
     groups = query.shape[1] // key.shape[1]
     q, k, v = (x.half().float() for x in (query, key, value))
     k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
-    scores = q @ k.mT * scaling
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scaling is None else scaling)
     if mask is None and query.shape[2] > 1:
         mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()
     if mask is not None:
@@ -99,6 +111,7 @@ def tiny():
     """Callable: architecture name -> causal language model, FP32, seeded, in evaluation mode."""
 
     def build(name, attention="eager", **overrides):
+        skip_unless_known(CLASSES.get(name, "PreTrainedModel"))
         config = CONFIGS[name]()
         for field, value in overrides.items():
             setattr(config, field, value)

@@ -12,6 +12,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 import pasa
 from pasa.patching.onlookers import BINDING
+from tests.versions import since
 
 
 def registered():
@@ -158,6 +159,7 @@ def test_two_models_that_share_a_config(tiny, batch, first_out):
     assert registered() == names
 
 
+@since("4.57", "a config of nested configs does not take an attention for each")
 def test_nested_configs_are_switched_and_restored_one_by_one(tiny_vl):
     model = tiny_vl({"": "eager", "text_config": "eager", "vision_config": "sdpa"})
     config = model.config
@@ -212,6 +214,7 @@ def test_sparse_modules_cannot_be_left_beside_a_patch(tiny, name):
     assert model.config._attn_implementation == "eager"
 
 
+@since("5.0", "T5 computes its attention itself, and is refused for that")
 def test_position_bias_is_refused():
     model = hf.T5Model(hf.T5Config(d_model=64, d_kv=16, d_ff=96, num_layers=1, num_heads=4, vocab_size=97))
     with pytest.raises(NotImplementedError, match=r"T5Attention\) needs position_bias"):

@@ -11,6 +11,7 @@ from transformers import AttentionInterface
 
 import pasa
 from pasa.patching import transformers_attention as patched_attention
+from tests.versions import since
 
 MODELS = ("qwen2", "llama", "mistral", "qwen3", "gemma3", "phi3", "gpt2", "gemma4")
 PRECISIONS = ("fp32", "pasa")
@@ -187,11 +188,13 @@ def test_bidirectional_and_cross_attention(batch):
             assert error < 1e-3 * expected.abs().max()
 
 
+@since("5.0", "Qwen2-VL has other configuration keys")
 def test_text_of_a_vision_language_model(tiny_vl, batch, agree):
     ids, mask = batch
     agree(tiny_vl("eager"), lambda model: model(ids, attention_mask=mask).logits[mask.bool()])
 
 
+@since("4.57", "the model does not compile as one graph without a patch either")
 def test_a_patched_model_compiles_as_one_graph(tiny, batch):
     model = tiny("qwen2", "sdpa")
     with torch.no_grad(), pasa.patch_pipeline(model):

@@ -24,8 +24,9 @@ def tiny_qwen2(**overrides):
     import transformers
 
     torch.manual_seed(0)
+    # transformers 4 reads rope_theta, 5 rope_parameters
     rope = {"rope_type": "default", "rope_theta": 1e30}  # so slow that the pair of the bias does not turn
-    config = transformers.Qwen2Config(**SIZES | {"rope_parameters": rope} | overrides)
+    config = transformers.Qwen2Config(**SIZES | {"rope_parameters": rope, "rope_theta": 1e30} | overrides)
     model = transformers.Qwen2ForCausalLM(config).eval()
     for layer in model.model.layers:
         for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj):
