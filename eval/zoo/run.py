@@ -90,7 +90,7 @@ def run_zoo(
 
 
 KEPT = "records.jsonl"
-BOUNDS = ("PLUMBING", "ROUNDING", "AMPLIFIED", "SEEN")
+BOUNDS = ("PLUMBING", "LIKEWISE", "ROUNDING", "AMPLIFIED", "SEEN")
 LIBRARIES = ("transformers", "diffusers")
 SHARED = (
     "transformers.generation",
