@@ -38,7 +38,7 @@ OWN: dict[str, dict[str, Any]] = {
     "TransformerTemporalModel": {"in_channels": 64},
     "EasyAnimateTransformer3DModel": {"in_channels": 16, "out_channels": 16, "patch_size": 2, "mmdit_layers": 2},
     "HunyuanDiT2DModel": HUNYUAN,
-    "HunyuanDiT2DControlNetModel": HUNYUAN,
+    "HunyuanDiT2DControlNetModel": {**HUNYUAN, "transformer_num_layers": 6},
     "PriorTransformer": {"num_embeddings": 7},
     "PRXTransformer2DModel": {"axes_dim": (16, 16)},
     "WanVACETransformer3DModel": {"vace_layers": [0, 1]},

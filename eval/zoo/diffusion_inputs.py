@@ -174,6 +174,7 @@ GIVEN: dict[str, dict[str, Callable[[Any], Any]]] = {
         "hidden_states": lambda model: torch.randn(2 * FRAMES, 64, SIDE, SIDE),
         "num_frames": lambda model: FRAMES,
     },
+    "UNetControlNetXSModel": {"controlnet_cond": lambda model: MAKERS["controlnet_cond"](model)[1]},
     "WanVACETransformer3DModel": {"control_hidden_states": lambda model: torch.randn(2, 96, 5, SIDE, SIDE)},
 }
 """Inputs that a model needs beside those it must be given, and their values."""
