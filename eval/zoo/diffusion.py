@@ -39,6 +39,7 @@ OWN: dict[str, dict[str, Any]] = {
     "EasyAnimateTransformer3DModel": {"in_channels": 16, "out_channels": 16, "patch_size": 2, "mmdit_layers": 2},
     "HunyuanDiT2DModel": HUNYUAN,
     "HunyuanDiT2DControlNetModel": {**HUNYUAN, "transformer_num_layers": 6},
+    "Kandinsky5Transformer3DModel": {"num_visual_blocks": 2},
     "PriorTransformer": {"num_embeddings": 7},
     "PRXTransformer2DModel": {"axes_dim": (16, 16)},
     "WanVACETransformer3DModel": {"vace_layers": [0, 1]},

@@ -159,6 +159,18 @@ GIVEN: dict[str, dict[str, Callable[[Any], Any]]] = {
         "image_embeds": lambda model: text(model, "image_embed_dim"),
     },
     "HunyuanVideoFramepackTransformer3DModel": {"indices_latents": lambda model: torch.arange(2 * FRAMES + 1)},
+    "Kandinsky5Transformer3DModel": {
+        "hidden_states": lambda model: torch.randn(1, FRAMES, SIDE, SIDE, 4),
+        "encoder_hidden_states": lambda model: torch.randn(1, TEXT, 64),
+        "timestep": lambda model: torch.tensor([3.0]),
+        "pooled_projections": lambda model: torch.randn(1, model.config.in_text_dim2),
+        "visual_rope_pos": lambda model: [torch.arange(FRAMES), torch.arange(SIDE // 2), torch.arange(SIDE // 2)],
+        "text_rope_pos": lambda model: torch.arange(TEXT),
+    },
+    "Krea2Transformer2DModel": {
+        "encoder_hidden_states": lambda model: torch.randn(2, TEXT, model.config.num_text_layers, 64),
+        "position_ids": lambda model: torch.cat([torch.zeros(TEXT, 3), places(model)]),
+    },
     "LatteTransformer3DModel": {
         "hidden_states": clip,
         "timestep": lambda model: torch.tensor([3.0, 3.0]),

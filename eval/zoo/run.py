@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import json
+import signal
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -89,6 +91,7 @@ def run_zoo(
     }
 
 
+BUILD_SECONDS = 40
 KEPT = "records.jsonl"
 BOUNDS = ("PLUMBING", "LIKEWISE", "ROUNDING", "AMPLIFIED", "SEEN")
 LIBRARIES = ("transformers", "diffusers")
@@ -154,8 +157,9 @@ def judge_one(item: tuple[str, str]) -> Record:
     kind, name = item
     build, cases = WORK[kind]
     try:
-        built = build(name)
-    except Exception as error:
+        with limited(BUILD_SECONDS):
+            built = build(name)
+    except (Exception, OutOfTimeError) as error:
         built = f"{type(error).__name__}: {judging.line(error)}"
     if isinstance(built, str):
         return {"verdict": "not built", "why": built}
@@ -163,6 +167,25 @@ def judge_one(item: tuple[str, str]) -> Record:
         return judging.judge(built[0], cases(*built))
     except Exception as error:
         return {"verdict": "crashed", "why": f"{type(error).__name__}: {judging.line(error)}"}
+
+
+class OutOfTimeError(BaseException):
+    """No Exception, which whoever tries the next level would catch."""
+
+
+@contextmanager
+def limited(seconds: int) -> Iterator[None]:
+    """Stop what does not end: a model that hangs unpatched is not built, and no finding."""
+
+    def stop(number: int, frame: object) -> None:
+        raise OutOfTimeError(f"not done after {seconds} s")
+
+    signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
 
 
 def counts(records: Sequence[Record]) -> dict[str, dict[str, int]]:
