@@ -109,6 +109,8 @@ def shrunk(fields: dict[str, Any], level: str, moved: dict[int, int]) -> dict[st
             new[name] = small_dict(name, value, level, moved, layers)
         elif isinstance(value, list) and len(value) > 1 and len(value) == depth(fields):
             new[name] = [value[index] for index in layers]
+        elif isinstance(value, (list, tuple)) and name.endswith("image_size"):
+            new[name] = type(value)(pixels(fields) for _ in value)
         elif isinstance(value, (list, tuple)):
             new[name] = type(value)(1 for _ in value) if name == "depths" else value
         elif value is None and name in ABSENT and level == LEVELS[0]:
