@@ -199,6 +199,28 @@ def fuzz(
 
 
 @evaluate.command()
+def zoo(
+    json: Json = None,
+    output_dir: Annotated[Path | None, typer.Option(file_okay=False, help="Write JSON and Markdown there.")] = None,
+    kinds: Annotated[
+        str | None,
+        typer.Option(
+            help="Between commas, of causal, base, encoder-decoder, diffusers model, diffusers pipeline. All."
+        ),
+    ] = None,
+    names: Annotated[str | None, typer.Option(help="Classes, between commas. All.")] = None,
+    jobs: Annotated[int, typer.Option(parser=integer, metavar="N", help="Processes at once.")] = 2,
+) -> None:
+    """Every architecture of transformers and diffusers, small, patched against unpatched; exit 1 if one is wrong."""
+    from pasa.eval.zoo import report, run
+
+    kept = None if output_dir is None else output_dir / run.KEPT
+    with stoppable(GOES_ON if kept else NOTHING_KEPT), output.progress_bar("eval zoo") as progress:
+        result = run.run_zoo(words(kinds), words(names), jobs, kept, progress)
+    finish(result, json, output_dir, report.render, report.save)
+
+
+@evaluate.command()
 def training(
     json: Json = None,
     output_dir: Annotated[

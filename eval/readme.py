@@ -37,9 +37,16 @@ from pasa.eval.stored import ROOT, stored, table
 from pasa.eval.video import report as video_report
 from pasa.eval.video import step_report
 from pasa.eval.watching import report as watching_report
+from pasa.eval.zoo import report as zoo_report
 from pasa.ops.registry import BACKENDS, Backend
 
-FILES = ("README.md", "eval/rounding_bias/README.md", "eval/watching/README.md", "eval/fp8_scaling/README.md")
+FILES = (
+    "README.md",
+    "eval/rounding_bias/README.md",
+    "eval/watching/README.md",
+    "eval/fp8_scaling/README.md",
+    "eval/zoo/README.md",
+)
 MAXIMA = ("two, smaller tail", "near, smaller tail", "blocks, smaller tail", "four, smaller tail")
 ROUNDED = (*MAXIMA, "three, smaller tail, one binade", "six, smaller tail, one binade", "random, same tail")
 DIAGNOSED = 3  # heads of each model
@@ -304,6 +311,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "rounding_cost": lambda: cost_report.summary(stored("rounding_cost")),
     "rounding_cost_table": lambda: cost_report.section(stored("rounding_cost")),
     "ring": lambda: ring_report.to_markdown(stored("ring")),
+    "zoo": lambda: zoo_report.to_markdown(stored("zoo")),
     "watching": lambda: watching_report.summary(stored("watching")),
     "watching_table": lambda: watching_report.to_markdown(stored("watching")),
 }

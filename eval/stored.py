@@ -33,6 +33,7 @@ RESULTS = {
     "rounding": ROOT / "eval/rounding_bias/results/bias.json",
     "rounding_cost": ROOT / "eval/rounding_bias/results/cost.json",
     "ring": ROOT / "eval/ring/results/ring.json",
+    "zoo": ROOT / "eval/zoo/results/zoo.json",
     "watching": ROOT / "eval/watching/results/watch.json",
     "predict": ROOT / "eval/predict/results/predict.json",
     "soundness": ROOT / "eval/predict/results/soundness.json",

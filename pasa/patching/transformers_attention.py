@@ -34,6 +34,8 @@ INFORMATIVE = frozenset(
     {
         "cache_position",  # already spent on the cache update and on the mask
         "deterministic",  # asks a flash kernel for a reproducible backward
+        "grid_thw",  # sizes of pictures, for layers beside the attention
+        "input_ids",  # for layers beside the attention that look tokens up
         "labels",
         "logits_to_keep",
         "max_length_k",  # bounds the launch of a flash kernel

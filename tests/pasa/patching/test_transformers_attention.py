@@ -302,6 +302,8 @@ def test_borders_count_on_over_the_rows_of_a_batch():
     "keyword",
     [
         *("position_ids", "use_cache", "output_router_logits", "cache_position", "shift_labels", "seq_idx"),
+        "input_ids",  # Glm5Next hands them to every layer, for experts that are chosen by token
+        "grid_thw",  # Lfm3VL hands sizes of pictures to every layer, for convolutions
         *("max_length_q", "max_length_k"),
     ],
 )

@@ -1,0 +1,140 @@
+"""Architectures of transformers: which there are, how each is built, and which calls it is judged by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pasa.eval.zoo.configs import LEVELS, small_config
+from pasa.eval.zoo.inputs import Inputs, candidates, parameters
+from pasa.eval.zoo.judging import Case, Generated, line
+
+CAUSAL, BASE, SEQUENCE = "causal", "base", "encoder-decoder"
+MAPPINGS = {
+    CAUSAL: ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",),
+    BASE: ("MODEL_MAPPING_NAMES",),
+    SEQUENCE: ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES", "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES"),
+}
+MOST_PARAMETERS = 60_000_000
+NEW_TOKENS = 8
+PAD = 0
+PADDABLE = frozenset({"input_ids", "decoder_input_ids", "pixel_values", "bbox"})
+
+
+def architectures(kind: str) -> list[str]:
+    """Class names of one kind, each once."""
+    from transformers.models.auto import modeling_auto
+
+    found: dict[str, None] = {}
+    for mapping in MAPPINGS[kind]:
+        for names in getattr(modeling_auto, mapping).values():
+            found |= dict.fromkeys([names] if isinstance(names, str) else names)
+    return list(found)
+
+
+def build(name: str) -> tuple[Any, Inputs] | str:
+    """A small model with inputs that it accepts; why not, if there is none."""
+    import transformers
+
+    cls = getattr(transformers, name, None)
+    if cls is None:
+        return "not exported by transformers"
+    reasons = []
+    for level in LEVELS:
+        try:
+            model = _built(cls, level)
+        except Exception as error:
+            reasons.append(f"{level}: {type(error).__name__}: {line(error)[:150]}")
+            continue
+        if isinstance(model, str):
+            reasons.append(f"{level}: {model}")
+            continue
+        inputs, why = _accepted(model)
+        if inputs is not None:
+            return model, inputs
+        reasons.append(f"{level}: {why}")
+    return reasons[0]
+
+
+def _built(cls: Any, level: str) -> Any:
+    """The model; its size in words where it is not small."""
+    torch.manual_seed(0)
+    config = small_config(cls.config_class, level)
+    with torch.device("meta"):
+        size = sum(each.numel() for each in cls(config).parameters())
+    if size > MOST_PARAMETERS:
+        return f"{size // 1_000_000} million parameters"
+    return spread(cls(small_config(cls.config_class, level)).float().eval())
+
+
+def spread(model: torch.nn.Module) -> torch.nn.Module:
+    """Give weights a size at which attention matters.
+
+    Common initial values are so small, or zero (gates, layer scales, adaptive norms), that an output is nearly its
+    input, whatever attention does. Matrices are drawn to keep the RMS of what they multiply.
+    """
+    for each in model.parameters():
+        if not each.is_floating_point():
+            continue
+        if each.ndim > 1:
+            each.data.normal_(std=(each.numel() / each.shape[0]) ** -0.5)
+        else:
+            each.data.add_(0.1 * torch.randn_like(each))
+    return model
+
+
+def _accepted(model: Any) -> tuple[Inputs | None, str]:
+    """The first candidate that the model runs on; why the first failed, if none."""
+    reasons = []
+    torch.manual_seed(0)
+    for inputs in candidates(model):
+        try:
+            with torch.no_grad():
+                model(**inputs)
+            return inputs, ""
+        except Exception as error:
+            reasons.append(f"{', '.join(inputs)}: {type(error).__name__}: {line(error)[:120]}")
+    return None, reasons[0] if reasons else "no inputs are known for its forward"
+
+
+def cases(kind: str, model: Any, inputs: Inputs) -> list[Case]:
+    """The calls by which a model is judged: as it is, padded on both sides, and continued word by word."""
+    found = [Case("plain", partial(model, **inputs))]
+    if "input_ids" in inputs and set(inputs) <= PADDABLE and "attention_mask" in parameters(type(model).forward):
+        found += [_padded(model, inputs, side) for side in (("left", "right") if kind == CAUSAL else ("right",))]
+    if kind != BASE and hasattr(model, "generate"):
+        found += list(_continued(kind, model, inputs))
+    return found
+
+
+def _padded(model: Any, inputs: Inputs, side: str) -> Case:
+    ids: Tensor = inputs["input_ids"]
+    mask = torch.ones_like(ids)
+    hidden = slice(0, 3) if side == "left" else slice(-3, None)
+    mask[0, hidden] = 0
+    given = {**inputs, "input_ids": torch.where(mask.bool(), ids, PAD), "attention_mask": mask}
+    return Case(f"{side} padding", partial(model, **given), mask.bool() if "decoder_input_ids" not in inputs else None)
+
+
+def _continued(kind: str, model: Any, inputs: Inputs) -> Iterator[Case]:
+    """Greedy tokens, from a plain and from a padded prompt; judged by the logits at each of them."""
+    prompts = {name: value for name, value in inputs.items() if not name.startswith("decoder")}
+    yield Case("generate", partial(greedy, model, prompts))
+    if kind == CAUSAL and "attention_mask" in parameters(type(model).forward) and set(prompts) == {"input_ids"}:
+        mask = torch.ones_like(prompts["input_ids"])
+        mask[0, :3] = 0
+        yield Case("generate, left padding", partial(greedy, model, {**prompts, "attention_mask": mask}))
+
+
+def greedy(model: Any, inputs: Inputs) -> Generated:
+    """`NEW_TOKENS` greedy steps."""
+    done = model.generate(
+        **inputs, do_sample=False, num_beams=1, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS,
+        pad_token_id=PAD, eos_token_id=None, return_dict_in_generate=True, output_logits=True,
+    )  # fmt: skip
+    logits = torch.stack(done.logits, 1)
+    return Generated(done.sequences[:, -logits.shape[1] :], logits)
