@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pasa.ops.attention import reference, scores
 from pasa.ops.attention.options import AttentionOptions
-from pasa.ops.attention.scores import Block, Tile, paper_beta, two_terms
+from pasa.ops.attention.scores import Block, Tile, paper_beta
 from pasa.ops.numerics.dither import COLUMNS
 from pasa.ops.numerics.shifting import shifting_matrix
 from pasa.ops.shift_keys.reference import shift_exact, shift_paper
@@ -138,10 +138,11 @@ def shifted_by_reference(x: Call) -> dict[str, Tensor]:
         return {"keys": torch.cat(keys, 2).half()}
     unit = scores.ExactScores(AttentionOptions(), x.softmax_scale).unit
     found = [shift_exact(b, unit) for b in blocks]
-    first = found[0].anchor
-    rows = [first, found[0].mean_residual]
+    frame = found[0].anchor
+    rows = [frame, found[0].mean_residual]
     for block in found[1:]:
-        rows += two_terms(block.anchor - first)
+        frame = scores.next_frame(frame, block.anchor)
+        rows += [frame, block.anchor - frame]
     keys = torch.cat([block.keys for block in found], 2)
     units = torch.cat([block.unit for block in found], 2).expand(-1, -1, -1, 8)
     return {"keys": keys.half(), "anchors": torch.cat(rows, 2).half(), "units": units}
