@@ -41,13 +41,13 @@ protected:
         }
         AscendC::PipeBarrier<PIPE_V>();
         all.Add(Number(kHere), Number(kTop), Number(i, kOffset));
+        RowMath next(Blind(task, task.lane[i], j + 1, rows), rows);  // rows that see its keys
         if (refers) {
-            RowMath(Blind(task, task.lane[i], j + 1, rows), rows)
-                .Subtract(Number(kCarried), Number(i, kFrame), Number(kFramed));
+            next.Subtract(Number(kCarried), Number(i, kFrame), Number(kFramed));
         }
         AscendC::PipeBarrier<PIPE_V>();
         if (refers) {
-            RowMath(Blind(task, task.lane[i], j + 1, rows), rows).Scale(Number(i, kFrame), Number(kFramed), 1.0f);
+            next.Scale(Number(i, kFrame), Number(kFramed), 1.0f);
         }
         return wide;
     }

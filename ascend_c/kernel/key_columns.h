@@ -106,12 +106,10 @@ public:
     // Begin with the frames of blocks: that of the first is its anchor, an FP16 row.
     __aicore__ inline void BeginFrames(const HalfTile& anchor, RowMath& math)
     {
-        AscendC::PipeBarrier<PIPE_V>();
         math.ToFloat(Anchor(), anchor);
         math.Set(Columns(kScratch), 0.0f);
         AscendC::PipeBarrier<PIPE_V>();
         math.Absolute(Mean(), Anchor());
-        AscendC::PipeBarrier<PIPE_V>();
     }
 
     // Frames of the next `count` blocks from their anchors, FP16 (count, 64): the first anchor up to the block whose
@@ -121,6 +119,7 @@ public:
         const Row first = Anchor(), length = Mean(), gone = Columns(kScratch);
         const AscendC::BinaryRepeatParams with_row(1, 1, 1, 8, 8, 0), with_tile(1, 1, 1, 8, 8, 8);
         const AscendC::UnaryRepeatParams in_place(1, 1, 8, 8);
+        AscendC::PipeBarrier<PIPE_V>();
         AscendC::Cast(wide_, anchors, AscendC::RoundMode::CAST_NONE, width, count,
                       AscendC::UnaryRepeatParams(1, 1, 8, 4));
         AscendC::PipeBarrier<PIPE_V>();

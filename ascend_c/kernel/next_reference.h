@@ -30,12 +30,10 @@ public:
           all_(0, rows),
           repeats_(DivideUp(rows, kFloatBlock)),
           factor_(factor),
-          lowest_(-kFarthest / factor),
-          highest_(is_guess ? kFarthest / factor : 2 * kHalfLargest),
           step_(is_guess ? 2 : 0)
     {
-        if (lowest_ < -2 * kHalfLargest) lowest_ = -2 * kHalfLargest;
-        if (highest_ > 2 * kHalfLargest) highest_ = 2 * kHalfLargest;
+        if (kFarthest < 2 * kHalfLargest * factor) lowest_ = -kFarthest / factor;
+        if (is_guess) highest_ = -lowest_;
     }
     // Nothing to make.
     __aicore__ inline NextReference() : all_(0, 0), step_(kSteps) {}
@@ -90,7 +88,7 @@ private:
     RowMath all_;
     uint32_t repeats_ = 0;
     float factor_ = 1.0f;
-    float lowest_ = 0.0f, highest_ = 0.0f;  // of rho, in units of the tile
+    float lowest_ = -2 * kHalfLargest, highest_ = 2 * kHalfLargest;  // of rho, in units of the tile
     uint32_t step_ = 0;
 };
 

@@ -137,7 +137,9 @@ private:
         AscendC::PipeBarrier<PIPE_V>();
         all.Larger(shift, row_sum, top);
         all.Subtract(keep, maximum, larger);
-        if (!next.IsDone()) all.Add(carried, carried, larger);
+        if (!next.IsDone()) {
+            all.Add(carried, carried, larger);
+        }
         AscendC::PipeBarrier<PIPE_V>();
         const bool late = wide || t_.scale > kLargestLifted;  // a score in FP32 may be too large to take a few nats off
         if (!late) {

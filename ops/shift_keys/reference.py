@@ -67,8 +67,7 @@ def shift_exact(k: Tensor, unit: float) -> ShiftedBlock:
     """
     mean = k.mean(-2, keepdim=True)
     anchor = anchor_near(mean, k.abs().amax(-2, keepdim=True))
-    kept = shifts_exactly(k, anchor) & ((k - anchor).abs() <= k.abs())
-    anchor = torch.where(kept.all(-2, keepdim=True), anchor, 0.0)
+    anchor = torch.where(may_lose(k, anchor).all(-2, keepdim=True), anchor, 0.0)
     shifted = k - anchor
     fits = _is_fp16(shifted * unit).all(-1, keepdim=True).all(-2, keepdim=True)
     units = torch.where(fits, k.new_tensor(unit), k.new_tensor(1.0))  # two scalars would take the default dtype
@@ -88,6 +87,11 @@ def shifts_exactly(k: Tensor, anchor: Tensor) -> Tensor:
     The sum tells what FP32 lost in the difference: 2^-24 - 60000 is -60000 there, an FP16 number.
     """
     return _is_fp16(k - anchor) & ((k - anchor) + anchor == k)
+
+
+def may_lose(k: Tensor, anchor: Tensor) -> Tensor:
+    """Where k - anchor loses nothing and is no longer than k, so that a row that sees k alone does not pay for it."""
+    return shifts_exactly(k, anchor) & ((k - anchor).abs() <= k.abs())
 
 
 def _is_fp16(x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 import pasa
 from pasa import PasaConfig
 from tests.inputs import KERNEL_MODES, KERNEL_SLACK, MODES, Mode, fp16_naive_error, max_error, normal_qkv, rmse
-from tests.unlike_keys import BLOCK, MASKED, allowed, later_keys_of_the_block
+from tests.unlike_keys import BLOCK, CASES, MASKED, allowed, later_keys_of_the_block
 from tests.unlike_keys import found as truth_of
 
 EVERY = pytest.mark.parametrize("mode", MODES, ids=str)
@@ -185,6 +185,21 @@ def test_error_of_a_row_is_bounded_by_keys_that_it_sees(mode, name, bias):
     bound, lse_bound = allowed(case, stores=2 * -(-case.k.shape[2] // BLOCK) + 1 if low else 1)
     assert ((out.double() - true.out).abs() <= bound).all()
     assert ((lse.double() - true.lse).abs() <= lse_bound)[~true.blind].all()
+
+
+@EVERY
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_the_same_of_a_few_rows(mode, name, rows):
+    """Story: splits of the keys were merged in the frame of the first that had one, which may have no weight."""
+    case = CASES[name](30000.0)
+    case = case._replace(q=case.q[:, :, -rows:])
+    true, _ = truth_of(case)
+    out, lse = mode.attend(*case[:3], **case.how)
+    low = mode.config.accumulate == "fp16" and mode.backend == "reference"
+    bound, lse_bound = allowed(case, stores=2 * -(-case.k.shape[2] // BLOCK) + 1 if low else 1)
+    assert ((out.double() - true.out).abs() <= bound).all()
+    assert ((lse.double() - true.lse).abs() <= lse_bound).all()
 
 
 @EVERY
