@@ -145,8 +145,7 @@ public:
         AscendC::PipeBarrier<PIPE_V>();
         AscendC::Sub(back_, first, back_, width, count, AscendC::BinaryRepeatParams(1, 1, 1, 8, 0, 8));
         AscendC::PipeBarrier<PIPE_V>();
-        AscendC::Sub(wide_, wide_, back_, width, count, with_tile);
-        AscendC::PipeBarrier<PIPE_V>();
+        AscendC::Sub(wide_, wide_, back_, width, count, with_tile);  // taken last, behind a wait for the frames' copy
     }
 
     // The frames, and what they leave of the blocks' anchors: FP16 numbers, to (count, width).

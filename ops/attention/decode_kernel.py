@@ -10,16 +10,8 @@ import triton
 import triton.language as tl
 
 from pasa.ops.attention.rounding_kernel import round_rows
-from pasa.ops.attention.triton_kernel import (
-    FP16_MAX,
-    INF,
-    LOG2_E,
-    add_values,
-    next_frame,
-    softmax_step,
-    two_products,
-)
-from pasa.ops.shift_keys.triton_kernel import ANCHOR_LIMIT, exact_anchor
+from pasa.ops.attention.triton_kernel import FP16_MAX, INF, LOG2_E, add_values, softmax_step
+from pasa.ops.shift_keys.triton_kernel import ANCHOR_LIMIT, exact_anchor, next_frame, two_products
 
 
 @triton.jit

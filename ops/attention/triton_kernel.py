@@ -13,7 +13,7 @@ import triton.language as tl
 
 from pasa.ops.attention.mask_kernel import INF, load_mask
 from pasa.ops.attention.rounding_kernel import round_rows
-from pasa.ops.shift_keys.triton_kernel import is_bounded
+from pasa.ops.shift_keys.triton_kernel import is_bounded, next_frame, two_products
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 FP16_MAX = tl.constexpr(65504.0)
@@ -51,29 +51,6 @@ def locate(o_work, work, p_tile, p_cu_q, p_cu_k, p_first_block, heads, tiles, ro
         o_batch = o_work // tiles // heads
         o_head = (o_work // tiles) % heads
     return o_batch, o_head, o_tile, begin_q, begin_k, first_block, rows, keys
-
-
-@triton.jit
-def next_frame(b_frame, b_anchor):
-    """The frame (D,) from a block with this anchor (D,) on: 0 in columns where the two are further apart than one of
-    them is from 0, so that keys without a bias are not counted from one. anchor - frame is an FP16 number (Sterbenz).
-    """
-    near = tl.abs(b_anchor - b_frame) <= tl.minimum(tl.abs(b_anchor), tl.abs(b_frame))
-    return tl.where(near, b_frame, 0.0)
-
-
-@triton.jit
-def two_products(b_q, b_first, b_second):
-    """q.first and q.second (M,) of queries (M, D) and two rows (D,) of FP16 numbers.
-
-    By a product: Triton forms a sum anew, in another order, in every layout that asks for it. Huge weights would leave
-    the sum that they enter.
-    """
-    o_row = tl.arange(0, 16)[:, None]
-    b_rows = tl.where(o_row == 0, b_first[None, :], tl.where(o_row == 1, b_second[None, :], 0.0)).to(tl.float16)
-    b_found = tl.dot(b_q, tl.trans(b_rows))
-    o_column = tl.arange(0, 16)[None, :]
-    return tl.sum(tl.where(o_column == 0, b_found, 0.0), 1), tl.sum(tl.where(o_column == 1, b_found, 0.0), 1)
 
 
 @triton.jit

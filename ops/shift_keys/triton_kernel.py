@@ -58,6 +58,29 @@ def exact_anchor(k, m_key, count):
 
 
 @triton.jit
+def next_frame(b_frame, b_anchor):
+    """The frame (D,) from a block with this anchor (D,) on: 0 in columns where the two are further apart than one of
+    them is from 0, so that keys without a bias are not counted from one. anchor - frame is an FP16 number (Sterbenz).
+    """
+    near = tl.abs(b_anchor - b_frame) <= tl.minimum(tl.abs(b_anchor), tl.abs(b_frame))
+    return tl.where(near, b_frame, 0.0)
+
+
+@triton.jit
+def two_products(b_q, b_first, b_second):
+    """q.first and q.second (M,) of queries (M, D) and two rows (D,) of FP16 numbers.
+
+    By a product: Triton forms a sum anew, in another order, in every layout that asks for it. Huge weights would leave
+    the sum that they enter.
+    """
+    o_row = tl.arange(0, 16)[:, None]
+    b_rows = tl.where(o_row == 0, b_first[None, :], tl.where(o_row == 1, b_second[None, :], 0.0)).to(tl.float16)
+    b_found = tl.dot(b_q, tl.trans(b_rows))
+    o_column = tl.arange(0, 16)[None, :]
+    return tl.sum(tl.where(o_column == 0, b_found, 0.0), 1), tl.sum(tl.where(o_column == 1, b_found, 0.0), 1)
+
+
+@triton.jit
 def locate_block(o_program, p_block, p_cu, heads, length, blocks, BLOCK: tl.constexpr, VARLEN: tl.constexpr):
     """Which block of keys a program is: batch, head, block, its first key, and how many keys it has.
 

@@ -97,6 +97,17 @@ def test_agrees_with_the_reference(kernels, shape, exact, overflow):
         assert torch.equal(found["scores"][visible], first["scores"][visible])
 
 
+@pytest.mark.parametrize("rows", [48, 49, 55, 56, 57, 62, 64 + 48, 64 + 51, 64 + 63])
+def test_vector_cores_with_48_to_63_rows(kernels, rows):
+    """Calls that take eight or sixteen rows at a time end within the last block of a vector core's 64 rows."""
+    x = make_call(1, 1, 1, rows, 150, 64, rows % 2 == 0)
+    shifted = shifted_by_reference(x)
+    found, expected = launch_attention(kernels, x, shifted), attend_by_reference(x)
+    assert found.report["ok"], found.report["fault"]
+    check_output(x, found, expected)
+    check_scores(x, found, expected, shifted)
+
+
 @pytest.mark.parametrize("bias", [0.5, 8.0, 60.0])
 def test_biased(kernels, bias):
     """The larger the sums beside the scores, the more of them fall on another side of a rounding."""
