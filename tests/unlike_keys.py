@@ -12,7 +12,7 @@ from pasa.eval.fuzz import truth
 
 BLOCK = 128
 # README.md of ops/attention, "What a row may err by": a score's error over (D + 40) 2^-24 scale sum |q_d||k_d|.
-SUMS = 24
+SUMS = 32
 REACH = 9.0  # nats between a key's score and its tile's reference, beside those between it and the largest
 
 

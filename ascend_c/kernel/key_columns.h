@@ -57,7 +57,8 @@ public:
     }
 
     // K - anchor to columns of `to`, whose rows are `dim` long, without rounding: the anchor is the mean on the grid of
-    // the column's largest key, or 0 where the difference to some key would be rounded or larger than that key.
+    // the column's largest key, or 0 where the difference to some key would be rounded, or a key is less than a third of
+    // it.
     __aicore__ inline void TakeAnchorOff(const HalfTile& to, uint32_t dim, const HalfTile& keys, uint32_t width,
                                          uint32_t count)
     {
@@ -83,9 +84,11 @@ public:
         AscendC::Sub(back_, back_, wide_, width, count, AscendC::BinaryRepeatParams(1, 1, 1, 8, 8, 8));
         AscendC::PipeBarrier<PIPE_V>();
         AscendC::Abs(back_, back_, width, count, AscendC::UnaryRepeatParams(1, 1, 8, 8));
-        // |k - a| > |k| where a (2 k - a) < 0. It is a multiple of 2^-48.
+        // A key is less than a third of the anchor where a (3 k - a) < 0. That is a multiple of 2^-48.
         AscendC::Add(left_, left_, wide_, width, count, AscendC::BinaryRepeatParams(1, 1, 1, 8, 8, 8));
         math.Scale(bad, anchor, -kSmallestResidue);
+        AscendC::PipeBarrier<PIPE_V>();
+        AscendC::Add(left_, left_, wide_, width, count, AscendC::BinaryRepeatParams(1, 1, 1, 8, 8, 8));
         AscendC::PipeBarrier<PIPE_V>();
         AscendC::Mul(left_, left_, bad, width, count, AscendC::BinaryRepeatParams(1, 1, 1, 8, 8, 0));
         AscendC::PipeBarrier<PIPE_V>();

@@ -86,7 +86,7 @@ def judge(case: SoakCase, truth: Truth, found: Result, emulation: bool) -> dict[
 
 def _score_error(case: SoakCase, truth: Truth, emulation: bool) -> Tensor:
     """What a scaled score may err by, in nats: (B, Hq, Sq)."""
-    products = 4 * (case.family.dim + 4) * UNIT * truth.products  # of q.k' and q.a, |k'| below |k| and |a| below 2 |k|
+    products = 4 * (case.family.dim + 4) * UNIT * truth.products  # of q.k' and q.a
     added = 4 * UNIT * truth.added
     if emulation:
         return products + added + STORED

@@ -67,7 +67,7 @@ RULES = {
     ),
     "an anchor stays that rounds a difference": ("math.Subtract(anchor, anchor, bad);", ""),
     "the grid has no floor": ("math.AtLeast(grid, grid, kSmallestHalf);", ""),
-    "an anchor stays that makes a key longer": (
+    "an anchor stays that is far longer than a key": (
         "AscendC::Max(back_, back_, left_, width, count, AscendC::BinaryRepeatParams(1, 1, 1, 8, 8, 8));",
         "",
     ),
