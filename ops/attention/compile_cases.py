@@ -220,7 +220,7 @@ NVIDIA_CASES = [
             mask,
             **flags,
             LISTED=True,
-            **_on(90, 4, stages, stack=2150),
+            **_on(90, 4, stages, stack=2300),
         )
         for mask, flags, stages in (("bool", FAST | ON_HOPPER, 2), ("bool", CAREFUL, 1), ("float", CAREFUL, 1))
     ),

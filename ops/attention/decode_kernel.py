@@ -271,8 +271,9 @@ def frame_offsets(
     negative. Frames that are ALIKE have no offsets."""
     b_offset = tl.zeros_like(b_framed).to(tl.float32)
     frame = tl.sum(b_offset, 0)
-    for start in range(0, D_PAD, COLUMNS):
-        o_d = start + tl.arange(0, COLUMNS)
+    PART: tl.constexpr = COLUMNS // 4 if COLUMNS >= 64 else COLUMNS  # O is in registers already
+    for start in range(0, D_PAD, PART):
+        o_d = start + tl.arange(0, PART)
         m_d = o_d < D
         b_q = tl.load(p_row + o_d, mask=m_d, other=0.0)
         b_q = tl.where(tl.abs(b_q.to(tl.float32)) <= FP16_MAX, b_q.to(tl.float32), float("nan"))
@@ -347,12 +348,15 @@ def merge_kernel(
         else:
             # The frame of the split that holds the largest score: one without weight may be so far off that it would
             # cost all others their digits. Counted from 0, a score is as good as an FP32 sum of its own products.
-            offset, frame = frame_offsets(p_row, p_anchor, o_split, b_framed, -1, D, D_PAD, COLUMNS, False)
-            b_true = tl.where(b_max == -INF, -INF, b_max + offset * (scale if NATS else 1.0))
-            o_home = tl.min(tl.where(b_true == tl.max(b_true, 0), o_slot, SPLITS), 0)
-            framed = tl.max(tl.where(o_slot == o_home, b_framed, -1), 0) > 0
-            home = tl.where(framed, o_pair * splits + o_home, -1)
-        offset, frame = frame_offsets(p_row, p_anchor, o_split, b_framed, home, D, D_PAD, COLUMNS, ALIKE)
+            home = tl.min(b_framed, 0) * 0 - 1
+        offset = tl.zeros((SPLITS,), tl.float32)
+        for turn in range(1 if ALIKE else 2):
+            if turn > 0:
+                b_true = tl.where(b_max == -INF, -INF, b_max + offset * (scale if NATS else 1.0))
+                o_home = tl.min(tl.where(b_true == tl.max(b_true, 0), o_slot, SPLITS), 0)
+                framed = tl.max(tl.where(o_slot == o_home, b_framed, -1), 0) > 0
+                home = tl.where(framed, o_pair * splits + o_home, -1)
+            offset, frame = frame_offsets(p_row, p_anchor, o_split, b_framed, home, D, D_PAD, COLUMNS, ALIKE)
         frame *= scale
         b_max = tl.where(b_max == -INF, -INF, b_max + offset * (scale if NATS else 1.0))
     top = tl.max(b_max, 0)

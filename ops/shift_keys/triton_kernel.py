@@ -37,8 +37,8 @@ def on_grid(mean, largest):
 
 @triton.jit
 def rounds(k, m_key, anchor):
-    """In which columns (W,) some key loses a bit to the anchor, or is less than a third of it: 1, otherwise 0. Arguments
-    as in `exact_anchor`."""
+    """In which columns (W,) some key loses a bit to the anchor, or is less than a third of it: 1, otherwise 0.
+    Arguments as in `exact_anchor`."""
     shifted = k - anchor[None, :]
     # The sum tells what FP32 lost in the difference: 2^-24 - 60000 is -60000 there, an FP16 number.
     inexact = (shifted.to(tl.float16).to(tl.float32) != shifted) | (shifted + anchor[None, :] != k)
@@ -48,7 +48,7 @@ def rounds(k, m_key, anchor):
 
 @triton.jit
 def exact_anchor(k, m_key, count):
-    """Part of the block's mean that every key can lose without rounding, and of which it has a third, column by column.
+    """Part of the block's mean that every key can lose without rounding, and has a third of, column by column.
 
     k (BLOCK, W) FP32 with FP16 values, 0 where `m_key` (BLOCK, 1 or W) is false; count, scalar or (W,): how many are
     true. Returns the anchor (W,).

@@ -142,8 +142,9 @@ def test_finite_and_a_mean_of_the_values_it_sees(data):
 def test_error_bound_on_adversaries(call):
     """Scores perturbed by at most eps move a mean of values by at most (e^(2 eps) - 1) times their spread.
 
-    eps: FP32 accumulation of q.k' and of the offset q.a (D terms each of 2^-24 |q||k|, |k'| up to 2 |k| and |a| up to
-    3 |k|, rarely both) of keys that the row sees and gives weight; the rounding to FP16 of scores within reach, 2^-11 of 16 nats.
+    eps: FP32 accumulation of q.k' and of the offset q.a (D terms each of 2^-24 |q||k|, |k'| up to 2 |k| and |a| up
+    to 3 |k|, rarely both) of keys that the row sees and gives weight; the rounding to FP16 of scores within reach,
+    2^-11 of 16 nats.
     """
     q, k, v, causal, scale, config = call
     golden, _ = pasa.golden_attention(q, k, v, is_causal=causal, scale=scale)
