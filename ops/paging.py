@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pasa.ops.registry import triton_missing
-from pasa.ops.shift_keys.reference import anchor_near, shifts_exactly
+from pasa.ops.shift_keys.reference import anchor_near, may_lose, shifts_exactly
 
 PAGE_SPAN = 2**31
 
@@ -152,8 +152,8 @@ def _write_anchors(slots: Tensor, k_cache: Tensor, key_anchors: Tensor) -> None:
     anchors = anchor_near(
         keys.sum(-2, keepdim=True) / (last + 1)[:, None, None, None], keys.abs().amax(-2, keepdim=True)
     )
-    exact = shifts_exactly(keys, anchors) | ~there[:, None, :, None]
-    anchors = torch.where(exact.all(-2, keepdim=True), anchors, 0.0)
+    kept = may_lose(keys, anchors) | ~there[:, None, :, None]
+    anchors = torch.where(kept.all(-2, keepdim=True), anchors, 0.0)
     key_anchors[pages] = torch.where(finite, anchors, torch.nan).squeeze(-2).half()
 
 

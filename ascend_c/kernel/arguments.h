@@ -18,7 +18,7 @@ struct Arguments {
     GM_ADDR q;        // FP16 (B, H, Sq, D)
     GM_ADDR keys;     // FP16 (B, Hkv, Skv, D), K' as shift_keys makes it; paper: whole blocks
     GM_ADDR v;        // FP16 (B, Hkv, Skv, D)
-    GM_ADDR anchors;  // exact: FP16 (B, Hkv, 2 blocks, D); rows a_1, mean residual of block 1, then a_j - a_1 high, low
+    GM_ADDR anchors;  // exact: FP16 (B, Hkv, 2 blocks, D); rows f_1, mean residual of block 1, then f_j, a_j - f_j
     GM_ADDR units;    // exact: FP32 (B, Hkv, blocks, 8), u_j eight times
     GM_ADDR lengths;  // int32 (B,), if tiling.has_lengths
     GM_ADDR out;      // FP16, or BF16 if tiling.to_bf16 (B, H, Sq, D)

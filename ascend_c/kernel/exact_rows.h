@@ -15,8 +15,9 @@ protected:
     using VectorState::VectorState;
 
     // Scores in nats to score_tile_, from a tile in FP32 where FP16 was too coarse; the largest of each row to kTop,
-    // and in the frame of the first anchor to kHere. Beside it, if there is a next block, what its anchor takes off:
-    // factor_ is then that block's. True if the tile came in FP32.
+    // and in the block's frame to kHere. Beside it, if there is a next block: what its anchor takes off; factor_, which
+    // is then that block's; q.f_j in its frame to kFramed, and to kCarried what the rows that see it gain by it. True
+    // if the tile came in FP32.
     __aicore__ inline bool ToFrame(const Task& task, uint32_t i, uint32_t j, uint32_t rows, RowMath& seeing,
                                    bool refers)
     {
@@ -29,17 +30,25 @@ protected:
             AscendC::Muls(score_tile_, score_tile_, factor, rows * kBlockKeys);
         }
         all.Scale(Number(kTop), Number(kTop), factor);
-        float unit = 1.0f;
         if (refers) {
+            float unit = 1.0f;
             FloatTile in = TakeOffsets(i, unit);
             all.Set(Number(kFactor), factor_[i]);
-            all.Add(Number(kNext), in, in[kHalfRows]);
+            all.Scale(Number(kFramed), in, t_.scale);
+            all.Scale(Number(kNext), in[kHalfRows], unit);
+            all.Set(Number(kCarried), 0.0f);
             offset_in_.FreeTensor(in);
         }
         AscendC::PipeBarrier<PIPE_V>();
         all.Add(Number(kHere), Number(kTop), Number(i, kOffset));
-        if (refers) all.Scale(Number(kNext), Number(kNext), unit);
+        RowMath next(Blind(task, task.lane[i], j + 1, rows), rows);  // rows that see its keys
+        if (refers) {
+            next.Subtract(Number(kCarried), Number(i, kFrame), Number(kFramed));
+        }
         AscendC::PipeBarrier<PIPE_V>();
+        if (refers) {
+            next.Scale(Number(i, kFrame), Number(kFramed), 1.0f);
+        }
         return wide;
     }
 
@@ -105,7 +114,7 @@ protected:
         return Extreme<AscendC::ReduceType::MIN>(Number(kFirst), rows, work_) <= -kHalfLargest;
     }
 
-    // What the anchor of block j and the mean of its distances take off, and its unit.
+    // What the frame and the anchor of block j take off, and its unit.
     __aicore__ inline void LoadOffsets(const Task& task, uint32_t i, uint32_t j, uint32_t rows)
     {
         const uint32_t padded = RoundUp(rows, kFloatBlock);
@@ -149,14 +158,14 @@ protected:
         StoreReference(i, rows, next);
     }
 
-    // Near what is going to be in kLarger, the running maximum, unless it is known.
-    __aicore__ inline NextReference Reference(uint32_t i, uint32_t rows, bool rho_is_known)
+    // Near what is going to be in kCarried, the running maximum in the frame of the next block, or near a guess.
+    __aicore__ inline NextReference Reference(uint32_t i, uint32_t rows, bool is_guess)
     {
         const NextReference::Places places{
-            Number(kLarger), Number(kNext), Number(kFactor), Number(i, kOffset), Number(i, kRaised), Number(kFirst),
+            Number(kCarried), Number(kNext), Number(kFactor), Number(i, kOffset), Number(i, kRaised), Number(kFirst),
             Number(kSecond), Number(kThird), half_row_buffer_.Get<half>(), spread_.ReinterpretCast<half>(),
             reference_out_.AllocTensor<half>()};
-        return NextReference(places, rows, factor_[i], rho_is_known);
+        return NextReference(places, rows, factor_[i], is_guess);
     }
 
     // What is left of its steps, and then to the cube core.

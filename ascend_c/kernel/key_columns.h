@@ -56,17 +56,9 @@ public:
         AscendC::PipeBarrier<PIPE_V>();
     }
 
-    // What FP16 makes of a row.
-    __aicore__ inline void Rounded(const Row& row, RowMath& math)
-    {
-        math.ToHalf(number_, row);
-        AscendC::PipeBarrier<PIPE_V>();
-        math.ToFloat(row, number_);
-        AscendC::PipeBarrier<PIPE_V>();
-    }
-
     // K - anchor to columns of `to`, whose rows are `dim` long, without rounding: the anchor is the mean on the grid of
-    // the column's largest key, or 0 where the difference to some key would be rounded.
+    // the column's largest key, or 0 where the difference to some key would be rounded, or a key is less than a third of
+    // it.
     __aicore__ inline void TakeAnchorOff(const HalfTile& to, uint32_t dim, const HalfTile& keys, uint32_t width,
                                          uint32_t count)
     {
@@ -92,6 +84,15 @@ public:
         AscendC::Sub(back_, back_, wide_, width, count, AscendC::BinaryRepeatParams(1, 1, 1, 8, 8, 8));
         AscendC::PipeBarrier<PIPE_V>();
         AscendC::Abs(back_, back_, width, count, AscendC::UnaryRepeatParams(1, 1, 8, 8));
+        // A key is less than a third of the anchor where a (3 k - a) < 0. That is a multiple of 2^-48.
+        AscendC::Add(left_, left_, wide_, width, count, AscendC::BinaryRepeatParams(1, 1, 1, 8, 8, 8));
+        math.Scale(bad, anchor, -kSmallestResidue);
+        AscendC::PipeBarrier<PIPE_V>();
+        AscendC::Add(left_, left_, wide_, width, count, AscendC::BinaryRepeatParams(1, 1, 1, 8, 8, 8));
+        AscendC::PipeBarrier<PIPE_V>();
+        AscendC::Mul(left_, left_, bad, width, count, AscendC::BinaryRepeatParams(1, 1, 1, 8, 8, 0));
+        AscendC::PipeBarrier<PIPE_V>();
+        AscendC::Max(back_, back_, left_, width, count, AscendC::BinaryRepeatParams(1, 1, 1, 8, 8, 8));
         AscendC::PipeBarrier<PIPE_V>();
         Fold<false>(width, count);
         math.Scale(bad, back_, kSmallestResidue);
@@ -103,6 +104,61 @@ public:
         math.Subtract(anchor, anchor, bad);
         AscendC::PipeBarrier<PIPE_V>();
         Difference(to, dim, width, count);
+    }
+
+    // Begin with the frames of blocks: that of the first is its anchor, an FP16 row.
+    __aicore__ inline void BeginFrames(const HalfTile& anchor, RowMath& math)
+    {
+        math.ToFloat(Anchor(), anchor);
+        math.Set(Columns(kScratch), 0.0f);
+        AscendC::PipeBarrier<PIPE_V>();
+        math.Absolute(Mean(), Anchor());
+    }
+
+    // Frames of the next `count` blocks from their anchors, FP16 (count, 64): the first anchor up to the block whose
+    // own is further from it than one of both is from 0, and 0 from there on, column by column.
+    __aicore__ inline void FindFrames(const HalfTile& anchors, uint32_t width, uint32_t count)
+    {
+        const Row first = Anchor(), length = Mean(), gone = Columns(kScratch);
+        const AscendC::BinaryRepeatParams with_row(1, 1, 1, 8, 8, 0), with_tile(1, 1, 1, 8, 8, 8);
+        const AscendC::UnaryRepeatParams in_place(1, 1, 8, 8);
+        AscendC::PipeBarrier<PIPE_V>();
+        AscendC::Cast(wide_, anchors, AscendC::RoundMode::CAST_NONE, width, count,
+                      AscendC::UnaryRepeatParams(1, 1, 8, 4));
+        AscendC::PipeBarrier<PIPE_V>();
+        AscendC::Sub(left_, wide_, first, width, count, with_row);
+        AscendC::Abs(back_, wide_, width, count, in_place);
+        AscendC::PipeBarrier<PIPE_V>();
+        AscendC::Abs(left_, left_, width, count, in_place);
+        AscendC::Min(back_, back_, length, width, count, with_row);
+        AscendC::PipeBarrier<PIPE_V>();
+        AscendC::Sub(left_, left_, back_, width, count, with_tile);
+        AscendC::PipeBarrier<PIPE_V>();
+        AscendC::Muls(left_, left_, kSmallestResidue, width, count, in_place);
+        AscendC::PipeBarrier<PIPE_V>();
+        AscendC::Mins(left_, left_, 1.0f, width, count, in_place);  // 1 where a block leaves the frame
+        AscendC::PipeBarrier<PIPE_V>();
+        RowMath math(0, width);
+        for (uint32_t r = 0; r < count; ++r) {  // and in all blocks behind it
+            math.Larger(left_[r * kFloats], left_[r * kFloats], r == 0 ? gone : left_[(r - 1) * kFloats]);
+            AscendC::PipeBarrier<PIPE_V>();
+        }
+        math.Scale(gone, left_[(count - 1) * kFloats], 1.0f);
+        AscendC::Mul(back_, left_, first, width, count, with_row);
+        AscendC::PipeBarrier<PIPE_V>();
+        AscendC::Sub(back_, first, back_, width, count, AscendC::BinaryRepeatParams(1, 1, 1, 8, 0, 8));
+        AscendC::PipeBarrier<PIPE_V>();
+        AscendC::Sub(wide_, wide_, back_, width, count, with_tile);  // taken last, behind a wait for the frames' copy
+    }
+
+    // The frames, and what they leave of the blocks' anchors: FP16 numbers, to (count, width).
+    __aicore__ inline void TakeFrames(const HalfTile& to, uint32_t width, uint32_t count)
+    {
+        Take(to, back_, width, count);
+    }
+    __aicore__ inline void TakeDistances(const HalfTile& to, uint32_t width, uint32_t count)
+    {
+        Take(to, wide_, width, count);
     }
 
     // Whether `unit`, a power of two, would round one of so many FP16 differences.
@@ -141,6 +197,12 @@ public:
 private:
     enum Column { kMean, kGrid, kAnchor, kScratch, kColumns };
     static constexpr uint32_t kTrial = kBlockKeys * kFloats * sizeof(float) / sizeof(half);  // numbers in left_
+
+    __aicore__ inline void Take(const HalfTile& to, const Row& from, uint32_t width, uint32_t count)
+    {
+        AscendC::Cast(to, from, AscendC::RoundMode::CAST_RINT, width, count,
+                      AscendC::UnaryRepeatParams(1, 1, width / kFractal, 8));
+    }
 
     __aicore__ inline Row Columns(Column which) const { return columns_[which * kFloats]; }
 

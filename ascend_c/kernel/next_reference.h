@@ -5,6 +5,10 @@
 
 namespace pasa {
 
+// Nats off 0 at which a reference is clamped: below 0, and where it is a guess above 0 as well. Further off, FP32 would
+// round the sums that it enters too coarsely for scores near 0, which a row may see all the same.
+constexpr float kFarthest = 0x1p11f;
+
 // Made in steps, each of which needs a barrier behind it. They go beside steps of the softmax, so that one serves both.
 class NextReference {
 public:
@@ -13,20 +17,23 @@ public:
 
     // What it works with. Numbers of rows: `wanted`, where the scores are to be near zero, in nats; `apart`, what the
     // block's anchor takes off them, in units of the tile; `factor`, nats in such a unit; `offset`, for the nats that
-    // are to be added to the scores; `raised`, by how many units the reference had to be raised to fit. FP16: `term` (64) and `spread` (64, 16) are its own, `out` (64, 16) is for the
-    // cube core.
+    // are to be added to the scores; `raised`, by how many units the reference had to be raised. FP16: `term` (64) and
+    // `spread` (64, 16) are its own, `out` (64, 16) is for the cube core.
     struct Places {
         Row wanted, apart, factor, offset, raised, rho, high, rest;
         HalfTile term, spread, out;
     };
 
-    __aicore__ inline NextReference(const Places& places, uint32_t rows, float factor, bool rho_is_known)
+    // That of a first tile is in `rho` already: a guess, which may be far above all scores that a row sees.
+    __aicore__ inline NextReference(const Places& places, uint32_t rows, float factor, bool is_guess)
         : p_(places),
           all_(0, rows),
           repeats_(DivideUp(rows, kFloatBlock)),
           factor_(factor),
-          step_(rho_is_known ? 2 : 0)
+          step_(is_guess ? 2 : 0)
     {
+        if (kFarthest < 2 * kHalfLargest * factor) lowest_ = -kFarthest / factor;
+        if (is_guess) highest_ = -lowest_;
     }
     // Nothing to make.
     __aicore__ inline NextReference() : all_(0, 0), step_(kSteps) {}
@@ -41,12 +48,12 @@ public:
             case 0: all_.Divide(rho, p_.wanted, p_.factor); break;
             case 1: all_.Subtract(rho, rho, p_.apart); break;
             case 2:
-                all_.AtMost(high, rho, kHalfLargest);
-                all_.AtMost(rest, rho, 2 * kHalfLargest);
+                all_.AtMost(high, rho, highest_ < kHalfLargest ? highest_ : kHalfLargest);
+                all_.AtMost(rest, rho, highest_);
                 break;
             case 3:
-                all_.AtLeast(high, high, -kHalfLargest);
-                all_.AtLeast(rest, rest, -2 * kHalfLargest);
+                all_.AtLeast(high, high, lowest_ > -kHalfLargest ? lowest_ : -kHalfLargest);
+                all_.AtLeast(rest, rest, lowest_);
                 break;
             case 4:
                 all_.ToHalf(p_.term, high);
@@ -81,6 +88,7 @@ private:
     RowMath all_;
     uint32_t repeats_ = 0;
     float factor_ = 1.0f;
+    float lowest_ = -2 * kHalfLargest, highest_ = 2 * kHalfLargest;  // of rho, in units of the tile
     uint32_t step_ = 0;
 };
 

@@ -28,22 +28,28 @@ public:
     {
         const uint32_t total = t_.heads * t_.blocks;
         for (uint32_t item = AscendC::GetBlockIdx(); item < total; item += AscendC::GetBlockNum()) {
-            if (Count(item) > 0) Shift(item / t_.blocks, item % t_.blocks, Count(item));
+            const uint32_t count = Count(item / t_.blocks, item % t_.blocks);
+            if (count > 0) Shift(item / t_.blocks, item % t_.blocks, count);
         }
         AscendC::SyncAll();
-        for (uint32_t item = AscendC::GetBlockIdx(); item < total; item += AscendC::GetBlockNum()) {
-            if (item % t_.blocks > 0 && Count(item) > 0) StoreDistance(item / t_.blocks, item % t_.blocks);
+        const uint32_t parts = DivideUp(t_.dim, kFloats);
+        for (uint32_t item = AscendC::GetBlockIdx(); item < t_.heads * parts; item += AscendC::GetBlockNum()) {
+            StoreFrames(item / parts, item % parts * kFloats);
         }
     }
 
 private:
     using Row = KeyColumns::Row;
 
-    // Keys of the item's block.
-    __aicore__ inline uint32_t Count(uint32_t item)
+    // Keys that a head has.
+    __aicore__ inline uint32_t Keys(uint32_t head) const
     {
-        const uint32_t batch = item / t_.blocks / t_.kv_heads, first = item % t_.blocks * kBlockKeys;
-        const uint32_t keys = t_.has_lengths ? Clamped(lengths_.GetValue(batch), t_.keys) : t_.keys;
+        return t_.has_lengths ? Clamped(lengths_.GetValue(head / t_.kv_heads), t_.keys) : t_.keys;
+    }
+
+    __aicore__ inline uint32_t Count(uint32_t head, uint32_t block) const
+    {
+        const uint32_t keys = Keys(head), first = block * kBlockKeys;
         return keys <= first ? 0 : Least(kBlockKeys, keys - first);
     }
 
@@ -52,7 +58,7 @@ private:
         AscendC::LocalTensor<half> out = half_out_.AllocTensor<half>();
         for (uint32_t first = 0; first < t_.dim; first += kFloats) {
             const uint32_t width = Least(kFloats, t_.dim - first);
-            AscendC::LocalTensor<half> in = LoadColumns(head, block, first, width, count);
+            AscendC::LocalTensor<half> in = LoadRows(k_[KeyRow(head, block) * t_.dim + first], width, count, 1);
             columns_.TakeAnchorOff(out[first], t_.dim, in, width, count);
             half_in_.FreeTensor(in);
             StoreAnchor(head, block, first, width);
@@ -66,17 +72,17 @@ private:
         StoreUnit(head, block, unit);
     }
 
-    // FP16 keys (count, width), 64 numbers a row.
-    __aicore__ inline AscendC::LocalTensor<half> LoadColumns(uint32_t head, uint32_t block, uint32_t first,
-                                                             uint32_t width, uint32_t count)
+    // FP16 (count, width), 64 numbers a row, of rows that are `apart` rows of the head dimension apart.
+    __aicore__ inline AscendC::LocalTensor<half> LoadRows(const AscendC::GlobalTensor<half>& from, uint32_t width,
+                                                          uint32_t count, uint32_t apart)
     {
         AscendC::LocalTensor<half> in = half_in_.AllocTensor<half>();
         AscendC::DataCopyParams p;
         p.blockCount = count;
         p.blockLen = width / kFractal;
-        p.srcGap = (t_.dim - width) / kFractal;
+        p.srcGap = (apart * t_.dim - width) / kFractal;
         p.dstGap = (kFloats - width) / kFractal;
-        AscendC::DataCopy(in, k_[KeyRow(head, block) * t_.dim + first], p);
+        AscendC::DataCopy(in, from, p);
         half_in_.EnQue(in);
         return half_in_.DeQue<half>();
     }
@@ -86,7 +92,7 @@ private:
         return (static_cast<uint64_t>(head) * 2 * t_.blocks + row) * t_.dim;
     }
 
-    // Of the first block also what the anchor leaves of the mean; other blocks leave that row to StoreDistance.
+    // Of the first block also what the anchor leaves of the mean; other blocks leave that row to StoreFrames.
     __aicore__ inline void StoreAnchor(uint32_t head, uint32_t block, uint32_t first, uint32_t width)
     {
         RowMath math(0, width);
@@ -121,37 +127,42 @@ private:
         unit_out_.FreeTensor(out);
     }
 
-    // a_j - a_1 as two FP16 numbers, in place of a_j.
-    __aicore__ inline void StoreDistance(uint32_t head, uint32_t block)
+    // f_j in place of a_j, and a_j - f_j behind it: 64 columns of all blocks but the first, whose anchor is f_1.
+    __aicore__ inline void StoreFrames(uint32_t head, uint32_t first)
     {
-        for (uint32_t first = 0; first < t_.dim; first += kFloats) {
-            const uint32_t width = Least(kFloats, t_.dim - first);
-            RowMath math(0, width);
-            AscendC::PipeBarrier<PIPE_V>();
-            LoadHalfRow(columns_.Anchor(), AnchorRow(head, 2 * block) + first, width, math);
-            LoadHalfRow(columns_.Mean(), AnchorRow(head, 0) + first, width, math);
-            AscendC::PipeBarrier<PIPE_V>();
-            const Row distance = columns_.Anchor(), high = columns_.Mean();
-            math.Subtract(distance, distance, high);
-            AscendC::PipeBarrier<PIPE_V>();
-            columns_.Clamp(high, distance, math);
-            StoreHalfRow(high, AnchorRow(head, 2 * block) + first, width, math);
-            columns_.Rounded(high, math);
-            math.Subtract(distance, distance, high);
-            AscendC::PipeBarrier<PIPE_V>();
-            columns_.Clamp(distance, distance, math);
-            StoreHalfRow(distance, AnchorRow(head, 2 * block + 1) + first, width, math);
+        const uint32_t width = Least(kFloats, t_.dim - first), blocks = DivideUp(Keys(head), kBlockKeys);
+        if (blocks < 2) return;
+        RowMath math(0, width);
+        AscendC::LocalTensor<half> in = LoadRows(anchors_[AnchorRow(head, 0) + first], width, 1, 2);
+        columns_.BeginFrames(in, math);
+        half_in_.FreeTensor(in);
+        for (uint32_t block = 1; block < blocks; block += kBlockKeys) {
+            const uint32_t count = Least(kBlockKeys, blocks - block);
+            const AscendC::GlobalTensor<half> rows = anchors_[AnchorRow(head, 2 * block) + first];
+            in = LoadRows(rows, width, count, 2);
+            columns_.FindFrames(in, width, count);
+            half_in_.FreeTensor(in);
+            AscendC::LocalTensor<half> out = half_out_.AllocTensor<half>();
+            columns_.TakeFrames(out, width, count);
+            StoreRows(rows, out, width, count);
+            out = half_out_.AllocTensor<half>();
+            columns_.TakeDistances(out, width, count);
+            StoreRows(rows[t_.dim], out, width, count);
         }
     }
 
-    __aicore__ inline void LoadHalfRow(const Row& to, uint64_t at, uint32_t width, RowMath& math)
+    // Every other row of the anchors.
+    __aicore__ inline void StoreRows(const AscendC::GlobalTensor<half>& to, AscendC::LocalTensor<half>& out,
+                                     uint32_t width, uint32_t count)
     {
-        AscendC::LocalTensor<half> in = half_in_.AllocTensor<half>();
-        AscendC::DataCopy(in, anchors_[at], width);
-        half_in_.EnQue(in);
-        in = half_in_.DeQue<half>();
-        math.ToFloat(to, in);
-        half_in_.FreeTensor(in);
+        half_out_.EnQue(out);
+        out = half_out_.DeQue<half>();
+        AscendC::DataCopyParams p;
+        p.blockCount = count;
+        p.blockLen = width / kFractal;
+        p.dstGap = (2 * t_.dim - width) / kFractal;
+        AscendC::DataCopy(to, out, p);
+        half_out_.FreeTensor(out);
     }
 
     const ShiftTiling& t_;

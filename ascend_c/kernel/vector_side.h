@@ -122,12 +122,14 @@ private:
 
     // Weights, rounded, to the cube core; m, l, and the output so far in the frame of the new maximum (Algorithm 1,
     // lines 12 and 16 to 20, but weights are relative to the running maximum: P V needs no factor). Before it, kTop
-    // holds the largest scores in nats, and kHere the same in the frame of the running maximum.
+    // holds the largest scores in nats, kHere the same in the frame of the running maximum, and kCarried what the
+    // next block's frame adds to that.
     __aicore__ inline void MakeWeights(uint32_t i, uint32_t rows, bool wide, NextReference& next)
     {
         RowMath all(0, rows);
         const Row maximum = Number(i, kMaximum), sum = Number(i, kSum), offset = Number(i, kOffset), top = Number(kTop);
         const Row shift = Number(kHere), larger = Number(kLarger), keep = Number(kKeep), row_sum = Number(kRowSum);
+        const Row carried = next.IsDone() ? larger : Number(kCarried);  // into the frame of the next block
         // the running maximum, and the same in the frame of the tile: not below what the tile holds, whatever rounding
         // does to large offsets
         all.Larger(larger, maximum, Number(kHere));
@@ -135,7 +137,9 @@ private:
         AscendC::PipeBarrier<PIPE_V>();
         all.Larger(shift, row_sum, top);
         all.Subtract(keep, maximum, larger);
-        next.Step();
+        if (!next.IsDone()) {
+            all.Add(carried, carried, larger);
+        }
         AscendC::PipeBarrier<PIPE_V>();
         const bool late = wide || t_.scale > kLargestLifted;  // a score in FP32 may be too large to take a few nats off
         if (!late) {
@@ -146,7 +150,7 @@ private:
         // scores to weights
         Spread(spread_, shift, rows);
         all.Exponential(keep, keep);
-        all.Scale(maximum, larger, 1.0f);
+        all.Scale(maximum, carried, 1.0f);
         next.Step();
         AscendC::PipeBarrier<PIPE_V>();
         for (uint32_t part = 0; part < 2; ++part) {

@@ -20,7 +20,9 @@ protected:
     // Numbers of rows. Those of a lane come first, once for each lane.
     enum LaneRow { kMaximum, kSum, kFrame, kOffset, kRaised, kLaneRows };
     enum SharedRow {
-        kTop = kLanes * kLaneRows, kHere, kLarger, kKeep, kRowSum, kFirst, kSecond, kThird, kNext, kFactor, kRows
+        kTop = kLanes * kLaneRows, kHere, kLarger, kKeep, kRowSum, kFirst, kSecond, kThird, kNext, kFactor, kRows,
+        kFramed = kKeep,   // before weights are made
+        kCarried = kThird  // until the next reference has its second term
     };
 
     static __aicore__ inline uint64_t Group() { return AscendC::GetBlockIdx() / 2; }

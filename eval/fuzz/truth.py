@@ -33,7 +33,10 @@ class Truth:
     low, high : Tensor (B, Hq, Sq, D)
         Range of the values that a row sees.
     products : Tensor (B, Hq, Sq)
-        scale sum |q_c| max |k_c|: no scaled score and none of its partial sums is larger.
+        The largest scale sum |q_c| |k_c| of a key that the row sees and that may have weight: no scaled score of such a
+        key and none of its partial sums is larger.
+    sizes : Tensor (B, Hq, Sq)
+        scale sum |q_c| max |k_c| over all keys, seen or not: none of their scores is larger.
     added : Tensor (B, Hq, Sq)
         The largest number that a float mask adds to a score with weight.
     scores : Tensor (B, Hq, Sq, Skv)
@@ -49,6 +52,7 @@ class Truth:
     low: Tensor
     high: Tensor
     products: Tensor
+    sizes: Tensor
     added: Tensor
     scores: Tensor
     values: Tensor
@@ -111,11 +115,19 @@ def find_truth(
     out, lse, scores = exact(wide_q, wide_k, wide_v, bias, scale)
     bad = bad_rows.unsqueeze(-1) | (seen.double() @ (~torch.isfinite(given[2])).double() > 0)
     low, high = _range(wide_v, seen)
-    products = (wide_q.abs() @ wide_k.abs().amax(2, keepdim=True).mT).squeeze(-1) * scale
-    weighs = seen & (bias >= (lse - NATS - products).unsqueeze(-1))
+    sums = wide_q.abs() @ wide_k.abs().mT * scale
+    weighs = seen & may_weigh(scores, 4 * (q.shape[-1] + 4) * UNIT * sums + 4 * UNIT * added.abs())
+    products = sums.where(weighs, 0.0).amax(-1)
     heaviest = added.expand(seen.shape).where(weighs, 0.0).abs().amax(-1)
-    truth = Truth(out, lse, seen, bad_rows, bad, low, high, products, heaviest, scores, wide_v)
+    sizes = (wide_q.abs() @ wide_k.abs().amax(2, keepdim=True).mT).squeeze(-1) * scale
+    truth = Truth(out, lse, seen, bad_rows, bad, low, high, products, sizes, heaviest, scores, wide_v)
     return truth, _naive(wide_q, wide_k, wide_v, bias, scale) if naive else None
+
+
+def may_weigh(scores: Tensor, errors: Tensor) -> Tensor:
+    """Which keys are within `NATS` of the largest score, if each score may err: all (B, H, Sq, Skv)."""
+    top, first = scores.max(-1, keepdim=True)
+    return scores + 2 * errors >= top - 2 * errors.gather(-1, first) - NATS
 
 
 def _naive(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from pasa.eval.soak.cases import SoakCase
 from pasa.eval.soak.families import PAPER
-from pasa.eval.soak.order import MMA_DEPTH, UNIT
-from pasa.eval.soak.truth import Truth
+from pasa.eval.soak.order import MMA_DEPTH
+from pasa.eval.soak.truth import UNIT, Truth
 
 FACTOR = 2.0  # times the emulation's error
 HALF_ULP = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-11}  # FP32 results are FP16 numbers
@@ -86,7 +86,7 @@ def judge(case: SoakCase, truth: Truth, found: Result, emulation: bool) -> dict[
 
 def _score_error(case: SoakCase, truth: Truth, emulation: bool) -> Tensor:
     """What a scaled score may err by, in nats: (B, Hq, Sq)."""
-    products = 4 * (case.family.dim + 4) * UNIT * truth.products  # of q.k' and q.a, |k'| and |a| below 3 max |k|
+    products = 4 * (case.family.dim + 4) * UNIT * truth.products  # of q.k' and q.a
     added = 4 * UNIT * truth.added
     if emulation:
         return products + added + STORED

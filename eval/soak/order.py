@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pasa.eval.soak.truth import Cut, Plain, Truth, cut
+from pasa.eval.soak.truth import UNIT, Cut, Plain, Truth, cut
 
-UNIT = 2.0**-24  # half a unit in the last place of FP32
 MMA_DEPTH = 16  # products that a tensor core adds in one step
 # The kernels take an anchor off keys where it is so many times as long as what it leaves, and where scores may pass
 # so many nats: ops/shift_keys/triton_kernel.py. A judge needs no Triton: a test holds these against its numbers.

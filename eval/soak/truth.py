@@ -14,6 +14,7 @@ from pasa.eval.soak.layouts import HEADS_LAST
 from pasa.eval.soak.masks import visible
 
 PIECE = 2**25  # scores, or expanded keys, that are worked on at a time: 256 MiB in FP64
+UNIT = 2.0**-24  # half a unit in the last place of FP32
 NATS = 104.0  # weights below exp(-104) are zero in FP32
 
 
@@ -81,9 +82,10 @@ class Truth:
     low, high : Tensor (B, Hq, Sq, D)
         Range of the values up to the last key that a row sees.
     products : Tensor (B, Hq, Sq)
-        scale sum |q_c| max |k_c|: no scaled score and none of its partial sums is larger.
+        The largest scale sum |q_c| |k_c| of a key that the row sees and that may have weight: no scaled score of such a
+        key and none of its partial sums is larger.
     norms : Tensor (B, Hq, Sq)
-        scale |q| max |k|: by Cauchy and Schwarz a bound on the same, and for ordinary data a close one.
+        scale |q| max |k| of those keys: by Cauchy and Schwarz a bound on the same, and for ordinary data a close one.
     added : Tensor (B, Hq, Sq)
         The largest number that a float mask adds to a score with weight.
     """
@@ -171,12 +173,23 @@ def _fill(truth: Truth, call: Plain, piece: Piece) -> None:
     truth.nan_rows[at], truth.nan[at] = _reach(q, k, v, mask, seen)
     truth.low[at], truth.high[at] = _range(clean_v, torch.isfinite(v), seen, q.shape[2])
     wide_q, wide_k = clean_q.double(), clean_k.double()
-    products = (wide_q.abs() @ wide_k.abs().amax(2, keepdim=True).mT).squeeze(-1) * call.scale
-    truth.products[at] = products
-    truth.norms[at] = wide_q.norm(dim=-1) * wide_k.norm(dim=-1).amax(2, keepdim=True) * call.scale
+    weighs, sums = _weighs(wide_q, wide_k, seen, added, call.scale)
+    truth.products[at] = sums.where(weighs, 0.0).amax(-1)
+    lengths = wide_k.norm(dim=-1).unsqueeze(2).where(weighs, 0.0).amax(-1)
+    truth.norms[at] = wide_q.norm(dim=-1) * lengths * call.scale
     if added is not None:
-        weighs = seen & (added >= (lse - NATS - products).unsqueeze(-1))
         truth.added[at] = added.where(weighs, 0.0).abs().amax(-1)
+
+
+def _weighs(q: Tensor, k: Tensor, seen: Tensor, added: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """Which keys a row sees whose weights may not be zero, though scores err, and scale sum |q_c| |k_c|."""
+    scores, sums = q @ k.mT * scale, q.abs() @ k.abs().mT * scale
+    errors = 4 * (q.shape[-1] + 4) * UNIT * sums
+    if added is not None:
+        scores, errors = scores + added, errors + 4 * UNIT * added.nan_to_num(neginf=0.0).abs()
+    scores = scores.masked_fill(~seen, -torch.inf)
+    top, first = scores.max(-1, keepdim=True)
+    return seen & (scores + 2 * errors >= top - 2 * errors.gather(-1, first) - NATS), sums
 
 
 def _cut_mask(mask: Tensor | None, piece: Piece) -> Tensor | None:

@@ -12,7 +12,8 @@ is dQ: the rows of dS sum to G_L, hence dS K = dS (K - c) + G_L c. Maximum and s
 and are found anew; the saved log-sum-exp less scale * q.c would be a difference of two huge numbers. Nor is delta
 taken from the output: its rounding to 16 bits would enter every key's gradient with the same sign. What keys do not
 share, as biases that rotary embeddings turn block by block, stays in the scores: they are then as good as FP32 sums
-of such products are.
+of such products are. Where K - c makes a key longer, a row that gives its weight to such keys would pay for the others:
+each row takes its scores from K or from K - c, wherever its maximum is nearer to 0.
 """
 
 from __future__ import annotations
@@ -73,12 +74,13 @@ def attention_backward(
     grad = torch.zeros_like(rows) if grad_out is None else grad_out.to(rows.dtype).unflatten(1, (k.shape[1], -1))
     count = k.shape[2]
     if attn_mask is None:
-        centre = keys.mean(2, keepdim=True)
+        hidden = torch.zeros_like(keys[..., :1], dtype=torch.bool)
     else:
         hidden = hidden_keys(dense_mask(attn_mask, is_causal, q, k), k)[:, None, :, None]
         keys, values = keys.masked_fill(hidden, 0.0), values.masked_fill(hidden, 0.0)
-        centre = keys.sum(2, keepdim=True) / (count - hidden.sum(2, keepdim=True)).clamp(min=1)
-    tiles = Tiles(rows, keys - centre, values, grad, mask, scale)
+    centre = keys.sum(2, keepdim=True) / (count - hidden.sum(2, keepdim=True)).clamp(min=1)
+    longer = ((keys - centre).abs() > keys.abs()) & ~hidden
+    tiles = Tiles(rows, keys - centre, values, grad, mask, scale, keys if bool(longer.any()) else None)
     lse_part = None if grad_lse is None else grad_lse.to(rows.dtype).reshape(*rows.shape[:-1], 1)
     dq, dk, dv = _sum_tiles(tiles, lse_part, grad_mask)
     if lse_part is not None:
@@ -129,8 +131,12 @@ class Tiles:
     q, grad : Tensor (B, Hkv, G, Sq, D)
     keys, values : Tensor (B, Hkv, Skv, D)
         The keys centred.
+    uncentred : Tensor (B, Hkv, Skv, D), optional
+        The keys as they are, if some row may need them.
+    plain : Tensor (B, Hkv, G, Sq, 1), bool, optional
+        Which rows take their scores from those.
     top, total : Tensor (B, Hkv, G, Sq, 1)
-        Maximum and sum of weights of every row, in the centred frame.
+        Maximum and sum of weights of every row, in its frame.
     delta : Tensor (B, Hkv, G, Sq, 1)
     """
 
@@ -140,8 +146,14 @@ class Tiles:
     grad: Tensor
     mask: KeyMask
     scale: float
+    uncentred: Tensor | None = None
+    plain: Tensor | None = None
 
     def __post_init__(self) -> None:
+        if self.uncentred is not None:
+            centred = self.largest()
+            self.plain = torch.ones_like(centred, dtype=torch.bool)
+            self.plain = self.largest().abs() < centred.abs()
         self.top = self.q.new_full((*self.q.shape[:-1], 1), -torch.inf)
         self.total, self.delta = torch.zeros_like(self.top), torch.zeros_like(self.top)
         for part, row in self.parts():
@@ -157,6 +169,14 @@ class Tiles:
             delta.mul_(keep).add_(products)
         self.delta /= self.total.where(self.total != 0, 1.0)
 
+    def largest(self) -> Tensor:
+        """The largest score of every row (B, Hkv, G, Sq, 1)."""
+        top = self.q.new_full((*self.q.shape[:-1], 1), -torch.inf)
+        for part, row in self.parts():
+            some = top[..., row:, :]
+            some.copy_(torch.maximum(some, self.scores(part, row).amax(-1, keepdim=True)))
+        return top
+
     def parts(self) -> Iterator[tuple[slice, int]]:
         """Keys of each tile, and the first row that sees some of them."""
         for start in range(0, self.keys.shape[2], BLOCK):
@@ -165,8 +185,11 @@ class Tiles:
                 yield slice(start, min(start + BLOCK, self.keys.shape[2])), row
 
     def scores(self, part: slice, row: int) -> Tensor:
-        """Scaled scores of centred keys, -inf where hidden: (B, Hkv, G, R, n)."""
+        """Scaled scores in the rows' frames, -inf where hidden: (B, Hkv, G, R, n)."""
         scores = matmul_rows(self.q[..., row:, :], self.keys[..., part, :]) * self.scale
+        if self.uncentred is not None and self.plain is not None:
+            others = matmul_rows(self.q[..., row:, :], self.uncentred[..., part, :]) * self.scale
+            scores = torch.where(self.plain[..., row:, :], others, scores)
         visible, bias = self.mask.tile(row, part.start, part.stop)
         if bias is not None:
             scores = scores + bias

@@ -1,8 +1,8 @@
 """Triton kernel of what the backward pass makes of keys and values first: see backward.py for the frame.
 
-K - c is made once and is exact, or the column keeps c = 0: one key far from all others, as an attention sink may be,
-leaves its columns' bias in the scores, and gradients as good as those of a plain backward pass (backward.py knows no
-such case).
+K - c is made once and is exact, and no key is less than a third of c, or the column keeps c = 0: one key far from all
+others, as an attention sink may be, leaves its columns' bias in the scores, and gradients as good as those of a plain
+backward pass.
 """
 
 import triton

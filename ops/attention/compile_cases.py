@@ -218,7 +218,7 @@ NVIDIA_CASES = [
             mask,
             **flags,
             LISTED=True,
-            **_on(90, 4, stages, stack=2100),
+            **_on(90, 4, stages, stack=2300),
         )
         for mask, flags, stages in (("bool", FAST | ON_HOPPER, 2), ("bool", CAREFUL, 1), ("float", CAREFUL, 1))
     ),
@@ -294,7 +294,7 @@ NVIDIA_CASES = [
         )
         for dim, splits, columns, dropped, warps, stack in (
             (128, 128, 32, 0, 4, 0),
-            (128, 256, 128, 13, 16, 128),
+            (128, 256, 128, 13, 16, 320),
             (128, 512, 128, 16, 16, 1500),
             (256, 256, 256, 13, 16, 1500),
         )

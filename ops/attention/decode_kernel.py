@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 
 from pasa.ops.attention.rounding_kernel import round_rows
-from pasa.ops.attention.triton_kernel import FP16_MAX, INF, LOG2_E, add_values, frame_offset, softmax_step
-from pasa.ops.shift_keys.triton_kernel import ANCHOR_LIMIT, exact_anchor
+from pasa.ops.attention.triton_kernel import FP16_MAX, INF, LOG2_E, add_values, softmax_step
+from pasa.ops.shift_keys.triton_kernel import ANCHOR_LIMIT, exact_anchor, next_frame, two_products
 
 
 @triton.jit
@@ -91,8 +91,8 @@ def attend_split(
     """Keys from `begin` to `end`, a part of a split. PAGE: slots of a page, 0 without pages, and then p_table and the
     strides of pages stand for nothing; ALIGNED: `begin` is a multiple of BLOCK_N.
 
-    ANCHORED: block means are taken off, scores are in the frame of b_first, the anchor of the first block of which a
-    row has seen a key: behind padding there is none before. Otherwise keys are used as they are, and b_square
+    ANCHORED: block means are taken off, scores are in the frame b_first, at first the anchor of the first block of
+    which a row has seen a key: behind padding there is none before. Otherwise keys are used as they are, and b_square
     (BLOCK_N,) keeps the largest squared norms, or what no bound allows.
     """
     o_d = tl.arange(0, D_PAD)
@@ -131,8 +131,10 @@ def attend_split(
         # scores
         if ANCHORED:
             b_s, b_anchor = anchored_scores(b_q, b_k, m_key, longest, False)
-            b_first = tl.where(tl.max(b_max, 0) == -INF, b_anchor, b_first)
-            offset = frame_offset(b_q, b_anchor - b_first)
+            b_before = tl.where(tl.max(b_max, 0) == -INF, b_anchor, b_first)
+            b_first = next_frame(b_before, b_anchor)
+            offset, carry = two_products(b_q, b_anchor - b_first, b_before - b_first)
+            b_max += carry * (scale if MASK == "float" else 1.0)
         else:
             b_wide = b_k.to(tl.float32)
             square = tl.sum(b_wide * b_wide, 1)
@@ -260,6 +262,30 @@ def decode_kernel(
                 good, D, D_PAD, BLOCK_M)  # fmt: skip
 
 
+@triton.jit
+def frame_offsets(
+    p_row, p_anchor, o_split, b_framed, home, D: tl.constexpr, D_PAD: tl.constexpr, COLUMNS: tl.constexpr,
+    ALIKE: tl.constexpr,
+):  # fmt: skip
+    """q (f - h) (SPLITS,) of a query and the frames f of splits, and q h; h is the frame of split `home`, 0 if that is
+    negative. Frames that are ALIKE have no offsets."""
+    b_offset = tl.zeros_like(b_framed).to(tl.float32)
+    frame = tl.sum(b_offset, 0)
+    PART: tl.constexpr = COLUMNS // 4 if COLUMNS >= 64 else COLUMNS  # O is in registers already
+    for start in range(0, D_PAD, PART):
+        o_d = start + tl.arange(0, PART)
+        m_d = o_d < D
+        b_q = tl.load(p_row + o_d, mask=m_d, other=0.0)
+        b_q = tl.where(tl.abs(b_q.to(tl.float32)) <= FP16_MAX, b_q.to(tl.float32), float("nan"))
+        b_home = tl.load(p_anchor + home * D + o_d, mask=m_d & (home >= 0), other=0.0).to(tl.float32)
+        if not ALIKE:
+            p_frames = p_anchor + o_split[:, None] * D + o_d[None, :]
+            b_frame = tl.load(p_frames, mask=(b_framed > 0)[:, None] & m_d[None, :], other=0.0).to(tl.float32)
+            b_offset += tl.sum(b_q[None, :] * (b_frame - b_home[None, :]), 1)
+        frame += tl.sum(b_q * b_home, 0)
+    return b_offset, frame
+
+
 @triton.jit(do_not_specialize=["heads", "group", "rows", "splits"])
 def merge_kernel(
     p_q,
@@ -308,31 +334,31 @@ def merge_kernel(
     b_framed = tl.load(p_framed + o_split, mask=m_split, other=0)
     b_max, b_sum = tl.split(b_state)
     b_max = tl.where(m_split, b_max, -INF)
-    # every split's maximum in the frame of the first that has an anchor; where all frames are 0, a NaN in q is in b_sum
+    # every split's maximum in one frame; where all frames are 0, a NaN in q is in b_sum
     if NATS:
         scale_left = 1.0
     else:
         scale_left = scale
     frame = scale * 0.0
     if tl.max(b_framed, 0) > 0:
+        p_row = p_q + batch * stride_qb + head * stride_qh + (o_out % rows) * stride_qm
+        o_slot = tl.arange(0, SPLITS)
+        if ALIKE:
+            home = o_pair * splits + tl.min(tl.where(b_framed > 0, o_slot, SPLITS), 0)
+        else:
+            # The frame of the split that holds the largest score: one without weight may be so far off that it would
+            # cost all others their digits. Counted from 0, a score is as good as an FP32 sum of its own products.
+            home = tl.min(b_framed, 0) * 0 - 1
         offset = tl.zeros((SPLITS,), tl.float32)
-        home = o_pair * splits + tl.min(tl.where(b_framed > 0, tl.arange(0, SPLITS), SPLITS), 0)
-        for start in range(0, D_PAD, COLUMNS):
-            o_d = start + tl.arange(0, COLUMNS)
-            m_d = o_d < D
-            p_row = p_q + batch * stride_qb + head * stride_qh + (o_out % rows) * stride_qm
-            b_q = tl.load(p_row + o_d, mask=m_d, other=0.0)
-            b_q = tl.where(tl.abs(b_q.to(tl.float32)) <= FP16_MAX, b_q.to(tl.float32), float("nan"))
-            b_first = tl.load(p_anchor + home * D + o_d, mask=m_d, other=0.0).to(tl.float32)
-            if not ALIKE:
-                p_frames = p_anchor + o_split[:, None] * D + o_d[None, :]
-                b_anchor = tl.load(p_frames, mask=(b_framed > 0)[:, None] & m_d[None, :], other=0.0).to(tl.float32)
-                b_apart = tl.where(m_split[:, None], b_anchor - b_first[None, :], 0.0)
-                offset += tl.sum(b_q[None, :] * b_apart, 1)
-            frame += tl.sum(b_q * b_first, 0) * scale
-        if NATS:
-            offset = offset * scale
-        b_max = tl.where(b_max == -INF, -INF, b_max + offset)
+        for turn in range(1 if ALIKE else 2):
+            if turn > 0:
+                b_true = tl.where(b_max == -INF, -INF, b_max + offset * (scale if NATS else 1.0))
+                o_home = tl.min(tl.where(b_true == tl.max(b_true, 0), o_slot, SPLITS), 0)
+                framed = tl.max(tl.where(o_slot == o_home, b_framed, -1), 0) > 0
+                home = tl.where(framed, o_pair * splits + o_home, -1)
+            offset, frame = frame_offsets(p_row, p_anchor, o_split, b_framed, home, D, D_PAD, COLUMNS, ALIKE)
+        frame *= scale
+        b_max = tl.where(b_max == -INF, -INF, b_max + offset * (scale if NATS else 1.0))
     top = tl.max(b_max, 0)
     weight = tl.exp2((b_max - tl.where(top == -INF, 0.0, top)) * (scale_left * LOG2_E))
     total = tl.sum(b_sum * weight, 0)

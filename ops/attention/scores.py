@@ -34,6 +34,10 @@ RESCUE_REACH = 8.0
 ZERO_WEIGHT = 104.0
 # With more nats to a unit FP16's subnormals, 2^-24 units apart, are too coarse: a score is off by more than 2^-8 nats.
 COARSE_UNIT = 2.0**17
+# Nats off 0 at which a reference is clamped: below 0, and in a row's first tile above 0 as well. Further off, FP32
+# would round the sums that it enters by more than 2^-13 nats a step, a quarter of what rounding a weight to FP16 costs,
+# though the scores that the row sees may lie near 0. See README.md.
+FARTHEST_REFERENCE = 2.0**11
 PAPER_BETA0 = 1 - 2.0**-6  # the start that the paper adopts (section 2.3)
 
 
@@ -208,51 +212,68 @@ def paper_beta(beta: float | None, n: int, scale: float) -> tuple[float, float]:
 class ExactScores:
     """Our recovery: anchored keys, FP32 block offsets, and a row reference that enters before the rounding.
 
-    With K' = (K - a_j) u exact, the true score of key k in block j is q.k'/u + q.a_j. Scores live in the frame of
-    the first block's anchor, so that a bias which all blocks share never enters: c_ij = q_i.(a_j - a_1). The stored
-    tile is fl16(q.k' - rho_ij), rho_ij the row's running maximum less c_ij as two FP16 numbers (columns of an
-    extra K fractal), both added back in FP32. So what FP16 stores is near zero where the softmax has its weight.
+    With K' = (K - a_j) u exact, the true score of key k in block j is q.k'/u + q.a_j. Scores live in a frame f_j
+    that starts as the first block's anchor, so that a bias which all blocks share never enters a rounded number:
+    c_ij = q_i.(a_j - f_j), a_j - f_j in FP16. The stored tile is fl16(q.k' - rho_ij), rho_ij the row's running
+    maximum less c_ij as two FP16 numbers (columns of an extra K fractal), both added back in FP32. So what FP16
+    stores is near zero where the softmax has its weight.
+
+    From the first block on whose anchor is further from the frame than one of them is from 0, column by column, the
+    frame is 0, and `carry` moves the running maximum there. So every FP32 number is bounded by sums |q||k| of keys
+    that the row sees (README.md).
     """
 
     def __init__(self, options: AttentionOptions, scale: float) -> None:
         self.scale, self.block_q, self.overflow = scale, options.block_q, options.overflow
         self.unit = min(1.0, 2.0 ** math.floor(math.log2(scale) + 0.5))
-        self.anchor: Tensor | None = None
+        self.anchor: Tensor | None = None  # f_j of the last block
+        self.framed: Tensor | None = None  # q.f_j of every row's last block
 
     def tile(self, block: Block) -> Tile:
         """Referenced scores in FP16; the rows of a tile that runs away from its reference keep FP32."""
         keys = shift_exact(block.k, self.unit)
-        if self.anchor is None:
-            self.anchor = keys.anchor
         unit = keys.unit.unsqueeze(2)
-        offset = _dot_two_terms(block.q, keys.anchor - self.anchor)
-        guess = offset + matmul_rows(block.q, keys.mean_residual)  # the mean score of the block
-        reference = guess
-        if block.bias is None:
-            reference = torch.where(block.reference == -torch.inf, guess, block.reference / self.scale)
-        wanted = (reference - offset) * unit
-        rho = sum(two_terms(wanted))
+        carry, anchor = self._move_frame(block, keys.anchor)
+        offset = matmul_rows(block.q, keys.anchor - anchor)
+        guess = matmul_rows(block.q, keys.mean_residual)  # the block's mean score, in the frame of its own anchor
+        started = (block.reference > -torch.inf) & (block.bias is None)
+        wanted = torch.where(started, (block.reference + carry) / self.scale - offset, guess) * unit
+        farthest = (FARTHEST_REFERENCE * unit / self.scale).clamp(max=2 * FP16.max)
+        clamped = torch.maximum(wanted, -farthest)
+        clamped = torch.where(started, clamped, torch.minimum(clamped, farthest))
+        rho = sum(two_terms(clamped))
         wide = matmul_rows(block.q, keys.keys) - rho
         narrow = round_to(wide, FP16, overflow=self.overflow)
-        rescued = self._rescued(block, narrow, wanted, self.scale / unit)
+        rescued = self._rescued(block, narrow, clamped - wanted, self.scale / unit)
         stored = torch.where(rescued, wide, narrow)
-        return Tile(stored, stored * (self.scale / unit), (rho / unit + offset) * self.scale, 0.0, rescued)
+        return Tile(stored, stored * (self.scale / unit), (rho / unit + offset) * self.scale, carry, rescued)
 
     def frame(self, q: Tensor) -> Tensor | float:
-        """q . a_1, which every score of the row lacks."""
-        return 0.0 if self.anchor is None else matmul_rows(q, self.anchor) * self.scale
+        """q.f_j of each row's last block, which every score of the row lacks."""
+        return 0.0 if self.framed is None else self.framed * self.scale
 
-    def _rescued(self, block: Block, narrow: Tensor, wanted: Tensor, scale: Tensor) -> Tensor:
+    def _move_frame(self, block: Block, anchor: Tensor) -> tuple[Tensor | float, Tensor]:
+        """Carry into the frame of the block (nats), and that frame."""
+        if self.anchor is None or self.framed is None:
+            self.anchor, self.framed = anchor, matmul_rows(block.q, anchor)
+            return 0.0, anchor
+        before, self.anchor = self.anchor, next_frame(self.anchor, anchor)
+        if torch.equal(before, self.anchor):
+            return 0.0, before
+        self.framed[..., block.rows_before :, :] = matmul_rows(block.q, self.anchor)
+        return matmul_rows(block.q, before - self.anchor) * self.scale, self.anchor
+
+    def _rescued(self, block: Block, narrow: Tensor, raised: Tensor, scale: Tensor) -> Tensor:
         """Rows (whole tiles of block_q) whose largest visible score is too far from the reference for FP16.
 
-        wanted: the reference before it is clamped; scale: nats in a unit of the tile.
+        raised: how far the clamp put the reference above the running maximum; scale: nats in a unit of the tile.
         """
         # the mask is added in FP32, behind the reference's back; or not even a score near its reference is FP16's
         if block.bias is not None or float(scale.max()) > COARSE_UNIT:
             return torch.ones_like(block.reference, dtype=torch.bool)
         seen = narrow if block.visible is None else narrow.masked_fill(~block.visible, -torch.inf)
         top, first = seen.amax(-1, keepdim=True), block.reference == -torch.inf
-        raised = -2 * FP16.max - wanted  # by the clamp, over the running maximum: scores below it may be the largest
+        # scores below a raised reference may be the largest
         reach = torch.where(first, top.abs(), torch.maximum(top, raised))
         lost = (reach * scale > RESCUE_REACH) | (reach >= FP16.max)  # a tiny scale: 65504 may be within reach
         if block.visible is not None:
@@ -265,16 +286,18 @@ class ExactScores:
         return whole[..., start : start + lost.shape[-2]].unsqueeze(-1)
 
 
+def next_frame(frame: Tensor, anchor: Tensor) -> Tensor:
+    """The frame from a block with this anchor on: 0 where the two are further apart than one of them is from 0.
+
+    So anchor - frame is an FP16 number (Sterbenz), no longer than the anchor.
+    """
+    return torch.where((anchor - frame).abs() <= torch.minimum(anchor.abs(), frame.abs()), frame, 0.0)
+
+
 def two_terms(x: Tensor) -> tuple[Tensor, Tensor]:
     """x as high + low FP16 numbers: 22 bits, and a range of 131008, beyond which x is clamped."""
     high = round_to(x, FP16, overflow="saturate")
     return high, round_to(x - high, FP16, overflow="saturate")
-
-
-def _dot_two_terms(q: Tensor, rows: Tensor) -> Tensor:
-    """q . row with the row as two FP16 rows of the matrix unit, summed in FP32: (B, Hkv, G, R, 1)."""
-    high, low = two_terms(rows)
-    return matmul_rows(q, high) + matmul_rows(q, low)
 
 
 def tiles_with(rows: Tensor, rows_before: int, block_q: int) -> Tensor:

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from pasa.ops.attention.mask_kernel import INF, load_mask
 from pasa.ops.attention.rounding_kernel import round_rows
-from pasa.ops.shift_keys.triton_kernel import is_bounded
+from pasa.ops.shift_keys.triton_kernel import is_bounded, next_frame, two_products
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 FP16_MAX = tl.constexpr(65504.0)
@@ -51,20 +51,6 @@ def locate(o_work, work, p_tile, p_cu_q, p_cu_k, p_first_block, heads, tiles, ro
         o_batch = o_work // tiles // heads
         o_head = (o_work // tiles) % heads
     return o_batch, o_head, o_tile, begin_q, begin_k, first_block, rows, keys
-
-
-@triton.jit
-def frame_offset(b_q, b_delta):
-    """q.delta (M,) of queries (M, D) and a difference (D,) of two FP16 numbers, itself two FP16 numbers.
-
-    By a product: Triton forms a sum anew, in another order, in every layout that asks for it. Huge weights would leave
-    the sum that they enter.
-    """
-    b_high = tl.minimum(tl.maximum(b_delta, -FP16_MAX), FP16_MAX).to(tl.float16)
-    b_low = (b_delta - b_high.to(tl.float32)).to(tl.float16)
-    o_row = tl.arange(0, 16)[:, None]
-    b_rows = tl.where(o_row == 0, b_high[None, :], tl.where(o_row == 1, b_low[None, :], 0.0)).to(tl.float16)
-    return tl.sum(tl.dot(b_q, tl.trans(b_rows)), 1)
 
 
 @triton.jit
@@ -173,6 +159,8 @@ def attend(
     b_max,
     b_sum,
     b_acc,
+    b_frame,  # (D,) what scores are counted from: `next_frame`
+    b_framed,  # (M,) q.frame of the last block that a row has seen a key of
     p_k,  # first key of the sequence, of this head
     p_v,
     p_anchor,
@@ -211,7 +199,6 @@ def attend(
     m_d = o_d < D
     factor = scale * LOG2_E
     offset = tl.zeros_like(b_max)
-    b_first = tl.load(p_anchor + o_d, mask=m_d, other=0.0).to(tl.float32) if SHIFT != "none" else 0.0
     STEP: tl.constexpr = 1 if LISTED else BLOCK_N
     for turn in range(begin, end, STEP):
         start = turn
@@ -223,8 +210,13 @@ def attend(
         b_k = load_rows(p_k, at, stride_kn, o_batch, o_kv_head, begin_k, keys, WHOLE, DESCRIPTORS, D, D_PAD, BLOCK_N)
         if SHIFT != "none":
             b_anchor = tl.load(p_anchor + (start // ANCHOR_BLOCK) * D + o_d, mask=m_d, other=0.0)
-            b_delta = b_anchor.to(tl.float32) - b_first
-            offset = frame_offset(b_q, b_delta) if SHIFT == "here" else tl.sum(b_q.to(tl.float32) * b_delta[None, :], 1)
+            b_frame = next_frame(b_frame, b_anchor.to(tl.float32))
+            b_apart = b_anchor.to(tl.float32) - b_frame
+            if SHIFT == "here":
+                offset, framed = two_products(b_q, b_apart, b_frame)
+            else:
+                offset = tl.sum(b_q.to(tl.float32) * b_apart[None, :], 1)
+                framed = tl.sum(b_q.to(tl.float32) * b_frame[None, :], 1)
         if SHIFT == "here":
             m_finite = tl.abs(b_k.to(tl.float32)) <= FP16_MAX
             b_k = tl.where(m_finite, b_k - b_anchor[None, :], float("nan")).to(tl.float16)
@@ -246,6 +238,11 @@ def attend(
             factor = LOG2_E
         if not WHOLE:
             b_s = tl.where(m_seen, b_s, -INF)
+        if SHIFT != "none":  # the maxima of rows that see a key go into its frame
+            if not WHOLE:
+                framed = tl.where(tl.max(b_s, 1) == -INF, b_framed, framed)
+            b_max += (b_framed - framed) * (scale if MASK == "float" else 1.0)
+            b_framed = framed
         # softmax and values
         # a mask may add -3.4e38, which a product with log2(e) carries to -inf: not by one instruction
         b_p, alpha, b_max, b_sum = softmax_step(b_s, offset, factor, b_max, b_sum, not WHOLE, FAST and MASK != "float")
@@ -255,7 +252,7 @@ def attend(
             b_acc = tl.dot(b_p, b_v, b_acc)
         else:
             b_acc = add_values(b_acc, b_p, b_v, m_seen)
-    return b_max, b_sum, b_acc
+    return b_max, b_sum, b_acc, b_frame, b_framed
 
 
 @triton.jit
@@ -434,6 +431,10 @@ def attention_kernel(
         b_max = tl.full((BLOCK_M,), -INF, tl.float32)
         b_sum = tl.zeros((BLOCK_M,), tl.float32)
         b_acc = tl.zeros((BLOCK_M, D_PAD), tl.float32)
+        b_framed = tl.zeros((BLOCK_M,), tl.float32)
+        b_frame = tl.zeros((D_PAD,), tl.float32)
+        if SHIFT != "none":  # that of the first block is its anchor
+            b_frame = tl.load(p_anchors + o_d, mask=(o_d < D) & (keys > 0), other=0.0).to(tl.float32)
         if (LISTED and GUARDED) and FAST:
             bounded = is_bounded(b_square, p_norms + head_block, tl.cdiv(keys, ANCHOR_BLOCK), scale, 128)
             taken = taken & bounded
@@ -444,11 +445,11 @@ def attention_kernel(
             o_order = batch * stride_order_b + head * stride_order_h + o_tile
             end = tl.cdiv(keys, BLOCK_N)
             p_listed = p_order + o_order * end
-            b_max, b_sum, b_acc = attend(
-                b_q, b_nan, b_max, b_sum, b_acc, p_keys, p_values, p_anchors, p_rows_mask, p_listed, o_row, rows, 0,
-                tl.where(taken, tl.load(p_counts + 2 * o_order), 0), keys, diagonal, scale, stride_kn, stride_vn,
-                stride_mask_m, stride_mask_n, o_batch, o_head // group, begin_k, True, SHIFT, MASK, False, D, D_PAD,
-                BLOCK_N, ANCHOR_BLOCK, FAST, GUARDED, CLEAN, DESCRIPTORS, True,
+            b_max, b_sum, b_acc, b_frame, b_framed = attend(
+                b_q, b_nan, b_max, b_sum, b_acc, b_frame, b_framed, p_keys, p_values, p_anchors, p_rows_mask, p_listed,
+                o_row, rows, 0, tl.where(taken, tl.load(p_counts + 2 * o_order), 0), keys, diagonal, scale, stride_kn,
+                stride_vn, stride_mask_m, stride_mask_n, o_batch, o_head // group, begin_k, True, SHIFT, MASK, False,
+                D, D_PAD, BLOCK_N, ANCHOR_BLOCK, FAST, GUARDED, CLEAN, DESCRIPTORS, True,
             )  # fmt: skip
             whole = end - tl.where(taken, tl.load(p_counts + 2 * o_order + 1), 0)
         elif MASK != "none":
@@ -459,11 +460,11 @@ def attention_kernel(
                 D, D_PAD, BLOCK_N, DESCRIPTORS, OVERLAP, GUARDED,
             )  # fmt: skip
         else:
-            b_max, b_sum, b_acc = attend(
-                b_q, b_nan, b_max, b_sum, b_acc, p_keys, p_values, p_anchors, p_rows_mask, p_listed, o_row, rows, 0,
-                whole, keys, diagonal, scale, stride_kn, stride_vn, stride_mask_m, stride_mask_n, o_batch,
-                o_head // group, begin_k, True, SHIFT, MASK, False, D, D_PAD, BLOCK_N, ANCHOR_BLOCK, FAST, GUARDED,
-                CLEAN, DESCRIPTORS, False,
+            b_max, b_sum, b_acc, b_frame, b_framed = attend(
+                b_q, b_nan, b_max, b_sum, b_acc, b_frame, b_framed, p_keys, p_values, p_anchors, p_rows_mask, p_listed,
+                o_row, rows, 0, whole, keys, diagonal, scale, stride_kn, stride_vn, stride_mask_m, stride_mask_n,
+                o_batch, o_head // group, begin_k, True, SHIFT, MASK, False, D, D_PAD, BLOCK_N, ANCHOR_BLOCK, FAST,
+                GUARDED, CLEAN, DESCRIPTORS, False,
             )  # fmt: skip
         if (GUARDED and FAST) and not LISTED:  # not earlier: to wait for the norms would hold up the loop
             bounded = is_bounded(b_square, p_norms + head_block, tl.cdiv(keys, ANCHOR_BLOCK), scale, 128)
@@ -473,22 +474,18 @@ def attention_kernel(
                         b_q, b_nan, p_keys, p_values, whole, scale, stride_kn, stride_vn, o_batch, o_head // group,
                         begin_k, D, D_PAD, BLOCK_N, DESCRIPTORS, OVERLAP, False,
                     )  # fmt: skip
-        b_max, b_sum, b_acc = attend(
-            b_q, b_nan, b_max, b_sum, b_acc, p_keys, p_values, p_anchors, p_rows_mask, p_listed, o_row, rows, whole,
-            end, keys, diagonal, scale, stride_kn, stride_vn, stride_mask_m, stride_mask_n, o_batch, o_head // group,
-            begin_k, False, SHIFT, MASK, CAUSAL, D, D_PAD, BLOCK_N, ANCHOR_BLOCK, FAST, GUARDED, CLEAN, DESCRIPTORS,
-            LISTED,
+        b_max, b_sum, b_acc, b_frame, b_framed = attend(
+            b_q, b_nan, b_max, b_sum, b_acc, b_frame, b_framed, p_keys, p_values, p_anchors, p_rows_mask, p_listed,
+            o_row, rows, whole, end, keys, diagonal, scale, stride_kn, stride_vn, stride_mask_m, stride_mask_n, o_batch,
+            o_head // group, begin_k, False, SHIFT, MASK, CAUSAL, D, D_PAD, BLOCK_N, ANCHOR_BLOCK, FAST, GUARDED, CLEAN,
+            DESCRIPTORS, LISTED,
         )  # fmt: skip
         marked = False
         if GUARDED and FAST:  # a value that is not finite shows in the result
             marked = (bounded & is_finite(b_acc)) == 0
             tl.store(p_marked, 1, mask=marked)
-        frame = tl.zeros((BLOCK_M,), tl.float32)
-        if SHIFT != "none":
-            b_first = tl.load(p_anchors + o_d, mask=(o_d < D) & (keys > 0), other=0.0).to(tl.float32)
-            frame = tl.sum(b_q.to(tl.float32) * b_first[None, :], 1)
         nats = b_max if MASK == "float" else b_max * scale
-        b_out, b_lse = mean_of_values(b_acc, b_max, b_sum, nats + frame * scale, D, DROPPED, not LOOP)
+        b_out, b_lse = mean_of_values(b_acc, b_max, b_sum, nats + b_framed * scale, D, DROPPED, not LOOP)
         b_lse = tl.where(marked, INF, b_lse)
         p_rows = p_out + batch * stride_ob + head * stride_oh + at * stride_om
         tl.store(p_rows + o_m[:, None] * stride_om + o_d[None, :], b_out.to(p_out.dtype.element_ty), mask=m_out)

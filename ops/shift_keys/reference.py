@@ -24,7 +24,8 @@ class ShiftedBlock(NamedTuple):
     keys : Tensor (B, Hkv, n, D)
         K' = (K - anchor) * unit, every value representable in FP16.
     anchor : Tensor (B, Hkv, 1, D)
-        The column's mean rounded to the grid of its largest key, or 0 where the subtraction would round.
+        The column's mean rounded to the grid of its largest key, or 0 where subtracting it would round
+        a key, or some key is less than a third of it.
     mean_residual : Tensor (B, Hkv, 1, D)
         fl16(mean - anchor): what q sees of the mean in K', only used to guess where the scores lie.
     unit : Tensor (B, Hkv, 1, 1)
@@ -71,11 +72,12 @@ def shift_paper(k: Tensor, matrix: Tensor, overflow: Overflow) -> Tensor:
 
 
 def shift_exact(k: Tensor, unit: float) -> ShiftedBlock:
-    """Subtract the block mean where that is exact, and fold `unit` in where that is exact.
+    """Subtract the block mean where that is exact and fits every key, and fold `unit` in where that is exact.
 
     A column's anchor lies on the grid of the largest |k| in it, so a column whose keys share a bias loses
-    no bit (Sterbenz); a column in which some key would be rounded keeps anchor 0. The scores then differ
-    from q.k by q.anchor alone, and no rounding of K' enters them.
+    no bit (Sterbenz). A column keeps anchor 0 where some key would be rounded, or is less than a third of the
+    anchor. The scores then differ from q.k by q.anchor alone. No rounding of K' enters them, and FP32 sums of
+    q.k' are at most twice those of q.k for any key, whichever keys of the block a row sees.
 
     Parameters
     ----------
@@ -85,7 +87,7 @@ def shift_exact(k: Tensor, unit: float) -> ShiftedBlock:
     """
     mean = k.mean(-2, keepdim=True)
     anchor = anchor_near(mean, k.abs().amax(-2, keepdim=True))
-    anchor = torch.where(shifts_exactly(k, anchor).all(-2, keepdim=True), anchor, 0.0)
+    anchor = torch.where(may_lose(k, anchor).all(-2, keepdim=True), anchor, 0.0)
     shifted = k - anchor
     fits = _is_fp16(shifted * unit).all(-1, keepdim=True).all(-2, keepdim=True)
     units = torch.where(fits, k.new_tensor(unit), k.new_tensor(1.0))  # two scalars would take the default dtype
@@ -105,6 +107,14 @@ def shifts_exactly(k: Tensor, anchor: Tensor) -> Tensor:
     The sum tells what FP32 lost in the difference: 2^-24 - 60000 is -60000 there, an FP16 number.
     """
     return _is_fp16(k - anchor) & ((k - anchor) + anchor == k)
+
+
+def may_lose(k: Tensor, anchor: Tensor) -> Tensor:
+    """Where k - anchor loses nothing and is at most twice as long as k: a row that sees k alone does not pay for it.
+
+    That is so where k is at least a third of the anchor, in its direction.
+    """
+    return shifts_exactly(k, anchor) & (anchor * (3 * k - anchor) >= 0)
 
 
 def _is_fp16(x: Tensor) -> Tensor:

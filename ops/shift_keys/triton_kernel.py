@@ -37,22 +37,47 @@ def on_grid(mean, largest):
 
 @triton.jit
 def rounds(k, m_key, anchor):
-    """In which columns (W,) some key loses a bit to the anchor: 1, otherwise 0. Arguments as in `exact_anchor`."""
+    """In which columns (W,) some key loses a bit to the anchor, or is less than a third of it: 1, otherwise 0.
+    Arguments as in `exact_anchor`."""
     shifted = k - anchor[None, :]
     # The sum tells what FP32 lost in the difference: 2^-24 - 60000 is -60000 there, an FP16 number.
     inexact = (shifted.to(tl.float16).to(tl.float32) != shifted) | (shifted + anchor[None, :] != k)
-    return tl.max(tl.where(m_key & inexact, 1, 0), 0)
+    small = anchor[None, :] * (3.0 * k - anchor[None, :]) < 0.0
+    return tl.max(tl.where(m_key & (inexact | small), 1, 0), 0)
 
 
 @triton.jit
 def exact_anchor(k, m_key, count):
-    """Part of the block's mean that every key can lose without rounding, column by column.
+    """Part of the block's mean that every key can lose without rounding, and has a third of, column by column.
 
     k (BLOCK, W) FP32 with FP16 values, 0 where `m_key` (BLOCK, 1 or W) is false; count, scalar or (W,): how many are
     true. Returns the anchor (W,).
     """
     anchor = on_grid(tl.sum(k, 0) / tl.maximum(count, 1.0), tl.max(tl.abs(k), 0))
     return tl.where(rounds(k, m_key, anchor) > 0, 0.0, anchor)
+
+
+@triton.jit
+def next_frame(b_frame, b_anchor):
+    """The frame (D,) from a block with this anchor (D,) on: 0 in columns where the two are further apart than one of
+    them is from 0, so that keys without a bias are not counted from one. anchor - frame is an FP16 number (Sterbenz).
+    """
+    near = tl.abs(b_anchor - b_frame) <= tl.minimum(tl.abs(b_anchor), tl.abs(b_frame))
+    return tl.where(near, b_frame, 0.0)
+
+
+@triton.jit
+def two_products(b_q, b_first, b_second):
+    """q.first and q.second (M,) of queries (M, D) and two rows (D,) of FP16 numbers.
+
+    By a product: Triton forms a sum anew, in another order, in every layout that asks for it. Huge weights would leave
+    the sum that they enter.
+    """
+    o_row = tl.arange(0, 16)[:, None]
+    b_rows = tl.where(o_row == 0, b_first[None, :], tl.where(o_row == 1, b_second[None, :], 0.0)).to(tl.float16)
+    b_found = tl.dot(b_q, tl.trans(b_rows))
+    o_column = tl.arange(0, 16)[None, :]
+    return tl.sum(tl.where(o_column == 0, b_found, 0.0), 1), tl.sum(tl.where(o_column == 1, b_found, 0.0), 1)
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from torch import Tensor
 from pasa.ops.attention import reference, scores
 from pasa.ops.attention.npu_backend import paper_matrix
 from pasa.ops.attention.options import AttentionOptions
-from pasa.ops.attention.scores import Block, Tile, two_terms
+from pasa.ops.attention.scores import Block, Tile
 from pasa.ops.numerics.dither import COLUMNS
 from pasa.ops.shift_keys.reference import shift_exact, shift_paper, whole_blocks
 from tests.ascend_c.twin_build import Program
@@ -136,10 +136,11 @@ def shifted_by_reference(x: Call) -> dict[str, Tensor]:
     blocks = x.k.float().split(BLOCK, 2)
     unit = scores.ExactScores(AttentionOptions(), x.softmax_scale).unit
     found = [shift_exact(b, unit) for b in blocks]
-    first = found[0].anchor
-    rows = [first, found[0].mean_residual]
+    frame = found[0].anchor
+    rows = [frame, found[0].mean_residual]
     for block in found[1:]:
-        rows += two_terms(block.anchor - first)
+        frame = scores.next_frame(frame, block.anchor)
+        rows += [frame, block.anchor - frame]
     keys = torch.cat([block.keys for block in found], 2)
     units = torch.cat([block.unit for block in found], 2).expand(-1, -1, -1, 8)
     return {"keys": keys.half(), "anchors": torch.cat(rows, 2).half(), "units": units}

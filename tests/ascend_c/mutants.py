@@ -36,15 +36,20 @@ RULES = {
     ),
     "a tiny scale is not looked at": ("if (kHalfLargest * factor < kZeroWeight)", "if (false)"),
     "a reference too high for a term is not clamped": (
-        "all_.AtMost(high, rho, kHalfLargest);",
+        "all_.AtMost(high, rho, highest_ < kHalfLargest ? highest_ : kHalfLargest);",
         "all_.Scale(high, rho, 1.0f);",
     ),
-    "a reference too low for a term is not clamped": ("all_.AtLeast(high, high, -kHalfLargest);", ""),
+    "a reference too low for a term is not clamped": (
+        "all_.AtLeast(high, high, lowest_ > -kHalfLargest ? lowest_ : -kHalfLargest);",
+        "",
+    ),
     "a reference too high for both terms is not clamped": (
-        "all_.AtMost(rest, rho, 2 * kHalfLargest);",
+        "all_.AtMost(rest, rho, highest_);",
         "all_.Scale(rest, rho, 1.0f);",
     ),
-    "a reference too low for both terms is not clamped": ("all_.AtLeast(rest, rest, -2 * kHalfLargest);", ""),
+    "a reference too low for both terms is not clamped": ("all_.AtLeast(rest, rest, lowest_);", ""),
+    "a reference far below 0 is not clamped": ("if (kFarthest < 2 * kHalfLargest * factor)", "if (false)"),
+    "a guess far above 0 is not clamped": ("if (is_guess)", "if (false)"),
     "weights are not bounded by what their tile holds": (
         "all.Larger(shift, row_sum, top);",
         "all.Scale(shift, row_sum, 1.0f);",
@@ -62,15 +67,32 @@ RULES = {
     ),
     "an anchor stays that rounds a difference": ("math.Subtract(anchor, anchor, bad);", ""),
     "the grid has no floor": ("math.AtLeast(grid, grid, kSmallestHalf);", ""),
-    "the distance of anchors is not clamped": (
-        "columns_.Clamp(high, distance, math);",
-        "math.Scale(high, distance, 1.0f); AscendC::PipeBarrier<PIPE_V>();",
+    "an anchor stays that is far longer than a key": (
+        "AscendC::Max(back_, back_, left_, width, count, AscendC::BinaryRepeatParams(1, 1, 1, 8, 8, 8));",
+        "",
     ),
-    "the distance of anchors has no low term": (
-        "StoreHalfRow(distance, AnchorRow(head, 2 * block + 1) + first, width, math);",
-        """math.Set(distance, 0.0f);
-           AscendC::PipeBarrier<PIPE_V>();
-           StoreHalfRow(distance, AnchorRow(head, 2 * block + 1) + first, width, math);""",
+    "a frame stays that is far from an anchor": (
+        "AscendC::Mins(left_, left_, 1.0f, width, count, in_place);",
+        "AscendC::Mins(left_, left_, 0.0f, width, count, in_place);",
+    ),
+    "a frame stays that is short beside an anchor": ("AscendC::Min(back_, back_, length, width, count, with_row);", ""),
+    "a frame comes back": (
+        "math.Larger(left_[r * kFloats], left_[r * kFloats], r == 0 ? gone : left_[(r - 1) * kFloats]);",
+        "math.AtLeast(left_[r * kFloats], left_[r * kFloats], 0.0f);",
+    ),
+    "a frame comes back after 128 blocks": ("math.Scale(gone, left_[(count - 1) * kFloats], 1.0f);", ""),
+    "anchors are not less their frame": ("AscendC::Sub(wide_, wide_, back_, width, count, with_tile);", ""),
+    "a maximum is not carried into the next frame": (
+        "all.Add(carried, carried, larger);",
+        "all.Scale(carried, larger, 1.0f);",
+    ),
+    "a log-sum-exp is in the first frame": (
+        "next.Scale(Number(i, kFrame), Number(kFramed), 1.0f);",
+        "next.Scale(Number(i, kFrame), Number(i, kFrame), 1.0f);",
+    ),
+    "a row is carried into a frame of keys that it does not see": (
+        "next.Subtract(Number(kCarried), Number(i, kFrame), Number(kFramed));",
+        "all.Subtract(Number(kCarried), Number(i, kFrame), Number(kFramed));",
     ),
     "a row leans that only drops next to nothing": ("all.Smaller(low_, low_, first);", ""),
     "the cosine of place 3 is not looked at": ("all.Larger(low_, low_, cosine);", ""),

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pasa.eval.fuzz.adversaries import sunken
+from tests import unlike_keys
 from tests.ascend_c.kernel_runs import (
     BLOCK,
     Call,
@@ -64,6 +65,28 @@ def extreme_keys():
     x.k[:, :, :, 2::4] *= 2.0**-22
     x.k[:, :, 200:, 3::4] = -60000.0
     x.k[:, :, 300, 3::4] = 2.0**-24
+    return x
+
+
+def unlike(name, bias):
+    """Keys of which some rows see none, or which have no weight."""
+    case = unlike_keys.CASES[name](bias)
+    return Call(*case[:3], causal=case.how.get("is_causal", False))
+
+
+def many_blocks():
+    """A frame that ends at the second block, and anchors near it behind the 129th, which are found in another turn."""
+    x = random_call(1, 1, 1, 2, 132 * BLOCK, 16)
+    x.k.mul_(0.01)
+    x.k.add_(10)
+    x.k[:, :, BLOCK : 2 * BLOCK].sub_(10)
+    return x
+
+
+def far_guess():
+    """The mean of a block's keys, which has no anchor, is 90,000 nats above those that the first rows see."""
+    x = unlike("later keys of the block", 1000.0)
+    x.k[:, :, :32, 0] = 2.0**-10 * x.k[:, :, :32, 1]
     return x
 
 
@@ -122,6 +145,12 @@ CALLS = [
     tiny_scale(),
     Call(*sunken(BLOCK)),
     random_call(1, 1, 1, 20, 130, 64, scale=1e-5),  # a unit whose inverse FP16 does not hold
+    unlike("later keys of the block", 1000.0),
+    unlike("mixed signs", 1000.0),
+    unlike("more and more biased", 1000.0),
+    unlike("late rows", 4096.0),
+    many_blocks(),
+    far_guess(),
     random_call(2, 2, 2, 130, 255, 64, causal=True, exact=False),
     random_call(1, 1, 1, 40, 30, 64, causal=True, exact=False),  # one tile, and rows in it that see nothing
     random_call(1, 1, 1, 40, 30, 64, causal=True, scale=1e-5),  # the same, and hidden scores that are not far below

@@ -10,6 +10,7 @@ from pasa.eval.fuzz import truth
 from pasa.eval.fuzz.adversaries import specks, spikes, stalled, sunken
 from pasa.eval.fuzz.cases import COUNTS
 from pasa.eval.fuzz.search import Genes, badness, make, mutate, search
+from tests.unlike_keys import found, two_keys
 
 CONFIGS = [
     pasa.PasaConfig(block_k=block_k, softmax=softmax, accumulate=accumulate)
@@ -89,6 +90,19 @@ def test_rows_whose_first_block_is_hidden(overflow, accumulate):
     assert ((out[:, :, :3] - golden).abs() <= 4 * 2.0**-11 * 3).all()
     assert lse[0, 0, 3] == -torch.inf
     assert (out[0, 0, 3] == 0).all()
+
+
+@pytest.mark.parametrize("overflow", ["inf", "saturate"])
+@pytest.mark.parametrize(("sign", "before"), [(1, False), (-1, False), (-1, True)])
+def test_far_references_leave_scores_near_zero_their_digits(sign, before, overflow):
+    """Story: a reference 131008 units off, made of keys that a row does not see or gives no weight, entered the FP32
+    sum of its scores, which are near 0: they were rounded by 2^-8. Clamped at 2048 nats, it rounds them by 2^-13."""
+    case = two_keys(sign, before)
+    config = pasa.PasaConfig(overflow=overflow, block_k=32)
+    out = pasa.attention(*case[:3], **case.how, config=config, backend="reference")
+    true, _ = found(case)
+    error = (out.double() - true.out)[:, :, :-1].abs()
+    assert (error <= 2.0**-11 + 2.0**-11 * true.out[:, :, :-1].abs()).all()  # of the two weights and of the output
 
 
 def check(q, k, v, scale, overflow):

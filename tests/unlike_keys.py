@@ -1,0 +1,157 @@
+"""Keys that differ so much that what one row sees and another does not may spoil it, and what a row may err by then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pasa.eval.fuzz import truth
+
+BLOCK = 128
+# README.md of ops/attention, "What a row may err by": a score's error over (D + 40) 2^-24 scale sum |q_d||k_d|.
+SUMS = 32
+REACH = 9.0  # nats between a key's score and its tile's reference, beside those between it and the largest
+
+
+class Case(NamedTuple):
+    """One call: (1, 1, S, D) tensors and what the rows see."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    how: dict[str, Any]
+
+
+def normal(rows: int, keys: int, seed: int = 0) -> list[Tensor]:
+    """N(0, 1) queries, keys and values of 64 columns."""
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randn(1, 1, n, 64, generator=g).half() for n in (rows, keys, keys)]
+
+
+def biased(pattern: list[float], bias: float, rows: int = 32) -> Case:
+    """Blocks of 128 keys whose first column is `bias` times an entry of the pattern, that of the queries `bias`."""
+    q, k, v = normal(rows, BLOCK * len(pattern))
+    q[..., 0] = bias
+    k[..., 0] = bias * torch.tensor(pattern).repeat_interleave(BLOCK)
+    return Case(q, k, v, {})
+
+
+def later_keys_of_the_block(bias: float) -> Case:
+    """Rows 0 to 31 see keys whose first column is 0; the anchor of their block was a quarter of the bias."""
+    q, k, v = normal(BLOCK, BLOCK)
+    q[..., 0], k[..., 0], k[:, :, 32:, 0] = bias, 0.0, bias
+    return Case(q, k, v, {"is_causal": True})
+
+
+def small_integers(bias: float) -> Case:
+    """The same, but the column holds 0, 1 and 2 first: what is subtracted is exact by luck."""
+    case = later_keys_of_the_block(bias)
+    case.k[:, :, :32, 0] = torch.arange(32) % 3
+    return case
+
+
+def two_keys(sign: float, before: bool, rows: int = 64) -> Case:
+    """Rows see two keys of a block of 32, whose values are 1 and -1, and which no anchor helps.
+
+    The other keys of their block are far off and make the guess of the first tile; or a block before is, which the
+    rows see, give no weight, and refer the next tile to.
+    """
+    q, k, v = normal(rows + 1, 64)
+    k = (k * 64).round() / 64  # the scale can be folded in
+    q[..., 0] = 2000.0
+    k[..., 0] = 2.0**-7 * k[..., 1]
+    far = torch.arange(64) < 32 if before else (torch.arange(64) >= 34)
+    k[:, :, far, 0] = 2000.0 * sign
+    v[:] = torch.where(torch.arange(64) == 32, 1.0, -1.0)[:, None]
+    keep = (torch.arange(64) == 32) | (torch.arange(64) == 33) | (far & before)
+    keep = keep | (torch.arange(rows + 1) == rows)[:, None]  # one row sees them all
+    first = 0 if before else 32
+    return Case(q, k[:, :, first:], v[:, :, first:], {"attn_mask": keep[:, first:]})
+
+
+def beside_them(bias: float) -> Case:
+    """Every row sees biased keys of its own block, and gives them no weight."""
+    q, k, v = normal(32, BLOCK)
+    q[..., 0], k[..., 0] = bias, 0.0
+    k[:, :, 32:, 0] = -bias
+    return Case(q, k, v, {})
+
+
+def documents(bias: float) -> Case:
+    """The first block is biased, and hidden from all rows but the first 16; the others see parts of later blocks."""
+    q, k, v, _ = biased([1, 0, 1, 0], bias, 64)
+    key, row = torch.arange(4 * BLOCK), torch.arange(64).unsqueeze(1)
+    keep = torch.where(row < 16, key < 100, (key >= 140) & (key < 140 + 5 * row) & (key // BLOCK != 2))
+    return Case(q, k, v, {"attn_mask": keep})
+
+
+def mixed_signs(bias: float) -> Case:
+    """Three biased columns, which leave the frame at different blocks; queries of both signs."""
+    q, k, v = normal(64, 5 * BLOCK)
+    pattern = torch.tensor([[1.0, 1.0, -1.0, 0.0, 1.0], [1.0, 0.0, 0.0, 1.0, 0.5], [-1.0, -1.0, -0.3, -1.0, 0.0]])
+    for d, factors in enumerate(pattern):
+        k[..., d] = (bias * factors.repeat_interleave(BLOCK) + 0.01 * bias * k[..., d]).half()
+        q[..., d] = bias / 4 * q[..., d].sign()
+    return Case(q, k, v, {})
+
+
+def late_rows(bias: float) -> Case:
+    """Rows of two query tiles, the tail of a longer prompt: in one tile are rows that see a frame move, and others."""
+    q, k, v, _ = biased([-1, -1, 0, -1], bias, 200)
+    return Case(q, k[:, :, :450], v[:, :, :450], {"is_causal": True})
+
+
+CASES: dict[str, Callable[[float], Case]] = {
+    "later keys of the block": later_keys_of_the_block,
+    "small integers": small_integers,
+    "beside them": beside_them,
+    "biased first, no weight": lambda bias: biased([-1, 0, -1, 0], bias),
+    "biased later, no weight": lambda bias: biased([0, -1, 0, -1], bias),
+    "biased first alone": lambda bias: biased([-1, 0, 0, 0], bias),
+    "less and less biased": lambda bias: biased([-1, -0.6, -0.4, -0.1], bias),
+    "more and more biased": lambda bias: biased([-0.1, -0.15, -0.4, -1], bias),
+    "biased with all weight": lambda bias: biased([1, 0, 1, 0], bias),
+    "mixed signs": mixed_signs,
+    "late rows": late_rows,
+}
+MASKED = CASES | {"documents": documents}
+
+
+def golden(case: Case) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp in FP64."""
+    return found(case)[0].out, found(case)[0].lse
+
+
+def found(case: Case) -> tuple[truth.Truth, float]:
+    """The truth of a case, and its scale."""
+    scale = case.how.get("scale", case.q.shape[-1] ** -0.5)
+    mask, causal = case.how.get("attn_mask"), case.how.get("is_causal", False)
+    return truth.find_truth(case.q, case.k, case.v, mask, causal, scale)[0], scale
+
+
+def allowed(case: Case, stores: int = 1) -> tuple[Tensor, Tensor]:
+    """What output (1, 1, Sq, D) and log-sum-exp (1, 1, Sq) may err by, from keys that the row sees alone.
+
+    A score errs by the FP32 sums of keys that weigh at least as much, and by its rounding to FP16 and that of its
+    weight. Weights p that err by a factor e^d, |d| <= e, move their mean by at most sum p (e^e - 1) |v - mean| over
+    sum p e^-e. stores: how often an output is rounded to FP16.
+    """
+    true, scale = found(case)
+    gap = true.scores.amax(-1, keepdim=True) - true.scores
+    sums = case.q.double().abs() @ case.k.double().abs().mT * scale
+    order = gap.argsort(-1)
+    heavier = sums.masked_fill(~true.seen, 0.0).gather(-1, order).cummax(-1).values
+    sums = torch.zeros_like(sums).scatter(-1, order, heavier)
+    eps = SUMS * (case.q.shape[-1] + 40) * truth.UNIT * sums + truth.HALF_ULP[torch.float16] * (REACH + gap) + 2.0**-10
+    p = torch.exp(true.scores - true.lse.unsqueeze(-1))
+    factor = eps.clamp(max=80.0)  # where it says nothing any more
+    away = (true.values.unsqueeze(2) - true.out.unsqueeze(3)).abs()
+    growth = (p * torch.expm1(factor)).unsqueeze(3)
+    moved = (growth @ away).squeeze(3) / (p * torch.exp(-factor)).sum(-1, keepdim=True)
+    moved = torch.minimum(moved, true.high - true.low)
+    largest = torch.maximum(true.low.abs(), true.high.abs())
+    lse = eps.where(p > 2.0**-30, 0.0).amax(-1) + true.lse.abs() * 2.0**-22
+    return moved + (stores + 1) * 2.0**-11 * largest, lse
