@@ -22,7 +22,7 @@ from pasa.ops.attention.paged_launch import paged_attention
 from pasa.ops.attention.paper_launch import paper_attention
 from pasa.ops.attention.rounding_kernel import rounding_kernel
 from pasa.ops.attention.short_launch import is_short, short_attention
-from pasa.ops.attention.tiles import Tile, processors, tiles_for
+from pasa.ops.attention.tiles import Tile, fit_ascend, processors, tiles_for
 from pasa.ops.attention.triton_call import Call, dropped_bits, output_dtype, strides_of, visible_keys, work_of
 from pasa.ops.attention.triton_kernel import attention_kernel
 from pasa.ops.attention.tuning import best_tile
@@ -221,7 +221,8 @@ def portable_attention(call: Call, options: AttentionOptions) -> tuple[Tensor, T
     if call.q.device.type == "npu":  # K' made in the loop would crowd its unified buffer
         keys, anchors = shift_exact(call.k, options.block_k, visible=visible_keys(call), packing=packing)
         found = KeyBlocks(lse, anchors, lse)
-        Pass(call, keys, found, packing, options.block_k, out, lse, shift="before").run(tiles[0])
+        tile = fit_ascend(tiles[0], call.mask_kind, call.is_causal)
+        Pass(call, keys, found, packing, options.block_k, out, lse, shift="before").run(tile)
         return out, lse
     # marks are by tiles of the first pass, so their height stays; keys pass through registers: one stage
     listed, visible = None, None

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from pasa.ops.attention import paged_cases, tiles, tuning
-from pasa.ops.attention.compile_cases import NVIDIA_CASES
+from pasa.ops.attention.compile_cases import ASCEND_CASES, NVIDIA_CASES
 from pasa.ops.attention.decode_launch import LANES, decode_tiles, keys_of_a_lane, lane_stages
 from pasa.ops.attention.paged_launch import anchored_stages, paged_stages
 from pasa.ops.attention.paged_write_launch import anchor_tile
-from pasa.ops.attention.tiles import TABLE, Tile, architecture_of, candidates, paper_tile
+from pasa.ops.attention.tiles import TABLE, Tile, architecture_of, candidates, fit_ascend, paper_tile
 from pasa.ops.attention.triton_backend import Pass
 from pasa.ops.attention.triton_call import Call
 from pasa.ops.shift_keys.triton_backend import KeyBlocks
@@ -174,3 +174,15 @@ def test_anchors_of_pages_are_compiled_as_they_are_found():
         sizes = case["constexprs"]
         expected = sizes["WIDTH"], case["options"]["num_warps"]
         assert anchor_tile(sizes["PAGE_PAD"], sizes["D_PAD"]) == expected
+
+
+MASKED = [x for x in ASCEND_CASES if x["constexprs"].get("SHIFT") == "before" and "16_rows" not in x["name"]]
+
+
+@pytest.mark.parametrize("case", MASKED, ids=lambda x: x["name"])
+def test_attention_is_lowered_for_ascend_as_it_is_launched(case):
+    """A float mask with a causal band at 64 rows passed the unified buffer once the frame of a row moved."""
+    sizes = case["constexprs"]
+    (tile,) = candidates("ascend", sizes["D_PAD"], sizes["ANCHOR_BLOCK"], 4096)
+    tile = fit_ascend(tile, sizes["MASK"], sizes["CAUSAL"])
+    assert (sizes["BLOCK_M"], sizes["BLOCK_N"]) == (tile.block_m, tile.block_n)
