@@ -50,6 +50,8 @@ class PatchedName(str):
         Of PASA, and of the attention whose place it takes.
     """
 
+    original: str
+
     def __new__(cls, name: str, original: str) -> PatchedName:
         """Make the name; a string is immutable, so not in `__init__`."""
         self = super().__new__(cls, name)

@@ -65,10 +65,10 @@ def select_encoders(components: Modules, policy: Policy) -> tuple[dict[str, Modu
         if not _is_transformers(component):
             continue
         check_transformers()
-        from pasa.patching import transformers as host
+        from pasa.patching.transformers_selection import select  # imports the library: only for its models
 
         try:
-            _, chosen, left = host.select(component, named(name, policy))
+            _, chosen, left = select(component, named(name, policy))
         except NotImplementedError as error:
             skipped.append((name, str(error).removeprefix("patch_pipeline: ")))
             continue

@@ -95,7 +95,7 @@ class _Patch:
         return {
             name: f"its config names the attention {str(attention)!r} now (set_attn_implementation)"
             for name, module in self.modules.items()
-            if (attention := module.config._attn_implementation) not in _OURS
+            if (attention := _attention_of(module)) not in _OURS
         }
 
     def before_forward(self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -125,6 +125,12 @@ class _Patch:
         for name in _OURS - used:
             AttentionInterface._global_mapping.pop(name, None)  # the class offers no way to unregister
             AttentionMaskInterface._global_mapping.pop(name, None)
+
+
+def _attention_of(module: Any) -> str:
+    """Return the attention that the module's config names."""
+    name: str = module.config._attn_implementation
+    return name
 
 
 def patch(
