@@ -68,7 +68,11 @@ def check_output(x, found, expected):
 def check_scores(x, found, expected, shifted):
     """At least 99.5 % of the scores that a row sees bit by bit, and all within the bound above."""
     visible = seen(x).expand_as(expected["scores"])
-    keys = shifted["keys"][..., : x.q.shape[-1]].double().repeat_interleave(x.q.shape[1] // x.k.shape[1], 1)
+    keys = (
+        shifted["keys"][:, :, : x.k.shape[2], : x.q.shape[-1]]
+        .double()
+        .repeat_interleave(x.q.shape[1] // x.k.shape[1], 1)
+    )
     sums = x.q.double().abs() @ keys.abs().mT
     rho = sums.amax(-1, keepdim=True)  # no larger than the largest score of a row
     slack = 2 * (x.q.shape[-1] + 2) * 2.0**-24 * (sums + rho)

@@ -51,7 +51,9 @@ def test_scores_and_ranges_by_hand():
     assert (first.scores, first.max_score) == ((-4.0, 2.0), 4.0)
     assert (second.scores, second.max_score) == ((-10.0, 0.0), 10.0)
     assert first.keys == second.keys == (-3.0, 2.0)
-    assert first.shifted_keys == (-2.0, 2.0), "the mean is (-1, 1)"
+    assert first.shifted_keys == (-3.0, 2.0), "keys on both sides of 0 keep no anchor"
+    shared, _ = head_statistics(q, k + torch.tensor([4.0, 4.0]))
+    assert shared.shifted_keys == (-2.0, 2.0), "the mean is (3, 5)"
     assert first.sequence_bias == pytest.approx(math.sqrt(2 / 7))
     assert first.resonance == pytest.approx(-1)
     assert second.resonance == pytest.approx(-1), "(0, -5) falls, (-1, 1) rises"

@@ -9,7 +9,7 @@ CAUSAL = (
     "Gemma3ForCausalLM",
     "GPT2LMHeadModel",
     "GPTNeoXForCausalLM",
-    "FalconForCausalLM",
+    "FalconForCausalLM",  # computes its attention itself: refused
     "OPTForCausalLM",
     "MixtralForCausalLM",
     "DeepseekV3ForCausalLM",  # values of another width
@@ -52,6 +52,11 @@ DIFFUSERS = (
     "SD3Transformer2DModel",  # its processor is not known: refused
 )
 PIPELINES = ("StableDiffusionControlNetImg2ImgPipeline",)
-REFUSED = {"Gemma2ForCausalLM": "softcap", "GptOssForCausalLM": "s_aux", "T5Model": "position_bias",
-           "SD3Transformer2DModel": "JointAttnProcessor2_0"}  # fmt: skip
+REFUSED = {
+    "FalconForCausalLM": "computes its attention itself",
+    "Gemma2ForCausalLM": "softcap",
+    "GptOssForCausalLM": "s_aux",
+    "T5Model": "position_bias",
+    "SD3Transformer2DModel": "JointAttnProcessor2_0",
+}
 WITHOUT_ATTENTION = ("MambaModel",)
