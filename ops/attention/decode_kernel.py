@@ -134,7 +134,8 @@ def attend_split(
             b_before = tl.where(tl.max(b_max, 0) == -INF, b_anchor, b_first)
             b_first = next_frame(b_before, b_anchor)
             offset, carry = two_products(b_q, b_anchor - b_first, b_before - b_first)
-            b_max += carry * (scale if MASK == "float" else 1.0)
+            carry *= scale if MASK == "float" else 1.0
+            b_max = tl.where(b_max == -INF, -INF, b_max + carry)  # a NaN in q stays out of a row without keys
         else:
             b_wide = b_k.to(tl.float32)
             square = tl.sum(b_wide * b_wide, 1)

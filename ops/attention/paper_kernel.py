@@ -34,9 +34,10 @@ def paper_step(b_s, b_own, m_seen, m_reach, index, factor, b_mean, b_max, b_sum,
     one = rounded(1.0 / (blocks + 1.0), ROUND)
     others = rounded(blocks / (blocks + 1.0), ROUND)
     new_mean = rounded(rounded(mean * one, ROUND) + rounded(b_mean * others, ROUND), ROUND)
-    later = tl.minimum(blocks, 1.0)  # F_0 is read as s, so block 1 has no correction
-    carry = rounded(factor * rounded((b_mean - new_mean) * later, ROUND), ROUND)
-    offset = rounded(factor * rounded(mean - new_mean, ROUND), ROUND)
+    # F_0 is read as s, so block 1 has no correction. A mean may be infinite there, so a factor of 0 would give NaN.
+    m_first = (mean == new_mean) & (index == 0)  # of rows: ascendnpu-ir 1.1.0 takes no scalar condition
+    carry = tl.where(m_first, 0.0, rounded(factor * rounded(b_mean - new_mean, ROUND), ROUND))
+    offset = tl.where(m_first, 0.0, rounded(factor * rounded(mean - new_mean, ROUND), ROUND))
     top = tl.max(tl.where(m_seen, b_own, -INF), 1)
     empty = tl.max(tl.where(m_seen, 1, 0), 1) == 0
     top = tl.where(empty, 0.0, top)

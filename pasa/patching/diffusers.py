@@ -60,10 +60,17 @@ class _Patch:
         return removed
 
     def before_forward(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
-        """Forward pre-hook of a patched module: note and warn where another processor is in place during a call."""
-        processor = self.processors[module]
-        if not torch.compiler.is_compiling() and not _in_place(module, processor):
-            self.seen[self.names[module]] = "in a call, " + _replacement(module, processor)
+        """Forward pre-hook of a patched module: note and warn where another processor is in place during a call.
+
+        A later call that finds ours in place again takes the note back.
+        """
+        if torch.compiler.is_compiling():
+            return
+        processor, name = self.processors[module], self.names[module]
+        if _in_place(module, processor):
+            self.seen.pop(name, None)
+        else:
+            self.seen[name] = "in its last call, " + _replacement(module, processor)
             self.handle.check_removed()
 
 

@@ -117,3 +117,19 @@ def test_more_queries_than_keys_than_a_block_holds(mode, lengths, masked):
         mask[1, :, :, 63] = False
     check(mode, q, k, v, attn_mask=mask, is_causal=True)
     check(mode, q, k, v, attn_mask=mask)
+
+
+@DEFAULTS
+@pytest.mark.parametrize("bias", [0.0, 20.0, 400.0])
+@pytest.mark.parametrize("rows", [3, 65])
+def test_a_nan_in_a_query_stays_out_of_a_row_without_keys(mode, bias, rows):
+    """Such a row is 0 and -inf. Story: where keys share a bias, decoding added q.(change of the frame) to the running
+    maximum of -inf, and the NaN of the query came with it."""
+    q, k, v = (x + shift for x, shift in zip(calm_qkv((4, 2), (rows, 300), 64), (bias, bias, 0.0), strict=True))
+    mask = torch.rand(1, 1, rows, 300, generator=torch.Generator().manual_seed(4)) < 0.9
+    mask[:, :, 0] = False
+    q[:, :, 0, 3] = torch.nan
+    out, lse = mode.attend(q, k, v, attn_mask=mask)
+    assert torch.equal(out[:, :, 0], torch.zeros_like(out[:, :, 0]))
+    assert (lse[:, :, 0] == -torch.inf).all()
+    assert torch.isfinite(out[:, :, 1:]).all()

@@ -89,3 +89,16 @@ def test_a_ragged_block_errs_as_the_published_one(length, low, backend):
     theirs = rmse(published(q, k, v, torch.float16 if low else torch.float32), golden)
     assert rmse(out, golden) <= 1.25 * theirs + 2.0**-12
     assert rmse(out, golden) >= 0.75 * theirs - 2.0**-12
+
+
+@pytest.mark.parametrize("accumulate", ["fp16", "fp32"])
+def test_an_infinite_mean_of_the_first_block_reaches_the_rows_that_see_it_alone(accumulate):
+    """Story: the first block has no correction, but the Triton kernel formed one and multiplied it by 0. Where the mean
+    of S' was infinite, rows that do not see the key that made it so became NaN."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, 128, 64, generator=generator).half() for _ in range(3))
+    q[..., 0], k[..., 100, 0] = 40, 60000
+    config = PasaConfig(recovery="paper", accumulate=accumulate)
+    for backend in ("reference", "triton"):
+        out = pasa.attention(q, k, v, is_causal=True, config=config, backend=backend)
+        assert torch.isfinite(out[:, :, :100]).all(), backend

@@ -90,6 +90,21 @@ def test_processors_that_diffusers_replaces(way):
 
 
 @diffusion
+def test_processors_that_are_put_back_are_not_removed():
+    """Story: what one call had found removed stayed so in every later report, although PASA ran again."""
+    unet = classic_unet()
+    handle = pasa.patch_pipeline(unet)
+    ours = dict(unet.attn_processors)
+    unet.set_attn_processor(diffusers.models.attention_processor.AttnProcessor())
+    with pytest.warns(UserWarning, match="no longer run PASA"):
+        denoised(unet)
+    unet.set_attn_processor(ours)
+    denoised(unet)
+    assert handle.report().removed == ()
+    assert "8 of 8 attention modules run PASA" in str(handle.report())
+
+
+@diffusion
 def test_another_backend_set_in_a_dispatched_model():
     sizes = {"num_attention_heads": 2, "attention_head_dim": 12, "in_channels": 4, "out_channels": 4}
     model = diffusers.WanTransformer3DModel(**sizes, text_dim=16, freq_dim=32, ffn_dim=32, num_layers=1).eval()
@@ -127,7 +142,7 @@ def test_a_pipeline_that_swaps_processors_for_the_time_of_a_call():
         assert all(hasattr(each, BINDING) for each in pipe.unet.attn_processors.values()), "given back"
         report = handle.report()
         assert len(report.patched) == len(before) - 1
-        assert "in a call, PAGCFGIdentity" in str(report)
+        assert "in its last call, PAGCFGIdentity" in str(report)
     assert not any(module._forward_pre_hooks for module in pipe.unet.modules())
 
 
