@@ -30,7 +30,7 @@ BASE = (
     "CLIPModel",
     "SiglipVisionModel",
     "ViTModel",
-    "ASTModel",
+    "UniSpeechModel",
     "HubertModel",
     "T5Model",  # a position bias: refused
     "MambaModel",  # no attention
