@@ -218,8 +218,8 @@ KERNELS = [
     mutant(
         "merge: maxima stay in frames of their own",
         DECODE,
-        "b_max = tl.where(b_max == -INF, -INF, b_max + ",
-        "b_max = tl.where(b_max == -INF, -INF, b_max + 0.0 * ",
+        "b_max = tl.where(b_max == -INF, -INF, b_max + offset",
+        "b_max = tl.where(b_max == -INF, -INF, b_max + 0.0 * offset",
         TRITON + "test_many_splits_and_frames",
     ),
     mutant(
