@@ -75,6 +75,17 @@ def drift(draw: Draw) -> Pair:
     return q, k
 
 
+def blocks(draw: Draw) -> Pair:
+    """A bias on a channel that some blocks of 128 keys have, of either sign, and others lack; they may have no weight,
+    or all of it."""
+    size, channel = draw.rng.choice((80.0, 500.0, 2000.0, 30000.0)), draw.rng.randrange(draw.k.shape[-1])
+    signs = torch.randint(-1, draw.rng.choice((1, 2)), (-(-draw.k.shape[-2] // 128),), generator=draw.source)
+    q, k = draw.q.clone(), draw.k.clone()
+    q[..., channel] = size
+    k[..., channel] += size * signs.repeat_interleave(128)[: draw.k.shape[-2]]
+    return q, k
+
+
 def repeated(draw: Draw) -> Pair:
     """About half of the keys are one key, and every query points to it: many maxima that are equal."""
     same = (draw.uniform(draw.k.shape[:-1]) < 0.5).unsqueeze(-1)
@@ -136,6 +147,7 @@ SCORES: dict[str, Callable[[Draw], Pair]] = {
     "mean": mean,
     "bias": bias,
     "drift": drift,
+    "blocks": blocks,
     "repeated": repeated,
     "constant": constant,
     "resonance": resonance,

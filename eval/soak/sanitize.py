@@ -1,4 +1,4 @@
-"""A few small calls through every Triton kernel, for a tool that watches each of their memory accesses.
+"""A few small calls through the Triton kernels of attention, for a tool that watches each of their memory accesses.
 
     python -m pasa.eval.soak.sanitize [NAME ...]
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m pasa.eval.soak.sanitize

@@ -266,10 +266,9 @@ def decode_kernel(
 @triton.jit
 def frame_offsets(
     p_row, p_anchor, o_split, b_framed, home, D: tl.constexpr, D_PAD: tl.constexpr, COLUMNS: tl.constexpr,
-    ALIKE: tl.constexpr,
 ):  # fmt: skip
     """q (f - h) (SPLITS,) of a query and the frames f of splits, and q h; h is the frame of split `home`, 0 if that is
-    negative. Frames that are ALIKE have no offsets."""
+    negative."""
     b_offset = tl.zeros_like(b_framed).to(tl.float32)
     frame = tl.sum(b_offset, 0)
     PART: tl.constexpr = COLUMNS // 4 if COLUMNS >= 64 else COLUMNS  # O is in registers already
@@ -279,10 +278,9 @@ def frame_offsets(
         b_q = tl.load(p_row + o_d, mask=m_d, other=0.0)
         b_q = tl.where(tl.abs(b_q.to(tl.float32)) <= FP16_MAX, b_q.to(tl.float32), float("nan"))
         b_home = tl.load(p_anchor + home * D + o_d, mask=m_d & (home >= 0), other=0.0).to(tl.float32)
-        if not ALIKE:
-            p_frames = p_anchor + o_split[:, None] * D + o_d[None, :]
-            b_frame = tl.load(p_frames, mask=(b_framed > 0)[:, None] & m_d[None, :], other=0.0).to(tl.float32)
-            b_offset += tl.sum(b_q[None, :] * (b_frame - b_home[None, :]), 1)
+        p_frames = p_anchor + o_split[:, None] * D + o_d[None, :]
+        b_frame = tl.load(p_frames, mask=(b_framed > 0)[:, None] & m_d[None, :], other=0.0).to(tl.float32)
+        b_offset += tl.sum(b_q[None, :] * (b_frame - b_home[None, :]), 1)
         frame += tl.sum(b_q * b_home, 0)
     return b_offset, frame
 
@@ -294,6 +292,7 @@ def merge_kernel(
     p_state,
     p_anchor,
     p_framed,
+    p_low,  # as in decode_anchored_paged_kernel
     p_out,  # (B, Hq, Sq, D), contiguous
     p_lse,  # (B, Hq, Sq) FP32, contiguous
     stride_qb,
@@ -311,7 +310,7 @@ def merge_kernel(
     SPLITS: tl.constexpr,  # a power of two, at least `splits`
     COLUMNS: tl.constexpr,  # of O, for each program: all of them if rows are looked at before they are rounded
     DROPPED: tl.constexpr,  # how outputs are rounded: rounding_kernel.py
-    ALIKE: tl.constexpr,  # the splits of a head share a frame
+    ALIKE: tl.constexpr,  # the splits of a head share a frame, and maxima have a low part
     PDL: tl.constexpr,
 ):
     """Joins the splits of some columns of one query row."""
@@ -341,27 +340,30 @@ def merge_kernel(
     else:
         scale_left = scale
     frame = scale * 0.0
-    if tl.max(b_framed, 0) > 0:
-        p_row = p_q + batch * stride_qb + head * stride_qh + (o_out % rows) * stride_qm
+    p_row = p_q + batch * stride_qb + head * stride_qh + (o_out % rows) * stride_qm
+    if ALIKE:
+        b_low = tl.load(p_low + o_part, mask=m_split & (b_framed > 0), other=0.0)
+    elif tl.max(b_framed, 0) > 0:
         o_slot = tl.arange(0, SPLITS)
-        if ALIKE:
-            home = o_pair * splits + tl.min(tl.where(b_framed > 0, o_slot, SPLITS), 0)
-        else:
-            # The frame of the split that holds the largest score: one without weight may be so far off that it would
-            # cost all others their digits. Counted from 0, a score is as good as an FP32 sum of its own products.
-            home = tl.min(b_framed, 0) * 0 - 1
+        # The frame of the split that holds the largest score: one without weight may be so far off that it would
+        # cost all others their digits. Counted from 0, a score is as good as an FP32 sum of its own products.
+        home = tl.min(b_framed, 0) * 0 - 1
         offset = tl.zeros((SPLITS,), tl.float32)
-        for turn in range(1 if ALIKE else 2):
+        for turn in range(2):
             if turn > 0:
                 b_true = tl.where(b_max == -INF, -INF, b_max + offset * (scale if NATS else 1.0))
                 o_home = tl.min(tl.where(b_true == tl.max(b_true, 0), o_slot, SPLITS), 0)
                 framed = tl.max(tl.where(o_slot == o_home, b_framed, -1), 0) > 0
                 home = tl.where(framed, o_pair * splits + o_home, -1)
-            offset, frame = frame_offsets(p_row, p_anchor, o_split, b_framed, home, D, D_PAD, COLUMNS, ALIKE)
+            offset, frame = frame_offsets(p_row, p_anchor, o_split, b_framed, home, D, D_PAD, COLUMNS)
         frame *= scale
         b_max = tl.where(b_max == -INF, -INF, b_max + offset * (scale if NATS else 1.0))
     top = tl.max(b_max, 0)
-    weight = tl.exp2((b_max - tl.where(top == -INF, 0.0, top)) * (scale_left * LOG2_E))
+    behind = b_max - tl.where(top == -INF, 0.0, top)
+    if ALIKE:
+        low = tl.max(tl.where(b_max == top, b_low, -INF), 0)
+        behind += b_low - low
+    weight = tl.exp2(behind * (scale_left * LOG2_E))
     total = tl.sum(b_sum * weight, 0)
     # a mean of values lies in FP16's range up to the last bit; infinity in the sum came from a value
     blind = (total == 0.0) & (top == -INF)
@@ -372,4 +374,12 @@ def merge_kernel(
         b_out = tl.reshape(round_rows(b_out[None, :], o_column, D, DROPPED, False), (COLUMNS,))
     tl.store(p_out + o_out * D + o_column, b_out.to(p_out.dtype.element_ty), mask=o_column < D)
     if tl.program_id(1) == 0:
-        tl.store(p_lse + o_out, tl.where(blind, -INF, top * scale_left + frame + tl.log(divisor)))
+        if ALIKE:
+            o_d = tl.arange(0, D_PAD)
+            framed = tl.max(b_framed, 0) > 0
+            b_q = tl.load(p_row + o_d, mask=(o_d < D) & framed, other=0.0).to(tl.float64)
+            b_home = tl.load(p_anchor + o_pair * splits * D + o_d, mask=(o_d < D) & framed, other=0.0).to(tl.float64)
+            nats = ((tl.sum(b_q * b_home, 0) + top + low) * scale).to(tl.float32)
+        else:
+            nats = top * scale_left + frame
+        tl.store(p_lse + o_out, tl.where(blind, -INF, nats + tl.log(divisor)))

@@ -36,6 +36,7 @@ class Splits:
     anchor: Any
     framed: Any
     marked: Any
+    low: Any
     count: int
     keys: int
     block_m: int
@@ -45,9 +46,9 @@ class Splits:
         """Uninitialised."""
         splits, dim, device = call.q.shape[0] * call.k.shape[1] * count, call.q.shape[-1], call.q.device
         parts = ((splits * block_m * dim, torch.float32), (splits * block_m * 2, torch.float32),
-                 (splits * dim, torch.float16), (splits, torch.int32), (splits, torch.int32))  # fmt: skip
-        part, state, anchor, framed, marked = workspace(device, *parts)
-        return cls(part, state, anchor, framed, marked, count, keys, block_m)
+                 (splits * dim, torch.float16), (splits, torch.int32), (splits, torch.int32),
+                 (splits * block_m, torch.float32))  # fmt: skip
+        return cls(*workspace(device, *parts), count, keys, block_m)
 
 
 def decode(call: Call) -> tuple[Tensor, Tensor]:
@@ -81,7 +82,7 @@ def merge(call: Call, splits: Splits, alike: bool = False) -> tuple[Tensor, Tens
         columns, warps = pad, min(16, max(4, padded * pad // 2048))
     launch(
         merge_kernel, (batch * heads * rows, pad // columns, 1),
-        (call.q, splits.part, splits.state, splits.anchor, splits.framed, out, lse),
+        (call.q, splits.part, splits.state, splits.anchor, splits.framed, splits.low, out, lse),
         (*strides_of(call.q), heads, call.group, rows, splits.count, call.scale),
         {"NATS": call.mask_kind == "float", **sizes(dim, splits.block_m), "SPLITS": padded,
          "COLUMNS": columns, "DROPPED": call.dropped, "ALIKE": alike, "PDL": early(call.q.device)},

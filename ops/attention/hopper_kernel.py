@@ -12,8 +12,8 @@ too large for FP32 sums, or its head has a key or value that is not finite. In e
 marked by an infinite log-sum-exp.
 
 The second launch does the marked tiles, with running maxima. Where norms were too large its producer makes
-K' = K - a_j (exact) in shared memory, and a row adds q.(a_j - a_1) to its reference: a bias that all keys share enters
-no number that is rounded. The log-sum-exp adds q.a_1 at the end.
+K' = K - a_j (exact) in shared memory, and a row adds q.(a_j - f_j) to its reference, f_j the frame that it counts from
+(`next_frame`): a bias that all keys share enters no number that is rounded. The log-sum-exp adds q.f at the end.
 """
 
 import triton.experimental.gluon as gluon
@@ -42,9 +42,11 @@ from pasa.ops.attention.hopper_tiles import (
     Tile,
     anchor,
     careful_softmax,
+    column,
     fixed_softmax,
     is_bounded,
     limit,
+    mask,
     pre_pass,
     running_softmax,
     treat_keys,
@@ -52,6 +54,7 @@ from pasa.ops.attention.hopper_tiles import (
     visible_blocks,
 )
 from pasa.ops.attention.rounding_kernel import drawn_rows, leaning_rows, round_rows
+from pasa.ops.shift_keys.triton_kernel import next_frame
 
 CLAMP_F16X2 = gl.constexpr(  # to +-65504; NaN stays
     "{ .reg .b32 a, b; mov.b32 a, 0x7bff7bff; mov.b32 b, 0xfbfffbff; min.NaN.f16x2 a, $1, a; max.NaN.f16x2 $0, a, b; }"
@@ -139,8 +142,8 @@ def _second_producer(sm, job, q_desc, k_desc, v_desc, WARPGROUPS: gl.constexpr, 
             sm.first_bad.store(gl.full([D], UNSEEN, gl.int32, COLUMN))
             mbarrier.arrive(sm.begin.index(0), count=1)
             # what is read from memory is read a block ahead
-            b_first = anchor(job, tile, 0, treated, D)
-            b_anchor = b_first
+            b_anchor = anchor(job, tile, 0, treated, D)
+            b_frame = b_anchor
             norm = gl.load(pre_pass(job, tile, job.p_norms, 1))
             for j in range(tile.blocks):
                 ahead = gl.minimum(j + 1, tile.blocks - 1)
@@ -148,7 +151,8 @@ def _second_producer(sm, job, q_desc, k_desc, v_desc, WARPGROUPS: gl.constexpr, 
                 next_norm = gl.load(pre_pass(job, tile, job.p_norms, 1) + ahead)
                 _load(sm, tile, k_desc, sm.k, j, n + j, STAGES, 0)
                 _load(sm, tile, v_desc, sm.v, j, n + j, STAGES, 1)
-                treat_keys(sm, b_anchor, b_first, n + j, treated, STAGES, PART)
+                b_frame = next_frame(b_frame.to(gl.float32), b_anchor.to(gl.float32)).to(gl.float16)
+                treat_keys(sm, b_anchor, b_frame, n + j, treated, STAGES, PART)
                 if CAUSAL:
                     treat_values(sm, j, n + j, norm == INF, STAGES, PART)
                 b_anchor = b_next
@@ -187,7 +191,7 @@ def _scores(sm, q_s, stage):
 
 @gluon.jit
 def _offset(sm, q_s, stage):
-    """q.(a_j - a_1) (64, 8), in two of the columns, still on its way."""
+    """q.(a_j - f_j) and q.f_j, two columns of (64, 8), still on their way."""
     C_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
     b_c = gl.zeros([ROWS, 8], gl.float32, C_LAYOUT)
     return warpgroup_mma(q_s, sm.offset.index(stage).permute([1, 0]), b_c, use_acc=False, is_async=True)
@@ -200,15 +204,6 @@ def _add_values(sm, b_p, b_o, stage):
 
 
 @gluon.jit
-def _mask(job, b_s, row, j, full, CAUSAL: gl.constexpr):
-    """-inf where a row does not see a key; blocks before `full` are seen by all."""
-    if j >= full:
-        b_key = j * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(0, b_s.type.layout))
-        b_s = gl.where(b_key[None, :] < limit(job, row, CAUSAL)[:, None], b_s, gl.full_like(b_s, -INF))
-    return b_s
-
-
-@gluon.jit
 def _message(sm, turn):
     """What the producer has to say in `turn`: the next tile of the second launch, or whether to give up that of the
     first."""
@@ -217,9 +212,9 @@ def _message(sm, turn):
 
 
 @gluon.jit
-def _in_turn(sm, job, q_s, b_o, b_max, b_sum, row, start, stop, full, stage, phase, STAGES: gl.constexpr,
+def _in_turn(sm, job, q_s, b_o, b_max, b_sum, b_framed, row, start, stop, full, stage, phase, STAGES: gl.constexpr,
              CAUSAL: gl.constexpr, MASKED: gl.constexpr, MODE: gl.constexpr):  # fmt: skip
-    """Key blocks start to stop: QK, softmax, PV."""
+    """Key blocks start to stop: QK, softmax, PV. b_framed (64,): q.f of the last block that a row has seen a key of."""
     for j in range(start, stop):
         mbarrier.wait(sm.full.index(4 * stage), phase)
         if MODE == CAREFUL:
@@ -230,7 +225,7 @@ def _in_turn(sm, job, q_s, b_o, b_max, b_sum, row, start, stop, full, stage, pha
             b_s = warpgroup_mma_wait(0, deps=(_scores(sm, q_s, stage),))
         mbarrier.arrive(sm.empty.index(2 * stage), count=1)
         if MASKED:
-            b_s = _mask(job, b_s, row, j, full, CAUSAL)
+            b_s = mask(job, b_s, row, j, full, CAUSAL)
         if MODE == FIXED:
             if j == 0:
                 b_max = gl.max(b_s, axis=1)
@@ -240,7 +235,12 @@ def _in_turn(sm, job, q_s, b_o, b_max, b_sum, row, start, stop, full, stage, pha
             if MODE == RUNNING:
                 b_p, b_max, b_add, b_alpha = running_softmax(b_s, b_max, job.c)
             else:
-                b_offset = gl.convert_layout(gl.sum(b_c, axis=1), b_max.type.layout)
+                b_offset = gl.convert_layout(column(b_c, 0), b_max.type.layout)
+                b_now = gl.convert_layout(column(b_c, 1), b_max.type.layout)
+                if MASKED:
+                    b_now = gl.where(gl.max(b_s, axis=1) == -INF, b_framed, b_now)
+                b_max += b_framed - b_now
+                b_framed = b_now
                 b_p, b_max, b_add, b_alpha = careful_softmax(b_s, b_max, b_offset, job.c)
             b_sum = b_sum * b_alpha + b_add
             b_o = b_o * gl.convert_layout(b_alpha, gl.SliceLayout(1, b_o.type.layout))[:, None]
@@ -251,7 +251,7 @@ def _in_turn(sm, job, q_s, b_o, b_max, b_sum, row, start, stop, full, stage, pha
         b_o = warpgroup_mma_wait(0, deps=(_add_values(sm, b_p, b_o, stage),))
         mbarrier.arrive(sm.empty.index(2 * stage + 1), count=1)
         stage, phase = _next(stage, phase, STAGES)
-    return b_o, b_max, b_sum, stage, phase
+    return b_o, b_max, b_sum, b_framed, stage, phase
 
 
 @gluon.jit
@@ -264,7 +264,7 @@ def _overlapped(sm, job, q_s, b_o, b_sum, row, stop, full, STAGES: gl.constexpr,
     b_first = warpgroup_mma_wait(0, deps=(_scores(sm, q_s, stage),))
     mbarrier.arrive(sm.empty.index(0), count=1)
     if MASKED:
-        b_first = _mask(job, b_first, row, 0, full, False)
+        b_first = mask(job, b_first, row, 0, full, False)
     b_max = gl.max(b_first, axis=1)
     b_weights, b_add = fixed_softmax(b_first, b_max, job.c)
     b_sum += b_add
@@ -281,7 +281,7 @@ def _overlapped(sm, job, q_s, b_o, b_sum, row, stop, full, STAGES: gl.constexpr,
         b_s = warpgroup_mma_wait(1, deps=(b_s,))
         mbarrier.arrive(sm.empty.index(2 * stage), count=1)
         if MASKED:
-            b_s = _mask(job, b_s, row, j, full, False)
+            b_s = mask(job, b_s, row, j, full, False)
         b_next, b_add = fixed_softmax(b_s, b_max, job.c)
         b_sum += b_add
         b_o = warpgroup_mma_wait(0, deps=(b_o,))
@@ -298,7 +298,7 @@ def _overlapped(sm, job, q_s, b_o, b_sum, row, stop, full, STAGES: gl.constexpr,
 @gluon.jit
 def _attend(sm, job, q_s, row, full, stop, n, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
             CAUSAL: gl.constexpr, RAGGED: gl.constexpr, SECOND: gl.constexpr):  # fmt: skip
-    """O (64, D), not yet normalised, maximum and sum of a warpgroup's rows; where it stopped; whether it gave up.
+    """O (64, D), not yet normalised, maximum, sum and q.f of a warpgroup's rows; where it stopped; whether it gave up.
 
     n: blocks that passed before.
     """
@@ -306,12 +306,13 @@ def _attend(sm, job, q_s, row, full, stop, n, WARPGROUPS: gl.constexpr, STAGES: 
     b_o = gl.zeros([ROWS, D], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16]))
     b_max = gl.full([ROWS], -INF, gl.float32, limit(job, row, CAUSAL).type.layout)
     b_sum = gl.full([ROWS], 0.0, gl.float32, b_max.type.layout)
+    b_framed = b_sum
     stage = n % STAGES
     phase = (n // STAGES) & 1
     marked = gl.to_tensor(0)
     if SECOND:
-        b_o, b_max, b_sum, stage, phase = _in_turn(
-            sm, job, q_s, b_o, b_max, b_sum, row, 0, stop, full, stage, phase, STAGES,
+        b_o, b_max, b_sum, b_framed, stage, phase = _in_turn(
+            sm, job, q_s, b_o, b_max, b_sum, b_framed, row, 0, stop, full, stage, phase, STAGES,
             CAUSAL, RAGGED, CAREFUL,
         )  # fmt: skip
     elif (not CAUSAL) and (WARPGROUPS == 2 or D == 64):  # registers are left for it
@@ -321,23 +322,24 @@ def _attend(sm, job, q_s, row, full, stop, n, WARPGROUPS: gl.constexpr, STAGES: 
         split = gl.minimum(full, stop) if CAUSAL else stop
         end = gl.minimum(split, 2)
         for part in range(2):
-            b_o, b_max, b_sum, stage, phase = _in_turn(
-                sm, job, q_s, b_o, b_max, b_sum, row, gl.minimum(split, 2 * part), end, full, stage, phase, STAGES,
-                CAUSAL, RAGGED and not CAUSAL, FIXED,
+            b_o, b_max, b_sum, b_framed, stage, phase = _in_turn(
+                sm, job, q_s, b_o, b_max, b_sum, b_framed, row, gl.minimum(split, 2 * part), end, full, stage, phase,
+                STAGES, CAUSAL, RAGGED and not CAUSAL, FIXED,
             )  # fmt: skip
             if part == 0:
                 marked = _message(sm, 0)  # decided long since
                 end = gl.where(marked > 0, end, split)
                 stop = gl.where(marked > 0, end, stop)
         if CAUSAL:
-            b_o, b_max, b_sum, stage, phase = _in_turn(
-                sm, job, q_s, b_o, b_max, b_sum, row, end, stop, 0, stage, phase, STAGES, CAUSAL, True, RUNNING
-            )
-    return b_o, b_max, b_sum, stop, marked > 0
+            b_o, b_max, b_sum, b_framed, stage, phase = _in_turn(
+                sm, job, q_s, b_o, b_max, b_sum, b_framed, row, end, stop, 0, stage, phase, STAGES,
+                CAUSAL, True, RUNNING,
+            )  # fmt: skip
+    return b_o, b_max, b_sum, b_framed, stop, marked > 0
 
 
 @gluon.jit
-def _store(sm, job, tile, o_desc, b_o, b_max, b_sum, row, marked, turn, treated, INDEX: gl.constexpr,
+def _store(sm, job, tile, o_desc, b_o, b_max, b_sum, b_framed, row, marked, turn, treated, INDEX: gl.constexpr,
            CAUSAL: gl.constexpr, SECOND: gl.constexpr, DROPPED: gl.constexpr):  # fmt: skip
     """Normalise, mark what a NaN reaches, and write O (64, D) and the log-sum-exp."""
     D: gl.constexpr = sm.k.shape[4]
@@ -365,10 +367,7 @@ def _store(sm, job, tile, o_desc, b_o, b_max, b_sum, row, marked, turn, treated,
     b_lse = (b_max * job.c + gl.log2(b_sum)) * LN2
     if SECOND:
         if treated:
-            # the softmax left out q.a_1, which all keys share
-            b_a = gl.load(pre_pass(job, tile, job.p_anchors, D) + b_column).to(gl.float32)
-            b_dot = gl.sum(q_s.load(b_o.type.layout).to(gl.float32) * b_a[None, :], axis=1)
-            b_lse += gl.convert_layout(b_dot, b_lse.type.layout) * (job.c * LN2)
+            b_lse += b_framed * (job.c * LN2)  # the softmax left it out
             mbarrier.wait(sm.end.index(0), turn & 1)
             b_bad = sm.first_bad.load(COLUMN)
             b_o = gl.where(gl.convert_layout(b_limit, O_ROW)[:, None] > b_bad[None, :], NAN, b_o)
@@ -400,10 +399,11 @@ def _consume(sm, job, tile, o_desc, n, turn, treated, INDEX: gl.constexpr, WARPG
         full = gl.maximum(row + 1 + job.keys - job.rows, 0) // KEYS
     mbarrier.wait(sm.q_full.index(INDEX), turn & 1)
     q_s = sm.q.index(INDEX).reshape([ROWS, sm.k.shape[4]])
-    b_o, b_max, b_sum, stop, marked = _attend(
+    b_o, b_max, b_sum, b_framed, stop, marked = _attend(
         sm, job, q_s, row, full, stop, n, WARPGROUPS, STAGES, CAUSAL, RAGGED, SECOND
     )
-    _store(sm, job, tile, o_desc, b_o, b_max, b_sum, row, marked, turn, treated, INDEX, CAUSAL, SECOND, DROPPED)
+    _store(sm, job, tile, o_desc, b_o, b_max, b_sum, b_framed, row, marked, turn, treated, INDEX, CAUSAL, SECOND,
+           DROPPED)  # fmt: skip
     for j in range(n + stop, n + tile.blocks):  # blocks that only other warpgroups see
         stage = j % STAGES
         mbarrier.wait(sm.full.index(4 * stage), (j // STAGES) & 1)

@@ -34,7 +34,7 @@ class Shared:
     q: gl.shared_memory_descriptor  # (WARPGROUPS, 1, 1, 64, D)
     k: gl.shared_memory_descriptor  # (STAGES, 1, 1, 128, D)
     v: gl.shared_memory_descriptor  # (STAGES, 1, 1, 128, D)
-    offset: gl.shared_memory_descriptor  # (STAGES, 8, D): a_j - a_1 as high and low row, then zeros
+    offset: gl.shared_memory_descriptor  # (STAGES, 8, D): a_j - f_j, then f_j, then zeros
     first_bad: gl.shared_memory_descriptor  # (D,): first key whose value is not finite, by column
     work: gl.shared_memory_descriptor  # (1,): the producer's message, see hopper_kernel.py
     q_full: gl.shared_memory_descriptor  # (WARPGROUPS, 1)
@@ -116,6 +116,22 @@ def limit(job, row, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
+def mask(job, b_s, row, j, full, CAUSAL: gl.constexpr):
+    """-inf where a row does not see a key; blocks before `full` are seen by all."""
+    if j >= full:
+        b_key = j * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(0, b_s.type.layout))
+        b_s = gl.where(b_key[None, :] < limit(job, row, CAUSAL)[:, None], b_s, gl.full_like(b_s, -INF))
+    return b_s
+
+
+@gluon.jit
+def column(b_c, INDEX: gl.constexpr):
+    """A column of (64, 8), (64,)."""
+    b_at = gl.arange(0, 8, layout=gl.SliceLayout(0, b_c.type.layout))
+    return gl.sum(gl.where(b_at[None, :] == INDEX, b_c, gl.zeros_like(b_c)), axis=1)
+
+
+@gluon.jit
 def pre_pass(job, tile, p, WIDTH: gl.constexpr):
     """Where the head's part of the anchors or norms begins."""
     return p + tile.index_kv.to(gl.int64) * ((job.keys + KEYS - 1) // KEYS) * WIDTH
@@ -156,18 +172,18 @@ def anchor(job, tile, j, treated, D: gl.constexpr):
 
 
 @gluon.jit
-def treat_keys(sm, b_a, b_first, n, treated, STAGES: gl.constexpr, PART: gl.constexpr):
-    """K' = K - a_j in place, NaN where a key is not finite, and the rows of a_j - a_1. n: blocks that passed before."""
+def treat_keys(sm, b_a, b_frame, n, treated, STAGES: gl.constexpr, PART: gl.constexpr):
+    """K' = K - a_j in place, NaN where a key is not finite, and the rows of a_j - f_j and f_j, both FP16 numbers.
+
+    b_frame: f_j, see `next_frame`. n: blocks that passed before.
+    """
     D: gl.constexpr = sm.k.shape[4]
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     stage = n % STAGES
-    # a_j - a_1 as two FP16 numbers; |a_j - a_1| <= 2 * 65504, so the low row holds what the clamp takes
     b_row = gl.arange(0, 8, layout=gl.SliceLayout(1, LAYOUT))
-    b_delta = b_a.to(gl.float32) - b_first.to(gl.float32)
-    b_high = gl.minimum(gl.maximum(b_delta, -FP16_MAX), FP16_MAX).to(gl.float16)
-    b_low = (b_delta - b_high.to(gl.float32)).to(gl.float16)
+    b_apart = (b_a.to(gl.float32) - b_frame.to(gl.float32)).to(gl.float16)
     b_zero = gl.zeros([8, D], gl.float16, LAYOUT)
-    b_rows = gl.where(b_row[:, None] == 0, b_high[None, :], gl.where(b_row[:, None] == 1, b_low[None, :], b_zero))
+    b_rows = gl.where(b_row[:, None] == 0, b_apart[None, :], gl.where(b_row[:, None] == 1, b_frame[None, :], b_zero))
     sm.offset.index(stage).store(b_rows)
     mbarrier.wait(sm.full.index(4 * stage), (n // STAGES) & 1)
     if treated:

@@ -5,6 +5,10 @@ and one pass of lanes, as in decode_lanes.py, does the heads that are too large 
 adds to the scores of a page is found for many pages at once before the loop, less q f for a frame f that all of the
 sequence's scores are in: near most anchors, so that FP32 adds small numbers. f is the median of three pages, column by
 column: of one page alone it would be far off where that has a key of another kind, as the first of a prompt is.
+
+A row may give all its weight to pages that are far from f. So maxima are FP64 numbers, and a program that meets a page
+for which q (a - f) may pass FAR nats leaves off, and is done again with offsets in FP64, by a launch of its own: beside
+the fast loop, those slow it down by half although they do not run (H200, Triton 3.6).
 """
 
 import triton
@@ -14,6 +18,7 @@ from pasa.ops.attention.decode_kernel import load_queries
 from pasa.ops.attention.decode_lanes import is_marked, locate_lanes, store_lanes
 from pasa.ops.attention.triton_kernel import FP16_MAX, INF, LOG2_E
 
+FAR = tl.constexpr(2.0**14)  # FP32 sums of 2^14 nats err by some 2^-9
 TURNS = tl.constexpr(64)  # blocks of a program for which offsets are found at once
 
 
@@ -26,37 +31,66 @@ def load_anchor(p_anchors, p_table, key, keys, stride_page, D: tl.constexpr, D_P
 
 
 @triton.jit
-def page_offsets(
-    b_q, b_frame, p_offset, p_anchors, p_table, begin, end, step, stride_page,
-    D: tl.constexpr, D_PAD: tl.constexpr, LANES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    PAGE: tl.constexpr,
-):  # fmt: skip
-    """q (a - f) into memory (TURNS, LANES, M), for the pages of at most TURNS blocks. b_q (M, D); b_frame (D,)."""
-    CHUNK: tl.constexpr = 16 * LANES
+def load_anchors(p_anchors, p_table, o_lane, begin, end, step, stride_page, D: tl.constexpr, D_PAD: tl.constexpr,
+                 LANES: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr):  # fmt: skip
+    """Anchors (N, D) of the pages that lanes o_lane (N,) start in, counted from key `begin` on; 0 if there is no key.
+    Whether there is one."""
     o_d = tl.arange(0, D_PAD)
+    o_n = begin + o_lane // LANES * step + o_lane % LANES * BLOCK_N
+    page = tl.cast(tl.load(p_table + o_n // PAGE, mask=o_n < end, other=0), tl.int64)
+    p_tile = p_anchors + page[:, None] * stride_page + o_d[None, :]
+    return tl.load(p_tile, mask=(o_n < end)[:, None] & (o_d < D)[None, :], other=0.0), o_n < end
+
+
+@triton.jit
+def page_offsets(
+    b_q, b_frame, longest, group, p_offset, p_anchors, p_table, begin, end, step, stride_page,
+    EXACT: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, LANES: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """q (a - f) into memory (TURNS, LANES, M), for the pages of at most TURNS blocks; whether one may pass FAR. b_q
+    (M, D); b_frame (D,); longest: largest norm of a query, in nats."""
+    CHUNK: tl.constexpr = 16 * LANES
+    o_m = tl.arange(0, BLOCK_M)
     b_transposed = tl.trans(b_q)
-    for first in range(0, tl.cdiv(end - begin, step) * LANES, CHUNK):
+    lanes = tl.cdiv(end - begin, step) * LANES
+    far = begin < 0
+    if not EXACT:
+        b_far = tl.zeros((CHUNK,), tl.float32)
+        for first in range(0, lanes, CHUNK):
+            b_anchor, m_key = load_anchors(p_anchors, p_table, first + tl.arange(0, CHUNK), begin, end, step,
+                                           stride_page, D, D_PAD, LANES, BLOCK_N, PAGE)  # fmt: skip
+            b_delta = b_anchor.to(tl.float32) - b_frame[None, :]
+            b_far = tl.maximum(b_far, tl.where(m_key, tl.sum(b_delta * b_delta, 1), 0.0))
+        far = tl.sqrt(tl.max(b_far, 0)) * longest > FAR
+    for first in range(0, lanes, CHUNK):
         o_lane = first + tl.arange(0, CHUNK)
-        o_n = begin + o_lane // LANES * step + o_lane % LANES * BLOCK_N
-        page = tl.cast(tl.load(p_table + o_n // PAGE, mask=o_n < end, other=0), tl.int64)
-        p_tile = p_anchors + page[:, None] * stride_page + o_d[None, :]
-        b_anchor = tl.load(p_tile, mask=(o_n < end)[:, None] & (o_d < D)[None, :], other=0.0)
-        # a difference of two FP16 numbers is a sum of two
-        b_delta = b_anchor.to(tl.float32) - b_frame[None, :]
-        b_high = tl.minimum(tl.maximum(b_delta, -FP16_MAX), FP16_MAX).to(tl.float16)
-        b_low = (b_delta - b_high.to(tl.float32)).to(tl.float16)
-        b_offset = tl.dot(b_high, b_transposed) + tl.dot(b_low, b_transposed)
-        tl.store(p_offset + o_lane[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :], b_offset)
+        b_anchor, _ = load_anchors(p_anchors, p_table, o_lane, begin, end, step, stride_page, D, D_PAD, LANES, BLOCK_N,
+                                   PAGE)  # fmt: skip
+        if EXACT:
+            b_apart = b_anchor.to(tl.float64) - b_frame.to(tl.float64)[None, :]
+            for m in range(group):
+                b_row = tl.sum(tl.where(o_m[:, None] == m, b_q, 0.0).to(tl.float32), 0)
+                tl.store(p_offset + o_lane * BLOCK_M + m, tl.sum(b_apart * b_row.to(tl.float64)[None, :], 1))
+        else:
+            # a difference of two FP16 numbers is a sum of two
+            b_delta = b_anchor.to(tl.float32) - b_frame[None, :]
+            b_high = tl.minimum(tl.maximum(b_delta, -FP16_MAX), FP16_MAX).to(tl.float16)
+            b_low = (b_delta - b_high.to(tl.float32)).to(tl.float16)
+            b_offset = tl.dot(b_high, b_transposed) + tl.dot(b_low, b_transposed)
+            tl.store(p_offset + o_lane[:, None] * BLOCK_M + o_m[None, :], b_offset.to(tl.float64))
+    return far
 
 
 @triton.jit
 def attend_pages(
-    b_q, b_max, b_sum, b_acc, b_frame, p_keys, p_values, p_anchors, p_offset, p_table, begin, end, step, keys, scale,
-    stride_kn, stride_vn, stride_kp, stride_vp, stride_page,
-    HIDES: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, LANES: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
+    b_q, b_max, b_sum, b_acc, far, b_frame, longest, group, p_keys, p_values, p_anchors, p_offset, p_table, begin, end,
+    step, keys, scale, stride_kn, stride_vn, stride_kp, stride_vp, stride_page,
+    EXACT: tl.constexpr, HIDES: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, LANES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """At most TURNS blocks of LANES * BLOCK_N keys, one every `step`: b_max, b_sum (L, M), b_acc (L, M, D)."""
+    """At most TURNS blocks of LANES * BLOCK_N keys, one every `step`: b_max (FP64), b_sum (L, M), b_acc (L, M, D). None
+    once `far`, which says whether a page was."""
     o_d = tl.arange(0, D_PAD)
     m_d = o_d < D
     o_row = tl.arange(0, BLOCK_N)[None, :]
@@ -67,10 +101,10 @@ def attend_pages(
     b_queries = tl.broadcast_to(b_q[None, :, :], (LANES, BLOCK_M, D_PAD))
     factor = scale * LOG2_E
     tl.debug_barrier()  # other threads have read the offsets before, and read these
-    page_offsets(b_q, b_frame, p_offset, p_anchors, p_table, begin, end, step, stride_page, D, D_PAD, LANES, BLOCK_M,
-                 BLOCK_N, PAGE)  # fmt: skip
+    far |= page_offsets(b_q, b_frame, longest, group, p_offset, p_anchors, p_table, begin, end, step, stride_page,
+                        EXACT, D, D_PAD, LANES, BLOCK_M, BLOCK_N, PAGE)  # fmt: skip
     tl.debug_barrier()
-    for start in range(begin, end, step):
+    for start in range(begin, tl.where(far, begin, end), step):
         m_n = start + o_n < keys
         b_page, b_slot = locate_lanes(p_table, start, keys, HIDES, LANES, BLOCK_N, PAGE)
         p_key = p_keys + (b_page * stride_kp + b_slot * stride_kn)[:, None, :] + o_k
@@ -88,15 +122,15 @@ def attend_pages(
             b_s = tl.where(m_n[:, None, :], b_s, -INF)
         # weights; no exponent exceeds 0
         top = tl.max(b_s, 2)
-        reached = top + tl.load(p_offset + (start - begin) // step * (LANES * BLOCK_M) + o_state)
+        reached = top.to(tl.float64) + tl.load(p_offset + (start - begin) // step * (LANES * BLOCK_M) + o_state)
         if HIDES:
             empty = top == -INF
             top = tl.where(empty, 0.0, top)
             reached = tl.where(empty, -INF, reached)
         new_max = tl.maximum(b_max, reached)
         base = tl.where(new_max == -INF, 0.0, new_max) if HIDES else new_max
-        alpha = tl.exp2((b_max - base) * factor)
-        behind = (reached - base) * factor
+        alpha = tl.exp2((b_max - base).to(tl.float32) * factor)
+        behind = (reached - base).to(tl.float32) * factor
         if HIDES:
             behind = tl.where(empty, 0.0, behind)
         b_p = tl.exp2((b_s - top[:, :, None]) * factor + behind[:, :, None]).to(tl.float16)
@@ -108,7 +142,7 @@ def attend_pages(
         else:
             b_v = tl.load(p_value)
         b_acc = tl.dot(b_p, b_v.to(tl.float16), b_acc * alpha[:, :, None])
-    return b_max, b_sum, b_acc
+    return b_max, b_sum, b_acc, far
 
 
 @triton.jit(do_not_specialize=["kv_heads", "group", "splits", "stride_table"])
@@ -122,7 +156,8 @@ def decode_anchored_paged_kernel(
     p_frame,  # its p_anchor: the frame of each split
     p_framed,
     p_marked,
-    p_offset,  # (programs, TURNS, LANES, BLOCK_M) FP32
+    p_low,  # (B, Hkv, splits, BLOCK_M) FP32: what FP32 maxima lack
+    p_offset,  # (programs, TURNS, LANES, BLOCK_M) FP64
     p_table,
     p_tile,
     stride_qb,
@@ -139,6 +174,7 @@ def decode_anchored_paged_kernel(
     group,
     splits,
     scale,
+    EXACT: tl.constexpr,  # only programs that the pass before has left off
     D: tl.constexpr,
     D_PAD: tl.constexpr,
     LANES: tl.constexpr,
@@ -154,13 +190,16 @@ def decode_anchored_paged_kernel(
         tl.extra.cuda.gdc_wait()
     o_split = tl.program_id(0) % splits
     o_pair = tl.program_id(0) // splits
-    if is_marked(p_marked, o_pair, splits) == 0:
+    if EXACT:
+        if tl.load(p_framed + tl.program_id(0) * LANES) >= 0:
+            return
+    elif is_marked(p_marked, o_pair, splits) == 0:
         return
     batch = tl.cast(o_pair // kv_heads, tl.int64)
     kv_head = tl.cast(o_pair % kv_heads, tl.int64)
     o_d = tl.arange(0, D_PAD)
     keys = tl.load(p_tile + batch)
-    b_q, _, _, _ = load_queries(
+    b_q, _, _, longest = load_queries(
         p_q, batch, kv_head, group, 1, stride_qb, stride_qh, stride_qm, scale, D, D_PAD, BLOCK_M
     )
     p_k += kv_head * stride_kh
@@ -178,26 +217,31 @@ def decode_anchored_paged_kernel(
     o_frame = slot[:, None] * D + o_d[None, :]
     b_frames = tl.broadcast_to(b_frame[None, :], (LANES, D_PAD))
     tl.store(p_frame + o_frame, b_frames, mask=(o_frame >= 0) & (o_d < D)[None, :])
-    tl.store(p_framed + slot, tl.full((LANES,), 1, tl.int32))
     b_frame = b_frame.to(tl.float32)
     # whole blocks, dealt out in turn, then the last one, which one of the programs has
     whole = keys // BLOCK * BLOCK
     rest = whole + (o_split + splits - whole // BLOCK % splits) % splits * BLOCK
     step = splits * BLOCK
-    b_max = tl.full((LANES, BLOCK_M), -INF, tl.float32)
+    far = keys < 0
+    b_max = tl.full((LANES, BLOCK_M), -INF, tl.float64)
     b_sum = tl.zeros((LANES, BLOCK_M), tl.float32)
     b_acc = tl.zeros((LANES, BLOCK_M, D_PAD), tl.float32)
     for begin in range(o_split * BLOCK, whole, step * TURNS):
-        b_max, b_sum, b_acc = attend_pages(
-            b_q, b_max, b_sum, b_acc, b_frame, p_k, p_v, p_anchors, p_offsets, p_pages, begin,
+        b_max, b_sum, b_acc, far = attend_pages(
+            b_q, b_max, b_sum, b_acc, far, b_frame, longest, group, p_k, p_v, p_anchors, p_offsets, p_pages, begin,
             tl.minimum(whole, begin + step * TURNS), step, keys, scale, stride_kn, stride_vn, stride_kp, stride_vp,
-            stride_page, False, D, D_PAD, LANES, BLOCK_M, BLOCK_N, PAGE,
+            stride_page, EXACT, False, D, D_PAD, LANES, BLOCK_M, BLOCK_N, PAGE,
         )  # fmt: skip
     if rest < keys:
-        b_max, b_sum, b_acc = attend_pages(
-            b_q, b_max, b_sum, b_acc, b_frame, p_k, p_v, p_anchors, p_offsets, p_pages, rest,
+        b_max, b_sum, b_acc, far = attend_pages(
+            b_q, b_max, b_sum, b_acc, far, b_frame, longest, group, p_k, p_v, p_anchors, p_offsets, p_pages, rest,
             keys, step, keys, scale, stride_kn, stride_vn, stride_kp, stride_vp,
-            stride_page, True, D, D_PAD, LANES, BLOCK_M, BLOCK_N, PAGE,
+            stride_page, EXACT, True, D, D_PAD, LANES, BLOCK_M, BLOCK_N, PAGE,
         )  # fmt: skip
     m_row = tl.arange(0, BLOCK_M) < group
-    store_lanes(b_max, b_sum, b_acc, p_part, p_state, tl.program_id(0) * LANES, m_row, D, D_PAD, LANES, BLOCK_M)
+    tl.store(p_framed + slot, tl.full((LANES,), 1, tl.int32) - 2 * far.to(tl.int32))
+    b_high = b_max.to(tl.float32)
+    b_low = tl.where(b_max == -INF, 0.0, (b_max - b_high.to(tl.float64)).to(tl.float32))
+    o_part = slot[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+    tl.store(p_low + o_part, b_low, mask=(o_part >= 0) & m_row[None, :])
+    store_lanes(b_high, b_sum, b_acc, p_part, p_state, tl.program_id(0) * LANES, m_row, D, D_PAD, LANES, BLOCK_M)

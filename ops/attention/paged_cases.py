@@ -56,11 +56,12 @@ CASES = [
     *(
         _case(
             decode_anchored_paged_kernel,
-            f"anchored_{arch}_d{dim}_of_{page}",
-            {"LANES": 4, "PAGE": page, "PDL": arch == 90} | _sizes(dim, 16, 2048 // dim),
+            f"anchored_{arch}_d{dim}_of_{page}" + "_exact" * exact,
+            {"EXACT": exact, "LANES": 4, "PAGE": page, "PDL": arch == 90} | _sizes(dim, 16, 2048 // dim),
             **_on(arch, 4, 5 if arch == 89 else 9),
         )
         for arch, dim, page in ((80, 128, 16), (89, 128, 128), (90, 64, 32), (90, 128, 16), (90, 128, 128))
+        for exact in (False, True)
     ),
 ]
 WRITING = [

@@ -158,7 +158,8 @@ def _decode(call: Call, pages: Pages) -> tuple[Tensor, Tensor]:
         splits = _split(call, pages, Tile(16, lane, LANES, lane_stages(here)), lanes)
         if pages.anchors is not None and pages.slots % 16 == 0:
             _lanes(call, pages, splits, lane, anchored=False)
-            _anchored(call, pages, splits, pages.anchors, lane if pages.slots % lane == 0 else 16)
+            for exact in (False, True):
+                _anchored(call, pages, splits, pages.anchors, lane if pages.slots % lane == 0 else 16, exact)
             return merge(call, splits, alike=True)
         _lanes(call, pages, splits, lane, anchored=False)
         _lanes(call, pages, splits, lane, anchored=True)
@@ -210,18 +211,19 @@ def _lanes(call: Call, pages: Pages, splits: Splits, block_n: int, anchored: boo
     )  # fmt: skip
 
 
-def _anchored(call: Call, pages: Pages, splits: Splits, anchors: Tensor, block_n: int) -> None:
-    """A pass of the lanes with the anchors of pages."""
+def _anchored(call: Call, pages: Pages, splits: Splits, anchors: Tensor, block_n: int, exact: bool) -> None:
+    """A pass of the lanes with the anchors of pages; `exact`: of those that the one before has left off."""
     device, programs = call.q.device, splits.count // LANES
     work = call.q.shape[0] * call.k.shape[1] * programs
-    offsets = torch.empty(work * TURNS.value * LANES * 16, dtype=torch.float32, device=device)
+    offsets = torch.empty(work * TURNS.value * LANES * 16, dtype=torch.float64, device=device)
     launch(
         decode_anchored_paged_kernel, (work, 1, 1),
         (call.q, call.k, call.v, anchors, splits.part, splits.state, splits.anchor, splits.framed, splits.marked,
-         offsets, pages.table, pages.tiles),
+         splits.low, offsets, pages.table, pages.tiles),
         (*strides_of(call.q), *strides_of(call.k), *strides_of(call.v), pages.table.stride(0),
          call.k.shape[1], call.group, programs, call.scale),
-        {**sizes(call.q.shape[-1], 16, block_n), "LANES": LANES, "PAGE": pages.slots, "PDL": early(device)},
+        {"EXACT": exact, **sizes(call.q.shape[-1], 16, block_n), "LANES": LANES, "PAGE": pages.slots,
+         "PDL": early(device)},
         num_warps=LANES, num_stages=anchored_stages(architecture(device)), **launched_early(device),
     )  # fmt: skip
 

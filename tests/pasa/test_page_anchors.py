@@ -8,12 +8,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.functional import scaled_dot_product_attention
 
 import pasa
 from pasa.ops import paging
 from pasa.ops.attention import paged_write_launch
 from pasa.ops.shift_keys.reference import shift_exact, shifts_exactly
-from tests.inputs import DEVICE
+from tests import unlike_keys
+from tests.inputs import DEVICE, max_error
 from tests.pages import make_pages, worst
 
 HALF_ULP = 2.0**-11 * 4
@@ -158,6 +160,27 @@ def test_a_key_without_the_bias(at):
     pages.k[257:, :, 3] += 600 * 2.0**-9
     pages.k[at] = 0.3 * torch.randn(1, 64, generator=torch.Generator().manual_seed(2)).half()
     check(pages.anchored(), lse_error=1e-3 + 2.0**-22 * 8 * 64 * 40 * 600 / 8)
+
+
+@pytest.mark.parametrize("slots", [16, 128])
+@pytest.mark.parametrize("name", [name for name, make in unlike_keys.CASES.items() if not make(1.0).how])
+def test_pages_that_are_far_from_the_frame(name, slots):
+    """Story: where some pages have a bias of 30,000 in a column and no weight, and the frame was theirs, outputs were
+    off by 0.18: offsets and maxima were FP32 numbers counted from it."""
+    case = unlike_keys.CASES[name](30000.0)
+    rows = case.q.shape[2] // 16 * 16
+    q, k, v = case.q[0, 0, :rows].view(-1, 16, 64), case.k[0, 0].unsqueeze(1), case.v[0, 0].unsqueeze(1)
+    pages = make_pages([len(k)], (16, 1), 64, slots)
+    pages.k_cache.view(-1, 1, 64)[pages.slots], pages.v_cache.view(-1, 1, 64)[pages.slots] = k, v
+    pages = pages._replace(k=k, v=v).anchored()
+    pages = pages._replace(q=q, table=pages.table.expand(len(q), -1), lengths=pages.lengths.expand(len(q)))
+    out, lse = pages.attend(DEVICE, backend="triton")
+    true, _ = unlike_keys.found(case)
+    out, lse = out.reshape(rows, 64), lse.reshape(rows)
+    naive = scaled_dot_product_attention(*(x.float() for x in case[:3]))[0, 0, :rows]
+    bound = max_error(naive, true.out[0, 0, :rows]) + 2.0**-10 * v.abs().max().item()
+    assert max_error(out, true.out[0, 0, :rows]) <= bound
+    assert (lse - true.lse[0, 0, :rows]).abs().max() <= 2.0**-11 + 2.0**-22 * true.lse.abs().max()
 
 
 def test_a_page_that_32_bits_do_not_count_is_refused(monkeypatch):
