@@ -22,6 +22,9 @@ NUMBERS = (int, float)
 OFFSETS = ("int32", "int64")  # of a pointer
 # Types that an operation on two tensors of one leaves as they are. Not FP16, whose quotients are in FP32.
 CLOSED = ("fp32", "fp64", "int1", "int32", "int64", "uint32", "uint64")
+UNWRAPPED = {core.tensor, int, float, bool, str, type(None), core.dtype, core.block_type}  # what is no constant
+# Casts that are NumPy's.
+PLAIN = {("fp16", "fp32"), ("fp32", "fp16"), ("int32", "int64"), ("int1", "int32"), ("int32", "fp32"), ("int1", "fp32")}
 
 
 def call(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -88,8 +91,13 @@ class Semantic(TritonSemantic):
         return number
 
     def cast(self, input: Any, dst_ty: Any, fp_downcast_rounding: Any = None) -> Any:
-        same = input.dtype.name == dst_ty.scalar.name
-        return input if same else super().cast(input, dst_ty, fp_downcast_rounding)
+        kind = dst_ty.scalar
+        if input.dtype.name == kind.name:
+            return input
+        if fp_downcast_rounding is None and (input.dtype.name, kind.name) in PLAIN:
+            to = core.block_type(kind, input.type.shape) if input.type.is_block() else kind
+            return core.tensor(self.builder.cast_impl(input.handle, to), to)
+        return super().cast(input, dst_ty, fp_downcast_rounding)
 
     def binary_op_type_checking_impl(self, lhs: Any, rhs: Any, *how: Any) -> Any:
         if type(lhs) is core.tensor and type(rhs) is core.tensor:
@@ -124,6 +132,16 @@ class Semantic(TritonSemantic):
         data = np.empty(sizes, value.handle.data.dtype)
         data[...] = value.handle.data
         return core.tensor(interpreter.TensorHandle(data, value.dtype), core.block_type(value.dtype, sizes))
+
+
+def unwrapped(unwrap: Any) -> Any:
+    """The value of what may be a constant, and mostly is not."""
+    return lambda x: x if type(x) in UNWRAPPED else unwrap(x)
+
+
+def hold(handle: Any, data: Any, dtype: Any) -> None:
+    """Make a handle; Triton looks at the size of its numbers, which come from operations on such handles."""
+    handle.data, handle.dtype, handle.attr = data, dtype, {}
 
 
 def reduce_by_halves(reduction: Any, values: tuple[Any, ...]) -> list[Any]:
@@ -195,3 +213,5 @@ def speed_up() -> None:
     interpreter._get_np_dtype = remembered(interpreter._get_np_dtype)
     core.block_type.__init__ = alike(core.block_type.__init__, {})
     core.tensor.__init__ = tensor_of(shape_of(()))
+    core._unwrap_if_constexpr = unwrapped(core._unwrap_if_constexpr)
+    interpreter.TensorHandle.__init__ = hold
