@@ -47,9 +47,9 @@ def tokenizer():
 
 @pytest.fixture(scope="session")
 def ids(tokenizer):
-    """96 tokens of the essay the demonstration reads, (1, 96)."""
+    """48 tokens of the essay the demonstration reads, (1, 48)."""
     text = embedded_model.find_essays()["worked"].read_text(encoding="utf-8")
-    return tokenizer(text[:2000], return_tensors="pt").input_ids[:, :96]
+    return tokenizer(text[:2000], return_tensors="pt").input_ids[:, :48]
 
 
 TINY = {
