@@ -1,10 +1,9 @@
 """The house rules that a machine can keep: floors, optional packages, size, no assert, no print, no bare except."""
 
 import ast
+import functools
 import re
 from pathlib import Path
-
-import pytest
 
 import pasa
 
@@ -65,27 +64,32 @@ def imports(tree, *, top_level_only=False):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-@pytest.fixture(params=sources(), ids=lambda path: str(path.relative_to(ROOT)))
-def source(request):
-    return request.param, ast.parse(request.param.read_text(encoding="utf-8"))
+@functools.cache
+def parsed():
+    """Every source with its tree; together, because a test of each would take longer than what it looks at."""
+    return [(path, ast.parse(path.read_text(encoding="utf-8"))) for path in sources()]
 
 
-def test_floors(source):
+@functools.cache
+def imported():
+    """Every source with the names that it imports, anywhere and at the top."""
+    return [(path, list(imports(tree)), list(imports(tree, top_level_only=True))) for path, tree in parsed()]
+
+
+def test_floors():
     """eval -> pasa -> ops, never upwards."""
-    path, tree = source
-    own = module_name(path)
-    for name in imports(tree):
-        if own.startswith("pasa.ops"):
-            assert not name.startswith("pasa") or name.startswith("pasa.ops"), name
-        elif not own.startswith("pasa.eval"):
-            assert not name.startswith("pasa.eval"), name
+    for path, names, _ in imported():
+        own = module_name(path)
+        for name in names:
+            if own.startswith("pasa.ops"):
+                assert not name.startswith("pasa") or name.startswith("pasa.ops"), (path, name)
+            elif not own.startswith("pasa.eval"):
+                assert not name.startswith("pasa.eval"), (path, name)
 
 
-def test_inner_order(source):
+def test_inner_order():
     """Inside: numerics is the ground; operators know neither the registry nor each other's backends' callers;
     the operator knows nothing of patching; patching of no experiment."""
-    path, tree = source
-    own = module_name(path)
     forbidden = {
         "pasa.ops.numerics": ("pasa.ops.attention", "pasa.ops.shift_keys", "pasa.ops.registry", "pasa.ops.library"),
         "pasa.ops.shift_keys": ("pasa.ops.attention", "pasa.ops.registry", "pasa.ops.library"),
@@ -94,48 +98,52 @@ def test_inner_order(source):
         "pasa.ops.library": ("pasa.ops.ring",),
         "pasa.attention": ("pasa.patching",),
     }
-    for floor, above in forbidden.items():
-        if own == floor or own.startswith(floor + "."):
-            assert not [name for name in imports(tree) if name.startswith(above)]
+    for path, names, _ in imported():
+        own = module_name(path)
+        for floor, above in forbidden.items():
+            if own == floor or own.startswith(floor + "."):
+                assert not [name for name in names if name.startswith(above)], path
 
 
-def test_optional_packages_are_imported_where_they_are_used(source):
-    path, tree = source
-    if str(path.relative_to(ROOT)).startswith(MAY_IMPORT_OPTIONAL):
-        return
-    allowed = {"triton"} if TRITON_FILES.fullmatch(str(path.relative_to(ROOT))) else set()
-    loaded = {name.split(".")[0] for name in imports(tree, top_level_only=True)}
-    assert not loaded & OPTIONAL - allowed
+def test_optional_packages_are_imported_where_they_are_used():
+    for path, _, at_the_top in imported():
+        relative = str(path.relative_to(ROOT))
+        if not relative.startswith(MAY_IMPORT_OPTIONAL):
+            allowed = {"triton"} if TRITON_FILES.fullmatch(relative) else set()
+            assert not {name.split(".")[0] for name in at_the_top} & OPTIONAL - allowed, path
 
 
-def test_kernel_files_import_triton_alone(source):
+def test_kernel_files_import_triton_alone():
     """So that they can be compiled, lowered and read without torch."""
-    path, tree = source
-    if is_kernel(path):
-        assert {name.split(".")[0] for name in imports(tree)} <= {"triton", "pasa"}
-        assert all(is_kernel(name.split(".")[3] + ".py") for name in imports(tree) if name.startswith("pasa"))
+    kernels = [(path, names) for path, names, _ in imported() if is_kernel(path)]
+    assert kernels
+    for path, names in kernels:
+        assert {name.split(".")[0] for name in names} <= {"triton", "pasa"}, path
+        assert all(is_kernel(name.split(".")[3] + ".py") for name in names if name.startswith("pasa")), path
 
 
-def test_no_assert_no_bare_except_no_print(source):
-    path, tree = source
-    in_eval = path.relative_to(ROOT).parts[0] == "eval"
-    for node in ast.walk(tree):
-        assert not isinstance(node, ast.Assert), f"line {node.lineno}: assert is for tests"
-        assert not (isinstance(node, ast.ExceptHandler) and node.type is None), f"line {node.lineno}: bare except"
-        called = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else None
-        assert in_eval or called != "print", f"line {node.lineno}: print"
+def test_no_assert_no_bare_except_no_print():
+    for path, tree in parsed():
+        in_eval = path.relative_to(ROOT).parts[0] == "eval"
+        for node in ast.walk(tree):
+            assert not isinstance(node, ast.Assert), f"{path}, line {node.lineno}: assert is for tests"
+            bare = isinstance(node, ast.ExceptHandler) and node.type is None
+            assert not bare, f"{path}, line {node.lineno}: bare except"
+            called = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else None
+            assert in_eval or called != "print", f"{path}, line {node.lineno}: print"
 
 
-def test_sizes(source):
-    path, tree = source
-    kernel = is_kernel(path)
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= (KERNEL_FILE_LINES if kernel else FILE_LINES)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef):
-            body = node.body[1:] if ast.get_docstring(node) else node.body
-            lines = body[-1].end_lineno - body[0].lineno + 1 if body else 0
-            limit = KERNEL_LINES if kernel else FUNCTION_LINES
-            assert lines <= limit, f"{node.name} has {lines} lines below its docstring"
+def test_sizes():
+    for path, tree in parsed():
+        kernel = is_kernel(path)
+        lines = len(path.read_text(encoding="utf-8").splitlines())
+        assert lines <= (KERNEL_FILE_LINES if kernel else FILE_LINES), f"{path} has {lines} lines"
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef):
+                body = node.body[1:] if ast.get_docstring(node) else node.body
+                lines = body[-1].end_lineno - body[0].lineno + 1 if body else 0
+                limit = KERNEL_LINES if kernel else FUNCTION_LINES
+                assert lines <= limit, f"{path}: {node.name} has {lines} lines below its docstring"
 
 
 def test_sizes_of_tests():

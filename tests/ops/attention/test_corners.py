@@ -72,9 +72,10 @@ def test_biases_that_differ_by_block_under_a_mask(rows, dim, kind):
     offset(q, k, 8192.0 + step * (torch.arange(512) // 128 % 2))
     q[..., 0] = dim**0.5 / step  # one nat from block to block
     q[..., 1], k[..., 1] = 512.0, 4096.0
-    keep = torch.rand(4, rows, 512, generator=torch.Generator().manual_seed(3)) < 0.6
-    mask = {"none": None, "bool": keep, "float": torch.where(keep, torch.randn(keep.shape), -torch.inf)}[kind]
-    check(q, k, v, attn_mask=mask)
+    g = torch.Generator().manual_seed(3)
+    keep = torch.rand(4, rows, 512, generator=g) < 0.6
+    mask = {"none": None, "bool": keep, "float": torch.where(keep, torch.randn(keep.shape, generator=g), -torch.inf)}
+    check(q, k, v, attn_mask=mask[kind])
 
 
 @pytest.mark.parametrize(("rows", "keys", "dim"), [(70, 300, 16), (3, 300, 64), (3, 300, 160), (20, 40, 16)])
