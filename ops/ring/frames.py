@@ -14,8 +14,9 @@ Bound. Spans are made of cells: blocks of 128 keys, cut where a bias begins or e
 its span a key k has |score| <= max(REACH, 2 s), where s is the largest sum of scale |q_c| |k_c -
 a_c| over columns c within the cell of k: a is the anchor of that cell alone, |q_c| the largest of
 all queries in column c. The LSE that a span contributes to a row is at most that (and the log of
-the number of keys), and FP32 rounds it by 2^-24 of its size. So a row errs by the keys of the cells
-that it sees, and no others.
+the number of keys). A call forms it in two roundings to FP32, of 2^-24 of its size each, and a
+weight compares two LSEs. So a weight errs by at most 2^-22 of max(REACH, 2 s) for them, by the keys
+of the cells that the row sees and no others.
 """
 
 from __future__ import annotations
