@@ -71,7 +71,7 @@ def accepted(
     repaired: Callable[[Inputs, str], Inputs | None] = lambda inputs, message: None,
 ) -> tuple[Inputs | None, list[str]]:
     """Return the first candidate that the model runs on, mended where an error says how, and why others failed."""
-    reasons = []
+    reasons: list[str] = []
     torch.manual_seed(0)
     for candidate in candidates:
         inputs: Inputs | None = candidate

@@ -70,7 +70,7 @@ def build(name: str) -> tuple[Any, Inputs] | str:
 
 
 def small_model(cls: Any, level: str = LEVELS[0], **fields: Any) -> Any:
-    """The model, with these fields in place of small ones."""
+    """Return the model, with these fields in place of small ones."""
     chosen = {**small_fields(cls, level), **OWN.get(cls.__name__, {}), **fields}
     return small(lambda: cls(**chosen))
 
@@ -163,7 +163,7 @@ def candidates(model: Any) -> Iterator[Inputs]:
 
 
 def _accepted(model: Any) -> tuple[Inputs | None, str]:
-    """The first candidate, mended where an error says how, that the model runs on; why the last failed, if none."""
+    """Return the first candidate, mended where an error says how, that the model runs on, or why the last failed."""
     inputs, reasons = accepted(model, candidates(model), shapes, repaired)
     return inputs, reasons[-1] if reasons else ""
 

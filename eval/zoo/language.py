@@ -47,7 +47,7 @@ def build(name: str) -> tuple[Any, Inputs] | str:
 
 
 def small_model(cls: Any, level: str = LEVELS[0], **fields: Any) -> Any:
-    """The model, with these fields in place of small ones."""
+    """Return the model, with these fields in place of small ones."""
 
     def make() -> Any:
         config = small_config(cls.config_class, level)
@@ -58,7 +58,7 @@ def small_model(cls: Any, level: str = LEVELS[0], **fields: Any) -> Any:
 
 
 def _accepted(model: Any) -> tuple[Inputs | None, str]:
-    """The first candidate that the model runs on; why the first failed, if none."""
+    """Return the first candidate that the model runs on, or why the first failed."""
     inputs, reasons = accepted(model, candidates(model), ", ".join)
     return inputs, reasons[0] if reasons else ""
 

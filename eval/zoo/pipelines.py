@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import string
 import typing
@@ -13,12 +14,14 @@ import torch
 from pasa.eval.zoo import diffusion, language
 from pasa.eval.zoo.inputs import parameters
 from pasa.eval.zoo.judging import Case, line
-from pasa.eval.zoo.pipeline_fields import CALLS, FIELDS
+from pasa.eval.zoo.pipeline_fields import ANY_OF, CALLS, FIELDS
 
 PIPELINES = "diffusers pipeline"
 PIXELS, STEPS, TEXT = 64, 2, 77
 LEFT_OUT = ("safety_checker", "feature_extractor", "image_encoder", "watermarker", "image_processor")
 """Components that a pipeline can do without."""
+NEEDED = ("transformer",)
+"""Components that no pipeline runs without, though their default is None."""
 
 
 def pipelines() -> list[str]:
@@ -43,7 +46,7 @@ def build(name: str) -> tuple[Any, dict[str, Any]] | str:
     for part, each in parameters(cls.__init__).items():
         if part in LEFT_OUT:
             components[part] = None
-        elif each.default is inspect.Parameter.empty:
+        elif each.default is inspect.Parameter.empty or part in NEEDED:
             try:
                 components[part] = component(each.annotation, name)
             except Exception as error:
@@ -61,7 +64,7 @@ def build(name: str) -> tuple[Any, dict[str, Any]] | str:
 
 
 def component(annotation: Any, pipeline: str) -> Any:
-    """A small part of this kind; the first kind that can be made, where there is a choice."""
+    """Return a small component of the annotated class; of the first that can be made, where there is a choice."""
     kinds = [named(each) for each in typing.get_args(annotation) or (annotation,)]
     for kind in kinds:
         for suits, make in MAKERS:
@@ -71,17 +74,19 @@ def component(annotation: Any, pipeline: str) -> Any:
 
 
 def named(annotation: Any) -> Any:
-    """The class that a constructor's text names, or what it is annotated with."""
+    """Return the class that an annotation means: some are texts, and some a base class of many."""
     import diffusers
     import transformers
 
-    if not isinstance(annotation, str):
+    name = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
+    if not isinstance(annotation, str) and name not in ANY_OF:
         return annotation
-    return next((getattr(each, annotation) for each in (diffusers, transformers) if hasattr(each, annotation)), annotation)
+    name = ANY_OF.get(name, name)
+    return next((getattr(each, name) for each in (diffusers, transformers) if hasattr(each, name)), annotation)
 
 
 def fields(kind: type, pipeline: str) -> dict[str, Any]:
-    """What a part of this kind needs beside the rules, in this pipeline."""
+    """Return the arguments that a component of this class needs beside the rules, in this pipeline."""
     found: dict[str, Any] = {}
     for word, own in FIELDS.items():
         if word in pipeline:
@@ -90,44 +95,44 @@ def fields(kind: type, pipeline: str) -> dict[str, Any]:
 
 
 def is_a(library: str, *bases: str) -> Callable[[Any], bool]:
-    """Whether a kind is one of these classes of a library, or below one."""
+    """Make a test for classes of a library and those below them; the library is imported when it is asked."""
 
     def suits(kind: Any) -> bool:
-        found = tuple(getattr(__import__(library), name) for name in bases)
+        found = tuple(getattr(importlib.import_module(library), name) for name in bases)
         return isinstance(kind, type) and issubclass(kind, found)
 
     return suits
 
 
-def scheduler(kind: Any, **fields: Any) -> Any:
-    """Of this class; where any of the usual ones will do, DDIM's."""
+def scheduler(kind: Any) -> Any:
+    """Return a scheduler of this class; where any of the usual ones will do, DDIM's."""
     import diffusers
 
     usual = kind.__name__ in ("KarrasDiffusionSchedulers", "SchedulerMixin")
-    return diffusers.DDIMScheduler() if usual else kind(**fields)
+    return diffusers.DDIMScheduler() if usual else kind()
 
 
 SPECIAL = ("<pad>", "<s>", "</s>", "<unk>")
-PAD, START, END, UNKNOWN = range(4)
+CHAT = """{% for each in messages %}{% if each.content is string %}{{ each.content }}{% else %}
+{{ each.content[-1].text }}{% endif %}{% endfor %}"""
 
 
-def tokenizer(kind: Any, **fields: Any) -> Any:
-    """One for characters, whatever the class: a vocabulary of words would be a file of a hub."""
+def tokenizer(kind: Any) -> Any:
+    """Return a tokenizer for characters, whatever the class: the vocabulary of a real one is a file of a hub."""
     import tokenizers
     import transformers
 
     vocabulary = {each: place for place, each in enumerate((*SPECIAL, *string.printable))}
-    split = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token=SPECIAL[UNKNOWN]))
+    split = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
     split.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("."), "isolated")
-    ends = [(SPECIAL[each], each) for each in (START, END)]
-    split.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A </s>", special_tokens=ends)
+    split.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[(each, vocabulary[each]) for each in ("<s>", "</s>")]
+    )
+    names = dict(zip(("pad_token", "bos_token", "eos_token", "unk_token"), SPECIAL, strict=True))
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=split, model_max_length=TEXT, chat_template=CHAT,
-        **dict(zip(("pad_token", "bos_token", "eos_token", "unk_token"), SPECIAL, strict=True)),
-    )  # fmt: skip
+        tokenizer_object=split, model_max_length=TEXT, chat_template=CHAT, **names
+    )
 
-
-CHAT = "{% for message in messages %}{{ message.content if message.content is string else message.content[-1].text }}{% endfor %}"
 
 MAKERS: tuple[tuple[Callable[[Any], bool], Callable[..., Any]], ...] = (
     (lambda kind: "Scheduler" in getattr(kind, "__name__", ""), scheduler),
@@ -135,7 +140,7 @@ MAKERS: tuple[tuple[Callable[[Any], bool], Callable[..., Any]], ...] = (
     (is_a("transformers", "PreTrainedModel"), language.small_model),
     (is_a("diffusers", "ModelMixin"), diffusion.small_model),
 )
-"""What makes a component, by what it is."""
+"""What makes a component, by the library's class that it is below."""
 
 
 def arguments(cls: Any) -> dict[str, Any]:
