@@ -180,11 +180,15 @@ def ring_attention(
     Notes
     -----
     The outputs of the calls are joined in FP32. Each was rounded to FP16, so the error is at most
-    the largest of theirs, one rounding, and what FP32 log-sum-exps lack. Each weight is off by at
-    most 2^-22 of max(1024, 2 s). Here s is the largest sum of scale |q_c| |k_c - a_c| over columns
-    c in any block of up to 128 keys that the row sees, and a is the anchor of that block alone. So
-    a bias that keys share costs no digit, whether all keys have it or biases differ by block
-    (pasa/ops/ring/frames.py). In the second case a rank's keys take one call for every bias.
+    the largest of theirs, one rounding, and what FP32 log-sum-exps lack. These lack what one call
+    on all keys errs by in its scores, and what storing them in FP32 rounds: a weight is off by at
+    most 2^-22 of max(1024, 2 s) for that. Here s is the largest sum over columns c of
+    scale |q_c| |k_c - a_c| in any block of up to 128 keys that the row sees, |q_c| is the largest
+    of all queries in that column, and a is the anchor of that block alone. A column in which an
+    anchor would round a key of the block has none. So a bias that keys share costs no digit,
+    whether all keys have it or biases differ by block. A key that cannot be shifted costs its own
+    block the anchor, and no other (pasa/ops/ring/frames.py says why). Where biases differ by block,
+    a rank's keys take one call for every bias.
 
     Examples
     --------

@@ -15,6 +15,7 @@ from pasa.eval.fuzz.cases import Arguments, Fault, Kind, Measures, Params, spoil
 from pasa.eval.fuzz.inputs import Call, indices, lay_out, make
 from pasa.eval.gradients.cases import Inputs
 from pasa.eval.gradients.truth import exact_gradients, plain_gradients
+from pasa.eval.soak.truth import UNIT
 from pasa.ops.ring.merge import Merge
 
 FP64_UNIT = 2.0**-53
@@ -210,8 +211,8 @@ def run_parts(params: Params) -> Measures:
         merge.add(slice(None), out.float(), lse)
     merged, lse = merge.finish()
     true, _ = truth.find_truth(call.q, call.k, call.v, None, False, call.q.shape[-1] ** -0.5)
-    spoiled = 2 * truth.UNIT * true.lse.abs() * len(pieces)  # an LSE in FP32 is that coarse, and so is a chunk's weight
-    loose = truth.Truth(**{**vars(true), "added": true.added + spoiled / truth.UNIT})
+    spoiled = 2 * UNIT * true.lse.abs() * len(pieces)  # an LSE in FP32 is that coarse, and so is a chunk's weight
+    loose = truth.Truth(**{**vars(true), "added": true.added + spoiled / UNIT})
     how = truth.Arithmetic(True, 1 + len(pieces), torch.float16, False)
     return {"shape": float(merged.shape != call.q.shape)} | truth.judge(loose, merged.half(), lse, how)
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-UNIT = 2.0**-24  # half a unit in the last place of FP32
+from pasa.eval.soak.truth import UNIT, may_weigh, score_errors
+
 SUBNORMAL = 2.0**-24  # FP16 cannot round finer than this
 STORED = 2.0**-7  # an FP16 score within 16 nats of the maximum, relative to which it is stored: 2^-11 of it
 HALF_ULP = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8 + 2.0**-11, torch.float32: 2.0**-11}
 LIGHT = 20.0  # nats: what lies further below weighs e^-20 at most, less than an output's rounding
-NATS = 104.0  # weights below exp(-104) are zero in FP32
 LSE_SLACK = 1e-3
 FACTOR = 4.0  # times the largest error of the same-precision naive attention, on ordinary data
 FP16_MAX = 65504.0
@@ -116,18 +116,12 @@ def find_truth(
     bad = bad_rows.unsqueeze(-1) | (seen.double() @ (~torch.isfinite(given[2])).double() > 0)
     low, high = _range(wide_v, seen)
     sums = wide_q.abs() @ wide_k.abs().mT * scale
-    weighs = seen & may_weigh(scores, 4 * (q.shape[-1] + 4) * UNIT * sums + 4 * UNIT * added.abs())
+    weighs = seen & may_weigh(scores, score_errors(sums, added, q.shape[-1]))
     products = sums.where(weighs, 0.0).amax(-1)
     heaviest = added.expand(seen.shape).where(weighs, 0.0).abs().amax(-1)
     sizes = (wide_q.abs() @ wide_k.abs().amax(2, keepdim=True).mT).squeeze(-1) * scale
     truth = Truth(out, lse, seen, bad_rows, bad, low, high, products, sizes, heaviest, scores, wide_v)
     return truth, _naive(wide_q, wide_k, wide_v, bias, scale) if naive else None
-
-
-def may_weigh(scores: Tensor, errors: Tensor) -> Tensor:
-    """Which keys are within `NATS` of the largest score, if each score may err: all (B, H, Sq, Skv)."""
-    top, first = scores.max(-1, keepdim=True)
-    return scores + 2 * errors >= top - 2 * errors.gather(-1, first) - NATS
 
 
 def _naive(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
@@ -178,7 +172,7 @@ def judge(truth: Truth, out: Tensor, lse: Tensor, how: Arithmetic) -> dict[str, 
     """
     out, lse = out.double(), lse.double()
     seen, good, judged = ~truth.blind, ~truth.bad, ~truth.blind & ~truth.bad_rows
-    eps = 4 * (truth.out.shape[-1] + 4) * UNIT * truth.products + 4 * UNIT * truth.added
+    eps = score_errors(truth.products, truth.added, truth.out.shape[-1])
     eps = eps + (STORED if how.fp16_scores else 2.0**-14)
     largest = torch.maximum(truth.low.abs(), truth.high.abs())
     rounding = HALF_ULP[how.dtype] * (1 + how.drawn) + how.stores * 2.0**-11

@@ -11,7 +11,7 @@ from torch import Tensor
 from pasa.eval.soak.cases import SoakCase
 from pasa.eval.soak.families import PAPER
 from pasa.eval.soak.order import MMA_DEPTH
-from pasa.eval.soak.truth import UNIT, Truth
+from pasa.eval.soak.truth import UNIT, Truth, score_errors
 
 FACTOR = 2.0  # times the emulation's error
 HALF_ULP = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-11}  # FP32 results are FP16 numbers
@@ -86,11 +86,8 @@ def judge(case: SoakCase, truth: Truth, found: Result, emulation: bool) -> dict[
 
 def _score_error(case: SoakCase, truth: Truth, emulation: bool) -> Tensor:
     """What a scaled score may err by, in nats: (B, Hq, Sq)."""
-    products = 4 * (case.family.dim + 4) * UNIT * truth.products  # of q.k' and q.a
-    added = 4 * UNIT * truth.added
-    if emulation:
-        return products + added + STORED
-    return products + added + 2.0**-14
+    errors = score_errors(truth.products, truth.added, case.family.dim)  # products of q.k' and q.a
+    return errors + (STORED if emulation else 2.0**-14)
 
 
 def _slack(case: SoakCase, truth: Truth, emulation: bool) -> Tensor:

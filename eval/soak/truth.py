@@ -184,12 +184,20 @@ def _fill(truth: Truth, call: Plain, piece: Piece) -> None:
 def _weighs(q: Tensor, k: Tensor, seen: Tensor, added: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     """Which keys a row sees whose weights may not be zero, though scores err, and scale sum |q_c| |k_c|."""
     scores, sums = q @ k.mT * scale, q.abs() @ k.abs().mT * scale
-    errors = 4 * (q.shape[-1] + 4) * UNIT * sums
-    if added is not None:
-        scores, errors = scores + added, errors + 4 * UNIT * added.nan_to_num(neginf=0.0).abs()
-    scores = scores.masked_fill(~seen, -torch.inf)
+    bias = scores.new_zeros(()) if added is None else added
+    scores = (scores + bias).masked_fill(~seen, -torch.inf)
+    return seen & may_weigh(scores, score_errors(sums, bias.nan_to_num(neginf=0.0), q.shape[-1])), sums
+
+
+def score_errors(products: Tensor, added: Tensor, dim: int) -> Tensor:
+    """Return what scaled scores may err by in FP32: `products` is scale sum |q_c| |k_c|, `added` what a mask adds."""
+    return 4 * (dim + 4) * UNIT * products + 4 * UNIT * added.abs()
+
+
+def may_weigh(scores: Tensor, errors: Tensor) -> Tensor:
+    """Find the keys within `NATS` of the largest score, if each score may err: all (B, H, Sq, Skv)."""
     top, first = scores.max(-1, keepdim=True)
-    return seen & (scores + 2 * errors >= top - 2 * errors.gather(-1, first) - NATS), sums
+    return scores + 2 * errors >= top - 2 * errors.gather(-1, first) - NATS
 
 
 def _cut_mask(mask: Tensor | None, piece: Piece) -> Tensor | None:

@@ -11,15 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pasa.eval.zoo.building import accepted, first_that_runs, small
 from pasa.eval.zoo.diffusion_inputs import GIVEN, made
 from pasa.eval.zoo.inputs import Inputs, parameters
-from pasa.eval.zoo.judging import Case, line
-from pasa.eval.zoo.language import MOST_PARAMETERS, spread
+from pasa.eval.zoo.judging import Case
 
 MODELS = "diffusers model"
 LEVELS = ("all", "widths kept")
 HEADS, HEAD_DIM, WIDTH, BASE, SIDE = 2, 32, 64, 16, 16
-REPAIRS = 8
 
 COGVIDEO = {"max_text_seq_length": 7, "sample_width": 8, "sample_height": 8, "sample_frames": 5}
 HUNYUAN = {"in_channels": 4, "patch_size": 2, "text_len": 7, "text_len_t5": 7, "hidden_size": 64, "sample_size": 8}
@@ -67,32 +66,13 @@ def build(name: str) -> tuple[Any, Inputs] | str:
     import diffusers
 
     cls = getattr(diffusers, name)
-    reasons = []
-    for level in LEVELS:
-        try:
-            model = small_model(cls, level)
-        except Exception as error:
-            reasons.append(f"{level}: {type(error).__name__}: {line(error)[:150]}")
-            continue
-        if isinstance(model, str):
-            reasons.append(f"{level}: {model}")
-            continue
-        inputs, why = accepted(model)
-        if inputs is not None:
-            return model, inputs
-        reasons.append(f"{level}: {why}")
-    return reasons[0]
+    return first_that_runs(LEVELS, partial(small_model, cls), _accepted)
 
 
 def small_model(cls: Any, level: str = LEVELS[0], **fields: Any) -> Any:
-    """The model, with these fields in place of small ones; its size in words where it is not small."""
-    torch.manual_seed(0)
+    """Return the model, with these fields in place of small ones."""
     chosen = {**small_fields(cls, level), **OWN.get(cls.__name__, {}), **fields}
-    with torch.device("meta"):
-        size = sum(each.numel() for each in cls(**chosen).parameters())
-    if size > MOST_PARAMETERS:
-        return f"{size // 1_000_000} million parameters"
-    return spread(cls(**chosen).float().eval())
+    return small(lambda: cls(**chosen))
 
 
 def small_fields(cls: Any, level: str) -> dict[str, Any]:
@@ -182,23 +162,10 @@ def candidates(model: Any) -> Iterator[Inputs]:
                 yield {main: latent, **rest}
 
 
-def accepted(model: Any) -> tuple[Inputs | None, str]:
-    """The first candidate, mended where an error says how, that the model runs on; why the last failed, if none."""
-    reasons = []
-    torch.manual_seed(0)
-    for inputs in candidates(model):
-        for _ in range(REPAIRS):
-            try:
-                with torch.no_grad():
-                    model(**inputs)
-                return inputs, ""
-            except Exception as error:
-                reasons.append(f"{shapes(inputs)}: {type(error).__name__}: {line(error)[:120]}")
-                mended = repaired(inputs, str(error))
-            if mended is None:
-                break
-            inputs = mended
-    return None, reasons[-1] if reasons else "no inputs are known for its forward"
+def _accepted(model: Any) -> tuple[Inputs | None, str]:
+    """Return the first candidate, mended where an error says how, that the model runs on, or why the last failed."""
+    inputs, reasons = accepted(model, candidates(model), shapes, repaired)
+    return inputs, reasons[-1] if reasons else ""
 
 
 def shapes(inputs: Inputs) -> str:

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pasa.eval.zoo.building import accepted, first_that_runs, small
 from pasa.eval.zoo.configs import LEVELS, small_config
 from pasa.eval.zoo.inputs import Inputs, candidates, parameters
-from pasa.eval.zoo.judging import Case, Generated, line
+from pasa.eval.zoo.judging import Case, Generated
 
 CAUSAL, BASE, SEQUENCE = "causal", "base", "encoder-decoder"
 MAPPINGS = {
@@ -19,7 +20,6 @@ MAPPINGS = {
     BASE: ("MODEL_MAPPING_NAMES",),
     SEQUENCE: ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES", "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES"),
 }
-MOST_PARAMETERS = 60_000_000
 NEW_TOKENS = 8
 PAD = 0
 PADDABLE = frozenset({"input_ids", "decoder_input_ids", "pixel_values", "bbox"})
@@ -43,62 +43,24 @@ def build(name: str) -> tuple[Any, Inputs] | str:
     cls = getattr(transformers, name, None)
     if cls is None:
         return "not exported by transformers"
-    reasons = []
-    for level in LEVELS:
-        try:
-            model = _built(cls, level)
-        except Exception as error:
-            reasons.append(f"{level}: {type(error).__name__}: {line(error)[:150]}")
-            continue
-        if isinstance(model, str):
-            reasons.append(f"{level}: {model}")
-            continue
-        inputs, why = _accepted(model)
-        if inputs is not None:
-            return model, inputs
-        reasons.append(f"{level}: {why}")
-    return reasons[0]
+    return first_that_runs(LEVELS, partial(small_model, cls), _accepted)
 
 
-def _built(cls: Any, level: str) -> Any:
-    """The model; its size in words where it is not small."""
-    torch.manual_seed(0)
-    config = small_config(cls.config_class, level)
-    with torch.device("meta"):
-        size = sum(each.numel() for each in cls(config).parameters())
-    if size > MOST_PARAMETERS:
-        return f"{size // 1_000_000} million parameters"
-    return spread(cls(small_config(cls.config_class, level)).float().eval())
+def small_model(cls: Any, level: str = LEVELS[0], **fields: Any) -> Any:
+    """Return the model, with these fields in place of small ones."""
 
+    def make() -> Any:
+        config = small_config(cls.config_class, level)
+        config.update(fields)
+        return cls(config)
 
-def spread(model: torch.nn.Module) -> torch.nn.Module:
-    """Give weights a size at which attention matters.
-
-    Common initial values are so small, or zero (gates, layer scales, adaptive norms), that an output is nearly its
-    input, whatever attention does. Matrices are drawn to keep the RMS of what they multiply.
-    """
-    for each in model.parameters():
-        if not each.is_floating_point():
-            continue
-        if each.ndim > 1:
-            each.data.normal_(std=(each.numel() / each.shape[0]) ** -0.5)
-        else:
-            each.data.add_(0.1 * torch.randn_like(each))
-    return model
+    return small(make)
 
 
 def _accepted(model: Any) -> tuple[Inputs | None, str]:
-    """The first candidate that the model runs on; why the first failed, if none."""
-    reasons = []
-    torch.manual_seed(0)
-    for inputs in candidates(model):
-        try:
-            with torch.no_grad():
-                model(**inputs)
-            return inputs, ""
-        except Exception as error:
-            reasons.append(f"{', '.join(inputs)}: {type(error).__name__}: {line(error)[:120]}")
-    return None, reasons[0] if reasons else "no inputs are known for its forward"
+    """Return the first candidate that the model runs on, or why the first failed."""
+    inputs, reasons = accepted(model, candidates(model), ", ".join)
+    return inputs, reasons[0] if reasons else ""
 
 
 def cases(kind: str, model: Any, inputs: Inputs) -> list[Case]:

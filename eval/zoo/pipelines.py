@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import string
 import typing
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from pasa.eval.zoo.diffusion import small_model
+from pasa.eval.zoo import diffusion, language
 from pasa.eval.zoo.inputs import parameters
 from pasa.eval.zoo.judging import Case, line
-from pasa.eval.zoo.language import spread
+from pasa.eval.zoo.pipeline_fields import ANY_OF, CALLS, FIELDS
 
 PIPELINES = "diffusers pipeline"
-WIDTH, PIXELS, STEPS, TEXT = 32, 64, 2, 77
+PIXELS, STEPS, TEXT = 64, 2, 77
 LEFT_OUT = ("safety_checker", "feature_extractor", "image_encoder", "watermarker", "image_processor")
 """Components that a pipeline can do without."""
-
-UNET: dict[str, Any] = {
-    "block_out_channels": (32, 64), "layers_per_block": 1, "sample_size": 32, "norm_num_groups": 8,
-    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"), "attention_head_dim": (2, 4),
-    "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"), "cross_attention_dim": WIDTH,
-}  # fmt: skip
-XL: dict[str, Any] = {
-    "cross_attention_dim": 2 * WIDTH, "addition_embed_type": "text_time", "addition_time_embed_dim": 8,
-    "transformer_layers_per_block": (1, 2), "projection_class_embeddings_input_dim": 6 * 8 + WIDTH,
-    "use_linear_projection": True,
-}  # fmt: skip
-CHANNELS = {"InstructPix2Pix": 8, "UpscalePipeline": 7, "Depth2Img": 5}
-"""Input channels of the UNet of pipelines that add a picture to the latents."""
+NEEDED = ("transformer",)
+"""Components that no pipeline runs without, though their default is None."""
 
 
 def pipelines() -> list[str]:
@@ -55,9 +46,9 @@ def build(name: str) -> tuple[Any, dict[str, Any]] | str:
     for part, each in parameters(cls.__init__).items():
         if part in LEFT_OUT:
             components[part] = None
-        elif each.default is inspect.Parameter.empty:
+        elif each.default is inspect.Parameter.empty or part in NEEDED:
             try:
-                components[part] = component(part, each.annotation, name)
+                components[part] = component(each.annotation, name)
             except Exception as error:
                 return f"{part}: {type(error).__name__}: {line(error)[:150]}"
     if "requires_safety_checker" in parameters(cls.__init__):
@@ -72,126 +63,84 @@ def build(name: str) -> tuple[Any, dict[str, Any]] | str:
     return pipeline, given
 
 
-def component(part: str, annotation: Any, pipeline: str) -> Any:
-    """A small part of this kind; the first kind that can be made, where there is a choice."""
-    kinds = [each for each in typing.get_args(annotation) or (annotation,) if each is not type(None)]
+def component(annotation: Any, pipeline: str) -> Any:
+    """Return a small component of the annotated class; of the first that can be made, where there is a choice."""
+    kinds = [named(each) for each in typing.get_args(annotation) or (annotation,)]
     for kind in kinds:
-        name = getattr(kind, "__name__", str(kind))
-        if name in MAKERS:
-            return MAKERS[name](pipeline)
-        if "Scheduler" in name and isinstance(kind, type):
-            return scheduler(kind)
+        for suits, make in MAKERS:
+            if suits(kind):
+                return make(kind, **fields(kind, pipeline))
+    raise NotImplementedError(f"no small {getattr(kinds[0], '__name__', kinds[0])} is known")
+
+
+def named(annotation: Any) -> Any:
+    """Return the class that an annotation means: some are texts, and some a base class of many."""
     import diffusers
+    import transformers
 
-    kind = kinds[0]
-    if isinstance(kind, type) and issubclass(kind, diffusers.ModelMixin):
-        return small_model(kind)
-    raise NotImplementedError(f"no small {getattr(kind, '__name__', kind)} is known")
+    name = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
+    if not isinstance(annotation, str) and name not in ANY_OF:
+        return annotation
+    name = ANY_OF.get(name, name)
+    return next((getattr(each, name) for each in (diffusers, transformers) if hasattr(each, name)), annotation)
 
 
-def scheduler(kind: type) -> Any:
-    """Of this class; where any of the usual ones will do, DDIM's."""
+def fields(kind: type, pipeline: str) -> dict[str, Any]:
+    """Return the arguments that a component of this class needs beside the rules, in this pipeline."""
+    found: dict[str, Any] = {}
+    for word, own in FIELDS.items():
+        if word in pipeline:
+            found |= own.get(kind.__name__, {})
+    return found
+
+
+def is_a(library: str, *bases: str) -> Callable[[Any], bool]:
+    """Make a test for classes of a library and those below them; the library is imported when it is asked."""
+
+    def suits(kind: Any) -> bool:
+        found = tuple(getattr(importlib.import_module(library), name) for name in bases)
+        return isinstance(kind, type) and issubclass(kind, found)
+
+    return suits
+
+
+def scheduler(kind: Any) -> Any:
+    """Return a scheduler of this class; where any of the usual ones will do, DDIM's."""
     import diffusers
 
     usual = kind.__name__ in ("KarrasDiffusionSchedulers", "SchedulerMixin")
     return diffusers.DDIMScheduler() if usual else kind()
 
 
-def unet(pipeline: str) -> Any:
-    """The UNet of Stable Diffusion, or of its larger version."""
-    import diffusers
-
-    channels = next((value for name, value in CHANNELS.items() if name in pipeline), 4)
-    return small_model(
-        diffusers.UNet2DConditionModel, in_channels=channels, **{**UNET, **(XL if _xl(pipeline) else {})}
-    )
+SPECIAL = ("<pad>", "<s>", "</s>", "<unk>")
+CHAT = """{% for each in messages %}{% if each.content is string %}{{ each.content }}{% else %}
+{{ each.content[-1].text }}{% endif %}{% endfor %}"""
 
 
-def controlnet(pipeline: str) -> Any:
-    """The ControlNet that belongs to `unet`."""
-    import diffusers
-
-    fields: dict[str, Any] = {**UNET, **(XL if _xl(pipeline) else {}), "conditioning_embedding_out_channels": (16, 32)}
-    known = parameters(diffusers.ControlNetModel.__init__)
-    return small_model(diffusers.ControlNetModel, **{name: value for name, value in fields.items() if name in known})
-
-
-def _made(name: str, **fields: Any) -> Any:
-    """A small model of this class."""
-    import diffusers
-
-    return small_model(getattr(diffusers, name), **fields)
-
-
-def _xl(pipeline: str) -> bool:
-    return "XL" in pipeline
-
-
-def text_encoder(name: str) -> Callable[[str], Any]:
-    """A CLIP text model of this class."""
-
-    def make(pipeline: str) -> Any:
-        import transformers
-
-        config = transformers.CLIPTextConfig(
-            hidden_size=WIDTH, intermediate_size=WIDTH, projection_dim=WIDTH, num_hidden_layers=3,
-            num_attention_heads=4, vocab_size=len(vocabulary()), max_position_embeddings=TEXT, bos_token_id=0,
-            eos_token_id=1, pad_token_id=1,
-        )  # fmt: skip
-        return spread(getattr(transformers, name)(config).eval())
-
-    return make
-
-
-def vocabulary() -> dict[str, int]:
-    """Letters, within words and at their ends."""
-    letters = "abcdefghijklmnopqrstuvwxyz"
-    words = ["<|startoftext|>", "<|endoftext|>", *letters, *map("{}</w>".format, letters)]
-    return {each: place for place, each in enumerate(words)}
-
-
-def tokenizer(pipeline: str) -> Any:
-    """One for letters."""
+def tokenizer(kind: Any) -> Any:
+    """Return a tokenizer for characters, whatever the class: the vocabulary of a real one is a file of a hub."""
+    import tokenizers
     import transformers
 
-    return transformers.CLIPTokenizer(vocab=vocabulary(), merges=[], model_max_length=TEXT)
-
-
-def autoencoder(pipeline: str) -> Any:
-    """That halves a picture once."""
-    import diffusers
-
-    blocks: dict[str, Any] = {
-        "down_block_types": ("DownEncoderBlock2D",) * 2,
-        "up_block_types": ("UpDecoderBlock2D",) * 2,
-    }
-    return small_model(
-        diffusers.AutoencoderKL, block_out_channels=(32, 32), norm_num_groups=8, sample_size=32, **blocks
+    vocabulary = {each: place for place, each in enumerate((*SPECIAL, *string.printable))}
+    split = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    split.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("."), "isolated")
+    split.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[(each, vocabulary[each]) for each in ("<s>", "</s>")]
+    )
+    names = dict(zip(("pad_token", "bos_token", "eos_token", "unk_token"), SPECIAL, strict=True))
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=split, model_max_length=TEXT, chat_template=CHAT, **names
     )
 
 
-def motion(pipeline: str) -> Any:
-    """The temporal layers of an animated UNet."""
-    import diffusers
-
-    return small_model(
-        diffusers.MotionAdapter, block_out_channels=(32, 64), motion_layers_per_block=1, motion_norm_num_groups=2,
-        motion_num_attention_heads=4,
-    )  # fmt: skip
-
-
-MAKERS: dict[str, Callable[[str], Any]] = {
-    "AutoencoderKL": autoencoder,
-    "AsymmetricAutoencoderKL": autoencoder,
-    "CLIPTextModel": text_encoder("CLIPTextModel"),
-    "CLIPTextModelWithProjection": text_encoder("CLIPTextModelWithProjection"),
-    "CLIPTokenizer": tokenizer,
-    "ControlNetModel": controlnet,
-    "MotionAdapter": motion,
-    "UNet2DConditionModel": unet,
-    "UNet2DModel": lambda pipeline: _made("UNet2DModel", sample_size=16),
-}
-"""What makes a component, by the name of its class."""
+MAKERS: tuple[tuple[Callable[[Any], bool], Callable[..., Any]], ...] = (
+    (lambda kind: "Scheduler" in getattr(kind, "__name__", ""), scheduler),
+    (is_a("transformers", "PreTrainedTokenizerBase", "AutoTokenizer"), tokenizer),
+    (is_a("transformers", "PreTrainedModel"), language.small_model),
+    (is_a("diffusers", "ModelMixin"), diffusion.small_model),
+)
+"""What makes a component, by the library's class that it is below."""
 
 
 def arguments(cls: Any) -> dict[str, Any]:
@@ -201,9 +150,12 @@ def arguments(cls: Any) -> dict[str, Any]:
     given: dict[str, Any] = {
         "prompt": "a cat on a mat", "num_inference_steps": STEPS, "output_type": "np", "height": PIXELS,
         "width": PIXELS, "image": picture, "control_image": picture, "num_frames": 2,
-        "mask_image": torch.ones(1, 1, PIXELS, PIXELS),
+        "mask_image": torch.ones(1, 1, PIXELS, PIXELS), "max_sequence_length": 32,
         "conditioning_frames": [picture[0]] * 2, "strength": 0.8, "batch_size": 1,
     }  # fmt: skip
+    for word, own in CALLS.items():
+        if word in cls.__name__:
+            given |= own
     return {name: value for name, value in given.items() if name in known}
 
 

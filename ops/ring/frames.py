@@ -14,8 +14,9 @@ Bound. Spans are made of cells: blocks of 128 keys, cut where a bias begins or e
 its span a key k has |score| <= max(REACH, 2 s), where s is the largest sum of scale |q_c| |k_c -
 a_c| over columns c within the cell of k: a is the anchor of that cell alone, |q_c| the largest of
 all queries in column c. The LSE that a span contributes to a row is at most that (and the log of
-the number of keys), and FP32 rounds it by 2^-24 of its size. So a row errs by the keys of the cells
-that it sees, and no others.
+the number of keys). A call forms it in two roundings to FP32, of 2^-24 of its size each, and a
+weight compares two LSEs. So a weight errs by at most 2^-22 of max(REACH, 2 s) for them, by the keys
+of the cells that the row sees and no others.
 """
 
 from __future__ import annotations
@@ -159,24 +160,27 @@ def cut_spans(k: Tensor, nats: Tensor) -> tuple[list[int], Tensor]:
     own = _cell_anchors(x)
     allowed = torch.clamp(2 * _reach(x - own, nats.unsqueeze(2)), min=REACH)
 
-    def fits(frame: Tensor) -> list[bool]:
-        exact = (shifts_exactly(_finite(x), frame) | ~x.isfinite()).all(-1).all(-1).all(0).all(0)
-        near = (_reach(x - frame, nats.unsqueeze(2)) <= allowed).all(-1).all(0).all(0)
-        return [bool(fit) for fit in (exact & near).tolist()]
+    def suited(frame: Tensor, first: int, stop: int) -> int:
+        """Return how many cells from `first` on the frame serves, up to the next that it does not serve."""
+        part = x[:, :, first:stop]
+        exact = (shifts_exactly(_finite(part), frame) | ~part.isfinite()).all(-1).all(-1).all(0).all(0)
+        near = (_reach(part - frame, nats.unsqueeze(2)) <= allowed[:, :, first:stop]).all(-1).all(0).all(0)
+        return int((exact & near).int().cumprod(0).sum())
 
-    zero = torch.zeros_like(own[:, :, :1])
-    starts, frames, fitting = [0], [zero], fits(zero)
-    for cell, start in enumerate(edges[:-1]):
-        if fitting[cell]:
-            continue
-        nearest = own[:, :, cell : cell + 1]
-        fitting = fits(nearest)
-        fitting[cell] = True
-        if cell:
-            starts.append(start)
-            frames.append(nearest)
-        else:
-            frames[0] = nearest
+    starts, frames = [0], [torch.zeros_like(own[:, :, :1])]
+    cell, ahead, cells = 0, 1, len(edges) - 1
+    while cell < cells:
+        stop = min(cell + ahead, cells)
+        cell += suited(frames[-1], cell, stop)
+        ahead *= 2  # so a span of n cells has fewer than 2 n + 1 looked at, and all cells are looked at three times
+        if cell < stop:
+            nearest = own[:, :, cell : cell + 1]
+            if cell:
+                starts.append(edges[cell])
+                frames.append(nearest)
+            else:
+                frames[0] = nearest
+            cell, ahead = cell + 1, 1
     return starts, torch.stack(frames).squeeze(3).half()
 
 

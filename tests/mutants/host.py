@@ -19,6 +19,13 @@ OF_TRANSFORMERS = "tests/pasa/patching/test_transformers_attention.py::"
 
 HOST = [
     mutant(
+        "a key of which FP32 keeps nothing is shifted exactly",
+        "ops/shift_keys/reference.py",
+        "_is_fp16(k - anchor) & ((k - anchor) + anchor == k)",
+        "_is_fp16(k - anchor)",
+        "tests/ops/shift_keys/test_reference.py::test_a_key_that_vanishes_beside_the_anchor_is_not_shifted",
+    ),
+    mutant(
         "shares are rounded to nearest",
         REFERENCE,
         ', FP16, rounding="toward_zero")',

@@ -223,6 +223,20 @@ KERNELS = [
         TRITON + "test_many_splits_and_frames",
     ),
     mutant(
+        "merge: distances of frames are in units of q.k where maxima are in nats",
+        DECODE,
+        "b_max = tl.where(b_max == -INF, -INF, b_max + offset * (scale if NATS else 1.0))",
+        "b_max = tl.where(b_max == -INF, -INF, b_max + offset)",
+        CORNERS + "test_a_mask_that_outweighs_biases_by_block",
+    ),
+    mutant(
+        "merge: the split of the largest score is found by units of q.k where maxima are in nats",
+        DECODE,
+        "b_true = tl.where(b_max == -INF, -INF, b_max + offset * (scale if NATS else 1.0))",
+        "b_true = tl.where(b_max == -INF, -INF, b_max + offset)",
+        CORNERS + "test_a_far_bias_that_a_mask_leaves_without_weight",
+    ),
+    mutant(
         "merge: the maximum is scaled twice under a float mask",
         DECODE,
         "top * scale_left + frame",
@@ -327,6 +341,20 @@ KERNELS = [
         CORNERS + "test_a_key_of_minus_infinity_that_weighs_nothing",
     ),
     mutant(
+        "a key that loses a bit to the anchor is told by a sum that comes out right",
+        SHIFT,
+        "(shifted + anchor[None, :] != k)",
+        "(shifted + anchor[None, :] == k)",
+        CORNERS + "test_biases_that_differ_by_batch_entry_and_head[64]",
+    ),
+    mutant(
+        "both products are with the first row",
+        SHIFT,
+        "tl.where(o_column == 1, b_found, 0.0)",
+        "tl.where(o_column == 0, b_found, 0.0)",
+        CORNERS + "test_biases_that_differ_by_batch_entry_and_head[64]",
+    ),
+    mutant(
         "columns draw with even keys, too",
         ROUNDING,
         "key = (o_column * 31865 & 0x7FFF) | 1",
@@ -358,6 +386,13 @@ UNNOTICED = {  # what no test on a CPU can notice, with the reason; not run
         "tests/pasa/test_page_anchors.py",
         TRITON + "test_bias_that_all_keys_share_never_enters_a_rounded_number",
     ): "an anchor on a finer grid, too, is taken off only where every key loses it exactly",
+    mutant(
+        "no sum tells whether FP32 lost something of a key",
+        SHIFT,
+        "(shifted.to(tl.float16).to(tl.float32) != shifted) | (shifted + anchor[None, :] != k)",
+        "(shifted.to(tl.float16).to(tl.float32) != shifted)",
+        CORNERS + "test_an_anchor_that_would_round_a_key",
+    ): "FP32 loses something of keys below a third of the anchor alone, and those count as too small anyway",
     mutant(
         "the fourth wave has six bits",
         ROUNDING,

@@ -11,15 +11,12 @@ from rich.console import Console
 
 import pasa
 from pasa.eval.stored import stored
-from pasa.eval.zoo import children, configs, inputs, judging, language, report, run
+from pasa.eval.zoo import children, configs, inputs, judging, language, pipelines, report, run
 from tests.eval.zoo import subset
 
 RIGHT = {"verdict": "right", "why": "", "cases": {}}
-RIGHT_OUTSIDE = {"causal": 130, "base": 254, "diffusers model": 58}
-"""Counted by others, before this command was: no fewer may be right. Of pipelines they counted 48; here 38 are right,
-and the others are not built: their encoders and tokenizers have no small ones yet."""
-
-PIPELINES_RIGHT = 38
+RIGHT_OUTSIDE = {"causal": 130, "base": 254, "diffusers model": 58, "diffusers pipeline": 48}
+"""Counted by others, before this command was: no fewer may be right."""
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +82,34 @@ def test_an_attention_that_errs_is_wrong(llama, monkeypatch):
     record = judging.judge(*llama)
     assert record["verdict"] == "wrong"
     assert "rounding alone explains less" in record["why"]
+
+
+def test_roundings_are_drawn_again_for_models_alone_that_choose(llama, monkeypatch):
+    """Story: up to 16 draws were permitted to every model, and the largest of their errors excused it."""
+    model, [plain, *_] = llama
+    own, draws = judging.rounded, []
+
+    def counted(*tensors, draw, **keywords):
+        draws.append(draw)
+        return own(*tensors, draw=draw, **keywords)
+
+    monkeypatch.setattr(judging, "rounded", counted)
+    attention = pasa.attention
+    monkeypatch.setattr(pasa, "attention", lambda *tensors, **keywords: attention(*tensors, **keywords) * 1.05)
+    assert judging.judge(model, [plain])["verdict"] == "wrong"
+    assert set(draws) == {0}
+    monkeypatch.setitem(judging.CHOOSES, "LlamaForCausalLM", "said for this test")
+    judging.judge(model, [plain])
+    assert set(draws) == set(range(judging.DRAWS))
+
+
+def test_masks_of_a_model_that_is_not_named_are_judged_strictly():
+    found = {"plain": {"plumbing": 2e-4, "error": 1e-3, "rounded": 0.9, "planted": 1.0}}
+    assert judging._verdict(found, 0.0)[0] == "wrong"
+    assert judging._verdict(found, judging.LIKEWISE)[0] == "right"
+    right = [each for each in stored("zoo")["records"] if each["verdict"] == "right"]
+    coarse = {each["name"] for each in right for x in each["cases"].values() if x["plumbing"] > judging.PLUMBING}
+    assert coarse == set(judging.AMPLIFIES)
 
 
 def test_a_call_that_is_refused_is_a_finding(llama, monkeypatch):
@@ -184,7 +209,29 @@ def test_the_stored_run_has_everything_and_nothing_wrong():
     result = stored("zoo")
     assert result["gate"]["passed"]
     assert set(result["counts"]) == set(run.KINDS)
-    assert result["counts"]["diffusers pipeline"]["right"] >= PIPELINES_RIGHT
     for kind, own in result["counts"].items():
         assert own["right"] >= RIGHT_OUTSIDE.get(kind, 0)
         assert sum(own.values()) == len(run.architectures(kind))
+
+
+def test_components_of_pipelines_are_named_by_texts_and_by_base_classes_too():
+    """Annotations are classes, texts where a file postpones them, and base classes that cannot be built."""
+    import diffusers
+    import transformers
+
+    assert pipelines.named(transformers.T5EncoderModel) is transformers.T5EncoderModel
+    assert pipelines.named("T5EncoderModel") is transformers.T5EncoderModel
+    assert pipelines.named("AutoencoderKL") is diffusers.AutoencoderKL
+    assert pipelines.named(transformers.Gemma2PreTrainedModel) is transformers.Gemma2Model
+    with pytest.raises(NotImplementedError, match="no small Qwen2VLProcessor is known"):
+        pipelines.component(transformers.Qwen2VLProcessor, "QwenImageEditPipeline")
+
+
+def test_a_tokenizer_for_characters_needs_no_file():
+    made = pipelines.tokenizer(None)
+    ids = made("a cat", padding="max_length", max_length=9).input_ids
+    assert len(ids) == 9
+    assert made.decode(ids, skip_special_tokens=True).replace(" ", "") == "acat"
+    assert max(made.get_vocab().values()) < configs.LAST_TOKEN
+    message = [{"role": "user", "content": [{"type": "text", "text": "a mat"}]}]
+    assert "a mat" in made.apply_chat_template(message, tokenize=False)

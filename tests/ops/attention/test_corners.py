@@ -125,6 +125,29 @@ def test_scores_far_below_0(dim, keys, kind):
     check(q, k, v, attn_mask=mask)
 
 
+@pytest.mark.parametrize("dim", [64, 160])
+def test_a_mask_that_outweighs_biases_by_block(dim):
+    """Against distances of frames in units of q.k: under a float mask, maxima are in nats. The mask
+    takes off what the bias of a block adds, so all keys weigh alike, and their splits have other
+    frames."""
+    q, k, v = normal_qkv((4, 1), (3, 1280), dim)
+    q[..., 0] = 64.0
+    k[..., 0] = 128.0 * torch.tensor([1, 3, 2, 4, 1, 2, 4, 3, 1, 2]).repeat_interleave(128)
+    mask = -(64.0 * dim**-0.5) * k[0, :, :, 0].float()
+    check(q, k, v, attn_mask=mask)
+
+
+@pytest.mark.parametrize("dim", [64, 160])
+def test_a_far_bias_that_a_mask_leaves_without_weight(dim):
+    """Against the frame of a split without weight: 2^20 nats off, it leaves the others steps of 1/16."""
+    q, k, v = normal_qkv((4, 1), (3, 1280), dim)
+    q[..., 0], k[..., 0] = 512.0, 0.0
+    k[..., 640:, 0] = 16384.0
+    mask = -(512.0 * dim**-0.5) * k[0, :, :, 0].float()
+    mask[:, 640:] -= 200
+    check(q, k, v, attn_mask=mask)
+
+
 def test_an_anchor_that_would_round_a_key():
     """Against a limit of distances that bounds scores alone: keys of 20 are near enough to an
     anchor of 100 for that, but FP16 holds their difference in steps of 2^-4."""

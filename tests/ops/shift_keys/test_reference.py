@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from pasa.ops.numerics.formats import round_to
 from pasa.ops.numerics.shifting import shifting_matrix
-from pasa.ops.shift_keys.reference import shift_exact, shift_paper
+from pasa.ops.shift_keys.reference import shift_exact, shift_paper, shifts_exactly
 
 
 def finite_fp16(shape, seed, spread):
@@ -48,6 +48,12 @@ def test_a_column_that_would_round_keeps_its_keys():
     k[0, 0, 2, 1] = 2.0**-14  # 1000 - 2^-14 needs 24 bits
     block = shift_exact(k, 1.0)
     assert block.anchor[0, 0, 0].tolist() == [1000.0, 0.0]
+
+
+def test_a_key_that_vanishes_beside_the_anchor_is_not_shifted():
+    """2^-24 - 60000 is -60000 in FP32, an FP16 number, and the key is lost."""
+    k = torch.tensor([2.0**-24, 60000.0, 59008.0])
+    assert shifts_exactly(k, torch.tensor(60000.0)).tolist() == [False, True, True]
 
 
 @pytest.mark.parametrize("n", [1, 63, 128])

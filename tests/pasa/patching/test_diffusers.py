@@ -20,6 +20,7 @@ from diffusers.models.attention_processor import (
 import pasa
 from pasa.eval.video.tiny import sample_image, tiny_pipeline, tiny_unet
 from pasa.patching.diffusers_attention import PasaAttnProcessor
+from tests.pasa.patching.unets import classic_unet
 
 hf.logging.set_verbosity_error()
 
@@ -224,16 +225,6 @@ def test_a_compiled_component_can_be_patched(pipeline):
     with pasa.patch_pipeline(compiled) as handle:
         assert len(handle.report().patched) == 16
         assert handle.report().patched[0].startswith("_orig_mod.")
-
-
-def classic_unet():
-    """A UNet whose projections can be fused."""
-    torch.manual_seed(0)
-    return diffusers.UNet2DConditionModel(
-        sample_size=8, in_channels=4, out_channels=4, layers_per_block=1, block_out_channels=(32, 32),
-        cross_attention_dim=32, attention_head_dim=8,
-        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-    ).eval()  # fmt: skip
 
 
 def test_processors_put_aside_while_patched_do_not_outlive_the_patch():

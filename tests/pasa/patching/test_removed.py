@@ -10,22 +10,13 @@ import transformers as hf
 
 import pasa
 from pasa.patching.onlookers import BINDING
+from tests.pasa.patching.unets import classic_unet
 from tests.versions import INSTALLED, since
 
 hf.logging.set_verbosity_error()
 if INSTALLED >= (5, 0):
     import diffusers
 diffusion = since("5.0", "the installed diffusers needs a newer one")
-
-
-def classic_unet():
-    """A UNet with 8 attention modules, whose projections can be fused."""
-    torch.manual_seed(0)
-    return diffusers.UNet2DConditionModel(
-        sample_size=8, in_channels=4, out_channels=4, layers_per_block=1, block_out_channels=(32, 32),
-        cross_attention_dim=32, attention_head_dim=8,
-        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-    ).eval()  # fmt: skip
 
 
 @torch.no_grad()
