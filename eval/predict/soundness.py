@@ -41,7 +41,6 @@ COARSE: Sizes = {
     "vocab_size": 8,
     "max_position_embeddings": 64,
 }
-FLAT: Sizes = {"n_embd": 64, "n_layer": 1, "n_head": 4, "n_inner": 64, "vocab_size": 8, "n_positions": 64}
 BIAS = 20.0  # standard deviation of the biases of q and k: large beside what these weights make of an input
 Subject = tuple[Any, Callable[[], object]]  # a model, and what runs it once
 
@@ -65,7 +64,6 @@ def run_soundness(progress: output.Report | None = None) -> dict[str, Any]:
         "Qwen2-7B's shape, 2 layers": lambda: shaped("Qwen2", {**SLIM, **QWEN2}),
         "Llama-2-7B's shape, 2 layers": lambda: shaped("Llama", {**SLIM, **LLAMA}),
         "Llama in FP16, norm weights of 2^-24": coarse,
-        "GPT-2 in FP16, constant rows": flat,
     }
     records = []
     for index, (name, make) in enumerate(makers.items()):
@@ -131,29 +129,6 @@ def coarse() -> Subject:
     @torch.no_grad()
     def run() -> None:
         model(inputs_embeds=inputs, use_cache=False)
-
-    return model, run
-
-
-def flat() -> Subject:
-    """Return a GPT-2 in FP16 whose layer norms see constant rows, and make rounding noise of them.
-
-    In exact arithmetic a constant row is normalised to 0. Its noise is divided by sqrt(epsilon) alone, and equal
-    weights add up what all its elements share.
-    """
-    import transformers
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(SEED)
-        model = transformers.GPT2Model(transformers.GPT2Config(**FLAT)).half().eval()
-    with torch.no_grad():
-        model.h[0].attn.c_attn.weight.fill_(200.0)
-        model.wpe.weight.zero_()
-    rows = torch.full((1, 4, FLAT["n_embd"]), 8568.0, dtype=torch.float16)
-
-    @torch.no_grad()
-    def run() -> None:
-        model(inputs_embeds=rows, use_cache=False)
 
     return model, run
 

@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
+import transformers as hf
 
 from pasa.eval.predict.observe import observe
-from pasa.eval.predict.soundness import flat
 from pasa.geometry import score_bounds
 from pasa.prediction import predict_overflow
 from pasa.prediction.predict import group_radius
@@ -20,8 +20,13 @@ LARGEST = [65504.0, 65472.0, 60000.0, 33000.0, 8568.0, 2047.0, 1.5]
 def test_a_constant_row_of_gpt2_stays_below_the_proven_bound():
     """A layer norm makes 0 of a constant row, and not in FP16: r x and r m are rounded, where r = 1 / sqrt(epsilon) is
     316, and their difference is 0.125. With projections of 200 scores were 28 million, 40,139 was proven."""
-    model, run = flat()
-    prediction, observed = predict_overflow(model), observe(model, run)
+    config = hf.GPT2Config(n_embd=64, n_layer=1, n_head=4, vocab_size=97, n_positions=128)
+    model = hf.GPT2Model(config).half().eval()
+    rows = torch.full((1, 4, 64), 8568.0, dtype=torch.float16)
+    with torch.no_grad():
+        model.h[0].attn.c_attn.weight.fill_(200.0)
+        model.wpe.weight.zero_()
+        prediction, observed = predict_overflow(model), observe(model, lambda: model(inputs_embeds=rows))
     for row in prediction.rows:
         assert 1e6 < observed[row.module, row.head] <= row.proven
         assert row.verdict != "safe"
