@@ -30,12 +30,13 @@ class ScoreBounds:
     Attributes
     ----------
     naive : Tensor
-        max |q| max |k|. Proven, whatever rotation comes between: it holds under rotary embeddings.
+        max |q| max |k| in exact arithmetic, whatever rotation comes between: it holds under rotary embeddings.
     interaction : Tensor
         max |q.k| with q and k paired as the weights pair them. Proven without rotary embeddings; with them it is the
         paper's empirical bound, since a rotation between q and k is not in it.
     proven : Tensor
-        Of scores that are formed in FP16: the smaller one of these that is proven, and what rounding can add.
+        Of scores that are formed in FP16: the smaller one of these that is proven, and what rounding can add, also in
+        constant rows behind a layer norm.
     constant : Tensor
         Largest magnitude of the part a.e that no input changes, over all rotations of the rotary planes.
     probable : Tensor
