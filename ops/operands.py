@@ -28,7 +28,7 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, s
     _check_alike(q, k, v, 4)
     queries, keys = q.shape, k.shape
     if queries[0] != keys[0]:
-        raise ValueError(f"batch of q is {queries[0]} but that of k is {keys[0]}")
+        raise ValueError(f"batch of q is {queries[0]} but that of k is {keys[0]}: expand the smaller one")
     _check_heads(queries[1], keys[1])
     _check_scale(scale)
     if attn_mask is not None:
@@ -50,7 +50,7 @@ def check_varlen(
     _check_scale(scale)
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if x.dtype not in INTEGERS:
-            raise TypeError(f"{name} is {x.dtype}, expected int32 or int64")
+            raise TypeError(f"{name} is {x.dtype}, expected int32 or int64: call .int()")
         if x.dim() != 1 or x.shape[0] < 2:
             raise ValueError(f"{name} has shape {tuple(x.shape)}, expected (sequences + 1,)")
         if x.is_meta and not q.is_meta:
@@ -77,7 +77,7 @@ def check_gradients(
         if tuple(x.shape) != wanted:
             raise ValueError(f"{name} has shape {tuple(x.shape)}, expected {wanted}")
         if not x.dtype.is_floating_point:
-            raise TypeError(f"{name} is {x.dtype}, expected a float type")
+            raise TypeError(f"{name} is {x.dtype}, expected a float type: call .float()")
         _check_device(name, x, q)
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r} is not registered; registered: {sorted(BACKENDS)}")
@@ -96,7 +96,9 @@ def check_watch(q: Tensor, k: Tensor, attn_mask: Tensor | None, totals: Tensor, 
         if x.dtype != torch.int64:
             raise TypeError(f"{name} is {x.dtype}, expected int64")
         if tuple(x.shape) != (size,) or not x.is_contiguous():
-            raise ValueError(f"{name} has shape {tuple(x.shape)} and strides {x.stride()}, expected ({size},)")
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)} and strides {x.stride()}, expected ({size},), contiguous"
+            )
     _check_device("totals", totals, q)
     if walked.device.type != "cpu" and not q.is_meta:
         raise ValueError(f"walked is on {walked.device}, expected cpu")
@@ -121,7 +123,7 @@ def check_paged(
     """
     k_cache = caches[0]
     _check_caches(*caches)
-    _check_like("q", q, k_cache, 3)
+    _check_like("q", q, "k_cache", k_cache, 3)
     queries, cache = q.shape, k_cache.shape
     if queries[0] == 0 or queries[1] == 0 or queries[2] != cache[3]:
         raise ValueError(f"q {tuple(queries)} is empty, or not of the cache's head dim {cache[3]}")
@@ -159,7 +161,7 @@ def check_writes(
     _check_caches(*caches)
     heads = k_cache.shape[2:]
     for name, x in (("k", k), ("v", v)):
-        _check_like(name, x, k_cache, 3)
+        _check_like(name, x, "k_cache", k_cache, 3)
         if x.shape[1:] != heads:
             raise ValueError(f"{name} {tuple(x.shape)} does not fit the cache's heads {tuple(heads)}")
     _check_table("slot_mapping", slot_mapping, k_cache, 1)
@@ -168,30 +170,36 @@ def check_writes(
         raise ValueError(f"{len(slot_mapping)} slots, but {len(k)} keys and {len(v)} values")
 
 
+def check_forms(q: Tensor, k: Tensor, v: Tensor, rank: int) -> None:
+    """Check that three tensors have so many dimensions, and one type and device that attention takes.
+
+    Raises
+    ------
+    ValueError, TypeError
+        Naming the argument and its value.
+    """
+    if q.dtype not in DTYPES:
+        raise TypeError(f"q is {q.dtype}, expected one of {DTYPES}: call .half()")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        _check_like(name, x, "q", q, rank)
+
+
 def _check_alike(q: Tensor, k: Tensor, v: Tensor, rank: int) -> None:
     """Check three tensors of one rank, type, device and head dimension; k and v of one shape."""
-    dtype, device, queries, keys, values = q.dtype, q.device, q.shape, k.shape, v.shape
-    if dtype not in DTYPES:
-        raise TypeError(f"q is {dtype}, expected one of {DTYPES}")
-    for name, x, shape in (("q", q, queries), ("k", k, keys), ("v", v, values)):
-        if len(shape) != rank:
-            raise ValueError(f"{name} has {len(shape)} dimensions {tuple(shape)}, expected {rank}")
-        if x.dtype != dtype:
-            raise TypeError(f"{name} is {x.dtype} but q is {dtype}")
-        if x.device != device:
-            raise ValueError(f"{name} is on {x.device} but q is on {device}")
+    check_forms(q, k, v, rank)
+    queries, keys, values = q.shape, k.shape, v.shape
     if keys != values:
-        raise ValueError(f"k and v differ in shape: {tuple(keys)} and {tuple(values)}")
+        raise ValueError(f"k and v differ in shape: {tuple(keys)} and {tuple(values)}; pad v to k")
     if queries[-1] != keys[-1]:
         raise ValueError(f"head dim of q is {queries[-1]} but that of k is {keys[-1]}")
     if 0 in queries or 0 in keys:
         name, shape = ("q", queries) if 0 in queries else ("k", keys)
-        raise ValueError(f"{name} is empty: {tuple(shape)}")
+        raise ValueError(f"{name} is empty: {tuple(shape)}; leave out calls without queries or keys")
 
 
 def _check_heads(heads: int, kv_heads: int) -> None:
     if heads % kv_heads:
-        raise ValueError(f"{heads} query heads are not a multiple of {kv_heads} key heads")
+        raise ValueError(f"{heads} query heads are not a multiple of {kv_heads} key heads: repeat heads of k and v")
 
 
 def _check_scale(scale: float | None) -> None:
@@ -201,7 +209,7 @@ def _check_scale(scale: float | None) -> None:
 
 def _check_device(name: str, x: Tensor, q: Tensor) -> None:
     if x.device != q.device:
-        raise ValueError(f"{name} is on {x.device} but q is on {q.device}")
+        raise ValueError(f"{name} is on {x.device} but q is on {q.device}: call .to({str(q.device)!r})")
 
 
 def _check_mask(attn_mask: Tensor, q: Tensor, wanted: tuple[int, ...]) -> None:
@@ -217,43 +225,47 @@ def _check_mask(attn_mask: Tensor, q: Tensor, wanted: tuple[int, ...]) -> None:
 def _check_caches(k_cache: Tensor, v_cache: Tensor) -> None:
     """Check caches (pages, slots, Hkv, D) of one shape, type and device, in which a head's numbers lie together."""
     if k_cache.dtype not in DTYPES:
-        raise TypeError(f"k_cache is {k_cache.dtype}, expected one of {DTYPES}")
+        raise TypeError(f"k_cache is {k_cache.dtype}, expected one of {DTYPES}: allocate it in FP16")
     shape = k_cache.shape
     if len(shape) != 4:
         raise ValueError(f"k_cache has {len(shape)} dimensions {tuple(shape)}, expected 4")
-    _check_like("v_cache", v_cache, k_cache, 4)
+    _check_like("v_cache", v_cache, "k_cache", k_cache, 4)
     if shape != v_cache.shape or 0 in shape:
-        raise ValueError(f"caches (pages, slots, Hkv, D) are {tuple(shape)} and {tuple(v_cache.shape)}")
+        shapes = f"{tuple(shape)} and {tuple(v_cache.shape)}"
+        raise ValueError(f"caches (pages, slots, Hkv, D) are {shapes}: give two of one shape that are not empty")
     if k_cache.stride(3) != 1 or v_cache.stride(3) != 1:
         name, x = ("k_cache", k_cache) if k_cache.stride(3) != 1 else ("v_cache", v_cache)
-        raise ValueError(f"{name} has strides {x.stride()}: the last one is not 1")
+        raise ValueError(f"{name} has strides {x.stride()}: the last one is not 1; call .contiguous()")
 
 
-def _check_like(name: str, x: Tensor, k_cache: Tensor, dims: int) -> None:
-    """Check a tensor of so many dimensions, of the cache's type and device."""
-    if x.dim() != dims:
-        raise ValueError(f"{name} has {x.dim()} dimensions {tuple(x.shape)}, expected {dims}")
-    if x.dtype != k_cache.dtype:
-        raise TypeError(f"{name} is {x.dtype} but k_cache is {k_cache.dtype}")
-    if x.device != k_cache.device:
-        raise ValueError(f"{name} is on {x.device} but k_cache is on {k_cache.device}")
+def _check_like(name: str, x: Tensor, other_name: str, other: Tensor, dims: int) -> None:
+    """Check a tensor of so many dimensions, of the type and device of another one."""
+    shape = x.shape
+    if len(shape) != dims:
+        raise ValueError(f"{name} has {len(shape)} dimensions {tuple(shape)}, expected {dims}")
+    if x.dtype != other.dtype:
+        raise TypeError(f"{name} is {x.dtype} but {other_name} is {other.dtype}: call .to({other.dtype})")
+    if x.device != other.device:
+        device = str(other.device)
+        raise ValueError(f"{name} is on {x.device} but {other_name} is on {device}: call .to({device!r})")
 
 
 def _check_table(name: str, x: Tensor, k_cache: Tensor, dims: int) -> None:
     """Check a tensor of integers that a kernel takes for indices."""
     if x.dtype not in INTEGERS:
-        raise TypeError(f"{name} is {x.dtype}, not an int32 or int64 Tensor")
+        raise TypeError(f"{name} is {x.dtype}, not an int32 or int64 Tensor: call .int()")
     if x.dim() != dims:
         raise ValueError(f"{name} has {x.dim()} dimensions {tuple(x.shape)}, expected {dims}")
     if x.device != k_cache.device:
-        raise ValueError(f"{name} is on {x.device} but k_cache is on {k_cache.device}")
+        device = str(k_cache.device)
+        raise ValueError(f"{name} is on {x.device} but k_cache is on {device}: call .to({device!r})")
 
 
 def _check_anchors(key_anchors: Tensor | None, k_cache: Tensor) -> None:
     if key_anchors is None:
         return
     if key_anchors.dtype != torch.float16:
-        raise TypeError(f"key_anchors is {key_anchors.dtype}, not an FP16 Tensor")
+        raise TypeError(f"key_anchors is {key_anchors.dtype}, not an FP16 Tensor: allocate it in FP16")
     pages, _, heads, dim = k_cache.shape
     shape, device = tuple(key_anchors.shape), key_anchors.device
     if shape != (pages, heads, dim) or not key_anchors.is_contiguous() or device != k_cache.device:

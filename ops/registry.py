@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from types import ModuleType
 
@@ -18,8 +18,8 @@ from pasa.ops import envs, notices
 from pasa.ops.attention.options import ACCUMULATES, OVERFLOWS, PRECISIONS, RECOVERIES, SOFTMAXES, AttentionOptions
 
 TENSOR_CORES = (8, 0)  # Triton 3.6 compiles products for older GPUs (V100, T4) to scalar arithmetic
-EMULATED = """pasa: {device} tensors are served by backend 'reference', an emulation: {why}. It is slow: on one CPU \
-thread it took 2.5 to 5 times as long as torch's attention at (1, 8, 1024 and 2048, 64); on a GPU it was not measured \
+EMULATED = """pasa: {device} tensors are served by backend 'reference', an emulation: {why}. It rounds step by step as \
+an NPU does and is made for checks, not for speed \
 (to silence: warnings.filterwarnings("ignore", "pasa: .* an emulation", UserWarning))"""
 HEAD_DIMS = (1, 512)  # 512: the widest head in use (the VAE of diffusion pipelines), and the widest that is tested
 
@@ -205,17 +205,50 @@ def device_types() -> tuple[str, ...]:
 
 
 def server(device: str) -> Backend | None:
-    """Who serves an FP16 call of head dim 64 and default options on such a device that names no backend."""
+    """Return who serves an FP16 call of head dim 64 and default options on such a device that names no backend."""
     try:
         return select(Request(device, torch.float16, 64, "none", False, False, AttentionOptions()))
     except NotImplementedError:
         return None
 
 
-def servers() -> tuple[tuple[str, str], ...]:
-    """By device type of this machine: who serves a call, and why not the backend that is called so."""
-    found = {device: server(device) for device in device_types()}
-    return tuple((device, "nobody" if b is None else b.described()) for device, b in found.items())
+def servers(
+    calls: Iterable[tuple[torch.dtype, int]] = ((torch.float16, 64),),
+    options: AttentionOptions | None = None,
+    name: str | None = None,
+) -> tuple[tuple[str, str], ...]:
+    """Return, by device type of this machine, who serves calls without a mask, and why no preferred backend does.
+
+    Parameters
+    ----------
+    calls : iterable of (torch.dtype, int)
+        Dtypes and head dims of the calls. Where their servers differ, each is listed with its calls.
+    options : AttentionOptions, optional
+    name : str, optional
+        The backend that the calls name.
+    """
+    options, calls = options or AttentionOptions(), sorted(set(calls), key=lambda call: (str(call[0]), call[1]))
+    found = []
+    for device in device_types():
+        served: dict[str, list[str]] = {}
+        for dtype, head_dim in calls:
+            request = Request(device, dtype, head_dim, "none", False, False, options)
+            call = f"{str(dtype).removeprefix('torch.')}, head dim {head_dim}"
+            served.setdefault(_who_serves(request, name), []).append(call)
+        texts = [who if len(served) == 1 else f"{who} for {' and '.join(which)}" for who, which in served.items()]
+        found.append((device, "; ".join(texts)))
+    return tuple(found)
+
+
+def _who_serves(request: Request, name: str | None) -> str:
+    """Return who serves a call, and in brackets why those that the device prefers do not."""
+    try:
+        found = select(request, name)
+    except NotImplementedError as refusal:
+        return f"nobody ({refusal})"
+    preferred = [] if name else [b for b in BACKENDS.values() if request.device in b.devices]
+    why = [f"{b.name}: {', '.join(b.refusals(request))}" for b in preferred if b.priority > found.priority]
+    return f"{found.described()} ({'; '.join(why)})" if why else found.described()
 
 
 def triton_missing() -> str | None:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from pasa.config import PasaConfig
+from pasa.ops import operands
 
 HEADS_FIRST, HEADS_LAST = ("HND", "BNSD"), ("NHD", "BSND")  # the field's names and CANN's
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 DEFAULT = PasaConfig()
 
 
@@ -26,33 +26,11 @@ def heads_last(tensor_layout: str) -> bool:
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, rank: int) -> None:
-    """Three tensors of so many dimensions, of one type and device."""
+    """Check three tensors of so many dimensions, of one type and device."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} is a {type(x).__name__}, not a Tensor")
-        if x.dim() != rank:
-            raise ValueError(f"{name} has {x.dim()} dimensions {tuple(x.shape)}, expected {rank}")
-        if x.dtype not in DTYPES:
-            raise TypeError(f"{name} is {x.dtype}, expected one of {DTYPES}")
-        if x.dtype != q.dtype:
-            raise TypeError(f"{name} is {x.dtype} but q is {q.dtype}")
-        if x.device != q.device:
-            raise ValueError(f"{name} is on {x.device} but q is on {q.device}")
-
-
-def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Heads-first shapes (B, H, S, D)."""
-    queries, keys, values = q.shape, k.shape, v.shape  # each look at `.shape` makes a new one
-    if keys != values:
-        raise ValueError(f"k and v differ in shape (B, H, S, D): {tuple(keys)} and {tuple(values)}")
-    for name, axis in (("batch", 0), ("head dim", 3)):
-        if queries[axis] != keys[axis]:
-            raise ValueError(f"{name} of q is {queries[axis]} but that of k is {keys[axis]}")
-    for name, shape in (("q", queries), ("k", keys)):
-        if 0 in shape:
-            raise ValueError(f"{name} is empty: (B, H, S, D) = {tuple(shape)}")
-    if queries[1] % keys[1]:
-        raise ValueError(f"{queries[1]} query heads are not a multiple of {keys[1]} key heads")
+    operands.check_forms(q, k, v, rank)
 
 
 def check_mask(attn_mask: Tensor | None) -> None:

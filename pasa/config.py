@@ -18,7 +18,8 @@ class PasaConfig(AttentionOptions):
         before scaling), "fp16" (everything FP16), "prescaled" (Q scaled before the product, stored in FP16),
         "smooth_k" ("partial" after the mean of K over the sequence is removed).
     recovery : str
-        For "pasa": "exact" (default) or "paper" (arXiv:2503.01873, Algorithm 1).
+        For "pasa": "exact" (default) or "paper" (arXiv:2503.01873, Algorithm 1). "paper" can overflow. Its log-sum-exp
+        may be infinite, -inf even where a row has keys, and the output right: do not merge parts by it.
     beta : float, optional
         Share of the block mean that recovery="paper" removes, in [0, 1); solved for the rounded shifting matrix
         when None. recovery="exact" has none to set.

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from pasa import diagnostics
-from pasa.checks import check_shapes, check_switches, check_tensors, checked_config, checked_scale, heads_last
+from pasa.checks import check_switches, check_tensors, checked_config, checked_scale, heads_last
 from pasa.config import PasaConfig
-from pasa.ops import library
+from pasa.ops import library, operands
 from pasa.ops.attention.inputs import to_fp16
 from pasa.ops.ring import layout
 from pasa.ops.ring.attention import RingCall
@@ -206,7 +206,7 @@ def ring_attention(
         _check_device("q", q, ring)
         if last:
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        check_shapes(q, k, v)
+        operands.check_attention(q, k, v, None, None)
         scale = checked_scale(scale, q.shape[-1])
         config = ring_config(config)
         if diagnostics.recording():

@@ -13,127 +13,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pasa.concentration import minimum_alpha
-from pasa.ops.numerics.formats import FORMATS
-
-ROUNDINGS = 8
-"""Of FP16 between n and q, or k: norm, gain and shift, projection and bias, and five in the rotation (two products,
-their sum, cosine and sine). Each changes q by at most u of its length, or of what `Projection.hidden` adds to it, and
-by what `Projection.absolute` says."""
-
-FP16_UNIT = 2.0 ** -(FORMATS["fp16"].mantissa_bits + 1)
-FP16_HALF_STEP = FORMATS["fp16"].min_subnormal / 2
-"""FP16 rounds x to x (1 + a) + b with |a| <= u and |b| <= 2^-25: below 2^-14 its steps no longer shrink with x."""
-
-
-RELATIVE = (1.0 + FP16_UNIT) ** ROUNDINGS * (1.0 + 2.0 * FP16_HALF_STEP) - 1.0
-"""All relative parts together: each acts on what the ones before it left. Cosines and sines, at most 1, are rounded by
-2^-25 more: either element of a pair (a, b) moves by 2^-25 (|a| + |b|), the pair by at most 2^-24 of its length."""
-
-
-@dataclass(frozen=True)
-class Norm:
-    """What is known of an attention layer's input: x = gain * n + shift with |n| <= radius.
-
-    Attributes
-    ----------
-    radius : float
-        sqrt(d) for RMSNorm and LayerNorm; they reach it only where their epsilon does not matter.
-    gain, shift : Tensor (d,), optional
-    centred : bool
-        The elements of n sum to zero (LayerNorm): what the projections do to the direction of ones is of no account.
-    """
-
-    radius: float
-    gain: Tensor | None = None
-    shift: Tensor | None = None
-    centred: bool = False
-
-
-@dataclass(frozen=True)
-class Projection:
-    """One projection with all that precedes it folded in, per head: n -> A n + offset. Small: A itself is not kept.
-
-    Attributes
-    ----------
-    gram : Tensor (H, D, D), FP64
-        A Aᵀ, whose largest eigenvalue is ``|A|^2``.
-    offset : Tensor (H, D), FP64
-    hidden : Tensor (H,), FP64
-        Length that A n + offset has not, and what rounding works on has: the products with the direction of ones and
-        with the shift may cancel, but the roundings of the elements of x do not know of each other.
-    absolute : Tensor (H,), FP64
-        Length that the absolute parts of FP16's roundings (2^-25 each) can add to q, before later roundings enlarge it.
-        That of an element of n reaches q through the gain and the weights, that of an element of x through the weights;
-        an element of q has one, and its rotation two (two products; a sum of FP16 numbers has none). So it is at most
-        2^-25 times | |A| 1 | + | |W| 1 | + 3 sqrt(D), where 1 is the vector of ones and |A| has the magnitudes of A.
-    radius : float
-        Largest length of n.
-    fan_in : int
-        d, the number of elements of n.
-    """
-
-    gram: Tensor
-    offset: Tensor
-    hidden: Tensor
-    absolute: Tensor
-    radius: float
-    fan_in: int
-
-    @property
-    def slack(self) -> float:
-        """Bound on the relative rounding error of an eigenvalue of `gram`.
-
-        Forming A Aᵀ in FP64 errs by at most d eps trace(A Aᵀ) and a symmetric eigensolver by a few D eps of the norm;
-        the trace is at most D times the norm.
-        """
-        dim = self.gram.shape[-1]
-        return 2.0 * dim * (self.fan_in + 10 * dim) * torch.finfo(torch.float64).eps
-
-
-def project(weight: Tensor, bias: Tensor | None, heads: int, norm: Norm) -> Projection:
-    """Fold the norm before a projection, and its bias, into what the bounds need.
-
-    Parameters
-    ----------
-    weight : Tensor (H * D, d)
-        As of `torch.nn.Linear`; any floating dtype, read exactly.
-    bias : Tensor (H * D,), optional
-    heads : int
-        H.
-    norm : Norm
-        Of the input.
-    """
-    weight = weight.detach()
-    folded = weight.to("cpu", torch.float64, copy=True).unflatten(0, (heads, -1))  # not every accelerator has FP64
-    offset = folded.new_zeros(folded.shape[:2])
-    hidden = folded.new_zeros(heads)
-    absolute = _reach_of_ones(folded) + 3.0 * math.sqrt(folded.shape[1])
-    if norm.shift is not None:
-        shift = norm.shift.detach().to(folded)
-        offset = offset + folded @ shift
-        hidden = hidden + (folded.abs() @ shift.abs()).norm(dim=-1)
-    if bias is not None:
-        offset = offset + bias.detach().to(folded).unflatten(0, (heads, -1))
-    if norm.gain is not None:
-        folded.mul_(norm.gain.detach().to(folded))
-    absolute = FP16_HALF_STEP * (absolute + _reach_of_ones(folded))
-    if norm.centred:
-        mean = folded.mean(-1, keepdim=True)
-        hidden = hidden + math.sqrt(weight.shape[1]) * norm.radius * mean.norm(dim=(-2, -1))
-        folded.sub_(mean)
-    return Projection(folded @ folded.mT, offset, hidden, absolute, norm.radius, weight.shape[1])
-
-
-def _reach_of_ones(weight: Tensor) -> Tensor:
-    """Return the longest W e for errors |e| <= 1 of the elements, (H,): the length of the sums of magnitudes."""
-    sums: Tensor = torch.linalg.vector_norm(weight, 1, dim=-1)  # without a copy of the weights
-    longest: Tensor = sums.norm(dim=-1)
-    return longest
+from pasa.projections import Projection
+from pasa.roundings import RELATIVE
 
 
 @dataclass(frozen=True)
@@ -143,12 +30,13 @@ class ScoreBounds:
     Attributes
     ----------
     naive : Tensor
-        max |q| max |k|. Proven, whatever rotation comes between: it holds under rotary embeddings.
+        max |q| max |k| in exact arithmetic, whatever rotation comes between: it holds under rotary embeddings.
     interaction : Tensor
         max |q.k| with q and k paired as the weights pair them. Proven without rotary embeddings; with them it is the
         paper's empirical bound, since a rotation between q and k is not in it.
     proven : Tensor
-        Of scores that are formed in FP16: the smaller one of these that is proven, and what rounding can add.
+        Of scores that are formed in FP16: the smaller one of these that is proven, and what rounding can add, also in
+        constant rows behind a layer norm.
     constant : Tensor
         Largest magnitude of the part a.e that no input changes, over all rotations of the rotary planes.
     probable : Tensor
@@ -183,11 +71,8 @@ def score_bounds(
     """
     (query_norm, longest_query), (key_norm, longest_key) = _lengths(query), _lengths(key)
     groups = query.gram.shape[0] // key.gram.shape[0]
-    gram, offset, hidden, absolute, key_norm, longest_key = (
-        each.repeat_interleave(groups, 0)
-        for each in (key.gram, key.offset, key.hidden, key.absolute, key_norm, longest_key)
-    )
-    key = Projection(gram, offset, hidden, absolute, key.radius, key.fan_in)
+    key = _repeat(key, groups)
+    key_norm, longest_key = (each.repeat_interleave(groups, 0) for each in (key_norm, longest_key))
     a, e = query.offset, key.offset
     norm = interaction_norm(query, key)
     towards_key = _quadratic(query.gram, e)  # |Aᵀe|: how far the scores of a constant key range
@@ -210,11 +95,11 @@ def score_bounds(
         turned = scale * query_norm * key_norm + linear * (
             _rotated_quadratic(query.gram, query_norm, e, rotary) + _rotated_quadratic(key.gram, key_norm, a, rotary)
         )
-    absolute = _rounding(query, key, longest_query, longest_key, 0.0)
+    absolute = (longest_query + query.absolute) * (longest_key + key.absolute) - naive
     return ScoreBounds(
         naive=naive,
         interaction=interaction,
-        proven=exact + _rounding(query, key, longest_query, longest_key, RELATIVE),
+        proven=_proven(query, key, longest_query, longest_key, exact, rotary),
         constant=constant,
         probable=torch.minimum(constant + turned, exact) + absolute,
         certain=(fixed - spread - absolute).clamp(min=0.0),
@@ -271,17 +156,63 @@ def _largest_score(
     return (r_q**2 + square_q).sqrt() * (r_k**2 + square_k).sqrt() * augmented
 
 
-def _rounding(query: Projection, key: Projection, longest_query: Tensor, longest_key: Tensor, share: float) -> Tensor:
-    """Return what roundings of q and k to FP16 can add to a score, (H,); share: of the lengths, by the relative ones.
+def _proven(
+    query: Projection, key: Projection, longest_query: Tensor, longest_key: Tensor, exact: Tensor, rotary: int
+) -> Tensor:
+    """Return the bound on scores in FP16, (H,): with roundings of q and k, and with rows that are constant.
 
     Let |q| <= Q, |k| <= K, and let roundings move q by at most e and k by f. Then |(q + e).(k + f)| is at most
     |q.k| + Q f + K e + e f = |q.k| + (Q + e) (K + f) - Q K.
     """
-    rounded_query, rounded_key = (
-        longest + share * (longest + part.hidden) + (1.0 + share) * part.absolute
-        for part, longest in ((query, longest_query), (key, longest_key))
+    level_query, level_key = (part.level * part.ones.norm(dim=-1) + part.offset.norm(dim=-1) for part in (query, key))
+    rows_query = (longest_query, _rounded(query, longest_query + query.uneven, query.hidden))
+    rows_key = (longest_key, _rounded(key, longest_key + key.uneven, key.hidden))
+    flat_query = (level_query, _rounded(query, level_query, query.level_hidden))
+    flat_key = (level_key, _rounded(key, level_key, key.level_hidden))
+    proven = exact + rows_query[1] * rows_key[1] - rows_query[0] * rows_key[0]
+    mixed = (
+        (flat_query, rows_key, _constant_query(query, key)),
+        (rows_query, flat_key, _constant_query(key, query)),
+        (flat_query, flat_key, _constant_rows(query, key)),
     )
-    return rounded_query * rounded_key - longest_query * longest_key
+    for (length, moved), (length_key, moved_key), score in mixed if query.level or key.level else ():
+        naive = length * length_key
+        paired = naive if rotary else torch.minimum(naive, score)
+        proven = torch.maximum(proven, paired + moved * moved_key - naive)
+    return proven
+
+
+def _constant_query(query: Projection, key: Projection) -> Tensor:
+    """Return the largest |q.k| of a constant row's query q = level A 1 + a over all keys k = B n + e, (H,)."""
+    spread = query.level * _quadratic(key.gram, query.ones) + _quadratic(key.gram, query.offset)
+    fixed = query.level * (query.ones * key.offset).sum(-1).abs() + (query.offset * key.offset).sum(-1).abs()
+    return key.radius * spread + fixed
+
+
+def _constant_rows(query: Projection, key: Projection) -> Tensor:
+    """Return the largest |q.k| of two constant rows, (H,)."""
+    parts = [
+        scale * (left * right).sum(-1).abs()
+        for left, right, scale in (
+            (query.ones, key.ones, query.level * key.level),
+            (query.ones, key.offset, query.level),
+            (query.offset, key.ones, key.level),
+            (query.offset, key.offset, 1.0),
+        )
+    ]
+    total: Tensor = torch.stack(parts).sum(0)
+    return total
+
+
+def _rounded(part: Projection, length: Tensor, hidden: Tensor) -> Tensor:
+    """Return the largest length of q in FP16, (H,), from its length before; see `Projection` for `hidden`."""
+    return length + RELATIVE * (length + hidden) + (1.0 + RELATIVE) * part.absolute
+
+
+def _repeat(part: Projection, groups: int) -> Projection:
+    """Return keys that serve `groups` query heads each, once for every query head."""
+    tensors: dict[str, Any] = {name: value for name, value in vars(part).items() if isinstance(value, Tensor)}
+    return replace(part, **{name: value.repeat_interleave(groups, 0) for name, value in tensors.items()})
 
 
 def _ratio(upper: Tensor, lower: Tensor, radius: float) -> Tensor:

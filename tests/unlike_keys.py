@@ -11,9 +11,15 @@ from torch import Tensor
 from pasa.eval.fuzz import truth
 
 BLOCK = 128
-# README.md of ops/attention, "What a row may err by": a score's error over (D + 40) 2^-24 scale sum |q_d||k_d|.
+# README.md of ops/attention, "What a row may err by", derives both. SUMS: a score's error over (D + 40) 2^-24
+# scale sum |q_d||k_d|. q.k', c_ij and the first and the last q.f_j err by (2 + 3 + 6 + 6)(D + 1) such units. At most
+# D carries are rounded at 13 each, 16 additions make rho, and 8 more join scores, offset and maximum, at 7 each. So
+# 30 D + 17 + 24 * 7 units, which are less than 32 (D + 40) for every D.
 SUMS = 32
-REACH = 9.0  # nats between a key's score and its tile's reference, beside those between it and the largest
+# REACH: nats between a key's score and its tile's reference, beside those between it and the largest. A reference is
+# within 8 nats of its tile's largest score; 1 more leaves room for the reference's own rounding.
+REACH = 9.0
+FP32 = 8.0  # times the error of attention in FP32; of what this allows the reference and the interpreter use half
 
 
 class Case(NamedTuple):
@@ -138,6 +144,9 @@ def allowed(case: Case, stores: int = 1) -> tuple[Tensor, Tensor]:
     A score errs by the FP32 sums of keys that weigh at least as much, and by its rounding to FP16 and that of its
     weight. Weights p that err by a factor e^d, |d| <= e, move their mean by at most sum p (e^e - 1) |v - mean| over
     sum p e^-e. stores: how often an output is rounded to FP16.
+
+    Where scores are so large that this says nothing, FP32 says something: no row errs by more than 8 times what
+    attention in FP32 does, and roundings to FP16.
     """
     true, scale = found(case)
     gap = true.scores.amax(-1, keepdim=True) - true.scores
@@ -154,4 +163,20 @@ def allowed(case: Case, stores: int = 1) -> tuple[Tensor, Tensor]:
     moved = torch.minimum(moved, true.high - true.low)
     largest = torch.maximum(true.low.abs(), true.high.abs())
     lse = eps.where(p > 2.0**-30, 0.0).amax(-1) + true.lse.abs() * 2.0**-22
-    return moved + (stores + 1) * 2.0**-11 * largest, lse
+    out = moved + (stores + 1) * 2.0**-11 * largest
+    fp32, fp32_lse = errors_in_fp32(case, true, scale)
+    most = FP32 * fp32 + (stores + 1) * 2.0**-11 * largest.amax(-1, keepdim=True)
+    return torch.minimum(out, most), torch.minimum(lse, FP32 * fp32_lse + true.lse.abs() * 2.0**-22 + 1e-3)
+
+
+def errors_in_fp32(case: Case, true: truth.Truth, scale: float) -> tuple[Tensor, Tensor]:
+    """Return the largest errors of FP32 attention of each row, (1, 1, Sq, 1) and (1, 1, Sq): the worst of three orders
+    of its sums, since one may be right by luck."""
+    q, k, v = (x.float() for x in case[:3])
+    products = (q @ k.mT * scale, (q * scale) @ k.mT, (q.flip(-1) @ k.flip(-1).mT) * scale)
+    outs, lses = [], []
+    for scores in products:
+        hidden = scores.masked_fill(~true.seen, -torch.inf)
+        outs.append((torch.softmax(hidden, -1).nan_to_num() @ v - true.out).abs().amax(-1, keepdim=True))
+        lses.append((torch.logsumexp(hidden, -1) - true.lse).abs().nan_to_num())
+    return torch.stack(outs).amax(0), torch.stack(lses).amax(0)

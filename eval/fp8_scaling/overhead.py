@@ -19,8 +19,8 @@ from pasa.eval.rescue.run import pick_device
 from pasa.eval.speed.device import describe
 from pasa.eval.speed.timing import Call, CudaClock
 from pasa.eval.watching.run import compare
-from pasa.geometry import Norm
 from pasa.power_iteration import PowerIteration
+from pasa.projections import Norm, project
 
 INLINE, SIDE, SUM = "inline", "side stream", "inline, sum of heads"
 PARTS = ("attention", "attention and MLP")
@@ -250,7 +250,7 @@ class Layers:
         shape, block = self.shape, self.blocks[0]
         norm = Norm(math.sqrt(shape.hidden))
         query, key = (
-            geometry.project(weight, None, heads, norm)
+            project(weight, None, heads, norm)
             for weight, heads in ((block.query, shape.heads), (block.key, shape.kv_heads))
         )
         key = replace(key, gram=key.gram.repeat_interleave(shape.heads // shape.kv_heads, 0))

@@ -14,6 +14,7 @@ import pasa
 from pasa import geometry
 from pasa.eval.fuzz.attention import pick, put
 from pasa.eval.fuzz.cases import SEED, Arguments, Fault, Kind, Measures, Params, spoil
+from pasa.projections import Norm, project
 
 MANTISSA = {"float16": (10, -14), "bfloat16": (7, -126), "float32": (23, -126)}  # bits, smallest exponent
 TOLERANCE = 1e-7  # of beta: ten times that of the iteration
@@ -165,8 +166,8 @@ def run_bounds(params: Params) -> Measures:
         weights.append(params["size"] * torch.randn(count * dim, hidden, generator=source, dtype=torch.float64))
         biases.append(params["bias"] * torch.randn(count * dim, generator=source, dtype=torch.float64))
     gain = 1 + torch.rand(hidden, generator=source, dtype=torch.float64) if params["gain"] else None
-    norm = geometry.Norm(math.sqrt(hidden), gain, None, params["centred"])
-    query, key = (geometry.project(w, b, n, norm) for w, b, n in zip(weights, biases, (heads, kv_heads), strict=True))
+    norm = Norm(math.sqrt(hidden), gain, None, params["centred"])
+    query, key = (project(w, b, n, norm) for w, b, n in zip(weights, biases, (heads, kv_heads), strict=True))
     bounds = {
         rotary: geometry.score_bounds(query, key, heads=heads, seq_len=16, delta=1e-6, rotary=rotary).proven
         for rotary in (0, dim)

@@ -11,6 +11,8 @@ import torch
 from pasa.checks import check_switches, checked_config
 from pasa.ops import registry
 from pasa.patching.handle import PatchHandle, PatchReport
+from pasa.patching.onlookers import patched_modules
+from pasa.patching.servers import servers_of
 from pasa.patching.versions import check_transformers
 
 if TYPE_CHECKING:
@@ -110,7 +112,8 @@ def patch_pipeline(
         handle = auto.patch(model_or_pipeline, host)
     else:
         handle = host(policy)
-    handle.serve(backend)
+    patched = [module for _, module, _ in patched_modules(components_of(model_or_pipeline))]
+    handle.serve(servers_of(patched, config, backend))
     return handle
 
 

@@ -8,8 +8,6 @@ from dataclasses import asdict, dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from pasa.ops import registry
-
 if TYPE_CHECKING:
     from pasa.patching.guard import Guard
 
@@ -32,7 +30,8 @@ class PatchReport:
         Modules that ``policy="auto"`` left alone, and whose queries and keys have since been long enough for a score
         beyond FP16. Short of any, no score of an unpatched module can have overflowed.
     serves : tuple of (str, str)
-        Types of this machine's devices, each with the backend that serves PASA's calls there.
+        Types of this machine's devices, each with the backend that serves the patched modules' calls there: those of
+        their dtype, head dimension and options without a mask. In brackets: why a preferred backend does not.
     removed : tuple of (str, str)
         Names of modules that were patched and no longer run PASA, each with what runs there instead.
     """
@@ -133,9 +132,8 @@ class PatchHandle:
             alarms=self._guard.alarms(),
         )
 
-    def serve(self, backend: str | None) -> None:
-        """Note who serves PASA's calls: the backend that the caller named, or the choice for every device."""
-        serves = registry.servers() if backend is None else (("all devices", backend),)
+    def serve(self, serves: tuple[tuple[str, str], ...]) -> None:
+        """Note who serves the calls of the patched modules, by device type."""
         if serves != self._report.serves:
             self._report = replace(self._report, serves=serves)
 

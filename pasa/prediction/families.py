@@ -13,6 +13,10 @@ from typing import Any
 
 from pasa.prediction.checkpoint import Source
 
+EPSILON = 1e-5
+"""Of a layer norm whose configuration names none: the default of PyTorch, of GPT-2, of CLIP and of a UNet's blocks."""
+GROUP_EPSILON = 1e-6  # of the group norms of an autoencoder, which its configuration does not name
+
 
 @dataclass(frozen=True)
 class Part:
@@ -40,6 +44,8 @@ class Layer:
         "head": every head's q and k are RMS-normed themselves; `query` and `key` are the gains of these norms.
     rotary : int
         Leading dimensions of a head that rotary embeddings turn.
+    epsilon : float
+        Epsilon of a layer or group norm.
     unknown : str
         Why no weight bounds these scores; "" where one does.
     """
@@ -52,6 +58,7 @@ class Layer:
     norm: str = ""
     kind: str = "rms"
     rotary: int = 0
+    epsilon: float = EPSILON
     unknown: str = ""
 
 
@@ -136,14 +143,22 @@ def _language_model(source: Source, family: Family) -> Iterator[Layer]:
         if index not in found:
             raise ValueError(f"{source.label}: attention layer {index} of {layers} is missing")
         block = found[index]
-        path = f"{block}.{family.attention}"
+        path, norm = f"{block}.{family.attention}", f"{block}.{family.norm}"
         rotary = _rotary(source, heads) if family.rotary else 0
         if family.head_norms:
             query, key = (part(source, f"{path}.{name}") for name in family.head_norms)
             yield Layer(path, query, key, heads, kv_heads, "", "head", rotary)
         else:
             query, key = _projections(source, family, path, heads, kv_heads)
-            yield Layer(path, query, key, heads, kv_heads, f"{block}.{family.norm}", family.kind, rotary)
+            yield Layer(path, query, key, heads, kv_heads, norm, family.kind, rotary, _epsilon(source))
+
+
+def _epsilon(source: Source) -> float:
+    """Return the epsilon of a model's layer norms."""
+    named = [source.config[name] for name in ("layer_norm_epsilon", "layer_norm_eps") if name in source.config]
+    if named and not isinstance(named[0], (int, float)):
+        raise ValueError(f"{source.label}: its config says layer_norm_eps={named[0]!r}, which is no number")
+    return float(named[0]) if named else EPSILON
 
 
 def _count(source: Source, name: str) -> int:
@@ -245,7 +260,7 @@ def _autoencoder(source: Source) -> Iterator[Layer]:
     for match in sorted(filter(None, map(pattern.match, source.names)), key=lambda found: found[0]):
         path, key = match[1], "to_k" if match[2] == "to_q" else "key"
         query, key_part = part(source, f"{path}.{match[2]}"), part(source, f"{path}.{key}")
-        yield Layer(path, query, key_part, 1, 1, f"{path}.group_norm", "group")
+        yield Layer(path, query, key_part, 1, 1, f"{path}.group_norm", "group", epsilon=GROUP_EPSILON)
 
 
 def _others(source: Source, known: re.Pattern[str]) -> Iterator[Layer]:

@@ -12,11 +12,13 @@ from torch import Tensor
 
 from pasa import geometry
 from pasa.concentration import geometry_scale
-from pasa.geometry import Norm, Projection, ScoreBounds
+from pasa.geometry import ScoreBounds
 from pasa.ops.numerics.formats import FORMATS
 from pasa.prediction.checkpoint import Checkpoint, Live, Source
 from pasa.prediction.families import AUTOENCODERS, Layer, Part, find_layers, supported
 from pasa.prediction.table import HeadPrediction, Prediction, Verdict, order
+from pasa.projections import Norm, Projection, project
+from pasa.roundings import ELEMENT_UNITS, MEAN_UNITS, constant_level, unevenness
 
 FP16_MAX, FP8_MAX = FORMATS["fp16"].max, FORMATS["fp8_e4m3"].max
 DEFAULT_SEQ_LEN = 1024  # the paper's tables, where a configuration names no length
@@ -27,6 +29,13 @@ def predict_overflow(
     model: object, *, delta: float = 1e-6, seq_len: int | None = None, progress: Progress | None = None
 ) -> Prediction:
     """Say, before any input is seen, which heads can form scores that FP16 cannot hold.
+
+    Scores alone are judged. A query or key that leaves FP16 before its scores are formed, as q_proj's output may in
+    Qwen3 before q_norm, is infinite whatever attention does with it: :func:`pasa.watch` or a run in BF16 finds it.
+
+    The proven bound assumes that a layer norm's input is stored in FP16, its mean is formed in FP32 to 8 units of 2^-24
+    of the largest input, and its variance of differences to the mean, as in PyTorch. It covers constant rows: their
+    rounding noise is divided by the square root of epsilon.
 
     Parameters
     ----------
@@ -176,15 +185,27 @@ def _predict_layer(
 def _norm(source: Source, layer: Layer, seq_len: int) -> tuple[Norm, str]:
     """What is known of the layer's input, and under which condition; everything rests on the norm, so it must be there.
 
-    A group norm bounds the positions of a group together, so that one position may have the length of all.
+    A group norm bounds the positions of a group together.
     """
     if f"{layer.norm}.weight" not in source.names:
         raise ValueError(f"{source.label}: {layer.norm}.weight is missing")
     gain = _vector(source, f"{layer.norm}.weight")
     shift = _vector(source, f"{layer.norm}.bias", len(gain)) if f"{layer.norm}.bias" in source.names else None
-    tokens = seq_len if layer.kind == "group" else 1
-    note = f"up to {tokens} positions" if layer.kind == "group" else ""
-    return Norm(math.sqrt(len(gain) * tokens), gain, shift, centred=layer.kind == "layer"), note
+    if layer.kind == "group":
+        return Norm(group_radius(len(gain), seq_len, layer.epsilon), gain, shift), f"up to {seq_len} positions"
+    return Norm(math.sqrt(len(gain)), gain, shift, centred=layer.kind == "layer", eps=layer.epsilon), ""
+
+
+def group_radius(channels: int, positions: int, epsilon: float) -> float:
+    """Return the largest length of one position behind a group norm, with what FP32 adds to nearly constant groups.
+
+    In exact arithmetic one position may have the length of all. A group has at most all elements.
+    """
+    elements = channels * positions
+    rounding = (MEAN_UNITS + ELEMENT_UNITS) * unevenness(elements)
+    return (
+        math.hypot(math.sqrt(elements), math.sqrt(channels) * constant_level(epsilon)) + math.sqrt(channels) * rounding
+    )
 
 
 def _vector(source: Source, name: str, length: int | None = None) -> Tensor:
@@ -198,9 +219,7 @@ def _vector(source: Source, name: str, length: int | None = None) -> Tensor:
 def _gains(source: Source, part: Part, heads: int) -> Projection:
     """q or k of heads that are RMS-normed themselves: gain * n with n of the length sqrt(D), whatever was projected."""
     gain = _vector(source, part.weight)
-    return _finite(
-        source, part, geometry.project(gain.diag().repeat(heads, 1), None, heads, Norm(math.sqrt(len(gain))))
-    )
+    return _finite(source, part, project(gain.diag().repeat(heads, 1), None, heads, Norm(math.sqrt(len(gain)))))
 
 
 def _project(source: Source, part: Part, heads: int, norm: Norm) -> Projection:
@@ -215,7 +234,7 @@ def _project(source: Source, part: Part, heads: int, norm: Norm) -> Projection:
         bias = bias[slice(*part.rows)] if bias is not None else None
     if norm.gain is None or weight.shape[1] != len(norm.gain) or weight.shape[0] % heads:
         raise ValueError(f"{source.label}: {part.weight} is {tuple(weight.shape)}, which {heads} heads do not fit")
-    return _finite(source, part, geometry.project(weight, bias, heads, norm))
+    return _finite(source, part, project(weight, bias, heads, norm))
 
 
 def _finite(source: Source, part: Part, projection: Projection) -> Projection:

@@ -96,6 +96,27 @@ def test_operators_refuse_by_name(operator, name, change, message, backend):
         OPERATORS[operator](**given)
 
 
+REMEDIES = [
+    ("attention", "q", narrowed(1), "repeat heads of k and v"),
+    ("attention", "k", lambda x: x.float(), r"call \.to\(torch\.float16\)"),
+    ("attention", "q", lambda x: x.int(), r"call \.half\(\)"),
+    ("attention", "k", lambda x: x.to("meta"), r"call \.to\('cpu'\)"),
+    ("attention_varlen", "cu_seqlens_q", lambda x: x.float(), r"call \.int\(\)"),
+    ("attention_paged", "k_cache", lambda x: x.mT.contiguous().mT, r"call \.contiguous\(\)"),
+    ("attention_paged", "v_cache", narrowed(0), "give two of one shape"),
+    ("attention_backward", "grad_lse", lambda x: x.int(), r"call \.float\(\)"),
+]
+
+
+@pytest.mark.parametrize(("operator", "name", "change", "remedy"), REMEDIES)
+def test_refusals_say_what_to_do(operator, name, change, remedy):
+    """Story: messages named the value and left it to the reader what to do next."""
+    given = all_arguments(operator, "reference", "cpu")
+    given[name] = change(given[name])
+    with pytest.raises((ValueError, TypeError), match=remedy):
+        OPERATORS[operator](**given)
+
+
 def test_both_gradients_missing():
     for operator in BACKWARD:
         given = all_arguments(operator) | {"grad_out": None, "grad_lse": None}

@@ -70,10 +70,12 @@ def test_a_gpu_that_is_emulated_is_told_of_once(turing):
     with pytest.warns(UserWarning, match="no tensor-core product for sm_75") as told:
         assert [serve(head_dim=head_dim) for head_dim in (64, 64, 128)] == ["reference"] * 3
     assert len(told) == 1
-    for word in ("cuda tensors", "'reference', an emulation", "2.5 to 5 times", "(1, 8, 1024 and 2048, 64)"):
+    for word in ("cuda tensors", "'reference', an emulation", "not for speed"):
         assert word in str(told[0].message)
     assert told[0].filename == __file__
-    assert dict(registry.servers()) == {"cuda": "reference", "cpu": "reference"}
+    found = dict(registry.servers())
+    assert found["cuda"].startswith("reference (triton: Triton forms no tensor-core product for sm_75")
+    assert found["cpu"] == "reference"
     assert {line.name: line.serves for line in pasa.backends()}["reference"] == ("cuda", "cpu")
 
 
@@ -88,6 +90,23 @@ def test_a_head_too_wide_for_the_kernels_is_told_of(turing, monkeypatch):
     assert serve(head_dim=256) == "triton"
     with pytest.warns(UserWarning, match="head dim 300 is outside 1 to 256"):
         assert serve(head_dim=300) == "reference"
+
+
+def test_who_serves_is_asked_with_what_the_calls_are(turing, monkeypatch):
+    """Story: who serves was asked for FP16, head dim 64 and default options, whatever the calls would be. Calls that
+    Triton does not take were listed as Triton's."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    half = torch.float16
+    assert dict(registry.servers())["cuda"] == "triton"
+    saturating = dict(registry.servers(options=AttentionOptions(overflow="saturate")))
+    assert saturating["cuda"] == "reference (triton: overflow saturate is not among inf)"
+    two = dict(registry.servers([(half, 64), (half, 512)]))["cuda"]
+    assert two == (
+        "triton for float16, head dim 64; "
+        "reference (triton: head dim 512 is outside 1 to 256) for float16, head dim 512"
+    )
+    named = dict(registry.servers(options=AttentionOptions(precision="partial"), name="triton"))["cuda"]
+    assert named.startswith("nobody (no backend can serve this call: triton: precision partial is not among pasa, fp32")
 
 
 def test_who_asks_for_the_emulation_is_not_warned_of_it(turing):

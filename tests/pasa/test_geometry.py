@@ -9,7 +9,8 @@ import torch
 
 from pasa import geometry
 from pasa.concentration import minimum_alpha
-from pasa.geometry import Norm, project, score_bounds
+from pasa.geometry import score_bounds
+from pasa.projections import Norm, project
 
 HIDDEN, DIM = 33, 5
 RADIUS = math.sqrt(HIDDEN)

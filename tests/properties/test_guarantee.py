@@ -64,21 +64,24 @@ def calls(draw):
     return q, k, v, causal, scale, config
 
 
-def slack_of(v, config):
-    """The rounding stated at the head of this file, (B, Hkv, 1, D)."""
-    largest = v.abs().amax(-2, keepdim=True).double()
+def rounding_of(largest, keys, config):
+    """The rounding stated at the head of this file, for rows that see `keys` keys and values up to `largest`."""
     if config.accumulate == "fp16":
-        blocks = -(-v.shape[-2] // config.block_k)
-        return (2 * blocks + 1) * (2.0**-11 * largest + SUBNORMAL)
-    return v.shape[-2] * 2.0**-24 * largest
+        return (2 * -(-keys // config.block_k) + 1) * (2.0**-11 * largest + SUBNORMAL)
+    return keys * 2.0**-24 * largest
 
 
-def assert_mean_of_values(out, v, config, kernel=False):
-    """Inside the column's range of values; a kernel sums weights before FP16 rounds them."""
+def assert_mean_of_values(out, call, config, kernel=False, mask=None):
+    """Inside the range of the values that the row sees; a kernel sums weights before FP16 rounds them."""
+    q, k, v, causal = call
+    true = truth.find_truth(q, k, v, mask, causal, 1.0)[0]
     assert torch.isfinite(out).all()
-    slack = slack_of(v, config) + kernel * KERNEL_SLACK * v.abs().amax(-2, keepdim=True).double()
-    assert (out >= v.amin(-2, keepdim=True).double() - slack).all()
-    assert (out <= v.amax(-2, keepdim=True).double() + slack).all()
+    assert (out[true.blind] == 0).all()
+    largest = torch.maximum(true.low.abs(), true.high.abs())
+    slack = rounding_of(largest, v.shape[-2], config) + kernel * KERNEL_SLACK * largest
+    assert (out >= true.low - slack).all()
+    assert (out <= true.high + slack).all()
+    return true
 
 
 @settings(max_examples=600)
@@ -86,7 +89,7 @@ def assert_mean_of_values(out, v, config, kernel=False):
 def test_finite_and_a_mean_of_values(call):
     q, k, v, causal, scale, config = call
     out, lse = pasa.attention(q, k, v, is_causal=causal, scale=scale, config=config, return_lse=True)
-    assert_mean_of_values(out, v, config)
+    assert_mean_of_values(out, (q, k, v, causal), config)
     assert torch.isfinite(lse).all()
 
 
@@ -97,7 +100,7 @@ def test_kernels_are_finite_and_give_a_mean_of_values(call, mode, block_k):
     q, k, v = (x[:, :1] for x in (q, k, v))  # the interpreter runs heads one after another
     mode = mode._replace(config=dataclasses.replace(mode.config, block_k=block_k))
     out, lse = mode.attend(q, k, v, is_causal=causal, scale=scale)
-    assert_mean_of_values(out, v, mode.config, kernel=True)
+    assert_mean_of_values(out, (q, k, v, causal), mode.config, kernel=True)
     assert torch.isfinite(lse).all()
 
 
@@ -123,24 +126,18 @@ def test_finite_and_a_mean_of_the_values_it_sees(data):
     mask = data.draw(masks(q.shape[-2], k.shape[-2]))
     how = {"attn_mask": mask, "is_causal": causal, "scale": scale}
     out, lse = pasa.attention(q, k, v, config=config, return_lse=True, **how)
-    seen = (mask if mask.dtype == torch.bool else mask > -torch.inf).expand(2, 4, -1, -1)
-    seen = seen & torch.ones(seen.shape[-2:]).bool().tril(k.shape[-2] - q.shape[-2]) if causal else seen
-    blind = ~seen.any(-1)
-    assert torch.all(out[blind] == 0)
+    blind = assert_mean_of_values(out, (q, k, v, causal), config, mask=mask).blind
     assert torch.all(lse[blind] == -torch.inf)
     assert torch.isfinite(lse[~blind]).all()
-    values = v.repeat_interleave(2, 1).double().unsqueeze(2)
-    low = values.masked_fill(~seen.unsqueeze(-1), torch.inf).amin(-2)
-    high = values.masked_fill(~seen.unsqueeze(-1), -torch.inf).amax(-2)
-    slack = slack_of(v, config).repeat_interleave(2, 1)
-    assert ((out >= low - slack) | blind.unsqueeze(-1)).all()
-    assert ((out <= high + slack) | blind.unsqueeze(-1)).all()
 
 
 @settings(max_examples=300)
 @given(calls())
 def test_error_bound_on_adversaries(call):
     """Scores perturbed by at most eps move a mean of values by at most (e^(2 eps) - 1) times their spread.
+
+    Story: spread and rounding were taken from all values, also of keys that a causal row does not see, so what leaked
+    from a large value into a row of small ones was allowed.
 
     eps: FP32 accumulation of q.k' and of the offset q.a (D terms each of 2^-24 |q||k|, |k'| up to 2 |k| and |a| up
     to 3 |k|, rarely both) of keys that the row sees and gives weight; the rounding to FP16 of scores within reach,
@@ -150,11 +147,11 @@ def test_error_bound_on_adversaries(call):
     golden, _ = pasa.golden_attention(q, k, v, is_causal=causal, scale=scale)
     out = pasa.attention(q, k, v, is_causal=causal, scale=scale, config=config)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    products = truth.find_truth(q, k, v, None, causal, scale)[0].products.unsqueeze(-1)
-    eps = 4 * (q.shape[-1] + 4) * 2.0**-24 * products + 2.0**-7
-    spread = (v.amax(-2, keepdim=True).double() - v.amin(-2, keepdim=True).double()).abs()
+    true = truth.find_truth(q, k, v, None, causal, scale)[0]
+    eps = 4 * (q.shape[-1] + 4) * 2.0**-24 * true.products.unsqueeze(-1) + 2.0**-7
     steps = v.shape[-2] // config.block_k + 2 if config.accumulate == "fp16" else 2
-    rounding = steps * (2.0**-10 * v.abs().amax(-2, keepdim=True).double() + SUBNORMAL)
+    rounding = steps * (2.0**-10 * torch.maximum(true.low.abs(), true.high.abs()) + SUBNORMAL)
+    spread = true.high - true.low
     assert ((out.double() - golden).abs() <= torch.expm1(2 * eps).clamp(max=1.0) * spread + rounding).all()
 
 
@@ -180,7 +177,7 @@ def test_block_that_exceeds_its_reference_by_more_than_fp16_holds(mode):
         assert rescued(records) >= 1
         assert records[0].saturated.sum() == 0
         assert records[0].nonfinite.sum() == 0
-    assert_mean_of_values(out, v, mode.config, mode in KERNEL_MODES)
+    assert_mean_of_values(out, (q, k, v, False), mode.config, mode in KERNEL_MODES)
     fp32 = pasa.attention(q, k, v, config=PasaConfig(precision="fp32"))
     assert rmse(out, golden) <= max(1.1 * rmse(fp32, golden), 2.0**-9)
 

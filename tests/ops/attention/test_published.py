@@ -102,3 +102,22 @@ def test_an_infinite_mean_of_the_first_block_reaches_the_rows_that_see_it_alone(
     for backend in ("reference", "triton"):
         out = pasa.attention(q, k, v, is_causal=True, config=config, backend=backend)
         assert torch.isfinite(out[:, :, :100]).all(), backend
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_an_infinite_mean_leaves_the_output_and_takes_the_log_sum_exp(sign, backend):
+    """Story: 127 keys of value 90 have scores of 90,990, and S' of theirs fits. The 128th key of the block is a zero
+    that fills it: M makes it -89,000, which FP16 stores as -inf. It is hidden, so the output is right. But the mean of
+    S' is infinite, and the log-sum-exp contains I times it: -inf, which says that no key is seen, or +inf. The
+    documentation says so (`PasaConfig`, ops/attention/README.md)."""
+    q, k = torch.full((1, 1, 2, 64), sign * 126.4).half(), torch.full((1, 1, 127, 64), 90.0).half()
+    v = torch.randn(1, 1, 127, 64, generator=torch.Generator().manual_seed(0)).half()
+    config = PasaConfig(recovery="paper")
+    arrays = (x.to(DEVICE) for x in (q, k, v))
+    out, lse = (x.cpu() for x in pasa.attention(*arrays, config=config, backend=backend, return_lse=True))
+    golden, _ = pasa.golden_attention(q, k, v)
+    assert rmse(out, golden) < 2.0**-10
+    assert torch.equal(lse, torch.full_like(lse, -sign * torch.inf))
+    _, exact = pasa.attention(q.to(DEVICE), k.to(DEVICE), v.to(DEVICE), backend=backend, return_lse=True)
+    torch.testing.assert_close(exact.cpu(), torch.full_like(lse, sign * 90990.0 + 4.8442), rtol=1e-6, atol=0)

@@ -11,6 +11,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 import pasa
+from pasa.ops import registry
 from pasa.patching.onlookers import BINDING
 from tests.versions import since
 
@@ -260,3 +261,21 @@ def test_a_model_trains_under_autocast(tiny, batch, dtype):
     found.float()[seen].pow(2).mean().backward()
     assert all(torch.isfinite(x.grad).all() for x in model.parameters() if x.grad is not None)
     assert any(x.grad is not None and x.grad.any() for x in model.model.layers[0].self_attn.q_proj.parameters())
+
+
+def test_report_names_the_backend_that_the_models_own_calls_get(tiny, monkeypatch):
+    """Story: the report named the backend of FP16 calls of head dim 64 with default options, whatever the model and the
+    config were: "cuda: triton" where the first call went to the emulation."""
+    monkeypatch.setattr(registry, "device_types", lambda: ("cuda", "cpu"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    served = {
+        config: dict(pasa.patch_pipeline(tiny("qwen2"), config=config).report().serves)["cuda"]
+        for config in (None, pasa.PasaConfig(overflow="saturate"))
+    }
+    assert list(served.values()) == ["triton", "reference (triton: overflow saturate is not among inf)"]
+    wide = tiny("qwen2", head_dim=320)
+    with pasa.patch_pipeline(wide) as handle:
+        assert "head dim 320 is outside 1 to 256" in dict(handle.report().serves)["cuda"]
+    with pasa.patch_pipeline(wide, config=pasa.PasaConfig(precision="partial"), backend="triton") as handle:
+        assert dict(handle.report().serves)["cuda"].startswith("nobody (no backend can serve this call: triton: precis")

@@ -9,8 +9,9 @@ import torch
 
 from pasa.eval.predict.observe import observe
 from pasa.eval.predict.soundness import coarse
-from pasa.geometry import Norm, project, score_bounds
+from pasa.geometry import score_bounds
 from pasa.prediction import predict_overflow
+from pasa.projections import Norm, project
 
 STEP = 2.0**-24
 ANGLES = torch.tensor([0.0, 0.1, math.pi / 6, math.pi / 4, math.pi / 3, 1.5], dtype=torch.float64)

@@ -1,0 +1,48 @@
+"""The backends that will serve the calls of patched modules, by the dtype and head dimension of the modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from pasa.config import PasaConfig
+from pasa.ops import registry
+
+USUAL = (torch.float16, 64)  # of a module that does not say
+
+
+def servers_of(
+    modules: Iterable[torch.nn.Module], config: PasaConfig | None, backend: str | None
+) -> tuple[tuple[str, str], ...]:
+    """Return, by device type of this machine, who serves the calls of these modules."""
+    calls = {(_dtype(module), head_dim(module) or USUAL[1]) for module in modules}
+    return registry.servers(calls or (USUAL,), config, backend)
+
+
+def _dtype(module: torch.nn.Module) -> torch.dtype:
+    """Return the dtype of a module's weights, in which it hands over queries unless autocast changes it."""
+    found = (each.dtype for each in module.parameters() if each.is_floating_point())
+    dtype = next(found, USUAL[0])
+    return dtype if dtype in (torch.float16, torch.bfloat16, torch.float32) else USUAL[0]  # weights of 8 bits
+
+
+def head_dim(module: Any) -> int | None:
+    """Return the head dimension of an attention module of transformers or diffusers; None where it does not say."""
+    for holder, widths, counts in (
+        (module, ("inner_kv_dim", "inner_dim"), ("heads",)),
+        (getattr(module, "config", None), ("hidden_size", "n_embd", "d_model"), ("num_attention_heads", "n_head")),
+    ):
+        for name in ("head_dim", "attention_head_size"):
+            if isinstance(size := getattr(holder, name, None), int):
+                return size
+        width, count = (_first(holder, names) for names in (widths, counts))
+        if width and count:
+            return width // count
+    return None
+
+
+def _first(holder: object, names: tuple[str, ...]) -> int | None:
+    found = (getattr(holder, name, None) for name in names)
+    return next((value for value in found if isinstance(value, int)), None)
