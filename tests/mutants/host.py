@@ -207,8 +207,8 @@ HOST = [
     mutant(
         "pages of 16 slots are read by lanes of 32",
         "ops/attention/paged_launch.py",
-        "lane if pages.slots % lane == 0 else 16)",
-        "lane)",
+        "lane if pages.slots % lane == 0 else 16, exact)",
+        "lane, exact)",
         GAPS + "test_pages[64-1-16-True-True]",
     ),
     mutant(

@@ -39,6 +39,20 @@ PAGED = [
         GAPS + "test_pages[64-1-16-False-False]",
     ),
     mutant(
+        "page anchors: no page is far from the frame",
+        ANCHORS,
+        "FAR = tl.constexpr(2.0**14)",
+        "FAR = tl.constexpr(2.0**60)",
+        PAGE_ANCHORS + "test_pages_that_are_far_from_the_frame[biased later, no weight-16]",
+    ),
+    mutant(
+        "page anchors: the merge takes FP32 maxima as they are",
+        "ops/attention/decode_kernel.py",
+        "        behind += b_low - low\n",
+        "        behind += 0.0 * low\n",
+        PAGE_ANCHORS + "test_pages_that_are_far_from_the_frame",
+    ),
+    mutant(
         "page anchors: an offset has no low term",
         ANCHORS,
         "tl.dot(b_high, b_transposed) + tl.dot(b_low, b_transposed)",
