@@ -22,6 +22,7 @@ from pasa.ops.attention.options import AttentionOptions
 Prepare: TypeAlias = Callable[[Inputs], dict[str, Call]]
 PLAIN, EXPANDED, AS_ROWS = "as given", "K and V expanded beforehand", "a group's queries as rows"
 FP32 = pasa.PasaConfig(precision="fp32")
+EMULATED_SCORES = 2**28  # q.k of all heads: beyond, the emulation is not worth the wait
 EIGHT_BIT_LIMIT = 0.1  # relative RMSE of 8-bit scores: a cosine of 0.995
 
 
@@ -143,6 +144,16 @@ def _lse(config: pasa.PasaConfig, inputs: Inputs) -> tuple[Tensor, Tensor]:
     )
 
 
+def _reference(inputs: Inputs) -> dict[str, Call]:
+    """The emulation, which serves devices that have no kernels."""
+    batch, heads, rows, _ = inputs.q.shape
+    scores = batch * heads * rows * inputs.k.shape[2]
+    if scores > EMULATED_SCORES:
+        raise NotImplementedError(f"at most {EMULATED_SCORES} scores are emulated here, not {scores}")
+    run = partial(pasa.attention, inputs.q, inputs.k, inputs.v, is_causal=inputs.causal, backend="reference")
+    return {PLAIN: Call(run)}
+
+
 def _portable(inputs: Inputs) -> dict[str, Call]:
     """Ours, held to the kernel that Ascend and the interpreter see as well."""
     backend: Any = importlib.import_module("pasa.ops.attention.triton_backend")
@@ -200,10 +211,11 @@ IMPLEMENTATIONS = (
         Implementation(f"pasa-paged-{n}", f"ours, from pages of {n} keys", _paged(n), pasa.PasaConfig(), shifted=True)
         for n in PAGES
     ),
+    Implementation("pasa-reference", "ours, the emulation", _reference, pasa.PasaConfig(), shifted=True),
 )
 OURS = ("pasa",)  # what a target is held against, on the data where it passes the gate
 PORTABLE = ("pasa-portable",)
-OWN = (*OURS, "triton-fp32", "pasa-paper", *PORTABLE, *(f"pasa-paged-{n}" for n in PAGES))
+OWN = (*OURS, "triton-fp32", "pasa-paper", "pasa-reference", *PORTABLE, *(f"pasa-paged-{n}" for n in PAGES))
 
 
 def select_implementations(names: Sequence[str] | None = None) -> tuple[Implementation, ...]:
