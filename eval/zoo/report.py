@@ -14,7 +14,7 @@ from rich.text import Text
 from pasa.eval import output
 from pasa.eval.rmse.report import Table, show
 from pasa.eval.speed.report import markdown
-from pasa.eval.zoo.judging import FINDINGS, VERDICTS
+from pasa.eval.zoo.judging import AMPLIFIES, FINDINGS, LIKEWISE, VERDICTS
 
 WIDTH = 160  # characters of a reason
 
@@ -31,18 +31,22 @@ def count_table(result: dict[str, Any]) -> Table:
 
 def case_table(result: dict[str, Any]) -> Table:
     """How far right ones are from the bounds, by kind and case."""
-    found: dict[tuple[str, str], list[dict[str, float | None]]] = {}
+    bounds = result["settings"]["bounds"]
+    cases: dict[tuple[str, str], list[dict[str, float | None]]] = {}
+    amplified: set[str] = set()
     for each in result["records"]:
         if each["verdict"] == "right":
             for name, errors in each["cases"].items():
-                found.setdefault((each["kind"], name), []).append(errors)
-    rows = [[f"{kind}: {name}", *_errors(own)] for (kind, name), own in found.items()]
-    bounds = result["settings"]["bounds"]
+                cases.setdefault((each["kind"], name), []).append(errors)
+                if "rounded" in errors:
+                    amplified.add(each["name"])
+    rows = [[f"{kind}: {name}", *_errors(errors)] for (kind, name), errors in cases.items()]
     note = (
         "Largest difference from the unpatched model, relative to the RMS of its output. With FP64 attention in the "
-        f"place of PASA: at most {bounds['PLUMBING']:g}. With PASA, whose reference rounds q, k and v to FP16: at most "
+        f"place of PASA: at most {bounds['PLUMBING']:g} ({', '.join(AMPLIFIES)}: 2^{math.log2(LIKEWISE):.0f} of what "
+        f"FP16's roundings do to it). With PASA, whose reference rounds q, k and v to FP16: at most "
         f"{bounds['ROUNDING']:g}, or, where a model amplifies roundings, {bounds['AMPLIFIED']:g} times what rounding "
-        "q, k and v alone does to it (counted under amplified). Planted: with a wrong mask."
+        f"q, k and v alone does to it (amplified: {', '.join(sorted(amplified))}). Planted: with a wrong mask."
     )
     return Table("What right ones err by", CASE_HEADER, rows, note)
 

@@ -166,7 +166,7 @@ def test_a_key_without_the_bias(at):
 @pytest.mark.parametrize("name", [name for name, make in unlike_keys.CASES.items() if not make(1.0).how])
 def test_pages_that_are_far_from_the_frame(name, slots):
     """Story: where some pages have a bias of 30,000 in a column and no weight, and the frame was theirs, outputs were
-    off by 0.18: offsets and maxima were FP32 numbers counted from it. Pages differ by a nat or two in another column."""
+    off by 0.18: offsets and maxima were FP32 numbers counted from it. Pages differ in another column, too."""
     case = unlike_keys.CASES[name](30000.0)
     case.q[..., 1] = 3.0
     case.k[..., 1] += 100 + 2.0 * (torch.arange(case.k.shape[2]) // slots)

@@ -15,8 +15,8 @@ from pasa.eval.zoo import children, configs, inputs, judging, language, pipeline
 from tests.eval.zoo import subset
 
 RIGHT = {"verdict": "right", "why": "", "cases": {}}
-RIGHT_OUTSIDE = {"causal": 130, "base": 254, "diffusers model": 58, "diffusers pipeline": 48}
-"""Counted by others, before this command was: no fewer may be right."""
+LEAST_RIGHT = {"causal": 132, "base": 336, "encoder-decoder": 32, "diffusers model": 59, "diffusers pipeline": 81}
+"""With transformers 5.23 and diffusers 0.42. Before this command was, others counted 130, 254, none, 58 and 48."""
 
 
 @pytest.fixture(scope="module")
@@ -210,7 +210,7 @@ def test_the_stored_run_has_everything_and_nothing_wrong():
     assert result["gate"]["passed"]
     assert set(result["counts"]) == set(run.KINDS)
     for kind, own in result["counts"].items():
-        assert own["right"] >= RIGHT_OUTSIDE.get(kind, 0)
+        assert own["right"] >= LEAST_RIGHT.get(kind, 0)
         assert sum(own.values()) == len(run.architectures(kind))
 
 
