@@ -101,7 +101,8 @@ def attention(
         Same dtype and device as q; Hq a multiple of Hkv (grouped queries by shape).
     attn_mask : Tensor, optional
         Bool (True = keep), or FP16, BF16 or FP32 (added to the scaled scores), broadcastable to (B, Hq, Sq, Skv).
-        A float mask keeps its tiles in FP32.
+        A float mask keeps its tiles in FP32. At scales above 2^57 its finite elements are clamped to FP32's largest
+        number less 2^46 times the scale, so that a sum with a score is finite.
     is_causal : bool
         Bottom-right aligned: query i sees keys up to i + Skv - Sq. Combines with `attn_mask`.
     scale : float, optional

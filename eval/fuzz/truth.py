@@ -16,7 +16,7 @@ HALF_ULP = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8 + 2.0**-11, torch.f
 LIGHT = 20.0  # nats: what lies further below weighs e^-20 at most, less than an output's rounding
 LSE_SLACK = 1e-3
 FACTOR = 4.0  # times the largest error of the same-precision naive attention, on ordinary data
-FP16_MAX = 65504.0
+FP16_MAX, FP32_MAX = 65504.0, torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,8 @@ def find_truth(
 ) -> tuple[Truth, Tensor | None]:
     """Truth of queries (B, Hq, Sq, D) over keys (B, Hkv, Skv, D), and the output of the naive FP16 attention if asked.
 
-    Inputs of all types are FP16 numbers first, as the operator makes them.
+    Inputs of all types are FP16 numbers first, and finite elements of a mask leave room for scores, as the operator
+    says of both.
     """
     groups = q.shape[1] // k.shape[1]
     given = q.half().double(), *(x.half().double().repeat_interleave(groups, 1) for x in (k, v))
@@ -110,7 +111,8 @@ def find_truth(
     if mask is not None and mask.dtype != torch.bool:
         added = mask.double()
         bad_rows |= (seen & ~torch.isfinite(added)).any(-1)
-        added = torch.where(torch.isfinite(added), added, 0.0)
+        room = FP32_MAX - 2.0**46 * scale
+        added = torch.where(torch.isfinite(added), added, 0.0).clamp(-room, room)
     bias = added.expand(seen.shape).masked_fill(~seen, -torch.inf)
     out, lse, scores = exact(wide_q, wide_k, wide_v, bias, scale)
     bad = bad_rows.unsqueeze(-1) | (seen.double() @ (~torch.isfinite(given[2])).double() > 0)
