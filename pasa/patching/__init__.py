@@ -59,8 +59,10 @@ def patch_pipeline(
     Returns
     -------
     PatchHandle
-        Undo with ``handle.unpatch()`` or a ``with`` block; ``handle.report()`` tells what was patched.
-        Patching twice with the same settings returns the handle that is already in force.
+        Undo with ``handle.unpatch()``, at once, or with a ``with`` block; ``handle.report()`` tells what was patched.
+        Patching twice with the same settings returns the handle that is already in force. Of nested ``with`` blocks of
+        one handle, the outermost undoes the patch. Where ``set_attn_implementation`` has taken PASA out, patching again
+        gives a new handle, which restores the attention that was set last.
 
     Notes
     -----
