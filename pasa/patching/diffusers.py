@@ -89,6 +89,10 @@ class Binding:
     patch: _Patch
     onlookers: Onlookers
 
+    def replacement(self, module: Any) -> str | None:
+        """Return what the module runs instead of PASA; None where it runs PASA."""
+        return None if _in_place(module, module.processor) else _replacement(module, module.processor)
+
 
 def patch(root: Any, *, policy: Policy, config: PasaConfig | None, backend: str | None) -> PatchHandle:
     """Patch every attention module of a pipeline or model that `policy` selects; see :func:`pasa.patch_pipeline`."""

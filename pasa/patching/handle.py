@@ -210,13 +210,14 @@ def already_patched(
     before, now = set(patched.values()), set(selected.values())
     added = [name for name, module in selected.items() if module not in before]
     left = [name for name, module in patched.items() if module not in now]
-    differs += [f"{_first(names)} {how}" for names, how in ((added, "added"), (left, "left out")) if names]
+    differs += [f"{first_names(names)} {how}" for names, how in ((added, "added"), (left, "left out")) if names]
     return ValueError(
         f"patch_pipeline: already patched (modules: {len(patched)}), and this call differs ({'; '.join(differs)}); "
         "call unpatch() on that handle first"
     )
 
 
-def _first(names: Sequence[str]) -> str:
+def first_names(names: Sequence[str]) -> str:
+    """Return a few of the names, and how many more there are."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more

@@ -93,9 +93,9 @@ class _Patch:
     def removed(self) -> dict[str, str]:
         """Return the patched modules that no longer run PASA, each with what runs there instead."""
         return {
-            name: f"its config names the attention {str(attention)!r} now (set_attn_implementation)"
+            name: replacement
             for name, module in self.modules.items()
-            if (attention := _attention_of(module)) not in _OURS
+            if (replacement := Binding.replacement(module)) is not None
         }
 
     def before_forward(self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -125,12 +125,6 @@ class _Patch:
         for name in _OURS - used:
             AttentionInterface._global_mapping.pop(name, None)  # the class offers no way to unregister
             AttentionMaskInterface._global_mapping.pop(name, None)
-
-
-def _attention_of(module: Any) -> str:
-    """Return the attention that the module's config names."""
-    name: str = module.config._attn_implementation
-    return name
 
 
 def patch(
