@@ -9,7 +9,18 @@ from typing import Annotated, Any
 import typer
 
 from pasa.eval import output
-from pasa.eval.options import NOTHING_KEPT, Json, deliver, finish, integer, integers, stages, stoppable, words
+from pasa.eval.options import (
+    NOTHING_KEPT,
+    Json,
+    deliver,
+    finish,
+    integer,
+    integers,
+    needs_models,
+    stages,
+    stoppable,
+    words,
+)
 
 bench = typer.Typer(help="Benchmarks.", no_args_is_help=True)
 
@@ -132,6 +143,7 @@ def model(
     rounds: Annotated[int, typer.Option(parser=integer, metavar="N", help="Rounds that are counted.")] = 3,
 ) -> None:
     """Prefill, decode and memory of a whole model with random weights, by its attention."""
+    needs_models("bench model")
     from pasa.eval.longbench import throughput
     from pasa.eval.rmse.report import show
     from pasa.eval.speed.report import markdown
@@ -160,6 +172,7 @@ def video(
     rounds: Annotated[int, typer.Option(parser=integer, metavar="N", help="Turns of each way to attend.")] = 3,
 ) -> None:
     """Time a denoising step of the full-size video UNet on a CUDA device; exit 1 if PASA is slower or farther off."""
+    needs_models("bench video")
     from pasa.eval.video import step, step_report
 
     with output.progress_bar("bench video") as progress:
@@ -210,6 +223,7 @@ def watch(
     turns: Annotated[int, typer.Option(parser=integer, metavar="N", help="Of each case, with and without.")] = 15,
 ) -> None:
     """What pasa.watch costs on a CUDA device; exit 1 if a count or an output is wrong, or a model pays 2 % or more."""
+    needs_models("bench watch")
     from pasa.eval.watching import report, run
 
     with output.progress_bar("bench watch") as progress:

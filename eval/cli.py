@@ -13,7 +13,8 @@ EXTRAS = {
     "triton": "triton",
 }
 BAD_INPUT = 2
-EXPECTED = (ValueError, TypeError, NotImplementedError, OSError)  # what the library raises for what a user gave it
+EXPECTED = (ValueError, TypeError, NotImplementedError, OSError, ImportError)
+"""What the library raises for what a user gave it, or has installed."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -10,7 +10,7 @@ import typer
 from pasa.eval import output
 from pasa.eval.benchmarks import bench
 from pasa.eval.evaluate import evaluate
-from pasa.eval.options import Json, at_least_one, deliver, integer, probability, stages
+from pasa.eval.options import Json, at_least_one, deliver, integer, needs_models, probability, stages
 
 app = typer.Typer(
     help="FP16 attention that cannot overflow: checks, tables, benchmarks and a demonstration.",
@@ -60,6 +60,7 @@ def demo(
     ] = None,
 ) -> None:
     """Rescue a language model that FP16 attention cannot run; exit 1 if PASA does not reproduce FP32."""
+    needs_models("demo")
     from pasa.eval.rescue import run as module
 
     with output.progress_bar("demo") as progress:
@@ -92,6 +93,7 @@ def diagnose(
     dtype: Annotated[str | None, typer.Option(help="Of the model: float16 or float32.")] = None,
 ) -> None:
     """Where a model's attention leaves FP16, head by head, and why; exit 1 if PASA breaks what the model computes."""
+    needs_models("diagnose")
     from pasa.eval.diagnose import report, run
 
     with output.progress_bar("diagnose") as progress:
@@ -143,6 +145,8 @@ def predict(
     auto: Annotated[bool, typer.Option("--auto", help='policy="auto" on the built-in language model.')] = False,
 ) -> None:
     """Which heads can overflow, from the weights alone; exit 1 if a proven bound or a check fails."""
+    if not paper_tables:
+        needs_models("predict")
     from pasa.eval.predict import auto as policy
     from pasa.eval.predict import paper, report, run
     from pasa.eval.predict import soundness as checks

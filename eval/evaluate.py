@@ -8,7 +8,18 @@ from typing import Annotated
 import typer
 
 from pasa.eval import output
-from pasa.eval.options import NOTHING_KEPT, Json, deliver, finish, integer, integers, stages, stoppable, words
+from pasa.eval.options import (
+    NOTHING_KEPT,
+    Json,
+    deliver,
+    finish,
+    integer,
+    integers,
+    needs_models,
+    stages,
+    stoppable,
+    words,
+)
 
 evaluate = typer.Typer(help="Whole models, with and without PASA; bias of rounding.", no_args_is_help=True)
 
@@ -30,6 +41,7 @@ def video(
     offload: Annotated[bool, typer.Option("--offload", help="Model offload and forward chunking.")] = False,
 ) -> None:
     """A video in FP32, in FP16 and in FP16 with PASA, frame by frame; exit 1 if PASA breaks it."""
+    needs_models("eval video")
     from pasa.eval.video import clip, report, run
 
     with output.progress_bar("eval video") as progress:
@@ -93,6 +105,7 @@ def longbench(
     ] = 1,
 ) -> None:
     """LongBench by precision; exit 1 if PASA breaks an answer or, on the built-in overflowing model, leaves FP32's."""
+    needs_models("eval longbench")
     from pasa.eval.longbench import report, run
 
     with stoppable(GOES_ON if output_dir else NOTHING_KEPT), output.progress_bar("eval longbench") as progress:
@@ -136,6 +149,7 @@ def ppl(
     half: Half = None,
 ) -> None:
     """Perplexity of a long text in several precisions; exit 1 if PASA leaves FP32's."""
+    needs_models("eval ppl")
     from pasa.eval.perplexity import report, run
 
     with stoppable(NOTHING_KEPT), output.progress_bar("eval ppl") as progress:
@@ -175,6 +189,7 @@ def fp8(
     quick: Annotated[bool, typer.Option("--quick", help="Synthetic weights alone.")] = False,
 ) -> None:
     """FP8 scale factors of logits in transients of training; exit 1 if those from the weights overflow."""
+    needs_models("eval fp8")
     from pasa.eval.fp8_scaling import report, run
 
     with output.progress_bar("eval fp8") as progress:
@@ -212,6 +227,7 @@ def zoo(
     jobs: Annotated[int, typer.Option(parser=integer, metavar="N", help="Processes at once.")] = 2,
 ) -> None:
     """Every architecture of transformers and diffusers, small, patched against unpatched; exit 1 if one is wrong."""
+    needs_models("eval zoo")
     from pasa.eval.zoo import report, run
 
     kept = None if output_dir is None else output_dir / run.KEPT

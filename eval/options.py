@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -12,6 +12,22 @@ import typer
 from rich.console import Console
 
 from pasa.eval import output
+from pasa.patching.versions import check_transformers
+
+TRANSFORMERS = (5, 0)
+"""First version that the commands which build or load models are for; setup.py asks for it, in the extra `eval`."""
+
+
+def needs_models(command: str) -> None:
+    """Refuse an older transformers by name, before a command fails in the middle of something.
+
+    Raises
+    ------
+    ImportError
+        The installed version is older.
+    """
+    with suppress(ModuleNotFoundError):  # of which the command itself says what to install
+        check_transformers(f"pasa {command}", TRANSFORMERS)
 
 
 def json_target(target: str | None) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any
@@ -12,7 +13,8 @@ from torch import Tensor
 from pasa.ops import dispatch, library
 from pasa.ops.attention.watch import FIELDS, STRIDE, sample
 from pasa.patching import components_of
-from pasa.patching.onlookers import BINDING, Onlookers, patched_modules
+from pasa.patching.handle import first_names
+from pasa.patching.onlookers import BINDING, Onlookers, patched_modules, removed_modules
 
 ENOUGH_ROWS = 300  # of a report: a count of 0 then excludes a share of 1 % (95 %, see `WatchReport._doubt`)
 
@@ -193,7 +195,7 @@ def watch(model_or_pipeline: object) -> Watch:
     Raises
     ------
     ValueError
-        No module of the model is patched.
+        No module of the model is patched, or PASA was taken out of all of them; of some, it warns.
     NotImplementedError
         The model is patched with ``context_parallel``.
     TypeError
@@ -215,7 +217,8 @@ def watch(model_or_pipeline: object) -> Watch:
       model.layers.1.self_attn     6 ...
       total                       12 ...
     """
-    found = list(patched_modules(components_of(model_or_pipeline)))
+    components = components_of(model_or_pipeline)
+    found = list(patched_modules(components))
     if not found:
         from pasa.patching import auto  # here, as only this case needs what it imports
 
@@ -226,4 +229,19 @@ def watch(model_or_pipeline: object) -> Watch:
         )
     if any(getattr(module.__dict__.get(BINDING), "context_parallel", None) is not None for _, module, _ in found):
         raise NotImplementedError("watch: scores cannot be watched with context_parallel")
+    _check_in_force(len(found), removed_modules(components), type(model_or_pipeline).__name__)
     return Watch(found)
+
+
+def _check_in_force(patched: int, removed: dict[str, str], model: str) -> None:
+    """Refuse a model from which PASA was taken out, and warn of modules from which it was."""
+    if not removed:
+        return
+    reason, advice = next(iter(removed.values())), "call unpatch(), then patch again"
+    if len(removed) == patched:
+        raise ValueError(f"watch: no module of {model} runs PASA any more ({reason}); {advice}")
+    warnings.warn(
+        f"watch: {len(removed)} of {patched} patched modules do not run PASA any more and are not counted "
+        f"({first_names(list(removed))}: {reason}); {advice}",
+        stacklevel=3,
+    )

@@ -61,8 +61,10 @@ def patch_pipeline(
     Returns
     -------
     PatchHandle
-        Undo with ``handle.unpatch()`` or a ``with`` block; ``handle.report()`` tells what was patched.
-        Patching twice with the same settings returns the handle that is already in force.
+        Undo with ``handle.unpatch()``, at once, or with a ``with`` block; ``handle.report()`` tells what was patched.
+        Patching twice with the same settings returns the handle that is already in force. Of nested ``with`` blocks of
+        one handle, the outermost undoes the patch. Where ``set_attn_implementation`` has taken PASA out, patching again
+        gives a new handle, which restores the attention that was set last.
 
     Notes
     -----
@@ -79,7 +81,7 @@ def patch_pipeline(
         ``policy="auto"`` for an architecture whose weights are not understood, named; ``context_parallel`` for a
         diffusers model; a transformers module that needs what PASA has not (soft-capped scores, attention sinks, a
         position bias), named; a diffusers model none of whose processors PASA can stand in for, named with the
-        processor; a model none of whose attention can be reached.
+        processor; a model none of whose attention can be reached; a `backend` that cannot run on this machine.
     ValueError
         Some of the modules are already patched with other settings, or ``"auto"`` would patch none of them; an unknown
         policy name; another policy than ``"all"`` with ``context_parallel``; an unknown backend.
@@ -100,8 +102,7 @@ def patch_pipeline(
     """
     _check_policy(policy)
     check_switches(False, False, backend)
-    if backend is not None and backend not in registry.BACKENDS:  # now, and not in the middle of a generation
-        raise ValueError(f"backend={backend!r} is not registered; registered: {sorted(registry.BACKENDS)}")
+    _check_backend(backend)
     checked_config(config)
     if context_parallel is not None and policy != "all":  # a module left as it is would see its own shard alone
         raise ValueError(f'context_parallel shares the prompt of every module: policy must be "all", got {policy!r}')
@@ -163,6 +164,21 @@ def components_of(model_or_pipeline: object) -> Mapping[str, torch.nn.Module]:
             f"expected a model or pipeline of transformers or diffusers, got {type(model_or_pipeline).__name__}"
         )
     return {"": root}
+
+
+def _check_backend(backend: str | None) -> None:
+    """Now, and not in the middle of a generation; by the machine's devices, as the model may be moved later."""
+    if backend is None:
+        return
+    if backend not in registry.BACKENDS:
+        raise ValueError(f"backend={backend!r} is not registered; registered: {sorted(registry.BACKENDS)}")
+    found = registry.BACKENDS[backend]
+    why = found.missing() or found.replaced()
+    if why is not None:
+        raise NotImplementedError(
+            f"patch_pipeline: backend={backend!r} cannot run on this machine: {why}; leave backend out, and each call "
+            "chooses one that can"
+        )
 
 
 def _check_ring(group: object, config: PasaConfig | None) -> None:

@@ -11,7 +11,7 @@ import weakref
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -27,7 +27,7 @@ from pasa.patching.diffusers_selection import (
     select_modules,
     width_note,
 )
-from pasa.patching.handle import PatchHandle, PatchReport
+from pasa.patching.handle import PatchHandle, PatchReport, already_patched
 from pasa.patching.onlookers import BINDING, Onlookers
 
 if TYPE_CHECKING:
@@ -37,12 +37,19 @@ if TYPE_CHECKING:
 _LIVE: weakref.WeakSet[_Patch] = weakref.WeakSet()
 
 
+class Settings(NamedTuple):
+    """What a patch was asked for."""
+
+    config: PasaConfig | None
+    backend: str | None
+
+
 @dataclass(eq=False)
 class _Patch:
     """What one handle changed; alive as long as the patched modules are, whose processors hold it."""
 
-    settings: tuple[PasaConfig | None, str | None]
-    modules: frozenset[torch.nn.Module]  # of all components, those of transformers too
+    settings: Settings
+    modules: Modules  # of all components, those of transformers too
     names: dict[torch.nn.Module, str]  # of those with a processor
     processors: dict[torch.nn.Module, Any] = field(default_factory=dict)  # ours
     encoders: dict[str, PatchHandle] = field(default_factory=dict)
@@ -82,6 +89,10 @@ class Binding:
     patch: _Patch
     onlookers: Onlookers
 
+    def replacement(self, module: Any) -> str | None:
+        """Return what the module runs instead of PASA; None where it runs PASA."""
+        return None if _in_place(module, module.processor) else _replacement(module, module.processor)
+
 
 def patch(root: Any, *, policy: Policy, config: PasaConfig | None, backend: str | None) -> PatchHandle:
     """Patch every attention module of a pipeline or model that `policy` selects; see :func:`pasa.patch_pipeline`."""
@@ -90,14 +101,15 @@ def patch(root: Any, *, policy: Policy, config: PasaConfig | None, backend: str 
     encoders, left = select_encoders(components, policy)
     chosen = selected | {name: module for modules in encoders.values() for name, module in modules.items()}
     skipped += left
-    found = _handle_in_force(chosen, (config, backend))
+    settings = Settings(config, backend)
+    found = _handle_in_force(chosen, settings)
     if found is not None:
         return found
     if not chosen:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in skipped[:3]) or "no attention module found"
         raise NotImplementedError(f"patch_pipeline: nothing to patch in {type(root).__name__} ({reasons})")
     _refuse_patched_encoders(encoders)
-    record = _Patch((config, backend), frozenset(chosen.values()), {module: name for name, module in selected.items()})
+    record = _Patch(settings, chosen, {module: name for name, module in selected.items()})
     with ExitStack() as undo:
         undo.callback(_LIVE.discard, record)
         for name in encoders:
@@ -110,28 +122,31 @@ def patch(root: Any, *, policy: Policy, config: PasaConfig | None, backend: str 
     return record.handle
 
 
-def _handle_in_force(chosen: Modules, settings: tuple[PasaConfig | None, str | None]) -> PatchHandle | None:
+def _handle_in_force(chosen: Modules, settings: Settings) -> PatchHandle | None:
     """Return the handle that already patches exactly these modules this way; None where none is patched.
 
     Raises
     ------
     ValueError
-        Some are patched, but not all, or with other settings; a patched one has been given another processor or
-        backend since; or the model is a copy of a patched one.
+        Some are patched, but not all, or with other settings; a patched one has been given another processor,
+        backend or attention since; or the model is a copy of a patched one.
     """
     modules = frozenset(chosen.values())
     for record in list(_LIVE):
-        if modules.isdisjoint(record.modules):
+        if modules.isdisjoint(record.modules.values()):
             continue
-        if modules != record.modules or settings != record.settings:
-            raise ValueError(
-                f"patch_pipeline: already patched with config={record.settings[0]!r}, backend={record.settings[1]!r} "
-                f"on {len(record.modules)} modules; call unpatch() on that handle first"
-            )
+        if modules != set(record.modules.values()) or settings != record.settings:
+            raise already_patched(record.modules, record.settings._asdict(), chosen, settings._asdict())
         for name, module in chosen.items():
             if module in record.processors and not _in_place(module, record.processors[module]):
                 raise ValueError(
                     f"patch_pipeline: {name} was given another processor or backend after it was patched; "
+                    "call unpatch() on that handle first"
+                )
+        for component, encoder in record.encoders.items():
+            for name, reason in encoder.find_removed().items():
+                raise ValueError(
+                    f"patch_pipeline: {join(component, name)} was patched, and {reason}; "
                     "call unpatch() on that handle first"
                 )
         return record.handle

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
+
     from pasa.patching.guard import Guard
 
 
@@ -34,6 +36,8 @@ class PatchReport:
         their dtype, head dimension and options without a mask. In brackets: why a preferred backend does not.
     removed : tuple of (str, str)
         Names of modules that were patched and no longer run PASA, each with what runs there instead.
+    undone : bool
+        Whether the patch was undone; all that it had patched is listed as removed then.
     """
 
     host: str
@@ -43,6 +47,7 @@ class PatchReport:
     alarms: tuple[tuple[str, str], ...] = ()
     serves: tuple[tuple[str, str], ...] = ()
     removed: tuple[tuple[str, str], ...] = ()
+    undone: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain containers, ready for JSON."""
@@ -50,7 +55,8 @@ class PatchReport:
 
     def __str__(self) -> str:
         total = len(self.patched) + len(self.skipped) + len(self.removed)
-        lines = [f"{self.host}: {len(self.patched)} of {total} attention modules run PASA"]
+        count = f"{len(self.patched)} of {total} attention modules run PASA"
+        lines = [f"{self.host}: the patch is undone, {count} by it" if self.undone else f"{self.host}: {count}"]
         lines += [f"  patched  {name}" for name in self.patched]
         lines += [f"  REMOVED  {name}: {reason}" for name, reason in self.removed]
         lines += [f"  skipped  {name}: {reason}" for name, reason in self.skipped]
@@ -61,7 +67,7 @@ class PatchReport:
 
 
 class PatchHandle:
-    """A patch that is in force; undone by :meth:`unpatch` or by leaving a ``with`` block.
+    """A patch that is in force; undone by :meth:`unpatch`, at once, or by leaving the outermost ``with`` block.
 
     Parameters
     ----------
@@ -94,15 +100,16 @@ class PatchHandle:
         self._undo: Callable[[], None] | None = undo
         self.find_removed = find_removed
         self._warned = False
+        self._blocks = 0  # `with` blocks that have been entered and not left
         self._guard: Guard | None = None
 
     @property
     def active(self) -> bool:
-        """True until :meth:`unpatch` was called."""
+        """True until the patch is undone."""
         return self._undo is not None
 
     def unpatch(self) -> None:
-        """Give the model its own attention back, bit for bit; calling it again does nothing."""
+        """Give the model its own attention back, bit for bit, inside a ``with`` block too; again, it does nothing."""
         undo, self._undo = self._undo, None
         if undo is not None:
             if self._guard is not None:
@@ -110,20 +117,25 @@ class PatchHandle:
             undo()
 
     def report(self) -> PatchReport:
-        """Return what is patched and what was skipped, with the reasons; it stays readable after `unpatch`.
+        """Return what is patched and what was skipped, with the reasons.
 
+        Of a patch that is undone, the report says so, and lists as removed what had been patched.
         Modules from which somebody has taken PASA out since (`set_attn_implementation`, `fuse_qkv_projections`,
         `set_attention_slice`, `set_attention_backend`) are listed as removed, with a warning the first time.
         With a guard, this waits for the device, to read what it has counted; modules that another handle has patched
         since are not called skipped.
         """
         report, removed = self._report, self.check_removed()
+        if not self.active:
+            gone = tuple((name, "the patch is undone") for name in report.patched)
+            alarms = () if self._guard is None else self._guard.alarms()
+            return replace(report, patched=(), removed=gone, notes=(), serves=(), alarms=alarms, undone=True)
         if removed:
             kept = tuple(name for name in report.patched if name not in removed)
             report = replace(report, patched=kept, removed=tuple(removed.items()))
         if self._guard is None:
             return report
-        since = self._guard.patched() if self.active else ()
+        since = self._guard.patched()
         return replace(
             report,
             patched=report.patched + since,
@@ -161,13 +173,49 @@ class PatchHandle:
         return self._guard is not None
 
     def __enter__(self) -> PatchHandle:
+        self._blocks += 1
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.unpatch()
+        self._blocks -= 1
+        if self._blocks == 0:
+            self.unpatch()
 
     def __repr__(self) -> str:
         state = "active" if self.active else "undone"
         return f"<PatchHandle {state}: {self._report.host}, {len(self._report.patched)} modules>"
+
+
+def already_patched(
+    patched: Mapping[str, torch.nn.Module],
+    in_force: Mapping[str, object],
+    selected: Mapping[str, torch.nn.Module],
+    asked: Mapping[str, object],
+) -> ValueError:
+    """Return the error for a call that would patch otherwise what is patched; it says what differs.
+
+    Parameters
+    ----------
+    patched, selected : mapping of str to torch.nn.Module
+        Modules by name: of the patch in force, and those that the call selects.
+    in_force, asked : mapping of str to object
+        Settings by name: of the patch in force, and of the call.
+    """
+    changed = [name for name in asked if asked[name] != in_force[name]]
+    differs = [f"{name}={asked[name]!r} instead of {in_force[name]!r}" for name in changed]
+    before, now = set(patched.values()), set(selected.values())
+    added = [name for name, module in selected.items() if module not in before]
+    left = [name for name, module in patched.items() if module not in now]
+    differs += [f"{first_names(names)} {how}" for names, how in ((added, "added"), (left, "left out")) if names]
+    return ValueError(
+        f"patch_pipeline: already patched (modules: {len(patched)}), and this call differs ({'; '.join(differs)}); "
+        "call unpatch() on that handle first"
+    )
+
+
+def first_names(names: Sequence[str]) -> str:
+    """Return a few of the names, and how many more there are."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more

@@ -42,12 +42,23 @@ def patched_modules(
     components: Mapping[str, torch.nn.Module],
 ) -> Iterator[tuple[str, torch.nn.Module, Onlookers]]:
     """The patched modules of models, with the names that a patch report gives them."""
+    for name, module, binding in _bindings(components):
+        yield name, module, binding.onlookers
+
+
+def removed_modules(components: Mapping[str, torch.nn.Module]) -> dict[str, str]:
+    """The patched modules of models that no longer run PASA, each with what runs there instead."""
+    found = ((name, binding.replacement(module)) for name, module, binding in _bindings(components))
+    return {name: replacement for name, replacement in found if replacement is not None}
+
+
+def _bindings(components: Mapping[str, torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Module, Any]]:
     for component, model in components.items():
         for path, module in model.named_modules():
             for holder in (module, getattr(module, "processor", None)):
                 binding = _binding(holder)
                 if binding is not None:
-                    yield ".".join(part for part in (component, path) if part), module, binding.onlookers
+                    yield ".".join(part for part in (component, path) if part), module, binding
 
 
 def _binding(holder: object) -> Any:

@@ -18,7 +18,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
 from pasa.patching.copying import PatchedName, UncopiedHook
-from pasa.patching.handle import PatchHandle, PatchReport
+from pasa.patching.handle import PatchHandle, PatchReport, already_patched
 from pasa.patching.onlookers import BINDING
 from pasa.patching.transformers_attention import REFUSALS, Binding, make_interface
 from pasa.patching.transformers_masks import make_mask
@@ -80,7 +80,7 @@ class _Patch:
         return NAMES.get(original.attention, OTHER) + EXPLICIT * original.explicit_masks
 
     def apply(self) -> None:
-        """Register the names and point the configs at them; harmless when repeated."""
+        """Register the names and point the configs at them."""
         for original in self.originals:
             name, explicit = self.name(original), original.explicit_masks
             own_attention = make_interface(original.attention, explicit)
@@ -93,9 +93,9 @@ class _Patch:
     def removed(self) -> dict[str, str]:
         """Return the patched modules that no longer run PASA, each with what runs there instead."""
         return {
-            name: f"its config names the attention {str(attention)!r} now (set_attn_implementation)"
+            name: replacement
             for name, module in self.modules.items()
-            if (attention := _attention_of(module)) not in _OURS
+            if (replacement := Binding.replacement(module)) is not None
         }
 
     def before_forward(self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -125,12 +125,6 @@ class _Patch:
         for name in _OURS - used:
             AttentionInterface._global_mapping.pop(name, None)  # the class offers no way to unregister
             AttentionMaskInterface._global_mapping.pop(name, None)
-
-
-def _attention_of(module: Any) -> str:
-    """Return the attention that the module's config names."""
-    name: str = module.config._attn_implementation
-    return name
 
 
 def patch(
@@ -173,6 +167,8 @@ def is_patched(module: torch.nn.Module) -> bool:
 def _handle_in_force(selected: dict[str, torch.nn.Module], settings: Settings) -> PatchHandle | None:
     """Return the handle that already patches exactly these modules this way; None where none is patched.
 
+    A handle from whose modules PASA was taken out is undone: what the configs name now is to be restored later.
+
     Raises
     ------
     ValueError
@@ -182,14 +178,14 @@ def _handle_in_force(selected: dict[str, torch.nn.Module], settings: Settings) -
     for record in list(_LIVE):
         if modules.isdisjoint(record.modules.values()):
             continue
-        if modules == set(record.modules.values()) and settings == record.settings:
-            record.apply()  # the caller may have called set_attn_implementation in between
+        same = modules == set(record.modules.values()) and settings == record.settings
+        removed = record.removed()
+        if len(removed) == len(record.modules) or (same and removed):
+            record.handle.unpatch()
+        elif same:
             return record.handle
-        raise ValueError(
-            f"patch_pipeline: already patched with config={record.settings.config!r}, "
-            f"backend={record.settings.backend!r}, context_parallel={record.settings.context_parallel!r} "
-            f"on {len(record.modules)} modules; call unpatch() on that handle first"
-        )
+        else:
+            raise already_patched(record.modules, record.settings._asdict(), selected, settings._asdict())
     for module in modules:
         module.__dict__.pop(BINDING, None)  # of a shallow copy, whose patch was undone on the original
     return None
@@ -199,8 +195,10 @@ def _original_attention(root: torch.nn.Module, modules: Iterable[Any]) -> list[O
     """Return each distinct config of `modules` with the attention it had before any handle touched it."""
     originals = []
     for config in {id(module.config): module.config for module in modules}.values():
-        attention = _recorded_original(config) or config._attn_implementation
+        attention = config._attn_implementation
         if attention in _OURS:
+            attention = _recorded_original(config)
+        if attention is None:
             raise ValueError(
                 f"patch_pipeline: {type(config).__name__} comes from a patched model; "
                 "call set_attn_implementation first"

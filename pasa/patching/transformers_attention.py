@@ -68,6 +68,10 @@ REFUSALS = {
 """Keywords that change the result and are not supported; any keyword found nowhere here is refused as unknown."""
 
 
+PREFIX = "pasa"
+"""The names of all attention functions that a patch registers are this, or this and a "+" with more."""
+
+
 @dataclass(frozen=True)
 class Binding(Uncopied):
     """What a patched module runs with, and the handle that will undo it."""
@@ -77,6 +81,14 @@ class Binding(Uncopied):
     handle: PatchHandle
     context_parallel: ProcessGroup | None = None
     onlookers: Onlookers = field(default_factory=Onlookers)
+
+    @staticmethod
+    def replacement(module: Any) -> str | None:
+        """Return what the module runs instead of PASA; None where it runs PASA."""
+        attention: str = module.config._attn_implementation
+        if attention.partition("+")[0] == PREFIX:
+            return None
+        return f"its config names the attention {attention!r} now (set_attn_implementation)"
 
 
 def make_interface(original: str, explicit_masks: bool) -> Interface:

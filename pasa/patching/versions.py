@@ -10,8 +10,15 @@ OLDEST = (4, 54, 1)
 with this version and with the newest."""
 
 
-def check_transformers() -> None:
-    """Refuse a version of transformers that models cannot be patched in.
+def check_transformers(user: str = "patch_pipeline", oldest: tuple[int, ...] = OLDEST) -> None:
+    """Refuse a version of transformers that models cannot be patched in, or that is too old for a user of it.
+
+    Parameters
+    ----------
+    user : str, default "patch_pipeline"
+        Who needs the version; the message begins with it.
+    oldest : tuple of int
+        First version that will do.
 
     Raises
     ------
@@ -21,9 +28,9 @@ def check_transformers() -> None:
     import transformers
 
     numbers = tuple(map(int, re.findall(r"\d+", transformers.__version__)[:3]))
-    if numbers < OLDEST:
-        oldest = ".".join(map(str, OLDEST))
+    if numbers < oldest:
+        needed = ".".join(map(str, oldest))
         raise ImportError(
-            f"patch_pipeline needs transformers {oldest} or newer, and {transformers.__version__} is installed: "
-            f"pip install 'transformers>={oldest}'"
+            f"{user} needs transformers {needed} or newer, and {transformers.__version__} is installed: "
+            f"pip install 'transformers>={needed}'"
         )

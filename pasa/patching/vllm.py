@@ -1,7 +1,7 @@
 """An attention backend for vLLM's V1 engine, over `attention_paged` and `write_pages`.
 
-Tested against the interfaces of vLLM 0.14 to 0.33 (module `vllm.v1.attention.backend`), with their
-own classes and cache views (scripts/test_vllm.sh); not run inside an engine. In every process of
+Tested against the classes and cache views of vLLM 0.14, 0.28 to 0.31 and 0.33 (their modules
+`vllm.v1.attention.backend`, in scripts/test_vllm.sh); not run inside an engine. In every process of
 the engine, before a model is loaded (from an entry point `vllm.general_plugins`, say)::
 
     from pasa.patching import vllm
@@ -41,6 +41,9 @@ from pasa.ops.registry import BACKENDS
 from pasa.paged import attention_paged, write_pages
 
 NAME = "PasaAttentionBackend"
+
+TESTED = "vLLM 0.14, 0.28 to 0.31 and 0.33"
+"""What scripts/test_vllm.sh runs; README.md and CHANGELOG.md say the same."""
 
 
 def register() -> None:
@@ -171,7 +174,7 @@ def split_cache(kv_cache: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
     Raises
     ------
     NotImplementedError
-        For a cache of another shape than those of vLLM 0.14 to 0.33.
+        For a cache of another shape than those of the vLLM versions in `TESTED`.
     """
     if kv_cache.dim() == 5 and kv_cache.shape[0] == 2 and kv_cache.shape[-1] == head_dim:
         return kv_cache[0], kv_cache[1]
@@ -180,7 +183,7 @@ def split_cache(kv_cache: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
         return keys, values
     raise NotImplementedError(
         f"kv_cache {tuple(kv_cache.shape)} is neither (2, pages, slots, Hkv, {head_dim}) nor (pages, Hkv, slots, "
-        f"{2 * head_dim}), the caches of vLLM 0.14 to 0.33; {_version()} is installed"
+        f"{2 * head_dim}), the caches of {TESTED}; {_version()} is installed"
     )
 
 
@@ -196,7 +199,7 @@ def _refuse_unknown(parts: dict[str, type]) -> None:
     lacking = [f"{name}.{method}" for name, part in parts.items() for method in sorted(part.__abstractmethods__)]  # type: ignore[attr-defined]
     if lacking:
         raise NotImplementedError(
-            f"pasa's attention backend is made for vLLM 0.14 to 0.33; {_version()} also asks for {', '.join(lacking)}"
+            f"pasa's attention backend is tested with {TESTED}; {_version()} also asks for {', '.join(lacking)}"
         )
 
 
@@ -227,7 +230,7 @@ def backend_class() -> type:
     chooses_shape = hasattr(v1.AttentionBackend, "get_kv_cache_shape")
     if not chooses_shape and not hasattr(v1.AttentionBackend, "supported_kv_cache_layouts"):
         raise NotImplementedError(
-            f"pasa's attention backend is made for vLLM 0.14 to 0.33; {_version()} has caches of another kind"
+            f"pasa's attention backend is tested with {TESTED}; {_version()} has caches of another kind"
         )
 
     class Backend(v1.AttentionBackend):  # type: ignore[misc]

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from pasa.eval import cli, doctor
 from pasa.eval.commands import app
+from pasa.eval.options import TRANSFORMERS
 from pasa.ops import envs
 from pasa.ops.attention import npu_backend
 
@@ -253,3 +254,40 @@ def test_gate_failure_is_exit_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.exit_code == 1
     assert "pasa-exact FAILS" in result.output
     assert "(a) nonfinite_share 1" in result.output
+
+
+BUILD_MODELS = "demo,diagnose,predict,eval video,eval longbench,eval ppl,eval fp8,eval zoo,bench model,bench video"
+
+
+@pytest.mark.parametrize("command", [*BUILD_MODELS.split(","), "bench watch"])
+def test_an_older_transformers_is_told_by_version(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Story: with 4.54.1, in which models can be patched, `pasa demo` died of "dtype is not JSON serializable"."""
+    monkeypatch.setattr("transformers.__version__", "4.54.1")
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(command.split())
+    assert stopped.value.code == 2
+    needs = "needs transformers 5.0 or newer, and 4.54.1 is installed: pip install 'transformers>=5.0'"
+    assert capsys.readouterr().err == f"pasa: pasa {command} {needs}\n"
+
+
+def test_no_transformers_is_told_by_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["demo"])
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err.startswith("pasa: transformers is not installed; run, in the checkout: pip install")
+
+
+def test_other_commands_do_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.__version__", "4.54.1")
+    for arguments in (["beta", "--json", "-"], ["predict", "--paper-tables", "--json", "-"]):
+        with pytest.raises(SystemExit) as stopped:
+            cli.main(arguments)
+        assert stopped.value.code == 0
+
+
+def test_setup_asks_for_the_transformers_that_the_commands_need() -> None:
+    text = (Path(cli.__file__).parents[1] / "setup.py").read_text("utf-8")
+    assert f'EVAL = [*EVAL, "transformers>={".".join(map(str, TRANSFORMERS))}"]' in text

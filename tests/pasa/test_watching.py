@@ -71,7 +71,7 @@ def test_counts_of_a_model_are_those_of_its_calls(qwen2, how):
         logits(qwen2, **how)
         logits(qwen2, **how)
     report = watched.report()
-    assert [layer.name for layer in report.layers] == list(handle.report().patched) == LAYERS
+    assert [layer.name for layer in report.layers] == [name for name, _ in handle.report().removed] == LAYERS
     assert len(seen.calls) == 4
     for number, layer in enumerate(report.layers):
         assert numbers(layer) == counted(seen.calls[number::2])
@@ -157,7 +157,7 @@ def test_diffusers_layers_have_the_names_of_the_report():
         with pasa.watch(unet) as watched, Seen() as seen:
             assert torch.equal(unet(*inputs).sample, expected)
     report = watched.report()
-    assert [layer.name for layer in report.layers] == list(handle.report().patched)
+    assert [layer.name for layer in report.layers] == [name for name, _ in handle.report().removed]
     assert sorted(map(numbers, report.layers)) == sorted(counted([call]) for call in seen.calls)
     assert report.total.rows > 10
 
@@ -293,3 +293,36 @@ def test_a_report_says_that_its_rows_are_too_few(sampled, said):
 def test_enough_rows_exclude_a_share_of_one_percent():
     assert (1 - 0.01) ** ENOUGH_ROWS <= 0.05
     assert "too few" not in str(WatchReport((LayerCounts("layer", ENOUGH_ROWS, 0, 0, 0, 0),), 10**6))
+
+
+def test_a_model_from_which_pasa_was_taken_out_is_refused(qwen2):
+    """Story: it was accepted, and the report said "0 of 0 rows sampled"."""
+    with pasa.patch_pipeline(qwen2):
+        qwen2.set_attn_implementation("eager")
+        with pytest.raises(
+            ValueError, match=r"no module of Qwen2ForCausalLM runs PASA any more .*'eager'.*patch again"
+        ):
+            pasa.watch(qwen2)
+
+
+def test_modules_from_which_pasa_was_taken_out_are_named():
+    """One of two models; the other is watched."""
+    pair = torch.nn.ModuleDict({name: hf.Qwen2ForCausalLM(hf.Qwen2Config(**QWEN2)).eval() for name in "ab"})
+    with pasa.patch_pipeline(pair):
+        pair["a"].set_attn_implementation("eager")
+        with pytest.warns(UserWarning, match=r"2 of 4 .* do not run PASA .*a.model.layers.0.self_attn, a.* 'eager'"):
+            watched = pasa.watch(pair)
+        with pytest.warns(UserWarning, match="2 of 4 .* no longer run PASA"):
+            logits(pair["b"])
+    report = watched.report()
+    assert [layer.rows > 0 for layer in report.layers] == [False, False, True, True]
+
+
+def test_a_processor_that_asks_for_another_backend_is_no_longer_watched():
+    sizes = {"num_attention_heads": 2, "attention_head_dim": 12, "in_channels": 4, "out_channels": 4}
+    model = diffusers.WanTransformer3DModel(**sizes, text_dim=16, freq_dim=32, ffn_dim=32, num_layers=1).eval()
+    with pasa.patch_pipeline(model):
+        pasa.watch(model).unwatch()
+        model.set_attention_backend("native")
+        with pytest.raises(ValueError, match=r"runs PASA any more .*backend 'native'"):
+            pasa.watch(model)

@@ -44,3 +44,29 @@ def test_anything_else_is_a_type_error(thing):
 def test_importing_the_package_loads_no_host_library():
     code = "import sys, pasa.patching; sys.exit('transformers' in sys.modules or 'diffusers' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.fixture
+def machine_without_devices(monkeypatch):
+    """Nor is there an interpreter of kernels."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch, "npu", None, raising=False)
+
+
+def test_a_backend_that_cannot_run_on_the_machine_is_refused_at_patching(tiny, machine_without_devices):
+    """Story: the report said "serves all devices: triton", and the first forward raised."""
+    model = tiny("qwen2")
+    with pytest.raises(NotImplementedError, match=r"backend='triton' cannot run .* neither a CUDA .*leave backend out"):
+        pasa.patch_pipeline(model, backend="triton")
+    with pytest.raises(NotImplementedError, match=r"backend='npu' cannot run .*(torch_npu|NPU)"):
+        pasa.patch_pipeline(model, backend="npu")
+    assert model.config._attn_implementation == "eager"
+    pasa.patch_pipeline(model, backend="reference").unpatch()
+
+
+def test_a_model_can_be_patched_before_it_is_moved_to_the_gpu(tiny, machine_without_devices, monkeypatch):
+    """The devices of the machine count, and not where the weights lie."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    pasa.patch_pipeline(tiny("qwen2"), backend="triton").unpatch()

@@ -44,10 +44,11 @@ def test_another_attention_set_in_a_transformers_model(tiny, batch, first):
     assert dict(report.removed).keys() == {"model.layers.0.self_attn", "model.layers.1.self_attn"}
     assert "Qwen2ForCausalLM: 0 of 2 attention modules run PASA" in str(report)
     assert "REMOVED  model.layers.0.self_attn: its config names the attention 'sdpa' now" in str(report)
-    assert pasa.patch_pipeline(model) is handle
-    assert handle.report().removed == (), "patched again"
-    handle.unpatch()
-    assert model.config._attn_implementation == "eager"
+    again = pasa.patch_pipeline(model)
+    assert again.report().removed == (), "patched again"
+    again.unpatch()
+    assert model.config._attn_implementation == "sdpa", "what was set last"
+    model.set_attn_implementation("eager")
     with torch.no_grad():
         assert torch.equal(model(batch[0]).logits, expected)
 
@@ -77,7 +78,7 @@ def test_processors_that_diffusers_replaces(way):
     assert all(way in reason for _, reason in report.removed)
     assert "0 of 8 attention modules run PASA" in str(report)
     handle.unpatch()
-    assert len(handle.report().patched) == 8, "undone: what was patched"
+    assert len(handle.report().removed) == 8, "undone: what was patched"
 
 
 @diffusion
@@ -144,4 +145,6 @@ def test_an_encoder_of_a_pipeline(pipeline):
         pipeline.image_encoder.set_attn_implementation("eager")
         with pytest.warns(UserWarning, match="2 of 20 patched"):
             removed = dict(handle.report().removed)
+        with pytest.raises(ValueError, match=r"image_encoder\S+ was patched, and its config names .*'eager'.*unpatch"):
+            pasa.patch_pipeline(pipeline)
     assert all(name.startswith("image_encoder.vision_model") for name in removed)

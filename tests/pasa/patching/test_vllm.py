@@ -1,16 +1,18 @@
 """The vLLM adapter against a description of vLLM's V1 interfaces, written here.
 
-Described: vllm/v1/attention/backend.py and backends/registry.py of vLLM 0.14 to 0.33: abstract methods, the arguments
-that vLLM gives them, and the fields of CommonAttentionMetadata that a builder reads. Against vLLM's own classes:
-test_vllm_itself.py.
+Described: vllm/v1/attention/backend.py and backends/registry.py of vLLM 0.14, 0.28 to 0.31 and 0.33: abstract methods,
+the arguments that vLLM gives them, and the fields of CommonAttentionMetadata that a builder reads. Against vLLM's own
+classes: test_vllm_itself.py.
 """
 
 import abc
 import enum
 import importlib
 import inspect
+import re
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from pasa.patching import vllm as adapter
 from tests.pages import worst
 from tests.pasa.patching.vllm_step import Step
 
+ROOT = Path(__file__).parents[3]
 FORWARD = [
     "layer",
     "query",
@@ -194,7 +197,7 @@ def test_a_cache_of_another_shape_is_refused(vllm, shape):
     """vLLM 0.29 changed it, and a 5-dimensional look at the new cache would have read values as keys."""
     step = Step([40], [1])
     step.cache = torch.zeros(shape).half()
-    with pytest.raises(NotImplementedError, match=r"kv_cache \(.*\) is neither .* the caches of vLLM 0.14 to 0.33"):
+    with pytest.raises(NotImplementedError, match=rf"kv_cache \(.*\) is neither .* the caches of {adapter.TESTED}; "):
         step.run(torch.empty_like(step.q))
 
 
@@ -203,7 +206,7 @@ def test_an_interface_that_asks_for_more_is_refused(vllm, name):
     v1 = sys.modules["vllm.v1.attention.backend"]
     more = abc.ABCMeta(name, (getattr(v1, name),), {"new_duty": abc.abstractmethod(lambda self: None)})
     setattr(v1, name, more)
-    with pytest.raises(NotImplementedError, match=rf"made for vLLM 0.14 to 0.33; .* also asks for {name}.new_duty"):
+    with pytest.raises(NotImplementedError, match=rf"tested with {adapter.TESTED}; .* also asks for {name}.new_duty"):
         adapter.backend_class()
 
 
@@ -228,3 +231,13 @@ def test_quantised_outputs_and_mixed_masks_are_refused(vllm):
     step.common.causal = torch.ones(1, dtype=torch.bool)
     with pytest.raises(NotImplementedError, match="causal is a Tensor"):
         step.run(step.q)
+
+
+def test_the_versions_that_are_told_are_those_that_are_run():
+    """Story: the README named the versions that are tested, the errors a span of versions and the changelog another."""
+    (listed,) = re.findall(r"\|\| versions=\((.*)\)", (ROOT / "scripts" / "test_vllm.sh").read_text("utf-8"))
+    runs = [int(version.split(".")[1]) for version in listed.split()]
+    spans = re.findall(r"0\.(\d+)(?: to 0\.(\d+))?", adapter.TESTED)
+    assert [minor for low, high in spans for minor in range(int(low), int(high or low) + 1)] == runs
+    for file in ("README.md", "CHANGELOG.md", "pasa/patching/vllm.py"):
+        assert f"the classes and cache views of {adapter.TESTED}" in " ".join((ROOT / file).read_text("utf-8").split())
