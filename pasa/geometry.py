@@ -179,7 +179,7 @@ def _proven(
         naive = length * length_key
         paired = naive if rotary else torch.minimum(naive, score)
         proven = torch.maximum(proven, paired + moved * moved_key - naive)
-    return proven
+    return proven.nan_to_num(math.inf, posinf=math.inf)  # infinite less infinite: an epsilon of 0 bounds nothing
 
 
 def _constant_query(query: Projection, key: Projection) -> Tensor:

@@ -140,7 +140,7 @@ def pre_pass(job, tile, p, WIDTH: gl.constexpr):
 @gluon.jit
 def is_bounded(sm, job, tile, turn, WARPGROUPS: gl.constexpr):
     """Whether FP32 sums of the tile's scores are exact enough without a shift: by Cauchy and Schwarz no score passes
-    the product of the largest norms. NaN is not bounded."""
+    the product of the largest norms. A query with a NaN spoils its own row alone, whatever this says."""
     D: gl.constexpr = sm.q.shape[4]
     LANE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])

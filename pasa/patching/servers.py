@@ -34,7 +34,8 @@ def head_dim(module: Any) -> int | None:
         (module, ("inner_kv_dim", "inner_dim"), ("heads",)),
         (getattr(module, "config", None), ("hidden_size", "n_embd", "d_model"), ("num_attention_heads", "n_head")),
     ):
-        for name in ("head_dim", "attention_head_size"):
+        # latent attention's queries are wider than its config's `head_dim`, which is that of their rotated part
+        for name in ("qk_head_dim", "head_dim", "attention_head_size"):
             if isinstance(size := getattr(holder, name, None), int):
                 return size
         width, count = (_first(holder, names) for names in (widths, counts))

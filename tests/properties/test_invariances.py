@@ -187,16 +187,26 @@ def test_error_of_a_row_is_bounded_by_keys_that_it_sees(mode, name, bias):
     assert ((lse.double() - true.lse).abs() <= lse_bound)[~true.blind].all()
 
 
-@pytest.mark.parametrize("bias", [100.0, 1000.0])
+HOPELESS = {  # from which bias on FP32 attention errs by as much as values differ
+    "later keys of the block": 4096.0,
+    "small integers": 4096.0,
+    "documents": 4096.0,
+    "biased with all weight": 4096.0,
+    "less and less biased": 30000.0,
+    "more and more biased": 30000.0,
+}
+
+
+@pytest.mark.parametrize("bias", [100.0, 1000.0, 4096.0, 30000.0])
 @pytest.mark.parametrize("name", MASKED)
 def test_the_bound_of_a_row_says_something(name, bias):
-    """Story: from a bias of 1000 on the bound allowed half of the cases any mean of their values. FP32 attention errs
-    by 0.05 there at most, and now bounds what the first bound does not."""
+    """Story: from a bias of 1000 on the bound allowed half of the cases any mean of their values. An output of zeros
+    must fail, but where FP32 attention has no digit left."""
     case = MASKED[name](bias)
     true, _ = truth_of(case)
     bound, _ = allowed(case)
-    empty = (bound >= (true.high - true.low) / 2)[~true.blind]
-    assert empty.double().mean() <= 0.02
+    passes = (true.out.abs() <= bound).all(-1)[~true.blind].double().mean()
+    assert (passes > 0.05) == (bias >= HOPELESS.get(name, float("inf")))
 
 
 @EVERY

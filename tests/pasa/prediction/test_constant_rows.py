@@ -121,3 +121,11 @@ def test_constant_groups_stay_within_the_radius_of_a_group_norm(eps):
         x = torch.stack([torch.full((channels, positions), level) for level in LARGEST]).half()
         y = torch.nn.functional.group_norm(x, groups, eps=eps).double()
         assert y.norm(dim=1).max() <= group_radius(channels, positions, eps)
+
+
+def test_an_epsilon_of_zero_bounds_nothing():
+    """Story: infinite less infinite was NaN, and the verdict on the head "unlikely"."""
+    config = hf.GPT2Config(n_embd=64, n_layer=1, n_head=4, vocab_size=97, n_positions=128, layer_norm_epsilon=0.0)
+    for row in predict_overflow(hf.GPT2Model(config).half().eval()).rows:
+        assert row.proven == math.inf
+        assert row.verdict != "safe"
