@@ -372,6 +372,14 @@ KERNELS = [
 
 UNNOTICED = {  # what no test on a CPU can notice, with the reason; not run
     mutant(
+        "page anchors: the frame is the anchor of one page",
+        "ops/attention/paged_anchor_kernel.py",
+        "b_frame = tl.maximum(tl.minimum(b_low, b_high), tl.minimum(tl.maximum(b_low, b_high), b_third))",
+        "b_frame = tl.maximum(tl.minimum(b_low, b_high), tl.minimum(b_low, b_third))",
+        SAMPLES + "test_frame_of_pages_that_are_not_like_the_rest",
+        CORNERS + "test_one_of_the_pages_that_a_frame_is_taken_from",
+    ): "pages far from the frame are done again in FP64: a worse frame costs time, no digit",
+    mutant(
         "decoding: a NaN among squares is lost by their maximum",
         DECODE,
         "<= ANCHOR_LIMIT) & (tl.sum(b_square, 0) < INF)",

@@ -60,14 +60,6 @@ PAGED = [
         CORNERS + "test_anchors_of_pages_that_are_far_apart_and_weigh_alike",
     ),
     mutant(
-        "page anchors: the frame is the anchor of one page",
-        ANCHORS,
-        "b_frame = tl.maximum(tl.minimum(b_low, b_high), tl.minimum(tl.maximum(b_low, b_high), b_third))",
-        "b_frame = tl.maximum(tl.minimum(b_low, b_high), tl.minimum(b_low, b_third))",
-        SAMPLES + "test_frame_of_pages_that_are_not_like_the_rest",
-        CORNERS + "test_one_of_the_pages_that_a_frame_is_taken_from",
-    ),
-    mutant(
         "page anchors: the first turn is the last",
         ANCHORS,
         "for begin in range(o_split * BLOCK, whole, step * TURNS):",

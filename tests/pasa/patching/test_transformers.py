@@ -277,7 +277,7 @@ def test_report_names_the_backend_that_the_models_own_calls_get(tiny, monkeypatc
     wide = tiny("qwen2", head_dim=320)
     with pasa.patch_pipeline(wide) as handle:
         assert "head dim 320 is outside 1 to 256" in dict(handle.report().serves)["cuda"]
-    with pasa.patch_pipeline(tiny("deepseek_v3", qk_nope_head_dim=312)) as handle:  # its config's head_dim is 8
+    with pasa.patch_pipeline(tiny("deepseek_v3", qk_nope_head_dim=312, qk_head_dim=320)) as handle:  # head_dim is 8
         assert "head dim 320 is outside 1 to 256" in dict(handle.report().serves)["cuda"]
     with pasa.patch_pipeline(wide, config=pasa.PasaConfig(precision="partial"), backend="triton") as handle:
         assert dict(handle.report().serves)["cuda"].startswith("nobody (no backend can serve this call: triton: precis")
