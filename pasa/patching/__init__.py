@@ -205,7 +205,7 @@ def _check_policy(policy: Policy) -> None:
 
 
 def _is_pipeline(candidate: object) -> bool:
-    """Return whether this is a transformers pipeline, by the names of its base classes: transformers is not imported."""
+    """Return whether this is a transformers pipeline, by its classes' names; transformers is not imported."""
     return any(base.__module__ == "transformers.pipelines.base" for base in type(candidate).__mro__)
 
 

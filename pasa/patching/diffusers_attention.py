@@ -238,7 +238,7 @@ def make_dispatched(config: PasaConfig | None, backend: str | None, onlookers: O
 
 
 def dispatched_processor(processor: Any, member: AttentionBackendName) -> Any:
-    """Return a copy of the model's processor that asks the dispatcher for `member`: many modules may share the original."""
+    """Return a copy of the model's processor, whose original many modules may share, that asks for `member`."""
     twin = copy.copy(processor)
     twin._attention_backend = member
     return twin
