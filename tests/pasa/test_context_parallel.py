@@ -1,4 +1,4 @@
-"""Tests of `ring_attention` in 2 and 4 processes against `attention` in one: results, gradients, errors on all ranks."""
+"""Tests of `ring_attention` in 2 and 4 processes against `attention` in one: results, gradients, errors."""
 
 import pytest
 import torch
@@ -170,7 +170,7 @@ def diagnosed(q, k, v):
 
 
 def mixed_groups(rank, q):
-    """Run in a group of one rank, whose number differs from its number in the whole group."""
+    """Return the result in a group of one rank, and the error message of a rank that calls a group without it."""
     group = [dist.new_group([each]) for each in (0, 1)][rank]
     own = pasa.ring_attention(q, q, q, group=group, is_causal=True)
     try:
@@ -278,7 +278,7 @@ def test_biases_by_block_cost_no_digit(tmp_path):
             assert rmse(got, exact) <= 2**-11
 
 
-POISONED = 70  # index of a key of rank 0 that is NaN
+POISONED = 70  # index of a key and value of rank 0 that are made NaN or infinite
 
 
 def poisoned(rank):

@@ -31,7 +31,7 @@ IDS = torch.randint(0, 97, (2, 40), generator=torch.Generator().manual_seed(1))
 
 
 def randomise(model, scale=3.0, seed=0):
-    """Set weights, gains, norm shifts and biases of all attention layers to random values large enough to test bounds."""
+    """Set weights, gains, norm shifts and biases of all attention layers to large random values, to test bounds."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -75,7 +75,7 @@ class Side:
         levels = torch.arange(-1, 6, dtype=torch.float64)[:, None, None]
         size = torch.where(levels < 0, 0.0, (levels + 0.5) * step * (1 + 2**-10))
         worth = n.abs() / n.abs().amax(-1, keepdim=True)
-        worth = worth * torch.linspace(0.99, 1, self.d, dtype=torch.float64)  # breaks ties, so that not all equal elements are chosen at once
+        worth = worth * torch.linspace(0.99, 1, self.d, dtype=torch.float64)  # breaks ties between equal elements
         low, high = 1e-12, 1e12
 
         def at(price):

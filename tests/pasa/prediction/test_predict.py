@@ -125,7 +125,7 @@ def test_text_and_json(tiny):
 
 
 def saved(tiny, folder, name="qwen2", config=None, drop=(), change=None):
-    """Save a model in a folder, with entries dropped or changed as the arguments say, and return the folder."""
+    """Save a model in a folder, with a changed config and with tensors dropped or changed, to test refusals."""
     tiny(name).save_pretrained(folder)
     if config:
         path = folder / "config.json"
@@ -203,7 +203,7 @@ def test_missing_files_are_named(tiny, tmp_path):
         ("model.safetensors.index.json", "{}", "index.json has no weight_map"),
         ("model.safetensors.index.json", '{"weight_map": [1]}', "index.json has no weight_map"),
         ("model.safetensors", "", "not a whole safetensors file"),
-        ("model.safetensors", "\x01" * 8 + "{}", "not a whole safetensors file"),  # the header claims to have 2^56 bytes
+        ("model.safetensors", "\x01" * 8 + "{}", "not a whole safetensors file"),  # claims a header of 2^56 bytes
     ],
 )
 def test_files_that_are_not_what_they_are_called(name, text, message, tiny, tmp_path):
