@@ -14,7 +14,7 @@ from torch import Tensor
 from pasa.config import PasaConfig
 from pasa.ops import operands
 
-HEADS_FIRST, HEADS_LAST = ("HND", "BNSD"), ("NHD", "BSND")  # the field's names and CANN's
+HEADS_FIRST, HEADS_LAST = ("HND", "BNSD"), ("NHD", "BSND")  # the usual name, then CANN's name
 DEFAULT = PasaConfig()
 
 

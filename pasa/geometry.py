@@ -5,8 +5,9 @@ unscaled scores are q.k = (A n + a).(B n' + e). Here A and B are the projections
 hold the biases of the projections and the projected shift of the norm. Since |n| is bounded, so is q.k.
 
 The interaction norm and the bound of :mod:`pasa.concentration` are from S. M. Emadi, "Rank-Aware Spectral Bounds on
-Attention Logits for Stable Low-Precision Training". The paper does not treat gains, biases, centred norms, rounding,
-the worst rotation under rotary embeddings (of the constant part and of the probable bound), nor the certified norm.
+Attention Logits for Stable Low-Precision Training". The paper does not treat gains, biases, centred norms or rounding.
+It treats neither the worst rotation under rotary embeddings (of the constant part and of the probable bound) nor a
+certified norm.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class _Patch:
     settings: Settings
     modules: Modules  # of all components, also of transformers models
     names: dict[torch.nn.Module, str]  # of the modules with a processor
-    processors: dict[torch.nn.Module, Any] = field(default_factory=dict)  # ours
+    processors: dict[torch.nn.Module, Any] = field(default_factory=dict)  # PASA's processors
     encoders: dict[str, PatchHandle] = field(default_factory=dict)
     seen: dict[str, str] = field(default_factory=dict)  # modules whose last call ran without PASA, with the reason
     handle: PatchHandle = field(init=False)
@@ -90,7 +90,7 @@ class Binding:
     onlookers: Onlookers
 
     def replacement(self, module: Any) -> str | None:
-        """Return what the module runs instead of PASA; None where it runs PASA."""
+        """Return what the module runs instead of PASA; None if it runs PASA."""
         return None if _in_place(module, module.processor) else _replacement(module, module.processor)
 
 
@@ -123,13 +123,13 @@ def patch(root: Any, *, policy: Policy, config: PasaConfig | None, backend: str 
 
 
 def _handle_in_force(chosen: Modules, settings: Settings) -> PatchHandle | None:
-    """Return the handle that already patches exactly these modules this way; None where none is patched.
+    """Return the handle that already patches exactly these modules this way; None if none is patched.
 
     Raises
     ------
     ValueError
-        Some are patched, but not all, or with other settings; a patched one has been given another processor,
-        backend or attention since; or the model is a copy of a patched one.
+        Some of the modules are patched, but not all, or with other settings; or a patched module has been given
+        another processor, backend or attention since.
     """
     modules = frozenset(chosen.values())
     for record in list(_LIVE):

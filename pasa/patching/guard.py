@@ -39,8 +39,8 @@ class _Watched:
         self.name, self.layer, self.told = name, layer, False
         self._module = weakref.ref(module)  # weak, because the module's hooks hold this object
         self.longest: dict[str, Tensor] = {}
-        self.count: Tensor | None = None  # on the device
-        self.seen: Tensor | None = None  # on the host, one call behind
+        self.count: Tensor | None = None  # calls that were too long, on the device
+        self.seen: Tensor | None = None  # a copy of `count` on the host, one call behind
 
     @property
     def patched(self) -> bool:

@@ -96,7 +96,7 @@ class _Patch:
             own_mask = eager_mask if explicit else make_mask
             AttentionInterface.register(name, attend_shard if name == RING else own_attention)
             AttentionMaskInterface.register(name, check_mask if name == RING else own_mask)
-            # The property would also set all sub-configs.
+            # The public property would also set all sub-configs, so the internal attribute is set.
             original.config._attn_implementation_internal = PatchedName(name, original.attention)
 
     def removed(self) -> dict[str, str]:
@@ -132,7 +132,7 @@ class _Patch:
                 config._attn_implementation_internal = attention
         used = {patch.name(original) for patch in _LIVE for original in patch.originals}
         for name in _OURS - used:
-            AttentionInterface._global_mapping.pop(name, None)  # the class offers no way to unregister
+            AttentionInterface._global_mapping.pop(name, None)  # the class has no method to unregister a name
             AttentionMaskInterface._global_mapping.pop(name, None)
 
 

@@ -32,7 +32,7 @@ Interface = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
 INFORMATIVE = frozenset(
     {
-        "cache_position",  # already spent on the cache update and on the mask
+        "cache_position",  # already used for the cache update and the mask
         "deterministic",  # asks a flash kernel for a deterministic backward pass
         "grid_thw",  # image sizes, for layers other than attention
         "input_ids",  # for layers other than attention that look up tokens

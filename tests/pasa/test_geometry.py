@@ -96,7 +96,10 @@ def test_interaction_bound_holds_and_is_tight(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_naive_bound_holds_under_every_rotation(kind):
-    """The naive bound is attained by the longest q and the longest k, if a rotation makes them parallel."""
+    """The naive bound is above the product of the longest q and the longest k, which a rotation may make parallel.
+
+    It is never looser than the triangle inequality.
+    """
     bounds, (a, a0, b, b0) = bounds_of(kind)
     longest = []
     for linear, constant in ((a, a0), (b, b0)):
@@ -139,7 +142,7 @@ def test_certificate_covers_a_product_that_vanishes():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_probable_bound_holds_on_uniform_directions(kind):
-    """For inputs of uniform direction no score exceeds the probable bound, and all diagonal scores exceed `certain`.
+    """No score exceeds the probable bound for inputs of uniform direction, and all diagonal scores exceed `certain`.
 
     There are 64 tokens and 4 heads, with delta = 1e-3.
     """
