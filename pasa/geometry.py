@@ -36,8 +36,8 @@ class ScoreBounds:
         max |q.k| with q and k paired as the weights pair them. It is proven without rotary embeddings. With them it is
         the paper's empirical bound, which ignores the rotation between q and k.
     proven : Tensor
-        Proven bound on scores that are formed in FP16: the smaller of those two bounds that is proven, plus what
-        rounding can add, also in constant rows after a layer norm.
+        Proven bound on scores that are formed in FP16: the smaller proven bound of these two, plus what rounding can
+        add, also in constant rows after a layer norm.
     constant : Tensor
         Largest magnitude of the part a.e, which does not depend on the input, over all rotations of the rotary planes.
     probable : Tensor

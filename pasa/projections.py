@@ -21,8 +21,8 @@ class Norm:
         sqrt(d) for RMSNorm and LayerNorm. Outputs reach this length only if epsilon is negligible.
     gain, shift : Tensor (d,), optional
     centred : bool
-        True if the elements of n sum to zero (LayerNorm). The vector of ones is then orthogonal to n, so it is removed
-        from the projections.
+        True if the elements of n sum to zero (LayerNorm). The vector of ones is then orthogonal to n, so the
+        projections' component along it is removed.
     eps : float
         Epsilon of a centred norm, added to the variance.
     """

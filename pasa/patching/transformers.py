@@ -83,7 +83,7 @@ class _Patch:
     handle: PatchHandle = field(init=False)
 
     def name(self, original: Original) -> str:
-        """Return the name registered over `original`."""
+        """Return the name that PASA registers for a config whose attention was `original`."""
         if self.settings.context_parallel is not None:
             return RING
         return NAMES.get(original.attention, OTHER) + EXPLICIT * original.explicit_masks
