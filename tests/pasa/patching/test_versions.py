@@ -1,4 +1,4 @@
-"""transformers older than the oldest supported version is refused; docs and scripts name that same version."""
+"""transformers older than the oldest supported version is refused; setup.py and the scripts name that same version."""
 
 from __future__ import annotations
 
