@@ -1,7 +1,7 @@
 """FP16 attention that cannot overflow: PASA operators for Ascend NPUs, with an exact reference.
 
-Public names are resolved on first use. Importing the package registers the schema of
-``torch.ops.pasa.*`` with PyTorch and does nothing else: no device probe, no file, no output.
+Public names are resolved on first use. Importing the package only registers the schema of
+``torch.ops.pasa.*`` with PyTorch: it probes no device, writes no file and prints nothing.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import importlib
 import logging
 from typing import TYPE_CHECKING, Any
 
-# Not lazy: a later `import pasa.attention` would bind the module of that name over the function.
+# A later `import pasa.attention` would replace a lazy function by the module of that name, so these are not lazy.
 from pasa.attention import attention, attention_varlen, backends
 from pasa.paged import attention_paged, write_pages
 

@@ -1,4 +1,8 @@
-"""`attention` and `attention_varlen`: validate, normalise the layout, launch the operator, restore the layout."""
+"""`attention`, `attention_varlen` and `backends`.
+
+The attention functions validate their arguments, bring tensors to heads-first layout, call the operator, and restore
+the layout.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,10 @@ from pasa.ops import dispatch, library, registry
 
 
 class BackendStatus(NamedTuple):
-    """One line of `backends()`; `serves`: types of this machine's devices whose calls it gets if they name none."""
+    """One line of `backends()`: whether a backend can run on this machine, and why (not).
+
+    `serves` holds the device types of this machine whose calls the backend gets if they name no backend.
+    """
 
     name: str
     available: bool
@@ -30,7 +37,7 @@ class BackendStatus(NamedTuple):
 
 
 def backends() -> list[BackendStatus]:
-    """Every backend, whether it can serve on this machine, why (not), and what it serves, preferred ones first.
+    """Return every backend, preferred ones first: whether it can run here, why (not), and which devices it serves.
 
     Examples
     --------
@@ -91,54 +98,54 @@ def attention(
     config: PasaConfig | None = None,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Scaled dot-product attention in FP16 that cannot overflow.
+    """Compute scaled dot-product attention in FP16 that cannot overflow.
 
     Parameters
     ----------
     q : Tensor (B, Hq, Sq, D)
         FP16, BF16 or FP32; BF16 and FP32 are converted to FP16 inside.
     k, v : Tensor (B, Hkv, Skv, D)
-        Same dtype and device as q; Hq a multiple of Hkv (grouped queries by shape).
+        Same dtype and device as q. Hq is a multiple of Hkv (grouped-query attention).
     attn_mask : Tensor, optional
         Bool (True = keep), or FP16, BF16 or FP32 (added to the scaled scores), broadcastable to (B, Hq, Sq, Skv).
-        A float mask keeps its tiles in FP32. At scales above 2^57 its finite elements are clamped to FP32's largest
-        number less 2^46 times the scale, so that a sum with a score is finite.
+        Tiles with a float mask are kept in FP32. At scales above 2^57, finite elements of the mask are clamped to
+        FP32's largest number less 2^46 times the scale, so that their sum with a score is finite.
     is_causal : bool
-        Bottom-right aligned: query i sees keys up to i + Skv - Sq. Combines with `attn_mask`.
+        Causal mask, aligned bottom-right: query i sees keys up to i + Skv - Sq. It can be combined with `attn_mask`.
     scale : float, optional
-        2^-80 to 2^80; 1/sqrt(D) by default.
+        Factor of the scores, 2^-80 to 2^80; 1/sqrt(D) by default.
     tensor_layout : str
-        "HND" or "BNSD" as above; "NHD" or "BSND" for (B, S, H, D), of the output too.
+        "HND" or "BNSD": shapes as above. "NHD" or "BSND": inputs and output are (B, S, H, D).
     return_lse : bool
         Also return the log-sum-exp of every row.
     config : PasaConfig, optional
-        Arithmetic; the default is our exact recovery.
+        Arithmetic; by default the exact recovery.
     backend : str, optional
-        One of `backends()`; chosen by capability when None.
+        Name of one of `backends()`. When None, the preferred backend that can serve the call is chosen.
 
     Returns
     -------
     out : Tensor
         Shape, layout and dtype of q. A row that sees no key is 0.
     lse : Tensor (B, Hq, Sq), FP32, only with ``return_lse=True``
-        Natural logarithm; -inf for a row that sees no key.
+        Log-sum-exp in natural logarithm; -inf for a row that sees no key.
 
     Raises
     ------
     ValueError, TypeError
-        For tensors that do not fit together, an empty sequence, a mask that does not broadcast, a finite BF16 or
-        FP32 value beyond 65504: the message names the value. For a scale that FP16 does not hold in the shifting matrix
-        of recovery="paper".
+        Tensors do not fit together; a sequence is empty; a mask does not broadcast; a finite BF16 or FP32 value is
+        beyond 65504 (the message names the value); or FP16 cannot hold the scale in the shifting matrix of
+        recovery="paper".
     NotImplementedError
-        If no backend can serve the call, with every backend's reason.
+        No backend can serve the call. The message gives the reason of every backend.
 
     Notes
     -----
-    With the default config, finite inputs give a finite output that lies within [min, max] of its value column,
-    up to rounding. A NaN or infinity in a key or value reaches the rows that see it, as NaN, and no other; a NaN or
-    +inf in a float mask reaches its row.
-    Gradients of q, k, v and a float mask, through both results, are those of exact attention at the FP16 inputs; there
-    is no second derivative.
+    With the default config, finite inputs give a finite output. Up to rounding, each element lies between the smallest
+    and the largest value of its value column. A NaN or infinity in a key or value makes the rows that see it NaN, and
+    no other row. A NaN or +inf in a float mask makes its row NaN.
+    Gradients of q, k, v and a float mask, through both results, are those of exact attention at the FP16 inputs. Second
+    derivatives are not supported.
     Method: arXiv:2503.01873 and `pasa/ops/attention/README.md`.
 
     Examples
@@ -181,16 +188,17 @@ def attention_varlen(
     config: PasaConfig | None = None,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of packed sequences: tokens of sequence i are rows cu_seqlens[i] to cu_seqlens[i + 1].
+    """Compute attention of packed sequences: tokens of sequence i are rows cu_seqlens[i] to cu_seqlens[i + 1] - 1.
 
     Parameters
     ----------
     q : Tensor (Tq, Hq, D)
     k, v : Tensor (Tk, Hkv, D)
     cu_seqlens_q, cu_seqlens_k : Tensor (N + 1,), int32 or int64
-        Cumulative lengths from 0 to Tq and Tk. A sequence may be empty; one without keys gives 0 and LSE -inf.
+        Cumulative lengths from 0 to Tq and Tk. A sequence may be empty. Queries of a sequence without keys give 0 and
+        log-sum-exp -inf.
     max_seqlen_q, max_seqlen_k : int
-        Longest sequence; checked against the cumulative lengths.
+        Length of the longest sequence, or more; checked against the cumulative lengths.
     is_causal, scale, return_lse, config, backend
         As for `attention`.
 
@@ -202,7 +210,7 @@ def attention_varlen(
     Raises
     ------
     ValueError, TypeError, NotImplementedError
-        As for `attention`, and for cumulative lengths that do not describe the tensors.
+        As for `attention`, or the cumulative lengths do not fit the tensors.
 
     Examples
     --------

@@ -1,7 +1,7 @@
-"""Checks of arguments that public functions share: what does not fit is refused by name.
+"""Argument checks that public functions share; an error names the argument that is wrong.
 
-They are of Python's types and of layouts. Shapes, types and devices of tensors are checked by the operators
-(`pasa/ops/operands.py`), which a compiled program calls without these functions.
+These functions check Python types and layouts. Shapes, dtypes and devices of tensors are checked by the operators
+(`pasa/ops/operands.py`), because a compiled program calls the operators without these functions.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from torch import Tensor
 from pasa.config import PasaConfig
 from pasa.ops import operands
 
-HEADS_FIRST, HEADS_LAST = ("HND", "BNSD"), ("NHD", "BSND")  # the field's names and CANN's
+HEADS_FIRST, HEADS_LAST = ("HND", "BNSD"), ("NHD", "BSND")  # the usual name, then CANN's name
 DEFAULT = PasaConfig()
 
 
 def heads_last(tensor_layout: str) -> bool:
-    """Whether tokens come before heads, as the name of a layout says."""
+    """Return whether a layout of this name has tokens before heads; refuse unknown names."""
     if tensor_layout not in (*HEADS_FIRST, *HEADS_LAST):
         raise ValueError(f"tensor_layout={tensor_layout!r} is not one of {(*HEADS_FIRST, *HEADS_LAST)}")
     return tensor_layout in HEADS_LAST
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, rank: int) -> None:
-    """Check three tensors of so many dimensions, of one type and device."""
+    """Check that q, k and v are tensors of `rank` dimensions and of one dtype and device."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} is a {type(x).__name__}, not a Tensor")
@@ -34,13 +34,17 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, rank: int) -> None:
 
 
 def check_mask(attn_mask: Tensor | None) -> None:
-    """Check the type alone: the operator checks the rest, once layouts are told apart."""
+    """Check the mask's type only; the operator checks the rest, once the layout is known."""
     if attn_mask is not None and not isinstance(attn_mask, Tensor):
         raise TypeError(f"attn_mask is a {type(attn_mask).__name__}, not a Tensor")
 
 
 def check_lengths(name: str, cu_seqlens: Tensor, longest: int, q: Tensor) -> None:
-    """Form only: that they rise from 0 to the number of tokens is checked where their values are read."""
+    """Check dtype, shape and device of cumulative lengths, and that no sequence exceeds `longest`.
+
+    The operator checks that they rise from 0 to the number of tokens. While torch compiles, and on meta, their values
+    are not read here.
+    """
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
         found = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
         raise TypeError(f"cu_seqlens_{name} is {found}, not an int32 or int64 Tensor")
@@ -57,9 +61,13 @@ def check_lengths(name: str, cu_seqlens: Tensor, longest: int, q: Tensor) -> Non
 
 
 def checked_scale(scale: float | None, head_dim: int) -> float:
-    """|q.k| stays below 2^42, so a scale of at most 2^80 keeps scores within FP32, and its inverse keeps references."""
+    """Return the scale as a float, 1/sqrt(head_dim) for None; refuse a scale outside 2^-80 to 2^80.
+
+    |q.k| stays below 2^42, so a scale of at most 2^80 keeps scores within FP32. Its inverse, of at most 2^80 too, keeps
+    the references within FP32.
+    """
     if scale is None:
-        return float(head_dim**-0.5) if head_dim else 1.0  # the operator refuses heads without a dimension
+        return float(head_dim**-0.5) if head_dim else 1.0  # the operator refuses a head dimension of 0
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         raise TypeError(f"scale={scale!r} is a {type(scale).__name__}, not a number")
     if not 0 < scale < math.inf:
@@ -70,7 +78,7 @@ def checked_scale(scale: float | None, head_dim: int) -> float:
 
 
 def check_switches(is_causal: bool, return_lse: bool, backend: str | None) -> None:
-    """Types alone: whether there is such a backend, the registry knows."""
+    """Check the types of these arguments; the registry checks later that the backend exists."""
     for name, value in (("is_causal", is_causal), ("return_lse", return_lse)):
         if not isinstance(value, bool):
             raise TypeError(f"{name}={value!r} is a {type(value).__name__}, not a bool")
@@ -79,7 +87,7 @@ def check_switches(is_causal: bool, return_lse: bool, backend: str | None) -> No
 
 
 def checked_config(config: PasaConfig | None) -> PasaConfig:
-    """The default for None."""
+    """Return the config, or the default for None; refuse any other type."""
     if config is None:
         return DEFAULT
     if not isinstance(config, PasaConfig):

@@ -1,7 +1,7 @@
-"""How far below their worst case attention scores stay: the rank-aware concentration of scores, and FP8's scale.
+"""The rank-aware concentration of attention scores, which bounds them far below their worst case; and FP8's scale.
 
-S. M. Emadi, "Rank-Aware Spectral Bounds on Attention Logits for Stable Low-Precision Training": gamma, alpha and
-B_alpha are its equations (12), (13) and (8). :mod:`pasa.geometry` has the bounds that alpha is a part of.
+The source is S. M. Emadi, "Rank-Aware Spectral Bounds on Attention Logits for Stable Low-Precision Training": gamma,
+alpha and B_alpha are its equations (12), (13) and (8). :mod:`pasa.geometry` holds the bounds that contain alpha.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ import torch
 from pasa.ops.numerics.formats import FORMATS
 
 FP8_MARGIN = 0.8
-"""eta_fp8 of the paper's section 3.4: the part of E4M3's range that a predicted bound is mapped to."""
+"""The part of E4M3's range to which a predicted bound is mapped; eta_fp8 in the paper's section 3.4."""
 
 
 def typicality(head_dim: int, heads: int, seq_len: int, delta: float) -> float:
-    """gamma > 1 with gamma - 1 - ln(gamma) = (2/d_h) ln(2 N L / delta), equation (12).
+    """Return gamma > 1 with gamma - 1 - ln(gamma) = (2/d_h) ln(2 N L / delta), equation (12).
 
     Parameters
     ----------
     head_dim, heads, seq_len : int
-        d_h; N, the heads of all layers together; L.
+        d_h; N, the number of heads of all layers together; L.
     delta : float
-        Probability of overflow that is accepted, for the whole model.
+        Accepted probability of an overflow anywhere in the model.
     """
     _check(head_dim=head_dim, heads=heads, seq_len=seq_len, delta=delta)
     target = 2.0 / head_dim * math.log(2.0 * heads * seq_len / delta)
-    gamma = 1.0 + math.sqrt(2.0 * target) + target  # Laurent & Massart's bound: from above, so Newton's method descends
+    gamma = 1.0 + math.sqrt(2.0 * target) + target  # above the root (Laurent & Massart), so Newton's method descends
     while True:
         lower = gamma - (gamma - 1.0 - math.log(gamma) - target) / (1.0 - 1.0 / gamma)
         if gamma - lower <= 1e-12 * gamma:
@@ -38,24 +38,24 @@ def typicality(head_dim: int, heads: int, seq_len: int, delta: float) -> float:
 
 
 def minimum_alpha(hidden: int, head_dim: int, heads: int, seq_len: int, delta: float) -> float:
-    """alpha_min of equation (13): all |S| stay below alpha_min * B_max with probability 1 - delta.
+    """Return alpha_min of equation (13): all |S| stay below alpha_min * B_max with probability 1 - delta.
 
-    Holds for inputs whose directions are uniform on the sphere in `hidden` dimensions: an assumption about data, which
-    trained models meet only roughly.
+    This holds for inputs whose directions are uniform on the sphere in `hidden` dimensions. Trained models meet this
+    assumption about data only roughly.
     """
     gamma = typicality(head_dim, heads, seq_len, delta)
     return math.sqrt(2.0 * gamma * head_dim) / hidden * math.sqrt(math.log(4.0 * heads * seq_len**2 / delta))
 
 
 def concentration_gain(hidden: int, head_dim: int, gamma: float) -> float:
-    """How many times the exponent of a rank-aware tail is that of a rank-agnostic one: d / (gamma d_h)."""
+    """Return the ratio of the exponents of the rank-aware and the rank-agnostic tail bound: d / (gamma d_h)."""
     return hidden / (gamma * head_dim)
 
 
 def auto_alpha(slack: Sequence[float], *, quantile: float = 0.9999, kappa: float = 1.0) -> float:
-    """alpha from observed slack ratios max|S| / B_max: their quantile times kappa (section 3.5).
+    """Return alpha from observed slack ratios max|S| / B_max: their quantile times kappa (section 3.5).
 
-    No guarantee remains: it holds for data like those that were observed.
+    This alpha is not guaranteed: it holds only for data like those that were observed.
     """
     if not slack:
         raise ValueError("auto_alpha: no slack ratio was observed")
@@ -65,7 +65,7 @@ def auto_alpha(slack: Sequence[float], *, quantile: float = 0.9999, kappa: float
 
 
 def geometry_scale(bound: float, *, margin: float = FP8_MARGIN) -> float:
-    """What scores are divided by before they are rounded to E4M3, equation (15): bound / (margin * 448)."""
+    """Return the divisor of scores before they are rounded to E4M3, equation (15): bound / (margin * 448)."""
     return bound / (margin * FORMATS["fp8_e4m3"].max)
 
 

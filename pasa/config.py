@@ -1,4 +1,4 @@
-"""`PasaConfig`: which arithmetic attention runs in."""
+"""`PasaConfig` selects the arithmetic of attention."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pasa.ops.attention.options import AttentionOptions
 
 @dataclass(frozen=True)
 class PasaConfig(AttentionOptions):
-    """Arithmetic of an attention call; validates itself.
+    """The arithmetic of an attention call; its values are checked when it is made.
 
     Attributes
     ----------
@@ -19,30 +19,31 @@ class PasaConfig(AttentionOptions):
         "smooth_k" ("partial" after the mean of K over the sequence is removed).
     recovery : str
         For "pasa": "exact" (default) or "paper" (arXiv:2503.01873, Algorithm 1). "paper" can overflow. Its log-sum-exp
-        may be infinite, -inf even where a row has keys, and the output right: do not merge parts by it.
+        may be infinite although the output is right, even -inf for a row with keys. So do not merge parts by it.
     beta : float, optional
-        Share of the block mean that recovery="paper" removes, in [0, 1); solved for the rounded shifting matrix
-        when None. recovery="exact" has none to set.
+        Share of the block mean that recovery="paper" removes, in [0, 1). When None, it is solved for the rounded
+        shifting matrix. recovery="exact" has no beta.
     block_q, block_k : int
         Rows and keys of a tile, 1 to 65536.
     softmax : str
-        "safe"; "unbiased": rows whose weight two equal maxima share are rounded without one-sided error, of four and
-        eight those whose values lie in one binade; rows of three, five, six and seven keep most of theirs (up to 0.06
-        spacings; README, "Rounding without bias"), and so do all rows of head dims below 19. BF16 outputs by one
-        rounding; or "unbiased_paper":
-        arXiv:2510.04212 with beta = 2 and epsilon = 1e-3, whose weights underflow where a repeated maximum is beyond
-        17 nats. It warns of rows lost so.
+        "safe", "unbiased" or "unbiased_paper".
+        "unbiased" rounds rows with repeated maxima without one-sided error. It does so for rows whose weight two equal
+        maxima share, and for rows of four or eight equal maxima if their values lie in one binade. Rows of three, five,
+        six and seven equal maxima keep most of their one-sided error (up to 0.06 spacings; README, "Rounding without
+        bias"), and so do all rows of head dimensions below 19. BF16 outputs are formed by one rounding.
+        "unbiased_paper" is arXiv:2510.04212 with beta = 2 and epsilon = 1e-3. Its weights underflow if a repeated
+        maximum is beyond 17 nats. It warns of rows lost in this way.
     overflow : str
-        What FP16 does beyond 65504: "inf", or "saturate" (Ascend 310P and 910A).
+        The result of FP16 beyond 65504: "inf", or "saturate" (Ascend 310P and 910A).
     accumulate : str
-        "fp32", or "fp16": the output between blocks is kept in FP16, and outside recovery="exact" the row
-        statistics m, l and F_j as well (then recovery="paper" is Algorithm 1 to the letter).
-        The Triton kernels keep exact scores and outputs in FP32: there "fp16" changes recovery="paper" alone.
+        "fp32" or "fp16". With "fp16" the output between blocks is kept in FP16; unless recovery="exact", the row
+        statistics m, l and F_j are too (then recovery="paper" is Algorithm 1 to the letter).
+        The Triton kernels keep exact scores and outputs in FP32, so there "fp16" changes only recovery="paper".
 
     Raises
     ------
     ValueError
-        For a value that is not one of the above, by name.
+        A value is not one of the above. The message names the attribute and the value.
 
     Examples
     --------

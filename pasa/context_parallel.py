@@ -1,4 +1,4 @@
-"""A sequence that several devices share: `ring_attention`, and how the sequence is cut and put together again."""
+"""Attention over a sequence that several devices share: `ring_attention`, `shard_sequence` and `gather_sequence`."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ from pasa.ops.ring.group import Ring
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-FACTS = ("accepted", "batch", "query heads", "key heads", "head dim", "switches")  # alike on every rank
+FACTS = ("accepted", "batch", "query heads", "key heads", "head dim", "switches")  # must be equal on every rank
 SWITCHES = "dtype, is_causal, scale, config or backend"
 
 
 def shard_sequence(x: Tensor, dim: int, *, group: ProcessGroup | None = None) -> Tensor:
-    """The tokens that this rank holds: of 2n chunks the early one r and the late one 2n - 1 - r, joined (zig-zag).
+    """Return the tokens of this rank r of n: chunks r and 2n - 1 - r of 2n chunks, joined (zig-zag).
 
-    Under a causal mask every rank has the same work then. Cut position ids like the tokens.
+    With this choice every rank has the same work under a causal mask. Cut position ids in the same way as tokens.
 
     Parameters
     ----------
     x : Tensor
-        The whole sequence, alike on every rank.
+        The whole sequence, the same on every rank.
     dim : int
-        Dimension of the tokens. Any length from 2n on: chunks differ by one token at most.
+        Dimension of the tokens, of any length from 2n on. The lengths of chunks differ by at most one token.
     group : ProcessGroup, optional
-        Of n ranks; the default group when None.
+        The n ranks; the default group when None.
 
     Raises
     ------
     ValueError
-        For a sequence of fewer than 2n tokens, or a `dim` that x has not; without a process group.
+        The sequence has fewer than 2n tokens, x has no dimension `dim`, or there is no process group.
 
     Examples
     --------
@@ -56,22 +56,22 @@ def shard_sequence(x: Tensor, dim: int, *, group: ProcessGroup | None = None) ->
 
 
 def gather_sequence(x: Tensor, dim: int, *, group: ProcessGroup | None = None) -> Tensor:
-    """The whole sequence, on every rank, of what `shard_sequence` made of it.
+    """Return the whole sequence on every rank from the shards that `shard_sequence` made.
 
     Parameters
     ----------
     x : Tensor
-        Tokens of this rank; other dimensions are alike on every rank.
+        Tokens of this rank; its other dimensions are the same on every rank.
     dim, group
         As for `shard_sequence`.
 
     Raises
     ------
     NotImplementedError
-        For a tensor that needs a gradient: form the loss on the shards.
+        The tensor requires a gradient. Form the loss on the shards instead.
     ValueError
-        If lengths are not those of `shard_sequence`, or ranks differ in dtype, `dim` or another dimension; for a `dim`
-        that x has not. Every rank raises if one of them does.
+        Lengths are not those of `shard_sequence`; ranks differ in dtype, `dim` or another dimension; or x has no
+        dimension `dim`. If one rank raises an error, every rank does.
 
     Examples
     --------
@@ -85,7 +85,7 @@ def gather_sequence(x: Tensor, dim: int, *, group: ProcessGroup | None = None) -
         if torch.is_grad_enabled() and x.requires_grad:
             raise NotImplementedError("gather_sequence has no gradient: form the loss on the shards, or detach them")
         _check_device("x", x, ring)
-    except Exception:  # whatever it is, the other ranks wait for word from this one
+    except Exception:  # of any kind, because the other ranks wait for this rank's message
         ring.tell([0] * 3, _device(ring, x))
         raise
     others = (dim % x.dim(), x.dtype, x.movedim(dim, 0).shape[1:])
@@ -143,52 +143,53 @@ def ring_attention(
     config: PasaConfig | None = None,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention over a sequence that the ranks of a process group share (ring attention, context parallelism).
+    """Compute attention over a sequence that the ranks of a process group share (ring attention, context parallelism).
 
-    A collective call: every rank makes it, with its part of the sequence, and if gradients are wanted every rank goes
-    backward. Keys and values go from rank to rank, by n - 1 sends that overlap with computation; a rank never holds
-    more than two ranks' keys.
+    This is a collective call: every rank makes it with its shard of the sequence. If one rank runs the backward pass,
+    every rank must. Keys and values travel from rank to rank by n - 1 sends that overlap with computation. A rank never
+    holds the keys of more than two ranks.
 
     Parameters
     ----------
     q : Tensor (B, Hq, Sq, D)
     k, v : Tensor (B, Hkv, Skv, D)
-        Tokens of this rank; as for `attention`. Without a causal mask lengths are free, and may differ by rank.
+        Tokens of this rank, as for `attention`. Without a causal mask, lengths are free and may differ by rank.
     group : ProcessGroup, optional
         gloo for CPUs, NCCL for GPUs, HCCL for NPUs; the default group when None.
     is_causal : bool
-        The tokens of q, k and v are the same, those that `shard_sequence` gives this rank.
+        Causal mask. The tokens of q, k and v are then those that `shard_sequence` gives this rank.
     scale, tensor_layout, return_lse, backend
         As for `attention`.
     config : PasaConfig, optional
-        With recovery="exact" and softmax="safe".
+        Arithmetic, with recovery="exact" and softmax="safe".
 
     Returns
     -------
     out : Tensor
-        As from `attention`, of this rank's queries.
+        As for `attention`, for this rank's queries.
     lse : Tensor (B, Hq, Sq), FP32, only with ``return_lse=True``
 
     Raises
     ------
     ValueError, TypeError
-        As for `attention`; without a process group; on every rank, if ranks differ in a size or switch, lengths are
-        not those of `shard_sequence`, or one of them has refused its arguments, whatever is wrong with them.
+        As for `attention`, or there is no process group. Every rank raises if ranks differ in a size or switch, if
+        lengths are not those of `shard_sequence`, or if one rank has refused its arguments for any reason.
     NotImplementedError
-        For another arithmetic, and while diagnostics are recorded.
+        The config asks for another arithmetic, or diagnostics are being recorded.
 
     Notes
     -----
-    The outputs of the calls are joined in FP32. Each was rounded to FP16, so the error is at most
-    the largest of theirs, one rounding, and what FP32 log-sum-exps lack. These lack what one call
-    on all keys errs by in its scores, and what storing them in FP32 rounds: a weight is off by at
-    most 2^-22 of max(1024, 2 s) for that. Here s is the largest sum over columns c of
+    Each rank makes one attention call per set of keys, and the outputs of these calls are merged in
+    FP32. The error of the merged output has three parts: the largest error of any call, one rounding
+    to FP16, and the errors of the FP32 log-sum-exps. A log-sum-exp has the score errors that one call
+    on all keys would have, and the rounding of its storage in FP32. This rounding changes a weight by
+    at most 2^-22 of max(1024, 2 s). Here s is the largest sum over columns c of
     scale |q_c| |k_c - a_c| in any block of up to 128 keys that the row sees, |q_c| is the largest
-    of all queries in that column, and a is the anchor of that block alone. A column in which an
-    anchor would round a key of the block has none. So a bias that keys share costs no digit,
-    whether all keys have it or biases differ by block. A key that cannot be shifted costs its own
-    block the anchor, and no other (pasa/ops/ring/frames.py says why). Where biases differ by block,
-    a rank's keys take one call for every bias.
+    of all queries in that column, and a is the anchor of that block alone. An anchor is 0 in columns
+    in which it would round a key of the block. So a bias that keys share does not reduce accuracy,
+    whether all keys have it or biases differ by block. A key that cannot be shifted removes the
+    anchor of its own block only (pasa/ops/ring/frames.py says why). If biases differ by block, a
+    rank's keys take one call for every bias.
 
     Examples
     --------
@@ -211,10 +212,10 @@ def ring_attention(
         config = ring_config(config)
         if diagnostics.recording():
             raise NotImplementedError("ring_attention records no diagnostics")
-        library.serve(q, "none", False, False, backend, *config.arguments)  # refuses what no backend can do
+        library.serve(q, "none", False, False, backend, *config.arguments)  # raises if no backend can serve the call
         for name, x in (("q", q), ("k", k), ("v", v)):
-            to_fp16(x.detach(), name)  # all ranks must know before one of them is left waiting
-    except Exception:  # whatever it is, the other ranks wait for word from this one
+            to_fp16(x.detach(), name)  # refuse values beyond 65504 now, before another rank waits for this one
+    except Exception:  # of any kind, because the other ranks wait for this rank's message
         ring.tell([0] * (len(FACTS) + 2), _device(ring, q, k, v))
         raise
     switches = zlib.crc32(repr((q.dtype, is_causal, scale, config, backend)).encode())
@@ -233,7 +234,7 @@ def ring_attention(
 
 
 def ring_config(config: PasaConfig | None) -> PasaConfig:
-    """The arithmetic of `ring_attention`, or NotImplementedError for one that it has not."""
+    """Return the checked config; raise NotImplementedError for an arithmetic that `ring_attention` does not have."""
     config = checked_config(config)
     for name, needed in (("precision", "pasa"), ("recovery", "exact"), ("softmax", "safe")):
         if getattr(config, name) != needed:
@@ -256,7 +257,7 @@ def _check_device(name: str, x: Tensor, ring: Ring) -> None:
 
 
 def _device(ring: Ring, *tensors: object) -> torch.device:
-    """Return the device on which a rank whose arguments are wrong can talk to the others."""
+    """Return a device on which a rank with wrong arguments can send the others a message."""
     for x in tensors:
         if isinstance(x, Tensor) and x.device.type in ring.devices:
             return x.device
@@ -273,7 +274,7 @@ def _check_accepted(function: str, every: list[list[int]]) -> None:
 
 
 def _agreed_lengths(every: list[list[int]]) -> list[tuple[int, int]]:
-    """Queries and keys of every rank, once they agree on all else."""
+    """Return the numbers of queries and keys of every rank; raise if ranks differ in anything else."""
     _check_accepted("ring_attention", every)
     for rank, facts in enumerate(every):
         for name, own, first in zip(FACTS, facts, every[0], strict=False):
@@ -284,7 +285,7 @@ def _agreed_lengths(every: list[list[int]]) -> list[tuple[int, int]]:
 
 
 def _agreed_tokens(every: list[list[int]]) -> list[int]:
-    """Return the tokens of every rank, once they agree on all else."""
+    """Return the number of tokens of every rank; raise if ranks differ in anything else."""
     _check_accepted("gather_sequence", every)
     for rank, (_, others, _) in enumerate(every):
         if others != every[0][1]:
@@ -299,7 +300,7 @@ def _square(queries: int, keys: int) -> int:
 
 
 def _zigzag_lengths(held: list[int]) -> tuple[tuple[int, int], ...]:
-    """Lengths of both chunks of every rank."""
+    """Return the lengths of both chunks of every rank; raise if the ranks hold other numbers of tokens."""
     lengths = layout.lengths(sum(held), len(held))
     wanted = [sum(both) for both in lengths]
     if held != wanted:

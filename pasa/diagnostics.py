@@ -11,20 +11,20 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class AttentionRecord:
-    """What the scores of one attention call did; every field is (B, Hq), FP64.
+    """Statistics of the scores of one attention call; every field is (B, Hq), FP64.
 
     Attributes
     ----------
     max_score_before : Tensor
-        max |q.k| over visible pairs, unscaled and unshifted: what must stay below 65504 in plain FP16 attention.
+        max |q.k| over visible pairs, unscaled and unshifted. Plain FP16 attention overflows if it exceeds 65504.
     max_score_after : Tensor
         max |stored tile value|, in the tile's own units.
     nonfinite, saturated : Tensor
-        Visible scores stored as infinity or NaN, and as +/-65504. With the exact recovery such a score lies so far
-        below its row's maximum that its weight is 0 (README.md of the operator), so it does no harm. A NaN or
-        infinity in the input is not counted: it is answered with NaN where it is seen.
+        Numbers of visible scores stored as infinity or NaN, and as +/-65504. With the exact recovery such a score is
+        harmless, because it is so far below its row's maximum that its weight is 0 (README.md of the operator).
+        Scores with a NaN or infinity of the input are not counted; they make the rows that see them NaN.
     rescued_tiles, tiles : Tensor
-        Tiles kept in FP32, and all tiles.
+        Numbers of tiles kept in FP32, and of all tiles.
     """
 
     max_score_before: Tensor
@@ -42,8 +42,8 @@ _open: list[list[AttentionRecord]] = []
 def record_diagnostics() -> Iterator[list[AttentionRecord]]:
     """Collect one `AttentionRecord` per attention call made inside the context, in order.
 
-    Recording costs one more score GEMM per call; outside the context nothing is computed. Calls inside a graph that
-    torch.compile captured before the context was opened are recaptured. Calls of all threads are recorded.
+    Recording costs one more score GEMM per call; outside the context it costs nothing. Graphs that torch.compile
+    captured before the context was opened are captured again. Calls of all threads are recorded.
 
     Examples
     --------
@@ -60,16 +60,16 @@ def record_diagnostics() -> Iterator[list[AttentionRecord]]:
     try:
         yield records
     finally:
-        _open[:] = [other for other in _open if other is not records]  # lists are equal while empty
+        _open[:] = [other for other in _open if other is not records]  # by identity, because empty lists are equal
 
 
 def recording() -> bool:
-    """Whether any context is open."""
+    """Return whether any recording context is open."""
     return bool(_open)
 
 
 def record(counts: Tensor) -> None:
-    """Hand one call's table (B, Hq, 6) to every open context."""
+    """Add one call's table (B, Hq, 6) to the records of every open context."""
     entry = AttentionRecord(*counts.unbind(-1))
     for records in _open:
         records.append(entry)

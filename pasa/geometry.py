@@ -1,12 +1,13 @@
 """Bounds on attention scores that follow from the weights of the projections alone.
 
-An attention layer behind a norm sees inputs x = gain * n + shift with ``|n| <= sqrt(d)`` (RMSNorm, LayerNorm), so its
-unscaled scores are q.k = (A n + a).(B n' + e), where A, B are the projections times the gain, and a, e all constants:
-the biases of the projections, and the norm's own shift. What a norm leaves of its input is bounded, so q.k is.
+An attention layer after a norm (RMSNorm, LayerNorm) has inputs x = gain * n + shift with ``|n| <= sqrt(d)``. So its
+unscaled scores are q.k = (A n + a).(B n' + e). Here A and B are the projections times the gain. The constants a and e
+hold the biases of the projections and the projected shift of the norm. Since |n| is bounded, so is q.k.
 
-The interaction norm and what :mod:`pasa.concentration` adds are S. M. Emadi's, "Rank-Aware Spectral Bounds on Attention
-Logits for Stable Low-Precision Training". Gains, biases, centred norms, rounding, the worst rotation under rotary
-embeddings of what inputs do not change and of what is probable, and the certificate are not in the paper.
+The interaction norm and the bound of :mod:`pasa.concentration` are from S. M. Emadi, "Rank-Aware Spectral Bounds on
+Attention Logits for Stable Low-Precision Training". The paper does not treat gains, biases, centred norms or rounding.
+It treats neither the worst rotation under rotary embeddings (of the constant part and of the probable bound) nor a
+certified norm.
 """
 
 from __future__ import annotations
@@ -30,21 +31,22 @@ class ScoreBounds:
     Attributes
     ----------
     naive : Tensor
-        max |q| max |k| in exact arithmetic, whatever rotation comes between: it holds under rotary embeddings.
+        max |q| max |k| in exact arithmetic. Rotations do not change it, so it holds under rotary embeddings.
     interaction : Tensor
-        max |q.k| with q and k paired as the weights pair them. Proven without rotary embeddings; with them it is the
-        paper's empirical bound, since a rotation between q and k is not in it.
+        max |q.k| with q and k paired as the weights pair them. It is proven without rotary embeddings. With them it is
+        the paper's empirical bound, which ignores the rotation between q and k.
     proven : Tensor
-        Of scores that are formed in FP16: the smaller one of these that is proven, and what rounding can add, also in
-        constant rows behind a layer norm.
+        Proven bound on scores that are formed in FP16: the smaller proven bound of these two, plus what rounding can
+        add, also in constant rows after a layer norm.
     constant : Tensor
-        Largest magnitude of the part a.e that no input changes, over all rotations of the rotary planes.
+        Largest magnitude of the part a.e, which does not depend on the input, over all rotations of the rotary planes.
     probable : Tensor
-        Stays above all |q.k| of the model with probability 1 - delta, for inputs of uniform direction. It includes the
-        absolute parts of FP16's roundings, which can be all that there is of q; the relative ones are left out.
+        Bound on all |q.k| of the model that holds with probability 1 - delta, for inputs of uniform direction. It
+        includes the absolute parts of FP16's roundings, because they can exceed a tiny q. The relative parts are left
+        out.
     certain : Tensor
-        Some |q.k| lies above it with that probability (those of a token with itself, which no rotation changes), and
-        after such roundings.
+        With the same probability, some |q.k| exceeds this value, also after such roundings. It is formed from the
+        scores of a token with itself, which no rotation changes.
     """
 
     naive: Tensor
@@ -58,16 +60,16 @@ class ScoreBounds:
 def score_bounds(
     query: Projection, key: Projection, *, heads: int, seq_len: int, delta: float, rotary: int = 0
 ) -> ScoreBounds:
-    """All bounds of one layer.
+    """Return all bounds of one layer.
 
     Parameters
     ----------
     query, key : Projection
-        Of Hq and Hkv heads; with fewer key heads each serves Hq / Hkv query heads in a row.
+        Projections of Hq and Hkv heads; each key head serves Hq / Hkv consecutive query heads.
     heads, seq_len, delta
         As for :func:`pasa.concentration.typicality`.
     rotary : int
-        Leading dimensions of a head that rotary embeddings turn, in the pairs (i, i + rotary/2); 0 for none.
+        Number of leading dimensions of a head that rotary embeddings rotate, in pairs (i, i + rotary/2); 0 for none.
     """
     (query_norm, longest_query), (key_norm, longest_key) = _lengths(query), _lengths(key)
     groups = query.gram.shape[0] // key.gram.shape[0]
@@ -75,7 +77,7 @@ def score_bounds(
     key_norm, longest_key = (each.repeat_interleave(groups, 0) for each in (key_norm, longest_key))
     a, e = query.offset, key.offset
     norm = interaction_norm(query, key)
-    towards_key = _quadratic(query.gram, e)  # |Aᵀe|: how far the scores of a constant key range
+    towards_key = _quadratic(query.gram, e)  # |Aᵀe|: spread of the scores with a constant key
     towards_query = _quadratic(key.gram, a)
     constant, fixed = _rotated_product(a, e, rotary), (a * e).sum(-1).abs()
 
@@ -84,9 +86,9 @@ def score_bounds(
     exact = naive if rotary else torch.minimum(naive, interaction)
 
     affine = bool(a.any() or e.any())
-    share = delta / 2 if affine else delta  # the rest for the two linear parts
+    share = delta / 2 if affine else delta  # the other half is for the two linear parts
     alpha = minimum_alpha(query.fan_in, query.gram.shape[-1], heads, seq_len, share)
-    # Lévy's lemma; a union over all tokens and heads, over all pairs where each distance has a rotation of its own
+    # Lévy's lemma, with a union bound over tokens and heads; over pairs of tokens with rotary, one rotation a distance
     linear = math.sqrt(2.0 * math.log(8.0 * heads * (seq_len**2 if rotary else seq_len) / delta))
     scale = alpha * math.sqrt(query.fan_in * key.fan_in)
     spread = scale * norm + linear * (towards_key + towards_query)
@@ -107,16 +109,17 @@ def score_bounds(
 
 
 def spectral_norm(gram: Tensor, slack: float) -> Tensor:
-    """Certified upper bound on |A| from A Aᵀ (..., D, D): its largest eigenvalue, plus what rounding can hide."""
+    """Return a certified upper bound on |A| from A Aᵀ (..., D, D): root of its largest eigenvalue, plus rounding."""
     largest: Tensor = torch.linalg.eigvalsh(gram)[..., -1].clamp(min=0.0)
     return (largest * (1.0 + slack)).sqrt()
 
 
 def interaction_norm(query: Projection, key: Projection) -> Tensor:
-    """Certified upper bound on ``|AᵀB|`` per head, (H,): its square is lambda_max(R (B Bᵀ) Rᵀ) with RᵀR = A Aᵀ.
+    """Return a certified upper bound on ``|AᵀB|`` per head, (H,).
 
-    These matrices are D x D. Power iteration approaches a norm from below, so no number of steps makes it a bound;
-    this is one, and as exact as FP64. It costs what forming the two Gram matrices costs: some D steps of iteration.
+    Its square is lambda_max(R (B Bᵀ) Rᵀ) with RᵀR = A Aᵀ, where all matrices are D x D. Power iteration approaches a
+    norm from below, so no number of steps makes it a bound. This bound is certified, and as exact as FP64. It costs as
+    much as forming the two Gram matrices, or about D steps of power iteration.
     """
     values, vectors = torch.linalg.eigh(query.gram)
     root = values.clamp(min=0.0).sqrt()[..., None] * vectors.mT
@@ -127,10 +130,10 @@ def interaction_norm(query: Projection, key: Projection) -> Tensor:
 
 
 def _lengths(part: Projection) -> tuple[Tensor, Tensor]:
-    """|A|, and max |A n + a| over the ball, (H,).
+    """Return |A| and max |A n + a| over the ball |n| <= r, each (H,).
 
-    The latter by augmentation: [A, a/s] applied to [n, s], whose length is sqrt(r^2 + s^2). Every s > 0 gives a bound;
-    s^2 = r |a| / |A| gives at most r |A| + |a|, the triangle inequality.
+    The maximum is bounded by augmentation: A n + a is [A, a/s] applied to [n, s], whose length is sqrt(r^2 + s^2).
+    Every s > 0 gives a bound. With s^2 = r |a| / |A| it is at most r |A| + |a|, the triangle inequality.
     """
     norm = spectral_norm(part.gram, part.slack)
     if not part.offset.any():
@@ -142,10 +145,10 @@ def _lengths(part: Projection) -> tuple[Tensor, Tensor]:
 def _largest_score(
     query: Projection, key: Projection, norm: Tensor, towards_key: Tensor, towards_query: Tensor, fixed: Tensor
 ) -> Tensor:
-    """max |(A n + a).(B n' + e)| over both balls, (H,), by augmentation as in :func:`_lengths`.
+    """Return a bound on max |(A n + a).(B n' + e)| over both balls, (H,), by augmentation as in :func:`_lengths`.
 
-    The two s are those at which the bound is at most r r' |AᵀB| + r |Aᵀe| + r' |Bᵀa| + |a.e|: they make (r, s) and
-    (r', s') the singular vectors of the 2 x 2 matrix of these norms, which has no negative entry (Perron).
+    The two s are chosen so that the bound is at most r r' |AᵀB| + r |Aᵀe| + r' |Bᵀa| + |a.e|. With this choice (r, s)
+    and (r', s') are the singular vectors of the 2 x 2 matrix of these norms, which has no negative entry (Perron).
     """
     r_q, r_k = query.radius, key.radius
     if not (query.offset.any() or key.offset.any()):
@@ -159,9 +162,9 @@ def _largest_score(
 def _proven(
     query: Projection, key: Projection, longest_query: Tensor, longest_key: Tensor, exact: Tensor, rotary: int
 ) -> Tensor:
-    """Return the bound on scores in FP16, (H,): with roundings of q and k, and with rows that are constant.
+    """Return the bound on scores in FP16, (H,), with roundings of q and k, and for rows that are constant.
 
-    Let |q| <= Q, |k| <= K, and let roundings move q by at most e and k by f. Then |(q + e).(k + f)| is at most
+    Let |q| <= Q and |k| <= K, and let roundings move q by at most e and k by at most f. Then a rounded score is at most
     |q.k| + Q f + K e + e f = |q.k| + (Q + e) (K + f) - Q K.
     """
     level_query, level_key = (part.level * part.ones.norm(dim=-1) + part.offset.norm(dim=-1) for part in (query, key))
@@ -179,7 +182,7 @@ def _proven(
         naive = length * length_key
         paired = naive if rotary else torch.minimum(naive, score)
         proven = torch.maximum(proven, paired + moved * moved_key - naive)
-    return proven.nan_to_num(math.inf, posinf=math.inf)  # infinite less infinite: an epsilon of 0 bounds nothing
+    return proven.nan_to_num(math.inf, posinf=math.inf)  # inf - inf is NaN: with an epsilon of 0 there is no bound
 
 
 def _constant_query(query: Projection, key: Projection) -> Tensor:
@@ -210,41 +213,44 @@ def _rounded(part: Projection, length: Tensor, hidden: Tensor) -> Tensor:
 
 
 def _repeat(part: Projection, groups: int) -> Projection:
-    """Return keys that serve `groups` query heads each, once for every query head."""
+    """Return the key projection with every head repeated `groups` times, once for each query head it serves."""
     tensors: dict[str, Any] = {name: value for name, value in vars(part).items() if isinstance(value, Tensor)}
     return replace(part, **{name: value.repeat_interleave(groups, 0) for name, value in tensors.items()})
 
 
 def _ratio(upper: Tensor, lower: Tensor, radius: float) -> Tensor:
-    """s^2, kept within 1e-6 to 1e12 of the squared radius, where neither FP64 nor the bound loses anything."""
+    """Return s^2, clamped to 1e-6 to 1e12 times the squared radius: there neither FP64 nor the bound loses accuracy."""
     square = upper / lower.clamp(min=torch.finfo(torch.float64).tiny)
     return square.clamp(1e-6 * radius**2, 1e12 * radius**2)
 
 
 def _augment(part: Projection, square: Tensor) -> Projection:
-    """[A, a/s] in place of A."""
+    """Return the projection with [A, a/s] in place of A; `square` is s^2."""
     outer = part.offset[..., :, None] * part.offset[..., None, :] / square[..., None, None]
     return replace(part, gram=part.gram + outer, fan_in=part.fan_in + 1)
 
 
 def _quadratic(gram: Tensor, vector: Tensor) -> Tensor:
-    """|Aᵀv| from A Aᵀ."""
+    """Return |Aᵀv| from A Aᵀ."""
     return (vector * (gram @ vector[..., None])[..., 0]).sum(-1).clamp(min=0.0).sqrt()
 
 
 def _rotated_product(a: Tensor, e: Tensor, rotary: int) -> Tensor:
-    """Largest |a.(R e)| over all rotations R of the rotary planes, (H,); plain |a.e| without such."""
+    """Return the largest |a.(R e)| over all rotations R of the rotary planes, (H,); |a.e| if there are no planes."""
     rest = (a * e)[..., rotary:].sum(-1).abs()
     a, e = (part[..., :rotary].unflatten(-1, (2, -1)).norm(dim=-2) for part in (a, e))
     return rest + (a * e).sum(-1)
 
 
 def _rotated_quadratic(gram: Tensor, norm: Tensor, vector: Tensor, rotary: int) -> Tensor:
-    """Bound on |Aᵀ R v| over all rotations R of the rotary planes, (H,): plane by plane, or |A| |v| if that is less."""
-    planes = gram.diagonal(dim1=-2, dim2=-1)[..., :rotary].unflatten(-1, (2, -1))  # of the plane's 2 x 2 block
+    """Return a bound on |Aᵀ R v| over all rotations R of the rotary planes, (H,).
+
+    The bound is formed plane by plane, or is |A| |v| if that is smaller.
+    """
+    planes = gram.diagonal(dim1=-2, dim2=-1)[..., :rotary].unflatten(-1, (2, -1))  # diagonal of each plane's block
     cross = gram.diagonal(rotary // 2, dim1=-2, dim2=-1)[..., : rotary // 2]
     middle, half = planes.sum(-2) / 2, (planes[..., 0, :] - planes[..., 1, :]) / 2
-    largest = (middle + torch.hypot(half, cross)).sqrt()  # |A| of the plane
+    largest = (middle + torch.hypot(half, cross)).sqrt()  # |A| restricted to the plane
     turned = vector[..., :rotary].unflatten(-1, (2, -1)).norm(dim=-2)
     rest = _quadratic(gram[..., rotary:, rotary:], vector[..., rotary:])
     return torch.minimum((largest * turned).sum(-1) + rest, norm * vector.norm(dim=-1))

@@ -1,4 +1,4 @@
-"""`attention_paged` and `write_pages`: attention over a cache in pages, as servers keep it."""
+"""`attention_paged` and `write_pages`: attention over a paged key-value cache, as inference servers keep it."""
 
 from __future__ import annotations
 
@@ -68,33 +68,37 @@ def attention_paged(
     config: PasaConfig | None = None,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention over a paged key-value cache: sequence b has keys 0 to seq_lens[b] - 1, those of the queries included.
+    """Compute attention over a paged key-value cache.
+
+    Sequence b has keys 0 to seq_lens[b] - 1, including the keys of the query tokens.
 
     Parameters
     ----------
     q : Tensor (B, Hq, D), or (T, Hq, D) with `cu_seqlens_q`
         FP16, BF16 or FP32; converted to FP16 inside.
     k_cache, v_cache : Tensor (pages, slots of a page, Hkv, D)
-        Of q's dtype and device; the last stride is 1, the others are free. Slots that no sequence has reached may hold
-        anything.
+        Same dtype and device as q. The last stride is 1, the others are free. Slots that no sequence has reached may
+        hold any values.
     block_table : Tensor (B, most pages of a sequence), int32 or int64
         Key i of sequence b is in slot i % slots of page block_table[b, i // slots]. Sequences may share pages.
-        Entries behind a sequence's last page may be anything.
+        Entries after a sequence's last page may hold any values.
     seq_lens : Tensor (B,), int32 or int64
-        A sequence of length 0 gives 0 and LSE -inf.
+        Number of keys of each sequence. A sequence of length 0 gives 0 and log-sum-exp (LSE) -inf.
     cu_seqlens_q : Tensor (B + 1,), int32 or int64, optional
-        Queries of sequence b are rows cu_seqlens_q[b] to cu_seqlens_q[b + 1]; its last query is that of its last key if
-        `is_causal`. Rows behind the last one are padding: 0 and LSE -inf. Without it, each sequence has one query.
+        Queries of sequence b are rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1. If `is_causal`, its last query
+        belongs to its last key. Rows after cu_seqlens_q[B] - 1 are padding, and give 0 and LSE -inf. When None, each
+        sequence has one query.
     max_seqlen_q, max_seqlen_k : int, optional
-        Longest query and longest sequence, or an upper bound: they choose tiles and splits, never results beyond
-        rounding. By default T, and as many keys as the table has room for.
+        Largest number of queries and of keys of a sequence, or upper bounds. They choose tiles and splits, and change
+        results by no more than rounding. The defaults are T and the number of keys that the table can hold.
     key_anchors : Tensor (pages, Hkv, D), FP16, contiguous, optional
-        What `write_pages` keeps of each page so that single queries need not find block means at every step. The Triton
-        kernel uses them where scores are large, on pages of a multiple of 16 slots, head dims up to 128 and at most 16
-        query heads a key head; elsewhere they change nothing. It is then several times as fast if keys share a bias in
-        most columns, and a third slower if in a few (README, "On a GPU"); results are as exact as without. They must
-        be those of the keys: with others keys are rounded, or overflow. A key that is not finite may make its page NaN
-        for sequences that end before it in the page.
+        Anchors that `write_pages` keeps for each page, so that decoding need not form block means at every step. The
+        Triton kernel uses them if scores are large, pages have a multiple of 16 slots, the head dimension is at most
+        128, and at most 16 query heads share a key head. Otherwise they have no effect. The kernel is then several
+        times as fast if keys share a bias in most columns, and a third slower if they do in only a few (README, "On a
+        GPU"). Results are as exact as without anchors. The anchors must belong to these keys: with wrong anchors keys
+        are rounded or overflow. A key that is not finite may make its page NaN even for sequences that end before it
+        in the page.
     is_causal, scale, return_lse, config, backend
         As for `pasa.attention`.
 
@@ -106,11 +110,11 @@ def attention_paged(
     Raises
     ------
     ValueError, TypeError, NotImplementedError
-        As for `pasa.attention`. Lengths, table entries and anchors are checked on a CPU only: nothing here waits for a
-        GPU, so a call can be captured in a CUDA graph. A finite BF16 or FP32 value beyond 65504 gives NaN there, not an
-        error.
+        As for `pasa.attention`. Lengths, table entries and anchors are checked on a CPU only. A call never waits for a
+        GPU, so it can be captured in a CUDA graph. On a GPU, a finite BF16 or FP32 value beyond 65504 therefore gives
+        NaN instead of an error.
     NotImplementedError
-        For a tensor that needs a gradient: there are none.
+        A tensor requires a gradient, which this function does not have.
 
     Examples
     --------
@@ -139,7 +143,7 @@ def attention_paged(
 def write_pages(
     k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, key_anchors: Tensor | None = None
 ) -> None:
-    """Put new keys and values into their slots of a paged cache, in place.
+    """Write new keys and values into their slots of a paged cache, in place.
 
     Parameters
     ----------
@@ -147,22 +151,22 @@ def write_pages(
     k_cache, v_cache : Tensor (pages, slots of a page, Hkv, D)
         As for `attention_paged`.
     slot_mapping : Tensor (T or fewer,), int32 or int64
-        page * slots of a page + slot, all different; a negative one is padding, whose token is not written. Tokens
-        behind its end are padding, too.
+        page * slots of a page + slot for each token, all different. A token with a negative entry is padding and is not
+        written. Tokens beyond the end of this tensor are padding, too.
     key_anchors : Tensor (pages, Hkv, D), FP16, contiguous, optional
-        Is given the anchors of the pages that are written to: block means on a grid that keys can lose without
-        rounding. Give the same tensor (zeros, to begin with) with every write to a cache, and copy its rows where pages
-        are copied. An anchor is that of slots 0 to the last one which this call writes in the page, all of which must
-        hold keys: a sequence grows slot by slot, or is written anew from some key on; who rewrites one key of a page
-        writes all behind it again in the same call.
+        Receives the anchors of the pages that are written to. An anchor is a block mean, on a grid on which it can be
+        subtracted from the keys without rounding. Pass the same tensor (zeros at first) with every write to a cache,
+        and copy its rows when pages are copied. The anchor of a page is formed from slot 0 to the last slot that this
+        call writes in the page, all of which must hold keys. So a sequence must grow slot by slot, or be rewritten from
+        some key to its end. A call that rewrites one key of a page must also write all later keys of that page.
 
     Raises
     ------
     ValueError, TypeError
-        For tensors that do not fit together; on a CPU also for a slot behind the cache, or given twice. Nothing waits
-        for a GPU, which leaves out what has no slot in the cache.
+        Tensors do not fit together. On a CPU also: a slot is beyond the cache, or occurs twice. A GPU skips tokens
+        whose slot is beyond the cache, because the call does not wait for it.
     NotImplementedError
-        For a tensor that needs a gradient.
+        A tensor requires a gradient.
 
     Examples
     --------

@@ -1,8 +1,9 @@
-"""The spectral norm of W_Q^T W_K by power iteration, without forming it and without expanding grouped keys.
+"""The spectral norm of W_Q^T W_K by power iteration, without forming the product or expanding grouped keys.
 
-Section 4 and appendices E, F of S. M. Emadi, "Rank-Aware Spectral Bounds on Attention Logits for Stable Low-Precision
-Training". The vectors persist from call to call: 5 steps the first time, then 1, which follows weights that change
-slowly. The estimate approaches the norm from below; :func:`pasa.geometry.interaction_norm` is the certified bound.
+The method is that of section 4 and appendices E, F of S. M. Emadi, "Rank-Aware Spectral Bounds on Attention Logits for
+Stable Low-Precision Training". The vectors persist from call to call: the first call makes 5 steps, later calls make 1,
+which is enough to follow weights that change slowly. The estimate approaches the norm from below;
+:func:`pasa.geometry.interaction_norm` is a certified upper bound.
 """
 
 from __future__ import annotations
@@ -16,17 +17,18 @@ COLD_STEPS, WARM_STEPS = 5, 1
 
 
 class PowerIteration:
-    """Follows the spectral norm of one layer's query-key interaction from call to call.
+    """An estimate of the spectral norm of one layer's query-key interaction, updated from call to call.
 
     Parameters
     ----------
     heads, kv_heads : int
         Hq, a multiple of Hkv.
     per_head : bool, default True
-        One norm for each query head, which is what a score depends on. False: the norm of the sum over heads, which
-        the paper uses for a layer. That one is no bound on the scores of any head: heads may cancel in the sum.
+        True: one norm for each query head, on which the scores of the head depend. False: the norm of the sum over
+        heads, which the paper uses for a layer. The latter bounds the scores of no head, because heads may cancel in
+        the sum.
     generator : torch.Generator, optional
-        For the first vectors; on the device of the weights.
+        Source of the first random vectors, on the device of the weights.
     """
 
     def __init__(
@@ -35,7 +37,7 @@ class PowerIteration:
         if kv_heads < 1 or heads % kv_heads:
             raise ValueError(f"PowerIteration: heads={heads} is not a multiple of kv_heads={kv_heads}")
         self.heads, self.kv_heads, self.per_head, self.generator = heads, kv_heads, per_head, generator
-        self.state: Tensor | None = None  # W_Q u, of as many elements as q: shorter than u, and u follows from it
+        self.state: Tensor | None = None  # W_Q u, stored instead of u: it is shorter, and u follows from it
 
     @torch.no_grad()
     def update(
@@ -52,12 +54,12 @@ class PowerIteration:
         Parameters
         ----------
         q_weight, k_weight : Tensor (Hq * D, d), (Hkv * D, d)
-            As of `torch.nn.Linear`; read where they are. In 16 bits the vectors are rounded to 16 bits before each
-            product, which is good for two to three digits of the norm.
+            Weights in the layout of `torch.nn.Linear`; they are not copied. With 16-bit weights the vectors are rounded
+            to 16 bits before each product, so two to three digits of the norm are right.
         q_bias, k_bias : Tensor (Hq * D,), (Hkv * D,), optional
-            A last column of the weights: the norm is then that of the augmented matrices [W, b].
+            Biases, used as a last column of the weights. The norm is then that of the augmented matrices [W, b].
         steps : int, optional
-            5 in the first call and 1 in the others.
+            Number of steps; by default 5 in the first call and 1 in later ones.
 
         Returns
         -------
@@ -79,29 +81,29 @@ class PowerIteration:
             ratio = u_square.flatten() / v_square.flatten().clamp(min=torch.finfo(y.dtype).tiny)
             # |W_Qᵀ W_K v| of the unit vector v = W_Kᵀy / |W_Kᵀy|
             norm: Tensor = z.flatten(0, 1).norm(dim=-1) * ratio.sqrt()
-        self.state.copy_(y)  # in place: each replay of a CUDA graph is a step further
+        self.state.copy_(y)  # in place, so that each replay of a CUDA graph continues the iteration
         return norm
 
     def _matrices(self, weight: Tensor, bias: Tensor | None, heads: int) -> tuple[Tensor, Tensor | None]:
-        """(H, D, d) and (H, D), or (1, H * D, d) and (1, H * D); views."""
+        """Return views of weight and bias: (H, D, d) and (H, D), or (1, H * D, d) and (1, H * D) for summed heads."""
         count = heads if self.per_head else 1
         return weight.unflatten(0, (count, -1)), None if bias is None else bias.unflatten(0, (count, -1))
 
     def _start(self, weight: Tensor) -> Tensor:
-        """Random vectors: (Hq, 1, D), or (1, 1, Hq * D)."""
+        """Return random first vectors: (Hq, 1, D), or (1, 1, Hq * D) for the sum of heads."""
         dtype = torch.promote_types(weight.dtype, torch.float32)
         count = self.heads if self.per_head else 1
         shape = count, 1, weight.shape[0] // count
         return torch.randn(shape, generator=self.generator, dtype=dtype, device=weight.device)
 
     def _to_keys(self, y: Tensor) -> Tensor:
-        """To a row for each query head of a key head; SumGroups where the heads are summed."""
+        """Group rows by key head, one row for each of its query heads; summed heads: sum the group (SumGroups)."""
         if self.per_head:
             return y.view(self.kv_heads, self.heads // self.kv_heads, -1)
         return y.view(self.kv_heads, self.heads // self.kv_heads, -1).sum(1).view(1, 1, -1)
 
     def _to_queries(self, z: Tensor) -> Tensor:
-        """Back; RepeatBlocks where the heads are summed."""
+        """Return rows by query head again; summed heads: repeat each key head's block (RepeatBlocks)."""
         if self.per_head:
             return z.view(self.heads, 1, -1)
         return z.view(self.kv_heads, -1).repeat_interleave(self.heads // self.kv_heads, 0).view(1, 1, -1)

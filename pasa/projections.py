@@ -1,4 +1,4 @@
-"""Projections as the bounds see them: the norm before, the weights of each head, and what roundings add."""
+"""Query and key projections in the form that the bounds need, with the norm before them and rounding errors."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from pasa.roundings import ELEMENT_UNITS, FP16_HALF_STEP, MEAN_UNITS, RELATIVE, 
 
 @dataclass(frozen=True)
 class Norm:
-    """What is known of an attention layer's input: x = gain * n + shift with |n| <= radius.
+    """The norm before an attention layer: the layer's input is x = gain * n + shift with |n| <= radius.
 
     Attributes
     ----------
     radius : float
-        sqrt(d) for RMSNorm and LayerNorm; they reach it only where their epsilon does not matter.
+        sqrt(d) for RMSNorm and LayerNorm. Outputs reach this length only if epsilon is negligible.
     gain, shift : Tensor (d,), optional
     centred : bool
-        The elements of n sum to zero (LayerNorm): what the projections do to the direction of ones is of no account.
+        True if the elements of n sum to zero (LayerNorm). The vector of ones is then orthogonal to n, so the
+        projections' component along it is removed.
     eps : float
         Epsilon of a centred norm, added to the variance.
     """
@@ -35,29 +36,35 @@ class Norm:
 
 @dataclass(frozen=True)
 class Projection:
-    """One projection with all that precedes it folded in, per head: n -> A n + offset. Small: A itself is not kept.
+    """One projection with the norm before it folded in, per head: n -> A n + offset.
+
+    It is small, because A itself is not kept.
 
     Attributes
     ----------
     gram : Tensor (H, D, D), FP64
         A Aᵀ, whose largest eigenvalue is ``|A|^2``.
     offset : Tensor (H, D), FP64
+        Projection of the norm's shift, plus the bias.
     hidden : Tensor (H,), FP64
-        Length that A n + offset has not, and what rounding works on has: the products with the direction of ones and
-        with the shift may cancel, but the roundings of the elements of x do not know of each other.
+        Length to be added to that of A n + offset before relative roundings are applied. The products with the vector
+        of ones and with the shift may cancel in q, but the elements of x are rounded independently, so their errors do
+        not cancel.
     absolute : Tensor (H,), FP64
         Length that the absolute parts of FP16's roundings (2^-25 each) can add to q, before later roundings enlarge it.
-        That of an element of n reaches q through the gain and the weights, that of an element of x through the weights;
-        an element of q has one, and its rotation two (two products; a sum of FP16 numbers has none). So it is at most
-        2^-25 times | |A| 1 | + | |W| 1 | + 3 sqrt(D), where 1 is the vector of ones and |A| has the magnitudes of A.
+        The part of an element of n reaches q through the gain and the weights, and that of an element of x through the
+        weights. An element of q has one such part, and its rotation two (two products; a sum of FP16 numbers has none).
+        So the length is at most 2^-25 times | |A| 1 | + | |W| 1 | + 3 sqrt(D). Here 1 is the vector of ones, and |A|
+        holds the magnitudes of the elements of A.
     uneven : Tensor (H,), FP64
         Length that the FP32 roundings within a centred norm can add to q of a row that is not constant.
     level : float
-        Largest element that a centred norm makes of a constant row, 0 without one: then q is level A 1 + offset.
+        Largest element that a centred norm makes of a constant row; 0 if the norm is not centred. Then q is
+        level A 1 + offset.
     ones : Tensor (H, D), FP64
-        A 1, with the direction of ones.
+        A 1, before the vector of ones is removed from A.
     level_hidden : Tensor (H,), FP64
-        What later roundings work on in such a row besides the length of q.
+        Like `hidden`, for a constant row.
     radius : float
         Largest length of n.
     fan_in : int
@@ -77,30 +84,30 @@ class Projection:
 
     @property
     def slack(self) -> float:
-        """Bound on the relative rounding error of an eigenvalue of `gram`.
+        """Return a bound on the relative rounding error of an eigenvalue of `gram`.
 
-        Forming A Aᵀ in FP64 errs by at most d eps trace(A Aᵀ) and a symmetric eigensolver by a few D eps of the norm;
-        the trace is at most D times the norm.
+        Forming A Aᵀ in FP64 errs by at most d eps trace(A Aᵀ), and the trace is at most D times the norm. A symmetric
+        eigensolver errs by a few D eps of the norm.
         """
         dim = self.gram.shape[-1]
         return 2.0 * dim * (self.fan_in + 10 * dim) * torch.finfo(torch.float64).eps
 
 
 def project(weight: Tensor, bias: Tensor | None, heads: int, norm: Norm) -> Projection:
-    """Fold the norm before a projection, and its bias, into what the bounds need.
+    """Return the projection that the bounds need, with the norm before it and its bias folded in.
 
     Parameters
     ----------
     weight : Tensor (H * D, d)
-        As of `torch.nn.Linear`; any floating dtype, read exactly.
+        Weight in the layout of `torch.nn.Linear`, of any floating dtype; it is converted without rounding.
     bias : Tensor (H * D,), optional
     heads : int
-        H.
+        H, the number of heads.
     norm : Norm
-        Of the input.
+        The norm of the input.
     """
     weight = weight.detach()
-    folded = weight.to("cpu", torch.float64, copy=True).unflatten(0, (heads, -1))  # not every accelerator has FP64
+    folded = weight.to("cpu", torch.float64, copy=True).unflatten(0, (heads, -1))  # some accelerators lack FP64
     offset = folded.new_zeros(folded.shape[:2])
     hidden = folded.new_zeros(heads)
     absolute = _reach_of_ones(folded) + 3.0 * math.sqrt(folded.shape[1])
@@ -116,8 +123,8 @@ def project(weight: Tensor, bias: Tensor | None, heads: int, norm: Norm) -> Proj
     absolute = FP16_HALF_STEP * (absolute + reach)
     ones, level, uneven, level_hidden = folded.sum(-1), 0.0, torch.zeros_like(hidden), hidden
     if norm.centred:
-        common, level = ones.norm(dim=-1), constant_level(norm.eps)  # an error of the mean is one of all elements
-        separate = ELEMENT_UNITS + RELATIVE * (MEAN_UNITS + ELEMENT_UNITS)  # element by element, later ones included
+        common, level = ones.norm(dim=-1), constant_level(norm.eps)  # an error of the mean moves all elements alike
+        separate = ELEMENT_UNITS + RELATIVE * (MEAN_UNITS + ELEMENT_UNITS)  # by element, later errors included
         uneven = unevenness(weight.shape[1]) * (MEAN_UNITS * common + separate * reach)
         level_hidden = level * reach + hidden
         hidden = hidden + norm.radius / math.sqrt(weight.shape[1]) * common
@@ -127,7 +134,7 @@ def project(weight: Tensor, bias: Tensor | None, heads: int, norm: Norm) -> Proj
 
 
 def _reach_of_ones(weight: Tensor) -> Tensor:
-    """Return the longest W e for errors |e| <= 1 of the elements, (H,): the length of the sums of magnitudes."""
-    sums: Tensor = torch.linalg.vector_norm(weight, 1, dim=-1)  # without a copy of the weights
+    """Return a bound on |W e| for elements |e_i| <= 1, (H,): the length of the vector of row sums of magnitudes."""
+    sums: Tensor = torch.linalg.vector_norm(weight, 1, dim=-1)  # makes no copy of the weights
     longest: Tensor = sums.norm(dim=-1)
     return longest

@@ -1,4 +1,4 @@
-"""`watch`: counters of what the scores of a patched model do, layer by layer, while it runs."""
+"""`watch`: count large and repeated scores of a patched model, layer by layer, while it runs."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ from pasa.patching import components_of
 from pasa.patching.handle import first_names
 from pasa.patching.onlookers import BINDING, Onlookers, patched_modules, removed_modules
 
-ENOUGH_ROWS = 300  # of a report: a count of 0 then excludes a share of 1 % (95 %, see `WatchReport._doubt`)
+ENOUGH_ROWS = 300  # in 300 rows a count of 0 excludes a share of 1 % (95 % confidence, `WatchReport._doubt`)
 
 
 @dataclass(frozen=True)
 class LayerCounts:
-    """What the sampled query rows of one layer did.
+    """Counts of rows and scores in the sampled query rows of one layer.
 
     Attributes
     ----------
     name : str
-        The module's, as in the patch report.
+        Name of the module, as in the patch report.
     rows : int
-        Sampled rows that see a key; all other counts are of these rows alone.
+        Sampled rows that see a key. All other counts are of these rows only.
     repeated : int
         Rows with more than one score within 1e-3 nats of the row's largest (arXiv:2510.04212, section 4.1).
     runaway : int
-        Rows whose largest score stands more than 8 nats above the largest of the first 128 keys: what the FP16 tiles
-        of the exact recovery rescue, and beyond 11 nats what the GPU kernels do again. Tiles are not counted.
+        Rows whose largest score exceeds the largest score of the first 128 keys by more than 8 nats. For such rows the
+        FP16 tiles of the exact recovery are kept in FP32; beyond 11 nats the GPU kernels compute them again. Tiles are
+        not counted.
     scores : int
         Visible scores of the rows.
     saturated : int
@@ -56,7 +57,7 @@ class WatchReport:
     ----------
     layers : tuple of LayerCounts
     passed : int
-        Query rows of all layers that came by, sampled or not.
+        Number of query rows of all layers so far, sampled or not.
     """
 
     layers: tuple[LayerCounts, ...]
@@ -64,7 +65,7 @@ class WatchReport:
 
     @property
     def total(self) -> LayerCounts:
-        """All layers together."""
+        """Return the sums over all layers, under the name "total"."""
         return LayerCounts("total", *(sum(getattr(layer, field) for layer in self.layers) for field in FIELDS))
 
     def as_dict(self) -> dict[str, Any]:
@@ -85,7 +86,11 @@ class WatchReport:
 
     @staticmethod
     def _doubt(sampled: int) -> str:
-        """Of n independent rows none does what a share p of all does with probability (1 - p)^n: 5 % at p = 3 / n."""
+        """Return a warning for the report if too few rows were sampled, else "".
+
+        If a share p of all rows shows an event, none of n independent rows shows it with probability (1 - p)^n. This
+        is 5 % at p = 3 / n.
+        """
         if sampled >= ENOUGH_ROWS:
             return ""
         unseen = (
@@ -95,7 +100,7 @@ class WatchReport:
 
 
 class Watch:
-    """Counters in force; ended by :meth:`unwatch` or by leaving a ``with`` block, and readable after it."""
+    """Running counters, which :meth:`unwatch` or the end of a ``with`` block stops; they stay readable."""
 
     def __init__(self, found: list[tuple[str, torch.nn.Module, Onlookers]]) -> None:
         self._counters = [(name, onlookers, _Counter(module)) for name, module, onlookers in found]
@@ -103,17 +108,17 @@ class Watch:
             onlookers.looks = (*onlookers.looks, counter)
 
     def report(self) -> WatchReport:
-        """Read the counts; this waits for the devices, counting never does."""
+        """Return the counts; this call waits for the devices, whereas counting never does."""
         layers = tuple(LayerCounts(name, *counter.read()) for name, _, counter in self._counters)
         return WatchReport(layers, sum(counter.passed for *_, counter in self._counters))
 
     def reset(self) -> None:
-        """Start again from zero."""
+        """Set all counts to zero."""
         for _, _, counter in self._counters:
             counter.reset()
 
     def unwatch(self) -> None:
-        """End counting; calling it again does nothing."""
+        """Stop counting; a second call does nothing."""
         for _, onlookers, counter in self._counters:
             onlookers.looks = tuple(look for look in onlookers.looks if look is not counter)
 
@@ -127,23 +132,24 @@ class Watch:
 
 
 class _Counter:
-    """Counts of one layer, one table on each device that it runs on."""
+    """The counts of one layer, in one table on each device on which the layer runs."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._tables: dict[torch.device, Tensor] = {}
         with torch.inference_mode(False):
             self._walked = torch.zeros(1, dtype=torch.int64, device="cpu")
-        # The same memory, which the host reads faster; compiled graphs take the tensor.
+        # The same memory as a NumPy array, which the host reads faster; compiled graphs use the tensor.
         self._walked_here = self._walked.numpy()
         weight = next(module.parameters(), None)
-        if weight is not None and not weight.is_meta:  # not later: a graph being captured would reset it
+        # A table made in a captured graph would be reset by each replay, so it is made now.
+        if weight is not None and not weight.is_meta:
             self._table_on(weight.device)
 
     def __call__(self, q: Tensor, k: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float) -> None:
         if not torch.compiler.is_compiling():
             batch, heads, rows, _ = q.shape
             rows *= batch * heads
-            if not sample(int(self._walked_here[0]), rows):  # most steps of decoding: no tensor is touched
+            if not sample(int(self._walked_here[0]), rows):  # in most decoding steps: then no tensor is touched
                 self._walked_here[0] += rows
                 return
         table = self._tables.get(q.device)
@@ -160,11 +166,11 @@ class _Counter:
 
     @property
     def passed(self) -> int:
-        """Query rows so far."""
+        """Return the number of query rows so far, sampled or not."""
         return int(self._walked_here[0])
 
     def read(self) -> list[int]:
-        """`FIELDS`, of all devices."""
+        """Return the counts named in `FIELDS`, summed over devices; this waits for the devices."""
         return [sum(column) for column in zip(*(table.tolist() for table in self._tables.values()), strict=True)] or [
             0
         ] * len(FIELDS)
@@ -175,27 +181,30 @@ class _Counter:
 
 
 def watch(model_or_pipeline: object) -> Watch:
-    """Count, layer by layer, what the scores of a patched model do while it runs.
+    """Count large and repeated scores of a patched model, layer by layer, while it runs.
 
-    A small sample of the query rows, every 1021st of a layer, is looked at over all keys that it sees, in FP32 and
-    beside the attention, whose bits stay what they are. Counts stay on the device: nothing waits for it until
-    :meth:`Watch.report` reads them. Where nothing is watched, nothing is computed.
+    Of each layer one query row in 1021 is sampled and scored in FP32 against every key that the row can see. The
+    attention itself, and its result, stay the same. Counts are kept on the device, and nothing waits for it until
+    :meth:`Watch.report` reads them. A model that is not watched has no overhead.
 
     Parameters
     ----------
     model_or_pipeline : torch.nn.Module, transformers.Pipeline or diffusers.DiffusionPipeline
-        Patched by :func:`pasa.patch_pipeline`; its patched modules are watched under the names of the patch report.
+        A model that :func:`pasa.patch_pipeline` has patched. Its patched modules are watched, under the names of the
+        patch report.
 
     Returns
     -------
     Watch
-        With ``report()``, ``reset()`` and ``unwatch()``, or for a ``with`` block. Watches of one model are independent
-        of each other, and each costs its own sampling. Patching anew ends the watch of what was patched before.
+        It has the methods ``report()``, ``reset()`` and ``unwatch()``, and can be used in a ``with`` block. Watches of
+        one model are independent of each other, and each has the cost of its own sampling. Patching again ends the
+        watch of the modules that were patched before.
 
     Raises
     ------
     ValueError
-        No module of the model is patched, or PASA was taken out of all of them; of some, it warns.
+        No module of the model is patched, or PASA has been removed from all of them. If it has been removed from some,
+        a warning is issued.
     NotImplementedError
         The model is patched with ``context_parallel``.
     TypeError
@@ -203,8 +212,8 @@ def watch(model_or_pipeline: object) -> Watch:
 
     Notes
     -----
-    In a CUDA graph every replay looks at the rows that the captured call looked at. Compiled models are compiled again
-    when a watch begins or ends. On an NPU torch operations count (not run on one).
+    In a CUDA graph every replay samples the same rows as the captured call. Compiled models are compiled again when a
+    watch begins or ends. On an NPU the counting is done by torch operations; this has not been run on an NPU.
 
     Examples
     --------
@@ -220,7 +229,7 @@ def watch(model_or_pipeline: object) -> Watch:
     components = components_of(model_or_pipeline)
     found = list(patched_modules(components))
     if not found:
-        from pasa.patching import auto  # here, as only this case needs what it imports
+        from pasa.patching import auto  # imported here, because only this case needs it
 
         if auto.leaves_alone(model_or_pipeline):
             raise ValueError('watch: policy="auto" left all modules alone; use policy="all" to watch them')
@@ -234,7 +243,7 @@ def watch(model_or_pipeline: object) -> Watch:
 
 
 def _check_in_force(patched: int, removed: dict[str, str], model: str) -> None:
-    """Refuse a model from which PASA was taken out, and warn of modules from which it was."""
+    """Raise ValueError if PASA has been removed from all patched modules, and warn if it has from some."""
     if not removed:
         return
     reason, advice = next(iter(removed.values())), "call unpatch(), then patch again"

@@ -1,4 +1,4 @@
-"""Puts PASA into a model somebody else wrote, and takes it out again; one file per host library."""
+"""Patch models of transformers and diffusers so that their attention runs PASA, and undo it; a file per library."""
 
 from __future__ import annotations
 
@@ -43,50 +43,53 @@ def patch_pipeline(
         image encoders, which are transformers models.
     policy : "all", "auto" or callable, default "all"
         ``"all"`` patches every attention module that goes through the transformers attention interface or, in
-        diffusers, has a processor that PASA can take the place of.
-        A callable ``policy(module_name, module) -> bool`` decides for each of them; those it declines keep the
-        attention the model had.
-        ``"auto"`` patches those that :func:`pasa.predict_overflow` finds to be at risk or cannot judge, and leaves the
-        others on the attention they have. A guard watches these: where queries and keys grow long enough for a score
-        beyond FP16 it warns, a call late, and the report says so. A model without any risk is left as it is.
+        diffusers, has a processor that PASA can replace.
+        A callable ``policy(module_name, module) -> bool`` decides for each of these modules. A module that it declines
+        keeps its original attention.
+        ``"auto"`` patches the modules that :func:`pasa.predict_overflow` finds at risk or cannot judge. The other
+        modules keep their attention, and a guard watches them. When their queries and keys grow long enough for a
+        score beyond FP16, the guard warns one call later, and the report lists an alarm. A model without any risk stays
+        unpatched.
     config : PasaConfig, optional
-        Numerics, handed to :func:`pasa.attention` as is.
+        Numerics, passed unchanged to :func:`pasa.attention`.
     backend : str, optional
-        Name of a backend, handed to :func:`pasa.attention` as is.
+        Name of a backend, passed unchanged to :func:`pasa.attention`.
     context_parallel : ProcessGroup, optional
-        For a transformers model: its ranks share one prompt. Each calls the model with its part of the tokens and of
-        the positions (:func:`pasa.shard_sequence`), and attention is :func:`pasa.ring_attention`. Prompts are read, not
-        continued; padding and sliding windows are refused.
+        For transformers models only: the ranks of this group share one sequence. Each rank calls the model with its
+        shard of the tokens and of the position ids (:func:`pasa.shard_sequence`), and attention is
+        :func:`pasa.ring_attention`. Only prefill is supported, not decoding after it. Padding and sliding windows are
+        refused.
 
     Returns
     -------
     PatchHandle
-        Undo with ``handle.unpatch()``, at once, or with a ``with`` block; ``handle.report()`` tells what was patched.
-        Patching twice with the same settings returns the handle that is already in force. Of nested ``with`` blocks of
-        one handle, the outermost undoes the patch. Where ``set_attn_implementation`` has taken PASA out, patching again
-        gives a new handle, which restores the attention that was set last.
+        ``handle.unpatch()`` undoes the patch at once, and a ``with`` block undoes it at its end. ``handle.report()``
+        says what was patched. Patching twice with the same settings returns the handle that is already in force. If
+        ``with`` blocks of one handle are nested, the outermost block undoes the patch. After
+        ``set_attn_implementation`` has removed PASA, patching again returns a new handle, which restores the attention
+        that was set last.
 
     Notes
     -----
-    A copy of a patched model is an unpatched model, and so is one that was saved while patched and loaded elsewhere
-    (``copy.deepcopy``, ``torch.save`` and ``torch.load``, another process): patch the copy too.
+    A copy of a patched model (``copy.deepcopy``) is unpatched. So is a model that was saved while patched and then
+    loaded (``torch.save`` and ``torch.load``, another process). Patch the copy too.
 
-    In a diffusers model the patch is the processor objects: call ``unpatch()`` before anything that replaces them
-    itself (``set_attn_processor``, ``set_attention_backend``, ``enable_attention_slicing``, ``fuse_qkv_projections``),
-    and patch again after it.
+    A diffusers model is patched through its processor objects. Call ``unpatch()`` before any method that replaces
+    processors itself (``set_attn_processor``, ``set_attention_backend``, ``enable_attention_slicing``,
+    ``fuse_qkv_projections``), and patch again afterwards.
 
     Raises
     ------
     NotImplementedError
-        ``policy="auto"`` for an architecture whose weights are not understood, named; ``context_parallel`` for a
-        diffusers model; a transformers module that needs what PASA has not (soft-capped scores, attention sinks, a
-        position bias), named; a diffusers model none of whose processors PASA can stand in for, named with the
-        processor; a model none of whose attention can be reached; a `backend` that cannot run on this machine.
+        ``policy="auto"`` does not know the architecture's weights; ``context_parallel`` is set for a diffusers model; a
+        transformers module needs what PASA does not support (soft-capped scores, attention sinks, a position bias);
+        PASA can replace none of a diffusers model's processors; no attention of the model can be reached; `backend`
+        cannot run on this machine. The message names the architecture, module, processor or backend.
     ValueError
-        Some of the modules are already patched with other settings, or ``"auto"`` would patch none of them; an unknown
-        policy name; another policy than ``"all"`` with ``context_parallel``; an unknown backend.
+        Some of the modules are already patched with other settings, or are patched and ``"auto"`` would patch none; the
+        policy's name is unknown; ``context_parallel`` is set and the policy is not ``"all"``; the backend is unknown.
     TypeError
-        The object holds no model of a known host library; `config` is no PasaConfig.
+        The object holds no model of transformers or diffusers; `config` is not a PasaConfig.
     ImportError
         The installed transformers is older than 4.54.1.
 
@@ -104,7 +107,7 @@ def patch_pipeline(
     check_switches(False, False, backend)
     _check_backend(backend)
     checked_config(config)
-    if context_parallel is not None and policy != "all":  # a module left as it is would see its own shard alone
+    if context_parallel is not None and policy != "all":  # an unpatched module would see only its own shard
         raise ValueError(f'context_parallel shares the prompt of every module: policy must be "all", got {policy!r}')
     host = partial(_patch, model_or_pipeline, config, backend, context_parallel)
     if policy == "auto":
@@ -125,7 +128,7 @@ def _patch(
     context_parallel: ProcessGroup | None,
     policy: Policy,
 ) -> PatchHandle:
-    """Patch with the host library of the model."""
+    """Patch by the module of the library that the model comes from, and return its handle."""
     if _is_diffusers(model_or_pipeline):
         if context_parallel is not None:
             raise NotImplementedError("patch_pipeline: context_parallel is not supported for diffusers models")
@@ -139,7 +142,7 @@ def _patch(
             f"got {type(model_or_pipeline).__name__}"
         )
     check_transformers()
-    from pasa.patching import transformers  # imports the library: only when there is a model to patch
+    from pasa.patching import transformers  # imports the library, so only when there is a model to patch
 
     if context_parallel is not None:
         _check_ring(context_parallel, config)
@@ -147,12 +150,12 @@ def _patch(
 
 
 def components_of(model_or_pipeline: object) -> Mapping[str, torch.nn.Module]:
-    """The models of a pipeline by name; the one of a transformers pipeline, and a model alone, have none.
+    """Return the models of a pipeline by name; a single model, or that of a transformers pipeline, has the name "".
 
     Raises
     ------
     TypeError
-        It holds no model.
+        The object holds no model.
     """
     if not isinstance(model_or_pipeline, torch.nn.Module) and _is_diffusers(model_or_pipeline):
         from pasa.patching import diffusers_selection
@@ -167,7 +170,10 @@ def components_of(model_or_pipeline: object) -> Mapping[str, torch.nn.Module]:
 
 
 def _check_backend(backend: str | None) -> None:
-    """Now, and not in the middle of a generation; by the machine's devices, as the model may be moved later."""
+    """Check that the backend can run on this machine, so that no call fails in the middle of a generation.
+
+    The check is by the machine's devices, not the model's, because the model may be moved later.
+    """
     if backend is None:
         return
     if backend not in registry.BACKENDS:
@@ -182,7 +188,7 @@ def _check_backend(backend: str | None) -> None:
 
 
 def _check_ring(group: object, config: PasaConfig | None) -> None:
-    """Before the first call, which ranks would enter one by one."""
+    """Check group and config before the first attention call, which ranks would enter one by one."""
     from pasa.context_parallel import ring_config
 
     if not isinstance(group, getattr(torch.distributed, "ProcessGroup", ())):  # torch may be built without
@@ -199,11 +205,11 @@ def _check_policy(policy: Policy) -> None:
 
 
 def _is_pipeline(candidate: object) -> bool:
-    """Tell a transformers pipeline without importing transformers: its classes are already loaded if it is one."""
+    """Return whether this is a transformers pipeline, by its classes' names; transformers is not imported."""
     return any(base.__module__ == "transformers.pipelines.base" for base in type(candidate).__mro__)
 
 
 def _is_diffusers(candidate: object) -> bool:
-    """Tell a pipeline or model of diffusers, or a module that contains one, without importing diffusers."""
+    """Return whether this is, or contains, a pipeline or model of diffusers; diffusers is not imported."""
     parts = candidate.modules() if isinstance(candidate, torch.nn.Module) else (candidate,)
     return any(base.__module__.startswith("diffusers.") for part in parts for base in type(part).__mro__)

@@ -1,4 +1,4 @@
-"""policy="auto": patch what the weights say can overflow, leave the rest on its own attention, and watch it."""
+"""Implement policy="auto": patch the modules whose weights allow an overflow, and watch the others with a guard."""
 
 from __future__ import annotations
 
@@ -20,16 +20,26 @@ from pasa.prediction.table import PATCHED
 
 Host = Callable[[Callable[[str, torch.nn.Module], bool]], PatchHandle]
 _UNPATCHED: weakref.WeakKeyDictionary[Any, PatchHandle] = weakref.WeakKeyDictionary()
-"""Handles of models that needed no patch; not by id(), which the next model may have once this one is gone."""
+"""Handles of models that needed no patch.
+
+The keys are weak references instead of id(), because a later model may get the id of one that was freed.
+"""
 
 
 def patch(root: Any, host: Host) -> PatchHandle:
-    """Patch what is predicted to overflow, or cannot be predicted, with the function that patches by a policy.
+    """Patch the modules that are predicted to overflow or cannot be predicted, and put a guard on the others.
+
+    Parameters
+    ----------
+    root : torch.nn.Module or pipeline
+        The model to patch.
+    host : callable
+        Patches the model by the policy that it takes, and returns the handle.
 
     Raises
     ------
     NotImplementedError, ValueError
-        As :func:`pasa.predict_overflow`; as `host`.
+        From :func:`pasa.predict_overflow` or from `host`.
     """
     prediction = predict_overflow(root)
     marked, predicted = set(prediction.modules(*PATCHED)), set(prediction.modules())
@@ -46,14 +56,14 @@ def patch(root: Any, host: Host) -> PatchHandle:
     except NotImplementedError:
         if chosen or not declined:
             raise
-        handle = _without_patch(root, declined)  # nothing was chosen, which is all that the host complains of
+        handle = _without_patch(root, declined)  # the host raised only because no module was chosen
     if not handle.guarded:
         handle.watch(Guard(_layers(root, declined), handle), _reasons(prediction, declined))
     return handle
 
 
 def _without_patch(root: Any, declined: list[str]) -> PatchHandle:
-    """A handle on a model that keeps all of its attention; ValueError where another handle has patched some of it."""
+    """Return a handle on a model that stays unpatched; raise ValueError if another handle has patched part of it."""
     for name, _, _ in patched_modules(components_of(root)):
         raise ValueError(f"patch_pipeline: {name} is already patched; call unpatch() on that handle first")
     known = _UNPATCHED.get(root)
@@ -68,13 +78,13 @@ def _without_patch(root: Any, declined: list[str]) -> PatchHandle:
 
 
 def leaves_alone(root: Any) -> bool:
-    """Whether a handle is in force that patched nothing."""
+    """Return whether a handle that patched none of the model's modules is in force."""
     handle = _UNPATCHED.get(root)
     return handle is not None and handle.active
 
 
 def _layers(root: Any, names: list[str]) -> dict[str, tuple[Layer, torch.nn.Module]]:
-    """The layers of these modules, with the model that their tensor names are of."""
+    """Return the layer of each named module, with the model to which the layer's tensor names belong."""
     found: dict[str, tuple[Layer, torch.nn.Module]] = {}
     for prefix, source in sources_of(root).items():
         if isinstance(source, Live) and supported(source.config):
@@ -83,7 +93,7 @@ def _layers(root: Any, names: list[str]) -> dict[str, tuple[Layer, torch.nn.Modu
 
 
 def _reasons(prediction: Prediction, names: list[str]) -> dict[str, str]:
-    """Why each module was left alone: the verdict on its worst head."""
+    """Return why each named module was left unpatched: the verdict on its worst head."""
     worst = {row.module: row for row in reversed(prediction.rows)}
     return {
         name: f"predicted {row.verdict}: |q.k| up to {row.probable:,.0f}, for any input {row.proven:,.0f}"

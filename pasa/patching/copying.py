@@ -1,8 +1,8 @@
-"""Why a copy of a patched model is an unpatched model: how each thing that a patch adds leaves itself out of a copy.
+"""Keep a patch out of copies: a deep or pickled copy of a patched model is an unpatched model.
 
-`copy.deepcopy`, `pickle` and `torch.save` ask every object what its copy is made of. What a patch puts into a model
-answers with something that needs no PASA, so that a saved model loads where PASA is not installed. A shallow copy
-shares the patched modules and is patched with them.
+`copy.deepcopy`, `pickle` and `torch.save` ask every object how to rebuild it. The objects that a patch puts into a
+model answer with something that needs no PASA, so a saved model loads even where PASA is not installed. A shallow copy
+shares the patched modules, so it is patched too.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 
 
 class Uncopied:
-    """Base of what a copy has not: the copy has None in its place."""
+    """Base class of objects that are not copied: a copy of the model holds None in their place."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
 
 
 class UncopiedHook:
-    """A hook of a module; the copy of the module has a hook that does nothing.
+    """A hook of a module; in a copy of the module, the hook does nothing.
 
     Parameters
     ----------
@@ -34,7 +34,7 @@ class UncopiedHook:
         self.function = function
 
     def __call__(self, *args: Any) -> None:
-        """Call the function."""
+        """Call the function, as torch does for a hook."""
         self.function(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -42,18 +42,18 @@ class UncopiedHook:
 
 
 class PatchedName(str):
-    """The name of a patched attention in a config; the copy of the config has the name that it was put over.
+    """The name of PASA's attention in a config; a copy of the config holds the name of the original attention.
 
     Parameters
     ----------
     name, original : str
-        Of PASA, and of the attention whose place it takes.
+        Name of PASA's attention, and of the attention that it replaces.
     """
 
     original: str
 
     def __new__(cls, name: str, original: str) -> PatchedName:
-        """Make the name; a string is immutable, so not in `__init__`."""
+        """Make the name; this cannot be done in `__init__`, because a string is immutable."""
         self = super().__new__(cls, name)
         self.original = original
         return self

@@ -1,8 +1,8 @@
-"""diffusers pipelines and models: put PASA's processors in the place of the model's own, and put those back.
+"""Patch diffusers pipelines and models: replace their attention processors by PASA's, and restore them.
 
-Every attention module that diffusers lets one replace carries a `processor`. A patch keeps the processor objects it
-found and gives back the very same ones. The transformers models of a pipeline (text and image encoders) go through
-the transformers host.
+Every attention module that can be patched in diffusers carries a `processor`. A patch keeps the original processor
+objects, and undoing it restores the same objects. The transformers models of a pipeline (text and image encoders) are
+patched by `pasa/patching/transformers.py`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _LIVE: weakref.WeakSet[_Patch] = weakref.WeakSet()
 
 
 class Settings(NamedTuple):
-    """What a patch was asked for."""
+    """The arguments of a patch call, which a second call must repeat to get the same handle."""
 
     config: PasaConfig | None
     backend: str | None
@@ -46,14 +46,14 @@ class Settings(NamedTuple):
 
 @dataclass(eq=False)
 class _Patch:
-    """What one handle changed; alive as long as the patched modules are, whose processors hold it."""
+    """The changes that one handle made; the processors of the patched modules keep this record alive."""
 
     settings: Settings
-    modules: Modules  # of all components, those of transformers too
-    names: dict[torch.nn.Module, str]  # of those with a processor
-    processors: dict[torch.nn.Module, Any] = field(default_factory=dict)  # ours
+    modules: Modules  # of all components, also of transformers models
+    names: dict[torch.nn.Module, str]  # of the modules with a processor
+    processors: dict[torch.nn.Module, Any] = field(default_factory=dict)  # PASA's processors
     encoders: dict[str, PatchHandle] = field(default_factory=dict)
-    seen: dict[str, str] = field(default_factory=dict)  # removed during a call, which may end with ours in place again
+    seen: dict[str, str] = field(default_factory=dict)  # modules whose last call ran without PASA, with the reason
     handle: PatchHandle = field(init=False)
 
     def removed(self) -> dict[str, str]:
@@ -67,9 +67,9 @@ class _Patch:
         return removed
 
     def before_forward(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
-        """Forward pre-hook of a patched module: note and warn where another processor is in place during a call.
+        """Note the module, and warn, when a call begins with another processor than PASA's (forward pre-hook).
 
-        A later call that finds ours in place again takes the note back.
+        A later call that begins with PASA's processor deletes the note.
         """
         if torch.compiler.is_compiling():
             return
@@ -83,14 +83,14 @@ class _Patch:
 
 @dataclass(eq=False)
 class Binding:
-    """Holds whose place a processor of ours took, and the patch."""
+    """The mark on a processor of PASA: the processor that it replaced, the patch record and the onlookers."""
 
     original: Any
     patch: _Patch
     onlookers: Onlookers
 
     def replacement(self, module: Any) -> str | None:
-        """Return what the module runs instead of PASA; None where it runs PASA."""
+        """Return what the module runs instead of PASA; None if it runs PASA."""
         return None if _in_place(module, module.processor) else _replacement(module, module.processor)
 
 
@@ -123,13 +123,13 @@ def patch(root: Any, *, policy: Policy, config: PasaConfig | None, backend: str 
 
 
 def _handle_in_force(chosen: Modules, settings: Settings) -> PatchHandle | None:
-    """Return the handle that already patches exactly these modules this way; None where none is patched.
+    """Return the handle that already patches exactly these modules this way; None if none is patched.
 
     Raises
     ------
     ValueError
-        Some are patched, but not all, or with other settings; a patched one has been given another processor,
-        backend or attention since; or the model is a copy of a patched one.
+        Some of the modules are patched, but not all, or with other settings; or a patched module has been given
+        another processor, backend or attention since.
     """
     modules = frozenset(chosen.values())
     for record in list(_LIVE):
@@ -156,7 +156,7 @@ def _handle_in_force(chosen: Modules, settings: Settings) -> PatchHandle | None:
 
 
 def _in_place(module: Any, processor: Any) -> bool:
-    """Whether the module still has our processor, and a dispatched one still asks for our attention."""
+    """Return whether the module still has PASA's processor and, if dispatched, still asks for PASA's attention."""
     return module.processor is processor and not (
         ours.uses_dispatcher(processor) and not ours.is_registered(processor._attention_backend)
     )
@@ -168,11 +168,11 @@ METHODS = {
     "Sliced": "set_attention_slice or enable_attention_slicing",
     "XFormers": "enable_xformers_memory_efficient_attention",
 }
-"""Beginning of a processor's class name -> what in diffusers sets such processors."""
+"""Maps the start of a processor's class name to the diffusers method that sets such processors."""
 
 
 def _replacement(module: Any, processor: Any) -> str:
-    """Say what a patched module runs in the place of our processor, and what in diffusers does that."""
+    """Return what a patched module runs instead of PASA's processor, with the diffusers method that sets it."""
     if module.processor is processor:
         backend = getattr(processor._attention_backend, "value", processor._attention_backend)
         return f"it asks for the attention backend {backend!r} (set_attention_backend or reset_attention_backend)"
@@ -182,15 +182,17 @@ def _replacement(module: Any, processor: Any) -> str:
 
 
 def _take_back(module: Any) -> None:
-    """Give a module its own processor where one of ours came back after its patch was undone, with the processors that
-    somebody had put aside meanwhile (`unfuse_qkv_projections` does)."""
+    """Restore a module's original processor where PASA's came back after the patch was undone.
+
+    That happens when the caller had saved PASA's processors and sets them again, as `unfuse_qkv_projections` does.
+    """
     binding = vars(getattr(module, "processor", object)).get(BINDING)
     if binding is not None:
         module.set_processor(binding.original)
 
 
 def _refuse_patched_encoders(encoders: dict[str, Modules]) -> None:
-    """Undoing this patch would undo the one that somebody made of the encoder alone."""
+    """Refuse encoders that have a patch of their own, because undoing this patch would undo that one too."""
     for component, modules in encoders.items():
         from pasa.patching import transformers as host
 
@@ -214,7 +216,7 @@ def _patch_encoder(
 
 
 def _swap(selected: Modules, record: _Patch, undo: ExitStack) -> None:
-    """Give every module a processor of ours, and tell `undo` how to give it back its own."""
+    """Give every module a processor of PASA, and register with `undo` how to restore the original."""
     for module in selected.values():
         attention: Any = module
         original, onlookers = attention.processor, Onlookers()
@@ -226,13 +228,13 @@ def _swap(selected: Modules, record: _Patch, undo: ExitStack) -> None:
             processor = ours.PasaAttnProcessor(KINDS[type(original).__name__], *record.settings, onlookers)
         record.processors[module] = processor
         setattr(processor, BINDING, Binding(original, record, onlookers))
-        processor.__reduce_ex__ = copies_as(original)  # copy and pickle ask the object, and not its class
+        processor.__reduce_ex__ = copies_as(original)  # copy and pickle look this method up on the instance
         undo.callback(partial(_restore, attention, processor, original))
         undo.callback(attention.register_forward_pre_hook(UncopiedHook(record.before_forward)).remove)
         attention.set_processor(processor)
 
 
 def _restore(attention: Any, processor: Any, original: Any) -> None:
-    """Put the original object back, unless somebody has put another one in the place of ours."""
+    """Restore the original processor, unless another one has replaced PASA's meanwhile."""
     if attention.processor is processor:
         attention.set_processor(original)

@@ -1,9 +1,9 @@
-"""What runs in place of a diffusers processor: for the classic `Attention` class, and for the attention dispatcher.
+"""Run PASA in place of a diffusers processor: in the classic `Attention` class, and behind the attention dispatcher.
 
-diffusers has two generations of models. In the older one (UNets, their VAEs) an `Attention` module hands its tensors
-to a *processor*, which projects, attends and projects back; the processor is where the attention can be replaced. In
-the newer one (Flux, Wan, HunyuanVideo) the processor belongs to the model and calls `dispatch_attention_fn`, which
-looks the attention up by the name in the processor's `_attention_backend`.
+diffusers has two generations of models. In older ones (UNets, their VAEs) an `Attention` module passes its tensors to
+a *processor*, which projects, attends and projects back. There PASA replaces the processor. In newer ones (Flux, Wan,
+HunyuanVideo) the processor belongs to the model and calls `dispatch_attention_fn`. This function looks the attention up
+by the name in the processor's `_attention_backend`, so there PASA registers such a name.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _SERIAL = itertools.count(1)
 
 @dataclass(frozen=True)
 class Kind:
-    """In what the classic processors differ: all compute attention of the same projections.
+    """The properties in which the classic processors differ; all of them attend with the same projections.
 
     Attributes
     ----------
     module_scale : bool
-        Scores are multiplied by ``attn.scale``; else by 1/sqrt(D), whatever ``attn.scale`` says.
+        True: scores are multiplied by ``attn.scale``. False: by 1/sqrt(D), and ``attn.scale`` is ignored.
     norms : bool
         ``attn.norm_q`` and ``attn.norm_k`` are applied.
     fused : bool
@@ -53,25 +53,25 @@ KINDS = {
     "SlicedAttnProcessor": Kind(module_scale=True),
     "XFormersAttnProcessor": Kind(module_scale=True),
 }
-"""The processors that :class:`PasaAttnProcessor` can take the place of, by class name (diffusers 0.37 to 0.42)."""
+"""The processors that :class:`PasaAttnProcessor` can replace, by class name (diffusers 0.37 to 0.42)."""
 
 
 class PasaAttnProcessor:
     """Processor of a classic `Attention` module that attends with :func:`pasa.attention`.
 
-    Everything else the module asks for is done as its own processor did it: spatial and group norm, the norm of the
-    encoder states, norms of q and k, masks, output projection, residual connection and rescaling. Two flags need
-    nothing: ``upcast_attention`` and ``upcast_softmax`` ask for the range and accuracy of FP32 scores and an FP32
-    softmax, and those PASA has from FP16 q and k.
+    All other steps are those of the original processor: spatial and group norm, the norm of the encoder states, norms
+    of q and k, masks, output projection, residual connection and rescaling. Two flags need no action:
+    ``upcast_attention`` and ``upcast_softmax`` ask for the range and accuracy of FP32 scores and an FP32 softmax, which
+    PASA has with FP16 q and k.
 
     Parameters
     ----------
     kind : Kind
-        What the replaced processor did.
+        Properties of the replaced processor.
     config, backend
-        Handed to :func:`pasa.attention`.
+        Passed to :func:`pasa.attention`.
     onlookers : Onlookers
-        Shown every call.
+        Called after every attention call.
     """
 
     def __init__(self, kind: Kind, config: PasaConfig | None, backend: str | None, onlookers: Onlookers) -> None:
@@ -92,11 +92,11 @@ class PasaAttnProcessor:
         attn : diffusers.models.attention_processor.Attention
         hidden_states : Tensor (B, S, C) or (B, C, height, width)
         encoder_hidden_states : Tensor (B, Skv, C'), optional
-            Keys and values are made from it; from `hidden_states` when None.
+            Input of the key and value projections; `hidden_states` when None.
         attention_mask : Tensor, optional
             Added to the scores, or bool (True = keep); (B, 1 or S, Skv), one for all heads.
         temb : Tensor, optional
-            What a spatial norm is conditioned on.
+            Conditioning input of a spatial norm.
         """
         residual = hidden_states
         if attn.spatial_norm is not None:
@@ -137,7 +137,7 @@ class PasaAttnProcessor:
         return rescaled
 
     def _project(self, attn: Any, hidden: Tensor, encoder: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v as (B, S, H D)."""
+        """Return q, k, v as (B, S, H D); k and v come from the encoder states, if there are any."""
         if encoder is not None and attn.norm_cross is not None:
             encoder = attn.norm_encoder_hidden_states(encoder)
         if not self.kind.fused:
@@ -151,7 +151,7 @@ class PasaAttnProcessor:
 
 
 def _heads_mask(attn: Any, mask: Tensor | None, key: Tensor) -> Tensor | None:
-    """The module's mask as (B, H, 1 or S, Skv); its own method repeats it for every head and pads it."""
+    """Return the mask as (B, H, 1 or S, Skv), after the module's own method has padded it and repeated it by head."""
     if mask is None:
         return None
     batch, keys = key.shape[:2]
@@ -160,11 +160,11 @@ def _heads_mask(attn: Any, mask: Tensor | None, key: Tensor) -> Tensor | None:
 
 
 def register_backend(config: PasaConfig | None, backend: str | None, onlookers: Onlookers) -> AttentionBackendName:
-    """Add an attention to diffusers' dispatcher; returns the name to put into a processor's `_attention_backend`.
+    """Add an attention to diffusers' dispatcher, and return the name to put into a processor's `_attention_backend`.
 
-    The dispatcher converts what it finds there to its enumeration unless it is an instance already, and that
-    enumeration is closed. So the name is an instance of it that is not among its members: the dispatcher finds it,
-    and no list of backends, no default and no other model changes.
+    The dispatcher converts the value of that attribute to its enumeration of backends, unless the value is already an
+    instance of the enumeration. The enumeration cannot be extended. So the name is an instance of the enumeration that
+    is not among its members. The dispatcher finds it, and no list of backends, no default and no other model changes.
     """
     name = f"pasa-{next(_SERIAL)}"
     member = str.__new__(AttentionBackendName, name)
@@ -174,18 +174,18 @@ def register_backend(config: PasaConfig | None, backend: str | None, onlookers: 
 
 
 def unregister_backend(member: AttentionBackendName) -> None:
-    """Take it out again; the registry offers no way."""
+    """Remove a name from the dispatcher's tables by hand, because diffusers has no function for it."""
     for table in ("_backends", "_constraints", "_supported_arg_names"):
         getattr(_AttentionBackendRegistry, table).pop(member, None)
 
 
 def is_registered(backend: Any) -> bool:
-    """Whether the dispatcher knows this name as an attention of ours."""
+    """Return whether this name is one that `register_backend` has made."""
     return isinstance(backend, AttentionBackendName) and backend not in AttentionBackendName.__members__.values()
 
 
 def make_dispatched(config: PasaConfig | None, backend: str | None, onlookers: Onlookers) -> Callable[..., Tensor]:
-    """The function that the dispatcher calls; it is given those arguments whose names it has."""
+    """Return the function that the dispatcher calls; the dispatcher passes the arguments that its signature names."""
 
     def pasa_attention(
         query: Tensor,
@@ -218,7 +218,7 @@ def make_dispatched(config: PasaConfig | None, backend: str | None, onlookers: O
                 "call unpatch(), and leave this module out with policy=lambda name, module: ..."
             )
         if attn_mask is not None and attn_mask.shape == (query.shape[0], key.shape[1]):
-            attn_mask = attn_mask[:, None, None]  # the dispatcher's convention for a mask of keys
+            attn_mask = attn_mask[:, None, None]  # the dispatcher's shape of a key mask
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         out = pasa.attention(
             query,
@@ -238,21 +238,22 @@ def make_dispatched(config: PasaConfig | None, backend: str | None, onlookers: O
 
 
 def dispatched_processor(processor: Any, member: AttentionBackendName) -> Any:
-    """A copy of the model's processor that asks the dispatcher for `member`; one may serve many modules, so a copy."""
+    """Return a copy of the model's processor, whose original many modules may share, that asks for `member`."""
     twin = copy.copy(processor)
     twin._attention_backend = member
     return twin
 
 
 def uses_dispatcher(processor: Any) -> bool:
-    """Tell whether a processor asks the dispatcher for its attention."""
+    """Return whether a processor gets its attention from the dispatcher."""
     return hasattr(type(processor), "_attention_backend")
 
 
 def needs_flex(processor: Any) -> bool:
-    """Tell whether a processor attends by the dispatcher's backend "flex" whatever its `_attention_backend` says.
+    """Return whether a processor always uses the dispatcher's backend "flex", even if `_attention_backend` differs.
 
-    It hands over block masks, which no other backend takes: "flex" is its class's default, or stands in its code.
+    Such a processor passes block masks, which no other backend accepts. It is recognised by "flex" as its class's
+    default backend or in the code of its `__call__`.
     """
     kind = type(processor)
     code = getattr(kind.__call__, "__code__", None)

@@ -1,4 +1,4 @@
-"""Which attention modules of a diffusers pipeline or model PASA takes the place of, and which it leaves, and why."""
+"""Select the attention modules of a diffusers pipeline or model that PASA can patch, with reasons for the others."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Modules = dict[str, torch.nn.Module]
 
 
 def components_of(root: Any) -> Modules:
-    """The models of a pipeline by name, each once; a model alone has no name."""
+    """Return the models of a pipeline by name, each once; a single model has the name ""."""
     if isinstance(root, torch.nn.Module):
         return {"": root}
     parts: dict[str, Any] = getattr(root, "components", {})  # of classic and modular pipelines
@@ -35,18 +35,18 @@ def components_of(root: Any) -> Modules:
 
 
 def _plain(component: torch.nn.Module) -> torch.nn.Module:
-    """The model inside of a compiled one."""
+    """Return the model inside a compiled one, or the model itself."""
     plain: torch.nn.Module = getattr(component, "_orig_mod", component)
     return plain
 
 
 def _is_transformers(component: torch.nn.Module) -> bool:
-    """Tell a transformers model without importing transformers."""
+    """Return whether this is a transformers model; transformers is not imported."""
     return any(base.__module__.startswith("transformers.") for base in type(_plain(component)).__mro__)
 
 
 def select_modules(components: Modules, policy: Policy, backend: str | None) -> tuple[Modules, Pairs]:
-    """Attention modules of the diffusers models."""
+    """Return the attention modules of the diffusers models to patch, and the (name, reason) pairs of the others."""
     selected: Modules = {}
     skipped: Pairs = []
     for name, component in components.items():
@@ -58,14 +58,17 @@ def select_modules(components: Modules, policy: Policy, backend: str | None) -> 
 
 
 def select_encoders(components: Modules, policy: Policy) -> tuple[dict[str, Modules], Pairs]:
-    """Attention modules of the text and image encoders, by component; one that cannot be patched is skipped whole."""
+    """Return the attention modules of the text and image encoders by component, and (name, reason) pairs of the others.
+
+    An encoder that cannot be patched as a whole is skipped as a whole.
+    """
     encoders: dict[str, Modules] = {}
     skipped: Pairs = []
     for name, component in components.items():
         if not _is_transformers(component):
             continue
         check_transformers()
-        from pasa.patching.transformers_selection import select  # imports the library: only for its models
+        from pasa.patching.transformers_selection import select  # imports the library, so only for its models
 
         try:
             _, chosen, left = select(component, named(name, policy))
@@ -78,7 +81,7 @@ def select_encoders(components: Modules, policy: Policy) -> tuple[dict[str, Modu
 
 
 def named(component: str, policy: Policy) -> Callable[[str, torch.nn.Module], bool]:
-    """The policy, asked by the names that modules have in the pipeline."""
+    """Return a policy for one component that asks `policy` with the module's name in the whole pipeline."""
     return lambda path, module: policy(join(component, path), module) if callable(policy) else True
 
 
@@ -90,8 +93,8 @@ def _select(
     Raises
     ------
     NotImplementedError
-        The model has processors, and PASA can stand in for none of them. An autoencoder is skipped instead: its
-        attention, where it has any, is not what a pipeline is patched for.
+        The model has processors, and PASA can replace none of them. An autoencoder is skipped instead, because its
+        attention, if it has any, is not the reason to patch a pipeline.
     """
     selected: Modules = {}
     skipped: Pairs = []
@@ -125,17 +128,17 @@ def _select(
 
 
 def join(component: str, path: str) -> str:
-    """Return the name of a module in a pipeline; a model alone has no component name."""
+    """Return the name of a module in a pipeline; a single model has no component name."""
     return ".".join(part for part in (component, path) if part)
 
 
 def _unknown(module: torch.nn.Module, component: torch.nn.Module) -> str | None:
-    """Return why PASA cannot stand in for the module's processor; None where it can."""
+    """Return why PASA cannot replace the module's processor; None if it can."""
     processor: Any = module.processor
-    name = type(processor).__name__  # somebody else's class may have the name of one of diffusers'
+    name = type(processor).__name__  # a class of another package may have the same name
     reason = f"PASA cannot take the place of {name}"
     if isinstance(processor, torch.nn.Module):
-        return reason  # an adapter's, with weights of its own
+        return reason  # a processor of an adapter, with its own weights
     if BINDING in vars(processor):
         return None
     if ours.uses_dispatcher(processor):
@@ -149,7 +152,7 @@ def _unknown(module: torch.nn.Module, component: torch.nn.Module) -> str | None:
 
 
 def _attends_itself(module: torch.nn.Module) -> bool:
-    """Tell attention without a processor by its class name; blocks that hold other attention are not meant."""
+    """Return whether a module without a processor computes attention, by its class name; containers do not count."""
     return _named_attention(module) and not any(
         _named_attention(child) or hasattr(child, "processor") for child in module.modules() if child is not module
     )
@@ -160,7 +163,10 @@ def _named_attention(module: torch.nn.Module) -> bool:
 
 
 def _too_wide(module: torch.nn.Module, backend: str | None) -> str | None:
-    """Why the backend asked for cannot serve the module's head dimension; None where it can, or none was asked for."""
+    """Return why the head dimension is too large for the backend, or for all backends if none is named.
+
+    None if the head dimension fits or is unknown.
+    """
     width = _head_dim(module)
     candidates = [each for each in BACKENDS.values() if backend in (None, each.name)]
     if width is None or not candidates or any(_serves(each, width) for each in candidates):
@@ -171,7 +177,7 @@ def _too_wide(module: torch.nn.Module, backend: str | None) -> str | None:
 
 
 def width_note(module: torch.nn.Module) -> str | None:
-    """A remark on a head dimension that one backend alone can serve."""
+    """Return a note for the report if only one backend can serve the module's head dimension, else None."""
     width = _head_dim(module)
     able = [] if width is None else [each for each in BACKENDS.values() if _serves(each, width)]
     return f"head dim {width}: only backend {able[0].name!r} serves it; it {able[0].label}" if len(able) == 1 else None
@@ -182,5 +188,8 @@ def _serves(backend: Backend, width: int) -> bool:
 
 
 def _head_dim(module: Any) -> int | None:
-    """Head dimension of a classic module; those of dispatched models differ in how they say it, and are below 256."""
+    """Return the head dimension of a classic module, and None for other modules.
+
+    Modules of dispatched models have no common attribute for it, and their head dimensions are below 256.
+    """
     return module.inner_kv_dim // module.heads if isinstance(module, Attention) else None

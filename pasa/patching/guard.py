@@ -1,9 +1,10 @@
-"""Watches attention that was left unpatched: could any score have overflowed FP16 after all?
+"""Watch unpatched attention modules, and warn when one of their scores may have overflowed FP16.
 
-A score is at most the length of its query times that of its key, and rotary embeddings change neither. So hooks on the
-projections follow the longest query and key of every head, on the device, and count the calls after which the product
-of the two is beyond FP16. The count is copied to the host without waiting for it, and read there at the next call: a
-warning comes a call late, and nothing waits. No alarm means that no score overflowed; an alarm, that one may have.
+The magnitude of a score q.k is at most the length of its query times the length of its key, and rotary embeddings
+change neither length. So hooks on the projections keep the longest query and key of every head, on the device, and
+count the calls after which their product exceeds 65504. The count is copied to the host without synchronisation and
+read at the next call, so a warning comes one call late and nothing waits. Without an alarm no score has overflowed. An
+alarm means that one may have.
 """
 
 from __future__ import annotations
@@ -29,23 +30,29 @@ LIMIT = FORMATS["fp16"].max
 
 
 class _Watched:
-    """One attention module: its longest queries (Hq,) and keys (Hkv,) so far, and how many calls were too long."""
+    """The state of one watched module: its longest queries (Hq,) and keys (Hkv,), and a count of calls.
+
+    The count is the number of calls after which a score beyond FP16 was possible.
+    """
 
     def __init__(self, name: str, layer: Layer, module: torch.nn.Module) -> None:
         self.name, self.layer, self.told = name, layer, False
-        self._module = weakref.ref(module)  # which holds the hooks that hold this
+        self._module = weakref.ref(module)  # weak, because the module's hooks hold this object
         self.longest: dict[str, Tensor] = {}
-        self.count: Tensor | None = None  # on the device
-        self.seen: Tensor | None = None  # on the host, one call behind
+        self.count: Tensor | None = None  # calls that were too long, on the device
+        self.seen: Tensor | None = None  # a copy of `count` on the host, one call behind
 
     @property
     def patched(self) -> bool:
-        """Whether another handle has patched the module since."""
+        """Return whether another handle has patched the module since the guard was made."""
         module = self._module()
         return module is not None and is_patched(module)
 
     def see(self, sides: tuple[str, ...], output: Tensor) -> None:
-        """Look at what a projection gave (..., heads * D); one matrix may be both sides."""
+        """Update the longest query or key with the output (..., heads * D) of a projection.
+
+        `sides` names "query", "key" or both, since one fused matrix may give both.
+        """
         for side in sides:
             part: Part = getattr(self.layer, side)
             heads = self.layer.heads if side == "query" else self.layer.kv_heads
@@ -56,7 +63,7 @@ class _Watched:
             longest = lengths.flatten(0, -2).amax(0)
             before = self.longest.get(side)
             self.longest[side] = longest if before is None else torch.maximum(before.to(longest.device), longest)
-        if "key" in sides:  # of q and k, k comes last
+        if "key" in sides:  # k is projected after q, so both are known now
             self._count()
 
     def _count(self) -> None:
@@ -80,7 +87,7 @@ class _Watched:
             )
 
     def bound(self) -> Tensor:
-        """Largest |q.k| that the lengths allow, (Hq,)."""
+        """Return the largest |q.k| that the lengths of queries and keys allow, (Hq,)."""
         query, key = self.longest["query"], self.longest["key"]
         return query * key.to(query.device).repeat_interleave(len(query) // len(key))
 
@@ -91,9 +98,9 @@ class Guard:
     Parameters
     ----------
     watched : dict
-        (name of the attention module) -> (its layer, the model that the layer's tensor names are of).
+        Maps the name of an attention module to its layer and to the model in which the layer's tensor names are found.
     handle : PatchHandle
-        That the guard belongs to; it lives as long as the hooks do.
+        The handle to which the guard belongs; the hooks keep it alive.
     """
 
     def __init__(self, watched: dict[str, tuple[Layer, torch.nn.Module]], handle: PatchHandle) -> None:
@@ -110,16 +117,16 @@ class Guard:
                 self._hooks.append(model.get_submodule(path).register_forward_hook(hook))
 
     def _see(self, one: _Watched, sides: tuple[str, ...], module: torch.nn.Module, args: Any, output: Tensor) -> None:
-        """Forward hook of a projection."""
+        """Pass the output of a projection on, unless its module has been patched since (forward hook)."""
         if not one.patched:
             one.see(sides, output)
 
     def patched(self) -> tuple[str, ...]:
-        """Modules that another handle has patched since."""
+        """Return the names of the watched modules that another handle has patched since."""
         return tuple(one.name for one in self._watched if one.patched)
 
     def alarms(self) -> tuple[tuple[str, str], ...]:
-        """Modules that may have overflowed, with what their queries and keys allow; waits for the device."""
+        """Return (module, largest possible score) for modules that may have overflowed; this waits for the device."""
         return tuple(
             (one.name, f"lengths of queries and keys allow scores up to {one.bound().max().item():,.0f}")
             for one in self._watched
@@ -127,7 +134,7 @@ class Guard:
         )
 
     def remove(self) -> None:
-        """Take the hooks out; what was counted stays readable."""
+        """Remove the hooks; the counts stay readable."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

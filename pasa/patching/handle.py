@@ -1,4 +1,4 @@
-"""What a patch leaves in the caller's hand: how to undo it, and what it did. Every host returns this handle."""
+"""The handle that every patch returns: it undoes the patch, and reports what was patched."""
 
 from __future__ import annotations
 
@@ -16,28 +16,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PatchReport:
-    """Which attention modules of a model now run PASA, and which do not.
+    """A list of the attention modules of a model that run PASA, and of those that do not, with the reasons.
 
     Attributes
     ----------
     host : str
-        The library the model comes from, and the model's class: ``"transformers: Qwen2ForCausalLM"``.
+        Library and class of the model: ``"transformers: Qwen2ForCausalLM"``.
     patched : tuple of str
         Names of the modules that run PASA, as in ``model.named_modules()``.
     skipped : tuple of (str, str)
         Names of the attention modules that keep their own attention, each with the reason.
     notes : tuple of (str, str)
-        Patched modules of which something is to be known, such as which backend alone can serve them.
+        Names of patched modules, each with a remark, such as which single backend can serve the module.
     alarms : tuple of (str, str)
-        Modules that ``policy="auto"`` left alone, and whose queries and keys have since been long enough for a score
-        beyond FP16. Short of any, no score of an unpatched module can have overflowed.
+        Modules that ``policy="auto"`` left unpatched, and whose queries and keys have since been long enough for a
+        score beyond FP16. If the guard lists none, no score of the modules that it watches has overflowed.
     serves : tuple of (str, str)
-        Types of this machine's devices, each with the backend that serves the patched modules' calls there: those of
-        their dtype, head dimension and options without a mask. In brackets: why a preferred backend does not.
+        Device types of this machine, each with the backend that serves the patched modules' calls there. The calls
+        considered are those of the modules' dtype, head dimension and options, without a mask. Brackets say why a
+        preferred backend does not serve them.
     removed : tuple of (str, str)
         Names of modules that were patched and no longer run PASA, each with what runs there instead.
     undone : bool
-        Whether the patch was undone; all that it had patched is listed as removed then.
+        True if the patch was undone; all modules that it had patched are then listed as removed.
     """
 
     host: str
@@ -67,12 +68,12 @@ class PatchReport:
 
 
 class PatchHandle:
-    """A patch that is in force; undone by :meth:`unpatch`, at once, or by leaving the outermost ``with`` block.
+    """A patch in force, undone by :meth:`unpatch` at once or at the end of the outermost ``with`` block.
 
     Parameters
     ----------
     report : PatchReport
-        What was patched and what was not.
+        The modules that were patched and those that were not.
     undo : callable
         Takes no argument and restores the model; called at most once.
     find_removed : callable, optional
@@ -109,7 +110,10 @@ class PatchHandle:
         return self._undo is not None
 
     def unpatch(self) -> None:
-        """Give the model its own attention back, bit for bit, inside a ``with`` block too; again, it does nothing."""
+        """Restore the model's original attention, so that outputs are the same bit for bit; also inside ``with``.
+
+        A second call does nothing.
+        """
         undo, self._undo = self._undo, None
         if undo is not None:
             if self._guard is not None:
@@ -117,13 +121,13 @@ class PatchHandle:
             undo()
 
     def report(self) -> PatchReport:
-        """Return what is patched and what was skipped, with the reasons.
+        """Return which modules are patched and which were skipped, with the reasons.
 
-        Of a patch that is undone, the report says so, and lists as removed what had been patched.
-        Modules from which somebody has taken PASA out since (`set_attn_implementation`, `fuse_qkv_projections`,
+        After the patch is undone, the report says so and lists its modules as removed.
+        Modules from which PASA has been removed since (`set_attn_implementation`, `fuse_qkv_projections`,
         `set_attention_slice`, `set_attention_backend`) are listed as removed, with a warning the first time.
-        With a guard, this waits for the device, to read what it has counted; modules that another handle has patched
-        since are not called skipped.
+        With a guard (``policy="auto"``), this call waits for the device to read the guard's counts. Modules that
+        another handle has patched since are listed as patched, with a note, and not as skipped.
         """
         report, removed = self._report, self.check_removed()
         if not self.active:
@@ -145,12 +149,12 @@ class PatchHandle:
         )
 
     def serve(self, serves: tuple[tuple[str, str], ...]) -> None:
-        """Note who serves the calls of the patched modules, by device type."""
+        """Record in the report which backend serves the patched modules' calls, by device type."""
         if serves != self._report.serves:
             self._report = replace(self._report, serves=serves)
 
     def check_removed(self) -> dict[str, str]:
-        """Return the patched modules that no longer run PASA, with the reason, and warn of them once."""
+        """Return the patched modules that no longer run PASA, each with the reason, and warn the first time."""
         removed = self.find_removed() if self.active else {}
         if removed and not self._warned:
             self._warned = True
@@ -163,13 +167,13 @@ class PatchHandle:
         return removed
 
     def watch(self, guard: Guard, reasons: dict[str, str]) -> None:
-        """Add a guard over modules that were skipped, and why each was."""
+        """Attach a guard that watches the skipped modules, with the reason why each was skipped."""
         skipped = tuple((name, reasons.get(name, reason)) for name, reason in self._report.skipped)
         self._report, self._guard = replace(self._report, skipped=skipped), guard
 
     @property
     def guarded(self) -> bool:
-        """Whether there is a guard over what was not patched."""
+        """Return whether a guard watches the modules that were not patched."""
         return self._guard is not None
 
     def __enter__(self) -> PatchHandle:
@@ -194,14 +198,14 @@ def already_patched(
     selected: Mapping[str, torch.nn.Module],
     asked: Mapping[str, object],
 ) -> ValueError:
-    """Return the error for a call that would patch otherwise what is patched; it says what differs.
+    """Return the error for a call that conflicts with the patch in force; its message says what differs.
 
     Parameters
     ----------
     patched, selected : mapping of str to torch.nn.Module
-        Modules by name: of the patch in force, and those that the call selects.
+        Modules by name: those of the patch in force, and those that the new call selects.
     in_force, asked : mapping of str to object
-        Settings by name: of the patch in force, and of the call.
+        Settings by name: those of the patch in force, and those of the new call.
     """
     changed = [name for name in asked if asked[name] != in_force[name]]
     differs = [f"{name}={asked[name]!r} instead of {in_force[name]!r}" for name in changed]
@@ -216,6 +220,6 @@ def already_patched(
 
 
 def first_names(names: Sequence[str]) -> str:
-    """Return a few of the names, and how many more there are."""
+    """Return the first three names as text, and how many more there are."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more

@@ -1,4 +1,4 @@
-"""Who is shown the queries and keys of a patched module, and where the modules of a patched model keep that."""
+"""The callbacks that see the queries and keys of patched modules, and functions that find the patched modules."""
 
 from __future__ import annotations
 
@@ -10,44 +10,46 @@ import torch
 from torch import Tensor
 
 BINDING = "_pasa_binding"
-"""Attribute by which a patched module of transformers, and a processor of ours in diffusers, is known; a plain
-attribute, so that `torch.compile` can read it."""
+"""Attribute that marks a patched module of transformers, or a processor of PASA in diffusers.
+
+It is a plain attribute, because `torch.compile` can read those.
+"""
 
 Look = Callable[[Tensor, Tensor, Tensor | None, bool, float], None]
 
 
 @dataclass(eq=False)
 class Onlookers:
-    """What is called after each attention call of one patched module; mostly nothing."""
+    """The functions that are called after each attention call of one patched module; usually there are none."""
 
     looks: tuple[Look, ...] = ()
 
     def show(self, q: Tensor, k: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float) -> None:
-        """Show a call: q (B, Hq, Sq, D), k (B, Hkv, Skv, D), mask as `pasa.attention` takes it."""
+        """Call all functions with q (B, Hq, Sq, D), k (B, Hkv, Skv, D), and a mask as `pasa.attention` takes it."""
         for look in self.looks:
             look(q, k, attn_mask, is_causal, scale)
 
     def show_heads_last(self, q: Tensor, k: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float) -> None:
-        """As `show`, for q (B, Sq, Hq, D), k (B, Skv, Hkv, D)."""
+        """Call all functions, like `show`, from q (B, Sq, Hq, D) and k (B, Skv, Hkv, D)."""
         if self.looks:
             self.show(q.transpose(1, 2), k.transpose(1, 2), attn_mask, is_causal, scale)
 
 
 def is_patched(module: torch.nn.Module) -> bool:
-    """Whether this attention module runs PASA."""
+    """Return whether this attention module, or its processor, carries the mark of a patch."""
     return any(_binding(holder) is not None for holder in (module, getattr(module, "processor", None)))
 
 
 def patched_modules(
     components: Mapping[str, torch.nn.Module],
 ) -> Iterator[tuple[str, torch.nn.Module, Onlookers]]:
-    """The patched modules of models, with the names that a patch report gives them."""
+    """Yield (name, module, onlookers) of every patched module, with the names of the patch report."""
     for name, module, binding in _bindings(components):
         yield name, module, binding.onlookers
 
 
 def removed_modules(components: Mapping[str, torch.nn.Module]) -> dict[str, str]:
-    """The patched modules of models that no longer run PASA, each with what runs there instead."""
+    """Return the names of patched modules that no longer run PASA, each with what runs there instead."""
     found = ((name, binding.replacement(module)) for name, module, binding in _bindings(components))
     return {name: replacement for name, replacement in found if replacement is not None}
 
@@ -62,5 +64,5 @@ def _bindings(components: Mapping[str, torch.nn.Module]) -> Iterator[tuple[str, 
 
 
 def _binding(holder: object) -> Any:
-    """Return what a patch left with a module or processor; None where none did, and in a copy."""
+    """Return the mark of a patch on a module or processor; None if it has no mark, as in a copy."""
     return getattr(holder, "__dict__", {}).get(BINDING)

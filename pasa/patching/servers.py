@@ -1,4 +1,4 @@
-"""The backends that will serve the calls of patched modules, by the dtype and head dimension of the modules."""
+"""Find the backends that will serve the calls of patched modules, by the modules' dtypes and head dimensions."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ import torch
 from pasa.config import PasaConfig
 from pasa.ops import registry
 
-USUAL = (torch.float16, 64)  # of a module that does not say
+USUAL = (torch.float16, 64)  # assumed dtype and head dimension of a module that states none
 
 
 def servers_of(
     modules: Iterable[torch.nn.Module], config: PasaConfig | None, backend: str | None
 ) -> tuple[tuple[str, str], ...]:
-    """Return, by device type of this machine, who serves the calls of these modules."""
+    """Return (device type, backend) pairs: which backend serves these modules' calls on this machine's devices."""
     calls = {(_dtype(module), head_dim(module) or USUAL[1]) for module in modules}
     return registry.servers(calls or (USUAL,), config, backend)
 
 
 def _dtype(module: torch.nn.Module) -> torch.dtype:
-    """Return the dtype of a module's weights, in which it hands over queries unless autocast changes it."""
+    """Return the dtype of a module's weights, which is that of its queries unless autocast changes it."""
     found = (each.dtype for each in module.parameters() if each.is_floating_point())
     dtype = next(found, USUAL[0])
-    return dtype if dtype in (torch.float16, torch.bfloat16, torch.float32) else USUAL[0]  # weights of 8 bits
+    return dtype if dtype in (torch.float16, torch.bfloat16, torch.float32) else USUAL[0]  # 8-bit weights
 
 
 def head_dim(module: Any) -> int | None:
-    """Return the head dimension of an attention module of transformers or diffusers; None where it does not say."""
+    """Return the head dimension of an attention module of transformers or diffusers; None if it states none."""
     for holder, widths, counts in (
         (module, ("inner_kv_dim", "inner_dim"), ("heads",)),
         (getattr(module, "config", None), ("hidden_size", "n_embd", "d_model"), ("num_attention_heads", "n_head")),
     ):
-        # latent attention's queries are wider than its config's `head_dim`, which is that of their rotated part
+        # In latent attention the config's `head_dim` is that of the rotated part only, so `qk_head_dim` comes first.
         for name in ("qk_head_dim", "head_dim", "attention_head_size"):
             if isinstance(size := getattr(holder, name, None), int):
                 return size

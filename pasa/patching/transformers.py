@@ -1,8 +1,8 @@
-"""transformers models: find the attention modules, bind PASA to them, switch their configs, and undo all of it.
+"""Patch transformers models: find the attention modules, mark them, switch their configs to PASA, and undo it all.
 
 A module reads the name of its attention from ``module.config._attn_implementation``. While any module of a config is
-patched, that name is one of ours, and the function registered under it looks at the module: bound modules run PASA,
-all others run what they had. So one config may serve patched and unpatched modules, or two models, at once.
+patched, this name is one that PASA has registered. The registered function looks for the mark: marked modules run PASA,
+all others run their original attention. So one config may serve patched and unpatched modules, or two models, at once.
 """
 
 from __future__ import annotations
@@ -32,23 +32,32 @@ if TYPE_CHECKING:
     from pasa.patching import Policy
 
 NAMES = {"sdpa": "pasa", "eager": "pasa+eager"}
-"""Original attention -> the name registered over it. No "/" (a hub kernel), no "flash" or "sdpa" (read as such)."""
+"""Maps the original attention to the name that PASA registers.
+
+The names avoid "/", which transformers takes for a hub kernel, and "flash" and "sdpa", for which it has special cases.
+"""
 
 OTHER = "pasa+other"
-"""Registered over any other original; it can be patched as a whole, not module by module (masks of another form)."""
+"""The registered name for any other original attention.
+
+Its masks have another form, so all modules of such a model are patched, or none.
+"""
 
 RING = "pasa+ring"
-"""Registered over any original where a process group shares the sequence; patched as a whole too."""
+"""The registered name when a process group shares the sequence; here too all modules are patched, or none."""
 
 EXPLICIT = "+masks"
-"""Ends the name where modules are given the masks of eager attention, which are float and never left to causality."""
+"""Suffix of the name if modules get the masks of eager attention.
+
+These are float masks, and they are never left out in favour of `is_causal`.
+"""
 
 _OURS = frozenset({*NAMES.values(), *(name + EXPLICIT for name in (*NAMES.values(), OTHER)), OTHER, RING})
 _LIVE: weakref.WeakSet[_Patch] = weakref.WeakSet()
 
 
 class Settings(NamedTuple):
-    """What a patch was asked for."""
+    """The arguments of a patch call, which a second call must repeat to get the same handle."""
 
     config: PasaConfig | None
     backend: str | None
@@ -56,7 +65,7 @@ class Settings(NamedTuple):
 
 
 class Original(NamedTuple):
-    """A transformers config, and the attention it named before PASA."""
+    """A transformers config, the attention that it named before the patch, and whether it needs explicit masks."""
 
     config: Any
     attention: str
@@ -65,7 +74,7 @@ class Original(NamedTuple):
 
 @dataclass(eq=False)
 class _Patch:
-    """What one handle changed; alive as long as the patched modules are, which hold the handle that holds it."""
+    """The changes that one handle made; the patched modules keep the handle, and so this record, alive."""
 
     settings: Settings
     modules: dict[str, torch.nn.Module]
@@ -74,20 +83,20 @@ class _Patch:
     handle: PatchHandle = field(init=False)
 
     def name(self, original: Original) -> str:
-        """Return the name registered over `original`."""
+        """Return the name that PASA registers for a config whose attention was `original`."""
         if self.settings.context_parallel is not None:
             return RING
         return NAMES.get(original.attention, OTHER) + EXPLICIT * original.explicit_masks
 
     def apply(self) -> None:
-        """Register the names and point the configs at them."""
+        """Register the names, and set them in the configs."""
         for original in self.originals:
             name, explicit = self.name(original), original.explicit_masks
             own_attention = make_interface(original.attention, explicit)
             own_mask = eager_mask if explicit else make_mask
             AttentionInterface.register(name, attend_shard if name == RING else own_attention)
             AttentionMaskInterface.register(name, check_mask if name == RING else own_mask)
-            # The property would also set all sub-configs.
+            # The public property would also set all sub-configs, so the internal attribute is set.
             original.config._attn_implementation_internal = PatchedName(name, original.attention)
 
     def removed(self) -> dict[str, str]:
@@ -99,9 +108,9 @@ class _Patch:
         }
 
     def before_forward(self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Forward pre-hook: warn of what was removed, and refuse attention weights.
+        """Warn of modules that no longer run PASA, and refuse ``output_attentions`` (forward pre-hook).
 
-        Most models never tell the attention function that its weights are wanted.
+        The attention function cannot refuse it, because most models do not pass ``output_attentions`` on.
         """
         in_force = {own.config._attn_implementation in _OURS for own in self.originals}
         if False in in_force and not torch.compiler.is_compiling():
@@ -112,7 +121,7 @@ class _Patch:
             )
 
     def undo(self) -> None:
-        """Unbind the modules; restore each config, and drop each name, that no other handle uses."""
+        """Unmark the modules; restore each config and unregister each name that no other handle uses."""
         _LIVE.discard(self)
         for hook in self.hooks:
             hook.remove()
@@ -123,7 +132,7 @@ class _Patch:
                 config._attn_implementation_internal = attention
         used = {patch.name(original) for patch in _LIVE for original in patch.originals}
         for name in _OURS - used:
-            AttentionInterface._global_mapping.pop(name, None)  # the class offers no way to unregister
+            AttentionInterface._global_mapping.pop(name, None)  # the class has no method to unregister a name
             AttentionMaskInterface._global_mapping.pop(name, None)
 
 
@@ -160,19 +169,21 @@ def patch(
 
 
 def is_patched(module: torch.nn.Module) -> bool:
-    """Tell whether a handle that is in force has patched the module."""
+    """Return whether a handle that is in force has patched the module."""
     return any(module in record.modules.values() for record in _LIVE)
 
 
 def _handle_in_force(selected: dict[str, torch.nn.Module], settings: Settings) -> PatchHandle | None:
-    """Return the handle that already patches exactly these modules this way; None where none is patched.
+    """Return the handle that already patches exactly these modules with these settings; None if none is patched.
 
-    A handle from whose modules PASA was taken out is undone: what the configs name now is to be restored later.
+    If PASA has been removed from the modules of a handle, that handle is undone here. The new patch then records the
+    attention that the configs name now as the original.
 
     Raises
     ------
     ValueError
-        Some are patched, but not all, or with other settings: undoing would no longer be well defined.
+        Some of the modules are patched, but not all, or with other settings. Undoing two such patches would not be
+        well defined.
     """
     modules = set(selected.values())
     for record in list(_LIVE):
@@ -187,12 +198,12 @@ def _handle_in_force(selected: dict[str, torch.nn.Module], settings: Settings) -
         else:
             raise already_patched(record.modules, record.settings._asdict(), selected, settings._asdict())
     for module in modules:
-        module.__dict__.pop(BINDING, None)  # of a shallow copy, whose patch was undone on the original
+        module.__dict__.pop(BINDING, None)  # left in a shallow copy when the original was unpatched
     return None
 
 
 def _original_attention(root: torch.nn.Module, modules: Iterable[Any]) -> list[Original]:
-    """Return each distinct config of `modules` with the attention it had before any handle touched it."""
+    """Return each distinct config of `modules` with the attention that it had before any patch."""
     originals = []
     for config in {id(module.config): module.config for module in modules}.values():
         attention = config._attn_implementation
@@ -208,21 +219,21 @@ def _original_attention(root: torch.nn.Module, modules: Iterable[Any]) -> list[O
 
 
 def _needs_explicit_masks(root: torch.nn.Module, config: Any) -> bool:
-    """Tell whether the masks made from `config` must say all, as those of eager attention do.
+    """Return whether the masks made from `config` must be complete, as those of eager attention are.
 
-    A mask may be left to `module.is_causal` only where SDPA could run, whose masks are left out in the same cases. And
-    a module that computes attention itself adds the mask to its scores.
+    A mask may be left out in favour of `module.is_causal` only in models that support SDPA, where transformers leaves
+    masks out in the same cases. A module that computes attention itself adds the mask to its scores, so it needs one.
     """
     return any(not owner._supports_sdpa or any(unreachable(owner)) for owner in _owners(root, config))
 
 
 def _owners(root: torch.nn.Module, config: Any) -> Iterator[PreTrainedModel]:
-    """Yield the models below `root` that have this very config."""
+    """Yield the models below `root` whose config is this object."""
     return (each for each in root.modules() if isinstance(each, PreTrainedModel) and each.config is config)
 
 
 def _recorded_original(config: Any) -> str | None:
-    """Return what a live handle recorded as this config's own attention."""
+    """Return the original attention of this config, as a handle in force recorded it; None if none did."""
     for record in _LIVE:
         for known in record.originals:
             if known.config is config:
@@ -231,8 +242,19 @@ def _recorded_original(config: Any) -> str | None:
 
 
 def _check_delegation(root: torch.nn.Module, record: _Patch) -> None:
-    """Refuse to leave modules out where their own attention wants masks of another form than the patch's, and to share
-    a config with a patch of another name."""
+    """Refuse a patch that cannot coexist with the modules it leaves out, or with another patch of a shared config.
+
+    Modules left out would get the masks of the patch, although their attention may need masks of another form. And a
+    config can name only one attention.
+
+    Raises
+    ------
+    ValueError
+        Another handle has patched a model with the same config under another name.
+    NotImplementedError
+        A module left out would lose its kind of mask or its sparse selection of keys, or, with ``context_parallel``,
+        would see only its own shard.
+    """
     ring = record.settings.context_parallel is not None
     foreign = {id(own.config): own.attention for own in record.originals if ring or own.attention not in NAMES}
     for other in _LIVE:

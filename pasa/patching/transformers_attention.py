@@ -1,10 +1,10 @@
-"""The function that transformers calls in place of its own attention, and the masks it is given.
+"""The attention function that a patch registers with transformers, and its handling of masks and keywords.
 
-transformers 5 asks a registry for ``fn(module, query, key, value, attention_mask, **kwargs)`` and, in a second
-registry, for the function that builds the mask. Two rules follow from its sources:
+transformers 5 looks up ``fn(module, query, key, value, attention_mask, **kwargs)`` in a registry, and the function that
+builds the mask in a second registry. Two rules follow from its sources:
 
 * a name without an entry in the *second* registry gets ``attention_mask=None`` for every input, padded or not;
-* whatever a model wants beyond q, k, v arrives as a keyword. Each is honoured here or refused by name.
+* whatever a model needs beyond q, k, v arrives as a keyword. Each keyword is honoured here or refused by name.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ Interface = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
 INFORMATIVE = frozenset(
     {
-        "cache_position",  # already spent on the cache update and on the mask
-        "deterministic",  # asks a flash kernel for a reproducible backward
-        "grid_thw",  # sizes of pictures, for layers beside the attention
-        "input_ids",  # for layers beside the attention that look tokens up
+        "cache_position",  # already used for the cache update and the mask
+        "deterministic",  # asks a flash kernel for a deterministic backward pass
+        "grid_thw",  # image sizes, for layers other than attention
+        "input_ids",  # for layers other than attention that look up tokens
         "labels",
         "logits_to_keep",
-        "max_length_k",  # bounds the launch of a flash kernel
+        "max_length_k",  # sizes the launch of a flash kernel
         "max_length_q",
         "mm_token_type_ids",  # already in the mask
         "num_items_in_batch",
@@ -47,13 +47,13 @@ INFORMATIVE = frozenset(
         "position_embeddings",  # already in q and k
         "position_ids",  # already in q, k and, when packed, in the mask
         "return_dict",
-        "seq_idx",  # tells packed sequences apart for state-space layers
+        "seq_idx",  # separates packed sequences for state-space layers
         "shift_labels",
         "token_type_ids",  # already in the mask
         "use_cache",
     }
 )
-"""Keywords that models hand through to the attention and that do not change its result."""
+"""Keywords that models pass to the attention function although they do not change its result."""
 
 REFUSALS = {
     "softcap": "soft-capped scores (tanh) are not invariant under the shift that PASA relies on",
@@ -65,16 +65,16 @@ REFUSALS = {
     "cache": "paged caches (continuous batching) are not supported",
     "output_attentions": "attention weights are never formed, so they cannot be returned",
 }
-"""Keywords that change the result and are not supported; any keyword found nowhere here is refused as unknown."""
+"""Keywords that change the result and are not supported, with the reason. All other keywords are refused as unknown."""
 
 
 PREFIX = "pasa"
-"""The names of all attention functions that a patch registers are this, or this and a "+" with more."""
+"""Every attention name that a patch registers is this word, or starts with it and a "+"."""
 
 
 @dataclass(frozen=True)
 class Binding(Uncopied):
-    """What a patched module runs with, and the handle that will undo it."""
+    """The mark on a patched module: the settings that it runs with, and the handle that undoes the patch."""
 
     config: PasaConfig | None
     backend: str | None
@@ -84,7 +84,7 @@ class Binding(Uncopied):
 
     @staticmethod
     def replacement(module: Any) -> str | None:
-        """Return what the module runs instead of PASA; None where it runs PASA."""
+        """Return what the module runs instead of PASA; None if it runs PASA."""
         attention: str = module.config._attn_implementation
         if attention.partition("+")[0] == PREFIX:
             return None
@@ -94,15 +94,15 @@ class Binding(Uncopied):
 def make_interface(original: str, explicit_masks: bool) -> Interface:
     """Return the attention function to register for models whose attention was `original`.
 
-    A module that carries a :class:`Binding` runs PASA. Any other module that reaches the function (declined by the
-    policy, or of another model that shares the config) gets the attention it had.
+    A module that carries a :class:`Binding` runs PASA. Any other module that calls the function runs its original
+    attention: the policy has declined it, or it belongs to another model that shares the config.
 
     Parameters
     ----------
     original : str
-        Name of the attention that the function takes the place of.
+        Name of the attention that the function replaces.
     explicit_masks : bool
-        The masks are those of eager attention: float, and left out only where every key is visible.
+        True if the masks are those of eager attention: float, and left out only if every key is visible.
     """
 
     def attention_interface(
@@ -145,7 +145,7 @@ def run_pasa(
     else:
         causal = _is_causal(module, query.shape[2], is_causal)
         if causal and key.shape[2] > query.shape[2]:
-            # A static cache being filled: the keys behind the last query are not written yet (alignment upper left).
+            # Prefill of a static cache: keys after the last query are not written yet (upper-left alignment).
             key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
         attention_mask = implied_mask(query.shape[2], key.shape[2], sliding_window, causal, query.device)
         causal = causal and attention_mask is None
@@ -177,12 +177,14 @@ def run_original(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attend as the module did before the patch, with the same bits; the mask is made for PASA unless it is explicit.
+    """Attend as the module did before the patch, bit for bit.
+
+    Unless masks are explicit, the mask was made for PASA, and is converted for eager attention.
 
     Raises
     ------
     NotImplementedError
-        `original` wants masks of another kind (flash and flex attention, hub kernels).
+        `original` needs masks of another kind (flash and flex attention, hub kernels).
     """
     scope = forward_code_scope(module)
     function: Interface
@@ -198,19 +200,19 @@ def run_original(
 
 
 def forward_code_scope(module: torch.nn.Module) -> dict[str, Any]:
-    """Return the globals of the file that `module.forward` was written in."""
+    """Return the globals of the file that defines `module.forward`."""
     scope: dict[str, Any] = inspect.unwrap(type(module).forward).__globals__
     return scope
 
 
 def forward_names(module: torch.nn.Module) -> tuple[str, ...]:
-    """Return the global and attribute names that `module.forward` uses; empty where it is not Python."""
+    """Return the global and attribute names that `module.forward` uses; empty if it is not a Python function."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return code.co_names if code is not None else ()
 
 
 def forward_constants(module: torch.nn.Module) -> frozenset[str]:
-    """Return the strings in the code of `module.forward`, of which the keywords of its calls are a part."""
+    """Return the string constants in the code of `module.forward`; these include the keywords of the calls it makes."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     constants = code.co_consts if code is not None else ()
     parts = itertools.chain.from_iterable(each if isinstance(each, tuple) else (each,) for each in constants)
@@ -220,7 +222,10 @@ def forward_constants(module: torch.nn.Module) -> frozenset[str]:
 def autocast_inputs(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What torch's own attention would be given: autocast leaves q and k in FP32 behind rotary embeddings, v not."""
+    """Return q, k and v in the autocast dtype, if autocast is on, as torch's own attention would get them.
+
+    Under autocast, rotary embeddings leave q and k in FP32, but not v.
+    """
     device = query.device.type
     if not torch.is_autocast_enabled(device):
         return query, key, value
@@ -231,8 +236,11 @@ def autocast_inputs(
 def _equal_widths(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Pad the narrower of keys and values with zeros (latent attention has values of another width): scores and the
-    leading output dimensions stay what they are, and the caller cuts the output back."""
+    """Pad values, or queries and keys, with zeros so that all head dimensions are equal, as PASA needs.
+
+    In latent attention the values have another head dimension. Zeros change neither the scores nor the leading output
+    dimensions; the caller cuts the output back.
+    """
     missing = key.shape[-1] - value.shape[-1]
     if missing > 0:
         value = torch.nn.functional.pad(value, (0, missing))
@@ -242,7 +250,7 @@ def _equal_widths(
 
 
 def _eager_name(module: torch.nn.Module) -> str:
-    """Name of the eager attention function that `module.forward` falls back to (a few files have several)."""
+    """Return the name of the eager attention function that `module.forward` uses (some files define several)."""
     return next(name for name in forward_names(module) if name.endswith("eager_attention_forward"))
 
 
@@ -253,7 +261,7 @@ def _eager_mask(
     mask: torch.Tensor | None,
     is_causal: bool | None,
 ) -> torch.Tensor | None:
-    """Turn a boolean mask, or one that was skipped, into the additive mask that eager attention is always given."""
+    """Convert a boolean mask, or a mask that was left out, into the additive mask that eager attention always gets."""
     if mask is None and _is_causal(module, query.shape[2], is_causal):
         mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()[None, None]
     if mask is None or mask.dtype != torch.bool:
@@ -263,7 +271,10 @@ def _eager_mask(
 
 
 def _is_causal(module: torch.nn.Module, queries: int, is_causal: bool | None) -> bool:
-    """Tell whether a call without a mask is causal: a decoded token (one query) sees every key, so it is not."""
+    """Return whether a call without a mask is causal.
+
+    A call with one query is not: a decoded token sees every key.
+    """
     if queries == 1:
         return False
     declared = is_causal if is_causal is not None else getattr(module, "is_causal", None)
@@ -275,7 +286,7 @@ def _is_causal(module: torch.nn.Module, queries: int, is_causal: bool | None) ->
 
 
 def _refuse_keywords(module: torch.nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:
-    """Raise, naming the module's class and the keyword, for anything that would change the result and be ignored."""
+    """Refuse every keyword that may change the result; the message names the module's class and the keyword."""
     where = type(module).__name__
     if dropout:
         raise NotImplementedError(

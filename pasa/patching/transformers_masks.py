@@ -1,4 +1,4 @@
-"""The masks of a patched transformers model: what transformers is asked to build, and what a call makes of it."""
+"""Masks of patched transformers models: build them for transformers, and convert them in each attention call."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ import torch
 from transformers.masking_utils import sdpa_mask
 
 QUERY_SLICING_MODELS = frozenset({"gemma4_text", "gemma4_unified_text"})
-"""Model types that, in the last layers, keep the last queries only. They do so safely for the name "sdpa"; under any
-other name a causal mask that was skipped would be read as aligned to the first key. They get explicit masks."""
+"""Model types that keep only the last queries in their last layers, and therefore get explicit masks.
+
+If their causal mask is left out, they are correct only with the attention name "sdpa". Under any other name the missing
+mask would be read as aligned to the first key.
+"""
 
 
 def make_mask(*, allow_is_causal_skip: bool = True, config: Any = None, **kwargs: Any) -> torch.Tensor | None:
-    """Build the boolean mask (B, 1, Lq, Lk), True = attend; None where causality or full visibility says it all."""
+    """Build the boolean mask (B, 1, Lq, Lk), True = attend; None if `is_causal` or full visibility describes it."""
     if config is not None and config.model_type in QUERY_SLICING_MODELS:
         allow_is_causal_skip = False
     mask: torch.Tensor | None = sdpa_mask(allow_is_causal_skip=allow_is_causal_skip, config=config, **kwargs)
@@ -23,28 +26,30 @@ def make_mask(*, allow_is_causal_skip: bool = True, config: Any = None, **kwargs
 def implied_mask(
     queries: int, keys: int, window: int | None, causal: bool, device: torch.device
 ) -> torch.Tensor | None:
-    """Return the (1, 1, Lq, Lk) mask that a call without one still implies; None where `is_causal` alone says it.
+    """Return the (1, 1, Lq, Lk) mask that a call without a mask implies; None if `is_causal` alone describes it.
 
-    transformers omits the mask only where the window covers all keys, so a window that does not is a caller's own.
+    transformers leaves the mask out only if the sliding window covers all keys. A narrower window here was set by a
+    direct caller, so it needs a mask.
     """
     narrow = window is not None and window < max(queries, keys)
     if not narrow and not (causal and queries > keys):
         return None
     rows = torch.arange(queries, device=device)[:, None]
     if queries == 1:
-        rows = rows + keys - 1  # a decoded token stands at the last key
+        rows = rows + keys - 1  # a decoded token is at the position of the last key
     distance = rows - torch.arange(keys, device=device)[None, :]
     visible = distance >= 0 if causal or queries == 1 else torch.ones_like(distance, dtype=torch.bool)
     if window is not None and narrow:
-        # transformers' own conventions: a causal window holds `window` keys, a bidirectional one reaches that far
+        # as in transformers: a causal window holds `window` keys, a bidirectional one reaches `window` keys either way
         visible &= distance < window if causal or queries == 1 else distance.abs() <= window
     return visible[None, None]
 
 
 def without_lowest(mask: torch.Tensor | None) -> torch.Tensor | None:
-    """Replace the lowest finite number of a float mask, which transformers means as "masked out", by -inf.
+    """Replace the lowest finite number of a float mask, by which transformers means "masked out", by -inf.
 
-    Added to an FP16 model's scores beyond 65504, which PASA holds, -65504 would mask nothing out.
+    In an FP16 model this number is -65504. PASA can hold scores beyond 65504, and -65504 added to one of them would not
+    mask its key out.
     """
     if mask is None or not mask.is_floating_point():
         return mask
@@ -55,7 +60,7 @@ BORDERS = {
     "cu_seq_lens_q": "borders of packed sequences need cu_seq_lens_k too, and as many queries as keys",
     "cu_seq_lens_k": "borders of packed sequences need cu_seq_lens_q too, and as many queries as keys",
 }
-"""Keywords that hold the borders of packed sequences, and what each of them needs."""
+"""Maps each keyword with borders (cumulative lengths) of packed sequences to the message about what it needs."""
 
 
 def separate_sequences(
@@ -66,10 +71,10 @@ def separate_sequences(
     query: torch.Tensor,
     key: torch.Tensor,
 ) -> torch.Tensor | None:
-    """Mask out the tokens of other sequences where the borders of packed sequences are given.
+    """Return the mask with the tokens of other packed sequences masked out, if borders of sequences are passed.
 
-    Flash attention attends by these borders. Position ids that start anew say the same, but transformers reads them
-    only without a cache and without a mask of the caller's own.
+    Flash attention uses these borders (cumulative lengths). Position ids that restart at 0 mark the same borders, but
+    transformers reads them only if there is no cache and the caller passes no mask.
     """
     batch, queries, keys = query.shape[0], query.shape[2], key.shape[2]
     if cu_seq_lens_q is None and cu_seq_lens_k is None:
@@ -79,7 +84,7 @@ def separate_sequences(
         raise NotImplementedError(f"{type(module).__name__}: {name} is not supported here: {BORDERS[name]}")
     if batch == 1 and cu_seq_lens_q.numel() <= 2:
         return mask  # one sequence
-    tokens = torch.arange(batch * queries, device=query.device)  # borders count on over the rows of a batch
+    tokens = torch.arange(batch * queries, device=query.device)  # borders count tokens across the rows of a batch
     sequence = torch.bucketize(tokens, cu_seq_lens_q.to(query.device), right=True).view(batch, 1, -1)
     same = sequence[..., :, None] == sequence[..., None, :]
     if mask is None:

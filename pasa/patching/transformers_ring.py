@@ -1,8 +1,8 @@
-"""What transformers calls in a model whose sequence several ranks share: ring attention, and no mask.
+"""The attention and mask functions of a transformers model whose sequence several ranks share.
 
-A rank's tokens are those that `pasa.shard_sequence` gave it. transformers, which knows the shard alone, would take the
-step between its two chunks for the border of packed sequences; what a mask can say here, causality, ring attention
-knows itself, and all else is refused.
+A rank's tokens are those that `pasa.shard_sequence` gave it. No mask is built. transformers sees only the shard, so it
+would take the step between the shard's two chunks for the border of packed sequences. Ring attention handles causality
+itself, and everything else that a mask could express is refused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pasa.patching.transformers_masks import BORDERS
 
 
 def check_mask(*, attention_mask: torch.Tensor | None = None, local_size: int | None = None, **kwargs: Any) -> None:
-    """In place of building a mask: refuse what one would have to say."""
+    """Refuse padding and sliding windows, instead of building a mask for them."""
     if attention_mask is not None and not bool(attention_mask.all()):
         raise NotImplementedError("context_parallel: padding is not supported; give every row all tokens")
     if local_size is not None:
@@ -38,14 +38,15 @@ def attend_shard(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend this rank's queries (B, Hq, L, D) to the keys and values of all ranks: (B, L, Hq, D), no weights.
+    """Attend with this rank's queries (B, Hq, L, D) to the keys of all ranks; return (B, L, Hq, D) and no weights.
 
     Raises
     ------
     NotImplementedError
-        A mask, a window, tokens decoded after a prompt, a module that is not patched.
+        The call has a mask, a sliding window, borders of packed sequences, or tokens decoded after a prompt, or
+        another keyword that is not supported; or the module is not patched.
     ValueError
-        Position ids that are not this rank's.
+        The position ids are not those of this rank's tokens.
     """
     binding: Binding | None = module.__dict__.get(BINDING)
     where = type(module).__name__
@@ -78,8 +79,11 @@ def attend_shard(
 
 
 def _check_positions(position_ids: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Two runs of positions, which are one on the last rank, and start at 0 on the first: the default ones, counted
-    from 0 on every rank, are the likely mistake."""
+    """Check that the position ids fit this rank's two chunks of the sequence.
+
+    They are two runs of consecutive positions, joined into one on the last rank, and start at 0 on the first rank only.
+    The likely mistake is to use the default position ids, which count from 0 on every rank.
+    """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     steps = int((position_ids.diff(dim=-1) != 1).sum(-1).max())
     starts_late = bool((position_ids[..., 0] > 0).all())

@@ -1,4 +1,4 @@
-"""Which attention modules of a transformers model PASA takes the place of, and which it leaves or refuses, and why."""
+"""Select the attention modules of a transformers model that PASA can patch, with reasons for the others."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
     from pasa.patching import Policy
 
 INDICES = ("indices", "block_indices")
-"""Keywords by which a module hands on the keys that an indexer chose."""
+"""Keywords with which a module passes on the keys that an indexer has chosen."""
 
 
 def select(
     root: torch.nn.Module, policy: Policy
 ) -> tuple[list[PreTrainedModel], dict[str, torch.nn.Module], list[tuple[str, str]]]:
-    """The models below `root`; their attention modules to patch, and those to leave, with the reason.
+    """Return the models below `root`, their attention modules to patch, and (name, reason) pairs of the others.
 
     Raises
     ------
     TypeError
         There is no transformers model.
     NotImplementedError
-        Nothing can be patched, or a selected module needs what PASA has not.
+        Nothing can be patched, or a selected module needs what PASA does not support.
     """
     owners = [module for module in root.modules() if isinstance(module, PreTrainedModel)]
     if not owners:
@@ -54,12 +54,15 @@ def select(
 
 
 def uses_interface(module: torch.nn.Module) -> bool:
-    """Tell whether `module.forward` asks the registry for its attention, which it does by this global's name."""
+    """Return whether `module.forward` gets its attention from transformers' registry, by the name of that global."""
     return "ALL_ATTENTION_FUNCTIONS" in forward_names(module) and hasattr(module, "config")
 
 
 def unreachable(root: torch.nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield attention modules that compute attention themselves: by class name, innermost, without the interface."""
+    """Yield (name, reason) of attention modules that compute attention themselves and cannot be patched.
+
+    They are recognised by their class name. Modules that contain other attention modules are left out.
+    """
     for name, module in root.named_modules():
         inner = any(_named_attention(child) or uses_interface(child) for child in _descendants(module))
         if _named_attention(module) and not inner and not uses_interface(module):
@@ -75,7 +78,7 @@ def _descendants(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 
 def _refuse_module(name: str, module: torch.nn.Module) -> None:
-    """Refuse, before anything is changed, a module that is known to need an unsupported keyword at every call."""
+    """Refuse a module that needs an unsupported keyword at every call, before anything is changed."""
     needs: dict[str, Callable[[], bool]] = {
         "softcap": lambda: getattr(module, "attn_logit_softcapping", None) is not None,
         "s_aux": lambda: getattr(module, "sinks", None) is not None,
@@ -91,9 +94,10 @@ def _refuse_module(name: str, module: torch.nn.Module) -> None:
 
 
 def has_indexer(module: torch.nn.Module, keyword: str) -> bool:
-    """Tell whether the module attends to keys that an indexer, its own or another layer's, has chosen.
+    """Return whether the module attends only to keys that an indexer, its own or another layer's, has chosen.
 
-    It puts the choice into the mask for the names "eager" and "sdpa" alone, and hands it on under any other.
+    Only for the attention names "eager" and "sdpa" does such a module put the choice into the mask. Under any other
+    name it passes the choice on as this keyword.
     """
     indexed = getattr(module, "indexer", None) is not None or getattr(module, "skip_topk", False)
     return bool(indexed) and keyword in forward_constants(module)

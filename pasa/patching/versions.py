@@ -1,29 +1,31 @@
-"""Which versions of transformers a model can be patched in."""
+"""Check that the installed transformers is new enough for a patch."""
 
 from __future__ import annotations
 
 import re
 
 OLDEST = (4, 54, 1)
-"""First version in which models can be patched: GPT-2 of 4.54.0 makes its own masks, older versions have no
-`set_attn_implementation`, and those before 4.53 no registry of masks. `scripts/test_transformers.sh` runs the tests
-with this version and with the newest."""
+"""First version of transformers in which models can be patched.
+
+In 4.54.0 GPT-2 makes its own masks. Older versions have no `set_attn_implementation`, and those before 4.53 have no
+registry of masks. `scripts/test_transformers.sh` runs the tests with this version and with the newest one.
+"""
 
 
 def check_transformers(user: str = "patch_pipeline", oldest: tuple[int, ...] = OLDEST) -> None:
-    """Refuse a version of transformers that models cannot be patched in, or that is too old for a user of it.
+    """Raise an ImportError if the installed transformers is older than `oldest`.
 
     Parameters
     ----------
     user : str, default "patch_pipeline"
-        Who needs the version; the message begins with it.
+        The function that needs the version; the message begins with its name.
     oldest : tuple of int
-        First version that will do.
+        First version that is sufficient.
 
     Raises
     ------
     ImportError
-        The installed version is older; the message names it, and what to install.
+        The installed version is older. The message names it, and the version to install.
     """
     import transformers
 

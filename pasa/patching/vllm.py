@@ -1,29 +1,31 @@
 """An attention backend for vLLM's V1 engine, over `attention_paged` and `write_pages`.
 
-Tested against the classes and cache views of vLLM 0.14, 0.28 to 0.31 and 0.33 (their modules
-`vllm.v1.attention.backend`, in scripts/test_vllm.sh); not run inside an engine. In every process of
-the engine, before a model is loaded (from an entry point `vllm.general_plugins`, say)::
+The backend is tested against the classes and cache views of vLLM 0.14, 0.28 to 0.31 and 0.33 (their
+modules `vllm.v1.attention.backend`, in scripts/test_vllm.sh). It has not been run inside an engine.
+Register it in every process of the engine before a model is loaded, for example from an entry point
+`vllm.general_plugins`::
 
     from pasa.patching import vllm
     vllm.register()  # then: vllm serve ... --attention-backend CUSTOM --dtype float16
 
-Up to vLLM 0.28 a backend chooses the shape of its cache: (2, pages, slots of a page, Hkv, D) here.
+Up to vLLM 0.28 a backend chooses the shape of its cache, here (2, pages, slots of a page, Hkv, D).
 From 0.29 on vLLM gives every backend (pages, Hkv, slots of a page, 2 D), in any order in memory. A
 vLLM that asks for something else is refused by name.
 
-What is refused, by name: ALiBi, sliding windows, soft caps, attention sinks, quantised caches and
-outputs, encoders. Adaptive verification, context parallelism and batch invariance are refused by
-vLLM itself (from 0.28 on), because this backend does not say that it supports them. CUDA graphs of
-a whole step are for batches of single-token decodes; vLLM captures other batches in pieces. Anchors
-of pages are left out: vLLM plans no memory for them, and pages that a KV connector fills would lack
-them. A backend that owns both can give them to `attend_layer`.
+The backend refuses, by name: ALiBi, sliding windows, soft caps, attention sinks, quantised caches
+and outputs, encoders. From 0.28 on, vLLM itself refuses adaptive verification, context parallelism
+and batch invariance, because this backend does not declare them as supported. CUDA graphs of a
+whole step are for batches of single-token decodes; vLLM captures other batches in pieces. Page
+anchors are not used, because vLLM plans no memory for them and pages that a KV connector fills
+would lack them. A backend that owns both memory and connector can pass anchors to `attend_layer`.
 
-vllm-ascend ignores `--attention-backend CUSTOM`: its platform chooses among its own backends, so a
-model served there does not run PASA. An Ascend backend has the same arguments at hand under other
-names. Of `npu_fused_infer_attention_score` with layout "TND", `query` is q; `key` and `value`, seen
-as (pages, block_size, Hkv, D), are the caches; `block_table` is itself; `actual_seq_lengths` is
-cu_seqlens_q without its leading 0; `actual_seq_lengths_kv` is seq_lens; sparse_mode 3 is is_causal.
-On an NPU pages are gathered first, and lengths read back: no Ascend C kernel here reads pages.
+vllm-ascend ignores `--attention-backend CUSTOM`. Its platform chooses among its own backends, so a
+model served there does not run PASA. An Ascend backend gets the same arguments under other names.
+In `npu_fused_infer_attention_score` with layout "TND", `query` is q; `key` and `value`, viewed as
+(pages, block_size, Hkv, D), are the caches; `block_table` has the same name; `actual_seq_lengths`
+is cu_seqlens_q without its leading 0; `actual_seq_lengths_kv` is seq_lens; sparse_mode 3 is
+is_causal. On an NPU, pages are first gathered and lengths read back to the host, because no Ascend C
+kernel of this project reads pages.
 """
 
 from __future__ import annotations
@@ -43,16 +45,16 @@ from pasa.paged import attention_paged, write_pages
 NAME = "PasaAttentionBackend"
 
 TESTED = "vLLM 0.14, 0.28 to 0.31 and 0.33"
-"""What scripts/test_vllm.sh runs; README.md and CHANGELOG.md say the same."""
+"""The versions that scripts/test_vllm.sh tests; README.md and CHANGELOG.md name the same."""
 
 
 def register() -> None:
-    """Make the backend vLLM's CUSTOM one.
+    """Register the backend with vLLM under the name CUSTOM.
 
     Raises
     ------
     ImportError
-        Without vLLM, or with one whose V1 engine has no such registry.
+        vLLM is not installed, or its V1 engine has no registry of backends.
     """
     try:
         from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
@@ -66,7 +68,7 @@ def register() -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """vLLM looks the class up by its name; it exists where vLLM does."""
+    """Make the backend class when vLLM looks it up by name, because its base classes need vLLM."""
     if name != NAME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return backend_class()
@@ -74,16 +76,16 @@ def __getattr__(name: str) -> Any:
 
 @dataclass
 class PasaMetadata:
-    """A batch, the same for all layers: `decodes` sequences of one query first, then the others.
+    """The metadata of a batch, shared by all layers; `decodes` sequences of one query come first, then the others.
 
     Attributes
     ----------
     tokens, decodes, max_query_len, max_seq_len : int
     block_table, seq_lens : Tensor
-        Of all sequences.
+        Rows of all sequences, decodes first.
     slot_mapping : Tensor (tokens,)
     cu_seqlens_q : Tensor, optional
-        Of the sequences behind the decodes, from 0.
+        Cumulative query lengths of the sequences after the decodes, from 0; None if all sequences are decodes.
     causal : bool
     """
 
@@ -99,7 +101,7 @@ class PasaMetadata:
 
     @classmethod
     def of(cls, common: Any) -> PasaMetadata:
-        """From vLLM's CommonAttentionMetadata. Reads lengths on the host alone."""
+        """Convert vLLM's CommonAttentionMetadata; only lengths that are on the host are read, so nothing waits."""
         if not isinstance(common.causal, bool):
             raise NotImplementedError("causal is a Tensor: sequences of one batch must be alike")
         decodes = common.num_reqs
@@ -113,7 +115,7 @@ class PasaMetadata:
     def attend(
         self, q: Tensor, caches: tuple[Tensor, Tensor], scale: float, out: Tensor, key_anchors: Tensor | None = None
     ) -> None:
-        """Queries (tokens, Hq, D), into `out`."""
+        """Attend with queries (tokens, Hq, D), and write the result into `out` of the same shape."""
         d, longest = self.decodes, self.max_seq_len
         if d:
             out[:d] = attention_paged(
@@ -137,26 +139,26 @@ def attend_layer(
     scale: float,
     key_anchors: Tensor | None = None,
 ) -> Tensor:
-    """One layer of a step: put new keys and values into their pages, then attend. Rows of padding are left alone.
+    """Run one layer of a step: write new keys and values into their pages, then attend. Padding rows stay unchanged.
 
     Parameters
     ----------
     metadata : PasaMetadata, optional
-        None while vLLM measures memory: `output` becomes 0.
+        None while vLLM profiles its memory; `output` is then filled with 0.
     query : Tensor (tokens or more, Hq, D)
     key, value : Tensor (tokens or more, Hkv, D), optional
-        None where the layer reads another layer's cache.
+        None if the layer reads another layer's cache.
     kv_cache : Tensor (2, pages, slots of a page, Hkv, D) or (pages, Hkv, slots of a page, 2 D)
-        Of any strides but the last, which is 1.
+        The last stride is 1, the others are free.
     output : Tensor (tokens or more, Hq, D) or (..., Hq * D)
     key_anchors : Tensor (pages, Hkv, D), optional
-        Of kv_cache's pages, if every write to them comes through here: the guarantee then rests on it, see
-        `write_pages`.
+        Anchors of kv_cache's pages. Pass them only if every write to the pages goes through this function, because
+        the guarantee against overflow then depends on them; see `write_pages`.
 
     Raises
     ------
     NotImplementedError
-        For a cache of another shape.
+        The cache has another shape.
     """
     if metadata is None:
         return output.fill_(0)
@@ -174,7 +176,7 @@ def split_cache(kv_cache: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
     Raises
     ------
     NotImplementedError
-        For a cache of another shape than those of the vLLM versions in `TESTED`.
+        The cache has another shape than those of the vLLM versions in `TESTED`.
     """
     if kv_cache.dim() == 5 and kv_cache.shape[0] == 2 and kv_cache.shape[-1] == head_dim:
         return kv_cache[0], kv_cache[1]
@@ -190,12 +192,12 @@ def split_cache(kv_cache: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
 def _version() -> str:
     try:
         return f"vLLM {version('vllm')}"
-    except PackageNotFoundError:  # from a folder, say
+    except PackageNotFoundError:  # imported from a folder, for example
         return "an unknown version of vLLM"
 
 
 def _refuse_unknown(parts: dict[str, type]) -> None:
-    """NotImplementedError if vLLM asks its backends for methods that these classes lack."""
+    """Raise NotImplementedError if vLLM requires methods that these classes lack."""
     lacking = [f"{name}.{method}" for name, part in parts.items() for method in sorted(part.__abstractmethods__)]  # type: ignore[attr-defined]
     if lacking:
         raise NotImplementedError(
@@ -206,20 +208,20 @@ def _refuse_unknown(parts: dict[str, type]) -> None:
 def _kv_cache_shape(
     num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
 ) -> tuple[int, ...]:
-    """Return the shape of a layer's cache, where vLLM lets a backend choose it (until 0.28)."""
+    """Return the shape of a layer's cache, for versions in which vLLM lets a backend choose it (until 0.28)."""
     return (2, num_blocks, block_size, num_kv_heads, head_size)
 
 
 @cache
 def backend_class() -> type:
-    """Return the class of the backend, over vLLM's own.
+    """Return the backend class, derived from the base classes of the installed vLLM.
 
     Raises
     ------
     ImportError
-        Without vLLM, or with one before 0.14.
+        vLLM is not installed, or older than 0.14.
     NotImplementedError
-        With a vLLM whose interface is another.
+        The installed vLLM has another interface.
     """
     try:
         from vllm.v1.attention import backend as v1
@@ -234,9 +236,9 @@ def backend_class() -> type:
         )
 
     class Backend(v1.AttentionBackend):  # type: ignore[misc]
-        """What vLLM asks before it chooses."""
+        """The properties by which vLLM decides whether it can use this backend."""
 
-        supported_dtypes = [torch.float16]  # noqa: RUF012 - as vLLM has it
+        supported_dtypes = [torch.float16]  # noqa: RUF012 - as in vLLM's base class
         supported_kv_cache_dtypes = ["auto", "float16"]  # noqa: RUF012
 
         @staticmethod
@@ -253,7 +255,7 @@ def backend_class() -> type:
 
         @staticmethod
         def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
-            return [v1.MultipleOf(16)]  # of any spec: what else a spec can ask for is refused elsewhere
+            return [v1.MultipleOf(16)]  # for any spec; other requirements of a spec are checked elsewhere
 
         @classmethod
         def get_supported_head_sizes(cls) -> list[int]:
@@ -261,7 +263,7 @@ def backend_class() -> type:
 
         @classmethod
         def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-            return False  # PasaMetadata finds decodes by the lengths on the host
+            return False  # PasaMetadata counts decodes by the lengths on the host
 
     if chooses_shape:
         Backend.get_kv_cache_shape = staticmethod(_kv_cache_shape)
@@ -273,7 +275,7 @@ def backend_class() -> type:
 
 def _implementation(v1: Any) -> type:
     class Implementation(v1.AttentionImpl):  # type: ignore[misc]
-        """One layer."""
+        """The attention of one layer; it refuses options that PASA does not support."""
 
         def __init__(
             self,
@@ -326,7 +328,7 @@ def _implementation(v1: Any) -> type:
 
 def _builder(v1: Any) -> type:
     class Builder(v1.AttentionMetadataBuilder):  # type: ignore[misc]
-        """Metadata of a step."""
+        """Makes the `PasaMetadata` of each step."""
 
         _cudagraph_support = v1.AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
         reorder_batch_threshold = 1  # vLLM then puts single-token decodes first

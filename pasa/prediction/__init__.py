@@ -1,4 +1,4 @@
-"""Which attention layers and heads can overflow, from the weights alone: no prompt, no forward pass."""
+"""Predict from the weights alone which attention heads can overflow FP16; no input and no forward pass is needed."""
 
 from pasa.prediction.predict import predict_overflow
 from pasa.prediction.table import HeadPrediction, Prediction

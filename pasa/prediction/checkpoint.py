@@ -1,4 +1,4 @@
-"""Where weights are read from: a model in memory, or a folder of safetensors files, one tensor at a time."""
+"""Read weights from a model in memory or from a folder of safetensors files, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -12,18 +12,21 @@ from torch import Tensor
 READABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 WEIGHT_FILES = ("model.safetensors", "diffusion_pytorch_model.safetensors")
 OTHER_WEIGHTS = (".bin", ".ckpt", ".gguf", ".pt", ".pth", ".safetensors")
-"""Endings of what holds weights: pickles, which run what they contain, quantised files, variants by another name."""
+"""Suffixes of weight files that are not read; they are named in the error message.
+
+They are pickles, which can run code when loaded, quantised files, and safetensors files under another name.
+"""
 
 
 class Source(Protocol):
-    """A model's configuration, the names of its tensors, and each tensor by name."""
+    """A source of weights: a model's configuration, the names of its tensors, and each tensor by name."""
 
     label: str
     config: dict[str, Any]
     names: frozenset[str]
 
     def get(self, name: str) -> Tensor:
-        """Read one tensor."""
+        """Return the tensor of this name."""
         ...
 
 
@@ -33,7 +36,7 @@ class Live:
     Raises
     ------
     TypeError
-        It has no configuration that could tell what its weights mean.
+        The model has no configuration, so the meaning of its weights is unknown.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -46,7 +49,7 @@ class Live:
         self.names = frozenset(self._tensors)
 
     def get(self, name: str) -> Tensor:
-        """The tensor itself."""
+        """Return the model's own tensor; refuse one that is offloaded (on the meta device) or quantised."""
         tensor = self._tensors[name]
         if tensor.is_meta:
             raise NotImplementedError(f"{self.label}: {name} has no data (offloaded); give its folder instead")
@@ -54,7 +57,7 @@ class Live:
 
 
 class Checkpoint:
-    """A folder with ``config.json`` and safetensors files, whole or in shards; tensors are read when asked for.
+    """A folder with ``config.json`` and safetensors files, whole or in shards; a tensor is read on demand.
 
     Raises
     ------
@@ -75,7 +78,7 @@ class Checkpoint:
         self.names = frozenset(self._files)
 
     def _find_tensors(self) -> dict[str, str]:
-        """The file of every tensor."""
+        """Return the file name of every tensor, by the name of the tensor."""
         from safetensors import SafetensorError, safe_open
 
         for name in WEIGHT_FILES:
@@ -96,7 +99,7 @@ class Checkpoint:
         raise FileNotFoundError(f"{self.label!r} holds no {' or '.join(WEIGHT_FILES)}, whole or in shards{hint}")
 
     def _read_index(self, path: Path) -> dict[str, str]:
-        """The file of every tensor by a list of shards, all of which lie beside it."""
+        """Return the file name of every tensor from an index of shards; all shards must be in the same folder."""
         found = _read_json(path).get("weight_map")
         if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
             raise ValueError(f"{self.label!r}: {path.name} has no weight_map from names to files")
@@ -118,7 +121,7 @@ class Checkpoint:
 
 
 def check_dtype(label: str, name: str, tensor: Tensor) -> Tensor:
-    """Refuse what is not a floating-point number as it stands: quantised weights need their scales."""
+    """Return the tensor; refuse dtypes that are not plain floating point, as quantised weights need their scales."""
     if tensor.dtype not in READABLE:
         raise NotImplementedError(f"{label}: {name} is {tensor.dtype}: quantised weights are not supported")
     return tensor
@@ -127,7 +130,7 @@ def check_dtype(label: str, name: str, tensor: Tensor) -> Tensor:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         found: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # too many brackets
+    except (ValueError, RecursionError) as error:  # brackets nested too deeply
         raise ValueError(f"{str(path)!r} is not JSON: {error}") from None
     if not isinstance(found, dict):
         raise ValueError(f"{str(path)!r} holds no object of JSON, but {type(found).__name__}")

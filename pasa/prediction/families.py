@@ -1,7 +1,7 @@
-"""How a checkpoint says what its attention layers are: which tensors, how many heads, which norm before them.
+"""Find the attention layers of a checkpoint: their tensors, their numbers of heads, and the norm before them.
 
-A language model is a row of `FAMILIES`; a UNet or VAE of diffusers has a function of its own below. Whatever is found
-nowhere here is refused by name: a bound on weights that mean something else would be a wrong one.
+Each language model is a row of `FAMILIES`; UNets and VAEs of diffusers have functions of their own below. Any other
+architecture is refused by name, because weights that mean something else would give a wrong bound.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 from pasa.prediction.checkpoint import Source
 
 EPSILON = 1e-5
-"""Of a layer norm whose configuration names none: the default of PyTorch, of GPT-2, of CLIP and of a UNet's blocks."""
-GROUP_EPSILON = 1e-6  # of the group norms of an autoencoder, which its configuration does not name
+"""Epsilon of a layer norm whose configuration names none: the default of PyTorch, GPT-2, CLIP and a UNet's blocks."""
+GROUP_EPSILON = 1e-6  # epsilon of an autoencoder's group norms; the configuration does not name it
 
 
 @dataclass(frozen=True)
 class Part:
-    """Where a projection is: tensor names, the rows (outputs) of it, and whether it is stored transposed."""
+    """The place of a projection: its tensor names, its rows (outputs) in them, and whether it is stored transposed."""
 
     weight: str
     bias: str | None
@@ -30,7 +30,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Layer:
-    """One attention layer of a checkpoint.
+    """One attention layer of a checkpoint, with all that the bounds on its scores depend on.
 
     Attributes
     ----------
@@ -39,15 +39,15 @@ class Layer:
     query, key : Part
     heads, kv_heads : int
     norm : str
-        Path of the norm before it; "" where there is none.
+        Path of the norm before the layer; "" if there is none.
     kind : {"rms", "layer", "group", "head"}
-        "head": every head's q and k are RMS-normed themselves; `query` and `key` are the gains of these norms.
+        Type of that norm. "head": q and k of every head are RMS-normed; `query` and `key` are the gains of these norms.
     rotary : int
-        Leading dimensions of a head that rotary embeddings turn.
+        Number of leading dimensions of a head that rotary embeddings rotate.
     epsilon : float
         Epsilon of a layer or group norm.
     unknown : str
-        Why no weight bounds these scores; "" where one does.
+        The reason why no weight bounds these scores; "" if the weights do.
     """
 
     name: str
@@ -64,16 +64,16 @@ class Layer:
 
 @dataclass(frozen=True)
 class Family:
-    """Names in the checkpoints of one architecture."""
+    """The names of modules, tensors and configuration entries in checkpoints of one architecture."""
 
-    blocks: str  # of the list of layers: "layers" for model.layers.0
+    blocks: str  # name of the list of layers: "layers" for model.layers.0
     attention: str
     norm: str
     kind: str
     query: str = "q_proj"
     key: str = "k_proj"
     fused: str = "qkv_proj"
-    head_norms: tuple[str, str] | None = None  # of q and k, head by head
+    head_norms: tuple[str, str] | None = None  # RMS norms of q and k, applied to each head
     transposed: bool = False
     rotary: bool = False
     counts: tuple[str, str, str] = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
@@ -90,7 +90,7 @@ FAMILIES = {
         *("h", "attn", "ln_1", "layer"), fused="c_attn", transposed=True, counts=("n_layer", "n_head", "n_head")
     ),
 }
-"""By the `model_type` of a transformers configuration."""
+"""Maps the `model_type` of a transformers configuration to its names."""
 
 UNETS = ("UNet2DConditionModel", "UNetSpatioTemporalConditionModel")
 AUTOENCODERS = ("AutoencoderKL", "AutoencoderKLTemporalDecoder")
@@ -99,20 +99,20 @@ ROTATIONS = ("default", "linear", "dynamic", "llama3")
 
 
 def supported(config: dict[str, Any]) -> bool:
-    """Whether a configuration is of an architecture that is known here."""
+    """Return whether the architecture of a configuration is known here."""
     names = str(config.get("model_type")), str(config.get("_class_name"))
     return names[0] in FAMILIES or names[1] in UNETS + AUTOENCODERS
 
 
 def find_layers(source: Source) -> list[Layer]:
-    """All attention layers of a model.
+    """Return all attention layers of a model.
 
     Raises
     ------
     NotImplementedError
-        An unknown architecture, quantised weights, or a rotary embedding that scales.
+        The architecture is unknown, the weights are quantised, or a rotary embedding also scales q and k.
     ValueError
-        A tensor that ought to be there is missing, or the configuration does not say what is needed.
+        A tensor is missing, or the configuration lacks an entry that is needed.
     """
     config = source.config
     if quantised := config.get("quantization_config"):
@@ -171,7 +171,7 @@ def _count(source: Source, name: str) -> int:
 
 
 def _projections(source: Source, family: Family, path: str, heads: int, kv_heads: int) -> tuple[Part, Part]:
-    """q and k of one layer, whether they are stored apart or in one matrix with v."""
+    """Return the projections of q and k of a layer, which may be stored apart or in one matrix with v."""
     fused = f"{path}.{family.fused}"
     if f"{fused}.weight" not in source.names:
         return part(source, f"{path}.{family.query}"), part(source, f"{path}.{family.key}")
@@ -183,7 +183,7 @@ def _projections(source: Source, family: Family, path: str, heads: int, kv_heads
 
 
 def part(source: Source, path: str) -> Part:
-    """A projection that must be there, with the bias that may be."""
+    """Return the projection at `path`, whose weight must exist, with its bias if there is one."""
     weight, bias = f"{path}.weight", f"{path}.bias"
     if weight not in source.names:
         near = sorted(name for name in source.names if name.startswith(f"{path}."))
@@ -202,7 +202,7 @@ def _head_dim(source: Source, heads: int) -> int:
 
 
 def _rotary(source: Source, heads: int) -> int:
-    """Rotated dimensions of a head; refuses what is more than a rotation."""
+    """Return the number of rotated dimensions of a head; refuse embeddings that do more than rotate."""
     config = source.config
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope, dict):
@@ -218,7 +218,10 @@ def _rotary(source: Source, heads: int) -> int:
 
 
 def _unet(source: Source) -> Iterator[Layer]:
-    """Transformer blocks: attn1 looks at its own input, behind norm1; attn2 at encoder states, which no norm bounds."""
+    """Yield the attention layers of a UNet's transformer blocks.
+
+    attn1 is self-attention after norm1. attn2 attends to encoder states, which no norm bounds.
+    """
     pattern = re.compile(r"(.*transformer_blocks\.\d+)\.(attn([12]))\.to_q\.weight$")
     yield from _others(source, pattern)
     for match in sorted(filter(None, map(pattern.match, source.names)), key=lambda found: found[0]):
@@ -230,7 +233,7 @@ def _unet(source: Source) -> Iterator[Layer]:
 
 
 def _unet_unknown(source: Source, path: str, norm: str, *, cross: bool) -> str:
-    """Why no weight bounds the scores of a UNet's attention; "" where the norm does."""
+    """Return why no weight bounds the scores of a UNet's attention layer; "" if its norm bounds them."""
     only_cross = [source.config.get(name) for name in ("only_cross_attention", "mid_block_only_cross_attention")]
     if cross or any(any(each) if isinstance(each, (list, tuple)) else each for each in only_cross):
         return "its keys are made of encoder states, whose length no weight bounds"
@@ -241,7 +244,10 @@ def _unet_unknown(source: Source, path: str, norm: str, *, cross: bool) -> str:
 
 
 def _unet_heads(source: Source, path: str) -> int:
-    """Heads by block; `attention_head_dim` counts heads where `num_attention_heads` is not given (a misnomer)."""
+    """Return the number of heads of an attention layer by the block that it is in.
+
+    If `num_attention_heads` is missing, `attention_head_dim` holds the number of heads, despite its name.
+    """
     given = source.config.get("num_attention_heads") or source.config.get("attention_head_dim")
     if isinstance(given, int):
         return given
@@ -254,7 +260,10 @@ def _unet_heads(source: Source, path: str) -> int:
 
 
 def _autoencoder(source: Source) -> Iterator[Layer]:
-    """Middle blocks: one head over all channels, behind a group norm; the first checkpoints have names of their own."""
+    """Yield the attention layers of an autoencoder's middle blocks: one head over all channels, after a group norm.
+
+    The first checkpoints call the projections "query" and "key" instead of "to_q" and "to_k".
+    """
     pattern = re.compile(r"(.*mid_block\.attentions\.\d+)\.(to_q|query)\.weight$")
     yield from _others(source, pattern)
     for match in sorted(filter(None, map(pattern.match, source.names)), key=lambda found: found[0]):
@@ -264,7 +273,7 @@ def _autoencoder(source: Source) -> Iterator[Layer]:
 
 
 def _others(source: Source, known: re.Pattern[str]) -> Iterator[Layer]:
-    """Attention in a place that is not known: it is there, and no more can be said."""
+    """Yield attention layers in unknown places of the model, for which no bound is known."""
     for name in sorted(source.names):
         if name.endswith(".to_q.weight") and not known.match(name):
             query = part(source, name.removesuffix(".weight"))

@@ -1,4 +1,4 @@
-"""From weights to verdicts: each layer is read, bounded and forgotten before the next."""
+"""Judge the heads of a model by their weights; each layer is read, bounded and freed before the next."""
 
 from __future__ import annotations
 
@@ -21,48 +21,51 @@ from pasa.projections import Norm, Projection, project
 from pasa.roundings import ELEMENT_UNITS, MEAN_UNITS, constant_level, unevenness
 
 FP16_MAX, FP8_MAX = FORMATS["fp16"].max, FORMATS["fp8_e4m3"].max
-DEFAULT_SEQ_LEN = 1024  # the paper's tables, where a configuration names no length
+DEFAULT_SEQ_LEN = 1024  # as in the paper's tables; used if the configuration names no length
 Progress = Callable[[int, int, str], None]
 
 
 def predict_overflow(
     model: object, *, delta: float = 1e-6, seq_len: int | None = None, progress: Progress | None = None
 ) -> Prediction:
-    """Say, before any input is seen, which heads can form scores that FP16 cannot hold.
+    """Predict from the weights alone which heads can form scores that FP16 cannot hold.
 
-    Scores alone are judged. A query or key that leaves FP16 before its scores are formed, as q_proj's output may in
-    Qwen3 before q_norm, is infinite whatever attention does with it: :func:`pasa.watch` or a run in BF16 finds it.
+    Only scores are judged. A query or key may overflow FP16 before its scores are formed, as the output of q_proj may
+    in Qwen3 before q_norm. It is then infinite whatever attention does; :func:`pasa.watch` or a run in BF16 finds it.
 
-    The proven bound assumes that a layer norm's input is stored in FP16, its mean is formed in FP32 to 8 units of 2^-24
-    of the largest input, and its variance of differences to the mean, as in PyTorch. It covers constant rows: their
-    rounding noise is divided by the square root of epsilon.
+    The proven bound makes three assumptions about a layer norm, which hold in PyTorch. Its input is stored in FP16. Its
+    mean is formed in FP32, with an error of at most 8 units of 2^-24 of the largest input. Its variance is formed from
+    differences to that mean. The bound also covers constant rows, whose rounding noise is divided by the square root of
+    epsilon.
 
     Parameters
     ----------
     model : torch.nn.Module, pipeline, str or Path
-        A model or pipeline of transformers or diffusers, or a folder with ``config.json`` and safetensors files (of a
-        pipeline: with ``model_index.json``). From a folder one tensor is in memory at a time.
+        A model or pipeline of transformers or diffusers, or a folder with ``config.json`` and safetensors files. The
+        folder of a pipeline has ``model_index.json``. From a folder, one tensor is in memory at a time.
     delta : float, default 1e-6
-        Probability of any overflow in the model that counts as unlikely.
+        Probability of any overflow in the whole model up to which an overflow counts as unlikely.
     seq_len : int, optional
-        Positions; default: the longest sequence that the configuration names.
+        Number of positions; by default the longest sequence that the configuration names.
     progress : callable, optional
         Called with (done, total, layer) before each layer.
 
     Returns
     -------
     Prediction
-        Worst head first. ``str()`` shows it, ``as_dict()`` is ready for JSON.
+        One row a head, worst first. ``str()`` prints it, and ``as_dict()`` returns plain containers for JSON.
 
     Raises
     ------
     NotImplementedError
-        An architecture that is not known here, quantised weights, or rotary embeddings that scale; of a pipeline, if
-        this goes for all of its parts.
+        The architecture is unknown (in a pipeline: that of every part), the weights are quantised, or rotary embeddings
+        also scale q and k.
     ValueError
-        Missing or misshapen projections; `delta` that is no probability.
-    FileNotFoundError, TypeError
-        There is no model; `delta` or `seq_len` is no number.
+        A projection is missing or has a wrong shape; `delta` is not a probability; `seq_len` is below 1.
+    FileNotFoundError
+        The folder holds no model.
+    TypeError
+        The object is not a model; `delta` is not a number, or `seq_len` not an integer.
 
     Examples
     --------
@@ -111,7 +114,7 @@ def predict_overflow(
 
 
 def sources_of(model: Any) -> dict[str, Source]:
-    """The models of a folder, pipeline or module, by the prefix that their modules have in its names."""
+    """Return the models of a folder, pipeline or module, by the prefix of their modules' names in it."""
     if isinstance(model, (str, Path)):
         folder = Path(model)
         if not (folder / "model_index.json").is_file():
@@ -130,7 +133,10 @@ def sources_of(model: Any) -> dict[str, Source]:
 
 
 def _live(root: torch.nn.Module, prefix: str) -> dict[str, Source]:
-    """The outermost models with a known architecture, and those beside them without; the root, where there is none."""
+    """Return the outermost models below `root` with a known architecture, and the unknown ones beside them, by prefix.
+
+    If no architecture is known, return the root alone.
+    """
     known: dict[str, Source] = {}
     others: dict[str, Source] = {}
     for path, module in root.named_modules():
@@ -152,7 +158,10 @@ def _architecture(source: Source) -> object:
 
 
 def _sequence(config: dict[str, Any]) -> int:
-    """Longest sequence a configuration speaks of: positions of text, or of a latent image (VAEs name pixels)."""
+    """Return the longest sequence that a configuration names: positions of a text, or of a latent image.
+
+    Configurations of VAEs name the pixels of the image, from which the size of the latent follows.
+    """
     side = config.get("sample_size")
     if isinstance(side, int) and config.get("_class_name") in AUTOENCODERS:
         side //= 2 ** (len(config["block_out_channels"]) - 1)
@@ -164,7 +173,7 @@ def _sequence(config: dict[str, Any]) -> int:
 def _predict_layer(
     source: Source, layer: Layer, prefix: str, heads: int, seq_len: int, delta: float
 ) -> list[HeadPrediction]:
-    """Verdicts on the heads of one layer."""
+    """Return the verdicts on the heads of one layer."""
     name = prefix + layer.name
     if layer.unknown:
         return [_row(name, None, {"proven": math.inf, "probable": math.inf}, 1, layer.unknown)]
@@ -183,9 +192,10 @@ def _predict_layer(
 
 
 def _norm(source: Source, layer: Layer, seq_len: int) -> tuple[Norm, str]:
-    """What is known of the layer's input, and under which condition; everything rests on the norm, so it must be there.
+    """Return the norm that bounds the layer's input, and a note on the condition under which the bound holds.
 
-    A group norm bounds the positions of a group together.
+    All bounds depend on the norm, so it must exist. A group norm bounds all positions of a group together, so its bound
+    depends on `seq_len`.
     """
     if f"{layer.norm}.weight" not in source.names:
         raise ValueError(f"{source.label}: {layer.norm}.weight is missing")
@@ -197,9 +207,9 @@ def _norm(source: Source, layer: Layer, seq_len: int) -> tuple[Norm, str]:
 
 
 def group_radius(channels: int, positions: int, epsilon: float) -> float:
-    """Return the largest length of one position behind a group norm, with what FP32 adds to nearly constant groups.
+    """Return the largest length of one position after a group norm, including FP32 errors in nearly constant groups.
 
-    In exact arithmetic one position may have the length of all. A group has at most all elements.
+    In exact arithmetic one position may have the length of all positions together. A group holds at most all elements.
     """
     elements = channels * positions
     rounding = (MEAN_UNITS + ELEMENT_UNITS) * unevenness(elements)
@@ -209,7 +219,7 @@ def group_radius(channels: int, positions: int, epsilon: float) -> float:
 
 
 def _vector(source: Source, name: str, length: int | None = None) -> Tensor:
-    """A tensor of one dimension; a shape that only broadcasts would give the bound of another model."""
+    """Return a tensor of one dimension; refuse other shapes, as broadcasting them would bound another model."""
     found = source.get(name)
     if found.ndim != 1 or len(found) != (length or len(found)):
         raise ValueError(f"{source.label}: {name} is {tuple(found.shape)} in place of ({length or 'd'},)")
@@ -217,7 +227,10 @@ def _vector(source: Source, name: str, length: int | None = None) -> Tensor:
 
 
 def _gains(source: Source, part: Part, heads: int) -> Projection:
-    """q or k of heads that are RMS-normed themselves: gain * n with n of the length sqrt(D), whatever was projected."""
+    """Return q or k of heads with an RMS norm of their own.
+
+    Such a head is gain * n with |n| = sqrt(D), whatever the projection before the norm gives.
+    """
     gain = _vector(source, part.weight)
     return _finite(source, part, project(gain.diag().repeat(heads, 1), None, heads, Norm(math.sqrt(len(gain)))))
 
@@ -250,7 +263,10 @@ def _rows(name: str, bounds: ScoreBounds, head_dim: int, note: str) -> list[Head
 
 
 def _row(name: str, head: int | None, bounds: dict[str, float], head_dim: int, note: str) -> HeadPrediction:
-    """Verdicts from bounds on q.k: in FP16 on q.k itself, in FP8 on q.k / sqrt(D), which is what is stored there."""
+    """Return the verdicts on one head from bounds on q.k.
+
+    FP16 is judged by q.k itself, and FP8 by q.k / sqrt(D), because these are the values stored in each format.
+    """
     field = {"certain": 0.0, "constant": 0.0, "naive": math.inf, "interaction": math.inf, **bounds}
     judged = {"proven": field["proven"], "probable": field["probable"], "certain": field["certain"]}
     scaled = {key: value / math.sqrt(head_dim) for key, value in judged.items()}
@@ -266,7 +282,7 @@ def _row(name: str, head: int | None, bounds: dict[str, float], head_dim: int, n
 
 
 def judge(proven: float, probable: float, certain: float, limit: float) -> Verdict:
-    """The verdict on one head; NaN and infinity, from weights that hold them, are never safe."""
+    """Return the verdict on one head; bounds of NaN or infinity, from such weights, are never judged safe."""
     if certain > limit:
         return "certain"
     if proven <= limit:

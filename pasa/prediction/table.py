@@ -1,4 +1,4 @@
-"""What a prediction says, head by head, worst first."""
+"""The result of a prediction: a table of heads with their bounds and verdicts, worst first."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 Verdict = Literal["certain", "unknown", "at risk", "unlikely", "safe"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)  # worst first
 PATCHED: tuple[Verdict, ...] = ("certain", "unknown", "at risk")
-"""What `patch_pipeline(policy="auto")` patches; its guard watches the others."""
+"""The verdicts whose modules `patch_pipeline(policy="auto")` patches; its guard watches the others."""
 
 MEANINGS: Mapping[Verdict, str] = {
     "certain": "the constant part of some scores alone is beyond the limit, by more than inputs are likely to undo",
@@ -22,7 +22,7 @@ MEANINGS: Mapping[Verdict, str] = {
 
 @dataclass(frozen=True)
 class HeadPrediction:
-    """One head, or a whole module where nothing can be said of its heads (`head` is None).
+    """The bounds and verdicts of one head, or of a whole module if its heads cannot be judged (`head` is None).
 
     Attributes
     ----------
@@ -30,21 +30,23 @@ class HeadPrediction:
         Path of the attention module.
     head : int or None
     verdict, verdict_fp8 : str
-        Of unscaled scores q.k in FP16 (65504: NPUs store them before scaling), and of scaled ones in E4M3 (448).
+        Verdicts on unscaled scores q.k in FP16 (limit 65504; NPUs store them before scaling), and on scaled scores in
+        E4M3 (limit 448).
     proven : float
         Bound on |q.k| for every input.
     probable : float
-        Bound on |q.k| with probability 1 - delta for the whole model, for inputs of uniform direction.
+        Bound on |q.k| that holds with probability 1 - delta for the whole model, if inputs have uniform directions.
     certain : float
-        Some |q.k| are above it with that probability.
+        With the same probability, some |q.k| exceeds this value.
     constant : float
-        Part of q.k that no input changes.
+        Largest part of q.k that does not depend on the input.
     naive, interaction : float
-        max |q| max |k|, and the bound that pairs q and k as the weights do; `proven` is the former under rotary
-        embeddings, the smaller one without, and what FP16 can add to it by rounding.
+        `naive` is max |q| max |k|; `interaction` is the bound with q and k paired as the weights pair them. `proven` is
+        `naive` with rotary embeddings, and the smaller of the two without, plus what rounding to FP16 can add.
     fp8_scale : float
-        What scaled scores are divided by before E4M3, so that the probable bound takes 0.8 of its range.
+        Divisor of scaled scores before E4M3 that maps the probable bound to 0.8 of E4M3's range.
     note : str
+        Condition or reason of the verdict; "" if there is none.
     """
 
     module: str
@@ -63,16 +65,17 @@ class HeadPrediction:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Rows of a model, worst first, and what they rest on.
+    """The rows of a model, worst first, with the settings that they were computed with.
 
     Attributes
     ----------
     model : str
     rows : tuple of HeadPrediction
     settings : dict
-        ``delta``, ``limit``; ``parts``: by the prefix of each model its ``seq_len``, ``heads`` and ``layers``.
+        ``delta``, ``limit``, and ``parts``, which maps the prefix of each model to its ``seq_len``, ``heads`` and
+        ``layers``.
     skipped : tuple of (str, str)
-        Parts of a pipeline that are not predicted, with the reason.
+        Parts of a pipeline without a prediction, each with the reason.
     """
 
     model: str
@@ -81,7 +84,7 @@ class Prediction:
     skipped: tuple[tuple[str, str], ...] = ()
 
     def modules(self, *verdicts: Verdict) -> tuple[str, ...]:
-        """Modules one of whose heads has one of these verdicts, worst first; all modules when none is given."""
+        """Return the modules with a head of one of these verdicts, worst first; all modules if no verdict is named."""
         wanted = verdicts or VERDICTS
         return tuple(dict.fromkeys(row.module for row in self.rows if row.verdict in wanted))
 
@@ -102,5 +105,5 @@ class Prediction:
 
 
 def order(row: HeadPrediction) -> tuple[int, float, float]:
-    """Sort key: worst first."""
+    """Return the sort key of a row: worst verdict first, then the largest bounds."""
     return VERDICTS.index(row.verdict), -row.probable, -row.proven

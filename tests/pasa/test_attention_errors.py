@@ -1,4 +1,4 @@
-"""Bad input: each a clear error that names the value."""
+"""Bad input to the public functions raises an error that names the value."""
 
 import pytest
 import torch
@@ -98,14 +98,20 @@ def test_attention_varlen_checks_tensors_too():
 
 @pytest.mark.parametrize("value", [1, None, "yes"])
 def test_return_lse_is_a_bool(value):
-    """Story: 1 was taken for True, and None for False."""
+    """`return_lse` must be a bool.
+
+    Story: 1 was taken for True, and None for False.
+    """
     q = torch.zeros(1, 1, 2, 4)
     with pytest.raises(TypeError, match="return_lse="):
         pasa.attention(q, q, q, return_lse=value)
 
 
 def test_cumulative_lengths_with_values_for_tensors_with_values():
-    """Story: on the device meta they were torch's RuntimeError about item()."""
+    """Cumulative lengths on meta are refused if the tensors have values.
+
+    Story: they raised torch's RuntimeError about item().
+    """
     q, edges = torch.zeros(2, 1, 4), torch.tensor([0, 2])
     with pytest.raises(ValueError, match="cu_seqlens_k is on meta but q is on cpu"):
         pasa.attention_varlen(q, q, q, edges, edges.to("meta"), 2, 2)

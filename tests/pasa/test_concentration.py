@@ -1,4 +1,4 @@
-"""Gamma and alpha against their equations and the paper's tables."""
+"""gamma and alpha agree with their equations and with the paper's tables."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from pasa import concentration
     ],
 )
 def test_tables_2_and_3(hidden, head_dim, heads, gamma, gain, alpha):
-    """Equation (12) solved to FP64's end, and the paper's printed digits, but for three of gamma and one of alpha."""
+    """gamma solves equation (12) to FP64 accuracy, and values agree with the paper's printed digits.
+
+    Three printed values of gamma and one of alpha differ in their last digit.
+    """
     solved = concentration.typicality(head_dim, heads, 1024, 1e-6)
     assert solved - 1 - math.log(solved) == pytest.approx(2 / head_dim * math.log(2 * heads * 1024 / 1e-6), rel=1e-12)
     assert f"{solved:.{len(gamma) - 2}f}" == gamma

@@ -1,4 +1,4 @@
-"""PasaConfig validates itself, and names what it refuses."""
+"""PasaConfig checks its values, and names the one that it refuses."""
 
 import dataclasses
 
@@ -37,6 +37,6 @@ def test_beta_out_of_range(beta):
 
 @pytest.mark.parametrize("other", [{}, {"precision": "partial"}, {"precision": "fp32", "recovery": "paper"}])
 def test_beta_is_the_papers_alone(other):
-    """It would otherwise be dropped in silence."""
+    """beta is refused unless recovery="paper", because it would be silently ignored."""
     with pytest.raises(ValueError, match=r"beta=0\.9 is only used by"):
         PasaConfig(beta=0.9, **other)

@@ -1,4 +1,4 @@
-"""`ring_attention` in 2 and 4 processes beside `attention` in one: results, gradients, refusals on every rank."""
+"""Tests of `ring_attention` in 2 and 4 processes against `attention` in one: results, gradients, errors."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ TOKENS = {"HND": 2, "NHD": 1}
 
 
 def inputs(name):
-    """Queries, keys, values and a gradient of the output; the keyword arguments of a call."""
+    """Return (q, k, v, gradient of the output) of a case, and the keyword arguments of its call."""
     length, (heads, key_heads), dim, bias, how = CASES[name]
     how = dict(how)
     dtype, g = how.pop("dtype", torch.float16), torch.Generator().manual_seed(len(name))
@@ -39,7 +39,7 @@ def inputs(name):
 
 
 def attend_all(rank):
-    """Every case: (out, lse, gradients) of the whole sequence, gathered."""
+    """Return (out, lse, gradients) of every case, gathered to the whole sequence."""
     found = {}
     for name in CASES:
         tensors, how = inputs(name)
@@ -64,7 +64,7 @@ def results(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone():
-    """Every case in one process: (golden, (out, lse, gradients), gradients in FP64)."""
+    """The results of every case in one process: (golden, (out, lse, gradients), gradients in FP64)."""
     found = {}
     for name in CASES:
         (q, k, v, grad), how = inputs(name)
@@ -84,7 +84,10 @@ def alone():
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_output_is_as_exact_as_one_device(results, alone, name):
-    """Twice its error and one rounding to FP16: a chunk's output is rounded, and then the mean of them."""
+    """The error of the output is at most twice that of one device, plus one rounding to FP16.
+
+    The outputs of chunks are rounded, and so is their weighted mean.
+    """
     (golden, _), (one, _, _), _ = alone[name]
     assert torch.isfinite(golden).all()
     for out, _, _ in (result[name] for result in results):
@@ -95,7 +98,10 @@ def test_the_output_is_as_exact_as_one_device(results, alone, name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_log_sum_exp_is_the_true_one(results, alone, name):
-    """Its FP32 steps where scores share 131,072: 1/64, of which the sum and the offset may err by one each."""
+    """The log-sum-exp is exact up to two FP32 steps, one from the sum and one from the offset.
+
+    The steps are 1/64, because the scores share a constant of 131,072.
+    """
     (_, golden), (_, one, _), _ = alone[name]
     for _, lse, _ in (result[name] for result in results):
         assert max_error(lse, golden) <= 2 * max_error(one, golden) + 2**-23 * float(golden.abs().max())
@@ -103,7 +109,10 @@ def test_the_log_sum_exp_is_the_true_one(results, alone, name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_gradients_are_as_exact_as_one_device(results, alone, name):
-    """The outputs of chunks enter them rounded to FP16 (2^-11), beside FP16's own rounding of what comes out."""
+    """Gradients are as exact as on one device, up to roundings to FP16.
+
+    They use the outputs of chunks, which are rounded to FP16 (2^-11), and are rounded to FP16 themselves.
+    """
     _, (_, _, one), true = alone[name]
     for _, _, gradients in (result[name] for result in results):
         for got, single, golden in zip(gradients, one, true, strict=True):
@@ -118,7 +127,7 @@ def test_all_ranks_gather_the_same(results, name):
 
 
 def refusals(rank):
-    """Messages of calls that rank 1 makes wrong, and what both make right afterwards."""
+    """Return the errors of calls that are wrong on rank 1, and the result of a right call on both ranks afterwards."""
     told = []
     q = torch.randn(1, 4, 6, 32, generator=torch.Generator().manual_seed(rank)).half()
     k = v = q[:, :2]
@@ -161,7 +170,7 @@ def diagnosed(q, k, v):
 
 
 def mixed_groups(rank, q):
-    """A group of one, whose rank 0 has another number outside."""
+    """Return the result in a group of one rank, and the error message of a rank that calls a group without it."""
     group = [dist.new_group([each]) for each in (0, 1)][rank]
     own = pasa.ring_attention(q, q, q, group=group, is_causal=True)
     try:
@@ -172,7 +181,7 @@ def mixed_groups(rank, q):
 
 
 def test_what_is_refused_is_refused_on_every_rank(tmp_path):
-    """An error on one rank alone would leave the others waiting for its keys."""
+    """Every rank raises if one does; otherwise the other ranks would wait for its keys."""
     (first, finite, (own, none)), (second, _, (_, outside)) = ranks.run(refusals, 2, tmp_path)
     waiting = "ValueError: ring_attention: rank 1 has refused its arguments; its error says why"
     alone = [
@@ -213,13 +222,16 @@ def test_what_is_refused_is_refused_on_every_rank(tmp_path):
     assert (none, outside) == ("", "this process is not in the group")
 
 
-UNEVEN = (150, 300, 70, 200)  # keys of four ranks
+UNEVEN = (150, 300, 70, 200)  # numbers of keys of four ranks
 
 
 def biased_by_block():
-    """N(0, 1), but for 32 columns. There q is 1000 and more, the same in both halves, and the keys of a block of 128
-    are 1000 in the first half, or nowhere, or in the second half. What the first and the third kind add to scores is
-    the same, although they have no frame in common."""
+    """Return q, k, v from N(0, 1), except for a bias in 32 columns that differs by block of 128 keys.
+
+    In these columns q is 1000 and more, the same in both halves. The keys of a block are 1000 in the first half of the
+    columns, in none, or in the second half. The first and the third kind of block add the same to scores, although they
+    share no frame.
+    """
     g = torch.Generator().manual_seed(5)
     q, k, v, grad = (torch.randn(1, heads, sum(UNEVEN), 64, generator=g) for heads in (4, 2, 2, 4))
     q[..., :16] += 1000
@@ -232,7 +244,7 @@ def biased_by_block():
 
 
 def attend_biased_by_block(rank):
-    """Uneven parts of all queries and keys; and the shards of a causal call, with gradients."""
+    """Return results for shards of uneven lengths, and for the shards of a causal call with gradients."""
     q, k, v, grad = biased_by_block()
     uneven = pasa.ring_attention(*(x.split(UNEVEN, 2)[rank] for x in (q, k, v)))
     leaves = [pasa.shard_sequence(x, 2).requires_grad_() for x in (q, k, v)]
@@ -242,10 +254,13 @@ def attend_biased_by_block(rank):
 
 
 def test_biases_by_block_cost_no_digit(tmp_path):
-    """Scores reach 2,000,000, where FP32 stores a log-sum-exp in steps of 1/8: ranks whose blocks have one bias got
-    weights that were off by a tenth, where a single call, whose first block has that bias, errs by 0.0005.
+    """Biases that differ by block do not reduce the accuracy of merged outputs.
 
-    The bound: twice the error of one call, FP16's rounding of a part's output, and 2^-12 of the values for the weights.
+    Story: scores reach 2,000,000, for which FP32 stores a log-sum-exp in steps of 1/8. Ranks whose blocks have one bias
+    got weights that were wrong by a tenth. A single call, whose first block has that bias, errs by 0.0005.
+
+    The bound is twice the error of one call, plus FP16's rounding of a shard's output, plus 2^-12 of the values for the
+    weights.
     """
     q, k, v, grad = biased_by_block()
     found = ranks.run(attend_biased_by_block, 4, tmp_path)
@@ -263,7 +278,7 @@ def test_biases_by_block_cost_no_digit(tmp_path):
             assert rmse(got, exact) <= 2**-11
 
 
-POISONED = 70  # a key of rank 0
+POISONED = 70  # index of a key and value of rank 0 that are made NaN or infinite
 
 
 def poisoned(rank):
@@ -275,7 +290,7 @@ def poisoned(rank):
 
 
 def test_a_nan_reaches_the_rows_that_see_it_and_no_other(alone, tmp_path):
-    """Nor through the mean key that all ranks share."""
+    """A NaN reaches only the rows that see it, and no other row through the mean key that all ranks share."""
     (golden, _), (one, _, _), _ = alone["causal, scores beyond 131072"]
     for out in ranks.run(poisoned, 2, tmp_path):
         reached = torch.zeros_like(out, dtype=torch.bool)
@@ -287,7 +302,7 @@ def test_a_nan_reaches_the_rows_that_see_it_and_no_other(alone, tmp_path):
 
 
 def half_groups(rank):
-    """Two rings of two ranks each, whose ranks have other numbers in the whole group."""
+    """Run in two rings of two ranks each, whose numbers differ from those in the whole group."""
     groups = [dist.new_group([0, 3]), dist.new_group([1, 2])]
     group = groups[rank in (1, 2)]
     q, k, v, _ = inputs("causal")[0]
@@ -305,7 +320,10 @@ def test_groups_beside_each_other(alone, tmp_path):
 
 
 def test_a_dimension_that_is_not_there_is_named(tmp_path):
-    """It was "tuple index out of range"."""
+    """A dimension that the tensor does not have is named.
+
+    Story: the error was "tuple index out of range".
+    """
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
     try:
         for call in (pasa.shard_sequence, pasa.gather_sequence):

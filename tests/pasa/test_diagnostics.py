@@ -1,4 +1,4 @@
-"""Diagnostics: what is counted, when, and that asking changes no bit."""
+"""Tests of diagnostics: their counts, when they are recorded, and that recording changes no bit of the output."""
 
 import dataclasses
 import math
@@ -28,7 +28,10 @@ def test_nothing_is_recorded_outside():
 
 
 def test_closing_the_inner_context_leaves_the_outer_open():
-    """Two contexts without a record yet hold equal lists; removing by equality once closed the wrong one."""
+    """Closing the inner context leaves the outer one open.
+
+    Story: two contexts without a record hold equal lists, and removal by equality closed the wrong one.
+    """
     q, k, v = normal_qkv((2, 1), (9, 20), 16)
     with pasa.record_diagnostics() as outer:
         with pasa.record_diagnostics() as inner:
@@ -72,7 +75,7 @@ def test_overflow_is_counted_where_it_is_stored(mode):
 
 
 def test_tiles():
-    """Two of three query tiles see the second block of keys; only tiles whose scores run away are rescued."""
+    """Tiles are counted if a row sees them, and rescued only if their scores run away or have a float mask."""
     q, k, v = normal_qkv((1, 1), (96, 128), 64)
     config = PasaConfig(block_q=32, block_k=64)
     assert recorded(q, k, v, config=config).tiles.item() == 3 * 2
@@ -80,9 +83,9 @@ def test_tiles():
     assert recorded(q, k, v, config=config, is_causal=True).tiles.item() == 3 + 1
     assert recorded(q, k, v, config=config).rescued_tiles.item() == 0
     q[..., 0], k[..., 0] = 0, 0
-    k[:, :, 70, 0], q[:, :, 40, 0] = 60, 60  # one query meets one key, in tile (1, 1)
+    k[:, :, 70, 0], q[:, :, 40, 0] = 60, 60  # one large score, in tile (1, 1)
     assert recorded(q, k, v, config=config).rescued_tiles.item() == 1
-    assert recorded(q, k, v, config=config, attn_mask=torch.zeros(1)).rescued_tiles.item() == 6  # a float mask
+    assert recorded(q, k, v, config=config, attn_mask=torch.zeros(1)).rescued_tiles.item() == 6  # all, for a float mask
 
 
 def test_packed_sequences_are_joined():
@@ -109,7 +112,7 @@ def same(one, other):
 
 
 def whole_numbers(lengths, dim=32, size=60, heads=(4, 2), seed=0):
-    """q.k is exact in FP32, whatever the order of the sum."""
+    """Return integer q, k, v, for which q.k is exact in FP32 in any order of the sum."""
     g = torch.Generator().manual_seed(seed)
     shapes = (heads[0], lengths[0]), (heads[1], lengths[1]), (heads[1], lengths[1])
     return [torch.randint(-size, size + 1, (2, h, s, dim), generator=g).half() for h, s in shapes]
@@ -168,13 +171,13 @@ def test_recording_changes_no_bit_of_any_arithmetic(config, how):
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 @pytest.mark.parametrize("lengths", [(1, 1), (129, 63), (63, 257)], ids=str)
 def test_largest_score_is_that_of_the_inputs_in_every_arithmetic(config, lengths):
-    """It is about the inputs: no scale, shift, block size or precision enters."""
+    """`max_score_before` depends on the inputs only, not on scale, shift, block size or precision."""
     q, k, v = normal_qkv((4, 2), lengths, 64)
     q, k = 9 * q + 1, 9 * k - 2
     seen = torch.ones(lengths, dtype=torch.bool).tril(lengths[1] - lengths[0])
     scores = (q.double() @ k.double().repeat_interleave(2, 1).mT).abs().masked_fill(~seen, 0)
     record = recorded(q, k, v, is_causal=True, config=config)
-    # FP32 accumulation of 64 products: 64 half-ulps of the sum of their sizes
+    # FP32 accumulation of 64 products errs by at most 64 half-ulps of the sum of their magnitudes
     slack = 64 * 2.0**-24 * float((q.double().abs() @ k.double().abs().repeat_interleave(2, 1).mT).max())
     torch.testing.assert_close(record.max_score_before, scores.amax((-1, -2)), rtol=0, atol=slack)
 
@@ -189,7 +192,7 @@ def test_overflow_is_counted_over_visible_pairs_only(mode, how, block_k):
     seen = {"plain": torch.ones_like(keep), "causal": band.expand_as(keep), "mask": keep}[how]
     options = {"plain": {}, "causal": {"is_causal": True}, "mask": {"attn_mask": keep}}[how]
     size = (q.double() @ k.double().repeat_interleave(2, 1).mT).abs()
-    overflow = ((size >= 65520) & seen).sum((-1, -2)).double()  # halfway to 65536, and ties go to even
+    overflow = ((size >= 65520) & seen).sum((-1, -2)).double()  # from halfway to 65536 on, because ties go to even
     largest = ((size >= 65488) & (size < 65520) & seen).sum((-1, -2)).double()
     record = recorded(q, k, v, config=PasaConfig(precision="partial", overflow=mode, block_k=block_k), **options)
     assert overflow.min() > 0
@@ -211,7 +214,7 @@ def test_nothing_overflows_where_it_is_promised(mode, config):
 @pytest.mark.parametrize("blocks", [(128, 128), (32, 48), (7, 300)], ids=str)
 @pytest.mark.parametrize("causal", [False, True])
 def test_tiles_of_ragged_and_causal_calls(lengths, blocks, causal):
-    """A causal call visits, per key block after the first, the query tiles from the first row that sees it on."""
+    """A causal call counts, for each key block after the first, the query tiles from the first row that sees it."""
     (rows, keys), (block_q, block_k) = lengths, blocks
     q, k, v = normal_qkv((2, 1), lengths, 16)
     expected = 0

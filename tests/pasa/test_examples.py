@@ -1,4 +1,4 @@
-"""Every public name has an example in its docstring, and the examples say what happens."""
+"""Every public name has an example in its docstring, and the examples give the output that they show."""
 
 import doctest
 import sys
@@ -14,7 +14,7 @@ RANKS = {"shard_sequence": ("fake", 2), "gather_sequence": ("gloo", 1), "ring_at
 
 
 def examples_of(name):
-    """The doctests of a public name and of its methods."""
+    """Return the doctests of a public name and of its methods."""
     value = getattr(pasa, name)
     module = sys.modules[value.__module__]
     return [test for test in doctest.DocTestFinder().find(value, name, module) if test.examples]
@@ -22,8 +22,8 @@ def examples_of(name):
 
 @pytest.fixture
 def group(request):
-    """A process group of this process alone, or a fake one: rank 0 of two, where the other has nothing to answer."""
-    from torch.testing._internal.distributed import fake_pg  # registers its backend
+    """A process group of this process alone, or a fake group in which it is rank 0 of two and needs no answer."""
+    from torch.testing._internal.distributed import fake_pg  # the import registers the backend
 
     backend, size = request.param
     store = fake_pg.FakeStore() if backend == "fake" else dist.HashStore()
@@ -34,7 +34,7 @@ def group(request):
 
 @pytest.fixture
 def names():
-    """What the examples take as given: a language model of two layers, and the token ids of a prompt."""
+    """The names that examples use without defining them: a language model of two layers, and token ids."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""The bounds against what attains them: SVD, the worst inputs, samples."""
+"""Tests of the bounds on scores against SVD, against the worst inputs that a search finds, and against samples."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KINDS = ("plain", "bias", "large bias", "rms", "layer")
 
 
 def layer(kind, heads=4, kv_heads=2, seed=0):
-    """Weights of a small layer, and the norm before it: (q, q_bias, k, k_bias, norm)."""
+    """Return the weights of a small layer and the norm before it: (q, q_bias, k, k_bias, norm)."""
     generator = torch.Generator().manual_seed(seed)
 
     def randn(*shape):
@@ -33,7 +33,7 @@ def layer(kind, heads=4, kv_heads=2, seed=0):
 
 
 def matrices(weight, bias, heads, norm):
-    """A (H, D, d) and a (H, D) by the definition."""
+    """Return A (H, D, d) and a (H, D), formed by their definition."""
     gain = torch.ones(HIDDEN, dtype=torch.float64) if norm.gain is None else norm.gain
     linear = weight * gain
     if norm.centred:
@@ -59,7 +59,7 @@ def sphere(count, seed=1):
 
 
 def climb(a, a0, b, b0, steps=300):
-    """Large |(A n + a).(B n' + e)| over the sphere by alternating maximisation from many starts, (H,)."""
+    """Return a large |(A n + a).(B n' + e)| over the sphere, (H,), by alternating maximisation from many starts."""
     best = torch.zeros(len(a), dtype=torch.float64)
     for sign in (1, -1):
         x, y = sphere(16, 2).expand(len(a), -1, -1), sphere(16, 3).expand(len(a), -1, -1)
@@ -75,7 +75,10 @@ def climb(a, a0, b, b0, steps=300):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_interaction_bound_holds_and_is_tight(kind):
-    """Nothing found exceeds it; without constants it is attained, with them it is at most the sum of the norms."""
+    """No score that a search finds exceeds the interaction bound.
+
+    Without constants the bound is attained. With constants it is at most the sum of the norms.
+    """
     bounds, parts = bounds_of(kind)
     found = climb(*parts)
     assert (found <= bounds.interaction * (1 + 1e-12)).all()
@@ -93,7 +96,10 @@ def test_interaction_bound_holds_and_is_tight(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_naive_bound_holds_under_every_rotation(kind):
-    """The longest q and the longest k: a rotation may turn one into the other."""
+    """The naive bound is above the product of the longest q and the longest k, which a rotation may make parallel.
+
+    It is never looser than the triangle inequality.
+    """
     bounds, (a, a0, b, b0) = bounds_of(kind)
     longest = []
     for linear, constant in ((a, a0), (b, b0)):
@@ -124,7 +130,7 @@ def test_certified_norm_is_above_the_exact_one_and_next_to_it(kind):
 
 
 def test_certificate_covers_a_product_that_vanishes():
-    """AᵀB = 0 by cancellation: FP64 leaves a rest of rounding, which the bound has to be above of, and stays small."""
+    """The certified bound stays above the rounding errors of FP64, and small, if AᵀB = 0 by cancellation."""
     q, _, k, _, norm = layer("plain", 1, 1)
     basis = torch.linalg.qr(torch.randn(DIM, DIM, generator=torch.Generator().manual_seed(2), dtype=torch.float64))[0]
     q, k = basis[:, :2] @ q[:2], basis[:, 2:] @ k[2:]
@@ -136,7 +142,10 @@ def test_certificate_covers_a_product_that_vanishes():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_probable_bound_holds_on_uniform_directions(kind):
-    """64 tokens, 4 heads, delta = 1e-3: no score exceeds the bound, and all diagonal ones exceed `certain`."""
+    """No score exceeds the probable bound for inputs of uniform direction, and all diagonal scores exceed `certain`.
+
+    There are 64 tokens and 4 heads, with delta = 1e-3.
+    """
     bounds, (a, a0, b, b0) = bounds_of(kind)
     for seed in range(20):
         n = sphere(64, 100 + seed)
@@ -148,7 +157,7 @@ def test_probable_bound_holds_on_uniform_directions(kind):
 
 
 def absolute(query, key):
-    """What roundings add to scores where FP16's steps no longer shrink, 2^-25 each."""
+    """Return what the absolute parts of roundings (2^-25 each, where FP16's steps no longer shrink) add to scores."""
     (_, q), (_, k) = geometry._lengths(query), geometry._lengths(key)
     groups = len(q) // len(k)
     both = (each.repeat_interleave(groups, 0) for each in (k, key.absolute))
@@ -157,7 +166,10 @@ def absolute(query, key):
 
 
 def test_without_constants_the_probable_bound_is_the_papers():
-    """alpha * |M| * d; where alpha is above 1, as in so few dimensions as elsewhere here, the proven bound instead."""
+    """Without constants the probable bound is the paper's, alpha * |M| * d.
+
+    If alpha is above 1, as for the few dimensions of the other tests, it is the proven bound instead.
+    """
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(2 * DIM, 800, generator=generator, dtype=torch.float64) for _ in range(2))
     norm = Norm(math.sqrt(800))
@@ -191,12 +203,12 @@ def test_constant_part_covers_every_rotation_of_its_planes():
 
 
 def test_rounding_is_part_of_the_proven_bound():
-    """8 roundings of q and 8 of k; centring and a shift would add to what they round."""
+    """The proven bound includes 8 roundings of q and 8 of k; here neither centring nor a shift adds to them."""
     q, q_bias, k, k_bias, norm = layer("bias")
     query, key = project(q, q_bias, 4, norm), project(k, k_bias, 2, norm)
     assert not query.hidden.any()
     share = (1 + 2**-11) ** 8 * (1 + 2**-24)
-    ones = [x.abs().sum(-1).unflatten(0, (-1, DIM)).norm(dim=-1) for x in (q, k)]  # an element's error may be anywhere
+    ones = [x.abs().sum(-1).unflatten(0, (-1, DIM)).norm(dim=-1) for x in (q, k)]  # errors have any direction
     added = [share * 2**-25 * (2 * each + 3 * DIM**0.5) for each in ones]
     (_, longest), (_, longest_key) = geometry._lengths(query), geometry._lengths(key)
     rounded, rounded_key = share * longest + added[0], (share * longest_key + added[1]).repeat_interleave(2, 0)
@@ -207,9 +219,10 @@ def test_rounding_is_part_of_the_proven_bound():
 
 
 def test_roundings_that_centring_hides_are_in_the_bound():
-    """A layer norm's output sums to zero, so equal weights give scores of 0; its elements in FP16 do not sum to zero.
+    """The bound includes roundings of a layer norm's output that centring cancels in exact arithmetic.
 
-    The bound was 0 here: it had rounded what was left of the weights when the direction of ones was taken out.
+    The output sums to zero, so equal weights give scores of 0; but its elements in FP16 do not sum to zero. Story: the
+    bound was 0 here, because it was formed from weights without their part along the vector of ones.
     """
     q = torch.full((3, 64), 2048.0)
     norm = Norm(8.0, torch.ones(64), None, centred=True)
@@ -221,7 +234,7 @@ def test_roundings_that_centring_hides_are_in_the_bound():
 
 
 def test_roundings_that_the_shift_hides_are_in_the_bound():
-    """The norm's shift gives q nothing where its products cancel; elements of x are rounded with it all the same."""
+    """The bound includes roundings of x with the norm's shift, even if the projected shift cancels in q."""
     q = torch.tensor([[1.0, -1.0, 0.0, 0.0]])
     shift = torch.tensor([4095.0, 4095.0, 0.0, 0.0])
     norm = Norm(2.0, torch.full((4,), 0.1), shift)
@@ -233,9 +246,10 @@ def test_roundings_that_the_shift_hides_are_in_the_bound():
 
 
 def test_probable_bound_holds_at_every_distance():
-    """Rotary embeddings turn a quarter between q and k that the weights keep apart: scores were said to be 0 (certain).
+    """The probable bound holds at every distance between query and key under rotary embeddings.
 
-    q lives in the first half of its planes, k in the second, so that q.k = 0 at the same position only.
+    q lies in the first half of the dimensions of its planes and k in the second half, so q.k = 0 at the same position
+    only. After a quarter turn they are parallel. Story: scores were judged to be certainly 0.
     """
     generator = torch.Generator().manual_seed(3)
     q, k = (torch.randn(4, 400, generator=generator, dtype=torch.float64) for _ in range(2))
@@ -247,7 +261,7 @@ def test_probable_bound_holds_at_every_distance():
     n = torch.randn(64, 400, generator=generator, dtype=torch.float64)
     n = 20 * n / n.norm(dim=-1, keepdim=True)
     longest_q, first_k = n @ q.T + q_bias, n @ k.T + k_bias
-    turned = torch.cat([first_k[:, 2:], -first_k[:, :2]], -1)  # by a quarter
+    turned = torch.cat([first_k[:, 2:], -first_k[:, :2]], -1)  # a quarter turn
     assert (longest_q @ first_k.T).abs().max() < 1e-9
     assert bounds.interaction.item() < bounds.probable.item() < bounds.naive.item()
     assert (longest_q @ turned.T).abs().max() <= bounds.probable.item()
@@ -256,8 +270,11 @@ def test_probable_bound_holds_at_every_distance():
 
 @pytest.mark.parametrize("part", ["constant", "linear in q", "linear in k", "inputs"])
 def test_every_part_of_the_probable_bound_is_turned(part):
-    """Each part alone: q lives in the first half of its planes and k in the second, or the other way round, so that it
-    is 0 until a rotation turns one into the other; then it is most of the bound."""
+    """Every part of the probable bound takes the worst rotation into account.
+
+    Each part is tested alone. q lies in the first half of the dimensions of its planes and k in the second half, or the
+    other way round. So the part is 0 until a rotation makes them parallel, and then it is most of the bound.
+    """
     generator = torch.Generator().manual_seed(8)
     d, half = 2000, 2
     q, k = torch.zeros(2, 2 * half, d, dtype=torch.float64)
@@ -276,7 +293,7 @@ def test_every_part_of_the_probable_bound_is_turned(part):
     how = {"heads": 1, "seq_len": 64, "delta": 1e-3}
     straight, turned = (score_bounds(query, key, **how, rotary=rotary) for rotary in (0, 2 * half))
     n, m = (math.sqrt(d) * torch.nn.functional.normalize(x, dim=-1) for x in torch.randn(2, 64, d, generator=generator))
-    k_turned = (m.double() @ k.T + e).roll(half, -1)  # by a quarter, up to a sign
+    k_turned = (m.double() @ k.T + e).roll(half, -1)  # a quarter turn, up to a sign
     found = float(((n.double() @ q.T + a) @ k_turned.T).abs().max())
     assert straight.probable.item() < 1e-3 * found
     assert found <= turned.probable.item() <= turned.naive.item() + absolute(query, key).item()
@@ -284,7 +301,11 @@ def test_every_part_of_the_probable_bound_is_turned(part):
 
 
 def test_the_probable_bound_under_rotations_is_its_formula():
-    """A union over all pairs of tokens, since each distance has a rotation of its own; half of delta for the inputs."""
+    """The probable bound under rotations equals its formula.
+
+    The union bound is over all pairs of tokens, because each distance has its own rotation. Half of delta is for the
+    product of the inputs.
+    """
     generator = torch.Generator().manual_seed(9)
     d, dim, heads, tokens, delta = 3000, 4, 3, 50, 1e-4
     q, k = torch.randn(2, dim, d, generator=generator, dtype=torch.float64)
@@ -297,7 +318,7 @@ def test_the_probable_bound_under_rotations_is_its_formula():
     linear = math.sqrt(2 * math.log(8 * heads * tokens**2 / delta))
 
     def spread(matrix, vector):
-        """Plane by plane, or all at once."""
+        """Return the smaller of the bound plane by plane and the product of norms."""
         planes = sum(
             float(torch.linalg.matrix_norm(matrix[[i, i + 2]], 2) * vector[[i, i + 2]].norm()) for i in range(2)
         )
@@ -328,7 +349,10 @@ def test_linear_part_covers_every_rotation_of_its_planes():
 @pytest.mark.parametrize("rotary", [0, 4])
 @pytest.mark.parametrize("case", ["zero", "rank one", "1 x 1", "tiny", "huge", "bf16"])
 def test_bounds_hold_on_odd_weights(case, rotary):
-    """d = 7 and head dimension 5, the last dimension unturned; samples on the sphere, turned at random."""
+    """Bounds hold for odd sizes, d = 7 and head dimension 5, whose last dimension is not rotated.
+
+    Samples are on the sphere, with random rotations.
+    """
     generator = torch.Generator().manual_seed(4)
     dim, hidden = (1, 1) if case == "1 x 1" else (5, 7)
     rotary = min(rotary, dim // 2 * 2)

@@ -1,4 +1,4 @@
-"""`import pasa`: torch and numpy alone, and nothing happens."""
+"""`import pasa` imports only torch and numpy, and has no side effects."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def run(code, folder):
 
 def test_import_does_nothing_else(tmp_path):
     done = run(PROBE, tmp_path)
-    seen = json.loads(done.stdout)  # so nothing else was printed
+    seen = json.loads(done.stdout)  # valid JSON, so nothing else was printed
     assert done.stderr == ""
     assert not set(seen["loaded"]) & {
         *("transformers", "diffusers", "triton", "torch_npu", "matplotlib", "typer", "rich", "gguf", "safetensors")
@@ -60,7 +60,7 @@ for order in ORDERS:
 
 
 def test_attention_stays_the_function(tmp_path):
-    """The module of the same name is bound over the function if it is imported after it."""
+    """`pasa.attention` stays the function, even if the module of the same name is imported later."""
     run(f"ORDERS = {ORDERS!r}\n{IMPORTS}", tmp_path)
 
 

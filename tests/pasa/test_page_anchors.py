@@ -1,7 +1,7 @@
-"""Anchors of pages: what `write_pages` keeps, and decoding with it.
+"""Tests of page anchors: the anchors that `write_pages` keeps, and decoding with them.
 
-Bound of an anchor: k - a is an FP16 number and k - a + a is k, bit for bit. Bound of a result: as without anchors,
-`error <= 2 x error of the emulation` plus half an ulp of an output up to 4.
+An anchor must be exact: k - a is an FP16 number, and k - a + a is k bit for bit. The bound on results is that without
+anchors: `error <= 2 x error of the emulation` plus half an ulp of an output up to 4.
 """
 
 import pytest
@@ -34,7 +34,7 @@ def check(pages, bias=0.0, lse_error=None, **how):
 
 
 def by_kernel(pages, order=None):
-    """`anchored`, by the Triton kernels, into caches of NaN."""
+    """Write pages and anchors like `anchored`, but by the Triton kernels into caches of NaN."""
     here = pages.to(DEVICE)
     order = torch.arange(len(pages.k)) if order is None else order
     caches = [torch.full_like(here.k_cache, torch.nan) for _ in range(2)]
@@ -61,7 +61,7 @@ def test_an_anchor_is_the_block_mean_that_keys_lose_exactly(write, slots, dim, b
             at += count
             assert shifts_exactly(keys, anchor).all()
             expected = shift_exact(keys.transpose(0, 1)[None], 1.0).anchor[0, :, 0]
-            assert (anchor - expected).abs().max() <= bias * 2.0**-10  # a step of the grid: sums in another order
+            assert (anchor - expected).abs().max() <= bias * 2.0**-10  # one grid step, because sums have another order
     untouched = torch.ones(len(found.anchors), dtype=torch.bool)
     untouched[pages.slots // slots] = False
     assert (found.anchors[untouched] == 0).all()
@@ -69,7 +69,7 @@ def test_an_anchor_is_the_block_mean_that_keys_lose_exactly(write, slots, dim, b
 
 @pytest.mark.parametrize("write", ["torch", "triton"])
 def test_order_and_padding_change_no_bit(write):
-    """A page's anchor is of all its slots, whichever token comes last."""
+    """Anchors have the same bits for any order of tokens and any padding, because they use all slots of a page."""
     pages = make_pages([70], (1, 1), 32, bias=50)
     order = torch.randperm(70, generator=torch.Generator().manual_seed(0))
     if write == "triton":
@@ -85,7 +85,10 @@ def test_order_and_padding_change_no_bit(write):
 
 @pytest.mark.parametrize("write", ["torch", "triton"])
 def test_a_sequence_that_is_cut_and_grows_anew(write):
-    """Rejected drafts: the page's later keys are no longer there, and a NaN among them is forgotten."""
+    """A sequence that is cut and grows again, as after rejected drafts, gets anchors of its present keys only.
+
+    The later keys of the page no longer count, even if one of them was NaN.
+    """
     pages = make_pages([16], (1, 1), 32, bias=50)
     pages.k[9] = torch.nan
     pages = (by_kernel if write == "triton" else lambda x: x.anchored())(pages).to(
@@ -108,17 +111,20 @@ def test_a_sequence_that_is_cut_and_grows_anew(write):
      ((2, 1), 128, 128, 5000)],
 )  # fmt: skip
 def test_decoding_with_anchors(heads, dim, slots, bias):
-    """Odd lengths, one key, none; scores to 2e8."""
+    """Decoding with anchors is within the bound for odd lengths, one key or none, and scores up to 2e8."""
     check(make_pages([1, 15, 130, 17, 0, 127], heads, dim, slots, bias=bias).anchored(), bias)
 
 
 def test_more_blocks_than_offsets_are_found_for_at_once():
-    """TURNS blocks of 64 keys, and more: their memory is used again."""
+    """Results are right for more than TURNS blocks of 64 keys, after which the memory of offsets is reused."""
     check(make_pages([64 * 64 * 2 + 77], (1, 1), 16, 32, bias=300).anchored(), 300, max_seqlen_k=1)
 
 
 def test_heads_with_and_without_a_bias():
-    """Some heads are done by the first pass, and have no frame; the others share that of their first page."""
+    """Heads with and without a bias are right in one call.
+
+    Heads without a bias finish in the first pass and have no frame. The others use the frame of their first page.
+    """
     pages = make_pages([300, 40], (4, 4), 64, 16)
     pages.q[:, 1:3, :8] += 300
     pages.k[:, 1:3, :8] += 300
@@ -126,7 +132,10 @@ def test_heads_with_and_without_a_bias():
 
 
 def test_anchors_that_differ_from_page_to_page():
-    """As under rotary embedding: the bias turns from +300 to -300, and scores with it by 1,400,000."""
+    """Results are right if anchors differ from page to page.
+
+    As under rotary embeddings, the bias turns from +300 to -300, which changes scores by 1,400,000.
+    """
     pages = make_pages([512], (2, 1), 64, 16)
     pages.q[..., :8] += 300
     turn = torch.cos(torch.arange(512) / 512 * torch.pi)[:, None, None]
@@ -138,8 +147,11 @@ def test_anchors_that_differ_from_page_to_page():
 
 @pytest.mark.parametrize(("c", "dim"), [(8, 64), (64, 128)])
 def test_keys_whose_mean_is_a_few_times_as_long_as_the_rest(c, dim):
-    """Story: an anchor less than 4 times as long as what it left was dropped, and outputs were off by up to 110 times
-    more than without anchors: scores to 1e7 nats, of keys that differ in one bit of one column."""
+    """Results are right for keys whose mean is only a few times as long as the rest.
+
+    Story: an anchor was dropped if it was less than 4 times as long as the remainder of the keys, and errors were up to
+    110 times those without anchors. Scores reach 1e7 nats, and keys differ in one bit of one column.
+    """
     pages = make_pages([128], (2, 1), dim, 16)
     g = torch.Generator().manual_seed(3)
     pages.q[:], pages.k[:] = ((torch.rand(x.shape, generator=g) * 10 + 5) * c for x in (pages.q, pages.k))
@@ -151,8 +163,11 @@ def test_keys_whose_mean_is_a_few_times_as_long_as_the_rest(c, dim):
 
 @pytest.mark.parametrize("at", [0, 300, 511])
 def test_a_key_without_the_bias(at):
-    """Story: the first key of a prompt is often of another kind. Its page's anchor was 0, the frame of all pages was
-    that page's, and every sum with an offset was rounded as q.k is. Keys have a twin 16 pages on, a little larger."""
+    """One key without the bias, as the first key of a sequence often is, does not reduce accuracy.
+
+    Story: the anchor of its page was 0, all pages used the frame of that page, and every sum with an offset was rounded
+    like q.k. Each key has a slightly larger twin 16 pages later.
+    """
     pages = make_pages([512], (2, 1), 64, 16, seed=1)
     pages.q[:] += 40
     pages.k[:] += 600
@@ -165,8 +180,11 @@ def test_a_key_without_the_bias(at):
 @pytest.mark.parametrize("slots", [16, 128])
 @pytest.mark.parametrize("name", [name for name, make in unlike_keys.CASES.items() if not make(1.0).how])
 def test_pages_that_are_far_from_the_frame(name, slots):
-    """Story: where some pages have a bias of 30,000 in a column and no weight, and the frame was theirs, outputs were
-    off by 0.18: offsets and maxima were FP32 numbers counted from it. Pages differ in another column, too."""
+    """Results are right for pages whose keys are far from the frame.
+
+    Story: some pages have a bias of 30,000 in one column and no weight. If the frame was theirs, outputs were wrong by
+    0.18, because offsets and maxima were FP32 numbers relative to that frame. Pages also differ in another column.
+    """
     case = unlike_keys.CASES[name](30000.0)
     case.q[..., 1] = 3.0
     case.k[..., 1] += 100 + 2.0 * (torch.arange(case.k.shape[2]) // slots)
@@ -186,7 +204,10 @@ def test_pages_that_are_far_from_the_frame(name, slots):
 
 
 def test_a_page_that_32_bits_do_not_count_is_refused(monkeypatch):
-    """Story: offsets within a page wrapped round."""
+    """A page is refused if offsets within it exceed 32 bits.
+
+    Story: these offsets wrapped around.
+    """
     monkeypatch.setattr(paging, "PAGE_SPAN", 16 * 2 * 64)
     with pytest.raises(NotImplementedError, match="a page of the cache spans 2048 elements"):
         make_pages([20]).attend(DEVICE, backend="triton")
@@ -246,13 +267,13 @@ def test_any_batch(lengths, slots, group, bias, seed):
 
 
 def test_anchors_of_other_keys_are_refused():
-    """Keys that were written without them would be rounded."""
+    """Anchors of other keys are refused on a CPU, because keys that were written without them would be rounded."""
     pages = make_pages([20, 33], bias=300).anchored()
     pages.k_cache[pages.table[1, 1], 3] = torch.linspace(-1, 1, 64).half()
     with pytest.raises(ValueError, match="key_anchors are not those of the keys in k_cache"):
         pages.attend()
     pages = make_pages([20, 33], bias=300).anchored()
-    pages.k_cache[pages.table[1, 1], 3, 0, 9] = -torch.inf  # less a finite anchor it is what it was
+    pages.k_cache[pages.table[1, 1], 3, 0, 9] = -torch.inf  # unchanged by subtracting a finite anchor
     with pytest.raises(ValueError, match="key_anchors are not those"):
         pages.attend()
 

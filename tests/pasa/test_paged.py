@@ -1,8 +1,9 @@
-"""`attention_paged` and `write_pages` on the reference, against FP64 and against `attention_varlen`; and their checks.
+"""Tests of `attention_paged` and `write_pages` on the reference, against FP64 and `attention_varlen`; and their checks.
 
-Bound: `error <= 2 x error of the same-precision naive`, which for gathered keys is `attention_varlen` in precision
-"partial" (Q K^T stored in FP16 before it is scaled), plus half an ulp of the output; with a bias, where the naive
-overflows, the error of unbiased inputs of the same kind: 2^-9 of values of up to 4.
+The bound is `error <= 2 x error of the naive attention of the same precision`, plus half an ulp of the output. The
+naive attention is `attention_varlen` on gathered keys in precision "partial" (Q K^T stored in FP16 before it is
+scaled). With a bias it overflows. The bound is then the error of unbiased inputs of the same kind: 2^-9 of values of up
+to 4.
 """
 
 import pytest
@@ -14,7 +15,7 @@ import pasa
 from pasa import PasaConfig
 from tests.pages import make_pages, worst
 
-HALF_ULP = 2.0**-11 * 4  # of an output up to 4
+HALF_ULP = 2.0**-11 * 4  # half an ulp of an output up to 4
 
 
 def varlen(pages, **how):
@@ -40,7 +41,7 @@ def test_odd_lengths(dim, heads, slots):
 @pytest.mark.parametrize("overflow", ["inf", "saturate"])
 @pytest.mark.parametrize("bias", [0, 300])
 def test_long_cache_with_scores_beyond_fp16(bias, overflow):
-    """Scores share 8 bias^2 = 720,000, eleven times what FP16 holds."""
+    """A long cache is right with scores that share 8 bias^2 = 720,000, eleven times FP16's largest number."""
     pages = make_pages([1407, 333], (7, 1), 128, bias=bias)
     out, lse = worst(pages.attend(config=PasaConfig(overflow=overflow)), pages.golden())
     assert out <= HALF_ULP
@@ -65,16 +66,16 @@ def test_equals_varlen_on_gathered_keys(config, causal, dtype):
     data=st.data(),
 )
 def test_equals_varlen_whatever_the_pages(lengths, slots, group, data):
-    """Bit for bit, with stale slots that hold NaN."""
+    """Results equal those of `attention_varlen` bit for bit, for any pages, and with NaN in stale slots."""
     queries = data.draw(st.lists(st.integers(0, 9), min_size=len(lengths), max_size=len(lengths)))
-    queries[0], lengths[0] = queries[0] + 1, lengths[0] + 1  # attention_varlen refuses a batch of nothing
+    queries[0], lengths[0] = queries[0] + 1, lengths[0] + 1  # attention_varlen refuses an empty batch
     pages = make_pages(lengths, (2 * group, 2), 16, slots, queries=queries, seed=data.draw(st.integers(0, 9)))
     for a, b in zip(pages.attend(is_causal=True), varlen(pages, is_causal=True), strict=True):
         assert torch.equal(a, b)
 
 
 def test_sequences_share_pages():
-    """Prefix caching: both begin with the same two pages."""
+    """Sequences may share pages: with prefix caching, both begin with the same two pages."""
     pages = make_pages([40, 50])
     pages.table[1, :2] = pages.table[0, :2]
     pages.k[40:72], pages.v[40:72] = pages.k[:32], pages.v[:32]
@@ -109,7 +110,7 @@ def test_diagnostics():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_written_token_by_token(dtype):
-    """A prompt at once, then a token at a time, padding in between: the same cache."""
+    """Writing a prompt at once, then token by token with padding in between, gives the same cache."""
     expected = make_pages([37], dtype=dtype, stale=0.0)
     k_cache, v_cache = (torch.zeros_like(expected.k_cache) for _ in range(2))
     page = expected.table[0].long()[torch.arange(37) // 16]
@@ -132,7 +133,10 @@ def test_padding_alone_writes_nothing():
 
 @pytest.mark.parametrize("anchored", [False, True])
 def test_tokens_behind_the_last_slot_are_not_written(anchored):
-    """A captured graph has rows of padding behind its tokens, and slots for the tokens alone: slot i is token i's."""
+    """Tokens beyond the end of `slot_mapping` are not written.
+
+    A captured graph has rows of padding after its tokens, and slots for the tokens only: slot i belongs to token i.
+    """
     g = torch.Generator().manual_seed(0)
     k, v = (torch.randn(7, 2, 8, generator=g).half() for _ in range(2))
     k_cache, v_cache = (torch.full((3, 4, 2, 8), 5.0).half() for _ in range(2))
@@ -152,7 +156,10 @@ def test_tokens_behind_the_last_slot_are_not_written(anchored):
 
 
 def test_caches_may_be_views_of_one():
-    """As vLLM has them: (2, pages, ...), or (pages, 2, ...), where a page's keys and values are neighbours."""
+    """Caches may be views of one tensor, as in vLLM.
+
+    Its shape is (2, pages, ...), or (pages, 2, ...) with the keys and values of a page side by side.
+    """
     pages = make_pages([20, 33])
     expected = pages.attend()
     both = torch.stack([pages.k_cache, pages.v_cache], 1)
@@ -225,7 +232,10 @@ def test_write_passes_opcheck():
 
 @pytest.mark.parametrize("name", ["q", "k_cache", "v_cache"])
 def test_a_gradient_is_refused_by_name(name):
-    """The output had no gradient, and nothing said so."""
+    """A tensor that requires a gradient is refused by name.
+
+    Story: the output silently had no gradient.
+    """
     pages = make_pages([5, 3])
     tensors = {"q": pages.q, "k_cache": pages.k_cache, "v_cache": pages.v_cache}
     tensors[name] = tensors[name].clone().requires_grad_()

@@ -1,4 +1,4 @@
-"""Power iteration against a full SVD of the expanded matrices, and what it keeps in memory."""
+"""Tests of power iteration against a full SVD of the expanded matrices, and of its memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DIM, HIDDEN = 6, 37
 
 
 def weights(heads, kv_heads, seed=0, dtype=torch.float64, bias=True):
-    """W_Q, W_K, b_Q, b_K; every head has a singular value well apart from its others, so that power iteration ends."""
+    """Return W_Q, W_K, b_Q, b_K with one dominant singular value a head, so that power iteration converges."""
     generator = torch.Generator().manual_seed(seed)
     parts = []
     for count in (heads, kv_heads):
@@ -25,7 +25,7 @@ def weights(heads, kv_heads, seed=0, dtype=torch.float64, bias=True):
 
 
 def expanded(weight, bias, count, groups):
-    """[W, b] per head with keys repeated for their query heads: (Hq, D, d + 1)."""
+    """Return [W, b] per head, with keys repeated for their query heads: (Hq, D, d + 1)."""
     whole = weight if bias is None else torch.cat([weight, bias[:, None]], 1)
     return whole.unflatten(0, (count, -1)).repeat_interleave(groups, 0)
 
@@ -46,7 +46,7 @@ def test_equals_svd_of_the_expanded_matrix(name, per_head, bias):
 
 
 def test_one_warm_step_follows_weights_that_move():
-    """Scaling the weights by 4 changes the norm 16 times; the vectors are still right, so one step is enough."""
+    """One warm step follows weights scaled by 4: the norm is 16 times as large, and the vectors are still right."""
     q_weight, k_weight, *_ = weights(8, 2)
     power = PowerIteration(8, 2, generator=torch.Generator().manual_seed(1))
     before = power.update(q_weight, k_weight, steps=300)
@@ -61,7 +61,7 @@ def test_five_steps_come_first_and_then_one():
 
 
 def test_heads_can_cancel_in_the_norm_of_a_layer():
-    """Two heads with opposite interactions: the paper's norm of the layer is 0, the scores of both heads are not."""
+    """The paper's norm of a layer is 0 for two heads with opposite interactions, although their scores are not 0."""
     q_weight, k_weight, *_ = weights(1, 1)
     q_weight, k_weight = torch.cat([q_weight, -q_weight]), torch.cat([k_weight, k_weight])
     generator = torch.Generator().manual_seed(1)
@@ -71,7 +71,7 @@ def test_heads_can_cancel_in_the_norm_of_a_layer():
 
 
 class Largest(TorchDispatchMode):
-    """The most elements that any operation put into new memory."""
+    """Records the largest number of elements that any operation wrote into new memory."""
 
     elements = 0
 
@@ -86,7 +86,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("per_head", [True, False])
 def test_no_expanded_key_and_no_copy_of_a_weight_is_made(per_head):
-    """The largest new tensor is one vector of length d + 1 for each query head."""
+    """No new tensor is larger than one vector of length d + 1 for each query head."""
     q_weight, k_weight, *biases = weights(8, 2)
     with Largest() as largest:
         PowerIteration(8, 2, per_head=per_head, generator=torch.Generator().manual_seed(1)).update(
@@ -103,7 +103,7 @@ def test_sixteen_bits_are_good_for_two_digits():
     power = PowerIteration(8, 2, generator=torch.Generator().manual_seed(1))
     found = power.update(q_weight, k_weight, steps=100)
     assert found.dtype == torch.float32
-    # four roundings to 8 bits a step, each by at most 2^-9 of the vector
+    # four roundings to 8 significant bits a step, each of at most 2^-9 of the vector
     torch.testing.assert_close(found.double(), exact, rtol=4 * 2**-9, atol=0)
 
 
@@ -119,7 +119,7 @@ def test_no_step_is_refused():
 
 
 def test_norms_beyond_16_bits_of_a_square_are_no_problem():
-    """|W|^2 is beyond FP16 where |W| and |W_QᵀW_K| are not: nothing between the products may be stored unscaled."""
+    """Norms are right even if |W|^2 exceeds FP16, because no value between the products is stored unscaled."""
     generator = torch.Generator().manual_seed(2)
     q_weight, k_weight = (torch.randn(8, 64, generator=generator).half() * scale for scale in (1e-3, 1000))
     exact = torch.linalg.matrix_norm(q_weight.double().T @ k_weight.double(), 2)

@@ -1,4 +1,4 @@
-"""`pasa.watch`: what it counts of patched models, that it changes no bit, and that nothing of it remains."""
+"""Tests of `pasa.watch`: its counts, that it changes no bit of the output, and that `unwatch` leaves no trace."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def logits(model, **how):
 
 
 class Seen(TorchDispatchMode):
-    """Queries, keys, masks, causality and scales of every attention call."""
+    """Records queries, keys, masks, causality and scales of every attention call."""
 
     def __init__(self):
         super().__init__()
@@ -51,7 +51,7 @@ class Seen(TorchDispatchMode):
 
 
 def counted(calls, walked=0):
-    """What a layer's counters should say after these calls, the first of which comes after `walked` rows."""
+    """Return the expected counts of a layer after these calls; `walked` rows came before the first call."""
     totals = torch.zeros(len(FIELDS), dtype=torch.int64)
     for q, k, mask, causal, scale in calls:
         rows = q.shape[:3].numel()
@@ -106,7 +106,10 @@ def test_reset_starts_again(qwen2):
 
 
 def test_a_watch_may_begin_under_another_default_device_or_in_inference_mode(qwen2):
-    """The counter of rows is the host's, and an inference tensor could not be changed outside of that mode."""
+    """A watch may begin under another default device or in inference mode.
+
+    Its row counter must be on the host, and an inference tensor could not be changed outside that mode.
+    """
     with pasa.patch_pipeline(qwen2):
         with torch.device("meta"), torch.inference_mode():
             watched = pasa.watch(qwen2)
@@ -128,16 +131,19 @@ def test_watches_of_one_model_are_independent(qwen2):
 
 
 def test_decoded_tokens_are_sampled_too(qwen2):
-    """A step has 2 x 4 query rows; one in 1021 is looked at, so one step in 128."""
+    """Decoded tokens are sampled too: one row in 1021, so with 2 x 4 query rows a step, one step in 128."""
     with pasa.patch_pipeline(qwen2), pasa.watch(qwen2) as watched:
         qwen2.generate(IDS[:, :100], attention_mask=torch.ones(2, 100), max_new_tokens=100, do_sample=False)
     rows = 2 * 4 * (100 + 99)
-    assert 510 < 2 * 4 * 100 < 510 + 1021 < rows  # one of the prompt, one of a step
+    assert 510 < 2 * 4 * 100 < 510 + 1021 < rows  # one sampled row in the prompt, one in a step
     assert [layer.rows for layer in watched.report().layers] == [2, 2]
 
 
 def test_an_overflowing_model_shows_where(qwen2):
-    """The second layer's queries and keys get a bias of 128 in every dimension: q.k near 16 x 128^2."""
+    """The report shows in which layer scores overflow.
+
+    Queries and keys of the second layer get a bias of 128 in every dimension, so q.k is near 16 x 128^2.
+    """
     with torch.no_grad():
         for linear in (qwen2.model.layers[1].self_attn.q_proj, qwen2.model.layers[1].self_attn.k_proj):
             linear.bias.fill_(128.0)
@@ -163,7 +169,7 @@ def test_diffusers_layers_have_the_names_of_the_report():
 
 
 def test_dispatched_layers_are_told_apart():
-    """One attention function is registered for each module, or all calls would count for all layers."""
+    """Dispatched layers are counted separately, because each module has its own registered attention function."""
     torch.manual_seed(0)
     model = diffusers.FluxTransformer2DModel(
         in_channels=4, num_layers=1, num_single_layers=2, attention_head_dim=16, num_attention_heads=2,
@@ -207,7 +213,10 @@ def test_the_report_says_what_it_counted(qwen2):
 
 
 def test_a_step_without_a_sampled_row_runs_no_operation():
-    """Most steps of decoding: what they cost is the host's time, so no tensor is read, written, viewed or detached."""
+    """A step without a sampled row reads, writes, views and detaches no tensor.
+
+    Most decoding steps are such steps, and they cost host time only.
+    """
 
     class Recording(TorchDispatchMode):
         def __init__(self):
@@ -232,7 +241,10 @@ def test_a_step_without_a_sampled_row_runs_no_operation():
 
 
 def test_no_value_is_read_in_the_forward_pass():
-    """A dispatch mode does not see into an operator, so its function is called."""
+    """Counting reads no value on the host during the forward pass.
+
+    A dispatch mode does not see inside an operator, so the test calls the operator's function directly.
+    """
 
     class NoReading(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -274,7 +286,7 @@ def test_operator_passes_opcheck():
 
 
 def test_gradients_of_a_model_do_not_mind(qwen2):
-    """Queries that want a gradient: counting takes no part in it."""
+    """Counting does not take part in the gradients of a model."""
     with pasa.patch_pipeline(qwen2), pasa.watch(qwen2) as watched:
         qwen2(IDS)
     assert watched.report().total.rows > 0
@@ -284,7 +296,10 @@ def test_gradients_of_a_model_do_not_mind(qwen2):
     ("sampled", "said"), [(0, "0 of 99,999 rows sampled, below 300: too few"), (30, "up to 10% open")]
 )
 def test_a_report_says_that_its_rows_are_too_few(sampled, said):
-    """Story: on short prompts a table of zeros looked like a clean bill, of no row or one."""
+    """A report says if too few rows were sampled.
+
+    Story: on short prompts a table of zeros looked like a clean result, although no row or one had been sampled.
+    """
     text = str(WatchReport((LayerCounts("layer", sampled, 0, 0, 0, 0),), 99999))
     assert said in text
     assert "too few to judge" in text
@@ -296,7 +311,10 @@ def test_enough_rows_exclude_a_share_of_one_percent():
 
 
 def test_a_model_from_which_pasa_was_taken_out_is_refused(qwen2):
-    """Story: it was accepted, and the report said "0 of 0 rows sampled"."""
+    """`watch` refuses a model from all of whose modules PASA has been removed.
+
+    Story: it was accepted, and the report said "0 of 0 rows sampled".
+    """
     with pasa.patch_pipeline(qwen2):
         qwen2.set_attn_implementation("eager")
         with pytest.raises(
@@ -306,7 +324,7 @@ def test_a_model_from_which_pasa_was_taken_out_is_refused(qwen2):
 
 
 def test_modules_from_which_pasa_was_taken_out_are_named():
-    """One of two models; the other is watched."""
+    """Modules from which PASA was removed are named in a warning; the other model of the pair is watched."""
     pair = torch.nn.ModuleDict({name: hf.Qwen2ForCausalLM(hf.Qwen2Config(**QWEN2)).eval() for name in "ab"})
     with pasa.patch_pipeline(pair):
         pair["a"].set_attn_implementation("eager")

@@ -1,4 +1,4 @@
-"""Tiny random models of many architectures, and the same-precision naive attention that bounds are measured against."""
+"""Tiny random models of many architectures, and the naive attention of the same precision that sets error bounds."""
 
 from __future__ import annotations
 
@@ -88,11 +88,11 @@ CLASSES = {
     "deepseek_v32": "DeepseekV32Config",
     "glm_moe_dsa": "GlmMoeDsaConfig",
 }
-"""The configs above that not every supported version of transformers has."""
+"""The architectures above that some supported versions of transformers do not have."""
 
 
 def naive_fp16(module, query, key, value, mask, scaling=None, **kwargs):
-    """Attention with FP16 inputs and probabilities and FP32 sums: what any FP16 attention must at least round."""
+    """Attend with FP16 inputs and probabilities and FP32 sums: the roundings that no FP16 attention can avoid."""
     groups = query.shape[1] // key.shape[1]
     q, k, v = (x.half().float() for x in (query, key, value))
     k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
@@ -102,13 +102,13 @@ def naive_fp16(module, query, key, value, mask, scaling=None, **kwargs):
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
     weights = (scores - scores.amax(-1, keepdim=True)).exp().nan_to_num()
-    weights = weights.half().float() / weights.sum(-1, keepdim=True).clamp(min=1)  # 0 only where nothing is visible
+    weights = weights.half().float() / weights.sum(-1, keepdim=True).clamp(min=1)  # 0 only in a fully masked row
     return (weights @ v).half().to(query.dtype).transpose(1, 2).contiguous(), None
 
 
 @pytest.fixture
 def tiny():
-    """Callable: architecture name -> causal language model, FP32, seeded, in evaluation mode."""
+    """A function from the name of an architecture to a causal language model: FP32, seeded, in evaluation mode."""
 
     def build(name, attention="eager", **overrides):
         skip_unless_known(CLASSES.get(name, "PreTrainedModel"))
@@ -146,7 +146,7 @@ def batch():
 
 @pytest.fixture
 def naive():
-    """Name of the registered :func:`naive_fp16`."""
+    """The name under which :func:`naive_fp16` is registered with transformers."""
     AttentionInterface.register("naive_fp16", naive_fp16)
     AttentionMaskInterface.register("naive_fp16", sdpa_mask)
     yield "naive_fp16"
@@ -157,6 +157,6 @@ def naive():
 @pytest.fixture
 def pipeline():
     """A fresh tiny Stable Video Diffusion pipeline, FP32: 16 attention modules in the UNet, 2 in the VAE, 2 in CLIP."""
-    from pasa.eval.video.tiny import tiny_pipeline  # and diffusers, which takes seconds
+    from pasa.eval.video.tiny import tiny_pipeline  # also imports diffusers, which takes seconds
 
     return tiny_pipeline()

@@ -1,4 +1,4 @@
-"""Patching a model again: in nested blocks, after PASA was taken out, otherwise; and reports of what is undone."""
+"""Tests of patching a model again: nested, after PASA was removed, with other settings; and reports after `unpatch`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ def logits(model, batch):
 
 
 def test_an_inner_block_leaves_the_outer_patched(tiny, batch):
-    """Story: after the inner `with` the model ran sdpa inside the outer one, in silence."""
+    """The end of an inner `with` block leaves the model patched until the outer block ends.
+
+    Story: after the inner block the model silently ran sdpa inside the outer one.
+    """
     model = tiny("qwen2", "sdpa")
     own = logits(model, batch)
     with pasa.patch_pipeline(model) as outer:
@@ -42,7 +45,10 @@ def test_unpatch_inside_of_blocks_undoes_at_once(tiny, batch):
 
 
 def test_a_report_after_unpatch_says_so(tiny):
-    """Story: an undone handle still told "2 of 2 attention modules run PASA" and "serves cpu: reference"."""
+    """The report of an undone patch says that it is undone, and which modules it had patched.
+
+    Story: an undone handle still reported "2 of 2 attention modules run PASA" and "serves cpu: reference".
+    """
     handle = pasa.patch_pipeline(tiny("qwen2"))
     assert not handle.report().undone
     handle.unpatch()
@@ -60,7 +66,10 @@ def test_a_report_after_unpatch_of_a_patch_that_found_nothing_to_do(tiny):
 
 
 def test_patching_anew_remembers_what_the_user_has_set(tiny, batch):
-    """Story: set_attn_implementation("eager"), patch again, unpatch: the model ended at sdpa."""
+    """Undoing a second patch restores the attention that the user has set meanwhile.
+
+    Story: after set_attn_implementation("eager"), a second patch and its undoing, the model ran sdpa.
+    """
     model = tiny("qwen2", "sdpa")
     first = pasa.patch_pipeline(model)
     model.set_attn_implementation("eager")
@@ -87,7 +96,7 @@ def test_patching_anew_with_other_settings_after_all_was_taken_out(tiny):
 
 
 def test_patching_anew_where_a_part_was_taken_out(tiny_vl):
-    """The part that was left alone gets its own original back, the other what the user has set."""
+    """The part that the user did not change gets its original attention back, the other part what the user has set."""
     model = tiny_vl("sdpa")
     first = pasa.patch_pipeline(model)
     model.model.language_model.set_attn_implementation("eager")
@@ -106,7 +115,11 @@ def logits_unwarned(model, batch):
 
 
 def test_what_differs_is_told_of_the_settings_and_of_the_modules(tiny):
-    """Story: "already patched with config=None, backend=None, context_parallel=None on 1 modules": all as asked."""
+    """The error for a conflicting second patch names the settings and modules that differ.
+
+    Story: it said "already patched with config=None, backend=None, context_parallel=None on 1 modules", which were just
+    the settings of the second call.
+    """
     model = tiny("qwen2")
     with pasa.patch_pipeline(model, policy=lambda name, module: "layers.0" in name):
         with pytest.raises(

@@ -1,4 +1,4 @@
-"""policy="auto": what the weights put at risk is patched, the rest runs as it did, and is watched."""
+"""Tests of policy="auto": modules at risk by their weights are patched; the others run as before, and are watched."""
 
 from __future__ import annotations
 
@@ -55,7 +55,10 @@ def test_a_model_without_risk_is_left_as_it_is(attention, tiny, batch):
 
 
 def test_the_guard_warns_a_call_late_and_once(tiny, batch):
-    """Weights that grow after the prediction, as in training: nothing was patched, and now scores overflow."""
+    """The guard warns once, one call late, if scores overflow in an unpatched module.
+
+    The weights grow after the prediction, as in training, so nothing was patched.
+    """
     model = tiny("llama")
     with pasa.patch_pipeline(model, policy="auto") as handle:
         with torch.no_grad():
@@ -76,7 +79,7 @@ def test_the_guard_warns_a_call_late_and_once(tiny, batch):
 
 @pytest.mark.parametrize("name", ["qwen2", "gpt2", "mistral", "qwen3"])
 def test_the_guard_bounds_every_score(name, tiny, batch):
-    """Its product of lengths is above the largest score of the same run, and not far: it is what an alarm rests on."""
+    """The guard's product of lengths, on which alarms are based, is above the largest score of the run, but not far."""
     model = tiny(name)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -95,7 +98,7 @@ def test_the_guard_bounds_every_score(name, tiny, batch):
 
 
 def test_a_key_of_an_earlier_call_is_remembered(tiny, batch):
-    """Decoding: the long key is in the cache, the long query comes later."""
+    """The guard combines a long query with a long key of an earlier call, which decoding reads from the cache."""
     model = tiny("llama")
     with pasa.patch_pipeline(model, policy="auto") as handle:
         one = handle._guard._watched[0]
@@ -117,7 +120,10 @@ def test_not_a_number_raises_the_alarm(tiny, batch):
 
 
 def test_a_model_in_the_place_of_a_dead_one_has_a_guard(tiny):
-    """Handles were found by id(): the next model may live at the same address while the old guard still does."""
+    """A model at the memory address of a freed one gets a guard of its own.
+
+    Story: handles were looked up by id(), so the next model at that address got the old handle and no guard.
+    """
     gc.disable()
     try:
         model = tiny("llama")
@@ -150,7 +156,10 @@ def test_patching_twice_returns_the_handle(tiny, qwen2):
 
 
 def test_a_patched_model_is_not_called_left_alone(tiny):
-    """It reported that 0 of 2 modules run PASA, predicted safe, while both did."""
+    """policy="auto" refuses a model that another handle has patched.
+
+    Story: it reported 0 of 2 modules running PASA, all predicted safe, although both ran PASA.
+    """
     model = tiny("llama")
     with pasa.patch_pipeline(model), pytest.raises(ValueError, match=r"layers\.0\.self_attn is already patched"):
         pasa.patch_pipeline(model, policy="auto")
@@ -161,7 +170,10 @@ def test_a_patched_model_is_not_called_left_alone(tiny):
 
 
 def test_what_another_handle_patches_later_is_not_reported_as_skipped(tiny, batch):
-    """Nor watched: the guard warned of "left unpatched" modules that ran PASA."""
+    """Modules that another handle patches later are neither reported as skipped nor watched.
+
+    Story: the guard warned of "left unpatched" modules that ran PASA.
+    """
     model = tiny("llama")
     auto = pasa.patch_pipeline(model, policy="auto")
     own = auto.report()
@@ -208,7 +220,7 @@ def test_an_unknown_architecture_is_refused_by_name(tiny):
 
 
 def test_zero_biases_are_no_risk(tiny, batch):
-    """The embedded model's form: a Llama as Qwen2, its biases zero."""
+    """A Qwen2 whose biases are zero is not patched; the embedded model has this form, a Llama stored as Qwen2."""
     model = to_qwen2(tiny("llama"))
     before = logits(model, batch[0])
     with pasa.patch_pipeline(model, policy="auto") as handle:
@@ -217,7 +229,10 @@ def test_zero_biases_are_no_risk(tiny, batch):
 
 
 def test_the_guard_counts_inside_of_a_whole_graph(tiny, batch):
-    """torch.compile: no warning there, since reading the count on the host would break the graph; the report has it."""
+    """Under torch.compile with one whole graph the guard counts, and the report lists the alarm.
+
+    It does not warn there, because reading the count on the host would break the graph.
+    """
     model = tiny("llama", "sdpa")
     with pasa.patch_pipeline(model, policy="auto") as handle:
         compiled = torch.compile(model, backend="eager", fullgraph=True)

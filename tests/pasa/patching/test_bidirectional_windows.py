@@ -1,4 +1,4 @@
-"""Sliding windows that look both ways, against transformers' own masks and models."""
+"""Tests of bidirectional sliding windows against the masks and models of transformers."""
 
 import pytest
 import torch
@@ -18,7 +18,10 @@ class Bidirectional(torch.nn.Module):
 @settings(max_examples=60, deadline=None)
 @given(length=st.integers(2, 12), window=st.integers(1, 12))
 def test_a_missing_mask_means_a_window_that_reaches_both_ways(length, window):
-    """As far as `window`, on either side: one key further than a causal window, which holds `window` keys."""
+    """A bidirectional window reaches `window` keys to either side.
+
+    A causal window holds `window` keys including the query's own, so it reaches one key less far.
+    """
     g = torch.Generator().manual_seed(100 * length + window)
     query, key, value = (torch.randn(2, heads, length, 16, generator=g) for heads in (4, 2, 2))
     visible = torch.empty(length, length, dtype=torch.bool)
@@ -34,10 +37,10 @@ def test_a_missing_mask_means_a_window_that_reaches_both_ways(length, window):
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("length", [5, 21])  # within a window of 8 to either side, and beyond it
+@pytest.mark.parametrize("length", [5, 21])  # all keys within a window of 8 to either side, or not
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_model_with_bidirectional_windows(attention, length, padded):
-    """ModernBERT: layers with and without a window, no causality, all of them patched."""
+    """A patched ModernBERT, with bidirectional layers with and without a window, computes what it did before."""
     config = hf.ModernBertConfig(
         vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
         global_attn_every_n_layers=2, local_attention=8, max_position_embeddings=64, pad_token_id=0, bos_token_id=1,
@@ -46,7 +49,7 @@ def test_a_model_with_bidirectional_windows(attention, length, padded):
     torch.manual_seed(0)
     model = hf.ModernBertModel(config).eval()
     with torch.no_grad():
-        for layer in model.layers:  # scores far enough apart that a key more or less is seen
+        for layer in model.layers:  # scores differ enough to notice one key more or less
             layer.attn.Wqkv.weight.mul_(8)
     ids = torch.randint(3, 97, (2, length), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)

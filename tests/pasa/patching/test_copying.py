@@ -35,7 +35,7 @@ COPIES = {"deepcopy": copy.deepcopy, "save and load": save_and_load}
 
 @torch.no_grad()
 def output(model):
-    """Return what the model makes of inputs that are the same every time."""
+    """Return the model's output for fixed inputs."""
     draw = torch.Generator().manual_seed(1)
     if type(model).__name__ == "WanTransformer3DModel":
         latents, text = torch.randn(1, 4, 2, 8, 8, generator=draw), torch.randn(1, 9, 16, generator=draw)
@@ -65,9 +65,11 @@ def model(request, tiny):
 
 @pytest.mark.parametrize("how", COPIES)
 def test_a_copy_is_an_unpatched_model_that_can_be_patched(model, how):
-    """Story: the copy kept the name of the patched attention, its bindings and its hooks. It ran as long as the
-    original was patched, raised KeyError: 'pasa' afterwards, and could not be patched even after
-    set_attn_implementation("sdpa")."""
+    """A copy of a patched model is unpatched, runs without PASA, and can be patched.
+
+    Story: the copy kept the name of the patched attention, its bindings and its hooks. It ran as long as the original
+    was patched, then raised KeyError: 'pasa', and could not be patched even after set_attn_implementation("sdpa").
+    """
     expected = output(model)
     with pasa.patch_pipeline(model) as handle:
         patched = output(model)
@@ -84,7 +86,10 @@ def test_a_copy_is_an_unpatched_model_that_can_be_patched(model, how):
 
 
 def test_a_model_saved_while_patched_loads_without_pasa(tiny, tmp_path):
-    """Story: KeyError: 'pasa' in the process that loaded it."""
+    """A model that was saved while patched can be loaded where PASA is not installed.
+
+    Story: the process that loaded it raised KeyError: 'pasa'.
+    """
     model, file = tiny("qwen2", "sdpa"), tmp_path / "model.pt"
     expected = output(model)
     with pasa.patch_pipeline(model):
@@ -95,7 +100,7 @@ def test_a_model_saved_while_patched_loads_without_pasa(tiny, tmp_path):
 
 
 def test_a_copy_gives_its_attention_weights(tiny):
-    """The hook that refuses them stays with the patched model."""
+    """A copy returns attention weights, because the hook that refuses them is not copied."""
     model = tiny("qwen2", "eager")
     with pasa.patch_pipeline(model):
         twin = copy.deepcopy(model)
@@ -105,7 +110,10 @@ def test_a_copy_gives_its_attention_weights(tiny):
 
 
 def test_a_guarded_model_can_be_copied(tiny):
-    """Story: the guard of policy="auto" holds weak references, which cannot be pickled."""
+    """A model with a guard can be copied and pickled.
+
+    Story: the guard of policy="auto" holds weak references, which cannot be pickled.
+    """
     model = tiny("llama", "sdpa")
     expected = output(model)
     with pasa.patch_pipeline(model, policy="auto") as handle:
@@ -115,7 +123,7 @@ def test_a_guarded_model_can_be_copied(tiny):
 
 
 def test_a_shallow_copy_of_an_attention_module_can_be_patched(tiny):
-    """It shares the binding with the original, and keeps it when that one is undone."""
+    """A shallow copy shares the mark of the patch, keeps it when the original is unpatched, and can be patched."""
     model = tiny("qwen2", "sdpa")
     expected, own = output(model), model.model.layers[0].self_attn
     with pasa.patch_pipeline(model):

@@ -1,4 +1,4 @@
-"""The life of a patch in a diffusers pipeline: what is selected, what is refused, and that nothing of it remains."""
+"""Tests of patching diffusers pipelines: modules selected and refused, and that `unpatch` leaves no trace."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def unet():
 
 
 def frames(pipeline, **options):
-    """Two frames of 64 x 64, (1, 2, 3, 64, 64); the same noise every time."""
+    """Return two frames of 64 x 64 pixels, (1, 2, 3, 64, 64), always from the same noise."""
     wanted = {"height": 64, "width": 64, "num_frames": 2, "num_inference_steps": 2, "decode_chunk_size": 2} | options
     generator = torch.Generator().manual_seed(42)
     return pipeline(sample_image(64, 64), generator=generator, output_type="pt", **wanted).frames
@@ -40,7 +40,7 @@ def frames(pipeline, **options):
 
 @torch.no_grad()
 def denoised(unet, frames=3):
-    """One step of a UNet: (1, frames, 4, 16, 16)."""
+    """Return the output of one UNet step, (1, frames, 4, 16, 16)."""
     draw = torch.Generator().manual_seed(1)
     latents, image = torch.randn(1, frames, 8, 16, 16, generator=draw), torch.randn(1, 1, 32, generator=draw)
     return unet(latents, torch.tensor([3.0]), image, torch.tensor([[6.0, 127.0, 0.02]])).sample
@@ -117,7 +117,7 @@ def test_patching_with_other_settings_is_refused(pipeline):
 
 
 def test_a_refused_second_patch_leaves_no_trace(pipeline):
-    """The image encoder alone is patched otherwise: nothing of the UNet may be left patched by the failing call."""
+    """The call fails if the image encoder is patched with other settings, and leaves no UNet module patched."""
     before = processors(pipeline)
     with (
         pasa.patch_pipeline(pipeline.image_encoder, config=pasa.PasaConfig(precision="fp32")),
@@ -193,7 +193,10 @@ OFFLOADS = {
 @pytest.mark.parametrize("patched_first", [True, False])
 @pytest.mark.parametrize("name", OFFLOADS)
 def test_offloading_and_chunking_change_nothing(pipeline, name, patched_first):
-    """Same bits as without, whichever came first. A CPU stands in for the accelerator; the hooks are the real ones."""
+    """Offloading and chunking give the same bits as without, whether the patch came before or after them.
+
+    The accelerator is replaced by the CPU; the hooks are the real ones.
+    """
     expected = frames(pipeline)
     with pasa.patch_pipeline(pipeline):
         patched = frames(pipeline)
@@ -228,8 +231,11 @@ def test_a_compiled_component_can_be_patched(pipeline):
 
 
 def test_processors_put_aside_while_patched_do_not_outlive_the_patch():
-    """Story: `fuse_qkv_projections` put our processors aside, and `unfuse` gave them back after the patch was undone.
-    The model then ran PASA for good: patching it again returned the dead handle."""
+    """PASA's processors that diffusers saved while the model was patched do not outlive the patch.
+
+    Story: `fuse_qkv_projections` saved PASA's processors, and `unfuse` restored them after the patch was undone. The
+    model then ran PASA for good, and patching it again returned the handle that was no longer active.
+    """
     unet = classic_unet()
     own = dict(unet.attn_processors)
     first = pasa.patch_pipeline(unet)
@@ -245,7 +251,10 @@ def test_processors_put_aside_while_patched_do_not_outlive_the_patch():
 
 
 def test_a_pipeline_is_not_patched_by_patching_its_unet(pipeline):
-    """Story: the handle of the UNet was returned, and the image encoder kept its attention without a word."""
+    """Patching a pipeline whose UNet is already patched does not return the UNet's handle.
+
+    Story: that handle was returned, and the image encoder silently kept its attention.
+    """
     with (
         pasa.patch_pipeline(pipeline.unet),
         pytest.raises(ValueError, match=r"already patched \(modules: 16\).* image_enc.* added"),
@@ -257,7 +266,10 @@ def test_a_pipeline_is_not_patched_by_patching_its_unet(pipeline):
 
 
 def test_an_encoder_patched_alone_keeps_its_patch(pipeline):
-    """Story: leaving the pipeline's patch undid the encoder's."""
+    """An encoder that was patched alone stays patched when the pipeline's patch ends.
+
+    Story: leaving the pipeline's patch undid the encoder's patch.
+    """
     encoder = pasa.patch_pipeline(pipeline.image_encoder)
     with pytest.raises(ValueError, match="image_encoder is already patched"):
         pasa.patch_pipeline(pipeline)
@@ -278,7 +290,10 @@ def test_a_policy_for_encoders_alone_gives_one_handle(pipeline):
 
 
 def test_somebody_elses_class_of_the_same_name_is_left_alone(unet):
-    """Story: processors were known by the name of their class."""
+    """A processor class of another package is left alone, even if its name is that of a diffusers class.
+
+    Story: processors were recognised by the name of their class only.
+    """
     foreign = type("AttnProcessor2_0", (), {"__call__": lambda self, attn, hidden_states, **given: hidden_states * 0})()
     unet.set_attn_processor(foreign)
     with pytest.raises(NotImplementedError, match="cannot take the place of AttnProcessor2_0"):
@@ -294,7 +309,10 @@ def test_one_model_under_two_names_is_patched_once(pipeline):
 
 
 def test_a_compiled_autoencoder_with_other_processors_is_skipped_as_well(pipeline):
-    """Story: a compiled model was known by the class of its wrapper."""
+    """A compiled autoencoder whose processors cannot be replaced is skipped, like one that is not compiled.
+
+    Story: a compiled model was recognised by the class of its wrapper.
+    """
     for module in pipeline.vae.modules():
         if hasattr(module, "set_processor"):
             module.set_processor(MochiVaeAttnProcessor2_0())

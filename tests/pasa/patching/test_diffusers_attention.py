@@ -1,4 +1,4 @@
-"""Our processor does what the module's own did: every flag of `Attention`, against the original processor in FP32."""
+"""PASA's processor agrees with the original processor in FP32 for every flag of `Attention`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from pasa.patching import diffusers_attention as ours
 from pasa.patching.onlookers import Onlookers
 
 FACTOR = 2.0
-"""Bound of the whole file: error against FP32 <= FACTOR x that of `naive`, which rounds what FP16 attention must."""
+"""The bound in this file: error against FP32 <= FACTOR x that of `naive`, which has only unavoidable roundings."""
 
 
 def naive(query, key, value, attn_mask=None, scale=None, is_causal=False, **kwargs):
-    """Attention with FP16 inputs, probabilities and output, and FP32 sums; (B, H, S, D), grouped queries by shape."""
+    """Attend with FP16 inputs, probabilities and output, and FP32 sums; (B, H, S, D), with grouped queries."""
     q, k, v = (x.half().float() for x in (query, key, value))
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
@@ -32,7 +32,7 @@ def naive(query, key, value, attn_mask=None, scale=None, is_causal=False, **kwar
 
 
 class NaiveEager(own.AttnProcessor):
-    """diffusers' eager processor with the roundings of :func:`naive` at the same places."""
+    """The eager processor of diffusers with the same roundings as :func:`naive`."""
 
     def __call__(self, attn, *args, **kwargs):
         heads, probabilities, back = attn.head_to_batch_dim, attn.get_attention_scores, attn.batch_to_head_dim
@@ -68,7 +68,7 @@ def agree(attn, **arguments):
 
 
 def attention(**options):
-    """An `Attention` of 2 heads of 32 unless told otherwise; norms get weights that are not 1."""
+    """Return an `Attention`, by default of 2 heads with head dimension 32; weights of norms differ from 1."""
     torch.manual_seed(0)
     module = Attention(**{"query_dim": 64, "heads": 2, "dim_head": 32} | options).eval()
     with torch.no_grad():
@@ -76,7 +76,7 @@ def attention(**options):
             if "norm" in name and parameter.ndim == 1:
                 parameter.uniform_(0.5, 1.5)
             if name in ("to_q.weight", "to_k.weight"):
-                parameter.mul_(4)  # scores of a few units, so that rows are not alike
+                parameter.mul_(4)  # scores of a few units, so that rows differ
     return module
 
 
@@ -104,13 +104,13 @@ EAGER = {name: flags for name, flags in FLAGS.items() if "qk_norm" not in flags}
 @pytest.mark.parametrize("name", FLAGS)
 @pytest.mark.parametrize("image", [False, True], ids=["tokens", "image"])
 def test_flags(name, image):
-    """`image`: (B, C, height, width), as the VAE calls it."""
+    """Each flag of `Attention` is honoured; with `image` the input is (B, C, height, width), as from the VAE."""
     agree(attention(**FLAGS[name]), hidden_states=states(2, 64, 7, 9) if image else states(2, 63, 64))
 
 
 @pytest.mark.parametrize("name", [*EAGER, "scale_qk"])
 def test_flags_of_the_eager_processor(name):
-    """`scale_qk=False` gives a module this processor, which takes the module's own scale."""
+    """The eager processor uses the module's own scale; diffusers chooses it for `scale_qk=False`."""
     attn = attention(**EAGER[name]) if name in EAGER else attention(scale_qk=False)
     if name == "scale_qk":
         assert attn.scale == 1.0
@@ -126,7 +126,7 @@ def test_the_eager_processor_leaves_norms_out_and_so_do_we():
 
 
 def test_the_scale_of_the_sdpa_processor_is_that_of_the_head():
-    """`AttnProcessor2_0` does not look at ``attn.scale``; a patch keeps even that."""
+    """A patch ignores ``attn.scale`` where `AttnProcessor2_0` does, and scales by the head dimension."""
     attn = attention()
     attn.scale = 3.0
     agree(attn, hidden_states=states(2, 63, 64))
@@ -140,13 +140,16 @@ def test_spatial_norm_is_conditioned_on_temb():
 @pytest.mark.parametrize("norm", [None, "layer_norm", "group_norm"])
 @pytest.mark.parametrize("keys", [1, 77])
 def test_cross_attention(norm, keys):
-    """SVD's has one token: the softmax of one score, whatever it is, is 1."""
+    """Cross-attention agrees with the original, also to a single token as in SVD, where the only weight is 1."""
     options = {"cross_attention_dim": 32, "cross_attention_norm": norm, "cross_attention_norm_num_groups": 8}
     agree(attention(**options), hidden_states=states(3, 65, 64), encoder_hidden_states=states(3, keys, 32, seed=2))
 
 
 def test_one_token_cross_attention_survives_scores_that_overflow():
-    """One infinite score is NaN after its softmax, although the answer does not depend on the score at all."""
+    """Cross-attention to one token is right even if its score overflows FP16.
+
+    An infinite score becomes NaN in the softmax, although the result does not depend on the score.
+    """
     attn = attention(cross_attention_dim=32)
     with torch.no_grad():
         attn.to_q.weight.mul_(300)
@@ -161,7 +164,7 @@ def test_one_token_cross_attention_survives_scores_that_overflow():
 @pytest.mark.parametrize("processor", ["AttnProcessor", "AttnProcessor2_0"])
 @pytest.mark.parametrize("rows", [1, 63])
 def test_additive_masks(processor, rows):
-    """(B, 1 or S, Skv), as UNets make them: 0 where visible, -10000 elsewhere; the module repeats them for heads."""
+    """Additive masks (B, 1 or S, Skv) as UNets make them apply to every head: 0 if visible, else -10000."""
     attn = attention(cross_attention_dim=32)
     attn.set_processor(getattr(own, processor)())
     mask = torch.where(torch.rand(2, rows, 77, generator=torch.Generator().manual_seed(3)) < 0.5, -1e4, 0.0)
@@ -185,7 +188,7 @@ def test_fused_projections(cross):
     attn.set_processor(own.FusedAttnProcessor2_0())
     with torch.no_grad():
         for name in ("to_k", "to_v") if cross else ("to_q", "to_k", "to_v"):
-            getattr(attn, name).weight.fill_(torch.nan)  # nobody may read them any more
+            getattr(attn, name).weight.fill_(torch.nan)  # the fused projections replace them, so nothing may read them
     more = {"encoder_hidden_states": states(2, 5, 32, seed=2)} if cross else {}
     agree(attn, hidden_states=states(2, 63, 64), **more)
 
@@ -193,12 +196,12 @@ def test_fused_projections(cross):
 @pytest.mark.parametrize("length", [1, 127, 129])
 @pytest.mark.parametrize("width", [40, 64, 80, 160, 512])
 def test_odd_shapes(length, width):
-    """Head dimensions of Stable Diffusion 1 (40 to 160), SVD (64) and its VAE (512)."""
+    """The head dimensions of Stable Diffusion 1 (40 to 160), SVD (64) and its VAE (512) agree at odd lengths."""
     agree(attention(heads=1, dim_head=width, query_dim=48), hidden_states=states(2, length, 48))
 
 
 def test_temporal_attention_has_a_batch_of_pixels():
-    """(B h w, frames, C): 4,608 sequences of 25 tokens at the second level of SVD's UNet."""
+    """Temporal attention (B h w, frames, C) agrees: 4,608 sequences of 25 tokens at the second level of SVD's UNet."""
     agree(attention(heads=1, dim_head=64, query_dim=32), hidden_states=states(4608, 25, 32))
 
 
@@ -210,7 +213,10 @@ def test_slicing_is_no_obstacle():
 
 
 def test_norms_in_fp32_under_autocast():
-    """Story: RMSNorm gives FP32 under autocast, the projections BF16; q, k and v then differed in dtype."""
+    """A module with norms of q and k runs under autocast.
+
+    Story: under autocast RMSNorm returns FP32 and the projections BF16, so q, k and v differed in dtype.
+    """
     attn = attention(qk_norm="rms_norm")
     arguments = {"hidden_states": states(2, 9, attn.query_dim)}
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
@@ -228,7 +234,7 @@ def test_a_half_model_keeps_its_dtype():
 
 
 class Dispatched:
-    """A processor of the new style, reduced to its call."""
+    """A processor of the dispatched kind, reduced to its call."""
 
     _attention_backend = None
 
@@ -238,14 +244,14 @@ class Dispatched:
 
 @pytest.fixture
 def dispatched():
-    """A processor whose attention is ours, in the dispatcher for the time of the test."""
+    """A processor whose attention is PASA's, registered with the dispatcher during the test."""
     member = ours.register_backend(None, None, Onlookers())
     yield ours.dispatched_processor(Dispatched(), member)
     ours.unregister_backend(member)
 
 
 def tokens(queries=9, keys=13, heads=4, key_heads=4):
-    """q, k, v as the dispatcher takes them: (B, S, H, D)."""
+    """Return q, k, v as the dispatcher takes them: (B, S, H, D)."""
     return states(2, queries, heads, 16), states(2, keys, key_heads, 16, seed=2), states(2, keys, key_heads, 16, seed=3)
 
 
@@ -287,7 +293,7 @@ def test_what_the_dispatcher_asks_beyond_that_is_refused_by_name(dispatched, arg
 
 
 def test_a_backend_of_the_dispatcher_is_not_in_its_lists(dispatched):
-    """The enumeration is closed, and stays as it is: no new member, no new default."""
+    """Registering PASA adds no member and no default to the dispatcher's enumeration of backends."""
     name = dispatched._attention_backend
     assert name.value.startswith("pasa-")
     assert name not in list(type(name))

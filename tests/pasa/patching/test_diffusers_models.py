@@ -1,4 +1,4 @@
-"""Which models of diffusers are served, and what is skipped or refused, with the reason."""
+"""Tests of patching various diffusers models: those that are served, skipped or refused, with the reason."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ def vae(channels):
 
 
 def test_the_vaes_head_of_512_is_served_and_noted():
-    """One head as wide as the layer: 512 in the real VAE. The reference alone is that wide, and the report says so."""
+    """The VAE's single head of dimension 512 is served, and the report notes that only one backend can serve it.
+
+    The head is as wide as the layer, and only the reference backend has this head dimension.
+    """
     model = vae(512)
     image = torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -58,7 +61,7 @@ UNETS = {
 
 @pytest.mark.parametrize("name", UNETS)
 def test_other_unets_with_a_masked_text(name):
-    """Stable Diffusion's and ModelScope's; of the second text the last 5 tokens are padding."""
+    """UNets of Stable Diffusion and ModelScope run with a padded text: the last 5 tokens of the second text."""
     build, sizes, shape = UNETS[name]
     direction = "3D" if name == "video" else "2D"
     blocks = {"down_block_types": (f"CrossAttnDownBlock{direction}", f"DownBlock{direction}"), **BLOCKS, **sizes}
@@ -117,7 +120,10 @@ def dispatched_output(model):
 
 @pytest.mark.parametrize(("build", "count"), [(wan, 4), (flux, 2), (hunyuan, 3)])
 def test_models_of_the_new_style_run_through_the_dispatcher(build, count):
-    """HunyuanVideo brings a mask; Flux joint and single blocks; Wan self- and cross-attention."""
+    """Models of the dispatched kind agree with their original attention.
+
+    HunyuanVideo has a mask, Flux joint and single blocks, and Wan self- and cross-attention.
+    """
     torch.manual_seed(0)
     model = build().eval()
     known, expected, before = list(_AttentionBackendRegistry._backends), dispatched_output(model), model.attn_processors
@@ -133,7 +139,10 @@ def test_models_of_the_new_style_run_through_the_dispatcher(build, count):
 
 
 def test_two_patched_models_keep_their_own_settings():
-    """Story: all patches would share one name in the dispatcher, and the last one's config would serve all models."""
+    """Two models patched with different settings each run with their own.
+
+    With one shared name in the dispatcher, the config of the last patch would serve all models.
+    """
     torch.manual_seed(0)
     first, second = wan().eval(), wan().eval()
     alone = {}
@@ -149,7 +158,10 @@ def test_two_patched_models_keep_their_own_settings():
 
 
 def test_another_backend_chosen_while_patched_is_noticed():
-    """Story: `set_attention_backend` turned PASA off while handle and second patch said that all was well."""
+    """A change of the attention backend while patched is reported, and refused by a second patch.
+
+    Story: `set_attention_backend` turned PASA off, and neither the handle nor a second patch noticed.
+    """
     model = wan()
     with pasa.patch_pipeline(model):
         model.set_attention_backend("native")
@@ -169,7 +181,10 @@ def test_models_with_other_processors_are_refused_by_name():
 
 
 def test_an_autoencoder_with_other_processors_is_skipped_and_its_pipeline_patched(pipeline):
-    """Sana's has linear attention, Mochi's a processor of its own; the transformer beside it is what matters."""
+    """An autoencoder whose processors cannot be replaced is skipped, and the rest of its pipeline is patched.
+
+    Sana's autoencoder has linear attention, and Mochi's a processor of its own.
+    """
     pipeline.vae.set_attn_processor(MochiVaeAttnProcessor2_0())
     with pasa.patch_pipeline(pipeline) as handle:
         assert len(handle.report().patched) == 18
@@ -194,7 +209,7 @@ def test_adapters_and_attention_without_processor_are_skipped_with_the_reason(pi
 
 
 def test_an_encoder_that_needs_more_is_skipped_with_the_reason(pipeline):
-    """A T5 text encoder adds a position bias in every layer; a pipeline that has one can be patched all the same."""
+    """A T5 encoder, which adds a position bias in every layer, is skipped, and the rest of its pipeline is patched."""
     config = hf.T5Config(d_model=64, d_kv=16, d_ff=96, num_layers=1, num_heads=4, vocab_size=97)
     pipeline.register_modules(image_encoder=hf.T5EncoderModel(config))
     with pasa.patch_pipeline(pipeline) as handle:
@@ -221,8 +236,11 @@ def anyflow():
 
 
 def test_processors_that_need_flex_are_skipped_by_name():
-    """Story: AnyFlow's causal processor and LTX 2's neighbourhood attention were reported as patched, and raised at
-    the first call: they hand over block masks, which the dispatcher's backend "flex" alone takes."""
+    """Processors that pass block masks, which only the dispatcher's backend "flex" accepts, are skipped by name.
+
+    Story: AnyFlow's causal processor and LTX 2's neighbourhood attention were reported as patched, and raised at the
+    first call.
+    """
     with pasa.patch_pipeline(anyflow()) as handle:
         skipped = dict(handle.report().skipped)
         assert all("attn1" not in name for name in handle.report().patched)
@@ -231,7 +249,10 @@ def test_processors_that_need_flex_are_skipped_by_name():
 
 @pytest.mark.parametrize("name", ["LTX2VideoVaeNeighborhoodAttnProcessor", "Kandinsky6SRAttnProcessor"])
 def test_a_model_of_such_processors_alone_is_refused(name):
-    """Whether a class names "flex" as its default or in its code; the modules around do not matter."""
+    """A model with only processors that need "flex" is refused.
+
+    The class of the processor names "flex" as its default or in its code. The rest of the model does not matter.
+    """
     from diffusers.models.autoencoders import ltx2_diffusion_decoder
     from diffusers.models.transformers import transformer_kandinsky6_sr
 
@@ -255,13 +276,19 @@ def test_a_model_of_such_processors_alone_is_refused(name):
     ],
 )
 def test_processors_that_ask_for_flex_in_one_of_their_calls_are_not_called_patched(file, name):
-    """Story: their other calls ran PASA, and the report spoke for all."""
+    """A processor that asks for "flex" in only some of its calls is not reported as patched.
+
+    Story: it was, because its other calls ran PASA.
+    """
     module = importlib.import_module(f"diffusers.models.transformers.{file}")
     assert needs_flex(getattr(module, name)())
 
 
 def test_block_masks_of_a_sparse_model_are_refused_at_patching_and_at_the_call():
-    """Kandinsky 5 makes block masks where its config says so; a caller of any model may set one."""
+    """Block masks are refused when patching a model that makes them, and in a call that passes one.
+
+    Kandinsky 5 makes block masks if its config says so. The caller of any model may pass one.
+    """
     model = diffusers.Kandinsky5Transformer3DModel(
         in_visual_dim=4, in_text_dim=16, in_text_dim2=8, time_dim=16, out_visual_dim=4, model_dim=32, ff_dim=32,
         num_text_blocks=1, num_visual_blocks=1, axes_dims=(4, 4, 8), attention_type="nabla",

@@ -1,4 +1,4 @@
-"""The guard of policy="auto" on a GPU, where a host that reads a count would wait for the device."""
+"""Tests of the guard of policy="auto" on a GPU, where reading a count on the host would wait for the device."""
 
 import pytest
 import torch
@@ -9,12 +9,12 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 
 def test_it_counts_and_waits_for_nothing(tiny):
-    """Weights that grow after the prediction: counted behind each call, and no operation of it synchronises."""
+    """The guard counts calls with grown weights, and none of its operations synchronises with the host."""
     model = tiny("llama").half().cuda()
     x = torch.randn(1, 5, 64, device="cuda", dtype=torch.float16)
 
     def project():
-        """What the guard hooks; the rest of a model may wait as it likes."""
+        """Run only the projections, which the guard hooks, because the rest of a model may synchronise."""
         with torch.no_grad():
             for layer in model.model.layers:
                 layer.self_attn.q_proj(x), layer.self_attn.k_proj(x)
@@ -23,7 +23,7 @@ def test_it_counts_and_waits_for_nothing(tiny):
         with torch.no_grad():
             for side in ("q_proj", "k_proj"):
                 getattr(model.model.layers[1].self_attn, side).weight.fill_(60000)
-        project()  # pinned memory is set up
+        project()  # the first call allocates pinned memory
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:

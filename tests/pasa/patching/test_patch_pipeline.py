@@ -1,4 +1,4 @@
-"""The front door: policies, hosts, and what importing it costs."""
+"""Tests of `patch_pipeline` itself: policies, kinds of models, backends, and the cost of its import."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_policy_that_selects_nothing_is_an_error(tiny):
 
 
 def test_an_unknown_pipeline_is_named():
-    """Any class that says it is of diffusers; what real ones are refused for is in test_diffusers_models.py."""
+    """A pipeline class that claims to be of diffusers is named in the error; test_diffusers_models.py has real ones."""
     pipeline = type("MagicPipeline", (), {"__module__": "diffusers.pipelines.magic", "components": {"scheduler": 1}})
     with pytest.raises(TypeError, match="MagicPipeline holds no model"):
         pasa.patch_pipeline(pipeline())
@@ -48,14 +48,17 @@ def test_importing_the_package_loads_no_host_library():
 
 @pytest.fixture
 def machine_without_devices(monkeypatch):
-    """Nor is there an interpreter of kernels."""
+    """Make the machine look as if it had neither accelerators nor Triton's interpreter."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch, "npu", None, raising=False)
 
 
 def test_a_backend_that_cannot_run_on_the_machine_is_refused_at_patching(tiny, machine_without_devices):
-    """Story: the report said "serves all devices: triton", and the first forward raised."""
+    """A backend that cannot run on this machine is refused by `patch_pipeline`.
+
+    Story: the report said "serves all devices: triton", and the first forward raised an error.
+    """
     model = tiny("qwen2")
     with pytest.raises(NotImplementedError, match=r"backend='triton' cannot run .* neither a CUDA .*leave backend out"):
         pasa.patch_pipeline(model, backend="triton")
@@ -66,7 +69,7 @@ def test_a_backend_that_cannot_run_on_the_machine_is_refused_at_patching(tiny, m
 
 
 def test_a_model_can_be_patched_before_it_is_moved_to_the_gpu(tiny, machine_without_devices, monkeypatch):
-    """The devices of the machine count, and not where the weights lie."""
+    """A backend for GPUs is accepted for a model that is still on the CPU, if the machine has a GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     pasa.patch_pipeline(tiny("qwen2"), backend="triton").unpatch()

@@ -1,4 +1,4 @@
-"""A report says where somebody has taken PASA out of a patched model, and a warning says it once."""
+"""Modules from which PASA has been removed are listed in the report, and one warning is issued."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ def denoised(unet):
 
 @pytest.mark.parametrize("first", ["report", "call"])
 def test_another_attention_set_in_a_transformers_model(tiny, batch, first):
-    """Story: the report went on to say that 2 of 2 run PASA. The warning comes with the next call or report, once."""
+    """After `set_attn_implementation` the report lists the modules as removed, and one warning is issued.
+
+    The warning comes with the next call or report. Story: the report still said that 2 of 2 modules run PASA.
+    """
     model = tiny("qwen2", "eager")
     with torch.no_grad():
         expected = model(batch[0]).logits
@@ -39,7 +42,7 @@ def test_another_attention_set_in_a_transformers_model(tiny, batch, first):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*no longer run PASA")
         report = handle.report()
-        model(batch[0], output_attentions=True)  # sdpa's own affair
+        model(batch[0], output_attentions=True)  # allowed, because the model now runs sdpa
     assert report.patched == ()
     assert dict(report.removed).keys() == {"model.layers.0.self_attn", "model.layers.1.self_attn"}
     assert "Qwen2ForCausalLM: 0 of 2 attention modules run PASA" in str(report)
@@ -83,7 +86,10 @@ def test_processors_that_diffusers_replaces(way):
 
 @diffusion
 def test_processors_that_are_put_back_are_not_removed():
-    """Story: what one call had found removed stayed so in every later report, although PASA ran again."""
+    """Processors that were replaced in one call and restored later are not reported as removed.
+
+    Story: every later report listed them as removed, although PASA ran again.
+    """
     unet = classic_unet()
     handle = pasa.patch_pipeline(unet)
     ours = dict(unet.attn_processors)
@@ -111,8 +117,11 @@ def test_another_backend_set_in_a_dispatched_model():
 
 @diffusion
 def test_a_pipeline_that_swaps_processors_for_the_time_of_a_call():
-    """Story: perturbed attention guidance puts its own processors in and gives ours back in the end, so that nothing
-    was to be seen after the call."""
+    """A pipeline that replaces PASA's processors only during a call is reported.
+
+    Story: perturbed attention guidance sets its own processors and restores PASA's at the end, so nothing was visible
+    after the call.
+    """
     torch.manual_seed(0)
     vae = diffusers.AutoencoderKL(block_out_channels=(8,), norm_num_groups=4, latent_channels=4).eval()
     parts = dict.fromkeys(("text_encoder", "tokenizer", "safety_checker", "feature_extractor"))
@@ -140,7 +149,7 @@ def test_a_pipeline_that_swaps_processors_for_the_time_of_a_call():
 
 @diffusion
 def test_an_encoder_of_a_pipeline(pipeline):
-    """The names are those of the pipeline."""
+    """Removed modules of an encoder are reported under their names in the pipeline."""
     with pasa.patch_pipeline(pipeline) as handle:
         pipeline.image_encoder.set_attn_implementation("eager")
         with pytest.warns(UserWarning, match="2 of 20 patched"):

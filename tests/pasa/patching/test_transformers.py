@@ -1,4 +1,4 @@
-"""The life of a patch: what is selected, what is refused, and that nothing of it remains afterwards."""
+"""Tests of patching transformers models: modules selected and refused, and that `unpatch` leaves no trace."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_report_names_what_was_patched_and_why_not(tiny):
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", ["qwen2", "gemma3", "gpt2"])
 def test_modules_that_the_policy_declines_keep_their_own_attention(tiny, batch, name, attention, padded):
-    """Bit for bit, although the masks of the whole model are now made for PASA."""
+    """Modules that the policy declines compute the same bits, although all masks of the model are now made for PASA."""
     model = tiny(name, attention)
     batch = batch if padded else (batch[0], None)
     seen = []
@@ -206,12 +206,15 @@ def test_models_that_need_more_are_refused_before_anything_changes(tiny, name, r
 
 @pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
 def test_sparse_modules_cannot_be_left_beside_a_patch(tiny, name):
-    """Story: for any name but "eager" and "sdpa" they hand their choice of keys to the attention function, and eager
-    attention ignores it: a layer that the policy declined attended to all keys. A layer of GLM's takes the choice of
-    the layer before it."""
+    """A policy that declines a layer with sparse attention, but patches others, is refused.
+
+    Story: for any attention name but "eager" and "sdpa" such a layer passes its choice of keys to the attention
+    function, and eager attention ignores it. So a layer that the policy declined attended to all keys. A layer of GLM
+    uses the choice of the layer before it.
+    """
     model = tiny(name)
     for layer in model.model.layers[1:]:
-        layer.self_attn.indexer, layer.self_attn.skip_topk = None, False  # as in a model that is sparse in part
+        layer.self_attn.indexer, layer.self_attn.skip_topk = None, False  # as in a model with only some sparse layers
     with pytest.raises(NotImplementedError, match=r"layers\.0\.self_attn.*would lose its sparse selection of keys"):
         pasa.patch_pipeline(model, policy=lambda name, module: "layers.0" not in name)
     assert model.config._attn_implementation == "eager"
@@ -225,7 +228,10 @@ def test_position_bias_is_refused():
 
 
 def test_attention_weights_cannot_be_asked_for(tiny, batch):
-    """Story: transformers collects them by itself, gets None, and returns an empty tuple without a word."""
+    """A patched model refuses ``output_attentions=True``.
+
+    Story: transformers collects the weights itself, got None, and silently returned an empty tuple.
+    """
     model = tiny("qwen2")
     with pasa.patch_pipeline(model):
         with pytest.raises(NotImplementedError, match="Qwen2ForCausalLM: output_attentions"):
@@ -248,8 +254,11 @@ def test_dropout_is_refused_while_training(tiny, batch):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_model_trains_under_autocast(tiny, batch, dtype):
-    """Story: autocast leaves q and k in FP32 behind rotary embeddings while v has its type, and a call with two types
-    was refused. Torch's own attention is cast by autocast. Bound: twice that model's distance to FP32."""
+    """A patched model trains under autocast, with at most twice the unpatched model's distance to FP32.
+
+    Story: under autocast, rotary embeddings leave q and k in FP32, but not v, and the call with two dtypes was refused.
+    Autocast casts the inputs of torch's own attention.
+    """
     model = tiny("qwen2")
     golden = logits(model, batch)
     with torch.autocast("cpu", dtype=dtype):
@@ -264,8 +273,11 @@ def test_a_model_trains_under_autocast(tiny, batch, dtype):
 
 
 def test_report_names_the_backend_that_the_models_own_calls_get(tiny, monkeypatch):
-    """Story: the report named the backend of FP16 calls of head dim 64 with default options, whatever the model and the
-    config were: "cuda: triton" where the first call went to the emulation."""
+    """The report names the backend that serves calls of this model's dtype, head dimension and config.
+
+    Story: it named the backend of FP16 calls with head dimension 64 and default options for every model and config. So
+    it said "cuda: triton" although the first call ran the emulation.
+    """
     monkeypatch.setattr(registry, "device_types", lambda: ("cuda", "cpu"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))

@@ -1,4 +1,4 @@
-"""A patched model computes what it computed: masks, caches, windows, decoding strategies, and keywords."""
+"""A patched transformers model computes what it did before: masks, caches, windows, decoding strategies, keywords."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tests.versions import since
 MODELS = ("qwen2", "llama", "mistral", "qwen3", "gemma3", "phi3", "gpt2", "gemma4")
 PRECISIONS = ("fp32", "pasa")
 FACTOR = 2.0
-"""Bound of the whole file: error against FP32 eager <= FACTOR x that of `naive_fp16`, which rounds what must be."""
+"""The bound of this file: error against FP32 eager <= FACTOR x that of `naive_fp16`, which rounds only what must be."""
 
 
 @pytest.fixture
 def agree(naive):
-    """Assert that, patched, `compute(model)` is as near to the unpatched model as FP16 attention can be."""
+    """Return an assertion that `compute(model)` of the patched model is within the bound of this file."""
 
     def check(model, compute, config=None, **patch):
         with torch.no_grad():
@@ -41,7 +41,7 @@ def agree(naive):
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", MODELS)
 def test_left_padded_batch(tiny, batch, agree, name, precision):
-    """21 tokens: beyond the windows of 8 that mistral, gemma3 and gemma4 have."""
+    """A left-padded batch agrees; its 21 tokens exceed the windows of 8 of mistral, gemma3 and gemma4."""
     ids, mask = batch
     compute = lambda model: model(ids, attention_mask=mask).logits[mask.bool()]  # noqa: E731
     agree(tiny(name), compute, pasa.PasaConfig(precision=precision))
@@ -61,7 +61,10 @@ def test_second_chunk_on_a_filled_cache(tiny, batch, agree, name):
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_greedy_tokens(tiny, batch, name, cache):
-    """A static cache is longer than the prompt: without a mask, causality is aligned to the first key there."""
+    """Greedy decoding gives the same tokens with every kind of cache.
+
+    A static cache is longer than the sequence in it. Without a mask, causality is there aligned to the first key.
+    """
     ids, mask = batch
     for given_ids, given_mask in ((ids, mask), (ids, None), (ids[:1, :6], None)):
         options = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0, "cache_implementation": cache}
@@ -95,7 +98,7 @@ def test_decoding_strategies(tiny, batch, strategy):
 
 
 def test_packed_sequences(tiny, batch, agree):
-    """Two sequences in one row, told apart by their position ids alone."""
+    """Two sequences in one row, separated only by their position ids, agree."""
     ids, _ = batch
     positions = torch.cat([torch.arange(9), torch.arange(12)])[None]
     compute = lambda model: model(ids[:1], position_ids=positions, use_cache=False).logits  # noqa: E731
@@ -104,7 +107,7 @@ def test_packed_sequences(tiny, batch, agree):
 
 @pytest.mark.parametrize("kind", ["bool", "float"])
 def test_mask_of_the_callers_own(tiny, batch, kind):
-    """A 4-D mask passes through as it is; sdpa takes both kinds, so it is the reference."""
+    """A 4-D mask of the caller is used unchanged; sdpa accepts both kinds, so it is the reference."""
     ids, _ = batch
     visible = torch.ones(21, 21, dtype=torch.bool).tril()[None, None].repeat(2, 1, 1, 1)
     visible[..., 3:7] = torch.eye(21, dtype=torch.bool)[:, 3:7]
@@ -118,8 +121,9 @@ def test_mask_of_the_callers_own(tiny, batch, kind):
 
 
 def test_padded_rows_equal_unpadded_rows(tiny, batch):
-    """Story: with the attention function alone registered, transformers hands it no mask, whatever the padding.
+    """A row gives the same result with and without padding.
 
+    Story: if only the attention function is registered, transformers passes it no mask, even with padding. The function
     `_preprocess_mask_arguments` returns None for a name that the mask registry does not know, so a left-padded row
     silently attends to its padding. The patch registers both.
     """
@@ -152,9 +156,10 @@ def test_padded_rows_equal_unpadded_rows(tiny, batch):
 
 @pytest.mark.parametrize("keep", [1, 3])
 def test_queries_that_a_model_drops(tiny, batch, keep):
-    """Story: Gemma 4 keeps only the last queries in its last layers, and only minds a skipped mask for "sdpa".
+    """A model that drops all but its last queries in some layers is right, because it gets an explicit mask.
 
-    Under any other name the three queries left over look like the first three. Our mask is therefore explicit there.
+    Story: Gemma 4 keeps only the last queries in its last layers, and handles a missing mask only for the name "sdpa".
+    Under any other name the three remaining queries look like the first three.
     """
     ids, _ = batch
     model = tiny("gemma4 with shared keys")
@@ -166,7 +171,7 @@ def test_queries_that_a_model_drops(tiny, batch, keep):
 
 
 def test_values_narrower_than_keys(tiny, batch, agree):
-    """Multi-head latent attention: head size 24 in q and k, 16 in v."""
+    """Multi-head latent attention agrees: head dimension 24 in q and k, 16 in v."""
     ids, mask = batch
     agree(tiny("deepseek_v3"), lambda model: model(ids, attention_mask=mask).logits[mask.bool()])
 
@@ -220,7 +225,10 @@ def tensors(queries, keys):
 @settings(max_examples=40, deadline=None)
 @given(queries=st.integers(1, 9), keys=st.integers(1, 12), window=st.none() | st.integers(1, 12))
 def test_a_missing_mask_means_upper_left_causality_within_the_window(queries, keys, window):
-    """For one query, the decoded token, the last key is its own; else query i stands at key i."""
+    """Without a mask, query i is at the position of key i, and sees the keys of its window.
+
+    A single query is a decoded token, at the position of the last key.
+    """
     query, key, value = tensors(queries, keys)
     position = torch.arange(queries)[:, None] + (keys - 1 if queries == 1 else 0)
     distance = position - torch.arange(keys)[None, :]
@@ -255,10 +263,11 @@ BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k")
 @pytest.mark.parametrize("rest", ["position_ids", "attention_mask", "no position"])
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_training_keywords_of_packed_sequences(tiny, batch, name, rest):
-    """Story: a data collator for packed sequences adds these keywords to every batch, and each was refused.
+    """The keywords of packed sequences are honoured: no token attends to another sequence.
 
-    Flash attention attends by the borders. transformers' mask knows them from the positions alone, and not where the
-    caller gives a mask: there each token attended to the sequence before its own. Bound: rounding of two layers.
+    Story: a data collator for packed sequences adds these keywords to every batch, and each was refused. Flash
+    attention uses the borders. The mask of transformers knows them only from the position ids, and not at all if the
+    caller passes a mask: then each token attended to the sequence before its own. Bound: rounding of two layers.
     """
     ids, _ = batch
     borders = torch.tensor([0, 9, 21], dtype=torch.int32)
@@ -278,14 +287,14 @@ def test_training_keywords_of_packed_sequences(tiny, batch, name, rest):
 
 @pytest.mark.parametrize(("given", "queries"), [(BORDERS[:1], 5), (BORDERS[1:], 5), (BORDERS, 1)])
 def test_borders_that_cannot_be_honoured_are_refused(given, queries):
-    """Of one side alone, or of a sequence that is continued."""
+    """Borders of queries or keys alone, or of a sequence that continues a cache, are refused."""
     borders = dict.fromkeys(given, torch.tensor([0, 2, 5]))
     with pytest.raises(NotImplementedError, match=f"Causal: {given[0]} is not supported here"):
         run_binding(Causal(), *tensors(queries, 5), **borders)
 
 
 def test_borders_count_on_over_the_rows_of_a_batch():
-    """A float mask, a bool mask and none give the same attention within the borders."""
+    """Borders count tokens across the rows of a batch, with a float mask, a bool mask or none."""
     query, key, value = tensors(5, 5)
     borders = dict.fromkeys(BORDERS, torch.tensor([0, 2, 5, 9, 10]))
     causal = torch.ones(5, 5, dtype=torch.bool).tril()
@@ -302,8 +311,8 @@ def test_borders_count_on_over_the_rows_of_a_batch():
     "keyword",
     [
         *("position_ids", "use_cache", "output_router_logits", "cache_position", "shift_labels", "seq_idx"),
-        "input_ids",  # Glm5Next hands them to every layer, for experts that are chosen by token
-        "grid_thw",  # Lfm3VL hands sizes of pictures to every layer, for convolutions
+        "input_ids",  # Glm5Next passes them to every layer, for experts that are chosen by token
+        "grid_thw",  # Lfm3VL passes image sizes to every layer, for convolutions
         *("max_length_q", "max_length_k"),
     ],
 )

@@ -1,7 +1,7 @@
-"""Models that SDPA cannot serve: their own attention always gets an explicit mask, and so must PASA and all beside it.
+"""Tests of models without SDPA, in which patched and unpatched modules need explicit masks.
 
-transformers leaves a mask out only where SDPA's `is_causal` says the same. Eager attention never reads `is_causal`, so
-models without SDPA may leave it wrong, and modules that compute attention themselves add the mask to their scores.
+transformers leaves a mask out only where SDPA's `is_causal` is equivalent. Eager attention never reads `is_causal`, so
+models without SDPA may set it wrong. Modules that compute attention themselves add the mask to their scores.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def build(model, config):
     torch.manual_seed(0)
     built = model._from_config(config, attn_implementation="eager").eval()
     for module in built.modules():
-        if isinstance(module, torch.nn.Linear):  # as initialised, scores are so small that every row is a mean
+        if isinstance(module, torch.nn.Linear):  # initial weights give scores so small that every row is a mean
             torch.nn.init.normal_(module.weight, std=module.in_features**-0.5)
     return built
 
@@ -48,14 +48,14 @@ def padding(ids, count, padded):
 
 
 def words(encoder_length, padded):
-    """What a text-to-text model is given; padding stands on the right on both sides."""
+    """Return the inputs of a text-to-text model; encoder and decoder inputs are padded on the right."""
     ids, decoder_ids = tokens(2, encoder_length, 1), tokens(2, 13, 2)
     masks = {"attention_mask": padding(ids, 5, padded), "decoder_attention_mask": padding(decoder_ids, 3, padded)}
     return {"input_ids": ids, "decoder_input_ids": decoder_ids} | (masks if padded else {})
 
 
 def bigbird_pegasus(kind):
-    """Its encoder's attention, sparse or full, computes its scores itself."""
+    """Return a BigBirdPegasus; its encoder's attention, sparse or full, computes scores itself."""
     config = hf.BigBirdPegasusConfig(**BART, **WORDS, attention_type=kind, block_size=4, num_random_blocks=1)
     return build(hf.BigBirdPegasusForConditionalGeneration, config), lambda padded: words(48, padded)
 
@@ -66,13 +66,13 @@ def nllb_moe():
 
 
 def pegasus_x():
-    """Its encoder attends in blocks and to global tokens, itself."""
+    """Return a PegasusX; its encoder computes attention itself, in blocks and to global tokens."""
     config = hf.PegasusXConfig(**BART, **WORDS, block_size=8, num_global_tokens=4)
     return build(hf.PegasusXForConditionalGeneration, config), lambda padded: words(24, padded)
 
 
 def informer(kind):
-    """Its "prob" attention picks rows of the mask and adds them to the scores of a few queries, itself."""
+    """Return an Informer; its "prob" attention computes scores of a few queries itself, and adds rows of the mask."""
     config = hf.InformerConfig(
         **BART, prediction_length=9, context_length=16, lags_sequence=[1, 2], num_time_features=1, attention_type=kind
     )
@@ -89,7 +89,7 @@ def informer(kind):
 
 
 def bridge_tower():
-    """Its cross-modal layers declare themselves causal, and are not."""
+    """Return a BridgeTower; its cross-modal layers are declared causal, but are not."""
     text = TEXT | {"vocab_size": 97, "max_position_embeddings": 64, "pad_token_id": 0}
     vision = {"hidden_size": 64, "num_hidden_layers": 2, "patch_size": 8, "image_size": 32}
     config = hf.BridgeTowerConfig(
@@ -112,19 +112,19 @@ MODELS = {
     "Informer, prob": lambda: informer("prob"),
     "Informer, full": lambda: informer("full"),
 }
-if INSTALLED >= (5, 0):  # before, it computes its attention itself, and is refused
+if INSTALLED >= (5, 0):  # older versions compute its attention themselves, and are refused
     MODELS["BridgeTower"] = bridge_tower
 
 
 def run(model, inputs):
-    torch.manual_seed(5)  # the sparse kinds sample
+    torch.manual_seed(5)  # sparse attention is sampled at random
     out = model(**inputs)
     results = ("logits", "last_hidden_state", "text_features", "image_features")
     return {name: out[name] for name in results if out.get(name) is not None}
 
 
 def worst_error(found, expected, given):
-    """Return the largest error, in shares of the largest number, of the rows that are not padding."""
+    """Return the largest error of rows that are not padding, relative to the largest value."""
     seen = given["decoder_attention_mask"].bool() if "decoder_attention_mask" in given else ...
     return max(float((found[key] - value)[seen].abs().max() / value.abs().max()) for key, value in expected.items())
 
@@ -132,11 +132,11 @@ def worst_error(found, expected, given):
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_models_without_sdpa_compute_what_they_computed(name, padded):
-    """Story: five models were 40 to 150 % off while the report said that all of their modules ran PASA.
+    """Patched models without SDPA compute what they did before, within twice the rounding of one FP16 operation, 2^-11.
 
-    Unpadded, the causal mask was left out and decoders saw the future, or a bidirectional layer was taken for a causal
-    one. Modules beside the patch, which compute their attention themselves, were given a bool mask to add, or none.
-    Bound: twice the rounding of one FP16 operation, 2^-11.
+    Story: five models were wrong by 40 to 150 % while the report said that all of their modules ran PASA. Without
+    padding the causal mask was left out: decoders saw the future, or a bidirectional layer was taken for a causal one.
+    Unpatched modules that compute attention themselves were given a bool mask to add, or none.
     """
     model, inputs = MODELS[name]()
     given = inputs(padded)
@@ -150,7 +150,7 @@ def test_models_without_sdpa_compute_what_they_computed(name, padded):
 
 @pytest.mark.parametrize("name", ["BigBirdPegasus, full", "NllbMoe"])
 def test_modules_that_the_policy_declines_keep_every_bit(name):
-    """With one decoder layer patched, what runs before its attention must not change in any bit."""
+    """All that runs before the attention of the only patched decoder layer gives the same bits."""
     model, inputs = MODELS[name]()
     given, seen = inputs(False), []
     last = model.model.decoder.layers[-1].self_attn
@@ -164,12 +164,15 @@ def test_modules_that_the_policy_declines_keep_every_bit(name):
 
 
 def test_the_lowest_fp16_number_masks_out_scores_beyond_fp16():
-    """Story: transformers masks out by adding the lowest number of the model's dtype. PASA holds the scores of an FP16
-    model that lie beyond 65504, and there -65504 masked nothing out: padding and the future were attended to."""
+    """A mask of FP16's lowest number masks out even keys whose scores exceed 65504.
+
+    Story: transformers masks keys out by adding the lowest number of the model's dtype. PASA holds scores of an FP16
+    model beyond 65504, and -65504 did not mask those out: rows attended to padding and to the future.
+    """
     module = torch.nn.Module()
     binding = attention.Binding(None, None, handle=None)
     query, key = (torch.full((1, 1, 4, 64), 60.0, dtype=torch.float16) for _ in range(2))
-    key[..., 2:, :] = 240.0  # scores of 115,200 where masked out, of 28,800 where not
+    key[..., 2:, :] = 240.0  # masked-out keys have scores of 115,200, the others of 28,800
     value = torch.arange(4.0).half()[None, None, :, None].repeat(1, 1, 1, 64)
     mask = torch.zeros(1, 1, 4, 4, dtype=torch.float16)
     mask[..., 2:] = torch.finfo(torch.float16).min

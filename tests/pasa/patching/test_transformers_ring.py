@@ -1,4 +1,4 @@
-"""A tiny Qwen2 over several processes: its sequence shared (context parallel), or its heads (tensor parallel)."""
+"""Tests of a tiny Qwen2 on several processes that share its sequence (context parallel) or heads (tensor parallel)."""
 
 import pytest
 import torch
@@ -20,18 +20,18 @@ SIZES = {
 
 
 def tiny_qwen2(**overrides):
-    """Seeded, with biases that put the scores of all heads near 131,072."""
+    """Return a seeded Qwen2 whose biases put the scores of all heads near 131,072."""
     import transformers
 
     torch.manual_seed(0)
-    # transformers 4 reads rope_theta, 5 rope_parameters
-    rope = {"rope_type": "default", "rope_theta": 1e30}  # so slow that the pair of the bias does not turn
+    # transformers 4 reads rope_theta, version 5 reads rope_parameters
+    rope = {"rope_type": "default", "rope_theta": 1e30}  # so slow that the pair with the bias does not rotate
     config = transformers.Qwen2Config(**SIZES | {"rope_parameters": rope, "rope_theta": 1e30} | overrides)
     model = transformers.Qwen2ForCausalLM(config).eval()
     for layer in model.model.layers:
         for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj):
-            projection.weight.data[15::16] = 0.0  # nothing of the function is lost beside the bias
-            projection.bias.data[15::16] = 724.0  # 724^2 / 4 on every scaled score
+            projection.weight.data[15::16] = 0.0  # weights would be lost to rounding beside the bias
+            projection.bias.data[15::16] = 724.0  # adds 724^2 / 4 to every scaled score
     return model
 
 
@@ -57,7 +57,7 @@ def share_the_sequence(rank):
 
 
 def refusals(model, ids, positions):
-    """What a patched model says to calls that it does not serve; alike on both ranks."""
+    """Return the error messages of calls that a patched model refuses; they are the same on both ranks."""
     mask = torch.ones_like(ids)
     mask[0, 0] = 0
     cache = model(ids, position_ids=positions).past_key_values
@@ -77,7 +77,7 @@ def refusals(model, ids, positions):
 
 @pytest.fixture(scope="module")
 def alone():
-    """Logits of one process: with PASA, and of the model in FP64."""
+    """The logits of one process: of the model with PASA, and of the model in FP64."""
     model = tiny_qwen2()
     with pasa.patch_pipeline(model):
         one = logits_of(model, prompt())
@@ -85,7 +85,10 @@ def alone():
 
 
 def test_a_shared_prompt_has_the_logits_of_one_process(alone, tmp_path):
-    """As close to FP64 as one process is: twice its error, FP16's rounding of the outputs included."""
+    """Logits of ranks that share a sequence are as close to FP64 as those of one process, up to a factor of 2.
+
+    The factor covers FP16's rounding of the outputs of chunks.
+    """
     one, golden = alone
     error = float((one - golden).abs().max())
     assert error < 0.05 * float(golden.abs().max())
@@ -127,7 +130,7 @@ def test_a_model_whose_heads_are_shared_is_patched_as_any_other(alone, tmp_path)
 
 
 def in_one_process(task, folder):
-    """With a process group of this process alone."""
+    """Run a task in a process group that consists of this process alone."""
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 1), rank=0, world_size=1)
     try:
         task()
@@ -139,7 +142,7 @@ def test_settings_are_told_apart_and_others_refused(tmp_path):
     def task():
         model = tiny_qwen2()
         for policy in ("auto", lambda name, _: ".0." in name):
-            # Story: "auto" found no risk and patched nothing, so each rank attended to its own shard, without a word.
+            # Story: "auto" found no risk and patched nothing, so each rank silently attended to its own shard only.
             with pytest.raises(ValueError, match=r'context_parallel .* policy must be "all"'):
                 pasa.patch_pipeline(model, policy=policy, context_parallel=dist.group.WORLD)
         with pasa.patch_pipeline(model, context_parallel=dist.group.WORLD) as handle:
@@ -159,7 +162,10 @@ def test_settings_are_told_apart_and_others_refused(tmp_path):
 
 
 def test_what_no_rank_could_run_is_refused_when_patching(tmp_path):
-    """Story: both were found at the first forward, deep in the ring."""
+    """A wrong group and an unsupported config are refused by `patch_pipeline`.
+
+    Story: both errors came from inside the ring, at the first forward.
+    """
 
     def task():
         model = tiny_qwen2()
@@ -186,7 +192,10 @@ def test_windows_are_refused(tmp_path):
 
 
 def test_packed_sequences_and_attention_beside_the_ring_are_refused(tmp_path):
-    """Story: BigBirdPegasus' encoder computes its attention itself, and would have attended to its shard alone."""
+    """Packed sequences, and models with attention that PASA cannot reach, are refused with context_parallel.
+
+    Story: the encoder of BigBirdPegasus computes its attention itself, and would have attended to its own shard only.
+    """
     import transformers as hf
 
     def task():

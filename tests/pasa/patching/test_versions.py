@@ -1,4 +1,4 @@
-"""Versions of transformers: the oldest is refused below, named where it is asked for, and tested."""
+"""transformers older than the oldest supported version is refused; setup.py and the scripts name that same version."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.mark.parametrize("version", ["4.51.3", "4.53.3", "4.54.0", "4.54.1", "4.57.6", "5.0.0rc1", "6.1"])
 def test_older_versions_are_refused_by_name(tiny, monkeypatch, version):
-    """Story: 4.51 failed with "No module named 'transformers.masking_utils'"."""
+    """An older transformers is refused with its version.
+
+    Story: 4.51 failed with "No module named 'transformers.masking_utils'".
+    """
     model = tiny("qwen2")
-    monkeypatch.setattr("transformers.__version__", version)  # by name: importing a model makes the module anew
+    monkeypatch.setattr("transformers.__version__", version)  # by name: importing a model replaces the module
     if version < "4.54.1":
         message = rf"needs transformers 4\.54\.1 or newer, and {re.escape(version)} is installed: pip install 'trans"
         with pytest.raises(ImportError, match=message):

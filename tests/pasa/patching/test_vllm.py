@@ -1,8 +1,8 @@
-"""The vLLM adapter against a description of vLLM's V1 interfaces, written here.
+"""Tests of the vLLM adapter against a description of vLLM's V1 interfaces, so that vLLM need not be installed.
 
-Described: vllm/v1/attention/backend.py and backends/registry.py of vLLM 0.14, 0.28 to 0.31 and 0.33: abstract methods,
-the arguments that vLLM gives them, and the fields of CommonAttentionMetadata that a builder reads. Against vLLM's own
-classes: test_vllm_itself.py.
+The description covers vllm/v1/attention/backend.py and backends/registry.py of vLLM 0.14, 0.28 to 0.31 and 0.33:
+abstract methods, the arguments that vLLM passes to them, and the fields of CommonAttentionMetadata that a builder
+reads. test_vllm_itself.py tests against vLLM's own classes.
 """
 
 import abc
@@ -42,7 +42,7 @@ HALF_ULP = 2.0**-11 * 4
 
 
 def abstract(*names, **attributes):
-    """A class whose methods of these names are abstract."""
+    """Return a class with abstract methods of these names."""
     methods = {name: abc.abstractmethod(lambda *a, **k: None) for name in names}
     return abc.ABCMeta("Abstract", (), methods | attributes)
 
@@ -59,7 +59,7 @@ class BuilderBase(abc.ABC):
 
 
 INTERFACES = {
-    # version: abstract methods of a backend beside its name and classes, and the others
+    # version: the abstract methods of a backend other than those for its name and classes, and the rest
     "until 0.28": (("get_kv_cache_shape",), ("get_supported_kernel_block_sizes",)),
     "from 0.29 on": ((), ("get_supported_kernel_block_sizes", "supported_kv_cache_layouts")),
 }
@@ -67,7 +67,7 @@ INTERFACES = {
 
 @pytest.fixture(params=INTERFACES)
 def vllm(request, monkeypatch):
-    """A description of the package; returns what was registered."""
+    """A fake package `vllm` made from the description; the fixture returns what was registered."""
     v1 = types.ModuleType("vllm.v1.attention.backend")
     needed, others = INTERFACES[request.param]
     names = ("get_name", "get_impl_cls", "get_builder_cls", *needed)
@@ -125,7 +125,7 @@ def test_methods_take_what_vllm_gives(vllm):
         assert backend.get_kv_cache_shape(9, 16, 4, 128) == (2, 9, 16, 4, 128)
     assert {64, 80, 96, 128, 256} < set(backend.get_supported_head_sizes())
     assert not backend.supports_device_cpu_query_lens_mismatch()
-    for spec in ((), (None,), (types.SimpleNamespace(block_size=32),)):  # vLLM 0.31 and newer give one
+    for spec in ((), (None,), (types.SimpleNamespace(block_size=32),)):  # vLLM 0.31 and newer pass a spec
         assert [size.base for size in backend.get_supported_kernel_block_sizes(*spec)] == [16]
     assert builder._cudagraph_support.name == "UNIFORM_SINGLE_TOKEN_DECODE"
     assert builder.reorder_batch_threshold == 1
@@ -149,8 +149,10 @@ def test_what_it_cannot_do_is_refused_by_name(vllm, how, message):
 @pytest.mark.parametrize("queries", [[1, 1, 1], [1, 1, 20], [1, 9, 20], [5, 3, 33]], ids=str)
 @pytest.mark.parametrize("flat", [False, True])
 def test_decodes_and_prompts_in_one_step(vllm, queries, flat):
-    """Queries attend to keys that the same call writes; a prompt's second chunk to those of the first. The biased
-    scores are eleven times what FP16 holds."""
+    """Queries attend to keys that the same call writes, and a second chunk also to the keys of the first.
+
+    The biased scores are eleven times FP16's largest number.
+    """
     step = Step([40, 17, 33], queries, padding=3, packed=vllm["packed"])
     output = torch.full((len(step.q), 4 * 64) if flat else step.q.shape, 5.0).half()
     assert step.run(output) is output
@@ -168,11 +170,11 @@ def test_anchors_are_kept_for_who_gives_them(vllm):
     adapter.attend_layer(metadata, step.q, step.k, step.v, step.cache, output, 64**-0.5, anchors)
     golden, lse = step.pages.golden(is_causal=True)
     assert worst((output, lse), (golden, lse))[0] <= HALF_ULP
-    assert (anchors[step.pages.table[0, 2], :, :8] > 250).all()  # the page of the first token that is written
+    assert (anchors[step.pages.table[0, 2], :, :8] > 250).all()  # the page of the first written token
 
 
 def test_a_padded_batch_of_decodes(vllm):
-    """In a CUDA graph: sequences of length 0, with tokens of their own and no slot."""
+    """A batch padded for a CUDA graph is right: padding sequences have length 0, and a token each without a slot."""
     step = Step([40, 17], [1, 1], padding=2, packed=vllm["packed"])
     common = step.common
     common.seq_lens = torch.cat([common.seq_lens, torch.zeros(2).int()])
@@ -194,7 +196,10 @@ def test_a_layer_that_shares_a_cache_writes_nothing(vllm):
     "shape", [(5, 2, 16, 2, 64), (2, 5, 16, 2, 65), (5, 2, 16, 64), (5, 16, 2, 128, 1), (0,)], ids=str
 )
 def test_a_cache_of_another_shape_is_refused(vllm, shape):
-    """vLLM 0.29 changed it, and a 5-dimensional look at the new cache would have read values as keys."""
+    """A cache of an unknown shape is refused.
+
+    vLLM 0.29 changed the shape, and a 5-dimensional view of the new cache would have read values as keys.
+    """
     step = Step([40], [1])
     step.cache = torch.zeros(shape).half()
     with pytest.raises(NotImplementedError, match=rf"kv_cache \(.*\) is neither .* the caches of {adapter.TESTED}; "):
@@ -234,7 +239,10 @@ def test_quantised_outputs_and_mixed_masks_are_refused(vllm):
 
 
 def test_the_versions_that_are_told_are_those_that_are_run():
-    """Story: the README named the versions that are tested, the errors a span of versions and the changelog another."""
+    """README, changelog, errors and the test script name the same versions of vLLM.
+
+    Story: the README named the tested versions, the errors a range of versions, and the changelog another range.
+    """
     (listed,) = re.findall(r"\|\| versions=\((.*)\)", (ROOT / "scripts" / "test_vllm.sh").read_text("utf-8"))
     runs = [int(version.split(".")[1]) for version in listed.split()]
     spans = re.findall(r"0\.(\d+)(?: to 0\.(\d+))?", adapter.TESTED)

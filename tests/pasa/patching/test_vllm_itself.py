@@ -1,7 +1,7 @@
-"""The vLLM adapter against vLLM's own classes, metadata and cache views, on the CPU: no engine, no kernels of vLLM.
+"""Tests of the vLLM adapter against vLLM's own classes, metadata and cache views; no engine and no vLLM kernel runs.
 
-scripts/test_vllm.sh runs this with the Python files of several versions of vLLM, which are too large to be installed
-for every test run (300 MB each, with CUDA libraries).
+scripts/test_vllm.sh runs them on the CPU with the Python files of several versions of vLLM. These are too large to be
+installed for every test run (300 MB each, with CUDA libraries).
 """
 
 import importlib.util
@@ -19,7 +19,7 @@ from tests.pasa.patching.vllm_step import Step
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: scripts/test_vllm.sh runs this with it"
 )
-LAYERS, LAYER = 3, 1  # of a cache that several layers share, and the one that is tested
+LAYERS, LAYER = 3, 1  # layers that share the cache, and the index of the tested one
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def v1():
 
 @pytest.fixture(scope="module")
 def pasa_backend(v1):
-    """The class as vLLM finds it."""
+    """The backend class, looked up as vLLM does."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     adapter.register()
@@ -39,7 +39,7 @@ def pasa_backend(v1):
 
 
 def layouts():
-    """Those of this vLLM's cache; None where a backend chooses the shape."""
+    """Return the cache layouts of the installed vLLM; [None] without vLLM or if a backend chooses the shape."""
     if importlib.util.find_spec("vllm") is None or importlib.util.find_spec("vllm.v1.kv_cache_layout") is None:
         return [None]
     from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -56,7 +56,7 @@ def test_no_method_is_missing(v1, pasa_backend):
 
 
 def test_methods_take_what_vllm_gives(v1, pasa_backend):
-    """Every method of ours that vLLM has, too, takes the arguments of vLLM's by the same names, in the same order."""
+    """Every method that overrides one of vLLM takes vLLM's arguments, with the same names in the same order."""
     pairs = [
         (pasa_backend, v1.AttentionBackend),
         (pasa_backend.get_impl_cls(), v1.AttentionImpl),
@@ -101,7 +101,7 @@ def spec_of(per_page):
 
 
 def cache_of(pasa_backend, layout):
-    """Make the cache of one layer as vLLM does: of a shape of ours, or as a view of what all layers share."""
+    """Make the cache of one layer as vLLM does: in the backend's shape, or as a view of a cache of all layers."""
 
     def make(pages, per_page):
         if layout is None:
@@ -120,8 +120,10 @@ def cache_of(pasa_backend, layout):
 @pytest.mark.parametrize("queries", [[1, 1, 1], [1, 1, 20], [5, 3, 33]], ids=str)
 @pytest.mark.parametrize("layout", layouts(), ids=str)
 def test_decodes_and_prompts_in_one_step(v1, pasa_backend, layout, queries):
-    """New keys go into the pages of one layer, whatever their order in memory, and are attended to; biased scores are
-    eleven times what FP16 holds."""
+    """New keys are written to the pages of one layer in any memory layout, and are attended to.
+
+    The biased scores are eleven times FP16's largest number.
+    """
     cache = cache_of(pasa_backend, layout)
     step = Step([40, 17, 33], queries, 3, layout is not None, v1.CommonAttentionMetadata, cache)
     output = torch.full_like(step.q, 5.0)

@@ -1,11 +1,11 @@
-"""Small models of diffusers that several tests patch."""
+"""Small diffusers models that several tests use."""
 
 import torch
 
 
 def classic_unet():
     """Build a UNet with 8 attention modules, whose projections can be fused."""
-    import diffusers  # cannot be imported beside an old transformers
+    import diffusers  # cannot be imported together with an old transformers
 
     torch.manual_seed(0)
     return diffusers.UNet2DConditionModel(

@@ -1,4 +1,4 @@
-"""A step of vLLM's engine on the CPU: new tokens, a cache in pages, and what a builder reads."""
+"""A model of one step of vLLM's engine on the CPU: new tokens, a paged cache, and the metadata for a builder."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from tests.pages import make_pages
 
 @dataclass
 class Common:
-    """What a builder reads of CommonAttentionMetadata."""
+    """The fields of CommonAttentionMetadata that a builder reads."""
 
     query_start_loc: torch.Tensor
     query_start_loc_cpu: torch.Tensor
@@ -27,8 +27,8 @@ class Common:
 class Step:
     """A step of the engine: the newest queries of each sequence are new tokens, whose keys are not yet in the cache.
 
-    packed: the cache is (pages, heads, slots, 2 D), not (2, pages, slots, heads, D); common: class of what a builder
-    reads; cache: called with the number of pages and of the slots of a page, makes the cache.
+    packed: if True, the cache is (pages, heads, slots, 2 D), else (2, pages, slots, heads, D); common: class of the
+    metadata for a builder; cache: function from the numbers of pages and of slots of a page to the cache.
     """
 
     def __init__(self, lengths, queries, padding=0, packed=False, common=Common, cache=None):
@@ -61,7 +61,7 @@ class Step:
         )  # fmt: skip
 
     def run(self, output, key=True, spec=None, **how):
-        """What the layer writes into output; spec: the builder's KVCacheSpec."""
+        """Return the output that the layer writes; spec: the builder's KVCacheSpec."""
         backend = adapter.PasaAttentionBackend
         builder = backend.get_builder_cls()(spec, ["layer"], None, torch.device("cpu"))
         implementation = backend.get_impl_cls()(4, 64, 64**-0.5, 2, **how)

@@ -1,4 +1,4 @@
-"""Tiny random models of every family, on disk and in memory, and what their attention really forms."""
+"""Tiny random models of every supported family, with attention weights large enough to test bounds."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ IDS = torch.randint(0, 97, (2, 40), generator=torch.Generator().manual_seed(1))
 
 
 def randomise(model, scale=3.0, seed=0):
-    """Weights, gains, norm shifts and biases of all attention layers, large enough that bounds mean something."""
+    """Set weights, gains, norm shifts and biases of all attention layers to large random values, to test bounds."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -43,7 +43,7 @@ def randomise(model, scale=3.0, seed=0):
 
 @pytest.fixture
 def tiny():
-    """Callable: name -> causal language model, FP32, seeded, with random attention."""
+    """A function from a name to a causal language model: FP32, seeded, with random attention weights."""
 
     def build(name, **overrides):
         config = CONFIGS[name]()

@@ -1,4 +1,4 @@
-"""Bounds against layer norms of constant and nearly constant rows, whose roundings epsilon alone holds down."""
+"""Tests of bounds for constant and nearly constant rows, whose rounding errors a norm divides by sqrt(epsilon)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,12 @@ LARGEST = [65504.0, 65472.0, 60000.0, 33000.0, 8568.0, 2047.0, 1.5]
 
 
 def test_a_constant_row_of_gpt2_stays_below_the_proven_bound():
-    """A layer norm makes 0 of a constant row, and not in FP16: r x and r m are rounded, where r = 1 / sqrt(epsilon) is
-    316, and their difference is 0.125. With projections of 200 scores were 28 million, 40,139 was proven."""
+    """Scores of a constant row of GPT-2 stay below the proven bound.
+
+    A layer norm maps a constant row to 0 in exact arithmetic, but not in FP16. There r x and r m are rounded, with
+    r = 1 / sqrt(epsilon) = 316, and differ by 0.125. Story: with projections of 200, scores were 28 million, although
+    40,139 was called proven.
+    """
     config = hf.GPT2Config(n_embd=64, n_layer=1, n_head=4, vocab_size=97, n_positions=128)
     model = hf.GPT2Model(config).half().eval()
     rows = torch.full((1, 4, 64), 8568.0, dtype=torch.float16)
@@ -33,19 +37,19 @@ def test_a_constant_row_of_gpt2_stays_below_the_proven_bound():
 
 
 def norm_in_two_products(x, eps):
-    """y = r x - r m: PyTorch's kernel for FP16 on a CPU."""
+    """Return the layer norm of PyTorch's CPU kernel for FP16, which forms y = r x - r m."""
     return torch.nn.functional.layer_norm(x, x.shape[-1:], eps=eps)
 
 
 def norm_of_sums(x, eps):
-    """A sum in FP32 times the rounded 1 / n, and (x - m) r."""
+    """Return a layer norm whose mean is an FP32 sum times the rounded 1 / n, and that forms (x - m) r."""
     x = x.float()
     mean = x.sum(-1, keepdim=True) * torch.tensor(1.0 / x.shape[-1])
     return ((x - mean) * ((x - mean).square().mean(-1, keepdim=True) + eps).rsqrt()).half()
 
 
 def norm_of_merges(x, eps):
-    """Partial means of unequal counts merged with rounded shares, as CUDA's kernel does."""
+    """Return a layer norm whose mean is merged from partial means with rounded shares, as in CUDA's kernel."""
     x = x.float()
     parts = [(part.mean(-1, keepdim=True), part.shape[-1]) for part in x.split(4, -1)]
     while len(parts) > 1:
@@ -67,7 +71,7 @@ SIDES = {
 
 
 def first_rows(size, generator):
-    """Constant rows, and rows with some elements one or two FP16 steps off."""
+    """Return constant rows, and rows in which some elements are one or two FP16 steps smaller."""
     rows = []
     for largest in LARGEST:
         constant = torch.full((size,), largest).half()
@@ -82,7 +86,7 @@ def first_rows(size, generator):
 
 
 def mutate(rows, generator):
-    """Rows with a few elements moved by up to two steps, and rows at another level."""
+    """Return the rows with a few elements moved by up to two FP16 steps, and some rows moved as a whole."""
     rows = rows.clone()
     moves = torch.randint(-2, 3, rows.shape, generator=generator, dtype=torch.int16)
     chosen = torch.rand(rows.shape, generator=generator) < 2 / rows.shape[-1]
@@ -97,7 +101,10 @@ def mutate(rows, generator):
 @pytest.mark.parametrize("kind", SIDES)
 @pytest.mark.parametrize(("size", "eps"), [(8, 1e-5), (48, 1e-5), (196, 1e-12), (768, 1e-5)])
 def test_no_climb_over_nearly_constant_rows_exceeds_the_proven_bound(size, eps, kind, kernel):
-    """Rows are changed at random by FP16 steps, and the longest queries and keys are kept."""
+    """A random search over nearly constant rows finds no score above the proven bound.
+
+    Each round changes rows at random by FP16 steps, and keeps the rows with the longest queries and keys.
+    """
     generator = torch.Generator().manual_seed(size)
     weight = SIDES[kind]((4, size), generator).double()
     side = project(weight, None, 1, Norm(math.sqrt(size), centred=True, eps=eps))
@@ -115,8 +122,11 @@ def test_no_climb_over_nearly_constant_rows_exceeds_the_proven_bound(size, eps, 
 
 @pytest.mark.parametrize("eps", [1e-5, 1e-6])
 def test_constant_groups_stay_within_the_radius_of_a_group_norm(eps):
-    """A group norm's constant group is noise over sqrt(epsilon), too: one position was said to have the length of all
-    exact outputs at most."""
+    """Positions of a constant group stay within `group_radius`.
+
+    A group norm, too, maps a constant group to rounding errors divided by sqrt(epsilon). Story: the bound on one
+    position was the length of all outputs in exact arithmetic.
+    """
     for channels, groups, positions in ((8, 2, 2), (64, 8, 3)):
         x = torch.stack([torch.full((channels, positions), level) for level in LARGEST]).half()
         y = torch.nn.functional.group_norm(x, groups, eps=eps).double()
@@ -124,7 +134,10 @@ def test_constant_groups_stay_within_the_radius_of_a_group_norm(eps):
 
 
 def test_an_epsilon_of_zero_bounds_nothing():
-    """Story: infinite less infinite was NaN, and the verdict on the head "unlikely"."""
+    """An epsilon of 0 gives an infinite proven bound.
+
+    Story: inf - inf was NaN, and the verdict on the head "unlikely".
+    """
     config = hf.GPT2Config(n_embd=64, n_layer=1, n_head=4, vocab_size=97, n_positions=128, layer_norm_epsilon=0.0)
     for row in predict_overflow(hf.GPT2Model(config).half().eval()).rows:
         assert row.proven == math.inf

@@ -1,4 +1,4 @@
-"""UNets and autoencoders: which attention a norm bounds, with how many heads, and that the bounds hold."""
+"""Tests of predictions for UNets and autoencoders: bounded attention layers, numbers of heads, and valid bounds."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_pipeline_by_its_parts(tmp_path):
 
 
 def test_heads_come_by_block():
-    """Levels with 1 and 2 heads: down 0 and up 1 have the first count, the middle the last."""
+    """Heads are counted by block: down 0 and up 1 have the first count of heads, the middle block the last."""
     heads = {}
     torch.manual_seed(0)
     for row in predict_overflow(tiny_unet()).rows:
@@ -75,7 +75,7 @@ def test_heads_come_by_block():
 
 
 def test_heads_of_a_two_dimensional_unet_are_those_of_its_modules():
-    """`attention_head_dim` counts heads there: 2 and 4, in reverse on the way up."""
+    """A 2D UNet's `attention_head_dim` is read as its number of heads: 2 and 4, in reverse order in the up blocks."""
     torch.manual_seed(0)
     sizes = {
         "sample_size": 16,
@@ -99,7 +99,10 @@ def test_heads_of_a_two_dimensional_unet_are_those_of_its_modules():
 
 
 def test_attention_in_an_unknown_place_is_unknown():
-    """Blocks with attention and no transformer in them were left out of the prediction."""
+    """Attention in an unknown place gets the verdict "unknown".
+
+    Story: blocks with attention but without a transformer were left out of the prediction.
+    """
     torch.manual_seed(0)
     unet = UNet2DConditionModel(
         sample_size=8,
@@ -119,7 +122,7 @@ def test_attention_in_an_unknown_place_is_unknown():
 
 
 def test_the_names_of_the_first_autoencoders(tmp_path):
-    """`query` and `key`, as diffusers still stores in the published autoencoders of Stable Diffusion."""
+    """Projections named `query` and `key` are found, as in the published autoencoders of Stable Diffusion."""
     torch.manual_seed(0)
     vae = AutoencoderKL(block_out_channels=(32,), norm_num_groups=8, sample_size=8)
     expected = predict_overflow(vae)

@@ -1,4 +1,4 @@
-"""Bounds against FP16 where its steps no longer shrink: norm weights, inputs and outputs of 2^-24."""
+"""Tests of bounds for subnormal FP16 numbers, whose steps no longer shrink: weights, inputs and outputs of 2^-24."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def rounded(x):
 
 
 class Side:
-    """q or k of one head as FP16 makes it: norm, gain and shift, projection and bias, rotation."""
+    """q or k of one head with all roundings to FP16: norm, gain and shift, projection and bias, rotation."""
 
     def __init__(self, weight, gain, shift=None, bias=None, centred=False):
         self.weight, self.gain, self.shift, self.bias = weight, gain, shift, bias
@@ -33,7 +33,7 @@ class Side:
         return project(self.weight, self.bias, 1, self.norm)
 
     def of(self, n, angle=None):
-        """Rows n on or within the sphere, stored at every step."""
+        """Return q of rows n on or within the sphere, rounded to FP16 at every step."""
         x = rounded(self.gain * rounded(n))
         x = x if self.shift is None else rounded(x + self.shift)
         q = x @ self.weight.T
@@ -46,7 +46,10 @@ class Side:
         return rounded(torch.cat(turned, -1))
 
     def climb(self, angle, steps=8):
-        """The longest q that is found: inputs whose elements lie just above halves of FP16's steps, by their worth."""
+        """Return the longest q that a search finds.
+
+        It tries inputs on the sphere, and inputs with elements just above half steps of FP16, which are rounded up.
+        """
         generator = torch.Generator().manual_seed(0)
         n = torch.randn(8, self.d, generator=generator, dtype=torch.float64)
         best = torch.zeros(self.weight.shape[0], dtype=torch.float64)
@@ -64,12 +67,15 @@ class Side:
         return self.norm.radius * n / n.norm(dim=-1, keepdim=True).clamp(min=1e-300)
 
     def _half_steps(self, n):
-        """Magnitudes (i + 1/2) steps of x or 0, each where its worth is most for its length, as the sphere allows."""
+        """Return inputs whose elements make x 0 or (i + 1/2) steps.
+
+        Elements are chosen by their gain in the length of q for their own length, as far as the sphere allows.
+        """
         step = STEP / self.gain.abs()
         levels = torch.arange(-1, 6, dtype=torch.float64)[:, None, None]
         size = torch.where(levels < 0, 0.0, (levels + 0.5) * step * (1 + 2**-10))
         worth = n.abs() / n.abs().amax(-1, keepdim=True)
-        worth = worth * torch.linspace(0.99, 1, self.d, dtype=torch.float64)  # equals are not all or none
+        worth = worth * torch.linspace(0.99, 1, self.d, dtype=torch.float64)  # breaks ties between equal elements
         low, high = 1e-12, 1e12
 
         def at(price):
@@ -111,8 +117,11 @@ BEYOND_RELATIVE = {name for name in CASES if "signs" not in name and "biases" no
 
 @pytest.mark.parametrize("name", CASES)
 def test_no_climb_in_fp16_exceeds_the_proven_bound(name):
-    """Roundings were taken to be relative, 2^-11 of what is rounded. Below 2^-14 they are 2^-25, whatever is rounded:
-    an element of 0.51 steps is stored as one step. Scores were up to four times what was proven."""
+    """A search over inputs with subnormal numbers finds no score above the proven bound.
+
+    Story: all roundings were taken as relative, 2^-11 of the value. Below 2^-14 a rounding is up to 2^-25 for any
+    value: an element of 0.51 steps is stored as one step. Scores were up to four times the proven bound.
+    """
     make, rotated = CASES[name]
     side = make()
     rotary = side.weight.shape[0] if rotated else 0
@@ -128,8 +137,11 @@ def test_no_climb_in_fp16_exceeds_the_proven_bound(name):
 
 
 def test_a_head_with_norm_weights_of_one_step_is_not_safe():
-    """A Llama of hidden size 4096 whose norm has weights of 2^-24 and whose projections are 65504: 49,488 was proven,
-    and the head called safe; 91,618 is what the model forms in FP16."""
+    """A head whose norm weights are FP16's smallest step, 2^-24, is not judged safe.
+
+    Story: for a Llama of hidden size 4096 with such a norm and projections of 65504, 49,488 was called proven and the
+    head safe. In FP16 the model forms a score of 91,618.
+    """
     model, run = coarse()
     prediction, observed = predict_overflow(model), observe(model, run)
     (score,) = observed.values()

@@ -1,4 +1,4 @@
-"""Predictions against what models really do, from memory and from disk; what cannot be read is refused by name."""
+"""Tests of predictions against real scores of models in memory and on disk; unreadable models are refused by name."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ def test_a_folder_says_what_the_model_in_memory_says(name, tiny, tmp_path):
 
 
 def test_only_attention_is_read(tiny, tmp_path, monkeypatch):
-    """A 7B model must fit: of each layer the q and k projections and the norm, one tensor at a time."""
+    """Only the q and k projections and the norm of each layer are read, one tensor at a time.
+
+    So a model of 7 billion parameters fits in memory.
+    """
     tiny("qwen2").save_pretrained(tmp_path)
     read = []
     get = Checkpoint.get
@@ -60,7 +63,7 @@ def test_shards_and_half_precision(tiny, tmp_path):
 
 
 def test_fused_projections_are_split(tiny, tmp_path):
-    """Exports for serving store q, k and v of a Llama in one matrix."""
+    """q and k are read from one matrix with v, in which exports for serving store them for a Llama."""
     model = tiny("llama with biases")
     expected = predict_overflow(model).rows
     model.save_pretrained(tmp_path)
@@ -74,7 +77,7 @@ def test_fused_projections_are_split(tiny, tmp_path):
 
 
 def test_gpt2_without_the_prefix_of_a_language_model(tiny, tmp_path):
-    """The published checkpoints call their layers h.0, the class calls them transformer.h.0."""
+    """GPT-2's layers are found as h.0, as in published checkpoints, and as transformer.h.0, as in the class."""
     model = tiny("gpt2")
     model.transformer.save_pretrained(tmp_path)
     rows = predict_overflow(tmp_path).rows
@@ -122,7 +125,7 @@ def test_text_and_json(tiny):
 
 
 def saved(tiny, folder, name="qwen2", config=None, drop=(), change=None):
-    """A folder with a model, spoiled."""
+    """Save a model in a folder, with a changed config and with tensors dropped or changed, to test refusals."""
     tiny(name).save_pretrained(folder)
     if config:
         path = folder / "config.json"
@@ -133,7 +136,7 @@ def saved(tiny, folder, name="qwen2", config=None, drop=(), change=None):
 
 
 Q = "model.layers.1.self_attn.q_proj.weight"
-BIAS = "model.layers.1.self_attn.q_proj.bias"  # one of a number for each head had been broadcast
+BIAS = "model.layers.1.self_attn.q_proj.bias"  # a bias of one number a head used to be broadcast
 NORM = "model.layers.1.input_layernorm.weight"
 
 
@@ -200,7 +203,7 @@ def test_missing_files_are_named(tiny, tmp_path):
         ("model.safetensors.index.json", "{}", "index.json has no weight_map"),
         ("model.safetensors.index.json", '{"weight_map": [1]}', "index.json has no weight_map"),
         ("model.safetensors", "", "not a whole safetensors file"),
-        ("model.safetensors", "\x01" * 8 + "{}", "not a whole safetensors file"),  # a header of 2^56 bytes
+        ("model.safetensors", "\x01" * 8 + "{}", "not a whole safetensors file"),  # claims a header of 2^56 bytes
     ],
 )
 def test_files_that_are_not_what_they_are_called(name, text, message, tiny, tmp_path):
@@ -212,7 +215,7 @@ def test_files_that_are_not_what_they_are_called(name, text, message, tiny, tmp_
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.gguf", "model.fp16.safetensors"])
 def test_weights_that_are_not_read_are_named(name, tiny, tmp_path):
-    """A pickle runs what it contains, and is not opened."""
+    """Weight files that are not read are named in the error; a pickle is not opened, because it can run code."""
     tiny("llama").save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / name)
     with pytest.raises(FileNotFoundError, match=f"{name} is not read: save it"):
@@ -220,7 +223,7 @@ def test_weights_that_are_not_read_are_named(name, tiny, tmp_path):
 
 
 def test_normed_heads_are_bounded_by_their_gains(tiny):
-    """Qwen3 norms q and k themselves: D max|gain_q| max|gain_k| whatever the projections are."""
+    """Heads of Qwen3, with norms of q and k, are bounded by D max|gain_q| max|gain_k| for any projections."""
     model = tiny("qwen3")
     before = {(row.module, row.head): row.naive for row in predict_overflow(model).rows}
     attention = model.model.layers[1].self_attn
@@ -232,7 +235,10 @@ def test_normed_heads_are_bounded_by_their_gains(tiny):
 
 
 def test_models_beside_a_known_one_are_named():
-    """Of a model of pictures and text the tower for pictures was predicted, and the rest passed over in silence."""
+    """Models of unknown architecture beside a known one are named in the prediction.
+
+    Story: of a vision-language model, the vision tower was predicted, and the rest silently left out.
+    """
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     text = hf.Phi3Config(**sizes, vocab_size=97, pad_token_id=0)
     model = hf.LlavaModel(
