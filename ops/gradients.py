@@ -1,7 +1,8 @@
-"""Gradients of torch.ops.pasa.*: operators of their own, so that a compiled graph holds them whole.
+"""The gradients of torch.ops.pasa.*, registered as custom operators so that a compiled graph keeps
+each as one node.
 
-A backend whose module has `attention_backward` serves the gradients of the calls that it served; those of the others
-come from ops/attention/backward.py.
+A backend whose module defines `attention_backward` also differentiates the calls that it served.
+For all other backends ops/attention/backward.py does so.
 """
 
 from __future__ import annotations
