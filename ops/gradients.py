@@ -141,7 +141,7 @@ def remember(ctx: Any, tensors: tuple[Tensor | None, ...], output: tuple[Tensor,
 def of_attention(
     ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, grad_counts: None
 ) -> tuple[Tensor | None, ...]:
-    """For the operator's 16 arguments."""
+    """Return the gradients of the operator's 16 arguments, None where there is none."""
     if grad_out is None and grad_lse is None:
         return (None,) * 16
     q, k, v, attn_mask = ctx.saved_tensors
@@ -155,7 +155,7 @@ def of_attention(
 def of_varlen(
     ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, grad_counts: None
 ) -> tuple[Tensor | None, ...]:
-    """For the operator's 17 arguments."""
+    """Return the gradients of the operator's 17 arguments, None where there is none."""
     if grad_out is None and grad_lse is None:
         return (None,) * 17
     found = dispatch.call(attention_varlen_backward, grad_out, grad_lse, *ctx.saved_tensors, *ctx.switches)
