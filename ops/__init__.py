@@ -1,3 +1,1 @@
-"""Kernels and their references, behind one operator signature. Nothing here imports from the layers
-above.
-"""
+"""Kernels and their references, behind one operator signature. Nothing here imports from the layers above."""

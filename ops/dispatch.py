@@ -34,9 +34,7 @@ def without_autocast(device: str) -> AbstractContextManager[object]:
 
 
 def refuse_tangents(tensors: tuple[Any, ...]) -> None:
-    """Raise NotImplementedError for a tensor with a tangent, which torch's custom operators would
-    silently drop.
-    """
+    """Raise NotImplementedError for a tensor with a tangent, which torch's custom operators would silently drop."""
     if forward_ad._current_level < 0:
         return
     if any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
@@ -51,9 +49,7 @@ def tensors_of(op: CustomOpDef) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
 
 
 def shorten(op: CustomOpDef, remember: Callable[..., Any], gradient: Callable[..., Any]) -> None:
-    """Let `call` differentiate an operator by the functions that were passed to
-    `register_autograd`.
-    """
+    """Let `call` differentiate an operator by the functions that were passed to `register_autograd`."""
 
     class Direct(torch.autograd.Function):
         @staticmethod
@@ -74,8 +70,7 @@ def shorten(op: CustomOpDef, remember: Callable[..., Any], gradient: Callable[..
 
 
 def call(op: CustomOpDef, *arguments: Any) -> Any:
-    """Return what the operator returns, by the shortest path on which every mode and profiler still
-    sees the call.
+    """Return what the operator returns, by the shortest path on which every mode and profiler still sees the call.
 
     Takes all arguments of the operator in order, because their positions tell which are tensors.
 

@@ -1,5 +1,4 @@
-"""The gradients of torch.ops.pasa.*, registered as custom operators so that a compiled graph keeps
-each as one node.
+"""The gradients of torch.ops.pasa.*, registered as custom operators so that a compiled graph keeps each as one node.
 
 A backend whose module defines `attention_backward` also differentiates the calls that it served.
 For all other backends ops/attention/backward.py does so.

@@ -1,5 +1,4 @@
-"""The operators torch.ops.pasa.*: their schemas, fake kernels, and dispatch to a registered
-backend.
+"""The operators torch.ops.pasa.*: their schemas, fake kernels, and dispatch to a registered backend.
 
 The operators are functional and take plain arguments, so that they trace, compile and serialise.
 The caller (`pasa.attention`) validates options and brings tensors into the operators' layout.
@@ -66,9 +65,7 @@ def check_options(*arithmetic: Any) -> None:
 
 
 def _server(q: Tensor, mask: str, varlen: bool, diagnose: bool, backend: str | None, *arithmetic: Any) -> str:
-    """Return the name of the backend that serves such calls; a traced head dimension has no hash,
-    so it is not cached.
-    """
+    """Return the name of the backend that serves such calls, uncached for a traced head dim, which has no hash."""
     head_dim: Any = q.shape[-1]
     if isinstance(head_dim, int):
         return serve(q, mask, varlen, diagnose, backend, *arithmetic)[2]
@@ -95,8 +92,7 @@ def attention(
     diagnose: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (out (B, Hq, Sq, D), lse (B, Hq, Sq), counts (B, Hq, 6) or empty) for heads-first
-    tensors.
+    """Return (out (B, Hq, Sq, D), lse (B, Hq, Sq), counts (B, Hq, 6) or empty) for heads-first tensors.
 
     The arguments are those of the reference backend, ops/attention/reference.py.
     """
@@ -244,9 +240,7 @@ def _(
 
 @cache
 def watch_counter(device: str, head_dim: int) -> Callable[..., None]:
-    """Return the function that counts sampled rows: Triton's on a GPU that Triton serves, torch's
-    elsewhere.
-    """
+    """Return the function that counts sampled rows: Triton's on a GPU that Triton serves, torch's elsewhere."""
     triton = registry.BACKENDS["triton"]
     if device != "cuda" or head_dim > triton.head_dims[1] or triton.missing():
         return watch.count

@@ -8,9 +8,7 @@ from functools import cache
 
 
 def caller() -> int:
-    """Return the `stacklevel` of the first frame outside pasa and torch, for the function that
-    calls this one.
-    """
+    """Return the `stacklevel` of the first frame outside pasa and torch, for the function that calls this one."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("pasa", "torch"):
         frame, level = frame.f_back, level + 1

@@ -41,8 +41,7 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, s
 def check_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, scale: float | None
 ) -> None:
-    """Check packed operands: q (Tq, Hq, D), k and v (Tk, Hkv, D), and both lists of cumulative
-    lengths.
+    """Check packed operands: q (Tq, Hq, D), k and v (Tk, Hkv, D), and both lists of cumulative lengths.
 
     Raises
     ------
@@ -66,8 +65,7 @@ def check_varlen(
 def check_gradients(
     grad_out: Tensor | None, grad_lse: Tensor | None, q: Tensor, lse_shape: tuple[int, ...], backend: str
 ) -> None:
-    """Check the gradients of an output of q's shape and of a log-sum-exp, and the backend that is
-    to use them.
+    """Check the gradients of an output of q's shape and of a log-sum-exp, and the backend that is to use them.
 
     Raises
     ------
@@ -89,8 +87,7 @@ def check_gradients(
 
 
 def check_watch(q: Tensor, k: Tensor, attn_mask: Tensor | None, totals: Tensor, walked: Tensor, scale: float) -> None:
-    """Check the arguments of `watch_scores`: operands of attention without values, and its two
-    counters.
+    """Check the arguments of `watch_scores`: operands of attention without values, and its two counters.
 
     Raises
     ------
@@ -120,8 +117,7 @@ def check_paged(
     key_anchors: Tensor | None,
     scale: float | None,
 ) -> None:
-    """Check queries (T, Hq, D), both caches and their tables; `longest` holds max_seqlen_q and
-    max_seqlen_k.
+    """Check queries (T, Hq, D), both caches and their tables; `longest` holds max_seqlen_q and max_seqlen_k.
 
     Raises
     ------
@@ -192,9 +188,7 @@ def check_forms(q: Tensor, k: Tensor, v: Tensor, rank: int) -> None:
 
 
 def _check_alike(q: Tensor, k: Tensor, v: Tensor, rank: int) -> None:
-    """Check that three tensors share rank, dtype, device and head dimension, and that k and v have
-    one shape.
-    """
+    """Check that three tensors share rank, dtype, device and head dimension, and that k and v have one shape."""
     check_forms(q, k, v, rank)
     queries, keys, values = q.shape, k.shape, v.shape
     if keys != values:
@@ -232,9 +226,7 @@ def _check_mask(attn_mask: Tensor, q: Tensor, wanted: tuple[int, ...]) -> None:
 
 
 def _check_caches(k_cache: Tensor, v_cache: Tensor) -> None:
-    """Check two caches (pages, slots, Hkv, D): one shape, dtype and device, and head dimensions
-    with stride 1.
-    """
+    """Check two caches (pages, slots, Hkv, D): one shape, dtype and device, and head dimensions with stride 1."""
     if k_cache.dtype not in DTYPES:
         raise TypeError(f"k_cache is {k_cache.dtype}, expected one of {DTYPES}: allocate it in FP16")
     shape = k_cache.shape

@@ -1,5 +1,4 @@
-"""Divide packed sequences into tiles of tokens, on the device, or into batches of padded sequences,
-on the host.
+"""Divide packed sequences into tiles of tokens, on the device, or into batches of padded sequences, on the host.
 
 The batches are for kernels without packing: each pads its sequences to the longest of a group.
 """
@@ -72,9 +71,7 @@ def alike(
 
 
 def gather(x: Tensor, spans: Sequence[Span]) -> Tensor:
-    """Return the tokens (T, H, D) of each span as (spans, H, longest, D); shorter spans repeat
-    their last token.
-    """
+    """Return the tokens (T, H, D) of each span as (spans, H, longest, D); shorter spans repeat their last token."""
     index, _ = _token_index(spans)
     return x[index.to(x.device)].transpose(1, 2).contiguous()
 

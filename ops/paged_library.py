@@ -1,5 +1,4 @@
-"""The operators attention_paged and write_pages: their schemas, fake kernels, and dispatch to a
-backend.
+"""The operators attention_paged and write_pages: their schemas, fake kernels, and dispatch to a backend.
 
 They follow library.py, but have no gradients, because caches are for inference.
 """
@@ -38,9 +37,7 @@ def attention_paged(
     diagnose: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (out (T, Hq, D), lse (T, Hq), counts (1, Hq, 6) or empty); see the reference for the
-    arguments.
-    """
+    """Return (out (T, Hq, D), lse (T, Hq), counts (1, Hq, 6) or empty); see the reference for the arguments."""
     longest = (max_seqlen_q, max_seqlen_k)
     operands.check_paged(q, (k_cache, v_cache), block_table, seq_lens, cu_seqlens_q, longest, key_anchors, scale)
     arithmetic = (precision, recovery, beta, block_q, block_k, softmax, overflow, accumulate)

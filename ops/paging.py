@@ -1,5 +1,4 @@
-"""Read and write paged caches: keys and values in pages of a few slots, and a table of each
-sequence's pages.
+"""Read and write paged caches: keys and values in pages of a few slots, and a table of each sequence's pages.
 
 A cache has shape (pages, slots of a page, Hkv, D). Its strides are free except the last, which is
 1. Key i of a sequence is in slot i % slots of page table[i // slots]. Table entries behind a
@@ -27,8 +26,7 @@ PAGE_SPAN = 2**31
 
 
 def check_pages(block_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor | None, cache: Tensor, tokens: int) -> None:
-    """Check that the page tables fit the cache and the queries; on a CPU only, because reading a
-    GPU's values waits.
+    """Check that the page tables fit the cache and the queries; on a CPU only, because reading a GPU's values waits.
 
     Raises
     ------
@@ -68,9 +66,7 @@ def check_spans(*caches: Tensor) -> None:
 
 
 def gather_pages(cache: Tensor, block_table: Tensor, seq_lens: Tensor) -> Tensor:
-    """Return keys or values (sum of seq_lens, Hkv, D) of all sequences, one after another; lengths
-    are read back.
-    """
+    """Return keys or values (sum of seq_lens, Hkv, D) of all sequences, one after another; lengths are read back."""
     lengths = seq_lens.long()
     sequence = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
     at = torch.arange(len(sequence), device=lengths.device) - (lengths.cumsum(0) - lengths)[sequence]
@@ -85,8 +81,7 @@ def attend_gathered(
     seq_lens: Tensor,
     cu_seqlens_q: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gather the pages, call `attend` (q, k, v, cu_seqlens_q, cu_seqlens_k) on packed sequences,
-    and pad its result.
+    """Gather the pages, call `attend` (q, k, v, cu_seqlens_q, cu_seqlens_k) on packed sequences, and pad its result.
 
     Rows of q behind the last sequence get output 0 and LSE -inf.
     """
@@ -101,8 +96,7 @@ def attend_gathered(
 
 
 def check_anchors(key_anchors: Tensor, k_cache: Tensor, block_table: Tensor, seq_lens: Tensor) -> None:
-    """Check that the anchors can be subtracted from their pages' keys without rounding; on a CPU
-    only, as `check_pages`.
+    """Check that anchors can be subtracted from their pages' keys without rounding; on a CPU only, as `check_pages`.
 
     Raises
     ------
@@ -121,8 +115,7 @@ def check_anchors(key_anchors: Tensor, k_cache: Tensor, block_table: Tensor, seq
 def write_pages(
     k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, key_anchors: Tensor | None = None
 ) -> None:
-    """Write keys and values (T, Hkv, D) into slots, numbered page * slots of a page + slot;
-    negative ones are padding.
+    """Write keys and values (T, Hkv, D) into slots, numbered page * slots of a page + slot; negative ones are padding.
 
     With `key_anchors`, also write the anchors of the pages. A page's anchor covers its slots up to
     the last one written. Nothing is read back from a GPU. A padding token repeats the write of the

@@ -1,5 +1,4 @@
-"""Describe every backend as data: what it can do, whether it runs here, and which one serves a
-call.
+"""Describe every backend as data: what it can do, whether it runs here, and which one serves a call.
 
 The records are executable. Backend selection, refusals, the support matrix of the README and the
 parameters of the backend tests all read them.
@@ -186,8 +185,7 @@ def select(request: Request, name: str | None = None) -> Backend:
 
 
 def tell_of_emulation(request: Request, found: Backend) -> None:
-    """Warn, once per cause, if a device's own kernels do not serve a call because of the machine or
-    its head dimension.
+    """Warn, once per cause, if a device's own kernels do not serve a call because of the machine or its head dimension.
 
     Options that only the reference has are a request for the emulation, so they cause no warning.
     """
@@ -209,9 +207,7 @@ def device_types() -> tuple[str, ...]:
 
 
 def server(device: str) -> Backend | None:
-    """Return the backend of an FP16 call on `device` with head dimension 64 and default options, or
-    None.
-    """
+    """Return the backend of an FP16 call on `device` with head dimension 64 and default options, or None."""
     try:
         return select(Request(device, torch.float16, 64, "none", False, False, AttentionOptions()))
     except NotImplementedError:
@@ -223,8 +219,7 @@ def servers(
     options: AttentionOptions | None = None,
     name: str | None = None,
 ) -> tuple[tuple[str, str], ...]:
-    """Return, by device type of this machine, which backend serves calls without a mask, and why no
-    preferred one does.
+    """Return, by device type of this machine, which backend serves calls without a mask, and why no preferred one does.
 
     Parameters
     ----------
@@ -248,9 +243,7 @@ def servers(
 
 
 def _who_serves(request: Request, name: str | None) -> str:
-    """Return the backend that serves a call and, in brackets, why the backends of higher priority
-    do not.
-    """
+    """Return the backend that serves a call and, in brackets, why the backends of higher priority do not."""
     try:
         found = select(request, name)
     except NotImplementedError as refusal:
@@ -286,9 +279,7 @@ def npu_missing() -> str | None:
 
 
 def npu_replaced() -> str | None:
-    """Return why the Ascend C kernels cannot be called although an NPU may be present; None when
-    they can.
-    """
+    """Return why the Ascend C kernels cannot be called although an NPU may be present; None when they can."""
     reason: str | None = BACKENDS["npu"].load().library_error()
     return reason
 

@@ -99,9 +99,7 @@ class Pointer:
 
 
 def workspace(device: torch.device, *parts: tuple[int, torch.dtype]) -> tuple[Any, ...]:
-    """Allocate uninitialised memory for a kernel: one pointer for each (elements, dtype), in a
-    single allocation.
-    """
+    """Allocate uninitialised memory for a kernel: one pointer for each (elements, dtype), in a single allocation."""
     if not DIRECT or device.type != "cuda":
         return tuple(torch.empty(size, dtype=dtype, device=device) for size, dtype in parts)
     ends = list(accumulate(-(-size * dtype.itemsize // 16) * 16 for size, dtype in parts))
@@ -151,9 +149,7 @@ _ready: dict[tuple[Any, ...], Ready] = {}
 
 
 def _prepare(compiled: Any) -> Ready | None:
-    """Return the kernel ready to launch, or None where Triton must launch it: not compiled yet, or
-    instrumented.
-    """
+    """Return the kernel ready to launch, or None where Triton must launch it: not compiled yet, or instrumented."""
     if not isinstance(compiled, CompiledKernel):
         return None
     try:
@@ -163,9 +159,7 @@ def _prepare(compiled: Any) -> Ready | None:
 
 
 def _pointer_kind(x: Any) -> tuple[Any, ...]:
-    """Return what Triton specialises a pointer by: element type, 16-byte alignment, tile shape of a
-    descriptor.
-    """
+    """Return what Triton specialises a pointer by: element type, 16-byte alignment, tile shape of a descriptor."""
     if isinstance(x, (Tensor, Pointer)):
         return x.dtype, x.data_ptr() % 16 == 0
     return x.base.dtype, *x.block_shape

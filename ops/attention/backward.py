@@ -1,5 +1,4 @@
-"""Gradients of attention from its inputs alone, for every backend without gradient kernels of its
-own.
+"""Gradients of attention from its inputs alone, for every backend without gradient kernels of its own.
 
 They are the gradients of exact attention at the FP16 inputs: roundings of the forward pass count as
 identities, whatever arithmetic it emulates. With P the softmax of the scores S, G_O and G_L the
@@ -133,8 +132,7 @@ def _wide(x: Tensor) -> Tensor:
 
 @dataclass
 class Tiles:
-    """Hold what score tiles of all rows against BLOCK keys are recomputed from, as often as they
-    are needed.
+    """Hold what score tiles of all rows against BLOCK keys are recomputed from, as often as they are needed.
 
     Attributes
     ----------
@@ -206,9 +204,7 @@ class Tiles:
         return scores if visible is None else scores.masked_fill(~visible, -torch.inf)
 
     def weights(self, part: slice, row: int) -> Tensor:
-        """Return P. It is not exp(S - lse), because beside a maximum of 1e30 that a mask adds, the
-        sum would vanish.
-        """
+        """Return P. It is not exp(S - lse), because beside a maximum of 1e30 that a mask adds, the sum would vanish."""
         top, total = self.top[..., row:, :], self.total[..., row:, :]
         shifted = self.scores(part, row) - top.where(top > -torch.inf, 0.0)
         return torch.exp(shifted) / total.where(total != 0, 1.0)
@@ -235,9 +231,7 @@ def _sum_tiles(tiles: Tiles, grad_lse: Tensor | None, grad_mask: Tensor | None) 
 
 
 def _add_mask(grad_mask: Tensor, scores: Tensor, part: slice, row: int) -> None:
-    """Add dS (B, Hq, R, n) of a tile to the mask's gradient, summed over the dimensions that were
-    broadcast.
-    """
+    """Add dS (B, Hq, R, n) of a tile to the mask's gradient, summed over the dimensions that were broadcast."""
     rows = slice(None) if grad_mask.shape[2] == 1 else slice(row, None)
     keys = slice(None) if grad_mask.shape[3] == 1 else part
     target = grad_mask[:, :, rows, keys]

@@ -72,8 +72,7 @@ def gradients(
 
 
 def prepare_keys(k: Tensor, v: Tensor, visible: Tensor | None, tiles: int) -> tuple[Any, Any, Any, Any]:
-    """Run `centre_kernel` on FP16 keys and values (B, Hkv, S, D); returns memory for kernels, not
-    tensors.
+    """Run `centre_kernel` on FP16 keys and values (B, Hkv, S, D); returns memory for kernels, not tensors.
 
     Returns
     -------

@@ -1,5 +1,4 @@
-"""Tile sizes of the backward pass, kept apart from torch and from any device so that compiled
-kernels can be listed.
+"""Tile sizes of the backward pass, kept apart from torch and from any device so that compiled kernels can be listed.
 
 A pass keeps in shared memory its own tiles, and `stages` tiles of the two operands that it loops
 over. dK and dV together take BLOCK_N x D x 8 bytes of registers. The tiles of sm_90 up to 128 are

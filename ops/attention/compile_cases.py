@@ -37,9 +37,7 @@ TYPES = {
 
 
 def _case(kernel: Any, name: str, constexprs: Case, **fields: Any) -> Case:
-    """Return a case. Strides of tokens, heads and batches are multiples of 16, as D is; a mask's
-    last stride is 1.
-    """
+    """Return a case. Strides of tokens, heads and batches are multiples of 16, as D is; a mask's last stride is 1."""
     names, mask = kernel.arg_names, constexprs.get("MASK", "none")
     types = TYPES | ({"p_mask": "*fp16"} if mask == "float" else {})
     if constexprs.get("DESCRIPTORS"):
@@ -59,9 +57,7 @@ def _sizes(dim: int, block_m: int, block_n: int) -> Case:
 
 
 def _attention(name: str, sizes: Case, mask: str = "none", causal: bool = True, **over: Any) -> Case:
-    """Return a case of the attention kernel, reading precomputed K' as on an NPU unless `over`
-    changes that.
-    """
+    """Return a case of the attention kernel, reading precomputed K' as on an NPU unless `over` changes that."""
     flags = {"SHIFT": "before", "FAST": False, "GUARDED": False, "CLEAN": True, "DESCRIPTORS": False}
     flags |= {"ANCHOR_BLOCK": 128, "OVERLAP": False, "LISTED": False, "LOOP": True, "DROPPED": 0}
     flags |= {"MASK": mask, "CAUSAL": causal, "VARLEN": False} | sizes

@@ -27,8 +27,9 @@ SPLIT_COST = 2
 
 @dataclass(frozen=True)
 class Splits:
-    """Hold the buffers in which splits leave their results for the merge; laid out as in
-    decode_kernel.py, decode_lanes.py.
+    """Hold the buffers in which splits leave their results for the merge; decode_kernel.py describes the arrays.
+
+    decode_lanes.py describes those of the lanes.
 
     There are `count` splits of `keys` adjacent keys; the last splits have fewer keys or none. Only
     the first pass of the lanes distributes keys otherwise. `marked` has one entry for each of its
@@ -56,9 +57,7 @@ class Splits:
 
 
 def decode(call: Call) -> tuple[Tensor, Tensor]:
-    """Attend from a few rows: split the keys, repeat splits whose scores are too large in an exact
-    pass, then merge.
-    """
+    """Attend from a few rows: split the keys, repeat splits whose scores are too large in an exact pass, then merge."""
     batch, _, rows, dim = call.q.shape
     pad = pad_dim(dim)
     lane = keys_of_a_lane(architecture(call.q.device), pad)
@@ -98,8 +97,7 @@ def merge(call: Call, splits: Splits, alike: bool = False) -> tuple[Tensor, Tens
 
 
 def _lanes(call: Call, block_n: int) -> Splits:
-    """Attend from a few rows without a mask: a pass without anchors, then one with an anchor for
-    each program.
+    """Attend from a few rows without a mask: a pass without anchors, then one with an anchor for each program.
 
     Every lane of a program becomes a split.
     """
@@ -169,8 +167,7 @@ def lane_stages(architecture: str) -> int:
 
 @cache
 def early(device: torch.device) -> bool:
-    """Return whether a kernel may start early: on Hopper and later it is set up while the previous
-    kernel ends.
+    """Return whether a kernel may start early: on Hopper and later it is set up while the previous kernel ends.
 
     The kernel itself then waits for the results of the previous one.
     """
@@ -185,9 +182,7 @@ def launched_early(device: torch.device) -> dict[str, bool]:
 
 
 def decode_tiles(architecture: str, pad: int, rows: int) -> tuple[Tile, Tile]:
-    """Return the tiles of the fast pass and of the exact pass, for `rows` query rows of a key head
-    together.
-    """
+    """Return the tiles of the fast pass and of the exact pass, for `rows` query rows of a key head together."""
     height = max(16, 1 << (rows - 1).bit_length())
     if height <= 32 and pad <= 128:
         return Tile(height, 64, 4, 3), Tile(height, 64, 4, 2)

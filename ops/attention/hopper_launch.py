@@ -131,9 +131,7 @@ class Plan:
         return out, lse
 
     def _maps_of(self, *pointers: int) -> tuple[Any, ...]:
-        """Return tensor maps with their sizes and strides; the allocator tends to reuse memory, so
-        recent ones are cached.
-        """
+        """Return tensor maps with their sizes and strides, cached because the allocator tends to reuse memory."""
         found = self.filled.get(pointers)
         if found is None:
             if len(self.filled) >= MAPS:
@@ -200,8 +198,9 @@ def plan_for(
 
 @cache
 def warpgroups(heads: int, rows: int, dim: int, is_causal: bool, device: torch.device) -> int:
-    """Return three consumer warpgroups or two, whichever needs less time in waves of tiles; two
-    only where measured faster.
+    """Return three consumer warpgroups or two, whichever needs less time for all waves of tiles.
+
+    Two are considered only for calls where they were measured to be faster.
     """
     if dim != 128 or is_causal:
         return 3

@@ -1,6 +1,4 @@
-"""Check values where they are read, because a compiled or captured graph has no values to check
-beforehand.
-"""
+"""Check values where they are read, because a compiled or captured graph has no values to check beforehand."""
 
 from __future__ import annotations
 
@@ -15,9 +13,7 @@ FP16 = FORMATS["fp16"]
 
 
 def capturing(x: Tensor) -> bool:
-    """Return whether a graph is being captured, during which nothing can be read back from the
-    device.
-    """
+    """Return whether a graph is being captured, during which nothing can be read back from the device."""
     if x.device.type == "npu":
         return bool(torch.npu.is_current_stream_capturing())  # type: ignore[attr-defined]
     return x.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -16,8 +16,7 @@ KEYS = 256  # keys that a program of the kernel reads together
 
 @dataclass(frozen=True)
 class MaskTiles:
-    """List which tiles of block_m query rows and block_n keys the mask and the causal band leave
-    visible.
+    """List which tiles of block_m query rows and block_n keys the mask and the causal band leave visible.
 
     Attributes
     ----------

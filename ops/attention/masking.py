@@ -1,6 +1,4 @@
-"""Masks of the reference: which keys a tile's rows see, and which results a non-finite input turns
-to NaN.
-"""
+"""Masks of the reference: which keys a tile's rows see, and which results a non-finite input turns to NaN."""
 
 from __future__ import annotations
 
@@ -49,9 +47,7 @@ class KeyMask:
         return 0 if self.causal_shift is None else max(0, key - self.causal_shift)
 
     def tile(self, row: int, start: int, stop: int) -> tuple[Tensor | None, Tensor | None]:
-        """Return (visible, bias) for rows from `row` on and keys [start, stop); visible is None if
-        all keys are seen.
-        """
+        """Return (visible, bias) for rows from `row` on and keys [start, stop); visible is None if all are seen."""
         visible = None if self.keep is None else self.keep[..., row:, start:stop]
         bias = None if self.bias is None else self.bias[..., row:, start:stop].float()
         if bias is not None:
@@ -79,9 +75,7 @@ def fitting_mask(attn_mask: Tensor, scale: float) -> Tensor:
 
 
 def read_mask(attn_mask: Tensor | None, is_causal: bool, q: Tensor, k: Tensor) -> KeyMask:
-    """Return the mask of queries (B, Hq, Sq, D) over keys (B, Hkv, Skv, D), with heads split into
-    (Hkv, group).
-    """
+    """Return the mask of queries (B, Hq, Sq, D) over keys (B, Hkv, Skv, D), with heads split into (Hkv, group)."""
     rows, keys = q.shape[2], k.shape[2]
     shift = keys - rows if is_causal else None
     if attn_mask is None:
@@ -111,8 +105,7 @@ def dense_mask(attn_mask: Tensor, is_causal: bool, q: Tensor, k: Tensor) -> Tens
 
 
 def non_finite_reach(q: Tensor, k: Tensor, v: Tensor, mask: KeyMask, block: int) -> tuple[Tensor, Tensor]:
-    """Return the rows (B, Hq, Sq) and outputs (B, Hq, Sq, D) that NaN or infinity in q, k, v or a
-    float mask reaches.
+    """Return the rows (B, Hq, Sq) and outputs (B, Hq, Sq, D) that NaN or infinity in q, k, v or a float mask reaches.
 
     A non-finite query, visible key or mask element (NaN or +inf; -inf masks out) turns the whole
     row to NaN. A non-finite visible value turns its column of the row to NaN.

@@ -1,5 +1,4 @@
-"""Call the Ascend C kernels (ascend_c/), or choose a fallback on an NPU where their library was not
-built.
+"""Call the Ascend C kernels (ascend_c/), or choose a fallback on an NPU where their library was not built.
 
 The kernels require contiguous FP16 tensors with a head dimension that is a multiple of 16, and
 blocks of 128 keys. This module prepares the tensors. Nothing here has run on an NPU; tests run the
@@ -43,9 +42,7 @@ def attention(
     options: AttentionOptions,
     diagnose: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attend as `reference.attention` without masks; a non-finite key or value may reach every row
-    of its head.
-    """
+    """Attend as `reference.attention` without masks; a non-finite key or value may reach every row of its head."""
     if (why := library_error()) is not None:
         other: Attend = _announced(why, options, q, k).attention
         return other(q, k, v, attn_mask, is_causal, scale, options, diagnose)
@@ -65,8 +62,7 @@ def attention_varlen(
     options: AttentionOptions,
     diagnose: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attend as `reference.attention_varlen`; sequences that one launch can serve are padded to the
-    longest of them.
+    """Attend as `reference.attention_varlen`; sequences that one launch can serve are padded to the longest of them.
 
     The exact recovery passes the numbers of keys to the kernel; the published one needs sequences
     of equal lengths. Lengths are read on the host, so this cannot be captured in a graph.
@@ -86,8 +82,7 @@ def attention_varlen(
 
 
 def _served_together(options: AttentionOptions, is_causal: bool) -> Callable[[int, int], Hashable]:
-    """Return the function of a sequence's rows and keys that must be equal for all sequences of one
-    launch.
+    """Return the function of a sequence's rows and keys that must be equal for all sequences of one launch.
 
     A causal band is aligned to the last row and key of the padded sequences, so keys - rows must be
     the same for all.
@@ -147,9 +142,7 @@ def paper_matrix(scale: float, beta: float | None, device: torch.device) -> tupl
 
 @cache
 def library_error() -> str | None:
-    """Return why the kernels cannot be called, or None; the library is loaded at the first call of
-    this function.
-    """
+    """Return why the kernels cannot be called, or None; the library is loaded at the first call of this function."""
     path = envs.ascend_library()
     if not path.is_file():
         return f"there is no {path}: build it with {envs.ascend_build_script()} where CANN is installed"
@@ -177,8 +170,7 @@ REFERENCE = StandIn("pasa.ops.attention.reference", "the reference, slowly")
 
 
 def stand_in(options: AttentionOptions, heads: int = 1, kv_heads: int = 1) -> StandIn:
-    """Return the first fallback that can serve: triton-ascend, then the vendor's attention, then
-    the reference.
+    """Return the first fallback that can serve: triton-ascend, then the vendor's attention, then the reference.
 
     Triton has no saturating arithmetic. The vendor's attention has neither the published recovery
     nor saturation, so it replaces the exact recovery alone, whose result is that of plain
@@ -193,9 +185,7 @@ def stand_in(options: AttentionOptions, heads: int = 1, kv_heads: int = 1) -> St
 
 
 def has_triton_ascend() -> bool:
-    """Return whether the installed Triton compiles for Ascend; the ordinary package of the same
-    name does not.
-    """
+    """Return whether the installed Triton compiles for Ascend; the ordinary package of the same name does not."""
     return (
         importlib.util.find_spec("triton") is not None
         and importlib.util.find_spec("triton.backends.ascend") is not None

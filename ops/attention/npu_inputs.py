@@ -1,6 +1,4 @@
-"""Prepare tensors for NPU kernels, which need whole fractals of a head dimension and sequences of
-one length.
-"""
+"""Prepare tensors for NPU kernels, which need whole fractals of a head dimension and sequences of one length."""
 
 from __future__ import annotations
 
@@ -33,8 +31,7 @@ def attend_packed(
     kind: Callable[[int, int], Hashable],
     attend: Callable[[Tensor, Tensor, Tensor, list[int]], tuple[Tensor, Tensor]],
 ) -> tuple[Tensor, Tensor]:
-    """Attend within packed sequences (T, H, D), each padded to the longest of those that share its
-    launch.
+    """Attend within packed sequences (T, H, D), each padded to the longest of those that share its launch.
 
     Parameters
     ----------

@@ -1,5 +1,4 @@
-"""Call the vendor's fused attention in its high-precision mode, behind the signature of pasa's
-kernels.
+"""Call the vendor's fused attention in its high-precision mode, behind the signature of pasa's kernels.
 
 `torch_npu.npu_fused_infer_attention_score` is not PASA. Nowhere is it documented that its scores
 never overflow, so its results carry no guarantee. Written from its documentation (op-plugin,
@@ -67,9 +66,7 @@ def attention_varlen(
     options: AttentionOptions,
     diagnose: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attend as `reference.attention_varlen`, without the guarantee; sequences of equal lengths
-    share a launch.
-    """
+    """Attend as `reference.attention_varlen`, without the guarantee; sequences of equal lengths share a launch."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, keys: list[int]) -> tuple[Tensor, Tensor]:
         return _fused(q, k, v, is_causal, scale)

@@ -23,8 +23,7 @@ __all__ = ["ACCUMULATES", "OVERFLOWS", "PRECISIONS", "RECOVERIES", "SOFTMAXES", 
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """Hold and validate what an operator call needs beside its tensors; `pasa.PasaConfig` documents
-    the values.
+    """Hold and validate what an operator call needs beside its tensors; `pasa.PasaConfig` documents the values.
 
     Raises
     ------
@@ -61,9 +60,7 @@ class AttentionOptions:
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """Return the values in the operator's order; `dataclasses.asdict` would copy each, which
-        takes 5 us.
-        """
+        """Return the values in the operator's order; `dataclasses.asdict` would copy each, which takes 5 us."""
         return (
             self.precision,
             self.recovery,

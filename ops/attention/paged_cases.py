@@ -1,6 +1,4 @@
-"""List the cases for which the paged kernels are compiled without a device, in the form of
-compile_cases.py.
-"""
+"""List the cases for which the paged kernels are compiled without a device, in the form of compile_cases.py."""
 
 from pasa.ops.attention.compile_cases import Case, _case, _on, _sizes
 from pasa.ops.attention.paged_anchor_kernel import decode_anchored_paged_kernel

@@ -1,6 +1,4 @@
-"""Launch decoding from a paged cache; nothing is read back, as sizes come from shapes and from the
-caller's bounds.
-"""
+"""Launch decoding from a paged cache; nothing is read back, as sizes come from shapes and from the caller's bounds."""
 
 from __future__ import annotations
 
@@ -98,8 +96,7 @@ def paged_attention(
 
 @dataclass(frozen=True)
 class Queries:
-    """Cut packed queries into tiles of a few rows; the missing rows of a tile repeat its sequence's
-    last query.
+    """Cut packed queries into tiles of a few rows; the missing rows of a tile repeat its sequence's last query.
 
     Attributes
     ----------
@@ -154,9 +151,7 @@ class Queries:
 
 
 def _decode(call: Call, pages: Pages) -> tuple[Tensor, Tensor]:
-    """Attend from tiles of queries (tiles, Hq, rows, D): split the keys, repeat some splits in an
-    exact pass, then merge.
-    """
+    """Attend from tiles of queries (tiles, Hq, rows, D): split the keys, repeat some splits exactly, then merge."""
     rows, dim = call.q.shape[2:]
     here, pad = architecture(call.q.device), pad_dim(dim)
     lane = keys_of_a_lane(here, pad)
@@ -219,9 +214,7 @@ def _lanes(call: Call, pages: Pages, splits: Splits, block_n: int, anchored: boo
 
 
 def _anchored(call: Call, pages: Pages, splits: Splits, anchors: Tensor, block_n: int, exact: bool) -> None:
-    """Run one pass of the lanes with the anchors of pages; `exact` repeats what the previous pass
-    gave up.
-    """
+    """Run one pass of the lanes with the anchors of pages; `exact` repeats what the previous pass gave up."""
     device, programs = call.q.device, splits.count // LANES
     work = call.q.shape[0] * call.k.shape[1] * programs
     offsets = torch.empty(work * TURNS.value * LANES * 16, dtype=torch.float64, device=device)
@@ -238,9 +231,7 @@ def _anchored(call: Call, pages: Pages, splits: Splits, anchors: Tensor, block_n
 
 
 def anchored_stages(architecture: str) -> int:
-    """Return the stages of the pass with anchors of pages: 7 take 104 KiB of shared memory, but
-    sm_89 has 99.
-    """
+    """Return the stages of the pass with anchors of pages: 7 take 104 KiB of shared memory, but sm_89 has 99."""
     return 5 if architecture == "sm_89" else 9
 
 

@@ -21,9 +21,7 @@ from pasa.ops.triton_launch import launch
 
 
 class Constants(NamedTuple):
-    """Hold the diagonal and off-diagonal entries of M, the second without its sign, and the
-    invariance.
-    """
+    """Hold the diagonal and off-diagonal entries of M, the second without its sign, and the invariance."""
 
     diagonal: float
     off_diagonal: float
@@ -62,8 +60,7 @@ def paper_attention(call: Call, packing: Packing | None, options: AttentionOptio
 
 
 def whole_packed_blocks(k: Tensor, block: int, packing: Packing) -> Tensor:
-    """Apply `whole_blocks` to every packed sequence (T, H, D), without asking the device for a
-    number.
+    """Apply `whole_blocks` to every packed sequence (T, H, D), without asking the device for a number.
 
     A sequence begins at block `packing.first` of the result, which may end with blocks of zeros.
     """

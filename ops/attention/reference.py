@@ -1,9 +1,8 @@
 """Reference attention: the specification of the operator, on a model of the NPU's arithmetic.
 
-A GEMM accumulates in FP32 and is rounded once, when it is stored. Every value kept in FP16 is
-rounded when it is computed. All query rows are processed at once, and key blocks one after another.
-This changes no number, because query tiles only decide which rows are rescued together. Equation
-and line numbers are those of arXiv:2503.01873.
+A GEMM accumulates in FP32 and is rounded once, when it is stored. Every value kept in FP16 is rounded when it is
+computed. All query rows are processed at once, and key blocks one after another. This changes no number, because
+query tiles only decide which rows are rescued together. Equation and line numbers are those of arXiv:2503.01873.
 """
 
 from __future__ import annotations
@@ -29,11 +28,8 @@ from pasa.ops.paging import attend_gathered
 
 FP16, FP32 = FORMATS["fp16"], FORMATS["fp32"]
 SILENCE = """to silence: warnings.filterwarnings("ignore", "softmax='unbiased_paper'", UserWarning)"""
-# In nats: a key this far below the log-sum-exp weighs 2^-11, as much as rounding to FP16 changes an
-# output.
-NOTICED = -11 * math.log(2)
-# Output formats that unbiased rounding rounds to directly, because rounding FP16 again to BF16
-# would bring back a bias.
+NOTICED = -11 * math.log(2)  # nats: such keys weigh 2^-11, FP16's rounding
+# What unbiased rounding rounds to directly: rounding FP16 again to BF16 would bring back a bias.
 ROUNDS_ONCE = {torch.bfloat16: FORMATS["bf16"]}
 
 
@@ -77,10 +73,10 @@ def attention(
 
     Notes
     -----
-    A key that no query of its batch entry may see is treated as absent, so it enters no mean. A NaN
-    or infinity in a key turns the rows that see the key to NaN. In a value it affects its column of
-    those rows, in a query the query's row. softmax="unbiased_paper" warns of rows whose largest
-    weights underflow. Where all weights do, the output is NaN.
+    A key that no query of its batch entry may see is ignored, so it enters no mean. A NaN or infinity in a key turns
+    the rows that see it to NaN, one in a value its column of those rows, one in a query its row.
+    softmax="unbiased_paper" warns of rows whose largest weights underflow; if all weights of a row do, its output is
+    NaN.
     """
     if attn_mask is not None:
         attn_mask = fitting_mask(attn_mask, scale)
@@ -111,8 +107,7 @@ def attention_varlen(
     options: AttentionOptions,
     diagnose: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attend within packed sequences (T, H, D): each one sees only itself, as `attention` computes
-    it.
+    """Attend within packed sequences (T, H, D): each one sees only itself, as `attention` computes it.
 
     A sequence without keys gives 0 and LSE -inf. Counts of all sequences are joined, (1, Hq, 6).
 
@@ -151,12 +146,10 @@ def attention_paged(
     options: AttentionOptions,
     diagnose: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attend from queries (T, Hq, D) to caches (pages, slots, Hkv, D), by `attention_varlen` on the
-    gathered keys.
+    """Attend from queries (T, Hq, D) to caches (pages, slots, Hkv, D), by `attention_varlen` on the gathered keys.
 
-    Without `cu_seqlens_q` every sequence has one query. Queries behind the last of `cu_seqlens_q`
-    are padding and give 0 and LSE -inf. The maximum lengths and the anchors do not affect the
-    result here.
+    Without `cu_seqlens_q` every sequence has one query. Queries behind the last of `cu_seqlens_q` are padding and
+    give 0 and LSE -inf. The maximum lengths and the anchors do not affect the result here.
     """
     attend = partial(attention_varlen, is_causal=is_causal, scale=scale, options=options, diagnose=diagnose)
     return attend_gathered(attend, q, (k_cache, v_cache), block_table, seq_lens, cu_seqlens_q)
@@ -172,9 +165,7 @@ def _without_hidden_keys(
     diagnose: bool,
     hidden: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Process one batch entry at a time, without the keys that none of its queries may see
-    (padding, empty cache slots).
-    """
+    """Process one batch entry at a time, without keys hidden from all its queries (padding, empty cache slots)."""
     parts = []
     for b, gone in enumerate(hidden):
         if bool(gone.all()):
@@ -200,9 +191,7 @@ def _blocks(
     diagnose: bool,
     target: Format,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Loop over key blocks for q (B, Hkv, G, Sq, D); returns out, lse (B, Hkv, G, Sq, ...) and
-    counts.
-    """
+    """Loop over key blocks for q (B, Hkv, G, Sq, D); returns out, lse (B, Hkv, G, Sq, ...) and counts."""
     model = score_model(options, q, k, scale)
     softmax = OnlineSoftmax(q, options, target)
     counts = ScoreCounts(q.shape[0], q.shape[1] * q.shape[2], q.device) if diagnose else None
@@ -224,13 +213,12 @@ def _blocks(
 
 
 class OnlineSoftmax:
-    """Accumulate running maximum m, row sum l and output O over key blocks (Algorithm 1, lines 12
-    and 16 to 22).
+    """Accumulate running maximum m, row sum l and output O over key blocks (Algorithm 1, lines 12 and 16 to 22).
 
-    P is taken relative to the maximum of its own block, as in Algorithm 1, so it never waits for
-    the previous block. Under the published rule for repeated maxima it is relative to the running
-    maximum, as in line 10 of that algorithm. With FP16 accumulation, `exact` keeps m and l in FP32
-    and O normalised, so every O is a mean of values and within range.
+    P is taken relative to the maximum of its own block, as in Algorithm 1, so it never waits for the previous block.
+    Under the published rule for repeated maxima it is relative to the running maximum, as in line 10 of that
+    algorithm. With FP16 accumulation, `exact` keeps m and l in FP32 and O normalised, so every O is a mean of values
+    and within range.
     """
 
     def __init__(self, q: Tensor, options: AttentionOptions, target: Format) -> None:
@@ -240,12 +228,9 @@ class OnlineSoftmax:
         self.rows: Format = FP16 if low and not exact else FP32
         self.normalised = low and exact
         self.rule, self.target = options.softmax, target
-        # L sums the rounded weights that multiply V, so that V = 1 gives 1 and O stays a mean of
-        # values.
-        self.exact = exact
-        # A mean fits wherever its values do. But the sums above and below the fraction bar are
-        # rounded separately, and a few thousand roundings may carry 65504 past 65520, where
-        # infinity begins.
+        self.exact = exact  # l sums the rounded weights, so that V = 1 gives 1 and O stays a mean of values
+        # A mean fits wherever its values do. But the sums above and below the fraction bar are rounded separately,
+        # and a few thousand roundings may carry 65504 past 65520, where infinity begins.
         self.stored: Overflow = "saturate" if exact else options.overflow
         self.maximum = q.new_full((*q.shape[:-1], 1), -torch.inf)
         self.sum = torch.zeros_like(self.maximum)
@@ -258,20 +243,17 @@ class OnlineSoftmax:
     def _output(self, x: Tensor, target: Format) -> Tensor:
         """Round a value of the output by the rule in use."""
         rounded: Tensor = (round_unbiased if self.rule == "unbiased" else round_to)(x, target, overflow=self.stored)
-        # 0 / 0 must stay NaN: saturation would give 0.
+        # 0 / 0 stays NaN; saturation gives 0.
         return rounded.masked_fill(torch.isnan(x), torch.nan) if self.exact else rounded
 
     def add(self, tile: Tile, block: Block, v: Tensor, frame: Tensor | float = 0.0) -> None:
-        """Add one tile and its values (B, Hkv, n, D); `frame` is the frame of the true scores, for
-        the published rule.
-        """
+        """Add one tile and its values (B, Hkv, n, D); the published rule needs the `frame` of the true scores."""
         old = slice(block.rows_before, None)
         unseen = self.maximum[..., old, :] == -torch.inf  # -inf here must not saturate
         carried = self._row(self.maximum[..., old, :] + tile.carry).masked_fill(unseen, -torch.inf)
         scores, alive = _masked(tile, block)
         top = scores.amax(-1, keepdim=True)
-        # Without an alive row, all its scores lie further below its maximum than FP16 reaches, so
-        # their weights are 0.
+        # A row without one: all its scores are too far below its maximum for FP16, so their weights are 0.
         if self.exact:
             alive = top > -torch.inf
         if alive is not None:
@@ -296,9 +278,7 @@ class OnlineSoftmax:
         self._add_output(old, rounded, row_sum, keep, new, before, v)
 
     def _shift(self, scores: Tensor, top: Tensor, tile: Tile, carried: Tensor, frame: Tensor | float) -> Tensor | float:
-        """Return what the rule adds to the maximum of rows that repeat it, in this block or
-        together with earlier ones.
-        """
+        """Return what the rule adds to the maximum of rows that repeat it, in this block or across blocks."""
         if self.rule == "unbiased_paper":
             return torch.maximum(published_shift(scores, top, tile.offset + frame), carried - tile.offset - top)
         if self.rows is FP32:
@@ -314,8 +294,8 @@ class OnlineSoftmax:
             product = self._row(_times_values(weights, v))
             self.out[..., old, :] = self._row(self._row(keep * out) + self._row(new * product))
             return
-        # P / l' rounded towards zero sums to at most 1, so P V fits wherever V does. The sum of the
-        # rounded shares replaces l'.
+        # P / l' rounded towards zero sums to at most 1, so P V fits wherever V does. The sum of the rounded shares
+        # replaces l'.
         shares = round_to(weights / row_sum.clamp(min=1.0), FP16, rounding="toward_zero")
         product = self._output(_times_values(shares, v), FP16)
         gained = new * row_sum
@@ -325,16 +305,12 @@ class OnlineSoftmax:
         self.out[..., old, :] = self._output(mixed, FP16)
 
     def _factor(self, exponent: Tensor, exists: Tensor | None) -> Tensor:
-        """Return exp of the exponent, and 0 where nothing is to be scaled: no earlier block (trap
-        of line 4), no visible key.
-        """
+        """Return exp, and 0 where nothing is scaled: no earlier block (trap of line 4), no visible key."""
         factor = self._row(torch.exp(self._row(exponent)))
         return factor if exists is None else factor.where(exists, 0.0)
 
     def _sum(self, x: Tensor) -> Tensor:
-        """Sum each row in FP32, as the cube does, or by the FP16 vector unit's binary tree, rounded
-        at every step.
-        """
+        """Sum each row in FP32, as the cube does, or by the FP16 vector unit's binary tree, rounded at every step."""
         if self.rows is FP32:
             return x.sum(-1, keepdim=True)
         x = torch.nn.functional.pad(x, (0, (1 << (x.shape[-1] - 1).bit_length()) - x.shape[-1]))
@@ -343,9 +319,7 @@ class OnlineSoftmax:
         return x
 
     def finish(self, frame: Tensor | float) -> tuple[Tensor, Tensor]:
-        """Return the rounded output, and the log-sum-exp in the true frame; 0 and -inf for rows
-        without a key.
-        """
+        """Return the rounded output, and the log-sum-exp in the true frame; 0 and -inf for rows without a key."""
         empty = (self.sum == 0) & (self.maximum == -torch.inf)
         divisor = self.sum.where(~empty, 1.0)
         out = self.out if self.normalised else self._output(self.out / divisor, self.target)
@@ -363,9 +337,7 @@ def _times_values(weights: Tensor, v: Tensor) -> Tensor:
 
 
 def _masked(tile: Tile, block: Block) -> tuple[Tensor, Tensor | None]:
-    """Return the scores with bias and mask applied, and which rows (..., R, 1) see a key of the
-    block (None: all).
-    """
+    """Return the scores with bias and mask applied, and which rows (..., R, 1) see a key of the block (None: all)."""
     scores = tile.scores if block.bias is None else tile.scores + block.bias
     if block.visible is None:
         return scores, None

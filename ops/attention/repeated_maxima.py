@@ -22,16 +22,13 @@ SMALLEST, SPREAD = 0.2, 0.4
 
 
 def repeats(scores: Tensor, top: Tensor, epsilon: float = EPSILON) -> Tensor:
-    """Return which rows (..., 1) of `scores` (..., n) have more than one within `epsilon` of their
-    maximum `top` (..., 1).
-    """
+    """Return which rows (..., 1) of `scores` (..., n) have several within `epsilon` of their maximum `top` (..., 1)."""
     return (top - scores <= epsilon).sum(-1, keepdim=True) > 1
 
 
 def published_shift(scores: Tensor, top: Tensor, frame: Tensor | float = 0.0, *, beta: float = BETA,
                     epsilon: float = EPSILON) -> Tensor:  # fmt: skip
-    """Return what version 2 of the paper adds to the maximum (section 4.1, Algorithm 3, lines 7 to
-    9).
+    """Return what version 2 of the paper adds to the maximum (section 4.1, Algorithm 3, lines 7 to 9).
 
     With r = top + frame the true maximum: (beta - 1) r where r > 0 repeats, -r where r < 0 repeats, else 0. The largest
     weight is then exp(-(beta - 1) r) or exp(r), which is 0 in FP16 from |r| = 17.4 on, and in FP32 from 104.
@@ -51,8 +48,7 @@ def published_shift(scores: Tensor, top: Tensor, frame: Tensor | float = 0.0, *,
 
 
 def bounded_shift(tied: Tensor, top: Tensor) -> Tensor:
-    """Return 0.2 to 0.6 nats where `tied`, picked by the bits of the maximum `top` (..., 1), and 0
-    elsewhere.
+    """Return 0.2 to 0.6 nats where `tied`, picked by the bits of the maximum `top` (..., 1), and 0 elsewhere.
 
     A constant would put the same rounding error on every such row, which is the same bias again
     (appendix C of the paper). The shift never underflows a weight, whatever the maximum, and a

@@ -109,18 +109,14 @@ class ScoreModel(Protocol):
 
 
 def score_model(options: AttentionOptions, q: Tensor, k: Tensor, scale: float) -> ScoreModel:
-    """Return the model that `options` selects for queries (B, Hkv, G, Sq, D) and keys (B, Hkv, Skv,
-    D).
-    """
+    """Return the model that `options` selects for queries (B, Hkv, G, Sq, D) and keys (B, Hkv, Skv, D)."""
     if options.precision != "pasa":
         return FlashScores(options, k, scale)
     return PaperScores(options, k, scale) if options.recovery == "paper" else ExactScores(options, scale)
 
 
 def matmul_rows(q: Tensor, k: Tensor) -> Tensor:
-    """Return q k^T, (B, Hkv, G, R, n), for queries (B, Hkv, G, R, D) and keys (B, Hkv, n, D),
-    accumulated in FP32.
-    """
+    """Return q k^T, (B, Hkv, G, R, n), for queries (B, Hkv, G, R, D) and keys (B, Hkv, n, D), accumulated in FP32."""
     rows: Tensor = (q.flatten(2, 3) @ k.mT).unflatten(2, q.shape[2:4])
     return rows
 
@@ -133,9 +129,7 @@ class FlashScores:
         self.key_mean = k.mean(-2, keepdim=True) if self.precision == "smooth_k" else None
 
     def tile(self, block: Block) -> Tile:
-        """Compute S = Q K^T, stored in FP32 (`fp32`) or FP16, and scaled after the store unless
-        `prescaled`.
-        """
+        """Compute S = Q K^T, stored in FP32 (`fp32`) or FP16, and scaled after the store unless `prescaled`."""
         q, k, scale = block.q, block.k, self.scale
         if self.precision == "prescaled":
             q, scale = round_to(q * scale, FP16, overflow=self.overflow), 1.0
@@ -148,17 +142,14 @@ class FlashScores:
         return Tile(stored, round_to(scores, FP16, overflow=self.overflow) if self.precision == "fp16" else scores)
 
     def frame(self, q: Tensor) -> Tensor | float:
-        """Return the frame; only `smooth_k` shifts the scores, by q . mean(K), the same for every
-        key.
-        """
+        """Return the frame; only `smooth_k` shifts the scores, by q . mean(K), the same for every key."""
         if self.key_mean is None:
             return 0.0
         return matmul_rows(q, self.key_mean) * self.scale
 
 
 class PaperScores:
-    """Model PASA as published: S' = Q K'^T in FP16, and the global recovery of Algorithm 1, lines
-    13 to 17.
+    """Model PASA as published: S' = Q K'^T in FP16, and the global recovery of Algorithm 1, lines 13 to 17.
 
     Where the paper leaves something open, this follows its authors' script. A ragged block is
     filled as in `whole_blocks`. F_j is s / j + F_{j-1} (j-1) / j, which stays between the two
@@ -183,9 +174,7 @@ class PaperScores:
         return float(self._round(torch.tensor(x, dtype=torch.float64)))
 
     def tile(self, block: Block) -> Tile:
-        """Return S', and the correction terms that carry its maximum into the moving frame F_j (Eq.
-        14, 15).
-        """
+        """Return S', and the correction terms that carry its maximum into the moving frame F_j (Eq. 14, 15)."""
         start = block.index * self.block
         keys = shift_paper(self.keys[:, :, start : start + self.block], self.matrix, self.overflow)
         whole = round_to(matmul_rows(block.q, keys), FP16, overflow=self.overflow)
@@ -228,8 +217,7 @@ def paper_beta(beta: float | None, n: int, scale: float) -> tuple[float, float]:
 
 
 class ExactScores:
-    """Model the exact recovery: anchored keys, FP32 block offsets, and a row reference subtracted
-    before the rounding.
+    """Model the exact recovery: anchored keys, FP32 block offsets, and a row reference subtracted before the rounding.
 
     With K' = (K - a_j) u exact, the true score of key k in block j is q.k'/u + q.a_j. Scores are
     relative to a frame f_j that starts as the first block's anchor. So a bias that all blocks share
@@ -250,9 +238,7 @@ class ExactScores:
         self.framed: Tensor | None = None  # q.f_j for each row's last block
 
     def tile(self, block: Block) -> Tile:
-        """Return referenced scores in FP16; rows of a tile that exceeds its reference too far keep
-        FP32.
-        """
+        """Return referenced scores in FP16; rows of a tile that exceeds its reference too far keep FP32."""
         keys = shift_exact(block.k, self.unit)
         unit = keys.unit.unsqueeze(2)
         carry, anchor = self._move_frame(block, keys.anchor)
@@ -286,8 +272,7 @@ class ExactScores:
         return matmul_rows(block.q, before - self.anchor) * self.scale, self.anchor
 
     def _rescued(self, block: Block, narrow: Tensor, raised: Tensor, scale: Tensor) -> Tensor:
-        """Return the rows (whole tiles of block_q) whose largest visible score is too far from the
-        reference for FP16.
+        """Return the rows (whole tiles of block_q) whose largest visible score is too far from the reference for FP16.
 
         `raised` is how far the clamp put the reference above the running maximum. `scale` is the
         nats in a unit of the tile.
@@ -313,8 +298,7 @@ class ExactScores:
 
 
 def next_frame(frame: Tensor, anchor: Tensor) -> Tensor:
-    """Return the frame from a block with this anchor on: 0 where they are further apart than the
-    smaller is from 0.
+    """Return the frame from a block with this anchor on: 0 where they are further apart than the smaller is from 0.
 
     So anchor - frame is an FP16 number (Sterbenz), and no longer than the anchor.
     """
@@ -322,17 +306,13 @@ def next_frame(frame: Tensor, anchor: Tensor) -> Tensor:
 
 
 def two_terms(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Split x into high + low FP16 numbers: 22 bits, and a range of 131008, beyond which x is
-    clamped.
-    """
+    """Split x into high + low FP16 numbers: 22 bits, and a range of 131008, beyond which x is clamped."""
     high = round_to(x, FP16, overflow="saturate")
     return high, round_to(x - high, FP16, overflow="saturate")
 
 
 def tiles_with(rows: Tensor, rows_before: int, block_q: int) -> Tensor:
-    """Return which tiles of block_q rows hold a marked row: (..., R, 1) to (..., tiles); tiles
-    start at row 0.
-    """
+    """Return which tiles of block_q rows hold a marked row: (..., R, 1) to (..., tiles); tiles start at row 0."""
     margin = (rows_before % block_q, -(rows_before + rows.shape[-2]) % block_q)
     tiles: Tensor = torch.nn.functional.pad(rows.squeeze(-1), margin).unflatten(-1, (-1, block_q))
     return tiles.any(-1)

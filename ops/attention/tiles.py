@@ -1,5 +1,4 @@
-"""Tile sizes of the Triton kernels: a small table for each architecture, and the choice among its
-rows.
+"""Tile sizes of the Triton kernels: a small table for each architecture, and the choice among its rows.
 
 How the rows were found: a CTA keeps BLOCK_M rows of Q, and `num_stages` tiles of K and V of BLOCK_N
 rows, in shared memory. O, S and P are in registers, 255 for each thread. Two CTAs that fit side by
@@ -64,9 +63,7 @@ TABLE: dict[str, dict[int, tuple[Tile, ...]]] = {
 
 
 def candidates(architecture: str, pad: int, block_k: int, rows: int) -> tuple[Tile, ...]:
-    """Return the tiles for a padded head dimension, cut to divide the anchor block and to be little
-    taller than `rows`.
-    """
+    """Return the tiles for a padded head dimension, cut to divide the anchor block and to fit a call of `rows`."""
     by_dim = TABLE[architecture]
     tiles = by_dim[min(d for d in by_dim if d >= pad)]
     most = max(16, 1 << (rows - 1).bit_length())
@@ -106,9 +103,7 @@ def architecture_of(device_type: str, capability: tuple[int, int] | None) -> str
 
 
 def paper_tile(device: torch.device, pad: int, block_k: int) -> Tile:
-    """Return the tile of the published algorithm, whose keys are one whole block of the shifting
-    matrix.
-    """
+    """Return the tile of the published algorithm, whose keys are one whole block of the shifting matrix."""
     architecture = _architecture(device)
     if architecture == "ascend":
         return Tile(64 if pad <= 128 else 32, block_k, 1, 1)

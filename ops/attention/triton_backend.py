@@ -53,11 +53,10 @@ def attention(
     options: AttentionOptions,
     diagnose: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attend as `reference.attention` does, but exact score tiles always stay in FP32 (see
-    triton_kernel.py).
+    """Attend as `reference.attention` does, but exact score tiles always stay in FP32 (see triton_kernel.py).
 
-    So accumulate="fp16" changes the published recovery alone. On Hopper, hopper_kernel.py serves
-    the calls that it can.
+    So accumulate="fp16" changes the published recovery alone. On Hopper, hopper_kernel.py serves the calls that it
+    can.
     """
     with on_device(q):
         dropped = dropped_bits(options.softmax, q.dtype)
@@ -83,9 +82,7 @@ def attention_varlen(
     options: AttentionOptions,
     diagnose: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attend as `reference.attention_varlen`; lengths are checked on the host, unless a CUDA graph
-    is being captured.
-    """
+    """Attend as `reference.attention_varlen`; lengths are checked on the host unless a graph is being captured."""
     if not capturing(q):
         edges(cu_seqlens_q, "q", q)
         edges(cu_seqlens_k, "k", k)
@@ -111,12 +108,10 @@ def attention_paged(
     options: AttentionOptions,
     diagnose: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attend as `reference.attention_paged`, without waiting for a GPU; caches of other dtypes
-    become FP16 when read.
+    """Attend as `reference.attention_paged`, without waiting for a GPU; caches of other dtypes become FP16 when read.
 
-    Anchors are used for single queries of up to 16 heads that share a key head, head dimensions up
-    to 128, and pages of a multiple of 16 slots. On an NPU, pages are gathered first for the packed
-    kernel, and lengths are read back.
+    Anchors are used for single queries of up to 16 heads that share a key head, head dimensions up to 128, and pages
+    of a multiple of 16 slots. On an NPU, pages are gathered first for the packed kernel, and lengths are read back.
     """
     if q.device.type == "npu":
         attend = partial(attention_varlen, is_causal=is_causal, scale=scale, options=options, diagnose=diagnose)
@@ -153,9 +148,7 @@ def attention_backward(
 
 
 def on_device(x: Tensor) -> AbstractContextManager[object]:
-    """Return a context in which the current device is that of x, because Triton launches on the
-    current device.
-    """
+    """Return a context in which the current device is that of x, because Triton launches on the current device."""
     if not x.is_cuda or x.device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(x.device)
@@ -217,9 +210,7 @@ def _no_counts(device: torch.device) -> Tensor:
 
 
 def portable_attention(call: Call, options: AttentionOptions) -> tuple[Tensor, Tensor]:
-    """Run the kernels that go through all keys: exact recovery, published recovery, or plain flash
-    attention.
-    """
+    """Run the kernels that go through all keys: exact recovery, published recovery, or plain flash attention."""
     if call.dropped and call.q.device.type == "npu":
         return rounded_after(call, options)
     packing = None
@@ -240,8 +231,8 @@ def portable_attention(call: Call, options: AttentionOptions) -> tuple[Tensor, T
         tile = fit_ascend(tiles[0], call.mask_kind, call.is_causal)
         Pass(call, keys, found, packing, options.block_k, out, lse, shift="before").run(tile)
         return out, lse
-    # The second pass reads one mark per query tile of the first, so it must keep block_m. Its keys
-    # pass through registers, so it has one stage.
+    # The second pass reads one mark per query tile of the first, so it must keep block_m. Its keys pass through
+    # registers, so it has one stage.
     listed, visible = None, None
     if call.mask is not None:  # its tiles are sorted once, for both passes
         tall, wide = tiles[0].block_m, min(tiles[0].block_n, CAREFUL_KEYS)
@@ -344,9 +335,7 @@ class Pass:
 
 
 def _describable(*tensors: Tensor) -> bool:
-    """Return whether tensor descriptors can describe these: rows aligned to 16 bytes, no dimension
-    repeated by stride 0.
-    """
+    """Return whether tensor descriptors can describe these: rows aligned to 16 bytes, no stride of 0."""
     return all(x.data_ptr() % 16 == 0 and all(s > 0 and s % 8 == 0 for s in x.stride()[:-1]) for x in tensors)
 
 

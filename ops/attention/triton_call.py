@@ -96,9 +96,7 @@ class Call:
 
 
 def dropped_bits(softmax: str, dtype: torch.dtype) -> int:
-    """Return `Call.dropped` for queries of a dtype; rows that end as BF16 are rounded to BF16
-    directly.
-    """
+    """Return `Call.dropped` for queries of a dtype; rows that end as BF16 are rounded to BF16 directly."""
     if softmax != "unbiased":
         return 0
     target = get_format(dtype if dtype == torch.bfloat16 else torch.float16)
@@ -134,9 +132,7 @@ def visible_keys(call: Call) -> Tensor | None:
 def work_of(
     call: Call, block_m: int, packing: Packing | None, unused: Tensor
 ) -> tuple[int, int, tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Return the number of tiles of query rows, the units of work, and the tables that packed
-    sequences need.
-    """
+    """Return the number of tiles of query rows, the units of work, and the tables that packed sequences need."""
     heads = call.q.shape[1]
     if call.cu_q is None or packing is None:
         tiles = -(-call.q.shape[2] // block_m)

@@ -1,6 +1,4 @@
-"""Choose among a few tiles by timing, once for each device, kernel variant and size class, and keep
-the choice on disk.
-"""
+"""Choose among a few tiles by timing, once for each device, kernel variant and size class; keep it on disk."""
 
 from __future__ import annotations
 
@@ -78,9 +76,7 @@ def _read() -> dict[str, str]:
 
 
 def _write(key: str, choice: str) -> None:
-    """Replace the file in one step, so that no reader sees half of it; a read-only home only costs
-    repeated timing.
-    """
+    """Replace the file in one step, so that no reader sees half of it; a read-only home only costs repeated timing."""
     try:
         _file().parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=_file().parent, delete=False, encoding="utf-8") as draft:

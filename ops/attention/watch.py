@@ -22,9 +22,7 @@ FIELDS = ("rows", "repeated", "runaway", "scores", "saturated")
 
 
 def sample(walked: int, rows: int) -> range:
-    """Return which of a call's B Hq Sq query rows to sample, after `walked` earlier rows; most
-    short calls have none.
-    """
+    """Return which of a call's B Hq Sq rows to sample, after `walked` earlier rows; most short calls have none."""
     return range((STRIDE // 2 - walked) % STRIDE, rows, STRIDE)
 
 

@@ -53,7 +53,5 @@ def count(
 
 
 def _share(keys: int, programs: int) -> int:
-    """Return the keys of each program when `programs` programs share all keys: a multiple of the
-    first block's size.
-    """
+    """Return the keys of each program when `programs` programs share all keys: a multiple of the first block's size."""
     return max(LEAST_SHARE, -(-keys // (programs * FIRST_BLOCK)) * FIRST_BLOCK)

@@ -72,8 +72,7 @@ def round_unbiased(x: Tensor, fmt: str | Format | torch.dtype, overflow: Overflo
 
 
 def is_structured(x: Tensor, fmt: str | Format | torch.dtype, columns: int = COLUMNS) -> Tensor:
-    """Return which rows (..., 1) of `x` (..., D) have dropped bits that follow the pattern of
-    repeated maxima.
+    """Return which rows (..., 1) of `x` (..., D) have dropped bits that follow the pattern of repeated maxima.
 
     Let f be the dropped fraction of a spacing. The signs of square waves sin and cos of f with
     periods 1/4 and 1/8 are random for a random row. If the signs of one wave deviate by more than
@@ -109,8 +108,7 @@ def _bits(x: Tensor) -> Tensor:
 
 
 def round_drawn(x: Tensor, fmt: str | Format | torch.dtype, overflow: Overflow = "inf") -> Tensor:
-    """Round up with a probability equal to the dropped fraction: add random bits below one spacing,
-    then truncate.
+    """Round up with a probability equal to the dropped fraction: add random bits below one spacing, then truncate.
 
     Subnormals, and values beyond the largest of the format, are rounded to nearest.
     """
@@ -138,8 +136,7 @@ def lots(bits: Tensor) -> Tensor:
 
 
 def drawn_by(word: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the factor (15 bits) and start (24 bits, the low 8 are 0) of a row whose numbers add
-    up to `word`.
+    """Return the factor (15 bits) and start (24 bits, the low 8 are 0) of a row whose numbers add up to `word`.
 
     This is a hash whose products and sums all stay below 2^31. Each round multiplies the low 15
     bits and squares the rest.

@@ -1,5 +1,4 @@
-"""Describe the number formats of the modelled hardware in one table, and round to them with one
-routine.
+"""Describe the number formats of the modelled hardware in one table, and round to them with one routine.
 
 A rounding model is data: an experiment names a format, a rounding and an overflow mode, and `round_to` returns the
 rounded values in the dtype it was given, so that the caller keeps computing in FP32 or FP64.
@@ -68,15 +67,12 @@ class Format:
 
     @property
     def bias(self) -> int:
-        """Return what is added to the exponent before it is stored; 1 - bias is the exponent of
-        `min_normal`.
-        """
+        """Return what is added to the exponent before it is stored; 1 - bias is the exponent of `min_normal`."""
         return (1 << (self.exponent_bits - 1)) - 1
 
     @property
     def overflow_threshold(self) -> float:
-        """Return the magnitude beyond which rounding to nearest overflows: `max` plus half a
-        spacing.
+        """Return the magnitude beyond which rounding to nearest overflows: `max` plus half a spacing.
 
         The midpoint itself goes to the even neighbour: it overflows in the IEEE formats (65520 in FP16), whose `max`
         is odd, and stays finite in E4M3 (464), whose `max` is even.
@@ -235,8 +231,9 @@ def _round_magnitude(magnitude: Tensor, target: Format, rounding: str, generator
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
-    """Return 2**exponent in FP64 from its bits. It is exact, whereas exp2 may be off by an ulp and
-    ldexp goes through FP32.
+    """Return 2**exponent in FP64 from its bits, which is exact.
+
+    exp2 may be off by an ulp, and ldexp goes through FP32.
     """
     return ((exponent.long() + _FP64.bias) << _FP64.mantissa_bits).view(torch.float64)
 

@@ -1,5 +1,4 @@
-"""Build shifting matrices and their inverses, and find the beta that a rounded matrix has (PASA,
-2.2, 2.3, A-C).
+"""Build shifting matrices and their inverses, and find the beta that a rounded matrix has (PASA, 2.2, 2.3, A-C).
 
 M = scale (I - (beta/n) J) removes the share beta of the mean of each block of n keys. Rounding its two distinct
 entries changes beta. With M_r = scale (a I - b J) the rounded matrix, S' = S M_r and "mean" the row mean:
@@ -42,9 +41,7 @@ TABLE_3_STARTS = (0.9, 1 - 2**-4, 1 - 2**-5, 1 - 2**-6, 0.99, 0.999)
 
 
 class NoOptimalBetaError(ValueError):
-    """Signal that the rounded shifting matrix has no usable inverse: the format is too coarse for
-    beta, n and scale.
-    """
+    """Signal that the rounded shifting matrix has no usable inverse: the format is too coarse for beta, n and scale."""
 
 
 class OptimalBeta(NamedTuple):
@@ -158,8 +155,7 @@ def inverse_shifting_matrix(n: int, beta: float, *, scale: float = 1.0) -> Tenso
 
 
 def invariance(beta: float) -> float:
-    """Return the factor beta / (1 - beta) by which the shifted row mean restores the true one (Eq.
-    14).
+    """Return the factor beta / (1 - beta) by which the shifted row mean restores the true one (Eq. 14).
 
     Raises
     ------
@@ -171,8 +167,7 @@ def invariance(beta: float) -> float:
 
 
 def practical_invariance(beta: float, n: int, *, scale: float = 1.0, dtype: torch.dtype = torch.float16) -> float:
-    """Return the factor f(beta) that recovers the mean behind the rounded matrix (Eq. 20, 21;
-    derived above).
+    """Return the factor f(beta) that recovers the mean behind the rounded matrix (Eq. 20, 21; derived above).
 
     Parameters
     ----------
@@ -278,9 +273,7 @@ def _table_row(start: float, n: int, scale: float, dtype: torch.dtype) -> BetaRo
 
 @cache
 def _solve(beta0: float, n: int, scale: float, dtype: torch.dtype) -> OptimalBeta:
-    """Iterate beta <- f / (1 + f), which is the effective beta; cached, because ragged batches
-    repeat their sizes.
-    """
+    """Iterate beta <- f / (1 + f), which is the effective beta; cached, because ragged batches repeat their sizes."""
     where = f"from beta0={beta0!r} with n={n}, scale={scale!r}, {dtype}"
     beta = beta0
     for iteration in range(1, ITERATIONS_PER_KEY * n + 1):
@@ -296,9 +289,7 @@ def _solve(beta0: float, n: int, scale: float, dtype: torch.dtype) -> OptimalBet
 
 
 def _effective_beta(beta: float, n: int, scale: float, dtype: torch.dtype) -> float:
-    """Return 1 - rowsum(M_r) / scale, the beta of the unrounded matrix with the row sum of the
-    rounded one.
-    """
+    """Return 1 - rowsum(M_r) / scale, the beta of the unrounded matrix with the row sum of the rounded one."""
     diagonal, off_diagonal = _rounded_entries(n, beta, scale, dtype)
     return 1.0 - (diagonal - (n - 1) * off_diagonal) / scale
 

@@ -51,9 +51,7 @@ class RingCall:
         return Part(ALL, ALL, False) if self.early is None else visible_part(self.ring.rank, source, self.early)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, shift: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return output and LSE of one call; the LSE includes what the frame of its keys adds to
-        the scores.
-        """
+        """Return output and LSE of one call; the LSE includes what the frame of its keys adds to the scores."""
         arguments = (None, is_causal, self.scale, *self.arithmetic, False, self.backend)
         out, lse, _ = dispatch.call(library.attention, q, k, v, *arguments)
         return out, lse if shift is None else lse + frame_scores(q.detach(), shift, self.scale)

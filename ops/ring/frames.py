@@ -73,9 +73,7 @@ class Frames:
         return shifted
 
     def pieces(self, part: Part, source: int) -> Iterator[tuple[Part, Tensor | None]]:
-        """Yield the queries and keys of each operator call, with the frame of its keys (None for
-        0).
-        """
+        """Yield the queries and keys of each operator call, with the frame of its keys (None for 0)."""
         edges = self.edges[source]
         if len(edges) == 2:
             yield part, None if self.shifts is None else self.shifts[source][0]
@@ -118,8 +116,7 @@ def agree(q: Tensor, k: Tensor, lengths: tuple[int, ...], scale: float, ring: Ri
 
 
 def common_anchor(q: Tensor, k: Tensor, keys: int, ring: Ring) -> tuple[Tensor, Tensor]:
-    """Find what all ranks can subtract from their keys without rounding, and the largest |q| of
-    every column.
+    """Find what all ranks can subtract from their keys without rounding, and the largest |q| of every column.
 
     Parameters
     ----------
@@ -170,9 +167,7 @@ def cut_spans(k: Tensor, nats: Tensor) -> tuple[list[int], Tensor]:
     allowed = torch.clamp(2 * _reach(x - own, nats.unsqueeze(2)), min=REACH)
 
     def suited(frame: Tensor, first: int, stop: int) -> int:
-        """Return how many cells from `first` on the frame serves, up to the first that it does not
-        serve.
-        """
+        """Return how many cells from `first` on the frame serves, up to the first that it does not serve."""
         part = x[:, :, first:stop]
         exact = (shifts_exactly(_finite(part), frame) | ~part.isfinite()).all(-1).all(-1).all(0).all(0)
         near = (_reach(part - frame, nats.unsqueeze(2)) <= allowed[:, :, first:stop]).all(-1).all(0).all(0)

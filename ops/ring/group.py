@@ -68,15 +68,11 @@ class Ring:
             held = arrived()
 
     def hand_on(self, held: Tensor, length: int) -> Tensor:
-        """Send (..., S, D) to the next rank, and return what the previous rank sent: (..., length,
-        D).
-        """
+        """Send (..., S, D) to the next rank, and return what the previous rank sent: (..., length, D)."""
         return held if self.size == 1 else self._start(held, length)()
 
     def _start(self, held: Tensor, length: int) -> Callable[[], Tensor]:
-        """Start sending to the next rank and receiving from the previous one; calling the result
-        waits for the tensor.
-        """
+        """Start sending to the next rank and receiving from the previous one; the result waits for the tensor."""
         held = held.contiguous()
         coming = held.new_empty((*held.shape[:-2], length, held.shape[-1]))
         after, before = ((self.rank + way) % self.size for way in (1, -1))

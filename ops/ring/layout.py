@@ -26,8 +26,7 @@ class Part(NamedTuple):
 
 
 def chunk_edges(total: int, ranks: int) -> list[int]:
-    """Return where the 2 * ranks chunks begin and end; lengths differ by at most one, longer chunks
-    come first.
+    """Return where the 2 * ranks chunks begin and end; lengths differ by at most one, longer chunks come first.
 
     Raises
     ------
@@ -54,9 +53,7 @@ def lengths(total: int, ranks: int) -> tuple[tuple[int, int], ...]:
 
 
 def visible_part(rank: int, source: int, early: tuple[int, ...]) -> Part:
-    """Return which keys of `source` the queries of `rank` see under a causal mask; `early` has the
-    early chunks' lengths.
-    """
+    """Return which keys of `source` the queries of `rank` see under a causal mask; `early`: early chunks' lengths."""
     if source == rank:
         return Part(ALL, ALL, True)
     if source < rank:

@@ -17,9 +17,7 @@ def frame_scores(q: Tensor, shift: Tensor, scale: float) -> Tensor:
 
 
 def frame_gradient(of_lse: Tensor, shift: Tensor, scale: float) -> Tensor:
-    """Return what a frame adds to the gradient of q, scale * f times the gradient of the LSE: (B,
-    Hq, R, D), FP32.
-    """
+    """Return what a frame adds to the gradient of q, scale * f times the gradient of the LSE: (B, Hq, R, D), FP32."""
     rows = of_lse.unflatten(1, (shift.shape[1], -1)).unsqueeze(-1)
     gradient: Tensor = (rows * (scale * shift).float().unsqueeze(2)).flatten(1, 2)
     return gradient
@@ -47,9 +45,7 @@ class Merge:
         self.sum = torch.zeros_like(self.top, dtype=torch.float32)
 
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
-        """Add the result of a chunk: output (B, Hq, R, D), LSE (B, Hq, R). Each row must see some
-        key of the chunk.
-        """
+        """Add the result of a chunk: output (B, Hq, R, D), LSE (B, Hq, R). Each row must see some key of the chunk."""
         old = self.top[:, :, rows]
         top = torch.maximum(old, lse)
         keep, new = torch.exp(old - top).float(), torch.exp(lse - top).float()
@@ -58,7 +54,5 @@ class Merge:
         self.out[:, :, rows].mul_(keep.unsqueeze(-1)).addcmul_(out, new.unsqueeze(-1))
 
     def finish(self) -> tuple[Tensor, Tensor]:
-        """Return the output in FP32, and the LSE in the dtype in which LSEs were compared. Call it
-        once, at the end.
-        """
+        """Return the output in FP32, and the LSE in the dtype in which LSEs were compared. Call it once, at the end."""
         return self.out.div_(self.sum.unsqueeze(-1)), self.top + torch.log(self.sum)

@@ -17,8 +17,7 @@ FP16 = FORMATS["fp16"]
 
 
 class ShiftedBlock(NamedTuple):
-    """Hold the keys of one block in the exact variant: ``keys / unit + anchor`` equals the input
-    keys bit for bit.
+    """Hold the keys of one block in the exact variant: ``keys / unit + anchor`` equals the input keys bit for bit.
 
     Attributes
     ----------
@@ -40,8 +39,7 @@ class ShiftedBlock(NamedTuple):
 
 
 def whole_blocks(k: Tensor, block: int) -> Tensor:
-    """Fill a ragged last block by repeating the last keys in order; if there is no whole block,
-    with zeros.
+    """Fill a ragged last block by repeating the last keys in order; if there is no whole block, with zeros.
 
     The authors of the published algorithm do the same. Every block has one M, and the mean of a
     filled block includes the filling. No query sees the filling.
@@ -61,8 +59,7 @@ def whole_blocks(k: Tensor, block: int) -> Tensor:
 
 
 def shift_paper(k: Tensor, matrix: Tensor, overflow: Overflow) -> Tensor:
-    """Compute K'^T = K^T M as the cube does, with FP32 accumulation and one rounding to FP16 (Eq.
-    11).
+    """Compute K'^T = K^T M as the cube does, with FP32 accumulation and one rounding to FP16 (Eq. 11).
 
     Parameters
     ----------
@@ -75,8 +72,7 @@ def shift_paper(k: Tensor, matrix: Tensor, overflow: Overflow) -> Tensor:
 
 
 def shift_exact(k: Tensor, unit: float) -> ShiftedBlock:
-    """Subtract the block mean where that is exact for every key, and multiply by `unit` where that
-    is exact.
+    """Subtract the block mean where that is exact for every key, and multiply by `unit` where that is exact.
 
     A column's anchor lies on the grid of the largest |k| in the column, so a column whose keys
     share a bias loses no bit (Sterbenz). A column keeps anchor 0 where some key would be rounded,
@@ -101,17 +97,14 @@ def shift_exact(k: Tensor, unit: float) -> ShiftedBlock:
 
 
 def anchor_near(mean: Tensor, largest: Tensor) -> Tensor:
-    """Round means of columns to the grid that FP16 has at each column's largest |k|; the result is
-    FP16 numbers in FP32.
-    """
+    """Round means of columns to the grid that FP16 has at each column's largest |k|; FP16 numbers, in FP32."""
     exponent = torch.frexp(largest).exponent - 1  # largest |k| in [2^e, 2^(e+1))
     grid = torch.exp2((exponent - FP16.mantissa_bits).float()).clamp(min=FP16.min_subnormal)
     return torch.round(mean / grid) * grid
 
 
 def shifts_exactly(k: Tensor, anchor: Tensor) -> Tensor:
-    """Return where k - anchor is an FP16 number and nothing is lost, for FP32 tensors with finite
-    FP16 values.
+    """Return where k - anchor is an FP16 number and nothing is lost, for FP32 tensors with finite FP16 values.
 
     Adding the anchor back shows what FP32 lost in the difference: 2^-24 - 60000 is -60000 in FP32,
     which is an FP16 number.

@@ -47,16 +47,12 @@ class KeyBlocks(NamedTuple):
 
 
 def pad_dim(dim: int) -> int:
-    """Return the padded head dimension, because the sides of Triton tiles are powers of two, at
-    least 16.
-    """
+    """Return the padded head dimension, because the sides of Triton tiles are powers of two, at least 16."""
     return max(16, 1 << (dim - 1).bit_length())
 
 
 def anchor_warps(block: int, pad: int) -> int:
-    """Return the warps of `anchor_kernel`, few enough that each multiprocessor runs several of its
-    blocks at a time.
-    """
+    """Return the warps of `anchor_kernel`, few enough that each multiprocessor runs several of its blocks at a time."""
     return 4 if block * pad <= 8192 else 8
 
 
@@ -69,8 +65,7 @@ def find_anchors(
     packing: Packing | None = None,
     check_values: bool = False,
 ) -> KeyBlocks:
-    """Compute norms and anchors of FP16 keys (B, Hkv, S, D) or packed (T, Hkv, D), one for every
-    `block` keys.
+    """Compute norms and anchors of FP16 keys (B, Hkv, S, D) or packed (T, Hkv, D), one for every `block` keys.
 
     An anchor is kept only where FP32 accumulation gains from it.
 
@@ -111,8 +106,7 @@ def find_anchors(
 def shift_exact(
     k: Tensor, block: int, *, visible: Tensor | None = None, packing: Packing | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return K' = K - anchor, exact, and the anchors (B, Hkv, blocks, D), for a device that shifts
-    before the main loop.
+    """Return K' = K - anchor, exact, and the anchors (B, Hkv, blocks, D), for a device that shifts beforehand.
 
     Parameters
     ----------
@@ -176,8 +170,7 @@ def _shift(
 
 
 def _home(anchors: Tensor, visible: Tensor | None, block: int) -> None:
-    """Give the first block, whose frame all scores use, the anchor of the first block with a
-    visible key.
+    """Give the first block, whose frame all scores use, the anchor of the first block with a visible key.
 
     If the first block is padding, its own anchor is 0, and every offset would be as large as the
     scores.

@@ -11,8 +11,7 @@ FUSED_DIMS = (32, 64, 128, 256)
 
 
 def half_step(weight: Tensor, bias: Tensor | None, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Multiply y by the weights of H matrices, transposed and not, and measure the vector between
-    the two products.
+    """Multiply y by the weights of H matrices, transposed and not, and measure the vector between the two products.
 
     On a CUDA device, weights of 16 bits without a bias are read once, by a Triton kernel. Otherwise
     two batched products are used.

@@ -1,6 +1,4 @@
-"""The shortcut past torch's dispatcher: calls that must not take it, whichever argument is the
-reason.
-"""
+"""The shortcut past torch's dispatcher: calls that must not take it, whichever argument is the reason."""
 
 import pytest
 import torch
@@ -23,9 +21,7 @@ class Subclass(Tensor):
 
 
 def test_every_operator_has_a_valid_call():
-    """Every operator has a valid call that contains every tensor of its schema; `tensors_of` picks
-    exactly these.
-    """
+    """Every operator has a valid call that contains every tensor of its schema; `tensors_of` picks exactly these."""
     registered = {name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("pasa::")}
     assert {name for name in registered if not name.startswith("npu_")} == set(OPERATORS)
     for operator, op in OPERATORS.items():

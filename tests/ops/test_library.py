@@ -236,8 +236,7 @@ class Watch(TorchDispatchMode):
 
 
 def test_only_plain_calls_pass_by_the_dispatcher(monkeypatch):
-    """Only plain calls skip the dispatcher; a mode, a subclass, vmap, a profiler and autograd's
-    wrapper still see theirs.
+    """Only plain calls skip the dispatcher; a mode, a subclass, vmap, a profiler and autograd still see theirs.
 
     The dispatcher costs the host 20 us a call, and 500 us if a gradient is needed.
     """
@@ -324,9 +323,7 @@ def test_default_dtype_does_not_reach_inside(dtype):
 
 @pytest.mark.parametrize("edges", [[0, 10, 29], [0, 10, 31], [0, 40, 30], [1, 10, 30]], ids=str)
 def test_compiled_varlen_refuses_wrong_lengths(edges):
-    """Compiled calls refuse wrong lengths as eager calls do; otherwise rows would stay 0 or read
-    other rows.
-    """
+    """Compiled calls refuse wrong lengths as eager calls do; otherwise rows would stay 0 or read other rows."""
     compiled = torch.compile(lambda *x: pasa.attention_varlen(*x, 30, 30), fullgraph=True, backend="eager")
     given = arguments("attention_varlen") | {"cu_seqlens_q": torch.tensor(edges)}
     with pytest.raises(ValueError, match="cu_seqlens_q"):

@@ -132,9 +132,7 @@ def test_both_gradients_missing():
 
 
 def test_an_exported_program_refuses_other_keys():
-    """An exported program refuses wrong keys, because it holds the operator and none of the checks
-    made while tracing.
-    """
+    """An exported program refuses wrong keys: it holds the operator, but no check made while tracing."""
     q, k, v = normal_qkv((4, 2), (6, 9), 16)
     traced = torch.fx.symbolic_trace(lambda q, k, v: torch.ops.pasa.attention(q, k, v)[0])
     assert torch.equal(traced(q, k, v), pasa.attention(q, k, v))

@@ -1,6 +1,4 @@
-"""The registry enforces every field of a capability record, and the reference does all that its
-record claims.
-"""
+"""The registry enforces every field of a capability record, and the reference does all that its record claims."""
 
 import dataclasses
 import warnings
@@ -183,9 +181,7 @@ def test_paged_caches_may_want_options_of_their_own():
 
 
 def test_a_replaced_backend_serves_no_call_that_names_it(own_registry):
-    """A replaced backend still serves calls without a name, through its fallback, but refuses calls
-    that name it.
-    """
+    """A replaced backend still serves calls without a name, through its fallback, but refuses calls that name it."""
     register(dataclasses.replace(REFERENCE, name="other", priority=1, replaced=lambda: "not built"))
     assert select(CALL).name == "other"
     with pytest.raises(NotImplementedError, match=r"other: not built$"):
@@ -253,9 +249,7 @@ def test_unknown_name_lists_the_registered():
 
 
 def test_a_named_backend_never_falls_back(own_registry):
-    """A named backend is used or refused: another one would falsify the measurement of who names
-    it.
-    """
+    """A named backend is used or refused: another one would falsify the measurement of who names it."""
     register(dataclasses.replace(REFERENCE, name="other", priority=9, missing=lambda: "not here"))
     assert select(CALL) is REFERENCE
     with pytest.raises(NotImplementedError, match=r"^no backend can serve this call: other: not here$"):

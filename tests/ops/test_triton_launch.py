@@ -1,6 +1,4 @@
-"""The cache of compiled kernels separates all arguments that Triton specialises differently; needs
-no device.
-"""
+"""The cache of compiled kernels separates all arguments that Triton specialises differently; needs no device."""
 
 import functools
 
@@ -48,9 +46,7 @@ def test_a_pointer_is_the_tensor_it_stands_for(skip):
 
 
 def test_parts_of_a_workspace_are_apart_and_aligned(monkeypatch):
-    """The parts of a workspace begin at multiples of 16 bytes, one behind the other; checked in
-    ordinary memory.
-    """
+    """The parts of a workspace begin at multiples of 16 bytes, one behind the other; checked in ordinary memory."""
     monkeypatch.setattr(triton_launch, "DIRECT", True)
     monkeypatch.setattr(torch, "empty", lambda size, dtype, device, empty=torch.empty: empty(size, dtype=dtype))
     sizes = [(3, torch.float32), (1, torch.float16), (5, torch.int32)]
@@ -88,7 +84,5 @@ def test_a_kernel_that_once_did_not_fit_says_so_again():
 
 
 def test_what_is_not_compiled_is_left_to_triton():
-    """What is not compiled is left to Triton, for instance if it compiles in the background or a
-    hook took over.
-    """
+    """What is not compiled is left to Triton, for instance if it compiles in the background or a hook took over."""
     assert triton_launch._prepare(None) is None

@@ -1,5 +1,4 @@
-"""Rounding rows without one-sided error: the hash, the detection of such rows, and their stochastic
-rounding.
+"""Rounding rows without one-sided error: the hash, the detection of such rows, and their stochastic rounding.
 
 Statistical bounds: the mean of N independent errors must lie within Z_BOUND standard deviations of
 that mean.
@@ -36,9 +35,7 @@ def spacing(x: Tensor, fmt: str) -> Tensor:
 
 
 def repeated_maxima(fmt: str, seed: int = 0, trifle: float = 1e-4, binades: int = 1, maxima: int = 2) -> Tensor:
-    """Return rows (ROWS, DIM): the mean of `maxima` positive values of the format, plus a tiny
-    remainder of one sign.
-    """
+    """Return rows (ROWS, DIM): the mean of `maxima` positive values of the format, plus a tiny positive remainder."""
     g = generator(seed)
     v = 1 + torch.rand(maxima, ROWS, DIM, generator=g)
     v = round_to(v * 2.0 ** torch.randint(binades, v.shape, generator=g), fmt)
@@ -79,8 +76,7 @@ class Bounds:
 
 
 def test_every_product_and_sum_of_the_hash_fits_in_31_bits():
-    """Every product and sum of the hash fits in 31 bits, shown by interval arithmetic through the
-    code itself.
+    """Every product and sum of the hash fits in 31 bits, shown by interval arithmetic through the code itself.
 
     The last lines check the products and sums of a factor and a key.
     """
@@ -94,9 +90,7 @@ def bits_of(x: Tensor) -> Tensor:
 
 
 def rows_of_bits(kind: str) -> Tensor:
-    """Return bit patterns (ROWS, DIM); all kinds but the first two are rows that repeat their
-    maxima.
-    """
+    """Return bit patterns (ROWS, DIM); all kinds but the first two are rows that repeat their maxima."""
     g = generator(9)
     if kind == "consecutive":
         return torch.arange(0x3F800000, 0x3F800000 + ROWS * DIM).view(ROWS, DIM)
@@ -195,9 +189,7 @@ def test_other_counts_of_maxima_keep_their_bias(fmt, maxima, most_flagged):
 
 @pytest.mark.parametrize("fmt", FORMATS_16)
 def test_a_draw_goes_up_as_often_as_its_fraction_says(fmt):
-    """A value is rounded up as often as its fraction says, not only on average but within each
-    tenth of the fractions.
-    """
+    """A value is rounded up as often as its fraction says, even within each tenth of the fractions."""
     x = torch.cat([repeated_maxima(fmt, seed, trifle=2e-3) for seed in range(4)])
     x = x[is_structured(x, fmt).squeeze(-1)]
     f = (x.double() / spacing(x, fmt)) % 1
@@ -212,8 +204,9 @@ def test_a_draw_goes_up_as_often_as_its_fraction_says(fmt):
 @pytest.mark.parametrize("fmt", FORMATS_16)
 @pytest.mark.parametrize("overflow", OVERFLOWS)
 def test_values_of_the_format_stay(fmt, overflow):
-    """All values of the format stay: subnormals, zeros of both signs, the largest, infinities; NaN
-    as `round_to` has it.
+    """All values of the format stay: subnormals, zeros of both signs, the largest, infinities.
+
+    NaN becomes what `round_to` makes of it.
     """
     codes = torch.arange(-(2**15), 2**15).to(torch.int16).view(FORMATS[fmt].dtype).float()
     for width in (64, 128):
@@ -231,9 +224,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 @pytest.mark.parametrize("fmt", FORMATS_16)
 @pytest.mark.parametrize("overflow", OVERFLOWS)
 def test_what_is_not_a_normal_number_is_rounded_to_nearest(fmt, overflow):
-    """Numbers that are not normal are rounded to nearest, even within a row whose other columns are
-    rounded stochastically.
-    """
+    """Numbers that are not normal are rounded to nearest, even if their row is rounded stochastically."""
     target = FORMATS[fmt]
     odd = torch.tensor([math.nan, math.inf, -math.inf, 0.0, -0.0, target.min_subnormal * 0.6, target.min_normal * 0.99])
     x = repeated_maxima(fmt)
@@ -270,8 +261,7 @@ def test_a_draw_never_overflows_what_nearest_keeps(fmt, overflow, share):
     tied=st.booleans(),
 )
 def test_any_row_goes_to_a_neighbour(rows, fmt, overflow, tied):
-    """Every number goes to a value of the format less than one spacing away, on the same side of
-    zero.
+    """Every number goes to a value of the format less than one spacing away, on the same side of zero.
 
     The result is finite wherever rounding to nearest is.
     """
@@ -337,9 +327,7 @@ def test_the_first_columns_decide(fmt):
 
 @pytest.mark.parametrize("fmt", FORMATS_16)
 def test_the_answer_depends_on_the_row_alone(fmt):
-    """The result depends on the row alone, not on the call, the rest of the batch, or its place in
-    memory.
-    """
+    """The result depends on the row alone, not on the call, the rest of the batch, or its place in memory."""
     x = repeated_maxima(fmt)
     got = round_unbiased(x, fmt)
     assert torch.equal(got, round_unbiased(x.clone(), fmt))
@@ -355,8 +343,9 @@ def test_other_carriers_are_refused(dtype):
 
 
 def test_published_example_bit_for_bit():
-    """The published example holds bit for bit: a sticky bit decides the tie, away from zero
-    (arXiv:2510.04212, section 3.2).
+    """The published example holds bit for bit: a sticky bit decides the tie, away from zero.
+
+    arXiv:2510.04212, section 3.2.
     """
     first, second = torch.tensor(-2.4071154594421387), torch.tensor(-2.296875)
     assert [int(bits_of(x)) for x in (first, second)] == [0b11000000000110100000111000101110, 0b11000000000100110 << 15]
@@ -374,11 +363,9 @@ def binary(text: str) -> float:
 
 
 def test_two_large_one_small():
-    """A tiny third addend turns a tie into a rounding up, but a row of such sums goes down as often
-    as its fraction says.
+    """A tiny third addend turns a tie into a rounding up, but rows of such sums go down as often as they should.
 
-    1.0000001 + 1.0000100 is a tie and goes to even; plus 0.0000000001 it goes up
-    (kexue.fm/archives/11371).
+    1.0000001 + 1.0000100 is a tie and goes to even; plus 0.0000000001 it goes up (kexue.fm/archives/11371).
     """
     large = torch.tensor(binary("1.0000001")) + torch.tensor(binary("1.0000100"))
     assert large.item() == binary("10.0000101")

@@ -1,6 +1,4 @@
-"""Rounding is checked at every value of every 16- and 8-bit format, and at and beside every
-midpoint of two values.
-"""
+"""Rounding is checked at every value of every 16- and 8-bit format, and at and beside every midpoint of two values."""
 
 import math
 from fractions import Fraction
@@ -31,17 +29,13 @@ def encodings(name: str) -> Tensor:
 
 
 def grid(name: str) -> Tensor:
-    """Return the finite values from +0 to the largest; position equals code, so its parity is that
-    of the mantissa.
-    """
+    """Return the finite values from +0 to the largest; position equals code, so its parity is that of the mantissa."""
     values = encodings(name)
     return values[values.isfinite() & ~values.signbit()].sort().values
 
 
 def around_midpoints(name: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Return midpoints of neighbours in `dtype`, the values of the format just below and above, and
-    the even one.
-    """
+    """Return midpoints of neighbours in `dtype`, the values of the format just below and above, and the even one."""
     values = grid(name)
     low, high = values[:-1], values[1:]
     middle = (low + high) / 2

@@ -1,6 +1,4 @@
-"""Shifting matrices obey Theorem 2.1, the optimal beta reproduces table 3, and both hold for the
-rounded matrix.
-"""
+"""Shifting matrices obey Theorem 2.1, the optimal beta reproduces table 3, and both hold for the rounded matrix."""
 
 import math
 from typing import Any
@@ -32,9 +30,7 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def f_of_the_paper(beta: float, n: int, scale: float, fl: type[np.floating]) -> float:
-    """Return f by equations 20 and 21 as printed, with entries normalised by the scale folded into
-    them.
-    """
+    """Return f by equations 20 and 21 as printed, with entries normalised by the scale folded into them."""
     b = float(fl(scale * (beta / n))) / scale
     a = float(fl(scale * (1 - beta / n))) / scale + b
     return b * n / (a * (a - b * n)) + (1 - a) / a
@@ -121,8 +117,7 @@ def test_without_shift_the_matrix_only_scales() -> None:
 @pytest.mark.parametrize("scale", [1.0, *(d**-0.5 for d in HEAD_DIMENSIONS)])
 @pytest.mark.parametrize("n", ODD_SIZES)
 def test_f_is_that_of_the_paper(n: int, scale: float, fl: tuple[torch.dtype, type[np.floating]]) -> None:
-    """f equals the paper's printed form. pasa divides once by the row sum; in real arithmetic the
-    forms are equal.
+    """f equals the paper's printed form. pasa divides once by the row sum; in real arithmetic the forms are equal.
 
     So 1e-9 covers FP64's roundings.
     """
@@ -136,9 +131,7 @@ def test_f_is_that_of_the_paper(n: int, scale: float, fl: tuple[torch.dtype, typ
 @pytest.mark.parametrize("scale", [1.0, 80**-0.5, 128**-0.5])
 @pytest.mark.parametrize("n", [1, 63, 128, 129])
 def test_f_recovers_the_scores_best(n: int, scale: float, dtype: torch.dtype) -> None:
-    """S' + f mean(S') has the exact row mean, and no other factor comes closer to scale * S in
-    least squares.
-    """
+    """S' + f mean(S') has the exact row mean, and no other factor comes closer to scale * S in least squares."""
     beta = 0.9375
     f = practical_invariance(beta, n, scale=scale, dtype=dtype)
     true = scores(n)
@@ -187,9 +180,7 @@ def test_every_format_has_fixed_points_or_says_why_not(dtype: torch.dtype) -> No
 
 
 def test_a_power_of_two_scale_changes_nothing() -> None:
-    """A scale that is a power of two (d = 64) changes only the exponents of the entries, so beta
-    stays the same.
-    """
+    """A scale that is a power of two (d = 64) changes only the exponents of the entries, so beta stays the same."""
     for start in TABLE_3_STARTS:
         assert optimal_beta(start, 128, scale=1 / 8) == optimal_beta(start, 128)
 
@@ -218,9 +209,7 @@ def test_another_scale_has_its_own_beta(d: int, expected: str) -> None:
     dtype=st.sampled_from([torch.float16, torch.bfloat16, *FP8]),
 )
 def test_the_iteration_is_monotone(n: int, betas: tuple[float, float], scale: float, dtype: torch.dtype) -> None:
-    """A larger beta never has a smaller effective beta, which is why the fixed-point iteration
-    cannot cycle.
-    """
+    """A larger beta never has a smaller effective beta, which is why the fixed-point iteration cannot cycle."""
     effective = []
     for beta in sorted(betas):
         try:
@@ -238,8 +227,7 @@ def test_a_block_of_one_key_is_its_own_mean() -> None:
 
 
 def test_leaving_the_interval_is_an_error() -> None:
-    """An iteration that leaves (0, 1) is an error: BF16 rounds the matrix of 0.999 to one that
-    removes the whole mean.
+    """An iteration that leaves (0, 1) is an error: BF16 rounds the matrix of 0.999 to one that removes the whole mean.
 
     Nothing can recover a mean that was removed entirely.
     """
@@ -274,9 +262,7 @@ def test_some_ragged_blocks_have_no_fixed_point() -> None:
 
 
 def test_a_lost_shift_is_an_error() -> None:
-    """A matrix that no longer shifts is an error: under a scale of 1/16, E4M3 rounds the
-    off-diagonal entry to 0.
-    """
+    """A matrix that no longer shifts is an error: under a scale of 1/16, E4M3 rounds the off-diagonal entry to 0."""
     with pytest.raises(NoOptimalBetaError, match=r"left \(0, 1\)"):
         optimal_beta(0.9, 128, scale=1 / 16, dtype=torch.float8_e4m3fn)
 

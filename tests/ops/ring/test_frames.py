@@ -29,9 +29,7 @@ PATTERNS = {
 
 
 def biased_by_block(pattern, size, seed=0, block=BLOCK):
-    """Return q, k, v of N(0, 1), except 16 columns: there q has mean `size`, and k is the bias of
-    its block of keys.
-    """
+    """Return q, k, v of N(0, 1), except 16 columns: there q has mean `size`, and k is the bias of its block of keys."""
     g = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(1, 2, sum(UNEVEN), 64, generator=g) for _ in range(3))
     q[..., :BIASED] += size
@@ -47,9 +45,7 @@ def frames_of(q, k, lengths=UNEVEN):
 
 
 def ring_of(q, k, v, lengths=UNEVEN):
-    """Return what ring attention computes for all queries, and the number of operator calls that it
-    took.
-    """
+    """Return what ring attention computes for all queries, and the number of operator calls that it took."""
     frames = frames_of(q, k, lengths)[0]
     merge, calls = Merge(q, wide=frames.shifts is not None), 0
     for rank, (keys, values) in enumerate(zip(k.split(lengths, 2), v.split(lengths, 2), strict=True)):
@@ -62,8 +58,7 @@ def ring_of(q, k, v, lengths=UNEVEN):
 
 
 def bound_of(v, s=0.0):
-    """Return the error bound: FP16's roundings of P and of an output, 2^-11 each, and twice the
-    error of the weights.
+    """Return the error bound: FP16's roundings of P and of an output, 2^-11 each, and twice the error of the weights.
 
     The docstring of `ring_attention` bounds the latter by 2^-22 of max(1024, 2 s).
     """
@@ -88,8 +83,9 @@ def test_biases_by_block_cost_no_digit(pattern, block, size):
 
 
 def test_a_first_key_without_the_bias_of_all_others_costs_no_digit():
-    """A first key without the bias of all others, as in many models, costs no accuracy; nor does
-    one such key elsewhere.
+    """A first key without the bias of all others, as in many models, costs no accuracy.
+
+    Nor does one such key on another rank.
     """
     q, k, v = biased_by_block((1.0,), 1000.0)
     k[:, :, 0, :BIASED], k[:, :, 333, :BIASED] = 0, 0.01234

@@ -48,9 +48,7 @@ def anchors_of(keys):
 
 
 def offset_qkv(offset, length=517, dim=64, seed=0):
-    """Return q, k, v of N(0, 1), except 16 dimensions that add about `offset` to every scaled
-    score.
-    """
+    """Return q, k, v of N(0, 1), except 16 dimensions that add about `offset` to every scaled score."""
     g = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(1, 2, length, dim, generator=g) for _ in range(3))
     bias = (offset * dim**0.5 / 16) ** 0.5

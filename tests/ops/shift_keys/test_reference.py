@@ -34,8 +34,7 @@ def test_anchored_keys_are_the_keys_bit_for_bit(seed, n, spread, unit):
 
 @pytest.mark.parametrize("bias", [20.0, 30.0, 412.0, 2000.0, 30000.0])
 def test_a_shared_bias_is_removed_in_full(bias):
-    """A shared bias is removed in full: what is left of the mean is below the grid of the largest
-    key.
+    """A shared bias is removed in full: what is left of the mean is below the grid of the largest key.
 
     This holds where keys differ by less than their bias.
     """
@@ -55,8 +54,9 @@ def test_a_column_that_would_round_keeps_its_keys():
 
 
 def test_a_key_that_vanishes_beside_the_anchor_is_not_shifted():
-    """A key that vanishes beside the anchor is not shifted: 2^-24 - 60000 is -60000 in FP32, and
-    the key would be lost.
+    """A key that vanishes beside the anchor is not shifted.
+
+    2^-24 - 60000 is -60000 in FP32, an FP16 number, so the key would be lost.
     """
     k = torch.tensor([2.0**-24, 60000.0, 59008.0])
     assert shifts_exactly(k, torch.tensor(60000.0)).tolist() == [False, True, True]

@@ -1,6 +1,4 @@
-"""Anchors and K' by Triton, interpreted where there is no GPU; most of this is tested through
-attention.
-"""
+"""Anchors and K' by Triton, interpreted where there is no GPU; most of this is tested through attention."""
 
 import torch
 

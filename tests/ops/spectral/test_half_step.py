@@ -40,9 +40,7 @@ def test_kernel_is_as_near_as_torch(shape):
 
 
 def test_programs_of_several_pieces(monkeypatch):
-    """Programs add up all their tiles; here each has five, so a sum or square of the last tile
-    alone would show.
-    """
+    """Programs add up all their tiles; here each has five, so a sum or square of the last tile alone would show."""
     monkeypatch.setattr(half_step_launch, "PROGRAMS", 2)
     test_kernel_is_as_near_as_torch((2, 1, 64, 600))
 
