@@ -43,7 +43,7 @@ def refuse_tangents(tensors: tuple[Any, ...]) -> None:
 
 @cache
 def tensors_of(op: CustomOpDef) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
-    """Return a function that picks the tensors, and None for those left out, from all arguments of an operator."""
+    """Return a function that picks the tensors from all arguments of an operator, with None for omitted ones."""
     schema = enumerate(op._opoverload._schema.arguments)
     return itemgetter(*(place for place, argument in schema if "Tensor" in str(argument.type)))
 

@@ -1,4 +1,4 @@
-"""Every environment variable that pasa reads, in one table."""
+"""Read environment variables: every one that pasa uses is in one table."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ from pasa.ops.registry import BACKENDS
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 INTEGERS = (torch.int32, torch.int64)
-# The least and the largest scale. |q.k| is below 2^42, so FP32 holds every score, and also the
-# inverse of the scale that the reference divides by.
+# The least and the largest scale. |q.k| is below 2^42, so FP32 holds every score (q.k times the scale)
+# and every reference (a score divided by the scale).
 SCALES = (2.0**-80, 2.0**80)
 
 

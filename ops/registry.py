@@ -103,7 +103,7 @@ class Backend:
             raise ValueError(f"head_dims {self.head_dims!r} of backend {self.name!r} is not a range")
 
     def load(self) -> ModuleType:
-        """Import the implementation."""
+        """Import the module that implements the backend."""
         return importlib.import_module(self.module)
 
     def described(self) -> str:
@@ -155,7 +155,7 @@ BACKENDS: dict[str, Backend] = {}
 
 
 def register(backend: Backend) -> None:
-    """Add a backend; ValueError if the name is taken."""
+    """Add a backend; raises ValueError if the name is taken."""
     if backend.name in BACKENDS:
         raise ValueError(f"backend {backend.name!r} is already registered")
     BACKENDS[backend.name] = backend

@@ -35,12 +35,12 @@ class MaskTiles:
 
     @classmethod
     def of(cls, call: Call, block_m: int, block_n: int) -> MaskTiles:
-        """Read the mask once.
+        """Read the mask once, and sort its tiles into those that are seen whole, in part, or not at all.
 
         Raises
         ------
         ValueError
-            A call without a mask.
+            If the call has no mask.
         """
         if call.mask is None:
             raise ValueError("a call without a mask has no tiles to sort")

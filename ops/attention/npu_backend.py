@@ -160,7 +160,7 @@ class StandIn(NamedTuple):
     label: str
 
     def load(self) -> ModuleType:
-        """Import the implementation."""
+        """Import the module of the fallback."""
         return importlib.import_module(self.module)
 
 

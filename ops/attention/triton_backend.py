@@ -183,7 +183,7 @@ def _exact_on_gpu(call: Call, options: AttentionOptions) -> bool:
 
 
 def _mask(attn_mask: Tensor | None, q: Tensor, k: Tensor, scale: float) -> Tensor | None:
-    """Return the mask as bytes or floats (B, Hq, Sq, Skv), expanded."""
+    """Return the mask as bytes or floats, expanded to (B, Hq, Sq, Skv), or None."""
     if attn_mask is None:
         return None
     mask = attn_mask.view(torch.uint8) if attn_mask.dtype == torch.bool else fitting_mask(attn_mask, scale)

@@ -220,7 +220,7 @@ def _gather_cells(k: Tensor, edges: list[int]) -> Tensor:
 
 
 def _cell_anchors(x: Tensor) -> Tensor:
-    """Return the anchor of every cell alone, (B, Hkv, cells, 1, D): the exact ones that pay, otherwise 0."""
+    """Return the anchor of every cell alone, (B, Hkv, cells, 1, D): exact, and 0 where it saves less than PAYS."""
     finite, counted = _finite(x), x.isfinite()
     mean = finite.sum(3, keepdim=True) / counted.sum(3, keepdim=True).clamp(min=1)
     anchor = anchor_near(mean, finite.abs().amax(3, keepdim=True))
@@ -230,7 +230,7 @@ def _cell_anchors(x: Tensor) -> Tensor:
 
 
 def _reach(x: Tensor, nats: Tensor) -> Tensor:
-    """Return a bound on the nats of all scores that x (..., D) can have with the queries of its head, (...)."""
+    """Return a bound, in nats, on all scores of x (..., D) with the queries of its head; its shape is (...)."""
     return (_finite(x).abs() * nats).sum(-1)
 
 

@@ -43,7 +43,7 @@ CRASHED = 70  # not a status of pytest
 
 
 def copy_tree(folder: Path) -> None:
-    """Copy the sources, so laid out that `pasa.ops` is found below the folder and nowhere else."""
+    """Copy the sources so that `pasa.ops` is found below the folder and nowhere else."""
     for name in FOLDERS:
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("results"))
     for name in ("ops", "eval"):
@@ -53,7 +53,7 @@ def copy_tree(folder: Path) -> None:
 
 
 def run_tests(folder: Path, tests: tuple[str, ...]) -> None:
-    """Run tests in a copy of the sources, in a process of its own, and exit with pytest's status."""
+    """Run tests in a copy of the sources, as a process of its own, and exit with pytest's status."""
     import pytest
 
     for name in [name for name in sys.modules if name.partition(".")[0] in ("pasa", "tests")]:

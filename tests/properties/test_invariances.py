@@ -1,4 +1,7 @@
-"""Invariances of attention: shifts, order, blocks, halves, decoding, masked garbage; and what must not be ignored."""
+"""Invariances of attention: shifts, order, blocks, halves, decoding, masked garbage.
+
+Non-finite inputs that a row does see must show in its output.
+"""
 
 import functools
 

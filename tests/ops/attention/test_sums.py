@@ -17,7 +17,7 @@ from pasa.ops.attention import reference
 from tests.inputs import DEVICE
 from tests.pages import make_pages
 
-WEIGHT = 0.5 * (1 + 2.0**-11 * 0.97)  # which FP16 rounds to 0.5
+WEIGHT = 0.5 * (1 + 2.0**-11 * 0.97)  # FP16 rounds it to 0.5
 LARGEST = 65504.0
 
 
