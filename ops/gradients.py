@@ -145,7 +145,7 @@ def of_attention(
         return (None,) * 16
     q, k, v, attn_mask = ctx.saved_tensors
     is_causal, scale, backend = ctx.switches
-    mask_too = any(ctx.needs_input_grad[3:4])  # torch omits trailing arguments that have their defaults
+    mask_too = any(ctx.needs_input_grad[3:4])  # torch omits arguments that have their defaults
     given = (grad_out, grad_lse, q, k, v, attn_mask, is_causal, scale)
     dq, dk, dv, grad_mask = dispatch.call(attention_backward, *given, mask_too, backend)
     return dq, dk, dv, grad_mask if mask_too else None, *(None,) * 12

@@ -26,7 +26,7 @@ OFFSETS = ("int32", "int64")  # types of an offset that is added to a pointer
 CLOSED = ("fp32", "fp64", "int1", "int32", "int64", "uint32", "uint64")
 # Types of what is not a constexpr.
 UNWRAPPED = {core.tensor, int, float, bool, str, type(None), core.dtype, core.block_type}
-# Casts that NumPy does right.
+# Casts that equal NumPy's.
 PLAIN = {("fp16", "fp32"), ("fp32", "fp16"), ("int32", "int64"), ("int1", "int32"), ("int32", "fp32"), ("int1", "fp32")}
 
 

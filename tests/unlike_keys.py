@@ -12,10 +12,10 @@ from pasa.eval.fuzz import truth
 
 BLOCK = 128
 # README.md of ops/attention, "What a row may err by", derives SUMS and REACH. SUMS: a score's error in units of
-# (D + 40) 2^-24 scale sum |q_d||k_d|. q.k', c_ij and the first and the last q.f_j err by (2 + 3 + 6 + 6)(D + 1)
-# units of 2^-24. At most D carries are rounded at 13 each, 16 additions make rho, and 8 more join scores,
-# offset and maximum, at 7 each. So there are 30 D + 17 + 24 * 7 units, which is less than 32 (D + 40) for every
-# D.
+# (D + 40) 2^-24 scale sum |q_d||k_d|. In units of 2^-24 scale sum |q_d||k_d|, q.k', c_ij and the first and the
+# last q.f_j err by (2 + 3 + 6 + 6)(D + 1). At most D carries are rounded at 13 units each, 16 additions make rho,
+# and 8 more join scores, offset and maximum, at 7 units each. That makes 30 D + 17 + 24 * 7 units, which is less
+# than 32 (D + 40) for every D.
 SUMS = 32
 # REACH: nats between a key's score and its tile's reference, in addition to those between it and the largest. A
 # reference is within 8 nats of its tile's largest score; 1 more leaves room for the reference's own rounding.

@@ -9,8 +9,8 @@ gradients of output and log-sum-exp:
 
 In FP32, scores of 1e5 have two digits behind the point, and exp(S - lse) keeps nothing of the
 weights that the forward pass got right. Softmax does not change with q.c for a vector c that all
-keys share. So scores are formed from K - c, with c the mean key. So is dQ: the rows of dS sum to
-G_L, hence dS K = dS (K - c) + G_L c.
+keys share. So scores are formed from K - c, with c the mean key. dQ is formed from K - c as well,
+because the rows of dS sum to G_L: dS K = dS (K - c) + G_L c.
 
 Maximum and sum of a row must refer to the same frame, so both are recomputed. The saved log-sum-exp
 minus scale * q.c would be a difference of two huge numbers. Nor is delta computed from the output,
@@ -68,8 +68,7 @@ def attention_backward(
     Returns
     -------
     dq, dk, dv : Tensor
-        Shape and dtype of q, k and v, rounded once. A row that sees no key contributes 0 and gets
-        0.
+        Shape and dtype of q, k and v, rounded once. A row without keys contributes 0 and gets 0.
 
     Notes
     -----
@@ -132,7 +131,7 @@ def _wide(x: Tensor) -> Tensor:
 
 @dataclass
 class Tiles:
-    """Hold what score tiles of all rows against BLOCK keys are recomputed from, as often as they are needed.
+    """Recompute score tiles of all rows against BLOCK keys whenever they are needed, instead of storing them.
 
     Attributes
     ----------

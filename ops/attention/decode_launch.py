@@ -57,7 +57,7 @@ class Splits:
 
 
 def decode(call: Call) -> tuple[Tensor, Tensor]:
-    """Attend from a few rows: split the keys, repeat splits whose scores are too large in an exact pass, then merge."""
+    """Attend from a few rows: split the keys, redo splits with too large scores in an exact pass, then merge."""
     batch, _, rows, dim = call.q.shape
     pad = pad_dim(dim)
     lane = keys_of_a_lane(architecture(call.q.device), pad)

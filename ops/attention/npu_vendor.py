@@ -28,7 +28,7 @@ MASK_SIDE = 2048
 
 
 def missing(heads: int, kv_heads: int) -> str | None:
-    """Return why it cannot serve calls with that many heads here, or None."""
+    """Return why the vendor's attention cannot serve calls with that many heads here, or None."""
     if importlib.util.find_spec("torch_npu") is None:
         return "torch_npu is not installed"
     import torch_npu

@@ -253,7 +253,7 @@ class OnlineSoftmax:
         carried = self._row(self.maximum[..., old, :] + tile.carry).masked_fill(unseen, -torch.inf)
         scores, alive = _masked(tile, block)
         top = scores.amax(-1, keepdim=True)
-        # A row without one: all its scores are too far below its maximum for FP16, so their weights are 0.
+        # If all visible scores of a row are -inf, they are too far below its maximum for FP16: their weights are 0.
         if self.exact:
             alive = top > -torch.inf
         if alive is not None:

@@ -121,9 +121,9 @@ def tiles_for(device: torch.device, pad: int, block_k: int, rows: int) -> tuple[
 def fit_ascend(tile: Tile, mask: str, causal: bool) -> Tile:
     """Return a tile whose buffers fit the unified buffer of an NPU.
 
-    A float mask and a causal band in one call need 199 to 223 KiB of the buffer's 192 at 64 x 128
-    from D = 80 on, and 315 with 64 keys. So such calls get 32 rows at every head dimension, which
-    is one simple rule.
+    The buffer has 192 KiB. A call with a float mask and a causal band needs 199 to 223 KiB at
+    64 x 128 from D = 80 on, and 315 KiB with 64 keys. So such calls get 32 rows at every head
+    dimension, which is one simple rule.
     """
     return replace(tile, block_m=min(tile.block_m, 32)) if mask == "float" and causal else tile
 

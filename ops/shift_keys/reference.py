@@ -91,7 +91,7 @@ def shift_exact(k: Tensor, unit: float) -> ShiftedBlock:
     anchor = torch.where(may_lose(k, anchor).all(-2, keepdim=True), anchor, 0.0)
     shifted = k - anchor
     fits = _is_fp16(shifted * unit).all(-1, keepdim=True).all(-2, keepdim=True)
-    # Where() of two scalars would take the default dtype.
+    # torch.where() of two scalars would take the default dtype.
     units = torch.where(fits, k.new_tensor(unit), k.new_tensor(1.0))
     return ShiftedBlock(shifted * units, anchor, round_to(mean - anchor, FP16, overflow="saturate"), units)
 

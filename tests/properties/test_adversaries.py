@@ -167,7 +167,7 @@ FOUND = [
 ]  # fmt: skip
 
 
-# Numpy, which interprets the kernels, warns of intended infinities.
+# NumPy, which interprets the kernels, warns of intended infinities.
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize(("backend", "config", "genes"), FOUND, ids=str)
 def test_the_worst_that_the_search_has_found(backend, config, genes):

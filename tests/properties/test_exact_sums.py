@@ -64,7 +64,7 @@ def test_reference(start):
         check(seed, "reference")
 
 
-# Numpy, which interprets the kernels, warns of intended infinities.
+# NumPy, which interprets the kernels, warns of intended infinities.
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_kernels():
     for seed in range(20):

@@ -16,7 +16,7 @@ from tests.inputs import DEVICE
 from tests.properties.test_guarantee import KINDS, adversary
 
 SLOTS = 16
-# Numpy, which interprets the kernels, warns of intended infinities.
+# NumPy, which interprets the kernels, warns of intended infinities.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
