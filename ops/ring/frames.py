@@ -178,8 +178,8 @@ def cut_spans(k: Tensor, nats: Tensor) -> tuple[list[int], Tensor]:
     while cell < cells:
         stop = min(cell + ahead, cells)
         cell += suited(frames[-1], cell, stop)
-        # A span of n cells costs fewer than 2 n + 1 tests of cells, so all n cells together cost at
-        # most 3 n tests.
+        # A span of n cells costs fewer than 2 n + 1 tests, so a cell is tested at most three times
+        # on average.
         ahead *= 2
         if cell < stop:
             nearest = own[:, :, cell : cell + 1]
@@ -220,7 +220,7 @@ def _gather_cells(k: Tensor, edges: list[int]) -> Tensor:
 
 
 def _cell_anchors(x: Tensor) -> Tensor:
-    """Return the anchor of every cell alone, (B, Hkv, cells, 1, D): 0 in columns where none is exact or pays (PAYS)."""
+    """Return the anchor of every cell alone, (B, Hkv, cells, 1, D); 0 in columns where no exact anchor pays (PAYS)."""
     finite, counted = _finite(x), x.isfinite()
     mean = finite.sum(3, keepdim=True) / counted.sum(3, keepdim=True).clamp(min=1)
     anchor = anchor_near(mean, finite.abs().amax(3, keepdim=True))

@@ -249,7 +249,7 @@ def test_unknown_name_lists_the_registered():
 
 
 def test_a_named_backend_never_falls_back(own_registry):
-    """A named backend is used or refused: another one would falsify the measurement of who names it."""
+    """A named backend is used or refused; served by another one, a measurement of it would be false."""
     register(dataclasses.replace(REFERENCE, name="other", priority=9, missing=lambda: "not here"))
     assert select(CALL) is REFERENCE
     with pytest.raises(NotImplementedError, match=r"^no backend can serve this call: other: not here$"):

@@ -64,7 +64,7 @@ def test_elsewhere_a_workspace_is_tensors():
 
 
 class Refused:
-    """A compiled kernel that did not fit once: Triton sets its `run` to a callable that raises."""
+    """Mimic a compiled kernel that once did not fit: Triton sets its `run` to a callable that raises."""
 
     def __init__(self, error):
         self.run = functools.partial(self.fail, error)

@@ -16,7 +16,7 @@ FLOOR = 2.0**-12  # of the output's norm; below it, only the rounding of O to FP
 def test_kernels_are_at_most_a_tenth_worse_than_fp32_flash(mode, bias):
     """Kernels are at most a tenth worse than FP32 flash attention.
 
-    accumulate="fp16" gets a wider bound, because its FP16 scores have a row of their own in the accuracy table.
+    accumulate="fp16" gets a wider bound, because it stores FP16 scores; the accuracy table lists it separately.
     """
     q, k, v = biased_qkv(bias, 0)
     q = q[:, :, :257]  # the interpreter runs tiles of rows one after another

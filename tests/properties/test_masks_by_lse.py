@@ -45,7 +45,7 @@ def calm_qkv(heads, lengths, dim=32, batch=1):
 def test_junk_under_a_mask_has_no_weight(mode, where, junk):
     """Junk under a mask has no weight.
 
-    Tests only required that a hidden key does not make its row infinite. As a key of score 0 it had a weight of
+    Story: tests only required that a hidden key does not make its row infinite. As a key of score 0 it had a weight of
     1 in 200, within the tolerance of the output.
     """
     q, k, v = calm_qkv((2, 1), (ROWS, KEYS))

@@ -1,7 +1,7 @@
 """Conditions that must meet before a fault shows.
 
 They are biases that differ by block, head, batch entry or sequence, masks that differ by head, hidden keys that
-hold large numbers, and scores far below 0. Each docstring names the fault that its test would show.
+hold large numbers, and scores far below 0. Each test is for one such fault.
 
 Bound of an output: 2^-8, two roundings of a weight; of a log-sum-exp: 2^-21 of its size, and 1e-3.
 """

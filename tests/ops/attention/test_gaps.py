@@ -1,7 +1,7 @@
 """Every gap Skv - Sq modulo a tile, on every kernel with a causal band.
 
 An index that is off by one at a tile's edge shows in one residue alone. Each key has a weight that must show in
-the log-sum-exp of its row. Each docstring names the fault that its test would show.
+the log-sum-exp of its row.
 
 Bound: half of the lightest weight in a row, which separates a key that is lost or seen too early from rounding.
 """

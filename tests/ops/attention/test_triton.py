@@ -77,7 +77,6 @@ def check(q, k, v, name, **how):
         emulation = float((emulated_lse - golden_lse)[seen].abs().max())
         # D/16 steps and two offsets, each truncated by a tensor core, of scores up to twice as large in the first
         # block's frame.
-
         rounding = (q.shape[-1] / 16 + 2) * 2.0**-23 * 2 * float(golden_lse[seen].abs().max())
         bound = (2 * emulation if "paper" in name else 0.0) + LSE_BOUND + rounding
         assert float((lse - golden_lse)[seen].abs().max()) <= bound

@@ -117,9 +117,9 @@ def test_without_shift_the_matrix_only_scales() -> None:
 @pytest.mark.parametrize("scale", [1.0, *(d**-0.5 for d in HEAD_DIMENSIONS)])
 @pytest.mark.parametrize("n", ODD_SIZES)
 def test_f_is_that_of_the_paper(n: int, scale: float, fl: tuple[torch.dtype, type[np.floating]]) -> None:
-    """f equals the paper's printed form. pasa divides once by the row sum; in real arithmetic the forms are equal.
+    """f equals the paper's printed form to 1e-9, which covers FP64's roundings.
 
-    So 1e-9 covers FP64's roundings.
+    pasa divides once by the row sum; in real arithmetic both forms are equal.
     """
     dtype, numpy_type = fl
     for beta in (0.5, *TABLE_3_STARTS):
