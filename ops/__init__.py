@@ -1,1 +1,1 @@
-"""Kernels and references behind one operator signature; imports nothing of the floors above."""
+"""Kernels and their references, behind one operator signature. Nothing here imports from the layers above."""

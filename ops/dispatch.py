@@ -1,10 +1,11 @@
-"""Calls of torch.ops.pasa.* at less cost to the host.
+"""Call torch.ops.pasa.* with less launch overhead on the host.
 
-The dispatcher takes a third of the host's time of a short call, and what torch puts round a custom operator that is
-differentiated several times as much. Both serve tracing and compiling, modes, vmap, subclasses, tensors without data or
-with a sign to come, and profilers; a call that none of them sees runs the implementation at once, in an
-`autograd.Function` where a gradient is wanted. torch.func.grad, which torch has not for custom operators, takes the
-latter too.
+torch's dispatcher costs a third of a short call's host time; its autograd wrapper for custom
+operators costs several times that. Both exist for tracing and compiling, modes, vmap, tensor
+subclasses, meta tensors, tensors with a lazy negation or of lazy zeros, and profilers. A call that
+concerns none of these runs the implementation directly, inside an `autograd.Function` if a gradient
+is needed. torch.func.grad also takes the `autograd.Function`, because torch does not support it for
+custom operators.
 """
 
 from __future__ import annotations
@@ -25,12 +26,15 @@ _functions: dict[CustomOpDef, type[torch.autograd.Function]] = {}
 
 
 def without_autocast(device: str) -> AbstractContextManager[object]:
-    """Autocast would change the arithmetic that the options state; it is rarely on, and turning it off is not free."""
+    """Return a context without autocast, which would change the arithmetic that the options state.
+
+    Autocast is rarely on and turning it off takes time, so the context is empty where it is off.
+    """
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def refuse_tangents(tensors: tuple[Any, ...]) -> None:
-    """NotImplementedError for a tensor with a tangent: torch's custom operators would drop it, as if it were 0."""
+    """Raise NotImplementedError for a tensor with a tangent, which torch's custom operators would silently drop."""
     if forward_ad._current_level < 0:
         return
     if any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
@@ -39,18 +43,18 @@ def refuse_tangents(tensors: tuple[Any, ...]) -> None:
 
 @cache
 def tensors_of(op: CustomOpDef) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
-    """Return a function that picks the tensors, and None for those left out, from all arguments of an operator."""
+    """Return a function that picks the tensors from all arguments of an operator, with None for omitted ones."""
     schema = enumerate(op._opoverload._schema.arguments)
     return itemgetter(*(place for place, argument in schema if "Tensor" in str(argument.type)))
 
 
 def shorten(op: CustomOpDef, remember: Callable[..., Any], gradient: Callable[..., Any]) -> None:
-    """Let `call` differentiate an operator by what it gave to `register_autograd`."""
+    """Let `call` differentiate an operator by the functions that were passed to `register_autograd`."""
 
     class Direct(torch.autograd.Function):
         @staticmethod
         def forward(*arguments: Any) -> Any:
-            # below torch.func.grad a mode may still have to see the call
+            # below torch.func.grad a mode may still need to see the call
             return op(*arguments) if _is_observed(tensors_of(op)(arguments)) else op._init_fn(*arguments)
 
         setup_context = staticmethod(remember)
@@ -58,7 +62,7 @@ def shorten(op: CustomOpDef, remember: Callable[..., Any], gradient: Callable[..
 
         @staticmethod
         def vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> Any:
-            """Of a gradient: torch's loop over the operator."""
+            """Map a gradient over a batch by torch's loop over the operator."""
             found = torch.func.vmap(op, in_dims)(*arguments)
             return found, (0,) * len(found)
 
@@ -66,9 +70,9 @@ def shorten(op: CustomOpDef, remember: Callable[..., Any], gradient: Callable[..
 
 
 def call(op: CustomOpDef, *arguments: Any) -> Any:
-    """Return what the operator returns, by the shortest way that shows the call to whoever has to see it.
+    """Return what the operator returns, by the shortest path on which every mode and profiler still sees the call.
 
-    Takes all arguments of the operator, in order: their places tell which are tensors.
+    Takes all arguments of the operator in order, because their positions tell which are tensors.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Every environment variable that pasa reads, in one table."""
+"""Read environment variables: every one that pasa uses is in one table."""
 
 from __future__ import annotations
 
@@ -6,38 +6,43 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-PACKAGE = Path(__file__).resolve().parent.parent  # where `ascend_c` lies, in the repository as in an installation
+# The folder that holds `ascend_c`, in the repository and in an installed package alike.
+PACKAGE = Path(__file__).resolve().parent.parent
 
 VARIABLES: dict[str, tuple[str, Callable[[str], object]]] = {
     # name: (default, parser)
-    "PASA_CACHE_DIR": ("~/.cache/pasa", lambda text: Path(text).expanduser()),  # converted models, chosen tiles
-    "PASA_ASCEND_LIBRARY": (  # the Ascend C kernels, which `ascend_build_script` builds
+    "PASA_CACHE_DIR": ("~/.cache/pasa", lambda text: Path(text).expanduser()),  # converted models, tuned tile sizes
+    "PASA_ASCEND_LIBRARY": (  # library of the Ascend C kernels, built by `ascend_build_script`
         str(PACKAGE / "ascend_c" / "lib" / "libpasa_npu.so"),
         lambda text: Path(text).expanduser(),
     ),
-    "RANK": ("0", int),  # torchrun's and accelerate launch's: of several processes the first one talks
-    "TRITON_INTERPRET": ("0", lambda text: text.lower() in ("1", "true", "on")),  # Triton's own: kernels run on the CPU
+    # Set by torchrun and accelerate launch. Of several processes, only rank 0 prints.
+    "RANK": ("0", int),
+    "TRITON_INTERPRET": ("0", lambda text: text.lower() in ("1", "true", "on")),  # Triton's own: interpret kernels
 }
 
 
 def read(name: str) -> object:
-    """Value of one of `VARIABLES`, parsed; KeyError for a name that is not in the table."""
+    """Return the parsed value of one of `VARIABLES`; KeyError for a name that is not in the table."""
     default, parse = VARIABLES[name]
     return parse(os.environ.get(name) or default)
 
 
 def cache_dir() -> Path:
-    """Folder for what is expensive to make again (not created here)."""
+    """Return the folder for files that are expensive to make again; the folder is not created here."""
     return _path("PASA_CACHE_DIR")
 
 
 def ascend_build_script() -> Path:
-    """What builds that library: in the repository, or in the installed package beside the kernels' sources."""
+    """Return the path of the script that builds the Ascend C library.
+
+    In an installed package it lies beside the kernels' sources, as in the repository.
+    """
     return PACKAGE / "scripts" / "build_ascend.sh"
 
 
 def ascend_library() -> Path:
-    """Where the library of the Ascend C kernels is, or would be."""
+    """Return the path of the library of the Ascend C kernels, whether or not it exists."""
     return _path("PASA_ASCEND_LIBRARY")
 
 

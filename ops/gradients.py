@@ -1,7 +1,7 @@
-"""Gradients of torch.ops.pasa.*: operators of their own, so that a compiled graph holds them whole.
+"""The gradients of torch.ops.pasa.*, registered as custom operators so that a compiled graph keeps each as one node.
 
-A backend whose module has `attention_backward` serves the gradients of the calls that it served; those of the others
-come from ops/attention/backward.py.
+A backend whose module defines `attention_backward` also differentiates the calls that it served.
+For all other backends ops/attention/backward.py does so.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pasa.ops.dispatch import without_autocast
 
 
 def _formula(backend: str) -> Callable[..., backward.Gradients]:
-    """`attention_backward` of a backend, or the one that serves all devices."""
+    """Return the `attention_backward` of a backend, or the one that serves all devices."""
     formula: Callable[..., backward.Gradients] = getattr(
         registry.BACKENDS[backend].load(), "attention_backward", backward.attention_backward
     )
@@ -42,7 +42,7 @@ def attention_backward(
     mask_too: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(dq, dk, dv, dmask or empty) of heads-first tensors; see ops/attention/backward.py."""
+    """Return (dq, dk, dv, dmask or empty) for heads-first tensors; see ops/attention/backward.py."""
     operands.check_attention(q, k, v, attn_mask, scale)
     operands.check_gradients(grad_out, grad_lse, q, tuple(q.shape[:3]), backend)
     given = (grad_out, grad_lse, q, k, v, attn_mask, is_causal, _default(scale, q))
@@ -89,7 +89,7 @@ def attention_varlen_backward(
     scale: float | None,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) of packed sequences; see ops/attention/backward.py."""
+    """Return (dq, dk, dv) for packed sequences; see ops/attention/backward.py."""
     operands.check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, scale)
     operands.check_gradients(grad_out, grad_lse, q, tuple(q.shape[:2]), backend)
     with without_autocast(q.device.type):
@@ -130,22 +130,22 @@ for _op in (attention_backward, attention_varlen_backward):
 
 
 def remember(ctx: Any, tensors: tuple[Tensor | None, ...], output: tuple[Tensor, ...], *switches: Any) -> None:
-    """Keep what a gradient needs: tensors, and (is_causal, scale, backend)."""
+    """Save what a gradient needs: tensors, and (is_causal, scale, backend)."""
     ctx.save_for_backward(*tensors)
     ctx.switches = switches
-    ctx.mark_non_differentiable(output[2])  # counts
+    ctx.mark_non_differentiable(output[2])  # the counts of diagnostics
     ctx.set_materialize_grads(False)
 
 
 def of_attention(
     ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, grad_counts: None
 ) -> tuple[Tensor | None, ...]:
-    """For the operator's 16 arguments."""
+    """Return the gradients of the operator's 16 arguments, None where there is none."""
     if grad_out is None and grad_lse is None:
         return (None,) * 16
     q, k, v, attn_mask = ctx.saved_tensors
     is_causal, scale, backend = ctx.switches
-    mask_too = any(ctx.needs_input_grad[3:4])  # torch leaves out arguments that have their default
+    mask_too = any(ctx.needs_input_grad[3:4])  # torch omits arguments that have their defaults
     given = (grad_out, grad_lse, q, k, v, attn_mask, is_causal, scale)
     dq, dk, dv, grad_mask = dispatch.call(attention_backward, *given, mask_too, backend)
     return dq, dk, dv, grad_mask if mask_too else None, *(None,) * 12
@@ -154,7 +154,7 @@ def of_attention(
 def of_varlen(
     ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, grad_counts: None
 ) -> tuple[Tensor | None, ...]:
-    """For the operator's 17 arguments."""
+    """Return the gradients of the operator's 17 arguments, None where there is none."""
     if grad_out is None and grad_lse is None:
         return (None,) * 17
     found = dispatch.call(attention_varlen_backward, grad_out, grad_lse, *ctx.saved_tensors, *ctx.switches)

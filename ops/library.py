@@ -1,7 +1,8 @@
-"""torch.ops.pasa.*: schemas, fake kernels, dispatch to a backend of the registry.
+"""The operators torch.ops.pasa.*: their schemas, fake kernels, and dispatch to a registered backend.
 
-The operators are functional and take plain arguments, so that they trace, compile and serialise; validation and
-layouts are the caller's (`pasa.attention`). What their gradients are is in gradients.py.
+The operators are functional and take plain arguments, so that they trace, compile and serialise.
+The caller (`pasa.attention`) validates options and brings tensors into the operators' layout.
+gradients.py defines the gradients.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pasa.ops.registry import Backend, Request, select
 
 
 def mask_kind(attn_mask: Tensor | None) -> str:
-    """ "none", "bool" or "float"."""
+    """Return the kind of a mask: "none", "bool" or "float"."""
     if attn_mask is None:
         return "none"
     return "bool" if attn_mask.dtype == torch.bool else "float"
@@ -36,10 +37,11 @@ def _resolve(
     arithmetic: tuple[Any, ...],
     paged: bool,
 ) -> tuple[ModuleType, AttentionOptions, str]:
-    """The module that serves such calls, their options, and the backend's name.
+    """Return the module that serves such calls, their options, and the backend's name.
 
-    `registered` is here so that a change of it is seen. A choice holds for the process: the machine does not change
-    under it. A refusal is not remembered.
+    `registered` is part of the cache key, so that a newly registered backend is seen. A choice
+    holds for the whole process, because the machine does not change under it. A refusal is not
+    cached.
     """
     options = AttentionOptions(*arithmetic)
     request = Request(*needs, options, paged)
@@ -52,18 +54,18 @@ def _resolve(
 def serve(
     q: Tensor, mask: str, varlen: bool, diagnose: bool, backend: str | None, *arithmetic: Any, paged: bool = False
 ) -> tuple[ModuleType, AttentionOptions, str]:
-    """The module that serves a call, its options, and the backend's name."""
+    """Return the module that serves a call, its options, and the backend's name."""
     needs = (q.device.type, q.dtype, q.shape[-1], mask, varlen, diagnose)
     return _resolve(tuple(registry.BACKENDS.values()), backend, needs, arithmetic, paged)
 
 
 def check_options(*arithmetic: Any) -> None:
-    """Check the options of a call that nothing serves: one without data."""
+    """Check the options of a call without data (meta tensors), which no backend serves."""
     AttentionOptions(*arithmetic)
 
 
 def _server(q: Tensor, mask: str, varlen: bool, diagnose: bool, backend: str | None, *arithmetic: Any) -> str:
-    """Name of the backend that serves such calls; where head dims are traced, they have no hash."""
+    """Return the name of the backend that serves such calls, uncached for a traced head dim, which has no hash."""
     head_dim: Any = q.shape[-1]
     if isinstance(head_dim, int):
         return serve(q, mask, varlen, diagnose, backend, *arithmetic)[2]
@@ -90,7 +92,10 @@ def attention(
     diagnose: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(out (B, Hq, Sq, D), lse (B, Hq, Sq), counts (B, Hq, 6) or empty) of heads-first tensors; see the reference."""
+    """Return (out (B, Hq, Sq, D), lse (B, Hq, Sq), counts (B, Hq, 6) or empty) for heads-first tensors.
+
+    The arguments are those of the reference backend, ops/attention/reference.py.
+    """
     operands.check_attention(q, k, v, attn_mask, scale)
     arithmetic = (precision, recovery, beta, block_q, block_k, softmax, overflow, accumulate)
     kernel, options, _ = serve(q, mask_kind(attn_mask), False, diagnose, backend, *arithmetic)
@@ -156,7 +161,10 @@ def attention_varlen(
     diagnose: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(out (T, Hq, D), lse (T, Hq), counts (1, Hq, 6) or empty) of packed sequences; see the reference."""
+    """Return (out (T, Hq, D), lse (T, Hq), counts (1, Hq, 6) or empty) for packed sequences.
+
+    The arguments are those of the reference backend, ops/attention/reference.py.
+    """
     operands.check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, scale)
     arithmetic = (precision, recovery, beta, block_q, block_k, softmax, overflow, accumulate)
     kernel, options, _ = serve(q, "none", True, diagnose, backend, *arithmetic)
@@ -208,9 +216,10 @@ dispatch.shorten(attention_varlen, _remember_varlen, gradients.of_varlen)
 def watch_scores(
     q: Tensor, k: Tensor, attn_mask: Tensor | None, totals: Tensor, walked: Tensor, is_causal: bool, scale: float
 ) -> None:
-    """Add to `totals` what sampled rows of q (B, Hq, Sq, D) do; see `watch.count`. Nothing waits for the device.
+    """Sample query rows of q (B, Hq, Sq, D) and add what `watch.count` finds in them to `totals`.
 
-    `walked` (1,), INT64, on the CPU: how many rows came before this call; those of the call are added.
+    The call never waits for the device. `walked` (1,), INT64, on the CPU, counts the rows that came
+    before this call; the call adds its own.
     """
     operands.check_watch(q, k, attn_mask, totals, walked, scale)
     rows = q.shape[0] * q.shape[1] * q.shape[2]
@@ -231,7 +240,7 @@ def _(
 
 @cache
 def watch_counter(device: str, head_dim: int) -> Callable[..., None]:
-    """Triton's on a GPU that it serves, torch's elsewhere."""
+    """Return the function that counts sampled rows: Triton's on a GPU that Triton serves, torch's elsewhere."""
     triton = registry.BACKENDS["triton"]
     if device != "cuda" or head_dim > triton.head_dims[1] or triton.missing():
         return watch.count

@@ -1,4 +1,4 @@
-"""Warnings that point at whoever called, neither at us nor at torch."""
+"""Emit warnings that point at the caller's line, not at one of pasa or torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cache
 
 
 def caller() -> int:
-    """Frames up to the first that is neither ours nor torch's, as `stacklevel` counts them for who calls this."""
+    """Return the `stacklevel` of the first frame outside pasa and torch, for the function that calls this one."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("pasa", "torch"):
         frame, level = frame.f_back, level + 1
@@ -17,5 +17,5 @@ def caller() -> int:
 
 @cache
 def warn_once(text: str) -> None:
-    """UserWarning, the first time that this text is told."""
+    """Emit a UserWarning, the first time that this text is passed."""
     warnings.warn(text, UserWarning, stacklevel=caller())

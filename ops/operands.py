@@ -1,8 +1,9 @@
-"""Checks of what an operator of torch.ops.pasa is given, made in the operator, before a kernel reads memory by it.
+"""Check the operands of torch.ops.pasa.* inside the operator, before a kernel reads memory by them.
 
-Shapes, types and devices alone: values are checked where they are read on a host. `pasa.attention` and its like have
-checked the same with more words on layouts; a program that was exported or compiled calls the operators themselves, and
-so may anybody. A check costs the host about a microsecond, so attributes of a tensor are asked for once.
+Only shapes, dtypes and devices are checked here; values are checked where they are read on the
+host. `pasa.attention` and its siblings make the same checks with more words on layouts. An exported
+or compiled program calls the operators directly, as any user may. A check costs the host about a
+microsecond, so each tensor attribute is read once.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from pasa.ops.registry import BACKENDS
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 INTEGERS = (torch.int32, torch.int64)
-SCALES = (2.0**-80, 2.0**80)  # |q.k| is below 2^42, so FP32 holds scores, and the inverse of the scale references
+# The least and the largest scale. |q.k| is below 2^42, so FP32 holds every score (q.k times the scale)
+# and every reference (a score divided by the scale).
+SCALES = (2.0**-80, 2.0**80)
 
 
 def check_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, scale: float | None) -> None:
-    """Check operands of one shape for all batch entries: q (B, Hq, Sq, D), k and v (B, Hkv, Skv, D), and a mask.
+    """Check operands without packing, q (B, Hq, Sq, D) and k, v (B, Hkv, Skv, D), and a mask.
 
     Raises
     ------
@@ -62,7 +65,7 @@ def check_varlen(
 def check_gradients(
     grad_out: Tensor | None, grad_lse: Tensor | None, q: Tensor, lse_shape: tuple[int, ...], backend: str
 ) -> None:
-    """Check the gradients of an output of q's shape and of a log-sum-exp, and the backend that is to take them.
+    """Check the gradients of an output of q's shape and of a log-sum-exp, and the backend that is to use them.
 
     Raises
     ------
@@ -84,7 +87,7 @@ def check_gradients(
 
 
 def check_watch(q: Tensor, k: Tensor, attn_mask: Tensor | None, totals: Tensor, walked: Tensor, scale: float) -> None:
-    """Check what counting takes: operands of attention without values, and the two tensors that it adds to.
+    """Check the arguments of `watch_scores`: operands of attention without values, and its two counters.
 
     Raises
     ------
@@ -114,7 +117,7 @@ def check_paged(
     key_anchors: Tensor | None,
     scale: float | None,
 ) -> None:
-    """Check queries (T, Hq, D), both caches and their tables; longest: max_seqlen_q and max_seqlen_k.
+    """Check queries (T, Hq, D), both caches and their tables; `longest` holds max_seqlen_q and max_seqlen_k.
 
     Raises
     ------
@@ -150,7 +153,7 @@ def check_paged(
 def check_writes(
     k: Tensor, v: Tensor, caches: tuple[Tensor, Tensor], slot_mapping: Tensor, key_anchors: Tensor | None
 ) -> None:
-    """Check keys and values (T, Hkv, D), the caches that they go to, and a slot for each.
+    """Check keys and values (T, Hkv, D), the caches that receive them, and the slot of each.
 
     Raises
     ------
@@ -171,7 +174,7 @@ def check_writes(
 
 
 def check_forms(q: Tensor, k: Tensor, v: Tensor, rank: int) -> None:
-    """Check that three tensors have so many dimensions, and one type and device that attention takes.
+    """Check that three tensors have `rank` dimensions, one supported dtype, and one device.
 
     Raises
     ------
@@ -185,7 +188,7 @@ def check_forms(q: Tensor, k: Tensor, v: Tensor, rank: int) -> None:
 
 
 def _check_alike(q: Tensor, k: Tensor, v: Tensor, rank: int) -> None:
-    """Check three tensors of one rank, type, device and head dimension; k and v of one shape."""
+    """Check that three tensors share rank, dtype, device and head dimension, and that k and v have one shape."""
     check_forms(q, k, v, rank)
     queries, keys, values = q.shape, k.shape, v.shape
     if keys != values:
@@ -223,7 +226,7 @@ def _check_mask(attn_mask: Tensor, q: Tensor, wanted: tuple[int, ...]) -> None:
 
 
 def _check_caches(k_cache: Tensor, v_cache: Tensor) -> None:
-    """Check caches (pages, slots, Hkv, D) of one shape, type and device, in which a head's numbers lie together."""
+    """Check two caches (pages, slots, Hkv, D): one shape, dtype and device, and head dimensions with stride 1."""
     if k_cache.dtype not in DTYPES:
         raise TypeError(f"k_cache is {k_cache.dtype}, expected one of {DTYPES}: allocate it in FP16")
     shape = k_cache.shape
@@ -239,7 +242,7 @@ def _check_caches(k_cache: Tensor, v_cache: Tensor) -> None:
 
 
 def _check_like(name: str, x: Tensor, other_name: str, other: Tensor, dims: int) -> None:
-    """Check a tensor of so many dimensions, of the type and device of another one."""
+    """Check that a tensor has `dims` dimensions, and the dtype and device of another tensor."""
     shape = x.shape
     if len(shape) != dims:
         raise ValueError(f"{name} has {len(shape)} dimensions {tuple(shape)}, expected {dims}")
@@ -251,7 +254,7 @@ def _check_like(name: str, x: Tensor, other_name: str, other: Tensor, dims: int)
 
 
 def _check_table(name: str, x: Tensor, k_cache: Tensor, dims: int) -> None:
-    """Check a tensor of integers that a kernel takes for indices."""
+    """Check a tensor of integers that a kernel uses as indices."""
     if x.dtype not in INTEGERS:
         raise TypeError(f"{name} is {x.dtype}, not an int32 or int64 Tensor: call .int()")
     if x.dim() != dims:

@@ -1,5 +1,7 @@
-"""Packed sequences: which tile of tokens belongs to which sequence, worked out on the device; and, for kernels that
-know no packing, sequences padded to the longest of a group, worked out on the host."""
+"""Divide packed sequences into tiles of tokens, on the device, or into batches of padded sequences, on the host.
+
+The batches are for kernels without packing: each pads its sequences to the longest of a group.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ def tile_table(cu_seqlens: Tensor, block: int, tokens: int) -> tuple[Tensor, Ten
     Returns
     -------
     table : Tensor (tokens // block + sequences, 2), INT32
-        Sequence, and number of the tile within it; the sequence is -1 in rows that are not needed.
+        Sequence, and number of the tile within it; the sequence is -1 in unused rows.
     first : Tensor (sequences,), INT32
         The row of each sequence's first tile.
     """
@@ -39,25 +41,25 @@ def tile_table(cu_seqlens: Tensor, block: int, tokens: int) -> tuple[Tensor, Ten
     return table.int(), first.int()
 
 
-Span = tuple[int, int]  # of tokens, from the first to behind the last
+Span = tuple[int, int]  # of tokens: the first, and the one behind the last
 
 
 def alike(
     edges_q: Sequence[int], edges_k: Sequence[int], kind: Callable[[int, int], Hashable]
 ) -> list[tuple[list[Span], list[Span]]]:
-    """Sequences that have queries and keys, sorted into groups whose lengths are of the same kind.
+    """Group the sequences that have queries and keys by the kind of their lengths.
 
     Parameters
     ----------
     edges_q, edges_k : sequence of int
         Cumulative lengths.
     kind : callable
-        Of the number of queries and the number of keys.
+        Maps the number of queries and the number of keys of a sequence to the kind of its group.
 
     Returns
     -------
     list of (list of Span, list of Span)
-        Where each group's queries and keys are.
+        The spans of each group's queries, and of its keys.
     """
     groups: dict[Hashable, tuple[list[Span], list[Span]]] = {}
     for rows, keys in zip(pairwise(edges_q), pairwise(edges_k), strict=True):
@@ -69,19 +71,19 @@ def alike(
 
 
 def gather(x: Tensor, spans: Sequence[Span]) -> Tensor:
-    """Tokens (T, H, D) of each span, as (spans, H, longest, D); a shorter one goes on with its last token."""
+    """Return the tokens (T, H, D) of each span as (spans, H, longest, D); shorter spans repeat their last token."""
     index, _ = _token_index(spans)
     return x[index.to(x.device)].transpose(1, 2).contiguous()
 
 
 def scatter(x: Tensor, batch: Tensor, spans: Sequence[Span]) -> None:
-    """Write (spans, H, longest, D) into the tokens (T, H, D) of each span; what was padded is dropped."""
+    """Write (spans, H, longest, D) into the tokens (T, H, D) of each span, without the padding."""
     index, real = (part.to(x.device) for part in _token_index(spans))
     x[index[real]] = batch.transpose(1, 2)[real]
 
 
 def _token_index(spans: Sequence[Span]) -> tuple[Tensor, Tensor]:
-    """Tokens (spans, longest), and which of them belong to the span."""
+    """Return the token numbers (spans, longest), and which of them belong to their span."""
     first, behind = torch.tensor(spans).T.unsqueeze(-1)
     index = first + torch.arange(int((behind - first).max()))
     return torch.minimum(index, behind - 1), index < behind

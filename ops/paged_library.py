@@ -1,5 +1,7 @@
-"""torch.ops.pasa.attention_paged and write_pages: schemas, fake kernels, dispatch. As library.py; no gradients: caches
-are for inference."""
+"""The operators attention_paged and write_pages: their schemas, fake kernels, and dispatch to a backend.
+
+They follow library.py, but have no gradients, because caches are for inference.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ def attention_paged(
     diagnose: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(out (T, Hq, D), lse (T, Hq), counts (1, Hq, 6) or empty); see the reference."""
+    """Return (out (T, Hq, D), lse (T, Hq), counts (1, Hq, 6) or empty); see the reference for the arguments."""
     longest = (max_seqlen_q, max_seqlen_k)
     operands.check_paged(q, (k_cache, v_cache), block_table, seq_lens, cu_seqlens_q, longest, key_anchors, scale)
     arithmetic = (precision, recovery, beta, block_q, block_k, softmax, overflow, accumulate)
@@ -86,8 +88,10 @@ def _(
 def write_pages(
     k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, key_anchors: Tensor | None
 ) -> None:
-    """Keys and values (T, Hkv, D) into their slots; see `paging.write_pages`. No argument has a default: torch 2.11
-    fails where one that may be written is left out."""
+    """Write keys and values (T, Hkv, D) into their slots; see `paging.write_pages`.
+
+    No argument has a default, because torch 2.11 fails if a mutable argument is left out.
+    """
     operands.check_writes(k, v, (k_cache, v_cache), slot_mapping, key_anchors)
     if len(slot_mapping):
         paging.write_pages(k, v, k_cache, v_cache, slot_mapping, key_anchors)

@@ -1,12 +1,14 @@
-"""Paged caches: keys and values in pages of a few slots, and a table of the pages that each sequence has.
+"""Read and write paged caches: keys and values in pages of a few slots, and a table of each sequence's pages.
 
-A cache is (pages, slots of a page, Hkv, D), with any strides but that of the last dimension, which is 1. Key i of a
-sequence is in slot i % slots of page table[i // slots]. What stands in the table behind a sequence's last page is never
-read as a page, and slots that no sequence has reached may hold anything, NaN too.
+A cache has shape (pages, slots of a page, Hkv, D). Its strides are free except the last, which is
+1. Key i of a sequence is in slot i % slots of page table[i // slots]. Table entries behind a
+sequence's last page are never read as pages. Slots that no sequence has reached may hold anything,
+even NaN.
 
-Anchors (pages, Hkv, D) of a cache are the block means that decoding takes off its keys, kept so that they need not be
-found at every step: FP16, contiguous, `shift_exact`'s of the keys that each page has, NaN where one of them is not
-finite. Whoever writes keys writes anchors.
+Anchors (pages, Hkv, D) of a cache are the block means that decoding subtracts from its keys, kept
+so that they need not be computed at every step. They are FP16 and contiguous, computed by
+`shift_exact` over the keys that each page holds, and NaN where one of these keys is not finite.
+Whoever writes keys must write their anchors.
 """
 
 from __future__ import annotations
@@ -19,11 +21,12 @@ from torch import Tensor
 from pasa.ops.registry import triton_missing
 from pasa.ops.shift_keys.reference import anchor_near, may_lose, shifts_exactly
 
+# Kernels count the elements of a page with signed 32-bit integers.
 PAGE_SPAN = 2**31
 
 
 def check_pages(block_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor | None, cache: Tensor, tokens: int) -> None:
-    """What the tables say fits the cache and the queries. Looked at on a CPU only: elsewhere a look would wait.
+    """Check that the page tables fit the cache and the queries; on a CPU only, because reading a GPU's values waits.
 
     Raises
     ------
@@ -47,12 +50,12 @@ def check_pages(block_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor | No
 
 
 def check_spans(*caches: Tensor) -> None:
-    """Kernels count the elements of a page with 32 bits.
+    """Check that kernels can count the elements of a page with 32 bits.
 
     Raises
     ------
     NotImplementedError
-        If a page spans more.
+        If a page spans 2^31 elements or more.
     """
     for cache in caches:
         span = cache.shape[1] * cache.stride(1)
@@ -63,7 +66,7 @@ def check_spans(*caches: Tensor) -> None:
 
 
 def gather_pages(cache: Tensor, block_table: Tensor, seq_lens: Tensor) -> Tensor:
-    """Keys or values (sum of seq_lens, Hkv, D) of all sequences, one after another. Reads lengths back."""
+    """Return keys or values (sum of seq_lens, Hkv, D) of all sequences, one after another; lengths are read back."""
     lengths = seq_lens.long()
     sequence = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
     at = torch.arange(len(sequence), device=lengths.device) - (lengths.cumsum(0) - lengths)[sequence]
@@ -78,7 +81,10 @@ def attend_gathered(
     seq_lens: Tensor,
     cu_seqlens_q: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What `attend` (q, k, v, cu_seqlens_q, cu_seqlens_k) gives for packed sequences; 0 and LSE -inf for padding."""
+    """Gather the pages, call `attend` (q, k, v, cu_seqlens_q, cu_seqlens_k) on packed sequences, and pad its result.
+
+    Rows of q behind the last sequence get output 0 and LSE -inf.
+    """
     k, v = (gather_pages(cache, block_table, seq_lens) for cache in caches)
     cu_q = torch.arange(len(q) + 1, device=q.device) if cu_seqlens_q is None else cu_seqlens_q
     cu_k = torch.nn.functional.pad(seq_lens.long().cumsum(0), (1, 0))
@@ -90,12 +96,12 @@ def attend_gathered(
 
 
 def check_anchors(key_anchors: Tensor, k_cache: Tensor, block_table: Tensor, seq_lens: Tensor) -> None:
-    """Keys can lose the anchors of their pages without rounding. Looked at on a CPU only, as `check_pages`.
+    """Check that anchors can be subtracted from their pages' keys without rounding; on a CPU only, as `check_pages`.
 
     Raises
     ------
     ValueError
-        If they cannot: keys have been written without anchors, or pages copied.
+        If they cannot: keys were written without anchors, or pages were copied.
     """
     if seq_lens.device.type != "cpu":
         return
@@ -109,16 +115,16 @@ def check_anchors(key_anchors: Tensor, k_cache: Tensor, block_table: Tensor, seq
 def write_pages(
     k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, key_anchors: Tensor | None = None
 ) -> None:
-    """Put keys and values (T, Hkv, D) into slots (page * slots of a page + slot); negative ones are padding. With
-    anchors, those of the pages too, of the slots up to the last that is written in each.
+    """Write keys and values (T, Hkv, D) into slots, numbered page * slots of a page + slot; negative ones are padding.
 
-    Nothing is read back from a GPU. A padding token writes once more what the first other token writes, or what is
-    there already.
+    With `key_anchors`, also write the anchors of the pages. A page's anchor covers its slots up to
+    the last one written. Nothing is read back from a GPU. A padding token repeats the write of the
+    first real token, or rewrites what the cache already holds if there is none.
 
     Raises
     ------
     ValueError
-        On a CPU, if a slot lies behind the cache or is given twice.
+        On a CPU, if a slot lies behind the cache or appears twice.
     """
     if k.device.type == "cuda" and triton_missing() is None:
         from pasa.ops.attention import paged_write_launch
@@ -141,7 +147,7 @@ def write_pages(
 
 
 def _write_anchors(slots: Tensor, k_cache: Tensor, key_anchors: Tensor) -> None:
-    """Of the pages of some slots. Waits for a device that is not the CPU."""
+    """Write the anchors of the pages that hold these slots; waits for a device that is not the CPU."""
     pages, page = (slots // k_cache.shape[1]).unique(return_inverse=True)
     last = torch.zeros_like(pages).scatter_reduce(0, page, slots % k_cache.shape[1], "amax")
     there = torch.arange(k_cache.shape[1], device=slots.device) <= last[:, None]

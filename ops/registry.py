@@ -1,7 +1,7 @@
-"""Backends as data: what each can do, whether it can do it here, the choice among them, and who serves this machine.
+"""Describe every backend as data: what it can do, whether it runs here, and which one serves a call.
 
-The capability records are executable: selection, refusals, the support matrix of the README and the parameters of
-the backend tests all read them.
+The records are executable. Backend selection, refusals, the support matrix of the README and the
+parameters of the backend tests all read them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ HEAD_DIMS = (1, 512)  # 512: the widest head in use (the VAE of diffusion pipeli
 
 @dataclass(frozen=True)
 class Request:
-    """What a call needs from a backend."""
+    """State what a call needs from a backend."""
 
     device: str
     dtype: torch.dtype
@@ -40,35 +40,37 @@ class Request:
 
 @dataclass(frozen=True, eq=False)
 class Backend:
-    """One implementation of the attention operator; a record equals itself alone.
+    """Describe one implementation of the attention operator; a record is equal only to itself.
 
     Attributes
     ----------
     name : str
     module : str
-        Imported on first use; holds `attention` and `attention_varlen` with the reference's signatures.
+        Imported on first use; defines `attention` and `attention_varlen` with the reference's
+        signatures.
     devices : tuple of str
         torch device types; empty means any.
     devices_by_name : tuple of str
-        Device types that it serves only when it is asked for by name.
+        Device types that it serves only when a call names it.
     dtypes, masks, precisions, recoveries, softmaxes, accumulates, overflows : tuple
         Accepted values.
     not_together : tuple of dict
-        Options by name, of which it serves each value, but not all of them in one call.
+        Sets of options by name. Each value is served, but not all of a set in one call.
     head_dims : (int, int)
         Smallest and largest head dimension.
     block_ks : tuple of int
         Accepted keys per block; empty means any.
     varlen, diagnostics : bool
     paged : dict, optional
-        Options by name that a call over a paged cache must have; None if it serves no such call.
+        Options by name that a call over a paged cache must have; None if it serves no paged cache.
     missing : callable
-        Why it cannot run on this machine, or None; called when asked, never at import.
+        Returns why it cannot run on this machine, or None; called on demand, never at import.
     label : str
         What a result of this backend is: measured on the device, emulated, modelled.
     replaced : callable
-        Why another implementation would serve in its place here, or None; called when asked, never at import. A call
-        that names the backend is refused then: who names one wants that one.
+        Returns why another implementation would serve in its place here, or None; called on demand,
+        never at import. A call that names the backend is then refused, because its caller wants
+        this backend and no other.
     """
 
     name: str
@@ -101,16 +103,16 @@ class Backend:
             raise ValueError(f"head_dims {self.head_dims!r} of backend {self.name!r} is not a range")
 
     def load(self) -> ModuleType:
-        """Import the implementation."""
+        """Import the module that implements the backend."""
         return importlib.import_module(self.module)
 
     def described(self) -> str:
-        """Its name, or why another serves in its place."""
+        """Return the backend's name, or why another one serves in its place."""
         why = self.replaced()
         return self.name if why is None else f"a stand-in for {self.name} ({why})"
 
     def refusals(self, request: Request, *, by_name: bool = False) -> list[str]:
-        """Every reason why this backend cannot serve `request`; empty when it can."""
+        """Return every reason why this backend cannot serve `request`; empty when it can."""
         options = request.options
         devices = self.devices + (self.devices_by_name if by_name else ())
         wanted: list[tuple[str, object, tuple[object, ...]]] = [
@@ -153,14 +155,14 @@ BACKENDS: dict[str, Backend] = {}
 
 
 def register(backend: Backend) -> None:
-    """Add a backend; ValueError if the name is taken."""
+    """Add a backend; raises ValueError if the name is taken."""
     if backend.name in BACKENDS:
         raise ValueError(f"backend {backend.name!r} is already registered")
     BACKENDS[backend.name] = backend
 
 
 def select(request: Request, name: str | None = None) -> Backend:
-    """The backend called `name`, or the one of highest priority that can serve.
+    """Return the backend called `name`, or the one of highest priority that can serve the request.
 
     Raises
     ------
@@ -183,9 +185,9 @@ def select(request: Request, name: str | None = None) -> Backend:
 
 
 def tell_of_emulation(request: Request, found: Backend) -> None:
-    """Warn, once per cause, where the machine or the head dim is why a device's own kernels do not serve a call.
+    """Warn, once per cause, if a device's own kernels do not serve a call because of the machine or its head dimension.
 
-    Options that the reference alone has ask for the emulation: of those nothing is told.
+    Options that only the reference has are a request for the emulation, so they cause no warning.
     """
     if found.name != "reference":
         return
@@ -198,14 +200,14 @@ def tell_of_emulation(request: Request, found: Backend) -> None:
 
 
 def device_types() -> tuple[str, ...]:
-    """Types of the devices that torch can use on this machine."""
+    """Return the types of the devices that torch can use on this machine."""
     npu = getattr(torch, "npu", None)  # torch_npu adds it
     there = {"npu": npu is not None and npu.is_available(), "cuda": torch.cuda.is_available(), "cpu": True}
     return tuple(name for name, usable in there.items() if usable)
 
 
 def server(device: str) -> Backend | None:
-    """Return who serves an FP16 call of head dim 64 and default options on such a device that names no backend."""
+    """Return the backend of an FP16 call on `device` with head dimension 64 and default options, or None."""
     try:
         return select(Request(device, torch.float16, 64, "none", False, False, AttentionOptions()))
     except NotImplementedError:
@@ -217,7 +219,7 @@ def servers(
     options: AttentionOptions | None = None,
     name: str | None = None,
 ) -> tuple[tuple[str, str], ...]:
-    """Return, by device type of this machine, who serves calls without a mask, and why no preferred backend does.
+    """Return, by device type of this machine, which backend serves calls without a mask, and why no preferred one does.
 
     Parameters
     ----------
@@ -241,7 +243,7 @@ def servers(
 
 
 def _who_serves(request: Request, name: str | None) -> str:
-    """Return who serves a call, and in brackets why those that the device prefers do not."""
+    """Return the backend that serves a call and, in brackets, why the backends of higher priority do not."""
     try:
         found = select(request, name)
     except NotImplementedError as refusal:
@@ -252,7 +254,7 @@ def _who_serves(request: Request, name: str | None) -> str:
 
 
 def triton_missing() -> str | None:
-    """Why Triton kernels cannot run on this machine; None when they can."""
+    """Return why Triton kernels cannot run on this machine; None when they can."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed (pip install '.[triton]')"
     if envs.read("TRITON_INTERPRET"):
@@ -269,7 +271,7 @@ def triton_missing() -> str | None:
 
 
 def npu_missing() -> str | None:
-    """Why no NPU can be used on this machine; None when one can."""
+    """Return why no NPU can be used on this machine; None when one can."""
     if importlib.util.find_spec("torch_npu") is None:
         return "torch_npu is not installed (pip install '.[npu]')"
     npu = getattr(torch, "npu", None)  # torch_npu adds it
@@ -277,7 +279,7 @@ def npu_missing() -> str | None:
 
 
 def npu_replaced() -> str | None:
-    """Why the Ascend C kernels cannot be called, although there may be an NPU; None when they can."""
+    """Return why the Ascend C kernels cannot be called although an NPU may be present; None when they can."""
     reason: str | None = BACKENDS["npu"].load().library_error()
     return reason
 

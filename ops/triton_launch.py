@@ -1,8 +1,8 @@
-"""Launches Triton kernels at less cost to the host.
+"""Launch Triton kernels with less overhead on the host.
 
-A launch through Triton's Python layers costs the host as much time as a short kernel costs the device: each argument is
-specialised anew. Here the compiled kernel is remembered by what Triton would have specialised, and handed to the
-launcher that Triton has in C.
+A launch through Triton's Python layers takes the host as long as a short kernel takes the device,
+because every argument is specialised anew. Here compiled kernels are cached by what Triton would
+have specialised, and passed to Triton's launcher in C.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction, driver
 
-# The C launcher's arguments are Triton's own affair, and differ between its versions. The interpreter has none.
+# The arguments of the C launcher are internal to Triton and differ between versions. The
+# interpreter has no launcher.
 DIRECT = triton.__version__.startswith("3.6.") and torch.version.hip is None and not triton.knobs.runtime.interpret
 
 Grid: TypeAlias = tuple[int, int, int]
@@ -27,17 +28,17 @@ Grid: TypeAlias = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Ready:
-    """A compiled kernel and the C function that launches it.
+    """Hold a compiled kernel and the C function that launches it.
 
     Attributes
     ----------
     launch : callable
-        Of Triton 3.6: grid, stream, function, cooperative or not, launched early or not, two scratch buffers, metadata,
-        three hooks, then the kernel's arguments; pointers may be integers, and what stands for a compile-time argument
-        is not looked at.
+        Triton 3.6 takes: grid, stream, function, cooperative or not, early launch or not, two
+        scratch buffers, metadata, three hooks, then the kernel's arguments. Pointers may be
+        integers. Values for compile-time arguments are ignored.
     kernel : triton.compiler.CompiledKernel
     function, packed
-        Of the kernel: its handle and packed metadata.
+        The kernel's handle and packed metadata.
     early : bool
     """
 
@@ -49,18 +50,21 @@ class Ready:
 
     @classmethod
     def of(cls, kernel: Any, spelled_out: bool = False) -> Ready:
-        """Loads it. spelled_out: tensor maps, shapes and strides will be given in place of tensor descriptors.
+        """Load a compiled kernel onto the device.
+
+        With `spelled_out`, the caller passes tensor maps, shapes and strides in place of tensor
+        descriptors.
 
         Raises
         ------
         triton.runtime.errors.OutOfResources
             If it does not fit the device.
         NotImplementedError
-            If it wants scratch memory, as instrumented kernels do.
+            If it needs scratch memory, as instrumented kernels do.
         """
         launcher = kernel.run
         if not hasattr(launcher, "launch"):
-            launcher()  # what Triton keeps of a kernel that once did not fit: a call that says so again
+            launcher()  # Triton keeps, for a kernel that did not fit once, a call that raises that error again
         if launcher.global_scratch_size or launcher.profile_scratch_size:
             raise NotImplementedError(f"{kernel.name} wants scratch memory, which this launch does not give")
         launch = launcher.launch
@@ -69,8 +73,8 @@ class Ready:
         return cls(launch, kernel, kernel.function, kernel.packed_metadata, launcher.launch_pdl)
 
     def run(self, grid: Grid, stream: int, *arguments: Any) -> None:
-        """Launch it; a profiler's hooks are called if there are any."""
-        runtime = triton.knobs.runtime  # which older versions, as triton-ascend's, lack
+        """Launch the kernel, and call a profiler's hooks if there are any."""
+        runtime = triton.knobs.runtime  # older versions, such as triton-ascend's, lack this
         enter, leave, meta = runtime.launch_enter_hook, runtime.launch_exit_hook, None
         if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
             meta = self.kernel.launch_metadata(grid, stream, *arguments)
@@ -82,7 +86,7 @@ class Ready:
 
 
 class Pointer:
-    """Part of a tensor, for a kernel: a view of it would cost the host as much as an allocation."""
+    """A part of a tensor, for a kernel; a view of it would cost the host as much as an allocation."""
 
     __slots__ = ("address", "dtype", "owner")
 
@@ -90,12 +94,12 @@ class Pointer:
         self.owner, self.address, self.dtype = owner, owner.data_ptr() + offset, dtype
 
     def data_ptr(self) -> int:
-        """As Triton calls it."""
+        """Return the address, under the name that Triton calls."""
         return self.address
 
 
 def workspace(device: torch.device, *parts: tuple[int, torch.dtype]) -> tuple[Any, ...]:
-    """Uninitialised memory for a kernel: a pointer to so many elements of each kind, in one allocation."""
+    """Allocate uninitialised memory for a kernel: one pointer for each (elements, dtype), in a single allocation."""
     if not DIRECT or device.type != "cuda":
         return tuple(torch.empty(size, dtype=dtype, device=device) for size, dtype in parts)
     ends = list(accumulate(-(-size * dtype.itemsize // 16) * 16 for size, dtype in parts))
@@ -112,16 +116,16 @@ def launch(
     Parameters
     ----------
     kernel
-        Its parameters are pointers, then numbers, then `tl.constexpr`.
+        A kernel whose parameters are pointers, then numbers, then `tl.constexpr`.
     grid : tuple of 3 int
     tensors : sequence of Tensor, Pointer or TensorDescriptor
-        On one device, the first a Tensor.
+        All on one device; the first must be a Tensor.
     numbers : sequence of int or float
-        Whole ones at least 0.
+        Integers must not be negative.
     constants : dict
-        The `tl.constexpr`.
+        Values of the `tl.constexpr` parameters.
     options
-        num_warps and the like.
+        Options of the compiler, such as num_warps.
     """
     ready = None
     if DIRECT and tensors[0].is_cuda and type(kernel) is JITFunction:
@@ -140,12 +144,12 @@ def launch(
     ready.run(grid, stream, *tensors, *numbers, *(None,) * len(constants))
 
 
-# No more than Triton keeps compiled kernels, for which it has no bound either.
+# It grows no further than Triton's own cache of compiled kernels, which has no limit either.
 _ready: dict[tuple[Any, ...], Ready] = {}
 
 
 def _prepare(compiled: Any) -> Ready | None:
-    """None for what Triton has to launch itself: nothing compiled yet, or a kernel that is instrumented."""
+    """Return the kernel ready to launch, or None where Triton must launch it: not compiled yet, or instrumented."""
     if not isinstance(compiled, CompiledKernel):
         return None
     try:
@@ -155,14 +159,14 @@ def _prepare(compiled: Any) -> Ready | None:
 
 
 def _pointer_kind(x: Any) -> tuple[Any, ...]:
-    """What Triton tells apart: element types, 16-byte alignment, tiles of descriptors."""
+    """Return what Triton specialises a pointer by: element type, 16-byte alignment, tile shape of a descriptor."""
     if isinstance(x, (Tensor, Pointer)):
         return x.dtype, x.data_ptr() % 16 == 0
     return x.base.dtype, *x.block_shape
 
 
 def _number_kind(number: Any) -> int:
-    """Likewise: 1, multiples of 16, and what 32 bits do not hold."""
+    """Return what Triton specialises a number by: 1, multiples of 16, and integers beyond 32 bits."""
     if isinstance(number, float):
         return -1
     return 1 if number == 1 else 2 * (number % 16 == 0) + 4 * (number >= 2**31)

@@ -19,6 +19,6 @@ settings.load_profile("pasa")
 
 @pytest.fixture(scope="session")
 def shared_folder(tmp_path_factory, worker_id):
-    """Of all test processes of the session; who makes something in it takes a lock."""
+    """Return a folder that all test processes of the session share; take a lock to make something in it."""
     base = tmp_path_factory.getbasetemp()
     return base if worker_id == "master" else base.parent

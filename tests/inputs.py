@@ -11,16 +11,16 @@ from torch import Tensor
 import pasa
 from pasa.ops.attention import triton_backend
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # of the Triton kernels: a GPU, or the interpreter
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # the device of the Triton kernels: a GPU, or the interpreter
 ODD_LENGTHS = [(1, 1), (1, 63), (63, 127), (127, 129), (129, 63), (5, 300), (200, 257)]  # (Sq, Skv)
 
 
 class Mode(NamedTuple):
-    """A way to run attention: on which backend, with which kernel of it, in which arithmetic."""
+    """A way to run attention: a backend, one of its kernels, and an arithmetic."""
 
     backend: str
     config: pasa.PasaConfig
-    portable: bool = False  # where Hopper has a kernel of its own, the one that other devices run
+    portable: bool = False  # on Hopper, use the kernel that other devices run, not Hopper's own
 
     def __str__(self) -> str:
         kernel = "portable" if self.portable else self.backend
@@ -29,7 +29,7 @@ class Mode(NamedTuple):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None = None, **how: Any
     ) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp, on the CPU; the Triton kernels run on `DEVICE`."""
+        """Return output and log-sum-exp on the CPU; the Triton kernels run on `DEVICE`."""
         device = "cpu" if self.backend == "reference" else DEVICE
         q, k, v = q.to(device), k.to(device), v.to(device)
         mask = None if attn_mask is None else attn_mask.to(device)
@@ -39,13 +39,13 @@ class Mode(NamedTuple):
         return out.cpu(), lse.cpu()
 
     def out(self, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
-        """The output alone."""
+        """Return the output alone."""
         return self.attend(q, k, v, **how)[0]
 
 
 @contextmanager
 def portable_kernel() -> Iterator[None]:
-    """Keep Hopper's own kernel out."""
+    """Keep Hopper's own kernel from serving calls."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton_backend, "hopper_serves", lambda *_: False)
         yield
@@ -67,7 +67,7 @@ KERNEL_SLACK = 2.0**-11
 def normal_qkv(
     heads: tuple[int, int], lengths: tuple[int, int], dim: int, seed: int = 0, batch: int = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """N(0, 1) queries (B, Hq, Sq, D) and keys, values (B, Hkv, Skv, D) in FP16."""
+    """Return N(0, 1) queries (B, Hq, Sq, D) and keys, values (B, Hkv, Skv, D) in FP16."""
     g = torch.Generator().manual_seed(seed)
     shapes = (heads[0], lengths[0]), (heads[1], lengths[1]), (heads[1], lengths[1])
     q, k, v = (torch.randn(batch, h, s, dim, generator=g).half() for h, s in shapes)
@@ -75,7 +75,10 @@ def normal_qkv(
 
 
 def biased_qkv(bias: float, seed: int, length: int = 1280, heads: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """N(0, 1), plus a constant on 16 of 128 dimensions of q and k: scores share an offset of 16 bias^2."""
+    """Return N(0, 1) tensors plus a constant on 16 of 128 dimensions of q and k.
+
+    Scores share an offset of 16 bias^2.
+    """
     g = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(1, heads, length, 128, generator=g) for _ in range(3))
     q[..., :16] += bias
@@ -84,22 +87,24 @@ def biased_qkv(bias: float, seed: int, length: int = 1280, heads: int = 1) -> tu
 
 
 def rmse(out: Tensor, golden: Tensor) -> float:
-    """||out - golden|| / ||golden||  (paper, Eq. 19)."""
+    """Return ||out - golden|| / ||golden||  (paper, Eq. 19)."""
     return float((out.double() - golden).norm() / golden.norm())
 
 
 def max_error(out: Tensor, golden: Tensor) -> float:
-    """Largest absolute error."""
+    """Return the largest absolute error."""
     return float((out.double() - golden).abs().max())
 
 
 def fp16_naive_error(q: Tensor, k: Tensor, v: Tensor, golden: Tensor, **how: object) -> float:
-    """Largest error of the same-precision naive attention (Q K^T stored in FP16 before scaling)."""
+    """Return the largest error of the same-precision naive attention (Q K^T stored in FP16 before scaling)."""
     naive = pasa.attention(q, k, v, config=pasa.PasaConfig(precision="partial"), **how)  # type: ignore[call-overload]
     return max_error(naive, golden)
 
 
 def pairwise(first: Sequence[Any], middle: tuple[Any, Any], last: Sequence[Any]) -> list[tuple[Any, Any, Any]]:
-    """Half of all combinations, in which any two values of different choices meet: `middle` alternates as a chessboard
-    does. Both other choices have two values at least."""
+    """Return half of all combinations, in which any two values of different choices still meet.
+
+    `middle` alternates like a chessboard. Both other choices have at least two values.
+    """
     return [(a, middle[(i + j) % 2], b) for i, a in enumerate(first) for j, b in enumerate(last)]

@@ -1,7 +1,8 @@
-"""Triton's interpreter without the work that it repeats: the same operations on the same numbers, seven times as fast.
+"""Triton's interpreter without its repeated work: the same operations on the same numbers, seven times as fast.
 
-Most of its time goes into types, shapes and constants, of which a kernel has few, made again for every result. Written
-for Triton 3.6, which the extra `dev` pins; what is replaced here has to be there.
+Most of its time goes into types, shapes and constants. A kernel has few of them, but the interpreter makes them
+again for every result. Written for Triton 3.6, which the extra `dev` pins; everything that is replaced here
+must exist there.
 """
 
 from __future__ import annotations
@@ -17,25 +18,27 @@ from triton.language import core
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
-KEPT = 10_000  # numbers as tensors
+KEPT = 10_000  # the most numbers that are cached as tensors
 NUMBERS = (int, float)
-OFFSETS = ("int32", "int64")  # of a pointer
-# Types that an operation on two tensors of one leaves as they are. Not FP16, whose quotients are in FP32.
+OFFSETS = ("int32", "int64")  # types of an offset that is added to a pointer
+# Types that an operation on two tensors of one type preserves. FP16 is not among them, as its quotients are in
+# FP32.
 CLOSED = ("fp32", "fp64", "int1", "int32", "int64", "uint32", "uint64")
-UNWRAPPED = {core.tensor, int, float, bool, str, type(None), core.dtype, core.block_type}  # what is no constant
-# Casts that are NumPy's.
+# Types of what is not a constexpr.
+UNWRAPPED = {core.tensor, int, float, bool, str, type(None), core.dtype, core.block_type}
+# Casts that equal NumPy's.
 PLAIN = {("fp16", "fp32"), ("fp32", "fp16"), ("int32", "int64"), ("int1", "int32"), ("int32", "fp32"), ("int1", "fp32")}
 
 
 def call(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """A function that a kernel calls. Triton sets up the language again for every call, and never takes that back."""
+    """Call a function from a kernel; Triton would set up the language again for every call, and never undo that."""
     return function.rewrite()(*args, **kwargs)
 
 
 class SetUp:
-    """The language for a launch: as kernels know it, and as the functions that come with Triton do.
+    """Set up the language for a launch, for kernels and for the functions that come with Triton.
 
-    What is to be replaced in it is looked for at the first launch; Triton looks at every one.
+    What must be replaced in it is determined at the first launch; Triton does so at every launch.
     """
 
     def __init__(self, patch: Callable[[Any], Any]) -> None:
@@ -54,7 +57,7 @@ class SetUp:
         return scope
 
     def direct(self, member: Any) -> Any:
-        """A builtin of the language with our semantic, without the check that it is called from a kernel."""
+        """Return a builtin of the language with this semantic, without the check that a kernel calls it."""
         builtin = (getattr(member, "__kwdefaults__", None) or {}).get("member")
         if builtin is None:
             return member
@@ -68,7 +71,7 @@ class SetUp:
 
 
 class Semantic(TritonSemantic):
-    """What operations do with types and shapes, found once for each."""
+    """Cache what operations do with types and shapes."""
 
     def __init__(self, builder: Any) -> None:
         super().__init__(builder)
@@ -84,7 +87,7 @@ class Semantic(TritonSemantic):
         return self.constants[key] if key in self.constants else self.keep(key, super().to_tensor(x))
 
     def keep(self, key: Any, number: Any) -> Any:
-        """A number as a tensor, for the next time."""
+        """Cache a number as a tensor, and return it."""
         if len(self.constants) >= KEPT:
             self.constants.clear()
         self.constants[key] = number
@@ -110,7 +113,7 @@ class Semantic(TritonSemantic):
             if key in self.constants:
                 return lhs, self.constants[key]
             left, number = super().binary_op_type_checking_impl(lhs, rhs, *how)
-            if left is lhs:  # and not an integer that became a floating-point number beside one
+            if left is lhs:  # and not an integer that was converted beside a floating-point number
                 self.keep(key, number)
             return left, number
         return super().binary_op_type_checking_impl(lhs, rhs, *how)
@@ -118,14 +121,14 @@ class Semantic(TritonSemantic):
     def broadcast_impl_value(self, lhs: Any, rhs: Any) -> Any:
         if lhs.shape is rhs.shape:
             return lhs, rhs
-        key = id(lhs.shape), id(rhs.shape)  # which `alike` keeps
+        key = id(lhs.shape), id(rhs.shape)  # the ids stay valid because `alike` keeps the shapes
         if key not in self.shapes:
             self.shapes[key] = super().broadcast_impl_value(lhs, rhs)[0].shape
         return self.spread(lhs, self.shapes[key]), self.spread(rhs, self.shapes[key])
 
     @staticmethod
     def spread(value: Any, shape: Any) -> Any:
-        """A tensor in a larger shape."""
+        """Broadcast a tensor to a larger shape."""
         if value.shape is shape:
             return value
         sizes = [size.value for size in shape]
@@ -135,20 +138,20 @@ class Semantic(TritonSemantic):
 
 
 def unwrapped(unwrap: Any) -> Any:
-    """The value of what may be a constant, and mostly is not."""
+    """Return a fast form of `unwrap` for values that are rarely a constexpr."""
     return lambda x: x if type(x) in UNWRAPPED else unwrap(x)
 
 
 def hold(handle: Any, data: Any, dtype: Any) -> None:
-    """Make a handle; Triton looks at the size of its numbers, which come from operations on such handles."""
+    """Make a handle without Triton's check of its numbers' size, as they come from operations on such handles."""
     handle.data, handle.dtype, handle.attr = data, dtype, {}
 
 
 def reduce_by_halves(reduction: Any, values: tuple[Any, ...]) -> list[Any]:
-    """`tl.reduce` along an axis with a function of ours, on whole halves; Triton takes element after element."""
+    """Run `tl.reduce` along an axis on whole halves, with the kernel's function; Triton goes element by element."""
     types, axis = [value.dtype for value in values], reduction.axis
     arrays = [value.handle.data for value in values]
-    while (count := arrays[0].shape[axis]) > 1:  # a power of two, as all shapes of Triton
+    while (count := arrays[0].shape[axis]) > 1:  # a power of two, as all shapes of Triton are
         halves = [array.take(part, axis) for part in (range(count // 2), range(count // 2, count)) for array in arrays]
         found = reduction.combine_fn.fn(*map(reduction.to_tensor, halves, types * 2))
         arrays = [one.handle.data for one in (found if isinstance(found, tuple) else (found,))]
@@ -158,7 +161,7 @@ def reduce_by_halves(reduction: Any, values: tuple[Any, ...]) -> list[Any]:
 
 
 def remembered(find: Any) -> Any:
-    """NumPy's type of a Triton type, once for each; Triton makes a table of all of them every time."""
+    """Cache NumPy's type of a Triton type; Triton makes a table of all of them every time."""
     known: dict[str, Any] = {}
 
     def of(kind: Any) -> Any:
@@ -171,7 +174,7 @@ def remembered(find: Any) -> Any:
 
 
 def alike(make: Any, shapes: dict[Any, Any]) -> Any:
-    """Fields of a type of blocks, found once for each; Triton checks and names a shape for every result."""
+    """Cache the fields of a block type; Triton checks and names a shape for every result."""
     known: dict[Any, Any] = {}
 
     def of(block: Any, element: Any, shape: Any) -> None:
@@ -188,12 +191,12 @@ def alike(make: Any, shapes: dict[Any, Any]) -> Any:
 
 
 def shape_of(sizes: tuple[int, ...]) -> tuple[Any, Any]:
-    """The shape of a tensor as Triton has it, and how many elements that is."""
+    """Return the shape of a tensor in Triton's form, and its number of elements."""
     return core.tuple([core.constexpr(size) for size in sizes]), core.constexpr(math.prod(sizes))
 
 
 def tensor_of(scalar: tuple[Any, Any]) -> Any:
-    """What makes a tensor, whose shape is that of its type; Triton makes it anew, and names it."""
+    """Return a constructor of tensors that takes the shape from the type; Triton makes it anew, and names it."""
 
     def of(tensor: Any, handle: Any, kind: Any) -> None:
         tensor.handle, tensor.type, tensor.dtype = handle, kind, kind.scalar
@@ -203,7 +206,7 @@ def tensor_of(scalar: tuple[Any, Any]) -> Any:
 
 
 def speed_up() -> None:
-    """Replace these in this process, and do not compute which integers overflow: nothing looks at that."""
+    """Install all replacements in this process, and skip the check for integer overflow, which nothing reads."""
     assert not interpreter.interpreter_builder.options.debug
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
     interpreter.InterpretedFunction.__call__ = call

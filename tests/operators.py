@@ -1,4 +1,4 @@
-"""A valid call of every operator of torch.ops.pasa, for tests that spoil one argument."""
+"""A valid call of every operator of torch.ops.pasa, for tests that make one argument invalid."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ OPERATORS: dict[str, CustomOpDef] = {
 
 
 def all_arguments(operator: str, backend: str = "reference", device: str = "cpu") -> dict[str, Any]:
-    """Every argument, by name and in order; all tensors are there, and their sizes differ: B 2, Hq 4, Hkv 2, D 16."""
+    """Return every argument by name, in order; no tensor is None, and all sizes differ: B 2, Hq 4, Hkv 2, D 16."""
     q, k, v = (x.to(device) for x in normal_qkv((4, 2), (12, 30), 16, batch=2))
     packed = {"q": q[0].mT.mT.transpose(0, 1), "k": k[0].transpose(0, 1), "v": v[0].transpose(0, 1)}
     edges = {

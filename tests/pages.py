@@ -10,7 +10,7 @@ from tests.inputs import max_error
 
 
 class Pages(NamedTuple):
-    """A batch whose keys stand in pages, and the same keys one sequence after another."""
+    """Hold a batch whose keys are in pages, and the same keys one sequence after another."""
 
     q: Tensor  # (T, Hq, D)
     k_cache: Tensor
@@ -24,29 +24,29 @@ class Pages(NamedTuple):
 
     @property
     def how(self) -> dict[str, Tensor]:
-        """What `attention_paged` takes by keyword."""
+        """Return the keyword arguments of `attention_paged`."""
         how = {"cu_seqlens_q": self.cu_q, "key_anchors": self.anchors}
         return {name: x for name, x in how.items() if x is not None}
 
     @property
     def slots(self) -> Tensor:
-        """Of every key, as `write_pages` takes them."""
+        """Return the slot of every key, as `write_pages` expects them."""
         per_page = self.k_cache.shape[1]
         each = [(row, torch.arange(n)) for row, n in zip(self.table.long(), self.lengths.tolist(), strict=True)]
         return torch.cat([row[at // per_page] * per_page + at % per_page for row, at in each])
 
     def anchored(self) -> "Pages":
-        """With the anchors that writing all keys gives."""
+        """Return the same pages with the anchors that writing all keys gives."""
         anchors = torch.zeros(self.k_cache.shape[0], *self.k_cache.shape[2:]).half()
         pasa.write_pages(self.k, self.v, self.k_cache, self.v_cache, self.slots, anchors)
         return self._replace(anchors=anchors)
 
     def to(self, device: str) -> "Pages":
-        """All tensors on a device."""
+        """Return the same pages with all tensors on a device."""
         return Pages(*(x if x is None else x.to(device) for x in self))
 
     def attend(self, device: str = "cpu", **how) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp, on the CPU."""
+        """Return output and log-sum-exp on the CPU."""
         here = self.to(device)
         call = (here.q, here.k_cache, here.v_cache, here.table, here.lengths)
         out, lse = pasa.attention_paged(*call, **here.how, return_lse=True, **how)
@@ -54,12 +54,12 @@ class Pages(NamedTuple):
 
     @property
     def edges(self) -> tuple[list[int], list[int]]:
-        """Cumulative numbers of queries and keys."""
+        """Return the cumulative numbers of queries and of keys."""
         queries = range(len(self.lengths) + 1) if self.cu_q is None else self.cu_q.tolist()
         return list(queries), [0, *self.lengths.cumsum(0).tolist()]
 
     def golden(self, is_causal: bool = False) -> tuple[Tensor, Tensor]:
-        """FP64, sequence by sequence; 0 and -inf where there is no key."""
+        """Return output and log-sum-exp in FP64, sequence by sequence; 0 and -inf where there is no key."""
         out, lse = torch.zeros(self.q.shape).double(), torch.full(self.q.shape[:2], -torch.inf).double()
         queries, keys = self.edges
         for b, n in enumerate(self.lengths.tolist()):
@@ -83,10 +83,10 @@ def make_pages(
     dtype: torch.dtype = torch.float16,
     seed: int = 0,
 ) -> Pages:
-    """N(0, 1) queries, keys and values, a bias on 8 dimensions of q and k; keys in pages in random order.
+    """Return N(0, 1) queries, keys and values with a bias on 8 dimensions of q and k; pages are in random order.
 
-    Slots that no sequence has reached, and pages that none has, hold `stale`; the table behind a sequence's last page
-    names no page.
+    Slots that no sequence has reached, and unused pages, hold `stale`. Table entries behind a sequence's last
+    page name no page.
     """
     g = torch.Generator().manual_seed(seed)
     rows = len(lengths) if queries is None else sum(queries)
@@ -112,7 +112,10 @@ def make_pages(
 
 
 def worst(got: tuple[Tensor, Tensor], golden: tuple[Tensor, Tensor]) -> tuple[float, float]:
-    """Largest error of an output, and of the log-sum-exp of rows that see a key; which rows those are must agree."""
+    """Return the largest errors of the output, and of the log-sum-exp of rows that see a key.
+
+    Both sides must agree on which rows those are.
+    """
     seen = golden[1] > -torch.inf
     assert torch.equal(got[1] > -torch.inf, seen)
     assert torch.isfinite(got[0]).all()

@@ -1,6 +1,6 @@
-"""Processes that form a process group on the CPU, and what they compute; see `run`.
+"""Run processes that form a process group on the CPU; see `run`.
 
-They are forked from a server that has imported torch once, and meet through a file, so no port can be taken.
+They are forked from a server that has imported torch once, and meet through a file, so no port can be in use.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-SECONDS = 60  # a group of which one rank waits for ever must fail, not hang
+SECONDS = 60  # a group in which one rank waits forever must fail, not hang
 
 
 def run(task: Callable[..., Any], ranks: int, folder: Path, *arguments: Any) -> list[Any]:
-    """What `task(rank, *arguments)` returned in each of `ranks` gloo processes; a module-level function."""
+    """Return what `task(rank, *arguments)`, a module-level function, returned in each of `ranks` gloo processes."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch._dynamo", "torch.distributed", "pasa", "tests.ranks"])
     every = [
@@ -48,7 +48,7 @@ def _rank(task: Callable[..., Any], rank: int, ranks: int, folder: str, argument
         store = dist.FileStore(f"{folder}/store", ranks)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
         torch.save(task(rank, *arguments), f"{folder}/result.{rank}")
-        dist.barrier()  # nobody leaves while another one still reads
+        dist.barrier()  # no rank leaves while another one still reads
         dist.destroy_process_group()
     except Exception:
         Path(f"{folder}/error.{rank}").write_text(f"rank {rank}: {traceback.format_exc()}")

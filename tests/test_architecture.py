@@ -1,4 +1,4 @@
-"""The house rules that a machine can keep: floors, optional packages, size, no assert, no print, no bare except."""
+"""The house rules that a machine can check: layers, optional packages, sizes, no assert, no print, no bare except."""
 
 import ast
 import functools
@@ -14,17 +14,17 @@ OPTIONAL = {"transformers", "diffusers", "triton", "torch_npu", "matplotlib", "d
     "safetensors",
 }
 MAY_IMPORT_OPTIONAL = ("pasa/patching/transformers", "pasa/patching/diffusers", "eval/")
-# The registry loads these when their backend is chosen, never before.
+# The registry loads these when a call chooses their backend, never earlier.
 TRITON_FILES = re.compile(
     r"ops/(triton_launch|\w+/(\w+_kernel|hopper_tiles|decode_lanes|\w+_launch|triton_backend|tuning))\.py"
 )
-FILE_LINES, FUNCTION_LINES = 350, 60  # the rule is 150-300 and 15-30; this is where a test says stop
-KERNEL_FILE_LINES, KERNEL_LINES = 500, 120  # a kernel has its parameters one to a line, and no helper elsewhere
+FILE_LINES, FUNCTION_LINES = 350, 60  # the aim is 150-300 and 15-30; these are the hard limits
+KERNEL_FILE_LINES, KERNEL_LINES = 500, 120  # a kernel has one parameter on a line, and no helper elsewhere
 TEST_FILE_LINES = 500
 
 
 def is_kernel(path):
-    """Device code."""
+    """Return whether a file is device code."""
     return Path(path).name.endswith(("_kernel.py", "hopper_tiles.py", "decode_lanes.py"))
 
 
@@ -38,7 +38,7 @@ def module_name(path):
 
 
 def outside_functions(node):
-    """What runs when the module is imported: everything but the bodies of functions."""
+    """Yield what runs when the module is imported: everything but the bodies of functions."""
     for child in ast.iter_child_nodes(node):
         yield child
         if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
@@ -46,7 +46,7 @@ def outside_functions(node):
 
 
 def imports(tree, *, top_level_only=False):
-    """Imported module names, `from a import b` as a.b; without those under TYPE_CHECKING."""
+    """Yield imported module names, `from a import b` as a.b; without those under TYPE_CHECKING."""
     nodes = list(outside_functions(tree) if top_level_only else ast.walk(tree))
     hidden = {
         id(inner)
@@ -66,18 +66,18 @@ def imports(tree, *, top_level_only=False):
 
 @functools.cache
 def parsed():
-    """Every source with its tree; together, because a test of each would take longer than what it looks at."""
+    """Return every source with its tree, parsed once, because one test per source would take longer than its check."""
     return [(path, ast.parse(path.read_text(encoding="utf-8"))) for path in sources()]
 
 
 @functools.cache
 def imported():
-    """Every source with the names that it imports, anywhere and at the top."""
+    """Return every source with the names that it imports, anywhere and at the top."""
     return [(path, list(imports(tree)), list(imports(tree, top_level_only=True))) for path, tree in parsed()]
 
 
 def test_floors():
-    """eval -> pasa -> ops, never upwards."""
+    """Imports go down the layers eval -> pasa -> ops, never upwards."""
     for path, names, _ in imported():
         own = module_name(path)
         for name in names:
@@ -88,8 +88,11 @@ def test_floors():
 
 
 def test_inner_order():
-    """Inside: numerics is the ground; operators know neither the registry nor each other's backends' callers;
-    the operator knows nothing of patching; patching of no experiment."""
+    """Inside the layers, imports also go one way.
+
+    numerics is the base. Operators know neither the registry nor the callers of each other's backends. The
+    operator does not know patching, and patching does not know experiments.
+    """
     forbidden = {
         "pasa.ops.numerics": ("pasa.ops.attention", "pasa.ops.shift_keys", "pasa.ops.registry", "pasa.ops.library"),
         "pasa.ops.shift_keys": ("pasa.ops.attention", "pasa.ops.registry", "pasa.ops.library"),
@@ -114,7 +117,7 @@ def test_optional_packages_are_imported_where_they_are_used():
 
 
 def test_kernel_files_import_triton_alone():
-    """So that they can be compiled, lowered and read without torch."""
+    """Kernel files import only triton, so that they can be compiled, lowered and read without torch."""
     kernels = [(path, names) for path, names, _ in imported() if is_kernel(path)]
     assert kernels
     for path, names in kernels:

@@ -1,4 +1,4 @@
-"""What an installation holds beside Python."""
+"""An installation holds everything that it needs beside Python."""
 
 import ast
 import os
@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def test_ascend_c_is_installed_with_all_its_sources(tmp_path):
-    """An NPU machine builds them: every header that a source includes has to be there, and no machine's library."""
+    """An NPU machine can build the kernels: every header that a source includes is installed, but no built library."""
     command = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     shipped = {str(p.relative_to(tmp_path / "pasa/ascend_c")) for p in (tmp_path / "pasa/ascend_c").rglob("*.*")}
@@ -35,7 +35,7 @@ def test_the_default_library_lies_beside_the_sources():
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """A folder with what pip makes of the source distribution, through a wheel."""
+    """Return a folder with what pip installs from the source distribution, through a wheel."""
     folder = tmp_path_factory.mktemp("package")
     (folder / "info").mkdir()
     command = ["setup.py", "-q", "egg_info", "--egg-base", str(folder / "info"), "sdist", "--dist-dir", str(folder)]
@@ -47,7 +47,7 @@ def installed(tmp_path_factory):
 
 
 def run(folder, *command):
-    """Python from another folder, with the installation first."""
+    """Run Python from another folder, with the installation first on its path."""
     env = os.environ | {"PYTHONPATH": str(folder), "PYTHONSAFEPATH": "1"}
     done = subprocess.run(
         [sys.executable, *command], cwd=folder.parent, env=env, check=False, capture_output=True, text=True
@@ -73,7 +73,7 @@ def test_source_distribution_holds_what_is_installed_and_no_tests(installed):
 
 
 def test_installed_package_attends(installed):
-    """The guarantee, far from the checkout: scores of 102,400 give a finite output."""
+    """The installed package keeps the guarantee far from the checkout: scores of 102,400 give a finite output."""
     program = """
 import torch, pasa
 print(pasa.__file__)
@@ -94,8 +94,11 @@ def test_installed_command_line_runs(installed):
 
 
 def test_installed_package_holds_the_build_script_that_its_messages_name(installed, tmp_path):
-    """Story: wheel and source distribution had the kernels' sources, and a message that named a script of the
-    repository. Here the script runs as installed, with a cmake that only notes what it is asked."""
+    """The installed package holds the build script that its messages name.
+
+    Story: wheel and source distribution had the kernels' sources, and a message that named a script of the
+    repository. Here the script runs as installed, with a fake cmake that only records its arguments.
+    """
     message = run(installed, "-c", "from pasa.ops.attention import npu_backend; print(npu_backend.library_error())")
     script = Path(re.search(r"build it with (\S+) where CANN is installed", message)[1])
     assert script.is_relative_to(installed)

@@ -1,4 +1,4 @@
-"""The way of a newcomer: README.md from top to bottom, every snippet run, or listed here with the reason why not."""
+"""README.md as a newcomer reads it: every snippet is run, or listed here with the reason why not."""
 
 import contextlib
 import io
@@ -14,17 +14,17 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 QWEN, VIDEO = "Qwen/Qwen2-7B-Instruct", "stabilityai/stable-video-diffusion-img2vid-xt"
 
-# Shell commands and where they are run instead.
+# Shell commands that are not run here, and where they are run instead.
 NOT_RUN = {
     "bash scripts/run.sh": "takes minutes and an environment; tests of eval/rmse and eval/rescue run its parts",
     "bash scripts/test.sh": "this is what runs these tests",
     "pip install .": "tests/test_package.py does, without a network",
     "pip install '.[transformers]'": "asks a package index; the extras that the line names are looked up below",
 }
-# Python and why it cannot be run.
+# Python that cannot be run, and what it needs.
 NEEDS_MORE = {"vllm.register()": "vLLM; tests/pasa/patching/test_vllm.py runs it on a stand-in"}
-RANKS = "# long_prompt.py"  # first line of what torchrun starts
-# What stands in for text of README.md that needs a network, weights or GPUs: a model of the same classes, in small.
+RANKS = "# long_prompt.py"  # first line of the script that torchrun starts
+# Replacements for text of README.md that needs a network, weights or GPUs: small models of the same classes.
 INSTEAD = {
     f'"{QWEN}"': '"qwen"',
     f'"{VIDEO}"': '"svd"',
@@ -37,7 +37,7 @@ INSTEAD = {
 
 
 def snippets(language):
-    """Fenced blocks of README.md, in order."""
+    """Return the fenced blocks of README.md in one language, in order."""
     return re.findall(rf"^```{language}\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
 
 
@@ -49,7 +49,7 @@ def runnable(snippet):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """What the snippets find in their folder: both models in small, a picture and a long text."""
+    """Return a folder with what the snippets expect: both models in small, a picture and a long text."""
     import transformers as hf
     from PIL import Image
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -73,7 +73,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def told(folder):
-    """(names, output) after each Python snippet of one process, all in one session, as somebody would type them."""
+    """Return (names, output) after each Python snippet, run in one session of one process, as users type them."""
     names, found = {}, []
     before = Path.cwd()
     os.chdir(folder)
@@ -142,7 +142,7 @@ def test_pages_of_the_fifth_snippet(told):
 
 
 def test_two_ranks_agree_with_one(folder, told):
-    """`torchrun --nproc-per-node 2 long_prompt.py`, on CPUs."""
+    """Two ranks agree with one: `torchrun --nproc-per-node 2 long_prompt.py`, on CPUs."""
     assert "torchrun --nproc-per-node 2 long_prompt.py" in (ROOT / "README.md").read_text()
     (script,) = (each for each in snippets("python") if each.startswith(RANKS))
     (folder / "long_prompt.py").write_text(runnable(script))

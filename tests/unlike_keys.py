@@ -1,4 +1,4 @@
-"""Keys that differ so much that what one row sees and another does not may spoil it, and what a row may err by then."""
+"""Keys that differ so much that keys which a row does not see may harm it, and the error that a row may then have."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ from torch import Tensor
 from pasa.eval.fuzz import truth
 
 BLOCK = 128
-# README.md of ops/attention, "What a row may err by", derives both. SUMS: a score's error over (D + 40) 2^-24
-# scale sum |q_d||k_d|. q.k', c_ij and the first and the last q.f_j err by (2 + 3 + 6 + 6)(D + 1) such units. At most
-# D carries are rounded at 13 each, 16 additions make rho, and 8 more join scores, offset and maximum, at 7 each. So
-# 30 D + 17 + 24 * 7 units, which are less than 32 (D + 40) for every D.
+# README.md of ops/attention, "What a row may err by", derives SUMS and REACH. SUMS: a score's error in units of
+# (D + 40) 2^-24 scale sum |q_d||k_d|. In units of 2^-24 scale sum |q_d||k_d|, q.k', c_ij and the first and the
+# last q.f_j err by (2 + 3 + 6 + 6)(D + 1). At most D carries are rounded at 13 units each, 16 additions make rho,
+# and 8 more join scores, offset and maximum, at 7 units each. That makes 30 D + 17 + 24 * 7 units, which is less
+# than 32 (D + 40) for every D.
 SUMS = 32
-# REACH: nats between a key's score and its tile's reference, beside those between it and the largest. A reference is
-# within 8 nats of its tile's largest score; 1 more leaves room for the reference's own rounding.
+# REACH: nats between a key's score and its tile's reference, in addition to those between it and the largest. A
+# reference is within 8 nats of its tile's largest score; 1 more leaves room for the reference's own rounding.
 REACH = 9.0
-FP32 = 8.0  # times the error of attention in FP32; of what this allows the reference and the interpreter use half
+# The bound, in errors of attention in FP32; the reference and the interpreter use half of it.
+FP32 = 8.0
 
 
 class Case(NamedTuple):
-    """One call: (1, 1, S, D) tensors and what the rows see."""
+    """Hold one call: (1, 1, S, D) tensors, and the mask that decides what the rows see."""
 
     q: Tensor
     k: Tensor
@@ -32,13 +34,16 @@ class Case(NamedTuple):
 
 
 def normal(rows: int, keys: int, seed: int = 0) -> list[Tensor]:
-    """N(0, 1) queries, keys and values of 64 columns."""
+    """Return N(0, 1) queries, keys and values with head dimension 64."""
     g = torch.Generator().manual_seed(seed)
     return [torch.randn(1, 1, n, 64, generator=g).half() for n in (rows, keys, keys)]
 
 
 def biased(pattern: list[float], bias: float, rows: int = 32) -> Case:
-    """Blocks of 128 keys whose first column is `bias` times an entry of the pattern, that of the queries `bias`."""
+    """Return blocks of 128 keys whose first column is `bias` times an entry of the pattern.
+
+    The first column of the queries is `bias`.
+    """
     q, k, v = normal(rows, BLOCK * len(pattern))
     q[..., 0] = bias
     k[..., 0] = bias * torch.tensor(pattern).repeat_interleave(BLOCK)
@@ -46,27 +51,30 @@ def biased(pattern: list[float], bias: float, rows: int = 32) -> Case:
 
 
 def later_keys_of_the_block(bias: float) -> Case:
-    """Rows 0 to 31 see keys whose first column is 0; the anchor of their block was a quarter of the bias."""
+    """Return a call whose rows 0 to 31 see keys with a first column of 0.
+
+    The anchor of their block used to be a quarter of the bias.
+    """
     q, k, v = normal(BLOCK, BLOCK)
     q[..., 0], k[..., 0], k[:, :, 32:, 0] = bias, 0.0, bias
     return Case(q, k, v, {"is_causal": True})
 
 
 def small_integers(bias: float) -> Case:
-    """The same, but the column holds 0, 1 and 2 first: what is subtracted is exact by luck."""
+    """Return the same with 0, 1 and 2 in the first keys' column, where a subtraction is exact by luck."""
     case = later_keys_of_the_block(bias)
     case.k[:, :, :32, 0] = torch.arange(32) % 3
     return case
 
 
 def two_keys(sign: float, before: bool, rows: int = 64) -> Case:
-    """Rows see two keys of a block of 32, whose values are 1 and -1, and which no anchor helps.
+    """Return a call whose rows see two keys of a block of 32, with values 1 and -1, that no anchor helps.
 
-    The other keys of their block are far off and make the guess of the first tile; or a block before is, which the
-    rows see, give no weight, and refer the next tile to.
+    The other keys of their block are far off and determine the first tile's guess. Or an earlier block is far
+    off, which the rows see and give no weight, but which sets the next tile's reference.
     """
     q, k, v = normal(rows + 1, 64)
-    k = (k * 64).round() / 64  # the scale can be folded in
+    k = (k * 64).round() / 64  # so that the scale can be folded in
     q[..., 0] = 2000.0
     k[..., 0] = 2.0**-7 * k[..., 1]
     far = torch.arange(64) < 32 if before else (torch.arange(64) >= 34)
@@ -79,7 +87,7 @@ def two_keys(sign: float, before: bool, rows: int = 64) -> Case:
 
 
 def beside_them(bias: float) -> Case:
-    """Every row sees biased keys of its own block, and gives them no weight."""
+    """Return a call whose rows see biased keys of their own block, and give them no weight."""
     q, k, v = normal(32, BLOCK)
     q[..., 0], k[..., 0] = bias, 0.0
     k[:, :, 32:, 0] = -bias
@@ -87,7 +95,10 @@ def beside_them(bias: float) -> Case:
 
 
 def documents(bias: float) -> Case:
-    """The first block is biased, and hidden from all rows but the first 16; the others see parts of later blocks."""
+    """Return documents: the first block is biased and seen by the first 16 rows only.
+
+    The others see parts of later blocks.
+    """
     q, k, v, _ = biased([1, 0, 1, 0], bias, 64)
     key, row = torch.arange(4 * BLOCK), torch.arange(64).unsqueeze(1)
     keep = torch.where(row < 16, key < 100, (key >= 140) & (key < 140 + 5 * row) & (key // BLOCK != 2))
@@ -95,7 +106,7 @@ def documents(bias: float) -> Case:
 
 
 def mixed_signs(bias: float) -> Case:
-    """Three biased columns, which leave the frame at different blocks; queries of both signs."""
+    """Return three biased columns, which leave the frame at different blocks, and queries of both signs."""
     q, k, v = normal(64, 5 * BLOCK)
     pattern = torch.tensor([[1.0, 1.0, -1.0, 0.0, 1.0], [1.0, 0.0, 0.0, 1.0, 0.5], [-1.0, -1.0, -0.3, -1.0, 0.0]])
     for d, factors in enumerate(pattern):
@@ -105,7 +116,7 @@ def mixed_signs(bias: float) -> Case:
 
 
 def late_rows(bias: float) -> Case:
-    """Rows of two query tiles, the tail of a longer prompt: in one tile are rows that see a frame move, and others."""
+    """Return the last rows of a longer sequence: one query tile mixes rows that see a frame move, and others."""
     q, k, v, _ = biased([-1, -1, 0, -1], bias, 200)
     return Case(q, k[:, :, :450], v[:, :, :450], {"is_causal": True})
 
@@ -127,26 +138,26 @@ MASKED = CASES | {"documents": documents}
 
 
 def golden(case: Case) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp in FP64."""
+    """Return output and log-sum-exp in FP64."""
     return found(case)[0].out, found(case)[0].lse
 
 
 def found(case: Case) -> tuple[truth.Truth, float]:
-    """The truth of a case, and its scale."""
+    """Return the truth of a case, and its scale."""
     scale = case.how.get("scale", case.q.shape[-1] ** -0.5)
     mask, causal = case.how.get("attn_mask"), case.how.get("is_causal", False)
     return truth.find_truth(case.q, case.k, case.v, mask, causal, scale)[0], scale
 
 
 def allowed(case: Case, stores: int = 1) -> tuple[Tensor, Tensor]:
-    """What output (1, 1, Sq, D) and log-sum-exp (1, 1, Sq) may err by, from keys that the row sees alone.
+    """Return the allowed errors of output (1, 1, Sq, D) and log-sum-exp (1, 1, Sq), from keys that the row sees alone.
 
-    A score errs by the FP32 sums of keys that weigh at least as much, and by its rounding to FP16 and that of its
-    weight. Weights p that err by a factor e^d, |d| <= e, move their mean by at most sum p (e^e - 1) |v - mean| over
-    sum p e^-e. stores: how often an output is rounded to FP16.
+    A score errs by the FP32 sums of keys that weigh at least as much, by its rounding to FP16, and by that of
+    its weight. Weights p that err by a factor e^d, |d| <= e, move their mean by at most sum p (e^e - 1) |v -
+    mean| over sum p e^-e. `stores` is how often an output is rounded to FP16.
 
-    Where scores are so large that this says nothing, FP32 says something: no row errs by more than 8 times what
-    attention in FP32 does, and roundings to FP16.
+    If scores are so large that this bound is useless, FP32 gives another: no row errs by more than 8 times the
+    error of attention in FP32, plus roundings to FP16.
     """
     true, scale = found(case)
     gap = true.scores.amax(-1, keepdim=True) - true.scores
@@ -156,7 +167,7 @@ def allowed(case: Case, stores: int = 1) -> tuple[Tensor, Tensor]:
     sums = torch.zeros_like(sums).scatter(-1, order, heavier)
     eps = SUMS * (case.q.shape[-1] + 40) * truth.UNIT * sums + truth.HALF_ULP[torch.float16] * (REACH + gap) + 2.0**-10
     p = torch.exp(true.scores - true.lse.unsqueeze(-1))
-    factor = eps.clamp(max=80.0)  # where it says nothing any more
+    factor = eps.clamp(max=80.0)  # beyond, the bound is useless anyway
     away = (true.values.unsqueeze(2) - true.out.unsqueeze(3)).abs()
     growth = (p * torch.expm1(factor)).unsqueeze(3)
     moved = (growth @ away).squeeze(3) / (p * torch.exp(-factor)).sum(-1, keepdim=True)
@@ -170,8 +181,10 @@ def allowed(case: Case, stores: int = 1) -> tuple[Tensor, Tensor]:
 
 
 def errors_in_fp32(case: Case, true: truth.Truth, scale: float) -> tuple[Tensor, Tensor]:
-    """Return the largest errors of FP32 attention of each row, (1, 1, Sq, 1) and (1, 1, Sq): the worst of three orders
-    of its sums, since one may be right by luck."""
+    """Return the largest errors of FP32 attention of each row, (1, 1, Sq, 1) and (1, 1, Sq).
+
+    They are the worst of three orders of its sums, since one may be right by luck.
+    """
     q, k, v = (x.float() for x in case[:3])
     products = (q @ k.mT * scale, (q * scale) @ k.mT, (q.flip(-1) @ k.flip(-1).mT) * scale)
     outs, lses = [], []

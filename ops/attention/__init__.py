@@ -1,1 +1,1 @@
-"""The attention operator: the mathematics is in README.md, the specification in reference.py."""
+"""The attention operator. README.md derives the mathematics; reference.py specifies the operator."""

@@ -1,19 +1,25 @@
-"""Gradients of attention, from its inputs alone: what serves wherever a backend has no kernels for them.
+"""Gradients of attention from its inputs alone, for every backend without gradient kernels of its own.
 
-They are those of exact attention at the FP16 inputs: roundings of the forward pass count as identities, whatever
-arithmetic it emulates. With P the softmax of the scores S, G_O and G_L the gradients of output and log-sum-exp:
+They are the gradients of exact attention at the FP16 inputs: roundings of the forward pass count as
+identities, whatever arithmetic it emulates. With P the softmax of the scores S, G_O and G_L the
+gradients of output and log-sum-exp:
 
     dV = P^T G_O        dS = P * (G_O V^T - delta + G_L)        delta = rowsum(P * G_O V^T)
     dQ = scale * dS K   dK = scale * dS^T Q
 
-Scores of 1e5 leave FP32 two digits behind the point, and exp(S - lse) nothing of the weights that the forward pass
-got right. Softmax does not see q.c for a c that all keys share, so scores are formed of K - c, c the mean key, and so
-is dQ: the rows of dS sum to G_L, hence dS K = dS (K - c) + G_L c. Maximum and sum of a row belong to the same frame
-and are found anew; the saved log-sum-exp less scale * q.c would be a difference of two huge numbers. Nor is delta
-taken from the output: its rounding to 16 bits would enter every key's gradient with the same sign. What keys do not
-share, as biases that rotary embeddings turn block by block, stays in the scores: they are then as good as FP32 sums
-of such products are. Where K - c makes a key longer, a row that gives its weight to such keys would pay for the others:
-each row takes its scores from K or from K - c, wherever its maximum is nearer to 0.
+In FP32, scores of 1e5 have two digits behind the point, and exp(S - lse) keeps nothing of the
+weights that the forward pass got right. Softmax does not change with q.c for a vector c that all
+keys share. So scores are formed from K - c, with c the mean key. dQ is formed from K - c as well,
+because the rows of dS sum to G_L: dS K = dS (K - c) + G_L c.
+
+Maximum and sum of a row must refer to the same frame, so both are recomputed. The saved log-sum-exp
+minus scale * q.c would be a difference of two huge numbers. Nor is delta computed from the output,
+whose rounding to 16 bits would enter every key's gradient with the same sign.
+
+What keys do not share stays in the scores, such as biases that rotary embeddings turn block by
+block. The scores are then as good as FP32 sums of such products are. Where K - c makes a key longer
+than K, a row that gives its weight to such keys would lose accuracy. So each row takes its scores
+from K or from K - c, whichever has its maximum nearer to 0.
 """
 
 from __future__ import annotations
@@ -29,7 +35,7 @@ from pasa.ops.attention.inputs import edges
 from pasa.ops.attention.masking import KeyMask, dense_mask, fitting_mask, hidden_keys, read_mask
 from pasa.ops.attention.scores import matmul_rows
 
-BLOCK = 128  # keys of a tile; it changes no number but the order of sums
+BLOCK = 128  # keys of a tile; it changes no number except by the order of sums
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
@@ -44,25 +50,25 @@ def attention_backward(
     scale: float,
     grad_mask: Tensor | None = None,
 ) -> Gradients:
-    """Gradients of queries (B, Hq, Sq, D), keys and values (B, Hkv, Skv, D).
+    """Return the gradients of queries (B, Hq, Sq, D), keys and values (B, Hkv, Skv, D).
 
-    FP16, BF16 and FP32 tensors are taken as FP16 numbers, as in the forward pass, and computed with in FP32; FP64
-    stays FP64. Memory grows with Sq + Skv: score tiles are (Sq, BLOCK).
+    FP16, BF16 and FP32 tensors are converted to FP16 numbers, as in the forward pass, and computed
+    with in FP32; FP64 stays FP64. Memory grows with Sq + Skv: score tiles are (Sq, BLOCK).
 
     Parameters
     ----------
     grad_out : Tensor (B, Hq, Sq, D), optional
     grad_lse : Tensor (B, Hq, Sq), optional
-        One of them is there. Finite in FP16, both stay finite here.
+        At least one of the two gradients is present. Gradients that FP16 holds give finite results.
     q, k, v, attn_mask, is_causal, scale
         As in `reference.attention`.
     grad_mask : Tensor (4 dimensions, broadcastable like a float mask), optional
-        To add the gradient of the mask to.
+        The gradient of the mask is added to it.
 
     Returns
     -------
     dq, dk, dv : Tensor
-        Shape and dtype of q, k and v, rounded once. A row that sees no key gives and gets 0.
+        Shape and dtype of q, k and v, rounded once. A row without keys contributes 0 and gets 0.
 
     Notes
     -----
@@ -101,9 +107,10 @@ def attention_varlen_backward(
     is_causal: bool,
     scale: float,
 ) -> Gradients:
-    """Gradients of packed sequences (T, H, D), one after another by `one`: `attention_backward`, or a backend's.
+    """Return the gradients of packed sequences (T, H, D), computed one sequence after another.
 
-    Lengths are read on the host.
+    `one` computes a sequence: `attention_backward` here, or a backend's. Lengths are read on the
+    host.
     """
     dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))
     edges_q, edges_k = edges(cu_seqlens_q, "q", q), edges(cu_seqlens_k, "k", k)
@@ -124,19 +131,19 @@ def _wide(x: Tensor) -> Tensor:
 
 @dataclass
 class Tiles:
-    """Score tiles of all rows against BLOCK keys, made as often as they are needed.
+    """Recompute score tiles of all rows against BLOCK keys whenever they are needed, instead of storing them.
 
     Attributes
     ----------
     q, grad : Tensor (B, Hkv, G, Sq, D)
     keys, values : Tensor (B, Hkv, Skv, D)
-        The keys centred.
+        The keys are centred: K - c.
     uncentred : Tensor (B, Hkv, Skv, D), optional
-        The keys as they are, if some row may need them.
+        The keys without centring, if some row may need them.
     plain : Tensor (B, Hkv, G, Sq, 1), bool, optional
-        Which rows take their scores from those.
+        Rows that take their scores from `uncentred`.
     top, total : Tensor (B, Hkv, G, Sq, 1)
-        Maximum and sum of weights of every row, in its frame.
+        Maximum and sum of weights of every row, in the row's frame.
     delta : Tensor (B, Hkv, G, Sq, 1)
     """
 
@@ -170,7 +177,7 @@ class Tiles:
         self.delta /= self.total.where(self.total != 0, 1.0)
 
     def largest(self) -> Tensor:
-        """The largest score of every row (B, Hkv, G, Sq, 1)."""
+        """Return the largest score of every row, (B, Hkv, G, Sq, 1)."""
         top = self.q.new_full((*self.q.shape[:-1], 1), -torch.inf)
         for part, row in self.parts():
             some = top[..., row:, :]
@@ -178,14 +185,14 @@ class Tiles:
         return top
 
     def parts(self) -> Iterator[tuple[slice, int]]:
-        """Keys of each tile, and the first row that sees some of them."""
+        """Yield the keys of each tile, and the first row that sees some of them."""
         for start in range(0, self.keys.shape[2], BLOCK):
             row = self.mask.first_row(start)
             if row < self.q.shape[3]:
                 yield slice(start, min(start + BLOCK, self.keys.shape[2])), row
 
     def scores(self, part: slice, row: int) -> Tensor:
-        """Scaled scores in the rows' frames, -inf where hidden: (B, Hkv, G, R, n)."""
+        """Return scaled scores in the rows' frames, -inf where masked out: (B, Hkv, G, R, n)."""
         scores = matmul_rows(self.q[..., row:, :], self.keys[..., part, :]) * self.scale
         if self.uncentred is not None and self.plain is not None:
             others = matmul_rows(self.q[..., row:, :], self.uncentred[..., part, :]) * self.scale
@@ -196,18 +203,18 @@ class Tiles:
         return scores if visible is None else scores.masked_fill(~visible, -torch.inf)
 
     def weights(self, part: slice, row: int) -> Tensor:
-        """P. Not exp(S - lse): beside a maximum of 1e30 that a mask adds, the sum would vanish."""
+        """Return P. It is not exp(S - lse), because beside a maximum of 1e30 that a mask adds, the sum would vanish."""
         top, total = self.top[..., row:, :], self.total[..., row:, :]
         shifted = self.scores(part, row) - top.where(top > -torch.inf, 0.0)
         return torch.exp(shifted) / total.where(total != 0, 1.0)
 
     def slopes(self, part: slice, row: int) -> Tensor:
-        """G_O V^T: what the weights' gradients are."""
+        """Return G_O V^T, the gradients of the weights."""
         return matmul_rows(self.grad[..., row:, :], self.values[..., part, :])
 
 
 def _sum_tiles(tiles: Tiles, grad_lse: Tensor | None, grad_mask: Tensor | None) -> Gradients:
-    """dQ (B, Hkv, G, Sq, D) but for G_L c, dK and dV (B, Hkv, Skv, D)."""
+    """Return dQ (B, Hkv, G, Sq, D) without the term G_L c, and dK and dV (B, Hkv, Skv, D)."""
     dq, dk, dv = torch.zeros_like(tiles.q), torch.zeros_like(tiles.keys), torch.zeros_like(tiles.values)
     frame = tiles.delta if grad_lse is None else tiles.delta - grad_lse
     for part, row in tiles.parts():
@@ -223,7 +230,7 @@ def _sum_tiles(tiles: Tiles, grad_lse: Tensor | None, grad_mask: Tensor | None) 
 
 
 def _add_mask(grad_mask: Tensor, scores: Tensor, part: slice, row: int) -> None:
-    """Add dS (B, Hq, R, n) of a tile to what it was broadcast from."""
+    """Add dS (B, Hq, R, n) of a tile to the mask's gradient, summed over the dimensions that were broadcast."""
     rows = slice(None) if grad_mask.shape[2] == 1 else slice(row, None)
     keys = slice(None) if grad_mask.shape[3] == 1 else part
     target = grad_mask[:, :, rows, keys]

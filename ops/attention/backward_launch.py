@@ -1,4 +1,4 @@
-"""Launches the kernels of the backward pass."""
+"""Launch the kernels of the backward pass."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pasa.ops.triton_launch import launch, workspace
 def gradients(
     call: Call, grad_out: Tensor, grad_lse: Tensor | None, visible: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dQ, dK and dV of a call that is not packed, in `dtype`.
+    """Return dQ, dK and dV of a call without packing, in `dtype`.
 
     Parameters
     ----------
@@ -27,7 +27,7 @@ def gradients(
         Any float type, last stride 1.
     grad_lse : Tensor (B, Hq, Sq), FP32, contiguous; optional
     visible : Tensor (B, Skv), bool, optional
-        Which keys some query sees.
+        Keys that some query sees.
     """
     q, k, v = call.q, call.k, call.v
     batch, heads, rows, dim = q.shape
@@ -72,18 +72,18 @@ def gradients(
 
 
 def prepare_keys(k: Tensor, v: Tensor, visible: Tensor | None, tiles: int) -> tuple[Any, Any, Any, Any]:
-    """What `centre_kernel` makes of FP16 keys and values (B, Hkv, S, D), for kernels: memory, not tensors.
+    """Run `centre_kernel` on FP16 keys and values (B, Hkv, S, D); returns memory for kernels, not tensors.
 
     Returns
     -------
     centred : (B, Hkv, S, D), FP16
-        K - c, exactly.
+        K - c, exact.
     centre : (B, Hkv, D), FP32
-        c: by column the mean on a grid, or 0.
+        c: the mean of each column on a grid, or 0.
     largest : (B, Hkv, slices), FP32
         Largest |v| of every SLICE columns.
     most : (B, Hkv, tiles), INT32
-        For `rows_kernel` to fill.
+        Filled by `rows_kernel`.
     """
     batch, heads, length, dim = k.shape
     slices = -(-dim // SLICE)

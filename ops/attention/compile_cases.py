@@ -1,5 +1,8 @@
-"""What the kernels are compiled for where no device is at hand: read by scripts/lower_triton_ascend.py, which says
-what the fields are, and by tests/ops/attention/test_compiles_for_nvidia.py. Nothing imports this module otherwise."""
+"""List the cases for which the kernels are compiled without a device.
+
+scripts/lower_triton_ascend.py, which documents the fields, and
+tests/ops/attention/test_compiles_for_nvidia.py read the list. Nothing else imports this module.
+"""
 
 from typing import Any
 
@@ -34,7 +37,7 @@ TYPES = {
 
 
 def _case(kernel: Any, name: str, constexprs: Case, **fields: Any) -> Case:
-    """Strides of tokens, heads and batches are multiples of 16, since D is one; a mask's last stride is 1."""
+    """Return a case. Strides of tokens, heads and batches are multiples of 16, as D is; a mask's last stride is 1."""
     names, mask = kernel.arg_names, constexprs.get("MASK", "none")
     types = TYPES | ({"p_mask": "*fp16"} if mask == "float" else {})
     if constexprs.get("DESCRIPTORS"):
@@ -54,7 +57,7 @@ def _sizes(dim: int, block_m: int, block_n: int) -> Case:
 
 
 def _attention(name: str, sizes: Case, mask: str = "none", causal: bool = True, **over: Any) -> Case:
-    """Over K' made before, as on an NPU, unless `over` says otherwise."""
+    """Return a case of the attention kernel, reading precomputed K' as on an NPU unless `over` changes that."""
     flags = {"SHIFT": "before", "FAST": False, "GUARDED": False, "CLEAN": True, "DESCRIPTORS": False}
     flags |= {"ANCHOR_BLOCK": 128, "OVERLAP": False, "LISTED": False, "LOOP": True, "DROPPED": 0}
     flags |= {"MASK": mask, "CAUSAL": causal, "VARLEN": False} | sizes
@@ -75,7 +78,7 @@ def _shift(name: str, dim: int, width: int, *, exact: bool, visible: bool, packe
 
 
 def _wide(case: Case) -> Case:
-    """Output in FP32, for a rounding of its own."""
+    """Return the case with output in FP32, to be rounded by a separate launch."""
     return case | {"signature": case["signature"] | {"p_out": "*fp32"}}
 
 
@@ -150,7 +153,7 @@ def _on(arch: int, warps: int, stages: int, **fields: Any) -> Case:
 
 
 def _backward(arch: int, dim: int, mask: str, causal: bool) -> list[Case]:
-    """The passes of a call."""
+    """Return the cases of the three backward passes of a call."""
     tiles = BACKWARD[f"sm_{arch}"][1 << (dim - 1).bit_length()]
     flags = {"MASK": mask, "CAUSAL": causal}
     return [
@@ -209,7 +212,7 @@ NVIDIA_CASES = [
             mask,
             **flags,
             LISTED=True,
-            **_on(90, 4, stages, stack=2300),  # exact pass: 2256, as q.frame of every row is in registers
+            **_on(90, 4, stages, stack=2300),  # the exact pass needs 2256, as q.frame of every row is in registers
         )
         for mask, flags, stages in (("bool", FAST | ON_HOPPER, 2), ("bool", CAREFUL, 1), ("float", CAREFUL, 1))
     ),
@@ -292,7 +295,7 @@ NVIDIA_CASES = [
                 13,
                 16,
                 320,
-            ),  # on sm_80: offsets are found twice, the second time in the largest score's frame
+            ),  # on sm_80 offsets are computed twice, the second time in the largest score's frame
             (128, 512, 128, 16, 16, 1500),
             (256, 256, 256, 13, 16, 1500),
         )

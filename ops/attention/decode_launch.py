@@ -1,4 +1,4 @@
-"""Launches the decode kernels."""
+"""Launch the decode kernels, which split the keys of a few query rows among programs."""
 
 from __future__ import annotations
 
@@ -16,19 +16,24 @@ from pasa.ops.attention.triton_call import Call, strides_of
 from pasa.ops.shift_keys.triton_backend import pad_dim
 from pasa.ops.triton_launch import launch, workspace
 
-LANES = 4  # warps with keys of their own
-MERGE_TILE = 4096  # numbers of O that a program of the merge holds, 32 a thread
-MERGE_ROW = 65536  # and at most where it holds whole rows, 128 for each of 512 threads, which spills
-# What a split costs beside its keys, in blocks of 128 of them: queries, anchor, its share of the merge.
+LANES = 4  # warps of a program, each with keys of its own
+MERGE_TILE = 4096  # elements of O that a program of the merge holds: 32 for each thread
+# The most elements of O where the program holds whole rows: 128 for each of 512 threads, which
+# spills registers.
+MERGE_ROW = 65536
+# Overhead of a split (queries, anchor, its share of the merge), in blocks of 128 keys.
 SPLIT_COST = 2
 
 
 @dataclass(frozen=True)
 class Splits:
-    """Where the splits leave what they find, for the merge; arrays as in decode_kernel.py and decode_lanes.py.
+    """Hold the buffers in which splits leave their results for the merge; decode_kernel.py describes the arrays.
 
-    `count` splits of `keys` neighbouring keys, the last ones with fewer or none; only the first pass of the lanes deals
-    them out otherwise. `marked` is for its programs.
+    decode_lanes.py describes those of the lanes.
+
+    There are `count` splits of `keys` adjacent keys; the last splits have fewer keys or none. Only
+    the first pass of the lanes distributes keys otherwise. `marked` has one entry for each of its
+    programs.
     """
 
     part: Any
@@ -43,7 +48,7 @@ class Splits:
 
     @classmethod
     def of(cls, call: Call, count: int, keys: int, block_m: int) -> Splits:
-        """Uninitialised."""
+        """Allocate the buffers, uninitialised."""
         splits, dim, device = call.q.shape[0] * call.k.shape[1] * count, call.q.shape[-1], call.q.device
         parts = ((splits * block_m * dim, torch.float32), (splits * block_m * 2, torch.float32),
                  (splits * dim, torch.float16), (splits, torch.int32), (splits, torch.int32),
@@ -52,7 +57,7 @@ class Splits:
 
 
 def decode(call: Call) -> tuple[Tensor, Tensor]:
-    """Few rows: split the keys, do splits whose scores are too large again with care, then merge."""
+    """Attend from a few rows: split the keys, redo splits with too large scores in an exact pass, then merge."""
     batch, _, rows, dim = call.q.shape
     pad = pad_dim(dim)
     lane = keys_of_a_lane(architecture(call.q.device), pad)
@@ -72,13 +77,13 @@ def decode(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def merge(call: Call, splits: Splits, alike: bool = False) -> tuple[Tensor, Tensor]:
-    """What all splits together give; `alike`: those of a head share a frame."""
+    """Merge the results of all splits; `alike` means that the splits of a head share a frame."""
     batch, heads, rows, dim = call.q.shape
     pad = pad_dim(dim)
     out, lse = call.outputs()
     padded = 1 << max(splits.count - 1, 0).bit_length()
     columns, warps = min(pad, max(16, MERGE_TILE // padded)), 4
-    if call.dropped:  # a row's first columns say how to round the others
+    if call.dropped:  # a row's first columns decide how to round the others
         columns, warps = pad, min(16, max(4, padded * pad // 2048))
     launch(
         merge_kernel, (batch * heads * rows, pad // columns, 1),
@@ -92,7 +97,10 @@ def merge(call: Call, splits: Splits, alike: bool = False) -> tuple[Tensor, Tens
 
 
 def _lanes(call: Call, block_n: int) -> Splits:
-    """Few rows without mask, without anchors and with one a program; every lane of a program becomes a split."""
+    """Attend from a few rows without a mask: a pass without anchors, then one with an anchor for each program.
+
+    Every lane of a program becomes a split.
+    """
     kv_heads, keys = call.k.shape[1:3]
     rows, dim = call.q.shape[2:]
     device, pairs = call.q.device, call.q.shape[0] * kv_heads
@@ -114,7 +122,7 @@ def _lanes(call: Call, block_n: int) -> Splits:
 
 
 def _tiles(call: Call, splits: Splits, tile: Tile, careful: bool) -> None:
-    """A pass of the portable kernel."""
+    """Run one pass of the portable kernel."""
     kv_heads, keys = call.k.shape[1:3]
     rows, dim = call.q.shape[2:]
     launch(
@@ -130,65 +138,73 @@ def _tiles(call: Call, splits: Splits, tile: Tile, careful: bool) -> None:
 
 
 def sizes(dim: int, block_m: int, block_n: int | None = None) -> dict[str, int]:
-    """What kernels of decoding are compiled for."""
+    """Return the sizes that the decode kernels are compiled for."""
     sizes = {"D": dim, "D_PAD": pad_dim(dim), "BLOCK_M": block_m}
     return sizes if block_n is None else sizes | {"BLOCK_N": block_n}
 
 
 @cache
 def architecture(device: torch.device) -> str:
-    """As `architecture_of`."""
+    """Return `architecture_of` the device."""
     return architecture_of(device.type, torch.cuda.get_device_capability(device) if device.type == "cuda" else None)
 
 
 def keys_of_a_lane(architecture: str, pad: int) -> int:
-    """In a block, or 0 where lanes do not serve."""
+    """Return the keys in a lane's block, or 0 where no kernel with lanes serves."""
     if pad > 128 or architecture == "ascend":
         return 0
     return 16 if pad > 64 else 32
 
 
 def lane_stages(architecture: str) -> int:
-    """A stage is 32 KiB of K and V, one of them in registers; a pass with anchors needs another: with 4 stages 128 KiB
-    of shared memory, with 3 those 96 of the 99 that sm_89 has."""
+    """Return the pipeline stages of the lanes.
+
+    A stage is 32 KiB of K and V, and one stage is in registers; the pass with anchors needs one
+    more. So 4 stages take 128 KiB of shared memory, and 3 take 96 of the 99 KiB that sm_89 has.
+    """
     return 3 if architecture == "sm_89" else 4
 
 
 @cache
 def early(device: torch.device) -> bool:
-    """On Hopper and later a kernel is set up while the one before it ends, and waits for its results itself."""
+    """Return whether a kernel may start early: on Hopper and later it is set up while the previous kernel ends.
+
+    The kernel itself then waits for the results of the previous one.
+    """
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def launched_early(device: torch.device) -> dict[str, bool]:
-    """Other backends do not know the option."""
+    """Return the launch option for an early start, only where the backend knows it."""
     return {"launch_pdl": True} if early(device) else {}
 
 
 def decode_tiles(architecture: str, pad: int, rows: int) -> tuple[Tile, Tile]:
-    """For `rows` query rows of a key head together: tiles of the pass without care and of the one with it."""
+    """Return the tiles of the fast pass and of the exact pass, for `rows` query rows of a key head together."""
     height = max(16, 1 << (rows - 1).bit_length())
     if height <= 32 and pad <= 128:
         return Tile(height, 64, 4, 3), Tile(height, 64, 4, 2)
     if architecture == "sm_90":  # 112 KiB of shared memory
         warps = warps_for(architecture, height, 8)
         return Tile(height, 64 if pad <= 128 else 32, warps, 3), Tile(height, 32, warps, 2)
-    # 64 rows of Q and 3 stages are 100 KiB of shared memory, of which sm_89 has 99
+    # 64 rows of Q and 3 stages take 100 KiB of shared memory, but sm_89 has 99
     stages = 2 if architecture == "sm_89" and height > 32 and pad > 128 else 3
     return Tile(height, 32, 4, stages), Tile(height, 32, 4, 2)
 
 
 def most_splits(call: Call) -> int:
-    """That the merge can take."""
+    """Return the most splits that the merge kernel accepts."""
     return MERGE_ROW // pad_dim(call.q.shape[-1]) if call.dropped else MERGE_ROW
 
 
 @cache
 def blocks_of_a_split(programs: int, blocks: int, pairs: int, most: int) -> int:
-    """Blocks for each program, so that waves of `programs` programs, each as long as its keys, end soonest; for at most
-    `most` splits."""
+    """Return the blocks of each split, at most `most` splits, for the shortest total time.
+
+    Programs run in waves of `programs`, and each takes as long as its keys.
+    """
 
     def time(splits: int) -> int:
         return -(-pairs * splits // programs) * (-(-blocks // splits) + SPLIT_COST)

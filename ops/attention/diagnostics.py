@@ -1,4 +1,4 @@
-"""What the scores of a call did: extremes before and after shifting, overflow, rescued tiles."""
+"""Count what the scores of a call do: extremes before and after shifting, overflow, rescued tiles."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from pasa.ops.attention.scores import Block, Tile, matmul_rows, tiles_with
 from pasa.ops.numerics.formats import FORMATS
 
 FIELDS = ("max_score_before", "max_score_after", "nonfinite", "saturated", "rescued_tiles", "tiles")
-MAXIMA = 2  # the first fields are maxima, the others counts
+MAXIMA = 2  # the first fields are maxima, the others are counts
 
 
 class ScoreCounts:
-    """A table (B, Hq, 6) in FP64, filled tile by tile; columns are `FIELDS`.
+    """Collect a table (B, Hq, 6) in FP64, tile by tile; its columns are `FIELDS`.
 
-    ``max_score_before`` is max |q.k| unscaled and unshifted, ``max_score_after`` max |stored tile value|, both over
-    visible pairs; ``nonfinite`` and ``saturated`` (|x| = 65504) count visible scores that FP16 stored; a tile is
-    block_q rows by block_k keys of one head, and a rescued one was kept in FP32.
+    ``max_score_before`` is max |q.k|, unscaled and unshifted. ``max_score_after`` is max |stored
+    tile value|. Both are taken over visible pairs. ``nonfinite`` and ``saturated`` (|x| = 65504)
+    count visible scores that FP16 stored. A tile is block_q rows by block_k keys of one head; a
+    rescued tile was kept in FP32.
     """
 
     def __init__(self, batch: int, heads: int, device: torch.device) -> None:
@@ -26,11 +27,11 @@ class ScoreCounts:
 
     @staticmethod
     def empty(device: torch.device) -> Tensor:
-        """What an operator returns when nobody asked."""
+        """Return the empty table of a call that did not ask for diagnostics."""
         return torch.zeros(0, dtype=torch.float64, device=device)
 
     def add(self, block: Block, tile: Tile, options: AttentionOptions) -> None:
-        """Count one tile."""
+        """Add the counts of one tile."""
         before, after = matmul_rows(block.q, block.k).abs(), tile.stored.abs()
         in_fp16 = torch.ones_like(after, dtype=torch.bool) if tile.rescued is None else ~tile.rescued.expand_as(after)
         if block.visible is not None:
@@ -50,6 +51,6 @@ class ScoreCounts:
         self.join(torch.stack([column.flatten(1, 2).double() for column in columns], -1))
 
     def join(self, other: Tensor) -> None:
-        """Take in another table of the same shape."""
+        """Merge another table of the same shape into this one."""
         maxima = torch.fmax(self.table[..., :MAXIMA], other[..., :MAXIMA])
         self.table = torch.cat([maxima, self.table[..., MAXIMA:] + other[..., MAXIMA:]], -1)

@@ -1,4 +1,4 @@
-"""Golden attention: the definition, in FP64, without blocks. Nothing here is shared with what it judges."""
+"""Golden attention: the definition, in FP64, without blocks. It shares no code with what it judges."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ def golden_attention(
     is_causal: bool = False,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """softmax(scale * q k^T + mask) v in FP64; a fully masked row gives 0 and LSE -inf.
+    """Compute softmax(scale * q k^T + mask) v in FP64; a fully masked row gives 0 and LSE -inf.
 
     Parameters
     ----------
     q : Tensor (B, Hq, Sq, D)
     k, v : Tensor (B, Hkv, Skv, D)
-        Hq a multiple of Hkv.
+        Hq must be a multiple of Hkv.
     attn_mask : Tensor, optional
         Bool (True = keep) or float (added), broadcastable to (B, Hq, Sq, Skv).
     is_causal : bool
@@ -52,6 +52,7 @@ def golden_attention(
         ones = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device)
         scores = scores.masked_fill(~ones.tril(scores.shape[-1] - scores.shape[-2]), -torch.inf)
     lse = torch.logsumexp(scores, -1)
-    # Not exp(scores - lse): a common bias of -1e38 leaves lse no digit for the number of keys.
+    # Not exp(scores - lse): under a common bias of -1e38, lse has no digit left for the number of
+    # keys.
     weights = torch.softmax(scores, -1).masked_fill((lse == -torch.inf).unsqueeze(-1), 0.0)
     return weights @ v, lse

@@ -1,11 +1,14 @@
-"""What the Hopper kernel is compiled for; apart from compile_cases.py because triton-ascend has no Gluon."""
+"""List the cases for which the Hopper kernel is compiled without a device.
+
+They are not in compile_cases.py because triton-ascend does not have Gluon.
+"""
 
 from typing import Any
 
 from pasa.ops.attention.hopper_kernel import attention_kernel
 from pasa.ops.attention.hopper_launch import STAGES
 
-# What a launch of Triton 3.6 calls the type of a tensor map; the layout is that of hopper_launch.SWIZZLE.
+# The type of a tensor map in a launch of Triton 3.6; the layout is that of hopper_launch.SWIZZLE.
 TENSOR_MAP = (
     "tensordesc<fp16[1, 1, {rows}, {dim}],NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4, "
     "transposed=False, fp4_padded=False, cga_layout=[])>"

@@ -1,8 +1,9 @@
-"""Launch of the Hopper kernel: tensor maps, grids and the compiled variants.
+"""Launch the Hopper kernel: tensor maps, grids and compiled variants.
 
-The host must not be slower than the kernels, which need 30 us for a short sequence. What is the same for every call
-with tensors of one geometry is kept as a `Plan`, and compiled kernels are handed to Triton's launcher as it is in C:
-its Python layers would specialise each argument again and fill the same tensor maps twice.
+The host must be faster than the kernels, which take 30 us for a short sequence. What all calls on
+tensors of one geometry share is kept as a `Plan`. Compiled kernels go directly to Triton's C
+launcher, because its Python layers would specialise each argument again and fill the same tensor
+maps twice.
 """
 
 from __future__ import annotations
@@ -28,29 +29,31 @@ from pasa.ops.triton_launch import Ready
 QUERY_BOX, KEY_BOX = 64, 128  # query rows of a warpgroup, keys of a block
 BOXES = (QUERY_BOX, KEY_BOX, KEY_BOX, QUERY_BOX)  # of Q, K, V and O
 SECOND_WARPGROUPS = 3
-STAGES = {64: 3, 128: 2}  # copies of K and V in flight; what 227 KiB of shared memory hold beside Q
-L2_BYTES = 2**25  # K and V of the heads that run together: about half of the 50 MB of an H100 or H200
+STAGES = {64: 3, 128: 2}  # copies of K and V in flight: as many as 227 KiB of shared memory hold beside Q
+L2_BYTES = 2**25  # K and V of the heads that run together: about half of the 50 MB L2 cache of an H100 or H200
 LOG2E = 1.4426950408889634
-PAIR_TIME = 0.70  # of a tile of two warpgroups, in tiles of three: 0.667 would be as fast a row; H200, D = 128, full
+# Time of a tile of two warpgroups, relative to a tile of three. At 0.667, time per row would be
+# equal. H200, D = 128, no mask.
+PAIR_TIME = 0.70
 SWIZZLE = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-PLANS = 1024  # geometries that are remembered
-MAPS = 64  # addresses of one geometry that are
+PLANS = 1024  # the most geometries that are cached
+MAPS = 64  # the most sets of addresses cached for one geometry
 
 
 def hopper_attention(
     q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, dropped: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Attention without a dense mask on sm_90, FP32 softmax.
+    """Attend without a dense mask on sm_90, with FP32 softmax.
 
-    Norms and anchors of the keys, plain FP32-softmax attention, and a second go at the tiles that this has given up,
-    with anchors taken off where that is needed.
+    Three launches: norms and anchors of the keys, plain attention with FP32 softmax, and an exact
+    pass over the tiles that the plain pass gave up, with anchors subtracted where needed.
 
     Parameters
     ----------
     q : Tensor (B, Hq, Sq, D)
-        FP16, D = 64 or 128, on the current device; best with contiguous, 16-byte aligned rows: others are copied.
+        FP16, D = 64 or 128, on the current device. Rows that are not contiguous and aligned to 16 bytes are copied.
     k, v : Tensor (B, Hkv, Skv, D)
-        Likewise; Hq a multiple of Hkv.
+        As q; Hq is a multiple of Hkv.
     is_causal : bool
         Bottom-right aligned: row i sees keys up to i + Skv - Sq.
     scale : float
@@ -75,7 +78,7 @@ def hopper_attention(
 
 
 class Plan:
-    """The three launches for tensors of one geometry."""
+    """Hold the three launches for tensors of one geometry."""
 
     def __init__(self, q_shape: torch.Size, k_shape: torch.Size, strides: list[list[int]], is_causal: bool,
                  dropped: int, device: torch.device) -> None:  # fmt: skip
@@ -95,7 +98,7 @@ class Plan:
             programs = min(work, processors(device)) if second else work
             sizes = (heads, group, batch * heads, section, rows, keys, tiles, work)
             self.passes.append((programs, sizes, (is_causal, ragged, second, consumers, STAGES[dim], dropped)))
-        # K and V as anchor_kernel sees them; its norms, mark and anchors share one buffer
+        # K and V for anchor_kernel, whose norms, mark and anchors share one buffer
         self.blocks = batch * heads_kv * blocks
         self.anchor_offset = -(-(4 * self.blocks + 4) // 16) * 16
         self.anchor_sizes = (
@@ -107,9 +110,10 @@ class Plan:
         self.filled: dict[tuple[int, ...], tuple[Any, ...]] = {}
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """O (B, Hq, Sq, D) and the log-sum-exp (B, Hq, Sq)."""
+        """Return O (B, Hq, Sq, D) and the log-sum-exp (B, Hq, Sq)."""
         dim = self.shapes[0][3]
-        # new_empty and empty_like take a third of the host's time of torch.empty with a dtype and a device
+        # On the host, new_empty and empty_like take a third of the time of torch.empty with a dtype
+        # and a device.
         found = q.new_empty(self.anchor_offset // 2 + dim * self.blocks)
         if not self.ready:
             self._compile(q, k, v, found, scale)
@@ -118,7 +122,7 @@ class Plan:
         pq, pk, pv, norms = q.data_ptr(), k.data_ptr(), v.data_ptr(), found.data_ptr()
         marked, anchors = norms + 4 * self.blocks, norms + self.anchor_offset
         anchor.run((self.blocks, 1, 1), stream, pk, pv, pk, norms, norms, anchors, norms, marked, *self.anchor_sizes)
-        # the device is busy from here on
+        # from here on the device is busy, so host time is hidden
         out = torch.empty_like(q, dtype=self.dtype, memory_format=torch.contiguous_format)
         lse = q.new_empty(self.lse_shape, dtype=torch.float32)
         common = (*self._maps_of(pq, pk, pv, out.data_ptr()), norms, anchors, marked, lse.data_ptr())
@@ -127,7 +131,7 @@ class Plan:
         return out, lse
 
     def _maps_of(self, *pointers: int) -> tuple[Any, ...]:
-        """Tensor maps, and their sizes and strides; memory tends to come back, so the last ones are remembered."""
+        """Return tensor maps with their sizes and strides, cached because the allocator tends to reuse memory."""
         found = self.filled.get(pointers)
         if found is None:
             if len(self.filled) >= MAPS:
@@ -138,7 +142,7 @@ class Plan:
         return found
 
     def _compile(self, q: Tensor, k: Tensor, v: Tensor, found: Tensor, scale: float) -> None:
-        """Compile what was not compiled for tensors like these; nothing is launched."""
+        """Compile what is not yet compiled for tensors like these, without launching anything."""
         dim = q.shape[3]
         lse = torch.empty(self.lse_shape, dtype=torch.float32, device=self.device)
         norms, anchors = found[: 2 * self.blocks].view(torch.float32), found[self.anchor_offset // 2 :]
@@ -165,11 +169,11 @@ class Plan:
             element = TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]]
             kind = (meta["swizzle"], meta["elem_size"], element, meta["block_size"], list(shape), stride, 0)
             maps.append((kind, (*shape, *stride)))
-        # `ready` last: other threads look at it
+        # set `ready` last, because other threads test it
         self.maps, self.ready = maps, tuple(Ready.of(kernel, spelled_out=True) for kernel in kernels)
 
 
-_kernels: dict[tuple[Any, ...], Any] = {}  # compiled variants by device, head dim and compile-time arguments
+_kernels: dict[tuple[Any, ...], Any] = {}  # compiled variants by device, head dimension and compile-time arguments
 
 
 @lru_cache(maxsize=PLANS)
@@ -177,8 +181,11 @@ def plan_for(
     q_shape: torch.Size, k_shape: torch.Size, q_stride: tuple[int, ...], k_stride: tuple[int, ...],
     v_stride: tuple[int, ...], is_causal: bool, dropped: int, device: torch.device,
 ) -> Plan | None:  # fmt: skip
-    """None for strides that a tensor map does not take: TMA reads rows of contiguous elements at multiples of 16 bytes,
-    and no repeated dimension (stride 0). Strides of dimensions of size 1 are never used, but are checked."""
+    """Return the plan of a geometry, or None for strides that a tensor map cannot express.
+
+    TMA reads rows of contiguous elements at multiples of 16 bytes, and no repeated dimension
+    (stride 0). Strides of dimensions of size 1 are never used, but are checked.
+    """
     dim = q_shape[3]
     strides = [
         [*[dim if size == 1 else step for size, step in zip(shape[:3], stride[:3], strict=True)], stride[3]]
@@ -191,7 +198,10 @@ def plan_for(
 
 @cache
 def warpgroups(heads: int, rows: int, dim: int, is_causal: bool, device: torch.device) -> int:
-    """Three consumers or two: the fewest waves of tiles, where both have been seen to be worth while."""
+    """Return three consumer warpgroups or two, whichever needs less time for all waves of tiles.
+
+    Two are considered only for calls where they were measured to be faster.
+    """
     if dim != 128 or is_causal:
         return 3
     waves = {n: -(-heads * -(-rows // (QUERY_BOX * n)) // processors(device)) for n in (2, 3)}

@@ -1,4 +1,4 @@
-"""Checks of values, made where they are read: a compiled or captured graph has no values to check before."""
+"""Check values where they are read, because a compiled or captured graph has no values to check beforehand."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ FP16 = FORMATS["fp16"]
 
 
 def capturing(x: Tensor) -> bool:
-    """Whether a graph is being captured, in which nothing can be read back."""
+    """Return whether a graph is being captured, during which nothing can be read back from the device."""
     if x.device.type == "npu":
         return bool(torch.npu.is_current_stream_capturing())  # type: ignore[attr-defined]
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def to_fp16(x: Tensor, name: str) -> Tensor:
-    """x in FP16. A finite value beyond 65504 is an error to report, not to hide.
+    """Convert x to FP16; a finite value beyond 65504 is an error.
 
-    While a graph is captured such a value becomes an infinity, which attention turns into NaN.
+    While a graph is captured, such a value becomes an infinity, which attention turns into NaN.
 
     Raises
     ------
@@ -44,7 +44,7 @@ def to_fp16(x: Tensor, name: str) -> Tensor:
 
 
 def edges(cu_seqlens: Tensor, name: str, x: Tensor) -> list[int]:
-    """Cumulative lengths of packed tokens x (T, H, D), on the host.
+    """Return the cumulative lengths of packed tokens x (T, H, D) on the host.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Launches the kernel that sorts the score tiles of a masked call."""
+"""Launch the kernel that sorts the score tiles of a masked call."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from pasa.ops.attention.mask_kernel import mask_tiles_kernel
 from pasa.ops.attention.triton_call import Call
 from pasa.ops.triton_launch import launch
 
-KEYS = 256  # that a program of the kernel looks at together
+KEYS = 256  # keys that a program of the kernel reads together
 
 
 @dataclass(frozen=True)
 class MaskTiles:
-    """Which tiles of block_m query rows and block_n keys the mask and the causal band let see.
+    """List which tiles of block_m query rows and block_n keys the mask and the causal band leave visible.
 
     Attributes
     ----------
     order : Tensor (B or 1, Hq or 1, row tiles, key tiles), INT32
-        Key tiles that are seen whole, in order, from the front; those seen in part from the back.
+        Key tiles that all rows see whole, in order from the front, and those seen in part, from the
+        back.
     counts : Tensor (B or 1, Hq or 1, row tiles, 2), INT32
-        How many of either kind.
+        The number of tiles of either kind.
     visible : Tensor (B, Skv), bool
         Keys that some query sees.
     """
@@ -34,12 +35,12 @@ class MaskTiles:
 
     @classmethod
     def of(cls, call: Call, block_m: int, block_n: int) -> MaskTiles:
-        """Read the mask once.
+        """Read the mask once, and sort its tiles into those that are seen whole, in part, or not at all.
 
         Raises
         ------
         ValueError
-            A call without a mask.
+            If the call has no mask.
         """
         if call.mask is None:
             raise ValueError("a call without a mask has no tiles to sort")
@@ -58,12 +59,12 @@ class MaskTiles:
         return cls(order, counts, seen.flatten(1, 2).any(1).expand(call.k.shape[0], keys))
 
     def strides(self) -> tuple[int, int]:
-        """Of batch and head, in row tiles; 0 where the mask is the same for all."""
+        """Return the strides of batch and head, in row tiles; 0 where all share one mask."""
         batch, heads, rows = self.order.shape[:3]
         return (heads * rows if batch > 1 else 0), (rows if heads > 1 else 0)
 
 
 def _own(mask: Tensor) -> Tensor:
-    """The mask without the batches and heads that repeat it."""
+    """Return the mask without the batches and heads that repeat it."""
     batch, heads = (slice(None) if stride else slice(1) for stride in mask.stride()[:2])
     return mask[batch, heads]

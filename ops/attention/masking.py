@@ -1,4 +1,4 @@
-"""Masks of the reference: what a tile's rows may see, and how far a non-finite input reaches."""
+"""Masks of the reference: which keys a tile's rows see, and which results a non-finite input turns to NaN."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ import torch
 from torch import Tensor
 
 FP32_MAX = torch.finfo(torch.float32).max
-# A score, its block's offset and its frame are each below 2^43 (README.md, "Why it cannot overflow"), times the scale.
+# A score, its block's offset and its frame are each below 2^43 times the scale (README.md, "Why it
+# cannot overflow").
 LARGEST_PRODUCT = 2.0**46
 
 
 @dataclass(frozen=True)
 class KeyMask:
-    """Causal band and dense mask of one call, cut tile by tile.
+    """Hold the causal band and dense mask of one call, to be cut tile by tile.
 
     Attributes
     ----------
     keep : Tensor (B or 1, Hkv or 1, G or 1, Sq, Skv), bool, optional
-        An expanded view: no memory of that size is held.
+        An expanded view, which holds no memory of that size.
     bias : Tensor, same shape, optional
-        Added to the scaled scores in FP32; -inf hides.
+        Added to the scaled scores in FP32; -inf masks a key out.
     causal_shift : int, optional
         Row i sees keys j <= i + causal_shift.
     rows, keys : int
@@ -38,15 +39,15 @@ class KeyMask:
 
     @property
     def spoils(self) -> bool:
-        """Whether the mask adds a NaN or +inf somewhere."""
+        """Return whether the mask adds a NaN or +inf somewhere."""
         return self.bias is not None and bool((torch.isnan(self.bias) | (self.bias == torch.inf)).any())
 
     def first_row(self, key: int) -> int:
-        """First row that may see `key` or a later one."""
+        """Return the first row that may see `key` or a later one."""
         return 0 if self.causal_shift is None else max(0, key - self.causal_shift)
 
     def tile(self, row: int, start: int, stop: int) -> tuple[Tensor | None, Tensor | None]:
-        """(visible, bias) for rows from `row` on and keys [start, stop); visible is None when all is seen."""
+        """Return (visible, bias) for rows from `row` on and keys [start, stop); visible is None if all are seen."""
         visible = None if self.keep is None else self.keep[..., row:, start:stop]
         bias = None if self.bias is None else self.bias[..., row:, start:stop].float()
         if bias is not None:
@@ -59,10 +60,11 @@ class KeyMask:
 
 
 def fitting_mask(attn_mask: Tensor, scale: float) -> Tensor:
-    """Return the mask, with finite elements as small as FP32 needs to hold their sums with scores.
+    """Return the mask with finite elements limited, so that FP32 holds their sums with scores.
 
-    A mask of finfo.min leaves no room for a score of -2^103: their sum is -inf, which would hide the key. Elements
-    are clamped to FP32's largest number less the largest score. Up to a scale of 2^57 that is the same number.
+    A mask of finfo.min leaves no room for a score of -2^103: their sum is -inf, which would mask
+    the key out. So finite elements are clamped to FP32's largest number minus the largest score. Up
+    to a scale of 2^57 that is the same number.
     """
     if attn_mask.dtype in (torch.bool, torch.float16):
         return attn_mask
@@ -73,7 +75,7 @@ def fitting_mask(attn_mask: Tensor, scale: float) -> Tensor:
 
 
 def read_mask(attn_mask: Tensor | None, is_causal: bool, q: Tensor, k: Tensor) -> KeyMask:
-    """Mask of queries (B, Hq, Sq, D) over keys (B, Hkv, Skv, D), heads split into (Hkv, group)."""
+    """Return the mask of queries (B, Hq, Sq, D) over keys (B, Hkv, Skv, D), with heads split into (Hkv, group)."""
     rows, keys = q.shape[2], k.shape[2]
     shift = keys - rows if is_causal else None
     if attn_mask is None:
@@ -86,14 +88,14 @@ def read_mask(attn_mask: Tensor | None, is_causal: bool, q: Tensor, k: Tensor) -
 
 
 def hidden_keys(attn_mask: Tensor, k: Tensor) -> Tensor:
-    """Which keys (B, Skv) the mask hides from every query of their batch entry."""
+    """Return which keys (B, Skv) the mask hides from every query of their batch entry."""
     keep = attn_mask if attn_mask.dtype == torch.bool else attn_mask != -torch.inf
     keep = keep.reshape((1,) * (4 - keep.dim()) + keep.shape)
     return ~keep.any(1).any(1).expand(k.shape[0], k.shape[2])
 
 
 def dense_mask(attn_mask: Tensor, is_causal: bool, q: Tensor, k: Tensor) -> Tensor:
-    """Mask and causal band in one `attn_mask`, (B or 1, Hq or 1, Sq, Skv)."""
+    """Combine mask and causal band into one `attn_mask`, (B or 1, Hq or 1, Sq, Skv)."""
     mask = attn_mask.reshape((1,) * (4 - attn_mask.dim()) + attn_mask.shape)
     if not is_causal:
         return mask
@@ -103,10 +105,10 @@ def dense_mask(attn_mask: Tensor, is_causal: bool, q: Tensor, k: Tensor) -> Tens
 
 
 def non_finite_reach(q: Tensor, k: Tensor, v: Tensor, mask: KeyMask, block: int) -> tuple[Tensor, Tensor]:
-    """Rows (B, Hq, Sq) and outputs (B, Hq, Sq, D) that a NaN or infinity in q, k, v or a float mask reaches.
+    """Return the rows (B, Hq, Sq) and outputs (B, Hq, Sq, D) that NaN or infinity in q, k, v or a float mask reaches.
 
-    A bad query, visible key or mask element (NaN or +inf; -inf hides) spoils the row, a bad visible value its column
-    of the row.
+    A non-finite query, visible key or mask element (NaN or +inf; -inf masks out) turns the whole
+    row to NaN. A non-finite visible value turns its column of the row to NaN.
     """
     groups = q.shape[1] // k.shape[1]
     bad_query = ~torch.isfinite(q).all(-1).unflatten(1, (-1, groups))  # (B, Hkv, G, Sq)

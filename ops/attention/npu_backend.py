@@ -1,7 +1,8 @@
-"""The Ascend C kernels (ascend_c/), and who serves an NPU where their library was not built.
+"""Call the Ascend C kernels (ascend_c/), or choose a fallback on an NPU where their library was not built.
 
-The kernels take contiguous FP16 tensors whose head dimension is a multiple of 16, and blocks of 128 keys: the rest is
-prepared here. Nothing here has run on an NPU; tests run the same library on a CPU twin of the device.
+The kernels require contiguous FP16 tensors with a head dimension that is a multiple of 16, and
+blocks of 128 keys. This module prepares the tensors. Nothing here has run on an NPU; tests run the
+same library on a CPU twin of the device.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def attention(
     options: AttentionOptions,
     diagnose: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `reference.attention`, without masks; a key or value that is not finite may reach every row of its head."""
+    """Attend as `reference.attention` without masks; a non-finite key or value may reach every row of its head."""
     if (why := library_error()) is not None:
         other: Attend = _announced(why, options, q, k).attention
         return other(q, k, v, attn_mask, is_causal, scale, options, diagnose)
@@ -61,10 +62,10 @@ def attention_varlen(
     options: AttentionOptions,
     diagnose: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `reference.attention_varlen`. Sequences that one launch can serve are padded to the longest of them.
+    """Attend as `reference.attention_varlen`; sequences that one launch can serve are padded to the longest of them.
 
-    The exact recovery takes the numbers of keys along, the published one takes sequences of equal lengths. Lengths are
-    read on the host, so this cannot be captured in a graph.
+    The exact recovery passes the numbers of keys to the kernel; the published one needs sequences
+    of equal lengths. Lengths are read on the host, so this cannot be captured in a graph.
     """
     if (why := library_error()) is not None:
         other: Attend = _announced(why, options, q, k).attention_varlen
@@ -81,9 +82,10 @@ def attention_varlen(
 
 
 def _served_together(options: AttentionOptions, is_causal: bool) -> Callable[[int, int], Hashable]:
-    """What of a sequence's numbers of rows and keys must agree in one launch.
+    """Return the function of a sequence's rows and keys that must be equal for all sequences of one launch.
 
-    A causal band is aligned to the last row and key of the padded sequences: their difference must be that of each.
+    A causal band is aligned to the last row and key of the padded sequences, so keys - rows must be
+    the same for all.
     """
     if options.recovery == "paper":
         return lambda rows, keys: (rows, keys)
@@ -103,13 +105,15 @@ def _kernels(
     options: AttentionOptions,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """K', then attention; `lengths` (B,), INT32, are the keys of each batch entry, `dtype` is what the caller gave.
+    """Shift the keys, then attend; returns FP16, or BF16 for unbiased rounding of BF16 inputs.
 
-    The output is FP16. Unbiased rounding makes BF16 of BF16 inputs: a second rounding would be biased again.
+    `lengths` (B,), INT32, holds the number of keys of each batch entry. `dtype` is that of the
+    caller's tensors. BF16 is rounded directly because a second rounding would bring a bias back.
     """
     kernels = torch.ops.pasa
     dim, saturate = q.shape[-1], options.overflow == "saturate"
-    spoiled = ~torch.isfinite(q).all(-1)  # the matrix unit must not be fed NaN: such rows are put in at the end
+    # The matrix unit must not receive NaN, so such rows are overwritten at the end.
+    spoiled = ~torch.isfinite(q).all(-1)
     q = q.masked_fill(spoiled.unsqueeze(-1), 0.0)
     q, k, v = (pad_head_dim(x) for x in (q, k, v))
     if options.recovery == "paper":
@@ -128,17 +132,17 @@ def _kernels(
 
 @cache
 def paper_matrix(scale: float, beta: float | None, device: torch.device) -> tuple[Tensor, float]:
-    """The shifting matrix of the published recovery, and its invariance."""
+    """Return the shifting matrix of the published recovery, and its invariance."""
     solved, factor = paper_beta(beta, BLOCK, scale)
     return shifting_matrix(BLOCK, solved, scale=scale).to(device), factor
 
 
-# ---- the library, and who serves without it
+# ---- the library, and the fallback without it
 
 
 @cache
 def library_error() -> str | None:
-    """Why the kernels cannot be called, or None. The library is loaded when this is first asked, and no later."""
+    """Return why the kernels cannot be called, or None; the library is loaded at the first call of this function."""
     path = envs.ascend_library()
     if not path.is_file():
         return f"there is no {path}: build it with {envs.ascend_build_script()} where CANN is installed"
@@ -150,13 +154,13 @@ def library_error() -> str | None:
 
 
 class StandIn(NamedTuple):
-    """Who serves where the kernels are not built: the module, and what it is."""
+    """Name a fallback for missing kernels: its module, and a label for the warning."""
 
     module: str
     label: str
 
     def load(self) -> ModuleType:
-        """Import the implementation."""
+        """Import the module of the fallback."""
         return importlib.import_module(self.module)
 
 
@@ -166,10 +170,11 @@ REFERENCE = StandIn("pasa.ops.attention.reference", "the reference, slowly")
 
 
 def stand_in(options: AttentionOptions, heads: int = 1, kv_heads: int = 1) -> StandIn:
-    """The first that can: triton-ascend, then the vendor's attention, then the reference.
+    """Return the first fallback that can serve: triton-ascend, then the vendor's attention, then the reference.
 
-    Triton has no saturating arithmetic. The vendor's has neither a published nor a saturating one, so it stands in for
-    the exact recovery alone, whose result is plain attention's. Neither rounds without bias.
+    Triton has no saturating arithmetic. The vendor's attention has neither the published recovery
+    nor saturation, so it replaces the exact recovery alone, whose result is that of plain
+    attention. Neither of the two rounds without bias.
     """
     plain = options.overflow == "inf" and options.softmax == "safe"
     if plain and has_triton_ascend():
@@ -180,7 +185,7 @@ def stand_in(options: AttentionOptions, heads: int = 1, kv_heads: int = 1) -> St
 
 
 def has_triton_ascend() -> bool:
-    """Whether the installed Triton compiles for Ascend; the package's plain namesake does not."""
+    """Return whether the installed Triton compiles for Ascend; the ordinary package of the same name does not."""
     return (
         importlib.util.find_spec("triton") is not None
         and importlib.util.find_spec("triton.backends.ascend") is not None

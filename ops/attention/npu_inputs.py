@@ -1,4 +1,4 @@
-"""What kernels for an NPU take: whole fractals of a head dimension, and sequences of one length."""
+"""Prepare tensors for NPU kernels, which need whole fractals of a head dimension and sequences of one length."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from torch import Tensor
 from pasa.ops.attention.inputs import edges, to_fp16
 from pasa.ops.packed import alike, gather, scatter
 
-DIM_STEP = 16  # elements of a side of a cube fractal: kFractal in ascend_c/tiling/tiling.h
+DIM_STEP = 16  # elements on one side of a cube fractal: kFractal in ascend_c/tiling/tiling.h
 
 
 def pad_head_dim(x: Tensor) -> Tensor:
-    """Contiguous, with zeros up to a multiple of 16 elements: they add nothing to q.k, and outputs that are cut off."""
+    """Return x contiguous, padded with zeros to a multiple of 16 elements.
+
+    The zeros add nothing to q.k, and the output columns that they cause are cut off later.
+    """
     missing = -x.shape[-1] % DIM_STEP
     return torch.nn.functional.pad(x, (0, missing)) if missing else x.contiguous()
 
@@ -28,19 +31,20 @@ def attend_packed(
     kind: Callable[[int, int], Hashable],
     attend: Callable[[Tensor, Tensor, Tensor, list[int]], tuple[Tensor, Tensor]],
 ) -> tuple[Tensor, Tensor]:
-    """Packed sequences (T, H, D), padded to the longest of those that one launch can serve.
+    """Attend within packed sequences (T, H, D), each padded to the longest of those that share its launch.
 
     Parameters
     ----------
     kind : callable
-        What of a sequence's numbers of rows and keys must agree in one launch.
+        The value of kind(rows, keys) must be equal for all sequences of one launch.
     attend : callable
-        Output and log-sum-exp of FP16 q, k, v (B, H, S, D) and the numbers of keys that each entry really has.
+        Returns output and log-sum-exp of FP16 q, k, v (B, H, S, D), given the true number of keys
+        of each entry.
 
     Returns
     -------
     out : Tensor (T, H, D)
-        In the type of q.
+        In the dtype of q.
     lse : Tensor (T, H), FP32
     """
     q16, k16, v16 = to_fp16(q, "q"), to_fp16(k, "k"), to_fp16(v, "v")

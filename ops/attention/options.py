@@ -1,4 +1,4 @@
-"""The plain arguments of the attention operator, their values and what each stands for."""
+"""The plain arguments of the attention operator, and the values that each accepts."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ __all__ = ["ACCUMULATES", "OVERFLOWS", "PRECISIONS", "RECOVERIES", "SOFTMAXES", 
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """What an operator is told beside its tensors; validates itself. `pasa.PasaConfig` says what the values mean.
+    """Hold and validate what an operator call needs beside its tensors; `pasa.PasaConfig` documents the values.
 
     Raises
     ------
     ValueError
-        For a value that is not one of those, by name.
+        For a value that is not accepted, with its name.
     """
 
     precision: str = "pasa"
@@ -47,7 +47,8 @@ class AttentionOptions:
                 raise ValueError(f"{name}={value!r} is not one of {allowed}")
         for name in ("block_q", "block_k"):
             value = getattr(self, name)
-            # More keys in one block would leave their equal shares (accumulate="fp16") below 2^-16, with few bits.
+            # More keys in a block would push their equal shares (accumulate="fp16") below 2^-16,
+            # where FP16 has few bits.
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 2**16:
                 raise ValueError(f"{name}={value!r} is not an integer from 1 to 65536")
         if self.beta is None:
@@ -59,7 +60,7 @@ class AttentionOptions:
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """Its values in the operator's order. `dataclasses.asdict` would copy each, which takes 5 us."""
+        """Return the values in the operator's order; `dataclasses.asdict` would copy each, which takes 5 us."""
         return (
             self.precision,
             self.recovery,

@@ -1,4 +1,4 @@
-"""What the paged kernels are compiled for: as compile_cases.py."""
+"""List the cases for which the paged kernels are compiled without a device, in the form of compile_cases.py."""
 
 from pasa.ops.attention.compile_cases import Case, _case, _on, _sizes
 from pasa.ops.attention.paged_anchor_kernel import decode_anchored_paged_kernel
@@ -17,7 +17,7 @@ DIM = {"D": 128, "D_PAD": 128}
 
 
 def _bf16(case: Case) -> Case:
-    """Of a BF16 cache, made FP16 as it is read."""
+    """Return the case with a BF16 cache, which is converted to FP16 as it is read."""
     return case | {
         "name": f"{case['name']}_bf16",
         "signature": case["signature"] | dict.fromkeys(["p_k", "p_v"], "*bf16"),

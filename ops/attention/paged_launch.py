@@ -1,4 +1,4 @@
-"""Launches decoding from a paged cache. Nothing is read back: sizes come from shapes and from the caller's bounds."""
+"""Launch decoding from a paged cache; nothing is read back, as sizes come from shapes and from the caller's bounds."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from pasa.ops.triton_launch import launch
 
 @dataclass(frozen=True)
 class Pages:
-    """How a call's tiles find their keys.
+    """Describe where the tiles of a call find their keys.
 
     Attributes
     ----------
@@ -40,11 +40,11 @@ class Pages:
     tiles : Tensor (B,) or (tiles, 3), INT32
         As in `decode_paged_kernel`.
     slots : int
-        Of a page.
+        Slots of a page.
     longest : int
-        Upper bound of the keys of a sequence, for the number of splits.
+        Upper bound of the keys of a sequence, which decides the number of splits.
     anchors : Tensor (pages, Hkv, D), FP16, optional
-        Of each page, as ops/paging.py keeps them; only for tiles of one query.
+        Anchors of each page, as ops/paging.py keeps them; only for tiles of one query.
     """
 
     table: Tensor
@@ -62,17 +62,19 @@ def paged_attention(
     longest_k: int | None,
     key_anchors: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of packed queries (T, Hq, D).
+    """Return output and log-sum-exp of packed queries (T, Hq, D).
 
     Parameters
     ----------
     call : Call
-        `k` and `v` are caches (pages, Hkv, slots, D), views as a rule; without `cu_q` each sequence has one query.
+        `k` and `v` are caches (pages, Hkv, slots, D), usually views. Without `cu_q` each sequence
+        has one query.
 
     Raises
     ------
     NotImplementedError
-        If more than `DECODE_TILE` query heads share a key head, or what the splits leave passes 32-bit offsets.
+        If more than `DECODE_TILE` query heads share a key head, or the results of the splits exceed
+        32-bit offsets.
     """
     if call.group > DECODE_TILE:
         raise NotImplementedError(f"{call.group} query heads share a key head of a paged cache; at most {DECODE_TILE}")
@@ -94,18 +96,18 @@ def paged_attention(
 
 @dataclass(frozen=True)
 class Queries:
-    """Packed queries as tiles of a few rows; a tile's missing rows repeat its sequence's last query.
+    """Cut packed queries into tiles of a few rows; the missing rows of a tile repeat its sequence's last query.
 
     Attributes
     ----------
     tiles : Tensor (tiles, 3), INT32
         As in `decode_paged_kernel`.
     token : Tensor (tiles, rows)
-        Which query a row is.
+        The query of each row.
     tile, row : Tensor (T,)
-        Where a query is.
+        The tile of each query, and its row in that tile.
     padding : Tensor (T,)
-        Queries of no sequence.
+        True for queries that belong to no sequence.
     """
 
     tiles: Tensor
@@ -116,7 +118,7 @@ class Queries:
 
     @classmethod
     def of(cls, cu_q: Tensor, lengths: Tensor, rows: int, tokens: int, is_causal: bool) -> Queries:
-        """Worked out on the device."""
+        """Compute the tiles on the device."""
         cu = cu_q.long()
         counts = cu.diff()
         table, first = tile_table(cu, rows, tokens)
@@ -139,17 +141,17 @@ class Queries:
         return cls(tiles, token, first[owner].long().clamp(max=len(table) - 1) + at // rows, at % rows, padding)
 
     def gather(self, q: Tensor) -> Tensor:
-        """(T, Hq, D) as (tiles, Hq, rows, D)."""
+        """Return (T, Hq, D) as (tiles, Hq, rows, D)."""
         return q[self.token].transpose(1, 2)
 
     def scatter(self, x: Tensor, nothing: float) -> Tensor:
-        """(tiles, Hq, rows, ...) as (T, Hq, ...); `nothing` for padding."""
+        """Return (tiles, Hq, rows, ...) as (T, Hq, ...), with `nothing` for padding."""
         found = x[self.tile, :, self.row]
         return torch.where(self.padding.view(-1, *(1,) * (found.dim() - 1)), nothing, found)
 
 
 def _decode(call: Call, pages: Pages) -> tuple[Tensor, Tensor]:
-    """Tiles of queries (tiles, Hq, rows, D): split the keys, do splits again with care, merge."""
+    """Attend from tiles of queries (tiles, Hq, rows, D): split the keys, repeat some splits exactly, then merge."""
     rows, dim = call.q.shape[2:]
     here, pad = architecture(call.q.device), pad_dim(dim)
     lane = keys_of_a_lane(here, pad)
@@ -172,7 +174,7 @@ def _decode(call: Call, pages: Pages) -> tuple[Tensor, Tensor]:
 
 
 def _split(call: Call, pages: Pages, tile: Tile, lanes: int) -> Splits:
-    """`lanes` splits for each program."""
+    """Allocate `lanes` splits for each program, as many programs as suit the device."""
     dim, pairs = call.q.shape[-1], call.q.shape[0] * call.k.shape[1]
     blocks = -(-pages.longest // (lanes * tile.block_n))
     programs = processors(call.q.device) * (1 if lanes > 1 else 8 // tile.warps)
@@ -183,7 +185,7 @@ def _split(call: Call, pages: Pages, tile: Tile, lanes: int) -> Splits:
 
 
 def _tiles(call: Call, pages: Pages, splits: Splits, tile: Tile, lanes: int, careful: bool) -> None:
-    """A pass of the portable kernel."""
+    """Run one pass of the portable kernel."""
     tiled, device = pages.tiles.dim() == 2, call.q.device
     launch(
         decode_paged_kernel, (call.q.shape[0] * call.k.shape[1] * splits.count, 1, 1),
@@ -197,7 +199,7 @@ def _tiles(call: Call, pages: Pages, splits: Splits, tile: Tile, lanes: int, car
 
 
 def _lanes(call: Call, pages: Pages, splits: Splits, block_n: int, anchored: bool) -> None:
-    """A pass of the lanes: without anchors, or with one a program."""
+    """Run one pass of the lanes, without anchors or with one anchor for each program."""
     device, programs = call.q.device, splits.count // LANES
     launch(
         decode_lanes_paged_kernel, (call.q.shape[0] * call.k.shape[1] * programs, 1, 1),
@@ -212,7 +214,7 @@ def _lanes(call: Call, pages: Pages, splits: Splits, block_n: int, anchored: boo
 
 
 def _anchored(call: Call, pages: Pages, splits: Splits, anchors: Tensor, block_n: int, exact: bool) -> None:
-    """A pass of the lanes with the anchors of pages; `exact`: of those that the one before has left off."""
+    """Run one pass of the lanes with the anchors of pages; `exact` repeats what the previous pass gave up."""
     device, programs = call.q.device, splits.count // LANES
     work = call.q.shape[0] * call.k.shape[1] * programs
     offsets = torch.empty(work * TURNS.value * LANES * 16, dtype=torch.float64, device=device)
@@ -229,14 +231,14 @@ def _anchored(call: Call, pages: Pages, splits: Splits, anchors: Tensor, block_n
 
 
 def anchored_stages(architecture: str) -> int:
-    """Of the pass with anchors of pages: 7 take 104 KiB of shared memory, of which sm_89 has 99."""
+    """Return the stages of the pass with anchors of pages: 7 take 104 KiB of shared memory, but sm_89 has 99."""
     return 5 if architecture == "sm_89" else 9
 
 
 def paged_stages(stages: int) -> int:
-    """That load K and V as far ahead as `stages` without pages.
+    """Return the stages that load K and V as far ahead as `stages` do without pages.
 
-    Triton 3.6 (AssignLatencies.cpp) loads (stages - 1) // (n + 1) blocks ahead, n the loads that an address waits for:
-    here one, of the page's number.
+    Triton 3.6 (AssignLatencies.cpp) loads (stages - 1) // (n + 1) blocks ahead, where n counts the
+    loads that an address waits for. Here n is one, the load of the page's number.
     """
     return 2 * stages - 1

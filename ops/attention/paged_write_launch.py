@@ -1,4 +1,4 @@
-"""Launches the kernels that write pages. Nothing is read back."""
+"""Launch the kernels that write pages, without reading anything back."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TILE = 8192  # elements of a page that 4 warps hold
 def write_pages(
     k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, key_anchors: Tensor | None
 ) -> None:
-    """As `paging.write_pages`; what a slot behind the cache would get is not written."""
+    """Write pages as `paging.write_pages` does; keys for a slot behind the cache are not written."""
     k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
     slot_mapping = slot_mapping.contiguous()
     check_spans(k_cache, v_cache)
@@ -47,7 +47,10 @@ def write_pages(
 
 
 def anchor_tile(page: int, pad: int) -> tuple[int, int]:
-    """Columns of a page that are looked at together, and warps for them: all columns at once where registers allow it,
-    since every turn waits for memory anew."""
+    """Return the columns of a page that are processed together, and the warps for them.
+
+    All columns are processed at once if registers allow it, because every iteration waits for
+    memory again.
+    """
     width = min(pad, max(16, TILE // page))
     return width, max(1, min(4, page * width // 1024))

@@ -1,4 +1,4 @@
-"""Launches the kernel of the published algorithm: K' from the shifting matrix, then attention."""
+"""Launch the kernel of the published algorithm: K' from the shifting matrix, then attention."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pasa.ops.triton_launch import launch
 
 
 class Constants(NamedTuple):
-    """Diagonal and off-diagonal entry of M, the second without its sign, and the invariance."""
+    """Hold the diagonal and off-diagonal entries of M, the second without its sign, and the invariance."""
 
     diagonal: float
     off_diagonal: float
@@ -29,7 +29,7 @@ class Constants(NamedTuple):
 
 
 def paper_attention(call: Call, packing: Packing | None, options: AttentionOptions) -> tuple[Tensor, Tensor]:
-    """Algorithm 1: K' from the shifting matrix, then the kernel."""
+    """Run Algorithm 1: K' from the shifting matrix, then the attention kernel."""
     block = options.block_k
     *matrix, factor = _constants(block, call.scale, options.beta, options.accumulate == "fp16")
     keys, visible = call.k, visible_keys(call)
@@ -37,7 +37,8 @@ def paper_attention(call: Call, packing: Packing | None, options: AttentionOptio
         keys = whole_packed_blocks(keys, block, packing).transpose(0, 1).unsqueeze(0)
     else:
         keys = whole_blocks(keys, block)
-        if visible is not None:  # what fills a block that has no key before it is 0, and counts
+        # What fills a block without earlier keys is 0, and counts in the mean.
+        if visible is not None:
             visible = torch.nn.functional.pad(visible, (0, max(block - call.keys, 0)), value=True)
             visible = whole_blocks(visible.unsqueeze(-1), block).squeeze(-1)
     keys = shift_paper(keys, (matrix[0], matrix[1]), block, visible=visible)
@@ -59,9 +60,9 @@ def paper_attention(call: Call, packing: Packing | None, options: AttentionOptio
 
 
 def whole_packed_blocks(k: Tensor, block: int, packing: Packing) -> Tensor:
-    """`whole_blocks` of every packed sequence (T, H, D), without asking the device for a number.
+    """Apply `whole_blocks` to every packed sequence (T, H, D), without asking the device for a number.
 
-    A sequence begins with block `packing.first` of the result, which may end with blocks of zeros.
+    A sequence begins at block `packing.first` of the result, which may end with blocks of zeros.
     """
     sequence, within = packing.table.long().unbind(1)
     used, sequence = (sequence >= 0).unsqueeze(1), sequence.clamp(min=0)

@@ -1,8 +1,8 @@
 """Reference attention: the specification of the operator, on a model of the NPU's arithmetic.
 
-A GEMM accumulates in FP32 and is rounded once when it is stored; every value kept in FP16 is rounded when it is
-made. All query rows are taken at once and key blocks one after another, which changes no number: query tiles only
-decide which rows are rescued together. Equation and line numbers are those of arXiv:2503.01873.
+A GEMM accumulates in FP32 and is rounded once, when it is stored. Every value kept in FP16 is rounded when it is
+computed. All query rows are processed at once, and key blocks one after another. This changes no number, because
+query tiles only decide which rows are rescued together. Equation and line numbers are those of arXiv:2503.01873.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from pasa.ops.paging import attend_gathered
 
 FP16, FP32 = FORMATS["fp16"], FORMATS["fp32"]
 SILENCE = """to silence: warnings.filterwarnings("ignore", "softmax='unbiased_paper'", UserWarning)"""
-NOTICED = -11 * math.log(2)  # a key this far below the log-sum-exp weighs as much as FP16 rounds
-ROUNDS_ONCE = {torch.bfloat16: FORMATS["bf16"]}  # outputs of unbiased rounding: a second one would be biased again
+NOTICED = -11 * math.log(2)  # nats: such keys weigh 2^-11, FP16's rounding
+# What unbiased rounding rounds to directly: rounding FP16 again to BF16 would bring back a bias.
+ROUNDS_ONCE = {torch.bfloat16: FORMATS["bf16"]}
 
 
 def attention(
@@ -42,7 +43,7 @@ def attention(
     options: AttentionOptions,
     diagnose: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention of queries (B, Hq, Sq, D) over keys and values (B, Hkv, Skv, D), Hq a multiple of Hkv.
+    """Attend from queries (B, Hq, Sq, D) to keys and values (B, Hkv, Skv, D), Hq a multiple of Hkv.
 
     Parameters
     ----------
@@ -56,14 +57,14 @@ def attention(
         Positive; multiplies q.k.
     options : AttentionOptions
     diagnose : bool
-        Count what the scores do (costs one more GEMM).
+        Count what the scores do, at the cost of one more GEMM.
 
     Returns
     -------
     out : Tensor (B, Hq, Sq, D), dtype of q
     lse : Tensor (B, Hq, Sq), FP32, natural logarithm; -inf where a row sees no key
-    counts : Tensor (B, Hq, 6), FP64, or empty when not asked for
-        `diagnostics.ScoreCounts`.
+    counts : Tensor (B, Hq, 6), FP64, or empty without `diagnose`
+        See `diagnostics.ScoreCounts`.
 
     Raises
     ------
@@ -72,9 +73,10 @@ def attention(
 
     Notes
     -----
-    A key that no query of its batch entry may see does not exist: it enters no mean. A NaN or infinity in a key
-    turns the rows that see it to NaN, one in a value the column of the rows that see it, one in a query its row.
-    softmax="unbiased_paper" warns of rows whose largest weights underflow. Where all do, the output is NaN.
+    A key that no query of its batch entry may see is ignored, so it enters no mean. A NaN or infinity in a key turns
+    the rows that see it to NaN, one in a value its column of those rows, one in a query its row.
+    softmax="unbiased_paper" warns of rows whose largest weights underflow; if all weights of a row do, its output is
+    NaN.
     """
     if attn_mask is not None:
         attn_mask = fitting_mask(attn_mask, scale)
@@ -105,7 +107,7 @@ def attention_varlen(
     options: AttentionOptions,
     diagnose: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Packed sequences (T, H, D): each one attends to itself alone, as `attention` does.
+    """Attend within packed sequences (T, H, D): each one sees only itself, as `attention` computes it.
 
     A sequence without keys gives 0 and LSE -inf. Counts of all sequences are joined, (1, Hq, 6).
 
@@ -144,10 +146,10 @@ def attention_paged(
     options: AttentionOptions,
     diagnose: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries (T, Hq, D) over caches (pages, slots, Hkv, D): `attention_varlen` of the gathered keys.
+    """Attend from queries (T, Hq, D) to caches (pages, slots, Hkv, D), by `attention_varlen` on the gathered keys.
 
-    Without `cu_seqlens_q` every sequence has one query. Queries behind the last of `cu_seqlens_q` are padding: 0 and
-    LSE -inf. The longest lengths and the anchors change nothing here.
+    Without `cu_seqlens_q` every sequence has one query. Queries behind the last of `cu_seqlens_q` are padding and
+    give 0 and LSE -inf. The maximum lengths and the anchors do not affect the result here.
     """
     attend = partial(attention_varlen, is_causal=is_causal, scale=scale, options=options, diagnose=diagnose)
     return attend_gathered(attend, q, (k_cache, v_cache), block_table, seq_lens, cu_seqlens_q)
@@ -163,7 +165,7 @@ def _without_hidden_keys(
     diagnose: bool,
     hidden: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One batch entry at a time, less the keys that none of its queries may see (padding, empty cache slots)."""
+    """Process one batch entry at a time, without keys hidden from all its queries (padding, empty cache slots)."""
     parts = []
     for b, gone in enumerate(hidden):
         if bool(gone.all()):
@@ -189,7 +191,7 @@ def _blocks(
     diagnose: bool,
     target: Format,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The loop over key blocks. q (B, Hkv, G, Sq, D); returns out, lse (B, Hkv, G, Sq, ...) and counts."""
+    """Loop over key blocks for q (B, Hkv, G, Sq, D); returns out, lse (B, Hkv, G, Sq, ...) and counts."""
     model = score_model(options, q, k, scale)
     softmax = OnlineSoftmax(q, options, target)
     counts = ScoreCounts(q.shape[0], q.shape[1] * q.shape[2], q.device) if diagnose else None
@@ -211,11 +213,12 @@ def _blocks(
 
 
 class OnlineSoftmax:
-    """Running maximum m, row sum l and output O over key blocks (Algorithm 1, lines 12 and 16 to 22).
+    """Accumulate running maximum m, row sum l and output O over key blocks (Algorithm 1, lines 12 and 16 to 22).
 
-    P is taken relative to its own block's maximum, as Algorithm 1 does, so it never waits for the block before; under
-    the published rule for repeated maxima relative to the running one, as line 10 of that algorithm has it.
-    With FP16 accumulation `exact` keeps O normalised (every O is a mean of values, hence in range) and m, l in FP32.
+    P is taken relative to the maximum of its own block, as in Algorithm 1, so it never waits for the previous block.
+    Under the published rule for repeated maxima it is relative to the running maximum, as in line 10 of that
+    algorithm. With FP16 accumulation, `exact` keeps m and l in FP32 and O normalised, so every O is a mean of values
+    and within range.
     """
 
     def __init__(self, q: Tensor, options: AttentionOptions, target: Format) -> None:
@@ -225,9 +228,9 @@ class OnlineSoftmax:
         self.rows: Format = FP16 if low and not exact else FP32
         self.normalised = low and exact
         self.rule, self.target = options.softmax, target
-        self.exact = exact  # l sums what multiplies V, so that V = 1 gives 1 and O stays a mean of values
-        # A mean fits wherever its values do. The sums above and below it are rounded on their own: a few thousand
-        # roundings may carry 65504 past 65520, where infinity begins.
+        self.exact = exact  # l sums the rounded weights, so that V = 1 gives 1 and O stays a mean of values
+        # A mean fits wherever its values do. But the sums above and below the fraction bar are rounded separately,
+        # and a few thousand roundings may carry 65504 past 65520, where infinity begins.
         self.stored: Overflow = "saturate" if exact else options.overflow
         self.maximum = q.new_full((*q.shape[:-1], 1), -torch.inf)
         self.sum = torch.zeros_like(self.maximum)
@@ -238,18 +241,20 @@ class OnlineSoftmax:
         return round_to(x, self.rows, overflow=self.overflow)
 
     def _output(self, x: Tensor, target: Format) -> Tensor:
-        """A value of the output, rounded by the rule."""
+        """Round a value of the output by the rule in use."""
         rounded: Tensor = (round_unbiased if self.rule == "unbiased" else round_to)(x, target, overflow=self.stored)
-        return rounded.masked_fill(torch.isnan(x), torch.nan) if self.exact else rounded  # 0 / 0 is no 0
+        # 0 / 0 stays NaN; saturation gives 0.
+        return rounded.masked_fill(torch.isnan(x), torch.nan) if self.exact else rounded
 
     def add(self, tile: Tile, block: Block, v: Tensor, frame: Tensor | float = 0.0) -> None:
-        """Take in one tile and its values (B, Hkv, n, D). frame: of the true scores, where the rule asks for it."""
+        """Add one tile and its values (B, Hkv, n, D); the published rule needs the `frame` of the true scores."""
         old = slice(block.rows_before, None)
-        unseen = self.maximum[..., old, :] == -torch.inf  # which is not to saturate
+        unseen = self.maximum[..., old, :] == -torch.inf  # -inf here must not saturate
         carried = self._row(self.maximum[..., old, :] + tile.carry).masked_fill(unseen, -torch.inf)
         scores, alive = _masked(tile, block)
         top = scores.amax(-1, keepdim=True)
-        if self.exact:  # all scores of the row lie below FP16's reach under its maximum: their weights are 0
+        # If all visible scores of a row are -inf, they are too far below its maximum for FP16: their weights are 0.
+        if self.exact:
             alive = top > -torch.inf
         if alive is not None:
             top = top.where(alive, 0.0)
@@ -273,23 +278,24 @@ class OnlineSoftmax:
         self._add_output(old, rounded, row_sum, keep, new, before, v)
 
     def _shift(self, scores: Tensor, top: Tensor, tile: Tile, carried: Tensor, frame: Tensor | float) -> Tensor | float:
-        """What the rule adds to the maximum of rows that repeat it, in this block or together with those before."""
+        """Return what the rule adds to the maximum of rows that repeat it, in this block or across blocks."""
         if self.rule == "unbiased_paper":
             return torch.maximum(published_shift(scores, top, tile.offset + frame), carried - tile.offset - top)
         if self.rows is FP32:
-            return 0.0  # O is divided before it is rounded, and what the row is multiplied by cancels
+            return 0.0  # O is divided before it is rounded, so a factor on the row cancels
         return bounded_shift(repeats(scores, top) | ((top + tile.offset - carried).abs() <= EPSILON), top)
 
     def _add_output(
         self, old: slice, weights: Tensor, row_sum: Tensor, keep: Tensor, new: Tensor, before: Tensor, v: Tensor
     ) -> None:
-        """O_j = keep O_{j-1} + new (P_j V_j)  (line 20), or its normalised form."""
+        """Update O_j = keep O_{j-1} + new (P_j V_j)  (line 20), or its normalised form."""
         out = self.out[..., old, :]
         if not self.normalised:
             product = self._row(_times_values(weights, v))
             self.out[..., old, :] = self._row(self._row(keep * out) + self._row(new * product))
             return
-        # P / l' rounded towards zero sums to at most 1, so P V fits wherever V does; its own sum replaces l'.
+        # P / l' rounded towards zero sums to at most 1, so P V fits wherever V does. The sum of the rounded shares
+        # replaces l'.
         shares = round_to(weights / row_sum.clamp(min=1.0), FP16, rounding="toward_zero")
         product = self._output(_times_values(shares, v), FP16)
         gained = new * row_sum
@@ -299,12 +305,12 @@ class OnlineSoftmax:
         self.out[..., old, :] = self._output(mixed, FP16)
 
     def _factor(self, exponent: Tensor, exists: Tensor | None) -> Tensor:
-        """exp, and 0 where there is nothing to scale: no earlier block (trap of line 4), no visible key."""
+        """Return exp, and 0 where nothing is scaled: no earlier block (trap of line 4), no visible key."""
         factor = self._row(torch.exp(self._row(exponent)))
         return factor if exists is None else factor.where(exists, 0.0)
 
     def _sum(self, x: Tensor) -> Tensor:
-        """Row sum: on the cube or in FP32, or the FP16 vector unit's binary tree, rounded at every step."""
+        """Sum each row in FP32, as the cube does, or by the FP16 vector unit's binary tree, rounded at every step."""
         if self.rows is FP32:
             return x.sum(-1, keepdim=True)
         x = torch.nn.functional.pad(x, (0, (1 << (x.shape[-1] - 1).bit_length()) - x.shape[-1]))
@@ -313,7 +319,7 @@ class OnlineSoftmax:
         return x
 
     def finish(self, frame: Tensor | float) -> tuple[Tensor, Tensor]:
-        """Output, rounded, and log-sum-exp in the true frame; 0 and -inf for rows without a key."""
+        """Return the rounded output, and the log-sum-exp in the true frame; 0 and -inf for rows without a key."""
         empty = (self.sum == 0) & (self.maximum == -torch.inf)
         divisor = self.sum.where(~empty, 1.0)
         out = self.out if self.normalised else self._output(self.out / divisor, self.target)
@@ -325,13 +331,13 @@ class OnlineSoftmax:
 
 
 def _times_values(weights: Tensor, v: Tensor) -> Tensor:
-    """P V for grouped rows (B, Hkv, G, R, n) and values (B, Hkv, n, D), FP32 accumulation."""
+    """Multiply grouped weights (B, Hkv, G, R, n) by values (B, Hkv, n, D), with FP32 accumulation."""
     rows: Tensor = (weights.flatten(2, 3) @ v).unflatten(2, weights.shape[2:4])
     return rows
 
 
 def _masked(tile: Tile, block: Block) -> tuple[Tensor, Tensor | None]:
-    """Scores with bias and mask applied, and which rows (..., R, 1) see a key of the block (None: all)."""
+    """Return the scores with bias and mask applied, and which rows (..., R, 1) see a key of the block (None: all)."""
     scores = tile.scores if block.bias is None else tile.scores + block.bias
     if block.visible is None:
         return scores, None

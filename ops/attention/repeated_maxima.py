@@ -1,9 +1,10 @@
 """Softmax shifts for rows that repeat their maximum: the published rule, and a bounded one.
 
-Softmax does not see what is subtracted from all scores of a row, so either may add any `shift` to the row's maximum.
-The aim is that no weight is exactly 1 where two are: products of such weights have the few mantissa bits of V alone,
-and rounding their sum errs to one side ("Why Low-Precision Transformer Training Fails", arXiv:2510.04212).
-It helps where P V is rounded before it is divided by l; otherwise the factor cancels (`numerics/dither.py`).
+Softmax does not change when all scores of a row move by the same amount, so both rules may add any
+`shift` to the row's maximum. The aim is that no weight is exactly 1 in rows where two would be.
+Products of such weights have only the few mantissa bits of V, and rounding their sum errs to one
+side ("Why Low-Precision Transformer Training Fails", arXiv:2510.04212). A shift helps where P V is
+rounded before it is divided by l. Otherwise the factor cancels (`numerics/dither.py`).
 """
 
 from __future__ import annotations
@@ -13,20 +14,21 @@ from torch import Tensor
 
 from pasa.ops.numerics.dither import lots
 
-EPSILON = 1e-3  # of the published rule (section 4.1): scores so near their maximum repeat it
-BETA = 2.0  # of its experiments; from 2 to 8
-# The bounded shift in nats: weights of the maxima are exp(-0.2) to exp(-0.6), well inside of (1/2, 1).
+EPSILON = 1e-3  # nats, of the published rule (section 4.1): scores this near to their maximum repeat it
+BETA = 2.0  # of the paper's experiments, which use 2 to 8
+# The bounded shift in nats. Weights of the maxima become exp(-0.2) to exp(-0.6), well inside of
+# (1/2, 1).
 SMALLEST, SPREAD = 0.2, 0.4
 
 
 def repeats(scores: Tensor, top: Tensor, epsilon: float = EPSILON) -> Tensor:
-    """Which rows (..., 1) of `scores` (..., n) have more than one within `epsilon` of their maximum `top` (..., 1)."""
+    """Return which rows (..., 1) of `scores` (..., n) have several within `epsilon` of their maximum `top` (..., 1)."""
     return (top - scores <= epsilon).sum(-1, keepdim=True) > 1
 
 
 def published_shift(scores: Tensor, top: Tensor, frame: Tensor | float = 0.0, *, beta: float = BETA,
                     epsilon: float = EPSILON) -> Tensor:  # fmt: skip
-    """What version 2 of the paper adds to the maximum (section 4.1, Algorithm 3, lines 7 to 9).
+    """Return what version 2 of the paper adds to the maximum (section 4.1, Algorithm 3, lines 7 to 9).
 
     With r = top + frame the true maximum: (beta - 1) r where r > 0 repeats, -r where r < 0 repeats, else 0. The largest
     weight is then exp(-(beta - 1) r) or exp(r), which is 0 in FP16 from |r| = 17.4 on, and in FP32 from 104.
@@ -34,11 +36,11 @@ def published_shift(scores: Tensor, top: Tensor, frame: Tensor | float = 0.0, *,
     Parameters
     ----------
     scores : Tensor (..., n)
-        Of one block, less `frame`.
+        Scores of one block, minus `frame`.
     top : Tensor (..., 1)
-        Their maximum.
+        Maximum of each row of `scores`.
     frame : Tensor (..., 1) or float
-        What the true scores have more; unlike softmax, this rule depends on it.
+        What was subtracted from the true scores. This rule depends on it, unlike softmax.
     """
     r = top + frame
     tied = repeats(scores, top, epsilon)
@@ -46,10 +48,11 @@ def published_shift(scores: Tensor, top: Tensor, frame: Tensor | float = 0.0, *,
 
 
 def bounded_shift(tied: Tensor, top: Tensor) -> Tensor:
-    """0.2 to 0.6 nats where `tied`, drawn by the bits of the maximum `top` (..., 1); else 0.
+    """Return 0.2 to 0.6 nats where `tied`, picked by the bits of the maximum `top` (..., 1), and 0 elsewhere.
 
-    A constant would put the same rounding error on every such row, which is the bias again (appendix C of the paper).
-    Never underflows, whatever the maximum; 0 is a maximum like others.
+    A constant would put the same rounding error on every such row, which is the same bias again
+    (appendix C of the paper). The shift never underflows a weight, whatever the maximum, and a
+    maximum of 0 is treated like any other.
     """
     bits = top.float().contiguous().view(torch.int32).long() & 0xFFFFFFFF
     drawn = SMALLEST + SPREAD * 2.0**-16 * lots(bits).to(top.dtype)

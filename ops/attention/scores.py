@@ -1,7 +1,7 @@
-"""Score tiles: how each precision makes, stores and frames the scores of one key block.
+"""Score tiles: how each precision computes, stores and frames the scores of one key block.
 
-Every tile says: the true scaled score is ``scores + offset`` in the row's fixed frame. The running softmax
-(reference.py) needs nothing else, so a precision differs from another in this file alone.
+The true scaled scores of a tile are ``scores + offset``, in the row's fixed frame. The running
+softmax (reference.py) needs nothing else, so precisions differ in this file alone.
 """
 
 from __future__ import annotations
@@ -26,33 +26,38 @@ from pasa.ops.shift_keys.reference import shift_exact, shift_paper, whole_blocks
 
 FP16 = FORMATS["fp16"]
 
-# A score further than this above the row's reference is stored too coarsely, so its tile stays in FP32.
-# At 8 nats FP16 spacing is 2^-7 in tile units (one unit is 0.7 to 1.4 nats): a weight is off by at most 0.6 %,
-# the size that rounding P to FP16 and the bulk of the scores (|t| in [1, 8]) already bring. See README.md.
+# In nats: a score further above the row's reference is stored too coarsely, so its tile stays in
+# FP32. At 8 nats FP16 spacing is 2^-7 in tile units (one unit is 0.7 to 1.4 nats), so a weight is
+# off by at most 0.6 %. Rounding P to FP16 and the bulk of the scores (|t| in [1, 8]) already cause
+# errors of that size. See README.md.
 RESCUE_REACH = 8.0
-# Weights below exp(-104) are zero even as FP32 subnormals.
+# In nats: weights below exp(-104) are zero even as FP32 subnormals.
 ZERO_WEIGHT = 104.0
-# With more nats to a unit FP16's subnormals, 2^-24 units apart, are too coarse: a score is off by more than 2^-8 nats.
+# In nats. With more nats to a unit, FP16's subnormals, 2^-24 units apart, are too coarse: errors
+# exceed 2^-8 nats.
 COARSE_UNIT = 2.0**17
-# Nats off 0 at which a reference is clamped: below 0, and in a row's first tile above 0 as well. Further off, FP32
-# would round the sums that it enters by more than 2^-13 nats a step, a quarter of what rounding a weight to FP16 costs,
-# though the scores that the row sees may lie near 0. See README.md.
+# Nats from 0 at which a reference is clamped: below 0, and in a row's first tile above 0 as well.
+# Beyond that, FP32 would round the sums that the reference enters by more than 2^-13 nats a step,
+# although the scores that the row sees may lie near 0. 2^-13 nats is a quarter of the error of
+# rounding a weight to FP16. See README.md.
 FARTHEST_REFERENCE = 2.0**11
-PAPER_BETA0 = 1 - 2.0**-6  # the start that the paper adopts (section 2.3)
+PAPER_BETA0 = 1 - 2.0**-6  # the start that the paper uses (section 2.3)
 
 
 @dataclass
 class Tile:
-    """Scores of query rows against one key block.
+    """Hold the scores of query rows against one key block.
 
     Attributes
     ----------
     stored : Tensor (..., rows, n)
-        What leaves the matrix unit, in its own units; FP32 tensors holding values of the stored format.
+        What leaves the matrix unit, in its own units: FP32 tensors with values of the stored
+        format.
     scores : Tensor (..., rows, n)
         Scaled scores without the offset.
     offset, carry : Tensor (..., rows, 1) or 0.0
-        Added to this tile's scores, and to the running maximum before this tile (the paper's correction terms).
+        Added to this tile's scores, and to the running maximum of earlier tiles (the paper's
+        correction terms).
     rescued : Tensor (..., rows, 1), bool, optional
         Rows whose tile stayed in FP32.
     """
@@ -66,7 +71,7 @@ class Tile:
 
 @dataclass
 class Block:
-    """Where a tile stands: query rows, keys, and what the rows may see of them.
+    """Describe one tile's inputs: query rows, keys, and which keys the rows may see.
 
     Attributes
     ----------
@@ -79,7 +84,7 @@ class Block:
     reference : Tensor (B, Hkv, G, rows, 1)
         Running maximum of the rows; -inf before their first visible key.
     rows_before : int
-        How many rows of the sequence come before these.
+        Number of rows of the sequence before these.
     """
 
     index: int
@@ -92,39 +97,39 @@ class Block:
 
 
 class ScoreModel(Protocol):
-    """One precision: makes tiles, and says where the frame of its running maximum stands."""
+    """Define one precision: how it computes tiles, and the frame of its running maximum."""
 
     def tile(self, block: Block) -> Tile:
-        """Scores of one block, as stored and as the softmax takes them."""
+        """Return the scores of one block, as stored and as the softmax uses them."""
         ...
 
     def frame(self, q: Tensor) -> Tensor | float:
-        """What to add to the running maximum to get true scaled scores, (B, Hkv, G, Sq, 1)."""
+        """Return what to add to the running maximum to get true scaled scores, (B, Hkv, G, Sq, 1)."""
         ...
 
 
 def score_model(options: AttentionOptions, q: Tensor, k: Tensor, scale: float) -> ScoreModel:
-    """The model that `options` names for queries (B, Hkv, G, Sq, D) and keys (B, Hkv, Skv, D)."""
+    """Return the model that `options` selects for queries (B, Hkv, G, Sq, D) and keys (B, Hkv, Skv, D)."""
     if options.precision != "pasa":
         return FlashScores(options, k, scale)
     return PaperScores(options, k, scale) if options.recovery == "paper" else ExactScores(options, scale)
 
 
 def matmul_rows(q: Tensor, k: Tensor) -> Tensor:
-    """q k^T for grouped queries (B, Hkv, G, R, D) and keys (B, Hkv, n, D): (B, Hkv, G, R, n), FP32 accumulation."""
+    """Return q k^T, (B, Hkv, G, R, n), for queries (B, Hkv, G, R, D) and keys (B, Hkv, n, D), accumulated in FP32."""
     rows: Tensor = (q.flatten(2, 3) @ k.mT).unflatten(2, q.shape[2:4])
     return rows
 
 
 class FlashScores:
-    """The paper's precision allocations (figures 1 to 3) and the two honest baselines."""
+    """Model the paper's precision allocations (figures 1 to 3), and the two fair baselines."""
 
     def __init__(self, options: AttentionOptions, k: Tensor, scale: float) -> None:
         self.precision, self.overflow, self.scale = options.precision, options.overflow, scale
         self.key_mean = k.mean(-2, keepdim=True) if self.precision == "smooth_k" else None
 
     def tile(self, block: Block) -> Tile:
-        """S = Q K^T, stored in FP32 (`fp32`) or FP16, scaled after the store unless `prescaled`."""
+        """Compute S = Q K^T, stored in FP32 (`fp32`) or FP16, and scaled after the store unless `prescaled`."""
         q, k, scale = block.q, block.k, self.scale
         if self.precision == "prescaled":
             q, scale = round_to(q * scale, FP16, overflow=self.overflow), 1.0
@@ -137,21 +142,22 @@ class FlashScores:
         return Tile(stored, round_to(scores, FP16, overflow=self.overflow) if self.precision == "fp16" else scores)
 
     def frame(self, q: Tensor) -> Tensor | float:
-        """Only `smooth_k` moves the scores: by q . mean(K), alike for every key."""
+        """Return the frame; only `smooth_k` shifts the scores, by q . mean(K), the same for every key."""
         if self.key_mean is None:
             return 0.0
         return matmul_rows(q, self.key_mean) * self.scale
 
 
 class PaperScores:
-    """PASA as published: S' = Q K'^T in FP16, and the global recovery of Algorithm 1, lines 13 to 17.
+    """Model PASA as published: S' = Q K'^T in FP16, and the global recovery of Algorithm 1, lines 13 to 17.
 
-    What the paper leaves open is done as in its authors' script: how a ragged block is filled (`whole_blocks`), and
-    F_j as s / j + F_{j-1} (j-1) / j, which stays between the two where the printed (j-1) F_{j-1} may overflow.
+    Where the paper leaves something open, this follows its authors' script. A ragged block is
+    filled as in `whole_blocks`. F_j is s / j + F_{j-1} (j-1) / j, which stays between the two
+    values, while the printed (j-1) F_{j-1} may overflow.
     """
 
     def __init__(self, options: AttentionOptions, k: Tensor, scale: float) -> None:
-        # the authors' blocks have 128 keys: a longer one takes no more zeros than they would
+        # the authors' blocks have 128 keys, so a longer block gets no more zeros than theirs would
         self.block, self.overflow = min(options.block_k, -(-k.shape[-2] // 128) * 128), options.overflow
         self.row_format = FP16 if options.accumulate == "fp16" else FORMATS["fp32"]
         self.keys = whole_blocks(k, self.block)
@@ -164,16 +170,17 @@ class PaperScores:
         return round_to(x, self.row_format, overflow=self.overflow)
 
     def _number(self, x: float) -> float:
-        """What a vector instruction is given beside its rows."""
+        """Round a number as a vector instruction receives it, beside its rows."""
         return float(self._round(torch.tensor(x, dtype=torch.float64)))
 
     def tile(self, block: Block) -> Tile:
-        """S', and the correction terms that carry its maximum into the moving frame F_j (Eq. 14, 15)."""
+        """Return S', and the correction terms that carry its maximum into the moving frame F_j (Eq. 14, 15)."""
         start = block.index * self.block
         keys = shift_paper(self.keys[:, :, start : start + self.block], self.matrix, self.overflow)
         whole = round_to(matmul_rows(block.q, keys), FP16, overflow=self.overflow)
         stored = whole[..., : block.k.shape[-2]]
-        # The mean is that of the whole shifted block: the recovery undoes M, which knows no mask.
+        # The mean is that of the whole shifted block, because the recovery inverts M, which ignores
+        # the mask.
         mean = self._round(whole.mean(-1, keepdim=True))
         if self.frame_mean is None:  # F_0 is read as s, so block 1 has no correction
             self.frame_mean = mean
@@ -183,25 +190,25 @@ class PaperScores:
         current = self._round(self._round(mean * one) + self._round(before * others))
         carry = self._round(self.factor * self._round(before - current))
         offset = self._round(self.factor * self._round(mean - current))
-        before.copy_(current)  # a view of the running frame: only now, when nothing reads it any more
+        before.copy_(current)  # a view of the running frame, so it is updated only after its last use
         return Tile(stored, stored, offset, carry)
 
     def frame(self, q: Tensor) -> Tensor | float:
-        """L = m_N + I F_N + ln l_N."""
+        """Return I F_N, because L = m_N + I F_N + ln l_N."""
         return 0.0 if self.frame_mean is None else self.factor * self.frame_mean
 
 
 def paper_beta(beta: float | None, n: int, scale: float) -> tuple[float, float]:
-    """beta and invariance I for a block of n keys with the scale folded into M.
+    """Return beta and the invariance I for a block of n keys, with the scale folded into M.
 
-    A given beta is used as it is, with I = beta / (1 - beta). Otherwise the fixed point from the paper's start is
-    solved for the matrix that is really rounded; the few n that have none keep the start and the invariance that
-    the rounded matrix has (Eq. 20).
+    A beta from the caller is used unchanged, with I = beta / (1 - beta). Otherwise the fixed point
+    from the paper's start is solved for the rounded matrix. The few n without a fixed point keep
+    the start, with the invariance that the rounded matrix has (Eq. 20).
     """
     if beta is not None:
         return beta, invariance(beta)
     if n == 1:
-        return 0.0, 0.0  # the mean of one key is the key: shifting would leave nothing but rounding
+        return 0.0, 0.0  # the mean of one key is the key, so a shift would leave only rounding errors
     try:
         solved = optimal_beta(PAPER_BETA0, n, scale=scale)
     except NoOptimalBetaError:
@@ -210,32 +217,33 @@ def paper_beta(beta: float | None, n: int, scale: float) -> tuple[float, float]:
 
 
 class ExactScores:
-    """Our recovery: anchored keys, FP32 block offsets, and a row reference that enters before the rounding.
+    """Model the exact recovery: anchored keys, FP32 block offsets, and a row reference subtracted before the rounding.
 
-    With K' = (K - a_j) u exact, the true score of key k in block j is q.k'/u + q.a_j. Scores live in a frame f_j
-    that starts as the first block's anchor, so that a bias which all blocks share never enters a rounded number:
-    c_ij = q_i.(a_j - f_j), a_j - f_j in FP16. The stored tile is fl16(q.k' - rho_ij), rho_ij the row's running
-    maximum less c_ij as two FP16 numbers (columns of an extra K fractal), both added back in FP32. So what FP16
+    With K' = (K - a_j) u exact, the true score of key k in block j is q.k'/u + q.a_j. Scores are
+    relative to a frame f_j that starts as the first block's anchor. So a bias that all blocks share
+    never enters a rounded number: c_ij = q_i.(a_j - f_j), with a_j - f_j in FP16. The stored tile
+    is fl16(q.k' - rho_ij). rho_ij is the row's running maximum minus c_ij, as two FP16 numbers
+    (columns of an extra K fractal). Both rho_ij and c_ij are added back in FP32. So what FP16
     stores is near zero where the softmax has its weight.
 
-    From the first block on whose anchor is further from the frame than one of them is from 0, column by column, the
-    frame is 0, and `carry` moves the running maximum there. So every FP32 number is bounded by sums |q||k| of keys
-    that the row sees (README.md).
+    In each column, the frame becomes 0 with the first block whose anchor is further from it than
+    the smaller of the two is from 0. Then `carry` moves the running maximum into the new frame. So
+    every FP32 number is bounded by sums |q||k| of keys that the row sees (README.md).
     """
 
     def __init__(self, options: AttentionOptions, scale: float) -> None:
         self.scale, self.block_q, self.overflow = scale, options.block_q, options.overflow
         self.unit = min(1.0, 2.0 ** math.floor(math.log2(scale) + 0.5))
         self.anchor: Tensor | None = None  # f_j of the last block
-        self.framed: Tensor | None = None  # q.f_j of every row's last block
+        self.framed: Tensor | None = None  # q.f_j for each row's last block
 
     def tile(self, block: Block) -> Tile:
-        """Referenced scores in FP16; the rows of a tile that runs away from its reference keep FP32."""
+        """Return referenced scores in FP16; rows of a tile that exceeds its reference too far keep FP32."""
         keys = shift_exact(block.k, self.unit)
         unit = keys.unit.unsqueeze(2)
         carry, anchor = self._move_frame(block, keys.anchor)
         offset = matmul_rows(block.q, keys.anchor - anchor)
-        guess = matmul_rows(block.q, keys.mean_residual)  # the block's mean score, in the frame of its own anchor
+        guess = matmul_rows(block.q, keys.mean_residual)  # the block's mean score, in the frame of the block's anchor
         started = (block.reference > -torch.inf) & (block.bias is None)
         wanted = torch.where(started, (block.reference + carry) / self.scale - offset, guess) * unit
         farthest = (FARTHEST_REFERENCE * unit / self.scale).clamp(max=2 * FP16.max)
@@ -249,11 +257,11 @@ class ExactScores:
         return Tile(stored, stored * (self.scale / unit), (rho / unit + offset) * self.scale, carry, rescued)
 
     def frame(self, q: Tensor) -> Tensor | float:
-        """q.f_j of each row's last block, which every score of the row lacks."""
+        """Return q.f_j of each row's last block, which is missing from every score of the row."""
         return 0.0 if self.framed is None else self.framed * self.scale
 
     def _move_frame(self, block: Block, anchor: Tensor) -> tuple[Tensor | float, Tensor]:
-        """Carry into the frame of the block (nats), and that frame."""
+        """Return the carry into the frame of the block, in nats, and that frame."""
         if self.anchor is None or self.framed is None:
             self.anchor, self.framed = anchor, matmul_rows(block.q, anchor)
             return 0.0, anchor
@@ -264,21 +272,24 @@ class ExactScores:
         return matmul_rows(block.q, before - self.anchor) * self.scale, self.anchor
 
     def _rescued(self, block: Block, narrow: Tensor, raised: Tensor, scale: Tensor) -> Tensor:
-        """Rows (whole tiles of block_q) whose largest visible score is too far from the reference for FP16.
+        """Return the rows (whole tiles of block_q) whose largest visible score is too far from the reference for FP16.
 
-        raised: how far the clamp put the reference above the running maximum; scale: nats in a unit of the tile.
+        `raised` is how far the clamp put the reference above the running maximum. `scale` is the
+        nats in a unit of the tile.
         """
-        # the mask is added in FP32, behind the reference's back; or not even a score near its reference is FP16's
+        # The mask is added in FP32, after the reference was chosen. With a coarse unit, FP16 cannot
+        # hold even a score near its reference.
         if block.bias is not None or float(scale.max()) > COARSE_UNIT:
             return torch.ones_like(block.reference, dtype=torch.bool)
         seen = narrow if block.visible is None else narrow.masked_fill(~block.visible, -torch.inf)
         top, first = seen.amax(-1, keepdim=True), block.reference == -torch.inf
-        # scores below a raised reference may be the largest
+        # scores below a raised reference may be the largest of the row
         reach = torch.where(first, top.abs(), torch.maximum(top, raised))
-        lost = (reach * scale > RESCUE_REACH) | (reach >= FP16.max)  # a tiny scale: 65504 may be within reach
+        # At a tiny scale, scores reach 65504 within the allowed distance.
+        lost = (reach * scale > RESCUE_REACH) | (reach >= FP16.max)
         if block.visible is not None:
             lost &= block.visible.any(-1, keepdim=True)
-        if FP16.max * float(scale.min()) < ZERO_WEIGHT:  # a tiny scale: even -65504 may have weight
+        if FP16.max * float(scale.min()) < ZERO_WEIGHT:  # at a tiny scale, even a score of -65504 may have weight
             bottom = narrow <= -FP16.max
             lost |= (bottom if block.visible is None else bottom & block.visible).any(-1, keepdim=True)
         start = block.rows_before % self.block_q
@@ -287,21 +298,21 @@ class ExactScores:
 
 
 def next_frame(frame: Tensor, anchor: Tensor) -> Tensor:
-    """The frame from a block with this anchor on: 0 where the two are further apart than one of them is from 0.
+    """Return the frame from a block with this anchor on: 0 where they are further apart than the smaller is from 0.
 
-    So anchor - frame is an FP16 number (Sterbenz), no longer than the anchor.
+    So anchor - frame is an FP16 number (Sterbenz), and no longer than the anchor.
     """
     return torch.where((anchor - frame).abs() <= torch.minimum(anchor.abs(), frame.abs()), frame, 0.0)
 
 
 def two_terms(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x as high + low FP16 numbers: 22 bits, and a range of 131008, beyond which x is clamped."""
+    """Split x into high + low FP16 numbers: 22 bits, and a range of 131008, beyond which x is clamped."""
     high = round_to(x, FP16, overflow="saturate")
     return high, round_to(x - high, FP16, overflow="saturate")
 
 
 def tiles_with(rows: Tensor, rows_before: int, block_q: int) -> Tensor:
-    """Which tiles of block_q rows hold a marked row: (..., R, 1) to (..., tiles); tiles start at row 0."""
+    """Return which tiles of block_q rows hold a marked row: (..., R, 1) to (..., tiles); tiles start at row 0."""
     margin = (rows_before % block_q, -(rows_before + rows.shape[-2]) % block_q)
     tiles: Tensor = torch.nn.functional.pad(rows.squeeze(-1), margin).unflatten(-1, (-1, block_q))
     return tiles.any(-1)

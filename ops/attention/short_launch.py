@@ -1,4 +1,4 @@
-"""Launches the kernel for short keys."""
+"""Launch the kernel for calls with few keys."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ from pasa.ops.attention.triton_call import Call, strides_of
 from pasa.ops.shift_keys.triton_backend import pad_dim
 from pasa.ops.triton_launch import launch
 
-MOST = 64  # rows of a tile of Q, and of K
-KEY_TILE = 4096  # numbers in the tile of K: with more, the kernels that split keys or rows are as fast
-ONE_WARP = 2048  # numbers in a tile of Q or K that one warp holds; more take four (H200: the fastest of 1, 2, 4, 8)
+MOST = 64  # the most rows of a tile of Q, and of a tile of K
+KEY_TILE = 4096  # the most elements of the tile of K; beyond, kernels that split keys or rows are as fast
+# The most elements of a tile of Q or K that one warp holds; larger tiles get four warps (H200:
+# fastest of 1, 2, 4, 8).
+ONE_WARP = 2048
 
 
 def is_short(call: Call) -> bool:
-    """Whether all keys of a head fit into one tile."""
+    """Return whether all keys of a head fit into one tile."""
     most = min(MOST, KEY_TILE // pad_dim(call.q.shape[-1]))
     return call.cu_k is None and 0 < call.keys <= most
 
 
 def short_attention(call: Call) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp in one launch."""
+    """Return output and log-sum-exp, computed in one launch."""
     batch, heads, rows, dim = call.q.shape
     pad = pad_dim(dim)
     out, lse = call.outputs()

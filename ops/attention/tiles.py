@@ -1,8 +1,9 @@
 """Tile sizes of the Triton kernels: a small table for each architecture, and the choice among its rows.
 
-Why these rows: a CTA holds BLOCK_M rows of Q, and `num_stages` tiles of K and V of BLOCK_N rows, in shared memory; O, S
-and P live in registers, 255 a thread. Two CTAs that fit side by side hide each other's softmax. On sm_90 128 rows on 4
-warps spill at D = 128, and then ptxas waits for every product (C7512). Ascend has no say in warps or stages; its
+How the rows were found: a CTA keeps BLOCK_M rows of Q, and `num_stages` tiles of K and V of BLOCK_N
+rows, in shared memory. O, S and P are in registers, 255 for each thread. Two CTAs that fit side by
+side hide each other's softmax. On sm_90, 128 rows on 4 warps spill at D = 128, and then ptxas
+serialises the matrix products (warning C7512). Ascend offers no choice of warps or stages; its
 unified buffer of 192 KiB holds 64 x 128 up to D = 128 (see README.md).
 """
 
@@ -18,8 +19,11 @@ from pasa.ops.attention.backward_tiles import BACKWARD
 
 @dataclass(frozen=True)
 class Tile:
-    """Query rows and keys of a tile, warps of a CTA, stages of the software pipeline; whether K and V are loaded by
-    tensor descriptors, and whether P V of a block runs under the softmax of the next."""
+    """A tile size: query rows, keys, warps of a CTA, and stages of the software pipeline.
+
+    `descriptors`: K and V are loaded by tensor descriptors. `overlap`: P V of a block runs during
+    the softmax of the next.
+    """
 
     block_m: int
     block_n: int
@@ -29,7 +33,7 @@ class Tile:
     overlap: bool = False
 
 
-# (architecture, largest padded head dim): candidates, the safest guess first
+# (architecture, largest padded head dimension): candidates, the safest guess first
 TABLE: dict[str, dict[int, tuple[Tile, ...]]] = {
     "sm_80": {
         64: (Tile(128, 64, 4, 3), Tile(128, 128, 8, 3)),
@@ -50,7 +54,7 @@ TABLE: dict[str, dict[int, tuple[Tile, ...]]] = {
         128: (Tile(64, 128, 1, 1),),
         256: (Tile(32, 64, 1, 1),),
     },
-    "interpreter": {  # one of each form of the loop
+    "interpreter": {  # one tile for each form of the loop
         64: (Tile(64, 64, 1, 1),),
         128: (Tile(64, 64, 1, 1, overlap=True),),
         256: (Tile(64, 64, 1, 1),),
@@ -59,7 +63,7 @@ TABLE: dict[str, dict[int, tuple[Tile, ...]]] = {
 
 
 def candidates(architecture: str, pad: int, block_k: int, rows: int) -> tuple[Tile, ...]:
-    """Rows of the table for a padded head dim, with tiles that divide the anchor block and are not far above `rows`."""
+    """Return the tiles for a padded head dimension, cut to divide the anchor block and to fit a call of `rows`."""
     by_dim = TABLE[architecture]
     tiles = by_dim[min(d for d in by_dim if d >= pad)]
     most = max(16, 1 << (rows - 1).bit_length())
@@ -76,16 +80,17 @@ def candidates(architecture: str, pad: int, block_k: int, rows: int) -> tuple[Ti
 
 
 def warps_for(architecture: str, rows: int, warps: int) -> int:
-    """Warps of a CTA for a tile of so many rows, of `warps` that a taller one takes.
+    """Return the warps of a CTA for a tile of `rows` rows; `warps` are those of a full-height tile.
 
-    On Hopper each has 16 rows of its own, and there are at least 4: Triton 3.6 lets a warp without rows read what lies
-    behind the tile in shared memory, if the product takes its rows from registers.
+    On Hopper each warp has 16 rows, and there are at least 4 warps. Triton 3.6 lets a warp without
+    rows read what lies behind the tile in shared memory, if the product takes its rows from
+    registers.
     """
     return min(warps, max(4, rows // 16)) if architecture == "sm_90" else warps
 
 
 def architecture_of(device_type: str, capability: tuple[int, int] | None) -> str:
-    """Key of `TABLE` for a device; newer or unlisted GPUs take the nearest older row."""
+    """Return the key of `TABLE` for a device; newer or unlisted GPUs use the nearest older row."""
     if device_type == "npu":
         return "ascend"
     if capability is None:
@@ -98,7 +103,7 @@ def architecture_of(device_type: str, capability: tuple[int, int] | None) -> str
 
 
 def paper_tile(device: torch.device, pad: int, block_k: int) -> Tile:
-    """The tile of the published algorithm, whose keys are one whole block of the shifting matrix."""
+    """Return the tile of the published algorithm, whose keys are one whole block of the shifting matrix."""
     architecture = _architecture(device)
     if architecture == "ascend":
         return Tile(64 if pad <= 128 else 32, block_k, 1, 1)
@@ -109,21 +114,22 @@ def paper_tile(device: torch.device, pad: int, block_k: int) -> Tile:
 
 
 def tiles_for(device: torch.device, pad: int, block_k: int, rows: int) -> tuple[Tile, ...]:
-    """Candidates for a call on a device, the safest guess first."""
+    """Return the candidates for a call on a device, the safest guess first."""
     return candidates(_architecture(device), pad, block_k, rows)
 
 
 def fit_ascend(tile: Tile, mask: str, causal: bool) -> Tile:
-    """Return a tile whose call fits the unified buffer of an NPU.
+    """Return a tile whose buffers fit the unified buffer of an NPU.
 
-    A float mask and a causal band in one call take 199 to 223 of 192 KiB at 64 x 128 from D = 80 on, and 315 with 64
-    keys. So they get 32 rows, at every head dim: one rule.
+    The buffer has 192 KiB. A call with a float mask and a causal band needs 199 to 223 KiB at
+    64 x 128 from D = 80 on, and 315 KiB with 64 keys. So such calls get 32 rows at every head
+    dimension, which is one simple rule.
     """
     return replace(tile, block_m=min(tile.block_m, 32)) if mask == "float" and causal else tile
 
 
 def backward_tiles(device: torch.device, pad: int) -> tuple[Tile, Tile, Tile]:
-    """Of the three passes over score tiles, for a padded head dim."""
+    """Return the tiles of the three backward passes over score tiles, for a padded head dimension."""
     by_dim = BACKWARD[_architecture(device)]
     rows, keys, queries = by_dim[min(d for d in by_dim if d >= pad)]
     return Tile(*rows), Tile(*keys), Tile(*queries)
@@ -136,7 +142,7 @@ def _architecture(device: torch.device) -> str:
 
 @cache
 def processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU, or AI cores of an NPU."""
+    """Return the number of multiprocessors of a GPU, or of AI cores of an NPU."""
     if device.type == "npu":
         return 20
     if device.type == "cpu":

@@ -1,4 +1,4 @@
-"""Launches the Triton kernels: the operator's arguments in, tensors of the same shapes as the reference's out."""
+"""Launch the Triton attention kernels; arguments and results have the shapes of the reference's."""
 
 from __future__ import annotations
 
@@ -37,9 +37,10 @@ from pasa.ops.shift_keys.triton_backend import (
 )
 from pasa.ops.triton_launch import DIRECT, launch
 
+# What the Hopper kernel serves: head dimensions, and keys of an anchor block.
 HOPPER_DIMS, HOPPER_BLOCK = (64, 128), 128
-ROUNDED = 2048  # numbers of a tile, where a launch of its own rounds: what an NPU's unified buffer holds
-CAREFUL_KEYS = 64  # of a tile of the careful pass, at most
+ROUNDED = 2048  # numbers of a tile when a separate launch rounds the output: what an NPU's unified buffer holds
+CAREFUL_KEYS = 64  # the most keys in a tile of the exact pass
 
 
 def attention(
@@ -52,8 +53,11 @@ def attention(
     options: AttentionOptions,
     diagnose: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `reference.attention`, but that exact score tiles stay in FP32 (see triton_kernel.py): accumulate="fp16"
-    changes the published recovery alone. On Hopper hopper_kernel.py serves what it can."""
+    """Attend as `reference.attention` does, but exact score tiles always stay in FP32 (see triton_kernel.py).
+
+    So accumulate="fp16" changes the published recovery alone. On Hopper, hopper_kernel.py serves the calls that it
+    can.
+    """
     with on_device(q):
         dropped = dropped_bits(options.softmax, q.dtype)
         out_dtype = output_dtype(dropped)
@@ -78,7 +82,7 @@ def attention_varlen(
     options: AttentionOptions,
     diagnose: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `reference.attention_varlen`. Lengths are checked on the host, unless a CUDA graph is being captured."""
+    """Attend as `reference.attention_varlen`; lengths are checked on the host unless a graph is being captured."""
     if not capturing(q):
         edges(cu_seqlens_q, "q", q)
         edges(cu_seqlens_k, "k", k)
@@ -104,10 +108,10 @@ def attention_paged(
     options: AttentionOptions,
     diagnose: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `reference.attention_paged`, without waiting for a GPU. Caches of other types become FP16 as they are read.
+    """Attend as `reference.attention_paged`, without waiting for a GPU; caches of other dtypes become FP16 when read.
 
-    Anchors serve single queries of up to 16 heads that share a key head, head dims up to 128 and pages of a multiple of
-    16 slots. On an NPU pages are gathered first, for the packed kernel, and lengths read back.
+    Anchors are used for single queries of up to 16 heads that share a key head, head dimensions up to 128, and pages
+    of a multiple of 16 slots. On an NPU, pages are gathered first for the packed kernel, and lengths are read back.
     """
     if q.device.type == "npu":
         attend = partial(attention_varlen, is_causal=is_causal, scale=scale, options=options, diagnose=diagnose)
@@ -132,7 +136,7 @@ def attention_backward(
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `backward.attention_backward`, with FP16 products summed in FP32."""
+    """Return gradients as `backward.attention_backward` does, with FP16 products summed in FP32."""
     if q.device.type == "npu":
         return backward.attention_backward(grad_out, grad_lse, q, k, v, attn_mask, is_causal, scale)
     with on_device(q):
@@ -144,14 +148,14 @@ def attention_backward(
 
 
 def on_device(x: Tensor) -> AbstractContextManager[object]:
-    """Triton launches on the current device."""
+    """Return a context in which the current device is that of x, because Triton launches on the current device."""
     if not x.is_cuda or x.device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(x.device)
 
 
 def hopper_serves(call: Call, options: AttentionOptions) -> bool:
-    """Whether hopper_kernel.py, which needs one version of Triton, takes this call."""
+    """Return whether hopper_kernel.py, which needs one version of Triton, serves this call."""
     plain = options.precision == "pasa" and options.recovery == "exact" and options.block_k == HOPPER_BLOCK
     return plain and call.mask is None and call.q.shape[-1] in HOPPER_DIMS and _is_hopper(call.q.device)
 
@@ -167,16 +171,19 @@ def _hopper() -> Callable[..., tuple[Tensor, Tensor]]:
 def _is_hopper(device: torch.device) -> bool:
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return False
-    return DIRECT  # Gluon is experimental: other versions spell it otherwise
+    return DIRECT  # Gluon is experimental and differs between versions of Triton
 
 
 def _exact_on_gpu(call: Call, options: AttentionOptions) -> bool:
-    """An NPU has one kernel for calls of all sizes: it cannot branch on data round a product."""
+    """Return whether the GPU kernels for short calls and decoding may serve the call.
+
+    An NPU has one kernel for calls of all sizes, because it cannot branch on data around a product.
+    """
     return options.precision == "pasa" and options.recovery == "exact" and call.q.device.type != "npu"
 
 
 def _mask(attn_mask: Tensor | None, q: Tensor, k: Tensor, scale: float) -> Tensor | None:
-    """Return the mask as bytes or floats (B, Hq, Sq, Skv), expanded."""
+    """Return the mask as bytes or floats, expanded to (B, Hq, Sq, Skv), or None."""
     if attn_mask is None:
         return None
     mask = attn_mask.view(torch.uint8) if attn_mask.dtype == torch.bool else fitting_mask(attn_mask, scale)
@@ -184,26 +191,26 @@ def _mask(attn_mask: Tensor | None, q: Tensor, k: Tensor, scale: float) -> Tenso
 
 
 def _ready(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """FP16, unit last stride."""
+    """Return q, k and v in FP16, with a last stride of 1."""
     half = (to_fp16(q, "q"), to_fp16(k, "k"), to_fp16(v, "v"))
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in half)
     return q, k, v
 
 
 def _results(q: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What an operator returns; the kernels count nothing."""
+    """Return the results of an operator, without counts, because the kernels do not count."""
     return out if out.dtype == q.dtype else out.to(q.dtype), lse, _no_counts(lse.device).detach()
 
 
 @cache
 def _no_counts(device: torch.device) -> Tensor:
-    """An alias of it costs the host less than a tensor of its own."""
+    """Return one empty tensor for a device: an alias of it costs the host less than a new tensor."""
     with torch.inference_mode(False):
         return torch.empty(0, dtype=torch.float64, device=device)
 
 
 def portable_attention(call: Call, options: AttentionOptions) -> tuple[Tensor, Tensor]:
-    """The kernels that go through all keys: exact recovery, published recovery, plain flash attention."""
+    """Run the kernels that go through all keys: exact recovery, published recovery, or plain flash attention."""
     if call.dropped and call.q.device.type == "npu":
         return rounded_after(call, options)
     packing = None
@@ -218,13 +225,14 @@ def portable_attention(call: Call, options: AttentionOptions) -> tuple[Tensor, T
         fast = Pass(call, call.k, unused, packing, options.block_k, out, lse, fast=True)
         fast.run(best_tile(call.q.device, fast.variant, tiles, fast.run))
         return out, lse
-    if call.q.device.type == "npu":  # K' made in the loop would crowd its unified buffer
+    if call.q.device.type == "npu":  # K' computed in the loop would not leave enough room in its unified buffer
         keys, anchors = shift_exact(call.k, options.block_k, visible=visible_keys(call), packing=packing)
         found = KeyBlocks(lse, anchors, lse)
         tile = fit_ascend(tiles[0], call.mask_kind, call.is_causal)
         Pass(call, keys, found, packing, options.block_k, out, lse, shift="before").run(tile)
         return out, lse
-    # marks are by tiles of the first pass, so their height stays; keys pass through registers: one stage
+    # The second pass reads one mark per query tile of the first, so it must keep block_m. Its keys pass through
+    # registers, so it has one stage.
     listed, visible = None, None
     if call.mask is not None:  # its tiles are sorted once, for both passes
         tall, wide = tiles[0].block_m, min(tiles[0].block_n, CAREFUL_KEYS)
@@ -232,7 +240,8 @@ def portable_attention(call: Call, options: AttentionOptions) -> tuple[Tensor, T
         listed = MaskTiles.of(call, tall, wide)
         visible = listed.visible
     found = find_anchors(call.k, call.v, options.block_k, visible=visible, packing=packing)
-    tile, bounded = tiles[0], call.mask_kind != "float"  # what a float mask adds is not
+    # Key norms bound q.k, but not what a float mask adds.
+    tile, bounded = tiles[0], call.mask_kind != "float"
     if bounded:
         fast = Pass(call, call.k, found, packing, options.block_k, out, lse, listed, fast=True, guarded=True)
         tile = best_tile(call.q.device, fast.variant, tiles, fast.run)
@@ -243,7 +252,7 @@ def portable_attention(call: Call, options: AttentionOptions) -> tuple[Tensor, T
 
 
 def rounded_after(call: Call, options: AttentionOptions) -> tuple[Tensor, Tensor]:
-    """As `portable_attention`, but that a launch of its own rounds the output."""
+    """Run `portable_attention` with FP32 output, and round the output in a separate launch."""
     wide, lse = portable_attention(replace(call, dropped=0, out_dtype=torch.float32), options)
     out = torch.empty_like(wide, dtype=call.out_dtype)
     dim, pad, rows = wide.shape[-1], pad_dim(wide.shape[-1]), lse.numel()
@@ -257,16 +266,16 @@ def rounded_after(call: Call, options: AttentionOptions) -> tuple[Tensor, Tensor
 
 @dataclass(frozen=True)
 class Pass:
-    """One launch of the attention kernel, but for its tile.
+    """Describe one launch of the attention kernel, except for its tile.
 
     Attributes
     ----------
     keys : Tensor
-        Those of the call, or K'.
+        The keys of the call, or K'.
     lse : Tensor
-        Also stands for pointers that a variant does not read.
+        Also passed for pointers that a variant does not read.
     listed : MaskTiles, optional
-        For a masked call; of the tile that it is run with.
+        The tiles of a masked call, made for the tile size that it is run with.
     shift, fast, guarded
         As in `attention_kernel`.
     """
@@ -285,24 +294,24 @@ class Pass:
 
     @property
     def variant(self) -> str:
-        """What the time of a tile depends on, sizes in powers of two."""
+        """Return a key of what the time of a tile depends on, with sizes in powers of two."""
         rows = f"rows ~2^{self.call.rows.bit_length()}"
         how = f"{'guarded' if self.guarded else 'unguarded'}, {'descriptors' if self.describable else 'pointers'}"
         return f"{self.call.variant}, {rows}, blocks of {self.block}, {how}"
 
     @property
     def describable(self) -> bool:
-        """Whether tensor descriptors can stand for keys and values as they are."""
+        """Return whether tensor descriptors can describe keys and values without a copy."""
         dim = self.call.q.shape[-1]
         return self.fast and self.packing is None and dim == pad_dim(dim) and _describable(self.keys, self.call.v)
 
     def run(self, tile: Tile) -> None:
-        """Launch it."""
+        """Launch the kernel with this tile."""
         call, keys, values, anchors = self.call, self.keys, self.call.v, self.found.anchors
         heads, dim, pad = call.q.shape[1], call.q.shape[-1], pad_dim(call.q.shape[-1])
         tiles, work, tables = work_of(call, tile.block_m, self.packing, self.lse)
-        blocks = anchors.shape[2] if anchors.dim() == 4 else 0  # plain flash attention has none
-        second = self.guarded and not self.fast  # mostly nothing to do: few programs look through all tiles
+        blocks = anchors.shape[2] if anchors.dim() == 4 else 0  # plain flash attention has no anchors
+        second = self.guarded and not self.fast  # mostly nothing to do: a few programs go through all tiles
         few = second or call.q.device.type == "npu"
         descriptors = tile.descriptors and self.describable
         if descriptors:
@@ -326,11 +335,11 @@ class Pass:
 
 
 def _describable(*tensors: Tensor) -> bool:
-    """A tensor descriptor wants 16-byte aligned rows, and no dimension that repeats."""
+    """Return whether tensor descriptors can describe these: rows aligned to 16 bytes, no stride of 0."""
     return all(x.data_ptr() % 16 == 0 and all(s > 0 and s % 8 == 0 for s in x.stride()[:-1]) for x in tensors)
 
 
 def _descriptor(x: Tensor, block: int) -> Any:
-    from triton.tools.tensor_descriptor import TensorDescriptor  # not in triton-ascend
+    from triton.tools.tensor_descriptor import TensorDescriptor  # triton-ascend does not have it
 
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, block, x.shape[-1]])

@@ -1,4 +1,4 @@
-"""One call as the Triton launchers see it."""
+"""Describe one call in the form that the Triton launchers use."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pasa.ops.numerics.formats import FORMATS, get_format
 from pasa.ops.packed import tile_table
 from pasa.ops.shift_keys.triton_backend import Packing
 
-DECODE_ROWS = 16  # of one head; more rows than this keep the matrix engine busy without splitting the keys
-DECODE_TILE = 128  # query rows of all heads that share a key head
+DECODE_ROWS = 16  # query rows of one head; more rows than this keep the matrix engine busy without splitting the keys
+DECODE_TILE = 128  # the most query rows of all heads that share a key head
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call as the kernels see it: FP16, unit last stride, dense or packed.
+    """Hold one call as the kernels read it: FP16, last stride 1, dense or packed.
 
     Attributes
     ----------
@@ -29,9 +29,10 @@ class Call:
     scale : float
     cu_q, cu_k : Tensor (sequences + 1,), INT32, for packed tensors
     dropped : int
-        Bits of FP32 that unbiased rounding of the output drops: 13 to FP16, 16 to BF16. 0: to nearest.
+        Low FP32 bits that unbiased rounding of the output drops: 13 to FP16, 16 to BF16. 0 means
+        round to nearest.
     out_dtype : torch.dtype
-        In which a kernel writes its output.
+        The dtype in which a kernel writes its output.
     """
 
     q: Tensor
@@ -47,55 +48,55 @@ class Call:
 
     @property
     def decodes(self) -> bool:
-        """Few query rows: the keys are split instead."""
+        """Return whether the call has so few query rows that the keys are split instead."""
         if self.cu_q is not None or self.q.shape[2] > DECODE_ROWS:
             return False
         return self.q.shape[2] * self.group <= DECODE_TILE
 
     @property
     def rows(self) -> int:
-        """Query rows of a sequence, or of all packed ones."""
+        """Return the query rows of a sequence, or of all packed ones."""
         return self.q.shape[2 if self.cu_q is None else 0]
 
     @property
     def keys(self) -> int:
-        """Keys of a sequence, or of all packed ones."""
+        """Return the keys of a sequence, or of all packed ones."""
         return self.k.shape[2 if self.cu_k is None else 0]
 
     @property
     def variant(self) -> str:
-        """What the time of a tile depends on, sizes in powers of two."""
+        """Return a key of what the time of a tile depends on, with sizes in powers of two."""
         kind = "packed" if self.cu_q is not None else "causal" if self.is_causal else "full"
         sizes = f"B*H ~2^{(self.q.shape[0] * self.q.shape[1]).bit_length()}, S ~2^{self.keys.bit_length()}"
         return f"D {self.q.shape[-1]}, {kind}, mask {self.mask_kind}, drops {self.dropped}, {sizes}"
 
     @property
     def group(self) -> int:
-        """Query heads that share a key head."""
+        """Return the number of query heads that share a key head."""
         return self.q.shape[1] // self.k.shape[1]
 
     @property
     def mask_kind(self) -> str:
-        """As the kernels call it."""
+        """Return the kind of the mask, as the kernels name it."""
         return "none" if self.mask is None else "bool" if self.mask.dtype == torch.uint8 else "float"
 
     @property
     def mask_strides(self) -> tuple[int, ...]:
-        """Of batch, head, row and key."""
+        """Return the mask's strides of batch, head, row and key."""
         return (0, 0, 0, 0) if self.mask is None else self.mask.stride()
 
     def with_queries(self, q: Tensor) -> Call:
-        """The same for other queries (B, Hq, Sq, D), not packed."""
+        """Return the same call with other queries (B, Hq, Sq, D), not packed."""
         return replace(self, q=q, cu_q=None)
 
     def outputs(self) -> tuple[Tensor, Tensor]:
-        """Uninitialised output and log-sum-exp."""
+        """Allocate the output and log-sum-exp, uninitialised."""
         lse = torch.empty(self.q.shape[:-1], dtype=torch.float32, device=self.q.device)
         return torch.empty(self.q.shape, dtype=self.out_dtype, device=self.q.device), lse
 
 
 def dropped_bits(softmax: str, dtype: torch.dtype) -> int:
-    """`Call.dropped` for queries of that type: rows that are BF16 in the end are rounded to it at once."""
+    """Return `Call.dropped` for queries of a dtype; rows that end as BF16 are rounded to BF16 directly."""
     if softmax != "unbiased":
         return 0
     target = get_format(dtype if dtype == torch.bfloat16 else torch.float16)
@@ -104,20 +105,23 @@ def dropped_bits(softmax: str, dtype: torch.dtype) -> int:
 
 @cache
 def output_dtype(dropped: int) -> torch.dtype:
-    """In which a kernel writes its output."""
+    """Return the dtype in which a kernel writes its output."""
     return torch.bfloat16 if dropped == dropped_bits("unbiased", torch.bfloat16) else torch.float16
 
 
 def strides_of(x: Tensor) -> tuple[int, int, int]:
-    """Of batch, head and token; packed tokens come first."""
+    """Return the strides of batch, head and token; packed tensors have their tokens first."""
     if x.dim() == 3:
         return 0, x.stride(1), x.stride(0)
     return x.stride(0), x.stride(1), x.stride(2)
 
 
 def visible_keys(call: Call) -> Tensor | None:
-    """Keys (B, Skv) that some query sees. The last row of a causal band sees all, so a mask alike for all rows decides
-    alone; another one is joined with the band first."""
+    """Return which keys (B, Skv) some query sees, or None without a mask.
+
+    The last row of a causal band sees all keys. So a mask that is the same for all rows decides
+    alone, and any other mask is joined with the band first.
+    """
     if call.mask is None:
         return None
     mask = call.mask.view(torch.bool) if call.mask_kind == "bool" else call.mask
@@ -128,7 +132,7 @@ def visible_keys(call: Call) -> Tensor | None:
 def work_of(
     call: Call, block_m: int, packing: Packing | None, unused: Tensor
 ) -> tuple[int, int, tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Tiles of query rows, units of work, and the tables that packed sequences need."""
+    """Return the number of tiles of query rows, the units of work, and the tables that packed sequences need."""
     heads = call.q.shape[1]
     if call.cu_q is None or packing is None:
         tiles = -(-call.q.shape[2] // block_m)

@@ -1,4 +1,4 @@
-"""The choice among a few tiles by time, once for each device, kernel variant and size class; kept on disk."""
+"""Choose among a few tiles by timing, once for each device, kernel variant and size class; keep it on disk."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _chosen: dict[str, Tile] = {}
 
 
 def best_tile(device: torch.device, variant: str, tiles: tuple[Tile, ...], run: Callable[[Tile], object]) -> Tile:
-    """The fastest of `tiles` for what `variant` names, timed at the first call on this device.
+    """Return the fastest of `tiles` for `variant`, timed at the first call on this device.
 
-    The first of `tiles` when there is nothing to choose, nothing to time on (no GPU), or a CUDA graph is captured
-    before a first call.
+    Return the first of `tiles` if there is only one, if there is no GPU to time on, or if a CUDA
+    graph is being captured before the first timing.
 
     Parameters
     ----------
     device : torch.device
     variant : str
-        All that time depends on but the device and Triton's version.
+        Names everything that the time depends on, except the device and Triton's version.
     tiles : tuple of Tile
     run : callable
-        Launches with a tile. Called many times, so it must not accumulate.
+        Launches with a tile. It is called many times, so it must not accumulate.
     """
     if len(tiles) == 1 or device.type != "cuda":
         return tiles[0]
@@ -55,7 +55,7 @@ def _time(key: str, tiles: tuple[Tile, ...], run: Callable[[Tile], object]) -> T
 
 
 def _milliseconds(tile: Tile, run: Callable[[Tile], object]) -> float:
-    """Median time; infinite for a tile that does not fit this device."""
+    """Return the median time; infinite for a tile that does not fit this device."""
     try:
         return float(triton.testing.do_bench(lambda: run(tile), warmup=5, rep=20, return_mode="median"))
     except OutOfResources:
@@ -67,7 +67,7 @@ def _file() -> Path:
 
 
 def _read() -> dict[str, str]:
-    """What is on disk; nothing if there is no file or it is damaged: then tiles are timed again."""
+    """Return the choices on disk. A missing or damaged file gives none, and tiles are timed again."""
     try:
         found = json.loads(_file().read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -76,7 +76,7 @@ def _read() -> dict[str, str]:
 
 
 def _write(key: str, choice: str) -> None:
-    """Replace the file in one step, so that nobody reads half of it; a read-only home costs only time."""
+    """Replace the file in one step, so that no reader sees half of it; a read-only home only costs repeated timing."""
     try:
         _file().parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=_file().parent, delete=False, encoding="utf-8") as draft:

@@ -1,8 +1,8 @@
-"""Counts what the scores of sampled query rows do, without asking the device for a number.
+"""Count what the scores of sampled query rows do, without reading anything back from the device.
 
-A small share of the query rows is looked at, over all keys that they see and in FP32, beside the attention itself.
-Rows are counted on over batch entries, heads and calls, and every `STRIDE`-th is taken: the cost is a fixed share of
-the scores of a call, whatever its shape.
+A small share of the query rows is scored in FP32 against all keys that they see, beside the
+attention itself. Every `STRIDE`-th row is sampled, counted across batch entries, heads and calls.
+So the cost is a fixed share of the scores of a call, whatever its shape.
 """
 
 from __future__ import annotations
@@ -14,34 +14,37 @@ from pasa.ops.attention.repeated_maxima import EPSILON
 from pasa.ops.attention.scores import RESCUE_REACH
 from pasa.ops.numerics.formats import FORMATS
 
-STRIDE = 1021  # prime: with lengths that are powers of two, heads and batch entries differ in the rows that are taken
-FIRST_BLOCK = 128  # keys; that of a call in the default configuration
+# A prime: with power-of-two lengths, heads and batch entries then differ in the rows that are
+# sampled.
+STRIDE = 1021
+FIRST_BLOCK = 128  # keys of a block in the default configuration
 FIELDS = ("rows", "repeated", "runaway", "scores", "saturated")
 
 
 def sample(walked: int, rows: int) -> range:
-    """Which of the B Hq Sq query rows of a call to take, that comes after `walked` rows; most short calls have none."""
+    """Return which of a call's B Hq Sq rows to sample, after `walked` earlier rows; most short calls have none."""
     return range((STRIDE // 2 - walked) % STRIDE, rows, STRIDE)
 
 
 def count(
     q: Tensor, k: Tensor, attn_mask: Tensor | None, totals: Tensor, is_causal: bool, scale: float, taken: range
 ) -> None:
-    """Add one call's counts to `totals` (5,), INT64, in the order of `FIELDS`.
+    """Add the counts of one call to `totals` (5,), INT64, in the order of `FIELDS`.
 
     rows
         Sampled rows that see a key.
     repeated
         Of these, rows with more than one score within 1e-3 nats of the row's largest (arXiv:2510.04212, section 4.1).
     runaway
-        Rows whose largest score stands more than 8 nats above the largest of the first 128 keys, where they see one
-        of these. FP16 tiles that refer to that block could not hold such a row to the accuracy of the exact recovery.
+        Rows whose largest score is more than 8 nats above the largest among the first 128 keys, if
+        they see one of these. FP16 tiles referenced to that block could not hold such a row to the
+        accuracy of the exact recovery.
     scores
         Visible scores of the sampled rows.
     saturated
         Of these, |q.k| > 65504 before scale and mask: what plain FP16 attention stores as infinity, or as 65504.
 
-    Scores that are not finite (of inputs or masks that are not) count as hidden.
+    Scores that are not finite (because inputs or masks are not) count as masked out.
 
     Parameters
     ----------
@@ -53,7 +56,8 @@ def count(
     is_causal, scale
         As for attention.
     taken : range
-        Of the B Hq Sq rows of this call, those to look at: from below the step to the last one.
+        The sampled rows among the B Hq Sq rows of this call; it begins below the step and may run
+        to the last row.
     """
     (batch, heads, rows, _), (kv_heads, keys) = q.shape, k.shape[1:3]
     mask = None if attn_mask is None else attn_mask.expand(batch, heads, rows, keys)
@@ -78,7 +82,7 @@ def count(
 
 
 def _counts(products: Tensor, scores: Tensor, visible: Tensor) -> Tensor:
-    """`FIELDS` of rows (n, Skv)."""
+    """Count `FIELDS` over rows (n, Skv)."""
     seen = scores.masked_fill(~visible, -torch.inf)
     top, first = seen.amax(-1), seen[:, :FIRST_BLOCK].amax(-1)
     repeated = (visible & (top.unsqueeze(-1) - seen <= EPSILON)).sum(-1) > 1

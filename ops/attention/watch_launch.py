@@ -1,4 +1,4 @@
-"""Launches the kernels that count what the scores of sampled query rows do."""
+"""Launch the kernels that count what the scores of sampled query rows do."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from pasa.ops.attention.watch_kernel import FIELDS, watch_kernel, watch_totals_k
 from pasa.ops.shift_keys.triton_backend import pad_dim
 from pasa.ops.triton_launch import launch, workspace
 
-MOST_ROWS = 64  # of a tile: what four warps give to Hopper's matrix unit at once
+MOST_ROWS = 64  # the most rows of a tile: what four warps give to Hopper's matrix unit at once
 BLOCK_N = 64  # keys of a tile
-LEAST_SHARE = 2 * FIRST_BLOCK  # keys of a program
+LEAST_SHARE = 2 * FIRST_BLOCK  # the fewest keys of a program
 
 
 def count(
     q: Tensor, k: Tensor, attn_mask: Tensor | None, totals: Tensor, is_causal: bool, scale: float, taken: range
 ) -> None:
-    """As `watch.count`, for head dimensions that the kernels serve."""
+    """Count as `watch.count` does, for head dimensions that the kernels serve."""
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q.detach(), k.detach()))
     (batch, heads, rows, dim), (kv_heads, keys) = q.shape, k.shape[1:3]
     mask = attn_mask.view(torch.uint8) if attn_mask is not None and attn_mask.dtype == torch.bool else attn_mask
@@ -53,5 +53,5 @@ def count(
 
 
 def _share(keys: int, programs: int) -> int:
-    """Keys of a program, where so many programs share them: whole first blocks."""
+    """Return the keys of each program when `programs` programs share all keys: a multiple of the first block's size."""
     return max(LEAST_SHARE, -(-keys // (programs * FIRST_BLOCK)) * FIRST_BLOCK)

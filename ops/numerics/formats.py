@@ -1,4 +1,4 @@
-"""The number formats of the modelled hardware as one table, and the one rounding routine that reads it.
+"""Describe the number formats of the modelled hardware in one table, and round to them with one routine.
 
 A rounding model is data: an experiment names a format, a rounding and an overflow mode, and `round_to` returns the
 rounded values in the dtype it was given, so that the caller keeps computing in FP32 or FP64.
@@ -25,7 +25,7 @@ OVERFLOWS: tuple[Overflow, ...] = get_args(Overflow)
 
 @dataclass(frozen=True)
 class Format:
-    """A binary floating-point format with subnormals, as plain numbers.
+    """Describe a binary floating-point format with subnormals by plain numbers.
 
     Attributes
     ----------
@@ -67,12 +67,12 @@ class Format:
 
     @property
     def bias(self) -> int:
-        """What is added to the exponent before it is stored; 1 - bias is the exponent of `min_normal`."""
+        """Return what is added to the exponent before it is stored; 1 - bias is the exponent of `min_normal`."""
         return (1 << (self.exponent_bits - 1)) - 1
 
     @property
     def overflow_threshold(self) -> float:
-        """Midpoint between `max` and the next value were there one more: nearest rounding overflows beyond it.
+        """Return the magnitude beyond which rounding to nearest overflows: `max` plus half a spacing.
 
         The midpoint itself goes to the even neighbour: it overflows in the IEEE formats (65520 in FP16), whose `max`
         is odd, and stays finite in E4M3 (464), whose `max` is even.
@@ -81,11 +81,11 @@ class Format:
         return self.max + math.ldexp(1.0, half_quantum_exponent)
 
     def fits_in(self, carrier: Format) -> bool:
-        """Whether every value of this format is a value of `carrier`."""
+        """Return whether every value of this format is also a value of `carrier`."""
         return self.exponent_bits <= carrier.exponent_bits and self.mantissa_bits <= carrier.mantissa_bits
 
 
-_FP64 = Format.ieee("fp64", 11, 52, torch.float64)  # carries values and computes; it is never a target
+_FP64 = Format.ieee("fp64", 11, 52, torch.float64)  # used to carry and compute values, never as a target of rounding
 
 FORMATS: dict[str, Format] = {
     fmt.name: fmt
@@ -227,16 +227,19 @@ def _round_magnitude(magnitude: Tensor, target: Format, rounding: str, generator
     rounded = kept * _power_of_two(quantum_exponent)
     if rounding in ("toward_zero", "odd"):
         rounded = rounded.clamp(max=target.max)
-    return torch.where(magnitude.isfinite(), rounded, magnitude)  # frexp leaves the exponent of inf and NaN open
+    return torch.where(magnitude.isfinite(), rounded, magnitude)  # frexp does not define the exponent of inf and NaN
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
-    """2**exponent in FP64 by its bits: exact, where exp2 may be off by an ulp and ldexp goes through FP32."""
+    """Return 2**exponent in FP64 from its bits, which is exact.
+
+    exp2 may be off by an ulp, and ldexp goes through FP32.
+    """
     return ((exponent.long() + _FP64.bias) << _FP64.mantissa_bits).view(torch.float64)
 
 
 def _apply_overflow(x: Tensor, target: Format, overflow: str) -> Tensor:
-    """Replace what lies beyond the largest finite value, and NaN where the mode has none."""
+    """Replace values beyond the largest finite one, and NaN if the mode has none."""
     if overflow == "saturate":
         return x.clamp(-target.max, target.max).nan_to_num(nan=0.0)
     beyond = math.inf if target.has_inf else math.nan

@@ -1,4 +1,4 @@
-"""Shifting matrices, their inverses, and the beta that a rounded matrix really has (PASA, sections 2.2, 2.3, A-C).
+"""Build shifting matrices and their inverses, and find the beta that a rounded matrix has (PASA, 2.2, 2.3, A-C).
 
 M = scale (I - (beta/n) J) removes the share beta of the mean of each block of n keys. Rounding its two distinct
 entries changes beta. With M_r = scale (a I - b J) the rounded matrix, S' = S M_r and "mean" the row mean:
@@ -6,10 +6,11 @@ entries changes beta. With M_r = scale (a I - b J) the rounded matrix, S' = S M_
     mean(S') = scale (a - b n) mean(S),     scale S = S' / a + b n / (a (a - b n)) mean(S')          (Eq. 23, 24)
     S' + f mean(S') - scale S = -(1 - a)/a (S' - mean(S')) + (1 + f - 1/(a - b n)) mean(S')
 
-The first term has zero mean and no f in it, so the error is least, and the row mean exact, where the second vanishes:
-f = 1/(a - b n) - 1, which is b n / (a (a - b n)) + (1 - a)/a of Eq. 20 written once. Hence only the row sum of M_r
-counts: f is the invariance of ``effective = 1 - rowsum(M_r) / scale``, the beta which the rounded matrix has. (The
-share (1 - a)/a left in the first term is the relative rounding error of the diagonal; no choice of f removes it.)
+The first term has zero mean and no f in it. So the error is least, and the row mean exact, where
+the second term vanishes: f = 1/(a - b n) - 1, which is b n / (a (a - b n)) + (1 - a)/a of Eq. 20 in
+one term. Hence only the row sum of M_r counts: f is the invariance of ``effective = 1 - rowsum(M_r)
+/ scale``, the beta that the rounded matrix has. (The share (1 - a)/a left in the first term is the
+relative rounding error of the diagonal, which no f removes.)
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ TOLERANCE = 1e-8
 ITERATIONS_PER_KEY = 64
 """The iteration may take this many times n steps.
 
-Between two steps of the rounded diagonal the map is linear with slope (n-1)/n, so the change shrinks by e in n steps:
-n ln(1/TOLERANCE) = 18.4 n. The diagonal may step on the way; the most seen over all formats and n <= 2048 is 33 n.
+While the rounded diagonal stays constant, the map is linear with slope (n-1)/n. So the change
+shrinks by e in n steps, and n ln(1/TOLERANCE) = 18.4 n steps are enough. The diagonal may change on
+the way; the most steps seen over all formats and n <= 2048 are 33 n.
 """
 
 TABLE_3_STARTS = (0.9, 1 - 2**-4, 1 - 2**-5, 1 - 2**-6, 0.99, 0.999)
@@ -39,11 +41,11 @@ TABLE_3_STARTS = (0.9, 1 - 2**-4, 1 - 2**-5, 1 - 2**-6, 0.99, 0.999)
 
 
 class NoOptimalBetaError(ValueError):
-    """The rounded shifting matrix has no usable inverse: the format is too coarse for this beta, n and scale."""
+    """Signal that the rounded shifting matrix has no usable inverse: the format is too coarse for beta, n and scale."""
 
 
 class OptimalBeta(NamedTuple):
-    """A beta which its rounded shifting matrix reproduces.
+    """Hold a beta that its own rounded shifting matrix reproduces.
 
     Attributes
     ----------
@@ -62,7 +64,7 @@ class OptimalBeta(NamedTuple):
 
 @dataclass(frozen=True)
 class BetaRow:
-    """One row of the paper's table 3; NaN where the format is too coarse for the start value.
+    """Hold one row of the paper's table 3; NaN where the format is too coarse for the start value.
 
     Attributes
     ----------
@@ -71,12 +73,13 @@ class BetaRow:
     invariance, practical_invariance : float
         Inva = beta / (1 - beta) and Inva_1 = f(beta) at the start.
     relative_error : float
-        |Inva - Inva_1| / Inva. The printed percentages have this denominator (3.23 % at 0.99; the other one gives
-        3.13 %) but were taken from Inva_1 cut to four digits: unrounded they are 3.24 % there and 3.21 % at 0.999.
+        |Inva - Inva_1| / Inva. The printed percentages have this denominator (3.23 % at 0.99; the
+        other one gives 3.13 %). They were computed from Inva_1 cut to four digits. Unrounded they
+        are 3.24 % there, and 3.21 % at 0.999.
     optimised : float
-        The fixed point.
+        The fixed point of the iteration.
     optimised_invariance, optimised_practical_invariance : float
-        Inva and Inva_1 there.
+        Inva and Inva_1 at the fixed point.
     """
 
     start: float
@@ -152,7 +155,7 @@ def inverse_shifting_matrix(n: int, beta: float, *, scale: float = 1.0) -> Tenso
 
 
 def invariance(beta: float) -> float:
-    """Factor beta / (1 - beta) by which the shifted row mean restores the true one (Eq. 14).
+    """Return the factor beta / (1 - beta) by which the shifted row mean restores the true one (Eq. 14).
 
     Raises
     ------
@@ -164,7 +167,7 @@ def invariance(beta: float) -> float:
 
 
 def practical_invariance(beta: float, n: int, *, scale: float = 1.0, dtype: torch.dtype = torch.float16) -> float:
-    """Give the factor f(beta) that recovers the mean behind the rounded matrix (Eq. 20, 21; derived above).
+    """Return the factor f(beta) that recovers the mean behind the rounded matrix (Eq. 20, 21; derived above).
 
     Parameters
     ----------
@@ -197,9 +200,10 @@ def optimal_beta(beta0: float, n: int, *, scale: float = 1.0, dtype: torch.dtype
     Parameters
     ----------
     beta0 : float
-        Where to start, in [0, 1). 0 stays 0: no shift, hence nothing to recover.
+        The start, in [0, 1). From 0 the result is 0: no shift, hence nothing to recover.
     n, scale, dtype
-        As in `shifting_matrix`. Each of them has its own fixed points: solve for the matrix that is used.
+        As in `shifting_matrix`. Each combination has its own fixed points, so solve for the matrix
+        that is used.
 
     Returns
     -------
@@ -262,14 +266,14 @@ def _table_row(start: float, n: int, scale: float, dtype: torch.dtype) -> BetaRo
         optimised, optimised_practical, _ = optimal_beta(start, n, scale=scale, dtype=dtype)
         optimised_ideal = invariance(optimised)
     except NoOptimalBetaError:
-        pass  # a row of the table, not an error: what could be computed before is kept
+        pass  # a row of the table, not an error: columns computed so far are kept
     error = abs(ideal - practical) / ideal
     return BetaRow(start, ideal, practical, error, optimised, optimised_ideal, optimised_practical)
 
 
 @cache
 def _solve(beta0: float, n: int, scale: float, dtype: torch.dtype) -> OptimalBeta:
-    """Iterate beta <- f / (1 + f), which is the effective beta (cached: a ragged batch asks again and again)."""
+    """Iterate beta <- f / (1 + f), which is the effective beta; cached, because ragged batches repeat their sizes."""
     where = f"from beta0={beta0!r} with n={n}, scale={scale!r}, {dtype}"
     beta = beta0
     for iteration in range(1, ITERATIONS_PER_KEY * n + 1):
@@ -285,13 +289,13 @@ def _solve(beta0: float, n: int, scale: float, dtype: torch.dtype) -> OptimalBet
 
 
 def _effective_beta(beta: float, n: int, scale: float, dtype: torch.dtype) -> float:
-    """1 - rowsum(M_r) / scale: the beta of the unrounded matrix with the row sum of the rounded one."""
+    """Return 1 - rowsum(M_r) / scale, the beta of the unrounded matrix with the row sum of the rounded one."""
     diagonal, off_diagonal = _rounded_entries(n, beta, scale, dtype)
     return 1.0 - (diagonal - (n - 1) * off_diagonal) / scale
 
 
 def _rounded_entries(n: int, beta: float, scale: float, dtype: torch.dtype) -> tuple[float, float]:
-    """fl(scale (1 - beta/n)) and fl(scale beta/n), the second without its sign (Eq. 10, 21)."""
+    """Return fl(scale (1 - beta/n)) and fl(scale beta/n), the second without its sign (Eq. 10, 21)."""
     share = beta / n
     exact = torch.tensor([scale * (1.0 - share), scale * share], dtype=torch.float64)
     diagonal, off_diagonal = round_to(exact, dtype).tolist()

@@ -1,1 +1,1 @@
-"""Attention over a sequence that several devices share: keys and values go round a ring of them."""
+"""Attention over a sequence that several devices share; keys and values go round a ring of devices."""

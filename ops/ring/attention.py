@@ -1,8 +1,8 @@
 """Ring attention: every rank keeps its queries, while keys and values pass by.
 
-Each step is one call of the attention operator, on the keys of one rank, and takes no time for keys that no query
-sees. The keys of the next step travel meanwhile. For gradients keys and values go round once more, with their own
-gradients behind them.
+Each step is one call of the attention operator on the keys of one rank. Keys that no query sees
+cost no time. The keys of the next step travel meanwhile. For gradients, keys and values go round
+once more, followed by their own gradients.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from pasa.ops.ring.merge import Merge, frame_gradient, frame_scores
 
 @dataclass(frozen=True)
 class RingCall:
-    """What a call is told beside its tensors.
+    """Hold what a ring call needs beside its tensors.
 
     Attributes
     ----------
     ring : Ring
     lengths : tuple of int
-        Keys of every rank.
+        Number of keys of every rank.
     early : tuple of int, optional
-        Under a causal mask, how many of them are of the early chunk (layout.py).
+        Under a causal mask, how many of these keys belong to each rank's early chunk (layout.py).
     scale : float
     arithmetic : tuple
         `AttentionOptions.arguments`.
@@ -47,31 +47,31 @@ class RingCall:
     backend: str | None
 
     def part(self, source: int) -> Part:
-        """What this rank's queries see of the keys of `source`."""
+        """Return which of this rank's queries see which keys of `source`."""
         return Part(ALL, ALL, False) if self.early is None else visible_part(self.ring.rank, source, self.early)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, shift: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return output and LSE of one call, the LSE with what the frame of its keys adds."""
+        """Return output and LSE of one call; the LSE includes what the frame of its keys adds to the scores."""
         arguments = (None, is_causal, self.scale, *self.arithmetic, False, self.backend)
         out, lse, _ = dispatch.call(library.attention, q, k, v, *arguments)
         return out, lse if shift is None else lse + frame_scores(q.detach(), shift, self.scale)
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention of this rank's queries over the keys of all ranks.
+    """Attend from this rank's queries to the keys of all ranks.
 
     Parameters
     ----------
     q : Tensor (B, Hq, Sq, D)
     k, v : Tensor (B, Hkv, Skv, D)
-        What this rank holds; FP16, or BF16 and FP32 that fit into it.
+        The tensors of this rank: FP16, or BF16 and FP32 whose values fit into FP16.
     call : RingCall
 
     Returns
     -------
     out : Tensor (B, Hq, Sq, D), dtype of q
     lse : Tensor (B, Hq, Sq), FP32
-        Of the scores less scale * q.anchor.
+        LSE of the scores without scale * q.anchor.
     anchor : Tensor (B, Hkv, 1, D), FP16
         See frames.py.
     """
@@ -82,7 +82,7 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> tuple[Ten
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> tuple[Tensor, Tensor, Tensor]:
-        with torch.autocast(q.device.type, enabled=False):  # it would change what the kernels are given
+        with torch.autocast(q.device.type, enabled=False):  # autocast would change the kernels' operands
             return _RingAttention._forward(ctx, q, k, v, call)
 
     @staticmethod
@@ -105,9 +105,13 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor, _: None) -> tuple[Tensor | None, ...]:
-        """A chunk of weight w = exp(LSE_j - LSE) has w grad_out for its output, w (grad_out.(o_j - o) + grad_lse)
-        for its LSE. The mean o in FP32, of the very o_j, makes the second ones sum to grad_lse: a bias that keys
-        share, to which they multiply, cancels."""
+        """Differentiate each chunk of keys by the weight that its output had in the merge.
+
+        A chunk of weight w = exp(LSE_j - LSE) receives w grad_out for its output o_j, and w
+        (grad_out.(o_j - o) + grad_lse) for its LSE. The mean o is kept in FP32 and made of the same
+        o_j, so the gradients of the LSEs sum to grad_lse. Hence a bias that all keys share, which
+        multiplies that sum, cancels.
+        """
         with torch.autocast(grad_out.device.type, enabled=False):
             return _RingAttention._backward(ctx, grad_out, grad_lse)
 
@@ -118,7 +122,7 @@ class _RingAttention(torch.autograd.Function):
         grad = grad_out.float()
         slope = grad_lse - (grad * mean).sum(-1)
         dq = torch.zeros_like(grad)
-        behind = torch.zeros_like(held, dtype=torch.float32)  # gradients of the keys and values that are here
+        behind = torch.zeros_like(held, dtype=torch.float32)  # gradients of the keys and values now on this rank
         for source, passing in call.ring.rotate(held, call.lengths):
             for (rows, seen, is_causal), shift in ctx.frames.pieces(call.part(source), source):
                 leaves = [x.float().requires_grad_() for x in (half[:, :, rows], *passing[:, :, :, seen])]

@@ -1,22 +1,23 @@
 """Frames: vectors that ranks subtract from spans of keys, so that log-sum-exps keep their digits.
 
-FP32 holds a log-sum-exp (LSE) of 131,072 in steps of 1/64. Chunks whose LSEs are compared in such a
-frame get weights that are off by a percent. So all ranks first subtract one anchor from their keys,
-in every column in which that is exact for every key of the sequence. Softmax does not see the
-anchor, and what it adds to a row's scores, scale * q.anchor, is in no number that is compared. In
-almost every model nothing remains to be done.
+FP32 holds a log-sum-exp (LSE) of 131,072 in steps of 1/64. Chunks merged by such LSEs get weights
+that are off by a percent. So all ranks first subtract one anchor from their keys, in every column
+in which the subtraction is exact for every key of the sequence. Softmax does not see the anchor.
+What the anchor adds to a row's scores, scale * q.anchor, is left out of all numbers that are
+compared. In almost every model nothing more is needed.
 
-Where biases differ by block no anchor suits all keys. Then each rank cuts its keys into spans. A
-span has a frame of its own, which is exact for all its keys. The LSE of a span is small in its
-frame, and the difference between two frames, scale * q.(f - g), is formed in FP64 (merge.py).
+If biases differ by block, no single anchor suits all keys. Then each rank cuts its keys into spans.
+Each span has a frame of its own, which can be subtracted exactly from all its keys. The LSE of a
+span is small in its frame, and the difference between two frames, scale * q.(f - g), is formed in
+FP64 (merge.py).
 
-Bound. Spans are made of cells: blocks of 128 keys, cut where a bias begins or ends. In the frame of
-its span a key k has |score| <= max(REACH, 2 s), where s is the largest sum of scale |q_c| |k_c -
-a_c| over columns c within the cell of k: a is the anchor of that cell alone, |q_c| the largest of
-all queries in column c. The LSE that a span contributes to a row is at most that (and the log of
-the number of keys). A call forms it in two roundings to FP32, of 2^-24 of its size each, and a
-weight compares two LSEs. So a weight errs by at most 2^-22 of max(REACH, 2 s) for them, by the keys
-of the cells that the row sees and no others.
+Error bound. Spans are made of cells: blocks of 128 keys, cut where a bias begins or ends. In the
+frame of its span a key k has |score| <= max(REACH, 2 s). Here s is the largest sum of scale |q_c|
+|k_c - a_c| over columns c within the cell of k, a is the anchor of that cell alone, and |q_c| is
+the largest of all queries in column c. The LSE that a span contributes to a row is at most that
+(plus the log of the number of keys). A call forms the LSE with two roundings to FP32, each of 2^-24
+of its size, and a weight compares two LSEs. So these roundings change a weight by at most 2^-22 of
+max(REACH, 2 s), where only the cells that the row sees count.
 """
 
 from __future__ import annotations
@@ -33,11 +34,14 @@ from pasa.ops.ring.layout import Part, cut
 from pasa.ops.shift_keys.reference import anchor_near, shifts_exactly
 
 BLOCK = 128
-# FP32 stores an LSE of 1024 nats to 2^-14, an eighth of what rounding an output to FP16 brings.
+# In nats. FP32 stores an LSE of 1024 nats to 2^-14, an eighth of the error of rounding an output to
+# FP16.
 REACH = 1024.0
-# A block of keys is cut at most this often: more jumps of a bias in 128 keys are keys without one.
+# The most cuts in a block of keys. More jumps than that within 128 keys are not a bias that keys
+# share.
 CUTS = 4
-# A column has a frame only if the frame is this many times what it leaves, so that spans with one bias share it.
+# A column has a frame only if the frame is this many times the remainder, so that spans with one
+# bias share it.
 PAYS = 4.0
 
 
@@ -50,9 +54,10 @@ class Frames:
     anchor : Tensor (B, Hkv, 1, D), FP16
         Subtracted from every key; the same bits on every rank.
     edges : tuple of tuple of int
-        Of every rank: where its spans begin, and the number of its keys.
+        For every rank, the first key of each span, then the number of its keys.
     shifts : tuple of Tensor (spans, B, Hkv, 1, D), FP64, optional
-        Frames of every rank's spans, beside the anchor; None if all of them are 0.
+        Frames of every rank's spans, to subtract in addition to the anchor; None if all of them are
+        0.
     """
 
     anchor: Tensor
@@ -60,7 +65,7 @@ class Frames:
     shifts: tuple[Tensor, ...] | None
 
     def apply(self, k: Tensor, rank: int) -> Tensor:
-        """Return the keys of a rank less the anchor and their frames; both subtractions are exact."""
+        """Return the keys of a rank minus the anchor and their frames; both subtractions are exact."""
         shifted = k - self.anchor
         if self.shifts is not None:
             for shift, (start, stop) in zip(self.shifts[rank], pairwise(self.edges[rank]), strict=True):
@@ -68,7 +73,7 @@ class Frames:
         return shifted
 
     def pieces(self, part: Part, source: int) -> Iterator[tuple[Part, Tensor | None]]:
-        """Yield what one call of the operator attends to, with the frame of its keys (None for 0)."""
+        """Yield the queries and keys of each operator call, with the frame of its keys (None for 0)."""
         edges = self.edges[source]
         if len(edges) == 2:
             yield part, None if self.shifts is None else self.shifts[source][0]
@@ -85,7 +90,7 @@ def agree(q: Tensor, k: Tensor, lengths: tuple[int, ...], scale: float, ring: Ri
     ----------
     q : Tensor (B, Hq, Sq, D), FP16
     k : Tensor (B, Hkv, S, D), FP16
-        Of this rank. NaN and infinities do not count.
+        Of this rank. NaN and infinities are ignored.
     lengths : tuple of int
         Keys of every rank.
     scale : float
@@ -105,7 +110,7 @@ def agree(q: Tensor, k: Tensor, lengths: tuple[int, ...], scale: float, ring: Ri
         (*(start for start in each if start >= 0), length) for each, length in zip(told, lengths, strict=True)
     )
     every = torch.stack(ring.gather(padded))
-    if not bool(every.any()):  # keys are long, and no frame makes them shorter
+    if not bool(every.any()):  # The keys are long, and no frame makes them shorter.
         return Frames(anchor, tuple((0, length) for length in lengths), None)
     return Frames(anchor, edges, tuple(x[: len(e) - 1].double() for x, e in zip(every, edges, strict=True)))
 
@@ -117,9 +122,9 @@ def common_anchor(q: Tensor, k: Tensor, keys: int, ring: Ring) -> tuple[Tensor, 
     ----------
     q : Tensor (B, Hq, Sq, D), FP16
     k : Tensor (B, Hkv, S, D), FP16
-        Of this rank; a NaN or infinity among them does not count.
+        Of this rank; NaN and infinities are ignored.
     keys : int
-        Those of all ranks.
+        Number of keys of all ranks together.
     ring : Ring
 
     Returns
@@ -146,14 +151,15 @@ def cut_spans(k: Tensor, nats: Tensor) -> tuple[list[int], Tensor]:
     ----------
     k : Tensor (B, Hkv, S, D), FP16
     nats : Tensor (B, Hkv, 1, D)
-        The largest |q| of every column, times the scale: what a unit of a key can add to a score.
+        The largest |q| of every column, times the scale: the most that a unit of a key adds to a
+        score.
 
     Returns
     -------
     starts : list of int
         First key of every span.
     frames : Tensor (spans, B, Hkv, 1, D), FP16
-        0 wherever that is near enough.
+        0 wherever keys are near enough to 0 without a frame.
     """
     edges = _cells(k, nats)
     x = _gather_cells(k, edges)
@@ -161,7 +167,7 @@ def cut_spans(k: Tensor, nats: Tensor) -> tuple[list[int], Tensor]:
     allowed = torch.clamp(2 * _reach(x - own, nats.unsqueeze(2)), min=REACH)
 
     def suited(frame: Tensor, first: int, stop: int) -> int:
-        """Return how many cells from `first` on the frame serves, up to the next that it does not serve."""
+        """Return how many cells from `first` on the frame serves, up to the first that it does not serve."""
         part = x[:, :, first:stop]
         exact = (shifts_exactly(_finite(part), frame) | ~part.isfinite()).all(-1).all(-1).all(0).all(0)
         near = (_reach(part - frame, nats.unsqueeze(2)) <= allowed[:, :, first:stop]).all(-1).all(0).all(0)
@@ -172,7 +178,9 @@ def cut_spans(k: Tensor, nats: Tensor) -> tuple[list[int], Tensor]:
     while cell < cells:
         stop = min(cell + ahead, cells)
         cell += suited(frames[-1], cell, stop)
-        ahead *= 2  # so a span of n cells has fewer than 2 n + 1 looked at, and all cells are looked at three times
+        # A span of n cells costs fewer than 2 n + 1 tests, so a cell is tested at most three times
+        # on average.
+        ahead *= 2
         if cell < stop:
             nearest = own[:, :, cell : cell + 1]
             if cell:
@@ -185,7 +193,11 @@ def cut_spans(k: Tensor, nats: Tensor) -> tuple[list[int], Tensor]:
 
 
 def _cells(k: Tensor, nats: Tensor) -> list[int]:
-    """Return where cells of at most BLOCK keys begin, and the number of keys.
+    """Return where cells of at most BLOCK keys begin, and after these the number of keys.
+
+    A cell ends before a key that lies more than REACH from the previous key, because a bias begins
+    or ends there. If that happens more than CUTS times in a block, its keys share no bias and cuts
+    would gain nothing, so the block stays whole.
 
     A cell ends before a key that lies more than REACH from the one before it: there a bias begins or ends. Where that
     happens more often than CUTS times in a block, keys are wild, and such cuts would gain nothing.
@@ -208,7 +220,7 @@ def _gather_cells(k: Tensor, edges: list[int]) -> Tensor:
 
 
 def _cell_anchors(x: Tensor) -> Tensor:
-    """Return the anchor of every cell alone, (B, Hkv, cells, 1, D): the exact ones that pay, otherwise 0."""
+    """Return the anchor of every cell alone, (B, Hkv, cells, 1, D); 0 in columns where no exact anchor pays (PAYS)."""
     finite, counted = _finite(x), x.isfinite()
     mean = finite.sum(3, keepdim=True) / counted.sum(3, keepdim=True).clamp(min=1)
     anchor = anchor_near(mean, finite.abs().amax(3, keepdim=True))
@@ -218,7 +230,7 @@ def _cell_anchors(x: Tensor) -> Tensor:
 
 
 def _reach(x: Tensor, nats: Tensor) -> Tensor:
-    """Return a bound on the nats of all scores that x (..., D) can have with the queries of its head, (...)."""
+    """Return a bound, in nats, on all scores of x (..., D) with the queries of its head; its shape is (...)."""
     return (_finite(x).abs() * nats).sum(-1)
 
 

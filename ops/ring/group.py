@@ -1,4 +1,4 @@
-"""The ranks of a process group as a ring: gloo on CPUs, NCCL on GPUs, HCCL on NPUs."""
+"""Arrange the ranks of a process group as a ring: gloo on CPUs, NCCL on GPUs, HCCL on NPUs."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ class Ring:
         return tuple(sorted({pair.partition(":")[0] for pair in pairs}))
 
     def gather(self, x: Tensor) -> list[Tensor]:
-        """The tensor of every rank, all of one shape and dtype."""
+        """Return the tensor of every rank; all have one shape and dtype."""
         x = x.contiguous()
         found = [torch.empty_like(x) for _ in range(self.size)]
         dist.all_gather(found, x, group=self.group)
         return found
 
     def tell(self, numbers: Sequence[int], device: torch.device) -> list[list[int]]:
-        """The integers of every rank, on the host."""
+        """Return the integers of every rank, on the host."""
         every = torch.stack(self.gather(torch.tensor(numbers, dtype=torch.int64, device=device))).tolist()
         return [[int(number) for number in each] for each in every]
 
     def rotate(self, held: Tensor, lengths: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-        """Yield (rank, what that rank held), this one first; the next tensor is on its way meanwhile.
+        """Yield (rank, tensor that it held), this rank first; the next tensor travels meanwhile.
 
         Parameters
         ----------
@@ -68,11 +68,11 @@ class Ring:
             held = arrived()
 
     def hand_on(self, held: Tensor, length: int) -> Tensor:
-        """Give (..., S, D) to the next rank, and return what the rank before gave: (..., length, D)."""
+        """Send (..., S, D) to the next rank, and return what the previous rank sent: (..., length, D)."""
         return held if self.size == 1 else self._start(held, length)()
 
     def _start(self, held: Tensor, length: int) -> Callable[[], Tensor]:
-        """Begin to send to the next rank and receive from the one before; the result waits and returns that."""
+        """Start sending to the next rank and receiving from the previous one; the result waits for the tensor."""
         held = held.contiguous()
         coming = held.new_empty((*held.shape[:-2], length, held.shape[-1]))
         after, before = ((self.rank + way) % self.size for way in (1, -1))

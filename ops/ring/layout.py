@@ -1,10 +1,10 @@
-"""Which tokens a rank holds, and what its queries see of another rank's keys.
+"""Map tokens to ranks, and find which keys of another rank a rank's queries see.
 
-A sequence is cut into two chunks for each of n ranks; rank r holds chunks r and 2n - 1 - r, one early and one late
-(zig-zag), so that under a causal mask every rank has the same work in every step. Whatever the two ranks are, what
-queries see of keys is then one rectangle, or one triangle:
+With n ranks a sequence is cut into 2n chunks. Rank r holds chunks r and 2n - 1 - r, one early and
+one late (zig-zag), so that under a causal mask every rank has the same work in every step. For any
+two ranks, the visible part of the score matrix is one rectangle or one triangle:
 
-    own keys            all queries, causal: the two chunks lie in order, and so does what they see
+    own keys            all queries, causal: the two chunks lie in order, and so does the visible part
     keys of rank s < r  all queries see chunk s, none sees chunk 2n - 1 - s
     keys of rank s > r  chunk r sees nothing, chunk 2n - 1 - r sees both chunks
 """
@@ -18,7 +18,7 @@ ALL = slice(None)
 
 
 class Part(NamedTuple):
-    """The queries and keys of one step, as slices of what the two ranks hold."""
+    """Hold the queries and keys of one step, as slices of the two ranks' tensors."""
 
     rows: slice
     keys: slice
@@ -26,7 +26,7 @@ class Part(NamedTuple):
 
 
 def chunk_edges(total: int, ranks: int) -> list[int]:
-    """Where the 2 * ranks chunks of a sequence begin and end; lengths differ by one at most, longer ones come first.
+    """Return where the 2 * ranks chunks begin and end; lengths differ by at most one, longer chunks come first.
 
     Raises
     ------
@@ -40,20 +40,20 @@ def chunk_edges(total: int, ranks: int) -> list[int]:
 
 
 def chunks_of(rank: int, total: int, ranks: int) -> tuple[slice, slice]:
-    """The two chunks that a rank holds, as slices of the sequence."""
+    """Return the two chunks that a rank holds, as slices of the sequence."""
     edges = chunk_edges(total, ranks)
     early, late = rank, 2 * ranks - 1 - rank
     return slice(edges[early], edges[early + 1]), slice(edges[late], edges[late + 1])
 
 
 def lengths(total: int, ranks: int) -> tuple[tuple[int, int], ...]:
-    """Lengths of the early and the late chunk of every rank."""
+    """Return the lengths of the early and the late chunk of every rank."""
     found = (chunks_of(rank, total, ranks) for rank in range(ranks))
     return tuple((early.stop - early.start, late.stop - late.start) for early, late in found)
 
 
 def visible_part(rank: int, source: int, early: tuple[int, ...]) -> Part:
-    """What the queries of `rank` see of the keys of `source` under a causal mask; `early`: lengths of early chunks."""
+    """Return which keys of `source` the queries of `rank` see under a causal mask; `early`: early chunks' lengths."""
     if source == rank:
         return Part(ALL, ALL, True)
     if source < rank:
@@ -62,9 +62,9 @@ def visible_part(rank: int, source: int, early: tuple[int, ...]) -> Part:
 
 
 def cut(part: Part, start: int, stop: int, keys: int) -> Iterator[Part]:
-    """Yield what is seen of keys start to stop - 1, for a rank that holds `keys` of them.
+    """Yield the parts in which keys start to stop - 1 are seen, for a rank that holds `keys` keys.
 
-    Under the causal mask of a rank's own keys that is a triangle, and all that lies below it.
+    Under the causal mask of a rank's own keys, these are a triangle and the rectangle below it.
     """
     first, last, _ = part.keys.indices(keys)
     first, last = max(first, start), min(last, stop)

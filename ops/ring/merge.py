@@ -1,4 +1,4 @@
-"""One output from those of chunks of keys, by their log-sum-exps (LSE) and the frames in which these are given."""
+"""Merge the outputs of chunks of keys by their log-sum-exps (LSE) and the frames of these LSEs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def frame_scores(q: Tensor, shift: Tensor, scale: float) -> Tensor:
 
 
 def frame_gradient(of_lse: Tensor, shift: Tensor, scale: float) -> Tensor:
-    """Return what a frame adds to the gradient of q: scale * f times that of the LSE, (B, Hq, R, D) in FP32."""
+    """Return what a frame adds to the gradient of q, scale * f times the gradient of the LSE: (B, Hq, R, D), FP32."""
     rows = of_lse.unflatten(1, (shift.shape[1], -1)).unsqueeze(-1)
     gradient: Tensor = (rows * (scale * shift).float().unsqueeze(2)).flatten(1, 2)
     return gradient
@@ -26,16 +26,17 @@ def frame_gradient(of_lse: Tensor, shift: Tensor, scale: float) -> Tensor:
 class Merge:
     """Weighted mean of the outputs of chunks, in FP32, to be rounded once.
 
-    The weights are exp(LSE - largest LSE so far) over their sum, so the result is a mean whatever the LSEs lack: it
-    lies within the range of the values. Its error is at most the largest of the chunks', one rounding, and the error of
-    the LSEs times the range of the values.
+    The weights are exp(LSE - largest LSE so far) over their sum. So the result is always a mean
+    within the range of the values, even if the LSEs are inexact. Its error is at most the largest
+    of the chunks' errors, plus one rounding, plus the error of the LSEs times the range of the
+    values.
 
     Parameters
     ----------
     q : Tensor (B, Hq, S, D)
-        For shape and device.
+        Gives shape and device.
     wide : bool
-        LSEs are compared in FP64, because chunks have frames that differ (frames.py).
+        Whether LSEs are compared in FP64, because the frames of chunks differ (frames.py).
     """
 
     def __init__(self, q: Tensor, wide: bool = False) -> None:
@@ -44,7 +45,7 @@ class Merge:
         self.sum = torch.zeros_like(self.top, dtype=torch.float32)
 
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
-        """Take in what rows found in a chunk: output (B, Hq, R, D), LSE (B, Hq, R). Each row sees some key of it."""
+        """Add the result of a chunk: output (B, Hq, R, D), LSE (B, Hq, R). Each row must see some key of the chunk."""
         old = self.top[:, :, rows]
         top = torch.maximum(old, lse)
         keep, new = torch.exp(old - top).float(), torch.exp(lse - top).float()
@@ -53,5 +54,5 @@ class Merge:
         self.out[:, :, rows].mul_(keep.unsqueeze(-1)).addcmul_(out, new.unsqueeze(-1))
 
     def finish(self) -> tuple[Tensor, Tensor]:
-        """Return the output in FP32, and the LSE in the type in which LSEs were compared; nothing can be added."""
+        """Return the output in FP32, and the LSE in the dtype in which LSEs were compared. Call it once, at the end."""
         return self.out.div_(self.sum.unsqueeze(-1)), self.top + torch.log(self.sum)

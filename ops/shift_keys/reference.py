@@ -1,4 +1,4 @@
-"""Shifted keys K' of one block, as the cube unit makes them (paper, Eq. 10 to 12).
+"""Make the shifted keys K' of one block as the NPU's cube unit does (paper, Eq. 10 to 12).
 
 `shift_paper` is the published batched GEMM with the rounded shifting matrix. `shift_exact` subtracts an
 *anchor*: the block mean on a grid coarse enough that the subtraction loses nothing, column by column.
@@ -17,17 +17,17 @@ FP16 = FORMATS["fp16"]
 
 
 class ShiftedBlock(NamedTuple):
-    """Keys of one block in the exact variant: ``keys / unit + anchor`` equals the input keys bit for bit.
+    """Hold the keys of one block in the exact variant: ``keys / unit + anchor`` equals the input keys bit for bit.
 
     Attributes
     ----------
     keys : Tensor (B, Hkv, n, D)
         K' = (K - anchor) * unit, every value representable in FP16.
     anchor : Tensor (B, Hkv, 1, D)
-        The column's mean rounded to the grid of its largest key, or 0 where subtracting it would round
-        a key, or some key is less than a third of it.
+        The column's mean on the grid of its largest key. It is 0 where subtracting it would round a
+        key, or where some key is less than a third of it.
     mean_residual : Tensor (B, Hkv, 1, D)
-        fl16(mean - anchor): what q sees of the mean in K', only used to guess where the scores lie.
+        fl16(mean - anchor), the mean of K' that q sees; only used to guess where the scores lie.
     unit : Tensor (B, Hkv, 1, 1)
         A power of two, the share of the softmax scale that fits into K' without rounding.
     """
@@ -39,10 +39,10 @@ class ShiftedBlock(NamedTuple):
 
 
 def whole_blocks(k: Tensor, block: int) -> Tensor:
-    """Fill a ragged last block with the last keys, in their order; where there is no whole block, with zeros.
+    """Fill a ragged last block by repeating the last keys in order; if there is no whole block, with zeros.
 
-    So do the authors of the published algorithm: every block has one M, and the mean of a filled block counts what
-    fills it. No query sees the filling.
+    The authors of the published algorithm do the same. Every block has one M, and the mean of a
+    filled block includes the filling. No query sees the filling.
 
     Parameters
     ----------
@@ -59,7 +59,7 @@ def whole_blocks(k: Tensor, block: int) -> Tensor:
 
 
 def shift_paper(k: Tensor, matrix: Tensor, overflow: Overflow) -> Tensor:
-    """K'^T = K^T M on the cube: FP32 accumulation, one rounding to FP16 (Eq. 11).
+    """Compute K'^T = K^T M as the cube does, with FP32 accumulation and one rounding to FP16 (Eq. 11).
 
     Parameters
     ----------
@@ -72,12 +72,13 @@ def shift_paper(k: Tensor, matrix: Tensor, overflow: Overflow) -> Tensor:
 
 
 def shift_exact(k: Tensor, unit: float) -> ShiftedBlock:
-    """Subtract the block mean where that is exact and fits every key, and fold `unit` in where that is exact.
+    """Subtract the block mean where that is exact for every key, and multiply by `unit` where that is exact.
 
-    A column's anchor lies on the grid of the largest |k| in it, so a column whose keys share a bias loses
-    no bit (Sterbenz). A column keeps anchor 0 where some key would be rounded, or is less than a third of the
-    anchor. The scores then differ from q.k by q.anchor alone. No rounding of K' enters them, and FP32 sums of
-    q.k' are at most twice those of q.k for any key, whichever keys of the block a row sees.
+    A column's anchor lies on the grid of the largest |k| in the column, so a column whose keys
+    share a bias loses no bit (Sterbenz). A column keeps anchor 0 where some key would be rounded,
+    or is less than a third of the anchor. The scores then differ from q.k by q.anchor alone, and no
+    rounding of K' enters them. FP32 sums of q.k' are at most twice those of q.k for any key,
+    whichever keys of the block a row sees.
 
     Parameters
     ----------
@@ -90,29 +91,32 @@ def shift_exact(k: Tensor, unit: float) -> ShiftedBlock:
     anchor = torch.where(may_lose(k, anchor).all(-2, keepdim=True), anchor, 0.0)
     shifted = k - anchor
     fits = _is_fp16(shifted * unit).all(-1, keepdim=True).all(-2, keepdim=True)
-    units = torch.where(fits, k.new_tensor(unit), k.new_tensor(1.0))  # two scalars would take the default dtype
+    # torch.where() of two scalars would take the default dtype.
+    units = torch.where(fits, k.new_tensor(unit), k.new_tensor(1.0))
     return ShiftedBlock(shifted * units, anchor, round_to(mean - anchor, FP16, overflow="saturate"), units)
 
 
 def anchor_near(mean: Tensor, largest: Tensor) -> Tensor:
-    """Means of columns on the grid that FP16 has at the largest |k| of each; FP16 numbers, in FP32."""
+    """Round means of columns to the grid that FP16 has at each column's largest |k|; FP16 numbers, in FP32."""
     exponent = torch.frexp(largest).exponent - 1  # largest |k| in [2^e, 2^(e+1))
     grid = torch.exp2((exponent - FP16.mantissa_bits).float()).clamp(min=FP16.min_subnormal)
     return torch.round(mean / grid) * grid
 
 
 def shifts_exactly(k: Tensor, anchor: Tensor) -> Tensor:
-    """Where k - anchor is an FP16 number and loses nothing, for FP32 tensors with finite FP16 values.
+    """Return where k - anchor is an FP16 number and nothing is lost, for FP32 tensors with finite FP16 values.
 
-    The sum tells what FP32 lost in the difference: 2^-24 - 60000 is -60000 there, an FP16 number.
+    Adding the anchor back shows what FP32 lost in the difference: 2^-24 - 60000 is -60000 in FP32,
+    which is an FP16 number.
     """
     return _is_fp16(k - anchor) & ((k - anchor) + anchor == k)
 
 
 def may_lose(k: Tensor, anchor: Tensor) -> Tensor:
-    """Where k - anchor loses nothing and is at most twice as long as k: a row that sees k alone does not pay for it.
+    """Return where k - anchor loses nothing and is at most twice as long as k.
 
-    That is so where k is at least a third of the anchor, in its direction.
+    That is the case where k is at least a third of the anchor, in its direction. So a row that sees
+    only k loses no accuracy to the shift.
     """
     return shifts_exactly(k, anchor) & (anchor * (3 * k - anchor) >= 0)
 

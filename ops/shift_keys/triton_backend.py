@@ -1,4 +1,4 @@
-"""Launches the kernels that shift keys."""
+"""Launch the Triton kernels that shift keys."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 from pasa.ops.shift_keys.triton_kernel import SLICE, anchor_kernel, shift_kernel
 from pasa.ops.triton_launch import launch
 
-SLICE_ON_NPU = 32  # columns of a block of 128 keys that its unified buffer holds (ops/attention/README.md)
+SLICE_ON_NPU = 32  # most columns in a tile of 128 keys that fit an NPU's unified buffer (ops/attention/README.md)
 
 
 class Packing(NamedTuple):
-    """Key blocks of packed sequences.
+    """Describe the key blocks of packed sequences.
 
     Attributes
     ----------
@@ -29,16 +29,16 @@ class Packing(NamedTuple):
 
 
 class KeyBlocks(NamedTuple):
-    """What is known of every block of keys.
+    """Hold the norms and anchors of all key blocks.
 
     Attributes
     ----------
     norms : Tensor (B, Hkv, blocks), FP32
-        The largest norm of a key, infinite where something is not finite (`anchor_kernel`).
+        The largest norm of a key; infinite where an element is not finite (`anchor_kernel`).
     anchors : Tensor (B, Hkv, blocks, D), FP16
-        Subtractable from the block's keys without rounding, or 0, by column.
+        What can be subtracted from the block's keys without rounding, column by column, or 0.
     marked : Tensor (1,), INT32
-        0; more after a pass of attention that left work for a second one.
+        0, or more after a pass of attention that left work for a second pass.
     """
 
     norms: Tensor
@@ -47,12 +47,12 @@ class KeyBlocks(NamedTuple):
 
 
 def pad_dim(dim: int) -> int:
-    """Tiles have powers of two on every side, and at least 16."""
+    """Return the padded head dimension, because the sides of Triton tiles are powers of two, at least 16."""
     return max(16, 1 << (dim - 1).bit_length())
 
 
 def anchor_warps(block: int, pad: int) -> int:
-    """Warps of `anchor_kernel`, so that several of its blocks are on their way in every multiprocessor."""
+    """Return the warps of `anchor_kernel`, few enough that each multiprocessor runs several of its blocks at a time."""
     return 4 if block * pad <= 8192 else 8
 
 
@@ -65,22 +65,22 @@ def find_anchors(
     packing: Packing | None = None,
     check_values: bool = False,
 ) -> KeyBlocks:
-    """Norms and anchors of FP16 keys (B, Hkv, S, D) or packed (T, Hkv, D), one for every `block` keys.
+    """Compute norms and anchors of FP16 keys (B, Hkv, S, D) or packed (T, Hkv, D), one for every `block` keys.
 
     An anchor is kept only where FP32 accumulation gains from it.
 
     Parameters
     ----------
     k, v : Tensor
-        Last stride 1.
+        The last stride is 1.
     block : int
         A power of two.
     visible : Tensor (B, S), bool, optional
-        Which keys some query sees; the others do not count.
+        Keys that some query sees; the others are ignored.
     packing : Packing, optional
-        For packed keys.
+        Required for packed keys.
     check_values : bool
-        Look for NaN and infinity in `v` as well.
+        Also check `v` for NaN and infinity.
     """
     heads, length, batch, blocks = _extent(k, block, packing)
     found = KeyBlocks(
@@ -106,7 +106,7 @@ def find_anchors(
 def shift_exact(
     k: Tensor, block: int, *, visible: Tensor | None = None, packing: Packing | None = None
 ) -> tuple[Tensor, Tensor]:
-    """K' = K - anchor, exactly, and every anchor (B, Hkv, blocks, D): for a device that shifts before, not in the loop.
+    """Return K' = K - anchor, exact, and the anchors (B, Hkv, blocks, D), for a device that shifts beforehand.
 
     Parameters
     ----------
@@ -128,16 +128,17 @@ def shift_paper(
     visible: Tensor | None = None,
     engine: Literal["gemm", "mean"] = "gemm",
 ) -> Tensor:
-    """K' = M K of whole blocks of keys (B, Hkv, S, D).
+    """Multiply whole blocks of keys (B, Hkv, S, D) by the shifting matrix: K' = M K.
 
     Parameters
     ----------
     k, block, visible
         As in `find_anchors`.
     matrix : (float, float)
-        Diagonal and off-diagonal entry of M, the second without its sign.
+        Diagonal entry of M, and the off-diagonal entry without its sign.
     engine : "gemm" or "mean"
-        The matrix engine, as the paper argues, or the mean; the same numbers up to FP32 rounding.
+        Use the matrix engine, as in the paper, or subtract the mean; results are equal up to FP32
+        rounding.
     """
     return _shift(k, None, matrix, block, visible, None, gemm=engine == "gemm")
 
@@ -169,24 +170,25 @@ def _shift(
 
 
 def _home(anchors: Tensor, visible: Tensor | None, block: int) -> None:
-    """Give the first block, in whose frame scores are counted, the anchor of the first block with a key that is seen.
+    """Give the first block, whose frame all scores use, the anchor of the first block with a visible key.
 
-    Behind padding its own is 0, and every offset would be as large as the scores.
+    If the first block is padding, its own anchor is 0, and every offset would be as large as the
+    scores.
     """
     if visible is not None:
-        first = visible.to(torch.uint8).argmax(1) // block  # of equal ones it is the first
+        first = visible.to(torch.uint8).argmax(1) // block  # of equal values, argmax returns the first
         anchors[:, :, 0] = anchors[torch.arange(len(first), device=first.device), :, first]
 
 
 def _extent(k: Tensor, block: int, packing: Packing | None) -> tuple[int, int, int, int]:
-    """Heads, length, batch size and number of blocks."""
+    """Return heads, length, batch size and number of blocks."""
     if packing is not None:
         return k.shape[1], k.shape[0], 1, packing.table.shape[0]
     return k.shape[1], k.shape[2], k.shape[0], -(-k.shape[2] // block)
 
 
 def _strides(x: Tensor, packing: Packing | None) -> tuple[int, int, int]:
-    """Of batch, head and token."""
+    """Return the strides of batch, head and token."""
     if packing is not None:
         return 0, x.stride(1), x.stride(0)
     return x.stride(0), x.stride(1), x.stride(2)

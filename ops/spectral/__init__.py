@@ -1,1 +1,1 @@
-"""Products that power iteration on a layer's query and key weights is made of."""
+"""The products that power iteration on a layer's query and key weights consists of."""

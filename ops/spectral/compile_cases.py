@@ -1,4 +1,4 @@
-"""What the kernel is compiled for where no device is at hand: see ops/attention/compile_cases.py."""
+"""List the cases for which the half-step kernel is compiled without a device; see ops/attention/compile_cases.py."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Half a step of power iteration: y -> [W, b] [W, b]ᵀ y, for every head at once."""
+"""Compute half a step of power iteration, y -> [W, b] [W, b]ᵀ y, for every head at once."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ FUSED_DIMS = (32, 64, 128, 256)
 
 
 def half_step(weight: Tensor, bias: Tensor | None, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Both products with the weights of H matrices, and the length between them.
+    """Multiply y by the weights of H matrices, transposed and not, and measure the vector between the two products.
 
-    On a CUDA device weights of 16 bits without a bias are read once, by a Triton kernel; otherwise these are two
-    batched products.
+    On a CUDA device, weights of 16 bits without a bias are read once, by a Triton kernel. Otherwise
+    two batched products are used.
 
     Parameters
     ----------
     weight : Tensor (H, D, d)
-        In 16 bits vectors are rounded to 16 bits before each product.
+        With 16-bit weights, vectors are rounded to 16 bits before each product.
     bias : Tensor (H, D), optional
-        A last column of the weights.
+        Appended to the weights as a last column.
     y : Tensor (H, G, D), FP32 or FP64
         Of any length.
 
@@ -42,13 +42,14 @@ def half_step(weight: Tensor, bias: Tensor | None, y: Tensor) -> tuple[Tensor, T
     if last is not None:
         square = square + last[..., 0].square()
     length = square.sqrt()[..., None]
-    # of unit length between the products, so that neither leaves 16 bits before the norm itself does
+    # scaled to unit length between the products, so that neither leaves the range of 16 bits before
+    # the norm itself does
     out = ((t / length.clamp(min=tiny)).to(weight.dtype) @ weight.mT).to(y.dtype) * length
     return (out if last is None or bias is None else out + last * bias.to(y.dtype)[:, None]), square
 
 
 def fused(weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether the Triton kernel serves these weights."""
+    """Return whether the Triton kernel serves these weights."""
     sixteen = weight.dtype in (torch.float16, torch.bfloat16) and weight.shape[1] in FUSED_DIMS
     here = weight.is_cuda and weight.is_contiguous() and importlib.util.find_spec("triton") is not None
     return sixteen and here and bias is None

@@ -1,4 +1,4 @@
-"""Launches the kernel of half a step of power iteration."""
+"""Launch the kernel of half a step of power iteration."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from torch import Tensor
 
 from pasa.ops.spectral.half_step_kernel import half_step_kernel
 
-PROGRAMS = 1024  # some 8 for each multiprocessor of a large GPU
-LEAST_ROWS = 16  # of a product on tensor cores
-TILE = 8192  # elements of a piece, of which three are on their way
+PROGRAMS = 1024  # programs of a launch: about 8 for each multiprocessor of a large GPU
+LEAST_ROWS = 16  # the fewest rows of a product on tensor cores
+TILE = 8192  # elements of a tile of weights; three tiles are in flight at a time
 
 
 def launch(weight: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """W t and |t|^2 of t = Wᵀ y / |y| for weight (H, D, d), contiguous, in 16 bits, and y (H, G, D) FP32.
+    """Return W t and |t|^2, where t = Wᵀ y / |y|, for weights (H, D, d) and y (H, G, D) in FP32.
 
-    Sums of programs are added in any order: the last bits change from call to call.
+    The weights have 16 bits and are contiguous. Programs add their sums in any order, so the last
+    bits change from call to call.
     """
     heads, dim, columns = weight.shape
     group = y.shape[1]

@@ -1,1 +1,1 @@
-"""Faults that somebody could make, each with the tests that notice it; `python -m tests.mutants.run`."""
+"""Faults that somebody could introduce, each with the tests that notice it; run by `python -m tests.mutants.run`."""

@@ -370,7 +370,7 @@ KERNELS = [
     ),
 ]
 
-UNNOTICED = {  # what no test on a CPU can notice, with the reason; not run
+UNNOTICED = {  # Faults that no test on a CPU can notice, with the reason; these are not run.
     mutant(
         "page anchors: the frame is the anchor of one page",
         "ops/attention/paged_anchor_kernel.py",

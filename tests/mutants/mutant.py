@@ -1,4 +1,4 @@
-"""What a mutant is, and where its text stands in a tree of sources."""
+"""Define a mutant, and plant its text in a tree of sources."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Mutant:
-    """A fault in one place of one file.
+    """Describe a fault in one place of one file.
 
     Attributes
     ----------
     what : str
-        The fault in words; also its name.
+        The fault in words, which is also the mutant's name.
     file : str
         Below the root of the checkout.
     old, new : str

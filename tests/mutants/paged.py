@@ -1,4 +1,4 @@
-"""Mutants of the Triton kernels of pages and gradients, of the published algorithm, and of what is counted."""
+"""Mutants of the Triton kernels of pages, gradients, the published algorithm and the counters of sampled rows."""
 
 from tests.mutants.kernels import CORNERS, FINITE, GAPS, SAMPLES, SUMS, mutant
 

@@ -1,9 +1,9 @@
-"""Plant each mutant in a copy of the sources and run the tests that are to notice it.
+"""Plant each mutant in a copy of the sources, and run the tests that must notice it.
 
-`python -m tests.mutants.run` runs all, `--sample` one of every family of kernels, `--only TEXT`
-those whose words hold the text. Two processes. A mutant that its tests do not notice survives; then
-the command prints it and fails. Tests that cannot run, that hang, or that pass nowhere prove
-nothing, and fail likewise. That they pass without the mutant is what the suite says.
+`python -m tests.mutants.run` runs all mutants, `--sample` one for every family of kernels, and `--only TEXT`
+those whose description or file contains the text. Two processes run at a time. A mutant that its tests do not
+notice survives; the command then prints it and fails. Tests that cannot run, that hang, or that pass nowhere
+prove nothing, so the command fails then too. The test suite itself shows that they pass without the mutant.
 """
 
 from __future__ import annotations
@@ -29,20 +29,21 @@ from tests.mutants.mutant import ROOT, Mutant
 from tests.mutants.paged import PAGED
 
 ALL = [*KERNELS, *PAGED, *HOST]
-# Of each of these files, the first mutant is in the sample: a kernel of every family, and what chooses among backends.
+# The first mutant of each of these files is in the sample: one kernel of every family, and the choice of
+# backends.
 SAMPLED = [f"ops/attention/{name}_kernel.py" for name in ("triton", "short", "decode", "paged", "backward")]
 SAMPLED += ["ops/registry.py"]
 PROCESSES = 2
-LIMIT = 300  # seconds for the tests of one mutant, ten times what they take
+LIMIT = 300  # seconds for the tests of one mutant, ten times what they need
 FOLDERS = ("pasa", "ops", "eval", "tests")
-# Loaded once, before processes fork. Not Triton: TRITON_INTERPRET has to be set before.
+# Loaded once, before processes fork; not Triton, because TRITON_INTERPRET has to be set before.
 HEAVY = ("torch", "hypothesis", "pytest")
-FAILED = 1  # pytest's exit status where a test failed; others say that tests were not found, or could not be read
-CRASHED = 70  # no status of pytest's
+FAILED = 1  # pytest's exit status if a test failed; others mean that tests were not found, or could not be read
+CRASHED = 70  # not a status of pytest
 
 
 def copy_tree(folder: Path) -> None:
-    """Copy the sources, so laid out that `pasa.ops` is found below the folder and nowhere else."""
+    """Copy the sources so that `pasa.ops` is found below the folder and nowhere else."""
     for name in FOLDERS:
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("results"))
     for name in ("ops", "eval"):
@@ -52,7 +53,7 @@ def copy_tree(folder: Path) -> None:
 
 
 def run_tests(folder: Path, tests: tuple[str, ...]) -> None:
-    """Run tests in a copy of the sources, in a process of its own, and exit with pytest's status."""
+    """Run tests in a copy of the sources, as a process of its own, and exit with pytest's status."""
     import pytest
 
     for name in [name for name in sys.modules if name.partition(".")[0] in ("pasa", "tests")]:
@@ -72,7 +73,7 @@ def run_tests(folder: Path, tests: tuple[str, ...]) -> None:
 
 
 class Running(NamedTuple):
-    """A mutant whose tests run."""
+    """Hold a mutant whose tests are running."""
 
     mutant: Mutant
     folder: tempfile.TemporaryDirectory[str]
@@ -92,7 +93,7 @@ def start(mutant: Mutant) -> Running:
 
 
 def verdict(running: Running) -> str:
-    """Return what the tests said, and clear up."""
+    """Return the verdict of the tests, and delete the copy."""
     status = running.process.exitcode
     output = Path(running.folder.name, "output.txt")
     said = output.read_text(encoding="utf-8")[-1500:] if output.exists() else ""
@@ -105,7 +106,7 @@ def verdict(running: Running) -> str:
 
 
 def run(mutants: Iterable[Mutant]) -> Iterator[tuple[Running, str]]:
-    """Run mutants, `PROCESSES` at a time, and yield each with what its tests said as it ends."""
+    """Run mutants, `PROCESSES` at a time, and yield each with its verdict as it ends."""
     queue = list(reversed(list(mutants)))
     running: list[Running] = []
     while queue or running:

@@ -1,4 +1,4 @@
-"""The list of mutants fits the sources; what notices them is run by `python -m tests.mutants.run`."""
+"""The list of mutants fits the sources; `python -m tests.mutants.run` runs the tests that notice them."""
 
 from collections import Counter
 
@@ -9,13 +9,19 @@ from tests.mutants.mutant import ROOT
 from tests.mutants.run import ALL
 
 LEAST = 60
-"""How many mutants there are to be. The Hopper kernel has none: it is written in Gluon, which has no interpreter, so
-it runs on a GPU only, and so would whatever notices a mutant of it."""
+"""The fewest mutants that the list must have.
+
+The Hopper kernel has none: it is written in Gluon, which has no interpreter, so it runs on a GPU only, and so
+would any test that notices its mutants.
+"""
 
 
 @pytest.mark.parametrize("mutant", [*ALL, *UNNOTICED], ids=lambda x: x.what)
 def test_the_text_of_a_mutant_stands_in_its_file_once(mutant):
-    """Otherwise the source has changed: the mutant wants the text of now, or no place in the list."""
+    """The text of each mutant occurs in its file exactly once.
+
+    Otherwise the source has changed: give the mutant the current text, or remove it from the list.
+    """
     assert (ROOT / mutant.file).read_text(encoding="utf-8").count(mutant.old) == 1, mutant.old
     assert mutant.old != mutant.new
     assert mutant.tests

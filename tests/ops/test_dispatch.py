@@ -1,4 +1,4 @@
-"""The shorter way round torch's dispatcher: which calls must not take it, whichever argument asks for that."""
+"""The shortcut past torch's dispatcher: calls that must not take it, whichever argument is the reason."""
 
 import pytest
 import torch
@@ -17,11 +17,11 @@ PLACES = [
 
 
 class Subclass(Tensor):
-    """Of which torch shows every use to a class."""
+    """A tensor subclass, whose every use torch shows to the class."""
 
 
 def test_every_operator_has_a_valid_call():
-    """And every tensor of its schema is in it, or in the picked arguments."""
+    """Every operator has a valid call that contains every tensor of its schema; `tensors_of` picks exactly these."""
     registered = {name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("pasa::")}
     assert {name for name in registered if not name.startswith("npu_")} == set(OPERATORS)
     for operator, op in OPERATORS.items():
@@ -37,8 +37,12 @@ def test_every_operator_has_a_valid_call():
 @pytest.mark.parametrize(("operator", "name"), PLACES)
 @pytest.mark.parametrize("kind", ["plain", "subclass", "meta", "negative view", "zero tensor", "requires_grad"])
 def test_the_dispatcher_sees_whatever_needs_it(monkeypatch, operator, name, kind):
-    """Story: only the first five arguments were looked at, but four of the seven operators have tensors behind them:
-    a mask, anchors, lengths. A mask on meta was read, and one that requires a gradient got none in silence."""
+    """A call takes the shortcut only if all its tensors are plain, whichever argument differs.
+
+    Story: only the first five arguments were checked, but four of the seven operators have tensors
+    behind them: a mask, anchors, lengths. The memory of a mask on meta was read, and a mask that
+    requires a gradient silently got none.
+    """
     given = all_arguments(operator)
     x = given[name]
     made = {
@@ -50,7 +54,7 @@ def test_the_dispatcher_sees_whatever_needs_it(monkeypatch, operator, name, kind
         "requires_grad": lambda: x.clone().requires_grad_(),
     }
     if kind == "requires_grad" and not x.is_floating_point():
-        kind = "plain"  # integers have none
+        kind = "plain"  # integer tensors cannot require a gradient
     given[name] = made[kind]()
     op = OPERATORS[operator]
     monkeypatch.setattr(dispatch, "_functions", {})
@@ -71,8 +75,11 @@ def test_a_tangent_is_refused_in_every_place(operator, name):
 
 
 def test_the_second_derivative_by_a_mask_is_refused():
-    """Story: of a call whose mask alone requires a gradient the second derivative was not refused. The mask is the
-    sixth argument of the backward operator; what came back required no gradient, as if it were constant."""
+    """The second derivative is refused even if the mask alone requires a gradient.
+
+    Story: it was not refused. The mask is the sixth argument of the backward operator, and the
+    result did not require a gradient, as if it were constant.
+    """
     q, k, v = normal_qkv((2, 1), (6, 9), 16)
     mask = torch.zeros(6, 9, requires_grad=True)
     out = pasa.attention(q, k, v, attn_mask=mask)

@@ -1,4 +1,4 @@
-"""Environment variables come from one table."""
+"""All environment variables come from one table."""
 
 from pathlib import Path
 

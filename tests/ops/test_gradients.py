@@ -1,4 +1,4 @@
-"""Gradients of torch.ops.pasa.*: registration, tracing and compiling, what is refused."""
+"""Gradients of torch.ops.pasa.*: registration, tracing, compiling, and refused calls."""
 
 import pytest
 import torch
@@ -74,7 +74,7 @@ def test_compiles_into_one_graph_with_its_backward_pass(backend):
 
 
 def test_gradients_pass_through_vmap():
-    """A loop over the operator: the gradients of the calls one by one."""
+    """vmap loops over the operator, so its gradients are those of the single calls."""
     q, k, v = inputs(batch=3)
     torch.func.vmap(pasa.attention)(*(x.unsqueeze(1) for x in (q, k, v))).float().square().sum().backward()
     whole = inputs(batch=3)
@@ -88,7 +88,10 @@ def squares(*qkv):
 
 
 def test_torch_func_grad():
-    """torch has none for custom operators, and its message named neither the operator nor a way round."""
+    """torch.func.grad works, although torch does not support it for custom operators.
+
+    torch's own message named neither the operator nor a workaround.
+    """
     given = inputs()
     expected = torch.autograd.grad(squares(*given), given)
     found = torch.func.grad(squares, argnums=(0, 1, 2))(*(x.detach() for x in given))
@@ -97,7 +100,7 @@ def test_torch_func_grad():
 
 
 def test_gradients_of_every_sample():
-    """vmap of grad is torch's loop over calls."""
+    """vmap of grad equals torch's loop over single calls."""
     q, k, v = (x.detach().unsqueeze(1) for x in inputs(batch=3))
     found = torch.func.vmap(torch.func.grad(squares, argnums=(0, 1, 2)))(q, k, v)
     for index in range(3):
@@ -108,7 +111,11 @@ def test_gradients_of_every_sample():
 
 @pytest.mark.parametrize("mode", ["real", "fake"])
 def test_torch_func_grad_is_traced_whole(mode):
-    """Below torch.func the shorter way ran kernels on tensors without data, or traced into them."""
+    """torch.func.grad traces into one forward and one backward operator.
+
+    Story: under torch.func the shortcut ran kernels on tensors without data, or traced into the
+    implementation.
+    """
     given = [x.detach() for x in inputs()]
     graph = make_fx(torch.func.grad(squares, argnums=(0, 1, 2)), tracing_mode=mode)(*given)
     called = [str(node.target) for node in graph.graph.nodes if "pasa" in str(node.target)]
@@ -140,7 +147,10 @@ def test_second_derivatives_are_refused():
 
 @pytest.mark.parametrize("varlen", [False, True])
 def test_forward_mode_is_refused(varlen):
-    """Story: torch drops the tangent of a custom operator, so a Jacobian-vector product came out as 0."""
+    """Forward-mode differentiation raises.
+
+    Story: torch drops the tangent of a custom operator, so a Jacobian-vector product came out as 0.
+    """
     q, k, v = (x.detach() for x in inputs((30, 30), batch=1))
 
     def attend(q):
@@ -153,6 +163,6 @@ def test_forward_mode_is_refused(varlen):
     with pytest.raises(NotImplementedError, match="forward-mode"):
         torch.func.jvp(attend, (q,), (torch.ones_like(q),))
     with torch.autograd.forward_ad.dual_level():
-        attend(q)  # nothing to lose
+        attend(q)  # without a tangent there is nothing to lose
         with pytest.raises(NotImplementedError, match="forward-mode"):
             attend(torch.autograd.forward_ad.make_dual(q, torch.ones_like(q)))

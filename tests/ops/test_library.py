@@ -1,4 +1,4 @@
-"""torch.ops.pasa.*: schema, fake kernels, compilation."""
+"""The operators torch.ops.pasa.*: schemas, fake kernels and compilation."""
 
 import dataclasses
 import io
@@ -128,7 +128,7 @@ PACKED = {"cu_seqlens_q": torch.tensor([0, 10, 30]), "cu_seqlens_k": torch.tenso
 
 
 def arguments(op, dtype=torch.float16, strided=False):
-    """Keyword arguments of either operator."""
+    """Return keyword arguments of either operator."""
     heads_first = normal_qkv((4, 2), (30, 30), 32, batch=2)
     tensors = heads_first if op == "attention" else [x[0].transpose(0, 1) for x in heads_first]
     if strided:
@@ -224,7 +224,7 @@ def test_vmap_is_a_loop():
 
 
 class Watch(TorchDispatchMode):
-    """Notes the operators that pass."""
+    """Record the operators that are dispatched."""
 
     def __init__(self):
         super().__init__()
@@ -236,8 +236,10 @@ class Watch(TorchDispatchMode):
 
 
 def test_only_plain_calls_pass_by_the_dispatcher(monkeypatch):
-    """It costs the host 20 us a call, and 500 where a gradient is wanted; a mode, a subclass, vmap and a profiler need
-    it."""
+    """Only plain calls skip the dispatcher; a mode, a subclass, vmap, a profiler and autograd still see theirs.
+
+    The dispatcher costs the host 20 us a call, and 500 us if a gradient is needed.
+    """
     calls = []
     real = CustomOpDef.__call__
     monkeypatch.setattr(CustomOpDef, "__call__", lambda *a, **k: calls.append(0) or real(*a, **k))
@@ -264,14 +266,21 @@ def test_only_plain_calls_pass_by_the_dispatcher(monkeypatch):
 
 
 def test_a_view_with_a_sign_to_come_is_resolved():
-    """Story: its type is Tensor, and the implementation read the memory below, which has the other sign."""
+    """A view with a lazy negation is resolved before the implementation reads it.
+
+    Story: its type is Tensor, and the implementation read the memory below, which has the other
+    sign.
+    """
     q, k, v = normal_qkv((2, 2), (6, 9), 16)
     expected = pasa.attention(q, k, -v)
     assert torch.equal(pasa.attention(q, k, torch._neg_view(v)), expected)
 
 
 def test_compiled_graphs_do_not_look_inside():
-    """Dynamo looks at every Python frame, also at those that a graph's operator runs."""
+    """Dynamo does not trace into the operator of a compiled graph.
+
+    Dynamo inspects every Python frame, including those that an operator in a graph runs.
+    """
     q, k, v = normal_qkv((2, 2), (6, 9), 16)
     torch.compiler.reset()
     frames = CompileCounter()
@@ -283,7 +292,11 @@ def test_compiled_graphs_do_not_look_inside():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("config", [pasa.PasaConfig(), pasa.PasaConfig(accumulate="fp16")], ids=["fp32", "fp16"])
 def test_autocast_does_not_reach_inside(dtype, config):
-    """Pipelines run under autocast. With FP16 accumulation the error of the output grows sevenfold in silence."""
+    """Autocast does not change the arithmetic inside the operator.
+
+    Pipelines run under autocast. With FP16 accumulation the error of the output would silently grow
+    sevenfold.
+    """
     q, k, v = (x + 3 for x in normal_qkv((2, 2), (40, 200), 64))
     plain = pasa.attention(q, k, v, config=config)
     with torch.autocast("cpu", dtype=dtype):
@@ -292,8 +305,12 @@ def test_autocast_does_not_reach_inside(dtype, config):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
 def test_default_dtype_does_not_reach_inside(dtype):
-    """Model loaders set it. Under FP16 and BF16 the scale was rounded to it, so all scores were off by up to 2^-9
-    of themselves; FP64 does not multiply with FP32. A power of two as the scale hides it."""
+    """The default dtype, which model loaders set, does not change the result.
+
+    Under FP16 and BF16 the scale was rounded to the default dtype, so all scores were off by up to
+    2^-9 of themselves; under FP64 the multiplication with FP32 failed. A scale that is a power of
+    two would hide the fault.
+    """
     q, k, v = (x + 3 for x in normal_qkv((2, 2), (40, 200), 64))
     plain = pasa.attention(q, k, v, scale=0.1)
     before = torch.get_default_dtype()
@@ -306,7 +323,7 @@ def test_default_dtype_does_not_reach_inside(dtype):
 
 @pytest.mark.parametrize("edges", [[0, 10, 29], [0, 10, 31], [0, 40, 30], [1, 10, 30]], ids=str)
 def test_compiled_varlen_refuses_wrong_lengths(edges):
-    """Eager calls refuse these; compiled ones leave rows at 0 or read other rows."""
+    """Compiled calls refuse wrong lengths as eager calls do; otherwise rows would stay 0 or read other rows."""
     compiled = torch.compile(lambda *x: pasa.attention_varlen(*x, 30, 30), fullgraph=True, backend="eager")
     given = arguments("attention_varlen") | {"cu_seqlens_q": torch.tensor(edges)}
     with pytest.raises(ValueError, match="cu_seqlens_q"):

@@ -1,4 +1,4 @@
-"""What the operators of torch.ops.pasa refuse when they are called without `pasa.attention` before them."""
+"""Invalid operands that torch.ops.pasa refuses when called without `pasa.attention`."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def narrowed(dim):
     return lambda x: x.narrow(dim, 0, x.shape[dim] - 1)
 
 
-# operators, argument, what becomes of it, part of the message
+# operator, argument, change of the argument, part of the message
 BAD = [
     (BATCHED, "k", narrowed(0), r"k and v differ in shape: \(1, 2, 30, 16\) and \(2, 2, 30, 16\)"),
     (BATCHED, "v", narrowed(0), r"k and v differ in shape: \(2, 2, 30, 16\) and \(1, 2, 30, 16\)"),
@@ -81,12 +81,16 @@ CASES = [(operator, *case) for operators, *case in BAD for operator in operators
     ("operator", "name", "change", "message"), CASES, ids=lambda x: x if isinstance(x, str) else ""
 )
 def test_operators_refuse_by_name(operator, name, change, message, backend):
-    """Story: operators trusted `pasa.attention` to have checked. Called without it, as an exported program calls them,
-    kernels read behind the end of a k or v of fewer batch entries, of a wrong group size or of a short gradient; a
-    negative block_k gave zeros, and k on meta beside q on a CPU gave memory that nobody had written."""
+    """Every operator refuses a wrong operand by name.
+
+    Story: operators trusted `pasa.attention` to have checked. Called without it, as an exported
+    program does, kernels read past the end of k or v with fewer batch entries, with a wrong group
+    size, or of a short gradient. A negative block_k gave zeros, and k on meta beside q on a CPU
+    gave uninitialised memory.
+    """
     device = {"reference": "cpu", "triton": DEVICE, "fake": "meta"}[backend]
     if backend == "fake" and "meta" in message:
-        message = None  # where all is on meta, nothing is elsewhere
+        message = None  # if everything is on meta, no tensor is on another device
     given = all_arguments(operator, "reference" if backend == "fake" else backend, device)
     given[name] = change(given[name])
     if message is None:
@@ -110,7 +114,10 @@ REMEDIES = [
 
 @pytest.mark.parametrize(("operator", "name", "change", "remedy"), REMEDIES)
 def test_refusals_say_what_to_do(operator, name, change, remedy):
-    """Story: messages named the value and left it to the reader what to do next."""
+    """Every refusal says what to do next.
+
+    Story: messages named the value only.
+    """
     given = all_arguments(operator, "reference", "cpu")
     given[name] = change(given[name])
     with pytest.raises((ValueError, TypeError), match=remedy):
@@ -125,7 +132,7 @@ def test_both_gradients_missing():
 
 
 def test_an_exported_program_refuses_other_keys():
-    """It holds the operator, and nothing of what was checked when it was traced."""
+    """An exported program refuses wrong keys: it holds the operator, but no check made while tracing."""
     q, k, v = normal_qkv((4, 2), (6, 9), 16)
     traced = torch.fx.symbolic_trace(lambda q, k, v: torch.ops.pasa.attention(q, k, v)[0])
     assert torch.equal(traced(q, k, v), pasa.attention(q, k, v))
@@ -134,7 +141,10 @@ def test_an_exported_program_refuses_other_keys():
 
 
 def test_kernels_take_lengths_from_the_host():
-    """Story: lengths of packed sequences that were left on the CPU were a wild pointer to a kernel on a GPU."""
+    """Kernels accept cumulative lengths that are on the host.
+
+    Story: lengths left on the CPU were a wild pointer for a kernel on a GPU.
+    """
     given = all_arguments("attention_varlen", "triton", DEVICE)
     expected = OPERATORS["attention_varlen"](**given)[0]
     host = {name: given[name].cpu() for name in ("cu_seqlens_q", "cu_seqlens_k")}

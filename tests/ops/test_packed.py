@@ -1,4 +1,4 @@
-"""Packed sequences, padded in groups."""
+"""Packed sequences are padded in groups."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""The registry: every field of a capability record is enforced, and the reference does all it claims."""
+"""The registry enforces every field of a capability record, and the reference does all that its record claims."""
 
 import dataclasses
 import warnings
@@ -29,7 +29,7 @@ def test_names_of_the_architecture():
 
 
 def test_triton_says_why_it_cannot_run(monkeypatch):
-    """A reason in the list, not an import error."""
+    """Without Triton the list of backends gives a reason, instead of raising an ImportError."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     assert "neither a CUDA GPU nor an NPU" in BACKENDS["triton"].missing()
@@ -40,7 +40,8 @@ def test_triton_says_why_it_cannot_run(monkeypatch):
     assert BACKENDS["triton"].missing() is None
     monkeypatch.setattr(registry.importlib.util, "find_spec", lambda name: None)
     assert "triton is not installed" in BACKENDS["triton"].missing()
-    monkeypatch.setitem(BACKENDS, "triton", dataclasses.replace(BACKENDS["triton"]))  # no call of it is remembered
+    # A new record, so that no earlier call of it is cached.
+    monkeypatch.setitem(BACKENDS, "triton", dataclasses.replace(BACKENDS["triton"]))
     q = torch.zeros(1, 1, 2, 16, dtype=torch.float16)
     with pytest.raises(NotImplementedError, match="triton is not installed"):
         pasa.attention(q, q, q, backend="triton")
@@ -48,7 +49,7 @@ def test_triton_says_why_it_cannot_run(monkeypatch):
 
 @pytest.fixture
 def turing(monkeypatch):
-    """A machine whose GPU is an sm_75."""
+    """Simulate a machine whose GPU is an sm_75."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
     monkeypatch.setenv("TRITON_INTERPRET", "0")
@@ -60,13 +61,16 @@ def turing(monkeypatch):
 
 
 def serve(device="cuda", head_dim=64, backend=None, diagnose=False, **options):
-    """As the operator chooses for such tensors."""
+    """Return the backend that the operator chooses for such tensors."""
     needs = (device, torch.float16, head_dim, "none", False, diagnose)
     return library._resolve(tuple(BACKENDS.values()), backend, needs, AttentionOptions(**options).arguments, False)[2]
 
 
 def test_a_gpu_that_is_emulated_is_told_of_once(turing):
-    """Story: GPUs below sm_80, or without Triton, got the emulation in silence."""
+    """A GPU that is served by the emulation is reported, once.
+
+    Story: GPUs below sm_80, or without Triton, were silently emulated.
+    """
     with pytest.warns(UserWarning, match="no tensor-core product for sm_75") as told:
         assert [serve(head_dim=head_dim) for head_dim in (64, 64, 128)] == ["reference"] * 3
     assert len(told) == 1
@@ -93,8 +97,11 @@ def test_a_head_too_wide_for_the_kernels_is_told_of(turing, monkeypatch):
 
 
 def test_who_serves_is_asked_with_what_the_calls_are(turing, monkeypatch):
-    """Story: who serves was asked for FP16, head dim 64 and default options, whatever the calls would be. Calls that
-    Triton does not take were listed as Triton's."""
+    """`servers` answers for the calls that will be made.
+
+    Story: it answered for FP16, head dim 64 and default options, whatever the calls. Calls that
+    Triton cannot serve were listed as Triton's.
+    """
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     half = torch.float16
     assert dict(registry.servers())["cuda"] == "triton"
@@ -174,7 +181,7 @@ def test_paged_caches_may_want_options_of_their_own():
 
 
 def test_a_replaced_backend_serves_no_call_that_names_it(own_registry):
-    """Unnamed calls reach it, and whoever serves in its place."""
+    """A replaced backend still serves calls without a name, through its fallback, but refuses calls that name it."""
     register(dataclasses.replace(REFERENCE, name="other", priority=1, replaced=lambda: "not built"))
     assert select(CALL).name == "other"
     with pytest.raises(NotImplementedError, match=r"other: not built$"):
@@ -184,7 +191,7 @@ def test_a_replaced_backend_serves_no_call_that_names_it(own_registry):
 
 
 def test_restrictions_cover_the_record():
-    """A field added to the record needs a test that it refuses."""
+    """Every field of the record has a test that it refuses calls."""
     tested = {name for restriction, _ in RESTRICTIONS for name in restriction}
     tested |= {"varlen", "diagnostics", "paged", "devices_by_name", "replaced"}  # each has a test of its own
     assert {f.name for f in dataclasses.fields(Backend)} - tested == {"name", "module", "label", "priority"}
@@ -242,7 +249,7 @@ def test_unknown_name_lists_the_registered():
 
 
 def test_a_named_backend_never_falls_back(own_registry):
-    """Someone who names a backend measures it; serving the call by another would falsify the result."""
+    """A named backend is used or refused; served by another one, a measurement of it would be false."""
     register(dataclasses.replace(REFERENCE, name="other", priority=9, missing=lambda: "not here"))
     assert select(CALL) is REFERENCE
     with pytest.raises(NotImplementedError, match=r"^no backend can serve this call: other: not here$"):
@@ -257,7 +264,7 @@ def test_priority_decides_whatever_the_order_of_registration(own_registry):
 
 
 def test_the_call_reaches_the_registry_whole(own_registry):
-    """What the operator hands on is what the caller gave: each restriction shows in the refusal."""
+    """The operator passes on all that the caller gave: each restriction appears in the refusal."""
     q = torch.zeros(1, 1, 2, 8, dtype=torch.float16)
     given = {
         "masks": ({"attn_mask": torch.zeros(2, 2)}, "mask float"),
@@ -281,7 +288,7 @@ def test_the_call_reaches_the_registry_whole(own_registry):
 
 
 def test_a_choice_is_remembered_and_a_refusal_is_not(own_registry):
-    """The machine was asked at every call, though its answer does not change."""
+    """A choice is cached and a refusal is not; the machine used to be queried at every call."""
     answers = ["not yet", None, "asked again"]
     own_registry["reference"] = dataclasses.replace(REFERENCE, missing=lambda: answers.pop(0))
     q = torch.zeros(1, 1, 2, 8, dtype=torch.float16)
@@ -289,7 +296,7 @@ def test_a_choice_is_remembered_and_a_refusal_is_not(own_registry):
         pasa.attention(q, q, q)
     for _ in range(2):
         pasa.attention(q, q, q)
-    with pytest.raises(NotImplementedError, match="asked again"):  # a call of another kind
+    with pytest.raises(NotImplementedError, match="asked again"):  # another kind of call
         pasa.attention(q, q, q, config=pasa.PasaConfig(precision="fp32"))
 
 

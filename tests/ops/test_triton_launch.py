@@ -1,4 +1,4 @@
-"""What a remembered kernel is remembered by, held against what Triton itself tells apart. No device is needed."""
+"""The cache of compiled kernels separates all arguments that Triton specialises differently; needs no device."""
 
 import functools
 
@@ -20,7 +20,7 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.uint8, torch.int32
 
 
 def specialised(x):
-    """Triton's type and key of an argument."""
+    """Return the type and the specialisation key that Triton gives an argument."""
     return native_specialize_impl(BaseBackend, x, False, True, True)
 
 
@@ -46,7 +46,7 @@ def test_a_pointer_is_the_tensor_it_stands_for(skip):
 
 
 def test_parts_of_a_workspace_are_apart_and_aligned(monkeypatch):
-    """As on a GPU, in ordinary memory: each part begins at 16 bytes, behind the one before."""
+    """The parts of a workspace begin at multiples of 16 bytes, one behind the other; checked in ordinary memory."""
     monkeypatch.setattr(triton_launch, "DIRECT", True)
     monkeypatch.setattr(torch, "empty", lambda size, dtype, device, empty=torch.empty: empty(size, dtype=dtype))
     sizes = [(3, torch.float32), (1, torch.float16), (5, torch.int32)]
@@ -64,7 +64,7 @@ def test_elsewhere_a_workspace_is_tensors():
 
 
 class Refused:
-    """A compiled kernel as Triton keeps it when it once did not fit: what `run` then is raises when it is called."""
+    """Mimic a compiled kernel that once did not fit: Triton sets its `run` to a callable that raises."""
 
     def __init__(self, error):
         self.run = functools.partial(self.fail, error)
@@ -75,11 +75,14 @@ class Refused:
 
 
 def test_a_kernel_that_once_did_not_fit_says_so_again():
-    """Tuning takes OutOfResources for "not this tile"; the second try used to end in an AttributeError."""
+    """A kernel that did not fit raises OutOfResources again, which tuning takes as "not this tile".
+
+    The second try used to end in an AttributeError.
+    """
     with pytest.raises(OutOfResources):
         triton_launch.Ready.of(Refused(OutOfResources(300, 227, "shared memory")))
 
 
 def test_what_is_not_compiled_is_left_to_triton():
-    """As Triton gives it while it compiles in the background, or where a hook has taken the work."""
+    """What is not compiled is left to Triton, for instance if it compiles in the background or a hook took over."""
     assert triton_launch._prepare(None) is None

@@ -1,8 +1,9 @@
-"""Scores that FP32 sums without rounding, so that a bound holds that large scores do not loosen.
+"""Scores that FP32 sums without rounding, so that the bound does not loosen with large scores.
 
-Queries and keys are small whole numbers and constants of runs of keys, which masks cut: tiles far from their reference,
-and references far from FP16. All products are below 2^24. What is left: a score is stored within 2^-11 of 16 nats, so
-eps = 2^-7; a frame is added in FP32, 4 u of the log-sum-exp; and outputs are rounded.
+Queries and keys are small whole numbers and constants on runs of keys, which masks cut. So tiles are far from
+their reference, and references far from FP16's range. All products are below 2^24. What remains: a score is
+stored within 2^-11 of 16 nats, so eps = 2^-7; a frame is added in FP32, 4 u of the log-sum-exp; and outputs are
+rounded.
 """
 
 from random import Random
@@ -48,19 +49,23 @@ def check(seed, backend):
     assert (lse.isinf() == true.blind).all()
     off = (lse.double() - true.lse)[~true.blind].abs() - 2.0**-22 * true.lse[~true.blind].abs()
     assert (off <= EPS).all(), f"seed {seed}: log-sum-exp"
-    allowed = 2 * EPS + 2 * 2.0**-11  # of values in [0, 1]
+    allowed = 2 * EPS + 2 * 2.0**-11  # for values in [0, 1]
     assert ((out.double() - true.out).abs() <= allowed).all(), f"seed {seed}: output"
 
 
 @pytest.mark.parametrize("start", range(0, 600, 100))
 def test_reference(start):
-    """Story: with seeds like these whole blocks were lost, or weights were off by hundredths of a nat; no bound on FP32
-    sums of the same size saw it."""
+    """The reference is exact up to the remaining roundings.
+
+    Story: with seeds like these whole blocks were lost, or weights were off by hundredths of a nat. No bound on
+    FP32 sums of the same size noticed.
+    """
     for seed in range(start, start + 100):
         check(seed, "reference")
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, which interprets: infinity is meant
+# NumPy, which interprets the kernels, warns of intended infinities.
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_kernels():
     for seed in range(20):
         check(seed, "triton")

@@ -1,8 +1,9 @@
-"""The guarantee: finite FP16 in, finite out, every output inside [min V, max V] of its column up to rounding.
+"""The guarantee: finite FP16 in, finite out, and every output within [min V, max V] of its column up to rounding.
 
-O is a mean of values with weights P / sum(P): the same rounded P stands above and below, so only FP32 accumulation
-(n terms, 2^-24 each of max |V|) and one rounding to FP16, which is monotone, can leave the interval. With
-accumulate="fp16" every block's product and every stored mean is rounded to FP16 as well.
+O is a mean of values with weights P / sum(P), with the same rounded P above and below the fraction bar. So an
+output can leave the interval only by FP32 accumulation (n terms, 2^-24 each of max |V|) and one rounding to
+FP16, which is monotone. With accumulate="fp16" every block's product and every stored mean is rounded to FP16
+as well.
 """
 
 import dataclasses
@@ -18,12 +19,12 @@ from pasa.eval.fuzz import truth
 from pasa.ops.attention import scores
 from tests.inputs import KERNEL_MODES, KERNEL_SLACK, MODES, REFERENCE_MODES, max_error, normal_qkv, rmse
 
-SUBNORMAL = 2.0**-24  # FP16 cannot round finer than this
+SUBNORMAL = 2.0**-24  # the smallest step of FP16
 KINDS = ("any_bits", "largest", "denormal", "constant_key", "resonance", "wide", "outliers", "opposed_blocks")
 
 
 def adversary(kind, shape, g):
-    """Finite FP16 tensors that provoke overflow, underflow, cancellation or ties."""
+    """Return finite FP16 tensors that provoke overflow, underflow, cancellation or ties."""
     if kind == "any_bits":
         x = torch.randint(-(2**15), 2**15, shape, generator=g, dtype=torch.int32).to(torch.int16).view(torch.float16)
         return torch.where(torch.isfinite(x), x, torch.tensor(65504.0, dtype=torch.float16))
@@ -65,14 +66,14 @@ def calls(draw):
 
 
 def rounding_of(largest, keys, config):
-    """The rounding stated at the head of this file, for rows that see `keys` keys and values up to `largest`."""
+    """Return the rounding that the top of this file states, for `keys` visible keys and values up to `largest`."""
     if config.accumulate == "fp16":
         return (2 * -(-keys // config.block_k) + 1) * (2.0**-11 * largest + SUBNORMAL)
     return keys * 2.0**-24 * largest
 
 
 def assert_mean_of_values(out, call, config, kernel=False, mask=None):
-    """Inside the range of the values that the row sees; a kernel sums weights before FP16 rounds them."""
+    """Check that outputs lie within the range of the visible values; a kernel sums weights before FP16 rounds them."""
     q, k, v, causal = call
     true = truth.find_truth(q, k, v, mask, causal, 1.0)[0]
     assert torch.isfinite(out).all()
@@ -106,7 +107,7 @@ def test_kernels_are_finite_and_give_a_mean_of_values(call, mode, block_k):
 
 @st.composite
 def masks(draw, rows, keys):
-    """A bool or float mask (2, 1, rows, keys); a row or a batch entry may see nothing."""
+    """Return a bool or float mask (2, 1, rows, keys), in which a row or a batch entry may see nothing."""
     g = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     keep = torch.rand(2, 1, rows, keys, generator=g) < draw(st.sampled_from([0.1, 0.7, 1.0]))
     if draw(st.booleans()):
@@ -120,7 +121,10 @@ def masks(draw, rows, keys):
 @settings(max_examples=300)
 @given(st.data())
 def test_finite_and_a_mean_of_the_values_it_sees(data):
-    """As above with masks, grouped heads and a batch: hidden keys are removed, float masks keep tiles in FP32."""
+    """The guarantee holds with masks, grouped heads and a batch.
+
+    Hidden keys are removed, and float masks keep tiles in FP32.
+    """
     q, k, v, causal, scale, config = data.draw(calls())
     q, k, v = (torch.cat([x, x.flip(-2)]) for x in (torch.cat([q, -q], 1), k, v))
     mask = data.draw(masks(q.shape[-2], k.shape[-2]))
@@ -134,14 +138,16 @@ def test_finite_and_a_mean_of_the_values_it_sees(data):
 @settings(max_examples=300)
 @given(calls())
 def test_error_bound_on_adversaries(call):
-    """Scores perturbed by at most eps move a mean of values by at most (e^(2 eps) - 1) times their spread.
+    """Errors on adversaries are bounded: scores changed by eps move a mean by at most (e^(2 eps) - 1) spreads.
 
-    Story: spread and rounding were taken from all values, also of keys that a causal row does not see, so what leaked
-    from a large value into a row of small ones was allowed.
+    The spread is that of the values that the row sees.
 
-    eps: FP32 accumulation of q.k' and of the offset q.a (D terms each of 2^-24 |q||k|, |k'| up to 2 |k| and |a| up
-    to 3 |k|, rarely both) of keys that the row sees and gives weight; the rounding to FP16 of scores within reach,
-    2^-11 of 16 nats.
+    Story: spread and rounding were taken from all values, also of keys that a causal row does not see. So a
+    leak from a large value into a row of small ones was allowed.
+
+    eps is the FP32 accumulation of q.k' and of the offset q.a, plus the rounding to FP16. The accumulation
+    counts keys that the row sees and gives weight: D terms each of 2^-24 |q||k|, with |k'| up to 2 |k| and |a|
+    up to 3 |k|, rarely both. The rounding applies to scores within reach, 2^-11 of 16 nats.
     """
     q, k, v, causal, scale, config = call
     golden, _ = pasa.golden_attention(q, k, v, is_causal=causal, scale=scale)
@@ -164,8 +170,11 @@ def rescued(records):
 
 @EVERY
 def test_block_that_exceeds_its_reference_by_more_than_fp16_holds(mode):
-    """The rare path: block 2 stands 10^6 above the running maximum, so FP16 stores +inf or 65504 for all of it.
-    Its rows keep FP32 and the softmax inside the block is still right."""
+    """A block that exceeds its reference by more than FP16 holds is kept in FP32, and its softmax is right.
+
+    In this rare case block 2 is 10^6 above the running maximum, so FP16 would store +inf or 65504 for all of
+    it.
+    """
     q, k, v = normal_qkv((1, 1), (5, 256), 64)
     q[..., 0], k[..., 0] = 1000.0, 0.0
     k[..., 128:, 0] = 1000.0
@@ -184,7 +193,10 @@ def test_block_that_exceeds_its_reference_by_more_than_fp16_holds(mode):
 
 @EVERY
 def test_reference_beyond_two_fp16_numbers(mode):
-    """Block 2 lies 4 10^9 below block 1: its reference is clamped at 131008 and its weights are still zero."""
+    """A reference beyond two FP16 numbers is clamped at 131008, and weights far below it are still zero.
+
+    Block 2 lies 4 10^9 below block 1.
+    """
     q, k, v = normal_qkv((1, 1), (3, 256), 64)
     q[..., 0], k[..., 0] = 65504.0, 30000.0
     k[..., 128:, 0] = -30000.0
@@ -196,10 +208,13 @@ def test_reference_beyond_two_fp16_numbers(mode):
 
 @EVERY
 def test_tiny_scale_gives_weight_to_scores_below_minus_65504(mode):
-    """With scale 2^-20 a score of -10^5 still weighs 0.9, so saturating it would be wrong, not harmless."""
+    """At a tiny scale, scores below -65504 have weight: with scale 2^-20 a score of -10^5 still weighs 0.9.
+
+    So saturating such a score would be wrong, not harmless.
+    """
     q, k, v = normal_qkv((1, 1), (4, 100), 64)
     q[..., 0], k[..., 0] = 400.0, -400 * torch.arange(100) / 99
-    k[..., 1] *= 2.0**-14  # keys whose fold into the unit would round: the tile stays in raw units
+    k[..., 1] *= 2.0**-14  # keys that the unit would round, so the tile stays in raw units
     golden, _ = pasa.golden_attention(q, k, v, scale=2.0**-20)
     out = mode.out(q, k, v, scale=2.0**-20)
     assert max_error(out, golden) <= 2.0**-9
@@ -207,7 +222,7 @@ def test_tiny_scale_gives_weight_to_scores_below_minus_65504(mode):
 
 @EVERY
 def test_largest_values(mode):
-    """P V of a block of 65504s is 128 times beyond FP16; a mean of them is not."""
+    """The largest values are averaged: P V of a block of 65504s exceeds FP16 128 times, but their mean fits."""
     q, k, _ = normal_qkv((1, 1), (7, 300), 64)
     v = torch.full_like(k, 65504.0)
     v[..., 1::2] = -65504.0
@@ -216,7 +231,10 @@ def test_largest_values(mode):
 
 
 def test_more_keys_than_fp16_can_count():
-    """70,000 equal scores: a row sum in FP16 would stop at 65504 or become infinite."""
+    """More keys than FP16 can count are averaged: 70,000 with equal scores.
+
+    A row sum in FP16 would stop at 65504 or become infinite.
+    """
     q = torch.zeros(1, 1, 1, 16, dtype=torch.float16)
     k, v = torch.ones(1, 1, 70_000, 16).half(), torch.ones(1, 1, 70_000, 16).half()
     for mode in MODES:

@@ -1,7 +1,7 @@
 """Float masks of finfo.min, with which transformers hides keys: they are finite, so a row of them has keys.
 
-Golden attention adds them in FP64. FP32 keeps of their sum with a score what 24 bits hold. Scores of ordinary size
-vanish in either, and a row of such masks alone is the plain mean of its values.
+Golden attention adds them in FP64, while FP32 keeps 24 bits of their sum with a score. Scores of ordinary size
+vanish in either sum, and a row of such masks alone gives the plain mean of its values.
 """
 
 import pytest
@@ -18,7 +18,10 @@ SHAPES = [((2, 2), (20, 50)), ((4, 1), (70, 200)), ((4, 1), (1, 300))]  # one la
 
 
 def mask_of(rows, keys):
-    """Of every five rows one sees nothing, one has finfo.min everywhere, one on most keys, and two on every other."""
+    """Return a mask in which every fifth row sees nothing, one has finfo.min everywhere, one on most keys.
+
+    The other two of five rows have it on every other key.
+    """
     mask = torch.zeros(rows, keys)
     mask[:, ::2] = LOWEST
     mask[1::5], mask[2::5], mask[2::5, keys // 3] = LOWEST, LOWEST, 0.0
@@ -31,9 +34,13 @@ def mask_of(rows, keys):
 @pytest.mark.parametrize(("heads", "lengths"), SHAPES, ids=str)
 @pytest.mark.parametrize("log_scale", [-3, 72, 80])
 def test_rows_of_finfo_min_have_keys(mode, heads, lengths, log_scale):
-    """Story: with scales of 2^62 and more the sum of finfo.min and a score of -2^103 was -inf. A row of such keys was
-    taken for one without: its output was 0, its log-sum-exp -inf. Beside such masks FP32 cannot tell scores apart that
-    FP64 can, so those rows are held to the range of their values; all others to golden attention."""
+    """Rows of finfo.min have keys.
+
+    Story: with scales of 2^62 and more the sum of finfo.min and a score of -2^103 was -inf. A row of such keys
+    was taken for a row without keys: its output was 0, its log-sum-exp -inf. Beside such masks FP32 cannot
+    separate scores that FP64 can, so those rows are held to the range of their values, and all others to golden
+    attention.
+    """
     q, k, v = normal_qkv(heads, lengths, 64)
     if log_scale > 0:
         q, k = torch.full_like(q, 32768), -32768 * (k > 0).half()  # FP32 holds their sums; all scores are negative
@@ -58,8 +65,11 @@ def test_rows_of_finfo_min_have_keys(mode, heads, lengths, log_scale):
 @pytest.mark.parametrize("backend", FORMULAS)
 @pytest.mark.parametrize("log_scale", [-3, 70])
 def test_rows_of_finfo_min_have_gradients(backend, log_scale):
-    """Story: the kernels multiplied masked scores by log2(e), which finfo.min does not survive at any scale, so a row
-    of such masks had no gradient. Each of n keys of one weight gets G / n."""
+    """Rows of finfo.min have gradients: each of n keys of equal weight gets G / n.
+
+    Story: the kernels multiplied masked scores by log2(e), which makes finfo.min infinite at any scale. So a
+    row of such masks had no gradient.
+    """
     q, k, v = normal_qkv((2, 1), (20, 50), 64)
     if log_scale > 0:
         q, k = 65504 * q.sign(), (65504 * k.sign())[:, :, :1].expand_as(k)
@@ -72,7 +82,10 @@ def test_rows_of_finfo_min_have_gradients(backend, log_scale):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_a_fitting_mask_leaves_room_for_the_largest_scores(dtype):
-    """NaN and infinities stay what they are; ordinary scales change nothing and copy nothing."""
+    """A fitting mask leaves room for the largest scores, and keeps NaN and infinities.
+
+    At ordinary scales it changes nothing and copies nothing.
+    """
     info = torch.finfo(dtype)
     mask = torch.tensor([info.min, info.max, 1.0, torch.nan, torch.inf, -torch.inf]).to(dtype)
     assert fitting_mask(mask, 2.0**56) is mask
@@ -85,7 +98,7 @@ def test_a_fitting_mask_leaves_room_for_the_largest_scores(dtype):
 
 
 def test_finfo_min_and_scale_through_the_public_function():
-    """The case as it was found: every score is -2^104 or so."""
+    """finfo.min and a huge scale work in the public function, as in the first report: scores near -2^104."""
     q, k, v = normal_qkv((1, 1), (1, 4), 512)
     q, k = torch.full_like(q, 65504), torch.full_like(k, -65504)
     out, lse = pasa.attention(q, k, v, attn_mask=torch.full((4,), LOWEST), scale=2.0**63, return_lse=True)

@@ -1,4 +1,7 @@
-"""What attention must not notice, and what it must: shifts, order, blocks, halves, decoding, masked garbage."""
+"""Invariances of attention: shifts, order, blocks, halves, decoding, masked garbage.
+
+Non-finite inputs that a row does see must show in its output.
+"""
 
 import functools
 
@@ -28,8 +31,11 @@ def test_values_of_one_give_one(mode, keys):
 @EVERY
 @pytest.mark.parametrize("shift", [0.0, 8.0, 16.0, 104.0, 1000.0, 10_000.0])
 def test_constant_added_to_every_key_changes_nothing(mode, shift):
-    """Keys on the grid of the largest shift (2^3 at 10^4), so that adding it is exact; then not a bit may change but
-    through the FP32 product with the anchor, which all keys share."""
+    """A constant added to every key changes nothing.
+
+    Keys are on the grid of the largest shift (2^3 at 10^4), so that adding the shift is exact. Then bits may
+    change only through the FP32 product with the anchor, which all keys share.
+    """
     q, _, v = normal_qkv((2, 1), (33, 300), 64)
     g = torch.Generator().manual_seed(5)
     k = 8.0 * torch.randint(-2, 3, (1, 1, 300, 64), generator=g)
@@ -63,7 +69,7 @@ def test_block_sizes_agree(block, offset):
 
 @functools.cache
 def whole_call(mode, offset):
-    """Inputs, and output and log-sum-exp in FP64 and of a mode."""
+    """Return inputs, output and log-sum-exp in FP64, and those of a mode."""
     q, k, v = (x + offset for x in normal_qkv((2, 1), (65, 700), 128))
     return (q, k, v), pasa.golden_attention(q, k, v), mode.attend(q, k, v)
 
@@ -72,7 +78,10 @@ def whole_call(mode, offset):
 @pytest.mark.parametrize("offset", [0.0, 30.0])
 @pytest.mark.parametrize("cut", [1, 128, 333])
 def test_halves_merged_by_lse_equal_the_whole(mode, cut, offset):
-    """LSE is in the true frame. It is an FP32 number, so its weight errs by |LSE| 2^-23 at most."""
+    """Halves of the keys, merged by their log-sum-exps, equal the whole call.
+
+    The log-sum-exp is in the true frame. It is an FP32 number, so its weight errs by at most |LSE| 2^-23.
+    """
     (q, k, v), (golden, golden_lse), (whole, whole_lse) = whole_call(mode, offset)
     halves = [mode.attend(q, k[:, :, part], v[:, :, part]) for part in (slice(None, cut), slice(cut, None))]
     lse = torch.stack([h[1] for h in halves]).double()
@@ -87,7 +96,11 @@ def test_halves_merged_by_lse_equal_the_whole(mode, cut, offset):
 @EVERY
 @pytest.mark.parametrize("offset", [0.0, 20.0])
 def test_decode_row_equals_prefill_row(mode, offset):
-    """The blocks of keys are the same, so only FP32 summation order and the rows that share a rescued tile differ."""
+    """A decode row equals its prefill row.
+
+    The blocks of keys are the same. So only FP32 summation order, and the rows that share a rescued tile,
+    differ.
+    """
     q, k, v = (x + offset for x in normal_qkv((4, 2), (300, 300), 64))
     prefill = mode.out(q, k, v, is_causal=True)
     golden, _ = pasa.golden_attention(q, k, v, is_causal=True)
@@ -104,7 +117,7 @@ PAPER = [Mode(backend, PasaConfig(recovery="paper")) for backend in ("reference"
 @pytest.mark.parametrize("mode", [DEFAULT, *KERNEL_MODES, *PAPER], ids=lambda m: f"{m}-{m.config.recovery}")
 @pytest.mark.parametrize("garbage", [torch.nan, torch.inf, -torch.inf])
 def test_garbage_behind_a_mask_never_leaks(mode, garbage):
-    """In a key or value that a row does not see: padding, a future key, a hole in a mask."""
+    """Garbage in a key or value that a row does not see never leaks: padding, a future key, a hole in a mask."""
     q, k, v = normal_qkv((2, 1), (40, 200), 64)
     for where in ("padding", "future", "hole", "combined"):
         mask = torch.ones(40, 200, dtype=torch.bool)
@@ -113,7 +126,7 @@ def test_garbage_behind_a_mask_never_leaks(mode, garbage):
             mask[:, 150:] = False
         if where == "hole":
             mask[:30, at] = False
-        if where == "combined":  # the mask hides the last key from the one row to which causality shows it
+        if where == "combined":  # the mask hides the last key from the only row that causality lets see it
             mask[39, at] = False
         causal = where in ("future", "combined")
         unseen = slice(0, {"padding": 40, "future": 30, "hole": 30, "combined": 40}[where])
@@ -146,7 +159,11 @@ def test_garbage_that_is_seen_is_reported_as_nan(mode):
 @EVERY
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_bad_number_in_a_float_mask_reaches_its_row(mode, value):
-    """Storing the output in FP16 between blocks once turned such a row to 0, and saturation to finite numbers."""
+    """NaN or infinity in a float mask turns its row to NaN.
+
+    Storing the output in FP16 between blocks once turned such a row to 0, and saturation turned it to finite
+    numbers.
+    """
     q, k, v = normal_qkv((2, 1), (9, 200), 64)
     mask = torch.zeros(9, 200)
     mask[3, 150] = value
@@ -162,13 +179,13 @@ def test_bad_number_in_a_float_mask_reaches_its_row(mode, value):
 @DEFAULTS
 @pytest.mark.parametrize("offset", [0.0, 20.0])
 def test_future_keys_move_a_row_by_rounding_only(mode, offset):
-    """Block means include future keys. Real arithmetic does not notice; the change stays within rounding."""
+    """Future keys change a row by rounding only, although block means include them."""
     q, k, v = (x + offset for x in normal_qkv((2, 1), (256, 256), 64))
     other_k, other_v = k.clone(), v.clone()
     other_k[..., 200:, :], other_v[..., 200:, :] = 3.0, -7.0
     golden, _ = pasa.golden_attention(q[:, :, :200], k[:, :, :200], v[:, :, :200], is_causal=True)
     before, after = (mode.out(q, *kv, is_causal=True)[:, :, :200] for kv in ((k, v), (other_k, other_v)))
-    assert torch.equal(before[:, :, :128], after[:, :, :128])  # an earlier block is not touched at all
+    assert torch.equal(before[:, :, :128], after[:, :, :128])  # an earlier block is not affected at all
     assert max_error(after, before.double()) <= 2 * max_error(before, golden) + HALF_ULP
 
 
@@ -176,8 +193,11 @@ def test_future_keys_move_a_row_by_rounding_only(mode, offset):
 @pytest.mark.parametrize("bias", [100.0, 4096.0, 30000.0])
 @pytest.mark.parametrize("name", MASKED)
 def test_error_of_a_row_is_bounded_by_keys_that_it_sees(mode, name, bias):
-    """Story: an anchor of later keys, or a frame of keys without weight, entered FP32 sums of rows whose own scores
-    were small: at a bias of 4096 outputs were wrong by 0.03 to 0.9, where FP32 SDPA errs by 0.001."""
+    """The error of a row is bounded by the keys that it sees.
+
+    Story: an anchor of later keys, or a frame of keys without weight, entered FP32 sums of rows whose own
+    scores were small. At a bias of 4096 outputs were wrong by 0.03 to 0.9, where FP32 SDPA errs by 0.001.
+    """
     case = MASKED[name](bias)
     true, _ = truth_of(case)
     out, lse = mode.attend(*case[:3], **case.how)
@@ -187,7 +207,7 @@ def test_error_of_a_row_is_bounded_by_keys_that_it_sees(mode, name, bias):
     assert ((lse.double() - true.lse).abs() <= lse_bound)[~true.blind].all()
 
 
-HOPELESS = {  # from which bias on FP32 attention errs by as much as values differ
+HOPELESS = {  # the bias from which FP32 attention errs by as much as values differ
     "later keys of the block": 4096.0,
     "small integers": 4096.0,
     "documents": 4096.0,
@@ -200,8 +220,10 @@ HOPELESS = {  # from which bias on FP32 attention errs by as much as values diff
 @pytest.mark.parametrize("bias", [100.0, 1000.0, 4096.0, 30000.0])
 @pytest.mark.parametrize("name", MASKED)
 def test_the_bound_of_a_row_says_something(name, bias):
-    """Story: from a bias of 1000 on the bound allowed half of the cases any mean of their values. An output of zeros
-    must fail, but where FP32 attention has no digit left."""
+    """The bound of a row is meaningful: an output of zeros fails it, except where FP32 attention has no digit left.
+
+    Story: from a bias of 1000 on, the bound allowed half of the cases any mean of their values.
+    """
     case = MASKED[name](bias)
     true, _ = truth_of(case)
     bound, _ = allowed(case)
@@ -213,7 +235,11 @@ def test_the_bound_of_a_row_says_something(name, bias):
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("name", CASES)
 def test_the_same_of_a_few_rows(mode, name, rows):
-    """Story: splits of the keys were merged in the frame of the first that had one, which may have no weight."""
+    """The same bound holds for calls of a few rows.
+
+    Story: splits of the keys were merged in the frame of the first split that had one, which may have no
+    weight.
+    """
     case = CASES[name](30000.0)
     case = case._replace(q=case.q[:, :, -rows:])
     true, _ = truth_of(case)
@@ -227,8 +253,10 @@ def test_the_same_of_a_few_rows(mode, name, rows):
 @EVERY
 @pytest.mark.parametrize("bias", [100.0, 1000.0, 4096.0, 30000.0])
 def test_biased_future_keys_move_a_row_by_rounding_only(mode, bias):
-    """Story: rows 0 to 31 moved by 0.039 at a bias of 1000 when keys 32 to 127 changed, which they do not see. Decoding
-    with the keys that they see gives the same."""
+    """Biased future keys change a row by rounding only, and decoding with only the visible keys gives the same row.
+
+    Story: rows 0 to 31 moved by 0.039 at a bias of 1000 when keys 32 to 127 changed, which they do not see.
+    """
     case = later_keys_of_the_block(bias)
     plain = case.k.clone()
     plain[..., 0] = 0
@@ -243,8 +271,11 @@ def test_biased_future_keys_move_a_row_by_rounding_only(mode, bias):
 
 @DEFAULTS
 def test_key_hidden_by_mask_and_causality_together_enters_no_mean(mode):
-    """Hidden keys were once sought in the mask alone, so such a key moved the block mean, and BF16 data behind it
-    could be refused as too large."""
+    """A key hidden by mask and causality together enters no mean.
+
+    Hidden keys were once looked up in the mask alone. Such a key then moved the block mean, and BF16 data
+    behind it could be refused as too large.
+    """
     q, k, v = normal_qkv((2, 1), (6, 20), 64)
     mask = torch.ones(6, 20, dtype=torch.bool)
     mask[5, 19] = False

@@ -1,4 +1,4 @@
-"""A bias that all keys share: where FP16 attention overflows and FP32 attention loses digits, ours keeps them."""
+"""A bias that all keys share: FP16 attention overflows, FP32 attention loses digits, and pasa keeps them."""
 
 import pytest
 import torch
@@ -8,13 +8,16 @@ import pasa
 from pasa import PasaConfig
 from tests.inputs import KERNEL_MODES, biased_qkv, rmse
 
-FLOOR = 2.0**-12  # of the output's norm: below it only the rounding of O to FP16 is compared
+FLOOR = 2.0**-12  # of the output's norm; below it, only the rounding of O to FP16 is compared
 
 
 @pytest.mark.parametrize("mode", KERNEL_MODES, ids=str)
 @pytest.mark.parametrize("bias", [32, 80, 200, 500, 2000])
 def test_kernels_are_at_most_a_tenth_worse_than_fp32_flash(mode, bias):
-    """Without accumulate="fp16", whose FP16 scores have a row of their own in the accuracy table."""
+    """Kernels are at most a tenth worse than FP32 flash attention.
+
+    accumulate="fp16" gets a wider bound, because it stores FP16 scores; the accuracy table lists it separately.
+    """
     q, k, v = biased_qkv(bias, 0)
     q = q[:, :, :257]  # the interpreter runs tiles of rows one after another
     golden, _ = pasa.golden_attention(q, k, v)
@@ -37,8 +40,12 @@ def test_at_most_a_tenth_worse_than_fp32_flash(bias, seed):
 
 
 def test_more_accurate_than_fp32_attention():
-    """At b = 200 q.k is near 6.5 10^5, where FP32 spacing is 1/16; the shifted scores never see that number.
-    Output rows are one-hot for most seeds (both errors then are zero), so the errors of all seeds are pooled."""
+    """pasa is more accurate than FP32 attention under a large bias.
+
+    At b = 200 q.k is near 6.5 10^5, where FP32 spacing is 1/16, but the shifted scores never contain that
+    number. Output rows are one-hot for most seeds (both errors then are zero), so the errors of all seeds are
+    pooled.
+    """
     ours = theirs = 0.0
     for seed in range(12):
         q, k, v = biased_qkv(200, seed)

@@ -1,7 +1,9 @@
-"""Masks judged by the log-sum-exp in FP64, which sees the weight of a single key, where an output's tolerance does not.
+"""Masks are judged by the log-sum-exp in FP64, which shows the weight of a single key.
 
-Nothing here compares our code with our code: what all backends share (which keys are dropped, which rows a block is
-skipped for, how a mask is broadcast) could be wrong in all of them alike.
+The tolerance of an output hides such a weight.
+
+No test here compares pasa's code with pasa's code. What all backends share could be wrong in all of them alike:
+which keys are dropped, which rows a block is skipped for, how a mask is broadcast.
 """
 
 import pytest
@@ -14,13 +16,13 @@ from tests.inputs import KERNEL_MODES, Mode, max_error, normal_qkv
 REFERENCE = Mode("reference", PasaConfig())
 DEFAULTS = pytest.mark.parametrize("mode", [REFERENCE, *KERNEL_MODES], ids=str)
 ROWS, KEYS = 40, 200
-# One of 200 keys of equal weight is 0.005; rounding P to FP16 and scores to FP16 moves the log-sum-exp by 0.0003.
+# One of 200 keys of equal weight is 0.005; rounding P and scores to FP16 moves the log-sum-exp by 0.0003.
 LSE_BOUND = 2.0**-10
 OUT_BOUND = 2.0**-9
 
 
 def check(mode, q, k, v, dirty=None, rows=slice(None), **how):
-    """The call, on `dirty` keys and values where given, is that of FP64 on clean ones, for these rows."""
+    """Check that the call, on `dirty` keys and values if any, equals FP64 on clean ones, for these rows."""
     golden, golden_lse = pasa.golden_attention(q, k, v, **how)
     out, lse = mode.attend(q, *(dirty or (k, v)), **how)
     golden, golden_lse, out, lse = (x[:, :, rows] for x in (golden, golden_lse, out, lse))
@@ -32,7 +34,7 @@ def check(mode, q, k, v, dirty=None, rows=slice(None), **how):
 
 
 def calm_qkv(heads, lengths, dim=32, batch=1):
-    """Scores of about a quarter: all keys have nearly one weight."""
+    """Return tensors with scores of about a quarter, so that all keys have nearly one weight."""
     q, k, v = normal_qkv(heads, lengths, dim, batch=batch)
     return (q / 4).half(), k, v
 
@@ -41,8 +43,11 @@ def calm_qkv(heads, lengths, dim=32, batch=1):
 @pytest.mark.parametrize("junk", [torch.nan, torch.inf, 65504.0], ids=str)
 @pytest.mark.parametrize("where", ["padding", "future", "hole", "combined"])
 def test_junk_under_a_mask_has_no_weight(mode, where, junk):
-    """A key that a row does not see was only asked not to make the row infinite. As a key of score 0 it had a weight of
-    1 in 200, within the tolerance of the output."""
+    """Junk under a mask has no weight.
+
+    Story: tests only required that a hidden key does not make its row infinite. As a key of score 0 it had a weight of
+    1 in 200, within the tolerance of the output.
+    """
     q, k, v = calm_qkv((2, 1), (ROWS, KEYS))
     mask = torch.ones(ROWS, KEYS, dtype=torch.bool)
     at = {"padding": slice(150, 200), "future": slice(190, 191), "hole": slice(17, 18), "combined": slice(199, 200)}[
@@ -52,7 +57,7 @@ def test_junk_under_a_mask_has_no_weight(mode, where, junk):
         mask[:, at] = False
     if where == "hole":
         mask[:30, at] = False
-    if where == "combined":  # the mask hides the last key from the one row to which causality shows it
+    if where == "combined":  # the mask hides the last key from the only row that causality lets see it
         mask[39, at] = False
     rows = slice(0, {"padding": 40, "future": 30, "hole": 30, "combined": 40}[where])
     dirty_k, dirty_v = k.clone(), v.clone()
@@ -64,7 +69,7 @@ def test_junk_under_a_mask_has_no_weight(mode, where, junk):
 @DEFAULTS
 @pytest.mark.parametrize("kind", ["bool", "float"])
 def test_keys_are_hidden_per_batch_entry(mode, kind):
-    """Left padding, right padding, a hole, all keys and none: what one entry hides is not hidden from another."""
+    """Keys are hidden per batch entry: left padding, right padding, a hole, all keys and none may differ by entry."""
     q, k, v = calm_qkv((4, 2), (5, KEYS), batch=5)
     keep = torch.ones(5, 1, 1, KEYS, dtype=torch.bool)
     keep[0, ..., :131] = False
@@ -76,7 +81,7 @@ def test_keys_are_hidden_per_batch_entry(mode, kind):
     for dirty in (None, junk):
         check(mode, q, k, v, dirty, attn_mask=mask)
     rows = keep.expand(-1, -1, 5, -1).clone()
-    rows[:, :, 2, 140] = False  # beside them, one key of one row
+    rows[:, :, 2, 140] = False  # also hide one key of one row
     check(mode, q, k, v, attn_mask=rows)
     check(mode, q, k, v, attn_mask=rows, is_causal=True)
 
@@ -106,8 +111,10 @@ def test_masks_are_broadcast_from_the_right(mode, shape):
 @pytest.mark.parametrize("lengths", [(200, 150), (197, 129), (151, 150), (300, 65)], ids=str)
 @pytest.mark.parametrize("masked", [False, True])
 def test_more_queries_than_keys_than_a_block_holds(mode, lengths, masked):
-    """Row i sees keys up to i + Skv - Sq: the first rows see none. With several blocks of keys, each of which begins at
-    another row; a shift of one key is 1 in i."""
+    """Row i sees keys up to i + Skv - Sq, so with more queries than keys the first rows see none.
+
+    There are several blocks of keys, each of which begins at another row. An error of one key is 1 in i.
+    """
     mode = mode._replace(config=PasaConfig(accumulate=mode.config.accumulate, block_k=64 if mode is REFERENCE else 128))
     q, k, v = calm_qkv((2, 1), lengths, batch=2)
     mask = None
@@ -123,8 +130,11 @@ def test_more_queries_than_keys_than_a_block_holds(mode, lengths, masked):
 @pytest.mark.parametrize("bias", [0.0, 20.0, 400.0])
 @pytest.mark.parametrize("rows", [3, 65])
 def test_a_nan_in_a_query_stays_out_of_a_row_without_keys(mode, bias, rows):
-    """Such a row is 0 and -inf. Story: where keys share a bias, decoding added q.(change of the frame) to the running
-    maximum of -inf, and the NaN of the query came with it."""
+    """A NaN in the query of a row without keys stays out of the result, which is 0 and -inf.
+
+    Story: if keys share a bias, decoding added q.(change of the frame) to the running maximum of -inf, and so
+    the NaN of the query.
+    """
     q, k, v = (x + shift for x, shift in zip(calm_qkv((4, 2), (rows, 300), 64), (bias, bias, 0.0), strict=True))
     mask = torch.rand(1, 1, rows, 300, generator=torch.Generator().manual_seed(4)) < 0.9
     mask[:, :, 0] = False

@@ -1,5 +1,7 @@
-"""The guarantee over paged caches whose pages have anchors: finite FP16 in, finite out, every output among the values
-whose keys weigh something. Bounds: eval/fuzz/README.md, of scores in FP32."""
+"""The guarantee over paged caches whose pages have anchors: finite FP16 in, finite out.
+
+Every output lies among the values whose keys have weight. Bounds: eval/fuzz/README.md, for scores in FP32.
+"""
 
 import pytest
 import torch
@@ -14,19 +16,23 @@ from tests.inputs import DEVICE
 from tests.properties.test_guarantee import KINDS, adversary
 
 SLOTS = 16
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, which interprets: infinity is meant
+# NumPy, which interprets the kernels, warns of intended infinities.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
 def biased(q, k, v):
-    """A column that adds 32,768 to all scores, by which keys are long enough to have anchors."""
+    """Add 32,768 to all scores by one column, which makes keys long enough to have anchors."""
     q, k = q.clone(), k.clone()
     q[..., -1], k[..., -1] = 8.0, 4096.0
     return q, k, v
 
 
 def decode(q, k, v, scale):
-    """Each row of q (1, H, rows, D) as a sequence of its own over the same pages, whose order is turned round, and what
-    is left of the last page NaN. Output and LSE as heads come first, and the anchors."""
+    """Decode each row of q (1, H, rows, D) as its own sequence over the same pages.
+
+    The order of pages is reversed, and the unused rest of the last page is NaN. Returns heads-first output and
+    LSE, and the anchors.
+    """
     keys, rows = k.shape[2], q.shape[2]
     count = -(-keys // SLOTS)
     k_cache, v_cache = torch.full((2, count, SLOTS, *k.shape[1::2]), torch.nan).half()
@@ -65,7 +71,7 @@ def test_structured_adversaries(adversary, scale, change):
 
 @pytest.mark.parametrize("block", [16, 64])
 def test_equal_scores_far_below_their_anchors(block):
-    """Anchors are 2,000,000 units above the scores; all keys weigh the same."""
+    """Equal scores far below their anchors weigh the same; anchors are 2,000,000 units above the scores."""
     q, k, v = sunken(block)
     out, _, anchors = decode(q, k, v, 1.0)
     assert (anchors[:, 0, :3] > 40000).all()
@@ -73,7 +79,10 @@ def test_equal_scores_far_below_their_anchors(block):
 
 
 def test_the_largest_values_are_not_passed():
-    """Sums of weights stall, and sums of weighted values do not (`stalled`); several blocks for each lane."""
+    """Outputs do not exceed the largest values.
+
+    Sums of weights stall, and sums of weighted values do not (`stalled`). Each lane has several blocks.
+    """
     q, k, v = biased(*stalled(300, 16, 16))
     out, _, anchors = decode(q, k, v, 1.0)
     assert anchors.any()

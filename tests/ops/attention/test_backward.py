@@ -1,6 +1,7 @@
-"""Gradients: the formula in FP64 against finite differences and against torch's autograd of the definition; in FP32
-against a plain backward pass of the same precision; and those of the operators. The Triton kernels run on a GPU where
-there is one, in the interpreter elsewhere.
+"""Gradients of attention: of the FP64 formula, of its FP32 form, of the operators, and of the Triton kernels.
+
+FP64 is compared with finite differences and with torch's autograd of the definition, FP32 with a plain backward
+pass of the same precision. The Triton kernels run on a GPU where there is one, and in the interpreter elsewhere.
 
 Bound: `error <= 2 x error of the same-precision naive`, the autograd of softmax(scale q k^T) v in FP32, gradients
 rounded to FP16, plus half an ulp of what is rounded last.
@@ -22,7 +23,7 @@ HALF_ULP = 2.0**-11
 
 
 def by_kernels(*given):
-    """`attention_backward` of the Triton backend."""
+    """Return the gradients of the Triton backend's `attention_backward`, on the CPU."""
     found = triton_backend.attention_backward(*(x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in given))
     return [x.cpu() for x in found]
 
@@ -32,7 +33,7 @@ both = pytest.mark.parametrize("backend", FORMULAS)
 
 
 class Exact(torch.autograd.Function):
-    """The definition in FP64, with our backward pass."""
+    """The definition in FP64 as a differentiable function, with pasa's backward pass."""
 
     @staticmethod
     def forward(ctx, q, k, v, mask, is_causal):
@@ -65,8 +66,11 @@ MASKS = {
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2)])
 def test_gradcheck(mask, causal, heads):
-    """Of output and log-sum-exp together. With 3 queries over 5 keys the band is aligned to the bottom right; one row
-    sees nothing in two of the masks."""
+    """Gradients of output and log-sum-exp together agree with finite differences.
+
+    With 3 queries over 5 keys the causal band is aligned to the bottom right. In two of the masks one row sees
+    nothing.
+    """
     q, k, v = doubles(heads, (3, 5), 4)
 
     def seen(q, k, v):
@@ -84,7 +88,7 @@ def test_gradcheck_of_a_float_mask(shape):
 
 
 def definition(q, k, v, kind, grad, mask=None, is_causal=False):
-    """Gradients by torch's autograd through softmax(scale q k^T + mask) v."""
+    """Return gradients by torch's autograd through softmax(scale q k^T + mask) v."""
     q, k, v = (x.detach().to(kind).requires_grad_() for x in (q, k, v))
     groups = q.shape[1] // k.shape[1]
     scores = q @ k.repeat_interleave(groups, 1).mT * q.shape[-1] ** -0.5
@@ -100,7 +104,7 @@ def definition(q, k, v, kind, grad, mask=None, is_causal=False):
 
 
 def check(q, k, v, backend, mask=None, is_causal=False):
-    """Errors of the operator's gradients are at most twice those of the naive ones in the same precision."""
+    """Check that errors of the operator's gradients are at most twice those of the naive ones in the same precision."""
     grad = torch.randn(q.shape, generator=torch.Generator().manual_seed(9)).half()
     golden = definition(q, k, v, torch.float64, grad, mask, is_causal)
     naive = definition(q, k, v, torch.float32, grad, mask, is_causal)
@@ -124,7 +128,7 @@ def check(q, k, v, backend, mask=None, is_causal=False):
     ids=str,
 )
 def test_odd_lengths_with_grouped_heads(backend, dim, causal, lengths):
-    """With Sq > Skv the first causal rows see nothing."""
+    """Odd lengths and grouped heads have correct gradients; with Sq > Skv the first causal rows see nothing."""
     check(*normal_qkv((4, 2), lengths, dim), backend, is_causal=causal)
 
 
@@ -147,20 +151,23 @@ def test_masks(backend, kind, shape):
 @both
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_gradients_have_the_type_of_the_inputs(backend, dtype):
-    """They are those at the FP16 numbers that the inputs become; BF16 rounds them more coarsely."""
+    """Gradients have the dtype of the inputs, and are those at the FP16 numbers that the inputs become.
+
+    BF16 rounds them more coarsely.
+    """
     given = [x.to(dtype) for x in normal_qkv((4, 2), (40, 70), 64)]
     grad = torch.randn(given[0].shape, generator=torch.Generator().manual_seed(9)).to(dtype)
     found = FORMULAS[backend](grad, None, *given, None, False, 0.125)
     rounding = 2.0**-9 if dtype == torch.bfloat16 else 2.0**-20
     if backend == "triton" and DEVICE == "cpu":
-        rounding *= 2  # the interpreter cuts BF16 off where a GPU rounds
+        rounding *= 2  # the interpreter truncates to BF16 where a GPU rounds
     for x, expected in zip(found, definition(*(x.half() for x in given), torch.float64, grad), strict=True):
         assert x.dtype == dtype
         assert rmse(x, expected) <= rounding + (2.0**-11 if backend == "triton" else 0.0)
 
 
 def plain_flash_backward(q, k, v, grad, dtype):
-    """As flash attention does it: P from the scores and the saved log-sum-exp, delta from the saved output."""
+    """Return gradients as flash attention computes them: P from the saved log-sum-exp, delta from the saved output."""
     q, k, v, grad = (x.to(dtype) for x in (q, k, v, grad))
     out, lse = golden_attention(q, k, v)
     scale = q.shape[-1] ** -0.5
@@ -171,9 +178,12 @@ def plain_flash_backward(q, k, v, grad, dtype):
 
 @both
 def test_scores_of_131072(backend):
-    """Story: keys that share an offset gave scores of 131,072 nats. FP32 stores such a score in steps of 2^-6, so
-    weights exp(S - lse) of a backward pass were off by percents, although the forward pass had been exact; and dQ,
-    which loses what the keys share, had no right digit."""
+    """Scores of 131,072 nats leave the gradients exact.
+
+    Story: keys that share an offset gave scores of 131,072 nats. FP32 stores such a score in steps of 2^-6, so
+    weights exp(S - lse) of the backward pass were off by percents, although the forward pass was exact. dQ, in
+    which the shared offset cancels, had no correct digit.
+    """
     q, k, v = normal_qkv((2, 2), (100, 200), 64)
     q[..., 0] = k[..., 0] = 1024
     assert 131060 < (q.float() @ k.float().mT / 8).max() < 131090
@@ -189,8 +199,11 @@ def test_scores_of_131072(backend):
 @both
 @pytest.mark.parametrize("bias", [1000, 4096])
 def test_rows_that_see_no_biased_key(backend, bias):
-    """Story: the mean key that was taken off, three quarters of the bias of later keys, entered scores of rows that see
-    earlier keys alone: their gradients were off by percents, where those of a plain backward pass are right."""
+    """Rows that see no biased key have gradients as good as those of a plain backward pass.
+
+    Story: the mean key that was subtracted, three quarters of the bias of later keys, entered the scores of rows
+    that see earlier keys alone. Their gradients were off by percents.
+    """
     q, k, v = normal_qkv((1, 1), (128, 128), 64)
     q[..., 0], k[..., 0] = bias, 0
     k[:, :, 32:, 0] = bias
@@ -205,8 +218,10 @@ def test_rows_that_see_no_biased_key(backend, bias):
 
 @both
 def test_one_key_without_the_bias(backend):
-    """The same, but for the first key, as attention sinks are. Kernels then have no exact K - c, and are held to the
-    bound of a plain backward pass."""
+    """A first key without the bias of all others, as an attention sink, costs no accuracy.
+
+    K - c is not exact then, so kernels are held to the bound of a plain backward pass.
+    """
     q, k, v = normal_qkv((2, 2), (100, 200), 64)
     q[..., 0] = k[..., 0] = 1024
     k[..., 0, 0] = 3.14159
@@ -219,7 +234,7 @@ def test_one_key_without_the_bias(backend):
 
 
 def exact_scores(sizes, dim, seed):
-    """Small integers times powers of two: FP32 holds every product and every sum, in any order; some keys are equal."""
+    """Return q, k of small integers times powers of two, whose scores FP32 sums exactly; some keys are equal."""
     g = torch.Generator().manual_seed(seed)
     q, k = (s * torch.randint(-3, 4, (1, 2, n, dim), generator=g) for s, n in zip(sizes, (70, 100), strict=True))
     k[:, :, 50:] = k[:, :, torch.randint(50, (50,), generator=g)]
@@ -231,16 +246,20 @@ def exact_scores(sizes, dim, seed):
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(("sizes", "dim"), [((32, 512), 16), ((1024, 2048), 64), ((16384, 16384), 80)], ids=str)
 def test_largest_scores_leave_the_weights_their_sum(sizes, dim, causal, masked):
-    """Story: weights were exp2(score - (maximum + log2(sum) - 15)). Beside a maximum of 1e7 bits the logarithm and the
-    15 bits of FP16's range were rounded by several bits: 2^15 P was infinite, and so was dV of finite inputs; or it was
-    0, and so was dV. Here scores are 1e5 to 1e10 nats, and exact in FP32, so nothing excuses an error. A softmax of
-    equal keys has weights of a half, which meet in dQ and dK. (The reference takes off a mean that rounds keys.)"""
+    """The weights of the largest scores sum to 1 in the backward kernels too.
+
+    Story: weights were exp2(score - (maximum + log2(sum) - 15)). Beside a maximum of 1e7 bits the logarithm and
+    the 15 bits of FP16's range were rounded by several bits. 2^15 P was infinite, and so was dV of finite inputs,
+    or both were 0. Here scores are 1e5 to 1e10 nats and exact in FP32, so nothing excuses an error. A softmax of
+    equal keys has weights of one half, which meet in dQ and dK. (The reference is left out, because it subtracts
+    a mean that rounds keys.)
+    """
     q, k, v, grad = exact_scores(sizes, dim, seed=dim)
     assert 1e5 < (q.double() @ k.double().mT * dim**-0.5).max() < 2e10
     keep = torch.rand(70, 100, generator=torch.Generator().manual_seed(3)) < 0.8 if masked else None
     found = by_kernels(grad.float(), None, q.float(), k.float(), v.float(), keep, causal, dim**-0.5)
     for x, true in zip(found, definition(q, k, v, torch.float64, grad, keep, causal), strict=True):
-        # P and dS are rounded to FP16; addends of equal keys may cancel, so they are up to twice the largest result
+        # P and dS are rounded to FP16; terms of equal keys may cancel, so they are up to twice the largest result
         assert (x.double() - true).abs().max() <= 2 * HALF_ULP * true.abs().max()
 
 
@@ -248,8 +267,10 @@ def test_largest_scores_leave_the_weights_their_sum(sizes, dim, causal, masked):
 @pytest.mark.parametrize(("size", "bias"), [(6e4, 300.0), (2400.0, 1330.0), (6e4, 6e4)], ids=str)
 @pytest.mark.parametrize("seed", range(3))
 def test_largest_random_scores_have_finite_gradients(backend, size, bias, seed):
-    """The same where FP32 rounds scores by nats. A row's key of weight 1 stands further above the others than that, so
-    dV is right, and dQ and dK are 0."""
+    """The largest random scores have finite gradients, although FP32 rounds such scores by nats.
+
+    A row's key of weight 1 stands further above the others than that. So dV is right, and dQ and dK are 0.
+    """
     g = torch.Generator().manual_seed(seed)
     q, k = (torch.randn(1, 2, n, 16, generator=g) for n in (60, 100))
     q, k = ((q + bias).clamp(max=65504).half(), (size * k).clamp(-65504, 65504).half())
@@ -263,7 +284,7 @@ def test_largest_random_scores_have_finite_gradients(backend, size, bias, seed):
 
 @triton.jit
 def weights_kernel(p_x, p_top, p_log, p_out, scale, MASK: tl.constexpr, SIZE: tl.constexpr):
-    """`lifted_weights` in FP16."""
+    """Store `lifted_weights` in FP16."""
     o = tl.arange(0, SIZE)
     b_p = lifted_weights(tl.load(p_x + o), tl.load(p_top + o), tl.load(p_log + o), scale, MASK)
     tl.store(p_out + o, b_p.to(tl.float16))
@@ -271,8 +292,11 @@ def weights_kernel(p_x, p_top, p_log, p_out, scale, MASK: tl.constexpr, SIZE: tl
 
 @pytest.mark.parametrize("kind", ["none", "float"])
 def test_no_order_of_sums_lifts_a_weight_out_of_range(kind):
-    """The maximum of a row comes from another kernel, whose sums may have another order: here scores are up to 64 nats
-    above it. P <= 1 is what keeps 2^15 P within FP16."""
+    """No order of summation takes 2^15 P out of FP16's range, because P is limited to 1.
+
+    The maximum of a row comes from another kernel, which may sum in another order. Here scores are up to 64 nats
+    above it.
+    """
     x = torch.linspace(-64, 64, 64) + 1e6
     top, log = torch.full((64,), 1e6), torch.full((64,), -15.0) + torch.arange(64) % 4
     out = torch.empty(64, dtype=torch.float16, device=DEVICE)
@@ -283,7 +307,11 @@ def test_no_order_of_sums_lifts_a_weight_out_of_range(kind):
 
 @both
 def test_shared_bias_leaves_query_gradients_whole(backend):
-    """dQ = dS K loses what the keys share, since rows of dS sum to 0: formed of centred keys it never meets it."""
+    """A bias that all keys share leaves the gradients of queries exact.
+
+    In dQ = dS K the shared part cancels, since rows of dS sum to 0. Computed from centred keys, dQ never contains
+    it.
+    """
     q, k, v = biased_qkv(80, seed=2, length=300)
     grad = torch.randn(q.shape, generator=torch.Generator().manual_seed(9)).half()
     golden = definition(q, k, v, torch.float64, grad)
@@ -296,8 +324,10 @@ def test_shared_bias_leaves_query_gradients_whole(backend):
 @pytest.mark.parametrize("size", [60000.0, 1e-7, 1e-30])
 @pytest.mark.parametrize("values", [1.0, 1000.0])
 def test_loss_scaling_keeps_range_and_digits(backend, size, values):
-    """Gradients come in as large as FP16 goes, or as small as FP32 goes; only a result beyond the range of its own type
-    is infinite."""
+    """Loss scaling loses neither range nor digits: gradients may be as large as FP16 holds, or as small as FP32 does.
+
+    Only a result beyond the range of its own dtype is infinite.
+    """
     q, k, v = normal_qkv((4, 2), (40, 70), 64)
     v = v * values
     grad = size * torch.randn(q.shape, generator=torch.Generator().manual_seed(9)).clamp(-1, 1)
@@ -307,8 +337,10 @@ def test_loss_scaling_keeps_range_and_digits(backend, size, values):
 
 
 def rowwise_fp16_backward(q, k, v, grad):
-    """dQ as FP16 products with FP32 sums give it, a row's gradient in a unit of its own: centred keys, P and dS are
-    rounded once."""
+    """Return dQ from FP16 products with FP32 sums, where each row's gradient has its own unit.
+
+    Centred keys, P and dS are rounded once.
+    """
     unit = grad.abs().amax(-1, keepdim=True).double()
     q, k, v = (x.double() for x in (q, k, v))
     grad = (grad.double() / unit).half().double()
@@ -325,10 +357,13 @@ def rowwise_fp16_backward(q, k, v, grad):
 @both
 @pytest.mark.parametrize("rising", [False, True])
 def test_rows_whose_gradients_span_a_million(backend, rising):
-    """Story: the gradients of a key head shared one power of two, which with values of 100 left rows of 1e-4 of the
-    head's largest a few bits of FP16, and rows of 1e-6 none. A row's dQ is now as good as that row alone would be
-    (twice the error of FP16 products); dK and dV of a causal call as good as the rows that see the key, largest first
-    or last."""
+    """Rows whose gradients differ by a factor of a million all keep their digits.
+
+    Story: the gradients of a key head shared one power of two. With values of 100, rows of 1e-4 of the head's
+    largest kept a few bits of FP16, and rows of 1e-6 none. Now a row's dQ is as good as for that row alone (twice
+    the error of FP16 products). In a causal call dK and dV are as good as the rows that see the key, whether the
+    largest row is first or last.
+    """
     q, k, v = normal_qkv((2, 1), (150, 150), 64)
     v = 100 * v.clamp(-1, 1)
     sizes = torch.logspace(-6, 0, 150) if rising else torch.logspace(0, -6, 150)
@@ -336,7 +371,7 @@ def test_rows_whose_gradients_span_a_million(backend, rising):
     dq, dk, dv = FORMULAS[backend](grad, None, q.float(), k.float(), v.float(), None, True, 0.125)
     golden = definition(q, k, v, torch.float64, grad, None, True)
     naive = rowwise_fp16_backward(q, k, v, grad)
-    # rows of few keys: the other error may be next to nothing by chance, and where it sees one key dQ is 0
+    # Rows of few keys are left out: the other error may be nearly 0 by chance, and dQ of a row with one key is 0.
     error, other, size = ((x.double())[:, :, 8:].norm(dim=-1) for x in (dq - golden[0], naive - golden[0], golden[0]))
     assert (error <= 2 * other + HALF_ULP * size).all()
     for x, true in ((dk, golden[1]), (dv, golden[2])):
@@ -346,7 +381,10 @@ def test_rows_whose_gradients_span_a_million(backend, rising):
 
 @both
 def test_weights_of_many_keys_keep_their_digits(backend):
-    """Of 6000 keys each weighs 1.7e-4, close to where FP16 loses digits; dS is smaller, here by far."""
+    """Weights of many keys keep their digits: of 6000 keys each weighs 1.7e-4, close to where FP16 loses digits.
+
+    dS is smaller than the weights, here by far.
+    """
     q, k, v = normal_qkv((1, 1), (16, 6000), 16)
     q *= 0.01
     grad = 1e-3 * torch.randn(q.shape, generator=torch.Generator().manual_seed(9))
@@ -358,8 +396,10 @@ def test_weights_of_many_keys_keep_their_digits(backend):
 @both
 @pytest.mark.parametrize("bias", [0, 3])
 def test_log_sum_exp_has_gradients(backend, bias):
-    """Ring attention merges partial results by it: two halves of the keys give the gradients of the whole. Where keys
-    share a bias, dQ = dS (K - c) + G_L c has both terms."""
+    """The log-sum-exp has gradients: two halves of the keys, merged as in ring attention, give those of the whole.
+
+    If keys share a bias, both terms of dQ = dS (K - c) + G_L c matter.
+    """
     q, k, v = normal_qkv((4, 2), (40, 130), 64)
     k[..., :8] += bias
     grad = torch.randn(q.shape, generator=torch.Generator().manual_seed(9)).half()
@@ -385,13 +425,13 @@ def test_packed_sequences_are_separate():
         for x, true, (start, stop) in zip(packed, expected, ((q0, q1), (k0, k1), (k0, k1)), strict=True):
             assert torch.equal(x.grad[start:stop], true[0].transpose(0, 1))
     assert not packed[0].grad[25:40].any()  # their sequence has no keys
-    assert not packed[1].grad[30:50].any()  # theirs has no queries
+    assert not packed[1].grad[30:50].any()  # their sequence has no queries
     with pytest.raises(ValueError, match="cu_seqlens_q"):
         attention_varlen_backward(attention_backward, out, None, *packed, cu_q + 1, cu_k, True, 1.0)
 
 
 def test_kernels_serve_packed_sequences():
-    """One after another."""
+    """Kernels serve packed sequences, one after another."""
     q, k, v = (x[0].transpose(0, 1) for x in normal_qkv((4, 2), (60, 90), 32))
     grad = torch.randn(q.shape, generator=torch.Generator().manual_seed(9)).half()
     lengths = torch.tensor([0, 25, 25, 40, 60]), torch.tensor([0, 30, 50, 50, 90]), 25, 40
@@ -407,7 +447,7 @@ def test_kernels_serve_packed_sequences():
 
 @both
 def test_a_key_that_nobody_sees_reaches_no_gradient(backend):
-    """Padding may hold anything."""
+    """A key that nobody sees, such as padding, reaches no gradient, whatever it holds."""
     formula = FORMULAS[backend]
     q, k, v = normal_qkv((2, 2), (9, 20), 16)
     keep = torch.arange(20) < 15
@@ -418,7 +458,10 @@ def test_a_key_that_nobody_sees_reaches_no_gradient(backend):
 
 
 def test_kernels_take_gradients_of_any_layout():
-    """That of a sum is one number, expanded; that of a transposed result has another last stride."""
+    """Kernels accept gradients of any layout.
+
+    The gradient of a sum is one number, expanded; that of a transposed result has another last stride.
+    """
     q, k, v = normal_qkv((2, 1), (40, 70), 32)
     grad = torch.randn(1, 2, 32, 40, generator=torch.Generator().manual_seed(9)).half().mT
     for given in (grad, torch.ones(()).half().expand(q.shape)):
@@ -430,8 +473,12 @@ def test_kernels_take_gradients_of_any_layout():
 @both
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_the_gradient_of_a_blind_row_s_log_sum_exp_reaches_nothing(backend, bad):
-    """Its log-sum-exp is -inf, and exp() of a difference of two of them NaN: so is the gradient, though the loss leaves
-    that row out by `where`. One NaN scaled the FP16 operands of all rows that share its keys by 2^-15 of nothing."""
+    """The gradient of a fully masked row's log-sum-exp reaches nothing, even if it is NaN.
+
+    The log-sum-exp is -inf, and exp() of the difference of two of them is NaN. So the gradient is NaN too,
+    although the loss leaves that row out by `where`. One NaN scaled the FP16 operands of all rows that share its
+    keys by 2^-15.
+    """
     q, k, v = normal_qkv((2, 1), (6, 9), 16)
     mask = torch.ones(6, 9, dtype=torch.bool)
     mask[2] = False

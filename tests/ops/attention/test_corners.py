@@ -1,5 +1,7 @@
-"""Conditions that have to meet before a fault shows: biases that differ by block, head, batch entry
-or sequence; masks that differ by head; hidden keys that hold large numbers; scores far below 0.
+"""Conditions that must meet before a fault shows.
+
+They are biases that differ by block, head, batch entry or sequence, masks that differ by head, hidden keys that
+hold large numbers, and scores far below 0. Each test is for one such fault.
 
 Bound of an output: 2^-8, two roundings of a weight; of a log-sum-exp: 2^-21 of its size, and 1e-3.
 """
@@ -24,7 +26,7 @@ def attend(q, k, v, **how):
 
 
 def check(q, k, v, **how):
-    """Against FP64."""
+    """Compare output and log-sum-exp with FP64."""
     golden, golden_lse = pasa.golden_attention(q, k, v, **how)
     out, lse = attend(q, k, v, **how)
     seen = golden_lse > -torch.inf
@@ -34,15 +36,17 @@ def check(q, k, v, **how):
 
 
 def offset(q, k, sizes):
-    """Column 0: 512 in q, and in k numbers that FP16 holds, which differ by block, head or batch
-    entry. They add so much to scores that FP32 has steps of 0.03 without anchors."""
+    """Fill column 0 with a bias: 512 in q, and in k the given FP16 numbers, which differ by block, head or batch entry.
+
+    The bias adds so much to scores that FP32 has steps of 0.03 without anchors.
+    """
     q[..., 0] = 512.0
     k[..., 0] = sizes
 
 
 @pytest.mark.parametrize("dim", [16, 64])
 def test_biases_that_differ_by_batch_entry_and_head(dim):
-    """Against anchors of another head, or of the same head of another batch entry."""
+    """Each head of each batch entry uses its own anchors."""
     for rows in (70, 3):
         q, k, v = normal_qkv((4, 2), (rows, 300), dim, batch=2)
         offset(q, k, torch.tensor([[4096.0, -4096.0], [8192.0, 2048.0]]).unsqueeze(-1))
@@ -50,7 +54,7 @@ def test_biases_that_differ_by_batch_entry_and_head(dim):
 
 
 def test_packed_sequences_with_other_biases():
-    """Against anchors of another sequence's blocks."""
+    """Each packed sequence uses the anchors of its own blocks."""
     lengths, sizes = [100, 300, 1, 130], [4096.0, -4096.0, 2048.0, 8192.0]
     q, k, v = normal_qkv((2, 1), (sum(lengths), sum(lengths)), 16)
     offset(q, k, torch.tensor(sizes).repeat_interleave(torch.tensor(lengths)))
@@ -65,10 +69,12 @@ def test_packed_sequences_with_other_biases():
 @pytest.mark.parametrize("kind", ["none", "bool", "float"])
 @pytest.mark.parametrize(("rows", "dim"), [(70, 16), (3, 64), (3, 160)])
 def test_biases_that_differ_by_block_under_a_mask(rows, dim, kind):
-    """Against an offset between two frames that is left in other units, or out: blocks stand apart
-    by so little that all of them have weight."""
+    """An offset between two frames is applied, in the right units.
+
+    Blocks differ by so little that all of them have weight.
+    """
     q, k, v = normal_qkv((4, 2), (rows, 512), dim)
-    step = 8.0  # of FP16 numbers at 8192
+    step = 8.0  # the spacing of FP16 numbers at 8192
     offset(q, k, 8192.0 + step * (torch.arange(512) // 128 % 2))
     q[..., 0] = dim**0.5 / step  # one nat from block to block
     q[..., 1], k[..., 1] = 512.0, 4096.0
@@ -80,7 +86,7 @@ def test_biases_that_differ_by_block_under_a_mask(rows, dim, kind):
 
 @pytest.mark.parametrize(("rows", "keys", "dim"), [(70, 300, 16), (3, 300, 64), (3, 300, 160), (20, 40, 16)])
 def test_hidden_keys_hold_large_numbers(rows, keys, dim):
-    """Against an anchor, or a bound, of keys that nobody sees."""
+    """Keys that nobody sees affect neither an anchor nor a bound on scores."""
     q, k, v = normal_qkv((4, 2), (rows, keys), dim)
     offset(q, k, 4096.0)
     keep = torch.rand(1, 1, 1, keys, generator=torch.Generator().manual_seed(3)) < 0.8
@@ -91,11 +97,13 @@ def test_hidden_keys_hold_large_numbers(rows, keys, dim):
 
 @pytest.mark.parametrize(("rows", "dim"), [(70, 16), (3, 64)])
 def test_masks_that_differ_by_head_over_keys_with_a_bias(rows, dim):
-    """Against keys that count as hidden because the first head does not see them: their anchor
-    would round them."""
+    """Keys that only the first head does not see count as visible.
+
+    If such keys were taken as hidden, their anchor would round them.
+    """
     q, k, v = normal_qkv((2, 1), (rows, 300), dim)
     offset(q, k, 4096.0)
-    q[..., 0] = 8.0  # a difference that FP16 rounds is off by more than FP32 scores are
+    q[..., 0] = 8.0  # a difference rounded to FP16 is off by more than FP32 scores are
     mask = torch.ones(1, 2, 1, 300, dtype=torch.bool)
     mask[:, 0, :, ::3] = False
     k[..., ::3, 0] = 0.37 + 0.01 * torch.randn(100, generator=torch.Generator().manual_seed(3)).half()
@@ -105,8 +113,10 @@ def test_masks_that_differ_by_head_over_keys_with_a_bias(rows, dim):
 
 @pytest.mark.parametrize("kind", ["bool", "float"])
 def test_masks_whose_tiles_differ_by_batch_entry_and_head(kind):
-    """Against sorted tiles of another head or batch entry: each of four sees one tile of keys, and
-    part of the next."""
+    """Sorted mask tiles belong to their own head and batch entry.
+
+    Each of the four sees one tile of keys, and part of the next.
+    """
     q, k, v = normal_qkv((2, 1), (70, 300), 16, batch=2)
     first = 64 * torch.arange(4).view(2, 2, 1, 1)
     keep = (torch.arange(300) >= first) & (torch.arange(300) < first + 80)
@@ -117,8 +127,10 @@ def test_masks_whose_tiles_differ_by_batch_entry_and_head(kind):
 @pytest.mark.parametrize("kind", ["none", "float"])
 @pytest.mark.parametrize(("dim", "keys"), [(64, 700), (160, 90)])
 def test_scores_far_below_0(dim, keys, kind):
-    """Against splits that are not there counting as scores of 0, beside which all others vanish.
-    The merge joins 8 splits, and 3, which are not a power of two."""
+    """Splits that do not exist do not count as scores of 0, beside which all others would vanish.
+
+    The merge joins 8 splits, and 3, which is not a power of two.
+    """
     q, k, v = normal_qkv((2, 1), (1, keys), dim)
     q[..., 0], k[..., 0] = -30.0, 60.0
     mask = torch.randn(1, keys, generator=torch.Generator().manual_seed(3)) if kind == "float" else None
@@ -127,9 +139,11 @@ def test_scores_far_below_0(dim, keys, kind):
 
 @pytest.mark.parametrize("dim", [64, 160])
 def test_a_mask_that_outweighs_biases_by_block(dim):
-    """Against distances of frames in units of q.k: under a float mask, maxima are in nats. The mask
-    takes off what the bias of a block adds, so all keys weigh alike, and their splits have other
-    frames."""
+    """Distances between frames are in nats under a float mask, as maxima are, not in units of q.k.
+
+    The mask subtracts what the bias of a block adds. So all keys weigh alike, and their splits have different
+    frames.
+    """
     q, k, v = normal_qkv((4, 1), (3, 1280), dim)
     q[..., 0] = 64.0
     k[..., 0] = 128.0 * torch.tensor([1, 3, 2, 4, 1, 2, 4, 3, 1, 2]).repeat_interleave(128)
@@ -139,7 +153,7 @@ def test_a_mask_that_outweighs_biases_by_block(dim):
 
 @pytest.mark.parametrize("dim", [64, 160])
 def test_a_far_bias_that_a_mask_leaves_without_weight(dim):
-    """Against the frame of a split without weight: 2^20 nats off, it leaves the others steps of 1/16."""
+    """A split without weight does not set the frame: 2^20 nats off, it would leave the other splits steps of 1/16."""
     q, k, v = normal_qkv((4, 1), (3, 1280), dim)
     q[..., 0], k[..., 0] = 512.0, 0.0
     k[..., 640:, 0] = 16384.0
@@ -149,8 +163,11 @@ def test_a_far_bias_that_a_mask_leaves_without_weight(dim):
 
 
 def test_an_anchor_that_would_round_a_key():
-    """Against a limit of distances that bounds scores alone: keys of 20 are near enough to an
-    anchor of 100 for that, but FP16 holds their difference in steps of 2^-4."""
+    """An anchor that would round a key is not used.
+
+    A limit that bounds scores alone would accept it. Keys of 20 are close enough to an anchor of 100 for that
+    limit, but FP16 holds their difference in steps of 2^-4.
+    """
     q, k, v = normal_qkv((9, 9), (1, 562), 64)
     q, k = q * 0.1, k * 0.1
     q[..., 0], k[..., 0] = -182.0, 100.0  # 2,275 nats, which need an anchor; 1,820 do not
@@ -160,8 +177,7 @@ def test_an_anchor_that_would_round_a_key():
 
 @pytest.mark.parametrize("calm", [128, 256, 384])
 def test_one_of_the_pages_that_a_frame_is_taken_from(calm):
-    """Against a frame that is the anchor of one page: of three, one may be of another kind, and the
-    others outvote it."""
+    """The frame is a vote of three pages' anchors, not the anchor of one page, which may be unlike the others."""
     pages = make_pages([512], (2, 1), 64, 16)
     pages.q[:] *= 3
     pages.q[..., 0], pages.k[..., 0] = 512.0, 30000.0
@@ -174,8 +190,7 @@ def test_one_of_the_pages_that_a_frame_is_taken_from(calm):
 @pytest.mark.parametrize(("dim", "keys"), [(64, 200), (160, 200), (64, 40), (16, 200)])
 @pytest.mark.parametrize("tensor", ["k", "v"])
 def test_a_number_that_is_not_finite_in_the_last_keys(dim, keys, tensor):
-    """Against a NaN that spoils rows which do not see its key, or none: only the last of 3 rows
-    does; and of 70."""
+    """A NaN in the last keys reaches exactly the rows that see its key: of 3 rows only the last, and of 70."""
     for rows in (3, 70):
         q, k, v = normal_qkv((2, 1), (rows, keys + 70), dim)
         {"k": k, "v": v}[tensor][0, 0, -1, 5] = torch.nan
@@ -190,8 +205,10 @@ def test_a_number_that_is_not_finite_in_the_last_keys(dim, keys, tensor):
 
 @pytest.mark.parametrize(("rows", "dim"), [(70, 16), (70, 128), (3, 64), (3, 160)])
 def test_a_key_of_minus_infinity_that_weighs_nothing(rows, dim):
-    """Against a norm that forgets infinity: every row's score of the key is -inf, so that its weight is
-    0 and nothing but the norm tells. The rows are NaN, as with any key that is not finite."""
+    """A key of -inf turns all rows that see it to NaN, although its weight is 0.
+
+    Every row's score of the key is -inf, so only a norm that includes infinity reveals the key.
+    """
     q, k, v = normal_qkv((2, 1), (rows, 300), dim)
     q[..., 3] = q[..., 3].abs() + 0.1
     k[0, 0, 100, 3] = -torch.inf
@@ -202,7 +219,7 @@ def test_a_key_of_minus_infinity_that_weighs_nothing(rows, dim):
 @pytest.mark.parametrize("slots", [16, 200])
 @pytest.mark.parametrize("column", [3, 60])
 def test_a_key_that_is_not_finite_in_a_long_page(slots, column):
-    """Against a page of which only the columns that are looked at last count."""
+    """A key that is not finite is found in any column of a long page, not only in the columns that are read last."""
     pages = make_pages([slots], (1, 1), 64, slots, bias=50)
     pages.k[7, 0, column] = torch.inf
     anchors = torch.zeros(len(pages.k_cache), 1, 64).half().to(DEVICE)
@@ -212,8 +229,10 @@ def test_a_key_that_is_not_finite_in_a_long_page(slots, column):
 
 
 def test_gradients_where_the_first_keys_have_the_largest_values():
-    """Against a unit of a row by the largest value of the last keys alone: dS then left FP16's
-    range."""
+    """The unit of a row's gradient covers the largest values of all keys, not of the last keys alone.
+
+    Otherwise dS leaves FP16's range.
+    """
     q, k, v = normal_qkv((2, 1), (40, 600), 16)
     v[:, :, :256] *= 10000
     grad = torch.randn(q.shape, generator=torch.Generator().manual_seed(9)).half()
@@ -223,7 +242,7 @@ def test_gradients_where_the_first_keys_have_the_largest_values():
 
 
 def test_gradients_of_a_log_sum_exp_of_any_layout():
-    """Against a gradient that is read as if it were contiguous: that of a sum is one number."""
+    """A gradient of the log-sum-exp may have any layout; that of a sum is one expanded number."""
     q, k, v = normal_qkv((2, 1), (40, 70), 32)
     grad = torch.randn(40, 2, 1, generator=torch.Generator().manual_seed(9)).T  # (1, 2, 40)
     for given in (grad, torch.ones(()).expand(1, 2, 40)):
@@ -234,7 +253,7 @@ def test_gradients_of_a_log_sum_exp_of_any_layout():
 
 @pytest.mark.parametrize("paper", [False, True])
 def test_keys_that_only_early_rows_see(paper):
-    """Against visible keys by the last row of a mask: here it sees the first 40 keys alone."""
+    """Keys count as visible if any row sees them; the mask's last row sees only the first 40 keys here."""
     q, k, v = normal_qkv((2, 1), (70, 150), 16)
     mask = torch.ones(1, 1, 70, 150, dtype=torch.bool)
     mask[:, :, -1, 40:] = False
@@ -252,8 +271,10 @@ def test_keys_that_only_early_rows_see(paper):
 
 
 def test_anchors_of_pages_that_are_far_apart_and_weigh_alike():
-    """Against a difference of two anchors without its low term: 600.25, which FP16 does not hold,
-    and -600 in another column leave 2 nats."""
+    """The difference of two pages' anchors keeps its low term.
+
+    600.25, which FP16 does not hold, and -600 in another column leave 2 nats.
+    """
     pages = make_pages([512], (2, 1), 64, 16)
     pages.q[..., :2] = 64.0
     odd = torch.arange(512) // 16 % 2 == 1
@@ -265,9 +286,10 @@ def test_anchors_of_pages_that_are_far_apart_and_weigh_alike():
 
 
 def test_all_keys_of_a_long_sequence_weigh():
-    """Against a turn of the pass with the anchors of pages that is left out: each has 4,096 keys,
-    and all weigh alike. With keys that differ, one has all the weight, and where it is decides what
-    is noticed."""
+    """The pass with the anchors of pages includes every turn of 4,096 keys, and all keys weigh alike.
+
+    With keys that differ, one would have all the weight, and its place would decide which fault is noticed.
+    """
     pages = make_pages([64 * 64 * 2 + 77], (1, 1), 16, 16)
     pages.q[:], pages.k[:] = 0.0, 0.0
     pages.q[..., 0] = pages.k[..., 0] = 100.0  # 2,500 nats
@@ -278,8 +300,7 @@ def test_all_keys_of_a_long_sequence_weigh():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_of_the_smallest_normal_numbers(dtype):
-    """Against numbers just above the smallest normal one that are rounded as subnormals are: to
-    nearest, whatever repeats its maximum."""
+    """Numbers just above the smallest normal one are rounded as normal numbers, not to nearest as subnormals are."""
     g = torch.Generator().manual_seed(1)
     a, b = (1 + torch.rand(2, 4 * ROWS, 64, generator=g)).to(dtype).float()
     size = torch.finfo(dtype).tiny
@@ -292,8 +313,11 @@ def test_rows_of_the_smallest_normal_numbers(dtype):
 
 
 def test_gradients_of_keys_without_the_bias_that_have_the_weight():
-    """Against a centre that rounds some keys: four are near 0 in a column where all others have
-    1024, and have the weight, which their small differences share out."""
+    """The centre of keys rounds no key.
+
+    Four keys are near 0 in a column where all others have 1024. They have all the weight, and their small
+    differences decide its distribution.
+    """
     q, k, v = normal_qkv((2, 1), (40, 200), 32)
     q[..., 0], k[..., 0] = -512.0, 1024.0
     k[..., 50:54, 0] = 0.01 * torch.randn(4, generator=torch.Generator().manual_seed(3)).half()

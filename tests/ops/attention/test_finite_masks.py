@@ -1,10 +1,10 @@
-"""Float masks that hide by the lowest finite number, as transformers' eager attention makes them,
-on every kernel that takes a mask. Such a key has no weight beside a key that is seen. A row of
-which all keys are hidden so sees them all alike, since a score is lost beside such a number: its
-output is the mean of the values, and not 0.
+"""Float masks that hide keys by the lowest finite number, as transformers' eager attention does.
 
-Bound: that of the same mask with -inf for rows that see a key, which then gives the same numbers;
-2^-9 otherwise, and for FP16's lowest number, beside which FP32 keeps scores in steps of 2^-8, 2^-6.
+A key hidden so has no weight beside a key that is seen. A row whose keys are all hidden so sees them all alike,
+because a score is lost beside such a number. Its output is the mean of the values, not 0.
+
+Bound: rows that see a key must equal those of the same mask with -inf. For other rows it is 2^-9, or 2^-6 for
+FP16's lowest number, beside which FP32 keeps scores in steps of 2^-8.
 """
 
 import pytest
@@ -27,18 +27,17 @@ SHAPES = {  # rows, keys, head dim
 
 
 def make_mask(rows, keys, lowest, dtype=torch.float32):
-    """Left padding, which hides all keys of some rows; a hole; and a row that sees one key."""
+    """Return a mask with left padding, which hides all keys of some rows, a hole, and a row that sees one key."""
     hidden = torch.rand(2, 1, rows, keys, generator=torch.Generator().manual_seed(5)) < 0.3
     hidden[0, :, :, : keys // 2] = True
     hidden[1, :, 1] = True
     hidden[1, :, 1, -1] = False
-    hidden[1, :, 0] = True  # all
+    hidden[1, :, 0] = True  # all keys
     return torch.zeros(hidden.shape, dtype=dtype).masked_fill(hidden, lowest), hidden
 
 
 def judge(found, expected, golden, hidden, lowest):
-    """Output and log-sum-exp against those of a mask of -inf, and against FP64 where a row sees no
-    key."""
+    """Compare output and log-sum-exp with those of a mask of -inf, and with FP64 for rows that see no key."""
     blind = hidden.all(-1).expand(found[1].shape)
     assert torch.equal(found[0][~blind], expected[0][~blind])
     assert torch.equal(found[1][~blind], expected[1][~blind])
@@ -53,8 +52,7 @@ def judge(found, expected, golden, hidden, lowest):
 @pytest.mark.parametrize("name", ["exact", "fp32"])
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_forward(dtype, shape, name, backend):
-    """Against a comparison with -inf where what counts is a mask's own lowest number, and the other
-    way round."""
+    """The forward pass treats a mask's lowest number as finite, and -inf as hidden, and never swaps the two."""
     rows, keys, dim = SHAPES[shape]
     lowest = torch.finfo(dtype).min
     q, k, v = normal_qkv((4, 2), (rows, keys), dim, batch=2)
@@ -67,7 +65,7 @@ def test_forward(dtype, shape, name, backend):
         [x.cpu() for x in pasa.attention(*tensors, attn_mask=m.to(device), **how)]
         for m in (mask, mask.masked_fill(hidden, -torch.inf))
     )
-    if backend == "reference":  # which leaves out keys that nobody sees: other blocks
+    if backend == "reference":  # the reference drops keys that nobody sees, so its blocks differ
         seen = ~hidden.all(-1).expand(found[1].shape)
         for one, other in zip(found, expected, strict=True):
             assert (one - other)[seen].abs().max() <= 2.0**-9
@@ -77,7 +75,7 @@ def test_forward(dtype, shape, name, backend):
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_published_recovery(backend):
-    """Rows that see a key alone: a mean over blocks of FP16 numbers is no bound for the others."""
+    """The published recovery is checked on rows that see a key; a mean over blocks of FP16 numbers bounds no others."""
     q, k, v = normal_qkv((4, 2), (70, 150), 32, batch=2)
     mask, hidden = make_mask(70, 150, torch.finfo(torch.float32).min)
     device = DEVICE if backend == "triton" else "cpu"
@@ -92,8 +90,10 @@ def test_published_recovery(backend):
 @pytest.mark.parametrize("dtype", LOWEST, ids=str)
 @pytest.mark.parametrize("backend", FORMULAS)
 def test_backward(dtype, backend):
-    """Against a lowest number that becomes -inf when it is counted in bits: the row then had no
-    gradient, and its values none from it."""
+    """The lowest number stays finite in the backward pass, where scores are in bits.
+
+    If it became -inf, the row would have no gradient, and its values none from it.
+    """
     q, k, v = normal_qkv((2, 1), (70, 150), 32, batch=2)
     mask, _ = make_mask(70, 150, torch.finfo(dtype).min)
     grad = torch.randn(q.shape, generator=torch.Generator().manual_seed(9)).half()
@@ -104,8 +104,7 @@ def test_backward(dtype, backend):
 
 
 def test_watch():
-    """The kernel counts such rows as torch does: their keys are seen, and tie where all are hidden
-    so."""
+    """The watch kernel counts such rows as torch does: their keys are seen, and tie if all are hidden so."""
     q, k, _ = normal_qkv((2, 1), (70, 150), 32, batch=2)
     mask, hidden = make_mask(70, 150, torch.finfo(torch.float32).min)
     totals = [torch.zeros(5, dtype=torch.int64) for _ in range(2)]

@@ -1,9 +1,9 @@
-"""Every gap Skv - Sq modulo a tile, on every kernel with a causal band: an index that is off by one
-at a tile's edge shows in one residue alone. Each key has a weight that the log-sum-exp of its row
-must show.
+"""Every gap Skv - Sq modulo a tile, on every kernel with a causal band.
 
-Bound: half of the lightest weight in a row, by which a key that is lost, or seen too soon, is told
-from a rounding.
+An index that is off by one at a tile's edge shows in one residue alone. Each key has a weight that must show in
+the log-sum-exp of its row.
+
+Bound: half of the lightest weight in a row, which separates a key that is lost or seen too early from rounding.
 """
 
 import pytest
@@ -18,23 +18,24 @@ from tests.pages import make_pages
 
 ROWS, TILE = 65, 64  # a whole tile of rows, and one row of the next
 GAPS = range(TILE)
-EVERY_CASE = [-70, -64, -1, 0, 1, 31, 62, 63]  # where a sweep over all would take too long: both sides of every edge
+# Gaps on both sides of every edge, where a sweep over all gaps would take too long.
+EVERY_CASE = [-70, -64, -1, 0, 1, 31, 62, 63]
 
 
 def even(q):
-    """Queries that give all keys much the same weight."""
+    """Return queries that give all keys similar weights."""
     return (q * 0.1).half()
 
 
 def offset(*tensors):
-    """Two columns that add one number to all scores, 1.2 times what FP32 takes without an anchor."""
+    """Fill two columns that add one number to all scores, 1.2 times what FP32 accepts without an anchor."""
     size = (1.2 * 2048 * tensors[0].shape[-1] ** 0.5 / 2) ** 0.5
     for x in tensors:
         x[..., :2] = size
 
 
 def judge(q, k, v, out, lse, mask=None, is_causal=True):
-    """The log-sum-exp is right to half of the lightest weight of its row, and the output to 2^-9."""
+    """Check the log-sum-exp to half of the lightest weight of its row, and the output to 2^-9."""
     golden, golden_lse = pasa.golden_attention(q, k, v, attn_mask=mask, is_causal=is_causal)
     scores = q.double() @ k.double().repeat_interleave(q.shape[1] // k.shape[1], 1).mT * q.shape[-1] ** -0.5
     lightest = torch.exp(scores.amin(-1) - golden_lse)
@@ -45,7 +46,7 @@ def judge(q, k, v, out, lse, mask=None, is_causal=True):
 
 
 def attend(q, k, v, **how):
-    """On the Triton kernels."""
+    """Return output and log-sum-exp of the Triton kernels."""
     tensors = [x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in (q, k, v)]
     mask = how.pop("attn_mask", None)
     mask = None if mask is None else mask.to(DEVICE)
@@ -65,7 +66,7 @@ def attend(q, k, v, **how):
     ids=["fast", "careful", "overlapped", "fp32", "paper"],
 )
 def test_prefill_of_packed_sequences(config, dim, shared):
-    """Against an edge of a tile that is one off: 70 sequences in a launch, each with another gap."""
+    """Packed prefill has its tile edges right: one launch holds 70 sequences, each with another gap."""
     gaps = [-70, -64, -63, -1, *GAPS[:: 3 if shared else 1]]
     keys = [max(ROWS + gap, 0) for gap in gaps]
     q, _, _ = normal_qkv((2, 1), (ROWS * len(gaps), 1), dim)
@@ -88,7 +89,7 @@ def test_prefill_of_packed_sequences(config, dim, shared):
 
 
 def test_prefill_of_one_sequence():
-    """Against the same, where nothing is packed."""
+    """Prefill without packing has its tile edges right."""
     for gap in GAPS:
         q, k, v = normal_qkv((2, 1), (ROWS, ROWS + gap), 16)
         judge(even(q), k, v, *attend(even(q), k, v, is_causal=True))
@@ -96,7 +97,7 @@ def test_prefill_of_one_sequence():
 
 @pytest.mark.parametrize("kind", ["bool", "float"])
 def test_masked_prefill(kind):
-    """Against a band that is one off where a mask is joined with it; the mask differs by head."""
+    """A causal band joined with a mask is not off by one; the mask differs by head."""
     for gap in EVERY_CASE:
         q, k, v = normal_qkv((2, 1), (ROWS + 70, ROWS + 70 + gap), 16)
         keep = torch.rand(2, ROWS + 70, k.shape[2], generator=torch.Generator().manual_seed(gap + 100)) < 0.9
@@ -107,8 +108,10 @@ def test_masked_prefill(kind):
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize(("dim", "tile"), [(160, 32), (128, 64)])
 def test_decode(dim, tile, shared):
-    """Against a block of keys that is taken for seen whole, or left out: few rows, by tiles (head
-    dims above 128) and by lanes, without and with anchors."""
+    """Decoding sees each block of keys exactly as far as it should.
+
+    Few rows are served by tiles (head dims above 128) and by lanes, without and with anchors.
+    """
     for gap in range(0, tile, 3 if shared else 1):
         q, k, v = normal_qkv((4, 2), (3, 3 + 64 + gap), dim)
         q = even(q)
@@ -119,7 +122,7 @@ def test_decode(dim, tile, shared):
 
 @pytest.mark.parametrize("dim", [64, 160])
 def test_masked_decode(dim):
-    """Against the same with a mask, which differs by head and row."""
+    """Masked decoding sees the right keys; the mask differs by head and row."""
     for gap in [0, 1, 15, 30, 31, 62, 63]:
         q, k, v = normal_qkv((4, 2), (3, 70 + gap), dim)
         keep = torch.rand(4, 3, 70 + gap, generator=torch.Generator().manual_seed(gap)) < 0.9
@@ -127,7 +130,7 @@ def test_masked_decode(dim):
 
 
 def test_short_keys():
-    """Against a band that is one off among keys that all fit into one tile."""
+    """The band is not off by one among keys that all fit into one tile."""
     for keys in range(1, TILE + 1):
         q, k, v = normal_qkv((2, 1), (40, keys), 16)
         judge(even(q), k, v, *attend(even(q), k, v, is_causal=True))
@@ -146,11 +149,10 @@ def test_short_keys():
     ],
 )
 def test_pages(dim, queries, slots, shared, anchored):
-    """Against a wrong page, or a block of keys that is one off, at the end of a sequence: every
-    length modulo a tile."""
+    """The last page of a sequence is read right, at every length modulo a tile."""
     lengths = list(range(70, 70 + {(64, 1): 128, (64, 3): 64, (160, 1): 32, (160, 3): 32}[dim, queries]))
     each = [queries] * len(lengths) if queries > 1 else None
-    # a slot that no sequence has reached is finite: NaN would have a split done again, and right
+    # unused slots are finite, because NaN would trigger an exact pass, which hides the fault
     pages = make_pages(lengths, (2, 1), dim, slots, queries=each, stale=1.0)
     pages = pages._replace(q=even(pages.q))
     if shared:
@@ -166,14 +168,16 @@ def test_pages(dim, queries, slots, shared, anchored):
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_gradients(backend):
-    """Against the same in the two backward passes: a pair of a row and a key that is lost shows in
-    dK and dV of the last keys, which few rows see."""
+    """No pair of a row and a key is lost in the two backward passes; it would show in dK and dV of the last keys.
+
+    Few rows see those keys.
+    """
     for gap in GAPS:
         check_gradients(*normal_qkv((2, 1), (ROWS, ROWS + gap), 16, seed=gap), backend, is_causal=True)
 
 
 def test_gradients_with_a_mask():
-    """Against a band that is one off where a mask is joined with it."""
+    """The band joined with a mask is not off by one in the backward pass."""
     for gap in EVERY_CASE:
         q, k, v = normal_qkv((2, 1), (ROWS + 70, ROWS + 70 + gap), 16)
         keep = torch.rand(2, ROWS + 70, k.shape[2], generator=torch.Generator().manual_seed(gap + 100)) < 0.9
@@ -182,7 +186,7 @@ def test_gradients_with_a_mask():
 
 @pytest.mark.parametrize("block", [32, 128])
 def test_reference(block):
-    """Against a block that the reference leaves out, or a band that is one off."""
+    """The reference leaves out no block, and its band is not off by one."""
     for gap in range(-1, block):
         q, k, v = normal_qkv((2, 1), (ROWS, ROWS + gap), 16)
         config = PasaConfig(block_k=block)

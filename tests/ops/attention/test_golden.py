@@ -1,4 +1,4 @@
-"""Golden attention is the definition; everything else is judged by it, so it has tests of its own."""
+"""Golden attention is the definition. Everything else is judged by it, so it has tests of its own."""
 
 import pytest
 import torch
@@ -24,7 +24,11 @@ def test_agrees_with_torch_in_fp64():
 
 
 def test_a_common_bias_of_any_size_changes_no_weight():
-    """exp(scores - lse) once gave weights that summed to the number of keys: lse had no digit left to count them."""
+    """A common bias of any size changes no weight.
+
+    exp(scores - lse) once gave weights that summed to the number of keys, because lse had no digit left to count
+    them.
+    """
     q, k, v = normal_qkv((1, 1), (2, 9), 16)
     mask = torch.full((2, 9), torch.finfo(torch.float32).min)
     ones = torch.ones_like(v)

@@ -1,4 +1,4 @@
-"""Checks of values, and where they are left out."""
+"""Checks of values, and when they are skipped."""
 
 from types import SimpleNamespace
 
@@ -9,14 +9,14 @@ from pasa.ops.attention.inputs import capturing, edges, to_fp16
 
 
 class OnNpu(torch.Tensor):
-    """Says that it is on an NPU."""
+    """A tensor that claims to be on an NPU."""
 
     device = SimpleNamespace(type="npu")
 
 
 @pytest.fixture
 def npu(monkeypatch):
-    """torch.npu as torch_npu would make it, as far as it is asked; capturing or not."""
+    """Provide torch.npu as torch_npu would, as far as the code asks; `captures` says whether it is capturing."""
     stream = SimpleNamespace(captures=False)
     fake = SimpleNamespace(is_current_stream_capturing=lambda: stream.captures)
     monkeypatch.setattr(torch, "npu", fake, raising=False)

@@ -1,5 +1,8 @@
-"""Who serves an NPU: the library, or the first stand-in, named in one warning. No NPU is here: torch_npu is a stand-in
-itself, and tensors are the CPU's. What the library computes is tested in tests/ascend_c/test_binding.py."""
+"""An NPU is served by the library, or by the first possible fallback, named in one warning.
+
+There is no NPU here: torch_npu is faked, and tensors are the CPU's. tests/ascend_c/test_binding.py tests what the
+library computes.
+"""
 
 import dataclasses
 import importlib.machinery
@@ -24,7 +27,7 @@ UNBIASED = AttentionOptions(softmax="unbiased")
 
 
 class FusedAttention:
-    """`npu_fused_infer_attention_score` as documented, in FP32, for what npu_vendor asks of it."""
+    """`npu_fused_infer_attention_score` as documented, in FP32, for the options that npu_vendor uses."""
 
     def __init__(self):
         self.calls = []
@@ -47,7 +50,7 @@ class FusedAttention:
 
 @pytest.fixture
 def torch_npu(monkeypatch):
-    """An installed torch_npu with the vendor's attention, and an NPU; the library is not built."""
+    """Fake an installed torch_npu with the vendor's attention, and an NPU; the library is not built."""
     module = types.ModuleType("torch_npu")
     module.__spec__ = importlib.machinery.ModuleSpec("torch_npu", None)
     module.npu_fused_infer_attention_score = FusedAttention()
@@ -58,7 +61,7 @@ def torch_npu(monkeypatch):
 
 @pytest.fixture
 def unbuilt(monkeypatch, tmp_path):
-    """No library; tensors of the CPU count as the NPU's."""
+    """Remove the library, and let tensors of the CPU count as the NPU's."""
     monkeypatch.setenv("PASA_ASCEND_LIBRARY", str(tmp_path / "libpasa_npu.so"))
     npu_backend.library_error.cache_clear()
     npu_backend._warn_once.cache_clear()
@@ -115,7 +118,7 @@ def test_one_warning_says_who_serves_and_why(unbuilt, torch_npu):
 
 
 def test_what_the_kernels_do_not_do_needs_no_stand_in(unbuilt, torch_npu):
-    """Masks, baselines and the like: another backend serves them, as it would beside built kernels."""
+    """Masks, baselines and the like need no fallback: another backend serves them, with or without built kernels."""
     q, k, v = normal_qkv((1, 1), (4, 4), 16)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -125,7 +128,7 @@ def test_what_the_kernels_do_not_do_needs_no_stand_in(unbuilt, torch_npu):
         pasa.attention(q, k, v, config=pasa.PasaConfig(accumulate="fp16"))
 
 
-# ---- the ladder
+# ---- the order of fallbacks
 
 
 @pytest.mark.parametrize(
@@ -150,7 +153,7 @@ def test_stand_ins(monkeypatch, torch_npu, triton, vendor, options, chosen):
 
 
 def test_triton_for_gpus_is_not_triton_ascend(monkeypatch):
-    """The two share a package name."""
+    """Triton for GPUs is not taken for triton-ascend, which has the same package name."""
     assert not npu_backend.has_triton_ascend()
     present = {"triton", "triton.backends.ascend"}
     monkeypatch.setattr(npu_backend.importlib.util, "find_spec", lambda name: object() if name in present else None)
@@ -185,7 +188,7 @@ def test_every_stand_in_has_both_operators():
 @pytest.mark.parametrize("lengths", [*ODD_LENGTHS, (40, 7)])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_vendor_arguments(torch_npu, lengths, is_causal):
-    """Head dimensions, layout, band and rows that see nothing come out as ours do."""
+    """Head dimensions, layout, causal band and fully masked rows come out of the vendor's attention as pasa's do."""
     q, k, v = normal_qkv((4, 2), lengths, 40, batch=2)
     out, lse, _ = npu_vendor.attention(q, k, v, None, is_causal, 0.2, EXACT)
     golden, golden_lse = pasa.golden_attention(q, k, v, is_causal=is_causal, scale=0.2)
@@ -210,7 +213,7 @@ def test_vendor_packed(torch_npu):
     assert len(torch_npu.npu_fused_infer_attention_score.calls) == 2 * 3, "two sequences are of equal lengths"
 
 
-# ---- what the kernels are given
+# ---- what the kernels receive
 
 
 @pytest.mark.parametrize("dim", [1, 16, 40, 96, 255])

@@ -1,7 +1,9 @@
-"""The Triton kernel of paged decoding against FP64 and against decoding of the same keys one after another: on a GPU
-where there is one, in Triton's interpreter elsewhere.
+"""The Triton kernel of paged decoding agrees with FP64 and with decoding of contiguous keys.
 
-Bound: `error <= 2 x error of the emulation` (the reference on the same pages), plus half an ulp of the FP16 output.
+It runs on a GPU where there is one, in Triton's interpreter elsewhere.
+
+Bound: `error <= 2 x error of the emulation` (the reference on the same pages), plus half an ulp of the FP16
+output.
 """
 
 import pytest
@@ -37,7 +39,10 @@ def test_odd_lengths(dim, heads):
     ("slots", "bias"), [(1, 0), (16, 300), (32, 0), (48, 0), (48, 300), (64, 300), (128, 0), (200, 300)]
 )
 def test_page_sizes(slots, bias):
-    """Smaller than a block of keys, larger, and neither a part of one nor a multiple. Scores share 720,000."""
+    """Pages may be smaller or larger than a block of keys, neither a part nor a multiple of one.
+
+    All scores share 720,000.
+    """
     check(make_pages([150, 7, 129], (2, 1), 64, slots, bias=bias), 1e-3 + 2.0**-23 * 8 * bias**2)
 
 
@@ -48,7 +53,10 @@ def test_long_cache(heads):
 
 @pytest.mark.parametrize(("causal", "bias", "longest"), [(True, 0, None), (True, 300, 3), (False, 300, 20)])
 def test_prompts_and_tokens_in_one_batch(causal, bias, longest):
-    """A prompt, a token, no query, no key, more queries than keys, and a second chunk of a prompt; rows of padding."""
+    """A batch may mix a prompt, a token, no query, no key, more queries than keys, and a second chunk of a prompt.
+
+    Rows of padding follow.
+    """
     pages = make_pages([20, 150, 30, 0, 2, 90], (3, 1), 64, queries=[20, 1, 0, 3, 4, 5], bias=bias)
     q = torch.cat([pages.q, torch.full((5, *pages.q.shape[1:]), torch.nan).half()])
     out, lse = pages._replace(q=q).attend(DEVICE, backend="triton", is_causal=causal, max_seqlen_q=longest)
@@ -106,7 +114,7 @@ def test_sequences_share_pages():
 @pytest.mark.parametrize(("slots", "bias", "dim"), [(16, 0, 64), (48, 300, 64), (128, 0, 128), (16, 300, 128)])
 @pytest.mark.parametrize("heads", [(20, 1), (7, 1)], ids=str)
 def test_same_bits_as_contiguous_keys(bias, slots, heads, dim):
-    """One sequence of 512 keys: cut into as many splits either way."""
+    """A paged sequence of 512 keys gives the same bits as contiguous keys, because both are cut into as many splits."""
     pages = make_pages([512], heads, dim, slots, bias=bias)
     q, k, v = (x.transpose(0, 1)[None].to(DEVICE) for x in (pages.q, pages.k, pages.v))
     expected = pasa.attention(q, k, v, return_lse=True, backend="triton")

@@ -1,7 +1,7 @@
 """`recovery="paper"` is the published algorithm: the order of its roundings, and how its authors fill a ragged block.
 
-The paper prints equations; its authors' script says the rest. `published` does what both say, every operation of the
-vector unit rounded on its own, and shares nothing with the reference.
+The paper prints equations; its authors' script decides the rest. `published` follows both, rounds every operation
+of the vector unit, and shares no code with the reference.
 """
 
 import pytest
@@ -11,16 +11,16 @@ import pasa
 from pasa import PasaConfig
 from tests.inputs import DEVICE, rmse
 
-BLOCK, BETA = 128, 0.9375  # the script's: M, rounded, has this very beta
+BLOCK, BETA = 128, 0.9375  # BETA is the script's: the rounded M has exactly this beta
 LENGTHS = [1280, 1407, 1345, 1281, 300, 128, 127, 5, 1]
 
 
 def published(q, k, v, rows=torch.float16):
-    """Algorithm 1 with row vectors and outputs in the type `rows`."""
+    """Run Algorithm 1 with row vectors and outputs in the dtype `rows`."""
     real, missing = k.shape[2], -k.shape[2] % BLOCK
-    if real < BLOCK:  # zeros
+    if real < BLOCK:  # fill with zeros
         k, v = (torch.nn.functional.pad(x, (0, 0, 0, missing)) for x in (k, v))
-    else:  # the last keys once more
+    else:  # repeat the last keys
         k, v = (torch.cat([x, x[:, :, real - missing :]], 2) for x in (k, v))
     matrix = ((torch.eye(BLOCK) - BETA / BLOCK) * q.shape[-1] ** -0.5).half().float()
     factor = torch.tensor(BETA / (1 - BETA)).to(rows)
@@ -54,8 +54,12 @@ def biased(mean, length, rows=64, amplitude=0.5, dim=128):
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize(("mean", "keys"), [(100, 6144), (200, 384)])
 def test_the_mean_of_the_means_is_within_reach_of_fp16(mean, keys, backend):
-    """Story: F_j was formed as (j F + s) / (j + 1), infinite once |F| > 65504 / j. The authors form s / (j + 1) +
-    F j / (j + 1), which lies between F and s; our table of their algorithm's overflow was that of our order."""
+    """The mean of the block means stays within FP16.
+
+    Story: F_j was formed as (j F + s) / (j + 1), infinite once |F| > 65504 / j. The authors form s / (j + 1) + F
+    j / (j + 1), which lies between F and s. So our table of their algorithm's overflow was a table of our order
+    of operations.
+    """
     q, k, v = biased(mean, keys, rows=16)
     config = PasaConfig(recovery="paper", accumulate="fp16", beta=BETA)
     out = pasa.attention(*(x.to(DEVICE) for x in (q, k, v)), config=config, backend=backend).cpu()
@@ -65,7 +69,10 @@ def test_the_mean_of_the_means_is_within_reach_of_fp16(mean, keys, backend):
 
 
 def test_a_block_far_longer_than_the_keys_costs_no_more_than_they_do():
-    """The matrix of a whole block of 65,536 keys would take 16 GiB, and its beta minutes."""
+    """A block far longer than the keys costs no more than the keys: its matrix would take 16 GiB, its beta minutes.
+
+    The block has 65,536 keys.
+    """
     q, k, v = biased(20, 300)
     golden, _ = pasa.golden_attention(q, k, v)
     long, whole = (
@@ -80,8 +87,12 @@ def test_a_block_far_longer_than_the_keys_costs_no_more_than_they_do():
 @pytest.mark.parametrize("low", [True, False], ids=["fp16", "fp32"])
 @pytest.mark.parametrize("length", LENGTHS)
 def test_a_ragged_block_errs_as_the_published_one(length, low, backend):
-    """Story: a last block of 127 keys had an M of its own, whose beta was not the given one: at 1280 + 127 keys 2 to 4
-    times the error of the authors, who fill the block with the last keys, hide those, and use the one M."""
+    """A ragged block errs as the published one does.
+
+    Story: a last block of 127 keys had an M of its own, whose beta was not the given one. At 1280 + 127 keys the
+    error was 2 to 4 times that of the authors, who fill the block with the last keys, hide those, and use the one
+    M.
+    """
     q, k, v = biased(20, length, amplitude=10)
     golden, _ = pasa.golden_attention(q, k, v)
     config = PasaConfig(recovery="paper", accumulate="fp16" if low else "fp32", beta=BETA)
@@ -93,8 +104,11 @@ def test_a_ragged_block_errs_as_the_published_one(length, low, backend):
 
 @pytest.mark.parametrize("accumulate", ["fp16", "fp32"])
 def test_an_infinite_mean_of_the_first_block_reaches_the_rows_that_see_it_alone(accumulate):
-    """Story: the first block has no correction, but the Triton kernel formed one and multiplied it by 0. Where the mean
-    of S' was infinite, rows that do not see the key that made it so became NaN."""
+    """An infinite mean of the first block reaches only rows that see the key that causes it.
+
+    Story: the first block has no correction, but the Triton kernel formed one and multiplied it by 0. If the mean
+    of S' was infinite, rows that do not see that key became NaN.
+    """
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 1, 128, 64, generator=generator).half() for _ in range(3))
     q[..., 0], k[..., 100, 0] = 40, 60000
@@ -107,10 +121,13 @@ def test_an_infinite_mean_of_the_first_block_reaches_the_rows_that_see_it_alone(
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize("sign", [1, -1])
 def test_an_infinite_mean_leaves_the_output_and_takes_the_log_sum_exp(sign, backend):
-    """Story: 127 keys of value 90 have scores of 90,990, and S' of theirs fits. The 128th key of the block is a zero
-    that fills it: M makes it -89,000, which FP16 stores as -inf. It is hidden, so the output is right. But the mean of
-    S' is infinite, and the log-sum-exp contains I times it: -inf, which says that no key is seen, or +inf. The
-    documentation says so (`PasaConfig`, ops/attention/README.md)."""
+    """An infinite mean leaves the output right, but makes the log-sum-exp infinite, as documented.
+
+    Story: 127 keys of value 90 have scores of 90,990, and their S' fits. The 128th key of the block is a zero
+    that fills it; M makes it -89,000, which FP16 stores as -inf. It is hidden, so the output is right. But the
+    mean of S' is infinite, and the log-sum-exp contains I times it: -inf, which means that no key is seen, or
+    +inf. `PasaConfig` and ops/attention/README.md document this.
+    """
     q, k = torch.full((1, 1, 2, 64), sign * 126.4).half(), torch.full((1, 1, 127, 64), 90.0).half()
     v = torch.randn(1, 1, 127, 64, generator=torch.Generator().manual_seed(0)).half()
     config = PasaConfig(recovery="paper")

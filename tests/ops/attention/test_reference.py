@@ -1,7 +1,8 @@
-"""The reference operator against FP64: every precision, shape class, mask and layout.
+"""The reference operator agrees with FP64 in every precision, shape class, mask and layout.
 
-Bounds. Inputs and output are FP16 and P is rounded to FP16, so even `fp32` errs by about 2^-11 max|V|. The others are
-held to `error <= c * error of the same-precision naive` (Q K^T stored in FP16), c = 2, as FlashAttention's tests do.
+Bounds: inputs and output are FP16 and P is rounded to FP16, so even `fp32` errs by about 2^-11 max|V|. The others
+are held to `error <= c * error of the same-precision naive` (Q K^T stored in FP16), c = 2, as in FlashAttention's
+tests.
 """
 
 import pytest
@@ -22,9 +23,9 @@ CONFIGS = {
     "prescaled": PasaConfig(precision="prescaled"),
     "smooth_k": PasaConfig(precision="smooth_k"),
 }
-HALF_ULP = 2.0**-11  # of an output near 1; every arithmetic may lose this much whatever the naive one does
-# Storing O and l in FP16 rounds once per block and at every step of the row sum; `paper` multiplies the rounding of the
-# block mean (K' and, in FP16, the mean itself) by the invariance 64. The naive error holds neither.
+HALF_ULP = 2.0**-11  # of an output near 1; every arithmetic may lose this much, whatever the naive one does
+# Storing O and l in FP16 rounds once per block and at every step of the row sum. `paper` multiplies the rounding
+# of the block mean (K' and, in FP16, the mean itself) by the invariance 64. The naive error includes neither.
 FACTOR = dict.fromkeys(CONFIGS, 2.0) | {"fp16": 8.0, "exact-fp16": 8.0, "paper": 8.0, "paper-fp16": 32.0}
 # Scores here stay below 8, where one rounding to FP16 costs at most 2^-8 / 2; the mean of `paper` counts 64 times.
 LSE_BOUND = dict.fromkeys(CONFIGS, 2.0**-8) | {"fp32": 1e-5, "fp16": 6 * 2.0**-8}
@@ -58,7 +59,7 @@ def test_head_dims(name, dim):
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("lengths", ODD_LENGTHS, ids=lambda n: f"{n[0]}x{n[1]}")
 def test_causal_is_bottom_right(name, lengths):
-    """With Sq > Skv the first rows see nothing: 0 and -inf."""
+    """The causal band is aligned to the bottom right; with Sq > Skv the first rows see nothing and give 0 and -inf."""
     q, k, v = normal_qkv((2, 1), lengths, 64)
     check(q, k, v, name, is_causal=True)
     out, lse = pasa.attention(q, k, v, is_causal=True, config=CONFIGS[name], return_lse=True)
@@ -105,7 +106,7 @@ def test_batch_entry_without_any_key(name):
 def test_causal_and_mask_combine():
     q, k, v = normal_qkv((4, 2), (70, 150), 64, batch=2)
     mask = torch.ones(2, 1, 1, 150, dtype=torch.bool)
-    mask[1, ..., :90] = False  # left padding: its first rows see nothing but padding
+    mask[1, ..., :90] = False  # left padding: its first rows see only padding
     band = torch.ones(70, 150, dtype=torch.bool).tril(80)
     both = pasa.attention(q, k, v, attn_mask=mask, is_causal=True)
     assert torch.equal(both, pasa.attention(q, k, v, attn_mask=mask & band))
@@ -124,7 +125,7 @@ def test_input_dtypes(dtype):
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_value_beyond_fp16_is_reported(name):
-    """BF16 reaches 3e38; converting silently would turn 70000 into inf, or into 65504 in saturation mode."""
+    """A value beyond FP16 is reported. BF16 reaches 3e38, and silent conversion would make 70000 inf, or 65504."""
     tensors = {n: torch.ones(1, 1, 4, 16, dtype=torch.bfloat16) for n in "qkv"}
     tensors[name][0, 0, 2, 3] = 70000.0
     with pytest.raises(ValueError, match=rf"^{name} has 1 values beyond the FP16 range \(largest 70144 > 65504\)"):
@@ -174,7 +175,7 @@ def test_varlen_equals_sequences_one_by_one():
 
 
 def test_saturation_is_silent_damage_where_inf_is_nan():
-    """The two overflow modes of the same overflow: NaN in one, a finite wrong answer in the other, right in ours."""
+    """The same overflow gives NaN in one mode, a finite wrong answer in the other, and a right one with pasa."""
     q, k, v = (x + 40 for x in normal_qkv((1, 1), (64, 256), 128))
     golden, _ = pasa.golden_attention(q, k, v)
     wrong = {}
@@ -189,22 +190,28 @@ def test_saturation_is_silent_damage_where_inf_is_nan():
 
 
 def test_negative_overflow_of_the_naive_arithmetic_is_nan_not_zero():
-    """Rows whose every score is -inf see keys: they are NaN in FP16 attention, unlike a masked row, which is 0."""
+    """Negative overflow of FP16 attention is NaN, not 0: rows whose every score is -inf do see keys.
+
+    Masked rows see none, and give 0.
+    """
     q, k, v = normal_qkv((1, 1), (8, 64), 128)
     out = pasa.attention(q + 40, k - 40, v, config=PasaConfig(precision="partial"))
     assert torch.isnan(out).all()
 
 
 def test_beta_zero_is_plain_flash_attention():
-    """At D = 64 the scale is a power of two, so K / alpha = Q / alpha and nothing is left to differ."""
+    """Beta 0 is plain flash attention: at D = 64 the scale is a power of two, so K / alpha = Q / alpha is exact."""
     q, k, v = normal_qkv((2, 2), (70, 300), 64)
     plain = pasa.attention(q, k, v, config=PasaConfig(precision="prescaled"))
     assert torch.equal(pasa.attention(q, k, v, config=PasaConfig(recovery="paper", beta=0.0)), plain)
 
 
 def test_global_mean_moves_with_the_blocks():
-    """The correction of the running maximum once read the mean after it had been overwritten, so it was always 0:
-    the paper's recovery then weighed blocks against each other 10 times worse than its own rounding explains."""
+    """The correction of the running maximum uses the mean of the earlier blocks.
+
+    It once read the mean after it had been overwritten, so it was always 0. The paper's recovery then weighed
+    blocks against each other 10 times worse than its own rounding explains.
+    """
     q, k, v = (x + 10 for x in normal_qkv((2, 2), (64, 1280), 128))
     golden, _ = pasa.golden_attention(q, k, v)
     out = pasa.attention(q, k, v, config=PasaConfig(recovery="paper"))
@@ -214,7 +221,7 @@ def test_global_mean_moves_with_the_blocks():
 
 @pytest.mark.parametrize("lengths", [(1, 300), (3, 129), (64, 1), (5, 127)])
 def test_paper_ragged_block_has_its_own_matrix(lengths):
-    """A last block of n keys needs the beta and invariance of n; those of 128 would misplace its mean."""
+    """A ragged last block of n keys recovers its mean, which a beta and invariance of other sizes would misplace."""
     q, k, v = normal_qkv((2, 2), lengths, 128)
     q, k = q + 4, k + 4
     golden, _ = pasa.golden_attention(q, k, v)

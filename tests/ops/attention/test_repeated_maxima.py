@@ -1,4 +1,4 @@
-"""Rows that repeat their maximum: the published rule as printed, and where it ends; ours, and what it composes with."""
+"""Rows that repeat their maximum: the published rule as printed and where it fails, and pasa's bounded rule."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ def generator(seed: int = 0) -> torch.Generator:
 
 
 def random_blocks(count: int = 1000, keys: int = 32) -> Tensor:
-    """Scores in FP64 whose maxima are positive, negative or 0, single, tied, near (within epsilon or not), masked."""
+    """Return FP64 scores with maxima positive, negative or 0, single, tied, close (in epsilon or not), or masked."""
     g = generator(7)
     scores = 4 * torch.randn(count, keys, generator=g, dtype=torch.float64)
     top = scores.amax(-1, keepdim=True)
-    scores[::5] -= top[::5]  # the maximum is 0
-    scores[1::5] -= top[1::5] + 3 * torch.rand(len(top[1::5]), 1, generator=g, dtype=torch.float64)  # below 0
+    scores[::5] -= top[::5]  # the maximum becomes 0
+    # The maximum falls below 0.
+    scores[1::5] -= top[1::5] + 3 * torch.rand(len(top[1::5]), 1, generator=g, dtype=torch.float64)
     top = scores.amax(-1, keepdim=True)
     below = torch.tensor([0.0, 0.5, 0.999, 1.001, 2.0], dtype=torch.float64) * EPSILON
     for row in range(0, count, 2):
@@ -47,7 +48,7 @@ def random_blocks(count: int = 1000, keys: int = 32) -> Tensor:
 
 
 def printed_rule(row: list[float], beta: float, epsilon: float) -> float:
-    """Lines 7 to 9 of Algorithm 3 (arXiv:2510.04212v2), number by number: what the maximum becomes."""
+    """Return what lines 7 to 9 of Algorithm 3 (arXiv:2510.04212v2) make of the maximum, number by number."""
     r_m = max(row)
     r_s = sum(1 for s in row if r_m - s <= epsilon)
     m1 = beta * r_m if r_m > 0 and r_s > 1 else r_m
@@ -57,7 +58,10 @@ def printed_rule(row: list[float], beta: float, epsilon: float) -> float:
 @pytest.mark.parametrize("beta", [2.0, 4.0, 8.0])
 @pytest.mark.parametrize("frame", [0.0, 5.0])
 def test_published_rule_is_its_definition(beta, frame):
-    """On 1,000 random blocks. `frame`: what the true scores have more, which the rule must see."""
+    """The published rule agrees with its definition on 1,000 random blocks.
+
+    `frame` was subtracted from the true scores, and the rule must add it back.
+    """
     true = random_blocks()
     top = true.amax(-1, keepdim=True)
     seen = top.squeeze(-1) > -torch.inf
@@ -73,7 +77,7 @@ def test_published_rule_is_its_definition(beta, frame):
 
 
 def printed_algorithm(blocks: list[Tensor], values: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Lines 7 to 13 of Algorithm 3 in FP64, with the m'' of line 9 in line 10, where v2 prints m'."""
+    """Run lines 7 to 13 of Algorithm 3 in FP64, with the m'' of line 9 in line 10, where v2 prints m'."""
     m = torch.full((len(blocks[0]), 1), -torch.inf, dtype=torch.float64)
     total, out = torch.zeros_like(m), torch.zeros(len(m), values[0].shape[-1], dtype=torch.float64)
     for scores, v in zip(blocks, values, strict=True):
@@ -86,9 +90,10 @@ def printed_algorithm(blocks: list[Tensor], values: list[Tensor]) -> tuple[Tenso
 
 
 def test_running_maximum_sum_and_output_are_those_of_the_printed_algorithm():
-    """Over four blocks, in FP32: the maximum and l to a few ulps, O to the rounding of P to FP16.
+    """Running maximum, sum and output are those of the printed algorithm, over four blocks in FP32.
 
-    A weight loses 2^-11 of itself, or 2^-25 where it is subnormal, and so many are 128 of these over l.
+    The maximum and l agree to a few ulps, O to the rounding of P to FP16. A weight loses 2^-11 of itself, or
+    2^-25 if it is subnormal. All 128 weights together then lose at most 128 * 2^-25, relative to l.
     """
     scores = random_blocks()
     scores = scores[(scores > -torch.inf).any(-1)]
@@ -103,21 +108,21 @@ def test_running_maximum_sum_and_output_are_those_of_the_printed_algorithm():
     m, total, golden = printed_algorithm(list(scores), values)
     torch.testing.assert_close(softmax.maximum.view(-1, 1).double(), m, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(softmax.sum.view(-1, 1).double(), total, rtol=1e-5, atol=0)
-    with pytest.warns(UserWarning, match="rows underflow"):  # blocks after one whose maximum has doubled
+    with pytest.warns(UserWarning, match="rows underflow"):  # blocks after one whose maximum was doubled
         out = softmax.finish(0.0)[0].view(rows, 8)
     bound = (2**-10 + 128 * 2**-25 / total) * max(v.abs().max() for v in values)
     assert ((out - golden).abs() <= bound).all()
 
 
 def published_options() -> AttentionOptions:
-    """FP32 scores and row sums, so that only the rule is left to compare."""
+    """Return options with FP32 scores and row sums, so that only the rule is compared."""
     return AttentionOptions(precision="fp32", softmax="unbiased_paper")
 
 
 def tied_inputs(r_m: float, at: Iterable[int] = (3, 77), heads: int = 48, rows: int = 1, keys: int = 160):
-    """Queries, keys, values (1, heads, n, DIM) in FP16: scores r_m, exactly, at the keys `at`, others 13 to 16 below.
+    """Return q, k, v (1, heads, n, DIM) in FP16: scores of exactly r_m at the keys `at`, all others 13 to 16 below.
 
-    Values are positive, of one binade, and independent from head to head; the others weigh 1e-4 together.
+    Values are positive, of one binade, and independent from head to head. The other keys weigh 1e-4 together.
     """
     g = generator()
     q = torch.ones(1, heads, rows, DIM)
@@ -146,9 +151,10 @@ ARITHMETICS = {
 
 @pytest.mark.parametrize("r_m", [20.0, 100.0, -20.0, -100.0])
 def test_where_the_published_rule_underflows(r_m):
-    """Its largest weight is exp(-|r_m|), 0 in FP16: every row is lost, and counted. Ours: finite, as near as FP32.
+    """Where the published rule underflows, pasa's rule stays finite and as accurate as FP32.
 
-    1.5: drawing instead of rounding to nearest grows the error of the output by sqrt(2) at most where the dropped
+    The published rule's largest weight is exp(-|r_m|), 0 in FP16, so every row is lost, and counted in a warning.
+    The factor 1.5: stochastic rounding grows the error of the output by sqrt(2) at most where the dropped
     fractions are uniform, and P is rounded as in "fp32".
     """
     inputs = tied_inputs(r_m)
@@ -156,7 +162,7 @@ def test_where_the_published_rule_underflows(r_m):
     assert (golden_lse - r_m - math.log(2)).abs().max() < 0.1
     with pytest.warns(UserWarning, match="weights of 48 rows underflow") as said:
         published = attend(inputs, softmax="unbiased_paper")
-    assert [each.filename for each in said] == [__file__]  # the caller's, not a line of the package
+    assert [each.filename for each in said] == [__file__]  # the caller's file, not one of the package
     assert published.isnan().all()
     ours = attend(inputs, softmax="unbiased")
     assert ours.isfinite().all()
@@ -176,7 +182,11 @@ def test_the_warning_says_how_to_silence_it():
 @pytest.mark.parametrize("name", ARITHMETICS)
 @pytest.mark.parametrize("r_m", [0.0, 20.0, 100.0])
 def test_ours_composes_and_stays_as_near_as_without(name, r_m):
-    """1.5 as above; 2^-11 of the values, one rounding of the output, where there is no error without."""
+    """pasa's rule composes with every arithmetic and stays as accurate as without it.
+
+    1.5 is explained above. 2^-11 of the values, one rounding of the output, is allowed where there is no error
+    without it.
+    """
     inputs = tied_inputs(r_m)
     golden, golden_lse = pasa.golden_attention(*inputs)
     out, lse = attend(inputs, softmax="unbiased", return_lse=True, **ARITHMETICS[name])
@@ -190,7 +200,11 @@ def test_ours_composes_and_stays_as_near_as_without(name, r_m):
 @pytest.mark.parametrize("name", ["exact", "paper", "fp32"])
 @pytest.mark.parametrize("r_m", [4.0, -4.0])
 def test_published_rule_is_attention_where_it_does_not_underflow(name, r_m):
-    """A weight of e^-4 keeps 11 bits in FP16, those 6 to 12 nats below it fewer: 2^-25 of e^-4, hence 2^-18 of l."""
+    """The published rule is attention where it does not underflow.
+
+    A weight of e^-4 keeps 11 bits in FP16. Weights 6 to 12 nats below it keep fewer: 2^-25 of e^-4, hence 2^-18
+    of l.
+    """
     inputs = tied_inputs(r_m)
     golden, golden_lse = pasa.golden_attention(*inputs)
     out, lse = attend(inputs, softmax="unbiased_paper", return_lse=True, **ARITHMETICS[name])
@@ -201,7 +215,7 @@ def test_published_rule_is_attention_where_it_does_not_underflow(name, r_m):
 @pytest.mark.parametrize("softmax", ["unbiased", "unbiased_paper"])
 @pytest.mark.parametrize("name", ARITHMETICS)
 def test_ties_in_different_blocks(softmax, name):
-    """The published rule looks inside of a block: it does nothing here, not even underflow."""
+    """Ties in different blocks are harmless: the published rule looks only inside a block, so it changes nothing."""
     inputs = tied_inputs(20.0, at=(3, 150))
     golden, _ = pasa.golden_attention(*inputs)
     out, plain = attend(inputs, softmax=softmax, **ARITHMETICS[name]), attend(inputs, **ARITHMETICS[name])
@@ -209,7 +223,10 @@ def test_ties_in_different_blocks(softmax, name):
 
 
 def test_the_bounded_shift_sees_ties_in_different_blocks():
-    """With products rounded before they are divided: the later block's row is shifted, though its maximum is single."""
+    """The bounded shift detects ties in different blocks if products are rounded before they are divided.
+
+    The later block's row is shifted, though its maximum is single.
+    """
     inputs = tied_inputs(5.0, at=(3, 150))
     single = tied_inputs(5.0, at=(3,))
     for own, changes in ((inputs, True), (single, False)):
@@ -221,7 +238,7 @@ def test_the_bounded_shift_sees_ties_in_different_blocks():
 @pytest.mark.parametrize("softmax", ["unbiased", "unbiased_paper"])
 @pytest.mark.parametrize("name", ARITHMETICS)
 def test_causal_and_fully_masked_rows(softmax, name):
-    """Rows of one key repeat nothing; rows of none are 0 and -inf. Scores of 0, tied everywhere: means of values."""
+    """Rows of one key are not repeated maxima, rows without keys give 0 and -inf, and rows of equal scores means."""
     q, k, v = tied_inputs(0.0, at=range(12), heads=2, rows=20, keys=12)
     golden, golden_lse = pasa.golden_attention(q, k, v, is_causal=True)
     out, lse = attend((q, k, v), softmax=softmax, is_causal=True, return_lse=True, **ARITHMETICS[name])
@@ -241,7 +258,7 @@ def test_causal_and_fully_masked_rows(softmax, name):
 
 @pytest.mark.parametrize("name", ["exact", "fp16"])
 def test_a_maximum_of_zero_repeats_too(name):
-    """The published rule leaves r_m = 0 alone, so all its errors stay; ours treats it as any other."""
+    """A maximum of 0 counts as repeated. The published rule leaves r_m = 0 alone, so all its errors stay."""
     inputs = tied_inputs(0.0, keys=100)
     plain = attend(inputs, **ARITHMETICS[name])
     assert torch.equal(attend(inputs, softmax="unbiased_paper", **ARITHMETICS[name]), plain)
@@ -250,7 +267,7 @@ def test_a_maximum_of_zero_repeats_too(name):
 
 @pytest.mark.parametrize("name", ARITHMETICS)
 def test_ours_changes_few_random_rows(name):
-    """Without repeated maxima at most 1 % of the rows are drawn. Scores in FP16 repeat by chance: those rows shift."""
+    """pasa's rule changes at most 1 % of random rows; FP16 scores repeat by chance, and those rows are shifted."""
     inputs = normal_qkv((2, 2), (300, 160), DIM)
     golden, _ = pasa.golden_attention(*inputs)
     out, plain = attend(inputs, softmax="unbiased", **ARITHMETICS[name]), attend(inputs, **ARITHMETICS[name])
@@ -260,13 +277,16 @@ def test_ours_changes_few_random_rows(name):
 
 
 def rounds_products(name: str) -> bool:
-    """P V is rounded before it is divided by l, or O between blocks."""
+    """Return whether P V is rounded before it is divided by l, or O between blocks."""
     return "fp16" in name
 
 
 @pytest.mark.parametrize(("dtype", "fmt"), [(torch.bfloat16, "bf16"), (torch.float16, "fp16"), (torch.float32, "fp16")])
 def test_outputs_are_rounded_once(monkeypatch, dtype, fmt):
-    """BF16 straight from FP32: FP16 on the way would cut the trifle off that tells a tie from what lies beside it."""
+    """Outputs are rounded once: BF16 directly from FP32.
+
+    FP16 in between would remove the remainder that separates a tie from its neighbours.
+    """
     seen = []
 
     def record(x, target, overflow):
@@ -283,9 +303,10 @@ def test_outputs_are_rounded_once(monkeypatch, dtype, fmt):
 
 
 def test_the_published_rule_can_lose_a_block_and_go_on():
-    """No NaN tells: a block of 19.9 is kept, that of two 20 underflows, and the output is of what counts less.
+    """The published rule can lose a block without NaN; a warning reports it.
 
-    It is warned of; a tie that weighs nothing in its row is not.
+    A block of 19.9 is kept and one of two 20 underflows, so the output is that of the keys with less weight. A
+    tie that weighs nothing in its row causes no warning.
     """
     q, k, v = tied_inputs(20.0, at=(130, 150))
     k[:, :, 3] = 19.875 / 8
@@ -304,7 +325,10 @@ def test_the_published_rule_can_lose_a_block_and_go_on():
 @pytest.mark.parametrize("name", ["exact", "exact, accumulate fp16"])
 @pytest.mark.parametrize("overflow", ["inf", "saturate"])
 def test_drawn_outputs_stay_means_of_values(name, overflow):
-    """Up to one FP16 number, where FP32's O / l passes the largest value by a trifle; never beyond 65504."""
+    """Stochastically rounded outputs stay within the values, up to one FP16 number, and never exceed 65504.
+
+    FP32's O / l may exceed the largest value by a rounding error.
+    """
     q, k, v = tied_inputs(20.0, heads=256)
     v[..., ::4] = 65504
     v[..., 1::4] = -65504
@@ -318,7 +342,10 @@ def test_drawn_outputs_stay_means_of_values(name, overflow):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_bounded_shift_is_bounded(dtype):
-    """0.2 to 0.6 nats whatever the maximum, so that no weight underflows; it varies with the data; 0 where single."""
+    """The bounded shift is 0.2 to 0.6 nats whatever the maximum, varies with the data, and is 0 for single maxima.
+
+    So no weight underflows.
+    """
     top = torch.cat([100 * torch.randn(4000, generator=generator(1)), torch.tensor([0.0, -0.0, 1e30, -1e30])])
     top = top.to(dtype).unsqueeze(-1)
     tied = torch.arange(len(top)).unsqueeze(-1) % 2 == 0

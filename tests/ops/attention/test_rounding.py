@@ -1,7 +1,8 @@
-"""Unbiased rounding in the Triton kernels: bit for bit that of numerics/dither.py, given equal FP32 outputs.
+"""Unbiased rounding in the Triton kernels equals numerics/dither.py bit for bit, given equal FP32 outputs.
 
-Queries of 0 weigh all keys alike. Means of 2^n values of few bits are exact in FP32, in any order of summation, so that
-the output of every kernel is known to the last bit. On a GPU where there is one, in Triton's interpreter elsewhere.
+Queries of 0 weigh all keys alike. Means of 2^n values of few bits are exact in FP32, in any order of summation,
+so the output of every kernel is known to the last bit. Runs on a GPU where there is one, in Triton's interpreter
+elsewhere.
 """
 
 from contextlib import nullcontext
@@ -22,14 +23,14 @@ from tests.inputs import DEVICE, HOPPER, normal_qkv, portable_kernel
 
 DTYPES = (torch.float16, torch.bfloat16)
 UNBIASED = PasaConfig(softmax="unbiased")
-ROWS = 32  # of a tile
-TRIFLE = 2.0**-8  # of a spacing: FP32 rounding, and that of a weight of 1e-4 to FP16
+ROWS = 32  # rows of a tile
+TRIFLE = 2.0**-8  # in spacings: the error of FP32 rounding, and of a weight of 1e-4 in FP16
 SPACING = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}  # of numbers from 1 to 2
 
 
 @pytest.fixture(autouse=True, params=["portable", "hopper"] if HOPPER else ["portable"])
 def kernel(request):
-    """On Hopper, once with the kernel that is chosen there and once with the portable one."""
+    """Select the kernel: on Hopper its own and the portable one in turn, elsewhere the portable one."""
     with portable_kernel() if request.param == "portable" else nullcontext():
         yield
 
@@ -48,14 +49,18 @@ def rows_kernel(p_x, p_y, D: tl.constexpr, D_PAD: tl.constexpr, M: tl.constexpr,
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("lazy", [False, True])
 def test_rows_are_rounded_as_in_the_reference(dim, dtype, lazy):
-    """Random, two equal weights, one weight, a quarter and three; tiny, huge, zero, equal columns; NaN, infinity."""
+    """Rows are rounded as in the reference, whatever they contain.
+
+    They are random; with two equal weights; one weight; weights of a quarter and three; tiny, huge, zero; with
+    equal columns; with NaN and infinity.
+    """
     g = torch.Generator().manual_seed(dim)
     a, b = torch.randn(2, 128, dim, generator=g).to(dtype).float()
     trifle = 1 + 1e-6 * torch.rand(128, 1, generator=g)
     parts = [torch.randn(128, dim, generator=g), (a + b) / 2 * trifle, a * trifle, (a + 3 * b) / 4, a * 1e-7, a * 4e4]
     x = torch.cat([*parts, torch.zeros(32, dim), torch.full((32, dim), 1 + 2.0**-12)])
     x[3, 1], x[200, 2], x[201, 3] = torch.nan, torch.inf, -torch.inf
-    x = x[torch.randperm(len(x), generator=g)]  # tiles with and without rows that lean
+    x = x[torch.randperm(len(x), generator=g)]  # tiles with and without flagged rows
     leans = is_structured(x, dtype).float().mean()
     assert 0.1 < leans < 0.9 if dim > 18 else leans == 0  # 4.25 sigma of 18 signs are more than 18
     out = torch.empty(x.shape, dtype=dtype, device=DEVICE)
@@ -65,8 +70,10 @@ def test_rows_are_rounded_as_in_the_reference(dim, dtype, lazy):
 
 
 def means(dtype, heads, keys, dim):
-    """Values (1, heads, keys, D), and the FP32 mean of all keys (1, heads, 1, D). Every other head has two values that
-    are not 0: halves of their sum are ties."""
+    """Return values (1, heads, keys, D), and the FP32 mean of all keys (1, heads, 1, D).
+
+    Every other head has only two values that are not 0, whose halved sums are ties.
+    """
     g = torch.Generator().manual_seed(keys + dim)
     top = 2048 if dtype == torch.float16 else 256
     v = torch.randint(top // 2, top, (1, heads, keys, dim), generator=g) * 2.0 / top
@@ -119,7 +126,7 @@ def test_packed_sequences(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [32, 80])
 def test_a_launch_of_its_own_rounds_likewise(dtype, dim):
-    """As on an NPU."""
+    """A separate rounding launch, as on an NPU, gives the same bits."""
     q, k, v = (x.to(DEVICE) for x in normal_qkv((4, 2), (33, 200), dim))
     dropped = dropped_bits("unbiased", dtype)
     call = Call(q, k, v, None, True, 0.1, None, None, dropped, output_dtype(dropped))
@@ -129,8 +136,10 @@ def test_a_launch_of_its_own_rounds_likewise(dtype, dim):
 
 
 def two_tied_keys(rows, keys, dim, dtype):
-    """Two keys of one score, one some 9 nats below with a larger value, and the others far below: every output is a
-    trifle above the mean of two values, so that rounding to nearest decides all ties upwards."""
+    """Return q, k, v with two keys of equal score, one some 9 nats below with a larger value, and others far below.
+
+    Every output is slightly above the mean of two values, so rounding to nearest decides all ties upwards.
+    """
     g = torch.Generator().manual_seed(rows)
     q, k, v = torch.zeros(1, 4, rows, dim), torch.zeros(1, 4, keys, dim), torch.full((1, 4, keys, dim), 2.5)
     q[..., 0], q[..., 1] = 9.5, torch.rand(1, 4, rows, generator=g) / 2
@@ -145,8 +154,10 @@ def two_tied_keys(rows, keys, dim, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [64, 128])
 def test_ties_have_no_one_sided_error(rows, keys, dtype, dim):
-    """Never farther than one spacing; a mean error of four sigma at most. A lot has a variance of at most 1/4; equal
-    outputs draw one together."""
+    """Ties have no one-sided error: no output is off by more than a spacing, and the mean error is within four sigma.
+
+    A random rounding has a variance of at most 1/4. Equal outputs are rounded together.
+    """
     q, k, v = two_tied_keys(rows, keys, dim, dtype)
     golden = pasa.golden_attention(q, k, v)[0].double().cpu()
     safe, out = (
@@ -154,7 +165,7 @@ def test_ties_have_no_one_sided_error(rows, keys, dtype, dim):
     )
     error = (out - golden) / SPACING[dtype]
     assert float(error.abs().max()) <= 1.0 + 2.0**-4
-    if dtype == torch.float16:  # BF16 values are halved exactly by FP16, whose rounding then hides what the trifle does
+    if dtype == torch.float16:  # FP16 halves BF16 values exactly, and its rounding then hides the remainder
         assert float((safe - golden).mean() / SPACING[dtype]) > 0.15
     together = golden.float().unique(return_counts=True)[1].double()
     assert abs(float(error.mean())) <= 4 * 0.5 * float(together.norm()) / error.numel() + TRIFLE

@@ -1,23 +1,22 @@
-"""Adversaries against every sample: wherever a kernel looks at some keys to decide for all, those
-are calm and the rest is not, or the other way round. And conditions of the exact pass over pages
-that have to meet.
+"""Adversaries against every sample: keys that a kernel inspects to decide for all are unlike the rest.
 
-Places that sample: the keys by which decoding decides whether to try without anchors (`few_keys`),
-those from which it guesses an anchor (`sampled_anchor`), the first key of a block, with which
-`anchor_kernel` compares the others, the first tile's maxima (`optimistic_step`), and the three
-pages from whose anchors a frame is taken (paged_anchor_kernel.py).
+Either the sampled keys are calm and the rest is not, or the other way round. Further tests cover conditions of
+the exact pass over pages that must meet.
 
-Keys stand off in column 0 alone, which adds 2 million nats to a score. FP32 has steps of 0.125
-there. One such key leaves a 32nd of that in the scores of its block, which FP32 rounds by 2^-9 at
-every step of a sum.
+These places sample. Decoding inspects some keys to decide whether to try without anchors (`few_keys`), and others
+to guess an anchor (`sampled_anchor`). `anchor_kernel` compares keys with the first key of a block.
+`optimistic_step` uses the first tile's maxima. A frame is taken from the anchors of three pages
+(paged_anchor_kernel.py).
 
-Bounds. Where calm keys have the weight, their scores are small, and FP32 attention errs by 2e-6.
-An output errs by its rounding and that of its weights then, 2^-11 of max |v| = 4.4 each: 2^-7.
-0.0010 is what is found. Where biased keys have the weight, FP32 attention itself errs by 0.08 to
-0.27. Kernels that subtract an anchor err by a ninth to a sixth of it, 0.022 to 0.046 with splits that
-begin with calm keys. So the bound is a fifth of what FP32 errs by there, besides the same 2^-7, and
-2^-4 at most. In the exact pass over pages such keys have the weight in every case, and 0.0102 is
-found: 2^-6.
+Keys stand off in column 0 alone, which adds 2 million nats to a score, where FP32 has steps of 0.125. One such
+key leaves a 32nd of that in the scores of its block, which FP32 rounds by 2^-9 at every step of a sum.
+
+Bounds. If calm keys have the weight, their scores are small, and FP32 attention errs by 2e-6. An output then errs
+by its own rounding and that of its weights, 2^-11 of max |v| = 4.4 each, so the bound is 2^-7; 0.0010 was
+measured. If biased keys have the weight, FP32 attention itself errs by 0.08 to 0.27. Kernels that subtract an
+anchor err by a ninth to a sixth of that, 0.022 to 0.046 with splits that begin with calm keys. So the bound there
+is a fifth of FP32's error plus 2^-7, but at most 2^-4. In the exact pass over pages such keys have the weight in
+every case; 0.0102 was measured, and the bound is 2^-6.
 """
 
 import pytest
@@ -28,22 +27,25 @@ from pasa.ops.attention import decode_launch
 from tests.inputs import DEVICE, normal_qkv, pairwise
 from tests.pages import make_pages
 
-QUERY = 60000.0  # of column 0
-CALM, NEAR, FAR = 0.0, 160.0, 240.0  # of keys there: FP16 holds their squares, by which kernels know them
-HEADS = 9  # as many as programs of the interpreter's device are dealt one split each
+QUERY = 60000.0  # column 0 of the queries
+# Column 0 of the keys; FP16 holds the squares, by which kernels recognise such keys.
+CALM, NEAR, FAR = 0.0, 160.0, 240.0
+HEADS = 9  # as many as the programs of the interpreter's device, so that each gets one split
 KEYS = 128 * 4 + 50
 BOUND = 2.0**-7
 
 
 def stand_off(q, k, sign, others, at, sampled):
-    """Column 0 of keys (..., S, D): `sampled` at the places `at`, elsewhere `others`. Where calm
-    keys have the weight (sign -1), plus numbers that FP16 drops beside FAR: no anchor is exact for
-    both. The other columns are so small in keys that less an anchor all are calm."""
+    """Fill column 0 of keys (..., S, D): `sampled` at the places `at`, `others` elsewhere.
+
+    If calm keys have the weight (sign -1), add numbers that FP16 drops beside FAR, so that no anchor is exact for
+    both. The other columns are scaled down until all keys are calm once an anchor is subtracted.
+    """
     noise = k[..., 0].clone() * (1e-4 if sign < 0 else 0)
     k *= 0.01
     q *= 300  # scores of N(0, 3): few keys have all the weight, so that errors of scores do not cancel
     k[..., 0] = others + noise
-    if sampled == CALM and sign > 0:  # their blocks may have no anchor: none of their keys has weight
+    if sampled == CALM and sign > 0:  # their blocks may have no anchor, because none of their keys has weight
         k[..., (at // 32 * 32)[:, None] + torch.arange(32), 0] -= 0.5
     k[..., at, 0] = (sampled + noise)[..., at]
     q[..., 0] = sign * QUERY
@@ -67,7 +69,9 @@ def attend(q, k, v, **how):
 
 FEW = torch.arange(4) * (KEYS // 4)
 SAMPLED = torch.arange(16) * (KEYS // 128 * 128 // 16)
-ADVERSARIES = {  # sign of the query in column 0, which says who has the weight; keys there; places; keys at the places
+# The sign of the query in column 0, which decides which keys have the weight; the keys there; the places; the
+# keys at the places.
+ADVERSARIES = {
     "few are calm": (1, FAR, FEW, CALM),
     "sampled share a bias": (-1, CALM, SAMPLED, FAR),
     "four stand off what all share": (-1, FAR, torch.arange(77, 81), CALM),
@@ -76,17 +80,16 @@ ADVERSARIES = {  # sign of the query in column 0, which says who has the weight;
 
 
 def bound_of(q, k, v):
-    """What is derived at the head of this file, for q (1, H, 1, D) and k, v (1, H, S, D)."""
+    """Return the bound that the top of this file derives, for q (1, H, 1, D) and k, v (1, H, S, D)."""
     golden, _ = pasa.golden_attention(q, k, v)
-    orders = ((q, k), (q.flip(-1), k.flip(-1)))  # one may be right by luck
+    orders = ((q, k), (q.flip(-1), k.flip(-1)))  # one order may be right by luck
     plain = [torch.softmax(a.float() @ b.float().mT / 8, -1) @ v.float() for a, b in orders]
     return min(max(float((out - golden).abs().max()) for out in plain) / 5 + BOUND, 2.0**-4)
 
 
 @pytest.mark.parametrize("name", ADVERSARIES)
 def test_decode(name):
-    """Against a pass without anchors, or with one that a sample gave, whose check of all keys is
-    lost or forgets some."""
+    """Decoding checks all keys, even after a sample suggested no anchor, or one."""
     q, k, v = normal_qkv((HEADS, HEADS), (1, KEYS), 64)
     stand_off(q, k, *ADVERSARIES[name])
     judge(q, k, v, *attend(q, k, v), bound=bound_of(q, k, v))
@@ -95,14 +98,14 @@ def test_decode(name):
 @pytest.mark.parametrize("name", ADVERSARIES)
 @pytest.mark.parametrize("slots", [16, 48])
 def test_paged_decode(name, slots):
-    """Against the same over pages."""
+    """Paged decoding checks all keys too."""
     pages = make_pages([KEYS], (HEADS, HEADS), 64, slots)
     stand_off(pages.q, pages.k.transpose(0, 1), *ADVERSARIES[name])
     check(write_again(pages), bound_of(*(x.transpose(0, 1)[None] for x in (pages.q, pages.k, pages.v))))
 
 
 def write_again(pages):
-    """The cache with the keys as they are now."""
+    """Write the current keys into the cache, and return the pages."""
     pages.k_cache.view(-1, *pages.k.shape[1:])[pages.slots] = pages.k
     return pages
 
@@ -121,9 +124,12 @@ def check(pages, bound=BOUND, **how):
     pairwise([16, 32, 48, 64, 128], (1, 3), [64, 128, 160]),
 )
 def test_conditions_of_the_exact_pass_over_pages(slots, queries, dim):
-    """Against keys of a wrong page in the pass that finds anchors of its own, which needs at once:
-    pages smaller and larger than a block, head dims on both sides of 128, and keys that fail every
-    pass before. Lengths are on both sides of a block's, a page's and a lane's end."""
+    """The exact pass over pages finds its own anchors from the right pages.
+
+    The pass runs only if several conditions meet: pages smaller and larger than a block, head dims on both sides
+    of 128, and keys that fail every earlier pass. Lengths are on both sides of the end of a block, a page and a
+    lane.
+    """
     lengths = [1, 31, 33, 65, 180, 0, 200]
     pages = make_pages(lengths, (2, 1), dim, slots, queries=[queries] * len(lengths) if queries > 1 else None)
     stand_off(pages.q, pages.k.transpose(0, 1), 1, FAR, torch.tensor(pages.edges[1][:-1]), NEAR)
@@ -132,8 +138,11 @@ def test_conditions_of_the_exact_pass_over_pages(slots, queries, dim):
 
 @pytest.mark.parametrize("hide", ["mask", "nothing"])
 def test_first_key_of_every_block_stands_off(hide):
-    """Against a block's anchor that is left out, or taken, because of a first key that no query
-    sees: others are compared with it. Seen, it weighs nothing, and the block is as good as FP32."""
+    """A first key of a block that stands off, and that no query sees, decides nothing about the block's anchor.
+
+    The other keys are compared with the first. If it is seen, it weighs nothing, and the block is as accurate as
+    FP32.
+    """
     q, k, v = normal_qkv((2, 1), (70, 300), 64)
     stand_off(q, k, 1, FAR, torch.arange(0, 257, 128), CALM)
     mask = torch.ones(1, 1, 1, 300, dtype=torch.bool)
@@ -149,7 +158,7 @@ def test_first_key_of_every_block_stands_off(hide):
 
 
 def test_only_the_last_of_many_blocks_is_large():
-    """Against norms of which the first 128 blocks alone are looked at: 131 blocks of 32 keys."""
+    """Norms of all blocks count, not only those of the first 128: here 131 blocks of 32 keys."""
     q, k, v = normal_qkv((1, 1), (17, 131 * 32), 16)
     stand_off(q, k, 1, CALM, torch.arange(k.shape[2] - 32, k.shape[2]), FAR)
     judge(q, k, v, *attend(q, k, v, config=pasa.PasaConfig(block_k=32)))
@@ -157,9 +166,11 @@ def test_only_the_last_of_many_blocks_is_large():
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="a GPU's own number of programs is what it is")
 def test_only_the_last_of_many_programs_fails(monkeypatch):
-    """Against marks of which the first 128 alone are read: 131 programs, and keys that stand off in
-    the last. Without its mark all other programs keep what they found without anchors, and the head
-    has two frames."""
+    """Marks of all programs are read, not only those of the first 128: here 131 programs, and the last keys stand off.
+
+    Without the last program's mark the others would keep their results without anchors, and the head would have
+    two frames.
+    """
     monkeypatch.setattr(decode_launch, "processors", lambda _: 131)
     q, k, v = normal_qkv((1, 1), (1, 131 * 128), 16)
     stand_off(q, k, 1, CALM, torch.arange(k.shape[2] - 32, k.shape[2]), FAR)
@@ -167,8 +178,10 @@ def test_only_the_last_of_many_programs_fails(monkeypatch):
 
 
 def test_frame_of_pages_that_are_not_like_the_rest():
-    """Against a frame that is only right if the sampled pages are like the others: two of the three
-    have an anchor of 0. Sums with an offset are then rounded as FP32 rounds scores."""
+    """A frame is right even if two of its three sampled pages, with an anchor of 0, are unlike the rest.
+
+    Sums with an offset are then rounded as FP32 rounds scores.
+    """
     pages = make_pages([512], (2, 1), 64, 16)
     pages.q[..., 0] = QUERY
     pages.k[..., 0] = FAR

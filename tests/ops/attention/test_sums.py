@@ -1,9 +1,8 @@
-"""What the sentences on rounding promise, told from their negation.
+"""What the README says on rounding sums and shares holds, and its negation would fail.
 
-- The sum is that of the very weights that multiply V, so that a constant V comes out as it is. The
-  weight of 15 keys of 16 is a trifle below halfway between two FP16 numbers: weights that are
-  summed before they are rounded are 2^-11 more than those that multiply V, and a constant comes out
-  one spacing smaller.
+- The row sum is that of the rounded weights that multiply V, so a constant V comes out unchanged. Here 15 keys of 16
+  have a weight just below halfway between two FP16 numbers. Weights summed before rounding would exceed those that
+  multiply V by 2^-11, and a constant would come out one spacing smaller.
 - Shares are rounded towards zero, so that they never sum to more than 1.
 """
 
@@ -18,20 +17,19 @@ from pasa.ops.attention import reference
 from tests.inputs import DEVICE
 from tests.pages import make_pages
 
-WEIGHT = 0.5 * (1 + 2.0**-11 * 0.97)  # which FP16 rounds to 0.5
+WEIGHT = 0.5 * (1 + 2.0**-11 * 0.97)  # FP16 rounds it to 0.5
 LARGEST = 65504.0
 
 
 def scores(rows, keys, dim, heads=1):
-    """q, k and a scale by which every 16th key has the score 0, so that each split has one, and all
-    others log(WEIGHT)."""
+    """Return q, k and a scale by which every 16th key, one in each split, has the score 0, and others log(WEIGHT)."""
     q, k = torch.zeros(1, heads, rows, dim).half(), torch.zeros(1, heads, keys, dim).half()
     q[..., 0], k[..., 0], k[:, :, ::16, 0] = 1.0, -1.0, 0.0
     return q, k, -math.log(WEIGHT)
 
 
 def check(out, lse, keys, value):
-    """The constant, and the sum of the rounded weights: 2^-11 less than that of the weights."""
+    """Check for the constant, and for the sum of the rounded weights, which is 2^-11 below that of the weights."""
     assert torch.equal(out, torch.full_like(out, value))
     ones = -(-keys // 16)
     assert (lse - math.log(ones + 0.5 * (keys - ones))).abs().max() < 2.0**-14
@@ -42,15 +40,15 @@ def check(out, lse, keys, value):
     ("rows", "keys", "dim", "masked", "backend"),
     [
         (20, 130, 16, False, "reference"),
-        (20, 130, 16, True, "triton"),  # the pass that takes what the fast one leaves
-        (20, 50, 16, False, "triton"),  # short keys
+        (20, 130, 16, True, "triton"),  # the exact pass, which takes what the fast one leaves
+        (20, 50, 16, False, "triton"),  # few keys
         (2, 130, 64, False, "triton"),  # decoding by lanes
-        (2, 130, 160, True, "triton"),  # and by tiles
+        (2, 130, 160, True, "triton"),  # decoding by tiles
     ],
     ids=["reference", "careful", "short", "lanes", "tiles"],
 )
 def test_a_constant_comes_out_as_it_is(rows, keys, dim, masked, backend, value):
-    """Against a sum of the weights before FP16 rounds them."""
+    """A constant V comes out unchanged; it would not if weights were summed before FP16 rounds them."""
     q, k, scale = scores(rows, keys, dim)
     v = torch.full_like(k, value)
     mask = torch.zeros(rows, keys) if masked else None
@@ -64,8 +62,10 @@ def test_a_constant_comes_out_as_it_is(rows, keys, dim, masked, backend, value):
 @pytest.mark.parametrize("value", [1.0, LARGEST])
 @pytest.mark.parametrize("anchored", [False, True])
 def test_a_constant_comes_out_of_pages_as_it_is(anchored, value):
-    """Against the same in the passes over pages; with anchors, column 1 adds 4,800 nats to all
-    scores."""
+    """A constant V comes out of the passes over pages unchanged.
+
+    With anchors, column 1 adds 4,800 nats to all scores.
+    """
     pages = make_pages([130], (1, 1), 64)
     q, k, scale = scores(1, 130, 64)
     if anchored:
@@ -76,17 +76,20 @@ def test_a_constant_comes_out_of_pages_as_it_is(anchored, value):
     pages.v_cache.view(-1, 1, 64)[pages.slots] = pages.v
     out, lse = (pages.anchored() if anchored else pages).attend(DEVICE, backend="triton", scale=scale)
     assert torch.equal(out, torch.full_like(out, value))
-    if not anchored:  # beside 4,800 nats the sum has no such digit
+    if not anchored:  # beside 4,800 nats the log-sum-exp does not have that digit
         check(out, lse, 130, value)
 
 
 def test_shares_are_rounded_towards_zero():
-    """Against shares rounded to nearest, whose sum may pass 1: P V of the largest values then
-    saturates, and what is divided by the sum of the shares is less than every value."""
+    """Shares are rounded towards zero.
+
+    Rounded to nearest, their sum may exceed 1. P V of the largest values would then saturate, and after division
+    by the sum of the shares be less than every value.
+    """
     q = torch.zeros(1, 1, 3, 16).half()
     for keys in range(2, 40):
         share = (torch.ones(()) / keys).half()
-        if float(share) * keys < 1 + 2.0**-12:  # to nearest they would sum to no more than 1
+        if float(share) * keys < 1 + 2.0**-12:  # rounded to nearest they would not sum to more than 1
             continue
         k, v = torch.zeros(1, 1, keys, 16).half(), torch.full((1, 1, keys, 16), LARGEST).half()
         out = pasa.attention(q, k, v, config=PasaConfig(accumulate="fp16"), backend="reference")
@@ -94,7 +97,7 @@ def test_shares_are_rounded_towards_zero():
 
 
 def test_shares_sum_to_no_more_than_1(monkeypatch):
-    """Against the same, as it stands: the shares that multiply V."""
+    """The shares that multiply V sum to at most 1, checked directly."""
     found = []
     times = reference._times_values
     monkeypatch.setattr(reference, "_times_values", lambda p, v: found.append(p) or times(p, v))

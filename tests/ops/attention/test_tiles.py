@@ -1,4 +1,4 @@
-"""Tile tables and their choice, without a device."""
+"""Tile tables, and the choice among their rows, without a device."""
 
 import json
 from types import SimpleNamespace
@@ -54,7 +54,10 @@ def test_architectures(device, capability, expected):
 @pytest.mark.parametrize(("capability", "kib"), [((8, 0), 163), ((8, 9), 99), ((9, 0), 227)])
 @pytest.mark.parametrize("pad", [64, 128, 256])
 def test_a_whole_block_of_the_published_algorithm_fits(monkeypatch, capability, kib, pad):
-    """Q and, in every stage, K and V; compiled for these architectures in test_compiles_for_nvidia.py."""
+    """A whole block of the published algorithm fits shared memory: Q and, in every stage, K and V.
+
+    test_compiles_for_nvidia.py compiles it for these architectures.
+    """
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     tile = paper_tile(CUDA, pad, 128)
     assert tile.block_n == 128
@@ -64,7 +67,10 @@ def test_a_whole_block_of_the_published_algorithm_fits(monkeypatch, capability, 
 @pytest.mark.parametrize("pad", [64, 128, 256])
 @pytest.mark.parametrize("rows", [1, 16, 64, 128])
 def test_every_warp_has_rows_on_hopper(monkeypatch, pad, rows):
-    """Story: Triton 3.6 let warps without rows read what lies behind the tile (test_compiles_for_nvidia.py)."""
+    """Every warp has rows on Hopper.
+
+    Story: Triton 3.6 let warps without rows read what lies behind the tile (test_compiles_for_nvidia.py).
+    """
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     for tile in (*decode_tiles("sm_90", pad, rows), paper_tile(CUDA, pad, 128)):
         assert tile.warps == 4 or tile.block_m >= 16 * tile.warps
@@ -72,7 +78,7 @@ def test_every_warp_has_rows_on_hopper(monkeypatch, pad, rows):
 
 @pytest.fixture
 def timed(monkeypatch, tmp_path):
-    """A device on which the wider tile is faster; lists what was timed."""
+    """Fake a device on which the wider tile is faster, and list what was timed."""
     monkeypatch.setenv("PASA_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(tuning, "_chosen", {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -89,7 +95,7 @@ def test_the_fastest_tile_is_chosen_once_and_kept(timed, monkeypatch):
     assert tuning.best_tile(CUDA, "variant", (NARROW, WIDE), print) == WIDE
     assert tuning.best_tile(CUDA, "variant", (NARROW, WIDE), print) == WIDE
     assert timed.asked == [NARROW, WIDE]
-    monkeypatch.setattr(tuning, "_chosen", {})  # another process reads the file
+    monkeypatch.setattr(tuning, "_chosen", {})  # as another process that reads the file
     assert tuning.best_tile(CUDA, "variant", (NARROW, WIDE), print) == WIDE
     assert len(timed.asked) == 2
     assert tuning.best_tile(CUDA, "another", (NARROW, WIDE), print) == WIDE
@@ -117,7 +123,11 @@ def test_a_folder_that_cannot_be_written_costs_only_time(timed, monkeypatch):
 
 
 def test_whatever_changes_the_time_changes_the_key():
-    """Plain and guarded passes, block sizes and row counts once shared a key, hence a tile that fitted one of them."""
+    """Whatever changes the time changes the key.
+
+    Plain and guarded passes, block sizes and row counts once shared a key, and so a tile that fitted only one of
+    them.
+    """
 
     def variant(rows=300, keys=300, block=128, causal=False, guarded=True, width=64, dropped=0):
         q, k = torch.zeros(1, 2, rows, 64).half(), torch.zeros(1, 2, keys, width).half()[..., :64]
@@ -139,7 +149,10 @@ def test_nothing_is_timed_where_nothing_can_be(timed, monkeypatch):
 
 
 def test_no_two_cases_have_one_name():
-    """Story: the second of two was compiled anew in every clone, and the first had its record."""
+    """No two cases have the same name.
+
+    Story: the second of two was compiled anew in every clone, because the record belonged to the first.
+    """
     names = [case["name"] for case in (*NVIDIA_CASES, *paged_cases.NVIDIA_CASES)]
     assert len(set(names)) == len(names)
 
@@ -181,7 +194,10 @@ MASKED = [x for x in ASCEND_CASES if x["constexprs"].get("SHIFT") == "before" an
 
 @pytest.mark.parametrize("case", MASKED, ids=lambda x: x["name"])
 def test_attention_is_lowered_for_ascend_as_it_is_launched(case):
-    """A float mask with a causal band at 64 rows passed the unified buffer once the frame of a row moved."""
+    """Attention is lowered for Ascend with the tiles that it is launched with.
+
+    A float mask with a causal band at 64 rows exceeded the unified buffer once the frame of a row moved.
+    """
     sizes = case["constexprs"]
     (tile,) = candidates("ascend", sizes["D_PAD"], sizes["ANCHOR_BLOCK"], 4096)
     tile = fit_ascend(tile, sizes["MASK"], sizes["CAUSAL"])

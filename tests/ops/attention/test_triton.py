@@ -1,8 +1,9 @@
-"""The Triton kernels against FP64 and against the reference's emulation of the same mode: on a GPU where there is one,
-in Triton's interpreter elsewhere.
+"""The Triton kernels agree with FP64, and with the reference's emulation of the same mode.
 
-Bound: `error <= 2 x error of the emulation` of the same mode, whose tiles are FP16 where the kernel's are FP32, plus
-half an ulp of the FP16 output; log-sum-exp within 1e-3 for the exact recovery.
+They run on a GPU where there is one, in Triton's interpreter elsewhere.
+
+Bound: `error <= 2 x error of the emulation` of the same mode, whose tiles are FP16 where the kernel's are FP32,
+plus half an ulp of the FP16 output; log-sum-exp within 1e-3 for the exact recovery.
 """
 
 from contextlib import nullcontext
@@ -30,7 +31,7 @@ LSE_BOUND = 1e-3
 
 @pytest.fixture(autouse=True, params=["portable", "hopper"] if HOPPER else ["portable"])
 def kernel(request):
-    """On Hopper, once with the kernel that is chosen there and once with the portable one."""
+    """Select the kernel: on Hopper its own and the portable one in turn, elsewhere the portable one."""
     with portable_kernel() if request.param == "portable" else nullcontext():
         yield
 
@@ -40,8 +41,11 @@ def on_device(*tensors):
 
 
 def emulate(q, k, v, config, attn_mask=None, is_causal=False):
-    """The reference. It removes keys that no query sees, so blocks hold other keys than the kernel's, and the published
-    recovery errs otherwise: one more query, which sees every key, keeps them in."""
+    """Return the reference's output and log-sum-exp, with the kernel's blocks of keys.
+
+    The reference removes keys that no query sees. Its blocks then hold other keys than the kernel's, and the
+    published recovery errs otherwise. One more query, which sees every key, keeps them in.
+    """
     if attn_mask is None or config.recovery != "paper":
         how = {"attn_mask": attn_mask, "is_causal": is_causal}
         return pasa.attention(q, k, v, config=config, return_lse=True, backend="reference", **how)
@@ -53,7 +57,7 @@ def emulate(q, k, v, config, attn_mask=None, is_causal=False):
 
 
 def check(q, k, v, name, **how):
-    """The kernel's errors are at most twice those of its emulation."""
+    """Check that the kernel's errors are at most twice those of its emulation."""
     config = CONFIGS[name]
     golden, golden_lse = pasa.golden_attention(q, k, v, **how)
     emulated, emulated_lse = emulate(q, k, v, config, **how)
@@ -71,7 +75,8 @@ def check(q, k, v, name, **how):
     assert torch.equal(lse > -torch.inf, seen)
     if seen.any():
         emulation = float((emulated_lse - golden_lse)[seen].abs().max())
-        # D/16 steps and two offsets, of scores twice as large in the first block's frame: a tensor core truncates each
+        # D/16 steps and two offsets, each truncated by a tensor core, of scores up to twice as large in the first
+        # block's frame.
         rounding = (q.shape[-1] / 16 + 2) * 2.0**-23 * 2 * float(golden_lse[seen].abs().max())
         bound = (2 * emulation if "paper" in name else 0.0) + LSE_BOUND + rounding
         assert float((lse - golden_lse)[seen].abs().max()) <= bound
@@ -86,7 +91,10 @@ ARITHMETICS = [*((name, 64) for name in CONFIGS), ("exact", 128), ("fp32", 128)]
     ids=lambda x: f"{x[0]}x{x[1]}" if isinstance(x, tuple) else None,
 )
 def test_odd_lengths_with_grouped_heads(arithmetic, causal, lengths):
-    """With Sq > Skv the first causal rows see nothing: 0 and -inf. Loops of head dim 128 overlap (tiles.py)."""
+    """Odd lengths and grouped heads are right; with Sq > Skv the first causal rows see nothing and give 0 and -inf.
+
+    Loops of head dim 128 overlap (tiles.py).
+    """
     name, dim = arithmetic
     check(*normal_qkv((4, 2), lengths, dim), name, is_causal=causal)
 
@@ -102,8 +110,10 @@ SHORT = [  # heads, (Sq, Skv), D: one tile, several tiles, as many keys as the k
     ("shape", "bias", "kind"), pairwise(SHORT, (0, 300), ["none", "causal", "bool", "float", "causal row"]), ids=str
 )
 def test_short_keys(shape, bias, kind):
-    """Video models attend over 25 frames at every pixel, and over one token. Scores of the bias pass FP16 and FP32's
-    exact integers."""
+    """Few keys are right, as in video models, which attend over 25 frames at every pixel and over single tokens.
+
+    Scores of the bias exceed FP16 and FP32's exact integers.
+    """
     heads, lengths, dim = shape
     q, k, v = normal_qkv(heads, lengths, dim, batch=2)
     g = torch.Generator().manual_seed(5)
@@ -138,8 +148,11 @@ def test_bad_numbers_among_short_keys(lengths, tensor, causal):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("keys", ["grow", "jump", "fall", "far"])
 def test_first_block_that_tells_nothing_of_the_rest(name, dim, causal, keys):
-    """Weights of the fast pass refer to the first block's maxima. Here later scores stand 45 nats above, along the keys
-    or at once, or below; or all lie so far off 0 that the pass leaves them."""
+    """A first block that says nothing about the rest leaves the result right.
+
+    Weights of the fast pass refer to the first block's maxima. Here later scores are 45 nats higher, along the
+    keys or at once, or lower; or all are so far from 0 that the pass gives up.
+    """
     q, k, v = normal_qkv((2, 1), (150, 330), dim)
     nats = {"grow": torch.linspace(0, 45, 330), "jump": 45.0 * (torch.arange(330) >= 64)}
     nats |= {"fall": -nats["jump"], "far": nats["jump"] + 4000}
@@ -155,8 +168,11 @@ def test_first_block_that_tells_nothing_of_the_rest(name, dim, causal, keys):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("keys", [200, 190])
 def test_bad_numbers_reach_what_they_reach_in_the_reference(name, tensor, dim, causal, keys):
-    """With fewer keys than rows the first causal rows see nothing, and row 10 one key. Its scores are all -inf, which
-    must not look hidden."""
+    """NaN and infinity reach the same outputs as in the reference.
+
+    With fewer keys than rows the first causal rows see nothing, and row 10 one key. Its scores are all -inf,
+    which must not look masked out.
+    """
     q, k, v = normal_qkv((2, 1), (200, keys), dim)
     k[..., 3].abs_()
     bad = {"q": q, "k": k, "v": v}[tensor]
@@ -197,7 +213,7 @@ def test_masks_broadcast(arithmetic, kind, shape):
 @pytest.mark.parametrize("kind", ["bool", "float"])
 @pytest.mark.parametrize("bias", [0, 200])
 def test_masks_with_tiles_that_are_whole_hidden_and_torn(kind, bias):
-    """Left padding, the causal band and a hole in one mask; at a bias of 200 every tile is done with care."""
+    """Left padding, the causal band and a hole may meet in one mask; a bias of 200 puts all tiles in the exact pass."""
     rows, keys = 210, 330
     q, k, v = normal_qkv((4, 2), (rows, keys), 64, batch=2)
     q[..., :8] += bias
@@ -215,7 +231,7 @@ def test_masks_with_tiles_that_are_whole_hidden_and_torn(kind, bias):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("kind", ["bool", "float"])
 def test_mask_tiles_are_sorted(causal, kind):
-    """A tile is whole if every row sees every key of it and nothing is added; the ragged last one never is."""
+    """A mask tile is whole if every row sees all its keys and nothing is added; the ragged last tile never is."""
     q, k, v = on_device(*normal_qkv((2, 2), (100, 200), 16, batch=2))
     keep = torch.ones(2, 1, 100, 200, dtype=torch.bool, device=DEVICE)
     keep[1, :, :, :70] = False
@@ -240,7 +256,7 @@ def test_mask_tiles_are_sorted(causal, kind):
 @pytest.mark.parametrize("name", ["exact", "paper"])
 @pytest.mark.parametrize("rows", [70, 4])
 def test_left_padding_and_causal(name, rows):
-    """The padded entry's first rows see nothing but padding."""
+    """Left padding and the causal band combine; the padded entry's first rows see only padding."""
     q, k, v = normal_qkv((4, 2), (rows, 150), 64, batch=2)
     mask = torch.ones(2, 1, 1, 150, dtype=torch.bool)
     mask[1, ..., :147] = False
@@ -249,7 +265,7 @@ def test_left_padding_and_causal(name, rows):
 
 @pytest.mark.parametrize("rows", [1, 3, 16, 70])
 def test_many_splits_and_frames(rows):
-    """A bias that changes along the keys: every split of a decode has another anchor."""
+    """Splits of a decode may have different frames: as the bias changes along the keys, each has its own anchor."""
     q, k, v = normal_qkv((4, 1), (rows, 1300), 64)
     q[..., :8] += 40
     k[..., :8] += torch.linspace(-300, 300, 1300).unsqueeze(-1)
@@ -259,7 +275,10 @@ def test_many_splits_and_frames(rows):
 @pytest.mark.parametrize("bias", [32, 200, 2000])
 @pytest.mark.parametrize("rows", [2, 129])
 def test_bias_that_all_keys_share_never_enters_a_rounded_number(bias, rows):
-    """At most a tenth worse than FP32 flash attention on FP64's terms, and better than FP32 at large bias."""
+    """A bias shared by all keys never enters a rounded number.
+
+    So the error is at most a tenth above that of FP32 flash attention, and below it at large bias.
+    """
     q, k, v = biased_qkv(bias, seed=1, length=400)
     q = q[:, :, :rows]
     golden, _ = pasa.golden_attention(q, k, v)
@@ -298,7 +317,7 @@ def test_layouts_and_strides_agree():
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("causal", [False, True])
 def test_varlen_equals_sequences_one_by_one(name, causal):
-    """A sequence without queries, one without keys, and lengths that no block divides."""
+    """Packed sequences equal single calls: one without queries, one without keys, and lengths that no block divides."""
     q, _, _ = normal_qkv((4, 2), (140, 1), 64)
     _, k, v = normal_qkv((4, 2), (1, 400), 64, seed=1)
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))
@@ -353,16 +372,18 @@ def test_what_a_backend_cannot_do_is_refused_by_name():
 
 @pytest.mark.parametrize("rows", [70, 4])
 def test_huge_scores_that_tie(rows):
-    """Story: on a GPU a row's offset was summed in two layouts, in two orders. Scores of 10^10 nats that tie then had
-    weights of 2 in all over a sum of 1, and the output left the range of its values. The interpreter has one layout,
-    and two of the six heads."""
+    """Outputs stay within the range of the values if huge scores tie.
+
+    Story: on a GPU a row's offset was summed in two layouts, in two orders. Scores of 10^10 nats that tie then
+    had weights of 2 in all over a sum of 1. The interpreter has one layout, and runs two of the six heads.
+    """
     g = torch.Generator().manual_seed(1500)
     q, k = (
         (torch.randint(0, 2, (1, 6, n, 72), generator=g) * 2 - 1) * torch.finfo(torch.float16).max for n in (rows, 900)
     )
     heads = slice(6 if DEVICE == "cuda" else 2)
     q, k, v = (x.half()[:, heads] for x in (q, k, torch.randn(1, 6, 900, 72, generator=g)))
-    mask = torch.rand(900, generator=g) < 0.1  # blocks with one key, which is its anchor
+    mask = torch.rand(900, generator=g) < 0.1  # blocks with one key, which is its own anchor
     out = pasa.attention(
         *on_device(q, k, v), attn_mask=mask.to(DEVICE), config=PasaConfig(block_k=32), backend="triton"
     ).cpu()
@@ -375,9 +396,12 @@ def test_huge_scores_that_tie(rows):
 
 @pytest.mark.parametrize(("rows", "kv_heads", "hidden"), [(70, 2, 465), (4, 2, 465), (4, 1, 265)])
 def test_padding_before_keys_with_a_bias(rows, kv_heads, hidden):
-    """Story: scores were counted in the frame of the first block's anchor, which is 0 where padding hides that block.
-    Offsets were then as large as the scores, here 250,000 nats, and errors two to seven times those of the emulation,
-    which drops keys that no query sees. The last case is decoded in splits, of which the first see nothing."""
+    """Padding before keys with a bias costs no accuracy.
+
+    Story: scores were relative to the anchor of the first block, which is 0 if padding hides that block. Offsets
+    were then as large as the scores, here 250,000 nats, and errors two to seven times those of the emulation,
+    which drops keys that no query sees. The last case is decoded in splits, of which the first see nothing.
+    """
     g = torch.Generator().manual_seed(0)
     q, k, v = (
         torch.randn(1, heads, n, 64, generator=g) * 0.1

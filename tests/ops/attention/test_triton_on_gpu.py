@@ -1,4 +1,4 @@
-"""What only a GPU has: streams, CUDA graphs, several devices, compiled models, tuning, long caches."""
+"""Tests that need a GPU: streams, CUDA graphs, several devices, compiled models, tuning, long caches."""
 
 import json
 
@@ -31,7 +31,7 @@ def on_gpu(name, seed=0, device="cuda"):
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_captured_in_a_graph(name, mode):
-    """Replayed on new data in the same tensors."""
+    """A captured graph, replayed on new data in the same tensors, gives the results of direct calls."""
     q, k, v = on_gpu(name)
     pasa.attention(q, k, v, config=mode.config, backend="triton")  # compiles and tunes outside the capture
     graph = torch.cuda.CUDAGraph()
@@ -63,7 +63,7 @@ def test_streams_do_not_disturb_each_other(name):
 
 
 def test_every_visible_device():
-    """With one device this is the ordinary call; with more, tensors of another than the current one."""
+    """Tensors may be on any visible device, not only on the current one; with one device this is the ordinary call."""
     outs = []
     for index in range(torch.cuda.device_count()):
         with torch.cuda.device(0):
@@ -74,7 +74,7 @@ def test_every_visible_device():
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_same_bits_every_time(name):
-    """A result that moves is a race."""
+    """Repeated calls give the same bits, since a result that changes would reveal a race."""
     q, k, v = on_gpu(name)
     first = pasa.attention(q, k, v, is_causal=True, backend="triton")
     assert all(torch.equal(first, pasa.attention(q, k, v, is_causal=True, backend="triton")) for _ in range(20))
@@ -101,7 +101,7 @@ def test_diagnostics_are_left_to_the_reference():
 
 
 def test_long_cache():
-    """131,072 keys in 4 heads of 128, 28 query heads; FP64 in slices."""
+    """A cache of 131,072 keys in 4 heads of 128, with 28 query heads, is right; FP64 runs in slices."""
     q = normal_qkv((28, 1), (1, 1), 128)[0].cuda()
     g = torch.Generator("cuda").manual_seed(0)
     k, v = (torch.randn(1, 4, 131072, 128, generator=g, device="cuda").half() for _ in range(2))
@@ -113,7 +113,7 @@ def test_long_cache():
 
 
 def test_a_growing_cache_compiles_nothing(monkeypatch):
-    """Lengths that Triton would tell apart: odd, multiples of 16."""
+    """A growing cache compiles nothing, although Triton would specialise odd lengths and multiples of 16."""
 
     from triton.runtime import JITFunction
 
@@ -128,7 +128,7 @@ def test_a_growing_cache_compiles_nothing(monkeypatch):
 
 
 def test_large_offsets_are_not_cut_to_32_bits():
-    """Keys that lie 2^31 elements apart."""
+    """Offsets are not cut to 32 bits: keys lie 2^31 elements apart."""
     wide = torch.zeros(1, 1, 17000, 2**17 + 64, dtype=torch.float16, device="cuda")
     q, k, v = (x.cuda() for x in normal_qkv((1, 1), (64, 17000), 64))
     wide[..., :64] = k

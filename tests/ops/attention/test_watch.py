@@ -1,4 +1,4 @@
-"""What is counted of sampled rows, by torch and by the kernels: exactly what the definitions say, in FP64."""
+"""The counts of sampled rows, by torch and by the kernels, are exactly those of the definitions in FP64."""
 
 import pytest
 import torch
@@ -25,8 +25,11 @@ def taken(q, first):
 
 @pytest.fixture(params=COUNTERS)
 def count(request):
-    """Callable: the arguments of `watch.count` but for the totals, and the first row in place of the rows (every
-    `STEP`-th: small calls have more of them than of every `STRIDE`-th) -> counts by name."""
+    """Return a function of `watch.count`'s arguments, except the totals, that returns counts by name.
+
+    It takes the first row in place of the rows, and samples every `STEP`-th, because small calls have more of
+    those than of every `STRIDE`-th.
+    """
     function, device = COUNTERS[request.param]
 
     def call(q, k, mask, causal, scale, first):
@@ -39,7 +42,7 @@ def count(request):
 
 
 def whole_numbers(case, size, seed=0):
-    """q, k, mask: q.k is exact in FP32, whatever the order of the sum, and so are multiples by 1/8."""
+    """Return q, k, mask for which q.k, and multiples by 1/8, are exact in FP32 in any order of summation."""
     batch, heads, kv_heads, rows, keys, dim, causal, kind = CASES[case]
     g = torch.Generator().manual_seed(seed)
     q = torch.randint(-size, size + 1, (batch, heads, rows, dim), generator=g).half()
@@ -52,7 +55,7 @@ def whole_numbers(case, size, seed=0):
 
 
 def defined(q, k, mask, causal, scale, first):
-    """The definitions, row by row, in FP64."""
+    """Return the counts by the definitions, row by row, in FP64."""
     rows, keys = q.shape[2], k.shape[2]
     products = q.double() @ k.double().repeat_interleave(q.shape[1] // k.shape[1], 1).mT
     scores = products * scale
@@ -74,7 +77,8 @@ def defined(q, k, mask, causal, scale, first):
     return found
 
 
-SIZES = [(1, 0), (12, 5), (200, 63)]  # of the numbers, with the first row: they repeat maxima, run away, pass FP16
+# Sizes of the numbers, each with the first row: maxima repeat, scores run away, or scores exceed FP16.
+SIZES = [(1, 0), (12, 5), (200, 63)]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -122,7 +126,7 @@ def test_scores_that_are_not_finite_count_as_hidden(count):
 
 
 def test_calls_go_on_where_the_last_one_ended():
-    """Rows are counted on: sampled rows of many short calls are those of one long call."""
+    """Sampling continues where the last call ended: many short calls sample the rows of one long call."""
     lengths, walked, found = (5, 505, 1, 1, 3000, 90, 2500, 1020), 0, []
     for length in lengths:
         found += [walked + row for row in watch.sample(walked, length)]
@@ -132,7 +136,7 @@ def test_calls_go_on_where_the_last_one_ended():
 
 
 class NoReading(TorchDispatchMode):
-    """Fails where a tensor's value is read."""
+    """Fail where a tensor's value is read."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         assert func not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default), func

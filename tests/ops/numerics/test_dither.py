@@ -1,6 +1,7 @@
-"""Rounding rows without one-sided error: the hash, the test that finds such rows, the drawn rounding.
+"""Rounding rows without one-sided error: the hash, the detection of such rows, and their stochastic rounding.
 
-Bounds of statistics: a mean of N independent errors is held to Z_BOUND standard deviations of that mean.
+Statistical bounds: the mean of N independent errors must lie within Z_BOUND standard deviations of
+that mean.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pasa.ops.numerics.dither import COLUMNS, LEANING, drawn_by, is_structured, 
 from pasa.ops.numerics.formats import FORMATS, OVERFLOWS, round_to
 
 FORMATS_16 = ("bf16", "fp16")
-Z_BOUND = 5.0  # two-sided chance 6e-7 for one comparison
+Z_BOUND = 5.0  # in standard deviations: two-sided chance 6e-7 for one comparison
 ROWS, DIM = 4096, 64
 
 
@@ -27,14 +28,14 @@ def generator(seed: int = 0) -> torch.Generator:
 
 
 def spacing(x: Tensor, fmt: str) -> Tensor:
-    """Distance between the values of the format round x, in FP64."""
+    """Return the distance between the values of the format around x, in FP64."""
     target = FORMATS[fmt]
     exponent = torch.frexp(x.double().abs()).exponent - 1
     return torch.exp2((exponent.clamp(min=1 - target.bias) - target.mantissa_bits).double())
 
 
 def repeated_maxima(fmt: str, seed: int = 0, trifle: float = 1e-4, binades: int = 1, maxima: int = 2) -> Tensor:
-    """Rows (ROWS, DIM): the mean of `maxima` positive values of the format, and a trifle of one sign."""
+    """Return rows (ROWS, DIM): the mean of `maxima` positive values of the format, plus a tiny positive remainder."""
     g = generator(seed)
     v = 1 + torch.rand(maxima, ROWS, DIM, generator=g)
     v = round_to(v * 2.0 ** torch.randint(binades, v.shape, generator=g), fmt)
@@ -43,13 +44,13 @@ def repeated_maxima(fmt: str, seed: int = 0, trifle: float = 1e-4, binades: int 
 
 
 def sure_mean(error: Tensor, variance: Tensor) -> float:
-    """Mean error in standard deviations of the mean, from the variance of every element."""
+    """Return the mean error in standard deviations of the mean, from the variance of every element."""
     return float(error.sum() / variance.sum().sqrt())
 
 
 @dataclass
 class Bounds:
-    """Bounds of an integer; every operation that could overflow 32 bits is checked."""
+    """Bound an integer from both sides, and check that no operation overflows 32 bits."""
 
     low: int
     high: int
@@ -75,7 +76,10 @@ class Bounds:
 
 
 def test_every_product_and_sum_of_the_hash_fits_in_31_bits():
-    """By interval arithmetic through the code itself, for every row; then those of a factor and a key."""
+    """Every product and sum of the hash fits in 31 bits, shown by interval arithmetic through the code itself.
+
+    The last lines check the products and sums of a factor and a key.
+    """
     factor, start = drawn_by(Bounds(0, COLUMNS * 2 * 0xFFFF))  # type: ignore[arg-type]
     assert (factor.high, start.high) == (2**15 - 1, 0xFFFF00)
     assert (factor * 0x7FFF + start).high < 2**31
@@ -86,7 +90,7 @@ def bits_of(x: Tensor) -> Tensor:
 
 
 def rows_of_bits(kind: str) -> Tensor:
-    """Bit patterns (ROWS, DIM) of rows that repeat their maxima, but for the first two kinds."""
+    """Return bit patterns (ROWS, DIM); all kinds but the first two are rows that repeat their maxima."""
     g = generator(9)
     if kind == "consecutive":
         return torch.arange(0x3F800000, 0x3F800000 + ROWS * DIM).view(ROWS, DIM)
@@ -95,9 +99,9 @@ def rows_of_bits(kind: str) -> Tensor:
     if kind == "of their own":
         return bits_of(repeated_maxima("bf16"))
     v = round_to(1 + torch.rand(2 if kind == "two keys" else 300, DIM, generator=g), "bf16")
-    if kind == "two keys":  # all rows: they differ by a trifle
+    if kind == "two keys":  # all rows have the same two keys and differ by a tiny remainder
         return bits_of(v.mean(0) + 1e-4 * torch.rand(ROWS, 1, generator=g) * torch.rand(DIM, generator=g))
-    return bits_of(v[torch.randint(300, (2, ROWS), generator=g)].mean(0))  # without a trifle
+    return bits_of(v[torch.randint(300, (2, ROWS), generator=g)].mean(0))  # without a remainder
 
 
 def test_lots_are_integers_of_16_bits_and_the_same_again():
@@ -113,10 +117,11 @@ KINDS = ("consecutive", "random", "of their own", "two keys", "pairs of 300 keys
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bit", [15, 14, 12, 11])
 def test_lots_are_coins_in_rows_and_columns(kind, bit):
-    """Bits 15 and 12 decide ties of BF16 and FP16, the next ones quarters.
+    """The random bits are fair coins in rows and in columns.
 
-    A number's own bits once drew its lot. Rows that share their maxima have few bit patterns, and so the columns had
-    means of 9 standard deviations, and all numbers together one of 24.
+    Bits 15 and 12 decide ties of BF16 and FP16, the next ones quarters. Story: the bits were once a
+    hash of each number's own bits. Rows that share their maxima have few bit patterns, so columns
+    had means of 9 standard deviations, and all numbers together one of 24.
     """
     words = rows_of_bits(kind).unique(dim=0)
     coins = 2.0 * ((lots(words) >> bit) & 1) - 1
@@ -124,11 +129,16 @@ def test_lots_are_coins_in_rows_and_columns(kind, bit):
     column = coins.mean(0) * math.sqrt(len(words))
     assert float(column.square().mean().sqrt()) < 1.5  # 1 for coins; of 64 columns: +- 0.09
     norm = float(torch.linalg.matrix_norm(coins, 2))
-    assert norm < 1.4 * (math.sqrt(len(words)) + math.sqrt(DIM))  # of coins; far more if rows share a pattern
+    # The norm of fair coins; far more if rows share a pattern.
+    assert norm < 1.4 * (math.sqrt(len(words)) + math.sqrt(DIM))
 
 
 def test_lots_of_256_columns_are_nearly_coins():
-    """The widest rows have the nearest keys: bit 15 has 9 times the norm of coins with a step of 1, 1.5 with 511."""
+    """The random bits of 256 columns are nearly fair coins.
+
+    The widest rows have the closest column keys. With a step of 1 between keys, bit 15 has 9 times
+    the norm of coins, and 1.5 times with 511.
+    """
     drawn = lots(torch.randint(2**32, (1024, 256), generator=generator(3)))
     for bit in range(8, 16):
         norm = float(torch.linalg.matrix_norm(2.0 * ((drawn >> bit) & 1) - 1, 2))
@@ -139,7 +149,11 @@ def test_lots_of_256_columns_are_nearly_coins():
 @pytest.mark.parametrize(("maxima", "binades"), [(2, 1), (2, 3), (4, 1)])
 @pytest.mark.parametrize("sign", [1, -1])
 def test_structured_rows_are_rounded_without_bias(fmt, maxima, binades, sign):
-    """Nearest errs to one side beyond 20 standard deviations, drawn rounding by none. f (1 - f): variance of a draw."""
+    """Rows with repeated maxima are rounded without bias.
+
+    Rounding to nearest errs to one side by more than 20 standard deviations; stochastic rounding
+    does not. f (1 - f) is the variance of a stochastic rounding.
+    """
     x = sign * repeated_maxima(fmt, seed=maxima + binades, maxima=maxima, binades=binades)
     structured = is_structured(x, fmt).squeeze(-1)
     assert structured.double().mean() > 0.9
@@ -156,9 +170,13 @@ def test_structured_rows_are_rounded_without_bias(fmt, maxima, binades, sign):
 @pytest.mark.parametrize("fmt", FORMATS_16)
 @pytest.mark.parametrize(("maxima", "most_flagged"), [(3, 0.25), (5, 0.05), (6, 0.25), (7, 0.05)])
 def test_other_counts_of_maxima_keep_their_bias(fmt, maxima, most_flagged):
-    """Story: thirds were said to have little bias. Where values lie in one binade, rows of three and six equal maxima
-    err by up to 0.06 spacings, and the rule flags few of them: periods of a quarter and an eighth of a spacing see no
-    thirds, fifths or sevenths. A limit, which the documentation states; what cures it will fail here."""
+    """Rows with other numbers of equal maxima keep most of their bias, as documented.
+
+    Story: thirds were said to have little bias. Where values lie in one binade, rows of three and
+    six equal maxima err by up to 0.06 spacings. The rule flags few of them, because periods of a
+    quarter and an eighth of a spacing do not detect thirds, fifths or sevenths. This is a
+    documented limit; an improvement of the rule will fail here.
+    """
     x = repeated_maxima(fmt, seed=maxima, maxima=maxima, trifle=2e-4)
     assert is_structured(x, fmt).double().mean() < most_flagged
     step = spacing(x, fmt)
@@ -171,7 +189,7 @@ def test_other_counts_of_maxima_keep_their_bias(fmt, maxima, most_flagged):
 
 @pytest.mark.parametrize("fmt", FORMATS_16)
 def test_a_draw_goes_up_as_often_as_its_fraction_says(fmt):
-    """Not in the mean alone: within each tenth of the fractions."""
+    """A value is rounded up as often as its fraction says, even within each tenth of the fractions."""
     x = torch.cat([repeated_maxima(fmt, seed, trifle=2e-3) for seed in range(4)])
     x = x[is_structured(x, fmt).squeeze(-1)]
     f = (x.double() / spacing(x, fmt)) % 1
@@ -186,7 +204,10 @@ def test_a_draw_goes_up_as_often_as_its_fraction_says(fmt):
 @pytest.mark.parametrize("fmt", FORMATS_16)
 @pytest.mark.parametrize("overflow", OVERFLOWS)
 def test_values_of_the_format_stay(fmt, overflow):
-    """All of them: subnormals, zeros of both signs, the largest, infinities; NaN as round_to has it."""
+    """All values of the format stay: subnormals, zeros of both signs, the largest, infinities.
+
+    NaN becomes what `round_to` makes of it.
+    """
     codes = torch.arange(-(2**15), 2**15).to(torch.int16).view(FORMATS[fmt].dtype).float()
     for width in (64, 128):
         rows = codes.view(-1, width)
@@ -203,7 +224,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 @pytest.mark.parametrize("fmt", FORMATS_16)
 @pytest.mark.parametrize("overflow", OVERFLOWS)
 def test_what_is_not_a_normal_number_is_rounded_to_nearest(fmt, overflow):
-    """In the midst of a structured row, whose other columns are drawn."""
+    """Numbers that are not normal are rounded to nearest, even if their row is rounded stochastically."""
     target = FORMATS[fmt]
     odd = torch.tensor([math.nan, math.inf, -math.inf, 0.0, -0.0, target.min_subnormal * 0.6, target.min_normal * 0.99])
     x = repeated_maxima(fmt)
@@ -219,7 +240,11 @@ def test_what_is_not_a_normal_number_is_rounded_to_nearest(fmt, overflow):
 @pytest.mark.parametrize("overflow", OVERFLOWS)
 @pytest.mark.parametrize("share", [1e-6, 0.25, 0.49, 0.51, 0.75])
 def test_a_draw_never_overflows_what_nearest_keeps(fmt, overflow, share):
-    """O / l may pass the largest value by a trifle of FP32; drawn up, it would be infinite in one row of many."""
+    """Stochastic rounding never overflows where nearest does not.
+
+    O / l may exceed the largest value by an FP32 rounding error. Rounded up, it would be infinite
+    in one row of many.
+    """
     target = FORMATS[fmt]
     step = float(spacing(torch.tensor([target.max]), fmt))
     x = repeated_maxima(fmt)
@@ -236,9 +261,12 @@ def test_a_draw_never_overflows_what_nearest_keeps(fmt, overflow, share):
     tied=st.booleans(),
 )
 def test_any_row_goes_to_a_neighbour(rows, fmt, overflow, tied):
-    """Values of the format, less than one spacing away, on the same side of zero; finite where nearest is."""
+    """Every number goes to a value of the format less than one spacing away, on the same side of zero.
+
+    The result is finite wherever rounding to nearest is.
+    """
     x = torch.tensor(rows)
-    if tied:  # halves and a trifle: rows that are drawn
+    if tied:  # halves plus a tiny remainder: rows that are rounded stochastically
         x = round_to(torch.frexp(x.nan_to_num(1.0)).mantissa.abs().clamp(0.5, 0.99), fmt)
         x += (spacing(x, fmt) * 0.501).float()
         assert is_structured(x, fmt).all()
@@ -254,7 +282,10 @@ def test_any_row_goes_to_a_neighbour(rows, fmt, overflow, tied):
 @pytest.mark.parametrize("fmt", FORMATS_16)
 @pytest.mark.parametrize("dim", [8, 32, 64, 80, 128])
 def test_random_rows_are_left_to_nearest(fmt, dim):
-    """One in 10,000 is drawn, here one in 1,000 at most. A draw has twice the variance: errors grow by 1e-3 at most."""
+    """Random rows are rounded to nearest: one in 10,000 is flagged, at most one in 1,000 here.
+
+    Stochastic rounding has twice the variance, so errors grow by at most 1e-3.
+    """
     g = generator(dim)
     x = torch.randn(20000, dim, generator=g) * torch.rand(20000, 1, generator=g).exp()
     assert is_structured(x, fmt).double().mean() <= 1e-3
@@ -264,7 +295,10 @@ def test_random_rows_are_left_to_nearest(fmt, dim):
 
 @pytest.mark.parametrize("fmt", FORMATS_16)
 def test_rows_of_one_key_are_left_to_nearest(fmt):
-    """One key has all the weight but a trifle: nearest errs by the trifle, any draw by more."""
+    """Rows in which one key has nearly all the weight are rounded to nearest.
+
+    Nearest errs by the weight of the other keys, and stochastic rounding by more.
+    """
     x = round_to(1 + torch.rand(ROWS, DIM, generator=generator(4)), fmt)
     assert not is_structured(x, fmt).any()
     assert not is_structured(x + x.amin() * (1e-4 if fmt == "bf16" else 1e-5), fmt).any()
@@ -273,7 +307,7 @@ def test_rows_of_one_key_are_left_to_nearest(fmt):
 @pytest.mark.parametrize("fmt", FORMATS_16)
 @pytest.mark.parametrize("dim", [1, 2, 7, 8, 18])
 def test_too_few_columns_never_lean(fmt, dim):
-    """4.25 sigma of 18 signs are more than 18."""
+    """Rows with too few columns are never flagged: 4.25 sigma of 18 signs are more than 18."""
     assert not is_structured(repeated_maxima(fmt)[:, :dim], fmt).any()
     assert leaning(dim) > dim
 
@@ -293,7 +327,7 @@ def test_the_first_columns_decide(fmt):
 
 @pytest.mark.parametrize("fmt", FORMATS_16)
 def test_the_answer_depends_on_the_row_alone(fmt):
-    """Not on the call, the batch round it, or its place in memory."""
+    """The result depends on the row alone, not on the call, the rest of the batch, or its place in memory."""
     x = repeated_maxima(fmt)
     got = round_unbiased(x, fmt)
     assert torch.equal(got, round_unbiased(x.clone(), fmt))
@@ -309,7 +343,10 @@ def test_other_carriers_are_refused(dtype):
 
 
 def test_published_example_bit_for_bit():
-    """arXiv:2510.04212, section 3.2: a sticky bit decides the tie, away from zero."""
+    """The published example holds bit for bit: a sticky bit decides the tie, away from zero.
+
+    arXiv:2510.04212, section 3.2.
+    """
     first, second = torch.tensor(-2.4071154594421387), torch.tensor(-2.296875)
     assert [int(bits_of(x)) for x in (first, second)] == [0b11000000000110100000111000101110, 0b11000000000100110 << 15]
     total = first + second
@@ -326,9 +363,9 @@ def binary(text: str) -> float:
 
 
 def test_two_large_one_small():
-    """1.0000001 + 1.0000100 is a tie, and goes to even; with 0.0000000001 it goes up instead (kexue.fm/archives/11371).
+    """A tiny third addend turns a tie into a rounding up, but rows of such sums go down as often as they should.
 
-    A row of such sums goes down as often as up.
+    1.0000001 + 1.0000100 is a tie and goes to even; plus 0.0000000001 it goes up (kexue.fm/archives/11371).
     """
     large = torch.tensor(binary("1.0000001")) + torch.tensor(binary("1.0000100"))
     assert large.item() == binary("10.0000101")
@@ -342,5 +379,5 @@ def test_two_large_one_small():
     nearest = round_to(row.float(), "bf16")
     assert (nearest > row).all()
     f = torch.tensor(binary("0.1001"), dtype=torch.float64)
-    up = (drawn > row)[0].double()  # rows are alike
+    up = (drawn > row)[0].double()  # all rows are equal
     assert abs(float((up - f).sum() / (60 * f * (1 - f)).sqrt())) < Z_BOUND

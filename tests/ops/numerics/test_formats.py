@@ -1,4 +1,4 @@
-"""Every encoding of every 16- and 8-bit format, every midpoint between two of them, and the points beside it."""
+"""Rounding is checked at every value of every 16- and 8-bit format, and at and beside every midpoint of two values."""
 
 import math
 from fractions import Fraction
@@ -16,11 +16,11 @@ from pasa.ops.numerics.formats import FORMATS, OVERFLOWS, ROUNDINGS, Format, Rou
 INF, NAN = math.inf, math.nan
 SMALL_FORMATS = ("fp16", "bf16", "fp8_e4m3", "fp8_e5m2")
 CARRIERS = (torch.float32, torch.float64)
-Z_BOUND = 5.0  # two-sided chance 6e-7 for one comparison
+Z_BOUND = 5.0  # in standard deviations: two-sided chance 6e-7 for one comparison
 
 
 def encodings(name: str) -> Tensor:
-    """All values of a format in FP64, in the order of their codes."""
+    """Return all values of a format in FP64, in the order of their codes."""
     fmt = FORMATS[name]
     bits = 1 + fmt.exponent_bits + fmt.mantissa_bits
     storage = torch.int16 if bits == 16 else torch.uint8
@@ -29,13 +29,13 @@ def encodings(name: str) -> Tensor:
 
 
 def grid(name: str) -> Tensor:
-    """Finite values from +0 to the largest; the position is the code, so its parity is that of the mantissa."""
+    """Return the finite values from +0 to the largest; position equals code, so its parity is that of the mantissa."""
     values = encodings(name)
     return values[values.isfinite() & ~values.signbit()].sort().values
 
 
 def around_midpoints(name: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Midpoints of neighbours in `dtype`, with the values of the format just below and above, and the even one."""
+    """Return midpoints of neighbours in `dtype`, the values of the format just below and above, and the even one."""
     values = grid(name)
     low, high = values[:-1], values[1:]
     middle = (low + high) / 2
@@ -46,7 +46,7 @@ def around_midpoints(name: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Ten
 
 
 def beside(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The numbers just below and just above in the dtype of `x`."""
+    """Return the numbers just below and just above in the dtype of `x`."""
     return torch.nextafter(x, torch.full_like(x, -INF)), torch.nextafter(x, torch.full_like(x, INF))
 
 
@@ -55,7 +55,7 @@ def generator(seed: int = 0) -> torch.Generator:
 
 
 def same(actual: Tensor, expected: Tensor) -> bool:
-    """Equal values and equal signs, of zeros too; NaN equals NaN."""
+    """Return whether values and signs are equal, including signs of zeros; NaN equals NaN."""
     nan = expected.isnan()
     numbers = torch.equal(actual.isnan(), nan) and torch.equal(actual[~nan], expected[~nan].to(actual.dtype))
     return numbers and torch.equal(actual[~nan].signbit(), expected[~nan].signbit())
@@ -147,8 +147,11 @@ def test_rounding_to_odd_first_is_innocuous(name: str) -> None:
 
 
 def test_fp64_is_rounded_once() -> None:
-    """Story: torch casts FP64 to FP16 through FP32. 1 + 2^-11 + 2^-40 lies above the tie, FP32 drops the 2^-40,
-    and the tie then goes to the even 1. The first emulation cast its FP64 golden like that and was an ulp off.
+    """FP64 input is rounded once.
+
+    Story: torch casts FP64 to FP16 through FP32. 1 + 2^-11 + 2^-40 lies above the tie; FP32 drops
+    the 2^-40, and the tie then goes to the even 1. The first emulation cast its FP64 golden values
+    like that and was an ulp off.
     """
     for name, tie in (("fp16", 2.0**-11), ("bf16", 2.0**-8), ("fp8_e4m3", 2.0**-4), ("fp8_e5m2", 2.0**-3)):
         x = torch.tensor([1 + tie + 2.0**-40, 1 + tie, 1 + tie - 2.0**-40], dtype=torch.float64)
@@ -156,7 +159,7 @@ def test_fp64_is_rounded_once() -> None:
 
 
 def test_fp64_to_fp16_agrees_with_numpy() -> None:
-    """NumPy converts FP64 to FP16 with one rounding."""
+    """FP64 to FP16 agrees with NumPy, which converts with one rounding."""
     exponents = torch.randint(-27, 18, (100_000,), generator=generator(1))
     x = torch.ldexp(torch.randn(100_000, generator=generator(2), dtype=torch.float64), exponents)
     with np.errstate(over="ignore"):
@@ -186,15 +189,18 @@ def test_nearest_overflows_from_the_threshold_on(name: str, dtype: torch.dtype) 
     assert fmt.overflow_threshold == THRESHOLDS[name]
     at = torch.tensor([fmt.overflow_threshold], dtype=torch.float64).to(dtype)
     if at.isinf().any():
-        return  # the threshold of FP32 is no FP32 number
+        return  # the threshold of FP32 is not an FP32 number
     below, above = beside(at)
     assert round_to(torch.cat([below, at, above, -below, -at]), name).tolist() == [fmt.max, INF, INF, -fmt.max, -INF]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, *CARRIERS])
 def test_e4m3_overflow_is_nan_whatever_the_cast_does(dtype: torch.dtype) -> None:
-    """Story: casts to E4M3 give NaN beyond 464 in some releases of torch and 448 in others; the emulated overflow
-    must not change with the release. The midpoint 464 itself belongs to the even 448.
+    """Overflow of E4M3 gives NaN, whatever torch's cast does.
+
+    Story: casts to E4M3 give NaN beyond 464 in some releases of torch and 448 in others. The
+    emulated overflow must not change with the release. The midpoint 464 itself goes to the even
+    448.
     """
     fmt = FORMATS["fp8_e4m3"]
     assert fmt.overflow_threshold == 464.0
@@ -312,7 +318,7 @@ def test_bad_modes_are_refused_by_name() -> None:
 
 
 def half_quantum(x: float, fmt: Format) -> Fraction:
-    """Half the spacing of the format at |x|, from the definition."""
+    """Return half the spacing of the format at |x|, from the definition."""
     exponent = max(math.frexp(x)[1] - 1, 1 - fmt.bias)
     return Fraction(2) ** (exponent - fmt.mantissa_bits - 1)
 

@@ -1,4 +1,4 @@
-"""Shifting matrices against Theorem 2.1, the optimal beta against table 3, and both against the matrix really used."""
+"""Shifting matrices obey Theorem 2.1, the optimal beta reproduces table 3, and both hold for the rounded matrix."""
 
 import math
 from typing import Any
@@ -30,20 +30,20 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def f_of_the_paper(beta: float, n: int, scale: float, fl: type[np.floating]) -> float:
-    """Equations 20 and 21 as printed, the entries normalised by the scale folded into them."""
+    """Return f by equations 20 and 21 as printed, with entries normalised by the scale folded into them."""
     b = float(fl(scale * (beta / n))) / scale
     a = float(fl(scale * (1 - beta / n))) / scale + b
     return b * n / (a * (a - b * n)) + (1 - a) / a
 
 
 def scores(n: int, rows: int = 63) -> Tensor:
-    """Rows of scores with a common offset, FP64."""
+    """Return rows of scores with a common offset, in FP64."""
     generator = torch.Generator().manual_seed(n)
     return 20 + torch.randn(rows, n, generator=generator, dtype=torch.float64)
 
 
 TABLE_3 = [
-    # initial, Inva, Inva_1, Rel.Err in percent, optimised, Inva = Inva_1 after
+    # initial beta, Inva, Inva_1, Rel.Err in percent, optimised beta, Inva = Inva_1 after
     (0.9, "9.000", "8.971", "0.32", "0.899708", "8.971"),
     (1 - 2**-4, "15.00", "15.00", "0.00", "0.937500", "15.00"),
     (1 - 2**-5, "31.00", "31.25", "0.81", "0.968994", "31.25"),
@@ -70,8 +70,10 @@ def test_table_3_to_all_printed_digits(row: shifting.BetaRow, printed: tuple[flo
 @pytest.mark.parametrize("beta", [0.0, 0.3, 0.984497, 0.999])
 @pytest.mark.parametrize("n", ODD_SIZES)
 def test_theorem_2_1(n: int, beta: float, scale: float) -> None:
-    """M^-1 M = I with M from Eq. 10. The entries of a row of M^-1 sum to 1 / (1 - beta) and those of M are below 1,
-    so n roundings of the sum and 4 of the entries are at most (n + 4) eps / (1 - beta).
+    """The inverse of Theorem 2.1 times M gives I, with M from Eq. 10.
+
+    The entries of a row of M^-1 sum to 1 / (1 - beta) and those of M are below 1, so n roundings of
+    the sum and 4 of the entries are at most (n + 4) eps / (1 - beta).
     """
     eye, ones = torch.eye(n, dtype=torch.float64), torch.ones(n, n, dtype=torch.float64)
     matrix = scale * (eye - beta / n * ones)
@@ -115,7 +117,10 @@ def test_without_shift_the_matrix_only_scales() -> None:
 @pytest.mark.parametrize("scale", [1.0, *(d**-0.5 for d in HEAD_DIMENSIONS)])
 @pytest.mark.parametrize("n", ODD_SIZES)
 def test_f_is_that_of_the_paper(n: int, scale: float, fl: tuple[torch.dtype, type[np.floating]]) -> None:
-    """Ours divides once by the row sum; the printed form is equal in real arithmetic, so 1e-9 covers FP64."""
+    """f equals the paper's printed form to 1e-9, which covers FP64's roundings.
+
+    pasa divides once by the row sum; in real arithmetic both forms are equal.
+    """
     dtype, numpy_type = fl
     for beta in (0.5, *TABLE_3_STARTS):
         expected = f_of_the_paper(beta, n, scale, numpy_type)
@@ -126,7 +131,7 @@ def test_f_is_that_of_the_paper(n: int, scale: float, fl: tuple[torch.dtype, typ
 @pytest.mark.parametrize("scale", [1.0, 80**-0.5, 128**-0.5])
 @pytest.mark.parametrize("n", [1, 63, 128, 129])
 def test_f_recovers_the_scores_best(n: int, scale: float, dtype: torch.dtype) -> None:
-    """S' + f mean(S') has the exact row mean, and no other factor comes nearer to scale * S in least squares."""
+    """S' + f mean(S') has the exact row mean, and no other factor comes closer to scale * S in least squares."""
     beta = 0.9375
     f = practical_invariance(beta, n, scale=scale, dtype=dtype)
     true = scores(n)
@@ -146,7 +151,8 @@ def test_f_recovers_the_scores_best(n: int, scale: float, dtype: torch.dtype) ->
 @pytest.mark.parametrize("scale", [1.0, *(d**-0.5 for d in HEAD_DIMENSIONS)])
 def test_fixed_points_reproduce_themselves(scale: float) -> None:
     for n in range(1, 513, 3):
-        for start in (0.9, 1 - 2**-4):  # nearer to 1, some sizes have none: see the story below
+        # Nearer to 1, some sizes have none: see test_some_ragged_blocks_have_no_fixed_point.
+        for start in (0.9, 1 - 2**-4):
             beta, factor, iterations = optimal_beta(start, n, scale=scale)
             assert 0 < beta < 1
             assert iterations >= 1
@@ -174,7 +180,7 @@ def test_every_format_has_fixed_points_or_says_why_not(dtype: torch.dtype) -> No
 
 
 def test_a_power_of_two_scale_changes_nothing() -> None:
-    """d = 64: the entries are the same up to their exponent."""
+    """A scale that is a power of two (d = 64) changes only the exponents of the entries, so beta stays the same."""
     for start in TABLE_3_STARTS:
         assert optimal_beta(start, 128, scale=1 / 8) == optimal_beta(start, 128)
 
@@ -183,8 +189,10 @@ def test_a_power_of_two_scale_changes_nothing() -> None:
     ("d", "expected"), [(80, "0.984122"), (128, "0.984711")], ids=["stable-video-diffusion", "qwen2"]
 )
 def test_another_scale_has_its_own_beta(d: int, expected: str) -> None:
-    """Table 3 leaves 1/sqrt(d) out; the matrix in the algorithm holds it. Taking the beta of the table for that
-    matrix costs over one percent of the invariance.
+    """Every scale has its own optimal beta.
+
+    Table 3 leaves 1/sqrt(d) out, but the matrix in the algorithm includes it. With the table's
+    beta, that matrix misses over one percent of the invariance.
     """
     scale = d**-0.5
     table, folded = optimal_beta(1 - 2**-6, 128), optimal_beta(1 - 2**-6, 128, scale=scale)
@@ -201,7 +209,7 @@ def test_another_scale_has_its_own_beta(d: int, expected: str) -> None:
     dtype=st.sampled_from([torch.float16, torch.bfloat16, *FP8]),
 )
 def test_the_iteration_is_monotone(n: int, betas: tuple[float, float], scale: float, dtype: torch.dtype) -> None:
-    """A larger beta never has a smaller effective one: this is why the fixed-point iteration cannot cycle."""
+    """A larger beta never has a smaller effective beta, which is why the fixed-point iteration cannot cycle."""
     effective = []
     for beta in sorted(betas):
         try:
@@ -219,7 +227,10 @@ def test_a_block_of_one_key_is_its_own_mean() -> None:
 
 
 def test_leaving_the_interval_is_an_error() -> None:
-    """BF16 rounds the matrix of 0.999 to one that removes the whole mean, which nothing can recover."""
+    """An iteration that leaves (0, 1) is an error: BF16 rounds the matrix of 0.999 to one that removes the whole mean.
+
+    Nothing can recover a mean that was removed entirely.
+    """
     with pytest.raises(
         NoOptimalBetaError, match=r"beta0=0\.999 with n=128, scale=1\.0, torch\.bfloat16 .*left \(0, 1\)"
     ):
@@ -233,9 +244,12 @@ def test_leaving_the_interval_is_an_error() -> None:
 
 
 def test_some_ragged_blocks_have_no_fixed_point() -> None:
-    """Story: with 1/sqrt(128) folded in, FP16 rounds the diagonal of every M near beta = 1 so low at n = 186 that the
-    iteration from the paper's 0.984375 runs out of (0, 1). A ragged last block may well have 186 keys; its matrix
-    still has an inverse, and f of the beta that was given recovers the mean behind it.
+    """Some ragged blocks have no fixed point, but their mean can still be recovered.
+
+    Story: with 1/sqrt(128) folded in, FP16 rounds the diagonal of every M near beta = 1 so low at n
+    = 186 that the iteration from the paper's 0.984375 leaves (0, 1). A ragged last block may well
+    have 186 keys. Its matrix still has an inverse, and f of the start value recovers the mean
+    behind it.
     """
     scale, start, n = 128**-0.5, 1 - 2**-6, 186
     with pytest.raises(NoOptimalBetaError, match="start lower"):
@@ -248,7 +262,7 @@ def test_some_ragged_blocks_have_no_fixed_point() -> None:
 
 
 def test_a_lost_shift_is_an_error() -> None:
-    """Under 1/16, E4M3 has no number left for the off-diagonal entry: the matrix shifts nothing."""
+    """A matrix that no longer shifts is an error: under a scale of 1/16, E4M3 rounds the off-diagonal entry to 0."""
     with pytest.raises(NoOptimalBetaError, match=r"left \(0, 1\)"):
         optimal_beta(0.9, 128, scale=1 / 16, dtype=torch.float8_e4m3fn)
 

@@ -1,4 +1,4 @@
-"""Biases that differ by block: chunks are joined in frames in which log-sum-exps have digits to spare."""
+"""Biases that differ by block: chunks are merged in frames in which log-sum-exps keep their digits."""
 
 from itertools import accumulate, pairwise
 
@@ -14,10 +14,10 @@ from pasa.ops.shift_keys.reference import shifts_exactly
 from tests.inputs import max_error
 from tests.ops.ring.test_merge import on_every_rank
 
-UNEVEN = (150, 300, 70, 200)  # keys of four ranks
-BIASED = 16  # columns
+UNEVEN = (150, 300, 70, 200)  # keys of each of four ranks
+BIASED = 16  # number of biased columns
 SCALE = 64**-0.5
-# Biases that a block may have, in units of the largest; the first one is that of the very first block.
+# Biases that a block may have, in units of the largest; the first one is that of the first block.
 PATTERNS = {
     "first block dominates": (1.0, 0.0),
     "first block does not": (0.0, 1.0),
@@ -29,7 +29,7 @@ PATTERNS = {
 
 
 def biased_by_block(pattern, size, seed=0, block=BLOCK):
-    """N(0, 1), but for 16 columns: there q is `size` and more, and k is the bias of its block of keys."""
+    """Return q, k, v of N(0, 1), except 16 columns: there q has mean `size`, and k is the bias of its block of keys."""
     g = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(1, 2, sum(UNEVEN), 64, generator=g) for _ in range(3))
     q[..., :BIASED] += size
@@ -45,7 +45,7 @@ def frames_of(q, k, lengths=UNEVEN):
 
 
 def ring_of(q, k, v, lengths=UNEVEN):
-    """What ring attention computes for all queries, and the number of calls that it took."""
+    """Return what ring attention computes for all queries, and the number of operator calls that it took."""
     frames = frames_of(q, k, lengths)[0]
     merge, calls = Merge(q, wide=frames.shifts is not None), 0
     for rank, (keys, values) in enumerate(zip(k.split(lengths, 2), v.split(lengths, 2), strict=True)):
@@ -58,8 +58,10 @@ def ring_of(q, k, v, lengths=UNEVEN):
 
 
 def bound_of(v, s=0.0):
-    """FP16's roundings of P and of an output, 2^-11 each; and twice the weights' error, as the docstring of
-    `ring_attention` has it: 2^-22 of max(1024, 2 s)."""
+    """Return the error bound: FP16's roundings of P and of an output, 2^-11 each, and twice the error of the weights.
+
+    The docstring of `ring_attention` bounds the latter by 2^-22 of max(1024, 2 s).
+    """
     return (2**-10 + 2 * 2**-22 * max(REACH, 2 * s)) * float(v.abs().max())
 
 
@@ -67,9 +69,12 @@ def bound_of(v, s=0.0):
 @pytest.mark.parametrize("block", [128, 90])
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_biases_by_block_cost_no_digit(pattern, block, size):
-    """Each rank's log-sum-exp was in the frame of the whole sequence, where FP32 holds 2e6 in steps of 1/8. Outputs
-    were off by 0.07, where one call on all keys is off by 0.0005 if its very first block happens to have the largest
-    bias. Now all ranks know the frame of every span."""
+    """Biases that differ by block cost no accuracy.
+
+    Story: each rank's log-sum-exp was in the frame of the whole sequence, where FP32 holds 2e6 in
+    steps of 1/8. Outputs were off by 0.07, where one call on all keys is off by 0.0005 if its first
+    block happens to have the largest bias. Now all ranks know the frame of every span.
+    """
     q, k, v = biased_by_block(PATTERNS[pattern], size, seed=int(size) + block, block=block)
     golden, _ = pasa.golden_attention(q, k, v)
     out, calls = ring_of(q, k, v)
@@ -78,7 +83,10 @@ def test_biases_by_block_cost_no_digit(pattern, block, size):
 
 
 def test_a_first_key_without_the_bias_of_all_others_costs_no_digit():
-    """As the first token of many models. Nor does the one key that lacks it in another rank."""
+    """A first key without the bias of all others, as in many models, costs no accuracy.
+
+    Nor does one such key on another rank.
+    """
     q, k, v = biased_by_block((1.0,), 1000.0)
     k[:, :, 0, :BIASED], k[:, :, 333, :BIASED] = 0, 0.01234
     golden, _ = pasa.golden_attention(q, k, v)
@@ -88,8 +96,11 @@ def test_a_first_key_without_the_bias_of_all_others_costs_no_digit():
 
 
 def test_keys_of_wild_length_err_by_what_is_promised():
-    """Keys of N(0, 300^2), every one of them held by two ranks: no frame brings them near 0, and two ranks' halves of a
-    weight differ by the rounding of their log-sum-exps alone."""
+    """Keys of wild length err by no more than the documented bound.
+
+    The keys are N(0, 300^2), each held by two ranks. No frame brings them near 0, and the two
+    ranks' halves of a weight differ only by the rounding of their log-sum-exps.
+    """
     g = torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(1, 2, sum(UNEVEN), 64, generator=g) for _ in range(3))
     k[:, :, 450:520], k[:, :, 520:] = k[:, :, :70], k[:, :, 150:350]
@@ -142,7 +153,10 @@ def test_spans_are_as_long_as_one_frame_serves():
 
 
 def test_cutting_costs_no_more_looks_at_a_key_where_every_block_is_a_span(monkeypatch):
-    """Story: for every span all keys were looked at again. 16,384 keys with 127 spans took 2.8 s to cut."""
+    """Cutting spans tests each key a constant number of times, even if every block is a span.
+
+    Story: for every span all keys were tested again. Cutting 16,384 keys into 127 spans took 2.8 s.
+    """
     looked_at = []
 
     def counted(k, anchor):
@@ -160,7 +174,7 @@ def test_cutting_costs_no_more_looks_at_a_key_where_every_block_is_a_span(monkey
 
 @pytest.mark.parametrize("spans", [(1, 2, 3, 4, 5, 6, 7, 8, 9), (17, 1, 16, 1, 15)])
 def test_spans_of_any_length_begin_where_the_bias_changes(spans):
-    """However far a cut looks ahead, it ends a span before the first block that has another bias."""
+    """However far a cut looks ahead, it ends a span before the first block with another bias."""
     blocks = torch.tensor([(-1) ** index for index, length in enumerate(spans) for _ in range(length)])
     k = torch.randn(1, 1, len(blocks) * BLOCK, 16, generator=torch.Generator().manual_seed(0))
     k[..., :8] = 500.0 * blocks.repeat_interleave(BLOCK)[:, None]
@@ -170,8 +184,11 @@ def test_spans_of_any_length_begin_where_the_bias_changes(spans):
 
 
 def test_a_frame_that_would_round_a_key_is_not_shared():
-    """Two blocks have one bias in eight columns. In another, of small weight, the second block's keys are too fine for
-    the first one's frame."""
+    """A frame that would round a key is not shared.
+
+    Two blocks share a bias in eight columns. In another column, of small weight, the second block's
+    keys are too fine for the first block's frame.
+    """
     k = torch.randn(1, 1, 2 * BLOCK, 16, generator=torch.Generator().manual_seed(0)).half()
     k[..., :8] = 500
     k[:, :, :BLOCK, 9], k[:, :, BLOCK:, 9] = 30, 0.01234

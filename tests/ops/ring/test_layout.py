@@ -1,4 +1,4 @@
-"""Zig-zag chunks: every score of the causal triangle once, and the same work on every rank."""
+"""Zig-zag chunks compute every score of the causal triangle once, with the same work on every rank."""
 
 import pytest
 import torch
@@ -27,7 +27,10 @@ def test_the_steps_of_all_ranks_are_the_causal_triangle(ranks, total):
 
 @pytest.mark.parametrize(("ranks", "total"), SIZES)
 def test_all_ranks_have_the_same_work_in_every_step(ranks, total):
-    """Up to the one token by which chunks differ: at most a row and a column of a tile of 2 x 1 chunks."""
+    """All ranks have the same work in every step, up to the one token by which chunks differ.
+
+    That token is at most a row and a column of a tile of 2 x 1 chunks.
+    """
     early = tuple(first for first, _ in layout.lengths(total, ranks))
     chunk = -(-total // (2 * ranks))
     for step in range(1, ranks):

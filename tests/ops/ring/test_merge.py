@@ -1,4 +1,4 @@
-"""Joining chunks: in a frame in which log-sum-exps have digits to spare."""
+"""Merging chunks in a frame in which log-sum-exps keep their digits."""
 
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
@@ -17,7 +17,7 @@ ALL = slice(None)
 
 
 class Threads:
-    """A ring of threads in the place of processes, for `gather` and `tell` alone."""
+    """Threads in place of the processes of a ring; only `gather` and `tell` work."""
 
     def __init__(self, size):
         self.slots, self.barrier = [None] * size, Barrier(size)
@@ -34,26 +34,26 @@ class Threads:
 
 
 def on_every_rank(call, ranks):
-    """What call(rank, its ring) returns on each of so many ranks."""
+    """Return what call(rank, its ring) returns on each rank."""
     ring = Threads(ranks)
     with ThreadPoolExecutor(ranks) as pool:
         return list(pool.map(lambda rank: call(rank, ring.rank(rank)), range(ranks)))
 
 
 def anchors_of(keys):
-    """What every rank finds, each with its own chunk of the keys."""
+    """Return the anchor that every rank finds from its own chunk of the keys."""
     total = sum(k.shape[2] for k in keys)
     found = on_every_rank(lambda rank, ring: common_anchor(keys[rank], keys[rank], total, ring), len(keys))
     return [anchor for anchor, _ in found]
 
 
 def offset_qkv(offset, length=517, dim=64, seed=0):
-    """N(0, 1), but for 16 dimensions: they add `offset` to every scaled score, more or less."""
+    """Return q, k, v of N(0, 1), except 16 dimensions that add about `offset` to every scaled score."""
     g = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(1, 2, length, dim, generator=g) for _ in range(3))
     bias = (offset * dim**0.5 / 16) ** 0.5
     q[..., :16] += bias
-    k[..., :16] = bias  # of one size in all keys, so that only the other dimensions decide
+    k[..., :16] = bias  # the same in all keys, so that only the other dimensions decide
     return q.half(), k.half(), v.half()
 
 
@@ -65,9 +65,12 @@ def merged(q, keys, values, anchor):
 
 
 def test_a_merge_in_the_true_frame_loses_what_the_kernels_got_right():
-    """With 131,072 on every score FP32 stores log-sum-exps in steps of 1/64: chunks of true scores would get weights
-    that are off by up to a percent. In the frame of a common anchor the merge is as exact as one call: twice its error,
-    and one rounding to FP16 of a chunk's output more."""
+    """In the true frame a merge loses accuracy; in the frame of a common anchor it does not.
+
+    With 131,072 on every score, FP32 stores log-sum-exps in steps of 1/64, so chunks of true scores
+    get weights that are off by up to a percent. In the frame of a common anchor the merge errs by
+    at most twice the error of one call, plus one rounding of a chunk's output to FP16.
+    """
     q, k, v = offset_qkv(131072.0)
     golden, true_lse = pasa.golden_attention(q, k, v)
     assert true_lse.min() > 120000
@@ -122,8 +125,11 @@ def test_a_nan_in_a_key_does_not_reach_the_anchor():
 
 
 def test_outputs_stay_a_mean_whatever_the_log_sum_exps_lack():
-    """Weights come from differences to the largest one and are divided by their own sum: at 1e9, where FP32 steps by
-    64, exp(LSE - log of the sum) would not sum to 1."""
+    """The merged output stays a mean of the outputs, however inexact the log-sum-exps are.
+
+    Weights come from differences to the largest one and are divided by their own sum. At 1e9, where
+    FP32 steps by 64, exp(LSE - log of the sum) would not sum to 1.
+    """
     g = torch.Generator().manual_seed(0)
     q = torch.zeros(1, 1, 64, 8, dtype=torch.float16)
     merge = Merge(q)

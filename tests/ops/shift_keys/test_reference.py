@@ -1,4 +1,4 @@
-"""Shifted keys: the exact variant loses no bit, the paper's is what its equations say."""
+"""Shifted keys: the exact variant loses no bit, and the paper's variant is what its equations say."""
 
 import pytest
 import torch
@@ -34,7 +34,10 @@ def test_anchored_keys_are_the_keys_bit_for_bit(seed, n, spread, unit):
 
 @pytest.mark.parametrize("bias", [20.0, 30.0, 412.0, 2000.0, 30000.0])
 def test_a_shared_bias_is_removed_in_full(bias):
-    """Where keys differ by less than their bias, what is left of the mean is below the grid of the largest key."""
+    """A shared bias is removed in full: what is left of the mean is below the grid of the largest key.
+
+    This holds where keys differ by less than their bias.
+    """
     g = torch.Generator().manual_seed(0)
     k = (bias + torch.randn(1, 1, 128, 64, generator=g)).half().float()
     block = shift_exact(k, 0.125)
@@ -51,7 +54,10 @@ def test_a_column_that_would_round_keeps_its_keys():
 
 
 def test_a_key_that_vanishes_beside_the_anchor_is_not_shifted():
-    """2^-24 - 60000 is -60000 in FP32, an FP16 number, and the key is lost."""
+    """A key that vanishes beside the anchor is not shifted.
+
+    2^-24 - 60000 is -60000 in FP32, an FP16 number, so the key would be lost.
+    """
     k = torch.tensor([2.0**-24, 60000.0, 59008.0])
     assert shifts_exactly(k, torch.tensor(60000.0)).tolist() == [False, True, True]
 
@@ -64,13 +70,14 @@ def test_paper_shift_is_the_rounded_product(n):
     exact = matrix.double() @ k.double()
     got = shift_paper(k.float(), matrix.float(), "inf")
     assert torch.equal(round_to(got, "fp16"), got)
-    # FP32 accumulation of n products of size 2 leaves 2^-24 * 2 n, then half a unit of FP16 at most
+    # FP32 accumulation of n products of size 2 errs by 2^-24 * 2 n, and rounding to FP16 by half a
+    # unit at most
     assert (got - exact).abs().max() <= 2.0**-23 * n + float(exact.abs().max()) * 2.0**-11
 
 
 @pytest.mark.parametrize("mode", ["inf", "saturate"])
 def test_paper_shift_can_itself_overflow(mode):
-    """K' = K - beta mean reaches 131008 / alpha: the published shift has no guarantee of its own."""
+    """The published shift can overflow by itself: K' = K - beta mean reaches 131008 / alpha."""
     k = torch.full((1, 1, 128, 1), 65504.0)
     k[0, 0, 0] = -65504.0
     got = shift_paper(k, shifting_matrix(128, 0.984375, scale=1.0).float(), mode)[0, 0, 0, 0].item()

@@ -1,4 +1,4 @@
-"""Anchors and K' by Triton, in the interpreter where there is no GPU; most is tested through attention."""
+"""Anchors and K' by Triton, interpreted where there is no GPU; most of this is tested through attention."""
 
 import torch
 
@@ -7,7 +7,11 @@ from tests.inputs import DEVICE
 
 
 def test_the_first_anchor_is_that_of_the_first_block_with_a_key():
-    """Story: behind padding it was 0, and offsets from it as large as the scores."""
+    """The first anchor is that of the first block with a visible key.
+
+    Story: if the first block was padding, its anchor was 0, and offsets were as large as the
+    scores.
+    """
     g = torch.Generator().manual_seed(0)
     k = (torch.randn(3, 2, 150, 32, generator=g) * 0.1 + torch.arange(1, 4).view(3, 1, 1, 1) * 100).half().to(DEVICE)
     first_seen = torch.tensor([0, 70, 149], device=DEVICE)

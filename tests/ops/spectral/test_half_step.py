@@ -1,4 +1,4 @@
-"""Half a step of power iteration: the Triton kernel and torch's products against FP64."""
+"""Half a step of power iteration: the Triton kernel and torch's products are compared with FP64."""
 
 from __future__ import annotations
 
@@ -24,7 +24,11 @@ def inputs(heads, group, dim, columns, seed=0):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_kernel_is_as_near_as_torch(shape):
-    """Bound: y and t are rounded to 16 bits, each by a unit of the norm of W at most; sums are FP32."""
+    """The kernel is as accurate as torch.
+
+    Bound: y and t are rounded to 16 bits, each by at most a unit of the norm of W; sums are in
+    FP32.
+    """
     weight, y = inputs(*shape)
     exact = weight.cpu().double()
     unit = y.cpu().double() / y.cpu().double().norm(dim=-1, keepdim=True)
@@ -36,7 +40,7 @@ def test_kernel_is_as_near_as_torch(shape):
 
 
 def test_programs_of_several_pieces(monkeypatch):
-    """Against squares, or shares of a sum, of a program's last piece alone: here it has five."""
+    """Programs add up all their tiles; here each has five, so a sum or square of the last tile alone would show."""
     monkeypatch.setattr(half_step_launch, "PROGRAMS", 2)
     test_kernel_is_as_near_as_torch((2, 1, 64, 600))
 
