@@ -53,7 +53,8 @@ class Splits:
         parts = ((splits * block_m * dim, torch.float32), (splits * block_m * 2, torch.float32),
                  (splits * dim, torch.float16), (splits, torch.int32), (splits, torch.int32),
                  (splits * block_m, torch.float32))  # fmt: skip
-        return cls(*workspace(device, *parts), count, keys, block_m)
+        part, state, anchor, framed, marked, low = workspace(device, *parts)
+        return cls(part, state, anchor, framed, marked, low, count, keys, block_m)
 
 
 def decode(call: Call) -> tuple[Tensor, Tensor]:
