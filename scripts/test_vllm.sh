@@ -35,7 +35,7 @@ EOF
     touch "$folder.done"
   fi
   echo "vLLM $version"
-  OMP_NUM_THREADS=1 PYTHONPATH="$folder:$packages" "$VENV/bin/python" -m pytest -q tests/pasa/patching/test_vllm_itself.py ||
+  OMP_NUM_THREADS=1 PYTHONPATH="$folder:$packages" "$VENV/bin/python" -m pytest -q tests/pasa/patching/vllm_itself.py ||
     failed+=("$version")
 done
 [[ ${#failed[@]} -eq 0 ]] || { echo "failed with vLLM ${failed[*]}" >&2; exit 1; }

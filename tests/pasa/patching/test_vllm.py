@@ -2,7 +2,7 @@
 
 The description covers vllm/v1/attention/backend.py and backends/registry.py of vLLM 0.14, 0.28 to 0.31 and 0.33:
 abstract methods, the arguments that vLLM passes to them, and the fields of CommonAttentionMetadata that a builder
-reads. test_vllm_itself.py tests against vLLM's own classes.
+reads. vllm_itself.py tests against vLLM's own classes.
 """
 
 import abc

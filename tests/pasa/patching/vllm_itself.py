@@ -1,7 +1,7 @@
 """Tests of the vLLM adapter against vLLM's own classes, metadata and cache views; no engine and no vLLM kernel runs.
 
-scripts/test_vllm.sh runs them on the CPU with the Python files of several versions of vLLM. These are too large to be
-installed for every test run (300 MB each, with CUDA libraries).
+scripts/test_vllm.sh runs this file by its name, on the CPU, with the Python files of several versions of vLLM. They
+are too large for every test run (300 MB each, with CUDA libraries), so pytest does not collect this file by itself.
 """
 
 import importlib.util
@@ -16,9 +16,6 @@ from tests.pages import worst
 from tests.pasa.patching.test_vllm import HALF_ULP
 from tests.pasa.patching.vllm_step import Step
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: scripts/test_vllm.sh runs this with it"
-)
 LAYERS, LAYER = 3, 1  # layers that share the cache, and the index of the tested one
 
 
@@ -39,8 +36,8 @@ def pasa_backend(v1):
 
 
 def layouts():
-    """Return the cache layouts of the installed vLLM; [None] without vLLM or if a backend chooses the shape."""
-    if importlib.util.find_spec("vllm") is None or importlib.util.find_spec("vllm.v1.kv_cache_layout") is None:
+    """Return the cache layouts of the installed vLLM; [None] if a backend chooses the shape."""
+    if importlib.util.find_spec("vllm.v1.kv_cache_layout") is None:
         return [None]
     from vllm.v1.kv_cache_layout import KVCacheLayout
 
