@@ -17,7 +17,7 @@ from torch import Tensor
 import pasa
 from pasa.eval.output import environment
 from pasa.ops import envs, registry
-from pasa.ops.attention import npu_backend
+from pasa.ops.attention.ascend import backend as npu_backend
 from pasa.ops.attention.options import AttentionOptions
 
 OPTIONAL = (

@@ -1,7 +1,7 @@
 """The gradients of torch.ops.pasa.*, registered as custom operators so that a compiled graph keeps each as one node.
 
 A backend whose module defines `attention_backward` also differentiates the calls that it served.
-For all other backends ops/attention/backward.py does so.
+For all other backends ops/attention/spec/gradients.py does so.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pasa.ops import dispatch, operands, registry
-from pasa.ops.attention import backward
+from pasa.ops.attention.spec import gradients as backward
 from pasa.ops.dispatch import without_autocast
 
 
@@ -42,7 +42,7 @@ def attention_backward(
     mask_too: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return (dq, dk, dv, dmask or empty) for heads-first tensors; see ops/attention/backward.py."""
+    """Return (dq, dk, dv, dmask or empty) for heads-first tensors; see ops/attention/spec/gradients.py."""
     operands.check_attention(q, k, v, attn_mask, scale)
     operands.check_gradients(grad_out, grad_lse, q, tuple(q.shape[:3]), backend)
     given = (grad_out, grad_lse, q, k, v, attn_mask, is_causal, _default(scale, q))
@@ -89,7 +89,7 @@ def attention_varlen_backward(
     scale: float | None,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (dq, dk, dv) for packed sequences; see ops/attention/backward.py."""
+    """Return (dq, dk, dv) for packed sequences; see ops/attention/spec/gradients.py."""
     operands.check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, scale)
     operands.check_gradients(grad_out, grad_lse, q, tuple(q.shape[:2]), backend)
     with without_autocast(q.device.type):

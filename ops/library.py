@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from pasa.ops import dispatch, gradients, operands, registry
-from pasa.ops.attention import watch
 from pasa.ops.attention.options import AttentionOptions
+from pasa.ops.attention.spec import watch
 from pasa.ops.dispatch import without_autocast
 from pasa.ops.registry import Backend, Request, select
 
@@ -94,7 +94,7 @@ def attention(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (out (B, Hq, Sq, D), lse (B, Hq, Sq), counts (B, Hq, 6) or empty) for heads-first tensors.
 
-    The arguments are those of the reference backend, ops/attention/reference.py.
+    The arguments are those of the reference backend, ops/attention/spec/attention.py.
     """
     operands.check_attention(q, k, v, attn_mask, scale)
     arithmetic = (precision, recovery, beta, block_q, block_k, softmax, overflow, accumulate)
@@ -163,7 +163,7 @@ def attention_varlen(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (out (T, Hq, D), lse (T, Hq), counts (1, Hq, 6) or empty) for packed sequences.
 
-    The arguments are those of the reference backend, ops/attention/reference.py.
+    The arguments are those of the reference backend, ops/attention/spec/attention.py.
     """
     operands.check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, scale)
     arithmetic = (precision, recovery, beta, block_q, block_k, softmax, overflow, accumulate)
@@ -244,6 +244,6 @@ def watch_counter(device: str, head_dim: int) -> Callable[..., None]:
     triton = registry.BACKENDS["triton"]
     if device != "cuda" or head_dim > triton.head_dims[1] or triton.missing():
         return watch.count
-    from pasa.ops.attention import watch_launch
+    from pasa.ops.attention.triton.watch import launch as watch_launch
 
     return watch_launch.count

@@ -18,8 +18,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from pasa.ops.attention.spec.shift_keys import anchor_near, may_lose, shifts_exactly
 from pasa.ops.registry import triton_missing
-from pasa.ops.shift_keys.reference import anchor_near, may_lose, shifts_exactly
 
 # Kernels count the elements of a page with signed 32-bit integers.
 PAGE_SPAN = 2**31
@@ -127,7 +127,7 @@ def write_pages(
         On a CPU, if a slot lies behind the cache or appears twice.
     """
     if k.device.type == "cuda" and triton_missing() is None:
-        from pasa.ops.attention import paged_write_launch
+        from pasa.ops.attention.triton.paged import launch as paged_write_launch
 
         paged_write_launch.write_pages(k, v, k_cache, v_cache, slot_mapping, key_anchors)
         return

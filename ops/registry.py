@@ -287,7 +287,7 @@ def npu_replaced() -> str | None:
 register(
     Backend(
         name="reference",
-        module="pasa.ops.attention.reference",
+        module="pasa.ops.attention.spec.attention",
         missing=lambda: None,
         label="emulates the NPU's arithmetic, on any device that torch runs on",
     )
@@ -295,7 +295,7 @@ register(
 register(
     Backend(
         name="triton",
-        module="pasa.ops.attention.triton_backend",
+        module="pasa.ops.attention.triton.backend",
         missing=triton_missing,
         label="Triton kernels for GPUs from sm_80 on; interpreted on a CPU; lowered, not run on an NPU",
         devices=("cuda", "npu"),
@@ -314,7 +314,7 @@ register(
 register(
     Backend(
         name="npu",
-        module="pasa.ops.attention.npu_backend",
+        module="pasa.ops.attention.ascend.backend",
         missing=npu_missing,
         replaced=npu_replaced,
         label="Ascend C kernels for Atlas A2; run on a CPU twin of the device, not on an NPU",

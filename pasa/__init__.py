@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pasa.context_parallel import ring_attention as ring_attention
     from pasa.context_parallel import shard_sequence as shard_sequence
     from pasa.diagnostics import record_diagnostics as record_diagnostics
-    from pasa.ops.attention.golden import golden_attention as golden_attention
+    from pasa.ops.attention.spec.exact_fp64 import golden_attention as golden_attention
     from pasa.ops.numerics.shifting import optimal_beta as optimal_beta
     from pasa.ops.numerics.shifting import shifting_matrix as shifting_matrix
     from pasa.patching import PatchHandle as PatchHandle
@@ -36,7 +36,7 @@ _LAZY = {
     "ring_attention": "pasa.context_parallel",
     "shard_sequence": "pasa.context_parallel",
     "record_diagnostics": "pasa.diagnostics",
-    "golden_attention": "pasa.ops.attention.golden",
+    "golden_attention": "pasa.ops.attention.spec.exact_fp64",
     "optimal_beta": "pasa.ops.numerics.shifting",
     "shifting_matrix": "pasa.ops.numerics.shifting",
     "PatchHandle": "pasa.patching",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pasa.ops import dispatch, library
-from pasa.ops.attention.watch import FIELDS, STRIDE, sample
+from pasa.ops.attention.spec.watch import FIELDS, STRIDE, sample
 from pasa.patching import components_of
 from pasa.patching.handle import first_names
 from pasa.patching.onlookers import BINDING, Onlookers, patched_modules, removed_modules

@@ -16,7 +16,7 @@ Every function `*_kernel` under `@triton.jit` in ops/ needs a case, or an entry 
 `NOT_FOR_ASCEND` of such a module; the table shows the reason.
 
 The table in the README is also the record of what need not be lowered again. A row's key is a hash of all that the row
-depends on: the functions and constants that the kernel reaches, the case, this script with the compilers' versions,
+depends on: the code that the kernel reaches, the case, what this script does to compile it, the compilers' versions,
 and the row's own words. A row whose key is right is taken as it stands, but for --only; so `--check` lowers
 nothing, and makes no environment, until one of these changes. The keys need any Triton, or else the environment.
 
@@ -27,10 +27,12 @@ from __future__ import annotations
 
 import argparse
 import ast
+import copy
 import functools
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import json
 import math
 import os
@@ -171,7 +173,9 @@ def kept_runs(case: dict, row: list[str]) -> dict[str, dict]:
 
 def key_of(source: str, cells: list[str]) -> str:
     """Eight digits for all that a row depends on, and for what it says."""
-    depends = [Path(__file__).read_text(encoding="utf-8"), source, *cells]
+    compiling = (lower, make_source, to_hivm, refusal, unified_buffer, first_cause)
+    code = [code_of(ast.parse(inspect.getsource(function)).body[0]) for function in compiling]
+    depends = [*code, repr((TARGET, FRONT_END, COMPILERS, STUB)), source, *cells]
     return hashlib.sha256("\0".join(depends).encode()).hexdigest()[:8]
 
 
@@ -289,46 +293,54 @@ def list_cases() -> dict:
 
 
 def source_of(case: dict) -> str:
-    """A hash of what is lowered: the text that the kernel reaches, types, constants."""
+    """Return a hash of what is lowered: code that the kernel reaches, types, constants; not of files or comments."""
     kernel = case["kernel"]
     reached: dict[tuple[str, str], str] = {}
     reach(kernel.fn.__module__, kernel.__name__, reached)
-    said = [sorted(reached.items()), sorted(case.get("aligned", ()))]
-    said += [sorted(case[field].items()) for field in ("signature", "constexprs")]
-    return hashlib.sha256(repr(said).encode()).hexdigest()
+    code = sorted((name, text) for (_, name), text in reached.items() if text)
+    parts = [code, sorted(case.get("aligned", ()))]
+    parts += [sorted(case[field].items()) for field in ("signature", "constexprs")]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 def reach(module: str, name: str, reached: dict[tuple[str, str], str]) -> None:
-    """Add the text that gives a module's name its value, and that of all names of ops/ in it, to `reached`."""
+    """Add the code that gives a module's name its value, and that of all names of ops/ in it, to `reached`."""
     if (module, name) in reached or not module.startswith("pasa."):
         return
-    lines, statements = definitions(ROOT / f"{module.removeprefix('pasa.').replace('.', '/')}.py")
+    statements = definitions(ROOT / f"{module.removeprefix('pasa.').replace('.', '/')}.py")
     reached[module, name] = ""
     for statement in statements[name]:
         if isinstance(statement, ast.ImportFrom):
             original = next(alias.name for alias in statement.names if name in (alias.asname, alias.name))
             reach(statement.module or "", original, reached)
             continue
-        first = min([statement.lineno, *(mark.lineno for mark in getattr(statement, "decorator_list", ()))])
-        reached[module, name] += "\n".join(lines[first - 1 : statement.end_lineno])
+        reached[module, name] += code_of(statement)
         for node in ast.walk(statement):
             if isinstance(node, ast.Name) and node.id in statements:
                 reach(module, node.id, reached)
 
 
+def code_of(statement: ast.stmt) -> str:
+    """Return a statement as code without docstrings, comments and line breaks, which no compiler sees."""
+    statement = copy.deepcopy(statement)
+    for node in ast.walk(statement):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    return ast.unparse(statement)
+
+
 @functools.cache
-def definitions(path: Path) -> tuple[list[str], dict[str, list[ast.stmt]]]:
-    """Lines of a module, and the statements at its top that give each of its names a value."""
-    text = path.read_text(encoding="utf-8")
+def definitions(path: Path) -> dict[str, list[ast.stmt]]:
+    """Return the statements at a module's top that give each of its names a value."""
     found: dict[str, list[ast.stmt]] = {}
-    for statement in ast.parse(text).body:
+    for statement in ast.parse(path.read_text(encoding="utf-8")).body:
         nodes = [statement] if isinstance(statement, (ast.FunctionDef, ast.ClassDef)) else list(ast.walk(statement))
         names = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
         names |= {node.asname or node.name for node in nodes if isinstance(node, ast.alias)}
         names |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
         for name in names:
             found.setdefault(name, []).append(statement)
-    return text.splitlines(), found
+    return found
 
 
 def lower(case: dict) -> dict[str, dict]:

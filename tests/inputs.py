@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import pasa
-from pasa.ops.attention import triton_backend
+from pasa.ops.attention.triton import backend as triton_backend
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # the device of the Triton kernels: a GPU, or the interpreter
 ODD_LENGTHS = [(1, 1), (1, 63), (63, 127), (127, 129), (129, 63), (5, 300), (200, 257)]  # (Sq, Skv)

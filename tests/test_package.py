@@ -99,7 +99,7 @@ def test_installed_package_holds_the_build_script_that_its_messages_name(install
     Story: wheel and source distribution had the kernels' sources, and a message that named a script of the
     repository. Here the script runs as installed, with a fake cmake that only records its arguments.
     """
-    message = run(installed, "-c", "from pasa.ops.attention import npu_backend; print(npu_backend.library_error())")
+    message = run(installed, "-c", "from pasa.ops.attention.ascend import backend; print(backend.library_error())")
     script = Path(re.search(r"build it with (\S+) where CANN is installed", message)[1])
     assert script.is_relative_to(installed)
     assert script.is_file()

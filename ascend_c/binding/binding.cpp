@@ -136,7 +136,7 @@ Tensor ShiftPaper(const Tensor& k, const Tensor& matrix, bool saturate)
 {
     const ShiftTiling tiling = PlanShiftOf(k, std::nullopt, 1.0, saturate);
     TORCH_CHECK_VALUE(tiling.keys % kBlockKeys == 0, "k has ", tiling.keys, " keys, no multiple of ", kBlockKeys,
-                      ": fill the last block (ops/shift_keys/reference.py, whole_blocks)");
+                      ": fill the last block (ops/attention/spec/shift_keys.py, whole_blocks)");
     CheckTensor("matrix", matrix, k, at::kHalf, {kBlockKeys, kBlockKeys});
     const c10::DeviceGuard guard(k.device());
     Tensor keys = at::empty(k.sizes(), k.options());

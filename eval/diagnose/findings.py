@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pasa.eval.diagnose.maps import Gallery
 from pasa.eval.diagnose.statistics import HeadStatistics, head_statistics
-from pasa.ops.attention.diagnostics import FIELDS
+from pasa.ops.attention.spec.diagnostics import FIELDS
 from pasa.patching.handle import PatchReport
 
 
@@ -90,7 +90,7 @@ class Findings:
         q : Tensor (B, Hq, S, D)
         k : Tensor (B, Hkv, Skv, D)
         counts : Tensor (B, Hq, 6)
-            Columns as in `pasa.ops.attention.diagnostics.FIELDS`.
+            Columns as in `pasa.ops.attention.spec.diagnostics.FIELDS`.
         """
         call = self.calls[module] = self.calls.get(module, 0) + 1
         if not all(bool(torch.isfinite(x).all()) for x in (q, k)):

@@ -10,7 +10,7 @@ from unittest import mock
 
 from pasa.eval.fuzz.cases import AbsentError
 from pasa.ops import registry
-from pasa.ops.attention import npu_backend
+from pasa.ops.attention.ascend import backend as npu_backend
 
 REFERENCE, TRITON, NPU = "reference", "triton", "npu"
 

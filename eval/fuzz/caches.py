@@ -190,7 +190,7 @@ def writer(params: Params) -> Callable[..., None]:
         return pasa.write_pages
     write: Callable[..., None] = torch.ops.pasa.write_pages
     if params["backend"] == TRITON:
-        from pasa.ops.attention import paged_write_launch
+        from pasa.ops.attention.triton.paged import launch as paged_write_launch
 
         write = paged_write_launch.write_pages
     return partial(as_called, write)

@@ -14,9 +14,9 @@ from torch import Tensor
 import pasa
 from pasa.eval.rmse.cases import ARITHMETICS, RESONANCE_CASES, ResonanceCase
 from pasa.eval.rmse.run import Job, Progress, check, overflow_modes, run_jobs, wrap
-from pasa.ops.attention.scores import Block, ExactScores, paper_beta, score_model
+from pasa.ops.attention.spec.scores import Block, ExactScores, paper_beta, score_model
+from pasa.ops.attention.spec.shift_keys import shift_exact, shift_paper, whole_blocks
 from pasa.ops.numerics.shifting import shifting_matrix
-from pasa.ops.shift_keys.reference import shift_exact, shift_paper, whole_blocks
 
 VARIANTS = {"paper": pasa.PasaConfig(recovery="paper"), "exact": pasa.PasaConfig()}
 

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from pasa.eval.rounding_bias.cases import BLOCK_K, KEYS, Place, Rows
 from pasa.ops.attention.options import AttentionOptions
-from pasa.ops.attention.reference import OnlineSoftmax
-from pasa.ops.attention.repeated_maxima import EPSILON, bounded_shift, published_shift, repeats
-from pasa.ops.attention.scores import Block, Tile
+from pasa.ops.attention.spec.attention import OnlineSoftmax
+from pasa.ops.attention.spec.repeated_maxima import EPSILON, bounded_shift, published_shift, repeats
+from pasa.ops.attention.spec.scores import Block, Tile
 from pasa.ops.numerics.formats import FORMATS, Format, round_to
 
 ARMS = ("nearest", "published", "ours", "stochastic")

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from pasa.ops.attention.repeated_maxima import EPSILON
+from pasa.ops.attention.spec.repeated_maxima import EPSILON
 from pasa.ops.numerics.formats import round_to
 
 Maxima = Literal["random", "one", "two", "near", "blocks", "three", "four", "five", "six", "seven"]

@@ -11,7 +11,7 @@ from torch import Tensor
 from pasa.eval.rounding_bias.arithmetic import quotient
 from pasa.eval.rounding_bias.cases import Case, Rows, make_rows
 from pasa.eval.rounding_bias.statistics import measure
-from pasa.ops.attention.repeated_maxima import repeats
+from pasa.ops.attention.spec.repeated_maxima import repeats
 from pasa.ops.numerics.dither import is_structured, round_drawn
 from pasa.ops.numerics.formats import round_to
 

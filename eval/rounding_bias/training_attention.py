@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from pasa.ops.attention.repeated_maxima import bounded_shift, published_shift, repeats
+from pasa.ops.attention.spec.repeated_maxima import bounded_shift, published_shift, repeats
 from pasa.ops.numerics.dither import round_unbiased
 from pasa.ops.numerics.formats import get_format, round_to
 

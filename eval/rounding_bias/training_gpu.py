@@ -30,7 +30,7 @@ from pasa.eval.rounding_bias.training_model import (
     token_losses,
 )
 from pasa.eval.speed.device import describe
-from pasa.ops.attention.repeated_maxima import repeats
+from pasa.ops.attention.spec.repeated_maxima import repeats
 
 NOTE = (
     "Kernels on the device named here; FP32 attention is torch's matmuls and softmax. pasa's own backward pass forms "

@@ -20,7 +20,7 @@ def pinned_tile(number: int) -> Iterator[None]:
         return
     from triton.runtime.errors import OutOfResources
 
-    from pasa.ops.attention import triton_backend
+    from pasa.ops.attention.triton import backend as triton_backend
 
     def pick(device: torch.device, variant: str, tiles: tuple[Any, ...], run: Callable[[Any], object]) -> Any:
         tile = tiles[number % len(tiles)]

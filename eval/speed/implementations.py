@@ -156,7 +156,7 @@ def _reference(inputs: Inputs) -> dict[str, Call]:
 
 def _portable(inputs: Inputs) -> dict[str, Call]:
     """Ours, held to the kernel that Ascend and the interpreter see as well."""
-    backend: Any = importlib.import_module("pasa.ops.attention.triton_backend")
+    backend: Any = importlib.import_module("pasa.ops.attention.triton.backend")
     q, k, v = inputs.q, inputs.k, inputs.v
     call = backend.Call(q, k, v, None, inputs.causal, float(q.shape[-1] ** -0.5))
     return {PLAIN: Call(lambda: backend.portable_attention(call, AttentionOptions())[0])}

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from pasa.ops import library
-from pasa.ops.attention import watch
-from pasa.ops.attention.repeated_maxima import EPSILON
-from pasa.ops.attention.scores import RESCUE_REACH
+from pasa.ops.attention.spec import watch
+from pasa.ops.attention.spec.repeated_maxima import EPSILON
+from pasa.ops.attention.spec.scores import RESCUE_REACH
 
 FP16_MAX = 65504
 SCALE = 0.125

@@ -19,7 +19,7 @@ from pasa.eval.speed.device import describe
 from pasa.eval.speed.timing import Call, CudaClock, quantile
 from pasa.eval.watching.definition import SHAPES, SMALL, judge
 from pasa.ops import dispatch, library
-from pasa.ops.attention.watch import FIELDS, STRIDE
+from pasa.ops.attention.spec.watch import FIELDS, STRIDE
 
 MOST_PERCENT = 2.0  # that watching a model may cost
 STEPS = 73  # of decoding, a turn: with 28 heads 2,044 rows, of which two are looked at, as is the share in the long run

@@ -1,1 +1,1 @@
-"""The attention operator. README.md derives the mathematics; reference.py specifies the operator."""
+"""The attention operator. README.md derives the mathematics; the folder spec/ specifies the operator."""

@@ -29,9 +29,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from pasa.ops.attention.spec.shift_keys import anchor_near, shifts_exactly
 from pasa.ops.ring.group import Ring
 from pasa.ops.ring.layout import Part, cut
-from pasa.ops.shift_keys.reference import anchor_near, shifts_exactly
 
 BLOCK = 128
 # In nats. FP32 stores an LSE of 1024 nats to 2^-14, an eighth of the error of rounding an output to

@@ -1,4 +1,4 @@
-"""List the cases for which the half-step kernel is compiled without a device; see ops/attention/compile_cases.py."""
+"""List the cases for which the half-step kernel is compiled without a device; see ops/attention/triton/cases.py."""
 
 from typing import Any
 

@@ -9,12 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pasa.ops.attention import reference, scores
-from pasa.ops.attention.npu_backend import paper_matrix
+from pasa.ops.attention.ascend.backend import paper_matrix
 from pasa.ops.attention.options import AttentionOptions
-from pasa.ops.attention.scores import Block, Tile
+from pasa.ops.attention.spec import attention as reference
+from pasa.ops.attention.spec import scores
+from pasa.ops.attention.spec.scores import Block, Tile
+from pasa.ops.attention.spec.shift_keys import shift_exact, shift_paper, whole_blocks
 from pasa.ops.numerics.dither import COLUMNS
-from pasa.ops.shift_keys.reference import shift_exact, shift_paper, whole_blocks
 from tests.ascend_c.twin_build import Program
 
 BLOCK, HALF_ROWS = 128, 64

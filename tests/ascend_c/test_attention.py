@@ -12,7 +12,7 @@ from pasa import golden_attention
 from pasa.eval.fuzz import truth
 from pasa.eval.fuzz.adversaries import specks, spikes, stalled, sunken
 from pasa.eval.rmse.cases import PAPER_CASES, RandomCase
-from pasa.ops.shift_keys.reference import shift_exact
+from pasa.ops.attention.spec.shift_keys import shift_exact
 from tests.ascend_c.kernel_runs import (
     BLOCK,
     LAUNCHES,

@@ -11,8 +11,8 @@ from torch.library import opcheck
 import pasa
 from pasa.eval.fuzz.search import Genes, badness
 from pasa.ops import registry
-from pasa.ops.attention import npu_backend
-from pasa.ops.shift_keys.reference import shift_exact, shift_paper, whole_blocks
+from pasa.ops.attention.ascend import backend as npu_backend
+from pasa.ops.attention.spec.shift_keys import shift_exact, shift_paper, whole_blocks
 from tests.inputs import max_error, normal_qkv
 
 SOURCES = Path(__file__).resolve().parents[2] / "ascend_c"

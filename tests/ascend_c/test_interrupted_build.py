@@ -7,7 +7,7 @@ from pasa.ops import envs
 
 SAY = """
 import os, sys
-from pasa.ops.attention import npu_backend
+from pasa.ops.attention.ascend import backend as npu_backend
 for library in sys.argv[1:]:
     if not (child := os.fork()):  # a process each: torch takes seconds to import, once for all
         os.environ["PASA_ASCEND_LIBRARY"] = library

@@ -16,7 +16,7 @@ from pasa.eval import cli, doctor
 from pasa.eval.commands import app
 from pasa.eval.options import TRANSFORMERS
 from pasa.ops import envs
-from pasa.ops.attention import npu_backend
+from pasa.ops.attention.ascend import backend as npu_backend
 
 RUNNER = CliRunner()
 TINY = ["bench", "rmse", "--heads", "1", "--seq", "130"]

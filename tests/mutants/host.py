@@ -2,17 +2,17 @@
 
 from tests.mutants.kernels import CORNERS, GAPS, SUMS, TRITON, mutant
 
-REFERENCE = "ops/attention/reference.py"
-MASKING = "ops/attention/masking.py"
+REFERENCE = "ops/attention/spec/attention.py"
+MASKING = "ops/attention/spec/masking.py"
 PAGING = "ops/paging.py"
 PACKED = "ops/packed.py"
-BACKWARD = "ops/attention/backward.py"
+BACKWARD = "ops/attention/spec/gradients.py"
 MERGE = "ops/ring/merge.py"
 REGISTRY = "ops/registry.py"
 TRANSFORMERS = "pasa/patching/transformers_attention.py"
 DIFFUSERS = "pasa/patching/diffusers_attention.py"
 
-OF_REFERENCE = "tests/ops/attention/test_reference.py::"
+OF_REFERENCE = "tests/ops/attention/spec/test_attention.py::"
 OF_PAGES = "tests/pasa/test_paged.py::"
 OF_REGISTRY = "tests/ops/test_registry.py"
 OF_TRANSFORMERS = "tests/pasa/patching/test_transformers_attention.py::"
@@ -20,10 +20,10 @@ OF_TRANSFORMERS = "tests/pasa/patching/test_transformers_attention.py::"
 HOST = [
     mutant(
         "a key of which FP32 keeps nothing is shifted exactly",
-        "ops/shift_keys/reference.py",
+        "ops/attention/spec/shift_keys.py",
         "_is_fp16(k - anchor) & ((k - anchor) + anchor == k)",
         "_is_fp16(k - anchor)",
-        "tests/ops/shift_keys/test_reference.py::test_a_key_that_vanishes_beside_the_anchor_is_not_shifted",
+        "tests/ops/attention/spec/test_shift_keys.py::test_a_key_that_vanishes_beside_the_anchor_is_not_shifted",
     ),
     mutant(
         "shares are rounded to nearest",
@@ -146,67 +146,67 @@ HOST = [
         BACKWARD,
         "delta.mul_(keep).add_(products)",
         "delta.add_(products)",
-        "tests/ops/attention/test_backward.py::test_odd_lengths_with_grouped_heads",
+        "tests/ops/attention/spec/test_gradients.py::test_odd_lengths_with_grouped_heads",
     ),
     mutant(
         "the gradient of a log-sum-exp has the other sign",
         BACKWARD,
         "else tiles.delta - grad_lse",
         "else tiles.delta + grad_lse",
-        "tests/ops/attention/test_backward.py::test_log_sum_exp_has_gradients",
+        "tests/ops/attention/spec/test_gradients.py::test_log_sum_exp_has_gradients",
     ),
     mutant(
         "the centre's share of dQ is not scaled",
         BACKWARD,
         "dq += (lse_part * scale).where(seen, 0.0)",
         "dq += lse_part.where(seen, 0.0)",
-        "tests/ops/attention/test_backward.py::test_log_sum_exp_has_gradients",
+        "tests/ops/attention/spec/test_gradients.py::test_log_sum_exp_has_gradients",
     ),
     mutant(
         "a gradient of the log-sum-exp is read as if it were contiguous",
-        "ops/attention/triton_backend.py",
+        "ops/attention/triton/backend.py",
         "return gradients(call, out, lse, visible_keys(call), q.dtype)",
         "return gradients(call, out, grad_lse, visible_keys(call), q.dtype)",
         CORNERS + "test_gradients_of_a_log_sum_exp_of_any_layout",
     ),
     mutant(
         "keys are visible by the last row of any mask",
-        "ops/attention/triton_call.py",
+        "ops/attention/triton/call.py",
         "mask[:, :, -1:] if alike else",
         "mask[:, :, -1:] if True else",
         CORNERS + "test_keys_that_only_early_rows_see",
     ),
     mutant(
         "the first block behind padding keeps an anchor of 0",
-        "ops/shift_keys/triton_backend.py",
+        "ops/attention/triton/anchors/launch.py",
         "device=first.device), :, first]",
         "device=first.device), :, 0]",
         TRITON + "test_padding_before_keys_with_a_bias",
     ),
     mutant(
         "sorted tiles of a mask by head repeat by batch entry",
-        "ops/attention/mask_launch.py",
+        "ops/attention/triton/prefill/mask_launch.py",
         "return (heads * rows if batch > 1 else 0)",
         "return (rows if batch > 1 else 0)",
         CORNERS + "test_masks_whose_tiles_differ_by_batch_entry_and_head",
     ),
     mutant(
         "keys that the first head alone sees are visible",
-        "ops/attention/mask_launch.py",
+        "ops/attention/triton/prefill/mask_launch.py",
         "seen.flatten(1, 2).any(1).expand(",
         "seen[:, 0].any(1).expand(",
         CORNERS + "test_masks_that_differ_by_head_over_keys_with_a_bias[70-16]",
     ),
     mutant(
         "pages: the last row of a tile of queries loses its last key",
-        "ops/attention/paged_launch.py",
+        "ops/attention/triton/decode/paged_launch.py",
         "keys = torch.minimum(keys, diagonal + rows).clamp(min=0)",
         "keys = torch.minimum(keys, diagonal + rows - 1).clamp(min=0)",
         GAPS + "test_pages[64-3-16-False-False]",
     ),
     mutant(
         "pages of 16 slots are read by lanes of 32",
-        "ops/attention/paged_launch.py",
+        "ops/attention/triton/decode/paged_launch.py",
         "lane if pages.slots % lane == 0 else 16, exact)",
         "lane, exact)",
         GAPS + "test_pages[64-1-16-True-True]",
@@ -258,7 +258,7 @@ HOST = [
         REGISTRY,
         "if all(getattr(options, name) == value",
         "if any(getattr(options, name) == value",
-        "tests/ops/attention/test_rounding.py::test_packed_sequences",
+        "tests/ops/attention/triton/test_rounding.py::test_packed_sequences",
     ),
     mutant(
         "the widest head dim is refused",

@@ -2,19 +2,19 @@
 
 from tests.mutants.mutant import Mutant
 
-PREFILL = "ops/attention/triton_kernel.py"
-DECODE = "ops/attention/decode_kernel.py"
-LANES = "ops/attention/decode_lanes.py"
-MASK = "ops/attention/mask_kernel.py"
-SHORT = "ops/attention/short_kernel.py"
-SHIFT = "ops/shift_keys/triton_kernel.py"
-ROUNDING = "ops/attention/rounding_kernel.py"
+PREFILL = "ops/attention/triton/prefill/kernel.py"
+DECODE = "ops/attention/triton/decode/kernel.py"
+LANES = "ops/attention/triton/decode/lanes_kernel.py"
+MASK = "ops/attention/triton/prefill/mask_kernel.py"
+SHORT = "ops/attention/triton/short/kernel.py"
+SHIFT = "ops/attention/triton/anchors/kernel.py"
+ROUNDING = "ops/attention/triton/rounding_kernel.py"
 
 GAPS = "tests/ops/attention/test_gaps.py::"
 CORNERS = "tests/ops/attention/test_corners.py::"
 SAMPLES = "tests/ops/attention/test_samples.py::"
 SUMS = "tests/ops/attention/test_sums.py::"
-TRITON = "tests/ops/attention/test_triton.py::"
+TRITON = "tests/ops/attention/triton/test_backend.py::"
 FINITE = "tests/ops/attention/test_finite_masks.py::"
 PACKED = GAPS + "test_prefill_of_packed_sequences"
 
@@ -359,7 +359,7 @@ KERNELS = [
         ROUNDING,
         "key = (o_column * 31865 & 0x7FFF) | 1",
         "key = o_column * 31865 & 0x7FFF",
-        "tests/ops/attention/test_rounding.py::test_rows_are_rounded_as_in_the_reference",
+        "tests/ops/attention/triton/test_rounding.py::test_rows_are_rounded_as_in_the_reference",
     ),
     mutant(
         "numbers just above the smallest normal one are not drawn",
@@ -373,7 +373,7 @@ KERNELS = [
 UNNOTICED = {  # Faults that no test on a CPU can notice, with the reason; these are not run.
     mutant(
         "page anchors: the frame is the anchor of one page",
-        "ops/attention/paged_anchor_kernel.py",
+        "ops/attention/triton/decode/paged_anchored_kernel.py",
         "b_frame = tl.maximum(tl.minimum(b_low, b_high), tl.minimum(tl.maximum(b_low, b_high), b_third))",
         "b_frame = tl.maximum(tl.minimum(b_low, b_high), tl.minimum(b_low, b_third))",
         SAMPLES + "test_frame_of_pages_that_are_not_like_the_rest",
@@ -406,11 +406,11 @@ UNNOTICED = {  # Faults that no test on a CPU can notice, with the reason; these
         ROUNDING,
         "leans((word >> 18) & 127, COLUMNS)",
         "leans((word >> 18) & 63, COLUMNS)",
-        "tests/ops/attention/test_rounding.py::test_rows_are_rounded_as_in_the_reference",
+        "tests/ops/attention/triton/test_rounding.py::test_rows_are_rounded_as_in_the_reference",
     ): "64 of 64 columns then read as 0, which leans as far; what is carried reaches a row that leans already",
     mutant(
         "float masks are taken for bounded",
-        "ops/attention/triton_backend.py",
+        "ops/attention/triton/backend.py",
         'tiles[0], call.mask_kind != "float"',
         "tiles[0], True",
         "tests/ops/attention/test_finite_masks.py::test_forward",

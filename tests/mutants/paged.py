@@ -2,17 +2,17 @@
 
 from tests.mutants.kernels import CORNERS, FINITE, GAPS, SAMPLES, SUMS, mutant
 
-PAGED_KERNEL = "ops/attention/paged_kernel.py"
-ANCHORS = "ops/attention/paged_anchor_kernel.py"
-WRITE = "ops/attention/paged_write_kernel.py"
-CENTRE = "ops/attention/centre_kernel.py"
-BACKWARD = "ops/attention/backward_kernel.py"
-PAPER = "ops/attention/paper_kernel.py"
-WATCH = "ops/attention/watch_kernel.py"
+PAGED_KERNEL = "ops/attention/triton/decode/paged_kernel.py"
+ANCHORS = "ops/attention/triton/decode/paged_anchored_kernel.py"
+WRITE = "ops/attention/triton/paged/kernel.py"
+CENTRE = "ops/attention/triton/backward/centre_kernel.py"
+BACKWARD = "ops/attention/triton/backward/kernel.py"
+PAPER = "ops/attention/triton/paper/kernel.py"
+WATCH = "ops/attention/triton/watch/kernel.py"
 HALF_STEP = "ops/spectral/half_step_kernel.py"
 
 GRADIENTS = GAPS + "test_gradients"
-OF_BACKWARD = "tests/ops/attention/test_backward.py::"
+OF_BACKWARD = "tests/ops/attention/spec/test_gradients.py::"
 PAGE_ANCHORS = "tests/pasa/test_page_anchors.py::"
 WATCHED = "tests/ops/attention/test_watch.py"
 
@@ -47,7 +47,7 @@ PAGED = [
     ),
     mutant(
         "page anchors: the merge takes FP32 maxima as they are",
-        "ops/attention/decode_kernel.py",
+        "ops/attention/triton/decode/kernel.py",
         "        behind += b_low - low\n",
         "        behind += 0.0 * low\n",
         PAGE_ANCHORS + "test_pages_that_are_far_from_the_frame",
@@ -178,8 +178,8 @@ PAGED = [
         PAPER,
         "new_max = tl.maximum(carried, tl.where(empty, -INF, here))",
         "new_max = tl.maximum(carried, here)",
-        "tests/ops/attention/test_triton.py::test_left_padding_and_causal",
-        "tests/ops/attention/test_triton.py::test_masks_broadcast",
+        "tests/ops/attention/triton/test_backend.py::test_left_padding_and_causal",
+        "tests/ops/attention/triton/test_backend.py::test_masks_broadcast",
         FINITE + "test_published_recovery",
     ),
     mutant(

@@ -35,6 +35,6 @@ def test_mutants_have_names_of_their_own_and_every_kernel_has_some():
     assert len(ALL) >= LEAST
     assert max(Counter(mutant.what for mutant in ALL).values()) == 1
     kernels = {str(path.relative_to(ROOT)) for path in (ROOT / "ops").rglob("*_kernel.py")}
-    kernels |= {"ops/attention/decode_lanes.py"}
-    kernels -= {"ops/attention/hopper_kernel.py"}
+    kernels |= {"ops/attention/triton/decode/lanes_kernel.py"}
+    kernels -= {"ops/attention/triton/hopper/kernel.py"}
     assert kernels <= {mutant.file for mutant in ALL}

@@ -12,8 +12,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import pasa
 from pasa.ops import paging
-from pasa.ops.attention import paged_write_launch
-from pasa.ops.shift_keys.reference import shift_exact, shifts_exactly
+from pasa.ops.attention.spec.shift_keys import shift_exact, shifts_exactly
+from pasa.ops.attention.triton.paged import launch as paged_write_launch
 from tests import unlike_keys
 from tests.inputs import DEVICE, max_error
 from tests.pages import make_pages, worst

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import pasa
 from pasa.eval.video.tiny import tiny_unet
 from pasa.ops import library
-from pasa.ops.attention import watch as counting
+from pasa.ops.attention.spec import watch as counting
 from pasa.patching.onlookers import patched_modules
 from pasa.watching import ENOUGH_ROWS, LayerCounts, WatchReport
 from tests.inputs import normal_qkv

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import pasa
 from pasa import PasaConfig
 from pasa.eval.fuzz import truth
-from pasa.ops.attention import scores
+from pasa.ops.attention.spec import scores
 from tests.inputs import KERNEL_MODES, KERNEL_SLACK, MODES, REFERENCE_MODES, max_error, normal_qkv, rmse
 
 SUBNORMAL = 2.0**-24  # the smallest step of FP16

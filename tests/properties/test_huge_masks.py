@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import pasa
-from pasa.ops.attention.golden import golden_attention
-from pasa.ops.attention.masking import fitting_mask
+from pasa.ops.attention.spec.exact_fp64 import golden_attention
+from pasa.ops.attention.spec.masking import fitting_mask
 from tests.inputs import MODES, normal_qkv
-from tests.ops.attention.test_backward import FORMULAS
+from tests.ops.attention.spec.test_gradients import FORMULAS
 
 LOWEST = torch.finfo(torch.float32).min
 SHAPES = [((2, 2), (20, 50)), ((4, 1), (70, 200)), ((4, 1), (1, 300))]  # one launch; key blocks; splits of the keys

@@ -119,7 +119,7 @@ def work(number):
 def test_four_processes_write_their_tiles(tmp_path):
     """The file of chosen tiles is whole whenever it is read, and so at the end."""
     code = """
-from pasa.ops.attention import tuning
+from pasa.ops.attention.triton import tuning
 def work(number):
     for i in range(50):
         tuning._write(f"{number} {i}", "tile")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import pasa
-from pasa.ops.attention import paged_write_launch
+from pasa.ops.attention.triton.paged import launch as paged_write_launch
 from tests.inputs import DEVICE
 from tests.pages import make_pages
 

@@ -7,7 +7,7 @@ import torch
 
 from pasa.eval.gradients import truth
 from pasa.eval.gradients.cases import GradientCase, make_inputs
-from pasa.ops.attention.golden import golden_attention
+from pasa.ops.attention.spec.exact_fp64 import golden_attention
 
 SMALL = {
     "plain": GradientCase("plain", (2, 2), (5, 7), 8),

@@ -14,7 +14,7 @@ import pasa
 from pasa.eval import cli
 from pasa.eval.rounding_bias import arithmetic, cases, detection, report, run, statistics
 from pasa.eval.rounding_bias.statistics import Bias, Mean, mean_of, measure, spacing
-from pasa.ops.attention.repeated_maxima import EPSILON, repeats
+from pasa.ops.attention.spec.repeated_maxima import EPSILON, repeats
 from pasa.ops.numerics.formats import FORMATS, round_to
 
 

@@ -8,7 +8,7 @@ import torch
 from pasa.eval.speed.timing import Call
 from pasa.eval.watching import definition, report, run
 from pasa.ops import library
-from pasa.ops.attention import watch
+from pasa.ops.attention.spec import watch
 
 CPU = torch.device("cpu")
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import pasa
-from pasa.ops.attention import paged_write_launch
-from pasa.ops.attention.triton_call import dropped_bits
+from pasa.ops.attention.triton.call import dropped_bits
+from pasa.ops.attention.triton.paged import launch as paged_write_launch
 from pasa.ops.numerics.dither import round_unbiased
 from tests.inputs import DEVICE, max_error, normal_qkv
-from tests.ops.attention.test_backward import by_kernels, definition
-from tests.ops.attention.test_rounding import DTYPES, ROWS, rows_kernel
+from tests.ops.attention.spec.test_gradients import by_kernels, definition
+from tests.ops.attention.triton.test_rounding import DTYPES, ROWS, rows_kernel
 from tests.pages import make_pages
 
 

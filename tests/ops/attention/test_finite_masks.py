@@ -12,10 +12,11 @@ import torch
 
 import pasa
 from pasa import PasaConfig
-from pasa.ops.attention import watch, watch_launch
+from pasa.ops.attention.spec import watch
+from pasa.ops.attention.triton.watch import launch as watch_launch
 from tests.inputs import DEVICE, normal_qkv
-from tests.ops.attention.test_backward import FORMULAS, definition
-from tests.ops.attention.test_triton import CONFIGS
+from tests.ops.attention.spec.test_gradients import FORMULAS, definition
+from tests.ops.attention.triton.test_backend import CONFIGS
 
 LOWEST = [torch.float16, torch.bfloat16, torch.float32]
 SHAPES = {  # rows, keys, head dim

@@ -11,9 +11,9 @@ import torch
 
 import pasa
 from pasa import PasaConfig
-from pasa.ops.attention import triton_backend
+from pasa.ops.attention.triton import backend as triton_backend
 from tests.inputs import DEVICE, normal_qkv
-from tests.ops.attention.test_backward import check as check_gradients
+from tests.ops.attention.spec.test_gradients import check as check_gradients
 from tests.pages import make_pages
 
 ROWS, TILE = 65, 64  # a whole tile of rows, and one row of the next

@@ -6,7 +6,7 @@ the exact pass over pages that must meet.
 These places sample. Decoding inspects some keys to decide whether to try without anchors (`few_keys`), and others
 to guess an anchor (`sampled_anchor`). `anchor_kernel` compares keys with the first key of a block.
 `optimistic_step` uses the first tile's maxima. A frame is taken from the anchors of three pages
-(paged_anchor_kernel.py).
+(decode/paged_anchored_kernel.py).
 
 Keys stand off in column 0 alone, which adds 2 million nats to a score, where FP32 has steps of 0.125. One such
 key leaves a 32nd of that in the scores of its block, which FP32 rounds by 2^-9 at every step of a sum.
@@ -23,7 +23,7 @@ import pytest
 import torch
 
 import pasa
-from pasa.ops.attention import decode_launch
+from pasa.ops.attention.triton.decode import launch as decode_launch
 from tests.inputs import DEVICE, normal_qkv, pairwise
 from tests.pages import make_pages
 

@@ -13,7 +13,7 @@ import torch
 
 import pasa
 from pasa import PasaConfig
-from pasa.ops.attention import reference
+from pasa.ops.attention.spec import attention as reference
 from tests.inputs import DEVICE
 from tests.pages import make_pages
 

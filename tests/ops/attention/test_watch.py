@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pasa.ops.attention import watch, watch_launch
+from pasa.ops.attention.spec import watch
+from pasa.ops.attention.triton.watch import launch as watch_launch
 from tests.inputs import DEVICE
 
 STEP = 127

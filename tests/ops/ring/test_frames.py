@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import pasa
+from pasa.ops.attention.spec.shift_keys import shifts_exactly
 from pasa.ops.ring import layout
 from pasa.ops.ring.frames import BLOCK, REACH, agree, cut_spans
 from pasa.ops.ring.layout import ALL, Part
 from pasa.ops.ring.merge import Merge, frame_scores
-from pasa.ops.shift_keys.reference import shifts_exactly
 from tests.inputs import max_error
 from tests.ops.ring.test_merge import on_every_rank
 

@@ -1,0 +1,203 @@
+"""Call the Ascend C kernels (ascend_c/), or choose a fallback on an NPU where their library was not built.
+
+The kernels require contiguous FP16 tensors with a head dimension that is a multiple of 16, and
+blocks of 128 keys. This module prepares the tensors. Nothing here has run on an NPU; tests run the
+same library on a CPU twin of the device.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import warnings
+from collections.abc import Callable, Hashable
+from functools import cache
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pasa.ops import envs
+from pasa.ops.attention.ascend import vendor as npu_vendor
+from pasa.ops.attention.ascend.inputs import attend_packed, pad_head_dim
+from pasa.ops.attention.inputs import to_fp16
+from pasa.ops.attention.options import AttentionOptions
+from pasa.ops.attention.spec.scores import paper_beta
+from pasa.ops.attention.spec.shift_keys import whole_blocks
+from pasa.ops.numerics.dither import COLUMNS
+from pasa.ops.numerics.shifting import shifting_matrix
+
+BLOCK = 128  # keys: kBlockKeys in ascend_c/tiling/tiling.h
+Attend = Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    options: AttentionOptions,
+    diagnose: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attend as `reference.attention` without masks; a non-finite key or value may reach every row of its head."""
+    if (why := library_error()) is not None:
+        other: Attend = _announced(why, options, q, k).attention
+        return other(q, k, v, attn_mask, is_causal, scale, options, diagnose)
+    given = to_fp16(q, "q"), to_fp16(k, "k"), to_fp16(v, "v")
+    out, lse = _kernels(*given, None, is_causal, scale, options, q.dtype)
+    return out.to(q.dtype), lse, lse.new_empty(0, dtype=torch.float64)
+
+
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    is_causal: bool,
+    scale: float,
+    options: AttentionOptions,
+    diagnose: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attend as `reference.attention_varlen`; sequences that one launch can serve are padded to the longest of them.
+
+    The exact recovery passes the numbers of keys to the kernel; the published one needs sequences
+    of equal lengths. Lengths are read on the host, so this cannot be captured in a graph.
+    """
+    if (why := library_error()) is not None:
+        other: Attend = _announced(why, options, q, k).attention_varlen
+        return other(q, k, v, cu_seqlens_q, cu_seqlens_k, is_causal, scale, options, diagnose)
+
+    dtype = q.dtype
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, keys: list[int]) -> tuple[Tensor, Tensor]:
+        lengths = torch.tensor(keys, dtype=torch.int32).to(q.device) if options.recovery == "exact" else None
+        return _kernels(q, k, v, lengths, is_causal, scale, options, dtype)
+
+    out, lse = attend_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, _served_together(options, is_causal), attend)
+    return out, lse, lse.new_empty(0, dtype=torch.float64)
+
+
+def _served_together(options: AttentionOptions, is_causal: bool) -> Callable[[int, int], Hashable]:
+    """Return the function of a sequence's rows and keys that must be equal for all sequences of one launch.
+
+    A causal band is aligned to the last row and key of the padded sequences, so keys - rows must be
+    the same for all.
+    """
+    if options.recovery == "paper":
+        return lambda rows, keys: (rows, keys)
+    return (lambda rows, keys: keys - rows) if is_causal else (lambda rows, keys: None)
+
+
+# ---- the kernels
+
+
+def _kernels(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    options: AttentionOptions,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Shift the keys, then attend; returns FP16, or BF16 for unbiased rounding of BF16 inputs.
+
+    `lengths` (B,), INT32, holds the number of keys of each batch entry. `dtype` is that of the
+    caller's tensors. BF16 is rounded directly because a second rounding would bring a bias back.
+    """
+    kernels = torch.ops.pasa
+    dim, saturate = q.shape[-1], options.overflow == "saturate"
+    # The matrix unit must not receive NaN, so such rows are overwritten at the end.
+    spoiled = ~torch.isfinite(q).all(-1)
+    q = q.masked_fill(spoiled.unsqueeze(-1), 0.0)
+    q, k, v = (pad_head_dim(x) for x in (q, k, v))
+    if options.recovery == "paper":
+        matrix, invariance = paper_matrix(scale, options.beta, k.device)
+        keys = kernels.npu_shift_paper(whole_blocks(k, BLOCK), matrix, saturate)
+        found = (None, None)
+    else:
+        keys, *found = kernels.npu_shift_exact(k, lengths, scale, saturate)
+        invariance = 0.0
+    unbiased = options.softmax == "unbiased"
+    rounding = min(dim, COLUMNS) if unbiased else 0, unbiased and dtype == torch.bfloat16
+    out, lse = kernels.npu_attention(q, keys, v, *found, lengths, is_causal, scale, invariance, saturate, *rounding)
+    out = out[..., :dim].masked_fill(spoiled.unsqueeze(-1), torch.nan)
+    return out, lse.masked_fill(spoiled, torch.nan)
+
+
+@cache
+def paper_matrix(scale: float, beta: float | None, device: torch.device) -> tuple[Tensor, float]:
+    """Return the shifting matrix of the published recovery, and its invariance."""
+    solved, factor = paper_beta(beta, BLOCK, scale)
+    return shifting_matrix(BLOCK, solved, scale=scale).to(device), factor
+
+
+# ---- the library, and the fallback without it
+
+
+@cache
+def library_error() -> str | None:
+    """Return why the kernels cannot be called, or None; the library is loaded at the first call of this function."""
+    path = envs.ascend_library()
+    if not path.is_file():
+        return f"there is no {path}: build it with {envs.ascend_build_script()} where CANN is installed"
+    try:
+        torch.ops.load_library(path)
+    except OSError as error:
+        return f"{path} does not load: {error}"
+    return str(torch.ops.pasa.npu_chip_error()) or None
+
+
+class StandIn(NamedTuple):
+    """Name a fallback for missing kernels: its module, and a label for the warning."""
+
+    module: str
+    label: str
+
+    def load(self) -> ModuleType:
+        """Import the module of the fallback."""
+        return importlib.import_module(self.module)
+
+
+TRITON = StandIn("pasa.ops.attention.triton.backend", "the Triton kernels, through triton-ascend")
+VENDOR = StandIn("pasa.ops.attention.ascend.vendor", npu_vendor.LABEL)
+REFERENCE = StandIn("pasa.ops.attention.spec.attention", "the reference, slowly")
+
+
+def stand_in(options: AttentionOptions, heads: int = 1, kv_heads: int = 1) -> StandIn:
+    """Return the first fallback that can serve: triton-ascend, then the vendor's attention, then the reference.
+
+    Triton has no saturating arithmetic. The vendor's attention has neither the published recovery
+    nor saturation, so it replaces the exact recovery alone, whose result is that of plain
+    attention. Neither of the two rounds without bias.
+    """
+    plain = options.overflow == "inf" and options.softmax == "safe"
+    if plain and has_triton_ascend():
+        return TRITON
+    if plain and options.recovery == "exact" and npu_vendor.missing(heads, kv_heads) is None:
+        return VENDOR
+    return REFERENCE
+
+
+def has_triton_ascend() -> bool:
+    """Return whether the installed Triton compiles for Ascend; the ordinary package of the same name does not."""
+    return (
+        importlib.util.find_spec("triton") is not None
+        and importlib.util.find_spec("triton.backends.ascend") is not None
+    )
+
+
+def _announced(why: str, options: AttentionOptions, q: Tensor, k: Tensor) -> ModuleType:
+    chosen = stand_in(options, q.shape[1], k.shape[1])
+    _warn_once(f"the Ascend C kernels are not used: {why}; in their place serves {chosen.label}")
+    return chosen.load()
+
+
+@cache
+def _warn_once(text: str) -> None:
+    warnings.warn(text, stacklevel=3)

@@ -1,0 +1,1 @@
+"""The specification: the operator in PyTorch with an NPU's roundings, and its definition in FP64."""

@@ -1,0 +1,344 @@
+"""Reference attention: the specification of the operator, on a model of the NPU's arithmetic.
+
+A GEMM accumulates in FP32 and is rounded once, when it is stored. Every value kept in FP16 is rounded when it is
+computed. All query rows are processed at once, and key blocks one after another. This changes no number, because
+query tiles only decide which rows are rescued together. Equation and line numbers are those of arXiv:2503.01873.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from functools import partial
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from pasa.ops.attention.inputs import edges, to_fp16
+from pasa.ops.attention.options import AttentionOptions
+from pasa.ops.attention.spec.diagnostics import ScoreCounts
+from pasa.ops.attention.spec.masking import KeyMask, dense_mask, fitting_mask, hidden_keys, non_finite_reach, read_mask
+from pasa.ops.attention.spec.repeated_maxima import EPSILON, bounded_shift, published_shift, repeats
+from pasa.ops.attention.spec.scores import Block, Tile, score_model
+from pasa.ops.notices import caller
+from pasa.ops.numerics.dither import round_unbiased
+from pasa.ops.numerics.formats import FORMATS, Format, Overflow, round_to
+from pasa.ops.paging import attend_gathered
+
+FP16, FP32 = FORMATS["fp16"], FORMATS["fp32"]
+SILENCE = """to silence: warnings.filterwarnings("ignore", "softmax='unbiased_paper'", UserWarning)"""
+NOTICED = -11 * math.log(2)  # nats: such keys weigh 2^-11, FP16's rounding
+# What unbiased rounding rounds to directly: rounding FP16 again to BF16 would bring back a bias.
+ROUNDS_ONCE = {torch.bfloat16: FORMATS["bf16"]}
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    options: AttentionOptions,
+    diagnose: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attend from queries (B, Hq, Sq, D) to keys and values (B, Hkv, Skv, D), Hq a multiple of Hkv.
+
+    Parameters
+    ----------
+    q, k, v : Tensor
+        FP16; BF16 and FP32 are converted to FP16 first, as the paper does.
+    attn_mask : Tensor, optional
+        Bool (True = keep) or float (added), broadcastable to (B, Hq, Sq, Skv).
+    is_causal : bool
+        Bottom-right aligned.
+    scale : float
+        Positive; multiplies q.k.
+    options : AttentionOptions
+    diagnose : bool
+        Count what the scores do, at the cost of one more GEMM.
+
+    Returns
+    -------
+    out : Tensor (B, Hq, Sq, D), dtype of q
+    lse : Tensor (B, Hq, Sq), FP32, natural logarithm; -inf where a row sees no key
+    counts : Tensor (B, Hq, 6), FP64, or empty without `diagnose`
+        See `diagnostics.ScoreCounts`.
+
+    Raises
+    ------
+    ValueError
+        If a finite value of a BF16 or FP32 input does not fit into FP16.
+
+    Notes
+    -----
+    A key that no query of its batch entry may see is ignored, so it enters no mean. A NaN or infinity in a key turns
+    the rows that see it to NaN, one in a value its column of those rows, one in a query its row.
+    softmax="unbiased_paper" warns of rows whose largest weights underflow; if all weights of a row do, its output is
+    NaN.
+    """
+    if attn_mask is not None:
+        attn_mask = fitting_mask(attn_mask, scale)
+        full = dense_mask(attn_mask, is_causal, q, k)
+        if bool((hidden := hidden_keys(full, k)).any()):
+            return _without_hidden_keys(q, k, v, full, scale, options, diagnose, hidden)
+    mask = read_mask(attn_mask, is_causal, q, k)
+    given = to_fp16(q, "q").float(), to_fp16(k, "k").float(), to_fp16(v, "v").float()
+    clean_q, clean_k, clean_v = (torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0) for x in given)
+    rows = clean_q.unflatten(1, (k.shape[1], -1))
+    target = ROUNDS_ONCE.get(q.dtype, FP16) if options.softmax == "unbiased" else FP16
+    out, lse, counts = _blocks(rows, clean_k, clean_v, mask, scale, options, diagnose, target)
+    out, lse = out.flatten(1, 2), lse.flatten(1, 2)
+    if mask.spoils or not all(bool(torch.isfinite(x).all()) for x in given):
+        bad_rows, bad = non_finite_reach(*given, mask, options.block_k)
+        out, lse = out.masked_fill(bad, torch.nan), lse.masked_fill(bad_rows, torch.nan)
+    return out.to(q.dtype), lse, counts
+
+
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    is_causal: bool,
+    scale: float,
+    options: AttentionOptions,
+    diagnose: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attend within packed sequences (T, H, D): each one sees only itself, as `attention` computes it.
+
+    A sequence without keys gives 0 and LSE -inf. Counts of all sequences are joined, (1, Hq, 6).
+
+    Raises
+    ------
+    ValueError
+        If cumulative lengths do not rise from 0 to the number of tokens.
+    """
+    edges_q, edges_k = edges(cu_seqlens_q, "q", q), edges(cu_seqlens_k, "k", k)
+    out = torch.zeros_like(q)
+    lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
+    joined = ScoreCounts(1, q.shape[1], q.device) if diagnose else None
+    for (q0, q1), (k0, k1) in zip(pairwise(edges_q), pairwise(edges_k), strict=True):
+        if q0 == q1 or k0 == k1:
+            continue
+        one_q, one_k, one_v = (x.transpose(0, 1).unsqueeze(0) for x in (q[q0:q1], k[k0:k1], v[k0:k1]))
+        one, one_lse, counts = attention(one_q, one_k, one_v, None, is_causal, scale, options, diagnose)
+        out[q0:q1], lse[q0:q1] = one[0].transpose(0, 1), one_lse[0].T
+        if joined is not None:
+            joined.join(counts)
+    return out, lse, ScoreCounts.empty(q.device) if joined is None else joined.table
+
+
+def attention_paged(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    key_anchors: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    options: AttentionOptions,
+    diagnose: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attend from queries (T, Hq, D) to caches (pages, slots, Hkv, D), by `attention_varlen` on the gathered keys.
+
+    Without `cu_seqlens_q` every sequence has one query. Queries behind the last of `cu_seqlens_q` are padding and
+    give 0 and LSE -inf. The maximum lengths and the anchors do not affect the result here.
+    """
+    attend = partial(attention_varlen, is_causal=is_causal, scale=scale, options=options, diagnose=diagnose)
+    return attend_gathered(attend, q, (k_cache, v_cache), block_table, seq_lens, cu_seqlens_q)
+
+
+def _without_hidden_keys(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    full: Tensor,
+    scale: float,
+    options: AttentionOptions,
+    diagnose: bool,
+    hidden: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Process one batch entry at a time, without keys hidden from all its queries (padding, empty cache slots)."""
+    parts = []
+    for b, gone in enumerate(hidden):
+        if bool(gone.all()):
+            lse = torch.full((1, *q.shape[1:3]), -torch.inf, dtype=torch.float32, device=q.device)
+            counts = ScoreCounts(1, q.shape[1], q.device).table if diagnose else ScoreCounts.empty(q.device)
+            parts.append((torch.zeros_like(q[b : b + 1]), lse, counts))
+            continue
+        keys, values = k[b : b + 1, :, ~gone], v[b : b + 1, :, ~gone]
+        mask = full[b % full.shape[0]].unsqueeze(0)
+        mask = mask if mask.shape[-1] == 1 else mask[..., ~gone]
+        parts.append(attention(q[b : b + 1], keys, values, mask, False, scale, options, diagnose))
+    out, lse, counts = (torch.cat(x) for x in zip(*parts, strict=True))
+    return out, lse, counts
+
+
+def _blocks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: KeyMask,
+    scale: float,
+    options: AttentionOptions,
+    diagnose: bool,
+    target: Format,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Loop over key blocks for q (B, Hkv, G, Sq, D); returns out, lse (B, Hkv, G, Sq, ...) and counts."""
+    model = score_model(options, q, k, scale)
+    softmax = OnlineSoftmax(q, options, target)
+    counts = ScoreCounts(q.shape[0], q.shape[1] * q.shape[2], q.device) if diagnose else None
+    for index, start in enumerate(range(0, k.shape[-2], options.block_k)):
+        stop = min(start + options.block_k, k.shape[-2])
+        first = mask.first_row(start) if index else 0  # rows above see no key of this block
+        if first >= q.shape[-2]:
+            break
+        visible, bias = mask.tile(first, start, stop)
+        rows = q[..., first:, :]
+        block = Block(index, rows, k[..., start:stop, :], visible, bias, softmax.maximum[..., first:, :], first)
+        tile = model.tile(block)
+        if counts is not None:
+            counts.add(block, tile, options)
+        frame = model.frame(q) if options.softmax == "unbiased_paper" else 0.0
+        softmax.add(tile, block, v[..., start:stop, :], frame if isinstance(frame, float) else frame[..., first:, :])
+    out, lse = softmax.finish(model.frame(q))
+    return out, lse, ScoreCounts.empty(q.device) if counts is None else counts.table
+
+
+class OnlineSoftmax:
+    """Accumulate running maximum m, row sum l and output O over key blocks (Algorithm 1, lines 12 and 16 to 22).
+
+    P is taken relative to the maximum of its own block, as in Algorithm 1, so it never waits for the previous block.
+    Under the published rule for repeated maxima it is relative to the running maximum, as in line 10 of that
+    algorithm. With FP16 accumulation, `exact` keeps m and l in FP32 and O normalised, so every O is a mean of values
+    and within range.
+    """
+
+    def __init__(self, q: Tensor, options: AttentionOptions, target: Format) -> None:
+        exact = options.precision == "pasa" and options.recovery == "exact"
+        low = options.accumulate == "fp16" or options.precision == "fp16"
+        self.overflow = options.overflow
+        self.rows: Format = FP16 if low and not exact else FP32
+        self.normalised = low and exact
+        self.rule, self.target = options.softmax, target
+        self.exact = exact  # l sums the rounded weights, so that V = 1 gives 1 and O stays a mean of values
+        # A mean fits wherever its values do. But the sums above and below the fraction bar are rounded separately,
+        # and a few thousand roundings may carry 65504 past 65520, where infinity begins.
+        self.stored: Overflow = "saturate" if exact else options.overflow
+        self.maximum = q.new_full((*q.shape[:-1], 1), -torch.inf)
+        self.sum = torch.zeros_like(self.maximum)
+        self.lost = self.maximum.clone()  # largest score of the blocks whose weights have all underflowed
+        self.out = torch.zeros_like(q)
+
+    def _row(self, x: Tensor) -> Tensor:
+        return round_to(x, self.rows, overflow=self.overflow)
+
+    def _output(self, x: Tensor, target: Format) -> Tensor:
+        """Round a value of the output by the rule in use."""
+        rounded: Tensor = (round_unbiased if self.rule == "unbiased" else round_to)(x, target, overflow=self.stored)
+        # 0 / 0 stays NaN; saturation gives 0.
+        return rounded.masked_fill(torch.isnan(x), torch.nan) if self.exact else rounded
+
+    def add(self, tile: Tile, block: Block, v: Tensor, frame: Tensor | float = 0.0) -> None:
+        """Add one tile and its values (B, Hkv, n, D); the published rule needs the `frame` of the true scores."""
+        old = slice(block.rows_before, None)
+        unseen = self.maximum[..., old, :] == -torch.inf  # -inf here must not saturate
+        carried = self._row(self.maximum[..., old, :] + tile.carry).masked_fill(unseen, -torch.inf)
+        scores, alive = _masked(tile, block)
+        top = scores.amax(-1, keepdim=True)
+        # If all visible scores of a row are -inf, they are too far below its maximum for FP16: their weights are 0.
+        if self.exact:
+            alive = top > -torch.inf
+        if alive is not None:
+            top = top.where(alive, 0.0)
+        highest = top + tile.offset
+        if self.rule != "safe":
+            top = self._row(top + self._shift(scores, top, tile, carried, frame))
+        weights = self._row(torch.exp(self._row(scores - top)))
+        rounded = round_to(weights, FP16, overflow=self.overflow)
+        row_sum = self._sum(rounded if self.exact else weights)
+        here = self._row(top + tile.offset)
+        candidate = here if alive is None else here.where(alive, -torch.inf)
+        maximum = torch.maximum(carried, candidate)
+        keep = self._factor(carried - maximum, self.sum[..., old, :] != 0)
+        new = self._factor(here - maximum, alive)
+        before = self.sum[..., old, :] * keep
+        self.sum[..., old, :] = self._row(self._row(before) + self._row(new * row_sum))
+        self.maximum[..., old, :] = maximum
+        if self.rule == "unbiased_paper":
+            gone = (rounded == 0).all(-1, keepdim=True) & (scores > -torch.inf).any(-1, keepdim=True)
+            self.lost[..., old, :] = torch.maximum(self.lost[..., old, :] + tile.carry, highest.where(gone, -torch.inf))
+        self._add_output(old, rounded, row_sum, keep, new, before, v)
+
+    def _shift(self, scores: Tensor, top: Tensor, tile: Tile, carried: Tensor, frame: Tensor | float) -> Tensor | float:
+        """Return what the rule adds to the maximum of rows that repeat it, in this block or across blocks."""
+        if self.rule == "unbiased_paper":
+            return torch.maximum(published_shift(scores, top, tile.offset + frame), carried - tile.offset - top)
+        if self.rows is FP32:
+            return 0.0  # O is divided before it is rounded, so a factor on the row cancels
+        return bounded_shift(repeats(scores, top) | ((top + tile.offset - carried).abs() <= EPSILON), top)
+
+    def _add_output(
+        self, old: slice, weights: Tensor, row_sum: Tensor, keep: Tensor, new: Tensor, before: Tensor, v: Tensor
+    ) -> None:
+        """Update O_j = keep O_{j-1} + new (P_j V_j)  (line 20), or its normalised form."""
+        out = self.out[..., old, :]
+        if not self.normalised:
+            product = self._row(_times_values(weights, v))
+            self.out[..., old, :] = self._row(self._row(keep * out) + self._row(new * product))
+            return
+        # P / l' rounded towards zero sums to at most 1, so P V fits wherever V does. The sum of the rounded shares
+        # replaces l'.
+        shares = round_to(weights / row_sum.clamp(min=1.0), FP16, rounding="toward_zero")
+        product = self._output(_times_values(shares, v), FP16)
+        gained = new * row_sum
+        total = before + gained * self._sum(shares)
+        self.sum[..., old, :] = total
+        mixed = (before * out + gained * product) / total.where(total != 0, 1.0)
+        self.out[..., old, :] = self._output(mixed, FP16)
+
+    def _factor(self, exponent: Tensor, exists: Tensor | None) -> Tensor:
+        """Return exp, and 0 where nothing is scaled: no earlier block (trap of line 4), no visible key."""
+        factor = self._row(torch.exp(self._row(exponent)))
+        return factor if exists is None else factor.where(exists, 0.0)
+
+    def _sum(self, x: Tensor) -> Tensor:
+        """Sum each row in FP32, as the cube does, or by the FP16 vector unit's binary tree, rounded at every step."""
+        if self.rows is FP32:
+            return x.sum(-1, keepdim=True)
+        x = torch.nn.functional.pad(x, (0, (1 << (x.shape[-1] - 1).bit_length()) - x.shape[-1]))
+        while x.shape[-1] > 1:
+            x = self._row(x[..., ::2] + x[..., 1::2])
+        return x
+
+    def finish(self, frame: Tensor | float) -> tuple[Tensor, Tensor]:
+        """Return the rounded output, and the log-sum-exp in the true frame; 0 and -inf for rows without a key."""
+        empty = (self.sum == 0) & (self.maximum == -torch.inf)
+        divisor = self.sum.where(~empty, 1.0)
+        out = self.out if self.normalised else self._output(self.out / divisor, self.target)
+        lse = self.maximum + frame + torch.log(divisor)
+        if self.rule == "unbiased_paper" and (lost := int((self.lost + frame - lse > NOTICED).sum())):
+            text = f"softmax='unbiased_paper': weights of {lost} rows underflow: NaN, or wrong ({SILENCE})"
+            warnings.warn(text, UserWarning, stacklevel=caller())
+        return out, lse.masked_fill(empty, -torch.inf).squeeze(-1)
+
+
+def _times_values(weights: Tensor, v: Tensor) -> Tensor:
+    """Multiply grouped weights (B, Hkv, G, R, n) by values (B, Hkv, n, D), with FP32 accumulation."""
+    rows: Tensor = (weights.flatten(2, 3) @ v).unflatten(2, weights.shape[2:4])
+    return rows
+
+
+def _masked(tile: Tile, block: Block) -> tuple[Tensor, Tensor | None]:
+    """Return the scores with bias and mask applied, and which rows (..., R, 1) see a key of the block (None: all)."""
+    scores = tile.scores if block.bias is None else tile.scores + block.bias
+    if block.visible is None:
+        return scores, None
+    return scores.masked_fill(~block.visible, -torch.inf), block.visible.any(-1, keepdim=True)

@@ -1,0 +1,91 @@
+"""Count what the scores of sampled query rows do, without reading anything back from the device.
+
+A small share of the query rows is scored in FP32 against all keys that they see, beside the
+attention itself. Every `STRIDE`-th row is sampled, counted across batch entries, heads and calls.
+So the cost is a fixed share of the scores of a call, whatever its shape.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pasa.ops.attention.spec.repeated_maxima import EPSILON
+from pasa.ops.attention.spec.scores import RESCUE_REACH
+from pasa.ops.numerics.formats import FORMATS
+
+# A prime: with power-of-two lengths, heads and batch entries then differ in the rows that are
+# sampled.
+STRIDE = 1021
+FIRST_BLOCK = 128  # keys of a block in the default configuration
+FIELDS = ("rows", "repeated", "runaway", "scores", "saturated")
+
+
+def sample(walked: int, rows: int) -> range:
+    """Return which of a call's B Hq Sq rows to sample, after `walked` earlier rows; most short calls have none."""
+    return range((STRIDE // 2 - walked) % STRIDE, rows, STRIDE)
+
+
+def count(
+    q: Tensor, k: Tensor, attn_mask: Tensor | None, totals: Tensor, is_causal: bool, scale: float, taken: range
+) -> None:
+    """Add the counts of one call to `totals` (5,), INT64, in the order of `FIELDS`.
+
+    rows
+        Sampled rows that see a key.
+    repeated
+        Of these, rows with more than one score within 1e-3 nats of the row's largest (arXiv:2510.04212, section 4.1).
+    runaway
+        Rows whose largest score is more than 8 nats above the largest among the first 128 keys, if
+        they see one of these. FP16 tiles referenced to that block could not hold such a row to the
+        accuracy of the exact recovery.
+    scores
+        Visible scores of the sampled rows.
+    saturated
+        Of these, |q.k| > 65504 before scale and mask: what plain FP16 attention stores as infinity, or as 65504.
+
+    Scores that are not finite (because inputs or masks are not) count as masked out.
+
+    Parameters
+    ----------
+    q : Tensor (B, Hq, Sq, D)
+    k : Tensor (B, Hkv, Skv, D)
+    attn_mask : Tensor, optional
+        Bool or float, broadcastable to (B, Hq, Sq, Skv).
+    totals : Tensor (5,), INT64
+    is_causal, scale
+        As for attention.
+    taken : range
+        The sampled rows among the B Hq Sq rows of this call; it begins below the step and may run
+        to the last row.
+    """
+    (batch, heads, rows, _), (kv_heads, keys) = q.shape, k.shape[1:3]
+    mask = None if attn_mask is None else attn_mask.expand(batch, heads, rows, keys)
+    length = heads // kv_heads * rows
+    for pair in range(batch * kv_heads):
+        start = (taken.start - pair * length) % taken.step
+        if start >= length:
+            continue
+        own = torch.arange(start, length, taken.step, device=q.device)
+        entry, kv_head, row = pair // kv_heads, pair % kv_heads, own % rows
+        at = entry, kv_head * (heads // kv_heads) + own // rows, row
+        products = q.detach()[at].half().float() @ k.detach()[entry, kv_head].half().float().mT  # FP16, as attention
+        scores = products * scale
+        visible = torch.ones_like(scores, dtype=torch.bool)
+        if is_causal:
+            visible = torch.arange(keys, device=q.device) <= (row + (keys - rows)).unsqueeze(1)
+        if mask is not None and mask.dtype == torch.bool:
+            visible = visible & mask[at]
+        elif mask is not None:
+            scores = scores + mask[at].float()
+        totals += _counts(products, scores, visible & torch.isfinite(scores))
+
+
+def _counts(products: Tensor, scores: Tensor, visible: Tensor) -> Tensor:
+    """Count `FIELDS` over rows (n, Skv)."""
+    seen = scores.masked_fill(~visible, -torch.inf)
+    top, first = seen.amax(-1), seen[:, :FIRST_BLOCK].amax(-1)
+    repeated = (visible & (top.unsqueeze(-1) - seen <= EPSILON)).sum(-1) > 1
+    runaway = (first > -torch.inf) & (top - first > RESCUE_REACH)
+    saturated = visible & (products.abs() > FORMATS["fp16"].max)
+    return torch.stack([x.sum() for x in (visible.any(-1), repeated, runaway, visible, saturated)])

@@ -1,0 +1,201 @@
+"""Launch the Triton kernels that shift keys."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pasa.ops.attention.triton.anchors.kernel import SLICE, anchor_kernel, shift_kernel
+from pasa.ops.attention.triton.launcher import launch
+
+SLICE_ON_NPU = 32  # most columns in a tile of 128 keys that fit an NPU's unified buffer (ops/attention/README.md)
+
+
+class Packing(NamedTuple):
+    """Describe the key blocks of packed sequences.
+
+    Attributes
+    ----------
+    table, first : Tensor
+        `pasa.ops.packed.tile_table` of the keys.
+    cu_seqlens : Tensor (sequences + 1,), INT32
+    """
+
+    table: Tensor
+    first: Tensor
+    cu_seqlens: Tensor
+
+
+class KeyBlocks(NamedTuple):
+    """Hold the norms and anchors of all key blocks.
+
+    Attributes
+    ----------
+    norms : Tensor (B, Hkv, blocks), FP32
+        The largest norm of a key; infinite where an element is not finite (`anchor_kernel`).
+    anchors : Tensor (B, Hkv, blocks, D), FP16
+        What can be subtracted from the block's keys without rounding, column by column, or 0.
+    marked : Tensor (1,), INT32
+        0, or more after a pass of attention that left work for a second pass.
+    """
+
+    norms: Tensor
+    anchors: Tensor
+    marked: Tensor
+
+
+def pad_dim(dim: int) -> int:
+    """Return the padded head dimension, because the sides of Triton tiles are powers of two, at least 16."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+def anchor_warps(block: int, pad: int) -> int:
+    """Return the warps of `anchor_kernel`, few enough that each multiprocessor runs several of its blocks at a time."""
+    return 4 if block * pad <= 8192 else 8
+
+
+def find_anchors(
+    k: Tensor,
+    v: Tensor,
+    block: int,
+    *,
+    visible: Tensor | None = None,
+    packing: Packing | None = None,
+    check_values: bool = False,
+) -> KeyBlocks:
+    """Compute norms and anchors of FP16 keys (B, Hkv, S, D) or packed (T, Hkv, D), one for every `block` keys.
+
+    An anchor is kept only where FP32 accumulation gains from it.
+
+    Parameters
+    ----------
+    k, v : Tensor
+        The last stride is 1.
+    block : int
+        A power of two.
+    visible : Tensor (B, S), bool, optional
+        Keys that some query sees; the others are ignored.
+    packing : Packing, optional
+        Required for packed keys.
+    check_values : bool
+        Also check `v` for NaN and infinity.
+    """
+    heads, length, batch, blocks = _extent(k, block, packing)
+    found = KeyBlocks(
+        torch.empty((batch, heads, blocks), dtype=torch.float32, device=k.device),
+        k.new_empty((batch, heads, blocks, k.shape[-1])),
+        torch.empty(1, dtype=torch.int32, device=k.device),
+    )
+    seen, seen_stride = _bytes(visible, k)
+    table, cu = (packing.table, packing.cu_seqlens) if packing else (found.marked, found.marked)
+    pad = pad_dim(k.shape[-1])
+    launch(
+        anchor_kernel, (batch * blocks * heads, 1, 1),
+        (k, v, seen, table, cu, found.anchors, found.norms, found.marked),
+        (*_strides(k, packing), *_strides(v, packing), seen_stride, heads, length, blocks),
+        {"D": k.shape[-1], "D_PAD": pad, "WIDTH": min(pad, SLICE), "BLOCK": block, "HAS_VISIBLE": visible is not None,
+         "CHECK_VALUES": check_values, "VARLEN": packing is not None, "EARLY": False},
+        num_warps=anchor_warps(block, pad),
+    )  # fmt: skip
+    _home(found.anchors, visible, block)
+    return found
+
+
+def shift_exact(
+    k: Tensor, block: int, *, visible: Tensor | None = None, packing: Packing | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return K' = K - anchor, exact, and the anchors (B, Hkv, blocks, D), for a device that shifts beforehand.
+
+    Parameters
+    ----------
+    k, block, visible, packing
+        As in `find_anchors`.
+    """
+    heads, _, batch, blocks = _extent(k, block, packing)
+    anchor = k.new_empty((batch, heads, blocks, k.shape[-1]))
+    shifted = _shift(k, anchor, (0.0, 0.0), block, visible, packing, gemm=False)
+    _home(anchor, visible, block)
+    return shifted, anchor
+
+
+def shift_paper(
+    k: Tensor,
+    matrix: tuple[float, float],
+    block: int,
+    *,
+    visible: Tensor | None = None,
+    engine: Literal["gemm", "mean"] = "gemm",
+) -> Tensor:
+    """Multiply whole blocks of keys (B, Hkv, S, D) by the shifting matrix: K' = M K.
+
+    Parameters
+    ----------
+    k, block, visible
+        As in `find_anchors`.
+    matrix : (float, float)
+        Diagonal entry of M, and the off-diagonal entry without its sign.
+    engine : "gemm" or "mean"
+        Use the matrix engine, as in the paper, or subtract the mean; results are equal up to FP32
+        rounding.
+    """
+    return _shift(k, None, matrix, block, visible, None, gemm=engine == "gemm")
+
+
+def _shift(
+    k: Tensor,
+    anchor: Tensor | None,
+    matrix: tuple[float, float],
+    block: int,
+    visible: Tensor | None,
+    packing: Packing | None,
+    gemm: bool,
+) -> Tensor:
+    heads, length, batch, blocks = _extent(k, block, packing)
+    shifted = torch.empty_like(k, memory_format=torch.contiguous_format)
+    seen, seen_stride = _bytes(visible, k)
+    table, cu = (packing.table, packing.cu_seqlens) if packing else (shifted, shifted)
+    pad = pad_dim(k.shape[-1])
+    width = min(pad, SLICE_ON_NPU) if k.device.type == "npu" else pad
+    launch(
+        shift_kernel, (batch * blocks * heads, -(-k.shape[-1] // width), 1),
+        (k, seen, table, cu, shifted, shifted if anchor is None else anchor),
+        (*matrix, *_strides(k, packing), seen_stride, *_strides(shifted, packing), heads, length, blocks),
+        {"D": k.shape[-1], "WIDTH": width, "BLOCK": block, "HAS_VISIBLE": visible is not None,
+         "EXACT": anchor is not None, "GEMM": gemm, "VARLEN": packing is not None},
+        num_warps=4 if block * width <= 8192 else 8,
+    )  # fmt: skip
+    return shifted
+
+
+def _home(anchors: Tensor, visible: Tensor | None, block: int) -> None:
+    """Give the first block, whose frame all scores use, the anchor of the first block with a visible key.
+
+    If the first block is padding, its own anchor is 0, and every offset would be as large as the
+    scores.
+    """
+    if visible is not None:
+        first = visible.to(torch.uint8).argmax(1) // block  # of equal values, argmax returns the first
+        anchors[:, :, 0] = anchors[torch.arange(len(first), device=first.device), :, first]
+
+
+def _extent(k: Tensor, block: int, packing: Packing | None) -> tuple[int, int, int, int]:
+    """Return heads, length, batch size and number of blocks."""
+    if packing is not None:
+        return k.shape[1], k.shape[0], 1, packing.table.shape[0]
+    return k.shape[1], k.shape[2], k.shape[0], -(-k.shape[2] // block)
+
+
+def _strides(x: Tensor, packing: Packing | None) -> tuple[int, int, int]:
+    """Return the strides of batch, head and token."""
+    if packing is not None:
+        return 0, x.stride(1), x.stride(0)
+    return x.stride(0), x.stride(1), x.stride(2)
+
+
+def _bytes(visible: Tensor | None, k: Tensor) -> tuple[Tensor, int]:
+    if visible is None:
+        return k, 0
+    seen = visible.contiguous().view(torch.uint8)
+    return seen, seen.stride(0)

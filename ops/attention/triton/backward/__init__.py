@@ -1,0 +1,1 @@
+"""Gradients, for GPUs: keys are centred first, then dK and dV by key tiles and dQ by row tiles."""

@@ -1,0 +1,100 @@
+"""Launch the kernels of the backward pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pasa.ops.attention.triton.anchors.kernel import SLICE
+from pasa.ops.attention.triton.anchors.launch import pad_dim
+from pasa.ops.attention.triton.backward.centre_kernel import centre_kernel
+from pasa.ops.attention.triton.backward.kernel import keys_kernel, queries_kernel, rows_kernel
+from pasa.ops.attention.triton.call import Call, strides_of
+from pasa.ops.attention.triton.launcher import launch, workspace
+from pasa.ops.attention.triton.tiles import backward_tiles
+
+
+def gradients(
+    call: Call, grad_out: Tensor, grad_lse: Tensor | None, visible: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dQ, dK and dV of a call without packing, in `dtype`.
+
+    Parameters
+    ----------
+    grad_out : Tensor (B, Hq, Sq, D)
+        Any float type, last stride 1.
+    grad_lse : Tensor (B, Hq, Sq), FP32, contiguous; optional
+    visible : Tensor (B, Skv), bool, optional
+        Keys that some query sees.
+    """
+    q, k, v = call.q, call.k, call.v
+    batch, heads, rows, dim = q.shape
+    keys, device = call.keys, q.device
+    of_rows, of_keys, of_queries = backward_tiles(device, pad_dim(dim))
+    tiles = -(-rows // of_rows.block_m)
+    centred, centre, largest, most = prepare_keys(k, v, visible, tiles)
+    numbers = batch * heads * rows
+    floats = (numbers, torch.float32)
+    scaled, top, log, shift, unit = workspace(device, (numbers * dim, torch.float16), *(floats,) * 4)
+    dq, dk, dv = (torch.empty(x.shape, dtype=dtype, device=device) for x in (q, k, v))
+    mask, lse = top if call.mask is None else call.mask, top if grad_lse is None else grad_lse
+    has_lse = {"HAS_LSE": grad_lse is not None}
+    shared = {"MASK": call.mask_kind, "CAUSAL": call.is_causal, "D": dim, "D_PAD": pad_dim(dim)}
+    strides = (*strides_of(q), *strides_of(v))
+    sizes = (rows, keys, call.scale)
+    launch(
+        rows_kernel, (tiles * batch * heads, 1, 1),
+        (q, centred, v, grad_out, lse, largest, mask, scaled, top, log, shift, unit, most),
+        (*strides, *strides_of(grad_out), *call.mask_strides, heads, call.group, tiles, *sizes),
+        shared | has_lse | {"BLOCK_M": of_rows.block_m, "BLOCK_N": of_rows.block_n},
+        num_warps=of_rows.warps, num_stages=of_rows.stages,
+    )  # fmt: skip
+    saved = (q, centred, v, scaled, top, log, shift)
+    tiles = -(-keys // of_keys.block_n)
+    launch(
+        keys_kernel, (tiles * batch * k.shape[1], 1, 1),
+        (*saved, most, mask, dk, dv),
+        (*strides, *call.mask_strides, heads, call.group, tiles, *sizes),
+        shared | {"BLOCK_M": of_keys.block_m, "BLOCK_N": of_keys.block_n, "SPAN": of_rows.block_m},
+        num_warps=of_keys.warps, num_stages=of_keys.stages,
+    )  # fmt: skip
+    tiles = -(-rows // of_queries.block_m)
+    launch(
+        queries_kernel, (tiles * batch * heads, 1, 1),
+        (*saved, unit, mask, lse, centre, dq),
+        (*strides, *call.mask_strides, heads, call.group, tiles, *sizes),
+        shared | has_lse | {"BLOCK_M": of_queries.block_m, "BLOCK_N": of_queries.block_n},
+        num_warps=of_queries.warps, num_stages=of_queries.stages,
+    )  # fmt: skip
+    return dq, dk, dv
+
+
+def prepare_keys(k: Tensor, v: Tensor, visible: Tensor | None, tiles: int) -> tuple[Any, Any, Any, Any]:
+    """Run `centre_kernel` on FP16 keys and values (B, Hkv, S, D); returns memory for kernels, not tensors.
+
+    Returns
+    -------
+    centred : (B, Hkv, S, D), FP16
+        K - c, exact.
+    centre : (B, Hkv, D), FP32
+        c: the mean of each column on a grid, or 0.
+    largest : (B, Hkv, slices), FP32
+        Largest |v| of every SLICE columns.
+    most : (B, Hkv, tiles), INT32
+        Filled by `rows_kernel`.
+    """
+    batch, heads, length, dim = k.shape
+    slices = -(-dim // SLICE)
+    parts = (k.numel(), torch.float16), *((batch * heads * n, torch.float32) for n in (dim, slices))
+    centred, centre, largest, most = workspace(k.device, *parts, (batch * heads * tiles, torch.int32))
+    seen = k if visible is None else visible.contiguous().view(torch.uint8)
+    launch(
+        centre_kernel, (batch * heads, slices, 1),
+        (k, v, seen, centred, centre, largest, most),
+        (*strides_of(k), *strides_of(v), 0 if visible is None else seen.stride(0), heads, length, tiles),
+        {"D": dim, "BLOCK": 256, "HAS_VISIBLE": visible is not None},
+        num_warps=4,
+    )  # fmt: skip
+    return centred, centre, largest, most

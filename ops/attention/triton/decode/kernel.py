@@ -1,0 +1,385 @@
+"""Triton kernels of decoding: few query rows against a long cache, split over the keys, merged by log-sum-exp.
+
+Time is that of reading K and V once, so there is no pass before: a split uses its keys as they are, and begins anew
+with anchors when their norms say that scores may be too large for that. It then counts scores in the frame of its first
+block's anchor; the merge knows how far two frames are apart. The query heads that share a key head are rows of one
+tile.
+"""
+
+import triton
+import triton.language as tl
+
+from pasa.ops.attention.triton.anchors.kernel import ANCHOR_LIMIT, exact_anchor, next_frame, two_products
+from pasa.ops.attention.triton.prefill.kernel import FP16_MAX, INF, LOG2_E, add_values, softmax_step
+from pasa.ops.attention.triton.rounding_kernel import round_rows
+
+
+@triton.jit
+def load_queries(
+    p_q, batch, kv_head, group, rows, stride_qb, stride_qh, stride_qm, scale,
+    D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Query rows (M, D) of all heads of the group, one head after another; head and query of each; the largest norm, in
+    nats. A query that is not finite spoils its row."""
+    o_m = tl.arange(0, BLOCK_M)
+    o_d = tl.arange(0, D_PAD)
+    o_head = kv_head * group + o_m // rows
+    o_query = o_m % rows
+    p_tile = p_q + batch * stride_qb + (o_head * stride_qh + o_query * stride_qm)[:, None] + o_d[None, :]
+    b_q = tl.load(p_tile, mask=(o_m < group * rows)[:, None] & (o_d < D)[None, :], other=0.0)
+    tl.debug_barrier()  # what the caller has loaded is waited for from here on, together
+    b_q = tl.where(tl.abs(b_q.to(tl.float32)) <= FP16_MAX, b_q, float("nan")).to(tl.float16)
+    b_wide = b_q.to(tl.float32)
+    return b_q, o_head, o_query, tl.sqrt(tl.max(tl.sum(b_wide * b_wide, 1), 0)) * scale
+
+
+@triton.jit
+def store_split(
+    b_max, b_sum, b_acc, b_first, p_part, p_state, p_frame, p_framed, o_work, m_row, good,
+    D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """State of one split, and its frame; not `good`: it must be done with care."""
+    o_d = tl.arange(0, D_PAD)
+    o_part = o_work * BLOCK_M + tl.arange(0, BLOCK_M)
+    tl.store(p_part + o_part[:, None] * D + o_d[None, :], b_acc, mask=m_row[:, None] & (o_d < D)[None, :])
+    tl.store(p_state + 2 * o_part, b_max, mask=m_row)
+    tl.store(p_state + 2 * o_part + 1, b_sum, mask=m_row)
+    tl.store(p_frame + o_d, b_first.to(tl.float16), mask=o_d < D)
+    tl.store(p_framed, tl.where(good, tl.max(tl.where(b_first != 0.0, 1, 0), 0), -1))
+
+
+@triton.jit
+def anchored_scores(b_q, b_k, m_key, longest, LAZY: tl.constexpr):
+    """q k'^T (M, N) and the block's anchor (D,), 0 where scores are small without. b_q (M, D); b_k (N, D); m_key (N,):
+    keys that some row sees; longest: largest norm of a query, in nats. LAZY looks for an anchor only where one is
+    needed; not in a loop: there the branch led to illegal accesses (Triton 3.6, sm_90, 64 rows)."""
+    b_wide = b_k.to(tl.float32)
+    m_finite = tl.min(tl.where(tl.abs(b_wide) <= FP16_MAX, 1, 0), 1) > 0
+    m_mean = m_key & m_finite
+    b_clean = tl.where(m_mean[:, None], b_wide, 0.0)
+    small = tl.sqrt(tl.max(tl.sum(b_clean * b_clean, 1), 0)) * longest <= ANCHOR_LIMIT
+    if LAZY:
+        anchor = tl.zeros((b_k.shape[1],), tl.float32)
+        if small == 0:
+            anchor = exact_anchor(b_clean, m_mean[:, None], tl.sum(tl.where(m_mean, 1.0, 0.0), 0))
+    else:
+        anchor = exact_anchor(b_clean, m_mean[:, None], tl.sum(tl.where(m_mean, 1.0, 0.0), 0))
+        anchor = tl.where(small, 0.0, anchor)
+    b_new = tl.where(m_finite[:, None], b_wide - anchor[None, :], float("nan")).to(tl.float16)
+    return tl.dot(b_q, tl.trans(b_new)), anchor
+
+
+@triton.jit
+def locate_keys(p_table, start, end, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Pages and slots of BLOCK_N keys from `start` on, pages as a scalar where all keys are in one. p_table: row of the
+    sequence; ALIGNED: `start` is a multiple of BLOCK_N."""
+    o_n = start + tl.arange(0, BLOCK_N)
+    if ALIGNED and PAGE % BLOCK_N == 0:
+        page = tl.load(p_table + start // PAGE)
+    else:
+        page = tl.load(p_table + o_n // PAGE, mask=o_n < end, other=0)
+    return tl.cast(page, tl.int64), o_n % PAGE
+
+
+@triton.jit
+def attend_split(
+    b_q, b_max, b_sum, b_acc, b_first, b_square, p_keys, p_values, p_mask, o_query, m_row, begin, end,
+    diagonal, scale, longest, stride_kn, stride_vn, stride_mask_n, p_table, stride_kp, stride_vp,
+    ANCHORED: tl.constexpr, HIDES: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr,
+    D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Keys from `begin` to `end`, a part of a split. PAGE: slots of a page, 0 without pages, and then p_table and the
+    strides of pages stand for nothing; ALIGNED: `begin` is a multiple of BLOCK_N.
+
+    ANCHORED: block means are taken off, scores are in the frame b_first, at first the anchor of the first block of
+    which a row has seen a key: behind padding there is none before. Otherwise keys are used as they are, and b_square
+    (BLOCK_N,) keeps the largest squared norms, or what no bound allows.
+    """
+    o_d = tl.arange(0, D_PAD)
+    factor = LOG2_E if MASK == "float" else scale * LOG2_E
+    # keys that are used as they are have small scores, or are done again; a float mask adds to them
+    FAST: tl.constexpr = not ANCHORED and MASK != "float"
+    offset = tl.zeros_like(b_max)
+    for start in range(begin, end, BLOCK_N):
+        o_n = start + tl.arange(0, BLOCK_N)
+        at = tl.cast(start, tl.int64)
+        m_tile = (o_n < end)[:, None] & (o_d < D)[None, :]
+        if PAGE > 0:
+            b_page, b_slot = locate_keys(p_table, start, end, BLOCK_N, PAGE, ALIGNED)
+            p_key = p_keys + (b_page * stride_kp + b_slot * stride_kn)[:, None] + o_d[None, :]
+            p_value = p_values + (b_page * stride_vp + b_slot * stride_vn)[:, None] + o_d[None, :]
+        else:
+            p_key = p_keys + at * stride_kn + tl.arange(0, BLOCK_N)[:, None] * stride_kn + o_d[None, :]
+            p_value = p_values + at * stride_vn + tl.arange(0, BLOCK_N)[:, None] * stride_vn + o_d[None, :]
+        if HIDES or D < D_PAD:
+            b_k = tl.load(p_key, mask=m_tile, other=0.0)
+        else:
+            b_k = tl.load(p_key)
+        b_k = b_k.to(tl.float16)  # a cache may be BF16
+        # what each row sees
+        m_seen = (o_n < end)[None, :] & m_row[:, None]
+        if CAUSAL:
+            m_seen = m_seen & (o_n[None, :] <= o_query[:, None] + diagonal)
+        if MASK != "none":
+            p_tile = p_mask[:, None] + (at + tl.arange(0, BLOCK_N))[None, :] * stride_mask_n
+            b_bias = tl.load(p_tile, mask=m_seen, other=0).to(tl.float32)
+            m_seen = m_seen & ((b_bias != 0.0) if MASK == "bool" else (b_bias != -INF))
+        if HIDES:
+            m_key = tl.max(tl.where(m_seen, 1, 0), 0) > 0  # a key that no row sees enters no mean and no bound
+        else:
+            m_key = o_n >= 0
+        # scores
+        if ANCHORED:
+            b_s, b_anchor = anchored_scores(b_q, b_k, m_key, longest, False)
+            b_before = tl.where(tl.max(b_max, 0) == -INF, b_anchor, b_first)
+            b_first = next_frame(b_before, b_anchor)
+            offset, carry = two_products(b_q, b_anchor - b_first, b_before - b_first)
+            carry *= scale if MASK == "float" else 1.0
+            b_max = tl.where(b_max == -INF, -INF, b_max + carry)  # a NaN in q stays out of a row without keys
+        else:
+            b_wide = b_k.to(tl.float32)
+            square = tl.sum(b_wide * b_wide, 1)
+            if HIDES:
+                square = tl.where(m_key, square, 0.0)
+            b_square = tl.maximum(b_square, square, propagate_nan=tl.PropagateNan.ALL)
+            b_s = tl.dot(b_q, tl.trans(b_k))
+        if MASK == "float":
+            b_s = b_s * scale + b_bias
+            offset = offset * scale
+        if HIDES:
+            b_s = tl.where(m_seen, b_s, -INF)
+        # softmax and values
+        b_p, alpha, b_max, b_sum = softmax_step(b_s, offset, factor, b_max, b_sum, HIDES, FAST)
+        b_acc = b_acc * alpha[:, None]
+        if HIDES or D < D_PAD:
+            b_v = tl.load(p_value, mask=m_tile, other=0.0)
+        else:
+            b_v = tl.load(p_value)
+        b_v = b_v.to(tl.float16)
+        if HIDES and ANCHORED:
+            b_acc = add_values(b_acc, b_p, b_v, m_seen)
+        else:
+            if HIDES:  # rows differ in what they see, and 0 * NaN is NaN: such a split is done again with care
+                b_v = tl.where(m_key[:, None], b_v, 0.0).to(tl.float16)
+                finite = tl.min(tl.where(tl.abs(b_v.to(tl.float32)) <= FP16_MAX, 1, 0), 1) > 0
+                b_square = tl.where(finite, b_square, INF)
+            b_acc = tl.dot(b_p, b_v, b_acc)
+    return b_max, b_sum, b_acc, b_first, b_square
+
+
+@triton.jit(do_not_specialize=["kv_heads", "group", "rows", "keys", "splits", "keys_each"])
+def decode_kernel(
+    p_q,  # (B, Hq, Sq, D)
+    p_k,  # (B, Hkv, Skv, D)
+    p_v,
+    p_part,  # (B, Hkv, splits, BLOCK_M, D) FP32: O of each split, not divided
+    p_state,  # (B, Hkv, splits, BLOCK_M, 2) FP32: maximum and sum
+    p_anchor,  # (B, Hkv, splits, D) FP16: the frame of each split
+    p_framed,  # (B, Hkv, splits) INT32: 1 if that is not 0, -1 where the split must (still) be done with care
+    p_mask,
+    stride_qb,
+    stride_qh,
+    stride_qm,
+    stride_kb,
+    stride_kh,
+    stride_kn,
+    stride_vb,
+    stride_vh,
+    stride_vn,
+    stride_mask_b,
+    stride_mask_h,
+    stride_mask_m,
+    stride_mask_n,
+    kv_heads,
+    group,
+    rows,
+    keys,
+    splits,
+    keys_each,
+    scale,
+    MASK: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CAREFUL: tl.constexpr,  # only the splits that the pass without care has marked
+    PDL: tl.constexpr,  # launched before the kernel before it ends
+):
+    """One split of one key head: all its query rows against `keys_each` keys."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    o_split = tl.program_id(0) % splits
+    o_pair = tl.program_id(0) // splits
+    o_work = tl.program_id(0)
+    if CAREFUL:
+        if tl.load(p_framed + o_work) >= 0:
+            return
+    batch = tl.cast(o_pair // kv_heads, tl.int64)
+    kv_head = tl.cast(o_pair % kv_heads, tl.int64)
+    m_row = tl.arange(0, BLOCK_M) < group * rows
+    b_q, o_head, o_query, longest = load_queries(
+        p_q, batch, kv_head, group, rows, stride_qb, stride_qh, stride_qm, scale, D, D_PAD, BLOCK_M
+    )
+    p_keys = p_k + batch * stride_kb + kv_head * stride_kh
+    p_values = p_v + batch * stride_vb + kv_head * stride_vh
+    p_masks = p_mask + batch * stride_mask_b + o_head * stride_mask_h + o_query * stride_mask_m
+    # keys that all rows see in whole blocks, then the others
+    diagonal = keys - rows
+    begin = o_split * keys_each
+    end = tl.minimum(begin + keys_each, keys)
+    seen_by_all = diagonal + 1 if CAUSAL else keys
+    whole = tl.maximum(tl.minimum(end, seen_by_all) // BLOCK_N * BLOCK_N, begin)
+    if MASK != "none":
+        whole = begin
+    b_max = tl.full((BLOCK_M,), -INF, tl.float32)
+    b_sum = tl.zeros((BLOCK_M,), tl.float32)
+    b_acc = tl.zeros((BLOCK_M, D_PAD), tl.float32)
+    b_first = tl.zeros((D_PAD,), tl.float32)
+    b_square = tl.zeros((BLOCK_N,), tl.float32)
+    if CAREFUL:
+        b_max, b_sum, b_acc, b_first, b_square = attend_split(
+            b_q, b_max, b_sum, b_acc, b_first, b_square, p_keys, p_values, p_masks, o_query, m_row, begin, end,
+            diagonal, scale, longest, stride_kn, stride_vn, stride_mask_n, p_k, 0, 0,
+            True, True, MASK, CAUSAL, D, D_PAD, BLOCK_N, 0, True,
+        )  # fmt: skip
+        good = True
+    else:
+        if MASK == "none":
+            b_max, b_sum, b_acc, b_first, b_square = attend_split(
+                b_q, b_max, b_sum, b_acc, b_first, b_square, p_keys, p_values, p_masks, o_query, m_row, begin, whole,
+                diagonal, scale, longest, stride_kn, stride_vn, stride_mask_n, p_k, 0, 0,
+                False, False, MASK, False, D, D_PAD, BLOCK_N, 0, True,
+            )  # fmt: skip
+        b_max, b_sum, b_acc, b_first, b_square = attend_split(
+            b_q, b_max, b_sum, b_acc, b_first, b_square, p_keys, p_values, p_masks, o_query, m_row, whole, end,
+            diagonal, scale, longest, stride_kn, stride_vn, stride_mask_n, p_k, 0, 0,
+            False, True, MASK, CAUSAL, D, D_PAD, BLOCK_N, 0, True,
+        )  # fmt: skip
+        # a sum, unlike a maximum, does not lose a NaN
+        good = (tl.sqrt(tl.max(b_square, 0)) * longest <= ANCHOR_LIMIT) & (tl.sum(b_square, 0) < INF)
+    store_split(b_max, b_sum, b_acc, b_first, p_part, p_state, p_anchor + o_work * D, p_framed + o_work, o_work, m_row,
+                good, D, D_PAD, BLOCK_M)  # fmt: skip
+
+
+@triton.jit
+def frame_offsets(
+    p_row, p_anchor, o_split, b_framed, home, D: tl.constexpr, D_PAD: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """q (f - h) (SPLITS,) of a query and the frames f of splits, and q h; h is the frame of split `home`, 0 if that is
+    negative."""
+    b_offset = tl.zeros_like(b_framed).to(tl.float32)
+    frame = tl.sum(b_offset, 0)
+    PART: tl.constexpr = COLUMNS // 4 if COLUMNS >= 64 else COLUMNS  # O is in registers already
+    for start in range(0, D_PAD, PART):
+        o_d = start + tl.arange(0, PART)
+        m_d = o_d < D
+        b_q = tl.load(p_row + o_d, mask=m_d, other=0.0)
+        b_q = tl.where(tl.abs(b_q.to(tl.float32)) <= FP16_MAX, b_q.to(tl.float32), float("nan"))
+        b_home = tl.load(p_anchor + home * D + o_d, mask=m_d & (home >= 0), other=0.0).to(tl.float32)
+        p_frames = p_anchor + o_split[:, None] * D + o_d[None, :]
+        b_frame = tl.load(p_frames, mask=(b_framed > 0)[:, None] & m_d[None, :], other=0.0).to(tl.float32)
+        b_offset += tl.sum(b_q[None, :] * (b_frame - b_home[None, :]), 1)
+        frame += tl.sum(b_q * b_home, 0)
+    return b_offset, frame
+
+
+@triton.jit(do_not_specialize=["heads", "group", "rows", "splits"])
+def merge_kernel(
+    p_q,
+    p_part,  # as in decode_kernel
+    p_state,
+    p_anchor,
+    p_framed,
+    p_low,  # as in decode_anchored_paged_kernel
+    p_out,  # (B, Hq, Sq, D), contiguous
+    p_lse,  # (B, Hq, Sq) FP32, contiguous
+    stride_qb,
+    stride_qh,
+    stride_qm,
+    heads,
+    group,
+    rows,
+    splits,
+    scale,
+    NATS: tl.constexpr,  # maxima are in nats (float mask), not in units of q.k
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    SPLITS: tl.constexpr,  # a power of two, at least `splits`
+    COLUMNS: tl.constexpr,  # of O, for each program: all of them if rows are looked at before they are rounded
+    DROPPED: tl.constexpr,  # how outputs are rounded: rounding_kernel.py
+    ALIKE: tl.constexpr,  # the splits of a head share a frame, and maxima have a low part
+    PDL: tl.constexpr,
+):
+    """Joins the splits of some columns of one query row."""
+    o_out = tl.program_id(0)
+    o_pair = o_out // (group * rows)
+    o_row = o_out % (group * rows)
+    batch = tl.cast(o_out // (heads * rows), tl.int64)
+    head = tl.cast((o_out // rows) % heads, tl.int64)
+    o_split = tl.arange(0, SPLITS)
+    o_column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    m_split = o_split < splits
+    o_split = o_pair * splits + o_split
+    o_part = o_split * BLOCK_M + o_row
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    # the longest load first: the others are waited for one by one
+    p_tile = p_part + o_part[:, None] * D + o_column[None, :]
+    b_part = tl.load(p_tile, mask=m_split[:, None] & (o_column < D)[None, :], other=0.0)
+    b_state = tl.load(p_state + 2 * o_part[:, None] + tl.arange(0, 2)[None, :], mask=m_split[:, None], other=0.0)
+    b_framed = tl.load(p_framed + o_split, mask=m_split, other=0)
+    b_max, b_sum = tl.split(b_state)
+    b_max = tl.where(m_split, b_max, -INF)
+    # every split's maximum in one frame; where all frames are 0, a NaN in q is in b_sum
+    if NATS:
+        scale_left = 1.0
+    else:
+        scale_left = scale
+    frame = scale * 0.0
+    p_row = p_q + batch * stride_qb + head * stride_qh + (o_out % rows) * stride_qm
+    if ALIKE:
+        b_low = tl.load(p_low + o_part, mask=m_split & (b_framed > 0), other=0.0)
+    elif tl.max(b_framed, 0) > 0:
+        o_slot = tl.arange(0, SPLITS)
+        # The frame of the split that holds the largest score: one without weight may be so far off that it would
+        # cost all others their digits. Counted from 0, a score is as good as an FP32 sum of its own products.
+        home = tl.min(b_framed, 0) * 0 - 1
+        offset = tl.zeros((SPLITS,), tl.float32)
+        for turn in range(2):
+            if turn > 0:
+                b_true = tl.where(b_max == -INF, -INF, b_max + offset * (scale if NATS else 1.0))
+                o_home = tl.min(tl.where(b_true == tl.max(b_true, 0), o_slot, SPLITS), 0)
+                framed = tl.max(tl.where(o_slot == o_home, b_framed, -1), 0) > 0
+                home = tl.where(framed, o_pair * splits + o_home, -1)
+            offset, frame = frame_offsets(p_row, p_anchor, o_split, b_framed, home, D, D_PAD, COLUMNS)
+        frame *= scale
+        b_max = tl.where(b_max == -INF, -INF, b_max + offset * (scale if NATS else 1.0))
+    top = tl.max(b_max, 0)
+    behind = b_max - tl.where(top == -INF, 0.0, top)
+    if ALIKE:
+        low = tl.max(tl.where(b_max == top, b_low, -INF), 0)
+        behind += b_low - low
+    weight = tl.exp2(behind * (scale_left * LOG2_E))
+    total = tl.sum(b_sum * weight, 0)
+    # a mean of values lies in FP16's range up to the last bit; infinity in the sum came from a value
+    blind = (total == 0.0) & (top == -INF)
+    divisor = tl.where(blind, 1.0, total)
+    b_out = tl.sum(b_part * weight[:, None], 0) / divisor
+    b_out = tl.where(tl.abs(b_out) < INF, tl.minimum(tl.maximum(b_out, -FP16_MAX), FP16_MAX), float("nan"))
+    if DROPPED != 0:
+        b_out = tl.reshape(round_rows(b_out[None, :], o_column, D, DROPPED, False), (COLUMNS,))
+    tl.store(p_out + o_out * D + o_column, b_out.to(p_out.dtype.element_ty), mask=o_column < D)
+    if tl.program_id(1) == 0:
+        if ALIKE:
+            o_d = tl.arange(0, D_PAD)
+            framed = tl.max(b_framed, 0) > 0
+            b_q = tl.load(p_row + o_d, mask=(o_d < D) & framed, other=0.0).to(tl.float64)
+            b_home = tl.load(p_anchor + o_pair * splits * D + o_d, mask=(o_d < D) & framed, other=0.0).to(tl.float64)
+            nats = ((tl.sum(b_q * b_home, 0) + top + low) * scale).to(tl.float32)
+        else:
+            nats = top * scale_left + frame
+        tl.store(p_lse + o_out, tl.where(blind, -INF, nats + tl.log(divisor)))

@@ -1,0 +1,214 @@
+"""Launch the decode kernels, which split the keys of a few query rows among programs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pasa.ops.attention.triton.anchors.launch import pad_dim
+from pasa.ops.attention.triton.call import Call, strides_of
+from pasa.ops.attention.triton.decode.kernel import decode_kernel, merge_kernel
+from pasa.ops.attention.triton.decode.lanes_kernel import decode_lanes_kernel
+from pasa.ops.attention.triton.launcher import launch, workspace
+from pasa.ops.attention.triton.tiles import Tile, architecture_of, processors, warps_for
+
+LANES = 4  # warps of a program, each with keys of its own
+MERGE_TILE = 4096  # elements of O that a program of the merge holds: 32 for each thread
+# The most elements of O where the program holds whole rows: 128 for each of 512 threads, which
+# spills registers.
+MERGE_ROW = 65536
+# Overhead of a split (queries, anchor, its share of the merge), in blocks of 128 keys.
+SPLIT_COST = 2
+
+
+@dataclass(frozen=True)
+class Splits:
+    """Hold the buffers in which splits leave their results for the merge; kernel.py describes the arrays.
+
+    lanes_kernel.py describes those of the lanes.
+
+    There are `count` splits of `keys` adjacent keys; the last splits have fewer keys or none. Only
+    the first pass of the lanes distributes keys otherwise. `marked` has one entry for each of its
+    programs.
+    """
+
+    part: Any
+    state: Any
+    anchor: Any
+    framed: Any
+    marked: Any
+    low: Any
+    count: int
+    keys: int
+    block_m: int
+
+    @classmethod
+    def of(cls, call: Call, count: int, keys: int, block_m: int) -> Splits:
+        """Allocate the buffers, uninitialised."""
+        splits, dim, device = call.q.shape[0] * call.k.shape[1] * count, call.q.shape[-1], call.q.device
+        parts = ((splits * block_m * dim, torch.float32), (splits * block_m * 2, torch.float32),
+                 (splits * dim, torch.float16), (splits, torch.int32), (splits, torch.int32),
+                 (splits * block_m, torch.float32))  # fmt: skip
+        part, state, anchor, framed, marked, low = workspace(device, *parts)
+        return cls(part, state, anchor, framed, marked, low, count, keys, block_m)
+
+
+def decode(call: Call) -> tuple[Tensor, Tensor]:
+    """Attend from a few rows: split the keys, redo splits with too large scores in an exact pass, then merge."""
+    batch, _, rows, dim = call.q.shape
+    pad = pad_dim(dim)
+    lane = keys_of_a_lane(architecture(call.q.device), pad)
+    if lane and call.mask is None and call.group * rows <= 16:
+        splits = _lanes(call, lane)
+        careful = Tile(16, 32, 4, 2)
+    else:
+        tile, careful = decode_tiles(architecture(call.q.device), pad, call.group * rows)
+        pairs = batch * call.k.shape[1]
+        each = tile.block_n * blocks_of_a_split(
+            processors(call.q.device) * (8 // tile.warps), -(-call.k.shape[2] // tile.block_n), pairs, most_splits(call)
+        )
+        splits = Splits.of(call, -(-call.k.shape[2] // each), each, tile.block_m)
+        _tiles(call, splits, tile, careful=False)
+    _tiles(call, splits, careful, careful=True)
+    return merge(call, splits)
+
+
+def merge(call: Call, splits: Splits, alike: bool = False) -> tuple[Tensor, Tensor]:
+    """Merge the results of all splits; `alike` means that the splits of a head share a frame."""
+    batch, heads, rows, dim = call.q.shape
+    pad = pad_dim(dim)
+    out, lse = call.outputs()
+    padded = 1 << max(splits.count - 1, 0).bit_length()
+    columns, warps = min(pad, max(16, MERGE_TILE // padded)), 4
+    if call.dropped:  # a row's first columns decide how to round the others
+        columns, warps = pad, min(16, max(4, padded * pad // 2048))
+    launch(
+        merge_kernel, (batch * heads * rows, pad // columns, 1),
+        (call.q, splits.part, splits.state, splits.anchor, splits.framed, splits.low, out, lse),
+        (*strides_of(call.q), heads, call.group, rows, splits.count, call.scale),
+        {"NATS": call.mask_kind == "float", **sizes(dim, splits.block_m), "SPLITS": padded,
+         "COLUMNS": columns, "DROPPED": call.dropped, "ALIKE": alike, "PDL": early(call.q.device)},
+        num_warps=warps, **launched_early(call.q.device),
+    )  # fmt: skip
+    return out, lse
+
+
+def _lanes(call: Call, block_n: int) -> Splits:
+    """Attend from a few rows without a mask: a pass without anchors, then one with an anchor for each program.
+
+    Every lane of a program becomes a split.
+    """
+    kv_heads, keys = call.k.shape[1:3]
+    rows, dim = call.q.shape[2:]
+    device, pairs = call.q.device, call.q.shape[0] * kv_heads
+    blocks = -(-keys // (LANES * block_n))
+    each = blocks_of_a_split(processors(device), blocks, pairs, most_splits(call) // LANES) * LANES * block_n
+    programs = -(-keys // each)
+    splits = Splits.of(call, programs * LANES, each // LANES, 16)
+    for anchored in (False, True):
+        launch(
+            decode_lanes_kernel, (pairs * programs, 1, 1),
+            (call.q, call.k, call.v, splits.part, splits.state, splits.anchor, splits.framed, splits.marked),
+            (*strides_of(call.q), *strides_of(call.k), *strides_of(call.v),
+             kv_heads, call.group, rows, keys, programs, each, call.scale),
+            {"ANCHORED": anchored, "CAUSAL": call.is_causal, **sizes(dim, 16, block_n), "LANES": LANES,
+             "PDL": early(device)},
+            num_warps=LANES, num_stages=lane_stages(architecture(device)), **launched_early(device),
+        )  # fmt: skip
+    return splits
+
+
+def _tiles(call: Call, splits: Splits, tile: Tile, careful: bool) -> None:
+    """Run one pass of the portable kernel."""
+    kv_heads, keys = call.k.shape[1:3]
+    rows, dim = call.q.shape[2:]
+    launch(
+        decode_kernel, (call.q.shape[0] * kv_heads * splits.count, 1, 1),
+        (call.q, call.k, call.v, splits.part, splits.state, splits.anchor, splits.framed,
+         call.q if call.mask is None else call.mask),
+        (*strides_of(call.q), *strides_of(call.k), *strides_of(call.v), *call.mask_strides,
+         kv_heads, call.group, rows, keys, splits.count, splits.keys, call.scale),
+        {"MASK": call.mask_kind, "CAUSAL": call.is_causal, **sizes(dim, tile.block_m, tile.block_n),
+         "CAREFUL": careful, "PDL": early(call.q.device)},
+        num_warps=tile.warps, num_stages=tile.stages, **launched_early(call.q.device),
+    )  # fmt: skip
+
+
+def sizes(dim: int, block_m: int, block_n: int | None = None) -> dict[str, int]:
+    """Return the sizes that the decode kernels are compiled for."""
+    sizes = {"D": dim, "D_PAD": pad_dim(dim), "BLOCK_M": block_m}
+    return sizes if block_n is None else sizes | {"BLOCK_N": block_n}
+
+
+@cache
+def architecture(device: torch.device) -> str:
+    """Return `architecture_of` the device."""
+    return architecture_of(device.type, torch.cuda.get_device_capability(device) if device.type == "cuda" else None)
+
+
+def keys_of_a_lane(architecture: str, pad: int) -> int:
+    """Return the keys in a lane's block, or 0 where no kernel with lanes serves."""
+    if pad > 128 or architecture == "ascend":
+        return 0
+    return 16 if pad > 64 else 32
+
+
+def lane_stages(architecture: str) -> int:
+    """Return the pipeline stages of the lanes.
+
+    A stage is 32 KiB of K and V, and one stage is in registers; the pass with anchors needs one
+    more. So 4 stages take 128 KiB of shared memory, and 3 take 96 of the 99 KiB that sm_89 has.
+    """
+    return 3 if architecture == "sm_89" else 4
+
+
+@cache
+def early(device: torch.device) -> bool:
+    """Return whether a kernel may start early: on Hopper and later it is set up while the previous kernel ends.
+
+    The kernel itself then waits for the results of the previous one.
+    """
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def launched_early(device: torch.device) -> dict[str, bool]:
+    """Return the launch option for an early start, only where the backend knows it."""
+    return {"launch_pdl": True} if early(device) else {}
+
+
+def decode_tiles(architecture: str, pad: int, rows: int) -> tuple[Tile, Tile]:
+    """Return the tiles of the fast pass and of the exact pass, for `rows` query rows of a key head together."""
+    height = max(16, 1 << (rows - 1).bit_length())
+    if height <= 32 and pad <= 128:
+        return Tile(height, 64, 4, 3), Tile(height, 64, 4, 2)
+    if architecture == "sm_90":  # 112 KiB of shared memory
+        warps = warps_for(architecture, height, 8)
+        return Tile(height, 64 if pad <= 128 else 32, warps, 3), Tile(height, 32, warps, 2)
+    # 64 rows of Q and 3 stages take 100 KiB of shared memory, but sm_89 has 99
+    stages = 2 if architecture == "sm_89" and height > 32 and pad > 128 else 3
+    return Tile(height, 32, 4, stages), Tile(height, 32, 4, 2)
+
+
+def most_splits(call: Call) -> int:
+    """Return the most splits that the merge kernel accepts."""
+    return MERGE_ROW // pad_dim(call.q.shape[-1]) if call.dropped else MERGE_ROW
+
+
+@cache
+def blocks_of_a_split(programs: int, blocks: int, pairs: int, most: int) -> int:
+    """Return the blocks of each split, at most `most` splits, for the shortest total time.
+
+    Programs run in waves of `programs`, and each takes as long as its keys.
+    """
+
+    def time(splits: int) -> int:
+        return -(-pairs * splits // programs) * (-(-blocks // splits) + SPLIT_COST)
+
+    splits = min(range(1, max(1, min(blocks, most, 4 * programs // pairs)) + 1), key=time)
+    return max(1, -(-blocks // splits))

@@ -1,0 +1,194 @@
+"""Triton kernels of decoding from a paged cache: those of kernel.py and lanes_kernel.py, with a table of pages
+between a key and its address.
+
+Nothing is gathered, and lengths stay on the device: each sequence is cut into as many splits as all others, of a length
+of its own. A mixed batch comes in tiles of a few queries, each with the keys that it sees.
+"""
+
+import triton
+import triton.language as tl
+
+from pasa.ops.attention.triton.anchors.kernel import ANCHOR_LIMIT
+from pasa.ops.attention.triton.decode.kernel import attend_split, load_queries, store_split
+from pasa.ops.attention.triton.decode.lanes_kernel import attend_program, is_marked
+from pasa.ops.attention.triton.prefill.kernel import INF
+
+
+@triton.jit
+def locate_split(p_tile, o_tile, o_split, splits, GRAIN: tl.constexpr, LANES: tl.constexpr, TILED: tl.constexpr):
+    """Sequence of a tile, its first row's last key, and the keys `begin` to `end` of a split.
+
+    Splits are equally long, LANES of them a multiple of GRAIN keys; the last ones may have fewer, or none. p_tile: as
+    in `decode_paged_kernel`.
+    """
+    if TILED:
+        sequence = tl.load(p_tile + 3 * o_tile)
+        keys = tl.load(p_tile + 3 * o_tile + 1)
+        diagonal = tl.load(p_tile + 3 * o_tile + 2)
+    else:
+        sequence = o_tile
+        keys = tl.load(p_tile + o_tile)
+        diagonal = keys - 1
+    keys_each = tl.cdiv(tl.cdiv(keys, GRAIN), splits // LANES) * (GRAIN // LANES)
+    begin = tl.minimum(o_split * keys_each, keys)
+    return sequence, diagonal, begin, tl.minimum(begin + keys_each, keys)
+
+
+@triton.jit(do_not_specialize=["kv_heads", "group", "rows", "splits", "stride_table"])
+def decode_paged_kernel(
+    p_q,  # (tiles, Hq, rows, D)
+    p_k,  # (pages, PAGE, Hkv, D)
+    p_v,
+    p_part,  # as in decode_kernel, with tiles for batch entries
+    p_state,
+    p_anchor,
+    p_framed,
+    p_table,  # (B, most pages of a sequence) INT32
+    p_tile,  # (B,) INT32: keys of each sequence; TILED (tiles, 3): sequence, keys that some row sees, and the diagonal
+    stride_qb,
+    stride_qh,
+    stride_qm,
+    stride_kp,
+    stride_kh,
+    stride_kn,
+    stride_vp,
+    stride_vh,
+    stride_vn,
+    stride_table,
+    kv_heads,
+    group,
+    rows,
+    splits,
+    scale,
+    TILED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PAGE: tl.constexpr,  # slots of a page
+    GRAIN: tl.constexpr,  # keys of the pass that found the splits: LANES splits are a multiple of it
+    LANES: tl.constexpr,
+    CAREFUL: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One split of one key head: all query rows of a tile against its keys."""
+    ALIGNED: tl.constexpr = GRAIN // LANES % BLOCK_N == 0
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    o_split = tl.program_id(0) % splits
+    o_pair = tl.program_id(0) // splits
+    o_work = tl.program_id(0)
+    if CAREFUL:
+        if tl.load(p_framed + o_work) >= 0:
+            return
+    o_tile = o_pair // kv_heads
+    kv_head = tl.cast(o_pair % kv_heads, tl.int64)
+    sequence, diagonal, begin, end = locate_split(p_tile, o_tile, o_split, splits, GRAIN, LANES, TILED)
+    p_pages = p_table + tl.cast(sequence, tl.int64) * stride_table
+    m_row = tl.arange(0, BLOCK_M) < group * rows
+    b_q, _, o_query, longest = load_queries(
+        p_q, tl.cast(o_tile, tl.int64), kv_head, group, rows, stride_qb, stride_qh, stride_qm, scale, D, D_PAD, BLOCK_M
+    )
+    p_keys = p_k + kv_head * stride_kh
+    p_values = p_v + kv_head * stride_vh
+    # keys that all rows see in whole blocks, then the others
+    seen_by_all = diagonal + 1 if CAUSAL else end
+    whole = tl.maximum(tl.minimum(end, seen_by_all) // BLOCK_N * BLOCK_N, begin)
+    b_max = tl.full((BLOCK_M,), -INF, tl.float32)
+    b_sum = tl.zeros((BLOCK_M,), tl.float32)
+    b_acc = tl.zeros((BLOCK_M, D_PAD), tl.float32)
+    b_first = tl.zeros((D_PAD,), tl.float32)
+    b_square = tl.zeros((BLOCK_N,), tl.float32)
+    if CAREFUL:
+        b_max, b_sum, b_acc, b_first, b_square = attend_split(
+            b_q, b_max, b_sum, b_acc, b_first, b_square, p_keys, p_values, p_q, o_query, m_row, begin, end,
+            diagonal, scale, longest, stride_kn, stride_vn, 0, p_pages, stride_kp, stride_vp,
+            True, True, "none", CAUSAL, D, D_PAD, BLOCK_N, PAGE, ALIGNED,
+        )  # fmt: skip
+        good = True
+    else:
+        b_max, b_sum, b_acc, b_first, b_square = attend_split(
+            b_q, b_max, b_sum, b_acc, b_first, b_square, p_keys, p_values, p_q, o_query, m_row, begin, whole,
+            diagonal, scale, longest, stride_kn, stride_vn, 0, p_pages, stride_kp, stride_vp,
+            False, False, "none", False, D, D_PAD, BLOCK_N, PAGE, ALIGNED,
+        )  # fmt: skip
+        b_max, b_sum, b_acc, b_first, b_square = attend_split(
+            b_q, b_max, b_sum, b_acc, b_first, b_square, p_keys, p_values, p_q, o_query, m_row, whole, end,
+            diagonal, scale, longest, stride_kn, stride_vn, 0, p_pages, stride_kp, stride_vp,
+            False, True, "none", CAUSAL, D, D_PAD, BLOCK_N, PAGE, ALIGNED,
+        )  # fmt: skip
+        # a sum, unlike a maximum, does not lose a NaN
+        good = (tl.sqrt(tl.max(b_square, 0)) * longest <= ANCHOR_LIMIT) & (tl.sum(b_square, 0) < INF)
+    store_split(b_max, b_sum, b_acc, b_first, p_part, p_state, p_anchor + o_work * D, p_framed + o_work, o_work, m_row,
+                good, D, D_PAD, BLOCK_M)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["kv_heads", "group", "splits", "stride_table"])
+def decode_lanes_paged_kernel(
+    p_q,  # (B, Hq, 1, D)
+    p_k,  # (pages, PAGE, Hkv, D)
+    p_v,
+    p_part,  # as in decode_lanes_kernel
+    p_state,
+    p_anchor,
+    p_framed,
+    p_marked,
+    p_table,  # (B, most pages of a sequence) INT32
+    p_tile,  # (B,) INT32: keys of each sequence
+    stride_qb,
+    stride_qh,
+    stride_qm,
+    stride_kp,
+    stride_kh,
+    stride_kn,
+    stride_vp,
+    stride_vh,
+    stride_vn,
+    stride_table,
+    kv_heads,
+    group,
+    splits,
+    scale,
+    ANCHORED: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    LANES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PAGE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One of `splits` programs of one key head, whose sequences have one query."""
+    BLOCK: tl.constexpr = LANES * BLOCK_N
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    o_split = tl.program_id(0) % splits
+    o_pair = tl.program_id(0) // splits
+    if ANCHORED:
+        if is_marked(p_marked, o_pair, splits) == 0:
+            return
+    sequence = o_pair // kv_heads
+    batch = tl.cast(sequence, tl.int64)
+    kv_head = tl.cast(o_pair % kv_heads, tl.int64)
+    keys = tl.load(p_tile + sequence)
+    # whole blocks, then the others
+    if ANCHORED:
+        _, _, begin, end = locate_split(p_tile, sequence, o_split, splits, BLOCK, 1, False)
+        whole = tl.maximum(tl.minimum(end, keys // BLOCK * BLOCK), begin)
+        rest = whole
+        step = BLOCK
+    else:
+        begin = o_split * BLOCK
+        end = keys
+        whole = keys // BLOCK * BLOCK
+        step = splits * BLOCK
+        rest = whole + (o_split + splits - whole // BLOCK % splits) % splits * BLOCK
+    attend_program(
+        p_q, p_k + kv_head * stride_kh, p_v + kv_head * stride_vh, p_part, p_state, p_anchor, p_framed, p_marked,
+        batch, kv_head, begin, whole, rest, end, step, tl.program_id(0) * LANES, keys, stride_qb, stride_qh, stride_qm,
+        stride_kn, stride_vn, p_table + batch * stride_table, stride_kp, stride_vp, group, 1, scale,
+        ANCHORED, False, D, D_PAD, LANES, BLOCK_M, BLOCK_N, PAGE,
+    )  # fmt: skip

@@ -1,0 +1,244 @@
+"""Launch decoding from a paged cache; nothing is read back, as sizes come from shapes and from the caller's bounds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pasa.ops.attention.triton.anchors.launch import pad_dim
+from pasa.ops.attention.triton.call import DECODE_TILE, Call, strides_of
+from pasa.ops.attention.triton.decode.launch import (
+    LANES,
+    Splits,
+    architecture,
+    blocks_of_a_split,
+    decode_tiles,
+    early,
+    keys_of_a_lane,
+    lane_stages,
+    launched_early,
+    merge,
+    most_splits,
+    sizes,
+)
+from pasa.ops.attention.triton.decode.paged_anchored_kernel import TURNS, decode_anchored_paged_kernel
+from pasa.ops.attention.triton.decode.paged_kernel import decode_lanes_paged_kernel, decode_paged_kernel
+from pasa.ops.attention.triton.launcher import launch
+from pasa.ops.attention.triton.tiles import Tile, processors
+from pasa.ops.packed import tile_table
+
+
+@dataclass(frozen=True)
+class Pages:
+    """Describe where the tiles of a call find their keys.
+
+    Attributes
+    ----------
+    table : Tensor (B, most pages of a sequence), INT32
+    tiles : Tensor (B,) or (tiles, 3), INT32
+        As in `decode_paged_kernel`.
+    slots : int
+        Slots of a page.
+    longest : int
+        Upper bound of the keys of a sequence, which decides the number of splits.
+    anchors : Tensor (pages, Hkv, D), FP16, optional
+        Anchors of each page, as ops/paging.py keeps them; only for tiles of one query.
+    """
+
+    table: Tensor
+    tiles: Tensor
+    slots: int
+    longest: int
+    anchors: Tensor | None = None
+
+
+def paged_attention(
+    call: Call,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    longest_q: int | None,
+    longest_k: int | None,
+    key_anchors: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return output and log-sum-exp of packed queries (T, Hq, D).
+
+    Parameters
+    ----------
+    call : Call
+        `k` and `v` are caches (pages, Hkv, slots, D), usually views. Without `cu_q` each sequence
+        has one query.
+
+    Raises
+    ------
+    NotImplementedError
+        If more than `DECODE_TILE` query heads share a key head, or the results of the splits exceed
+        32-bit offsets.
+    """
+    if call.group > DECODE_TILE:
+        raise NotImplementedError(f"{call.group} query heads share a key head of a paged cache; at most {DECODE_TILE}")
+    slots = call.k.shape[2]
+    room = block_table.shape[1] * slots
+    table, lengths = block_table.int(), seq_lens.int().contiguous()
+    table = table if table.stride(1) == 1 else table.contiguous()
+    longest = room if longest_k is None else min(longest_k, room)
+    if call.cu_q is None:
+        pages = Pages(table, lengths, slots, longest, key_anchors)
+        out, lse = _decode(call.with_queries(call.q.unsqueeze(2)), pages)
+        return out.squeeze(2), lse.squeeze(2)
+    tokens = call.q.shape[0]
+    rows = min(tokens if longest_q is None else longest_q, max(1, DECODE_TILE // call.group))
+    queries = Queries.of(call.cu_q, lengths, rows, tokens, call.is_causal)
+    out, lse = _decode(call.with_queries(queries.gather(call.q)), Pages(table, queries.tiles, slots, longest))
+    return queries.scatter(out, 0.0), queries.scatter(lse, -torch.inf)
+
+
+@dataclass(frozen=True)
+class Queries:
+    """Cut packed queries into tiles of a few rows; the missing rows of a tile repeat its sequence's last query.
+
+    Attributes
+    ----------
+    tiles : Tensor (tiles, 3), INT32
+        As in `decode_paged_kernel`.
+    token : Tensor (tiles, rows)
+        The query of each row.
+    tile, row : Tensor (T,)
+        The tile of each query, and its row in that tile.
+    padding : Tensor (T,)
+        True for queries that belong to no sequence.
+    """
+
+    tiles: Tensor
+    token: Tensor
+    tile: Tensor
+    row: Tensor
+    padding: Tensor
+
+    @classmethod
+    def of(cls, cu_q: Tensor, lengths: Tensor, rows: int, tokens: int, is_causal: bool) -> Queries:
+        """Compute the tiles on the device."""
+        cu = cu_q.long()
+        counts = cu.diff()
+        table, first = tile_table(cu, rows, tokens)
+        sequence, within = table.long().unbind(1)
+        used = sequence >= 0
+        sequence = sequence.clamp(min=0)
+        diagonal = within * rows + lengths[sequence] - counts[sequence]
+        keys = lengths[sequence]
+        if is_causal:
+            keys = torch.minimum(keys, diagonal + rows).clamp(min=0)
+        tiles = torch.stack([sequence, torch.where(used, keys, 0), diagonal], 1).int()
+        row = torch.arange(rows, device=cu.device)
+        query = torch.minimum((within * rows)[:, None] + row, counts[sequence][:, None] - 1)
+        token = (cu[sequence][:, None] + query).clamp(0, tokens - 1)
+        each = torch.arange(tokens, device=cu.device)
+        owner = torch.searchsorted(cu[1:].contiguous(), each, right=True)
+        padding = owner >= len(lengths)
+        owner = owner.clamp(max=len(lengths) - 1)
+        at = torch.where(padding, 0, each - cu[owner])
+        return cls(tiles, token, first[owner].long().clamp(max=len(table) - 1) + at // rows, at % rows, padding)
+
+    def gather(self, q: Tensor) -> Tensor:
+        """Return (T, Hq, D) as (tiles, Hq, rows, D)."""
+        return q[self.token].transpose(1, 2)
+
+    def scatter(self, x: Tensor, nothing: float) -> Tensor:
+        """Return (tiles, Hq, rows, ...) as (T, Hq, ...), with `nothing` for padding."""
+        found = x[self.tile, :, self.row]
+        return torch.where(self.padding.view(-1, *(1,) * (found.dim() - 1)), nothing, found)
+
+
+def _decode(call: Call, pages: Pages) -> tuple[Tensor, Tensor]:
+    """Attend from tiles of queries (tiles, Hq, rows, D): split the keys, repeat some splits exactly, then merge."""
+    rows, dim = call.q.shape[2:]
+    here, pad = architecture(call.q.device), pad_dim(dim)
+    lane = keys_of_a_lane(here, pad)
+    if lane and pages.tiles.dim() == 1 and call.group <= 16:
+        lanes, careful = LANES, Tile(16, 32, 4, 2)
+        splits = _split(call, pages, Tile(16, lane, LANES, lane_stages(here)), lanes)
+        if pages.anchors is not None and pages.slots % 16 == 0:
+            _lanes(call, pages, splits, lane, anchored=False)
+            for exact in (False, True):
+                _anchored(call, pages, splits, pages.anchors, lane if pages.slots % lane == 0 else 16, exact)
+            return merge(call, splits, alike=True)
+        _lanes(call, pages, splits, lane, anchored=False)
+        _lanes(call, pages, splits, lane, anchored=True)
+    else:
+        lanes, (tile, careful) = 1, decode_tiles(here, pad, call.group * rows)
+        splits = _split(call, pages, tile, lanes)
+        _tiles(call, pages, splits, tile, lanes, careful=False)
+    _tiles(call, pages, splits, careful, lanes, careful=True)
+    return merge(call, splits)
+
+
+def _split(call: Call, pages: Pages, tile: Tile, lanes: int) -> Splits:
+    """Allocate `lanes` splits for each program, as many programs as suit the device."""
+    dim, pairs = call.q.shape[-1], call.q.shape[0] * call.k.shape[1]
+    blocks = -(-pages.longest // (lanes * tile.block_n))
+    programs = processors(call.q.device) * (1 if lanes > 1 else 8 // tile.warps)
+    count = -(-blocks // blocks_of_a_split(programs, blocks, pairs, most_splits(call) // lanes)) * lanes
+    if pairs * count * tile.block_m * dim >= 2**31:
+        raise NotImplementedError(f"{call.q.shape[0]} tiles of queries in {count} splits: call with fewer queries")
+    return Splits.of(call, count, tile.block_n, tile.block_m)
+
+
+def _tiles(call: Call, pages: Pages, splits: Splits, tile: Tile, lanes: int, careful: bool) -> None:
+    """Run one pass of the portable kernel."""
+    tiled, device = pages.tiles.dim() == 2, call.q.device
+    launch(
+        decode_paged_kernel, (call.q.shape[0] * call.k.shape[1] * splits.count, 1, 1),
+        (call.q, call.k, call.v, splits.part, splits.state, splits.anchor, splits.framed, pages.table, pages.tiles),
+        (*strides_of(call.q), *strides_of(call.k), *strides_of(call.v), pages.table.stride(0),
+         call.k.shape[1], call.group, call.q.shape[2], splits.count, call.scale),
+        {"TILED": tiled, "CAUSAL": call.is_causal and tiled, **sizes(call.q.shape[-1], tile.block_m, tile.block_n),
+         "PAGE": pages.slots, "GRAIN": splits.keys * lanes, "LANES": lanes, "CAREFUL": careful, "PDL": early(device)},
+        num_warps=tile.warps, num_stages=paged_stages(tile.stages), **launched_early(device),
+    )  # fmt: skip
+
+
+def _lanes(call: Call, pages: Pages, splits: Splits, block_n: int, anchored: bool) -> None:
+    """Run one pass of the lanes, without anchors or with one anchor for each program."""
+    device, programs = call.q.device, splits.count // LANES
+    launch(
+        decode_lanes_paged_kernel, (call.q.shape[0] * call.k.shape[1] * programs, 1, 1),
+        (call.q, call.k, call.v, splits.part, splits.state, splits.anchor, splits.framed, splits.marked,
+         pages.table, pages.tiles),
+        (*strides_of(call.q), *strides_of(call.k), *strides_of(call.v), pages.table.stride(0),
+         call.k.shape[1], call.group, programs, call.scale),
+        {"ANCHORED": anchored, **sizes(call.q.shape[-1], 16, block_n), "LANES": LANES, "PAGE": pages.slots,
+         "PDL": early(device)},
+        num_warps=LANES, num_stages=paged_stages(lane_stages(architecture(device))), **launched_early(device),
+    )  # fmt: skip
+
+
+def _anchored(call: Call, pages: Pages, splits: Splits, anchors: Tensor, block_n: int, exact: bool) -> None:
+    """Run one pass of the lanes with the anchors of pages; `exact` repeats what the previous pass gave up."""
+    device, programs = call.q.device, splits.count // LANES
+    work = call.q.shape[0] * call.k.shape[1] * programs
+    offsets = torch.empty(work * TURNS.value * LANES * 16, dtype=torch.float64, device=device)
+    launch(
+        decode_anchored_paged_kernel, (work, 1, 1),
+        (call.q, call.k, call.v, anchors, splits.part, splits.state, splits.anchor, splits.framed, splits.marked,
+         splits.low, offsets, pages.table, pages.tiles),
+        (*strides_of(call.q), *strides_of(call.k), *strides_of(call.v), pages.table.stride(0),
+         call.k.shape[1], call.group, programs, call.scale),
+        {"EXACT": exact, **sizes(call.q.shape[-1], 16, block_n), "LANES": LANES, "PAGE": pages.slots,
+         "PDL": early(device)},
+        num_warps=LANES, num_stages=anchored_stages(architecture(device)), **launched_early(device),
+    )  # fmt: skip
+
+
+def anchored_stages(architecture: str) -> int:
+    """Return the stages of the pass with anchors of pages: 7 take 104 KiB of shared memory, but sm_89 has 99."""
+    return 5 if architecture == "sm_89" else 9
+
+
+def paged_stages(stages: int) -> int:
+    """Return the stages that load K and V as far ahead as `stages` do without pages.
+
+    Triton 3.6 (AssignLatencies.cpp) loads (stages - 1) // (n + 1) blocks ahead, where n counts the
+    loads that an address waits for. Here n is one, the load of the page's number.
+    """
+    return 2 * stages - 1

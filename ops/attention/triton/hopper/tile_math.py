@@ -1,0 +1,255 @@
+"""What the Hopper kernel does to one tile: the bound of its scores, the producer's treatment of K and V, the softmax.
+
+FIXED    FP32 softmax against a reference that an earlier tile gave: one FMA per exponent, no maximum.
+RUNNING  FP32 softmax with running maxima, one FMA per exponent.
+CAREFUL  FP32 softmax whose exponents are (s - r) * c <= 0 for any finite inputs, over shifted and cleaned tiles.
+
+Their order of statements is chosen: the longest row of instructions between two exponentials decides the speed, and
+ptxas follows the source. Values needed only behind the loops (`limit`, `pre_pass`) are computed where they are used.
+"""
+
+import triton.experimental.gluon as gluon
+import triton.experimental.gluon.language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.language.core import _aggregate as aggregate
+
+from pasa.ops.attention.triton.anchors.kernel import ANCHOR_LIMIT
+
+ROWS = gl.constexpr(64)  # query rows of a consumer warpgroup
+KEYS = gl.constexpr(128)  # keys of a block
+FIXED, RUNNING, CAREFUL = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
+INF = gl.constexpr(float("inf"))
+NAN = gl.constexpr(float("nan"))
+FP16_MAX = gl.constexpr(65504.0)
+LN2 = gl.constexpr(0.6931471805599453)
+UNSEEN = gl.constexpr(2**30)  # above any key's index
+# A kernel that is launched early may read what the one before wrote only behind this.
+WAIT = gl.constexpr("griddepcontrol.wait; mov.b32 $0, 0;")
+
+
+@aggregate
+class Shared:
+    """Shared memory: tiles (stage or warpgroup first) and their barriers."""
+
+    q: gl.shared_memory_descriptor  # (WARPGROUPS, 1, 1, 64, D)
+    k: gl.shared_memory_descriptor  # (STAGES, 1, 1, 128, D)
+    v: gl.shared_memory_descriptor  # (STAGES, 1, 1, 128, D)
+    offset: gl.shared_memory_descriptor  # (STAGES, 8, D): a_j - f_j, then f_j, then zeros
+    first_bad: gl.shared_memory_descriptor  # (D,): first key whose value is not finite, by column
+    work: gl.shared_memory_descriptor  # (1,): the producer's message, see kernel.py
+    q_full: gl.shared_memory_descriptor  # (WARPGROUPS, 1)
+    full: gl.shared_memory_descriptor  # (4 * STAGES, 1): K arrived, V arrived, K treated, V treated
+    empty: gl.shared_memory_descriptor  # (2 * STAGES, 1): K read, V read
+    begin: gl.shared_memory_descriptor  # (1, 1): `work` is there
+    end: gl.shared_memory_descriptor  # (1, 1): all of V was treated
+    done: gl.shared_memory_descriptor  # (1, 1): the tile is written
+
+    @gluon.constexpr_function
+    def __init__(self, q, k, v, offset, first_bad, work, q_full, full, empty, begin, end, done):
+        self.q, self.k, self.v, self.offset, self.first_bad, self.work = q, k, v, offset, first_bad, work
+        self.q_full, self.full, self.empty, self.begin, self.end, self.done = q_full, full, empty, begin, end, done
+
+
+@aggregate
+class Job:
+    """Sizes of a call, and where the results of the pre-pass and the log-sum-exp lie."""
+
+    heads: gl.tensor
+    group: gl.tensor  # query heads of a key head
+    batch_heads: gl.tensor
+    section: gl.tensor  # heads that run together
+    rows: gl.tensor  # Sq
+    keys: gl.tensor  # Skv
+    tiles: gl.tensor  # of a head
+    work: gl.tensor  # tiles of all heads
+    c: gl.tensor  # scale * log2(e)
+    p_norms: gl.tensor  # (B Hkv, nb)
+    p_anchors: gl.tensor  # (B Hkv, nb, D)
+    p_marked: gl.tensor  # (1,): whether any tile was given up
+    p_lse: gl.tensor  # (B Hq, Sq)
+
+    @gluon.constexpr_function
+    def __init__(
+        self, heads, group, batch_heads, section, rows, keys, tiles, work, c, p_norms, p_anchors, p_marked, p_lse
+    ):  # fmt: skip
+        self.heads, self.group, self.batch_heads, self.section = heads, group, batch_heads, section
+        self.rows, self.keys, self.tiles, self.work, self.c = rows, keys, tiles, work, c
+        self.p_norms, self.p_anchors, self.p_marked, self.p_lse = p_norms, p_anchors, p_marked, p_lse
+
+
+@aggregate
+class Tile:
+    """Where a tile of query rows lies."""
+
+    batch: gl.tensor
+    head: gl.tensor
+    head_kv: gl.tensor
+    row: gl.tensor  # first query row
+    blocks: gl.tensor  # key blocks that it visits
+    index: gl.tensor  # of the head among all query heads
+    index_kv: gl.tensor  # of its key head among all key heads
+
+    @gluon.constexpr_function
+    def __init__(self, batch, head, head_kv, row, blocks, index, index_kv):
+        self.batch, self.head, self.head_kv, self.row = batch, head, head_kv, row
+        self.blocks, self.index, self.index_kv = blocks, index, index_kv
+
+
+@gluon.jit
+def visible_blocks(last_row, rows, keys, CAUSAL: gl.constexpr):
+    """Key blocks that the rows up to `last_row` see; at least one, so that every loop has a first tile."""
+    seen = keys
+    if CAUSAL:
+        seen = gl.minimum(last_row, rows - 1) + 1 + keys - rows
+    return gl.maximum((seen + KEYS - 1) // KEYS, 1)
+
+
+@gluon.jit
+def limit(job, row, CAUSAL: gl.constexpr):
+    """First key that a row does not see, (64,)."""
+    ROW: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16]))
+    b_limit = gl.full([ROWS], 0, gl.int32, ROW) + job.keys
+    if CAUSAL:
+        b_row = gl.minimum(row + gl.arange(0, ROWS, layout=ROW), job.rows - 1)
+        b_limit = b_row + 1 + job.keys - job.rows
+    return b_limit
+
+
+@gluon.jit
+def mask(job, b_s, row, j, full, CAUSAL: gl.constexpr):
+    """-inf where a row does not see a key; blocks before `full` are seen by all."""
+    if j >= full:
+        b_key = j * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(0, b_s.type.layout))
+        b_s = gl.where(b_key[None, :] < limit(job, row, CAUSAL)[:, None], b_s, gl.full_like(b_s, -INF))
+    return b_s
+
+
+@gluon.jit
+def column(b_c, INDEX: gl.constexpr):
+    """A column of (64, 8), (64,)."""
+    b_at = gl.arange(0, 8, layout=gl.SliceLayout(0, b_c.type.layout))
+    return gl.sum(gl.where(b_at[None, :] == INDEX, b_c, gl.zeros_like(b_c)), axis=1)
+
+
+@gluon.jit
+def pre_pass(job, tile, p, WIDTH: gl.constexpr):
+    """Where the head's part of the anchors or norms begins."""
+    return p + tile.index_kv.to(gl.int64) * ((job.keys + KEYS - 1) // KEYS) * WIDTH
+
+
+@gluon.jit
+def is_bounded(sm, job, tile, turn, WARPGROUPS: gl.constexpr):
+    """Whether FP32 sums of the tile's scores are exact enough without a shift: by Cauchy and Schwarz no score passes
+    the product of the largest norms. A query with a NaN spoils its own row alone, whatever this says."""
+    D: gl.constexpr = sm.q.shape[4]
+    LANE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    gl.inline_asm_elementwise(WAIT, "=r", [], gl.int32, is_pure=False, pack=1)
+    b_lane = gl.arange(0, 128, layout=LANE)
+    b_most = gl.zeros([128], gl.float32, LANE)
+    blocks = (job.keys + KEYS - 1) // KEYS
+    for i in range(0, blocks, 128):
+        p_block = pre_pass(job, tile, job.p_norms, 1) + i + b_lane
+        b_most = gl.maximum(b_most, gl.load(p_block, mask=i + b_lane < blocks, other=0.0))
+    nats = gl.max(b_most, axis=0) * (job.c * LN2)
+    b_square = gl.zeros([16], gl.float32, gl.SliceLayout(1, LAYOUT))
+    for w in gl.static_range(WARPGROUPS):
+        mbarrier.wait(sm.q_full.index(w), turn & 1)
+        q_s = sm.q.index(w).reshape([ROWS, D])
+        for i in gl.static_range(ROWS // 16):
+            b_q = q_s.slice(i * 16, 16, 0).load(LAYOUT).to(gl.float32)
+            b_square = gl.maximum(b_square, gl.sum(b_q * b_q, axis=1))
+    return gl.max(b_square, axis=0) * nats * nats <= ANCHOR_LIMIT * ANCHOR_LIMIT
+
+
+@gluon.jit
+def anchor(job, tile, j, treated, D: gl.constexpr):
+    """a_j (D,) as the threads of `treat_keys` hold it; 0 unless the tile is treated."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    b_col = gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT))
+    b_a = gl.load(pre_pass(job, tile, job.p_anchors, D) + j * D + b_col)
+    return gl.where(treated, b_a, gl.zeros_like(b_a))
+
+
+@gluon.jit
+def treat_keys(sm, b_a, b_frame, n, treated, STAGES: gl.constexpr, PART: gl.constexpr):
+    """K' = K - a_j in place, NaN where a key is not finite, and the rows of a_j - f_j and f_j, both FP16 numbers.
+
+    b_frame: f_j, see `next_frame`. n: blocks that passed before.
+    """
+    D: gl.constexpr = sm.k.shape[4]
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    stage = n % STAGES
+    b_row = gl.arange(0, 8, layout=gl.SliceLayout(1, LAYOUT))
+    b_apart = (b_a.to(gl.float32) - b_frame.to(gl.float32)).to(gl.float16)
+    b_zero = gl.zeros([8, D], gl.float16, LAYOUT)
+    b_rows = gl.where(b_row[:, None] == 0, b_apart[None, :], gl.where(b_row[:, None] == 1, b_frame[None, :], b_zero))
+    sm.offset.index(stage).store(b_rows)
+    mbarrier.wait(sm.full.index(4 * stage), (n // STAGES) & 1)
+    if treated:
+        k_s = sm.k.index(stage).reshape([KEYS, D])
+        for i in gl.static_range(KEYS // PART):
+            part = k_s.slice(i * PART, PART, 0)
+            b_k = part.load(LAYOUT)
+            part.store((b_k - b_a[None, :]) + (b_k - b_k))  # x - x: zero, or NaN if x is not finite
+    fence_async_shared()
+    mbarrier.arrive(sm.full.index(4 * stage + 2), count=1)
+
+
+@gluon.jit
+def treat_values(sm, j, n, dirty, STAGES: gl.constexpr, PART: gl.constexpr):
+    """Zero for values of block j that are not finite, since a weight of zero must hide them; `first_bad` marks their
+    rows. n: blocks that passed before."""
+    D: gl.constexpr = sm.k.shape[4]
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    stage = n % STAGES
+    mbarrier.wait(sm.full.index(4 * stage + 1), (n // STAGES) & 1)
+    if dirty:
+        v_s = sm.v.index(stage).reshape([KEYS, D])
+        b_bad = sm.first_bad.load(gl.SliceLayout(0, LAYOUT))
+        for i in gl.static_range(KEYS // PART):
+            part = v_s.slice(i * PART, PART, 0)
+            b_v = part.load(LAYOUT)
+            m_finite = gl.abs(b_v.to(gl.float32)) < INF
+            b_key = j * KEYS + i * PART + gl.arange(0, PART, layout=gl.SliceLayout(1, LAYOUT))
+            part.store(gl.where(m_finite, b_v, gl.zeros_like(b_v)))
+            b_bad = gl.minimum(b_bad, gl.min(gl.where(m_finite, UNSEEN, b_key[:, None]), axis=0))
+        sm.first_bad.store(b_bad)
+    fence_async_shared()
+    mbarrier.arrive(sm.full.index(4 * stage + 3), count=1)
+
+
+@gluon.jit
+def fixed_softmax(b_s, b_ref, c):
+    """P (64, 128) in FP16, infinite where it passes 65504, and its sums (64,)."""
+    b_p = gl.exp2(gl.fma(b_s, c, (-(b_ref * c))[:, None]))
+    b_half = b_p.to(gl.float16)
+    return b_half, gl.sum(b_p, axis=1)
+
+
+@gluon.jit
+def running_softmax(b_s, b_max, c):
+    """P (64, 128) in FP16, the rows' new maximum, what the tile adds to their sum, and the factor for what they had."""
+    b_new = gl.maximum(b_max, gl.max(b_s, axis=1))
+    b_ref = gl.where(b_new == -INF, 0.0, b_new)  # a row without a key so far
+    b_p = gl.exp2(gl.fma(b_s, c, (-(b_ref * c))[:, None]))
+    b_half = b_p.to(gl.float16)
+    b_add = gl.sum(b_p, axis=1)
+    return b_half, b_new, b_add, gl.exp2((b_max - b_ref) * c)
+
+
+@gluon.jit
+def careful_softmax(b_s, b_max, b_offset, c):
+    """As `running_softmax`, of scores s + offset; no exponent is above 0 whatever was rounded.
+
+    The reference r is the tile's own maximum where that leads, else max(m - offset, maximum): never below the tile's
+    maximum, and equal to it where the row's maximum lies in this tile, so that some weight of the row is 1.
+    """
+    b_top = gl.max(b_s, axis=1)
+    b_true = b_top + b_offset
+    b_ref = gl.where(b_true >= b_max, b_top, gl.maximum(b_max - b_offset, b_top))
+    b_ref = gl.where(b_ref == -INF, 0.0, b_ref)
+    b_new = gl.maximum(b_max, b_true)
+    b_p = gl.exp2((b_s - b_ref[:, None]) * c)
+    b_add = gl.sum(b_p, axis=1)
+    return b_p.to(gl.float16), b_new, b_add, gl.exp2((b_max - gl.where(b_new == -INF, 0.0, b_new)) * c)

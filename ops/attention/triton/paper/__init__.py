@@ -1,0 +1,1 @@
+"""The published algorithm (arXiv:2503.01873), portable."""

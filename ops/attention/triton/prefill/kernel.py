@@ -1,0 +1,493 @@
+"""Triton kernel of the attention forward pass: the exact recovery, and plain flash attention to compare.
+
+One source for NVIDIA GPUs, the interpreter and Ascend (through triton-ascend): pointers and masks, no inline assembly.
+Score tiles stay in FP32, where every target of Triton accumulates them: no row reference and no rescue is needed, and
+a head whose keys have no anchor runs FP32-softmax flash attention. It cannot overflow, because weights are
+exponentials of differences that are taken before they are scaled; a fast pass takes more risk, and what it breaks is
+done again. FP16 tiles with their row reference pay where tiles leave the matrix unit through memory; they are the
+Ascend C kernel's.
+"""
+
+import triton
+import triton.language as tl
+
+from pasa.ops.attention.triton.anchors.kernel import is_bounded, next_frame, two_products
+from pasa.ops.attention.triton.prefill.mask_kernel import INF, load_mask
+from pasa.ops.attention.triton.rounding_kernel import round_rows
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+FP16_MAX = tl.constexpr(65504.0)
+
+
+@triton.jit
+def locate(o_work, work, p_tile, p_cu_q, p_cu_k, p_first_block, heads, tiles, rows, keys,
+           VARLEN: tl.constexpr, LAST_FIRST: tl.constexpr):  # fmt: skip
+    """Which tile of query rows a unit of work is, and where its sequence lies.
+
+    Returns batch, head, tile; first row, first key and first key block of the sequence; its rows and keys. Causal
+    tiles are dealt from the last, which sees most keys, so that light ones fill the gaps at the end.
+    """
+    o_batch = 0
+    begin_q = 0
+    begin_k = 0
+    first_block = 0
+    if VARLEN:
+        o_head = o_work % heads
+        sequence = tl.load(p_tile + 2 * (o_work // heads))
+        o_tile = tl.load(p_tile + 2 * (o_work // heads) + 1)
+        used = sequence >= 0  # the table has room for more tiles than there are
+        sequence = tl.maximum(sequence, 0)
+        begin_q = tl.load(p_cu_q + sequence)
+        begin_k = tl.load(p_cu_k + sequence)
+        first_block = tl.load(p_first_block + sequence)
+        rows = tl.where(used, tl.load(p_cu_q + sequence + 1) - begin_q, 0)
+        keys = tl.where(used, tl.load(p_cu_k + sequence + 1) - begin_k, 0)
+    elif LAST_FIRST:
+        o_tile = tiles - 1 - o_work // (work // tiles)
+        o_batch = (o_work % (work // tiles)) // heads
+        o_head = o_work % heads
+    else:
+        o_tile = o_work % tiles
+        o_batch = o_work // tiles // heads
+        o_head = (o_work // tiles) % heads
+    return o_batch, o_head, o_tile, begin_q, begin_k, first_block, rows, keys
+
+
+@triton.jit
+def softmax_step(b_s, offset, factor, b_max, b_sum, HIDES: tl.constexpr, FAST: tl.constexpr):
+    """Weights P of a tile, the factor of what came before it, and the new maximum and sum of every row.
+
+    b_s (M, N): scores, with HIDES -inf where hidden; offset (M,): what all of a row's scores lack; factor: log2(e)
+    times what scales both. Every exponent is at most 0, for numbers of any size, and the sum is that of the very
+    weights that multiply V. FAST spends one instruction on an exponent, which may then exceed 0 by 2^-24 of the
+    largest score, and sums weights before FP16 rounds them.
+    """
+    top = tl.max(b_s, 1)
+    reached = top + offset
+    if HIDES:
+        empty = top == -INF
+        top = tl.where(empty, 0.0, top)
+        reached = tl.where(empty, -INF, reached)
+    new_max = tl.maximum(b_max, reached)
+    base = tl.where(new_max == -INF, 0.0, new_max) if HIDES else new_max
+    alpha = tl.exp2((b_max - base) * factor)
+    if FAST:
+        b_p = tl.exp2(b_s * factor - ((base - offset) * factor)[:, None])
+        b_sum = b_sum * alpha + tl.sum(b_p, 1)
+        b_p = b_p.to(tl.float16)
+    else:
+        behind = (reached - base) * factor
+        if HIDES:
+            behind = tl.where(empty, 0.0, behind)
+        b_p = tl.exp2((b_s - top[:, None]) * factor + behind[:, None]).to(tl.float16)
+        b_sum = b_sum * alpha + tl.sum(b_p.to(tl.float32), 1)
+    return b_p, alpha, new_max, b_sum
+
+
+@triton.jit
+def optimistic_step(b_s, factor, b_reference, b_sum):
+    """Weights P of a tile against a reference (M,) that the first tile gave, and the sum of every row.
+
+    The reference is that tile's row maximum, which no running maximum falls below: FP16 holds small weights at least
+    as finely as there. A later score may stand 16 bits, 11 nats, above it. One that stands higher makes a weight
+    infinite, and so whatever the weight multiplies: `is_finite` tells.
+    """
+    b_p = tl.exp2(b_s * factor - (b_reference * factor)[:, None])
+    return b_p.to(tl.float16), b_sum + tl.sum(b_p, 1)
+
+
+@triton.jit
+def is_finite(b_x):
+    """Whether no element (M, N) is NaN or infinite."""
+    return tl.min(tl.min(tl.where(tl.abs(b_x) < INF, 1, 0), 1), 0) == 1
+
+
+@triton.jit
+def add_values(b_acc, b_p, b_v, m_seen):
+    """acc + P V where rows differ in what they see: 0 * NaN is NaN, so a value that is not finite is kept out, and
+    given as NaN to the rows that see it.
+
+    b_acc (M, D); b_p (M, N) FP16; b_v (N, D); m_seen (M, N).
+    """
+    m_good = tl.abs(b_v.to(tl.float32)) <= FP16_MAX
+    if tl.min(tl.min(tl.where(m_good, 1, 0), 1), 0) == 0:
+        b_acc = tl.dot(b_p, tl.where(m_good, b_v, 0.0).to(tl.float16), b_acc)
+        b_seen = tl.where(m_seen, 1.0, 0.0).to(tl.float16)
+        hits = tl.dot(b_seen, tl.where(m_good, 0.0, 1.0).to(tl.float16))
+        b_acc = tl.where(hits > 0.0, float("nan"), b_acc)
+    else:
+        b_acc = tl.dot(b_p, b_v, b_acc)
+    return b_acc
+
+
+@triton.jit
+def mean_of_values(b_acc, b_max, b_sum, nats, D: tl.constexpr, DROPPED: tl.constexpr, LAZY: tl.constexpr):
+    """Output (M, D), to be cast, and log-sum-exp (M,) of rows that have seen all keys; nats (M,): their maxima.
+
+    A mean of values lies in FP16's range up to the last bit; infinity in the sum came from a value. A row that has seen
+    no key gets 0 and -inf.
+    """
+    blind = (b_sum == 0.0) & (b_max == -INF)
+    divisor = tl.where(blind, 1.0, b_sum)
+    b_out = b_acc / divisor[:, None]
+    b_out = tl.where(tl.abs(b_out) < INF, tl.minimum(tl.maximum(b_out, -FP16_MAX), FP16_MAX), float("nan"))
+    b_out = round_rows(b_out, tl.arange(0, b_acc.shape[1]), D, DROPPED, LAZY)
+    return b_out, tl.where(blind, -INF, nats + tl.log(divisor))
+
+
+@triton.jit
+def load_rows(p_x, start, stride_n, o_batch, o_head, begin, length, WHOLE: tl.constexpr, DESCRIPTORS: tl.constexpr,
+              D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
+    """Keys or values (N, D) from `start` on, 0 beyond `length`; p_x: pointer to the first, or descriptor of all."""
+    if DESCRIPTORS:
+        b_x = p_x.load([o_batch, o_head, (begin + start).to(tl.int32), 0]).reshape(BLOCK_N, D_PAD)
+    else:
+        o_n = tl.arange(0, BLOCK_N)
+        o_d = tl.arange(0, D_PAD)
+        p_tile = p_x + start * stride_n + o_n[:, None] * stride_n + o_d[None, :]
+        if WHOLE and D == D_PAD:
+            b_x = tl.load(p_tile)
+        else:
+            b_x = tl.load(p_tile, mask=(start + o_n < length)[:, None] & (o_d < D)[None, :], other=0.0)
+    return b_x
+
+
+@triton.jit
+def attend(
+    b_q,  # (M, D)
+    b_nan,  # (M,) NaN to spoil a row, otherwise 0
+    b_max,
+    b_sum,
+    b_acc,
+    b_frame,  # (D,) what scores are counted from: `next_frame`
+    b_framed,  # (M,) q.frame of the last block that a row has seen a key of
+    p_k,  # first key of the sequence, of this head
+    p_v,
+    p_anchor,
+    p_mask,  # first row of the tile
+    p_order,  # the key tiles to go through, if LISTED
+    o_row,  # (M,) rows within the sequence
+    rows,
+    begin,
+    end,
+    keys,
+    diagonal,  # row i sees keys up to i + diagonal
+    scale,
+    stride_kn,
+    stride_vn,
+    stride_mask_m,
+    stride_mask_n,
+    o_batch,
+    o_kv_head,
+    begin_k,
+    WHOLE: tl.constexpr,  # every row sees every key of these blocks, and a mask adds 0
+    SHIFT: tl.constexpr,  # "none", "here" (k - a in the loop) or "before" (p_k holds K')
+    MASK: tl.constexpr,  # "none", "bool" or "float"
+    CAUSAL: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ANCHOR_BLOCK: tl.constexpr,
+    FAST: tl.constexpr,
+    GUARDED: tl.constexpr,
+    CLEAN: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    LISTED: tl.constexpr,
+):
+    """The loop over key blocks from key `begin` to `end`, or over those that `p_order` lists from `begin` to `end`."""
+    o_d = tl.arange(0, D_PAD)
+    m_d = o_d < D
+    factor = scale * LOG2_E
+    offset = tl.zeros_like(b_max)
+    STEP: tl.constexpr = 1 if LISTED else BLOCK_N
+    for turn in range(begin, end, STEP):
+        start = turn
+        if LISTED:
+            start = tl.load(p_order + turn) * BLOCK_N
+        o_n = start + tl.arange(0, BLOCK_N)
+        at = tl.cast(start, tl.int64)
+        # scores (M, N), in FP32
+        b_k = load_rows(p_k, at, stride_kn, o_batch, o_kv_head, begin_k, keys, WHOLE, DESCRIPTORS, D, D_PAD, BLOCK_N)
+        if SHIFT != "none":
+            b_anchor = tl.load(p_anchor + (start // ANCHOR_BLOCK) * D + o_d, mask=m_d, other=0.0)
+            b_frame = next_frame(b_frame, b_anchor.to(tl.float32))
+            b_apart = b_anchor.to(tl.float32) - b_frame
+            if SHIFT == "here":
+                offset, framed = two_products(b_q, b_apart, b_frame)
+            else:
+                offset = tl.sum(b_q.to(tl.float32) * b_apart[None, :], 1)
+                framed = tl.sum(b_q.to(tl.float32) * b_frame[None, :], 1)
+        if SHIFT == "here":
+            m_finite = tl.abs(b_k.to(tl.float32)) <= FP16_MAX
+            b_k = tl.where(m_finite, b_k - b_anchor[None, :], float("nan")).to(tl.float16)
+        b_s = tl.dot(b_q, tl.trans(b_k))
+        if FAST and not GUARDED:
+            b_s += b_nan[:, None]
+        # what each row sees of it
+        m_tile = (o_n < keys)[None, :] & (o_row < rows)[:, None]
+        m_seen = m_tile
+        if CAUSAL:
+            m_seen = m_seen & (o_n[None, :] <= o_row[:, None] + diagonal)
+        b_bias = 0.0
+        if MASK != "none" and not WHOLE:
+            p_tile = p_mask + at * stride_mask_n
+            m_seen, b_bias = load_mask(p_tile, m_tile, m_seen, stride_mask_m, stride_mask_n, MASK)
+        if MASK == "float":  # nats: it is added to scaled scores
+            b_s = b_s * scale + b_bias
+            offset = offset * scale
+            factor = LOG2_E
+        if not WHOLE:
+            b_s = tl.where(m_seen, b_s, -INF)
+        if SHIFT != "none":  # the maxima of rows that see a key go into its frame
+            if not WHOLE:
+                framed = tl.where(tl.max(b_s, 1) == -INF, b_framed, framed)
+            b_max += (b_framed - framed) * (scale if MASK == "float" else 1.0)
+            b_framed = framed
+        # softmax and values
+        # a mask may add -3.4e38, which a product with log2(e) carries to -inf: not by one instruction
+        b_p, alpha, b_max, b_sum = softmax_step(b_s, offset, factor, b_max, b_sum, not WHOLE, FAST and MASK != "float")
+        b_acc = b_acc * alpha[:, None]
+        b_v = load_rows(p_v, at, stride_vn, o_batch, o_kv_head, begin_k, keys, WHOLE, DESCRIPTORS, D, D_PAD, BLOCK_N)
+        if (WHOLE or CLEAN) or (FAST and GUARDED):  # a value that is not finite marks its tile
+            b_acc = tl.dot(b_p, b_v, b_acc)
+        else:
+            b_acc = add_values(b_acc, b_p, b_v, m_seen)
+    return b_max, b_sum, b_acc, b_frame, b_framed
+
+
+@triton.jit
+def attend_whole(
+    b_q,  # as in `attend`, and so are all that are not commented
+    b_nan,
+    p_k,
+    p_v,
+    end,
+    scale,
+    stride_kn,
+    stride_vn,
+    o_batch,
+    o_kv_head,
+    begin_k,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    OVERLAP: tl.constexpr,  # P V of a block runs on the matrix unit under the softmax of the next
+    OPTIMISTIC: tl.constexpr,  # weights refer to the first block's maxima: nothing is rescaled, and O may overflow
+):
+    """The loop over the key blocks from the first one to key `end`, which every row sees; FAST, no shift, no mask."""
+    b_max = tl.full((b_q.shape[0],), -INF, tl.float32)
+    b_sum = tl.zeros((b_q.shape[0],), tl.float32)
+    b_acc = tl.zeros((b_q.shape[0], D_PAD), tl.float32)
+    alpha = tl.full((b_q.shape[0],), 1.0, tl.float32)
+    # weights of the block before; Triton keeps a loop's FP16 argument of a product in shared memory, but not its bits
+    b_bits = tl.zeros((b_q.shape[0], BLOCK_N), tl.int16)
+    factor = scale * LOG2_E
+    for start in range(0, end, BLOCK_N):
+        at = tl.cast(start, tl.int64)
+        b_k = load_rows(p_k, at, stride_kn, o_batch, o_kv_head, begin_k, end, True, DESCRIPTORS, D, D_PAD, BLOCK_N)
+        b_s = tl.dot(b_q, tl.trans(b_k))
+        if OVERLAP:  # the first block's product adds 0
+            at = tl.maximum(at - BLOCK_N, 0)
+            b_v = load_rows(p_v, at, stride_vn, o_batch, o_kv_head, begin_k, end, True, DESCRIPTORS, D, D_PAD, BLOCK_N)
+            b_acc = tl.dot(b_bits.to(tl.float16, bitcast=True), b_v, b_acc * alpha[:, None])
+        if OPTIMISTIC:
+            if start == 0:
+                b_max = tl.max(b_s, 1)
+            b_p, b_sum = optimistic_step(b_s, factor, b_max, b_sum)
+        else:
+            b_p, alpha, b_max, b_sum = softmax_step(b_s, b_nan, factor, b_max, b_sum, False, True)
+        if OVERLAP:
+            b_bits = b_p.to(tl.int16, bitcast=True)
+        else:
+            b_v = load_rows(p_v, at, stride_vn, o_batch, o_kv_head, begin_k, end, True, DESCRIPTORS, D, D_PAD, BLOCK_N)
+            b_acc = tl.dot(b_p, b_v, b_acc * alpha[:, None])
+    if OVERLAP:
+        if end > 0:
+            at = tl.cast(end - BLOCK_N, tl.int64)
+            b_v = load_rows(p_v, at, stride_vn, o_batch, o_kv_head, begin_k, end, True, DESCRIPTORS, D, D_PAD, BLOCK_N)
+            b_acc = tl.dot(b_bits.to(tl.float16, bitcast=True), b_v, b_acc * alpha[:, None])
+    return b_max, b_sum, b_acc
+
+
+@triton.jit
+def attention_kernel(
+    p_q,  # (B, Hq, Sq, D), or packed (T, Hq, D): strides say
+    p_k,  # (B, Hkv, Skv, D), or packed; K' when SHIFT is "before"
+    p_v,
+    p_out,
+    p_lse,  # (B, Hq, Sq) FP32, or packed (T, Hq)
+    p_anchor,  # (B, Hkv, blocks, D) FP16; packed: (1, Hkv, blocks, D)
+    p_norms,  # (B, Hkv, blocks) FP32: largest norm of a key, infinite if one is not finite
+    p_marked,  # (1,) INT32: whether any tile needs care
+    p_mask,  # bytes or floats, broadcast by strides of 0
+    p_order,  # what prefill/mask_kernel.py finds: order and counts, if LISTED
+    p_counts,
+    p_tile,  # (tiles, 2) sequence and tile within it, packed sequences only; so are the next three
+    p_cu_q,
+    p_cu_k,
+    p_first_block,
+    stride_qb,
+    stride_qh,
+    stride_qm,
+    stride_kb,
+    stride_kh,
+    stride_kn,
+    stride_vb,
+    stride_vh,
+    stride_vn,
+    stride_ob,
+    stride_oh,
+    stride_om,
+    stride_lb,
+    stride_lh,
+    stride_lm,
+    stride_mask_b,
+    stride_mask_h,
+    stride_mask_m,
+    stride_mask_n,
+    stride_order_b,
+    stride_order_h,
+    heads,
+    group,
+    tiles,
+    work,
+    all_rows,
+    all_keys,
+    blocks,
+    scale,
+    SHIFT: tl.constexpr,
+    MASK: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    VARLEN: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ANCHOR_BLOCK: tl.constexpr,
+    FAST: tl.constexpr,  # one instruction for an exponent; only with SHIFT "none"
+    GUARDED: tl.constexpr,  # FAST leaves tiles that need care, otherwise the pass takes only those
+    CLEAN: tl.constexpr,  # values are finite, or nobody minds: an NPU cannot branch round a product (see README.md)
+    DESCRIPTORS: tl.constexpr,  # p_k and p_v are tensor descriptors
+    OVERLAP: tl.constexpr,  # as in `attend_whole`; only with FAST
+    LISTED: tl.constexpr,  # a masked call: the tiles to go through are listed, and an unbounded one is left at once
+    LOOP: tl.constexpr,  # few programs share the tiles; a program for each tile has more registers
+    DROPPED: tl.constexpr,  # how outputs are rounded: rounding_kernel.py
+):
+    """softmax(scale q k^T + mask) v and its log-sum-exp, one tile of BLOCK_M query rows of one head at a time."""
+    if GUARDED and not FAST:
+        work = tl.where(tl.load(p_marked) > 0, work, 0)
+    turns = 1
+    if LOOP:
+        turns = tl.cdiv(work - tl.program_id(0), tl.num_programs(0))
+    for turn in range(turns):
+        o_work = tl.program_id(0) + turn * tl.num_programs(0)
+        o_batch, o_head, o_tile, begin_q, begin_k, first_block, rows, keys = locate(
+            o_work, work, p_tile, p_cu_q, p_cu_k, p_first_block, heads, tiles, all_rows, all_keys, VARLEN, CAUSAL
+        )
+        batch = tl.cast(o_batch, tl.int64)
+        head = tl.cast(o_head, tl.int64)
+        kv_head = head // group
+        # queries (M, D); one that is not finite spoils its row. FAST leaves the tile as it is: changed, it would be an
+        # operand of products in registers
+        o_m = tl.arange(0, BLOCK_M)
+        o_row = o_tile * BLOCK_M + o_m
+        o_d = tl.arange(0, D_PAD)
+        m_out = (o_row < rows)[:, None] & (o_d < D)[None, :]
+        at = tl.cast(begin_q + o_tile * BLOCK_M, tl.int64)
+        p_rows = p_q + batch * stride_qb + head * stride_qh + at * stride_qm
+        b_q = tl.load(p_rows + o_m[:, None] * stride_qm + o_d[None, :], mask=m_out, other=0.0)
+        b_square = tl.zeros((BLOCK_M,), tl.float32)
+        if FAST:
+            b_square = tl.sum(b_q.to(tl.float32) * b_q.to(tl.float32), 1)
+        else:
+            b_q = tl.where(tl.abs(b_q.to(tl.float32)) <= FP16_MAX, b_q, float("nan")).to(tl.float16)
+        b_nan = b_square * 0.0
+        # where keys, values, anchors and mask of this tile start
+        if DESCRIPTORS:
+            p_keys = p_k
+            p_values = p_v
+        else:
+            p_keys = p_k + batch * stride_kb + kv_head * stride_kh + tl.cast(begin_k, tl.int64) * stride_kn
+            p_values = p_v + batch * stride_vb + kv_head * stride_vh + tl.cast(begin_k, tl.int64) * stride_vn
+        head_block = (batch * (heads // group) + kv_head) * blocks + first_block
+        p_anchors = p_anchor + head_block * D
+        p_rows_mask = p_mask + batch * stride_mask_b + head * stride_mask_h + at * stride_mask_m
+        # how far the tile sees
+        diagonal = keys - rows
+        end = keys
+        whole = keys // BLOCK_N * BLOCK_N
+        if CAUSAL:
+            end = tl.maximum(tl.minimum(keys, o_tile * BLOCK_M + BLOCK_M + diagonal), 0)
+            whole = tl.maximum(tl.minimum(o_tile * BLOCK_M + diagonal + 1, keys), 0) // BLOCK_N * BLOCK_N
+        # whose tile it is: the fast pass marks what it leaves by an infinite log-sum-exp
+        taken = o_tile * BLOCK_M < rows
+        if GUARDED and not FAST:
+            p_mark = p_lse + batch * stride_lb + head * stride_lh + at * stride_lm
+            taken = tl.load(p_mark, mask=taken, other=0.0) == INF
+            rows = tl.where(taken, rows, 0)
+            m_out = m_out & (rows > 0)
+        # key blocks that every row sees whole, then those on the diagonal and the ragged last one
+        b_max = tl.full((BLOCK_M,), -INF, tl.float32)
+        b_sum = tl.zeros((BLOCK_M,), tl.float32)
+        b_acc = tl.zeros((BLOCK_M, D_PAD), tl.float32)
+        b_framed = tl.zeros((BLOCK_M,), tl.float32)
+        b_frame = tl.zeros((D_PAD,), tl.float32)
+        if SHIFT != "none":  # that of the first block is its anchor
+            b_frame = tl.load(p_anchors + o_d, mask=(o_d < D) & (keys > 0), other=0.0).to(tl.float32)
+        if (LISTED and GUARDED) and FAST:
+            bounded = is_bounded(b_square, p_norms + head_block, tl.cdiv(keys, ANCHOR_BLOCK), scale, 128)
+            taken = taken & bounded
+        whole = tl.where(taken, whole, 0)
+        end = tl.where(taken, end, 0)
+        p_listed = p_order
+        if LISTED:
+            o_order = batch * stride_order_b + head * stride_order_h + o_tile
+            end = tl.cdiv(keys, BLOCK_N)
+            p_listed = p_order + o_order * end
+            b_max, b_sum, b_acc, b_frame, b_framed = attend(
+                b_q, b_nan, b_max, b_sum, b_acc, b_frame, b_framed, p_keys, p_values, p_anchors, p_rows_mask, p_listed,
+                o_row, rows, 0, tl.where(taken, tl.load(p_counts + 2 * o_order), 0), keys, diagonal, scale, stride_kn,
+                stride_vn, stride_mask_m, stride_mask_n, o_batch, o_head // group, begin_k, True, SHIFT, MASK, False,
+                D, D_PAD, BLOCK_N, ANCHOR_BLOCK, FAST, GUARDED, CLEAN, DESCRIPTORS, True,
+            )  # fmt: skip
+            whole = end - tl.where(taken, tl.load(p_counts + 2 * o_order + 1), 0)
+        elif MASK != "none":
+            whole = 0
+        elif FAST:
+            b_max, b_sum, b_acc = attend_whole(
+                b_q, b_nan, p_keys, p_values, whole, scale, stride_kn, stride_vn, o_batch, o_head // group, begin_k,
+                D, D_PAD, BLOCK_N, DESCRIPTORS, OVERLAP, GUARDED,
+            )  # fmt: skip
+        else:
+            b_max, b_sum, b_acc, b_frame, b_framed = attend(
+                b_q, b_nan, b_max, b_sum, b_acc, b_frame, b_framed, p_keys, p_values, p_anchors, p_rows_mask, p_listed,
+                o_row, rows, 0, whole, keys, diagonal, scale, stride_kn, stride_vn, stride_mask_m, stride_mask_n,
+                o_batch, o_head // group, begin_k, True, SHIFT, MASK, False, D, D_PAD, BLOCK_N, ANCHOR_BLOCK, FAST,
+                GUARDED, CLEAN, DESCRIPTORS, False,
+            )  # fmt: skip
+        if (GUARDED and FAST) and not LISTED:  # not earlier: to wait for the norms would hold up the loop
+            bounded = is_bounded(b_square, p_norms + head_block, tl.cdiv(keys, ANCHOR_BLOCK), scale, 128)
+            if MASK == "none":
+                if bounded & (is_finite(b_acc) == 0):  # a score far above the first block's: with running maxima
+                    b_max, b_sum, b_acc = attend_whole(
+                        b_q, b_nan, p_keys, p_values, whole, scale, stride_kn, stride_vn, o_batch, o_head // group,
+                        begin_k, D, D_PAD, BLOCK_N, DESCRIPTORS, OVERLAP, False,
+                    )  # fmt: skip
+        b_max, b_sum, b_acc, b_frame, b_framed = attend(
+            b_q, b_nan, b_max, b_sum, b_acc, b_frame, b_framed, p_keys, p_values, p_anchors, p_rows_mask, p_listed,
+            o_row, rows, whole, end, keys, diagonal, scale, stride_kn, stride_vn, stride_mask_m, stride_mask_n, o_batch,
+            o_head // group, begin_k, False, SHIFT, MASK, CAUSAL, D, D_PAD, BLOCK_N, ANCHOR_BLOCK, FAST, GUARDED, CLEAN,
+            DESCRIPTORS, LISTED,
+        )  # fmt: skip
+        marked = False
+        if GUARDED and FAST:  # a value that is not finite shows in the result
+            marked = (bounded & is_finite(b_acc)) == 0
+            tl.store(p_marked, 1, mask=marked)
+        nats = b_max if MASK == "float" else b_max * scale
+        b_out, b_lse = mean_of_values(b_acc, b_max, b_sum, nats + b_framed * scale, D, DROPPED, not LOOP)
+        b_lse = tl.where(marked, INF, b_lse)
+        p_rows = p_out + batch * stride_ob + head * stride_oh + at * stride_om
+        tl.store(p_rows + o_m[:, None] * stride_om + o_d[None, :], b_out.to(p_out.dtype.element_ty), mask=m_out)
+        p_rows_lse = p_lse + batch * stride_lb + head * stride_lh + at * stride_lm
+        tl.store(p_rows_lse + o_m * stride_lm, b_lse, mask=o_row < rows)

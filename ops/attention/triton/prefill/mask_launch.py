@@ -1,0 +1,70 @@
+"""Launch the kernel that sorts the score tiles of a masked call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pasa.ops.attention.triton.call import Call
+from pasa.ops.attention.triton.launcher import launch
+from pasa.ops.attention.triton.prefill.mask_kernel import mask_tiles_kernel
+
+KEYS = 256  # keys that a program of the kernel reads together
+
+
+@dataclass(frozen=True)
+class MaskTiles:
+    """List which tiles of block_m query rows and block_n keys the mask and the causal band leave visible.
+
+    Attributes
+    ----------
+    order : Tensor (B or 1, Hq or 1, row tiles, key tiles), INT32
+        Key tiles that all rows see whole, in order from the front, and those seen in part, from the
+        back.
+    counts : Tensor (B or 1, Hq or 1, row tiles, 2), INT32
+        The number of tiles of either kind.
+    visible : Tensor (B, Skv), bool
+        Keys that some query sees.
+    """
+
+    order: Tensor
+    counts: Tensor
+    visible: Tensor
+
+    @classmethod
+    def of(cls, call: Call, block_m: int, block_n: int) -> MaskTiles:
+        """Read the mask once, and sort its tiles into those that are seen whole, in part, or not at all.
+
+        Raises
+        ------
+        ValueError
+            If the call has no mask.
+        """
+        if call.mask is None:
+            raise ValueError("a call without a mask has no tiles to sort")
+        mask = _own(call.mask)
+        rows, keys = call.q.shape[2], call.k.shape[2]
+        tiles = (-(-rows // block_m), -(-keys // block_n))
+        order = torch.empty((*mask.shape[:2], *tiles), dtype=torch.int32, device=mask.device)
+        counts = torch.empty((*order.shape[:3], 2), dtype=torch.int32, device=mask.device)
+        seen = torch.empty((*order.shape[:3], keys), dtype=torch.uint8, device=mask.device)
+        launch(
+            mask_tiles_kernel, (counts[..., 0].numel(), 1, 1), (mask, order, counts, seen),
+            (*mask.stride(), mask.shape[1], *tiles, rows, keys),
+            {"MASK": call.mask_kind, "CAUSAL": call.is_causal, "BLOCK_M": block_m, "BLOCK_N": block_n,
+             "TILES": max(1, KEYS // block_n)}, num_warps=4,
+        )  # fmt: skip
+        return cls(order, counts, seen.flatten(1, 2).any(1).expand(call.k.shape[0], keys))
+
+    def strides(self) -> tuple[int, int]:
+        """Return the strides of batch and head, in row tiles; 0 where all share one mask."""
+        batch, heads, rows = self.order.shape[:3]
+        return (heads * rows if batch > 1 else 0), (rows if heads > 1 else 0)
+
+
+def _own(mask: Tensor) -> Tensor:
+    """Return the mask without the batches and heads that repeat it."""
+    batch, heads = (slice(None) if stride else slice(1) for stride in mask.stride()[:2])
+    return mask[batch, heads]

@@ -1,0 +1,1 @@
+"""Short sequences: all keys of a head fit one tile, so one launch does everything."""

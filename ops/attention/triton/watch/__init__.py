@@ -1,0 +1,1 @@
+"""Counters of sampled score rows, beside the attention (`pasa.watch`)."""

@@ -1,0 +1,167 @@
+"""Triton kernels that count what the scores of sampled query rows do; watch.py says which rows, and what is counted.
+
+Keys are split among programs, which keep the two largest scores of a row and how many passed FP16; a second kernel
+joins them. Within a program each lane keeps its own two largest, so that the loop over the keys has no reduction.
+"""
+
+import triton
+import triton.language as tl
+
+from pasa.ops.attention.triton.prefill.kernel import FP16_MAX
+from pasa.ops.attention.triton.prefill.mask_kernel import INF
+
+FIRST_BLOCK = tl.constexpr(128)  # keys that the others are compared with: as watch.py's
+FIELDS = tl.constexpr(5)  # of a row and a share of the keys: largest, second, first block's largest, seen, beyond FP16
+
+
+@triton.jit
+def sampled_rows(base, first, tile, length, STRIDE: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Which of the `length` query rows that share a key head are looked at (M,), and which are there at all.
+
+    base: number of the first of them in the call; first: number of the call's first sampled row.
+    """
+    skip = (first + STRIDE - base % STRIDE) % STRIDE
+    o_row = skip + (tile * BLOCK_M + tl.arange(0, BLOCK_M)) * STRIDE
+    return o_row, o_row < length
+
+
+@triton.jit
+def second_largest(b_top, b_next, top):
+    """The second of all numbers (M,) where lanes (M, N) hold their two largest and `top` (M,) is the largest."""
+    m_top = b_top == top[:, None]
+    below = tl.max(tl.where(m_top, b_next, b_top), 1)
+    return tl.where(tl.sum(tl.where(m_top, 1, 0), 1) > 1, top, below)
+
+
+@triton.jit(do_not_specialize=["kv_heads", "group", "tiles", "rows", "keys", "share", "first"])
+def watch_kernel(
+    p_q,  # (B, Hq, Sq, D)
+    p_k,  # (B, Hkv, Skv, D)
+    p_mask,  # bytes or floats, broadcast by strides of 0
+    p_part,  # (shares of the keys, FIELDS, B Hkv tiles M)
+    stride_qb,
+    stride_qh,
+    stride_qm,
+    stride_kb,
+    stride_kh,
+    stride_kn,
+    stride_mask_b,
+    stride_mask_h,
+    stride_mask_m,
+    stride_mask_n,
+    kv_heads,
+    group,
+    tiles,
+    rows,
+    keys,
+    share,  # keys of a program, a multiple of FIRST_BLOCK
+    first,
+    scale,
+    MASK: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    STRIDE: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,  # divides FIRST_BLOCK
+):
+    """One tile of sampled rows that share a key head, over one share of the keys."""
+    work = tl.program_id(0)
+    kv_head = tl.cast(work // tiles % kv_heads, tl.int64)
+    batch = tl.cast(work // tiles // kv_heads, tl.int64)
+    base = (batch * kv_heads + kv_head) * group * rows
+    o_flat, m_row = sampled_rows(base, first, work % tiles, group * rows, STRIDE, BLOCK_M)
+    o_flat = tl.where(m_row, o_flat, 0)
+    o_head = kv_head * group + o_flat // rows
+    o_row = o_flat % rows
+    o_n = tl.arange(0, BLOCK_N)
+    o_d = tl.arange(0, D_PAD)
+    p_rows = p_q + batch * stride_qb + o_head * stride_qh + o_row * stride_qm
+    b_q = tl.load(p_rows[:, None] + o_d[None, :], mask=m_row[:, None] & (o_d < D)[None, :], other=0.0).to(tl.float16)
+    p_keys = p_k + batch * stride_kb + kv_head * stride_kh
+    p_rows_mask = p_mask + batch * stride_mask_b + o_head * stride_mask_h + o_row * stride_mask_m
+    # the keys of this program that some row of the tile may see
+    begin = tl.program_id(1) * share
+    last = tl.where(m_row, keys, 0)
+    if CAUSAL:
+        last = tl.where(m_row, o_row + (keys - rows) + 1, 0)
+    end = tl.minimum(tl.minimum(begin + share, keys), tl.max(last, 0).to(tl.int32))
+    b_top = tl.full((BLOCK_M, BLOCK_N), -INF, tl.float32)
+    b_next = tl.full((BLOCK_M, BLOCK_N), -INF, tl.float32)
+    b_count = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)  # seen, and 2^16 times those beyond FP16
+    b_first = tl.full((BLOCK_M,), -INF, tl.float32)
+    for start in range(begin, end, BLOCK_N):
+        o_key = tl.cast(start + o_n, tl.int64)
+        m_key = o_key < keys
+        b_k = tl.load(p_keys + o_key[:, None] * stride_kn + o_d[None, :], mask=m_key[:, None] & (o_d < D)[None, :],
+                      other=0.0).to(tl.float16)  # fmt: skip
+        b_dot = tl.dot(b_q, tl.trans(b_k))
+        b_s = b_dot * scale
+        m_seen = m_row[:, None] & m_key[None, :]
+        if CAUSAL:
+            m_seen = m_seen & (o_key[None, :] < last[:, None])
+        if MASK != "none":
+            p_tile = p_rows_mask[:, None] + o_key[None, :] * stride_mask_n
+            b_mask = tl.load(p_tile, mask=m_seen, other=0).to(tl.float32)
+            if MASK == "bool":
+                m_seen = m_seen & (b_mask != 0.0)
+            else:
+                b_s += b_mask
+        m_seen = m_seen & (tl.abs(b_s) < INF)  # false for NaN
+        b_s = tl.where(m_seen, b_s, -INF)
+        b_next = tl.maximum(b_next, tl.minimum(b_top, b_s))
+        b_top = tl.maximum(b_top, b_s)
+        b_count += tl.where(m_seen, tl.where(tl.abs(b_dot) > FP16_MAX, 65537, 1), 0)
+        if start < FIRST_BLOCK:
+            b_first = tl.max(b_top, 1)
+    top = tl.max(b_top, 1)
+    slots = tl.cast(tl.num_programs(0), tl.int64) * BLOCK_M
+    p_own = p_part + tl.program_id(1) * FIELDS * slots + work * BLOCK_M + tl.arange(0, BLOCK_M)
+    tl.store(p_own, top)
+    tl.store(p_own + slots, second_largest(b_top, b_next, top))
+    tl.store(p_own + 2 * slots, b_first)
+    tl.store(p_own + 3 * slots, tl.sum(b_count & 0xFFFF, 1).to(tl.float32))
+    tl.store(p_own + 4 * slots, tl.sum(b_count >> 16, 1).to(tl.float32))
+
+
+@triton.jit(do_not_specialize=["length", "tiles", "shares", "first"])
+def watch_totals_kernel(
+    p_totals,  # (5,) INT64: watch.py's FIELDS
+    p_part,  # (shares, FIELDS, B Hkv tiles M)
+    length,  # query rows that share a key head
+    tiles,
+    shares,
+    first,
+    epsilon,
+    reach,
+    STRIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """Join the shares of the keys of one tile of sampled rows, and add what was found to the totals."""
+    work = tl.program_id(0)
+    base = tl.cast(work // tiles, tl.int64) * length
+    _, m_row = sampled_rows(base, first, work % tiles, length, STRIDE, BLOCK_M)
+    slots = tl.cast(tl.num_programs(0), tl.int64) * BLOCK_M
+    p_own = p_part + work * BLOCK_M + tl.arange(0, BLOCK_M)
+    top = tl.full((BLOCK_M,), -INF, tl.float32)
+    below = tl.full((BLOCK_M,), -INF, tl.float32)
+    seen = tl.zeros((BLOCK_M,), tl.int64)
+    beyond = tl.zeros((BLOCK_M,), tl.int64)
+    b_first = tl.load(p_own + 2 * slots)
+    for turn in range(shares):
+        p_share = p_own + turn * FIELDS * slots
+        b_top = tl.load(p_share)
+        below = tl.maximum(tl.maximum(below, tl.load(p_share + slots)), tl.minimum(top, b_top))
+        top = tl.maximum(top, b_top)
+        seen += tl.load(p_share + 3 * slots).to(tl.int64)
+        beyond += tl.load(p_share + 4 * slots).to(tl.int64)
+    m_row = m_row & (seen > 0)
+    top = tl.where(m_row, top, 0.0)
+    m_tied = (m_row & (below > -INF)) & (top - below <= epsilon)
+    m_far = (m_row & (b_first > -INF)) & (top - b_first > reach)
+    some = tl.max(tl.where(m_row, 1, 0), 0) > 0
+    tl.atomic_add(p_totals, tl.sum(tl.where(m_row, 1, 0).to(tl.int64), 0), mask=some)
+    tl.atomic_add(p_totals + 1, tl.sum(tl.where(m_tied, 1, 0).to(tl.int64), 0), mask=some)
+    tl.atomic_add(p_totals + 2, tl.sum(tl.where(m_far, 1, 0).to(tl.int64), 0), mask=some)
+    tl.atomic_add(p_totals + 3, tl.sum(tl.where(m_row, seen, 0), 0), mask=some)
+    tl.atomic_add(p_totals + 4, tl.sum(tl.where(m_row, beyond, 0), 0), mask=some)

@@ -1,0 +1,57 @@
+"""Launch the kernels that count what the scores of sampled query rows do."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pasa.ops.attention.spec.repeated_maxima import EPSILON
+from pasa.ops.attention.spec.scores import RESCUE_REACH
+from pasa.ops.attention.spec.watch import FIRST_BLOCK
+from pasa.ops.attention.triton.anchors.launch import pad_dim
+from pasa.ops.attention.triton.backend import on_device
+from pasa.ops.attention.triton.call import Call, strides_of
+from pasa.ops.attention.triton.launcher import launch, workspace
+from pasa.ops.attention.triton.tiles import processors
+from pasa.ops.attention.triton.watch.kernel import FIELDS, watch_kernel, watch_totals_kernel
+
+MOST_ROWS = 64  # the most rows of a tile: what four warps give to Hopper's matrix unit at once
+BLOCK_N = 64  # keys of a tile
+LEAST_SHARE = 2 * FIRST_BLOCK  # the fewest keys of a program
+
+
+def count(
+    q: Tensor, k: Tensor, attn_mask: Tensor | None, totals: Tensor, is_causal: bool, scale: float, taken: range
+) -> None:
+    """Count as `watch.count` does, for head dimensions that the kernels serve."""
+    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q.detach(), k.detach()))
+    (batch, heads, rows, dim), (kv_heads, keys) = q.shape, k.shape[1:3]
+    mask = attn_mask.view(torch.uint8) if attn_mask is not None and attn_mask.dtype == torch.bool else attn_mask
+    call = Call(q, k, k, None if mask is None else mask.expand(batch, heads, rows, keys), is_causal, scale)
+    length = call.group * rows
+    most = -(-length // taken.step)  # sampled rows that share a key head
+    block_m = min(MOST_ROWS, max(16, 1 << (most - 1).bit_length()))
+    tiles = -(-most // block_m)
+    work = batch * kv_heads * tiles
+    share = _share(keys, max(1, processors(q.device) // work))
+    shares = -(-keys // share)
+    with on_device(q):
+        (part,) = workspace(q.device, (shares * FIELDS.value * work * block_m, torch.float32))
+        launch(
+            watch_kernel, (work, shares, 1), (q, k, q if call.mask is None else call.mask, part),
+            (*strides_of(q), *strides_of(k), *call.mask_strides, kv_heads, call.group, tiles, rows, keys, share,
+             taken.start, scale),
+            {"MASK": call.mask_kind, "CAUSAL": is_causal, "STRIDE": taken.step, "D": dim, "D_PAD": pad_dim(dim),
+             "BLOCK_M": block_m, "BLOCK_N": BLOCK_N},
+            num_warps=4, num_stages=2 if pad_dim(dim) > 128 else 3,
+        )  # fmt: skip
+        launch(
+            watch_totals_kernel, (work, 1, 1), (totals, part),
+            (length, tiles, shares, taken.start, EPSILON, RESCUE_REACH),
+            {"STRIDE": taken.step, "BLOCK_M": block_m}, num_warps=1,
+        )  # fmt: skip
+
+
+def _share(keys: int, programs: int) -> int:
+    """Return the keys of each program when `programs` programs share all keys: a multiple of the first block's size."""
+    return max(LEAST_SHARE, -(-keys // (programs * FIRST_BLOCK)) * FIRST_BLOCK)

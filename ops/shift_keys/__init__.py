@@ -1,1 +1,0 @@
-"""Shifted keys K' and their block means."""

@@ -1,0 +1,26 @@
+"""Anchors and K' by Triton, interpreted where there is no GPU; most of this is tested through attention."""
+
+import torch
+
+from pasa.ops.attention.triton.anchors.launch import find_anchors, shift_exact
+from tests.inputs import DEVICE
+
+
+def test_the_first_anchor_is_that_of_the_first_block_with_a_key():
+    """The first anchor is that of the first block with a visible key.
+
+    Story: if the first block was padding, its anchor was 0, and offsets were as large as the
+    scores.
+    """
+    g = torch.Generator().manual_seed(0)
+    k = (torch.randn(3, 2, 150, 32, generator=g) * 0.1 + torch.arange(1, 4).view(3, 1, 1, 1) * 100).half().to(DEVICE)
+    first_seen = torch.tensor([0, 70, 149], device=DEVICE)
+    visible = torch.arange(150, device=DEVICE) >= first_seen.unsqueeze(1)
+    shifted, anchors = shift_exact(k, 64, visible=visible)
+    for found in (anchors, find_anchors(k, k, 64, visible=visible).anchors):
+        for b, block in enumerate((0, 1, 2)):
+            assert torch.equal(found[b, :, 0], found[b, :, block])
+            assert ((found[b, :, 0].float() - 100 * (b + 1)).abs() < 1).all()
+    seen = visible[:, None, :, None]
+    restored = shifted.float() + anchors.repeat_interleave(64, 2)[:, :, :150].float()
+    assert torch.equal(restored.where(seen, k.float()), k.float())

@@ -1,0 +1,88 @@
+"""The cache of compiled kernels separates all arguments that Triton specialises differently; needs no device."""
+
+import functools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from triton.backends.compiler import BaseBackend
+from triton.runtime.errors import OutOfResources
+from triton.runtime.jit import native_specialize_impl
+
+from pasa.ops.attention.triton import launcher as triton_launch
+
+NUMBERS = st.one_of(
+    st.sampled_from([0, 1, 2, 15, 16, 17, 2**31 - 16, 2**31 - 1, 2**31, 2**31 + 16, 0.5, 1.0, 16.0]),
+    st.integers(0, 2**40),
+)
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.uint8, torch.int32]
+
+
+def specialised(x):
+    """Return the type and the specialisation key that Triton gives an argument."""
+    return native_specialize_impl(BaseBackend, x, False, True, True)
+
+
+@given(NUMBERS, NUMBERS)
+def test_numbers_of_one_kind_are_one_to_triton(a, b):
+    if triton_launch._number_kind(a) == triton_launch._number_kind(b):
+        assert specialised(a) == specialised(b)
+
+
+@given(st.sampled_from(DTYPES), st.sampled_from(DTYPES), st.integers(0, 40), st.integers(0, 40))
+def test_tensors_of_one_kind_are_one_to_triton(dtype, other, skip, skip_other):
+    a, b = torch.empty(64, dtype=dtype)[skip:], torch.empty(64, dtype=other)[skip_other:]
+    if triton_launch._pointer_kind(a) == triton_launch._pointer_kind(b):
+        assert specialised(a) == specialised(b)
+
+
+@pytest.mark.parametrize("skip", [0, 4, 16])
+def test_a_pointer_is_the_tensor_it_stands_for(skip):
+    owner = torch.empty(64, dtype=torch.uint8)
+    pointer, view = triton_launch.Pointer(owner, skip, torch.float32), owner[skip:].view(torch.float32)
+    assert triton_launch._pointer_kind(pointer) == triton_launch._pointer_kind(view)
+    assert specialised(pointer) == specialised(view)
+
+
+def test_parts_of_a_workspace_are_apart_and_aligned(monkeypatch):
+    """The parts of a workspace begin at multiples of 16 bytes, one behind the other; checked in ordinary memory."""
+    monkeypatch.setattr(triton_launch, "DIRECT", True)
+    monkeypatch.setattr(torch, "empty", lambda size, dtype, device, empty=torch.empty: empty(size, dtype=dtype))
+    sizes = [(3, torch.float32), (1, torch.float16), (5, torch.int32)]
+    parts = triton_launch.workspace(torch.device("cuda", 0), *sizes)
+    for part, (size, dtype), after in zip(parts, sizes, [*parts[1:], None], strict=True):
+        assert part.dtype == dtype
+        assert (part.address - parts[0].address) % 16 == 0
+        end = part.address + size * dtype.itemsize
+        assert end <= (after.address if after else part.owner.data_ptr() + part.owner.numel())
+
+
+def test_elsewhere_a_workspace_is_tensors():
+    a, b = triton_launch.workspace(torch.device("cpu"), (3, torch.float32), (2, torch.int32))
+    assert (a.shape, a.dtype, b.shape, b.dtype) == ((3,), torch.float32, (2,), torch.int32)
+
+
+class Refused:
+    """Mimic a compiled kernel that once did not fit: Triton sets its `run` to a callable that raises."""
+
+    def __init__(self, error):
+        self.run = functools.partial(self.fail, error)
+
+    @staticmethod
+    def fail(error, *arguments):
+        raise error
+
+
+def test_a_kernel_that_once_did_not_fit_says_so_again():
+    """A kernel that did not fit raises OutOfResources again, which tuning takes as "not this tile".
+
+    The second try used to end in an AttributeError.
+    """
+    with pytest.raises(OutOfResources):
+        triton_launch.Ready.of(Refused(OutOfResources(300, 227, "shared memory")))
+
+
+def test_what_is_not_compiled_is_left_to_triton():
+    """What is not compiled is left to Triton, for instance if it compiles in the background or a hook took over."""
+    assert triton_launch._prepare(None) is None

@@ -1,0 +1,205 @@
+"""Tile tables, and the choice among their rows, without a device."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from pasa.ops.attention.triton import tiles, tuning
+from pasa.ops.attention.triton.anchors.launch import KeyBlocks
+from pasa.ops.attention.triton.backend import Pass
+from pasa.ops.attention.triton.call import Call
+from pasa.ops.attention.triton.cases import ASCEND_CASES, NVIDIA_CASES
+from pasa.ops.attention.triton.decode import paged_cases
+from pasa.ops.attention.triton.decode.launch import LANES, decode_tiles, keys_of_a_lane, lane_stages
+from pasa.ops.attention.triton.decode.paged_launch import anchored_stages, paged_stages
+from pasa.ops.attention.triton.paged.launch import anchor_tile
+from pasa.ops.attention.triton.tiles import TABLE, Tile, architecture_of, candidates, fit_ascend, paper_tile
+
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("architecture", TABLE)
+@pytest.mark.parametrize("pad", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize("block_k", [32, 64, 128])
+@pytest.mark.parametrize("rows", [1, 17, 100, 5000])
+def test_candidates_fit_the_call(architecture, pad, block_k, rows):
+    found = candidates(architecture, pad, block_k, rows)
+    assert found
+    for tile in found:
+        assert block_k % tile.block_n == 0, "a tile must not straddle two anchors"
+        assert 16 <= tile.block_m <= max(16, 2 * rows)
+        if architecture == "sm_90":
+            assert tile.warps == 4 or tile.block_m >= 16 * tile.warps, "warps without rows"
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "expected"),
+    [
+        ("cuda", (8, 0), "sm_80"),
+        ("cuda", (8, 6), "sm_89"),
+        ("cuda", (8, 7), "sm_80"),
+        ("cuda", (8, 9), "sm_89"),
+        ("cuda", (9, 0), "sm_90"),
+        ("cuda", (10, 0), "sm_90"),
+        ("cuda", (12, 0), "sm_89"),
+        ("npu", None, "ascend"),
+        ("cpu", None, "interpreter"),
+    ],
+)
+def test_architectures(device, capability, expected):
+    assert architecture_of(device, capability) == expected
+
+
+@pytest.mark.parametrize(("capability", "kib"), [((8, 0), 163), ((8, 9), 99), ((9, 0), 227)])
+@pytest.mark.parametrize("pad", [64, 128, 256])
+def test_a_whole_block_of_the_published_algorithm_fits(monkeypatch, capability, kib, pad):
+    """A whole block of the published algorithm fits shared memory: Q and, in every stage, K and V.
+
+    test_compiles_for_nvidia.py compiles it for these architectures.
+    """
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    tile = paper_tile(CUDA, pad, 128)
+    assert tile.block_n == 128
+    assert 2 * pad * (tile.block_m + 128 * tile.stages) <= kib * 1024
+
+
+@pytest.mark.parametrize("pad", [64, 128, 256])
+@pytest.mark.parametrize("rows", [1, 16, 64, 128])
+def test_every_warp_has_rows_on_hopper(monkeypatch, pad, rows):
+    """Every warp has rows on Hopper.
+
+    Story: Triton 3.6 let warps without rows read what lies behind the tile (test_compiles_for_nvidia.py).
+    """
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    for tile in (*decode_tiles("sm_90", pad, rows), paper_tile(CUDA, pad, 128)):
+        assert tile.warps == 4 or tile.block_m >= 16 * tile.warps
+
+
+@pytest.fixture
+def timed(monkeypatch, tmp_path):
+    """Fake a device on which the wider tile is faster, and list what was timed."""
+    monkeypatch.setenv("PASA_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(tuning, "_chosen", {})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "device")
+    asked = []
+    monkeypatch.setattr(tuning, "_milliseconds", lambda tile, run: asked.append(tile) or 1.0 / tile.block_n)
+    return SimpleNamespace(asked=asked, file=tmp_path / "cache" / "triton_tiles.json", folder=tmp_path)
+
+
+NARROW, WIDE = Tile(64, 32, 4, 2), Tile(64, 128, 4, 2)
+
+
+def test_the_fastest_tile_is_chosen_once_and_kept(timed, monkeypatch):
+    assert tuning.best_tile(CUDA, "variant", (NARROW, WIDE), print) == WIDE
+    assert tuning.best_tile(CUDA, "variant", (NARROW, WIDE), print) == WIDE
+    assert timed.asked == [NARROW, WIDE]
+    monkeypatch.setattr(tuning, "_chosen", {})  # as another process that reads the file
+    assert tuning.best_tile(CUDA, "variant", (NARROW, WIDE), print) == WIDE
+    assert len(timed.asked) == 2
+    assert tuning.best_tile(CUDA, "another", (NARROW, WIDE), print) == WIDE
+    assert len(json.loads(timed.file.read_text())) == 2
+
+
+@pytest.mark.parametrize("damage", ["{", "[1]", '{"device | triton": 3}', ""])
+def test_a_damaged_file_is_replaced(timed, damage):
+    timed.file.parent.mkdir()
+    timed.file.write_text(damage)
+    assert tuning.best_tile(CUDA, "variant", (NARROW, WIDE), print) == WIDE
+    assert str(WIDE) in json.loads(timed.file.read_text()).values()
+
+
+def test_a_choice_that_is_no_candidate_any_more_is_made_again(timed):
+    timed.file.parent.mkdir()
+    tuning.best_tile(CUDA, "variant", (NARROW, Tile(16, 256, 1, 1)), print)
+    tuning._chosen.clear()
+    assert tuning.best_tile(CUDA, "variant", (NARROW, WIDE), print) == WIDE
+
+
+def test_a_folder_that_cannot_be_written_costs_only_time(timed, monkeypatch):
+    timed.file.parent.write_text("a file where the folder should be")
+    assert tuning.best_tile(CUDA, "variant", (NARROW, WIDE), print) == WIDE
+
+
+def test_whatever_changes_the_time_changes_the_key():
+    """Whatever changes the time changes the key.
+
+    Plain and guarded passes, block sizes and row counts once shared a key, and so a tile that fitted only one of
+    them.
+    """
+
+    def variant(rows=300, keys=300, block=128, causal=False, guarded=True, width=64, dropped=0):
+        q, k = torch.zeros(1, 2, rows, 64).half(), torch.zeros(1, 2, keys, width).half()[..., :64]
+        call, unused = Call(q, k, k, None, causal, 1.0, dropped=dropped), KeyBlocks(q, q, q)
+        return Pass(call, k, unused, None, block, q, q, fast=True, guarded=guarded).variant
+
+    others = [{"rows": 20}, {"keys": 3000}, {"block": 64}, {"causal": True}, {"guarded": False}, {"width": 65}]
+    others.append({"dropped": 13})
+    assert len({variant(**other) for other in [{}, *others]}) == 8
+
+
+def test_nothing_is_timed_where_nothing_can_be(timed, monkeypatch):
+    assert tuning.best_tile(CUDA, "variant", (NARROW,), print) == NARROW
+    assert tuning.best_tile(torch.device("cpu"), "variant", (NARROW, WIDE), print) == NARROW
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert tuning.best_tile(CUDA, "variant", (NARROW, WIDE), print) == NARROW
+    assert timed.asked == []
+    assert tiles.processors(torch.device("cpu")) >= 1
+
+
+def test_no_two_cases_have_one_name():
+    """No two cases have the same name.
+
+    Story: the second of two was compiled anew in every clone, because the record belonged to the first.
+    """
+    names = [case["name"] for case in (*NVIDIA_CASES, *paged_cases.NVIDIA_CASES)]
+    assert len(set(names)) == len(names)
+
+
+LANE_CASES = [x for x in (*NVIDIA_CASES, *paged_cases.NVIDIA_CASES) if x["name"].startswith("lanes")]
+
+
+@pytest.mark.parametrize("case", LANE_CASES, ids=lambda x: x["name"])
+def test_lanes_are_compiled_as_they_are_launched(case):
+    architecture, sizes = f"sm_{case['architectures'][0]}", case["constexprs"]
+    assert sizes["BLOCK_N"] == keys_of_a_lane(architecture, sizes["D_PAD"])
+    stages = lane_stages(architecture)
+    assert case["options"] == {"num_warps": LANES, "num_stages": paged_stages(stages) if "PAGE" in sizes else stages}
+    assert sizes["LANES"] == LANES
+
+
+ANCHORED_CASES = [x for x in paged_cases.NVIDIA_CASES if x["name"].startswith("anchored")]
+
+
+@pytest.mark.parametrize("case", ANCHORED_CASES, ids=lambda x: x["name"])
+def test_lanes_with_anchors_of_pages_are_compiled_as_they_are_launched(case):
+    architecture, sizes = f"sm_{case['architectures'][0]}", case["constexprs"]
+    assert sizes["BLOCK_N"] == keys_of_a_lane(architecture, sizes["D_PAD"])
+    assert case["options"] == {"num_warps": LANES, "num_stages": anchored_stages(architecture)}
+    assert sizes["LANES"] == LANES
+
+
+def test_anchors_of_pages_are_compiled_as_they_are_found():
+    cases = [x for x in paged_cases.NVIDIA_CASES if x["name"].startswith("page_anchors")]
+    assert len(cases) == 3
+    for case in cases:
+        sizes = case["constexprs"]
+        expected = sizes["WIDTH"], case["options"]["num_warps"]
+        assert anchor_tile(sizes["PAGE_PAD"], sizes["D_PAD"]) == expected
+
+
+MASKED = [x for x in ASCEND_CASES if x["constexprs"].get("SHIFT") == "before" and "16_rows" not in x["name"]]
+
+
+@pytest.mark.parametrize("case", MASKED, ids=lambda x: x["name"])
+def test_attention_is_lowered_for_ascend_as_it_is_launched(case):
+    """Attention is lowered for Ascend with the tiles that it is launched with.
+
+    A float mask with a causal band at 64 rows exceeded the unified buffer once the frame of a row moved.
+    """
+    sizes = case["constexprs"]
+    (tile,) = candidates("ascend", sizes["D_PAD"], sizes["ANCHOR_BLOCK"], 4096)
+    tile = fit_ascend(tile, sizes["MASK"], sizes["CAUSAL"])
+    assert (sizes["BLOCK_M"], sizes["BLOCK_N"]) == (tile.block_m, tile.block_n)
