@@ -71,8 +71,8 @@ setup(
     package_dir=ROOTS,
     package_data={
         "pasa": ["py.typed"],
-        "pasa.ops": ["*/README.md"],
-        "pasa.eval": ["*/README.md", "*/*.html"],
+        "pasa.ops": ["**/README.md"],
+        "pasa.eval": ["**/README.md", "**/*.html"],
         # Sources: an NPU machine builds them. What is built there belongs to that machine.
         "pasa.ascend_c": ["CMakeLists.txt", "README.md", "*/README.md", "*/*.h", "*/*.cpp", "*/*.asc"],
     },

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from pasa.eval import output
-from pasa.eval.options import (
+from pasa.eval.kit import output
+from pasa.eval.kit.options import (
     NOTHING_KEPT,
     Json,
     deliver,
@@ -46,10 +46,10 @@ def rmse(
     kernels: Annotated[bool, typer.Option("--kernels", help="The Triton kernels, on a GPU or interpreted.")] = False,
 ) -> None:
     """RMSE of every arithmetic against FP64 on the paper's cases; exit 1 if the default one fails gate (a) or (b)."""
-    from pasa.eval.rmse import bias, plots, report, run
-    from pasa.eval.rmse import kernels as on_kernels
-    from pasa.eval.rmse import resonance as resonant
-    from pasa.eval.rmse import sides as shifted
+    from pasa.eval.accuracy.rmse import bias, plots, report, run
+    from pasa.eval.accuracy.rmse import kernels as on_kernels
+    from pasa.eval.accuracy.rmse import resonance as resonant
+    from pasa.eval.accuracy.rmse import sides as shifted
 
     if resonance + large_bias + sides + kernels > 1:
         raise ValueError("--resonance, --large-bias, --sides and --kernels are experiments of their own: choose one")
@@ -110,7 +110,7 @@ def soak(
     jobs: Annotated[int, typer.Option(parser=integer, metavar="N", help="Processes to share the cases.")] = 1,
 ) -> None:
     """Random calls of one backend, judged against FP64 and the guarantee; exit 1 if one breaks a bound."""
-    from pasa.eval.soak import report, run
+    from pasa.eval.random_calls.soak import report, run
 
     with output.progress_bar("bench soak") as progress:
         result = run.run_soak(cases, seed, backend, only, small, jobs, progress)
@@ -125,7 +125,7 @@ def gradients(
     rounds: Annotated[int, typer.Option(parser=integer, metavar="N", help="Turns of each implementation.")] = 5,
 ) -> None:
     """Errors of gradients against FP64, and on a GPU their time beside SDPA's; exit 1 if one is too large."""
-    from pasa.eval.gradients import report, run
+    from pasa.eval.accuracy.gradients import report, run
 
     with output.progress_bar("bench gradients") as progress:
         result = run.run_gradients(seed, rounds, progress)
@@ -144,8 +144,8 @@ def model(
 ) -> None:
     """Prefill, decode and memory of a whole model with random weights, by its attention."""
     needs_models("bench model")
-    from pasa.eval.longbench import throughput
-    from pasa.eval.rmse.report import show
+    from pasa.eval.accuracy.rmse.report import show
+    from pasa.eval.models.longbench import throughput
     from pasa.eval.speed.report import markdown
 
     with stoppable(NOTHING_KEPT), output.progress_bar("bench model") as progress:
@@ -173,7 +173,7 @@ def video(
 ) -> None:
     """Time a denoising step of the full-size video UNet on a CUDA device; exit 1 if PASA is slower or farther off."""
     needs_models("bench video")
-    from pasa.eval.video import step, step_report
+    from pasa.eval.models.video import step, step_report
 
     with output.progress_bar("bench video") as progress:
         result = step.run_step(rounds, progress=stages(progress, step.STAGES))
@@ -189,7 +189,7 @@ def ring(
     rounds: Annotated[int, typer.Option(parser=integer, metavar="N", help="Rounds that are counted.")] = 5,
 ) -> None:
     """Causal attention of several devices beside one, under torchrun; exit 1 if it errs more than one device does."""
-    from pasa.eval.ring import report, run
+    from pasa.eval.speed.ring import report, run
 
     counts = integers(heads)
     if len(counts) != 2 or min(*counts, rounds) < 1:
@@ -208,7 +208,7 @@ def unbiased(
     rounds: Annotated[int, typer.Option(parser=integer, metavar="N", help="Turns of each softmax.")] = 9,
 ) -> None:
     """What softmax="unbiased" costs on a CUDA device; exit 1 if an output is wrong, 0 if a target is missed."""
-    from pasa.eval.rounding_bias import cost, cost_report
+    from pasa.eval.accuracy.rounding_bias import cost, cost_report
 
     with output.progress_bar("bench unbiased") as progress:
         result = cost.run_cost(rounds, progress)
@@ -224,7 +224,7 @@ def watch(
 ) -> None:
     """What pasa.watch costs on a CUDA device; exit 1 if a count or an output is wrong, or a model pays 2 % or more."""
     needs_models("bench watch")
-    from pasa.eval.watching import report, run
+    from pasa.eval.speed.watching import report, run
 
     with output.progress_bar("bench watch") as progress:
         result = run.run_watch(small, turns, progress)
@@ -239,7 +239,7 @@ def predict(
     turns: Annotated[int, typer.Option(parser=integer, metavar="N", help="Of each case, with and without.")] = 9,
 ) -> None:
     """What FP8 scales from the weights cost a forward pass on a CUDA device; exit 1 if a norm is wrong."""
-    from pasa.eval.fp8_scaling import overhead, overhead_report
+    from pasa.eval.research.fp8_scaling import overhead, overhead_report
 
     with output.progress_bar("bench predict") as progress:
         result = overhead.run_overhead(small, turns, progress)
@@ -254,7 +254,7 @@ def npu_model(
     ] = None,
 ) -> None:
     """Model an Ascend 910B3: what the Ascend C kernels spend on the CPU twin over published rates. Not measured."""
-    from pasa.eval.npu_model import plots, report, run
+    from pasa.eval.npu import plots, report, run
 
     with output.progress_bar("bench npu-model") as progress:
         result = run.run_npu_model(progress)

@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from pasa.eval import output
 from pasa.eval.benchmarks import bench
 from pasa.eval.evaluate import evaluate
-from pasa.eval.options import Json, at_least_one, deliver, integer, needs_models, probability, stages
+from pasa.eval.kit import output
+from pasa.eval.kit.options import Json, at_least_one, deliver, integer, needs_models, probability, stages
 
 app = typer.Typer(
     help="FP16 attention that cannot overflow: checks, tables, benchmarks and a demonstration.",
@@ -43,7 +43,7 @@ def beta(
     block: Annotated[int, typer.Option(parser=integer, metavar="N", help="Keys per block.")] = 128,
 ) -> None:
     """The paper's table 3 (optimal beta), and the same for the matrix with 1/sqrt(d) folded in."""
-    from pasa.eval import beta as module
+    from pasa.eval.accuracy import beta as module
 
     deliver(module.run_beta(block), json, module.render)
 
@@ -61,7 +61,7 @@ def demo(
 ) -> None:
     """Rescue a language model that FP16 attention cannot run; exit 1 if PASA does not reproduce FP32."""
     needs_models("demo")
-    from pasa.eval.rescue import run as module
+    from pasa.eval.models.rescue import run as module
 
     with output.progress_bar("demo") as progress:
         result = module.run_rescue(model, prompt, offset, new_tokens, max_prompt_tokens, progress=stages(progress, 5))
@@ -94,7 +94,7 @@ def diagnose(
 ) -> None:
     """Where a model's attention leaves FP16, head by head, and why; exit 1 if PASA breaks what the model computes."""
     needs_models("diagnose")
-    from pasa.eval.diagnose import report, run
+    from pasa.eval.models.diagnose import report, run
 
     with output.progress_bar("diagnose") as progress:
         result, maps = run.run_diagnose(
@@ -147,9 +147,9 @@ def predict(
     """Which heads can overflow, from the weights alone; exit 1 if a proven bound or a check fails."""
     if not paper_tables:
         needs_models("predict")
-    from pasa.eval.predict import auto as policy
-    from pasa.eval.predict import paper, report, run
-    from pasa.eval.predict import soundness as checks
+    from pasa.eval.models.predict import auto as policy
+    from pasa.eval.models.predict import paper, report, run
+    from pasa.eval.models.predict import soundness as checks
 
     if paper_tables + soundness + auto + (model is not None) > 1:
         raise ValueError("--model, --paper-tables, --soundness and --auto exclude each other: choose one")

@@ -15,7 +15,7 @@ from rich.text import Text
 from torch import Tensor
 
 import pasa
-from pasa.eval.output import environment
+from pasa.eval.kit.output import environment
 from pasa.ops import envs, registry
 from pasa.ops.attention.ascend import backend as npu_backend
 from pasa.ops.attention.options import AttentionOptions

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from pasa.eval import output
-from pasa.eval.options import (
+from pasa.eval.kit import output
+from pasa.eval.kit.options import (
     NOTHING_KEPT,
     Json,
     deliver,
@@ -42,7 +42,7 @@ def video(
 ) -> None:
     """A video in FP32, in FP16 and in FP16 with PASA, frame by frame; exit 1 if PASA breaks it."""
     needs_models("eval video")
-    from pasa.eval.video import clip, report, run
+    from pasa.eval.models.video import clip, report, run
 
     with output.progress_bar("eval video") as progress:
         result, clips = run.run_video(
@@ -106,7 +106,7 @@ def longbench(
 ) -> None:
     """LongBench by precision; exit 1 if PASA breaks an answer or, on the built-in overflowing model, leaves FP32's."""
     needs_models("eval longbench")
-    from pasa.eval.longbench import report, run
+    from pasa.eval.models.longbench import report, run
 
     with stoppable(GOES_ON if output_dir else NOTHING_KEPT), output.progress_bar("eval longbench") as progress:
         result = run.run_longbench(
@@ -150,7 +150,7 @@ def ppl(
 ) -> None:
     """Perplexity of a long text in several precisions; exit 1 if PASA leaves FP32's."""
     needs_models("eval ppl")
-    from pasa.eval.perplexity import report, run
+    from pasa.eval.models.perplexity import report, run
 
     with stoppable(NOTHING_KEPT), output.progress_bar("eval ppl") as progress:
         result = run.run_perplexity(
@@ -175,7 +175,7 @@ def bias(
     seed: Annotated[int, typer.Option(parser=integer, metavar="N", help="Of inputs and drawn roundings.")] = 0,
 ) -> None:
     """Signed errors where rows repeat their maximum, by rule; exit 1 if ours keeps a bias or adds an error."""
-    from pasa.eval.rounding_bias import report, run
+    from pasa.eval.accuracy.rounding_bias import report, run
 
     with stoppable(NOTHING_KEPT), output.progress_bar("eval bias") as progress:
         result = run.run_bias(rows, seed, progress)
@@ -190,7 +190,7 @@ def fp8(
 ) -> None:
     """FP8 scale factors of logits in transients of training; exit 1 if those from the weights overflow."""
     needs_models("eval fp8")
-    from pasa.eval.fp8_scaling import report, run
+    from pasa.eval.research.fp8_scaling import report, run
 
     with output.progress_bar("eval fp8") as progress:
         result = run.run_fp8(quick, progress)
@@ -206,7 +206,7 @@ def fuzz(
     replay: Annotated[str | None, typer.Option(metavar="SEED:INDEX", help="Run this case alone.")] = None,
 ) -> None:
     """Random calls of the whole API, right and wrong; exit 1 if one is neither correct nor refused as documented."""
-    from pasa.eval.fuzz import report, run
+    from pasa.eval.random_calls.fuzz import report, run
 
     with stoppable(NOTHING_KEPT), output.progress_bar("eval fuzz") as progress:
         result = run.run_fuzz(cases, seed, replay, progress)
@@ -228,7 +228,7 @@ def zoo(
 ) -> None:
     """Every architecture of transformers and diffusers, small, patched against unpatched; exit 1 if one is wrong."""
     needs_models("eval zoo")
-    from pasa.eval.zoo import report, run
+    from pasa.eval.models.zoo import report, run
 
     kept = None if output_dir is None else output_dir / run.KEPT
     with stoppable(GOES_ON if kept else NOTHING_KEPT), output.progress_bar("eval zoo") as progress:
@@ -250,8 +250,9 @@ def training(
     text: Annotated[Path | None, typer.Option(dir_okay=False, help="What it reads there: some MB, UTF-8.")] = None,
 ) -> None:
     """A decoder trained with rounded attention, emulated: what its errors add up to; exit 1 if ours is not finite."""
-    from pasa.eval.rounding_bias import training as emulated
-    from pasa.eval.rounding_bias import training_gpu, training_report
+    from pasa.eval.research.rounding_training import gpu as training_gpu
+    from pasa.eval.research.rounding_training import report as training_report
+    from pasa.eval.research.rounding_training import training as emulated
 
     if (gpu_seconds is None) != (text is None):
         raise ValueError("--gpu-seconds and --text belong together")

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from pasa.eval.rmse.report import percent
-from pasa.eval.stored import stored, table
+from pasa.eval.accuracy.rmse.report import percent
+from pasa.eval.kit.stored import stored, table
 
 Result = dict[str, Any]
 Record = dict[str, Any]
@@ -325,7 +325,7 @@ LINES: Sequence[Line] = (
     Line("The same, scores beyond FP16", "throughput", partial(_tokens, bias=BIAS), GPU, "#long-prompts"),
     Line("Overhead: the paper's shape", "counters", _counters, GPU, "eval/speed/results/counters.md"),
     Line("Overhead: the pass over K", "speed", _prepass, GPU, "eval/speed/results/speed.md"),
-    Line("Overhead: profile, 8192 tokens", "gradients", _profiled, GPU, "eval/gradients/results/gradients.md"),
+    Line("Overhead: profile, 8192 tokens", "gradients", _profiled, GPU, "eval/accuracy/gradients/results/gradients.md"),
     Line("Overhead on an NPU", "npu_model", _npu_split, MODELLED, NPU),
     Line("Speed on an NPU", "npu_model", _npu_speed, MODELLED, NPU),
     Line("A language model that overflows", "rescue", _rescue, EMULATED, "#a-language-model"),
@@ -334,7 +334,7 @@ LINES: Sequence[Line] = (
     Line("Video", "video", _video, EMULATED, "#a-video"),
     Line("Video at full size", "step", _step, GPU, "#a-video"),
     Line("Decoding from pages", "paged", _paged, GPU, SPEED),
-    Line("Several devices", "ring", _ring, GPU, "eval/ring/README.md"),
+    Line("Several devices", "ring", _ring, GPU, "eval/speed/ring/README.md"),
     Line("Random calls", "soak", _soak, GPU, SPEED),
     Line("Gradients", "gradients", _gradients, GPU, SPEED),
 )

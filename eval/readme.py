@@ -13,39 +13,40 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from pasa.eval import evidence, output
-from pasa.eval.diagnose import report as diagnose_report
-from pasa.eval.diagnose import words
-from pasa.eval.fp8_scaling import overhead_report
-from pasa.eval.fp8_scaling import report as fp8_report
-from pasa.eval.fuzz import report as fuzz_report
-from pasa.eval.gradients import report as gradients_report
-from pasa.eval.longbench import report as longbench_report
-from pasa.eval.longbench import throughput as throughput_report
-from pasa.eval.npu_model import report as npu_report
-from pasa.eval.perplexity import report as perplexity_report
-from pasa.eval.predict import paper
-from pasa.eval.predict import report as predict_report
-from pasa.eval.rescue.report import TITLES
-from pasa.eval.ring import report as ring_report
-from pasa.eval.rmse import report
-from pasa.eval.rounding_bias import cost_report
-from pasa.eval.rounding_bias import report as rounding_report
-from pasa.eval.soak import report as soak_report
+from pasa.eval import evidence
+from pasa.eval.accuracy.gradients import report as gradients_report
+from pasa.eval.accuracy.rmse import report
+from pasa.eval.accuracy.rounding_bias import cost_report
+from pasa.eval.accuracy.rounding_bias import report as rounding_report
+from pasa.eval.kit import output
+from pasa.eval.kit.stored import ROOT, stored, table
+from pasa.eval.models.diagnose import report as diagnose_report
+from pasa.eval.models.diagnose import words
+from pasa.eval.models.longbench import report as longbench_report
+from pasa.eval.models.longbench import throughput as throughput_report
+from pasa.eval.models.perplexity import report as perplexity_report
+from pasa.eval.models.predict import paper
+from pasa.eval.models.predict import report as predict_report
+from pasa.eval.models.rescue.report import TITLES
+from pasa.eval.models.video import report as video_report
+from pasa.eval.models.video import step_report
+from pasa.eval.models.zoo import report as zoo_report
+from pasa.eval.npu import report as npu_report
+from pasa.eval.random_calls.fuzz import report as fuzz_report
+from pasa.eval.random_calls.soak import report as soak_report
+from pasa.eval.research.fp8_scaling import overhead_report
+from pasa.eval.research.fp8_scaling import report as fp8_report
 from pasa.eval.speed import readme as speed_readme
-from pasa.eval.stored import ROOT, stored, table
-from pasa.eval.video import report as video_report
-from pasa.eval.video import step_report
-from pasa.eval.watching import report as watching_report
-from pasa.eval.zoo import report as zoo_report
+from pasa.eval.speed.ring import report as ring_report
+from pasa.eval.speed.watching import report as watching_report
 from pasa.ops.registry import BACKENDS, Backend
 
 FILES = (
     "README.md",
-    "eval/rounding_bias/README.md",
-    "eval/watching/README.md",
-    "eval/fp8_scaling/README.md",
-    "eval/zoo/README.md",
+    "eval/accuracy/rounding_bias/README.md",
+    "eval/speed/watching/README.md",
+    "eval/research/fp8_scaling/README.md",
+    "eval/models/zoo/README.md",
 )
 MAXIMA = ("two, smaller tail", "near, smaller tail", "blocks, smaller tail", "four, smaller tail")
 ROUNDED = (*MAXIMA, "three, smaller tail, one binade", "six, smaller tail, one binade", "random, same tail")

@@ -23,7 +23,7 @@ def test_ascend_c_is_installed_with_all_its_sources(tmp_path):
     assert {"CMakeLists.txt", "kernel/pasa.asc", "binding/binding.cpp", "tiling/plan.h"} <= shipped
     assert not [path for path in shipped if path.endswith(".so")]
 
-    assert (tmp_path / "pasa/eval/diagnose/page.html").is_file(), "the template of the page"
+    assert (tmp_path / "pasa/eval/models/diagnose/page.html").is_file(), "the template of the page"
 
 
 def test_the_default_library_lies_beside_the_sources():

@@ -16,7 +16,7 @@ QWEN, VIDEO = "Qwen/Qwen2-7B-Instruct", "stabilityai/stable-video-diffusion-img2
 
 # Shell commands that are not run here, and where they are run instead.
 NOT_RUN = {
-    "bash scripts/run.sh": "takes minutes and an environment; tests of eval/rmse and eval/rescue run its parts",
+    "bash scripts/run.sh": "takes minutes and an environment; tests of its experiments run its parts",
     "bash scripts/test.sh": "this is what runs these tests",
     "pip install .": "tests/test_package.py does, without a network",
     "pip install '.[transformers]'": "asks a package index; the extras that the line names are looked up below",
@@ -54,7 +54,7 @@ def folder(tmp_path_factory):
     from PIL import Image
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    from pasa.eval.video.tiny import tiny_pipeline
+    from pasa.eval.models.video.tiny import tiny_pipeline
 
     path = tmp_path_factory.mktemp("newcomer")
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())

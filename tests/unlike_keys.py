@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pasa.eval.fuzz import truth
+from pasa.eval.random_calls.fuzz import truth
 
 BLOCK = 128
 # README.md of ops/attention, "What a row may err by", derives SUMS and REACH. SUMS: a score's error in units of

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pasa.eval.rmse.cases import SHAPE, generator
+from pasa.eval.accuracy.rmse.cases import SHAPE, generator
 
 HALF_BYTES = 2
 CONSTANT = 20.0  # added to every element of Q and K: q.k near 51,000 at D = 128

@@ -19,9 +19,10 @@ from typing import Any
 
 import torch
 
-from pasa.eval import cli, output
+from pasa.eval import cli
+from pasa.eval.kit import output
+from pasa.eval.kit.device import describe
 from pasa.eval.speed.cases import select_cases
-from pasa.eval.speed.device import describe
 from pasa.eval.speed.implementations import CUDNN, OURS, PLAIN, select_implementations
 
 WARM_CALLS = 3

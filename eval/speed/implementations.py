@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import pasa
+from pasa.eval.kit.timing import Call
 from pasa.eval.speed.cases import Inputs
-from pasa.eval.speed.timing import Call
 from pasa.ops.attention.options import AttentionOptions
 
 Prepare: TypeAlias = Callable[[Inputs], dict[str, Call]]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from pasa.eval.kit.timing import Call, Clock, interleave, summary
 from pasa.eval.speed.cases import Inputs, SpeedCase
-from pasa.eval.speed.timing import Call, Clock, interleave, summary
 
 BLOCK = 128  # keys per anchor
 WHOLE, PREPASS, MAIN, READING = "whole", "pre-pass", "main loop", "reading"

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pasa.eval.speed.timing import Call
+from pasa.eval.kit.timing import Call
 
 BLOCK, BLOCKS_EACH, WARPS = 4096, 2, 4  # the fastest of a few: many programs, dealt out as they finish
 

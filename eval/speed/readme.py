@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pasa.eval.rmse.report import short
+from pasa.eval.accuracy.rmse.report import short
+from pasa.eval.kit.stored import stored, table
 from pasa.eval.speed import report
 from pasa.eval.speed.cases import DATA
 from pasa.eval.speed.implementations import CUDNN, FLASH, PAGES
-from pasa.eval.stored import stored, table
 
 
 def speed() -> str:

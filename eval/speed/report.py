@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from pasa.eval import output
-from pasa.eval.rmse.report import Table, percent, short
+from pasa.eval.accuracy.rmse.report import Table, percent, short
+from pasa.eval.kit import output
 from pasa.eval.speed.cases import DATA, FORMULA
 from pasa.eval.speed.implementations import CUDNN, FLASH
 from pasa.eval.speed.targets import FLASH_FIELD, FLOOR_FIELD

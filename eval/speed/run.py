@@ -11,8 +11,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from pasa.eval.kit.device import describe
+from pasa.eval.kit.timing import PROBES, Call, Clock, CudaClock, Rounds, copy_bandwidth, interleave, ratio, summary
 from pasa.eval.speed.cases import FORMULA, Inputs, SpeedCase, select_cases
-from pasa.eval.speed.device import describe
 from pasa.eval.speed.gate import Gate, Verdict
 from pasa.eval.speed.implementations import (
     CUDNN,
@@ -24,7 +25,6 @@ from pasa.eval.speed.implementations import (
 )
 from pasa.eval.speed.parts import one_line, split
 from pasa.eval.speed.targets import judge_targets
-from pasa.eval.speed.timing import PROBES, Call, Clock, CudaClock, Rounds, copy_bandwidth, interleave, ratio, summary
 
 SCHEMA = 1
 NOTE = "measured on the CUDA device named here; nothing was run on an NPU"
@@ -143,7 +143,7 @@ def _conclude(result: dict[str, Any], cases: Sequence[SpeedCase], started: float
 def _softmax(clock: Clock, rounds: int) -> list[Record]:
     """The micro-benchmark, or why there is none: Triton is an extra."""
     try:
-        from pasa.eval.speed.softmax_tile import run_softmax
+        from pasa.eval.research.softmax_tile import run_softmax
     except ImportError as error:
         return [{"where": "-", "arithmetic": "all", "status": NOT_RUN, "why": one_line(error)}]
     return run_softmax(clock, rounds)

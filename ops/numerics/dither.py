@@ -13,7 +13,7 @@ Outputs of three, five, six and seven equal maxima drop thirds, fifths, sixths a
 square waves that detect halves, quarters and eighths do not detect those: up to 17 % of such rows
 are flagged, and the others keep their bias. It is up to 0.06 spacings for six maxima, 0.05 for
 three, 0.03 for five, 0.02 for seven, where values lie in one binade, and less than 0.01 where they
-are N(0, 1) (eval/rounding_bias). Waves for thirds would double the counters of every kernel.
+are N(0, 1) (eval/accuracy/rounding_bias). Waves for thirds would double the counters of every kernel.
 
 All arithmetic here is that of 32-bit integers without overflow, so that every kernel can reproduce
 it bit for bit.

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from pasa import golden_attention
-from pasa.eval.fuzz import truth
-from pasa.eval.fuzz.adversaries import specks, spikes, stalled, sunken
-from pasa.eval.rmse.cases import PAPER_CASES, RandomCase
+from pasa.eval.accuracy.rmse.cases import PAPER_CASES, RandomCase
+from pasa.eval.random_calls.fuzz import truth
+from pasa.eval.random_calls.fuzz.adversaries import specks, spikes, stalled, sunken
 from pasa.ops.attention.spec.shift_keys import shift_exact
 from tests.ascend_c.kernel_runs import (
     BLOCK,

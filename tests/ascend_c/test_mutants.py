@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pasa.eval.fuzz.adversaries import sunken
+from pasa.eval.random_calls.fuzz.adversaries import sunken
 from tests import unlike_keys
 from tests.ascend_c.kernel_runs import (
     BLOCK,

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from pasa.eval import cli, doctor
 from pasa.eval.commands import app
-from pasa.eval.options import TRANSFORMERS
+from pasa.eval.kit.options import TRANSFORMERS
 from pasa.ops import envs
 from pasa.ops.attention.ascend import backend as npu_backend
 
@@ -228,8 +228,8 @@ def test_diagnose_writes_what_it_says(tmp_path: Path) -> None:
 
 
 def test_a_model_that_pasa_breaks_is_exit_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pasa.eval.diagnose import report
-    from pasa.eval.diagnose import run as module
+    from pasa.eval.models.diagnose import report
+    from pasa.eval.models.diagnose import run as module
 
     monkeypatch.setattr(module, "run_diagnose", lambda model, **options: ({"gate": {"passed": False}}, []))
     monkeypatch.setattr(report, "render", lambda result, console: None)
@@ -244,7 +244,7 @@ def test_console_script_runs_as_a_process() -> None:
 
 
 def test_gate_failure_is_exit_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pasa.eval.rmse import run as module
+    from pasa.eval.accuracy.rmse import run as module
 
     failure = [{"case": "c", "seed": 0, "overflow": "inf", "why": "(a) nonfinite_share 1"}]
     monkeypatch.setattr(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pasa.eval import evidence
-from pasa.eval.stored import ROOT, stored
+from pasa.eval.kit.stored import ROOT, stored
 
 LINES = pytest.mark.parametrize("line", evidence.LINES, ids=lambda line: line.question)
 NUMBER = re.compile(r"(?<![\w.])\d+(?:,\d{3})*(?:\.\d+)?")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pasa.eval import output
+from pasa.eval.kit import output
 
 
 @pytest.mark.parametrize(("rank", "pause", "lines"), [("0", 0, 2), ("0", 60, 0), ("1", 0, 0)])

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 
 from pasa.eval import readme
-from pasa.eval.stored import RESULTS
+from pasa.eval.kit.stored import RESULTS
 
 
 def test_generated_parts_are_up_to_date():

@@ -11,7 +11,7 @@ from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pasa
-from pasa.eval.video.tiny import tiny_unet
+from pasa.eval.models.video.tiny import tiny_unet
 from pasa.ops import library
 from pasa.ops.attention.spec import watch as counting
 from pasa.patching.onlookers import patched_modules

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import pasa
-from pasa.eval.fuzz import truth
-from pasa.eval.fuzz.adversaries import specks, spikes, stalled, sunken
-from pasa.eval.fuzz.cases import COUNTS
-from pasa.eval.fuzz.search import Genes, badness, make, mutate, search
+from pasa.eval.random_calls.fuzz import truth
+from pasa.eval.random_calls.fuzz.adversaries import specks, spikes, stalled, sunken
+from pasa.eval.random_calls.fuzz.cases import COUNTS
+from pasa.eval.random_calls.fuzz.search import Genes, badness, make, mutate, search
 from tests.unlike_keys import found, two_keys
 
 CONFIGS = [

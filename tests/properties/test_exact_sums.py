@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import pasa
-from pasa.eval.fuzz import truth
+from pasa.eval.random_calls.fuzz import truth
 
 EPS, DIM = 2.0**-7, 16
 

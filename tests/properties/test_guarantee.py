@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import pasa
 from pasa import PasaConfig
-from pasa.eval.fuzz import truth
+from pasa.eval.random_calls.fuzz import truth
 from pasa.ops.attention.spec import scores
 from tests.inputs import KERNEL_MODES, KERNEL_SLACK, MODES, REFERENCE_MODES, max_error, normal_qkv, rmse
 

@@ -1,6 +1,6 @@
 """The guarantee over paged caches whose pages have anchors: finite FP16 in, finite out.
 
-Every output lies among the values whose keys have weight. Bounds: eval/fuzz/README.md, for scores in FP32.
+Every output lies among the values whose keys have weight. Bounds: eval/random_calls/fuzz/README.md, for scores in FP32.
 """
 
 import pytest
@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pasa
-from pasa.eval.fuzz import truth
-from pasa.eval.fuzz.adversaries import specks, spikes, stalled, sunken
-from pasa.eval.fuzz.cases import COUNTS
+from pasa.eval.random_calls.fuzz import truth
+from pasa.eval.random_calls.fuzz.adversaries import specks, spikes, stalled, sunken
+from pasa.eval.random_calls.fuzz.cases import COUNTS
 from tests.inputs import DEVICE
 from tests.properties.test_guarantee import KINDS, adversary
 

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save
 
 import pasa
-from pasa.eval.longbench.data import load_items
-from pasa.eval.rescue import run as rescue
+from pasa.eval.models.longbench.data import load_items
+from pasa.eval.models.rescue import run as rescue
 
 CONFIG = {
     "model_type": "llama", "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "head_dim": 8,

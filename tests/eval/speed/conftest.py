@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from pasa.eval.speed import run, softmax_tile
+from pasa.eval.research import softmax_tile
+from pasa.eval.speed import run
 from tests.eval.speed.fakes import BANDWIDTH, ENTRANTS, TINY, TINY_BIASED, TINY_DECODE, FakeClock
 
 

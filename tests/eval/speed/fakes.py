@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import pasa
+from pasa.eval.kit.timing import Call
 from pasa.eval.speed.cases import Inputs, SpeedCase, Target
 from pasa.eval.speed.implementations import Implementation, NotInstalledError
-from pasa.eval.speed.timing import Call
 
 SPEED = {"sdpa-cudnn": 2.0, "sdpa-flash": 5.0, "pasa": 1.6, "triton-fp32": 2.5, "pasa-portable": 2.2}
 TINY = SpeedCase("tiny", 1, 4, 2, 150, 150, 32, causal=True, graphed=True, eager=Target(1.0, 1.5, 2.0))

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from pasa.eval import output
+from pasa.eval.kit import output
 from pasa.eval.speed import plots, report
 
 

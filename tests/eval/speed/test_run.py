@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import pasa
-from pasa.eval import output
+from pasa.eval.kit import output
+from pasa.eval.kit.timing import PROBES, Call
 from pasa.eval.speed import parts, report, run
 from pasa.eval.speed.cases import Inputs, SpeedCase
 from pasa.eval.speed.implementations import IMPLEMENTATIONS, OWN, Implementation, select_implementations
-from pasa.eval.speed.timing import PROBES, Call
 from tests.eval.speed.fakes import (
     BANDWIDTH,
     ENTRANTS,

@@ -157,6 +157,6 @@ def naive():
 @pytest.fixture
 def pipeline():
     """A fresh tiny Stable Video Diffusion pipeline, FP32: 16 attention modules in the UNet, 2 in the VAE, 2 in CLIP."""
-    from pasa.eval.video.tiny import tiny_pipeline  # also imports diffusers, which takes seconds
+    from pasa.eval.models.video.tiny import tiny_pipeline  # also imports diffusers, which takes seconds
 
     return tiny_pipeline()

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import pasa
-from pasa.eval.rescue.embedded_model import to_qwen2
-from pasa.eval.rescue.overflow_fixture import inject_overflow
-from pasa.eval.video.overflow import bias_scores
-from pasa.eval.video.tiny import tiny_unet
+from pasa.eval.kit.embedded_model import to_qwen2
+from pasa.eval.kit.overflow_fixture import inject_overflow
+from pasa.eval.models.video.overflow import bias_scores
+from pasa.eval.models.video.tiny import tiny_unet
 
 
 @pytest.fixture

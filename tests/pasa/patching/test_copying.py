@@ -52,7 +52,7 @@ def model(request, tiny):
         skip_diffusers()
     torch.manual_seed(0)
     if request.param == "unet":
-        from pasa.eval.video.tiny import tiny_unet
+        from pasa.eval.models.video.tiny import tiny_unet
 
         return tiny_unet()
     if request.param == "wan":

@@ -18,7 +18,7 @@ from diffusers.models.attention_processor import (
 )
 
 import pasa
-from pasa.eval.video.tiny import sample_image, tiny_pipeline, tiny_unet
+from pasa.eval.models.video.tiny import sample_image, tiny_pipeline, tiny_unet
 from pasa.patching.diffusers_attention import PasaAttnProcessor
 from tests.pasa.patching.unets import classic_unet
 

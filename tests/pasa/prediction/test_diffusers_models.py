@@ -7,9 +7,9 @@ import torch
 from diffusers import AutoencoderKL, UNet2DConditionModel
 from safetensors.torch import load_file, save_file
 
-from pasa.eval.predict.observe import observe
-from pasa.eval.video.overflow import bias_scores
-from pasa.eval.video.tiny import tiny_pipeline, tiny_unet
+from pasa.eval.models.predict.observe import observe
+from pasa.eval.models.video.overflow import bias_scores
+from pasa.eval.models.video.tiny import tiny_pipeline, tiny_unet
 from pasa.prediction import predict_overflow
 from tests.pasa.prediction.conftest import randomise
 

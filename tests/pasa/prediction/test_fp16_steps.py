@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from pasa.eval.predict.observe import observe
-from pasa.eval.predict.soundness import coarse
+from pasa.eval.models.predict.observe import observe
+from pasa.eval.models.predict.soundness import coarse
 from pasa.geometry import score_bounds
 from pasa.prediction import predict_overflow
 from pasa.projections import Norm, project

@@ -1,0 +1,1 @@
+"""Errors against FP64, by arithmetic and by kernel."""

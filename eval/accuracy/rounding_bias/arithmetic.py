@@ -1,0 +1,78 @@
+"""The arms, and the two places where attention rounds its output. Emulated on a CPU."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pasa.eval.accuracy.rounding_bias.cases import BLOCK_K, KEYS, Place, Rows
+from pasa.ops.attention.options import AttentionOptions
+from pasa.ops.attention.spec.attention import OnlineSoftmax
+from pasa.ops.attention.spec.repeated_maxima import EPSILON, bounded_shift, published_shift, repeats
+from pasa.ops.attention.spec.scores import Block, Tile
+from pasa.ops.numerics.formats import FORMATS, Format, round_to
+
+ARMS = ("nearest", "published", "ours", "stochastic")
+RULES = {"nearest": "safe", "published": "unbiased_paper", "ours": "unbiased", "stochastic": "safe"}
+PLACES: dict[Place, str] = {
+    "quotient": "O / l is rounded once: `OnlineSoftmax` of the reference, P in FP16",
+    "product": "O is rounded once before it is divided by l, P is in the format too (the paper's setting)",
+}
+NOTHING = torch.zeros(0)
+
+
+def output(rows: Rows, fmt: str, place: Place, arm: str, generator: torch.Generator) -> Tensor:
+    """O (R, D) as an arm leaves it, FP32.
+
+    Parameters
+    ----------
+    fmt : str
+        Of the output: "bf16" or "fp16".
+    arm : str
+        Of `ARMS`.
+    generator : torch.Generator
+        Of the stochastic arm.
+    """
+    if place == "product":
+        return _product(rows, FORMATS[fmt], arm, generator)
+    if arm == "stochastic":
+        return round_to(quotient(rows, "fp32", "safe"), fmt, "stochastic", generator=generator)
+    return quotient(rows, fmt, RULES[arm])
+
+
+def quotient(rows: Rows, fmt: str, rule: str) -> Tensor:
+    """O / l, rounded to the format by the operator's own softmax; every row is a head of its own."""
+    count, _, dim = rows.values.shape
+    options = AttentionOptions(precision="fp32", softmax=rule)
+    softmax = OnlineSoftmax(torch.zeros(1, count, 1, 1, dim), options, FORMATS[fmt])
+    for index, start in enumerate(range(0, KEYS, BLOCK_K)):
+        scores = rows.scores[:, start : start + BLOCK_K].view(1, count, 1, 1, -1)
+        block = Block(index, NOTHING, NOTHING, None, None, softmax.maximum, 0)
+        softmax.add(Tile(scores, scores), block, rows.values[:, start : start + BLOCK_K].unsqueeze(0))
+    return softmax.finish(0.0)[0].view(count, dim)
+
+
+def _product(rows: Rows, target: Format, arm: str, generator: torch.Generator) -> Tensor:
+    """Sums in FP32, P and the sum over all keys in the format, weights relative to the running maximum.
+
+    l sums the rounded P. The quotient is left as it is: this place alone is looked at.
+    """
+    maximum = torch.full_like(rows.scores[:, :1], -torch.inf)
+    total, out = torch.zeros_like(maximum), torch.zeros_like(rows.values[:, 0])
+    for start in range(0, KEYS, BLOCK_K):
+        scores, values = (x[:, start : start + BLOCK_K] for x in (rows.scores, rows.values))
+        top = scores.amax(-1, keepdim=True)
+        raised = torch.maximum(maximum, top + _shift(arm, scores, top, maximum))
+        keep, weights = torch.exp(maximum - raised), round_to(torch.exp(scores - raised), target)
+        out = keep * out + (weights.unsqueeze(-2) @ values).squeeze(-2)
+        total, maximum = keep * total + weights.sum(-1, keepdim=True), raised
+    return round_to(out, target, "stochastic" if arm == "stochastic" else "nearest", generator=generator) / total
+
+
+def _shift(arm: str, scores: Tensor, top: Tensor, before: Tensor) -> Tensor | float:
+    """What the arm's rule adds to a block's maximum."""
+    if arm == "published":
+        return published_shift(scores, top)
+    if arm == "ours":
+        return bounded_shift(repeats(scores, top) | ((top - before).abs() <= EPSILON), top)
+    return 0.0

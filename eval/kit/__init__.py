@@ -1,0 +1,1 @@
+"""What experiments share: options, tables, stored runs, timing, descriptions of devices, built-in models."""

@@ -1,0 +1,57 @@
+"""Says what the numbers were measured on."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+from typing import Any
+
+import torch
+
+from pasa.eval.kit.output import environment
+
+QUERIES = {"driver": "driver_version", "power_limit_w": "power.limit", "sm_clock_max_mhz": "clocks.max.sm"}
+
+
+def describe(device: torch.device) -> dict[str, Any]:
+    """`output.environment` with the device, its driver and limits, and the versions that decide on speed."""
+    found = environment() | {"triton": _version("triton")}
+    if device.type != "cuda":
+        return found | {"device": str(device)}
+    properties = torch.cuda.get_device_properties(device)
+    return found | {
+        "device": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+        "l2_bytes": int(properties.L2_cache_size),
+        "memory_bytes": int(properties.total_memory),
+        "cuda": torch.version.cuda,
+        "cudnn": _cudnn(),
+        **_ask_driver(device.index or 0),
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cudnn() -> str | None:
+    """Such as 9.15.1: from 9 on the number is major * 10000 + minor * 100 + patch."""
+    number = torch.backends.cudnn.version()
+    return None if number is None else f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+
+
+def _ask_driver(index: int) -> dict[str, str | None]:
+    """What only nvidia-smi knows; None where it is not there."""
+    command = ["nvidia-smi", f"--id={index}", f"--query-gpu={','.join(QUERIES.values())}"]
+    try:
+        done = subprocess.run(
+            [*command, "--format=csv,noheader,nounits"], capture_output=True, text=True, check=True, timeout=20
+        )
+    except (OSError, subprocess.SubprocessError):
+        return dict.fromkeys(QUERIES)
+    fields = [field.strip() for field in done.stdout.splitlines()[0].split(",")] if done.stdout.strip() else []
+    return dict(zip(QUERIES, fields, strict=True)) if len(fields) == len(QUERIES) else dict.fromkeys(QUERIES)

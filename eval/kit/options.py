@@ -1,0 +1,121 @@
+"""What the commands of `pasa` share: options, and how a result is delivered."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+
+from pasa.eval.kit import output
+from pasa.patching.versions import check_transformers
+
+TRANSFORMERS = (5, 0)
+"""First version that the commands which build or load models are for; setup.py asks for it, in the extra `eval`."""
+
+
+def needs_models(command: str) -> None:
+    """Refuse an older transformers by name, before a command fails in the middle of something.
+
+    Raises
+    ------
+    ImportError
+        The installed version is older.
+    """
+    with suppress(ModuleNotFoundError):  # of which the command itself says what to install
+        check_transformers(f"pasa {command}", TRANSFORMERS)
+
+
+def json_target(target: str | None) -> str | None:
+    """Refuse a folder before the run, not after it."""
+    if target is not None and Path(target).is_dir():
+        raise typer.BadParameter(f"{target!r} is a folder")
+    return target
+
+
+STOPPED = 130  # what a shell says of SIGINT: 128 + 2
+NOTHING_KEPT = "nothing is kept"
+
+Json = Annotated[
+    str | None,
+    typer.Option("--json", metavar="FILE", callback=json_target, help='Write the result as JSON; "-": stdout, alone.'),
+]
+
+
+def integer(text: str | int) -> int:
+    """Parse an option; typer's own message leaves out what it was given."""
+    try:
+        return int(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not an integer") from None
+
+
+def at_least_one(value: int | None) -> int | None:
+    """Refuse what counts nothing."""
+    if value is not None and value < 1:
+        raise typer.BadParameter(f"{value} is not at least 1")
+    return value
+
+
+def probability(value: float) -> float:
+    """Refuse what is none."""
+    if not 0.0 < value < 1.0:
+        raise typer.BadParameter(f"{value:g} is not a probability between 0 and 1")
+    return value
+
+
+def words(text: str | None) -> list[str] | None:
+    """Words between commas; None for None."""
+    return None if text is None else [part.strip() for part in text.split(",")]
+
+
+def integers(text: str) -> list[int]:
+    """Integers between commas."""
+    return [integer(part) for part in text.split(",")]
+
+
+def stages(progress: output.Report, total: int) -> Callable[[str], None]:
+    """A callback that is told each stage before it begins."""
+    lines: list[str] = []
+
+    def say(line: str) -> None:
+        lines.append(line)
+        progress(len(lines) - 1, total, line)
+
+    return say
+
+
+@contextmanager
+def stoppable(kept: str) -> Iterator[None]:
+    """End a command that is stopped from the keyboard with one line, which says what is kept."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print(f"pasa: stopped; {kept}", file=sys.stderr)
+        raise typer.Exit(STOPPED) from None
+
+
+def deliver(result: dict[str, Any], json: str | None, render: Callable[[dict[str, Any], Console], None]) -> None:
+    """Show the result, and write it where `--json` says; "-" leaves stdout to the JSON."""
+    if json != "-":
+        render(result, Console())
+    if json is not None:
+        output.write_json(result, json)
+
+
+def finish(
+    result: dict[str, Any],
+    json: str | None,
+    folder: Path | None,
+    render: Callable[[dict[str, Any], Console], None],
+    save: Callable[[dict[str, Any], Path], object],
+) -> NoReturn:
+    """Deliver the result, save it in the folder if there is one, and end the command: with 1 where the gate failed."""
+    deliver(result, json, render)
+    if folder is not None:
+        save(result, folder)
+    raise typer.Exit(0 if result["gate"]["passed"] else 1)

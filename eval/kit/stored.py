@@ -1,0 +1,55 @@
+"""The stored runs that README.md is made of."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = {
+    "rmse": ROOT / "eval/accuracy/rmse/results/rmse.json",
+    "bias": ROOT / "eval/accuracy/rmse/results/large_bias.json",
+    "sides": ROOT / "eval/accuracy/rmse/results/sides.json",
+    "rescue": ROOT / "eval/models/rescue/results/rescue.json",
+    "kernels": ROOT / "eval/accuracy/rmse/results/rmse_kernels.json",
+    "speed": ROOT / "eval/speed/results/speed.json",
+    "paged": ROOT / "eval/speed/results/paged/speed.json",
+    "counters": ROOT / "eval/speed/results/counters.json",
+    "fuzz": ROOT / "eval/random_calls/fuzz/results/fuzz.json",
+    "soak": ROOT / "eval/random_calls/soak/results/soak.json",
+    "npu_model": ROOT / "eval/npu/results/npu_model.json",
+    "video": ROOT / "eval/models/video/results/video.json",
+    "step": ROOT / "eval/models/video/results/step.json",
+    "diagnose_published": ROOT / "eval/models/diagnose/results/published/diagnose.json",
+    "diagnose_embedded": ROOT / "eval/models/diagnose/results/embedded/diagnose.json",
+    "diagnose_tiny": ROOT / "eval/models/diagnose/results/tiny/diagnose.json",
+    "longbench": ROOT / "eval/models/longbench/results/longbench.json",
+    "longbench_fp16": ROOT / "eval/models/longbench/results/fp16_model/longbench.json",
+    "throughput": ROOT / "eval/models/longbench/results/throughput.json",
+    "perplexity": ROOT / "eval/models/perplexity/results/perplexity.json",
+    "gradients": ROOT / "eval/accuracy/gradients/results/gradients.json",
+    "rounding": ROOT / "eval/accuracy/rounding_bias/results/bias.json",
+    "rounding_cost": ROOT / "eval/accuracy/rounding_bias/results/cost.json",
+    "ring": ROOT / "eval/speed/ring/results/ring.json",
+    "zoo": ROOT / "eval/models/zoo/results/zoo.json",
+    "watching": ROOT / "eval/speed/watching/results/watch.json",
+    "predict": ROOT / "eval/models/predict/results/predict.json",
+    "soundness": ROOT / "eval/models/predict/results/soundness.json",
+    "auto": ROOT / "eval/models/predict/results/auto.json",
+    "overhead": ROOT / "eval/research/fp8_scaling/results/overhead.json",
+    "fp8": ROOT / "eval/research/fp8_scaling/results/fp8.json",
+}
+
+
+def stored(name: str) -> dict[str, Any]:
+    """One stored run."""
+    result: dict[str, Any] = json.loads(RESULTS[name].read_text(encoding="utf-8"))
+    return result
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table, numbers to the right."""
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

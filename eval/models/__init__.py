@@ -1,0 +1,1 @@
+"""Whole models: language models, video, every architecture at hand, predictions and diagnoses."""

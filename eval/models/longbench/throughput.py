@@ -1,0 +1,213 @@
+"""Prefill, decode and peak memory of a whole model by its attention: real configuration, random weights.
+
+Speed and memory do not depend on what weights say, except that scores which share a bias make PASA work harder; so the
+model is timed with and without a bias in q and k that pushes all scores beyond FP16.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+import pasa
+from pasa.eval.accuracy.rmse.report import Table, percent
+from pasa.eval.kit import output
+from pasa.eval.kit.memory import peak_bytes, reset_peak
+from pasa.eval.models.rescue.run import machine, pick_device
+from pasa.eval.speed.report import number
+
+SMALL = "tiny"
+CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen2-7b": {  # config.json of Qwen/Qwen2-7B
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "vocab_size": 152064,
+        "max_position_embeddings": 131072,
+        "rope_theta": 1e6,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+    },
+    SMALL: {  # for tests, and to try the command out
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 97,
+        "max_position_embeddings": 4096,
+        "rope_theta": 1e6,
+        "head_dim": 64,
+    },
+}
+ATTENTIONS = ("eager", "sdpa", "pasa")
+BIAS = 362
+"""Its square is 131,044: twice the largest FP16 number."""
+SEED = 42
+
+
+def run_throughput(
+    config: str = "qwen2-7b",
+    *,
+    tokens: Sequence[int] = (8192,),
+    attentions: Sequence[str] = ATTENTIONS,
+    biases: Sequence[int] = (0, BIAS),
+    new_tokens: int = 32,
+    rounds: int = 3,
+    progress: output.Report | None = None,
+) -> dict[str, Any]:
+    """Time one prompt of random ids on every attention, in FP16.
+
+    Parameters
+    ----------
+    config : str
+        Name in `CONFIGS`.
+    tokens : sequence of int
+        Prompt lengths.
+    attentions : sequence of str
+        Of `ATTENTIONS`: the model's own two, and PASA.
+    biases : sequence of int
+        Constant in one dimension of q and k, the one that rotates most slowly; its square is added to every score.
+    new_tokens : int
+        Decoded behind the prompt, one at a time, without a graph: short steps wait for the host.
+    rounds : int
+        After one that is not counted; medians are reported.
+
+    Returns
+    -------
+    dict
+        JSON-able: ``records`` (seconds, tokens/s, peak bytes, share of last logits that are no numbers), ``settings``,
+        ``environment``.
+
+    Raises
+    ------
+    ValueError
+        Unknown configuration or attention; a number below 1; a large configuration without an accelerator.
+    """
+    if config not in CONFIGS:
+        raise ValueError(f"config={config!r} is not one of {', '.join(CONFIGS)}")
+    for name in attentions:
+        if name not in ATTENTIONS:
+            raise ValueError(f"attention {name!r} is not one of {', '.join(ATTENTIONS)}")
+    for label, value in (("tokens", min(tokens, default=0)), ("new_tokens", new_tokens), ("rounds", rounds)):
+        if value < 1:
+            raise ValueError(f"{label}={value} is below 1")
+    device = pick_device()
+    if device.type == "cpu" and config != SMALL:
+        raise ValueError(
+            f"config={config!r} is too large for a CPU, and there is no accelerator here: try --config {SMALL}"
+        )
+    report = progress or (lambda done, total, label: None)
+    model = build(CONFIGS[config], device)
+    records: list[dict[str, Any]] = []
+    total = len(biases) * len(tokens) * len(attentions)
+    for bias in biases:
+        set_bias(model, bias)
+        for length in tokens:
+            for name in attentions:
+                report(len(records), total, f"{name}, {length} tokens, bias {bias}")
+                with _attention(model, name):
+                    found = _time(model, length, new_tokens, rounds, device)
+                records.append({"attention": name, "tokens": length, "bias": bias, **found})
+    return {
+        "experiment": "throughput",
+        "config": config,
+        "settings": {"new_tokens": new_tokens, "rounds": rounds, "seed": SEED, "dtype": "float16", "batch": 1},
+        "records": records,
+        "note": "random weights; nothing was run on an NPU",
+        "environment": machine(device),
+    }
+
+
+def build(config: dict[str, Any], device: torch.device) -> Any:
+    """A Qwen2 of this configuration with random weights, FP16, made on its device."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(SEED)
+    with device:
+        model = Qwen2ForCausalLM._from_config(Qwen2Config(**config), dtype=torch.float16)
+    return model.eval()
+
+
+@torch.no_grad()
+def set_bias(model: Any, bias: int) -> None:
+    """Put a constant into the first dimension of each head's slowest rotary pair, in q and in k of all layers."""
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        for projection in (attention.q_proj, attention.k_proj):
+            heads = projection.bias.view(-1, attention.head_dim)
+            heads.zero_()
+            heads[:, attention.head_dim // 2 - 1] = bias
+
+
+@contextmanager
+def _attention(model: Any, name: str) -> Iterator[None]:
+    model.set_attn_implementation("sdpa" if name == "pasa" else name)
+    if name != "pasa":
+        yield
+        return
+    with pasa.patch_pipeline(model):
+        yield
+
+
+@torch.no_grad()
+def _time(model: Any, length: int, new_tokens: int, rounds: int, device: torch.device) -> dict[str, Any]:
+    """Medians over the rounds, the first of which is not counted; memory is that of all rounds."""
+    generator = torch.Generator().manual_seed(SEED)
+    ids = torch.randint(model.config.vocab_size, (1, length), generator=generator).to(device)
+    reset_peak(device)
+    prefills, decodes, broken = [], [], 0.0
+    for _ in range(rounds + 1):
+        started = _now(device)
+        found = model(input_ids=ids, use_cache=True, logits_to_keep=1)
+        prefills.append(_now(device) - started)
+        broken = float((~found.logits.isfinite()).float().mean())
+        started, token = _now(device), ids[:, -1:]
+        for _ in range(new_tokens):
+            found = model(input_ids=token, past_key_values=found.past_key_values, use_cache=True)
+        decodes.append(_now(device) - started)
+        del found
+    prefill, decode = statistics.median(prefills[1:]), statistics.median(decodes[1:])
+    return {
+        "prefill_s": prefill,
+        "prefill_tokens_per_s": length / prefill,
+        "decode_tokens_per_s": new_tokens / decode,
+        "peak_bytes": peak_bytes(device),
+        "nonfinite_logits": broken,
+    }
+
+
+def _now(device: torch.device) -> float:
+    if device.type != "cpu":
+        getattr(torch, device.type).synchronize(device)
+    return time.perf_counter()
+
+
+def table(result: dict[str, Any]) -> Table:
+    """A row for every measurement."""
+    rows = [
+        [
+            f"{each['attention']}, {each['tokens']:,} tokens" + (f", bias {each['bias']}" if each["bias"] else ""),
+            f"{each['prefill_s']:.4g}",
+            number(each["prefill_tokens_per_s"], ",.0f"),
+            number(each["decode_tokens_per_s"], ",.1f"),
+            "-" if each["peak_bytes"] is None else f"{each['peak_bytes'] / 2**30:.2f}",
+            percent(each["nonfinite_logits"]),
+        ]
+        for each in result["records"]
+    ]
+    rounds = result["settings"]["rounds"]
+    header = ["attention", "prefill s", "prefill tokens/s", "decode tokens/s", "peak GiB", "logits not finite"]
+    note = (
+        f"FP16, batch 1, {'one round' if rounds == 1 else f'medians of {rounds} rounds'}, decoding without a graph. "
+        f"Bias: its square is added to every score. {result['note']}. ({result['environment']['device']}, torch "
+        f"{result['environment']['torch']}, commit {result['environment']['commit'] or 'unknown'}.)"
+    )
+    return Table(f"{result['config']}, random weights", header, rows, note)

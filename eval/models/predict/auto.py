@@ -1,0 +1,99 @@
+"""policy="auto" on the language model: three layers biased, and none."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+import pasa
+from pasa.eval.kit import output
+from pasa.eval.kit.embedded_model import load_model, require_built_in
+from pasa.eval.kit.overflow_fixture import inject_overflow
+from pasa.eval.models.rescue.measure import Generation, generate
+from pasa.eval.models.rescue.run import build_prompt, equal_prefix
+
+OFFSETS = {3: 131072.0, 14: -80000.0, 29: 131072.0}
+"""Layers whose scores are biased, of 30, by either sign."""
+
+TOKENS, NEW_TOKENS = 256, 32
+
+
+def run_auto(progress: output.Report | None = None) -> dict[str, Any]:
+    """Generate with every layer on PASA, with those that are predicted to overflow, and with none.
+
+    The model is FP32 and attention alone is FP16 (emulated): where scores are stored in FP16, and on PASA.
+
+    Returns
+    -------
+    dict
+        JSON-able: ``records`` (a run each: what was patched, text, tokens equal to FP32's), ``unbiased``, ``gate``.
+    """
+    require_built_in(model=True, text=True)
+    tell = progress or (lambda done, total, label: None)
+    base, tokenizer = load_model()
+    ids = build_prompt(tokenizer, None, TOKENS)
+    model, info = inject_overflow(base, OFFSETS)
+    ways: dict[str, dict[str, Any] | None] = {
+        "FP32, its own attention": None,
+        "scores stored in FP16": {"policy": "all", "config": pasa.PasaConfig(precision="partial")},
+        'PASA, policy="all"': {"policy": "all"},
+        'PASA, policy="auto"': {"policy": "auto"},
+    }
+    records: list[dict[str, Any]] = []
+    reference: Generation | None = None
+    for index, (name, patch) in enumerate(ways.items()):
+        tell(index, len(ways) + 1, name)
+        with nullcontext() if patch is None else pasa.patch_pipeline(model, backend="reference", **patch) as handle:
+            found = generate(model, tokenizer, ids, NEW_TOKENS)
+            report = None if handle is None else handle.report()
+        reference = reference or found
+        records.append(
+            {
+                "run": name,
+                "patched": [] if report is None else list(report.patched),
+                "alarms": [] if report is None else [list(alarm) for alarm in report.alarms],
+                "tokens_equal_to_fp32": equal_prefix(found.tokens, reference.tokens),
+                "tokens": len(reference.tokens),
+                "nonfinite_logits": found.nonfinite_logits,
+                "text": found.text,
+            }
+        )
+    tell(len(ways), len(ways) + 1, "without a bias")
+    unbiased = compare_unbiased(base, ids)
+    return {
+        "experiment": "auto",
+        "gate": judge(records, unbiased),
+        "fixture": info.as_dict(),
+        "unbiased": unbiased,
+        "prompt": {"tokens": ids.shape[1], "new_tokens": NEW_TOKENS},
+        "environment": output.environment(),
+        "records": records,
+    }
+
+
+@torch.no_grad()
+def compare_unbiased(model: Any, ids: torch.Tensor) -> dict[str, Any]:
+    """The model as it was published, with policy "auto" and without any patch."""
+    before = model(input_ids=ids).logits
+    with pasa.patch_pipeline(model, policy="auto") as handle:
+        after, report = model(input_ids=ids).logits, handle.report()
+    return {
+        "patched": list(report.patched),
+        "alarms": [list(alarm) for alarm in report.alarms],
+        "bit_identical": torch.equal(before, after),
+    }
+
+
+def judge(records: list[dict[str, Any]], unbiased: dict[str, Any]) -> dict[str, Any]:
+    """What is claimed of policy "auto"."""
+    _, stored, every, auto = records
+    checks = {
+        "stored_fp16_breaks": stored["nonfinite_logits"] > 0,
+        "text_as_all_and_fp32": auto["text"] == every["text"] and auto["tokens_equal_to_fp32"] == auto["tokens"],
+        "patched_are_the_biased": auto["patched"] == [f"model.layers.{layer}.self_attn" for layer in OFFSETS],
+        "no_alarm": not auto["alarms"] and not unbiased["alarms"],
+        "unbiased_is_untouched": unbiased["bit_identical"] and not unbiased["patched"],
+    }
+    return {"passed": all(checks.values()), "checks": checks}

@@ -1,0 +1,176 @@
+"""One clip of a video pipeline: what it depends on, and how it is made; the paper's settings are the defaults."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pasa.eval.models.rescue.run import pick_device
+from pasa.eval.models.video.tiny import sample_image
+from pasa.eval.watch import models_of
+
+TINY = "tiny"
+SIZES = {  # the second column: the paper's, of the real model
+    "height": (128, 576),
+    "width": (128, 1024),
+    "frames": (4, 25),
+    "steps": (3, 25),
+}
+SEED = 42  # the paper's
+SUPPORTED = "StableVideoDiffusionPipeline"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What every run of an experiment shares; `steps` of the sampler, `dtype` of the models in the FP16 runs."""
+
+    image: Any
+    height: int
+    width: int
+    frames: int
+    steps: int
+    seed: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+def make_settings(
+    sizes: Mapping[str, int | None],
+    *,
+    tiny: bool,
+    image: str | None = None,
+    seed: int = SEED,
+    dtype: str | None = None,
+) -> Settings:
+    """Settings of the device at hand; sizes that are None take the defaults of `SIZES`.
+
+    Raises
+    ------
+    FileNotFoundError, ValueError
+        A size, dtype or image that cannot be used.
+    """
+    used = {name: _size(name, value, tiny) for name, value in sizes.items()}
+    device = pick_device()
+    picture = _image(image, used["height"], used["width"])
+    return Settings(image=picture, seed=seed, dtype=pick_dtype(dtype, device), device=device, **used)
+
+
+def load_pipeline(path: str) -> Any:
+    """Stable Video Diffusion from a folder, FP32.
+
+    Raises
+    ------
+    FileNotFoundError, ValueError
+        As :func:`check_pipeline`.
+    """
+    check_pipeline(Path(path))  # before the library is imported, which has things to say
+    from diffusers import StableVideoDiffusionPipeline
+
+    pipeline = StableVideoDiffusionPipeline.from_pretrained(
+        path, dtype=torch.float32, local_files_only=True, use_safetensors=True
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def check_pipeline(path: Path) -> None:
+    """Name what a folder lacks, before a library words it at length.
+
+    Raises
+    ------
+    FileNotFoundError
+        There is no such folder, or no pipeline in it.
+    ValueError
+        The pipeline is of another class.
+    """
+    index = path / "model_index.json"
+    if not path.is_dir():
+        raise FileNotFoundError(f"model {str(path)!r} is not a folder (nothing is downloaded)")
+    if not index.is_file():
+        raise FileNotFoundError(f"{str(path)!r} holds no model_index.json")
+    try:
+        found = json.loads(index.read_text(encoding="utf-8"))["_class_name"]
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"{str(index)!r} cannot be read: {error!r}") from error
+    if found != SUPPORTED:
+        raise ValueError(f"{str(path)!r} holds a {found}; of pipelines, only {SUPPORTED} is supported")
+
+
+def place(pipeline: Any, device: torch.device, offload: bool) -> None:
+    """Move a pipeline to its device, or let its models take turns there, as the paper's script does."""
+    if offload:
+        pipeline.enable_model_cpu_offload(device=device)
+        pipeline.unet.enable_forward_chunking()
+    else:
+        pipeline.to(device)
+
+
+def whole_fp32() -> AbstractContextManager[None]:
+    """Convolutions of FP32 models without TF32, whose numbers have FP16's precision; products have none by default."""
+    return torch.backends.cudnn.flags(enabled=True, allow_tf32=False)
+
+
+def halve(pipeline: Any) -> None:
+    """Put the models of a pipeline into FP16; where they are offloaded, the hooks that move them stay."""
+    for part in models_of(pipeline).values():
+        part.half()
+
+
+@torch.no_grad()
+def make_frames(pipeline: Any, settings: Settings) -> torch.Tensor:
+    """Frames (F, 3, H, W), 0 to 1. The first noise is drawn in FP32 here, the same for models of any dtype: nothing
+    promises that numbers drawn in FP16 are those of FP32, rounded."""
+    generator = torch.Generator("cpu").manual_seed(settings.seed)
+    grid = (settings.height // pipeline.vae_scale_factor, settings.width // pipeline.vae_scale_factor)
+    noise = torch.randn(1, settings.frames, pipeline.vae.config.latent_channels, *grid, generator=generator)
+    frames: torch.Tensor = pipeline(
+        settings.image,
+        height=settings.height,
+        width=settings.width,
+        num_frames=settings.frames,
+        num_inference_steps=settings.steps,
+        decode_chunk_size=min(settings.frames, 8),
+        generator=generator,
+        latents=noise.to(pipeline.unet.dtype),
+        output_type="pt",
+    ).frames[0]
+    return frames
+
+
+def _size(name: str, value: int | None, tiny: bool) -> int:
+    value = SIZES[name][not tiny] if value is None else value
+    if name in ("height", "width") and (value < 8 or value % 8):
+        raise ValueError(f"{name}={value} is not a positive multiple of 8")
+    least = 2 if name == "frames" else 1  # with one frame the pipeline's guidance scale is 1, which it cannot run
+    if value < least:
+        raise ValueError(f"{name}={value} is below {least}")
+    return value
+
+
+def pick_dtype(name: str | None, device: torch.device) -> torch.dtype:
+    """The dtype of that name; by default FP32 on a CPU, where FP16 is slow, and FP16 elsewhere.
+
+    Raises
+    ------
+    ValueError
+        An unknown name.
+    """
+    known = {"float16": torch.float16, "float32": torch.float32}
+    if name is not None and name not in known:
+        raise ValueError(f"dtype={name!r} is not one of {tuple(known)}")
+    return known[name or ("float32" if device.type == "cpu" else "float16")]
+
+
+def _image(path: str | None, height: int, width: int) -> Any:
+    """The picture to start from, at the size of the clip."""
+    if path is None:
+        return sample_image(height, width)
+    from PIL import Image
+
+    return Image.open(path).convert("RGB").resize((width, height))

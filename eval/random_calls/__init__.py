@@ -1,0 +1,1 @@
+"""Random and hostile calls, judged against FP64 and the guarantee."""

@@ -1,0 +1,267 @@
+"""What the scale of a layer costs beside the layer: a warm step of power iteration in every forward pass."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import gelu, linear, scaled_dot_product_attention, silu
+
+from pasa import geometry
+from pasa.concentration import geometry_scale
+from pasa.eval.kit import output
+from pasa.eval.kit.device import describe
+from pasa.eval.kit.timing import Call, CudaClock
+from pasa.eval.models.rescue.run import pick_device
+from pasa.eval.speed.watching.run import compare
+from pasa.power_iteration import PowerIteration
+from pasa.projections import Norm, project
+
+INLINE, SIDE, SUM = "inline", "side stream", "inline, sum of heads"
+PARTS = ("attention", "attention and MLP")
+TURNS, CALLS = 9, 5
+SMALLEST_BYTES = (
+    200e6  # of q and k weights of all layers of a run: what is in L2 is not there when its turn comes again
+)
+UNIT = 2.0**-8  # of BF16
+CHECKED = ((8, 8), (8, 2), (8, 1))  # heads and key heads that are compared with singular values
+CHECK_STEPS = 30
+NEAR = 0.95  # of the exact norm, which random weights' next singular values are close to
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model of the paper: tables 7 and 8, the width of its MLP, and the overhead that table 9 prints, in percent."""
+
+    name: str
+    hidden: int
+    heads: int
+    kv_heads: int
+    dim: int
+    width: int
+    gated: bool
+    alpha: float
+    batch: int
+    printed: float
+    tokens: int = 1024
+
+
+SHAPES = (
+    Shape("GPT-2 XL", 1600, 25, 25, 64, 6400, False, 0.08, 8, 1.0),
+    Shape("Mistral-7B", 4096, 32, 8, 128, 14336, True, 0.04, 4, -5.3),
+    Shape("Llama-2-13B", 5120, 40, 40, 128, 13824, True, 0.03, 4, 1.9),
+    Shape("Llama-2-70B", 8192, 64, 8, 128, 28672, True, 0.02, 2, 4.3),
+)
+SMALL = (Shape("tiny", 64, 4, 2, 32, 96, True, 0.5, 2, 0.0, tokens=16),)
+
+
+def run_overhead(small: bool = False, turns: int = TURNS, progress: output.Report | None = None) -> dict[str, Any]:
+    """Check the norms against singular values in FP64, then time layers with their scales and without.
+
+    Parameters
+    ----------
+    small : bool
+        A size to try the command out, on any device; otherwise a CUDA device is needed.
+    turns : int
+        Of each case, with and without in alternating order.
+    progress : callable, optional
+
+    Returns
+    -------
+    dict
+        JSON-able: ``checks`` (errors of the norms), ``records`` (milliseconds a layer, cost in percent: median, p20
+        and p80 of the turns' ratios), ``gate``, ``settings``, ``environment``. Nothing is timed where a norm is wrong.
+
+    Raises
+    ------
+    ValueError
+        Without a CUDA device, unless `small`; turns < 1.
+    """
+    if turns < 1:
+        raise ValueError(f"turns={turns} is below 1")
+    device = pick_device()
+    if not small and device.type != "cuda":
+        raise ValueError(f"there is no CUDA device here, but {device.type}: try --small")
+    checks = [check(*heads, device) for heads in CHECKED]
+    gate = {"norms_are_those_of_svd": all(each["error"] <= 4 * UNIT for each in checks)}
+    records: list[dict[str, Any]] = []
+    cases = [(shape, part) for shape in (SMALL if small else SHAPES) for part in PARTS]
+    for index, (shape, part) in enumerate(cases if gate["norms_are_those_of_svd"] else ()):
+        if progress:
+            progress(index, len(cases), f"{shape.name}, {part}")
+        records += measure(shape, part, turns, device)
+    gate["scales_follow_the_weights"] = all(each["follows"] for each in records)
+    gate["norms_from_below"] = all(NEAR <= each.get("of_exact", 1.0) <= 1 + 4 * UNIT for each in records)
+    return {
+        "experiment": "fp8-overhead",
+        "gate": {"passed": all(gate.values()), "checks": gate},
+        "settings": {"turns": turns, "calls": CALLS, "small": small},
+        "checks": checks,
+        "records": records,
+        "note": "random weights and data, BF16; nothing was run on an NPU",
+        "environment": describe(device),
+    }
+
+
+@torch.no_grad()
+def check(heads: int, kv_heads: int, device: torch.device) -> dict[str, Any]:
+    """Largest relative error of the norms of all heads, of weights with a singular value well apart from the others."""
+    generator = torch.Generator().manual_seed(0)
+    parts = [torch.randn(count, 64, 300, generator=generator) for count in (heads, kv_heads)]
+    for part in parts:
+        part[:, 0] *= 4
+    q, k = (part.bfloat16().to(device) for part in parts)
+    keys = k.double().cpu().repeat_interleave(heads // kv_heads, 0)
+    exact = torch.linalg.svdvals(q.double().cpu().mT @ keys)[:, 0]
+    power = PowerIteration(heads, kv_heads, generator=torch.Generator(device).manual_seed(1))
+    found = power.update(q.flatten(0, 1), k.flatten(0, 1), steps=CHECK_STEPS).double().cpu()
+    return {"heads": heads, "kv_heads": kv_heads, "error": float((found / exact - 1).abs().max())}
+
+
+@torch.no_grad()
+def measure(shape: Shape, part: str, turns: int, device: torch.device) -> list[dict[str, Any]]:
+    """A record for each way to compute the scales."""
+    records = []
+    for way in (INLINE, SIDE, SUM) if device.type == "cuda" else (INLINE, SUM):
+        layers = Layers(shape, part == PARTS[1], device)
+        plain, scaled = Call(layers.plain), Call(layers.scaled(way))
+        if device.type == "cuda":
+            clock = CudaClock()
+            plain, scaled = clock.graph(plain), clock.graph(scaled)
+        found = compare(plain, scaled, turns, CALLS, device)
+        count = len(layers.blocks)
+        record = {"model": shape.name, "batch": shape.batch, "tokens": shape.tokens, "part": part, "way": way}
+        record |= {"layers": count, "plain_ms": found["plain_ms"] / count, "scaled_ms": found["watched_ms"] / count}
+        record |= {key: found[key] for key in ("cost_percent", "p20_percent", "p80_percent")}
+        record["printed_percent"] = shape.printed
+        if way == INLINE and part == PARTS[0]:  # seconds on the host: once for each model
+            record["of_exact"] = layers.of_exact()
+        records.append(record | {"follows": layers.follows(scaled)})
+    return records
+
+
+@dataclass(frozen=True)
+class Block:
+    """Weights of a layer, BF16."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    out: Tensor
+    mlp: tuple[Tensor, ...]  # up, down; and the gate
+
+
+class Layers:
+    """Layers in a row, each with weights of its own, without norms and residuals."""
+
+    def __init__(self, shape: Shape, mlp: bool, device: torch.device) -> None:
+        self.shape, self.device = shape, device
+        source = torch.Generator(device).manual_seed(0)
+        q_rows, k_rows, hidden = shape.heads * shape.dim, shape.kv_heads * shape.dim, shape.hidden
+
+        def draw(rows: int, columns: int) -> Tensor:
+            x = torch.randn(rows, columns, generator=source, device=device, dtype=torch.bfloat16)
+            scaled: Tensor = x * columns**-0.5
+            return scaled
+
+        count = max(2, min(16, math.ceil(SMALLEST_BYTES / (2 * hidden * (q_rows + k_rows)))))
+        rows = [(shape.width, hidden), (hidden, shape.width), *[(shape.width, hidden)] * shape.gated] if mlp else []
+        self.blocks = [
+            Block(
+                draw(q_rows, hidden),
+                draw(k_rows, hidden),
+                draw(k_rows, hidden),
+                draw(hidden, q_rows),
+                tuple(draw(*size) for size in rows),
+            )
+            for _ in range(count if device.type == "cuda" else 2)
+        ]
+        self.x = torch.randn(shape.batch, shape.tokens, hidden, generator=source, device=device, dtype=torch.bfloat16)
+        self.power: list[PowerIteration] = []
+        self.scales = torch.zeros(len(self.blocks), device=device)
+
+    def plain(self) -> Tensor:
+        """The forward pass alone."""
+        x = self.x
+        for block in self.blocks:
+            x = self._layer(block, x, lambda: None)
+        return x
+
+    def scaled(self, way: str) -> Callable[[], Tensor]:
+        """The forward pass with all scales: before the projections of their layer, or on a stream of their own."""
+        shape = self.shape
+        source = torch.Generator(self.device).manual_seed(1)
+        self.power = [
+            PowerIteration(shape.heads, shape.kv_heads, per_head=way != SUM, generator=source) for _ in self.blocks
+        ]
+        for index in range(len(self.blocks)):
+            self._scale(index)  # the cold steps
+        return self._beside if way == SIDE else self._inline
+
+    def _inline(self) -> Tensor:
+        x = self.x
+        for index, block in enumerate(self.blocks):
+            self._scale(index)
+            x = self._layer(block, x, lambda: None)
+        return x
+
+    def _beside(self) -> Tensor:
+        """Weights are all that a scale needs: those of all layers begin with the pass; attention waits for its own."""
+        main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        side.wait_stream(main)
+        ready = []
+        with torch.cuda.stream(side):
+            for index in range(len(self.blocks)):
+                self._scale(index)
+                ready.append(side.record_event())
+        x = self.x
+        for block, event in zip(self.blocks, ready, strict=True):
+            x = self._layer(block, x, partial(main.wait_event, event))
+        main.wait_stream(side)
+        return x
+
+    def _scale(self, index: int) -> None:
+        """Equation (15), on the device."""
+        shape, block = self.shape, self.blocks[index]
+        norm = self.power[index].update(block.query, block.key).amax()
+        factor = geometry_scale(shape.alpha * shape.hidden / math.sqrt(shape.dim))
+        torch.mul(norm, factor, out=self.scales[index])
+
+    def _layer(self, block: Block, x: Tensor, wait: Callable[[], None]) -> Tensor:
+        """`wait` until the scale is there, which attention needs first."""
+        projected = (linear(x, each) for each in (block.query, block.key, block.value))
+        q, k, v = (each.unflatten(-1, (-1, self.shape.dim)).transpose(1, 2) for each in projected)
+        wait()
+        grouped = self.shape.heads != self.shape.kv_heads
+        attended = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        x = linear(attended.transpose(1, 2).flatten(2), block.out)
+        if not block.mlp:
+            return x
+        up, down, *gate = block.mlp
+        return linear(silu(linear(x, gate[0])) * linear(x, up) if gate else gelu(linear(x, up)), down)
+
+    def of_exact(self) -> float:
+        """The first layer's norms over the certified ones, the least of all heads."""
+        shape, block = self.shape, self.blocks[0]
+        norm = Norm(math.sqrt(shape.hidden))
+        query, key = (
+            project(weight, None, heads, norm)
+            for weight, heads in ((block.query, shape.heads), (block.key, shape.kv_heads))
+        )
+        key = replace(key, gram=key.gram.repeat_interleave(shape.heads // shape.kv_heads, 0))
+        found = self.power[0].update(block.query, block.key).double().cpu()
+        return float((found / geometry.interaction_norm(query, key)).min())
+
+    def follows(self, call: Call) -> bool:
+        """Whether one more pass finds scales 16 times as large once q and k weights are 4 times as large."""
+        before = self.scales.clone()
+        for block in self.blocks:
+            block.query.mul_(4)
+            block.key.mul_(4)
+        call.run()
+        return bool(((self.scales / before - 16).abs() <= 16 * 4 * UNIT).all())

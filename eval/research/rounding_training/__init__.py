@@ -1,0 +1,1 @@
+"""Training of a small language model with biased and with unbiased rounding."""

@@ -1,0 +1,305 @@
+"""A decoder of GPT-2 small's shape, trained in BF16 on a GPU with several attentions, a step of each in turn.
+
+All start from the same weights and see the same batches; master weights are FP32, the rest runs under autocast. In
+every `SAMPLE_EVERY`th step each is compared with FP32 attention: the error of delta from the same dO, the gradients of
+W_Q from the same weights and batch, and rows with repeated maxima, counted in one sequence.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from pasa import PasaConfig, attention
+from pasa.eval.kit import output
+from pasa.eval.kit.device import describe
+from pasa.eval.research.rounding_training.model import (
+    GPT2_SMALL,
+    Decoder,
+    Shape,
+    batch,
+    provoke,
+    spectral_norms,
+    token_losses,
+)
+from pasa.eval.research.rounding_training.training import BETAS, CLIP, HELD_OUT_SHARE, RATE, backward, interval
+from pasa.ops.attention.spec.repeated_maxima import repeats
+
+NOTE = (
+    "Kernels on the device named here; FP32 attention is torch's matmuls and softmax. pasa's own backward pass forms "
+    "delta of P and dP: delta's error is there what rowsum(dO * O) would have, and reaches no gradient"
+)
+TITLES = {
+    "flash": "torch's flash attention",
+    "flash-unbiased": "pasa's output, leaning rows drawn, in flash's backward pass",
+    "safe": "pasa, nearest",
+    "unbiased": "pasa, leaning rows drawn",
+}
+BACKENDS = {"cuda": "triton", "cpu": "reference"}
+BATCH, HELD_OUT = 16, 64  # windows of a step and of the test, which reads them in batches
+WARM = 100  # steps of linear warm-up; the rate is constant then, since the time decides on the number of steps
+SAMPLE_EVERY, KEPT_EVERY = 20, 5  # steps between two samples, and between two points of the stored loss
+
+
+class Probe:
+    """Attention of one arm. While `samples` is a list, every layer adds what it finds to it."""
+
+    def __init__(self, arm: str, device: torch.device) -> None:
+        self.arm, self.backend = arm, BACKENDS[device.type]
+        self.exact = False  # FP32 attention instead
+        self.samples: list[dict[str, Any]] | None = None
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Causal attention."""
+        if self.exact:
+            return exact_attention(q, k, v)
+        if self.arm == "flash":
+            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+                out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        elif self.arm == "flash-unbiased":
+            out = FlashBackward.apply(q, k, v, self.backend)  # type: ignore[no-untyped-call]
+        else:
+            out = attention(q, k, v, is_causal=True, config=PasaConfig(softmax=self.arm), backend=self.backend)
+        if self.samples is not None and out.requires_grad:
+            self._sample(self.samples, q, k, v, out)
+        return out
+
+    @staticmethod
+    @torch.no_grad()
+    def _sample(samples: list[dict[str, Any]], q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        right = exact_attention(q, k, v)
+        near, rounded = tied_rows(q[0], k[0])
+        error = (out.float() - right)[0] * right[0].sign()
+        rows = near.expand_as(error)
+        found: dict[str, Any] = {"tied": near.float().mean(), "tied_bf16": rounded.float().mean()}
+        found["output_bias"] = error[rows].sum() / right[0].abs()[rows].sum().clamp(min=1e-30)
+        samples.append(found)
+        error, size = out.detach().float() - right, right
+
+        def note(grad: Tensor) -> None:
+            found["delta_error"] = (grad.float() * error).sum((0, 2, 3))
+            found["delta_size"] = (grad.float() * size).sum(-1).abs().sum((0, 2))
+
+        out.register_hook(note)
+
+
+class FlashBackward(torch.autograd.Function):
+    """Our forward pass, whose output torch's flash backward pass then takes delta = rowsum(dO * O) from.
+
+    Our own backward pass sums delta anew from P and dP, so that no rounding of O can reach a gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, backend: str) -> Tensor:
+        """Causal; BF16. Torch's forward pass is run as well, for all else that its backward pass asks for."""
+        out = attention(q, k, v, is_causal=True, config=PasaConfig(softmax="unbiased"), backend=backend)
+        where = "_for_cpu" if q.device.type == "cpu" else ""
+        names = [f"_scaled_dot_product_flash_attention{where}{direction}" for direction in ("", "_backward")]
+        flash, ctx.flash_backward = (getattr(torch.ops.aten, name) for name in names)
+        _, *lse_and_sizes = flash(q, k, v, 0.0, True)  # dropout, causal
+        ctx.lse_and_sizes, ctx.seeds = lse_and_sizes[:5], lse_and_sizes[5:7]  # a CPU has the first of these alone
+        ctx.save_for_backward(q, k, v, out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        """dQ, dK, dV by torch's kernels."""
+        found = ctx.flash_backward(grads[0], *ctx.saved_tensors, *ctx.lse_and_sizes, 0.0, True, *ctx.seeds)
+        return (*found, None)
+
+
+def exact_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """FP32 from inputs of any dtype."""
+    with torch.autocast(q.device.type, enabled=False), sdpa_kernel(SDPBackend.MATH):
+        return nn.functional.scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=True)
+
+
+def tied_rows(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows (H, S, 1) of q, k (H, S, D) with a second score within 1e-3 of the maximum: of FP32 scores, of BF16 ones."""
+    with torch.autocast(q.device.type, enabled=False):
+        hidden = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).triu(1)
+        scores = (q.float() @ k.float().mT * q.shape[-1] ** -0.5).masked_fill(hidden, -torch.inf)
+    both = (scores, scores.bfloat16().float())
+    near, rounded = (repeats(each, each.amax(-1, keepdim=True)) for each in both)
+    return near, rounded
+
+
+class Runner:
+    """Model, optimizer and findings of one arm."""
+
+    def __init__(self, arm: str, shape: Shape, seed: int, device: torch.device) -> None:
+        generator = torch.Generator().manual_seed(2 * seed)
+        self.probe = Probe(arm, device)
+        model = Decoder(shape, self.probe, generator)
+        provoke(model, generator)
+        self.model, self.device = model.to(device), device
+        self.failed_step: int | None = None
+        fused = device.type == "cuda"
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=BETAS, weight_decay=0.0, fused=fused)
+        self.losses: list[float] = []
+        self.samples: list[dict[str, Tensor]] = []  # each (layers, heads), or (layers,)
+        self.errors: list[float] = []
+        self.weight_error: Tensor | float = 0.0
+        self.weight_squares: Tensor | float = 0.0
+        self.weight_gradient: Tensor | float = 0.0
+
+    def step(self, tokens: Tensor, targets: Tensor) -> None:
+        """One step; a sample every `SAMPLE_EVERY`."""
+        number = len(self.losses)
+        sampled = number % SAMPLE_EVERY == 0
+        if sampled:
+            exact = self._exact_gradients(tokens, targets)
+            self.probe.samples = []
+        loss = backward(self.model, tokens, targets, autocast=True)
+        if sampled:
+            self._compare(exact)
+        self.losses.append(loss)
+        if not math.isfinite(loss):
+            self.failed_step = number
+            return
+        nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+        self.optimizer.param_groups[0]["lr"] = RATE * min(1.0, (number + 1) / WARM)
+        self.optimizer.step()
+
+    def _gradients(self) -> Tensor:
+        """Of W_Q, (layers, heads, D, width)."""
+        grads = [(block.query.weight.grad, block.heads) for block in self.model.blocks]
+        return torch.stack([grad.unflatten(0, (heads, -1)) for grad, heads in grads if grad is not None])
+
+    def _exact_gradients(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        self.probe.exact = True
+        backward(self.model, tokens, targets, autocast=True)
+        self.probe.exact = False
+        return self._gradients()
+
+    def _compare(self, exact: Tensor) -> None:
+        """Take in the samples of the step that has been done, with the gradients of W_Q that FP32 attention gives."""
+        samples, self.probe.samples = self.probe.samples or [], None
+        self.samples.append({name: torch.stack([each[name] for each in samples]).cpu() for name in samples[0]})
+        error = self._gradients() - exact
+        self.errors.append(float(error.norm() / exact.norm()))
+        self.weight_error = self.weight_error + error
+        self.weight_squares = self.weight_squares + error.square().sum((-2, -1))
+        self.weight_gradient = self.weight_gradient + exact.square().sum((-2, -1))
+
+    @torch.no_grad()
+    def held_out(self, text: Tensor, shape: Shape) -> Tensor:
+        """Mean loss of each of `HELD_OUT` windows, the same for every arm."""
+        generator, found = torch.Generator().manual_seed(0), []
+        for _ in range(HELD_OUT // BATCH):
+            tokens, targets = (each.to(self.device) for each in batch(text, BATCH, shape.context, generator))
+            with torch.autocast(self.device.type, torch.bfloat16):
+                found.append(token_losses(self.model(tokens), targets).mean(1).float().cpu())
+        return torch.cat(found)
+
+    def record(self) -> dict[str, Any]:
+        """What is stored of the run, without the held-out loss."""
+        column = {name: torch.stack([each[name] for each in self.samples]) for name in self.samples[0]}
+        errors, sizes = column["delta_error"], column["delta_size"].sum(0)
+        lengths = torch.linalg.matrix_norm(torch.as_tensor(self.weight_error))
+        squares = torch.as_tensor(self.weight_squares).clamp(min=1e-30)
+        return {
+            "steps": len(self.losses),
+            "failed_step": self.failed_step,
+            "samples": len(self.samples),
+            "tied": float(column["tied"].mean()),
+            "tied_bf16": float(column["tied_bf16"].mean()),
+            **interval("output_bias", column["output_bias"].mean(1)),
+            "gradient_errors": self.errors,
+            "delta_accumulated": (errors.sum(0) / errors.square().sum(0).sqrt().clamp(min=1e-30)).tolist(),
+            "delta_relative": (errors.sum(0) / sizes.clamp(min=1e-30)).tolist(),
+            "delta_positive_steps": (errors > 0).float().mean(0).tolist(),
+            "weight_accumulated": (lengths / squares.sqrt()).tolist(),
+            "weight_relative": (squares / torch.as_tensor(self.weight_gradient)).sqrt().tolist(),
+            "norms": spectral_norms(self.model).tolist(),
+            "curves": {
+                "loss": self.losses[::KEPT_EVERY],
+                "tied": column["tied"].mean(1).tolist(),
+                "accumulated": (errors.cumsum(0) / errors.square().cumsum(0).sqrt().clamp(min=1e-30))
+                .square()
+                .mean((1, 2))
+                .sqrt()
+                .tolist(),
+            },
+        }
+
+
+def run_training_gpu(
+    text: Tensor,
+    seconds: float,
+    *,
+    source: str,
+    arms: Sequence[str] = tuple(TITLES),
+    seed: int = 0,
+    shape: Shape = GPT2_SMALL,
+    device: str = "cuda",
+    progress: output.Report | None = None,
+) -> dict[str, Any]:
+    """Train until the time is up; every arm has done equally many steps then.
+
+    Parameters
+    ----------
+    text : Tensor (n,) of uint8
+        Without the byte 0. Its last tenth is held out.
+    seconds : float
+        Of training; compiling kernels counts, the test of a few seconds at the end does not.
+    source : str
+        What the text is, for the record.
+    arms : sequence of str
+        Of `TITLES`.
+    device : str
+        "cuda", or "cpu" for a trial.
+
+    Returns
+    -------
+    dict
+        JSON-able: ``records`` (one for each arm), ``settings``, ``environment``.
+    """
+    where, cut = torch.device(device), int(len(text) * (1 - HELD_OUT_SHARE))
+    runners = [Runner(arm, shape, seed, where) for arm in arms]
+    begun = time.perf_counter()
+    batches, done = torch.Generator().manual_seed(2 * seed + 1), 0
+    while (spent := time.perf_counter() - begun) < seconds:
+        if progress:
+            progress(int(spent), int(seconds), f"step {done}")
+        tokens, targets = (each.to(where) for each in batch(text[:cut], BATCH, shape.context, batches))
+        for runner in runners:
+            if runner.failed_step is None:
+                runner.step(tokens, targets)
+        done += 1
+    records, first = [], None
+    for runner in runners:
+        losses = runner.held_out(text[cut:], shape)
+        first = losses if first is None else first
+        gap = {} if first is losses else interval("gap", losses - first)
+        records.append({"arm": runner.probe.arm, "held_out": float(losses.mean()), **gap, **runner.record()})
+    settings = {
+        "steps": done,
+        "seed": seed,
+        "batch": BATCH,
+        "warm_up": WARM,
+        "sample_every": SAMPLE_EVERY,
+        "kept_every": KEPT_EVERY,
+        "shape": vars(shape),
+        "parameters": sum(each.numel() for each in runners[0].model.parameters()),
+        "text": f"{source}, {cut} bytes to train on",
+    }
+    result = {
+        "schema": 1,
+        "experiment": "training-gpu",
+        "note": NOTE,
+        "environment": describe(where),
+        "duration_s": round(time.perf_counter() - begun, 1),
+        "settings": settings,
+        "arms": {arm: {"title": TITLES[arm]} for arm in arms},
+        "records": records,
+    }
+    stored: dict[str, Any] = json.loads(output.to_json(result))  # so that what is shown is what is stored
+    return stored

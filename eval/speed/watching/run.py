@@ -1,0 +1,193 @@
+"""What `pasa.watch` costs: attention and a model, watched, beside the same without; counts are checked first."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import pasa
+from pasa.eval.kit import output
+from pasa.eval.kit.device import describe
+from pasa.eval.kit.timing import Call, CudaClock, quantile
+from pasa.eval.models.longbench.throughput import CONFIGS, build
+from pasa.eval.models.rescue.run import pick_device
+from pasa.eval.speed.watching.definition import SHAPES, SMALL, judge
+from pasa.ops import dispatch, library
+from pasa.ops.attention.spec.watch import FIELDS, STRIDE
+
+MOST_PERCENT = 2.0  # that watching a model may cost
+STEPS = 73  # of decoding, a turn: with 28 heads 2,044 rows, of which two are looked at, as is the share in the long run
+ATTENTION = {  # batch, query heads, key heads, S, D, causal
+    "Qwen2-7B, 8192": (1, 28, 4, 8192, 128, True),
+    "paper, 1280": (1, 16, 16, 1280, 128, False),
+}
+MODEL = CONFIGS["qwen2-7b"] | {"num_hidden_layers": 4, "vocab_size": 4096}  # no vocabulary that outweighs four layers
+PROMPTS, DECODED = ((2, 2048), (1, 8192)), 2048
+TINY_ATTENTION = {"tiny": (1, 4, 2, 300, 64, True)}
+TINY_PROMPTS, TINY_DECODED = ((2, 150),), 20
+Case = tuple[str, str, Call, Call, int]  # kind, name, without, with, calls of a turn
+
+
+def run_watch(small: bool = False, turns: int = 15, progress: output.Report | None = None) -> dict[str, Any]:
+    """Check the counts of the kernels against FP64, then time.
+
+    Parameters
+    ----------
+    small : bool
+        Sizes to try the command out, on any device; otherwise a CUDA device is needed.
+    turns : int
+        Of each case, with and without in alternating order, after one that is not counted.
+    progress : callable, optional
+        Called with (cases done, cases, what comes next).
+
+    Returns
+    -------
+    dict
+        JSON-able: ``checks`` (a record for each call that was counted), ``records`` (milliseconds without and with;
+        cost in percent: median, p20 and p80 of the turns' ratios), ``begin_ms``, ``gate``, ``settings``,
+        ``environment``. Nothing is timed where a count is wrong.
+
+    Raises
+    ------
+    ValueError
+        Without a CUDA device, unless `small`; turns < 1.
+    """
+    if turns < 1:
+        raise ValueError(f"turns={turns} is below 1")
+    device = pick_device()
+    if not small and device.type != "cuda":
+        raise ValueError(f"there is no CUDA device here, but {device.type}: try --small")
+    checks = judge(SMALL if small else SHAPES, device)
+    gate = {"counts_exact": all(each["exact"] for each in checks)}
+    records: list[dict[str, Any]] = []
+    begin = None
+    if gate["counts_exact"]:
+        model = build(CONFIGS["tiny"] if small else MODEL, device)
+        with pasa.patch_pipeline(model), torch.no_grad():
+            begin = _begin_ms(model)
+            cases = list(_cases(model, device, small))
+            for kind, name, plain, watched, calls in cases:
+                if progress:
+                    progress(len(records), len(cases), f"{kind}, {name}")
+                if kind == "model":
+                    gate[f"unchanged, {name}"] = torch.equal(plain.output(), watched.output())
+                records.append({"kind": kind, "case": name, **compare(plain, watched, turns, calls, device)})
+    if not small and records:
+        gate["model_cost"] = all(each["cost_percent"] < MOST_PERCENT for each in records if each["kind"] == "model")
+    return {
+        "experiment": "watching",
+        "gate": {"passed": all(gate.values()), "checks": gate},
+        "settings": {"stride": STRIDE, "turns": turns, "steps": STEPS, "small": small},
+        "begin_ms": begin,
+        "checks": checks,
+        "records": records,
+        "note": "random weights and data, FP16; nothing was run on an NPU",
+        "environment": describe(device),
+    }
+
+
+def compare(plain: Call, watched: Call, turns: int, calls: int, device: torch.device) -> dict[str, Any]:
+    """Wall time of a call, device and host together; a scope is entered and left outside of it."""
+    times: dict[str, list[float]] = {"plain": [], "watched": []}
+    both = [("plain", plain), ("watched", watched)]
+    for turn in range(turns + 1):
+        for name, call in both if turn % 2 else both[::-1]:
+            with call.scope():
+                started = _now(device)
+                for _ in range(calls):
+                    call.run()
+                times[name].append(1e3 * (_now(device) - started) / calls)
+    without, counted = times["plain"][1:], times["watched"][1:]
+    costs = sorted(100 * (own / other - 1) for own, other in zip(counted, without, strict=True))
+    return {
+        "plain_ms": statistics.median(without),
+        "watched_ms": statistics.median(counted),
+        "cost_percent": statistics.median(costs),
+        "p20_percent": quantile(costs, 0.2),
+        "p80_percent": quantile(costs, 0.8),
+    }
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _begin_ms(model: torch.nn.Module) -> float:
+    """Host time to begin and end a watch, which a run pays once."""
+    taken = []
+    for _ in range(10):
+        started = time.perf_counter()
+        pasa.watch(model).unwatch()
+        taken.append(1e3 * (time.perf_counter() - started))
+    return statistics.median(taken)
+
+
+def _cases(model: Any, device: torch.device, small: bool) -> Iterator[Case]:
+    """Attention alone, eager and (on a GPU) in a CUDA graph; prompts; steps of decoding."""
+    for name, shape in (TINY_ATTENTION if small else ATTENTION).items():
+        plain, watched = _attention_alone(shape, device)
+        yield "attention, eager", name, plain, watched, 20
+        if device.type == "cuda":
+            clock = CudaClock()
+            yield "attention, CUDA graph", name, clock.graph(plain), clock.graph(watched), 20
+    generator = torch.Generator().manual_seed(0)
+    for batch, length in TINY_PROMPTS if small else PROMPTS:
+        ids = torch.randint(model.config.vocab_size, (batch, length), generator=generator).to(device)
+        yield "model", f"prompt, {batch} x {length}", *_both(partial(_read, model, ids), model), 1
+    length = TINY_DECODED if small else DECODED
+    ids = torch.randint(model.config.vocab_size, (1, length), generator=generator).to(device)
+    yield "model", f"{STEPS} steps of decoding at {length}", *_both(_decoding(model, ids), model), 1
+
+
+def _both(run: Callable[[], Tensor], model: torch.nn.Module) -> tuple[Call, Call]:
+    return Call(run), Call(run, partial(pasa.watch, model))
+
+
+def _attention_alone(shape: tuple[int, int, int, int, int, bool], device: torch.device) -> tuple[Call, Call]:
+    """A call, and the same with its counting."""
+    batch, heads, kv_heads, length, dim, causal = shape
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(batch, number, length, dim, generator=generator).half().to(device)
+        for number in (heads, kv_heads, kv_heads)
+    )
+    totals, walked = torch.zeros(len(FIELDS), dtype=torch.int64, device=device), torch.zeros(1, dtype=torch.int64)
+
+    def plain() -> Tensor:
+        return pasa.attention(q, k, v, is_causal=causal)
+
+    def watched() -> Tensor:
+        out = plain()
+        dispatch.call(library.watch_scores, q, k, None, totals, walked, causal, dim**-0.5)
+        return out
+
+    return Call(plain), Call(watched)
+
+
+def _read(model: Any, ids: Tensor) -> Tensor:
+    logits: Tensor = model(ids, use_cache=False, logits_to_keep=1).logits
+    return logits
+
+
+def _decoding(model: Any, ids: Tensor) -> Callable[[], Tensor]:
+    """`STEPS` steps behind ids (1, S); the cache is cut back to S after them."""
+    from transformers import DynamicCache
+
+    cache = DynamicCache(config=model.config)
+    model(ids, past_key_values=cache, logits_to_keep=1)
+
+    def run() -> Tensor:
+        for _ in range(STEPS):
+            logits: Tensor = model(ids[:, -1:], past_key_values=cache).logits
+        cache.crop(-STEPS)
+        return logits
+
+    return run

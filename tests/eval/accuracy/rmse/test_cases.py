@@ -1,0 +1,103 @@
+"""The table of cases is the paper's, and data depend on seed and case alone."""
+
+import math
+
+import pytest
+import torch
+
+from pasa.eval.accuracy.rmse.cases import (
+    ARITHMETICS,
+    BIAS_CASES,
+    PANELS,
+    PAPER_CASES,
+    RESONANCE_CASES,
+    BiasCase,
+    RandomCase,
+    ResonanceCase,
+    generator,
+)
+
+SMALL = (1, 2, 640, 128)
+
+
+def test_fifteen_cases_of_figures_9_and_10() -> None:
+    wanted = {("uniform", x0, 0.5) for x0 in (0, 10, 20, 30)} | {("uniform", 20, am) for am in (0.5, 5, 10, 15, 20)}
+    wanted |= {("hybrid", x0, 10) for x0 in (0, 10, 20, 30)} | {("hybrid", 20, am) for am in (10, 20, 50, 100)}
+    assert {(case.distribution, case.mean, case.amplitude) for case in PAPER_CASES} == wanted
+    assert len(PAPER_CASES) == 15
+    assert all(case.shape == (1, 16, 1280, 128) for case in PAPER_CASES)
+
+
+def test_panels_show_every_case() -> None:
+    shown = {name for panels in PANELS.values() for panel in panels for name in panel}
+    assert shown == {case.name for case in PAPER_CASES}
+
+
+def test_table_4() -> None:
+    shares = {case.name: case.paper_nan_share for case in PAPER_CASES if case.paper_nan_share is not None}
+    assert shares == {
+        "uniform(30,0.5)": 1.0,
+        "uniform(20,15)": 0.0012,
+        "uniform(20,20)": 0.0814,
+        "hybrid(30,10)": 1.0,
+        "hybrid(20,50)": 0.0004,
+        "hybrid(20,100)": 0.0111,
+    }
+
+
+def test_arithmetics_are_named_once() -> None:
+    names = [arithmetic.name for arithmetic in ARITHMETICS]
+    assert names[:5] == ["fp32", "partial", "fp16", "prescaled", "smooth_k"]
+    assert names[5:] == ["pasa-paper", "pasa-paper-fp16", "pasa-exact", "pasa-exact-fp16"]
+
+
+@pytest.mark.parametrize("case", [RandomCase("uniform", 20, 5, SMALL), RandomCase("hybrid", 20, 50, SMALL)], ids=str)
+def test_data_depend_on_seed_case_and_tensor_alone(case: RandomCase) -> None:
+    torch.manual_seed(1)
+    first = case.tensors(0)
+    torch.manual_seed(2)
+    again = case.tensors(0)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not torch.equal(first[0], first[1])
+    assert not torch.equal(first[0], case.tensors(1)[0])
+    assert first[0].dtype == torch.float16
+
+
+def test_generator_is_the_same_on_every_machine() -> None:
+    """Built-in hash() differs from process to process: seeds must not come from it."""
+    assert generator(0, "uniform(20,5)", "q").initial_seed() == 0x7D47E788F309CEB5
+
+
+def test_uniform_fills_its_interval() -> None:
+    q, _, _ = RandomCase("uniform", 20, 5, SMALL).tensors(0)
+    # 163,840 samples: the gap to an end beyond 1e-3 of the range has probability (1 - 1e-3)^163840 < 1e-71.
+    assert 15 <= q.min() < 15.01 + 2**-7
+    assert 25 >= q.max() > 24.99 - 2**-6
+
+
+def test_hybrid_moments() -> None:
+    """Mean x0 and variance 1 + p Am^2, within 6 standard errors."""
+    q, _, _ = RandomCase("hybrid", 10, 100, SMALL).tensors(0)
+    x, n = q.double().flatten() - 10, q.numel()
+    variance = 1 + 0.001 * 100**2
+    fourth = 3 + 6 * 0.001 * 100**2 + 0.001 * 3 * 100**4  # E x^4 of N(0,1) + b N(0, Am^2)
+    assert abs(float(x.mean())) < 6 * math.sqrt(variance / n)
+    assert abs(float(x.square().mean()) - variance) < 6 * math.sqrt((fourth - variance**2) / n)
+
+
+def test_bias_sits_on_sixteen_channels_of_q_and_k() -> None:
+    q, k, v = BiasCase(200, (1, 1, 256, 128)).tensors(0)
+    for x in (q, k):
+        assert abs(float(x[..., :16].float().mean()) - 200) < 1
+        assert abs(float(x[..., 16:].float().mean())) < 0.1
+    assert abs(float(v.float().mean())) < 0.1
+    assert [case.bias for case in BIAS_CASES] == [32, 80, 200, 500, 2000]
+
+
+@pytest.mark.parametrize("case", RESONANCE_CASES, ids=lambda case: case.name)
+def test_resonance_drives_scores_beyond_fp16_with_the_sign_of_its_phase(case: ResonanceCase) -> None:
+    q, k, _ = (x.float() for x in case.tensors(0))
+    scores = q[0, 0] @ k[0, 0].T
+    extreme = float(scores.min() if case.phase == 180 else scores.max())
+    assert abs(extreme) > 65504
+    assert (extreme < 0) == (case.phase == 180)

@@ -1,0 +1,224 @@
+"""The inputs have what their names say, the arms are the operator's, the judge judges, and the command delivers."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+
+import pytest
+import torch
+from rich.console import Console
+
+import pasa
+from pasa.eval import cli
+from pasa.eval.accuracy.rounding_bias import arithmetic, cases, detection, report, run, statistics
+from pasa.eval.accuracy.rounding_bias.statistics import Bias, Mean, mean_of, measure, spacing
+from pasa.ops.attention.spec.repeated_maxima import EPSILON, repeats
+from pasa.ops.numerics.formats import FORMATS, round_to
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "fp16"])
+@pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.name)
+def test_rows_are_what_their_case_says(case, fmt):
+    rows = cases.make_rows(case, fmt, 64, 16, generator())
+    assert torch.equal(round_to(rows.values, fmt), rows.values)
+    tied = repeats(rows.scores, rows.scores.amax(-1, keepdim=True))
+    if case.maxima in cases.CONTROLS:
+        assert not tied.any()
+        return
+    assert tied.all()
+    at = list(cases.AT[case.maxima])
+    assert torch.equal(
+        rows.scores.argsort(-1, descending=True)[:, : len(at)].sort().values, torch.tensor([at]).expand(64, -1)
+    )
+    below = rows.scores[:, at[:1]] - rows.scores[:, at]
+    assert (below <= EPSILON).all()
+    assert (below[:, 1:] > 0).any() == (case.maxima == "near")
+    assert {key // cases.BLOCK_K for key in at} == ({0, 1} if case.maxima == "blocks" else {0})
+    main = rows.values[:, at]
+    one_signed = (main.sign() == main[:, :1].sign()).all()
+    assert one_signed == case.one_signed
+    if case.one_signed:
+        assert torch.equal(rows.grad.sign(), main[:, 0].double().sign())
+
+
+def test_remainders_are_trifles():
+    """They move no output by more than half a spacing: a tie is decided by them and not hidden."""
+    for fmt in ("bf16", "fp16"):
+        rows = cases.make_rows(cases.CASES[0], fmt, 256, 64, generator())
+        moved = (rows.exact() - rows.values[:, list(cases.AT["two"])].double().mean(1)) / spacing(rows.exact(), fmt)
+        assert 0.02 < moved.abs().mean() < 0.1
+        assert moved.abs().quantile(0.99) < 0.5  # beside 0 a spacing vanishes
+
+
+def test_exact_is_the_golden_attention():
+    rows = cases.make_rows(cases.CASES[0], "bf16", 8, 16, generator())
+    eye = torch.eye(cases.KEYS).view(1, 1, cases.KEYS, cases.KEYS).expand(1, 8, -1, -1)
+    golden, _ = pasa.golden_attention(rows.scores.double().view(1, 8, 1, -1), eye, rows.values.unsqueeze(0), scale=1.0)
+    torch.testing.assert_close(rows.exact(), golden[0, :, 0].double(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("arm", "rule"), [pair for pair in arithmetic.RULES.items() if pair[0] != "stochastic"])
+def test_the_quotient_is_the_operators(arm, rule):
+    """Bit for bit on FP16: keys that pick scores of FP16 out of the query, and `pasa.attention`."""
+    rows = cases.make_rows(cases.CASES[0], "fp16", 48, 64, generator())
+    rows = cases.Rows(rows.scores.half().float(), rows.values, rows.grad)
+    eye = torch.eye(cases.KEYS).half().expand(1, 48, -1, -1)
+    config = pasa.PasaConfig(precision="fp32", softmax=rule, block_k=cases.BLOCK_K)
+    query, values = rows.scores.half().view(1, 48, 1, -1), rows.values.half().unsqueeze(0)
+    expected = pasa.attention(query, eye, values, scale=1.0, config=config, backend="reference")
+    assert torch.equal(arithmetic.output(rows, "fp16", "quotient", arm, generator()), expected[0, :, 0].float())
+
+
+@pytest.mark.parametrize("arm", arithmetic.ARMS)
+@pytest.mark.parametrize("fmt", ["bf16", "fp16"])
+def test_the_product_is_rounded_once(arm, fmt):
+    """Times l it is a value of the format; without ties ours is nearest."""
+    rows = cases.make_rows(cases.CASES[2], fmt, 32, 16, generator())
+    out = arithmetic.output(rows, fmt, "product", arm, generator())
+    assert ((out.double() - rows.exact()).abs() <= 2 * spacing(rows.exact(), fmt)).all()
+    single = cases.make_rows(cases.Case("random", "same"), fmt, 32, 16, generator())
+    if arm == "ours":
+        plain = arithmetic.output(single, fmt, "product", "nearest", generator())
+        assert torch.equal(arithmetic.output(single, fmt, "product", arm, generator()), plain)
+
+
+def test_spacing_is_the_distance_of_neighbours():
+    for fmt in ("bf16", "fp16"):
+        dtype = FORMATS[fmt].dtype
+        x = torch.tensor([1.0, 1.5, 3.0, 0.1, 2.0**-14]).to(dtype)
+        up = (x.view(torch.int16) + 1).view(dtype)
+        assert torch.equal(spacing(x.double(), fmt), up.double() - x.double())
+
+
+def test_errors_are_signed_and_clustered_by_row():
+    """Away from zero is positive whatever the sign; all columns of a row are one observation."""
+    exact = torch.tensor([[1.25, -1.25], [1.25, -1.25]], dtype=torch.float64)
+    step = 2.0**-7
+    out = (exact + exact.sign() * step * torch.tensor([[0.5], [0.1]])).float()
+    grad = torch.tensor([[1.0, -3.0], [1.0, 3.0]], dtype=torch.float64)
+    found = measure(out, exact, grad, "bf16")
+    assert found.out.value == pytest.approx(0.3, abs=1e-5)
+    assert found.out.error == pytest.approx(0.2, abs=1e-5)  # of two rows: (0.5 - 0.1) / 2
+    assert found.rms == pytest.approx(math.sqrt((0.25 + 0.01) / 2), abs=1e-5)
+    assert found.delta.value == pytest.approx((0.5 + 0.1 * (1 - 3) / 4) / 2, abs=1e-5)
+    assert mean_of(torch.arange(5.0)).interval() == pytest.approx(statistics.Z_95 * math.sqrt(2.5 / 5))
+
+
+def bias(value: float, error: float = 0.001, rms: float = 0.3) -> Bias:
+    return Bias(Mean(value, error), Mean(value, error), rms)
+
+
+@pytest.mark.parametrize(
+    ("ours", "told", "passed"),
+    [(0.001, True, True), (0.03, True, False), (0.019, True, False), (0.019, False, True), (0.009, True, True)],
+)
+def test_the_judge_of_repeated_maxima(ours, told, passed):
+    """Nearest 0.1, stochastic 0.005: below 0.02, and beside zero or below 0.01; told of all rows or not."""
+    arms = {"nearest": bias(-0.1), "stochastic": bias(0.005), "ours": bias(ours)}
+    assert run.judge_repeated(arms, 2.0, told)["passed"] == passed
+
+
+@pytest.mark.parametrize(
+    ("ours", "passed"),
+    [
+        (bias(0.0), True),
+        (bias(0.1), True),
+        (bias(0.05), False),
+        (bias(0.0, rms=0.314), True),
+        (bias(0.0, rms=0.316), False),
+    ],
+)
+def test_the_judge_of_controls(ours, passed):
+    assert run.judge_control({"nearest": bias(0.1), "ours": ours}, 2.0)["passed"] == passed
+
+
+def test_examples_are_the_published_ones():
+    assert run.worked_examples()["exact"]
+
+
+@pytest.fixture(scope="module")
+def result():
+    return run.run_bias(rows=run.LEAST_ROWS, seed=3)
+
+
+def test_a_small_run_passes_and_repeats(result):
+    """1024 rows show a bias of a fifth of nearest's: 0.4 / sqrt(64 x 1024) is 0.002, so noise fails no check."""
+    assert result["gate"]["passed"], run.failures(result["gate"])
+    assert len(result["records"]) == 2 * len(cases.CASES) * len(arithmetic.PLACES) * len(arithmetic.ARMS)
+    case = cases.CASES[0]
+    again = [run.measure_case("bf16", case, run.LEAST_ROWS, generator(3)) for _ in range(2)]
+    assert again[0] == again[1]
+    first = [r["bias"] for r in result["records"][: len(again[0])]]
+    assert first == [each.out.value for each in again[0].values()]
+
+
+def test_a_rule_that_does_nothing_fails(monkeypatch):
+    monkeypatch.setitem(arithmetic.RULES, "ours", "safe")
+    found = run.measure_case("bf16", cases.CASES[0], 256, generator())
+    arms = {arm: found["bf16", cases.CASES[0].name, "quotient", arm] for arm in arithmetic.ARMS}
+    assert not run.judge_repeated(arms, 3.0, told=True)["passed"]
+
+
+def test_triggers_are_ordered_by_what_they_see():
+    """32 columns tell fewer rows than 64, which tell nearly all, and none draws more than 1 % of random ones."""
+    records = {
+        r["trigger"]: r for r in detection.compare_triggers("bf16", cases.Case("two", "smaller"), 256, generator())
+    }
+    few, chosen, _ = (records[name]["drawn"] for name in detection.TRIGGERS if name.startswith("leaning"))
+    assert few < chosen
+    assert chosen > 0.98
+    assert (records["never"]["drawn"], records["always"]["drawn"]) == (0, 1)
+    assert records["two scores within 1e-3"]["drawn"] == 1
+    single = detection.compare_triggers("bf16", cases.Case("random", "same"), 1024, generator())
+    assert all(r["drawn"] <= 0.01 for r in single if r["trigger"] != "always")
+
+
+@pytest.mark.parametrize(("options", "message"), [({"rows": 1023}, "rows=1023"), ({"seed": -1}, "seed=-1")])
+def test_bad_input_is_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        run.run_bias(**options)
+
+
+def test_the_command_writes_what_it_shows(monkeypatch, tmp_path, capsys, result):
+    monkeypatch.setattr(run, "run_bias", lambda rows, seed, progress: result)
+    with pytest.raises(SystemExit) as left:
+        cli.main(["eval", "bias", "--rows", str(run.LEAST_ROWS), "--json", "-", "--output-dir", str(tmp_path)])
+    assert left.value.code == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown == json.loads((tmp_path / "bias.json").read_text())
+    text = (tmp_path / "bias.md").read_text()
+    assert "Bias of O, BF16, quotient" in text
+    assert "two, smaller tail" in text
+    assert "-4.71875" in text
+    screen = io.StringIO()
+    report.render(shown, Console(file=screen, width=200))
+    assert "checks pass." in screen.getvalue()
+
+
+FAILED = "bf16, quotient, two, smaller tail"
+
+
+def test_worked_examples_fit_80_columns(result):
+    screen = io.StringIO()
+    report.show(report.example_table(result), Console(file=screen, width=80))
+    assert "-0.014759540557861328" in screen.getvalue()
+
+
+def test_a_failed_check_is_named_and_exits_1(monkeypatch, result, capsys):
+    broken = result | {
+        "gate": {"passed": False, "checks": {FAILED: {"passed": False, "fewer": False, "unbiased": True}}}
+    }
+    monkeypatch.setattr(run, "run_bias", lambda rows, seed, progress: broken)
+    with pytest.raises(SystemExit) as left:
+        cli.main(["eval", "bias"])
+    assert left.value.code == 1
+    said = " ".join(capsys.readouterr().out.split())
+    own = report.find(result, format="bf16", case="two, smaller tail", place="quotient", arm="ours")
+    assert f"{FAILED}: not fewer; nearest -0.0" in said
+    assert f"ours {report.signed(own['bias'], own['interval'])}" in said

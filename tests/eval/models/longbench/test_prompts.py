@@ -1,0 +1,80 @@
+"""Templates, truncation in the middle, chat template."""
+
+import copy
+import math
+
+import pytest
+from tokenizers import processors
+
+from pasa.eval.models.longbench.data import Item
+from pasa.eval.models.longbench.prompts import build_prompt, check_max_length, default_max_length
+from pasa.eval.models.longbench.tasks import TASKS
+
+ITEM = Item(0, "CONTEXT", "INPUT", [], 1, None)
+
+
+def test_the_template_is_filled_and_wrapped(tokenizer):
+    text = tokenizer.decode(build_prompt(tokenizer, TASKS["hotpotqa"], ITEM, 10_000))
+    assert text == f"<user>{TASKS['hotpotqa'].prompt.format(context='CONTEXT', input='INPUT')}<answer>"
+    assert not tokenizer.decode(build_prompt(tokenizer, TASKS["hotpotqa"], ITEM, 10_000, chat=False)).startswith("<")
+
+
+def test_few_shot_and_code_are_not_wrapped(tokenizer):
+    text = tokenizer.decode(build_prompt(tokenizer, TASKS["lcc"], ITEM, 10_000))
+    assert text == "Please complete the code given below. \nCONTEXTNext line of code:\n"
+
+
+@pytest.mark.parametrize("length", [100, 101])
+def test_the_middle_is_cut_out_before_the_template_comes(tokenizer, length):
+    """The first and the last half, rounded down, then the template around what is left."""
+    whole = TASKS["hotpotqa"].prompt.format(context="CONTEXT", input="INPUT")
+    text = tokenizer.decode(build_prompt(tokenizer, TASKS["hotpotqa"], ITEM, length))
+    assert text == f"<user>{whole[:50]}{whole[-50:]}<answer>"
+
+
+def test_a_prompt_of_just_the_length_is_left_alone(tokenizer):
+    whole = build_prompt(tokenizer, TASKS["lcc"], ITEM, 10_000)
+    assert build_prompt(tokenizer, TASKS["lcc"], ITEM, len(whole)) == whole
+    assert len(build_prompt(tokenizer, TASKS["lcc"], ITEM, len(whole) - 3)) == len(whole) - 3
+
+
+@pytest.fixture
+def starting(tokenizer):
+    """A tokenizer that sets a beginning-of-text token before every text, and whose chat template has one too."""
+    found = copy.deepcopy(tokenizer)
+    found.add_special_tokens({"bos_token": "<|start|>"})
+    found.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|start|> $A", special_tokens=[("<|start|>", found.bos_token_id)]
+    )
+    found.chat_template = "{{ bos_token }}" + tokenizer.chat_template
+    return found
+
+
+def test_special_tokens_of_the_tokenizer_count_and_are_dropped_in_the_cut(starting):
+    """The beginning is set before the whole prompt, as the model wants it, and not twice by the cut."""
+    ids = build_prompt(starting, TASKS["hotpotqa"], ITEM, 100, chat=False)
+    assert ids.count(starting.bos_token_id) == 1
+    assert len(ids) == 100, "one of the first half was the start, which comes back"
+
+
+@pytest.mark.parametrize("length", [100, 10_000])
+def test_a_chat_template_that_has_the_beginning_gets_no_second_one(starting, length):
+    ids = build_prompt(starting, TASKS["hotpotqa"], ITEM, length)
+    assert [place for place, token in enumerate(ids) if token == starting.bos_token_id] == [0]
+    assert starting.decode(ids[1:]).startswith("<user>Answer")
+
+
+def test_published_lengths():
+    assert [default_max_length(window) for window in (4096, 8192, 32768, 131072)] == [3500, 7500, 31500, 31500]
+    with pytest.raises(ValueError, match="window of 2048 tokens"):
+        default_max_length(2048)
+
+
+def test_what_is_generated_must_fit_the_window_too():
+    tasks = [TASKS["hotpotqa"], TASKS["gov_report"]]
+    check_max_length(3584, 4096, tasks)
+    check_max_length(3585, math.inf, tasks)
+    with pytest.raises(
+        ValueError, match="max_length=3585 and the 512 new tokens of gov_report exceed the model's window of 4096"
+    ):
+        check_max_length(3585, 4096, tasks)

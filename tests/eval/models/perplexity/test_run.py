@@ -1,0 +1,168 @@
+"""Perplexity with a sliding window, by precision and offset."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import math
+
+import pytest
+import torch
+import transformers as hf
+from rich.console import Console
+
+from pasa.eval.accuracy import precisions
+from pasa.eval.models.perplexity import report, run
+
+TOKENS = list(range(1, 97)) * 3
+
+
+class Reader:
+    """A tokenizer of numbers between blanks."""
+
+    def __call__(self, text):
+        return type("Ids", (), {"input_ids": [int(word) for word in text.split()]})
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    config = hf.Qwen2Config(
+        vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64, initializer_range=0.1, rope_theta=1e5,
+    )  # fmt: skip
+    return hf.Qwen2ForCausalLM(config).eval()
+
+
+@pytest.fixture
+def text(tmp_path, model, monkeypatch):
+    """A text of numbers; every folder holds `model` and its reader."""
+    monkeypatch.setattr(precisions, "load_folder", lambda path, dtype: (copy.deepcopy(model).to(dtype), Reader()))
+    (tmp_path / "text.txt").write_text(" ".join(map(str, TOKENS)))
+    return str(tmp_path / "text.txt")
+
+
+def measured(text, tmp_path, **options):
+    return run.run_perplexity(str(tmp_path), text, tokens=200, window=128, stride=64, **options)
+
+
+@pytest.mark.parametrize(
+    ("total", "window", "stride"), [(200, 128, 64), (200, 64, 64), (129, 128, 1), (5, 8, 3), (2, 2, 1)]
+)
+def test_every_token_is_predicted_once(total, window, stride):
+    spans = list(run.windows(total, window, stride))
+    assert [token for begin, end, first in spans for token in range(first, end)] == list(range(1, total))
+    for begin, end, first in spans:
+        assert end - begin <= window
+        assert first - begin >= min(first, window - stride), "so much is read before what is predicted"
+
+
+def test_one_window_is_the_models_own_loss(model):
+    ids = torch.tensor(TOKENS[:100])
+    found = run.measure(model, ids, list(run.windows(100, 128, 64)), lambda number: None)
+    with torch.no_grad():
+        assert found["loss"] == pytest.approx(float(model(ids[None], labels=ids[None]).loss), rel=1e-5)
+    assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
+    assert found["nonfinite_logits"] == 0
+
+
+def test_windows_are_weighted_by_their_tokens(model):
+    """The definition, token by token: the loss of each from the window that predicts it."""
+    ids, losses = torch.tensor(TOKENS[:150]), []
+    with torch.no_grad():
+        for begin, end, first in run.windows(150, 64, 40):
+            rows = model(ids[None, begin:end]).logits[0].log_softmax(-1)
+            losses += [-float(rows[token - begin - 1, ids[token]]) for token in range(first, end)]
+    found = run.measure(model, ids, list(run.windows(150, 64, 40)), lambda number: None)
+    assert found["loss"] == pytest.approx(sum(losses) / 149, rel=1e-5)
+
+
+def test_a_loss_whose_exponential_overflows_is_not_finite():
+    """Logits that are sure of the wrong token: each costs 2,000 nats, and e^2000 is no double."""
+
+    def sure(input_ids, use_cache):
+        logits = torch.zeros(1, input_ids.shape[1], 50)
+        logits[..., 0] = 2000.0
+        return type("Output", (), {"logits": logits})
+
+    model = type("Model", (), {"device": torch.device("cpu"), "__call__": staticmethod(sure)})()
+    found = run.measure(model, torch.arange(1, 11), list(run.windows(10, 8, 4)), lambda number: None)
+    assert found["perplexity"] is None
+    assert found["loss"] == pytest.approx(2000)
+
+
+def test_a_reference_that_is_not_finite_leaves_no_changes(text, tmp_path):
+    result = measured(text, tmp_path, offsets=[0], precisions=["bf16"])
+    result["perplexities"][0]["perplexity"] = None
+    rows = report.table(result).rows
+    assert rows[0][1:] == ["not finite", "-"]
+    assert rows[1][2] == "-"
+
+
+def test_the_model_before_the_injection_can_be_asked_for(text, tmp_path):
+    result = measured(text, tmp_path, offsets=[131072], precisions=["fp32-base"])
+    assert [each["precision"] for each in result["perplexities"]] == ["fp32", "fp32-base"]
+    with pytest.raises(ValueError, match="'fp32-base' is 'fp32' where no overflow is injected"):
+        measured(text, tmp_path, offsets=[0], precisions=["fp32-base"])
+
+
+def test_who_overflows_and_who_loses_accuracy(text, tmp_path):
+    """The claim: beyond 65504 FP16 scores break, BF16 scores are off, PASA is where FP32 is."""
+    said = []
+    result = measured(text, tmp_path, offsets=[0, 131072], progress=lambda *each: said.append(each))
+    found = {(each["precision"], each["offset"]): each for each in result["perplexities"]}
+    base = found["fp32", 0]["perplexity"]
+    assert result["gate"] == {
+        "passed": True,
+        "checks": {"reference_finite": True, "pasa_finite": True, "pasa_near_fp32": True, "fp16_breaks": True},
+    }
+    assert found["fp16-eager", 131072]["nonfinite_logits"] == 1
+    assert found["fp16-eager", 0]["perplexity"] == pytest.approx(base, rel=5e-3)
+    errors = {name: abs(found[name, 131072]["perplexity"] - base) for name in ("bf16", "bf16-eager", "pasa")}
+    assert errors["pasa"] < errors["bf16-eager"] / 5
+    windows = len(list(run.windows(200, 128, 64)))
+    assert [each[:2] for each in said] == [(i, 12 * windows) for i in range(12 * windows)]
+
+
+def test_what_is_shown_and_written(text, tmp_path):
+    result = measured(text, tmp_path, offsets=[0, 131072], precisions=["fp16-eager", "pasa"])
+    json.dumps(result, allow_nan=False)
+    console = Console(file=io.StringIO(), width=200)
+    report.render(result, console)
+    for part in ("not finite", "offset 131,072", "emulated", "All checks hold"):
+        assert part in console.file.getvalue()
+    report.save(result, tmp_path / "out")
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"perplexity.json", "perplexity.md"}
+    stored = json.loads((tmp_path / "out/perplexity.json").read_text())
+    assert report.table(stored).rows == report.table(result).rows, "stored with all digits"
+
+
+def test_every_check_can_fail():
+    def records(pasa, eager, reference=10.0):
+        values = {"fp32": reference, "pasa": pasa, "fp16-eager": eager}
+        return [{"offset": 131072, "precision": name, "perplexity": value} for name, value in values.items()]
+
+    def failed(*values):
+        return [check for check, passed in run.judge(records(*values))["checks"].items() if not passed]
+
+    assert failed(10.04, None) == []
+    assert failed(None, None) == ["pasa_finite", "pasa_near_fp32"]
+    assert failed(10.06, None) == ["pasa_near_fp32"]
+    assert failed(10.0, 12.0) == ["fp16_breaks"]
+    assert failed(10.0, None, None) == ["reference_finite", "pasa_near_fp32"]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"stride": 0}, "stride=0 is outside"),
+        ({"stride": 65, "window": 64}, "stride=65 is outside 1..window=64"),
+        ({"tokens": 1}, "tokens=1 is below 2"),
+        ({"tokens": 1000}, "has 288 tokens, fewer than tokens=1000"),
+        ({"precisions": ["int8"]}, "'int8' is not one of"),
+    ],
+)
+def test_bad_settings_are_named(text, tmp_path, change, reason):
+    with pytest.raises(ValueError, match=reason):
+        run.run_perplexity(str(tmp_path), text, **{"tokens": 200, "window": 128, "stride": 64, **change})

@@ -1,0 +1,149 @@
+"""`pasa predict`: its tables, a small model from a folder, a calibration, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from io import StringIO
+
+import pytest
+import torch
+import transformers as hf
+from rich.console import Console
+
+from pasa.eval import cli
+from pasa.eval.models.predict import paper, report, run, soundness
+from pasa.eval.models.predict.observe import observe
+from pasa.prediction import predict_overflow
+
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "vocab_size": 97,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    torch.manual_seed(0)
+    hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES)).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_paper_tables_say_where_the_print_differs():
+    result = paper.run_paper_tables()
+    differ = {model["name"]: model["differ"] for model in result["models"]}
+    assert differ == {
+        "GPT-2 XL": ["gamma", "alpha"],  # 2.9853 and 0.0735: printed 2.98 and 0.074
+        "Mistral-7B": [],
+        "Llama-2-13B": ["gamma"],  # 2.270: printed 2.28
+        "Llama-2-70B": ["gamma"],  # 2.302: printed 2.32
+    }
+    assert report.paper_table(result).rows[0][4:] == [
+        "2.98",
+        "2.9853",
+        "8",
+        "8.4",
+        "0.074",
+        "0.0735",
+        "gamma, alpha_min",
+    ]
+
+
+def test_a_folder_needs_no_forward_pass(folder):
+    result = run.run_predict(str(folder))
+    assert result["calibration"] is None
+    assert result["summary"]["modules"]["safe"] == 2
+    assert len(result["records"]) == 8
+    shown = StringIO()
+    report.render(result, Console(file=shown, width=200))
+    assert "2 attention modules, each by its worst head: 2 safe" in shown.getvalue()
+    assert "observed" not in shown.getvalue()
+
+
+@pytest.mark.parametrize("observed", [None, 123456.0])
+def test_the_table_fits_a_terminal_of_80_columns(observed, folder):
+    """It came in two pieces, of which the second named no module; long names wrap now."""
+    result = run.run_predict(str(folder))
+    for each in result["records"]:
+        each |= {"module": "unet.down_blocks.0.attentions.0.transformer_blocks.0.attn1", "observed": observed}
+        each |= {"probable": 131072.0, "proven": 1310720.0, "verdict_fp8": "unlikely"}
+    calibration = {"heads": 8, "beyond_proven": 0, "beyond_probable": 0, "largest_of_proven": 1, "median_of_proven": 1}
+    result["calibration"] = observed and {**calibration, "auto_alpha": 1, "kappa": 1}
+    shown = StringIO()
+    report.render(result, Console(file=shown, width=80))
+    lines = shown.getvalue().splitlines()
+    assert sum(line.startswith("┏") for line in lines) == 1
+    assert max(map(len, lines)) <= 80
+    numbers = [line for line in lines if "131,072" in line and "1,310,720" in line and "unlikely" in line]
+    assert len(numbers) == 8
+
+
+def test_calibration_compares_and_gives_alpha(folder):
+    model = hf.LlamaForCausalLM.from_pretrained(folder).eval()
+    ids = torch.randint(97, (1, 32), generator=torch.Generator().manual_seed(0))
+
+    @torch.no_grad()
+    def forward():
+        model(input_ids=ids)
+
+    prediction, observed = predict_overflow(model), observe(model, forward)
+    found = run.calibration(prediction, observed, kappa=2.0)
+    assert (found["heads"], found["beyond_proven"]) == (8, 0)
+    assert found["largest_score"] == max(observed.values())
+    interaction = {(row.module, row.head): row.interaction for row in prediction.rows}
+    largest = max(score / interaction[where] for where, score in observed.items())
+    assert found["auto_alpha"] == pytest.approx(2.0 * largest, rel=1e-3)
+
+
+def test_observation_counts_every_call(folder):
+    """Decoding: the largest of all calls, not of the last."""
+    model = hf.LlamaForCausalLM.from_pretrained(folder).eval()
+    ids = torch.randint(97, (1, 32), generator=torch.Generator().manual_seed(0))
+
+    @torch.no_grad()
+    def forward(*lengths):
+        for length in lengths:
+            model(input_ids=ids[:, :length])
+
+    assert observe(model, lambda: forward(32, 1)) == observe(model, lambda: forward(32))
+
+
+@pytest.mark.parametrize("kind", ["GPT2", "Qwen2", "Llama"])
+def test_shaped_models_keep_within_their_bounds(kind):
+    """The same makers as the stored table, narrow."""
+    narrow = {
+        "GPT2": {**soundness.GPT2, "n_embd": 100},
+        "Qwen2": {**soundness.SLIM, **soundness.QWEN2, "hidden_size": 56},
+    }
+    sizes = {**narrow, "Llama": {**soundness.SLIM, **soundness.LLAMA, "hidden_size": 64}}[kind]
+    found = soundness.measure(*soundness.shaped(kind, sizes))
+    assert found["beyond_proven"] == 0
+    assert found["largest_of_proven"] > 0.01
+
+
+def test_command_line(folder, capsys, tmp_path):
+    def main(*arguments):
+        with pytest.raises(SystemExit) as caught:
+            cli.main(["predict", *arguments])
+        return caught.value.code
+
+    assert main("--model", str(folder), "--json", "-", "--output-dir", str(tmp_path / "out")) == 0
+    assert json.loads(capsys.readouterr().out)["experiment"] == "predict"
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"predict.json", "predict.md"}
+    for arguments, message in (
+        (("--model", "/nowhere"), "'/nowhere' is not a folder"),
+        (("--model", "/nowhere", "--delta", "2"), "2 is not a probability between 0 and 1"),
+        (("--model", "/nowhere", "--seq-len", "0"), "0 is not at least 1"),
+        (("--soundness", "--seq-len", "9"), "--seq-len is of a prediction of --model"),
+        (("--auto", "--delta", "0.1"), "--delta is of a prediction of --model"),
+        (("--model", str(folder), "--offset", "3"), "--offset is for the built-in models"),
+        (("--model", str(folder), "--prompt", "hi"), "give --calibrate"),
+        (("--prompt", "hi"), "give --calibrate"),
+        (("--model", str(folder), "--paper-tables"), "exclude each other"),
+    ):
+        assert main(*arguments) == 2
+        assert message in capsys.readouterr().err

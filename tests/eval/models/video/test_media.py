@@ -1,0 +1,68 @@
+"""What is written can be read back, by other programs than those that wrote it."""
+
+from __future__ import annotations
+
+import imageio.v3 as imageio
+import numpy as np
+import pytest
+from PIL import Image
+
+from pasa.eval.models.video import media, report
+
+
+@pytest.fixture
+def clips():
+    """Two clips of 3 frames, 33 x 41, a size that no codec likes; the second broken."""
+    frames = np.random.default_rng(0).uniform(0, 1, (3, 33, 41, 3)).astype(np.float32)
+    return {"one": frames, "two": np.full_like(frames, np.nan), "three": frames + np.float32(0.01)}
+
+
+def test_images_keep_their_values_and_nan_is_black(clips):
+    (image, *_) = media.to_images(clips["one"])
+    assert np.abs(np.asarray(image) / 255 - clips["one"][0]).max() <= 0.5 / 255 + 1e-6
+    assert not np.asarray(media.to_images(clips["two"])[0]).any()
+
+
+def test_saved_files_hold_every_frame(clips, tmp_path):
+    assert media.save(clips, "one", tmp_path / "deep", fps=7) == ["video.mp4", "video.gif", "video.png"]
+    video = imageio.imread(tmp_path / "deep" / "video.mp4", plugin="FFMPEG")
+    width, height = 3 * 41 + 1, 33 + media.LABEL + 1
+    assert video.shape == (3, height, width, 3)
+    first, broken = video[0, media.LABEL : media.LABEL + 33, :41], video[0, media.LABEL : media.LABEL + 33, 41:82]
+    assert broken[4:-4, 4:-4].mean() < 20 < first.mean()
+    with Image.open(tmp_path / "deep" / "video.gif") as image:
+        assert (image.n_frames, image.size) == (3, (width, height))
+        assert image.info["duration"] == pytest.approx(1000 / 7, abs=10)
+    with Image.open(tmp_path / "deep" / "video.png") as image:
+        assert image.size == (3 * 41, 4 * (33 + media.LABEL))
+
+
+def test_contact_sheet_amplifies_the_difference_of_the_last_clip(clips):
+    sheet = np.asarray(media.contact_sheet(clips, "one"))
+    row = 33 + media.LABEL
+    difference = sheet[3 * row + media.LABEL :, :41]
+    assert difference.mean() > 240, "0.01 everywhere, amplified to the full range"
+    assert not sheet[row + media.LABEL : 2 * row].any()
+
+
+def test_contact_sheet_of_equal_and_of_broken_clips(clips):
+    same = {"one": clips["one"], "again": clips["one"]}
+    assert not np.asarray(media.contact_sheet(same, "one"))[2 * 51 + media.LABEL :].any()
+    broken = {"one": clips["one"], "two": clips["two"]}
+    assert not np.asarray(media.contact_sheet(broken, "one"))[2 * 51 + media.LABEL :].any()
+
+
+def test_long_clips_show_six_frames(clips):
+    long = {name: np.repeat(frames, 5, axis=0) for name, frames in clips.items()}
+    assert media.contact_sheet(long, "one").size[0] == media.COLUMNS * 41
+
+
+def test_report_is_stored_whole(experiment, tmp_path):
+    result, clips, _ = experiment
+    report.save(result, clips, tmp_path, fps=7)
+    made = {path.name for path in tmp_path.iterdir()}
+    assert made == {"video.json", "video.md", "video.mp4", "video.gif", "video.png"}
+    text = (tmp_path / "video.md").read_text(encoding="utf-8")
+    assert "| FP16 scores | 4 | 4 | not finite |" in text
+    assert "All checks hold." in text
+    assert sum(path.stat().st_size for path in tmp_path.glob("video.[jmp]*[ndg]")) < 1_000_000

@@ -1,0 +1,132 @@
+"""A denoising step in small, on a clock without a device: real models, real FP16 attention, made-up times."""
+
+import copy
+import json
+
+import pytest
+import torch
+from rich.console import Console
+
+from pasa.eval.models.video import step, step_report
+from pasa.eval.models.video.step import EAGER, PASA, SDPA
+from pasa.eval.speed.implementations import FLASH
+from tests.eval.speed.fakes import FakeClock
+
+SMALL = step.Scale(
+    frames=2,
+    height=8,
+    width=8,
+    decoded=2,
+    unet={
+        "down_block_types": ("CrossAttnDownBlockSpatioTemporal",),
+        "up_block_types": ("CrossAttnUpBlockSpatioTemporal",),
+        "block_out_channels": (64,),
+        "num_attention_heads": (1,),
+        "layers_per_block": 1,
+        "cross_attention_dim": 32,
+        "addition_time_embed_dim": 32,
+        "projection_class_embeddings_input_dim": 96,
+    },
+    vae={"down_block_types": ("DownEncoderBlock2D",) * 2, "block_out_channels": (32, 32), "layers_per_block": 2},
+)
+
+
+class IdleClock(FakeClock):
+    """FP16 convolutions take a CPU seconds: a call that is timed does not run."""
+
+    def times(self, call, count, cold):
+        return [1.0] * count
+
+
+@pytest.fixture(scope="module")
+def result():
+    with torch.inference_mode():
+        return step.measure(IdleClock(), SMALL, 1, 1e12, lambda line: None)
+
+
+def by_way(result, model, offset):
+    return {
+        each["way"]: each for each in result["records"] if each["model"] == model and bool(each["offset"]) == offset
+    }
+
+
+def test_pasa_is_as_near_to_fp32_as_sdpa(result):
+    for model in ("UNet", "VAE"):
+        records = by_way(result, model, False)
+        assert set(records) == set(step.WAYS)
+        assert 0 < records[PASA]["rmse"] <= 1.1 * records[SDPA]["rmse"]
+
+
+def test_eager_fp16_attention_overflows_for_real_and_pasa_does_not_notice(result):
+    """Nothing is emulated here: diffusers' own processor stores scaled scores of 102,000 in FP16."""
+    plain, biased = by_way(result, "UNet", False), by_way(result, "UNet", True)
+    assert plain[EAGER]["nonfinite_share"] == 0
+    assert biased[EAGER]["nonfinite_share"] == 1
+    assert biased[EAGER]["rmse"] is None
+    assert biased[PASA]["rmse"] <= 1.01 * plain[PASA]["rmse"]
+
+
+def test_shapes_are_those_of_the_step(result):
+    """Two clips of two frames: spatial and temporal attention, each over itself and over one token."""
+    shapes = {each["shape"]: each["calls"] for each in result["shapes"]}
+    assert shapes["(4, 1, 64, 64) full"] == shapes["(128, 1, 2, 64) full"] == 4
+    assert shapes["(4, 1, 64 x 1, 64) full"] == shapes["(128, 1, 2 x 1, 64) full"] == 4
+    assert sum(shapes.values()) == 16
+
+
+def test_real_size_asks_for_the_attention_of_the_real_model():
+    """Of the full UNet, without weights: 25 frames of 1024 x 576 twice, heads of 64."""
+    from diffusers import UNetSpatioTemporalConditionModel
+    from diffusers.models.attention_processor import Attention
+
+    with torch.device("meta"):
+        unet = UNetSpatioTemporalConditionModel(**step.Scale().unet)
+    assert sum(x.numel() for x in unet.parameters()) == 1_524_623_082
+    assert {m.inner_dim // m.heads for m in unet.modules() if isinstance(m, Attention)} == {64}
+
+
+def test_slower_or_farther_fails_the_gate(result):
+    assert result["gate"]["passed"]
+    for field, value, check in (
+        ("to_flash", 0.99, "not_slower_than_flash"),
+        ("rmse", 1.0, "error"),
+        ("nonfinite_share", 0.1, "finite"),
+        ("status", "not run", "finite"),
+    ):
+        records = copy.deepcopy(result["records"])
+        next(each for each in records if each["way"] == PASA)[field] = value
+        gate = step.judge(records)
+        assert not gate["passed"]
+        assert not gate["checks"][check]
+
+
+def test_a_way_that_cannot_run_says_why(monkeypatch):
+    """On a GPU flash has no head dimension of 512, and eager scores may not fit."""
+
+    class Refusing(torch.nn.Linear):
+        def forward(self, x):
+            if torch.backends.cuda.flash_sdp_enabled() and not torch.backends.cuda.math_sdp_enabled():
+                raise RuntimeError("no kernel")
+            return super().forward(x)
+
+    model = Refusing(2, 2)
+    work = step.Work("model", model, lambda: model(torch.ones(1, 2)))
+    monkeypatch.setattr(step, "WAYS", {SDPA: "", FLASH: ""})
+    with torch.inference_mode():
+        found = {each["way"]: each for each in step.compare(work, work.run(), FakeClock(), 1)}
+    assert found[FLASH]["status"] == "not run"
+    assert "no kernel" in found[FLASH]["why"]
+    assert found[SDPA]["to_flash"] is None
+    assert found[SDPA]["max_error"] == 0
+
+
+def test_shown_and_stored(result, tmp_path):
+    step_report.save(result, tmp_path)
+    stored = json.loads((tmp_path / "step.json").read_text())
+    text = (tmp_path / "step.md").read_text()
+    assert stored["gate"] == result["gate"]
+    assert text == step_report.to_markdown(stored)
+    assert "| UNet, scores + 819,025 | eager | 1.0 | 1.00 | 0.0 | NaN | NaN |" in text
+    console = Console(record=True, width=200)
+    step_report.render(result, console)
+    assert "All checks hold." in console.export_text()

@@ -1,0 +1,89 @@
+"""The equations on hand-made counts, the fit, and the substitutions."""
+
+import pytest
+
+from pasa.eval.npu import allocations, model, rates
+from pasa.eval.npu.allocations import Fit, Line, fit, mixed, substituted
+
+MAIN = model.SCENARIOS["as written"]
+
+
+def test_an_engines_time_is_its_work_over_its_rate() -> None:
+    work = {
+        "macs": 4096.0,
+        "FIX": rates.SUSTAINED["FIX"].value,
+        "MTE2 vector": 2 * rates.SUSTAINED["MTE2 vector"].value,
+    }
+    times = model.engine_times(work, MAIN)
+    assert times["cube"] == pytest.approx(1 / 1.8e9)
+    assert times["FIX"] == pytest.approx(1.0)
+    assert times["MTE2 vector"] == pytest.approx(1.0)  # two vector cores share it
+    assert times["L2 write"] == pytest.approx(work["FIX"] / (86 * 1.8e9))
+    assert times["L2 read"] == pytest.approx(work["MTE2 vector"] / (110 * 1.8e9))
+    assert times["vector"] == times["MTE1"] == times["MTE2 cube"] == times["MTE3"] == 0
+
+
+def test_vector_cycles_by_call_and_type() -> None:
+    work = {"Exp float": 10.0, "Exp half": 10.0, "Adds float": 3.0, "barriers": 2.0, "macs": 1e9, "MTE2 vector": 1e9}
+    assert model.vector_cycles(work) == 10 * 2 + 10 * 4 + 3 + 2 * 18
+    assert model.engine_times(work, model.SCENARIOS["no vector"])["vector"] == 0
+    assert model.vector_cycles({"ReduceRepeat float": 256.0, "ReduceDataBlock float": 272.0}) == 7 * 256 + 272
+
+
+def test_parts_of_the_vector_time_add_up() -> None:
+    work = {"ReduceRepeat float": 30.0, "ReduceDataBlock float": 42.0, "Exp float": 9.0, "barriers": 4.0, "macs": 1.0}
+    parts = model.vector_parts(work)
+    assert sum(parts.values()) == pytest.approx(model.engine_times(work, MAIN)["vector"])
+    assert parts["row reductions"] == pytest.approx(7 * 36 / 2 / 1.8e9)
+    assert parts["barriers"] == pytest.approx(18 * 4 / 2 / 1.8e9)
+
+
+def test_a_call_without_a_published_rate_is_refused() -> None:
+    with pytest.raises(KeyError, match="Gather"):
+        model.vector_cycles({"Gather float": 1.0})
+
+
+def test_overlap_and_none() -> None:
+    times = {"cube": 3.0, "FIX": 2.0, "vector": 4.0, "L2 write": 1.0}
+    assert model.bound(times) == ("vector", 4.0)
+    assert model.serial(times) == 9.0
+    assert model.serial({**times, "HBM": 20.0}) == 20.0
+
+
+def test_peak_is_that_of_20_cube_cores() -> None:
+    assert model.peak_flops() == 20 * 2 * 16**3 * 1.8e9
+
+
+def test_the_fit_finds_a_line_and_reports_what_is_off() -> None:
+    exact = fit([(n, {"macs": 5.0 + 3.0 * n, "FIX": 2.0 * n}) for n in (2, 4, 8)])
+    assert exact.per_tile == pytest.approx({"macs": 3.0, "FIX": 2.0})
+    assert exact.per_task == pytest.approx({"macs": 5.0, "FIX": 0.0})
+    assert exact.residual < 1e-12
+    bent = fit([(1, {"macs": 10.0}), (2, {"macs": 20.0}), (3, {"macs": 33.0})])
+    assert bent.residual == pytest.approx(1 / 20)
+    with pytest.raises(ValueError, match="two different numbers"):
+        fit([(2, {"macs": 1.0})])
+
+
+def test_a_share_of_tiles_in_fp32() -> None:
+    narrow, wide = Fit({}, {"FIX": 100.0}, 0.0), Fit({}, {"FIX": 300.0, "Adds float": 8.0}, 0.0)
+    assert mixed(narrow, wide, 0.25).per_tile == {"FIX": 150.0, "Adds float": 2.0}
+    with pytest.raises(ValueError, match=r"1\.5"):
+        mixed(narrow, wide, 1.5)
+
+
+def test_a_substitution_cannot_take_off_what_is_not_there() -> None:
+    base = Fit({}, {"Cast half": 10.0}, 0.0)
+    assert substituted(base, [Line("half of it", {"Cast half": -5})]).per_tile == {"Cast half": 5.0}
+    with pytest.raises(ValueError, match="Cast half"):
+        substituted(base, [Line("too much", {"Cast half": -11})])
+
+
+def test_lines_name_calls_with_a_rate() -> None:
+    lines = [*allocations.partial_lines(), *allocations.fp32_lines(), *allocations.fp16_lines(64)]
+    for name in {key for line in lines for key in line.change if " " in key and key not in model.PIPES}:
+        assert rates.cycles_of(name) > 0
+
+
+def test_every_rate_has_a_source() -> None:
+    assert all(rate.value > 0 and rate.source and rate.unit for rate in rates.table().values())

@@ -1,0 +1,106 @@
+"""What watching costs, on tiny sizes: the gate, the statistics and what is stored; the definition against ours."""
+
+import json
+
+import pytest
+import torch
+
+from pasa.eval.kit.timing import Call
+from pasa.eval.speed.watching import definition, report, run
+from pasa.ops import library
+from pasa.ops.attention.spec import watch
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def result():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        return run.run_watch(small=True, turns=2)
+
+
+def test_a_run_checks_first_and_times_every_case(result):
+    json.dumps(result, allow_nan=False)
+    assert result["gate"]["passed"]
+    assert set(result["gate"]["checks"]) == {
+        "counts_exact",
+        "unchanged, prompt, 2 x 150",
+        "unchanged, 73 steps of decoding at 20",
+    }
+    assert [each["kind"] for each in result["records"]] == ["attention, eager", "model", "model"]
+    for each in result["records"]:
+        assert min(each["plain_ms"], each["watched_ms"]) > 0
+        assert each["p20_percent"] <= each["cost_percent"] <= each["p80_percent"]
+
+
+def test_the_checks_have_all_that_is_counted(result):
+    for field in watch.FIELDS:
+        assert any(each[field] > 0 for each in result["checks"]), field
+    assert {each["step"] for each in result["checks"]} == {127, watch.STRIDE}
+
+
+def test_nothing_is_timed_where_a_count_is_wrong(monkeypatch):
+    def one_too_many(q, k, mask, totals, causal, scale, taken):
+        watch.count(q, k, mask, totals, causal, scale, taken)
+        totals[1] += 1
+
+    monkeypatch.setattr(library, "watch_counter", lambda device, head_dim: one_too_many)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = run.run_watch(small=True)
+    assert not result["gate"]["passed"]
+    assert result["records"] == []
+    assert "equal to FP64's in 0 of 6 calls. FAILED: counts_exact" in report.verdict(result)
+
+
+def test_cost_is_the_median_of_the_ratios_of_turns(monkeypatch):
+    """Each call takes what the clock is moved by; the first turn is not counted, and scopes are not timed."""
+    clock = [0.0]
+
+    def call(milliseconds):
+        left = iter(milliseconds)
+
+        def go():
+            clock[0] += next(left) / 1e3
+            return torch.zeros(1)
+
+        return go
+
+    class Scope:
+        def __enter__(self):
+            clock[0] += 9.0
+
+        def __exit__(self, *_):
+            clock[0] += 9.0
+
+    monkeypatch.setattr(run, "_now", lambda device: clock[0])
+    plain, watched = Call(call([50, 10, 20, 40])), Call(call([99, 11, 21, 44]), Scope)
+    found = run.compare(plain, watched, 3, 1, CPU)
+    assert found["plain_ms"] == pytest.approx(20)
+    assert found["watched_ms"] == pytest.approx(21)
+    assert found["cost_percent"] == pytest.approx(10)
+    assert (found["p20_percent"], found["p80_percent"]) == pytest.approx((7, 10))
+
+
+def test_decoding_of_a_turn_is_sampled_as_in_the_long_run():
+    heads = run.MODEL["num_attention_heads"]
+    walks = [watch.sample(step * heads, heads) for step in range(run.STEPS)]
+    assert sum(map(len, walks)) == pytest.approx(run.STEPS * heads / watch.STRIDE, rel=0.01)
+
+
+def test_what_is_stored_says_the_same(result, tmp_path):
+    report.save(result, tmp_path)
+    stored, text = json.loads((tmp_path / "watch.json").read_text()), (tmp_path / "watch.md").read_text()
+    assert stored["settings"] == {"stride": 1021, "turns": 2, "steps": 73, "small": True}
+    assert "One query row in 1,021" in text
+    assert "Counts equal to FP64's in 6 of 6 calls. All checks hold." in text
+    assert text.count("\n| model: ") == 2
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_definition_by_hand(causal):
+    """q.k of 2 rows and 3 keys: 0 0 9, 70000 0 0; the second row of two alone sees all keys where causal."""
+    q = torch.tensor([[1.0, 0.0], [0.0, 1.0]]).double()[None, None]
+    k = torch.tensor([[0.0, 70000.0], [0.0, 0.0], [9.0, 0.0]]).double()[None, None]
+    found = definition.define(q, k, None, causal, 1.0, range(0, 2, 1))
+    assert found == ([2, 1, 0, 5, 1] if causal else [2, 0, 0, 6, 1])
