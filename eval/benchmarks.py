@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from pasa.eval.kit import output
+from pasa.eval.kit.experiment import add_command
 from pasa.eval.kit.options import (
     NOTHING_KEPT,
     Json,
@@ -21,8 +22,11 @@ from pasa.eval.kit.options import (
     stoppable,
     words,
 )
+from pasa.eval.speed.watching import run as watching
 
-bench = typer.Typer(help="Benchmarks.", no_args_is_help=True)
+bench = typer.Typer(name="bench", help="Benchmarks.", no_args_is_help=True)
+for _experiment in (watching.EXPERIMENT,):
+    add_command(bench, _experiment)
 
 QUICK_HEADS = 4  # half a minute on two cores; the paper has 16
 
@@ -144,9 +148,9 @@ def model(
 ) -> None:
     """Prefill, decode and memory of a whole model with random weights, by its attention."""
     needs_models("bench model")
-    from pasa.eval.accuracy.rmse.report import show
+
+    from pasa.eval.kit.tables import markdown
     from pasa.eval.models.longbench import throughput
-    from pasa.eval.speed.report import markdown
 
     with stoppable(NOTHING_KEPT), output.progress_bar("bench model") as progress:
         result = throughput.run_throughput(
@@ -158,7 +162,7 @@ def model(
             progress=progress,
         )
     found = throughput.table(result)
-    deliver(result, json, lambda _, console: show(found, console))
+    deliver(result, json, lambda _, console: found.show(console))
     if output_dir is not None:
         output.write_text(output_dir / "throughput.json", output.to_json(result))
         text = "\n\n".join([f"# {found.title}", markdown(found.header, found.rows), found.note])
@@ -213,22 +217,6 @@ def unbiased(
     with output.progress_bar("bench unbiased") as progress:
         result = cost.run_cost(rounds, progress)
     finish(result, json, output_dir, cost_report.render, cost_report.save)
-
-
-@bench.command()
-def watch(
-    json: Json = None,
-    output_dir: Annotated[Path | None, typer.Option(file_okay=False, help="Write JSON and Markdown there.")] = None,
-    small: Annotated[bool, typer.Option("--small", help="Tiny sizes, on any device.")] = False,
-    turns: Annotated[int, typer.Option(parser=integer, metavar="N", help="Of each case, with and without.")] = 15,
-) -> None:
-    """What pasa.watch costs on a CUDA device; exit 1 if a count or an output is wrong, or a model pays 2 % or more."""
-    needs_models("bench watch")
-    from pasa.eval.speed.watching import report, run
-
-    with output.progress_bar("bench watch") as progress:
-        result = run.run_watch(small, turns, progress)
-    finish(result, json, output_dir, report.render, report.save)
 
 
 @bench.command()

@@ -21,7 +21,7 @@ from pasa.eval.kit.options import (
     words,
 )
 
-evaluate = typer.Typer(help="Whole models, with and without PASA; bias of rounding.", no_args_is_help=True)
+evaluate = typer.Typer(name="eval", help="Whole models, with and without PASA; bias of rounding.", no_args_is_help=True)
 
 
 @evaluate.command()

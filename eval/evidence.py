@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from pasa.eval.accuracy.rmse.report import percent
 from pasa.eval.kit.stored import stored, table
+from pasa.eval.kit.tables import percent
 
 Result = dict[str, Any]
 Record = dict[str, Any]

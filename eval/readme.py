@@ -20,6 +20,7 @@ from pasa.eval.accuracy.rounding_bias import cost_report
 from pasa.eval.accuracy.rounding_bias import report as rounding_report
 from pasa.eval.kit import output
 from pasa.eval.kit.stored import ROOT, stored, table
+from pasa.eval.kit.tables import Table, percent
 from pasa.eval.models.diagnose import report as diagnose_report
 from pasa.eval.models.diagnose import words
 from pasa.eval.models.longbench import report as longbench_report
@@ -38,7 +39,7 @@ from pasa.eval.research.fp8_scaling import overhead_report
 from pasa.eval.research.fp8_scaling import report as fp8_report
 from pasa.eval.speed import readme as speed_readme
 from pasa.eval.speed.ring import report as ring_report
-from pasa.eval.speed.watching import report as watching_report
+from pasa.eval.speed.watching import run as watching
 from pasa.ops.registry import BACKENDS, Backend
 
 FILES = (
@@ -122,7 +123,7 @@ def rmse() -> str:
     for case in result["cases"]:
         own = {name: [r for r in records if r["case"] == case["name"] and r["arithmetic"] == name] for name in SHOWN}
         rescued = max(r["scores_rescued_share"] for r in own["pasa-exact"])
-        rows.append([case["name"], *(_error(own[name]) for name in SHOWN), report.percent(rescued)])
+        rows.append([case["name"], *(_error(own[name]) for name in SHOWN), percent(rescued)])
     shape = ", ".join(map(str, result["shape"]))
     caption = (
         f"RMSE against FP64 (Eq. 19) on the paper's 15 cases (x0, Am), shape ({shape}), worst of "
@@ -133,7 +134,7 @@ def rmse() -> str:
 
 def _error(records: Sequence[dict[str, Any]]) -> str:
     nan = max(each["nonfinite_share"] for each in records)
-    return f"NaN {report.percent(nan)}" if nan else f"{max(each['rmse'] for each in records):.1e}"
+    return f"NaN {percent(nan)}" if nan else f"{max(each['rmse'] for each in records):.1e}"
 
 
 def _report_table(name: str, title: str) -> str:
@@ -156,7 +157,7 @@ def rescue() -> str:
         [
             TITLES[name],
             "not finite" if run["perplexity"] is None else f"{run['perplexity']:.4f}",
-            report.percent(run["nonfinite_logits"]),
+            percent(run["nonfinite_logits"]),
         ]
         for name, run in result["runs"].items()
     ]
@@ -176,7 +177,7 @@ def video() -> str:
     return f"{shown}\n\n{video_report.verdict(result)} {video_report.origin(result)}"
 
 
-def _titled(found: report.Table) -> str:
+def _titled(found: Table) -> str:
     """A table under its title and note."""
     return f"{found.title}. {found.note}\n\n{table(found.header, found.rows)}"
 
@@ -313,8 +314,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "rounding_cost_table": lambda: cost_report.section(stored("rounding_cost")),
     "ring": lambda: ring_report.to_markdown(stored("ring")),
     "zoo": lambda: zoo_report.to_markdown(stored("zoo")),
-    "watching": lambda: watching_report.summary(stored("watching")),
-    "watching_table": lambda: watching_report.to_markdown(stored("watching")),
+    "watching": lambda: watching.summary(stored("watching")),
+    "watching_table": lambda: watching.EXPERIMENT.markdown(stored("watching")),
 }
 
 if __name__ == "__main__":

@@ -10,10 +10,9 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from pasa.eval.accuracy.rmse.report import Table, percent
 from pasa.eval.kit import output
+from pasa.eval.kit.tables import Table, markdown, percent
 from pasa.eval.npu.model import PIPES, SHARED, bound
-from pasa.eval.speed.report import markdown
 
 Record = dict[str, Any]
 MODEL = "Model, not measured."

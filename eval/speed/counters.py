@@ -108,7 +108,7 @@ def number(text: str) -> float:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0 if all kernels were read."""
-    from pasa.eval.speed.report import markdown  # needs rich, an extra
+    from pasa.eval.kit.tables import markdown
 
     parser = argparse.ArgumentParser(description="Nsight Compute counters of the kernels of some cases")
     parser.add_argument("cases", nargs="+")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pasa.eval.accuracy.rmse.report import short
 from pasa.eval.kit.stored import stored, table
+from pasa.eval.kit.tables import number, short
 from pasa.eval.speed import report
 from pasa.eval.speed.cases import DATA
 from pasa.eval.speed.implementations import CUDNN, FLASH, PAGES
@@ -24,7 +24,7 @@ def speed() -> str:
                     report.label(case["name"], how),
                     case["shape"],
                     *(report.milliseconds(each) for each in (peer, ours)),
-                    report.number(ours.get("tflops"), ".0f"),
+                    number(ours.get("tflops"), ".0f"),
                     *(report.cell(ours, field) for field in ("to_cudnn", "to_flash")),
                     report.cell(portable, "to_cudnn"),
                     *(short(each["rmse"]) if "rmse" in each else "-" for each in (peer, ours)),

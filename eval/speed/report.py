@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from pasa.eval.accuracy.rmse.report import Table, percent, short
 from pasa.eval.kit import output
+from pasa.eval.kit.tables import Table, markdown, number, percent, short
 from pasa.eval.speed.cases import DATA, FORMULA
 from pasa.eval.speed.implementations import CUDNN, FLASH
 from pasa.eval.speed.targets import FLASH_FIELD, FLOOR_FIELD
@@ -212,11 +212,6 @@ def milliseconds(record: Record) -> str:
     return number(record.get("median_ms"), ".4g") if record.get("status") == "ok" else record.get("status", "-")
 
 
-def number(value: float | None, form: str) -> str:
-    """The number in this format; "-" for none."""
-    return "-" if value is None else format(value, form)
-
-
 def absences(result: Record) -> list[str]:
     """Who did not run or failed its gate, with the cases and the reason; once per reason."""
     told: dict[tuple[str, str, str], list[str]] = {}
@@ -274,12 +269,6 @@ def to_markdown(result: Record) -> str:
     parts += ["## Names", "\n".join(f"- `{name}`: {what}" for name, what in result["implementations"].items())]
     parts += ["\n".join(f"- `{case['name']}`: {case['shape']}, {DATA[case['data']]}" for case in result["cases"])]
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table, numbers to the right."""
-    body = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(text.replace('|', '/') for text in line)} |" for line in body)
 
 
 def save(result: Record, folder: Path, draw: Callable[[Record, Path], list[Path]]) -> list[Path]:

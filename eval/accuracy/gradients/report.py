@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.text import Text
 
 from pasa.eval.accuracy.gradients.run import FACTOR, NAMES
-from pasa.eval.accuracy.rmse.report import Table, show
 from pasa.eval.kit import output
+from pasa.eval.kit.tables import Table, markdown, number
 from pasa.eval.speed.implementations import FLASH
-from pasa.eval.speed.report import label, markdown, number, origin
+from pasa.eval.speed.report import label, origin
 
 Result = dict[str, Any]
 TITLES = {"dq": "dQ", "dk": "dK", "dv": "dV"}
@@ -118,7 +118,7 @@ def summary(result: Result) -> str:
 def render(result: Result, console: Console) -> None:
     """Print the tables, the verdict and the origin."""
     for table in tables(result):
-        show(table, console)
+        table.show(console)
     for line in (verdict(result), origin(result)):
         console.print(Text(line))
 

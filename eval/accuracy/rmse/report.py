@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table as RichTable
 from rich.text import Text
 
 from pasa.eval.accuracy.rmse.cases import COMPETITOR, GATED, NAIVE
 from pasa.eval.accuracy.rmse.metrics import L1, NAIVE_FACTOR
 from pasa.eval.kit import output
+from pasa.eval.kit.tables import Table, percent, short
 
 Record = dict[str, Any]
 UNJUDGED = ("large-bias", "sides")  # experiments whose tables show no gates
@@ -24,17 +23,6 @@ GATES_TEXT = (
     f"(c) CANN dual benchmark, level L1, against {COMPETITOR}: MARE <= {L1['mare']:g}, MERE <= {L1['mere']:g}, "
     f"RMSE <= {L1['rmse']:g}, errors among small values <= {L1['small']:g}. Definitions: eval/accuracy/rmse/README.md."
 )
-
-
-@dataclass(frozen=True)
-class Table:
-    """A title, a header and rows of text; the column `wraps` gives way where the terminal is narrow."""
-
-    title: str
-    header: list[str]
-    rows: list[list[str]]
-    note: str = ""
-    wraps: str = ""
 
 
 def tables(result: dict[str, Any]) -> list[Table]:
@@ -80,18 +68,6 @@ def _rmse_cell(records: Sequence[Record]) -> str:
     failed = "".join(letter for letter in "abc" if any(letter in each["failed_gates"] for each in records))
     value = f"NaN {percent(nonfinite)}" if nonfinite else short(max(each["rmse"] for each in records))
     return f"{value} {failed}".rstrip()
-
-
-def percent(share: float) -> str:
-    """Three significant digits, as the paper's table 4."""
-    return f"{100 * share:.3g} %"
-
-
-def short(value: float | None) -> str:
-    """Two significant digits: 2.7e-4. A stored result has None in place of NaN."""
-    if value is None or math.isnan(value):
-        return "NaN"
-    return f"{value:.1e}".replace("e-0", "e-").replace("e+00", "")
 
 
 def _gate_table(records: Sequence[Record]) -> Table:
@@ -224,40 +200,11 @@ def origin(result: dict[str, Any]) -> str:
 def render(result: dict[str, Any], console: Console) -> None:
     """Print every table, the verdict and the origin."""
     for table in tables(result):
-        show(table, console)
+        table.show(console)
     if result["experiment"] not in UNJUDGED:
         console.print(Text(GATES_TEXT))
     console.print(Text(verdict(result)))
     console.print(Text(origin(result)))
-
-
-def show(table: Table, console: Console) -> None:
-    """Print a table, in pieces where the terminal is too narrow for it and no column may wrap."""
-    for header, rows in [(table.header, table.rows)] if table.wraps else _fitting(table, console.width):
-        shown = RichTable(title=table.title, caption=table.note or None, title_justify="left")
-        for index, heading in enumerate(header):
-            shown.add_column(
-                heading,
-                justify="right" if index and heading != table.wraps else "left",
-                no_wrap=heading != table.wraps,
-                overflow="fold",
-            )
-        for row in rows:
-            shown.add_row(*row)
-        console.print(shown)
-
-
-def _fitting(table: Table, width: int) -> list[tuple[list[str], list[list[str]]]]:
-    """The table in pieces that fit the terminal, each with the first column."""
-    columns = [list(column) for column in zip(table.header, *table.rows, strict=True)]
-    room = [max(len(cell) for cell in column) + 3 for column in columns]  # padding and a line
-    pieces: list[list[int]] = [[]]
-    for index in range(1, len(columns)):
-        if pieces[-1] and room[0] + sum(room[i] for i in pieces[-1]) + room[index] >= width:
-            pieces.append([])
-        pieces[-1].append(index)
-    wanted = [[0, *piece] for piece in pieces]
-    return [([table.header[i] for i in piece], [[row[i] for i in piece] for row in table.rows]) for piece in wanted]
 
 
 def to_markdown(result: dict[str, Any]) -> str:

@@ -9,10 +9,10 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from pasa.eval.accuracy.rmse.report import Table, show
 from pasa.eval.accuracy.rounding_bias.cost_cases import DATA
 from pasa.eval.kit import output
-from pasa.eval.speed.report import markdown, number, origin
+from pasa.eval.kit.tables import Table, markdown, number
+from pasa.eval.speed.report import origin
 
 Result = dict[str, Any]
 COMMAND = "`pasa bench unbiased`"
@@ -70,7 +70,7 @@ def section(result: Result) -> str:
 
 def render(result: Result, console: Console) -> None:
     """Print the table, the verdict and the origin."""
-    show(cost_table(result), console)
+    cost_table(result).show(console)
     for line in (verdict(result), origin(result)):
         console.print(Text(line))
 

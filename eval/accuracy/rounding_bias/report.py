@@ -9,11 +9,10 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from pasa.eval.accuracy.rmse.report import Table, show
 from pasa.eval.accuracy.rounding_bias.arithmetic import ARMS, PLACES
 from pasa.eval.accuracy.rounding_bias.run import failures
 from pasa.eval.kit import output
-from pasa.eval.speed.report import markdown
+from pasa.eval.kit.tables import Table, markdown
 
 Result = dict[str, Any]
 TITLES = {"nearest": "nearest", "published": "published rule", "ours": "ours", "stochastic": "stochastic"}
@@ -120,7 +119,7 @@ def origin(result: Result) -> str:
 def render(result: Result, console: Console) -> None:
     """Print the tables, the verdict and the origin."""
     for table in tables(result):
-        show(table, console)
+        table.show(console)
     console.print(Text(verdict(result)))
     console.print(Text(origin(result)))
 

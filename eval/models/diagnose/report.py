@@ -11,12 +11,11 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from pasa.eval.accuracy.rmse.report import Table
 from pasa.eval.kit import output
+from pasa.eval.kit.tables import Table, markdown
 from pasa.eval.models.diagnose import page, plots
 from pasa.eval.models.diagnose.maps import HeadMaps
 from pasa.eval.models.diagnose.words import COLUMNS, how_measured, meanings, origin, rows, verdict
-from pasa.eval.speed.report import markdown
 
 SHOWN = 10
 """Heads in the terminal and in Markdown; JSON has all."""

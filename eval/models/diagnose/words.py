@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pasa.eval.accuracy.rmse.report import percent
+from pasa.eval.kit.tables import percent
 from pasa.eval.models.diagnose.maps import MODULES, POINTS
 from pasa.eval.models.diagnose.statistics import FP16_MAX
 

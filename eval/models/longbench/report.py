@@ -9,10 +9,9 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from pasa.eval.accuracy.rmse.report import Table, percent, show
 from pasa.eval.kit import output
+from pasa.eval.kit.tables import Table, markdown, number, percent
 from pasa.eval.models.longbench.tasks import BUCKETS, PER_LANGUAGE
-from pasa.eval.speed.report import markdown, number
 
 MIB = 2**20
 
@@ -171,7 +170,7 @@ def render(result: dict[str, Any], console: Console | None = None) -> None:
     """Print all tables and the verdict."""
     console = console or Console()
     for found in tables(result):
-        show(found, console)
+        found.show(console)
     console.print(Text(verdict(result)))
 
 

@@ -15,11 +15,10 @@ from typing import Any
 import torch
 
 import pasa
-from pasa.eval.accuracy.rmse.report import Table, percent
 from pasa.eval.kit import output
 from pasa.eval.kit.memory import peak_bytes, reset_peak
+from pasa.eval.kit.tables import Table, number, percent
 from pasa.eval.models.rescue.run import machine, pick_device
-from pasa.eval.speed.report import number
 
 SMALL = "tiny"
 CONFIGS: dict[str, dict[str, Any]] = {

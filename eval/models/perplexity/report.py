@@ -9,10 +9,9 @@ from rich.console import Console
 from rich.text import Text
 
 from pasa.eval.accuracy.precisions import REFERENCE
-from pasa.eval.accuracy.rmse.report import Table, show
 from pasa.eval.kit import output
+from pasa.eval.kit.tables import Table, markdown, number
 from pasa.eval.models.longbench.report import conclusion, origin
-from pasa.eval.speed.report import markdown, number
 
 
 def table(result: dict[str, Any]) -> Table:
@@ -44,7 +43,7 @@ def table(result: dict[str, Any]) -> Table:
 def render(result: dict[str, Any], console: Console | None = None) -> None:
     """Print the table and the verdict."""
     console = console or Console()
-    show(table(result), console)
+    table(result).show(console)
     console.print(Text(conclusion(result["gate"])))
 
 

@@ -9,9 +9,8 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from pasa.eval.accuracy.rmse.report import Table, percent, show
 from pasa.eval.kit import output
-from pasa.eval.speed.report import markdown, number
+from pasa.eval.kit.tables import Table, markdown, number, percent
 from pasa.prediction.table import MEANINGS, VERDICTS
 
 SHOWN = 20  # heads
@@ -166,7 +165,7 @@ def origin(result: dict[str, Any]) -> str:
 def render(result: dict[str, Any], console: Console) -> None:
     """Print the tables and what follows from them."""
     for table in [short_table(result)] if result["experiment"] == "predict" else tables(result):
-        show(table, console)
+        table.show(console)
     for text in (verdict(result), origin(result)):
         if text:
             console.print(Text(text))

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
-from pasa.eval.accuracy.rmse.report import Table, short, show
 from pasa.eval.kit import output
-from pasa.eval.speed.report import markdown
+from pasa.eval.kit.tables import Table, markdown, short
 
 if TYPE_CHECKING:
     from pasa.eval.models.video.metrics import Frames
@@ -109,7 +108,7 @@ def origin(result: dict[str, Any]) -> str:
 def render(result: dict[str, Any], console: Console | None = None) -> None:
     """Print the table and the verdict."""
     console = console or Console()
-    show(run_table(result), console)
+    run_table(result).show(console)
     console.print(Text(verdict(result)))
 
 

@@ -9,10 +9,9 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from pasa.eval.accuracy.rmse.report import Table, short, show
 from pasa.eval.kit import output
+from pasa.eval.kit.tables import Table, markdown, short
 from pasa.eval.speed.implementations import CUDNN, FLASH
-from pasa.eval.speed.report import markdown
 from pasa.eval.speed.run import OK
 
 GIB = 2**30
@@ -84,7 +83,7 @@ def render(result: dict[str, Any], console: Console | None = None) -> None:
     """Print the tables and the verdict."""
     console = console or Console()
     for found in (model_table(result), attention_table(result)):
-        show(found, console)
+        found.show(console)
     console.print(Text(verdict(result)))
 
 

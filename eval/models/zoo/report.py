@@ -11,10 +11,9 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from pasa.eval.accuracy.rmse.report import Table, show
 from pasa.eval.kit import output
+from pasa.eval.kit.tables import Table, markdown
 from pasa.eval.models.zoo.judging import AMPLIFIES, FINDINGS, LIKEWISE, VERDICTS
-from pasa.eval.speed.report import markdown
 
 WIDTH = 160  # characters of a reason
 
@@ -117,7 +116,7 @@ def to_markdown(result: dict[str, Any]) -> str:
 def render(result: dict[str, Any], console: Console) -> None:
     """Print the counts, the reasons and the verdict."""
     for found in (count_table(result), case_table(result), reason_table(result)):
-        show(found, console)
+        found.show(console)
     console.print(Text(verdict(result)))
 
 

@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.text import Text
 
 from pasa.eval.kit import output
+from pasa.eval.kit.tables import markdown
 from pasa.eval.random_calls.fuzz.cases import COUNTS
 from pasa.eval.random_calls.soak.report import short
-from pasa.eval.speed.report import markdown
 
 Record = dict[str, Any]
 VERDICTS = ("correct", "refused", "absent", "wrong", "raised", "accepted")

@@ -9,10 +9,9 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from pasa.eval.accuracy.rmse.report import Table
 from pasa.eval.kit import output
+from pasa.eval.kit.tables import Table, markdown
 from pasa.eval.random_calls.soak.judge import COUNTS, WHAT
-from pasa.eval.speed.report import markdown
 
 Record = dict[str, Any]
 SHOWN_FAILURES = 10

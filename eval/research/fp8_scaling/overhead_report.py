@@ -9,10 +9,9 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from pasa.eval.accuracy.rmse.report import Table, show
 from pasa.eval.kit import output
-from pasa.eval.speed.report import markdown
-from pasa.eval.speed.watching.report import origin
+from pasa.eval.kit.tables import Table, markdown
+from pasa.eval.speed.watching.run import origin
 
 Result = dict[str, Any]
 
@@ -69,7 +68,7 @@ def section(result: Result) -> str:
 
 def render(result: Result, console: Console) -> None:
     """Print the table and the verdict."""
-    show(table(result), console)
+    table(result).show(console)
     console.print(Text(verdict(result)))
 
 

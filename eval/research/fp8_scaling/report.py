@@ -8,10 +8,9 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from pasa.eval.accuracy.rmse.report import Table, percent, short, show
 from pasa.eval.kit import output
+from pasa.eval.kit.tables import Table, markdown, percent, short
 from pasa.eval.models.predict.report import origin
-from pasa.eval.speed.report import markdown
 
 
 def tables(result: dict[str, Any]) -> list[Table]:
@@ -70,7 +69,7 @@ def verdict(result: dict[str, Any]) -> str:
 def render(result: dict[str, Any], console: Console) -> None:
     """Print the tables and the verdict."""
     for table in tables(result):
-        show(table, console)
+        table.show(console)
     console.print(Text(f"{verdict(result)} {origin(result)}"))
 
 

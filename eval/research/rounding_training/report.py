@@ -10,9 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from pasa.eval.accuracy.rmse.report import Table, percent, short, show
 from pasa.eval.kit import output
-from pasa.eval.speed.report import markdown
+from pasa.eval.kit.tables import Table, markdown, percent, short
 
 Record = dict[str, Any]
 CURVES = {
@@ -128,7 +127,7 @@ def origin(result: Record) -> str:
 def render(result: Record, console: Console) -> None:
     """Print the tables and the verdict."""
     for found in tables(result):
-        show(found, console)
+        found.show(console)
     console.print(Text(f"{verdict(result)}{origin(result)}"))
 
 

@@ -7,9 +7,8 @@ from typing import Any
 
 from rich.console import Console
 
-from pasa.eval.accuracy.rmse.report import Table, short, show
 from pasa.eval.kit import output
-from pasa.eval.speed.report import markdown, number
+from pasa.eval.kit.tables import Table, markdown, number, short
 
 
 def table(result: dict[str, Any]) -> Table:
@@ -44,7 +43,7 @@ def to_markdown(result: dict[str, Any]) -> str:
 
 def render(result: dict[str, Any], console: Console) -> None:
     """Print it."""
-    show(table(result), console)
+    table(result).show(console)
 
 
 def save(result: dict[str, Any], folder: Path) -> None:

@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -14,6 +14,8 @@ from torch import Tensor
 import pasa
 from pasa.eval.kit import output
 from pasa.eval.kit.device import describe
+from pasa.eval.kit.experiment import Experiment
+from pasa.eval.kit.tables import Table
 from pasa.eval.kit.timing import Call, CudaClock, quantile
 from pasa.eval.models.longbench.throughput import CONFIGS, build
 from pasa.eval.models.rescue.run import pick_device
@@ -34,8 +36,12 @@ TINY_PROMPTS, TINY_DECODED = ((2, 150),), 20
 Case = tuple[str, str, Call, Call, int]  # kind, name, without, with, calls of a turn
 
 
-def run_watch(small: bool = False, turns: int = 15, progress: output.Report | None = None) -> dict[str, Any]:
-    """Check the counts of the kernels against FP64, then time.
+def run_watch(
+    small: Annotated[bool, "Tiny sizes, on any device."] = False,
+    turns: Annotated[int, "Turns of each case, with and without."] = 15,
+    progress: output.Report | None = None,
+) -> dict[str, Any]:
+    """Time pasa.watch on a CUDA device; exit 1 if a count or an output is wrong, or a model pays 2 % or more.
 
     Parameters
     ----------
@@ -191,3 +197,65 @@ def _decoding(model: Any, ids: Tensor) -> Callable[[], Tensor]:
         return logits
 
     return run
+
+
+def table(result: dict[str, Any]) -> Table:
+    """A row for every case."""
+    rows = [
+        [
+            f"{each['kind']}: {each['case']}",
+            f"{each['plain_ms']:.3f}",
+            f"{each['watched_ms']:.3f}",
+            f"{each['cost_percent']:+.2f} %",
+            f"{each['p20_percent']:+.2f} to {each['p80_percent']:+.2f} %",
+        ]
+        for each in result["records"]
+    ]
+    settings = result["settings"]
+    note = (
+        f"One query row in {settings['stride']:,} is looked at. Wall time of host and device, medians of "
+        f"{settings['turns']} interleaved turns; cost: median and p20 to p80 of the turns' ratios. The model: "
+        f"{'a tiny Qwen2' if settings['small'] else 'four layers of Qwen2-7B'}, random weights, eager. To begin and "
+        "end a watch is not in the times: "
+        + ("not measured." if result["begin_ms"] is None else f"{result['begin_ms']:.2f} ms once.")
+    )
+    return Table("What watching costs", ["case", "ms", "ms watched", "cost", "p20 to p80"], rows, note)
+
+
+def summary(result: dict[str, Any]) -> str:
+    """A line for README.md: what it costs a model."""
+    costs = ", ".join(
+        f"{each['case']} {each['cost_percent']:+.1f} % ({each['p20_percent']:+.1f} to {each['p80_percent']:+.1f})"
+        for each in result["records"]
+        if each["kind"] == "model"
+    )
+    turns = result["settings"]["turns"]
+    return (
+        f"Four layers of Qwen2-7B, median and p20 to p80 of {turns} turns: {costs}. {verdict(result)} {origin(result)}"
+    )
+
+
+def verdict(result: dict[str, Any]) -> str:
+    """What holds and what does not."""
+    exact = sum(each["exact"] for each in result["checks"])
+    counted = f"Counts equal to FP64's in {exact} of {len(result['checks'])} calls."
+    failed = [name for name, passed in result["gate"]["checks"].items() if not passed]
+    return f"{counted} FAILED: {', '.join(failed)}." if failed else f"{counted} All checks hold."
+
+
+def origin(result: dict[str, Any]) -> str:
+    """Where and with what it was measured."""
+    machine = result["environment"]
+    return (
+        f"({machine['device']}; torch {machine['torch']}, triton {machine['triton']}, pasa {machine['pasa']}, "
+        f"commit {machine['commit']}; not run on an NPU.)"
+    )
+
+
+EXPERIMENT = Experiment(
+    name="watch",
+    run=run_watch,
+    report=lambda result: [table(result), f"{verdict(result)} {origin(result)}"],
+    title="What watching costs",
+    needs_models=True,
+)

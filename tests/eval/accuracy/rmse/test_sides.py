@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from pasa.eval.accuracy.rmse import report, sides
+from pasa.eval.kit.tables import short
 
 Records = dict[tuple[str, str, str], dict[str, Any]]
 ONCE, STEPS = sides.STEPS
@@ -88,4 +89,4 @@ def test_table_shows_the_worst_seed_and_what_overflowed(result: dict[str, Any]) 
     assert table.rows[0][0] == "none: Q 0, K 0"
     assert set(table.rows[0][1:]) == {"5.0e-1 (25 %)"}
     assert table.header[1:3] == ["none", "none, fp16 sums"]
-    assert table.rows[-1][-1] == report.short(result["records"][-1]["rmse"])
+    assert table.rows[-1][-1] == short(result["records"][-1]["rmse"])

@@ -206,7 +206,7 @@ FAILED = "bf16, quotient, two, smaller tail"
 
 def test_worked_examples_fit_80_columns(result):
     screen = io.StringIO()
-    report.show(report.example_table(result), Console(file=screen, width=80))
+    report.example_table(result).show(Console(file=screen, width=80))
     assert "-0.014759540557861328" in screen.getvalue()
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pasa.eval.kit.timing import Call
-from pasa.eval.speed.watching import definition, report, run
+from pasa.eval.speed.watching import definition, run
 from pasa.ops import library
 from pasa.ops.attention.spec import watch
 
@@ -50,7 +50,7 @@ def test_nothing_is_timed_where_a_count_is_wrong(monkeypatch):
     result = run.run_watch(small=True)
     assert not result["gate"]["passed"]
     assert result["records"] == []
-    assert "equal to FP64's in 0 of 6 calls. FAILED: counts_exact" in report.verdict(result)
+    assert "equal to FP64's in 0 of 6 calls. FAILED: counts_exact" in run.verdict(result)
 
 
 def test_cost_is_the_median_of_the_ratios_of_turns(monkeypatch):
@@ -89,7 +89,7 @@ def test_decoding_of_a_turn_is_sampled_as_in_the_long_run():
 
 
 def test_what_is_stored_says_the_same(result, tmp_path):
-    report.save(result, tmp_path)
+    run.EXPERIMENT.save(result, tmp_path)
     stored, text = json.loads((tmp_path / "watch.json").read_text()), (tmp_path / "watch.md").read_text()
     assert stored["settings"] == {"stride": 1021, "turns": 2, "steps": 73, "small": True}
     assert "One query row in 1,021" in text

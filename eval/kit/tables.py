@@ -1,0 +1,77 @@
+"""Tables of results, for the terminal and for Markdown, and how numbers stand in them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+@dataclass(frozen=True)
+class Table:
+    """A title, a header and rows of text; the column `wraps` gives way where the terminal is narrow."""
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    note: str = ""
+    wraps: str = ""
+
+    def markdown(self) -> str:
+        """Return header and rows as a Markdown table, numbers to the right."""
+        return markdown(self.header, self.rows)
+
+    def show(self, console: Console) -> None:
+        """Print the table, in pieces where the terminal is too narrow for it and no column may wrap."""
+        from rich.table import Table as RichTable
+
+        for header, rows in [(self.header, self.rows)] if self.wraps else self._pieces(console.width):
+            shown = RichTable(title=self.title, caption=self.note or None, title_justify="left")
+            for index, heading in enumerate(header):
+                shown.add_column(
+                    heading,
+                    justify="right" if index and heading != self.wraps else "left",
+                    no_wrap=heading != self.wraps,
+                    overflow="fold",
+                )
+            for row in rows:
+                shown.add_row(*row)
+            console.print(shown)
+
+    def _pieces(self, width: int) -> list[tuple[Sequence[str], Sequence[Sequence[str]]]]:
+        """Return pieces of the table that fit the terminal, each with the first column."""
+        columns = [list(column) for column in zip(self.header, *self.rows, strict=True)]
+        room = [max(len(cell) for cell in column) + 3 for column in columns]  # padding and a line
+        pieces: list[list[int]] = [[0]]
+        for index in range(1, len(columns)):
+            if len(pieces[-1]) > 1 and sum(room[i] for i in pieces[-1]) + room[index] >= width:
+                pieces.append([0])
+            pieces[-1].append(index)
+        return [([self.header[i] for i in piece], [[row[i] for i in piece] for row in self.rows]) for piece in pieces]
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table, numbers to the right; a | in a cell becomes a /, which needs no escape."""
+    body = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(text.replace('|', '/') for text in line)} |" for line in body)
+
+
+def number(value: float | None, form: str) -> str:
+    """Return the number in this format; "-" for None."""
+    return "-" if value is None else format(value, form)
+
+
+def short(value: float | None) -> str:
+    """Return two significant digits, as 2.7e-4. A stored result has None in place of NaN."""
+    if value is None or math.isnan(value):
+        return "NaN"
+    return f"{value:.1e}".replace("e-0", "e-").replace("e+00", "")
+
+
+def percent(share: float) -> str:
+    """Return three significant digits, as the paper's table 4."""
+    return f"{100 * share:.3g} %"
