@@ -19,6 +19,7 @@ from pasa.eval.kit.output import environment
 from pasa.ops import envs, registry
 from pasa.ops.attention.ascend import backend as npu_backend
 from pasa.ops.attention.options import AttentionOptions
+from pasa.ops.devices import device_types
 
 OPTIONAL = (
     *("triton", "torch-npu", "transformers", "safetensors", "diffusers", "accelerate", "gguf"),
@@ -114,7 +115,7 @@ def check_inputs() -> tuple[Tensor, Tensor, Tensor]:
 
 def torch_devices() -> list[str]:
     """Every device by its number, such as "cuda:0", and the CPU."""
-    kinds = {name: getattr(torch, name).device_count() for name in registry.device_types() if name != "cpu"}
+    kinds = {name: getattr(torch, name).device_count() for name in device_types() if name != "cpu"}
     return ["cpu", *(f"{name}:{i}" for name, count in kinds.items() for i in range(count))]
 
 
@@ -160,7 +161,7 @@ def ascend_c() -> dict[str, Any]:
     return {
         "library": str(envs.ascend_library()),
         "why_not": why,
-        "stand_in": None if why is None else npu_backend.stand_in(AttentionOptions()).label,
+        "stand_in": None if why is None else npu_backend.fallback(AttentionOptions()).label,
     }
 
 

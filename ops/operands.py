@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pasa.ops.attention.call import Pages
 from pasa.ops.registry import BACKENDS
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -62,9 +63,7 @@ def check_varlen(
         raise ValueError(f"cu_seqlens_q has {len(cu_seqlens_q)} entries but cu_seqlens_k has {len(cu_seqlens_k)}")
 
 
-def check_gradients(
-    grad_out: Tensor | None, grad_lse: Tensor | None, q: Tensor, lse_shape: tuple[int, ...], backend: str
-) -> None:
+def check_gradients(grad_out: Tensor | None, grad_lse: Tensor | None, q: Tensor, backend: str) -> None:
     """Check the gradients of an output of q's shape and of a log-sum-exp, and the backend that is to use them.
 
     Raises
@@ -74,7 +73,7 @@ def check_gradients(
     """
     if grad_out is None and grad_lse is None:
         raise ValueError("grad_out and grad_lse are both None: there is nothing to take a gradient of")
-    for name, x, wanted in (("grad_out", grad_out, tuple(q.shape)), ("grad_lse", grad_lse, lse_shape)):
+    for name, x, wanted in (("grad_out", grad_out, tuple(q.shape)), ("grad_lse", grad_lse, tuple(q.shape[:-1]))):
         if x is None:
             continue
         if tuple(x.shape) != wanted:
@@ -108,16 +107,9 @@ def check_watch(q: Tensor, k: Tensor, attn_mask: Tensor | None, totals: Tensor, 
 
 
 def check_paged(
-    q: Tensor,
-    caches: tuple[Tensor, Tensor],
-    block_table: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor | None,
-    longest: tuple[int | None, int | None],
-    key_anchors: Tensor | None,
-    scale: float | None,
+    q: Tensor, caches: tuple[Tensor, Tensor], pages: Pages, cu_seqlens_q: Tensor | None, scale: float | None
 ) -> None:
-    """Check queries (T, Hq, D), both caches and their tables; `longest` holds max_seqlen_q and max_seqlen_k.
+    """Check queries (T, Hq, D), both caches and their tables.
 
     Raises
     ------
@@ -125,6 +117,7 @@ def check_paged(
         Naming the argument and its value.
     """
     k_cache = caches[0]
+    block_table, seq_lens, *longest, key_anchors = pages
     _check_caches(*caches)
     _check_like("q", q, "k_cache", k_cache, 3)
     queries, cache = q.shape, k_cache.shape

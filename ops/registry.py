@@ -7,20 +7,23 @@ parameters of the backend tests all read them.
 from __future__ import annotations
 
 import importlib
-import importlib.util
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from types import ModuleType
+from typing import Any
 
 import torch
 
-from pasa.ops import envs, notices
-from pasa.ops.attention.options import ACCUMULATES, OVERFLOWS, PRECISIONS, RECOVERIES, SOFTMAXES, AttentionOptions
+from pasa.ops import notices
+from pasa.ops.attention.options import CHOICES, AttentionOptions
+from pasa.ops.devices import device_types, npu_missing, triton_missing
 
-TENSOR_CORES = (8, 0)  # Triton 3.6 compiles products for older GPUs (V100, T4) to scalar arithmetic
 EMULATED = """pasa: {device} tensors are served by backend 'reference', an emulation: {why}. It rounds step by step as \
 an NPU does and is made for checks, not for speed: on an H200 it takes over 100 times as long as SDPA \
 (to silence: warnings.filterwarnings("ignore", "pasa: .* an emulation", UserWarning))"""
+# What the kernels have in common: the options of today that no kernel has to know.
+ALL_OPTIONS: dict[str, tuple[object, ...] | None] = {**CHOICES, "beta": None, "block_q": None}
 HEAD_DIMS = (1, 512)  # 512: the widest head in use (the VAE of diffusion pipelines), and the widest that is tested
 
 
@@ -34,8 +37,8 @@ class Request:
     mask: str  # "none", "bool" or "float"
     varlen: bool
     diagnostics: bool
+    paged: bool
     options: AttentionOptions
-    paged: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,25 +49,27 @@ class Backend:
     ----------
     name : str
     module : str
-        Imported on first use; defines `attention` and `attention_varlen` with the reference's
-        signatures.
+        Imported on first use; defines `attend(call)`, and may define `gradients(call, grad_out, grad_lse)`.
     devices : tuple of str
         torch device types; empty means any.
     devices_by_name : tuple of str
         Device types that it serves only when a call names it.
-    dtypes, masks, precisions, recoveries, softmaxes, accumulates, overflows : tuple
+    dtypes, masks : tuple
         Accepted values.
+    accepts : dict, optional
+        Accepted values of `AttentionOptions` by name, None for any. An option that is not named is served
+        with its default value alone, so that a new option is refused until a backend names it. None accepts all.
     not_together : tuple of dict
         Sets of options by name. Each value is served, but not all of a set in one call.
     head_dims : (int, int)
         Smallest and largest head dimension.
-    block_ks : tuple of int
-        Accepted keys per block; empty means any.
     varlen, diagnostics : bool
     paged : dict, optional
         Options by name that a call over a paged cache must have; None if it serves no paged cache.
     missing : callable
         Returns why it cannot run on this machine, or None; called on demand, never at import.
+    functions : dict
+        Functions that it offers beside attention, by device type; see `provider`.
     label : str
         What a result of this backend is: measured on the device, emulated, modelled.
     replaced : callable
@@ -81,18 +86,14 @@ class Backend:
     devices_by_name: tuple[str, ...] = ()
     dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16, torch.float32)
     masks: tuple[str, ...] = ("none", "bool", "float")
-    precisions: tuple[str, ...] = PRECISIONS
-    recoveries: tuple[str, ...] = RECOVERIES
-    softmaxes: tuple[str, ...] = SOFTMAXES
-    accumulates: tuple[str, ...] = ACCUMULATES
-    overflows: tuple[str, ...] = OVERFLOWS
+    accepts: Mapping[str, tuple[object, ...] | None] | None = None
     not_together: tuple[dict[str, str], ...] = ()
     head_dims: tuple[int, int] = HEAD_DIMS
-    block_ks: tuple[int, ...] = ()
     varlen: bool = True
     diagnostics: bool = True
     paged: dict[str, str] | None = field(default_factory=dict)
     replaced: Callable[[], str | None] = field(default=lambda: None)
+    functions: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     priority: int = field(default=0)
 
     def __post_init__(self) -> None:
@@ -101,6 +102,12 @@ class Backend:
         low, high = self.head_dims
         if not 1 <= low <= high:
             raise ValueError(f"head_dims {self.head_dims!r} of backend {self.name!r} is not a range")
+
+    def values(self, option: str) -> tuple[object, ...] | None:
+        """Return the accepted values of an option; None for any."""
+        if self.accepts is None:
+            return CHOICES.get(option)
+        return self.accepts.get(option, (getattr(AttentionOptions, option),))
 
     def load(self) -> ModuleType:
         """Import the module that implements the backend."""
@@ -115,21 +122,17 @@ class Backend:
         """Return every reason why this backend cannot serve `request`; empty when it can."""
         options = request.options
         devices = self.devices + (self.devices_by_name if by_name else ())
-        wanted: list[tuple[str, object, tuple[object, ...]]] = [
+        demands: list[tuple[str, object, tuple[object, ...] | None]] = [
+            ("device", request.device, devices if self.devices else None),
             ("dtype", request.dtype, self.dtypes),
             ("mask", request.mask, self.masks),
-            ("precision", options.precision, self.precisions),
-            ("recovery", options.recovery, self.recoveries),
-            ("softmax", options.softmax, self.softmaxes),
-            ("accumulate", options.accumulate, self.accumulates),
-            ("overflow", options.overflow, self.overflows),
+            *((each.name, getattr(options, each.name), self.values(each.name)) for each in fields(options)),
         ]
-        if self.devices:
-            wanted.insert(0, ("device", request.device, devices))
-        if self.block_ks:
-            wanted.append(("block_k", options.block_k, self.block_ks))
-        lacking = [(name, value, ", ".join(map(str, has))) for name, value, has in wanted if value not in has]
-        reasons = [f"{name} {value} is not among {has}" for name, value, has in lacking]
+        reasons = [
+            f"{name} {value} is not among {', '.join(map(str, has))}"
+            for name, value, has in demands
+            if has is not None and value not in has
+        ]
         for values in self.not_together:
             if all(getattr(options, name) == value for name, value in values.items()):
                 reasons.append(" with ".join(f"{name} {value}" for name, value in values.items()) + " is not supported")
@@ -180,11 +183,44 @@ def select(request: Request, name: str | None = None) -> Backend:
         if not reasons:
             return backend
         refused[backend.name] = "; ".join(reasons)
-    told = " | ".join(f"{backend}: {why}" for backend, why in refused.items())
-    raise NotImplementedError(f"no backend can serve this call: {told}")
+    reasons_by_name = " | ".join(f"{backend}: {why}" for backend, why in refused.items())
+    raise NotImplementedError(f"no backend can serve this call: {reasons_by_name}")
 
 
-def tell_of_emulation(request: Request, found: Backend) -> None:
+@cache
+def choose(
+    registered: tuple[Backend, ...],
+    backend: str | None,
+    needs: tuple[str, torch.dtype, int, str, bool, bool, bool],
+    arithmetic: tuple[Any, ...],
+) -> tuple[ModuleType, AttentionOptions, str]:
+    """Return the module that serves such calls, their options, and the backend's name.
+
+    `needs` are the other fields of a `Request`. `registered` is part of the cache key, so that a
+    newly registered backend is seen. A choice holds for the whole process, because the machine does
+    not change under it. A refusal is not cached.
+    """
+    options = AttentionOptions(*arithmetic)
+    request = Request(*needs, options)
+    chosen = select(request, backend)
+    if backend is None:
+        warn_of_emulation(request, chosen)
+    return chosen.load(), options, chosen.name
+
+
+def provider(function: str, device: str, head_dim: int) -> ModuleType | None:
+    """Return the preferred backend's module that has this function for such a device, or None.
+
+    For work beside attention: `write_pages` and `count_scores`. Where none has it, the reference's function serves.
+    """
+    for backend in sorted(BACKENDS.values(), key=lambda each: -each.priority):
+        offered = function in backend.functions.get(device, ()) and head_dim <= backend.head_dims[1]
+        if offered and backend.missing() is None:
+            return backend.load()
+    return None
+
+
+def warn_of_emulation(request: Request, found: Backend) -> None:
     """Warn, once per cause, if a device's own kernels do not serve a call because of the machine or its head dimension.
 
     Options that only the reference has are a request for the emulation, so they cause no warning.
@@ -199,17 +235,10 @@ def tell_of_emulation(request: Request, found: Backend) -> None:
             return
 
 
-def device_types() -> tuple[str, ...]:
-    """Return the types of the devices that torch can use on this machine."""
-    npu = getattr(torch, "npu", None)  # torch_npu adds it
-    there = {"npu": npu is not None and npu.is_available(), "cuda": torch.cuda.is_available(), "cpu": True}
-    return tuple(name for name, usable in there.items() if usable)
-
-
 def server(device: str) -> Backend | None:
     """Return the backend of an FP16 call on `device` with head dimension 64 and default options, or None."""
     try:
-        return select(Request(device, torch.float16, 64, "none", False, False, AttentionOptions()))
+        return select(Request(device, torch.float16, 64, "none", False, False, False, AttentionOptions()))
     except NotImplementedError:
         return None
 
@@ -234,7 +263,7 @@ def servers(
     for device in device_types():
         served: dict[str, list[str]] = {}
         for dtype, head_dim in calls:
-            request = Request(device, dtype, head_dim, "none", False, False, options)
+            request = Request(device, dtype, head_dim, "none", False, False, False, options)
             call = f"{str(dtype).removeprefix('torch.')}, head dim {head_dim}"
             served.setdefault(_who_serves(request, name), []).append(call)
         texts = [who if len(served) == 1 else f"{who} for {' and '.join(which)}" for who, which in served.items()]
@@ -251,31 +280,6 @@ def _who_serves(request: Request, name: str | None) -> str:
     preferred = [] if name else [b for b in BACKENDS.values() if request.device in b.devices]
     why = [f"{b.name}: {', '.join(b.refusals(request))}" for b in preferred if b.priority > found.priority]
     return f"{found.described()} ({'; '.join(why)})" if why else found.described()
-
-
-def triton_missing() -> str | None:
-    """Return why Triton kernels cannot run on this machine; None when they can."""
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed (pip install '.[triton]')"
-    if envs.read("TRITON_INTERPRET"):
-        return None
-    npu = getattr(torch, "npu", None)  # torch_npu adds it
-    if npu is not None and npu.is_available():
-        return None
-    if torch.cuda.is_available():
-        capability = torch.cuda.get_device_capability()
-        if capability >= TENSOR_CORES:
-            return None
-        return f"Triton forms no tensor-core product for sm_{capability[0]}{capability[1]}, only from sm_80 on"
-    return "torch finds neither a CUDA GPU nor an NPU (TRITON_INTERPRET=1 interprets the kernels on a CPU, slowly)"
-
-
-def npu_missing() -> str | None:
-    """Return why no NPU can be used on this machine; None when one can."""
-    if importlib.util.find_spec("torch_npu") is None:
-        return "torch_npu is not installed (pip install '.[npu]')"
-    npu = getattr(torch, "npu", None)  # torch_npu adds it
-    return None if npu is not None and npu.is_available() else "torch finds no NPU"
 
 
 def npu_replaced() -> str | None:
@@ -300,14 +304,18 @@ register(
         label="Triton kernels for GPUs from sm_80 on; interpreted on a CPU; lowered, not run on an NPU",
         devices=("cuda", "npu"),
         devices_by_name=("cpu",),
-        precisions=("pasa", "fp32"),
-        softmaxes=("safe", "unbiased"),
+        accepts={
+            **ALL_OPTIONS,
+            "precision": ("pasa", "fp32"),
+            "softmax": ("safe", "unbiased"),
+            "overflow": ("inf",),
+            "block_k": (32, 64, 128),
+        },
         not_together=({"softmax": "unbiased", "recovery": "paper", "accumulate": "fp16"},),
-        overflows=("inf",),
         head_dims=(1, 256),
-        block_ks=(32, 64, 128),
         diagnostics=False,
         paged={"precision": "pasa", "recovery": "exact"},
+        functions={"cuda": ("write_pages", "count_scores")},
         priority=1,
     )
 )
@@ -320,11 +328,14 @@ register(
         label="Ascend C kernels for Atlas A2; run on a CPU twin of the device, not on an NPU",
         devices=("npu",),
         masks=("none",),
-        precisions=("pasa",),
-        softmaxes=("safe", "unbiased"),
-        accumulates=("fp32",),
+        accepts={
+            **ALL_OPTIONS,
+            "precision": ("pasa",),
+            "softmax": ("safe", "unbiased"),
+            "accumulate": ("fp32",),
+            "block_k": (128,),
+        },
         head_dims=(1, 256),
-        block_ks=(128,),
         diagnostics=False,
         paged=None,
         priority=2,

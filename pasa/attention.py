@@ -21,7 +21,7 @@ from pasa.checks import (
     heads_last,
 )
 from pasa.config import PasaConfig
-from pasa.ops import dispatch, library, registry
+from pasa.ops import devices, dispatch, operators, registry
 
 
 class BackendStatus(NamedTuple):
@@ -48,7 +48,7 @@ def backends() -> list[BackendStatus]:
     """
     ordered = sorted(registry.BACKENDS.values(), key=lambda backend: -backend.priority)
     reasons = [b.missing() or b.replaced() for b in ordered]
-    served = {device: registry.server(device) for device in registry.device_types()}
+    served = {device: registry.server(device) for device in devices.device_types()}
     return [
         BackendStatus(b.name, why is None, why or b.label, tuple(d for d, found in served.items() if found is b))
         for b, why in zip(ordered, reasons, strict=True)
@@ -165,7 +165,7 @@ def attention(
     options, diagnose = checked_config(config).arguments, diagnostics.recording()
     scale = checked_scale(scale, q.shape[-1])
     out, lse, counts = dispatch.call(
-        library.attention, q, k, v, attn_mask, is_causal, scale, *options, diagnose, backend
+        operators.attention, q, k, v, attn_mask, is_causal, scale, *options, diagnose, backend
     )
     if diagnose:
         diagnostics.record(counts)
@@ -228,7 +228,7 @@ def attention_varlen(
     scale = checked_scale(scale, q.shape[-1])
     lengths = (cu_seqlens_q, cu_seqlens_k)
     switches = (is_causal, scale, *options, diagnose, backend)
-    out, lse, counts = dispatch.call(library.attention_varlen, q, k, v, *lengths, *switches)
+    out, lse, counts = dispatch.call(operators.attention_varlen, q, k, v, *lengths, *switches)
     if diagnose:
         diagnostics.record(counts)
     return (out, lse) if return_lse else out

@@ -11,8 +11,8 @@ from torch import Tensor
 from pasa import diagnostics
 from pasa.checks import check_switches, check_tensors, checked_config, checked_scale, heads_last
 from pasa.config import PasaConfig
-from pasa.ops import library, operands
-from pasa.ops.attention.inputs import to_fp16
+from pasa.ops import operands, operators
+from pasa.ops.attention.call import to_fp16
 from pasa.ops.ring import layout
 from pasa.ops.ring.attention import RingCall
 from pasa.ops.ring.attention import ring_attention as attend
@@ -212,7 +212,7 @@ def ring_attention(
         config = ring_config(config)
         if diagnostics.recording():
             raise NotImplementedError("ring_attention records no diagnostics")
-        library.serve(q, "none", False, False, backend, *config.arguments)  # raises if no backend can serve the call
+        operators.choose(q, "none", False, False, backend, *config.arguments)  # raises if no backend can serve the call
         for name, x in (("q", q), ("k", k), ("v", v)):
             to_fp16(x.detach(), name)  # refuse values beyond 65504 now, before another rank waits for this one
     except Exception:  # of any kind, because the other ranks wait for this rank's message

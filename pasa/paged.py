@@ -10,7 +10,7 @@ from torch import Tensor
 from pasa import diagnostics
 from pasa.checks import check_switches, checked_config, checked_scale
 from pasa.config import PasaConfig
-from pasa.ops import dispatch, paged_library
+from pasa.ops import dispatch, operators
 
 
 @overload
@@ -134,7 +134,7 @@ def attention_paged(
     options, diagnose = checked_config(config).arguments, diagnostics.recording()
     tables = (block_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, key_anchors)
     switches = (is_causal, checked_scale(scale, q.shape[-1]), *options, diagnose, backend)
-    out, lse, counts = dispatch.call(paged_library.attention_paged, q, k_cache, v_cache, *tables, *switches)
+    out, lse, counts = dispatch.call(operators.attention_paged, q, k_cache, v_cache, *tables, *switches)
     if diagnose:
         diagnostics.record(counts)
     return (out, lse) if return_lse else out

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pasa.ops import dispatch, library
+from pasa.ops import dispatch, operators
 from pasa.ops.attention.spec.watch import FIELDS, STRIDE, sample
 from pasa.patching import components_of
 from pasa.patching.handle import first_names
@@ -156,7 +156,7 @@ class _Counter:
         if table is None:
             table = self._table_on(q.device)
         dispatch.call(
-            library.watch_scores, q.detach(), k.detach(), attn_mask, table, self._walked, is_causal, scale
+            operators.watch_scores, q.detach(), k.detach(), attn_mask, table, self._walked, is_causal, scale
         )  # fmt: skip
 
     def _table_on(self, device: torch.device) -> Tensor:

@@ -297,7 +297,7 @@ def source_of(case: dict) -> str:
     kernel = case["kernel"]
     reached: dict[tuple[str, str], str] = {}
     reach(kernel.fn.__module__, kernel.__name__, reached)
-    code = sorted((name, text) for (_, name), text in reached.items() if text)
+    code = sorted({(name, text) for (_, name), text in reached.items() if text})
     parts = [code, sorted(case.get("aligned", ()))]
     parts += [sorted(case[field].items()) for field in ("signature", "constexprs")]
     return hashlib.sha256(repr(parts).encode()).hexdigest()

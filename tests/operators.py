@@ -5,18 +5,18 @@ from typing import Any
 import torch
 from torch._library.custom_ops import CustomOpDef
 
-from pasa.ops import gradients, library, paged_library
+from pasa.ops import operators
 from pasa.ops.attention.options import AttentionOptions
 from tests.inputs import normal_qkv
 
 OPERATORS: dict[str, CustomOpDef] = {
-    "attention": library.attention,
-    "attention_varlen": library.attention_varlen,
-    "watch_scores": library.watch_scores,
-    "attention_backward": gradients.attention_backward,
-    "attention_varlen_backward": gradients.attention_varlen_backward,
-    "attention_paged": paged_library.attention_paged,
-    "write_pages": paged_library.write_pages,
+    "attention": operators.attention,
+    "attention_varlen": operators.attention_varlen,
+    "watch_scores": operators.watch_scores,
+    "attention_backward": operators.attention_backward,
+    "attention_varlen_backward": operators.attention_varlen_backward,
+    "attention_paged": operators.attention_paged,
+    "write_pages": operators.write_pages,
 }
 
 

@@ -17,7 +17,6 @@ from torch.nn.functional import scaled_dot_product_attention
 import pasa
 from pasa.eval.kit.timing import Call
 from pasa.eval.speed.cases import Inputs
-from pasa.ops.attention.options import AttentionOptions
 
 Prepare: TypeAlias = Callable[[Inputs], dict[str, Call]]
 PLAIN, EXPANDED, AS_ROWS = "as given", "K and V expanded beforehand", "a group's queries as rows"
@@ -158,8 +157,8 @@ def _portable(inputs: Inputs) -> dict[str, Call]:
     """Ours, held to the kernel that Ascend and the interpreter see as well."""
     backend: Any = importlib.import_module("pasa.ops.attention.triton.backend")
     q, k, v = inputs.q, inputs.k, inputs.v
-    call = backend.Call(q, k, v, None, inputs.causal, float(q.shape[-1] ** -0.5))
-    return {PLAIN: Call(lambda: backend.portable_attention(call, AttentionOptions())[0])}
+    call = backend.KernelCall(q, k, v, float(q.shape[-1] ** -0.5), is_causal=inputs.causal)
+    return {PLAIN: Call(lambda: backend.portable_attention(call)[0])}
 
 
 def _paged(slots: int) -> Prepare:

@@ -14,7 +14,7 @@ WHOLE, PREPASS, MAIN, READING = "whole", "pre-pass", "main loop", "reading"
 
 def anchors(inputs: Inputs) -> Any:
     """Norms and anchors of every block of keys: what is known before a query is looked at."""
-    backend: Any = importlib.import_module("pasa.ops.attention.triton.anchors.launch")
+    backend: Any = importlib.import_module("pasa.ops.attention.triton.anchors")
     return backend.find_anchors(inputs.k, inputs.v, BLOCK, check_values=inputs.causal)
 
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from pasa.ops import dispatch, library
-from pasa.ops.attention.inputs import to_fp16
+from pasa.ops import dispatch, operators
+from pasa.ops.attention.call import to_fp16
 from pasa.ops.ring.frames import agree
 from pasa.ops.ring.group import Ring
 from pasa.ops.ring.layout import ALL, Part, visible_part
@@ -53,7 +53,7 @@ class RingCall:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, shift: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return output and LSE of one call; the LSE includes what the frame of its keys adds to the scores."""
         arguments = (None, is_causal, self.scale, *self.arithmetic, False, self.backend)
-        out, lse, _ = dispatch.call(library.attention, q, k, v, *arguments)
+        out, lse, _ = dispatch.call(operators.attention, q, k, v, *arguments)
         return out, lse if shift is None else lse + frame_scores(q.detach(), shift, self.scale)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pasa.ops.attention import call as operator_call
 from pasa.ops.attention.ascend.backend import paper_matrix
 from pasa.ops.attention.options import AttentionOptions
 from pasa.ops.attention.spec import attention as reference
@@ -176,7 +177,8 @@ def attend_by_reference(x: Call) -> Run:
 
     try:
         model.tile = kept
-        out, lse, _ = reference.attention(x.q, x.k, x.v, mask, x.causal and x.lengths is None, x.softmax_scale, options)
+        is_causal = x.causal and x.lengths is None
+        out, lse, _ = reference.attend(operator_call.Call(x.q, x.k, x.v, x.softmax_scale, options, is_causal, mask))
     finally:
         model.tile = make_tile
     narrow = scores.round_to(wide, scores.FP16, overflow=x.overflow).half()

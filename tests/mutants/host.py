@@ -4,7 +4,7 @@ from tests.mutants.kernels import CORNERS, GAPS, SUMS, TRITON, mutant
 
 REFERENCE = "ops/attention/spec/attention.py"
 MASKING = "ops/attention/spec/masking.py"
-PAGING = "ops/paging.py"
+PAGING = "ops/attention/spec/pages.py"
 PACKED = "ops/packed.py"
 BACKWARD = "ops/attention/spec/gradients.py"
 MERGE = "ops/ring/merge.py"
@@ -164,9 +164,9 @@ HOST = [
     ),
     mutant(
         "a gradient of the log-sum-exp is read as if it were contiguous",
-        "ops/attention/triton/backend.py",
-        "return gradients(call, out, lse, visible_keys(call), q.dtype)",
-        "return gradients(call, out, grad_lse, visible_keys(call), q.dtype)",
+        "ops/attention/triton/backward/launch.py",
+        "grad_lse.float().contiguous()",
+        "grad_lse.float()",
         CORNERS + "test_gradients_of_a_log_sum_exp_of_any_layout",
     ),
     mutant(
@@ -178,7 +178,7 @@ HOST = [
     ),
     mutant(
         "the first block behind padding keeps an anchor of 0",
-        "ops/attention/triton/anchors/launch.py",
+        "ops/attention/triton/anchors.py",
         "device=first.device), :, first]",
         "device=first.device), :, 0]",
         TRITON + "test_padding_before_keys_with_a_bias",

@@ -2,12 +2,13 @@
 
 from tests.mutants.mutant import Mutant
 
+TILE_MATH = "ops/attention/triton/tile_math.py"
 PREFILL = "ops/attention/triton/prefill/kernel.py"
 DECODE = "ops/attention/triton/decode/kernel.py"
 LANES = "ops/attention/triton/decode/lanes_kernel.py"
 MASK = "ops/attention/triton/prefill/mask_kernel.py"
 SHORT = "ops/attention/triton/short/kernel.py"
-SHIFT = "ops/attention/triton/anchors/kernel.py"
+SHIFT = "ops/attention/triton/anchor_kernel.py"
 ROUNDING = "ops/attention/triton/rounding_kernel.py"
 
 GAPS = "tests/ops/attention/test_gaps.py::"
@@ -26,14 +27,14 @@ def mutant(what: str, file: str, old: str, new: str, *tests: str) -> Mutant:
 KERNELS = [
     mutant(
         "packed sequences share the anchors of the first",
-        PREFILL,
+        TILE_MATH,
         "first_block = tl.load(p_first_block + sequence)",
         "first_block = 0",
         CORNERS + "test_packed_sequences_with_other_biases",
     ),
     mutant(
         "a tile of which a row sees nothing raises its maximum",
-        PREFILL,
+        TILE_MATH,
         "        top = tl.where(empty, 0.0, top)\n        reached = tl.where(empty, -INF, reached)",
         "        top = tl.where(empty, 0.0, top)\n        reached = tl.where(empty, offset, reached)",
         TRITON + "test_left_padding_and_causal",
@@ -41,14 +42,14 @@ KERNELS = [
     ),
     mutant(
         "the careful pass sums weights before they are rounded",
-        PREFILL,
+        TILE_MATH,
         "behind[:, None]).to(tl.float16)\n        b_sum = b_sum * alpha + tl.sum(b_p.to(tl.float32), 1)",
         "behind[:, None])\n        b_sum = b_sum * alpha + tl.sum(b_p, 1)\n        b_p = b_p.to(tl.float16)",
         SUMS + "test_a_constant_comes_out_as_it_is[careful-1.0]",
     ),
     mutant(
         "a later tile's sum forgets to rescale where exponents take one instruction",
-        PREFILL,
+        TILE_MATH,
         "        b_sum = b_sum * alpha + tl.sum(b_p, 1)\n        b_p = b_p",
         "        b_sum = b_sum + tl.sum(b_p, 1)\n        b_p = b_p",
         PACKED + "[fp32]",
@@ -126,7 +127,7 @@ KERNELS = [
     ),
     mutant(
         "a row that does not see a value that is not finite is spoilt by it",
-        PREFILL,
+        TILE_MATH,
         "b_seen = tl.where(m_seen, 1.0, 0.0).to(tl.float16)",
         "b_seen = tl.where(m_seen, 1.0, 1.0).to(tl.float16)",
         CORNERS + "test_a_number_that_is_not_finite_in_the_last_keys",
@@ -147,7 +148,7 @@ KERNELS = [
     ),
     mutant(
         "the lowest finite number hides",
-        MASK,
+        TILE_MATH,
         "        m_seen = m_seen & (b_mask != -INF)\n",
         "        m_seen = m_seen & (b_mask > -60000.0)\n",
         FINITE + "test_forward",
@@ -328,7 +329,7 @@ KERNELS = [
     ),
     mutant(
         "norms of the first blocks alone bound the scores",
-        SHIFT,
+        TILE_MATH,
         "    for start in range(0, blocks, BLOCK):\n        o_block",
         "    for start in range(0, tl.minimum(blocks, BLOCK), BLOCK):\n        o_block",
         SAMPLES + "test_only_the_last_of_many_blocks_is_large",
@@ -342,14 +343,14 @@ KERNELS = [
     ),
     mutant(
         "a key that loses a bit to the anchor is told by a sum that comes out right",
-        SHIFT,
+        TILE_MATH,
         "(shifted + anchor[None, :] != k)",
         "(shifted + anchor[None, :] == k)",
         CORNERS + "test_biases_that_differ_by_batch_entry_and_head[64]",
     ),
     mutant(
         "both products are with the first row",
-        SHIFT,
+        TILE_MATH,
         "tl.where(o_column == 1, b_found, 0.0)",
         "tl.where(o_column == 0, b_found, 0.0)",
         CORNERS + "test_biases_that_differ_by_batch_entry_and_head[64]",
@@ -388,7 +389,7 @@ UNNOTICED = {  # Faults that no test on a CPU can notice, with the reason; these
     ): "the interpreter's maximum keeps a NaN, a GPU's drops it: the test notices it there",
     mutant(
         "the grid of an anchor is as fine as the next smaller binade's",
-        SHIFT,
+        TILE_MATH,
         "exponent = tl.maximum(exponent - 10, -24)",
         "exponent = tl.maximum(exponent - 11, -24)",
         "tests/pasa/test_page_anchors.py",
@@ -396,7 +397,7 @@ UNNOTICED = {  # Faults that no test on a CPU can notice, with the reason; these
     ): "an anchor on a finer grid, too, is taken off only where every key loses it exactly",
     mutant(
         "no sum tells whether FP32 lost something of a key",
-        SHIFT,
+        TILE_MATH,
         "(shifted.to(tl.float16).to(tl.float32) != shifted) | (shifted + anchor[None, :] != k)",
         "(shifted.to(tl.float16).to(tl.float32) != shifted)",
         CORNERS + "test_an_anchor_that_would_round_a_key",
@@ -410,7 +411,7 @@ UNNOTICED = {  # Faults that no test on a CPU can notice, with the reason; these
     ): "64 of 64 columns then read as 0, which leans as far; what is carried reaches a row that leans already",
     mutant(
         "float masks are taken for bounded",
-        "ops/attention/triton/backend.py",
+        "ops/attention/triton/prefill/launch.py",
         'tiles[0], call.mask_kind != "float"',
         "tiles[0], True",
         "tests/ops/attention/test_finite_masks.py::test_forward",

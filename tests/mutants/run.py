@@ -31,7 +31,10 @@ from tests.mutants.paged import PAGED
 ALL = [*KERNELS, *PAGED, *HOST]
 # The first mutant of each of these files is in the sample: one kernel of every family, and the choice of
 # backends.
-SAMPLED = [f"ops/attention/{name}_kernel.py" for name in ("triton", "short", "decode", "paged", "backward")]
+SAMPLED = [
+    f"ops/attention/triton/{name}.py"
+    for name in ("prefill/kernel", "short/kernel", "decode/kernel", "decode/paged_kernel", "backward/kernel")
+]
 SAMPLED += ["ops/registry.py"]
 PROCESSES = 2
 LIMIT = 300  # seconds for the tests of one mutant, ten times what they need

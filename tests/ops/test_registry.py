@@ -7,12 +7,12 @@ import pytest
 import torch
 
 import pasa
-from pasa.ops import library, notices, registry
+from pasa.ops import devices, notices, registry
 from pasa.ops.attention.options import AttentionOptions
 from pasa.ops.registry import BACKENDS, Backend, Request, register, select
 
 REFERENCE = BACKENDS["reference"]
-CALL = Request("cpu", torch.float16, 64, "none", False, False, AttentionOptions())
+CALL = Request("cpu", torch.float16, 64, "none", False, False, False, AttentionOptions())
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def test_triton_says_why_it_cannot_run(monkeypatch):
     assert "no tensor-core product for sm_75" in BACKENDS["triton"].missing()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     assert BACKENDS["triton"].missing() is None
-    monkeypatch.setattr(registry.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: None)
     assert "triton is not installed" in BACKENDS["triton"].missing()
     # A new record, so that no earlier call of it is cached.
     monkeypatch.setitem(BACKENDS, "triton", dataclasses.replace(BACKENDS["triton"]))
@@ -53,17 +53,17 @@ def turing(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    library._resolve.cache_clear()
+    registry.choose.cache_clear()
     notices.warn_once.cache_clear()
     yield
-    library._resolve.cache_clear()
+    registry.choose.cache_clear()
     notices.warn_once.cache_clear()
 
 
 def serve(device="cuda", head_dim=64, backend=None, diagnose=False, **options):
     """Return the backend that the operator chooses for such tensors."""
-    needs = (device, torch.float16, head_dim, "none", False, diagnose)
-    return library._resolve(tuple(BACKENDS.values()), backend, needs, AttentionOptions(**options).arguments, False)[2]
+    needs = (device, torch.float16, head_dim, "none", False, diagnose, False)
+    return registry.choose(tuple(BACKENDS.values()), backend, needs, AttentionOptions(**options).arguments)[2]
 
 
 def test_a_gpu_that_is_emulated_is_told_of_once(turing):
@@ -84,7 +84,7 @@ def test_a_gpu_that_is_emulated_is_told_of_once(turing):
 
 
 def test_a_gpu_without_triton_is_told_of(turing, monkeypatch):
-    monkeypatch.setattr(registry.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: None)
     with pytest.warns(UserWarning, match="triton is not installed"):
         serve()
 
@@ -144,12 +144,12 @@ RESTRICTIONS = [
     ({"devices": ("npu",)}, "device cpu is not among npu"),
     ({"dtypes": (torch.bfloat16,)}, "dtype torch.float16 is not among torch.bfloat16"),
     ({"masks": ("bool",)}, "mask none is not among bool"),
-    ({"precisions": ("fp32",)}, "precision pasa is not among fp32"),
-    ({"recoveries": ("paper",)}, "recovery exact is not among paper"),
-    ({"softmaxes": ("unbiased",)}, "softmax safe is not among unbiased"),
-    ({"accumulates": ("fp16",)}, "accumulate fp32 is not among fp16"),
-    ({"overflows": ("saturate",)}, "overflow inf is not among saturate"),
-    ({"block_ks": (32, 64)}, "block_k 128 is not among 32, 64"),
+    ({"accepts": {"precision": ("fp32",)}}, "precision pasa is not among fp32"),
+    ({"accepts": {"recovery": ("paper",)}}, "recovery exact is not among paper"),
+    ({"accepts": {"softmax": ("unbiased",)}}, "softmax safe is not among unbiased"),
+    ({"accepts": {"accumulate": ("fp16",)}}, "accumulate fp32 is not among fp16"),
+    ({"accepts": {"overflow": ("saturate",)}}, "overflow inf is not among saturate"),
+    ({"accepts": {"block_k": (32, 64)}}, "block_k 128 is not among 32, 64"),
     (
         {"not_together": ({"softmax": "safe", "recovery": "exact"},)},
         "softmax safe with recovery exact is not supported",
@@ -159,9 +159,18 @@ RESTRICTIONS = [
 ]
 
 
-@pytest.mark.parametrize(("restriction", "reason"), RESTRICTIONS, ids=[next(iter(r)) for r, _ in RESTRICTIONS])
+@pytest.mark.parametrize(("restriction", "reason"), RESTRICTIONS, ids=[reason for _, reason in RESTRICTIONS])
 def test_every_field_is_enforced(restriction, reason):
     assert dataclasses.replace(REFERENCE, **restriction).refusals(CALL) == [reason]
+
+
+def test_an_option_that_a_record_does_not_name_is_served_with_its_default_alone():
+    """So that an option which is added later is refused by kernels that do not know it, and never ignored."""
+    record = dataclasses.replace(REFERENCE, accepts={})
+    assert record.refusals(CALL) == []
+    changed = {"beta": 0.5, "recovery": "paper", "block_q": 64, "softmax": "unbiased"}
+    reasons = record.refusals(dataclasses.replace(CALL, options=AttentionOptions(**changed)))
+    assert [reason.split()[0] for reason in reasons] == ["recovery", "beta", "block_q", "softmax"]
 
 
 @pytest.mark.parametrize("need", ["varlen", "diagnostics"])
@@ -194,7 +203,13 @@ def test_restrictions_cover_the_record():
     """Every field of the record has a test that it refuses calls."""
     tested = {name for restriction, _ in RESTRICTIONS for name in restriction}
     tested |= {"varlen", "diagnostics", "paged", "devices_by_name", "replaced"}  # each has a test of its own
-    assert {f.name for f in dataclasses.fields(Backend)} - tested == {"name", "module", "label", "priority"}
+    assert {f.name for f in dataclasses.fields(Backend)} - tested == {
+        "name",
+        "module",
+        "label",
+        "priority",
+        "functions",
+    }
 
 
 def test_preferred_backend_that_can_serve(own_registry):
@@ -212,10 +227,10 @@ def test_all_reasons_are_told():
         select(call)
 
 
-@pytest.mark.parametrize("precision", REFERENCE.precisions)
-@pytest.mark.parametrize("recovery", REFERENCE.recoveries)
-@pytest.mark.parametrize("accumulate", REFERENCE.accumulates)
-@pytest.mark.parametrize("overflow", REFERENCE.overflows)
+@pytest.mark.parametrize("precision", REFERENCE.values("precision"))
+@pytest.mark.parametrize("recovery", REFERENCE.values("recovery"))
+@pytest.mark.parametrize("accumulate", REFERENCE.values("accumulate"))
+@pytest.mark.parametrize("overflow", REFERENCE.values("overflow"))
 @pytest.mark.parametrize("mask", REFERENCE.masks)
 def test_the_reference_does_what_it_claims(precision, recovery, accumulate, overflow, mask):
     config = pasa.PasaConfig(precision=precision, recovery=recovery, accumulate=accumulate, overflow=overflow)
@@ -268,14 +283,14 @@ def test_the_call_reaches_the_registry_whole(own_registry):
     q = torch.zeros(1, 1, 2, 8, dtype=torch.float16)
     given = {
         "masks": ({"attn_mask": torch.zeros(2, 2)}, "mask float"),
-        "precisions": ({"config": pasa.PasaConfig(precision="fp32")}, "precision fp32"),
-        "recoveries": ({"config": pasa.PasaConfig(recovery="paper")}, "recovery paper"),
-        "accumulates": ({"config": pasa.PasaConfig(accumulate="fp16")}, "accumulate fp16"),
-        "overflows": ({"config": pasa.PasaConfig(overflow="saturate")}, "overflow saturate"),
+        "precision": ({"config": pasa.PasaConfig(precision="fp32")}, "precision fp32"),
+        "recovery": ({"config": pasa.PasaConfig(recovery="paper")}, "recovery paper"),
+        "accumulate": ({"config": pasa.PasaConfig(accumulate="fp16")}, "accumulate fp16"),
+        "overflow": ({"config": pasa.PasaConfig(overflow="saturate")}, "overflow saturate"),
     }
     for field, (how, reason) in given.items():
-        default = getattr(REFERENCE, field)[:1]
-        own_registry["reference"] = dataclasses.replace(REFERENCE, **{field: default})
+        only_defaults = {"masks": ("none",)} if field == "masks" else {"accepts": {}}
+        own_registry["reference"] = dataclasses.replace(REFERENCE, **only_defaults)
         pasa.attention(q, q, q)
         with pytest.raises(NotImplementedError, match=reason):
             pasa.attention(q, q, q, **how)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
 import pasa
-from pasa.ops import paging
 from pasa.ops.attention.spec.shift_keys import shift_exact, shifts_exactly
+from pasa.ops.attention.triton import call as kernel_call
 from pasa.ops.attention.triton.paged import launch as paged_write_launch
 from tests import unlike_keys
 from tests.inputs import DEVICE, max_error
@@ -208,7 +208,7 @@ def test_a_page_that_32_bits_do_not_count_is_refused(monkeypatch):
 
     Story: these offsets wrapped around.
     """
-    monkeypatch.setattr(paging, "PAGE_SPAN", 16 * 2 * 64)
+    monkeypatch.setattr(kernel_call, "PAGE_SPAN", 16 * 2 * 64)
     with pytest.raises(NotImplementedError, match="a page of the cache spans 2048 elements"):
         make_pages([20]).attend(DEVICE, backend="triton")
 

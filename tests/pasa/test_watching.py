@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import pasa
 from pasa.eval.models.video.tiny import tiny_unet
-from pasa.ops import library
+from pasa.ops import operators
 from pasa.ops.attention.spec import watch as counting
 from pasa.patching.onlookers import patched_modules
 from pasa.watching import ENOUGH_ROWS, LayerCounts, WatchReport
@@ -254,7 +254,7 @@ def test_no_value_is_read_in_the_forward_pass():
     q, k, _ = normal_qkv((4, 2), (450, 450), 16)
     totals, walked = torch.zeros(5, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
     with NoReading():
-        library.watch_scores._init_fn(q, k, None, totals, walked, True, 0.25)
+        operators.watch_scores._init_fn(q, k, None, totals, walked, True, 0.25)
     assert totals[0] > 0
     assert walked.item() == 1800
 

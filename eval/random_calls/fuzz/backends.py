@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from unittest import mock
 
 from pasa.eval.random_calls.fuzz.cases import AbsentError
-from pasa.ops import registry
+from pasa.ops import devices, registry
 from pasa.ops.attention.ascend import backend as npu_backend
 
 REFERENCE, TRITON, NPU = "reference", "triton", "npu"
@@ -20,7 +20,7 @@ def absent(name: str) -> str | None:
     if name == REFERENCE:
         return None
     if name == TRITON:
-        return registry.triton_missing()
+        return devices.triton_missing()
     if importlib.util.find_spec("torch_npu") is not None:
         return "this machine has torch_npu: its kernels do not run on the CPU twin"
     return npu_backend.library_error()

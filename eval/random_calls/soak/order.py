@@ -9,7 +9,7 @@ from pasa.eval.random_calls.soak.truth import UNIT, Cut, Plain, Truth, cut
 
 MMA_DEPTH = 16  # products that a tensor core adds in one step
 # The kernels take an anchor off keys where it is so many times as long as what it leaves, and where scores may pass
-# so many nats: ops/attention/triton/anchors/kernel.py. A judge needs no Triton: a test holds these against its numbers.
+# so many nats: ops/attention/triton/anchor_kernel.py. A judge needs no Triton: a test holds these against its numbers.
 ANCHOR_GAIN, ANCHOR_LIMIT = 4.0, 2048.0
 ALL = 40.0  # nats, for FP32 holds exp(2 ALL): of who errs by more less is allowed than it may do
 MOST = 0.1  # of the values' spread

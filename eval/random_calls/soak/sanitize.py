@@ -159,7 +159,7 @@ def golden(small: Small, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -
 
 def shift_before(device: torch.device) -> float:
     """The kernel that writes K' for an NPU: what K' and the anchors lack of K, which is nothing."""
-    from pasa.ops.attention.triton.anchors.launch import shift_exact
+    from pasa.ops.attention.triton.anchors import shift_exact
 
     k = (torch.randn(1, 2, 150, 80, generator=torch.Generator().manual_seed(0)) + 20).half()
     shifted, anchor = (x.cpu().float() for x in shift_exact(k.to(device), 128))

@@ -20,7 +20,7 @@ def pinned_tile(number: int) -> Iterator[None]:
         return
     from triton.runtime.errors import OutOfResources
 
-    from pasa.ops.attention.triton import backend as triton_backend
+    from pasa.ops.attention.triton.prefill import launch as prefill
 
     def pick(device: torch.device, variant: str, tiles: tuple[Any, ...], run: Callable[[Any], object]) -> Any:
         tile = tiles[number % len(tiles)]
@@ -31,7 +31,7 @@ def pinned_tile(number: int) -> Iterator[None]:
                 return tiles[0]
         return tile
 
-    with mock.patch.object(triton_backend, "best_tile", pick):
+    with mock.patch.object(prefill, "best_tile", pick):
         yield
 
 

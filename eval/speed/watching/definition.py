@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pasa.ops import library
+from pasa.ops import operators
 from pasa.ops.attention.spec import watch
 from pasa.ops.attention.spec.repeated_maxima import EPSILON
 from pasa.ops.attention.spec.scores import RESCUE_REACH
@@ -56,7 +56,7 @@ def judge(shapes: tuple[Shape, ...], device: torch.device) -> list[dict[str, Any
             totals = torch.zeros(len(watch.FIELDS), dtype=torch.int64, device=device)
             rows = q.shape[:3].numel()
             taken = range(first % min(step, rows), rows, step)
-            library.watch_counter(device.type, q.shape[-1])(q, k, mask, totals, shape.causal, SCALE, taken)
+            operators.score_counter(device.type, q.shape[-1])(q, k, mask, totals, shape.causal, SCALE, taken)
             found, wanted = totals.tolist(), define(q, k, mask, shape.causal, SCALE, taken)
             records.append(
                 {"shape": str(shape), "size": size, "step": step, **dict(zip(watch.FIELDS, found, strict=True))}

@@ -20,7 +20,7 @@ from pasa.eval.kit.timing import Call, CudaClock, quantile
 from pasa.eval.models.longbench.throughput import CONFIGS, build
 from pasa.eval.models.rescue.run import pick_device
 from pasa.eval.speed.watching.definition import SHAPES, SMALL, judge
-from pasa.ops import dispatch, library
+from pasa.ops import dispatch, operators
 from pasa.ops.attention.spec.watch import FIELDS, STRIDE
 
 MOST_PERCENT = 2.0  # that watching a model may cost
@@ -172,7 +172,7 @@ def _attention_alone(shape: tuple[int, int, int, int, int, bool], device: torch.
 
     def watched() -> Tensor:
         out = plain()
-        dispatch.call(library.watch_scores, q, k, None, totals, walked, causal, dim**-0.5)
+        dispatch.call(operators.watch_scores, q, k, None, totals, walked, causal, dim**-0.5)
         return out
 
     return Call(plain), Call(watched)

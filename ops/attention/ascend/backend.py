@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from pasa.ops import envs
-from pasa.ops.attention.ascend import vendor as npu_vendor
+from pasa.ops.attention.ascend import vendor
 from pasa.ops.attention.ascend.inputs import attend_packed, pad_head_dim
-from pasa.ops.attention.inputs import to_fp16
+from pasa.ops.attention.call import Call, Results, to_fp16
 from pasa.ops.attention.options import AttentionOptions
 from pasa.ops.attention.spec.scores import paper_beta
 from pasa.ops.attention.spec.shift_keys import whole_blocks
@@ -29,55 +29,27 @@ from pasa.ops.numerics.dither import COLUMNS
 from pasa.ops.numerics.shifting import shifting_matrix
 
 BLOCK = 128  # keys: kBlockKeys in ascend_c/tiling/tiling.h
-Attend = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_mask: Tensor | None,
-    is_causal: bool,
-    scale: float,
-    options: AttentionOptions,
-    diagnose: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Attend as `reference.attention` without masks; a non-finite key or value may reach every row of its head."""
-    if (why := library_error()) is not None:
-        other: Attend = _announced(why, options, q, k).attention
-        return other(q, k, v, attn_mask, is_causal, scale, options, diagnose)
-    given = to_fp16(q, "q"), to_fp16(k, "k"), to_fp16(v, "v")
-    out, lse = _kernels(*given, None, is_causal, scale, options, q.dtype)
-    return out.to(q.dtype), lse, lse.new_empty(0, dtype=torch.float64)
+def attend(call: Call) -> Results:
+    """Attend as the reference does, without masks; a non-finite key or value may reach every row of its head.
 
-
-def attention_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    is_causal: bool,
-    scale: float,
-    options: AttentionOptions,
-    diagnose: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Attend as `reference.attention_varlen`; sequences that one launch can serve are padded to the longest of them.
-
-    The exact recovery passes the numbers of keys to the kernel; the published one needs sequences
-    of equal lengths. Lengths are read on the host, so this cannot be captured in a graph.
+    Packed sequences that one launch can serve are padded to the longest of them. The exact recovery
+    passes the numbers of keys to the kernel; the published one needs sequences of equal lengths.
+    Their lengths are read on the host, so a packed call cannot be captured in a graph.
     """
     if (why := library_error()) is not None:
-        other: Attend = _announced(why, options, q, k).attention_varlen
-        return other(q, k, v, cu_seqlens_q, cu_seqlens_k, is_causal, scale, options, diagnose)
+        found: Results = _announced(why, call).attend(call)
+        return found
+    if call.cu_q is None:
+        out, lse = _kernels(call, to_fp16(call.q, "q"), to_fp16(call.k, "k"), to_fp16(call.v, "v"))
+        return out.to(call.q.dtype), lse, lse.new_empty(0, dtype=torch.float64)
 
-    dtype = q.dtype
+    def together(q: Tensor, k: Tensor, v: Tensor, keys: list[int]) -> tuple[Tensor, Tensor]:
+        exact = call.options.recovery == "exact"
+        return _kernels(call, q, k, v, torch.tensor(keys, dtype=torch.int32).to(q.device) if exact else None)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, keys: list[int]) -> tuple[Tensor, Tensor]:
-        lengths = torch.tensor(keys, dtype=torch.int32).to(q.device) if options.recovery == "exact" else None
-        return _kernels(q, k, v, lengths, is_causal, scale, options, dtype)
-
-    out, lse = attend_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, _served_together(options, is_causal), attend)
+    out, lse = attend_packed(call, _served_together(call.options, call.is_causal), together)
     return out, lse, lse.new_empty(0, dtype=torch.float64)
 
 
@@ -95,39 +67,33 @@ def _served_together(options: AttentionOptions, is_causal: bool) -> Callable[[in
 # ---- the kernels
 
 
-def _kernels(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: Tensor | None,
-    is_causal: bool,
-    scale: float,
-    options: AttentionOptions,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
+def _kernels(call: Call, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Shift the keys, then attend; returns FP16, or BF16 for unbiased rounding of BF16 inputs.
 
-    `lengths` (B,), INT32, holds the number of keys of each batch entry. `dtype` is that of the
-    caller's tensors. BF16 is rounded directly because a second rounding would bring a bias back.
+    `lengths` (B,), INT32, holds the number of keys of each batch entry. BF16 is rounded directly
+    because a second rounding would bring a bias back.
     """
+    options, scale = call.options, call.scale
     kernels = torch.ops.pasa
     dim, saturate = q.shape[-1], options.overflow == "saturate"
     # The matrix unit must not receive NaN, so such rows are overwritten at the end.
-    spoiled = ~torch.isfinite(q).all(-1)
-    q = q.masked_fill(spoiled.unsqueeze(-1), 0.0)
+    not_finite = ~torch.isfinite(q).all(-1)
+    q = q.masked_fill(not_finite.unsqueeze(-1), 0.0)
     q, k, v = (pad_head_dim(x) for x in (q, k, v))
     if options.recovery == "paper":
         matrix, invariance = paper_matrix(scale, options.beta, k.device)
         keys = kernels.npu_shift_paper(whole_blocks(k, BLOCK), matrix, saturate)
-        found = (None, None)
+        references = (None, None)
     else:
-        keys, *found = kernels.npu_shift_exact(k, lengths, scale, saturate)
+        keys, *references = kernels.npu_shift_exact(k, lengths, scale, saturate)
         invariance = 0.0
     unbiased = options.softmax == "unbiased"
-    rounding = min(dim, COLUMNS) if unbiased else 0, unbiased and dtype == torch.bfloat16
-    out, lse = kernels.npu_attention(q, keys, v, *found, lengths, is_causal, scale, invariance, saturate, *rounding)
-    out = out[..., :dim].masked_fill(spoiled.unsqueeze(-1), torch.nan)
-    return out, lse.masked_fill(spoiled, torch.nan)
+    rounding = min(dim, COLUMNS) if unbiased else 0, unbiased and call.q.dtype == torch.bfloat16
+    out, lse = kernels.npu_attention(
+        q, keys, v, *references, lengths, call.is_causal, scale, invariance, saturate, *rounding
+    )
+    out = out[..., :dim].masked_fill(not_finite.unsqueeze(-1), torch.nan)
+    return out, lse.masked_fill(not_finite, torch.nan)
 
 
 @cache
@@ -153,7 +119,7 @@ def library_error() -> str | None:
     return str(torch.ops.pasa.npu_chip_error()) or None
 
 
-class StandIn(NamedTuple):
+class Fallback(NamedTuple):
     """Name a fallback for missing kernels: its module, and a label for the warning."""
 
     module: str
@@ -164,12 +130,12 @@ class StandIn(NamedTuple):
         return importlib.import_module(self.module)
 
 
-TRITON = StandIn("pasa.ops.attention.triton.backend", "the Triton kernels, through triton-ascend")
-VENDOR = StandIn("pasa.ops.attention.ascend.vendor", npu_vendor.LABEL)
-REFERENCE = StandIn("pasa.ops.attention.spec.attention", "the reference, slowly")
+TRITON = Fallback("pasa.ops.attention.triton.backend", "the Triton kernels, through triton-ascend")
+VENDOR = Fallback("pasa.ops.attention.ascend.vendor", vendor.LABEL)
+REFERENCE = Fallback("pasa.ops.attention.spec.attention", "the reference, slowly")
 
 
-def stand_in(options: AttentionOptions, heads: int = 1, kv_heads: int = 1) -> StandIn:
+def fallback(options: AttentionOptions, heads: int = 1, kv_heads: int = 1) -> Fallback:
     """Return the first fallback that can serve: triton-ascend, then the vendor's attention, then the reference.
 
     Triton has no saturating arithmetic. The vendor's attention has neither the published recovery
@@ -179,7 +145,7 @@ def stand_in(options: AttentionOptions, heads: int = 1, kv_heads: int = 1) -> St
     plain = options.overflow == "inf" and options.softmax == "safe"
     if plain and has_triton_ascend():
         return TRITON
-    if plain and options.recovery == "exact" and npu_vendor.missing(heads, kv_heads) is None:
+    if plain and options.recovery == "exact" and vendor.missing(heads, kv_heads) is None:
         return VENDOR
     return REFERENCE
 
@@ -192,8 +158,8 @@ def has_triton_ascend() -> bool:
     )
 
 
-def _announced(why: str, options: AttentionOptions, q: Tensor, k: Tensor) -> ModuleType:
-    chosen = stand_in(options, q.shape[1], k.shape[1])
+def _announced(why: str, call: Call) -> ModuleType:
+    chosen = fallback(call.options, call.q.shape[1], call.k.shape[1])
     _warn_once(f"the Ascend C kernels are not used: {why}; in their place serves {chosen.label}")
     return chosen.load()
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable
 import torch
 from torch import Tensor
 
-from pasa.ops.attention.inputs import edges, to_fp16
+from pasa.ops.attention.call import Call, to_fp16
 from pasa.ops.packed import alike, gather, scatter
 
 DIM_STEP = 16  # elements on one side of a cube fractal: kFractal in ascend_c/tiling/tiling.h
@@ -23,11 +23,7 @@ def pad_head_dim(x: Tensor) -> Tensor:
 
 
 def attend_packed(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    call: Call,
     kind: Callable[[int, int], Hashable],
     attend: Callable[[Tensor, Tensor, Tensor, list[int]], tuple[Tensor, Tensor]],
 ) -> tuple[Tensor, Tensor]:
@@ -38,8 +34,7 @@ def attend_packed(
     kind : callable
         The value of kind(rows, keys) must be equal for all sequences of one launch.
     attend : callable
-        Returns output and log-sum-exp of FP16 q, k, v (B, H, S, D), given the true number of keys
-        of each entry.
+        Returns output and log-sum-exp of FP16 q, k, v (B, H, S, D) and the true number of keys of each entry.
 
     Returns
     -------
@@ -47,10 +42,11 @@ def attend_packed(
         In the dtype of q.
     lse : Tensor (T, H), FP32
     """
-    q16, k16, v16 = to_fp16(q, "q"), to_fp16(k, "k"), to_fp16(v, "v")
+    q = call.q
+    q16, k16, v16 = to_fp16(q, "q"), to_fp16(call.k, "k"), to_fp16(call.v, "v")
     out = torch.zeros_like(q)
     lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
-    for rows, keys in alike(edges(cu_seqlens_q, "q", q), edges(cu_seqlens_k, "k", k), kind):
+    for rows, keys in alike(*call.edges(), kind):
         lengths = [stop - start for start, stop in keys]
         one, one_lse = attend(gather(q16, rows), gather(k16, keys), gather(v16, keys), lengths)
         scatter(out, one.to(q.dtype), rows)

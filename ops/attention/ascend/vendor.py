@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 
 from pasa.ops.attention.ascend.inputs import attend_packed, pad_head_dim
-from pasa.ops.attention.inputs import to_fp16
-from pasa.ops.attention.options import AttentionOptions
+from pasa.ops.attention.call import Call, Results, to_fp16
 
 LABEL = "the vendor's fused attention in high precision, without the guarantee against overflow"
 MOST_HEADS, LARGEST_GROUP = 256, 64  # the documented limits of the vendor's function
 # Values of inner_precise; the second one corrects rows that see no key.
-HIGH_PRECISION, HIGH_PRECISION_BLIND_ROWS = 0, 2
+HIGH_PRECISION, HIGH_PRECISION_MASKED_ROWS = 0, 2
 # A value of sparse_mode. It requires a mask of MASK_SIDE squared, True = masked out, whatever the
 # lengths.
 BOTTOM_RIGHT_CAUSAL = 3
@@ -40,38 +39,16 @@ def missing(heads: int, kv_heads: int) -> str | None:
     return None
 
 
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_mask: Tensor | None,
-    is_causal: bool,
-    scale: float,
-    options: AttentionOptions,
-    diagnose: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Attend as `reference.attention`, without masks and without the guarantee."""
-    out, lse = _fused(to_fp16(q, "q"), to_fp16(k, "k"), to_fp16(v, "v"), is_causal, scale)
-    return out.to(q.dtype), lse, lse.new_empty(0, dtype=torch.float64)
-
-
-def attention_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    is_causal: bool,
-    scale: float,
-    options: AttentionOptions,
-    diagnose: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Attend as `reference.attention_varlen`, without the guarantee; sequences of equal lengths share a launch."""
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, keys: list[int]) -> tuple[Tensor, Tensor]:
-        return _fused(q, k, v, is_causal, scale)
-
-    out, lse = attend_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, lambda *lengths: lengths, attend)
+def attend(call: Call) -> Results:
+    """Attend as the reference does, without masks and without the guarantee; packed calls share launches by lengths."""
+    if call.cu_q is None:
+        half = to_fp16(call.q, "q"), to_fp16(call.k, "k"), to_fp16(call.v, "v")
+        out, lse = _fused(*half, call.is_causal, call.scale)
+        out = out.to(call.q.dtype)
+    else:
+        out, lse = attend_packed(
+            call, lambda *lengths: lengths, lambda q, k, v, keys: _fused(q, k, v, call.is_causal, call.scale)
+        )
     return out, lse, lse.new_empty(0, dtype=torch.float64)
 
 
@@ -81,15 +58,15 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tu
     rows, keys, dim = q.shape[2], k.shape[2], q.shape[3]
     q, k, v = (pad_head_dim(x) for x in (q, k, v))
     banded = is_causal and rows > 1  # a single row sees every key
-    blind = max(0, rows - keys) if banded else 0
+    masked_out = max(0, rows - keys) if banded else 0
     out, lse = torch_npu.npu_fused_infer_attention_score(
         q, k, v, num_heads=q.shape[1], num_key_value_heads=k.shape[1], input_layout="BNSD", scale=scale,
         atten_mask=_causal_mask(q.device) if banded else None, sparse_mode=BOTTOM_RIGHT_CAUSAL if banded else 0,
-        inner_precise=HIGH_PRECISION_BLIND_ROWS if blind else HIGH_PRECISION, softmax_lse_flag=True,
+        inner_precise=HIGH_PRECISION_MASKED_ROWS if masked_out else HIGH_PRECISION, softmax_lse_flag=True,
     )  # fmt: skip
     out, lse = out[..., :dim].clone(), lse.reshape(q.shape[:3]).clone()
     # Set pasa's values for fully masked rows, whatever the vendor returns.
-    out[:, :, :blind], lse[:, :, :blind] = 0.0, -torch.inf
+    out[:, :, :masked_out], lse[:, :, :masked_out] = 0.0, -torch.inf
     return out, lse
 
 

@@ -9,22 +9,22 @@ from __future__ import annotations
 
 import math
 import warnings
-from functools import partial
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from pasa.ops.attention.inputs import edges, to_fp16
+from pasa.ops.attention.call import Call, Results, to_fp16
 from pasa.ops.attention.options import AttentionOptions
 from pasa.ops.attention.spec.diagnostics import ScoreCounts
 from pasa.ops.attention.spec.masking import KeyMask, dense_mask, fitting_mask, hidden_keys, non_finite_reach, read_mask
+from pasa.ops.attention.spec.pages import attend_gathered
 from pasa.ops.attention.spec.repeated_maxima import EPSILON, bounded_shift, published_shift, repeats
 from pasa.ops.attention.spec.scores import Block, Tile, score_model
 from pasa.ops.notices import caller
 from pasa.ops.numerics.dither import round_unbiased
 from pasa.ops.numerics.formats import FORMATS, Format, Overflow, round_to
-from pasa.ops.paging import attend_gathered
 
 FP16, FP32 = FORMATS["fp16"], FORMATS["fp32"]
 SILENCE = """to silence: warnings.filterwarnings("ignore", "softmax='unbiased_paper'", UserWarning)"""
@@ -33,43 +33,23 @@ NOTICED = -11 * math.log(2)  # nats: such keys weigh 2^-11, FP16's rounding
 ROUNDS_ONCE = {torch.bfloat16: FORMATS["bf16"]}
 
 
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_mask: Tensor | None,
-    is_causal: bool,
-    scale: float,
-    options: AttentionOptions,
-    diagnose: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Attend from queries (B, Hq, Sq, D) to keys and values (B, Hkv, Skv, D), Hq a multiple of Hkv.
+def attend(call: Call) -> Results:
+    """Attend from queries to keys and values, Hq a multiple of Hkv; `Call` has the shapes.
 
-    Parameters
-    ----------
-    q, k, v : Tensor
-        FP16; BF16 and FP32 are converted to FP16 first, as the paper does.
-    attn_mask : Tensor, optional
-        Bool (True = keep) or float (added), broadcastable to (B, Hq, Sq, Skv).
-    is_causal : bool
-        Bottom-right aligned.
-    scale : float
-        Positive; multiplies q.k.
-    options : AttentionOptions
-    diagnose : bool
-        Count what the scores do, at the cost of one more GEMM.
+    FP16 is computed with; BF16 and FP32 are converted to FP16 first, as the paper does. Diagnostics cost one more GEMM.
 
     Returns
     -------
-    out : Tensor (B, Hq, Sq, D), dtype of q
-    lse : Tensor (B, Hq, Sq), FP32, natural logarithm; -inf where a row sees no key
+    out : Tensor, shape and dtype of q
+    lse : Tensor, shape of q without D, FP32, natural logarithm; -inf where a row sees no key
     counts : Tensor (B, Hq, 6), FP64, or empty without `diagnose`
-        See `diagnostics.ScoreCounts`.
+        See `diagnostics.ScoreCounts`. Packed sequences have theirs joined, (1, Hq, 6).
 
     Raises
     ------
     ValueError
-        If a finite value of a BF16 or FP32 input does not fit into FP16.
+        If a finite value of a BF16 or FP32 input does not fit into FP16, or cumulative lengths do not rise from 0 to
+        the number of tokens.
 
     Notes
     -----
@@ -78,17 +58,24 @@ def attention(
     softmax="unbiased_paper" warns of rows whose largest weights underflow; if all weights of a row do, its output is
     NaN.
     """
+    if call.pages is not None:
+        return attend_gathered(attend, call)
+    return _attend_packed(call) if call.cu_q is not None else _attend_dense(call)
+
+
+def _attend_dense(call: Call) -> Results:
+    q, k, v, attn_mask, options = call.q, call.k, call.v, call.mask, call.options
     if attn_mask is not None:
-        attn_mask = fitting_mask(attn_mask, scale)
-        full = dense_mask(attn_mask, is_causal, q, k)
+        attn_mask = fitting_mask(attn_mask, call.scale)
+        full = dense_mask(attn_mask, call.is_causal, q, k)
         if bool((hidden := hidden_keys(full, k)).any()):
-            return _without_hidden_keys(q, k, v, full, scale, options, diagnose, hidden)
-    mask = read_mask(attn_mask, is_causal, q, k)
+            return _without_hidden_keys(call, full, hidden)
+    mask = read_mask(attn_mask, call.is_causal, q, k)
     given = to_fp16(q, "q").float(), to_fp16(k, "k").float(), to_fp16(v, "v").float()
     clean_q, clean_k, clean_v = (torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0) for x in given)
     rows = clean_q.unflatten(1, (k.shape[1], -1))
     target = ROUNDS_ONCE.get(q.dtype, FP16) if options.softmax == "unbiased" else FP16
-    out, lse, counts = _blocks(rows, clean_k, clean_v, mask, scale, options, diagnose, target)
+    out, lse, counts = _blocks(call, rows, clean_k, clean_v, mask, target)
     out, lse = out.flatten(1, 2), lse.flatten(1, 2)
     if mask.spoils or not all(bool(torch.isfinite(x).all()) for x in given):
         bad_rows, bad = non_finite_reach(*given, mask, options.block_k)
@@ -96,105 +83,48 @@ def attention(
     return out.to(q.dtype), lse, counts
 
 
-def attention_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    is_causal: bool,
-    scale: float,
-    options: AttentionOptions,
-    diagnose: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Attend within packed sequences (T, H, D): each one sees only itself, as `attention` computes it.
-
-    A sequence without keys gives 0 and LSE -inf. Counts of all sequences are joined, (1, Hq, 6).
-
-    Raises
-    ------
-    ValueError
-        If cumulative lengths do not rise from 0 to the number of tokens.
-    """
-    edges_q, edges_k = edges(cu_seqlens_q, "q", q), edges(cu_seqlens_k, "k", k)
+def _attend_packed(call: Call) -> Results:
+    """Attend within packed sequences: each one sees only itself. A sequence without keys gives 0 and LSE -inf."""
+    q, k, v = call.q, call.k, call.v
+    edges_q, edges_k = call.edges()
     out = torch.zeros_like(q)
     lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
-    joined = ScoreCounts(1, q.shape[1], q.device) if diagnose else None
+    joined = ScoreCounts(1, q.shape[1], q.device) if call.diagnose else None
     for (q0, q1), (k0, k1) in zip(pairwise(edges_q), pairwise(edges_k), strict=True):
         if q0 == q1 or k0 == k1:
             continue
         one_q, one_k, one_v = (x.transpose(0, 1).unsqueeze(0) for x in (q[q0:q1], k[k0:k1], v[k0:k1]))
-        one, one_lse, counts = attention(one_q, one_k, one_v, None, is_causal, scale, options, diagnose)
+        one, one_lse, counts = _attend_dense(replace(call, q=one_q, k=one_k, v=one_v, cu_q=None, cu_k=None))
         out[q0:q1], lse[q0:q1] = one[0].transpose(0, 1), one_lse[0].T
         if joined is not None:
             joined.join(counts)
     return out, lse, ScoreCounts.empty(q.device) if joined is None else joined.table
 
 
-def attention_paged(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor | None,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-    key_anchors: Tensor | None,
-    is_causal: bool,
-    scale: float,
-    options: AttentionOptions,
-    diagnose: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Attend from queries (T, Hq, D) to caches (pages, slots, Hkv, D), by `attention_varlen` on the gathered keys.
-
-    Without `cu_seqlens_q` every sequence has one query. Queries behind the last of `cu_seqlens_q` are padding and
-    give 0 and LSE -inf. The maximum lengths and the anchors do not affect the result here.
-    """
-    attend = partial(attention_varlen, is_causal=is_causal, scale=scale, options=options, diagnose=diagnose)
-    return attend_gathered(attend, q, (k_cache, v_cache), block_table, seq_lens, cu_seqlens_q)
-
-
-def _without_hidden_keys(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    full: Tensor,
-    scale: float,
-    options: AttentionOptions,
-    diagnose: bool,
-    hidden: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _without_hidden_keys(call: Call, full: Tensor, hidden: Tensor) -> Results:
     """Process one batch entry at a time, without keys hidden from all its queries (padding, empty cache slots)."""
+    q, k, v = call.q, call.k, call.v
     parts = []
     for b, gone in enumerate(hidden):
         if bool(gone.all()):
             lse = torch.full((1, *q.shape[1:3]), -torch.inf, dtype=torch.float32, device=q.device)
-            counts = ScoreCounts(1, q.shape[1], q.device).table if diagnose else ScoreCounts.empty(q.device)
+            counts = ScoreCounts(1, q.shape[1], q.device).table if call.diagnose else ScoreCounts.empty(q.device)
             parts.append((torch.zeros_like(q[b : b + 1]), lse, counts))
             continue
         keys, values = k[b : b + 1, :, ~gone], v[b : b + 1, :, ~gone]
         mask = full[b % full.shape[0]].unsqueeze(0)
         mask = mask if mask.shape[-1] == 1 else mask[..., ~gone]
-        parts.append(attention(q[b : b + 1], keys, values, mask, False, scale, options, diagnose))
+        parts.append(_attend_dense(replace(call, q=q[b : b + 1], k=keys, v=values, mask=mask, is_causal=False)))
     out, lse, counts = (torch.cat(x) for x in zip(*parts, strict=True))
     return out, lse, counts
 
 
-def _blocks(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: KeyMask,
-    scale: float,
-    options: AttentionOptions,
-    diagnose: bool,
-    target: Format,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _blocks(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: KeyMask, target: Format) -> Results:
     """Loop over key blocks for q (B, Hkv, G, Sq, D); returns out, lse (B, Hkv, G, Sq, ...) and counts."""
-    model = score_model(options, q, k, scale)
+    options = call.options
+    model = score_model(options, q, k, call.scale)
     softmax = OnlineSoftmax(q, options, target)
-    counts = ScoreCounts(q.shape[0], q.shape[1] * q.shape[2], q.device) if diagnose else None
+    counts = ScoreCounts(q.shape[0], q.shape[1] * q.shape[2], q.device) if call.diagnose else None
     for index, start in enumerate(range(0, k.shape[-2], options.block_k)):
         stop = min(start + options.block_k, k.shape[-2])
         first = mask.first_row(start) if index else 0  # rows above see no key of this block

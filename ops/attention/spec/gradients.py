@@ -25,13 +25,13 @@ from K or from K - c, whichever has its maximum nearer to 0.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from pasa.ops.attention.inputs import edges
+from pasa.ops.attention.call import Call
 from pasa.ops.attention.spec.masking import KeyMask, dense_mask, fitting_mask, hidden_keys, read_mask
 from pasa.ops.attention.spec.scores import matmul_rows
 
@@ -39,16 +39,8 @@ BLOCK = 128  # keys of a tile; it changes no number except by the order of sums
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
-def attention_backward(
-    grad_out: Tensor | None,
-    grad_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_mask: Tensor | None,
-    is_causal: bool,
-    scale: float,
-    grad_mask: Tensor | None = None,
+def gradients(
+    call: Call, grad_out: Tensor | None, grad_lse: Tensor | None, grad_mask: Tensor | None = None
 ) -> Gradients:
     """Return the gradients of queries (B, Hq, Sq, D), keys and values (B, Hkv, Skv, D).
 
@@ -57,11 +49,11 @@ def attention_backward(
 
     Parameters
     ----------
+    call : Call
+        A dense call.
     grad_out : Tensor (B, Hq, Sq, D), optional
     grad_lse : Tensor (B, Hq, Sq), optional
         At least one of the two gradients is present. Gradients that FP16 holds give finite results.
-    q, k, v, attn_mask, is_causal, scale
-        As in `reference.attention`.
     grad_mask : Tensor (4 dimensions, broadcastable like a float mask), optional
         The gradient of the mask is added to it.
 
@@ -74,15 +66,16 @@ def attention_backward(
     -----
     A NaN or infinity in a key or value may reach all gradients of its head, unless no query sees that key.
     """
-    attn_mask = None if attn_mask is None else fitting_mask(attn_mask, scale)
-    mask = read_mask(attn_mask, is_causal, q, k)
+    q, k, v, scale = call.q, call.k, call.v, call.scale
+    attn_mask = None if call.mask is None else fitting_mask(call.mask, scale)
+    mask = read_mask(attn_mask, call.is_causal, q, k)
     rows, keys, values = _wide(q).unflatten(1, (k.shape[1], -1)), _wide(k), _wide(v)
     grad = torch.zeros_like(rows) if grad_out is None else grad_out.to(rows.dtype).unflatten(1, (k.shape[1], -1))
     count = k.shape[2]
     if attn_mask is None:
         hidden = torch.zeros_like(keys[..., :1], dtype=torch.bool)
     else:
-        hidden = hidden_keys(dense_mask(attn_mask, is_causal, q, k), k)[:, None, :, None]
+        hidden = hidden_keys(dense_mask(attn_mask, call.is_causal, q, k), k)[:, None, :, None]
         keys, values = keys.masked_fill(hidden, 0.0), values.masked_fill(hidden, 0.0)
     centre = keys.sum(2, keepdim=True) / (count - hidden.sum(2, keepdim=True)).clamp(min=1)
     longer = ((keys - centre).abs() > keys.abs()) & ~hidden
@@ -95,33 +88,27 @@ def attention_backward(
     return dq.flatten(1, 2).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-def attention_varlen_backward(
-    one: Callable[..., Gradients],
+def packed_gradients(
+    one: Callable[[Call, Tensor | None, Tensor | None], Gradients],
+    call: Call,
     grad_out: Tensor | None,
     grad_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    is_causal: bool,
-    scale: float,
 ) -> Gradients:
     """Return the gradients of packed sequences (T, H, D), computed one sequence after another.
 
-    `one` computes a sequence: `attention_backward` here, or a backend's. Lengths are read on the
-    host.
+    `one` computes a sequence: `gradients` here, or a backend's. Lengths are read on the host.
     """
+    q, k, v = call.q, call.k, call.v
     dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))
-    edges_q, edges_k = edges(cu_seqlens_q, "q", q), edges(cu_seqlens_k, "k", k)
+    edges_q, edges_k = call.edges()
     for (q0, q1), (k0, k1) in zip(pairwise(edges_q), pairwise(edges_k), strict=True):
         if q0 == q1 or k0 == k1:
             continue
         out = None if grad_out is None else grad_out[q0:q1].transpose(0, 1).unsqueeze(0)
         lse = None if grad_lse is None else grad_lse[q0:q1].T.unsqueeze(0)
-        heads_first = (x.transpose(0, 1).unsqueeze(0) for x in (q[q0:q1], k[k0:k1], v[k0:k1]))
-        gradients = one(out, lse, *heads_first, None, is_causal, scale)
-        dq[q0:q1], dk[k0:k1], dv[k0:k1] = (x[0].transpose(0, 1) for x in gradients)
+        one_q, one_k, one_v = (x.transpose(0, 1).unsqueeze(0) for x in (q[q0:q1], k[k0:k1], v[k0:k1]))
+        found = one(replace(call, q=one_q, k=one_k, v=one_v, cu_q=None, cu_k=None), out, lse)
+        dq[q0:q1], dk[k0:k1], dv[k0:k1] = (x[0].transpose(0, 1) for x in found)
     return dq, dk, dv
 
 

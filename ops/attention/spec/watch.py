@@ -26,7 +26,7 @@ def sample(walked: int, rows: int) -> range:
     return range((STRIDE // 2 - walked) % STRIDE, rows, STRIDE)
 
 
-def count(
+def count_scores(
     q: Tensor, k: Tensor, attn_mask: Tensor | None, totals: Tensor, is_causal: bool, scale: float, taken: range
 ) -> None:
     """Add the counts of one call to `totals` (5,), INT64, in the order of `FIELDS`.

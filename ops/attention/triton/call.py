@@ -1,33 +1,49 @@
-"""Describe one call in the form that the Triton launchers use."""
+"""A call in the form that the Triton launchers use."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from pasa.ops.attention.spec.masking import dense_mask, hidden_keys
-from pasa.ops.attention.triton.anchors.launch import Packing
+from pasa.ops.attention.call import Call, to_fp16
+from pasa.ops.attention.spec.masking import dense_mask, fitting_mask, hidden_keys
 from pasa.ops.numerics.formats import FORMATS, get_format
 from pasa.ops.packed import tile_table
 
 DECODE_ROWS = 16  # query rows of one head; more rows than this keep the matrix engine busy without splitting the keys
 DECODE_TILE = 128  # the most query rows of all heads that share a key head
+PAGE_SPAN = 2**31  # kernels count the elements of a page with signed 32-bit integers
 
 
-@dataclass(frozen=True)
-class Call:
-    """Hold one call as the kernels read it: FP16, last stride 1, dense or packed.
+class Packing(NamedTuple):
+    """Describe the key blocks of packed sequences.
 
     Attributes
     ----------
-    q, k, v : Tensor (B, H, S, D), or packed (T, H, D)
-    mask : Tensor (B, Hq, Sq, Skv), bytes or floats, expanded; optional
-    is_causal : bool
-    scale : float
-    cu_q, cu_k : Tensor (sequences + 1,), INT32, for packed tensors
+    table, first : Tensor
+        `pasa.ops.packed.tile_table` of the keys.
+    cu_seqlens : Tensor (sequences + 1,), INT32
+    """
+
+    table: Tensor
+    first: Tensor
+    cu_seqlens: Tensor
+
+
+@dataclass(slots=True, eq=False)
+class KernelCall(Call):
+    """Hold one call as the kernels read it: q in FP16 with last stride 1, and k and v too unless they are caches.
+
+    The mask is bytes or floats, expanded to (B, Hq, Sq, Skv). Cumulative lengths are INT32. Caches
+    are views (pages, Hkv, slots, D).
+
+    Attributes
+    ----------
     dropped : int
         Low FP32 bits that unbiased rounding of the output drops: 13 to FP16, 16 to BF16. 0 means
         round to nearest.
@@ -35,16 +51,41 @@ class Call:
         The dtype in which a kernel writes its output.
     """
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    mask: Tensor | None
-    is_causal: bool
-    scale: float
-    cu_q: Tensor | None = None
-    cu_k: Tensor | None = None
     dropped: int = 0
     out_dtype: torch.dtype = torch.float16
+
+    @classmethod
+    def of(cls, call: Call) -> KernelCall:
+        """Convert a call.
+
+        Raises
+        ------
+        ValueError
+            If a finite value of a BF16 or FP32 tensor does not fit into FP16.
+        NotImplementedError
+            If a page of a cache spans 2^31 elements or more.
+        """
+        q, k, v, mask, cu_q, cu_k = call.q, call.k, call.v, call.mask, call.cu_q, call.cu_k
+        dropped = dropped_bits(call.options.softmax, q.dtype)
+        if call.pages is None:
+            half = _half(q, "q"), _half(k, "k"), _half(v, "v")
+        else:
+            check_spans(k, v)
+            # On a GPU a value beyond FP16 becomes an infinity, because a call over pages never waits.
+            half = (
+                _half(q, "q") if q.device.type == "cpu" else _dense_rows(q.half()),
+                k.transpose(1, 2),
+                v.transpose(1, 2),
+            )
+        if mask is not None:
+            mask = mask.view(torch.uint8) if mask.dtype == torch.bool else fitting_mask(mask, call.scale)
+            mask = mask.expand(*q.shape[:3], k.shape[2])
+        if cu_q is not None and cu_k is not None:
+            cu_q, cu_k = (x.to(q.device, torch.int32).contiguous() for x in (cu_q, cu_k))
+        return cls(
+            *half, call.scale, call.options, call.is_causal, mask, cu_q, cu_k, call.pages, False, dropped,
+            output_dtype(dropped),
+        )  # fmt: skip
 
     @property
     def decodes(self) -> bool:
@@ -85,7 +126,7 @@ class Call:
         """Return the mask's strides of batch, head, row and key."""
         return (0, 0, 0, 0) if self.mask is None else self.mask.stride()
 
-    def with_queries(self, q: Tensor) -> Call:
+    def with_queries(self, q: Tensor) -> KernelCall:
         """Return the same call with other queries (B, Hq, Sq, D), not packed."""
         return replace(self, q=q, cu_q=None)
 
@@ -93,6 +134,38 @@ class Call:
         """Allocate the output and log-sum-exp, uninitialised."""
         lse = torch.empty(self.q.shape[:-1], dtype=torch.float32, device=self.q.device)
         return torch.empty(self.q.shape, dtype=self.out_dtype, device=self.q.device), lse
+
+
+def _half(x: Tensor, name: str) -> Tensor:
+    return _dense_rows(to_fp16(x, name))
+
+
+def _dense_rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def check_spans(*caches: Tensor) -> None:
+    """Check that kernels can count the elements of a page with 32 bits.
+
+    Raises
+    ------
+    NotImplementedError
+        If a page spans 2^31 elements or more.
+    """
+    for cache_tensor in caches:
+        span = cache_tensor.shape[1] * cache_tensor.stride(1)
+        if span >= PAGE_SPAN:
+            raise NotImplementedError(
+                f"a page of the cache spans {span} elements (strides {cache_tensor.stride()}), 2^31 or more: "
+                "lay the cache out with pages of fewer elements"
+            )
+
+
+def on_device(x: Tensor) -> AbstractContextManager[object]:
+    """Return a context in which the current device is that of x, because Triton launches on the current device."""
+    if not x.is_cuda or x.device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(x.device)
 
 
 def dropped_bits(softmax: str, dtype: torch.dtype) -> int:
@@ -116,7 +189,7 @@ def strides_of(x: Tensor) -> tuple[int, int, int]:
     return x.stride(0), x.stride(1), x.stride(2)
 
 
-def visible_keys(call: Call) -> Tensor | None:
+def visible_keys(call: KernelCall) -> Tensor | None:
     """Return which keys (B, Skv) some query sees, or None without a mask.
 
     The last row of a causal band sees all keys. So a mask that is the same for all rows decides
@@ -130,7 +203,7 @@ def visible_keys(call: Call) -> Tensor | None:
 
 
 def work_of(
-    call: Call, block_m: int, packing: Packing | None, unused: Tensor
+    call: KernelCall, block_m: int, packing: Packing | None, unused: Tensor
 ) -> tuple[int, int, tuple[Tensor, Tensor, Tensor, Tensor]]:
     """Return the number of tiles of query rows, the units of work, and the tables that packed sequences need."""
     heads = call.q.shape[1]

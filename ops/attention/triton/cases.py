@@ -6,7 +6,7 @@ tests/ops/attention/triton/test_compiles_for_nvidia.py read the list. Nothing el
 
 from typing import Any
 
-from pasa.ops.attention.triton.anchors.kernel import SLICE, anchor_kernel, shift_kernel
+from pasa.ops.attention.triton.anchor_kernel import anchor_kernel, shift_kernel
 from pasa.ops.attention.triton.backward.centre_kernel import centre_kernel
 from pasa.ops.attention.triton.backward.kernel import keys_kernel, queries_kernel, rows_kernel
 from pasa.ops.attention.triton.backward.tiles import BACKWARD
@@ -17,6 +17,7 @@ from pasa.ops.attention.triton.prefill.kernel import attention_kernel
 from pasa.ops.attention.triton.prefill.mask_kernel import mask_tiles_kernel
 from pasa.ops.attention.triton.rounding_kernel import rounding_kernel
 from pasa.ops.attention.triton.short.kernel import short_kernel
+from pasa.ops.attention.triton.tile_math import SLICE
 from pasa.ops.attention.triton.watch.kernel import watch_kernel, watch_totals_kernel
 
 Case = dict[str, Any]

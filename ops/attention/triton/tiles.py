@@ -14,8 +14,6 @@ from functools import cache
 
 import torch
 
-from pasa.ops.attention.triton.backward.tiles import BACKWARD
-
 
 @dataclass(frozen=True)
 class Tile:
@@ -62,6 +60,11 @@ TABLE: dict[str, dict[int, tuple[Tile, ...]]] = {
 }
 
 
+def pad_dim(dim: int) -> int:
+    """Return the padded head dimension, because the sides of Triton tiles are powers of two, at least 16."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
 def candidates(architecture: str, pad: int, block_k: int, rows: int) -> tuple[Tile, ...]:
     """Return the tiles for a padded head dimension, cut to divide the anchor block and to fit a call of `rows`."""
     by_dim = TABLE[architecture]
@@ -104,7 +107,7 @@ def architecture_of(device_type: str, capability: tuple[int, int] | None) -> str
 
 def paper_tile(device: torch.device, pad: int, block_k: int) -> Tile:
     """Return the tile of the published algorithm, whose keys are one whole block of the shifting matrix."""
-    architecture = _architecture(device)
+    architecture = device_architecture(device)
     if architecture == "ascend":
         return Tile(64 if pad <= 128 else 32, block_k, 1, 1)
     if architecture == "interpreter":
@@ -115,7 +118,7 @@ def paper_tile(device: torch.device, pad: int, block_k: int) -> Tile:
 
 def tiles_for(device: torch.device, pad: int, block_k: int, rows: int) -> tuple[Tile, ...]:
     """Return the candidates for a call on a device, the safest guess first."""
-    return candidates(_architecture(device), pad, block_k, rows)
+    return candidates(device_architecture(device), pad, block_k, rows)
 
 
 def fit_ascend(tile: Tile, mask: str, causal: bool) -> Tile:
@@ -128,14 +131,8 @@ def fit_ascend(tile: Tile, mask: str, causal: bool) -> Tile:
     return replace(tile, block_m=min(tile.block_m, 32)) if mask == "float" and causal else tile
 
 
-def backward_tiles(device: torch.device, pad: int) -> tuple[Tile, Tile, Tile]:
-    """Return the tiles of the three backward passes over score tiles, for a padded head dimension."""
-    by_dim = BACKWARD[_architecture(device)]
-    rows, keys, queries = by_dim[min(d for d in by_dim if d >= pad)]
-    return Tile(*rows), Tile(*keys), Tile(*queries)
-
-
-def _architecture(device: torch.device) -> str:
+def device_architecture(device: torch.device) -> str:
+    """Return `architecture_of` a device."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     return architecture_of(device.type, capability)
 

@@ -109,7 +109,8 @@ def test_watch():
     q, k, _ = normal_qkv((2, 1), (70, 150), 32, batch=2)
     mask, hidden = make_mask(70, 150, torch.finfo(torch.float32).min)
     totals = [torch.zeros(5, dtype=torch.int64) for _ in range(2)]
-    for counter, found, device in zip((watch.count, watch_launch.count), totals, ("cpu", DEVICE), strict=True):
+    counters = (watch.count_scores, watch_launch.count_scores)
+    for counter, found, device in zip(counters, totals, ("cpu", DEVICE), strict=True):
         here = found.to(device)
         counter(q.to(device), k.to(device), mask.to(device), here, False, 32**-0.5, range(0, q.shape[:3].numel(), 7))
         found.copy_(here)

@@ -11,7 +11,7 @@ import torch
 
 import pasa
 from pasa import PasaConfig
-from pasa.ops.attention.triton import backend as triton_backend
+from pasa.ops.attention.triton.tiles import tiles_for
 from tests.inputs import DEVICE, normal_qkv
 from tests.ops.attention.spec.test_gradients import check as check_gradients
 from tests.pages import make_pages
@@ -196,6 +196,6 @@ def test_reference(block):
 
 def test_tiles_of_the_sweep():
     """The interpreter's tiles are those that the sweep covers."""
-    tiles = {size for dim in (16, 128) for tile in triton_backend.tiles_for(torch.device("cpu"), dim, 128, 100)
+    tiles = {size for dim in (16, 128) for tile in tiles_for(torch.device("cpu"), dim, 128, 100)
              for size in (tile.block_m, tile.block_n)}  # fmt: skip
     assert tiles == {TILE}

@@ -9,7 +9,7 @@ from pasa.ops.attention.triton.watch import launch as watch_launch
 from tests.inputs import DEVICE
 
 STEP = 127
-COUNTERS = {"torch": (watch.count, "cpu"), "triton": (watch_launch.count, DEVICE)}
+COUNTERS = {"torch": (watch.count_scores, "cpu"), "triton": (watch_launch.count_scores, DEVICE)}
 CASES = {  # batch, query heads, key heads, Sq, Skv, D, causal, mask
     "one row": (1, 1, 1, 1, 1, 64, False, None),
     "grouped": (2, 4, 2, 130, 300, 32, True, None),
@@ -149,7 +149,7 @@ def test_nothing_is_read_while_counting(case):
     q, k, mask, causal = whole_numbers(case, 9)
     totals = torch.zeros(5, dtype=torch.int64)
     with NoReading():
-        watch.count(q, k, mask, totals, causal, 0.125, taken(q, 0))
+        watch.count_scores(q, k, mask, totals, causal, 0.125, taken(q, 0))
     assert totals[0] > 0
     with pytest.raises(AssertionError), NoReading():
         totals[0].item()

@@ -8,7 +8,7 @@ backward pass.
 import triton
 import triton.language as tl
 
-from pasa.ops.attention.triton.anchors.kernel import SLICE, is_finite, load_keys, on_grid, rounds
+from pasa.ops.attention.triton.tile_math import SLICE, is_finite, load_keys, on_grid, rounds
 
 MOST_BITS = tl.constexpr(100)  # of a unit: with it and its inverse FP32 stays in its range
 WIDTH = tl.constexpr(SLICE)  # columns of an entry of `p_largest`

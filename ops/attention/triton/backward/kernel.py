@@ -22,8 +22,7 @@ import triton
 import triton.language as tl
 
 from pasa.ops.attention.triton.backward.centre_kernel import MOST_BITS, WIDTH
-from pasa.ops.attention.triton.prefill.kernel import LOG2_E, load_rows
-from pasa.ops.attention.triton.prefill.mask_kernel import INF, load_mask
+from pasa.ops.attention.triton.tile_math import INF, LOG2_E, load_mask, load_rows
 
 LIFT_BITS = tl.constexpr(15.0)
 UNLIFT = tl.constexpr(2.0**-15)

@@ -7,34 +7,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pasa.ops.attention.triton.anchors.kernel import SLICE
-from pasa.ops.attention.triton.anchors.launch import pad_dim
 from pasa.ops.attention.triton.backward.centre_kernel import centre_kernel
 from pasa.ops.attention.triton.backward.kernel import keys_kernel, queries_kernel, rows_kernel
-from pasa.ops.attention.triton.call import Call, strides_of
+from pasa.ops.attention.triton.backward.tiles import BACKWARD
+from pasa.ops.attention.triton.call import KernelCall, strides_of, visible_keys
 from pasa.ops.attention.triton.launcher import launch, workspace
-from pasa.ops.attention.triton.tiles import backward_tiles
+from pasa.ops.attention.triton.tile_math import SLICE
+from pasa.ops.attention.triton.tiles import Tile, device_architecture, pad_dim
 
 
-def gradients(
-    call: Call, grad_out: Tensor, grad_lse: Tensor | None, visible: Tensor | None, dtype: torch.dtype
+def attention_gradients(
+    call: KernelCall, grad_out: Tensor | None, grad_lse: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dQ, dK and dV of a call without packing, in `dtype`.
-
-    Parameters
-    ----------
-    grad_out : Tensor (B, Hq, Sq, D)
-        Any float type, last stride 1.
-    grad_lse : Tensor (B, Hq, Sq), FP32, contiguous; optional
-    visible : Tensor (B, Skv), bool, optional
-        Keys that some query sees.
-    """
+    """Return dQ, dK and dV of a dense call, in `dtype`, from gradients of any float type."""
     q, k, v = call.q, call.k, call.v
+    grad_out = torch.zeros_like(q) if grad_out is None else grad_out
+    grad_out = grad_out if grad_out.stride(-1) == 1 else grad_out.contiguous()
+    grad_lse = None if grad_lse is None else grad_lse.float().contiguous()
     batch, heads, rows, dim = q.shape
     keys, device = call.keys, q.device
     of_rows, of_keys, of_queries = backward_tiles(device, pad_dim(dim))
     tiles = -(-rows // of_rows.block_m)
-    centred, centre, largest, most = prepare_keys(k, v, visible, tiles)
+    centred, centre, largest, most = prepare_keys(k, v, visible_keys(call), tiles)
     numbers = batch * heads * rows
     floats = (numbers, torch.float32)
     scaled, top, log, shift, unit = workspace(device, (numbers * dim, torch.float16), *(floats,) * 4)
@@ -98,3 +92,10 @@ def prepare_keys(k: Tensor, v: Tensor, visible: Tensor | None, tiles: int) -> tu
         num_warps=4,
     )  # fmt: skip
     return centred, centre, largest, most
+
+
+def backward_tiles(device: torch.device, pad: int) -> tuple[Tile, Tile, Tile]:
+    """Return the tiles of the three backward passes over score tiles, for a padded head dimension."""
+    by_dim = BACKWARD[device_architecture(device)]
+    rows, keys, queries = by_dim[min(d for d in by_dim if d >= pad)]
+    return Tile(*rows), Tile(*keys), Tile(*queries)

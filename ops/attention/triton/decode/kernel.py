@@ -9,9 +9,18 @@ tile.
 import triton
 import triton.language as tl
 
-from pasa.ops.attention.triton.anchors.kernel import ANCHOR_LIMIT, exact_anchor, next_frame, two_products
-from pasa.ops.attention.triton.prefill.kernel import FP16_MAX, INF, LOG2_E, add_values, softmax_step
 from pasa.ops.attention.triton.rounding_kernel import round_rows
+from pasa.ops.attention.triton.tile_math import (
+    ANCHOR_LIMIT,
+    FP16_MAX,
+    INF,
+    LOG2_E,
+    add_values,
+    anchored_scores,
+    next_frame,
+    softmax_step,
+    two_products,
+)
 
 
 @triton.jit
@@ -46,27 +55,6 @@ def store_split(
     tl.store(p_state + 2 * o_part + 1, b_sum, mask=m_row)
     tl.store(p_frame + o_d, b_first.to(tl.float16), mask=o_d < D)
     tl.store(p_framed, tl.where(good, tl.max(tl.where(b_first != 0.0, 1, 0), 0), -1))
-
-
-@triton.jit
-def anchored_scores(b_q, b_k, m_key, longest, LAZY: tl.constexpr):
-    """q k'^T (M, N) and the block's anchor (D,), 0 where scores are small without. b_q (M, D); b_k (N, D); m_key (N,):
-    keys that some row sees; longest: largest norm of a query, in nats. LAZY looks for an anchor only where one is
-    needed; not in a loop: there the branch led to illegal accesses (Triton 3.6, sm_90, 64 rows)."""
-    b_wide = b_k.to(tl.float32)
-    m_finite = tl.min(tl.where(tl.abs(b_wide) <= FP16_MAX, 1, 0), 1) > 0
-    m_mean = m_key & m_finite
-    b_clean = tl.where(m_mean[:, None], b_wide, 0.0)
-    small = tl.sqrt(tl.max(tl.sum(b_clean * b_clean, 1), 0)) * longest <= ANCHOR_LIMIT
-    if LAZY:
-        anchor = tl.zeros((b_k.shape[1],), tl.float32)
-        if small == 0:
-            anchor = exact_anchor(b_clean, m_mean[:, None], tl.sum(tl.where(m_mean, 1.0, 0.0), 0))
-    else:
-        anchor = exact_anchor(b_clean, m_mean[:, None], tl.sum(tl.where(m_mean, 1.0, 0.0), 0))
-        anchor = tl.where(small, 0.0, anchor)
-    b_new = tl.where(m_finite[:, None], b_wide - anchor[None, :], float("nan")).to(tl.float16)
-    return tl.dot(b_q, tl.trans(b_new)), anchor
 
 
 @triton.jit

@@ -15,9 +15,8 @@ faster than as many streams. With anchors, keys of a program are neighbours, whi
 import triton
 import triton.language as tl
 
-from pasa.ops.attention.triton.anchors.kernel import ANCHOR_LIMIT
 from pasa.ops.attention.triton.decode.kernel import load_queries
-from pasa.ops.attention.triton.prefill.kernel import FP16_MAX, INF, LOG2_E
+from pasa.ops.attention.triton.tile_math import ANCHOR_LIMIT, FP16_MAX, INF, LOG2_E
 
 SAMPLES = tl.constexpr(16)
 FEW = tl.constexpr(4)

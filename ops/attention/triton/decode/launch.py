@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pasa.ops.attention.triton.anchors.launch import pad_dim
-from pasa.ops.attention.triton.call import Call, strides_of
+from pasa.ops.attention.triton.call import KernelCall, strides_of
 from pasa.ops.attention.triton.decode.kernel import decode_kernel, merge_kernel
 from pasa.ops.attention.triton.decode.lanes_kernel import decode_lanes_kernel
 from pasa.ops.attention.triton.launcher import launch, workspace
-from pasa.ops.attention.triton.tiles import Tile, architecture_of, processors, warps_for
+from pasa.ops.attention.triton.tiles import Tile, architecture_of, pad_dim, processors, warps_for
 
 LANES = 4  # warps of a program, each with keys of its own
 MERGE_TILE = 4096  # elements of O that a program of the merge holds: 32 for each thread
@@ -47,7 +46,7 @@ class Splits:
     block_m: int
 
     @classmethod
-    def of(cls, call: Call, count: int, keys: int, block_m: int) -> Splits:
+    def of(cls, call: KernelCall, count: int, keys: int, block_m: int) -> Splits:
         """Allocate the buffers, uninitialised."""
         splits, dim, device = call.q.shape[0] * call.k.shape[1] * count, call.q.shape[-1], call.q.device
         parts = ((splits * block_m * dim, torch.float32), (splits * block_m * 2, torch.float32),
@@ -57,7 +56,7 @@ class Splits:
         return cls(part, state, anchor, framed, marked, low, count, keys, block_m)
 
 
-def decode(call: Call) -> tuple[Tensor, Tensor]:
+def decode(call: KernelCall) -> tuple[Tensor, Tensor]:
     """Attend from a few rows: split the keys, redo splits with too large scores in an exact pass, then merge."""
     batch, _, rows, dim = call.q.shape
     pad = pad_dim(dim)
@@ -77,7 +76,7 @@ def decode(call: Call) -> tuple[Tensor, Tensor]:
     return merge(call, splits)
 
 
-def merge(call: Call, splits: Splits, alike: bool = False) -> tuple[Tensor, Tensor]:
+def merge(call: KernelCall, splits: Splits, alike: bool = False) -> tuple[Tensor, Tensor]:
     """Merge the results of all splits; `alike` means that the splits of a head share a frame."""
     batch, heads, rows, dim = call.q.shape
     pad = pad_dim(dim)
@@ -97,7 +96,7 @@ def merge(call: Call, splits: Splits, alike: bool = False) -> tuple[Tensor, Tens
     return out, lse
 
 
-def _lanes(call: Call, block_n: int) -> Splits:
+def _lanes(call: KernelCall, block_n: int) -> Splits:
     """Attend from a few rows without a mask: a pass without anchors, then one with an anchor for each program.
 
     Every lane of a program becomes a split.
@@ -122,7 +121,7 @@ def _lanes(call: Call, block_n: int) -> Splits:
     return splits
 
 
-def _tiles(call: Call, splits: Splits, tile: Tile, careful: bool) -> None:
+def _tiles(call: KernelCall, splits: Splits, tile: Tile, careful: bool) -> None:
     """Run one pass of the portable kernel."""
     kv_heads, keys = call.k.shape[1:3]
     rows, dim = call.q.shape[2:]
@@ -195,7 +194,7 @@ def decode_tiles(architecture: str, pad: int, rows: int) -> tuple[Tile, Tile]:
     return Tile(height, 32, 4, stages), Tile(height, 32, 4, 2)
 
 
-def most_splits(call: Call) -> int:
+def most_splits(call: KernelCall) -> int:
     """Return the most splits that the merge kernel accepts."""
     return MERGE_ROW // pad_dim(call.q.shape[-1]) if call.dropped else MERGE_ROW
 

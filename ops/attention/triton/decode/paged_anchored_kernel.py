@@ -16,7 +16,7 @@ import triton.language as tl
 
 from pasa.ops.attention.triton.decode.kernel import load_queries
 from pasa.ops.attention.triton.decode.lanes_kernel import is_marked, locate_lanes, store_lanes
-from pasa.ops.attention.triton.prefill.kernel import FP16_MAX, INF, LOG2_E
+from pasa.ops.attention.triton.tile_math import FP16_MAX, INF, LOG2_E
 
 FAR = tl.constexpr(2.0**14)  # FP32 sums of 2^14 nats, and their two FP16 terms, err by 2^-8 at most
 TURNS = tl.constexpr(64)  # blocks of a program for which offsets are found at once

@@ -8,10 +8,9 @@ of its own. A mixed batch comes in tiles of a few queries, each with the keys th
 import triton
 import triton.language as tl
 
-from pasa.ops.attention.triton.anchors.kernel import ANCHOR_LIMIT
 from pasa.ops.attention.triton.decode.kernel import attend_split, load_queries, store_split
 from pasa.ops.attention.triton.decode.lanes_kernel import attend_program, is_marked
-from pasa.ops.attention.triton.prefill.kernel import INF
+from pasa.ops.attention.triton.tile_math import ANCHOR_LIMIT, INF
 
 
 @triton.jit

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pasa.ops.attention.triton.anchors.launch import pad_dim
-from pasa.ops.attention.triton.call import DECODE_TILE, Call, strides_of
+from pasa.ops.attention.triton.call import DECODE_TILE, KernelCall, strides_of
 from pasa.ops.attention.triton.decode.launch import (
     LANES,
     Splits,
@@ -26,13 +25,13 @@ from pasa.ops.attention.triton.decode.launch import (
 from pasa.ops.attention.triton.decode.paged_anchored_kernel import TURNS, decode_anchored_paged_kernel
 from pasa.ops.attention.triton.decode.paged_kernel import decode_lanes_paged_kernel, decode_paged_kernel
 from pasa.ops.attention.triton.launcher import launch
-from pasa.ops.attention.triton.tiles import Tile, processors
+from pasa.ops.attention.triton.tiles import Tile, pad_dim, processors
 from pasa.ops.packed import tile_table
 
 
 @dataclass(frozen=True)
-class Pages:
-    """Describe where the tiles of a call find their keys.
+class PagedTiles:
+    """Describe where the tiles of a paged call find their keys.
 
     Attributes
     ----------
@@ -44,7 +43,7 @@ class Pages:
     longest : int
         Upper bound of the keys of a sequence, which decides the number of splits.
     anchors : Tensor (pages, Hkv, D), FP16, optional
-        Anchors of each page, as ops/paging.py keeps them; only for tiles of one query.
+        Anchors of each page, as `write_pages` keeps them; only for tiles of one query.
     """
 
     table: Tensor
@@ -54,21 +53,11 @@ class Pages:
     anchors: Tensor | None = None
 
 
-def paged_attention(
-    call: Call,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    longest_q: int | None,
-    longest_k: int | None,
-    key_anchors: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def paged_attention(call: KernelCall) -> tuple[Tensor, Tensor]:
     """Return output and log-sum-exp of packed queries (T, Hq, D).
 
-    Parameters
-    ----------
-    call : Call
-        `k` and `v` are caches (pages, Hkv, slots, D), usually views. Without `cu_q` each sequence
-        has one query.
+    Caches of other dtypes become FP16 when read. Anchors are used for single queries of up to 16
+    heads that share a key head, head dimensions up to 128, and pages of a multiple of 16 slots.
 
     Raises
     ------
@@ -76,6 +65,9 @@ def paged_attention(
         If more than `DECODE_TILE` query heads share a key head, or the results of the splits exceed
         32-bit offsets.
     """
+    if call.pages is None:
+        raise ValueError("the call has no pages")
+    block_table, seq_lens, longest_q, longest_k, key_anchors = call.pages
     if call.group > DECODE_TILE:
         raise NotImplementedError(f"{call.group} query heads share a key head of a paged cache; at most {DECODE_TILE}")
     slots = call.k.shape[2]
@@ -84,13 +76,13 @@ def paged_attention(
     table = table if table.stride(1) == 1 else table.contiguous()
     longest = room if longest_k is None else min(longest_k, room)
     if call.cu_q is None:
-        pages = Pages(table, lengths, slots, longest, key_anchors)
+        pages = PagedTiles(table, lengths, slots, longest, key_anchors)
         out, lse = _decode(call.with_queries(call.q.unsqueeze(2)), pages)
         return out.squeeze(2), lse.squeeze(2)
     tokens = call.q.shape[0]
     rows = min(tokens if longest_q is None else longest_q, max(1, DECODE_TILE // call.group))
     queries = Queries.of(call.cu_q, lengths, rows, tokens, call.is_causal)
-    out, lse = _decode(call.with_queries(queries.gather(call.q)), Pages(table, queries.tiles, slots, longest))
+    out, lse = _decode(call.with_queries(queries.gather(call.q)), PagedTiles(table, queries.tiles, slots, longest))
     return queries.scatter(out, 0.0), queries.scatter(lse, -torch.inf)
 
 
@@ -150,7 +142,7 @@ class Queries:
         return torch.where(self.padding.view(-1, *(1,) * (found.dim() - 1)), nothing, found)
 
 
-def _decode(call: Call, pages: Pages) -> tuple[Tensor, Tensor]:
+def _decode(call: KernelCall, pages: PagedTiles) -> tuple[Tensor, Tensor]:
     """Attend from tiles of queries (tiles, Hq, rows, D): split the keys, repeat some splits exactly, then merge."""
     rows, dim = call.q.shape[2:]
     here, pad = architecture(call.q.device), pad_dim(dim)
@@ -173,7 +165,7 @@ def _decode(call: Call, pages: Pages) -> tuple[Tensor, Tensor]:
     return merge(call, splits)
 
 
-def _split(call: Call, pages: Pages, tile: Tile, lanes: int) -> Splits:
+def _split(call: KernelCall, pages: PagedTiles, tile: Tile, lanes: int) -> Splits:
     """Allocate `lanes` splits for each program, as many programs as suit the device."""
     dim, pairs = call.q.shape[-1], call.q.shape[0] * call.k.shape[1]
     blocks = -(-pages.longest // (lanes * tile.block_n))
@@ -184,7 +176,7 @@ def _split(call: Call, pages: Pages, tile: Tile, lanes: int) -> Splits:
     return Splits.of(call, count, tile.block_n, tile.block_m)
 
 
-def _tiles(call: Call, pages: Pages, splits: Splits, tile: Tile, lanes: int, careful: bool) -> None:
+def _tiles(call: KernelCall, pages: PagedTiles, splits: Splits, tile: Tile, lanes: int, careful: bool) -> None:
     """Run one pass of the portable kernel."""
     tiled, device = pages.tiles.dim() == 2, call.q.device
     launch(
@@ -198,7 +190,7 @@ def _tiles(call: Call, pages: Pages, splits: Splits, tile: Tile, lanes: int, car
     )  # fmt: skip
 
 
-def _lanes(call: Call, pages: Pages, splits: Splits, block_n: int, anchored: bool) -> None:
+def _lanes(call: KernelCall, pages: PagedTiles, splits: Splits, block_n: int, anchored: bool) -> None:
     """Run one pass of the lanes, without anchors or with one anchor for each program."""
     device, programs = call.q.device, splits.count // LANES
     launch(
@@ -213,7 +205,7 @@ def _lanes(call: Call, pages: Pages, splits: Splits, block_n: int, anchored: boo
     )  # fmt: skip
 
 
-def _anchored(call: Call, pages: Pages, splits: Splits, anchors: Tensor, block_n: int, exact: bool) -> None:
+def _anchored(call: KernelCall, pages: PagedTiles, splits: Splits, anchors: Tensor, block_n: int, exact: bool) -> None:
     """Run one pass of the lanes with the anchors of pages; `exact` repeats what the previous pass gave up."""
     device, programs = call.q.device, splits.count // LANES
     work = call.q.shape[0] * call.k.shape[1] * programs

@@ -26,7 +26,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from pasa.ops.attention.triton.anchors.kernel import next_frame
 from pasa.ops.attention.triton.hopper.tile_math import (
     CAREFUL,
     FIXED,
@@ -55,6 +54,7 @@ from pasa.ops.attention.triton.hopper.tile_math import (
     visible_blocks,
 )
 from pasa.ops.attention.triton.rounding_kernel import drawn_rows, leaning_rows, round_rows
+from pasa.ops.attention.triton.tile_math import next_frame
 
 CLAMP_F16X2 = gl.constexpr(  # to +-65504; NaN stays
     "{ .reg .b32 a, b; mov.b32 a, 0x7bff7bff; mov.b32 b, 0xfbfffbff; min.NaN.f16x2 a, $1, a; max.NaN.f16x2 $0, a, b; }"

@@ -8,6 +8,7 @@ maps twice.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache, lru_cache
 from itertools import chain
 from typing import Any
@@ -19,11 +20,12 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import driver
 
-from pasa.ops.attention.triton.anchors.kernel import SLICE, anchor_kernel
-from pasa.ops.attention.triton.anchors.launch import anchor_warps
-from pasa.ops.attention.triton.call import output_dtype
+from pasa.ops.attention.triton.anchor_kernel import anchor_kernel
+from pasa.ops.attention.triton.anchors import anchor_warps
+from pasa.ops.attention.triton.call import KernelCall, output_dtype
 from pasa.ops.attention.triton.hopper.kernel import attention_kernel
 from pasa.ops.attention.triton.launcher import Ready
+from pasa.ops.attention.triton.tile_math import SLICE
 from pasa.ops.attention.triton.tiles import processors
 
 QUERY_BOX, KEY_BOX = 64, 128  # query rows of a warpgroup, keys of a block
@@ -40,26 +42,12 @@ PLANS = 1024  # the most geometries that are cached
 MAPS = 64  # the most sets of addresses cached for one geometry
 
 
-def hopper_attention(
-    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, dropped: int = 0
-) -> tuple[Tensor, Tensor]:
-    """Attend without a dense mask on sm_90, with FP32 softmax.
+def hopper_attention(call: KernelCall) -> tuple[Tensor, Tensor]:
+    """Attend without a dense mask on sm_90, with FP32 softmax; D is 64 or 128.
 
     Three launches: norms and anchors of the keys, plain attention with FP32 softmax, and an exact
-    pass over the tiles that the plain pass gave up, with anchors subtracted where needed.
-
-    Parameters
-    ----------
-    q : Tensor (B, Hq, Sq, D)
-        FP16, D = 64 or 128, on the current device. Rows that are not contiguous and aligned to 16 bytes are copied.
-    k, v : Tensor (B, Hkv, Skv, D)
-        As q; Hq is a multiple of Hkv.
-    is_causal : bool
-        Bottom-right aligned: row i sees keys up to i + Skv - Sq.
-    scale : float
-        Above 0.
-    dropped : int
-        As in `call.Call`.
+    pass over the tiles that the plain pass gave up, with anchors subtracted where needed. Rows that
+    are not contiguous and aligned to 16 bytes are copied.
 
     Returns
     -------
@@ -67,14 +55,13 @@ def hopper_attention(
     lse : Tensor (B, Hq, Sq), FP32
         Natural logarithm; -inf, and 0 in `out`, for a row that sees no key.
     """
-    if not scale > 0:
-        raise ValueError(f"scale must be above 0, got {scale!r}")
+    q, k, v = call.q, call.k, call.v
     if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
         q, k, v = (x.clone() if x.data_ptr() % 16 else x for x in (q, k, v))
-    plan = plan_for(q.shape, k.shape, q.stride(), k.stride(), v.stride(), is_causal, dropped, q.device)
+    plan = plan_for(q.shape, k.shape, q.stride(), k.stride(), v.stride(), call.is_causal, call.dropped, q.device)
     if plan is None:
-        return hopper_attention(q.contiguous(), k.contiguous(), v.contiguous(), is_causal, scale, dropped)
-    return plan.run(q, k, v, scale)
+        return hopper_attention(replace(call, q=q.contiguous(), k=k.contiguous(), v=v.contiguous()))
+    return plan.run(q, k, v, call.scale)
 
 
 class Plan:

@@ -13,7 +13,7 @@ import triton.experimental.gluon.language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.core import _aggregate as aggregate
 
-from pasa.ops.attention.triton.anchors.kernel import ANCHOR_LIMIT
+from pasa.ops.attention.triton.tile_math import ANCHOR_LIMIT
 
 ROWS = gl.constexpr(64)  # query rows of a consumer warpgroup
 KEYS = gl.constexpr(128)  # keys of a block

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from pasa.ops.attention.triton.anchors.kernel import exact_anchor, is_finite
+from pasa.ops.attention.triton.tile_math import exact_anchor, is_finite
 
 
 @triton.jit

@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pasa.ops.attention.triton.anchors.launch import pad_dim
-from pasa.ops.attention.triton.backend import on_device
+from pasa.ops.attention.triton.call import check_spans, on_device
 from pasa.ops.attention.triton.launcher import launch
 from pasa.ops.attention.triton.paged.kernel import page_anchors_kernel, write_pages_kernel
-from pasa.ops.paging import check_spans
+from pasa.ops.attention.triton.tiles import pad_dim
 
 TILE = 8192  # elements of a page that 4 warps hold
 
@@ -17,7 +16,7 @@ TILE = 8192  # elements of a page that 4 warps hold
 def write_pages(
     k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, key_anchors: Tensor | None
 ) -> None:
-    """Write pages as `paging.write_pages` does; keys for a slot behind the cache are not written."""
+    """Write pages as `spec.pages.write_pages` does; keys for a slot behind the cache are not written."""
     k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
     slot_mapping = slot_mapping.contiguous()
     check_spans(k_cache, v_cache)

@@ -7,9 +7,8 @@ inputs only. Row vectors stay in FP32, or in FP16 as printed (ROUND).
 import triton
 import triton.language as tl
 
-from pasa.ops.attention.triton.prefill.kernel import FP16_MAX, add_values, locate
-from pasa.ops.attention.triton.prefill.mask_kernel import INF, load_mask
 from pasa.ops.attention.triton.rounding_kernel import round_rows
+from pasa.ops.attention.triton.tile_math import FP16_MAX, INF, add_values, load_mask, locate
 
 
 @triton.jit

@@ -8,14 +8,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pasa.ops.attention.options import AttentionOptions
 from pasa.ops.attention.spec.scores import paper_beta
 from pasa.ops.attention.spec.shift_keys import whole_blocks
-from pasa.ops.attention.triton.anchors.launch import Packing, pad_dim, shift_paper
-from pasa.ops.attention.triton.call import Call, strides_of, visible_keys, work_of
+from pasa.ops.attention.triton.anchors import shift_paper
+from pasa.ops.attention.triton.call import KernelCall, Packing, strides_of, visible_keys, work_of
 from pasa.ops.attention.triton.launcher import launch
 from pasa.ops.attention.triton.paper.kernel import paper_kernel
-from pasa.ops.attention.triton.tiles import paper_tile
+from pasa.ops.attention.triton.tiles import pad_dim, paper_tile
 from pasa.ops.numerics.formats import FORMATS, round_to
 from pasa.ops.numerics.shifting import shifting_matrix
 
@@ -28,9 +27,9 @@ class Constants(NamedTuple):
     factor: float
 
 
-def paper_attention(call: Call, packing: Packing | None, options: AttentionOptions) -> tuple[Tensor, Tensor]:
+def paper_attention(call: KernelCall, packing: Packing | None) -> tuple[Tensor, Tensor]:
     """Run Algorithm 1: K' from the shifting matrix, then the attention kernel."""
-    block = options.block_k
+    options, block = call.options, call.options.block_k
     *matrix, factor = _constants(block, call.scale, options.beta, options.accumulate == "fp16")
     keys, visible = call.k, visible_keys(call)
     if packing is not None:

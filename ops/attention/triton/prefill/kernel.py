@@ -11,77 +11,20 @@ Ascend C kernel's.
 import triton
 import triton.language as tl
 
-from pasa.ops.attention.triton.anchors.kernel import is_bounded, next_frame, two_products
-from pasa.ops.attention.triton.prefill.mask_kernel import INF, load_mask
-from pasa.ops.attention.triton.rounding_kernel import round_rows
-
-LOG2_E = tl.constexpr(1.4426950408889634)
-FP16_MAX = tl.constexpr(65504.0)
-
-
-@triton.jit
-def locate(o_work, work, p_tile, p_cu_q, p_cu_k, p_first_block, heads, tiles, rows, keys,
-           VARLEN: tl.constexpr, LAST_FIRST: tl.constexpr):  # fmt: skip
-    """Which tile of query rows a unit of work is, and where its sequence lies.
-
-    Returns batch, head, tile; first row, first key and first key block of the sequence; its rows and keys. Causal
-    tiles are dealt from the last, which sees most keys, so that light ones fill the gaps at the end.
-    """
-    o_batch = 0
-    begin_q = 0
-    begin_k = 0
-    first_block = 0
-    if VARLEN:
-        o_head = o_work % heads
-        sequence = tl.load(p_tile + 2 * (o_work // heads))
-        o_tile = tl.load(p_tile + 2 * (o_work // heads) + 1)
-        used = sequence >= 0  # the table has room for more tiles than there are
-        sequence = tl.maximum(sequence, 0)
-        begin_q = tl.load(p_cu_q + sequence)
-        begin_k = tl.load(p_cu_k + sequence)
-        first_block = tl.load(p_first_block + sequence)
-        rows = tl.where(used, tl.load(p_cu_q + sequence + 1) - begin_q, 0)
-        keys = tl.where(used, tl.load(p_cu_k + sequence + 1) - begin_k, 0)
-    elif LAST_FIRST:
-        o_tile = tiles - 1 - o_work // (work // tiles)
-        o_batch = (o_work % (work // tiles)) // heads
-        o_head = o_work % heads
-    else:
-        o_tile = o_work % tiles
-        o_batch = o_work // tiles // heads
-        o_head = (o_work // tiles) % heads
-    return o_batch, o_head, o_tile, begin_q, begin_k, first_block, rows, keys
-
-
-@triton.jit
-def softmax_step(b_s, offset, factor, b_max, b_sum, HIDES: tl.constexpr, FAST: tl.constexpr):
-    """Weights P of a tile, the factor of what came before it, and the new maximum and sum of every row.
-
-    b_s (M, N): scores, with HIDES -inf where hidden; offset (M,): what all of a row's scores lack; factor: log2(e)
-    times what scales both. Every exponent is at most 0, for numbers of any size, and the sum is that of the very
-    weights that multiply V. FAST spends one instruction on an exponent, which may then exceed 0 by 2^-24 of the
-    largest score, and sums weights before FP16 rounds them.
-    """
-    top = tl.max(b_s, 1)
-    reached = top + offset
-    if HIDES:
-        empty = top == -INF
-        top = tl.where(empty, 0.0, top)
-        reached = tl.where(empty, -INF, reached)
-    new_max = tl.maximum(b_max, reached)
-    base = tl.where(new_max == -INF, 0.0, new_max) if HIDES else new_max
-    alpha = tl.exp2((b_max - base) * factor)
-    if FAST:
-        b_p = tl.exp2(b_s * factor - ((base - offset) * factor)[:, None])
-        b_sum = b_sum * alpha + tl.sum(b_p, 1)
-        b_p = b_p.to(tl.float16)
-    else:
-        behind = (reached - base) * factor
-        if HIDES:
-            behind = tl.where(empty, 0.0, behind)
-        b_p = tl.exp2((b_s - top[:, None]) * factor + behind[:, None]).to(tl.float16)
-        b_sum = b_sum * alpha + tl.sum(b_p.to(tl.float32), 1)
-    return b_p, alpha, new_max, b_sum
+from pasa.ops.attention.triton.tile_math import (
+    FP16_MAX,
+    INF,
+    LOG2_E,
+    add_values,
+    is_bounded,
+    load_mask,
+    load_rows,
+    locate,
+    mean_of_values,
+    next_frame,
+    softmax_step,
+    two_products,
+)
 
 
 @triton.jit
@@ -100,56 +43,6 @@ def optimistic_step(b_s, factor, b_reference, b_sum):
 def is_finite(b_x):
     """Whether no element (M, N) is NaN or infinite."""
     return tl.min(tl.min(tl.where(tl.abs(b_x) < INF, 1, 0), 1), 0) == 1
-
-
-@triton.jit
-def add_values(b_acc, b_p, b_v, m_seen):
-    """acc + P V where rows differ in what they see: 0 * NaN is NaN, so a value that is not finite is kept out, and
-    given as NaN to the rows that see it.
-
-    b_acc (M, D); b_p (M, N) FP16; b_v (N, D); m_seen (M, N).
-    """
-    m_good = tl.abs(b_v.to(tl.float32)) <= FP16_MAX
-    if tl.min(tl.min(tl.where(m_good, 1, 0), 1), 0) == 0:
-        b_acc = tl.dot(b_p, tl.where(m_good, b_v, 0.0).to(tl.float16), b_acc)
-        b_seen = tl.where(m_seen, 1.0, 0.0).to(tl.float16)
-        hits = tl.dot(b_seen, tl.where(m_good, 0.0, 1.0).to(tl.float16))
-        b_acc = tl.where(hits > 0.0, float("nan"), b_acc)
-    else:
-        b_acc = tl.dot(b_p, b_v, b_acc)
-    return b_acc
-
-
-@triton.jit
-def mean_of_values(b_acc, b_max, b_sum, nats, D: tl.constexpr, DROPPED: tl.constexpr, LAZY: tl.constexpr):
-    """Output (M, D), to be cast, and log-sum-exp (M,) of rows that have seen all keys; nats (M,): their maxima.
-
-    A mean of values lies in FP16's range up to the last bit; infinity in the sum came from a value. A row that has seen
-    no key gets 0 and -inf.
-    """
-    blind = (b_sum == 0.0) & (b_max == -INF)
-    divisor = tl.where(blind, 1.0, b_sum)
-    b_out = b_acc / divisor[:, None]
-    b_out = tl.where(tl.abs(b_out) < INF, tl.minimum(tl.maximum(b_out, -FP16_MAX), FP16_MAX), float("nan"))
-    b_out = round_rows(b_out, tl.arange(0, b_acc.shape[1]), D, DROPPED, LAZY)
-    return b_out, tl.where(blind, -INF, nats + tl.log(divisor))
-
-
-@triton.jit
-def load_rows(p_x, start, stride_n, o_batch, o_head, begin, length, WHOLE: tl.constexpr, DESCRIPTORS: tl.constexpr,
-              D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
-    """Keys or values (N, D) from `start` on, 0 beyond `length`; p_x: pointer to the first, or descriptor of all."""
-    if DESCRIPTORS:
-        b_x = p_x.load([o_batch, o_head, (begin + start).to(tl.int32), 0]).reshape(BLOCK_N, D_PAD)
-    else:
-        o_n = tl.arange(0, BLOCK_N)
-        o_d = tl.arange(0, D_PAD)
-        p_tile = p_x + start * stride_n + o_n[:, None] * stride_n + o_d[None, :]
-        if WHOLE and D == D_PAD:
-            b_x = tl.load(p_tile)
-        else:
-            b_x = tl.load(p_tile, mask=(start + o_n < length)[:, None] & (o_d < D)[None, :], other=0.0)
-    return b_x
 
 
 @triton.jit

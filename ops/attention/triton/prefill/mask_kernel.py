@@ -3,24 +3,7 @@
 import triton
 import triton.language as tl
 
-INF = tl.constexpr(float("inf"))
-
-
-@triton.jit
-def load_mask(p_tile, m_tile, m_seen, stride_m, stride_n, MASK: tl.constexpr):
-    """What is seen after a mask, and what it adds: a tile (M, N) of bytes or floats.
-
-    It is read under m_tile, a rectangle, which an NPU does by one copy; m_seen has the causal band in it.
-    """
-    o_m = tl.arange(0, m_seen.shape[0])
-    o_n = tl.arange(0, m_seen.shape[1])
-    b_mask = tl.load(p_tile + o_m[:, None] * stride_m + o_n[None, :] * stride_n, mask=m_tile, other=0).to(tl.float32)
-    if MASK == "bool":
-        m_seen = m_seen & (b_mask != 0.0)
-        b_mask = tl.zeros_like(b_mask)
-    else:
-        m_seen = m_seen & (b_mask != -INF)
-    return m_seen, b_mask
+from pasa.ops.attention.triton.tile_math import INF
 
 
 @triton.jit

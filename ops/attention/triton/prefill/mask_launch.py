@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pasa.ops.attention.triton.call import Call
+from pasa.ops.attention.triton.call import KernelCall
 from pasa.ops.attention.triton.launcher import launch
 from pasa.ops.attention.triton.prefill.mask_kernel import mask_tiles_kernel
 
@@ -34,7 +34,7 @@ class MaskTiles:
     visible: Tensor
 
     @classmethod
-    def of(cls, call: Call, block_m: int, block_n: int) -> MaskTiles:
+    def of(cls, call: KernelCall, block_m: int, block_n: int) -> MaskTiles:
         """Read the mask once, and sort its tiles into those that are seen whole, in part, or not at all.
 
         Raises

@@ -7,9 +7,16 @@ keys each. There is one block of keys, so one anchor, and nothing to rescale or 
 import triton
 import triton.language as tl
 
-from pasa.ops.attention.triton.decode.kernel import anchored_scores
-from pasa.ops.attention.triton.prefill.kernel import FP16_MAX, LOG2_E, add_values, mean_of_values, softmax_step
-from pasa.ops.attention.triton.prefill.mask_kernel import INF, load_mask
+from pasa.ops.attention.triton.tile_math import (
+    FP16_MAX,
+    INF,
+    LOG2_E,
+    add_values,
+    anchored_scores,
+    load_mask,
+    mean_of_values,
+    softmax_step,
+)
 
 
 @triton.jit(do_not_specialize=["heads", "group", "tiles", "rows", "keys"])

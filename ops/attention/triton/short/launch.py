@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from pasa.ops.attention.triton.anchors.launch import pad_dim
-from pasa.ops.attention.triton.call import Call, strides_of
+from pasa.ops.attention.triton.call import KernelCall, strides_of
 from pasa.ops.attention.triton.launcher import launch
 from pasa.ops.attention.triton.short.kernel import short_kernel
+from pasa.ops.attention.triton.tiles import pad_dim
 
 MOST = 64  # the most rows of a tile of Q, and of a tile of K
 KEY_TILE = 4096  # the most elements of the tile of K; beyond, kernels that split keys or rows are as fast
@@ -16,13 +16,13 @@ KEY_TILE = 4096  # the most elements of the tile of K; beyond, kernels that spli
 ONE_WARP = 2048
 
 
-def is_short(call: Call) -> bool:
+def is_short(call: KernelCall) -> bool:
     """Return whether all keys of a head fit into one tile."""
     most = min(MOST, KEY_TILE // pad_dim(call.q.shape[-1]))
     return call.cu_k is None and 0 < call.keys <= most
 
 
-def short_attention(call: Call) -> tuple[Tensor, Tensor]:
+def short_attention(call: KernelCall) -> tuple[Tensor, Tensor]:
     """Return output and log-sum-exp, computed in one launch."""
     batch, heads, rows, dim = call.q.shape
     pad = pad_dim(dim)

@@ -7,8 +7,7 @@ joins them. Within a program each lane keeps its own two largest, so that the lo
 import triton
 import triton.language as tl
 
-from pasa.ops.attention.triton.prefill.kernel import FP16_MAX
-from pasa.ops.attention.triton.prefill.mask_kernel import INF
+from pasa.ops.attention.triton.tile_math import FP16_MAX, INF
 
 FIRST_BLOCK = tl.constexpr(128)  # keys that the others are compared with: as watch.py's
 FIELDS = tl.constexpr(5)  # of a row and a share of the keys: largest, second, first block's largest, seen, beyond FP16

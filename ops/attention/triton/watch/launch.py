@@ -8,11 +8,9 @@ from torch import Tensor
 from pasa.ops.attention.spec.repeated_maxima import EPSILON
 from pasa.ops.attention.spec.scores import RESCUE_REACH
 from pasa.ops.attention.spec.watch import FIRST_BLOCK
-from pasa.ops.attention.triton.anchors.launch import pad_dim
-from pasa.ops.attention.triton.backend import on_device
-from pasa.ops.attention.triton.call import Call, strides_of
+from pasa.ops.attention.triton.call import KernelCall, on_device, strides_of
 from pasa.ops.attention.triton.launcher import launch, workspace
-from pasa.ops.attention.triton.tiles import processors
+from pasa.ops.attention.triton.tiles import pad_dim, processors
 from pasa.ops.attention.triton.watch.kernel import FIELDS, watch_kernel, watch_totals_kernel
 
 MOST_ROWS = 64  # the most rows of a tile: what four warps give to Hopper's matrix unit at once
@@ -20,14 +18,15 @@ BLOCK_N = 64  # keys of a tile
 LEAST_SHARE = 2 * FIRST_BLOCK  # the fewest keys of a program
 
 
-def count(
+def count_scores(
     q: Tensor, k: Tensor, attn_mask: Tensor | None, totals: Tensor, is_causal: bool, scale: float, taken: range
 ) -> None:
     """Count as `watch.count` does, for head dimensions that the kernels serve."""
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q.detach(), k.detach()))
     (batch, heads, rows, dim), (kv_heads, keys) = q.shape, k.shape[1:3]
     mask = attn_mask.view(torch.uint8) if attn_mask is not None and attn_mask.dtype == torch.bool else attn_mask
-    call = Call(q, k, k, None if mask is None else mask.expand(batch, heads, rows, keys), is_causal, scale)
+    mask = None if mask is None else mask.expand(batch, heads, rows, keys)
+    call = KernelCall(q, k, k, scale, is_causal=is_causal, mask=mask)
     length = call.group * rows
     most = -(-length // taken.step)  # sampled rows that share a key head
     block_m = min(MOST_ROWS, max(16, 1 << (most - 1).bit_length()))

@@ -7,7 +7,7 @@ import pasa
 from pasa.eval.random_calls.fuzz import paged
 from pasa.eval.random_calls.fuzz.cases import Case, run_case, shrink
 from pasa.eval.random_calls.fuzz.kinds import KINDS
-from pasa.ops import paging
+from pasa.ops.attention.spec import pages as paging
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, which interprets: infinity is meant
 

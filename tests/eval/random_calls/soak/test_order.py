@@ -13,7 +13,7 @@ from pasa.eval.random_calls.soak.judge import Result
 from pasa.eval.random_calls.soak.order import find_moved, summed_error
 from pasa.eval.random_calls.soak.run import call
 from pasa.eval.random_calls.soak.truth import cut, find_truth, plain
-from pasa.ops.attention.triton.anchors import kernel as triton_kernel
+from pasa.ops.attention.triton import anchor_kernel as triton_kernel
 
 CPU = torch.device("cpu")
 SHAPE = {"batch": 1, "heads": 2, "kv_heads": 1, "dim": 80, "packed": False, "mask": "none", "layout": "contiguous"}

@@ -7,7 +7,7 @@ import torch
 
 from pasa.eval.kit.timing import Call
 from pasa.eval.speed.watching import definition, run
-from pasa.ops import library
+from pasa.ops import operators
 from pasa.ops.attention.spec import watch
 
 CPU = torch.device("cpu")
@@ -45,7 +45,7 @@ def test_nothing_is_timed_where_a_count_is_wrong(monkeypatch):
         watch.count(q, k, mask, totals, causal, scale, taken)
         totals[1] += 1
 
-    monkeypatch.setattr(library, "watch_counter", lambda device, head_dim: one_too_many)
+    monkeypatch.setattr(operators, "score_counter", lambda device, head_dim: one_too_many)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     result = run.run_watch(small=True)
     assert not result["gate"]["passed"]

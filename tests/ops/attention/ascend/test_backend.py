@@ -14,10 +14,11 @@ import pytest
 import torch
 
 import pasa
-from pasa.ops import envs, notices, registry
+from pasa.ops import devices, envs, notices, registry
 from pasa.ops.attention.ascend import backend as npu_backend
 from pasa.ops.attention.ascend import vendor as npu_vendor
-from pasa.ops.attention.ascend.backend import REFERENCE, TRITON, VENDOR, stand_in
+from pasa.ops.attention.ascend.backend import REFERENCE, TRITON, VENDOR, fallback
+from pasa.ops.attention.call import Call
 from pasa.ops.attention.options import AttentionOptions
 from tests.inputs import ODD_LENGTHS, max_error, normal_qkv
 
@@ -97,7 +98,7 @@ def test_a_machine_without_npu(unbuilt, monkeypatch):
     notices.warn_once.cache_clear()
     with pytest.warns(UserWarning, match="served by backend 'reference', an emulation: torch_npu is not installed"):
         pasa.attention(q, k, v)
-    monkeypatch.setattr(registry.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(torch, "npu", types.SimpleNamespace(is_available=lambda: False), raising=False)
     assert status().reason == "torch finds no NPU"
 
@@ -118,7 +119,7 @@ def test_one_warning_says_who_serves_and_why(unbuilt, torch_npu):
     assert len(torch_npu.npu_fused_infer_attention_score.calls) == 2
 
 
-def test_what_the_kernels_do_not_do_needs_no_stand_in(unbuilt, torch_npu):
+def test_what_the_kernels_do_not_do_needs_no_fallback(unbuilt, torch_npu):
     """Masks, baselines and the like need no fallback: another backend serves them, with or without built kernels."""
     q, k, v = normal_qkv((1, 1), (4, 4), 16)
     with warnings.catch_warnings():
@@ -146,11 +147,11 @@ def test_what_the_kernels_do_not_do_needs_no_stand_in(unbuilt, torch_npu):
         (False, False, EXACT, REFERENCE),
     ],
 )
-def test_stand_ins(monkeypatch, torch_npu, triton, vendor, options, chosen):
+def test_fallbacks(monkeypatch, torch_npu, triton, vendor, options, chosen):
     monkeypatch.setattr(npu_backend, "has_triton_ascend", lambda: triton)
     if not vendor:
         del torch_npu.npu_fused_infer_attention_score
-    assert stand_in(options) is chosen
+    assert fallback(options) is chosen
 
 
 def test_triton_for_gpus_is_not_triton_ascend(monkeypatch):
@@ -166,7 +167,7 @@ def test_triton_for_gpus_is_not_triton_ascend(monkeypatch):
 @pytest.mark.parametrize(("heads", "kv_heads", "served"), [(256, 4, True), (256, 2, False), (260, 260, False)])
 def test_vendor_takes_so_many_heads(torch_npu, heads, kv_heads, served):
     assert (npu_vendor.missing(heads, kv_heads) is None) == served
-    assert stand_in(EXACT, heads, kv_heads) is (VENDOR if served else REFERENCE)
+    assert fallback(EXACT, heads, kv_heads) is (VENDOR if served else REFERENCE)
 
 
 def test_vendor_says_what_is_missing(monkeypatch, torch_npu):
@@ -176,11 +177,9 @@ def test_vendor_says_what_is_missing(monkeypatch, torch_npu):
     assert npu_vendor.missing(1, 1) == "torch_npu is not installed"
 
 
-def test_every_stand_in_has_both_operators():
+def test_every_fallback_attends():
     for each in (VENDOR, REFERENCE):
-        module = each.load()
-        assert callable(module.attention)
-        assert callable(module.attention_varlen)
+        assert callable(each.load().attend)
 
 
 # ---- the vendor's attention
@@ -191,13 +190,13 @@ def test_every_stand_in_has_both_operators():
 def test_vendor_arguments(torch_npu, lengths, is_causal):
     """Head dimensions, layout, causal band and fully masked rows come out of the vendor's attention as pasa's do."""
     q, k, v = normal_qkv((4, 2), lengths, 40, batch=2)
-    out, lse, _ = npu_vendor.attention(q, k, v, None, is_causal, 0.2, EXACT)
+    out, lse, _ = npu_vendor.attend(Call(q, k, v, 0.2, EXACT, is_causal))
     golden, golden_lse = pasa.golden_attention(q, k, v, is_causal=is_causal, scale=0.2)
     assert max_error(out, golden) <= 2 * HALF_ULP
     torch.testing.assert_close(lse, golden_lse.float(), atol=1e-4, rtol=0)
     how = torch_npu.npu_fused_infer_attention_score.calls[0]
-    blind = is_causal and 1 < lengths[0] > lengths[1]
-    assert how["inner_precise"] == (2 if blind else 0), (
+    masked_out = is_causal and 1 < lengths[0] > lengths[1]
+    assert how["inner_precise"] == (2 if masked_out else 0), (
         "high precision, correcting rows without keys where there are any"
     )
 
@@ -206,7 +205,7 @@ def test_vendor_packed(torch_npu):
     edges_q, edges_k = torch.tensor([0, 5, 9, 44, 74, 79]), torch.tensor([0, 10, 10, 140, 175, 185])
     q, k, v = torch.randn(79, 4, 32).half(), torch.randn(185, 2, 32).half(), torch.randn(185, 2, 32).half()
     for is_causal in (False, True):
-        out, lse, _ = npu_vendor.attention_varlen(q, k, v, edges_q, edges_k, is_causal, 0.2, EXACT)
+        out, lse, _ = npu_vendor.attend(Call(q, k, v, 0.2, EXACT, is_causal, cu_q=edges_q, cu_k=edges_k))
         how = {"is_causal": is_causal, "scale": 0.2, "return_lse": True, "backend": "reference"}
         expected, expected_lse = pasa.attention_varlen(q, k, v, edges_q, edges_k, 35, 130, **how)
         torch.testing.assert_close(out, expected, atol=1e-2, rtol=0)

@@ -2,7 +2,6 @@
 
 FP64 is compared with finite differences and with torch's autograd of the definition, FP32 with a plain backward
 pass of the same precision. The Triton kernels run on a GPU where there is one, and in the interpreter elsewhere.
-
 Bound: `error <= 2 x error of the same-precision naive`, the autograd of softmax(scale q k^T) v in FP32, gradients
 rounded to FP16, plus half an ulp of what is rounded last.
 """
@@ -13,8 +12,9 @@ import triton
 import triton.language as tl
 
 import pasa
+from pasa.ops.attention.call import Call
 from pasa.ops.attention.spec.exact_fp64 import golden_attention
-from pasa.ops.attention.spec.gradients import attention_backward, attention_varlen_backward
+from pasa.ops.attention.spec.gradients import gradients, packed_gradients
 from pasa.ops.attention.triton import backend as triton_backend
 from pasa.ops.attention.triton.backward.kernel import lifted_weights
 from tests.inputs import DEVICE, biased_qkv, normal_qkv, pairwise, rmse
@@ -22,13 +22,19 @@ from tests.inputs import DEVICE, biased_qkv, normal_qkv, pairwise, rmse
 HALF_ULP = 2.0**-11
 
 
-def by_kernels(*given):
-    """Return the gradients of the Triton backend's `attention_backward`, on the CPU."""
-    found = triton_backend.attention_backward(*(x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in given))
-    return [x.cpu() for x in found]
+def by_kernels(grad_out, grad_lse, q, k, v, attn_mask, is_causal, scale):
+    """Return the gradients of the Triton backend, on the CPU."""
+    moved = [x if x is None else x.to(DEVICE) for x in (grad_out, grad_lse, q, k, v, attn_mask)]
+    call = Call(*moved[2:5], scale, is_causal=is_causal, mask=moved[5])
+    return [x.cpu() for x in triton_backend.gradients(call, *moved[:2])]
 
 
-FORMULAS = {"reference": attention_backward, "triton": by_kernels}
+def by_formula(grad_out, grad_lse, q, k, v, attn_mask, is_causal, scale, grad_mask=None):
+    """Return the gradients of the reference."""
+    return gradients(Call(q, k, v, scale, is_causal=is_causal, mask=attn_mask), grad_out, grad_lse, grad_mask)
+
+
+FORMULAS = {"reference": by_formula, "triton": by_kernels}
 both = pytest.mark.parametrize("backend", FORMULAS)
 
 
@@ -46,7 +52,7 @@ class Exact(torch.autograd.Function):
         q, k, v, mask = ctx.saved_tensors
         seen = grad_lse.masked_fill(golden_attention(q, k, v, attn_mask=mask, is_causal=ctx.is_causal)[1].isinf(), 0.0)
         grad_mask = torch.zeros((1,) * (4 - mask.dim()) + mask.shape).double() if ctx.needs_input_grad[3] else None
-        found = attention_backward(grad_out, seen, q, k, v, mask, ctx.is_causal, 0.3, grad_mask)
+        found = by_formula(grad_out, seen, q, k, v, mask, ctx.is_causal, 0.3, grad_mask)
         return *found, None if grad_mask is None else grad_mask.reshape(mask.shape), None
 
 
@@ -421,13 +427,13 @@ def test_packed_sequences_are_separate():
     out.backward(grad[0].transpose(0, 1))
     for q0, q1, k0, k1 in ((0, 25, 0, 30), (40, 60, 50, 90)):
         one = (q[:, :, q0:q1], k[:, :, k0:k1], v[:, :, k0:k1])
-        expected = attention_backward(grad[:, :, q0:q1], None, *one, None, True, 32**-0.5)
+        expected = by_formula(grad[:, :, q0:q1], None, *one, None, True, 32**-0.5)
         for x, true, (start, stop) in zip(packed, expected, ((q0, q1), (k0, k1), (k0, k1)), strict=True):
             assert torch.equal(x.grad[start:stop], true[0].transpose(0, 1))
     assert not packed[0].grad[25:40].any()  # their sequence has no keys
     assert not packed[1].grad[30:50].any()  # their sequence has no queries
     with pytest.raises(ValueError, match="cu_seqlens_q"):
-        attention_varlen_backward(attention_backward, out, None, *packed, cu_q + 1, cu_k, True, 1.0)
+        packed_gradients(gradients, Call(*packed, 1.0, is_causal=True, cu_q=cu_q + 1, cu_k=cu_k), out, None)
 
 
 def test_kernels_serve_packed_sequences():

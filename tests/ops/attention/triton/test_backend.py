@@ -14,7 +14,7 @@ import torch
 import pasa
 from pasa import PasaConfig
 from pasa.ops.attention.spec.masking import dense_mask
-from pasa.ops.attention.triton.call import Call
+from pasa.ops.attention.triton.call import KernelCall
 from pasa.ops.attention.triton.prefill.mask_launch import MaskTiles
 from tests.inputs import DEVICE, HOPPER, ODD_LENGTHS, biased_qkv, max_error, normal_qkv, pairwise, portable_kernel, rmse
 
@@ -240,7 +240,7 @@ def test_mask_tiles_are_sorted(causal, kind):
         mask[0, 0, 99, 0] = 0.5
     seen = keep & torch.ones(100, 200, dtype=torch.bool, device=DEVICE).tril(100) if causal else keep
     plain = seen & (mask == (1 if kind == "bool" else 0))
-    found = MaskTiles.of(Call(q, k, v, mask.expand(2, 2, 100, 200), causal, 1.0), 64, 64)
+    found = MaskTiles.of(KernelCall(q, k, v, 1.0, is_causal=causal, mask=mask.expand(2, 2, 100, 200)), 64, 64)
     assert torch.equal(found.visible, seen[:, 0].any(1))
     for batch, tile in ((batch, tile) for batch in range(2) for tile in range(2)):
         rows = slice(64 * tile, 64 * tile + 64)

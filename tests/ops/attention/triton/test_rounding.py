@@ -15,7 +15,7 @@ import triton.language as tl
 import pasa
 from pasa import PasaConfig
 from pasa.ops.attention.triton.backend import portable_attention, rounded_after
-from pasa.ops.attention.triton.call import Call, dropped_bits, output_dtype
+from pasa.ops.attention.triton.call import KernelCall, dropped_bits, output_dtype
 from pasa.ops.attention.triton.decode.launch import MERGE_ROW, blocks_of_a_split
 from pasa.ops.attention.triton.rounding_kernel import round_rows
 from pasa.ops.numerics.dither import is_structured, round_unbiased
@@ -129,8 +129,9 @@ def test_a_launch_of_its_own_rounds_likewise(dtype, dim):
     """A separate rounding launch, as on an NPU, gives the same bits."""
     q, k, v = (x.to(DEVICE) for x in normal_qkv((4, 2), (33, 200), dim))
     dropped = dropped_bits("unbiased", dtype)
-    call = Call(q, k, v, None, True, 0.1, None, None, dropped, output_dtype(dropped))
-    both = portable_attention(call, UNBIASED), rounded_after(call, UNBIASED)
+    how = {"is_causal": True, "dropped": dropped, "out_dtype": output_dtype(dropped)}
+    call = KernelCall(q, k, v, 0.1, UNBIASED, **how)
+    both = portable_attention(call), rounded_after(call)
     assert all(torch.equal(a, b) for a, b in zip(*both, strict=True))
     assert both[0][0].dtype == dtype
 

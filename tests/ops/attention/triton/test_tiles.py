@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from pasa.ops.attention.triton import tiles, tuning
-from pasa.ops.attention.triton.anchors.launch import KeyBlocks
-from pasa.ops.attention.triton.backend import Pass
-from pasa.ops.attention.triton.call import Call
+from pasa.ops.attention.triton.anchors import KeyBlocks
+from pasa.ops.attention.triton.call import KernelCall
 from pasa.ops.attention.triton.cases import ASCEND_CASES, NVIDIA_CASES
 from pasa.ops.attention.triton.decode import paged_cases
 from pasa.ops.attention.triton.decode.launch import LANES, decode_tiles, keys_of_a_lane, lane_stages
 from pasa.ops.attention.triton.decode.paged_launch import anchored_stages, paged_stages
 from pasa.ops.attention.triton.paged.launch import anchor_tile
+from pasa.ops.attention.triton.prefill.launch import Pass
 from pasa.ops.attention.triton.tiles import TABLE, Tile, architecture_of, candidates, fit_ascend, paper_tile
 
 CUDA = torch.device("cuda", 0)
@@ -132,7 +132,7 @@ def test_whatever_changes_the_time_changes_the_key():
 
     def variant(rows=300, keys=300, block=128, causal=False, guarded=True, width=64, dropped=0):
         q, k = torch.zeros(1, 2, rows, 64).half(), torch.zeros(1, 2, keys, width).half()[..., :64]
-        call, unused = Call(q, k, k, None, causal, 1.0, dropped=dropped), KeyBlocks(q, q, q)
+        call, unused = KernelCall(q, k, k, 1.0, is_causal=causal, dropped=dropped), KeyBlocks(q, q, q)
         return Pass(call, k, unused, None, block, q, q, fast=True, guarded=guarded).variant
 
     others = [{"rows": 20}, {"keys": 3000}, {"block": 64}, {"causal": True}, {"guarded": False}, {"width": 65}]

@@ -14,28 +14,29 @@ Whoever writes keys must write their anchors.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from pasa.ops.attention.call import Call, Results
 from pasa.ops.attention.spec.shift_keys import anchor_near, may_lose, shifts_exactly
-from pasa.ops.registry import triton_missing
-
-# Kernels count the elements of a page with signed 32-bit integers.
-PAGE_SPAN = 2**31
 
 
-def check_pages(block_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor | None, cache: Tensor, tokens: int) -> None:
-    """Check that the page tables fit the cache and the queries; on a CPU only, because reading a GPU's values waits.
+def check_pages(call: Call) -> None:
+    """Check that the page tables fit the cache and the queries, and that anchors can be subtracted without rounding.
+
+    On a CPU only, because reading a GPU's values waits.
 
     Raises
     ------
     ValueError
-        With what does not fit.
+        With what does not fit. Anchors do not fit if keys were written without them, or pages were copied.
     """
-    if seq_lens.device.type != "cpu":
+    if call.pages is None or call.pages.seq_lens.device.type != "cpu":
         return
-    pages, slots = cache.shape[:2]
+    block_table, seq_lens, _, _, key_anchors = call.pages
+    pages, slots = call.k.shape[:2]
     shortest, longest, room = int(seq_lens.min()), int(seq_lens.max()), block_table.shape[1] * slots
     if shortest < 0 or longest > room:
         raise ValueError(f"seq_lens are {shortest} to {longest}, but the block table has room for 0 to {room} keys")
@@ -43,26 +44,20 @@ def check_pages(block_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor | No
     wrong = block_table[used & ((block_table < 0) | (block_table >= pages))]
     if wrong.numel():
         raise ValueError(f"block_table names page {int(wrong[0])}, but the cache has {pages} pages")
-    if cu_seqlens_q is not None:
-        edges = cu_seqlens_q.tolist()
-        if edges[0] != 0 or sorted(edges) != edges or edges[-1] > tokens:
-            raise ValueError(f"cu_seqlens_q={edges} does not rise from 0 to at most the {tokens} tokens of q")
+    if call.cu_q is not None:
+        edges = call.cu_q.tolist()
+        if edges[0] != 0 or sorted(edges) != edges or edges[-1] > len(call.q):
+            raise ValueError(f"cu_seqlens_q={edges} does not rise from 0 to at most the {len(call.q)} tokens of q")
+    if key_anchors is not None:
+        _check_anchors(key_anchors, call.k, block_table, seq_lens)
 
 
-def check_spans(*caches: Tensor) -> None:
-    """Check that kernels can count the elements of a page with 32 bits.
-
-    Raises
-    ------
-    NotImplementedError
-        If a page spans 2^31 elements or more.
-    """
-    for cache in caches:
-        span = cache.shape[1] * cache.stride(1)
-        if span >= PAGE_SPAN:
-            raise NotImplementedError(
-                f"a page of the cache spans {span} elements (strides {cache.stride()}), 2^31 or more"
-            )
+def _check_anchors(key_anchors: Tensor, k_cache: Tensor, block_table: Tensor, seq_lens: Tensor) -> None:
+    keys = gather_pages(k_cache, block_table, seq_lens).half().float()
+    one_slot = key_anchors[:, None].expand(*k_cache.shape)
+    anchors = gather_pages(one_slot, block_table, seq_lens).float()
+    if not bool((keys.isfinite() & shifts_exactly(keys, anchors) | anchors.isnan()).all()):
+        raise ValueError("key_anchors are not those of the keys in k_cache: write both with write_pages")
 
 
 def gather_pages(cache: Tensor, block_table: Tensor, seq_lens: Tensor) -> Tensor:
@@ -73,43 +68,22 @@ def gather_pages(cache: Tensor, block_table: Tensor, seq_lens: Tensor) -> Tensor
     return cache[block_table.long()[sequence, at // cache.shape[1]], at % cache.shape[1]]
 
 
-def attend_gathered(
-    attend: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]],
-    q: Tensor,
-    caches: tuple[Tensor, Tensor],
-    block_table: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gather the pages, call `attend` (q, k, v, cu_seqlens_q, cu_seqlens_k) on packed sequences, and pad its result.
+def attend_gathered(attend: Callable[[Call], Results], call: Call) -> Results:
+    """Gather the pages of a call, attend to packed sequences, and pad the result.
 
     Rows of q behind the last sequence get output 0 and LSE -inf.
     """
-    k, v = (gather_pages(cache, block_table, seq_lens) for cache in caches)
-    cu_q = torch.arange(len(q) + 1, device=q.device) if cu_seqlens_q is None else cu_seqlens_q
+    if call.pages is None:
+        raise ValueError("the call has no pages")
+    block_table, seq_lens = call.pages[:2]
+    k, v = (gather_pages(cache, block_table, seq_lens) for cache in (call.k, call.v))
+    cu_q = torch.arange(len(call.q) + 1, device=call.q.device) if call.cu_q is None else call.cu_q
     cu_k = torch.nn.functional.pad(seq_lens.long().cumsum(0), (1, 0))
     used = int(cu_q[-1])
-    out, lse, counts = attend(q[:used], k, v, cu_q, cu_k)
-    behind = (0, 0, 0, len(q) - used)
+    out, lse, counts = attend(replace(call, q=call.q[:used], k=k, v=v, cu_q=cu_q, cu_k=cu_k, pages=None))
+    behind = (0, 0, 0, len(call.q) - used)
     out = torch.nn.functional.pad(out, (0, 0, *behind))
     return out, torch.nn.functional.pad(lse, behind, value=-torch.inf), counts
-
-
-def check_anchors(key_anchors: Tensor, k_cache: Tensor, block_table: Tensor, seq_lens: Tensor) -> None:
-    """Check that anchors can be subtracted from their pages' keys without rounding; on a CPU only, as `check_pages`.
-
-    Raises
-    ------
-    ValueError
-        If they cannot: keys were written without anchors, or pages were copied.
-    """
-    if seq_lens.device.type != "cpu":
-        return
-    keys = gather_pages(k_cache, block_table, seq_lens).half().float()
-    one_slot = key_anchors[:, None].expand(*k_cache.shape)
-    anchors = gather_pages(one_slot, block_table, seq_lens).float()
-    if not bool((keys.isfinite() & shifts_exactly(keys, anchors) | anchors.isnan()).all()):
-        raise ValueError("key_anchors are not those of the keys in k_cache: write both with write_pages")
 
 
 def write_pages(
@@ -126,11 +100,6 @@ def write_pages(
     ValueError
         On a CPU, if a slot lies behind the cache or appears twice.
     """
-    if k.device.type == "cuda" and triton_missing() is None:
-        from pasa.ops.attention.triton.paged import launch as paged_write_launch
-
-        paged_write_launch.write_pages(k, v, k_cache, v_cache, slot_mapping, key_anchors)
-        return
     slots = slot_mapping.long()
     if slots.device.type == "cpu":
         _check_slots(slots[slots >= 0], k_cache.shape[0] * k_cache.shape[1])

@@ -7,25 +7,13 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from pasa.ops.attention.triton.anchors.kernel import SLICE, anchor_kernel, shift_kernel
+from pasa.ops.attention.triton.anchor_kernel import anchor_kernel, shift_kernel
+from pasa.ops.attention.triton.call import Packing
 from pasa.ops.attention.triton.launcher import launch
+from pasa.ops.attention.triton.tile_math import SLICE
+from pasa.ops.attention.triton.tiles import pad_dim
 
 SLICE_ON_NPU = 32  # most columns in a tile of 128 keys that fit an NPU's unified buffer (ops/attention/README.md)
-
-
-class Packing(NamedTuple):
-    """Describe the key blocks of packed sequences.
-
-    Attributes
-    ----------
-    table, first : Tensor
-        `pasa.ops.packed.tile_table` of the keys.
-    cu_seqlens : Tensor (sequences + 1,), INT32
-    """
-
-    table: Tensor
-    first: Tensor
-    cu_seqlens: Tensor
 
 
 class KeyBlocks(NamedTuple):
@@ -44,11 +32,6 @@ class KeyBlocks(NamedTuple):
     norms: Tensor
     anchors: Tensor
     marked: Tensor
-
-
-def pad_dim(dim: int) -> int:
-    """Return the padded head dimension, because the sides of Triton tiles are powers of two, at least 16."""
-    return max(16, 1 << (dim - 1).bit_length())
 
 
 def anchor_warps(block: int, pad: int) -> int:

@@ -9,75 +9,15 @@ the attention kernel takes anchors off as it goes; an NPU's unified buffer has n
 import triton
 import triton.language as tl
 
-SLICE = 16  # columns of a block of 128 keys whose anchor is found without many registers
-NORM_MARGIN = tl.constexpr(1.0 + 2.0**-10)  # norms are used as bounds: covers what FP32 loses in a sum of 512 squares
-# Scores, in nats, up to which FP32 sums of products need no anchor: they round by 2^-13 a step, a quarter of what
-# rounding a weight to FP16 costs.
-ANCHOR_LIMIT = tl.constexpr(2048.0)
-ANCHOR_GAIN = tl.constexpr(4.0)
-FP16_MAX = tl.constexpr(65504.0)
-INF = tl.constexpr(float("inf"))
-
-
-@triton.jit
-def is_finite(x):
-    """Elementwise, false for NaN and infinity."""
-    return tl.abs(x) <= FP16_MAX
-
-
-@triton.jit
-def on_grid(mean, largest):
-    """Means (W,) rounded to the grid of the column's largest |k|: the exponent bits of an FP32 number."""
-    exponent = (largest.to(tl.int32, bitcast=True) >> 23) - 127
-    exponent = tl.maximum(exponent - 10, -24)  # FP16 has 10 mantissa bits and nothing below 2^-24
-    grid = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
-    steps = mean * ((127 - exponent) << 23).to(tl.float32, bitcast=True)
-    return ((steps + 12582912.0) - 12582912.0) * grid  # 1.5 2^23: rounds |steps| <= 2^11 to the nearest integer
-
-
-@triton.jit
-def rounds(k, m_key, anchor):
-    """In which columns (W,) some key loses a bit to the anchor, or is less than a third of it: 1, otherwise 0.
-    Arguments as in `exact_anchor`."""
-    shifted = k - anchor[None, :]
-    # The sum tells what FP32 lost in the difference: 2^-24 - 60000 is -60000 there, an FP16 number.
-    inexact = (shifted.to(tl.float16).to(tl.float32) != shifted) | (shifted + anchor[None, :] != k)
-    small = anchor[None, :] * (3.0 * k - anchor[None, :]) < 0.0
-    return tl.max(tl.where(m_key & (inexact | small), 1, 0), 0)
-
-
-@triton.jit
-def exact_anchor(k, m_key, count):
-    """Part of the block's mean that every key can lose without rounding, and has a third of, column by column.
-
-    k (BLOCK, W) FP32 with FP16 values, 0 where `m_key` (BLOCK, 1 or W) is false; count, scalar or (W,): how many are
-    true. Returns the anchor (W,).
-    """
-    anchor = on_grid(tl.sum(k, 0) / tl.maximum(count, 1.0), tl.max(tl.abs(k), 0))
-    return tl.where(rounds(k, m_key, anchor) > 0, 0.0, anchor)
-
-
-@triton.jit
-def next_frame(b_frame, b_anchor):
-    """The frame (D,) from a block with this anchor (D,) on: 0 in columns where the two are further apart than one of
-    them is from 0, so that keys without a bias are not counted from one. anchor - frame is an FP16 number (Sterbenz).
-    """
-    near = tl.abs(b_anchor - b_frame) <= tl.minimum(tl.abs(b_anchor), tl.abs(b_frame))
-    return tl.where(near, b_frame, 0.0)
-
-
-@triton.jit
-def two_products(b_q, b_first, b_second):
-    """q.first and q.second (M,) of queries (M, D) and two rows (D,) of FP16 numbers.
-
-    By a product: Triton forms a sum anew, in another order, in every layout that asks for it. Huge weights would leave
-    the sum that they enter.
-    """
-    o_row = tl.arange(0, 16)[:, None]
-    b_rows = tl.where(o_row == 0, b_first[None, :], tl.where(o_row == 1, b_second[None, :], 0.0)).to(tl.float16)
-    b_found = tl.dot(b_q, tl.trans(b_rows))
-    o_column = tl.arange(0, 16)[None, :]
-    return tl.sum(tl.where(o_column == 0, b_found, 0.0), 1), tl.sum(tl.where(o_column == 1, b_found, 0.0), 1)
+from pasa.ops.attention.triton.tile_math import (
+    ANCHOR_GAIN,
+    FP16_MAX,
+    INF,
+    NORM_MARGIN,
+    exact_anchor,
+    is_finite,
+    load_keys,
+)
 
 
 @triton.jit
@@ -102,17 +42,6 @@ def locate_block(o_program, p_block, p_cu, heads, length, blocks, BLOCK: tl.cons
         first = o_block * BLOCK
         n = length - first
     return o_batch, o_head, o_block, tl.cast(first, tl.int64), tl.minimum(n, BLOCK)
-
-
-@triton.jit
-def load_keys(p_k, o_head, first, n, stride_kh, stride_kn, start, D: tl.constexpr, WIDTH: tl.constexpr,
-              BLOCK: tl.constexpr):  # fmt: skip
-    """WIDTH columns (BLOCK, WIDTH) from `start` on of a block of keys or values. p_k: of the batch entry."""
-    o_n = tl.arange(0, BLOCK)
-    o_d = start + tl.arange(0, WIDTH)
-    p_tile = p_k + tl.cast(o_head, tl.int64) * stride_kh + first * stride_kn
-    m_tile = (o_n < n)[:, None] & (o_d < D)[None, :]
-    return tl.load(p_tile + o_n[:, None] * stride_kn + o_d[None, :], mask=m_tile, other=0.0)
 
 
 @triton.jit
@@ -288,17 +217,3 @@ def shift_kernel(
     b_new = tl.where(m_finite, b_new, float("nan")).to(tl.float16)
     p_tile = p_shifted + batch * stride_sb + tl.cast(o_head, tl.int64) * stride_sh + first * stride_sn
     tl.store(p_tile + o_n[:, None] * stride_sn + o_d[None, :], b_new, mask=m_tile)
-
-
-@triton.jit
-def is_bounded(b_square, p_norms, blocks, scale, BLOCK: tl.constexpr):
-    """Whether all keys of the head are finite and scores of the queries stay below `ANCHOR_LIMIT`.
-
-    b_square (M,): squared norms of the queries. By Cauchy and Schwarz no score passes the product of the largest
-    norms. A query of infinite norm is not bounded; one of NaN shows in what it gives.
-    """
-    longest = 0.0
-    for start in range(0, blocks, BLOCK):
-        o_block = start + tl.arange(0, BLOCK)
-        longest = tl.maximum(longest, tl.max(tl.load(p_norms + o_block, mask=o_block < blocks, other=0.0), 0))
-    return tl.sqrt(tl.max(b_square, 0)) * longest * scale <= ANCHOR_LIMIT

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pasa.ops.attention.inputs import capturing, edges, to_fp16
+from pasa.ops.attention.call import capturing, edges, to_fp16
 
 
 class OnNpu(torch.Tensor):

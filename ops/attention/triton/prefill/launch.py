@@ -1,0 +1,135 @@
+"""Launch the kernels that go through all keys: exact recovery, published recovery, and plain flash attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from pasa.ops.attention.triton.anchors import KeyBlocks, find_anchors, shift_exact
+from pasa.ops.attention.triton.call import KernelCall, Packing, strides_of, visible_keys, work_of
+from pasa.ops.attention.triton.launcher import launch
+from pasa.ops.attention.triton.prefill.kernel import attention_kernel
+from pasa.ops.attention.triton.prefill.mask_launch import MaskTiles
+from pasa.ops.attention.triton.tiles import Tile, fit_ascend, pad_dim, processors, tiles_for
+from pasa.ops.attention.triton.tuning import best_tile
+
+CAREFUL_KEYS = 64  # the most keys in a tile of the exact pass
+
+
+def prefill_attention(call: KernelCall, packing: Packing | None) -> tuple[Tensor, Tensor]:
+    """Return output and log-sum-exp: exact recovery, or plain flash attention for precision="fp32"."""
+    options = call.options
+    out, lse = call.outputs()
+    tiles = tiles_for(call.q.device, pad_dim(call.q.shape[-1]), options.block_k, call.rows)
+    if options.precision == "fp32":
+        unused = KeyBlocks(lse, lse, lse)
+        fast = Pass(call, call.k, unused, packing, options.block_k, out, lse, fast=True)
+        fast.run(best_tile(call.q.device, fast.variant, tiles, fast.run))
+        return out, lse
+    if call.q.device.type == "npu":  # K' computed in the loop would not leave enough room in its unified buffer
+        keys, anchors = shift_exact(call.k, options.block_k, visible=visible_keys(call), packing=packing)
+        found = KeyBlocks(lse, anchors, lse)
+        tile = fit_ascend(tiles[0], call.mask_kind, call.is_causal)
+        Pass(call, keys, found, packing, options.block_k, out, lse, shift="before").run(tile)
+        return out, lse
+    # The second pass reads one mark per query tile of the first, so it must keep block_m. Its keys pass through
+    # registers, so it has one stage.
+    listed, visible = None, None
+    if call.mask is not None:  # its tiles are sorted once, for both passes
+        tall, wide = tiles[0].block_m, min(tiles[0].block_n, CAREFUL_KEYS)
+        tiles = tuple(replace(tile, block_n=wide) for tile in tiles if tile.block_m == tall)
+        listed = MaskTiles.of(call, tall, wide)
+        visible = listed.visible
+    found = find_anchors(call.k, call.v, options.block_k, visible=visible, packing=packing)
+    # Key norms bound q.k, but not what a float mask adds.
+    tile, bounded = tiles[0], call.mask_kind != "float"
+    if bounded:
+        fast = Pass(call, call.k, found, packing, options.block_k, out, lse, listed, fast=True, guarded=True)
+        tile = best_tile(call.q.device, fast.variant, tiles, fast.run)
+        fast.run(tile)
+    careful = Tile(tile.block_m, min(tile.block_n, CAREFUL_KEYS), tile.warps, 1)
+    Pass(call, call.k, found, packing, options.block_k, out, lse, listed, shift="here", guarded=bounded).run(careful)
+    return out, lse
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Describe one launch of the attention kernel, except for its tile.
+
+    Attributes
+    ----------
+    keys : Tensor
+        The keys of the call, or K'.
+    lse : Tensor
+        Also passed for pointers that a variant does not read.
+    listed : MaskTiles, optional
+        The tiles of a masked call, made for the tile size that it is run with.
+    shift, fast, guarded
+        As in `attention_kernel`.
+    """
+
+    call: KernelCall
+    keys: Tensor
+    found: KeyBlocks
+    packing: Packing | None
+    block: int
+    out: Tensor
+    lse: Tensor
+    listed: MaskTiles | None = None
+    shift: str = "none"
+    fast: bool = False
+    guarded: bool = False
+
+    @property
+    def variant(self) -> str:
+        """Return a key of what the time of a tile depends on, with sizes in powers of two."""
+        rows = f"rows ~2^{self.call.rows.bit_length()}"
+        how = f"{'guarded' if self.guarded else 'unguarded'}, {'descriptors' if self.describable else 'pointers'}"
+        return f"{self.call.variant}, {rows}, blocks of {self.block}, {how}"
+
+    @property
+    def describable(self) -> bool:
+        """Return whether tensor descriptors can describe keys and values without a copy."""
+        dim = self.call.q.shape[-1]
+        return self.fast and self.packing is None and dim == pad_dim(dim) and _describable(self.keys, self.call.v)
+
+    def run(self, tile: Tile) -> None:
+        """Launch the kernel with this tile."""
+        call, keys, values, anchors = self.call, self.keys, self.call.v, self.found.anchors
+        heads, dim, pad = call.q.shape[1], call.q.shape[-1], pad_dim(call.q.shape[-1])
+        tiles, work, tables = work_of(call, tile.block_m, self.packing, self.lse)
+        blocks = anchors.shape[2] if anchors.dim() == 4 else 0  # plain flash attention has no anchors
+        second = self.guarded and not self.fast  # mostly nothing to do: a few programs go through all tiles
+        few = second or call.q.device.type == "npu"
+        descriptors = tile.descriptors and self.describable
+        if descriptors:
+            keys, values = (_descriptor(x, tile.block_n) for x in (keys, values))
+        launch(
+            attention_kernel, (min(work, 2 * processors(call.q.device)) if few else work, 1, 1),
+            (call.q, keys, values, self.out, self.lse, anchors, self.found.norms, self.found.marked,
+             self.lse if call.mask is None else call.mask,
+             *((self.lse, self.lse) if self.listed is None else (self.listed.order, self.listed.counts)), *tables),
+            (*strides_of(call.q), *strides_of(self.keys), *strides_of(call.v), *strides_of(self.out),
+             *strides_of(self.lse.unsqueeze(-1)), *call.mask_strides,
+             *((0, 0) if self.listed is None else self.listed.strides()),
+             heads, call.group, tiles, work, call.rows, call.keys, blocks, call.scale),
+            {"SHIFT": self.shift, "MASK": call.mask_kind, "CAUSAL": call.is_causal, "VARLEN": self.packing is not None,
+             "D": dim, "D_PAD": pad, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "ANCHOR_BLOCK": self.block,
+             "FAST": self.fast, "GUARDED": self.guarded, "CLEAN": call.q.device.type == "npu",
+             "DESCRIPTORS": descriptors, "OVERLAP": self.fast and tile.overlap,
+             "LISTED": self.listed is not None, "LOOP": few, "DROPPED": call.dropped},
+            num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+
+
+def _describable(*tensors: Tensor) -> bool:
+    """Return whether tensor descriptors can describe these: rows aligned to 16 bytes, no stride of 0."""
+    return all(x.data_ptr() % 16 == 0 and all(s > 0 and s % 8 == 0 for s in x.stride()[:-1]) for x in tensors)
+
+
+def _descriptor(x: Tensor, block: int) -> Any:
+    from triton.tools.tensor_descriptor import TensorDescriptor  # triton-ascend does not have it
+
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, block, x.shape[-1]])

@@ -1,0 +1,258 @@
+"""Device functions that families of kernels share: anchors and their bounds, loads, masks, the softmax step, sums.
+
+One source for NVIDIA GPUs, the interpreter and Ascend (through triton-ascend): pointers and masks, no inline assembly.
+"""
+
+import triton
+import triton.language as tl
+
+from pasa.ops.attention.triton.rounding_kernel import round_rows
+
+SLICE = 16  # columns of a block of 128 keys whose anchor is found without many registers
+LOG2_E = tl.constexpr(1.4426950408889634)
+FP16_MAX = tl.constexpr(65504.0)
+INF = tl.constexpr(float("inf"))
+NORM_MARGIN = tl.constexpr(1.0 + 2.0**-10)  # norms are used as bounds: covers what FP32 loses in a sum of 512 squares
+# Scores, in nats, up to which FP32 sums of products need no anchor: they round by 2^-13 a step, a quarter of what
+# rounding a weight to FP16 costs.
+ANCHOR_LIMIT = tl.constexpr(2048.0)
+ANCHOR_GAIN = tl.constexpr(4.0)
+
+
+@triton.jit
+def is_finite(x):
+    """Elementwise, false for NaN and infinity."""
+    return tl.abs(x) <= FP16_MAX
+
+
+@triton.jit
+def on_grid(mean, largest):
+    """Means (W,) rounded to the grid of the column's largest |k|: the exponent bits of an FP32 number."""
+    exponent = (largest.to(tl.int32, bitcast=True) >> 23) - 127
+    exponent = tl.maximum(exponent - 10, -24)  # FP16 has 10 mantissa bits and nothing below 2^-24
+    grid = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+    steps = mean * ((127 - exponent) << 23).to(tl.float32, bitcast=True)
+    return ((steps + 12582912.0) - 12582912.0) * grid  # 1.5 2^23: rounds |steps| <= 2^11 to the nearest integer
+
+
+@triton.jit
+def rounds(k, m_key, anchor):
+    """In which columns (W,) some key loses a bit to the anchor, or is less than a third of it: 1, otherwise 0.
+    Arguments as in `exact_anchor`."""
+    shifted = k - anchor[None, :]
+    # The sum tells what FP32 lost in the difference: 2^-24 - 60000 is -60000 there, an FP16 number.
+    inexact = (shifted.to(tl.float16).to(tl.float32) != shifted) | (shifted + anchor[None, :] != k)
+    small = anchor[None, :] * (3.0 * k - anchor[None, :]) < 0.0
+    return tl.max(tl.where(m_key & (inexact | small), 1, 0), 0)
+
+
+@triton.jit
+def exact_anchor(k, m_key, count):
+    """Part of the block's mean that every key can lose without rounding, and has a third of, column by column.
+
+    k (BLOCK, W) FP32 with FP16 values, 0 where `m_key` (BLOCK, 1 or W) is false; count, scalar or (W,): how many are
+    true. Returns the anchor (W,).
+    """
+    anchor = on_grid(tl.sum(k, 0) / tl.maximum(count, 1.0), tl.max(tl.abs(k), 0))
+    return tl.where(rounds(k, m_key, anchor) > 0, 0.0, anchor)
+
+
+@triton.jit
+def next_frame(b_frame, b_anchor):
+    """The frame (D,) from a block with this anchor (D,) on: 0 in columns where the two are further apart than one of
+    them is from 0, so that keys without a bias are not counted from one. anchor - frame is an FP16 number (Sterbenz).
+    """
+    near = tl.abs(b_anchor - b_frame) <= tl.minimum(tl.abs(b_anchor), tl.abs(b_frame))
+    return tl.where(near, b_frame, 0.0)
+
+
+@triton.jit
+def two_products(b_q, b_first, b_second):
+    """q.first and q.second (M,) of queries (M, D) and two rows (D,) of FP16 numbers.
+
+    By a product: Triton forms a sum anew, in another order, in every layout that asks for it. Huge weights would leave
+    the sum that they enter.
+    """
+    o_row = tl.arange(0, 16)[:, None]
+    b_rows = tl.where(o_row == 0, b_first[None, :], tl.where(o_row == 1, b_second[None, :], 0.0)).to(tl.float16)
+    b_found = tl.dot(b_q, tl.trans(b_rows))
+    o_column = tl.arange(0, 16)[None, :]
+    return tl.sum(tl.where(o_column == 0, b_found, 0.0), 1), tl.sum(tl.where(o_column == 1, b_found, 0.0), 1)
+
+
+@triton.jit
+def is_bounded(b_square, p_norms, blocks, scale, BLOCK: tl.constexpr):
+    """Whether all keys of the head are finite and scores of the queries stay below `ANCHOR_LIMIT`.
+
+    b_square (M,): squared norms of the queries. By Cauchy and Schwarz no score passes the product of the largest
+    norms. A query of infinite norm is not bounded; one of NaN shows in what it gives.
+    """
+    longest = 0.0
+    for start in range(0, blocks, BLOCK):
+        o_block = start + tl.arange(0, BLOCK)
+        longest = tl.maximum(longest, tl.max(tl.load(p_norms + o_block, mask=o_block < blocks, other=0.0), 0))
+    return tl.sqrt(tl.max(b_square, 0)) * longest * scale <= ANCHOR_LIMIT
+
+
+@triton.jit
+def anchored_scores(b_q, b_k, m_key, longest, LAZY: tl.constexpr):
+    """q k'^T (M, N) and the block's anchor (D,), 0 where scores are small without. b_q (M, D); b_k (N, D); m_key (N,):
+    keys that some row sees; longest: largest norm of a query, in nats. LAZY looks for an anchor only where one is
+    needed; not in a loop: there the branch led to illegal accesses (Triton 3.6, sm_90, 64 rows)."""
+    b_wide = b_k.to(tl.float32)
+    m_finite = tl.min(tl.where(tl.abs(b_wide) <= FP16_MAX, 1, 0), 1) > 0
+    m_mean = m_key & m_finite
+    b_clean = tl.where(m_mean[:, None], b_wide, 0.0)
+    small = tl.sqrt(tl.max(tl.sum(b_clean * b_clean, 1), 0)) * longest <= ANCHOR_LIMIT
+    if LAZY:
+        anchor = tl.zeros((b_k.shape[1],), tl.float32)
+        if small == 0:
+            anchor = exact_anchor(b_clean, m_mean[:, None], tl.sum(tl.where(m_mean, 1.0, 0.0), 0))
+    else:
+        anchor = exact_anchor(b_clean, m_mean[:, None], tl.sum(tl.where(m_mean, 1.0, 0.0), 0))
+        anchor = tl.where(small, 0.0, anchor)
+    b_new = tl.where(m_finite[:, None], b_wide - anchor[None, :], float("nan")).to(tl.float16)
+    return tl.dot(b_q, tl.trans(b_new)), anchor
+
+
+@triton.jit
+def locate(o_work, work, p_tile, p_cu_q, p_cu_k, p_first_block, heads, tiles, rows, keys,
+           VARLEN: tl.constexpr, LAST_FIRST: tl.constexpr):  # fmt: skip
+    """Which tile of query rows a unit of work is, and where its sequence lies.
+
+    Returns batch, head, tile; first row, first key and first key block of the sequence; its rows and keys. Causal
+    tiles are dealt from the last, which sees most keys, so that light ones fill the gaps at the end.
+    """
+    o_batch = 0
+    begin_q = 0
+    begin_k = 0
+    first_block = 0
+    if VARLEN:
+        o_head = o_work % heads
+        sequence = tl.load(p_tile + 2 * (o_work // heads))
+        o_tile = tl.load(p_tile + 2 * (o_work // heads) + 1)
+        used = sequence >= 0  # the table has room for more tiles than there are
+        sequence = tl.maximum(sequence, 0)
+        begin_q = tl.load(p_cu_q + sequence)
+        begin_k = tl.load(p_cu_k + sequence)
+        first_block = tl.load(p_first_block + sequence)
+        rows = tl.where(used, tl.load(p_cu_q + sequence + 1) - begin_q, 0)
+        keys = tl.where(used, tl.load(p_cu_k + sequence + 1) - begin_k, 0)
+    elif LAST_FIRST:
+        o_tile = tiles - 1 - o_work // (work // tiles)
+        o_batch = (o_work % (work // tiles)) // heads
+        o_head = o_work % heads
+    else:
+        o_tile = o_work % tiles
+        o_batch = o_work // tiles // heads
+        o_head = (o_work // tiles) % heads
+    return o_batch, o_head, o_tile, begin_q, begin_k, first_block, rows, keys
+
+
+@triton.jit
+def load_keys(p_k, o_head, first, n, stride_kh, stride_kn, start, D: tl.constexpr, WIDTH: tl.constexpr,
+              BLOCK: tl.constexpr):  # fmt: skip
+    """WIDTH columns (BLOCK, WIDTH) from `start` on of a block of keys or values. p_k: of the batch entry."""
+    o_n = tl.arange(0, BLOCK)
+    o_d = start + tl.arange(0, WIDTH)
+    p_tile = p_k + tl.cast(o_head, tl.int64) * stride_kh + first * stride_kn
+    m_tile = (o_n < n)[:, None] & (o_d < D)[None, :]
+    return tl.load(p_tile + o_n[:, None] * stride_kn + o_d[None, :], mask=m_tile, other=0.0)
+
+
+@triton.jit
+def load_rows(p_x, start, stride_n, o_batch, o_head, begin, length, WHOLE: tl.constexpr, DESCRIPTORS: tl.constexpr,
+              D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
+    """Keys or values (N, D) from `start` on, 0 beyond `length`; p_x: pointer to the first, or descriptor of all."""
+    if DESCRIPTORS:
+        b_x = p_x.load([o_batch, o_head, (begin + start).to(tl.int32), 0]).reshape(BLOCK_N, D_PAD)
+    else:
+        o_n = tl.arange(0, BLOCK_N)
+        o_d = tl.arange(0, D_PAD)
+        p_tile = p_x + start * stride_n + o_n[:, None] * stride_n + o_d[None, :]
+        if WHOLE and D == D_PAD:
+            b_x = tl.load(p_tile)
+        else:
+            b_x = tl.load(p_tile, mask=(start + o_n < length)[:, None] & (o_d < D)[None, :], other=0.0)
+    return b_x
+
+
+@triton.jit
+def load_mask(p_tile, m_tile, m_seen, stride_m, stride_n, MASK: tl.constexpr):
+    """What is seen after a mask, and what it adds: a tile (M, N) of bytes or floats.
+
+    It is read under m_tile, a rectangle, which an NPU does by one copy; m_seen has the causal band in it.
+    """
+    o_m = tl.arange(0, m_seen.shape[0])
+    o_n = tl.arange(0, m_seen.shape[1])
+    b_mask = tl.load(p_tile + o_m[:, None] * stride_m + o_n[None, :] * stride_n, mask=m_tile, other=0).to(tl.float32)
+    if MASK == "bool":
+        m_seen = m_seen & (b_mask != 0.0)
+        b_mask = tl.zeros_like(b_mask)
+    else:
+        m_seen = m_seen & (b_mask != -INF)
+    return m_seen, b_mask
+
+
+@triton.jit
+def softmax_step(b_s, offset, factor, b_max, b_sum, HIDES: tl.constexpr, FAST: tl.constexpr):
+    """Weights P of a tile, the factor of what came before it, and the new maximum and sum of every row.
+
+    b_s (M, N): scores, with HIDES -inf where hidden; offset (M,): what all of a row's scores lack; factor: log2(e)
+    times what scales both. Every exponent is at most 0, for numbers of any size, and the sum is that of the very
+    weights that multiply V. FAST spends one instruction on an exponent, which may then exceed 0 by 2^-24 of the
+    largest score, and sums weights before FP16 rounds them.
+    """
+    top = tl.max(b_s, 1)
+    reached = top + offset
+    if HIDES:
+        empty = top == -INF
+        top = tl.where(empty, 0.0, top)
+        reached = tl.where(empty, -INF, reached)
+    new_max = tl.maximum(b_max, reached)
+    base = tl.where(new_max == -INF, 0.0, new_max) if HIDES else new_max
+    alpha = tl.exp2((b_max - base) * factor)
+    if FAST:
+        b_p = tl.exp2(b_s * factor - ((base - offset) * factor)[:, None])
+        b_sum = b_sum * alpha + tl.sum(b_p, 1)
+        b_p = b_p.to(tl.float16)
+    else:
+        behind = (reached - base) * factor
+        if HIDES:
+            behind = tl.where(empty, 0.0, behind)
+        b_p = tl.exp2((b_s - top[:, None]) * factor + behind[:, None]).to(tl.float16)
+        b_sum = b_sum * alpha + tl.sum(b_p.to(tl.float32), 1)
+    return b_p, alpha, new_max, b_sum
+
+
+@triton.jit
+def add_values(b_acc, b_p, b_v, m_seen):
+    """acc + P V where rows differ in what they see: 0 * NaN is NaN, so a value that is not finite is kept out, and
+    given as NaN to the rows that see it.
+
+    b_acc (M, D); b_p (M, N) FP16; b_v (N, D); m_seen (M, N).
+    """
+    m_good = tl.abs(b_v.to(tl.float32)) <= FP16_MAX
+    if tl.min(tl.min(tl.where(m_good, 1, 0), 1), 0) == 0:
+        b_acc = tl.dot(b_p, tl.where(m_good, b_v, 0.0).to(tl.float16), b_acc)
+        b_seen = tl.where(m_seen, 1.0, 0.0).to(tl.float16)
+        hits = tl.dot(b_seen, tl.where(m_good, 0.0, 1.0).to(tl.float16))
+        b_acc = tl.where(hits > 0.0, float("nan"), b_acc)
+    else:
+        b_acc = tl.dot(b_p, b_v, b_acc)
+    return b_acc
+
+
+@triton.jit
+def mean_of_values(b_acc, b_max, b_sum, nats, D: tl.constexpr, DROPPED: tl.constexpr, LAZY: tl.constexpr):
+    """Output (M, D), to be cast, and log-sum-exp (M,) of rows that have seen all keys; nats (M,): their maxima.
+
+    A mean of values lies in FP16's range up to the last bit; infinity in the sum came from a value. A row that has seen
+    no key gets 0 and -inf.
+    """
+    blind = (b_sum == 0.0) & (b_max == -INF)
+    divisor = tl.where(blind, 1.0, b_sum)
+    b_out = b_acc / divisor[:, None]
+    b_out = tl.where(tl.abs(b_out) < INF, tl.minimum(tl.maximum(b_out, -FP16_MAX), FP16_MAX), float("nan"))
+    b_out = round_rows(b_out, tl.arange(0, b_acc.shape[1]), D, DROPPED, LAZY)
+    return b_out, tl.where(blind, -INF, nats + tl.log(divisor))
