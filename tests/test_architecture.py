@@ -2,8 +2,12 @@
 
 import ast
 import functools
+import graphlib
+import os
 import re
 from pathlib import Path
+
+import pytest
 
 import pasa
 
@@ -85,24 +89,98 @@ def test_floors():
                 assert not name.startswith("pasa.eval"), (path, name)
 
 
-def test_inner_order():
-    """Inside the layers, imports also go one way.
+# What a part of ops/ may import of the package beside itself; a part that is not listed may import all of ops/.
+FAMILIES = ("prefill", "decode", "paged", "short", "paper", "backward", "watch", "hopper")
+TRITON = "pasa.ops.attention.triton"
+SHARED = tuple(
+    f"{TRITON}.{name}"
+    for name in (
+        "anchors",
+        "anchor_kernel",
+        "call",
+        "cases",
+        "launcher",
+        "rounding_kernel",
+        "tile_math",
+        "tiles",
+        "tuning",
+    )
+)
+BASE = ("pasa.ops.numerics", "pasa.ops.packed", "pasa.ops.notices", "pasa.ops.envs")
+CALL = ("pasa.ops.attention.call", "pasa.ops.attention.options")
+SPEC = (*BASE, *CALL, "pasa.ops.attention.spec")
+MAY_IMPORT = {
+    "pasa.ops.numerics": (),
+    "pasa.ops.packed": (),
+    "pasa.ops.notices": (),
+    "pasa.ops.envs": (),
+    "pasa.ops.dispatch": (),
+    "pasa.ops.devices": BASE,
+    "pasa.ops.attention.options": BASE,
+    "pasa.ops.attention.call": (*BASE, *CALL),
+    "pasa.ops.attention.spec": SPEC,
+    "pasa.ops.attention.spec.exact_fp64": (),
+    **{f"{TRITON}.{family}": (*SPEC, *SHARED) for family in FAMILIES},
+    **dict.fromkeys(SHARED, (*SPEC, *SHARED)),
+    TRITON: SPEC,
+    "pasa.ops.attention.ascend": SPEC,
+    "pasa.ops.registry": (*BASE, *CALL, "pasa.ops.devices"),
+    "pasa.ops.operands": (*CALL, "pasa.ops.registry"),
+}
 
-    numerics is the base. Operators know neither the registry nor the callers of each other's backends. The
-    operator does not know patching, and patching does not know experiments.
-    """
-    forbidden = {
-        "pasa.ops.numerics": ("pasa.ops.attention", "pasa.ops.registry", "pasa.ops.library"),
-        "pasa.ops.attention": ("pasa.ops.registry", "pasa.ops.library", "pasa.ops.ring"),
-        "pasa.ops.registry": ("pasa.ops.library", "pasa.ops.ring"),
-        "pasa.ops.library": ("pasa.ops.ring",),
-        "pasa.attention": ("pasa.patching",),
-    }
+
+def part_of(module):
+    """Return the most specific entry of MAY_IMPORT that a module belongs to."""
+    parts = [part for part in MAY_IMPORT if module == part or module.startswith(part + ".")]
+    return max(parts, key=len, default=None)
+
+
+def test_what_the_parts_of_ops_import():
+    """Each part of ops/ imports what MAY_IMPORT lists. Every folder and file of ops/attention belongs to a part."""
     for path, names, _ in imported():
-        own = module_name(path)
-        for floor, above in forbidden.items():
-            if own == floor or own.startswith(floor + "."):
-                assert not [name for name in names if name.startswith(above)], path
+        module = module_name(path)
+        part = part_of(module)
+        assert part or not module.startswith("pasa.ops.attention.") or path.name == "__init__.py", path
+        if part is None:
+            continue
+        allowed = (part, *MAY_IMPORT[part])
+        wrong = [
+            name
+            for name in names
+            if name.startswith("pasa") and not any(name == each or name.startswith(each + ".") for each in allowed)
+        ]
+        assert not wrong, (path, wrong)
+
+
+def test_patching_is_above_attention():
+    for path, names, _ in imported():
+        if module_name(path) in ("pasa.attention", "pasa.paged"):
+            assert not [name for name in names if name.startswith("pasa.patching")], path
+
+
+def test_no_circles():
+    """The entries of each folder, files and sub-folders alike, do not import each other in a circle.
+
+    Imports inside functions count. A folder counts with all that it holds.
+    """
+    files = {module_name(path): path.relative_to(ROOT) for path in sources()}
+    edges = {}
+    for path, names, _ in imported():
+        source = path.relative_to(ROOT)
+        for name in names:
+            while name and name not in files:
+                name = name.rpartition(".")[0]
+            target = files.get(name)
+            if target is None or target == source or "__init__.py" in (source.name, target.name):
+                continue
+            folder = os.path.commonpath([source, target])
+            entry, other = (file.relative_to(folder).parts[0] for file in (source, target))
+            edges.setdefault(folder, {}).setdefault(entry, set()).add(other)
+    for folder, graph in edges.items():
+        try:
+            graphlib.TopologicalSorter(graph).prepare()
+        except graphlib.CycleError as error:
+            pytest.fail(f"{folder}: {' -> '.join(error.args[1])}")
 
 
 def test_optional_packages_are_imported_where_they_are_used():

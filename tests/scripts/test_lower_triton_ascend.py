@@ -178,7 +178,7 @@ def test_a_kernel_is_all_that_it_reaches(script, tmp_path, monkeypatch):
 
 
 def test_a_case_is_its_types_and_constants(script):
-    from pasa.ops.attention.triton.cases import ASCEND_CASES
+    from pasa.ops.attention.triton.prefill.cases import ASCEND_CASES
 
     case = ASCEND_CASES[0]
     others = [{"constexprs": case["constexprs"] | {"D": 1}}, {"signature": {}}, {"aligned": ["none"]}]

@@ -1,6 +1,8 @@
 """Tile tables, and the choice among their rows, without a device."""
 
+import importlib
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,11 +11,13 @@ import torch
 from pasa.ops.attention.triton import tiles, tuning
 from pasa.ops.attention.triton.anchors import KeyBlocks
 from pasa.ops.attention.triton.call import KernelCall
-from pasa.ops.attention.triton.cases import ASCEND_CASES, NVIDIA_CASES
+from pasa.ops.attention.triton.decode import cases as decode_cases
 from pasa.ops.attention.triton.decode import paged_cases
 from pasa.ops.attention.triton.decode.launch import LANES, decode_tiles, keys_of_a_lane, lane_stages
 from pasa.ops.attention.triton.decode.paged_launch import anchored_stages, paged_stages
+from pasa.ops.attention.triton.paged import cases as writing_cases
 from pasa.ops.attention.triton.paged.launch import anchor_tile
+from pasa.ops.attention.triton.prefill import cases as prefill_cases
 from pasa.ops.attention.triton.prefill.launch import Pass
 from pasa.ops.attention.triton.tiles import TABLE, Tile, architecture_of, candidates, fit_ascend, paper_tile
 
@@ -154,11 +158,17 @@ def test_no_two_cases_have_one_name():
 
     Story: the second of two was compiled anew in every clone, because the record belonged to the first.
     """
-    names = [case["name"] for case in (*NVIDIA_CASES, *paged_cases.NVIDIA_CASES)]
+    folder = Path(prefill_cases.__file__).parents[1]
+    modules = [
+        path.relative_to(folder).with_suffix("") for path in folder.rglob("*cases.py") if "hopper" not in path.parts
+    ]
+    lists = [importlib.import_module(".".join([tiles.__package__, *module.parts])) for module in modules]
+    names = [case["name"] for each in lists for case in each.NVIDIA_CASES]
+    assert len(lists) == 9
     assert len(set(names)) == len(names)
 
 
-LANE_CASES = [x for x in (*NVIDIA_CASES, *paged_cases.NVIDIA_CASES) if x["name"].startswith("lanes")]
+LANE_CASES = [x for x in (*decode_cases.NVIDIA_CASES, *paged_cases.NVIDIA_CASES) if x["name"].startswith("lanes")]
 
 
 @pytest.mark.parametrize("case", LANE_CASES, ids=lambda x: x["name"])
@@ -182,7 +192,7 @@ def test_lanes_with_anchors_of_pages_are_compiled_as_they_are_launched(case):
 
 
 def test_anchors_of_pages_are_compiled_as_they_are_found():
-    cases = [x for x in paged_cases.NVIDIA_CASES if x["name"].startswith("page_anchors")]
+    cases = [x for x in writing_cases.NVIDIA_CASES if x["name"].startswith("page_anchors")]
     assert len(cases) == 3
     for case in cases:
         sizes = case["constexprs"]
@@ -190,7 +200,9 @@ def test_anchors_of_pages_are_compiled_as_they_are_found():
         assert anchor_tile(sizes["PAGE_PAD"], sizes["D_PAD"]) == expected
 
 
-MASKED = [x for x in ASCEND_CASES if x["constexprs"].get("SHIFT") == "before" and "16_rows" not in x["name"]]
+MASKED = [
+    x for x in prefill_cases.ASCEND_CASES if x["constexprs"].get("SHIFT") == "before" and "16_rows" not in x["name"]
+]
 
 
 @pytest.mark.parametrize("case", MASKED, ids=lambda x: x["name"])

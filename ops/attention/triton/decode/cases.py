@@ -1,0 +1,60 @@
+"""List the cases that compile the kernels of decoding without a device; ../cases.py has the fields."""
+
+from pasa.ops.attention.triton.cases import make_case, on_arch, sizes_of
+from pasa.ops.attention.triton.decode.kernel import decode_kernel, merge_kernel
+from pasa.ops.attention.triton.decode.lanes_kernel import decode_lanes_kernel
+
+NOT_FOR_ASCEND = {
+    "decode_kernel": "branches on its data round a GEMM: attention_kernel serves decoding",
+    "decode_lanes_kernel": "as decode_kernel",
+    "merge_kernel": "goes with decode_kernel",
+}
+NVIDIA_CASES = [
+    *(
+        make_case(
+            decode_kernel,
+            f"decode_{rows}" + "_careful" * careful,
+            {"MASK": "none", "CAUSAL": True, "CAREFUL": careful, "PDL": False}
+            | sizes_of(128, rows, 32 if careful else 64),
+            options={"num_warps": 8 if rows == 128 else 4, "num_stages": 2 if careful else 3},
+            architectures=[90],
+            stack=4100,
+        )
+        for rows in (16, 64, 128)
+        for careful in (False, True)
+    ),
+    *(
+        make_case(
+            decode_lanes_kernel,
+            f"lanes_{arch}_d{dim}" + "_anchored" * anchored,
+            {"ANCHORED": anchored, "CAUSAL": True, "LANES": 4, "PDL": arch == 90} | sizes_of(dim, 16, 2048 // dim),
+            **on_arch(arch, 4, 3 if arch == 89 else 4),
+        )
+        for arch in (80, 89, 90)
+        for dim in (64, 128)
+        for anchored in (False, True)
+    ),
+    *(
+        make_case(
+            merge_kernel,
+            f"merge_{splits}x{columns}",
+            {"NATS": False, "D": dim, "D_PAD": dim, "BLOCK_M": 16, "SPLITS": splits, "PDL": False}
+            | {"COLUMNS": columns, "DROPPED": dropped, "ALIKE": splits == 128},
+            options={"num_warps": warps},
+            stack=stack,
+        )
+        for dim, splits, columns, dropped, warps, stack in (
+            (128, 128, 32, 0, 4, 0),
+            (
+                128,
+                256,
+                128,
+                13,
+                16,
+                320,
+            ),  # on sm_80 offsets are computed twice, the second time in the largest score's frame
+            (128, 512, 128, 16, 16, 1500),
+            (256, 256, 256, 13, 16, 1500),
+        )
+    ),
+]

@@ -1,0 +1,98 @@
+"""List the cases that compile the kernels of whole sequences without a device; ../cases.py has the fields."""
+
+from typing import Any
+
+from pasa.ops.attention.triton.cases import ON_ASCEND, Case, make_case, on_arch, sizes_of, wide
+from pasa.ops.attention.triton.prefill.kernel import attention_kernel
+from pasa.ops.attention.triton.prefill.mask_kernel import mask_tiles_kernel
+
+
+def _attention(name: str, sizes: Case, mask: str = "none", causal: bool = True, **over: Any) -> Case:
+    """Return a case of the attention kernel, reading precomputed K' as on an NPU unless `over` changes that."""
+    flags = {"SHIFT": "before", "FAST": False, "GUARDED": False, "CLEAN": True, "DESCRIPTORS": False}
+    flags |= {"ANCHOR_BLOCK": 128, "OVERLAP": False, "LISTED": False, "LOOP": True, "DROPPED": 0}
+    flags |= {"MASK": mask, "CAUSAL": causal, "VARLEN": False} | sizes
+    fields = {key: over.pop(key) for key in ("options", "architectures", "stack") if key in over}
+    return make_case(attention_kernel, name, flags | over, **fields)
+
+
+def _on_ascend(dim: int, mask: str, causal: bool = True) -> Case:
+    """Return the sizes of the tile that an NPU gets for a mask, as `tiles.fit_ascend` has them."""
+    return ON_ASCEND[dim] | ({"BLOCK_M": 32} if mask == "float" and causal else {})
+
+
+FAST: Case = {"SHIFT": "none", "FAST": True, "GUARDED": True, "CLEAN": False, "LOOP": False}
+PLAIN = FAST | {"GUARDED": False}
+CAREFUL: Case = {"SHIFT": "here", "GUARDED": True, "CLEAN": False}
+ON_HOPPER: Case = {"DESCRIPTORS": True, "OVERLAP": True}
+
+
+ASCEND_CASES = [
+    *(
+        _attention(f"d{dim}_{mask}" + "_causal" * causal, _on_ascend(dim, mask, causal), mask, causal)
+        for dim in ON_ASCEND
+        for mask in ("none", "bool", "float")
+        for causal in (False, True)
+    ),
+    *(_attention(f"d{dim}_packed", ON_ASCEND[dim], VARLEN=True) for dim in (64, 128, 256)),
+    *(_attention(f"d{dim}_16_rows", sizes_of(dim, 16, 128)) for dim in (64, 128)),
+    _attention("d256_16_rows", sizes_of(256, 16, 64)),
+    *(_attention(f"d{dim}_fp32", ON_ASCEND[dim], SHIFT="none", FAST=True) for dim in (64, 128)),
+    *(
+        wide(_attention(f"d{dim}_{mask}_wide", _on_ascend(dim, mask), mask))
+        for dim in ON_ASCEND
+        for mask in ("none", "float")
+    ),
+]
+NOT_FOR_ASCEND = {"mask_tiles_kernel": "lists tiles for loops that an NPU goes through whole"}
+NVIDIA_CASES = [
+    _attention("sm_80_d64", sizes_of(64, 128, 64), **FAST, **on_arch(80, 4, 3)),
+    _attention("sm_80_d128", sizes_of(128, 128, 64), **FAST, **on_arch(80, 8, 3)),
+    _attention("sm_89_d128", sizes_of(128, 128, 32), **FAST, **on_arch(89, 8, 2)),
+    _attention("sm_89_d256", sizes_of(256, 64, 32), **FAST, **on_arch(89, 8, 1)),
+    _attention("sm_90_d64", sizes_of(64, 128, 64), **FAST, DESCRIPTORS=True, **on_arch(90, 4, 3, stack=0)),
+    *(
+        _attention(
+            f"sm_90_d128_{stages}", sizes_of(128, 64, 64), **FAST, **ON_HOPPER, **on_arch(90, 4, stages, stack=0)
+        )
+        for stages in (2, 3)
+    ),
+    _attention("sm_90_d128_packed", sizes_of(128, 64, 64), VARLEN=True, **FAST, OVERLAP=True, **on_arch(90, 4, 3)),
+    _attention("sm_90_d128_fp32", sizes_of(128, 128, 64), **PLAIN, DESCRIPTORS=True, **on_arch(90, 8, 2)),
+    _attention("sm_80_d64_unbiased", sizes_of(64, 128, 64), DROPPED=13, **FAST, **on_arch(80, 4, 3)),
+    _attention("sm_90_d128_bf16", sizes_of(128, 64, 64), DROPPED=16, **FAST, **ON_HOPPER, **on_arch(90, 4, 3, stack=0)),
+    _attention("sm_90_d128_careful_unbiased", sizes_of(128, 64, 64), DROPPED=13, **CAREFUL, **on_arch(90, 4, 1)),
+    _attention("sm_90_d256", sizes_of(256, 128, 64), **FAST, **on_arch(90, 8, 2)),
+    _attention("sm_90_d256_few_rows", sizes_of(256, 64, 64), **FAST, **on_arch(90, 4, 2, stack=1200)),
+    _attention("sm_90_d128_careful", sizes_of(128, 64, 64), **CAREFUL, **on_arch(90, 4, 1)),
+    *(
+        _attention(
+            f"sm_90_d128_listed_{mask}" + "_careful" * (flags is CAREFUL),
+            sizes_of(128, 64, 64),
+            mask,
+            **flags,
+            LISTED=True,
+            **on_arch(90, 4, stages, stack=2300),  # the exact pass needs 2256, as q.frame of every row is in registers
+        )
+        for mask, flags, stages in (("bool", FAST | ON_HOPPER, 2), ("bool", CAREFUL, 1), ("float", CAREFUL, 1))
+    ),
+    *(
+        make_case(
+            mask_tiles_kernel,
+            f"tiles_of_{mask}_mask",
+            {"MASK": mask, "CAUSAL": False, "BLOCK_M": 64, "BLOCK_N": 64, "TILES": 4},
+            options={"num_warps": 4},
+        )
+        for mask in ("bool", "float")
+    ),
+    *(
+        _attention(
+            f"sm_90_d{d}_careful_{m}x{n}",
+            sizes_of(d, m, n),
+            **CAREFUL,
+            **on_arch(90, m // 16, 1, stack=2000 if n == 32 else 2500),
+        )
+        for d, n in ((160, 32), (256, 32), (256, 64))
+        for m in (64, 128)
+    ),
+]

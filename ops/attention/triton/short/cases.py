@@ -1,0 +1,25 @@
+"""List the cases that compile the kernel of short sequences without a device; ../cases.py has the fields."""
+
+from pasa.ops.attention.triton.cases import make_case, sizes_of
+from pasa.ops.attention.triton.short.kernel import short_kernel
+
+NOT_FOR_ASCEND = {"short_kernel": "as decode_kernel"}
+NVIDIA_CASES = [
+    *(
+        make_case(
+            short_kernel,
+            f"short_d{dim}_{m}x{n}_{mask}" + "_causal" * causal,
+            {"MASK": mask, "CAUSAL": causal, "DROPPED": dropped} | sizes_of(dim, m, n),
+            options={"num_warps": warps, "num_stages": 1},
+            architectures=[before, 90],
+        )
+        for before, dim, m, n, warps, mask, causal, dropped in (
+            (80, 64, 32, 32, 1, "none", False, 0),
+            (89, 64, 64, 64, 4, "none", True, 0),
+            (89, 128, 16, 16, 1, "bool", False, 13),
+            (80, 128, 64, 32, 4, "none", False, 0),
+            (80, 256, 16, 16, 4, "float", True, 16),
+            (89, 256, 64, 16, 4, "none", False, 0),
+        )
+    ),
+]
