@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import Any
 
 from pasa.ops.numerics.formats import OVERFLOWS, Overflow
@@ -61,13 +62,8 @@ class AttentionOptions:
     @property
     def arguments(self) -> tuple[Any, ...]:
         """Return the values in the operator's order; `dataclasses.asdict` would copy each, which takes 5 us."""
-        return (
-            self.precision,
-            self.recovery,
-            self.beta,
-            self.block_q,
-            self.block_k,
-            self.softmax,
-            self.overflow,
-            self.accumulate,
-        )
+        values: tuple[Any, ...] = _in_order(self)
+        return values
+
+
+_in_order = attrgetter(*(each.name for each in fields(AttentionOptions)))
