@@ -240,7 +240,7 @@ def markdown(results: list[dict]) -> str:
         key = key_of(result["source"], cells) if result["source"] else "-"
         rows.append([f"`{result['kernel']}`", f"`{result['name']}`", *cells, key])
     lines = ["| " + " | ".join(text.replace("|", r"\|") for text in row) + " |" for row in rows]
-    head = f"Lowered, not run on an NPU: {FRONT_END[0]} for {TARGET}; UB is the planned peak, of 192 KiB."
+    head = f"Lowered, not run on an NPU: {FRONT_END[0]} for {TARGET}.\nUB is the planned peak, of 192 KiB."
     head += "\nA key changes with the kernel, its case or the compilers: `scripts/lower_triton_ascend.py` says how."
     return "\n".join([head, "", *lines]) + "\n"
 
