@@ -31,6 +31,14 @@ def describe(device: torch.device) -> dict[str, Any]:
     }
 
 
+def measured_on(environment: dict[str, Any]) -> str:
+    """Return device, versions and commit of a run on a GPU, in brackets."""
+    return (
+        f"({environment['device']}; torch {environment['torch']}, triton {environment['triton']}, pasa "
+        f"{environment['pasa']}, commit {environment['commit']}; not run on an NPU.)"
+    )
+
+
 def _version(name: str) -> str | None:
     try:
         return importlib.metadata.version(name)
