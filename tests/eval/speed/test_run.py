@@ -3,15 +3,18 @@
 import dataclasses
 import importlib.util
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import pasa
+from pasa.eval.commands import app
 from pasa.eval.kit import output
 from pasa.eval.kit.timing import PROBES, Call
-from pasa.eval.speed import parts, report, run
+from pasa.eval.speed import parts, run
 from pasa.eval.speed.cases import Inputs, SpeedCase
 from pasa.eval.speed.implementations import IMPLEMENTATIONS, OWN, Implementation, select_implementations
 from tests.eval.speed.fakes import (
@@ -78,14 +81,14 @@ def test_every_implementation_has_a_record_on_every_case(result: dict[str, Any])
         assert names == [each.name for each in ENTRANTS]
 
 
-@pytest.mark.parametrize("spoils_first", [True, False])
-def test_nobody_is_judged_on_inputs_that_another_has_written_into(spoils_first: bool) -> None:
+@pytest.mark.parametrize("writer_first", [True, False])
+def test_nobody_is_judged_on_inputs_that_another_has_written_into(writer_first: bool) -> None:
     """Story: a peer (SageAttention 1.0.6) takes the mean off its caller's K, in place. All who came after it were
     judged and timed on other keys than the truth was made of."""
-    given: list[Inputs] = []
+    seen: list[Inputs] = []
 
     def prepare(inputs: Inputs) -> dict[str, Call]:
-        given.append(inputs)
+        seen.append(inputs)
 
         def attend() -> torch.Tensor:
             out = pasa.attention(inputs.q, inputs.k, inputs.v, is_causal=inputs.causal, config=FP32)
@@ -96,11 +99,11 @@ def test_nobody_is_judged_on_inputs_that_another_has_written_into(spoils_first: 
         return {"as given": Call(Timed(attend, 1.0))}
 
     entrants = [Implementation("sdpa-flash", "writes into its inputs", prepare), *ENTRANTS[4:5]]
-    result = run.measure([TINY], entrants if spoils_first else entrants[::-1], FakeClock(), BANDWIDTH, 2)
+    result = run.measure([TINY], entrants if writer_first else entrants[::-1], FakeClock(), BANDWIDTH, 2)
     for name in ("sdpa-flash", "pasa"):
         record = only(result, "tiny", name)
         assert record["status"] == "ok", record["why"]
-    assert all(each.k is not other.k for each in given for other in given if each is not other)
+    assert all(each.k is not other.k for each in seen for other in seen if each is not other)
 
 
 def test_graphs_are_compared_with_graphs(result: dict[str, Any]) -> None:
@@ -156,7 +159,7 @@ def test_a_case_that_does_not_fit_leaves_reasons_and_the_others_run() -> None:
     assert {each["status"] for each in select(result, case="large")} == {"not run"}
     assert "CUDA out of memory" in only(result, "large", "sdpa-cudnn")["why"]
     assert {each["status"] for each in select(result, case="decode")} == {"ok"}
-    assert report.to_markdown(result)
+    assert run.EXPERIMENT.markdown(result)
 
 
 def test_parts_that_fail_while_timed_leave_the_records() -> None:
@@ -173,7 +176,7 @@ def test_parts_that_fail_while_timed_leave_the_records() -> None:
     (part,) = result["parts"]
     assert part["whole"] is None
     assert "while timed: RuntimeError: misaligned address" in part["why"]
-    assert report.to_markdown(result)
+    assert run.EXPERIMENT.markdown(result)
 
 
 def test_no_ratio_without_the_peer() -> None:
@@ -224,21 +227,11 @@ def test_the_reader_reads_everything_once() -> None:
     assert parts.reading(Inputs(k, k, v, False, True)).run().sum() == 2 * k.numel()
 
 
-def test_progress_and_results_so_far() -> None:
+def test_progress() -> None:
     seen: list[tuple[int, int, str]] = []
-    kept: list[int] = []
-    entrants = [implementation("pasa", pasa.PasaConfig())]
-    run.measure(
-        [TINY_DECODE, dataclasses.replace(TINY_DECODE, name="again")],
-        entrants,
-        FakeClock(),
-        BANDWIDTH,
-        1,
-        progress=lambda *what: seen.append(what),
-        keep=lambda so_far: kept.append(len(so_far["records"])),
-    )
-    assert seen == [(0, 3, "decode"), (1, 3, "again"), (2, 3, "score tiles"), (3, 3, "done")]
-    assert kept == [1, 2]
+    cases = [TINY_DECODE, dataclasses.replace(TINY_DECODE, name="again")]
+    run.measure(cases, ENTRANTS[4:5], FakeClock(), BANDWIDTH, 1, lambda *what: seen.append(what))
+    assert seen == [(0, 3, "decode"), (1, 3, "again"), (2, 3, "score tiles")]
 
 
 def test_result_is_json_with_origin(result: dict[str, Any]) -> None:
@@ -259,15 +252,29 @@ def test_without_a_device_one_clear_line() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"cases": ["nonsense"]}, "nonsense"),
-        ({"implementations": ["nonsense"]}, "nonsense"),
+        ({"case": ["nonsense"]}, "nonsense"),
+        ({"implementation": ["nonsense"]}, "nonsense"),
         ({"rounds": 0}, "rounds=0"),
-        ({"cases": ["svd"], "quick": True}, "quick"),
+        ({"case": ["svd"], "quick": True}, "quick"),
     ],
 )
 def test_bad_arguments_are_named(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         run.run_speed(**arguments)
+
+
+def test_the_command_passes_its_options_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Every option of the command reaches the runner, with a clock in place of the device."""
+    monkeypatch.setattr(run, "CudaClock", FakeClock)
+    monkeypatch.setattr(run, "copy_bandwidth", lambda clock: BANDWIDTH)
+    monkeypatch.setattr(run, "select_cases", lambda names, quick: [TINY] if names == ["a", "b"] else [])
+    monkeypatch.setattr(run, "select_implementations", lambda names: ENTRANTS[4:5] if names == ["c", "d"] else ())
+    options = ["--case", "a", "--case", "b", "--implementation", "c", "--implementation", "d", "--rounds", "2"]
+    done = CliRunner().invoke(app, ["bench", "speed", *options, "--output-dir", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    stored = json.loads((tmp_path / "speed.json").read_text())
+    assert [each["how"] for each in stored["records"]] == ["eager", "graph"]
+    assert stored["rounds"] == 2
 
 
 def test_implementations_are_selected_by_name() -> None:
@@ -277,12 +284,14 @@ def test_implementations_are_selected_by_name() -> None:
 
 
 def test_the_real_table_runs_or_says_why_on_a_cpu() -> None:
-    """Every row of the real table ends in a time or a reason, whatever the machine has."""
-    result = run.measure([TINY_DECODE], IMPLEMENTATIONS, FakeClock(), BANDWIDTH, 1)
-    found = {each["implementation"]: each for each in result["records"]}
-    assert list(found) == [each.name for each in IMPLEMENTATIONS]
+    """Every row of the real table ends in a time or a reason; ours all run and pass, interpreted."""
+    case = SpeedCase("one row", 1, 4, 2, 1, 256, 64, decode=True)
+    result = run.measure([case], IMPLEMENTATIONS, FakeClock(), BANDWIDTH, 1)
+    records = {each["implementation"]: each for each in result["records"]}
+    assert list(records) == [each.name for each in IMPLEMENTATIONS]
     for name, module in (("flash-attn", "flash_attn"), ("sageattention", "sageattention")):
         if importlib.util.find_spec(module) is None:
-            assert found[name]["status"] == "not installed"
-    assert all(each["status"] == "ok" or each["why"] for each in found.values())
-    assert found["sdpa-cudnn"]["status"] != "failed gate"
+            assert records[name]["status"] == "not installed"
+    assert all(each["status"] == "ok" or each["why"] for each in records.values())
+    assert {records[name]["status"] for name in (*OWN, "sdpa-flash")} == {"ok"}
+    assert result["parts"][0]["reading"] is not None
