@@ -36,7 +36,7 @@ from pasa.eval.npu import report as npu_report
 from pasa.eval.random_calls.fuzz import report as fuzz_report
 from pasa.eval.random_calls.soak import report as soak_report
 from pasa.eval.research.fp8_scaling import overhead
-from pasa.eval.research.fp8_scaling import report as fp8_report
+from pasa.eval.research.fp8_scaling import run as fp8_run
 from pasa.eval.speed import readme as speed_readme
 from pasa.eval.speed.ring import run as ring
 from pasa.eval.speed.watching import run as watching
@@ -231,9 +231,8 @@ def fp8() -> str:
     """Scale factors in transients of the trained model; the verdict is on the synthetic weights as well."""
     result = stored("fp8")
     trained = [each for each in result["records"] if each["model"] != "synthetic"]
-    found = fp8_report.transient_table({**result, "records": trained})
-    said = f"{fp8_report.verdict(result)} {predict_report.origin(result)}"
-    return f"{found.note}\n\n{table(found.header, found.rows)}\n\n{said}"
+    found = fp8_run.transient_table({**result, "records": trained})
+    return f"{found.note}\n\n{table(found.header, found.rows)}\n\n{fp8_run.verdict(result)}"
 
 
 def kernels() -> str:

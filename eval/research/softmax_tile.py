@@ -8,9 +8,9 @@ NPU. In an attention kernel of a GPU they stay in registers, and no such traffic
 
 from __future__ import annotations
 
-import statistics
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -19,7 +19,6 @@ from torch import Tensor
 
 from pasa.eval.accuracy.rmse.metrics import measure_errors
 from pasa.eval.kit.timing import Call, Clock, interleave, ratio, summary
-from pasa.eval.speed.parts import one_line
 
 BLOCK, ROWS, WARPS = 128, 16, 4
 IN_GRAPH = 20  # launches per graph where a single one is too short to time
@@ -65,22 +64,23 @@ class Tiles:
     sums: Tensor
     half: bool
 
-    def launch(self) -> Tensor:
-        """Enqueue all steps of all rows."""
+    def repeat(self, launches: int) -> Tensor:
+        """Enqueue all steps of all rows so many times."""
         rows, keys = self.scores.shape
-        softmax_step[(rows // ROWS,)](
-            self.scores, self.weights, self.maxima, self.sums, rows, keys // BLOCK,
-            ROWS=ROWS, BLOCK=BLOCK, HALF=self.half, num_warps=WARPS,
-        )  # fmt: skip
+        tensors = self.scores, self.weights, self.maxima, self.sums
+        for _ in range(launches):
+            softmax_step[(rows // ROWS,)](
+                *tensors, rows, keys // BLOCK, ROWS=ROWS, BLOCK=BLOCK, HALF=self.half, num_warps=WARPS
+            )
         return self.weights
 
     @property
     def bytes(self) -> int:
-        """Read and written once."""
+        """Return the bytes that are read and written, each once."""
         return sum(x.numel() * x.element_size() for x in (self.scores, self.weights, self.maxima, self.sums))
 
     def error(self) -> float:
-        """Relative RMSE of the softmax of some rows against FP64 softmax of the scores as they are stored."""
+        """Return the relative RMSE of some rows against FP64 softmax of the scores as they are stored."""
         rows = slice(0, CHECKED_ROWS)
         scale = torch.exp(self.maxima[:, rows].double() - self.maxima[-1, rows].double()).mT  # (rows, blocks)
         weights = self.weights[rows].double().unflatten(1, (-1, BLOCK)) * scale.unsqueeze(-1)
@@ -88,9 +88,8 @@ class Tiles:
         return measure_errors(made, torch.softmax(self.scores[rows].double(), 1)).rmse
 
 
-@dataclass(frozen=True)
-class Arithmetic:
-    """Format of a stored tile, and of the arithmetic on it."""
+class Arithmetic(NamedTuple):
+    """Format of a stored tile, and of the arithmetic on it; and the largest RMSE of its weights."""
 
     name: str
     stored: torch.dtype
@@ -108,7 +107,7 @@ SIZES = (("device memory", 65536, 4096, True), ("L2", 4096, 1024, False))
 
 
 def make_tiles(arithmetic: Arithmetic, rows: int, keys: int, device: torch.device | str) -> Tiles:
-    """Scores from N(0, 1), the same numbers for every arithmetic before they are rounded."""
+    """Return scores from N(0, 1), the same numbers for every arithmetic before they are rounded."""
     source = torch.Generator(device).manual_seed(rows)
     scores = torch.randn(rows, keys, generator=source, device=device).to(arithmetic.stored)
     return Tiles(
@@ -121,7 +120,7 @@ def make_tiles(arithmetic: Arithmetic, rows: int, keys: int, device: torch.devic
 
 
 def run_softmax(clock: Clock, rounds: int) -> list[dict[str, Any]]:
-    """Time every arithmetic at every size.
+    """Time every arithmetic at every size; one whose weights are wrong has an error and no time.
 
     Returns
     -------
@@ -129,57 +128,29 @@ def run_softmax(clock: Clock, rounds: int) -> list[dict[str, Any]]:
         One per size and arithmetic: ``status``, ``why``, ``rmse``, ``rmse_limit``, ``bytes``, times as of
         `timing.summary`, ``bandwidth`` in bytes per second, ``to_fp32``: how many times as fast as with FP32 tiles.
     """
-    records = []
+    records: list[dict[str, Any]] = []
     for where, rows, keys, cold in SIZES:
-        found, calls, launches = {}, {}, 1 if cold else IN_GRAPH
+        launches, calls, own = 1 if cold else IN_GRAPH, {}, {}
         for arithmetic in ARITHMETICS:
-            entry: dict[str, Any] = {"where": where, "rows": rows, "keys": keys, "arithmetic": arithmetic.name}
-            try:
-                checked, call = _prepare(arithmetic, rows, keys, launches, clock)
-            except Exception as error:  # inline assembly that the device lacks, or no device
-                checked = {"status": "not run", "why": one_line(error)}
-            found[arithmetic.name] = entry | checked
-            if checked["status"] == "ok":
-                calls[arithmetic.name] = call
-        try:
-            times, _ = interleave(clock, calls, rounds, cold)
-        except Exception as error:  # a device that fails while it is timed: no times, but the rest of the result
-            times = {}
-            for name in calls:
-                found[name] |= {"status": "not run", "why": f"while timed: {one_line(error)}"}
+            tiles = make_tiles(arithmetic, rows, keys, clock.device)
+            own[arithmetic.name] = {"where": where, "rows": rows, "keys": keys, **check(arithmetic, tiles)}
+            if not own[arithmetic.name]["why"]:
+                call = Call(partial(tiles.repeat, launches))
+                calls[arithmetic.name] = clock.graph(call) if launches > 1 else call
+        times, _ = interleave(clock, calls, rounds, cold)
         for name, taken in times.items():
-            found[name] |= _figures(found[name], taken, times.get(ARITHMETICS[0].name), launches)
-        records += list(found.values())
+            per_launch = summary([[value / launches for value in turn] for turn in taken])
+            own[name] |= per_launch | {"bandwidth": own[name]["bytes"] / (1e-3 * per_launch["median_ms"])}
+            own[name]["to_fp32"] = ratio(taken, times[ARITHMETICS[0].name]) if ARITHMETICS[0].name in times else None
+        records += own.values()
     return records
 
 
-def _prepare(arithmetic: Arithmetic, rows: int, keys: int, launches: int, clock: Clock) -> tuple[dict[str, Any], Call]:
-    """Run once, check, and give what is to be timed: one launch, or a graph of many."""
-    tiles = make_tiles(arithmetic, rows, keys, clock.device)
-    tiles.launch()
-    error = tiles.error()
-    passed = error <= arithmetic.limit
-    checked: dict[str, Any] = {
-        "status": "ok" if passed else "failed gate",
-        "why": "" if passed else f"RMSE {error:.2e}, limit {arithmetic.limit:.2e}",
-        "rmse": error,
-        "rmse_limit": arithmetic.limit,
-        "bytes": tiles.bytes,
-    }
-
-    def run() -> Tensor:
-        for _ in range(launches):
-            tiles.launch()
-        return tiles.weights
-
-    return checked, clock.graph(Call(run)) if launches > 1 else Call(run)
-
-
-def _figures(entry: dict[str, Any], taken: Any, fp32: Any, launches: int) -> dict[str, Any]:
-    """Per launch."""
-    per_launch = [[value / launches for value in turn] for turn in taken]
-    middle = statistics.median(value for turn in per_launch for value in turn)
-    return summary(per_launch) | {
-        "bandwidth": entry["bytes"] / (1e-3 * middle),
-        "to_fp32": None if fp32 is None else ratio(taken, fp32),
-    }
+def check(arithmetic: Arithmetic, tiles: Tiles) -> dict[str, Any]:
+    """Run once and return the error beside its limit; ``why`` is empty where it holds."""
+    tiles.repeat(1)
+    error, limit = tiles.error(), arithmetic.limit
+    why = "" if error <= limit else f"RMSE {error:.2e}, limit {limit:.2e}"
+    status = "failed gate" if why else "ok"
+    record = {"arithmetic": arithmetic.name, "status": status, "why": why, "rmse": error, "rmse_limit": limit}
+    return record | {"bytes": tiles.bytes}

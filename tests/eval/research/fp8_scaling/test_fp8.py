@@ -128,8 +128,8 @@ def test_transients_on_a_small_model(llama):
     assert by["resume without state", "delayed"]["overflowing_layers_first_step"] == 2
     assert by["weights x 4", "delayed"]["largest_scaled"] > 10 * 448
     assert run.judge(records)["passed"]
-    spoiled = [{**each, "overflows": 1} if each["method"] == "geometry" else each for each in records]
-    assert not run.judge(spoiled)["passed"]
+    broken = [{**each, "overflows": 1} if each["method"] == "geometry" else each for each in records]
+    assert not run.judge(broken)["passed"]
     steady = [
         by["resume without state", name]["utilisation"]["median"] for name in ("geometry", "geometry, auto-alpha")
     ]

@@ -9,10 +9,10 @@ import torch
 
 from pasa.eval import cli
 from pasa.eval.research.rounding_training import gpu as training_gpu
-from pasa.eval.research.rounding_training import report as training_report
 from pasa.eval.research.rounding_training import training
 from pasa.eval.research.rounding_training.attention import ARMS
 from pasa.eval.research.rounding_training.model import SINK, SINKS, Decoder, Shape, batch, provoke, spectral_norms
+from pasa.eval.research.rounding_training.sums import interval
 
 TINY = Shape(layers=2, width=32, heads=2, context=24)
 BY_NAME = {arm.name: arm for arm in ARMS}
@@ -120,8 +120,10 @@ def test_spectral_norms_are_the_heads_own():
 
 def test_accumulated_is_one_for_alternating_signs_of_chance_and_the_root_for_equal_ones():
     sums = training.Sums()
-    sums.delta_errors = [torch.tensor([[0.5, (-1.0) ** step]]) for step in range(100)]
-    assert sums.accumulated().tolist() == [pytest.approx([10.0, 0.0])]
+    for step in range(100):
+        sums.add_delta(torch.tensor([[0.5, (-1.0) ** step]]), torch.ones(1, 2))
+    assert sums.accumulated()[-1].tolist() == [pytest.approx([10.0, 0.0])]
+    assert sums.curve()[99] == pytest.approx(50**0.5)
 
 
 def test_learning_rate_warms_up_and_ends_where_it_says():
@@ -172,7 +174,8 @@ def test_stored_run_passed_and_is_whole(stored):
 
 @pytest.mark.parametrize("name", ["training", "training_gpt2_small"])
 def test_stored_tables_are_those_of_the_stored_run(name, tmp_path):
-    training_report.save(json.loads((STORED / f"{name}.json").read_text(encoding="utf-8")), tmp_path)
+    experiment = {each.name: each for each in (training.EXPERIMENT, training_gpu.EXPERIMENT)}[name]
+    experiment.save(json.loads((STORED / f"{name}.json").read_text(encoding="utf-8")), tmp_path)
     for file in (f"{name}.json", f"{name}.md"):
         assert (tmp_path / file).read_text(encoding="utf-8") == (STORED / file).read_text(encoding="utf-8")
     assert (tmp_path / f"{name}.png").stat().st_size < 200_000
@@ -193,7 +196,8 @@ def test_gpu_part_runs_on_a_cpu_and_is_shown(text, tmp_path, monkeypatch):
     assert [each["arm"] for each in ours] == ["flash-unbiased", "safe", "unbiased"]
     assert all(each["gradient_errors"][0] < first["gradient_errors"][0] for each in ours[1:]), "delta of P and dP"
     assert first["steps"] == result["settings"]["steps"] > 0
-    training_report.save(result, tmp_path)
+    training_gpu.EXPERIMENT.save(result, tmp_path)
+    assert result["gate"]["passed"]
     assert "torch's flash attention" in (tmp_path / "training_gpt2_small.md").read_text(encoding="utf-8")
     assert (tmp_path / "training_gpt2_small.png").is_file()
 
@@ -233,4 +237,4 @@ def test_gpu_options_belong_together(capsys):
 
 
 def test_interval_of_one_value_is_unbounded():
-    assert training.interval("x", torch.tensor([3.0])) == {"x": 3.0, "x_95": math.inf}
+    assert interval("x", torch.tensor([3.0])) == {"x": 3.0, "x_95": math.inf}
