@@ -57,23 +57,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class SpeedCase:
-    """One shape with one kind of data.
-
-    Attributes
-    ----------
-    name : str
-        Unique; a biased case is named ``shape+data``.
-    batch, heads, kv_heads, rows, keys, dim : int
-        B, Hq, Hkv, Sq, Skv, D.
-    causal : bool
-        Bottom-right aligned.
-    decode : bool
-        Few rows, many keys: judged by memory traffic. Full attention, since not every peer has bottom-right causality.
-    data : str
-        A key of `DATA`.
-    graphed : bool
-        Time it inside a CUDA graph as well: eager calls are bound by their launches.
-    """
+    """One shape (B, Hq, Hkv, Sq, Skv, D) with one kind of data; a biased case is named ``shape+data``."""
 
     name: str
     batch: int
@@ -82,15 +66,10 @@ class SpeedCase:
     rows: int
     keys: int
     dim: int
-    causal: bool = False
-    decode: bool = False
-    data: str = "randn"
-    graphed: bool = False
-
-    @property
-    def base(self) -> str:
-        """Return the name of the case of this shape with unbiased data."""
-        return self.name.partition("+")[0]
+    causal: bool = False  # bottom-right aligned
+    decode: bool = False  # few rows, many keys, judged by memory traffic; not causal, since some peers align top-left
+    data: str = "randn"  # a key of `DATA`
+    graphed: bool = False  # timed inside a CUDA graph as well, because eager calls are bound by their launches
 
     @property
     def flops(self) -> float:
@@ -126,7 +105,7 @@ class SpeedCase:
 
     def _draw(self, part: str, heads: int, length: int, device: torch.device | str) -> Tensor:
         # A CUDA generator of its own: drawing 147 million numbers on the CPU takes longer than timing them.
-        source = torch.Generator(device).manual_seed(generator(0, self.base, part).initial_seed())
+        source = torch.Generator(device).manual_seed(generator(0, self.name.partition("+")[0], part).initial_seed())
         x = torch.randn(self.batch, heads, length, self.dim, generator=source, device=device)
         if self.data == "constant" and part != "v":
             x += CONSTANT
@@ -168,18 +147,12 @@ QUICK = ("paper", "qwen2-2k", "svd-2", "decode-1x32k")
 
 
 def select_cases(names: Sequence[str] | None = None, quick: bool = False) -> tuple[SpeedCase, ...]:
-    """Return cases by name, all of them, or the quick ones.
-
-    Raises
-    ------
-    ValueError
-        For a name that is not in the table, or for both names and `quick`.
-    """
+    """Return cases by name, all, or the quick ones; ValueError for an unknown name, or for both names and `quick`."""
     if names and quick:
         raise ValueError(f"quick names its own cases {QUICK}: give either it or cases={list(names)}")
-    wanted = QUICK if quick else names or [case.name for case in CASES]
+    chosen = QUICK if quick else names or [case.name for case in CASES]
     known = {case.name: case for case in CASES}
-    for name in wanted:
+    for name in chosen:
         if name not in known:
             raise ValueError(f"case {name!r} is not one of {sorted(known)}")
-    return tuple(known[name] for name in dict.fromkeys(wanted))
+    return tuple(known[name] for name in dict.fromkeys(chosen))

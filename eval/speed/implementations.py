@@ -34,31 +34,17 @@ class NotInstalledError(NotImplementedError):
 class Implementation:
     """One row of the comparison.
 
-    Attributes
-    ----------
-    name : str
-    what : str
-        One line for the legend.
-    prepare : callable
-        Inputs to calls, by variant; whatever has to be laid out differently is made here, before the time is taken.
-        The fastest variant that runs is the one that counts.
-    emulation : PasaConfig
-        The reference arithmetic whose error is the yardstick.
-    shifted : bool
-        Whether a common bias of the keys is removed first.
-    limit : float, optional
-        RMSE to allow in place of the yardstick.
-    lse : callable, optional
-        Inputs to (output, log-sum-exp), for those that can return it.
+    `prepare` makes calls of inputs, by variant, with every copy in another layout made before the time is taken; the
+    fastest variant that runs counts. The gate compares with `emulation`, or allows an RMSE of `limit`.
     """
 
     name: str
     what: str
     prepare: Prepare
     emulation: pasa.PasaConfig = FP32
-    shifted: bool = False
+    shifted: bool = False  # a common bias of the keys is removed before scores are formed
     limit: float | None = None
-    lse: Callable[[Inputs], tuple[Tensor, Tensor]] | None = None
+    lse: Callable[[Inputs], tuple[Tensor, Tensor]] | None = None  # output and log-sum-exp, where it can return that
 
 
 def _sdpa(backend: str) -> Prepare:
@@ -190,13 +176,7 @@ OWN = tuple(each.name for each in IMPLEMENTATIONS if each.name.startswith(("pasa
 
 
 def select_implementations(names: Sequence[str] | None = None) -> tuple[Implementation, ...]:
-    """Return implementations by name, or all.
-
-    Raises
-    ------
-    ValueError
-        For a name that is not in the table.
-    """
+    """Return implementations by name, or all; ValueError for an unknown name."""
     known = {each.name: each for each in IMPLEMENTATIONS}
     for name in names or ():
         if name not in known:

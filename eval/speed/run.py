@@ -51,21 +51,9 @@ def run_speed(
 ) -> dict[str, Any]:
     """Time attention on a CUDA device, accuracy first; exit 1 if one of ours fails the accuracy gate.
 
-    Parameters
-    ----------
-    case, implementation : sequence of str, optional
-        Names of `cases.CASES` and `implementations.IMPLEMENTATIONS`; all by default. Ratios need the two of torch.
-    rounds : int
-        Turns of every implementation on every case.
-    quick : bool
-        Four small cases, without biased data.
-    progress : callable, optional
-
-    Returns
-    -------
-    dict
-        JSON-able: ``records`` (one per case, implementation and way of running), ``targets``, ``parts``, ``softmax``,
-        ``gate`` (whether all of ours that ran are accurate), and what was measured where.
+    Ratios need torch's two fast backends among the implementations. The result has ``records`` (one per case,
+    implementation and way of running), ``targets``, ``parts``, ``softmax`` and ``gate`` (all of ours that ran are
+    accurate).
 
     Raises
     ------

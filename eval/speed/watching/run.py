@@ -24,7 +24,7 @@ from pasa.ops import dispatch, library
 from pasa.ops.attention.spec.watch import FIELDS, STRIDE
 
 MOST_PERCENT = 2.0  # that watching a model may cost
-STEPS = 73  # of decoding, a turn: with 28 heads 2,044 rows, of which two are looked at, as is the share in the long run
+STEPS = 73  # of decoding, a turn: with 28 heads 2,044 rows, of which two are sampled, as in the long run
 ATTENTION = {  # batch, query heads, key heads, S, D, causal
     "Qwen2-7B, 8192": (1, 28, 4, 8192, 128, True),
     "paper, 1280": (1, 16, 16, 1280, 128, False),
@@ -177,7 +177,7 @@ def table(result: dict[str, Any]) -> Table:
     ]
     settings = result["settings"]
     note = (
-        f"One query row in {settings['stride']:,} is looked at. Wall time of host and device, medians of "
+        f"One query row in {settings['stride']:,} is sampled. Wall time of host and device, medians of "
         f"{settings['turns']} interleaved turns; cost: median and p20 to p80 of the turns' ratios. The model: "
         f"{'a tiny Qwen2' if settings['small'] else 'four layers of Qwen2-7B'}, random weights, eager. To begin and "
         "end a watch is not in the times: "
