@@ -40,9 +40,9 @@ def range_table(result: Record) -> Table:
 
 
 def _range(result: Record, scenario: str, name: str) -> str:
-    own = select(result, scenario=scenario, allocation=name)
-    low, high = (pick(each["ratio_overlap"] for each in own) for pick in (min, max))
-    return f"{low:.2f} to {high:.2f} ({max(each['tflops'] for each in own):.0f})"
+    chosen = select(result, scenario=scenario, allocation=name)
+    low, high = (pick(each["ratio_overlap"] for each in chosen) for pick in (min, max))
+    return f"{low:.2f} to {high:.2f} ({max(each['tflops'] for each in chosen):.0f})"
 
 
 def shown(result: Record) -> list[str]:
@@ -59,12 +59,12 @@ def case_table(result: Record, scenario: str) -> Table:
     """Return ratio and rate of each case."""
     rows = []
     for case in result["cases"]:
-        own = {each["allocation"]: each for each in select(result, case=case["name"], scenario=scenario)}
+        chosen = {each["allocation"]: each for each in select(result, case=case["name"], scenario=scenario)}
         cells = [
-            f"{own[n]['ratio_overlap']:.2f} / {own[n]['ratio_none']:.2f} ({own[n]['tflops']:.0f})"
+            f"{chosen[n]['ratio_overlap']:.2f} / {chosen[n]['ratio_none']:.2f} ({chosen[n]['tflops']:.0f})"
             for n in shown(result)
         ]
-        rows.append([case["name"], case["shape"], f"{own['fp32']['overlap_ms']:.3g}", *cells])
+        rows.append([case["name"], case["shape"], f"{chosen['fp32']['overlap_ms']:.3g}", *cells])
     note = (
         f"{MODEL} Times as fast as fp32 with perfect overlap / with none (TFLOPS with perfect overlap). "
         "The pass over K is included."
@@ -94,8 +94,8 @@ def share_table(result: Record) -> Table:
     """Return the cost of tiles in FP32 for the exact recovery, on the paper's shape."""
     rows = []
     for data, share in [*result["shares"].items(), ("every tile", 1.0)]:
-        own = select(result, case="paper", allocation=exact_name(share))
-        cells = [f"{each['ratio_overlap']:.2f} ({each['tflops']:.0f})" for each in own]
+        chosen = select(result, case="paper", allocation=exact_name(share))
+        cells = [f"{each['ratio_overlap']:.2f} ({each['tflops']:.0f})" for each in chosen]
         rows.append([data, percent(share), *cells])
     note = f"{MODEL} Times as fast as fp32 on (1, 16, 1280, 128), and TFLOPS. Shares: stored RMSE runs."
     return Table("Exact recovery by its tiles in FP32", ["data", "tiles in FP32", *result["scenarios"]], rows, note)

@@ -58,7 +58,7 @@ def run_npu_model(progress: output.Report | None = None) -> dict[str, Any]:
         roundings = count_roundings(built)
     shares = stored_shares()
     predicted = predict(counts, plans, shares)
-    lines = {name: [dataclasses.asdict(line) for line in found] for name, found in substitutions(128).items()}
+    lines = {name: [dataclasses.asdict(line) for line in each] for name, each in substitutions(128).items()}
     return {
         "schema": 1,
         "experiment": "npu_model",
@@ -118,18 +118,18 @@ def stored_shares() -> dict[str, float]:
     shares = {}
     for stem, case in SHARE_CASES:
         run = json.loads((RESULTS["rmse"].parent / f"{stem}.json").read_text(encoding="utf-8"))
-        wanted = (case, "pasa-exact", "inf")
-        own = [each for each in run["records"] if (each["case"], each["arithmetic"], each["overflow"]) == wanted]
-        shares[case] = round(sum(each["scores_rescued_share"] for each in own) / len(own), 4)
+        key = (case, "pasa-exact", "inf")
+        chosen = [each for each in run["records"] if (each["case"], each["arithmetic"], each["overflow"]) == key]
+        shares[case] = round(sum(each["scores_rescued_share"] for each in chosen) / len(chosen), 4)
     return shares
 
 
 def fits_of(counts: Sequence[Mapping[str, Any]], kernel: str, dim: int) -> dict[str, Fit]:
     """Return a fit for each counted kernel, against tiles, or blocks for the pass over the keys."""
     per_block = TILES_A_BLOCK if kernel == "attend" else 1
-    own = [each for each in counts if each["kernel"] == kernel and each["dim"] == dim]
-    names = dict.fromkeys(each["name"] for each in own)
-    return {name: fit([(per_block * e["blocks"], e["work"]) for e in own if e["name"] == name]) for name in names}
+    chosen = [each for each in counts if each["kernel"] == kernel and each["dim"] == dim]
+    names = dict.fromkeys(each["name"] for each in chosen)
+    return {name: fit([(per_block * e["blocks"], e["work"]) for e in chosen if e["name"] == name]) for name in names}
 
 
 def predict(

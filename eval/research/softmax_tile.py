@@ -23,6 +23,7 @@ from pasa.eval.kit.timing import Call, Clock, interleave, ratio, summary
 BLOCK, ROWS, WARPS = 128, 16, 4
 IN_GRAPH = 20  # launches per graph where a single one is too short to time
 CHECKED_ROWS = 256
+FP32 = "FP32 tile"
 LOG2E = tl.constexpr(1.4426950408889634)
 RMSE_LIMIT = 2.0**-11
 """Of the weights: P is rounded to FP16 once."""
@@ -98,7 +99,7 @@ class Arithmetic(NamedTuple):
 
 
 ARITHMETICS = (
-    Arithmetic("FP32 tile", torch.float32, False, RMSE_LIMIT),
+    Arithmetic(FP32, torch.float32, False, RMSE_LIMIT),
     Arithmetic("FP16 tile", torch.float16, False, RMSE_LIMIT),
     Arithmetic("FP16 tile, FP16 arithmetic", torch.float16, True, HALF_LIMIT),
 )
@@ -130,19 +131,21 @@ def run_softmax(clock: Clock, rounds: int) -> list[dict[str, Any]]:
     """
     records: list[dict[str, Any]] = []
     for where, rows, keys, cold in SIZES:
-        launches, calls, own = 1 if cold else IN_GRAPH, {}, {}
+        launches, calls, by_name = 1 if cold else IN_GRAPH, {}, {}
         for arithmetic in ARITHMETICS:
             tiles = make_tiles(arithmetic, rows, keys, clock.device)
-            own[arithmetic.name] = {"where": where, "rows": rows, "keys": keys, **check(arithmetic, tiles)}
-            if not own[arithmetic.name]["why"]:
+            by_name[arithmetic.name] = {"where": where, "rows": rows, "keys": keys, **check(arithmetic, tiles)}
+            if not by_name[arithmetic.name]["why"]:
                 call = Call(partial(tiles.repeat, launches))
                 calls[arithmetic.name] = clock.graph(call) if launches > 1 else call
         times, _ = interleave(clock, calls, rounds, cold)
         for name, taken in times.items():
             per_launch = summary([[value / launches for value in turn] for turn in taken])
-            own[name] |= per_launch | {"bandwidth": own[name]["bytes"] / (1e-3 * per_launch["median_ms"])}
-            own[name]["to_fp32"] = ratio(taken, times[ARITHMETICS[0].name]) if ARITHMETICS[0].name in times else None
-        records += own.values()
+            by_name[name] |= per_launch | {"bandwidth": by_name[name]["bytes"] / (1e-3 * per_launch["median_ms"])}
+            by_name[name]["to_fp32"] = (
+                ratio(taken, times[ARITHMETICS[0].name]) if ARITHMETICS[0].name in times else None
+            )
+        records += by_name.values()
     return records
 
 

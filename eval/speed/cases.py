@@ -104,7 +104,7 @@ class SpeedCase:
         return Inputs(made["q"], made["k"], made["v"], self.causal, self.decode)
 
     def _draw(self, part: str, heads: int, length: int, device: torch.device | str) -> Tensor:
-        # A CUDA generator of its own: drawing 147 million numbers on the CPU takes longer than timing them.
+        # A CUDA generator: drawing 147 million numbers on the CPU takes longer than timing them.
         source = torch.Generator(device).manual_seed(generator(0, self.name.partition("+")[0], part).initial_seed())
         x = torch.randn(self.batch, heads, length, self.dim, generator=source, device=device)
         if self.data == "constant" and part != "v":
@@ -149,7 +149,7 @@ QUICK = ("paper", "qwen2-2k", "svd-2", "decode-1x32k")
 def select_cases(names: Sequence[str] | None = None, quick: bool = False) -> tuple[SpeedCase, ...]:
     """Return cases by name, all, or the quick ones; ValueError for an unknown name, or for both names and `quick`."""
     if names and quick:
-        raise ValueError(f"quick names its own cases {QUICK}: give either it or cases={list(names)}")
+        raise ValueError(f"quick names its cases {QUICK}: give either it or cases={list(names)}")
     chosen = QUICK if quick else names or [case.name for case in CASES]
     known = {case.name: case for case in CASES}
     for name in chosen:

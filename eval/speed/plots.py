@@ -33,7 +33,7 @@ def draw(result: dict[str, Any], folder: Path) -> list[Path]:
     for name, field, title, biased, decode in PANELS:
         groups = places(result, decode=decode, biased=biased)
         values = {each: [_value(result, place, each, field) for place in groups] for each in ran(result)}
-        values = {each: found for each, found in values.items() if any(found)}
+        values = {each: heights for each, heights in values.items() if any(heights)}
         if values:
             paths.append(draw_bars(result, groups, values, field, title, folder / name))
     return paths

@@ -17,8 +17,8 @@ def speed() -> str:
     shapes = {case["name"]: case["shape"] for case in result["cases"]}
     rows = []
     for case, how in report.places(result, decode=False):
-        own = report.lines(result, case, how)
-        ours, portable, peer = (own.get(name, {}) for name in ("pasa", "pasa-portable", CUDNN))
+        by_name = report.lines(result, case, how)
+        ours, portable, peer = (by_name.get(name, {}) for name in ("pasa", "pasa-portable", CUDNN))
         times = [report.milliseconds(peer), report.milliseconds(ours), number(ours.get("tflops"), ".0f")]
         ratios = [report.cell(ours, "to_cudnn"), report.cell(ours, "to_flash"), report.cell(portable, "to_cudnn")]
         errors = [short(each["rmse"]) if "rmse" in each else "-" for each in (peer, ours)]
@@ -42,10 +42,10 @@ def decode() -> str:
     slower = []
     for case, how in report.places(result, decode=True, biased=True):
         if how == "graph":
-            own, plain = (report.lines(result, name, how)["pasa"]["median_ms"] for name in (case, report.base(case)))
-            slower.append(f"{case} {own / plain:.1f}")
-    biased = f"Times as long as without the bias, in a CUDA graph: {', '.join(slower)}."
-    return "\n\n".join([title, markdown([table.header[i] for i in columns], rows), alone, biased])
+            biased, plain = (report.lines(result, name, how)["pasa"]["median_ms"] for name in (case, report.base(case)))
+            slower.append(f"{case} {biased / plain:.1f}")
+    added = f"Times as long as without the bias, in a CUDA graph: {', '.join(slower)}."
+    return "\n\n".join([title, markdown([table.header[i] for i in columns], rows), alone, added])
 
 
 def paged() -> str:
@@ -54,7 +54,7 @@ def paged() -> str:
     names = {"pasa": "contiguous", **{f"pasa-paged-{n}": f"pages of {n}" for n in PAGES}, CUDNN: "cuDNN, contiguous"}
     rows = []
     for case in result["cases"]:
-        own = report.lines(result, case["name"], "graph")
-        rows.append([case["name"], case["shape"], *(f"{1e3 * own[name]['median_ms']:.1f}" for name in names)])
+        by_name = report.lines(result, case["name"], "graph")
+        rows.append([case["name"], case["shape"], *(f"{1e3 * by_name[name]['median_ms']:.1f}" for name in names)])
     method = f"Microseconds of a call in a CUDA graph. Pages are in random order, with anchors. {BIASES}."
     return f"{method}\n\n{markdown(['case', 'shape', *names.values()], rows)}\n\n{report.origin(result)}"

@@ -43,10 +43,10 @@ def ratio_table(result: Record) -> Table:
     names = [name for name in ran(result) if name != CUDNN]
     rows = []
     for case, how in places(result, decode=False, biased=False):
-        own = lines(result, case, how)
-        peer = own.get(CUDNN, {})
+        by_name = lines(result, case, how)
+        peer = by_name.get(CUDNN, {})
         first = [milliseconds(peer), number(peer.get("tflops"), ".0f")]
-        rows.append([label(case, how), *first, *(cell(own.get(name), "to_cudnn") for name in names)])
+        rows.append([label(case, how), *first, *(cell(by_name.get(name), "to_cudnn") for name in names)])
     return Table(f"Times as fast as {CUDNN}", ["case", f"{CUDNN} ms", "TFLOPS", *names], rows, FORMULA + ".")
 
 
@@ -67,18 +67,18 @@ def bias_table(result: Record) -> Table:
     names = ran(result)
     rows = []
     for case in (each["name"] for each in result["cases"] if each["data"] != "randn"):
-        plain, own = lines(result, base(case), "eager"), lines(result, case, "eager")
-        slower = [_slower(own.get(name, {}), plain.get(name, {})) for name in names]
-        errors = [short(own[name]["rmse"]) if "rmse" in own.get(name, {}) else "-" for name in names]
-        rows.append([f"{case}: x cuDNN", *(cell(own.get(name), "to_cudnn") for name in names)])
+        plain, by_name = lines(result, base(case), "eager"), lines(result, case, "eager")
+        slower = [_slower(by_name.get(name, {}), plain.get(name, {})) for name in names]
+        errors = [short(by_name[name]["rmse"]) if "rmse" in by_name.get(name, {}) else "-" for name in names]
+        rows.append([f"{case}: x cuDNN", *(cell(by_name.get(name), "to_cudnn") for name in names)])
         rows += [["time / unbiased", *slower], ["RMSE", *errors]]
     return Table("Biased keys, where a shift is active", ["case", *names], rows, BIASES)
 
 
-def _slower(own: Record, plain: Record) -> str:
-    if own.get("median_ms") is None or plain.get("median_ms") is None:
+def _slower(biased: Record, plain: Record) -> str:
+    if biased.get("median_ms") is None or plain.get("median_ms") is None:
         return "-"
-    return f"{own['median_ms'] / plain['median_ms']:.2f}"
+    return f"{biased['median_ms'] / plain['median_ms']:.2f}"
 
 
 def part_table(result: Record) -> Table:

@@ -207,9 +207,9 @@ def in_graph(eager: Entrant, clock: Clock) -> Entrant:
         return Entrant(record | {"status": NOT_RUN, "why": f"in a CUDA graph: {one_line(error)}"})
 
 
-def _close(own: Tensor, other: Tensor, limit: float) -> bool:
+def _close(out: Tensor, other: Tensor, limit: float) -> bool:
     """Check the relative distance against the error that the gate allows: splits over keys have no fixed order."""
-    return bool((own.float() - other.float()).norm() <= limit * other.float().norm())
+    return bool((out.float() - other.float()).norm() <= limit * other.float().norm())
 
 
 def take_times(case: SpeedCase, entrants: Sequence[Entrant], clock: Clock, bandwidth: float, rounds: int) -> None:
@@ -227,8 +227,8 @@ def take_times(case: SpeedCase, entrants: Sequence[Entrant], clock: Clock, bandw
         return
     for each in entrants:
         if each.name in times:
-            own = figures(case, times[each.name], times.get(CUDNN), times.get(FLASH), bandwidth)
-            each.record |= own | {"cold": cold}
+            times_and_ratios = figures(case, times[each.name], times.get(CUDNN), times.get(FLASH), bandwidth)
+            each.record |= times_and_ratios | {"cold": cold}
 
 
 def figures(case: SpeedCase, times: Rounds, cudnn: Rounds | None, flash: Rounds | None, bandwidth: float) -> Record:

@@ -37,12 +37,12 @@ def judge_targets(records: Sequence[Record]) -> list[Record]:
     judged = []
     for case, how in dict.fromkeys((each["case"], each["how"]) for each in records):
         for kernel, (name, targets) in KERNELS.items():
-            own = [e for e in records if (e["case"], e["how"], e["implementation"]) == (case, how, name)]
+            chosen = [e for e in records if (e["case"], e["how"], e["implementation"]) == (case, how, name)]
             cudnn, stretch, flash, floor = targets.get((case, how), (None,) * 4)
             fields = ((CUDNN_FIELD, cudnn, stretch), (FLASH_FIELD, flash, None), (FLOOR_FIELD, floor, None))
             for field, must, more in fields:
                 if must is not None:
-                    value = own[0].get(field) if own else None
+                    value = chosen[0].get(field) if chosen else None
                     entry = {"case": case, "how": how, "kernel": kernel, "field": field, "must": must, "stretch": more}
                     entry |= {"value": value, "by": None if value is None else name}
                     judged.append(entry | {"verdict": judge(field, value, must, more)})

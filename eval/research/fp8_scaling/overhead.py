@@ -114,8 +114,8 @@ def check(heads: int, kv_heads: int, device: torch.device) -> dict[str, Any]:
     keys = k.double().cpu().repeat_interleave(heads // kv_heads, 0)
     exact = torch.linalg.svdvals(q.double().cpu().mT @ keys)[:, 0]
     power = PowerIteration(heads, kv_heads, generator=torch.Generator(device).manual_seed(1))
-    found = power.update(q.flatten(0, 1), k.flatten(0, 1), steps=CHECK_STEPS).double().cpu()
-    return {"heads": heads, "kv_heads": kv_heads, "error": float((found / exact - 1).abs().max())}
+    norms = power.update(q.flatten(0, 1), k.flatten(0, 1), steps=CHECK_STEPS).double().cpu()
+    return {"heads": heads, "kv_heads": kv_heads, "error": float((norms / exact - 1).abs().max())}
 
 
 @torch.no_grad()
@@ -249,8 +249,8 @@ class Layers:
             for weight, heads in ((block.query, shape.heads), (block.key, shape.kv_heads))
         )
         key = replace(key, gram=key.gram.repeat_interleave(shape.heads // shape.kv_heads, 0))
-        found = self.power[0].update(block.query, block.key).double().cpu()
-        return float((found / geometry.interaction_norm(query, key)).min())
+        norms = self.power[0].update(block.query, block.key).double().cpu()
+        return float((norms / geometry.interaction_norm(query, key)).min())
 
     def follows(self, call: Call) -> bool:
         """Check that one more pass finds scales 16 times as large once q and k weights are 4 times as large."""

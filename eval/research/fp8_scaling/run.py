@@ -158,7 +158,7 @@ def summarise(
     scaled = torch.tensor(rows, dtype=torch.float64)  # (steps, layers)
     beyond = ~round_to(scaled, "fp8_e4m3").isfinite()
     low, median, high = (scaled / E4M3_MAX).quantile(torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)).tolist()
-    own = scalings[0]
+    first = scalings[0]
     return {
         "scenario": scenario.name,
         "method": name,
@@ -169,7 +169,7 @@ def summarise(
         "overflows": int(beyond.sum()),
         "largest_scaled": float(scaled.max()),
         "utilisation": {"p10": low, "median": median, "p90": high},
-        "alpha": own.alpha if isinstance(own, Geometry) else None,
+        "alpha": first.alpha if isinstance(first, Geometry) else None,
         "alpha_min": alpha,
     }
 

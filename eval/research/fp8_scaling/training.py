@@ -60,7 +60,7 @@ def layer_weights(model: Any) -> list[LayerWeights]:
 class Trainer:
     """AdamW on next-token loss, as the paper fine-tunes: clipped at 1, weight decay 0.01.
 
-    Training is in FP32: the methods look on. A method that overflowed would have spoiled the run from there.
+    Training is in FP32: the methods look on. A method that overflowed would have changed the run from there on.
     """
 
     def __init__(self, model: Any, batches: Sequence[Tensor], learning_rate: float) -> None:

@@ -146,7 +146,7 @@ def draw_gpu(result: Record, folder: Path) -> list[Path]:
 
 def _differences(values: Sequence[float | None], others: Sequence[float | None]) -> list[float]:
     pairs = zip(values, others, strict=False)  # a run that failed has fewer
-    return [math.nan if own is None or other is None else own - other for own, other in pairs]
+    return [math.nan if one is None or other is None else one - other for one, other in pairs]
 
 
 def _draw_panels(result: Record, rows: list[dict[str, Any]], steps_apart: list[int], path: Path) -> Path:

@@ -161,15 +161,15 @@ def backward(model: Decoder, tokens: Tensor, targets: Tensor, *, autocast: bool 
 
 def gradient_error(model: Decoder, attention: Attention, tokens: Tensor, targets: Tensor) -> float:
     """Return the relative error of all gradients against FP32 attention; leaves the gradients as they were."""
-    own = {parameter: parameter.grad for parameter in model.parameters() if parameter.grad is not None}
+    kept = {parameter: parameter.grad for parameter in model.parameters() if parameter.grad is not None}
     arm, attention.arm = attention.arm, ARMS[0]
     backward(model, tokens, targets)
     attention.arm = arm
-    pairs = [(grad, parameter.grad) for parameter, grad in own.items() if parameter.grad is not None]
+    pairs = [(grad, parameter.grad) for parameter, grad in kept.items() if parameter.grad is not None]
     error, size = (
         sum(float(x.square().sum()) for x in xs) for xs in ([a - b for a, b in pairs], [b for _, b in pairs])
     )
-    for parameter, grad in own.items():
+    for parameter, grad in kept.items():
         parameter.grad = grad
     return math.sqrt(error / size)
 

@@ -84,14 +84,14 @@ def define(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float
     totals = [0] * len(watch.FIELDS)
     _, heads, rows, _ = q.shape
     for number, of_head in groupby(taken, lambda row: row // rows):
-        entry, head, own = number // heads, number % heads, [row % rows for row in of_head]
-        products = q[entry, head, own].double() @ k[entry, head // (heads // k.shape[1])].double().T
+        entry, head, sampled = number // heads, number % heads, [row % rows for row in of_head]
+        products = q[entry, head, sampled].double() @ k[entry, head // (heads // k.shape[1])].double().T
         scores, seen = products * scale, torch.ones_like(products, dtype=torch.bool)
         if causal:
-            last = torch.tensor(own, device=q.device) + (k.shape[2] - rows)
+            last = torch.tensor(sampled, device=q.device) + (k.shape[2] - rows)
             seen = torch.arange(k.shape[2], device=q.device) <= last[:, None]
         if mask is not None:
-            added = mask.expand(*q.shape[:3], k.shape[2])[entry, head, own]
+            added = mask.expand(*q.shape[:3], k.shape[2])[entry, head, sampled]
             added = torch.where(added, 0.0, -torch.inf) if mask.dtype == torch.bool else added
             scores, seen = scores + added.double(), seen & (added > -torch.inf)
         scores = scores.masked_fill(~seen, -torch.inf)
