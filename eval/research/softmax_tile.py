@@ -142,9 +142,7 @@ def run_softmax(clock: Clock, rounds: int) -> list[dict[str, Any]]:
         for name, taken in times.items():
             per_launch = summary([[value / launches for value in turn] for turn in taken])
             by_name[name] |= per_launch | {"bandwidth": by_name[name]["bytes"] / (1e-3 * per_launch["median_ms"])}
-            by_name[name]["to_fp32"] = (
-                ratio(taken, times[ARITHMETICS[0].name]) if ARITHMETICS[0].name in times else None
-            )
+            by_name[name]["to_fp32"] = ratio(taken, times[FP32]) if FP32 in times else None
         records += by_name.values()
     return records
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
@@ -38,17 +37,9 @@ def run_ring(
     rounds: Annotated[int, "Rounds that are counted."] = 5,
     progress: output.Report | None = None,
 ) -> dict[str, Any] | None:
-    """Causal attention of several devices beside one, under torchrun; exit 1 if it errs more than one device does.
+    """Compare causal attention of several devices with one, under torchrun; exit 1 if it errs more than one does.
 
-    Returns
-    -------
-    dict or None
-        ``settings``, ``records`` (one for every offset), ``gate``, ``environment``; None on all ranks but the first.
-
-    Raises
-    ------
-    ValueError
-        If this process was not started by torchrun; for other than two numbers of heads, or less than a round.
+    Returns None on all ranks but the first; ``records`` has one entry for every offset.
     """
     counts = integers(heads)
     if len(counts) != 2 or min(*counts, rounds) < 1:
@@ -98,9 +89,9 @@ def _measure(tokens: int, heads: list[int], offset: float, rounds: int, device: 
     record = {"offset": offset, "ring_s": statistics.median(slowest), "ring_peak_bytes": peaks}
     if dist.get_rank() == 0:
         whole = _inputs(tokens, heads, offset, device)
-        one = _timed(lambda: pasa.attention(*whole, is_causal=True), rounds, device)
-        record |= {"one_s": statistics.median(one.seconds), "one_peak_bytes": one.peak}
-        record |= _errors(whole, out.to(device), one.out)
+        one, seconds, peak = _timed(lambda: pasa.attention(*whole, is_causal=True), rounds, device)
+        record |= {"one_s": statistics.median(seconds), "one_peak_bytes": peak}
+        record |= _errors(whole, out.to(device), one)
         record["passed"] = _passes(record)
     dist.barrier()
     return record
@@ -114,24 +105,16 @@ def _ring(
     Nothing but a rank's own part is in memory meanwhile.
     """
     q, k, v = (pasa.shard_sequence(x, 2).contiguous() for x in _inputs(tokens, heads, offset, device))
-    ring = _timed(lambda: pasa.ring_attention(q, k, v, is_causal=True), rounds, device)
-    seconds = torch.tensor(ring.seconds, dtype=torch.float64, device=device)
-    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    out, seconds, peak = _timed(lambda: pasa.ring_attention(q, k, v, is_causal=True), rounds, device)
+    slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
     peaks: list[int | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(peaks, ring.peak)
-    return pasa.gather_sequence(ring.out, 2).cpu(), seconds.tolist(), peaks
+    dist.all_gather_object(peaks, peak)
+    return pasa.gather_sequence(out, 2).cpu(), slowest.tolist(), peaks
 
 
-@dataclass(frozen=True)
-class _Timed:
-    """A call, measured: its output, seconds of each round, peak memory of all rounds."""
-
-    out: Tensor
-    seconds: list[float]
-    peak: int | None
-
-
-def _timed(call: Callable[[], Tensor], rounds: int, device: torch.device) -> _Timed:
+def _timed(call: Callable[[], Tensor], rounds: int, device: torch.device) -> tuple[Tensor, list[float], int | None]:
+    """Return the output of a call, the seconds of each round, and the peak memory of all rounds."""
     out = call()  # tiles are chosen, connections made
     reset_peak(device)
     seconds = []
@@ -140,7 +123,7 @@ def _timed(call: Callable[[], Tensor], rounds: int, device: torch.device) -> _Ti
         started = now(device)
         out = call()
         seconds.append(now(device) - started)
-    return _Timed(out, seconds, peak_bytes(device))
+    return out, seconds, peak_bytes(device)
 
 
 def _errors(whole: list[Tensor], out: Tensor, one: Tensor) -> dict[str, float]:

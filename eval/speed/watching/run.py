@@ -43,17 +43,8 @@ def run_watch(
 ) -> dict[str, Any]:
     """Time pasa.watch on a CUDA device; exit 1 if a count or an output is wrong, or a model pays 2 % or more.
 
-    Returns
-    -------
-    dict
-        JSON-able: ``checks`` (a record for each call that was counted), ``records`` (milliseconds without and with;
-        cost in percent: median, p20 and p80 of the turns' ratios), ``begin_ms``, ``gate``, ``settings``,
-        ``environment``. Nothing is timed where a count is wrong.
-
-    Raises
-    ------
-    ValueError
-        Without a CUDA device, unless `small`; turns < 1.
+    Nothing is timed where a count is wrong. The result has ``checks`` (a record for each call that was counted) and
+    ``records`` (milliseconds without and with; cost in percent: median, p20 and p80 of the turns' ratios).
     """
     if turns < 1:
         raise ValueError(f"turns={turns} is below 1")
