@@ -1,8 +1,7 @@
-"""Tables and the figure of the model. Every figure is a model's, not a measurement."""
+"""Tables of the model. Every number is a model's, not a measurement."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from pasa.eval.kit.tables import Table, percent
@@ -163,25 +162,3 @@ def origin(result: Record) -> str:
         f"Counts of the CPU twin, {machine['processor']}; pasa {machine['pasa']}, commit "
         f"{machine['commit'] or 'unknown'}; {result['duration_s']} s. {result['note']}."
     )
-
-
-def draw(result: Record, folder: Path) -> list[Path]:
-    """Draw ``npu_model_tiles.png``: the engines' times of a score tile, a group for each allocation; D = 128."""
-    from matplotlib.figure import Figure
-
-    names, width = shown(result), 0.84 / len(PIPES)
-    ns = {each["allocation"]: each["ns"] for each in result["tiles"] if each["dim"] == 128}
-    figure = Figure(figsize=(9.0, 4.0), layout="constrained")
-    axis = figure.subplots()
-    for index, engine in enumerate(PIPES):
-        places = [x + (index - (len(PIPES) - 1) / 2) * width for x in range(len(names))]
-        axis.bar(places, [ns[name][engine] for name in names], width, label=engine)
-    axis.set_xticks(range(len(names)), names, fontsize=8)
-    axis.set_ylabel("ns for 128 x 128 scores, model")
-    axis.grid(axis="y", alpha=0.3)
-    axis.set_axisbelow(True)
-    figure.legend(loc="outside lower center", ncols=len(PIPES), fontsize=8, frameon=False)
-    figure.suptitle("Model, not measured: Ascend 910B3, one cube core and two vector cores, D = 128", fontsize=10)
-    path = folder / "npu_model_tiles.png"
-    figure.savefig(path, dpi=110)
-    return [path]

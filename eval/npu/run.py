@@ -165,5 +165,4 @@ EXPERIMENT = Experiment(
     report=report.report,
     appendix=report.appendix,
     title="A model of an Ascend 910B3",
-    figures=report.draw,
 )

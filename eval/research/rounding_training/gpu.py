@@ -298,5 +298,4 @@ EXPERIMENT = Experiment(
     run=run_training_gpu,
     report=report.report,
     title=report.TITLE,
-    figures=report.draw_gpu,
 )

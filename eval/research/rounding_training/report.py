@@ -1,22 +1,15 @@
-"""Tables and figures of the training runs: one table for each seed, or one of the training on a GPU."""
+"""Tables of the training runs: one for each seed, or one of the training on a GPU."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from pasa.eval.kit.tables import Table, percent, short
 
 Record = dict[str, Any]
 TITLE = "Training with rounded attention"
-CURVES = {
-    "tied": "rows with repeated maxima",
-    "accumulated": "error of delta, accumulated",
-    "norm": "largest norm of a head's W_Q",
-}
-COLOURS = ("#7f7f7f", "#d62728", "#ff9896", "#1f4e9c", "#e6a700", "#2ca02c", "#c5b0d5", "#17becf")
 GAP = "difference of the held-out loss, ± half of its 95 % interval over windows; how far runs spread it does not know."
 NOTES = (
     "Tied rows: share with a second score within 1e-3 of the maximum. Error of tied O: mean, away from zero, over mean "
@@ -118,52 +111,3 @@ def origin(result: Record) -> str:
         f"({machine.get('device', machine['processor'])}; torch {machine['torch']}, pasa {machine['pasa']}, commit "
         f"{machine['commit'] or 'unknown'}; {result['duration_s']:.0f} s; text: {result['settings']['text']}.)"
     )
-
-
-def draw(result: Record, folder: Path) -> list[Path]:
-    """Draw curves over the steps, a row of panels for each seed; losses as their difference to the FP32 arm's."""
-    rows = []
-    for seed in result["settings"]["seeds"]:
-        runs = {each["arm"]: each["curves"] for each in result["records"] if each["seed"] == seed}
-        plain = runs["fp32"]["loss"]
-        gaps = {arm: _differences(curves["loss"], plain) for arm, curves in runs.items()}
-        panels = {f"loss less that of FP32, seed {seed}": gaps}
-        for name, title in CURVES.items():
-            panels[f"{title}, seed {seed}"] = {arm: curves[name] for arm, curves in runs.items()}
-        rows.append(panels)
-    every = result["settings"]["kept_every"]
-    return [_draw_panels(result, rows, [every] * (1 + len(CURVES)), folder / "training.png")]
-
-
-def draw_gpu(result: Record, folder: Path) -> list[Path]:
-    """Draw the loss by step and, by sample, tied rows and the accumulated error of delta."""
-    titles = {"loss": "loss", "tied": CURVES["tied"], "accumulated": CURVES["accumulated"]}
-    runs = {each["arm"]: each["curves"] for each in result["records"]}
-    panels = {title: {arm: curves[name] for arm, curves in runs.items()} for name, title in titles.items()}
-    kept, sampled = result["settings"]["kept_every"], result["settings"]["sample_every"]
-    return [_draw_panels(result, [panels], [kept, sampled, sampled], folder / "training_gpt2_small.png")]
-
-
-def _differences(values: Sequence[float | None], others: Sequence[float | None]) -> list[float]:
-    pairs = zip(values, others, strict=False)  # a run that failed has fewer
-    return [math.nan if one is None or other is None else one - other for one, other in pairs]
-
-
-def _draw_panels(result: Record, rows: list[dict[str, Any]], steps_apart: list[int], path: Path) -> Path:
-    """Draw rows of panels, each {title: {arm: values}}, whose columns are so many steps apart."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(3.4 * len(steps_apart), 3.3 * len(rows)), layout="constrained")
-    axes = figure.subplots(len(rows), len(steps_apart), squeeze=False)
-    for row, panels in zip(axes, rows, strict=True):
-        for axis, apart, (title, runs) in zip(row, steps_apart, panels.items(), strict=True):
-            for colour, (arm, values) in zip(COLOURS, runs.items(), strict=False):
-                points = [math.nan if value is None else value for value in values]
-                places = [apart * point for point in range(len(points))]
-                axis.plot(places, points, color=colour, label=result["arms"][arm]["title"], linewidth=1.0)
-            axis.set_title(title, fontsize=9)
-            axis.grid(alpha=0.3)
-    handles, labels = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
-    figure.savefig(path, dpi=64)
-    return path

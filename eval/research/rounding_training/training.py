@@ -294,6 +294,4 @@ def judge(records: Sequence[dict[str, Any]], reproduced: bool) -> dict[str, Any]
     return {"passed": all(checks.values()), **checks}
 
 
-EXPERIMENT = Experiment(
-    name="training", run=run_training, report=report.report, title=report.TITLE, figures=report.draw
-)
+EXPERIMENT = Experiment(name="training", run=run_training, report=report.report, title=report.TITLE)

@@ -115,7 +115,7 @@ def test_every_prediction_says_that_it_is_a_model(stored):
 
 def test_files_are_those_of_the_result(stored, tmp_path):
     paths = run.EXPERIMENT.save(stored, tmp_path)
-    assert [path.name for path in paths] == ["npu_model.json", "npu_model.md", "npu_model_tiles.png"]
+    assert [path.name for path in paths] == ["npu_model.json", "npu_model.md"]
     folder = RESULTS["npu_model"].parent
     assert json.loads(paths[0].read_text()) == stored
     assert paths[1].read_text() == (folder / "npu_model.md").read_text()

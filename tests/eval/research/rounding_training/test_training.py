@@ -178,7 +178,6 @@ def test_stored_tables_are_those_of_the_stored_run(name, tmp_path):
     experiment.save(json.loads((STORED / f"{name}.json").read_text(encoding="utf-8")), tmp_path)
     for file in (f"{name}.json", f"{name}.md"):
         assert (tmp_path / file).read_text(encoding="utf-8") == (STORED / file).read_text(encoding="utf-8")
-    assert (tmp_path / f"{name}.png").stat().st_size < 200_000
 
 
 def test_gpu_part_runs_on_a_cpu_and_is_shown(text, tmp_path, monkeypatch):
@@ -199,7 +198,6 @@ def test_gpu_part_runs_on_a_cpu_and_is_shown(text, tmp_path, monkeypatch):
     training_gpu.EXPERIMENT.save(result, tmp_path)
     assert result["gate"]["passed"]
     assert "torch's flash attention" in (tmp_path / "training_gpt2_small.md").read_text(encoding="utf-8")
-    assert (tmp_path / "training_gpt2_small.png").is_file()
 
 
 def test_flash_backward_takes_our_output():
