@@ -24,12 +24,20 @@ from pasa.eval.kit.options import (
 )
 from pasa.eval.npu import run as npu
 from pasa.eval.research.fp8_scaling import overhead
+from pasa.eval.speed import counters
 from pasa.eval.speed import run as speed
 from pasa.eval.speed.ring import run as ring
 from pasa.eval.speed.watching import run as watching
 
 bench = typer.Typer(name="bench", help="Benchmarks.", no_args_is_help=True)
-for _experiment in (speed.EXPERIMENT, watching.EXPERIMENT, ring.EXPERIMENT, npu.EXPERIMENT, overhead.EXPERIMENT):
+for _experiment in (
+    speed.EXPERIMENT,
+    counters.EXPERIMENT,
+    watching.EXPERIMENT,
+    ring.EXPERIMENT,
+    npu.EXPERIMENT,
+    overhead.EXPERIMENT,
+):
     add_command(bench, _experiment)
 
 QUICK_HEADS = 4  # half a minute on two cores; the paper has 16

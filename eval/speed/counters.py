@@ -1,28 +1,24 @@
 """Hardware counters of the kernels behind a case, by Nsight Compute: what bounds a time that misses its target.
 
-    python -m pasa.eval.speed.counters paper decode-1x32k --output-dir eval/speed/results
-
 Every kernel runs alone with cold caches, so times add up to more than a call takes in which kernels overlap.
 """
 
 from __future__ import annotations
 
-import argparse
 import csv
 import io
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 
-from pasa.eval import cli
-from pasa.eval.kit import output
 from pasa.eval.kit.device import describe
-from pasa.eval.kit.tables import markdown
+from pasa.eval.kit.experiment import Experiment
+from pasa.eval.kit.output import Report
+from pasa.eval.kit.tables import Table
 from pasa.eval.speed.cases import select_cases
 from pasa.eval.speed.implementations import CUDNN, PLAIN, select_implementations
 
@@ -47,10 +43,12 @@ METRICS = {  # each with the factor to its unit; ncu --print-units base gives by
     "registers": ("launch__registers_per_thread", 1.0),
     "instructions M": ("smsp__inst_executed.sum", 1e-6),
 }
-NOTE = """
-One call of each case, every kernel alone with cold caches, clocks as they are. `DRAM MB` read; `tensor %`: share
-of the time in which the tensor cores work; `SMs busy %`: in which a multiprocessor has a warp; means over all of them.
-"""
+TITLE = "Counters of Nsight Compute"
+NOTE = (
+    "One call of each case, every kernel alone with cold caches, clocks as they are. `DRAM MB` read; `tensor %`: share "
+    "of the time in which the tensor cores work; `SMs busy %`: in which a multiprocessor has a warp; means over all of "
+    "them."
+)
 
 
 def run_case(case: str, implementation: str) -> None:
@@ -75,7 +73,7 @@ def profile(case: str, implementation: str) -> list[dict[str, Any]]:
     metrics += [f"{STALL}{name}_per_issue_active.ratio" for name in STALLS.values()]
     command = ["ncu", "--csv", "--page", "raw", "--print-units", "base", "--clock-control", "none"]
     command += ["--profile-from-start", "off", "--metrics", ",".join(metrics)]
-    command += [sys.executable, "-m", "pasa.eval.speed.counters", case, "--one", implementation]
+    command += [sys.executable, "-m", "pasa.eval.speed.counters", case, implementation]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     table = done.stdout[done.stdout.find('"ID"') :]
     if done.returncode or not table.startswith('"ID"'):
@@ -107,29 +105,30 @@ def number(text: str) -> float:
         return float("nan")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Return 0 if all kernels were read."""
-    parser = argparse.ArgumentParser(description="Nsight Compute counters of the kernels of some cases")
-    parser.add_argument("cases", nargs="+")
-    parser.add_argument("--one", metavar="IMPLEMENTATION", help=argparse.SUPPRESS)
-    parser.add_argument("--output-dir", type=Path)
-    options = parser.parse_args(arguments)
-    if options.one:
-        run_case(options.cases[0], options.one)
-        return 0
-    records = [line for case in options.cases for name in ("pasa", CUDNN) for line in profile(case, name)]
-    shown = [[f"{x:.3g}" if isinstance(x, float) else str(x) for x in line.values()] for line in records]
-    table = markdown(list(records[0]), shown)
-    print(table)
-    if options.output_dir:
-        machine = describe(torch.device("cuda", torch.cuda.current_device()))
-        where = ", ".join(f"{machine[key]}" for key in ("device", "commit"))
-        versions = ", ".join(f"{key} {machine[key]}" for key in ("driver", "torch", "triton", "cudnn"))
-        output.write_json({"environment": machine, "records": records}, str(options.output_dir / "counters.json"))
-        text = f"# Counters of Nsight Compute\n\n{where}; {versions}.\n{NOTE}\n{table}\n"
-        output.write_text(options.output_dir / "counters.md", text)
-    return 0
+def run_counters(
+    case: Annotated[list[str] | None, typer.Option(help="A case by name, repeatable (all).")] = None,
+    progress: Report | None = None,
+) -> dict[str, Any]:
+    """Read hardware counters of the kernels behind a case, by Nsight Compute, beside SDPA's cuDNN."""
+    records: list[dict[str, Any]] = []
+    jobs = [(each.name, by) for each in select_cases(case) for by in ("pasa", CUDNN)]
+    for done, (name, by) in enumerate(jobs):
+        if progress:
+            progress(done, len(jobs), f"{name}, {by}")
+        records += profile(name, by)
+    machine = describe(torch.device("cuda", torch.cuda.current_device()))
+    return {"environment": machine, "gate": {"passed": True}, "records": records}
 
+
+def report(result: dict[str, Any]) -> list[Table | str]:
+    """Return a row per kernel, and the machine."""
+    machine, records = result["environment"], result["records"]
+    rows = [[f"{x:.4g}" if isinstance(x, float) else str(x) for x in line.values()] for line in records]
+    versions = ", ".join(f"{key} {machine[key]}" for key in ("driver", "torch", "triton", "cudnn"))
+    return [Table(TITLE, list(records[0]), rows, NOTE), f"{machine['device']}, {machine['commit']}; {versions}."]
+
+
+EXPERIMENT = Experiment(name="counters", run=run_counters, report=report, title=TITLE)
 
 if __name__ == "__main__":
-    cli.leave(main)
+    run_case(*sys.argv[1:])

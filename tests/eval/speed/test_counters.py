@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from pasa.eval.kit.stored import stored
 from pasa.eval.speed import counters
 
 STALLS = [f"{counters.STALL}{name}_per_issue_active.ratio" for name in counters.STALLS.values()]
@@ -41,8 +42,15 @@ def test_units_and_reasons(ncu):
     assert line["registers"] == 128
     assert line["waits for (warps an issue)"] == "memory 35.5, shared memory 14.5, fixed latency 11.0"
     heard = json.loads(arguments.read_text())
-    assert heard[-3:] == ["decode-1x32k", "--one", "pasa"]
+    assert heard[-2:] == ["decode-1x32k", "pasa"]
     assert heard[heard.index("--clock-control") + 1] == "none", "clocks are not ours to set"
+
+
+def test_the_stored_run_is_shown():
+    table, machine = counters.report(stored("counters"))
+    assert len(table.rows) == len(stored("counters")["records"])
+    assert table.header[:4] == ["case", "by", "kernel", "us"]
+    assert machine.startswith("NVIDIA H200, ")
 
 
 def test_refused_counters_and_a_missing_ncu_are_said(ncu, monkeypatch, tmp_path):
