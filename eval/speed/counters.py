@@ -23,6 +23,7 @@ from pasa.eval.speed.cases import select_cases
 from pasa.eval.speed.implementations import CUDNN, PLAIN, select_implementations
 
 WARM_CALLS = 3
+DEFAULT = ("paper", "decode-1x32k", "decode-1x128k")
 STALL = "smsp__average_warps_issue_stalled_"
 STALLS = {
     "memory": "long_scoreboard",
@@ -106,12 +107,12 @@ def number(text: str) -> float:
 
 
 def run_counters(
-    case: Annotated[list[str] | None, typer.Option(help="A case by name, repeatable (all).")] = None,
+    case: Annotated[list[str] | None, typer.Option(help="A case by name, repeatable (the paper's; decoding).")] = None,
     progress: Report | None = None,
 ) -> dict[str, Any]:
     """Read hardware counters of the kernels behind a case, by Nsight Compute, beside SDPA's cuDNN."""
     records: list[dict[str, Any]] = []
-    jobs = [(each.name, by) for each in select_cases(case) for by in ("pasa", CUDNN)]
+    jobs = [(each.name, by) for each in select_cases(case or DEFAULT) for by in ("pasa", CUDNN)]
     for done, (name, by) in enumerate(jobs):
         if progress:
             progress(done, len(jobs), f"{name}, {by}")

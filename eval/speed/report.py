@@ -25,7 +25,7 @@ BIASES = "; ".join(f"{name}: {what}" for name, what in DATA.items() if name != "
 
 def report(result: Record) -> list[Table | str]:
     """Return what is shown in the terminal; tables without rows are left out."""
-    makers = (ratio_table, decode_table, reading_table, bias_table, part_table, tile_table, target_table)
+    makers = (ratio_table, decode_table, reading_table, bias_table, part_table, target_table)
     tables = [table for table in (make(result) for make in makers) if table.rows]
     return [*tables, METHOD, GATE_TEXT, *absences(result), verdict(result), origin(result)]
 
@@ -105,21 +105,6 @@ def reading_table(result: Record) -> Table:
         rows.append([part["case"], *times, f"{whole / alone:.2f}" if whole and alone else "-", part["why"]])
     note = "In CUDA graphs with a cold L2. Launch and ramp-up count for both; at a large copy's bandwidth they do not."
     return Table("Decoding beside reading alone", ["case", "pasa us", "reading us", "ratio", "not timed"], rows, note)
-
-
-def tile_table(result: Record) -> Table:
-    """Return the softmax side alone."""
-    rows = []
-    for each in result["softmax"]:
-        size = f"{each['rows']} x {each['keys']}" if "rows" in each else ""
-        rate = "-" if each.get("bandwidth") is None else f"{each['bandwidth'] * 1e-12:.2f}"
-        times = [number(each.get("median_ms"), ".4g"), number(each.get("to_fp32"), ".2f")]
-        moved = "-" if each.get("bytes") is None else f"{each['bytes'] / 1e6:.0f}"
-        error = short(each["rmse"]) if "rmse" in each else "-"
-        rows.append([f"{each['where']} {size}".strip(), each["arithmetic"], *times, moved, rate, error, each["why"]])
-    header = ["tiles in", "arithmetic", "ms", "x FP32 tile", "MB moved", "TB/s", "RMSE", "why not"]
-    note = "Online softmax over stored score tiles: read S, write P in FP16 and the maxima."
-    return Table("Softmax side: FP16 against FP32 score tiles", header, rows, note)
 
 
 def target_table(result: Record) -> Table:

@@ -52,7 +52,7 @@ def run_speed(
     """Time attention on a CUDA device, accuracy first; exit 1 if one of ours fails the accuracy gate.
 
     Ratios need torch's two fast backends among the implementations. The result has ``records`` (one per case,
-    implementation and way of running), ``targets``, ``parts``, ``softmax`` and ``gate`` (all of ours that ran are
+    implementation and way of running), ``targets``, ``parts`` and ``gate`` (all of ours that ran are
     accurate).
 
     Raises
@@ -84,13 +84,10 @@ def measure(
     parts: list[Record] = []
     for done, case in enumerate(cases):
         if progress:
-            progress(done, len(cases) + 1, case.name)
+            progress(done, len(cases), case.name)
         of_case, split_up = measure_case(case, implementations, clock, bandwidth, rounds)
         records += of_case
         parts += split_up
-    if progress:
-        progress(len(cases), len(cases) + 1, "score tiles")
-    softmax = _softmax(clock, rounds)
     return {
         "schema": SCHEMA,
         "experiment": "speed",
@@ -105,19 +102,8 @@ def measure(
         "gate": verdict(records),
         "targets": judge_targets(records),
         "parts": parts,
-        "softmax": softmax,
         "records": records,
     }
-
-
-def _softmax(clock: Clock, rounds: int) -> list[Record]:
-    """Return the softmax side alone, or the reason why it did not run."""
-    try:
-        from pasa.eval.research.softmax_tile import run_softmax  # Triton is an extra
-
-        return run_softmax(clock, rounds)
-    except Exception as error:  # the records of all cases stand
-        return [{"where": "-", "arithmetic": "all", "status": NOT_RUN, "why": one_line(error)}]
 
 
 def measure_case(
