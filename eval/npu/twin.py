@@ -47,8 +47,9 @@ def build() -> Iterator[Twin]:
     OSError
         If g++ fails, with its first line.
     """
-    if not (KERNELS / "twin").exists():
-        raise FileNotFoundError(f"the npu-model needs a checkout with the Ascend C sources: there is no {KERNELS}")
+    for path in (SOURCE, KERNELS / "twin"):
+        if not path.exists():
+            raise FileNotFoundError(f"the npu-model needs a checkout with the Ascend C sources: there is no {path}")
     if shutil.which("g++") is None:
         raise FileNotFoundError("the npu-model runs the kernels on the CPU twin, and g++ to build it is not installed")
     flags = [*FLAGS, *(["-mf16c"] if platform.machine() == "x86_64" else [])]
