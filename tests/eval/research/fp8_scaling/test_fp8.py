@@ -10,6 +10,7 @@ import transformers as hf
 
 import pasa
 from pasa.eval import cli
+from pasa.eval.models.predict.observe import observe
 from pasa.eval.research.fp8_scaling import run, tile
 from pasa.eval.research.fp8_scaling.scaling import AutoAlpha, Current, Delayed, Geometry, LayerWeights
 from pasa.eval.research.fp8_scaling.training import layer_weights, recorded_logits
@@ -79,31 +80,19 @@ def test_auto_alpha_takes_what_was_used(weights):
     assert 5.0 / method.scale(weights, 5.0) < 448
 
 
-def test_recorded_logits_are_those_of_the_model(llama, observe_logits):
+def test_recorded_logits_are_those_of_the_model(llama):
     ids = torch.randint(512, (1, 40), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         own = llama(input_ids=ids).logits
         with recorded_logits(llama) as largest:
             assert torch.equal(llama(input_ids=ids).logits, own)
         assert torch.equal(llama(input_ids=ids).logits, own)
-    for layer, most in observe_logits(llama, ids).items():
-        assert largest[layer] == pytest.approx(most, rel=2e-3)  # FP16 rounding of q and k there
-
-
-@pytest.fixture
-def observe_logits():
-    def observed(model, ids):
-        from pasa.eval.models.predict.observe import observe
-
-        with torch.no_grad():
-            scores = observe(model, lambda: model(input_ids=ids))
-        layers = {}
-        for (module, _), score in scores.items():
+        observed = {}
+        for (module, _), score in observe(llama, lambda: llama(input_ids=ids)).items():
             layer = int(module.split(".")[2])
-            layers[layer] = max(layers.get(layer, 0.0), score / 32**0.5)
-        return layers
-
-    return observed
+            observed[layer] = max(observed.get(layer, 0.0), score / 32**0.5)
+    for layer, most in observed.items():
+        assert largest[layer] == pytest.approx(most, rel=2e-3)  # FP16 rounding of q and k there
 
 
 def test_layer_weights_fold_the_gain(llama):

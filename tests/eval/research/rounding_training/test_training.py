@@ -36,12 +36,13 @@ def test_five_steps_twice_are_equal_bit_for_bit(text):
     assert marks[0] == marks[1] != marks[2]
 
 
-def test_arms_start_from_the_same_weights_and_batches(text):
+def test_arms_start_from_the_same_weights_and_batches_and_repeat_their_maxima(text):
     runs = [
         training.train(BY_NAME[name], text, 0, 300, TINY, stop_after=1) for name in ("fp32", "product", "fp16-ours")
     ]
     losses = [run["sums"].curves["loss"][0] for run in runs]
     assert max(losses) - min(losses) <= 1e-2 * losses[0]
+    assert runs[1]["sums"].curves["tied"][0] > 0.9  # all rows but the first
 
 
 def test_training_learns(text):
@@ -60,11 +61,6 @@ def test_a_run_that_fails_stops_and_says_when(text, monkeypatch):
     assert described["lost_in_last_step"] > 0
     assert training.judge([{"arm": "fp16-published", **described}], reproduced=True)["failures_are_underflow"]
     assert training.train(BY_NAME["fp16-ours"], text, 0, 5, TINY)["failed_step"] is None
-
-
-def test_provoked_heads_repeat_their_maxima(text):
-    run = training.train(BY_NAME["product"], text, 0, 300, TINY, stop_after=1)
-    assert run["sums"].curves["tied"][0] > 0.9  # all rows but the first
 
 
 def test_provoked_scores_are_those_asked_for(text):
@@ -88,11 +84,6 @@ def test_batches_begin_with_sinks_and_targets_are_the_next_bytes(text):
     assert (tokens[:, :SINKS] == SINK).all()
     assert (tokens[:, SINKS:] != SINK).all()
     assert torch.equal(tokens[:, 1:], targets[:, :-1])
-
-
-def test_text_with_the_sinks_byte_is_refused():
-    with pytest.raises(ValueError, match="byte 0 at 3"):
-        training.as_bytes("abc\0")
 
 
 def test_comparing_gradients_leaves_them_alone(text):
@@ -154,17 +145,19 @@ def test_gates_can_fail(broken, gate):
     assert not training.judge(good, reproduced=False)["passed"]
 
 
-def test_fewer_steps_than_are_repeated_are_refused():
+def test_bad_arguments_are_refused(capsys):
     with pytest.raises(ValueError, match="steps=4"):
         training.run_training(steps=4)
+    with pytest.raises(ValueError, match="byte 0 at 3"):
+        training.as_bytes("abc\0")
+    with pytest.raises(SystemExit) as left:
+        cli.main(["eval", "training", "--gpu-seconds", "3"])
+    assert left.value.code == 2
+    assert "--text" in capsys.readouterr().err
 
 
-@pytest.fixture(scope="module")
-def stored():
-    return json.loads((STORED / "training.json").read_text(encoding="utf-8"))
-
-
-def test_stored_run_passed_and_is_whole(stored):
+def test_stored_run_passed_and_is_whole():
+    stored = json.loads((STORED / "training.json").read_text(encoding="utf-8"))
     assert stored["gate"]["passed"]
     assert stored["settings"]["steps"] == training.STEPS
     assert len(stored["records"]) == len(ARMS) * len(training.SEEDS)
@@ -225,13 +218,6 @@ def test_tied_rows_are_counted_in_both_precisions():
     near, rounded = training_gpu.tied_rows(q, k)
     assert near.flatten().tolist() == [False, False, False]
     assert rounded.flatten().tolist() == [False, True, True]
-
-
-def test_gpu_options_belong_together(capsys):
-    with pytest.raises(SystemExit) as left:
-        cli.main(["eval", "training", "--gpu-seconds", "3"])
-    assert left.value.code == 2
-    assert "--text" in capsys.readouterr().err
 
 
 def test_interval_of_one_value_is_unbounded():
