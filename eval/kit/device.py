@@ -53,7 +53,7 @@ def _cudnn() -> str | None:
 
 
 def _ask_driver(index: int) -> dict[str, str | None]:
-    """What only nvidia-smi knows; None where it is not there."""
+    """Return what only nvidia-smi knows; None where it is not installed."""
     command = ["nvidia-smi", f"--id={index}", f"--query-gpu={','.join(QUERIES.values())}"]
     try:
         done = subprocess.run(

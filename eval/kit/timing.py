@@ -41,11 +41,11 @@ class Call:
 
 
 class Clock(Protocol):
-    """What the benchmark asks of a device; the tests have one without a device."""
+    """The device as the benchmark uses it; the tests have one without a device."""
 
     @property
     def device(self) -> torch.device:
-        """Where the inputs have to be."""
+        """Return the device that the inputs have to be on."""
         ...
 
     def times(self, call: Call, count: int, cold: bool) -> list[float]:
@@ -110,7 +110,7 @@ class CudaClock:
         return statistics.median(taken)
 
     def workspace(self, call: Call) -> int:
-        """By the allocator's peak; a log-sum-exp that is not returned counts, as it does for every peer."""
+        """Measure the allocator's peak; a log-sum-exp that is not returned counts, as it does for every peer."""
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -193,7 +193,7 @@ def quantile(ordered: Sequence[float], share: float) -> float:
 
 
 def ratio(own: Rounds, other: Rounds) -> float:
-    """How many times as fast as the other: median over the rounds of median(other) / median(own)."""
+    """Return how many times as fast as the other: median over the rounds of median(other) / median(own)."""
     return statistics.median(
         statistics.median(theirs) / statistics.median(ours) for ours, theirs in zip(own, other, strict=True)
     )

@@ -31,5 +31,5 @@ def cycles_of(call: str) -> float:
 
 
 def cycle_source() -> dict[str, Any]:
-    """Return the cycles of all vector calls and their source, as they are stored with a result."""
+    """Return the cycles of all vector calls and their source, in the form that is stored with a result."""
     return {"source": load()["sources"]["cost model, vector calls"], "fp32, fp16": load()[CYCLES]}

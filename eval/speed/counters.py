@@ -46,7 +46,7 @@ METRICS = {  # each with the factor to its unit; ncu --print-units base gives by
 }
 TITLE = "Counters of Nsight Compute"
 NOTE = (
-    "One call of each case, every kernel alone with cold caches, clocks as they are. `DRAM MB` read; `tensor %`: share "
+    "One call of each case, every kernel alone with cold caches, clocks not set. `DRAM MB` read; `tensor %`: share "
     "of the time in which the tensor cores work; `SMs busy %`: in which a multiprocessor has a warp; means over all of "
     "them."
 )

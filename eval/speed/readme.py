@@ -1,4 +1,4 @@
-"""What README.md shows of the stored speed runs."""
+"""The parts of README.md that come from the stored speed runs."""
 
 from __future__ import annotations
 

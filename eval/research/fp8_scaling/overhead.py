@@ -1,4 +1,4 @@
-"""What the scale of a layer costs beside the layer: a warm step of power iteration in every forward pass."""
+"""Times the scale of a layer beside the layer: a warm step of power iteration in every forward pass."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ class Block:
 
 
 class Layers:
-    """Layers in a row, each with weights of its own, without norms and residuals."""
+    """Layers in a row, each with other weights, without norms and residuals."""
 
     def __init__(self, shape: Shape, mlp: bool, device: torch.device) -> None:
         self.shape, self.device = shape, device
@@ -206,7 +206,7 @@ class Layers:
         return x
 
     def _beside(self) -> Tensor:
-        """Weights are all that a scale needs: those of all layers begin with the pass; attention waits for its own."""
+        """Begin all scales with the pass, since they need weights alone; each attention waits for its scale."""
         main, side = torch.cuda.current_stream(), torch.cuda.Stream()
         side.wait_stream(main)
         ready = []
@@ -221,14 +221,14 @@ class Layers:
         return x
 
     def _scale(self, index: int) -> None:
-        """Equation (15), on the device."""
+        """Compute equation (15) on the device."""
         shape, block = self.shape, self.blocks[index]
         norm = self.power[index].update(block.query, block.key).amax()
         factor = geometry_scale(shape.alpha * shape.hidden / math.sqrt(shape.dim))
         torch.mul(norm, factor, out=self.scales[index])
 
     def _layer(self, block: Block, x: Tensor, wait: Callable[[], None]) -> Tensor:
-        """`wait` until the scale is there, which attention needs first."""
+        """Run a layer; `wait` stands before its attention, which needs the scale."""
         projected = (linear(x, each) for each in (block.query, block.key, block.value))
         q, k, v = (each.unflatten(-1, (-1, self.shape.dim)).transpose(1, 2) for each in projected)
         wait()

@@ -17,8 +17,8 @@ NOTES = (
     "the sum of its squares, root mean square over heads; 1 where signs are independent from step to step, the root of "
     "the number of steps where they are equal. Sign: share of steps that have a head's commoner sign, mean over heads. "
     "Relative: the sum over that of |delta_hp|, root mean square. W_Q gradient: length of the summed error over root "
-    "of the summed squares, likewise; relative: of that root to the gradient's. Norm: largest singular value of "
-    "any head's W_Q at the end. Gradients: mean relative error against FP32 attention at the same weights."
+    "of the summed squares, root mean square too; relative: of that root to the gradient's. Norm: largest singular "
+    "value of any head's W_Q at the end. Gradients: mean relative error against FP32 attention at the same weights."
 )
 ERRORS = ["error of tied O", "delta", "sign", "relative", "W_Q gradient", "relative", "norm of W_Q", "gradients"]
 

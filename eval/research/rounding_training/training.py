@@ -58,7 +58,7 @@ class Attention:
 
 
 class Sums(ErrorSums):
-    """What adds up over the steps of one run, and its curves."""
+    """Sums over the steps of one run, and its curves."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What `pasa.watch` counts, by its definitions in FP64; and the calls that its kernels are judged on."""
+"""The counts of `pasa.watch` by their definitions in FP64; and the calls that its kernels are judged on."""
 
 from __future__ import annotations
 

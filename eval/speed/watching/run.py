@@ -1,4 +1,4 @@
-"""What `pasa.watch` costs: attention and a model, watched, beside the same without; counts are checked first."""
+"""Times attention and a model under `pasa.watch` beside the same without; counts are checked first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What scales cost, on a tiny size: the gate, what is timed, and what is stored."""
+"""The cost of scales, on a tiny size: the gate, what is timed, and what is stored."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_nothing_is_timed_where_a_norm_is_wrong(monkeypatch):
 
 
 def test_scales_that_stand_still_are_noticed():
-    """As a CUDA graph whose state is not its input would leave them."""
+    """A CUDA graph whose state is not its input would leave scales as they were."""
     layers = overhead.Layers(overhead.SMALL[0], False, CPU)
     layers.scaled(overhead.INLINE)
     assert not layers.follows(overhead.Call(layers.plain))

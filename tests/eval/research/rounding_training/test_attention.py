@@ -83,8 +83,8 @@ def tied_inputs(score: float, seed: int = 0) -> list[torch.Tensor]:
 
 
 def test_tied_rows_err_to_one_side_and_ours_do_not():
-    """Two weights of 1 and a trifle: ties of P V round away from zero. Half of the columns tie, by half of a spacing:
-    a mean of a quarter of 2^-7 to 2^-8 |P V|, less what values of other binades take away."""
+    """Two weights of 1 and a small rest: ties of P V round away from zero. Half of the columns tie, by half of a
+    spacing: a mean of a quarter of 2^-7 to 2^-8 |P V|, less what values of other binades take away."""
     found = {name: output_bias(attend(*tied_inputs(12.0), arm)) for name, arm in BY_NAME.items() if arm.fmt == "bf16"}
     assert found["product"] > 2**-11
     for name in ("product-ours", "product-published", "quotient-ours"):

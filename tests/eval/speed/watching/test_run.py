@@ -1,4 +1,4 @@
-"""What watching costs, on tiny sizes: the gate, the statistics and what is stored; the definition against ours."""
+"""The cost of watching, on tiny sizes: the gate and what is stored; the definition by hand."""
 
 import json
 
