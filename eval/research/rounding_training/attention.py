@@ -108,7 +108,7 @@ class RoundedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        """Return dQ, dK, dV; record the errors of delta, and of dQ by Eq. 1: -scale diag(delta - its FP32 value) P K."""
+        """Return dQ, dK, dV; record delta's error, and dQ's by Eq. 1: -scale diag(delta - its FP32 value) P K."""
         q, k, v, shares, out, exact = ctx.saved_tensors
         [grad] = grads
         scale, record = q.shape[-1] ** -0.5, ctx.record
