@@ -22,10 +22,22 @@ from pasa.eval.kit.options import (
     stoppable,
     words,
 )
+from pasa.eval.npu import run as npu
+from pasa.eval.research.fp8_scaling import overhead
+from pasa.eval.speed import counters
+from pasa.eval.speed import run as speed
+from pasa.eval.speed.ring import run as ring
 from pasa.eval.speed.watching import run as watching
 
 bench = typer.Typer(name="bench", help="Benchmarks.", no_args_is_help=True)
-for _experiment in (watching.EXPERIMENT,):
+for _experiment in (
+    speed.EXPERIMENT,
+    counters.EXPERIMENT,
+    watching.EXPERIMENT,
+    ring.EXPERIMENT,
+    npu.EXPERIMENT,
+    overhead.EXPERIMENT,
+):
     add_command(bench, _experiment)
 
 QUICK_HEADS = 4  # half a minute on two cores; the paper has 16
@@ -80,25 +92,6 @@ def rmse(
             result = resonant.run_resonance(**given, overflow=overflow or "both", progress=progress)
         else:
             result = run.run_rmse(**given, overflow=overflow or "both", progress=progress)
-    finish(result, json, output_dir, report.render, partial(report.save, draw=plots.draw))
-
-
-@bench.command()
-def speed(
-    json: Json = None,
-    output_dir: Annotated[
-        Path | None, typer.Option(file_okay=False, help="Write JSON, Markdown and figures there.")
-    ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Four small cases.")] = False,
-    case: Annotated[list[str] | None, typer.Option(help="A case by name, repeatable (all).")] = None,
-    implementation: Annotated[list[str] | None, typer.Option(help="An implementation, repeatable (all).")] = None,
-    rounds: Annotated[int, typer.Option(parser=integer, metavar="N", help="Turns of each implementation.")] = 5,
-) -> None:
-    """Time attention on a CUDA device, accuracy first; exit 1 if one of ours fails the accuracy gate."""
-    from pasa.eval.speed import plots, report, run
-
-    with output.progress_bar("bench speed") as progress:
-        result = run.run_speed(case, implementation, rounds, quick, progress=progress)
     finish(result, json, output_dir, report.render, partial(report.save, draw=plots.draw))
 
 
@@ -185,27 +178,6 @@ def video(
 
 
 @bench.command()
-def ring(
-    json: Json = None,
-    output_dir: Annotated[Path | None, typer.Option(file_okay=False, help="Write JSON and Markdown there.")] = None,
-    tokens: Annotated[int, typer.Option(parser=integer, metavar="N", help="Of the whole sequence.")] = 131072,
-    heads: Annotated[str, typer.Option(help="Query and key heads, between a comma.")] = "28,4",
-    rounds: Annotated[int, typer.Option(parser=integer, metavar="N", help="Rounds that are counted.")] = 5,
-) -> None:
-    """Causal attention of several devices beside one, under torchrun; exit 1 if it errs more than one device does."""
-    from pasa.eval.speed.ring import report, run
-
-    counts = integers(heads)
-    if len(counts) != 2 or min(*counts, rounds) < 1:
-        raise ValueError(f"--heads {heads!r} --rounds {rounds}: two numbers of heads, and a round, are the least")
-    with output.progress_bar("bench ring") as progress:
-        result = run.run_ring(tokens, (counts[0], counts[1]), rounds, progress)
-    if result is None:
-        return
-    finish(result, json, output_dir, report.render, report.save)
-
-
-@bench.command()
 def unbiased(
     json: Json = None,
     output_dir: Annotated[Path | None, typer.Option(file_okay=False, help="Write JSON and Markdown there.")] = None,
@@ -217,38 +189,6 @@ def unbiased(
     with output.progress_bar("bench unbiased") as progress:
         result = cost.run_cost(rounds, progress)
     finish(result, json, output_dir, cost_report.render, cost_report.save)
-
-
-@bench.command()
-def predict(
-    json: Json = None,
-    output_dir: Annotated[Path | None, typer.Option(file_okay=False, help="Write JSON and Markdown there.")] = None,
-    small: Annotated[bool, typer.Option("--small", help="A tiny size, on any device.")] = False,
-    turns: Annotated[int, typer.Option(parser=integer, metavar="N", help="Of each case, with and without.")] = 9,
-) -> None:
-    """What FP8 scales from the weights cost a forward pass on a CUDA device; exit 1 if a norm is wrong."""
-    from pasa.eval.research.fp8_scaling import overhead, overhead_report
-
-    with output.progress_bar("bench predict") as progress:
-        result = overhead.run_overhead(small, turns, progress)
-    finish(result, json, output_dir, overhead_report.render, overhead_report.save)
-
-
-@bench.command("npu-model")
-def npu_model(
-    json: Json = None,
-    output_dir: Annotated[
-        Path | None, typer.Option(file_okay=False, help="Write JSON, Markdown and a figure there.")
-    ] = None,
-) -> None:
-    """Model an Ascend 910B3: what the Ascend C kernels spend on the CPU twin over published rates. Not measured."""
-    from pasa.eval.npu import plots, report, run
-
-    with output.progress_bar("bench npu-model") as progress:
-        result = run.run_npu_model(progress)
-    deliver(result, json, report.render)
-    if output_dir is not None:
-        report.save(result, output_dir, plots.draw)
 
 
 def parse_seeds(text: str) -> list[int]:

@@ -31,6 +31,14 @@ def describe(device: torch.device) -> dict[str, Any]:
     }
 
 
+def measured_on(environment: dict[str, Any]) -> str:
+    """Return device, versions and commit of a run on a GPU, in brackets."""
+    return (
+        f"({environment['device']}; torch {environment['torch']}, triton {environment['triton']}, pasa "
+        f"{environment['pasa']}, commit {environment['commit']}; not run on an NPU.)"
+    )
+
+
 def _version(name: str) -> str | None:
     try:
         return importlib.metadata.version(name)
@@ -45,7 +53,7 @@ def _cudnn() -> str | None:
 
 
 def _ask_driver(index: int) -> dict[str, str | None]:
-    """What only nvidia-smi knows; None where it is not there."""
+    """Return what only nvidia-smi knows; None where it is not installed."""
     command = ["nvidia-smi", f"--id={index}", f"--query-gpu={','.join(QUERIES.values())}"]
     try:
         done = subprocess.run(

@@ -45,6 +45,8 @@ class Experiment:
         Whether the command builds models, for which it refuses an older transformers by name.
     kept : str
         What a run that is stopped from the keyboard leaves, for the message.
+    appendix : callable
+        Takes a result; returns tables and paragraphs that the Markdown file alone holds, after those of `report`.
     """
 
     name: str
@@ -54,6 +56,7 @@ class Experiment:
     figures: Callable[[Result, Path], Sequence[Path]] | None = None
     needs_models: bool = False
     kept: str = NOTHING_KEPT
+    appendix: Callable[[Result], Sequence[Table | str]] = lambda result: ()
 
     def show(self, result: Result, console: Console) -> None:
         """Print tables and paragraphs."""
@@ -66,7 +69,7 @@ class Experiment:
     def markdown(self, result: Result) -> str:
         """Return tables and paragraphs without the title, each table below its own where it differs from that."""
         parts: list[str] = []
-        for part in self.report(result):
+        for part in (*self.report(result), *self.appendix(result)):
             if isinstance(part, Table):
                 heading = [f"## {part.title}"] if part.title != self.title else []
                 parts += [*heading, part.markdown(), *([part.note] if part.note else [])]
@@ -75,8 +78,8 @@ class Experiment:
         return "\n\n".join(part for part in parts if part)
 
     def save(self, result: Result, folder: Path) -> list[Path]:
-        """Write NAME.json, NAME.md and the figures; return their paths."""
-        paths = [folder / f"{self.name}.json", folder / f"{self.name}.md"]
+        """Write NAME.json, NAME.md (npu-model: npu_model) and the figures; return their paths."""
+        paths = [folder / f"{self.name.replace('-', '_')}.{suffix}" for suffix in ("json", "md")]
         stored = output.to_json(result)
         result = json.loads(stored)  # both show numbers that are rounded alike
         output.write_text(paths[0], stored)

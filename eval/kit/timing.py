@@ -41,11 +41,11 @@ class Call:
 
 
 class Clock(Protocol):
-    """What the benchmark asks of a device; the tests have one without a device."""
+    """The device as the benchmark uses it; the tests have one without a device."""
 
     @property
     def device(self) -> torch.device:
-        """Where the inputs have to be."""
+        """Return the device that the inputs have to be on."""
         ...
 
     def times(self, call: Call, count: int, cold: bool) -> list[float]:
@@ -110,7 +110,7 @@ class CudaClock:
         return statistics.median(taken)
 
     def workspace(self, call: Call) -> int:
-        """By the allocator's peak; a log-sum-exp that is not returned counts, as it does for every peer."""
+        """Measure the allocator's peak; a log-sum-exp that is not returned counts, as it does for every peer."""
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -193,10 +193,49 @@ def quantile(ordered: Sequence[float], share: float) -> float:
 
 
 def ratio(own: Rounds, other: Rounds) -> float:
-    """How many times as fast as the other: median over the rounds of median(other) / median(own)."""
+    """Return how many times as fast as the other: median over the rounds of median(other) / median(own)."""
     return statistics.median(
         statistics.median(theirs) / statistics.median(ours) for ours, theirs in zip(own, other, strict=True)
     )
+
+
+def now(device: torch.device) -> float:
+    """Return seconds of wall time, after the device has done all that was enqueued."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def added_cost(plain: Call, extended: Call, turns: int, calls: int, device: torch.device) -> dict[str, float]:
+    """Compare the wall time of a call, host and device together, with that of the same call and an addition.
+
+    Both have their turn of so many calls in alternating order; the first turn is not counted. A scope is entered and
+    left outside of the times.
+
+    Returns
+    -------
+    dict
+        ``plain_ms`` and ``extended_ms``, medians; ``cost_percent``, ``p20_percent``, ``p80_percent``: median and
+        quantiles of the turns' ratios.
+    """
+    times: dict[str, list[float]] = {"plain": [], "extended": []}
+    both = [("plain", plain), ("extended", extended)]
+    for turn in range(turns + 1):
+        for name, call in both if turn % 2 else both[::-1]:
+            with call.scope():
+                started = now(device)
+                for _ in range(calls):
+                    call.run()
+                times[name].append(1e3 * (now(device) - started) / calls)
+    without, added = times["plain"][1:], times["extended"][1:]
+    costs = sorted(100 * (own / other - 1) for own, other in zip(added, without, strict=True))
+    return {
+        "plain_ms": statistics.median(without),
+        "extended_ms": statistics.median(added),
+        "cost_percent": statistics.median(costs),
+        "p20_percent": quantile(costs, 0.2),
+        "p80_percent": quantile(costs, 0.8),
+    }
 
 
 def copy_bandwidth(clock: Clock) -> float:
