@@ -26,7 +26,7 @@ def taken(q, first):
 
 @pytest.fixture(params=COUNTERS)
 def count(request):
-    """Return a function of `watch.count`'s arguments, except the totals, that returns counts by name.
+    """Return a function of `watch.count_scores`'s arguments, except the totals, that returns counts by name.
 
     It takes the first row in place of the rows, and samples every `STEP`-th, because small calls have more of
     those than of every `STRIDE`-th.

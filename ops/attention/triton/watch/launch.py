@@ -21,7 +21,7 @@ LEAST_SHARE = 2 * FIRST_BLOCK  # the fewest keys of a program
 def count_scores(
     q: Tensor, k: Tensor, attn_mask: Tensor | None, totals: Tensor, is_causal: bool, scale: float, taken: range
 ) -> None:
-    """Count as `watch.count` does, for head dimensions that the kernels serve."""
+    """Count as `watch.count_scores` does, for head dimensions that the kernels serve."""
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q.detach(), k.detach()))
     (batch, heads, rows, dim), (kv_heads, keys) = q.shape, k.shape[1:3]
     mask = attn_mask.view(torch.uint8) if attn_mask is not None and attn_mask.dtype == torch.bool else attn_mask
