@@ -56,7 +56,7 @@ def counted(calls, walked=0):
     for q, k, mask, causal, scale in calls:
         rows = q.shape[:3].numel()
         if taken := counting.sample(walked, rows):
-            counting.count(q, k, mask, totals, causal, scale, taken)
+            counting.count_scores(q, k, mask, totals, causal, scale, taken)
         walked += rows
     return totals.tolist()
 
