@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
+from pasa.eval.accuracy.rmse import run as rmse
 from pasa.eval.kit import output
 from pasa.eval.kit.experiment import add_command
 from pasa.eval.kit.options import (
@@ -25,62 +26,8 @@ from pasa.eval.kit.options import (
 from pasa.eval.speed.watching import run as watching
 
 bench = typer.Typer(name="bench", help="Benchmarks.", no_args_is_help=True)
-for _experiment in (watching.EXPERIMENT,):
+for _experiment in (rmse.EXPERIMENT, watching.EXPERIMENT):
     add_command(bench, _experiment)
-
-QUICK_HEADS = 4  # half a minute on two cores; the paper has 16
-
-
-@bench.command()
-def rmse(
-    json: Json = None,
-    output_dir: Annotated[
-        Path | None, typer.Option(file_okay=False, help="Write JSON, CSV, Markdown and figures there.")
-    ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help=f"{QUICK_HEADS} heads: under a minute on two cores.")] = False,
-    heads: Annotated[int | None, typer.Option(parser=integer, metavar="N", help="Heads (16, as the paper).")] = None,
-    seq: Annotated[
-        int | None, typer.Option(parser=integer, metavar="N", help="Positions (1280, as the paper).")
-    ] = None,
-    seeds: Annotated[str | None, typer.Option(help="Such as 0,1,2 (0; twelve for --large-bias).")] = None,
-    overflow: Annotated[str | None, typer.Option(help="inf, saturate, or both (the default).")] = None,
-    resonance: Annotated[bool, typer.Option("--resonance", help="Waves along the head dimension instead.")] = False,
-    large_bias: Annotated[bool, typer.Option("--large-bias", help="Large shared biases instead.")] = False,
-    sides: Annotated[bool, typer.Option("--sides", help="Shifts of K and of Q under biases instead.")] = False,
-    kernels: Annotated[bool, typer.Option("--kernels", help="The Triton kernels, on a GPU or interpreted.")] = False,
-) -> None:
-    """RMSE of every arithmetic against FP64 on the paper's cases; exit 1 if the default one fails gate (a) or (b)."""
-    from pasa.eval.accuracy.rmse import bias, plots, report, run
-    from pasa.eval.accuracy.rmse import kernels as on_kernels
-    from pasa.eval.accuracy.rmse import resonance as resonant
-    from pasa.eval.accuracy.rmse import sides as shifted
-
-    if resonance + large_bias + sides + kernels > 1:
-        raise ValueError("--resonance, --large-bias, --sides and --kernels are experiments of their own: choose one")
-    if large_bias and (overflow is not None or quick):
-        raise ValueError("--large-bias takes neither --overflow nor --quick: it compares with FP32 at one small size")
-    if sides and overflow is not None:
-        raise ValueError("--sides takes no --overflow: its table shows both modes")
-    if kernels and overflow is not None:
-        raise ValueError("--kernels takes no --overflow: the scores of kernels are FP32")
-    wanted = {
-        "heads": QUICK_HEADS if quick and heads is None else heads,
-        "seq": seq,
-        "seeds": None if seeds is None else parse_seeds(seeds),
-    }
-    given: dict[str, Any] = {name: value for name, value in wanted.items() if value is not None}
-    with output.progress_bar("bench rmse") as progress:
-        if kernels:
-            result = on_kernels.run_kernels(**given, progress=progress)
-        elif large_bias:
-            result = bias.run_large_bias(**given, progress=progress)
-        elif sides:
-            result = shifted.run_sides(**given, progress=progress)
-        elif resonance:
-            result = resonant.run_resonance(**given, overflow=overflow or "both", progress=progress)
-        else:
-            result = run.run_rmse(**given, overflow=overflow or "both", progress=progress)
-    finish(result, json, output_dir, report.render, partial(report.save, draw=plots.draw))
 
 
 @bench.command()
@@ -249,18 +196,3 @@ def npu_model(
     deliver(result, json, report.render)
     if output_dir is not None:
         report.save(result, output_dir, plots.draw)
-
-
-def parse_seeds(text: str) -> list[int]:
-    """Integers between commas.
-
-    Raises
-    ------
-    ValueError
-        Naming what is not an integer.
-    """
-    parts = [part.strip() for part in text.split(",")]
-    for part in parts:
-        if not part.isdecimal():
-            raise ValueError(f"--seeds {text!r}: {part!r} is not a non-negative integer")
-    return [int(part) for part in parts]

@@ -19,6 +19,7 @@ from pasa.eval.accuracy.rmse import report
 from pasa.eval.accuracy.rounding_bias import cost_report
 from pasa.eval.accuracy.rounding_bias import report as rounding_report
 from pasa.eval.kit import output
+from pasa.eval.kit.device import origin
 from pasa.eval.kit.stored import ROOT, stored, table
 from pasa.eval.kit.tables import Table, percent
 from pasa.eval.models.diagnose import report as diagnose_report
@@ -53,6 +54,7 @@ MAXIMA = ("two, smaller tail", "near, smaller tail", "blocks, smaller tail", "fo
 ROUNDED = (*MAXIMA, "three, smaller tail, one binade", "six, smaller tail, one binade", "random, same tail")
 DIAGNOSED = 3  # heads of each model
 DIAGNOSIS = ("layer", "head", "peak QKᵀ", "× 65504", "stored", "in FP32", "K", "K′", "bias", "resonance", "phase")
+KERNELS = ("pasa-exact", "triton-fp32", "triton-paper-fp16", "triton-paper", "triton-exact")
 SHOWN = ("fp32", "partial", "prescaled", "smooth_k", "pasa-paper-fp16", "pasa-paper", "pasa-exact")
 
 
@@ -116,37 +118,22 @@ def _devices(backend: Backend) -> str:
 
 
 def rmse() -> str:
-    """Worst RMSE over the seeds, overflow mode "inf", and how many tiles ours kept in FP32."""
+    """Return worst RMSE over the seeds, and how many tiles ours kept in FP32."""
     result = stored("rmse")
-    records = [each for each in result["records"] if each["overflow"] == "inf"]
-    rows = []
-    for case in result["cases"]:
-        own = {name: [r for r in records if r["case"] == case["name"] and r["arithmetic"] == name] for name in SHOWN}
-        rescued = max(r["scores_rescued_share"] for r in own["pasa-exact"])
-        rows.append([case["name"], *(_error(own[name]) for name in SHOWN), percent(rescued)])
+    found = report.rmse_table(result["records"], SHOWN, gates=False)
+    own = [each for each in result["records"] if each["overflow"] == "inf" and each["arithmetic"] == "pasa-exact"]
+    rows = [
+        [*row, percent(max(each["scores_rescued_share"] for each in own if each["case"] == row[0]))]
+        for row in found.rows
+    ]
     shape = ", ".join(map(str, result["shape"]))
-    caption = (
-        f"RMSE against FP64 (Eq. 19) on the paper's 15 cases (x0, Am), shape ({shape}), worst of "
-        f"{len(result['seeds'])} seeds; NaN: share of the output. {_origin(result)}"
-    )
-    return f"{caption}\n\n{table(['case', *(f'`{name}`' for name in SHOWN), 'tiles in FP32'], rows)}"
+    note = f"The paper's 15 cases, shape ({shape}). {found.note} {origin(result)}"
+    return Table(found.title, [*found.header, "tiles in FP32"], rows, note).captioned()
 
 
-def _error(records: Sequence[dict[str, Any]]) -> str:
-    nan = max(each["nonfinite_share"] for each in records)
-    return f"NaN {percent(nan)}" if nan else f"{max(each['rmse'] for each in records):.1e}"
-
-
-def _report_table(name: str, title: str) -> str:
-    """One of the tables that `pasa bench rmse` prints."""
-    result = stored(name)
-    found = next(each for each in report.tables(result) if each.title.startswith(title))
-    return f"{found.note} {_origin(result)}\n\n{table(found.header, found.rows)}"
-
-
-def _origin(result: dict[str, Any]) -> str:
-    machine = result["environment"]
-    return f"({machine['processor']}; torch {machine['torch']}, pasa {machine['pasa']}, commit {machine['commit']}.)"
+def with_origin(found: Table, result: dict[str, Any]) -> str:
+    """Return a table of a stored run below its caption and origin."""
+    return f"{found.note} {origin(result)}\n\n{found.markdown()}"
 
 
 def rescue() -> str:
@@ -237,20 +224,11 @@ def fp8() -> str:
 
 
 def kernels() -> str:
-    """The paper's cases on the Triton kernels of a GPU."""
+    """Return the paper's cases on the Triton kernels of a GPU."""
     result = stored("kernels")
-    names = ("pasa-exact", "triton-fp32", "triton-paper-fp16", "triton-paper", "triton-exact")
-    rows = []
-    for case in result["cases"]:
-        own = [[r for r in result["records"] if r["case"] == case["name"] and r["arithmetic"] == n] for n in names]
-        rows.append([case["name"], *map(_error, own)])
-    machine = result["environment"]
-    caption = (
-        f"RMSE against FP64, worst of {len(result['seeds'])} seeds; `pasa-exact` is the emulation, `triton-*` are "
-        "kernels. "
-        f"({machine['device']}; torch {machine['torch']}, triton {machine['triton']}, commit {machine['commit']}.)"
-    )
-    return f"{caption}\n\n{table(['case', *(f'`{name}`' for name in names)], rows)}"
+    found = report.rmse_table(result["records"], KERNELS, gates=False)
+    note = f"{found.note} `pasa-exact` is the emulation, `triton-*` are kernels. {origin(result)}"
+    return Table(found.title, found.header, found.rows, note).captioned()
 
 
 def soak() -> str:
@@ -284,9 +262,9 @@ PARTS: dict[str, Callable[[], str]] = {
     "support": support,
     "evidence": evidence.overview,
     "rmse": rmse,
-    "damage": lambda: _report_table("rmse", "Overflow"),
-    "bias": lambda: _report_table("bias", "Q and K share"),
-    "sides": lambda: _report_table("sides", "Which side"),
+    "damage": lambda: with_origin(report.damage_table(stored("rmse")), stored("rmse")),
+    "bias": lambda: with_origin(report.bias_table(stored("bias")), stored("bias")),
+    "sides": lambda: with_origin(report.sides_table(stored("sides")), stored("sides")),
     "rescue": rescue,
     "video": video,
     "step": step,

@@ -13,7 +13,7 @@ RESULTS = {
     "bias": ROOT / "eval/accuracy/rmse/results/large_bias.json",
     "sides": ROOT / "eval/accuracy/rmse/results/sides.json",
     "rescue": ROOT / "eval/models/rescue/results/rescue.json",
-    "kernels": ROOT / "eval/accuracy/rmse/results/rmse_kernels.json",
+    "kernels": ROOT / "eval/accuracy/rmse/results/kernels.json",
     "speed": ROOT / "eval/speed/results/speed.json",
     "paged": ROOT / "eval/speed/results/paged/speed.json",
     "counters": ROOT / "eval/speed/results/counters.json",

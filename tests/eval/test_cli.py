@@ -92,25 +92,21 @@ def test_json_to_stdout_is_alone_there() -> None:
     assert json.loads(result.stdout)["experiment"] == "rmse"
 
 
-def test_json_file_and_output_folder(tmp_path: Path) -> None:
-    run(*TINY, "--json", str(tmp_path / "deep" / "result.json"), "--output-dir", str(tmp_path / "all"))
-    result = json.loads((tmp_path / "deep" / "result.json").read_text())
-    assert result["note"] == "emulated NPU arithmetic on CPU; not run on an NPU"
-    made = {path.name for path in (tmp_path / "all").iterdir()}
-    assert made == {"rmse.json", "rmse.csv", "rmse.md", "rmse_uniform.png", "rmse_hybrid.png"}
-
-
 @pytest.mark.parametrize(
-    ("option", "stem", "figures"),
-    [("--resonance", "resonance", 3), ("--large-bias", "large_bias", 0), ("--sides", "sides", 0)],
+    ("options", "made"),
+    [
+        ([], {"rmse.json", "rmse.md", "rmse_uniform.png", "rmse_hybrid.png"}),
+        (["--resonance", "--seeds", "0"], {"resonance.json", "resonance.md"}),
+        (["--large-bias", "--seeds", "0"], {"large_bias.json", "large_bias.md"}),
+        (["--sides", "--seeds", "0,1"], {"sides.json", "sides.md"}),
+    ],
 )
-def test_other_experiments_are_stored_whole(tmp_path: Path, option: str, stem: str, figures: int) -> None:
-    """Story: the CSV of --large-bias met a column that only the records of torch's own attention had."""
-    result = run(*TINY, option, "--seeds", "0", "--output-dir", str(tmp_path))
-    assert not isinstance(result.exception, (ValueError, KeyError))
-    made = {path.name for path in tmp_path.iterdir()}
-    assert {f"{stem}.json", f"{stem}.csv", f"{stem}.md"} <= made
-    assert len([name for name in made if name.endswith(".png")]) == figures
+def test_json_file_and_output_folder(tmp_path: Path, options: list[str], made: set[str]) -> None:
+    done = run(*TINY, *options, "--json", str(tmp_path / "deep" / "x.json"), "--output-dir", str(tmp_path / "all"))
+    assert not isinstance(done.exception, (ValueError, KeyError))
+    result = json.loads((tmp_path / "deep" / "x.json").read_text())
+    assert result["note"] == "emulated NPU arithmetic on CPU; not run on an NPU"
+    assert {path.name for path in (tmp_path / "all").iterdir()} == made
 
 
 @pytest.mark.parametrize(
@@ -120,10 +116,8 @@ def test_other_experiments_are_stored_whole(tmp_path: Path, option: str, stem: s
         (["bench", "rmse", "--heads", "many"], "many"),
         (["bench", "rmse", "--seeds", "0,x"], "'x'"),
         (["bench", "rmse", "--seeds", "-1"], "'-1'"),
-        (["bench", "rmse", "--overflow", "wrap"], "'wrap'"),
         (["bench", "rmse", "--resonance", "--seq", "0"], "seq=0"),
         (["bench", "rmse", "--resonance", "--large-bias"], "--large-bias"),
-        (["bench", "rmse", "--sides", "--overflow", "inf"], "--overflow"),
         (["bench", "speed"], "CUDA"),
         (["bench", "speed", "--case", "nonsense"], "nonsense"),
         (["bench", "video"], "CUDA"),
@@ -244,12 +238,11 @@ def test_console_script_runs_as_a_process() -> None:
 
 
 def test_gate_failure_is_exit_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pasa.eval.accuracy.rmse import run as module
+    from pasa.eval.accuracy.rmse import measure as module
 
     failure = [{"case": "c", "seed": 0, "overflow": "inf", "why": "(a) nonfinite_share 1"}]
-    monkeypatch.setattr(
-        module, "verdict", lambda records, gated: {"arithmetic": "pasa-exact", "passed": False, "failures": failure}
-    )
+    gate = {"arithmetic": "pasa-exact", "passed": False, "failures": failure}
+    monkeypatch.setattr(module, "verdict", lambda records, gated: gate)
     result = run(*TINY)
     assert result.exit_code == 1
     assert "pasa-exact FAILS" in result.output

@@ -7,8 +7,9 @@ import dataclasses
 import pytest
 import torch
 
+import pasa
 from pasa.eval.accuracy.rmse.cases import RESONANCE_CASES
-from pasa.eval.accuracy.rmse.resonance import make_maps
+from pasa.eval.accuracy.rmse.resonance import shifted_keys, stored_scores
 from pasa.eval.models.diagnose import maps
 from pasa.eval.models.diagnose.maps import POINTS, Gallery, extremes, head_pictures
 
@@ -33,14 +34,15 @@ def test_a_score_that_stands_alone_is_in_the_picture(sign):
 def test_pictures_are_those_of_the_resonance_experiment(case):
     """The same matrices as the paper's figures are drawn of, K' and S' in the same units."""
     small = dataclasses.replace(case, shape=(1, 1, 300, case.shape[3]))
-    known = make_maps(small, 0)
-    shown = head_pictures(known.q, known.k)
+    q, k, _ = (x.float() for x in small.tensors(0))
+    config = pasa.PasaConfig()
+    shown = head_pictures(q[0, 0], k[0, 0])
     expected = {
-        "Q": known.q,
-        "K": known.k,
-        "K'": known.shifted_keys["exact"],
-        "S": known.scores,
-        "S'": known.stored_scores["exact"],
+        "Q": q[0, 0],
+        "K": k[0, 0],
+        "K'": shifted_keys(k, config)[0, 0],
+        "S": (q @ k.mT)[0, 0],
+        "S'": stored_scores(q, k, config),
     }
     assert list(shown) == list(expected)
     for name, matrix in expected.items():
