@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from pasa.eval.accuracy.gradients import run as gradients
 from pasa.eval.accuracy.rmse import run as rmse
 from pasa.eval.kit import output
 from pasa.eval.kit.experiment import add_command
@@ -26,7 +27,7 @@ from pasa.eval.kit.options import (
 from pasa.eval.speed.watching import run as watching
 
 bench = typer.Typer(name="bench", help="Benchmarks.", no_args_is_help=True)
-for _experiment in (rmse.EXPERIMENT, watching.EXPERIMENT):
+for _experiment in (rmse.EXPERIMENT, gradients.EXPERIMENT, watching.EXPERIMENT):
     add_command(bench, _experiment)
 
 
@@ -65,21 +66,6 @@ def soak(
 
     with output.progress_bar("bench soak") as progress:
         result = run.run_soak(cases, seed, backend, only, small, jobs, progress)
-    finish(result, json, output_dir, report.render, report.save)
-
-
-@bench.command()
-def gradients(
-    json: Json = None,
-    output_dir: Annotated[Path | None, typer.Option(file_okay=False, help="Write JSON and Markdown there.")] = None,
-    seed: Annotated[int, typer.Option(parser=integer, metavar="N", help="What inputs are drawn from.")] = 0,
-    rounds: Annotated[int, typer.Option(parser=integer, metavar="N", help="Turns of each implementation.")] = 5,
-) -> None:
-    """Errors of gradients against FP64, and on a GPU their time beside SDPA's; exit 1 if one is too large."""
-    from pasa.eval.accuracy.gradients import report, run
-
-    with output.progress_bar("bench gradients") as progress:
-        result = run.run_gradients(seed, rounds, progress)
     finish(result, json, output_dir, report.render, report.save)
 
 

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from pasa.eval import evidence
-from pasa.eval.accuracy.gradients import report as gradients_report
+from pasa.eval.accuracy.gradients import run as gradients
 from pasa.eval.accuracy.rmse import report
 from pasa.eval.accuracy.rounding_bias import cost_report
 from pasa.eval.accuracy.rounding_bias import report as rounding_report
@@ -285,7 +285,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "kernels": kernels,
     "soak": soak,
     "fuzz": lambda: f"{fuzz_report.verdict(stored('fuzz'))} {fuzz_report.origin(stored('fuzz'))}",
-    "gradients": lambda: gradients_report.summary(stored("gradients")),
+    "gradients": lambda: gradients.summary(stored("gradients")),
     "npu_model": npu_model,
     "rounding": rounding,
     "rounding_cost": lambda: cost_report.summary(stored("rounding_cost")),

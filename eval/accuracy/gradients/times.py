@@ -36,17 +36,17 @@ class Shape:
 
     @property
     def name(self) -> str:
-        """Such as 1x28/4x8192x128."""
+        """Name the shape as 1x28/4x8192x128."""
         heads = self.heads if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads}"
         return f"{self.batch}x{heads}x{self.length}x{self.dim}"
 
     def flops(self, part: str) -> float:
-        """Products of visible pairs: two forward, and five backward."""
+        """Count the products of visible pairs: two forward, and five backward."""
         products = 2 if part == PARTS[0] else 7
         return products * self.batch * self.heads * float(self.length) ** 2 * self.dim
 
     def inputs(self, device: torch.device) -> list[Tensor]:
-        """Queries, keys, values and the gradient of the output, N(0, 1)."""
+        """Draw queries, keys, values and the gradient of the output, N(0, 1)."""
         source = torch.Generator(device).manual_seed(0)
         return [
             torch.randn(self.batch, heads, self.length, self.dim, generator=source, device=device).half()
@@ -58,7 +58,7 @@ SHAPES = (Shape(4, 12, 12, 1024, 64), Shape(1, 28, 28, 8192, 128), Shape(1, 28, 
 
 
 def calls(shape: Shape, device: torch.device) -> dict[str, dict[str, Call]]:
-    """What is timed, by part and implementation."""
+    """Return what is timed, by part and implementation."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     *qkv, grad = shape.inputs(device)
@@ -94,7 +94,7 @@ def measure(
     profile: Callable[[Call], list[Record]],
     progress: Callable[[int, str], None],
 ) -> dict[str, list[Record]]:
-    """Times of all shapes, called as they are and in CUDA graphs; kernels of a forward and backward pass of ours."""
+    """Time all shapes as they are and in CUDA graphs, and the kernels of a forward and backward pass of ours."""
     times: list[Record] = []
     kernels: list[Record] = []
     for index, shape in enumerate(SHAPES):
@@ -121,8 +121,7 @@ def _numbers(taken: Rounds, flash: Rounds, flops: float) -> dict[str, float]:
 
 
 def kernel_times(call: Call) -> list[Record]:
-    """Milliseconds per call of each kernel and how often it is launched, the longest first; empty where the driver
-    lets nobody profile."""
+    """Return milliseconds per call of each kernel and its launches, the longest first; empty without a profiler."""
     from torch.profiler import ProfilerActivity, profile
 
     call.run()
