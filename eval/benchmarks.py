@@ -10,6 +10,7 @@ import typer
 
 from pasa.eval.accuracy.gradients import run as gradients
 from pasa.eval.accuracy.rmse import run as rmse
+from pasa.eval.accuracy.rounding_bias import cost
 from pasa.eval.kit import output
 from pasa.eval.kit.experiment import add_command
 from pasa.eval.kit.options import (
@@ -27,7 +28,7 @@ from pasa.eval.kit.options import (
 from pasa.eval.speed.watching import run as watching
 
 bench = typer.Typer(name="bench", help="Benchmarks.", no_args_is_help=True)
-for _experiment in (rmse.EXPERIMENT, gradients.EXPERIMENT, watching.EXPERIMENT):
+for _experiment in (rmse.EXPERIMENT, gradients.EXPERIMENT, cost.EXPERIMENT, watching.EXPERIMENT):
     add_command(bench, _experiment)
 
 
@@ -136,20 +137,6 @@ def ring(
     if result is None:
         return
     finish(result, json, output_dir, report.render, report.save)
-
-
-@bench.command()
-def unbiased(
-    json: Json = None,
-    output_dir: Annotated[Path | None, typer.Option(file_okay=False, help="Write JSON and Markdown there.")] = None,
-    rounds: Annotated[int, typer.Option(parser=integer, metavar="N", help="Turns of each softmax.")] = 9,
-) -> None:
-    """What softmax="unbiased" costs on a CUDA device; exit 1 if an output is wrong, 0 if a target is missed."""
-    from pasa.eval.accuracy.rounding_bias import cost, cost_report
-
-    with output.progress_bar("bench unbiased") as progress:
-        result = cost.run_cost(rounds, progress)
-    finish(result, json, output_dir, cost_report.render, cost_report.save)
 
 
 @bench.command()

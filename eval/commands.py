@@ -7,9 +7,12 @@ from typing import Annotated
 
 import typer
 
+from pasa.eval import doctor
+from pasa.eval.accuracy import beta
 from pasa.eval.benchmarks import bench
 from pasa.eval.evaluate import evaluate
 from pasa.eval.kit import output
+from pasa.eval.kit.experiment import add_command
 from pasa.eval.kit.options import Json, at_least_one, deliver, integer, needs_models, probability, stages
 
 app = typer.Typer(
@@ -18,6 +21,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+for _experiment in (doctor.EXPERIMENT, beta.EXPERIMENT):
+    add_command(app, _experiment)
 app.add_typer(bench, name="bench")
 app.add_typer(evaluate, name="eval")
 
@@ -25,27 +30,6 @@ app.add_typer(evaluate, name="eval")
 @app.callback()
 def root() -> None:
     """Keep the commands apart from the group's own options."""
-
-
-@app.command()
-def doctor(json: Json = None) -> None:
-    """Versions, devices, backends and why (not), and a self check against FP64."""
-    from pasa.eval import doctor as module
-
-    result = module.run_doctor()
-    deliver(result, json, module.render)
-    raise typer.Exit(0 if result["self_check"]["passed"] else 1)
-
-
-@app.command()
-def beta(
-    json: Json = None,
-    block: Annotated[int, typer.Option(parser=integer, metavar="N", help="Keys per block.")] = 128,
-) -> None:
-    """The paper's table 3 (optimal beta), and the same for the matrix with 1/sqrt(d) folded in."""
-    from pasa.eval.accuracy import beta as module
-
-    deliver(module.run_beta(block), json, module.render)
 
 
 @app.command()

@@ -5,17 +5,16 @@ from __future__ import annotations
 import importlib.util
 import math
 import time
-from importlib import metadata
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 from torch import Tensor
 
 import pasa
+from pasa.eval.kit import output
+from pasa.eval.kit.experiment import Experiment
 from pasa.eval.kit.output import environment
+from pasa.eval.kit.tables import Table
 from pasa.ops import envs, registry
 from pasa.ops.attention.ascend import backend as npu_backend
 from pasa.ops.attention.options import AttentionOptions
@@ -29,24 +28,20 @@ SELF_CHECK_BOUND = 2.0**-9
 (|t| <= 1 in FP16: 2^-12, weighted twice) come to less than 2^-10; doubled."""
 
 
-def run_doctor() -> dict[str, Any]:
-    """Collect versions, devices, backends, paths, packages and variables, and run the self check.
-
-    Returns
-    -------
-    dict
-        JSON-able; ``self_check["passed"]`` is the verdict.
-    """
+def run_doctor(progress: output.Report = output.silent) -> dict[str, Any]:
+    """Versions, devices, backends and why (not), and a self check against FP64."""
+    found = self_check()
     return {
+        "gate": {"passed": found["passed"]},
         "environment": environment(),
         "devices": devices(),
         "backends": [status._asdict() for status in pasa.backends()],
         "cache_dir": {"path": str(envs.cache_dir()), "exists": envs.cache_dir().is_dir()},
-        "packages": {name: package_version(name) for name in OPTIONAL},
+        "packages": {name: output.package_version(name) for name in OPTIONAL},
         "variables": {
             name: {"value": str(envs.read(name)), "default": default} for name, (default, _) in envs.VARIABLES.items()
         },
-        "self_check": self_check(),
+        "self_check": found,
         "kernels": kernels(),
         "ascend_c": ascend_c(),
     }
@@ -63,14 +58,6 @@ def devices() -> dict[str, str | None]:
         if torch_npu.npu.is_available():
             found["npu"] = ", ".join(torch_npu.npu.get_device_name(i) for i in range(torch_npu.npu.device_count()))
     return found
-
-
-def package_version(name: str) -> str | None:
-    """Version of an installed distribution, or None."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def self_check() -> dict[str, Any]:
@@ -164,32 +151,26 @@ def ascend_c() -> dict[str, Any]:
     }
 
 
-def render(result: dict[str, Any], console: Console) -> None:
-    """Print the findings, one table."""
-    table = Table(title="pasa doctor", title_justify="left", show_lines=False)
-    table.add_column("what")
-    table.add_column("found", overflow="fold")
-
-    def add(name: str, found: str) -> None:
-        table.add_row(name, Text(found))  # not markup: "pip install '.[npu]'"
-
-    for name, value in result["environment"].items():
-        add(name, str(value))
-    for name, value in result["devices"].items():
-        add(f"device {name}", value or "none")
+def report(result: dict[str, Any]) -> list[Table | str]:
+    """Return one table, and what the self check says."""
+    rows = [[name, str(value)] for name, value in result["environment"].items()]
+    rows += [[f"device {name}", value or "none"] for name, value in result["devices"].items()]
     for status in result["backends"]:
         serves = f"; serves {', '.join(status['serves'])}" if status["serves"] else ""
-        add(f"backend {status['name']}", f"{'yes' if status['available'] else 'no'}: {status['reason']}{serves}")
+        rows.append([f"backend {status['name']}", f"{_yes(status['available'])}: {status['reason']}{serves}"])
     cache = result["cache_dir"]
-    add("cache folder", f"{cache['path']}{'' if cache['exists'] else ' (not made yet)'}")
-    for name, version in result["packages"].items():
-        add(f"package {name}", version or "not installed")
-    for name, variable in result["variables"].items():
-        add(name, f"{variable['value']} (default {variable['default']})")
-    add("Triton kernels", kernels_line(result["kernels"]))
-    add("Ascend C kernels", ascend_c_line(result["ascend_c"]))
-    console.print(table)
-    console.print(Text(verdict(result["self_check"])))
+    rows.append(["cache folder", f"{cache['path']}{'' if cache['exists'] else ' (not made yet)'}"])
+    rows += [[f"package {name}", version or "not installed"] for name, version in result["packages"].items()]
+    rows += [[name, f"{each['value']} (default {each['default']})"] for name, each in result["variables"].items()]
+    rows += [
+        ["Triton kernels", kernels_line(result["kernels"])],
+        ["Ascend C kernels", ascend_c_line(result["ascend_c"])],
+    ]
+    return [Table("pasa doctor", ["what", "state"], rows, wraps="state"), verdict(result["self_check"])]
+
+
+def _yes(available: bool) -> str:
+    return "yes" if available else "no"
 
 
 def kernels_line(found: dict[str, Any]) -> str:
@@ -218,3 +199,6 @@ def verdict(found: dict[str, Any]) -> str:
         lines.append(f"  {'passed' if each['passed'] else 'FAILED'}: {each['backend']} on {each['device']}, {what}")
     lines += [f"  not checked: {each['backend']}, {each['why']}" for each in found["not_checked"]]
     return "\n".join(lines)
+
+
+EXPERIMENT = Experiment("doctor", run_doctor, report, "pasa doctor")

@@ -7,7 +7,9 @@ from typing import Annotated
 
 import typer
 
+from pasa.eval.accuracy.rounding_bias import run as bias
 from pasa.eval.kit import output
+from pasa.eval.kit.experiment import add_command
 from pasa.eval.kit.options import (
     NOTHING_KEPT,
     Json,
@@ -22,6 +24,8 @@ from pasa.eval.kit.options import (
 )
 
 evaluate = typer.Typer(name="eval", help="Whole models, with and without PASA; bias of rounding.", no_args_is_help=True)
+for _experiment in (bias.EXPERIMENT,):
+    add_command(evaluate, _experiment)
 
 
 @evaluate.command()
@@ -164,21 +168,6 @@ def ppl(
             half=half,
             progress=progress,
         )
-    finish(result, json, output_dir, report.render, report.save)
-
-
-@evaluate.command()
-def bias(
-    json: Json = None,
-    output_dir: Annotated[Path | None, typer.Option(file_okay=False, help="Write JSON and Markdown there.")] = None,
-    rows: Annotated[int, typer.Option(parser=integer, metavar="N", help="Independent rows of each case.")] = 2048,
-    seed: Annotated[int, typer.Option(parser=integer, metavar="N", help="Of inputs and drawn roundings.")] = 0,
-) -> None:
-    """Signed errors where rows repeat their maximum, by rule; exit 1 if ours keeps a bias or adds an error."""
-    from pasa.eval.accuracy.rounding_bias import report, run
-
-    with stoppable(NOTHING_KEPT), output.progress_bar("eval bias") as progress:
-        result = run.run_bias(rows, seed, progress)
     finish(result, json, output_dir, report.render, report.save)
 
 

@@ -16,8 +16,8 @@ from typing import Any
 from pasa.eval import evidence
 from pasa.eval.accuracy.gradients import run as gradients
 from pasa.eval.accuracy.rmse import report
-from pasa.eval.accuracy.rounding_bias import cost_report
-from pasa.eval.accuracy.rounding_bias import report as rounding_report
+from pasa.eval.accuracy.rounding_bias import cost
+from pasa.eval.accuracy.rounding_bias import run as bias
 from pasa.eval.kit import output
 from pasa.eval.kit.device import origin
 from pasa.eval.kit.stored import ROOT, stored, table
@@ -252,10 +252,10 @@ def step() -> str:
 
 
 def rounding() -> str:
-    """Bias of BF16 outputs by rule, in both places of rounding."""
+    """Return the bias of BF16 outputs by rule, in both places of rounding."""
     result = stored("rounding")
-    found = [rounding_report.bias_table(result, "bf16", place, cases=ROUNDED) for place in result["places"]]
-    return "\n\n".join([*map(_titled, found), f"{rounding_report.verdict(result)} {rounding_report.origin(result)}"])
+    found = [bias.bias_table(result, "bf16", place, cases=ROUNDED) for place in result["places"]]
+    return "\n\n".join([*(each.captioned() for each in found), f"{bias.verdict(result)} {origin(result)}"])
 
 
 PARTS: dict[str, Callable[[], str]] = {
@@ -288,8 +288,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "gradients": lambda: gradients.summary(stored("gradients")),
     "npu_model": npu_model,
     "rounding": rounding,
-    "rounding_cost": lambda: cost_report.summary(stored("rounding_cost")),
-    "rounding_cost_table": lambda: cost_report.section(stored("rounding_cost")),
+    "rounding_cost": lambda: cost.summary(stored("rounding_cost")),
+    "rounding_cost_table": lambda: cost.EXPERIMENT.markdown(stored("rounding_cost")),
     "ring": lambda: ring_report.to_markdown(stored("ring")),
     "zoo": lambda: zoo_report.to_markdown(stored("zoo")),
     "watching": lambda: watching.summary(stored("watching")),

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import subprocess
 from typing import Any
 
 import torch
 
-from pasa.eval.kit.output import environment
+from pasa.eval.kit.output import environment, package_version
 
 VERSIONS = ("torch", "triton", "transformers", "cuda", "cudnn", "pasa")
 QUERIES = {"driver": "driver_version", "power_limit_w": "power.limit", "sm_clock_max_mhz": "clocks.max.sm"}
@@ -16,7 +15,7 @@ QUERIES = {"driver": "driver_version", "power_limit_w": "power.limit", "sm_clock
 
 def describe(device: torch.device) -> dict[str, Any]:
     """`output.environment` with the device, its driver and limits, and the versions that decide on speed."""
-    found = environment() | {"triton": _version("triton")}
+    found = environment() | {"triton": package_version("triton")}
     if device.type != "cuda":
         return found | {"device": str(device)}
     properties = torch.cuda.get_device_properties(device)
@@ -41,13 +40,6 @@ def origin(result: dict[str, Any]) -> str:
     named = [f"{name} {machine[name]}" for name in VERSIONS if machine.get(name)]
     note = f"{result['note'][0].upper()}{result['note'][1:]} " if result.get("note") else ""
     return f"{note}({place}; {', '.join(named)}, commit {machine['commit'] or 'unknown'})."
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _cudnn() -> str | None:

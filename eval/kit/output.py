@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 import os
@@ -10,9 +9,9 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from io import StringIO
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -60,6 +59,14 @@ def processor() -> str:
             if line.startswith("model name"):
                 return f"{line.partition(':')[2].strip()}, {os.cpu_count()} cores"
     return platform.processor() or platform.machine()
+
+
+def package_version(name: str) -> str | None:
+    """Return the version of an installed distribution, or None."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def commit() -> str | None:
@@ -110,16 +117,6 @@ def write_text(path: Path, text: str) -> None:
     """Write a file, making its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
-
-
-def to_csv(records: Sequence[dict[str, Any]]) -> str:
-    """CSV text with every column that any record has, in order of appearance."""
-    text = StringIO()
-    columns = dict.fromkeys(key for record in records for key in record)
-    writer = csv.DictWriter(text, list(columns), restval="", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(jsonable(list(records), RECORD_DIGITS))
-    return text.getvalue()
 
 
 @contextmanager

@@ -31,7 +31,7 @@ RESULTS = {
     "perplexity": ROOT / "eval/models/perplexity/results/perplexity.json",
     "gradients": ROOT / "eval/accuracy/gradients/results/gradients.json",
     "rounding": ROOT / "eval/accuracy/rounding_bias/results/bias.json",
-    "rounding_cost": ROOT / "eval/accuracy/rounding_bias/results/cost.json",
+    "rounding_cost": ROOT / "eval/accuracy/rounding_bias/results/unbiased.json",
     "ring": ROOT / "eval/speed/ring/results/ring.json",
     "zoo": ROOT / "eval/models/zoo/results/zoo.json",
     "watching": ROOT / "eval/speed/watching/results/watch.json",

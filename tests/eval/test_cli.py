@@ -69,8 +69,8 @@ def test_doctor_shows_what_is_in_brackets() -> None:
     found = doctor.run_doctor()
     found["backends"] = [{"name": "npu", "available": False, "reason": "try pip install '.[npu]'", "serves": []}]
     shown = StringIO()
-    doctor.render(found, Console(file=shown, width=200))
-    assert "pip install '.[npu]'" in shown.getvalue()
+    doctor.EXPERIMENT.show(found, Console(file=shown, width=200))
+    assert "try pip install '.[npu]'" in shown.getvalue()
 
 
 def test_doctor_says_whether_the_ascend_c_kernels_are_built() -> None:

@@ -43,19 +43,11 @@ LARGEST_MAXIMUM = 6.0  # |r_m|, up to which the published rule keeps its weights
 class Case:
     """What the rows of a case look like.
 
-    Attributes
-    ----------
-    maxima : str
-        How the row's weight is shared, a key of `AT`; "random": scores N(0, 4), no tie.
-    tail : str
-        Values of the other keys: of an eighth of the size ("mixed": and of either sign), of the same, eight times.
-    values : str
-        |v| of the maxima: "normal", or a key of `SPREAD`.
-    one_signed : bool
-        A column's values have one sign, or each its own.
-    gated : tuple of str
-        Places of rounding where BF16 must meet the bounds for repeated maxima. Decided by theory: the remainder must
-        have one sign. The quotient weighs it against the maxima, so any smaller tail is one; the product does not.
+    `maxima` says how the row's weight is shared (a key of `AT`; "random": scores N(0, 4), no tie), `tail` how large the
+    values of the other keys are ("mixed": of either sign), `values` how |v| of the maxima is drawn ("normal", or a key
+    of `SPREAD`), and `one_signed` whether a column's values have one sign. In the places of rounding `gated` BF16 must
+    meet the bounds for repeated maxima. Theory decides which: the remainder must have one sign. The quotient weighs it
+    against the maxima, so any smaller tail is one; the product does not.
     """
 
     maxima: Maxima
@@ -66,12 +58,12 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Unique."""
+        """Name the case uniquely."""
         spread = "" if self.values == "normal" else f", {self.values}"
         return f"{self.maxima}, {self.tail} tail{spread}" + ("" if self.one_signed else ", symmetric V")
 
     def describe(self) -> dict[str, Any]:
-        """For the stored result."""
+        """Return the case as JSON-able fields."""
         return {"name": self.name, **asdict(self)}
 
 
@@ -109,7 +101,7 @@ class Rows:
     grad: Tensor
 
     def exact(self) -> Tensor:
-        """O (R, D) in FP64."""
+        """Return O (R, D) in FP64."""
         weights = torch.softmax(self.scores.double(), -1)
         return (weights.unsqueeze(-2) @ self.values.double()).squeeze(-2)
 

@@ -10,7 +10,7 @@ import torch
 
 import pasa
 from pasa.eval import cli
-from pasa.eval.accuracy.rounding_bias import cost, cost_cases, cost_report
+from pasa.eval.accuracy.rounding_bias import cost
 from pasa.eval.accuracy.rounding_bias.statistics import spacing
 from pasa.eval.speed.cases import SpeedCase
 from pasa.ops.numerics.dither import round_drawn, round_unbiased
@@ -23,7 +23,7 @@ JOBS = ((TINY, "fp16"), (CAUSAL, "fp16"))  # the interpreter cuts BF16 off where
 
 
 def outputs(case, data, fmt):
-    inputs = cost_cases.make_inputs(case, data, fmt, torch.device(DEVICE))
+    inputs = cost.make_inputs(case, data, fmt, torch.device(DEVICE))
     return inputs, *(cost.attend(inputs, config) for config in (cost.SAFE, cost.UNBIASED))
 
 
@@ -34,24 +34,10 @@ def records():
     return cost.measure(JOBS, clock, 3, lambda *_: None)
 
 
-@pytest.fixture
-def result(records):
-    return {
-        "experiment": "rounding-cost",
-        "note": cost.NOTE,
-        "environment": {"device": "none", "processor": "fake", "commit": "abc"},
-        "rounds": 3,
-        "duration_s": 1.0,
-        "targets": {data: str(target) for data, target in cost_cases.TARGETS.items()},
-        "gate": {"passed": True, "failures": []},
-        "records": records,
-    }
-
-
-@pytest.mark.parametrize("fmt", cost_cases.DTYPES)
+@pytest.mark.parametrize("fmt", cost.DTYPES)
 def test_tied_rows_are_a_half_and_a_positive_trifle(fmt):
     """Below a tenth of a spacing, not the same in every row; FP64 weighs what the scores say."""
-    inputs = cost_cases.make_inputs(TINY, "tied", fmt, torch.device("cpu"))
+    inputs = cost.make_inputs(TINY, "tied", fmt, torch.device("cpu"))
     half = inputs.v[:, :, :2].double().mean(2, keepdim=True).repeat_interleave(2, 1)
     golden = pasa.golden_attention(inputs.q, inputs.k, inputs.v)[0].double()
     trifle = (golden - half) / spacing(half, fmt)
@@ -62,9 +48,7 @@ def test_tied_rows_are_a_half_and_a_positive_trifle(fmt):
 
 @pytest.mark.parametrize(("data", "met"), [("random", [True, False, False]), ("tied", [True, True, False])])
 def test_targets(data, met):
-    assert [
-        cost_cases.TARGETS[data].met(ratio) for ratio in (1.0299, {"random": 1.03, "tied": 1.08}[data], 1.0801)
-    ] == met
+    assert [cost.met(data, ratio) for ratio in (1.0299, {"random": 1.03, "tied": 1.08}[data], 1.0801)] == met
 
 
 def test_right_outputs_are_timed(records):
@@ -89,21 +73,14 @@ def test_rounding_to_nearest_keeps_its_bias():
     assert cost.judge(TINY, inputs, "tied", safe, safe)["why"].startswith("bias +")
 
 
-@pytest.mark.parametrize("data", cost_cases.DATA)
+@pytest.mark.parametrize("data", cost.DATA)
 def test_bf16_is_judged_in_its_own_spacings(data):
     """Outputs of FP64, rounded both ways."""
-    inputs = cost_cases.make_inputs(TINY, data, "bf16", torch.device("cpu"))
+    inputs = cost.make_inputs(TINY, data, "bf16", torch.device("cpu"))
     golden = pasa.golden_attention(inputs.q, inputs.k, inputs.v)[0].float()
     found = cost.judge(TINY, inputs, data, golden.bfloat16(), round_unbiased(golden, "bf16").bfloat16())
     assert found["why"] == ""
     assert found["drawn"] is None if data == "random" else found["drawn"] > 0.9
-
-
-def test_drawing_every_row_of_bf16_is_found():
-    inputs = cost_cases.make_inputs(TINY, "random", "bf16", torch.device("cpu"))
-    golden = pasa.golden_attention(inputs.q, inputs.k, inputs.v)[0].float()
-    found = cost.judge(TINY, inputs, "random", golden.bfloat16(), round_drawn(golden, "bf16").bfloat16())
-    assert "times safe's" in found["why"]
 
 
 def test_data_without_bias_prove_nothing():
@@ -111,12 +88,13 @@ def test_data_without_bias_prove_nothing():
     assert cost.judge(TINY, inputs, "tied", unbiased, unbiased)["why"].startswith("safe has no bias")
 
 
-def test_drawing_every_row_is_found():
-    inputs, safe, _ = outputs(TINY, "random", "fp16")
+@pytest.mark.parametrize(("fmt", "said"), [("fp16", "of 280 rows drawn"), ("bf16", "times safe's")])
+def test_drawing_every_row_is_found(fmt, said):
+    """FP16 by the rows that differ from safe's, BF16 by its error."""
+    inputs = cost.make_inputs(TINY, "random", fmt, torch.device("cpu"))
     golden = pasa.golden_attention(inputs.q, inputs.k, inputs.v)[0].float()
-    found = cost.judge(TINY, inputs, "random", safe, round_drawn(golden, "fp16").half())
-    assert found["drawn"] > 0.9
-    assert "of 280 rows drawn" in found["why"]
+    nearest, drawn = (x.to(cost.DTYPES[fmt]) for x in (golden, round_drawn(golden, fmt)))
+    assert said in cost.judge(TINY, inputs, "random", nearest, drawn)["why"]
 
 
 @pytest.mark.parametrize(("data", "said"), [("random", "from safe"), ("tied", "from FP64")])
@@ -143,7 +121,7 @@ def test_wrong_outputs_are_not_timed(monkeypatch):
     found = cost.measure(((TINY, "fp16"),), clock, 1, lambda *_: None)
     assert clock.log == []
     assert all("RMSE" in each["why"] and "ratio" not in each for each in found)
-    assert {cost_report.verdict_of(each) for each in found} == {"WRONG, not timed"}
+    assert {cost.verdict_of(each) for each in found} == {"WRONG, not timed"}
 
 
 def test_ratio_is_that_of_interleaved_rounds():
@@ -164,7 +142,7 @@ def test_coins_that_are_shared_widen_the_limit():
 
 
 def test_the_table_is_of_both_formats_and_known_shapes():
-    names = [(case.name, fmt) for case, fmt in cost_cases.CASES]
+    names = [(case.name, fmt) for case, fmt in cost.CASES]
     assert len(set(names)) == len(names)
     assert {"paper", "qwen2-8k", "qwen2-8k-full", "svd", "decode-1x32k", "short"} == {name for name, _ in names}
     assert ("qwen2-8k", "bf16") in names
@@ -183,25 +161,24 @@ def test_a_round_is_the_least():
         cost.run_cost(0)
 
 
-def test_the_command_writes_what_it_shows(monkeypatch, tmp_path, capsys, result):
+@pytest.mark.parametrize("failures", [[], ["tiny, FP16, tied rows: bias +0.2500 spacings"]])
+def test_the_command_writes_what_it_shows_and_fails_for_wrong_outputs(monkeypatch, tmp_path, capsys, records, failures):
     """A target that is missed does not fail it."""
-    result["records"] = [result["records"][0] | {"ratio": 1.25, "met": False}, *result["records"][1:]]
-    monkeypatch.setattr(cost, "run_cost", lambda rounds, progress: result)
+    wrong = {"why": "bias +0.2500 spacings"} if failures else {}
+    missed = [records[0] | {"ratio": 1.25, "met": False}, records[1] | wrong, *records[2:]]
+    clock = FakeClock()
+    clock.device = torch.device("cpu")
+    monkeypatch.setattr(cost, "CudaClock", lambda: clock)
+    monkeypatch.setattr(cost, "measure", lambda *_: missed)
     with pytest.raises(SystemExit) as left:
         cli.main(["bench", "unbiased", "--json", "-", "--output-dir", str(tmp_path)])
-    assert left.value.code == 0
-    stored = json.loads((tmp_path / "cost.json").read_text())
+    assert left.value.code == bool(failures)
+    stored = json.loads((tmp_path / "unbiased.json").read_text())
     assert json.loads(capsys.readouterr().out) == stored
-    text = (tmp_path / "cost.md").read_text()
+    text = (tmp_path / "unbiased.md").read_text()
     assert "1.250 | 1.000 to 1.000 | < 1.03: missed" in text
-    assert "All outputs are right. 3 of 4 targets are met." in text
-    assert "random rows 1.000 to 1.250 (target < 1.03), tied rows 1.000 to 1.000" in cost_report.summary(stored)
-
-
-def test_a_wrong_output_exits_1_and_is_named(monkeypatch, capsys, result):
-    broken = result | {"gate": {"passed": False, "failures": ["tiny, FP16, tied rows: bias +0.2500 spacings"]}}
-    monkeypatch.setattr(cost, "run_cost", lambda rounds, progress: broken)
-    with pytest.raises(SystemExit) as left:
-        cli.main(["bench", "unbiased"])
-    assert left.value.code == 1
-    assert "tiny, FP16, tied rows: bias +0.2500" in capsys.readouterr().out
+    if failures:
+        assert f"Wrong outputs, which are not timed:\n  {failures[0]}" in text
+    else:
+        assert "All outputs are right. 3 of 4 targets are met." in text
+        assert "random rows 1.000 to 1.250 (target < 1.03), tied rows 1.000 to 1.000" in cost.summary(stored)
