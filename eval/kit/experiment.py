@@ -46,6 +46,8 @@ class Experiment:
         Whether the command builds models, for which it refuses an older transformers by name.
     kept : str
         What a run that is stopped from the keyboard leaves, for the message.
+    appendix : callable
+        Takes a result; returns tables and paragraphs that the Markdown file alone holds, after those of `report`.
     variants : sequence of Experiment
         Experiments that the switches --NAME of the same command run instead.
     """
@@ -57,6 +59,7 @@ class Experiment:
     figures: Callable[[Result, Path], Sequence[Path]] | None = None
     needs_models: bool = False
     kept: str = NOTHING_KEPT
+    appendix: Callable[[Result], Sequence[Table | str]] = lambda result: ()
     variants: Sequence[Experiment] = ()
 
     def measure(self, progress: output.Report = output.silent, **options: Any) -> Result | None:
@@ -80,7 +83,7 @@ class Experiment:
     def markdown(self, result: Result) -> str:
         """Return tables and paragraphs without the title, each table below its own where it differs from that."""
         parts: list[str] = []
-        for part in self.report(result):
+        for part in (*self.report(result), *self.appendix(result)):
             if isinstance(part, Table):
                 heading = [f"## {part.title}"] if part.title != self.title else []
                 parts += [*heading, part.markdown(), *([part.note] if part.note else [])]
@@ -89,8 +92,8 @@ class Experiment:
         return "\n\n".join(part for part in parts if part)
 
     def save(self, result: Result, folder: Path) -> list[Path]:
-        """Write NAME.json, NAME.md and the figures; return their paths."""
-        paths = [folder / f"{self.name.replace('-', '_')}.{kind}" for kind in ("json", "md")]
+        """Write NAME.json, NAME.md (npu-model: npu_model) and the figures; return their paths."""
+        paths = [folder / f"{self.name.replace('-', '_')}.{suffix}" for suffix in ("json", "md")]
         stored = output.to_json(result)
         result = json.loads(stored)  # both show numbers that are rounded alike
         output.write_text(paths[0], stored)

@@ -35,7 +35,8 @@ class Table:
         from rich.text import Text
 
         for header, rows in [(self.header, self.rows)] if self.wraps else self._pieces(console.width):
-            shown = RichTable(title=self.title, caption=self.note or None, title_justify="left")
+            note = Text(self.note) if self.note else None
+            shown = RichTable(title=Text(self.title), caption=note, title_justify="left")
             for index, heading in enumerate(header):
                 shown.add_column(
                     heading,
@@ -44,7 +45,7 @@ class Table:
                     overflow="fold",
                 )
             for row in rows:
-                shown.add_row(*map(Text, row))  # not markup: "pip install '.[npu]'"
+                shown.add_row(*map(Text, row))
             console.print(shown)
 
     def _pieces(self, width: int) -> list[tuple[Sequence[str], Sequence[Sequence[str]]]]:
