@@ -1,4 +1,4 @@
-"""Says what the numbers were measured on."""
+"""Describes the machine of a measurement, and says where the numbers of a result come from."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ QUERIES = {"driver": "driver_version", "power_limit_w": "power.limit", "sm_clock
 
 
 def describe(device: torch.device) -> dict[str, Any]:
-    """`output.environment` with the device, its driver and limits, and the versions that decide on speed."""
-    found = environment() | {"triton": package_version("triton")}
+    """Return `output.environment` with the device, its driver and limits, and the versions that decide on speed."""
+    machine = environment() | {"triton": package_version("triton")}
     if device.type != "cuda":
-        return found | {"device": str(device)}
+        return machine | {"device": str(device)}
     properties = torch.cuda.get_device_properties(device)
-    return found | {
+    return machine | {
         "device": properties.name,
         "capability": f"{properties.major}.{properties.minor}",
         "multiprocessors": properties.multi_processor_count,
@@ -43,13 +43,13 @@ def origin(result: dict[str, Any]) -> str:
 
 
 def _cudnn() -> str | None:
-    """Such as 9.15.1: from 9 on the number is major * 10000 + minor * 100 + patch."""
+    """Return the version as 9.15.1: from 9 on the number is major * 10000 + minor * 100 + patch."""
     number = torch.backends.cudnn.version()
     return None if number is None else f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
 
 def _ask_driver(index: int) -> dict[str, str | None]:
-    """What only nvidia-smi knows; None where it is not there."""
+    """Return what only nvidia-smi knows; None where it is not installed."""
     command = ["nvidia-smi", f"--id={index}", f"--query-gpu={','.join(QUERIES.values())}"]
     try:
         done = subprocess.run(

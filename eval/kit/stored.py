@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pasa.eval.kit.tables import markdown
+
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = {
     "rmse": ROOT / "eval/accuracy/rmse/results/rmse.json",
@@ -44,12 +46,11 @@ RESULTS = {
 
 
 def stored(name: str) -> dict[str, Any]:
-    """One stored run."""
+    """Return one stored run."""
     result: dict[str, Any] = json.loads(RESULTS[name].read_text(encoding="utf-8"))
     return result
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table, numbers to the right."""
-    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    """Return a Markdown table, numbers to the right."""
+    return markdown(header, rows)
