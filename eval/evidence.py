@@ -1,4 +1,4 @@
-"""The questions that README.md's evidence answers, a line each, every number out of a stored run."""
+"""The questions that README.md's evidence answers, a line each; every number is one of a stored run."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from pasa.eval.kit.stored import stored, table
-from pasa.eval.kit.tables import percent
+from pasa.eval.kit.stored import stored
+from pasa.eval.kit.tables import markdown, percent
 
 Result = dict[str, Any]
 Record = dict[str, Any]
@@ -23,18 +23,9 @@ GIB = 2**30
 class Line:
     """One question.
 
-    Attributes
-    ----------
-    question : str
-    run : str
-        The stored run, by its name in `stored.RESULTS`.
-    answer : callable
-        Makes the answer of the run.
-    kind : str
-        How the numbers were come by: "measured" (on the GPU that the run names), "CPU" (models' own arithmetic there),
-        "emulated on a CPU", "modelled", "not run".
-    link : str
-        A heading of README.md, or a file.
+    `run` names the stored run, `answer` makes the answer of it, and `link` is a heading of README.md or a file. `kind`
+    says how the numbers were obtained: "measured" (on the GPU that the run names), "CPU" (models' own arithmetic
+    there), "emulated on a CPU", "modelled", "not run".
     """
 
     question: str
@@ -45,31 +36,26 @@ class Line:
 
 
 def overview() -> str:
-    """The table."""
+    """Return the table."""
     rows = []
     for line in LINES:
         result = stored(line.run)
         how = f"{line.kind}: {result['environment']['device']}" if line.kind == GPU else line.kind
         rows.append([line.question, line.answer(result), f"[{how}]({line.link})"])
-    return table(["question", "answer", "how"], rows).replace("---:", "---")  # text, to the left
+    return markdown(["question", "answer", "how"], rows).replace("---:", "---")  # text, to the left
 
 
-def _pick(records: Iterable[Record], **wanted: Any) -> list[Record]:
-    return [each for each in records if all(each[field] == value for field, value in wanted.items())]
-
-
-def _one(records: Iterable[Record], **wanted: Any) -> Record:
-    [found] = _pick(records, **wanted)
-    return found
+def _pick(records: Iterable[Record], **fields: Any) -> list[Record]:
+    return [each for each in records if fields.items() <= each.items()]
 
 
 def _span(values: Iterable[float], form: str = ".2f") -> str:
-    low, *_, high = sorted([*values] * 2)
-    return f"{low:{form}} to {high:{form}}"
+    ordered = sorted(values)
+    return f"{ordered[0]:{form}} to {ordered[-1]:{form}}"
 
 
 def _to_fp32(result: Result, arithmetic: str) -> str:
-    """Errors on the paper's cases over those with FP32 scores, where the output is finite."""
+    """Compare errors on the paper's cases with those of FP32 scores, where the output is finite."""
     ratios, broken = [], 0
     for case in result["cases"]:
         own, fp32 = (
@@ -84,12 +70,12 @@ def _to_fp32(result: Result, arithmetic: str) -> str:
 
 
 def _biased(result: Result) -> str:
-    ratios = [each["pooled_to_fp32"] for each in result["ratios"]]
-    return f"{_span(ratios, '.2g')} times the RMSE of FP32 scores and softmax"
+    ratios = _span((each["pooled_to_fp32"] for each in result["ratios"]), ".2g")
+    return f"{ratios} times the RMSE of FP32 scores and softmax"
 
 
 def _side(result: Result, case: str, shift: str, sums: str = "stored") -> tuple[float, float]:
-    """Share of the scores beyond FP16, and RMSE: worst seed."""
+    """Return the share of the scores beyond FP16, and RMSE: worst seed."""
     own = _pick(result["records"], case=case, shift=shift, sums=sums)
     batch, heads, positions, _ = result["shape"]
     beyond, rmse = (max(each[field] for each in own) for field in ("overflowed", "rmse"))
@@ -122,22 +108,16 @@ def _bf16(result: Result) -> str:
     )
 
 
-def _speed(result: Result, how: str, biased: bool, field: str) -> str:
-    """Our default beside a peer on all cases with many rows; above 1 is faster."""
-    names = [c["name"] for c in result["cases"] if not c["decode"] and (c["data"] != "randn") == biased]
-    ours = [each for each in result["records"] if each["implementation"] == "pasa" and each["case"] in names]
-    return _span(each[field] for each in ours if each["how"] == how)
-
-
 def _speeds(result: Result, biased: bool) -> str:
+    """Compare our default with each peer on all cases with many rows; above 1 is faster."""
+    names = [c["name"] for c in result["cases"] if not c["decode"] and (c["data"] != "randn") == biased]
+    ours = [e for e in _pick(result["records"], implementation="pasa", how="eager") if e["case"] in names]
     fields = (("cuDNN", "to_cudnn"), ("flash", "to_flash"))
-    return ", ".join(
-        f"{_speed(result, 'eager', biased, field)} times as fast as SDPA's {name}" for name, field in fields
-    )
+    return ", ".join(f"{_span(each[field] for each in ours)} times as fast as SDPA's {name}" for name, field in fields)
 
 
 def _gpu_error(result: Result) -> str:
-    """The largest ratio of errors over the cases that both computed."""
+    """Compare errors on the cases that both computed."""
     own, peer = (
         {(e["case"], e["how"]): e["rmse"] for e in _pick(result["records"], implementation=name, status="ok")}
         for name in ("pasa", "sdpa-cudnn")
@@ -152,17 +132,19 @@ def _missing(result: Result) -> str:
     )
 
 
-def _run(result: Result, attention: str, tokens: int, bias: int = 0) -> Record:
-    return _one(result["records"], attention=attention, tokens=tokens, bias=bias)
+def _runs(result: Result, tokens: int, bias: int = 0) -> dict[str, Record]:
+    """Return one prompt's runs of a model by attention."""
+    runs = {each["attention"]: each for each in _pick(result["records"], tokens=tokens, bias=bias)}
+    return {name: runs[name] for name in ("pasa", "sdpa", "eager")}
 
 
 def _memory(result: Result) -> str:
-    peaks = [_run(result, name, MANY)["peak_bytes"] / GIB for name in ("pasa", "sdpa", "eager")]
-    return "peak {:.1f} GiB at {:,} tokens; SDPA {:.1f}, eager {:.1f}".format(peaks[0], MANY, *peaks[1:])
+    pasa, sdpa, eager = (run["peak_bytes"] / GIB for run in _runs(result, MANY).values())
+    return f"peak {pasa:.1f} GiB at {MANY:,} tokens; SDPA {sdpa:.1f}, eager {eager:.1f}"
 
 
 def _tokens(result: Result, bias: int = 0) -> str:
-    runs = {name: _run(result, name, FEW, bias) for name in ("pasa", "sdpa", "eager")}
+    runs = _runs(result, FEW, bias)
     prefill, decode = (
         ", ".join(f"{name} {run[f'{part}_tokens_per_s']:,.0f}" for name, run in runs.items())
         for part in ("prefill", "decode")
@@ -173,7 +155,7 @@ def _tokens(result: Result, bias: int = 0) -> str:
 
 
 def _counters(result: Result) -> str:
-    """One call's kernels, each alone."""
+    """Return the times of one call's kernels, each alone."""
     anchors, main, second = (e["us"] for e in _pick(result["records"], case=PAPER, by="pasa"))
     whole = anchors + main + second
     parts = (("anchors of K", anchors), ("attention", main), ("its second launch", second))
@@ -199,7 +181,7 @@ def _npu_split(result: Result) -> str:
     said = []
     for name in ("paper", "exact 0 %"):
         own = _pick(result["records"], scenario="as written", allocation=name)
-        tile = _one(result["tiles"], dim=128, allocation=name)
+        [tile] = _pick(result["tiles"], dim=128, allocation=name)
         means = tile["vector_ns"]["row reductions"] / tile["ns"]["vector"]
         shift = [100 * each["shift_ms"] / each["overlap_ms"] for each in own]
         rows = percent(round(means, 3))
@@ -220,15 +202,14 @@ def _npu_speed(result: Result) -> str:
 
 def _rescue(result: Result) -> str:
     proof = result["proof"]
-    fp16, pasa, fp32 = (_perplexity(proof[f"perplexity_{name}"]) for name in ("fp16", "pasa", "fp32"))
+    fp16, pasa, fp32 = (
+        "not finite" if value is None else f"{value:.2f}"
+        for value in (proof[f"perplexity_{name}"] for name in ("fp16", "pasa", "fp32"))
+    )
     return (
         f"scores reach {proof['max_score_before']:,.0f}; perplexity in FP16 {fp16}, with PASA {pasa}, in FP32 {fp32}; "
         f"{proof['tokens_equal_to_fp32']} of {proof['tokens_fp32']} tokens as in FP32"
     )
-
-
-def _perplexity(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.2f}"
 
 
 def _prompts(result: Result) -> str:
@@ -277,21 +258,16 @@ def _ring(result: Result) -> str:
 
 
 def _paged(result: Result) -> str:
-    """Every page size beside contiguous keys of the same case."""
+    """Compare every page size with contiguous keys of the same case."""
     graph = _pick(result["records"], how="graph")
     contiguous = {each["case"]: each["median_ms"] for each in _pick(graph, implementation="pasa")}
+    paged = [each for each in graph if each["implementation"].startswith("pasa-paged")]
     plain, biased = (
-        [
-            each["median_ms"] / contiguous[each["case"]]
-            for each in graph
-            if each["implementation"].startswith("pasa-paged") and ("+" in each["case"]) == with_bias
-        ]
+        _span(each["median_ms"] / contiguous[each["case"]] for each in paged if ("+" in each["case"]) == with_bias)
         for with_bias in (False, True)
     )
-    return (
-        f"in a CUDA graph {_span(plain)} times as long as from contiguous keys; with a bias, whose anchors pages "
-        f"keep, {_span(biased)}"
-    )
+    with_anchors = f"with a bias, whose anchors pages keep, {biased}"
+    return f"in a CUDA graph {plain} times as long as from contiguous keys; {with_anchors}"
 
 
 ACCURACY, BIAS_SECTION, SPEED, NPU = (
