@@ -1,4 +1,4 @@
-"""What is installed, which backends can serve, and whether attention computes the right thing here."""
+"""Reports what is installed and which backends can serve, and checks attention against FP64."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def run_doctor(progress: output.Report = output.silent) -> dict[str, Any]:
 
 
 def devices() -> dict[str, str | None]:
-    """Names of the devices torch can use; None for a kind that is absent."""
+    """Return the names of the devices that torch can use; None for a kind that is absent."""
     found: dict[str, str | None] = {"cpu": environment()["processor"], "cuda": None, "npu": None}
     if torch.cuda.is_available():
         found["cuda"] = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
@@ -61,7 +61,7 @@ def devices() -> dict[str, str | None]:
 
 
 def self_check() -> dict[str, Any]:
-    """Attention of a small input whose scores overflow FP16, by every backend on every device, against FP64."""
+    """Compare attention of a small input whose scores overflow FP16 with FP64, by every backend on every device."""
     q, k, v = inputs = check_inputs()
     with pasa.record_diagnostics() as entries:
         pasa.attention(q, k, v, backend="reference")
@@ -93,20 +93,20 @@ def self_check() -> dict[str, Any]:
 
 
 def check_inputs() -> tuple[Tensor, Tensor, Tensor]:
-    """A bias of 64 on every channel of Q and K: q.k reaches 270,000, four times the largest FP16 number."""
+    """Return inputs with a bias of 64 on all channels of Q and K: q.k reaches 270,000, four times FP16's largest."""
     source = torch.Generator().manual_seed(0)
     q, k, v = (torch.rand(1, 2, 130, 64, generator=source) for _ in range(3))
     return (q + 64).half(), (k + 64).half(), v.half()
 
 
 def torch_devices() -> list[str]:
-    """Every device by its number, such as "cuda:0", and the CPU."""
+    """Return every device by its number, such as "cuda:0", and the CPU."""
     kinds = {name: getattr(torch, name).device_count() for name in registry.device_types() if name != "cpu"}
     return ["cpu", *(f"{name}:{i}" for name, count in kinds.items() for i in range(count))]
 
 
 def check(backend: str | None, device: str, inputs: tuple[Tensor, Tensor, Tensor]) -> dict[str, Any]:
-    """One backend, or who serves if none is named, on one device: many rows, a causal mask, and one row."""
+    """Check a backend, or who serves if none is named, on one device: many rows, a causal mask, and one row."""
     found = {"backend": backend or "chosen", "device": device, "passed": False, "max_error": math.inf, "why": ""}
     errors = []
     try:
@@ -123,7 +123,7 @@ def check(backend: str | None, device: str, inputs: tuple[Tensor, Tensor, Tensor
 
 
 def kernels() -> dict[str, Any]:
-    """Seconds of the first call of the Triton kernels, which compiles them, and of the next; why not, elsewhere.
+    """Time the first call of the Triton kernels, which compiles them, and the next; or say why they cannot run.
 
     The first call chooses among tiles as well, unless the cache folder knows the choice.
     """
@@ -142,7 +142,7 @@ def kernels() -> dict[str, Any]:
 
 
 def ascend_c() -> dict[str, Any]:
-    """The library of the Ascend C kernels, why it cannot be called, and who would serve an NPU of this machine then."""
+    """Return the library of the Ascend C kernels, why it cannot be called, and who would then serve an NPU here."""
     why = npu_backend.library_error()
     return {
         "library": str(envs.ascend_library()),
@@ -174,7 +174,7 @@ def _yes(available: bool) -> str:
 
 
 def kernels_line(found: dict[str, Any]) -> str:
-    """What their first call costs, or why there is none."""
+    """Return what the first call of the Triton kernels costs, or why there is none."""
     if "why_not" in found:
         return f"cannot run: {found['why_not']}"
     where = "interpreted on the CPU" if found["device"] == "cpu" else f"on {found['device']}"
@@ -182,14 +182,14 @@ def kernels_line(found: dict[str, Any]) -> str:
 
 
 def ascend_c_line(found: dict[str, Any]) -> str:
-    """Whether they are built, or why not and who would serve in their place."""
+    """Return whether the Ascend C kernels are built, or why not and who would serve in their place."""
     if found["why_not"] is None:
         return f"built: {found['library']}"
     return f"cannot run: {found['why_not']}; an NPU here would be served by {found['stand_in']}"
 
 
 def verdict(found: dict[str, Any]) -> str:
-    """The self check: what passed and what failed, where, and what was not checked."""
+    """Return what passed and what failed, where, and what was not checked."""
     lines = [
         f"Self check {'passed' if found['passed'] else 'FAILED'}: scores of {found['max_score_before']:,.0f} stored "
         f"within {found['max_score_after']:,.1f}, bound {found['bound']:.2e}."

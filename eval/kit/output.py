@@ -1,4 +1,4 @@
-"""What every command shares: the machine's description, JSON, files, and progress on stderr."""
+"""The output of every command: the machine's description, JSON, files, and progress on stderr."""
 
 from __future__ import annotations
 

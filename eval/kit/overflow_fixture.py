@@ -31,7 +31,7 @@ LARGEST_EXACT_INTEGER = 2048
 
 @dataclass(frozen=True)
 class OverflowInfo:
-    """What :func:`inject_overflow` really injected.
+    """The injection that :func:`inject_overflow` really made.
 
     `head_dim` is the head size after widening; `pairs` rotary pairs carry the bias; `bias` is b per layer, 0 where
     nothing was injected; `offset` is the exact constant added to every unscaled score, per layer: ``+-pairs * b**2``.

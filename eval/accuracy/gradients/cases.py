@@ -1,4 +1,4 @@
-"""What is differentiated: shapes, masks and data, drawn on the CPU so that every device sees the same numbers."""
+"""Calls to differentiate: shapes, masks and data, drawn on the CPU so that every device sees the same numbers."""
 
 from __future__ import annotations
 

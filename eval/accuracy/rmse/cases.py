@@ -1,4 +1,4 @@
-"""What is measured: input cases and arithmetics, as tables.
+"""Input cases and arithmetics of the RMSE experiments, as tables.
 
 Data follow Eq. 17 and 18 of arXiv:2503.01873; every tensor has a generator of its own, seeded by (seed, case, tensor),
 so a case has the same data whether it runs alone or among others.

@@ -1,4 +1,4 @@
-"""Which side to shift where scores are stored in FP16: the keys, the queries, both or neither.
+"""Compares shifts of the keys, of the queries, of both and of neither where scores are stored in FP16.
 
 Softmax and P V are FP64 here, so every error is one of the stored scores, of two kinds: rounded once, as a cube stores
 its FP32 sums, or at every 16 channels, as matrix units of GPUs do that accumulate in FP16 (FlashInfer's

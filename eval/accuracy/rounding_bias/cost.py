@@ -1,4 +1,4 @@
-"""What softmax="unbiased" costs on a GPU: its time over that of "safe". Outputs are judged first."""
+"""Times softmax="unbiased" beside "safe" on a GPU; outputs are judged first."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ Record = dict[str, Any]
 def run_cost(
     rounds: Annotated[int, "Turns of each softmax."] = 9, progress: output.Report = output.silent
 ) -> dict[str, Any]:
-    """What softmax="unbiased" costs on a CUDA device; exit 1 if an output is wrong, 0 if a target is missed.
+    """Time softmax="unbiased" beside "safe" on a CUDA device; exit 1 if an output is wrong, 0 if a target is missed.
 
     ``records``: a case, a format, data: checks, times where they hold, ratio.
     """

@@ -31,21 +31,11 @@ class Mean:
 
 @dataclass(frozen=True)
 class Bias:
-    """What rounding did to rows.
+    """Errors that rounding makes in rows."""
 
-    Attributes
-    ----------
-    out : Mean
-        Signed error of O: positive away from zero.
-    delta : Mean
-        Error of delta = rowsum(dO * O), over rowsum(|dO| * spacing).
-    rms : float
-        Of the errors of O.
-    """
-
-    out: Mean
-    delta: Mean
-    rms: float
+    out: Mean  # signed error of O: positive away from zero
+    delta: Mean  # error of delta = rowsum(dO * O), over rowsum(|dO| * spacing)
+    rms: float  # of the errors of O
 
 
 def spacing(x: Tensor, fmt: str) -> Tensor:
