@@ -132,14 +132,6 @@ def test_page_of_a_stored_result_is_the_page_of_the_run(result: dict[str, Any]) 
     assert "8.14 %" in page, "the paper's share stands beside the measured one"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"), [({"heads": 0}, "heads=0"), ({"seq": -1}, "seq=-1"), ({"seeds": ()}, "seeds=''")]
-)
-def test_bad_arguments_are_named(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        run.run_rmse(**arguments)
-
-
 def test_large_bias_never_does_worse_than_fp32_flash() -> None:
     """FP16 score tiles, referenced and shifted: no case of the table may lose more than a tenth to FP32 scores."""
     found = run.run_large_bias(heads=1, seq=384, seeds=(0, 1))
