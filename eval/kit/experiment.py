@@ -45,7 +45,7 @@ class Experiment:
     needs_models : bool
         Whether the command builds models, for which it refuses an older transformers by name.
     kept : str
-        What a run that is stopped from the keyboard leaves, for the message.
+        What a run that is stopped from the keyboard leaves in --output-dir, for the message.
     appendix : callable
         Takes a result; returns tables and paragraphs that the Markdown file alone holds, after those of `report`.
     variants : sequence of Experiment
@@ -120,7 +120,7 @@ def add_command(group: typer.Typer, experiment: Experiment) -> None:
             needs_models(title)
         if "folder" in inspect.signature(chosen.run).parameters:
             arguments["folder"] = output_dir
-        with stoppable(chosen.kept), output.progress_bar(title) as progress:
+        with stoppable(chosen.kept if output_dir else NOTHING_KEPT), output.progress_bar(title) as progress:
             result = chosen.measure(progress, **arguments)
         if result is not None:
             finish(result, json, output_dir, chosen.show, chosen.save)
@@ -143,28 +143,28 @@ def _choose(experiment: Experiment, switches: dict[Experiment, bool]) -> Experim
 
 
 def _accepted(chosen: Experiment, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that were given, and refuse one that the chosen variant does not have."""
-    given = {name: value for name, value in arguments.items() if value is not None and value is not False}
+    """Return the options that are set, and refuse one that the chosen variant does not have."""
+    set_options = {name: value for name, value in arguments.items() if value is not None and value is not False}
     accepted = inspect.signature(chosen.run).parameters
-    for name in given:
+    for name in set_options:
         if name not in accepted:
             raise ValueError(f"--{name.replace('_', '-')} is no option of --{chosen.name}")
-    return given
+    return set_options
 
 
 def _options(experiment: Experiment) -> dict[str, tuple[Any, Any]]:
     """Return annotation and default of each option of an experiment and its variants, and of their switches.
 
-    The defaults of variants differ, so an option of theirs that is not given is None and left to `run`.
+    The defaults of variants differ, so an option of theirs that is not set is None and left to `run`.
     """
-    found: dict[str, tuple[Any, Any]] = {}
+    options: dict[str, tuple[Any, Any]] = {}
     for each in (experiment, *experiment.variants):
         for name, hint, default in _parameters(each.run):
             left = experiment.variants and not isinstance(default, bool)
-            found.setdefault(name, (_option(name, hint), None if left else default))
+            options.setdefault(name, (_option(name, hint), None if left else default))
     for each in experiment.variants:
-        found[_switch(each)] = (Annotated[bool, typer.Option(f"--{each.name}", help=_help(each))], False)
-    return found
+        options[_switch(each)] = (Annotated[bool, typer.Option(f"--{each.name}", help=_help(each))], False)
+    return options
 
 
 def _parameters(run: Callable[..., Any]) -> Iterator[tuple[str, Any, Any]]:

@@ -32,5 +32,5 @@ def peak_bytes(device: torch.device) -> int | None:
         lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     except OSError:
         return None
-    found = [line.split() for line in lines if line.startswith("VmHWM:")]
-    return int(found[0][1]) * 1024 if found else None
+    peaks = [line.split() for line in lines if line.startswith("VmHWM:")]
+    return int(peaks[0][1]) * 1024 if peaks else None

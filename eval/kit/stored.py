@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,11 @@ def stored(name: str) -> dict[str, Any]:
     """Return one stored run."""
     result: dict[str, Any] = json.loads(RESULTS[name].read_text(encoding="utf-8"))
     return result
+
+
+def pick(records: Iterable[dict[str, Any]], **fields: Any) -> list[dict[str, Any]]:
+    """Return the records with these values."""
+    return [each for each in records if fields.items() <= each.items()]
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -187,10 +187,10 @@ def quantile(ordered: Sequence[float], share: float) -> float:
     return ordered[low] + (place - low) * (ordered[high] - ordered[low])
 
 
-def ratio(own: Rounds, other: Rounds) -> float:
-    """Return how many times as fast as the other: median over the rounds of median(other) / median(own)."""
+def ratio(ours: Rounds, theirs: Rounds) -> float:
+    """Return how many times as fast as the other: median over the rounds of median(theirs) / median(ours)."""
     return statistics.median(
-        statistics.median(theirs) / statistics.median(ours) for ours, theirs in zip(own, other, strict=True)
+        statistics.median(one) / statistics.median(other) for other, one in zip(ours, theirs, strict=True)
     )
 
 

@@ -77,8 +77,12 @@ class GradientCase:
 
     def describe(self) -> dict[str, object]:
         """Return the case as JSON-able fields."""
-        found = dataclasses.asdict(self)
-        return found | {"batch": BATCH, "dtype": str(self.dtype).removeprefix("torch."), "change": self.change.__name__}
+        fields = dataclasses.asdict(self)
+        return fields | {
+            "batch": BATCH,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "change": self.change.__name__,
+        }
 
 
 CASES = (

@@ -1,4 +1,4 @@
-"""Errors of the gradients of every backend that has its own, the gate, and times beside torch's flash attention."""
+"""Errors of the gradients of every backend that differentiates, the gate, and times beside torch's flash attention."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def run_gradients(
         progress(index, steps, case.name)
         records += judge_case(case, backends, seed, device)
     gate = judge(records)
-    found: dict[str, Any] = {"times": [], "kernels": []}
+    measured: dict[str, Any] = {"times": [], "kernels": []}
     if device.type == "cuda" and gate["passed"]:
-        found = times.measure(
+        measured = times.measure(
             CudaClock(), rounds, times.kernel_times, lambda index, name: progress(len(CASES) + index, steps, name)
         )
     return {
@@ -61,44 +61,44 @@ def run_gradients(
         "backends": backends,
         "cases": [case.describe() for case in CASES],
         "gate": gate,
-        **found,
+        **measured,
         "records": records,
     }
 
 
 def judge_case(case: GradientCase, backends: Sequence[str], seed: int, device: torch.device) -> list[Record]:
     """Return relative RMSEs of dQ, dK and dV: of every backend, and of the plain pass as `plain_dq` and so on."""
-    given = make_inputs(case, seed).to(device)
-    exact = exact_gradients(given)
-    yardstick = {f"plain_{name}": error for name, error in errors(plain_gradients(given), exact).items()}
+    inputs = make_inputs(case, seed).to(device)
+    exact = exact_gradients(inputs)
+    yardstick = {f"plain_{name}": error for name, error in errors(plain_gradients(inputs), exact).items()}
     return [
         {
             "case": case.name,
             "backend": backend,
             "judged": case.kernels_judged or backend != TRITON,
-            **errors(gradients(given, backend), exact),
+            **errors(gradients(inputs, backend), exact),
             **yardstick,
         }
         for backend in backends
     ]
 
 
-def gradients(given: Inputs, backend: str) -> Gradients:
+def gradients(inputs: Inputs, backend: str) -> Gradients:
     """Return the gradients of the public function, by autograd."""
-    q, k, v = (x.detach().requires_grad_() for x in (given.q, given.k, given.v))
+    q, k, v = (x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
     out, lse = pasa.attention(
-        q, k, v, attn_mask=given.mask, is_causal=given.causal, return_lse=True, backend=backend
+        q, k, v, attn_mask=inputs.mask, is_causal=inputs.causal, return_lse=True, backend=backend
     )  # fmt: skip
-    results, grads = [out], [given.grad]
-    if given.grad_lse is not None:
-        results, grads = [out, lse], [given.grad, given.grad_lse]
+    results, grads = [out], [inputs.grad]
+    if inputs.grad_lse is not None:
+        results, grads = [out, lse], [inputs.grad, inputs.grad_lse]
     dq, dk, dv = torch.autograd.grad(results, (q, k, v), grads)
     return dq, dk, dv
 
 
-def errors(found: Gradients, exact: Gradients) -> dict[str, float]:
+def errors(measured: Gradients, exact: Gradients) -> dict[str, float]:
     """Return ||x - exact|| / ||exact|| of each; NaN if x is not finite."""
-    return {name: _error(x, true) for name, x, true in zip(NAMES, found, exact, strict=True)}
+    return {name: _error(x, true) for name, x, true in zip(NAMES, measured, exact, strict=True)}
 
 
 def _error(x: Tensor, true: Tensor) -> float:
@@ -128,7 +128,7 @@ def error_table(result: Record) -> Table:
         cells = [f"{short(each[name])} ({short(each[f'plain_{name}'])})" for name in NAMES]
         pairs = [(each[name], each[f"plain_{name}"]) for name in NAMES]
         finite = all(value is not None and value == value for pair in pairs for value in pair)
-        worst = f"{max(own / plain for own, plain in pairs):.2f}" if finite else "not finite"
+        worst = f"{max(ours / plain for ours, plain in pairs):.2f}" if finite else "not finite"
         rows.append([each["case"], each["backend"], *cells, worst + ", not judged" * (not each["judged"])])
     note = (
         "Relative RMSE against FP64; in brackets that of a plain backward pass in FP32 with saved output and "
@@ -141,13 +141,13 @@ def time_table(result: Record) -> Table:
     """Return a row for every shape, part and way to call."""
     rows, same = [], ("shape", "part", "how")
     flash = {tuple(each[key] for key in same): each for each in result["times"] if each["implementation"] == FLASH}
-    for own in (each for each in result["times"] if each["implementation"] != FLASH):
-        both = (flash[tuple(own[key] for key in same)], own)
+    for ours in (each for each in result["times"] if each["implementation"] != FLASH):
+        both = (flash[tuple(ours[key] for key in same)], ours)
         milliseconds = [number(each["median_ms"], ".4g") for each in both]
         host = [number(each.get("host_us"), ".0f") for each in both]
-        ratios = [number(own["tflops"], ".0f"), number(own["to_flash"], ".2f")]
-        case = own["shape"] if own["how"] == "eager" else f"{own['shape']}, graph"
-        rows.append([case, own["part"], *milliseconds, *ratios, *host])
+        ratios = [number(ours["tflops"], ".0f"), number(ours["to_flash"], ".2f")]
+        case = ours["shape"] if ours["how"] == "eager" else f"{ours['shape']}, graph"
+        rows.append([case, ours["part"], *milliseconds, *ratios, *host])
     header = ["causal, FP16", "part", f"{FLASH} ms", "pasa ms", "pasa TFLOPS", f"x {FLASH}", f"{FLASH} host us"]
     note = (
         f"x {FLASH}: its time over ours, above 1 is faster. graph: in a CUDA graph, without the host. host us: what "
@@ -160,11 +160,11 @@ def kernel_table(result: Record) -> Table:
     """Return the longest kernels of a forward and backward pass."""
     rows = []
     for shape in dict.fromkeys(each["shape"] for each in result["kernels"]):
-        own = [each for each in result["kernels"] if each["shape"] == shape]
-        total = sum(each["ms"] for each in own)
+        kernels = [each for each in result["kernels"] if each["shape"] == shape]
+        total = sum(each["ms"] for each in kernels)
         rows += [
             [shape, each["kernel"], f"{each['launches']:g}", f"{each['ms']:.4f}", f"{100 * each['ms'] / total:.0f} %"]
-            for each in own[:LONGEST]
+            for each in kernels[:LONGEST]
         ]
     note = (
         "By torch's profiler. centre, rows, keys and queries_kernel are the backward pass; torch's own find its units."
@@ -183,10 +183,10 @@ def verdict(result: Record) -> str:
 def summary(result: Record) -> str:
     """Return verdict, the errors of one case, times and origin, for README.md."""
     case = next(each for each in result["records"] if each["case"] == EXAMPLE)
-    own, plain = (", ".join(f"{title} {short(case[how + n])}" for n, title in NAMES.items()) for how in ("", "plain_"))
-    example = f"With {EXAMPLE}: {case['backend']} {own}; plain {plain}."
-    found = time_table(result)
-    return "\n\n".join([f"{verdict(result)} {example}", *([found.captioned()] if found.rows else []), origin(result)])
+    ours, plain = (", ".join(f"{title} {short(case[how + n])}" for n, title in NAMES.items()) for how in ("", "plain_"))
+    example = f"With {EXAMPLE}: {case['backend']} {ours}; plain {plain}."
+    table = time_table(result)
+    return "\n\n".join([f"{verdict(result)} {example}", *([table.captioned()] if table.rows else []), origin(result)])
 
 
 EXPERIMENT = Experiment(

@@ -70,16 +70,16 @@ def calls(shape: Shape, device: torch.device) -> dict[str, dict[str, Call]]:
     def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return pasa.attention(q, k, v, is_causal=True, backend="triton")
 
-    def forward(attend: Attend, given: list[Tensor], _: Tensor) -> Tensor:
+    def forward(attend: Attend, tensors: list[Tensor], _: Tensor) -> Tensor:
         with torch.no_grad():
-            return attend(given[0], given[1], given[2])
+            return attend(tensors[0], tensors[1], tensors[2])
 
-    def both(attend: Attend, given: list[Tensor], grad: Tensor) -> Tensor:
-        return torch.autograd.grad(attend(given[0], given[1], given[2]), given, grad)[0]
+    def both(attend: Attend, tensors: list[Tensor], grad: Tensor) -> Tensor:
+        return torch.autograd.grad(attend(tensors[0], tensors[1], tensors[2]), tensors, grad)[0]
 
     def call(function: Callable[..., Tensor], attend: Attend, scope: Any = nullcontext) -> Call:
-        own = [x.clone().requires_grad_() for x in qkv]  # nobody is timed on what another may have written into
-        return Call(partial(function, attend, own, grad.clone()), scope)
+        copies = [x.clone().requires_grad_() for x in qkv]  # a peer may write into its inputs
+        return Call(partial(function, attend, copies, grad.clone()), scope)
 
     scope = partial(sdpa_kernel, SDPBackend.FLASH_ATTENTION)
     return {
@@ -103,12 +103,12 @@ def measure(
             graphed = {name: clock.graph(call) for name, call in eager.items()}
             host = {name: round(clock.host_us(call)) for name, call in eager.items()}
             for how, timed in (("eager", eager), ("graph", graphed)):
-                found, _ = interleave(clock, timed, rounds)
+                taken_by, _ = interleave(clock, timed, rounds)
                 times += [
                     {"shape": shape.name, "part": part, "how": how, "implementation": name}
-                    | _numbers(taken, found[FLASH], shape.flops(part))
+                    | _numbers(taken, taken_by[FLASH], shape.flops(part))
                     | ({"host_us": host[name]} if how == "eager" else {})
-                    for name, taken in found.items()
+                    for name, taken in taken_by.items()
                 ]
             if part == PARTS[-1]:
                 kernels += [{"shape": shape.name} | each for each in profile(eager[OURS])]
@@ -116,8 +116,8 @@ def measure(
 
 
 def _numbers(taken: Rounds, flash: Rounds, flops: float) -> dict[str, float]:
-    found = summary(taken)
-    return found | {"tflops": flops / found["median_ms"] * 1e-9, "to_flash": ratio(taken, flash)}
+    times = summary(taken)
+    return times | {"tflops": flops / times["median_ms"] * 1e-9, "to_flash": ratio(taken, flash)}
 
 
 def kernel_times(call: Call) -> list[Record]:
@@ -126,7 +126,7 @@ def kernel_times(call: Call) -> list[Record]:
 
     call.run()
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as found:
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         for _ in range(PROFILED):
             call.run()
         torch.cuda.synchronize()
@@ -136,7 +136,7 @@ def kernel_times(call: Call) -> list[Record]:
             "ms": each.self_device_time_total / PROFILED * 1e-3,
             "launches": each.count / PROFILED,
         }
-        for each in found.key_averages()
+        for each in profiled.key_averages()
         if each.device_type.name == "CUDA" and each.self_device_time_total > 0
     ]
     return sorted(records, key=lambda record: -record["ms"])

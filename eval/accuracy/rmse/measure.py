@@ -45,10 +45,10 @@ def compare(
         q, k, v = (x.to(device) for x in case.tensors(seed))
         golden = golden_by_head(q, k, v)
         measured = {each.name: measure(each, q, k, v, golden, mode) for each in arithmetics}
-        for name, own in measured.items():
-            gates = judge(own, measured[NAIVE], measured[COMPETITOR])
+        for name, errors in measured.items():
+            gates = judge(errors, measured[NAIVE], measured[COMPETITOR])
             head = {"case": case.name, "seed": seed, "overflow": mode, "arithmetic": name}
-            records.append(head | own | gates)
+            records.append(head | errors | gates)
             del records[-1]["absolute_rmse"]  # `rmse` in other units
     progress(len(jobs), len(jobs), "done")
     return {
@@ -105,10 +105,10 @@ def touched_rows(q: Tensor, k: Tensor, v: Tensor, config: pasa.PasaConfig) -> fl
 
 def verdict(records: Sequence[Record], gated: str = GATED) -> dict[str, Any]:
     """Return every gate that the gated arithmetic failed; `passed` is about the deciding gates alone."""
-    own = [each for each in records if each["arithmetic"] == gated]
-    failures = [{name: each[name] for name in ("case", "seed", "overflow")} | {"why": why(each)} for each in own]
+    judged = [each for each in records if each["arithmetic"] == gated]
+    failures = [{name: each[name] for name in ("case", "seed", "overflow")} | {"why": why(each)} for each in judged]
     return {
         "arithmetic": gated,
-        "passed": not any(set(each["failed_gates"]) & set(DECIDING) for each in own),
+        "passed": not any(set(each["failed_gates"]) & set(DECIDING) for each in judged),
         "failures": [each for each in failures if each["why"]],
     }

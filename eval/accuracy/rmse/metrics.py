@@ -9,7 +9,7 @@ The gates are fixed before anything is measured, and none is ours:
     and FP64 as the truth. Over |golden| >= 2^-11: MARE ratio <= 5, MERE ratio <= 1.5, RMSE ratio <= 1.5, where
     MARE = max, MERE = mean of |o - g| / (|g| + 1e-7) and RMSE = sqrt(mean (o - g)^2). Below 2^-11: the count of
     |o - g| > 2^-16 is at most twice the competitor's (taken as at least 1). The competitor's MARE and MERE count as at
-    least 2^-11, half a unit in the last place of FP16, as in CANN's own attention tests; its RMSE has no floor (there
+    least 2^-11, half a unit in the last place of FP16, as in CANN's attention tests; its RMSE has no floor (there
     it is 2^-11 in absolute terms, which would pass anything where outputs are small).
 """
 
@@ -73,12 +73,12 @@ def _largest(x: Tensor) -> float:
     return float(x.max()) if x.numel() else torch.nan
 
 
-def judge(own: Mapping[str, Any], naive: Mapping[str, Any], competitor: Mapping[str, Any]) -> Record:
+def judge(judged: Mapping[str, Any], naive: Mapping[str, Any], competitor: Mapping[str, Any]) -> Record:
     """Apply the three gates of this module's docstring.
 
     Parameters
     ----------
-    own, naive, competitor : mapping
+    judged, naive, competitor : mapping
         Fields of `Errors`, and `scores_nonfinite_share` and `scores_saturated_share` of the stored scores.
 
     Returns
@@ -86,12 +86,12 @@ def judge(own: Mapping[str, Any], naive: Mapping[str, Any], competitor: Mapping[
     dict
         ``failed_gates`` (letters), and the ratios that they limit: ``max_error_ratio``, ``mare_ratio`` and so on.
     """
-    clean = own["nonfinite_share"] == 0
+    clean = judged["nonfinite_share"] == 0
     yardstick = naive if not overflowed(naive) and naive["nonfinite_share"] == 0 else competitor
-    factor = quotient(own["max_error"], yardstick["max_error"])
-    ratios = l1_ratios(own, competitor)
+    factor = quotient(judged["max_error"], yardstick["max_error"])
+    ratios = l1_ratios(judged, competitor)
     passed = {
-        "a": clean and not overflowed(own),
+        "a": clean and not overflowed(judged),
         "b": clean and factor <= NAIVE_FACTOR,
         "c": clean and all(ratios[name] <= limit for name, limit in L1.items()),
     }
@@ -104,21 +104,21 @@ def overflowed(record: Mapping[str, Any]) -> bool:
     return bool(record["scores_nonfinite_share"] > 0 or record["scores_saturated_share"] > 0)
 
 
-def l1_ratios(own: Mapping[str, Any], competitor: Mapping[str, Any]) -> dict[str, float]:
+def l1_ratios(judged: Mapping[str, Any], competitor: Mapping[str, Any]) -> dict[str, float]:
     """Return the standard's four ratios; each must stay within `L1`."""
     return {
-        "mare": quotient(own["mare"], max(competitor["mare"], RELATIVE_FLOOR)),
-        "mere": quotient(own["mere"], max(competitor["mere"], RELATIVE_FLOOR)),
-        "rmse": quotient(own["absolute_rmse"], competitor["absolute_rmse"]),
-        "small": own["small_errors"] / max(competitor["small_errors"], 1),
+        "mare": quotient(judged["mare"], max(competitor["mare"], RELATIVE_FLOOR)),
+        "mere": quotient(judged["mere"], max(competitor["mere"], RELATIVE_FLOOR)),
+        "rmse": quotient(judged["absolute_rmse"], competitor["absolute_rmse"]),
+        "small": judged["small_errors"] / max(competitor["small_errors"], 1),
     }
 
 
-def quotient(own: float, other: float) -> float:
-    """Return own / other, where no error on either side is a draw."""
-    if own == other:
+def quotient(error: float, other: float) -> float:
+    """Return error / other, where no error on either side is a draw."""
+    if error == other:
         return 1.0
-    return own / other if other else torch.inf
+    return error / other if other else torch.inf
 
 
 def why(entry: Mapping[str, Any]) -> str:

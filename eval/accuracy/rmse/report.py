@@ -10,6 +10,7 @@ from pasa.eval.accuracy.rmse.cases import COMPETITOR, GATED, NAIVE, SDPA
 from pasa.eval.accuracy.rmse.metrics import L1, NAIVE_FACTOR, Record
 from pasa.eval.kit import experiment
 from pasa.eval.kit.device import origin
+from pasa.eval.kit.stored import pick
 from pasa.eval.kit.tables import Table, percent, short
 
 GATES_TEXT = (
@@ -43,10 +44,10 @@ def sides(result: dict[str, Any]) -> list[Table | str]:
 
 def rmse_table(records: Sequence[Record], names: Sequence[str], mode: str = "inf", gates: bool = True) -> Table:
     """Return the worst RMSE over the seeds by case; with `gates`, the letters of those that any seed failed."""
-    own = _pick(records, overflow=mode)
+    selected = pick(records, overflow=mode)
     rows = []
-    for case in _names(own, "case"):
-        cells = [_pick(own, case=case, arithmetic=name) for name in names]
+    for case in _names(selected, "case"):
+        cells = [pick(selected, case=case, arithmetic=name) for name in names]
         rows.append([case, *(_rmse_cell(cell, gates) for cell in cells)])
     seeds = len(_names(records, "seed"))
     title = f"RMSE against FP64 (Eq. 19), overflow={mode}, worst of {seeds} seed{'s' * (seeds > 1)}"
@@ -56,10 +57,6 @@ def rmse_table(records: Sequence[Record], names: Sequence[str], mode: str = "inf
 
 def _names(records: Sequence[Record], field: str) -> list[str]:
     return list(dict.fromkeys(each[field] for each in records))
-
-
-def _pick(records: Sequence[Record], **wanted: str) -> list[Record]:
-    return [each for each in records if all(each[field] == value for field, value in wanted.items())]
 
 
 def _rmse_cell(records: Sequence[Record], gates: bool) -> str:
@@ -73,11 +70,13 @@ def gate_table(records: Sequence[Record]) -> Table:
     """Return per arithmetic how many runs pass each gate, and the worst ratios."""
     rows = []
     for name in _names(records, "arithmetic"):
-        own = _pick(records, arithmetic=name)
-        passed = [sum(letter not in each["failed_gates"] for each in own) for letter in "abc"]
-        verdicts = [f"{'pass' if count == len(own) else 'FAIL'}, {count} of {len(own)} pass" for count in passed]
-        ratios = [_worst(own, f"{field}_ratio") for field in ("max_error", *L1)]
-        rows.append([name, *verdicts, *ratios, percent(_mean(own, "scores_rescued_share"))])
+        selected = pick(records, arithmetic=name)
+        passed = [sum(letter not in each["failed_gates"] for each in selected) for letter in "abc"]
+        verdicts = [
+            f"{'pass' if count == len(selected) else 'FAIL'}, {count} of {len(selected)} pass" for count in passed
+        ]
+        ratios = [_worst(selected, f"{field}_ratio") for field in ("max_error", *L1)]
+        rows.append([name, *verdicts, *ratios, percent(_mean(selected, "scores_rescued_share"))])
     header = ["arithmetic", "(a)", "(b)", "(c)", "max error", "MARE", "MERE", "RMSE", "small", "tiles in FP32"]
     limits = ", ".join(f"{limit:g}" for limit in (NAIVE_FACTOR, *L1.values()))
     note = f"Worst ratios, their limits {limits}. Tiles: mean."
@@ -99,15 +98,15 @@ def damage_table(result: dict[str, Any]) -> Table:
     for case in result["cases"]:
         if case["paper_nan_share"] is None:
             continue
-        own = _pick(result["records"], case=case["name"])
-        saturated = _pick(own, overflow="saturate", arithmetic=NAIVE)
-        others = [_pick(own, overflow="saturate", arithmetic=other) for other in (COMPETITOR, GATED)]
+        selected = pick(result["records"], case=case["name"])
+        saturated = pick(selected, overflow="saturate", arithmetic=NAIVE)
+        others = [pick(selected, overflow="saturate", arithmetic=other) for other in (COMPETITOR, GATED)]
         shares = ("nonfinite_share", "scores_saturated_share", "scores_touched_rows")
         rows.append(
             [
                 case["name"],
                 percent(case["paper_nan_share"]),
-                percent(_mean(_pick(own, overflow="inf", arithmetic=NAIVE), "nonfinite_share")),
+                percent(_mean(pick(selected, overflow="inf", arithmetic=NAIVE), "nonfinite_share")),
                 *(percent(_mean(saturated, share)) for share in shares),
                 *(short(max(each["rmse"] for each in group)) for group in (saturated, *others)),
             ]
@@ -143,8 +142,8 @@ def sides_table(result: dict[str, Any]) -> Table:
     for name, (q, k) in result["biases"].items():
         cells = []
         for shift, sums in arms:
-            own = _pick(records, case=name, shift=shift, sums=sums)
-            beyond, rmse = (max(each[field] for each in own) for field in ("overflowed", "rmse"))
+            selected = pick(records, case=name, shift=shift, sums=sums)
+            beyond, rmse = (max(each[field] for each in selected) for field in ("overflowed", "rmse"))
             share = beyond / (batch * heads * positions**2)
             cells.append(f"{short(rmse)} ({percent(share)})" if beyond else short(rmse))
         rows.append([f"{name}: Q {q:g}, K {k:g}", *cells])

@@ -70,8 +70,8 @@ def run_kernels(
     arithmetics = (*(each for each in ARITHMETICS if each.name in EMULATED), *KERNELS)
     jobs: list[Job] = [(case, seed, "inf") for case in cases for seed in checked(seeds)]
     note = f"Triton kernels on {machine['device']}, and the emulation of an NPU's arithmetic run there"
-    found = compare(jobs, arithmetics, progress, device, GATED_KERNEL)
-    return {"note": note, "environment": machine, **described(cases), **found}
+    compared = compare(jobs, arithmetics, progress, device, GATED_KERNEL)
+    return {"note": note, "environment": machine, **described(cases), **compared}
 
 
 def run_resonance(
@@ -92,8 +92,8 @@ def run_large_bias(
     """FP16 score tiles beside FP32 attention where Q and K share a large bias (N(0, 1) + b on 16 of 128 channels)."""
     cases = [resized(case, heads, seq) for case in BIAS_CASES]
     jobs: list[Job] = [(case, seed, "inf") for case in cases for seed in checked(seeds)]
-    found = compare(jobs, (*(each for each in ARITHMETICS if each.name in COMPARED), SDPA), progress)
-    return {"note": output.NOTE, **described(cases), "ratios": bias_ratios(found["records"]), **found}
+    compared = compare(jobs, (*(each for each in ARITHMETICS if each.name in COMPARED), SDPA), progress)
+    return {"note": output.NOTE, **described(cases), "ratios": bias_ratios(compared["records"]), **compared}
 
 
 def resized(case: Sized, heads: int | None, seq: int | None) -> Sized:

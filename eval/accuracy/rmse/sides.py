@@ -70,8 +70,8 @@ def run_sides(
         q, k, v = case.tensors(shape, seed)
         golden, head = golden_by_head(q, k, v), {"case": case.biased, "seed": seed}
         for shift, sums in product(SIDES, STEPS):
-            found = _measure(q, k, v, golden, SIDES[shift], STEPS[sums])
-            records.append(head | {"shift": shift, "sums": sums} | found)
+            errors = _measure(q, k, v, golden, SIDES[shift], STEPS[sums])
+            records.append(head | {"shift": shift, "sums": sums} | errors)
         records.append(head | {"shift": OURS, "sums": "stored"} | _operator(q, k, v, golden))
     return {
         "note": output.NOTE,

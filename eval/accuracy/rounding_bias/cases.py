@@ -113,8 +113,8 @@ def make_rows(case: Case, fmt: str, rows: int, dim: int, generator: torch.Genera
 
     magnitude = torch.randn(rows, KEYS, dim, generator=generator).abs()
     column = torch.randn(rows, 1, dim, generator=generator).sign()
-    own = torch.randn(rows, KEYS, dim, generator=generator).sign()
-    signs = column.expand_as(own).clone() if case.one_signed else own
+    each_sign = torch.randn(rows, KEYS, dim, generator=generator).sign()
+    signs = column.expand_as(each_sign).clone() if case.one_signed else each_sign
     grad = column.squeeze(1) * torch.randn(rows, dim, generator=generator).abs()
     if case.maxima == "random":
         return Rows(2 * torch.randn(rows, KEYS, generator=generator), round_to(signs * magnitude, fmt), grad.double())
@@ -130,5 +130,5 @@ def make_rows(case: Case, fmt: str, rows: int, dim: int, generator: torch.Genera
     tail[at] = False
     magnitude[:, tail] *= TAIL_SCALE[case.tail]
     if case.tail == "mixed":
-        signs[:, tail] = own[:, tail]
+        signs[:, tail] = each_sign[:, tail]
     return Rows(scores, round_to(signs * magnitude, fmt), grad.double())

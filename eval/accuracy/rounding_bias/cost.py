@@ -70,9 +70,9 @@ def run_cost(
 
 def make_inputs(case: SpeedCase, data: Data, fmt: str, device: torch.device) -> Inputs:
     """Draw N(0, 1), or rows that all repeat their maximum; the same on every call on one kind of device."""
-    given = case.inputs(device) if data == "random" else _tied(case, device)
-    q, k, v = (x.to(DTYPES[fmt]) for x in (given.q, given.k, given.v))
-    return replace(given, q=q, k=k, v=v)
+    drawn = case.inputs(device) if data == "random" else _tied(case, device)
+    q, k, v = (x.to(DTYPES[fmt]) for x in (drawn.q, drawn.k, drawn.v))
+    return replace(drawn, q=q, k=k, v=v)
 
 
 def _tied(case: SpeedCase, device: torch.device) -> Inputs:
@@ -130,7 +130,7 @@ def attend(inputs: Inputs, config: pasa.PasaConfig) -> Tensor:
 def ratios(times: dict[str, Rounds]) -> Record:
     """Return medians in milliseconds; of the rounds' ratios median, p20 and p80."""
     safe, unbiased = ([statistics.median(turn) for turn in times[each.softmax]] for each in (SAFE, UNBIASED))
-    each = sorted(own / other for own, other in zip(unbiased, safe, strict=True))
+    each = sorted(ours / theirs for ours, theirs in zip(unbiased, safe, strict=True))
     low, middle, high = (quantile(each, share) for share in (0.2, 0.5, 0.8))
     return {
         "safe_ms": statistics.median(safe),
@@ -154,18 +154,18 @@ def judge(case: SpeedCase, inputs: Inputs, data: Data, safe: Tensor, unbiased: T
     if fmt == "bf16" and data == "tied":  # safe's outputs were FP16 before
         nearest = golden.bfloat16().double()
     rows = ((ours != nearest).double().mean(-1) >= DIFFERENT).double()
-    found: Record = {"drawn": float(rows.mean()), "rmse": verdict.rmse, "rmse_limit": verdict.rmse_limit}
+    record: Record = {"drawn": float(rows.mean()), "rmse": verdict.rmse, "rmse_limit": verdict.rmse_limit}
     reasons = [verdict.why] if verdict.why else []
     if data == "random" and fmt == "bf16":  # twice rounded, safe differs anywhere; drawn rows err sqrt(2) times as much
         growth = float((ours - golden).norm() / (nearest - golden).norm())
         reasons += [f"errors are {growth:.2f} times safe's"] * (not growth <= GROWTH)
-        return found | {"drawn": None, "why": "; ".join(reasons)}
+        return record | {"drawn": None, "why": "; ".join(reasons)}
     if data == "random":
         far = float(((ours - nearest).abs() / spacing(nearest, fmt)).max())
         limit = max(RANDOM_DRAWN * rows.numel(), 1)
         reasons += [f"{far:.2f} spacings from safe"] * (not far <= 1)
         reasons += [f"{rows.sum():.0f} of {rows.numel()} rows drawn"] * (not rows.sum() <= limit)
-        return found | {"why": "; ".join(reasons)}
+        return record | {"why": "; ".join(reasons)}
     unit = spacing(golden, fmt)
     far = float(((ours - golden).abs() / unit).max())
     bias, before = (float(((x - golden) / unit).mean()) for x in (ours, nearest))
@@ -173,7 +173,7 @@ def judge(case: SpeedCase, inputs: Inputs, data: Data, safe: Tensor, unbiased: T
     reasons += [f"{far:.2f} spacings from FP64"] * (not far < FARTHEST)
     reasons += [f"bias {bias:+.4f} spacings, limit {limit:.4f}"] * (not abs(bias) <= limit)
     reasons += [f"safe has no bias to remove: {before:+.4f} spacings"] * (not abs(before) > limit)
-    return found | {"bias": bias, "bias_safe": before, "bias_limit": limit, "why": "; ".join(reasons)}
+    return record | {"bias": bias, "bias_safe": before, "bias_limit": limit, "why": "; ".join(reasons)}
 
 
 def bias_limit(golden: Tensor) -> float:
@@ -223,13 +223,13 @@ def verdict(result: Record) -> str:
 
 def summary(result: Record) -> str:
     """Return a line for README.md: the range of the ratios by data."""
-    told = []
+    spans = []
     for data in DATA:
-        found = [each["ratio"] for each in result["records"] if each["data"] == data and "ratio" in each]
-        span = f"{min(found):.3f} to {max(found):.3f}" if found else "not timed"
-        told.append(f"{data} rows {span} (target {result['targets'][data]})")
-    spans = f'Time over that of `softmax="safe"` (`pasa bench unbiased`): {", ".join(told)}.'
-    return f"{spans} {verdict(result)}\n\n{origin(result)}"
+        timed = [each["ratio"] for each in result["records"] if each["data"] == data and "ratio" in each]
+        span = f"{min(timed):.3f} to {max(timed):.3f}" if timed else "not timed"
+        spans.append(f"{data} rows {span} (target {result['targets'][data]})")
+    line = f'Time over that of `softmax="safe"` (`pasa bench unbiased`): {", ".join(spans)}.'
+    return f"{line} {verdict(result)}\n\n{origin(result)}"
 
 
 EXPERIMENT = Experiment(

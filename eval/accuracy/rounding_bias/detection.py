@@ -31,14 +31,14 @@ def compare_triggers(fmt: str, case: Case, rows: int, generator: torch.Generator
     exact, out = data.exact(), quotient(data, "fp32", "safe")
     nearest, drawn = round_to(out, fmt), round_drawn(out, fmt)
     records = []
-    for name, found in zip(TRIGGERS, triggered(data, out, fmt), strict=True):
-        bias = measure(torch.where(found, drawn, nearest), exact, data.grad, fmt)
+    for name, flagged in zip(TRIGGERS, triggered(data, out, fmt), strict=True):
+        bias = measure(torch.where(flagged, drawn, nearest), exact, data.grad, fmt)
         records.append(
             {
                 "case": case.name,
                 "format": fmt,
                 "trigger": name,
-                "drawn": float(found.double().mean()),
+                "drawn": float(flagged.double().mean()),
                 "bias": bias.out.value,
                 "interval": bias.out.interval(),
                 "rms": bias.rms,

@@ -100,7 +100,7 @@ def worked_examples() -> dict[str, Any]:
     rounded = round_to(total, "bf16")
     large = torch.tensor(1 + 1 / 128) + torch.tensor(1 + 4 / 128)
     two, three = (float(round_to(x, "bf16")) for x in (large, large + 2.0**-10))
-    found = {
+    sums = {
         "published": {"sum": float(total), "bf16": float(rounded), "error": float(rounded - total)},
         "blog": {"two large": two, "two large, one small": three},
     }
@@ -108,7 +108,7 @@ def worked_examples() -> dict[str, Any]:
         "published": {"sum": -4.703990459442139, "bf16": -4.71875, "error": -0.014759540557861328},
         "blog": {"two large": 2 + 2 / 64, "two large, one small": 2 + 3 / 64},
     }
-    return {**found, "exact": found == expected}
+    return {**sums, "exact": sums == expected}
 
 
 def judge(measured: Measured, examples: Mapping[str, Any]) -> dict[str, Any]:
@@ -174,9 +174,9 @@ def bias_table(result: Result, fmt: str, place: str, of: str = "O", cases: Seque
     records = [each for each in result["records"] if (each["format"], each["place"]) == (fmt, place)]
     rows = []
     for case in cases or [each["name"] for each in result["cases"]]:
-        own = {each["arm"]: each for each in records if each["case"] == case}
-        row = [case, *(signed(own[arm][f"{prefix}bias"], own[arm][f"{prefix}interval"]) for arm in ARMS)]
-        rows.append(row if prefix else [*row, *(f"{own[arm]['rms']:.3f}" for arm in ("nearest", "ours"))])
+        by_arm = {each["arm"]: each for each in records if each["case"] == case}
+        row = [case, *(signed(by_arm[arm][f"{prefix}bias"], by_arm[arm][f"{prefix}interval"]) for arm in ARMS)]
+        rows.append(row if prefix else [*row, *(f"{by_arm[arm]['rms']:.3f}" for arm in ("nearest", "ours"))])
     errors = [] if prefix else ["RMS, nearest", "RMS, ours"]
     settings = result["settings"]
     note = (
@@ -195,11 +195,11 @@ def signed(value: float | None, interval: float | None) -> str:
 
 def trigger_table(result: Result, fmt: str) -> Table:
     """Return a row for every trigger; for every case the bias that is left, and the rows that are drawn."""
-    own = [each for each in result["detection"] if each["format"] == fmt]
-    cases = list(dict.fromkeys(each["case"] for each in own))
+    studied = [each for each in result["detection"] if each["format"] == fmt]
+    cases = list(dict.fromkeys(each["case"] for each in studied))
     rows = []
-    for trigger in dict.fromkeys(each["trigger"] for each in own):
-        line = {each["case"]: each for each in own if each["trigger"] == trigger}
+    for trigger in dict.fromkeys(each["trigger"] for each in studied):
+        line = {each["case"]: each for each in studied if each["trigger"] == trigger}
         cells = [
             f"{line[case]['bias']:+.4f} ({100 * line[case]['drawn']:.1f} %, {line[case]['rms']:.3f})" for case in cases
         ]
