@@ -18,9 +18,10 @@ from pasa.eval.accuracy.gradients import run as gradients
 from pasa.eval.accuracy.rmse import report
 from pasa.eval.accuracy.rounding_bias import cost
 from pasa.eval.accuracy.rounding_bias import run as bias
+from pasa.eval.accuracy.rounding_bias.arithmetic import PLACES
 from pasa.eval.kit import output
 from pasa.eval.kit.device import origin
-from pasa.eval.kit.stored import ROOT, stored, table
+from pasa.eval.kit.stored import ROOT, pick, stored, table
 from pasa.eval.kit.tables import Table, percent
 from pasa.eval.models.diagnose import report as diagnose_report
 from pasa.eval.models.diagnose import words
@@ -52,6 +53,7 @@ FILES = (
 )
 MAXIMA = ("two, smaller tail", "near, smaller tail", "blocks, smaller tail", "four, smaller tail")
 ROUNDED = (*MAXIMA, "three, smaller tail, one binade", "six, smaller tail, one binade", "random, same tail")
+BIASES = [partial(bias.bias_table, fmt="bf16", place=place, cases=ROUNDED) for place in PLACES]
 DIAGNOSED = 3  # heads of each model
 DIAGNOSIS = ("layer", "head", "peak QKᵀ", "× 65504", "stored", "in FP32", "K", "K′", "bias", "resonance", "phase")
 KERNELS = ("pasa-exact", "triton-fp32", "triton-paper-fp16", "triton-paper", "triton-exact")
@@ -117,23 +119,26 @@ def _devices(backend: Backend) -> str:
     return f"{chosen}; {', '.join(backend.devices_by_name)} by name" if backend.devices_by_name else chosen
 
 
-def rmse() -> str:
-    """Return worst RMSE over the seeds, and how many tiles ours kept in FP32."""
-    result = stored("rmse")
+def rmse(result: dict[str, Any]) -> Table:
+    """Return the worst RMSE over the seeds, and how many tiles ours kept in FP32."""
     shown = report.rmse_table(result["records"], SHOWN, gates=False)
-    ours = [each for each in result["records"] if each["overflow"] == "inf" and each["arithmetic"] == "pasa-exact"]
+    ours = pick(result["records"], overflow="inf", arithmetic="pasa-exact")
     rows = [
-        [*row, percent(max(each["scores_rescued_share"] for each in ours if each["case"] == row[0]))]
-        for row in shown.rows
+        [*row, percent(max(each["scores_rescued_share"] for each in pick(ours, case=row[0])))] for row in shown.rows
     ]
-    shape = ", ".join(map(str, result["shape"]))
-    note = f"The paper's 15 cases, shape ({shape}). {shown.note} {origin(result)}"
-    return Table(shown.title, [*shown.header, "tiles in FP32"], rows, note).captioned()
+    note = f"The paper's 15 cases, shape ({', '.join(map(str, result['shape']))}). {shown.note}"
+    return Table(shown.title, [*shown.header, "tiles in FP32"], rows, note)
 
 
-def with_origin(shown: Table, result: dict[str, Any]) -> str:
-    """Return a table of a stored run below its caption and origin."""
-    return f"{shown.note} {origin(result)}\n\n{shown.markdown()}"
+def block(name: str, *makers: Callable[[dict[str, Any]], Table | str]) -> Callable[[], str]:
+    """Return a writer of tables and sentences of a stored run, and of where its numbers come from."""
+
+    def write() -> str:
+        result = stored(name)
+        parts = [make(result) for make in makers]
+        return "\n\n".join([*(part if isinstance(part, str) else part.captioned() for part in parts), origin(result)])
+
+    return write
 
 
 def rescue() -> str:
@@ -223,12 +228,11 @@ def fp8() -> str:
     return f"{found.note}\n\n{table(found.header, found.rows)}\n\n{said}"
 
 
-def kernels() -> str:
+def kernels(result: dict[str, Any]) -> Table:
     """Return the paper's cases on the Triton kernels of a GPU."""
-    result = stored("kernels")
     shown = report.rmse_table(result["records"], KERNELS, gates=False)
-    note = f"{shown.note} `pasa-exact` is the emulation, `triton-*` are kernels. {origin(result)}"
-    return Table(shown.title, shown.header, shown.rows, note).captioned()
+    note = f"{shown.note} pasa-exact is the emulation, triton-* are kernels."
+    return Table(shown.title, shown.header, shown.rows, note)
 
 
 def soak() -> str:
@@ -251,20 +255,13 @@ def step() -> str:
     return f"{found.note}\n\n{table(found.header, found.rows)}\n\n{step_report.origin(stored('step'))}"
 
 
-def rounding() -> str:
-    """Return the bias of BF16 outputs by rule, in both places of rounding."""
-    result = stored("rounding")
-    tables = [bias.bias_table(result, "bf16", place, cases=ROUNDED) for place in result["places"]]
-    return "\n\n".join([*(each.captioned() for each in tables), f"{bias.verdict(result)} {origin(result)}"])
-
-
 PARTS: dict[str, Callable[[], str]] = {
     "support": support,
     "evidence": evidence.overview,
-    "rmse": rmse,
-    "damage": lambda: with_origin(report.damage_table(stored("rmse")), stored("rmse")),
-    "bias": lambda: with_origin(report.bias_table(stored("bias")), stored("bias")),
-    "sides": lambda: with_origin(report.sides_table(stored("sides")), stored("sides")),
+    "rmse": block("rmse", rmse),
+    "damage": block("rmse", report.damage_table),
+    "bias": block("bias", report.bias_table),
+    "sides": block("sides", report.sides_table),
     "rescue": rescue,
     "video": video,
     "step": step,
@@ -282,12 +279,12 @@ PARTS: dict[str, Callable[[], str]] = {
     "speed": speed_readme.speed,
     "decode": speed_readme.decode,
     "paged": speed_readme.paged,
-    "kernels": kernels,
+    "kernels": block("kernels", kernels),
     "soak": soak,
     "fuzz": lambda: f"{fuzz_report.verdict(stored('fuzz'))} {fuzz_report.origin(stored('fuzz'))}",
     "gradients": lambda: gradients.summary(stored("gradients")),
     "npu_model": npu_model,
-    "rounding": rounding,
+    "rounding": block("rounding", *BIASES, bias.verdict),
     "rounding_cost": lambda: cost.summary(stored("rounding_cost")),
     "rounding_cost_table": lambda: cost.EXPERIMENT.markdown(stored("rounding_cost")),
     "ring": lambda: ring_report.to_markdown(stored("ring")),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,54 +13,28 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import pasa
 from pasa.eval.kit.timing import Call, Clock, Rounds, interleave, ratio, summary
+from pasa.eval.speed.cases import SpeedCase
 from pasa.eval.speed.implementations import FLASH
 
 OURS = "pasa"
-PARTS = ("forward", "forward + backward")
+PARTS = {"forward": 1.0, "forward + backward": 3.5}  # of `SpeedCase.flops`: two products forward, five backward
 PROFILED = 5  # calls
 NAME_LENGTH = 60  # of a kernel: templates of torch's go on for lines
 Record = dict[str, Any]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+SHAPES = (
+    SpeedCase("4x12x1024x64", 4, 12, 12, 1024, 1024, 64, causal=True),
+    SpeedCase("1x28x8192x128", 1, 28, 28, 8192, 8192, 128, causal=True),
+    SpeedCase("1x28/4x8192x128", 1, 28, 4, 8192, 8192, 128, causal=True),
+)
 
 
-@dataclass(frozen=True)
-class Shape:
-    """A causal call in FP16."""
-
-    batch: int
-    heads: int
-    kv_heads: int
-    length: int
-    dim: int
-
-    @property
-    def name(self) -> str:
-        """Name the shape as 1x28/4x8192x128."""
-        heads = self.heads if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads}"
-        return f"{self.batch}x{heads}x{self.length}x{self.dim}"
-
-    def flops(self, part: str) -> float:
-        """Count the products of visible pairs: two forward, and five backward."""
-        products = 2 if part == PARTS[0] else 7
-        return products * self.batch * self.heads * float(self.length) ** 2 * self.dim
-
-    def inputs(self, device: torch.device) -> list[Tensor]:
-        """Draw queries, keys, values and the gradient of the output, N(0, 1)."""
-        source = torch.Generator(device).manual_seed(0)
-        return [
-            torch.randn(self.batch, heads, self.length, self.dim, generator=source, device=device).half()
-            for heads in (self.heads, self.kv_heads, self.kv_heads, self.heads)
-        ]
-
-
-SHAPES = (Shape(4, 12, 12, 1024, 64), Shape(1, 28, 28, 8192, 128), Shape(1, 28, 4, 8192, 128))
-
-
-def calls(shape: Shape, device: torch.device) -> dict[str, dict[str, Call]]:
+def calls(shape: SpeedCase, device: torch.device) -> dict[str, dict[str, Call]]:
     """Return what is timed, by part and implementation."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    *qkv, grad = shape.inputs(device)
+    inputs = shape.inputs(device)
+    grad = torch.randn_like(inputs.q)
     grouped = shape.heads != shape.kv_heads
 
     def flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -78,7 +51,8 @@ def calls(shape: Shape, device: torch.device) -> dict[str, dict[str, Call]]:
         return torch.autograd.grad(attend(tensors[0], tensors[1], tensors[2]), tensors, grad)[0]
 
     def call(function: Callable[..., Tensor], attend: Attend, scope: Any = nullcontext) -> Call:
-        copies = [x.clone().requires_grad_() for x in qkv]  # a peer may write into its inputs
+        copy = inputs.copy()  # a peer may write into its inputs
+        copies = [x.requires_grad_() for x in (copy.q, copy.k, copy.v)]
         return Call(partial(function, attend, copies, grad.clone()), scope)
 
     scope = partial(sdpa_kernel, SDPBackend.FLASH_ATTENTION)
@@ -106,11 +80,11 @@ def measure(
                 taken_by, _ = interleave(clock, timed, rounds)
                 times += [
                     {"shape": shape.name, "part": part, "how": how, "implementation": name}
-                    | _numbers(taken, taken_by[FLASH], shape.flops(part))
+                    | _numbers(taken, taken_by[FLASH], PARTS[part] * shape.flops)
                     | ({"host_us": host[name]} if how == "eager" else {})
                     for name, taken in taken_by.items()
                 ]
-            if part == PARTS[-1]:
+            if part == list(PARTS)[-1]:
                 kernels += [{"shape": shape.name} | each for each in profile(eager[OURS])]
     return {"times": times, "kernels": kernels}
 
