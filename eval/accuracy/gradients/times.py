@@ -68,7 +68,7 @@ def measure(
     profile: Callable[[Call], list[Record]],
     progress: Callable[[int, str], None],
 ) -> dict[str, list[Record]]:
-    """Time all shapes as they are and in CUDA graphs, and the kernels of a forward and backward pass of ours."""
+    """Time all shapes eagerly and in CUDA graphs, and the kernels of a forward and backward pass of ours."""
     times: list[Record] = []
     kernels: list[Record] = []
     for index, shape in enumerate(SHAPES):

@@ -113,7 +113,7 @@ def damage_table(result: dict[str, Any]) -> Table:
         )
     header = ["case", "NaN, paper", "NaN, inf", "NaN, saturate", "scores at 65504", "rows touched"]
     header += [f"RMSE {name}, saturate" for name in (NAIVE, COMPETITOR, GATED)]
-    note = f"Columns 3 to 6: {NAIVE}, mean over seeds. A saturating device reports no NaN, and is wrong all the same."
+    note = f"Columns 3 to 6: {NAIVE}, mean over seeds. A saturating device reports no NaN, and is wrong nevertheless."
     return Table("Overflow, and its silent form (paper table 4)", header, rows, note)
 
 
