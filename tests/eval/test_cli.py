@@ -115,7 +115,7 @@ def test_json_file_and_output_folder(tmp_path: Path, options: list[str], made: s
         (["bench", "rmse", "--heads", "0"], "heads=0"),
         (["bench", "rmse", "--heads", "many"], "many"),
         (["bench", "rmse", "--seeds", "0,x"], "'x'"),
-        (["bench", "rmse", "--seeds", "-1"], "'-1'"),
+        (["bench", "rmse", "--seeds", "-1"], "seeds=-1"),
         (["bench", "rmse", "--resonance", "--seq", "0"], "seq=0"),
         (["bench", "rmse", "--resonance", "--large-bias"], "--large-bias"),
         (["bench", "gradients", "--seed", "-1"], "seed=-1"),

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, TypeAlias, TypeVar
+from typing import Annotated, Any, TypeAlias
 
 import torch
 
@@ -22,9 +22,7 @@ from pasa.eval.accuracy.rmse.cases import (
     PAPER_CASES,
     RESONANCE_CASES,
     SDPA,
-    BiasCase,
-    RandomCase,
-    ResonanceCase,
+    Case,
 )
 from pasa.eval.accuracy.rmse.measure import Job, compare
 from pasa.eval.accuracy.rmse.metrics import Record, quotient
@@ -36,7 +34,6 @@ from pasa.ops.numerics.formats import OVERFLOWS
 
 EMULATED = (COMPETITOR, NAIVE, "pasa-paper", "pasa-paper-fp16", GATED, "pasa-exact-fp16")  # beside the kernels
 COMPARED = (COMPETITOR, NAIVE, "pasa-paper", GATED)  # where Q and K share a large bias
-Sized = TypeVar("Sized", RandomCase, BiasCase, ResonanceCase)
 Heads: TypeAlias = Annotated[int | None, "Heads in place of those of the cases (the paper's: 16)."]
 Positions: TypeAlias = Annotated[int | None, "Positions in place of those of the cases (the paper's: 1280)."]
 Seeds: TypeAlias = Annotated[Sequence[int], "Seeds, such as 0,1,2 (0; twelve for --large-bias, three for --sides)."]
@@ -49,15 +46,8 @@ def run_rmse(
 
     Scores that overflow become infinite in all cases, and on the six of table 4 saturate as well.
     """
-    cases = [resized(case, heads, seq) for case in PAPER_CASES]
-    jobs: list[Job] = [
-        (case, seed, mode)
-        for case in cases
-        for seed in checked(seeds)
-        for mode in OVERFLOWS
-        if mode == "inf" or case.paper_nan_share is not None
-    ]
-    return {"note": output.NOTE, **described(cases), **compare(jobs, progress=progress)}
+    table_4 = [case for case in PAPER_CASES if case.paper_nan_share is not None]
+    return {"note": output.NOTE, **_run(PAPER_CASES, heads, seq, seeds, saturated=table_4, progress=progress)}
 
 
 def run_kernels(
@@ -65,22 +55,20 @@ def run_kernels(
 ) -> dict[str, Any]:
     """The same on the Triton kernels, on a GPU or interpreted; their score tiles are FP32 and cannot overflow."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    machine = describe(device)
-    cases = [resized(case, heads, seq) for case in PAPER_CASES]
     arithmetics = (*(each for each in ARITHMETICS if each.name in EMULATED), *KERNELS)
-    jobs: list[Job] = [(case, seed, "inf") for case in cases for seed in checked(seeds)]
+    machine = describe(device)
+    where: dict[str, Any] = {"device": device, "gated": GATED_KERNEL, "progress": progress}
     note = f"Triton kernels on {machine['device']}, and the emulation of an NPU's arithmetic run there"
-    compared = compare(jobs, arithmetics, progress, device, GATED_KERNEL)
-    return {"note": note, "environment": machine, **described(cases), **compared}
+    measured = _run(PAPER_CASES, heads, seq, seeds, arithmetics=arithmetics, **where)
+    return {"note": note, "environment": machine, **measured}
 
 
 def run_resonance(
     heads: Heads = None, seq: Positions = None, seeds: Seeds = (0,), progress: output.Report = output.silent
 ) -> dict[str, Any]:
     """Every arithmetic on waves along the head dimension."""
-    cases = [resized(case, heads, seq) for case in RESONANCE_CASES]
-    jobs: list[Job] = [(case, seed, mode) for case in cases for seed in checked(seeds) for mode in OVERFLOWS]
-    return {"note": output.NOTE, **described(cases), **compare(jobs, progress=progress)}
+    measured = _run(RESONANCE_CASES, heads, seq, seeds, saturated=RESONANCE_CASES, progress=progress)
+    return {"note": output.NOTE, **measured}
 
 
 def run_large_bias(
@@ -90,32 +78,31 @@ def run_large_bias(
     progress: output.Report = output.silent,
 ) -> dict[str, Any]:
     """FP16 score tiles beside FP32 attention where Q and K share a large bias (N(0, 1) + b on 16 of 128 channels)."""
-    cases = [resized(case, heads, seq) for case in BIAS_CASES]
-    jobs: list[Job] = [(case, seed, "inf") for case in cases for seed in checked(seeds)]
-    compared = compare(jobs, (*(each for each in ARITHMETICS if each.name in COMPARED), SDPA), progress)
-    return {"note": output.NOTE, **described(cases), "ratios": bias_ratios(compared["records"]), **compared}
+    arithmetics = (*(each for each in ARITHMETICS if each.name in COMPARED), SDPA)
+    measured = _run(BIAS_CASES, heads, seq, seeds, arithmetics=arithmetics, progress=progress)
+    return {"note": output.NOTE, "ratios": bias_ratios(measured["records"]), **measured}
 
 
-def resized(case: Sized, heads: int | None, seq: int | None) -> Sized:
-    """Return the case with other numbers of heads and positions, where they are given."""
+def _run(
+    cases: Sequence[Case],
+    heads: int | None,
+    seq: int | None,
+    seeds: Sequence[int],
+    saturated: Sequence[Case] = (),
+    **options: Any,
+) -> dict[str, Any]:
+    """Compare arithmetics on cases of other sizes, where sizes are set; those `saturated` in both overflow modes."""
     at_least(1, heads=heads, seq=seq)
-    batch, own_heads, own_seq, dim = case.shape
-    return dataclasses.replace(case, shape=(batch, heads or own_heads, seq or own_seq, dim))
-
-
-def checked(seeds: Sequence[int]) -> Sequence[int]:
-    """Return the seeds; refuse a negative one, and none at all."""
-    if not seeds or min(seeds) < 0:
-        raise ValueError(f"seeds={','.join(map(str, seeds))!r}: one seed at least, and none below 0")
-    return seeds
-
-
-def described(cases: Sequence[RandomCase | BiasCase | ResonanceCase]) -> dict[str, Any]:
-    """Return the shape of the first case, and what each case is."""
-    return {
-        "shape": list(cases[0].shape),
-        "cases": [dataclasses.asdict(case) | {"name": case.name, "shape": list(case.shape)} for case in cases],
-    }
+    at_least(0, seeds=min(seeds))
+    jobs: list[Job] = []
+    described = []
+    for case in cases:
+        batch, case_heads, case_seq, dim = case.shape
+        resized = dataclasses.replace(case, shape=(batch, heads or case_heads, seq or case_seq, dim))
+        modes = OVERFLOWS if case in saturated else OVERFLOWS[:1]
+        jobs += [(resized, seed, mode) for seed in seeds for mode in modes]
+        described.append(dataclasses.asdict(resized) | {"name": case.name, "shape": list(resized.shape)})
+    return {"shape": described[0]["shape"], "cases": described, **compare(jobs, **options)}
 
 
 def bias_ratios(records: Sequence[Record]) -> list[Record]:
