@@ -74,9 +74,9 @@ def at_least_one(value: int | None) -> int | None:
     return value
 
 
-def probability(value: float) -> float:
+def probability(value: float | None) -> float | None:
     """Refuse a number that is no probability."""
-    if not 0.0 < value < 1.0:
+    if value is not None and not 0.0 < value < 1.0:
         raise typer.BadParameter(f"{value:g} is not a probability between 0 and 1")
     return value
 

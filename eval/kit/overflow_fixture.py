@@ -79,8 +79,6 @@ def inject_overflow(
     ------
     TypeError
         Another architecture: only Qwen2 has biases on q and k and none on the output projection.
-    ValueError
-        A rotary embedding of another type, a layer that does not exist, or a bias beyond FP16's exact integers.
     """
     from transformers import Qwen2ForCausalLM
 

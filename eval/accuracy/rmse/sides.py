@@ -121,21 +121,9 @@ def stored_scores(q: Tensor, k: Tensor, side: str, step: int | None, overflow: O
     """Return Q K^T as FP16 stores it without the means of `side`, and what must be added to the scores of each key.
 
     A mean of K adds the same to all scores of a row, which softmax cancels. A mean of Q adds q_mean . k_j, which it
-    does not: that is added back. Means are over the sequence, rounded to FP16, and so are the differences.
-
-    Parameters
-    ----------
-    q, k : Tensor
-        (B, H, Sq, D) and (B, H, Skv, D), FP16.
-    side : str
-        Letters out of "qk".
-    step : int, optional
-        Channels between two roundings of the sum to FP16; None: one rounding, at the end.
-
-    Returns
-    -------
-    tuple of Tensor
-        (B, H, Sq, Skv), FP32 tensor of FP16 values, and (B, H, 1, Skv), FP32; not scaled.
+    does not: that is added back. Means are over the sequence, rounded to FP16, and so are the differences. `side` has
+    letters out of "qk". The sum is rounded to FP16 after each `step` channels, or once at the end. Scores (B, H, Sq,
+    Skv) are FP32 tensors of FP16 values, not scaled; the addition is (B, H, 1, Skv).
     """
     added = torch.zeros(*k.shape[:2], 1, k.shape[2])
     if "k" in side:
