@@ -161,6 +161,8 @@ def _options(experiment: Experiment) -> dict[str, tuple[Any, Any]]:
     for each in (experiment, *experiment.variants):
         for name, hint, default in _parameters(each.run):
             left = experiment.variants and not isinstance(default, bool)
+            if isinstance(default, (list, tuple)):  # as it is typed, which is what an option's parser reads
+                default = ",".join(map(str, default))
             options.setdefault(name, (_option(name, hint), None if left else default))
     for each in experiment.variants:
         options[_switch(each)] = (Annotated[bool, typer.Option(f"--{each.name}", help=_help(each))], False)

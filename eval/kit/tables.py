@@ -27,7 +27,8 @@ class Table:
 
     def captioned(self) -> str:
         """Return the Markdown table below its title and note, for a page with headings of its own."""
-        return f"{self.title}. {self.note}\n\n{self.markdown()}"
+        caption = f"{self.title}. {self.note}".strip()
+        return f"{caption}\n\n{self.markdown()}"
 
     def show(self, console: Console) -> None:
         """Print the table, in pieces where the terminal is too narrow for it and no column may wrap."""

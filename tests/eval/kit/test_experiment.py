@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -43,9 +44,12 @@ def report(result: dict[str, Any]) -> list[Table | str]:
 MAIN = Experiment("main", run_main, report, "Title", variants=(Experiment("the-other", run_other, report, "Other"),))
 
 
-def command(*arguments: str) -> Any:
+PLAIN = dataclasses.replace(MAIN, variants=())
+
+
+def command(*arguments: str, experiment: Experiment = MAIN) -> Any:
     app, group = typer.Typer(), typer.Typer(name="bench")
-    add_command(group, MAIN)
+    add_command(group, experiment)
     app.add_typer(group)
     app.command("second")(lambda: None)
     return CliRunner().invoke(app, ["bench", "main", *arguments], terminal_width=200)
@@ -66,6 +70,11 @@ def test_options_are_the_parameters_of_what_runs(arguments: list[str], value: An
     assert result["value"] == value
     assert result["experiment"] == ("the-other" if "--the-other" in arguments else "main")
     assert {"environment", "duration_s"} <= set(result)
+
+
+def test_defaults_are_those_of_the_parameters() -> None:
+    assert json.loads(command("--json", "-", experiment=PLAIN).stdout)["value"] == [5, [0], None, False]
+    assert "[default: 5]" in command("--help", experiment=PLAIN).output
 
 
 def test_what_a_variant_does_not_take_is_refused_by_name() -> None:
