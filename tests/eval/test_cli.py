@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,20 @@ TINY = ["bench", "rmse", "--heads", "1", "--seq", "130"]
 
 def run(*arguments: str) -> Any:
     return RUNNER.invoke(app, arguments)
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run a command that must exit with 2 and one line on stderr; return the line, and stdout before it."""
+
+    def refuse(*arguments: str) -> str:
+        with pytest.raises(SystemExit) as stopped:
+            cli.main(arguments)
+        shown = capsys.readouterr()
+        assert (stopped.value.code, len(shown.err.splitlines())) == (2, 1)
+        return shown.out + shown.err
+
+    return refuse
 
 
 def test_help_names_every_command_and_no_other() -> None:
@@ -85,11 +100,6 @@ def test_doctor_says_whether_the_ascend_c_kernels_are_built() -> None:
         "an NPU here would be served by the reference, slowly"
     )
     assert doctor.ascend_c_line({"library": "/there.so", "why_not": None}) == "built: /there.so"
-
-
-def test_json_to_stdout_is_alone_there() -> None:
-    result = run(*TINY, "--json", "-")
-    assert json.loads(result.stdout)["experiment"] == "rmse"
 
 
 @pytest.mark.parametrize(
@@ -168,46 +178,31 @@ def test_json_file_and_output_folder(tmp_path: Path, options: list[str], made: s
     ],
 )
 def test_bad_input_is_one_line_that_names_the_value(
-    arguments: list[str], value: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], value: str, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(arguments)
-    shown = capsys.readouterr()
-    assert stopped.value.code == 2
-    assert shown.out == ""
-    assert len(shown.err.splitlines()) == 1
-    assert value in shown.err
+    line = refused(*arguments)
+    assert line.startswith("pasa: "), "nothing on stdout"
+    assert value in line
 
 
-def test_unwritable_json_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unwritable_json_is_one_line(tmp_path: Path, refused: Callable[..., str]) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(["beta", "--json", str(tmp_path / "file" / "x.json")])
-    assert stopped.value.code == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
+    refused("beta", "--json", str(tmp_path / "file" / "x.json"))
 
 
-def test_missing_extra_tells_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("package", "command", "extra"),
+    [("typer", ["beta"], "eval"), ("diffusers", ["eval", "video"], "video"), ("transformers", ["demo"], "video")],
+)
+def test_a_missing_package_names_its_extra(
+    package: str, command: list[str], extra: str, monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "typer", None)
-    monkeypatch.delitem(sys.modules, "pasa.eval.commands")
-    monkeypatch.delattr("pasa.eval.commands", raising=False)
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(["beta"])
-    assert stopped.value.code == 2
-    assert capsys.readouterr().err == "pasa: typer is not installed; run, in the checkout: pip install '.[eval]'\n"
-
-
-def test_missing_extra_of_one_command_is_its_own(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "diffusers", None)
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(["eval", "video"])
-    assert stopped.value.code == 2
-    assert capsys.readouterr().err == "pasa: diffusers is not installed; run, in the checkout: pip install '.[video]'\n"
+    monkeypatch.setitem(sys.modules, package, None)
+    if package == "typer":
+        monkeypatch.delitem(sys.modules, "pasa.eval.commands")
+        monkeypatch.delattr("pasa.eval.commands", raising=False)
+    assert refused(*command) == f"pasa: {package} is not installed; run, in the checkout: pip install '.[{extra}]'\n"
 
 
 def test_eval_video_writes_what_it_says(tmp_path: Path) -> None:
@@ -243,40 +238,17 @@ def test_console_script_runs_as_a_process() -> None:
     assert json.loads(done.stdout)["format"] == "fp16"
 
 
-def test_gate_failure_is_exit_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pasa.eval.accuracy.rmse import measure as module
-
-    failure = [{"case": "c", "seed": 0, "overflow": "inf", "why": "(a) nonfinite_share 1"}]
-    gate = {"arithmetic": "pasa-exact", "passed": False, "failures": failure}
-    monkeypatch.setattr(module, "verdict", lambda records, gated: gate)
-    result = run(*TINY)
-    assert result.exit_code == 1
-    assert "pasa-exact FAILS" in result.output
-    assert "(a) nonfinite_share 1" in result.output
-
-
 BUILD_MODELS = "demo,diagnose,predict,eval video,eval longbench,eval ppl,eval fp8,eval zoo,bench model,bench video"
 
 
 @pytest.mark.parametrize("command", [*BUILD_MODELS.split(","), "bench watch"])
-def test_an_older_transformers_is_told_by_version(
-    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_an_older_transformers_is_named_by_version(
+    command: str, monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]
 ) -> None:
     """Story: with 4.54.1, in which models can be patched, `pasa demo` died of "dtype is not JSON serializable"."""
     monkeypatch.setattr("transformers.__version__", "4.54.1")
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(command.split())
-    assert stopped.value.code == 2
     needs = "needs transformers 5.0 or newer, and 4.54.1 is installed: pip install 'transformers>=5.0'"
-    assert capsys.readouterr().err == f"pasa: pasa {command} {needs}\n"
-
-
-def test_no_transformers_is_told_by_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(["demo"])
-    assert stopped.value.code == 2
-    assert capsys.readouterr().err.startswith("pasa: transformers is not installed; run, in the checkout: pip install")
+    assert refused(*command.split()) == f"pasa: pasa {command} {needs}\n"
 
 
 def test_other_commands_do_without_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,6 +90,9 @@ def test_verdict_names_case_seed_mode_gate_and_number() -> None:
     assert gate["failures"] == [
         {"case": "uniform(20,5)", "seed": 3, "overflow": "inf", "why": "(b) max error 2.5 x the yardstick, limit 2"}
     ]
+    assert report.verdict({"gate": gate}).startswith(
+        "pasa-exact FAILS on 1 of its runs:\n  uniform(20,5), seed 3, inf: (b)"
+    )
     assert measure.verdict([entry | {"arithmetic": "partial"}])["passed"], "only the default arithmetic decides"
 
 
