@@ -16,6 +16,7 @@ from tests.inputs import DEVICE
 
 TINY = SpeedCase("tiny", 1, 4, 2, 70, 96, 64)
 CAUSAL = SpeedCase("tiny-causal", 1, 2, 1, 97, 97, 80, causal=True)
+ONE = torch.zeros(1, dtype=torch.int64, device=DEVICE)  # the first column
 JOBS = ((TINY, "fp16"), (CAUSAL, "fp16"))  # the interpreter cuts BF16 off where it should round to nearest
 
 
@@ -32,15 +33,15 @@ def records():
 
 
 @pytest.mark.parametrize("fmt", cost.DTYPES)
-def test_tied_rows_are_a_half_and_a_positive_trifle(fmt):
+def test_tied_rows_are_a_half_and_a_positive_remainder(fmt):
     """Below a tenth of a spacing, not the same in every row; FP64 weighs what the scores say."""
     inputs = cost.make_inputs(TINY, "tied", fmt, torch.device("cpu"))
     half = inputs.v[:, :, :2].double().mean(2, keepdim=True).repeat_interleave(2, 1)
     golden = pasa.golden_attention(inputs.q, inputs.k, inputs.v)[0].double()
-    trifle = (golden - half) / spacing(half, fmt)
-    assert trifle.min() > 0
-    assert trifle.max() < 0.1
-    assert trifle[0, :, :, 0].unique().numel() > 50
+    remainder = (golden - half) / spacing(half, fmt)
+    assert remainder.min() > 0
+    assert remainder.max() < 0.1
+    assert remainder[0, :, :, 0].unique().numel() > 50
 
 
 @pytest.mark.parametrize(("data", "limit", "at_limit"), [("random", 1.03, False), ("tied", 1.08, True)])
@@ -65,11 +66,6 @@ def test_right_outputs_are_timed(records):
             assert each["drawn"] < 0.01
 
 
-def test_rounding_to_nearest_keeps_its_bias():
-    inputs, safe, _ = outputs(TINY, "tied", "fp16")
-    assert cost.judge(TINY, inputs, "tied", safe, safe)["why"].startswith("bias +")
-
-
 @pytest.mark.parametrize("data", cost.DATA)
 def test_bf16_is_judged_in_its_own_spacings(data):
     """Outputs of FP64, rounded both ways."""
@@ -80,35 +76,40 @@ def test_bf16_is_judged_in_its_own_spacings(data):
     assert found["drawn"] is None if data == "random" else found["drawn"] > 0.9
 
 
-def test_data_without_bias_prove_nothing():
-    inputs, _, unbiased = outputs(TINY, "tied", "fp16")
-    assert cost.judge(TINY, inputs, "tied", unbiased, unbiased)["why"].startswith("safe has no bias")
+def moved(safe, unbiased, golden):
+    """Return 2.5 spacings of error in one value: the RMSE does not show it."""
+    wrong = unbiased.clone()
+    wrong[0, 0, 5, 3] += 2.5 * spacing(wrong[0, 0, 5, 3], "fp16")
+    return safe, wrong
 
 
-@pytest.mark.parametrize(("fmt", "said"), [("fp16", "of 280 rows drawn"), ("bf16", "times safe's")])
-def test_drawing_every_row_is_found(fmt, said):
-    """FP16 by the rows that differ from safe's, BF16 by its error."""
-    inputs = cost.make_inputs(TINY, "random", fmt, torch.device("cpu"))
-    golden = pasa.golden_attention(inputs.q, inputs.k, inputs.v)[0].float()
-    nearest, drawn = (x.to(cost.DTYPES[fmt]) for x in (golden, round_drawn(golden, fmt)))
-    assert said in cost.judge(TINY, inputs, "random", nearest, drawn)["why"]
-
-
-@pytest.mark.parametrize(("data", "said"), [("random", "from safe"), ("tied", "from FP64")])
-def test_two_spacings_are_too_far(data, said):
-    """In one value: the RMSE does not show it."""
-    inputs, safe, unbiased = outputs(TINY, data, "fp16")
-    spoilt = unbiased.clone()
-    spoilt[0, 0, 5, 3] += 2.5 * spacing(spoilt[0, 0, 5, 3], "fp16")
-    why = cost.judge(TINY, inputs, data, safe, spoilt)["why"]
-    assert said in why
-    assert "RMSE" not in why
-
-
-def test_values_that_are_not_finite_are_found():
-    inputs, safe, unbiased = outputs(TINY, "random", "fp16")
-    unbiased[0, 0, 0, 0] = torch.nan
-    assert "1 values are not finite" in cost.judge(TINY, inputs, "random", safe, unbiased)["why"]
+@pytest.mark.parametrize(
+    ("data", "fmt", "alter", "why"),
+    [
+        ("tied", "fp16", lambda safe, unbiased, golden: (safe, safe), "bias +"),
+        ("tied", "fp16", lambda safe, unbiased, golden: (unbiased, unbiased), "safe has no bias"),
+        ("random", "fp16", moved, "spacings from safe"),
+        ("tied", "fp16", moved, "spacings from FP64"),
+        (
+            "random",
+            "fp16",
+            lambda safe, unbiased, golden: (safe, unbiased.index_fill(3, ONE, torch.nan)),
+            "values are not finite",
+        ),
+        ("random", "fp16", lambda safe, unbiased, golden: (safe, round_drawn(golden, "fp16").half()), "280 rows drawn"),
+        (
+            "random",
+            "bf16",
+            lambda safe, unbiased, golden: (golden.bfloat16(), round_drawn(golden, "bf16").bfloat16()),
+            "times safe's",
+        ),
+    ],
+)
+def test_what_is_wrong_is_named(data, fmt, alter, why):
+    """Drawing every row shows in FP16 by the rows that differ from safe's, in BF16 by its error."""
+    inputs, safe, unbiased = outputs(TINY, data, fmt)
+    golden = pasa.golden_attention(*(x.cpu() for x in (inputs.q, inputs.k, inputs.v)))[0].float().to(DEVICE)
+    assert why in cost.judge(TINY, inputs, data, *alter(safe, unbiased, golden))["why"]
 
 
 def test_wrong_outputs_are_not_timed(monkeypatch):
