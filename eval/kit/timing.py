@@ -25,7 +25,7 @@ Rounds: TypeAlias = list[list[float]]  # milliseconds: of each call, by round
 
 @dataclass(frozen=True)
 class Call:
-    """A call to time: `run` enqueues it, inside of `scope`, which is entered once for many runs.
+    """Something to time: `run` enqueues it, inside of `scope`, which is entered once for many runs.
 
     `restore` gives the output its shape (B, Hq, Sq, D); it is not timed.
     """
@@ -41,27 +41,27 @@ class Call:
 
 
 class Clock(Protocol):
-    """Measurements of a call on a device; the tests have a clock without a device."""
+    """The device as the benchmark uses it; the tests have one without a device."""
 
     @property
     def device(self) -> torch.device:
-        """Name the device of the inputs."""
+        """Return the device that the inputs have to be on."""
         ...
 
     def times(self, call: Call, count: int, cold: bool) -> list[float]:
-        """Return the milliseconds of each of `count` calls."""
+        """Milliseconds of each of `count` calls."""
         ...
 
     def host_us(self, call: Call) -> float:
-        """Return the microseconds that the host takes to enqueue one call."""
+        """Microseconds that the host takes to enqueue one call."""
         ...
 
     def workspace(self, call: Call) -> int:
-        """Return the bytes that a call holds at its peak, its output excluded."""
+        """Bytes that a call holds at its peak, its output excluded."""
         ...
 
     def graph(self, call: Call) -> Call:
-        """Return the call captured in a CUDA graph."""
+        """The call captured in a CUDA graph."""
         ...
 
 
@@ -70,6 +70,11 @@ class CudaClock:
 
     A cold call follows a read of three times the L2 cache. Read, not written: modified lines would go back to memory
     inside of the timed region, which is most of the time of a short decoding step.
+
+    Raises
+    ------
+    NotImplementedError
+        Without a CUDA device.
     """
 
     def __init__(self) -> None:
@@ -80,7 +85,7 @@ class CudaClock:
         self._flushed = torch.ones(FLUSH_L2 * self.l2_bytes // 4, device=self.device)
 
     def times(self, call: Call, count: int, cold: bool) -> list[float]:
-        """Record CUDA events around each call; nothing waits in between, so that the device stays busy."""
+        """CUDA events around each call; nothing waits in between, so that the device stays busy."""
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
         with call.scope():
             for start, stop in events:
@@ -93,7 +98,7 @@ class CudaClock:
         return [start.elapsed_time(stop) for start, stop in events]
 
     def host_us(self, call: Call) -> float:
-        """Return the median of ten; the device is idle before each."""
+        """Median of ten; the device is idle before each."""
         taken = []
         with call.scope():
             for _ in range(10):
@@ -105,7 +110,7 @@ class CudaClock:
         return statistics.median(taken)
 
     def workspace(self, call: Call) -> int:
-        """Read the allocator's peak; a log-sum-exp that is not returned counts, as it does for every peer."""
+        """Measure the allocator's peak; a log-sum-exp that is not returned counts, as it does for every peer."""
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -116,7 +121,7 @@ class CudaClock:
         return max(0, held - out.numel() * out.element_size())
 
     def graph(self, call: Call) -> Call:
-        """Capture the call after warming up on another stream, as capture requires."""
+        """Warmed up on a stream of its own, as capture wants it."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         graph = torch.cuda.CUDAGraph()
@@ -169,7 +174,7 @@ def interleave(
 
 
 def summary(times: Rounds) -> dict[str, float]:
-    """Return median, p20 and p80 over the calls of all rounds, and their number."""
+    """Median, p20 and p80 over the calls of all rounds, and their number."""
     every = sorted(value for turn in times for value in turn)
     return {
         "median_ms": quantile(every, 0.5),
@@ -180,22 +185,61 @@ def summary(times: Rounds) -> dict[str, float]:
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """Interpolate linearly between the values of a sorted sequence."""
+    """Linear interpolation between the values of a sorted sequence."""
     place = share * (len(ordered) - 1)
     low = math.floor(place)
     high = min(low + 1, len(ordered) - 1)
     return ordered[low] + (place - low) * (ordered[high] - ordered[low])
 
 
-def ratio(ours: Rounds, theirs: Rounds) -> float:
-    """Return how many times as fast as the other: median over the rounds of median(theirs) / median(ours)."""
+def ratio(own: Rounds, other: Rounds) -> float:
+    """Return how many times as fast as the other: median over the rounds of median(other) / median(own)."""
     return statistics.median(
-        statistics.median(one) / statistics.median(other) for other, one in zip(ours, theirs, strict=True)
+        statistics.median(theirs) / statistics.median(ours) for ours, theirs in zip(own, other, strict=True)
     )
 
 
+def now(device: torch.device) -> float:
+    """Return seconds of wall time, after the device has done all that was enqueued."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def added_cost(plain: Call, extended: Call, turns: int, calls: int, device: torch.device) -> dict[str, float]:
+    """Compare the wall time of a call, host and device together, with that of the same call and an addition.
+
+    Both have their turn of so many calls in alternating order; the first turn is not counted. A scope is entered and
+    left outside of the times.
+
+    Returns
+    -------
+    dict
+        ``plain_ms`` and ``extended_ms``, medians; ``cost_percent``, ``p20_percent``, ``p80_percent``: median and
+        quantiles of the turns' ratios.
+    """
+    times: dict[str, list[float]] = {"plain": [], "extended": []}
+    both = [("plain", plain), ("extended", extended)]
+    for turn in range(turns + 1):
+        for name, call in both if turn % 2 else both[::-1]:
+            with call.scope():
+                started = now(device)
+                for _ in range(calls):
+                    call.run()
+                times[name].append(1e3 * (now(device) - started) / calls)
+    without, added = times["plain"][1:], times["extended"][1:]
+    costs = sorted(100 * (own / other - 1) for own, other in zip(added, without, strict=True))
+    return {
+        "plain_ms": statistics.median(without),
+        "extended_ms": statistics.median(added),
+        "cost_percent": statistics.median(costs),
+        "p20_percent": quantile(costs, 0.2),
+        "p80_percent": quantile(costs, 0.8),
+    }
+
+
 def copy_bandwidth(clock: Clock) -> float:
-    """Return bytes per second of a large copy within the device's memory, counting what is read and what is written."""
+    """Bytes per second of a large copy within the device's memory, counting what is read and what is written."""
     source = torch.ones(COPY_BYTES // 4, device=clock.device)
     target = torch.empty_like(source)
     taken = clock.times(Call(lambda: target.copy_(source)), 11, False)[1:]
