@@ -25,30 +25,16 @@ from pasa.eval.kit.options import (
     stoppable,
     words,
 )
+from pasa.eval.npu import run as npu
+from pasa.eval.research.fp8_scaling import overhead
+from pasa.eval.speed import counters
+from pasa.eval.speed import run as speed
+from pasa.eval.speed.ring import run as ring
 from pasa.eval.speed.watching import run as watching
 
 bench = typer.Typer(name="bench", help="Benchmarks.", no_args_is_help=True)
 for _experiment in (rmse.EXPERIMENT, gradients.EXPERIMENT, cost.EXPERIMENT, watching.EXPERIMENT):
     add_command(bench, _experiment)
-
-
-@bench.command()
-def speed(
-    json: Json = None,
-    output_dir: Annotated[
-        Path | None, typer.Option(file_okay=False, help="Write JSON, Markdown and figures there.")
-    ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Four small cases.")] = False,
-    case: Annotated[list[str] | None, typer.Option(help="A case by name, repeatable (all).")] = None,
-    implementation: Annotated[list[str] | None, typer.Option(help="An implementation, repeatable (all).")] = None,
-    rounds: Annotated[int, typer.Option(parser=integer, metavar="N", help="Turns of each implementation.")] = 5,
-) -> None:
-    """Time attention on a CUDA device, accuracy first; exit 1 if one of ours fails the accuracy gate."""
-    from pasa.eval.speed import plots, report, run
-
-    with output.progress_bar("bench speed") as progress:
-        result = run.run_speed(case, implementation, rounds, quick, progress=progress)
-    finish(result, json, output_dir, report.render, partial(report.save, draw=plots.draw))
 
 
 @bench.command()

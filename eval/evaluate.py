@@ -22,6 +22,7 @@ from pasa.eval.kit.options import (
     stoppable,
     words,
 )
+from pasa.eval.research.fp8_scaling import run as fp8
 
 evaluate = typer.Typer(name="eval", help="Whole models, with and without PASA; bias of rounding.", no_args_is_help=True)
 for _experiment in (bias.EXPERIMENT,):
@@ -228,30 +229,24 @@ def zoo(
 @evaluate.command()
 def training(
     json: Json = None,
-    output_dir: Annotated[
-        Path | None, typer.Option(file_okay=False, help="Write JSON, Markdown and a figure there.")
-    ] = None,
+    output_dir: Folder = None,
     steps: Annotated[int, typer.Option(parser=integer, metavar="N", help="Of each run.")] = 300,
     seeds: Annotated[str, typer.Option(help="Of weights and batches, between commas.")] = "0,1",
     gpu_seconds: Annotated[
         float | None, typer.Option(help="Train GPT-2 small's shape on a GPU instead, so long.")
     ] = None,
-    text: Annotated[Path | None, typer.Option(dir_okay=False, help="What it reads there: some MB, UTF-8.")] = None,
+    text: Annotated[Path | None, typer.Option(dir_okay=False, help="Text to train on there: some MB, UTF-8.")] = None,
 ) -> None:
-    """A decoder trained with rounded attention, emulated: what its errors add up to; exit 1 if ours is not finite."""
-    from pasa.eval.research.rounding_training import gpu as training_gpu
-    from pasa.eval.research.rounding_training import report as training_report
-    from pasa.eval.research.rounding_training import training as emulated
+    """Train a decoder with rounded attention, emulated: what its errors add up to; exit 1 if ours is not finite."""
+    from pasa.eval.research.rounding_training import gpu, training
 
     if (gpu_seconds is None) != (text is None):
         raise ValueError("--gpu-seconds and --text belong together")
     with stoppable(NOTHING_KEPT), output.progress_bar("eval training") as progress:
         if text is not None and gpu_seconds is not None:
-            read = emulated.as_bytes(text.read_text(encoding="utf-8"))
-            result = training_gpu.run_training_gpu(read, gpu_seconds, source=text.name, progress=progress)
+            experiment, data = gpu.EXPERIMENT, training.as_bytes(text.read_text(encoding="utf-8"))
+            result = gpu.run_training_gpu(data, gpu_seconds, source=text.name, progress=progress)
         else:
-            result = emulated.run_training(steps=steps, seeds=integers(seeds), progress=progress)
-    deliver(result, json, training_report.render)
-    if output_dir is not None:
-        training_report.save(result, output_dir)
-    raise typer.Exit(0 if result.get("gate", {"passed": True})["passed"] else 1)
+            experiment = training.EXPERIMENT
+            result = training.run_training(steps=steps, seeds=integers(seeds), progress=progress)
+    finish(result, json, output_dir, experiment.show, experiment.save)

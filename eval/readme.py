@@ -37,10 +37,10 @@ from pasa.eval.models.zoo import report as zoo_report
 from pasa.eval.npu import report as npu_report
 from pasa.eval.random_calls.fuzz import report as fuzz_report
 from pasa.eval.random_calls.soak import report as soak_report
-from pasa.eval.research.fp8_scaling import overhead_report
-from pasa.eval.research.fp8_scaling import report as fp8_report
+from pasa.eval.research.fp8_scaling import overhead
+from pasa.eval.research.fp8_scaling import run as fp8_run
 from pasa.eval.speed import readme as speed_readme
-from pasa.eval.speed.ring import report as ring_report
+from pasa.eval.speed.ring import run as ring
 from pasa.eval.speed.watching import run as watching
 from pasa.ops.registry import BACKENDS, Backend
 
@@ -223,9 +223,8 @@ def fp8() -> str:
     """Scale factors in transients of the trained model; the verdict is on the synthetic weights as well."""
     result = stored("fp8")
     trained = [each for each in result["records"] if each["model"] != "synthetic"]
-    found = fp8_report.transient_table({**result, "records": trained})
-    said = f"{fp8_report.verdict(result)} {predict_report.origin(result)}"
-    return f"{found.note}\n\n{table(found.header, found.rows)}\n\n{said}"
+    found = fp8_run.transient_table({**result, "records": trained})
+    return f"{found.note}\n\n{table(found.header, found.rows)}\n\n{fp8_run.verdict(result)}"
 
 
 def kernels(result: dict[str, Any]) -> Table:
@@ -270,8 +269,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "auto": partial(predicted, "auto"),
     "paper_tables": paper_tables,
     "fp8": fp8,
-    "overhead": lambda: overhead_report.summary(stored("overhead")),
-    "overhead_table": lambda: overhead_report.section(stored("overhead")),
+    "overhead": lambda: overhead.summary(stored("overhead")),
+    "overhead_table": lambda: overhead.EXPERIMENT.markdown(stored("overhead")),
     "longbench": longbench,
     "longbench_fp16": partial(longbench, "longbench_fp16"),
     "throughput": throughput,

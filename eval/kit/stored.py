@@ -40,7 +40,7 @@ RESULTS = {
     "predict": ROOT / "eval/models/predict/results/predict.json",
     "soundness": ROOT / "eval/models/predict/results/soundness.json",
     "auto": ROOT / "eval/models/predict/results/auto.json",
-    "overhead": ROOT / "eval/research/fp8_scaling/results/overhead.json",
+    "overhead": ROOT / "eval/research/fp8_scaling/results/predict.json",
     "fp8": ROOT / "eval/research/fp8_scaling/results/fp8.json",
 }
 

@@ -17,12 +17,9 @@ BOTH = 2  # a call, or a barrier, on each vector core
 
 @dataclass(frozen=True)
 class Fit:
-    """counts = per_task + per_tile * tiles, by least squares, engine by engine.
+    """Counts as per_task + per_tile * tiles, by least squares, engine by engine.
 
-    Attributes
-    ----------
-    residual : float
-        Largest difference to a count, over that count.
+    `residual` is the largest difference to a count, over that count.
     """
 
     per_task: Work
@@ -32,7 +29,7 @@ class Fit:
 
 @dataclass(frozen=True)
 class Line:
-    """A substitution: what changes per tile, and why."""
+    """One substitution: its reason, and the change of the counts per tile."""
 
     what: str
     change: Work
@@ -57,66 +54,63 @@ def fit(points: Sequence[tuple[int, Work]]) -> Fit:
         mean = sum(counts) / len(counts)
         slope = sum((n - middle) * count for n, count in zip(tiles, counts, strict=True)) / spread
         per_tile[engine], per_task[engine] = slope, mean - slope * middle
-        off = [
-            abs(per_task[engine] + slope * n - count) / max(count, 1) for n, count in zip(tiles, counts, strict=True)
-        ]
-        residual = max(residual, *off)
+        for n, count in zip(tiles, counts, strict=True):
+            residual = max(residual, abs(per_task[engine] + slope * n - count) / max(count, 1))
     return Fit(per_task, per_tile, residual)
 
 
 def combine(*parts: tuple[float, Work]) -> Work:
-    """Sum of factor times work."""
+    """Return the sum of factor times work."""
     names = {name for _, work in parts for name in work}
     return {name: sum(factor * work.get(name, 0.0) for factor, work in parts) for name in sorted(names)}
 
 
-def partial_lines() -> list[Line]:
-    """From `paper` to FP16 score tiles with FP32 softmax, without a shift."""
-    return [
-        Line("no mean of S'", {"ReduceDataBlock float": -SUMS, "Add float": -HALVED, "Muls float": -ROW}),
-        Line(
-            "no moving frame, carry and offset (MoveFrame)",
-            {"Muls float": -5 * ROW, "Add float": -3 * ROW, "Sub float": -3 * ROW, "barriers": -6 * BOTH},
-        ),
-        Line("scores are scaled here, since K holds no scale", {"Muls float": FLOATS + ROW, "barriers": BOTH}),
-    ]
+def substitutions(dim: int) -> dict[str, list[Line]]:
+    """Return the lines that make one allocation of another.
 
-
-def fp32_lines() -> list[Line]:
-    """From `partial` to FP32 score tiles (the paper's figure 1)."""
-    return [
-        Line("Fixpipe stores and the vector cores load FP32 scores", {"FIX": 2 * TILE, "MTE2 vector": 2 * TILE}),
-        Line("no conversion of the tile", {"Cast half": -FLOATS, "barriers": -BOTH}),
-    ]
-
-
-def fp16_lines(dim: int) -> list[Line]:
-    """From `paper` to FP16 in every vector call on a tile (figure 3, Algorithm 1 to the letter)."""
-    output = 128 * dim // 64  # its repeats in FP32
+    `partial` has FP16 score tiles with FP32 softmax and no shift, `fp32` FP32 score tiles (the paper's figure 1), and
+    `paper-fp16` FP16 in every vector call on a tile (figure 3, Algorithm 1 to the letter).
+    """
+    output = 128 * dim // 64  # repeats of an output tile in FP32
     calls = {"Sub": FLOATS, "Exp": FLOATS, "Mul": output, "Add": output}
     narrowed = {f"{name} float": -float(n) for name, n in calls.items()} | {
         f"{name} half": n / 2 for name, n in calls.items()
     }
     folds = 7 * HALVES / 8  # 128 numbers to 64, 32, 16
-    return [
-        Line("the tile never leaves FP16", {"Cast half": -FLOATS, "Cast float": -FLOATS, "barriers": -2 * BOTH}),
-        Line("128 numbers a repeat in the calls on S', P and O", narrowed),
-        Line(
-            "sums and maxima of rows: halves onto each other until 16 numbers are left, then blocks",
-            {"ReduceDataBlock float": -3 * SUMS, "Add float": -2 * HALVED, "Max float": -HALVED, "Add half": 2 * folds,
-             "Max half": folds, "ReduceDataBlock half": 3 * HALVES / 8, "barriers": 2 * BOTH},
-        ),
-        Line(
-            "weights relative to their own tile's maximum: P V has a factor (line 20)",
-            {"Mul half": output / 2, "Brcb half": FLOATS / 16, "Sub float": ROW, "Exp float": ROW, "Mul float": ROW,
-             "barriers": 2 * BOTH},
-        ),
-        Line("P V stored and loaded in FP16", {"FIX": -128 * dim * 2, "MTE2 vector": -128 * dim * 2}),
-    ]  # fmt: skip
+    return {
+        "partial, from paper": [
+            Line("no mean of S'", {"ReduceDataBlock float": -SUMS, "Add float": -HALVED, "Muls float": -ROW}),
+            Line(
+                "no moving frame, carry and offset (MoveFrame)",
+                {"Muls float": -5 * ROW, "Add float": -3 * ROW, "Sub float": -3 * ROW, "barriers": -6 * BOTH},
+            ),
+            Line("scores are scaled here, since K holds no scale", {"Muls float": FLOATS + ROW, "barriers": BOTH}),
+        ],
+        "fp32, from partial": [
+            Line("Fixpipe stores and the vector cores load FP32 scores", {"FIX": 2 * TILE, "MTE2 vector": 2 * TILE}),
+            Line("no conversion of the tile", {"Cast half": -FLOATS, "barriers": -BOTH}),
+        ],
+        "paper-fp16, from paper": [
+            Line("the tile never leaves FP16", {"Cast half": -FLOATS, "Cast float": -FLOATS, "barriers": -2 * BOTH}),
+            Line("128 numbers a repeat in the calls on S', P and O", narrowed),
+            Line(
+                "sums and maxima of rows: halves onto each other until 16 numbers are left, then blocks",
+                {"ReduceDataBlock float": -3 * SUMS, "Add float": -2 * HALVED, "Max float": -HALVED,
+                 "Add half": 2 * folds, "Max half": folds, "ReduceDataBlock half": 3 * HALVES / 8,
+                 "barriers": 2 * BOTH},
+            ),
+            Line(
+                "weights relative to their own tile's maximum: P V has a factor (line 20)",
+                {"Mul half": output / 2, "Brcb half": FLOATS / 16, "Sub float": ROW, "Exp float": ROW,
+                 "Mul float": ROW, "barriers": 2 * BOTH},
+            ),
+            Line("P V stored and loaded in FP16", {"FIX": -128 * dim * 2, "MTE2 vector": -128 * dim * 2}),
+        ],
+    }  # fmt: skip
 
 
 def substituted(base: Fit, lines: Iterable[Line]) -> Fit:
-    """The fit with what the lines change per tile.
+    """Return the fit with the lines' changes per tile.
 
     Raises
     ------
@@ -131,28 +125,25 @@ def substituted(base: Fit, lines: Iterable[Line]) -> Fit:
 
 
 def mixed(narrow: Fit, wide: Fit, share: float) -> Fit:
-    """The exact recovery with a share of its tiles kept in FP32.
-
-    Raises
-    ------
-    ValueError
-        For a share outside [0, 1].
-    """
-    if not 0 <= share <= 1:
-        raise ValueError(f"share={share!r} is outside [0, 1]")
+    """Return the exact recovery with a share, 0 to 1, of its tiles kept in FP32."""
     task = combine((1 - share, narrow.per_task), (share, wide.per_task))
     tile = combine((1 - share, narrow.per_tile), (share, wide.per_tile))
     return Fit(task, tile, max(narrow.residual, wide.residual))
 
 
+def exact_name(share: float) -> str:
+    """Return the name of the exact recovery with that share of its tiles in FP32, such as "exact 30.8 %"."""
+    return f"exact {100 * share:.3g} %"
+
+
 def allocations(fits: dict[str, Fit], dim: int, shares: Iterable[float] = (0.0,)) -> dict[str, Fit]:
-    """Every allocation by name, from the fits of "paper", "exact" and "exact wide" at one head dimension."""
-    partial = substituted(fits["paper"], partial_lines())
-    made = {
-        "fp32": substituted(partial, fp32_lines()),
+    """Return every allocation by name, from the fits of "paper", "exact" and "exact wide" at one head dimension."""
+    lines = substitutions(dim)
+    partial = substituted(fits["paper"], lines["partial, from paper"])
+    return {
+        "fp32": substituted(partial, lines["fp32, from partial"]),
         "partial": partial,
         "paper": fits["paper"],
-        "paper-fp16": substituted(fits["paper"], fp16_lines(dim)),
+        "paper-fp16": substituted(fits["paper"], lines["paper-fp16, from paper"]),
+        **{exact_name(share): mixed(fits["exact"], fits["exact wide"], share) for share in shares},
     }
-    named = {f"exact {100 * share:.3g} %": mixed(fits["exact"], fits["exact wide"], share) for share in shares}
-    return {**made, **named}

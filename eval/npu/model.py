@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
-from pasa.eval.npu import rates
-from pasa.eval.npu.rates import Rate
+from pasa.eval.npu.allocations import Fit, combine
+from pasa.eval.npu.rates import cycles_of, rate
 from pasa.eval.npu.twin import Work
 from pasa.eval.speed.cases import HALF_BYTES, SpeedCase
 
@@ -17,80 +18,106 @@ REDUCTIONS = ("ReduceRepeat", "ReduceDataBlock")
 
 @dataclass(frozen=True)
 class Scenario:
-    """Which rates and which vector work.
-
-    Attributes
-    ----------
-    transfers : mapping
-        Rates of the queues between the cores and global memory.
-    vector : bool
-        Whether vector work takes time; otherwise data movement and the cube alone do.
-    """
+    """A choice of transfer rates, sustained or of the queues' width; without `vector`, vector work takes no time."""
 
     what: str
-    transfers: Mapping[str, Rate] = field(default_factory=lambda: rates.SUSTAINED)
+    peak: bool = False
     vector: bool = True
+
+    def transfer(self, queue: str) -> float:
+        """Return the bytes a second of a queue between a core and global memory."""
+        return rate(f"{queue}, peak" if self.peak else queue)
 
 
 SCENARIOS = {
     "as written": Scenario("the kernels' calls, sustained transfer rates"),
     "no vector": Scenario("vector work hidden altogether: cube and data movement alone", vector=False),
-    "peak": Scenario("the kernels' calls, queues at their widths, bounded by L2", rates.PEAK),
+    "peak": Scenario("the kernels' calls, queues at their widths, bounded by L2", peak=True),
 }
-
-
-def vector_cycles(work: Work) -> float:
-    """Cycles of a vector queue: repeats by call, and the gap after each barrier."""
-    calls = {name: count for name, count in work.items() if " " in name and name not in PIPES}
-    return work.get("barriers", 0.0) * rates.BARRIER.value + sum(n * rates.cycles_of(name) for name, n in calls.items())
-
-
-def vector_parts(work: Work) -> dict[str, float]:
-    """Seconds of a vector core: row reductions, gaps after barriers, all else."""
-    reductions = vector_cycles({name: count for name, count in work.items() if name.startswith(REDUCTIONS)})
-    barriers = vector_cycles({"barriers": work.get("barriers", 0.0)})
-    cycles = {"row reductions": reductions, "barriers": barriers, "other": vector_cycles(work) - reductions - barriers}
-    return {part: count / rates.VECTORS.value / rates.CLOCK.value for part, count in cycles.items()}
-
-
-def engine_times(work: Work, scenario: Scenario, vectors: float = rates.VECTORS.value) -> dict[str, float]:
-    """Seconds of each engine of one group; `vectors` cores share the vector work."""
-    clock = rates.CLOCK.value
-    got = {name: work.get(name, 0.0) for name in ("macs", "MTE1", "MTE2 cube", "FIX", "MTE2 vector", "MTE3")}
-    return {
-        "cube": got["macs"] / (rates.CUBE.value * clock),
-        "MTE1": got["MTE1"] / (rates.TO_L0.value * clock),
-        "MTE2 cube": got["MTE2 cube"] / scenario.transfers["MTE2 cube"].value,
-        "FIX": got["FIX"] / scenario.transfers["FIX"].value,
-        "MTE2 vector": got["MTE2 vector"] / vectors / scenario.transfers["MTE2 vector"].value,
-        "vector": vector_cycles(work) / vectors / clock if scenario.vector else 0.0,
-        "MTE3": got["MTE3"] / vectors / scenario.transfers["MTE3"].value,
-        "L2 read": (got["MTE2 cube"] + got["MTE2 vector"]) / (rates.L2_READ.value * clock),
-        "L2 write": (got["FIX"] + got["MTE3"]) / (rates.L2_WRITE.value * clock),
-    }
-
-
-def hbm_time(number_bytes: float) -> float:
-    """Seconds of the whole chip's memory for what must be read or written once."""
-    return number_bytes / (rates.GROUPS.value * rates.HBM.value * rates.CLOCK.value)
-
-
-def bound(times: Mapping[str, float]) -> tuple[str, float]:
-    """The slowest engine, and its time: perfect overlap."""
-    name = max(times, key=lambda engine: times[engine])
-    return name, times[name]
-
-
-def serial(times: Mapping[str, float]) -> float:
-    """No overlap: one engine after the other; what they share is not a step of its own."""
-    return max(sum(times.get(name, 0.0) for name in PIPES), *(times.get(name, 0.0) for name in SHARED))
-
-
-def attention_bytes(case: SpeedCase) -> float:
-    """Q, K', V and the output, each once."""
-    return case.kv_bytes + 2.0 * case.batch * case.heads * case.rows * case.dim * HALF_BYTES
+MAIN = SCENARIOS["as written"]
 
 
 def peak_flops() -> float:
-    """Of the cube, FP16, chip-wide."""
-    return 2 * rates.CUBE.value * rates.CLOCK.value * rates.GROUPS.value
+    """Return the FP16 FLOPS of the cubes of the whole chip."""
+    return 2 * rate("cube") * rate("clock") * rate("groups")
+
+
+def vector_cycles(work: Work) -> float:
+    """Return the cycles of a vector queue: repeats by call, and the gap after each barrier."""
+    calls = {name: count for name, count in work.items() if " " in name and name not in PIPES}
+    return work.get("barriers", 0.0) * rate("vector barrier") + sum(n * cycles_of(name) for name, n in calls.items())
+
+
+def vector_parts(work: Work) -> dict[str, float]:
+    """Return the seconds of a vector core in row reductions, in gaps after barriers, and in all else."""
+    reductions = vector_cycles({name: count for name, count in work.items() if name.startswith(REDUCTIONS)})
+    barriers = vector_cycles({"barriers": work.get("barriers", 0.0)})
+    cycles = {"row reductions": reductions, "barriers": barriers, "other": vector_cycles(work) - reductions - barriers}
+    return {part: count / rate("vector cores") / rate("clock") for part, count in cycles.items()}
+
+
+def engine_times(work: Work, how: Scenario, vectors: float | None = None) -> dict[str, float]:
+    """Return the seconds of each engine of one group, whose vector work so many vector cores share (all)."""
+    clock, vectors = rate("clock"), vectors or rate("vector cores")
+    count = {name: work.get(name, 0.0) for name in ("macs", "MTE1", "MTE2 cube", "FIX", "MTE2 vector", "MTE3")}
+    return {
+        "cube": count["macs"] / (rate("cube") * clock),
+        "MTE1": count["MTE1"] / (rate("MTE1") * clock),
+        "MTE2 cube": count["MTE2 cube"] / how.transfer("MTE2 cube"),
+        "FIX": count["FIX"] / how.transfer("FIX"),
+        "MTE2 vector": count["MTE2 vector"] / vectors / how.transfer("MTE2 vector"),
+        "vector": vector_cycles(work) / vectors / clock if how.vector else 0.0,
+        "MTE3": count["MTE3"] / vectors / how.transfer("MTE3"),
+        "L2 read": (count["MTE2 cube"] + count["MTE2 vector"]) / (rate("L2 read") * clock),
+        "L2 write": (count["FIX"] + count["MTE3"]) / (rate("L2 write") * clock),
+    }
+
+
+def hbm_time(number_bytes: float) -> dict[str, float]:
+    """Return the seconds that the chip's memory takes for bytes that are read or written once."""
+    return {"HBM": number_bytes / (rate("groups") * rate("HBM") * rate("clock"))}
+
+
+def bound(times: Mapping[str, float]) -> tuple[str, float]:
+    """Return the slowest engine, and its time: perfect overlap."""
+    return max(times.items(), key=lambda item: item[1])
+
+
+def serial(times: Mapping[str, float]) -> float:
+    """Return the time without overlap: one engine after the other; a shared one is not a step of its own."""
+    return max(sum(times.get(name, 0.0) for name in PIPES), *(times.get(name, 0.0) for name in SHARED))
+
+
+def predict_case(
+    case: SpeedCase, scenario: str, ways: Mapping[str, Fit], shift: Mapping[str, Fit], plan: Mapping[str, int]
+) -> list[dict[str, Any]]:
+    """Return the times of every allocation: the busiest group's attention, and the pass over the keys before it."""
+    how = SCENARIOS[scenario]
+    moved = case.kv_bytes + 2.0 * case.batch * case.heads * case.rows * case.dim * HALF_BYTES  # Q, K', V, O once
+    records: list[dict[str, Any]] = []
+    for name, way in ways.items():
+        work = combine((plan["tasks"], way.per_task), (plan["tiles"], way.per_tile))
+        times = engine_times(work, how) | hbm_time(moved)
+        before = shift_times(case, how, name, shift)
+        engine, overlap = bound(times)
+        keys_pass = bound(before)[1] if before else 0.0
+        none = serial(times) + (serial(before) if before else 0.0)
+        records.append({"case": case.name, "scenario": scenario, "allocation": name, "bound": engine,
+                        "overlap_ms": 1e3 * (overlap + keys_pass), "shift_ms": 1e3 * keys_pass, "none_ms": 1e3 * none,
+                        "tflops": 1e-12 * case.flops / (overlap + keys_pass)})  # fmt: skip
+    reference = next(each for each in records if each["allocation"] == "fp32")
+    for each in records:
+        each["ratio_overlap"] = reference["overlap_ms"] / each["overlap_ms"]
+        each["ratio_none"] = reference["none_ms"] / each["none_ms"]
+    return records
+
+
+def shift_times(case: SpeedCase, how: Scenario, name: str, shift: Mapping[str, Fit]) -> dict[str, float]:
+    """Return the times of K' before attention: cube cores serve the published recovery, vector cores ours."""
+    kernel = name.partition(" ")[0].removesuffix("-fp16")
+    if kernel not in shift:
+        return {}
+    cores = int(rate("groups") * (rate("vector cores") if kernel == "exact" else 1))
+    blocks = -(-case.batch * case.kv_heads * -(-case.keys // 128) // cores)
+    work = combine((1.0, shift[kernel].per_task), (blocks, shift[kernel].per_tile))
+    return engine_times(work, how, vectors=1.0) | hbm_time(case.kv_bytes)

@@ -9,6 +9,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +20,15 @@ Work = dict[str, float]
 """Per engine: bytes by queue, "macs", "barriers", and repeats by vector call ("Add float")."""
 
 
+@dataclass(frozen=True)
 class Twin:
     """A built program."""
 
-    def __init__(self, program: Path):
-        self._program = program
+    program: Path
 
     def ask(self, what: str, *numbers: int) -> dict[str, Any]:
-        """Run one case.
-
-        Raises
-        ------
-        OSError
-            If the twin finds a fault.
-        """
-        command = [str(self._program), what, *map(str, numbers)]
+        """Run one case; an OSError holds the fault that the twin finds."""
+        command = [str(self.program), what, *map(str, numbers)]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         report: dict[str, Any] = json.loads(done.stdout)
         if not report.get("ok", True):
@@ -52,7 +47,7 @@ def build() -> Iterator[Twin]:
     OSError
         If g++ fails, with its first line.
     """
-    for path in (SOURCE, *(KERNELS / name for name in ("binding", "kernel", "tiling", "twin"))):
+    for path in (SOURCE, KERNELS / "twin"):
         if not path.exists():
             raise FileNotFoundError(f"the npu-model needs a checkout with the Ascend C sources: there is no {path}")
     if shutil.which("g++") is None:
@@ -68,7 +63,7 @@ def build() -> Iterator[Twin]:
 
 
 def work_of(report: dict[str, Any]) -> Work:
-    """The counters of a report that the model uses, over all cores."""
+    """Return the counters of a report that the model uses, over all cores."""
     cube, vector = report["aic"], report["aiv"]
     return {
         "macs": cube["macs"],

@@ -1,1 +1,1 @@
-"""Speed on a CUDA device: attention against its peers, accuracy first; and the softmax side alone."""
+"""Speed on a CUDA device: attention against its peers, accuracy first; several devices; the cost of watching."""

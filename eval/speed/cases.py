@@ -1,4 +1,4 @@
-"""What is timed: shapes, data and the ratios to reach, as tables; and the work that a case is."""
+"""The table of cases that are timed: shapes and data, and the work of a case."""
 
 from __future__ import annotations
 
@@ -26,26 +26,6 @@ FORMULA = (
 
 
 @dataclass(frozen=True)
-class Target:
-    """Ratios to reach; None where none is set.
-
-    Attributes
-    ----------
-    cudnn, stretch : float, optional
-        Time of SDPA cuDNN over ours: at least `cudnn`, if possible `stretch`.
-    flash : float, optional
-        The same against SDPA flash.
-    floor : float, optional
-        Our time over the time of reading K and V once: at most this.
-    """
-
-    cudnn: float | None = None
-    stretch: float | None = None
-    flash: float | None = None
-    floor: float | None = None
-
-
-@dataclass(frozen=True)
 class Inputs:
     """Tensors of a case: q (B, Hq, Sq, D), k and v (B, Hkv, Skv, D)."""
 
@@ -56,40 +36,28 @@ class Inputs:
     decode: bool
 
     @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q, k, v."""
+        return self.q, self.k, self.v
+
+    @property
     def groups(self) -> int:
-        """Query heads per key head."""
+        """Return the query heads per key head."""
         return self.q.shape[1] // self.k.shape[1]
 
     @property
     def bytes(self) -> int:
-        """Of Q, K and V together."""
-        return sum(x.numel() * x.element_size() for x in (self.q, self.k, self.v))
+        """Return the bytes of Q, K and V together."""
+        return sum(x.numel() * x.element_size() for x in self.tensors)
 
     def copy(self) -> Inputs:
-        """The same numbers in memory of their own: whoever is measured may write into them."""
+        """Return the same numbers in other memory: a measured implementation may write into them."""
         return dataclasses.replace(self, q=self.q.clone(), k=self.k.clone(), v=self.v.clone())
 
 
 @dataclass(frozen=True)
 class SpeedCase:
-    """One shape with one kind of data.
-
-    Attributes
-    ----------
-    name : str
-        Unique; a biased case is named ``shape+data``.
-    batch, heads, kv_heads, rows, keys, dim : int
-        B, Hq, Hkv, Sq, Skv, D.
-    causal : bool
-        Bottom-right aligned.
-    decode : bool
-        Few rows, many keys: judged by memory traffic. Full attention, since not every peer has bottom-right causality.
-    data : str
-        A key of `DATA`.
-    graphed : bool
-        Time it inside a CUDA graph as well: eager calls are bound by their launches.
-    eager, graph : Target
-    """
+    """One shape (B, Hq, Hkv, Sq, Skv, D) with one kind of data; a biased case is named ``shape+data``."""
 
     name: str
     batch: int
@@ -98,26 +66,19 @@ class SpeedCase:
     rows: int
     keys: int
     dim: int
-    causal: bool = False
-    decode: bool = False
-    data: str = "randn"
-    graphed: bool = False
-    eager: Target = Target()
-    graph: Target = Target()
-
-    @property
-    def base(self) -> str:
-        """Name of the case of this shape with unbiased data."""
-        return self.name.partition("+")[0]
+    causal: bool = False  # bottom-right aligned
+    decode: bool = False  # few rows, many keys, judged by memory traffic; not causal, since some peers align top-left
+    data: str = "randn"  # a key of `DATA`
+    graphed: bool = False  # timed inside a CUDA graph as well, because eager calls are bound by their launches
 
     @property
     def flops(self) -> float:
-        """Multiplications and additions of the two products, by `FORMULA`."""
+        """Return the multiplications and additions of the two products, by `FORMULA`."""
         return 4.0 * self.batch * self.heads * self.pairs * self.dim
 
     @property
     def pairs(self) -> float:
-        """(Query, key) pairs of one head that `FORMULA` counts."""
+        """Return the (query, key) pairs of one head that `FORMULA` counts."""
         if not self.causal:
             return float(self.rows * self.keys)
         if self.rows == self.keys:
@@ -126,25 +87,25 @@ class SpeedCase:
 
     @property
     def kv_bytes(self) -> int:
-        """Of K and V in FP16: what decoding reads at the least."""
+        """Return the bytes of K and V in FP16, which decoding reads at the least."""
         return 2 * self.batch * self.kv_heads * self.keys * self.dim * HALF_BYTES
 
     @property
     def shape(self) -> str:
-        """Such as ``(1, 28/4, 8192, 128) causal``; Sq x Skv where they differ."""
+        """Return such as ``(1, 28/4, 8192, 128) causal``; Sq x Skv where they differ."""
         heads = f"{self.heads}" if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads}"
         lengths = f"{self.keys}" if self.rows == self.keys else f"{self.rows} x {self.keys}"
         return f"({self.batch}, {heads}, {lengths}, {self.dim}) {'causal' if self.causal else 'full'}"
 
     def inputs(self, device: torch.device | str) -> Inputs:
-        """The tensors; the same on every call on one kind of device."""
+        """Return the tensors, the same on every call on one kind of device."""
         sizes = {"q": (self.heads, self.rows), "k": (self.kv_heads, self.keys), "v": (self.kv_heads, self.keys)}
         made = {part: self._draw(part, *size, device) for part, size in sizes.items()}
         return Inputs(made["q"], made["k"], made["v"], self.causal, self.decode)
 
     def _draw(self, part: str, heads: int, length: int, device: torch.device | str) -> Tensor:
-        # A CUDA generator of its own: drawing 147 million numbers on the CPU takes longer than timing them.
-        source = torch.Generator(device).manual_seed(generator(0, self.base, part).initial_seed())
+        # A CUDA generator: drawing 147 million numbers on the CPU takes longer than timing them.
+        source = torch.Generator(device).manual_seed(generator(0, self.name.partition("+")[0], part).initial_seed())
         x = torch.randn(self.batch, heads, length, self.dim, generator=source, device=device)
         if self.data == "constant" and part != "v":
             x += CONSTANT
@@ -153,63 +114,45 @@ class SpeedCase:
         return x.half()
 
 
-def _qwen2(length: int, causal: bool = True, eager: Target = Target()) -> SpeedCase:
-    """Prefill of Qwen2-7B: 28 query heads on 4 key heads."""
+def _qwen2(length: int, causal: bool = True) -> SpeedCase:
+    """Return a prefill of Qwen2-7B: 28 query heads on 4 key heads."""
     name = f"qwen2-{length // 1024}k{'' if causal else '-full'}"
-    return SpeedCase(name, 1, 28, 4, length, length, 128, causal=causal, eager=eager)
+    return SpeedCase(name, 1, 28, 4, length, length, 128, causal=causal)
 
 
 def _decode(rows: int, keys: int) -> SpeedCase:
-    target = Target(floor=1.15) if rows == 1 else Target()
-    name = f"decode-{rows}x{keys // 1024}k"
-    return SpeedCase(name, 1, 28, 4, rows, keys, 128, decode=True, graphed=True, graph=target)
+    return SpeedCase(f"decode-{rows}x{keys // 1024}k", 1, 28, 4, rows, keys, 128, decode=True, graphed=True)
 
 
-PAPER = SpeedCase(
-    "paper", SHAPE[0], SHAPE[1], SHAPE[1], SHAPE[2], SHAPE[2], SHAPE[3], graphed=True,
-    eager=Target(1.0, None, 1.6), graph=Target(1.12, 1.3, 1.6),
-)  # fmt: skip
 PLAIN_CASES = (
-    PAPER,
-    _qwen2(2048),
-    _qwen2(4096),
-    _qwen2(8192, eager=Target(1.04, 1.12, 2.0)),
-    _qwen2(16384),
-    _qwen2(32768),
-    _qwen2(8192, causal=False, eager=Target(1.0, 1.07, 1.8)),
-    SpeedCase("svd", 50, 5, 5, 9216, 9216, 64, eager=Target(1.12, 1.25, 1.6)),
-    SpeedCase("svd-2", 50, 10, 10, 2304, 2304, 64, eager=Target(0.95, 1.05, 1.5)),
+    SpeedCase("paper", SHAPE[0], SHAPE[1], SHAPE[1], SHAPE[2], SHAPE[2], SHAPE[3], graphed=True),
+    *(_qwen2(length) for length in (2048, 4096, 8192, 16384, 32768)),
+    _qwen2(8192, causal=False),
+    SpeedCase("svd", 50, 5, 5, 9216, 9216, 64),
+    SpeedCase("svd-2", 50, 10, 10, 2304, 2304, 64),
     *(_decode(rows, keys) for keys in (32768, 131072) for rows in (1, 16)),
     SpeedCase("decode-batch-16x8k", 16, 28, 4, 1, 8192, 128, decode=True, graphed=True),
 )
 BIASED = ("paper", "qwen2-8k", "svd", "decode-1x128k")
 BIASED_CASES = tuple(
-    dataclasses.replace(case, name=f"{case.name}+{data}", data=data, eager=Target(), graph=Target())
+    dataclasses.replace(case, name=f"{case.name}+{data}", data=data)
     for case in PLAIN_CASES
     if case.name in BIASED
     for data in ("constant", "channels")
 )
-"""Where keys share a bias, so that a shift is active: what it costs."""
+"""Cases whose keys share a bias, so that a shift is active."""
 
 CASES = (*PLAIN_CASES, *BIASED_CASES)
 QUICK = ("paper", "qwen2-2k", "svd-2", "decode-1x32k")
-PORTABLE_TARGETS = {128: Target(cudnn=0.85, flash=1.3), 64: Target(cudnn=1.0, flash=1.3)}
-"""Of the portable kernel, by head dimension, on the cases that have a target."""
 
 
 def select_cases(names: Sequence[str] | None = None, quick: bool = False) -> tuple[SpeedCase, ...]:
-    """Cases by name, all of them, or the quick ones.
-
-    Raises
-    ------
-    ValueError
-        For a name that is not in the table, or for both names and `quick`.
-    """
+    """Return cases by name, all, or the quick ones; ValueError for an unknown name, or for both names and `quick`."""
     if names and quick:
-        raise ValueError(f"quick names its own cases {QUICK}: give either it or cases={list(names)}")
-    wanted = QUICK if quick else names or [case.name for case in CASES]
+        raise ValueError(f"quick names its cases {QUICK}: give either it or cases={list(names)}")
+    chosen = QUICK if quick else names or [case.name for case in CASES]
     known = {case.name: case for case in CASES}
-    for name in wanted:
+    for name in chosen:
         if name not in known:
             raise ValueError(f"case {name!r} is not one of {sorted(known)}")
-    return tuple(known[name] for name in dict.fromkeys(wanted))
+    return tuple(known[name] for name in dict.fromkeys(chosen))

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,7 +47,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the gate found; `why` is empty if the call passed."""
+    """Errors of a call beside their limits; `why` is empty if the call passed."""
 
     rmse: float
     rmse_limit: float
@@ -57,7 +58,7 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """Whether a time may be shown."""
+        """Return whether a time may be shown."""
         return not self.why
 
 
@@ -70,7 +71,7 @@ class Errors:
 
 
 def sampled_pairs(case: SpeedCase) -> list[int]:
-    """Indices of (batch, head): all of them if the case is small, else a few spread over their range."""
+    """Return indices of (batch, head): all of them if the case is small, else a few spread over their range."""
     pairs = case.batch * case.heads
     if pairs * case.keys * max(case.rows, case.dim) <= ALL_BELOW:
         return list(range(pairs))
@@ -79,7 +80,7 @@ def sampled_pairs(case: SpeedCase) -> list[int]:
 
 
 def sampled_pieces(case: SpeedCase, pairs: int) -> list[Piece]:
-    """Rows to compare of each of so many heads."""
+    """Return the rows to compare of each of so many heads."""
     size = SAMPLED_ROWS
     if pairs * case.keys * case.rows <= ALL_BELOW or case.rows <= 3 * size:
         starts, size = [0], case.rows
@@ -90,13 +91,7 @@ def sampled_pieces(case: SpeedCase, pairs: int) -> list[Piece]:
 
 
 class Gate:
-    """Truth and emulations of one case, computed once each.
-
-    Parameters
-    ----------
-    case : SpeedCase
-    inputs : Inputs
-    """
+    """Truth and emulations of one case, computed once each."""
 
     def __init__(self, case: SpeedCase, inputs: Inputs) -> None:
         self.case, self.inputs = case, inputs
@@ -109,55 +104,42 @@ class Gate:
 
     @property
     def share(self) -> float:
-        """Of the output's rows, those that are compared."""
+        """Return the share of the output's rows that are compared."""
         rows = sum(piece.stop - piece.start for piece in self.pieces)
         return len(self.pairs) * rows / (self.case.batch * self.case.heads * self.case.rows)
 
     @property
     def resolution(self) -> float:
-        """What an unshifted FP32 score may be off by."""
+        """Return the largest rounding error of an unshifted FP32 score."""
         steps = math.ceil(self.case.dim / MMA_DEPTH)
         return steps * FP32_UNIT * float(self.golden_lse.abs().max())
 
     def _cut(self, piece: Piece) -> tuple[Tensor, Tensor, Tensor]:
-        """The sampled heads, each as a batch entry: (pairs, 1, rows or keys, D)."""
+        """Return the sampled heads, each as a batch entry: (pairs, 1, rows or keys, D)."""
         keys = self.pairs // self.inputs.groups  # pairs count (batch, head) with equal groups in every batch entry
         q = self.inputs.q.flatten(0, 1)[self.pairs, None, piece.start : piece.stop]
         k, v = (x.flatten(0, 1)[keys, None, : piece.keys] for x in (self.inputs.k, self.inputs.v))
         return q, k, v
 
     def sampled(self, x: Tensor) -> Tensor:
-        """The rows of an output (B, Hq, Sq, ...) that are compared, in the form of `golden`."""
+        """Return the rows of an output (B, Hq, Sq, ...) that are compared, in the form of `golden`."""
         rows = x.flatten(0, 1)[self.pairs, None]
         return torch.cat([rows[:, :, piece.start : piece.stop] for piece in self.pieces], 2)
 
     def _errors(self, out: Tensor, lse: Tensor | None) -> Errors:
-        """Of sampled rows."""
         worst = math.nan if lse is None else float((lse.double() - self.golden_lse).abs().max())
         return Errors(measure_errors(out, self.golden).rmse, worst)
 
     def emulated(self, config: pasa.PasaConfig) -> Errors:
-        """Errors of the reference backend on the sampled rows."""
+        """Return the errors of the reference backend on the sampled rows."""
         if config not in self._emulated:
-            made = [
-                pasa.attention(
-                    *self._cut(piece), is_causal=self.case.causal, return_lse=True, config=config, backend="reference"
-                )
-                for piece in self.pieces
-            ]
-            self._emulated[config] = self._errors(
-                torch.cat([out for out, _ in made], 2), torch.cat([lse for _, lse in made], 2)
-            )
+            options: dict[str, Any] = {"is_causal": self.case.causal, "config": config, "backend": "reference"}
+            made = [pasa.attention(*self._cut(piece), return_lse=True, **options) for piece in self.pieces]
+            self._emulated[config] = self._errors(*(torch.cat(part, 2) for part in zip(*made, strict=True)))
         return self._emulated[config]
 
     def judge(
-        self,
-        out: Tensor,
-        lse: Tensor | None,
-        emulation: pasa.PasaConfig,
-        *,
-        shifted: bool,
-        limit: float | None = None,
+        self, out: Tensor, lse: Tensor | None, emulation: pasa.PasaConfig, *, shifted: bool, limit: float | None = None
     ) -> Verdict:
         """Apply the gate of this module's docstring.
 
@@ -177,19 +159,19 @@ class Gate:
             raise ValueError(f"output has shape {tuple(out.shape)}, expected {expected}")
         model = self.emulated(emulation)
         nonfinite = sum(int((~torch.isfinite(x)).sum()) for x in (out, lse) if x is not None)
-        found = self._errors(self.sampled(out), None if lse is None else self.sampled(lse))
+        errors = self._errors(self.sampled(out), None if lse is None else self.sampled(lse))
         allowed = max(FACTOR * _number(model.rmse), RMSE_FLOOR) + (0.0 if shifted else self.resolution)
         rmse_limit = allowed if limit is None else limit
         lse_limit = max(FACTOR * _number(model.lse), LSE_BOUND) + self.resolution
         reasons = [f"{nonfinite} values are not finite"] if nonfinite else []
-        if not found.rmse <= rmse_limit:
-            reasons.append(f"RMSE {found.rmse:.2e}, limit {rmse_limit:.2e}")
-        if lse is not None and not found.lse <= lse_limit:
-            reasons.append(f"LSE off by {found.lse:.2e}, limit {lse_limit:.2e}")
-        lse_error = None if lse is None else found.lse
-        return Verdict(found.rmse, rmse_limit, lse_error, lse_limit, nonfinite, "; ".join(reasons))
+        if not errors.rmse <= rmse_limit:
+            reasons.append(f"RMSE {errors.rmse:.2e}, limit {rmse_limit:.2e}")
+        if lse is not None and not errors.lse <= lse_limit:
+            reasons.append(f"LSE off by {errors.lse:.2e}, limit {lse_limit:.2e}")
+        lse_error = None if lse is None else errors.lse
+        return Verdict(errors.rmse, rmse_limit, lse_error, lse_limit, nonfinite, "; ".join(reasons))
 
 
 def _number(value: float) -> float:
-    """0 in place of NaN: an emulation that overflows grants nothing."""
+    """Return 0 in place of NaN: an emulation that overflows allows nothing."""
     return value if math.isfinite(value) else 0.0

@@ -1,4 +1,4 @@
-"""Who is timed: torch's attention by backend, peers where they are installed, and ours in each mode."""
+"""The table of implementations: torch's attention by backend, peers where they are installed, ours in each mode."""
 
 from __future__ import annotations
 
@@ -21,85 +21,65 @@ from pasa.ops.attention.options import AttentionOptions
 
 Prepare: TypeAlias = Callable[[Inputs], dict[str, Call]]
 PLAIN, EXPANDED, AS_ROWS = "as given", "K and V expanded beforehand", "a group's queries as rows"
-FP32 = pasa.PasaConfig(precision="fp32")
+FP32, EXACT = pasa.PasaConfig(precision="fp32"), pasa.PasaConfig()
 EMULATED_SCORES = 2**28  # q.k of all heads: beyond, the emulation is not worth the wait
 EIGHT_BIT_LIMIT = 0.1  # relative RMSE of 8-bit scores: a cosine of 0.995
 
 
 class NotInstalledError(NotImplementedError):
-    """A peer's package is not there."""
+    """The package of a peer is not installed."""
 
 
 @dataclass(frozen=True)
 class Implementation:
     """One row of the comparison.
 
-    Attributes
-    ----------
-    name : str
-    what : str
-        One line for the legend.
-    prepare : callable
-        Inputs to calls, by variant; whatever has to be laid out differently is made here, before the time is taken.
-        The fastest variant that runs is the one that counts.
-    emulation : PasaConfig
-        The reference arithmetic whose error is the yardstick.
-    shifted : bool
-        Whether a common bias of the keys is removed first.
-    limit : float, optional
-        RMSE to allow in place of the yardstick.
-    lse : callable, optional
-        Inputs to (output, log-sum-exp), for those that can return it.
+    `prepare` makes calls of inputs, by variant, with every copy in another layout made before the time is taken; the
+    fastest variant that runs counts. The gate compares with `emulation`, or allows an RMSE of `limit`.
     """
 
     name: str
     what: str
     prepare: Prepare
     emulation: pasa.PasaConfig = FP32
-    shifted: bool = False
+    shifted: bool = False  # a common bias of the keys is removed before scores are formed
     limit: float | None = None
-    lse: Callable[[Inputs], tuple[Tensor, Tensor]] | None = None
+    lse: Callable[[Inputs], tuple[Tensor, Tensor]] | None = None  # output and log-sum-exp, where it can return that
 
 
 def _sdpa(backend: str) -> Prepare:
-    """torch's scaled_dot_product_attention held to one backend; grouped queries in every form that it may take."""
+    """Hold torch's scaled_dot_product_attention to one backend; grouped queries come in every form that it may take."""
 
     def prepare(inputs: Inputs) -> dict[str, Call]:
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
         scope = partial(sdpa_kernel, getattr(SDPBackend, backend))
-        q, k, v, causal = inputs.q, inputs.k, inputs.v, inputs.causal
+        attend = partial(scaled_dot_product_attention, is_causal=inputs.causal)
+        q, k, v = inputs.q, inputs.k, inputs.v
         if inputs.groups == 1:
-            return {PLAIN: Call(lambda: scaled_dot_product_attention(q, k, v, is_causal=causal), scope)}
+            return {PLAIN: Call(partial(attend, q, k, v), scope)}
         wide_k, wide_v = (x.repeat_interleave(inputs.groups, 1) for x in (k, v))
         calls = {
-            PLAIN: Call(lambda: scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True), scope),
-            EXPANDED: Call(lambda: scaled_dot_product_attention(q, wide_k, wide_v, is_causal=causal), scope),
+            PLAIN: Call(partial(attend, q, k, v, enable_gqa=True), scope),
+            EXPANDED: Call(partial(attend, q, wide_k, wide_v), scope),
         }
-        if inputs.decode and not causal:
+        if inputs.decode and not inputs.causal:
             rows = q.view(q.shape[0], k.shape[1], -1, q.shape[3])  # heads of a group are neighbours: no copy
-            calls[AS_ROWS] = Call(
-                lambda: scaled_dot_product_attention(rows, k, v), scope, lambda out: out.reshape(q.shape)
-            )
+            calls[AS_ROWS] = Call(partial(attend, rows, k, v), scope, lambda out: out.reshape(q.shape))
         return calls
 
     return prepare
 
 
 def _installed(name: str) -> ModuleType:
-    """Import a peer.
-
-    Raises
-    ------
-    NotInstalledError
-    """
+    """Import a peer; NotInstalledError without its package."""
     if importlib.util.find_spec(name) is None:
         raise NotInstalledError(f"{name} is not installed")
     return importlib.import_module(name)
 
 
 def _flash_attn(module: str) -> Prepare:
-    """The flash-attn packages: (B, S, H, D), grouped queries by shape."""
+    """Call one of the flash-attn packages: (B, S, H, D), grouped queries by shape."""
 
     def prepare(inputs: Inputs) -> dict[str, Call]:
         function = _installed(module).flash_attn_func
@@ -117,53 +97,41 @@ def _flash_attn(module: str) -> Prepare:
 
 def _sage(inputs: Inputs) -> dict[str, Call]:
     function = _installed("sageattention").sageattn
-
-    def run() -> Tensor:
-        out: Tensor = function(inputs.q, inputs.k, inputs.v, tensor_layout="HND", is_causal=inputs.causal)
-        return out
-
-    return {PLAIN: Call(run)}
+    return {PLAIN: Call(partial(function, *inputs.tensors, tensor_layout="HND", is_causal=inputs.causal))}
 
 
-def _ours(config: pasa.PasaConfig) -> Prepare:
-    """The public function on the Triton backend."""
+def _ours(name: str, what: str, config: pasa.PasaConfig) -> Implementation:
+    """Return the public function on the Triton backend."""
 
     def prepare(inputs: Inputs) -> dict[str, Call]:
-        return {PLAIN: Call(partial(_attend, inputs, config))}
+        run = partial(pasa.attention, *inputs.tensors, is_causal=inputs.causal, config=config, backend="triton")
+        return {PLAIN: Call(run)}
 
-    return prepare
+    def lse(inputs: Inputs) -> tuple[Tensor, Tensor]:
+        options: dict[str, Any] = {"is_causal": inputs.causal, "config": config, "backend": "triton"}
+        return pasa.attention(*inputs.tensors, return_lse=True, **options)
 
-
-def _attend(inputs: Inputs, config: pasa.PasaConfig) -> Tensor:
-    return pasa.attention(inputs.q, inputs.k, inputs.v, is_causal=inputs.causal, config=config, backend="triton")
-
-
-def _lse(config: pasa.PasaConfig, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    return pasa.attention(
-        inputs.q, inputs.k, inputs.v, is_causal=inputs.causal, config=config, backend="triton", return_lse=True
-    )
+    return Implementation(name, what, prepare, config, shifted=config.precision == "pasa", lse=lse)
 
 
 def _reference(inputs: Inputs) -> dict[str, Call]:
-    """The emulation, which serves devices that have no kernels."""
-    batch, heads, rows, _ = inputs.q.shape
-    scores = batch * heads * rows * inputs.k.shape[2]
+    """Return the emulation, which serves devices that have no kernels."""
+    scores = inputs.q.shape[:3].numel() * inputs.k.shape[2]
     if scores > EMULATED_SCORES:
         raise NotImplementedError(f"at most {EMULATED_SCORES} scores are emulated here, not {scores}")
-    run = partial(pasa.attention, inputs.q, inputs.k, inputs.v, is_causal=inputs.causal, backend="reference")
-    return {PLAIN: Call(run)}
+    return {PLAIN: Call(partial(pasa.attention, *inputs.tensors, is_causal=inputs.causal, backend="reference"))}
 
 
 def _portable(inputs: Inputs) -> dict[str, Call]:
-    """Ours, held to the kernel that Ascend and the interpreter see as well."""
+    """Hold our default to the kernel that Ascend and the interpreter see as well."""
     backend: Any = importlib.import_module("pasa.ops.attention.triton.backend")
-    q, k, v = inputs.q, inputs.k, inputs.v
+    q, k, v = inputs.tensors
     call = backend.Call(q, k, v, None, inputs.causal, float(q.shape[-1] ** -0.5))
     return {PLAIN: Call(lambda: backend.portable_attention(call, AttentionOptions())[0])}
 
 
 def _paged(slots: int) -> Prepare:
-    """Decoding of the same keys from pages of so many slots, in random order, written with their anchors."""
+    """Decode from the same keys in pages of so many slots, in random order, written with their anchors."""
 
     def prepare(inputs: Inputs) -> dict[str, Call]:
         batch, _, rows, _ = inputs.q.shape
@@ -177,19 +145,12 @@ def _paged(slots: int) -> Prepare:
         table = torch.randperm(pages, generator=torch.Generator().manual_seed(0)).to(k.device)
         slot_mapping = (table[:, None] * slots + torch.arange(slots, device=k.device)).flatten()
         pasa.write_pages(k, v, caches[0], caches[1], slot_mapping, key_anchors)
-        table = table.view(batch, -1).int()
-        lengths = torch.full((batch,), keys, dtype=torch.int32, device=inputs.q.device)
-        q = inputs.q.squeeze(2)
-        tensors = q, caches[0], caches[1], table, lengths
+        lengths = torch.full((batch,), keys, dtype=torch.int32, device=k.device)
+        tensors = inputs.q.squeeze(2), caches[0], caches[1], table.view(batch, -1).int(), lengths
         run = partial(pasa.attention_paged, *tensors, key_anchors=key_anchors, backend="triton")
         return {PLAIN: Call(run, restore=lambda out: out.unsqueeze(2))}
 
     return prepare
-
-
-def _pasa(name: str, what: str, config: pasa.PasaConfig) -> Implementation:
-    shifted = config.precision == "pasa"
-    return Implementation(name, what, _ours(config), config, shifted, lse=partial(_lse, config))
 
 
 FLASH, CUDNN = "sdpa-flash", "sdpa-cudnn"
@@ -201,31 +162,21 @@ IMPLEMENTATIONS = (
     Implementation("flash-attn", "package flash_attn (FlashAttention-2)", _flash_attn("flash_attn")),
     Implementation("flash-attn-3", "package flash_attn_interface (Hopper)", _flash_attn("flash_attn_interface")),
     Implementation("sageattention", "package sageattention: 8-bit scores", _sage, limit=EIGHT_BIT_LIMIT),
-    _pasa("triton-fp32", "our kernels with FP32 scores and softmax, no shift: what the schedule alone gives", FP32),
-    _pasa("pasa", "ours, the default: keeps the guarantee", pasa.PasaConfig()),
-    _pasa("pasa-paper", 'recovery="paper", as published', pasa.PasaConfig(recovery="paper")),
-    Implementation(
-        "pasa-portable", "ours, the default, on the portable kernel", _portable, pasa.PasaConfig(), shifted=True
-    ),
+    _ours("triton-fp32", "our kernels with FP32 scores and softmax, no shift: what the schedule alone gives", FP32),
+    _ours("pasa", "ours, the default: keeps the guarantee", EXACT),
+    _ours("pasa-paper", 'recovery="paper", as published', pasa.PasaConfig(recovery="paper")),
+    Implementation("pasa-portable", "ours, the default, on the portable kernel", _portable, EXACT, shifted=True),
     *(
-        Implementation(f"pasa-paged-{n}", f"ours, from pages of {n} keys", _paged(n), pasa.PasaConfig(), shifted=True)
+        Implementation(f"pasa-paged-{n}", f"ours, from pages of {n} keys", _paged(n), EXACT, shifted=True)
         for n in PAGES
     ),
-    Implementation("pasa-reference", "ours, the emulation", _reference, pasa.PasaConfig(), shifted=True),
+    Implementation("pasa-reference", "ours, the emulation", _reference, EXACT, shifted=True),
 )
-OURS = ("pasa",)  # what a target is held against, on the data where it passes the gate
-PORTABLE = ("pasa-portable",)
-OWN = (*OURS, "triton-fp32", "pasa-paper", "pasa-reference", *PORTABLE, *(f"pasa-paged-{n}" for n in PAGES))
+OWN = tuple(each.name for each in IMPLEMENTATIONS if each.name.startswith(("pasa", "triton")))
 
 
 def select_implementations(names: Sequence[str] | None = None) -> tuple[Implementation, ...]:
-    """Implementations by name, or all.
-
-    Raises
-    ------
-    ValueError
-        For a name that is not in the table.
-    """
+    """Return implementations by name, or all; ValueError for an unknown name."""
     known = {each.name: each for each in IMPLEMENTATIONS}
     for name in names or ():
         if name not in known:

@@ -5,72 +5,64 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from pasa.eval.kit.timing import Call, Clock, interleave, summary
+from torch import Tensor
+
+from pasa.eval.kit.timing import Call, Clock, Rounds, interleave, summary
 from pasa.eval.speed.cases import Inputs, SpeedCase
 
 BLOCK = 128  # keys per anchor
 WHOLE, PREPASS, MAIN, READING = "whole", "pre-pass", "main loop", "reading"
 
 
-def anchors(inputs: Inputs) -> Any:
-    """Norms and anchors of every block of keys: what is known before a query is looked at."""
-    backend: Any = importlib.import_module("pasa.ops.attention.triton.anchors.launch")
-    return backend.find_anchors(inputs.k, inputs.v, BLOCK, check_values=inputs.causal)
-
-
 def prepass(inputs: Inputs) -> Call:
-    """The pass over the keys alone."""
-    return Call(lambda: anchors(inputs).norms)
+    """Return the pass over the keys alone: norms and anchors of every block, known before a query is read."""
+    backend: Any = importlib.import_module("pasa.ops.attention.triton.anchors.launch")  # Triton is an extra
+
+    def run() -> Tensor:
+        norms: Tensor = backend.find_anchors(inputs.k, inputs.v, BLOCK, check_values=inputs.causal).norms
+        return norms
+
+    return Call(run)
 
 
 def reading(inputs: Inputs) -> Call:
-    """K and V read once by a kernel that does nothing else."""
+    """Return a call that reads K and V once and does nothing else."""
     module: Any = importlib.import_module("pasa.eval.speed.reading")  # Triton is an extra
     call: Call = module.reader(inputs.k, inputs.v)
     return call
 
 
-PARTS = {PREPASS: prepass}
-DECODING = {READING: reading}
-
-
 def split(case: SpeedCase, inputs: Inputs, whole: Call, clock: Clock, rounds: int) -> dict[str, Any]:
-    """Milliseconds of the whole call and of its parts, in CUDA graphs: without what the host adds.
+    """Time the whole call and its part in CUDA graphs, without what the host adds.
 
     Returns
     -------
     dict
-        ``case``, ``in_graph``, ``whole``, ``why`` something could not be timed and is None; ``pre-pass`` and ``main
-        loop``: the rest; for decoding ``reading`` instead, which is no part of the whole but its bound.
+        ``case``, ``in_graph``; milliseconds of ``whole``, ``pre-pass`` and ``main loop`` (the rest), or for decoding of
+        ``whole`` and ``reading``, which is no part of the whole but its bound; None, with ``why``, without a time.
     """
-    calls, reasons, parts = {WHOLE: whole}, [], DECODING if case.decode else PARTS
-    for name, make in parts.items():
-        try:
-            part = make(inputs)
-            part.run()
-        except Exception as error:  # a part that cannot run alone has no time; the whole has one
-            reasons.append(f"{name}: {one_line(error)}")
-        else:
-            calls[name] = part
-    in_graph = True
+    name, make = (READING, reading) if case.decode else (PREPASS, prepass)
+    calls, reasons = {WHOLE: whole}, []
     try:
-        timed = {name: clock.graph(call) for name, call in calls.items()}
-    except Exception as error:  # then with the host's share
-        timed, in_graph = calls, False
-        reasons.append(f"not in a graph: {one_line(error)}")
+        part = make(inputs)
+        part.run()
+        calls[name] = part
+    except Exception as error:  # a part that cannot run alone has no time; the whole has one
+        reasons.append(f"{name}: {one_line(error)}")
+    times: dict[str, Rounds] = {}
     try:
-        times, _ = interleave(clock, timed, rounds)
+        times, _ = interleave(clock, {each: clock.graph(call) for each, call in calls.items()}, rounds)
     except Exception as error:  # the records of the case stand
-        times = {}
         reasons.append(f"while timed: {one_line(error)}")
-    found = {name: summary(taken)["median_ms"] for name, taken in times.items()}
-    split_up = {name: found.get(name) for name in (WHOLE, *parts)}
-    if not case.decode:
-        split_up[MAIN] = found[WHOLE] - found[PREPASS] if found.keys() >= {WHOLE, PREPASS} else None
-    return {"case": case.name, "in_graph": in_graph, **split_up, "why": "; ".join(reasons)}
+    ms: dict[str, Any] = {WHOLE: None, name: None} | {
+        each: summary(taken)["median_ms"] for each, taken in times.items()
+    }
+    if name == PREPASS:
+        ms[MAIN] = ms[WHOLE] - ms[PREPASS] if len(times) == 2 else None
+    return {"case": case.name, "in_graph": True, **ms, "why": "; ".join(reasons)}
 
 
 def one_line(error: BaseException) -> str:
-    """Kind and text of an exception, short enough for a table."""
+    """Return kind and text of an exception, short enough for a table."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__

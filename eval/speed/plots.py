@@ -1,12 +1,12 @@
-"""Figures: times as fast as SDPA cuDNN, with the targets; and decoding against reading K and V once."""
+"""The figure of README.md: times as fast as SDPA cuDNN, with the targets."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from pasa.eval.speed.report import lines, ran, ways
-from pasa.eval.speed.targets import CUDNN_FIELD, FLOOR_FIELD
+from pasa.eval.speed.report import lines, places, ran
+from pasa.eval.speed.targets import CUDNN_FIELD
 
 COLOURS = {
     "sdpa-cudnn": "#4d4d4d",
@@ -20,56 +20,36 @@ COLOURS = {
     "pasa-paper": "#2ca02c",
     "pasa-portable": "#17becf",
 }
-PANELS = (
-    ("speed_ratios.png", CUDNN_FIELD, "times as fast as SDPA cuDNN", "randn", False),
-    ("speed_biased.png", CUDNN_FIELD, "times as fast as SDPA cuDNN, biased keys", "biased", False),
-    ("speed_decode.png", FLOOR_FIELD, "decoding: time over reading K and V once", "randn", True),
-)
 
 
 def draw(result: dict[str, Any], folder: Path) -> list[Path]:
-    """Make the figures that the result has numbers for, as PNG; return their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
-    made = []
-    for name, field, title, data, decode in PANELS:
-        cases = [c for c in result["cases"] if c["decode"] == decode and (c["data"] == "randn") == (data == "randn")]
-        places = [(case["name"], how) for case in cases for how in ways(result, case["name"])]
-        names = [each for each in ran(result) if any(_value(result, place, each, field) for place in places)]
-        if names:
-            made.append(draw_bars(result, places, names, field, title, folder / name))
-    return made
-
-
-def _value(result: dict[str, Any], place: tuple[str, str], name: str, field: str) -> float | None:
-    record = lines(result, *place).get(name, {})
-    return record.get(field) if record.get("status") == "ok" else None
-
-
-def draw_bars(
-    result: dict[str, Any], places: list[tuple[str, str]], names: list[str], field: str, title: str, path: Path
-) -> Path:
-    """One group per case and way of running, one bar per implementation; a black line is the target."""
+    """Draw a group for each case with many rows, a bar for each implementation; a black line is the target."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(max(7.0, 1.5 * len(places)), 4.6), layout="constrained")
+    groups = places(result, decode=False, biased=False)
+    records = [lines(result, *place) for place in groups]
+    bars = {name: [each.get(name, {}).get(CUDNN_FIELD) or 0.0 for each in records] for name in ran(result)}
+    bars = {name: heights for name, heights in bars.items() if any(heights)}
+    if not bars:
+        return []
+    figure = Figure(figsize=(max(7.0, 1.5 * len(groups)), 4.6), layout="constrained")
     axis = figure.subplots()
-    width = 0.84 / len(names)
-    for index, name in enumerate(names):
-        shift = (index - (len(names) - 1) / 2) * width
-        values = [_value(result, place, name, field) or 0.0 for place in places]
-        axis.bar([x + shift for x in range(len(places))], values, width, label=name, color=COLOURS.get(name))
+    width = 0.84 / len(bars)
+    for index, (name, heights) in enumerate(bars.items()):
+        shift = (index - (len(bars) - 1) / 2) * width
+        axis.bar([x + shift for x in range(len(groups))], heights, width, label=name, color=COLOURS.get(name))
     for each in result["targets"]:
-        place = (each["case"], each["how"])
-        if each["field"] == field and each["kernel"] == "ours" and place in places:
-            x = places.index(place)
+        if each["field"] == CUDNN_FIELD and each["kernel"] == "ours" and (each["case"], each["how"]) in groups:
+            x = groups.index((each["case"], each["how"]))
             axis.hlines(each["must"], x - 0.45, x + 0.45, colors="black", linewidth=1.2)
     axis.axhline(1.0, color="grey", linewidth=0.8, linestyle="--")
-    axis.set_xticks(range(len(places)), [case + ("\ngraph" if how == "graph" else "") for case, how in places])
+    axis.set_xticks(range(len(groups)), [case + ("\ngraph" if how == "graph" else "") for case, how in groups])
     axis.tick_params(axis="x", labelsize=8)
-    axis.set_ylabel(title)
+    axis.set_ylabel("times as fast as SDPA cuDNN")
     axis.grid(axis="y", alpha=0.3)
     axis.set_axisbelow(True)
-    figure.legend(loc="outside lower center", ncols=min(len(names), 6), fontsize=8, frameon=False)
+    figure.legend(loc="outside lower center", ncols=min(len(bars), 6), fontsize=8, frameon=False)
     figure.suptitle(f"{result['environment']['device']}; black: target", fontsize=10)
+    path = folder / "speed_ratios.png"
     figure.savefig(path, dpi=110)
-    return path
+    return [path]

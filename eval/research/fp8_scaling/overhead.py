@@ -1,4 +1,4 @@
-"""What the scale of a layer costs beside the layer: a warm step of power iteration in every forward pass."""
+"""Times the scale of a layer beside the layer: a warm step of power iteration in every forward pass."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -15,19 +15,18 @@ from torch.nn.functional import gelu, linear, scaled_dot_product_attention, silu
 from pasa import geometry
 from pasa.concentration import geometry_scale
 from pasa.eval.kit import output
-from pasa.eval.kit.device import describe
-from pasa.eval.kit.timing import Call, CudaClock
+from pasa.eval.kit.device import describe, measured_on
+from pasa.eval.kit.experiment import Experiment
+from pasa.eval.kit.tables import Table
+from pasa.eval.kit.timing import Call, CudaClock, added_cost
 from pasa.eval.models.rescue.run import pick_device
-from pasa.eval.speed.watching.run import compare
 from pasa.power_iteration import PowerIteration
 from pasa.projections import Norm, project
 
 INLINE, SIDE, SUM = "inline", "side stream", "inline, sum of heads"
 PARTS = ("attention", "attention and MLP")
 TURNS, CALLS = 9, 5
-SMALLEST_BYTES = (
-    200e6  # of q and k weights of all layers of a run: what is in L2 is not there when its turn comes again
-)
+SMALLEST_BYTES = 200e6  # of q and k weights of all layers of a run, so that none is in L2 when its turn comes again
 UNIT = 2.0**-8  # of BF16
 CHECKED = ((8, 8), (8, 2), (8, 1))  # heads and key heads that are compared with singular values
 CHECK_STEPS = 30
@@ -60,16 +59,12 @@ SHAPES = (
 SMALL = (Shape("tiny", 64, 4, 2, 32, 96, True, 0.5, 2, 0.0, tokens=16),)
 
 
-def run_overhead(small: bool = False, turns: int = TURNS, progress: output.Report | None = None) -> dict[str, Any]:
-    """Check the norms against singular values in FP64, then time layers with their scales and without.
-
-    Parameters
-    ----------
-    small : bool
-        A size to try the command out, on any device; otherwise a CUDA device is needed.
-    turns : int
-        Of each case, with and without in alternating order.
-    progress : callable, optional
+def run_overhead(
+    small: Annotated[bool, "A tiny size, on any device."] = False,
+    turns: Annotated[int, "Of each case, with and without."] = TURNS,
+    progress: output.Report | None = None,
+) -> dict[str, Any]:
+    """Time FP8 scales from the weights in a forward pass on a CUDA device; exit 1 if a norm is wrong.
 
     Returns
     -------
@@ -110,7 +105,7 @@ def run_overhead(small: bool = False, turns: int = TURNS, progress: output.Repor
 
 @torch.no_grad()
 def check(heads: int, kv_heads: int, device: torch.device) -> dict[str, Any]:
-    """Largest relative error of the norms of all heads, of weights with a singular value well apart from the others."""
+    """Return the largest error of the norms of all heads, of weights whose first singular value stands apart."""
     generator = torch.Generator().manual_seed(0)
     parts = [torch.randn(count, 64, 300, generator=generator) for count in (heads, kv_heads)]
     for part in parts:
@@ -119,13 +114,13 @@ def check(heads: int, kv_heads: int, device: torch.device) -> dict[str, Any]:
     keys = k.double().cpu().repeat_interleave(heads // kv_heads, 0)
     exact = torch.linalg.svdvals(q.double().cpu().mT @ keys)[:, 0]
     power = PowerIteration(heads, kv_heads, generator=torch.Generator(device).manual_seed(1))
-    found = power.update(q.flatten(0, 1), k.flatten(0, 1), steps=CHECK_STEPS).double().cpu()
-    return {"heads": heads, "kv_heads": kv_heads, "error": float((found / exact - 1).abs().max())}
+    norms = power.update(q.flatten(0, 1), k.flatten(0, 1), steps=CHECK_STEPS).double().cpu()
+    return {"heads": heads, "kv_heads": kv_heads, "error": float((norms / exact - 1).abs().max())}
 
 
 @torch.no_grad()
 def measure(shape: Shape, part: str, turns: int, device: torch.device) -> list[dict[str, Any]]:
-    """A record for each way to compute the scales."""
+    """Return a record for each way to compute the scales."""
     records = []
     for way in (INLINE, SIDE, SUM) if device.type == "cuda" else (INLINE, SUM):
         layers = Layers(shape, part == PARTS[1], device)
@@ -133,11 +128,11 @@ def measure(shape: Shape, part: str, turns: int, device: torch.device) -> list[d
         if device.type == "cuda":
             clock = CudaClock()
             plain, scaled = clock.graph(plain), clock.graph(scaled)
-        found = compare(plain, scaled, turns, CALLS, device)
+        cost = added_cost(plain, scaled, turns, CALLS, device)
         count = len(layers.blocks)
         record = {"model": shape.name, "batch": shape.batch, "tokens": shape.tokens, "part": part, "way": way}
-        record |= {"layers": count, "plain_ms": found["plain_ms"] / count, "scaled_ms": found["watched_ms"] / count}
-        record |= {key: found[key] for key in ("cost_percent", "p20_percent", "p80_percent")}
+        record |= {"layers": count, "plain_ms": cost["plain_ms"] / count, "scaled_ms": cost["extended_ms"] / count}
+        record |= {key: cost[key] for key in ("cost_percent", "p20_percent", "p80_percent")}
         record["printed_percent"] = shape.printed
         if way == INLINE and part == PARTS[0]:  # seconds on the host: once for each model
             record["of_exact"] = layers.of_exact()
@@ -157,7 +152,7 @@ class Block:
 
 
 class Layers:
-    """Layers in a row, each with weights of its own, without norms and residuals."""
+    """Layers in a row, each with other weights, without norms and residuals."""
 
     def __init__(self, shape: Shape, mlp: bool, device: torch.device) -> None:
         self.shape, self.device = shape, device
@@ -186,14 +181,14 @@ class Layers:
         self.scales = torch.zeros(len(self.blocks), device=device)
 
     def plain(self) -> Tensor:
-        """The forward pass alone."""
+        """Run the forward pass alone."""
         x = self.x
         for block in self.blocks:
             x = self._layer(block, x, lambda: None)
         return x
 
     def scaled(self, way: str) -> Callable[[], Tensor]:
-        """The forward pass with all scales: before the projections of their layer, or on a stream of their own."""
+        """Return the forward pass with all scales: before their layer's projections, or on a second stream."""
         shape = self.shape
         source = torch.Generator(self.device).manual_seed(1)
         self.power = [
@@ -211,7 +206,7 @@ class Layers:
         return x
 
     def _beside(self) -> Tensor:
-        """Weights are all that a scale needs: those of all layers begin with the pass; attention waits for its own."""
+        """Begin all scales with the pass, since they need weights alone; each attention waits for its scale."""
         main, side = torch.cuda.current_stream(), torch.cuda.Stream()
         side.wait_stream(main)
         ready = []
@@ -226,14 +221,14 @@ class Layers:
         return x
 
     def _scale(self, index: int) -> None:
-        """Equation (15), on the device."""
+        """Compute equation (15) on the device."""
         shape, block = self.shape, self.blocks[index]
         norm = self.power[index].update(block.query, block.key).amax()
         factor = geometry_scale(shape.alpha * shape.hidden / math.sqrt(shape.dim))
         torch.mul(norm, factor, out=self.scales[index])
 
     def _layer(self, block: Block, x: Tensor, wait: Callable[[], None]) -> Tensor:
-        """`wait` until the scale is there, which attention needs first."""
+        """Run a layer; `wait` stands before its attention, which needs the scale."""
         projected = (linear(x, each) for each in (block.query, block.key, block.value))
         q, k, v = (each.unflatten(-1, (-1, self.shape.dim)).transpose(1, 2) for each in projected)
         wait()
@@ -246,7 +241,7 @@ class Layers:
         return linear(silu(linear(x, gate[0])) * linear(x, up) if gate else gelu(linear(x, up)), down)
 
     def of_exact(self) -> float:
-        """The first layer's norms over the certified ones, the least of all heads."""
+        """Return the first layer's norms over the certified ones, the least of all heads."""
         shape, block = self.shape, self.blocks[0]
         norm = Norm(math.sqrt(shape.hidden))
         query, key = (
@@ -254,14 +249,66 @@ class Layers:
             for weight, heads in ((block.query, shape.heads), (block.key, shape.kv_heads))
         )
         key = replace(key, gram=key.gram.repeat_interleave(shape.heads // shape.kv_heads, 0))
-        found = self.power[0].update(block.query, block.key).double().cpu()
-        return float((found / geometry.interaction_norm(query, key)).min())
+        norms = self.power[0].update(block.query, block.key).double().cpu()
+        return float((norms / geometry.interaction_norm(query, key)).min())
 
     def follows(self, call: Call) -> bool:
-        """Whether one more pass finds scales 16 times as large once q and k weights are 4 times as large."""
+        """Check that one more pass finds scales 16 times as large once q and k weights are 4 times as large."""
         before = self.scales.clone()
         for block in self.blocks:
             block.query.mul_(4)
             block.key.mul_(4)
         call.run()
         return bool(((self.scales / before - 16).abs() <= 16 * 4 * UNIT).all())
+
+
+def table(result: dict[str, Any]) -> Table:
+    """Return a row for every model, part and way."""
+    rows = [
+        [
+            f"{each['model']}, {each['batch']} x {each['tokens']}, {each['part']}",
+            each["way"],
+            f"{1e3 * each['plain_ms']:,.0f}",
+            f"{each['cost_percent']:+.1f} %",
+            f"{each['p20_percent']:+.1f} to {each['p80_percent']:+.1f} %",
+            f"{each['printed_percent']:+.1f} %",
+        ]
+        for each in result["records"]
+    ]
+    settings = result["settings"]
+    note = (
+        "Time of layers in BF16, causal, no norms, in a CUDA graph, beside the same without scales; wall time, medians "
+        f"of {settings['turns']} interleaved turns of {settings['calls']} passes. Batch and tokens: the paper's table "
+        "8. One warm step of power iteration a pass, a norm for each head; sum of heads: the paper's norm of a layer. "
+        "Side stream: all scales begin with the pass, and each attention waits for its own. Printed: the paper's table "
+        "9, whole models beside delayed scaling, which has costs of its own; nothing is rounded to FP8 here."
+    )
+    header = ["case", "way", "us a layer", "cost of the scale", "p20 to p80", "printed"]
+    return Table("What a scale from the weights costs", header, rows, note, wraps="case")
+
+
+def verdict(result: dict[str, Any]) -> str:
+    """Return which checks hold and which do not, with the machine."""
+    worst = max(each["error"] for each in result["checks"])
+    failed = [name for name, passed in result["gate"]["checks"].items() if not passed]
+    outcome = f"FAILED: {', '.join(failed)}." if failed else "All checks hold."
+    checked = f"Norms are those of a full SVD in FP64 within {100 * worst:.2g} % (BF16)."
+    return f"{checked} {outcome} {measured_on(result['environment'])}"
+
+
+def summary(result: dict[str, Any]) -> str:
+    """Return a paragraph for README.md: the range over the models, by part and way."""
+    costs: dict[str, list[float]] = {}
+    for each in result["records"]:
+        costs.setdefault(f"{each['part']}, {each['way']}", []).append(each["cost_percent"])
+    ranges = "; ".join(f"{name} {min(values):+.1f} to {max(values):+.1f} %" for name, values in costs.items())
+    models = ", ".join(dict.fromkeys(each["model"] for each in result["records"]))
+    return f"Added to a forward pass of {models}: {ranges}. {verdict(result)}"
+
+
+EXPERIMENT = Experiment(
+    name="predict",
+    run=run_overhead,
+    report=lambda result: [table(result), verdict(result)],
+    title="What a scale from the weights costs",
+)

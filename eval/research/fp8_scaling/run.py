@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -13,6 +13,8 @@ from torch import Tensor
 from pasa import concentration
 from pasa.eval.kit import output
 from pasa.eval.kit.embedded_model import find_essays, load_model, require_built_in
+from pasa.eval.kit.experiment import Experiment
+from pasa.eval.kit.tables import Table, percent, short
 from pasa.eval.models.rescue.run import ESSAY
 from pasa.eval.research.fp8_scaling.scaling import E4M3_MAX, AutoAlpha, Current, Delayed, Geometry, Scaling
 from pasa.eval.research.fp8_scaling.tile import run_tiles
@@ -56,14 +58,10 @@ SCENARIOS = (
 )
 
 
-def run_fp8(quick: bool = False, progress: output.Report | None = None) -> dict[str, Any]:
-    """Compare the scalings.
-
-    Parameters
-    ----------
-    quick : bool
-        The synthetic weights alone.
-    progress : callable, optional
+def run_fp8(
+    quick: Annotated[bool, "Synthetic weights alone."] = False, progress: output.Report | None = None
+) -> dict[str, Any]:
+    """Compare FP8 scale factors of logits in transients of training; exit 1 if those from the weights overflow.
 
     Returns
     -------
@@ -73,16 +71,16 @@ def run_fp8(quick: bool = False, progress: output.Report | None = None) -> dict[
     """
     if not quick:
         require_built_in(model=True, text=True)
-    tell, started = progress or (lambda done, total, label: None), time.perf_counter()
-    makers = {"synthetic": synthetic} if quick else {"SmolLM2-135M": embedded, "synthetic": synthetic}
+    started = time.perf_counter()
+    models = {"synthetic": synthetic} if quick else {"SmolLM2-135M": embedded, "synthetic": synthetic}
     records: list[dict[str, Any]] = []
-    total = len(makers) * len(SCENARIOS) + 1
-    for name, make in makers.items():
-        for scenario in SCENARIOS:
-            tell(len(records) // 5, total, f"{name}: {scenario.name}")
-            model, batches = make()
-            records += [{"model": name, **each} for each in simulate(model, batches, scenario)]
-    tell(total - 1, total, "FP8 score tiles")
+    jobs = [(name, scenario) for name in models for scenario in SCENARIOS]
+    for done, (name, scenario) in enumerate(jobs):
+        if progress:
+            progress(done, len(jobs) + 1, f"{name}: {scenario.name}")
+        records += [{"model": name, **each} for each in simulate(*models[name](), scenario)]
+    if progress:
+        progress(len(jobs), len(jobs) + 1, "FP8 score tiles")
     return {
         "experiment": "fp8",
         "gate": judge(records),
@@ -95,14 +93,14 @@ def run_fp8(quick: bool = False, progress: output.Report | None = None) -> dict[
 
 
 def embedded() -> tuple[Any, list[Tensor]]:
-    """The built-in language model, and the beginning of an essay."""
+    """Return the built-in language model, and the beginning of an essay."""
     model, tokenizer = load_model()
     ids = tokenizer(find_essays()[ESSAY].read_text(encoding="utf-8")[:8000], return_tensors="pt").input_ids[0]
     return model, [ids[i * TOKENS : (i + 1) * TOKENS][None] for i in range(BATCHES)]
 
 
 def synthetic() -> tuple[Any, list[Tensor]]:
-    """A random Llama on random tokens."""
+    """Return a random Llama and random tokens."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     with torch.random.fork_rng(devices=[]):
@@ -113,7 +111,7 @@ def synthetic() -> tuple[Any, list[Tensor]]:
 
 
 def simulate(model: Any, batches: list[Tensor], scenario: Scenario) -> list[dict[str, Any]]:
-    """One scenario: a record for each method, over the layers and the steps after the event."""
+    """Run one scenario and return a record for each method, over the layers and the steps after the event."""
     config, trainer = model.config, Trainer(model, batches, LEARNING_RATE)
     heads, layers = config.num_attention_heads * config.num_hidden_layers, config.num_hidden_layers
     dim = config.head_dim or config.hidden_size // config.num_attention_heads
@@ -142,7 +140,7 @@ def simulate(model: Any, batches: list[Tensor], scenario: Scenario) -> list[dict
 
 
 def calibrate(scalings: list[Scaling]) -> None:
-    """One alpha for the model, from the slack of all its layers."""
+    """Set one alpha for the model, from the slack of all its layers."""
     adaptive = [each for each in scalings if isinstance(each, AutoAlpha)]
     slack = [ratio for each in adaptive for ratio in each.slack]
     for each in adaptive:
@@ -153,14 +151,14 @@ def calibrate(scalings: list[Scaling]) -> None:
 def summarise(
     scenario: Scenario, name: str, rows: list[list[float]], alpha: float, scalings: list[Scaling]
 ) -> dict[str, Any]:
-    """Overflows and utilisation max|S| / (scale 448) over the layers and steps.
+    """Return overflows and utilisation max|S| / (scale 448) over the layers and steps.
 
     An overflow is what E4M3, rounding to nearest, has no number for: beyond 464.
     """
     scaled = torch.tensor(rows, dtype=torch.float64)  # (steps, layers)
     beyond = ~round_to(scaled, "fp8_e4m3").isfinite()
     low, median, high = (scaled / E4M3_MAX).quantile(torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)).tolist()
-    own = scalings[0]
+    first = scalings[0]
     return {
         "scenario": scenario.name,
         "method": name,
@@ -171,13 +169,13 @@ def summarise(
         "overflows": int(beyond.sum()),
         "largest_scaled": float(scaled.max()),
         "utilisation": {"p10": low, "median": median, "p90": high},
-        "alpha": own.alpha if isinstance(own, Geometry) else None,
+        "alpha": first.alpha if isinstance(first, Geometry) else None,
         "alpha_min": alpha,
     }
 
 
 def judge(records: list[dict[str, Any]]) -> dict[str, Any]:
-    """The paper's claims: of geometry-aware scaling with the alpha of the theory, and of delayed scaling."""
+    """Check the paper's claims: of geometry-aware scaling with the alpha of the theory, and of delayed scaling."""
     predictive = [each for each in records if each["method"] == "geometry"]
     stale = [
         each
@@ -189,3 +187,64 @@ def judge(records: list[dict[str, Any]]) -> dict[str, Any]:
         "delayed_overflows_first": all(each["overflowing_layers_first_step"] == each["layers"] for each in stale),
     }
     return {"passed": all(checks.values()), "checks": checks}
+
+
+def transient_table(result: dict[str, Any]) -> Table:
+    """Return a row for every model, scenario and method."""
+    rows = [
+        [
+            *(each[name] for name in ("model", "scenario", "method")),
+            f"{each['overflowing_layers_first_step']}/{each['layers']}",
+            f"{each['overflowing_steps']}/{each['steps']}",
+            f"{each['largest_scaled']:,.0f}",
+            " / ".join(percent(each["utilisation"][name]) for name in ("p10", "median", "p90")),
+            "-" if each["alpha"] is None else f"{each['alpha']:.3g}",
+        ]
+        for each in result["records"]
+    ]
+    header = ["model", "scenario", "method", "layers beyond, first step", "steps with overflow", "largest scaled"]
+    settings = result["settings"]
+    note = (
+        "What logits are divided by before E4M3, whose largest number is 448, in the steps after the event. Delayed: "
+        "history of 16 steps, eta 0.9, initial 1.0. Geometry: alpha for delta = "
+        f"{settings['delta']:g}, norm by power iteration, of the worst head or, as in the paper, of the sum of heads. "
+        f"Auto-alpha is calibrated on the steps before the event. Training is in FP32, {settings['tokens']} tokens a "
+        f"step, AdamW at {settings['learning_rate']:g}; the methods look on."
+    )
+    return Table("FP8 scaling in transients", [*header, "utilisation P10 / median / P90", "alpha"], rows, note)
+
+
+def tile_table(result: dict[str, Any]) -> Table:
+    """Return the RMSE by the format of the score tile."""
+    names = list(result["tiles"][0]["rmse"])
+    rows = [[each["case"], *(short(each["rmse"][name]) for name in names)] for each in result["tiles"]]
+    note = (
+        "RMSE against FP64; statistics, probabilities and sums in FP32, so that only the score tile is rounded. plain: "
+        "q.k/sqrt(d); pasa: shifted by the block's mean and referenced to the row's largest score so far. A block has "
+        "128 x 128 scores. Emulated."
+    )
+    return Table("Score tiles in FP16 and in FP8 (E4M3)", ["case (x0,Am)", *names], rows, note)
+
+
+def verdict(result: dict[str, Any]) -> str:
+    """Return the outcome of the checks and the machine."""
+    counts = {"geometry": 0, "delayed": 0}
+    for each in result["records"]:
+        if each["method"] in counts:
+            counts[each["method"]] += each["overflows"]
+    outcome = "All checks hold." if result["gate"]["passed"] else f"FAILED: {result['gate']['checks']}."
+    machine = result["environment"]
+    return (
+        f"Geometry-aware scaling: {counts['geometry']} overflows in all scenarios. Delayed scaling: "
+        f"{counts['delayed']}. {outcome} ({machine['processor']}; torch {machine['torch']}, pasa {machine['pasa']}, "
+        f"commit {machine['commit'] or 'unknown'}.)"
+    )
+
+
+EXPERIMENT = Experiment(
+    name="fp8",
+    run=run_fp8,
+    report=lambda result: [transient_table(result), tile_table(result), verdict(result)],
+    title="FP8 scale factors of attention logits",
+    needs_models=True,
+)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ HISTORY, ETA, INITIAL = 16, 0.9, 1.0
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """What logits are made by: q and k projections (Hq * D, d), (Hkv * D, d) with the norm's gain folded in."""
+    """Weights of the logits: q and k projections (Hq * D, d), (Hkv * D, d) with the norm's gain folded in."""
 
     query: Tensor
     key: Tensor
@@ -30,88 +29,71 @@ class LayerWeights:
 
     @property
     def head_dim(self) -> int:
-        """D."""
+        """Return D."""
         return self.query.shape[0] // self.heads
 
 
-class Scaling(Protocol):
-    """One layer's scale factor from step to step."""
+class Scaling:
+    """One layer's scale factor from step to step; without state unless a method keeps some."""
 
     def scale(self, weights: LayerWeights, largest: float) -> float:
-        """What this step's logits are divided by; `largest` is max|S| of this step, which only `Current` may know."""
-        ...
+        """Return the divisor of this step's logits; `largest` is max|S| of this step, which `Current` alone may use."""
+        raise NotImplementedError
 
     def observe(self, largest: float) -> None:
-        """Told max|S| after the step."""
-        ...
+        """Take in max|S| after the step."""
 
     def reset(self) -> None:
         """Lose all state, as a resumed run does."""
-        ...
 
 
-class Delayed:
-    """max(history) / (448 eta): what FP8 training does; blind to weights that change faster than its history."""
+class Delayed(Scaling):
+    """max(history) / (448 eta), as FP8 training does; it misses weights that change faster than its history."""
 
     def __init__(self) -> None:
         self.reset()
 
     def scale(self, weights: LayerWeights, largest: float) -> float:
-        """From past steps."""
+        """Return the scale of past steps."""
         return max(self.history) / (E4M3_MAX * ETA)
 
     def observe(self, largest: float) -> None:
-        """Remember."""
+        """Remember the step."""
         self.history.append(largest)
 
     def reset(self) -> None:
-        """Forget: the history is not part of a checkpoint."""
+        """Forget the history, which is not part of a checkpoint."""
         self.history = deque([INITIAL], maxlen=HISTORY)
 
 
-class Current:
+class Current(Scaling):
     """max|S| / 448: never overflows, and needs the whole score matrix before its first element can be rounded."""
 
     def scale(self, weights: LayerWeights, largest: float) -> float:
-        """From the logits themselves."""
+        """Return the scale of the logits themselves."""
         return max(largest, torch.finfo(torch.float32).tiny) / E4M3_MAX
 
-    def observe(self, largest: float) -> None:
-        """Nothing to remember."""
 
-    def reset(self) -> None:
-        """Nothing to lose."""
-
-
-class Geometry:
+class Geometry(Scaling):
     """alpha * |M| d / sqrt(D) / (0.8 * 448), |M| by power iteration on the weights of this very step.
 
-    Parameters
-    ----------
-    alpha : float
-    per_head : bool, default True
-        |M| of the worst head, which bounds every head. False: of the sum over heads, as the paper has it; a head may
-        exceed that, since heads can cancel in the sum.
-    seed : int
-        Of the first vectors.
+    per_head: |M| of the worst head, which bounds every head. Otherwise of the sum over heads, as the paper has it; a
+    head may exceed that, since heads can cancel in the sum.
     """
 
-    def __init__(self, alpha: float, *, per_head: bool = True, seed: int = 0) -> None:
-        self.alpha, self.per_head, self.seed = alpha, per_head, seed
+    def __init__(self, alpha: float, *, per_head: bool = True) -> None:
+        self.alpha, self.per_head = alpha, per_head
         self.power: PowerIteration | None = None
         self.bound = math.nan  # B_max of the last step, for auto-alpha
 
     def scale(self, weights: LayerWeights, largest: float) -> float:
-        """From the weights."""
+        """Return the scale of the weights."""
         if self.power is None:
-            generator = torch.Generator().manual_seed(self.seed)
+            generator = torch.Generator().manual_seed(0)
             self.power = PowerIteration(weights.heads, weights.kv_heads, per_head=self.per_head, generator=generator)
         norm = float(self.power.update(weights.query, weights.key).max())
         self.bound = norm * weights.query.shape[1] / math.sqrt(weights.head_dim)
         return concentration.geometry_scale(self.alpha * self.bound)
-
-    def observe(self, largest: float) -> None:
-        """Not told: predictive."""
 
     def reset(self) -> None:
         """Start from random vectors again, with 5 steps."""
@@ -121,9 +103,8 @@ class Geometry:
 class AutoAlpha(Geometry):
     """`Geometry` whose alpha is set from what a burn-in used of the bound (algorithm 4), then frozen."""
 
-    def __init__(self, alpha: float, *, kappa: float = 1.0) -> None:
+    def __init__(self, alpha: float) -> None:
         super().__init__(alpha)
-        self.kappa = kappa
         self.slack: list[float] = []
 
     def observe(self, largest: float) -> None:
@@ -133,4 +114,4 @@ class AutoAlpha(Geometry):
     def calibrate(self) -> None:
         """End the burn-in."""
         if self.slack:
-            self.alpha = concentration.auto_alpha(self.slack, kappa=self.kappa)
+            self.alpha = concentration.auto_alpha(self.slack)

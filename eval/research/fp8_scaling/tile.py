@@ -7,12 +7,12 @@ the exact recovery forms it. Statistics, probabilities and sums are FP32, so the
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
+import pasa
 from pasa.eval.accuracy.rmse.cases import PAPER_CASES
 from pasa.eval.accuracy.rmse.metrics import measure_errors
 from pasa.ops.numerics.formats import FORMATS, round_to
@@ -24,13 +24,14 @@ STORES = ("fp16", "e4m3, scale per block", "e4m3, one scale")
 
 
 def run_tiles() -> list[dict[str, Any]]:
-    """RMSE against FP64 on the paper's cases, of every store, for the plain scaled score tile and for PASA's."""
+    """Return RMSE against FP64 on the paper's cases, of every store, for the plain scaled score tile and for PASA's."""
     rows = []
     for case in PAPER_CASES:
-        q, k, v = (tensor.double() for tensor in dataclasses.replace(case, shape=SHAPE).tensors(SEED))
-        golden = torch.softmax(q @ k.mT / math.sqrt(SHAPE[-1]), -1) @ v
+        tensors = dataclasses.replace(case, shape=SHAPE).tensors(SEED)
+        golden, _ = pasa.golden_attention(*tensors)
+        q, k, v = (x.float() for x in tensors)
         errors = {
-            f"{tile}, {store}": measure_errors(attend(q.float(), k.float(), v.float(), store, tile), golden).rmse
+            f"{tile}, {store}": measure_errors(attend(q, k, v, store, tile), golden).rmse
             for tile in ("plain", "pasa")
             for store in STORES
         }
@@ -39,14 +40,14 @@ def run_tiles() -> list[dict[str, Any]]:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, store: str, tile: str) -> Tensor:
-    """Attention (B, H, S, D), FP32, whose score tiles went through a store; no mask, S a multiple of 128."""
+    """Return attention (B, H, S, D), FP32, whose score tiles went through a store; S is a multiple of 128."""
     tiles, references = form_tiles(q, k, tile == "pasa")
     logits = torch.cat([part + r for part, r in zip(round_tiles(tiles, store), references, strict=True)], -1)
     return torch.softmax(logits, -1) @ v
 
 
 def form_tiles(q: Tensor, k: Tensor, shifted: bool) -> tuple[list[Tensor], list[Tensor]]:
-    """Score tiles (B, H, S, 128) of every key block, and what each row was referenced to (B, H, S, 1)."""
+    """Return score tiles (B, H, S, 128) of every key block, and the reference of each row (B, H, S, 1)."""
     scale, running = q.shape[-1] ** -0.5, None
     tiles, references = [], []
     for block in k.split(BLOCK, dim=-2):
@@ -66,7 +67,7 @@ def form_tiles(q: Tensor, k: Tensor, shifted: bool) -> tuple[list[Tensor], list[
 
 
 def round_tiles(tiles: list[Tensor], store: str) -> list[Tensor]:
-    """Tiles as they come back from the store; a scale per block is one for 128 rows and 128 keys of a head."""
+    """Return tiles as the store gives them back; a scale per block is one for 128 rows and 128 keys of a head."""
     if store == "fp16":
         return [round_to(tile, "fp16", overflow="saturate") for tile in tiles]
     most = FORMATS["fp8_e4m3"].max

@@ -44,7 +44,7 @@ def recorded_logits(model: Any) -> Iterator[dict[int, float]]:
 
 
 def layer_weights(model: Any) -> list[LayerWeights]:
-    """The projections of every layer as they are now."""
+    """Return the current projections of every layer."""
     config = model.config
     return [
         LayerWeights(
@@ -60,7 +60,7 @@ def layer_weights(model: Any) -> list[LayerWeights]:
 class Trainer:
     """AdamW on next-token loss, as the paper fine-tunes: clipped at 1, weight decay 0.01.
 
-    Training is in FP32: the methods look on. A method that overflowed would have spoiled the run from there.
+    Training is in FP32: the methods look on. A method that overflowed would have changed the run from there on.
     """
 
     def __init__(self, model: Any, batches: Sequence[Tensor], learning_rate: float) -> None:
@@ -68,7 +68,7 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.01)
 
     def step(self) -> tuple[list[float], list[LayerWeights]]:
-        """One step; the largest logits of its forward pass, and the weights that made them."""
+        """Take one step and return the largest logits of its forward pass, and the weights that made them."""
         weights = layer_weights(self.model)
         ids = self.batches[self.steps % len(self.batches)]
         with recorded_logits(self.model) as largest:
@@ -81,7 +81,7 @@ class Trainer:
         return [largest[layer] for layer in range(len(weights))], weights
 
     def multiply_learning_rate(self, factor: float) -> None:
-        """A step of the schedule."""
+        """Change the learning rate, as a schedule does."""
         for group in self.optimizer.param_groups:
             group["lr"] *= factor
 

@@ -28,7 +28,7 @@ Rule = Literal["safe", "unbiased_paper", "unbiased"]
 
 @dataclass(frozen=True)
 class Arm:
-    """Where one training run rounds, and what it does about repeated maxima. `fmt` "fp32" rounds nothing."""
+    """One training run: the place of its roundings, and its rule for repeated maxima. `fmt` "fp32" rounds nothing."""
 
     name: str
     title: str
@@ -61,7 +61,7 @@ class Forward:
 
 
 class Record:
-    """What the attention of one layer has done in one step."""
+    """Errors and repeated maxima of one layer's attention in one step."""
 
     def __init__(self) -> None:
         self.tied = self.lost = self.output_bias = 0.0
@@ -70,7 +70,7 @@ class Record:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, arm: Arm) -> Forward:
-    """Causal attention of q, k, v (B, H, S, D), FP32 tensors that hold values of the arm's format."""
+    """Attend causally; q, k, v (B, H, S, D) are FP32 tensors that hold values of the arm's format."""
     fmt = get_format(arm.fmt)
     hidden = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool).triu(1)
     scores = round_to(q @ k.mT * q.shape[-1] ** -0.5, fmt).masked_fill(hidden, -torch.inf)
@@ -97,7 +97,7 @@ class RoundedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, arm: Arm, record: Record) -> Tensor:
-        """Inputs (B, H, S, D), FP32; they are rounded here, which the backward pass passes straight through."""
+        """Round the inputs (B, H, S, D), FP32, which the backward pass passes straight through, and attend."""
         q, k, v = (round_to(x, arm.fmt) for x in (q, k, v))
         done = attend(q, k, v, arm)
         record.tied, record.lost = float(done.tied.float().mean()), float(done.lost.sum())
@@ -108,7 +108,7 @@ class RoundedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        """dQ, dK, dV; notes the error of delta, and of dQ by Eq. 1: -scale diag(delta - its FP32 value) P K."""
+        """Return dQ, dK, dV; record delta's error, and dQ's by Eq. 1: -scale diag(delta - its FP32 value) P K."""
         q, k, v, shares, out, exact = ctx.saved_tensors
         [grad] = grads
         scale, record = q.shape[-1] ** -0.5, ctx.record
@@ -121,7 +121,7 @@ class RoundedAttention(torch.autograd.Function):
 
 
 def output_bias(done: Forward) -> float:
-    """Mean error of the outputs of tied rows, relative, away from zero: 0 without a one-sided error."""
+    """Return the mean relative error of tied rows' outputs, away from zero: 0 without a one-sided error."""
     error = ((done.out - done.exact) * done.exact.sign()).sum(-1, keepdim=True)
     size = done.exact.abs().sum(-1, keepdim=True)[done.tied].sum()
     return float(error[done.tied].sum() / size) if size > 0 else 0.0

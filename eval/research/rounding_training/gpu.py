@@ -7,7 +7,6 @@ W_Q from the same weights and batch, and rows with repeated maxima, counted in o
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Sequence
@@ -20,6 +19,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from pasa import PasaConfig, attention
 from pasa.eval.kit import output
 from pasa.eval.kit.device import describe
+from pasa.eval.kit.experiment import Experiment
+from pasa.eval.research.rounding_training import report
 from pasa.eval.research.rounding_training.model import (
     GPT2_SMALL,
     Decoder,
@@ -29,7 +30,8 @@ from pasa.eval.research.rounding_training.model import (
     spectral_norms,
     token_losses,
 )
-from pasa.eval.research.rounding_training.training import BETAS, CLIP, HELD_OUT_SHARE, RATE, backward, interval
+from pasa.eval.research.rounding_training.sums import ErrorSums, interval
+from pasa.eval.research.rounding_training.training import BETAS, CLIP, HELD_OUT_SHARE, RATE, backward
 from pasa.ops.attention.spec.repeated_maxima import repeats
 
 NOTE = (
@@ -49,7 +51,7 @@ SAMPLE_EVERY, KEPT_EVERY = 20, 5  # steps between two samples, and between two p
 
 
 class Probe:
-    """Attention of one arm. While `samples` is a list, every layer adds what it finds to it."""
+    """Attention of one arm. While `samples` is a list, every layer adds a sample to it."""
 
     def __init__(self, arm: str, device: torch.device) -> None:
         self.arm, self.backend = arm, BACKENDS[device.type]
@@ -57,7 +59,7 @@ class Probe:
         self.samples: list[dict[str, Any]] | None = None
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Causal attention."""
+        """Attend causally."""
         if self.exact:
             return exact_attention(q, k, v)
         if self.arm == "flash":
@@ -78,14 +80,14 @@ class Probe:
         near, rounded = tied_rows(q[0], k[0])
         error = (out.float() - right)[0] * right[0].sign()
         rows = near.expand_as(error)
-        found: dict[str, Any] = {"tied": near.float().mean(), "tied_bf16": rounded.float().mean()}
-        found["output_bias"] = error[rows].sum() / right[0].abs()[rows].sum().clamp(min=1e-30)
-        samples.append(found)
+        sample: dict[str, Any] = {"tied": near.float().mean(), "tied_bf16": rounded.float().mean()}
+        sample["output_bias"] = error[rows].sum() / right[0].abs()[rows].sum().clamp(min=1e-30)
+        samples.append(sample)
         error, size = out.detach().float() - right, right
 
         def note(grad: Tensor) -> None:
-            found["delta_error"] = (grad.float() * error).sum((0, 2, 3))
-            found["delta_size"] = (grad.float() * size).sum(-1).abs().sum((0, 2))
+            sample["delta_error"] = (grad.float() * error).sum((0, 2, 3))
+            sample["delta_size"] = (grad.float() * size).sum(-1).abs().sum((0, 2))
 
         out.register_hook(note)
 
@@ -98,7 +100,7 @@ class FlashBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, backend: str) -> Tensor:
-        """Causal; BF16. Torch's forward pass is run as well, for all else that its backward pass asks for."""
+        """Attend causally in BF16; torch's forward pass runs as well, for all else that its backward pass asks for."""
         out = attention(q, k, v, is_causal=True, config=PasaConfig(softmax="unbiased"), backend=backend)
         where = "_for_cpu" if q.device.type == "cpu" else ""
         names = [f"_scaled_dot_product_flash_attention{where}{direction}" for direction in ("", "_backward")]
@@ -110,19 +112,19 @@ class FlashBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        """dQ, dK, dV by torch's kernels."""
-        found = ctx.flash_backward(grads[0], *ctx.saved_tensors, *ctx.lse_and_sizes, 0.0, True, *ctx.seeds)
-        return (*found, None)
+        """Return dQ, dK, dV by torch's kernels."""
+        gradients = ctx.flash_backward(grads[0], *ctx.saved_tensors, *ctx.lse_and_sizes, 0.0, True, *ctx.seeds)
+        return (*gradients, None)
 
 
 def exact_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """FP32 from inputs of any dtype."""
+    """Return FP32 attention of inputs of any dtype."""
     with torch.autocast(q.device.type, enabled=False), sdpa_kernel(SDPBackend.MATH):
         return nn.functional.scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=True)
 
 
 def tied_rows(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows (H, S, 1) of q, k (H, S, D) with a second score within 1e-3 of the maximum: of FP32 scores, of BF16 ones."""
+    """Return rows (H, S, 1) of q, k (H, S, D) whose maximum nearly repeats, in FP32 scores and in BF16 ones."""
     with torch.autocast(q.device.type, enabled=False):
         hidden = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).triu(1)
         scores = (q.float() @ k.float().mT * q.shape[-1] ** -0.5).masked_fill(hidden, -torch.inf)
@@ -132,7 +134,7 @@ def tied_rows(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Runner:
-    """Model, optimizer and findings of one arm."""
+    """Model, optimizer and samples of one arm."""
 
     def __init__(self, arm: str, shape: Shape, seed: int, device: torch.device) -> None:
         generator = torch.Generator().manual_seed(2 * seed)
@@ -144,14 +146,12 @@ class Runner:
         fused = device.type == "cuda"
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=BETAS, weight_decay=0.0, fused=fused)
         self.losses: list[float] = []
-        self.samples: list[dict[str, Tensor]] = []  # each (layers, heads), or (layers,)
+        self.samples: list[dict[str, Tensor]] = []  # means over rows, (layers,)
+        self.sums = ErrorSums()
         self.errors: list[float] = []
-        self.weight_error: Tensor | float = 0.0
-        self.weight_squares: Tensor | float = 0.0
-        self.weight_gradient: Tensor | float = 0.0
 
     def step(self, tokens: Tensor, targets: Tensor) -> None:
-        """One step; a sample every `SAMPLE_EVERY`."""
+        """Take one step; sample every `SAMPLE_EVERY`."""
         number = len(self.losses)
         sampled = number % SAMPLE_EVERY == 0
         if sampled:
@@ -169,7 +169,7 @@ class Runner:
         self.optimizer.step()
 
     def _gradients(self) -> Tensor:
-        """Of W_Q, (layers, heads, D, width)."""
+        """Return the gradients of W_Q, (layers, heads, D, width)."""
         grads = [(block.query.weight.grad, block.heads) for block in self.model.blocks]
         return torch.stack([grad.unflatten(0, (heads, -1)) for grad, heads in grads if grad is not None])
 
@@ -180,31 +180,28 @@ class Runner:
         return self._gradients()
 
     def _compare(self, exact: Tensor) -> None:
-        """Take in the samples of the step that has been done, with the gradients of W_Q that FP32 attention gives."""
+        """Add the samples of the step that has been done, with the gradients of W_Q that FP32 attention gives."""
         samples, self.probe.samples = self.probe.samples or [], None
-        self.samples.append({name: torch.stack([each[name] for each in samples]).cpu() for name in samples[0]})
+        sampled = {name: torch.stack([each[name] for each in samples]) for name in samples[0]}
+        self.sums.add_delta(sampled.pop("delta_error"), sampled.pop("delta_size"))
+        self.samples.append({name: values.cpu() for name, values in sampled.items()})
         error = self._gradients() - exact
         self.errors.append(float(error.norm() / exact.norm()))
-        self.weight_error = self.weight_error + error
-        self.weight_squares = self.weight_squares + error.square().sum((-2, -1))
-        self.weight_gradient = self.weight_gradient + exact.square().sum((-2, -1))
+        self.sums.add_weight(error, exact)
 
     @torch.no_grad()
     def held_out(self, text: Tensor, shape: Shape) -> Tensor:
-        """Mean loss of each of `HELD_OUT` windows, the same for every arm."""
-        generator, found = torch.Generator().manual_seed(0), []
+        """Return the mean loss of each of `HELD_OUT` windows, the same for every arm."""
+        generator, losses = torch.Generator().manual_seed(0), []
         for _ in range(HELD_OUT // BATCH):
             tokens, targets = (each.to(self.device) for each in batch(text, BATCH, shape.context, generator))
             with torch.autocast(self.device.type, torch.bfloat16):
-                found.append(token_losses(self.model(tokens), targets).mean(1).float().cpu())
-        return torch.cat(found)
+                losses.append(token_losses(self.model(tokens), targets).mean(1).float().cpu())
+        return torch.cat(losses)
 
     def record(self) -> dict[str, Any]:
-        """What is stored of the run, without the held-out loss."""
+        """Return the stored record of the run, without the held-out loss."""
         column = {name: torch.stack([each[name] for each in self.samples]) for name in self.samples[0]}
-        errors, sizes = column["delta_error"], column["delta_size"].sum(0)
-        lengths = torch.linalg.matrix_norm(torch.as_tensor(self.weight_error))
-        squares = torch.as_tensor(self.weight_squares).clamp(min=1e-30)
         return {
             "steps": len(self.losses),
             "failed_step": self.failed_step,
@@ -213,20 +210,12 @@ class Runner:
             "tied_bf16": float(column["tied_bf16"].mean()),
             **interval("output_bias", column["output_bias"].mean(1)),
             "gradient_errors": self.errors,
-            "delta_accumulated": (errors.sum(0) / errors.square().sum(0).sqrt().clamp(min=1e-30)).tolist(),
-            "delta_relative": (errors.sum(0) / sizes.clamp(min=1e-30)).tolist(),
-            "delta_positive_steps": (errors > 0).float().mean(0).tolist(),
-            "weight_accumulated": (lengths / squares.sqrt()).tolist(),
-            "weight_relative": (squares / torch.as_tensor(self.weight_gradient)).sqrt().tolist(),
+            **self.sums.summary(),
             "norms": spectral_norms(self.model).tolist(),
             "curves": {
                 "loss": self.losses[::KEPT_EVERY],
                 "tied": column["tied"].mean(1).tolist(),
-                "accumulated": (errors.cumsum(0) / errors.square().cumsum(0).sqrt().clamp(min=1e-30))
-                .square()
-                .mean((1, 2))
-                .sqrt()
-                .tolist(),
+                "accumulated": self.sums.curve(),
             },
         }
 
@@ -291,15 +280,22 @@ def run_training_gpu(
         "parameters": sum(each.numel() for each in runners[0].model.parameters()),
         "text": f"{source}, {cut} bytes to train on",
     }
-    result = {
+    return {
         "schema": 1,
         "experiment": "training-gpu",
         "note": NOTE,
+        "gate": {"passed": all(each["failed_step"] is None for each in records if each["arm"] != "flash")},
         "environment": describe(where),
         "duration_s": round(time.perf_counter() - begun, 1),
         "settings": settings,
         "arms": {arm: {"title": TITLES[arm]} for arm in arms},
         "records": records,
     }
-    stored: dict[str, Any] = json.loads(output.to_json(result))  # so that what is shown is what is stored
-    return stored
+
+
+EXPERIMENT = Experiment(
+    name="training_gpt2_small",
+    run=run_training_gpu,
+    report=report.report,
+    title=report.TITLE,
+)

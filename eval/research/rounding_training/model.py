@@ -46,7 +46,7 @@ class Block(nn.Module):
         self.features = torch.zeros(0)  # what W_Q was last multiplied with, (B, S, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (B, S, width)."""
+        """Return the sum of x (B, S, width) and what the block adds."""
         y = self.norm(x)
         self.features = y.detach()
         q, k, v = (
@@ -59,7 +59,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Tokens (B, S) to logits (B, S, vocabulary); the head shares the embedding."""
+    """A decoder from tokens (B, S) to logits (B, S, vocabulary); the head shares the embedding."""
 
     def __init__(self, shape: Shape, attention: Attention, generator: torch.Generator) -> None:
         super().__init__()
@@ -71,11 +71,11 @@ class Decoder(nn.Module):
 
     @property
     def blocks(self) -> list[Block]:
-        """The layers."""
+        """Return the layers."""
         return [each for each in self.stack if isinstance(each, Block)]
 
     def _initialise(self, shape: Shape, generator: torch.Generator) -> None:
-        """As GPT-2: deviation 0.02, that of residual projections over sqrt(2 layers); biases 0."""
+        """Initialise as GPT-2: deviation 0.02, that of residual projections over sqrt(2 layers); biases 0."""
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
                 residual = name.endswith(("out.weight", "down.weight"))
@@ -85,7 +85,7 @@ class Decoder(nn.Module):
                 nn.init.zeros_(parameter)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Next-token logits."""
+        """Return next-token logits."""
         x = self.tokens(tokens) + self.positions[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x)
@@ -117,7 +117,7 @@ def provoke(model: Decoder, generator: torch.Generator) -> None:
 
 
 def batch(text: Tensor, size: int, context: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Windows of a text (n,) of bytes, after the sinks: tokens and what follows each, both (size, context)."""
+    """Return windows of a text (n,) of bytes, after the sinks: tokens and their next bytes, both (size, context)."""
     length = context + 1 - SINKS
     starts = torch.randint(len(text) - length, (size, 1), generator=generator)
     windows = text[starts + torch.arange(length)].long()
@@ -126,13 +126,13 @@ def batch(text: Tensor, size: int, context: int, generator: torch.Generator) -> 
 
 
 def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Cross entropy of the bytes of the text, (B, S - SINKS + 1): sinks are read, not predicted."""
+    """Return the cross entropy of the text's bytes, (B, S - SINKS + 1): sinks are read, not predicted."""
     first = SINKS - 1
     return nn.functional.cross_entropy(logits[:, first:].mT, targets[:, first:], reduction="none")
 
 
 def spectral_norms(model: Decoder) -> Tensor:
-    """Largest singular value of each head's W_Q, (layers, heads); NaN where it is not finite."""
+    """Return the largest singular value of each head's W_Q, (layers, heads); NaN where it is not finite."""
     weights = torch.stack([b.query.weight.detach().unflatten(0, (b.heads, -1)) for b in model.blocks])
     norms: Tensor = torch.linalg.matrix_norm(weights.nan_to_num(0.0, 0.0, 0.0), ord=2)
     return norms.where(weights.isfinite().all(-1).all(-1), torch.nan)

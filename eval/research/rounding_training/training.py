@@ -7,7 +7,6 @@ what it puts on the gradient of W_Q, and what might come of it: spectral norms o
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -19,6 +18,8 @@ from torch import Tensor, nn
 
 from pasa.eval.kit import output
 from pasa.eval.kit.embedded_model import TEXTS, find_essays
+from pasa.eval.kit.experiment import Experiment
+from pasa.eval.research.rounding_training import report
 from pasa.eval.research.rounding_training.attention import ARMS, Arm, Record, RoundedAttention
 from pasa.eval.research.rounding_training.model import (
     SINK,
@@ -30,6 +31,7 @@ from pasa.eval.research.rounding_training.model import (
     spectral_norms,
     token_losses,
 )
+from pasa.eval.research.rounding_training.sums import ErrorSums, interval
 
 NOTE = "emulated BF16 and FP16 attention in FP32 on a CPU; the rest of the model is FP32"
 STEPS, SEEDS = 300, (0, 1)
@@ -50,93 +52,58 @@ class Attention:
         self.arm, self.records = arm, [Record() for _ in range(layers)]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Causal attention."""
+        """Attend causally."""
         out: Tensor = RoundedAttention.apply(q, k, v, self.arm, self.records[layer])  # type: ignore[no-untyped-call]
         return out
 
 
-class Sums:
-    """What adds up over the steps of one run."""
+class Sums(ErrorSums):
+    """Sums over the steps of one run, and its curves."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.curves: dict[str, list[float]] = {name: [] for name in ("loss", "tied", "lost", "output_bias")}
-        self.kept: dict[str, list[float]] = {"accumulated": [], "norm": []}  # every `KEPT_EVERY`th step
+        self.norms: list[float] = []  # largest of W_Q, every `KEPT_EVERY`th step
         self.gradient_errors: list[float] = []
-        self.delta_errors: list[Tensor] = []  # (layers, heads) a step
-        self.delta_sizes: list[Tensor] = []
-        self.weight_error = self.weight_squares = torch.zeros(())
-        self.weight_gradient = torch.zeros(())
 
     def add(self, loss: float, model: Decoder, records: Sequence[Record]) -> None:
-        """One step."""
-        self.delta_errors.append(torch.stack([each.delta_error for each in records]))
-        self.delta_sizes.append(torch.stack([each.delta_size for each in records]))
-        error, gradient = (
-            torch.stack([_to_weight(getattr(r, name), b.features) for r, b in zip(records, model.blocks, strict=True)])
-            for name in ("query_error", "query_gradient")
-        )
-        self.weight_error = self.weight_error + error
-        self.weight_squares = self.weight_squares + error.square().sum((-2, -1))
-        self.weight_gradient = self.weight_gradient + gradient.square().sum((-2, -1))
-        means = {name: sum(getattr(r, name) for r in records) / len(records) for name in ("tied", "output_bias")}
+        """Add one step."""
+        pairs = list(zip(records, model.blocks, strict=True))
+
+        def of_weight(name: str) -> Tensor:
+            """Return the gradient of each head's W_Q for one of q (B, H, S, D) and its input (B, S, width)."""
+            parts = [torch.einsum("bhsd,bsw->hdw", getattr(each, name), block.features) for each, block in pairs]
+            return torch.stack(parts)
+
+        self.add_delta(*(torch.stack([getattr(r, name) for r in records]) for name in ("delta_error", "delta_size")))
+        self.add_weight(of_weight("query_error"), of_weight("query_gradient"))
         if len(self.curves["loss"]) % KEPT_EVERY == 0:
-            self.kept["accumulated"].append(rms(self.accumulated()))
-            self.kept["norm"].append(float(spectral_norms(model).max()))
+            self.norms.append(float(spectral_norms(model).max()))
+        means = {name: sum(getattr(r, name) for r in records) / len(records) for name in ("tied", "output_bias")}
         for name, value in {"loss": loss, "lost": sum(each.lost for each in records), **means}.items():
             self.curves[name].append(value)
 
-    def accumulated(self) -> Tensor:
-        """Sum of delta's errors over the root of the sum of their squares, (layers, heads).
-
-        Of errors whose signs are independent from step to step it has deviation 1; of equal ones it is sqrt(steps).
-        """
-        errors = torch.stack(self.delta_errors)
-        return errors.sum(0) / errors.square().sum(0).sqrt().clamp(min=1e-30)
-
-    def summary(self) -> dict[str, Any]:
-        """Of the whole run, each (layers, heads) as a list unless it is one number."""
-        errors, sizes = torch.stack(self.delta_errors), torch.stack(self.delta_sizes).sum(0)
-        lengths = torch.linalg.matrix_norm(self.weight_error)
-        return {
-            "delta_accumulated": self.accumulated().tolist(),
-            "delta_relative": (errors.sum(0) / sizes).tolist(),
-            "delta_positive_steps": (errors > 0).float().mean(0).tolist(),
-            "weight_accumulated": (lengths / self.weight_squares.sqrt().clamp(min=1e-30)).tolist(),
-            "weight_relative": (self.weight_squares / self.weight_gradient).sqrt().tolist(),
-        }
-
-
-def _to_weight(query: Tensor, features: Tensor) -> Tensor:
-    """What a gradient of q (B, H, S, D) means for each head's W_Q, (H, D, width), with its input (B, S, width)."""
-    return torch.einsum("bhsd,bsw->hdw", query, features)
-
-
-def rms(x: Tensor) -> float:
-    """Root of the mean square over heads."""
-    return float(x.square().mean().sqrt())
+    def kept_curves(self) -> dict[str, list[float]]:
+        """Return the points of the curves that are stored."""
+        every = self.curves | {"accumulated": self.curve()}
+        return {name: values[::KEPT_EVERY] for name, values in every.items()} | {"norm": self.norms}
 
 
 def read_text() -> Tensor:
-    """All essays of the installed text distribution, as bytes (n,), in order of their names."""
+    """Return all essays of the installed text distribution, as bytes (n,), in order of their names."""
     return as_bytes("\n\n".join(path.read_text(encoding="utf-8") for path in find_essays().values()))
 
 
 def as_bytes(text: str) -> Tensor:
-    """UTF-8, (n,) of uint8; ValueError where it holds the byte that stands for a sink."""
+    """Return UTF-8, (n,) of uint8; ValueError where the text holds the byte that stands for a sink."""
     encoded = bytearray(text.encode())
     if SINK in encoded:
         raise ValueError(f"the text holds the byte {SINK} at {encoded.index(SINK)}")
     return torch.frombuffer(encoded, dtype=torch.uint8)
 
 
-def streams(seed: int) -> tuple[torch.Generator, torch.Generator]:
-    """Generators of a seed: of the weights, and of the batches."""
-    weights, batches = (torch.Generator().manual_seed(2 * seed + stream) for stream in range(2))
-    return weights, batches
-
-
 def learning_rate(step: int, steps: int) -> float:
-    """Linear warm-up, then a cosine down to `LAST_RATE`."""
+    """Return the rate of a linear warm-up, then of a cosine down to `LAST_RATE`."""
     warm = WARM * steps
     if step < warm:
         return RATE * (step + 1) / warm
@@ -162,7 +129,7 @@ def train(
     dict
         ``model``, ``sums`` (:class:`Sums`) and ``failed_step`` (None: none).
     """
-    weights, batches = streams(seed)
+    weights, batches = (torch.Generator().manual_seed(2 * seed + stream) for stream in range(2))
     attention = Attention(arm, shape.layers)
     model = Decoder(shape, attention, weights)
     provoke(model, weights)
@@ -184,7 +151,7 @@ def train(
 
 
 def backward(model: Decoder, tokens: Tensor, targets: Tensor, *, autocast: bool = False) -> float:
-    """Gradients of the mean loss, in place of those before; returns the loss. autocast: forward pass in BF16."""
+    """Replace the gradients by those of the mean loss and return the loss. autocast: forward pass in BF16."""
     model.zero_grad()
     with torch.autocast(tokens.device.type, torch.bfloat16, enabled=autocast):
         loss = token_losses(model(tokens), targets).mean()
@@ -193,30 +160,30 @@ def backward(model: Decoder, tokens: Tensor, targets: Tensor, *, autocast: bool 
 
 
 def gradient_error(model: Decoder, attention: Attention, tokens: Tensor, targets: Tensor) -> float:
-    """Relative error of all gradients against those with FP32 attention; leaves the gradients as they were."""
-    own = {parameter: parameter.grad for parameter in model.parameters() if parameter.grad is not None}
+    """Return the relative error of all gradients against FP32 attention; leaves the gradients as they were."""
+    kept = {parameter: parameter.grad for parameter in model.parameters() if parameter.grad is not None}
     arm, attention.arm = attention.arm, ARMS[0]
     backward(model, tokens, targets)
     attention.arm = arm
-    pairs = [(grad, parameter.grad) for parameter, grad in own.items() if parameter.grad is not None]
+    pairs = [(grad, parameter.grad) for parameter, grad in kept.items() if parameter.grad is not None]
     error, size = (
         sum(float(x.square().sum()) for x in xs) for xs in ([a - b for a, b in pairs], [b for _, b in pairs])
     )
-    for parameter, grad in own.items():
+    for parameter, grad in kept.items():
         parameter.grad = grad
     return math.sqrt(error / size)
 
 
 @torch.no_grad()
 def held_out_losses(model: Decoder, text: Tensor, shape: Shape = SMALL) -> Tensor:
-    """Mean loss of each of the `HELD_OUT` windows, which are the same for every arm and seed."""
+    """Return the mean loss of each of the `HELD_OUT` windows, which are the same for every arm and seed."""
     tokens, targets = batch(text, HELD_OUT, shape.context, torch.Generator().manual_seed(0))
     return token_losses(model(tokens), targets).mean(1)
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """So that a sum has one order, whatever the machine's load or settings."""
+    """Compute on one thread, so that a sum has one order, whatever the machine's load or settings."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -264,7 +231,7 @@ def run_training(
                 records.append({"seed": seed, "arm": arm.name, **describe(run, losses, plain)})
         again = train(arms[-1], text[:cut], seeds[-1], steps, stop_after=REPEATED)
     reproduced = again["sums"].curves["loss"] == run["sums"].curves["loss"][:REPEATED]
-    result = {
+    return {
         "schema": 1,
         "experiment": "training",
         "note": NOTE,
@@ -282,15 +249,13 @@ def run_training(
         "gate": judge(records, reproduced),
         "records": records,
     }
-    stored: dict[str, Any] = json.loads(output.to_json(result))  # so that what is shown is what is stored
-    return stored
 
 
 def describe(run: dict[str, Any], losses: Tensor | None, plain: Tensor | None) -> dict[str, Any]:
-    """A run as it is stored. plain: held-out losses of the FP32 arm of this seed."""
+    """Return a run as it is stored. plain: held-out losses of the FP32 arm of this seed."""
     sums: Sums = run["sums"]
     steps = len(sums.curves["loss"])
-    found: dict[str, Any] = {
+    record: dict[str, Any] = {
         "steps": steps,
         "failed_step": run["failed_step"],
         "digest": digest(sums, run["model"]),
@@ -304,19 +269,12 @@ def describe(run: dict[str, Any], losses: Tensor | None, plain: Tensor | None) -
         **sums.summary(),
     }
     if losses is not None and plain is not None and losses is not plain:
-        found |= interval("gap", losses - plain)
-    thinned = {name: values[::KEPT_EVERY] for name, values in sums.curves.items()}
-    return {**found, "curves": thinned | sums.kept}
-
-
-def interval(name: str, values: Tensor) -> dict[str, float]:
-    """Mean of independent values (n,), and half of its 95 % confidence interval."""
-    half = 1.96 * float(values.std()) / math.sqrt(len(values)) if len(values) > 1 else math.inf
-    return {name: float(values.mean()), f"{name}_95": half}
+        record |= interval("gap", losses - plain)
+    return {**record, "curves": sums.kept_curves()}
 
 
 def digest(sums: Sums, model: Decoder) -> str:
-    """Of all losses and of the weights that came of them: equal for runs that are equal bit for bit."""
+    """Return a digest of all losses and of the last weights: equal for runs that are equal bit for bit."""
     state = hashlib.sha256(torch.tensor(sums.curves["loss"]).numpy().tobytes())
     for parameter in model.parameters():
         state.update(parameter.detach().numpy().tobytes())
@@ -324,7 +282,7 @@ def digest(sums: Sums, model: Decoder) -> str:
 
 
 def judge(records: Sequence[dict[str, Any]], reproduced: bool) -> dict[str, Any]:
-    """What must hold whatever the data say of training: nothing here says that an arm trains better."""
+    """Check what must hold whatever the losses are: nothing here says that an arm trains better."""
     rounded = [each for each in records if each["arm"] != "fp32"]
     failed = [each for each in records if each["failed_step"] is not None]
     checks = {
@@ -334,3 +292,6 @@ def judge(records: Sequence[dict[str, Any]], reproduced: bool) -> dict[str, Any]
         "failures_are_underflow": all(each["lost_in_last_step"] > 0 for each in failed),
     }
     return {"passed": all(checks.values()), **checks}
+
+
+EXPERIMENT = Experiment(name="training", run=run_training, report=report.report, title=report.TITLE)

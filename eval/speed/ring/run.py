@@ -7,9 +7,8 @@ and keys that share a bias, which adds the same 131,072 to every scaled score an
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
@@ -18,10 +17,14 @@ from torch import Tensor
 import pasa
 from pasa.eval.kit import output
 from pasa.eval.kit.device import describe
+from pasa.eval.kit.experiment import Experiment
 from pasa.eval.kit.memory import peak_bytes, reset_peak
+from pasa.eval.kit.options import integers
+from pasa.eval.kit.tables import Table, number, short
+from pasa.eval.kit.timing import now
 from pasa.ops import envs
 
-HEADS, DIM, BIASED = (28, 4), 128, 16  # of Qwen2-7B
+DIM, BIASED = 128, 16  # of Qwen2-7B
 OFFSETS = (0.0, 131072.0)
 SAMPLE = 64  # rows that are judged against FP64
 SEED = 42
@@ -29,20 +32,18 @@ NOTE = "time of the slowest rank; memory: most that the allocator held, q, k, v 
 
 
 def run_ring(
-    tokens: int = 131072, heads: tuple[int, int] = HEADS, rounds: int = 5, progress: output.Report | None = None
+    tokens: Annotated[int, "Of the whole sequence."] = 131072,
+    heads: Annotated[str, "Query and key heads, between a comma."] = "28,4",
+    rounds: Annotated[int, "Rounds that are counted."] = 5,
+    progress: output.Report | None = None,
 ) -> dict[str, Any] | None:
-    """Measure on the GPUs of one host, or on CPUs.
+    """Compare causal attention of several devices with one, under torchrun; exit 1 if it errs more than one does.
 
-    Returns
-    -------
-    dict or None
-        ``settings``, ``records`` (one for every offset), ``gate``, ``environment``; None on all ranks but the first.
-
-    Raises
-    ------
-    ValueError
-        If this process was not started by torchrun.
+    Returns None on all ranks but the first; ``records`` has one entry for every offset.
     """
+    counts = integers(heads)
+    if len(counts) != 2 or min(*counts, rounds) < 1:
+        raise ValueError(f"--heads {heads!r} --rounds {rounds}: two numbers of heads, and a round, are the least")
     if not dist.is_torchelastic_launched():
         raise ValueError("start it with: torchrun --nproc-per-node N -m pasa.eval.cli bench ring")
     device = torch.device("cpu")
@@ -55,17 +56,12 @@ def run_ring(
         for index, offset in enumerate(OFFSETS):
             if progress is not None:
                 progress(index, len(OFFSETS), f"offset {offset:,.0f}")
-            records.append(_measure(tokens, heads, offset, rounds, device))
+            records.append(_measure(tokens, counts, offset, rounds, device))
         if dist.get_rank():
             return None
+        settings = {"tokens": tokens, "heads": counts, "dim": DIM, "rounds": rounds, "ranks": dist.get_world_size()}
         return {
-            "settings": {
-                "tokens": tokens,
-                "heads": heads,
-                "dim": DIM,
-                "rounds": rounds,
-                "ranks": dist.get_world_size(),
-            },
+            "settings": settings,
             "records": records,
             "gate": {"passed": all(each["passed"] for each in records), "rule": _passes.__doc__},
             "environment": describe(device),
@@ -75,8 +71,8 @@ def run_ring(
         dist.destroy_process_group()
 
 
-def _inputs(tokens: int, heads: tuple[int, int], offset: float, device: torch.device) -> list[Tensor]:
-    """The whole q, k, v, the same on every rank. The bias is one number in all keys: the other dimensions decide."""
+def _inputs(tokens: int, heads: list[int], offset: float, device: torch.device) -> list[Tensor]:
+    """Return the whole q, k, v, the same on every rank; one number biases all keys, the other dimensions decide."""
     g = torch.Generator(device).manual_seed(SEED)
     shapes = [(1, each, tokens, DIM) for each in (heads[0], heads[1], heads[1])]
     q, k, v = (torch.randn(shape, generator=g, device=device, dtype=torch.float16) for shape in shapes)
@@ -87,76 +83,64 @@ def _inputs(tokens: int, heads: tuple[int, int], offset: float, device: torch.de
     return [q, k, v]
 
 
-def _measure(tokens: int, heads: tuple[int, int], offset: float, rounds: int, device: torch.device) -> dict[str, Any]:
+def _measure(tokens: int, heads: list[int], offset: float, rounds: int, device: torch.device) -> dict[str, Any]:
+    """Return the record of an offset; rank 0 adds the single device, once the ring's inputs are gone."""
     out, slowest, peaks = _ring(tokens, heads, offset, rounds, device)
     record = {"offset": offset, "ring_s": statistics.median(slowest), "ring_peak_bytes": peaks}
     if dist.get_rank() == 0:
         whole = _inputs(tokens, heads, offset, device)
-        one = _Timed(lambda: pasa.attention(*whole, is_causal=True), rounds, device)
-        record |= {"one_s": statistics.median(one.seconds), "one_peak_bytes": one.peak}
-        record |= _errors(whole, out.to(device), one.out)
+        one, seconds, peak = _timed(lambda: pasa.attention(*whole, is_causal=True), rounds, device)
+        record |= {"one_s": statistics.median(seconds), "one_peak_bytes": peak}
+        record |= _errors(whole, out.to(device), one)
         record["passed"] = _passes(record)
     dist.barrier()
     return record
 
 
 def _ring(
-    tokens: int, heads: tuple[int, int], offset: float, rounds: int, device: torch.device
+    tokens: int, heads: list[int], offset: float, rounds: int, device: torch.device
 ) -> tuple[Tensor, list[float], list[int | None]]:
-    """The whole output, on the host; the slowest rank's seconds in each round; the peak memory of each rank.
+    """Return the whole output, on the host; the slowest rank's seconds in each round; the peak memory of each rank.
 
     Nothing but a rank's own part is in memory meanwhile.
     """
     q, k, v = (pasa.shard_sequence(x, 2).contiguous() for x in _inputs(tokens, heads, offset, device))
-    found = _Timed(lambda: pasa.ring_attention(q, k, v, is_causal=True), rounds, device)
-    seconds = torch.tensor(found.seconds, dtype=torch.float64, device=device)
-    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    out, seconds, peak = _timed(lambda: pasa.ring_attention(q, k, v, is_causal=True), rounds, device)
+    slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
     peaks: list[int | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(peaks, found.peak)
-    return pasa.gather_sequence(found.out, 2).cpu(), seconds.tolist(), peaks
+    dist.all_gather_object(peaks, peak)
+    return pasa.gather_sequence(out, 2).cpu(), slowest.tolist(), peaks
 
 
-class _Timed:
-    """A call, measured: its output, seconds of each round, peak memory of all rounds."""
-
-    def __init__(self, call: Callable[[], Tensor], rounds: int, device: torch.device) -> None:
-        self.out = call()  # tiles are chosen, connections made
-        reset_peak(device)
-        self.seconds = []
-        for _ in range(rounds):
-            del self.out
-            started = _now(device)
-            self.out = call()
-            self.seconds.append(_now(device) - started)
-        self.peak = peak_bytes(device)
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
+def _timed(call: Callable[[], Tensor], rounds: int, device: torch.device) -> tuple[Tensor, list[float], int | None]:
+    """Return the output of a call, the seconds of each round, and the peak memory of all rounds."""
+    out = call()  # tiles are chosen, connections made
+    reset_peak(device)
+    seconds = []
+    for _ in range(rounds):
+        del out
+        started = now(device)
+        out = call()
+        seconds.append(now(device) - started)
+    return out, seconds, peak_bytes(device)
 
 
 def _errors(whole: list[Tensor], out: Tensor, one: Tensor) -> dict[str, float]:
-    """Of rows that are spread over the sequence, against FP64, one key head at a time; and between the two, of all."""
+    """Return errors against FP64 of rows spread over the sequence, and the difference between the two, of all rows."""
     q, k, v = whole
     rows = torch.linspace(0, q.shape[2] - 1, SAMPLE, dtype=torch.float64).round().long().to(q.device)
     seen = torch.arange(k.shape[2], device=q.device) <= rows.unsqueeze(1)
-    group = q.shape[1] // k.shape[1]
-    golden = torch.cat(
-        [
-            pasa.golden_attention(
-                q[:, h * group : (h + 1) * group, rows], k[:, h : h + 1], v[:, h : h + 1], attn_mask=seen
-            )[0]
-            for h in range(k.shape[1])
-        ],
-        1,
-    )
-    found = {"golden_max": float(golden.abs().max())}
+    parts = zip(q[:, :, rows].chunk(k.shape[1], 1), k.split(1, 1), v.split(1, 1), strict=True)  # one key head at a time
+    golden = torch.cat([pasa.golden_attention(*part, attn_mask=seen)[0] for part in parts], 1)
+    errors = {"golden_max": float(golden.abs().max())}
     for name, each in (("ring", out), ("one", one)):
         error = each[:, :, rows].double() - golden
-        found |= {f"{name}_max_error": float(error.abs().max()), f"{name}_rmse": float(error.norm() / golden.norm())}
-    return found | {"difference": float((out - one).abs().max()), "not_finite": float((~out.isfinite()).float().mean())}
+        errors |= {f"{name}_max_error": float(error.abs().max()), f"{name}_rmse": float(error.norm() / golden.norm())}
+    return errors | {
+        "difference": float((out - one).abs().max()),
+        "not_finite": float((~out.isfinite()).float().mean()),
+    }
 
 
 def _passes(record: dict[str, Any]) -> bool:
@@ -165,3 +149,34 @@ def _passes(record: dict[str, Any]) -> bool:
     most = 2 * record["one_max_error"] + 2**-11 * record["golden_max"]
     exact = record["ring_max_error"] <= most and record["ring_rmse"] <= 2**0.5 * record["one_rmse"]
     return bool(exact and record["not_finite"] == 0)
+
+
+def table(result: dict[str, Any]) -> Table:
+    """Return two rows for every offset: one device, and the ring."""
+    settings, machine = result["settings"], result["environment"]
+    rows = []
+    for each in result["records"]:
+        for name, title, peaks in (
+            ("one", "one device", [each["one_peak_bytes"]]),
+            ("ring", f"ring of {settings['ranks']}", each["ring_peak_bytes"]),
+        ):
+            cells = [f"offset {each['offset']:,.0f}, {title}", f"{1e3 * each[f'{name}_s']:,.1f}"]
+            cells.append(number(None if None in peaks else max(peaks) / 2**30, ".2f"))
+            rows.append([*cells, short(each[f"{name}_rmse"]), short(each[f"{name}_max_error"])])
+    heads, kv = settings["heads"]
+    note = (
+        "Offset: what the keys' bias adds to every scaled score. Errors: against FP64, of rows spread over the "
+        f"sequence. Medians of {settings['rounds']}; {result['note']}. Gate "
+        f"{'passed' if result['gate']['passed'] else 'FAILED'}. "
+        f"({machine['device']}, torch {machine['torch']}, commit {machine['commit'] or 'unknown'}.)"
+    )
+    title = f"Causal attention of {settings['tokens']:,} tokens, {heads} heads of {kv}, head dim {settings['dim']}"
+    return Table(title, ["case", "ms", "peak GiB per device", "RMSE", "largest error"], rows, note)
+
+
+EXPERIMENT = Experiment(
+    name="ring",
+    run=run_ring,
+    report=lambda result: [table(result)],
+    title="Attention over several devices",
+)

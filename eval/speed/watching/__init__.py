@@ -1,1 +1,1 @@
-"""What `pasa.watch` costs on a GPU, its counts checked first."""
+"""The cost of `pasa.watch` on a GPU, its counts checked first."""

@@ -1,9 +1,9 @@
-"""What `pasa.watch` counts, by its definitions in FP64; and the calls that its kernels are judged on."""
+"""The counts of `pasa.watch` by their definitions in FP64; and the calls that its kernels are judged on."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ SHAPES = (
 
 
 def judge(shapes: tuple[Shape, ...], device: torch.device) -> list[dict[str, Any]]:
-    """Counts of each call by what serves `device`, and whether all five are those of the definitions.
+    """Count each call by the counter of `device`, and say whether all five counts are those of the definitions.
 
     Whole numbers times 1/8: scores are exact in FP32, whatever the order of a sum, so counts can be equal.
     """
@@ -57,16 +57,15 @@ def judge(shapes: tuple[Shape, ...], device: torch.device) -> list[dict[str, Any
             rows = q.shape[:3].numel()
             taken = range(first % min(step, rows), rows, step)
             library.watch_counter(device.type, q.shape[-1])(q, k, mask, totals, shape.causal, SCALE, taken)
-            found, wanted = totals.tolist(), define(q, k, mask, shape.causal, SCALE, taken)
-            records.append(
-                {"shape": str(shape), "size": size, "step": step, **dict(zip(watch.FIELDS, found, strict=True))}
-                | {"exact": found == wanted}
-            )
+            counts = totals.tolist()
+            exact = counts == define(q, k, mask, shape.causal, SCALE, taken)
+            record = {"shape": str(shape), "size": size, "step": step, "exact": exact}
+            records.append(record | dict(zip(watch.FIELDS, counts, strict=True)))
     return records
 
 
 def draw(shape: Shape, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor | None]:
-    """q (B, Hq, Sq, D), k (B, Hkv, Skv, D), FP16, and mask or None."""
+    """Return q (B, Hq, Sq, D), k (B, Hkv, Skv, D), FP16, and mask or None."""
     batch, heads, kv_heads, rows, keys, dim = shape.sizes
     q = torch.randint(-size, size + 1, (batch, heads, rows, dim), generator=generator).half()
     k = torch.randint(-size, size + 1, (batch, kv_heads, keys, dim), generator=generator).half()
@@ -81,16 +80,18 @@ def draw(shape: Shape, size: int, generator: torch.Generator) -> tuple[Tensor, T
 
 
 def define(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float, taken: range) -> list[int]:
-    """`watch.FIELDS` of the rows `taken` of all B Hq Sq, in FP64, a head at a time."""
+    """Return `watch.FIELDS` of the rows `taken` of all B Hq Sq, in FP64, a head at a time."""
     totals = [0] * len(watch.FIELDS)
-    for entry, head, own in _by_head(q, taken):
-        products = q[entry, head, own].double() @ k[entry, head // (q.shape[1] // k.shape[1])].double().T
+    _, heads, rows, _ = q.shape
+    for number, of_head in groupby(taken, lambda row: row // rows):
+        entry, head, sampled = number // heads, number % heads, [row % rows for row in of_head]
+        products = q[entry, head, sampled].double() @ k[entry, head // (heads // k.shape[1])].double().T
         scores, seen = products * scale, torch.ones_like(products, dtype=torch.bool)
         if causal:
-            last = torch.tensor(own, device=q.device) + (k.shape[2] - q.shape[2])
+            last = torch.tensor(sampled, device=q.device) + (k.shape[2] - rows)
             seen = torch.arange(k.shape[2], device=q.device) <= last[:, None]
         if mask is not None:
-            added = mask.expand(*q.shape[:3], k.shape[2])[entry, head, own]
+            added = mask.expand(*q.shape[:3], k.shape[2])[entry, head, sampled]
             added = torch.where(added, 0.0, -torch.inf) if mask.dtype == torch.bool else added
             scores, seen = scores + added.double(), seen & (added > -torch.inf)
         scores = scores.masked_fill(~seen, -torch.inf)
@@ -104,13 +105,3 @@ def define(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float
         )
         totals = [total + int(each.sum()) for total, each in zip(totals, counts, strict=True)]
     return totals
-
-
-def _by_head(q: Tensor, taken: range) -> Iterator[tuple[int, int, list[int]]]:
-    """Batch entry, head, and its rows among those of the whole call, for heads that have any."""
-    _, heads, rows, _ = q.shape
-    own: dict[int, list[int]] = {}
-    for row in taken:
-        own.setdefault(row // rows, []).append(row % rows)
-    for number, found in own.items():
-        yield number // heads, number % heads, found

@@ -1,4 +1,4 @@
-"""What `pasa.watch` costs: attention and a model, watched, beside the same without; counts are checked first."""
+"""Times attention and a model under `pasa.watch` beside the same without; counts are checked first."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch import Tensor
 
 import pasa
 from pasa.eval.kit import output
-from pasa.eval.kit.device import describe
+from pasa.eval.kit.device import describe, measured_on
 from pasa.eval.kit.experiment import Experiment
 from pasa.eval.kit.tables import Table
-from pasa.eval.kit.timing import Call, CudaClock, quantile
+from pasa.eval.kit.timing import Call, CudaClock, added_cost
 from pasa.eval.models.longbench.throughput import CONFIGS, build
 from pasa.eval.models.rescue.run import pick_device
 from pasa.eval.speed.watching.definition import SHAPES, SMALL, judge
@@ -24,7 +24,7 @@ from pasa.ops import dispatch, library
 from pasa.ops.attention.spec.watch import FIELDS, STRIDE
 
 MOST_PERCENT = 2.0  # that watching a model may cost
-STEPS = 73  # of decoding, a turn: with 28 heads 2,044 rows, of which two are looked at, as is the share in the long run
+STEPS = 73  # of decoding, a turn: with 28 heads 2,044 rows, of which two are sampled, as in the long run
 ATTENTION = {  # batch, query heads, key heads, S, D, causal
     "Qwen2-7B, 8192": (1, 28, 4, 8192, 128, True),
     "paper, 1280": (1, 16, 16, 1280, 128, False),
@@ -43,26 +43,8 @@ def run_watch(
 ) -> dict[str, Any]:
     """Time pasa.watch on a CUDA device; exit 1 if a count or an output is wrong, or a model pays 2 % or more.
 
-    Parameters
-    ----------
-    small : bool
-        Sizes to try the command out, on any device; otherwise a CUDA device is needed.
-    turns : int
-        Of each case, with and without in alternating order, after one that is not counted.
-    progress : callable, optional
-        Called with (cases done, cases, what comes next).
-
-    Returns
-    -------
-    dict
-        JSON-able: ``checks`` (a record for each call that was counted), ``records`` (milliseconds without and with;
-        cost in percent: median, p20 and p80 of the turns' ratios), ``begin_ms``, ``gate``, ``settings``,
-        ``environment``. Nothing is timed where a count is wrong.
-
-    Raises
-    ------
-    ValueError
-        Without a CUDA device, unless `small`; turns < 1.
+    Nothing is timed where a count is wrong. The result has ``checks`` (a record for each call that was counted) and
+    ``records`` (milliseconds without and with; cost in percent: median, p20 and p80 of the turns' ratios).
     """
     if turns < 1:
         raise ValueError(f"turns={turns} is below 1")
@@ -83,7 +65,8 @@ def run_watch(
                     progress(len(records), len(cases), f"{kind}, {name}")
                 if kind == "model":
                     gate[f"unchanged, {name}"] = torch.equal(plain.output(), watched.output())
-                records.append({"kind": kind, "case": name, **compare(plain, watched, turns, calls, device)})
+                cost = added_cost(plain, watched, turns, calls, device)
+                records.append({"kind": kind, "case": name, "watched_ms": cost.pop("extended_ms"), **cost})
     if not small and records:
         gate["model_cost"] = all(each["cost_percent"] < MOST_PERCENT for each in records if each["kind"] == "model")
     return {
@@ -98,36 +81,8 @@ def run_watch(
     }
 
 
-def compare(plain: Call, watched: Call, turns: int, calls: int, device: torch.device) -> dict[str, Any]:
-    """Wall time of a call, device and host together; a scope is entered and left outside of it."""
-    times: dict[str, list[float]] = {"plain": [], "watched": []}
-    both = [("plain", plain), ("watched", watched)]
-    for turn in range(turns + 1):
-        for name, call in both if turn % 2 else both[::-1]:
-            with call.scope():
-                started = _now(device)
-                for _ in range(calls):
-                    call.run()
-                times[name].append(1e3 * (_now(device) - started) / calls)
-    without, counted = times["plain"][1:], times["watched"][1:]
-    costs = sorted(100 * (own / other - 1) for own, other in zip(counted, without, strict=True))
-    return {
-        "plain_ms": statistics.median(without),
-        "watched_ms": statistics.median(counted),
-        "cost_percent": statistics.median(costs),
-        "p20_percent": quantile(costs, 0.2),
-        "p80_percent": quantile(costs, 0.8),
-    }
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
 def _begin_ms(model: torch.nn.Module) -> float:
-    """Host time to begin and end a watch, which a run pays once."""
+    """Return the host time to begin and end a watch, which a run pays once."""
     taken = []
     for _ in range(10):
         started = time.perf_counter()
@@ -137,7 +92,7 @@ def _begin_ms(model: torch.nn.Module) -> float:
 
 
 def _cases(model: Any, device: torch.device, small: bool) -> Iterator[Case]:
-    """Attention alone, eager and (on a GPU) in a CUDA graph; prompts; steps of decoding."""
+    """Yield attention alone, eager and (on a GPU) in a CUDA graph; prompts; steps of decoding."""
     for name, shape in (TINY_ATTENTION if small else ATTENTION).items():
         plain, watched = _attention_alone(shape, device)
         yield "attention, eager", name, plain, watched, 20
@@ -158,7 +113,7 @@ def _both(run: Callable[[], Tensor], model: torch.nn.Module) -> tuple[Call, Call
 
 
 def _attention_alone(shape: tuple[int, int, int, int, int, bool], device: torch.device) -> tuple[Call, Call]:
-    """A call, and the same with its counting."""
+    """Return a call, and the same with its counting."""
     batch, heads, kv_heads, length, dim, causal = shape
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
@@ -184,7 +139,7 @@ def _read(model: Any, ids: Tensor) -> Tensor:
 
 
 def _decoding(model: Any, ids: Tensor) -> Callable[[], Tensor]:
-    """`STEPS` steps behind ids (1, S); the cache is cut back to S after them."""
+    """Return a call that decodes `STEPS` steps behind ids (1, S), then cuts the cache back to S."""
     from transformers import DynamicCache
 
     cache = DynamicCache(config=model.config)
@@ -200,7 +155,7 @@ def _decoding(model: Any, ids: Tensor) -> Callable[[], Tensor]:
 
 
 def table(result: dict[str, Any]) -> Table:
-    """A row for every case."""
+    """Return a row for every case."""
     rows = [
         [
             f"{each['kind']}: {each['case']}",
@@ -213,7 +168,7 @@ def table(result: dict[str, Any]) -> Table:
     ]
     settings = result["settings"]
     note = (
-        f"One query row in {settings['stride']:,} is looked at. Wall time of host and device, medians of "
+        f"One query row in {settings['stride']:,} is sampled. Wall time of host and device, medians of "
         f"{settings['turns']} interleaved turns; cost: median and p20 to p80 of the turns' ratios. The model: "
         f"{'a tiny Qwen2' if settings['small'] else 'four layers of Qwen2-7B'}, random weights, eager. To begin and "
         "end a watch is not in the times: "
@@ -223,39 +178,29 @@ def table(result: dict[str, Any]) -> Table:
 
 
 def summary(result: dict[str, Any]) -> str:
-    """A line for README.md: what it costs a model."""
+    """Return a line for README.md: the cost for a model."""
     costs = ", ".join(
         f"{each['case']} {each['cost_percent']:+.1f} % ({each['p20_percent']:+.1f} to {each['p80_percent']:+.1f})"
         for each in result["records"]
         if each["kind"] == "model"
     )
     turns = result["settings"]["turns"]
-    return (
-        f"Four layers of Qwen2-7B, median and p20 to p80 of {turns} turns: {costs}. {verdict(result)} {origin(result)}"
-    )
+    return f"Four layers of Qwen2-7B, median and p20 to p80 of {turns} turns: {costs}. {verdict(result)}"
 
 
 def verdict(result: dict[str, Any]) -> str:
-    """What holds and what does not."""
+    """Return which checks hold and which do not, with the machine."""
     exact = sum(each["exact"] for each in result["checks"])
-    counted = f"Counts equal to FP64's in {exact} of {len(result['checks'])} calls."
     failed = [name for name, passed in result["gate"]["checks"].items() if not passed]
-    return f"{counted} FAILED: {', '.join(failed)}." if failed else f"{counted} All checks hold."
-
-
-def origin(result: dict[str, Any]) -> str:
-    """Where and with what it was measured."""
-    machine = result["environment"]
-    return (
-        f"({machine['device']}; torch {machine['torch']}, triton {machine['triton']}, pasa {machine['pasa']}, "
-        f"commit {machine['commit']}; not run on an NPU.)"
-    )
+    outcome = f"FAILED: {', '.join(failed)}." if failed else "All checks hold."
+    counted = f"Counts equal to FP64's in {exact} of {len(result['checks'])} calls."
+    return f"{counted} {outcome} {measured_on(result['environment'])}"
 
 
 EXPERIMENT = Experiment(
     name="watch",
     run=run_watch,
-    report=lambda result: [table(result), f"{verdict(result)} {origin(result)}"],
+    report=lambda result: [table(result), verdict(result)],
     title="What watching costs",
     needs_models=True,
 )

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from pasa.eval.kit import timing
 from pasa.eval.kit.timing import CALLS, COLD_BELOW_MS, Call, CudaClock, interleave, quantile, ratio, summary
 from tests.eval.speed.fakes import FakeClock, Timed
 
@@ -93,3 +94,32 @@ def test_scope_is_entered_for_output_and_shape_restored() -> None:
 def test_without_a_device_the_clock_says_so() -> None:
     with pytest.raises(NotImplementedError, match="needs a CUDA device"):
         CudaClock()
+
+
+def test_cost_is_the_median_of_the_ratios_of_turns(monkeypatch):
+    """Each call takes what the clock is moved by; the first turn is not counted, and scopes are not timed."""
+    clock = [0.0]
+
+    def call(milliseconds):
+        left = iter(milliseconds)
+
+        def go():
+            clock[0] += next(left) / 1e3
+            return torch.zeros(1)
+
+        return go
+
+    class Scope:
+        def __enter__(self):
+            clock[0] += 9.0
+
+        def __exit__(self, *_):
+            clock[0] += 9.0
+
+    monkeypatch.setattr(timing, "now", lambda device: clock[0])
+    plain, extended = Call(call([50, 10, 20, 40])), Call(call([99, 11, 21, 44]), Scope)
+    cost = timing.added_cost(plain, extended, 3, 1, torch.device("cpu"))
+    assert cost["plain_ms"] == pytest.approx(20)
+    assert cost["extended_ms"] == pytest.approx(21)
+    assert cost["cost_percent"] == pytest.approx(10)
+    assert (cost["p20_percent"], cost["p80_percent"]) == pytest.approx((7, 10))

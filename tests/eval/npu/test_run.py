@@ -9,7 +9,7 @@ import pytest
 from pasa.eval import cli, readme
 from pasa.eval.kit import output
 from pasa.eval.kit.stored import RESULTS
-from pasa.eval.npu import plots, report, run, twin
+from pasa.eval.npu import report, run, twin
 from pasa.eval.npu.allocations import allocations
 
 SCORE_TILE = 128 * 128
@@ -72,10 +72,7 @@ def test_stored_result_follows_from_its_counts(stored):
     assert output.jsonable(made["records"], output.RECORD_DIGITS) == stored["records"]
     assert output.jsonable(made["tiles"]) == stored["tiles"]
     assert output.jsonable(made["fit_residuals"]) == stored["fit_residuals"]
-
-
-def test_a_line_fits_the_counts(stored):
-    assert max(stored["fit_residuals"].values()) < 0.005
+    assert max(stored["fit_residuals"].values()) < run.RESIDUAL_LIMIT == 0.005
 
 
 def test_allocations_store_the_tiles_that_they_name(stored):
@@ -109,37 +106,30 @@ def test_without_tiles_in_fp32_both_recoveries_are_modelled_faster_than_fp32_sco
         assert all(each["ratio_overlap"] < 1 for each in report.select(stored, scenario="peak", allocation=name))
 
 
-def test_every_table_says_that_it_is_a_model(stored):
-    tables = [*report.tables(stored), report.case_table(stored, "peak"), report.tile_table(stored, 64)]
+def test_every_prediction_says_that_it_is_a_model(stored):
+    tables = [*report.report(stored)[:-2], report.case_table(stored, "peak"), report.tile_table(stored, 64)]
     assert all(table.note.startswith("Model, not measured.") for table in tables)
     assert report.claim(stored).startswith("Model, not measured.")
     assert "not measured" in report.origin(stored)
 
 
 def test_files_are_those_of_the_result(stored, tmp_path):
-    paths = report.save(stored, tmp_path, plots.draw)
-    assert [path.name for path in paths] == ["npu_model.json", "npu_model.md", "npu_model_tiles.png"]
+    paths = run.EXPERIMENT.save(stored, tmp_path)
+    assert [path.name for path in paths] == ["npu_model.json", "npu_model.md"]
     folder = RESULTS["npu_model"].parent
     assert json.loads(paths[0].read_text()) == stored
     assert paths[1].read_text() == (folder / "npu_model.md").read_text()
 
 
-def test_without_a_compiler_one_line_says_so(monkeypatch, capsys):
-    monkeypatch.setattr(shutil, "which", lambda name: None)
+@pytest.mark.parametrize("missing", ["g++", "/nowhere/ascend_c"])
+def test_without_compiler_or_kernels_one_line_says_so(missing, monkeypatch, capsys):
+    if missing == "g++":
+        monkeypatch.setattr(shutil, "which", lambda name: None)
+    else:
+        monkeypatch.setattr(twin, "KERNELS", Path(missing))
     with pytest.raises(SystemExit) as stopped:
         cli.main(["bench", "npu-model"])
     shown = capsys.readouterr()
-    assert stopped.value.code == 2
-    assert shown.out == ""
+    assert (stopped.value.code, shown.out) == (2, "")
     assert len(shown.err.splitlines()) == 1
-    assert "g++" in shown.err
-
-
-def test_without_the_kernels_one_line_says_so(monkeypatch, capsys):
-    monkeypatch.setattr(twin, "KERNELS", Path("/nowhere/ascend_c"))
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(["bench", "npu-model"])
-    shown = capsys.readouterr()
-    assert stopped.value.code == 2
-    assert len(shown.err.splitlines()) == 1
-    assert "/nowhere/ascend_c" in shown.err
+    assert missing in shown.err

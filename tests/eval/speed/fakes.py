@@ -11,17 +11,17 @@ from torch import Tensor
 
 import pasa
 from pasa.eval.kit.timing import Call
-from pasa.eval.speed.cases import Inputs, SpeedCase, Target
+from pasa.eval.speed.cases import Inputs, SpeedCase
 from pasa.eval.speed.implementations import Implementation, NotInstalledError
 
 SPEED = {"sdpa-cudnn": 2.0, "sdpa-flash": 5.0, "pasa": 1.6, "triton-fp32": 2.5, "pasa-portable": 2.2}
-TINY = SpeedCase("tiny", 1, 4, 2, 150, 150, 32, causal=True, graphed=True, eager=Target(1.0, 1.5, 2.0))
-TINY_DECODE = SpeedCase("decode", 1, 4, 2, 3, 300, 32, decode=True, eager=Target(floor=1.15))
-TINY_BIASED = dataclasses.replace(TINY, name="tiny+constant", data="constant", eager=Target(), graphed=False)
+TINY = SpeedCase("tiny", 1, 4, 2, 150, 150, 32, causal=True, graphed=True)
+TINY_DECODE = SpeedCase("decode", 1, 4, 2, 3, 300, 32, decode=True)
+TINY_BIASED = dataclasses.replace(TINY, name="tiny+constant", data="constant", graphed=False)
 
 
 class Timed:
-    """A function that says how long it takes."""
+    """A function with its duration."""
 
     def __init__(self, function: Callable[[], Tensor], milliseconds: float) -> None:
         self.function, self.milliseconds = function, milliseconds
@@ -31,12 +31,11 @@ class Timed:
 
 
 class FakeClock:
-    """Says what a call says of itself, times a drift that grows with every turn; keeps a log."""
+    """A clock that takes each call's duration from the call itself; keeps a log."""
 
     device = torch.device("cpu")
 
-    def __init__(self, drift: float = 1.0) -> None:
-        self.drift, self.factor = drift, 1.0
+    def __init__(self) -> None:
         self.log: list[tuple[Any, int, bool]] = []
 
     def times(self, call: Call, count: int, cold: bool) -> list[float]:
@@ -44,7 +43,7 @@ class FakeClock:
             call.run()
         self.log.append((call.run, count, cold))
         # The first call of a turn is slow: it must not count.
-        return [100.0, *[self.factor * getattr(call.run, "milliseconds", 1.0)] * (count - 1)]
+        return [100.0, *[getattr(call.run, "milliseconds", 1.0)] * (count - 1)]
 
     def host_us(self, call: Call) -> float:
         return 30.0
@@ -57,13 +56,13 @@ class FakeClock:
 
 
 def implementation(
-    name: str, config: pasa.PasaConfig, spoil: Callable[[Tensor], Tensor] = lambda out: out
+    name: str, config: pasa.PasaConfig, alter: Callable[[Tensor], Tensor] = lambda out: out
 ) -> Implementation:
     """The reference backend under another name."""
 
     def attend(inputs: Inputs) -> Tensor:
         q, k, v = inputs.q, inputs.k, inputs.v
-        return spoil(pasa.attention(q, k, v, is_causal=inputs.causal, config=config, backend="reference"))
+        return alter(pasa.attention(q, k, v, is_causal=inputs.causal, config=config, backend="reference"))
 
     def prepare(inputs: Inputs) -> dict[str, Call]:
         return {

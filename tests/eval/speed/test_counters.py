@@ -6,11 +6,12 @@ import sys
 
 import pytest
 
+from pasa.eval.kit.stored import stored
 from pasa.eval.speed import counters
 
 STALLS = [f"{counters.STALL}{name}_per_issue_active.ratio" for name in counters.STALLS.values()]
 TABLE = [
-    ["ID", "Kernel Name", *counters.METRICS.values(), *STALLS],
+    ["ID", "Kernel Name", *(name for name, _ in counters.METRICS.values()), *STALLS],
     ["", "", *[""] * (len(counters.METRICS) + len(STALLS))],
     ["0", "merge_kernel", "4,800", "1886208", "8.2", "3980000", "0", "43.5", "128", "12000",
      "35.5", "10.25", "14.5", "5.75", "n/a", "11", "0"],
@@ -31,27 +32,31 @@ def ncu(tmp_path, monkeypatch):
 
 
 def test_units_and_reasons(ncu):
-    says, heard = ncu
+    says, arguments = ncu
     lines = [",".join(f'"{cell}"' for cell in line) for line in TABLE]
     says.write_text("==PROF== Connected\n" + "\n".join(lines))
-    (found,) = counters.profile("decode-1x32k", "pasa")
-    assert found["kernel"] == "merge_kernel"
-    assert found["us"] == pytest.approx(4.8)
-    assert found["DRAM MB"] == pytest.approx(1.886208)
-    assert found["registers"] == 128
-    assert found["waits for (warps an issue)"] == "memory 35.5, shared memory 14.5, fixed latency 11.0"
-    told = json.loads(heard.read_text())
-    assert told[-3:] == ["decode-1x32k", "--one", "pasa"]
-    assert told[told.index("--clock-control") + 1] == "none", "clocks are not ours to set"
+    (line,) = counters.profile("decode-1x32k", "pasa")
+    assert line["kernel"] == "merge_kernel"
+    assert line["us"] == pytest.approx(4.8)
+    assert line["DRAM MB"] == pytest.approx(1.886208)
+    assert line["registers"] == 128
+    assert line["waits for (warps an issue)"] == "memory 35.5, shared memory 14.5, fixed latency 11.0"
+    heard = json.loads(arguments.read_text())
+    assert heard[-2:] == ["decode-1x32k", "pasa"]
+    assert heard[heard.index("--clock-control") + 1] == "none", "clocks are not ours to set"
 
 
-def test_refused_counters_are_said(ncu):
+def test_the_stored_run_is_shown():
+    table, machine = counters.report(stored("counters"))
+    assert len(table.rows) == len(stored("counters")["records"])
+    assert table.header[:4] == ["case", "by", "kernel", "us"]
+    assert machine.startswith("NVIDIA H200, ")
+
+
+def test_refused_counters_and_a_missing_ncu_are_said(ncu, monkeypatch, tmp_path):
     ncu[0].write_text("==ERROR== ERR_NVGPUCTRPERM")
     with pytest.raises(NotImplementedError, match="ERR_NVGPUCTRPERM"):
         counters.profile("paper", "pasa")
-
-
-def test_without_ncu(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
     with pytest.raises(NotImplementedError, match="not on the PATH"):
         counters.profile("paper", "pasa")

@@ -44,14 +44,11 @@ def test_golden_rows_are_those_of_the_whole(gate: Gate) -> None:
     assert torch.allclose(gate.sampled(whole), gate.golden, rtol=1e-12, atol=1e-12)
     assert torch.allclose(gate.sampled(lse), gate.golden_lse, rtol=1e-12, atol=1e-12)
     assert gate.golden.shape[1:] == (1, sum(p.stop - p.start for p in gate.pieces), CASE.dim)
-
-
-def test_sampling_is_told(gate: Gate) -> None:
     assert gate.share == pytest.approx(4 * 288 / (8 * 700)) or gate.share == 1.0
 
 
 @pytest.mark.parametrize(
-    ("spoil", "why"),
+    ("alter", "why"),
     [
         (lambda out, lse: (out * 1.01, lse), "RMSE"),
         (lambda out, lse: (out.roll(1, 2), lse), "RMSE"),
@@ -60,8 +57,8 @@ def test_sampling_is_told(gate: Gate) -> None:
         (lambda out, lse: (out, lse.index_fill(2, torch.tensor([5]), torch.inf)), "8 values are not finite"),
     ],
 )
-def test_a_wrong_answer_is_stopped(gate: Gate, spoil, why: str) -> None:  # type: ignore[no-untyped-def]
-    verdict = gate.judge(*spoil(*attend(gate, EXACT)), EXACT, shifted=True)
+def test_a_wrong_answer_is_stopped(gate: Gate, alter, why: str) -> None:  # type: ignore[no-untyped-def]
+    verdict = gate.judge(*alter(*attend(gate, EXACT)), EXACT, shifted=True)
     assert not verdict.passed
     assert re.search(why, verdict.why)
 

@@ -9,11 +9,12 @@ from rich.console import Console
 
 from pasa.eval.kit import output
 from pasa.eval.speed import plots, report
+from pasa.eval.speed.run import EXPERIMENT
 
 
 def shown(result: dict[str, Any]) -> str:
     console = Console(file=StringIO(), width=220)
-    report.render(result, console)
+    EXPERIMENT.show(result, console)
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -22,17 +23,16 @@ def test_ratios_stand_with_their_peer_and_formula(result: dict[str, Any]) -> Non
     assert table.header[:3] == ["case", "sdpa-cudnn ms", "TFLOPS"]
     rows = {row[0]: dict(zip(table.header, row, strict=True)) for row in table.rows}
     assert set(rows) == {"tiny", "tiny, graph"}
-    assert rows["tiny"]["sdpa-cudnn ms"] == "2"
-    assert rows["tiny"]["pasa"] == "1.25"
+    assert (rows["tiny"]["sdpa-cudnn ms"], rows["tiny"]["pasa"]) == ("2", "1.25")
     assert rows["tiny"]["pasa-paper"].startswith("failed gate, ")
     assert "4 B Hq Sq Skv D" in table.note
 
 
 def test_decoding_and_biased_cases_have_tables_of_their_own(result: dict[str, Any]) -> None:
     assert [row[0] for row in report.decode_table(result).rows] == ["decode"]
-    rows = [row[0] for row in report.bias_table(result).rows]
-    assert rows == ["tiny+constant: x cuDNN", "time / unbiased", "RMSE"]
-    assert report.bias_table(result).rows[1][1] == "1.00"
+    rows = report.bias_table(result).rows
+    assert [row[0] for row in rows] == ["tiny+constant: x cuDNN", "time / unbiased", "RMSE"]
+    assert rows[1][1] == "1.00"
 
 
 def test_nobody_is_left_out_in_silence(result: dict[str, Any]) -> None:
@@ -52,42 +52,28 @@ def test_failed_rows_show_no_time_anywhere(result: dict[str, Any]) -> None:
     assert len(table.rows) == len(result["records"])
 
 
-def test_markdown_holds_every_table_and_name(result: dict[str, Any]) -> None:
-    page = report.to_markdown(result)
-    assert all(f"## {table.title}" in page for table in report.tables(result))
-    assert all(f"- `{name}`:" in page for name in result["implementations"])
-    assert "- `tiny`: (1, 4/2, 150, 32) causal, Q, K, V from N(0, 1)" in page
-    lines = [line for line in page.splitlines() if line.startswith("| tiny |")]
-    assert lines
-
-
 def test_stored_results_show_the_same_tables(result: dict[str, Any]) -> None:
     """JSON has no NaN and fewer digits; titles, headers and rows stay."""
     read = json.loads(output.to_json(result))
-    for stored, fresh in zip(report.tables(read), report.tables(result), strict=True):
-        assert (stored.title, stored.header, len(stored.rows)) == (fresh.title, fresh.header, len(fresh.rows))
-    assert report.absences(read) == report.absences(result)
+    fresh, again = ([*report.report(each), *report.appendix(each)] for each in (result, read))
+    for one, other in zip(fresh, again, strict=True):
+        if isinstance(one, str) or isinstance(other, str):
+            assert one == other
+        else:
+            assert (one.title, one.header, len(one.rows)) == (other.title, other.header, len(other.rows))
     assert shown(read)
+    assert report.cell({"status": "failed gate", "rmse": None}, "to_cudnn") == "failed gate, NaN"
 
 
-def test_an_error_that_is_nan_is_shown_as_such(result: dict[str, Any]) -> None:
-    record = {"status": "failed gate", "rmse": None}
-    assert report.cell(record, "to_cudnn") == "failed gate, NaN"
-    assert report.cell(None, "to_cudnn") == "-"
-    assert report.cell({"status": "not run"}, "to_cudnn") == "not run"
-
-
-def test_save_writes_json_markdown_and_figures(result: dict[str, Any], tmp_path: Path) -> None:
-    paths = report.save(result, tmp_path / "deep", plots.draw)
-    assert {path.name for path in paths} == {
-        "speed.json",
-        "speed.md",
-        "speed_ratios.png",
-        "speed_biased.png",
-        "speed_decode.png",
-    }
-    assert all(path.stat().st_size > 0 for path in paths)
-    assert all(path.read_bytes()[:4] == b"\x89PNG" for path in paths if path.suffix == ".png")
+def test_files_hold_every_table_name_and_figure(result: dict[str, Any], tmp_path: Path) -> None:
+    paths = EXPERIMENT.save(result, tmp_path)
+    assert [path.name for path in paths] == ["speed.json", "speed.md", "speed_ratios.png"]
+    assert paths[2].read_bytes()[:4] == b"\x89PNG"
+    page = paths[1].read_text(encoding="utf-8")
+    for table in (*report.report(result), *report.appendix(result)):
+        assert (table if isinstance(table, str) else f"## {table.title}") in page
+    assert all(f"| {name} |" in page for name in result["implementations"])
+    assert "| tiny | (1, 4/2, 150, 32) causal | Q, K, V from N(0, 1) |" in page
 
 
 def test_a_result_without_any_time_draws_nothing(result: dict[str, Any], tmp_path: Path) -> None:

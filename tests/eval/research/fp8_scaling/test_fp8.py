@@ -8,7 +8,9 @@ import pytest
 import torch
 import transformers as hf
 
+import pasa
 from pasa.eval import cli
+from pasa.eval.models.predict.observe import observe
 from pasa.eval.research.fp8_scaling import run, tile
 from pasa.eval.research.fp8_scaling.scaling import AutoAlpha, Current, Delayed, Geometry, LayerWeights
 from pasa.eval.research.fp8_scaling.training import layer_weights, recorded_logits
@@ -78,31 +80,19 @@ def test_auto_alpha_takes_what_was_used(weights):
     assert 5.0 / method.scale(weights, 5.0) < 448
 
 
-def test_recorded_logits_are_those_of_the_model(llama, observe_logits):
+def test_recorded_logits_are_those_of_the_model(llama):
     ids = torch.randint(512, (1, 40), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         own = llama(input_ids=ids).logits
         with recorded_logits(llama) as largest:
             assert torch.equal(llama(input_ids=ids).logits, own)
         assert torch.equal(llama(input_ids=ids).logits, own)
-    for layer, most in observe_logits(llama, ids).items():
-        assert largest[layer] == pytest.approx(most, rel=2e-3)  # FP16 rounding of q and k there
-
-
-@pytest.fixture
-def observe_logits():
-    def observed(model, ids):
-        from pasa.eval.models.predict.observe import observe
-
-        with torch.no_grad():
-            scores = observe(model, lambda: model(input_ids=ids))
-        layers = {}
-        for (module, _), score in scores.items():
+        observed = {}
+        for (module, _), score in observe(llama, lambda: llama(input_ids=ids)).items():
             layer = int(module.split(".")[2])
-            layers[layer] = max(layers.get(layer, 0.0), score / 32**0.5)
-        return layers
-
-    return observed
+            observed[layer] = max(observed.get(layer, 0.0), score / 32**0.5)
+    for layer, most in observed.items():
+        assert largest[layer] == pytest.approx(most, rel=2e-3)  # FP16 rounding of q and k there
 
 
 def test_layer_weights_fold_the_gain(llama):
@@ -128,8 +118,8 @@ def test_transients_on_a_small_model(llama):
     assert by["resume without state", "delayed"]["overflowing_layers_first_step"] == 2
     assert by["weights x 4", "delayed"]["largest_scaled"] > 10 * 448
     assert run.judge(records)["passed"]
-    spoiled = [{**each, "overflows": 1} if each["method"] == "geometry" else each for each in records]
-    assert not run.judge(spoiled)["passed"]
+    broken = [{**each, "overflows": 1} if each["method"] == "geometry" else each for each in records]
+    assert not run.judge(broken)["passed"]
     steady = [
         by["resume without state", name]["utilisation"]["median"] for name in ("geometry", "geometry, auto-alpha")
     ]
@@ -143,7 +133,7 @@ def test_tiles_without_rounding_are_attention():
     tiles, references = tile.form_tiles(q, k, True)
     logits = torch.cat([part + r for part, r in zip(tiles, references, strict=True)], -1)
     torch.testing.assert_close(logits, q @ k.mT / 8, rtol=1e-12, atol=1e-12)
-    golden = torch.softmax(q @ k.mT / 8, -1) @ v
+    golden, _ = pasa.golden_attention(q, k, v)
     for store, bound in (("fp16", 2**-10), ("e4m3, scale per block", 2**-3)):
         out = tile.attend(q.float(), k.float(), v.float(), store, "pasa")
         assert (out - golden).norm() / golden.norm() < bound

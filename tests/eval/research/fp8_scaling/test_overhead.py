@@ -1,15 +1,13 @@
-"""What scales cost, on a tiny size: the gate, what is timed, and what is stored."""
+"""The cost of scales, on a tiny size: the gate, what is timed, and what is stored."""
 
 from __future__ import annotations
 
 import json
-from io import StringIO
 
 import pytest
 import torch
-from rich.console import Console
 
-from pasa.eval.research.fp8_scaling import overhead, overhead_report
+from pasa.eval.research.fp8_scaling import overhead
 from pasa.power_iteration import PowerIteration
 
 CPU = torch.device("cpu")
@@ -40,11 +38,11 @@ def test_nothing_is_timed_where_a_norm_is_wrong(monkeypatch):
     result = overhead.run_overhead(small=True)
     assert not result["gate"]["passed"]
     assert result["records"] == []
-    assert "FAILED: norms_are_those_of_svd" in overhead_report.verdict(result)
+    assert "FAILED: norms_are_those_of_svd" in overhead.verdict(result)
 
 
 def test_scales_that_stand_still_are_noticed():
-    """As a CUDA graph whose state is not its input would leave them."""
+    """A CUDA graph whose state is not its input would leave scales as they were."""
     layers = overhead.Layers(overhead.SMALL[0], False, CPU)
     layers.scaled(overhead.INLINE)
     assert not layers.follows(overhead.Call(layers.plain))
@@ -78,11 +76,9 @@ def test_shapes_are_the_papers():
 
 
 def test_files(result, tmp_path):
-    overhead_report.save(result, tmp_path)
-    stored = json.loads((tmp_path / "overhead.json").read_text())
-    text = (tmp_path / "overhead.md").read_text()
-    assert overhead_report.section(stored) in text
+    overhead.EXPERIMENT.save(result, tmp_path)
+    stored = json.loads((tmp_path / "predict.json").read_text())
+    text = (tmp_path / "predict.md").read_text()
+    assert overhead.EXPERIMENT.markdown(stored) in text
     assert "tiny, 2 x 16, attention and MLP | inline" in text
-    shown = StringIO()
-    overhead_report.render(result, Console(file=shown, width=80))
-    assert "All checks hold" in shown.getvalue()
+    assert "All checks hold" in text

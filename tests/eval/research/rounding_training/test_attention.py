@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import pasa
 from pasa.eval.research.rounding_training.attention import ARMS, Record, RoundedAttention, attend, output_bias
 from pasa.ops.numerics.formats import round_to
 
@@ -15,17 +16,15 @@ def inputs(seed: int, scale: float = 1.0) -> list[torch.Tensor]:
     return [torch.randn(2, 3, ROWS, 16, generator=generator) * scale for _ in range(3)]
 
 
-def softmax_fp64(q, k, v):
-    scores = q.double() @ k.double().mT * q.shape[-1] ** -0.5
-    hidden = torch.ones(ROWS, ROWS, dtype=torch.bool).triu(1)
-    return torch.softmax(scores.masked_fill(hidden, -torch.inf), -1) @ v.double()
+def golden(q, k, v):
+    return pasa.golden_attention(q, k, v, is_causal=True)[0]
 
 
 def test_fp32_arm_is_attention():
     """FP32 products of 16 and sums of 63 terms: a few units of 2^-24 of sums of at most sqrt(16) and 4."""
     q, k, v = inputs(0)
     done = attend(q, k, v, BY_NAME["fp32"])
-    assert (done.out - softmax_fp64(q, k, v)).abs().max() <= 32 * 2**-24 * v.abs().max()
+    assert (done.out - golden(q, k, v)).abs().max() <= 32 * 2**-24 * v.abs().max()
 
 
 @pytest.mark.parametrize("arm", ARMS[1:], ids=lambda arm: arm.name)
@@ -34,7 +33,7 @@ def test_rounded_arms_err_by_their_roundings(arm):
     half = 2.0**-9 if arm.fmt == "bf16" else 2.0**-12
     q, k, v = (round_to(x, arm.fmt) for x in inputs(1))
     scores = (q @ k.mT).abs().max() * q.shape[-1] ** -0.5
-    error = (attend(q, k, v, arm).out - softmax_fp64(q, k, v)).abs().max()
+    error = (attend(q, k, v, arm).out - golden(q, k, v)).abs().max()
     drawn = 2.0 if arm.rule == "unbiased" and arm.place == "quotient" else 1.0
     assert 0 < error <= (2 * scores + 4 * drawn) * half * v.abs().max()
 
@@ -43,7 +42,7 @@ def test_backward_of_the_fp32_arm_is_autograds():
     q, k, v = (x.requires_grad_() for x in inputs(2))
     grad = torch.randn(q.shape, generator=torch.Generator().manual_seed(3))
     own = torch.autograd.grad(RoundedAttention.apply(q, k, v, BY_NAME["fp32"], Record()), (q, k, v), grad)
-    right = torch.autograd.grad(softmax_fp64(q, k, v), (q, k, v), grad.double())
+    right = torch.autograd.grad(golden(q, k, v), (q, k, v), grad.double())
     for name, a, b in zip("qkv", own, right, strict=True):
         assert (a - b).abs().max() <= 1e-5 * b.abs().max(), name
 
@@ -84,8 +83,8 @@ def tied_inputs(score: float, seed: int = 0) -> list[torch.Tensor]:
 
 
 def test_tied_rows_err_to_one_side_and_ours_do_not():
-    """Two weights of 1 and a trifle: ties of P V round away from zero. Half of the columns tie, by half of a spacing:
-    a mean of a quarter of 2^-7 to 2^-8 |P V|, less what values of other binades take away."""
+    """Two weights of 1 and a small rest: ties of P V round away from zero. Half of the columns tie, by half of a
+    spacing: a mean of a quarter of 2^-7 to 2^-8 |P V|, less what values of other binades take away."""
     found = {name: output_bias(attend(*tied_inputs(12.0), arm)) for name, arm in BY_NAME.items() if arm.fmt == "bf16"}
     assert found["product"] > 2**-11
     for name in ("product-ours", "product-published", "quotient-ours"):

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from pasa.eval.speed.ring import report, run
+from pasa.eval.speed.ring import run
 
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 
@@ -39,13 +39,15 @@ def test_the_gate_fails_what_errs_more():
 def test_one_process_alone_is_told_how_to_start():
     with pytest.raises(ValueError, match="start it with: torchrun"):
         run.run_ring(64)
+    with pytest.raises(ValueError, match="--heads '28' --rounds 5"):
+        run.run_ring(heads="28")
 
 
 def test_the_table_shows_the_fullest_device():
     record = {"offset": 0.0, "passed": True, "one_s": 1.0, "ring_s": 0.5, "one_peak_bytes": 2**31}
     record |= {"ring_peak_bytes": [2**29, 2**30]}
     record |= {f"{a}_{b}": 1e-4 for a in ("one", "ring") for b in ("rmse", "max_error")}
-    found = report.table(
+    found = run.table(
         {
             "settings": {"tokens": 1024, "heads": [28, 4], "dim": 128, "rounds": 5, "ranks": 2},
             "records": [record],

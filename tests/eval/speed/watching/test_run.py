@@ -1,16 +1,13 @@
-"""What watching costs, on tiny sizes: the gate, the statistics and what is stored; the definition against ours."""
+"""The cost of watching, on tiny sizes: the gate and what is stored; the definition by hand."""
 
 import json
 
 import pytest
 import torch
 
-from pasa.eval.kit.timing import Call
 from pasa.eval.speed.watching import definition, run
 from pasa.ops import library
 from pasa.ops.attention.spec import watch
-
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -51,35 +48,6 @@ def test_nothing_is_timed_where_a_count_is_wrong(monkeypatch):
     assert not result["gate"]["passed"]
     assert result["records"] == []
     assert "equal to FP64's in 0 of 6 calls. FAILED: counts_exact" in run.verdict(result)
-
-
-def test_cost_is_the_median_of_the_ratios_of_turns(monkeypatch):
-    """Each call takes what the clock is moved by; the first turn is not counted, and scopes are not timed."""
-    clock = [0.0]
-
-    def call(milliseconds):
-        left = iter(milliseconds)
-
-        def go():
-            clock[0] += next(left) / 1e3
-            return torch.zeros(1)
-
-        return go
-
-    class Scope:
-        def __enter__(self):
-            clock[0] += 9.0
-
-        def __exit__(self, *_):
-            clock[0] += 9.0
-
-    monkeypatch.setattr(run, "_now", lambda device: clock[0])
-    plain, watched = Call(call([50, 10, 20, 40])), Call(call([99, 11, 21, 44]), Scope)
-    found = run.compare(plain, watched, 3, 1, CPU)
-    assert found["plain_ms"] == pytest.approx(20)
-    assert found["watched_ms"] == pytest.approx(21)
-    assert found["cost_percent"] == pytest.approx(10)
-    assert (found["p20_percent"], found["p80_percent"]) == pytest.approx((7, 10))
 
 
 def test_decoding_of_a_turn_is_sampled_as_in_the_long_run():
