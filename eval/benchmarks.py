@@ -22,10 +22,11 @@ from pasa.eval.kit.options import (
     stoppable,
     words,
 )
+from pasa.eval.random_calls import run as random_calls
 from pasa.eval.speed.watching import run as watching
 
 bench = typer.Typer(name="bench", help="Benchmarks.", no_args_is_help=True)
-for _experiment in (watching.EXPERIMENT,):
+for _experiment in (watching.EXPERIMENT, random_calls.SOAK):
     add_command(bench, _experiment)
 
 QUICK_HEADS = 4  # half a minute on two cores; the paper has 16
@@ -100,25 +101,6 @@ def speed(
     with output.progress_bar("bench speed") as progress:
         result = run.run_speed(case, implementation, rounds, quick, progress=progress)
     finish(result, json, output_dir, report.render, partial(report.save, draw=plots.draw))
-
-
-@bench.command()
-def soak(
-    json: Json = None,
-    output_dir: Annotated[Path | None, typer.Option(file_okay=False, help="Write JSON and Markdown there.")] = None,
-    cases: Annotated[int, typer.Option(parser=integer, metavar="N", help="Random calls.")] = 2000,
-    seed: Annotated[int, typer.Option(parser=integer, metavar="N", help="What they are drawn from.")] = 0,
-    backend: Annotated[str, typer.Option(help="A backend that can run here.")] = "triton",
-    only: Annotated[int | None, typer.Option(parser=integer, metavar="N", help="Run the case of this index.")] = None,
-    small: Annotated[bool, typer.Option("--small", help="Sizes for Triton's interpreter.")] = False,
-    jobs: Annotated[int, typer.Option(parser=integer, metavar="N", help="Processes to share the cases.")] = 1,
-) -> None:
-    """Random calls of one backend, judged against FP64 and the guarantee; exit 1 if one breaks a bound."""
-    from pasa.eval.random_calls.soak import report, run
-
-    with output.progress_bar("bench soak") as progress:
-        result = run.run_soak(cases, seed, backend, only, small, jobs, progress)
-    finish(result, json, output_dir, report.render, report.save)
 
 
 @bench.command()

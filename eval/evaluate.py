@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from pasa.eval.kit import output
+from pasa.eval.kit.experiment import add_command
 from pasa.eval.kit.options import (
     NOTHING_KEPT,
     Json,
@@ -20,8 +21,11 @@ from pasa.eval.kit.options import (
     stoppable,
     words,
 )
+from pasa.eval.random_calls import run as random_calls
 
 evaluate = typer.Typer(name="eval", help="Whole models, with and without PASA; bias of rounding.", no_args_is_help=True)
+for _experiment in (random_calls.FUZZ,):
+    add_command(evaluate, _experiment)
 
 
 @evaluate.command()
@@ -194,22 +198,6 @@ def fp8(
 
     with output.progress_bar("eval fp8") as progress:
         result = run.run_fp8(quick, progress)
-    finish(result, json, output_dir, report.render, report.save)
-
-
-@evaluate.command()
-def fuzz(
-    json: Json = None,
-    output_dir: Annotated[Path | None, typer.Option(file_okay=False, help="Write JSON and Markdown there.")] = None,
-    cases: Annotated[int | None, typer.Option(parser=integer, metavar="N", help="Random calls (20000).")] = None,
-    seed: Annotated[int | None, typer.Option(parser=integer, metavar="N", help="What they are drawn from (0).")] = None,
-    replay: Annotated[str | None, typer.Option(metavar="SEED:INDEX", help="Run this case alone.")] = None,
-) -> None:
-    """Random calls of the whole API, right and wrong; exit 1 if one is neither correct nor refused as documented."""
-    from pasa.eval.random_calls.fuzz import report, run
-
-    with stoppable(NOTHING_KEPT), output.progress_bar("eval fuzz") as progress:
-        result = run.run_fuzz(cases, seed, replay, progress)
     finish(result, json, output_dir, report.render, report.save)
 
 

@@ -33,8 +33,7 @@ from pasa.eval.models.video import report as video_report
 from pasa.eval.models.video import step_report
 from pasa.eval.models.zoo import report as zoo_report
 from pasa.eval.npu import report as npu_report
-from pasa.eval.random_calls.fuzz import report as fuzz_report
-from pasa.eval.random_calls.soak import report as soak_report
+from pasa.eval.random_calls import report as calls_report
 from pasa.eval.research.fp8_scaling import overhead_report
 from pasa.eval.research.fp8_scaling import report as fp8_report
 from pasa.eval.speed import readme as speed_readme
@@ -254,9 +253,15 @@ def kernels() -> str:
 
 
 def soak() -> str:
-    """Random calls against FP64."""
+    """Random calls of kernels against FP64."""
     result = stored("soak")
-    return f"{soak_report.verdict(result)} {soak_report.origin(result)}"
+    return f"{calls_report.soak_verdict(result)} {calls_report.soak_origin(result)}"
+
+
+def fuzz() -> str:
+    """Random calls of the whole API."""
+    result = stored("fuzz")
+    return f"{calls_report.fuzz_verdict(result)} {calls_report.fuzz_origin(result)}"
 
 
 def npu_model() -> str:
@@ -306,7 +311,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "paged": speed_readme.paged,
     "kernels": kernels,
     "soak": soak,
-    "fuzz": lambda: f"{fuzz_report.verdict(stored('fuzz'))} {fuzz_report.origin(stored('fuzz'))}",
+    "fuzz": fuzz,
     "gradients": lambda: gradients_report.summary(stored("gradients")),
     "npu_model": npu_model,
     "rounding": rounding,

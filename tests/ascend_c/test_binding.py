@@ -9,7 +9,7 @@ import torch
 from torch.library import opcheck
 
 import pasa
-from pasa.eval.random_calls.fuzz.search import Genes, badness
+from pasa.eval.random_calls.search import Genes, badness
 from pasa.ops import registry
 from pasa.ops.attention.ascend import backend as npu_backend
 from pasa.ops.attention.spec.shift_keys import shift_exact, shift_paper, whole_blocks
