@@ -252,16 +252,10 @@ def kernels() -> str:
     return f"{caption}\n\n{table(['case', *(f'`{name}`' for name in names)], rows)}"
 
 
-def soak() -> str:
-    """Random calls of kernels against FP64."""
-    result = stored("soak")
-    return f"{calls_report.soak_verdict(result)} {calls_report.soak_origin(result)}"
-
-
-def fuzz() -> str:
-    """Random calls of the whole API."""
-    result = stored("fuzz")
-    return f"{calls_report.fuzz_verdict(result)} {calls_report.fuzz_origin(result)}"
+def random_calls(name: str) -> str:
+    """Random calls of kernels or of the whole API, against FP64."""
+    result = stored(name)
+    return f"{calls_report.verdict(result)} {calls_report.origin(result)}"
 
 
 def npu_model() -> str:
@@ -310,8 +304,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "decode": speed_readme.decode,
     "paged": speed_readme.paged,
     "kernels": kernels,
-    "soak": soak,
-    "fuzz": fuzz,
+    "soak": partial(random_calls, "soak"),
+    "fuzz": partial(random_calls, "fuzz"),
     "gradients": lambda: gradients_report.summary(stored("gradients")),
     "npu_model": npu_model,
     "rounding": rounding,

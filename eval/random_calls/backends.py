@@ -1,4 +1,4 @@
-"""What a call runs on: backends as this machine has them, a tile that is pinned, and memory that holds garbage."""
+"""Backends as this machine has them for CPU tensors, a tile that is pinned, and memory that holds garbage."""
 
 from __future__ import annotations
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 import pasa
-from pasa.eval.random_calls import attention
+from pasa.eval.random_calls import attention, faults
 from pasa.eval.random_calls.backends import REFERENCE, TRITON, available
 from pasa.eval.random_calls.cases import Kind, Measures
-from pasa.eval.random_calls.faults import SEED, Arguments, Fault, Params, change, elsewhere, make_mistake, pick, put
+from pasa.eval.random_calls.faults import SEED, Arguments, Fault, Params, altered, elsewhere, make_mistake, pick, put
 from pasa.eval.random_calls.inputs import Call, indices, make
 
 SLOTS = (16, 16, 16, 16, 16, 32, 48, 64, 112, 1, 2, 7, 24, 100, 128, 130)
@@ -36,30 +36,15 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass
 class Cache:
-    """Sequences in pages; their keys and values are those of a call (1, Hkv, keys, D), one after another.
+    """Sequences in pages; their keys and values are those of a call (1, Hkv, keys, D), one after another."""
 
-    Attributes
-    ----------
-    both : Tensor (2, pages, slots, Hkv, D)
-        Keys and values.
-    plain : Tensor
-        The same, contiguous, filled by indexing.
-    anchors : Tensor (pages, Hkv, D), optional
-    table, lengths : Tensor
-        As `attention_paged` takes them.
-    slots : Tensor (keys,)
-        Where a key of the call is.
-    members : list of Tensor
-        Which keys of the call a sequence has.
-    """
-
-    both: Tensor
-    plain: Tensor
-    anchors: Tensor | None
-    table: Tensor
-    lengths: Tensor
-    slots: Tensor
-    members: list[Tensor]
+    both: Tensor  # keys and values (2, pages, slots, Hkv, D)
+    plain: Tensor  # the same, contiguous, filled by indexing
+    anchors: Tensor | None  # (pages, Hkv, D)
+    table: Tensor  # as `attention_paged` takes it
+    lengths: Tensor  # of sequences, its seq_lens
+    slots: Tensor  # where each key of the call is
+    members: list[Tensor]  # which keys of the call a sequence has
 
 
 def draw(rng: Random) -> Params:
@@ -172,7 +157,7 @@ def fill(params: Params, call: Call, rng: Random, mistaken: bool = False) -> Cac
         arguments: Arguments = {"k": k, "v": v, "k_cache": cache.both[0], "v_cache": cache.both[1]}
         arguments |= {"slot_mapping": indices(params, at), "key_anchors": cache.anchors}
         if mistaken and turn == len(every) - 1:
-            make_mistake(WRITE_FAULTS, params, arguments)
+            make_mistake(FAULTS, params, arguments)
         write(**arguments)
     if cache.anchors is not None:  # of pages that no sequence has
         unused = torch.ones(len(cache.anchors), dtype=torch.bool)
@@ -256,11 +241,6 @@ def more(arguments: Arguments, rng: Random) -> None:
         arguments["v"] = torch.cat([arguments["v"], arguments["v"][:1]])
 
 
-def other_type(x: Tensor) -> Tensor:
-    """Return half the bits, or twice as many."""
-    return x.to(torch.float32 if x.dtype != torch.float32 else torch.float16)
-
-
 def anchors_of(**how: Any) -> Callable[[Arguments, Random], None]:
     """Give anchors of the cache's shape, zero, of another type or on another device."""
 
@@ -279,52 +259,41 @@ def misshapen(arguments: Arguments, rng: Random) -> None:
     arguments["key_anchors"] = rng.choice((anchors[1:], anchors[:, :, None], wider, gaps))
 
 
+INTEGERS = "is torch.float32, not an int32 or int64 Tensor"
+FP16 = "is torch.float32, not an FP16 Tensor"
 ANCHOR_FAULTS = {
-    "anchors of floats": Fault(
-        anchors_of(dtype=torch.float32), TypeError, "key_anchors is torch.float32, not an FP16 Tensor"
-    ),
+    "anchors of floats": Fault(anchors_of(dtype=torch.float32), TypeError, f"key_anchors {FP16}"),
     "anchors as a list": Fault(pick("key_anchors", [0.0], 0, True), TypeError, r"key_anchors is a \w+, not a Tensor"),
-    "anchors elsewhere": Fault(
-        anchors_of(device="meta"), ValueError, "key_anchors .* on meta are not contiguous, or not"
-    ),
+    "anchors elsewhere": Fault(anchors_of(device="meta"), ValueError, "key_anchors .* on meta are not contiguous, or"),
     "anchors misshapen": Fault(misshapen, ValueError, "key_anchors .* are not contiguous, or not the"),
 }
 CACHE_FAULTS = {
     "cache not a tensor": Fault(pick("k_cache", None, [1.0], 3), TypeError, r"k_cache is a \w+, not a Tensor"),
-    "one page": Fault(change("v_cache", by=lambda x: x[0]), ValueError, "v_cache has 3 dimensions"),
-    "cache of integers": Fault(
-        change("k_cache", "v_cache", by=lambda x: torch.zeros_like(x, dtype=torch.int32)), TypeError,
-        "k_cache is torch.int32, expected one of",
-    ),
-    "caches of two types": Fault(change("v_cache", by=other_type), TypeError, "v_cache is .* but k_cache is torch"),
+    "one page": altered("v_cache", lambda x: x[0], ValueError, "v_cache has 3 dimensions"),
+    "cache of integers": altered("k_cache v_cache", Tensor.int, TypeError, "k_cache is torch.int32, expected one of"),
+    "caches of two types": altered("v_cache", faults.other_type, TypeError, "v_cache is .* but k_cache is torch"),
     "cache elsewhere": elsewhere("v_cache", "v_cache is on meta but k_cache is on cpu"),
-    "caches of two sizes": Fault(change("v_cache", by=lambda x: x[1:]), ValueError, r"caches \(pages, slots, Hkv"),
-    "cache without pages": Fault(change("k_cache", "v_cache", by=lambda x: x[:0]), ValueError, r"caches \(pages,"),
-    "cache with gaps": Fault(
-        change("k_cache", by=lambda x: torch.stack([x, x], -1)[..., 0]), ValueError, "k_cache has strides .* is not 1"
-    ),
-}  # fmt: skip
-WRITE_FAULTS = ANCHOR_FAULTS | CACHE_FAULTS | {
+    "caches of two sizes": altered("v_cache", lambda x: x[1:], ValueError, r"caches \(pages, slots, Hkv"),
+    "cache without pages": altered("k_cache v_cache", lambda x: x[:0], ValueError, r"caches \(pages,"),
+    "cache with gaps": altered("k_cache", faults.with_gaps, ValueError, "k_cache has strides .* is not 1"),
+}
+NO_GRADIENT = "write_pages has no gradient, and k requires one"
+FAULTS = ANCHOR_FAULTS | CACHE_FAULTS | {
     "keys not a tensor": Fault(pick("k", None, [1.0], 3), TypeError, r"k is a \w+, not a Tensor"),
-    "keys heads first": Fault(change("k", by=lambda x: x[None]), ValueError, "k has 4 dimensions"),
-    "another type": Fault(change("v", by=other_type), TypeError, "v is .* but k_cache is torch"),
+    "keys heads first": altered("k", lambda x: x[None], ValueError, "k has 4 dimensions"),
+    "another type": altered("v", faults.other_type, TypeError, "v is .* but k_cache is torch"),
     "keys elsewhere": elsewhere("k", "k is on meta but k_cache is on cpu"),
-    "heads": Fault(change("v", by=lambda x: torch.cat([x, x], 1)), ValueError, "v .* does not fit the cache's heads"),
+    "heads": altered("v", faults.doubled(1), ValueError, "v .* does not fit the cache's heads"),
     "as many": Fault(more, ValueError, r"\d+ slots, but \d+ keys and \d+ values"),
     "a slot twice": Fault(twice, ValueError, "slot_mapping names a slot twice"),
     "behind the cache": Fault(behind, ValueError, r"slot_mapping names slot \d+, but the cache has \d+ slots"),
-    "slots of floats": Fault(
-        change("slot_mapping", by=Tensor.float), TypeError, "slot_mapping is torch.float32, not an int32 or int64"
-    ),
+    "slots of floats": altered("slot_mapping", Tensor.float, TypeError, f"slot_mapping {INTEGERS}"),
     "slots as a list": Fault(put(slot_mapping=[0]), TypeError, "slot_mapping is a list, not a Tensor"),
-    "slots in a row": Fault(change("slot_mapping", by=lambda x: x[None]), ValueError, "slot_mapping has 2 dimensions"),
+    "slots in a row": altered("slot_mapping", lambda x: x[None], ValueError, "slot_mapping has 2 dimensions"),
     "slots elsewhere": elsewhere("slot_mapping", "slot_mapping is on meta"),
-    "gradients": Fault(
-        change("k", by=lambda x: x.detach().clone().requires_grad_()), NotImplementedError,
-        "write_pages has no gradient, and k requires one",
-    ),
+    "gradients": altered("k", faults.leaf, NotImplementedError, NO_GRADIENT),
     "keyword": Fault(put(block_table=None), TypeError, "unexpected keyword argument 'block_table'"),
 }  # fmt: skip
 SIMPLEST = {name: value for name, value in attention.SIMPLEST.items() if name not in ("rows", "keys", "batch")}
 SIMPLEST |= {"slots": 16, "view": "together", "fill": "at once", "anchors": False, "wide": True, "spaced": False}
-KIND = Kind(draw, run, 30, SIMPLEST, WRITE_FAULTS)
+KIND = Kind(draw, run, 30, SIMPLEST, FAULTS)

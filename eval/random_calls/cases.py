@@ -24,25 +24,13 @@ TWICE_EVERY = 20  # cases: every such one may be called twice, to be compared bi
 
 @dataclass(frozen=True)
 class Kind:
-    """One part of the API.
+    """One part of the API."""
 
-    Attributes
-    ----------
-    draw : callable
-        Parameters of a valid case.
-    run : callable
-        Calls and judges: measured over allowed, or counts for `COUNTS`. Makes the mistake of a case with a fault.
-    share : int
-        How often it is drawn, beside the others.
-    simplest : mapping
-        Value of each parameter that says least, for shrinking.
-    faults : mapping
-    """
-
-    draw: Callable[[Random], Params]
+    draw: Callable[[Random], Params]  # parameters of a valid case
+    # Calls and judges: measured over allowed, or counts for `COUNTS`. Makes the mistake of a case with a fault.
     run: Callable[[Params], Measures]
-    share: int
-    simplest: Mapping[str, Any] = field(default_factory=dict)
+    share: int  # how often it is drawn, beside the others
+    simplest: Mapping[str, Any] = field(default_factory=dict)  # value of each parameter that says least, for shrinking
     faults: Mapping[str, Fault] = field(default_factory=dict)
 
 
@@ -63,28 +51,20 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a case.
+    """The result of a case.
 
-    Attributes
-    ----------
-    verdict : str
-        "correct", "refused" (a documented error, as it must), "absent" (its backend cannot run here), or a failure:
-        "wrong", "raised", "accepted".
-    why : str
-        Of a failure.
-    measures : dict
-    fatal : bool
-        The device is broken, and judges no further case.
+    The verdict is "correct", "refused" (a documented error, as it must), "absent" (its backend cannot run here), or a
+    failure: "wrong", "raised", "accepted".
     """
 
     verdict: str
-    why: str = ""
+    why: str = ""  # of a failure
     measures: Measures = field(default_factory=dict)
-    fatal: bool = False
+    fatal: bool = False  # the device is broken, and judges no further case
 
     @property
     def failed(self) -> bool:
-        """Whether the package has to be mended."""
+        """True where the package has to be mended."""
         return self.verdict in ("wrong", "raised", "accepted")
 
 

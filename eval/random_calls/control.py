@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-"""What compute-sanitizer says of the means themselves: runs a kernel that is known to be correct.
+"""A kernel that is known to be correct, to learn what compute-sanitizer says of the means it is made of.
 
     compute-sanitizer --tool racecheck python -m pasa.eval.random_calls.control
 

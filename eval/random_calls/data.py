@@ -82,33 +82,21 @@ def resonance(draw: Draw) -> Pair:
     return q, k
 
 
-def both(change: Callable[[Draw, Tensor], Tensor]) -> Callable[[Draw], Pair]:
-    """Change queries and keys alike."""
-    return lambda draw: (change(draw, draw.q), change(draw, draw.k))
+VALUES: dict[str, Callable[[Draw, Tensor], Tensor]] = {
+    "randn": lambda draw, x: x,
+    "shifted": lambda draw, x: x + 20,
+    "wide": lambda draw, x: x * 2.0 ** torch.randint(-20, 14, x.shape, generator=draw.source),  # exponents
+    "largest": lambda draw, x: FP16_MAX * draw.sign(x.shape),
+    "outliers": lambda draw, x: x + 30000 * draw.sign(x.shape) * (draw.uniform(x.shape) < 0.02),
+    "denormal": lambda draw, x: x * 2.0**-20,  # subnormal in FP16
+}
 
 
-def wide(draw: Draw, x: Tensor) -> Tensor:
-    """Return exponents from -20 to 13."""
-    return x * 2.0 ** torch.randint(-20, 14, x.shape, generator=draw.source)
+def both(name: str) -> Callable[[Draw], Pair]:
+    """Change queries and keys as `VALUES` changes values."""
+    return lambda draw: (VALUES[name](draw, draw.q), VALUES[name](draw, draw.k))
 
 
-def largest(draw: Draw, x: Tensor) -> Tensor:
-    """Return +-65504."""
-    return FP16_MAX * draw.sign(x.shape)
-
-
-def outliers(draw: Draw, x: Tensor) -> Tensor:
-    """Return one number in fifty at +-30000."""
-    return x + 30000 * draw.sign(x.shape) * (draw.uniform(x.shape) < 0.02)
-
-
-def denormal(draw: Draw, x: Tensor) -> Tensor:
-    """Return numbers that are subnormal in FP16."""
-    return x * 2.0**-20
-
-
-ORDINARY = ("randn", "mean", "bias", "drift", "repeated", "constant")
-"""Data of queries and keys that same-precision arithmetic is good at."""
 SCORES: dict[str, Callable[[Draw], Pair]] = {
     "randn": lambda draw: (draw.q, draw.k),
     "mean": mean,
@@ -118,20 +106,10 @@ SCORES: dict[str, Callable[[Draw], Pair]] = {
     "repeated": repeated,
     "constant": lambda draw: (3 * draw.q, draw.k[..., :1, :].expand(draw.k.shape)),
     "resonance": resonance,
-    "wide": both(wide),
-    "largest": both(largest),
-    "outliers": both(outliers),
-    "denormal": both(denormal),
+    **{name: both(name) for name in ("wide", "largest", "outliers", "denormal")},
 }
-ORDINARY_VALUES = ("randn", "shifted")
-VALUES: dict[str, Callable[[Draw, Tensor], Tensor]] = {
-    "randn": lambda draw, x: x,
-    "shifted": lambda draw, x: x + 20,
-    "wide": wide,
-    "largest": largest,
-    "outliers": outliers,
-    "denormal": denormal,
-}
+# what same-precision arithmetic is good at
+ORDINARY, ORDINARY_VALUES = ("randn", "mean", "bias", "drift", "repeated", "constant"), ("randn", "shifted")
 
 
 def fit(x: Tensor, dtype: torch.dtype) -> Tensor:

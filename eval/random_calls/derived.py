@@ -39,7 +39,7 @@ def run_golden(params: Params) -> Measures:
     weights = torch.exp(part.scores - top)
     total = weights.sum(-1, keepdim=True)
     exact, exact_lse = weights / total.where(total > 0, 1.0) @ part.v, (top + total.log()).squeeze(-1)
-    seen, n = ~truth.blind, call.k.shape[2]
+    seen, n = ~truth.fully_masked, call.k.shape[2]
     eps = (q.shape[-1] + 4) * FP64_UNIT * truth.products + 4 * FP64_UNIT * (truth.added + exact_lse.abs() + 1)
     spread = torch.expm1(4 * eps).clamp(max=1.0).unsqueeze(-1) * (truth.high - truth.low)
     return {

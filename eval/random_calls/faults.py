@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+import torch
 from torch import Tensor
 
 SEED = "data_seed"
@@ -43,11 +44,31 @@ def pick(name: str, *values: Any) -> Callable[[Arguments, Random], object]:
     return lambda arguments, rng: arguments.update({name: rng.choice(values)})
 
 
-def change(*names: str, by: Callable[[Tensor], Tensor]) -> Callable[[Arguments, Random], object]:
-    """Change some tensors."""
-    return lambda arguments, rng: arguments.update({name: by(arguments[name]) for name in names})
+def altered(names: str, by: Callable[[Tensor], Tensor], error: type[Exception], message: str) -> Fault:
+    """Return the mistake to change tensors of these names (between spaces) alike."""
+    return Fault(lambda a, rng: a.update({name: by(a[name]) for name in names.split()}), error, message)
 
 
 def elsewhere(name: str, message: str) -> Fault:
-    """Put a tensor on the device meta."""
-    return Fault(change(name, by=lambda x: x.to("meta")), ValueError, message)
+    """Return the mistake to put a tensor on the device meta."""
+    return altered(name, lambda x: x.to("meta"), ValueError, message)
+
+
+def doubled(axis: int) -> Callable[[Tensor], Tensor]:
+    """Return a function that makes a tensor twice as long on an axis."""
+    return lambda x: torch.cat([x, x], axis)
+
+
+def other_type(x: Tensor) -> Tensor:
+    """Return half the bits, or twice as many."""
+    return x.to(torch.float32 if x.dtype != torch.float32 else torch.float16)
+
+
+def with_gaps(x: Tensor) -> Tensor:
+    """Return a tensor whose last stride is 2."""
+    return torch.stack([x, x], -1)[..., 0]
+
+
+def leaf(x: Tensor) -> Tensor:
+    """Return a tensor that requires a gradient."""
+    return x.detach().clone().requires_grad_()

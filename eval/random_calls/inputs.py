@@ -23,28 +23,15 @@ NO_KEY = 0.1  # share of the entries whose padding leaves no key
 
 @dataclass(frozen=True)
 class Call:
-    """A call, heads first.
+    """A call, heads first."""
 
-    Attributes
-    ----------
-    q : Tensor (B, Hq, Sq, D)
-    k, v : Tensor (B, Hkv, Skv, D)
-    mask : Tensor, optional
-        Broadcasts to (B, Hq, Sq, Skv).
-    causal : bool
-        The band is aligned to the last row and key.
-    scale : float
-    sequences : tuple of (int, int), optional
-        Rows and keys of each, if sequences are packed one behind the other; B is 1.
-    """
-
-    q: Tensor
-    k: Tensor
+    q: Tensor  # (B, Hq, Sq, D)
+    k: Tensor  # (B, Hkv, Skv, D)
     v: Tensor
-    mask: Tensor | None
-    causal: bool
+    mask: Tensor | None  # broadcasts to (B, Hq, Sq, Skv)
+    causal: bool  # the band is aligned to the last row and key
     scale: float
-    sequences: tuple[tuple[int, int], ...] | None = None
+    sequences: tuple[tuple[int, int], ...] | None = None  # rows and keys of each that is packed into batch entry 0
 
     def to(self, device: torch.device) -> Call:
         """Return the same call on a device."""
@@ -90,10 +77,10 @@ def make(params: Params) -> Call:
 
 
 def draw_mask(kind: str, q: Tensor, k: Tensor, rng: Random, source: torch.Generator, mild: bool) -> Tensor | None:
-    """Return one of `MASKS` for q (B, Hq, Sq, D) and k (B, Hkv, Skv, D); it may hide all keys of a row or an entry.
+    """Return one of `MASKS` for these queries and keys; it may mask out all keys of a row or an entry.
 
-    `mild`: what it adds is N(0, 1) or -inf. The published algorithm keeps row vectors in FP16, where -3e38 is -inf, and
-    a block of such keys NaN.
+    A `mild` one adds N(0, 1) or -inf: in the FP16 row vectors of the published algorithm -3e38 is -inf, and a block of
+    such keys NaN.
     """
     if kind == "none":
         return None
@@ -156,21 +143,14 @@ def _fused(q: Tensor, k: Tensor, v: Tensor) -> Three:
 
 STRIDES: dict[str, Callable[[Tensor, Tensor, Tensor], Three]] = {
     "contiguous": _each(lambda x: x),
-    # (B, S, H, D) in memory
-    "heads last": _each(lambda x: x.transpose(1, 2).contiguous().transpose(1, 2)),
-    # rows twice as far apart as they are long
-    "sliced": _each(lambda x: torch.cat([x, x], -1)[..., : x.shape[-1]]),
-    # the last stride is not 1
-    "turned": _each(lambda x: x.mT.contiguous().mT),
-    # the first element lies one element after an aligned address
-    "offset": _each(lambda x: torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)),
-    # every other row of a longer tensor
-    "stepped": _each(lambda x: torch.stack([x, x], 3).flatten(2, 3)[:, :, ::2]),
-    # batch and heads in the other order
-    "reversed": _each(lambda x: x.transpose(0, 1).contiguous().transpose(0, 1)),
+    "heads last": _each(lambda x: x.transpose(1, 2).contiguous().transpose(1, 2)),  # (B, S, H, D) in memory
+    "sliced": _each(lambda x: torch.cat([x, x], -1)[..., : x.shape[-1]]),  # rows twice as far apart as they are long
+    "turned": _each(lambda x: x.mT.contiguous().mT),  # the last stride is not 1
+    "offset": _each(lambda x: torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)),  # one element off alignment
+    "stepped": _each(lambda x: torch.stack([x, x], 3).flatten(2, 3)[:, :, ::2]),  # every other row of a longer tensor
+    "reversed": _each(lambda x: x.transpose(0, 1).contiguous().transpose(0, 1)),  # batch and heads in the other order
     "fused": _fused,
-    # one head of keys, repeated by a stride of 0
-    "expanded": lambda q, k, v: (q, k[:, :1].expand(k.shape), v[:, :1].expand(v.shape)),
+    "expanded": lambda q, k, v: (q, k[:, :1].expand(k.shape), v[:, :1].expand(v.shape)),  # heads by a stride of 0
 }
 
 

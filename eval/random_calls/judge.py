@@ -32,31 +32,19 @@ WHAT = {  # the bounds of kernels, in the order in which they are shown
     "lse": "error of the log-sum-exp, over the bound for any data",
     "lse-ordinary": "the same on ordinary data, over what a sum of D numbers in FP32 may err by",
     "emulated-max": "largest error, over twice the reference emulation's and what FP32 scores may move",
-    "emulated-rmse": "RMSE, likewise",
+    "emulated-rmse": "the same of the RMSE",
     "emulated-lse": "error of the log-sum-exp, over twice the reference emulation's (published recovery)",
 }
 
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """What of a call its bounds depend on.
+    """The properties of a call that its bounds depend on."""
 
-    Attributes
-    ----------
-    dtype : torch.dtype
-        Of the output.
-    stores : int
-        How often an output is rounded to FP16 on the way: 1, and 2 for every block with accumulate="fp16".
-    drawn : bool
-        Outputs may be rounded at random: an error of a whole spacing in place of half of one.
-    summed : bool
-        Scores are sums in FP32 of ordinary numbers, so that a log-sum-exp errs by what D additions do.
-    """
-
-    dtype: torch.dtype
-    stores: int = 1
-    drawn: bool = False
-    summed: bool = False
+    dtype: torch.dtype  # of the output
+    stores: int = 1  # how often an output is rounded to FP16 on the way; two more for every block in FP16
+    drawn: bool = False  # outputs may be rounded at random: an error of a whole spacing in place of half of one
+    summed: bool = False  # scores are FP32 sums of ordinary numbers: a log-sum-exp errs by what D additions do
 
     @property
     def rounding(self) -> float:
@@ -66,18 +54,18 @@ class Arithmetic:
 
 def count_faults(truth: Truth, out: Tensor, lse: Tensor) -> Measures:
     """Count what no call may do, whatever its arithmetic: NaN at the wrong place, infinity, rows without a key."""
-    good, judged = ~truth.bad, ~truth.blind & ~truth.bad_rows
+    good, judged = ~truth.bad, ~truth.fully_masked & ~truth.bad_rows
     return {
         "nan": float((~torch.isnan(out) & truth.bad).sum() + (~torch.isnan(lse) & truth.bad_rows).sum()),
         "finite": float((~torch.isfinite(out) & good).sum() + (~torch.isfinite(lse) & judged).sum()),
-        "blind": float((out[truth.blind] != 0).sum() + (lse[truth.blind] != -torch.inf).sum()),
+        "blind": float((out[truth.fully_masked] != 0).sum() + (lse[truth.fully_masked] != -torch.inf).sum()),
     }
 
 
 def judge(truth: Truth, out: Tensor, lse: Tensor, how: Arithmetic) -> Measures:
     """Return measured over allowed by name of `WHAT`, at most 1 of a good call; and `count_faults`."""
     out, lse = out.double(), lse.double()
-    good, judged = ~truth.bad, ~truth.blind & ~truth.bad_rows
+    good, judged = ~truth.bad, ~truth.fully_masked & ~truth.bad_rows
     keys, spread = truth.keys.unsqueeze(-1), truth.high - truth.low
     slack = (keys * UNIT + how.rounding) * truth.largest + (1 + how.stores) * SUBNORMAL
     outside = torch.maximum(truth.low - out, out - truth.high).clamp(min=0)
@@ -112,19 +100,14 @@ Result = tuple[Tensor, Tensor]
 def compare(
     truth: Truth, result: Result, emulated: Result, moved: Tensor | None, dtype: torch.dtype, paper: float | None
 ) -> Measures:
-    """Return errors over those that the emulation of the same arithmetic makes.
+    """Return errors over those that the emulation of the same arithmetic makes, and what `order.find_moved` allows.
 
-    Parameters
-    ----------
-    moved : Tensor, optional
-        As `order.find_moved` has it; None allows for nothing of the kind.
-    paper : float, optional
-        What the published recovery's own roundings allow beside half an ulp, relative to the largest value. Its
-        log-sum-exp is compared too.
+    `paper` is what the roundings of the published recovery allow beside half an ulp, relative to the largest value. Its
+    log-sum-exp is compared too.
     """
     moved = torch.zeros_like(truth.out) if moved is None else moved
-    good, judged = ~truth.bad, ~truth.blind & ~truth.bad_rows
-    if not bool((good & ~truth.blind.unsqueeze(-1)).any()):
+    good, judged = ~truth.bad, ~truth.fully_masked & ~truth.bad_rows
+    if not bool((good & ~truth.fully_masked.unsqueeze(-1)).any()):
         return {}
     ours, theirs = (x[0].double().where(good, 0.0) - truth.out.where(good, 0.0) for x in (result, emulated))
     ulp, norm = HALF_ULP[dtype], float(truth.out.where(good, 0.0).norm())

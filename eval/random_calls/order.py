@@ -1,4 +1,4 @@
-"""What the order of a sum may do: FP32 sums of D products differ with it, by tenths of a nat where scores are huge."""
+"""Effect of the order of FP32 sums of D products: scores differ by tenths of a nat where they are huge."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def summed_error(part: Part, scale: float) -> Tensor:
     centred = (k - mean).where(exists, 0.0)
     reach = centred.norm(dim=-1, keepdim=True).amax(2, keepdim=True)
     # A block's mean is as near to this mean as the keys are, and twice as near to its own keys: then it is long enough
-    # for any choice of blocks. Otherwise a kernel may multiply keys as they are.
+    # for any choice of blocks. Otherwise a kernel may multiply whole keys.
     anchored = mean.norm(dim=-1, keepdim=True) >= (2 * ANCHOR_GAIN + 1) * reach
     whole, rest = (q.abs() @ x.abs().mT * scale for x in (k, centred))
     terms = rest.where(anchored & (whole > ANCHOR_LIMIT), whole)

@@ -25,16 +25,13 @@ TOLERANCE = 1e-7  # of beta: ten times that of the iteration
 def draw_config(rng: Random) -> Params:
     """Draw every field."""
     paper = rng.random() < 0.3
+    precisions = ("pasa",) if paper else ("pasa", "fp32", "partial", "fp16", "prescaled", "smooth_k")
     return {
-        "precision": "pasa" if paper else rng.choice(("pasa", "fp32", "partial", "fp16", "prescaled", "smooth_k")),
-        "recovery": "paper" if paper else "exact",
-        "softmax": rng.choice(("safe", "unbiased", "unbiased_paper")),
-        "overflow": rng.choice(("inf", "saturate")),
-        "accumulate": rng.choice(("fp32", "fp16")),
-        "block_q": rng.choice((1, 128, 65536)),
-        "block_k": rng.choice((1, 7, 128, 65536)),
-        "beta": rng.choice((None, 0, 0.0, 0.5, 0.999)) if paper else None,
-    }
+        "precision": rng.choice(precisions), "recovery": "paper" if paper else "exact",
+        "softmax": rng.choice(("safe", "unbiased", "unbiased_paper")), "overflow": rng.choice(("inf", "saturate")),
+        "accumulate": rng.choice(("fp32", "fp16")), "block_q": rng.choice((1, 128, 65536)),
+        "block_k": rng.choice((1, 7, 128, 65536)), "beta": rng.choice((None, 0, 0.0, 0.5, 0.999)) if paper else None,
+    }  # fmt: skip
 
 
 def run_config(params: Params) -> Measures:
@@ -46,27 +43,21 @@ def run_config(params: Params) -> Measures:
     return {"same": float(not kept or made != again or hash(made) != hash(again))}
 
 
-WRONG: tuple[Any, ...] = ("", "FP16", "auto", None, 3, True, [], "exactly")
+def wrong_beta(arguments: Arguments, rng: Random) -> None:
+    """Give a beta beyond its range where it is used."""
+    arguments |= {"precision": "pasa", "recovery": "paper", "beta": rng.choice((1, 1.0, -0.1, math.nan, "x", [], 9))}
+
+
+NO_MODE: tuple[Any, ...] = ("", "FP16", "auto", None, 3, True, [], "exactly")
+NO_SIZE: tuple[Any, ...] = (0, -1, 65537, 1.0, True, "128", None, math.nan)
+MODES, SIZES = ("precision", "recovery", "softmax", "overflow", "accumulate"), ("block_q", "block_k")
 CONFIG_FAULTS = {
-    **{
-        name: Fault(pick(name, *WRONG), ValueError, rf"{name}=.* is not one of")
-        for name in ("precision", "recovery", "softmax", "overflow", "accumulate")
-    },
-    **{
-        name: Fault(
-            pick(name, 0, -1, 65537, 1.0, True, "128", None, math.nan), ValueError, rf"{name}=.* not an integer"
-        )
-        for name in ("block_q", "block_k")
-    },
-    "beta": Fault(
-        lambda a, rng: a.update(
-            precision="pasa", recovery="paper", beta=rng.choice((1, 1.0, -0.1, math.nan, "x", [], 9))
-        ),
-        ValueError, r"beta=.* is not in \[0, 1\)",
-    ),
+    **{name: Fault(pick(name, *NO_MODE), ValueError, rf"{name}=.* is not one of") for name in MODES},
+    **{name: Fault(pick(name, *NO_SIZE), ValueError, rf"{name}=.* not an integer") for name in SIZES},
+    "beta": Fault(wrong_beta, ValueError, r"beta=.* is not in \[0, 1\)"),
     "beta unused": Fault(put(recovery="exact", precision="pasa", beta=0.5), ValueError, "beta=0.5 is only used by"),
     "unknown": Fault(put(window=128), TypeError, "unexpected keyword argument 'window'"),
-}  # fmt: skip
+}
 
 
 # ---- shifting matrices and their beta
@@ -86,14 +77,13 @@ def nearest_error(x: Tensor, exact: float, dtype: str) -> float:
     """Return how far entries are off, over half the spacing at the exact number."""
     bits, least = MANTISSA[dtype]
     exponent = max(math.frexp(exact)[1] - 1 if exact else least, least)
-    return (
-        float((x.double() - exact).abs().max()) / (2.0 ** (exponent - bits - 1) * (1 + 2.0**-40)) if x.numel() else 0.0
-    )
+    half = 2.0 ** (exponent - bits - 1) * (1 + 2.0**-40)
+    return float((x.double() - exact).abs().max()) / half if x.numel() else 0.0
 
 
 def run_matrix(params: Params) -> Measures:
     """Check that every entry is the nearest to scale (1 - beta/n) or -scale beta/n."""
-    arguments: Arguments = {"n": params["n"], "beta": params["beta"], "scale": params["scale"]}
+    arguments: Arguments = {name: params[name] for name in ("n", "beta", "scale")}
     arguments["dtype"] = getattr(torch, params["dtype"])
     make_mistake(MATRIX_FAULTS, params, arguments)
     matrix = pasa.shifting_matrix(**arguments)
@@ -170,10 +160,8 @@ def run_bounds(params: Params) -> Measures:
     gain = 1 + torch.rand(hidden, generator=source, dtype=torch.float64) if params["gain"] else None
     norm = Norm(math.sqrt(hidden), gain, None, params["centred"])
     query, key = (project(w, b, n, norm) for w, b, n in zip(weights, biases, (heads, kv_heads), strict=True))
-    bounds = {
-        rotary: geometry.score_bounds(query, key, heads=heads, seq_len=16, delta=1e-6, rotary=rotary).proven
-        for rotary in (0, dim)
-    }
+    how = {"heads": heads, "seq_len": 16, "delta": 1e-6}
+    bounds = {rotary: geometry.score_bounds(query, key, **how, rotary=rotary).proven for rotary in (0, dim)}
     n = torch.randn(64, hidden, generator=source, dtype=torch.float64)
     if params["aligned"]:  # along what the first query head looks for
         folded = weights[0][:dim] * (1 if gain is None else gain)
@@ -230,7 +218,7 @@ def draw_patch(rng: Random) -> Params:
     return {
         "grouped": rng.randint(0, 1), "batch": rng.randint(1, 3), "tokens": rng.choice((1, 2, 7, 20)),
         "policy": rng.choice(("all", "auto", "every")), "padded": rng.random() < 0.5,
-        "context": rng.random() < 0.5, "cached": rng.random() < 0.5, "softmax": rng.choice(("safe", "unbiased")),
+        "cached": rng.random() < 0.5, "softmax": rng.choice(("safe", "unbiased")),
     }  # fmt: skip
 
 
@@ -270,8 +258,7 @@ PATCH_FAULTS = {
     "config": Fault(pick("config", {}, "exact"), TypeError, "config"),
     "backend": Fault(pick("backend", "abacus"), ValueError, "abacus"),
     "model": Fault(pick("model_or_pipeline", None, 3, "llama"), TypeError, "expected a model"),
-}  # fmt: skip
-
+}
 
 KINDS = {
     "PasaConfig": Kind(draw_config, run_config, 30, {}, CONFIG_FAULTS),

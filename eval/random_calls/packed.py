@@ -11,7 +11,7 @@ import pasa
 from pasa.eval.random_calls import attention
 from pasa.eval.random_calls.backends import available
 from pasa.eval.random_calls.cases import Kind, Measures
-from pasa.eval.random_calls.faults import Arguments, Fault, Params, change, make_mistake, pick, put
+from pasa.eval.random_calls.faults import Arguments, Fault, Params, altered, elsewhere, make_mistake, pick, put
 from pasa.eval.random_calls.inputs import indices, make
 from pasa.eval.random_calls.truth import pieces
 
@@ -69,18 +69,14 @@ FAULTS = {
     "edges in a row": Fault(put(cu_seqlens_k=torch.zeros(2, 2).int()), ValueError, r"cu_seqlens_k has shape"),
     "edges of floats": Fault(put(cu_seqlens_q=torch.zeros(2)), TypeError, "cu_seqlens_q is torch.float32"),
     "edges as a list": Fault(put(cu_seqlens_k=[0, 1]), TypeError, "cu_seqlens_k is list"),
-    "edges elsewhere": Fault(
-        change("cu_seqlens_q", by=lambda x: x.to("meta")), ValueError, "cu_seqlens_q is on meta"
-    ),
+    "edges elsewhere": elsewhere("cu_seqlens_q", "cu_seqlens_q is on meta"),
     "longest too short": Fault(put(max_seqlen_k=-1), ValueError, "max_seqlen_k=-1 is below the longest sequence"),
-    "longest not a number": Fault(
-        pick("max_seqlen_q", 7.0, True, "7", None), TypeError, "max_seqlen_q=.* not an integer"
-    ),
-    "no tokens": Fault(change("q", by=lambda x: x[:0]), ValueError, "q is empty"),
-    "heads first": Fault(change("v", by=lambda x: x.unsqueeze(0)), ValueError, "v has 4 dimensions"),
+    "longest not a number": Fault(pick("max_seqlen_q", 7.0, True, "7", None), TypeError, "max_seqlen_q=.* not an int"),
+    "no tokens": altered("q", lambda x: x[:0], ValueError, "q is empty"),
+    "heads first": altered("v", lambda x: x.unsqueeze(0), ValueError, "v has 4 dimensions"),
     "return_lse": Fault(put(return_lse=2), TypeError, "return_lse="),
     "a mask": Fault(put(attn_mask=None), TypeError, "unexpected keyword argument 'attn_mask'"),
-}  # fmt: skip
+}
 SIMPLEST = {name: value for name, value in attention.SIMPLEST.items() if name not in ("rows", "keys", "batch")}
 SIMPLEST |= {"wide": True, "spaced": False}
 KIND = Kind(draw, run, 120, SIMPLEST, FAULTS)

@@ -14,7 +14,20 @@ import pasa
 from pasa.eval.random_calls import attention, caches
 from pasa.eval.random_calls.backends import REFERENCE, TRITON, available
 from pasa.eval.random_calls.cases import Kind, Measures
-from pasa.eval.random_calls.faults import SEED, Arguments, Fault, Params, change, elsewhere, make_mistake, pick, put
+from pasa.eval.random_calls.faults import (
+    SEED,
+    Arguments,
+    Fault,
+    Params,
+    altered,
+    doubled,
+    elsewhere,
+    leaf,
+    make_mistake,
+    other_type,
+    pick,
+    put,
+)  # fmt: skip
 from pasa.eval.random_calls.inputs import Call, indices, make
 
 
@@ -129,53 +142,51 @@ def groups(heads: int, dim: int, **how: Any) -> Any:
     return give
 
 
+def no_length(arguments: Arguments, rng: Random) -> None:
+    """Give a longest length that is none."""
+    arguments[rng.choice(("max_seqlen_q", "max_seqlen_k"))] = rng.choice((0, -1, 7.0, True, "7"))
+
+
+TOO_MANY_HEADS = "129 query heads share a key head of a paged cache; at most 128|no backend can serve this call: triton"
 SHARED = ("causal", "return_lse", "scale", "scale not a number", "config", "backend", "backend not a name",
           "capability", "keyword")  # fmt: skip
-FAULTS = caches.ANCHOR_FAULTS | caches.CACHE_FAULTS | {name: attention.FAULTS[name] for name in SHARED} | {
-    "anchors of other keys": Fault(stale, ValueError, "key_anchors are not those of the keys in k_cache"),
-    "not a tensor": Fault(pick("q", None, 3, [1.0]), TypeError, r"q is a \w+, not a Tensor"),
-    "rank": Fault(change("q", by=lambda x: x[None]), ValueError, r"q has 4 dimensions .* expected 3"),
-    "another type": Fault(change("q", by=caches.other_type), TypeError, r"q is torch\.\w+ but k_cache is torch"),
-    "queries elsewhere": elsewhere("q", "q is on meta but k_cache is on cpu"),
-    "head dim": Fault(change("q", by=lambda x: torch.cat([x, x], -1)), ValueError, "not of the cache's head dim"),
-    "no queries": Fault(change("q", by=lambda x: x[:0]), ValueError, r"q \(0, .* is empty"),
-    "head groups": Fault(groups(3, 4), ValueError, "3 query heads are not a multiple of 2 key heads"),
-    "head dim beyond all": Fault(groups(2, 513), NotImplementedError, "head dim 513 is outside"),
-    "heads beyond a tile": Fault(
-        groups(129, 16, backend=TRITON, config=None), NotImplementedError,
-        "129 query heads share a key head of a paged cache; at most 128|no backend can serve this call: triton",
-    ),
-    "too large": Fault(too_large, ValueError, r"q has \d+ values beyond the FP16 range"),
-    "gradients": Fault(
-        change("q", by=lambda x: x.detach().clone().requires_grad_()), NotImplementedError,
-        "attention_paged has no gradient, and q requires one",
-    ),
-    "table of floats": Fault(
-        change("block_table", by=Tensor.float), TypeError, "block_table is torch.float32, not an int32 or int64 Tensor"
-    ),
-    "table as a list": Fault(put(block_table=[[0]]), TypeError, "block_table is a list, not a Tensor"),
-    "a table's row": Fault(change("block_table", by=lambda x: x[0]), ValueError, "block_table has 1 dimensions"),
-    "more tables": Fault(
-        change("block_table", by=lambda x: torch.cat([x, x])), ValueError, r"block_table .* does not fit \d+ seq_lens"
-    ),
-    "table elsewhere": elsewhere("block_table", "block_table is on meta"),
-    "no such page": Fault(no_page, ValueError, r"block_table names page -?\d+, but the cache has \d+ pages"),
-    "lengths of 16 bits": Fault(change("seq_lens", by=lambda x: x.short()), TypeError, "seq_lens is torch.int16, not"),
-    "lengths beyond the table": Fault(
-        change("seq_lens", by=lambda x: x + 10**6), ValueError, "but the block table has room for 0 to"
-    ),
-    "lengths below 0": Fault(change("seq_lens", by=lambda x: x - 10**6), ValueError, r"seq_lens are -\d+ to"),
-    "lengths elsewhere": elsewhere("seq_lens", "seq_lens is on meta"),
-    "rows": Fault(rows_of_none, ValueError, r"q has \d+ rows for \d+ sequences; give cu_seqlens_q"),
-    "edges": Fault(edges, ValueError, r"cu_seqlens_q=.* does not rise from 0 to at most the \d+ tokens of q"),
-    "more edges": Fault(
-        put(cu_seqlens_q=torch.zeros(9).int()), ValueError, r"cu_seqlens_q has 9 entries for \d sequences"
-    ),
-    "edges of floats": Fault(put(cu_seqlens_q=torch.zeros(2)), TypeError, "cu_seqlens_q is torch.float32, not"),
-    "longest": Fault(
-        lambda a, rng: a.update({rng.choice(("max_seqlen_q", "max_seqlen_k")): rng.choice((0, -1, 7.0, True, "7"))}),
-        ValueError, "max_seqlen_[qk]=.* is not a positive integer",
-    ),
-}  # fmt: skip
+FAULTS = (
+    caches.ANCHOR_FAULTS
+    | caches.CACHE_FAULTS
+    | {name: attention.FAULTS[name] for name in SHARED}
+    | {
+        "anchors of other keys": Fault(stale, ValueError, "key_anchors are not those of the keys in k_cache"),
+        "not a tensor": Fault(pick("q", None, 3, [1.0]), TypeError, r"q is a \w+, not a Tensor"),
+        "rank": altered("q", lambda x: x[None], ValueError, r"q has 4 dimensions .* expected 3"),
+        "another type": altered("q", other_type, TypeError, r"q is torch\.\w+ but k_cache is torch"),
+        "queries elsewhere": elsewhere("q", "q is on meta but k_cache is on cpu"),
+        "head dim": altered("q", doubled(-1), ValueError, "not of the cache's head dim"),
+        "no queries": altered("q", lambda x: x[:0], ValueError, r"q \(0, .* is empty"),
+        "head groups": Fault(groups(3, 4), ValueError, "3 query heads are not a multiple of 2 key heads"),
+        "head dim beyond all": Fault(groups(2, 513), NotImplementedError, "head dim 513 is outside"),
+        "heads beyond a tile": Fault(groups(129, 16, backend=TRITON, config=None), NotImplementedError, TOO_MANY_HEADS),
+        "too large": Fault(too_large, ValueError, r"q has \d+ values beyond the FP16 range"),
+        "gradients": altered("q", leaf, NotImplementedError, "attention_paged has no gradient, and q requires one"),
+        "table of floats": altered("block_table", Tensor.float, TypeError, f"block_table {caches.INTEGERS}"),
+        "table as a list": Fault(put(block_table=[[0]]), TypeError, "block_table is a list, not a Tensor"),
+        "a table's row": altered("block_table", lambda x: x[0], ValueError, "block_table has 1 dimensions"),
+        "more tables": altered("block_table", doubled(0), ValueError, r"block_table .* does not fit \d+ seq_lens"),
+        "table elsewhere": elsewhere("block_table", "block_table is on meta"),
+        "no such page": Fault(no_page, ValueError, r"block_table names page -?\d+, but the cache has \d+ pages"),
+        "lengths of 16 bits": altered("seq_lens", Tensor.short, TypeError, "seq_lens is torch.int16, not"),
+        "lengths beyond the table": altered(
+            "seq_lens", lambda x: x + 10**6, ValueError, "block table has room for 0 to"
+        ),
+        "lengths below 0": altered("seq_lens", lambda x: x - 10**6, ValueError, r"seq_lens are -\d+ to"),
+        "lengths elsewhere": elsewhere("seq_lens", "seq_lens is on meta"),
+        "rows": Fault(rows_of_none, ValueError, r"q has \d+ rows for \d+ sequences; give cu_seqlens_q"),
+        "edges": Fault(edges, ValueError, r"cu_seqlens_q=.* does not rise from 0 to at most the \d+ tokens of q"),
+        "more edges": Fault(
+            put(cu_seqlens_q=torch.zeros(9).int()), ValueError, r"cu_seqlens_q has 9 entries for \d seq"
+        ),
+        "edges of floats": Fault(put(cu_seqlens_q=torch.zeros(2)), TypeError, "cu_seqlens_q is torch.float32, not"),
+        "longest": Fault(no_length, ValueError, "max_seqlen_[qk]=.* is not a positive integer"),
+    }
+)
 SIMPLEST = caches.SIMPLEST | {"longest": "none"}
 KIND = Kind(draw, run, 80, SIMPLEST, FAULTS)

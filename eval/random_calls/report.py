@@ -18,26 +18,25 @@ WIDTH = 1500  # characters of a failure
 NOTE = "Measured over allowed, or a count; eval/random_calls/README.md says what is allowed."
 
 
-def fuzz(result: Record) -> list[Table | str]:
-    """Return what is shown of the whole API."""
-    verdicts = [
-        Table(title, [by, *VERDICTS], [[k, *(str(n.get(each, 0)) for each in VERDICTS)] for k, n in found.items()])
-        for title, by, found in (("Verdicts", "kind", result["verdicts"]), ("Backends", "backend", result["backends"]))
+def report(result: Record) -> list[Table | str]:
+    """Return what is shown of a run."""
+    named = result.get("verdicts", {}), result.get("backends", {})
+    tables = [
+        Table(title, [by, *VERDICTS], [[k, *(str(n.get(each, 0)) for each in VERDICTS)] for k, n in counts.items()])
+        for title, by, counts in zip(("Verdicts", "Backends"), ("kind", "backend"), named, strict=True)
+        if counts
     ]
-    refused = defaultdict(list)
-    for name, number in result["faults"].items():
+    tables.append(bounds(result, WHAT if result["experiment"] == "soak" else None))
+    lists: dict[str, list[str]] = defaultdict(list)
+    for name, number in result.get("faults", {}).items():
         kind, _, fault = name.partition(": ")
-        refused[kind].append(f"{fault} {number}")
-    wrong = [[kind, ", ".join(faults)] for kind, faults in refused.items()]
-    calls = Table("Wrong calls", ["of", "refused, and how often"], wrong, wraps="refused, and how often")
-    return [*verdicts, bounds(result), calls, *failures(result), fuzz_verdict(result), fuzz_origin(result)]
-
-
-def soak(result: Record) -> list[Table | str]:
-    """Return what is shown of one backend's kernels."""
-    rows = [[k, ", ".join(f"{kind} {number}" for kind, number in n.items())] for k, n in result["counts"].items()]
-    counts = Table("Cases", ["by", "number"], rows, wraps="number")
-    return [bounds(result, WHAT), counts, *failures(result), soak_verdict(result), soak_origin(result)]
+        lists[kind].append(f"{fault} {number}")
+    for name, numbers in result.get("counts", {}).items():
+        lists[name] = [f"{kind} {number}" for kind, number in numbers.items()]
+    title = "Wrong calls that are refused" if "faults" in result else "Cases"
+    rows = [[name, ", ".join(texts)] for name, texts in lists.items()]
+    tables.append(Table(title, ["of", "number"], rows, wraps="number"))
+    return [*tables, *failures(result), verdict(result), origin(result)]
 
 
 def bounds(result: Record, what: Mapping[str, str] | None = None) -> Table:
@@ -66,44 +65,34 @@ def failures(result: Record) -> list[str]:
     return lines[:SHOWN] + more
 
 
-def fuzz_verdict(result: Record) -> str:
-    """Return what the exit status says of the whole API."""
+def verdict(result: Record) -> str:
+    """Return what the exit status says."""
     gate, cases = result["gate"], result["cases"]
-    absent = f"; {gate['absent']} had no backend here" if gate["absent"] else ""
-    if gate["passed"]:
-        refused = sum(result["faults"].values())
-        judged = cases - refused - gate["absent"]
-        return (
-            f"{cases:,} cases: {judged:,} hold all bounds against FP64, {refused:,} wrong calls of "
-            f"{len(result['faults'])} kinds are refused with their documented errors{absent}."
-        )
-    return f"{gate['failed']} of {cases} cases FAIL{absent}; repeat one: pasa eval fuzz --replay SEED:INDEX"
-
-
-def soak_verdict(result: Record) -> str:
-    """Return what the exit status says of the kernels."""
-    gate = result["gate"]
-    stopped = "; stopped, because the device failed" if gate["stopped"] else ""
-    if gate["passed"]:
+    absent = f"; {gate['absent']} had no backend here" if gate.get("absent") else ""
+    if not gate["passed"]:
+        stopped = "; stopped, because the device failed" if gate["stopped"] else ""
+        again = "pasa eval fuzz --replay SEED:INDEX"
+        if result["experiment"] == "soak":
+            small = " --small" * result["small"]
+            again = f"pasa bench soak --seed {result['seed']} --backend {result['backend']}{small} --only INDEX"
+        return f"{gate['failed']} of {gate['run']} cases FAIL{absent}{stopped}; repeat one: {again}"
+    if result["experiment"] == "soak":
         return f"All {gate['run']} cases hold all bounds."
-    again = f"repeat one: pasa bench soak --seed {result['seed']} --backend {result['backend']}"
-    return f"{gate['failed']} of {gate['run']} cases FAIL{stopped}; {again}{' --small' * result['small']} --only INDEX"
+    refused = sum(result["faults"].values())
+    return (
+        f"{cases:,} cases: {cases - refused - gate['absent']:,} hold all bounds against FP64, {refused:,} wrong calls "
+        f"of {len(result['faults'])} kinds are refused with their documented errors{absent}."
+    )
 
 
-def fuzz_origin(result: Record) -> str:
-    """Return where the numbers of the whole API come from."""
-    return f"Seed {result['seed']}; {_origin(result, 'torch', 'triton', 'pasa')}"
-
-
-def soak_origin(result: Record) -> str:
-    """Return where the numbers of kernels come from."""
-    twice = f"every {result['repeat_every']}th case run twice"
-    machine = _origin(result, "torch", "triton", "cuda", "pasa")
-    return f"Backend {result['backend']}, seed {result['seed']}, {twice}; {machine}"
-
-
-def _origin(result: Record, *names: str) -> str:
+def origin(result: Record) -> str:
+    """Return where the numbers come from, in one line."""
     machine = result["environment"]
+    names: tuple[str, ...] = ("torch", "triton", "pasa")
+    what = f"Seed {result['seed']}"
+    if result["experiment"] == "soak":
+        names = ("torch", "triton", "cuda", "pasa")
+        what = f"Backend {result['backend']}, seed {result['seed']}, every {result['repeat_every']}th case run twice"
     versions = ", ".join(f"{name} {machine.get(name) or '-'}" for name in names)
     commit = machine["commit"] or "unknown"
-    return f"{machine['device']}; {versions}; commit {commit}; {result['duration_s']} s. {result['note']}."
+    return f"{what}; {machine['device']}; {versions}; commit {commit}; {result['duration_s']} s. {result['note']}."

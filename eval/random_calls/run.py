@@ -43,15 +43,7 @@ def run_fuzz(
 ) -> Record:
     """Random calls of the whole API, right and wrong; exit 1 if one is neither correct nor refused as documented.
 
-    Returns
-    -------
-    dict
-        What `conclude` gives, ``verdicts`` by kind and by backend, and ``faults``: how often each was refused.
-
-    Raises
-    ------
-    ValueError
-        For fewer than one case, a negative seed, a name that is no SEED:INDEX, or one beside `cases` or `seed`.
+    Returns what `conclude` does, ``verdicts`` by kind and by backend, and ``faults``: how often each was refused.
     """
     if replay is not None and (cases is not None or seed is not None):
         raise ValueError(f"replay={replay!r} is one case, with a seed of its own: leave out cases and seed")
@@ -88,17 +80,7 @@ def run_soak(
 ) -> Record:
     """Random calls of one backend, judged against FP64 and the guarantee; exit 1 if one breaks a bound.
 
-    Returns
-    -------
-    dict
-        What `conclude` gives, and ``counts`` of what was drawn.
-
-    Raises
-    ------
-    ValueError
-        For fewer than one case or job, a negative index or an unknown backend.
-    NotImplementedError
-        If the backend cannot run here.
+    Returns what `conclude` does, and ``counts`` of what was drawn.
     """
     at_least(1, cases=cases, jobs=jobs)
     at_least(0, seed=seed, only=only or 0)
@@ -233,5 +215,5 @@ def nested(counts: Counter[tuple[str, str]]) -> dict[str, dict[str, int]]:
     return table
 
 
-FUZZ = Experiment(name="fuzz", run=run_fuzz, report=report.fuzz, title="fuzz")
-SOAK = Experiment(name="soak", run=run_soak, report=report.soak, title="soak")
+FUZZ = Experiment(name="fuzz", run=run_fuzz, report=report.report, title="fuzz")
+SOAK = Experiment(name="soak", run=run_soak, report=report.report, title="soak")

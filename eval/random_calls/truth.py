@@ -1,4 +1,4 @@
-"""What a call has to give: FP64 attention, where NaN belongs, and the numbers that its bounds are made of."""
+"""The truth of a call: FP64 attention, where NaN belongs, and the numbers that its bounds are made of."""
 
 from __future__ import annotations
 
@@ -18,55 +18,36 @@ PIECE = 2**25  # scores, or expanded keys, that are worked on at a time: 256 MiB
 EXACT_RANGE = 2**27  # scores times head dim: up to here the range of values is that of the very keys a row sees
 NATS = 104.0  # weights below exp(-104) are zero in FP32
 STORED = 2.0**-7  # an FP16 score within 16 nats of the maximum, relative to which it is stored: 2^-11 of it
-SUMMED = 2.0**-14  # likewise of a score tile in FP32
+SUMMED = 2.0**-14  # an FP32 score tile errs by so much at most
 LIGHT = 20.0  # nats: what lies further below weighs e^-20 at most, less than an output's rounding
 FP32_MAX = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
 class Truth:
-    """All of (B, Hq, Sq) or (B, Hq, Sq, D), FP64 or bool.
+    """The results a call must have, FP64 or bool: (B, Hq, Sq), and (B, Hq, Sq, D) where a comment says D."""
 
-    Attributes
-    ----------
-    out, lse : Tensor
-        FP64 attention of the inputs with 0 for whatever is not finite.
-    bad_rows, bad : Tensor
-        What a NaN or infinity of the inputs must turn to NaN, in `lse` and in `out`.
-    low, high : Tensor
-        Range of the values that a row sees; of a very large call with a mask that differs from row to row, of those up
-        to its last key that any row sees.
-    heavy_low, heavy_high : Tensor
-        The same of the keys whose scores, each off by eps, may be within `LIGHT` nats of the largest.
-    products : Tensor
-        The largest scale sum |q_c| |k_c| of a key that the row sees and that may have weight: no scaled score of such a
-        key and none of its partial sums is larger.
-    norms : Tensor
-        scale |q| max |k| of those keys: by Cauchy and Schwarz a bound on the same, and for ordinary data a close one.
-    added : Tensor
-        The largest number that a float mask adds to a score with weight.
-    eps : Tensor
-        What a scaled score may err by, in nats.
-    keys : Tensor
-        How many keys the row sees.
-    """
-
-    out: Tensor
+    out: Tensor  # D; attention of the inputs with 0 for whatever is not finite
     lse: Tensor
-    bad_rows: Tensor
-    bad: Tensor
+    bad_rows: Tensor  # what a NaN or infinity of the inputs must turn to NaN in `lse`
+    bad: Tensor  # D; and in `out`
+    # D; range of the values that a row sees. Of a very large call with a mask of its own for each row: of those up to
+    # its last key that any row sees.
     low: Tensor
     high: Tensor
+    # D; the same of the keys whose scores, each off by eps, may be within `LIGHT` nats of the largest
     heavy_low: Tensor
     heavy_high: Tensor
+    # The largest scale sum |q_c| |k_c| of a key that the row sees and that may have weight: no scaled score of such a
+    # key and none of its partial sums is larger.
     products: Tensor
-    norms: Tensor
-    added: Tensor
-    eps: Tensor
-    keys: Tensor
+    norms: Tensor  # scale |q| max |k| of those keys: by Cauchy and Schwarz the same, and close for ordinary data
+    added: Tensor  # the largest number that a float mask adds to a score with weight
+    eps: Tensor  # what a scaled score may err by, in nats
+    keys: Tensor  # how many the row sees
 
     @property
-    def blind(self) -> Tensor:
+    def fully_masked(self) -> Tensor:
         """Rows that see no key."""
         return self.keys == 0
 
@@ -78,28 +59,20 @@ class Truth:
 
 @dataclass(frozen=True)
 class Part:
-    """A call in FP64 with 0 for what is not finite, keys and values once for each query head.
-
-    `seen`, `added` (by a float mask) and `scores` (scaled, with the mask, -inf where masked out) are (B, Hq, Sq, Skv),
-    `bad_rows` and `bad` as in `Truth`.
-    """
+    """A call in FP64 with 0 for what is not finite, keys and values once for each query head."""
 
     q: Tensor
     k: Tensor
     v: Tensor
-    seen: Tensor
-    added: Tensor
-    scores: Tensor
-    bad_rows: Tensor
+    seen: Tensor  # (B, Hq, Sq, Skv), as the next two
+    added: Tensor  # by a float mask
+    scores: Tensor  # scaled, with the mask, -inf where masked out
+    bad_rows: Tensor  # as in `Truth`
     bad: Tensor
 
 
 def prepare(call: Call) -> Part:
-    """Return what a call means.
-
-    Inputs of all types are FP16 numbers first, and finite elements of a mask leave room for scores, as the operator
-    says of both.
-    """
+    """Return what a call means: inputs are FP16 numbers first, and finite elements of a mask leave room for scores."""
     q, k, v = (x.half().double() for x in (call.q, call.k, call.v))
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     seen = call.visible()
@@ -118,14 +91,9 @@ def prepare(call: Call) -> Part:
 
 
 def find_truth(call: Call, fp16_scores: bool = True, chunks: int = 0) -> Truth:
-    """Return the truth of a call, piece by piece.
+    """Return the truth of a call with score tiles in FP16 (reference, Ascend C) or FP32 (Triton), piece by piece.
 
-    Parameters
-    ----------
-    fp16_scores : bool
-        Score tiles are stored in FP16 (reference, Ascend C); in FP32 by Triton.
-    chunks : int
-        How many chunks of keys have outputs of their own, joined by log-sum-exps in FP32.
+    `chunks` of keys may have outputs of their own, which are joined by log-sum-exps in FP32.
     """
     return Truth(**in_pieces(lambda piece: _describe(piece, STORED if fp16_scores else SUMMED, chunks), call))
 

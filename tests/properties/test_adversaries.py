@@ -9,8 +9,8 @@ import pasa
 from pasa.eval.random_calls.cases import broken
 from pasa.eval.random_calls.inputs import Call
 from pasa.eval.random_calls.judge import Arithmetic, judge
-from pasa.eval.random_calls.search import Genes, badness, make, mutate, search
 from pasa.eval.random_calls.truth import find_truth
+from tests.adversarial_search import Genes, badness, make, mutate, search
 from tests.adversaries import specks, spikes, stalled, sunken
 from tests.unlike_keys import found, two_keys
 

@@ -78,7 +78,7 @@ def assert_mean_of_values(out, call, config, kernel=False, mask=None):
     q, k, v, causal = call
     true = find_truth(Call(q, k, v, mask, causal, 1.0))
     assert torch.isfinite(out).all()
-    assert (out[true.blind] == 0).all()
+    assert (out[true.fully_masked] == 0).all()
     largest = torch.maximum(true.low.abs(), true.high.abs())
     slack = rounding_of(largest, v.shape[-2], config) + kernel * KERNEL_SLACK * largest
     assert (out >= true.low - slack).all()
@@ -131,7 +131,7 @@ def test_finite_and_a_mean_of_the_values_it_sees(data):
     mask = data.draw(masks(q.shape[-2], k.shape[-2]))
     how = {"attn_mask": mask, "is_causal": causal, "scale": scale}
     out, lse = pasa.attention(q, k, v, config=config, return_lse=True, **how)
-    blind = assert_mean_of_values(out, (q, k, v, causal), config, mask=mask).blind
+    blind = assert_mean_of_values(out, (q, k, v, causal), config, mask=mask).fully_masked
     assert torch.all(lse[blind] == -torch.inf)
     assert torch.isfinite(lse[~blind]).all()
 

@@ -1,6 +1,6 @@
 """An evolutionary search for inputs that break the guarantee: genes are parameters of structured inputs.
 
-python -m pasa.eval.random_calls.search [EVALUATIONS] [SEED]
+python -m tests.adversarial_search [EVALUATIONS] [SEED]
 """
 
 from __future__ import annotations
