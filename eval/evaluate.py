@@ -188,22 +188,6 @@ def fp8(
 
 
 @evaluate.command()
-def fuzz(
-    json: Json = None,
-    output_dir: Annotated[Path | None, typer.Option(file_okay=False, help="Write JSON and Markdown there.")] = None,
-    cases: Annotated[int | None, typer.Option(parser=integer, metavar="N", help="Random calls (20000).")] = None,
-    seed: Annotated[int | None, typer.Option(parser=integer, metavar="N", help="What they are drawn from (0).")] = None,
-    replay: Annotated[str | None, typer.Option(metavar="SEED:INDEX", help="Run this case alone.")] = None,
-) -> None:
-    """Random calls of the whole API, right and wrong; exit 1 if one is neither correct nor refused as documented."""
-    from pasa.eval.random_calls.fuzz import report, run
-
-    with stoppable(NOTHING_KEPT), output.progress_bar("eval fuzz") as progress:
-        result = run.run_fuzz(cases, seed, replay, progress)
-    finish(result, json, output_dir, report.render, report.save)
-
-
-@evaluate.command()
 def zoo(
     json: Json = None,
     output_dir: Annotated[Path | None, typer.Option(file_okay=False, help="Write JSON and Markdown there.")] = None,

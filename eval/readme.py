@@ -234,10 +234,10 @@ def kernels(result: dict[str, Any]) -> Table:
     return Table(shown.title, shown.header, shown.rows, note)
 
 
-def soak() -> str:
-    """Random calls against FP64."""
-    result = stored("soak")
-    return f"{soak_report.verdict(result)} {soak_report.origin(result)}"
+def random_calls(name: str) -> str:
+    """Random calls of kernels or of the whole API, against FP64."""
+    result = stored(name)
+    return f"{calls_report.verdict(result)} {calls_report.origin(result)}"
 
 
 def npu_model() -> str:
