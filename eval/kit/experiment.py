@@ -89,7 +89,7 @@ def add_command(group: typer.Typer, experiment: Experiment) -> None:
     parameters = inspect.signature(experiment.run).parameters
     hints = typing.get_type_hints(experiment.run, include_extras=True)
     options = {name: _option(name, hints[name]) for name in parameters if name not in ("progress", "folder")}
-    title = f"{group.info.name} {experiment.name}"
+    title = f"{group.info.name} {experiment.name}" if group.info.name else experiment.name
 
     def command(json: str | None, output_dir: Path | None, **arguments: Any) -> None:
         if experiment.needs_models:

@@ -28,9 +28,11 @@ class Table:
     def show(self, console: Console) -> None:
         """Print the table, in pieces where the terminal is too narrow for it and no column may wrap."""
         from rich.table import Table as RichTable
+        from rich.text import Text
 
         for header, rows in [(self.header, self.rows)] if self.wraps else self._pieces(console.width):
-            shown = RichTable(title=self.title, caption=self.note or None, title_justify="left")
+            note = Text(self.note) if self.note else None
+            shown = RichTable(title=Text(self.title), caption=note, title_justify="left")
             for index, heading in enumerate(header):
                 shown.add_column(
                     heading,
@@ -39,7 +41,7 @@ class Table:
                     overflow="fold",
                 )
             for row in rows:
-                shown.add_row(*row)
+                shown.add_row(*map(Text, row))
             console.print(shown)
 
     def _pieces(self, width: int) -> list[tuple[Sequence[str], Sequence[Sequence[str]]]]:

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from pasa.eval.kit import output
 from pasa.eval.kit.tables import Table, markdown, percent, short
-from pasa.eval.models.predict.report import origin
+from pasa.eval.models.predict.run import origin
 
 
 def tables(result: dict[str, Any]) -> list[Table]:
