@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from pasa.eval.kit import output
+from pasa.eval.kit.experiment import add_command
 from pasa.eval.kit.options import (
     NOTHING_KEPT,
     Json,
@@ -20,8 +21,10 @@ from pasa.eval.kit.options import (
     stoppable,
     words,
 )
+from pasa.eval.models.zoo import run as zoo
 
 evaluate = typer.Typer(name="eval", help="Whole models, with and without PASA; bias of rounding.", no_args_is_help=True)
+add_command(evaluate, zoo.EXPERIMENT)
 
 
 @evaluate.command()
@@ -210,29 +213,6 @@ def fuzz(
 
     with stoppable(NOTHING_KEPT), output.progress_bar("eval fuzz") as progress:
         result = run.run_fuzz(cases, seed, replay, progress)
-    finish(result, json, output_dir, report.render, report.save)
-
-
-@evaluate.command()
-def zoo(
-    json: Json = None,
-    output_dir: Annotated[Path | None, typer.Option(file_okay=False, help="Write JSON and Markdown there.")] = None,
-    kinds: Annotated[
-        str | None,
-        typer.Option(
-            help="Between commas, of causal, base, encoder-decoder, diffusers model, diffusers pipeline. All."
-        ),
-    ] = None,
-    names: Annotated[str | None, typer.Option(help="Classes, between commas. All.")] = None,
-    jobs: Annotated[int, typer.Option(parser=integer, metavar="N", help="Processes at once.")] = 2,
-) -> None:
-    """Every architecture of transformers and diffusers, small, patched against unpatched; exit 1 if one is wrong."""
-    needs_models("eval zoo")
-    from pasa.eval.models.zoo import report, run
-
-    kept = None if output_dir is None else output_dir / run.KEPT
-    with stoppable(GOES_ON if kept else NOTHING_KEPT), output.progress_bar("eval zoo") as progress:
-        result = run.run_zoo(words(kinds), words(names), jobs, kept, progress)
     finish(result, json, output_dir, report.render, report.save)
 
 

@@ -30,7 +30,7 @@ from pasa.eval.models.predict import run as prediction
 from pasa.eval.models.rescue.report import TITLES
 from pasa.eval.models.video import report as video_report
 from pasa.eval.models.video import step_report
-from pasa.eval.models.zoo import report as zoo_report
+from pasa.eval.models.zoo import run as zoo
 from pasa.eval.npu import report as npu_report
 from pasa.eval.random_calls.fuzz import report as fuzz_report
 from pasa.eval.random_calls.soak import report as soak_report
@@ -299,7 +299,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "rounding_cost": lambda: cost_report.summary(stored("rounding_cost")),
     "rounding_cost_table": lambda: cost_report.section(stored("rounding_cost")),
     "ring": lambda: ring_report.to_markdown(stored("ring")),
-    "zoo": lambda: zoo_report.to_markdown(stored("zoo")),
+    "zoo": lambda: zoo.summary(stored("zoo")),
     "watching": lambda: watching.summary(stored("watching")),
     "watching_table": lambda: watching.EXPERIMENT.markdown(stored("watching")),
 }

@@ -31,16 +31,13 @@ class Findings:
     ----------
     report : PatchReport
         The modules that are probed, and those that are not.
-    calls : dict of str to int
-        Attention calls of each module.
+    calls, broken : dict of str to int
+        Attention calls of each module, and those left out because a query or key was not finite.
     heads : dict of str to list of dict
         For each head the numbers of `head_statistics` in the call in which its scores were largest (``max_score`` is
         over all pairs that a mask leaves and over the sampled pairs that it hides); the number of that ``call``, from
-        1; and of all calls: ``stored``, the largest magnitude of a score as PASA stored it (infinite where one so far
-        below its row's maximum that its weight is 0 was stored as -infinity), ``rescued_tiles``, kept in FP32, and
-        ``tiles``.
-    broken : dict of str to int
-        Calls that were left out, because a query or key was not finite.
+        1; and of all calls: ``stored``, the largest magnitude of a score as PASA stored it (infinite where one of
+        weight 0 was stored as -infinity), ``rescued_tiles``, kept in FP32, and ``tiles``.
     maps : list of HeadMaps
         Matrices of the worst head of the `MODULES` worst modules, worst first.
     """
@@ -113,19 +110,10 @@ def _joined(known: Record, later: Record) -> Record:
 def probe(
     model_or_pipeline: Any, *, policy: Policy = "all", seen: Callable[[str, int], None] = lambda module, call: None
 ) -> Iterator[Findings]:
-    """Patch a model and record what all attention that runs inside the context does.
+    """Patch a model, and fill the findings with what attention does inside the context.
 
-    Parameters
-    ----------
-    model_or_pipeline, policy
-        As :func:`attention_calls` takes them.
-    seen : callable, optional
-        Called with the module's name and the number of its call after each call.
-
-    Yields
-    ------
-    Findings
-        Filled while the model runs.
+    After each call `seen` is called with the module's name and the number of its call; for the rest see
+    :func:`attention_calls`.
     """
 
     def add(module: str, q: Tensor, k: Tensor, counts: Tensor) -> None:
@@ -145,15 +133,9 @@ def attention_calls(
 
     The model computes what it computes with PASA on the reference backend, without overflow, so the numbers are those
     of healthy activations. Compiled models run eagerly meanwhile: a captured graph would not tell whose call it is.
-    A patch that is in force with the very same settings ends with the context; one with others is refused.
-
-    Parameters
-    ----------
-    model_or_pipeline, policy
-        As :func:`pasa.patch_pipeline` takes them, which raises what it raises there: a policy chooses the modules.
-    on_call : callable
-        Called with the module's name, q (B, Hq, S, D), k (B, Hkv, Skv, D) and the operator's counts
-        (B, Hq, len(FIELDS)).
+    A patch that is in force with the very same settings ends with the context; one with others is refused, as
+    :func:`pasa.patch_pipeline` does. A policy chooses the modules. The function takes the module's name,
+    q (B, Hq, S, D), k (B, Hkv, Skv, D) and the operator's counts (B, Hq, len(FIELDS)).
     """
     running: list[str] = []
     with pasa.patch_pipeline(model_or_pipeline, policy=policy, backend="reference") as handle:

@@ -60,10 +60,7 @@ COLUMNS: dict[str, tuple[Callable[[Record], str], str]] = {
         lambda r: _three_digits(r["resonance"]),
         "correlation of mean query and mean key along the head dimension",
     ),
-    "phase": (
-        lambda r: "–" if r["phase"] is None else f"{r['phase']}°",
-        "0° in phase, 180° in opposition, – chance",
-    ),
+    "phase": (lambda r: "–" if r["phase"] is None else f"{r['phase']}°", "0° in phase, 180° in opposition, – chance"),
     "call": (lambda r: str(r["call"]), "of the module, from 1, with the largest score"),
     "queries × keys": (lambda r: f"{r['queries']:,} × {r['keys_seen']:,}", ""),
 }

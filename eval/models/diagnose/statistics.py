@@ -18,38 +18,22 @@ from pasa.ops.numerics.formats import FORMATS
 
 FP16_MAX = FORMATS["fp16"].max
 
-ROWS = 512
-"""Queries whose scores are formed, evenly spread; keys are all taken. 512 rows of 2 batch entries against 9,216 keys
-are 38 MB a head."""
-BATCH = 2
-"""Sampled batch entries, evenly spread: the frames of a video, or the pixels of a temporal layer."""
-MODULES = 3
-"""Modules of which a head is drawn: the worst head of each, because heads of one module often look the same."""
+ROWS = 512  # sampled queries, evenly spread; with 2 batch entries and 9,216 keys their scores are 38 MB a head
+BATCH = 2  # sampled batch entries, evenly spread: the frames of a video, or the pixels of a temporal layer
+MODULES = 3  # that a head is drawn of: the worst head of each, because heads of one module often look the same
 POINTS = 128  # rows and columns of a picture, at most
-CHANCE = 4.0
-"""Independent vectors correlate beyond so many standard deviations, 1/sqrt(D) each, once in 16,000 times."""
+CHANCE = 4.0  # independent vectors correlate beyond so many times 1/sqrt(D) once in 16,000 times
 
 
 @torch.no_grad()
 def head_statistics(q: Tensor, k: Tensor) -> list[dict[str, Any]]:
     """Return the numbers of every query head of a call.
 
-    At most `BATCH` entries and `ROWS` queries of each are sampled, without the mask: a score that a mask hides is
-    formed and stored all the same.
-
-    Parameters
-    ----------
-    q : Tensor (B, Hq, S, D)
-    k : Tensor (B, Hkv, Skv, D)
-        As :func:`pasa.attention` takes them.
-
-    Returns
-    -------
-    list of dict
-        ``max_score``: largest |q.k|, unscaled, which must stay below 65504 where scores are stored in FP16;
-        ``overflow_share``: share of the scores beyond that; ``scores``, ``keys``, ``shifted_keys``: smallest and
-        largest q.k, K, and K' of the exact recovery in the units of K. ``sequence_bias``, ``resonance`` and ``phase``
-        are those of the functions below; None for a single key, whose weight is 1 whatever its score.
+    At most `BATCH` entries and `ROWS` queries of q (B, Hq, S, D) are sampled against all keys k (B, Hkv, Skv, D),
+    without the mask: a score that a mask hides is formed and stored all the same. ``max_score`` is the largest |q.k|,
+    unscaled, and ``overflow_share`` the share beyond 65504; ``scores``, ``keys`` and ``shifted_keys`` are the smallest
+    and largest q.k, K, and K' of the exact recovery in the units of K. ``sequence_bias``, ``resonance`` and ``phase``
+    are those of the functions below; None for a single key, whose weight is 1 whatever its score.
     """
     q, k = (sample(x, 0, BATCH).half().float() for x in (q, k))
     group, rows = q.shape[1] // k.shape[1], sample(q, 2, ROWS)
@@ -104,10 +88,7 @@ def sequence_bias(keys: Tensor) -> float:
 
 
 def correlation(first: Tensor, second: Tensor) -> float:
-    """Return Pearson's correlation of two vectors (D,), about 1/sqrt(D) if they are independent; 0 if one is constant.
-
-    The mean query and the mean key resonate: 1 in phase (0 degrees), -1 in opposition (180 degrees).
-    """
+    """Return Pearson's correlation of two vectors (D,), about 1/sqrt(D) if independent; 0 if one is constant."""
     a, b = first - first.mean(), second - second.mean()
     lengths = a.norm() * b.norm()
     return float(a @ b / lengths) if lengths > 0 else 0.0

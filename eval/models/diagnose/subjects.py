@@ -18,6 +18,7 @@ from pasa.eval.models.video.overflow import OFFSET, bias_scores
 from pasa.eval.models.video.tiny import tiny_pipeline
 
 EMBEDDED, TINY = "embedded", clip.TINY
+BIASED = ", biased to overflow"  # in a title
 TEXT_OPTIONS = ("prompt", "max_prompt_tokens")
 VIDEO_OPTIONS = ("image", *clip.SIZES, "seed", "offload")
 BUILT_IN_OPTIONS = ("offset",)
@@ -38,14 +39,7 @@ class Subject:
 
 
 def load(model: str, **options: Any) -> Subject:
-    """Load the subject that `model` names.
-
-    Parameters
-    ----------
-    model : str
-        "embedded", "tiny", or a folder: a diffusers pipeline if it holds ``model_index.json``, else a language model.
-    **options
-        Those of `OPTIONS` that are set, as :func:`pasa.eval.models.diagnose.run.run_diagnose` takes them.
+    """Load "embedded", "tiny" or a folder, which is a pipeline if it holds ``model_index.json``, with some `OPTIONS`.
 
     Raises
     ------
@@ -100,7 +94,7 @@ def _language_model(model: str, options: dict[str, Any]) -> Subject:
         network(input_ids=ids, use_cache=False)
 
     settings = {"tokens": ids.shape[1], "dtype": str(dtype).removeprefix("torch.")}
-    name = _title("SmolLM2-135M-Instruct", fixture) if model == EMBEDDED else model
+    name = model if model != EMBEDDED else "SmolLM2-135M-Instruct" + BIASED * bool(fixture)
     return Subject(name, "causal language model", network, run, settings, fixture, device)
 
 
@@ -118,12 +112,7 @@ def _video(model: str, options: dict[str, Any]) -> Subject:
     clip.place(pipeline, settings.device, offload)
     shown = {name: getattr(settings, name) for name in (*clip.SIZES, "seed")}
     shown |= {"dtype": str(settings.dtype).removeprefix("torch."), "offload": offload}
-    name = _title("Stable Video Diffusion in small, random weights", fixture) if model == TINY else model
+    name = model if model != TINY else "Stable Video Diffusion in small, random weights" + BIASED * bool(fixture)
     return Subject(
         name, "video pipeline", pipeline, partial(clip.make_frames, pipeline, settings), shown, fixture, settings.device
     )
-
-
-def _title(name: str, fixture: dict[str, Any] | None) -> str:
-    """Return a built-in model's name, and what was done to it."""
-    return f"{name}, biased to overflow" if fixture else name

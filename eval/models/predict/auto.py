@@ -14,7 +14,7 @@ from pasa.eval.kit.experiment import Experiment
 from pasa.eval.kit.overflow_fixture import inject_overflow
 from pasa.eval.kit.tables import Table, percent
 from pasa.eval.models.predict.run import origin
-from pasa.eval.models.rescue.measure import Generation, generate
+from pasa.eval.models.rescue.measure import generate
 from pasa.eval.models.rescue.run import build_prompt, equal_prefix
 
 OFFSETS = {3: 131072.0, 14: -80000.0, 29: 131072.0}
@@ -26,12 +26,8 @@ TOKENS, NEW_TOKENS = 256, 32
 def run_auto(progress: output.Report | None = None) -> dict[str, Any]:
     """Generate with every layer on PASA, with those that are predicted to overflow, and with none.
 
-    The model is FP32 and attention alone is FP16 (emulated): where scores are stored in FP16, and on PASA.
-
-    Returns
-    -------
-    dict
-        JSON-able: ``records`` (a run each: what was patched, text, tokens equal to FP32's), ``unbiased``, ``gate``.
+    The model is FP32 and attention alone is FP16 (emulated): where scores are stored in FP16, and on PASA. The result
+    holds ``records`` (a run each: what was patched, text, tokens equal to FP32's), ``unbiased`` and ``gate``.
     """
     require_built_in(model=True, text=True)
     report_progress = progress or (lambda done, total, label: None)
@@ -45,24 +41,16 @@ def run_auto(progress: output.Report | None = None) -> dict[str, Any]:
         'PASA, policy="auto"': {"policy": "auto"},
     }
     records: list[dict[str, Any]] = []
-    reference: Generation | None = None
+    fp32: list[int] = []
     for index, (name, patch) in enumerate(ways.items()):
         report_progress(index, len(ways) + 1, name)
         with nullcontext() if patch is None else pasa.patch_pipeline(model, backend="reference", **patch) as handle:
             generation = generate(model, tokenizer, ids, NEW_TOKENS)
-            report = None if handle is None else handle.report()
-        reference = reference or generation
-        records.append(
-            {
-                "run": name,
-                "patched": [] if report is None else list(report.patched),
-                "alarms": [] if report is None else [list(alarm) for alarm in report.alarms],
-                "tokens_equal_to_fp32": equal_prefix(generation.tokens, reference.tokens),
-                "tokens": len(reference.tokens),
-                "nonfinite_logits": generation.nonfinite_logits,
-                "text": generation.text,
-            }
-        )
+            patched = {"patched": [], "alarms": []} if handle is None else _patched(handle)
+        fp32 = generation.tokens if patch is None else fp32
+        equal = {"tokens_equal_to_fp32": equal_prefix(generation.tokens, fp32), "tokens": len(fp32)}
+        seen = {"nonfinite_logits": generation.nonfinite_logits, "text": generation.text}
+        records.append({"run": name, **patched, **equal, **seen})
     report_progress(len(ways), len(ways) + 1, "without a bias")
     unbiased = compare_unbiased(base, ids)
     return {
@@ -76,17 +64,18 @@ def run_auto(progress: output.Report | None = None) -> dict[str, Any]:
     }
 
 
+def _patched(handle: pasa.PatchHandle) -> dict[str, Any]:
+    report = handle.report()
+    return {"patched": list(report.patched), "alarms": [list(alarm) for alarm in report.alarms]}
+
+
 @torch.no_grad()
 def compare_unbiased(model: Any, ids: torch.Tensor) -> dict[str, Any]:
     """Compare the model as it was published, with policy "auto" and without any patch."""
     before = model(input_ids=ids).logits
     with pasa.patch_pipeline(model, policy="auto") as handle:
-        after, report = model(input_ids=ids).logits, handle.report()
-    return {
-        "patched": list(report.patched),
-        "alarms": [list(alarm) for alarm in report.alarms],
-        "bit_identical": torch.equal(before, after),
-    }
+        after = model(input_ids=ids).logits
+        return {**_patched(handle), "bit_identical": torch.equal(before, after)}
 
 
 def judge(records: list[dict[str, Any]], unbiased: dict[str, Any]) -> dict[str, Any]:

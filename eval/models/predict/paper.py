@@ -21,14 +21,7 @@ COLUMNS = {"gamma": ("gamma", ".4f"), "gain": ("d/(gamma d_h)", ".1f"), "alpha":
 
 
 def run_paper_tables(progress: output.Report | None = None) -> dict[str, Any]:
-    """Solve equations (12) and (13) for the paper's models.
-
-    Returns
-    -------
-    dict
-        JSON-able: ``models``, each with what is printed, what is solved, and the fields that differ when the solution
-        is rounded to the printed digits.
-    """
+    """Solve equations (12) and (13) for the paper's models, and name the fields whose printed digits differ."""
     models = []
     for name, hidden, head_dim, heads, *values in PRINTED:
         gamma = concentration.typicality(head_dim, heads, SEQ_LEN, DELTA)

@@ -36,25 +36,10 @@ def run_predict(
 ) -> dict[str, Any]:
     """Predict which heads of a model can overflow.
 
-    Parameters
-    ----------
-    model : str, optional
-        "embedded" (default) or "tiny", as :func:`pasa.eval.models.diagnose.run.run_diagnose` takes them, or a folder,
-        whose tensors are read one by one. A folder is loaded as a model for a calibration alone.
-    delta, seq_len
-        As :func:`pasa.predict_overflow` takes them.
-    calibrate : bool
-        Run the model once and add the largest score of each head.
-    prompt : str, optional
-        Prompt of a language model's calibration.
-    offset : float, optional
-        Constant that a built-in model's fixture adds to its scores (131,072).
-
-    Returns
-    -------
-    dict
-        JSON-able: ``records`` (a head each, worst first), ``summary``, ``calibration`` or None, ``settings``, ``gate``
-        (passed: no head beyond its proven bound).
+    A folder's tensors are read one by one; it is loaded as a model for a calibration alone, which runs the model once
+    and adds the largest score of each head. `delta` and `seq_len` are those of :func:`pasa.predict_overflow`, `prompt`
+    is a calibration's, and `offset` that of a built-in model's fixture. The result holds ``records`` (a head each,
+    worst first), ``summary``, ``calibration`` or None, and ``gate`` (passed: no head beyond its proven bound).
 
     Raises
     ------

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,21 +41,17 @@ Subject = tuple[Any, Callable[[], object]]  # a model, and what runs it once
 def run_soundness(progress: output.Report | None = None) -> dict[str, Any]:
     """Predict and run each model, and time the prediction of a checkpoint of Qwen2-7B's shape.
 
-    Returns
-    -------
-    dict
-        JSON-able: ``records`` (a model each), ``cost``, ``gate`` (passed: no head beyond its proven bound, and the
-        fixtures' layers first).
+    The result holds ``records`` (a model each), ``cost`` and ``gate`` (passed: no head beyond its proven bound).
     """
     report_progress = progress or (lambda done, total, label: None)
     makers: dict[str, Callable[[], Subject]] = {
-        "SmolLM2-135M": lambda: built_in(EMBEDDED, 0.0),
-        "SmolLM2-135M, all layers biased": lambda: built_in(EMBEDDED, None),
-        "SVD in small": lambda: built_in(TINY, 0.0),
-        "SVD in small, spatial attention biased": lambda: built_in(TINY, None),
-        "GPT-2 XL's shape, 2 layers": lambda: shaped("GPT2", GPT2),
-        "Qwen2-7B's shape, 2 layers": lambda: shaped("Qwen2", {**SLIM, **QWEN2}),
-        "Llama-2-7B's shape, 2 layers": lambda: shaped("Llama", {**SLIM, **LLAMA}),
+        "SmolLM2-135M": partial(built_in, EMBEDDED, 0.0),
+        "SmolLM2-135M, all layers biased": partial(built_in, EMBEDDED, None),
+        "SVD in small": partial(built_in, TINY, 0.0),
+        "SVD in small, spatial attention biased": partial(built_in, TINY, None),
+        "GPT-2 XL's shape, 2 layers": partial(shaped, "GPT2", GPT2),
+        "Qwen2-7B's shape, 2 layers": partial(shaped, "Qwen2", {**SLIM, **QWEN2}),
+        "Llama-2-7B's shape, 2 layers": partial(shaped, "Llama", {**SLIM, **LLAMA}),
         "Llama in FP16, norm weights of 2^-24": coarse,
     }
     records = []
@@ -80,53 +75,43 @@ def built_in(name: str, offset: float | None) -> Subject:
     return subject.model, subject.run
 
 
-def shaped(kind: str, sizes: dict[str, Any]) -> Subject:
-    """Return a random model with the attention of a real one: widths, head counts, biases where it has them."""
+def random_model(kind: str, sizes: Sizes) -> Any:
+    """Return a model of transformers of these sizes with random weights, the same every time."""
     import transformers
 
-    config = getattr(transformers, f"{kind}Config")(**sizes)
-    generator = torch.Generator().manual_seed(SEED)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
-        model = getattr(transformers, f"{kind}Model")(config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith(("q_proj.bias", "k_proj.bias", "c_attn.bias")):
-                parameter.copy_(BIAS * torch.randn(parameter.shape, generator=generator))
+        return getattr(transformers, f"{kind}Model")(getattr(transformers, f"{kind}Config")(**sizes)).eval()
+
+
+@torch.no_grad()
+def shaped(kind: str, sizes: Sizes) -> Subject:
+    """Return a random model with the attention of a real one: widths, head counts, biases where it has them."""
+    model, generator = random_model(kind, sizes), torch.Generator().manual_seed(SEED)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("q_proj.bias", "k_proj.bias", "c_attn.bias")):
+            parameter.copy_(BIAS * torch.randn(parameter.shape, generator=generator))
     ids = torch.randint(512, (1, TOKENS), generator=generator)
-
-    @torch.no_grad()
-    def run() -> None:
-        model(input_ids=ids, use_cache=False)
-
-    return model, run
+    return model, partial(model, input_ids=ids, use_cache=False)
 
 
+@torch.no_grad()
 def coarse() -> Subject:
     """Return a Llama whose norm has FP16's smallest weights, with inputs that its roundings enlarge most.
 
     The norm's output is a few steps of 2^-24. Elements of 0.501 and 1.502 steps are stored as 1 and 2, in such numbers
     that their root mean square is just below 1, so the norm leaves them as they are.
     """
-    import transformers
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(SEED)
-        model = transformers.LlamaModel(transformers.LlamaConfig(**COARSE)).half().eval()
-    with torch.no_grad():
-        model.layers[0].input_layernorm.weight.fill_(2.0**-24)
-        for projection in (model.layers[0].self_attn.q_proj, model.layers[0].self_attn.k_proj):
-            projection.weight.fill_(65504)
+    model = random_model("Llama", COARSE).half()
+    model.layers[0].input_layernorm.weight.fill_(2.0**-24)
+    for projection in (model.layers[0].self_attn.q_proj, model.layers[0].self_attn.k_proj):
+        projection.weight.fill_(65504)
     inputs = torch.full((1, 2, COARSE["hidden_size"]), 0.501, dtype=torch.float16)
     inputs[..., :1500] = 1.502
-
-    @torch.no_grad()
-    def run() -> None:
-        model(inputs_embeds=inputs, use_cache=False)
-
-    return model, run
+    return model, partial(model, inputs_embeds=inputs, use_cache=False)
 
 
+@torch.no_grad()
 def measure(model: Any, run: Callable[[], object]) -> dict[str, Any]:
     """Predict one model, run it, and compare."""
     prediction = predict_overflow(model)
@@ -134,32 +119,11 @@ def measure(model: Any, run: Callable[[], object]) -> dict[str, Any]:
 
 
 def cost() -> dict[str, Any]:
-    """Measure the prediction of a checkpoint with Qwen2-7B's 28 attention layers, BF16, in a fresh process.
-
-    The file holds attention and norms only: nothing else of a checkpoint is read.
-    """
+    """Measure the prediction of a checkpoint with Qwen2-7B's 28 attention layers, BF16, in a fresh process."""
+    sizes = {**SLIM, **QWEN2, "num_hidden_layers": LAYERS, "max_position_embeddings": 32768}
     with tempfile.TemporaryDirectory() as folder, multiprocessing.get_context("spawn").Pool(1) as pool:
-        write_checkpoint(Path(folder))
+        random_model("Qwen2", sizes).bfloat16().save_pretrained(folder)
         return {"shape": QWEN2, "layers": LAYERS, **pool.apply(_predict_alone, (folder,))}
-
-
-def write_checkpoint(folder: Path) -> None:
-    """Write random BF16 weights under the names of Qwen2."""
-    from safetensors.torch import save_file
-
-    hidden, heads, kv_heads = (QWEN2[key] for key in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
-    generator, dim = torch.Generator().manual_seed(SEED), hidden // heads
-    tensors: dict[str, torch.Tensor] = {}
-    for layer in range(LAYERS):
-        block = f"model.layers.{layer}"
-        tensors[f"{block}.input_layernorm.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
-        for name, count in (("q_proj", heads), ("k_proj", kv_heads)):
-            weight = 0.02 * torch.randn(count * dim, hidden, generator=generator)
-            tensors[f"{block}.self_attn.{name}.weight"] = weight.bfloat16()
-            tensors[f"{block}.self_attn.{name}.bias"] = torch.randn(count * dim, generator=generator).bfloat16()
-    save_file(tensors, folder / "model.safetensors")
-    config = {"model_type": "qwen2", "num_hidden_layers": LAYERS, "max_position_embeddings": 32768, **QWEN2}
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
 def _predict_alone(folder: str) -> dict[str, Any]:
@@ -167,12 +131,8 @@ def _predict_alone(folder: str) -> dict[str, Any]:
     before, started = peak_bytes(CPU) or 0, time.perf_counter()
     predict_overflow(folder)
     seconds, peak = time.perf_counter() - started, peak_bytes(CPU) or 0
-    return {
-        "seconds": seconds,
-        "peak_mib": peak / 2**20,
-        "before_mib": before / 2**20,
-        "threads": torch.get_num_threads(),
-    }
+    memory = {"peak_mib": peak / 2**20, "before_mib": before / 2**20}
+    return {"seconds": seconds, **memory, "threads": torch.get_num_threads()}
 
 
 def soundness_table(result: dict[str, Any]) -> Table:
