@@ -25,6 +25,7 @@ for _experiment in (doctor.EXPERIMENT, beta.EXPERIMENT):
     add_command(app, _experiment)
 app.add_typer(bench, name="bench")
 app.add_typer(evaluate, name="eval")
+add_command(app, diagnosis.EXPERIMENT)
 
 
 @app.callback()
@@ -51,55 +52,6 @@ def demo(
         result = module.run_rescue(model, prompt, offset, new_tokens, max_prompt_tokens, progress=stages(progress, 5))
     deliver(result, json, module.render)
     raise typer.Exit(0 if result["proof"]["passed"] else 1)
-
-
-@app.command()
-def diagnose(
-    json: Json = None,
-    output_dir: Annotated[
-        Path | None, typer.Option(file_okay=False, help="Write a page, JSON, Markdown and a figure there.")
-    ] = None,
-    model: Annotated[
-        str, typer.Option(help='Folder of a language model or a Stable Video Diffusion pipeline, "embedded" or "tiny".')
-    ] = "embedded",
-    prompt: Annotated[str | None, typer.Option(help="Message for a language model.")] = None,
-    max_prompt_tokens: Annotated[
-        int | None, typer.Option(parser=integer, metavar="N", help="Length to cut the built-in prompt to.")
-    ] = None,
-    image: Annotated[str | None, typer.Option(help="Picture a video starts from.")] = None,
-    height: Annotated[int | None, typer.Option(parser=integer, metavar="N", help="Pixels (128; 576).")] = None,
-    width: Annotated[int | None, typer.Option(parser=integer, metavar="N", help="Pixels (128; 1024).")] = None,
-    frames: Annotated[int | None, typer.Option(parser=integer, metavar="N", help="Frames (4; 25).")] = None,
-    steps: Annotated[int | None, typer.Option(parser=integer, metavar="N", help="Denoising steps (3; 25).")] = None,
-    seed: Annotated[int | None, typer.Option(parser=integer, metavar="N", help="Of a video's noise (42).")] = None,
-    offload: Annotated[bool, typer.Option("--offload", help="Model offload and forward chunking, of a video.")] = False,
-    offset: Annotated[float | None, typer.Option(help="Added to a built-in model's scores (131072).")] = None,
-    dtype: Annotated[str | None, typer.Option(help="Of the model: float16 or float32.")] = None,
-) -> None:
-    """Where a model's attention leaves FP16, head by head, and why; exit 1 if PASA breaks what the model computes."""
-    needs_models("diagnose")
-    from pasa.eval.models.diagnose import report, run
-
-    with output.progress_bar("diagnose") as progress:
-        result, maps = run.run_diagnose(
-            model,
-            prompt=prompt,
-            max_prompt_tokens=max_prompt_tokens,
-            image=image,
-            height=height,
-            width=width,
-            frames=frames,
-            steps=steps,
-            seed=seed,
-            offload=offload,
-            offset=offset,
-            dtype=dtype,
-            progress=progress,
-        )
-    deliver(result, json, report.render)
-    if output_dir is not None:
-        report.save(result, maps, output_dir)
-    raise typer.Exit(0 if result["gate"]["passed"] else 1)
 
 
 DELTA = 1e-6  # the paper's
@@ -132,35 +84,21 @@ def predict(
     if not paper_tables:
         needs_models("predict")
     from pasa.eval.models.predict import auto as policy
-    from pasa.eval.models.predict import paper, report, run
+    from pasa.eval.models.predict import paper, run
     from pasa.eval.models.predict import soundness as checks
 
     if paper_tables + soundness + auto + (model is not None) > 1:
         raise ValueError("--model, --paper-tables, --soundness and --auto exclude each other: choose one")
-    own = {"delta": delta != DELTA, "seq-len": seq_len, "calibrate": calibrate, "prompt": prompt, "offset": offset}
-    given = [f"--{name}" for name, value in own.items() if value not in (None, False)]
-    if given and (paper_tables or soundness or auto):
-        raise ValueError(f"{given[0]} is of a prediction of --model: the other experiments have settings of their own")
+    options = {"delta": delta, "seq_len": seq_len, "calibrate": calibrate, "prompt": prompt, "offset": offset}
+    experiment = run.EXPERIMENT
+    for chosen, other in ((paper_tables, paper), (soundness, checks), (auto, policy)):
+        experiment = other.EXPERIMENT if chosen else experiment
+    if experiment is run.EXPERIMENT:
+        options["model"] = model
+    elif changed := [name for name, value in options.items() if value not in (None, False, DELTA)]:
+        option = changed[0].replace("_", "-")
+        raise ValueError(f"--{option} is of a prediction of --model: the other experiments have settings of their own")
     with output.progress_bar("predict") as progress:
-        if paper_tables:
-            result = paper.run_paper_tables()
-        elif soundness:
-            result = checks.run_soundness(progress)
-        elif auto:
-            result = policy.run_auto(progress)
-        else:
-            result = run.run_predict(
-                model or "embedded",
-                delta=delta,
-                seq_len=seq_len,
-                calibrate=calibrate,
-                prompt=prompt,
-                offset=offset,
-                progress=progress,
-            )
-    deliver(result, json, report.render)
-    if output_dir is not None:
-        report.save(result, output_dir)
-    found = result.get("calibration")
-    refuted = found is not None and found["beyond_proven"] > 0
-    raise typer.Exit(int(refuted or not result.get("gate", {"passed": True})["passed"]))
+        result = experiment.run(**(options if experiment is run.EXPERIMENT else {}), progress=progress)
+    if result is not None:
+        finish(result, json, output_dir, experiment.show, experiment.save)

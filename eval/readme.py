@@ -24,16 +24,15 @@ from pasa.eval.kit.device import origin
 from pasa.eval.kit.stored import ROOT, pick, stored, table
 from pasa.eval.kit.tables import Table, percent
 from pasa.eval.models.diagnose import report as diagnose_report
-from pasa.eval.models.diagnose import words
 from pasa.eval.models.longbench import report as longbench_report
 from pasa.eval.models.longbench import throughput as throughput_report
 from pasa.eval.models.perplexity import report as perplexity_report
-from pasa.eval.models.predict import paper
-from pasa.eval.models.predict import report as predict_report
+from pasa.eval.models.predict import auto, paper, soundness
+from pasa.eval.models.predict import run as prediction
 from pasa.eval.models.rescue.report import TITLES
 from pasa.eval.models.video import report as video_report
 from pasa.eval.models.video import step_report
-from pasa.eval.models.zoo import report as zoo_report
+from pasa.eval.models.zoo import run as zoo
 from pasa.eval.npu import report as npu_report
 from pasa.eval.random_calls.fuzz import report as fuzz_report
 from pasa.eval.random_calls.soak import report as soak_report
@@ -197,26 +196,13 @@ def diagnose() -> str:
     results = {name: stored(f"diagnose_{name}") for name in ("published", "embedded", "tiny")}
     heads = {name: diagnose_report.head_table(result, DIAGNOSIS, DIAGNOSED) for name, result in results.items()}
     rows = [[name, *row] for name, found in heads.items() for row in found.rows]
-    note = f"{words.meanings(DIAGNOSIS)} {output.NOTE[0].upper()}{output.NOTE[1:]}."
+    note = f"{diagnose_report.meanings(DIAGNOSIS)} {output.NOTE[0].upper()}{output.NOTE[1:]}."
     said = [
-        f"`{name}`: {result['model']}. {words.verdict(result)} {words.cost(result['runs'])} {words.origin(result)}"
+        f"`{name}`: {result['model']}. {diagnose_report.verdict(result)} {diagnose_report.cost(result)} "
+        f"{diagnose_report.origin(result)}"
         for name, result in results.items()
     ]
     return "\n\n".join([note, table(["model", *DIAGNOSIS], rows), *said])
-
-
-def predicted(name: str) -> str:
-    """A test of the predictions."""
-    result = stored(name)
-    [found] = predict_report.tables(result)
-    said = f"{predict_report.verdict(result)} {predict_report.origin(result)}"
-    return f"{found.note}\n\n{table(found.header, found.rows)}\n\n{said}"
-
-
-def paper_tables() -> str:
-    """Gamma and alpha; solved here and now, so nothing is stored."""
-    found = predict_report.paper_table(paper.run_paper_tables())
-    return f"{found.note}\n\n{table(found.header, found.rows)}"
 
 
 def fp8() -> str:
@@ -265,9 +251,9 @@ PARTS: dict[str, Callable[[], str]] = {
     "video": video,
     "step": step,
     "diagnose": diagnose,
-    "soundness": partial(predicted, "soundness"),
-    "auto": partial(predicted, "auto"),
-    "paper_tables": paper_tables,
+    "soundness": lambda: soundness.EXPERIMENT.markdown(stored("soundness")),
+    "auto": lambda: auto.EXPERIMENT.markdown(stored("auto")),
+    "paper_tables": lambda: paper.EXPERIMENT.markdown(paper.run_paper_tables()),
     "fp8": fp8,
     "overhead": lambda: overhead.summary(stored("overhead")),
     "overhead_table": lambda: overhead.EXPERIMENT.markdown(stored("overhead")),
@@ -287,7 +273,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "rounding_cost": lambda: cost.summary(stored("rounding_cost")),
     "rounding_cost_table": lambda: cost.EXPERIMENT.markdown(stored("rounding_cost")),
     "ring": lambda: ring_report.to_markdown(stored("ring")),
-    "zoo": lambda: zoo_report.to_markdown(stored("zoo")),
+    "zoo": lambda: zoo.summary(stored("zoo")),
     "watching": lambda: watching.summary(stored("watching")),
     "watching_table": lambda: watching.EXPERIMENT.markdown(stored("watching")),
 }

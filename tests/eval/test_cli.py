@@ -214,21 +214,18 @@ def test_eval_video_writes_what_it_says(tmp_path: Path) -> None:
     assert (tmp_path / "all" / "video.mp4").is_file()
 
 
-def test_diagnose_writes_what_it_says(tmp_path: Path) -> None:
-    sizes = ["--model", "tiny", "--height", "32", "--width", "32", "--frames", "2", "--steps", "1"]
-    done = run("diagnose", *sizes, "--json", "-", "--output-dir", str(tmp_path))
-    assert done.exit_code == 0
-    assert json.loads(done.stdout)["summary"]["modules_beyond"] == 4
-    assert {path.name for path in tmp_path.iterdir()} == {f"diagnose.{kind}" for kind in ("html", "json", "md", "png")}
-
-
-def test_a_model_that_pasa_breaks_is_exit_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pasa.eval.models.diagnose import report
+@pytest.mark.parametrize("passed", [True, False])
+def test_diagnose_writes_what_it_says(passed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a model that PASA breaks is exit status 1."""
     from pasa.eval.models.diagnose import run as module
 
-    monkeypatch.setattr(module, "run_diagnose", lambda model, **options: ({"gate": {"passed": False}}, []))
-    monkeypatch.setattr(report, "render", lambda result, console: None)
-    assert run("diagnose").exit_code == 1
+    own = module.collect
+    monkeypatch.setattr(module, "collect", lambda *parts: own(*parts) | {"gate": {"passed": passed}})
+    sizes = ["--model", "tiny", "--height", "32", "--width", "32", "--frames", "2", "--steps", "1"]
+    done = run("diagnose", *sizes, "--json", "-", "--output-dir", str(tmp_path))
+    assert done.exit_code == int(not passed)
+    assert json.loads(done.stdout)["summary"]["modules_beyond"] == 4
+    assert {path.name for path in tmp_path.iterdir()} == {f"diagnose.{kind}" for kind in ("html", "json", "md", "png")}
 
 
 def test_console_script_runs_as_a_process() -> None:

@@ -16,15 +16,12 @@ CAUSAL = (
     "GptOssForCausalLM",  # sinks: refused
     "Phi3ForCausalLM",
 )
-BROKEN = (  # these were wrong once: decoders saw the future, or a mask of another form
-    "BigBirdPegasusModel",
+BASE = (
+    "BigBirdPegasusModel",  # these five were wrong once: decoders saw the future, or a mask of another form
     "NllbMoeModel",
     "PegasusXModel",
     "InformerModel",
     "BridgeTowerModel",
-)
-BASE = (
-    *BROKEN,
     "BertModel",
     "ModernBertModel",  # a window in both directions
     "CLIPModel",
@@ -52,6 +49,7 @@ DIFFUSERS = (
     "SD3Transformer2DModel",  # its processor is not known: refused
 )
 PIPELINES = ("StableDiffusionControlNetImg2ImgPipeline",)
+NAMES = (CAUSAL, BASE, SEQUENCE, DIFFUSERS, PIPELINES)
 REFUSED = {
     "FalconForCausalLM": "computes its attention itself",
     "Gemma2ForCausalLM": "softcap",

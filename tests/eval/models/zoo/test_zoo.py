@@ -11,7 +11,7 @@ from rich.console import Console
 
 import pasa
 from pasa.eval.kit.stored import stored
-from pasa.eval.models.zoo import children, configs, inputs, judging, language, pipelines, report, run
+from pasa.eval.models.zoo import children, configs, inputs, judging, language, pipelines, run
 from tests.eval.models.zoo import subset
 
 RIGHT = {"verdict": "right", "why": "", "cases": {}}
@@ -21,26 +21,24 @@ LEAST_RIGHT = {"causal": 132, "base": 336, "encoder-decoder": 32, "diffusers mod
 
 @pytest.fixture(scope="module")
 def result():
-    groups = {
-        "causal": subset.CAUSAL,
-        "base": subset.BASE,
-        "encoder-decoder": subset.SEQUENCE,
-        "diffusers model": subset.DIFFUSERS,
-        "diffusers pipeline": subset.PIPELINES,
-    }
-    names = [name for group in groups.values() for name in group]
-    return run.run_zoo(list(groups), names, jobs=1)
+    return run.run_zoo(names=[name for group in subset.NAMES for name in group], jobs=1)
 
 
-def test_the_subset_is_right_or_refused_by_name(result):
+def test_the_subset_is_right_or_refused_by_name(result, tmp_path):
     assert len(result["records"]) >= 40
+    assert set(result["counts"]) == set(run.WORK), "classes of all kinds"
     assert result["gate"] == {"passed": True, "findings": []}
+    verdicts = dict.fromkeys(subset.REFUSED, "refused") | dict.fromkeys(subset.WITHOUT_ATTENTION, "nothing to patch")
+    text = StringIO()
+    run.EXPERIMENT.show(result, Console(file=text, width=400))
     for each in result["records"]:
         name = each["name"]
-        wanted = "refused" if name in subset.REFUSED else "right"
-        wanted = "nothing to patch" if name in subset.WITHOUT_ATTENTION else wanted
-        assert each["verdict"] == wanted, (name, each["why"])
+        assert each["verdict"] == verdicts.get(name, "right"), (name, each["why"])
         assert subset.REFUSED.get(name, "") in each["why"]
+        assert (name in text.getvalue()) == (name in subset.REFUSED), "the report names what is not right"
+    run.EXPERIMENT.save(result, tmp_path)
+    assert json.loads((tmp_path / "zoo.json").read_text(encoding="utf-8"))["gate"]["passed"]
+    assert "0 wrong" in (tmp_path / "zoo.md").read_text(encoding="utf-8")
 
 
 def test_causal_models_are_padded_on_both_sides_and_generate(result):
@@ -50,20 +48,10 @@ def test_causal_models_are_padded_on_both_sides_and_generate(result):
         assert errors["plumbing"] < judging.PLUMBING < errors.get("planted", 1.0)
 
 
-def test_the_report_names_what_is_not_right(result, tmp_path):
-    text = StringIO()
-    report.render(result, Console(file=text, width=400))
-    for name in subset.REFUSED:
-        assert name in text.getvalue()
-    report.save(result, tmp_path)
-    assert json.loads((tmp_path / "zoo.json").read_text(encoding="utf-8"))["gate"]["passed"]
-    assert "0 wrong" in (tmp_path / "zoo.md").read_text(encoding="utf-8")
-
-
 @pytest.fixture
 def llama():
     model, found = language.build("LlamaForCausalLM")
-    return model, language.cases(language.CAUSAL, model, found)
+    return model, list(language.cases(language.CAUSAL, model, found))
 
 
 def test_a_mask_that_reaches_attention_wrong_is_wrong(llama, monkeypatch):
@@ -145,24 +133,22 @@ def test_a_stopped_run_goes_on(tmp_path, monkeypatch):
     made = []
     monkeypatch.setattr(run, "run_all", lambda items, *_: ((x, made.append(x) or dict(RIGHT)) for x in items))
     names = ["Qwen2ForCausalLM", "LlamaForCausalLM"]
-    run.run_zoo(["causal"], names[:1], kept=tmp_path / run.KEPT)
-    result = run.run_zoo(["causal"], names, kept=tmp_path / run.KEPT)
+    run.run_zoo(["causal"], names[:1], folder=tmp_path)
+    result = run.run_zoo(["causal"], names, folder=tmp_path)
     assert [name for _, name in made] == names
     assert result["counts"] == {"causal": {"right": 2}}
 
 
-def test_outputs_at_padding_are_nobodys_business():
+def test_outputs_at_padding_are_not_judged_and_a_nan_is_not_a_number():
     own, other = torch.ones(2, 3, 4), torch.ones(2, 3, 4)
     other[0, 0] = 9
     real = torch.ones(2, 3, dtype=torch.bool)
     assert judging.distance({"logits": own}, {"logits": other}, real) == 8
     real[0, 0] = False
     assert judging.distance({"logits": own}, {"logits": other}, real) == 0
-
-
-def test_a_nan_is_not_a_number():
-    own, other = torch.ones(3), torch.tensor([1.0, float("nan"), 1.0])
-    assert judging.distance(own, other) == float("inf")
+    other[1, 1, 1] = float("nan")
+    assert judging.distance([own], [other], real) == float("inf")
+    assert judging.distance([own], [own, own]) == float("inf")
 
 
 def test_exact_attention_takes_both_layouts():
@@ -208,10 +194,10 @@ def test_what_is_asked_for_must_exist():
 def test_the_stored_run_has_everything_and_nothing_wrong():
     result = stored("zoo")
     assert result["gate"]["passed"]
-    assert set(result["counts"]) == set(run.KINDS)
+    assert set(result["counts"]) == set(run.WORK)
     for kind, own in result["counts"].items():
         assert own["right"] >= LEAST_RIGHT.get(kind, 0)
-        assert sum(own.values()) == len(run.architectures(kind))
+        assert sum(own.values()) == len(run.WORK[kind][0]())
 
 
 def test_components_of_pipelines_are_named_by_texts_and_by_base_classes_too():
@@ -219,10 +205,10 @@ def test_components_of_pipelines_are_named_by_texts_and_by_base_classes_too():
     import diffusers
     import transformers
 
-    assert pipelines.named(transformers.T5EncoderModel) is transformers.T5EncoderModel
-    assert pipelines.named("T5EncoderModel") is transformers.T5EncoderModel
-    assert pipelines.named("AutoencoderKL") is diffusers.AutoencoderKL
-    assert pipelines.named(transformers.Gemma2PreTrainedModel) is transformers.Gemma2Model
+    assert pipelines.resolved(transformers.T5EncoderModel) is transformers.T5EncoderModel
+    assert pipelines.resolved("T5EncoderModel") is transformers.T5EncoderModel
+    assert pipelines.resolved("AutoencoderKL") is diffusers.AutoencoderKL
+    assert pipelines.resolved(transformers.Gemma2PreTrainedModel) is transformers.Gemma2Model
     with pytest.raises(NotImplementedError, match="no small Qwen2VLProcessor is known"):
         pipelines.component(transformers.Qwen2VLProcessor, "QwenImageEditPipeline")
 
