@@ -11,21 +11,18 @@ import typer
 from pasa.eval.kit import output
 from pasa.eval.kit.experiment import add_command
 from pasa.eval.kit.options import (
-    NOTHING_KEPT,
     Json,
     deliver,
     finish,
     integer,
     integers,
-    needs_models,
-    stages,
-    stoppable,
-    words,
 )
+from pasa.eval.models.longbench import throughput
+from pasa.eval.models.video import step as video_step
 from pasa.eval.speed.watching import run as watching
 
 bench = typer.Typer(name="bench", help="Benchmarks.", no_args_is_help=True)
-for _experiment in (watching.EXPERIMENT,):
+for _experiment in (throughput.EXPERIMENT, video_step.EXPERIMENT, watching.EXPERIMENT):
     add_command(bench, _experiment)
 
 QUICK_HEADS = 4  # half a minute on two cores; the paper has 16
@@ -134,54 +131,6 @@ def gradients(
     with output.progress_bar("bench gradients") as progress:
         result = run.run_gradients(seed, rounds, progress)
     finish(result, json, output_dir, report.render, report.save)
-
-
-@bench.command()
-def model(
-    json: Json = None,
-    output_dir: Annotated[Path | None, typer.Option(file_okay=False, help="Write JSON and Markdown there.")] = None,
-    config: Annotated[str, typer.Option(help="Configuration: qwen2-7b (on an accelerator), or tiny.")] = "qwen2-7b",
-    tokens: Annotated[str, typer.Option(help="Prompt lengths, between commas.")] = "8192",
-    attention: Annotated[str, typer.Option(help="Between commas.")] = "eager,sdpa,pasa",
-    new_tokens: Annotated[int, typer.Option(parser=integer, metavar="N", help="Tokens to decode.")] = 32,
-    rounds: Annotated[int, typer.Option(parser=integer, metavar="N", help="Rounds that are counted.")] = 3,
-) -> None:
-    """Prefill, decode and memory of a whole model with random weights, by its attention."""
-    needs_models("bench model")
-
-    from pasa.eval.kit.tables import markdown
-    from pasa.eval.models.longbench import throughput
-
-    with stoppable(NOTHING_KEPT), output.progress_bar("bench model") as progress:
-        result = throughput.run_throughput(
-            config,
-            tokens=integers(tokens),
-            attentions=words(attention) or (),
-            new_tokens=new_tokens,
-            rounds=rounds,
-            progress=progress,
-        )
-    found = throughput.table(result)
-    deliver(result, json, lambda _, console: found.show(console))
-    if output_dir is not None:
-        output.write_text(output_dir / "throughput.json", output.to_json(result))
-        text = "\n\n".join([f"# {found.title}", markdown(found.header, found.rows), found.note])
-        output.write_text(output_dir / "throughput.md", text + "\n")
-
-
-@bench.command()
-def video(
-    json: Json = None,
-    output_dir: Annotated[Path | None, typer.Option(file_okay=False, help="Write JSON and Markdown there.")] = None,
-    rounds: Annotated[int, typer.Option(parser=integer, metavar="N", help="Turns of each way to attend.")] = 3,
-) -> None:
-    """Time a denoising step of the full-size video UNet on a CUDA device; exit 1 if PASA is slower or farther off."""
-    needs_models("bench video")
-    from pasa.eval.models.video import step, step_report
-
-    with output.progress_bar("bench video") as progress:
-        result = step.run_step(rounds, progress=stages(progress, step.STAGES))
-    finish(result, json, output_dir, step_report.render, step_report.save)
 
 
 @bench.command()

@@ -10,7 +10,9 @@ import typer
 from pasa.eval.benchmarks import bench
 from pasa.eval.evaluate import evaluate
 from pasa.eval.kit import output
-from pasa.eval.kit.options import Json, at_least_one, deliver, integer, needs_models, probability, stages
+from pasa.eval.kit.experiment import add_command
+from pasa.eval.kit.options import Json, at_least_one, deliver, integer, needs_models, probability
+from pasa.eval.models.rescue import run as rescue
 
 app = typer.Typer(
     help="FP16 attention that cannot overflow: checks, tables, benchmarks and a demonstration.",
@@ -20,6 +22,7 @@ app = typer.Typer(
 )
 app.add_typer(bench, name="bench")
 app.add_typer(evaluate, name="eval")
+add_command(app, rescue.EXPERIMENT)
 
 
 @app.callback()
@@ -46,27 +49,6 @@ def beta(
     from pasa.eval.accuracy import beta as module
 
     deliver(module.run_beta(block), json, module.render)
-
-
-@app.command()
-def demo(
-    json: Json = None,
-    model: Annotated[str | None, typer.Option(help="Folder of a causal language model, not the built-in.")] = None,
-    prompt: Annotated[str | None, typer.Option(help="Message to answer.")] = None,
-    offset: Annotated[float | None, typer.Option(help="Constant to add to every score.")] = None,
-    new_tokens: Annotated[int, typer.Option(parser=integer, metavar="N", help="Tokens to generate.")] = 64,
-    max_prompt_tokens: Annotated[
-        int | None, typer.Option(parser=integer, metavar="N", help="Length to cut the built-in prompt to.")
-    ] = None,
-) -> None:
-    """Rescue a language model that FP16 attention cannot run; exit 1 if PASA does not reproduce FP32."""
-    needs_models("demo")
-    from pasa.eval.models.rescue import run as module
-
-    with output.progress_bar("demo") as progress:
-        result = module.run_rescue(model, prompt, offset, new_tokens, max_prompt_tokens, progress=stages(progress, 5))
-    deliver(result, json, module.render)
-    raise typer.Exit(0 if result["proof"]["passed"] else 1)
 
 
 @app.command()

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from pasa.eval.kit import output
+from pasa.eval.kit.experiment import add_command
 from pasa.eval.kit.options import (
     NOTHING_KEPT,
     Json,
@@ -16,155 +17,19 @@ from pasa.eval.kit.options import (
     integer,
     integers,
     needs_models,
-    stages,
     stoppable,
     words,
 )
+from pasa.eval.models.longbench import run as longbench
+from pasa.eval.models.perplexity import run as perplexity
+from pasa.eval.models.video import run as video
 
 evaluate = typer.Typer(name="eval", help="Whole models, with and without PASA; bias of rounding.", no_args_is_help=True)
-
-
-@evaluate.command()
-def video(
-    json: Json = None,
-    output_dir: Annotated[
-        Path | None, typer.Option(file_okay=False, help="Write JSON, Markdown, MP4, GIF and PNG there.")
-    ] = None,
-    model: Annotated[str, typer.Option(help='Folder of a Stable Video Diffusion checkpoint, or "tiny".')] = "tiny",
-    image: Annotated[str | None, typer.Option(help="Picture to start from.")] = None,
-    height: Annotated[int | None, typer.Option(parser=integer, metavar="N", help="Pixels (128; 576).")] = None,
-    width: Annotated[int | None, typer.Option(parser=integer, metavar="N", help="Pixels (128; 1024).")] = None,
-    frames: Annotated[int | None, typer.Option(parser=integer, metavar="N", help="Frames (4; 25).")] = None,
-    steps: Annotated[int | None, typer.Option(parser=integer, metavar="N", help="Denoising steps (3; 25).")] = None,
-    seed: Annotated[int, typer.Option(parser=integer, metavar="N", help="Of the noise.")] = 42,
-    dtype: Annotated[str | None, typer.Option(help="Of the models in the FP16 runs: float16 or float32.")] = None,
-    offload: Annotated[bool, typer.Option("--offload", help="Model offload and forward chunking.")] = False,
-) -> None:
-    """A video in FP32, in FP16 and in FP16 with PASA, frame by frame; exit 1 if PASA breaks it."""
-    needs_models("eval video")
-    from pasa.eval.models.video import clip, report, run
-
-    with output.progress_bar("eval video") as progress:
-        result, clips = run.run_video(
-            model,
-            image=image,
-            height=height,
-            width=width,
-            frames=frames,
-            steps=steps,
-            seed=seed,
-            dtype=dtype,
-            offload=offload,
-            progress=stages(progress, 6 if model == clip.TINY else 3),
-        )
-    deliver(result, json, report.render)
-    if output_dir is not None:
-        report.save(result, clips, output_dir, run.FPS)
-    raise typer.Exit(0 if result["gate"]["passed"] else 1)
+for _experiment in (longbench.EXPERIMENT, perplexity.EXPERIMENT, video.EXPERIMENT):
+    add_command(evaluate, _experiment)
 
 
 GOES_ON = "start again with the same --output-dir to go on"
-PRECISIONS = "fp32,bf16,fp16-eager,pasa"
-Model = Annotated[str | None, typer.Option(help="Folder of a causal language model, not the built-in.")]
-Precisions = Annotated[
-    str, typer.Option(help="Between commas; fp32 is always added: fp32-base, bf16[-eager], fp16-{eager,sdpa}, pasa.")
-]
-Offset = Annotated[float | None, typer.Option(help="Constant to add to every score (131072; 0 with --model).")]
-Half = Annotated[
-    bool | None, typer.Option("--half/--emulate", help="FP16 models, or FP16 attention in FP32 (default on a CPU).")
-]
-
-
-@evaluate.command()
-def longbench(
-    json: Json = None,
-    output_dir: Annotated[
-        Path | None, typer.Option(file_okay=False, help="Answers and results; a stopped run goes on there.")
-    ] = None,
-    model: Model = None,
-    data: Annotated[str | None, typer.Option(help="Folder, zip or hf:OWNER/NAME (default: an offline set).")] = None,
-    precisions: Precisions = PRECISIONS,
-    dataset: Annotated[str | None, typer.Option(help="Data sets between commas (all).")] = None,
-    extended: Annotated[bool, typer.Option("--e", help="LongBench-E.")] = False,
-    limit: Annotated[int | None, typer.Option(parser=integer, metavar="N", help="Items of each data set.")] = None,
-    tokens: Annotated[
-        str | None, typer.Option(help="Approximate tokens of the offline set's contexts, between commas (1024).")
-    ] = None,
-    items: Annotated[
-        int | None, typer.Option(parser=integer, metavar="N", help="Offline items of each length (1).")
-    ] = None,
-    max_length: Annotated[
-        int | None, typer.Option(parser=integer, metavar="N", help="Longest prompt in tokens (as published).")
-    ] = None,
-    batch_size: Annotated[int, typer.Option(parser=integer, metavar="N", help="Items answered together.")] = 1,
-    chat: Annotated[bool, typer.Option("--chat/--no-chat", help="The tokenizer's chat template.")] = True,
-    offset: Offset = None,
-    half: Half = None,
-    diagnose: Annotated[
-        int, typer.Option(parser=integer, metavar="N", help="Items of a data set whose scores are counted by layer.")
-    ] = 1,
-) -> None:
-    """LongBench by precision; exit 1 if PASA breaks an answer or, on the built-in overflowing model, leaves FP32's."""
-    needs_models("eval longbench")
-    from pasa.eval.models.longbench import report, run
-
-    with stoppable(GOES_ON if output_dir else NOTHING_KEPT), output.progress_bar("eval longbench") as progress:
-        result = run.run_longbench(
-            model,
-            data,
-            precisions=words(precisions) or (),
-            datasets=words(dataset),
-            extended=extended,
-            limit=limit,
-            tokens=None if tokens is None else integers(tokens),
-            items=items,
-            max_length=max_length,
-            batch_size=batch_size,
-            chat=chat,
-            offset=offset,
-            half=half,
-            diagnose=diagnose,
-            folder=output_dir,
-            progress=progress,
-        )
-    if result is None:  # another process has it
-        return
-    finish(result, json, output_dir, report.render, report.save)
-
-
-@evaluate.command()
-def ppl(
-    json: Json = None,
-    output_dir: Annotated[Path | None, typer.Option(file_okay=False, help="Write JSON and Markdown there.")] = None,
-    model: Model = None,
-    text: Annotated[str | None, typer.Option(help="File to read (default: an essay).")] = None,
-    precisions: Precisions = "fp32,bf16,bf16-eager,fp16-sdpa,fp16-eager,pasa",
-    offsets: Annotated[
-        str | None,
-        typer.Option(help="Constants to add to every score, between commas (0,4096,131072; 0 with --model)."),
-    ] = None,
-    tokens: Annotated[int, typer.Option(parser=integer, metavar="N", help="Length of the text.")] = 2048,
-    window: Annotated[int, typer.Option(parser=integer, metavar="N", help="Tokens that are read at once.")] = 1024,
-    stride: Annotated[int, typer.Option(parser=integer, metavar="N", help="Tokens between two windows.")] = 512,
-    half: Half = None,
-) -> None:
-    """Perplexity of a long text in several precisions; exit 1 if PASA leaves FP32's."""
-    needs_models("eval ppl")
-    from pasa.eval.models.perplexity import report, run
-
-    with stoppable(NOTHING_KEPT), output.progress_bar("eval ppl") as progress:
-        result = run.run_perplexity(
-            model,
-            text,
-            precisions=words(precisions) or (),
-            offsets=None if offsets is None else integers(offsets),
-            tokens=tokens,
-            window=window,
-            stride=stride,
-            half=half,
-            progress=progress,
-        )
-    finish(result, json, output_dir, report.render, report.save)
 
 
 @evaluate.command()

@@ -10,12 +10,13 @@ import torch
 
 from pasa.eval.kit.output import environment
 
+VERSIONS = ("torch", "triton", "transformers", "diffusers", "cuda", "cudnn", "pasa")
 QUERIES = {"driver": "driver_version", "power_limit_w": "power.limit", "sm_clock_max_mhz": "clocks.max.sm"}
 
 
-def describe(device: torch.device) -> dict[str, Any]:
+def describe(device: torch.device, *packages: str) -> dict[str, Any]:
     """`output.environment` with the device, its driver and limits, and the versions that decide on speed."""
-    found = environment() | {"triton": _version("triton")}
+    found = environment() | {name: _version(name) for name in ("triton", *packages)}
     if device.type != "cuda":
         return found | {"device": str(device)}
     properties = torch.cuda.get_device_properties(device)
@@ -29,6 +30,17 @@ def describe(device: torch.device) -> dict[str, Any]:
         "cudnn": _cudnn(),
         **_ask_driver(device.index or 0),
     }
+
+
+def origin(result: dict[str, Any]) -> str:
+    """Return where the numbers of a result come from: its note, the machine, the versions, the commit."""
+    machine = result["environment"]
+    limits = [f"{machine[name]}{unit}" for name, unit in (("power_limit_w", " W"),) if machine.get(name)]
+    driver = [f"driver {machine['driver']}"] if machine.get("driver") else []
+    place = ", ".join([*([machine["device"]] if "device" in machine else []), *limits, *driver, machine["processor"]])
+    named = [f"{name} {machine[name]}" for name in VERSIONS if machine.get(name)]
+    note = f"{result['note'][0].upper()}{result['note'][1:]} " if result.get("note") else ""
+    return f"{note}({place}; {', '.join(named)}, commit {machine['commit'] or 'unknown'})."
 
 
 def _version(name: str) -> str | None:

@@ -54,6 +54,19 @@ def integer(text: str | int) -> int:
         raise typer.BadParameter(f"{text!r} is not an integer") from None
 
 
+def at_least(least: int, **values: int | None) -> None:
+    """Refuse a value below `least` by name; None is a default.
+
+    Raises
+    ------
+    ValueError
+        Naming the value.
+    """
+    for name, value in values.items():
+        if value is not None and value < least:
+            raise ValueError(f"{name}={value} must be at least {least}")
+
+
 def at_least_one(value: int | None) -> int | None:
     """Refuse what counts nothing."""
     if value is not None and value < 1:
@@ -118,4 +131,4 @@ def finish(
     deliver(result, json, render)
     if folder is not None:
         save(result, folder)
-    raise typer.Exit(0 if result["gate"]["passed"] else 1)
+    raise typer.Exit(0 if result.get("gate", {"passed": True})["passed"] else 1)

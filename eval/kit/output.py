@@ -31,6 +31,10 @@ class Report(Protocol):
         ...
 
 
+def silent(done: int, total: int, label: str) -> None:
+    """Report no progress."""
+
+
 def environment() -> dict[str, Any]:
     """Processor, threads, versions, and the commit when this is a checkout."""
     import torch

@@ -25,6 +25,10 @@ class Table:
         """Return header and rows as a Markdown table, numbers to the right."""
         return markdown(self.header, self.rows)
 
+    def captioned(self) -> str:
+        """Return the Markdown table below its title and note, for a page with headings of its own."""
+        return f"{self.title}. {self.note}\n\n{self.markdown()}"
+
     def show(self, console: Console) -> None:
         """Print the table, in pieces where the terminal is too narrow for it and no column may wrap."""
         from rich.table import Table as RichTable

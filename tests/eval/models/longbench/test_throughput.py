@@ -71,7 +71,7 @@ def test_one_round_is_no_median(result):
     ("change", "reason"),
     [
         ({"config": "gpt"}, "config='gpt'"),
-        ({"attentions": ["flash"]}, "'flash' is not one of"),
+        ({"attention": ["flash"]}, "'flash' is not one of"),
         ({"tokens": [0]}, "tokens=0"),
         ({"tokens": []}, "tokens=0"),
         ({"rounds": 0}, "rounds=0"),
