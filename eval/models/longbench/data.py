@@ -33,23 +33,11 @@ class Item:
 def load_items(
     source: str, datasets: Sequence[str] | None = None, *, extended: bool = False, limit: int | None = None
 ) -> dict[str, list[Item]]:
-    """Read and check data sets.
+    """Read and check data sets, the first `limit` items of each.
 
-    Parameters
-    ----------
-    source : str
-        Folder of ``<dataset>.jsonl``, or a zip that holds such files.
-    datasets : sequence of str, optional
-        Names; default: all that the source has, those of LongBench-E if `extended`, else the others.
-    limit : int, optional
-        Take the first so many items of each.
-
-    Raises
-    ------
-    FileNotFoundError
-        No such source, or it lacks one of `datasets`.
-    ValueError
-        Unknown data set; broken line or field, or text that no file could hold, with file and line.
+    `source` is a folder of ``<dataset>.jsonl``, or a zip that holds such files. `datasets` are names; by default all
+    that the source has, those of LongBench-E if `extended`, else the others. What is missing is a FileNotFoundError. An
+    unknown data set, and a broken line or field, with file and line, is a ValueError.
     """
     files = _open(source)
     if datasets is None:

@@ -4,22 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-
-
-@dataclass
-class Answers:
-    """The answers of a batch, and the seconds that all of them took together."""
-
-    texts: list[str]  # special tokens removed
-    broken: list[bool]  # logits were NaN; the answer ends before the token that they would have given
-    prompt_tokens: list[int]
-    new_tokens: list[int]
-    prefill_s: float  # to the first logits
-    decode_s: float  # from them to the end
 
 
 class _Watch:
@@ -53,27 +40,20 @@ class _Watch:
 
 @torch.no_grad()
 def answer(
-    model: Any,
-    tokenizer: Any,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    *,
-    ends_at_newline: bool = False,
-) -> Answers:
-    """Continue prompts greedily with the model's own ``generate``, as LongBench does.
+    model: Any, tokenizer: Any, prompts: Sequence[list[int]], max_new_tokens: int, *, ends_at_newline: bool = False
+) -> list[dict[str, Any]]:
+    """Continue prompts greedily with the model's own ``generate``, as LongBench does, padded on the left.
 
-    Parameters
-    ----------
-    prompts : sequence of id sequences
-        Padded on the left to the longest.
-    ends_at_newline : bool
-        The tokenizer's end of text or a line break ends the answer, and its first token may be neither (samsum).
+    With `ends_at_newline` (samsum) the tokenizer's end of text or a line break ends the answer, and its first token may
+    be neither. Returns for each prompt ``pred`` (the text without special tokens), ``broken`` (logits were NaN; the
+    answer ends before the token that they would have given), ``prompt_tokens``, ``new_tokens``, and its share of the
+    batch's seconds: ``prefill_s`` to the first logits, ``decode_s`` from them to the end.
     """
     from transformers.generation import LogitsProcessorList, StoppingCriteriaList
 
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
     longest = max(map(len, prompts))
-    ids = torch.tensor([[padding] * (longest - len(row)) + list(row) for row in prompts], device=model.device)
+    ids = torch.tensor([[padding] * (longest - len(row)) + row for row in prompts], device=model.device)
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in prompts], device=model.device)
     ends = _ends(model, tokenizer, ends_at_newline)
     watch = _Watch(len(prompts), ends, ids.device)
@@ -96,15 +76,18 @@ def answer(
     lengths = watch.tokens.tolist()
     ended = time.perf_counter()
     first = ended if watch.first is None else watch.first
-    rows = output[:, longest:].tolist()
-    return Answers(
-        texts=[tokenizer.decode(row[:n], skip_special_tokens=True) for row, n in zip(rows, lengths, strict=True)],
-        broken=watch.broken.tolist(),
-        prompt_tokens=[len(prompt) for prompt in prompts],
-        new_tokens=lengths,
-        prefill_s=first - started,
-        decode_s=ended - first,
-    )
+    rows, broken = output[:, longest:].tolist(), watch.broken.tolist()
+    return [
+        {
+            "pred": tokenizer.decode(rows[index][: lengths[index]], skip_special_tokens=True),
+            "broken": broken[index],
+            "prompt_tokens": len(prompt),
+            "new_tokens": lengths[index],
+            "prefill_s": (first - started) / len(prompts),
+            "decode_s": (ended - first) / len(prompts),
+        }
+        for index, prompt in enumerate(prompts)
+    ]
 
 
 def _ends(model: Any, tokenizer: Any, newline: bool) -> list[int]:

@@ -77,8 +77,7 @@ def rouge(answer: str, reference: str, classes: Sequence[str] = ()) -> float:
 
     The package fails on an answer without a word. It also recurses once for every step through the table of two
     sentences: as many steps as both have words, those in common counted once. Beyond about 980 steps it is out of
-    stack, and scores 0 even if the sentences are equal. The published scorer has that 0 too;
-    :func:`ran_out_of_stack` names such items. The thread takes a few frames, and so a few words, more.
+    stack, and scores 0 even if the sentences are equal. The published scorer has that 0 too.
     """
     outcome = _rouge(answer, reference)
     return outcome if isinstance(outcome, float) else 0.0
@@ -94,12 +93,8 @@ def ran_out_of_stack(task: Task, answer: str, references: Sequence[str]) -> bool
 
 @cache
 def _rouge(answer: str, reference: str) -> float | Exception:
-    """Return the score, or why there is none.
-
-    The package runs in a thread, because the stack that is left for its recursion must not depend on the caller. It
-    takes long, and each pair is scored more than once, so the result is cached.
-    """
-    with ThreadPoolExecutor(1) as pool:
+    """Return the score, or why there is none; cached, because it takes long and is read more than once."""
+    with ThreadPoolExecutor(1) as pool:  # the stack that is left for the recursion must not depend on the caller
         try:
             return pool.submit(_rouge_l, answer, reference).result()
         except (ValueError, RecursionError) as error:

@@ -31,18 +31,9 @@ FILLED = 0.8
 
 
 def build(tokens: Sequence[int], items: int, count: Count, datasets: Iterable[str] = ()) -> dict[str, list[Item]]:
-    """Return `items` questions of each length in each data set; the same arguments and texts make the same questions.
+    """Return `items` questions of each length in `tokens`, of each data set (default: all); always the same ones.
 
-    Parameters
-    ----------
-    tokens : sequence of int
-        Lengths of the contexts, each from `SHORTEST` on.
-    items : int
-        Questions of each length in each data set.
-    count : callable
-        Returns the number of tokens of a text.
-    datasets : iterable of str
-        Names in `MAKERS`; default: all.
+    `count` returns the number of tokens of a text.
     """
     questions = {}
     for name in datasets or sorted(MAKERS):

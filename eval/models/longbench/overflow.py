@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from pasa.eval.kit.attention_calls import AttentionCalls
 from pasa.ops.numerics.formats import FORMATS
 
 BEYOND_FP16 = FORMATS["fp16"].overflow_threshold  # 65,520: from here on rounding to FP16 gives infinity
@@ -19,23 +19,10 @@ def count_overflow(model: Any, ids: torch.Tensor) -> list[dict[str, Any]]:
 
     The activations are those that PASA keeps finite. Without it, all are NaN behind the first layer that overflows.
     """
-    counter = _Counter()
-    with counter:
+    layers: list[dict[str, Any]] = []
+    with AttentionCalls(lambda q, k: layers.append(count_scores(q, k))):
         model(input_ids=ids, use_cache=False, logits_to_keep=1)
-    return counter.layers
-
-
-class _Counter(TorchDispatchMode):
-    """Counts the scores of every attention call, in order: one a layer."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.layers: list[dict[str, Any]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.pasa.attention.default:
-            self.layers.append(count_scores(args[0], args[1]))
-        return func(*args, **(kwargs or {}))
+    return layers
 
 
 def count_scores(q: torch.Tensor, k: torch.Tensor) -> dict[str, Any]:

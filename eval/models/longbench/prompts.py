@@ -7,6 +7,7 @@ from typing import Any
 
 from pasa.eval.models.longbench.data import Item
 from pasa.eval.models.longbench.tasks import Task
+from pasa.eval.models.longbench.templates import templates
 
 PUBLISHED_LENGTHS = {4096: 3500, 8192: 7500, 16384: 15500, 32768: 31500}
 """Context window -> longest prompt, in tokens before the chat template (LongBench/config/model2maxlen.json)."""
@@ -39,7 +40,7 @@ def build_prompt(tokenizer: Any, task: Task, item: Item, max_length: int, *, cha
     tokens are decoded, joined and tokenized again, so the count may then differ by a few. The chat template of the
     tokenizer, where `chat` and the task ask for it, is added after the truncation.
     """
-    prompt = task.prompt.format(context=item.context, input=item.input)
+    prompt = templates()[task.name].format(context=item.context, input=item.input)
     ids: list[int] = tokenizer(prompt).input_ids
     if len(ids) > max_length:
         half = max_length // 2

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib import metadata
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,8 +30,8 @@ from pasa.eval.models.longbench.data import Item, digest, load_items
 from pasa.eval.models.longbench.generation import answer
 from pasa.eval.models.longbench.overflow import count_overflow
 from pasa.eval.models.longbench.prompts import build_prompt, check_max_length, default_max_length
-from pasa.eval.models.longbench.report import draw, report
-from pasa.eval.models.longbench.store import Store, batches, exclusive
+from pasa.eval.models.longbench.report import report
+from pasa.eval.models.longbench.store import Store, exclusive
 from pasa.eval.models.longbench.summary import summarise
 from pasa.eval.models.longbench.tasks import Task, find_task
 
@@ -121,12 +122,12 @@ def _offline_sizes(
 
 
 def _require(tasks: Sequence[Task], distributions: Sequence[tuple[str, str]]) -> None:
-    """Name what is not installed, read every template and score an answer, before hours of work."""
+    """Name what is not installed, read the templates and score an answer, before hours of work."""
     scorers = {name for task in tasks for name in metrics.PACKAGES.get(task.metric, ())}
     require([*distributions, templates.SOURCE], "longbench", sorted(scorers))
+    templates.templates()
     trial = "Paragraph 1, 段落1"  # right by every metric
     for task in tasks:
-        templates.template(task.name)
         metrics.score_item(task, trial, [trial], [trial])
 
 
@@ -151,72 +152,62 @@ class _Run:
             with self.subject.model(name) as model:
                 for dataset, batch in work[name]:
                     self.progress(done, total, f"{name} {dataset} {batch.start}/{len(self.questions[dataset])}")
-                    self._answer(model, name, dataset, batch)
+                    self._append(name, dataset, self._answer(model, dataset, batch))
                     done += 1
 
     def _todo(self, name: str, dataset: str) -> list[tuple[str, range]]:
         """Return those of this process's batches that are not complete."""
-        every = batches(len(self.questions[dataset]), self.settings["batch_size"])
+        count, size = len(self.questions[dataset]), self.settings["batch_size"]
+        batches = [range(start, min(start + size, count)) for start in range(0, count, size)]
         done = self.store.lines(name, dataset).keys()
-        return [(dataset, batch) for batch in self._share(every) if not done >= set(batch)]
+        return [(dataset, batch) for batch in self._share(batches) if not done >= set(batch)]
 
     def _share(self, work: Sequence[Any]) -> Sequence[Any]:
         """Return this process's share of the work."""
         return work[self.processes.process_index :: self.processes.num_processes]
 
-    def _answer(self, model: Any, name: str, dataset: str, batch: range) -> None:
-        task = find_task(dataset)
-        rows = [self.questions[dataset][index] for index in batch]
-        prompts = [self._prompt(dataset, item) for item in rows]
+    def _append(self, name: str, dataset: str, lines: list[dict[str, Any]]) -> None:
+        self.store.append(name, dataset, self.processes.process_index, lines)
+
+    def _answer(self, model: Any, dataset: str, batch: range) -> list[dict[str, Any]]:
+        """Return the lines of a batch."""
+        task, items = find_task(dataset), [self.questions[dataset][index] for index in batch]
+        prompts = [self._prompt(task, item) for item in items]
         reset_peak(self.processes.device)
         answers = answer(
             model, self.subject.tokenizer, prompts, task.max_new_tokens, ends_at_newline=task.name == "samsum"
         )
         peak = peak_bytes(self.processes.device)
-        lines = [
-            {
-                "index": index,
-                "pred": answers.texts[row],
-                "answers": rows[row].answers,
-                "all_classes": rows[row].all_classes,
-                "length": rows[row].length,
-                "broken": answers.broken[row],
-                "prompt_tokens": answers.prompt_tokens[row],
-                "new_tokens": answers.new_tokens[row],
-                "prefill_s": answers.prefill_s / len(batch),
-                "decode_s": answers.decode_s / len(batch),
-                "peak_bytes": peak,
-            }
-            for row, index in enumerate(batch)
+        fields = ("index", "answers", "all_classes", "length")
+        return [
+            {**{field: getattr(item, field) for field in fields}, **each, "peak_bytes": peak}
+            for item, each in zip(items, answers, strict=True)
         ]
-        self.store.append(name, dataset, self.processes.process_index, lines)
 
-    def _prompt(self, dataset: str, item: Item) -> list[int]:
-        tokenizer, task = self.subject.tokenizer, find_task(dataset)
-        return build_prompt(tokenizer, task, item, self.settings["max_length"], chat=self.settings["chat"])
+    def _prompt(self, task: Task, item: Item) -> list[int]:
+        length, chat = self.settings["max_length"], self.settings["chat"]
+        return build_prompt(self.subject.tokenizer, task, item, length, chat=chat)
 
     def count_all(self, most: int) -> None:
         """Count the scores beyond FP16 of the first items of each data set."""
-        every = [(dataset, index) for dataset, items in self.questions.items() for index in range(len(items[:most]))]
+        every = [(dataset, item) for dataset, items in self.questions.items() for item in items[:most]]
         known = {dataset: self.store.lines(OVERFLOW, dataset) for dataset in self.questions}
-        work = [(dataset, index) for dataset, index in self._share(every) if index not in known[dataset]]
+        work = [(dataset, item) for dataset, item in self._share(every) if item.index not in known[dataset]]
         if not work:
             return
         with self.subject.model("pasa") as model:
-            for done, (dataset, index) in enumerate(work):
-                self.progress(done, len(work), f"scores {dataset} {index}")
-                ids = torch.tensor([self._prompt(dataset, self.questions[dataset][index])], device=model.device)
-                line = {"index": index, "prompt_tokens": ids.shape[1], "layers": count_overflow(model, ids)}
-                self.store.append(OVERFLOW, dataset, self.processes.process_index, [line])
+            for done, (dataset, item) in enumerate(work):
+                self.progress(done, len(work), f"scores {dataset} {item.index}")
+                ids = torch.tensor([self._prompt(find_task(dataset), item)], device=model.device)
+                self._append(OVERFLOW, dataset, [{"index": item.index, "layers": count_overflow(model, ids)}])
 
     def collect(self, names: Sequence[str], options: dict[str, Any]) -> dict[str, Any]:
         """Write the predictions, and sum up all lines of all processes."""
         answers: dict[str, dict[str, list[dict[str, Any]]]] = {name: {} for name in names}
-        for name in names:
-            for dataset in self.questions:
-                lines = self.store.lines(name, dataset)
-                self.store.finish(name, dataset, lines)
-                answers[name][dataset] = [lines[index] for index in sorted(lines)]
+        for name, dataset in product(names, self.questions):
+            lines = self.store.lines(name, dataset)
+            answers[name][dataset] = [lines[index] for index in sorted(lines)]
+            self.store.finish(name, dataset, answers[name][dataset])
         counted = self.questions if options["diagnose"] else ()
         counts = [line for dataset in counted for line in self.store.lines(OVERFLOW, dataset).values()]
         subject = self.subject
@@ -256,13 +247,7 @@ def _processes() -> Any:
 
 @contextmanager
 def _folder(folder: Path | None, processes: Any) -> Iterator[Path]:
-    """Lock the folder for this run, or make a temporary one.
-
-    Raises
-    ------
-    ValueError
-        Another run is at work there; several processes, which a temporary folder of each would keep apart.
-    """
+    """Lock the folder for this run, or make a temporary one, which several processes could not share."""
     if folder is not None:
         with exclusive(folder, processes.process_index):
             yield folder
@@ -278,7 +263,6 @@ EXPERIMENT = Experiment(
     run=run_longbench,
     report=report,
     title="LongBench",
-    figures=draw,
     needs_models=True,
     kept="start again with the same --output-dir to go on",
 )

@@ -1,8 +1,8 @@
 """Keeps what a run leaves on disk, so that a run that was killed goes on where it stopped.
 
-    settings.json                          what every part was made with
-    .lock.<n>                              held by process n while it runs
-    parts/<precision>/<dataset>.<n>.jsonl  a line per item as it is answered, by process n; with times
+    settings.json                            what every part was made with
+    .lock.<n>                                held by process n while it runs
+    parts/<precision>/<dataset>.<n>.jsonl    a line per item as it is answered, by process n; with times
     predictions/<precision>/<dataset>.jsonl  the finished data set in LongBench's own form, in the order of the data
 
 A line counts if it is whole: a killed process leaves at most one that is not, the last, which is cut off before
@@ -20,7 +20,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-SETTINGS = "settings.json"
 Line = dict[str, Any]
 PUBLISHED = ("pred", "answers", "all_classes", "length")
 """Fields of a prediction that the published scorer reads."""
@@ -31,40 +30,38 @@ GROWS = "data"
 class Store:
     """The folder of one run.
 
-    Parameters
-    ----------
-    folder : Path
-    settings : dict
-        Two levels, JSON-able: what must be the same for a run to go on. Data sets may be added to the group `GROWS`.
-
-    Raises
-    ------
-    ValueError
-        The folder holds a run with other settings; every difference is named.
+    `settings` (groups of names and JSON-able values) must be the same for a run to go on, except that names may be
+    added to the group `GROWS`. Others are refused with a ValueError that names every difference.
     """
 
     def __init__(self, folder: Path, settings: dict[str, dict[str, Any]]) -> None:
         self.folder = folder
-        file = folder / SETTINGS
+        file = folder / "settings.json"
         settings = json.loads(json.dumps(settings))
         if file.is_file():
             stored = json.loads(file.read_text(encoding="utf-8"))
-            _refuse_changes(stored, settings, folder)
-            settings = {key: {**stored.get(key, {}), **value} for key, value in settings.items()}
+            if changes := list(_changes(stored, settings)):
+                raise ValueError(
+                    f"{folder} holds a run with other settings ({'; '.join(changes)}): choose another folder"
+                )
+            settings[GROWS] = {**stored[GROWS], **settings[GROWS]}
         folder.mkdir(parents=True, exist_ok=True)
         _replace(file, json.dumps(settings, indent=1, ensure_ascii=False) + "\n")
 
     def lines(self, precision: str, dataset: str) -> dict[int, Line]:
         """Return the whole lines of all processes, by index; the first one of each counts.
 
-        Raises
-        ------
-        ValueError
-            A line other than the last of a file is broken, with file and line; nothing is changed.
+        A broken line that is not the last of its file is a ValueError with file and line, and nothing is changed.
         """
         lines: dict[int, Line] = {}
         for part in sorted((self.folder / "parts" / precision).glob(f"{dataset}.*.jsonl")):
-            for line in _read(part):
+            rows = part.read_bytes().split(b"\n")
+            for number, row in enumerate(rows[:-1], 1):  # after the last line break there is nothing, or a torn line
+                try:
+                    line = json.loads(row)
+                except ValueError as error:
+                    place = f"{part}, line {number}"
+                    raise ValueError(f"{place}: broken ({error}); delete the line to have it made again") from error
                 lines.setdefault(line["index"], line)
         return lines
 
@@ -74,17 +71,16 @@ class Store:
         part.parent.mkdir(parents=True, exist_ok=True)
         with part.open("ab+") as stream:
             stream.seek(0)
-            stream.truncate(stream.read().rfind(b"\n") + 1)  # a torn line
-            stream.write("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode())
+            stream.truncate(stream.read().rfind(b"\n") + 1)  # cuts off a torn line
+            stream.write(_rows(lines).encode())
             stream.flush()
             os.fsync(stream.fileno())
 
-    def finish(self, precision: str, dataset: str, lines: dict[int, Line]) -> Path:
+    def finish(self, precision: str, dataset: str, lines: Sequence[Line]) -> Path:
         """Write the predictions of a data set that is complete, whole or not at all."""
         file = self.folder / "predictions" / precision / f"{dataset}.jsonl"
         file.parent.mkdir(parents=True, exist_ok=True)
-        rows = ({name: lines[index][name] for name in (*PUBLISHED, "index", "broken")} for index in sorted(lines))
-        _replace(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        _replace(file, _rows([{name: line[name] for name in (*PUBLISHED, "index", "broken")} for line in lines]))
         return file
 
 
@@ -100,34 +96,17 @@ def exclusive(folder: Path, process: int) -> Iterator[None]:
         yield
 
 
-def batches(count: int, size: int) -> list[range]:
-    """Return the indices 0..count-1 in the batches that are answered together."""
-    return [range(start, min(start + size, count)) for start in range(0, count, size)]
-
-
-def _refuse_changes(stored: dict[str, Any], settings: dict[str, Any], folder: Path) -> None:
-    changes = []
+def _changes(stored: dict[str, Any], settings: dict[str, Any]) -> Iterator[str]:
     for key, group in settings.items():
         old = stored.get(key, {})
         names = old.keys() & group.keys() if key == GROWS else old.keys() | group.keys()
-        changes += [
-            f"{key}.{name} was {old.get(name)!r} and is {group.get(name)!r}"
-            for name in sorted(names)
-            if old.get(name) != group.get(name)
-        ]
-    if changes:
-        raise ValueError(f"{folder} holds a run with other settings ({'; '.join(changes)}): choose another folder")
+        for name in sorted(names):
+            if old.get(name) != group.get(name):
+                yield f"{key}.{name} was {old.get(name)!r} and is {group.get(name)!r}"
 
 
-def _read(part: Path) -> Iterator[Line]:
-    rows = part.read_bytes().split(b"\n")
-    for number, row in enumerate(rows[:-1], 1):  # after the last line break there is nothing, or a torn line
-        try:
-            line: Line = json.loads(row)
-        except ValueError as error:
-            place = f"{part}, line {number}"
-            raise ValueError(f"{place}: broken ({error}); delete the line to have it made again") from error
-        yield line
+def _rows(lines: Sequence[Line]) -> str:
+    return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
 
 
 def _replace(file: Path, text: str) -> None:

@@ -22,18 +22,9 @@ AGREEMENT = 0.98
 def summarise(
     answers: Answers, counts: Sequence[Line], *, injected: bool, progress: output.Report = output.silent
 ) -> dict[str, Any]:
-    """Return all numbers of a run.
+    """Return all numbers of a run, from answers and lines with overflow counts.
 
-    Parameters
-    ----------
-    answers : dict
-        Of all precisions, the reference among them.
-    counts : sequence of dict
-        Lines with overflow counts, one for each prompt.
-    injected : bool
-        Whether the model is the overflow fixture, on which FP16 with stored scores must collapse.
-    progress : callable, optional
-        Called with (data sets done, data sets, what comes next), because ROUGE takes its time.
+    `injected` says that the model is the overflow fixture, on which FP16 with stored scores must collapse.
     """
     datasets = {}
     for done, name in enumerate(answers[REFERENCE]):

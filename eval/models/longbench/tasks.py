@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pasa.eval.models.longbench.templates import template
-
 CATEGORIES = ("Single-doc QA", "Multi-doc QA", "Summarization", "Few-shot", "Synthetic", "Code")
 BUCKETS = {"0-4k": 4000, "4-8k": 8000, "8k+": None}
 """Lengths of LongBench-E, in words (English, code) or characters (Chinese): name -> first length beyond it."""
@@ -28,11 +26,6 @@ class Task:
     chat: bool = True  # the prompt goes through the chat template; few-shot and code prompts do not
     first_line: bool = False  # only the first line of an answer is scored
     extended: bool = False  # LongBench-E has this data set too, as "<name>_e"
-
-    @property
-    def prompt(self) -> str:
-        """Return the template, in which {context} and {input} are to be filled in."""
-        return template(self.name)
 
 
 _TABLE = (

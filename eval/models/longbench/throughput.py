@@ -64,19 +64,7 @@ def run_throughput(
     rounds: Annotated[int, "Rounds to time, after one that is not counted."] = 3,
     progress: output.Report = output.silent,
 ) -> dict[str, Any]:
-    """Time prefill and decode of a whole model with random weights, and its memory, by attention.
-
-    Returns
-    -------
-    dict
-        JSON-able: ``records`` (seconds, tokens/s, peak bytes, share of last logits that are not finite), ``settings``,
-        ``environment``.
-
-    Raises
-    ------
-    ValueError
-        Unknown configuration or attention; a number below 1; a large configuration without an accelerator.
-    """
+    """Time prefill and decode of a whole model with random weights, and its memory, by attention."""
     lengths, attentions = (8192,) if tokens is None else tokens, ATTENTIONS if attention is None else attention
     if config not in CONFIGS:
         raise ValueError(f"config={config!r} is not one of {', '.join(CONFIGS)}")

@@ -45,18 +45,8 @@ def run_perplexity(
     """Measure the perplexity of a long text in several precisions; exit 1 if PASA's differs from FP32's.
 
     Offsets are added to every score by weights alone, which changes no perplexity in exact arithmetic. Each token is
-    predicted once, from at least ``window - stride`` tokens before it, where there are so many.
-
-    Returns
-    -------
-    dict
-        JSON-able: ``perplexities`` (records by offset and precision; None where it is not finite), ``gate``,
-        ``settings``, ``environment``.
-
-    Raises
-    ------
-    FileNotFoundError, ValueError
-        A model, text, precision or number that cannot be used.
+    predicted once, from at least ``window - stride`` tokens before it, where there are so many. A perplexity that is
+    not finite is None.
     """
     chosen = list(DEFAULT_OFFSETS if offsets is None and model is None else offsets or (0,))
     names = parse_precisions(precisions or DEFAULT_PRECISIONS, injected=any(chosen))

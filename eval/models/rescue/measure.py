@@ -33,18 +33,7 @@ class Generation:
 def generate(model: Any, tokenizer: Any, ids: torch.Tensor, new_tokens: int, *, diagnose: bool = False) -> Generation:
     """Run `model` on prompt `ids` (1, n), then continue greedily; one prefill serves text, perplexity and scores.
 
-    Parameters
-    ----------
-    model : transformers model
-        A causal language model, in evaluation mode.
-    tokenizer
-        Gives the end-of-text token and decodes.
-    ids : Tensor
-        (1, n) token ids on the model's device.
-    new_tokens : int
-        Upper bound on the continuation.
-    diagnose : bool
-        Record the scores of every :func:`pasa.attention` call of the prefill (the model must be patched).
+    `diagnose` records the scores of every :func:`pasa.attention` call of the prefill; the model must be patched.
     """
     started, scores = time.perf_counter(), []
     if diagnose:
@@ -86,13 +75,7 @@ def _continue(
 
 
 def token_losses(logits: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """Return the cross-entropy of each of ids[1:] (FP32, in nats) and the share of non-finite logits.
-
-    Parameters
-    ----------
-    logits : Tensor (n, vocabulary)
-    ids : Tensor (n,)
-    """
+    """Return the cross-entropy of each of ids[1:] (FP32, nats) and the share of non-finite logits (n, vocabulary)."""
     losses, nonfinite = [], 0
     for start in range(0, len(ids), ROWS_PER_CHUNK):
         rows = logits[start : start + ROWS_PER_CHUNK].float()

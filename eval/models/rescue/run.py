@@ -52,19 +52,8 @@ def run_rescue(
 ) -> dict[str, Any]:
     """Rescue a language model that FP16 attention cannot run; exit 1 if PASA does not reproduce FP32.
 
-    Returns
-    -------
-    dict
-        JSON-able: ``proof`` (the claims, as numbers), ``gate`` (finite, FP32's tokens, its perplexity within 0.5 %),
-        ``runs`` (text, perplexity and times of each run), ``layers`` (largest score before and after the shift,
-        prefill), ``fixture``, ``prompt``, ``environment``.
-
-    Raises
-    ------
-    ValueError
-        A prompt that is too long; `new_tokens` or `max_prompt_tokens` below 1; an offset that no fixture has.
-    FileNotFoundError
-        A distribution is missing; the message is the command that installs it.
+    ``proof`` of the result has the claims as numbers, ``layers`` the largest scores of the prefill before and after the
+    shift.
     """
     at_least(1, new_tokens=new_tokens, max_prompt_tokens=max_prompt_tokens)
     check_offset(offset)
@@ -135,15 +124,7 @@ def _chat_ids(tokenizer: Any, message: str) -> torch.Tensor:
 
 
 def load_folder(path: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
-    """Return ``(model, tokenizer)`` of a folder that holds a causal language model.
-
-    Raises
-    ------
-    FileNotFoundError
-        There is no such folder.
-    OSError, ValueError
-        As transformers words it: weights that are not safetensors, a model that needs code of its own.
-    """
+    """Return ``(model, tokenizer)`` of a folder with a causal language model in safetensors, without its own code."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     if not Path(path).is_dir():
@@ -241,29 +222,10 @@ def text_table(result: dict[str, Any]) -> Table:
     return Table("Continuations", ["run", "text", "stopped by"], rows, wraps="text")
 
 
-def layer_table(result: dict[str, Any]) -> Table:
-    """Return the largest scores of every layer as FP16 attention and as PASA store them."""
-    rows = [
-        [
-            str(index),
-            f"{layer['max_score_before']:,.0f}",
-            f"{layer['max_score_after']:,.2f}",
-            f"{layer['rescued_tiles']}/{layer['tiles']}",
-        ]
-        for index, layer in enumerate(result["layers"])
-    ]
-    return Table("Largest |q.k| of the prefill", ["layer", "FP16 attention", "PASA", "tiles kept in FP32"], rows)
-
-
 EXPERIMENT = Experiment(
     name="demo",
     run=run_rescue,
-    report=lambda result: [
-        run_table(result),
-        text_table(result),
-        layer_table(result),
-        f"{verdict(result)} {origin(result)}",
-    ],
+    report=lambda result: [run_table(result), text_table(result), f"{verdict(result)} {origin(result)}"],
     title="A language model that FP16 attention cannot run",
     needs_models=True,
 )

@@ -48,13 +48,7 @@ def make_settings(
     seed: int = SEED,
     dtype: str | None = None,
 ) -> Settings:
-    """Return settings for the device at hand; sizes that are None take the defaults of `SIZES`.
-
-    Raises
-    ------
-    FileNotFoundError, ValueError
-        A size, dtype or image that cannot be used.
-    """
+    """Return settings for the device at hand; sizes that are None take the defaults of `SIZES`."""
     used = {name: _size(name, value, tiny) for name, value in sizes.items()}
     device = pick_device()
     picture = _image(image, used["height"], used["width"])
@@ -101,15 +95,7 @@ def load_pipeline(path: str) -> Any:
 
 
 def check_pipeline(path: Path) -> None:
-    """Name what a folder lacks, in a line.
-
-    Raises
-    ------
-    FileNotFoundError
-        There is no such folder, or no pipeline in it.
-    ValueError
-        The pipeline is of another class.
-    """
+    """Raise, in a line, where a folder lacks a pipeline or holds one of another class."""
     index = path / "model_index.json"
     if not path.is_dir():
         raise FileNotFoundError(f"model {str(path)!r} is not a folder (nothing is downloaded)")

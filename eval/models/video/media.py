@@ -23,28 +23,12 @@ def to_images(frames: Frames) -> list[Any]:
     return [Image.fromarray(frame) for frame in (255 * levels).round().astype(np.uint8)]
 
 
-def side_by_side(clips: Mapping[str, Frames]) -> list[Any]:
-    """Return one image a frame: all clips next to one another, each under its name."""
-    from PIL import Image
-
-    rows = {name: to_images(frames) for name, frames in clips.items()}
-    width, height = next(iter(rows.values()))[0].size
-    shown = []
-    for frames in zip(*rows.values(), strict=True):
-        image = Image.new("RGB", (_even(width * len(rows)), _even(height + LABEL)), "white")
-        for column, (name, frame) in enumerate(zip(rows, frames, strict=True)):
-            image.paste(frame, (column * width, LABEL))
-            _write(image, column * width, 0, name)
-        shown.append(image)
-    return shown
-
-
 def contact_sheet(clips: Mapping[str, Frames], reference: str) -> Any:
     """Return an image with some frames of every clip, a row each.
 
     The last row shows how the last clip differs from `reference`, amplified.
     """
-    from PIL import Image
+    from PIL import Image, ImageDraw
 
     last = list(clips)[-1]
     difference = np.abs(clips[last] - clips[reference])
@@ -57,27 +41,18 @@ def contact_sheet(clips: Mapping[str, Frames], reference: str) -> Any:
     sheet = Image.new("RGB", (size[0] * len(chosen), (size[1] + LABEL) * len(rows)), "white")
     for row, (name, frames) in enumerate(rows.items()):
         top = row * (size[1] + LABEL)
-        _write(sheet, 0, top, name if np.isfinite(frames).all() else f"{name} (not finite)")
+        label = name if np.isfinite(frames).all() else f"{name} (not finite)"
+        ImageDraw.Draw(sheet).text((4, top + 3), label, fill="black")
         for column, image in enumerate(to_images(frames[chosen])):
             sheet.paste(image.resize(size), (column * size[0], top + LABEL))
     return sheet
 
 
 def save(clips: Mapping[str, Frames], reference: str, folder: Path, fps: int) -> None:
-    """Write ``video.mp4`` and ``video.png`` into a folder."""
+    """Write ``video.mp4``, all clips side by side in their order, and ``video.png``, the contact sheet."""
     from diffusers.utils import export_to_video
 
     folder.mkdir(parents=True, exist_ok=True)
-    export_to_video(side_by_side(clips), str(folder / "video.mp4"), fps=fps, macro_block_size=2)
+    together = to_images(np.concatenate(list(clips.values()), axis=2))
+    export_to_video(together, str(folder / "video.mp4"), fps=fps, macro_block_size=2)
     contact_sheet(clips, reference).save(folder / "video.png", optimize=True)
-
-
-def _write(image: Any, left: int, top: int, text: str) -> None:
-    from PIL import ImageDraw
-
-    ImageDraw.Draw(image).text((left + 4, top + 3), text, fill="black")
-
-
-def _even(pixels: int) -> int:
-    """Return the next even number, because H.264 stores colour at half the resolution."""
-    return pixels + pixels % 2

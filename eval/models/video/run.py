@@ -81,16 +81,6 @@ def run_video(
 
     The tiny model runs once as it is, and once with a bias that makes its scores overflow. The clips are written into
     `folder`.
-
-    Returns
-    -------
-    dict
-        JSON-able: ``gate``, ``runs`` (metrics of each clip, by name), ``fixture``, ``settings``, ``environment``.
-
-    Raises
-    ------
-    FileNotFoundError, ValueError
-        The model is not a folder; a size, dtype or image that cannot be used.
     """
     sizes = {"height": height, "width": width, "frames": frames, "steps": steps}
     settings = make_settings(sizes, tiny=model == TINY, image=image, seed=seed, dtype=dtype)

@@ -23,9 +23,11 @@ from pasa.eval.kit.experiment import Experiment
 from pasa.eval.kit.gate import gate, outcome
 from pasa.eval.kit.options import at_least, stages
 from pasa.eval.kit.tables import Table, number, short
-from pasa.eval.kit.timing import Call, Clock, CudaClock, interleave, ratio, summary
+from pasa.eval.kit.timing import Call, Clock, CudaClock, copy_bandwidth, interleave, ratio, summary
+from pasa.eval.models.video import shapes
 from pasa.eval.models.video.clip import whole_fp32
 from pasa.eval.models.video.overflow import bias_scores
+from pasa.eval.speed.implementations import FLASH
 
 SEED = 0
 GUIDED = 2  # classifier-free guidance: every step runs the clip with and without the picture
@@ -34,7 +36,7 @@ OFFSET = 819200.0
 FARTHER = 1.10
 """PASA may be this much farther from FP32 than SDPA flash."""
 GIB = 2**30
-EAGER, SDPA, FLASH, PASA = "eager", "sdpa", "sdpa-flash", "pasa"
+EAGER, SDPA, PASA = "eager", "sdpa", shapes.PASA
 WAYS = {
     EAGER: "diffusers' AttnProcessor: scores stored in FP16, already scaled",
     SDPA: "torch SDPA as diffusers calls it, backend chosen by torch",
@@ -74,33 +76,22 @@ class Work:
 def run_step(
     rounds: Annotated[int, "Turns of each way to attend."] = 3, progress: output.Report = output.silent
 ) -> dict[str, Any]:
-    """Time a denoising step of the full-size video UNet on a CUDA device; exit 1 if PASA is slower or farther off.
-
-    Returns
-    -------
-    dict
-        JSON-able: ``records`` (one per model, bias and way), ``gate``, ``sizes``, ``environment``.
-
-    Raises
-    ------
-    ValueError
-        Fewer than one round.
-    NotImplementedError
-        Without a CUDA device.
-    """
+    """Time a denoising step of the full-size video UNet on a CUDA device; exit 1 if PASA is slower or farther off."""
     at_least(1, rounds=rounds)
     with torch.inference_mode():
-        return measure(CudaClock(), Scale(), rounds, stages(progress, 4))
+        clock = CudaClock()
+        return measure(clock, Scale(), rounds, copy_bandwidth(clock), stages(progress, 5))
 
 
-def measure(clock: Clock, scale: Scale, rounds: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """Do what `run_step` does, on any clock."""
+def measure(clock: Clock, scale: Scale, rounds: int, bandwidth: float, say: Callable[[str], None]) -> dict[str, Any]:
+    """Do what `run_step` does, on any clock; `bandwidth` in bytes per second."""
     say("UNet in FP32")
     unet = _unet_step(scale, clock.device)
     bias_scores(unet.model, 0)
     golden = _in_fp32(unet)
     say("UNet")
     records = compare(unet, golden, clock, rounds)
+    cases = shapes.attention_shapes(unet.model, unet.run)
     fixture = bias_scores(unet.model, OFFSET)
     say("UNet whose scores overflow")
     records += [each | {"offset": fixture["offset"]} for each in compare(unet, golden, clock, rounds)]
@@ -108,6 +99,8 @@ def measure(clock: Clock, scale: Scale, rounds: int, say: Callable[[str], None])
     say("VAE")
     vae = _vae_decode(scale, clock.device)
     records += compare(vae, _in_fp32(vae), clock, rounds)
+    del vae
+    say("attention by shape")
     return {
         "gate": judge(records),
         "ways": WAYS,
@@ -115,6 +108,8 @@ def measure(clock: Clock, scale: Scale, rounds: int, say: Callable[[str], None])
         "fixture": fixture,
         "rounds": rounds,
         "environment": describe(clock.device, "diffusers"),
+        "shapes": [{"shape": case.shape, "calls": calls} for case, calls in cases],
+        "attention": shapes.measure_attention(cases, clock, bandwidth, rounds),
         "records": records,
     }
 
@@ -267,7 +262,7 @@ def table(result: dict[str, Any]) -> Table:
 EXPERIMENT = Experiment(
     name="video",
     run=run_step,
-    report=lambda result: [table(result), f"{outcome(result)} {origin(result)}"],
+    report=lambda result: [table(result), shapes.table(result), f"{outcome(result)} {origin(result)}"],
     title="One denoising step of the full-size video UNet",
     needs_models=True,
 )

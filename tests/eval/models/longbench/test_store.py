@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from pasa.eval.models.longbench.store import Store, batches, exclusive
+from pasa.eval.models.longbench.store import Store, exclusive
 
 SETTINGS = {"settings": {"max_length": 100}, "data": {"trec": "1"}}
 
@@ -72,13 +72,8 @@ def test_a_folder_has_one_run_at_a_time(tmp_path):
 
 
 def test_the_finished_file_is_the_published_form_in_order_and_without_times(tmp_path):
-    file = Store(tmp_path, SETTINGS).finish("pasa", "trec", {1: line(1), 0: line(0)})
+    file = Store(tmp_path, SETTINGS).finish("pasa", "trec", [line(0), line(1)])
     rows = [json.loads(row) for row in file.read_text().splitlines()]
     assert [row["index"] for row in rows] == [0, 1]
     assert list(rows[0]) == ["pred", "answers", "all_classes", "length", "index", "broken"]
     assert [path.name for path in file.parent.iterdir()] == ["trec.jsonl"]
-
-
-def test_batches_cover_all_in_order():
-    assert [list(batch) for batch in batches(5, 2)] == [[0, 1], [2, 3], [4]]
-    assert batches(0, 3) == []

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from pasa.eval.models.video import step
-from pasa.eval.models.video.step import EAGER, FLASH, PASA, SDPA
+from pasa.eval.models.video.step import EAGER, PASA, SDPA
+from pasa.eval.speed.implementations import FLASH
 from tests.eval.speed.fakes import FakeClock
 
 SMALL = step.Scale(
@@ -38,7 +39,7 @@ class IdleClock(FakeClock):
 @pytest.fixture(scope="module")
 def result():
     with torch.inference_mode():
-        return step.measure(IdleClock(), SMALL, 1, lambda line: None)
+        return step.measure(IdleClock(), SMALL, 1, 1e12, lambda line: None)
 
 
 def by_way(result, model, offset):
@@ -61,6 +62,14 @@ def test_eager_fp16_attention_overflows_for_real_and_pasa_does_not_notice(result
     assert biased[EAGER]["nonfinite_share"] == 1
     assert biased[EAGER]["rmse"] is None
     assert biased[PASA]["rmse"] <= 1.01 * plain[PASA]["rmse"]
+
+
+def test_shapes_are_those_of_the_step(result):
+    """Two clips of two frames: spatial and temporal attention, each over itself and over one token."""
+    shapes = {each["shape"]: each["calls"] for each in result["shapes"]}
+    assert shapes["(4, 1, 64, 64) full"] == shapes["(128, 1, 2, 64) full"] == 4
+    assert shapes["(4, 1, 64 x 1, 64) full"] == shapes["(128, 1, 2 x 1, 64) full"] == 4
+    assert sum(shapes.values()) == 16
 
 
 def test_real_size_asks_for_the_attention_of_the_real_model():
