@@ -155,13 +155,9 @@ def paragraph(reference: str, prefix: str) -> str:
 def code_sim(answer: str, reference: str, classes: Sequence[str] = ()) -> float:
     """Return the similarity of the first line that is neither comment nor Markdown: difflib's ratio, in per cents.
 
-    That is fuzzywuzzy 0.18's `ratio` without its optional C extension, which counts otherwise. Equal lines are 1, empty
-    ones too.
+    That is fuzzywuzzy 0.18's `ratio` without its optional C extension, which counts otherwise.
     """
-    line = code_line(answer)
-    if line == reference:
-        return 1.0
-    return round(100 * difflib.SequenceMatcher(None, line, reference).ratio()) / 100
+    return round(100 * difflib.SequenceMatcher(None, code_line(answer), reference).ratio()) / 100
 
 
 def code_line(answer: str) -> str:

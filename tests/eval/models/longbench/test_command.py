@@ -8,35 +8,10 @@ from typer.testing import CliRunner
 
 from pasa.eval.commands import app
 from pasa.eval.models.longbench import run as longbench
-from pasa.eval.models.longbench import throughput
-from pasa.eval.models.perplexity import run as perplexity
 
 
 def run(*arguments):
     return CliRunner().invoke(app, list(arguments))
-
-
-def test_longbench_writes_what_it_says(steady, questions, tmp_path):
-    options = ["--model", str(steady), "--data", str(questions), "--offset", "131072", "--max-length", "400"]
-    chosen = ["--precisions", "fp16-eager,pasa", "--dataset", "hotpotqa,lcc", "--limit", "1", "--no-chat"]
-    done = run(
-        "eval", "longbench", *options, *chosen, "--output-dir", str(tmp_path), "--json", str(tmp_path / "x.json")
-    )
-    assert done.exit_code == 0, done.output
-    result = json.loads((tmp_path / "x.json").read_text())
-    assert list(result["datasets"]) == ["hotpotqa", "lcc"]
-    assert list(result["precisions"]) == ["fp32", "fp16-eager", "pasa"]
-    assert result["settings"]["chat"] is False
-    assert (tmp_path / "longbench.md").is_file()
-    assert (tmp_path / "predictions/pasa/lcc.jsonl").is_file()
-
-
-def test_a_failed_check_is_exit_status_1(tiny, questions):
-    """Without an injection FP16 scores do not overflow; with one that FP16 can hold, the collapse fails to come."""
-    options = ["--model", str(tiny), "--data", str(questions), "--offset", "1024", "--max-length", "400"]
-    done = run("eval", "longbench", *options, "--precisions", "fp16-eager", "--dataset", "lcc", "--diagnose", "0")
-    assert done.exit_code == 1
-    assert "FAILED: fp16_collapses" in " ".join(done.output.split())
 
 
 def test_ppl_writes_what_it_says_and_shows_no_other_bar(steady, tmp_path):
@@ -64,18 +39,12 @@ def test_model_benchmark_writes_what_it_says(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("command", "module", "function", "kept"),
-    [
-        ("eval longbench", longbench, "parse_precisions", "nothing is kept"),
-        ("eval longbench --output-dir out", longbench, "parse_precisions", longbench.EXPERIMENT.kept),
-        ("eval ppl --output-dir out", perplexity, "parse_precisions", "nothing is kept"),
-        ("bench model", throughput, "pick_device", "nothing is kept"),
-    ],
+    ("options", "kept"), [((), "nothing is kept"), (("--output-dir", "out"), longbench.EXPERIMENT.kept)]
 )
-def test_a_run_that_is_stopped_from_the_keyboard_says_what_is_kept(monkeypatch, command, module, function, kept):
+def test_a_run_that_is_stopped_from_the_keyboard_says_what_is_kept(monkeypatch, options, kept):
     def stop(*arguments, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(module, function, stop)
-    done = run(*command.split())
+    monkeypatch.setattr(longbench, "parse_precisions", stop)
+    done = run("eval", "longbench", *options)
     assert (done.exit_code, done.stderr) == (130, f"pasa: stopped; {kept}\n")

@@ -1,4 +1,4 @@
-"""Greedy answers: batches, ends, logits that are no numbers."""
+"""Greedy answers: batches, ends, logits that are NaN."""
 
 import pytest
 import torch
@@ -82,7 +82,7 @@ def rigged(change):
     return model
 
 
-def test_logits_that_are_no_numbers_end_their_own_answer_only(tokenizer):
+def test_nan_ends_its_own_answer_only(tokenizer):
     """The second of two prompts breaks at its third step."""
     steps = []
 
@@ -114,7 +114,7 @@ def test_what_padding_gives_breaks_no_answer(tokenizer):
     assert fields(answers, "pred") == [tokenizer.decode([65]), tokenizer.decode([65] * 6)]
 
 
-def test_a_prefill_that_is_no_numbers_is_not_continued(tokenizer):
+def test_a_prefill_of_nan_is_not_continued(tokenizer):
     calls = []
     model = rigged(lambda logits: calls.append(0) or logits.fill_(float("nan")))
     answers = generation.answer(model, tokenizer, ids(tokenizer, "one"), 50)

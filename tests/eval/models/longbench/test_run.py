@@ -55,17 +55,10 @@ def test_fp16_collapses_and_pasa_agrees(finished):
     assert precisions["fp32"]["prefill_tokens_per_s"] > 0
     assert precisions["fp32"]["decode_tokens_per_s"] > 0
     assert precisions["fp16-eager"]["decode_tokens_per_s"] is None
+    counts = [(i, 12) for i in range(12)] + [(i, 3) for i in (0, 1, 2, 0, 1, 2)]
+    assert [each[:2] for each in finished[2]] == counts, "batches of 3 precisions, prompts to count, data sets to score"
     assert len(result["layers"]) == 2
     assert all(layer["overflows"] == layer["scores"] for layer in result["layers"])
-
-
-def test_progress_counts_batches_and_prompts(finished):
-    lines = finished[2]
-    batches = 2 + 1 + 1  # of 3, 2 and 1 items
-    assert [each[:2] for each in lines[: 3 * batches]] == [(i, 3 * batches) for i in range(3 * batches)]
-    assert lines[0][2] == "fp32 hotpotqa 0/3"
-    counts = ["scores hotpotqa 0", "scores lcc 0", "scores triviaqa 0"]
-    assert [each[2] for each in lines[3 * batches :]] == counts + SCORING
 
 
 def test_predictions_are_in_the_published_form(finished):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 
 import pytest
@@ -56,15 +55,6 @@ def test_every_token_is_predicted_once(total, window, stride):
         assert first - begin >= min(first, window - stride), "so much is read before what is predicted"
 
 
-def test_one_window_is_the_models_own_loss(model):
-    ids = torch.tensor(TOKENS[:100])
-    found = run.measure(model, ids, list(run.windows(100, 128, 64)))
-    with torch.no_grad():
-        assert found["loss"] == pytest.approx(float(model(ids[None], labels=ids[None]).loss), rel=1e-5)
-    assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
-    assert found["nonfinite_logits"] == 0
-
-
 def test_windows_are_weighted_by_their_tokens(model):
     """The definition, token by token: the loss of each from the window that predicts it."""
     ids, losses = torch.tensor(TOKENS[:150]), []
@@ -74,6 +64,8 @@ def test_windows_are_weighted_by_their_tokens(model):
             losses += [-float(rows[token - begin - 1, ids[token]]) for token in range(first, end)]
     found = run.measure(model, ids, list(run.windows(150, 64, 40)))
     assert found["loss"] == pytest.approx(sum(losses) / 149, rel=1e-5)
+    assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
+    assert found["nonfinite_logits"] == 0
 
 
 def test_a_loss_whose_exponential_overflows_is_not_finite():
@@ -119,33 +111,26 @@ def test_who_overflows_and_who_loses_accuracy(text, tmp_path):
     assert found["fp16-eager", 0]["perplexity"] == pytest.approx(base, rel=5e-3)
     errors = {name: abs(found[name, 131072]["perplexity"] - base) for name in ("bf16", "bf16-eager", "pasa")}
     assert errors["pasa"] < errors["bf16-eager"] / 5
+    text = run.EXPERIMENT.markdown(result)
+    assert all(part in text for part in ("not finite", "offset 131,072", "emulated", "All checks hold"))
     windows = len(list(run.windows(200, 128, 64)))
     assert [each[:2] for each in lines] == [(i, 12 * windows) for i in range(12 * windows)]
 
 
-def test_what_is_shown_and_written(text, tmp_path):
-    result = measured(text, tmp_path, offsets=[0, 131072], precisions=["fp16-eager", "pasa"])
-    json.dumps(result, allow_nan=False)
-    run.EXPERIMENT.save(result, tmp_path / "out")
-    for part in ("not finite", "offset 131,072", "emulated", "All checks hold"):
-        assert part in (tmp_path / "out/ppl.md").read_text()
-    stored = json.loads((tmp_path / "out/ppl.json").read_text())
-    assert run.table(stored).rows == run.table(result).rows, "stored with all digits"
-
-
-def test_every_check_can_fail():
-    def records(pasa, eager, reference=10.0):
-        values = {"fp32": reference, "pasa": pasa, "fp16-eager": eager}
-        return [{"offset": 131072, "precision": name, "perplexity": value} for name, value in values.items()]
-
-    def failed(*values):
-        return [check for check, passed in run.judge(records(*values))["checks"].items() if not passed]
-
-    assert failed(10.04, None) == []
-    assert failed(None, None) == ["pasa_finite", "pasa_near_fp32"]
-    assert failed(10.06, None) == ["pasa_near_fp32"]
-    assert failed(10.0, 12.0) == ["fp16_breaks"]
-    assert failed(10.0, None, None) == ["reference_finite", "pasa_near_fp32"]
+@pytest.mark.parametrize(
+    ("reference", "pasa", "eager", "failed"),
+    [
+        (10.0, 10.04, None, []),
+        (10.0, None, None, ["pasa_finite", "pasa_near_fp32"]),
+        (10.0, 10.06, None, ["pasa_near_fp32"]),
+        (10.0, 10.0, 12.0, ["fp16_breaks"]),
+        (None, 10.0, None, ["reference_finite", "pasa_near_fp32"]),
+    ],
+)
+def test_every_check_can_fail(reference, pasa, eager, failed):
+    values = {"fp32": reference, "pasa": pasa, "fp16-eager": eager}
+    records = [{"offset": 131072, "precision": name, "perplexity": value} for name, value in values.items()]
+    assert [check for check, passed in run.judge(records)["checks"].items() if not passed] == failed
 
 
 @pytest.mark.parametrize(
