@@ -14,16 +14,11 @@ from pasa.eval.accuracy.rounding_bias import cost
 from pasa.eval.kit import output
 from pasa.eval.kit.experiment import add_command
 from pasa.eval.kit.options import (
-    NOTHING_KEPT,
     Json,
     deliver,
     finish,
     integer,
     integers,
-    needs_models,
-    stages,
-    stoppable,
-    words,
 )
 from pasa.eval.npu import run as npu
 from pasa.eval.research.fp8_scaling import overhead

@@ -18,7 +18,6 @@ from pasa.eval.kit.options import (
     integer,
     integers,
     needs_models,
-    stages,
     stoppable,
     words,
 )
@@ -69,107 +68,6 @@ def video(
 
 
 GOES_ON = "start again with the same --output-dir to go on"
-PRECISIONS = "fp32,bf16,fp16-eager,pasa"
-Model = Annotated[str | None, typer.Option(help="Folder of a causal language model, not the built-in.")]
-Precisions = Annotated[
-    str, typer.Option(help="Between commas; fp32 is always added: fp32-base, bf16[-eager], fp16-{eager,sdpa}, pasa.")
-]
-Offset = Annotated[float | None, typer.Option(help="Constant to add to every score (131072; 0 with --model).")]
-Half = Annotated[
-    bool | None, typer.Option("--half/--emulate", help="FP16 models, or FP16 attention in FP32 (default on a CPU).")
-]
-
-
-@evaluate.command()
-def longbench(
-    json: Json = None,
-    output_dir: Annotated[
-        Path | None, typer.Option(file_okay=False, help="Answers and results; a stopped run goes on there.")
-    ] = None,
-    model: Model = None,
-    data: Annotated[str | None, typer.Option(help="Folder, zip or hf:OWNER/NAME (default: an offline set).")] = None,
-    precisions: Precisions = PRECISIONS,
-    dataset: Annotated[str | None, typer.Option(help="Data sets between commas (all).")] = None,
-    extended: Annotated[bool, typer.Option("--e", help="LongBench-E.")] = False,
-    limit: Annotated[int | None, typer.Option(parser=integer, metavar="N", help="Items of each data set.")] = None,
-    tokens: Annotated[
-        str | None, typer.Option(help="Approximate tokens of the offline set's contexts, between commas (1024).")
-    ] = None,
-    items: Annotated[
-        int | None, typer.Option(parser=integer, metavar="N", help="Offline items of each length (1).")
-    ] = None,
-    max_length: Annotated[
-        int | None, typer.Option(parser=integer, metavar="N", help="Longest prompt in tokens (as published).")
-    ] = None,
-    batch_size: Annotated[int, typer.Option(parser=integer, metavar="N", help="Items answered together.")] = 1,
-    chat: Annotated[bool, typer.Option("--chat/--no-chat", help="The tokenizer's chat template.")] = True,
-    offset: Offset = None,
-    half: Half = None,
-    diagnose: Annotated[
-        int, typer.Option(parser=integer, metavar="N", help="Items of a data set whose scores are counted by layer.")
-    ] = 1,
-) -> None:
-    """LongBench by precision; exit 1 if PASA breaks an answer or, on the built-in overflowing model, leaves FP32's."""
-    needs_models("eval longbench")
-    from pasa.eval.models.longbench import report, run
-
-    with stoppable(GOES_ON if output_dir else NOTHING_KEPT), output.progress_bar("eval longbench") as progress:
-        result = run.run_longbench(
-            model,
-            data,
-            precisions=words(precisions) or (),
-            datasets=words(dataset),
-            extended=extended,
-            limit=limit,
-            tokens=None if tokens is None else integers(tokens),
-            items=items,
-            max_length=max_length,
-            batch_size=batch_size,
-            chat=chat,
-            offset=offset,
-            half=half,
-            diagnose=diagnose,
-            folder=output_dir,
-            progress=progress,
-        )
-    if result is None:  # another process has it
-        return
-    finish(result, json, output_dir, report.render, report.save)
-
-
-@evaluate.command()
-def ppl(
-    json: Json = None,
-    output_dir: Annotated[Path | None, typer.Option(file_okay=False, help="Write JSON and Markdown there.")] = None,
-    model: Model = None,
-    text: Annotated[str | None, typer.Option(help="File to read (default: an essay).")] = None,
-    precisions: Precisions = "fp32,bf16,bf16-eager,fp16-sdpa,fp16-eager,pasa",
-    offsets: Annotated[
-        str | None,
-        typer.Option(help="Constants to add to every score, between commas (0,4096,131072; 0 with --model)."),
-    ] = None,
-    tokens: Annotated[int, typer.Option(parser=integer, metavar="N", help="Length of the text.")] = 2048,
-    window: Annotated[int, typer.Option(parser=integer, metavar="N", help="Tokens that are read at once.")] = 1024,
-    stride: Annotated[int, typer.Option(parser=integer, metavar="N", help="Tokens between two windows.")] = 512,
-    half: Half = None,
-) -> None:
-    """Perplexity of a long text in several precisions; exit 1 if PASA leaves FP32's."""
-    needs_models("eval ppl")
-    from pasa.eval.models.perplexity import report, run
-
-    with stoppable(NOTHING_KEPT), output.progress_bar("eval ppl") as progress:
-        result = run.run_perplexity(
-            model,
-            text,
-            precisions=words(precisions) or (),
-            offsets=None if offsets is None else integers(offsets),
-            tokens=tokens,
-            window=window,
-            stride=stride,
-            half=half,
-            progress=progress,
-        )
-    finish(result, json, output_dir, report.render, report.save)
 
 
 @evaluate.command()

@@ -141,31 +141,17 @@ def block(name: str, *makers: Callable[[dict[str, Any]], Table | str]) -> Callab
 
 
 def rescue() -> str:
-    """The runs of the demonstration."""
+    """Return the runs of the demonstration, without the times of an emulation."""
     result = stored("rescue")
-    proof = result["proof"]
-    rows = [
-        [
-            TITLES[name],
-            "not finite" if run["perplexity"] is None else f"{run['perplexity']:.4f}",
-            percent(run["nonfinite_logits"]),
-        ]
-        for name, run in result["runs"].items()
-    ]
-    summary = (
-        f"{result['prompt']['tokens']} tokens of real text; scores up to {proof['max_score_before']:,.0f}, "
-        f"{proof['layers_that_overflow']} of {proof['layers']} layers beyond 65504; with PASA no stored score above "
-        f"{proof['max_score_after']:,.0f}, {proof['tiles_in_fp32']:,} of {proof['tiles']:,} tiles in FP32. "
-        f"Greedy tokens equal to FP32's: {proof['tokens_equal_to_fp32']} of {proof['tokens_fp32']}."
-    )
-    return f"{summary}\n\n{table(['run', 'perplexity', 'logits not finite'], rows)}"
+    runs = rescue_run.run_table(result)
+    shown = table(runs.header[:3], [row[:3] for row in runs.rows])
+    return f"{runs.title}. {rescue_run.verdict(result)} {origin(result)}\n\n{shown}"
 
 
 def video() -> str:
-    """A clip with and without PASA."""
+    """Return a clip with and without PASA."""
     result = stored("video")
-    shown = _titled(video_report.run_table(result))
-    return f"{shown}\n\n{video_report.verdict(result)} {video_report.origin(result)}"
+    return f"{video_run.run_table(result).captioned()}\n\n{video_run.verdict(result)} {origin(result)}"
 
 
 def _titled(found: Table) -> str:
@@ -174,21 +160,21 @@ def _titled(found: Table) -> str:
 
 
 def longbench(name: str = "longbench") -> str:
-    """Long prompts in every precision."""
+    """Return long prompts in every precision."""
     result = stored(name)
-    shown = _titled(longbench_report.precision_table(result))
-    return f"{shown}\n\n{longbench_report.verdict(result)} {longbench_report.origin(result)}"
+    shown = longbench_report.precision_table(result).captioned()
+    return f"{shown}\n\n{longbench_report.verdict(result)} {origin(result)}"
 
 
 def throughput() -> str:
     """A whole model's prefill, decode and memory."""
-    return _titled(throughput_report.table(stored("throughput")))
+    return throughput_report.table(stored("throughput")).captioned()
 
 
 def perplexity() -> str:
     """What storing scores costs."""
     result = stored("perplexity")
-    return f"{_titled(perplexity_report.table(result))}\n\n{longbench_report.origin(result)}"
+    return f"{perplexity_run.table(result).captioned()}\n\n{origin(result)}"
 
 
 def diagnose() -> str:
@@ -235,9 +221,9 @@ def npu_model() -> str:
 
 
 def step() -> str:
-    """A denoising step of the full-size video UNet."""
-    found = step_report.model_table(stored("step"))
-    return f"{found.note}\n\n{table(found.header, found.rows)}\n\n{step_report.origin(stored('step'))}"
+    """Return a denoising step of the full-size video UNet."""
+    result = stored("step")
+    return f"{video_step.table(result).captioned()}\n\n{origin(result)}"
 
 
 PARTS: dict[str, Callable[[], str]] = {
