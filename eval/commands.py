@@ -1,7 +1,8 @@
-"""Commands of `pasa`: each parses, calls one function and prints what it returned."""
+"""Commands of `pasa`: a table of experiments, and the one command that chooses between two by its options."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -9,11 +10,32 @@ import typer
 
 from pasa.eval import doctor
 from pasa.eval.accuracy import beta
-from pasa.eval.benchmarks import bench
-from pasa.eval.evaluate import evaluate
+from pasa.eval.accuracy.gradients import run as gradients
+from pasa.eval.accuracy.rmse import run as rmse
+from pasa.eval.accuracy.rounding_bias import cost
+from pasa.eval.accuracy.rounding_bias import run as bias
 from pasa.eval.kit import output
-from pasa.eval.kit.experiment import add_command
-from pasa.eval.kit.options import Json, at_least_one, deliver, integer, needs_models, probability, stages
+from pasa.eval.kit.experiment import Folder, add_command
+from pasa.eval.kit.options import NOTHING_KEPT, Json, finish, integer, integers, stoppable
+from pasa.eval.models.diagnose import run as diagnose
+from pasa.eval.models.longbench import run as longbench
+from pasa.eval.models.longbench import throughput
+from pasa.eval.models.perplexity import run as perplexity
+from pasa.eval.models.predict import auto, paper, soundness
+from pasa.eval.models.predict import run as predict
+from pasa.eval.models.rescue import run as rescue
+from pasa.eval.models.video import run as video
+from pasa.eval.models.video import step
+from pasa.eval.models.zoo import run as zoo
+from pasa.eval.npu import run as npu
+from pasa.eval.random_calls import run as random_calls
+from pasa.eval.research.fp8_scaling import overhead
+from pasa.eval.research.fp8_scaling import run as fp8
+from pasa.eval.research.rounding_training import gpu, training
+from pasa.eval.speed import counters
+from pasa.eval.speed import run as speed
+from pasa.eval.speed.ring import run as ring
+from pasa.eval.speed.watching import run as watching
 
 app = typer.Typer(
     help="FP16 attention that cannot overflow: checks, tables, benchmarks and a demonstration.",
@@ -21,11 +43,28 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for _experiment in (doctor.EXPERIMENT, beta.EXPERIMENT):
-    add_command(app, _experiment)
-app.add_typer(bench, name="bench")
-app.add_typer(evaluate, name="eval")
-add_command(app, diagnosis.EXPERIMENT)
+bench = typer.Typer(name="bench", help="Benchmarks.", no_args_is_help=True)
+evaluate = typer.Typer(name="eval", help="Whole models, with and without PASA; bias of rounding.", no_args_is_help=True)
+PREDICT = replace(
+    predict.EXPERIMENT,
+    variants=(
+        replace(paper.EXPERIMENT, name="paper-tables"),
+        replace(soundness.EXPERIMENT, name="soundness"),
+        replace(auto.EXPERIMENT, name="auto"),
+    ),
+)
+for _group, _modules in (
+    (bench, (rmse, gradients, cost, speed, counters, ring, watching, throughput, step, npu, overhead)),
+    (evaluate, (bias, longbench, perplexity, video, fp8, zoo)),
+    (app, (doctor, beta, diagnose, rescue)),
+):
+    for _module in _modules:
+        add_command(_group, _module.EXPERIMENT)
+add_command(bench, random_calls.SOAK)
+add_command(evaluate, random_calls.FUZZ)
+add_command(app, PREDICT)
+app.add_typer(bench)
+app.add_typer(evaluate)
 
 
 @app.callback()
@@ -33,72 +72,25 @@ def root() -> None:
     """Keep the commands apart from the group's own options."""
 
 
-@app.command()
-def demo(
+@evaluate.command("training")
+def train(
     json: Json = None,
-    model: Annotated[str | None, typer.Option(help="Folder of a causal language model, not the built-in.")] = None,
-    prompt: Annotated[str | None, typer.Option(help="Message to answer.")] = None,
-    offset: Annotated[float | None, typer.Option(help="Constant to add to every score.")] = None,
-    new_tokens: Annotated[int, typer.Option(parser=integer, metavar="N", help="Tokens to generate.")] = 64,
-    max_prompt_tokens: Annotated[
-        int | None, typer.Option(parser=integer, metavar="N", help="Length to cut the built-in prompt to.")
+    output_dir: Folder = None,
+    steps: Annotated[int, typer.Option(parser=integer, metavar="N", help="Of each run.")] = 300,
+    seeds: Annotated[str, typer.Option(help="Of weights and batches, between commas.")] = "0,1",
+    gpu_seconds: Annotated[
+        float | None, typer.Option(help="Train GPT-2 small's shape on a GPU instead, so long.")
     ] = None,
+    text: Annotated[Path | None, typer.Option(dir_okay=False, help="Text to train on there: some MB, UTF-8.")] = None,
 ) -> None:
-    """Rescue a language model that FP16 attention cannot run; exit 1 if PASA does not reproduce FP32."""
-    needs_models("demo")
-    from pasa.eval.models.rescue import run as module
-
-    with output.progress_bar("demo") as progress:
-        result = module.run_rescue(model, prompt, offset, new_tokens, max_prompt_tokens, progress=stages(progress, 5))
-    deliver(result, json, module.render)
-    raise typer.Exit(0 if result["proof"]["passed"] else 1)
-
-
-DELTA = 1e-6  # the paper's
-
-
-@app.command()
-def predict(
-    json: Json = None,
-    output_dir: Annotated[Path | None, typer.Option(file_okay=False, help="Write JSON and Markdown there.")] = None,
-    model: Annotated[
-        str | None, typer.Option(help='Folder of a model or pipeline, "embedded" (the default) or "tiny".')
-    ] = None,
-    delta: Annotated[
-        float, typer.Option(callback=probability, help="Probability of overflow that counts as unlikely.")
-    ] = DELTA,
-    seq_len: Annotated[
-        int | None,
-        typer.Option(
-            parser=integer, callback=at_least_one, metavar="N", help="Positions (those of the configuration)."
-        ),
-    ] = None,
-    calibrate: Annotated[bool, typer.Option("--calibrate", help="Run the model once, to compare.")] = False,
-    prompt: Annotated[str | None, typer.Option(help="Message for the calibration of a language model.")] = None,
-    offset: Annotated[float | None, typer.Option(help="Added to a built-in model's scores (131072).")] = None,
-    paper_tables: Annotated[bool, typer.Option("--paper-tables", help="Tables 2 and 3 of the paper instead.")] = False,
-    soundness: Annotated[bool, typer.Option("--soundness", help="Every model at hand against its bounds.")] = False,
-    auto: Annotated[bool, typer.Option("--auto", help='policy="auto" on the built-in language model.')] = False,
-) -> None:
-    """Which heads can overflow, from the weights alone; exit 1 if a proven bound or a check fails."""
-    if not paper_tables:
-        needs_models("predict")
-    from pasa.eval.models.predict import auto as policy
-    from pasa.eval.models.predict import paper, run
-    from pasa.eval.models.predict import soundness as checks
-
-    if paper_tables + soundness + auto + (model is not None) > 1:
-        raise ValueError("--model, --paper-tables, --soundness and --auto exclude each other: choose one")
-    options = {"delta": delta, "seq_len": seq_len, "calibrate": calibrate, "prompt": prompt, "offset": offset}
-    experiment = run.EXPERIMENT
-    for chosen, other in ((paper_tables, paper), (soundness, checks), (auto, policy)):
-        experiment = other.EXPERIMENT if chosen else experiment
-    if experiment is run.EXPERIMENT:
-        options["model"] = model
-    elif changed := [name for name, value in options.items() if value not in (None, False, DELTA)]:
-        option = changed[0].replace("_", "-")
-        raise ValueError(f"--{option} is of a prediction of --model: the other experiments have settings of their own")
-    with output.progress_bar("predict") as progress:
-        result = experiment.run(**(options if experiment is run.EXPERIMENT else {}), progress=progress)
-    if result is not None:
-        finish(result, json, output_dir, experiment.show, experiment.save)
+    """Train a decoder with rounded attention, emulated: what its errors add up to; exit 1 if ours is not finite."""
+    if (gpu_seconds is None) != (text is None):
+        raise ValueError("--gpu-seconds and --text belong together")
+    with stoppable(NOTHING_KEPT), output.progress_bar("eval training") as progress:
+        if text is not None and gpu_seconds is not None:
+            experiment, data = gpu.EXPERIMENT, training.as_bytes(text.read_text(encoding="utf-8"))
+            result = gpu.run_training_gpu(data, gpu_seconds, source=text.name, progress=progress)
+        else:
+            experiment = training.EXPERIMENT
+            result = training.run_training(steps=steps, seeds=integers(seeds), progress=progress)
+    finish(result, json, output_dir, experiment.show, experiment.save)

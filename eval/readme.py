@@ -24,20 +24,18 @@ from pasa.eval.kit.device import origin
 from pasa.eval.kit.stored import ROOT, pick, stored, table
 from pasa.eval.kit.tables import Table, percent
 from pasa.eval.models.diagnose import report as diagnose_report
-from pasa.eval.models.longbench import report as longbench_report
-from pasa.eval.models.longbench import throughput as throughput_report
-from pasa.eval.models.perplexity import report as perplexity_report
+from pasa.eval.models.longbench import report as longbench
+from pasa.eval.models.longbench import throughput
+from pasa.eval.models.perplexity import run as perplexity
 from pasa.eval.models.predict import auto, paper, soundness
-from pasa.eval.models.predict import run as prediction
-from pasa.eval.models.rescue.report import TITLES
-from pasa.eval.models.video import report as video_report
-from pasa.eval.models.video import step_report
+from pasa.eval.models.rescue import run as rescue
+from pasa.eval.models.video import run as video
+from pasa.eval.models.video import step
 from pasa.eval.models.zoo import run as zoo
 from pasa.eval.npu import report as npu_report
-from pasa.eval.random_calls.fuzz import report as fuzz_report
-from pasa.eval.random_calls.soak import report as soak_report
+from pasa.eval.random_calls import report as calls
 from pasa.eval.research.fp8_scaling import overhead
-from pasa.eval.research.fp8_scaling import run as fp8_run
+from pasa.eval.research.fp8_scaling import run as fp8
 from pasa.eval.speed import readme as speed_readme
 from pasa.eval.speed.ring import run as ring
 from pasa.eval.speed.watching import run as watching
@@ -140,41 +138,10 @@ def block(name: str, *makers: Callable[[dict[str, Any]], Table | str]) -> Callab
     return write
 
 
-def rescue() -> str:
+def rescued(result: dict[str, Any]) -> Table:
     """Return the runs of the demonstration, without the times of an emulation."""
-    result = stored("rescue")
-    runs = rescue_run.run_table(result)
-    shown = table(runs.header[:3], [row[:3] for row in runs.rows])
-    return f"{runs.title}. {rescue_run.verdict(result)} {origin(result)}\n\n{shown}"
-
-
-def video() -> str:
-    """Return a clip with and without PASA."""
-    result = stored("video")
-    return f"{video_run.run_table(result).captioned()}\n\n{video_run.verdict(result)} {origin(result)}"
-
-
-def _titled(found: Table) -> str:
-    """A table under its title and note."""
-    return f"{found.title}. {found.note}\n\n{table(found.header, found.rows)}"
-
-
-def longbench(name: str = "longbench") -> str:
-    """Return long prompts in every precision."""
-    result = stored(name)
-    shown = longbench_report.precision_table(result).captioned()
-    return f"{shown}\n\n{longbench_report.verdict(result)} {origin(result)}"
-
-
-def throughput() -> str:
-    """A whole model's prefill, decode and memory."""
-    return throughput_report.table(stored("throughput")).captioned()
-
-
-def perplexity() -> str:
-    """What storing scores costs."""
-    result = stored("perplexity")
-    return f"{perplexity_run.table(result).captioned()}\n\n{origin(result)}"
+    runs = rescue.run_table(result)
+    return Table(runs.title, runs.header[:3], [row[:3] for row in runs.rows], runs.note)
 
 
 def diagnose() -> str:
@@ -191,12 +158,10 @@ def diagnose() -> str:
     return "\n\n".join([note, table(["model", *DIAGNOSIS], rows), *said])
 
 
-def fp8() -> str:
-    """Scale factors in transients of the trained model; the verdict is on the synthetic weights as well."""
-    result = stored("fp8")
+def transients(result: dict[str, Any]) -> Table:
+    """Return scale factors in transients of the trained model; the verdict is on the synthetic weights as well."""
     trained = [each for each in result["records"] if each["model"] != "synthetic"]
-    found = fp8_run.transient_table({**result, "records": trained})
-    return f"{found.note}\n\n{table(found.header, found.rows)}\n\n{fp8_run.verdict(result)}"
+    return fp8.transient_table({**result, "records": trained})
 
 
 def kernels(result: dict[str, Any]) -> Table:
@@ -207,9 +172,9 @@ def kernels(result: dict[str, Any]) -> Table:
 
 
 def random_calls(name: str) -> str:
-    """Random calls of kernels or of the whole API, against FP64."""
+    """Return what random calls of kernels or of the whole API showed."""
     result = stored(name)
-    return f"{calls_report.verdict(result)} {calls_report.origin(result)}"
+    return f"{calls.verdict(result)} {calls.origin(result)}"
 
 
 def npu_model() -> str:
@@ -220,12 +185,6 @@ def npu_model() -> str:
     return f"{text}\n\n{npu_report.claim(result)}\n\n{npu_report.origin(result)}"
 
 
-def step() -> str:
-    """Return a denoising step of the full-size video UNet."""
-    result = stored("step")
-    return f"{video_step.table(result).captioned()}\n\n{origin(result)}"
-
-
 PARTS: dict[str, Callable[[], str]] = {
     "support": support,
     "evidence": evidence.overview,
@@ -233,32 +192,32 @@ PARTS: dict[str, Callable[[], str]] = {
     "damage": block("rmse", report.damage_table),
     "bias": block("bias", report.bias_table),
     "sides": block("sides", report.sides_table),
-    "rescue": rescue,
-    "video": video,
-    "step": step,
+    "rescue": block("rescue", rescued, rescue.verdict),
+    "video": block("video", video.run_table, video.verdict),
+    "step": block("step", step.table),
     "diagnose": diagnose,
     "soundness": lambda: soundness.EXPERIMENT.markdown(stored("soundness")),
     "auto": lambda: auto.EXPERIMENT.markdown(stored("auto")),
     "paper_tables": lambda: paper.EXPERIMENT.markdown(paper.run_paper_tables()),
-    "fp8": fp8,
+    "fp8": lambda: f"{transients(stored('fp8')).captioned()}\n\n{fp8.verdict(stored('fp8'))}",
     "overhead": lambda: overhead.summary(stored("overhead")),
     "overhead_table": lambda: overhead.EXPERIMENT.markdown(stored("overhead")),
-    "longbench": longbench,
-    "longbench_fp16": partial(longbench, "longbench_fp16"),
-    "throughput": throughput,
-    "perplexity": perplexity,
+    "longbench": block("longbench", longbench.precision_table, longbench.verdict),
+    "longbench_fp16": block("longbench_fp16", longbench.precision_table, longbench.verdict),
+    "throughput": block("throughput", throughput.table),
+    "perplexity": block("perplexity", perplexity.table),
     "speed": speed_readme.speed,
     "decode": speed_readme.decode,
     "paged": speed_readme.paged,
     "kernels": block("kernels", kernels),
-    "soak": soak,
-    "fuzz": lambda: f"{fuzz_report.verdict(stored('fuzz'))} {fuzz_report.origin(stored('fuzz'))}",
+    "soak": partial(random_calls, "soak"),
+    "fuzz": partial(random_calls, "fuzz"),
     "gradients": lambda: gradients.summary(stored("gradients")),
     "npu_model": npu_model,
     "rounding": block("rounding", *BIASES, bias.verdict),
     "rounding_cost": lambda: cost.summary(stored("rounding_cost")),
     "rounding_cost_table": lambda: cost.EXPERIMENT.markdown(stored("rounding_cost")),
-    "ring": lambda: ring_report.to_markdown(stored("ring")),
+    "ring": lambda: ring.table(stored("ring")).captioned(),
     "zoo": lambda: zoo.summary(stored("zoo")),
     "watching": lambda: watching.summary(stored("watching")),
     "watching_table": lambda: watching.EXPERIMENT.markdown(stored("watching")),

@@ -27,10 +27,6 @@ def silent(done: int, total: int, label: str) -> None:
     """Report no progress."""
 
 
-def silent(done: int, total: int, label: str) -> None:
-    """Report no progress."""
-
-
 def environment() -> dict[str, Any]:
     """Return processor, threads, versions, and the commit when this is a checkout."""
     import torch

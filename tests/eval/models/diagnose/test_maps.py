@@ -10,13 +10,9 @@ import torch
 import pasa
 from pasa.eval.accuracy.rmse.cases import RESONANCE_CASES
 from pasa.eval.accuracy.rmse.resonance import shifted_keys, stored_scores
-from pasa.eval.models.diagnose import maps
-from pasa.eval.models.diagnose.maps import POINTS, Gallery, extremes, head_pictures
-
-
-def test_small_matrices_are_shown_as_they_are():
-    x = torch.randn(7, 130)[:, :POINTS]
-    assert torch.equal(extremes(x), x)
+from pasa.eval.models.diagnose import maps, probe
+from pasa.eval.models.diagnose.maps import extremes, head_pictures
+from pasa.eval.models.diagnose.statistics import POINTS
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
