@@ -21,8 +21,8 @@ from pasa.eval.accuracy.rounding_bias import run as bias
 from pasa.eval.accuracy.rounding_bias.arithmetic import PLACES
 from pasa.eval.kit import output
 from pasa.eval.kit.device import origin
-from pasa.eval.kit.stored import ROOT, pick, stored, table
-from pasa.eval.kit.tables import Table, percent
+from pasa.eval.kit.stored import ROOT, pick, stored
+from pasa.eval.kit.tables import Table, markdown, percent
 from pasa.eval.models.diagnose import report as diagnose_report
 from pasa.eval.models.longbench import report as longbench
 from pasa.eval.models.longbench import throughput
@@ -106,7 +106,7 @@ def support() -> str:
         ("paged caches", ["no" if b.paged is None else " ".join(b.paged.values()) or "yes" for b in backends]),
         ("diagnostics", ["yes" if b.diagnostics else "no" for b in backends]),
     ]
-    return table(
+    return markdown(
         ["backend", *(f"`{backend.name}`" for backend in backends)], [[name, *values] for name, values in rows]
     )
 
@@ -155,7 +155,7 @@ def diagnose() -> str:
         f"{diagnose_report.origin(result)}"
         for name, result in results.items()
     ]
-    return "\n\n".join([note, table(["model", *DIAGNOSIS], rows), *said])
+    return "\n\n".join([note, markdown(["model", *DIAGNOSIS], rows), *said])
 
 
 def transients(result: dict[str, Any]) -> Table:
@@ -181,7 +181,7 @@ def npu_model() -> str:
     """Precision allocations on an NPU, modelled."""
     result = stored("npu_model")
     found = npu_report.range_table(result)
-    text = f"{found.note}\n\n{table(found.header, found.rows)}"
+    text = f"{found.note}\n\n{markdown(found.header, found.rows)}"
     return f"{text}\n\n{npu_report.claim(result)}\n\n{npu_report.origin(result)}"
 
 

@@ -67,13 +67,6 @@ def at_least(least: int, **values: int | None) -> None:
             raise ValueError(f"{name}={value} must be at least {least}")
 
 
-def at_least_one(value: int | None) -> int | None:
-    """Refuse a count below 1."""
-    if value is not None and value < 1:
-        raise typer.BadParameter(f"{value} is not at least 1")
-    return value
-
-
 def probability(value: float | None) -> float | None:
     """Refuse a number that is no probability."""
     if value is not None and not 0.0 < value < 1.0:
@@ -112,14 +105,6 @@ def stoppable(kept: str) -> Iterator[None]:
         raise typer.Exit(STOPPED) from None
 
 
-def deliver(result: dict[str, Any], json: str | None, render: Callable[[dict[str, Any], Console], None]) -> None:
-    """Show the result, and write it where `--json` says; "-" leaves stdout to the JSON."""
-    if json != "-":
-        render(result, Console())
-    if json is not None:
-        output.write_json(result, json)
-
-
 def finish(
     result: dict[str, Any],
     json: str | None,
@@ -127,8 +112,14 @@ def finish(
     render: Callable[[dict[str, Any], Console], None],
     save: Callable[[dict[str, Any], Path], object],
 ) -> NoReturn:
-    """Deliver the result, save it in the folder if there is one, and end the command: with 1 where the gate failed."""
-    deliver(result, json, render)
+    """Show the result, write it where `--json` says and into the folder, and exit with 1 where the gate failed.
+
+    `--json -` leaves stdout to the JSON.
+    """
+    if json != "-":
+        render(result, Console())
+    if json is not None:
+        output.write_json(result, json)
     if folder is not None:
         save(result, folder)
     raise typer.Exit(0 if result.get("gate", {"passed": True})["passed"] else 1)

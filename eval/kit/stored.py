@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
-
-from pasa.eval.kit.tables import markdown
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = {
@@ -54,8 +52,3 @@ def stored(name: str) -> dict[str, Any]:
 def pick(records: Iterable[dict[str, Any]], **fields: Any) -> list[dict[str, Any]]:
     """Return the records with these values."""
     return [each for each in records if fields.items() <= each.items()]
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table, numbers to the right."""
-    return markdown(header, rows)
