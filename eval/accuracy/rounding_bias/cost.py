@@ -27,7 +27,7 @@ from pasa.eval.speed.gate import Gate
 Data = Literal["random", "tied"]
 DATA: tuple[Data, ...] = get_args(Data)
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-TIED, TRIFLE, ELSE = 9.5, 0.5, -76.0  # scores: of two keys, of the third at the most, and of all others: no weight
+TIED, REMAINDER, ELSE = 9.5, 0.5, -76.0  # scores: of two keys, of the third at the most, and of all others: no weight
 LIMITS = {"random": 1.03, "tied": 1.08}  # ratios of the times, unbiased over safe: below the first, at most the second
 TARGETS = {"random": "< 1.03", "tied": "≤ 1.08"}
 BOTH = select_cases(("paper", "qwen2-8k"))  # in BF16 as well: a compilation each
@@ -41,9 +41,9 @@ SAFE, UNBIASED = pasa.PasaConfig(), pasa.PasaConfig(softmax="unbiased")
 DIFFERENT = 1 / 16
 RANDOM_DRAWN = 1e-3  # of random rows, or one row: ten times what `dither.LEANING` allows
 GROWTH = 1.05  # of errors of random rows in BF16
-FARTHEST = 1.1  # spacings from FP64: a draw errs by less than one, and P in FP16 by 2^-11 of a trifle of a tenth
+FARTHEST = 1.1  # spacings from FP64: a draw errs by less than one, and P in FP16 by 2^-11 of a remainder of a tenth
 SIGMAS, COIN = 4.0, 0.5  # of a bias that is gone; a tie errs by half a spacing to either side
-DRIFT = 2.0**-7  # spacings by which the trifle itself, weighed in 16 bits, may move the mean
+DRIFT = 2.0**-7  # spacings by which the remainder itself, weighed in 16 bits, may move the mean
 Record = dict[str, Any]
 
 
@@ -78,7 +78,7 @@ def make_inputs(case: SpeedCase, data: Data, fmt: str, device: torch.device) -> 
 def _tied(case: SpeedCase, device: torch.device) -> Inputs:
     """Let the first two keys share each row, V uniform in [1, 2); the third, 9 to 9.5 nats below, has V = 2.5.
 
-    O is then (v_0 + v_1) / 2 and a positive trifle that differs from row to row: nearest rounding raises every tie.
+    O is then (v_0 + v_1) / 2 and a positive remainder that differs from row to row: nearest rounding raises every tie.
     """
     source = torch.Generator(device).manual_seed(generator(0, case.name, "tied").initial_seed())
     root = math.sqrt(case.dim)  # the kernels' scale is its inverse
@@ -86,7 +86,7 @@ def _tied(case: SpeedCase, device: torch.device) -> Inputs:
     k = torch.zeros(case.batch, case.kv_heads, case.keys, case.dim, device=device)
     v = torch.full_like(k, 2.5)
     q[..., 0] = TIED
-    q[..., 1] = TRIFLE * torch.rand(q.shape[:-1], generator=source, device=device)
+    q[..., 1] = REMAINDER * torch.rand(q.shape[:-1], generator=source, device=device)
     k[..., 0] = ELSE / TIED * root
     k[:, :, :2, 0] = root
     k[:, :, 2, 0], k[:, :, 2, 1] = 0.0, root
