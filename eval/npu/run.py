@@ -90,7 +90,7 @@ def count(built: Twin, progress: output.Report | None = None) -> list[dict[str, 
         if progress:
             progress(done, len(jobs), f"{what} {name}, D = {dim}, {blocks} blocks")
         exact, wide = KERNELS[name]
-        work = twin.work_of(built.ask(what, exact, dim, blocks, wide))
+        work = built.work(what, exact, dim, blocks, wide)
         records.append({"kernel": what, "name": name, "dim": dim, "blocks": blocks, "work": work})
     return records
 
@@ -101,7 +101,7 @@ def count_roundings(built: Twin) -> list[dict[str, Any]]:
     for name, dim, keys in itertools.product(("paper", "exact"), DIMS, ROUNDING_KEYS):
         us = {}
         for how, number in ROUNDINGS.items():
-            work = twin.work_of(built.ask("attend", KERNELS[name][0], dim, keys // 128, 0, number))
+            work = built.work("attend", KERNELS[name][0], dim, keys // 128, 0, number)
             us[how] = 1e6 * model.engine_times(work, model.MAIN)["vector"]
         records.append({"kernel": name, "dim": dim, "keys": keys, "vector_us": us})
     return records

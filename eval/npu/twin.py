@@ -35,6 +35,10 @@ class Twin:
             raise OSError(f"the twin reports a fault in {what} {numbers}: {report['fault']}")
         return report
 
+    def work(self, what: str, *numbers: int) -> Work:
+        """Run one case and return its counters, over all cores."""
+        return work_of(self.ask(what, *numbers))
+
 
 @contextmanager
 def build() -> Iterator[Twin]:

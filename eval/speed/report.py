@@ -200,7 +200,7 @@ def origin(result: Record) -> str:
     host = f"driver {machine.get('driver') or '-'}, host {machine['processor']}"
     return (
         f"{machine['device']}{limit}, {host}; {versions}; commit {machine['commit'] or 'unknown'}; "
-        f"{result['rounds']} rounds; {result['duration_s']} s. {result['note']}."
+        f"{result['rounds']} rounds; {result['duration_s']:g} s. {result['note']}."
     )
 
 

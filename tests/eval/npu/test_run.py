@@ -27,7 +27,7 @@ def stored():
 
 
 def attend(built, exact, dim, blocks, wide=0):
-    return twin.work_of(built.ask("attend", exact, dim, blocks, wide))
+    return built.work("attend", exact, dim, blocks, wide)
 
 
 @pytest.mark.parametrize("dim", run.DIMS)
@@ -64,7 +64,7 @@ def test_stored_counts_are_those_of_the_kernels(built, stored):
             for each in stored["counts"]
             if (each["kernel"], each["name"], each["dim"], each["blocks"]) == (what, name, 128, 4)
         ]
-        assert twin.work_of(built.ask(what, exact, 128, 4, wide)) == old, "run: pasa bench npu-model --output-dir ..."
+        assert built.work(what, exact, 128, 4, wide) == old, "run: pasa bench npu-model --output-dir ..."
 
 
 def test_stored_result_follows_from_its_counts(stored):

@@ -80,3 +80,8 @@ def test_a_result_without_any_time_draws_nothing(result: dict[str, Any], tmp_pat
     empty = result | {"records": [each for each in result["records"] if each["status"] != "ok"], "targets": []}
     assert plots.draw(empty, tmp_path) == []
     assert shown(empty)
+
+
+def test_brackets_of_an_error_are_no_markup(result: dict[str, Any]) -> None:
+    parts = [each | {"why": "[/dev/nvidia0] busy"} for each in result["parts"]]
+    assert "[/dev/nvidia0] busy" in shown(result | {"parts": parts})
