@@ -13,21 +13,11 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 import pasa
+from pasa.eval.random_calls import faults
 from pasa.eval.random_calls.backends import NPU, REFERENCE, TRITON, available
 from pasa.eval.random_calls.cases import Kind, Measures
 from pasa.eval.random_calls.data import ORDINARY, ORDINARY_VALUES, SCORES, VALUES
-from pasa.eval.random_calls.faults import (
-    Arguments,
-    Fault,
-    Params,
-    altered,
-    doubled,
-    elsewhere,
-    make_mistake,
-    other_type,
-    pick,
-    put,
-)  # fmt: skip
+from pasa.eval.random_calls.faults import Arguments, Fault, Params, altered, elsewhere, make_mistake, pick, put
 from pasa.eval.random_calls.inputs import MASKS, STRIDES, Call, guaranteed, make
 from pasa.eval.random_calls.judge import HALF_ULP, Arithmetic, against_naive, judge, worst
 from pasa.eval.random_calls.truth import Truth, find_truth, naive_fp16
@@ -52,35 +42,23 @@ def draw(rng: Random) -> Params:
     precision = rng.choice(("pasa",) * 9 + (rng.choice(BASELINES),))
     recovery = rng.choice(("exact",) * 5 + ("paper",)) if precision == "pasa" else "exact"
     params: Params = {
-        "backend": backend,
-        "batch": rng.choice((1, 1, 2, 3)),
-        "heads": rng.choice((1, 1, 2, 3)),
-        "groups": rng.choice((1, 1, 2, 4)),
-        "rows": rng.choice((1, 1, 2, 3, 7, 17, 40)),
+        "backend": backend, "batch": rng.choice((1, 1, 2, 3)), "heads": rng.choice((1, 1, 2, 3)),
+        "groups": rng.choice((1, 1, 2, 4)), "rows": rng.choice((1, 1, 2, 3, 7, 17, 40)),
         "keys": rng.choice((1, 2, 3, 15, 31, 60, 100, 129) if small else (1, 2, 3, 15, 31, 60, 100, 129, 150)),
         "dim": rng.choice(DIMS) if rng.random() < 0.95 else rng.choice(FAR_DIMS[: 3 if small else 5]),
-        "dtype": rng.choice(("float16",) * 6 + ("bfloat16", "float32")),
-        "data": rng.choice((*ORDINARY, *SCORES)),
+        "dtype": rng.choice(("float16",) * 6 + ("bfloat16", "float32")), "data": rng.choice((*ORDINARY, *SCORES)),
         "values": rng.choice(("randn", "randn", "randn", *VALUES)),
-        "mask": "none" if rng.random() < 0.4 else rng.choice(MASKS),
-        "causal": rng.random() < 0.35,
+        "mask": "none" if rng.random() < 0.4 else rng.choice(MASKS), "causal": rng.random() < 0.35,
         "scale": rng.choice(SCALES if recovery == "exact" else SCALES[:9]),
-        "strides": rng.choice(("contiguous", *STRIDES)),
-        "layout": rng.choice(("HND", "BNSD", *LAST_LAYOUTS)),
-        "lse": rng.random() < 0.8,
+        "strides": rng.choice(("contiguous", *STRIDES)), "layout": rng.choice(("HND", "BNSD", *LAST_LAYOUTS)),
+        "lse": rng.random() < 0.8, "where": rng.choice(("seen", "hidden")),
         "garbage": rng.choice(("query", "key", "value", "mask")) if rng.random() < 0.1 else "none",
-        "where": rng.choice(("seen", "hidden")),
-        "diagnose": rng.random() < 0.06,
-        "operator": rng.random() < 0.08,
-        "precision": precision,
-        "recovery": recovery,
+        "diagnose": rng.random() < 0.06, "operator": rng.random() < 0.08, "precision": precision, "recovery": recovery,
         "softmax": rng.choice(("safe",) * 4 + ("unbiased", "unbiased_paper")),
-        "overflow": rng.choice(("inf", "saturate")),
-        "accumulate": rng.choice(("fp32", "fp32", "fp16")),
-        "block_q": rng.choice((128, 128, 16, 1, 7)),
-        "block_k": rng.choice((128, 128, 64, 32, 16, 5, 1, 65536)),
+        "overflow": rng.choice(("inf", "saturate")), "accumulate": rng.choice(("fp32", "fp32", "fp16")),
+        "block_q": rng.choice((128, 128, 16, 1, 7)), "block_k": rng.choice((128, 128, 64, 32, 16, 5, 1, 65536)),
         "beta": rng.choice((None, 0.0, 0.5, 0.9375)) if recovery == "paper" else None,
-    }
+    }  # fmt: skip
     if params["block_k"] == 1 and params["keys"] > 31:  # a loop of so many steps
         params["block_k"] = 5
     return mild(serve(params, rng), rng)
@@ -306,11 +284,11 @@ FAULTS = {
     "integers": altered("q k v", Tensor.int, TypeError, "q is torch.int32"),
     "FP64": altered("q k v", Tensor.double, TypeError, "q is torch.float64"),
     "complex": altered("q", lambda x: x.float() + 0j, TypeError, "q is torch.complex64"),
-    "mixed types": altered("v", other_type, TypeError, r"v is torch\.\w+ but q is torch"),
+    "mixed types": altered("v", faults.other_type, TypeError, r"v is torch\.\w+ but q is torch"),
     "mixed devices": elsewhere("k", "k is on meta but q is on cpu"),
-    "batch": altered("k v", doubled(0), ValueError, "batch of q"),
-    "head dim": altered("k v", doubled(-1), ValueError, "head dim of q"),
-    "keys and values": altered("v", doubled(1), ValueError, "k and v differ in shape"),
+    "batch": altered("k v", faults.doubled(0), ValueError, "batch of q"),
+    "head dim": altered("k v", faults.doubled(-1), ValueError, "head dim of q"),
+    "keys and values": altered("v", faults.doubled(1), ValueError, "k and v differ in shape"),
     "head groups": Fault(shapes(3, 4), ValueError, "3 query heads are not a multiple of 2 key heads"),
     "empty": Fault(empty, ValueError, r"[qk] is empty"),
     "too large": Fault(too_large, ValueError, r"[qkv] has \d+ values beyond the FP16 range"),

@@ -52,25 +52,14 @@ def draw_families(seed: int) -> tuple[Params, ...]:
 def _family(group: str, name: str, rng: Random) -> Params:
     groups, heads = rng.choice(HEADS)
     family = {
-        "group": group,
-        "family": name,
-        "batch": rng.choice((1, 1, 2, 3)),
-        "heads": heads,
-        "groups": groups,
-        "dim": rng.choice(DIMS),
-        "rows": rng.choice(SOME_ROWS),
-        "keys": rng.choice(KEYS),
+        "group": group, "family": name, "batch": rng.choice((1, 1, 2, 3)), "heads": heads, "groups": groups,
+        "dim": rng.choice(DIMS), "rows": rng.choice(SOME_ROWS), "keys": rng.choice(KEYS),
         "aligned": rng.random() < 0.25,  # lengths are multiples of 16; otherwise none is
-        "causal": rng.random() < 0.5,
-        "packed": False,
-        "mask": "none",
-        "strides": rng.choice(LAYOUTS),
-        "dtype": rng.choice(DTYPES),
-        "recovery": "exact",
-        "accumulate": "fp16" if rng.random() < 0.25 else "fp32",
+        "causal": rng.random() < 0.5, "packed": False, "mask": "none", "strides": rng.choice(LAYOUTS),
+        "dtype": rng.choice(DTYPES), "recovery": "exact", "accumulate": "fp16" if rng.random() < 0.25 else "fp32",
         "block_k": rng.choice((32, 64, 128, 128)),
         "tile": rng.randrange(3),  # which of the candidates to take, modulo their number
-    }
+    }  # fmt: skip
     return family | _of_group(group, family, rng)
 
 
@@ -123,14 +112,9 @@ def draw(rng: Random, seed: int, backend: str, small: bool) -> Params:
     data = rng.choice((*ORDINARY, *SCORES))  # ordinary ones twice as often
     values = "randn" if rng.random() < 0.5 else rng.choice(list(VALUES))
     return attention.SIMPLEST | family | sizes | {
-        "backend": backend,
-        "layout": "NHD" if family["strides"] == "heads last" else "HND",
-        "lse": True,
-        "data": "randn" if paper else data,
-        "values": "randn" if paper else values,
-        "scale": None if paper else rng.choice(SCALES),
-        "garbage": garbage,
-        "where": rng.choice(("seen", "hidden")),
+        "backend": backend, "layout": "NHD" if family["strides"] == "heads last" else "HND", "lse": True,
+        "data": "randn" if paper else data, "values": "randn" if paper else values,
+        "scale": None if paper else rng.choice(SCALES), "garbage": garbage, "where": rng.choice(("seen", "hidden")),
         "emulated": paper or rng.random() < EMULATED_SHARE,  # to be compared with the reference's emulation
         "poisoned": rng.random() < 0.5,  # memory that the call allocates is filled with NaN first
     }  # fmt: skip

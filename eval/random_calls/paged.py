@@ -11,23 +11,10 @@ import torch
 from torch import Tensor
 
 import pasa
-from pasa.eval.random_calls import attention, caches
+from pasa.eval.random_calls import attention, caches, faults
 from pasa.eval.random_calls.backends import REFERENCE, TRITON, available
 from pasa.eval.random_calls.cases import Kind, Measures
-from pasa.eval.random_calls.faults import (
-    SEED,
-    Arguments,
-    Fault,
-    Params,
-    altered,
-    doubled,
-    elsewhere,
-    leaf,
-    make_mistake,
-    other_type,
-    pick,
-    put,
-)  # fmt: skip
+from pasa.eval.random_calls.faults import SEED, Arguments, Fault, Params, altered, elsewhere, make_mistake, pick, put
 from pasa.eval.random_calls.inputs import Call, indices, make
 
 
@@ -158,19 +145,23 @@ FAULTS = (
         "anchors of other keys": Fault(stale, ValueError, "key_anchors are not those of the keys in k_cache"),
         "not a tensor": Fault(pick("q", None, 3, [1.0]), TypeError, r"q is a \w+, not a Tensor"),
         "rank": altered("q", lambda x: x[None], ValueError, r"q has 4 dimensions .* expected 3"),
-        "another type": altered("q", other_type, TypeError, r"q is torch\.\w+ but k_cache is torch"),
+        "another type": altered("q", faults.other_type, TypeError, r"q is torch\.\w+ but k_cache is torch"),
         "queries elsewhere": elsewhere("q", "q is on meta but k_cache is on cpu"),
-        "head dim": altered("q", doubled(-1), ValueError, "not of the cache's head dim"),
+        "head dim": altered("q", faults.doubled(-1), ValueError, "not of the cache's head dim"),
         "no queries": altered("q", lambda x: x[:0], ValueError, r"q \(0, .* is empty"),
         "head groups": Fault(groups(3, 4), ValueError, "3 query heads are not a multiple of 2 key heads"),
         "head dim beyond all": Fault(groups(2, 513), NotImplementedError, "head dim 513 is outside"),
         "heads beyond a tile": Fault(groups(129, 16, backend=TRITON, config=None), NotImplementedError, TOO_MANY_HEADS),
         "too large": Fault(too_large, ValueError, r"q has \d+ values beyond the FP16 range"),
-        "gradients": altered("q", leaf, NotImplementedError, "attention_paged has no gradient, and q requires one"),
+        "gradients": altered(
+            "q", faults.leaf, NotImplementedError, "attention_paged has no gradient, and q requires one"
+        ),
         "table of floats": altered("block_table", Tensor.float, TypeError, f"block_table {caches.INTEGERS}"),
         "table as a list": Fault(put(block_table=[[0]]), TypeError, "block_table is a list, not a Tensor"),
         "a table's row": altered("block_table", lambda x: x[0], ValueError, "block_table has 1 dimensions"),
-        "more tables": altered("block_table", doubled(0), ValueError, r"block_table .* does not fit \d+ seq_lens"),
+        "more tables": altered(
+            "block_table", faults.doubled(0), ValueError, r"block_table .* does not fit \d+ seq_lens"
+        ),
         "table elsewhere": elsewhere("block_table", "block_table is on meta"),
         "no such page": Fault(no_page, ValueError, r"block_table names page -?\d+, but the cache has \d+ pages"),
         "lengths of 16 bits": altered("seq_lens", Tensor.short, TypeError, "seq_lens is torch.int16, not"),

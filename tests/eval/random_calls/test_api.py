@@ -100,9 +100,9 @@ def test_what_is_wrong_is_found_and_shrunk(monkeypatch):
 
     assert run_case(API, simple()).verdict == "correct"
     monkeypatch.setattr(pasa, "attention", wrong)
-    found = run_case(API, simple())
-    assert found.verdict == "wrong"
-    assert "range" in found.why
+    outcome = run_case(API, simple())
+    assert outcome.verdict == "wrong"
+    assert "range" in outcome.why
     smaller = shrink(API, simple()).params
     assert (smaller["keys"], smaller["rows"], smaller["heads"], smaller["dim"]) == (2, 1, 1, 1)
 

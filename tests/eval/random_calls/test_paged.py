@@ -23,9 +23,9 @@ def simple(kind="attention_paged", **changes):
 @pytest.mark.parametrize("changes", [{}, {"queries": [2, 0, 1], "rows": 5, "padding": 2}, {"fill": "grown"}], ids=str)
 @pytest.mark.parametrize("view", ["gapped", "heads first"])
 def test_simple_cases_are_correct(backend, changes, view):
-    found = run_case(API, simple(backend=backend, view=view, spaced=True, operator=backend == "reference", **changes))
-    assert found.verdict == "correct", found.why
-    assert {"cache", "anchors", "blind", "error", "naive"} <= set(found.measures)
+    outcome = run_case(API, simple(backend=backend, view=view, spaced=True, operator=backend == "reference", **changes))
+    assert outcome.verdict == "correct", outcome.why
+    assert {"cache", "anchors", "blind", "error", "naive"} <= set(outcome.measures)
 
 
 def test_a_key_too_few_is_found_and_shrunk(monkeypatch):
@@ -36,9 +36,9 @@ def test_a_key_too_few_is_found_and_shrunk(monkeypatch):
 
     monkeypatch.setattr(pasa, "attention_paged", wrong)
     case = simple(data="randn", anchors=False)
-    found = run_case(API, case)
-    assert found.verdict == "wrong"
-    assert "lse" in found.why
+    outcome = run_case(API, case)
+    assert outcome.verdict == "wrong"
+    assert "lse" in outcome.why
     smaller = shrink(API, case).params
     assert (smaller["heads"], smaller["dim"], smaller["fill"]) == (1, 1, "at once")
 
@@ -51,9 +51,9 @@ def test_stale_slots_that_are_read_are_found(monkeypatch):
         return right(**arguments | {"seq_lens": -(-arguments["seq_lens"] // slots) * slots})
 
     monkeypatch.setattr(pasa, "attention_paged", wrong)
-    found = run_case(API, simple(fill="at once", anchors=False))
-    assert found.verdict == "wrong"
-    assert "finite" in found.why
+    outcome = run_case(API, simple(fill="at once", anchors=False))
+    assert outcome.verdict == "wrong"
+    assert "finite" in outcome.why
 
 
 def test_writing_beside_the_cache_is_found(monkeypatch):
@@ -65,8 +65,8 @@ def test_writing_beside_the_cache_is_found(monkeypatch):
         k_cache.new_empty(0).set_(k_cache.untyped_storage())[0] += 1
 
     monkeypatch.setattr(pasa, "write_pages", wrong)
-    found = run_case(API, simple("write_pages", view="gapped"))
-    assert found.why.startswith("cache ")
+    outcome = run_case(API, simple("write_pages", view="gapped"))
+    assert outcome.why.startswith("cache ")
 
 
 @pytest.mark.parametrize("kind", ["attention_paged", "write_pages"])
@@ -75,9 +75,9 @@ def test_padding_that_is_written_is_found(kind, monkeypatch):
         k_cache.copy_(torch.where(k_cache.isnan(), 1.0, k_cache))
 
     monkeypatch.setattr(pasa, "write_pages", wrong)
-    found = run_case(API, simple(kind))
-    assert found.verdict == "wrong"
-    assert "cache" in found.why
+    outcome = run_case(API, simple(kind))
+    assert outcome.verdict == "wrong"
+    assert "cache" in outcome.why
 
 
 def test_anchors_off_the_grid_are_found(monkeypatch):
@@ -85,9 +85,9 @@ def test_anchors_off_the_grid_are_found(monkeypatch):
     assert run_case(API, simple("write_pages", data="randn")).verdict == "correct"
     monkeypatch.setattr(paging, "may_lose", lambda k, anchor: torch.ones_like(k, dtype=torch.bool))
     monkeypatch.setattr(paging, "anchor_near", lambda mean, largest: mean.half().float())
-    found = run_case(API, simple("write_pages", data="randn"))
-    assert found.verdict == "wrong"
-    assert found.why.startswith("anchors")
+    outcome = run_case(API, simple("write_pages", data="randn"))
+    assert outcome.verdict == "wrong"
+    assert outcome.why.startswith("anchors")
 
 
 def test_anchors_of_slots_that_are_not_reached_are_found(monkeypatch):
@@ -98,13 +98,13 @@ def test_anchors_of_slots_that_are_not_reached_are_found(monkeypatch):
         right(slots // k_cache.shape[1] * k_cache.shape[1] + k_cache.shape[1] - 1, k_cache, key_anchors)
 
     monkeypatch.setattr(paging, "_write_anchors", wrong)
-    found = run_case(API, simple("write_pages", fill="at once"))
-    assert found.verdict == "wrong"
-    assert "anchors" in found.why
+    outcome = run_case(API, simple("write_pages", fill="at once"))
+    assert outcome.verdict == "wrong"
+    assert "anchors" in outcome.why
 
 
 @pytest.mark.parametrize("kind", ["attention_paged", "write_pages"])
 def test_every_wrong_call_is_refused(kind):
     for fault in API[kind].faults:
-        found = run_case(API, simple(kind, fault=fault))
-        assert found.verdict == "refused", f"{fault}: {found.why}"
+        outcome = run_case(API, simple(kind, fault=fault))
+        assert outcome.verdict == "refused", f"{fault}: {outcome.why}"
