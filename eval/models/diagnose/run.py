@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from contextlib import AbstractContextManager, nullcontext
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
-
 import pasa
 from pasa.eval.kit import output
+from pasa.eval.kit.device import describe
 from pasa.eval.kit.experiment import Experiment
 from pasa.eval.models.diagnose import subjects
 from pasa.eval.models.diagnose.maps import HeadMaps, draw
@@ -111,7 +111,7 @@ def collect(subject: Subject, runs: dict[str, Run], findings: Findings) -> Run:
             "broken": findings.broken,
         },
         "note": EMULATION if subject.device.type == "cuda" else f"{EMULATION}; {output.NOTE}",
-        "environment": _environment(subject.device),
+        "environment": describe(subject.device) | {"transformers": version("transformers")},
         "records": records,
     }
 
@@ -130,14 +130,6 @@ def summarise(records: list[Run]) -> Run:
         "rescued_tiles": sum(each["rescued_tiles"] for each in records),
         "tiles": sum(each["tiles"] for each in records),
     }
-
-
-def _environment(device: torch.device) -> Run:
-    """Return the machine, and the host library that the model is of."""
-    import transformers
-
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    return {**output.environment(), "device": name, "transformers": transformers.__version__}
 
 
 EXPERIMENT = Experiment(

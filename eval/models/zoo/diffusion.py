@@ -49,13 +49,18 @@ MATRIX = re.compile(r"\(\d+x(\d+) and (\d+)x\d+\)")
 CHANNELS = re.compile(r"to have (\d+) channels, but got (\d+) channels")
 
 
-def models() -> list[str]:
-    """Return the names of diffusers' model classes."""
+def classes(part: str, base: str) -> list[str]:
+    """Return the names of diffusers' classes of one part that are below a base class."""
     import diffusers
 
-    base, known = diffusers.ModelMixin, diffusers._import_structure["models"]
-    classes = {name: getattr(diffusers, name, None) for name in known}
-    return [name for name, cls in classes.items() if isinstance(cls, type) and issubclass(cls, base) and cls != base]
+    top, names = getattr(diffusers, base), dict.fromkeys(diffusers._import_structure[part])
+    known = {name: getattr(diffusers, name, None) for name in names}
+    return [name for name, cls in known.items() if isinstance(cls, type) and issubclass(cls, top) and cls != top]
+
+
+def models() -> list[str]:
+    """Return the names of diffusers' model classes."""
+    return classes("models", "ModelMixin")
 
 
 def build(name: str) -> tuple[Any, Inputs] | str:

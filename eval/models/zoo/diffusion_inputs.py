@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ def made(name: str, model: Any) -> list[Any]:
     if name in ("hidden_states", "sample", "x", "latent_model_input"):
         return latents(model)
     if name in CONSTANT:
-        return [CONSTANT[name].clone() if isinstance(CONSTANT[name], Tensor) else CONSTANT[name]]
+        return [CONSTANT[name]]
     if name in POOLED:
         return [torch.randn(2, field(model, *POOLED[name], default=GUESSED["pooled"]))]
     if name in BY_NAME:
@@ -116,19 +117,20 @@ BY_NAME: dict[str, Callable[[Any], list[Any]]] = {
 """Inputs that depend on the model, likely values first."""
 
 
-def first(*names: str) -> dict[str, Make]:
-    """Return the makers of the likeliest value of each of these inputs."""
-    return {name: lambda model, name=name: made(name, model)[0] for name in names}  # type: ignore[misc]
+def likeliest(name: str, model: Any) -> Any:
+    """Return the first value that is tried for an input."""
+    return made(name, model)[0]
 
 
 OF_MODEL: dict[str, dict[str, Make]] = {
     "AnyFlowTransformer3DModel": dict.fromkeys(("timestep", "r_timestep"), lambda model: torch.full((2, FRAMES), 3.0)),
     "AutoencoderKLHunyuanVideo15": {"sample": lambda model: torch.randn(1, 3, 5, 32, 32)},
     "AutoencoderKLMochi": {"sample": lambda model: torch.randn(1, 3, 7, 32, 32)},
-    "BriaFiboTransformer2DModel": first(
-        "encoder_hidden_states", "text_encoder_layers", "timestep", "img_ids", "txt_ids"
-    ),
-    "EasyAnimateTransformer3DModel": first("encoder_hidden_states"),
+    "BriaFiboTransformer2DModel": {
+        name: partial(likeliest, name)
+        for name in ("encoder_hidden_states", "text_encoder_layers", "timestep", "img_ids", "txt_ids")
+    },
+    "EasyAnimateTransformer3DModel": {"encoder_hidden_states": text},
     "HunyuanVideo15Transformer3DModel": {
         "encoder_hidden_states_2": lambda model: text(model, "text_embed_2_dim"),
         "encoder_attention_mask_2": lambda model: torch.ones(2, TEXT),
@@ -146,7 +148,7 @@ OF_MODEL: dict[str, dict[str, Make]] = {
         "encoder_hidden_states": lambda model: torch.randn(2, TEXT, model.config.num_text_layers, 64),
         "position_ids": lambda model: torch.cat([torch.zeros(TEXT, 3), places(model)]),
     },
-    "LatteTransformer3DModel": first("timestep", "encoder_hidden_states"),
+    "LatteTransformer3DModel": {"timestep": partial(likeliest, "timestep"), "encoder_hidden_states": text},
     "TransformerTemporalModel": {"num_frames": lambda model: FRAMES},
     "UNetControlNetXSModel": {"controlnet_cond": lambda model: made("controlnet_cond", model)[1]},
     "WanVACETransformer3DModel": {"control_hidden_states": lambda model: torch.randn(2, 96, 5, SIDE, SIDE)},

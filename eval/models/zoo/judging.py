@@ -1,6 +1,6 @@
 """Judges a patched model by what the same model gives unpatched, in FP32.
 
-Three bounds, on the largest difference of an output from the unpatched model's, relative to the output's own RMS:
+Three bounds, on the largest difference of an output from the unpatched model's, relative to that output's RMS:
 
 * `PLUMBING`, with FP64 attention (`pasa.golden_attention`) in the place of `pasa.attention`: masks, scales, heads and
   caches reach attention as they should, whatever FP16 rounds. Models that `AMPLIFIES` names may err by `LIKEWISE` of
@@ -80,29 +80,29 @@ def tensors(output: Any) -> list[Tensor]:
     return [each for value in output for each in tensors(value)] if isinstance(output, (list, tuple)) else []
 
 
-def distance(own: Any, other: Any, real: Tensor | None = None) -> float:
+def distance(expected: Any, other: Any, real: Tensor | None = None) -> float:
     """Return the largest difference relative to the RMS of a tensor, over all; infinite where they do not match."""
-    if isinstance(own, Generated):
-        steps = own.same(other)
-        own, other = own.logits[:, :steps], other.logits[:, :steps]
-    first, second = tensors(own), tensors(other)
+    if isinstance(expected, Generated):
+        steps = expected.same(other)
+        expected, other = expected.logits[:, :steps], other.logits[:, :steps]
+    first, second = tensors(expected), tensors(other)
     if [each.shape for each in first] != [each.shape for each in second]:
         return math.inf
     pairs = zip(first, second, strict=True)
     return max([_distance(a, b, real) for a, b in pairs if a.is_floating_point() or a.is_complex()], default=0.0)
 
 
-def _distance(own: Tensor, other: Tensor, real: Tensor | None) -> float:
-    if real is not None and own.shape[:2] == real.shape:
-        own, other = own[real], other[real]
-    finite = own.isfinite()
+def _distance(expected: Tensor, other: Tensor, real: Tensor | None) -> float:
+    if real is not None and expected.shape[:2] == real.shape:
+        expected, other = expected[real], other[real]
+    finite = expected.isfinite()
     if not torch.equal(finite, other.isfinite()):
         return math.inf
-    own, other = own[finite].double(), other[finite].double()
-    if torch.equal(own, other):
+    expected, other = expected[finite].double(), other[finite].double()
+    if torch.equal(expected, other):
         return 0.0
-    size = float(own.pow(2).mean().sqrt())
-    return float((own - other).abs().max()) / size if size else math.inf
+    size = float(expected.pow(2).mean().sqrt())
+    return float((expected - other).abs().max()) / size if size else math.inf
 
 
 def run(case: Case) -> Any:
@@ -151,9 +151,9 @@ def judge(model: Any, cases: Iterable[Case]) -> Record:
     name = type(model).__name__
     errors: dict[str, Record] = {}
     verdict, why = "right", ""
-    for case, own in steady:
+    for case, expected in steady:
         try:
-            errors[case.name] = compare(case, own, DRAWS if name in CHOOSES else 1)
+            errors[case.name] = compare(case, expected, DRAWS if name in CHOOSES else 1)
         except NotImplementedError as error:
             verdict, why = "refused at call", f"{case.name}: {line(error)}"
         except Exception as error:
@@ -176,30 +176,30 @@ def _steady(cases: Iterable[Case]) -> tuple[list[tuple[Case, Any]], list[str]]:
     left_out: list[str] = []
     for case in cases:
         try:
-            own = run(case)
-            if not any(x.is_floating_point() and bool(x.isfinite().any()) for x in tensors(own)):
+            expected = run(case)
+            if not any(x.is_floating_point() and bool(x.isfinite().any()) for x in tensors(expected)):
                 left_out.append(f"{case.name}: no finite output")
-            elif not steady and distance(own, run(case)) > STEADY:
+            elif not steady and distance(expected, run(case)) > STEADY:
                 left_out.append(f"{case.name}: two runs differ")
             else:
-                steady.append((case, own))
+                steady.append((case, expected))
         except Exception as error:
             left_out.append(f"{case.name}: {error_line(error)}")
     return steady, left_out
 
 
-def compare(case: Case, own: Any, draws: int) -> Record:
+def compare(case: Case, expected: Any, draws: int) -> Record:
     """Return the errors of a patched model in one case; roundings are drawn up to this often."""
 
     def error_with(function: Attention) -> float:
         unchanged, pasa.attention = pasa.attention, function  # type: ignore[assignment]
         try:
-            return distance(own, run(case), case.real)
+            return distance(expected, run(case), case.real)
         finally:
             pasa.attention = unchanged
 
     errors = {"error": error_with(pasa.attention), "plumbing": error_with(exact)}
-    if not isinstance(own, Generated):
+    if not isinstance(expected, Generated):
         errors["planted"] = error_with(faulty)
     for draw in range(draws):
         if errors["error"] > max(ROUNDING, AMPLIFIED * errors.get("rounded", 0.0)):

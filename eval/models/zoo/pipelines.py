@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import string
 import typing
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,16 +18,13 @@ LEFT_OUT = ("safety_checker", "feature_extractor", "image_encoder", "watermarker
 """Components that a pipeline can do without."""
 NEEDED = ("transformer",)
 """Components that no pipeline runs without, though their default is None."""
+ANY_SCHEDULER = ("KarrasDiffusionSchedulers", "SchedulerMixin")
 OUTPUTS = ("images", "frames", "audios", "image_embeds", "depth")
 
 
 def pipelines() -> list[str]:
     """Return the names of diffusers' pipeline classes."""
-    import diffusers
-
-    base, known = diffusers.DiffusionPipeline, dict.fromkeys(diffusers._import_structure["pipelines"])
-    classes = {name: getattr(diffusers, name, None) for name in known}
-    return [name for name, cls in classes.items() if isinstance(cls, type) and issubclass(cls, base) and cls != base]
+    return diffusion.classes("pipelines", "DiffusionPipeline")
 
 
 def build(name: str) -> tuple[Any, dict[str, Any]]:
@@ -47,26 +42,32 @@ def build(name: str) -> tuple[Any, dict[str, Any]]:
             components[part] = component(known[part].annotation, name)
     pipeline = cls(**components)
     pipeline.set_progress_bar_config(disable=True)
-    call = {**CALL, **of_words(CALLS, name)}
-    call = {name: value for name, value in call.items() if name in parameters(cls.__call__)}
+    call = dict(CALL)
+    for word, extra in CALLS.items():
+        call |= extra if word in name else {}
+    call = {option: value for option, value in call.items() if option in parameters(cls.__call__)}
     pipeline(**call)
     return pipeline, call
 
 
 def component(annotation: Any, pipeline: str) -> Any:
     """Return a small component of the annotated class; of the first that can be made, where there is a choice."""
+    import diffusers
+    import transformers
+
     kinds = [resolved(each) for each in typing.get_args(annotation) or (annotation,)]
-    for kind in kinds:
-        for suits, make in MAKERS:
-            if suits(kind):
-                fields = [each.get(kind.__name__, {}) for word, each in FIELDS.items() if word in pipeline]
-                return make(kind, **{name: value for each in fields for name, value in each.items()})
+    for kind in (each for each in kinds if isinstance(each, type)):
+        extra = [each.get(kind.__name__, {}) for word, each in FIELDS.items() if word in pipeline]
+        fields = {name: value for each in extra for name, value in each.items()}
+        if "Scheduler" in kind.__name__:  # where any of the usual ones will do, DDIM's
+            return diffusers.DDIMScheduler() if kind.__name__ in ANY_SCHEDULER else kind()
+        if issubclass(kind, (transformers.PreTrainedTokenizerBase, transformers.AutoTokenizer)):
+            return tokenizer()
+        if issubclass(kind, transformers.PreTrainedModel):
+            return language.small_model(kind, **fields)
+        if issubclass(kind, diffusers.ModelMixin):
+            return diffusion.small_model(kind, **fields)
     raise NotImplementedError(f"no small {getattr(kinds[0], '__name__', kinds[0])} is known")
-
-
-def of_words(table: dict[str, dict[str, Any]], pipeline: str) -> dict[str, Any]:
-    """Return the entries of the words that the pipeline's name holds; later words come before earlier ones."""
-    return {name: value for word, own in table.items() if word in pipeline for name, value in own.items()}
 
 
 def resolved(annotation: Any) -> Any:
@@ -81,31 +82,13 @@ def resolved(annotation: Any) -> Any:
     return next((getattr(each, name) for each in (diffusers, transformers) if hasattr(each, name)), annotation)
 
 
-def is_a(library: str, *bases: str) -> Callable[[Any], bool]:
-    """Return a test for classes of a library and those below them, which imports the library when it is called."""
-
-    def suits(kind: Any) -> bool:
-        classes = tuple(getattr(importlib.import_module(library), name) for name in bases)
-        return isinstance(kind, type) and issubclass(kind, classes)
-
-    return suits
-
-
-def scheduler(kind: Any) -> Any:
-    """Return a scheduler of this class; where any of the usual ones will do, DDIM's."""
-    import diffusers
-
-    usual = kind.__name__ in ("KarrasDiffusionSchedulers", "SchedulerMixin")
-    return diffusers.DDIMScheduler() if usual else kind()
-
-
 SPECIAL = ("<pad>", "<s>", "</s>", "<unk>")
 CHAT = """{% for each in messages %}{% if each.content is string %}{{ each.content }}{% else %}
 {{ each.content[-1].text }}{% endif %}{% endfor %}"""
 
 
-def tokenizer(kind: Any) -> Any:
-    """Return a tokenizer for characters, whatever the class: the vocabulary of a real one is a file of a hub."""
+def tokenizer() -> Any:
+    """Return a tokenizer for characters: the vocabulary of a real one is a file of a hub."""
     import tokenizers
     import transformers
 
@@ -119,15 +102,6 @@ def tokenizer(kind: Any) -> Any:
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=split, model_max_length=TEXT, chat_template=CHAT, **names
     )
-
-
-MAKERS: tuple[tuple[Callable[[Any], bool], Callable[..., Any]], ...] = (
-    (lambda kind: "Scheduler" in getattr(kind, "__name__", ""), scheduler),
-    (is_a("transformers", "PreTrainedTokenizerBase", "AutoTokenizer"), tokenizer),
-    (is_a("transformers", "PreTrainedModel"), language.small_model),
-    (is_a("diffusers", "ModelMixin"), diffusion.small_model),
-)
-"""What makes a component, by the library's class that it is below."""
 
 
 def cases(pipeline: Any, call: dict[str, Any]) -> list[Case]:

@@ -98,7 +98,7 @@ def collect(records: list[Record], jobs: int) -> Record:
     return {
         "experiment": "zoo",
         "gate": {"passed": not findings, "findings": findings},
-        "counts": {kind: {name: own[name] for name in VERDICTS if own[name]} for kind, own in counts.items()},
+        "counts": {kind: {name: each[name] for name in VERDICTS if each[name]} for kind, each in counts.items()},
         "settings": {"jobs": jobs, "bounds": {name: getattr(judging, name) for name in BOUNDS}},
         "commits": sorted({str(each.get("commit")) for each in records}),
         "cpu_s": round(sum(each.get("seconds", 0.0) for each in records), 1),
@@ -157,8 +157,8 @@ def judge_one(item: Item) -> Record:
 def count_table(result: Record) -> Table:
     """Return architectures by kind and verdict."""
     rows = [
-        [kind, str(sum(own.values())), *(str(own.get(name, 0)) for name in VERDICTS)]
-        for kind, own in result["counts"].items()
+        [kind, str(sum(each.values())), *(str(each.get(name, 0)) for name in VERDICTS)]
+        for kind, each in result["counts"].items()
     ]
     libraries = " and ".join(f"{name} {result['environment'][name]}" for name in LIBRARIES)
     return Table("Architectures, patched against unpatched", ["kind", "classes", *VERDICTS], rows, f"Of {libraries}.")
@@ -209,7 +209,7 @@ def reason_table(result: Record) -> Table:
 
 def verdict(result: Record) -> str:
     """Return what the exit status says, and where and with which versions it was run."""
-    total: Counter[str] = sum((Counter(own) for own in result["counts"].values()), Counter())
+    total: Counter[str] = sum((Counter(each) for each in result["counts"].values()), Counter())
     judged = sum(total[name] for name in ("right", "refused", *FINDINGS))
     others = sum(total[name] for name in FINDINGS) - total["wrong"]
     more = f", {others} refused or crashed in a call" if others else ""

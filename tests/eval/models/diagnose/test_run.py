@@ -14,13 +14,13 @@ from pasa.eval.models.video.tiny import tiny_pipeline
 
 
 def test_a_language_model_names_its_layer(text_diagnosis):
-    """All four heads of layer 1, in opposition; layer 0 is healthy."""
-    result, maps, _ = text_diagnosis
-    found = result["summary"]
-    assert (found["heads"], found["heads_beyond"], found["modules_beyond"]) == (8, 4, 1)
-    assert found["worst"]["module"] == "model.layers.1.self_attn"
-    assert 131_000 < found["worst"]["max_score"] < 131_200
-    assert found["stored"] < 1000
+    """All four heads of layer 1, in opposition; layer 0 is healthy. Progress names stages and calls."""
+    result, maps, progress = text_diagnosis
+    summary = result["summary"]
+    assert (summary["heads"], summary["heads_beyond"], summary["modules_beyond"]) == (8, 4, 1)
+    assert summary["worst"]["module"] == "model.layers.1.self_attn"
+    assert 131_000 < summary["worst"]["max_score"] < 131_200
+    assert summary["stored"] < 1000
     assert result["runs"]["own"]["first_nonfinite"] is result["runs"]["pasa"]["first_nonfinite"] is None
     broken = result["runs"]["fp16"]["first_nonfinite"]
     assert (broken["module"], broken["kind"], broken["origin"]) == ("model.layers.1.self_attn", "Qwen2Attention", True)
@@ -32,6 +32,9 @@ def test_a_language_model_names_its_layer(text_diagnosis):
     assert healthy["module"] == "model.layers.0.self_attn"
     assert [each.module for each in maps] == ["model.layers.1.self_attn", "model.layers.0.self_attn"]
     assert list(maps[0].pictures) == ["Q", "K", "K'", "S", "S'"]
+    assert [progress[0][2], progress[-1][:2]] == ["loading the model", (4, 4)]
+    assert {done for done, *_ in progress} == {0, 1, 2, 3, 4}
+    assert any("model.layers.1.self_attn, call 1" in label for *_, label in progress)
 
 
 def test_a_pipeline_names_its_layers_and_its_step(video_diagnosis):
@@ -46,25 +49,19 @@ def test_a_pipeline_names_its_layers_and_its_step(video_diagnosis):
     assert not result["modules"]["uncalled"]
 
 
-def test_files(folder, tmp_path):
-    result = run_diagnose(str(folder), prompt="one two three", folder=tmp_path / "deep")
+def test_files_of_a_model_in_half_precision(folder, tmp_path):
+    result = run_diagnose(str(folder), prompt="one two three", dtype="float16", folder=tmp_path / "deep")
+    assert result["settings"]["dtype"] == "float16"
+    assert result["summary"]["heads_beyond"] == 4
     run.EXPERIMENT.save(result, tmp_path / "deep")
     files = {path.suffix[1:]: path for path in (tmp_path / "deep").iterdir()}
     assert files.keys() == {"html", "json", "md", "png"}
     stored = json.loads(files["json"].read_text(encoding="utf-8"))
-    assert stored["summary"]["heads"] == 8
     assert "emulated" in stored["note"]
     scores = [each["max_score"] for each in stored["records"]]
     assert scores == sorted(scores, reverse=True)
     assert "| model.layers.1.self_attn | " in files["md"].read_text(encoding="utf-8")
     assert files["png"].read_bytes()[:4] == b"\x89PNG"
-
-
-def test_progress_names_stages_and_calls(text_diagnosis):
-    told = text_diagnosis[2]
-    assert [told[0][2], told[-1][:2]] == ["loading the model", (4, 4)]
-    assert {done for done, *_ in told} == {0, 1, 2, 3, 4}
-    assert any("model.layers.1.self_attn, call 1" in label for *_, label in told)
 
 
 @pytest.mark.parametrize(("offset", "beyond"), [(None, 8), (0.0, 0), (-81920.0, 8)])
@@ -90,12 +87,6 @@ def test_a_checkpoint_folder_with_offload(tmp_path):
     result, _ = look(str(tmp_path / "svd"), height=32, width=32, frames=2, steps=1, offload=True)
     assert result["kind"] == "video pipeline"
     assert (result["summary"]["modules"], result["summary"]["heads_beyond"]) == (20, 0)
-
-
-def test_a_model_in_half_precision(folder):
-    result, _ = look(str(folder), prompt="one two three", dtype="float16")
-    assert result["settings"]["dtype"] == "float16"
-    assert result["summary"]["heads_beyond"] == 4
 
 
 def test_a_model_that_is_broken_by_itself_is_not_laid_at_pasas_door(folder, monkeypatch):
