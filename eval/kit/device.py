@@ -1,26 +1,25 @@
-"""Says what the numbers were measured on."""
+"""Describes the machine of a measurement, and says where the numbers of a result come from."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import subprocess
 from typing import Any
 
 import torch
 
-from pasa.eval.kit.output import environment
+from pasa.eval.kit.output import environment, package_version
 
 VERSIONS = ("torch", "triton", "transformers", "diffusers", "cuda", "cudnn", "pasa")
 QUERIES = {"driver": "driver_version", "power_limit_w": "power.limit", "sm_clock_max_mhz": "clocks.max.sm"}
 
 
 def describe(device: torch.device, *packages: str) -> dict[str, Any]:
-    """`output.environment` with the device, its driver and limits, and the versions that decide on speed."""
-    found = environment() | {name: _version(name) for name in ("triton", *packages)}
+    """Return `output.environment` with the device, its driver and limits, and the versions that decide on speed."""
+    machine = environment() | {name: package_version(name) for name in ("triton", *packages)}
     if device.type != "cuda":
-        return found | {"device": str(device)}
+        return machine | {"device": str(device)}
     properties = torch.cuda.get_device_properties(device)
-    return found | {
+    return machine | {
         "device": properties.name,
         "capability": f"{properties.major}.{properties.minor}",
         "multiprocessors": properties.multi_processor_count,
@@ -43,21 +42,14 @@ def origin(result: dict[str, Any]) -> str:
     return f"{note}({place}; {', '.join(named)}, commit {machine['commit'] or 'unknown'})."
 
 
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def _cudnn() -> str | None:
-    """Such as 9.15.1: from 9 on the number is major * 10000 + minor * 100 + patch."""
+    """Return the version as 9.15.1: from 9 on the number is major * 10000 + minor * 100 + patch."""
     number = torch.backends.cudnn.version()
     return None if number is None else f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
 
 def _ask_driver(index: int) -> dict[str, str | None]:
-    """What only nvidia-smi knows; None where it is not there."""
+    """Return what only nvidia-smi knows; None where it is not installed."""
     command = ["nvidia-smi", f"--id={index}", f"--query-gpu={','.join(QUERIES.values())}"]
     try:
         done = subprocess.run(

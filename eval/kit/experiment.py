@@ -46,6 +46,8 @@ class Experiment:
         Whether the command builds models, for which it refuses an older transformers by name.
     kept : str
         What a run that is stopped from the keyboard leaves in --output-dir, for the message.
+    appendix : callable
+        Takes a result; returns tables and paragraphs that the Markdown file alone holds, after those of `report`.
     variants : sequence of Experiment
         Experiments that the switches --NAME of the same command run instead.
     """
@@ -57,6 +59,7 @@ class Experiment:
     figures: Callable[[Result, Path], Sequence[Path]] | None = None
     needs_models: bool = False
     kept: str = NOTHING_KEPT
+    appendix: Callable[[Result], Sequence[Table | str]] = lambda result: ()
     variants: Sequence[Experiment] = ()
 
     def measure(self, progress: output.Report = output.silent, **options: Any) -> Result | None:
@@ -80,7 +83,7 @@ class Experiment:
     def markdown(self, result: Result) -> str:
         """Return tables and paragraphs without the title, each table below its own where it differs from that."""
         parts: list[str] = []
-        for part in self.report(result):
+        for part in (*self.report(result), *self.appendix(result)):
             if isinstance(part, Table):
                 heading = [f"## {part.title}"] if part.title != self.title else []
                 parts += [*heading, part.markdown(), *([part.note] if part.note else [])]
@@ -89,8 +92,8 @@ class Experiment:
         return "\n\n".join(part for part in parts if part)
 
     def save(self, result: Result, folder: Path) -> list[Path]:
-        """Write NAME.json, NAME.md and the figures; return their paths."""
-        paths = [folder / f"{self.name.replace('-', '_')}.{kind}" for kind in ("json", "md")]
+        """Write NAME.json, NAME.md (npu-model: npu_model) and the figures; return their paths."""
+        paths = [folder / f"{self.name.replace('-', '_')}.{suffix}" for suffix in ("json", "md")]
         stored = output.to_json(result)
         result = json.loads(stored)  # both show numbers that are rounded alike
         output.write_text(paths[0], stored)
@@ -140,28 +143,30 @@ def _choose(experiment: Experiment, switches: dict[Experiment, bool]) -> Experim
 
 
 def _accepted(chosen: Experiment, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that were given, and refuse one that the chosen variant does not have."""
-    given = {name: value for name, value in arguments.items() if value is not None and value is not False}
+    """Return the options that are set, and refuse one that the chosen variant does not have."""
+    set_options = {name: value for name, value in arguments.items() if value is not None and value is not False}
     accepted = inspect.signature(chosen.run).parameters
-    for name in given:
+    for name in set_options:
         if name not in accepted:
             raise ValueError(f"--{name.replace('_', '-')} is no option of --{chosen.name}")
-    return given
+    return set_options
 
 
 def _options(experiment: Experiment) -> dict[str, tuple[Any, Any]]:
     """Return annotation and default of each option of an experiment and its variants, and of their switches.
 
-    The defaults of variants differ, so an option of theirs that is not given is None and left to `run`.
+    The defaults of variants differ, so an option of theirs that is not set is None and left to `run`.
     """
-    found: dict[str, tuple[Any, Any]] = {}
+    options: dict[str, tuple[Any, Any]] = {}
     for each in (experiment, *experiment.variants):
         for name, hint, default in _parameters(each.run):
             left = experiment.variants and not isinstance(default, bool)
-            found.setdefault(name, (_option(name, hint), None if left else default))
+            if isinstance(default, (list, tuple)):  # as it is typed, which is what an option's parser reads
+                default = ",".join(map(str, default))
+            options.setdefault(name, (_option(name, hint), None if left else default))
     for each in experiment.variants:
-        found[_switch(each)] = (Annotated[bool, typer.Option(f"--{each.name}", help=_help(each))], False)
-    return found
+        options[_switch(each)] = (Annotated[bool, typer.Option(f"--{each.name}", help=_help(each))], False)
+    return options
 
 
 def _parameters(run: Callable[..., Any]) -> Iterator[tuple[str, Any, Any]]:

@@ -1,4 +1,4 @@
-"""What the commands of `pasa` share: options, and how a result is delivered."""
+"""Options of the commands of `pasa`, and how a result is delivered."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ Json = Annotated[
 
 
 def integer(text: str | int) -> int:
-    """Parse an option; typer's own message leaves out what it was given."""
+    """Parse an option; typer's own message leaves out the value."""
     try:
         return int(text)
     except ValueError:
@@ -68,31 +68,31 @@ def at_least(least: int, **values: int | None) -> None:
 
 
 def at_least_one(value: int | None) -> int | None:
-    """Refuse what counts nothing."""
+    """Refuse a count below 1."""
     if value is not None and value < 1:
         raise typer.BadParameter(f"{value} is not at least 1")
     return value
 
 
-def probability(value: float) -> float:
-    """Refuse what is none."""
-    if not 0.0 < value < 1.0:
+def probability(value: float | None) -> float | None:
+    """Refuse a number that is no probability."""
+    if value is not None and not 0.0 < value < 1.0:
         raise typer.BadParameter(f"{value:g} is not a probability between 0 and 1")
     return value
 
 
 def words(text: str | None) -> list[str] | None:
-    """Words between commas; None for None."""
+    """Split words between commas; None for None."""
     return None if text is None else [part.strip() for part in text.split(",")]
 
 
 def integers(text: str) -> list[int]:
-    """Integers between commas."""
+    """Parse integers between commas."""
     return [integer(part) for part in text.split(",")]
 
 
 def stages(progress: output.Report, total: int) -> Callable[[str], None]:
-    """A callback that is told each stage before it begins."""
+    """Return a callback that takes the name of each stage before it begins."""
     lines: list[str] = []
 
     def say(line: str) -> None:

@@ -1,4 +1,4 @@
-"""What every command shares: the machine's description, JSON, files, and progress on stderr."""
+"""The output of every command: the machine's description, JSON, files, and progress on stderr."""
 
 from __future__ import annotations
 
@@ -10,25 +10,19 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import metadata
 from io import StringIO
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from pasa.ops import envs
 
 NOTE = "emulated NPU arithmetic on CPU; not run on an NPU"
 SECONDS_BETWEEN_LINES = 60  # of progress, where there is no terminal: a run of a day fills no log
+Report: TypeAlias = Callable[[int, int, str], None]  # progress: done, total, what comes next
 RECORD_DIGITS = 4  # significant digits in a table of records: errors are not known better from one seed to the next
-
-
-class Report(Protocol):
-    """A progress callback: (done, total, what comes next)."""
-
-    def __call__(self, done: int, total: int, label: str) -> None:
-        """Show it."""
-        ...
 
 
 def silent(done: int, total: int, label: str) -> None:
@@ -36,7 +30,7 @@ def silent(done: int, total: int, label: str) -> None:
 
 
 def environment() -> dict[str, Any]:
-    """Processor, threads, versions, and the commit when this is a checkout."""
+    """Return processor, threads, versions, and the commit when this is a checkout."""
     import torch
 
     import pasa
@@ -53,7 +47,7 @@ def environment() -> dict[str, Any]:
 
 
 def processor() -> str:
-    """The processor's name; Linux gives platform.processor() nothing, and /proc/cpuinfo all."""
+    """Return the processor's name; Linux gives platform.processor() nothing, and /proc/cpuinfo all."""
     info = Path("/proc/cpuinfo")
     if info.is_file():
         for line in info.read_text(encoding="utf-8").splitlines():
@@ -62,8 +56,16 @@ def processor() -> str:
     return platform.processor() or platform.machine()
 
 
+def package_version(name: str) -> str | None:
+    """Return the version of an installed distribution, or None."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def commit() -> str | None:
-    """Commit of the checkout that holds this file, with "-dirty" if it differs; None outside of one."""
+    """Return the commit of the checkout that holds this file, with "-dirty" if it differs; None outside of one."""
     here = Path(__file__).resolve().parent
     command = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
@@ -74,7 +76,7 @@ def commit() -> str | None:
 
 
 def jsonable(value: Any, digits: int = 17) -> Any:
-    """Plain containers: NaN and infinity, which JSON lacks, become None; numbers keep so many significant digits."""
+    """Return plain containers: NaN and infinity, which JSON lacks, become None; numbers are rounded to the digits."""
     if isinstance(value, dict):
         return {str(key): jsonable(item, digits) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -86,7 +88,7 @@ def jsonable(value: Any, digits: int = 17) -> Any:
 
 
 def to_json(result: dict[str, Any]) -> str:
-    """JSON text with one line per record, so that stored results can be read and compared."""
+    """Return JSON text with one line per record, so that stored results can be read and compared."""
     lines = []
     for key, value in jsonable(result).items():
         if key == "records":
@@ -124,7 +126,7 @@ def to_csv(records: Sequence[dict[str, Any]]) -> str:
 
 @contextmanager
 def progress_bar(title: str) -> Iterator[Report]:
-    """A rich progress bar on stderr, as a callback; a plain line a minute when stderr is not a terminal.
+    """Show a rich progress bar on stderr, as a callback; a plain line a minute when stderr is not a terminal.
 
     Of several processes the first alone shows it.
     """
