@@ -14,9 +14,9 @@ MIB = 2**20
 
 
 def report(result: dict[str, Any]) -> list[Table | str]:
-    """Return verdict, origin and the tables that the result has rows for."""
-    tables = [precision_table(result), score_table(result), bucket_table(result), layer_table(result)]
-    return [f"{verdict(result)} {origin(result)}", *(table for table in tables if table.rows)]
+    """Return the tables that the result has rows for, verdict and origin."""
+    tables = [layer_table(result), bucket_table(result), score_table(result), precision_table(result)]
+    return [*(table for table in tables if table.rows), f"{verdict(result)} {origin(result)}"]
 
 
 def precision_table(result: dict[str, Any]) -> Table:

@@ -46,8 +46,8 @@ def run_longbench(
     model: Annotated[str | None, "Folder of a causal language model, not the built-in."] = None,
     data: Annotated[str | None, "Folder or zip of LongBench's data (default: an offline set)."] = None,
     precisions: Annotated[
-        Sequence[str] | None, f"Of fp32-base, bf16[-eager], fp16-{{eager,sdpa}}, pasa ({','.join(DEFAULT_PRECISIONS)})."
-    ] = None,
+        Sequence[str], "Of fp32-base, bf16[-eager], fp16-{eager,sdpa}, pasa; fp32 is always added."
+    ] = DEFAULT_PRECISIONS,
     dataset: Annotated[Sequence[str] | None, "Data sets (all)."] = None,
     extended: Annotated[bool, typer.Option("--e", help="LongBench-E.")] = False,
     limit: Annotated[int | None, "Items of each data set."] = None,
@@ -75,7 +75,7 @@ def run_longbench(
     """
     at_least(1, batch_size=batch_size, limit=limit)
     at_least(0, diagnose=diagnose)
-    names = parse_precisions(precisions or DEFAULT_PRECISIONS, injected=bool(choose_offset(model, offset)))
+    names = parse_precisions(precisions, injected=bool(choose_offset(model, offset)))
     sizes = _offline_sizes(data, tokens, items, dataset, extended=extended)
     questions = None if data is None else load_items(data, dataset, extended=extended, limit=limit)
     tasks = [find_task(name) for name in questions or dataset or offline.MAKERS]

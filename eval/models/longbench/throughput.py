@@ -58,20 +58,19 @@ SEED = 42
 
 def run_throughput(
     config: Annotated[str, "Configuration: qwen2-7b (on an accelerator), or tiny."] = "qwen2-7b",
-    tokens: Annotated[Sequence[int] | None, "Prompt lengths (8192)."] = None,
-    attention: Annotated[Sequence[str] | None, "The model's own two, and PASA (eager,sdpa,pasa)."] = None,
+    tokens: Annotated[Sequence[int], "Prompt lengths."] = (8192,),
+    attention: Annotated[Sequence[str], "The model's own two, and PASA."] = ATTENTIONS,
     new_tokens: Annotated[int, "Tokens to decode, one at a time, without a graph."] = 32,
     rounds: Annotated[int, "Rounds to time, after one that is not counted."] = 3,
     progress: output.Report = output.silent,
 ) -> dict[str, Any]:
     """Time prefill and decode of a whole model with random weights, and its memory, by attention."""
-    lengths, attentions = (8192,) if tokens is None else tokens, ATTENTIONS if attention is None else attention
     if config not in CONFIGS:
         raise ValueError(f"config={config!r} is not one of {', '.join(CONFIGS)}")
-    for name in attentions:
+    for name in attention:
         if name not in ATTENTIONS:
             raise ValueError(f"attention {name!r} is not one of {', '.join(ATTENTIONS)}")
-    at_least(1, tokens=min(lengths, default=0), new_tokens=new_tokens, rounds=rounds)
+    at_least(1, tokens=min(tokens, default=0), new_tokens=new_tokens, rounds=rounds)
     device = pick_device()
     if device.type == "cpu" and config != SMALL:
         raise ValueError(
@@ -79,7 +78,7 @@ def run_throughput(
         )
     model = build(CONFIGS[config], device)
     records: list[dict[str, Any]] = []
-    cases = list(product((0, BIAS), lengths, attentions))
+    cases = list(product((0, BIAS), tokens, attention))
     for bias, length, name in cases:
         progress(len(records), len(cases), f"{name}, {length} tokens, bias {bias}")
         set_bias(model, bias)

@@ -32,7 +32,7 @@ Spans = Sequence[tuple[int, int, int]]
 def run_perplexity(
     model: Annotated[str | None, "Folder of a causal language model, not the built-in."] = None,
     text: Annotated[str | None, "UTF-8 file to read (default: an essay)."] = None,
-    precisions: Annotated[Sequence[str] | None, f"Precisions ({','.join(DEFAULT_PRECISIONS)})."] = None,
+    precisions: Annotated[Sequence[str], "As for pasa eval longbench; fp32 is always added."] = DEFAULT_PRECISIONS,
     offsets: Annotated[Sequence[int] | None, "Constants to add to scores (0,4096,131072; 0 with --model)."] = None,
     tokens: Annotated[int, "Length of the text."] = 2048,
     window: Annotated[int, "Tokens that are read at once."] = 1024,
@@ -49,7 +49,7 @@ def run_perplexity(
     not finite is None.
     """
     chosen = list(DEFAULT_OFFSETS if offsets is None and model is None else offsets or (0,))
-    names = parse_precisions(precisions or DEFAULT_PRECISIONS, injected=any(chosen))
+    names = parse_precisions(precisions, injected=any(chosen))
     at_least(2, tokens=tokens)
     if not 1 <= stride <= window:
         raise ValueError(f"stride={stride} is outside 1..window={window}")

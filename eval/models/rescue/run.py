@@ -218,7 +218,7 @@ def run_table(result: dict[str, Any]) -> Table:
 
 def text_table(result: dict[str, Any]) -> Table:
     """Return the greedy continuation of every run."""
-    rows = [[TITLES[name], run["text"].strip(), run["stopped"]] for name, run in result["runs"].items()]
+    rows = [[TITLES[name], " ".join(run["text"].split()), run["stopped"]] for name, run in result["runs"].items()]
     return Table("Continuations", ["run", "text", "stopped by"], rows, wraps="text")
 
 
