@@ -190,7 +190,7 @@ def quantile(ordered: Sequence[float], share: float) -> float:
 def ratio(own: Rounds, other: Rounds) -> float:
     """Return how many times as fast as the other: median over the rounds of median(other) / median(own)."""
     return statistics.median(
-        statistics.median(one) / statistics.median(other) for other, one in zip(ours, theirs, strict=True)
+        statistics.median(theirs) / statistics.median(ours) for ours, theirs in zip(own, other, strict=True)
     )
 
 
