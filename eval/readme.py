@@ -14,29 +14,28 @@ from functools import partial
 from typing import Any
 
 from pasa.eval import evidence
-from pasa.eval.accuracy.gradients import report as gradients_report
+from pasa.eval.accuracy.gradients import run as gradients
 from pasa.eval.accuracy.rmse import report
-from pasa.eval.accuracy.rounding_bias import cost_report
-from pasa.eval.accuracy.rounding_bias import report as rounding_report
+from pasa.eval.accuracy.rounding_bias import cost
+from pasa.eval.accuracy.rounding_bias import run as bias
+from pasa.eval.accuracy.rounding_bias.arithmetic import PLACES
 from pasa.eval.kit import output
-from pasa.eval.kit.stored import ROOT, stored, table
-from pasa.eval.kit.tables import Table, percent
+from pasa.eval.kit.device import origin
+from pasa.eval.kit.stored import ROOT, pick, stored
+from pasa.eval.kit.tables import Table, markdown, percent
 from pasa.eval.models.diagnose import report as diagnose_report
-from pasa.eval.models.diagnose import words
-from pasa.eval.models.longbench import report as longbench_report
-from pasa.eval.models.longbench import throughput as throughput_report
-from pasa.eval.models.perplexity import report as perplexity_report
-from pasa.eval.models.predict import paper
-from pasa.eval.models.predict import report as predict_report
-from pasa.eval.models.rescue.report import TITLES
-from pasa.eval.models.video import report as video_report
-from pasa.eval.models.video import step_report
-from pasa.eval.models.zoo import report as zoo_report
+from pasa.eval.models.longbench import report as longbench
+from pasa.eval.models.longbench import throughput
+from pasa.eval.models.perplexity import run as perplexity
+from pasa.eval.models.predict import auto, paper, soundness
+from pasa.eval.models.rescue import run as rescue
+from pasa.eval.models.video import run as video
+from pasa.eval.models.video import step
+from pasa.eval.models.zoo import run as zoo
 from pasa.eval.npu import report as npu_report
-from pasa.eval.random_calls.fuzz import report as fuzz_report
-from pasa.eval.random_calls.soak import report as soak_report
+from pasa.eval.random_calls import report as calls
 from pasa.eval.research.fp8_scaling import overhead
-from pasa.eval.research.fp8_scaling import run as fp8_run
+from pasa.eval.research.fp8_scaling import run as fp8
 from pasa.eval.speed import readme as speed_readme
 from pasa.eval.speed.ring import run as ring
 from pasa.eval.speed.watching import run as watching
@@ -51,8 +50,10 @@ FILES = (
 )
 MAXIMA = ("two, smaller tail", "near, smaller tail", "blocks, smaller tail", "four, smaller tail")
 ROUNDED = (*MAXIMA, "three, smaller tail, one binade", "six, smaller tail, one binade", "random, same tail")
+BIASES = [partial(bias.bias_table, fmt="bf16", place=place, cases=ROUNDED) for place in PLACES]
 DIAGNOSED = 3  # heads of each model
 DIAGNOSIS = ("layer", "head", "peak QKᵀ", "× 65504", "stored", "in FP32", "K", "K′", "bias", "resonance", "phase")
+KERNELS = ("pasa-exact", "triton-fp32", "triton-paper-fp16", "triton-paper", "triton-exact")
 SHOWN = ("fp32", "partial", "prescaled", "smooth_k", "pasa-paper-fp16", "pasa-paper", "pasa-exact")
 
 
@@ -105,7 +106,7 @@ def support() -> str:
         ("paged caches", ["no" if b.paged is None else " ".join(b.paged.values()) or "yes" for b in backends]),
         ("diagnostics", ["yes" if b.diagnostics else "no" for b in backends]),
     ]
-    return table(
+    return markdown(
         ["backend", *(f"`{backend.name}`" for backend in backends)], [[name, *values] for name, values in rows]
     )
 
@@ -115,89 +116,32 @@ def _devices(backend: Backend) -> str:
     return f"{chosen}; {', '.join(backend.devices_by_name)} by name" if backend.devices_by_name else chosen
 
 
-def rmse() -> str:
-    """Worst RMSE over the seeds, overflow mode "inf", and how many tiles ours kept in FP32."""
-    result = stored("rmse")
-    records = [each for each in result["records"] if each["overflow"] == "inf"]
-    rows = []
-    for case in result["cases"]:
-        own = {name: [r for r in records if r["case"] == case["name"] and r["arithmetic"] == name] for name in SHOWN}
-        rescued = max(r["scores_rescued_share"] for r in own["pasa-exact"])
-        rows.append([case["name"], *(_error(own[name]) for name in SHOWN), percent(rescued)])
-    shape = ", ".join(map(str, result["shape"]))
-    caption = (
-        f"RMSE against FP64 (Eq. 19) on the paper's 15 cases (x0, Am), shape ({shape}), worst of "
-        f"{len(result['seeds'])} seeds; NaN: share of the output. {_origin(result)}"
-    )
-    return f"{caption}\n\n{table(['case', *(f'`{name}`' for name in SHOWN), 'tiles in FP32'], rows)}"
-
-
-def _error(records: Sequence[dict[str, Any]]) -> str:
-    nan = max(each["nonfinite_share"] for each in records)
-    return f"NaN {percent(nan)}" if nan else f"{max(each['rmse'] for each in records):.1e}"
-
-
-def _report_table(name: str, title: str) -> str:
-    """One of the tables that `pasa bench rmse` prints."""
-    result = stored(name)
-    found = next(each for each in report.tables(result) if each.title.startswith(title))
-    return f"{found.note} {_origin(result)}\n\n{table(found.header, found.rows)}"
-
-
-def _origin(result: dict[str, Any]) -> str:
-    machine = result["environment"]
-    return f"({machine['processor']}; torch {machine['torch']}, pasa {machine['pasa']}, commit {machine['commit']}.)"
-
-
-def rescue() -> str:
-    """The runs of the demonstration."""
-    result = stored("rescue")
-    proof = result["proof"]
+def rmse(result: dict[str, Any]) -> Table:
+    """Return the worst RMSE over the seeds, and how many tiles ours kept in FP32."""
+    shown = report.rmse_table(result["records"], SHOWN, gates=False)
+    ours = pick(result["records"], overflow="inf", arithmetic="pasa-exact")
     rows = [
-        [
-            TITLES[name],
-            "not finite" if run["perplexity"] is None else f"{run['perplexity']:.4f}",
-            percent(run["nonfinite_logits"]),
-        ]
-        for name, run in result["runs"].items()
+        [*row, percent(max(each["scores_rescued_share"] for each in pick(ours, case=row[0])))] for row in shown.rows
     ]
-    summary = (
-        f"{result['prompt']['tokens']} tokens of real text; scores up to {proof['max_score_before']:,.0f}, "
-        f"{proof['layers_that_overflow']} of {proof['layers']} layers beyond 65504; with PASA no stored score above "
-        f"{proof['max_score_after']:,.0f}, {proof['tiles_in_fp32']:,} of {proof['tiles']:,} tiles in FP32. "
-        f"Greedy tokens equal to FP32's: {proof['tokens_equal_to_fp32']} of {proof['tokens_fp32']}."
-    )
-    return f"{summary}\n\n{table(['run', 'perplexity', 'logits not finite'], rows)}"
+    note = f"The paper's 15 cases, shape ({', '.join(map(str, result['shape']))}). {shown.note}"
+    return Table(shown.title, [*shown.header, "tiles in FP32"], rows, note)
 
 
-def video() -> str:
-    """A clip with and without PASA."""
-    result = stored("video")
-    shown = _titled(video_report.run_table(result))
-    return f"{shown}\n\n{video_report.verdict(result)} {video_report.origin(result)}"
+def block(name: str, *makers: Callable[[dict[str, Any]], Table | str]) -> Callable[[], str]:
+    """Return a writer of tables and sentences of a stored run, and of where its numbers come from."""
+
+    def write() -> str:
+        result = stored(name)
+        parts = [make(result) for make in makers]
+        return "\n\n".join([*(part if isinstance(part, str) else part.captioned() for part in parts), origin(result)])
+
+    return write
 
 
-def _titled(found: Table) -> str:
-    """A table under its title and note."""
-    return f"{found.title}. {found.note}\n\n{table(found.header, found.rows)}"
-
-
-def longbench(name: str = "longbench") -> str:
-    """Long prompts in every precision."""
-    result = stored(name)
-    shown = _titled(longbench_report.precision_table(result))
-    return f"{shown}\n\n{longbench_report.verdict(result)} {longbench_report.origin(result)}"
-
-
-def throughput() -> str:
-    """A whole model's prefill, decode and memory."""
-    return _titled(throughput_report.table(stored("throughput")))
-
-
-def perplexity() -> str:
-    """What storing scores costs."""
-    result = stored("perplexity")
-    return f"{_titled(perplexity_report.table(result))}\n\n{longbench_report.origin(result)}"
+def rescued(result: dict[str, Any]) -> Table:
+    """Return the runs of the demonstration, without the times of an emulation."""
+    runs = rescue.run_table(result)
+    return Table(runs.title, runs.header[:3], [row[:3] for row in runs.rows], runs.note)
 
 
 def diagnose() -> str:
@@ -205,114 +149,76 @@ def diagnose() -> str:
     results = {name: stored(f"diagnose_{name}") for name in ("published", "embedded", "tiny")}
     heads = {name: diagnose_report.head_table(result, DIAGNOSIS, DIAGNOSED) for name, result in results.items()}
     rows = [[name, *row] for name, found in heads.items() for row in found.rows]
-    note = f"{words.meanings(DIAGNOSIS)} {output.NOTE[0].upper()}{output.NOTE[1:]}."
+    note = f"{diagnose_report.meanings(DIAGNOSIS)} {output.NOTE[0].upper()}{output.NOTE[1:]}."
     said = [
-        f"`{name}`: {result['model']}. {words.verdict(result)} {words.cost(result['runs'])} {words.origin(result)}"
+        f"`{name}`: {result['model']}. {diagnose_report.verdict(result)} {diagnose_report.cost(result)} "
+        f"{diagnose_report.origin(result)}"
         for name, result in results.items()
     ]
-    return "\n\n".join([note, table(["model", *DIAGNOSIS], rows), *said])
+    return "\n\n".join([note, markdown(["model", *DIAGNOSIS], rows), *said])
 
 
-def predicted(name: str) -> str:
-    """A test of the predictions."""
-    result = stored(name)
-    [found] = predict_report.tables(result)
-    said = f"{predict_report.verdict(result)} {predict_report.origin(result)}"
-    return f"{found.note}\n\n{table(found.header, found.rows)}\n\n{said}"
-
-
-def paper_tables() -> str:
-    """Gamma and alpha; solved here and now, so nothing is stored."""
-    found = predict_report.paper_table(paper.run_paper_tables())
-    return f"{found.note}\n\n{table(found.header, found.rows)}"
-
-
-def fp8() -> str:
-    """Scale factors in transients of the trained model; the verdict is on the synthetic weights as well."""
-    result = stored("fp8")
+def transients(result: dict[str, Any]) -> Table:
+    """Return scale factors in transients of the trained model; the verdict is on the synthetic weights as well."""
     trained = [each for each in result["records"] if each["model"] != "synthetic"]
-    found = fp8_run.transient_table({**result, "records": trained})
-    return f"{found.note}\n\n{table(found.header, found.rows)}\n\n{fp8_run.verdict(result)}"
+    return fp8.transient_table({**result, "records": trained})
 
 
-def kernels() -> str:
-    """The paper's cases on the Triton kernels of a GPU."""
-    result = stored("kernels")
-    names = ("pasa-exact", "triton-fp32", "triton-paper-fp16", "triton-paper", "triton-exact")
-    rows = []
-    for case in result["cases"]:
-        own = [[r for r in result["records"] if r["case"] == case["name"] and r["arithmetic"] == n] for n in names]
-        rows.append([case["name"], *map(_error, own)])
-    machine = result["environment"]
-    caption = (
-        f"RMSE against FP64, worst of {len(result['seeds'])} seeds; `pasa-exact` is the emulation, `triton-*` are "
-        "kernels. "
-        f"({machine['device']}; torch {machine['torch']}, triton {machine['triton']}, commit {machine['commit']}.)"
-    )
-    return f"{caption}\n\n{table(['case', *(f'`{name}`' for name in names)], rows)}"
+def kernels(result: dict[str, Any]) -> Table:
+    """Return the paper's cases on the Triton kernels of a GPU."""
+    shown = report.rmse_table(result["records"], KERNELS, gates=False)
+    note = f"{shown.note} pasa-exact is the emulation, triton-* are kernels."
+    return Table(shown.title, shown.header, shown.rows, note)
 
 
-def soak() -> str:
-    """Random calls against FP64."""
-    result = stored("soak")
-    return f"{soak_report.verdict(result)} {soak_report.origin(result)}"
+def random_calls(name: str) -> str:
+    """Return what random calls of kernels or of the whole API showed."""
+    result = stored(name)
+    return f"{calls.verdict(result)} {calls.origin(result)}"
 
 
 def npu_model() -> str:
     """Precision allocations on an NPU, modelled."""
     result = stored("npu_model")
     found = npu_report.range_table(result)
-    text = f"{found.note}\n\n{table(found.header, found.rows)}"
+    text = f"{found.note}\n\n{markdown(found.header, found.rows)}"
     return f"{text}\n\n{npu_report.claim(result)}\n\n{npu_report.origin(result)}"
-
-
-def step() -> str:
-    """A denoising step of the full-size video UNet."""
-    found = step_report.model_table(stored("step"))
-    return f"{found.note}\n\n{table(found.header, found.rows)}\n\n{step_report.origin(stored('step'))}"
-
-
-def rounding() -> str:
-    """Bias of BF16 outputs by rule, in both places of rounding."""
-    result = stored("rounding")
-    found = [rounding_report.bias_table(result, "bf16", place, cases=ROUNDED) for place in result["places"]]
-    return "\n\n".join([*map(_titled, found), f"{rounding_report.verdict(result)} {rounding_report.origin(result)}"])
 
 
 PARTS: dict[str, Callable[[], str]] = {
     "support": support,
     "evidence": evidence.overview,
-    "rmse": rmse,
-    "damage": lambda: _report_table("rmse", "Overflow"),
-    "bias": lambda: _report_table("bias", "Q and K share"),
-    "sides": lambda: _report_table("sides", "Which side"),
-    "rescue": rescue,
-    "video": video,
-    "step": step,
+    "rmse": block("rmse", rmse),
+    "damage": block("rmse", report.damage_table),
+    "bias": block("bias", report.bias_table),
+    "sides": block("sides", report.sides_table),
+    "rescue": block("rescue", rescued, rescue.verdict),
+    "video": block("video", video.run_table, video.verdict),
+    "step": block("step", step.table),
     "diagnose": diagnose,
-    "soundness": partial(predicted, "soundness"),
-    "auto": partial(predicted, "auto"),
-    "paper_tables": paper_tables,
-    "fp8": fp8,
+    "soundness": lambda: soundness.EXPERIMENT.markdown(stored("soundness")),
+    "auto": lambda: auto.EXPERIMENT.markdown(stored("auto")),
+    "paper_tables": lambda: paper.EXPERIMENT.markdown(paper.run_paper_tables()),
+    "fp8": lambda: f"{transients(stored('fp8')).captioned()}\n\n{fp8.verdict(stored('fp8'))}",
     "overhead": lambda: overhead.summary(stored("overhead")),
     "overhead_table": lambda: overhead.EXPERIMENT.markdown(stored("overhead")),
-    "longbench": longbench,
-    "longbench_fp16": partial(longbench, "longbench_fp16"),
-    "throughput": throughput,
-    "perplexity": perplexity,
+    "longbench": block("longbench", longbench.precision_table, longbench.verdict),
+    "longbench_fp16": block("longbench_fp16", longbench.precision_table, longbench.verdict),
+    "throughput": block("throughput", throughput.table),
+    "perplexity": block("perplexity", perplexity.table),
     "speed": speed_readme.speed,
     "decode": speed_readme.decode,
     "paged": speed_readme.paged,
-    "kernels": kernels,
-    "soak": soak,
-    "fuzz": lambda: f"{fuzz_report.verdict(stored('fuzz'))} {fuzz_report.origin(stored('fuzz'))}",
-    "gradients": lambda: gradients_report.summary(stored("gradients")),
+    "kernels": block("kernels", kernels),
+    "soak": partial(random_calls, "soak"),
+    "fuzz": partial(random_calls, "fuzz"),
+    "gradients": lambda: gradients.summary(stored("gradients")),
     "npu_model": npu_model,
-    "rounding": rounding,
-    "rounding_cost": lambda: cost_report.summary(stored("rounding_cost")),
-    "rounding_cost_table": lambda: cost_report.section(stored("rounding_cost")),
-    "ring": lambda: _titled(ring.table(stored("ring"))),
-    "zoo": lambda: zoo_report.to_markdown(stored("zoo")),
+    "rounding": block("rounding", *BIASES, bias.verdict),
+    "rounding_cost": lambda: cost.summary(stored("rounding_cost")),
+    "rounding_cost_table": lambda: cost.EXPERIMENT.markdown(stored("rounding_cost")),
+    "ring": lambda: ring.table(stored("ring")).captioned(),
+    "zoo": lambda: zoo.summary(stored("zoo")),
     "watching": lambda: watching.summary(stored("watching")),
     "watching_table": lambda: watching.EXPERIMENT.markdown(stored("watching")),
 }

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pasa.eval.random_calls.fuzz import truth
+from pasa.eval.random_calls import judge, truth
+from pasa.eval.random_calls.inputs import Call
 
 BLOCK = 128
 # README.md of ops/attention, "What a row may err by", derives SUMS and REACH. SUMS: a score's error in units of
@@ -144,9 +145,13 @@ def golden(case: Case) -> tuple[Tensor, Tensor]:
 
 def found(case: Case) -> tuple[truth.Truth, float]:
     """Return the truth of a case, and its scale."""
+    return truth.find_truth(call_of(case)), call_of(case).scale
+
+
+def call_of(case: Case) -> Call:
+    """Return a case with its defaults filled in."""
     scale = case.how.get("scale", case.q.shape[-1] ** -0.5)
-    mask, causal = case.how.get("attn_mask"), case.how.get("is_causal", False)
-    return truth.find_truth(case.q, case.k, case.v, mask, causal, scale)[0], scale
+    return Call(case.q, case.k, case.v, case.how.get("attn_mask"), case.how.get("is_causal", False), scale)
 
 
 def allowed(case: Case, stores: int = 1) -> tuple[Tensor, Tensor]:
@@ -160,15 +165,16 @@ def allowed(case: Case, stores: int = 1) -> tuple[Tensor, Tensor]:
     error of attention in FP32, plus roundings to FP16.
     """
     true, scale = found(case)
-    gap = true.scores.amax(-1, keepdim=True) - true.scores
+    part = truth.prepare(call_of(case))
+    gap = part.scores.amax(-1, keepdim=True) - part.scores
     sums = case.q.double().abs() @ case.k.double().abs().mT * scale
     order = gap.argsort(-1)
-    heavier = sums.masked_fill(~true.seen, 0.0).gather(-1, order).cummax(-1).values
+    heavier = sums.masked_fill(~part.seen, 0.0).gather(-1, order).cummax(-1).values
     sums = torch.zeros_like(sums).scatter(-1, order, heavier)
-    eps = SUMS * (case.q.shape[-1] + 40) * truth.UNIT * sums + truth.HALF_ULP[torch.float16] * (REACH + gap) + 2.0**-10
-    p = torch.exp(true.scores - true.lse.unsqueeze(-1))
+    eps = SUMS * (case.q.shape[-1] + 40) * truth.UNIT * sums + judge.HALF_ULP[torch.float16] * (REACH + gap) + 2.0**-10
+    p = torch.exp(part.scores - true.lse.unsqueeze(-1))
     factor = eps.clamp(max=80.0)  # beyond, the bound is useless anyway
-    away = (true.values.unsqueeze(2) - true.out.unsqueeze(3)).abs()
+    away = (part.v.unsqueeze(2) - true.out.unsqueeze(3)).abs()
     growth = (p * torch.expm1(factor)).unsqueeze(3)
     moved = (growth @ away).squeeze(3) / (p * torch.exp(-factor)).sum(-1, keepdim=True)
     moved = torch.minimum(moved, true.high - true.low)
@@ -189,9 +195,9 @@ def errors_in_fp32(case: Case, true: truth.Truth, scale: float) -> tuple[Tensor,
     """
     q, k, v = (x.float() for x in case[:3])
     products = (q @ k.mT * scale, (q * scale) @ k.mT, (q.flip(-1) @ k.flip(-1).mT) * scale)
-    outs, lses = [], []
+    outs, lses, seen = [], [], call_of(case).visible()
     for scores in products:
-        hidden = scores.masked_fill(~true.seen, -torch.inf)
+        hidden = scores.masked_fill(~seen, -torch.inf)
         outs.append((torch.softmax(hidden, -1).nan_to_num() @ v - true.out).abs().amax(-1, keepdim=True))
         lses.append((torch.logsumexp(hidden, -1) - true.lse).abs().nan_to_num())
     return torch.stack(outs).amax(0), torch.maximum(torch.stack(lses).amax(0), true.lse.abs() * 2.0**-24)

@@ -30,17 +30,9 @@ BUILT_IN = "SmolLM2-135M-Instruct"
 class Precision:
     """A way to run a model.
 
-    Attributes
-    ----------
-    title : str
-    dtype : torch.dtype
-        Of the weights and activations.
-    attention : str
-        "sdpa" or "eager" (the model's own), or "pasa".
-    emulation : pasa.PasaConfig or None
-        Stands for an FP16 precision where the model runs in FP32.
-    base : bool
-        Without the overflow that a fixture injects.
+    `dtype` is that of weights and activations; `attention` is "sdpa" or "eager" (the model's own) or "pasa";
+    `emulation` replaces an FP16 precision where the model runs in FP32; `base` is without the overflow that a fixture
+    injects.
     """
 
     title: str
@@ -69,13 +61,7 @@ MIB = 2**20
 
 
 def parse_precisions(names: Sequence[str], injected: bool) -> list[str]:
-    """Check names; the reference comes first, and is added where it lacks.
-
-    Raises
-    ------
-    ValueError
-        Unknown name, or "fp32-base" where nothing is injected.
-    """
+    """Check names; the reference comes first, and is added where it lacks."""
     for name in names:
         if name not in PRECISIONS:
             raise ValueError(f"precision {name!r} is not one of {', '.join(PRECISIONS)}")
@@ -85,12 +71,12 @@ def parse_precisions(names: Sequence[str], injected: bool) -> list[str]:
 
 
 def choose_offset(path: str | None, offset: float | None) -> float:
-    """The offset that was given, else none for a model of one's own, and ``DEFAULT_OFFSET`` for the built-in one."""
+    """Return the offset, by default none for a model from a folder, and ``DEFAULT_OFFSET`` for the built-in one."""
     return offset if offset is not None else 0 if path else DEFAULT_OFFSET
 
 
 class Subject:
-    """A language model that is looked at in several precisions, one at a time.
+    """A language model that runs in several precisions, one at a time.
 
     Parameters
     ----------
@@ -102,11 +88,6 @@ class Subject:
     device : torch.device
     half : bool
         Run FP16 precisions with FP16 models. Default: on every device but a CPU.
-
-    Attributes
-    ----------
-    fixture : dict or None
-        What was injected.
     """
 
     def __init__(
@@ -116,19 +97,19 @@ class Subject:
         self.half = device.type != "cpu" if half is None else half
         self.offset = choose_offset(path, offset)
         self.name = Path(path).name if path else f"{BUILT_IN} ({WEIGHTS[0]} {WEIGHTS[1]})"
-        self.fixture: dict[str, Any] | None = None
+        self.fixture: dict[str, Any] | None = None  # set to the injection when the model is first made
         self._loaded: tuple[tuple[bool, torch.dtype], Any] | None = None
         self._original, self.tokenizer = self._read()
         self.config = self._original.config
 
     def identity(self) -> dict[str, Any]:
-        """What must be the same for two runs to be one, besides :meth:`files`: model and injection."""
+        """Return model and injection, which must be the same for two runs to be one, besides :meth:`files`."""
         return {"model": self.name, "offset": self.offset}
 
     def files(self) -> dict[str, str]:
-        """Name and :func:`fingerprint` of what the model was read from; none of the built-in one."""
-        found = sorted(Path(self.path).iterdir()) if self.path else []
-        return {file.name: fingerprint(file) for file in found if file.is_file()}
+        """Return name and :func:`fingerprint` of each file of the model; the built-in one has none."""
+        files = sorted(Path(self.path).iterdir()) if self.path else []
+        return {file.name: fingerprint(file) for file in files if file.is_file()}
 
     def _read(self, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
         from transformers.utils import logging
@@ -137,7 +118,7 @@ class Subject:
         return load_model() if self.path is None else load_folder(self.path, dtype)
 
     def _model(self, base: bool, dtype: torch.dtype) -> Any:
-        """The weights in one dtype; what was there before is dropped first, so that memory holds one model."""
+        """Return the weights in one dtype; the model before is dropped first, so that memory holds one."""
         base = base or not self.offset
         if self._loaded is None or self._loaded[0] != (base, dtype):
             self._loaded = None
@@ -152,7 +133,7 @@ class Subject:
 
     @contextmanager
     def model(self, name: str) -> Iterator[Any]:
-        """The model as precision `name` runs it; patched only inside the context."""
+        """Yield the model as precision `name` runs it; it is patched only inside the context."""
         precision = PRECISIONS[name]
         emulated = self.emulated([name])
         model = self._model(precision.base, torch.float32 if emulated else precision.dtype)
@@ -167,25 +148,25 @@ class Subject:
             yield model
 
     def emulated(self, names: Sequence[str]) -> bool:
-        """Whether any of these precisions is emulated here."""
+        """Return whether any of these precisions is emulated here."""
         return not self.half and any(PRECISIONS[name].dtype == torch.float16 for name in names)
 
     def titles(self, names: Sequence[str]) -> dict[str, str]:
-        """What to call each precision in a table."""
+        """Return the name of each precision in a table."""
         suffix = {name: " (emulated)" if self.emulated([name]) else "" for name in names}
         if self.device.type != "cpu" and suffix.get("pasa"):
             suffix["pasa"] = " (FP32 model)"
         return {name: PRECISIONS[name].title + suffix[name] for name in names}
 
     def note(self, names: Sequence[str]) -> str:
-        """What must be said with every number: what is emulated, and what nothing was run on."""
+        """Return the note of every number: what is emulated, and that nothing was run on an NPU."""
         if not self.emulated(names):
             return "not run on an NPU"
         return f"{EMULATION}; {output.NOTE}" if self.device.type == "cpu" else f"{KERNEL}; not run on an NPU"
 
 
 def fingerprint(file: Path) -> str:
-    """SHA-256, 16 digits, of a file; of weights, which are large, of their size and the first and the last MiB."""
+    """Return 16 digits of a file's SHA-256; of large weights, that of their size and the first and last MiB."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         read = stream.read(MIB if file.suffix in WEIGHT_FILES else -1)

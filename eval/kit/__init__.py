@@ -1,1 +1,1 @@
-"""What experiments share: options, tables, stored runs, timing, descriptions of devices, built-in models."""
+"""The kit of experiments: declarations, options, tables, stored runs, timing, devices, built-in models."""

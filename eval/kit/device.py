@@ -1,25 +1,25 @@
-"""Says what the numbers were measured on."""
+"""Describes the machine of a measurement, and says where the numbers of a result come from."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import subprocess
 from typing import Any
 
 import torch
 
-from pasa.eval.kit.output import environment
+from pasa.eval.kit.output import environment, package_version
 
+VERSIONS = ("torch", "triton", "transformers", "diffusers", "cuda", "cudnn", "pasa")
 QUERIES = {"driver": "driver_version", "power_limit_w": "power.limit", "sm_clock_max_mhz": "clocks.max.sm"}
 
 
-def describe(device: torch.device) -> dict[str, Any]:
-    """`output.environment` with the device, its driver and limits, and the versions that decide on speed."""
-    found = environment() | {"triton": _version("triton")}
+def describe(device: torch.device, *packages: str) -> dict[str, Any]:
+    """Return `output.environment` with the device, its driver and limits, and the versions that decide on speed."""
+    machine = environment() | {name: package_version(name) for name in ("triton", *packages)}
     if device.type != "cuda":
-        return found | {"device": str(device)}
+        return machine | {"device": str(device)}
     properties = torch.cuda.get_device_properties(device)
-    return found | {
+    return machine | {
         "device": properties.name,
         "capability": f"{properties.major}.{properties.minor}",
         "multiprocessors": properties.multi_processor_count,
@@ -31,23 +31,19 @@ def describe(device: torch.device) -> dict[str, Any]:
     }
 
 
-def measured_on(environment: dict[str, Any]) -> str:
-    """Return device, versions and commit of a run on a GPU, in brackets."""
-    return (
-        f"({environment['device']}; torch {environment['torch']}, triton {environment['triton']}, pasa "
-        f"{environment['pasa']}, commit {environment['commit']}; not run on an NPU.)"
-    )
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+def origin(result: dict[str, Any]) -> str:
+    """Return where the numbers of a result come from: its note, the machine, the versions, the commit."""
+    machine = result["environment"]
+    limits = [f"{machine[name]}{unit}" for name, unit in (("power_limit_w", " W"),) if machine.get(name)]
+    driver = [f"driver {machine['driver']}"] if machine.get("driver") else []
+    place = ", ".join([*([machine["device"]] if "device" in machine else []), *limits, *driver, machine["processor"]])
+    named = [f"{name} {machine[name]}" for name in VERSIONS if machine.get(name)]
+    note = f"{result['note'][0].upper()}{result['note'][1:]} " if result.get("note") else ""
+    return f"{note}({place}; {', '.join(named)}, commit {machine['commit'] or 'unknown'})."
 
 
 def _cudnn() -> str | None:
-    """Such as 9.15.1: from 9 on the number is major * 10000 + minor * 100 + patch."""
+    """Return the version as 9.15.1: from 9 on the number is major * 10000 + minor * 100 + patch."""
     number = torch.backends.cudnn.version()
     return None if number is None else f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 

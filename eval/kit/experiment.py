@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import json
+import time
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
@@ -15,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from pasa.eval.kit import output
-from pasa.eval.kit.options import NOTHING_KEPT, Json, finish, integer, needs_models, stoppable, words
+from pasa.eval.kit.options import NOTHING_KEPT, Json, finish, integer, integers, needs_models, stoppable, words
 from pasa.eval.kit.tables import Table
 
 Result: TypeAlias = dict[str, Any]
@@ -32,9 +33,9 @@ class Experiment:
         The command behind `pasa bench` or `pasa eval`; stored files are called NAME.json and NAME.md.
     run : callable
         Takes the command's options by keyword, and `progress`; returns a JSON-able dict with ``gate`` (its ``passed``
-        is the exit status) and ``environment``, or None in a process that has nothing to say. The first line of its
-        docstring is the command's help. An option is a parameter ``rounds: Annotated[int, "Rounds to time."] = 5``;
-        where that is not enough, the annotation holds a `typer.Option`. A parameter `folder` is --output-dir.
+        is the exit status), or None in a process that has nothing to say. The first line of its docstring is the
+        command's help. An option is a parameter ``rounds: Annotated[int, "Rounds to time."] = 5``; where that is not
+        enough, the annotation holds a `typer.Option`. A parameter `folder` is --output-dir.
     report : callable
         Takes a result; returns tables and paragraphs in the order in which they are shown.
     title : str
@@ -44,9 +45,11 @@ class Experiment:
     needs_models : bool
         Whether the command builds models, for which it refuses an older transformers by name.
     kept : str
-        What a run that is stopped from the keyboard leaves, for the message.
+        What a run that is stopped from the keyboard leaves in --output-dir, for the message.
     appendix : callable
         Takes a result; returns tables and paragraphs that the Markdown file alone holds, after those of `report`.
+    variants : sequence of Experiment
+        Experiments that the switches --NAME of the same command run instead.
     """
 
     name: str
@@ -57,6 +60,17 @@ class Experiment:
     needs_models: bool = False
     kept: str = NOTHING_KEPT
     appendix: Callable[[Result], Sequence[Table | str]] = lambda result: ()
+    variants: Sequence[Experiment] = ()
+
+    def measure(self, progress: output.Report = output.silent, **options: Any) -> Result | None:
+        """Run the experiment, and add its name, its duration and, unless the run says more, its environment."""
+        started = time.perf_counter()
+        result = self.run(progress=progress, **options)
+        if result is None:
+            return None
+        taken = {"duration_s": round(time.perf_counter() - started, 1)}
+        environment = {} if "environment" in result else {"environment": output.environment()}
+        return {"experiment": self.name} | environment | taken | result
 
     def show(self, result: Result, console: Console) -> None:
         """Print tables and paragraphs."""
@@ -87,31 +101,87 @@ class Experiment:
         return [*paths, *(self.figures(result, folder) if self.figures else ())]
 
 
+def verdict(result: Result, passed: str, failed: str) -> str:
+    """Return what the exit status says: the sentence `passed`, or `failed` above a line for each failure."""
+    gate = result["gate"]
+    return passed if gate["passed"] else "\n  ".join([f"{failed}:", *gate["failures"]])
+
+
 def add_command(group: typer.Typer, experiment: Experiment) -> None:
     """Add the experiment's command to a group, with `--json` and `--output-dir`."""
-    parameters = inspect.signature(experiment.run).parameters
-    hints = typing.get_type_hints(experiment.run, include_extras=True)
-    options = {name: _option(name, hints[name]) for name in parameters if name not in ("progress", "folder")}
-    title = f"{group.info.name} {experiment.name}"
+    title = f"{group.info.name} {experiment.name}" if isinstance(group.info.name, str) else experiment.name
 
     def command(json: str | None, output_dir: Path | None, **arguments: Any) -> None:
-        if experiment.needs_models:
+        switches = {each: arguments.pop(_switch(each)) for each in experiment.variants}
+        chosen = _choose(experiment, switches)
+        if experiment.variants:
+            arguments = _accepted(chosen, arguments)
+        if chosen.needs_models:
             needs_models(title)
-        if "folder" in parameters:
+        if "folder" in inspect.signature(chosen.run).parameters:
             arguments["folder"] = output_dir
-        with stoppable(experiment.kept), output.progress_bar(title) as progress:
-            result = experiment.run(**arguments, progress=progress)
+        with stoppable(chosen.kept if output_dir else NOTHING_KEPT), output.progress_bar(title) as progress:
+            result = chosen.measure(progress, **arguments)
         if result is not None:
-            finish(result, json, output_dir, experiment.show, experiment.save)
+            finish(result, json, output_dir, chosen.show, chosen.save)
 
-    named = {"json": (Json, None), "output_dir": (Folder, None)}
-    named |= {name: (options[name], parameters[name].default) for name in options}
+    named: dict[str, tuple[Any, Any]] = {"json": (Json, None), "output_dir": (Folder, None), **_options(experiment)}
     keyword = inspect.Parameter.KEYWORD_ONLY
     command.__annotations__ = {name: hint for name, (hint, _) in named.items()}
     command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [inspect.Parameter(name, keyword, default=default, annotation=hint) for name, (hint, default) in named.items()]
     )
-    group.command(experiment.name, help=(experiment.run.__doc__ or "").partition("\n")[0])(command)
+    group.command(experiment.name, help=_help(experiment))(command)
+
+
+def _choose(experiment: Experiment, switches: dict[Experiment, bool]) -> Experiment:
+    """Return the variant whose switch is set, or the experiment itself."""
+    chosen = [each for each, switched in switches.items() if switched]
+    if len(chosen) > 1:
+        raise ValueError(f"{' and '.join(f'--{each.name}' for each in chosen)} exclude each other: choose one")
+    return chosen[0] if chosen else experiment
+
+
+def _accepted(chosen: Experiment, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the options that are set, and refuse one that the chosen variant does not have."""
+    set_options = {name: value for name, value in arguments.items() if value is not None and value is not False}
+    accepted = inspect.signature(chosen.run).parameters
+    for name in set_options:
+        if name not in accepted:
+            raise ValueError(f"--{name.replace('_', '-')} is no option of --{chosen.name}")
+    return set_options
+
+
+def _options(experiment: Experiment) -> dict[str, tuple[Any, Any]]:
+    """Return annotation and default of each option of an experiment and its variants, and of their switches.
+
+    The defaults of variants differ, so an option of theirs that is not set is None and left to `run`.
+    """
+    options: dict[str, tuple[Any, Any]] = {}
+    for each in (experiment, *experiment.variants):
+        for name, hint, default in _parameters(each.run):
+            left = experiment.variants and not isinstance(default, bool)
+            if isinstance(default, (list, tuple)):  # as it is typed, which is what an option's parser reads
+                default = ",".join(map(str, default))
+            options.setdefault(name, (_option(name, hint), None if left else default))
+    for each in experiment.variants:
+        options[_switch(each)] = (Annotated[bool, typer.Option(f"--{each.name}", help=_help(each))], False)
+    return options
+
+
+def _parameters(run: Callable[..., Any]) -> Iterator[tuple[str, Any, Any]]:
+    hints = typing.get_type_hints(run, include_extras=True)
+    for name, parameter in inspect.signature(run).parameters.items():
+        if name not in ("progress", "folder"):
+            yield name, hints[name], parameter.default
+
+
+def _switch(variant: Experiment) -> str:
+    return f"run_{variant.name.replace('-', '_')}"
+
+
+def _help(experiment: Experiment) -> str:
+    return (experiment.run.__doc__ or "").partition("\n")[0]
 
 
 def _option(name: str, hint: Any) -> Any:
@@ -120,11 +190,13 @@ def _option(name: str, hint: Any) -> Any:
     texts = [each for each in extras if isinstance(each, str)]
     if not texts:
         return hint
-    kinds = typing.get_args(kind) or (kind,)
     if kind is bool:  # a switch without its opposite
         return Annotated[kind, typer.Option(f"--{name.replace('_', '-')}", help=texts[0])]
+    kinds = [kind, *typing.get_args(kind)]
+    for each in kinds:
+        if typing.get_origin(each) in (list, Sequence):
+            parser, metavar = (integers, "N,N") if typing.get_args(each) == (int,) else (words, "A,B")
+            return Annotated[str | None, typer.Option(parser=parser, metavar=metavar, help=texts[0])]
     if int in kinds:
         return Annotated[kind, typer.Option(parser=integer, metavar="N", help=texts[0])]
-    if any(typing.get_origin(each) in (list, Sequence) for each in (kind, *kinds)):
-        return Annotated[str | None, typer.Option(parser=words, metavar="A,B", help=texts[0])]
     return Annotated[kind, typer.Option(help=texts[0])]

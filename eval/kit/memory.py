@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 CLEAR_PEAK = "5"
-"""What Linux wants to be written into clear_refs to forget the peak of the resident set (proc_pid_clear_refs(5))."""
+"""The text that Linux expects in clear_refs to forget the peak of the resident set (proc_pid_clear_refs(5))."""
 
 
 def reset_peak(device: torch.device) -> None:
@@ -22,9 +22,9 @@ def reset_peak(device: torch.device) -> None:
 
 
 def peak_bytes(device: torch.device) -> int | None:
-    """Peak since :func:`reset_peak`: allocated memory of the device, resident memory of the process on a CPU.
+    """Return the peak since :func:`reset_peak`: memory of the device, or of the process (resident) on a CPU.
 
-    None where the system does not tell.
+    None where the system does not say.
     """
     if device.type != "cpu":
         return int(getattr(torch, device.type).max_memory_allocated(device))
@@ -32,5 +32,5 @@ def peak_bytes(device: torch.device) -> int | None:
         lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     except OSError:
         return None
-    found = [line.split() for line in lines if line.startswith("VmHWM:")]
-    return int(found[0][1]) * 1024 if found else None
+    peaks = [line.split() for line in lines if line.startswith("VmHWM:")]
+    return int(peaks[0][1]) * 1024 if peaks else None

@@ -1,4 +1,4 @@
-"""What the commands of `pasa` share: options, and how a result is delivered."""
+"""Options of the commands of `pasa`, and how a result is delivered."""
 
 from __future__ import annotations
 
@@ -47,39 +47,45 @@ Json = Annotated[
 
 
 def integer(text: str | int) -> int:
-    """Parse an option; typer's own message leaves out what it was given."""
+    """Parse an option; typer's own message leaves out the value."""
     try:
         return int(text)
     except ValueError:
         raise typer.BadParameter(f"{text!r} is not an integer") from None
 
 
-def at_least_one(value: int | None) -> int | None:
-    """Refuse what counts nothing."""
-    if value is not None and value < 1:
-        raise typer.BadParameter(f"{value} is not at least 1")
-    return value
+def at_least(least: int, **values: int | None) -> None:
+    """Refuse a value below `least` by name; None is a default.
+
+    Raises
+    ------
+    ValueError
+        Naming the value.
+    """
+    for name, value in values.items():
+        if value is not None and value < least:
+            raise ValueError(f"{name}={value} must be at least {least}")
 
 
-def probability(value: float) -> float:
-    """Refuse what is none."""
-    if not 0.0 < value < 1.0:
+def probability(value: float | None) -> float | None:
+    """Refuse a number that is no probability."""
+    if value is not None and not 0.0 < value < 1.0:
         raise typer.BadParameter(f"{value:g} is not a probability between 0 and 1")
     return value
 
 
 def words(text: str | None) -> list[str] | None:
-    """Words between commas; None for None."""
+    """Split words between commas; None for None."""
     return None if text is None else [part.strip() for part in text.split(",")]
 
 
 def integers(text: str) -> list[int]:
-    """Integers between commas."""
+    """Parse integers between commas."""
     return [integer(part) for part in text.split(",")]
 
 
 def stages(progress: output.Report, total: int) -> Callable[[str], None]:
-    """A callback that is told each stage before it begins."""
+    """Return a callback that takes the name of each stage before it begins."""
     lines: list[str] = []
 
     def say(line: str) -> None:
@@ -99,14 +105,6 @@ def stoppable(kept: str) -> Iterator[None]:
         raise typer.Exit(STOPPED) from None
 
 
-def deliver(result: dict[str, Any], json: str | None, render: Callable[[dict[str, Any], Console], None]) -> None:
-    """Show the result, and write it where `--json` says; "-" leaves stdout to the JSON."""
-    if json != "-":
-        render(result, Console())
-    if json is not None:
-        output.write_json(result, json)
-
-
 def finish(
     result: dict[str, Any],
     json: str | None,
@@ -114,8 +112,14 @@ def finish(
     render: Callable[[dict[str, Any], Console], None],
     save: Callable[[dict[str, Any], Path], object],
 ) -> NoReturn:
-    """Deliver the result, save it in the folder if there is one, and end the command: with 1 where the gate failed."""
-    deliver(result, json, render)
+    """Show the result, write it where `--json` says and into the folder, and exit with 1 where the gate failed.
+
+    `--json -` leaves stdout to the JSON.
+    """
+    if json != "-":
+        render(result, Console())
+    if json is not None:
+        output.write_json(result, json)
     if folder is not None:
         save(result, folder)
-    raise typer.Exit(0 if result["gate"]["passed"] else 1)
+    raise typer.Exit(0 if result.get("gate", {"passed": True})["passed"] else 1)

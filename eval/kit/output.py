@@ -1,8 +1,7 @@
-"""What every command shares: the machine's description, JSON, files, and progress on stderr."""
+"""The output of every command: the machine's description, JSON, files, and progress on stderr."""
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 import os
@@ -10,29 +9,26 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from io import StringIO
+from importlib import metadata
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from pasa.ops import envs
 
 NOTE = "emulated NPU arithmetic on CPU; not run on an NPU"
 SECONDS_BETWEEN_LINES = 60  # of progress, where there is no terminal: a run of a day fills no log
+Report: TypeAlias = Callable[[int, int, str], None]  # progress: done, total, what comes next
 RECORD_DIGITS = 4  # significant digits in a table of records: errors are not known better from one seed to the next
 
 
-class Report(Protocol):
-    """A progress callback: (done, total, what comes next)."""
-
-    def __call__(self, done: int, total: int, label: str) -> None:
-        """Show it."""
-        ...
+def silent(done: int, total: int, label: str) -> None:
+    """Report no progress."""
 
 
 def environment() -> dict[str, Any]:
-    """Processor, threads, versions, and the commit when this is a checkout."""
+    """Return processor, threads, versions, and the commit when this is a checkout."""
     import torch
 
     import pasa
@@ -49,7 +45,7 @@ def environment() -> dict[str, Any]:
 
 
 def processor() -> str:
-    """The processor's name; Linux gives platform.processor() nothing, and /proc/cpuinfo all."""
+    """Return the processor's name; Linux gives platform.processor() nothing, and /proc/cpuinfo all."""
     info = Path("/proc/cpuinfo")
     if info.is_file():
         for line in info.read_text(encoding="utf-8").splitlines():
@@ -58,8 +54,16 @@ def processor() -> str:
     return platform.processor() or platform.machine()
 
 
+def package_version(name: str) -> str | None:
+    """Return the version of an installed distribution, or None."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def commit() -> str | None:
-    """Commit of the checkout that holds this file, with "-dirty" if it differs; None outside of one."""
+    """Return the commit of the checkout that holds this file, with "-dirty" if it differs; None outside of one."""
     here = Path(__file__).resolve().parent
     command = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
@@ -70,7 +74,7 @@ def commit() -> str | None:
 
 
 def jsonable(value: Any, digits: int = 17) -> Any:
-    """Plain containers: NaN and infinity, which JSON lacks, become None; numbers keep so many significant digits."""
+    """Return plain containers: NaN and infinity, which JSON lacks, become None; numbers are rounded to the digits."""
     if isinstance(value, dict):
         return {str(key): jsonable(item, digits) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -82,7 +86,7 @@ def jsonable(value: Any, digits: int = 17) -> Any:
 
 
 def to_json(result: dict[str, Any]) -> str:
-    """JSON text with one line per record, so that stored results can be read and compared."""
+    """Return JSON text with one line per record, so that stored results can be read and compared."""
     lines = []
     for key, value in jsonable(result).items():
         if key == "records":
@@ -108,19 +112,9 @@ def write_text(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def to_csv(records: Sequence[dict[str, Any]]) -> str:
-    """CSV text with every column that any record has, in order of appearance."""
-    text = StringIO()
-    columns = dict.fromkeys(key for record in records for key in record)
-    writer = csv.DictWriter(text, list(columns), restval="", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(jsonable(list(records), RECORD_DIGITS))
-    return text.getvalue()
-
-
 @contextmanager
 def progress_bar(title: str) -> Iterator[Report]:
-    """A rich progress bar on stderr, as a callback; a plain line a minute when stderr is not a terminal.
+    """Show a rich progress bar on stderr, as a callback; a plain line a minute when stderr is not a terminal.
 
     Of several processes the first alone shows it.
     """

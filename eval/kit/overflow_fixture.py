@@ -31,18 +31,10 @@ LARGEST_EXACT_INTEGER = 2048
 
 @dataclass(frozen=True)
 class OverflowInfo:
-    """What :func:`inject_overflow` really injected.
+    """The injection that :func:`inject_overflow` really made.
 
-    Attributes
-    ----------
-    head_dim : int
-        Head size after widening.
-    pairs : int
-        Number of rotary pairs that carry the bias.
-    bias : tuple of int
-        b per layer; 0 where nothing was injected.
-    offset : tuple of int
-        Exact constant added to every unscaled score q.k, per layer: ``+-pairs * b**2``.
+    `head_dim` is the head size after widening; `pairs` rotary pairs carry the bias; `bias` is b per layer, 0 where
+    nothing was injected; `offset` is the exact constant added to every unscaled score, per layer: ``+-pairs * b**2``.
     """
 
     head_dim: int
@@ -56,7 +48,7 @@ class OverflowInfo:
 
 
 def check_offset(offset: float | None) -> None:
-    """Refuse, before a model is loaded, what no fixture adds to its scores."""
+    """Refuse, before a model is loaded, an offset that no fixture can add to its scores."""
     most = LARGEST_EXACT_INTEGER**2
     if offset is not None and not abs(offset) <= most:
         raise ValueError(f"offset={offset} is not in -{most} to {most}")
@@ -72,7 +64,7 @@ def inject_overflow(
     model : transformers.Qwen2ForCausalLM
         With default rotary embedding. It is not modified.
     offset : float or mapping of layer index to float, default 131072 (twice the largest FP16 number)
-        Wanted constant, of either sign; layers that a mapping does not name get none. The bias is rounded to an
+        Constant to add, of either sign; layers that a mapping does not name get none. The bias is rounded to an
         integer, so the exact constant is the one in the returned info.
     pairs : int, default 8
         Rotary pairs that carry the bias.
@@ -87,8 +79,6 @@ def inject_overflow(
     ------
     TypeError
         Another architecture: only Qwen2 has biases on q and k and none on the output projection.
-    ValueError
-        A rotary embedding of another type, a layer that does not exist, or a bias beyond FP16's exact integers.
     """
     from transformers import Qwen2ForCausalLM
 
@@ -129,11 +119,11 @@ def _widened_config(config: Any) -> Any:
 def _plan(offset: float | Mapping[int, float], pairs: int, config: Any) -> OverflowInfo:
     """Round every layer's bias to an integer and state the exact offset that follows."""
     layers = config.num_hidden_layers
-    wanted = dict(offset) if isinstance(offset, Mapping) else dict.fromkeys(range(layers), offset)
-    unknown = [layer for layer in wanted if layer not in range(layers)]
+    by_layer = dict(offset) if isinstance(offset, Mapping) else dict.fromkeys(range(layers), offset)
+    unknown = [layer for layer in by_layer if layer not in range(layers)]
     if unknown:
         raise ValueError(f"inject_overflow: the model has layers 0..{layers - 1}, not {unknown}")
-    per_layer = [wanted.get(layer, 0) for layer in range(layers)]
+    per_layer = [by_layer.get(layer, 0) for layer in range(layers)]
     bias = [round(math.sqrt(abs(value) / pairs)) for value in per_layer]
     if max(bias) > LARGEST_EXACT_INTEGER:
         raise ValueError(

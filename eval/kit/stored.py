@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,12 @@ RESULTS = {
     "bias": ROOT / "eval/accuracy/rmse/results/large_bias.json",
     "sides": ROOT / "eval/accuracy/rmse/results/sides.json",
     "rescue": ROOT / "eval/models/rescue/results/rescue.json",
-    "kernels": ROOT / "eval/accuracy/rmse/results/rmse_kernels.json",
+    "kernels": ROOT / "eval/accuracy/rmse/results/kernels.json",
     "speed": ROOT / "eval/speed/results/speed.json",
     "paged": ROOT / "eval/speed/results/paged/speed.json",
     "counters": ROOT / "eval/speed/results/counters.json",
-    "fuzz": ROOT / "eval/random_calls/fuzz/results/fuzz.json",
-    "soak": ROOT / "eval/random_calls/soak/results/soak.json",
+    "fuzz": ROOT / "eval/random_calls/results/fuzz.json",
+    "soak": ROOT / "eval/random_calls/results/soak.json",
     "npu_model": ROOT / "eval/npu/results/npu_model.json",
     "video": ROOT / "eval/models/video/results/video.json",
     "step": ROOT / "eval/models/video/results/step.json",
@@ -31,7 +31,7 @@ RESULTS = {
     "perplexity": ROOT / "eval/models/perplexity/results/perplexity.json",
     "gradients": ROOT / "eval/accuracy/gradients/results/gradients.json",
     "rounding": ROOT / "eval/accuracy/rounding_bias/results/bias.json",
-    "rounding_cost": ROOT / "eval/accuracy/rounding_bias/results/cost.json",
+    "rounding_cost": ROOT / "eval/accuracy/rounding_bias/results/unbiased.json",
     "ring": ROOT / "eval/speed/ring/results/ring.json",
     "zoo": ROOT / "eval/models/zoo/results/zoo.json",
     "watching": ROOT / "eval/speed/watching/results/watch.json",
@@ -44,12 +44,11 @@ RESULTS = {
 
 
 def stored(name: str) -> dict[str, Any]:
-    """One stored run."""
+    """Return one stored run."""
     result: dict[str, Any] = json.loads(RESULTS[name].read_text(encoding="utf-8"))
     return result
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table, numbers to the right."""
-    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+def pick(records: Iterable[dict[str, Any]], **fields: Any) -> list[dict[str, Any]]:
+    """Return the records with these values."""
+    return [each for each in records if fields.items() <= each.items()]

@@ -25,13 +25,19 @@ class Table:
         """Return header and rows as a Markdown table, numbers to the right."""
         return markdown(self.header, self.rows)
 
+    def captioned(self) -> str:
+        """Return the Markdown table below its title and note, for a page with headings of its own."""
+        caption = f"{self.title}. {self.note}".strip()
+        return f"{caption}\n\n{self.markdown()}"
+
     def show(self, console: Console) -> None:
         """Print the table, in pieces where the terminal is too narrow for it and no column may wrap."""
         from rich.table import Table as RichTable
         from rich.text import Text
 
         for header, rows in [(self.header, self.rows)] if self.wraps else self._pieces(console.width):
-            shown = RichTable(title=self.title, caption=self.note or None, title_justify="left")
+            note = Text(self.note) if self.note else None
+            shown = RichTable(title=Text(self.title), caption=note, title_justify="left")
             for index, heading in enumerate(header):
                 shown.add_column(
                     heading,
@@ -40,7 +46,7 @@ class Table:
                     overflow="fold",
                 )
             for row in rows:
-                shown.add_row(*(Text(cell) for cell in row))  # brackets of an error's text are no markup
+                shown.add_row(*map(Text, row))
             console.print(shown)
 
     def _pieces(self, width: int) -> list[tuple[Sequence[str], Sequence[Sequence[str]]]]:

@@ -25,7 +25,7 @@ Rounds: TypeAlias = list[list[float]]  # milliseconds: of each call, by round
 
 @dataclass(frozen=True)
 class Call:
-    """Something to time: `run` enqueues it, inside of `scope`, which is entered once for many runs.
+    """A call to time: `run` enqueues it, inside of `scope`, which is entered once for many runs.
 
     `restore` gives the output its shape (B, Hq, Sq, D); it is not timed.
     """
@@ -49,19 +49,19 @@ class Clock(Protocol):
         ...
 
     def times(self, call: Call, count: int, cold: bool) -> list[float]:
-        """Milliseconds of each of `count` calls."""
+        """Return the milliseconds of each of `count` calls."""
         ...
 
     def host_us(self, call: Call) -> float:
-        """Microseconds that the host takes to enqueue one call."""
+        """Return the microseconds that the host takes to enqueue one call."""
         ...
 
     def workspace(self, call: Call) -> int:
-        """Bytes that a call holds at its peak, its output excluded."""
+        """Return the bytes that a call holds at its peak, its output excluded."""
         ...
 
     def graph(self, call: Call) -> Call:
-        """The call captured in a CUDA graph."""
+        """Return the call captured in a CUDA graph."""
         ...
 
 
@@ -70,11 +70,6 @@ class CudaClock:
 
     A cold call follows a read of three times the L2 cache. Read, not written: modified lines would go back to memory
     inside of the timed region, which is most of the time of a short decoding step.
-
-    Raises
-    ------
-    NotImplementedError
-        Without a CUDA device.
     """
 
     def __init__(self) -> None:
@@ -85,7 +80,7 @@ class CudaClock:
         self._flushed = torch.ones(FLUSH_L2 * self.l2_bytes // 4, device=self.device)
 
     def times(self, call: Call, count: int, cold: bool) -> list[float]:
-        """CUDA events around each call; nothing waits in between, so that the device stays busy."""
+        """Record CUDA events around each call; nothing waits in between, so that the device stays busy."""
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
         with call.scope():
             for start, stop in events:
@@ -98,7 +93,7 @@ class CudaClock:
         return [start.elapsed_time(stop) for start, stop in events]
 
     def host_us(self, call: Call) -> float:
-        """Median of ten; the device is idle before each."""
+        """Return the median of ten; the device is idle before each."""
         taken = []
         with call.scope():
             for _ in range(10):
@@ -121,7 +116,7 @@ class CudaClock:
         return max(0, held - out.numel() * out.element_size())
 
     def graph(self, call: Call) -> Call:
-        """Warmed up on a stream of its own, as capture wants it."""
+        """Capture the call after warming up on another stream, as capture requires."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         graph = torch.cuda.CUDAGraph()
@@ -174,7 +169,7 @@ def interleave(
 
 
 def summary(times: Rounds) -> dict[str, float]:
-    """Median, p20 and p80 over the calls of all rounds, and their number."""
+    """Return median, p20 and p80 over the calls of all rounds, and their number."""
     every = sorted(value for turn in times for value in turn)
     return {
         "median_ms": quantile(every, 0.5),
@@ -185,7 +180,7 @@ def summary(times: Rounds) -> dict[str, float]:
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """Linear interpolation between the values of a sorted sequence."""
+    """Interpolate linearly between the values of a sorted sequence."""
     place = share * (len(ordered) - 1)
     low = math.floor(place)
     high = min(low + 1, len(ordered) - 1)
@@ -239,7 +234,7 @@ def added_cost(plain: Call, extended: Call, turns: int, calls: int, device: torc
 
 
 def copy_bandwidth(clock: Clock) -> float:
-    """Bytes per second of a large copy within the device's memory, counting what is read and what is written."""
+    """Return bytes per second of a large copy within the device's memory, counting what is read and what is written."""
     source = torch.ones(COPY_BYTES // 4, device=clock.device)
     target = torch.empty_like(source)
     taken = clock.times(Call(lambda: target.copy_(source)), 11, False)[1:]

@@ -1,1 +1,1 @@
-"""Random and hostile calls, judged against FP64 and the guarantee."""
+"""Random calls, judged against FP64: the whole API on a CPU (profile "api"), and one backend's kernels on a device."""

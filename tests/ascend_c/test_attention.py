@@ -10,9 +10,11 @@ import torch
 
 from pasa import golden_attention
 from pasa.eval.accuracy.rmse.cases import PAPER_CASES, RandomCase
-from pasa.eval.random_calls.fuzz import truth
-from pasa.eval.random_calls.fuzz.adversaries import specks, spikes, stalled, sunken
+from pasa.eval.random_calls import inputs
+from pasa.eval.random_calls.judge import Arithmetic, judge
+from pasa.eval.random_calls.truth import find_truth
 from pasa.ops.attention.spec.shift_keys import shift_exact
+from tests.adversaries import specks, spikes, stalled, sunken
 from tests.ascend_c.kernel_runs import (
     BLOCK,
     LAUNCHES,
@@ -273,8 +275,8 @@ def test_scales_at_which_fp16_holds_no_score(kernels, make, scale, overflow):
     x = Call(*make(100), overflow=overflow, scale=scale)
     found = launch_attention(kernels, x, shifted_by_reference(x))
     assert found.report["ok"], found.report["fault"]
-    true, _ = truth.find_truth(x.q, x.k, x.v, None, False, scale)
-    ratios = truth.judge(true, found["out"], found["lse"], truth.Arithmetic(True, 1, x.q.dtype, False))
+    true = find_truth(inputs.Call(x.q, x.k, x.v, None, False, scale))
+    ratios = judge(true, found["out"], found["lse"], Arithmetic(x.q.dtype))
     assert not [name for name, value in ratios.items() if not value <= 1], ratios
 
 

@@ -9,10 +9,10 @@ import torch
 from torch.library import opcheck
 
 import pasa
-from pasa.eval.random_calls.fuzz.search import Genes, badness
 from pasa.ops import registry
 from pasa.ops.attention.ascend import backend as npu_backend
 from pasa.ops.attention.spec.shift_keys import shift_exact, shift_paper, whole_blocks
+from tests.adversarial_search import Genes, badness
 from tests.inputs import max_error, normal_qkv
 
 SOURCES = Path(__file__).resolve().parents[2] / "ascend_c"

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pasa.eval.random_calls.fuzz.adversaries import sunken
 from tests import unlike_keys
+from tests.adversaries import sunken
 from tests.ascend_c.kernel_runs import (
     BLOCK,
     Call,

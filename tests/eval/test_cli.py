@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,20 @@ TINY = ["bench", "rmse", "--heads", "1", "--seq", "130"]
 
 def run(*arguments: str) -> Any:
     return RUNNER.invoke(app, arguments)
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run a command that must exit with 2 and one line on stderr; return the line, and stdout before it."""
+
+    def refuse(*arguments: str) -> str:
+        with pytest.raises(SystemExit) as stopped:
+            cli.main(arguments)
+        shown = capsys.readouterr()
+        assert (stopped.value.code, len(shown.err.splitlines())) == (2, 1)
+        return shown.out + shown.err
+
+    return refuse
 
 
 def test_help_names_every_command_and_no_other() -> None:
@@ -69,8 +84,8 @@ def test_doctor_shows_what_is_in_brackets() -> None:
     found = doctor.run_doctor()
     found["backends"] = [{"name": "npu", "available": False, "reason": "try pip install '.[npu]'", "serves": []}]
     shown = StringIO()
-    doctor.render(found, Console(file=shown, width=200))
-    assert "pip install '.[npu]'" in shown.getvalue()
+    doctor.EXPERIMENT.show(found, Console(file=shown, width=200))
+    assert "try pip install '.[npu]'" in shown.getvalue()
 
 
 def test_doctor_says_whether_the_ascend_c_kernels_are_built() -> None:
@@ -87,30 +102,21 @@ def test_doctor_says_whether_the_ascend_c_kernels_are_built() -> None:
     assert doctor.ascend_c_line({"library": "/there.so", "why_not": None}) == "built: /there.so"
 
 
-def test_json_to_stdout_is_alone_there() -> None:
-    result = run(*TINY, "--json", "-")
-    assert json.loads(result.stdout)["experiment"] == "rmse"
-
-
-def test_json_file_and_output_folder(tmp_path: Path) -> None:
-    run(*TINY, "--json", str(tmp_path / "deep" / "result.json"), "--output-dir", str(tmp_path / "all"))
-    result = json.loads((tmp_path / "deep" / "result.json").read_text())
-    assert result["note"] == "emulated NPU arithmetic on CPU; not run on an NPU"
-    made = {path.name for path in (tmp_path / "all").iterdir()}
-    assert made == {"rmse.json", "rmse.csv", "rmse.md", "rmse_uniform.png", "rmse_hybrid.png"}
-
-
 @pytest.mark.parametrize(
-    ("option", "stem", "figures"),
-    [("--resonance", "resonance", 3), ("--large-bias", "large_bias", 0), ("--sides", "sides", 0)],
+    ("options", "made"),
+    [
+        ([], {"rmse.json", "rmse.md", "rmse_uniform.png", "rmse_hybrid.png"}),
+        (["--resonance", "--seeds", "0"], {"resonance.json", "resonance.md"}),
+        (["--large-bias", "--seeds", "0"], {"large_bias.json", "large_bias.md"}),
+        (["--sides", "--seeds", "0,1"], {"sides.json", "sides.md"}),
+    ],
 )
-def test_other_experiments_are_stored_whole(tmp_path: Path, option: str, stem: str, figures: int) -> None:
-    """Story: the CSV of --large-bias met a column that only the records of torch's own attention had."""
-    result = run(*TINY, option, "--seeds", "0", "--output-dir", str(tmp_path))
-    assert not isinstance(result.exception, (ValueError, KeyError))
-    made = {path.name for path in tmp_path.iterdir()}
-    assert {f"{stem}.json", f"{stem}.csv", f"{stem}.md"} <= made
-    assert len([name for name in made if name.endswith(".png")]) == figures
+def test_json_file_and_output_folder(tmp_path: Path, options: list[str], made: set[str]) -> None:
+    done = run(*TINY, *options, "--json", str(tmp_path / "deep" / "x.json"), "--output-dir", str(tmp_path / "all"))
+    assert not isinstance(done.exception, (ValueError, KeyError))
+    result = json.loads((tmp_path / "deep" / "x.json").read_text())
+    assert result["note"] == "emulated NPU arithmetic on CPU; not run on an NPU"
+    assert {path.name for path in (tmp_path / "all").iterdir()} == made
 
 
 @pytest.mark.parametrize(
@@ -119,11 +125,15 @@ def test_other_experiments_are_stored_whole(tmp_path: Path, option: str, stem: s
         (["bench", "rmse", "--heads", "0"], "heads=0"),
         (["bench", "rmse", "--heads", "many"], "many"),
         (["bench", "rmse", "--seeds", "0,x"], "'x'"),
-        (["bench", "rmse", "--seeds", "-1"], "'-1'"),
-        (["bench", "rmse", "--overflow", "wrap"], "'wrap'"),
+        (["bench", "rmse", "--seeds", "-1"], "seeds=-1"),
         (["bench", "rmse", "--resonance", "--seq", "0"], "seq=0"),
         (["bench", "rmse", "--resonance", "--large-bias"], "--large-bias"),
-        (["bench", "rmse", "--sides", "--overflow", "inf"], "--overflow"),
+        (["bench", "gradients", "--seed", "-1"], "seed=-1"),
+        (["bench", "gradients", "--rounds", "0"], "rounds=0"),
+        (["bench", "unbiased", "--rounds", "0"], "rounds=0"),
+        (["bench", "unbiased"], "timing needs a CUDA device"),
+        (["eval", "bias", "--rows", "1023"], "rows=1023"),
+        (["eval", "bias", "--seed", "-1"], "seed=-1"),
         (["bench", "speed"], "CUDA"),
         (["bench", "speed", "--case", "nonsense"], "nonsense"),
         (["bench", "video"], "CUDA"),
@@ -168,46 +178,31 @@ def test_other_experiments_are_stored_whole(tmp_path: Path, option: str, stem: s
     ],
 )
 def test_bad_input_is_one_line_that_names_the_value(
-    arguments: list[str], value: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], value: str, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(arguments)
-    shown = capsys.readouterr()
-    assert stopped.value.code == 2
-    assert shown.out == ""
-    assert len(shown.err.splitlines()) == 1
-    assert value in shown.err
+    line = refused(*arguments)
+    assert line.startswith("pasa: "), "nothing on stdout"
+    assert value in line
 
 
-def test_unwritable_json_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unwritable_json_is_one_line(tmp_path: Path, refused: Callable[..., str]) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(["beta", "--json", str(tmp_path / "file" / "x.json")])
-    assert stopped.value.code == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
+    refused("beta", "--json", str(tmp_path / "file" / "x.json"))
 
 
-def test_missing_extra_tells_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("package", "command", "extra"),
+    [("typer", ["beta"], "eval"), ("diffusers", ["eval", "video"], "video"), ("transformers", ["demo"], "video")],
+)
+def test_a_missing_package_names_its_extra(
+    package: str, command: list[str], extra: str, monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "typer", None)
-    monkeypatch.delitem(sys.modules, "pasa.eval.commands")
-    monkeypatch.delattr("pasa.eval.commands", raising=False)
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(["beta"])
-    assert stopped.value.code == 2
-    assert capsys.readouterr().err == "pasa: typer is not installed; run, in the checkout: pip install '.[eval]'\n"
-
-
-def test_missing_extra_of_one_command_is_its_own(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "diffusers", None)
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(["eval", "video"])
-    assert stopped.value.code == 2
-    assert capsys.readouterr().err == "pasa: diffusers is not installed; run, in the checkout: pip install '.[video]'\n"
+    monkeypatch.setitem(sys.modules, package, None)
+    if package == "typer":
+        monkeypatch.delitem(sys.modules, "pasa.eval.commands")
+        monkeypatch.delattr("pasa.eval.commands", raising=False)
+    assert refused(*command) == f"pasa: {package} is not installed; run, in the checkout: pip install '.[{extra}]'\n"
 
 
 def test_eval_video_writes_what_it_says(tmp_path: Path) -> None:
@@ -219,21 +214,18 @@ def test_eval_video_writes_what_it_says(tmp_path: Path) -> None:
     assert (tmp_path / "all" / "video.mp4").is_file()
 
 
-def test_diagnose_writes_what_it_says(tmp_path: Path) -> None:
-    sizes = ["--model", "tiny", "--height", "32", "--width", "32", "--frames", "2", "--steps", "1"]
-    done = run("diagnose", *sizes, "--json", "-", "--output-dir", str(tmp_path))
-    assert done.exit_code == 0
-    assert json.loads(done.stdout)["summary"]["modules_beyond"] == 4
-    assert {path.name for path in tmp_path.iterdir()} == {f"diagnose.{kind}" for kind in ("html", "json", "md", "png")}
-
-
-def test_a_model_that_pasa_breaks_is_exit_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pasa.eval.models.diagnose import report
+@pytest.mark.parametrize("passed", [True, False])
+def test_diagnose_writes_what_it_says(passed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a model that PASA breaks is exit status 1."""
     from pasa.eval.models.diagnose import run as module
 
-    monkeypatch.setattr(module, "run_diagnose", lambda model, **options: ({"gate": {"passed": False}}, []))
-    monkeypatch.setattr(report, "render", lambda result, console: None)
-    assert run("diagnose").exit_code == 1
+    own = module.collect
+    monkeypatch.setattr(module, "collect", lambda *parts: own(*parts) | {"gate": {"passed": passed}})
+    sizes = ["--model", "tiny", "--height", "32", "--width", "32", "--frames", "2", "--steps", "1"]
+    done = run("diagnose", *sizes, "--json", "-", "--output-dir", str(tmp_path))
+    assert done.exit_code == int(not passed)
+    assert json.loads(done.stdout)["summary"]["modules_beyond"] == 4
+    assert {path.name for path in tmp_path.iterdir()} == {f"diagnose.{kind}" for kind in ("html", "json", "md", "png")}
 
 
 def test_console_script_runs_as_a_process() -> None:
@@ -243,41 +235,17 @@ def test_console_script_runs_as_a_process() -> None:
     assert json.loads(done.stdout)["format"] == "fp16"
 
 
-def test_gate_failure_is_exit_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pasa.eval.accuracy.rmse import run as module
-
-    failure = [{"case": "c", "seed": 0, "overflow": "inf", "why": "(a) nonfinite_share 1"}]
-    monkeypatch.setattr(
-        module, "verdict", lambda records, gated: {"arithmetic": "pasa-exact", "passed": False, "failures": failure}
-    )
-    result = run(*TINY)
-    assert result.exit_code == 1
-    assert "pasa-exact FAILS" in result.output
-    assert "(a) nonfinite_share 1" in result.output
-
-
 BUILD_MODELS = "demo,diagnose,predict,eval video,eval longbench,eval ppl,eval fp8,eval zoo,bench model,bench video"
 
 
 @pytest.mark.parametrize("command", [*BUILD_MODELS.split(","), "bench watch"])
-def test_an_older_transformers_is_told_by_version(
-    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_an_older_transformers_is_named_by_version(
+    command: str, monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]
 ) -> None:
     """Story: with 4.54.1, in which models can be patched, `pasa demo` died of "dtype is not JSON serializable"."""
     monkeypatch.setattr("transformers.__version__", "4.54.1")
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(command.split())
-    assert stopped.value.code == 2
     needs = "needs transformers 5.0 or newer, and 4.54.1 is installed: pip install 'transformers>=5.0'"
-    assert capsys.readouterr().err == f"pasa: pasa {command} {needs}\n"
-
-
-def test_no_transformers_is_told_by_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(["demo"])
-    assert stopped.value.code == 2
-    assert capsys.readouterr().err.startswith("pasa: transformers is not installed; run, in the checkout: pip install")
+    assert refused(*command.split()) == f"pasa: pasa {command} {needs}\n"
 
 
 def test_other_commands_do_without_it(monkeypatch: pytest.MonkeyPatch) -> None:

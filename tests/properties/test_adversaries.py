@@ -6,10 +6,12 @@ import pytest
 import torch
 
 import pasa
-from pasa.eval.random_calls.fuzz import truth
-from pasa.eval.random_calls.fuzz.adversaries import specks, spikes, stalled, sunken
-from pasa.eval.random_calls.fuzz.cases import COUNTS
-from pasa.eval.random_calls.fuzz.search import Genes, badness, make, mutate, search
+from pasa.eval.random_calls.cases import broken
+from pasa.eval.random_calls.inputs import Call
+from pasa.eval.random_calls.judge import Arithmetic, judge
+from pasa.eval.random_calls.truth import find_truth
+from tests.adversarial_search import Genes, badness, make, mutate, search
+from tests.adversaries import specks, spikes, stalled, sunken
 from tests.unlike_keys import found, two_keys
 
 CONFIGS = [
@@ -134,9 +136,9 @@ def check(q, k, v, scale, overflow):
     """Check that every output lies among the values whose scores may be the largest, and check the log-sum-exp."""
     config = pasa.PasaConfig(overflow=overflow, block_k=128)
     out, lse = pasa.attention(q, k, v, scale=scale, config=config, return_lse=True, backend="reference")
-    true, _ = truth.find_truth(q, k, v, None, False, scale)
-    found = truth.judge(true, out, lse, truth.Arithmetic(True, 1, q.dtype, False))
-    assert not [name for name, value in found.items() if value > (0 if name in COUNTS else 1)], found
+    true = find_truth(Call(q, k, v, None, False, scale))
+    found = judge(true, out, lse, Arithmetic(q.dtype))
+    assert not broken(found), found
 
 
 FOUND = [

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import pasa
-from pasa.eval.random_calls.fuzz import truth
+from pasa.eval.random_calls.inputs import Call
+from pasa.eval.random_calls.truth import find_truth
 
 EPS, DIM = 2.0**-7, 16
 
@@ -45,9 +46,9 @@ def check(seed, backend):
     tensors, how, config = draw(seed)
     config = config if backend == "reference" else pasa.PasaConfig(block_k=config.block_k)
     out, lse = pasa.attention(*tensors, **how, config=config, return_lse=True, backend=backend)
-    true, _ = truth.find_truth(*tensors, how["attn_mask"], how["is_causal"], how["scale"])
-    assert (lse.isinf() == true.blind).all()
-    off = (lse.double() - true.lse)[~true.blind].abs() - 2.0**-22 * true.lse[~true.blind].abs()
+    true = find_truth(Call(*tensors, how["attn_mask"], how["is_causal"], how["scale"]))
+    assert (lse.isinf() == true.fully_masked).all()
+    off = (lse.double() - true.lse)[~true.fully_masked].abs() - 2.0**-22 * true.lse[~true.fully_masked].abs()
     assert (off <= EPS).all(), f"seed {seed}: log-sum-exp"
     allowed = 2 * EPS + 2 * 2.0**-11  # for values in [0, 1]
     assert ((out.double() - true.out).abs() <= allowed).all(), f"seed {seed}: output"

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 import pasa
 from pasa import PasaConfig
-from pasa.eval.random_calls.fuzz import truth
+from pasa.eval.random_calls.inputs import Call
+from pasa.eval.random_calls.truth import find_truth
 from pasa.ops.attention.spec import scores
 from tests.inputs import KERNEL_MODES, KERNEL_SLACK, MODES, REFERENCE_MODES, max_error, normal_qkv, rmse
 
@@ -75,9 +76,9 @@ def rounding_of(largest, keys, config):
 def assert_mean_of_values(out, call, config, kernel=False, mask=None):
     """Check that outputs lie within the range of the visible values; a kernel sums weights before FP16 rounds them."""
     q, k, v, causal = call
-    true = truth.find_truth(q, k, v, mask, causal, 1.0)[0]
+    true = find_truth(Call(q, k, v, mask, causal, 1.0))
     assert torch.isfinite(out).all()
-    assert (out[true.blind] == 0).all()
+    assert (out[true.fully_masked] == 0).all()
     largest = torch.maximum(true.low.abs(), true.high.abs())
     slack = rounding_of(largest, v.shape[-2], config) + kernel * KERNEL_SLACK * largest
     assert (out >= true.low - slack).all()
@@ -130,7 +131,7 @@ def test_finite_and_a_mean_of_the_values_it_sees(data):
     mask = data.draw(masks(q.shape[-2], k.shape[-2]))
     how = {"attn_mask": mask, "is_causal": causal, "scale": scale}
     out, lse = pasa.attention(q, k, v, config=config, return_lse=True, **how)
-    blind = assert_mean_of_values(out, (q, k, v, causal), config, mask=mask).blind
+    blind = assert_mean_of_values(out, (q, k, v, causal), config, mask=mask).fully_masked
     assert torch.all(lse[blind] == -torch.inf)
     assert torch.isfinite(lse[~blind]).all()
 
@@ -153,7 +154,7 @@ def test_error_bound_on_adversaries(call):
     golden, _ = pasa.golden_attention(q, k, v, is_causal=causal, scale=scale)
     out = pasa.attention(q, k, v, is_causal=causal, scale=scale, config=config)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    true = truth.find_truth(q, k, v, None, causal, scale)[0]
+    true = find_truth(Call(q, k, v, None, causal, scale))
     eps = 4 * (q.shape[-1] + 4) * 2.0**-24 * true.products.unsqueeze(-1) + 2.0**-7
     steps = v.shape[-2] // config.block_k + 2 if config.accumulate == "fp16" else 2
     rounding = steps * (2.0**-10 * torch.maximum(true.low.abs(), true.high.abs()) + SUBNORMAL)

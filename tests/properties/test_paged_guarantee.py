@@ -1,6 +1,6 @@
 """The guarantee over paged caches whose pages have anchors: finite FP16 in, finite out.
 
-Every output lies among the values whose keys have weight. Bounds: eval/random_calls/fuzz/README.md, for scores in FP32.
+Every output lies among the values whose keys have weight. Bounds: eval/random_calls/README.md, for scores in FP32.
 """
 
 import pytest
@@ -9,9 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pasa
-from pasa.eval.random_calls.fuzz import truth
-from pasa.eval.random_calls.fuzz.adversaries import specks, spikes, stalled, sunken
-from pasa.eval.random_calls.fuzz.cases import COUNTS
+from pasa.eval.random_calls.cases import broken
+from pasa.eval.random_calls.inputs import Call
+from pasa.eval.random_calls.judge import Arithmetic, judge
+from pasa.eval.random_calls.truth import find_truth
+from tests.adversaries import specks, spikes, stalled, sunken
 from tests.inputs import DEVICE
 from tests.properties.test_guarantee import KINDS, adversary
 
@@ -49,9 +51,9 @@ def decode(q, k, v, scale):
 
 
 def check(q, k, v, scale, out, lse):
-    true, _ = truth.find_truth(q, k, v, None, False, scale)
-    found = truth.judge(true, out, lse, truth.Arithmetic(False, 1, q.dtype, False))
-    assert not [name for name, value in found.items() if value > (0 if name in COUNTS else 1)], found
+    true = find_truth(Call(q, k, v, None, False, scale), fp16_scores=False)
+    found = judge(true, out, lse, Arithmetic(q.dtype))
+    assert not broken(found), found
 
 
 @pytest.mark.parametrize("change", [lambda *x: x, biased], ids=["as is", "biased"])

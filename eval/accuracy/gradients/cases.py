@@ -1,4 +1,4 @@
-"""What is differentiated: shapes, masks and data, drawn on the CPU so that every device sees the same numbers."""
+"""Calls to differentiate: shapes, masks and data, drawn on the CPU so that every device sees the same numbers."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ class Inputs:
     grad_lse: Tensor | None
 
     def to(self, device: torch.device) -> Inputs:
-        """The same on a device."""
+        """Return the same inputs on a device."""
         moved: dict[str, Any] = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)}
         return dataclasses.replace(self, **moved)
 
 
 def plain(q: Tensor, k: Tensor) -> None:
-    """N(0, 1)."""
+    """Leave N(0, 1)."""
 
 
 def shared(q: Tensor, k: Tensor) -> None:
-    """One column is 1024: all scores share 131,072."""
+    """Set one column to 1024: all scores share 131,072."""
     q[..., 0] = k[..., 0] = BIAS
 
 
 def spread(q: Tensor, k: Tensor) -> None:
-    """80 is added to 16 columns."""
+    """Add 80 to 16 columns."""
     q[..., :16] += 80
     k[..., :16] += 80
 
 
 def sink(q: Tensor, k: Tensor) -> None:
-    """As `shared`, but for the first key."""
+    """Set one column as `shared` does, but for the first key."""
     shared(q, k)
     k[..., 0, 0] = 3.14159
 
@@ -58,26 +58,9 @@ def sink(q: Tensor, k: Tensor) -> None:
 class GradientCase:
     """One call.
 
-    Attributes
-    ----------
-    name : str
-    heads : (int, int)
-        Of queries, of keys.
-    lengths : (int, int)
-        Rows, keys.
-    dim : int
-    causal : bool
-    mask : str
-        "none", "bool" or "float".
-    lse : bool
-        Whether the log-sum-exp has a gradient too.
-    dtype : torch.dtype
-    size : float
-        What the gradient of the output is multiplied by.
-    change : callable
-        What is done to queries and keys.
-    kernels_judged : bool
-        Whether the Triton kernels are held to the bound.
+    `heads` and `lengths` are those of queries and of keys; `mask` is "none", "bool" or "float"; with `lse` the
+    log-sum-exp has a gradient too; the gradient of the output is multiplied by `size`; `change` is applied to queries
+    and keys; `kernels_judged` holds the Triton kernels to the bound.
     """
 
     name: str
@@ -93,9 +76,13 @@ class GradientCase:
     kernels_judged: bool = True
 
     def describe(self) -> dict[str, object]:
-        """JSON-able."""
-        found = dataclasses.asdict(self)
-        return found | {"batch": BATCH, "dtype": str(self.dtype).removeprefix("torch."), "change": self.change.__name__}
+        """Return the case as JSON-able fields."""
+        fields = dataclasses.asdict(self)
+        return fields | {
+            "batch": BATCH,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "change": self.change.__name__,
+        }
 
 
 CASES = (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,54 +13,28 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import pasa
 from pasa.eval.kit.timing import Call, Clock, Rounds, interleave, ratio, summary
+from pasa.eval.speed.cases import SpeedCase
 from pasa.eval.speed.implementations import FLASH
 
 OURS = "pasa"
-PARTS = ("forward", "forward + backward")
+PARTS = {"forward": 1.0, "forward + backward": 3.5}  # of `SpeedCase.flops`: two products forward, five backward
 PROFILED = 5  # calls
 NAME_LENGTH = 60  # of a kernel: templates of torch's go on for lines
 Record = dict[str, Any]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+SHAPES = (
+    SpeedCase("4x12x1024x64", 4, 12, 12, 1024, 1024, 64, causal=True),
+    SpeedCase("1x28x8192x128", 1, 28, 28, 8192, 8192, 128, causal=True),
+    SpeedCase("1x28/4x8192x128", 1, 28, 4, 8192, 8192, 128, causal=True),
+)
 
 
-@dataclass(frozen=True)
-class Shape:
-    """A causal call in FP16."""
-
-    batch: int
-    heads: int
-    kv_heads: int
-    length: int
-    dim: int
-
-    @property
-    def name(self) -> str:
-        """Such as 1x28/4x8192x128."""
-        heads = self.heads if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads}"
-        return f"{self.batch}x{heads}x{self.length}x{self.dim}"
-
-    def flops(self, part: str) -> float:
-        """Products of visible pairs: two forward, and five backward."""
-        products = 2 if part == PARTS[0] else 7
-        return products * self.batch * self.heads * float(self.length) ** 2 * self.dim
-
-    def inputs(self, device: torch.device) -> list[Tensor]:
-        """Queries, keys, values and the gradient of the output, N(0, 1)."""
-        source = torch.Generator(device).manual_seed(0)
-        return [
-            torch.randn(self.batch, heads, self.length, self.dim, generator=source, device=device).half()
-            for heads in (self.heads, self.kv_heads, self.kv_heads, self.heads)
-        ]
-
-
-SHAPES = (Shape(4, 12, 12, 1024, 64), Shape(1, 28, 28, 8192, 128), Shape(1, 28, 4, 8192, 128))
-
-
-def calls(shape: Shape, device: torch.device) -> dict[str, dict[str, Call]]:
-    """What is timed, by part and implementation."""
+def calls(shape: SpeedCase, device: torch.device) -> dict[str, dict[str, Call]]:
+    """Return what is timed, by part and implementation."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    *qkv, grad = shape.inputs(device)
+    inputs = shape.inputs(device)
+    grad = torch.randn_like(inputs.q)
     grouped = shape.heads != shape.kv_heads
 
     def flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -70,16 +43,17 @@ def calls(shape: Shape, device: torch.device) -> dict[str, dict[str, Call]]:
     def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return pasa.attention(q, k, v, is_causal=True, backend="triton")
 
-    def forward(attend: Attend, given: list[Tensor], _: Tensor) -> Tensor:
+    def forward(attend: Attend, tensors: list[Tensor], _: Tensor) -> Tensor:
         with torch.no_grad():
-            return attend(given[0], given[1], given[2])
+            return attend(tensors[0], tensors[1], tensors[2])
 
-    def both(attend: Attend, given: list[Tensor], grad: Tensor) -> Tensor:
-        return torch.autograd.grad(attend(given[0], given[1], given[2]), given, grad)[0]
+    def both(attend: Attend, tensors: list[Tensor], grad: Tensor) -> Tensor:
+        return torch.autograd.grad(attend(tensors[0], tensors[1], tensors[2]), tensors, grad)[0]
 
     def call(function: Callable[..., Tensor], attend: Attend, scope: Any = nullcontext) -> Call:
-        own = [x.clone().requires_grad_() for x in qkv]  # nobody is timed on what another may have written into
-        return Call(partial(function, attend, own, grad.clone()), scope)
+        copy = inputs.copy()  # a peer may write into its inputs
+        copies = [x.requires_grad_() for x in (copy.q, copy.k, copy.v)]
+        return Call(partial(function, attend, copies, grad.clone()), scope)
 
     scope = partial(sdpa_kernel, SDPBackend.FLASH_ATTENTION)
     return {
@@ -94,7 +68,7 @@ def measure(
     profile: Callable[[Call], list[Record]],
     progress: Callable[[int, str], None],
 ) -> dict[str, list[Record]]:
-    """Times of all shapes, called as they are and in CUDA graphs; kernels of a forward and backward pass of ours."""
+    """Time all shapes eagerly and in CUDA graphs, and the kernels of a forward and backward pass of ours."""
     times: list[Record] = []
     kernels: list[Record] = []
     for index, shape in enumerate(SHAPES):
@@ -103,31 +77,30 @@ def measure(
             graphed = {name: clock.graph(call) for name, call in eager.items()}
             host = {name: round(clock.host_us(call)) for name, call in eager.items()}
             for how, timed in (("eager", eager), ("graph", graphed)):
-                found, _ = interleave(clock, timed, rounds)
+                taken_by, _ = interleave(clock, timed, rounds)
                 times += [
                     {"shape": shape.name, "part": part, "how": how, "implementation": name}
-                    | _numbers(taken, found[FLASH], shape.flops(part))
+                    | _numbers(taken, taken_by[FLASH], PARTS[part] * shape.flops)
                     | ({"host_us": host[name]} if how == "eager" else {})
-                    for name, taken in found.items()
+                    for name, taken in taken_by.items()
                 ]
-            if part == PARTS[-1]:
+            if part == list(PARTS)[-1]:
                 kernels += [{"shape": shape.name} | each for each in profile(eager[OURS])]
     return {"times": times, "kernels": kernels}
 
 
 def _numbers(taken: Rounds, flash: Rounds, flops: float) -> dict[str, float]:
-    found = summary(taken)
-    return found | {"tflops": flops / found["median_ms"] * 1e-9, "to_flash": ratio(taken, flash)}
+    times = summary(taken)
+    return times | {"tflops": flops / times["median_ms"] * 1e-9, "to_flash": ratio(taken, flash)}
 
 
 def kernel_times(call: Call) -> list[Record]:
-    """Milliseconds per call of each kernel and how often it is launched, the longest first; empty where the driver
-    lets nobody profile."""
+    """Return milliseconds per call of each kernel and its launches, the longest first; empty without a profiler."""
     from torch.profiler import ProfilerActivity, profile
 
     call.run()
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as found:
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         for _ in range(PROFILED):
             call.run()
         torch.cuda.synchronize()
@@ -137,7 +110,7 @@ def kernel_times(call: Call) -> list[Record]:
             "ms": each.self_device_time_total / PROFILED * 1e-3,
             "launches": each.count / PROFILED,
         }
-        for each in found.key_averages()
+        for each in profiled.key_averages()
         if each.device_type.name == "CUDA" and each.self_device_time_total > 0
     ]
     return sorted(records, key=lambda record: -record["ms"])

@@ -1,73 +1,60 @@
-"""The yardsticks: gradients of the definition in FP64, and a plain backward pass in FP32."""
+"""The yardsticks: gradients of the golden attention in FP64, and a plain backward pass in FP32."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+import pasa
 from pasa.eval.accuracy.gradients.cases import Inputs
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
-def masked_scores(given: Inputs, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Scaled scores of keys (B, Hq, Skv, D), -inf where hidden but 0 in rows that see nothing; and what is seen."""
-    scores = q @ k.mT * q.shape[-1] ** -0.5
-    keep = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device)
-    keep = keep.tril(k.shape[2] - q.shape[2]) if given.causal else keep
-    if given.mask is not None:
-        keep = keep & (given.mask if given.mask.dtype == torch.bool else given.mask > -torch.inf)
-        if given.mask.dtype != torch.bool:
-            scores = scores + given.mask.where(given.mask > -torch.inf, 0.0)
-    seen = keep.any(-1, keepdim=True)
-    return scores.masked_fill(~keep, -torch.inf).masked_fill(~seen, 0.0), keep
+def full_mask(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Return what is added to the scores, 0 in fully masked rows, and which rows (..., Sq, 1) see a key; FP64.
+
+    The derivative of a softmax over no key is NaN, so fully masked rows see all keys and their results are zeroed.
+    """
+    rows, keys = inputs.q.shape[2], inputs.k.shape[2]
+    mask = torch.zeros(rows, keys, dtype=torch.float64, device=inputs.q.device)
+    if inputs.causal:
+        mask = mask.masked_fill(torch.ones_like(mask, dtype=torch.bool).triu(keys - rows + 1), -torch.inf)
+    if inputs.mask is not None:
+        added = torch.zeros_like(inputs.mask, dtype=torch.float64)
+        mask = mask + (added.masked_fill(~inputs.mask, -torch.inf) if inputs.mask.dtype == torch.bool else inputs.mask)
+    seen = (mask > -torch.inf).any(-1, keepdim=True)
+    return mask.where(seen, 0.0), seen
 
 
-def expanded(given: Inputs, kind: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, and keys and values once per query head, in `kind`."""
-    groups = given.q.shape[1] // given.k.shape[1]
-    k, v = (x.to(kind).repeat_interleave(groups, 1) for x in (given.k, given.v))
-    return given.q.to(kind), k, v
+def exact_gradients(inputs: Inputs) -> Gradients:
+    """Return dQ, dK and dV by torch's autograd of the definition, in FP64."""
+    mask, seen = full_mask(inputs)
+    q, k, v = (x.detach().double().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
+    out, lse = pasa.golden_attention(q, k, v, attn_mask=mask)
+    total = (out * seen * inputs.grad.double()).sum()
+    if inputs.grad_lse is not None:
+        total = total + (lse * seen.squeeze(-1) * inputs.grad_lse.double()).sum()
+    dq, dk, dv = torch.autograd.grad(total, (q, k, v))
+    return dq, dk, dv
 
 
-def _attend(given: Inputs, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp; 0 and 0 in rows that see nothing."""
-    scores, keep = masked_scores(given, q, k)
-    out = (torch.softmax(scores, -1) * keep) @ v
-    return out, torch.logsumexp(scores, -1).where(keep.any(-1), 0.0)
-
-
-def _summed(given: Inputs, dq: Tensor, dk: Tensor, dv: Tensor) -> Gradients:
-    """Over the query heads that share keys."""
-    heads = given.k.shape[1]
-    return dq, dk.unflatten(1, (heads, -1)).sum(2), dv.unflatten(1, (heads, -1)).sum(2)
-
-
-def exact_gradients(given: Inputs) -> Gradients:
-    """dQ, dK and dV by torch's autograd of the definition, in FP64."""
-    q, k, v = (x.requires_grad_() for x in expanded(given, torch.float64))
-    out, lse = _attend(given, q, k, v)
-    total = (out * given.grad.double()).sum()
-    if given.grad_lse is not None:
-        total = total + (lse * given.grad_lse.double()).sum()
-    return _summed(given, *torch.autograd.grad(total, (q, k, v)))
-
-
-def plain_gradients(given: Inputs) -> Gradients:
-    """As flash attention forms them, in FP32 up to the last rounding: kernels would round P and dS to 16 bits as well.
+def plain_gradients(inputs: Inputs) -> Gradients:
+    """Form gradients as flash attention does, in FP32 up to the last rounding, where kernels round P and dS as well.
 
     P = exp(S - lse) with the saved log-sum-exp (FP32), delta = rowsum(dO * O) with the saved output (16 bits). Both
-    come from FP64, so that the forward pass adds no error of its own.
+    come from FP64, so that the forward pass adds no error.
     """
-    saved, saved_lse = _attend(given, *expanded(given, torch.float64))
-    q, k, v = expanded(given, torch.float32)
-    grad = given.grad.float()
-    scores, keep = masked_scores(given, q, k)
-    weights = torch.exp(scores - saved_lse.float().unsqueeze(-1)) * keep
-    delta = (grad * saved.to(given.q.dtype).float()).sum(-1, keepdim=True)
-    frame = delta if given.grad_lse is None else delta - given.grad_lse.unsqueeze(-1)
+    mask, seen = full_mask(inputs)
+    saved, lse = pasa.golden_attention(inputs.q, inputs.k, inputs.v, attn_mask=mask)
+    heads, groups = inputs.k.shape[1], inputs.q.shape[1] // inputs.k.shape[1]
+    q, grad, scale = inputs.q.float(), inputs.grad.float(), inputs.q.shape[-1] ** -0.5
+    k, v = (x.float().repeat_interleave(groups, 1) for x in (inputs.k, inputs.v))
+    weights = torch.exp(q @ k.mT * scale + mask.float() - lse.float().unsqueeze(-1)) * seen
+    delta = (grad * (saved * seen).to(inputs.q.dtype).float()).sum(-1, keepdim=True)
+    frame = delta if inputs.grad_lse is None else delta - inputs.grad_lse.unsqueeze(-1)
     slopes = weights * (grad @ v.mT - frame)
-    scale = q.shape[-1] ** -0.5
-    found = _summed(given, slopes @ k * scale, slopes.mT @ q * scale, weights.mT @ grad)
-    dq, dk, dv = (x.to(given.q.dtype) for x in found)
+    dq, dk, dv = slopes @ k * scale, slopes.mT @ q * scale, weights.mT @ grad
+    dk, dv = (x.unflatten(1, (heads, -1)).sum(2) for x in (dk, dv))  # over the query heads that share keys
+    dq, dk, dv = (x.to(inputs.q.dtype) for x in (dq, dk, dv))
     return dq, dk, dv

@@ -1,4 +1,4 @@
-"""What is measured: input cases and arithmetics, as tables.
+"""Input cases and arithmetics of the RMSE experiments, as tables.
 
 Data follow Eq. 17 and 18 of arXiv:2503.01873; every tensor has a generator of its own, seeded by (seed, case, tensor),
 so a case has the same data whether it runs alone or among others.
@@ -9,35 +9,22 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from pasa import PasaConfig
 
-SHAPE = (1, 16, 1280, 128)  # (B, H, S, D), section 3.3
+Shape: TypeAlias = tuple[int, int, int, int]
+SHAPE: Shape = (1, 16, 1280, 128)  # (B, H, S, D), section 3.3
 OUTLIER_SHARE = 0.001  # p of the Bernoulli factor, Eq. 18
-Shape = tuple[int, int, int, int]
 
 
 def generator(seed: int, *labels: str) -> torch.Generator:
-    """A generator whose state depends on `seed` and `labels` alone."""
+    """Return a generator whose state depends on `seed` and `labels` alone."""
     digest = hashlib.sha256("/".join([str(seed), *labels]).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-
-
-class Case(Protocol):
-    """Inputs that can be made from a seed."""
-
-    @property
-    def name(self) -> str:
-        """Unique within its table."""
-        ...
-
-    def tensors(self, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-        """(q, k, v) in FP16, (B, H, S, D)."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -63,11 +50,11 @@ class RandomCase:
 
     @property
     def name(self) -> str:
-        """Such as ``uniform(20,0.5)``: x0 first, as in the paper's figures."""
+        """Name the case as ``uniform(20,0.5)``: x0 first, as in the paper's figures."""
         return f"{self.distribution}({self.mean:g},{self.amplitude:g})"
 
     def tensors(self, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-        """(q, k, v) in FP16, independent of each other."""
+        """Draw (q, k, v) in FP16, independent of each other."""
         q, k, v = (self._draw(generator(seed, self.name, part)) for part in "qkv")
         return q, k, v
 
@@ -81,13 +68,7 @@ class RandomCase:
 
 @dataclass(frozen=True)
 class BiasCase:
-    """N(0, 1) with a constant added to the first 16 channels of Q and K: a bias that both share.
-
-    Attributes
-    ----------
-    bias : float
-    shape : (B, H, S, D)
-    """
+    """N(0, 1) with a constant added to the first 16 channels of Q and K: a bias that both share."""
 
     bias: float
     shape: Shape = (1, 2, 1280, 128)
@@ -95,11 +76,11 @@ class BiasCase:
 
     @property
     def name(self) -> str:
-        """Such as ``bias(200)``."""
+        """Name the case as ``bias(200)``."""
         return f"bias({self.bias:g})"
 
     def tensors(self, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-        """(q, k, v) in FP16; V has no bias."""
+        """Draw (q, k, v) in FP16; V has no bias."""
         q, k, v = (torch.randn(self.shape, generator=generator(seed, self.name, part)) for part in "qkv")
         q[..., : self.channels] += self.bias
         k[..., : self.channels] += self.bias
@@ -110,25 +91,9 @@ class BiasCase:
 class ResonanceCase:
     """A wave along the head dimension, the same at every position: the paper's second cause of overflow (figure 6).
 
-    Q and K share the wavelength; `phase` 180 drives q.k far below zero, 0 far above. The amplitude of K drifts slowly
-    along the sequence, that of Q differs from row to row, and both carry noise.
-
-    Attributes
-    ----------
-    label : str
-    shape : (B, H, S, D)
-    phase : float
-        Lag of K's wave behind Q's, in degrees.
-    q_amplitude, k_amplitude : float
-        The wave's amplitudes.
-    row_spread : float
-        Rows of Q have amplitudes within this fraction of `q_amplitude`.
-    drift : float
-        Relative drift of K's amplitude over the sequence.
-    noise : float
-        Standard deviation of what is added to each element of K and Q.
-    wavelength : float
-        Channels per period.
+    Q and K share the wavelength (channels per period). K's wave lags behind by `phase` degrees: 180 drives q.k far
+    below zero, 0 far above. The amplitude of K drifts slowly along the sequence, by the share `drift`; the rows of Q
+    have amplitudes within the share `row_spread` of `q_amplitude`; both carry noise of this standard deviation.
     """
 
     label: str
@@ -143,11 +108,11 @@ class ResonanceCase:
 
     @property
     def name(self) -> str:
-        """Such as ``qwen-like, 180 deg``."""
+        """Name the case as ``qwen-like, 180 deg``."""
         return f"{self.label}, {self.phase:g} deg"
 
     def tensors(self, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-        """(q, k, v) in FP16; V is N(0, 1)."""
+        """Draw (q, k, v) in FP16; V is N(0, 1)."""
         q, k, v = (torch.randn(self.shape, generator=generator(seed, self.name, part)) for part in "qkv")
         batch, heads, rows, channels = self.shape
         angle = 2 * math.pi * torch.arange(channels) / self.wavelength
@@ -158,18 +123,15 @@ class ResonanceCase:
         return (q_wave + self.noise * q).half(), (k_wave + self.noise * k).half(), v.half()
 
 
+Case: TypeAlias = RandomCase | BiasCase | ResonanceCase
+
+
 @dataclass(frozen=True)
 class Arithmetic:
-    """One row of the comparison.
+    """One column of the comparison.
 
-    Attributes
-    ----------
-    name : str
-    config : PasaConfig
-    what : str
-        One line for the legend.
-    backend : str
-        "reference" emulates an NPU; kernels keep their scores to themselves.
+    `what` is its line in the legend. The backend "reference" emulates an NPU; "triton" keeps its scores to itself;
+    "torch" is torch's attention on FP32 tensors.
     """
 
     name: str
@@ -197,14 +159,6 @@ PAPER_CASES = (
 )
 """The 15 distinct cases of figures 9 and 10; six of them make table 4."""
 
-PANELS = {
-    "uniform": (("uniform(0,0.5)", "uniform(10,0.5)", "uniform(20,0.5)", "uniform(30,0.5)"),
-                ("uniform(20,0.5)", "uniform(20,5)", "uniform(20,10)", "uniform(20,15)", "uniform(20,20)")),
-    "hybrid": (("hybrid(0,10)", "hybrid(10,10)", "hybrid(20,10)", "hybrid(30,10)"),
-               ("hybrid(20,10)", "hybrid(20,20)", "hybrid(20,50)", "hybrid(20,100)")),
-}  # fmt: skip
-"""Figure 9 (uniform) and figure 10 (hybrid): left, x0 varies; right, Am varies."""
-
 BIAS_CASES = tuple(BiasCase(bias) for bias in (32, 80, 200, 500, 2000))
 
 # Amplitudes that put q.k where the paper saw it: K in [-412, 234] and q.k in [-226360, 27757] for Qwen2-7B,
@@ -215,17 +169,25 @@ RESONANCE_CASES = (
     ResonanceCase("svd-like", (1, 5, 1152, 64), 180, q_amplitude=73, k_amplitude=33, row_spread=0.12, noise=0.1),
 )
 
+PAPER, LETTER = PasaConfig(recovery="paper"), PasaConfig(recovery="paper", accumulate="fp16")
 ARITHMETICS = (
     Arithmetic("fp32", PasaConfig(precision="fp32"), "FP16 inputs and P, all else FP32 (paper figure 1)"),
     Arithmetic("partial", PasaConfig(precision="partial"), "Q K^T stored in FP16 before scaling (paper figure 2)"),
     Arithmetic("fp16", PasaConfig(precision="fp16"), "everything FP16 (paper figure 3)"),
     Arithmetic("prescaled", PasaConfig(precision="prescaled"), "Q scaled before the product, stored in FP16"),
     Arithmetic("smooth_k", PasaConfig(precision="smooth_k"), "partial, after the mean of K is removed"),
-    Arithmetic("pasa-paper", PasaConfig(recovery="paper"), "the published recovery, row statistics in FP32"),
-    Arithmetic(
-        "pasa-paper-fp16", PasaConfig(recovery="paper", accumulate="fp16"), "the published algorithm to the letter"
-    ),
+    Arithmetic("pasa-paper", PAPER, "the published recovery, row statistics in FP32"),
+    Arithmetic("pasa-paper-fp16", LETTER, "the published algorithm to the letter"),
     Arithmetic("pasa-exact", PasaConfig(), "ours, the default"),
     Arithmetic("pasa-exact-fp16", PasaConfig(accumulate="fp16"), "ours, output kept in FP16 between blocks"),
 )
 NAIVE, COMPETITOR, GATED = "partial", "fp32", "pasa-exact"
+KERNELS = (
+    Arithmetic("triton-fp32", PasaConfig(precision="fp32"), "kernel: plain FP32-softmax flash attention", "triton"),
+    Arithmetic("triton-paper", PAPER, "kernel: the published recovery, rows in FP32", "triton"),
+    Arithmetic("triton-paper-fp16", LETTER, "kernel: the published algorithm to the letter", "triton"),
+    Arithmetic("triton-exact", PasaConfig(), "kernel: the default", "triton"),
+    Arithmetic("triton-exact-fp16", PasaConfig(accumulate="fp16"), 'kernel: accumulate="fp16"', "triton"),
+)
+GATED_KERNEL = "triton-exact"
+SDPA = Arithmetic("sdpa-fp32", PasaConfig(), "torch's attention on FP32 tensors, nothing rounded to FP16", "torch")

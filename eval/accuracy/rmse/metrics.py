@@ -9,17 +9,20 @@ The gates are fixed before anything is measured, and none is ours:
     and FP64 as the truth. Over |golden| >= 2^-11: MARE ratio <= 5, MERE ratio <= 1.5, RMSE ratio <= 1.5, where
     MARE = max, MERE = mean of |o - g| / (|g| + 1e-7) and RMSE = sqrt(mean (o - g)^2). Below 2^-11: the count of
     |o - g| > 2^-16 is at most twice the competitor's (taken as at least 1). The competitor's MARE and MERE count as at
-    least 2^-11, half a unit in the last place of FP16, as in CANN's own attention tests; its RMSE has no floor (there
+    least 2^-11, half a unit in the last place of FP16, as in CANN's attention tests; its RMSE has no floor (there
     it is 2^-11 in absolute terms, which would pass anything where outputs are small).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+Record: TypeAlias = dict[str, Any]
 SMALL_VALUE, SMALL_ERROR = 2.0**-11, 2.0**-16  # FP16 row of the standard's small-value table
 RELATIVE_FLOOR = 2.0**-11
 DIVISION_GUARD = 1e-7
@@ -29,32 +32,14 @@ NAIVE_FACTOR = 2.0
 
 @dataclass(frozen=True)
 class Errors:
-    """Errors of an output (B, H, S, D) against the golden one.
+    """Errors of an output (B, H, S, D) against the golden one, over the rows without a NaN or infinity.
 
-    Attributes
-    ----------
-    rmse : float
-        ||O - G|| / ||G||, Eq. 19; NaN if any output is not finite.
-    rmse_finite_rows : float
-        The same over the rows without a NaN or infinity, so that damage short of NaN shows; NaN if there is none.
-    relative_l1 : float
-        sum |O - G| / sum |G| over the same rows; so are `cosine` and `max_error`.
-    cosine : float
-        <O, G> / (||O|| ||G||).
-    max_error : float
-        max |O - G|.
-    nonfinite_share : float
-        Share of the output elements that are NaN or infinite.
-    mare, mere, absolute_rmse : float
-        The standard's metrics over |golden| >= 2^-11.
-    small_errors : int
-        Its error count below that.
+    `rmse` is ||O - G|| / ||G||, Eq. 19, or NaN if any output is not finite; `max_error` is max |O - G|;
+    `nonfinite_share` is the share of the output that is NaN or infinite; `mare`, `mere` and `absolute_rmse` are the
+    standard's metrics over |golden| >= 2^-11, and `small_errors` its error count below that.
     """
 
     rmse: float
-    rmse_finite_rows: float
-    relative_l1: float
-    cosine: float
     max_error: float
     nonfinite_share: float
     mare: float
@@ -73,12 +58,8 @@ def measure_errors(out: Tensor, golden: Tensor) -> Errors:
     large = kept.abs() >= SMALL_VALUE
     relative = (error / (kept.abs() + DIVISION_GUARD))[large]
     share = float((~finite).double().mean())
-    rmse = _ratio(difference.norm(), kept.norm())
     return Errors(
-        rmse=torch.nan if share else rmse,
-        rmse_finite_rows=rmse,
-        relative_l1=_ratio(error.sum(), kept.abs().sum()),
-        cosine=_ratio((out[rows] * kept).sum(), out[rows].norm() * kept.norm()),
+        rmse=torch.nan if share else float(difference.norm() / kept.norm()),
         max_error=_largest(error),
         nonfinite_share=share,
         mare=_largest(relative),
@@ -92,91 +73,64 @@ def _largest(x: Tensor) -> float:
     return float(x.max()) if x.numel() else torch.nan
 
 
-def _ratio(numerator: Tensor, denominator: Tensor) -> float:
-    """NaN where no row is finite."""
-    return float(numerator / denominator)
+def judge(judged: Mapping[str, Any], naive: Mapping[str, Any], competitor: Mapping[str, Any]) -> Record:
+    """Apply the three gates of this module's docstring.
 
-
-@dataclass(frozen=True)
-class Scores:
-    """What the stored scores did, as shares of all scores, rows and tiles.
-
-    Attributes
+    Parameters
     ----------
-    nonfinite_share, saturated_share : float
-        Scores stored as infinity or NaN, and as +/-65504.
-    touched_rows : float
-        Rows with at least one such score.
-    rescued_share : float
-        Tiles that were kept in FP32.
-    max_before, max_after : float
-        Largest |q.k|, and largest stored value in the tile's own units.
+    judged, naive, competitor : mapping
+        Fields of `Errors`, and `scores_nonfinite_share` and `scores_saturated_share` of the stored scores.
+
+    Returns
+    -------
+    dict
+        ``failed_gates`` (letters), and the ratios that they limit: ``max_error_ratio``, ``mare_ratio`` and so on.
     """
-
-    nonfinite_share: float
-    saturated_share: float
-    touched_rows: float
-    rescued_share: float
-    max_before: float
-    max_after: float
-
-    @property
-    def overflowed(self) -> bool:
-        """Whether any score left FP16's range."""
-        return self.nonfinite_share > 0 or self.saturated_share > 0
-
-
-@dataclass(frozen=True)
-class Gates:
-    """Verdicts, and the numbers they rest on (each against its limit)."""
-
-    a: bool
-    b: bool
-    c: bool
-    max_error_ratio: float
-    ratios: dict[str, float]
-
-    @property
-    def failed(self) -> str:
-        """Letters of the gates that failed; empty when all passed."""
-        return "".join(letter for letter in "abc" if not getattr(self, letter))
+    clean = judged["nonfinite_share"] == 0
+    yardstick = naive if not overflowed(naive) and naive["nonfinite_share"] == 0 else competitor
+    factor = quotient(judged["max_error"], yardstick["max_error"])
+    ratios = l1_ratios(judged, competitor)
+    passed = {
+        "a": clean and not overflowed(judged),
+        "b": clean and factor <= NAIVE_FACTOR,
+        "c": clean and all(ratios[name] <= limit for name, limit in L1.items()),
+    }
+    failed = "".join(letter for letter, held in passed.items() if not held)
+    return {"failed_gates": failed, "max_error_ratio": factor} | {f"{name}_ratio": ratios[name] for name in L1}
 
 
-@dataclass(frozen=True)
-class Measured:
-    """One arithmetic on one case."""
-
-    errors: Errors
-    scores: Scores
+def overflowed(record: Mapping[str, Any]) -> bool:
+    """Return whether any stored score left FP16's range."""
+    return bool(record["scores_nonfinite_share"] > 0 or record["scores_saturated_share"] > 0)
 
 
-def judge(own: Measured, naive: Measured, competitor: Measured) -> Gates:
-    """Apply the three gates of this module's docstring."""
-    clean = own.errors.nonfinite_share == 0
-    yardstick = naive if not naive.scores.overflowed and naive.errors.nonfinite_share == 0 else competitor
-    factor = _over(own.errors.max_error, yardstick.errors.max_error)
-    ratios = l1_ratios(own.errors, competitor.errors)
-    return Gates(
-        a=clean and not own.scores.overflowed,
-        b=clean and factor <= NAIVE_FACTOR,
-        c=clean and all(ratios[name] <= limit for name, limit in L1.items()),
-        max_error_ratio=factor,
-        ratios=ratios,
-    )
-
-
-def l1_ratios(own: Errors, competitor: Errors) -> dict[str, float]:
-    """The standard's four ratios; each must stay within `L1`."""
+def l1_ratios(judged: Mapping[str, Any], competitor: Mapping[str, Any]) -> dict[str, float]:
+    """Return the standard's four ratios; each must stay within `L1`."""
     return {
-        "mare": _over(own.mare, max(competitor.mare, RELATIVE_FLOOR)),
-        "mere": _over(own.mere, max(competitor.mere, RELATIVE_FLOOR)),
-        "rmse": _over(own.absolute_rmse, competitor.absolute_rmse),
-        "small": own.small_errors / max(competitor.small_errors, 1),
+        "mare": quotient(judged["mare"], max(competitor["mare"], RELATIVE_FLOOR)),
+        "mere": quotient(judged["mere"], max(competitor["mere"], RELATIVE_FLOOR)),
+        "rmse": quotient(judged["absolute_rmse"], competitor["absolute_rmse"]),
+        "small": judged["small_errors"] / max(competitor["small_errors"], 1),
     }
 
 
-def _over(own: float, other: float) -> float:
-    """own / other, where no error on either side is a draw."""
-    if own == other:
+def quotient(error: float, other: float) -> float:
+    """Return error / other, where no error on either side is a draw."""
+    if error == other:
         return 1.0
-    return own / other if other else torch.inf
+    return error / other if other else torch.inf
+
+
+def why(entry: Mapping[str, Any]) -> str:
+    """Return which gates a record fails, with the number and the limit; empty when it passes all."""
+    reasons = []
+    if "a" in entry["failed_gates"]:
+        shares = ("nonfinite_share", "scores_nonfinite_share", "scores_saturated_share")
+        reasons.append("(a) " + ", ".join(f"{name} {entry[name]:.3g}" for name in shares if entry[name]))
+    if "b" in entry["failed_gates"]:
+        reasons.append(f"(b) max error {entry['max_error_ratio']:.3g} x the yardstick, limit {NAIVE_FACTOR:g}")
+    if "c" in entry["failed_gates"]:
+        over = [f"{name} {entry[f'{name}_ratio']:.3g}" for name in L1 if not entry[f"{name}_ratio"] <= L1[name]]
+        limits = "/".join(f"{limit:g}" for limit in L1.values())
+        reasons.append(f"(c) ratios {', '.join(over)}, limits mare/mere/rmse/small {limits}")
+    return "; ".join(reasons)

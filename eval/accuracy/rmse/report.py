@@ -1,22 +1,18 @@
-"""Shows results to a person: tables for the terminal and for Markdown, made of the same rows."""
+"""Tables of the RMSE experiments, and what their gates say."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Console
-from rich.text import Text
-
-from pasa.eval.accuracy.rmse.cases import COMPETITOR, GATED, NAIVE
-from pasa.eval.accuracy.rmse.metrics import L1, NAIVE_FACTOR
-from pasa.eval.kit import output
+from pasa.eval.accuracy.rmse.cases import COMPETITOR, GATED, NAIVE, SDPA
+from pasa.eval.accuracy.rmse.metrics import L1, NAIVE_FACTOR, Record
+from pasa.eval.kit import experiment
+from pasa.eval.kit.device import origin
+from pasa.eval.kit.stored import pick
 from pasa.eval.kit.tables import Table, percent, short
 
-Record = dict[str, Any]
-UNJUDGED = ("large-bias", "sides")  # experiments whose tables show no gates
 GATES_TEXT = (
     "Gates: (a) no NaN or infinity in the output, no score stored as infinity, NaN or +/-65504; "
     f"(b) max error <= {NAIVE_FACTOR:g} x that of {NAIVE} where {NAIVE} did not overflow, else of {COMPETITOR}; "
@@ -25,61 +21,62 @@ GATES_TEXT = (
 )
 
 
-def tables(result: dict[str, Any]) -> list[Table]:
-    """What a result has to show."""
-    if result["experiment"] == "large-bias":
-        return [_bias_table(result)]
-    if result["experiment"] == "sides":
-        return [_sides_table(result)]
+def rmse(result: dict[str, Any]) -> list[Table | str]:
+    """Return errors by overflow mode, gates, table 4 where it was measured, and the legend."""
     records = result["records"]
-    modes = list(dict.fromkeys(each["overflow"] for each in records))
-    shown = [_rmse_table(records, mode) for mode in modes if mode == "inf" or len(modes) == 1]
-    shown += [_gate_table(records)]
-    if result["experiment"] == "rmse" and "saturate" in modes:
-        shown += [_damage_table(result)]
-    if result["experiment"] == "resonance":
-        shown += [_rmse_table(records, "saturate")] if modes == ["inf", "saturate"] else []
-        shown += [_range_table(result)]
-    return shown
+    names, modes = _names(records, "arithmetic"), _names(records, "overflow")
+    shown: list[Table | str] = [rmse_table(records, names, mode) for mode in modes]
+    damage = [damage_table(result)] if "saturate" in modes and "paper_nan_share" in result["cases"][0] else []
+    legend = "\n".join(f"- {name}: {what}" for name, what in result["arithmetics"].items())
+    return [*shown, gate_table(records), *damage, GATES_TEXT, verdict(result), legend, origin(result)]
+
+
+def large_bias(result: dict[str, Any]) -> list[Table | str]:
+    """Return errors under large shared biases."""
+    return [bias_table(result), verdict(result), origin(result)]
+
+
+def sides(result: dict[str, Any]) -> list[Table | str]:
+    """Return errors by the side that is shifted."""
+    said = "Shifted keys leave no score beyond FP16, but under a bias of Q alone; pasa's output is finite there, too."
+    return [sides_table(result), experiment.verdict(result, said, "FAILED"), origin(result)]
+
+
+def rmse_table(records: Sequence[Record], names: Sequence[str], mode: str = "inf", gates: bool = True) -> Table:
+    """Return the worst RMSE over the seeds by case; with `gates`, the letters of those that any seed failed."""
+    selected = pick(records, overflow=mode)
+    rows = []
+    for case in _names(selected, "case"):
+        cells = [pick(selected, case=case, arithmetic=name) for name in names]
+        rows.append([case, *(_rmse_cell(cell, gates) for cell in cells)])
+    seeds = len(_names(records, "seed"))
+    title = f"RMSE against FP64 (Eq. 19), overflow={mode}, worst of {seeds} seed{'s' * (seeds > 1)}"
+    note = "Letters: gates that failed. " if gates else ""
+    return Table(title, ["case (x0,Am)", *names], rows, f"{note}NaN: share of the output.")
 
 
 def _names(records: Sequence[Record], field: str) -> list[str]:
     return list(dict.fromkeys(each[field] for each in records))
 
 
-def _pick(records: Sequence[Record], **wanted: str) -> list[Record]:
-    return [each for each in records if all(each[field] == value for field, value in wanted.items())]
-
-
-def _rmse_table(records: Sequence[Record], mode: str) -> Table:
-    """Worst RMSE over the seeds, with the letters of the gates that failed on any of them."""
-    names = _names(records, "arithmetic")
-    rows = []
-    for case in _names(_pick(records, overflow=mode), "case"):
-        cells = [_pick(records, case=case, overflow=mode, arithmetic=name) for name in names]
-        rows.append([case, *(_rmse_cell(cell) for cell in cells)])
-    seeds = len(_names(records, "seed"))
-    title = f"RMSE against FP64, overflow={mode}, worst of {seeds} seed{'s' * (seeds > 1)}"
-    return Table(title, ["case (x0,Am)", *names], rows, "Letters: gates that failed. NaN: share of the output.")
-
-
-def _rmse_cell(records: Sequence[Record]) -> str:
+def _rmse_cell(records: Sequence[Record], gates: bool) -> str:
     nonfinite = max(each["nonfinite_share"] for each in records)
     failed = "".join(letter for letter in "abc" if any(letter in each["failed_gates"] for each in records))
     value = f"NaN {percent(nonfinite)}" if nonfinite else short(max(each["rmse"] for each in records))
-    return f"{value} {failed}".rstrip()
+    return f"{value} {failed}".rstrip() if gates else value
 
 
-def _gate_table(records: Sequence[Record]) -> Table:
-    """Per arithmetic: how many runs pass each gate, and the worst ratios."""
+def gate_table(records: Sequence[Record]) -> Table:
+    """Return per arithmetic how many runs pass each gate, and the worst ratios."""
     rows = []
     for name in _names(records, "arithmetic"):
-        own = _pick(records, arithmetic=name)
-        passed = [sum(letter not in each["failed_gates"] for each in own) for letter in "abc"]
-        verdicts = [f"{'pass' if count == len(own) else 'FAIL'}, {count} of {len(own)} pass" for count in passed]
-        ratios = [_worst(own, f"{field}_ratio") for field in ("max_error", *L1)]
-        rescued = sum(each["scores_rescued_share"] for each in own) / len(own)
-        rows.append([name, *verdicts, *ratios, percent(rescued)])
+        selected = pick(records, arithmetic=name)
+        passed = [sum(letter not in each["failed_gates"] for each in selected) for letter in "abc"]
+        verdicts = [
+            f"{'pass' if count == len(selected) else 'FAIL'}, {count} of {len(selected)} pass" for count in passed
+        ]
+        ratios = [_worst(selected, f"{field}_ratio") for field in ("max_error", *L1)]
+        rows.append([name, *verdicts, *ratios, percent(_mean(selected, "scores_rescued_share"))])
     header = ["arithmetic", "(a)", "(b)", "(c)", "max error", "MARE", "MERE", "RMSE", "small", "tiles in FP32"]
     limits = ", ".join(f"{limit:g}" for limit in (NAIVE_FACTOR, *L1.values()))
     note = f"Worst ratios, their limits {limits}. Tiles: mean."
@@ -91,56 +88,44 @@ def _worst(records: Sequence[Record], field: str) -> str:
     return "-" if any(value is None or math.isnan(value) for value in values) else f"{max(values):.3g}"
 
 
-def _damage_table(result: dict[str, Any]) -> Table:
-    """Table 4 of the paper, and what saturation makes of the same cases: no NaN, and a wrong answer."""
+def _mean(records: Sequence[Record], field: str) -> float:
+    return float(sum(each[field] for each in records) / len(records))
+
+
+def damage_table(result: dict[str, Any]) -> Table:
+    """Return table 4 of the paper, and what saturation makes of the same cases: no NaN, and a wrong answer."""
     rows = []
     for case in result["cases"]:
         if case["paper_nan_share"] is None:
             continue
-        name, records = case["name"], result["records"]
-        inf = _pick(records, case=name, overflow="inf", arithmetic=NAIVE)
-        saturated = _pick(records, case=name, overflow="saturate", arithmetic=NAIVE)
-        others = [_pick(records, case=name, overflow="saturate", arithmetic=other) for other in (COMPETITOR, GATED)]
+        selected = pick(result["records"], case=case["name"])
+        saturated = pick(selected, overflow="saturate", arithmetic=NAIVE)
+        others = [pick(selected, overflow="saturate", arithmetic=other) for other in (COMPETITOR, GATED)]
+        shares = ("nonfinite_share", "scores_saturated_share", "scores_touched_rows")
         rows.append(
             [
-                name,
+                case["name"],
                 percent(case["paper_nan_share"]),
-                percent(_mean(inf, "nonfinite_share")) if inf else "-",
-                percent(_mean(saturated, "nonfinite_share")),
-                percent(_mean(saturated, "scores_saturated_share")),
-                percent(_mean(saturated, "scores_touched_rows")),
+                percent(_mean(pick(selected, overflow="inf", arithmetic=NAIVE), "nonfinite_share")),
+                *(percent(_mean(saturated, share)) for share in shares),
                 *(short(max(each["rmse"] for each in group)) for group in (saturated, *others)),
             ]
         )
     header = ["case", "NaN, paper", "NaN, inf", "NaN, saturate", "scores at 65504", "rows touched"]
     header += [f"RMSE {name}, saturate" for name in (NAIVE, COMPETITOR, GATED)]
-    note = f"Columns 3 to 6: {NAIVE}, mean over seeds. A saturating device reports no NaN, and is wrong all the same."
+    note = f"Columns 3 to 6: {NAIVE}, mean over seeds. A saturating device reports no NaN, and is wrong nevertheless."
     return Table("Overflow, and its silent form (paper table 4)", header, rows, note)
 
 
-def _mean(records: Sequence[Record], field: str) -> float:
-    return float(sum(each[field] for each in records) / len(records))
-
-
-def _range_table(result: dict[str, Any]) -> Table:
-    rows = [
-        [case, name, f"[{low:.6g}, {high:.6g}]"]
-        for case, ranges in result["ranges"].items()
-        for name, (low, high) in ranges.items()
-    ]
-    note = "S and S' (exact) are unscaled, S' (paper) carries 1/sqrt(d); FP16 ends at 65504."
-    return Table("Ranges before and after the shift, first head", ["case", "matrix", "range"], rows, note)
-
-
-def _bias_table(result: dict[str, Any]) -> Table:
-    names = ("sdpa-fp32", "fp32", "partial", "pasa-paper", "pasa-exact")
-    ratios = ("pooled_to_fp32", "worst_to_fp32", "pooled_to_sdpa-fp32")
+def bias_table(result: dict[str, Any]) -> Table:
+    """Return pooled errors by bias, and the ratios to both FP32 attentions."""
+    names = (SDPA.name, COMPETITOR, NAIVE, "pasa-paper", GATED)
+    ratios = (f"pooled_to_{COMPETITOR}", f"worst_to_{COMPETITOR}", f"pooled_to_{SDPA.name}")
     rows = [
         [row["case"], *(short(row[name]) for name in names), *(f"{row[name]:.3g}" for name in ratios)]
         for row in result["ratios"]
     ]
-    header = ["bias on 16 of 128 dims", *names]
-    header += ["exact / fp32", "worst seed", "exact / sdpa"]
+    header = ["bias on 16 of 128 dims", *names, "exact / fp32", "worst seed", "exact / sdpa"]
     note = (
         f"Errors pooled over {len(result['seeds'])} seeds (root mean square: many seeds give one-hot rows, without any "
         "error). sdpa-fp32 keeps P and its output in FP32; all others round P and the output to FP16."
@@ -148,8 +133,8 @@ def _bias_table(result: dict[str, Any]) -> Table:
     return Table("Q and K share a large bias: RMSE against FP64", header, rows, note)
 
 
-def _sides_table(result: dict[str, Any]) -> Table:
-    """A row per bias, a column per shift and kind of sum: the error, and the share of scores beyond FP16 if any."""
+def sides_table(result: dict[str, Any]) -> Table:
+    """Return a row per bias, a column per shift and kind of sum: the error, and the share of scores beyond FP16."""
     records = result["records"]
     batch, heads, positions, _ = result["shape"]
     arms = list(dict.fromkeys((each["shift"], each["sums"]) for each in records))
@@ -157,8 +142,8 @@ def _sides_table(result: dict[str, Any]) -> Table:
     for name, (q, k) in result["biases"].items():
         cells = []
         for shift, sums in arms:
-            own = _pick(records, case=name, shift=shift, sums=sums)
-            beyond, rmse = (max(each[field] for each in own) for field in ("overflowed", "rmse"))
+            selected = pick(records, case=name, shift=shift, sums=sums)
+            beyond, rmse = (max(each[field] for each in selected) for field in ("overflowed", "rmse"))
             share = beyond / (batch * heads * positions**2)
             cells.append(f"{short(rmse)} ({percent(share)})" if beyond else short(rmse))
         rows.append([f"{name}: Q {q:g}, K {k:g}", *cells])
@@ -173,67 +158,10 @@ def _sides_table(result: dict[str, Any]) -> Table:
 
 
 def verdict(result: dict[str, Any]) -> str:
-    """What the exit status says of the default arithmetic, and one line per run in which it failed a gate."""
+    """Return what the exit status says of the gated arithmetic, and a line for each run in which it failed a gate."""
     gate = result["gate"]
-    if result["experiment"] == "sides":
-        said = (
-            "Shifted keys leave no score beyond FP16, but under a bias of Q alone; pasa's output is finite there, too."
-        )
-        return "\n  ".join(gate["failures"]) or said
     lines = [f"{each['case']}, seed {each['seed']}, {each['overflow']}: {each['why']}" for each in gate["failures"]]
     if not lines:
         return f"{gate['arithmetic']} passes every gate."
     head = "passes gates (a) and (b) everywhere, but fails on" if gate["passed"] else "FAILS on"
     return "\n  ".join([f"{gate['arithmetic']} {head} {len(lines)} of its runs:", *lines])
-
-
-def origin(result: dict[str, Any]) -> str:
-    """Where the numbers come from, in one line."""
-    machine = result["environment"]
-    return (
-        f"{result['note']}. {machine['processor']}, {machine['threads']} threads; torch {machine['torch']}, "
-        f"pasa {machine['pasa']}, commit {machine['commit'] or 'unknown'}; seeds {result['seeds']}; "
-        f"{result['duration_s']} s."
-    )
-
-
-def render(result: dict[str, Any], console: Console) -> None:
-    """Print every table, the verdict and the origin."""
-    for table in tables(result):
-        table.show(console)
-    if result["experiment"] not in UNJUDGED:
-        console.print(Text(GATES_TEXT))
-    console.print(Text(verdict(result)))
-    console.print(Text(origin(result)))
-
-
-def to_markdown(result: dict[str, Any]) -> str:
-    """The same as `render`, as Markdown, with the legend of the arithmetics."""
-    parts = [f"# {result['experiment']}", origin(result)]
-    for table in tables(result):
-        lines = [table.header, ["---", *["---:"] * (len(table.header) - 1)], *table.rows]
-        parts += [f"## {table.title}", "\n".join(f"| {' | '.join(line)} |" for line in lines), table.note]
-    if result["experiment"] == "rmse" and len(result["seeds"]) > 1:
-        parts += ["## Per seed", _per_seed(result)]
-    parts += [GATES_TEXT, verdict(result)] if "arithmetics" in result else [verdict(result)]
-    parts += ["\n".join(f"- `{name}`: {what}" for name, what in result.get("arithmetics", {}).items())]
-    return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _per_seed(result: dict[str, Any]) -> str:
-    names, records = (COMPETITOR, NAIVE, "pasa-paper", GATED), _pick(result["records"], overflow="inf")
-    lines = [["case", *names], ["---", *["---:"] * len(names)]]
-    for case in _names(records, "case"):
-        cells = [[_rmse_cell([each]) for each in _pick(records, case=case, arithmetic=name)] for name in names]
-        lines.append([case, *(", ".join(cell) for cell in cells)])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def save(result: dict[str, Any], folder: Path, draw: Callable[[dict[str, Any], Path], list[Path]]) -> list[Path]:
-    """Write JSON, CSV, Markdown and the figures that `draw` makes; return their paths."""
-    stem = result["experiment"].replace("-", "_")
-    paths = [folder / f"{stem}.{kind}" for kind in ("json", "csv", "md")]
-    texts = (output.to_json(result), output.to_csv(result["records"]), to_markdown(result))
-    for path, text in zip(paths, texts, strict=True):
-        output.write_text(path, text)
-    return paths + draw(result, folder)

@@ -1,4 +1,4 @@
-"""Which side to shift where scores are stored in FP16: the keys, the queries, both or neither.
+"""Compares shifts of the keys, of the queries, of both and of neither where scores are stored in FP16.
 
 Softmax and P V are FP64 here, so every error is one of the stored scores, of two kinds: rounded once, as a cube stores
 its FP32 sums, or at every 16 channels, as matrix units of GPUs do that accumulate in FP16 (FlashInfer's
@@ -7,19 +7,21 @@ its FP32 sums, or at every 16 channels, as matrix units of GPUs do that accumula
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
+from pasa.eval.accuracy.rmse import report
 from pasa.eval.accuracy.rmse.cases import ARITHMETICS, GATED, Shape, generator
-from pasa.eval.accuracy.rmse.metrics import measure_errors
-from pasa.eval.accuracy.rmse.run import SCHEMA, Progress, Record, check, golden_by_head, measure
-from pasa.eval.kit.output import NOTE, environment
+from pasa.eval.accuracy.rmse.measure import golden_by_head, measure
+from pasa.eval.accuracy.rmse.metrics import Record, measure_errors
+from pasa.eval.kit import output
+from pasa.eval.kit.experiment import Experiment
+from pasa.eval.kit.options import at_least
 from pasa.ops.numerics.formats import FORMATS, OVERFLOWS, Overflow, round_to
 
 SIDES = {"none": "", "K": "k", "Q": "q", "both": "qk"}
@@ -40,7 +42,7 @@ class SideCase:
     k_bias: float
 
     def tensors(self, shape: Shape, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-        """(q, k, v) in FP16; V has no bias."""
+        """Draw (q, k, v) in FP16; V has no bias."""
         q, k, v = (torch.randn(shape, generator=generator(seed, "sides", self.biased, part)) for part in "qkv")
         return (q + self.q_bias).half(), (k + self.k_bias).half(), v.half()
 
@@ -49,41 +51,30 @@ CASES = (SideCase("none", 0, 0), SideCase("K", 0, 4000), SideCase("Q", 4000, 0),
 
 
 def run_sides(
-    heads: int = 2, seq: int = 1024, seeds: Sequence[int] = (0, 1, 2), progress: Progress | None = None
+    heads: Annotated[int | None, "Heads (2)."] = None,
+    seq: Annotated[int | None, "Positions (1024)."] = None,
+    seeds: Annotated[Sequence[int], "Seeds."] = (0, 1, 2),
+    progress: output.Report = output.silent,
 ) -> dict[str, Any]:
-    """Shift each side on each case, of shape (1, heads, seq, 128).
+    """Shifts of K, of Q and of both where K, Q or both have a bias.
 
-    Returns
-    -------
-    dict
-        JSON-able; ``records``: per case, shift, kind of sum and seed the number of stored scores beyond FP16, the share
-        of outputs that are not finite where such scores become infinite, and the RMSE where they saturate. Records of
-        shift "pasa" are those of the operator itself, which rounds P and its output to FP16 as well.
-
-    Raises
-    ------
-    ValueError
-        On a size below 1, or if there is no seed.
+    ``records``: per case, shift, kind of sum and seed the number of stored scores beyond FP16, the share of outputs
+    that are not finite where such scores become infinite, and the RMSE where they saturate. Records of shift "pasa"
+    are those of the operator itself, which rounds P and its output to FP16 as well.
     """
-    check(seeds, heads=heads, seq=seq)
-    started, records = time.perf_counter(), []
-    shape = (1, heads, seq, 128)
+    at_least(1, heads=heads, seq=seq)
+    shape, records = (1, heads or 2, seq or 1024, 128), []
     jobs = list(product(CASES, seeds))
     for done, (case, seed) in enumerate(jobs):
-        if progress is not None:
-            progress(done, len(jobs), f"bias in {case.biased}, seed {seed}")
+        progress(done, len(jobs), f"bias in {case.biased}, seed {seed}")
         q, k, v = case.tensors(shape, seed)
         golden, head = golden_by_head(q, k, v), {"case": case.biased, "seed": seed}
         for shift, sums in product(SIDES, STEPS):
-            found = _measure(q, k, v, golden, SIDES[shift], STEPS[sums])
-            records.append(head | {"shift": shift, "sums": sums} | found)
+            errors = _measure(q, k, v, golden, SIDES[shift], STEPS[sums])
+            records.append(head | {"shift": shift, "sums": sums} | errors)
         records.append(head | {"shift": OURS, "sums": "stored"} | _operator(q, k, v, golden))
     return {
-        "schema": SCHEMA,
-        "experiment": "sides",
-        "note": NOTE,
-        "environment": environment(),
-        "duration_s": round(time.perf_counter() - started, 1),
+        "note": output.NOTE,
         "seeds": list(seeds),
         "shape": list(shape),
         "biases": {case.biased: [case.q_bias, case.k_bias] for case in CASES},
@@ -93,7 +84,7 @@ def run_sides(
 
 
 def verdict(records: Sequence[Record]) -> dict[str, Any]:
-    """Shifted keys leave no score beyond FP16 but under a bias of Q alone; the operator's output is finite always."""
+    """Check that shifted keys leave no score beyond FP16 but under a bias of Q alone, and that outputs are finite."""
     failures = []
     for each in records:
         what = f"bias in {each['case']}, shift {each['shift']}, seed {each['seed']}"
@@ -114,37 +105,25 @@ def _measure(q: Tensor, k: Tensor, v: Tensor, golden: Tensor, side: str, step: i
 
 
 def _operator(q: Tensor, k: Tensor, v: Tensor, golden: Tensor) -> Record:
-    """Our default on the reference backend; scores that it stores as -inf or -65504 have no weight (its README)."""
+    """Measure our default on the reference; scores that it stores as -inf or -65504 have no weight (its README)."""
     ours = next(each for each in ARITHMETICS if each.name == GATED)
     loud, quiet = (measure(ours, q, k, v, golden, mode) for mode in OVERFLOWS)
     count = q.shape[:3].numel() * k.shape[2]
     return {
-        "overflowed": round(count * (loud.scores.nonfinite_share + loud.scores.saturated_share)),
-        "nonfinite_share": loud.errors.nonfinite_share,
-        "rmse": quiet.errors.rmse,
-        "rescued_share": loud.scores.rescued_share,
+        "overflowed": round(count * (loud["scores_nonfinite_share"] + loud["scores_saturated_share"])),
+        "nonfinite_share": loud["nonfinite_share"],
+        "rmse": quiet["rmse"],
+        "rescued_share": loud["scores_rescued_share"],
     }
 
 
 def stored_scores(q: Tensor, k: Tensor, side: str, step: int | None, overflow: Overflow) -> tuple[Tensor, Tensor]:
-    """Q K^T as FP16 stores it, the means of `side` taken off first, and what must be added to the scores of each key.
+    """Return Q K^T as FP16 stores it without the means of `side`, and what must be added to the scores of each key.
 
     A mean of K adds the same to all scores of a row, which softmax cancels. A mean of Q adds q_mean . k_j, which it
-    does not: that is added back. Means are over the sequence, rounded to FP16, and so are the differences.
-
-    Parameters
-    ----------
-    q, k : Tensor
-        (B, H, Sq, D) and (B, H, Skv, D), FP16.
-    side : str
-        Letters out of "qk".
-    step : int, optional
-        Channels between two roundings of the sum to FP16; None: one rounding, at the end.
-
-    Returns
-    -------
-    tuple of Tensor
-        (B, H, Sq, Skv), FP32 tensor of FP16 values, and (B, H, 1, Skv), FP32; not scaled.
+    does not: that is added back. Means are over the sequence, rounded to FP16, and so are the differences. `side` has
+    letters out of "qk". The sum is rounded to FP16 after each `step` channels, or once at the end. Scores (B, H, Sq,
+    Skv) are FP32 tensors of FP16 values, not scaled; the addition is (B, H, 1, Skv).
     """
     added = torch.zeros(*k.shape[:2], 1, k.shape[2])
     if "k" in side:
@@ -159,6 +138,9 @@ def stored_scores(q: Tensor, k: Tensor, side: str, step: int | None, overflow: O
 
 
 def attend(tile: Tensor, added: Tensor, v: Tensor) -> Tensor:
-    """Softmax of the scaled scores, times V, in FP64; the head dimension of V is that of the keys."""
+    """Return softmax of the scaled scores, times V, in FP64; the head dimension of V is that of the keys."""
     scores = tile.double() + added.double()
     return torch.softmax(scores / v.shape[-1] ** 0.5, -1) @ v.double()
+
+
+EXPERIMENT = Experiment("sides", run_sides, report.sides, "Which side to shift")

@@ -22,7 +22,7 @@ NOTHING = torch.zeros(0)
 
 
 def output(rows: Rows, fmt: str, place: Place, arm: str, generator: torch.Generator) -> Tensor:
-    """O (R, D) as an arm leaves it, FP32.
+    """Return O (R, D) as an arm leaves it, FP32.
 
     Parameters
     ----------
@@ -41,7 +41,7 @@ def output(rows: Rows, fmt: str, place: Place, arm: str, generator: torch.Genera
 
 
 def quotient(rows: Rows, fmt: str, rule: str) -> Tensor:
-    """O / l, rounded to the format by the operator's own softmax; every row is a head of its own."""
+    """Return O / l, rounded to the format by the operator's own softmax; every row is a head of its own."""
     count, _, dim = rows.values.shape
     options = AttentionOptions(precision="fp32", softmax=rule)
     softmax = OnlineSoftmax(torch.zeros(1, count, 1, 1, dim), options, FORMATS[fmt])
@@ -53,9 +53,9 @@ def quotient(rows: Rows, fmt: str, rule: str) -> Tensor:
 
 
 def _product(rows: Rows, target: Format, arm: str, generator: torch.Generator) -> Tensor:
-    """Sums in FP32, P and the sum over all keys in the format, weights relative to the running maximum.
+    """Sum in FP32, with P and the sum over all keys in the format, and weights relative to the running maximum.
 
-    l sums the rounded P. The quotient is left as it is: this place alone is looked at.
+    l sums the rounded P. The quotient is not rounded, so that this place alone is measured.
     """
     maximum = torch.full_like(rows.scores[:, :1], -torch.inf)
     total, out = torch.zeros_like(maximum), torch.zeros_like(rows.values[:, 0])
@@ -70,7 +70,7 @@ def _product(rows: Rows, target: Format, arm: str, generator: torch.Generator) -
 
 
 def _shift(arm: str, scores: Tensor, top: Tensor, before: Tensor) -> Tensor | float:
-    """What the arm's rule adds to a block's maximum."""
+    """Return what the arm's rule adds to a block's maximum."""
     if arm == "published":
         return published_shift(scores, top)
     if arm == "ours":

@@ -8,16 +8,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+import pasa
 from pasa.ops.attention.spec.repeated_maxima import EPSILON
 from pasa.ops.numerics.formats import round_to
 
-Maxima = Literal["random", "one", "two", "near", "blocks", "three", "four", "five", "six", "seven"]
-Values = Literal["normal", "one binade"]
-Tail = Literal["smaller", "mixed", "same", "larger"]
 Place = Literal["quotient", "product"]
 
 KEYS, BLOCK_K = 64, 32
-AT: dict[Maxima, tuple[int, ...]] = {
+AT: dict[str, tuple[int, ...]] = {
     "random": (),
     "one": (3,),
     "two": (3, 17),
@@ -30,10 +28,9 @@ AT: dict[Maxima, tuple[int, ...]] = {
     "seven": (3, 9, 17, 25, 27, 29, 30),
 }
 """Keys that hold the maximum; "near": all but the first are up to `EPSILON` below it."""
-TAIL_SCALE: dict[Tail, float] = {"smaller": 0.125, "mixed": 0.125, "same": 1.0, "larger": 8.0}
-# |v| of the maxima; "normal": |N(0, 1)|, otherwise uniform. Values of one binade share a grid, so the mean of n of them
-# is a multiple of an n-th of the spacing in which it is rounded.
-SPREAD: dict[Values, tuple[float, float]] = {"one binade": (1.0, 2.0)}
+TAIL_SCALE = {"smaller": 0.125, "mixed": 0.125, "same": 1.0, "larger": 8.0}
+# Values of one binade share a grid, so the mean of n of them is a multiple of an n-th of the spacing that rounds it.
+ONE_BINADE = (1.0, 2.0)
 # Nats by which the other keys lie below the maximum: together they move an output by less than a tenth of a spacing.
 BELOW = {"bf16": (10.0, 13.0), "fp16": (12.0, 15.0)}
 LARGEST_MAXIMUM = 6.0  # |r_m|, up to which the published rule keeps its weights in FP16
@@ -41,37 +38,29 @@ LARGEST_MAXIMUM = 6.0  # |r_m|, up to which the published rule keeps its weights
 
 @dataclass(frozen=True)
 class Case:
-    """What the rows of a case look like.
+    """A kind of rows.
 
-    Attributes
-    ----------
-    maxima : str
-        How the row's weight is shared, a key of `AT`; "random": scores N(0, 4), no tie.
-    tail : str
-        Values of the other keys: of an eighth of the size ("mixed": and of either sign), of the same, eight times.
-    values : str
-        |v| of the maxima: "normal", or a key of `SPREAD`.
-    one_signed : bool
-        A column's values have one sign, or each its own.
-    gated : tuple of str
-        Places of rounding where BF16 must meet the bounds for repeated maxima. Decided by theory: the remainder must
-        have one sign. The quotient weighs it against the maxima, so any smaller tail is one; the product does not.
+    `maxima` says how the row's weight is shared (a key of `AT`; "random": scores N(0, 4), no tie), `tail` how large the
+    values of the other keys are ("mixed": of either sign), `values` how |v| of the maxima is drawn ("normal", or
+    "one binade"), and `one_signed` whether a column's values have one sign. In the places of rounding `gated` BF16 must
+    meet the bounds for repeated maxima. Theory decides which: the remainder must have one sign. The quotient weighs it
+    against the maxima, so any smaller tail is one; the product does not.
     """
 
-    maxima: Maxima
-    tail: Tail
-    values: Values = "normal"
+    maxima: str
+    tail: str
+    values: str = "normal"
     one_signed: bool = True
     gated: tuple[Place, ...] = ()
 
     @property
     def name(self) -> str:
-        """Unique."""
+        """Name the case uniquely."""
         spread = "" if self.values == "normal" else f", {self.values}"
         return f"{self.maxima}, {self.tail} tail{spread}" + ("" if self.one_signed else ", symmetric V")
 
     def describe(self) -> dict[str, Any]:
-        """For the stored result."""
+        """Return the case as JSON-able fields."""
         return {"name": self.name, **asdict(self)}
 
 
@@ -109,9 +98,11 @@ class Rows:
     grad: Tensor
 
     def exact(self) -> Tensor:
-        """O (R, D) in FP64."""
-        weights = torch.softmax(self.scores.double(), -1)
-        return (weights.unsqueeze(-2) @ self.values.double()).squeeze(-2)
+        """Return O (R, D) in FP64: the golden attention over keys that pick the scores out of the queries."""
+        rows = len(self.scores)
+        keys = torch.eye(KEYS).expand(1, rows, KEYS, KEYS)
+        queries, values = self.scores.view(1, rows, 1, KEYS), self.values.unsqueeze(0)
+        return pasa.golden_attention(queries, keys, values, scale=1.0)[0][0, :, 0]
 
 
 def make_rows(case: Case, fmt: str, rows: int, dim: int, generator: torch.Generator) -> Rows:
@@ -122,8 +113,8 @@ def make_rows(case: Case, fmt: str, rows: int, dim: int, generator: torch.Genera
 
     magnitude = torch.randn(rows, KEYS, dim, generator=generator).abs()
     column = torch.randn(rows, 1, dim, generator=generator).sign()
-    own = torch.randn(rows, KEYS, dim, generator=generator).sign()
-    signs = column.expand_as(own).clone() if case.one_signed else own
+    each_sign = torch.randn(rows, KEYS, dim, generator=generator).sign()
+    signs = column.expand_as(each_sign).clone() if case.one_signed else each_sign
     grad = column.squeeze(1) * torch.randn(rows, dim, generator=generator).abs()
     if case.maxima == "random":
         return Rows(2 * torch.randn(rows, KEYS, generator=generator), round_to(signs * magnitude, fmt), grad.double())
@@ -134,10 +125,10 @@ def make_rows(case: Case, fmt: str, rows: int, dim: int, generator: torch.Genera
     if case.maxima == "near":
         scores[:, at[1:]] -= uniform(0, EPSILON, rows, len(at) - 1)
     if case.values != "normal":
-        magnitude[:, at] = uniform(*SPREAD[case.values], rows, len(at), dim)
+        magnitude[:, at] = uniform(*ONE_BINADE, rows, len(at), dim)
     tail = torch.ones(KEYS, dtype=torch.bool)
     tail[at] = False
     magnitude[:, tail] *= TAIL_SCALE[case.tail]
     if case.tail == "mixed":
-        signs[:, tail] = own[:, tail]
+        signs[:, tail] = each_sign[:, tail]
     return Rows(scores, round_to(signs * magnitude, fmt), grad.double())

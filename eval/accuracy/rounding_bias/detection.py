@@ -1,4 +1,4 @@
-"""Which rows to round stochastically: what each trigger finds, what bias it leaves, and what it costs in error."""
+"""Triggers for stochastic rounding: the rows that each flags, the bias that it leaves, and its cost in error."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ CASES = (
 
 
 def compare_triggers(fmt: str, case: Case, rows: int, generator: torch.Generator) -> list[dict[str, Any]]:
-    """A record for each trigger; every row is D = 128 wide and O / l is rounded once."""
+    """Return a record for each trigger; every row is D = 128 wide and O / l is rounded once."""
     data = make_rows(case, fmt, rows, DIM, generator)
     exact, out = data.exact(), quotient(data, "fp32", "safe")
     nearest, drawn = round_to(out, fmt), round_drawn(out, fmt)
     records = []
-    for name, found in zip(TRIGGERS, triggered(data, out, fmt), strict=True):
-        bias = measure(torch.where(found, drawn, nearest), exact, data.grad, fmt)
+    for name, flagged in zip(TRIGGERS, triggered(data, out, fmt), strict=True):
+        bias = measure(torch.where(flagged, drawn, nearest), exact, data.grad, fmt)
         records.append(
             {
                 "case": case.name,
                 "format": fmt,
                 "trigger": name,
-                "drawn": float(found.double().mean()),
+                "drawn": float(flagged.double().mean()),
                 "bias": bias.out.value,
                 "interval": bias.out.interval(),
                 "rms": bias.rms,
@@ -48,7 +48,7 @@ def compare_triggers(fmt: str, case: Case, rows: int, generator: torch.Generator
 
 
 def triggered(rows: Rows, out: Tensor, fmt: str) -> Iterator[Tensor]:
-    """For each of `TRIGGERS`, which rows (R, 1) it finds; `out` is O / l in FP32."""
+    """Yield for each of `TRIGGERS` which rows (R, 1) it flags; `out` is O / l in FP32."""
     yield torch.zeros(len(out), 1, dtype=torch.bool)
     yield torch.ones(len(out), 1, dtype=torch.bool)
     yield repeats(rows.scores, rows.scores.amax(-1, keepdim=True))

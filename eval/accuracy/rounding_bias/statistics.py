@@ -21,42 +21,32 @@ class Mean:
     error: float
 
     def interval(self, z: float = Z_95) -> float:
-        """Half of the confidence interval."""
+        """Return half of the confidence interval."""
         return z * self.error
 
     def includes(self, value: float, z: float) -> bool:
-        """Whether the interval does."""
+        """Return whether the interval includes a value."""
         return abs(self.value - value) <= self.interval(z)
 
 
 @dataclass(frozen=True)
 class Bias:
-    """What rounding did to rows.
+    """Errors that rounding makes in rows."""
 
-    Attributes
-    ----------
-    out : Mean
-        Signed error of O: positive away from zero.
-    delta : Mean
-        Error of delta = rowsum(dO * O), over rowsum(|dO| * spacing).
-    rms : float
-        Of the errors of O.
-    """
-
-    out: Mean
-    delta: Mean
-    rms: float
+    out: Mean  # signed error of O: positive away from zero
+    delta: Mean  # error of delta = rowsum(dO * O), over rowsum(|dO| * spacing)
+    rms: float  # of the errors of O
 
 
 def spacing(x: Tensor, fmt: str) -> Tensor:
-    """Distance between the values of the format round `x`, FP64."""
+    """Return the distance between the values of the format around `x`, FP64."""
     target = FORMATS[fmt]
     exponent = torch.frexp(x.double().abs()).exponent - 1
     return torch.exp2((exponent.clamp(min=1 - target.bias) - target.mantissa_bits).double())
 
 
 def measure(out: Tensor, exact: Tensor, grad: Tensor, fmt: str) -> Bias:
-    """Errors of O (R, D) against FP64, in spacings. Columns of a row share its weights: rows are the sample.
+    """Measure errors of O (R, D) against FP64, in spacings; columns of a row share its weights: rows are the sample.
 
     A spacing is at least that of an eighth of the row's root mean square: beside 0, where it vanishes, the error is not
     of this rounding but of P's.
@@ -69,5 +59,5 @@ def measure(out: Tensor, exact: Tensor, grad: Tensor, fmt: str) -> Bias:
 
 
 def mean_of(rows: Tensor) -> Mean:
-    """Mean of independent numbers."""
+    """Return mean and standard error of independent numbers."""
     return Mean(float(rows.mean()), float(rows.std()) / math.sqrt(len(rows)))

@@ -1,8 +1,12 @@
-"""Matrices of the worst heads, small enough to be kept and drawn: the paper's figures 11 to 14 for any model."""
+"""Small pictures of the matrices of one head: the paper's figures 11 to 14 for any model."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,27 +14,23 @@ from torch.nn.functional import adaptive_max_pool2d
 
 import pasa
 from pasa.eval.accuracy.rmse.resonance import shifted_keys, stored_scores
-from pasa.eval.models.diagnose.statistics import ROWS, sample, span
+from pasa.eval.models.diagnose.report import span_text
+from pasa.eval.models.diagnose.statistics import POINTS, ROWS, sample, span
 
-MODULES = 3
-"""Modules of which a head is kept: the worst head of each, because heads of one module often look the same."""
-POINTS = 128
-"""Rows and columns of a picture, at most."""
+COLOURS = 32  # of a map: noise in 256 colours is what makes a PNG large
+PALETTE = 64  # of the sheet
+MATRICES = {  # title, rows and columns of each
+    "Q": ("Q", "query", "head dimension"),
+    "K": ("K", "key", "head dimension"),
+    "K'": ("K′", "key", "head dimension"),
+    "S": ("S = Q Kᵀ", "sampled query", "key"),
+    "S'": ("S′", "sampled query", "key"),
+}
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A matrix in small.
-
-    Attributes
-    ----------
-    values : Tensor (rows, columns)
-        At most `POINTS` each; see :func:`extremes`.
-    low, high : float
-        Smallest and largest value of the whole matrix.
-    shape : (int, int)
-        Of the whole matrix; of scores, those of `ROWS` queries.
-    """
+    """A matrix in small (`extremes`), with the range and the shape of the whole: for scores, that of `ROWS` queries."""
 
     values: Tensor
     low: float
@@ -40,7 +40,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class HeadMaps:
-    """Pictures of one head in one call, by the paper's names: Q, K, K', S, S'."""
+    """Pictures of one head in one call, by the names of `MATRICES`."""
 
     module: str
     head: int
@@ -49,60 +49,25 @@ class HeadMaps:
     pictures: dict[str, Picture]
 
 
-class Gallery:
-    """Keeps the pictures of the `most` modules with the largest scores, each from its worst call.
-
-    Attributes
-    ----------
-    kept : dict of str to HeadMaps
-    """
-
-    def __init__(self, most: int = MODULES) -> None:
-        self.most = most
-        self.kept: dict[str, HeadMaps] = {}
-
-    def offer(self, module: str, head: int, call: int, max_score: float, q: Tensor, k: Tensor) -> None:
-        """Take a head (q (S, D), k (Skv, D)) in if it is worse than what is kept; pictures are made only then."""
-        rivals = [self.kept[module]] if module in self.kept else list(self.kept.values())
-        crowded = module in self.kept or len(self.kept) == self.most
-        if crowded and max_score <= min(maps.max_score for maps in rivals):
-            return
-        self.kept[module] = HeadMaps(module, head, call, max_score, head_pictures(q, k))
-        if len(self.kept) > self.most:
-            del self.kept[min(self.kept, key=lambda name: self.kept[name].max_score)]
-
-    def worst(self) -> list[HeadMaps]:
-        """What is kept, largest score first."""
-        return sorted(self.kept.values(), key=lambda maps: -maps.max_score)
-
-
 @torch.no_grad()
 def head_pictures(q: Tensor, k: Tensor) -> dict[str, Picture]:
-    """Pictures of one head's q (S, D) and k (Skv, D), as FP16 holds them.
+    """Return pictures of one head's q (S, D) and k (Skv, D), as FP16 holds them.
 
     K' and S' are those of the exact recovery, in the units of K and q.k. Scores are formed for `ROWS` queries, never
     all at once; masks are left out, as in the paper's figures.
     """
     q, k = (x.half().float() for x in (q, k))
     rows, config = sample(q, 0, ROWS), pasa.PasaConfig()
-    matrices = {
-        "Q": q,
-        "K": k,
-        "K'": shifted_keys(k[None, None], config)[0, 0],
-        "S": rows @ k.mT,
-        "S'": stored_scores(rows[None, None], k[None, None], config),
+    moved = shifted_keys(k[None, None], config)[0, 0]
+    matrices = (q, k, moved, rows @ k.mT, stored_scores(rows[None, None], k[None, None], config))
+    return {
+        name: Picture(extremes(matrix).cpu(), *span(matrix), (matrix.shape[0], matrix.shape[1]))
+        for name, matrix in zip(MATRICES, matrices, strict=True)
     }
-    return {name: picture(matrix) for name, matrix in matrices.items()}
-
-
-def picture(matrix: Tensor) -> Picture:
-    """A matrix in small, with its range."""
-    low, high = span(matrix)
-    return Picture(extremes(matrix).cpu(), low, high, (matrix.shape[0], matrix.shape[1]))
 
 
 def extremes(matrix: Tensor) -> Tensor:
-    """The value of largest magnitude in every cell of a grid of at most `POINTS` x `POINTS`.
+    """Return the value of largest magnitude in every cell of a grid of at most `POINTS` x `POINTS`.
 
     A large score often stands alone, in a single key's column, which every n-th column would miss.
     """
@@ -110,3 +75,45 @@ def extremes(matrix: Tensor) -> Tensor:
     high = adaptive_max_pool2d(matrix[None], size)[0]
     low = -adaptive_max_pool2d(-matrix[None], size)[0]
     return torch.where(high >= -low, high, low)
+
+
+def colours() -> Any:
+    """Return a map ordered by lightness, so that it reads in grey and with any colour vision."""
+    from matplotlib import colormaps
+
+    return colormaps["viridis"].resampled(COLOURS)
+
+
+def to_png(picture: Picture) -> bytes:
+    """Return a PNG, one pixel a value, lowest to highest."""
+    from matplotlib.image import imsave
+
+    stream = BytesIO()
+    imsave(stream, picture.values.numpy(), cmap=colours(), format="png")
+    return stream.getvalue()
+
+
+def draw(maps: Sequence[HeadMaps], note: str, path: Path) -> Path:
+    """Draw all matrices of all heads on one sheet, a row for each head; the range stands over each matrix."""
+    from matplotlib.figure import Figure
+    from PIL import Image  # matplotlib brings it
+
+    figure = Figure(figsize=(2.9 * len(MATRICES), 3.0 * len(maps) + 0.4), layout="constrained")
+    parts = figure.subfigures(len(maps), 1, squeeze=False)[:, 0]
+    for part, each in zip(parts, maps, strict=True):
+        part.suptitle(f"{each.module}, head {each.head}, call {each.call}", fontsize=9)
+        for axis, (name, picture) in zip(part.subplots(1, len(MATRICES)), each.pictures.items(), strict=True):
+            title, down, across = MATRICES[name]
+            extent = (0, picture.shape[1], picture.shape[0], 0)
+            shown = {"aspect": "auto", "cmap": colours(), "interpolation": "nearest", "extent": extent}
+            axis.imshow(picture.values.numpy(), **shown)
+            axis.set_title(f"{title}  {span_text((picture.low, picture.high))}", fontsize=8)
+            axis.set_xlabel(across, fontsize=7)
+            axis.set_ylabel(down, fontsize=7)
+            axis.tick_params(labelsize=6)
+    figure.supxlabel(note, fontsize=8)
+    stream = BytesIO()
+    figure.savefig(stream, dpi=80)
+    # 64 colours hold the map's colours and the greys of the letters, in a third of the bytes.
+    Image.open(stream).convert("RGB").quantize(PALETTE).save(path, optimize=True)
+    return path

@@ -1,9 +1,10 @@
-"""What is diagnosed: a causal language model or a video pipeline, built in or of a folder, ready to run."""
+"""The models that are diagnosed: a causal language model or a video pipeline, built in or of a folder, ready to run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,30 +18,16 @@ from pasa.eval.models.video.overflow import OFFSET, bias_scores
 from pasa.eval.models.video.tiny import tiny_pipeline
 
 EMBEDDED, TINY = "embedded", clip.TINY
+BIASED = ", biased to overflow"  # in a title
 TEXT_OPTIONS = ("prompt", "max_prompt_tokens")
 VIDEO_OPTIONS = ("image", *clip.SIZES, "seed", "offload")
 BUILT_IN_OPTIONS = ("offset",)
-Options = Mapping[str, Any]
+OPTIONS = (*TEXT_OPTIONS, *VIDEO_OPTIONS, *BUILT_IN_OPTIONS, "dtype")
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model and what it is given.
-
-    Attributes
-    ----------
-    name, kind : str
-        Shown to a person.
-    model : torch.nn.Module or diffusers.DiffusionPipeline
-        What is patched.
-    run : callable
-        Runs it once; the same every time.
-    settings : dict
-        What the run depends on.
-    fixture : dict or None
-        What was done to the model to make its scores overflow.
-    device : torch.device
-    """
+    """A model to patch, what runs it once (the same every time), and what was done to it to make it overflow."""
 
     name: str
     kind: str
@@ -51,15 +38,8 @@ class Subject:
     device: torch.device
 
 
-def load(model: str, options: Options) -> Subject:
-    """The subject that `model` names.
-
-    Parameters
-    ----------
-    model : str
-        "embedded", "tiny", or a folder: a diffusers pipeline if it holds ``model_index.json``, else a language model.
-    options : mapping
-        By the names of :func:`pasa.eval.models.diagnose.run.run_diagnose`; None where nothing was asked for.
+def load(model: str, **options: Any) -> Subject:
+    """Load "embedded", "tiny" or a folder, which is a pipeline if it holds ``model_index.json``, with some `OPTIONS`.
 
     Raises
     ------
@@ -68,6 +48,7 @@ def load(model: str, options: Options) -> Subject:
     ValueError
         An option of another kind of model, or a value that cannot be used; a pipeline that is not supported.
     """
+    options = dict.fromkeys(OPTIONS) | options
     check_offset(options["offset"])
     if model not in (EMBEDDED, TINY):
         _refuse(model, "a folder", BUILT_IN_OPTIONS, options)
@@ -79,7 +60,7 @@ def load(model: str, options: Options) -> Subject:
     return _language_model(model, options)
 
 
-def _refuse(model: str, kind: str, foreign: tuple[str, ...], options: Options) -> None:
+def _refuse(model: str, kind: str, foreign: tuple[str, ...], options: dict[str, Any]) -> None:
     for name in foreign:
         if options[name] not in (None, False):
             raise ValueError(f"{name}={options[name]!r} does not apply: {model!r} is {kind}")
@@ -95,21 +76,17 @@ def _check_folder(path: Path) -> None:
         raise FileNotFoundError(f"{str(path)!r} holds neither model_index.json nor config.json")
 
 
-def _language_model(model: str, options: Options) -> Subject:
-    """The prefill of one prompt: it forms all scores that decoding forms, and those of every earlier token."""
+def _language_model(model: str, options: dict[str, Any]) -> Subject:
+    """Return the prefill of one prompt: it forms all scores that decoding forms, and those of every earlier token."""
     require_built_in(model=model == EMBEDDED, text=options["prompt"] is None)
     device, fixture = pick_device(), None
     dtype = clip.pick_dtype(options["dtype"], device)
-    if model == EMBEDDED:
-        network, tokenizer = load_model()
-        offset = DEFAULT_OFFSET if options["offset"] is None else options["offset"]
-        if offset:
-            network, info = inject_overflow(network, offset)
-            fixture = info.as_dict()
-        network = network.to(dtype)
-    else:
-        network, tokenizer = load_folder(model, dtype)
-    network = network.to(device)
+    network, tokenizer = load_model() if model == EMBEDDED else load_folder(model, dtype)
+    offset = DEFAULT_OFFSET if options["offset"] is None else options["offset"]
+    if model == EMBEDDED and offset:
+        network, info = inject_overflow(network, offset)
+        fixture = info.as_dict()
+    network = network.to(device, dtype)
     ids = build_prompt(tokenizer, options["prompt"], options["max_prompt_tokens"]).to(device)
 
     @torch.no_grad()
@@ -117,42 +94,25 @@ def _language_model(model: str, options: Options) -> Subject:
         network(input_ids=ids, use_cache=False)
 
     settings = {"tokens": ids.shape[1], "dtype": str(dtype).removeprefix("torch.")}
-    name = _title("SmolLM2-135M-Instruct", fixture) if model == EMBEDDED else model
+    name = model if model != EMBEDDED else "SmolLM2-135M-Instruct" + BIASED * bool(fixture)
     return Subject(name, "causal language model", network, run, settings, fixture, device)
 
 
-def _video(model: str, options: Options) -> Subject:
-    """One clip, as `pasa eval video` makes it."""
+def _video(model: str, options: dict[str, Any]) -> Subject:
+    """Return one clip, as `pasa eval video` makes it."""
     seed = clip.SEED if options["seed"] is None else options["seed"]
-    given = {name: options[name] for name in clip.SIZES}
-    settings = clip.make_settings(given, tiny=model == TINY, image=options["image"], seed=seed, dtype=options["dtype"])
-    fixture = None
-    if model == TINY:
-        pipeline = tiny_pipeline()
-        offset = OFFSET if options["offset"] is None else options["offset"]
-        fixture = bias_scores(pipeline.unet, offset) if offset else None
-    else:
-        pipeline = clip.load_pipeline(model)
+    sizes = {name: options[name] for name in clip.SIZES}
+    settings = clip.make_settings(sizes, tiny=model == TINY, image=options["image"], seed=seed, dtype=options["dtype"])
+    pipeline = tiny_pipeline() if model == TINY else clip.load_pipeline(model)
+    offset = OFFSET if options["offset"] is None else options["offset"]
+    fixture = bias_scores(pipeline.unet, offset) if model == TINY and offset else None
     if settings.dtype == torch.float16:
         clip.halve(pipeline)
-    clip.place(pipeline, settings.device, bool(options["offload"]))
-    shown = {
-        **{name: getattr(settings, name) for name in (*clip.SIZES, "seed")},
-        "dtype": str(settings.dtype).removeprefix("torch."),
-        "offload": bool(options["offload"]),
-    }
-    name = _title("Stable Video Diffusion in small, random weights", fixture) if model == TINY else model
+    offload = bool(options["offload"])
+    clip.place(pipeline, settings.device, offload)
+    shown = {name: getattr(settings, name) for name in (*clip.SIZES, "seed")}
+    shown |= {"dtype": str(settings.dtype).removeprefix("torch."), "offload": offload}
+    name = model if model != TINY else "Stable Video Diffusion in small, random weights" + BIASED * bool(fixture)
     return Subject(
-        name,
-        "video pipeline",
-        pipeline,
-        lambda: clip.make_frames(pipeline, settings),
-        shown,
-        fixture,
-        settings.device,
+        name, "video pipeline", pipeline, partial(clip.make_frames, pipeline, settings), shown, fixture, settings.device
     )
-
-
-def _title(name: str, fixture: dict[str, Any] | None) -> str:
-    """A built-in model's name, and what was done to it."""
-    return f"{name}, biased to overflow" if fixture else name

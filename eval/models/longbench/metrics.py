@@ -1,7 +1,7 @@
-"""Scores of LongBench v1, by its definitions: one answer against one reference, an item, a dataset.
+"""Scores answers by the definitions of LongBench v1: one answer against one reference, an item, a data set.
 
-Written from the definitions, and equal to the published scorer to 1e-6, its oddities included, because a score that is
-not is comparable with nothing. What is odd is said where it is.
+The scores equal those of the published scorer to 1e-6, its oddities included, so that they can be compared with
+published ones. Each oddity is named where it is.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from typing import Any
 
 import numpy as np
 
 from pasa.eval.models.longbench.tasks import BUCKETS, Task
 
 Score = Callable[[str, str, Sequence[str]], float]
-"""(answer, reference, classes of the dataset) -> 0 to 1."""
+"""(answer, reference, classes of the item) -> 0 to 1."""
 
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 NUMBER = re.compile(r"\d+")
@@ -32,46 +31,40 @@ CHINESE = (
     | {chr(code) for code in (*range(0x300C, 0x3012), *range(0x3014, 0x3020), 0x3030, 0x303E, 0x303F, 0xFE4F)}
     | {chr(code) for code in (0x2013, 0x2014, 0x2018, 0x2019, *range(0x201B, 0x2020), 0x2026, 0x2027)}
 )
-"""What the published scorer strips from Chinese: not all punctuation ("《" and "．" stay)."""
+"""Characters that the published scorer strips from Chinese: not all punctuation ("《" and "．" stay)."""
 
 
 def qa_f1(answer: str, reference: str, classes: Sequence[str] = ()) -> float:
-    """F1 of the bags of words, in lower case, without punctuation and articles."""
-    return f1(_words(answer), _words(reference))
+    """Return the F1 of the bags of words, in lower case, without punctuation and articles."""
 
+    def words(text: str) -> list[str]:
+        return ARTICLES.sub(" ", "".join(char for char in text.lower() if char not in ENGLISH)).split()
 
-def _words(text: str) -> list[str]:
-    kept = "".join(char for char in text.lower() if char not in ENGLISH)
-    return ARTICLES.sub(" ", kept).split()
+    return f1(words(answer), words(reference))
 
 
 def qa_f1_zh(answer: str, reference: str, classes: Sequence[str] = ()) -> float:
-    """F1 of the bags of words that jieba segments, each in lower case, without punctuation and blanks."""
-    return f1(_segments(answer), _segments(reference))
-
-
-def _segments(text: str) -> list[str]:
+    """Return the F1 of the bags of words that jieba segments, each in lower case, without punctuation and blanks."""
     dropped = ENGLISH | CHINESE
-    segments = ("".join("".join(c for c in part.lower() if c not in dropped).split()) for part in segment(text))
-    return [part for part in segments if part]
+
+    def words(text: str) -> list[str]:
+        stripped = ("".join("".join(c for c in part.lower() if c not in dropped).split()) for part in segment(text))
+        return [part for part in stripped if part]
+
+    return f1(words(answer), words(reference))
 
 
 def segment(text: str) -> list[str]:
-    """Chinese words, by jieba's default mode."""
-    words: list[str] = _jieba().lcut(text, cut_all=False)
+    """Return Chinese words, by jieba's default mode."""
+    import jieba
+
+    jieba.setLogLevel(logging.WARNING)  # else jieba reports on stderr how it loads its dictionary
+    words: list[str] = jieba.lcut(text, cut_all=False)
     return words
 
 
-@cache
-def _jieba() -> Any:
-    import jieba
-
-    jieba.setLogLevel(logging.WARNING)  # else it reports on stderr how it loads its dictionary
-    return jieba
-
-
 def f1(answer: Sequence[str], reference: Sequence[str]) -> float:
-    """Harmonic mean of precision and recall of two bags; 0 without anything in common."""
+    """Return the harmonic mean of precision and recall of two bags; 0 without anything in common."""
     common = (Counter(answer) & Counter(reference)).total()
     if common == 0:
         return 0.0
@@ -80,19 +73,18 @@ def f1(answer: Sequence[str], reference: Sequence[str]) -> float:
 
 
 def rouge(answer: str, reference: str, classes: Sequence[str] = ()) -> float:
-    """ROUGE-L F of the package `rouge` 1.0.1: union LCS over the sentences between full stops; 0 where it fails.
+    """Return ROUGE-L F of the package `rouge` 1.0.1: union LCS over the sentences between full stops; 0 if it fails.
 
-    It fails on an answer without a word, and it recurses once for every step through the table of two sentences: as
-    many steps as they have words, those in common counted once. Beyond about 980 it is out of stack, and scores 0 even
-    if they are equal. The published scorer gives that 0, and so does this; :func:`ran_out_of_stack` tells which items
-    are meant. The thread that it runs in takes a few frames, and so a few words, more than the published scorer.
+    The package fails on an answer without a word. It also recurses once for every step through the table of two
+    sentences: as many steps as both have words, those in common counted once. Beyond about 980 steps it is out of
+    stack, and scores 0 even if the sentences are equal. The published scorer has that 0 too.
     """
     outcome = _rouge(answer, reference)
     return outcome if isinstance(outcome, float) else 0.0
 
 
 def ran_out_of_stack(task: Task, answer: str, references: Sequence[str]) -> bool:
-    """Whether the ROUGE of an item is lower than it might be because the package recursed too deeply."""
+    """Return whether the ROUGE of an item is lower than it might be because the package recursed too deeply."""
     if task.metric == "rouge_zh":
         answer, references = " ".join(segment(answer)), [" ".join(segment(each)) for each in references]
     pairs = [(answer, each) for each in references] if task.metric in ("rouge", "rouge_zh") else []
@@ -101,9 +93,8 @@ def ran_out_of_stack(task: Task, answer: str, references: Sequence[str]) -> bool
 
 @cache
 def _rouge(answer: str, reference: str) -> float | Exception:
-    """The score, or why there is none. In a thread of its own, with a stack of its own: how much of it is left for the
-    recursion must not depend on who calls. It takes long, and each pair is asked for more than once."""
-    with ThreadPoolExecutor(1) as pool:
+    """Return the score, or why there is none; cached, because it takes long and is read more than once."""
+    with ThreadPoolExecutor(1) as pool:  # the stack that is left for the recursion must not depend on the caller
         try:
             return pool.submit(_rouge_l, answer, reference).result()
         except (ValueError, RecursionError) as error:
@@ -118,15 +109,15 @@ def _rouge_l(answer: str, reference: str) -> float:
 
 
 def rouge_zh(answer: str, reference: str, classes: Sequence[str] = ()) -> float:
-    """:func:`rouge` of what jieba segments. A Chinese full stop does not end a sentence for it."""
+    """Return :func:`rouge` of jieba's words. A Chinese full stop does not end a sentence for it."""
     return rouge(" ".join(segment(answer)), " ".join(segment(reference)))
 
 
 def classification(answer: str, reference: str, classes: Sequence[str]) -> float:
-    """1 over the number of classes that the answer names, if the right one is among them.
+    """Return 1 over the number of classes that the answer names, if the right one is among them.
 
     Classes that are parts of the right one's name ("NUM" of "NUM:date") do not count. The published scorer removes them
-    from the list that it is walking over, and so skips the one behind each; that is kept.
+    from the list that it iterates over, and so skips the class after each; so does this function.
     """
     named = [name for name in classes if name in answer]
     position = 0
@@ -138,49 +129,39 @@ def classification(answer: str, reference: str, classes: Sequence[str]) -> float
 
 
 def count(answer: str, reference: str, classes: Sequence[str] = ()) -> float:
-    """Share of the numbers in the answer that are the right one, digit by digit."""
+    """Return the share of the numbers in the answer that are the right one, digit by digit."""
     numbers = NUMBER.findall(answer)
     return numbers.count(reference) / len(numbers) if numbers else 0.0
 
 
 def retrieval(answer: str, reference: str, classes: Sequence[str] = ()) -> float:
-    """As :func:`count`, for a reference like "Paragraph 7"."""
+    """Return :func:`count` for a reference like "Paragraph 7"."""
     return count(answer, paragraph(reference, "Paragraph "))
 
 
 def retrieval_zh(answer: str, reference: str, classes: Sequence[str] = ()) -> float:
-    """As :func:`count`, for a reference like "段落7"."""
+    """Return :func:`count` for a reference like "段落7"."""
     return count(answer, paragraph(reference, "段落"))
 
 
 def paragraph(reference: str, prefix: str) -> str:
-    """The number behind the first `prefix`.
-
-    Raises
-    ------
-    ValueError
-        None is there.
-    """
-    found = re.search(rf"{prefix}(\d+)", reference)
-    if found is None:
+    """Return the number after the first `prefix`; ValueError without one."""
+    match = re.search(rf"{prefix}(\d+)", reference)
+    if match is None:
         raise ValueError(f"answer {reference!r} holds no {prefix!r} with a number")
-    return found[1]
+    return match[1]
 
 
 def code_sim(answer: str, reference: str, classes: Sequence[str] = ()) -> float:
-    """Similarity of the first line that is neither comment nor Markdown: difflib's ratio, rounded to per cents.
+    """Return the similarity of the first line that is neither comment nor Markdown: difflib's ratio, in per cents.
 
-    That is fuzzywuzzy 0.18's `ratio` without its optional C extension, which counts otherwise. Equal lines are 1, empty
-    ones too.
+    That is fuzzywuzzy 0.18's `ratio` without its optional C extension, which counts otherwise.
     """
-    line = code_line(answer)
-    if line == reference:
-        return 1.0
-    return round(100 * difflib.SequenceMatcher(None, line, reference).ratio()) / 100
+    return round(100 * difflib.SequenceMatcher(None, code_line(answer), reference).ratio()) / 100
 
 
 def code_line(answer: str) -> str:
-    """The first line that is neither comment nor Markdown; "" if there is none."""
+    """Return the first line that is neither comment nor Markdown; "" if there is none."""
     lines = answer.lstrip("\n").split("\n")
     return next((each for each in lines if not any(mark in each for mark in ("`", "#", "//"))), "")
 
@@ -192,38 +173,31 @@ METRICS: dict[str, Score] = {
         *(classification, count, retrieval, retrieval_zh, code_sim),
     )
 }
-
-
 PACKAGES = {"qa_f1_zh": ("jieba",), "rouge": ("rouge",), "rouge_zh": ("rouge", "jieba")}
-"""What a metric needs besides numpy."""
+"""Packages that a metric needs besides numpy."""
 
 
 def score_item(task: Task, answer: str, references: Sequence[str], classes: Sequence[str] | None) -> float:
-    """Best score over the references, 0 to 1; 0 without any."""
+    """Return the best score over the references, 0 to 1; 0 without any."""
     answer, metric = scored_part(task, answer), METRICS[task.metric]
     return max((metric(answer, reference, classes or ()) for reference in references), default=0.0)
 
 
 def scored_part(task: Task, answer: str) -> str:
-    """What of an answer is scored: all, the first line, or the line of code."""
+    """Return the part of an answer that is scored: all, the first line, or the line of code."""
     if task.metric == "code_sim":
         return code_line(answer)
     return answer.lstrip("\n").split("\n")[0] if task.first_line else answer
 
 
 def score_dataset(scores: Sequence[float]) -> float | None:
-    """Mean in per cent, to two decimals as published; None without items."""
+    """Return the mean in per cent, to two decimals as published; None without items."""
     return round(100 * sum(scores) / len(scores), 2) if scores else None
 
 
 def score_buckets(scores: Sequence[float], lengths: Sequence[int]) -> dict[str, float | None]:
-    """As :func:`score_dataset`, for each of LongBench-E's lengths."""
-    found: dict[str, list[float]] = {name: [] for name in BUCKETS}
+    """Return the mean in per cent for each of LongBench-E's lengths."""
+    buckets: dict[str, list[float]] = {name: [] for name in BUCKETS}
     for score, length in zip(scores, lengths, strict=True):
-        found[bucket(length)].append(score)
-    return {name: round(100 * float(np.mean(each)), 2) if each else None for name, each in found.items()}
-
-
-def bucket(length: int) -> str:
-    """LongBench-E's bucket of a length in words or characters."""
-    return next(name for name, end in BUCKETS.items() if end is None or length < end)
+        buckets[next(name for name, end in BUCKETS.items() if end is None or length < end)].append(score)
+    return {name: round(100 * float(np.mean(each)), 2) if each else None for name, each in buckets.items()}

@@ -1,6 +1,4 @@
-"""A set in LongBench's form that needs no network: ten of its data sets, all six categories, cut from real texts.
-
-    python -m pasa.eval.models.longbench.offline FOLDER
+"""Makes questions in LongBench's form without a network: ten of its data sets, all six categories, from real texts.
 
 Questions and answers follow from the texts alone: which paragraph another translation retells, how many paragraphs are
 left without their copies, how a verse goes on, which book or line it is, what comes next in a source, what a function
@@ -10,16 +8,11 @@ is said to do. It is not LongBench: scores on it compare precisions of a model, 
 from __future__ import annotations
 
 import ast
-import hashlib
-import json
 import random
-import sys
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
-from typing import Any
 
-from pasa.eval.kit.output import write_text
 from pasa.eval.models.longbench import texts
+from pasa.eval.models.longbench.data import Item
 from pasa.eval.models.longbench.tasks import TASKS
 
 Count = Callable[[str], int]
@@ -31,55 +24,29 @@ PARAGRAPHS = 30  # the prompt of passage_retrieval_en says so
 BOOKS = ("Genesis", "Psalms", "Proverbs", "Isaiah", "Matthew", "Romans")
 YANG, YIN = "阳爻", "阴爻"
 SEED = 42  # the benchmark's
-LEAST = 400
-"""Shortest context, in tokens: passage_retrieval_en then gives each passage 13, and a verse is the least it takes."""
-FULL = 0.8
-"""Share of the length asked for that every text has at least."""
+SHORTEST = 400
+"""Shortest context, in tokens: passage_retrieval_en then has 13 for each passage, and no verse takes fewer."""
+FILLED = 0.8
+"""Least share of the requested length that a text has."""
 
 
-def build(folder: Path, tokens: Sequence[int] = TOKENS, items: int = 1, count: Count | None = None) -> dict[str, Any]:
-    """Write ``<dataset>.jsonl`` files and ``provenance.json``; the same arguments and texts give the same bytes.
+def build(tokens: Sequence[int], items: int, count: Count, datasets: Iterable[str] = ()) -> dict[str, list[Item]]:
+    """Return `items` questions of each length in `tokens`, of each data set (default: all); always the same ones.
 
-    Parameters
-    ----------
-    folder : Path
-    tokens : sequence of int
-        Lengths of the contexts, each from `LEAST` on.
-    items : int
-        Questions of each length in each data set.
-    count : callable, optional
-        Tokens of a text; default: a fourth of its bytes.
-
-    Returns
-    -------
-    dict
-        What provenance.json holds: sources with versions, lengths, seed, SHA-256 of each file.
-
-    Raises
-    ------
-    ValueError
-        A length or number that is too small.
-    FileNotFoundError
-        A distribution is not installed; the message is the command that installs it.
+    `count` returns the number of tokens of a text.
     """
-    check(tokens, items)
-    count = count or (lambda text: len(text.encode()) // 4)
-    digests = {}
-    for name, make in MAKERS.items():
+    questions = {}
+    for name in datasets or sorted(MAKERS):
         rng = random.Random(f"{SEED} {name}")
-        rows = [_row(name, make(rng, size, count)) for size in tokens for _ in range(items)]
-        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        write_text(folder / f"{name}.jsonl", text)
-        digests[name] = hashlib.sha256(text.encode()).hexdigest()
-    sources = {"sources": texts.provenance(), "tokens": list(tokens), "items": items, "seed": SEED, "sha256": digests}
-    write_text(folder / "provenance.json", json.dumps(sources, indent=1) + "\n")
-    return sources
+        made = [MAKERS[name](rng, size, count) for size in tokens for _ in range(items)]
+        questions[name] = [_item(name, index, *question) for index, question in enumerate(made)]
+    return questions
 
 
 def check(tokens: Sequence[int], items: int, datasets: Sequence[str] | None = None, *, extended: bool = False) -> None:
-    """Refuse what cannot be built: ValueError that names the value."""
-    if not tokens or min(tokens) < LEAST:
-        raise ValueError(f"tokens={min(tokens, default=0)} is below {LEAST}")
+    """Raise ValueError, with the value, for questions that cannot be made."""
+    if not tokens or min(tokens) < SHORTEST:
+        raise ValueError(f"tokens={min(tokens, default=0)} is below {SHORTEST}")
     if items < 1:
         raise ValueError(f"items={items} is below 1")
     if extended:
@@ -89,23 +56,14 @@ def check(tokens: Sequence[int], items: int, datasets: Sequence[str] | None = No
             raise ValueError(f"the offline set has no {name!r}; it has {', '.join(MAKERS)}")
 
 
-def _row(name: str, question: Question) -> dict[str, Any]:
-    context, text, answers, classes = question
-    whole, language = f"{context} {text} {answers[0]}", TASKS[name].language
-    return {
-        "input": text,
-        "context": context,
-        "answers": answers,
-        "length": len(whole) if language == "zh" else len(whole.split()),
-        "dataset": name,
-        "language": language,
-        "all_classes": classes,
-        "_id": hashlib.sha256(f"{context}{text}".encode()).hexdigest()[:16],
-    }
+def _item(name: str, index: int, context: str, text: str, answers: list[str], classes: list[str] | None) -> Item:
+    whole = f"{context} {text} {answers[0]}"
+    length = len(whole) if TASKS[name].language == "zh" else len(whole.split())
+    return Item(index, context, text, answers, length, classes)
 
 
 def _fill(pieces: Iterable[str], budget: int, count: Count) -> list[str]:
-    """The first pieces that fit, at least one."""
+    """Return the first pieces that fit, at least one."""
     taken: list[str] = []
     for piece in pieces:
         budget -= count(piece)
@@ -116,19 +74,19 @@ def _fill(pieces: Iterable[str], budget: int, count: Count) -> list[str]:
 
 
 def _passage(rng: random.Random, budget: int, count: Count) -> list[texts.Verse]:
-    """Verses of one chapter, from a random one on."""
+    """Return verses of one chapter, from a random one on."""
     all_verses = texts.verses()
     while True:
         start = rng.randrange(len(all_verses))
         first = all_verses[start]
         rest = [v for v in all_verses[start : start + 60] if (v.book, v.chapter) == (first.book, first.chapter)]
         taken = _fill([verse.king_james for verse in rest], budget, count)
-        if sum(map(count, taken)) >= FULL * budget:
+        if sum(map(count, taken)) >= FILLED * budget:
             return rest[: len(taken)]
 
 
-def _numbered(label: str, passages: Sequence[str]) -> str:
-    return "\n\n".join(f"{label}{number}: {text}" for number, text in enumerate(passages, 1))
+def _numbered(label: str, passages: Sequence[str], colon: str = ": ") -> str:
+    return "\n\n".join(f"{label}{number}{colon}{text}" for number, text in enumerate(passages, 1))
 
 
 def _plain(passage: Sequence[texts.Verse]) -> str:
@@ -136,7 +94,7 @@ def _plain(passage: Sequence[texts.Verse]) -> str:
 
 
 def passage_retrieval_en(rng: random.Random, size: int, count: Count) -> Question:
-    """Which paragraph of the King James Bible the American Standard Version retells."""
+    """Ask which paragraph of the King James Bible the American Standard Version retells."""
     passages = [_passage(rng, size // PARAGRAPHS, count) for _ in range(PARAGRAPHS)]
     right = rng.randrange(PARAGRAPHS)
     abstract = " ".join(verse.american for verse in passages[right][:3])
@@ -144,7 +102,7 @@ def passage_retrieval_en(rng: random.Random, size: int, count: Count) -> Questio
 
 
 def passage_count(rng: random.Random, size: int, count: Count) -> Question:
-    """How many paragraphs there are without the copies."""
+    """Ask how many paragraphs there are without the copies."""
     budget = max(size // 20, 40)
     total = max(size // budget, 4)
     unique = rng.randrange(2, total)
@@ -155,19 +113,19 @@ def passage_count(rng: random.Random, size: int, count: Count) -> Question:
 
 
 def multifieldqa_en(rng: random.Random, size: int, count: Count) -> Question:
-    """How a verse somewhere in the text goes on; either translation is right."""
+    """Ask how a verse somewhere in the text goes on; either translation is right."""
     all_verses = texts.verses()
     start = rng.randrange(len(all_verses) - size // 5)  # no verse has fewer than five tokens on average
     context = _fill([verse.king_james for verse in all_verses[start:]], size, count)
-    own = [verse for verse in all_verses[start : start + len(context)] if len(verse.king_james.split()) >= 16]
-    verse = rng.choice(own)
+    pool = [verse for verse in all_verses[start : start + len(context)] if len(verse.king_james.split()) >= 16]
+    verse = rng.choice(pool)
     words, cut = verse.king_james.split(), len(verse.king_james.split()) // 2
     question = f'How does the sentence that begins with "{" ".join(words[:cut])}" go on?'
     return " ".join(context), question, [" ".join(words[cut:]), verse.american], None
 
 
 def hotpotqa(rng: random.Random, size: int, count: Count) -> Question:
-    """Whether two sentences stand in the same book, which only two passages together tell."""
+    """Ask whether two sentences stand in the same book, which only two passages together say."""
     passages = [_passage(rng, 150, count) for _ in range(max(size // 150, 2))]
     if rng.random() < 0.5:
         passages[1] = [verse for verse in texts.verses() if verse.book == passages[0][0].book][:4]
@@ -179,23 +137,23 @@ def hotpotqa(rng: random.Random, size: int, count: Count) -> Question:
 
 
 def trec(rng: random.Random, size: int, count: Count) -> Question:
-    """Which book a verse is from, after examples."""
-    own = rng.sample([verse for verse in texts.verses() if verse.book in BOOKS], size // 20)
-    examples = _fill([f"Question: {v.king_james}\nType: {v.book}" for v in own[1:]], size, count)
-    return "\n".join(examples) + "\n", f"Question: {own[0].king_james}\nType:", [own[0].book], list(BOOKS)
+    """Ask which book a verse is from, after examples."""
+    pool = rng.sample([verse for verse in texts.verses() if verse.book in BOOKS], size // 20)
+    examples = _fill([f"Question: {v.king_james}\nType: {v.book}" for v in pool[1:]], size, count)
+    return "\n".join(examples) + "\n", f"Question: {pool[0].king_james}\nType:", [pool[0].book], list(BOOKS)
 
 
 def lsht(rng: random.Random, size: int, count: Count) -> Question:
-    """Whether a line of the Zhouyi is yang or yin, after examples; its label, which says so, is cut off."""
-    own = [(text.partition("：")[2], yang) for each in texts.hexagrams() for text, yang in each.lines]
-    rng.shuffle(own)
-    examples = _fill([f"新闻内容：{text}\n类别：{YANG if yang else YIN}" for text, yang in own[1:]], size, count)
-    text, yang = own[0]
+    """Ask whether a line of the Zhouyi is yang or yin, after examples; its label, which says so, is cut off."""
+    pool = [(text.partition("：")[2], yang) for each in texts.hexagrams() for text, yang in each.lines]
+    rng.shuffle(pool)
+    examples = _fill([f"新闻内容：{text}\n类别：{YANG if yang else YIN}" for text, yang in pool[1:]], size, count)
+    text, yang = pool[0]
     return "\n".join(examples) + "\n", f"新闻内容：{text}\n类别：", [YANG if yang else YIN], [YANG, YIN]
 
 
 def multifieldqa_zh(rng: random.Random, size: int, count: Count) -> Question:
-    """Which chapter of the Zhouyi says a sentence."""
+    """Ask which chapter of the Zhouyi says a sentence."""
     chapters = rng.sample(texts.hexagrams(), 64)
     shown = _fill([f"{each.name}卦\n{each.text}" for each in chapters], size, count)
     right = rng.choice(chapters[: len(shown)])
@@ -203,27 +161,26 @@ def multifieldqa_zh(rng: random.Random, size: int, count: Count) -> Question:
 
 
 def passage_retrieval_zh(rng: random.Random, size: int, count: Count) -> Question:
-    """Which chapter of the Zhouyi a commentary sums up."""
+    """Ask which chapter of the Zhouyi a commentary sums up."""
     chapters = rng.sample(texts.hexagrams(), 64)
     shown = _fill([each.text for each in chapters], size, count)
     right = rng.randrange(len(shown))
-    passages = "\n\n".join(f"段落{number}：{text}" for number, text in enumerate(shown, 1))
-    return passages, chapters[right].commentary, [f"段落{right + 1}"], None
+    return _numbered("段落", shown, "："), chapters[right].commentary, [f"段落{right + 1}"], None
 
 
 def lcc(rng: random.Random, size: int, count: Count) -> Question:
-    """The next line of a module of the standard library."""
+    """Ask for the next line of a module of the standard library."""
     while True:
         lines = rng.choice(list(texts.modules().values())).splitlines()
         at = rng.randrange(len(lines))
         before = _fill(reversed([line + "\n" for line in lines[:at]]), size, count)
         code = lines[at].strip()
-        if len(code) >= 10 and not code.startswith(("#", '"')) and sum(map(count, before)) >= FULL * size:
+        if len(code) >= 10 and not code.startswith(("#", '"')) and sum(map(count, before)) >= FILLED * size:
             return "".join(reversed(before)), "", [lines[at]], None
 
 
 def qmsum(rng: random.Random, size: int, count: Count) -> Question:
-    """What a function is for: its docstring, which is cut out of the module that is shown."""
+    """Ask what a function is for; its docstring, the answer, is cut out of the module that is shown."""
     while True:
         name, source = rng.choice(list(texts.modules().items()))
         functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
@@ -234,7 +191,7 @@ def qmsum(rng: random.Random, size: int, count: Count) -> Question:
         lines, first, last = source.splitlines(), function.body[0].lineno - 1, function.body[0].end_lineno or 0
         behind = _fill([line + "\n" for line in lines[last:]], size // 2, count)
         before = _fill(reversed([line + "\n" for line in lines[:first]]), size // 2, count)
-        if sum(map(count, [*before, *behind])) >= FULL * size:
+        if sum(map(count, [*before, *behind])) >= FILLED * size:
             return (
                 "".join([*reversed(before), *behind]),
                 f"What does {name}.{function.name} do?",
@@ -250,9 +207,3 @@ MAKERS: dict[str, Callable[[random.Random, int, Count], Question]] = {
         *(lsht, passage_count, passage_retrieval_en, passage_retrieval_zh, lcc),
     )
 }
-
-
-if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("usage: python -m pasa.eval.models.longbench.offline FOLDER")
-    build(Path(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""From an item to the ids that a model is given: template, truncation in the middle, chat template."""
+"""Turns an item into the ids of a prompt: template, truncation in the middle, chat template."""
 
 from __future__ import annotations
 
@@ -7,19 +7,14 @@ from typing import Any
 
 from pasa.eval.models.longbench.data import Item
 from pasa.eval.models.longbench.tasks import Task
+from pasa.eval.models.longbench.templates import templates
 
 PUBLISHED_LENGTHS = {4096: 3500, 8192: 7500, 16384: 15500, 32768: 31500}
 """Context window -> longest prompt, in tokens before the chat template (LongBench/config/model2maxlen.json)."""
 
 
 def default_max_length(window: float) -> int:
-    """Longest prompt for a context window: as published for the largest published window within it.
-
-    Raises
-    ------
-    ValueError
-        A window below the published ones: any choice would be arbitrary.
-    """
+    """Return the longest prompt of the largest published window within `window`; ValueError below all of them."""
     fitting = [length for size, length in PUBLISHED_LENGTHS.items() if size <= window]
     if not fitting:
         raise ValueError(f"LongBench has no prompt length for a context window of {window} tokens: give max_length")
@@ -27,12 +22,7 @@ def default_max_length(window: float) -> int:
 
 
 def check_max_length(length: int, window: float, tasks: Iterable[Task]) -> None:
-    """Refuse prompts that are too short to be cut, or leave no room in the window for what is generated.
-
-    Raises
-    ------
-    ValueError
-    """
+    """Raise ValueError for prompts that are too short to be cut, or leave no room for the answer in the window."""
     if length < 2:
         raise ValueError(f"max_length={length} is below 2")
     task = max(tasks, key=lambda each: each.max_new_tokens)
@@ -46,23 +36,15 @@ def check_max_length(length: int, window: float, tasks: Iterable[Task]) -> None:
 def build_prompt(tokenizer: Any, task: Task, item: Item, max_length: int, *, chat: bool = True) -> list[int]:
     """Return the ids of a prompt.
 
-    Parameters
-    ----------
-    tokenizer
-        Of transformers.
-    max_length : int
-        Prompts of more tokens lose their middle: the first and the last half of that many tokens are decoded, put
-        together and tokenized anew, as published; so the count may then differ by a few.
-    chat : bool
-        Put the prompt into the tokenizer's chat template, where the task and the tokenizer have it so. This comes after
-        the truncation, which the template's own text is not subject to.
+    A prompt of more than `max_length` tokens loses its middle. As published, its first and its last half of that many
+    tokens are decoded, joined and tokenized again, so the count may then differ by a few. The chat template of the
+    tokenizer, where `chat` and the task ask for it, is added after the truncation.
     """
-    prompt = task.prompt.format(context=item.context, input=item.input)
+    prompt = templates()[task.name].format(context=item.context, input=item.input)
     ids: list[int] = tokenizer(prompt).input_ids
     if len(ids) > max_length:
         half = max_length // 2
-        ends = (ids[:half], ids[-half:])
-        prompt = "".join(tokenizer.decode(part, skip_special_tokens=True) for part in ends)
+        prompt = "".join(tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:half], ids[-half:]))
         ids = tokenizer(prompt).input_ids
     if not (chat and task.chat and getattr(tokenizer, "chat_template", None)):
         return ids

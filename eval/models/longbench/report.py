@@ -1,118 +1,87 @@
-"""Shows a LongBench run to a person, in the terminal and as Markdown."""
+"""Shows a LongBench run: tables by precision, data set, length and layer, and a sentence about the gate."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.text import Text
-
-from pasa.eval.kit import output
-from pasa.eval.kit.tables import Table, markdown, number, percent
-from pasa.eval.models.longbench.tasks import BUCKETS, PER_LANGUAGE
+from pasa.eval.kit.device import origin
+from pasa.eval.kit.gate import outcome
+from pasa.eval.kit.tables import Table, number, percent
+from pasa.eval.models.longbench.tasks import BUCKETS
 
 MIB = 2**20
 
 
-def tables(result: dict[str, Any]) -> list[Table]:
-    """What a result has to show."""
-    shown = [precision_table(result), score_table(result)]
-    if any("buckets" in entry for entry in result["datasets"].values()):
-        shown.append(bucket_table(result))
-    return [*shown, layer_table(result)] if result["layers"] else shown
+def report(result: dict[str, Any]) -> list[Table | str]:
+    """Return the tables that the result has rows for, verdict and origin."""
+    tables = [layer_table(result), bucket_table(result), score_table(result), precision_table(result)]
+    return [*(table for table in tables if table.rows), f"{verdict(result)} {origin(result)}"]
 
 
 def precision_table(result: dict[str, Any]) -> Table:
-    """A row for every precision: what it answered, and how fast."""
-    rows = []
-    for name, found in result["precisions"].items():
-        peak = found["peak_bytes"]
-        rows.append(
-            [
-                result["titles"][name],
-                f"{result['categories']['all'][name]:.2f}",
-                percent(found["agreement"]),
-                percent(found["identical"]),
-                f"{found['broken']}/{found['items']}",
-                number(found["prefill_tokens_per_s"], ",.0f"),
-                number(found["decode_tokens_per_s"], ",.1f"),
-                "-" if peak is None else f"{peak / MIB:,.0f}",
-            ]
-        )
-    header = [
-        "precision",
-        "score",
-        "equal to FP32",
-        "identical",
-        "broken",
-        "prefill tokens/s",
-        "decode tokens/s",
-        "peak MiB",
+    """Return a row for every precision: answers and speed."""
+    rows = [
+        [
+            result["titles"][name],
+            f"{result['categories']['all'][name]:.2f}",
+            percent(each["agreement"]),
+            percent(each["identical"]),
+            f"{each['broken']}/{each['items']}",
+            number(each["prefill_tokens_per_s"], ",.0f"),
+            number(each["decode_tokens_per_s"], ",.1f"),
+            number(each["peak_bytes"] and each["peak_bytes"] / MIB, ",.0f"),
+        ]
+        for name, each in result["precisions"].items()
     ]
+    answers = ["precision", "score", "equal to FP32", "identical", "broken"]
     lengths = [length for entry in result["datasets"].values() for length in entry["prompt_tokens"]]
+    sets = len(result["datasets"])
     title = (
-        f"{result['model']}: {counted(len(result['datasets']), 'data set')} of {result['data']}, "
+        f"{result['model']}: {sets} data set{'' if sets == 1 else 's'} of {result['data']}, "
         f"{_range(lengths, ' to ')} prompt tokens"
     )
-    return Table(title, header, rows, _note(result))
-
-
-def counted(number: int, noun: str) -> str:
-    """Number and noun, in the plural where it must be."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    lost = sum(sum(entry["rouge_out_of_stack"].values()) for entry in result["datasets"].values())
+    note = (
+        "Score: mean over the categories of LongBench, 0 to 100. Equal to FP32: share of the answers of which all that "
+        "is scored (few-shot and code: a line) is FP32's, to the character; identical: all that is generated. Broken: "
+        "answers that end because logits are NaN."
+        + (f" ROUGE is 0 for {lost} answers because the package ran out of stack, as published." if lost else "")
+    )
+    return Table(title, [*answers, "prefill tokens/s", "decode tokens/s", "peak MiB"], rows, note)
 
 
 def _range(values: Sequence[int], to: str) -> str:
     return to.join(f"{value:,}" for value in sorted({min(values), max(values)}))
 
 
-def _note(result: dict[str, Any]) -> str:
-    """How to read the table."""
-    lost = sum(sum(entry["rouge_out_of_stack"].values()) for entry in result["datasets"].values())
-    sentences = [
-        "Score: mean over the categories of LongBench, 0 to 100. Equal to FP32: share of the answers of which "
-        "all that is scored (few-shot and code: a line) is FP32's, to the character; identical: all that is "
-        "generated. Broken: answers that end because logits are no numbers",
-        *([f"ROUGE is 0 for {lost} answers because the package ran out of stack, as published"] if lost else []),
-        result["note"],
-    ]
-    return ". ".join(sentences) + "."
-
-
 def score_table(result: dict[str, Any]) -> Table:
-    """A row for every data set, then one for every category."""
+    """Return a row for every data set, then one for every category."""
     names = list(result["precisions"])
     rows = []
     for dataset, entry in result["datasets"].items():
-        values = [_cell(entry["score"][name], entry["agreement"][name]) for name in names]
-        rows.append([dataset, entry["metric"], str(entry["items"]), _range(entry["prompt_tokens"], "-"), *values])
+        cells = [f"{number(entry['score'][name], '.2f')} ({percent(entry['agreement'][name])})" for name in names]
+        rows.append([dataset, entry["metric"], str(entry["items"]), _range(entry["prompt_tokens"], "-"), *cells])
     for category, score in result["categories"].items():
         rows.append([category, "", "", "", *(f"{score[name]:.2f}" for name in names)])
     header = ["data set", "metric", "items", "prompt tokens", *(result["titles"][name] for name in names)]
-    return Table(
-        "Scores by data set and by category", header, rows, "In brackets: share of the answers equal to FP32's."
-    )
-
-
-def _cell(score: float | None, agreement: float) -> str:
-    return f"{number(score, '.2f')} ({percent(agreement)})"
+    note = "In brackets: share of the answers equal to FP32's."
+    return Table("Scores by data set and by category", header, rows, note)
 
 
 def bucket_table(result: dict[str, Any]) -> Table:
-    """LongBench-E: a row for every data set and precision."""
+    """Return a row for every data set of LongBench-E and precision."""
     rows = [
         [dataset, result["titles"][name], *(number(values[each], ".2f") for each in BUCKETS)]
         for dataset, entry in result["datasets"].items()
         for name, values in entry.get("buckets", {}).items()
     ]
-    unit = f"{PER_LANGUAGE['en']}, of Chinese {PER_LANGUAGE['zh']}"
-    return Table("LongBench-E by length", ["data set", "precision", *BUCKETS], rows, f"Lengths in {unit}.")
+    note = "Lengths in words, of Chinese in characters."
+    return Table("LongBench-E by length", ["data set", "precision", *BUCKETS], rows, note)
 
 
 def layer_table(result: dict[str, Any]) -> Table:
-    """Scores that FP16 cannot store, layer by layer."""
+    """Return a row for every layer: scores that FP16 cannot store."""
     rows = [
         [
             str(index),
@@ -122,65 +91,21 @@ def layer_table(result: dict[str, Any]) -> Table:
         ]
         for index, layer in enumerate(result["layers"])
     ]
-    note = "Over the prompts that were looked at, with PASA's activations; all heads, visible pairs."
+    note = "Over the prompts whose scores were counted, with PASA's activations; all heads, visible pairs."
     return Table("Scores q.k that FP16 stores as infinity", ["layer", "max |q.k|", "count", "share"], rows, note)
 
 
 def verdict(result: dict[str, Any]) -> str:
-    """What the exit status says, with the numbers."""
+    """Return what the exit status says, with the numbers."""
     parts = []
     if layers := result["layers"]:
         beyond = sum(layer["overflows"] > 0 for layer in layers)
-        parts.append(
-            f"Scores reach {max(layer['max_score'] for layer in layers):,.0f}; {beyond} of {len(layers)} layers "
-            "overflow FP16."
-        )
+        largest = max(layer["max_score"] for layer in layers)
+        parts.append(f"Scores reach {largest:,.0f}; {beyond} of {len(layers)} layers overflow FP16.")
     for name in ("fp16-eager", "pasa"):
-        if name in result["precisions"]:
-            found = result["precisions"][name]
+        if each := result["precisions"].get(name):
             parts.append(
-                f"{result['titles'][name]}: {found['broken']} of {found['items']} answers broken, "
-                f"{round(found['agreement'] * found['items'])} of {found['items']} equal to FP32's."
+                f"{result['titles'][name]}: {each['broken']} of {each['items']} answers broken, "
+                f"{round(each['agreement'] * each['items'])} of {each['items']} equal to FP32's."
             )
-    return " ".join([*parts, conclusion(result["gate"])])
-
-
-def conclusion(gate: dict[str, Any]) -> str:
-    """Whether the checks hold, and whether there were any."""
-    failed = [name for name, passed in gate["checks"].items() if not passed]
-    if failed:
-        return f"FAILED: {', '.join(failed)}."
-    return (
-        "All checks hold."
-        if gate["checks"].keys() - {"reference_finite"}
-        else "FP32 is finite; no other check applies."
-    )
-
-
-def origin(result: dict[str, Any]) -> str:
-    """Where and with what it was run."""
-    machine = result["environment"]
-    return (
-        f"({machine['device']}, {machine['processor']}; torch {machine['torch']}, transformers "
-        f"{machine['transformers']}, pasa {machine['pasa']}, commit {machine['commit'] or 'unknown'}.)"
-    )
-
-
-def render(result: dict[str, Any], console: Console | None = None) -> None:
-    """Print all tables and the verdict."""
-    console = console or Console()
-    for found in tables(result):
-        found.show(console)
-    console.print(Text(verdict(result)))
-
-
-def save(result: dict[str, Any], folder: Path) -> None:
-    """Write ``longbench.json``, ``longbench.md`` and ``longbench.png``."""
-    from pasa.eval.models.longbench import plots
-
-    output.write_text(folder / "longbench.json", output.to_json(result))
-    parts = ["# LongBench", verdict(result), origin(result)]
-    for found in tables(result):
-        parts += [f"## {found.title}", markdown(found.header, found.rows), found.note]
-    output.write_text(folder / "longbench.md", "\n\n".join([*parts, "![Scores](longbench.png)"]) + "\n")
-    plots.draw(result, folder / "longbench.png")
+    return " ".join([*parts, outcome(result)])

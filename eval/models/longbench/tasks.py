@@ -1,4 +1,4 @@
-"""The 21 datasets of LongBench v1 (Bai et al., arXiv:2308.14508) as one table.
+"""The 21 data sets of LongBench v1 (Bai et al., arXiv:2308.14508) as one table.
 
 Names, generation lengths and metrics are facts of the benchmark (THUDM/LongBench at 2e00731, folder LongBench).
 """
@@ -7,45 +7,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pasa.eval.models.longbench.templates import template
-
 CATEGORIES = ("Single-doc QA", "Multi-doc QA", "Summarization", "Few-shot", "Synthetic", "Code")
 BUCKETS = {"0-4k": 4000, "4-8k": 8000, "8k+": None}
 """Lengths of LongBench-E, in words (English, code) or characters (Chinese): name -> first length beyond it."""
-PER_LANGUAGE = {"en": "words", "zh": "characters", "code": "words"}
+SUFFIX = "_e"
+"""Ends the names of LongBench-E's data sets."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """One dataset.
-
-    Attributes
-    ----------
-    name, category, metric, language : str
-        `metric` is a name in :data:`pasa.eval.models.longbench.metrics.METRICS`.
-    max_new_tokens : int
-        Upper bound on the answer.
-    chat : bool
-        Whether the prompt goes through the chat template. Few-shot and code prompts do not.
-    first_line : bool
-        Whether the first line of an answer alone is scored.
-    extended : bool
-        Whether LongBench-E has this dataset too, as "<name>_e".
-    """
+    """One data set; `metric` is a name in :data:`pasa.eval.models.longbench.metrics.METRICS`."""
 
     name: str
     category: str
     metric: str
     max_new_tokens: int
     language: str = "en"
-    chat: bool = True
-    first_line: bool = False
-    extended: bool = False
-
-    @property
-    def prompt(self) -> str:
-        """The template; {context} and {input} are filled in."""
-        return template(self.name)
+    chat: bool = True  # the prompt goes through the chat template; few-shot and code prompts do not
+    first_line: bool = False  # only the first line of an answer is scored
+    extended: bool = False  # LongBench-E has this data set too, as "<name>_e"
 
 
 _TABLE = (
@@ -72,18 +52,10 @@ _TABLE = (
     Task("repobench-p", "Code", "code_sim", 64, "code", chat=False, extended=True),
 )
 TASKS = {task.name: task for task in _TABLE}
-SUFFIX = "_e"
-"""Of the datasets of LongBench-E."""
 
 
 def find_task(dataset: str) -> Task:
-    """The task of a dataset of LongBench ("trec") or of LongBench-E ("trec_e").
-
-    Raises
-    ------
-    ValueError
-        Unknown, by name.
-    """
+    """Return the task of a data set of LongBench ("trec") or of LongBench-E ("trec_e"); ValueError if there is none."""
     name = dataset.removesuffix(SUFFIX)
     task = TASKS.get(name)
     if task is None or (dataset != name and not task.extended):

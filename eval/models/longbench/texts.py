@@ -55,20 +55,14 @@ class Hexagram:
 
     @property
     def text(self) -> str:
-        """The chapter without the commentary."""
+        """Return the chapter without the commentary."""
         lines = "\n".join(text for text, _ in self.lines)
         return f"{self.judgement}\n象曰：{self.image}\n{lines}"
 
 
 @cache
 def verses() -> list[Verse]:
-    """All verses that both translations have, in order.
-
-    Raises
-    ------
-    FileNotFoundError
-        The distribution is not installed; the message is the command that installs it.
-    """
+    """Return all verses that both translations have, in order; :func:`installed_files` names a missing package."""
     files = {path.stem: path for path in installed_files(BIBLE, ".sqlite")}
     king_james, american = (_verses(files[f"bible_{name}"]) for name in ("kjv", "asv"))
     return [
@@ -89,37 +83,28 @@ def _verses(path: Path) -> dict[tuple[str, int, int], str]:
 
 @cache
 def hexagrams() -> list[Hexagram]:
-    """The 64 chapters, in order. Raises as :func:`verses`."""
+    """Return the 64 chapters, in order; :func:`installed_files` names a missing package."""
     files = {path.stem: path for path in installed_files(ZHOUYI, ".json") if path.parent.name == "data"}
-    rows = {name: json.loads(files[name].read_text(encoding="utf-8")) for name in ("guaci", "tuan", "xiang")}
-    lines, kinds = (json.loads(files[name].read_text(encoding="utf-8")) for name in ("yaoci", "lines"))
-    found = []
-    for judgement, tuan, xiang in zip(*rows.values(), strict=True):
+    rows: dict[str, list[dict[str, Any]]] = {
+        name: json.loads(files[name].read_text(encoding="utf-8"))
+        for name in ("guaci", "tuan", "xiang", "yaoci", "lines")
+    }
+
+    def six(name: str, number: int) -> list[dict[str, Any]]:
+        return sorted((row for row in rows[name] if row["hexagram_seq"] == number), key=lambda row: row["position"])
+
+    chapters = []
+    for judgement, tuan, xiang in zip(rows["guaci"], rows["tuan"], rows["xiang"], strict=True):
         number = judgement["hexagram_seq"]
-        own = [(row["text"], kind["yin_yang"] == "yang") for row, kind in _pairs(lines, kinds, number)]
+        pairs = zip(six("yaoci", number), six("lines", number), strict=True)
+        lines = tuple((row["text"], kind["yin_yang"] == "yang") for row, kind in pairs)
         name = judgement["hexagram_name"]
-        found.append(Hexagram(name, judgement["text"], tuan["text"], xiang["daxiang"], tuple(own)))
-    return found
-
-
-def _pairs(lines: list[Any], kinds: list[Any], number: int) -> list[tuple[Any, Any]]:
-    def of_number(rows: list[Any]) -> list[Any]:
-        return sorted((row for row in rows if row["hexagram_seq"] == number), key=lambda row: row["position"])
-
-    return list(zip(of_number(lines), of_number(kinds), strict=True))
+        chapters.append(Hexagram(name, judgement["text"], tuan["text"], xiang["daxiang"], lines))
+    return chapters
 
 
 @cache
 def modules() -> dict[str, str]:
-    """Source of each module of `MODULES`."""
+    """Return the source of each module of `MODULES`."""
     folder = Path(sysconfig.get_path("stdlib"))
     return {name: (folder / f"{name}.py").read_text(encoding="utf-8") for name in MODULES}
-
-
-def provenance() -> dict[str, str]:
-    """Where the texts came from, with versions."""
-    import platform
-    from importlib import metadata
-
-    found = {name: metadata.version(name) for name, _ in (BIBLE, ZHOUYI)}
-    return {**found, "python": platform.python_version()}

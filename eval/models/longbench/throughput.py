@@ -1,24 +1,28 @@
 """Prefill, decode and peak memory of a whole model by its attention: real configuration, random weights.
 
-Speed and memory do not depend on what weights say, except that scores which share a bias make PASA work harder; so the
+Speed and memory do not depend on the values of weights, except that scores which share a bias cost PASA more. So the
 model is timed with and without a bias in q and k that pushes all scores beyond FP16.
 """
 
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from itertools import product
+from typing import Annotated, Any
 
 import torch
 
 import pasa
 from pasa.eval.kit import output
+from pasa.eval.kit.device import describe
+from pasa.eval.kit.experiment import Experiment
 from pasa.eval.kit.memory import peak_bytes, reset_peak
+from pasa.eval.kit.options import at_least
 from pasa.eval.kit.tables import Table, number, percent
-from pasa.eval.models.rescue.run import machine, pick_device
+from pasa.eval.kit.timing import now
+from pasa.eval.models.rescue.run import pick_device
 
 SMALL = "tiny"
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -53,80 +57,45 @@ SEED = 42
 
 
 def run_throughput(
-    config: str = "qwen2-7b",
-    *,
-    tokens: Sequence[int] = (8192,),
-    attentions: Sequence[str] = ATTENTIONS,
-    biases: Sequence[int] = (0, BIAS),
-    new_tokens: int = 32,
-    rounds: int = 3,
-    progress: output.Report | None = None,
+    config: Annotated[str, "Configuration: qwen2-7b (on an accelerator), or tiny."] = "qwen2-7b",
+    tokens: Annotated[Sequence[int], "Prompt lengths."] = (8192,),
+    attention: Annotated[Sequence[str], "The model's own two, and PASA."] = ATTENTIONS,
+    new_tokens: Annotated[int, "Tokens to decode, one at a time, without a graph."] = 32,
+    rounds: Annotated[int, "Rounds to time, after one that is not counted."] = 3,
+    progress: output.Report = output.silent,
 ) -> dict[str, Any]:
-    """Time one prompt of random ids on every attention, in FP16.
-
-    Parameters
-    ----------
-    config : str
-        Name in `CONFIGS`.
-    tokens : sequence of int
-        Prompt lengths.
-    attentions : sequence of str
-        Of `ATTENTIONS`: the model's own two, and PASA.
-    biases : sequence of int
-        Constant in one dimension of q and k, the one that rotates most slowly; its square is added to every score.
-    new_tokens : int
-        Decoded behind the prompt, one at a time, without a graph: short steps wait for the host.
-    rounds : int
-        After one that is not counted; medians are reported.
-
-    Returns
-    -------
-    dict
-        JSON-able: ``records`` (seconds, tokens/s, peak bytes, share of last logits that are no numbers), ``settings``,
-        ``environment``.
-
-    Raises
-    ------
-    ValueError
-        Unknown configuration or attention; a number below 1; a large configuration without an accelerator.
-    """
+    """Time prefill and decode of a whole model with random weights, and its memory, by attention."""
     if config not in CONFIGS:
         raise ValueError(f"config={config!r} is not one of {', '.join(CONFIGS)}")
-    for name in attentions:
+    for name in attention:
         if name not in ATTENTIONS:
             raise ValueError(f"attention {name!r} is not one of {', '.join(ATTENTIONS)}")
-    for label, value in (("tokens", min(tokens, default=0)), ("new_tokens", new_tokens), ("rounds", rounds)):
-        if value < 1:
-            raise ValueError(f"{label}={value} is below 1")
+    at_least(1, tokens=min(tokens, default=0), new_tokens=new_tokens, rounds=rounds)
     device = pick_device()
     if device.type == "cpu" and config != SMALL:
         raise ValueError(
             f"config={config!r} is too large for a CPU, and there is no accelerator here: try --config {SMALL}"
         )
-    report = progress or (lambda done, total, label: None)
     model = build(CONFIGS[config], device)
     records: list[dict[str, Any]] = []
-    total = len(biases) * len(tokens) * len(attentions)
-    for bias in biases:
+    cases = list(product((0, BIAS), tokens, attention))
+    for bias, length, name in cases:
+        progress(len(records), len(cases), f"{name}, {length} tokens, bias {bias}")
         set_bias(model, bias)
-        for length in tokens:
-            for name in attentions:
-                report(len(records), total, f"{name}, {length} tokens, bias {bias}")
-                with _attention(model, name):
-                    found = _time(model, length, new_tokens, rounds, device)
-                records.append({"attention": name, "tokens": length, "bias": bias, **found})
+        with _attention(model, name):
+            times = _time(model, length, new_tokens, rounds, device)
+        records.append({"attention": name, "tokens": length, "bias": bias, **times})
     return {
-        "experiment": "throughput",
         "config": config,
         "settings": {"new_tokens": new_tokens, "rounds": rounds, "seed": SEED, "dtype": "float16", "batch": 1},
         "records": records,
         "note": "random weights; nothing was run on an NPU",
-        "environment": machine(device),
+        "environment": describe(device, "transformers"),
     }
 
 
 def build(config: dict[str, Any], device: torch.device) -> Any:
-    """A Qwen2 of this configuration with random weights, FP16, made on its device."""
+    """Make a Qwen2 of this configuration with random weights, FP16, on its device."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(SEED)
@@ -137,7 +106,10 @@ def build(config: dict[str, Any], device: torch.device) -> Any:
 
 @torch.no_grad()
 def set_bias(model: Any, bias: int) -> None:
-    """Put a constant into the first dimension of each head's slowest rotary pair, in q and in k of all layers."""
+    """Put a constant into the first dimension of each head's slowest rotary pair, in q and in k of all layers.
+
+    Its square is added to every score.
+    """
     for layer in model.model.layers:
         attention = layer.self_attn
         for projection in (attention.q_proj, attention.k_proj):
@@ -158,21 +130,21 @@ def _attention(model: Any, name: str) -> Iterator[None]:
 
 @torch.no_grad()
 def _time(model: Any, length: int, new_tokens: int, rounds: int, device: torch.device) -> dict[str, Any]:
-    """Medians over the rounds, the first of which is not counted; memory is that of all rounds."""
+    """Return medians over the rounds, the first of which is not counted; memory is that of all rounds."""
     generator = torch.Generator().manual_seed(SEED)
     ids = torch.randint(model.config.vocab_size, (1, length), generator=generator).to(device)
     reset_peak(device)
     prefills, decodes, broken = [], [], 0.0
     for _ in range(rounds + 1):
-        started = _now(device)
-        found = model(input_ids=ids, use_cache=True, logits_to_keep=1)
-        prefills.append(_now(device) - started)
-        broken = float((~found.logits.isfinite()).float().mean())
-        started, token = _now(device), ids[:, -1:]
+        started = now(device)
+        step = model(input_ids=ids, use_cache=True, logits_to_keep=1)
+        prefills.append(now(device) - started)
+        broken = float((~step.logits.isfinite()).float().mean())
+        started, token = now(device), ids[:, -1:]
         for _ in range(new_tokens):
-            found = model(input_ids=token, past_key_values=found.past_key_values, use_cache=True)
-        decodes.append(_now(device) - started)
-        del found
+            step = model(input_ids=token, past_key_values=step.past_key_values, use_cache=True)
+        decodes.append(now(device) - started)
+        del step
     prefill, decode = statistics.median(prefills[1:]), statistics.median(decodes[1:])
     return {
         "prefill_s": prefill,
@@ -183,30 +155,33 @@ def _time(model: Any, length: int, new_tokens: int, rounds: int, device: torch.d
     }
 
 
-def _now(device: torch.device) -> float:
-    if device.type != "cpu":
-        getattr(torch, device.type).synchronize(device)
-    return time.perf_counter()
-
-
 def table(result: dict[str, Any]) -> Table:
-    """A row for every measurement."""
+    """Return a row for every measurement."""
     rows = [
         [
             f"{each['attention']}, {each['tokens']:,} tokens" + (f", bias {each['bias']}" if each["bias"] else ""),
             f"{each['prefill_s']:.4g}",
             number(each["prefill_tokens_per_s"], ",.0f"),
             number(each["decode_tokens_per_s"], ",.1f"),
-            "-" if each["peak_bytes"] is None else f"{each['peak_bytes'] / 2**30:.2f}",
+            number(each["peak_bytes"] and each["peak_bytes"] / 2**30, ".2f"),
             percent(each["nonfinite_logits"]),
         ]
         for each in result["records"]
     ]
-    rounds = result["settings"]["rounds"]
+    rounds, machine = result["settings"]["rounds"], result["environment"]
     header = ["attention", "prefill s", "prefill tokens/s", "decode tokens/s", "peak GiB", "logits not finite"]
     note = (
         f"FP16, batch 1, {'one round' if rounds == 1 else f'medians of {rounds} rounds'}, decoding without a graph. "
-        f"Bias: its square is added to every score. {result['note']}. ({result['environment']['device']}, torch "
-        f"{result['environment']['torch']}, commit {result['environment']['commit'] or 'unknown'}.)"
+        f"Bias: its square is added to every score. {result['note']}. ({machine['device']}, torch {machine['torch']}, "
+        f"commit {machine['commit'] or 'unknown'}.)"
     )
     return Table(f"{result['config']}, random weights", header, rows, note)
+
+
+EXPERIMENT = Experiment(
+    name="model",
+    run=run_throughput,
+    report=lambda result: [table(result)],
+    title="Prefill, decode and memory of a whole model",
+    needs_models=True,
+)

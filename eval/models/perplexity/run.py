@@ -5,100 +5,76 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 
 from pasa.eval.accuracy.precisions import REFERENCE, Subject, parse_precisions
 from pasa.eval.kit import output
+from pasa.eval.kit.device import describe, origin
 from pasa.eval.kit.embedded_model import find_essays, require_built_in
+from pasa.eval.kit.experiment import Experiment
+from pasa.eval.kit.gate import gate, outcome
+from pasa.eval.kit.options import at_least
+from pasa.eval.kit.tables import Table, number
 from pasa.eval.models.rescue.measure import token_losses
-from pasa.eval.models.rescue.run import DEFAULT_OFFSET, ESSAY, FP16_MAX, PERPLEXITY_PERCENT, machine, pick_device
+from pasa.eval.models.rescue.run import DEFAULT_OFFSET, ESSAY, FP16_MAX, PERPLEXITY_PERCENT, pick_device
 
 DEFAULT_PRECISIONS = ("fp32", "bf16", "bf16-eager", "fp16-sdpa", "fp16-eager", "pasa")
 DEFAULT_OFFSETS = (0, 4096, DEFAULT_OFFSET)
 """As it is; where FP16 holds every score, and BF16 rounds it to 16 or 32; beyond FP16."""
+Spans = Sequence[tuple[int, int, int]]
 
 
 def run_perplexity(
-    model: str | None = None,
-    text: str | None = None,
-    *,
-    precisions: Sequence[str] = DEFAULT_PRECISIONS,
-    offsets: Sequence[float] | None = None,
-    tokens: int = 2048,
-    window: int = 1024,
-    stride: int = 512,
-    half: bool | None = None,
-    progress: output.Report | None = None,
+    model: Annotated[str | None, "Folder of a causal language model, not the built-in."] = None,
+    text: Annotated[str | None, "UTF-8 file to read (default: an essay)."] = None,
+    precisions: Annotated[Sequence[str], "As for pasa eval longbench; fp32 is always added."] = DEFAULT_PRECISIONS,
+    offsets: Annotated[Sequence[int] | None, "Constants to add to scores (0,4096,131072; 0 with --model)."] = None,
+    tokens: Annotated[int, "Length of the text."] = 2048,
+    window: Annotated[int, "Tokens that are read at once."] = 1024,
+    stride: Annotated[int, "Tokens between two windows."] = 512,
+    half: Annotated[
+        bool | None, typer.Option("--half/--emulate", help="FP16 models, or FP16 attention in FP32 (default on a CPU).")
+    ] = None,
+    progress: output.Report = output.silent,
 ) -> dict[str, Any]:
-    """Measure the perplexity of a text in every precision, for every offset.
+    """Measure the perplexity of a long text in several precisions; exit 1 if PASA's differs from FP32's.
 
-    Parameters
-    ----------
-    model : str, optional
-        Folder of a causal language model. Default: the built-in one.
-    text : str, optional
-        File to read (UTF-8). Default: the essay that the demonstration reads.
-    precisions : sequence of str
-        Names in :data:`pasa.eval.accuracy.precisions.PRECISIONS`.
-    offsets : sequence of float, optional
-        Constants added to every score by weights alone, which change no perplexity in exact arithmetic. Default:
-        ``DEFAULT_OFFSETS`` for the built-in model, 0 for `model`.
-    tokens : int
-        Length of the text, from its beginning.
-    window, stride : int
-        Each token is predicted once, from at least ``window - stride`` tokens before it, where there are so many.
-    half
-        As :class:`pasa.eval.accuracy.precisions.Subject` takes it.
-    progress : callable, optional
-        Called with (windows done, windows, what comes next).
-
-    Returns
-    -------
-    dict
-        JSON-able: ``perplexities`` (records by offset and precision; None where it is not finite), ``gate``,
-        ``settings``, ``environment``.
-
-    Raises
-    ------
-    FileNotFoundError, ValueError
-        A model, text, precision or number that cannot be used.
+    Offsets are added to every score by weights alone, which changes no perplexity in exact arithmetic. Each token is
+    predicted once, from at least ``window - stride`` tokens before it, where there are so many. A perplexity that is
+    not finite is None.
     """
     chosen = list(DEFAULT_OFFSETS if offsets is None and model is None else offsets or (0,))
     names = parse_precisions(precisions, injected=any(chosen))
+    at_least(2, tokens=tokens)
     if not 1 <= stride <= window:
         raise ValueError(f"stride={stride} is outside 1..window={window}")
     require_built_in(model=model is None, text=text is None)
     device = pick_device()
+    spans = list(windows(tokens, window, stride))
+    total, done = len(chosen) * len(names) * len(spans), count()
     records: list[dict[str, Any]] = []
-    report = progress or (lambda done, total, label: None)
     for offset in chosen:
         subject = Subject(model, offset, device, half=half)
         ids = _ids(subject, text, tokens)
-        spans = list(windows(len(ids), window, stride))
         for name in names:
-            before, total = len(records) * len(spans), len(chosen) * len(names) * len(spans)
-            tell = partial(_tell, report, before, total, f"{name}, offset {offset:,.0f}")
+            report = partial(lambda label: progress(next(done), total, label), f"{name}, offset {offset:,.0f}")
             with subject.model(name) as prepared:
-                records.append({"offset": offset, "precision": name, **measure(prepared, ids, spans, tell)})
+                records.append({"offset": offset, "precision": name, **measure(prepared, ids, spans, report)})
     return {
-        "experiment": "perplexity",
         "gate": judge(records),
         "model": subject.name,
         "text": text or f"{ESSAY} (essay)",
         "titles": subject.titles(names),
-        "settings": {"tokens": len(ids), "window": window, "stride": stride, "offsets": chosen},
+        "settings": {"tokens": tokens, "window": window, "stride": stride, "offsets": chosen},
         "perplexities": records,
         "note": subject.note(names),
-        "environment": machine(device),
+        "environment": describe(device, "transformers"),
     }
-
-
-def _tell(report: output.Report, before: int, total: int, label: str, number: int) -> None:
-    report(before + number, total, label)
 
 
 def windows(total: int, window: int, stride: int) -> Iterator[tuple[int, int, int]]:
@@ -114,30 +90,26 @@ def windows(total: int, window: int, stride: int) -> Iterator[tuple[int, int, in
 
 
 @torch.no_grad()
-def measure(
-    model: Any, ids: torch.Tensor, spans: Sequence[tuple[int, int, int]], report: Callable[[int], None]
-) -> dict[str, Any]:
-    """Perplexity over `spans` of ids (n,), mean loss in nats, share of non-finite logits, seconds."""
+def measure(model: Any, ids: torch.Tensor, spans: Spans, progress: Callable[[], None] = lambda: None) -> dict[str, Any]:
+    """Return perplexity over `spans` of ids (n,), mean loss in nats, share of non-finite logits, seconds."""
     started, losses, nonfinite = time.perf_counter(), [], []
-    for number, (begin, end, first) in enumerate(spans):
-        report(number)
+    for begin, end, first in spans:
+        progress()
         piece = ids[begin:end].to(model.device)
-        own, share = token_losses(model(input_ids=piece[None], use_cache=False).logits[0], piece)
-        losses.append(own[first - begin - 1 :])
+        loss, share = token_losses(model(input_ids=piece[None], use_cache=False).logits[0], piece)
+        losses.append(loss[first - begin - 1 :])
         nonfinite.append(share)
-    loss = torch.cat(losses).double().mean()
+    mean = torch.cat(losses).double().mean()
     return {
-        "perplexity": float(loss.exp()) if loss.exp().isfinite() else None,
-        "loss": float(loss) if loss.isfinite() else None,
+        "perplexity": float(mean.exp()) if mean.exp().isfinite() else None,
+        "loss": float(mean) if mean.isfinite() else None,
         "nonfinite_logits": sum(nonfinite) / len(nonfinite),
         "seconds": time.perf_counter() - started,
     }
 
 
 def _ids(subject: Subject, text: str | None, tokens: int) -> torch.Tensor:
-    """The first tokens of the text (n,)."""
-    if tokens < 2:
-        raise ValueError(f"tokens={tokens} is below 2")
+    """Return the first tokens of the text (n,)."""
     path = find_essays()[ESSAY] if text is None else Path(text)
     ids = torch.tensor(subject.tokenizer(path.read_text(encoding="utf-8")).input_ids)
     if len(ids) < tokens:
@@ -146,12 +118,11 @@ def _ids(subject: Subject, text: str | None, tokens: int) -> torch.Tensor:
 
 
 def judge(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What must hold, as named booleans, where the precision in question was run.
+    """Return what must hold, as named booleans, where the precision in question was run.
 
     FP32's perplexity is finite; PASA's is, and within `PERPLEXITY_PERCENT` of FP32's on the same weights, for every
     offset; FP16 with stored scores has none beyond `FP16_MAX`.
     """
-
     base = {each["offset"]: each["perplexity"] for each in records if each["precision"] == REFERENCE}
     checks = {"reference_finite": None not in base.values()}
     rescued = [each for each in records if each["precision"] == "pasa"]
@@ -163,4 +134,38 @@ def judge(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     failing = [each for each in records if each["precision"] == "fp16-eager" and abs(each["offset"]) > FP16_MAX]
     if failing:
         checks["fp16_breaks"] = all(each["perplexity"] is None for each in failing)
-    return {"passed": all(checks.values()), "checks": checks}
+    return gate(checks)
+
+
+def table(result: dict[str, Any]) -> Table:
+    """Return a row for every precision, two columns for every offset."""
+    offsets, settings = result["settings"]["offsets"], result["settings"]
+    measured = {(each["precision"], each["offset"]): each["perplexity"] for each in result["perplexities"]}
+    base = measured[REFERENCE, offsets[0]]
+    rows = []
+    for name, title in result["titles"].items():
+        row = [title]
+        for offset in offsets:
+            value = measured[name, offset]
+            change = None if None in (value, base) else value - base
+            row += ["not finite" if value is None else f"{value:,.4f}", number(change, "+,.4f")]
+        rows.append(row)
+    header = ["precision", *(text for offset in offsets for text in (f"offset {offset:,.0f}", "change"))]
+    title = (
+        f"Perplexity of {settings['tokens']:,} tokens of {result['text']}, windows of {settings['window']:,}, "
+        f"stride {settings['stride']:,}: {result['model']}"
+    )
+    note = (
+        "Offset: constant added to every score q.k, which changes nothing in exact arithmetic; change: to "
+        f"{result['titles'][REFERENCE]} at offset {offsets[0]:,.0f}."
+    )
+    return Table(title, header, rows, note)
+
+
+EXPERIMENT = Experiment(
+    name="ppl",
+    run=run_perplexity,
+    report=lambda result: [table(result), f"{outcome(result)} {origin(result)}"],
+    title="Perplexity by precision",
+    needs_models=True,
+)

@@ -1,4 +1,4 @@
-"""policy="auto" on the language model: three layers biased, and none."""
+"""The policy "auto" on the language model: with three layers biased, and with none."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ import torch
 import pasa
 from pasa.eval.kit import output
 from pasa.eval.kit.embedded_model import load_model, require_built_in
+from pasa.eval.kit.experiment import Experiment
 from pasa.eval.kit.overflow_fixture import inject_overflow
-from pasa.eval.models.rescue.measure import Generation, generate
+from pasa.eval.kit.tables import Table, percent
+from pasa.eval.models.predict.run import origin
+from pasa.eval.models.rescue.measure import generate
 from pasa.eval.models.rescue.run import build_prompt, equal_prefix
 
 OFFSETS = {3: 131072.0, 14: -80000.0, 29: 131072.0}
@@ -23,15 +26,11 @@ TOKENS, NEW_TOKENS = 256, 32
 def run_auto(progress: output.Report | None = None) -> dict[str, Any]:
     """Generate with every layer on PASA, with those that are predicted to overflow, and with none.
 
-    The model is FP32 and attention alone is FP16 (emulated): where scores are stored in FP16, and on PASA.
-
-    Returns
-    -------
-    dict
-        JSON-able: ``records`` (a run each: what was patched, text, tokens equal to FP32's), ``unbiased``, ``gate``.
+    The model is FP32 and attention alone is FP16 (emulated): where scores are stored in FP16, and on PASA. The result
+    holds ``records`` (a run each: what was patched, text, tokens equal to FP32's), ``unbiased`` and ``gate``.
     """
     require_built_in(model=True, text=True)
-    tell = progress or (lambda done, total, label: None)
+    report_progress = progress or (lambda done, total, label: None)
     base, tokenizer = load_model()
     ids = build_prompt(tokenizer, None, TOKENS)
     model, info = inject_overflow(base, OFFSETS)
@@ -42,25 +41,17 @@ def run_auto(progress: output.Report | None = None) -> dict[str, Any]:
         'PASA, policy="auto"': {"policy": "auto"},
     }
     records: list[dict[str, Any]] = []
-    reference: Generation | None = None
+    fp32: list[int] = []
     for index, (name, patch) in enumerate(ways.items()):
-        tell(index, len(ways) + 1, name)
+        report_progress(index, len(ways) + 1, name)
         with nullcontext() if patch is None else pasa.patch_pipeline(model, backend="reference", **patch) as handle:
-            found = generate(model, tokenizer, ids, NEW_TOKENS)
-            report = None if handle is None else handle.report()
-        reference = reference or found
-        records.append(
-            {
-                "run": name,
-                "patched": [] if report is None else list(report.patched),
-                "alarms": [] if report is None else [list(alarm) for alarm in report.alarms],
-                "tokens_equal_to_fp32": equal_prefix(found.tokens, reference.tokens),
-                "tokens": len(reference.tokens),
-                "nonfinite_logits": found.nonfinite_logits,
-                "text": found.text,
-            }
-        )
-    tell(len(ways), len(ways) + 1, "without a bias")
+            generation = generate(model, tokenizer, ids, NEW_TOKENS)
+            patched = {"patched": [], "alarms": []} if handle is None else _patched(handle)
+        fp32 = generation.tokens if patch is None else fp32
+        equal = {"tokens_equal_to_fp32": equal_prefix(generation.tokens, fp32), "tokens": len(fp32)}
+        seen = {"nonfinite_logits": generation.nonfinite_logits, "text": generation.text}
+        records.append({"run": name, **patched, **equal, **seen})
+    report_progress(len(ways), len(ways) + 1, "without a bias")
     unbiased = compare_unbiased(base, ids)
     return {
         "experiment": "auto",
@@ -73,21 +64,22 @@ def run_auto(progress: output.Report | None = None) -> dict[str, Any]:
     }
 
 
+def _patched(handle: pasa.PatchHandle) -> dict[str, Any]:
+    report = handle.report()
+    return {"patched": list(report.patched), "alarms": [list(alarm) for alarm in report.alarms]}
+
+
 @torch.no_grad()
 def compare_unbiased(model: Any, ids: torch.Tensor) -> dict[str, Any]:
-    """The model as it was published, with policy "auto" and without any patch."""
+    """Compare the model as it was published, with policy "auto" and without any patch."""
     before = model(input_ids=ids).logits
     with pasa.patch_pipeline(model, policy="auto") as handle:
-        after, report = model(input_ids=ids).logits, handle.report()
-    return {
-        "patched": list(report.patched),
-        "alarms": [list(alarm) for alarm in report.alarms],
-        "bit_identical": torch.equal(before, after),
-    }
+        after = model(input_ids=ids).logits
+        return {**_patched(handle), "bit_identical": torch.equal(before, after)}
 
 
 def judge(records: list[dict[str, Any]], unbiased: dict[str, Any]) -> dict[str, Any]:
-    """What is claimed of policy "auto"."""
+    """Return the checks on policy "auto"."""
     _, stored, every, auto = records
     checks = {
         "stored_fp16_breaks": stored["nonfinite_logits"] > 0,
@@ -97,3 +89,39 @@ def judge(records: list[dict[str, Any]], unbiased: dict[str, Any]) -> dict[str, 
         "unbiased_is_untouched": unbiased["bit_identical"] and not unbiased["patched"],
     }
     return {"passed": all(checks.values()), "checks": checks}
+
+
+def auto_table(result: dict[str, Any]) -> Table:
+    """Return what each policy patched, and what came of it."""
+    rows = [
+        [
+            each["run"],
+            str(len(each["patched"])),
+            percent(each["nonfinite_logits"]),
+            f"{each['tokens_equal_to_fp32']} of {each['tokens']}",
+        ]
+        for each in result["records"]
+    ]
+    biased = [str(layer) for layer, offset in enumerate(result["fixture"]["offset"]) if offset]
+    unbiased = result["unbiased"]
+    note = (
+        f"SmolLM2-135M-Instruct, FP32, its layers {', '.join(biased)} biased beyond FP16; attention in FP16, emulated; "
+        f"{result['prompt']['tokens']} tokens. Without the bias policy auto patches {len(unbiased['patched'])} layers, "
+        f"and logits are {'' if unbiased['bit_identical'] else 'NOT '}bit-identical."
+    )
+    return Table('policy="auto"', ["run", "layers patched", "logits not finite", "tokens equal to FP32"], rows, note)
+
+
+def verdict(result: dict[str, Any]) -> str:
+    """Return whether all checks hold."""
+    gate = result["gate"]
+    return "All checks hold." if gate["passed"] else f"FAILED: {gate['checks']}."
+
+
+EXPERIMENT = Experiment(
+    name="auto",
+    run=run_auto,
+    report=lambda result: [auto_table(result), f"{verdict(result)} {origin(result)}"],
+    title='policy="auto"',
+    needs_models=True,
+)

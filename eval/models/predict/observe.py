@@ -1,18 +1,20 @@
-"""The largest score that every head of a running model forms, for comparison with what was predicted."""
+"""Records the largest score of every head of a running model, for comparison with its prediction."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-import pasa
-from pasa.eval.models.diagnose.probe import find_module
+from torch import Tensor
 
-Observed = dict[tuple[str, int], float]
+from pasa.eval.models.diagnose.probe import attention_calls
+from pasa.ops.attention.spec.diagnostics import FIELDS
+
+Observed = dict[tuple[str, int | None], float]
 
 
 def observe(model_or_pipeline: Any, run: Callable[[], object]) -> Observed:
-    """Run a model once, with PASA on the reference backend in the place of its attention.
+    """Run a model once with its attention replaced by PASA on the reference backend.
 
     Returns
     -------
@@ -20,20 +22,12 @@ def observe(model_or_pipeline: Any, run: Callable[[], object]) -> Observed:
         (module, head) -> max |q.k| over the visible pairs of all calls, unscaled. Modules that PASA cannot serve are
         left out.
     """
-    found: Observed = {}
-    names: list[str] = []
-    with pasa.patch_pipeline(model_or_pipeline, backend="reference") as handle:
-        hooks = [
-            find_module(model_or_pipeline, name).register_forward_pre_hook(lambda *_, name=name: names.append(name))
-            for name in handle.report().patched
-        ]
-        try:
-            with pasa.record_diagnostics() as records:
-                run()
-        finally:
-            for hook in hooks:
-                hook.remove()
-    for name, record in zip(names, records, strict=True):
-        for head, score in enumerate(record.max_score_before.amax(0).tolist()):
-            found[name, head] = max(score, found.get((name, head), 0.0))
-    return found
+    largest: Observed = {}
+
+    def keep(module: str, q: Tensor, k: Tensor, counts: Tensor) -> None:
+        for head, score in enumerate(counts[..., FIELDS.index("max_score_before")].amax(0).tolist()):
+            largest[module, head] = max(score, largest.get((module, head), 0.0))
+
+    with attention_calls(model_or_pipeline, keep):
+        run()
+    return largest

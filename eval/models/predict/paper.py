@@ -2,59 +2,68 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from pasa import concentration
+from pasa.eval.kit import output
+from pasa.eval.kit.experiment import Experiment
+from pasa.eval.kit.tables import Table
 
 DELTA, SEQ_LEN = 1e-6, 1024
-
-
-@dataclass(frozen=True)
-class PaperModel:
-    """One row as printed: d, d_h, N = layers x heads; gamma, improvement (table 2); alpha_min (table 3)."""
-
-    name: str
-    hidden: int
-    head_dim: int
-    heads: int
-    gamma: str
-    gain: str
-    alpha: str
-
-
-MODELS = (
-    PaperModel("GPT-2 XL", 1600, 64, 1200, "2.98", "8", "0.074"),
-    PaperModel("Mistral-7B", 4096, 128, 1024, "2.26", "14", "0.035"),
-    PaperModel("Llama-2-13B", 5120, 128, 1600, "2.28", "18", "0.028"),
-    PaperModel("Llama-2-70B", 8192, 128, 5120, "2.32", "28", "0.018"),
+PRINTED = (
+    ("GPT-2 XL", 1600, 64, 1200, "2.98", "8", "0.074"),
+    ("Mistral-7B", 4096, 128, 1024, "2.26", "14", "0.035"),
+    ("Llama-2-13B", 5120, 128, 1600, "2.28", "18", "0.028"),
+    ("Llama-2-70B", 8192, 128, 5120, "2.32", "28", "0.018"),
 )
+"""Rows as printed: model, d, d_h, N = layers x heads; gamma and improvement (table 2); alpha_min (table 3)."""
+COLUMNS = {"gamma": ("gamma", ".4f"), "gain": ("d/(gamma d_h)", ".1f"), "alpha": ("alpha_min", ".4f")}
 
 
-def run_paper_tables() -> dict[str, Any]:
-    """Solve equations (12) and (13) for the paper's models.
-
-    Returns
-    -------
-    dict
-        JSON-able: ``models``, each with what is printed, what is solved, and the fields that differ when the solution
-        is rounded to the printed digits.
-    """
-    rows = []
-    for model in MODELS:
-        gamma = concentration.typicality(model.head_dim, model.heads, SEQ_LEN, DELTA)
+def run_paper_tables(progress: output.Report | None = None) -> dict[str, Any]:
+    """Solve equations (12) and (13) for the paper's models, and name the fields whose printed digits differ."""
+    models = []
+    for name, hidden, head_dim, heads, *values in PRINTED:
+        gamma = concentration.typicality(head_dim, heads, SEQ_LEN, DELTA)
         solved = {
             "gamma": gamma,
-            "gain": concentration.concentration_gain(model.hidden, model.head_dim, gamma),
-            "alpha": concentration.minimum_alpha(model.hidden, model.head_dim, model.heads, SEQ_LEN, DELTA),
+            "gain": concentration.concentration_gain(hidden, head_dim, gamma),
+            "alpha": concentration.minimum_alpha(hidden, head_dim, heads, SEQ_LEN, DELTA),
         }
-        printed = {name: getattr(model, name) for name in solved}
-        differ = [name for name, value in solved.items() if same_digits(value, printed[name]) != printed[name]]
-        shape = {name: getattr(model, name) for name in ("name", "hidden", "head_dim", "heads")}
-        rows.append({**shape, "printed": printed, "solved": solved, "differ": differ})
-    return {"experiment": "paper-tables", "delta": DELTA, "seq_len": SEQ_LEN, "models": rows}
+        printed = dict(zip(COLUMNS, values, strict=True))
+        differ = [each for each in COLUMNS if same_digits(solved[each], printed[each]) != printed[each]]
+        shape = {"name": name, "hidden": hidden, "head_dim": head_dim, "heads": heads}
+        models.append({**shape, "printed": printed, "solved": solved, "differ": differ})
+    gate = {"passed": True}
+    return {"experiment": "paper-tables", "gate": gate, "delta": DELTA, "seq_len": SEQ_LEN, "models": models}
 
 
 def same_digits(value: float, printed: str) -> str:
-    """The value with as many decimals as the printed one."""
+    """Return the value with as many decimals as the printed one."""
     return f"{value:.{len(printed.partition('.')[2])}f}"
+
+
+def paper_table(result: dict[str, Any]) -> Table:
+    """Return tables 2 and 3, printed and solved."""
+    rows = []
+    for model in result["models"]:
+        cells = [
+            (model["printed"][name], format(model["solved"][name], digits)) for name, (_, digits) in COLUMNS.items()
+        ]
+        shape = [str(model[name]) for name in ("hidden", "head_dim", "heads")]
+        differ = ", ".join(COLUMNS[name][0] for name in model["differ"]) or "none"
+        rows.append([model["name"], *shape, *(cell for pair in cells for cell in pair), differ])
+    header = [text for title, _ in COLUMNS.values() for text in (f"{title}, printed", "solved")]
+    note = (
+        f"delta = {result['delta']:g}, L = {result['seq_len']}. Solved: equations (12) and (13) exactly. Differ: "
+        "fields whose solution, rounded to the printed digits, is not what is printed."
+    )
+    return Table("Tables 2 and 3 of the paper", ["model", "d", "d_h", "N", *header, "differ"], rows, note)
+
+
+EXPERIMENT = Experiment(
+    name="paper_tables",
+    run=run_paper_tables,
+    report=lambda result: [paper_table(result)],
+    title="Tables 2 and 3 of the paper",
+)

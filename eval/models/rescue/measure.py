@@ -1,10 +1,10 @@
-"""One greedy generation of one model: text, perplexity of the prompt, and whether the logits were numbers at all."""
+"""One greedy generation of one model: text, perplexity of the prompt, share of logits that are not finite."""
 
 from __future__ import annotations
 
 import math
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,66 +17,33 @@ ROWS_PER_CHUNK = 128
 
 @dataclass
 class Generation:
-    """Outcome of :func:`generate`.
+    """The outcome of :func:`generate`."""
 
-    Attributes
-    ----------
-    tokens : list of int
-        Greedy continuation, without the prompt; ends at the end-of-text token, if one came.
-    text : str
-        The same, decoded with special tokens visible.
-    perplexity : float or None
-        exp of the mean cross-entropy of prompt tokens 1..n-1, from the prefill's own logits; None if not finite.
-    nonfinite_logits : float
-        Share of the prefill's logits that are NaN or infinite, 0..1.
-    stopped : str
-        ``"length"``, ``"end of text"`` or ``"logits not finite"`` (argmax of NaN would repeat one token for ever).
-    prefill_s, decode_s : float
-        Seconds of the prefill, and of all decode steps together.
-    scores : list of dict
-        Per layer of the prefill, only where asked for: largest score before and after the shift, and counters.
-    """
-
-    tokens: list[int]
-    text: str
-    perplexity: float | None
-    nonfinite_logits: float
-    stopped: str
+    tokens: list[int]  # greedy continuation, without the prompt; ends at the end-of-text token, if one came
+    text: str  # the same, decoded with special tokens visible
+    perplexity: float | None  # of prompt tokens 1..n-1, from the prefill's logits; None if not finite
+    nonfinite_logits: float  # share of the prefill's logits that are NaN or infinite, 0..1
+    stopped: str  # "length", "end of text" or "logits not finite" (argmax of NaN would repeat one token for ever)
     prefill_s: float
-    decode_s: float
-    scores: list[dict[str, Any]] = field(default_factory=list)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain containers, ready for JSON."""
-        return asdict(self)
+    decode_s: float  # all decode steps together
+    scores: list[dict[str, Any]] = field(default_factory=list)  # per layer of the prefill, if diagnosed
 
 
 @torch.no_grad()
 def generate(model: Any, tokenizer: Any, ids: torch.Tensor, new_tokens: int, *, diagnose: bool = False) -> Generation:
     """Run `model` on prompt `ids` (1, n), then continue greedily; one prefill serves text, perplexity and scores.
 
-    Parameters
-    ----------
-    model : transformers model
-        A causal language model, in evaluation mode.
-    tokenizer
-        Gives the end-of-text token and decodes.
-    ids : Tensor
-        (1, n) token ids on the model's device.
-    new_tokens : int
-        Upper bound on the continuation.
-    diagnose : bool
-        Record the scores of every :func:`pasa.attention` call of the prefill (the model must be patched).
+    `diagnose` records the scores of every :func:`pasa.attention` call of the prefill; the model must be patched.
     """
-    started = time.perf_counter()
+    started, scores = time.perf_counter(), []
     if diagnose:
         with pasa.record_diagnostics() as records:
             output = model(input_ids=ids, use_cache=True)
-        scores = [_summarise(record) for record in records]
+        scores = [_extremes(record) for record in records]
     else:
-        output, scores = model(input_ids=ids, use_cache=True), []
-    last = output.logits[0, -1].float()  # also waits for the device
-    finite = bool(torch.isfinite(last).all())
+        output = model(input_ids=ids, use_cache=True)
+    last = output.logits[0, -1].float()
+    finite = bool(torch.isfinite(last).all())  # also waits for the device
     prefill_s = time.perf_counter() - started
     losses, nonfinite = token_losses(output.logits[0], ids[0])
     loss = float(losses.double().mean())
@@ -91,7 +58,7 @@ def generate(model: Any, tokenizer: Any, ids: torch.Tensor, new_tokens: int, *, 
 def _continue(
     model: Any, cache: Any, logits: torch.Tensor, finite: bool, new_tokens: int, end: int | None
 ) -> tuple[list[int], str]:
-    """Take the largest logit `new_tokens` times; stop early at `end` or when the logits are no numbers."""
+    """Take the largest logit `new_tokens` times; stop early at `end` or when the logits are not finite."""
     tokens: list[int] = []
     while True:
         tokens.append(int(logits.argmax()))
@@ -108,13 +75,7 @@ def _continue(
 
 
 def token_losses(logits: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """Return (cross-entropy of each of ids[1:], FP32, in nats; share of non-finite logits).
-
-    Parameters
-    ----------
-    logits : Tensor (n, vocabulary)
-    ids : Tensor (n,)
-    """
+    """Return the cross-entropy of each of ids[1:] (FP32, nats) and the share of non-finite logits (n, vocabulary)."""
     losses, nonfinite = [], 0
     for start in range(0, len(ids), ROWS_PER_CHUNK):
         rows = logits[start : start + ROWS_PER_CHUNK].float()
@@ -124,10 +85,11 @@ def token_losses(logits: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor,
     return torch.cat(losses), nonfinite / logits.numel()
 
 
-def _summarise(record: Any) -> dict[str, Any]:
-    """Reduce one diagnostics record, tensors of shape (B, Hq), to the layer's extremes and totals."""
+def _extremes(record: Any) -> dict[str, Any]:
+    """Return the largest scores and the sums of tiles of a record, whose tensors are (B, Hq)."""
     return {
         "max_score_before": float(record.max_score_before.max()),
         "max_score_after": float(record.max_score_after.max()),
-        **{name: int(getattr(record, name).sum()) for name in ("nonfinite", "saturated", "rescued_tiles", "tiles")},
+        "rescued_tiles": int(record.rescued_tiles.sum()),
+        "tiles": int(record.tiles.sum()),
     }

@@ -1,15 +1,14 @@
-"""Clips to look at: side by side as MP4 and GIF, and a contact sheet as PNG."""
+"""Clips to look at: side by side as MP4, and a contact sheet as PNG."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from pasa.eval.models.video.metrics import Frames
+from pasa.eval.models.video.metrics import Frames
 
 COLUMNS = 6  # frames on a contact sheet
 LABEL = 18  # height in pixels of the line above a row
@@ -17,37 +16,19 @@ TILE = 256  # frames are shown no wider than this
 
 
 def to_images(frames: Frames) -> list[Any]:
-    """PIL images; NaN is black, as the pipeline itself would write it."""
+    """Return PIL images; NaN is black, as the pipeline itself would write it."""
     from PIL import Image
 
     levels = np.clip(np.nan_to_num(frames, nan=0.0, posinf=1.0, neginf=0.0), 0, 1)
     return [Image.fromarray(frame) for frame in (255 * levels).round().astype(np.uint8)]
 
 
-def side_by_side(clips: Mapping[str, Frames]) -> list[Any]:
-    """One image a frame: all clips next to one another, each under its name."""
-    from PIL import Image
-
-    rows = {name: to_images(frames) for name, frames in clips.items()}
-    width, height = next(iter(rows.values()))[0].size
-    shown = []
-    for index in range(min(map(len, rows.values()))):
-        image = Image.new("RGB", (_even(width * len(rows)), _even(height + LABEL)), "white")
-        for column, (name, images) in enumerate(rows.items()):
-            image.paste(images[index], (column * width, LABEL))
-            _write(image, column * width, 0, name)
-        shown.append(image)
-    return shown
-
-
 def contact_sheet(clips: Mapping[str, Frames], reference: str) -> Any:
-    """Some frames of every clip, a row each, and below them how the last clip differs from `reference`, amplified.
+    """Return an image with some frames of every clip, a row each.
 
-    Returns
-    -------
-    PIL.Image.Image
+    The last row shows how the last clip differs from `reference`, amplified.
     """
-    from PIL import Image
+    from PIL import Image, ImageDraw
 
     last = list(clips)[-1]
     difference = np.abs(clips[last] - clips[reference])
@@ -60,31 +41,18 @@ def contact_sheet(clips: Mapping[str, Frames], reference: str) -> Any:
     sheet = Image.new("RGB", (size[0] * len(chosen), (size[1] + LABEL) * len(rows)), "white")
     for row, (name, frames) in enumerate(rows.items()):
         top = row * (size[1] + LABEL)
-        broken = "" if np.isfinite(frames).all() else " (not finite)"
-        _write(sheet, 0, top, f"{name}{broken}")
+        label = name if np.isfinite(frames).all() else f"{name} (not finite)"
+        ImageDraw.Draw(sheet).text((4, top + 3), label, fill="black")
         for column, image in enumerate(to_images(frames[chosen])):
             sheet.paste(image.resize(size), (column * size[0], top + LABEL))
     return sheet
 
 
-def save(clips: Mapping[str, Frames], reference: str, folder: Path, fps: int) -> list[str]:
-    """Write ``video.mp4``, ``video.gif`` and ``video.png`` into a folder; returns the names."""
-    from diffusers.utils import export_to_gif, export_to_video
+def save(clips: Mapping[str, Frames], reference: str, folder: Path, fps: int) -> None:
+    """Write ``video.mp4``, all clips side by side in their order, and ``video.png``, the contact sheet."""
+    from diffusers.utils import export_to_video
 
     folder.mkdir(parents=True, exist_ok=True)
-    shown = side_by_side(clips)
-    export_to_video(shown, str(folder / "video.mp4"), fps=fps, macro_block_size=2)
-    export_to_gif(shown, str(folder / "video.gif"), fps=fps)
+    together = to_images(np.concatenate(list(clips.values()), axis=2))
+    export_to_video(together, str(folder / "video.mp4"), fps=fps, macro_block_size=2)
     contact_sheet(clips, reference).save(folder / "video.png", optimize=True)
-    return ["video.mp4", "video.gif", "video.png"]
-
-
-def _write(image: Any, left: int, top: int, text: str) -> None:
-    from PIL import ImageDraw
-
-    ImageDraw.Draw(image).text((left + 4, top + 3), text, fill="black")
-
-
-def _even(pixels: int) -> int:
-    """H.264 stores colour at half the resolution."""
-    return pixels + pixels % 2

@@ -22,24 +22,10 @@ LARGEST_EXACT_INTEGER = 2048  # 2^11: up to here every integer is an FP16 number
 
 
 def bias_scores(unet: Any, offset: float = OFFSET) -> dict[str, Any]:
-    """Add about `offset` to every score of every spatial self-attention, in place.
+    """Add about `offset` to every score q.k of every spatial self-attention, before it is scaled, in place.
 
-    Parameters
-    ----------
-    unet : UNetSpatioTemporalConditionModel
-        Without biases in its q and k projections, as SVD's.
-    offset : float
-        What q.k grows by, before it is scaled by 1/sqrt(D); 0 only sets the weights to zero.
-
-    Returns
-    -------
-    dict
-        ``bias`` b, an integer; ``offset`` b^2, what the scores really grow by on average; ``modules``, how many.
-
-    Raises
-    ------
-    ValueError
-        An offset that is negative or needs a bias beyond 2048; a UNet without such attention, or with biases.
+    The q and k projections must have no biases, as SVD's. Offset 0 only sets the weights to zero. Returns the integer
+    ``bias`` b, the ``offset`` b^2 by which scores really grow on average, and the number of ``modules``.
     """
     if not 0 <= offset <= LARGEST_EXACT_INTEGER**2:
         raise ValueError(f"offset={offset!r} is not in 0 to {LARGEST_EXACT_INTEGER**2}")
@@ -59,7 +45,7 @@ def bias_scores(unet: Any, offset: float = OFFSET) -> dict[str, Any]:
 
 
 def spatial_attention(unet: Any) -> dict[str, Any]:
-    """The self-attention over the pixels of one frame, by name."""
+    """Return the self-attention over the pixels of one frame, by name."""
     from diffusers.models.attention_processor import Attention
 
     return {
@@ -70,7 +56,7 @@ def spatial_attention(unet: Any) -> dict[str, Any]:
 
 
 def _biased(projection: torch.nn.Linear, rows: torch.Tensor, bias: int) -> torch.nn.Linear:
-    """The same projection with `bias` in `rows` of its output."""
+    """Return the same projection with `bias` in `rows` of its output."""
     new = torch.nn.Linear(projection.in_features, projection.out_features).to(projection.weight)
     with torch.no_grad():
         new.weight.copy_(projection.weight)

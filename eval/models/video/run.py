@@ -5,15 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any
 
 import torch
 
 import pasa
 from pasa.eval.kit import output
-from pasa.eval.models.video import metrics
+from pasa.eval.kit.device import describe, origin
+from pasa.eval.kit.experiment import Experiment
+from pasa.eval.kit.gate import gate, outcome
+from pasa.eval.kit.options import stages
+from pasa.eval.kit.tables import Table, short
+from pasa.eval.models.video import media, metrics
 from pasa.eval.models.video.clip import (
     SEED,
     SIZES,
@@ -30,9 +35,6 @@ from pasa.eval.models.video.overflow import OFFSET, bias_scores
 from pasa.eval.models.video.tiny import tiny_pipeline
 from pasa.eval.watch import NonFiniteWatch, models_of
 
-if TYPE_CHECKING:
-    from pasa.eval.models.video.metrics import Frames
-
 FPS = 7  # the paper's
 MIN_PSNR, MIN_SSIM = 45.0, 0.995
 """What frames of the tiny pipeline must reach against FP32."""
@@ -41,84 +43,7 @@ FARTHER = 1.10
 EMULATED = pasa.PasaConfig(precision="partial")
 """Q K^T stored in FP16 before it is scaled, all else as PASA has it: the paper's FP16-FP32 allocation."""
 EMULATION = "FP16 scores are emulated: Q K^T is stored in FP16 before it is scaled"
-Progress = Callable[[str], None]
-
-
-@dataclass
-class Clip:
-    """One generation: its frames (F, H, W, 3), 0 to 1, and what was seen on the way."""
-
-    frames: Frames
-    seconds: float
-    first_nonfinite: dict[str, Any] | None
-    scores: dict[str, float] = field(default_factory=dict)
-
-
-def run_video(
-    model: str = TINY,
-    *,
-    image: str | None = None,
-    height: int | None = None,
-    width: int | None = None,
-    frames: int | None = None,
-    steps: int | None = None,
-    seed: int = SEED,
-    dtype: str | None = None,
-    offload: bool = False,
-    progress: Progress | None = None,
-) -> tuple[dict[str, Any], dict[str, Frames]]:
-    """Generate one clip in FP32, in FP16 with scores stored in FP16, and in FP16 with PASA; compare the frames.
-
-    Parameters
-    ----------
-    model : str
-        Folder of a Stable Video Diffusion checkpoint, or "tiny": random weights, run once as they are and once with
-        scores that a bias makes overflow. Nothing is downloaded.
-    image : str, optional
-        Picture to start from; a synthetic one by default.
-    height, width, frames, steps : int, optional
-        Pixels (multiples of 8), frames and denoising steps; by default 128, 128, 4 and 3 for "tiny", and the paper's
-        576, 1024, 25 and 25 for a checkpoint.
-    seed : int
-        Of the noise, drawn on the CPU and so the same on every device and in both dtypes.
-    dtype : str, optional
-        "float16" or "float32": what the models run in when attention is FP16. Default: float16 on an accelerator;
-        on a CPU float32, where FP16 convolutions are slow and attention alone is compared.
-    offload : bool
-        Model offload and forward chunking, as in the paper's script.
-    progress : callable, optional
-        Called with a line before each run.
-
-    Returns
-    -------
-    result : dict
-        JSON-able: ``gate``, ``runs`` (metrics of each clip, by name), ``fixture``, ``settings``, ``environment``.
-    clips : dict
-        Frames (F, H, W, 3) of the runs to look at, by title; FP32 first.
-
-    Raises
-    ------
-    FileNotFoundError, ValueError
-        The model is not a folder; a size, dtype or image that cannot be used.
-    """
-    sizes = {"height": height, "width": width, "frames": frames, "steps": steps}
-    settings = make_settings(sizes, tiny=model == TINY, image=image, seed=seed, dtype=dtype)
-    say = progress or (lambda line: None)
-    clips: dict[str, Clip] = {}
-    fixture = None
-    if model == TINY:
-        pipeline = tiny_pipeline()
-        bias_scores(pipeline.unet, offset=0)
-        clips |= {f"{name}_base": clip for name, clip in _runs(pipeline, settings, offload, "no bias", say).items()}
-        pipeline = tiny_pipeline()
-        fixture = bias_scores(pipeline.unet, OFFSET)
-        clips |= _runs(pipeline, settings, offload, "biased scores", say)
-    else:
-        clips = _runs(load_pipeline(model), settings, offload, Path(model).name, say)
-    result = _collect(clips, settings, model, fixture, offload)
-    return result, {title: clips[name].frames for name, title in TITLES.items() if name in clips and "base" not in name}
-
-
+BASE = "_base"  # ends the names of the runs without the bias
 TITLES = {
     "fp32_base": "FP32, no bias",
     "fp16_base": "FP16 scores, no bias",
@@ -129,31 +54,87 @@ TITLES = {
 }
 
 
-def _runs(pipeline: Any, settings: Settings, offload: bool, what: str, say: Progress) -> dict[str, Clip]:
-    """The three clips of one set of weights; the pipeline is left in the dtype of the FP16 runs."""
+@dataclass
+class Clip:
+    """One generation: its frames (F, H, W, 3), 0 to 1, the first broken module, and the largest scores."""
+
+    frames: metrics.Frames
+    seconds: float
+    first_nonfinite: dict[str, Any] | None
+    scores: dict[str, float]
+
+
+def run_video(
+    model: Annotated[str, 'Folder of a Stable Video Diffusion checkpoint, or "tiny": random weights.'] = TINY,
+    image: Annotated[str | None, "Picture to start from."] = None,
+    height: Annotated[int | None, "Pixels (128; 576)."] = None,
+    width: Annotated[int | None, "Pixels (128; 1024)."] = None,
+    frames: Annotated[int | None, "Frames (4; 25)."] = None,
+    steps: Annotated[int | None, "Denoising steps (3; 25)."] = None,
+    seed: Annotated[int, "Seed of the noise."] = SEED,
+    dtype: Annotated[str | None, "Of the models in the FP16 runs: float16 or float32 (default on a CPU)."] = None,
+    offload: Annotated[bool, "Model offload and forward chunking."] = False,
+    folder: Path | None = None,
+    progress: output.Report = output.silent,
+) -> dict[str, Any]:
+    """Generate a video in FP32, in FP16 and in FP16 with PASA, frame by frame; exit 1 if PASA breaks it.
+
+    The tiny model runs once as it is, and once with a bias that makes its scores overflow. The clips are written into
+    `folder`.
+    """
+    sizes = {"height": height, "width": width, "frames": frames, "steps": steps}
+    settings = make_settings(sizes, tiny=model == TINY, image=image, seed=seed, dtype=dtype)
+    say = stages(progress, 6 if model == TINY else 3)
+    clips: dict[str, Clip] = {}
+    fixture = None
+    if model == TINY:
+        pipeline = tiny_pipeline()
+        bias_scores(pipeline.unet, offset=0)
+        clips |= {name + BASE: clip for name, clip in _runs(pipeline, settings, offload, "no bias", say).items()}
+        pipeline = tiny_pipeline()
+        fixture = bias_scores(pipeline.unet, OFFSET)
+        clips |= _runs(pipeline, settings, offload, "biased scores", say)
+    else:
+        clips = _runs(load_pipeline(model), settings, offload, Path(model).name, say)
+    if folder is not None:
+        shown = {TITLES[name]: clip.frames for name, clip in clips.items() if not name.endswith(BASE)}
+        media.save(shown, TITLES["fp32"], folder, FPS)
+    runs = _measure(clips, biased=fixture is not None)
+    return {
+        "gate": judge(runs, tiny=fixture is not None),
+        "model": model,
+        "settings": {
+            **{name: getattr(settings, name) for name in (*SIZES, "seed")},
+            "model_dtype": str(settings.dtype).removeprefix("torch."),
+            "offload": offload,
+        },
+        "fixture": fixture,
+        "scores": clips["pasa"].scores or None,
+        "runs": runs,
+        "note": EMULATION if settings.device.type == "cuda" else f"{EMULATION}; {output.NOTE}",
+        "environment": describe(settings.device, "diffusers"),
+    }
+
+
+def _runs(pipeline: Any, settings: Settings, offload: bool, label: str, say: Callable[[str], None]) -> dict[str, Clip]:
+    """Return the three clips of one set of weights; the pipeline is left in the dtype of the FP16 runs."""
     place(pipeline, settings.device, offload)
-    say(f"{what}: FP32")
+    say(f"{label}: FP32")
     with whole_fp32():
         clips = {"fp32": generate(pipeline, settings)}
     if settings.dtype == torch.float16:
         halve(pipeline)
-    say(f"{what}: FP16, scores stored in FP16 (emulated)")
+    say(f"{label}: FP16, scores stored in FP16 (emulated)")
     with pasa.patch_pipeline(pipeline, config=EMULATED, backend="reference"):
         clips["fp16"] = generate(pipeline, settings)
-    say(f"{what}: FP16, PASA")
+    say(f"{label}: FP16, PASA")
     with pasa.patch_pipeline(pipeline):
         clips["pasa"] = generate(pipeline, settings, diagnose=settings.device.type == "cpu")
     return clips
 
 
 def generate(pipeline: Any, settings: Settings, *, diagnose: bool = False) -> Clip:
-    """Run the pipeline once.
-
-    Parameters
-    ----------
-    diagnose : bool
-        Record the largest score before and after the shift; of the reference backend alone.
-    """
+    """Run the pipeline once; `diagnose` records the largest scores, of the reference backend alone."""
     recorder: AbstractContextManager[list[Any]] = pasa.record_diagnostics() if diagnose else nullcontext([])
     started = time.perf_counter()
     with NonFiniteWatch(models_of(pipeline)) as watch, recorder as records:
@@ -167,62 +148,106 @@ def generate(pipeline: Any, settings: Settings, *, diagnose: bool = False) -> Cl
     return Clip(array, time.perf_counter() - started, watch.first, scores)
 
 
-def _collect(
-    clips: dict[str, Clip], settings: Settings, model: str, fixture: dict[str, Any] | None, offload: bool
-) -> dict[str, Any]:
-    """Metrics of every clip against FP32 on the same weights, and the verdict."""
+def _measure(clips: dict[str, Clip], *, biased: bool) -> dict[str, Any]:
+    """Return the metrics of every clip, and its distance from FP32 on the same weights."""
     runs: dict[str, Any] = {}
     for name, clip in clips.items():
-        reference = "fp32_base" if name.endswith("_base") or (name == "fp32" and fixture) else "fp32"
-        runs[name] = {"title": TITLES[name], "seconds": clip.seconds, "first_nonfinite": clip.first_nonfinite}
-        runs[name] |= metrics.describe(clip.frames)
-        if fixture and not name.endswith("_base"):
-            runs[name]["rmse_to_no_bias"] = metrics.rms(clip.frames - clips["fp32_base"].frames)
+        base = name.endswith(BASE)
+        reference = "fp32_base" if base or (name == "fp32" and biased) else "fp32"
+        run = {"title": TITLES[name], "seconds": clip.seconds, "first_nonfinite": clip.first_nonfinite}
+        run |= metrics.describe_frames(clip.frames)
+        if biased and not base:
+            run["rmse_to_no_bias"] = metrics.rms(clip.frames - clips["fp32_base"].frames)
         if name != reference:
-            runs[name] |= {"reference": reference, **metrics.compare(clip.frames, clips[reference].frames)}
-    import diffusers
-
-    return {
-        "experiment": "video",
-        "gate": judge(runs, tiny=fixture is not None),
-        "model": model,
-        "settings": {
-            **{name: getattr(settings, name) for name in (*SIZES, "seed")},
-            "model_dtype": str(settings.dtype).removeprefix("torch."),
-            "offload": offload,
-        },
-        "fixture": fixture,
-        "scores": clips["pasa"].scores or None,
-        "runs": runs,
-        "note": EMULATION if settings.device.type == "cuda" else f"{EMULATION}; {output.NOTE}",
-        "environment": {**output.environment(), "diffusers": diffusers.__version__, "device": _name(settings.device)},
-    }
+            run |= {"reference": reference, **metrics.compare(clip.frames, clips[reference].frames)}
+        runs[name] = run
+    return runs
 
 
 def judge(runs: dict[str, Any], *, tiny: bool) -> dict[str, Any]:
-    """What must hold, as named booleans.
+    """Return what must hold, as named booleans.
 
     Of any model: with PASA no value that is not finite, and no black frame that FP32 has not. Of the tiny one besides:
     FP16 scores break the biased clip, PASA is within `MIN_PSNR` and `MIN_SSIM` of FP32, and without the bias PASA is at
     most `FARTHER` times as far from FP32 as FP16 scores are.
     """
-    pasa_run = runs["pasa"]
+    ours = runs["pasa"]
     checks = {
-        "pasa_finite": pasa_run["nonfinite_share"] == 0 and pasa_run["first_nonfinite"] is None,
-        "pasa_not_black": pasa_run["black_frames"] <= runs["fp32"]["black_frames"],
+        "pasa_finite": ours["nonfinite_share"] == 0 and ours["first_nonfinite"] is None,
+        "pasa_not_black": ours["black_frames"] <= runs["fp32"]["black_frames"],
     }
     ratio = None
     if tiny:
-        broken = runs["fp16"]["nonfinite_frames"] + runs["fp16"]["black_frames"]
         ratio = runs["pasa_base"]["rmse"] / runs["fp16_base"]["rmse"]
         checks |= {
-            "fp16_breaks": broken > 0,
-            "psnr": all(value is not None and value >= MIN_PSNR for value in pasa_run["psnr"]),
-            "ssim": all(value is not None and value >= MIN_SSIM for value in pasa_run["ssim"]),
+            "fp16_breaks": runs["fp16"]["nonfinite_frames"] + runs["fp16"]["black_frames"] > 0,
+            "psnr": all(value is not None and value >= MIN_PSNR for value in ours["psnr"]),
+            "ssim": all(value is not None and value >= MIN_SSIM for value in ours["ssim"]),
             "no_farther_without_bias": ratio <= FARTHER,
         }
-    return {"passed": all(checks.values()), "checks": checks, "error_ratio_without_bias": ratio}
+    return gate(checks, error_ratio_without_bias=ratio)
 
 
-def _name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+def run_table(result: dict[str, Any]) -> Table:
+    """Return a row for every clip; distances are those to FP32 on the same weights."""
+    rows = []
+    for run in result["runs"].values():
+        distances = ["-"] * 3
+        if "reference" in run:
+            distances = [_worst(run["psnr"], ".1f"), _worst(run["ssim"], ".5f"), short(run["rmse"])]
+        rows.append(
+            [
+                run["title"],
+                str(run["nonfinite_frames"]),
+                str(run["black_frames"]),
+                *distances,
+                short(run["rmse_to_no_bias"]) if "rmse_to_no_bias" in run else "-",
+                "-" if run.get("temporal_rmse") is None else short(run["temporal_rmse"]),
+            ]
+        )
+    settings = result["settings"]
+    title = (
+        f"{result['model']}: {settings['frames']} frames of {settings['width']} x {settings['height']}, "
+        f"{settings['steps']} steps, seed {settings['seed']}"
+    )
+    base = " To no bias: RMSE to FP32 before the bias; FP32 itself is compared with that." if result["fixture"] else ""
+    note = (
+        "Broken, black: number of frames. Distances are those to FP32 on the same weights; PSNR and SSIM of the worst "
+        f"frame, temporal: RMSE of the change from frame to frame.{base} Models in {settings['model_dtype']}, "
+        "attention in FP16."
+    )
+    return Table(title, ["run", "broken", "black", "PSNR dB", "SSIM", "RMSE", "to no bias", "temporal"], rows, note)
+
+
+def _worst(values: list[float | None], form: str) -> str:
+    known = [value for value in values if value is not None]
+    return format(min(known), form) if len(known) == len(values) else "not finite"
+
+
+def verdict(result: dict[str, Any]) -> str:
+    """Return what the exit status says, with the numbers."""
+    scores, fixture, ratio = result["scores"], result["fixture"], result["gate"]["error_ratio_without_bias"]
+    parts = []
+    if fixture:
+        parts.append(
+            f"A bias of {fixture['bias']} in q and k of {fixture['modules']} spatial attentions adds "
+            f"{fixture['offset']:,} to every score"
+        )
+    if scores:
+        before, after = scores["max_score_before"], scores["max_score_after"]
+        parts.append(f"the largest |Q K^T| is {before:,.0f}, and {after:,.1f} as PASA stores it")
+    if ratio is not None:
+        parts.append(f"without the bias PASA's error is {ratio:.3f} x that of FP16 scores")
+    for run in result["runs"].values():
+        if first := run["first_nonfinite"]:
+            parts.append(f"{run['title']}: first broken is {first['module']}, call {first['call']} of its model")
+    return ". ".join([*(["; ".join(parts)] if parts else []), outcome(result)])
+
+
+EXPERIMENT = Experiment(
+    name="video",
+    run=run_video,
+    report=lambda result: [run_table(result), f"{verdict(result)} {origin(result)}"],
+    title="Video: one clip in FP32, in FP16, and in FP16 with PASA",
+    needs_models=True,
+)

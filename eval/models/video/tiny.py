@@ -51,7 +51,7 @@ def tiny_pipeline(seed: int = SEED) -> Any:
 
 
 def tiny_unet() -> Any:
-    """``UNetSpatioTemporalConditionModel`` with two levels, in evaluation mode, from the current random state."""
+    """Return a ``UNetSpatioTemporalConditionModel`` with two levels, drawn from the current random state."""
     from diffusers import UNetSpatioTemporalConditionModel
 
     return UNetSpatioTemporalConditionModel(
@@ -69,7 +69,7 @@ def tiny_unet() -> Any:
 
 
 def _vae() -> Any:
-    """Two layers a block, as the real one: with one, the decoder's middle block never calls its attention."""
+    """Return a VAE with two layers a block; with one, the decoder's middle block would never call its attention."""
     from diffusers import AutoencoderKLTemporalDecoder
 
     return AutoencoderKLTemporalDecoder(
@@ -93,7 +93,7 @@ def _image_encoder() -> Any:
 
 
 def sample_image(height: int = 128, width: int = 128) -> Any:
-    """A PIL image with edges, gradients and fine texture, made of sines: the conditioning image of the tiny run."""
+    """Return the conditioning image of the tiny run: edges, gradients and fine texture, made of sines."""
     from PIL import Image
 
     y, x = torch.meshgrid(torch.linspace(0, 1, height), torch.linspace(0, 1, width), indexing="ij")

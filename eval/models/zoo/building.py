@@ -6,34 +6,58 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from pasa.eval.models.zoo.inputs import Inputs
-from pasa.eval.models.zoo.judging import line
+from pasa.eval.models.zoo.judging import error_line
 
 MOST_PARAMETERS = 60_000_000
 REPAIRS = 8  # of one candidate for the inputs
 
 
 def first_that_runs(
-    levels: Sequence[str], make: Callable[[str], Any], accepted: Callable[[Any], tuple[Inputs | None, str]]
+    levels: Sequence[str],
+    make: Callable[[str], Any],
+    candidates: Callable[[Any], Iterable[Inputs]],
+    repaired: Callable[[Inputs, str], Inputs | None] = lambda inputs, message: None,
 ) -> tuple[Any, Inputs] | str:
-    """Return the smallest model that can be built and run, with its inputs, or why the smallest level has none."""
+    """Return the smallest model that can be built and run, with its inputs, or why the smallest level has none.
+
+    Inputs are the first candidate that the model accepts, repaired where an error says how.
+    """
     reasons = []
     for level in levels:
         try:
             model = make(level)
         except Exception as error:
-            reasons.append(f"{level}: {type(error).__name__}: {line(error)[:150]}")
+            reasons.append(f"{level}: {error_line(error)[:150]}")
             continue
-        inputs, why = accepted(model)
-        if inputs is not None:
-            return model, inputs
-        reasons.append(f"{level}: {why}")
-    return reasons[0]
+        torch.manual_seed(0)
+        for candidate in candidates(model):
+            inputs: Inputs | None = candidate
+            for _ in range(REPAIRS):
+                if inputs is None:
+                    break
+                try:
+                    with torch.no_grad():
+                        model(**inputs)
+                    return model, inputs
+                except Exception as error:
+                    reasons.append(f"{level}: {shapes(inputs)}: {error_line(error)[:150]}")
+                    inputs = repaired(inputs, str(error))
+    return reasons[0] if reasons else "no inputs are known for its forward"
+
+
+def shapes(inputs: Inputs) -> str:
+    """Return inputs in words."""
+    return ", ".join(f"{name} {list(each.shape) if isinstance(each, Tensor) else ''}" for name, each in inputs.items())
 
 
 def small(make: Callable[[], torch.nn.Module]) -> torch.nn.Module:
     """Build a model of FP32 weights that attention matters to.
+
+    Common initial values are so small, or zero (gates, layer scales, adaptive norms), that an output is nearly its
+    input, whatever attention does. So matrices are drawn anew, to keep the RMS of what they multiply.
 
     Raises
     ------
@@ -45,44 +69,10 @@ def small(make: Callable[[], torch.nn.Module]) -> torch.nn.Module:
         size = sum(each.numel() for each in make().parameters())
     if size > MOST_PARAMETERS:
         raise ValueError(f"{size // 1_000_000} million parameters")
-    return spread(make().float().eval())
-
-
-def spread(model: torch.nn.Module) -> torch.nn.Module:
-    """Give weights a size at which attention matters.
-
-    Common initial values are so small, or zero (gates, layer scales, adaptive norms), that an output is nearly its
-    input, whatever attention does. Matrices are drawn to keep the RMS of what they multiply.
-    """
+    model = make().float().eval()
     for each in model.parameters():
-        if not each.is_floating_point():
-            continue
-        if each.ndim > 1:
+        if each.is_floating_point() and each.ndim > 1:
             each.data.normal_(std=(each.numel() / each.shape[0]) ** -0.5)
-        else:
+        elif each.is_floating_point():
             each.data.add_(0.1 * torch.randn_like(each))
     return model
-
-
-def accepted(
-    model: Any,
-    candidates: Iterable[Inputs],
-    describe: Callable[[Inputs], str],
-    repaired: Callable[[Inputs, str], Inputs | None] = lambda inputs, message: None,
-) -> tuple[Inputs | None, list[str]]:
-    """Return the first candidate that the model runs on, mended where an error says how, and why others failed."""
-    reasons: list[str] = []
-    torch.manual_seed(0)
-    for candidate in candidates:
-        inputs: Inputs | None = candidate
-        for _ in range(REPAIRS):
-            if inputs is None:
-                break
-            try:
-                with torch.no_grad():
-                    model(**inputs)
-                return inputs, reasons
-            except Exception as error:
-                reasons.append(f"{describe(inputs)}: {type(error).__name__}: {line(error)[:120]}")
-                inputs = repaired(inputs, str(error))
-    return None, reasons or ["no inputs are known for its forward"]

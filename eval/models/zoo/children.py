@@ -32,15 +32,7 @@ def run_all(
 ) -> Iterator[tuple[Any, Record]]:
     """Yield each item with its record as it is done; one that crashes or takes too long has a record that says so.
 
-    Parameters
-    ----------
-    items : sequence
-    work : callable
-        Takes an item and returns what can be pickled; runs in a child.
-    jobs : int
-        Children at once.
-    seconds : float
-        For each.
+    `work` takes an item and returns what can be pickled; it runs in a child. There are so many `jobs` at once.
     """
     waiting, running = list(items), list[Child]()
     while waiting or running:
@@ -50,7 +42,7 @@ def run_all(
         ready = wait([child.answer for child in running], max(0.0, soonest))
         for child in [each for each in running if each.answer in ready or each.ends <= time.monotonic()]:
             running.remove(child)
-            yield child.item, _end(child, seconds)
+            yield child.item, _end(child, f"not done after {seconds:.0f} s")
 
 
 def _start(item: Any, work: Callable[[Any], Record], seconds: float) -> Child:
@@ -62,25 +54,10 @@ def _start(item: Any, work: Callable[[Any], Record], seconds: float) -> Child:
     return Child(item, process, receiver, time.monotonic() + seconds)
 
 
-def _work(item: Any, work: Callable[[Any], Record], answer: Connection) -> None:
-    """In the child: quiet, and with a limit on memory."""
-    resource.setrlimit(resource.RLIMIT_AS, (GIGABYTES << 30,) * 2)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.dup2(nowhere, 2)
-    started = time.process_time()
-    record = work(item)
-    answer.send(record | {"seconds": round(time.process_time() - started, 1)})
-
-
-def _end(child: Child, seconds: float) -> Record:
-    """What it answered, or how it ended."""
-    in_time = child.answer.poll()
+def _end(child: Child, why: str) -> Record:
+    """Return the answer of a child, or how it ended."""
     try:
-        if in_time:
-            record: Record = child.answer.recv()
-            return record
-        return {"verdict": "crashed", "why": f"not done after {seconds:.0f} s"}
+        return child.answer.recv() if child.answer.poll() else {"verdict": "crashed", "why": why}
     except EOFError:
         child.process.join()
         return {"verdict": "crashed", "why": f"its process ended with {child.process.exitcode}"}
@@ -88,3 +65,14 @@ def _end(child: Child, seconds: float) -> Record:
         child.process.kill()
         child.process.join()
         child.answer.close()
+
+
+def _work(item: Any, work: Callable[[Any], Record], answer: Connection) -> None:
+    """Run in the child: quiet, and with a limit on memory."""
+    resource.setrlimit(resource.RLIMIT_AS, (GIGABYTES << 30,) * 2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    started = time.process_time()
+    record = work(item)
+    answer.send(record | {"seconds": round(time.process_time() - started, 1)})

@@ -1,7 +1,7 @@
 """Inputs for a transformers model, from the names that its `forward` takes.
 
 Which optional inputs a model cannot do without its signature does not say: `candidates` yields sets of inputs, the
-smallest first, and the first that the model accepts is its own.
+smallest first, and the first that the model accepts is taken.
 """
 
 from __future__ import annotations
@@ -16,130 +16,124 @@ from torch import Tensor
 from pasa.eval.models.zoo.configs import FIRST_TOKEN, LAST_TOKEN, PIXELS
 
 BATCH, LENGTH = 2, 9
+OPTIONAL = ("decoder_input_ids", "pixel_values", "input_features", "input_values", "bbox")
+"""Inputs that some models need although their signature says nothing of it, in the order in which they are added."""
 Inputs = dict[str, Any]
 
 
-def tokens(config: Any, length: int = LENGTH) -> Tensor:
-    """Ids without a meaning of their own."""
-    vocabulary = find(config, "vocab_size", default=LAST_TOKEN)
-    first, last = (FIRST_TOKEN, LAST_TOKEN) if vocabulary >= LAST_TOKEN else (vocabulary // 4, vocabulary // 2)
-    return torch.randint(first, max(last, first + 1), (BATCH, length))
-
-
 def parameters(forward: Any) -> dict[str, inspect.Parameter]:
-    """What `forward` takes by name."""
+    """Return what `forward` takes by name."""
     kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    found = inspect.signature(forward).parameters
-    return {name: each for name, each in found.items() if name != "self" and each.kind not in kinds}
+    known = inspect.signature(forward).parameters
+    return {name: each for name, each in known.items() if name != "self" and each.kind not in kinds}
 
 
-def find(config: Any, *names: str, default: int) -> int:
-    """The first of these fields that is a number, in the configuration or one below it."""
-    parts = [config, *(part for part in vars(config).values() if hasattr(part, "to_dict"))]
-    for name in names:
-        for part in parts:
-            value = getattr(part, name, None)
-            if isinstance(value, (list, tuple)) and value and isinstance(value[0], int):
-                value = value[-1]
-            if isinstance(value, int) and not isinstance(value, bool):
-                return value
-    return default
+def required(known: dict[str, inspect.Parameter]) -> list[str]:
+    """Return the names of parameters without a default."""
+    return [name for name, each in known.items() if each.default is inspect.Parameter.empty]
 
 
-def image(config: Any) -> list[Tensor]:
-    """Pictures, then clips."""
-    size = find(config, "image_size", "img_size", "input_size", default=2 * PIXELS)
-    channels = find(config, "num_channels", "in_channels", "in_chans", default=3)
-    frames = find(config, "num_frames", "frames", default=2)
-    return [torch.randn(BATCH, channels, size, size), torch.randn(BATCH, frames, channels, size, size)]
-
-
-def spectrogram(config: Any) -> list[Tensor]:
-    """(B, mels, T), (B, T, mels), (B, 1, T, mels): the length is what a fixed table of positions asks for."""
-    mels = find(config, "num_mel_bins", "input_feat_per_channel", "feature_size", "n_mels", "input_dim", default=80)
-    length = 2 * find(config, "max_source_positions", "max_length", default=32)
-    found = []
-    for steps in dict.fromkeys((length, 64, find(config, "max_length", "spec_size", default=1024))):
-        plain = torch.randn(BATCH, mels, steps)
-        found += [plain, plain.transpose(1, 2).contiguous(), plain.transpose(1, 2)[:, None].contiguous()]
-    return found
+def candidates(model: Any) -> Iterator[Inputs]:
+    """Yield sets of inputs to try."""
+    known = parameters(type(model).forward)
+    main = model.main_input_name if model.main_input_name in known else next(iter(known), None)
+    if main is None:
+        return
+    decoder = [name for name in ("future_values", "future_time_features") if name in known]
+    first = list(dict.fromkeys([main, *required(known), *decoder]))
+    optional = [name for name in OPTIONAL if name in known and name not in first]
+    text = ["input_ids"] if "input_ids" in known else []
+    groups = [first, *([*first, name] for name in optional), [*first, *text], [*first, *optional]]
+    groups.append([*first, *optional, *text])
+    for names in dict.fromkeys(tuple(dict.fromkeys(group)) for group in groups):
+        values = {name: made(name, model.config) for name in names}
+        if "grid_thw" in names or "image_grid_thw" in names:
+            values |= {name: [patches(model.config)] for name in names if name in ("hidden_states", "pixel_values")}
+        if all(values.values()):
+            for turn in range(min(6, max(len(options) for options in values.values()))):
+                yield {name: options[min(turn, len(options) - 1)] for name, options in values.items()}
 
 
 def made(name: str, config: Any) -> list[Any]:
-    """Values to try for an input, by its name; none for a name that is not known."""
+    """Return values to try for an input, by its name; none for a name that is not known."""
     if name == "input_ids" and config.model_type in ("musicgen_decoder", "musicgen_melody_decoder"):
         return [tokens(config).repeat_interleave(config.num_codebooks, 0)]  # a row for each codebook
     if name.endswith("input_ids"):
         return [tokens(config, 7 if name.startswith("decoder") else LENGTH)]
     if name in ("pixel_values", "pixel_values_videos"):
-        return image(config)[:: -1 if "video" in name else 1]
+        return pictures(config)[:: -1 if "video" in name else 1]
     if name in ("input_features", "audio_values", "audio_input_features"):
-        return spectrogram(config)
+        return spectrograms(config)
     if name in ("input_values", "audio_mel"):
-        return [torch.randn(BATCH, 2000), torch.randn(BATCH, 1, 2000), *spectrogram(config)]
+        return [torch.randn(BATCH, 2000), torch.randn(BATCH, 1, 2000), *spectrograms(config)]
     if name == "bbox":
         return [torch.randint(0, 30, (BATCH, LENGTH, 2)).repeat(1, 1, 2).sort(-1).values]
     if name in ("inputs_embeds", "hidden_states", "decoder_inputs_embeds", "query_embeds", "encoder_hidden_states"):
         return [torch.randn(BATCH, LENGTH, find(config, "hidden_size", "d_model", "n_embd", default=64))]
     if name in ("grid_thw", "image_grid_thw"):
         return [torch.tensor([[1, 4, 4], [1, 4, 8]])]
+    if name == "freq":
+        return [torch.zeros(BATCH, 1, dtype=torch.long)]
     return series(name, config)
 
 
+def find(config: Any, *names: str, default: int) -> int:
+    """Return the first of these fields that is a number, in the configuration or one below it."""
+    parts = [config, *(part for part in vars(config).values() if hasattr(part, "to_dict"))]
+    for name in names:
+        for part in parts:
+            value = getattr(part, name, None)
+            value = value[-1] if isinstance(value, (list, tuple)) and value else value
+            if type(value) is int:
+                return value
+    return default
+
+
+def tokens(config: Any, length: int = LENGTH) -> Tensor:
+    """Return ids without a meaning of their own."""
+    vocabulary = find(config, "vocab_size", default=LAST_TOKEN)
+    first, last = (FIRST_TOKEN, LAST_TOKEN) if vocabulary >= LAST_TOKEN else (vocabulary // 4, vocabulary // 2)
+    return torch.randint(first, max(last, first + 1), (BATCH, length))
+
+
+def pictures(config: Any) -> list[Tensor]:
+    """Return pictures, then clips."""
+    size = find(config, "image_size", "img_size", "input_size", default=2 * PIXELS)
+    channels = find(config, "num_channels", "in_channels", "in_chans", default=3)
+    frames = find(config, "num_frames", "frames", default=2)
+    return [torch.randn(BATCH, channels, size, size), torch.randn(BATCH, frames, channels, size, size)]
+
+
+def spectrograms(config: Any) -> list[Tensor]:
+    """Return (B, mels, T), (B, T, mels) and (B, 1, T, mels), in the length that a fixed table of positions needs."""
+    mels = find(config, "num_mel_bins", "input_feat_per_channel", "feature_size", "n_mels", "input_dim", default=80)
+    length = 2 * find(config, "max_source_positions", "max_length", default=32)
+    lengths = dict.fromkeys((length, 64, find(config, "max_length", "spec_size", default=1024)))
+    plain = [torch.randn(BATCH, mels, steps) for steps in lengths]
+    return [y for x in plain for y in (x, x.transpose(1, 2).contiguous(), x.transpose(1, 2)[:, None].contiguous())]
+
+
 def patches(config: Any) -> Tensor:
-    """The pixels of all patches of the pictures that `grid_thw` speaks of."""
+    """Return the pixels of all patches of the pictures that `grid_thw` speaks of."""
     size = find(config, "patch_size", default=14)
     each = find(config, "in_channels", "in_chans", "num_channels", default=3) * size * size
     return torch.randn(48, each * find(config, "temporal_patch_size", default=1))
 
 
-def series(name: str, config: Any) -> list[Any]:
-    """Inputs of forecasters."""
+def series(name: str, config: Any) -> list[Tensor]:
+    """Return values to try for an input of a forecaster."""
     past = find(config, "context_length", default=32) + max([0, *(getattr(config, "lags_sequence", None) or [])])
     future = find(config, "prediction_length", default=8)
     channels = find(config, "num_input_channels", "input_size", default=1)
-    shape = (past, channels) if channels > 1 or hasattr(config, "num_input_channels") else (past,)
+    several = (channels,) if channels > 1 or hasattr(config, "num_input_channels") else ()
     times = getattr(config, "num_time_features", 0) or 0
-    values = {
-        "past_values": lambda: [torch.randn(BATCH, *shape), torch.randn(BATCH, past)],
-        "past_observed_mask": lambda: [torch.ones(BATCH, *shape)],
-        "past_time_features": lambda: [torch.randn(BATCH, past, times)],
-        "future_time_features": lambda: [torch.randn(BATCH, future, times)],
-        "future_values": lambda: [torch.randn(BATCH, future, *shape[1:])],
-        "past_values_padding": lambda: [torch.zeros(BATCH, past)],
-        "freq": lambda: [torch.zeros(BATCH, 1, dtype=torch.long)],
+    sizes: dict[str, list[tuple[int, ...]]] = {
+        "past_values": [(past, *several), (past,)],
+        "past_observed_mask": [(past, *several)],
+        "past_time_features": [(past, times)],
+        "future_time_features": [(future, times)],
+        "future_values": [(future, *several)],
+        "past_values_padding": [(past,)],
     }
-    return values[name]() if name in values else []
-
-
-OPTIONAL = ("decoder_input_ids", "pixel_values", "input_features", "input_values", "bbox")
-"""Inputs that some models need although their signature says nothing of it, in the order in which they are added."""
-
-
-def candidates(model: Any) -> Iterator[Inputs]:
-    """Sets of inputs to try."""
-    known = parameters(type(model).forward)
-    main = model.main_input_name if model.main_input_name in known else next(iter(known), None)
-    if main is None:
-        return
-    needed = [n for n, each in known.items() if each.default is inspect.Parameter.empty]
-    needed += [name for name in ("future_values", "future_time_features") if name in known]  # a decoder's
-    first = list(dict.fromkeys([main, *needed]))
-    groups = [first, *([*first, name] for name in OPTIONAL if name in known and name not in first)]
-    if main != "input_ids" and "input_ids" in known:
-        groups.append([*first, "input_ids"])
-    groups.append([*first, *(name for name in OPTIONAL if name in known and name not in first)])
-    if "input_ids" in known:
-        groups.append(list(dict.fromkeys([*groups[-1], "input_ids"])))
-    seen = set()
-    for names in groups:
-        if tuple(names) in seen:
-            continue
-        seen.add(tuple(names))
-        values = {name: made(name, model.config) for name in names}
-        if "grid_thw" in names or "image_grid_thw" in names:
-            values |= {name: [patches(model.config)] for name in names if name in ("hidden_states", "pixel_values")}
-        if not all(values.values()):
-            continue
-        for turn in range(min(6, max(len(options) for options in values.values()))):
-            yield {name: options[min(turn, len(options) - 1)] for name, options in values.items()}
+    fill = torch.ones if name.endswith("mask") else torch.zeros if name.endswith("padding") else torch.randn
+    return [fill(BATCH, *size) for size in sizes.get(name, [])]

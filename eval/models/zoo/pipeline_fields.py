@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 WIDTH = 64  # of text encoders, as the rules make them
+PIXELS, STEPS, TEXT = 64, 2, 77
 
 CLIP: dict[str, Any] = {"max_position_embeddings": 77, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 BLOCKS: dict[str, Any] = {
@@ -35,6 +36,7 @@ MOTION: dict[str, Any] = {
 }  # fmt: skip
 SIXTEEN = {"AutoencoderKL": {"latent_channels": 16, "shift_factor": 0.1}}
 POOLED = {"pooled_projection_dim": 2 * WIDTH}  # of two text encoders
+CONTROLLED = {"FluxTransformer2DModel": {"in_channels": 128, "out_channels": 64}}
 DECODER = {
     "UNet2DConditionModel": {
         "encoder_hid_dim": WIDTH, "encoder_hid_dim_type": "image_proj", "addition_embed_type": "image",
@@ -52,21 +54,14 @@ FIELDS: dict[str, dict[str, dict[str, Any]]] = {
     "XL": {"UNet2DConditionModel": XL, "ControlNetModel": XL},
     "InstructPix2Pix": {"UNet2DConditionModel": {"in_channels": 8}},
     "UpscalePipeline": {"UNet2DConditionModel": {"in_channels": 7}},
-    "Depth2Img": {"UNet2DConditionModel": {"in_channels": 5}},
     "PIA": {"UNet2DConditionModel": {"in_channels": 9}},
     "LatentConsistency": {"UNet2DConditionModel": {"time_cond_proj_dim": 32}},
     "IF": {"UNet2DConditionModel": {"in_channels": 3, "out_channels": 6}},
     "KandinskyV22": DECODER,
-    "Bria": SIXTEEN,
-    "Chroma": SIXTEEN,
-    "CogView": SIXTEEN,
-    "Flux": SIXTEEN,
-    "OvisImage": SIXTEEN,
+    **dict.fromkeys(("Bria", "Chroma", "CogView", "Flux", "OvisImage", "ZImage"), SIXTEEN),
     "StableDiffusion3": {**SIXTEEN, "SD3Transformer2DModel": POOLED, "SD3ControlNetModel": POOLED},
-    "VisualCloze": SIXTEEN,
-    "ZImage": SIXTEEN,
-    "FluxControlI": {"FluxTransformer2DModel": {"in_channels": 128, "out_channels": 64}},
-    "FluxControlP": {"FluxTransformer2DModel": {"in_channels": 128, "out_channels": 64}},
+    "FluxControlI": CONTROLLED,
+    "FluxControlP": CONTROLLED,
     "FluxFill": {"FluxTransformer2DModel": {"in_channels": 64 + 64 + 16, "out_channels": 64}},
     "IFS": {"UNet2DConditionModel": {"in_channels": 6}},
     "KandinskyV22Inpaint": {"UNet2DConditionModel": {"in_channels": 9}},
@@ -75,17 +70,22 @@ FIELDS: dict[str, dict[str, dict[str, Any]]] = {
 }  # fmt: skip
 """Fields of a class in the pipelines whose names hold a word; later words come before earlier ones."""
 
+PICTURE = torch.linspace(0, 1, 3 * PIXELS * PIXELS).sin().reshape(1, 3, PIXELS, PIXELS)
+CALL: dict[str, Any] = {
+    "prompt": "a cat on a mat", "num_inference_steps": STEPS, "output_type": "np", "height": PIXELS, "width": PIXELS,
+    "image": PICTURE, "control_image": PICTURE, "num_frames": 2, "mask_image": torch.ones(1, 1, PIXELS, PIXELS),
+    "max_sequence_length": 32, "conditioning_frames": [PICTURE[0]] * 2, "strength": 0.8, "batch_size": 1,
+    "use_resolution_binning": False, "_auto_resize": False, "max_area": PIXELS * PIXELS,
+}  # fmt: skip
+"""What pipelines are called with, of what they take."""
 CALLS: dict[str, dict[str, Any]] = {
     "AttendAndExcite": {"token_indices": [2]},
     "CogVideoX": {"max_sequence_length": 7},
     "Flux2Klein": {"text_encoder_out_layers": (0, 1, 2)},
-    "Kontext": {"_auto_resize": False, "max_area": 64 * 64},
     "KandinskyV22": dict.fromkeys(("image_embeds", "negative_image_embeds"), torch.linspace(-1, 1, WIDTH)[None]),
     "LongCatAudio": {"audio_duration_s": 0.1},  # of a longer sound the decoder amplifies what FP32 rounds
-    "PixArt": {"use_resolution_binning": False},
-    "Sana": {"use_resolution_binning": False},
 }
-"""What pipelines whose names hold a word are called with beside the rules."""
+"""What pipelines whose names hold a word are called with beside that."""
 
 ANY_OF = {"PreTrainedModel": "Qwen3Model", "Gemma2PreTrainedModel": "Gemma2Model", "GemmaPreTrainedModel": "GemmaModel"}
 """A class for components that are annotated with a base class, which cannot be built."""

@@ -15,7 +15,7 @@ from torch.nn.functional import gelu, linear, scaled_dot_product_attention, silu
 from pasa import geometry
 from pasa.concentration import geometry_scale
 from pasa.eval.kit import output
-from pasa.eval.kit.device import describe, measured_on
+from pasa.eval.kit.device import describe, origin
 from pasa.eval.kit.experiment import Experiment
 from pasa.eval.kit.tables import Table
 from pasa.eval.kit.timing import Call, CudaClock, added_cost
@@ -293,7 +293,7 @@ def verdict(result: dict[str, Any]) -> str:
     failed = [name for name, passed in result["gate"]["checks"].items() if not passed]
     outcome = f"FAILED: {', '.join(failed)}." if failed else "All checks hold."
     checked = f"Norms are those of a full SVD in FP64 within {100 * worst:.2g} % (BF16)."
-    return f"{checked} {outcome} {measured_on(result['environment'])}"
+    return f"{checked} {outcome} {origin(result)}"
 
 
 def summary(result: dict[str, Any]) -> str:

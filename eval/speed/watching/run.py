@@ -13,7 +13,7 @@ from torch import Tensor
 
 import pasa
 from pasa.eval.kit import output
-from pasa.eval.kit.device import describe, measured_on
+from pasa.eval.kit.device import describe, origin
 from pasa.eval.kit.experiment import Experiment
 from pasa.eval.kit.tables import Table
 from pasa.eval.kit.timing import Call, CudaClock, added_cost
@@ -194,7 +194,7 @@ def verdict(result: dict[str, Any]) -> str:
     failed = [name for name, passed in result["gate"]["checks"].items() if not passed]
     outcome = f"FAILED: {', '.join(failed)}." if failed else "All checks hold."
     counted = f"Counts equal to FP64's in {exact} of {len(result['checks'])} calls."
-    return f"{counted} {outcome} {measured_on(result['environment'])}"
+    return f"{counted} {outcome} {origin(result)}"
 
 
 EXPERIMENT = Experiment(

@@ -1,4 +1,4 @@
-"""What is timed gives the gradients, and every time has its place; a clock without a device stands in for a GPU."""
+"""What is timed gives the gradients, and every time has its place; the clock needs no device."""
 
 import functools
 
@@ -8,18 +8,17 @@ from torch import Tensor
 
 from pasa.eval.accuracy.gradients import times
 from pasa.eval.kit.timing import Call
+from pasa.eval.speed.cases import SpeedCase
 from tests.eval.speed.fakes import FakeClock, Timed
 
-TINY = times.Shape(1, 2, 1, 40, 16)
+TINY = SpeedCase("tiny", 1, 2, 1, 40, 40, 16, causal=True)
 
 
-def test_names_and_products():
+def test_work_of_the_parts():
     """Of 40 x 40 pairs a causal call counts half, a pair costs 2 D operations a product: 2 forward, 5 backward."""
-    assert TINY.name == "1x2/1x40x16"
-    assert times.SHAPES[0].name == "4x12x1024x64"
     pairs = 2 * 40 * 40 / 2
-    assert TINY.flops("forward") == 2 * pairs * 2 * 16
-    assert TINY.flops("forward + backward") == 7 * pairs * 2 * 16
+    assert times.PARTS["forward"] * TINY.flops == 2 * pairs * 2 * 16
+    assert times.PARTS["forward + backward"] * TINY.flops == 7 * pairs * 2 * 16
 
 
 @pytest.mark.parametrize("part", times.PARTS)
@@ -32,7 +31,7 @@ def test_ours_and_torchs_agree(part):
     assert (ours - flash).norm() <= 2.0**-9 * flash.norm()
 
 
-def fake_calls(shape: times.Shape, device: torch.device) -> dict[str, dict[str, Call]]:
+def fake_calls(shape: SpeedCase, device: torch.device) -> dict[str, dict[str, Call]]:
     make: functools.partial[Tensor] = functools.partial(torch.zeros, 1)
     both = {"pasa": Call(Timed(make, 3.0)), "sdpa-flash": Call(Timed(make, 1.5))}
     return {part: dict(both) for part in times.PARTS}
@@ -52,5 +51,5 @@ def test_every_shape_is_timed_in_every_way(monkeypatch):
         ours, graphed = each["implementation"] == "pasa", each["how"] == "graph"
         assert each["median_ms"] == (3.0 if ours else 1.5) / (1 + graphed)
         assert each["to_flash"] == (0.5 if ours else 1.0)
-        assert each["tflops"] == pytest.approx(shape.flops(each["part"]) / each["median_ms"] / 1e9)
+        assert each["tflops"] == pytest.approx(times.PARTS[each["part"]] * shape.flops / each["median_ms"] / 1e9)
         assert ("host_us" in each) == (not graphed)

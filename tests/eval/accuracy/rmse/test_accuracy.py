@@ -7,7 +7,7 @@ import torch
 
 import pasa
 from pasa.eval.accuracy.rmse.cases import PAPER_CASES
-from pasa.eval.accuracy.rmse.run import golden_by_head
+from pasa.eval.accuracy.rmse.measure import golden_by_head
 from tests.inputs import rmse
 
 AS_FP32 = {f"uniform({x0},0.5)" for x0 in (0, 10, 20, 30)} | {"hybrid(20,10)", "hybrid(30,10)"}

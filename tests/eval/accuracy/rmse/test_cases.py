@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from pasa.eval.accuracy.rmse.cases import (
-    ARITHMETICS,
     BIAS_CASES,
-    PANELS,
     PAPER_CASES,
     RESONANCE_CASES,
     BiasCase,
@@ -16,6 +14,7 @@ from pasa.eval.accuracy.rmse.cases import (
     ResonanceCase,
     generator,
 )
+from pasa.eval.accuracy.rmse.plots import PANELS
 
 SMALL = (1, 2, 640, 128)
 
@@ -29,26 +28,8 @@ def test_fifteen_cases_of_figures_9_and_10() -> None:
 
 
 def test_panels_show_every_case() -> None:
-    shown = {name for panels in PANELS.values() for panel in panels for name in panel}
+    shown = {f"{name}{case}" for name, (_, *panels) in PANELS.items() for panel in panels for case in panel}
     assert shown == {case.name for case in PAPER_CASES}
-
-
-def test_table_4() -> None:
-    shares = {case.name: case.paper_nan_share for case in PAPER_CASES if case.paper_nan_share is not None}
-    assert shares == {
-        "uniform(30,0.5)": 1.0,
-        "uniform(20,15)": 0.0012,
-        "uniform(20,20)": 0.0814,
-        "hybrid(30,10)": 1.0,
-        "hybrid(20,50)": 0.0004,
-        "hybrid(20,100)": 0.0111,
-    }
-
-
-def test_arithmetics_are_named_once() -> None:
-    names = [arithmetic.name for arithmetic in ARITHMETICS]
-    assert names[:5] == ["fp32", "partial", "fp16", "prescaled", "smooth_k"]
-    assert names[5:] == ["pasa-paper", "pasa-paper-fp16", "pasa-exact", "pasa-exact-fp16"]
 
 
 @pytest.mark.parametrize("case", [RandomCase("uniform", 20, 5, SMALL), RandomCase("hybrid", 20, 50, SMALL)], ids=str)

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import pasa
-from pasa.eval.accuracy.rmse import bias, report, resonance, run
-from pasa.eval.accuracy.rmse.cases import ARITHMETICS, PAPER_CASES, Arithmetic, RandomCase
+from pasa.eval.accuracy.rmse import measure, report, run
+from pasa.eval.accuracy.rmse.cases import ARITHMETICS, PAPER_CASES, RESONANCE_CASES, Arithmetic, RandomCase
+from pasa.eval.accuracy.rmse.resonance import stored_scores
 from pasa.eval.kit import output
 
 HEADS, SEQ = 1, 512
@@ -19,7 +20,9 @@ BY_NAME = {arithmetic.name: arithmetic for arithmetic in ARITHMETICS}
 
 @pytest.fixture(scope="module")
 def result() -> dict[str, Any]:
-    return run.run_rmse(heads=HEADS, seq=SEQ)
+    found = run.EXPERIMENT.measure(heads=HEADS, seq=SEQ)
+    assert found is not None
+    return found
 
 
 def select(result: dict[str, Any], **wanted: Any) -> list[dict[str, Any]]:
@@ -65,12 +68,12 @@ def test_gates_catch_a_bad_arithmetic() -> None:
     """The published recovery with too small a beta: scores of 115,000 stay as they are."""
     bad = Arithmetic("bad", pasa.PasaConfig(recovery="paper", beta=0.0), "no shift at all")
     case = dataclasses.replace(PAPER_CASES[2], shape=(1, 1, 256, 128))
-    jobs: list[run.Job] = [(case, 0, "inf")]
     wanted = (BY_NAME["fp32"], BY_NAME["partial"], BY_NAME["pasa-exact"], bad)
-    records = {each["arithmetic"]: each for each in run.run_jobs(jobs, wanted)}
+    found = measure.compare([(case, 0, "inf")], wanted, gated="bad")
+    records = {each["arithmetic"]: each for each in found["records"]}
     assert "c" in records["bad"]["failed_gates"]
     assert records["pasa-exact"]["failed_gates"] == ""
-    assert "rmse" in run.why(records["bad"])
+    assert "rmse" in found["gate"]["failures"][0]["why"]
 
 
 def test_verdict_names_case_seed_mode_gate_and_number() -> None:
@@ -82,12 +85,15 @@ def test_verdict_names_case_seed_mode_gate_and_number() -> None:
         "failed_gates": "b",
         "max_error_ratio": 2.5,
     }
-    gate = run.verdict([entry])
+    gate = measure.verdict([entry])
     assert not gate["passed"]
     assert gate["failures"] == [
         {"case": "uniform(20,5)", "seed": 3, "overflow": "inf", "why": "(b) max error 2.5 x the yardstick, limit 2"}
     ]
-    assert run.verdict([entry | {"arithmetic": "partial"}])["passed"], "only the default arithmetic decides"
+    assert report.verdict({"gate": gate}).startswith(
+        "pasa-exact FAILS on 1 of its runs:\n  uniform(20,5), seed 3, inf: (b)"
+    )
+    assert measure.verdict([entry | {"arithmetic": "partial"}])["passed"], "only the default arithmetic decides"
 
 
 def test_rows_touched_agree_with_a_direct_count() -> None:
@@ -95,100 +101,63 @@ def test_rows_touched_agree_with_a_direct_count() -> None:
     config = dataclasses.replace(BY_NAME["partial"].config, overflow="saturate")
     stored = (q.float() @ k.float().mT).half().float().abs()
     touched = (stored >= 65504).any(-1).double().mean()
-    assert run.touched_rows(q, k, v, config) == pytest.approx(float(touched))
+    assert measure.touched_rows(q, k, v, config) == pytest.approx(float(touched))
 
 
 def test_a_case_alone_gives_the_same_numbers() -> None:
-    alone = run.run_rmse(heads=1, seq=130, cases=PAPER_CASES[5:6], overflow="inf")
-    among = run.run_rmse(heads=1, seq=130, cases=PAPER_CASES[4:7], overflow="inf")
-    assert alone["records"] == select(among, case=PAPER_CASES[5].name)
-
-
-def test_result_is_json_with_origin_and_one_record_per_line(result: dict[str, Any]) -> None:
-    text = output.to_json(result)
-    read = json.loads(text)
-    assert {"schema", "experiment", "note", "environment", "duration_s", "gate", "records", "cases"} <= set(read)
-    assert {"processor", "threads", "torch", "pasa", "commit"} <= set(read["environment"])
-    assert len(read["records"]) == (15 + 6) * len(ARITHMETICS)
-    assert all(set(each) == set(read["records"][0]) for each in read["records"])
-    overflowed = next(each for each in read["records"] if each["nonfinite_share"])
-    assert overflowed["rmse"] is None, "JSON has no NaN"
-    assert sum(line.startswith('  {"case"') for line in text.splitlines()) == len(read["records"])
-
-
-def test_csv_and_markdown_hold_every_record_and_case(result: dict[str, Any]) -> None:
-    lines = output.to_csv(result["records"]).splitlines()
-    assert len(lines) == 1 + len(result["records"])
-    page = report.to_markdown(result)
-    assert all(f"| {case.name} |" in page for case in PAPER_CASES)
-    assert output.NOTE in page
-    assert "8.14 %" in page, "the paper's share stands beside the measured one"
-
-
-def test_stored_results_show_the_same_tables(result: dict[str, Any]) -> None:
-    """Story: JSON has no NaN, and the tables of a stored result met None where they expected it."""
-    read = json.loads(output.to_json(result))
-    for stored, fresh in zip(report.tables(read), report.tables(result), strict=True):
-        assert (stored.title, stored.header, len(stored.rows)) == (fresh.title, fresh.header, len(fresh.rows))
-        assert [["NaN" in cell for cell in row] for row in stored.rows] == [
-            ["NaN" in cell for cell in row] for row in fresh.rows
-        ]
-
-
-def test_several_seeds_are_reported_each_and_worst() -> None:
-    both = run.run_rmse(heads=1, seq=130, seeds=(0, 1), cases=PAPER_CASES[1:2], overflow="inf")
-    page = report.to_markdown(both)
-    assert "worst of 2 seeds" in page
-    assert "## Per seed" in page
-    assert {each["seed"] for each in both["records"]} == {0, 1}
-
-
-def test_progress_counts_to_the_end() -> None:
+    """So does each seed; progress counts to the end."""
     seen: list[tuple[int, int]] = []
-    run.run_rmse(heads=1, seq=16, cases=PAPER_CASES[:2], progress=lambda done, total, label: seen.append((done, total)))
-    assert seen == [(0, 2), (1, 2), (2, 2)]
+    few = [dataclasses.replace(case, shape=(1, 1, 130, 128)) for case in PAPER_CASES[4:7]]
+    alone = measure.compare([(few[1], 1, "inf")], progress=lambda done, total, label: seen.append((done, total)))
+    among = measure.compare([(case, seed, "inf") for case in few for seed in (0, 1)])
+    assert alone["records"] == select(among, case=few[1].name, seed=1)
+    assert seen == [(0, 1), (1, 1)]
+    assert among["seeds"] == [0, 1]
+    assert "worst of 2 seeds" in report.rmse_table(among["records"], ["partial"]).title
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"heads": 0}, "heads=0"),
-        ({"dim": -1}, "dim=-1"),
-        ({"seeds": ()}, r"seeds=\(\)"),
-        ({"overflow": "wrap"}, "overflow='wrap'"),
-    ],
-)
-def test_bad_arguments_are_named(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        run.run_rmse(**arguments)
+def test_page_of_a_stored_result_is_the_page_of_the_run(result: dict[str, Any]) -> None:
+    """Story: JSON has no NaN, and the tables of a stored result met None where they expected it."""
+    text = output.to_json(result)
+    assert len(text.splitlines()) == len(result) + len(result["records"]) + 3
+    stored = json.loads(text)
+    for one, other in zip(report.rmse(stored), report.rmse(result), strict=True):
+        if isinstance(one, str) or isinstance(other, str):
+            assert one == other
+            continue
+        assert (one.title, one.header, len(one.rows)) == (other.title, other.header, len(other.rows))
+        assert [["NaN" in cell for cell in row] for row in one.rows] == [
+            ["NaN" in cell for cell in row] for row in other.rows
+        ]
+    page = run.EXPERIMENT.markdown(stored)
+    assert all(f"| {case.name} |" in page for case in PAPER_CASES)
+    assert output.NOTE[1:] in page
+    assert "8.14 %" in page, "the paper's share stands beside the measured one"
 
 
 def test_large_bias_never_does_worse_than_fp32_flash() -> None:
     """FP16 score tiles, referenced and shifted: no case of the table may lose more than a tenth to FP32 scores."""
-    found = bias.run_large_bias(heads=1, seq=384, seeds=(0, 1))
+    found = run.run_large_bias(heads=1, seq=384, seeds=(0, 1))
     assert [row["case"] for row in found["ratios"]] == [f"bias({b})" for b in (32, 80, 200, 500, 2000)]
     assert all(row["worst_to_fp32"] <= 1.1 for row in found["ratios"])
-    assert len(report.tables(found)[0].rows) == 5
-    assert report.tables(json.loads(output.to_json(found)))[0].rows == report.tables(found)[0].rows
+    assert report.bias_table(json.loads(output.to_json(found))).rows == report.bias_table(found).rows
 
 
 def test_resonance_is_tamed_by_both_shifts() -> None:
-    found = resonance.run_resonance(heads=1, seq=256, overflow="both")
-    for case, ranges in found["ranges"].items():
-        assert max(map(abs, ranges["S = Q K^T"])) > 65504, case
-        assert max(map(abs, ranges["S' (paper)"])) < 65504, case
-        assert max(map(abs, ranges["S' (exact)"])) < 65504, case
-    for each in found["records"]:
+    for each in run.run_resonance(heads=1, seq=256)["records"]:
+        assert each["scores_max_before"] > 65504
+        if each["arithmetic"] in ("pasa-paper", "pasa-exact"):
+            assert each["scores_max_after"] < 65504
         if each["arithmetic"] == "partial":
             assert "a" in each["failed_gates"]
         if each["arithmetic"] == "pasa-exact":
             assert each["failed_gates"] == ""
 
 
-def test_maps_agree_with_what_attention_stores() -> None:
-    """The maps drive the score model themselves: their extreme must be the one that attention records."""
-    case = dataclasses.replace(resonance.RESONANCE_CASES[0], shape=(1, 1, 256, 128))
-    maps = resonance.make_maps(case, 0)
+def test_stored_scores_agree_with_what_attention_stores() -> None:
+    """They drive the score model themselves: their extreme must be the one that attention records."""
+    q, k, v = dataclasses.replace(RESONANCE_CASES[0], shape=(1, 1, 256, 128)).tensors(0)
+    config = pasa.PasaConfig(recovery="paper")
     with pasa.record_diagnostics() as entries:
-        pasa.attention(*case.tensors(0), config=resonance.VARIANTS["paper"])
-    assert float(maps.stored_scores["paper"].abs().max()) == float(entries[0].max_score_after.max())
+        pasa.attention(q, k, v, config=config)
+    assert float(stored_scores(q.float(), k.float(), config).abs().max()) == float(entries[0].max_score_after.max())

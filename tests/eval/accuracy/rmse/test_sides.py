@@ -84,7 +84,7 @@ def test_verdict_names_what_overflowed(result: dict[str, Any]) -> None:
 
 def test_table_shows_the_worst_seed_and_what_overflowed(result: dict[str, Any]) -> None:
     worse = [each | {"seed": 1, "overflowed": 512 * 512 // 4, "rmse": 0.5} for each in result["records"]]
-    [table] = report.tables({**result, "records": result["records"] + worse[:-1]})
+    table = report.sides_table({**result, "records": result["records"] + worse[:-1]})
     assert len(table.rows) == 4
     assert table.rows[0][0] == "none: Q 0, K 0"
     assert set(table.rows[0][1:]) == {"5.0e-1 (25 %)"}

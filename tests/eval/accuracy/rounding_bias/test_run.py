@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import math
 
 import pytest
@@ -11,9 +10,9 @@ import torch
 from rich.console import Console
 
 import pasa
-from pasa.eval import cli
-from pasa.eval.accuracy.rounding_bias import arithmetic, cases, detection, report, run, statistics
+from pasa.eval.accuracy.rounding_bias import arithmetic, cases, detection, run, statistics
 from pasa.eval.accuracy.rounding_bias.statistics import Bias, Mean, mean_of, measure, spacing
+from pasa.eval.kit import output
 from pasa.ops.attention.spec.repeated_maxima import EPSILON, repeats
 from pasa.ops.numerics.formats import FORMATS, round_to
 
@@ -54,13 +53,6 @@ def test_remainders_are_trifles():
         moved = (rows.exact() - rows.values[:, list(cases.AT["two"])].double().mean(1)) / spacing(rows.exact(), fmt)
         assert 0.02 < moved.abs().mean() < 0.1
         assert moved.abs().quantile(0.99) < 0.5  # beside 0 a spacing vanishes
-
-
-def test_exact_is_the_golden_attention():
-    rows = cases.make_rows(cases.CASES[0], "bf16", 8, 16, generator())
-    eye = torch.eye(cases.KEYS).view(1, 1, cases.KEYS, cases.KEYS).expand(1, 8, -1, -1)
-    golden, _ = pasa.golden_attention(rows.scores.double().view(1, 8, 1, -1), eye, rows.values.unsqueeze(0), scale=1.0)
-    torch.testing.assert_close(rows.exact(), golden[0, :, 0].double(), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(("arm", "rule"), [pair for pair in arithmetic.RULES.items() if pair[0] != "stochastic"])
@@ -115,31 +107,21 @@ def bias(value: float, error: float = 0.001, rms: float = 0.3) -> Bias:
 
 
 @pytest.mark.parametrize(
-    ("ours", "told", "passed"),
+    ("ours", "all_flagged", "passed"),
     [(0.001, True, True), (0.03, True, False), (0.019, True, False), (0.019, False, True), (0.009, True, True)],
 )
-def test_the_judge_of_repeated_maxima(ours, told, passed):
-    """Nearest 0.1, stochastic 0.005: below 0.02, and beside zero or below 0.01; told of all rows or not."""
+def test_the_judge_of_repeated_maxima(ours, all_flagged, passed):
+    """Nearest 0.1, stochastic 0.005: below 0.02, and beside zero or below 0.01; all rows flagged or not."""
     arms = {"nearest": bias(-0.1), "stochastic": bias(0.005), "ours": bias(ours)}
-    assert run.judge_repeated(arms, 2.0, told)["passed"] == passed
+    assert run.judge_repeated(arms, 2.0, all_flagged)["passed"] == passed
 
 
 @pytest.mark.parametrize(
-    ("ours", "passed"),
-    [
-        (bias(0.0), True),
-        (bias(0.1), True),
-        (bias(0.05), False),
-        (bias(0.0, rms=0.314), True),
-        (bias(0.0, rms=0.316), False),
-    ],
+    ("ours", "rms", "passed"),
+    [(0.0, 0.3, True), (0.1, 0.3, True), (0.05, 0.3, False), (0.0, 0.314, True), (0.0, 0.316, False)],
 )
-def test_the_judge_of_controls(ours, passed):
-    assert run.judge_control({"nearest": bias(0.1), "ours": ours}, 2.0)["passed"] == passed
-
-
-def test_examples_are_the_published_ones():
-    assert run.worked_examples()["exact"]
+def test_the_judge_of_controls(ours, rms, passed):
+    assert run.judge_control({"nearest": bias(0.1), "ours": bias(ours, rms=rms)}, 2.0)["passed"] == passed
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +131,8 @@ def result():
 
 def test_a_small_run_passes_and_repeats(result):
     """1024 rows show a bias of a fifth of nearest's: 0.4 / sqrt(64 x 1024) is 0.002, so noise fails no check."""
-    assert result["gate"]["passed"], run.failures(result["gate"])
+    assert result["gate"]["passed"], result["gate"]["failures"]
+    assert result["examples"]["exact"]
     assert len(result["records"]) == 2 * len(cases.CASES) * len(arithmetic.PLACES) * len(arithmetic.ARMS)
     case = cases.CASES[0]
     again = [run.measure_case("bf16", case, run.LEAST_ROWS, generator(3)) for _ in range(2)]
@@ -158,15 +141,8 @@ def test_a_small_run_passes_and_repeats(result):
     assert first == [each.out.value for each in again[0].values()]
 
 
-def test_a_rule_that_does_nothing_fails(monkeypatch):
-    monkeypatch.setitem(arithmetic.RULES, "ours", "safe")
-    found = run.measure_case("bf16", cases.CASES[0], 256, generator())
-    arms = {arm: found["bf16", cases.CASES[0].name, "quotient", arm] for arm in arithmetic.ARMS}
-    assert not run.judge_repeated(arms, 3.0, told=True)["passed"]
-
-
 def test_triggers_are_ordered_by_what_they_see():
-    """32 columns tell fewer rows than 64, which tell nearly all, and none draws more than 1 % of random ones."""
+    """32 columns flag fewer rows than 64, which flag nearly all, and none draws more than 1 % of random ones."""
     records = {
         r["trigger"]: r for r in detection.compare_triggers("bf16", cases.Case("two", "smaller"), 256, generator())
     }
@@ -179,46 +155,35 @@ def test_triggers_are_ordered_by_what_they_see():
     assert all(r["drawn"] <= 0.01 for r in single if r["trigger"] != "always")
 
 
-@pytest.mark.parametrize(("options", "message"), [({"rows": 1023}, "rows=1023"), ({"seed": -1}, "seed=-1")])
-def test_bad_input_is_named(options, message):
-    with pytest.raises(ValueError, match=message):
-        run.run_bias(**options)
-
-
-def test_the_command_writes_what_it_shows(monkeypatch, tmp_path, capsys, result):
-    monkeypatch.setattr(run, "run_bias", lambda rows, seed, progress: result)
-    with pytest.raises(SystemExit) as left:
-        cli.main(["eval", "bias", "--rows", str(run.LEAST_ROWS), "--json", "-", "--output-dir", str(tmp_path)])
-    assert left.value.code == 0
-    shown = json.loads(capsys.readouterr().out)
-    assert shown == json.loads((tmp_path / "bias.json").read_text())
-    text = (tmp_path / "bias.md").read_text()
-    assert "Bias of O, BF16, quotient" in text
-    assert "two, smaller tail" in text
-    assert "-4.71875" in text
+def test_what_is_shown_is_of_every_format_and_place(result):
+    """Worked examples fit 80 columns."""
     screen = io.StringIO()
-    report.render(shown, Console(file=screen, width=200))
-    assert "checks pass." in screen.getvalue()
-
-
-FAILED = "bf16, quotient, two, smaller tail"
-
-
-def test_worked_examples_fit_80_columns(result):
-    screen = io.StringIO()
-    report.example_table(result).show(Console(file=screen, width=80))
+    run.example_table(result).show(Console(file=screen, width=80))
     assert "-0.014759540557861328" in screen.getvalue()
+    page = run.EXPERIMENT.markdown({**result, "environment": output.environment()})
+    for part in (
+        "Bias of O, BF16, quotient",
+        "Bias of delta, FP16, product",
+        "| two, smaller tail |",
+        "-4.71875",
+        " checks pass.",
+    ):
+        assert part in page
 
 
-def test_a_failed_check_is_named_and_exits_1(monkeypatch, result, capsys):
-    broken = result | {
-        "gate": {"passed": False, "checks": {FAILED: {"passed": False, "fewer": False, "unbiased": True}}}
-    }
-    monkeypatch.setattr(run, "run_bias", lambda rows, seed, progress: broken)
-    with pytest.raises(SystemExit) as left:
-        cli.main(["eval", "bias"])
-    assert left.value.code == 1
-    said = " ".join(capsys.readouterr().out.split())
-    own = report.find(result, format="bf16", case="two, smaller tail", place="quotient", arm="ours")
-    assert f"{FAILED}: not fewer; nearest -0.0" in said
-    assert f"ours {report.signed(own['bias'], own['interval'])}" in said
+def test_a_failed_check_is_named_with_its_numbers(monkeypatch):
+    """A rule that does nothing fails where maxima repeat, and nowhere else."""
+    monkeypatch.setitem(arithmetic.RULES, "ours", "safe")
+    few = [case for case in cases.CASES if case.name in ("two, smaller tail", "one, smaller tail")]
+    monkeypatch.setattr(run, "CASES", few)
+    measured = {}
+    for fmt in run.FORMATS_16:
+        for case in run.CASES:
+            measured |= run.measure_case(fmt, case, 256, generator())
+    gate = run.judge(measured, run.worked_examples())
+    assert not gate["passed"]
+    own = measured["bf16", "two, smaller tail", "quotient", "ours"].out
+    (failure,) = gate["failures"]
+    assert failure.startswith("bf16, quotient, two, smaller tail: not fewer and not unbiased; nearest -0.0")
+    assert f"ours {run.signed(own.value, own.interval())}" in failure
+    assert run.verdict({"gate": gate}).endswith(f"FAILED:\n  {failure}")

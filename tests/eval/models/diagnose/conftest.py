@@ -45,10 +45,10 @@ def folder(tmp_path_factory):
 def text_diagnosis(folder):
     """(result, maps, progress) of the folder."""
     seen = []
-    return *run.run_diagnose(str(folder), prompt=PROMPT, progress=lambda *now: seen.append(now)), seen
+    return *run.look(str(folder), lambda *now: seen.append(now), prompt=PROMPT), seen
 
 
 @pytest.fixture(scope="session")
 def video_diagnosis():
     """(result, maps) of the tiny pipeline."""
-    return run.run_diagnose("tiny", **SMALL_VIDEO)
+    return run.look("tiny", **SMALL_VIDEO)

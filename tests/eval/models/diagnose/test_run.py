@@ -8,20 +8,19 @@ import json
 import pytest
 import torch
 
-from pasa.eval.kit import output
 from pasa.eval.models.diagnose import run, subjects
-from pasa.eval.models.diagnose.run import run_diagnose
+from pasa.eval.models.diagnose.run import look, run_diagnose
 from pasa.eval.models.video.tiny import tiny_pipeline
 
 
 def test_a_language_model_names_its_layer(text_diagnosis):
-    """All four heads of layer 1, in opposition; layer 0 is healthy."""
-    result, maps, _ = text_diagnosis
-    found = result["summary"]
-    assert (found["heads"], found["heads_beyond"], found["modules_beyond"]) == (8, 4, 1)
-    assert found["worst"]["module"] == "model.layers.1.self_attn"
-    assert 131_000 < found["worst"]["max_score"] < 131_200
-    assert found["stored"] < 1000
+    """All four heads of layer 1, in opposition; layer 0 is healthy. Progress names stages and calls."""
+    result, maps, progress = text_diagnosis
+    summary = result["summary"]
+    assert (summary["heads"], summary["heads_beyond"], summary["modules_beyond"]) == (8, 4, 1)
+    assert summary["worst"]["module"] == "model.layers.1.self_attn"
+    assert 131_000 < summary["worst"]["max_score"] < 131_200
+    assert summary["stored"] < 1000
     assert result["runs"]["own"]["first_nonfinite"] is result["runs"]["pasa"]["first_nonfinite"] is None
     broken = result["runs"]["fp16"]["first_nonfinite"]
     assert (broken["module"], broken["kind"], broken["origin"]) == ("model.layers.1.self_attn", "Qwen2Attention", True)
@@ -33,6 +32,9 @@ def test_a_language_model_names_its_layer(text_diagnosis):
     assert healthy["module"] == "model.layers.0.self_attn"
     assert [each.module for each in maps] == ["model.layers.1.self_attn", "model.layers.0.self_attn"]
     assert list(maps[0].pictures) == ["Q", "K", "K'", "S", "S'"]
+    assert [progress[0][2], progress[-1][:2]] == ["loading the model", (4, 4)]
+    assert {done for done, *_ in progress} == {0, 1, 2, 3, 4}
+    assert any("model.layers.1.self_attn, call 1" in label for *_, label in progress)
 
 
 def test_a_pipeline_names_its_layers_and_its_step(video_diagnosis):
@@ -47,20 +49,19 @@ def test_a_pipeline_names_its_layers_and_its_step(video_diagnosis):
     assert not result["modules"]["uncalled"]
 
 
-def test_result_is_json(text_diagnosis, video_diagnosis):
-    for result in (text_diagnosis[0], video_diagnosis[0]):
-        stored = json.loads(output.to_json(result))
-        assert stored["experiment"] == "diagnose"
-        assert "emulated" in stored["note"]
-        scores = [each["max_score"] for each in stored["records"]]
-        assert scores == sorted(scores, reverse=True)
-
-
-def test_progress_names_stages_and_calls(text_diagnosis):
-    told = text_diagnosis[2]
-    assert [told[0][2], told[-1][:2]] == ["loading the model", (4, 4)]
-    assert {done for done, *_ in told} == {0, 1, 2, 3, 4}
-    assert any("model.layers.1.self_attn, call 1" in label for *_, label in told)
+def test_files_of_a_model_in_half_precision(folder, tmp_path):
+    result = run_diagnose(str(folder), prompt="one two three", dtype="float16", folder=tmp_path / "deep")
+    assert result["settings"]["dtype"] == "float16"
+    assert result["summary"]["heads_beyond"] == 4
+    run.EXPERIMENT.save(result, tmp_path / "deep")
+    files = {path.suffix[1:]: path for path in (tmp_path / "deep").iterdir()}
+    assert files.keys() == {"html", "json", "md", "png"}
+    stored = json.loads(files["json"].read_text(encoding="utf-8"))
+    assert "emulated" in stored["note"]
+    scores = [each["max_score"] for each in stored["records"]]
+    assert scores == sorted(scores, reverse=True)
+    assert "| model.layers.1.self_attn | " in files["md"].read_text(encoding="utf-8")
+    assert files["png"].read_bytes()[:4] == b"\x89PNG"
 
 
 @pytest.mark.parametrize(("offset", "beyond"), [(None, 8), (0.0, 0), (-81920.0, 8)])
@@ -68,20 +69,14 @@ def test_the_built_in_model_gets_the_offset_asked_for(folder, language_model, mo
     """A small model in the place of the built-in one, whose weights take half a minute to read."""
     _, tokenizer = subjects.load_folder(str(folder))
     monkeypatch.setattr(subjects, "load_model", lambda: (language_model, tokenizer))
-    result, _ = run_diagnose(prompt="one two three", offset=offset)
+    result, _ = look("embedded", prompt="one two three", offset=offset)
     assert result["model"].startswith("SmolLM2")
     assert result["summary"]["heads_beyond"] == beyond
     assert (result["fixture"] is None) == (offset == 0)
 
 
-def test_a_model_in_half_precision(folder):
-    result, _ = run_diagnose(str(folder), prompt="one two three", dtype="float16")
-    assert result["settings"]["dtype"] == "float16"
-    assert result["summary"]["heads_beyond"] == 4
-
-
 def test_a_model_without_overflow_breaks_nowhere():
-    result, _ = run_diagnose("tiny", offset=0, height=32, width=32, frames=2, steps=1)
+    result, _ = look("tiny", offset=0, height=32, width=32, frames=2, steps=1)
     assert result["fixture"] is None
     assert result["summary"]["heads_beyond"] == 0
     assert result["runs"]["fp16"]["first_nonfinite"] is None
@@ -89,7 +84,7 @@ def test_a_model_without_overflow_breaks_nowhere():
 
 def test_a_checkpoint_folder_with_offload(tmp_path):
     tiny_pipeline(seed=3).save_pretrained(tmp_path / "svd")
-    result, _ = run_diagnose(str(tmp_path / "svd"), height=32, width=32, frames=2, steps=1, offload=True)
+    result, _ = look(str(tmp_path / "svd"), height=32, width=32, frames=2, steps=1, offload=True)
     assert result["kind"] == "video pipeline"
     assert (result["summary"]["modules"], result["summary"]["heads_beyond"]) == (20, 0)
 
@@ -103,7 +98,7 @@ def test_a_model_that_is_broken_by_itself_is_not_laid_at_pasas_door(folder, monk
         return model, tokenizer
 
     monkeypatch.setattr(subjects, "load_folder", damaged)
-    result, _ = run_diagnose(str(folder), prompt="one two three")
+    result, _ = look(str(folder), prompt="one two three")
     assert result["runs"]["own"]["first_nonfinite"]["module"] == "model.layers.0.mlp.down_proj"
     assert result["gate"]["passed"]
     assert result["modules"]["broken"] == {"model.layers.1.self_attn": 1}
@@ -111,14 +106,11 @@ def test_a_model_that_is_broken_by_itself_is_not_laid_at_pasas_door(folder, monk
 
 
 def test_the_gate_fails_if_pasa_breaks_a_healthy_model(folder):
-    subject = subjects.load(str(folder), dict.fromkeys(OPTIONS) | {"prompt": "one"})
+    subject = subjects.load(str(folder), prompt="one")
     runs, findings = run.run_all(subject, lambda *now: None)
     assert run.collect(subject, runs, findings)["gate"]["passed"]
     worse = copy.deepcopy(runs) | {"pasa": runs["fp16"]}
     assert not run.collect(subject, worse, findings)["gate"]["passed"]
-
-
-OPTIONS = (*subjects.TEXT_OPTIONS, *subjects.VIDEO_OPTIONS, *subjects.BUILT_IN_OPTIONS, "dtype")
 
 
 @pytest.mark.parametrize(
@@ -139,15 +131,15 @@ OPTIONS = (*subjects.TEXT_OPTIONS, *subjects.VIDEO_OPTIONS, *subjects.BUILT_IN_O
 )
 def test_bad_input_is_named_before_anything_runs(model, options, error, reason, folder):
     with pytest.raises(error, match=reason):
-        run_diagnose(str(folder) if model == "FOLDER" else model, **options)
+        look(str(folder) if model == "FOLDER" else model, **options)
 
 
 def test_folders_that_hold_something_else(tmp_path):
     with pytest.raises(FileNotFoundError, match="neither model_index"):
-        run_diagnose(str(tmp_path))
+        look(str(tmp_path))
     (tmp_path / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
     with pytest.raises(ValueError, match="holds a FluxPipeline; of pipelines, only StableVideoDiffusionPipeline"):
-        run_diagnose(str(tmp_path))
+        look(str(tmp_path))
     (tmp_path / "model_index.json").write_text("{")
     with pytest.raises(ValueError, match=r"model_index\.json"):
-        run_diagnose(str(tmp_path))
+        look(str(tmp_path))

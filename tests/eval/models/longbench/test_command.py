@@ -8,44 +8,24 @@ from typer.testing import CliRunner
 
 from pasa.eval.commands import app
 from pasa.eval.models.longbench import run as longbench
-from pasa.eval.models.longbench import throughput
-from pasa.eval.models.perplexity import run as perplexity
 
 
 def run(*arguments):
     return CliRunner().invoke(app, list(arguments))
 
 
-def test_longbench_writes_what_it_says(steady, questions, tmp_path):
-    options = ["--model", str(steady), "--data", str(questions), "--offset", "131072", "--max-length", "400"]
-    wanted = ["--precisions", "fp16-eager,pasa", "--dataset", "hotpotqa,lcc", "--limit", "1", "--no-chat"]
-    done = run(
-        "eval", "longbench", *options, *wanted, "--output-dir", str(tmp_path), "--json", str(tmp_path / "x.json")
-    )
-    assert done.exit_code == 0, done.output
-    result = json.loads((tmp_path / "x.json").read_text())
-    assert list(result["datasets"]) == ["hotpotqa", "lcc"]
-    assert list(result["precisions"]) == ["fp32", "fp16-eager", "pasa"]
-    assert result["settings"]["chat"] is False
-    assert (tmp_path / "longbench.png").read_bytes().startswith(b"\x89PNG")
-    assert (tmp_path / "predictions/pasa/lcc.jsonl").is_file()
-
-
-def test_a_failed_check_is_exit_status_1(tiny, questions, tmp_path):
-    """Without an injection FP16 scores do not overflow; with one that FP16 can hold, the collapse fails to come."""
-    options = ["--model", str(tiny), "--data", str(questions), "--offset", "1024", "--max-length", "400"]
-    done = run("eval", "longbench", *options, "--precisions", "fp16-eager", "--dataset", "lcc", "--diagnose", "0")
-    assert done.exit_code == 1
-    assert "FAILED: fp16_collapses" in " ".join(done.output.split())
-
-
-def test_ppl_writes_what_it_says(steady, tmp_path):
+def test_ppl_writes_what_it_says_and_shows_no_other_bar(steady, tmp_path):
+    """Story: transformers drew a bar for the weights of every precision, into the log of a run without a terminal."""
     (tmp_path / "text.txt").write_text("In the beginning was the word. " * 10)
     options = ["--model", str(steady), "--text", str(tmp_path / "text.txt"), "--tokens", "200", "--window", "128"]
-    wanted = ["--stride", "64", "--offsets", "0,131072", "--precisions", "fp16-eager,pasa"]
-    done = run("eval", "ppl", *options, *wanted, "--output-dir", str(tmp_path / "out"))
-    assert done.exit_code == 0, done.output
-    records = json.loads((tmp_path / "out/perplexity.json").read_text())["perplexities"]
+    chosen = ["--stride", "64", "--offsets", "0,131072", "--precisions", "fp16-eager,pasa"]
+    transformers.logging.enable_progress_bar()
+    try:
+        done = run("eval", "ppl", *options, *chosen, "--output-dir", str(tmp_path / "out"))
+    finally:
+        transformers.logging.disable_progress_bar()
+    assert (done.exit_code, done.stderr) == (0, "")
+    records = json.loads((tmp_path / "out/ppl.json").read_text())["perplexities"]
     assert len(records) == 6
     assert [each["precision"] for each in records if each["perplexity"] is None] == ["fp16-eager"]
 
@@ -54,42 +34,17 @@ def test_model_benchmark_writes_what_it_says(tmp_path):
     options = ["--config", "tiny", "--tokens", "32", "--attention", "sdpa,pasa", "--new-tokens", "1", "--rounds", "1"]
     done = run("bench", "model", *options, "--output-dir", str(tmp_path))
     assert done.exit_code == 0, done.output
-    assert len(json.loads((tmp_path / "throughput.json").read_text())["records"]) == 4
-    assert "random weights" in (tmp_path / "throughput.md").read_text()
+    assert len(json.loads((tmp_path / "model.json").read_text())["records"]) == 4
+    assert "random weights" in (tmp_path / "model.md").read_text()
 
 
 @pytest.mark.parametrize(
-    ("command", "module", "function", "said"),
-    [
-        ("eval longbench", longbench, "run_longbench", "nothing is kept"),
-        (
-            "eval longbench --output-dir out",
-            longbench,
-            "run_longbench",
-            "start again with the same --output-dir to go on",
-        ),
-        ("eval ppl --output-dir out", perplexity, "run_perplexity", "nothing is kept"),
-        ("bench model", throughput, "run_throughput", "nothing is kept"),
-    ],
+    ("options", "kept"), [((), "nothing is kept"), (("--output-dir", "out"), longbench.EXPERIMENT.kept)]
 )
-def test_a_run_that_is_stopped_from_the_keyboard_says_what_is_kept(monkeypatch, command, module, function, said):
+def test_a_run_that_is_stopped_from_the_keyboard_says_what_is_kept(monkeypatch, options, kept):
     def stop(*arguments, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(module, function, stop)
-    done = run(*command.split())
-    assert (done.exit_code, done.stderr) == (130, f"pasa: stopped; {said}\n")
-
-
-def test_no_bar_but_the_commands_own_is_shown(steady, tmp_path):
-    """Story: transformers drew one for the weights of every precision, into the log of a run without a terminal."""
-    (tmp_path / "text.txt").write_text("In the beginning was the word. " * 10)
-    transformers.logging.enable_progress_bar()
-    try:
-        done = run(
-            *["eval", "ppl", "--model", str(steady), "--text", str(tmp_path / "text.txt")],
-            *["--tokens", "9", "--precisions", "fp32"],
-        )
-    finally:
-        transformers.logging.disable_progress_bar()
-    assert (done.exit_code, done.stderr) == (0, "")
+    monkeypatch.setattr(longbench, "parse_precisions", stop)
+    done = run("eval", "longbench", *options)
+    assert (done.exit_code, done.stderr) == (130, f"pasa: stopped; {kept}\n")

@@ -20,13 +20,12 @@ ROW = {
 
 
 def write(folder, name, *rows):
-    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
-    (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return str(folder)
+    lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
+    (folder / f"{name}.jsonl").write_bytes(b"\n".join(lines) + b"\n")
 
 
 def test_a_folder_is_read_in_order(tmp_path):
-    write(tmp_path, "qasper", ROW, "", {**ROW, "answers": ["她", "He"], "length": 4})
+    write(tmp_path, "qasper", ROW, b"", {**ROW, "answers": ["她", "He"], "length": 4})
     write(tmp_path, "qasper_e", {**ROW, "dataset": "qasper_e"})
     found = data.load_items(str(tmp_path))
     assert list(found) == ["qasper"]
@@ -45,33 +44,13 @@ def test_the_published_zip_is_read_alike(tmp_path):
     assert data.load_items(str(archive)) == data.load_items(str(tmp_path))
 
 
-def test_a_hub_gives_the_same_zip(tmp_path, monkeypatch):
-    import huggingface_hub
-
-    asked = []
-    write(tmp_path, "qasper", ROW)
-    with zipfile.ZipFile(tmp_path / "data.zip", "w") as file:
-        file.write(tmp_path / "qasper.jsonl", "data/qasper.jsonl")
-    monkeypatch.setattr(
-        huggingface_hub, "hf_hub_download", lambda *a, **k: asked.append((a, k)) or str(tmp_path / "data.zip")
-    )
-    assert list(data.load_items("hf:THUDM/LongBench")) == ["qasper"]
-    assert asked == [(("THUDM/LongBench", "data.zip"), {"repo_type": "dataset"})]
-
-
-def test_a_hub_that_cannot_be_reached(monkeypatch):
-    import huggingface_hub.constants
-
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(FileNotFoundError, match="'nobody/nothing' is not in the local cache and cannot be fetched"):
-        data.load_items("hf:nobody/nothing")
-
-
 @pytest.mark.parametrize(
     ("name", "row", "reason"),
     [
-        ("qasper", '{"input": ', "broken JSON"),
-        ("qasper", "[1]", "must be an object, not list"),
+        ("qasper", b'{"input": ', "broken JSON"),
+        ("qasper", b"[" * 100_000, "broken JSON"),
+        ("qasper", b'{"input": "\xff"}', "utf-8"),
+        ("qasper", b"[1]", "must be an object, not list"),
         ("qasper", {k: v for k, v in ROW.items() if k != "context"}, "field 'context' is missing"),
         ("qasper", {**ROW, "answers": "He"}, "'answers' must be a list of strings, not 'He'"),
         ("qasper", {**ROW, "answers": [1]}, "'answers' must be a list of strings"),
@@ -91,12 +70,6 @@ def test_bad_lines_are_named_with_file_and_line(tmp_path, name, row, reason):
         data.load_items(str(tmp_path))
 
 
-def test_bytes_that_are_no_text(tmp_path):
-    (tmp_path / "qasper.jsonl").write_bytes(b'{"input": "\xff"}\n')
-    with pytest.raises(ValueError, match=r"qasper\.jsonl, line 1: .*utf-8"):
-        data.load_items(str(tmp_path))
-
-
 def test_sources_that_are_none(tmp_path):
     with pytest.raises(FileNotFoundError, match="'nowhere' is neither a folder"):
         data.load_items("nowhere")
@@ -110,13 +83,11 @@ def test_sources_that_are_none(tmp_path):
     write(tmp_path, "qasper", ROW)
     assert list(data.load_items(str(tmp_path), ["qasper"])) == ["qasper"], "what is not asked for may lie there"
     (tmp_path / "squad.jsonl").unlink()
-    write(tmp_path, "qasper", "")
+    write(tmp_path, "qasper", b"")
     with pytest.raises(ValueError, match=r"no items in qasper\.jsonl"):
         data.load_items(str(tmp_path))
     with pytest.raises(FileNotFoundError, match=r"has no trec\.jsonl; it has qasper"):
         data.load_items(str(tmp_path), ["trec"])
-    with pytest.raises(ValueError, match="limit=0"):
-        data.load_items(str(tmp_path), limit=0)
 
 
 def test_the_digest_sees_every_field(tmp_path):

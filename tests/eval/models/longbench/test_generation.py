@@ -1,4 +1,4 @@
-"""Greedy answers: batches, ends, logits that are no numbers."""
+"""Greedy answers: batches, ends, logits that are NaN."""
 
 import pytest
 import torch
@@ -12,6 +12,10 @@ def model(tiny):
     return hf.Qwen2ForCausalLM.from_pretrained(tiny).eval()
 
 
+def fields(answers, name):
+    return [each[name] for each in answers]
+
+
 def ids(tokenizer, *texts):
     return [tokenizer(text).input_ids for text in texts]
 
@@ -23,30 +27,28 @@ def test_greedy_is_the_models_own(model, tokenizer):
         for _ in range(12):
             cache.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
             tokens.append(cache[-1])
-    found = generation.answer(model, tokenizer, [prompt], 12)
-    assert found.texts == [tokenizer.decode(cache, skip_special_tokens=True)]
-    assert found.new_tokens == [12]
-    assert found.prompt_tokens == [len(prompt)]
-    assert found.broken == [False]
-    assert found.prefill_s > 0
-    assert found.decode_s > 0
+    [answers] = generation.answer(model, tokenizer, [prompt], 12)
+    assert answers["pred"] == tokenizer.decode(cache, skip_special_tokens=True)
+    assert (answers["new_tokens"], answers["prompt_tokens"], answers["broken"]) == (12, len(prompt), False)
+    assert answers["prefill_s"] > 0
+    assert answers["decode_s"] > 0
 
 
 def test_a_batch_answers_as_its_members_do(model, tokenizer):
     prompts = ids(tokenizer, "Once upon a time", "A", "In the beginning was the word")
-    alone = [generation.answer(model, tokenizer, [prompt], 8).texts[0] for prompt in prompts]
-    assert generation.answer(model, tokenizer, prompts, 8).texts == alone
+    alone = [fields(generation.answer(model, tokenizer, [prompt], 8), "pred")[0] for prompt in prompts]
+    assert fields(generation.answer(model, tokenizer, prompts, 8), "pred") == alone
     assert len(set(alone)) > 1
 
 
 def test_ends_are_kept_out_of_the_text_and_stop(model, tokenizer, monkeypatch):
     prompt = ids(tokenizer, "Once upon a time")[0]
-    free = generation.answer(model, tokenizer, [prompt], 8)
+    [free] = generation.answer(model, tokenizer, [prompt], 8)
     third = model.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)[0, len(prompt) + 2].item()
     monkeypatch.setattr(model.generation_config, "eos_token_id", [256, third])
-    cut = generation.answer(model, tokenizer, [prompt, prompt[:-1]], 8)
-    assert cut.new_tokens[0] <= 3
-    assert free.texts[0].startswith(cut.texts[0])
+    [cut, _] = generation.answer(model, tokenizer, [prompt, prompt[:-1]], 8)
+    assert cut["new_tokens"] <= 3
+    assert free["pred"].startswith(cut["pred"])
 
 
 def test_samsum_begins_with_a_word_and_ends_with_its_line(tokenizer):
@@ -54,10 +56,10 @@ def test_samsum_begins_with_a_word_and_ends_with_its_line(tokenizer):
     second."""
     line_break = tokenizer.encode("\n")[-1]
     model = rigged(lambda logits: logits[..., line_break].fill_(1e4))
-    assert generation.answer(model, tokenizer, ids(tokenizer, "text"), 8).new_tokens == [8]
-    found = generation.answer(model, tokenizer, ids(tokenizer, "text"), 8, ends_at_newline=True)
-    assert found.new_tokens == [2]
-    assert not found.texts[0].startswith("\n")
+    assert generation.answer(model, tokenizer, ids(tokenizer, "text"), 8)[0]["new_tokens"] == 8
+    [answers] = generation.answer(model, tokenizer, ids(tokenizer, "text"), 8, ends_at_newline=True)
+    assert answers["new_tokens"] == 2
+    assert not answers["pred"].startswith("\n")
     assert generation._ends(model, tokenizer, True) == [256, line_break]
     model.generation_config.eos_token_id = [256, 7]
     assert generation._ends(model, tokenizer, True) == [256, line_break], "the tokenizer's, as published"
@@ -80,7 +82,7 @@ def rigged(change):
     return model
 
 
-def test_logits_that_are_no_numbers_end_their_own_answer_only(tokenizer):
+def test_nan_ends_its_own_answer_only(tokenizer):
     """The second of two prompts breaks at its third step."""
     steps = []
 
@@ -89,9 +91,9 @@ def test_logits_that_are_no_numbers_end_their_own_answer_only(tokenizer):
         if len(steps) == 3:
             logits[1] = float("nan")
 
-    found = generation.answer(rigged(change), tokenizer, ids(tokenizer, "one", "two"), 6)
-    assert found.broken == [False, True]
-    assert found.new_tokens == [6, 2], "the token that NaN gives is none"
+    answers = generation.answer(rigged(change), tokenizer, ids(tokenizer, "one", "two"), 6)
+    assert fields(answers, "broken") == [False, True]
+    assert fields(answers, "new_tokens") == [6, 2], "the token that NaN gives is none"
 
 
 def test_what_padding_gives_breaks_no_answer(tokenizer):
@@ -106,16 +108,16 @@ def test_what_padding_gives_breaks_no_answer(tokenizer):
         if len(steps) >= 4:
             logits[0] = float("nan")
 
-    found = generation.answer(rigged(change), tokenizer, ids(tokenizer, "one", "two"), 6)
-    assert found.broken == [False, False]
-    assert found.new_tokens == [2, 6]
-    assert found.texts == [tokenizer.decode([65]), tokenizer.decode([65] * 6)]
+    answers = generation.answer(rigged(change), tokenizer, ids(tokenizer, "one", "two"), 6)
+    assert fields(answers, "broken") == [False, False]
+    assert fields(answers, "new_tokens") == [2, 6]
+    assert fields(answers, "pred") == [tokenizer.decode([65]), tokenizer.decode([65] * 6)]
 
 
-def test_a_prefill_that_is_no_numbers_is_not_continued(tokenizer):
+def test_a_prefill_of_nan_is_not_continued(tokenizer):
     calls = []
     model = rigged(lambda logits: calls.append(0) or logits.fill_(float("nan")))
-    found = generation.answer(model, tokenizer, ids(tokenizer, "one"), 50)
-    assert found.broken == [True]
-    assert (found.texts, found.new_tokens) == ([""], [0])
+    answers = generation.answer(model, tokenizer, ids(tokenizer, "one"), 50)
+    assert fields(answers, "broken") == [True]
+    assert (fields(answers, "pred"), fields(answers, "new_tokens")) == ([""], [0])
     assert len(calls) <= 2

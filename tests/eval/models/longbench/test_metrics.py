@@ -14,7 +14,7 @@ PARITY = json.loads((Path(__file__).parent / "parity.json").read_text(encoding="
 @pytest.mark.parametrize("name", metrics.METRICS)
 def test_parity_with_the_published_scorer(name):
     """At least 60 pairs per metric, scored by THUDM/LongBench at 2e00731 with rouge 1.0.1, jieba 0.42.1, fuzzywuzzy
-    0.18.0 without python-Levenshtein."""
+    0.18.0 without python-Levenshtein; they show every oddity of the published scorer but the depth of its stack."""
     pairs = PARITY[name]
     assert len(pairs) >= 60
     assert len({score for *_, score in pairs}) >= 3, "pairs that all score the same would show nothing"
@@ -22,30 +22,7 @@ def test_parity_with_the_published_scorer(name):
         assert metrics.METRICS[name](answer, reference, PARITY["classes"]) == pytest.approx(score, abs=1e-6), answer
 
 
-def test_f1_by_hand():
-    """Two of three words are right, and two of two are found: P = 2/3, R = 1, F1 = 0.8."""
-    assert metrics.qa_f1("The red big house", "Red, house!") == pytest.approx(0.8)
-    assert metrics.qa_f1("a the", "an") == 0.0, "articles alone are nothing"
-
-
-def test_edit_similarity_is_difflibs_rounded():
-    assert metrics.code_sim("# a comment\nx = 12", "x = 1") == 0.91  # 2 * 5 / 11 = 0.909
-    assert metrics.code_sim("", "") == 1.0
-
-
-def test_classes_within_the_right_ones_name_do_not_count():
-    classes = ["NUM", "NUM:date", "HUM"]
-    assert metrics.classification("NUM:date", "NUM:date", classes) == 1.0
-    assert metrics.classification("NUM:date or HUM", "NUM:date", classes) == 0.5
-    assert metrics.classification("NUM:date", "NUM", classes) == 0.5, "a longer name does count"
-
-
-def test_a_list_that_is_changed_while_it_is_walked_skips_what_follows():
-    """Both "A" and "AB" are parts of "ABC"; removing the first hides the second from the loop."""
-    assert metrics.classification("ABC", "ABC", ["A", "AB", "ABC"]) == 0.5
-
-
-def test_rouge_of_two_long_sentences_is_zero_and_is_told():
+def test_rouge_of_two_long_sentences_is_zero_and_is_reported():
     """The package recurses: 700 equal words without a full stop are fine, 1,100 are not, however deep the caller is."""
 
     def deep(levels, action):

@@ -9,13 +9,14 @@ from tokenizers import processors
 from pasa.eval.models.longbench.data import Item
 from pasa.eval.models.longbench.prompts import build_prompt, check_max_length, default_max_length
 from pasa.eval.models.longbench.tasks import TASKS
+from pasa.eval.models.longbench.templates import templates
 
 ITEM = Item(0, "CONTEXT", "INPUT", [], 1, None)
 
 
 def test_the_template_is_filled_and_wrapped(tokenizer):
     text = tokenizer.decode(build_prompt(tokenizer, TASKS["hotpotqa"], ITEM, 10_000))
-    assert text == f"<user>{TASKS['hotpotqa'].prompt.format(context='CONTEXT', input='INPUT')}<answer>"
+    assert text == f"<user>{templates()['hotpotqa'].format(context='CONTEXT', input='INPUT')}<answer>"
     assert not tokenizer.decode(build_prompt(tokenizer, TASKS["hotpotqa"], ITEM, 10_000, chat=False)).startswith("<")
 
 
@@ -27,7 +28,7 @@ def test_few_shot_and_code_are_not_wrapped(tokenizer):
 @pytest.mark.parametrize("length", [100, 101])
 def test_the_middle_is_cut_out_before_the_template_comes(tokenizer, length):
     """The first and the last half, rounded down, then the template around what is left."""
-    whole = TASKS["hotpotqa"].prompt.format(context="CONTEXT", input="INPUT")
+    whole = templates()["hotpotqa"].format(context="CONTEXT", input="INPUT")
     text = tokenizer.decode(build_prompt(tokenizer, TASKS["hotpotqa"], ITEM, length))
     assert text == f"<user>{whole[:50]}{whole[-50:]}<answer>"
 

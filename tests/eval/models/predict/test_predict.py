@@ -11,19 +11,13 @@ import transformers as hf
 from rich.console import Console
 
 from pasa.eval import cli
-from pasa.eval.models.predict import paper, report, run, soundness
+from pasa.eval.kit.stored import stored
+from pasa.eval.models.predict import auto, paper, run, soundness
 from pasa.eval.models.predict.observe import observe
 from pasa.prediction import predict_overflow
 
-SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "vocab_size": 97,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 97}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
 
 
 @pytest.fixture
@@ -42,64 +36,32 @@ def test_paper_tables_say_where_the_print_differs():
         "Llama-2-13B": ["gamma"],  # 2.270: printed 2.28
         "Llama-2-70B": ["gamma"],  # 2.302: printed 2.32
     }
-    assert report.paper_table(result).rows[0][4:] == [
-        "2.98",
-        "2.9853",
-        "8",
-        "8.4",
-        "0.074",
-        "0.0735",
-        "gamma, alpha_min",
-    ]
-
-
-def test_a_folder_needs_no_forward_pass(folder):
-    result = run.run_predict(str(folder))
-    assert result["calibration"] is None
-    assert result["summary"]["modules"]["safe"] == 2
-    assert len(result["records"]) == 8
-    shown = StringIO()
-    report.render(result, Console(file=shown, width=200))
-    assert "2 attention modules, each by its worst head: 2 safe" in shown.getvalue()
-    assert "observed" not in shown.getvalue()
+    cells = paper.paper_table(result).rows[0][4:]
+    assert cells == ["2.98", "2.9853", "8", "8.4", "0.074", "0.0735", "gamma, alpha_min"]
 
 
 @pytest.mark.parametrize("observed", [None, 123456.0])
-def test_the_table_fits_a_terminal_of_80_columns(observed, folder):
+def test_a_folder_needs_no_forward_pass_and_its_table_fits_80_columns(observed, folder):
     """It came in two pieces, of which the second named no module; long names wrap now."""
     result = run.run_predict(str(folder))
+    assert result["calibration"] is None
     for each in result["records"]:
         each |= {"module": "unet.down_blocks.0.attentions.0.transformer_blocks.0.attn1", "observed": observed}
         each |= {"probable": 131072.0, "proven": 1310720.0, "verdict_fp8": "unlikely"}
     calibration = {"heads": 8, "beyond_proven": 0, "beyond_probable": 0, "largest_of_proven": 1, "median_of_proven": 1}
     result["calibration"] = observed and {**calibration, "auto_alpha": 1, "kappa": 1}
     shown = StringIO()
-    report.render(result, Console(file=shown, width=80))
+    run.EXPERIMENT.show(result, Console(file=shown, width=80))
     lines = shown.getvalue().splitlines()
+    assert "2 attention modules, each by its worst head: 2 safe" in " ".join(lines)
+    assert ("observed" in shown.getvalue()) == (observed is not None)
     assert sum(line.startswith("┏") for line in lines) == 1
     assert max(map(len, lines)) <= 80
     numbers = [line for line in lines if "131,072" in line and "1,310,720" in line and "unlikely" in line]
     assert len(numbers) == 8
 
 
-def test_calibration_compares_and_gives_alpha(folder):
-    model = hf.LlamaForCausalLM.from_pretrained(folder).eval()
-    ids = torch.randint(97, (1, 32), generator=torch.Generator().manual_seed(0))
-
-    @torch.no_grad()
-    def forward():
-        model(input_ids=ids)
-
-    prediction, observed = predict_overflow(model), observe(model, forward)
-    found = run.calibration(prediction, observed, kappa=2.0)
-    assert (found["heads"], found["beyond_proven"]) == (8, 0)
-    assert found["largest_score"] == max(observed.values())
-    interaction = {(row.module, row.head): row.interaction for row in prediction.rows}
-    largest = max(score / interaction[where] for where, score in observed.items())
-    assert found["auto_alpha"] == pytest.approx(2.0 * largest, rel=1e-3)
-
-
-def test_observation_counts_every_call(folder):
+def test_calibration_is_over_every_call_and_gives_alpha(folder):
     """Decoding: the largest of all calls, not of the last."""
     model = hf.LlamaForCausalLM.from_pretrained(folder).eval()
     ids = torch.randint(97, (1, 32), generator=torch.Generator().manual_seed(0))
@@ -109,7 +71,30 @@ def test_observation_counts_every_call(folder):
         for length in lengths:
             model(input_ids=ids[:, :length])
 
-    assert observe(model, lambda: forward(32, 1)) == observe(model, lambda: forward(32))
+    prediction, observed = predict_overflow(model), observe(model, lambda: forward(32, 1))
+    assert observed == observe(model, lambda: forward(32))
+    compared = run.calibration(prediction, observed, kappa=2.0)
+    assert (compared["heads"], compared["beyond_proven"]) == (8, 0)
+    assert compared["largest_score"] == max(observed.values())
+    interaction = {(row.module, row.head): row.interaction for row in prediction.rows}
+    largest = max(score / interaction[where] for where, score in observed.items())
+    assert compared["auto_alpha"] == pytest.approx(2.0 * largest, rel=1e-3)
+
+
+def test_the_cost_of_a_prediction_is_measured_in_a_fresh_process(monkeypatch):
+    monkeypatch.setattr(soundness, "LAYERS", 1)
+    cost = soundness.cost()
+    assert 0 < cost["seconds"] < 60
+    assert 0 < cost["before_mib"] <= cost["peak_mib"]
+
+
+def test_policy_auto_is_judged_by_what_it_patches():
+    """The gate of the stored run, and of that run if a layer without a bias were patched or the text were another."""
+    result = stored("auto")
+    records, unbiased = result["records"], result["unbiased"]
+    assert auto.judge(records, unbiased) == result["gate"]
+    for name, value in (("patched", ["model.layers.0.self_attn"]), ("text", "x"), ("alarms", [["a", 1]])):
+        assert not auto.judge([*records[:3], {**records[3], name: value}], unbiased)["passed"]
 
 
 @pytest.mark.parametrize("kind", ["GPT2", "Qwen2", "Llama"])
@@ -120,9 +105,9 @@ def test_shaped_models_keep_within_their_bounds(kind):
         "Qwen2": {**soundness.SLIM, **soundness.QWEN2, "hidden_size": 56},
     }
     sizes = {**narrow, "Llama": {**soundness.SLIM, **soundness.LLAMA, "hidden_size": 64}}[kind]
-    found = soundness.measure(*soundness.shaped(kind, sizes))
-    assert found["beyond_proven"] == 0
-    assert found["largest_of_proven"] > 0.01
+    measured = soundness.measure(*soundness.shaped(kind, sizes))
+    assert measured["beyond_proven"] == 0
+    assert measured["largest_of_proven"] > 0.01
 
 
 def test_command_line(folder, capsys, tmp_path):

@@ -11,8 +11,11 @@ transformers.logging.set_verbosity_error()
 
 
 @pytest.fixture(scope="session")
-def experiment():
-    """(result, clips, lines of progress)."""
-    lines = []
-    result, clips = run.run_video(progress=lines.append)
-    return result, clips, lines
+def experiment(tmp_path_factory):
+    """Return (result, clips by title, lines of progress, folder with the clips)."""
+    lines, clips, folder = [], {}, tmp_path_factory.mktemp("clips")
+    with pytest.MonkeyPatch.context() as patch:
+        saved = run.media.save
+        patch.setattr(run.media, "save", lambda shown, *rest: (clips.update(shown), saved(shown, *rest)))
+        result = run.run_video(folder=folder, progress=lambda done, total, label: lines.append(label))
+    return result, clips, lines, folder

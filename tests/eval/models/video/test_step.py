@@ -1,13 +1,11 @@
 """A denoising step in small, on a clock without a device: real models, real FP16 attention, made-up times."""
 
 import copy
-import json
 
 import pytest
 import torch
-from rich.console import Console
 
-from pasa.eval.models.video import step, step_report
+from pasa.eval.models.video import step
 from pasa.eval.models.video.step import EAGER, PASA, SDPA
 from pasa.eval.speed.implementations import FLASH
 from tests.eval.speed.fakes import FakeClock
@@ -113,20 +111,15 @@ def test_a_way_that_cannot_run_says_why(monkeypatch):
     work = step.Work("model", model, lambda: model(torch.ones(1, 2)))
     monkeypatch.setattr(step, "WAYS", {SDPA: "", FLASH: ""})
     with torch.inference_mode():
-        found = {each["way"]: each for each in step.compare(work, work.run(), FakeClock(), 1)}
-    assert found[FLASH]["status"] == "not run"
-    assert "no kernel" in found[FLASH]["why"]
-    assert found[SDPA]["to_flash"] is None
-    assert found[SDPA]["max_error"] == 0
+        records = {each["way"]: each for each in step.compare(work, work.run(), FakeClock(), 1)}
+    assert records[FLASH]["status"] == "not run"
+    assert "no kernel" in records[FLASH]["why"]
+    assert records[SDPA]["to_flash"] is None
+    assert records[SDPA]["max_error"] == 0
 
 
 def test_shown_and_stored(result, tmp_path):
-    step_report.save(result, tmp_path)
-    stored = json.loads((tmp_path / "step.json").read_text())
-    text = (tmp_path / "step.md").read_text()
-    assert stored["gate"] == result["gate"]
-    assert text == step_report.to_markdown(stored)
+    step.EXPERIMENT.save(result, tmp_path)
+    text = (tmp_path / "video.md").read_text()
     assert "| UNet, scores + 819,025 | eager | 1.0 | 1.00 | 0.0 | NaN | NaN |" in text
-    console = Console(record=True, width=200)
-    step_report.render(result, console)
-    assert "All checks hold." in console.export_text()
+    assert "All checks hold." in text

@@ -1,0 +1,1 @@
+/tmp/scratch/pasa/__init__.py

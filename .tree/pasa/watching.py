@@ -1,0 +1,1 @@
+/tmp/scratch/pasa/watching.py

@@ -1,1 +1,0 @@
-"""Fuzzer: random calls of the whole public API, valid and not, and a search for inputs that break the guarantee."""

@@ -1,0 +1,140 @@
+"""Bounds on one call, each as measured over allowed; README.md derives them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pasa.eval.random_calls.cases import Measures
+from pasa.eval.random_calls.order import MMA_DEPTH
+from pasa.eval.random_calls.truth import LIGHT, STORED, UNIT, Truth
+
+HALF_ULP = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-11}  # FP32 results are FP16 numbers
+SUBNORMAL = 2.0**-24  # FP16 cannot round finer than this
+LSE_SLACK = 1e-3
+NAIVE_FACTOR, EMULATED_FACTOR = 4.0, 2.0  # times the error of the naive attention, and of the emulation
+RMSE_SLACK = 2.0**-13
+# `order.find_moved` allows for errors of two rivals for a row's maximum that differ by 4 d; they differ by sqrt(2)
+# standard deviations, each at most 2/3 d: 0.24 of it in the root mean square.
+RMSE_MOVED = 0.25
+WHAT = {  # the bounds of kernels, in the order in which they are shown
+    "shape": "outputs of another shape or dtype",
+    "nan": "NaN in the inputs that does not show where it is seen, or shows elsewhere",
+    "finite": "infinite or NaN numbers that no input explains",
+    "blind": "rows without a key that are not 0 and -inf",
+    "repeat": "numbers that differ when the call is repeated",
+    "range": "how far an output lies outside of the values that its row sees",
+    "heavy": "the same of the values whose keys may have weight",
+    "error": "error against FP64, over the bound for any data",
+    "lse": "error of the log-sum-exp, over the bound for any data",
+    "lse-ordinary": "the same on ordinary data, over what a sum of D numbers in FP32 may err by",
+    "emulated-max": "largest error, over twice the reference emulation's and what FP32 scores may move",
+    "emulated-rmse": "the same of the RMSE",
+    "emulated-lse": "error of the log-sum-exp, over twice the reference emulation's (published recovery)",
+}
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """The properties of a call that its bounds depend on."""
+
+    dtype: torch.dtype  # of the output
+    stores: int = 1  # how often an output is rounded to FP16 on the way; two more for every block in FP16
+    drawn: bool = False  # outputs may be rounded at random: an error of a whole spacing in place of half of one
+    summed: bool = False  # scores are FP32 sums of ordinary numbers: a log-sum-exp errs by what D additions do
+
+    @property
+    def rounding(self) -> float:
+        """Relative error of an output by its roundings."""
+        return HALF_ULP[self.dtype] * (1 + self.drawn) + self.stores * 2.0**-11
+
+
+def count_faults(truth: Truth, out: Tensor, lse: Tensor) -> Measures:
+    """Count what no call may do, whatever its arithmetic: NaN at the wrong place, infinity, rows without a key."""
+    good, judged = ~truth.bad, ~truth.fully_masked & ~truth.bad_rows
+    return {
+        "nan": float((~torch.isnan(out) & truth.bad).sum() + (~torch.isnan(lse) & truth.bad_rows).sum()),
+        "finite": float((~torch.isfinite(out) & good).sum() + (~torch.isfinite(lse) & judged).sum()),
+        "blind": float((out[truth.fully_masked] != 0).sum() + (lse[truth.fully_masked] != -torch.inf).sum()),
+    }
+
+
+def judge(truth: Truth, out: Tensor, lse: Tensor, how: Arithmetic) -> Measures:
+    """Return measured over allowed by name of `WHAT`, at most 1 of a good call; and `count_faults`."""
+    out, lse = out.double(), lse.double()
+    good, judged = ~truth.bad, ~truth.fully_masked & ~truth.bad_rows
+    keys, spread = truth.keys.unsqueeze(-1), truth.high - truth.low
+    slack = (keys * UNIT + how.rounding) * truth.largest + (1 + how.stores) * SUBNORMAL
+    outside = torch.maximum(truth.low - out, out - truth.high).clamp(min=0)
+    astray = torch.maximum(truth.heavy_low - out, out - truth.heavy_high).clamp(min=0)
+    allowed = torch.expm1(2 * truth.eps).clamp(max=1.0).unsqueeze(-1) * spread + slack
+    lse_error = (lse - truth.lse).abs()
+    measures = count_faults(truth, out, lse) | {
+        "range": worst(outside, slack, good),
+        "heavy": worst(astray, slack + keys * math.exp(-LIGHT) * spread, good),
+        "error": worst((out - truth.out).abs(), allowed, good),
+        "lse": worst(lse_error, LSE_SLACK + 4 * UNIT * truth.lse.abs() + truth.eps, judged),
+    }
+    if how.summed:
+        additions = max(MMA_DEPTH, out.shape[-1]) * UNIT * (truth.norms + truth.added)
+        measures["lse-ordinary"] = worst(lse_error, LSE_SLACK + additions, judged)
+    return measures
+
+
+def against_naive(truth: Truth, naive: Tensor, out: Tensor, how: Arithmetic) -> float:
+    """Return the largest error over four times the naive attention's and roundings; 0 where the naive one fails."""
+    good = ~truth.bad
+    if not bool(torch.isfinite(naive[good]).all()) or not bool(good.any()):
+        return 0.0
+    ours, theirs = (float((x.double() - truth.out).abs().where(good, 0.0).max()) for x in (out, naive))
+    return ours / (NAIVE_FACTOR * theirs + how.rounding * float(truth.largest.max()) + SUBNORMAL)
+
+
+Result = tuple[Tensor, Tensor]
+"""Output (B, Hq, Sq, D) and log-sum-exp (B, Hq, Sq)."""
+
+
+def compare(
+    truth: Truth, result: Result, emulated: Result, moved: Tensor | None, dtype: torch.dtype, paper: float | None
+) -> Measures:
+    """Return errors over those that the emulation of the same arithmetic makes, and what `order.find_moved` allows.
+
+    `paper` is what the roundings of the published recovery allow beside half an ulp, relative to the largest value. Its
+    log-sum-exp is compared too.
+    """
+    moved = torch.zeros_like(truth.out) if moved is None else moved
+    good, judged = ~truth.bad, ~truth.fully_masked & ~truth.bad_rows
+    if not bool((good & ~truth.fully_masked.unsqueeze(-1)).any()):
+        return {}
+    ours, theirs = (x[0].double().where(good, 0.0) - truth.out.where(good, 0.0) for x in (result, emulated))
+    ulp, norm = HALF_ULP[dtype], float(truth.out.where(good, 0.0).norm())
+    extra = ulp + (paper or 0.0)
+    allowed = EMULATED_FACTOR * float(theirs.abs().max()) + extra * float(truth.largest.max()) + SUBNORMAL
+    measures = {"emulated-max": float((ours.abs() / (allowed + moved)).max())}
+    if norm > 0:
+        floor = RMSE_SLACK + (ulp if ulp > 2.0**-11 else 0.0) + (0.0 if paper is None else extra)
+        allowed = EMULATED_FACTOR * float(theirs.norm()) + floor * norm
+        allowed += RMSE_MOVED * float(moved.where(good, 0.0).norm())
+        measures["emulated-rmse"] = float(ours.norm()) / allowed
+    if paper is not None and bool(judged.any()):
+        ours, theirs = ((x[1].double() - truth.lse)[judged].abs().max() for x in (result, emulated))
+        measures["emulated-lse"] = float(ours) / (EMULATED_FACTOR * float(theirs) + LSE_SLACK + STORED)
+    return measures
+
+
+def differing(first: Result, second: Result) -> float:
+    """Count the numbers that are not the same bit for bit."""
+    return float(sum(int((_bits(a) != _bits(b)).sum()) for a, b in zip(first, second, strict=True)))
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.int16 if x.element_size() == 2 else torch.int32)
+
+
+def worst(errors: Tensor, allowed: Tensor, where: Tensor) -> float:
+    """Return the largest ratio; an error of 0 is 0 whatever is allowed, one that is NaN is infinite."""
+    ratios = (errors / allowed).where(errors != 0, 0.0).nan_to_num(nan=torch.inf, posinf=torch.inf)
+    return float(ratios.where(where, 0.0).max()) if ratios.numel() else 0.0

@@ -1,0 +1,219 @@
+"""Draws cases of a profile, judges them, in several processes if asked, and keeps what must be mended."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from typing import Annotated, Any
+
+import torch
+import typer
+
+import pasa
+from pasa.eval.kit.device import describe
+from pasa.eval.kit.experiment import Experiment
+from pasa.eval.kit.output import Report
+from pasa.eval.random_calls import attention, caches, derived, kernels, others, packed, paged, report
+from pasa.eval.random_calls.backends import NPU, TRITON, absent
+from pasa.eval.random_calls.cases import TWICE_EVERY, Case, Kind, Outcome, draw_case, run_case, shrink
+
+SCHEMA = 2
+API_CASES = 20000
+API: dict[str, Kind] = {
+    "attention": attention.KIND, "attention_varlen": packed.KIND, "attention_paged": paged.KIND,
+    "write_pages": caches.KIND, **derived.KINDS, **others.KINDS,
+}  # fmt: skip
+HOW = {TRITON: "Triton interpreted", NPU: "Ascend C on its CPU twin"}
+REMEDY = {TRITON: "set TRITON_INTERPRET=1", NPU: "set PASA_ASCEND_LIBRARY to what tests/ascend_c/twin_build.py builds"}
+KERNELS_NOTE = "random calls on the device named here; nothing was run on an NPU"
+COUNTED = ("group", "data", "values", "mask", "garbage", "dtype", "strides", "recovery", "accumulate", "dim")
+Record = dict[str, Any]
+Judged = tuple[Case, Outcome]
+
+
+def run_fuzz(
+    cases: Annotated[int | None, f"Random calls ({API_CASES})."] = None,
+    seed: Annotated[int | None, "What they are drawn from (0)."] = None,
+    replay: Annotated[str | None, typer.Option(metavar="SEED:INDEX", help="Run this case alone.")] = None,
+    progress: Report | None = None,
+) -> Record:
+    """Random calls of the whole API, right and wrong; exit 1 if one is neither correct nor refused as documented.
+
+    Returns what `conclude` does, ``verdicts`` by kind and by backend, and ``faults``: how often each was refused.
+    """
+    if replay is not None and (cases is not None or seed is not None):
+        raise ValueError(f"replay={replay!r} is one case, with a seed of its own: leave out cases and seed")
+    first, indices = (seed or 0, range(API_CASES if cases is None else cases)) if replay is None else parse(replay)
+    at_least(1, cases=len(indices))
+    at_least(0, seed=first)
+    started = time.perf_counter()
+    drawn = [draw_case(API, first, index) for index in indices]
+    judged = list(judge(API, drawn, progress))
+    backends = Counter((str(case.params["backend"]), each.verdict) for case, each in judged if "backend" in case.params)
+    refused = Counter(f"{case.kind}: {case.params['fault']}" for case, each in judged if each.verdict == "refused")
+    result = {
+        "schema": SCHEMA,
+        "experiment": "fuzz",
+        "note": describe_backends({name for name, verdict in backends if verdict != "absent"}),
+        "environment": describe(torch.device("cpu")),
+        "duration_s": round(time.perf_counter() - started, 1),
+        "seed": first,
+        "verdicts": nested(Counter((case.kind, each.verdict) for case, each in judged)),
+        "backends": nested(backends),
+        "faults": dict(sorted(refused.items())),
+    }
+    return result | conclude(API, drawn, judged)
+
+
+def run_soak(
+    cases: Annotated[int, "Random calls."] = 2000,
+    seed: Annotated[int, "What they are drawn from."] = 0,
+    backend: Annotated[str, "A backend that can run here."] = TRITON,
+    only: Annotated[int | None, "Run the case of this index."] = None,
+    small: Annotated[bool, "Sizes for Triton's interpreter."] = False,
+    jobs: Annotated[int, "Processes to share the cases: each compiles kernels, which takes most of the time."] = 1,
+    progress: Report | None = None,
+) -> Record:
+    """Random calls of one backend, judged against FP64 and the guarantee; exit 1 if one breaks a bound.
+
+    Returns what `conclude` does, and ``counts`` of what was drawn.
+    """
+    at_least(1, cases=cases, jobs=jobs)
+    at_least(0, seed=seed, only=only or 0)
+    check_backend(backend)
+    started = time.perf_counter()
+    kinds = kernels.kinds(seed, backend, small)
+    drawn = [draw_case(kinds, seed, index) for index in ([only] if only is not None else range(cases))]
+    judged = list(judge(kinds, drawn, progress) if jobs == 1 else judge_in_processes(kinds, drawn, jobs, progress))
+    result = {
+        "schema": SCHEMA,
+        "experiment": "soak",
+        "note": KERNELS_NOTE,
+        "environment": describe(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
+        "duration_s": round(time.perf_counter() - started, 1),
+        "backend": backend,
+        "seed": seed,
+        "small": small,
+        "jobs": jobs,
+        "repeat_every": TWICE_EVERY,
+        "counts": {name: dict(Counter(str(case.params[name]) for case, _ in judged).most_common()) for name in COUNTED},
+    }
+    return result | conclude(kinds, drawn, sorted(judged, key=lambda pair: pair[0].index))
+
+
+def at_least(least: int, **numbers: int) -> None:
+    """Refuse a number below what an option means."""
+    for name, value in numbers.items():
+        if value < least:
+            raise ValueError(f"{name}={value} must be at least {least}")
+
+
+def parse(name: str) -> tuple[int, Sequence[int]]:
+    """Return seed and index of a case."""
+    seed, _, index = name.partition(":")
+    if not (seed.isdecimal() and index.isdecimal()):
+        raise ValueError(f"replay={name!r} is not SEED:INDEX, such as 0:137")
+    return int(seed), [int(index)]
+
+
+def check_backend(name: str) -> None:
+    """Refuse a backend that is unknown or cannot run here."""
+    known = {status.name: status for status in pasa.backends()}
+    if name not in known:
+        raise ValueError(f"backend={name!r} is not one of {sorted(known)}")
+    if not known[name].available:
+        raise NotImplementedError(f"backend {name} cannot run here: {known[name].reason}")
+
+
+def judge(kinds: Mapping[str, Kind], drawn: Sequence[Case], progress: Report | None = None) -> Iterator[Judged]:
+    """Run cases one after the other, until a kernel breaks the device."""
+    failures = 0
+    for done, case in enumerate(drawn):
+        if progress is not None:
+            progress(done, len(drawn), f"{case.name} {case.kind}, {failures} failures")
+        outcome = run_case(kinds, case)
+        failures += outcome.failed
+        yield case, outcome
+        if outcome.fatal:
+            return
+
+
+def judge_in_processes(
+    kinds: Mapping[str, Kind], drawn: Sequence[Case], jobs: int, progress: Report | None
+) -> Iterator[Judged]:
+    """Run cases, a family to a process; the end as soon as one has broken the device."""
+    families = defaultdict(list)
+    for case in drawn:
+        families[case.params["family"]].append(case)
+    wide_first = sorted(families.values(), key=lambda cases: -cases[0].params["dim"])  # they take longest to compile
+    done = 0
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:  # a fork shares the device's state
+        futures = {pool.submit(judge_alone, kinds, cases): cases for cases in wide_first}
+        for future in as_completed(futures):
+            try:
+                judged = future.result()
+            except BrokenProcessPool as error:  # a process died and took the others with it; what is judged is kept
+                why = f"{type(error).__name__}: {error}"
+                judged = [(futures[future][0], Outcome("raised", why, fatal=True))]
+            yield from judged
+            done += len(judged)
+            if progress is not None:
+                progress(done, len(drawn), judged[-1][0].params["family"])
+            if judged[-1][1].fatal:
+                pool.shutdown(cancel_futures=True)
+                return
+
+
+def judge_alone(kinds: Mapping[str, Kind], drawn: Sequence[Case]) -> list[Judged]:
+    """Do the work of one of several processes."""
+    torch.set_num_threads(1)
+    return list(judge(kinds, drawn))
+
+
+def conclude(kinds: Mapping[str, Kind], drawn: Sequence[Case], judged: Sequence[Judged]) -> Record:
+    """Return how many ``cases``, the ``gate``, the ``worst`` number of every bound and its case, and ``failures``.
+
+    A failure has the parameters of the simplest case that shows it. A case that runs alone is kept, failing or not.
+    """
+    worst: dict[str, Record] = {}
+    for case, outcome in judged:
+        for name, value in outcome.measures.items():
+            entry = worst.setdefault(name, {"value": 0.0, "case": None, "judged": 0})
+            entry["judged"] += 1
+            if not value <= entry["value"]:
+                entry |= {"value": value, "case": f"{case.name} {case.kind}"}
+    failures = [record(case, outcome) | {"shrunk": shrink(kinds, case).params} for case, outcome in judged
+                if outcome.failed]  # fmt: skip
+    stopped, absences = len(judged) < len(drawn), sum(outcome.verdict == "absent" for _, outcome in judged)
+    gate = {"passed": not failures and not stopped, "failed": len(failures), "run": len(judged), "stopped": stopped}
+    result = {"cases": len(drawn), "gate": gate | {"absent": absences}, "worst": worst, "failures": failures}
+    return result | ({"case": record(*judged[0])} if len(drawn) == 1 else {})
+
+
+def record(case: Case, outcome: Outcome) -> Record:
+    """Return a case and what came of it."""
+    return {"case": case.name, "kind": case.kind, "verdict": outcome.verdict, "why": outcome.why, "params": case.params}
+
+
+def describe_backends(ran: set[str]) -> str:
+    """Return what ran besides the reference, and how to get what is not here."""
+    others = ", ".join(how for name, how in HOW.items() if name in ran)
+    missing = ", ".join(f"{name} ({remedy})" for name, remedy in REMEDY.items() if absent(name) is not None)
+    note = "random calls on a CPU" + (f": {others}" if others else "") + "; nothing was run on a GPU or an NPU"
+    return note + (f"; absent: {missing}" if missing else "")
+
+
+def nested(counts: Counter[tuple[str, str]]) -> dict[str, dict[str, int]]:
+    """Return counts by the first name, then the second."""
+    table: dict[str, dict[str, int]] = {}
+    for (first, second), number in sorted(counts.items()):
+        table.setdefault(first, {})[second] = number
+    return table
+
+
+FUZZ = Experiment(name="fuzz", run=run_fuzz, report=report.report, title="fuzz")
+SOAK = Experiment(name="soak", run=run_soak, report=report.report, title="soak")

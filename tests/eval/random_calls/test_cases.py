@@ -1,0 +1,96 @@
+"""Cases come from the seed and the index alone, and cover what they should."""
+
+import math
+
+import pytest
+import torch
+
+from pasa.eval.random_calls import attention, caches, kernels
+from pasa.eval.random_calls.cases import draw_case
+from pasa.eval.random_calls.data import LARGEST, SCORES, VALUES
+from pasa.eval.random_calls.inputs import MASKS, STRIDES, Call, make
+from pasa.eval.random_calls.run import API
+
+SMALL = kernels.kinds(0, "triton", small=True)
+KERNELS = [draw_case(kernels.kinds(0, "triton", small=False), 0, index).params for index in range(2000)]
+CALLS = [draw_case(API, 0, index) for index in range(2000)]
+
+
+@pytest.mark.parametrize("index", range(0, 60, 7))
+def test_a_case_is_the_same_every_time(index):
+    first, second = (draw_case(SMALL, 3, index).params for _ in range(2))
+    assert first == second
+    for a, b in zip(vars(make(first)).values(), vars(make(second)).values(), strict=True):
+        if isinstance(a, torch.Tensor):
+            assert torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
+            assert a.stride() == b.stride()
+        else:
+            assert a == b
+
+
+def test_other_seeds_and_indices_give_other_cases():
+    assert len({str(params) for params in KERNELS}) == len(KERNELS)
+    assert draw_case(SMALL, 1, 5) != draw_case(SMALL, 0, 5)
+    assert kernels.draw_families(0) != kernels.draw_families(1)
+
+
+def test_everything_occurs():
+    families = {"family": {family["family"] for family in kernels.draw_families(0)}, "group": kernels.GROUPS}
+    both = {"data": SCORES, "values": VALUES, "accumulate": ("fp32", "fp16"), "dtype": kernels.DTYPES}
+    both |= {"garbage": ("none", "query", "key", "value", "mask"), "where": ("seen", "hidden"), "causal": (False, True)}
+    ours = both | families | {"mask": ("none", *kernels.MASKS), "strides": kernels.LAYOUTS, "dim": kernels.DIMS}
+    ours |= {"scale": kernels.SCALES, "poisoned": (False, True), "emulated": (False, True), "tile": range(3)}
+    api = both | {"mask": MASKS, "strides": STRIDES, "layout": ("HND", "BNSD", "NHD", "BSND"), "view": caches.VIEWS}
+    api |= {"backend": ("reference", "triton", "npu"), "precision": ("pasa", *attention.BASELINES)}
+    api |= {"softmax": ("safe", "unbiased", "unbiased_paper"), "overflow": ("inf", "saturate"), "fill": caches.FILLS}
+    api |= {"recovery": ("exact", "paper"), "longest": ("none", "exact", "above"), "stale": range(3)}
+    for drawn, expected in ((KERNELS, ours), ([case.params for case in CALLS], api)):
+        for name, values in expected.items():
+            assert {params[name] for params in drawn if name in params} == set(values), name
+    assert {case.kind for case in CALLS} == set(API)
+    assert {case.params["slots"] for case in CALLS if "slots" in case.params} >= {1, 2, 7, 16, 32, 48, 64, 100, 128}
+    assert 0.05 < sum(params["garbage"] != "none" for params in KERNELS) / len(KERNELS) < 0.15
+    assert sum(params["dtype"] == "float16" for params in KERNELS) / len(KERNELS) > 0.5
+    assert max(params["keys"] for params in KERNELS) > 9000
+
+
+def test_published_recovery_is_asked_for_ordinary_data_alone():
+    names = ("data", "values", "scale", "garbage", "emulated")
+    paper = [params for params in KERNELS if params["recovery"] == "paper"]
+    assert {tuple(params[name] for name in names) for params in paper} == {("randn", "randn", None, "none", True)}
+
+
+def test_inputs_are_finite_in_fp16_unless_garbage_was_planted():
+    for index in range(120):
+        params = draw_case(SMALL, 0, index).params
+        call = make(params)
+        infected = [not torch.isfinite(x).all() for x in (call.q, call.k, call.v)]
+        assert infected == [params["garbage"] == name for name in ("query", "key", "value")]
+        assert all(x.abs().nan_to_num(0.0, 0.0).max() <= max(LARGEST.values()) for x in (call.q, call.k, call.v))
+
+
+@pytest.mark.parametrize("name", STRIDES)
+def test_strides_hold_the_same_numbers(name):
+    q, k, v = torch.randn(2, 6, 5, 8), torch.randn(2, 3, 7, 8), torch.randn(2, 3, 7, 8)
+    if name == "expanded":
+        k, v = (x[:, :1].expand(x.shape).clone() for x in (k, v))
+    assert all(torch.equal(a, b) for a, b in zip(STRIDES[name](q, k, v), (q, k, v), strict=True))
+
+
+@pytest.mark.parametrize("name", ["key", "value"])
+def test_garbage_is_put_where_fewest_rows_see_it(name):
+    """The causal band ends with the last row, which alone sees the last key."""
+    hidden = attention.SIMPLEST | {"rows": 3, "keys": 5, "causal": True, "garbage": name, "where": "hidden"}
+    call = make(hidden | {"data_seed": 4})
+    bad = ~torch.isfinite(call.k if name == "key" else call.v).all(-1)
+    assert bad.nonzero()[:, 2].tolist() == [4]
+
+
+def test_visible_keys_are_those_of_the_mask_and_the_causal_band():
+    q, k = torch.zeros(2, 4, 3, 8), torch.zeros(2, 2, 5, 8)
+    assert Call(q, k, k, None, True, 1.0).visible().sum((1, 2)).tolist() == [[12, 12, 12, 8, 4]] * 2
+    mask = torch.ones(2, 1, 1, 5, dtype=torch.bool)
+    mask[1, ..., :2] = False
+    assert Call(q, k, k, mask, False, 1.0).visible().sum((1, 2)).tolist() == [[12] * 5, [0, 0, 12, 12, 12]]
+    added = torch.full((3, 5), -math.inf)
+    assert not Call(q, k, k, added, False, 1.0).visible().any()

@@ -1,0 +1,210 @@
+"""Every bound notices an error that is planted, and passes what is right."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+import pasa
+from pasa.eval.random_calls import attention, judge, kernels, truth
+from pasa.eval.random_calls.cases import broken
+from pasa.eval.random_calls.inputs import Call, make
+from pasa.eval.random_calls.order import find_moved
+from pasa.eval.random_calls.truth import find_truth
+
+FP16 = judge.Arithmetic(torch.float16)
+
+
+def a_case(**changes):
+    """Causal, 2 entries, 4 heads on 2, 21 rows and 45 keys, D = 16; no randomness but the data's."""
+    shape = {"batch": 2, "heads": 2, "groups": 2, "rows": 21, "keys": 45, "dim": 16, "causal": True, "block_k": 32}
+    how = {"where": "hidden", "lse": True, "tile": 0, "poisoned": False, "twice": False, "emulated": True}
+    return attention.SIMPLEST | shape | how | {"data_seed": 1} | changes
+
+
+def attended(params):
+    """The call, its truth, and the reference's result."""
+    call = make(params)
+    return call, find_truth(call), tuple(x.clone() for x in kernels.attend(params, call))
+
+
+def judged(params, change=lambda out, lse: None):
+    """Numbers of the reference's result after `change` has changed it."""
+    _, true, (out, lse) = attended(params)
+    change(out, lse)
+    return judge.judge(true, out, lse, attention.arithmetic_of(params, params["keys"]))
+
+
+def put(place, value, which=0):
+    def change(*result):
+        result[which][place] = value
+
+    return change
+
+
+MORE_ROWS = {"rows": 45, "keys": 21}  # the first see nothing
+RIGHT = [{"data": data, "mask": mask} for data in ("randn", "bias", "wide", "largest", "constant")
+         for mask in ("none", "bool", "float", "padding-float")]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "how", [*RIGHT, MORE_ROWS, *({"garbage": name} for name in ("query", "key", "value"))], ids=str
+)
+def test_what_is_right_passes(how):
+    assert broken(judged(a_case(**how))) == []
+
+
+@pytest.mark.parametrize(
+    ("how", "change", "expected"),
+    [
+        ({}, lambda out, lse: out[1, 2, 20].mul_(-1).sub_(0.1), ["error"]),
+        ({}, put((0, 3, 7, 11), 9.0), ["range", "heavy", "error"]),
+        # A NaN in the last key, which row 20 alone sees, has reached row 5.
+        ({"garbage": "key"}, put((0, 0, 5), math.nan), ["finite", "range", "heavy", "error"]),
+        ({"garbage": "key"}, put((0, 0, 5), math.inf), ["finite", "range", "heavy", "error"]),
+        (MORE_ROWS, put((0, 0, 3, 2), 1e-6), ["blind", "range", "heavy", "error"]),
+        (MORE_ROWS, put((1, 1, 4), -1e30, which=1), ["blind"]),
+        ({}, lambda out, lse: lse[0, 1, 4].add_(0.05), ["lse"]),
+    ],
+    ids=["value", "range", "nan", "infinity", "row without keys", "its log-sum-exp", "log-sum-exp"],
+)
+def test_what_is_wrong_breaks_its_bound(how, change, expected):
+    assert broken(judged(a_case(**how), change)) == expected
+
+
+def test_a_value_without_weight_is_outside_of_the_range_of_those_that_have_some():
+    """Key 1 lies 40 nats below key 0; the error bound says little where scores are large."""
+    q, k, v = torch.zeros(1, 1, 1, 16), torch.zeros(1, 1, 2, 16), torch.zeros(1, 1, 2, 16)
+    q[..., :2], k[..., 0], k[..., 0, 1], v[..., 1, :] = 1000.0, 1000.0, 0.04, 1.0
+    true = find_truth(Call(q.half(), k.half(), v.half(), None, False, 1.0))
+    measures = judge.judge(true, torch.full_like(true.out, 0.5), true.lse, FP16)
+    assert broken(measures) == ["heavy"]
+
+
+def test_a_row_is_judged_by_the_values_that_it_sees():
+    """Not by those of later keys, and not by those that a mask hides from it alone."""
+    call = make(a_case())
+    call.v[..., -1, :] = 100.0
+    true = find_truth(call)
+    assert true.high[..., -1, :].min() == 100
+    assert true.high[..., :-1, :].max() < 10
+    mask = torch.ones(21, 45, dtype=torch.bool)
+    mask[20, 44] = False
+    assert find_truth(dataclasses.replace(call, mask=mask)).high.max() < 10
+
+
+def test_a_missing_nan_is_found():
+    """A value's NaN, which all rows see, is a number in one of them; a key's does not show in the log-sum-exp."""
+    params = a_case()
+    call = make(params)
+    call.v[:, :, 0, 4] = torch.inf
+    true, (out, lse) = find_truth(call), kernels.attend(params, call)
+    assert torch.isnan(out[..., 4]).all()
+    assert broken(judge.judge(true, out, lse, FP16)) == []
+    out[1, 1, 9, 4] = 0.0
+    assert judge.judge(true, out, lse, FP16)["nan"] == 1
+    call.k[0, 1, 2, 0] = torch.nan
+    true, (out, lse) = find_truth(call), kernels.attend(params, call)
+    assert judge.judge(true, out, lse, FP16)["nan"] == 0
+    lse[0, 2:] = 1.0
+    assert judge.judge(true, out, lse, FP16)["nan"] == 2 * 21
+
+
+def test_a_log_sum_exp_of_ordinary_fp32_scores_is_held_against_the_sum():
+    _, true, (out, _) = attended(a_case())
+    lse, how = true.lse.float(), dataclasses.replace(FP16, summed=True)
+    assert judge.judge(true, out, lse, how)["lse-ordinary"] < 0.01
+    lse[0, 1, 4] += 2e-3
+    assert broken(judge.judge(true, out, lse, how)) == ["lse-ordinary"]
+    for how, summed in (({"data": "bias"}, True), ({"data": "largest"}, False), ({"backend": "reference"}, False)):
+        assert attention.arithmetic_of(a_case(**{"backend": "triton"} | how), 45).summed == summed
+
+
+@pytest.mark.parametrize("recovery", ["exact", "paper"])
+def test_an_error_above_twice_the_emulation_is_found(recovery):
+    """Also of the published recovery, of which the kernels are asked nothing else."""
+    call, true, emulated = attended(a_case(recovery=recovery))
+    paper = kernels.PAPER_SCORE if recovery == "paper" else None
+
+    def failures(out, lse):
+        return broken(judge.compare(true, (out, lse), emulated, find_moved(call, true), torch.float16, paper))
+
+    assert failures(*emulated) == []
+    out, lse = (x.clone() for x in emulated)
+    out[0, 0, 0, 0] += 0.05
+    assert "emulated-max" in failures(out, lse)
+    out[:] += 0.02
+    assert "emulated-rmse" in failures(out, lse)
+    lse[0, 0, 0] += 0.1
+    assert ("emulated-lse" in failures(out, lse)) == (recovery == "paper")
+
+
+def test_an_error_above_that_of_naive_attention_is_found():
+    call, true, (out, _) = attended(a_case())
+    naive = truth.naive_fp16(call)
+    assert judge.against_naive(true, naive, out, FP16) <= 1
+    assert judge.against_naive(true, naive, out + 0.02, FP16) > 1
+    assert judge.against_naive(true, naive * math.nan, out + 0.02, FP16) == 0
+
+
+def test_every_bound_can_be_broken():
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, n, 8, generator=g).half() for n in (3, 5, 5))
+    k[0, 0, 1, 0] = torch.nan
+    mask = torch.ones(3, 5, dtype=torch.bool)
+    mask[0], mask[1, 1] = False, False
+    true = find_truth(Call(q, k, v, mask, False, 1.0))
+    how = dataclasses.replace(FP16, summed=True)
+    measures = judge.judge(true, torch.full_like(true.out, 9.0), torch.zeros_like(true.lse) + 9, how)
+    assert broken(measures) == [name for name in measures if name != "finite"]
+    assert judge.judge(true, torch.full_like(true.out, torch.inf), true.lse, how)["finite"] > 0
+
+
+def test_results_are_compared_bit_for_bit():
+    """NaN equals itself, 0 is not -0."""
+    first = torch.tensor([1.0, torch.nan, 0.0]).half(), torch.zeros(2)
+    second = torch.tensor([1.0, torch.nan, -0.0]).half(), torch.tensor([0.0, 1e-45])
+    assert judge.differing(first, first) == 0
+    assert judge.differing(first, second) == 2
+
+
+def test_nan_holds_no_bound():
+    assert broken({"error": float("nan"), "blind": 0.0, "lse": 1.0, "nan": 1.0}) == ["error", "nan"]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("rows", [21, 60])
+def test_truth_in_pieces_is_the_truth(monkeypatch, causal, rows):
+    """By entries and rows, with a mask for each; rows above the causal band have pieces without a key."""
+    call = make(a_case(data="bias", garbage="value", mask="float", causal=causal, rows=rows))
+    whole = find_truth(call)
+    monkeypatch.setattr(truth, "PIECE", 4 * 45 * 4)
+    assert len(truth.pieces(call)) == 2
+    assert len(truth.pieces(call)[0]) == -(-rows // 4)
+    for name, value in vars(find_truth(call)).items():
+        torch.testing.assert_close(value, getattr(whole, name), rtol=1e-9, atol=1e-12)
+    golden = pasa.golden_attention(call.q, call.k, call.v.nan_to_num(0, 0, 0), attn_mask=call.mask, is_causal=causal)
+    torch.testing.assert_close((whole.out, whole.lse), golden, rtol=1e-12, atol=1e-12)
+
+
+def test_packed_sequences_have_the_truth_of_each():
+    lengths = {"row_lengths": [3, 0, 5, 2], "key_lengths": [4, 2, 0, 9]}
+    call = make(a_case(batch=1, rows=10, keys=15, **lengths))
+    true = find_truth(call)
+    out, lse = pasa.golden_attention(call.q[:, :, 8:], call.k[:, :, 6:], call.v[:, :, 6:], is_causal=True)
+    torch.testing.assert_close((true.out[:, :, 8:], true.lse[:, :, 8:]), (out, lse))
+    assert true.fully_masked[0, 0].tolist() == [False] * 3 + [True] * 5 + [False] * 2
+
+
+def test_the_range_of_a_very_large_call_is_that_up_to_the_last_key(monkeypatch):
+    """The same for a causal band, no narrower for a mask of its own for each row."""
+    for mask in ("none", "bool"):
+        call = make(a_case(mask=mask))
+        exact = find_truth(call)
+        with monkeypatch.context() as patch:
+            patch.setattr(truth, "EXACT_RANGE", 0)
+            wide = find_truth(call)
+        assert (wide.low <= exact.low).all()
+        assert (wide.high >= exact.high).all()
+        assert torch.equal(wide.low, exact.low) == (mask == "none")
