@@ -295,7 +295,9 @@ FAULTS = {
     "head dim beyond all": Fault(shapes(2, 513), NotImplementedError, "head dim 513 is outside"),
     "mask shape": Fault(misfit, ValueError, "attn_mask .* does not broadcast"),
     "mask of integers": Fault(pick("attn_mask", ONE.int(), ONE.double()), TypeError, "attn_mask is torch"),
-    "mask not a tensor": Fault(pick("attn_mask", True, [[1]], "no"), TypeError, r"attn_mask is a \w+, not a Tensor"),
+    "mask not a tensor": Fault(
+        pick("attn_mask", True, [[1]], "causal"), TypeError, r"attn_mask is a \w+, not a Tensor"
+    ),
     "mask elsewhere": Fault(put(attn_mask=ONE.bool().to("meta")), ValueError, "attn_mask is on meta"),
     "causal": Fault(pick("is_causal", 1, None, "yes", torch.tensor(True)), TypeError, "is_causal="),
     "return_lse": Fault(pick("return_lse", 1, None, "yes"), TypeError, "return_lse="),

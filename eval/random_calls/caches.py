@@ -264,7 +264,9 @@ FP16 = "is torch.float32, not an FP16 Tensor"
 ANCHOR_FAULTS = {
     "anchors of floats": Fault(anchors_of(dtype=torch.float32), TypeError, f"key_anchors {FP16}"),
     "anchors as a list": Fault(pick("key_anchors", [0.0], 0, True), TypeError, r"key_anchors is a \w+, not a Tensor"),
-    "anchors elsewhere": Fault(anchors_of(device="meta"), ValueError, "key_anchors .* on meta are not contiguous, or"),
+    "anchors elsewhere": Fault(
+        anchors_of(device="meta"), ValueError, "key_anchors .* on meta are not contiguous, or not"
+    ),
     "anchors misshapen": Fault(misshapen, ValueError, "key_anchors .* are not contiguous, or not the"),
 }
 CACHE_FAULTS = {
@@ -278,7 +280,9 @@ CACHE_FAULTS = {
     "cache with gaps": altered("k_cache", faults.with_gaps, ValueError, "k_cache has strides .* is not 1"),
 }
 NO_GRADIENT = "write_pages has no gradient, and k requires one"
-FAULTS = ANCHOR_FAULTS | CACHE_FAULTS | {
+FAULTS = {
+    **ANCHOR_FAULTS,
+    **CACHE_FAULTS,
     "keys not a tensor": Fault(pick("k", None, [1.0], 3), TypeError, r"k is a \w+, not a Tensor"),
     "keys heads first": altered("k", lambda x: x[None], ValueError, "k has 4 dimensions"),
     "another type": altered("v", faults.other_type, TypeError, "v is .* but k_cache is torch"),
@@ -293,7 +297,7 @@ FAULTS = ANCHOR_FAULTS | CACHE_FAULTS | {
     "slots elsewhere": elsewhere("slot_mapping", "slot_mapping is on meta"),
     "gradients": altered("k", faults.leaf, NotImplementedError, NO_GRADIENT),
     "keyword": Fault(put(block_table=None), TypeError, "unexpected keyword argument 'block_table'"),
-}  # fmt: skip
+}
 SIMPLEST = {name: value for name, value in attention.SIMPLEST.items() if name not in ("rows", "keys", "batch")}
 SIMPLEST |= {"slots": 16, "view": "together", "fill": "at once", "anchors": False, "wide": True, "spaced": False}
 KIND = Kind(draw, run, 30, SIMPLEST, FAULTS)

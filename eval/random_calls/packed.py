@@ -71,7 +71,9 @@ FAULTS = {
     "edges as a list": Fault(put(cu_seqlens_k=[0, 1]), TypeError, "cu_seqlens_k is list"),
     "edges elsewhere": elsewhere("cu_seqlens_q", "cu_seqlens_q is on meta"),
     "longest too short": Fault(put(max_seqlen_k=-1), ValueError, "max_seqlen_k=-1 is below the longest sequence"),
-    "longest not a number": Fault(pick("max_seqlen_q", 7.0, True, "7", None), TypeError, "max_seqlen_q=.* not an int"),
+    "longest not a number": Fault(
+        pick("max_seqlen_q", 7.0, True, "7", None), TypeError, "max_seqlen_q=.* not an integer"
+    ),
     "no tokens": altered("q", lambda x: x[:0], ValueError, "q is empty"),
     "heads first": altered("v", lambda x: x.unsqueeze(0), ValueError, "v has 4 dimensions"),
     "return_lse": Fault(put(return_lse=2), TypeError, "return_lse="),

@@ -137,47 +137,41 @@ def no_length(arguments: Arguments, rng: Random) -> None:
 TOO_MANY_HEADS = "129 query heads share a key head of a paged cache; at most 128|no backend can serve this call: triton"
 SHARED = ("causal", "return_lse", "scale", "scale not a number", "config", "backend", "backend not a name",
           "capability", "keyword")  # fmt: skip
-FAULTS = (
-    caches.ANCHOR_FAULTS
-    | caches.CACHE_FAULTS
-    | {name: attention.FAULTS[name] for name in SHARED}
-    | {
-        "anchors of other keys": Fault(stale, ValueError, "key_anchors are not those of the keys in k_cache"),
-        "not a tensor": Fault(pick("q", None, 3, [1.0]), TypeError, r"q is a \w+, not a Tensor"),
-        "rank": altered("q", lambda x: x[None], ValueError, r"q has 4 dimensions .* expected 3"),
-        "another type": altered("q", faults.other_type, TypeError, r"q is torch\.\w+ but k_cache is torch"),
-        "queries elsewhere": elsewhere("q", "q is on meta but k_cache is on cpu"),
-        "head dim": altered("q", faults.doubled(-1), ValueError, "not of the cache's head dim"),
-        "no queries": altered("q", lambda x: x[:0], ValueError, r"q \(0, .* is empty"),
-        "head groups": Fault(groups(3, 4), ValueError, "3 query heads are not a multiple of 2 key heads"),
-        "head dim beyond all": Fault(groups(2, 513), NotImplementedError, "head dim 513 is outside"),
-        "heads beyond a tile": Fault(groups(129, 16, backend=TRITON, config=None), NotImplementedError, TOO_MANY_HEADS),
-        "too large": Fault(too_large, ValueError, r"q has \d+ values beyond the FP16 range"),
-        "gradients": altered(
-            "q", faults.leaf, NotImplementedError, "attention_paged has no gradient, and q requires one"
-        ),
-        "table of floats": altered("block_table", Tensor.float, TypeError, f"block_table {caches.INTEGERS}"),
-        "table as a list": Fault(put(block_table=[[0]]), TypeError, "block_table is a list, not a Tensor"),
-        "a table's row": altered("block_table", lambda x: x[0], ValueError, "block_table has 1 dimensions"),
-        "more tables": altered(
-            "block_table", faults.doubled(0), ValueError, r"block_table .* does not fit \d+ seq_lens"
-        ),
-        "table elsewhere": elsewhere("block_table", "block_table is on meta"),
-        "no such page": Fault(no_page, ValueError, r"block_table names page -?\d+, but the cache has \d+ pages"),
-        "lengths of 16 bits": altered("seq_lens", Tensor.short, TypeError, "seq_lens is torch.int16, not"),
-        "lengths beyond the table": altered(
-            "seq_lens", lambda x: x + 10**6, ValueError, "block table has room for 0 to"
-        ),
-        "lengths below 0": altered("seq_lens", lambda x: x - 10**6, ValueError, r"seq_lens are -\d+ to"),
-        "lengths elsewhere": elsewhere("seq_lens", "seq_lens is on meta"),
-        "rows": Fault(rows_of_none, ValueError, r"q has \d+ rows for \d+ sequences; give cu_seqlens_q"),
-        "edges": Fault(edges, ValueError, r"cu_seqlens_q=.* does not rise from 0 to at most the \d+ tokens of q"),
-        "more edges": Fault(
-            put(cu_seqlens_q=torch.zeros(9).int()), ValueError, r"cu_seqlens_q has 9 entries for \d seq"
-        ),
-        "edges of floats": Fault(put(cu_seqlens_q=torch.zeros(2)), TypeError, "cu_seqlens_q is torch.float32, not"),
-        "longest": Fault(no_length, ValueError, "max_seqlen_[qk]=.* is not a positive integer"),
-    }
-)
+FAULTS = {
+    **caches.ANCHOR_FAULTS,
+    **caches.CACHE_FAULTS,
+    **{name: attention.FAULTS[name] for name in SHARED},
+    "anchors of other keys": Fault(stale, ValueError, "key_anchors are not those of the keys in k_cache"),
+    "not a tensor": Fault(pick("q", None, 3, [1.0]), TypeError, r"q is a \w+, not a Tensor"),
+    "rank": altered("q", lambda x: x[None], ValueError, r"q has 4 dimensions .* expected 3"),
+    "another type": altered("q", faults.other_type, TypeError, r"q is torch\.\w+ but k_cache is torch"),
+    "queries elsewhere": elsewhere("q", "q is on meta but k_cache is on cpu"),
+    "head dim": altered("q", faults.doubled(-1), ValueError, "not of the cache's head dim"),
+    "no queries": altered("q", lambda x: x[:0], ValueError, r"q \(0, .* is empty"),
+    "head groups": Fault(groups(3, 4), ValueError, "3 query heads are not a multiple of 2 key heads"),
+    "head dim beyond all": Fault(groups(2, 513), NotImplementedError, "head dim 513 is outside"),
+    "heads beyond a tile": Fault(groups(129, 16, backend=TRITON, config=None), NotImplementedError, TOO_MANY_HEADS),
+    "too large": Fault(too_large, ValueError, r"q has \d+ values beyond the FP16 range"),
+    "gradients": altered("q", faults.leaf, NotImplementedError, "attention_paged has no gradient, and q requires one"),
+    "table of floats": altered("block_table", Tensor.float, TypeError, f"block_table {caches.INTEGERS}"),
+    "table as a list": Fault(put(block_table=[[0]]), TypeError, "block_table is a list, not a Tensor"),
+    "a table's row": altered("block_table", lambda x: x[0], ValueError, "block_table has 1 dimensions"),
+    "more tables": altered("block_table", faults.doubled(0), ValueError, r"block_table .* does not fit \d+ seq_lens"),
+    "table elsewhere": elsewhere("block_table", "block_table is on meta"),
+    "no such page": Fault(no_page, ValueError, r"block_table names page -?\d+, but the cache has \d+ pages"),
+    "lengths of 16 bits": altered("seq_lens", Tensor.short, TypeError, "seq_lens is torch.int16, not"),
+    "lengths beyond the table": altered(
+        "seq_lens", lambda x: x + 10**6, ValueError, "but the block table has room for 0 to"
+    ),
+    "lengths below 0": altered("seq_lens", lambda x: x - 10**6, ValueError, r"seq_lens are -\d+ to"),
+    "lengths elsewhere": elsewhere("seq_lens", "seq_lens is on meta"),
+    "rows": Fault(rows_of_none, ValueError, r"q has \d+ rows for \d+ sequences; give cu_seqlens_q"),
+    "edges": Fault(edges, ValueError, r"cu_seqlens_q=.* does not rise from 0 to at most the \d+ tokens of q"),
+    "more edges": Fault(
+        put(cu_seqlens_q=torch.zeros(9).int()), ValueError, r"cu_seqlens_q has 9 entries for \d sequences"
+    ),
+    "edges of floats": Fault(put(cu_seqlens_q=torch.zeros(2)), TypeError, "cu_seqlens_q is torch.float32, not"),
+    "longest": Fault(no_length, ValueError, "max_seqlen_[qk]=.* is not a positive integer"),
+}
 SIMPLEST = caches.SIMPLEST | {"longest": "none"}
 KIND = Kind(draw, run, 80, SIMPLEST, FAULTS)

@@ -111,6 +111,7 @@ def patch_pipeline(
         raise ValueError(f'context_parallel shares the prompt of every module: policy must be "all", got {policy!r}')
     host = partial(_patch, model_or_pipeline, config, backend, context_parallel)
     if policy == "auto":
+        components_of(model_or_pipeline)  # a name is no model, though a prediction would take it for a folder
         from pasa.patching import auto
 
         handle = auto.patch(model_or_pipeline, host)

@@ -35,10 +35,12 @@ def test_an_unknown_pipeline_is_named():
         pasa.patch_pipeline(pipeline())
 
 
+@pytest.mark.parametrize("policy", ["all", "auto"])
 @pytest.mark.parametrize("thing", [None, "model", torch.nn.Linear(2, 2)])
-def test_anything_else_is_a_type_error(thing):
+def test_anything_else_is_a_type_error(thing, policy):
+    """Story: with "auto" a name was taken for a folder, and the error was that there is none."""
     with pytest.raises(TypeError, match=type(thing).__name__):
-        pasa.patch_pipeline(thing)
+        pasa.patch_pipeline(thing, policy=policy)
 
 
 def test_importing_the_package_loads_no_host_library():
