@@ -25,11 +25,10 @@ from pasa.eval.kit.embedded_model import WEIGHTS, require
 from pasa.eval.kit.experiment import Experiment
 from pasa.eval.kit.memory import peak_bytes, reset_peak
 from pasa.eval.kit.options import at_least
-from pasa.eval.models.longbench import metrics, offline, templates, texts
+from pasa.eval.models.longbench import metrics, offline, prompts, texts
 from pasa.eval.models.longbench.data import Item, digest, load_items
 from pasa.eval.models.longbench.generation import answer
 from pasa.eval.models.longbench.overflow import count_overflow
-from pasa.eval.models.longbench.prompts import build_prompt, check_max_length, default_max_length
 from pasa.eval.models.longbench.report import report
 from pasa.eval.models.longbench.store import Store, exclusive
 from pasa.eval.models.longbench.summary import summarise
@@ -84,8 +83,8 @@ def run_longbench(
     with _folder(folder, processes) as place:
         subject = Subject(model, offset, processes.device, half=half)
         window = getattr(subject.config, "max_position_embeddings", math.inf)
-        length = default_max_length(window) if max_length is None else max_length
-        check_max_length(length, window, tasks)
+        length = prompts.default_max_length(window) if max_length is None else max_length
+        prompts.check_max_length(length, window, tasks)
         if questions is None:
             made = offline.build(*sizes, lambda text: len(subject.tokenizer(text).input_ids), dataset or ())
             questions = {name: each[:limit] for name, each in made.items()}
@@ -124,8 +123,8 @@ def _offline_sizes(
 def _require(tasks: Sequence[Task], distributions: Sequence[tuple[str, str]]) -> None:
     """Name what is not installed, read the templates and score an answer, before hours of work."""
     scorers = {name for task in tasks for name in metrics.PACKAGES.get(task.metric, ())}
-    require([*distributions, templates.SOURCE], "longbench", sorted(scorers))
-    templates.templates()
+    require([*distributions, prompts.SOURCE], "longbench", sorted(scorers))
+    prompts.templates()
     trial = "Paragraph 1, 段落1"  # right by every metric
     for task in tasks:
         metrics.score_item(task, trial, [trial], [trial])
@@ -172,11 +171,9 @@ class _Run:
     def _answer(self, model: Any, dataset: str, batch: range) -> list[dict[str, Any]]:
         """Return the lines of a batch."""
         task, items = find_task(dataset), [self.questions[dataset][index] for index in batch]
-        prompts = [self._prompt(task, item) for item in items]
+        ids = [self._prompt(task, item) for item in items]
         reset_peak(self.processes.device)
-        answers = answer(
-            model, self.subject.tokenizer, prompts, task.max_new_tokens, ends_at_newline=task.name == "samsum"
-        )
+        answers = answer(model, self.subject.tokenizer, ids, task.max_new_tokens, ends_at_newline=task.name == "samsum")
         peak = peak_bytes(self.processes.device)
         fields = ("index", "answers", "all_classes", "length")
         return [
@@ -186,7 +183,7 @@ class _Run:
 
     def _prompt(self, task: Task, item: Item) -> list[int]:
         length, chat = self.settings["max_length"], self.settings["chat"]
-        return build_prompt(self.subject.tokenizer, task, item, length, chat=chat)
+        return prompts.build_prompt(self.subject.tokenizer, task, item, length, chat=chat)
 
     def count_all(self, most: int) -> None:
         """Count the scores beyond FP16 of the first items of each data set."""
@@ -219,7 +216,7 @@ class _Run:
             "titles": subject.titles(names),
             "settings": {**self.settings, **options, "processes": self.processes.num_processes},
             "note": subject.note(names),
-            "environment": describe(self.processes.device, "transformers", templates.SOURCE[0], *scorers),
+            "environment": describe(self.processes.device, "transformers", prompts.SOURCE[0], *scorers),
         }
 
 

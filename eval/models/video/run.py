@@ -18,19 +18,7 @@ from pasa.eval.kit.experiment import Experiment
 from pasa.eval.kit.gate import gate, outcome
 from pasa.eval.kit.options import stages
 from pasa.eval.kit.tables import Table, short
-from pasa.eval.models.video import media, metrics
-from pasa.eval.models.video.clip import (
-    SEED,
-    SIZES,
-    TINY,
-    Settings,
-    halve,
-    load_pipeline,
-    make_frames,
-    make_settings,
-    place,
-    whole_fp32,
-)
+from pasa.eval.models.video import clip, media, metrics
 from pasa.eval.models.video.overflow import OFFSET, bias_scores
 from pasa.eval.models.video.tiny import tiny_pipeline
 from pasa.eval.watch import NonFiniteWatch, models_of
@@ -65,13 +53,13 @@ class Clip:
 
 
 def run_video(
-    model: Annotated[str, 'Folder of a Stable Video Diffusion checkpoint, or "tiny": random weights.'] = TINY,
+    model: Annotated[str, 'Folder of a Stable Video Diffusion checkpoint, or "tiny": random weights.'] = clip.TINY,
     image: Annotated[str | None, "Picture to start from."] = None,
     height: Annotated[int | None, "Pixels (128; 576)."] = None,
     width: Annotated[int | None, "Pixels (128; 1024)."] = None,
     frames: Annotated[int | None, "Frames (4; 25)."] = None,
     steps: Annotated[int | None, "Denoising steps (3; 25)."] = None,
-    seed: Annotated[int, "Seed of the noise."] = SEED,
+    seed: Annotated[int, "Seed of the noise."] = clip.SEED,
     dtype: Annotated[str | None, "Of the models in the FP16 runs: float16 or float32 (default on a CPU)."] = None,
     offload: Annotated[bool, "Model offload and forward chunking."] = False,
     folder: Path | None = None,
@@ -83,28 +71,28 @@ def run_video(
     `folder`.
     """
     sizes = {"height": height, "width": width, "frames": frames, "steps": steps}
-    settings = make_settings(sizes, tiny=model == TINY, image=image, seed=seed, dtype=dtype)
-    say = stages(progress, 6 if model == TINY else 3)
+    settings = clip.make_settings(sizes, tiny=model == clip.TINY, image=image, seed=seed, dtype=dtype)
+    say = stages(progress, 6 if model == clip.TINY else 3)
     clips: dict[str, Clip] = {}
     fixture = None
-    if model == TINY:
+    if model == clip.TINY:
         pipeline = tiny_pipeline()
         bias_scores(pipeline.unet, offset=0)
-        clips |= {name + BASE: clip for name, clip in _runs(pipeline, settings, offload, "no bias", say).items()}
+        clips |= {name + BASE: each for name, each in _runs(pipeline, settings, offload, "no bias", say).items()}
         pipeline = tiny_pipeline()
         fixture = bias_scores(pipeline.unet, OFFSET)
         clips |= _runs(pipeline, settings, offload, "biased scores", say)
     else:
-        clips = _runs(load_pipeline(model), settings, offload, Path(model).name, say)
+        clips = _runs(clip.load_pipeline(model), settings, offload, Path(model).name, say)
     if folder is not None:
-        shown = {TITLES[name]: clip.frames for name, clip in clips.items() if not name.endswith(BASE)}
+        shown = {TITLES[name]: each.frames for name, each in clips.items() if not name.endswith(BASE)}
         media.save(shown, TITLES["fp32"], folder, FPS)
     runs = _measure(clips, biased=fixture is not None)
     return {
         "gate": judge(runs, tiny=fixture is not None),
         "model": model,
         "settings": {
-            **{name: getattr(settings, name) for name in (*SIZES, "seed")},
+            **{name: getattr(settings, name) for name in (*clip.SIZES, "seed")},
             "model_dtype": str(settings.dtype).removeprefix("torch."),
             "offload": offload,
         },
@@ -116,14 +104,16 @@ def run_video(
     }
 
 
-def _runs(pipeline: Any, settings: Settings, offload: bool, label: str, say: Callable[[str], None]) -> dict[str, Clip]:
+def _runs(
+    pipeline: Any, settings: clip.Settings, offload: bool, label: str, say: Callable[[str], None]
+) -> dict[str, Clip]:
     """Return the three clips of one set of weights; the pipeline is left in the dtype of the FP16 runs."""
-    place(pipeline, settings.device, offload)
+    clip.place(pipeline, settings.device, offload)
     say(f"{label}: FP32")
-    with whole_fp32():
+    with clip.whole_fp32():
         clips = {"fp32": generate(pipeline, settings)}
     if settings.dtype == torch.float16:
-        halve(pipeline)
+        clip.halve(pipeline)
     say(f"{label}: FP16, scores stored in FP16 (emulated)")
     with pasa.patch_pipeline(pipeline, config=EMULATED, backend="reference"):
         clips["fp16"] = generate(pipeline, settings)
@@ -133,12 +123,12 @@ def _runs(pipeline: Any, settings: Settings, offload: bool, label: str, say: Cal
     return clips
 
 
-def generate(pipeline: Any, settings: Settings, *, diagnose: bool = False) -> Clip:
+def generate(pipeline: Any, settings: clip.Settings, *, diagnose: bool = False) -> Clip:
     """Run the pipeline once; `diagnose` records the largest scores, of the reference backend alone."""
     recorder: AbstractContextManager[list[Any]] = pasa.record_diagnostics() if diagnose else nullcontext([])
     started = time.perf_counter()
     with NonFiniteWatch(models_of(pipeline)) as watch, recorder as records:
-        frames = make_frames(pipeline, settings)
+        frames = clip.make_frames(pipeline, settings)
     array = frames.float().permute(0, 2, 3, 1).cpu().numpy()
     scores = {
         name: max(float(getattr(record, name).max()) for record in records)
@@ -151,15 +141,15 @@ def generate(pipeline: Any, settings: Settings, *, diagnose: bool = False) -> Cl
 def _measure(clips: dict[str, Clip], *, biased: bool) -> dict[str, Any]:
     """Return the metrics of every clip, and its distance from FP32 on the same weights."""
     runs: dict[str, Any] = {}
-    for name, clip in clips.items():
+    for name, each in clips.items():
         base = name.endswith(BASE)
         reference = "fp32_base" if base or (name == "fp32" and biased) else "fp32"
-        run = {"title": TITLES[name], "seconds": clip.seconds, "first_nonfinite": clip.first_nonfinite}
-        run |= metrics.describe_frames(clip.frames)
+        run = {"title": TITLES[name], "seconds": each.seconds, "first_nonfinite": each.first_nonfinite}
+        run |= metrics.describe_frames(each.frames)
         if biased and not base:
-            run["rmse_to_no_bias"] = metrics.rms(clip.frames - clips["fp32_base"].frames)
+            run["rmse_to_no_bias"] = metrics.rms(each.frames - clips["fp32_base"].frames)
         if name != reference:
-            run |= {"reference": reference, **metrics.compare(clip.frames, clips[reference].frames)}
+            run |= {"reference": reference, **metrics.compare(each.frames, clips[reference].frames)}
         runs[name] = run
     return runs
 

@@ -34,10 +34,13 @@ def tokenizer():
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory):
-    """The folder of a Qwen2 of two layers."""
+def steady(tmp_path_factory):
+    """The folder of a Qwen2 of two layers whose attention weighs little.
+
+    So roundings do not decide what a model without training answers: with the offset, FP32 rounds scores to 1/64.
+    """
     torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("tiny") / "tiny-qwen2"
+    folder = tmp_path_factory.mktemp("steady") / "tiny-qwen2"
     config = hf.Qwen2Config(
         vocab_size=257,
         hidden_size=64,
@@ -50,19 +53,9 @@ def tiny(tmp_path_factory):
         eos_token_id=256,
         initializer_range=0.2,
     )
-    hf.Qwen2ForCausalLM(config).save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="session")
-def steady(tiny, tmp_path_factory):
-    """The same with attention that weighs little, so that roundings do not decide what a model without training says:
-    with the offset, FP32 rounds scores to 1/64, and `tiny` then answers otherwise than without."""
-    model = hf.Qwen2ForCausalLM.from_pretrained(tiny)
+    model = hf.Qwen2ForCausalLM(config)
     for layer in model.model.layers:
         layer.self_attn.o_proj.weight.data *= 0.001
-    folder = tmp_path_factory.mktemp("steady") / "tiny-qwen2"
     model.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return folder

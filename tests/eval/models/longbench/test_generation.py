@@ -8,8 +8,8 @@ from pasa.eval.models.longbench import generation
 
 
 @pytest.fixture(scope="module")
-def model(tiny):
-    return hf.Qwen2ForCausalLM.from_pretrained(tiny).eval()
+def model(steady):
+    return hf.Qwen2ForCausalLM.from_pretrained(steady).eval()
 
 
 def fields(answers, name):

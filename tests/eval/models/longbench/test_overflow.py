@@ -30,9 +30,9 @@ def test_chunks_and_grouped_heads_change_nothing(monkeypatch):
 
 
 @pytest.mark.parametrize("offset", [0, 131072])
-def test_layers_of_a_model(tiny, offset):
+def test_layers_of_a_model(steady, offset):
     """Every score of every layer overflows in the fixture, none before the injection."""
-    model = hf.Qwen2ForCausalLM.from_pretrained(tiny).eval()
+    model = hf.Qwen2ForCausalLM.from_pretrained(steady).eval()
     if offset:
         model, _ = inject_overflow(model, offset)
     with pasa.patch_pipeline(model):

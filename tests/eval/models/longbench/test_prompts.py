@@ -6,10 +6,10 @@ import math
 import pytest
 from tokenizers import processors
 
+from pasa.eval.models.longbench import prompts
 from pasa.eval.models.longbench.data import Item
-from pasa.eval.models.longbench.prompts import build_prompt, check_max_length, default_max_length
+from pasa.eval.models.longbench.prompts import build_prompt, check_max_length, default_max_length, templates
 from pasa.eval.models.longbench.tasks import TASKS
-from pasa.eval.models.longbench.templates import templates
 
 ITEM = Item(0, "CONTEXT", "INPUT", [], 1, None)
 
@@ -79,3 +79,28 @@ def test_what_is_generated_must_fit_the_window_too():
         ValueError, match="max_length=3585 and the 512 new tokens of gov_report exceed the model's window of 4096"
     ):
         check_max_length(3585, 4096, tasks)
+
+
+def test_prompts_are_the_originals_and_take_context_and_input():
+    """The digest of the originals is checked when they are read."""
+    for text in templates().values():
+        assert text.format(context="CONTEXT", input="INPUT").count("CONTEXT") == 1
+
+
+@pytest.fixture
+def fresh():
+    templates.cache_clear()
+    yield
+    templates.cache_clear()
+
+
+def test_another_text_is_refused(monkeypatch, fresh):
+    monkeypatch.setattr(prompts, "_read", lambda dataset: "Answer.\n{{context}}")
+    with pytest.raises(ValueError, match=r"templates in lm-eval are not LongBench's; run: pip install --no-deps"):
+        templates()
+
+
+def test_a_missing_package_is_named(monkeypatch, fresh):
+    monkeypatch.setattr(prompts, "SOURCE", ("no-such-distribution", "1.0"))
+    with pytest.raises(FileNotFoundError, match=r"run: pip install --no-deps no-such-distribution==1\.0"):
+        templates()

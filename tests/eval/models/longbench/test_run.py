@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pasa.eval.models.longbench import metrics, report, run, templates
+from pasa.eval.models.longbench import metrics, prompts, report, run
 
 PRECISIONS = ("fp32", "fp16-eager", "pasa")
 SCORING = ["scoring hotpotqa", "scoring lcc", "scoring triviaqa"]
@@ -247,7 +247,7 @@ def dialogues(questions, tmp_path):
     return tmp_path / "data"
 
 
-@pytest.mark.parametrize(("module", "name"), [(templates, "templates"), (metrics, "_rouge_l")])
+@pytest.mark.parametrize(("module", "name"), [(prompts, "templates"), (metrics, "_rouge_l")])
 def test_a_missing_package_is_named_before_the_model_is_loaded(dialogues, tmp_path, monkeypatch, module, name):
     def lacks(*arguments):
         raise ModuleNotFoundError("not installed")

@@ -1,10 +1,10 @@
-"""The table of data sets and their prompts: complete, and as published."""
+"""The table of data sets: complete, and as published."""
 
 from collections import Counter
 
 import pytest
 
-from pasa.eval.models.longbench import tasks, templates
+from pasa.eval.models.longbench import tasks
 from pasa.eval.models.longbench.metrics import METRICS
 
 
@@ -41,12 +41,6 @@ def test_the_21_datasets_and_13_of_the_extended_set():
     assert {task.metric for task in tasks.TASKS.values()} == set(METRICS)
 
 
-def test_prompts_are_the_originals_and_take_context_and_input():
-    """The digest of the originals is checked when they are read."""
-    for text in templates.templates().values():
-        assert text.format(context="CONTEXT", input="INPUT").count("CONTEXT") == 1
-
-
 def test_few_shot_and_code_prompts_take_no_chat_template():
     plain = {name for name, task in tasks.TASKS.items() if not task.chat}
     assert plain == {"trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p"}
@@ -58,22 +52,3 @@ def test_unknown_datasets_are_named():
     for name in ("squad", "lsht_e", "trec_e_e"):
         with pytest.raises(ValueError, match=f"unknown dataset '{name}'"):
             tasks.find_task(name)
-
-
-@pytest.fixture
-def fresh():
-    templates.templates.cache_clear()
-    yield
-    templates.templates.cache_clear()
-
-
-def test_another_text_is_refused(monkeypatch, fresh):
-    monkeypatch.setattr(templates, "_read", lambda dataset: "Answer.\n{{context}}")
-    with pytest.raises(ValueError, match=r"templates in lm-eval are not LongBench's; run: pip install --no-deps"):
-        templates.templates()
-
-
-def test_a_missing_package_is_named(monkeypatch, fresh):
-    monkeypatch.setattr(templates, "SOURCE", ("no-such-distribution", "1.0"))
-    with pytest.raises(FileNotFoundError, match=r"run: pip install --no-deps no-such-distribution==1\.0"):
-        templates.templates()
