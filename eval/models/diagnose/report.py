@@ -34,8 +34,12 @@ def span_text(pair: Sequence[float]) -> str:
     return f"{number(pair[0])} … {number(pair[1])}"
 
 
-def _three_digits(value: float | None) -> str:
+def _digits(value: float | None) -> str:
     return "–" if value is None else f"{value:.3f}".replace("-", "−")
+
+
+def _degrees(phase: int | None) -> str:
+    return "–" if phase is None else f"{phase}°"
 
 
 def _share(part: int, whole: int, without: str) -> str:
@@ -52,15 +56,9 @@ COLUMNS: dict[str, tuple[Callable[[Record], str], str]] = {
     "in FP32": (lambda r: _share(r["rescued_tiles"], r["tiles"], "–"), "tiles that PASA keeps in FP32"),
     "K": (lambda r: span_text(r["keys"]), "range of the keys"),
     "K′": (lambda r: span_text(r["shifted_keys"]), "range of the shifted keys, in the units of K"),
-    "bias": (
-        lambda r: _three_digits(r["sequence_bias"]),
-        "length of the mean key over that of the keys, 1 if all are alike",
-    ),
-    "resonance": (
-        lambda r: _three_digits(r["resonance"]),
-        "correlation of mean query and mean key along the head dimension",
-    ),
-    "phase": (lambda r: "–" if r["phase"] is None else f"{r['phase']}°", "0° in phase, 180° in opposition, – chance"),
+    "bias": (lambda r: _digits(r["sequence_bias"]), "length of the mean key over that of the keys, 1 if all are alike"),
+    "resonance": (lambda r: _digits(r["resonance"]), "correlation of mean query and mean key along the head dimension"),
+    "phase": (lambda r: _degrees(r["phase"]), "0° in phase, 180° in opposition, – chance"),
     "call": (lambda r: str(r["call"]), "of the module, from 1, with the largest score"),
     "queries × keys": (lambda r: f"{r['queries']:,} × {r['keys_seen']:,}", ""),
 }

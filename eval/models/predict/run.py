@@ -82,11 +82,9 @@ def summarise(prediction: Prediction) -> dict[str, Any]:
     worst: dict[str, str] = {}
     for row in prediction.rows:  # worst first
         worst.setdefault(row.module, row.verdict)
-    modules, heads = Counter(worst.values()), Counter(row.verdict for row in prediction.rows)
-    return {
-        "modules": {verdict: modules[verdict] for verdict in VERDICTS},
-        "heads": {verdict: heads[verdict] for verdict in VERDICTS},
-    }
+    heads: Counter[str] = Counter(row.verdict for row in prediction.rows)
+    counts = {"modules": Counter(worst.values()), "heads": heads}
+    return {kind: {verdict: count[verdict] for verdict in VERDICTS} for kind, count in counts.items()}
 
 
 def calibration(prediction: Prediction, observed: Observed, kappa: float = KAPPA) -> dict[str, Any]:

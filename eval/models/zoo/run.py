@@ -237,5 +237,5 @@ EXPERIMENT = Experiment(
     report=lambda result: [count_table(result), case_table(result), reason_table(result), verdict(result)],
     title="Architectures",
     needs_models=True,
-    kept="start again with the same --output-dir to go on",
+    kept="records in --output-dir are kept, and the same command goes on",
 )
