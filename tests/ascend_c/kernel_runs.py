@@ -14,7 +14,7 @@ from pasa.ops.attention.ascend.backend import paper_matrix
 from pasa.ops.attention.options import AttentionOptions
 from pasa.ops.attention.spec import attention as reference
 from pasa.ops.attention.spec import scores
-from pasa.ops.attention.spec.scores import Block, Tile
+from pasa.ops.attention.spec.scores import Block, ScoreTile
 from pasa.ops.attention.spec.shift_keys import shift_exact, shift_paper, whole_blocks
 from pasa.ops.numerics.dither import COLUMNS
 from tests.ascend_c.twin_build import Program
@@ -168,7 +168,7 @@ def attend_by_reference(x: Call) -> Run:
     model = scores.ExactScores if x.exact else scores.PaperScores
     make_tile = model.tile
 
-    def kept(self: Any, block: Block) -> Tile:
+    def kept(self: Any, block: Block) -> ScoreTile:
         tile = make_tile(self, block)
         start = block.index * BLOCK
         if x.lengths is None:  # otherwise batch entries come one by one

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from pasa.ops.numerics.dither import COLUMNS, is_structured, leaning, round_unbiased
+from pasa.ops.numerics.dither import COLUMNS, flag_limit, is_structured, round_unbiased
 from pasa.ops.numerics.formats import round_to
 from tests.ascend_c.kernel_runs import (
     LAUNCHES,
@@ -99,8 +99,8 @@ def test_outputs_of_the_published_recovery(kernels, rows, keys, dim, dtype):
 def test_each_wave_alone_makes_rows_lean(kernels):
     x = means_that_lean()
     outputs = x.v.float().mean(2, keepdim=True).expand(x.q.shape)
-    leans = is_structured(outputs, "fp16")[0, :, 0, 0]
-    assert leans.tolist() == [True] * 4 + [False] * 4
+    flagged = is_structured(outputs, "fp16")[0, :, 0, 0]
+    assert flagged.tolist() == [True] * 4 + [False] * 4
     found = launch_attention(kernels, x, shifted_by_reference(x))
     assert found.report["ok"], found.report["fault"]
     assert torch.equal(found["out"].float(), round_unbiased(outputs, "fp16"))
@@ -130,4 +130,4 @@ def test_a_row_leans_by_as_much_as_in_the_reference(kernels, columns):
     settings = {"batch": 1, "heads": 1, "kv_heads": 1, "rows": 2, "keys": 2, "dim": 64, "scale": 1.0}
     report = kernels.run("plan", unbiased_columns=columns, **settings)
     assert report["ok"]
-    assert kernels.load("leaning", np.uint32)[0] == leaning(columns)
+    assert kernels.load("leaning", np.uint32)[0] == flag_limit(columns)

@@ -172,7 +172,7 @@ HOST = [
     mutant(
         "keys are visible by the last row of any mask",
         "ops/attention/triton/call.py",
-        "mask[:, :, -1:] if alike else",
+        "mask[:, :, -1:] if rows_equal else",
         "mask[:, :, -1:] if True else",
         CORNERS + "test_keys_that_only_early_rows_see",
     ),

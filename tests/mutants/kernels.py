@@ -85,7 +85,7 @@ KERNELS = [
     mutant(
         "the fast pass keeps a tile whose values are not finite",
         PREFILL,
-        "marked = (bounded & is_finite(b_acc)) == 0",
+        "marked = (bounded & all_finite(b_acc)) == 0",
         "marked = bounded == 0",
         CORNERS + "test_a_number_that_is_not_finite_in_the_last_keys",
     ),
@@ -351,8 +351,8 @@ KERNELS = [
     mutant(
         "both products are with the first row",
         TILE_MATH,
-        "tl.where(o_column == 1, b_found, 0.0)",
-        "tl.where(o_column == 0, b_found, 0.0)",
+        "tl.where(o_column == 1, b_products, 0.0)",
+        "tl.where(o_column == 0, b_products, 0.0)",
         CORNERS + "test_biases_that_differ_by_batch_entry_and_head[64]",
     ),
     mutant(
@@ -365,8 +365,8 @@ KERNELS = [
     mutant(
         "numbers just above the smallest normal one are not drawn",
         ROUNDING,
-        "m_drawn = (tl.abs(b_x) >= MIN_NORMAL)",
-        "m_drawn = (tl.abs(b_x) > MIN_NORMAL * 2)",
+        "m_normal = (tl.abs(b_x) >= MIN_NORMAL)",
+        "m_normal = (tl.abs(b_x) > MIN_NORMAL * 2)",
         CORNERS + "test_rows_of_the_smallest_normal_numbers",
     ),
 ]
@@ -405,8 +405,8 @@ UNNOTICED = {  # Faults that no test on a CPU can notice, with the reason; these
     mutant(
         "the fourth wave has six bits",
         ROUNDING,
-        "leans((word >> 18) & 127, COLUMNS)",
-        "leans((word >> 18) & 63, COLUMNS)",
+        "deviates((word >> 18) & 127, COLUMNS)",
+        "deviates((word >> 18) & 63, COLUMNS)",
         "tests/ops/attention/triton/test_rounding.py::test_rows_are_rounded_as_in_the_reference",
     ): "64 of 64 columns then read as 0, which leans as far; what is carried reaches a row that leans already",
     mutant(

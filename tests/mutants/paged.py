@@ -176,8 +176,8 @@ PAGED = [
     mutant(
         "published: a block of which a row sees nothing counts",
         PAPER,
-        "new_max = tl.maximum(carried, tl.where(empty, -INF, here))",
-        "new_max = tl.maximum(carried, here)",
+        "new_max = tl.maximum(carried, tl.where(empty, -INF, tile_max))",
+        "new_max = tl.maximum(carried, tile_max)",
         "tests/ops/attention/triton/test_backend.py::test_left_padding_and_causal",
         "tests/ops/attention/triton/test_backend.py::test_masks_broadcast",
         FINITE + "test_published_recovery",

@@ -8,11 +8,11 @@ DROPPED, the bits of FP32 that the cast drops, is 13 for FP16 and 16 for BF16, a
 import triton
 import triton.language as tl
 
-FIRST = tl.constexpr(64)  # columns that are looked at: dither.COLUMNS
+TESTED = tl.constexpr(64)  # columns that are looked at: dither.COLUMNS
 
 
 @triton.jit
-def leans(count, COLUMNS: tl.constexpr):
+def deviates(count, COLUMNS: tl.constexpr):
     """Whether so many of the columns lean: |2 count - COLUMNS| >= 17/4 sqrt(COLUMNS), in integers; dither.LEANING."""
     return 16 * (2 * count - COLUMNS) * (2 * count - COLUMNS) >= 289 * COLUMNS
 
@@ -48,7 +48,7 @@ COUNT_REGISTERS = tl.constexpr(",".join(["=&r"] * 8 + ["r"] * 8))
 
 
 @triton.jit
-def waves(bits, DROPPED: tl.constexpr):
+def pack_signs(bits, DROPPED: tl.constexpr):
     """A counter of each wave in one word, for every number."""
     signs = bits >> (DROPPED - 4)  # bit 0 has the place 4, bit 1 the place 3
     edges = (bits >> (DROPPED - 6)) ^ (bits >> (DROPPED - 7))  # bits 2, 3 and 5 the places 4, 3 and 1
@@ -57,54 +57,54 @@ def waves(bits, DROPPED: tl.constexpr):
 
 
 @triton.jit
-def leaning_rows(b_x, o_column, D: tl.constexpr, DROPPED: tl.constexpr, WGMMA: tl.constexpr):
+def flag_rows(b_x, o_column, D: tl.constexpr, DROPPED: tl.constexpr, WGMMA: tl.constexpr):
     """Which rows (M,) of b_x (M, N), FP32, drop bits that are in order: `dither.is_structured`. o_column (N,): 0 to N.
 
     A row's five counters share a word: six bits each for three waves, seven for the fourth, and seven for the one that
     must not be low. A wave may count to 64 and carry: then it reads 0 and leans either way, and what it carries into
     the next ones changes nothing any more.
     """
-    COLUMNS: tl.constexpr = D if D < FIRST else FIRST
+    COLUMNS: tl.constexpr = D if D < TESTED else TESTED
     bits = b_x.to(tl.int32, bitcast=True)
     if WGMMA:
         COUNT: tl.constexpr = COUNT_FP16 if DROPPED == 13 else COUNT_BF16
         word = tl.inline_asm_elementwise(COUNT, COUNT_REGISTERS, [bits], tl.int32, is_pure=True, pack=8)
     else:
-        word = waves(bits, DROPPED)
+        word = pack_signs(bits, DROPPED)
     word = tl.sum(tl.where((o_column < COLUMNS)[None, :], word, 0), 1)
-    m_row = leans(word & 63, COLUMNS) | leans((word >> 6) & 63, COLUMNS)
-    m_row = m_row | leans((word >> 12) & 63, COLUMNS) | leans((word >> 18) & 127, COLUMNS)
+    m_flagged = deviates(word & 63, COLUMNS) | deviates((word >> 6) & 63, COLUMNS)
+    m_flagged = m_flagged | deviates((word >> 12) & 63, COLUMNS) | deviates((word >> 18) & 127, COLUMNS)
     last = (word >> 25) & 127
-    return m_row & ((2 * last >= COLUMNS) | (leans(last, COLUMNS) == 0))
+    return m_flagged & ((2 * last >= COLUMNS) | (deviates(last, COLUMNS) == 0))
 
 
 @triton.jit
-def stir(v, factor):
+def hash_round(v, factor):
     """A round of the hash: no product or sum above 2^31."""
     return (v & 0x7FFF) * factor + (v >> 16) * (v >> 16)
 
 
 @triton.jit
-def drawn_rows(b_x, m_row, o_column, D: tl.constexpr, DROPPED: tl.constexpr):
+def round_flagged(b_x, m_flagged, o_column, D: tl.constexpr, DROPPED: tl.constexpr):
     """b_x (M, N), where m_row (M,) as stochastic rounding leaves it: `dither.round_drawn` with `dither.lots`."""
-    COLUMNS: tl.constexpr = D if D < FIRST else FIRST
+    COLUMNS: tl.constexpr = D if D < TESTED else TESTED
     bits = b_x.to(tl.int32, bitcast=True)
     word = tl.where((o_column < COLUMNS)[None, :], (bits & 0xFFFF) + ((bits >> 16) & 0xFFFF), 0)
     word = tl.sum(word, 1)
-    v = stir(stir((word & 0xFFFF) * 12285 + (word >> 16) * 14973, 26417), 31069)
-    start = stir(v, 26417) & 0xFFFF00
+    v = hash_round(hash_round((word & 0xFFFF) * 12285 + (word >> 16) * 14973, 26417), 31069)
+    start = hash_round(v, 26417) & 0xFFFF00
     key = (o_column * 31865 & 0x7FFF) | 1
-    lot = ((v >> 8) & 0x7FFF)[:, None] * key[None, :] + start[:, None]
+    random = ((v >> 8) & 0x7FFF)[:, None] * key[None, :] + start[:, None]
     # rows that do not lean add nothing and keep all
-    dropped = tl.where(m_row, (1 << DROPPED) - 1, 0)[:, None]
-    kept = (bits + ((lot >> 8) & dropped)) & ~dropped
+    dropped = tl.where(m_flagged, (1 << DROPPED) - 1, 0)[:, None]
+    kept = (bits + ((random >> 8) & dropped)) & ~dropped
     MIN_NORMAL: tl.constexpr = 2.0**-14 if DROPPED == 13 else 2.0**-126
     LARGEST: tl.constexpr = 65504.0 if DROPPED == 13 else 3.3895313892515355e38
-    m_drawn = (tl.abs(b_x) >= MIN_NORMAL) & (tl.abs(b_x) <= LARGEST)
-    return tl.where(m_drawn, kept.to(tl.float32, bitcast=True), b_x)
+    m_normal = (tl.abs(b_x) >= MIN_NORMAL) & (tl.abs(b_x) <= LARGEST)
+    return tl.where(m_normal, kept.to(tl.float32, bitcast=True), b_x)
 
 
-INTERPRETED = tl.constexpr(type(drawn_rows).__name__ != "JITFunction")
+INTERPRETED = tl.constexpr(type(round_flagged).__name__ != "JITFunction")
 
 
 @triton.jit
@@ -117,12 +117,12 @@ def round_rows(
     (Triton 3.6, sm_90). WGMMA: registers hold b_x as a wgmma accumulator.
     """
     if DROPPED != 0:
-        m_row = leaning_rows(b_x, o_column, D, DROPPED, WGMMA)
+        m_flagged = flag_rows(b_x, o_column, D, DROPPED, WGMMA)
         if LAZY:
-            if tl.max(tl.where(m_row, 1, 0), 0) > 0:
-                b_x = drawn_rows(b_x, m_row, o_column, D, DROPPED)
+            if tl.max(tl.where(m_flagged, 1, 0), 0) > 0:
+                b_x = round_flagged(b_x, m_flagged, o_column, D, DROPPED)
         else:
-            b_x = drawn_rows(b_x, m_row, o_column, D, DROPPED)
+            b_x = round_flagged(b_x, m_flagged, o_column, D, DROPPED)
         if INTERPRETED and DROPPED == 16:  # the interpreter's cast (Triton 3.6) cuts off
             bits = b_x.to(tl.int32, bitcast=True)
             bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -(1 << DROPPED)

@@ -75,9 +75,9 @@ def two_products(b_q, b_first, b_second):
     """
     o_row = tl.arange(0, 16)[:, None]
     b_rows = tl.where(o_row == 0, b_first[None, :], tl.where(o_row == 1, b_second[None, :], 0.0)).to(tl.float16)
-    b_found = tl.dot(b_q, tl.trans(b_rows))
+    b_products = tl.dot(b_q, tl.trans(b_rows))
     o_column = tl.arange(0, 16)[None, :]
-    return tl.sum(tl.where(o_column == 0, b_found, 0.0), 1), tl.sum(tl.where(o_column == 1, b_found, 0.0), 1)
+    return tl.sum(tl.where(o_column == 0, b_products, 0.0), 1), tl.sum(tl.where(o_column == 1, b_products, 0.0), 1)
 
 
 @triton.jit
@@ -250,9 +250,9 @@ def mean_of_values(b_acc, b_max, b_sum, nats, D: tl.constexpr, DROPPED: tl.const
     A mean of values lies in FP16's range up to the last bit; infinity in the sum came from a value. A row that has seen
     no key gets 0 and -inf.
     """
-    blind = (b_sum == 0.0) & (b_max == -INF)
-    divisor = tl.where(blind, 1.0, b_sum)
+    fully_masked = (b_sum == 0.0) & (b_max == -INF)
+    divisor = tl.where(fully_masked, 1.0, b_sum)
     b_out = b_acc / divisor[:, None]
     b_out = tl.where(tl.abs(b_out) < INF, tl.minimum(tl.maximum(b_out, -FP16_MAX), FP16_MAX), float("nan"))
     b_out = round_rows(b_out, tl.arange(0, b_acc.shape[1]), D, DROPPED, LAZY)
-    return b_out, tl.where(blind, -INF, nats + tl.log(divisor))
+    return b_out, tl.where(fully_masked, -INF, nats + tl.log(divisor))

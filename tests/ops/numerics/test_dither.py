@@ -15,7 +15,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pasa.ops.numerics.dither import COLUMNS, LEANING, drawn_by, is_structured, leaning, lots, round_unbiased
+from pasa.ops.numerics.dither import (
+    COLUMNS,
+    FLAG_SIGMAS,
+    flag_limit,
+    hash_row,
+    is_structured,
+    random_bits,
+    round_unbiased,
+)
 from pasa.ops.numerics.formats import FORMATS, OVERFLOWS, round_to
 
 FORMATS_16 = ("bf16", "fp16")
@@ -80,7 +88,7 @@ def test_every_product_and_sum_of_the_hash_fits_in_31_bits():
 
     The last lines check the products and sums of a factor and a key.
     """
-    factor, start = drawn_by(Bounds(0, COLUMNS * 2 * 0xFFFF))  # type: ignore[arg-type]
+    factor, start = hash_row(Bounds(0, COLUMNS * 2 * 0xFFFF))  # type: ignore[arg-type]
     assert (factor.high, start.high) == (2**15 - 1, 0xFFFF00)
     assert (factor * 0x7FFF + start).high < 2**31
 
@@ -106,9 +114,9 @@ def rows_of_bits(kind: str) -> Tensor:
 
 def test_lots_are_integers_of_16_bits_and_the_same_again():
     words = torch.randint(2**32, (1 << 10, DIM), generator=generator(2))
-    assert torch.equal(lots(words), lots(words.clone()))
-    assert lots(words).min() >= 0
-    assert lots(words).max() < 2**16
+    assert torch.equal(random_bits(words), random_bits(words.clone()))
+    assert random_bits(words).min() >= 0
+    assert random_bits(words).max() < 2**16
 
 
 KINDS = ("consecutive", "random", "of their own", "two keys", "pairs of 300 keys")
@@ -124,7 +132,7 @@ def test_lots_are_coins_in_rows_and_columns(kind, bit):
     had means of 9 standard deviations, and all numbers together one of 24.
     """
     words = rows_of_bits(kind).unique(dim=0)
-    coins = 2.0 * ((lots(words) >> bit) & 1) - 1
+    coins = 2.0 * ((random_bits(words) >> bit) & 1) - 1
     assert abs(float(coins.mean())) * math.sqrt(coins.numel()) < Z_BOUND
     column = coins.mean(0) * math.sqrt(len(words))
     assert float(column.square().mean().sqrt()) < 1.5  # 1 for coins; of 64 columns: +- 0.09
@@ -139,9 +147,9 @@ def test_lots_of_256_columns_are_nearly_coins():
     The widest rows have the closest column keys. With a step of 1 between keys, bit 15 has 9 times
     the norm of coins, and 1.5 times with 511.
     """
-    drawn = lots(torch.randint(2**32, (1024, 256), generator=generator(3)))
+    numbers = random_bits(torch.randint(2**32, (1024, 256), generator=generator(3)))
     for bit in range(8, 16):
-        norm = float(torch.linalg.matrix_norm(2.0 * ((drawn >> bit) & 1) - 1, 2))
+        norm = float(torch.linalg.matrix_norm(2.0 * ((numbers >> bit) & 1) - 1, 2))
         assert norm < 1.4 * (math.sqrt(1024) + math.sqrt(256))
 
 
@@ -160,8 +168,8 @@ def test_structured_rows_are_rounded_without_bias(fmt, maxima, binades, sign):
     x = x[structured]
     step = spacing(x, fmt)
     f = (x.double() / step).abs() % 1
-    drawn = (round_unbiased(x, fmt) - x.double()) / step
-    assert abs(sure_mean(drawn, f * (1 - f))) < Z_BOUND
+    rounded = (round_unbiased(x, fmt) - x.double()) / step
+    assert abs(sure_mean(rounded, f * (1 - f))) < Z_BOUND
     nearest = (round_to(x, fmt) - x.double()) / step
     if (maxima, binades) == (2, 1):
         assert sign * sure_mean(nearest, f * (1 - f)) > 4 * Z_BOUND
@@ -309,12 +317,12 @@ def test_rows_of_one_key_are_left_to_nearest(fmt):
 def test_too_few_columns_never_lean(fmt, dim):
     """Rows with too few columns are never flagged: 4.25 sigma of 18 signs are more than 18."""
     assert not is_structured(repeated_maxima(fmt)[:, :dim], fmt).any()
-    assert leaning(dim) > dim
+    assert flag_limit(dim) > dim
 
 
 def test_how_far_signs_must_lean():
-    assert [leaning(columns) for columns in (18, 19, 32, 64)] == [19, 19, 25, 34]
-    assert leaning(COLUMNS) == math.ceil(LEANING * math.sqrt(COLUMNS))
+    assert [flag_limit(columns) for columns in (18, 19, 32, 64)] == [19, 19, 25, 34]
+    assert flag_limit(COLUMNS) == math.ceil(FLAG_SIGMAS * math.sqrt(COLUMNS))
 
 
 @pytest.mark.parametrize("fmt", FORMATS_16)
@@ -375,9 +383,9 @@ def test_two_large_one_small():
     assert round_to(total, "bf16").item() == binary("10.000011")
     same = binary("0.000001")  # one spacing of the sum
     row = total + same * torch.arange(60 * 64).view(64, 60).fmod(60)  # below 4
-    drawn = round_unbiased(row.float(), "bf16")
+    rounded = round_unbiased(row.float(), "bf16")
     nearest = round_to(row.float(), "bf16")
     assert (nearest > row).all()
     f = torch.tensor(binary("0.1001"), dtype=torch.float64)
-    up = (drawn > row)[0].double()  # all rows are equal
+    up = (rounded > row)[0].double()  # all rows are equal
     assert abs(float((up - f).sum() / (60 * f * (1 - f)).sqrt())) < Z_BOUND

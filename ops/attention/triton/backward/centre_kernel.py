@@ -10,7 +10,7 @@ import triton.language as tl
 
 from pasa.ops.attention.triton.tile_math import SLICE, is_finite, load_keys, on_grid, rounds
 
-MOST_BITS = tl.constexpr(100)  # of a unit: with it and its inverse FP32 stays in its range
+BITS_LIMIT = tl.constexpr(100)  # of a unit: with it and its inverse FP32 stays in its range
 WIDTH = tl.constexpr(SLICE)  # columns of an entry of `p_largest`
 
 
@@ -22,7 +22,7 @@ def centre_kernel(
     p_centred,  # (B, Hkv, S, D) FP16, contiguous
     p_centre,  # (B, Hkv, D) FP32
     p_largest,  # (B, Hkv, slices) FP32: largest |v| of a slice's columns
-    p_most,  # (B, Hkv, tiles) INT32: set to what `rows_kernel` raises
+    p_top_bits,  # (B, Hkv, tiles) INT32: set to what `rows_kernel` raises
     stride_kb,
     stride_kh,
     stride_kn,
@@ -84,5 +84,5 @@ def centre_kernel(
                 tl.store(p_tile, b_new.to(tl.float16), mask=(o_n < n)[:, None] & (o_d < D)[None, :])
     tl.store(p_centre + o_row * D + o_d, anchor, mask=o_d < D)
     for start in range(0, tiles, BLOCK):
-        tl.store(p_most + o_row * tiles + start + o_n, -MOST_BITS, mask=start + o_n < tiles)
+        tl.store(p_top_bits + o_row * tiles + start + o_n, -BITS_LIMIT, mask=start + o_n < tiles)
     tl.store(p_largest + o_row * tl.num_programs(1) + tl.program_id(1), tl.max(largest_v, 0))

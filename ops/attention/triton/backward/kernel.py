@@ -21,7 +21,7 @@ For GPUs, and not lowered for an NPU, which spec/gradients.py serves.
 import triton
 import triton.language as tl
 
-from pasa.ops.attention.triton.backward.centre_kernel import MOST_BITS, WIDTH
+from pasa.ops.attention.triton.backward.centre_kernel import BITS_LIMIT, WIDTH
 from pasa.ops.attention.triton.tile_math import INF, LOG2_E, load_mask, load_rows
 
 LIFT_BITS = tl.constexpr(15.0)
@@ -45,11 +45,13 @@ def unit_bits(b_grad, b_slope, p_largest, D: tl.constexpr, SLICES: tl.constexpr)
     o_slice = tl.arange(0, SLICES)
     b_values = tl.load(p_largest + o_slice, mask=o_slice < (D + WIDTH - 1) // WIDTH, other=0.0)
     b_size = tl.abs(b_grad)
-    b_most = tl.max(tl.where(b_size < INF, b_size, 0.0), 1)
+    b_largest = tl.max(tl.where(b_size < INF, b_size, 0.0), 1)
     b_slope = tl.abs(b_slope)
-    b_bound = 2.0 * D * b_most * tl.max(b_values, 0) + tl.where(b_slope < INF, b_slope, 0.0)
-    exponent = tl.maximum(b_bound, b_most).to(tl.int32, bitcast=True) >> 23  # biased; the bound is below its successor
-    return tl.minimum(tl.maximum(exponent - 126 - LARGEST_BITS, -MOST_BITS), MOST_BITS)
+    b_bound = 2.0 * D * b_largest * tl.max(b_values, 0) + tl.where(b_slope < INF, b_slope, 0.0)
+    exponent = (
+        tl.maximum(b_bound, b_largest).to(tl.int32, bitcast=True) >> 23
+    )  # biased; the bound is below its successor
+    return tl.minimum(tl.maximum(exponent - 126 - LARGEST_BITS, -BITS_LIMIT), BITS_LIMIT)
 
 
 @triton.jit
@@ -145,7 +147,7 @@ def rows_kernel(
     p_log,  # log2 of the sum, less 15 and less log2 of the unit: of weights that carry 2^15 u
     p_shift,  # 2^-15 (delta - G_L), in units
     p_unit,  # log2 of the unit
-    p_most,  # (B, Hkv, tiles) INT32: the largest of them from a tile on, of rows that see a key
+    p_top_bits,  # (B, Hkv, tiles) INT32: the largest of them from a tile on, of rows that see a key
     stride_qb,
     stride_qh,
     stride_qm,
@@ -186,16 +188,16 @@ def rows_kernel(
     m_row = o_row < rows
     m_out = m_row[:, None] & (o_d < D)[None, :]
     at = tl.cast(o_tile * BLOCK_M, tl.int64)
-    own = (batch * heads + head) * rows + o_row
+    o_flat = (batch * heads + head) * rows + o_row
     p_tile = p_grad + batch * stride_gb + head * stride_gh + at * stride_gm
     b_g = tl.load(p_tile + o_m[:, None] * stride_gm + o_d[None, :], mask=m_out, other=0.0).to(tl.float32)
     b_slope = tl.zeros((BLOCK_M,), tl.float32)
     if HAS_LSE:
-        b_slope = tl.load(p_grad_lse + own, mask=m_row, other=0.0)
+        b_slope = tl.load(p_grad_lse + o_flat, mask=m_row, other=0.0)
     b_bits = unit_bits(b_g, b_slope, p_largest + kv * ((D + WIDTH - 1) // WIDTH), D, D_PAD // WIDTH)
-    tl.store(p_unit + own, b_bits.to(tl.float32), mask=m_row)
+    tl.store(p_unit + o_flat, b_bits.to(tl.float32), mask=m_row)
     b_g = (b_g * power_of_two(-b_bits)[:, None]).to(tl.float16)
-    tl.store(p_scaled + own[:, None] * D + o_d[None, :], b_g, mask=m_out)
+    tl.store(p_scaled + o_flat[:, None] * D + o_d[None, :], b_g, mask=m_out)
     b_q = load_rows(p_q + batch * stride_qb + head * stride_qh, at, stride_qm, 0, 0, 0, rows, False, False, D, D_PAD,
                     BLOCK_M)  # fmt: skip
     p_keys = p_k + kv * keys * D
@@ -214,26 +216,26 @@ def rows_kernel(
         b_q, b_g, b_top, b_sum, b_delta, p_keys, p_values, p_rows_mask, o_row, rows, whole, end, keys, keys - rows,
         scale, stride_vn, stride_mask_m, stride_mask_n, True, MASK, CAUSAL, D, D_PAD, BLOCK_N,
     )  # fmt: skip
-    blind = b_top == -INF
-    b_sum = tl.where(blind, 1.0, b_sum)
+    fully_masked = b_top == -INF
+    b_sum = tl.where(fully_masked, 1.0, b_sum)
     b_shift = b_delta / b_sum
     tl.debug_barrier()
-    b_unit = tl.load(p_unit + own, mask=m_row, other=-MOST_BITS)  # from memory: registers are short in the loops
+    b_unit = tl.load(p_unit + o_flat, mask=m_row, other=-BITS_LIMIT)  # from memory: registers are short in the loops
     if HAS_LSE:
-        b_slope = tl.load(p_grad_lse + own, mask=m_row, other=0.0)
-        b_shift -= tl.where(blind, 0.0, b_slope * power_of_two(-b_unit))
-    tl.store(p_top + own, tl.where(blind, INF, b_top), mask=m_row)
-    tl.store(p_log + own, tl.log2(b_sum) - (LIFT_BITS + b_unit), mask=m_row)
-    tl.store(p_shift + own, b_shift * UNLIFT, mask=m_row)
-    most = tl.max(tl.where(blind, -MOST_BITS, b_unit).to(tl.int32), 0)
+        b_slope = tl.load(p_grad_lse + o_flat, mask=m_row, other=0.0)
+        b_shift -= tl.where(fully_masked, 0.0, b_slope * power_of_two(-b_unit))
+    tl.store(p_top + o_flat, tl.where(fully_masked, INF, b_top), mask=m_row)
+    tl.store(p_log + o_flat, tl.log2(b_sum) - (LIFT_BITS + b_unit), mask=m_row)
+    tl.store(p_shift + o_flat, b_shift * UNLIFT, mask=m_row)
+    top_bits = tl.max(tl.where(fully_masked, -BITS_LIMIT, b_unit).to(tl.int32), 0)
     for start in range(0, o_tile + 1, 32):
         o_span = start + tl.arange(0, 32)
-        tl.atomic_max(p_most + kv * tiles + o_span, tl.full((32,), most, tl.int32), mask=o_span <= o_tile)
+        tl.atomic_max(p_top_bits + kv * tiles + o_span, tl.full((32,), top_bits, tl.int32), mask=o_span <= o_tile)
 
 
 @triton.jit
 def add_rows(b_k, b_v, b_dk, b_dv, p_q, p_g, p_top, p_log, p_shift, p_mask, o_n, keys, begin, end, rows, diagonal,
-             scale, most, stride_qm, stride_mask_m, stride_mask_n, HIDES: tl.constexpr, MASK: tl.constexpr,
+             scale, top_bits, stride_qm, stride_mask_m, stride_mask_n, HIDES: tl.constexpr, MASK: tl.constexpr,
              CAUSAL: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr):  # fmt: skip
     """The loop of `keys_kernel` over rows of one head from `begin` to `end`. Tiles are (N, M): weights then are the
     operand of a product that tensor cores take from registers."""
@@ -244,7 +246,7 @@ def add_rows(b_k, b_v, b_dk, b_dv, p_q, p_g, p_top, p_log, p_shift, p_mask, o_n,
         b_q = load_rows(p_q, at, stride_qm, 0, 0, 0, rows, False, False, D, D_PAD, BLOCK_M)
         b_g = load_rows(p_g, at, D, 0, 0, 0, rows, False, False, D, D_PAD, BLOCK_M)
         b_top = tl.load(p_top + o_m, mask=m_m, other=INF)  # rows that are not there weigh nothing
-        b_log = tl.load(p_log + o_m, mask=m_m, other=0.0) + most
+        b_log = tl.load(p_log + o_m, mask=m_m, other=0.0) + top_bits
         b_shift = tl.load(p_shift + o_m, mask=m_m, other=0.0)
         b_s = tl.dot(b_k, tl.trans(b_q))
         m_tile = (o_n < keys)[:, None] & m_m[None, :]
@@ -269,7 +271,7 @@ def keys_kernel(
     p_top,
     p_log,
     p_shift,
-    p_most,
+    p_top_bits,
     p_mask,
     p_dk,  # (B, Hkv, Skv, D), contiguous
     p_dv,
@@ -317,7 +319,7 @@ def keys_kernel(
         whole = tl.cdiv(tl.maximum(first + BLOCK_N - 1 - diagonal, 0), BLOCK_M) * BLOCK_M
     if MASK != "none":
         whole = rows
-    most = tl.load(p_most + kv * tl.cdiv(rows, SPAN) + begin // SPAN).to(tl.float32)
+    top_bits = tl.load(p_top_bits + kv * tl.cdiv(rows, SPAN) + begin // SPAN).to(tl.float32)
     p_values = p_v + batch * stride_vb + kv_head * stride_vh
     b_k = load_rows(p_k + kv * keys * D, at, D, 0, 0, 0, keys, False, False, D, D_PAD, BLOCK_N)
     b_v = load_rows(p_values, at, stride_vn, 0, 0, 0, keys, False, False, D, D_PAD, BLOCK_N)
@@ -325,22 +327,22 @@ def keys_kernel(
     b_dv = tl.zeros((BLOCK_N, D_PAD), tl.float32)
     for turn in range(group):
         head = kv_head * group + turn
-        own = (batch * heads + head) * rows
+        first_row = (batch * heads + head) * rows
         p_rows = p_q + batch * stride_qb + head * stride_qh
         p_rows_mask = p_mask + batch * stride_mask_b + head * stride_mask_h + at * stride_mask_n
         if CAUSAL or MASK != "none":
             b_dk, b_dv = add_rows(
-                b_k, b_v, b_dk, b_dv, p_rows, p_g + own * D, p_top + own, p_log + own, p_shift + own, p_rows_mask, o_n,
-                keys, begin, tl.minimum(whole, rows), rows, diagonal, scale, most, stride_qm, stride_mask_m,
-                stride_mask_n, True, MASK, CAUSAL, D, D_PAD, BLOCK_M,
+                b_k, b_v, b_dk, b_dv, p_rows, p_g + first_row * D, p_top + first_row, p_log + first_row,
+                p_shift + first_row, p_rows_mask, o_n, keys, begin, tl.minimum(whole, rows), rows, diagonal, scale,
+                top_bits, stride_qm, stride_mask_m, stride_mask_n, True, MASK, CAUSAL, D, D_PAD, BLOCK_M,
             )  # fmt: skip
         if MASK == "none":
             b_dk, b_dv = add_rows(
-                b_k, b_v, b_dk, b_dv, p_rows, p_g + own * D, p_top + own, p_log + own, p_shift + own, p_rows_mask, o_n,
-                keys, whole, rows, rows, diagonal, scale, most, stride_qm, stride_mask_m, stride_mask_n,
-                False, MASK, False, D, D_PAD, BLOCK_M,
+                b_k, b_v, b_dk, b_dv, p_rows, p_g + first_row * D, p_top + first_row, p_log + first_row,
+                p_shift + first_row, p_rows_mask, o_n, keys, whole, rows, rows, diagonal, scale,
+                top_bits, stride_qm, stride_mask_m, stride_mask_n, False, MASK, False, D, D_PAD, BLOCK_M,
             )  # fmt: skip
-    unit = power_of_two(most)
+    unit = power_of_two(top_bits)
     o_out = (kv * keys + o_n)[:, None] * D + o_d[None, :]
     m_out = (o_n < keys)[:, None] & (o_d < D)[None, :]
     tl.store(p_dk + o_out, (b_dk * (scale * unit)).to(p_dk.dtype.element_ty), mask=m_out)
@@ -421,12 +423,12 @@ def queries_kernel(
     at = tl.cast(o_tile * BLOCK_M, tl.int64)
     b_q = load_rows(p_q + batch * stride_qb + head * stride_qh, at, stride_qm, 0, 0, 0, rows, False, False, D, D_PAD,
                     BLOCK_M)  # fmt: skip
-    own = (batch * heads + head) * rows
-    b_g = load_rows(p_g + own * D, at, D, 0, 0, 0, rows, False, False, D, D_PAD, BLOCK_M)
-    b_top = tl.load(p_top + own + o_row, mask=m_row, other=INF)
-    b_log = tl.load(p_log + own + o_row, mask=m_row, other=0.0)
-    b_log += tl.load(p_unit + own + o_row, mask=m_row, other=0.0)
-    b_shift = tl.load(p_shift + own + o_row, mask=m_row, other=0.0)
+    first_row = (batch * heads + head) * rows
+    b_g = load_rows(p_g + first_row * D, at, D, 0, 0, 0, rows, False, False, D, D_PAD, BLOCK_M)
+    b_top = tl.load(p_top + first_row + o_row, mask=m_row, other=INF)
+    b_log = tl.load(p_log + first_row + o_row, mask=m_row, other=0.0)
+    b_log += tl.load(p_unit + first_row + o_row, mask=m_row, other=0.0)
+    b_shift = tl.load(p_shift + first_row + o_row, mask=m_row, other=0.0)
     p_keys = p_k + kv * keys * D
     p_values = p_v + batch * stride_vb + (head // group) * stride_vh
     p_rows_mask = p_mask + batch * stride_mask_b + head * stride_mask_h + at * stride_mask_m
@@ -442,11 +444,11 @@ def queries_kernel(
         keys - rows, scale, stride_vn, stride_mask_m, stride_mask_n, True, MASK, CAUSAL, D, D_PAD, BLOCK_N,
     )  # fmt: skip
     tl.debug_barrier()
-    b_unit = tl.load(p_unit + own + o_row, mask=m_row, other=0.0)
+    b_unit = tl.load(p_unit + first_row + o_row, mask=m_row, other=0.0)
     b_dq *= power_of_two(b_unit)[:, None]
     if HAS_LSE:
-        b_lse = tl.load(p_grad_lse + own + o_row, mask=m_row & (b_top < INF), other=0.0)
+        b_lse = tl.load(p_grad_lse + first_row + o_row, mask=m_row & (b_top < INF), other=0.0)
         b_centre = tl.load(p_centre + kv * D + o_d, mask=o_d < D, other=0.0)
         b_dq += b_lse[:, None] * b_centre[None, :]
-    o_out = (own + o_row)[:, None] * D + o_d[None, :]
+    o_out = (first_row + o_row)[:, None] * D + o_d[None, :]
     tl.store(p_dq + o_out, (b_dq * scale).to(p_dq.dtype.element_ty), mask=m_row[:, None] & (o_d < D)[None, :])

@@ -191,7 +191,7 @@ def decode_kernel(
     D_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    CAREFUL: tl.constexpr,  # only the splits that the pass without care has marked
+    EXACT: tl.constexpr,  # only the splits that the pass without care has marked
     PDL: tl.constexpr,  # launched before the kernel before it ends
 ):
     """One split of one key head: all its query rows against `keys_each` keys."""
@@ -201,7 +201,7 @@ def decode_kernel(
     o_split = tl.program_id(0) % splits
     o_pair = tl.program_id(0) // splits
     o_work = tl.program_id(0)
-    if CAREFUL:
+    if EXACT:
         if tl.load(p_framed + o_work) >= 0:
             return
     batch = tl.cast(o_pair // kv_heads, tl.int64)
@@ -226,7 +226,7 @@ def decode_kernel(
     b_acc = tl.zeros((BLOCK_M, D_PAD), tl.float32)
     b_first = tl.zeros((D_PAD,), tl.float32)
     b_square = tl.zeros((BLOCK_N,), tl.float32)
-    if CAREFUL:
+    if EXACT:
         b_max, b_sum, b_acc, b_first, b_square = attend_split(
             b_q, b_max, b_sum, b_acc, b_first, b_square, p_keys, p_values, p_masks, o_query, m_row, begin, end,
             diagonal, scale, longest, stride_kn, stride_vn, stride_mask_n, p_k, 0, 0,
@@ -298,7 +298,7 @@ def merge_kernel(
     SPLITS: tl.constexpr,  # a power of two, at least `splits`
     COLUMNS: tl.constexpr,  # of O, for each program: all of them if rows are looked at before they are rounded
     DROPPED: tl.constexpr,  # how outputs are rounded: rounding_kernel.py
-    ALIKE: tl.constexpr,  # the splits of a head share a frame, and maxima have a low part
+    SHARED_FRAME: tl.constexpr,  # the splits of a head share a frame, and maxima have a low part
     PDL: tl.constexpr,
 ):
     """Joins the splits of some columns of one query row."""
@@ -329,7 +329,7 @@ def merge_kernel(
         scale_left = scale
     frame = scale * 0.0
     p_row = p_q + batch * stride_qb + head * stride_qh + (o_out % rows) * stride_qm
-    if ALIKE:
+    if SHARED_FRAME:
         b_low = tl.load(p_low + o_part, mask=m_split & (b_framed > 0), other=0.0)
     elif tl.max(b_framed, 0) > 0:
         o_slot = tl.arange(0, SPLITS)
@@ -348,21 +348,21 @@ def merge_kernel(
         b_max = tl.where(b_max == -INF, -INF, b_max + offset * (scale if NATS else 1.0))
     top = tl.max(b_max, 0)
     behind = b_max - tl.where(top == -INF, 0.0, top)
-    if ALIKE:
+    if SHARED_FRAME:
         low = tl.max(tl.where(b_max == top, b_low, -INF), 0)
         behind += b_low - low
     weight = tl.exp2(behind * (scale_left * LOG2_E))
     total = tl.sum(b_sum * weight, 0)
     # a mean of values lies in FP16's range up to the last bit; infinity in the sum came from a value
-    blind = (total == 0.0) & (top == -INF)
-    divisor = tl.where(blind, 1.0, total)
+    fully_masked = (total == 0.0) & (top == -INF)
+    divisor = tl.where(fully_masked, 1.0, total)
     b_out = tl.sum(b_part * weight[:, None], 0) / divisor
     b_out = tl.where(tl.abs(b_out) < INF, tl.minimum(tl.maximum(b_out, -FP16_MAX), FP16_MAX), float("nan"))
     if DROPPED != 0:
         b_out = tl.reshape(round_rows(b_out[None, :], o_column, D, DROPPED, False), (COLUMNS,))
     tl.store(p_out + o_out * D + o_column, b_out.to(p_out.dtype.element_ty), mask=o_column < D)
     if tl.program_id(1) == 0:
-        if ALIKE:
+        if SHARED_FRAME:
             o_d = tl.arange(0, D_PAD)
             framed = tl.max(b_framed, 0) > 0
             b_q = tl.load(p_row + o_d, mask=(o_d < D) & framed, other=0.0).to(tl.float64)
@@ -370,4 +370,4 @@ def merge_kernel(
             nats = ((tl.sum(b_q * b_home, 0) + top + low) * scale).to(tl.float32)
         else:
             nats = top * scale_left + frame
-        tl.store(p_lse + o_out, tl.where(blind, -INF, nats + tl.log(divisor)))
+        tl.store(p_lse + o_out, tl.where(fully_masked, -INF, nats + tl.log(divisor)))

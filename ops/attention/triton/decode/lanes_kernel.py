@@ -19,7 +19,7 @@ from pasa.ops.attention.triton.decode.kernel import load_queries
 from pasa.ops.attention.triton.tile_math import ANCHOR_LIMIT, FP16_MAX, INF, LOG2_E
 
 SAMPLES = tl.constexpr(16)
-FEW = tl.constexpr(4)
+SAMPLE = tl.constexpr(4)
 MARKS = tl.constexpr(128)  # that are read at a time
 FP32_MAX = tl.constexpr(3.4028234e38)
 
@@ -65,9 +65,9 @@ def sampled_anchor(p_keys, begin, end, longest, stride_kn, p_table, stride_kp, D
 
 
 @triton.jit
-def few_keys(p_keys, keys, stride_kn, p_table, stride_kp, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr):
+def sample_keys(p_keys, keys, stride_kn, p_table, stride_kp, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr):
     """A few keys (FEW, D), far from each other."""
-    o_n = tl.arange(0, FEW) * (keys // FEW)
+    o_n = tl.arange(0, SAMPLE) * (keys // SAMPLE)
     o_d = tl.arange(0, D_PAD)
     p_tile = p_keys + offsets_of(o_n, o_n < keys, stride_kn, p_table, stride_kp, PAGE)[:, None] + o_d[None, :]
     return tl.load(p_tile, mask=(o_n < keys)[:, None] & (o_d < D)[None, :], other=0.0).to(tl.float16)
@@ -190,7 +190,7 @@ def attend_program(
     slot: of its first lane."""
     o_m = tl.arange(0, BLOCK_M)
     o_d = tl.arange(0, D_PAD)
-    b_few = few_keys(p_keys, keys, stride_kn, p_table, stride_kp, D, D_PAD, PAGE)
+    b_sample = sample_keys(p_keys, keys, stride_kn, p_table, stride_kp, D, D_PAD, PAGE)
     b_q, _, o_query, longest = load_queries(
         p_q, batch, kv_head, group, rows, stride_qb, stride_qh, stride_qm, scale, D, D_PAD, BLOCK_M
     )
@@ -211,8 +211,8 @@ def attend_program(
         tl.debug_barrier()  # other threads of the program read it
     else:
         limit = ANCHOR_LIMIT / tl.maximum(longest, 1e-30)
-        b_few = b_few.to(tl.float32)
-        good = tl.max(tl.sum(b_few * b_few, 1), 0) <= limit * limit  # worth a try; NaN is lost
+        b_sample = b_sample.to(tl.float32)
+        good = tl.max(tl.sum(b_sample * b_sample, 1), 0) <= limit * limit  # worth a try; NaN is lost
     # the lanes
     b_max = tl.full((LANES, BLOCK_M), -INF, tl.float32)
     b_sum = tl.zeros((LANES, BLOCK_M), tl.float32)

@@ -68,7 +68,7 @@ def decode_paged_kernel(
     PAGE: tl.constexpr,  # slots of a page
     GRAIN: tl.constexpr,  # keys of the pass that found the splits: LANES splits are a multiple of it
     LANES: tl.constexpr,
-    CAREFUL: tl.constexpr,
+    EXACT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One split of one key head: all query rows of a tile against its keys."""
@@ -79,7 +79,7 @@ def decode_paged_kernel(
     o_split = tl.program_id(0) % splits
     o_pair = tl.program_id(0) // splits
     o_work = tl.program_id(0)
-    if CAREFUL:
+    if EXACT:
         if tl.load(p_framed + o_work) >= 0:
             return
     o_tile = o_pair // kv_heads
@@ -100,7 +100,7 @@ def decode_paged_kernel(
     b_acc = tl.zeros((BLOCK_M, D_PAD), tl.float32)
     b_first = tl.zeros((D_PAD,), tl.float32)
     b_square = tl.zeros((BLOCK_N,), tl.float32)
-    if CAREFUL:
+    if EXACT:
         b_max, b_sum, b_acc, b_first, b_square = attend_split(
             b_q, b_max, b_sum, b_acc, b_first, b_square, p_keys, p_values, p_q, o_query, m_row, begin, end,
             diagonal, scale, longest, stride_kn, stride_vn, 0, p_pages, stride_kp, stride_vp,

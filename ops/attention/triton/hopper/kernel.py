@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from pasa.ops.attention.triton.hopper.tile_math import (
-    CAREFUL,
+    EXACT,
     FIXED,
     INF,
     KEYS,
@@ -38,11 +38,11 @@ from pasa.ops.attention.triton.hopper.tile_math import (
     UNSEEN,
     WAIT,
     Job,
+    QueryTile,
     Shared,
-    Tile,
     anchor,
-    careful_softmax,
     column,
+    exact_softmax,
     fixed_softmax,
     is_bounded,
     limit,
@@ -53,7 +53,7 @@ from pasa.ops.attention.triton.hopper.tile_math import (
     treat_values,
     visible_blocks,
 )
-from pasa.ops.attention.triton.rounding_kernel import drawn_rows, leaning_rows, round_rows
+from pasa.ops.attention.triton.rounding_kernel import flag_rows, round_flagged, round_rows
 from pasa.ops.attention.triton.tile_math import next_frame
 
 CLAMP_F16X2 = gl.constexpr(  # to +-65504; NaN stays
@@ -77,7 +77,7 @@ def _locate(job, work, WARPGROUPS: gl.constexpr, CAUSAL: gl.constexpr):
         index = first + local // job.tiles
     blocks = visible_blocks(row + (WARPGROUPS * ROWS - 1), job.rows, job.keys, CAUSAL)
     head = index % job.heads
-    return Tile(index // job.heads, head, head // job.group, row, blocks, index, index // job.group)
+    return QueryTile(index // job.heads, head, head // job.group, row, blocks, index, index // job.group)
 
 
 @gluon.jit
@@ -110,8 +110,8 @@ def _first_producer(sm, job, q_desc, k_desc, v_desc, WARPGROUPS: gl.constexpr, S
     for j in range(ahead):
         _load(sm, tile, k_desc, sm.k, j, j, STAGES, 0)
         _load(sm, tile, v_desc, sm.v, j, j, STAGES, 1)
-    given_up = is_bounded(sm, job, tile, zero, WARPGROUPS) == 0
-    sm.work.store(gl.full([1], 0, gl.int32, ONE) + given_up.to(gl.int32))
+    unbounded = is_bounded(sm, job, tile, zero, WARPGROUPS) == 0
+    sm.work.store(gl.full([1], 0, gl.int32, ONE) + unbounded.to(gl.int32))
     mbarrier.arrive(sm.begin.index(0), count=1)
     for j in range(ahead, tile.blocks):
         _load(sm, tile, k_desc, sm.k, j, j, STAGES, 0)
@@ -217,7 +217,7 @@ def _in_turn(sm, job, q_s, b_o, b_max, b_sum, b_framed, row, start, stop, full, 
     """Key blocks start to stop: QK, softmax, PV. b_framed (64,): q.f of the last block that a row has seen a key of."""
     for j in range(start, stop):
         mbarrier.wait(sm.full.index(4 * stage), phase)
-        if MODE == CAREFUL:
+        if MODE == EXACT:
             mbarrier.wait(sm.full.index(4 * stage + 2), phase)
             b_c = _offset(sm, q_s, stage)
             b_c, b_s = warpgroup_mma_wait(0, deps=(b_c, _scores(sm, q_s, stage)))
@@ -241,11 +241,11 @@ def _in_turn(sm, job, q_s, b_o, b_max, b_sum, b_framed, row, start, stop, full, 
                     b_now = gl.where(gl.max(b_s, axis=1) == -INF, b_framed, b_now)
                 b_max += b_framed - b_now
                 b_framed = b_now
-                b_p, b_max, b_add, b_alpha = careful_softmax(b_s, b_max, b_offset, job.c)
+                b_p, b_max, b_add, b_alpha = exact_softmax(b_s, b_max, b_offset, job.c)
             b_sum = b_sum * b_alpha + b_add
             b_o = b_o * gl.convert_layout(b_alpha, gl.SliceLayout(1, b_o.type.layout))[:, None]
         mbarrier.wait(sm.full.index(4 * stage + 1), phase)
-        if (MODE == CAREFUL) and CAUSAL:
+        if (MODE == EXACT) and CAUSAL:
             mbarrier.wait(sm.full.index(4 * stage + 3), phase)
         b_p = gl.convert_layout(b_p, gl.DotOperandLayout(0, b_o.type.layout, 2))
         b_o = warpgroup_mma_wait(0, deps=(_add_values(sm, b_p, b_o, stage),))
@@ -313,7 +313,7 @@ def _attend(sm, job, q_s, row, full, stop, n, WARPGROUPS: gl.constexpr, STAGES: 
     if SECOND:
         b_o, b_max, b_sum, b_framed, stage, phase = _in_turn(
             sm, job, q_s, b_o, b_max, b_sum, b_framed, row, 0, stop, full, stage, phase, STAGES,
-            CAUSAL, RAGGED, CAREFUL,
+            CAUSAL, RAGGED, EXACT,
         )  # fmt: skip
     elif (not CAUSAL) and (WARPGROUPS == 2 or D == 64):  # registers are left for it
         b_o, b_max, b_sum, stop, marked = _overlapped(sm, job, q_s, b_o, b_sum, row, stop, full, STAGES, RAGGED)
@@ -353,17 +353,17 @@ def _store(sm, job, tile, o_desc, b_o, b_max, b_sum, b_framed, row, marked, turn
     b_o = gl.fma(b_o, gl.convert_layout(b_inverse, O_ROW)[:, None], b_nan)
     if not SECOND:
         # a weight beyond FP16 was infinite, and so is what it went into; or a value is not finite
-        b_found = gl.where(gl.sum(b_nan, axis=1) == 0.0, 0, 2)
+        b_verdict = gl.where(gl.sum(b_nan, axis=1) == 0.0, 0, 2)
         if DROPPED != 0:
-            m_drawn = leaning_rows(b_o, b_column, D, DROPPED, True)
-            b_found = gl.maximum(b_found, m_drawn.to(gl.int32))
-        found = gl.max(b_found, axis=0)
-        marked = marked | (found == 2)
+            m_flagged = flag_rows(b_o, b_column, D, DROPPED, True)
+            b_verdict = gl.maximum(b_verdict, m_flagged.to(gl.int32))
+        verdict = gl.max(b_verdict, axis=0)
+        marked = marked | (verdict == 2)
         if marked:
             gl.store(job.p_marked + gl.arange(0, 1, layout=ONE), gl.full([1], 1, gl.int32, ONE))
         if DROPPED != 0:
-            if found == 1:
-                b_o = drawn_rows(b_o, m_drawn, b_column, D, DROPPED)
+            if verdict == 1:
+                b_o = round_flagged(b_o, m_flagged, b_column, D, DROPPED)
     b_lse = (b_max * job.c + gl.log2(b_sum)) * LN2
     if SECOND:
         if treated:

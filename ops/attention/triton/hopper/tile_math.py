@@ -2,7 +2,7 @@
 
 FIXED    FP32 softmax against a reference that an earlier tile gave: one FMA per exponent, no maximum.
 RUNNING  FP32 softmax with running maxima, one FMA per exponent.
-CAREFUL  FP32 softmax whose exponents are (s - r) * c <= 0 for any finite inputs, over shifted and cleaned tiles.
+EXACT  FP32 softmax whose exponents are (s - r) * c <= 0 for any finite inputs, over shifted and cleaned tiles.
 
 Their order of statements is chosen: the longest row of instructions between two exponentials decides the speed, and
 ptxas follows the source. Values needed only behind the loops (`limit`, `pre_pass`) are computed where they are used.
@@ -17,7 +17,7 @@ from pasa.ops.attention.triton.tile_math import ANCHOR_LIMIT
 
 ROWS = gl.constexpr(64)  # query rows of a consumer warpgroup
 KEYS = gl.constexpr(128)  # keys of a block
-FIXED, RUNNING, CAREFUL = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
+FIXED, RUNNING, EXACT = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 INF = gl.constexpr(float("inf"))
 NAN = gl.constexpr(float("nan"))
 FP16_MAX = gl.constexpr(65504.0)
@@ -78,7 +78,7 @@ class Job:
 
 
 @aggregate
-class Tile:
+class QueryTile:
     """Where a tile of query rows lies."""
 
     batch: gl.tensor
@@ -146,12 +146,12 @@ def is_bounded(sm, job, tile, turn, WARPGROUPS: gl.constexpr):
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     gl.inline_asm_elementwise(WAIT, "=r", [], gl.int32, is_pure=False, pack=1)
     b_lane = gl.arange(0, 128, layout=LANE)
-    b_most = gl.zeros([128], gl.float32, LANE)
+    b_norm = gl.zeros([128], gl.float32, LANE)
     blocks = (job.keys + KEYS - 1) // KEYS
     for i in range(0, blocks, 128):
         p_block = pre_pass(job, tile, job.p_norms, 1) + i + b_lane
-        b_most = gl.maximum(b_most, gl.load(p_block, mask=i + b_lane < blocks, other=0.0))
-    nats = gl.max(b_most, axis=0) * (job.c * LN2)
+        b_norm = gl.maximum(b_norm, gl.load(p_block, mask=i + b_lane < blocks, other=0.0))
+    nats = gl.max(b_norm, axis=0) * (job.c * LN2)
     b_square = gl.zeros([16], gl.float32, gl.SliceLayout(1, LAYOUT))
     for w in gl.static_range(WARPGROUPS):
         mbarrier.wait(sm.q_full.index(w), turn & 1)
@@ -239,7 +239,7 @@ def running_softmax(b_s, b_max, c):
 
 
 @gluon.jit
-def careful_softmax(b_s, b_max, b_offset, c):
+def exact_softmax(b_s, b_max, b_offset, c):
     """As `running_softmax`, of scores s + offset; no exponent is above 0 whatever was rounded.
 
     The reference r is the tile's own maximum where that leads, else max(m - offset, maximum): never below the tile's

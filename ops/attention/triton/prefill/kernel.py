@@ -40,7 +40,7 @@ def optimistic_step(b_s, factor, b_reference, b_sum):
 
 
 @triton.jit
-def is_finite(b_x):
+def all_finite(b_x):
     """Whether no element (M, N) is NaN or infinite."""
     return tl.min(tl.min(tl.where(tl.abs(b_x) < INF, 1, 0), 1), 0) == 1
 
@@ -314,11 +314,11 @@ def attention_kernel(
             end = tl.maximum(tl.minimum(keys, o_tile * BLOCK_M + BLOCK_M + diagonal), 0)
             whole = tl.maximum(tl.minimum(o_tile * BLOCK_M + diagonal + 1, keys), 0) // BLOCK_N * BLOCK_N
         # whose tile it is: the fast pass marks what it leaves by an infinite log-sum-exp
-        taken = o_tile * BLOCK_M < rows
+        active = o_tile * BLOCK_M < rows
         if GUARDED and not FAST:
             p_mark = p_lse + batch * stride_lb + head * stride_lh + at * stride_lm
-            taken = tl.load(p_mark, mask=taken, other=0.0) == INF
-            rows = tl.where(taken, rows, 0)
+            active = tl.load(p_mark, mask=active, other=0.0) == INF
+            rows = tl.where(active, rows, 0)
             m_out = m_out & (rows > 0)
         # key blocks that every row sees whole, then those on the diagonal and the ragged last one
         b_max = tl.full((BLOCK_M,), -INF, tl.float32)
@@ -330,9 +330,9 @@ def attention_kernel(
             b_frame = tl.load(p_anchors + o_d, mask=(o_d < D) & (keys > 0), other=0.0).to(tl.float32)
         if (LISTED and GUARDED) and FAST:
             bounded = is_bounded(b_square, p_norms + head_block, tl.cdiv(keys, ANCHOR_BLOCK), scale, 128)
-            taken = taken & bounded
-        whole = tl.where(taken, whole, 0)
-        end = tl.where(taken, end, 0)
+            active = active & bounded
+        whole = tl.where(active, whole, 0)
+        end = tl.where(active, end, 0)
         p_listed = p_order
         if LISTED:
             o_order = batch * stride_order_b + head * stride_order_h + o_tile
@@ -340,11 +340,11 @@ def attention_kernel(
             p_listed = p_order + o_order * end
             b_max, b_sum, b_acc, b_frame, b_framed = attend(
                 b_q, b_nan, b_max, b_sum, b_acc, b_frame, b_framed, p_keys, p_values, p_anchors, p_rows_mask, p_listed,
-                o_row, rows, 0, tl.where(taken, tl.load(p_counts + 2 * o_order), 0), keys, diagonal, scale, stride_kn,
+                o_row, rows, 0, tl.where(active, tl.load(p_counts + 2 * o_order), 0), keys, diagonal, scale, stride_kn,
                 stride_vn, stride_mask_m, stride_mask_n, o_batch, o_head // group, begin_k, True, SHIFT, MASK, False,
                 D, D_PAD, BLOCK_N, ANCHOR_BLOCK, FAST, GUARDED, CLEAN, DESCRIPTORS, True,
             )  # fmt: skip
-            whole = end - tl.where(taken, tl.load(p_counts + 2 * o_order + 1), 0)
+            whole = end - tl.where(active, tl.load(p_counts + 2 * o_order + 1), 0)
         elif MASK != "none":
             whole = 0
         elif FAST:
@@ -362,7 +362,7 @@ def attention_kernel(
         if (GUARDED and FAST) and not LISTED:  # not earlier: to wait for the norms would hold up the loop
             bounded = is_bounded(b_square, p_norms + head_block, tl.cdiv(keys, ANCHOR_BLOCK), scale, 128)
             if MASK == "none":
-                if bounded & (is_finite(b_acc) == 0):  # a score far above the first block's: with running maxima
+                if bounded & (all_finite(b_acc) == 0):  # a score far above the first block's: with running maxima
                     b_max, b_sum, b_acc = attend_whole(
                         b_q, b_nan, p_keys, p_values, whole, scale, stride_kn, stride_vn, o_batch, o_head // group,
                         begin_k, D, D_PAD, BLOCK_N, DESCRIPTORS, OVERLAP, False,
@@ -375,7 +375,7 @@ def attention_kernel(
         )  # fmt: skip
         marked = False
         if GUARDED and FAST:  # a value that is not finite shows in the result
-            marked = (bounded & is_finite(b_acc)) == 0
+            marked = (bounded & all_finite(b_acc)) == 0
             tl.store(p_marked, 1, mask=marked)
         nats = b_max if MASK == "float" else b_max * scale
         b_out, b_lse = mean_of_values(b_acc, b_max, b_sum, nats + b_framed * scale, D, DROPPED, not LOOP)

@@ -32,7 +32,7 @@ def mask_tiles_kernel(
     o_row = o_work % row_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
     p_rows = p_mask + (o_work // row_tiles // heads) * stride_mask_b + (o_work // row_tiles % heads) * stride_mask_h
     p_rows += o_row[:, None] * stride_mask_m
-    p_own = p_order + o_work * key_tiles
+    p_row_order = p_order + o_work * key_tiles
     whole = 0
     torn = 0
     for first in range(0, key_tiles, TILES):
@@ -58,8 +58,8 @@ def mask_tiles_kernel(
         o_tile = first + tl.arange(0, TILES)
         b_whole = tl.min(b_all.reshape(TILES, BLOCK_N), 1)
         b_torn = tl.max(b_any.reshape(TILES, BLOCK_N), 1) - b_whole
-        tl.store(p_own + whole + tl.cumsum(b_whole, 0) - 1, o_tile, mask=b_whole == 1)
-        tl.store(p_own + key_tiles - torn - tl.cumsum(b_torn, 0), o_tile, mask=b_torn == 1)
+        tl.store(p_row_order + whole + tl.cumsum(b_whole, 0) - 1, o_tile, mask=b_whole == 1)
+        tl.store(p_row_order + key_tiles - torn - tl.cumsum(b_torn, 0), o_tile, mask=b_torn == 1)
         whole += tl.sum(b_whole, 0)
         torn += tl.sum(b_torn, 0)
     tl.store(p_counts + 2 * o_work, whole)

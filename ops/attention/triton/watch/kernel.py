@@ -115,12 +115,12 @@ def watch_kernel(
             b_first = tl.max(b_top, 1)
     top = tl.max(b_top, 1)
     slots = tl.cast(tl.num_programs(0), tl.int64) * BLOCK_M
-    p_own = p_part + tl.program_id(1) * FIELDS * slots + work * BLOCK_M + tl.arange(0, BLOCK_M)
-    tl.store(p_own, top)
-    tl.store(p_own + slots, second_largest(b_top, b_next, top))
-    tl.store(p_own + 2 * slots, b_first)
-    tl.store(p_own + 3 * slots, tl.sum(b_count & 0xFFFF, 1).to(tl.float32))
-    tl.store(p_own + 4 * slots, tl.sum(b_count >> 16, 1).to(tl.float32))
+    p_slot = p_part + tl.program_id(1) * FIELDS * slots + work * BLOCK_M + tl.arange(0, BLOCK_M)
+    tl.store(p_slot, top)
+    tl.store(p_slot + slots, second_largest(b_top, b_next, top))
+    tl.store(p_slot + 2 * slots, b_first)
+    tl.store(p_slot + 3 * slots, tl.sum(b_count & 0xFFFF, 1).to(tl.float32))
+    tl.store(p_slot + 4 * slots, tl.sum(b_count >> 16, 1).to(tl.float32))
 
 
 @triton.jit(do_not_specialize=["length", "tiles", "shares", "first"])
@@ -141,14 +141,14 @@ def watch_totals_kernel(
     base = tl.cast(work // tiles, tl.int64) * length
     _, m_row = sampled_rows(base, first, work % tiles, length, STRIDE, BLOCK_M)
     slots = tl.cast(tl.num_programs(0), tl.int64) * BLOCK_M
-    p_own = p_part + work * BLOCK_M + tl.arange(0, BLOCK_M)
+    p_slot = p_part + work * BLOCK_M + tl.arange(0, BLOCK_M)
     top = tl.full((BLOCK_M,), -INF, tl.float32)
     below = tl.full((BLOCK_M,), -INF, tl.float32)
     seen = tl.zeros((BLOCK_M,), tl.int64)
     beyond = tl.zeros((BLOCK_M,), tl.int64)
-    b_first = tl.load(p_own + 2 * slots)
+    b_first = tl.load(p_slot + 2 * slots)
     for turn in range(shares):
-        p_share = p_own + turn * FIELDS * slots
+        p_share = p_slot + turn * FIELDS * slots
         b_top = tl.load(p_share)
         below = tl.maximum(tl.maximum(below, tl.load(p_share + slots)), tl.minimum(top, b_top))
         top = tl.maximum(top, b_top)

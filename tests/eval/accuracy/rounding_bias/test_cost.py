@@ -13,7 +13,7 @@ from pasa.eval import cli
 from pasa.eval.accuracy.rounding_bias import cost, cost_cases, cost_report
 from pasa.eval.accuracy.rounding_bias.statistics import spacing
 from pasa.eval.speed.cases import SpeedCase
-from pasa.ops.numerics.dither import round_drawn, round_unbiased
+from pasa.ops.numerics.dither import round_stochastic, round_unbiased
 from tests.eval.speed.fakes import FakeClock
 from tests.inputs import DEVICE
 
@@ -102,7 +102,7 @@ def test_bf16_is_judged_in_its_own_spacings(data):
 def test_drawing_every_row_of_bf16_is_found():
     inputs = cost_cases.make_inputs(TINY, "random", "bf16", torch.device("cpu"))
     golden = pasa.golden_attention(inputs.q, inputs.k, inputs.v)[0].float()
-    found = cost.judge(TINY, inputs, "random", golden.bfloat16(), round_drawn(golden, "bf16").bfloat16())
+    found = cost.judge(TINY, inputs, "random", golden.bfloat16(), round_stochastic(golden, "bf16").bfloat16())
     assert "times safe's" in found["why"]
 
 
@@ -114,7 +114,7 @@ def test_data_without_bias_prove_nothing():
 def test_drawing_every_row_is_found():
     inputs, safe, _ = outputs(TINY, "random", "fp16")
     golden = pasa.golden_attention(inputs.q, inputs.k, inputs.v)[0].float()
-    found = cost.judge(TINY, inputs, "random", safe, round_drawn(golden, "fp16").half())
+    found = cost.judge(TINY, inputs, "random", safe, round_stochastic(golden, "fp16").half())
     assert found["drawn"] > 0.9
     assert "of 280 rows drawn" in found["why"]
 

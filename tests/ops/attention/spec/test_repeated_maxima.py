@@ -16,7 +16,7 @@ from pasa.ops.attention.options import AttentionOptions
 from pasa.ops.attention.spec import attention as reference
 from pasa.ops.attention.spec.attention import OnlineSoftmax
 from pasa.ops.attention.spec.repeated_maxima import EPSILON, SMALLEST, SPREAD, bounded_shift, published_shift, repeats
-from pasa.ops.attention.spec.scores import Block, Tile
+from pasa.ops.attention.spec.scores import Block, ScoreTile
 from pasa.ops.numerics.dither import round_unbiased
 from pasa.ops.numerics.formats import FORMATS
 from tests.inputs import fp16_naive_error, max_error, normal_qkv, rmse
@@ -102,7 +102,7 @@ def test_running_maximum_sum_and_output_are_those_of_the_printed_algorithm():
     rows = scores.shape[1]
     softmax = OnlineSoftmax(torch.zeros(1, 1, 1, rows, 8), published_options(), FORMATS["fp32"])
     for index, (block, v) in enumerate(zip(scores, values, strict=True)):
-        tile = Tile(block, block.float().view(1, 1, 1, rows, -1))
+        tile = ScoreTile(block, block.float().view(1, 1, 1, rows, -1))
         where = Block(index, torch.zeros(0), torch.zeros(0), None, None, softmax.maximum, 0)
         softmax.add(tile, where, v.float().view(1, 1, -1, 8))
     m, total, golden = printed_algorithm(list(scores), values)

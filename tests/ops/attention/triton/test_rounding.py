@@ -61,8 +61,8 @@ def test_rows_are_rounded_as_in_the_reference(dim, dtype, lazy):
     x = torch.cat([*parts, torch.zeros(32, dim), torch.full((32, dim), 1 + 2.0**-12)])
     x[3, 1], x[200, 2], x[201, 3] = torch.nan, torch.inf, -torch.inf
     x = x[torch.randperm(len(x), generator=g)]  # tiles with and without flagged rows
-    leans = is_structured(x, dtype).float().mean()
-    assert 0.1 < leans < 0.9 if dim > 18 else leans == 0  # 4.25 sigma of 18 signs are more than 18
+    flagged = is_structured(x, dtype).float().mean()
+    assert 0.1 < flagged < 0.9 if dim > 18 else flagged == 0  # 4.25 sigma of 18 signs are more than 18
     out = torch.empty(x.shape, dtype=dtype, device=DEVICE)
     pad = 1 << (dim - 1).bit_length()
     rows_kernel[(len(x) // ROWS,)](x.to(DEVICE), out, dim, pad, ROWS, dropped_bits("unbiased", dtype), lazy)
