@@ -29,7 +29,7 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, s
     ValueError, TypeError
         Naming the argument and its value.
     """
-    _check_alike(q, k, v, 4)
+    _check_agreement(q, k, v, 4)
     queries, keys = q.shape, k.shape
     if queries[0] != keys[0]:
         raise ValueError(f"batch of q is {queries[0]} but that of k is {keys[0]}: expand the smaller one")
@@ -49,7 +49,7 @@ def check_varlen(
     ValueError, TypeError
         Naming the argument and its value.
     """
-    _check_alike(q, k, v, 3)
+    _check_agreement(q, k, v, 3)
     _check_heads(q.shape[1], k.shape[1])
     _check_scale(scale)
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
@@ -180,7 +180,7 @@ def check_forms(q: Tensor, k: Tensor, v: Tensor, rank: int) -> None:
         _check_like(name, x, "q", q, rank)
 
 
-def _check_alike(q: Tensor, k: Tensor, v: Tensor, rank: int) -> None:
+def _check_agreement(q: Tensor, k: Tensor, v: Tensor, rank: int) -> None:
     """Check that three tensors share rank, dtype, device and head dimension, and that k and v have one shape."""
     check_forms(q, k, v, rank)
     queries, keys, values = q.shape, k.shape, v.shape

@@ -116,7 +116,7 @@ class Backend:
     def described(self) -> str:
         """Return the backend's name, or why another one serves in its place."""
         why = self.replaced()
-        return self.name if why is None else f"a stand-in for {self.name} ({why})"
+        return self.name if why is None else f"a fallback for {self.name} ({why})"
 
     def refusals(self, request: Request, *, by_name: bool = False) -> list[str]:
         """Return every reason why this backend cannot serve `request`; empty when it can."""

@@ -7,7 +7,7 @@ What the anchor adds to a row's scores, scale * q.anchor, is left out of all num
 compared. In almost every model nothing more is needed.
 
 If biases differ by block, no single anchor suits all keys. Then each rank cuts its keys into spans.
-Each span has a frame of its own, which can be subtracted exactly from all its keys. The LSE of a
+Each span has a separate frame, which can be subtracted exactly from all its keys. The LSE of a
 span is small in its frame, and the difference between two frames, scale * q.(f - g), is formed in
 FP64 (merge.py).
 
@@ -198,9 +198,6 @@ def _cells(k: Tensor, nats: Tensor) -> list[int]:
     A cell ends before a key that lies more than REACH from the previous key, because a bias begins
     or ends there. If that happens more than CUTS times in a block, its keys share no bias and cuts
     would gain nothing, so the block stays whole.
-
-    A cell ends before a key that lies more than REACH from the one before it: there a bias begins or ends. Where that
-    happens more often than CUTS times in a block, keys are wild, and such cuts would gain nothing.
     """
     jumps = (_reach(k.float().diff(dim=2), nats) > REACH).any(0).any(0)
     cuts = [[start] for start in range(0, k.shape[2], BLOCK)]

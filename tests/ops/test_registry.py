@@ -196,7 +196,7 @@ def test_a_replaced_backend_serves_no_call_that_names_it(own_registry):
     with pytest.raises(NotImplementedError, match=r"other: not built$"):
         select(CALL, "other")
     assert pasa.backends()[0] == ("other", False, "not built", ("cpu",))
-    assert registry.servers() == (("cpu", "a stand-in for other (not built)"),)
+    assert registry.servers() == (("cpu", "a fallback for other (not built)"),)
 
 
 def test_restrictions_cover_the_record():

@@ -22,7 +22,7 @@ FIELDS = ("rows", "repeated", "runaway", "scores", "saturated")
 
 
 def sample(counted: int, rows: int) -> range:
-    """Return which of a call's B Hq Sq rows to sample, after `walked` earlier rows; most short calls have none."""
+    """Return which of a call's B Hq Sq rows to sample, after `counted` earlier rows; most short calls have none."""
     return range((STRIDE // 2 - counted) % STRIDE, rows, STRIDE)
 
 
@@ -55,7 +55,7 @@ def count_scores(
     totals : Tensor (5,), INT64
     is_causal, scale
         As for attention.
-    taken : range
+    sampled : range
         The sampled rows among the B Hq Sq rows of this call; it begins below the step and may run
         to the last row.
     """

@@ -155,8 +155,7 @@ def _shift(
 def _home(anchors: Tensor, visible: Tensor | None, block: int) -> None:
     """Give the first block, whose frame all scores use, the anchor of the first block with a visible key.
 
-    If the first block is padding, its own anchor is 0, and every offset would be as large as the
-    scores.
+    If the first block is padding, its anchor is 0, and every offset would be as large as the scores.
     """
     if visible is not None:
         first = visible.to(torch.uint8).argmax(1) // block  # of equal values, argmax returns the first

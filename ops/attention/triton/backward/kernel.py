@@ -1,21 +1,20 @@
 """Triton kernels of the backward pass, for GPUs and the interpreter.
 
-spec/gradients.py has the formulas and the frame.
+spec/gradients.py has the formulas and the frame, and serves NPUs.
 
-Three passes after centre_kernel.py: maximum, sum and delta of every row; dK and dV by key tiles; dQ by row tiles.
-Products take FP16 operands and accumulate in FP32. Powers of two keep operands off both ends of FP16's range:
-- the gradient of a row is divided by a unit u of the row's own (`unit_bits`), so that no |dS| of it exceeds 2^15: loss
-  scaling cannot overflow, dS of a weight of 2^-20 is still a normal number, and dQ knows nothing of other rows;
-- weights are multiplied by 2^15.
-dK and dV sum over rows. With U the largest unit of the rows that a key tile goes through, weights carry u / U as well:
-an addend keeps its digits down to P u = 2^-29 U, and errs by at most 2^-40 of the largest row's bound below that. A
-sum of FP16 operands in one unit promises no more.
-A weight is exp of the difference between a score and its row's maximum. The difference is taken of the scores as
-they leave the product: between neighbours it is exact, and it is scaled afterwards. So a row's largest weight is right
-even where scores of 1e8 nats lie 8 nats apart in FP32. Another pass may form a score in another order of sums, and find
-it above the maximum by FP32's error of a score. Differences are therefore clamped at 0: P <= 1, which the units rest
-on. Below 0 such an error e turns a weight P into P exp(+-e), as it does in every FP32 attention.
-For GPUs, and not lowered for an NPU, which spec/gradients.py serves.
+Three passes follow centre_kernel.py: maximum, sum and delta of every row; dK and dV by key tiles; dQ by row tiles.
+Products take FP16 operands and accumulate in FP32. Powers of two keep operands away from both ends of FP16's range:
+- The gradient of each row is divided by its unit u (`unit_bits`), so that no |dS| of the row exceeds 2^15. So loss
+  scaling cannot overflow, dS of a weight of 2^-20 is still a normal number, and dQ does not depend on other rows.
+- Weights are multiplied by 2^15.
+dK and dV sum over rows. Let U be the largest unit of the rows of a key tile. Weights then carry u / U as well. So an
+addend keeps its digits down to P u = 2^-29 U, and below that errs by at most 2^-40 of the largest row's bound. A sum of
+FP16 operands in one unit cannot be more accurate.
+A weight is exp of the difference between a score and its row's maximum. The difference is taken before scores are
+scaled, where it is exact between neighbours. So a row's largest weight is right even where scores of 1e8 nats lie 8
+nats apart in FP32. Another pass may sum a score in another order, and get it above the maximum by FP32's error of a
+score. Differences are therefore clamped at 0, so that P <= 1, which the units rely on. Below 0 such an error e turns a
+weight P into P exp(+-e), as it does in every FP32 attention.
 """
 
 import triton
@@ -31,16 +30,17 @@ LARGEST_BITS = tl.constexpr(15)  # operands stay at or below 2^15: FP16 ends at 
 
 @triton.jit
 def power_of_two(bits):
-    """2^bits, exactly, of whole numbers from -126 to 127."""
+    """Return 2^bits, exactly, for integers from -126 to 127."""
     return ((bits.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def unit_bits(b_grad, b_slope, p_largest, D: tl.constexpr, SLICES: tl.constexpr):
-    """log2 of the units (M,) of rows with gradients G_O (M, D) and G_L (M,); p_largest: of the key head.
+    """Return log2 of the units (M,) of rows with gradients G_O (M, D) and G_L (M,).
 
-    |dS| <= P (2 D max|G_O| max|v| + |G_L|), which with P <= 1 becomes at most 2^15; so does |G_O|. What is not finite
-    does not count: it spoils what it reaches, and no scale. Not by Euclidean norms: the square of 1e-30 is 0.
+    |dS| <= P (2 D max|G_O| max|v| + |G_L|), and P <= 1. In units, this bound and |G_O| are at most 2^15. Elements that
+    are not finite are left out of the unit, and make dS NaN wherever they reach. Maxima are used instead of Euclidean
+    norms, because the square of 1e-30 is 0. p_largest: of the key head.
     """
     o_slice = tl.arange(0, SLICES)
     b_values = tl.load(p_largest + o_slice, mask=o_slice < (D + WIDTH - 1) // WIDTH, other=0.0)
@@ -82,7 +82,7 @@ def lifted_weights(b_x, b_top, b_log, scale, MASK: tl.constexpr):
 
 @triton.jit
 def gradient_of_scores(b_p, b_dp, b_shift, b_x, HIDES: tl.constexpr):
-    """dS in FP16, of weights lifted by 2^15; what is hidden gets 0 even if its value is not finite."""
+    """Return dS in FP16, from weights lifted by 2^15; 0 where masked out, even if the value is not finite."""
     b_ds = b_p * (b_dp * UNLIFT - b_shift)
     if HIDES:
         b_ds = tl.where(b_x > -INF, b_ds, 0.0)
@@ -93,7 +93,7 @@ def gradient_of_scores(b_p, b_dp, b_shift, b_x, HIDES: tl.constexpr):
 def row_statistics(b_q, b_g, b_top, b_sum, b_delta, p_k, p_v, p_mask, o_row, rows, begin, end, keys, diagonal, scale,
                    stride_vn, stride_mask_m, stride_mask_n, HIDES: tl.constexpr, MASK: tl.constexpr,
                    CAUSAL: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
-    """The loop of `rows_kernel` over keys from `begin` to `end`."""
+    """Update maximum, sum and delta of rows with the keys from `begin` to `end`: the loop of `rows_kernel`."""
     for start in range(begin, end, BLOCK_N):
         o_n = start + tl.arange(0, BLOCK_N)
         at = tl.cast(start, tl.int64)
@@ -121,7 +121,7 @@ def row_statistics(b_q, b_g, b_top, b_sum, b_delta, p_k, p_v, p_mask, o_row, row
 
 @triton.jit
 def extent(o_tile, rows, keys, CAUSAL: tl.constexpr, MASK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Keys that all rows of a tile see, in whole key tiles, and keys that some row sees."""
+    """Return how many keys all rows of a tile see, in whole key tiles, and how many keys some row sees."""
     whole = keys // BLOCK_N * BLOCK_N
     end = keys
     if CAUSAL:
@@ -143,11 +143,11 @@ def rows_kernel(
     p_largest,  # (B, Hkv, slices) FP32: largest |v| of some columns
     p_mask,
     p_scaled,  # (B, Hq, Sq, D) FP16, contiguous: gradient in units of the row
-    p_top,  # (B, Hq, Sq) FP32, and so are the next three: maximum of `scores_of`, infinite where a row sees nothing
+    p_top,  # (B, Hq, Sq) FP32, as the next three: maximum of `scores_of`, infinite for a fully masked row
     p_log,  # log2 of the sum, less 15 and less log2 of the unit: of weights that carry 2^15 u
     p_shift,  # 2^-15 (delta - G_L), in units
     p_unit,  # log2 of the unit
-    p_top_bits,  # (B, Hkv, tiles) INT32: the largest of them from a tile on, of rows that see a key
+    p_top_bits,  # (B, Hkv, tiles) INT32: largest `p_unit` of the rows from a tile on that see a key
     stride_qb,
     stride_qh,
     stride_qm,
@@ -175,7 +175,7 @@ def rows_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Scaled gradient, maximum, sum and delta of BLOCK_M rows of a head."""
+    """Compute scaled gradient, maximum, sum and delta of BLOCK_M rows of a head."""
     o_work = tl.program_id(0)
     o_tile = tiles - 1 - o_work % tiles  # the last sees most keys
     o_head = o_work // tiles
@@ -237,15 +237,17 @@ def rows_kernel(
 def add_rows(b_k, b_v, b_dk, b_dv, p_q, p_g, p_top, p_log, p_shift, p_mask, o_n, keys, begin, end, rows, diagonal,
              scale, top_bits, stride_qm, stride_mask_m, stride_mask_n, HIDES: tl.constexpr, MASK: tl.constexpr,
              CAUSAL: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr):  # fmt: skip
-    """The loop of `keys_kernel` over rows of one head from `begin` to `end`. Tiles are (N, M): weights then are the
-    operand of a product that tensor cores take from registers."""
+    """Add the rows of one head from `begin` to `end` to dK and dV: the loop of `keys_kernel`.
+
+    Tiles are (N, M), because the weights then are the operand that tensor cores take from registers.
+    """
     for start in range(begin, end, BLOCK_M):
         o_m = start + tl.arange(0, BLOCK_M)
         m_m = o_m < rows
         at = tl.cast(start, tl.int64)
         b_q = load_rows(p_q, at, stride_qm, 0, 0, 0, rows, False, False, D, D_PAD, BLOCK_M)
         b_g = load_rows(p_g, at, D, 0, 0, 0, rows, False, False, D, D_PAD, BLOCK_M)
-        b_top = tl.load(p_top + o_m, mask=m_m, other=INF)  # rows that are not there weigh nothing
+        b_top = tl.load(p_top + o_m, mask=m_m, other=INF)  # rows beyond the last get weight 0
         b_log = tl.load(p_log + o_m, mask=m_m, other=0.0) + top_bits
         b_shift = tl.load(p_shift + o_m, mask=m_m, other=0.0)
         b_s = tl.dot(b_k, tl.trans(b_q))
@@ -264,7 +266,7 @@ def add_rows(b_k, b_v, b_dk, b_dv, p_q, p_g, p_top, p_log, p_shift, p_mask, o_n,
 
 @triton.jit
 def keys_kernel(
-    p_q,  # as in `rows_kernel`, and so are all that are not commented
+    p_q,  # as in `rows_kernel`, like every argument without a comment
     p_k,
     p_v,
     p_g,  # the scaled gradient
@@ -297,9 +299,12 @@ def keys_kernel(
     D_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    SPAN: tl.constexpr,  # rows of a tile of `p_most`
+    SPAN: tl.constexpr,  # rows of a tile of `p_top_bits`
 ):
-    """dK and dV of BLOCK_N keys, over the rows of all heads that share them; the first keys are seen by most rows."""
+    """Compute dK and dV of BLOCK_N keys, over the rows of all heads that share them.
+
+    The first keys come first, because with a causal mask most rows see them.
+    """
     kv_heads = heads // group
     o_tile = tl.program_id(0) // (tl.num_programs(0) // tiles)
     o_kv = tl.program_id(0) % (tl.num_programs(0) // tiles)
@@ -353,7 +358,7 @@ def keys_kernel(
 def add_keys(b_q, b_g, b_top, b_log, b_shift, b_dq, p_k, p_v, p_mask, o_row, rows, begin, end, keys, diagonal, scale,
              stride_vn, stride_mask_m, stride_mask_n, HIDES: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr,
              D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
-    """The loop of `queries_kernel` over keys from `begin` to `end`."""
+    """Add the keys from `begin` to `end` to dQ: the loop of `queries_kernel`."""
     for start in range(begin, end, BLOCK_N):
         o_n = start + tl.arange(0, BLOCK_N)
         at = tl.cast(start, tl.int64)
@@ -374,7 +379,7 @@ def add_keys(b_q, b_g, b_top, b_log, b_shift, b_dq, p_k, p_v, p_mask, o_row, row
 
 @triton.jit
 def queries_kernel(
-    p_q,  # as in `keys_kernel`, and so are all that are not commented
+    p_q,  # as in `keys_kernel`, like every argument without a comment
     p_k,
     p_v,
     p_g,
@@ -384,7 +389,7 @@ def queries_kernel(
     p_unit,
     p_mask,
     p_grad_lse,
-    p_centre,  # (B, Hkv, D) FP32: what was taken off the keys
+    p_centre,  # (B, Hkv, D) FP32: subtracted from the keys by `centre_kernel`
     p_dq,  # (B, Hq, Sq, D), contiguous
     stride_qb,
     stride_qh,
@@ -410,7 +415,7 @@ def queries_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """dQ of BLOCK_M rows of a head: dS (K - c) + G_L c."""
+    """Compute dQ of BLOCK_M rows of a head: dS (K - c) + G_L c."""
     o_work = tl.program_id(0)
     o_tile = tiles - 1 - o_work // (tl.num_programs(0) // tiles)
     o_head = o_work % (tl.num_programs(0) // tiles)

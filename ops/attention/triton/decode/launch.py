@@ -15,7 +15,7 @@ from pasa.ops.attention.triton.decode.lanes_kernel import decode_lanes_kernel
 from pasa.ops.attention.triton.launcher import launch, workspace
 from pasa.ops.attention.triton.tiles import Tile, architecture_of, pad_dim, processors, warps_for
 
-LANES = 4  # warps of a program, each with keys of its own
+LANES = 4  # warps of a program, each with separate keys
 MERGE_TILE = 4096  # elements of O that a program of the merge holds: 32 for each thread
 # The most elements of O where the program holds whole rows: 128 for each of 512 threads, which
 # spills registers.
@@ -77,7 +77,7 @@ def decode(call: KernelCall) -> tuple[Tensor, Tensor]:
 
 
 def merge(call: KernelCall, splits: Splits, shared_frame: bool = False) -> tuple[Tensor, Tensor]:
-    """Merge the results of all splits; `alike` means that the splits of a head share a frame."""
+    """Merge the results of all splits; `shared_frame` means that the splits of a head share a frame."""
     batch, heads, rows, dim = call.q.shape
     pad = pad_dim(dim)
     out, lse = call.outputs()
@@ -201,7 +201,7 @@ def split_limit(call: KernelCall) -> int:
 
 @cache
 def blocks_of_a_split(programs: int, blocks: int, pairs: int, limit: int) -> int:
-    """Return the blocks of each split, at most `most` splits, for the shortest total time.
+    """Return the blocks of each split, at most `limit` splits, for the shortest total time.
 
     Programs run in waves of `programs`, and each takes as long as its keys.
     """

@@ -1,4 +1,4 @@
-"""What a mask says of one tile; and of all tiles of a call, where those that every row sees whole need no mask."""
+"""Triton kernel that sorts the tiles of a masked call: seen whole, in part, or not at all."""
 
 import triton
 import triton.language as tl
@@ -11,7 +11,7 @@ def mask_tiles_kernel(
     p_mask,  # (B, H, Sq, Skv), bytes or floats
     p_order,  # (B, H, row tiles, key tiles)
     p_counts,  # (B, H, row tiles, 2)
-    p_seen,  # (B, H, row tiles, Skv): whether some row of the tile sees the key
+    p_seen,  # (B, H, row tiles, Skv): 1 if some row of the tile sees the key
     stride_mask_b,
     stride_mask_h,
     stride_mask_m,
@@ -27,7 +27,7 @@ def mask_tiles_kernel(
     BLOCK_N: tl.constexpr,
     TILES: tl.constexpr,  # key tiles at once
 ):
-    """One tile of query rows of one mask, over all key tiles."""
+    """Sort all key tiles for one tile of query rows of one mask."""
     o_work = tl.cast(tl.program_id(0), tl.int64)
     o_row = o_work % row_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
     p_rows = p_mask + (o_work // row_tiles // heads) * stride_mask_b + (o_work // row_tiles % heads) * stride_mask_h
@@ -50,7 +50,7 @@ def mask_tiles_kernel(
             m_band = o_key[None, :] <= o_row[:, None] + (keys - rows)
             m_seen = m_seen & m_band
             m_plain = m_plain & m_band
-        # how many rows see a key, and for how many it is as without a mask: two counts in one sum
+        # how many rows see a key, and for how many the mask changes nothing: two counts in one sum
         b_count = tl.sum(tl.where(m_seen, 1, 0) + tl.where(m_plain, 1 << 16, 0), 0)
         b_any = tl.where((b_count & 0xFFFF) > 0, 1, 0)
         b_all = tl.where(b_count >> 16 == tl.minimum(BLOCK_M, rows - o_work % row_tiles * BLOCK_M), 1, 0)
