@@ -130,9 +130,9 @@ def test_finite_and_a_mean_of_the_values_it_sees(data):
     mask = data.draw(masks(q.shape[-2], k.shape[-2]))
     how = {"attn_mask": mask, "is_causal": causal, "scale": scale}
     out, lse = pasa.attention(q, k, v, config=config, return_lse=True, **how)
-    blind = assert_mean_of_values(out, (q, k, v, causal), config, mask=mask).blind
-    assert torch.all(lse[blind] == -torch.inf)
-    assert torch.isfinite(lse[~blind]).all()
+    fully_masked = assert_mean_of_values(out, (q, k, v, causal), config, mask=mask).blind
+    assert torch.all(lse[fully_masked] == -torch.inf)
+    assert torch.isfinite(lse[~fully_masked]).all()
 
 
 @settings(max_examples=300)
@@ -208,7 +208,7 @@ def test_reference_beyond_two_fp16_numbers(mode):
 
 @EVERY
 def test_tiny_scale_gives_weight_to_scores_below_minus_65504(mode):
-    """At a tiny scale, scores below -65504 have weight: with scale 2^-20 a score of -10^5 still weighs 0.9.
+    """Scores below -65504 have weight at a tiny scale: with scale 2^-20 a score of -10^5 still weighs 0.9.
 
     So saturating such a score would be wrong, not harmless.
     """
