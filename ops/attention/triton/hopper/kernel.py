@@ -13,8 +13,7 @@ log-sum-exp.
 
 The second launch is the exact pass over the marked tiles, with running maxima. If norms were too large, its producer
 computes K' = K - a_j (exact) in shared memory, and a row adds q.(a_j - f_j) to its reference. f_j is the frame of the
-row's scores (`next_frame`), so a bias that all keys share enters no rounded number. The log-sum-exp adds q.f at the
-end.
+row's scores (`next_frame`), so a bias that all keys share is never rounded. The log-sum-exp adds q.f at the end.
 """
 
 import triton.experimental.gluon as gluon
@@ -214,10 +213,7 @@ def _message(sm, turn):
 @gluon.jit
 def _in_turn(sm, job, q_s, b_o, b_max, b_sum, b_framed, row, start, stop, full, stage, phase, STAGES: gl.constexpr,
              CAUSAL: gl.constexpr, MASKED: gl.constexpr, MODE: gl.constexpr):  # fmt: skip
-    """Attend to key blocks start to stop in turn: QK, softmax, PV.
-
-    b_framed (64,): q.f of the last block with a key that a row has seen.
-    """
+    """Attend to key blocks start to stop in turn; b_framed (64,): q.f of the last block with a key that a row saw."""
     for j in range(start, stop):
         mbarrier.wait(sm.full.index(4 * stage), phase)
         if MODE == EXACT:
