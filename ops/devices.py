@@ -1,4 +1,4 @@
-"""What devices this machine has, and why kernels can or cannot run on them; asked on demand, never at import."""
+"""List the devices of this machine, and why kernels can or cannot run on them; on demand, never at import."""
 
 from __future__ import annotations
 

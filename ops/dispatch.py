@@ -63,8 +63,8 @@ def shorten(op: CustomOpDef, remember: Callable[..., Any], gradient: Callable[..
         @staticmethod
         def vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> Any:
             """Map a gradient over a batch by torch's loop over the operator."""
-            found = torch.func.vmap(op, in_dims)(*arguments)
-            return found, (0,) * len(found)
+            grads = torch.func.vmap(op, in_dims)(*arguments)
+            return grads, (0,) * len(grads)
 
     _functions[op] = Direct
 

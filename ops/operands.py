@@ -29,7 +29,7 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, s
     ValueError, TypeError
         Naming the argument and its value.
     """
-    _check_alike(q, k, v, 4)
+    _check_agreement(q, k, v, 4)
     queries, keys = q.shape, k.shape
     if queries[0] != keys[0]:
         raise ValueError(f"batch of q is {queries[0]} but that of k is {keys[0]}: expand the smaller one")
@@ -49,7 +49,7 @@ def check_varlen(
     ValueError, TypeError
         Naming the argument and its value.
     """
-    _check_alike(q, k, v, 3)
+    _check_agreement(q, k, v, 3)
     _check_heads(q.shape[1], k.shape[1])
     _check_scale(scale)
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
@@ -73,11 +73,11 @@ def check_gradients(grad_out: Tensor | None, grad_lse: Tensor | None, q: Tensor,
     """
     if grad_out is None and grad_lse is None:
         raise ValueError("grad_out and grad_lse are both None: there is nothing to take a gradient of")
-    for name, x, wanted in (("grad_out", grad_out, tuple(q.shape)), ("grad_lse", grad_lse, tuple(q.shape[:-1]))):
+    for name, x, expected in (("grad_out", grad_out, tuple(q.shape)), ("grad_lse", grad_lse, tuple(q.shape[:-1]))):
         if x is None:
             continue
-        if tuple(x.shape) != wanted:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}, expected {wanted}")
+        if tuple(x.shape) != expected:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}, expected {expected}")
         if not x.dtype.is_floating_point:
             raise TypeError(f"{name} is {x.dtype}, expected a float type: call .float()")
         _check_device(name, x, q)
@@ -138,9 +138,9 @@ def check_paged(
             raise ValueError(f"cu_seqlens_q has {entries} entries for {batch} sequences, expected {batch + 1}")
     elif queries[0] != batch:
         raise ValueError(f"q has {queries[0]} rows for {batch} sequences; give cu_seqlens_q unless each has one query")
-    for name, most in zip(("max_seqlen_q", "max_seqlen_k"), longest, strict=True):
-        if most is not None and most < 1:
-            raise ValueError(f"{name}={most} is not a positive integer")
+    for name, limit in zip(("max_seqlen_q", "max_seqlen_k"), longest, strict=True):
+        if limit is not None and limit < 1:
+            raise ValueError(f"{name}={limit} is not a positive integer")
 
 
 def check_writes(
@@ -180,7 +180,7 @@ def check_forms(q: Tensor, k: Tensor, v: Tensor, rank: int) -> None:
         _check_like(name, x, "q", q, rank)
 
 
-def _check_alike(q: Tensor, k: Tensor, v: Tensor, rank: int) -> None:
+def _check_agreement(q: Tensor, k: Tensor, v: Tensor, rank: int) -> None:
     """Check that three tensors share rank, dtype, device and head dimension, and that k and v have one shape."""
     check_forms(q, k, v, rank)
     queries, keys, values = q.shape, k.shape, v.shape
@@ -208,14 +208,14 @@ def _check_device(name: str, x: Tensor, q: Tensor) -> None:
         raise ValueError(f"{name} is on {x.device} but q is on {q.device}: call .to({str(q.device)!r})")
 
 
-def _check_mask(attn_mask: Tensor, q: Tensor, wanted: tuple[int, ...]) -> None:
+def _check_mask(attn_mask: Tensor, q: Tensor, expected: tuple[int, ...]) -> None:
     if attn_mask.dtype not in (torch.bool, *DTYPES):
         raise TypeError(f"attn_mask is {attn_mask.dtype}, expected bool (True = keep) or one of {DTYPES} (added)")
     _check_device("attn_mask", attn_mask, q)
     shape = tuple(attn_mask.shape)
-    fits = len(shape) <= 4 and all(a in (1, b) for a, b in zip(reversed(shape), reversed(wanted), strict=False))
+    fits = len(shape) <= 4 and all(a in (1, b) for a, b in zip(reversed(shape), reversed(expected), strict=False))
     if not fits:
-        raise ValueError(f"attn_mask {shape} does not broadcast to (B, Hq, Sq, Skv) = {wanted}")
+        raise ValueError(f"attn_mask {shape} does not broadcast to (B, Hq, Sq, Skv) = {expected}")
 
 
 def _check_caches(k_cache: Tensor, v_cache: Tensor) -> None:

@@ -261,8 +261,8 @@ def _differentiate(operator: CustomOpDef, tensors: int, backward: CustomOpDef) -
         is_causal, scale, backend = ctx.switches
         mask_too = masked and any(ctx.needs_input_grad[3:4])  # torch leaves out arguments that have their defaults
         switches = (is_causal, scale, mask_too, backend) if masked else ctx.switches
-        found = dispatch.call(backward, grad_out, grad_lse, *ctx.saved_tensors, *switches)
-        return *found[: 3 + mask_too], *(None,) * (count - 3 - mask_too)
+        grads = dispatch.call(backward, grad_out, grad_lse, *ctx.saved_tensors, *switches)
+        return *grads[: 3 + mask_too], *(None,) * (count - 3 - mask_too)
 
     operator.register_autograd(gradient, setup_context=remember)
     dispatch.shorten(operator, remember, gradient)
@@ -285,8 +285,8 @@ def write_pages(
     """
     operands.check_writes(k, v, (k_cache, v_cache), slot_mapping, key_anchors)
     if len(slot_mapping):
-        found = registry.provider("write_pages", k.device.type, k.shape[-1]) or pages
-        found.write_pages(k, v, k_cache, v_cache, slot_mapping, key_anchors)
+        writer = registry.provider("write_pages", k.device.type, k.shape[-1]) or pages
+        writer.write_pages(k, v, k_cache, v_cache, slot_mapping, key_anchors)
 
 
 @write_pages.register_fake

@@ -44,7 +44,7 @@ def tile_table(cu_seqlens: Tensor, block: int, tokens: int) -> tuple[Tensor, Ten
 Span = tuple[int, int]  # of tokens: the first, and the one behind the last
 
 
-def alike(
+def group_sequences(
     edges_q: Sequence[int], edges_k: Sequence[int], kind: Callable[[int, int], Hashable]
 ) -> list[tuple[list[Span], list[Span]]]:
     """Group the sequences that have queries and keys by the kind of their lengths.

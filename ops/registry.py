@@ -116,7 +116,7 @@ class Backend:
     def described(self) -> str:
         """Return the backend's name, or why another one serves in its place."""
         why = self.replaced()
-        return self.name if why is None else f"a stand-in for {self.name} ({why})"
+        return self.name if why is None else f"a fallback for {self.name} ({why})"
 
     def refusals(self, request: Request, *, by_name: bool = False) -> list[str]:
         """Return every reason why this backend cannot serve `request`; empty when it can."""
@@ -220,12 +220,12 @@ def provider(function: str, device: str, head_dim: int) -> ModuleType | None:
     return None
 
 
-def warn_of_emulation(request: Request, found: Backend) -> None:
+def warn_of_emulation(request: Request, serving: Backend) -> None:
     """Warn, once per cause, if a device's own kernels do not serve a call because of the machine or its head dimension.
 
     Options that only the reference has are a request for the emulation, so they cause no warning.
     """
-    if found.name != "reference":
+    if serving.name != "reference":
         return
     for backend in BACKENDS.values():
         able = replace(backend, missing=lambda: None, head_dims=HEAD_DIMS)
@@ -259,7 +259,7 @@ def servers(
         The backend that the calls name.
     """
     options, calls = options or AttentionOptions(), sorted(set(calls), key=lambda call: (str(call[0]), call[1]))
-    found = []
+    rows = []
     for device in device_types():
         served: dict[str, list[str]] = {}
         for dtype, head_dim in calls:
@@ -267,19 +267,19 @@ def servers(
             call = f"{str(dtype).removeprefix('torch.')}, head dim {head_dim}"
             served.setdefault(_who_serves(request, name), []).append(call)
         texts = [who if len(served) == 1 else f"{who} for {' and '.join(which)}" for who, which in served.items()]
-        found.append((device, "; ".join(texts)))
-    return tuple(found)
+        rows.append((device, "; ".join(texts)))
+    return tuple(rows)
 
 
 def _who_serves(request: Request, name: str | None) -> str:
     """Return the backend that serves a call and, in brackets, why the backends of higher priority do not."""
     try:
-        found = select(request, name)
+        serving = select(request, name)
     except NotImplementedError as refusal:
         return f"nobody ({refusal})"
     preferred = [] if name else [b for b in BACKENDS.values() if request.device in b.devices]
-    why = [f"{b.name}: {', '.join(b.refusals(request))}" for b in preferred if b.priority > found.priority]
-    return f"{found.described()} ({'; '.join(why)})" if why else found.described()
+    why = [f"{b.name}: {', '.join(b.refusals(request))}" for b in preferred if b.priority > serving.priority]
+    return f"{serving.described()} ({'; '.join(why)})" if why else serving.described()
 
 
 def npu_replaced() -> str | None:

@@ -2,8 +2,8 @@
 // tests/ascend_c/test_binding.py; never run on an NPU.
 //
 // Nothing here waits for the device or reads it, and all memory is torch's, so that calls can be captured in a graph.
-// K' and the workspace go back to torch's allocator when a call returns: whoever gets them next comes later in the
-// same stream.
+// K' and the workspace go back to torch's allocator when a call returns, because their next use comes later in the same
+// stream.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <acl/acl.h>
@@ -50,7 +50,7 @@ int64_t Blocks(int64_t keys) { return DivideUp<int64_t>(keys, kBlockKeys); }
 
 // ---- the chip
 
-// Memory sizes are those of the chip's name; core numbers are the runtime's, which may be told to use fewer.
+// Memory sizes follow from the chip's name. Core numbers come from the runtime, which may be configured to use fewer.
 std::string SocName()
 {
     const char* name = aclrtGetSocName();

@@ -1,11 +1,11 @@
-// What the binding, compiled by the host's compiler, asks of pasa.asc, compiled by CANN's: plain types on both sides.
+// Functions of pasa.asc, compiled by CANN, that the binding, compiled by the host's compiler, calls with plain types.
 #pragma once
 
 #include "../tiling/tiling.h"
 
 namespace pasa {
 
-// Device memory, null where a kernel is told that there is none. kernel/arguments.h says what each holds.
+// Device memory, null for an operand that a call does not have. kernel/arguments.h describes the operands.
 struct AttentionPointers {
     void* q;
     void* keys;

@@ -1,4 +1,4 @@
-// What the exact recovery asks of a vector core: whether a tile is good enough, and where it and the next one stand.
+// The exact recovery on a vector core: the test if an FP16 tile is accurate, and the frames of this tile and the next.
 #pragma once
 
 #include "next_reference.h"
@@ -14,10 +14,10 @@ class ExactRows : protected VectorState {
 protected:
     using VectorState::VectorState;
 
-    // Scores in nats to score_tile_, from a tile in FP32 where FP16 was too coarse; the largest of each row to kTop,
-    // and in the block's frame to kHere. Beside it, if there is a next block: what its anchor takes off; factor_, which
-    // is then that block's; q.f_j in its frame to kFramed, and to kCarried what the rows that see it gain by it. True
-    // if the tile came in FP32.
+    // Write scores in nats to score_tile_, from a tile in FP32 if FP16 was too coarse; the largest of each row to kTop,
+    // and the same in the block's frame to kHere. If there is a next block, also prepare the part that its anchor
+    // subtracts; factor_, which then is that block's; q.f_j in its frame, to kFramed; and to kCarried the change of
+    // frame for the rows that see the block. Return true if the tile came in FP32.
     __aicore__ inline bool ToFrame(const Task& task, uint32_t i, uint32_t j, uint32_t rows, RowMath& seeing,
                                    bool refers)
     {
@@ -71,9 +71,9 @@ protected:
         AscendC::PipeBarrier<PIPE_V>();
     }
 
-    // Whether a score stands so far above its reference (in a first tile: off it), or the reference above the running
-    // maximum, or all are so near to it for their scale, that the tile has to come in FP32. Rows that see
-    // nothing hold 0 in kFirst.
+    // Return if the tile has to come in FP32: a score is too far above its reference (in a first tile: too far from
+    // it), or the reference is too far above the running maximum, or the scale is too coarse for the distances of all.
+    // Fully masked rows hold 0 in kFirst.
     __aicore__ inline bool Judge(uint32_t i, uint32_t j, uint32_t rows, float factor, RowMath& seeing)
     {
         const Row reach = Number(kFirst);
@@ -101,7 +101,8 @@ protected:
         AscendC::CrossCoreSetFlag<kGroup, PIPE_MTE3>(kVerdictReady + i);
     }
 
-    // With a tiny scale even FP16's lowest number has weight. Hidden scores lie below it: then a tile is wide in vain.
+    // With a tiny scale even FP16's lowest number has weight. Masked scores lie below it, so they may cause an FP32
+    // tile that was not needed.
     __aicore__ inline bool HasBottom(uint32_t rows)
     {
         RowReduction<AscendC::ReduceType::MIN> bottom(work_, rows);
@@ -114,7 +115,7 @@ protected:
         return Extreme<AscendC::ReduceType::MIN>(Number(kFirst), rows, work_) <= -kHalfLargest;
     }
 
-    // What the frame and the anchor of block j take off, and its unit.
+    // Load the offsets of the frame and of the anchor of block j, and its unit.
     __aicore__ inline void LoadOffsets(const Task& task, uint32_t i, uint32_t j, uint32_t rows)
     {
         const uint32_t padded = RoundUp(rows, kFloatBlock);
@@ -142,7 +143,7 @@ protected:
         return in;
     }
 
-    // Near the mean score of the first block; in the frame of its own anchor nothing is taken off.
+    // The reference is the mean score of the first block; its frame is its anchor, so the offset is 0.
     __aicore__ inline void FirstReference(const Task& task, uint32_t i, uint32_t rows)
     {
         LoadOffsets(task, i, 0, rows);

@@ -1,30 +1,31 @@
-// The reference of a lane's next score tile: near which its scores are to lie, as two FP16 numbers for each row.
+// The reference of a lane's next score tile, near which its scores should lie, as two FP16 numbers for each row.
 #pragma once
 
 #include "rows.h"
 
 namespace pasa {
 
-// Nats off 0 at which a reference is clamped: below 0, and where it is a guess above 0 as well. Further off, FP32 would
-// round the sums that it enters too coarsely for scores near 0, which a row may see all the same.
+// Nats from 0 at which a reference is clamped: below 0, and for a guess above 0 as well. Further from 0, FP32 would
+// round the sums that the reference enters too coarsely for scores near 0, which the row may still see.
 constexpr float kFarthest = 0x1p11f;
 
-// Made in steps, each of which needs a barrier behind it. They go beside steps of the softmax, so that one serves both.
+// Computes the reference in steps, each followed by a barrier. They alternate with steps of the softmax, so that one
+// barrier serves both.
 class NextReference {
 public:
     using Row = RowMath::Row;
     using HalfTile = AscendC::LocalTensor<half>;
 
-    // What it works with. Numbers of rows: `wanted`, where the scores are to be near zero, in nats; `apart`, what the
-    // block's anchor takes off them, in units of the tile; `factor`, nats in such a unit; `offset`, for the nats that
-    // are to be added to the scores; `raised`, by how many units the reference had to be raised. FP16: `term` (64) and
-    // `spread` (64, 16) are its own, `out` (64, 16) is for the cube core.
+    // Operands and buffers. Numbers of rows: `wanted`, the reference in nats; `apart`, the part of the scores that the
+    // block's anchor subtracts, in units of the tile; `factor`, nats in such a unit; `offset`, the nats to be added to
+    // the scores; `raised`, by how many units the clamp raised the reference. FP16: `term` (64) and `spread` (64, 16)
+    // are scratch, `out` (64, 16) is for the cube core.
     struct Places {
         Row wanted, apart, factor, offset, raised, rho, high, rest;
         HalfTile term, spread, out;
     };
 
-    // That of a first tile is in `rho` already: a guess, which may be far above all scores that a row sees.
+    // The reference of a first tile is already in `rho`: a guess, which may be far above all scores that a row sees.
     __aicore__ inline NextReference(const Places& places, uint32_t rows, float factor, bool is_guess)
         : p_(places),
           all_(0, rows),
@@ -35,7 +36,7 @@ public:
         if (kFarthest < 2 * kHalfLargest * factor) lowest_ = -kFarthest / factor;
         if (is_guess) highest_ = -lowest_;
     }
-    // Nothing to make.
+    // No reference: there is no next tile.
     __aicore__ inline NextReference() : all_(0, 0), step_(kSteps) {}
 
     __aicore__ inline HalfTile Out() const { return p_.out; }

@@ -1,4 +1,4 @@
-// K' for the exact recovery, on the vector cores: an anchor for each column of a block, taken off without rounding.
+// K' for the exact recovery, on the vector cores: each column of a block less its anchor, without rounding.
 #pragma once
 
 #include "arguments.h"

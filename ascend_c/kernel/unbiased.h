@@ -1,17 +1,17 @@
-// Rounding outputs to 16 bits without the one-sided error of repeated maxima: rows that lean are rounded by lot.
-// ops/numerics/dither.py says why, and gives the same bits.
+// Round outputs to 16 bits without the one-sided error of repeated maxima: a row whose rounding errors deviate by more
+// than 4.25 sigma is flagged, and rounded stochastically. ops/numerics/dither.py explains why, and has the same bits.
 #pragma once
 
 #include "rows.h"
 
 namespace pasa {
 
-// A wave of a dropped fraction is a bit of g + c, where g holds its first five bits, and of g alone for a sine: adding
-// half of a bit's period turns the sine into the cosine. So one product and one sum make all of them, in copies of g
-// that do not touch:
+// The sign of a square wave of a dropped fraction is one bit: of g for a sine, of g + c for a cosine, where g holds the
+// fraction's first five bits. Adding half of a bit's period turns the sine into the cosine. So one product and one sum
+// form all signs, in copies of g that do not overlap:
 //   bits 0 to 5, 7 to 12, 13 to 18   g + 1, g + 2, g + 8; cosines of the places 4, 3, 1 are the bits 1, 9, 17
 //   bits 19 to 23, 26 to 30          g and g; sines of the places 4 and 3 are the bits 20 and 28
-// Eight places apart, 64 of each add up in one FP32 number without a rounding, and come apart by one.
+// The signs are eight places apart, so sums of 64 share one FP32 number without rounding, and can be separated.
 constexpr int32_t kCopies = 1 | 1 << 7 | 1 << 13 | 1 << 19 | 1 << 26;
 constexpr int32_t kPhases = 1 | 2 << 7 | 8 << 13;
 constexpr uint32_t kCosines = 1u << 1 | 1u << 9 | 1u << 17, kSines = 1u << 20 | 1u << 28;
@@ -22,12 +22,11 @@ constexpr uint32_t kMinusInfinityBits = 0xff800000;
 constexpr uint32_t kHalfNormal = 0x38800000, kHalfMost = 0x477fe000;
 constexpr uint32_t kBf16Normal = 0x00800000, kBf16Most = 0x7f7f0000;
 
-// Of the lots: every product and sum stays below 2^31.
+// Constants of the hash that makes the random bits: every product and sum stays below 2^31.
 constexpr int32_t kKeyStep = 31865;
 constexpr int32_t kLowFactor = 12285, kHighFactor = 14973, kFirstFactor = 26417, kSecondFactor = 31069;
 
-// Outputs of the rows of a vector core. All of it works in the score tile and in the buffer of row reductions, which
-// are free by then.
+// Rounds the output rows of a vector core, in the score tile and the buffer of row reductions, which are free by then.
 class UnbiasedRounding {
 public:
     using FloatTile = AscendC::LocalTensor<float>;
@@ -48,7 +47,7 @@ public:
     {
     }
 
-    // Whether any of the rows at `out` leans; then those that do are noted for Draw.
+    // Return if any of the rows at `out` is flagged; if so, note the flagged rows for Draw.
     __aicore__ inline bool Leans(const FloatTile& out)
     {
         CountWaves(out);
@@ -61,9 +60,9 @@ public:
         return true;
     }
 
-    // Columns from `first` on, which stand at `out`, become values of the target, rounded up by the chance of what is
-    // dropped. Not in rows that do not lean, nor where the target's spacing is no longer relative, nor beyond its
-    // largest number: a draw there may be infinite.
+    // Round the columns from `first` on, which are at `out`, stochastically: up with a probability equal to the dropped
+    // fraction. Rows that are not flagged, subnormals and numbers beyond the target's largest do not change, because
+    // rounding these up could give infinity.
     __aicore__ inline void Draw(const FloatTile& out, uint32_t first, uint32_t width)
     {
         for (uint32_t c = 0; c < width; c += kFloats) {
@@ -78,7 +77,8 @@ private:
     using Words = AscendC::LocalTensor<uint32_t>;
     using Integers = AscendC::LocalTensor<int32_t>;
 
-    // The second half of work_: keys of columns. The first one holds what is drawn, a bit each, and numbers of rows.
+    // The second half of work_ holds the keys of columns. The first half holds a bit for each number that is rounded
+    // stochastically, and numbers of rows.
     static constexpr uint32_t kKeys = RowReduction<AscendC::ReduceType::SUM>::kPart;
     static_assert(kMaxDim <= RowReduction<AscendC::ReduceType::SUM>::kPart, "every column has a key");
 
@@ -114,9 +114,9 @@ private:
                      AscendC::BinaryRepeatParams(1, 1, 0, kTileBlocks, kTileBlocks, 0));
     }
 
-    // ---- which rows lean
+    // ---- which rows are flagged
 
-    // Cosines to low_, sines to high_: how many of the columns have each bit.
+    // Count the columns that have each bit: cosines to low_, sines to high_.
     __aicore__ inline void CountWaves(const FloatTile& out)
     {
         const uint32_t columns = t_.unbiased_columns;
@@ -150,7 +150,7 @@ private:
         AscendC::PipeBarrier<PIPE_V>();
     }
 
-    // The sums apart, and what they say to low_: not below zero in rows that lean.
+    // Separate the sums, and write the result to low_: not below zero in flagged rows.
     __aicore__ inline void Judge()
     {
         RowMath all(0, rows_);
@@ -205,7 +205,7 @@ private:
 
     // The bits of a magnitude are moved down until those of the target's largest number are of -infinity. Larger ones
     // are then NaN or positive, smaller ones nearer to zero, and no move leaves int32_t: one comparison finds what is
-    // normal and not too large. In rows that do not lean it finds the largest number alone, which a draw keeps.
+    // normal and not too large. In rows that are not flagged it finds only the largest number, which rounding keeps.
     __aicore__ inline void NoteLimits()
     {
         RowMath all(0, rows_);
@@ -220,10 +220,10 @@ private:
         Spread(Limits(), limit, rows_, kTileBlocks);  // Draw has barriers before it looks at what is spread
     }
 
-    // ---- lots: of a row a factor and a start, of a column a key
+    // ---- random bits: a row gives a factor and a start, a column gives a key
 
-    // Of each row the sum of its first numbers' halves, to high_: below 2^23, so FP32 rounds none. Columns that are not
-    // there are 0 since CountWaves.
+    // Sum the halves of each row's first numbers, to high_: below 2^23, so FP32 rounds none. Missing columns are 0
+    // since CountWaves.
     __aicore__ inline void AddHalves(const FloatTile& out)
     {
         const uint32_t columns = t_.unbiased_columns;
@@ -243,7 +243,7 @@ private:
         AscendC::PipeBarrier<PIPE_V>();
     }
 
-    // The sums hashed to factors of 15 bits, and to starts of 24 whose low 8 are 0.
+    // Hash the sums to factors of 15 bits, and to starts of 24 bits whose low 8 are 0.
     __aicore__ inline void HashRows()
     {
         const int32_t rows = static_cast<int32_t>(rows_);
@@ -268,7 +268,8 @@ private:
         Spread(Starts(), high_, rows_, kTileBlocks);
     }
 
-    // The low bits of high_ times `factor`, and those from the 16th on times `high_factor`, or squared.
+    // One round of the hash: the low bits of high_ times `factor`, plus those from the 16th on times `high_factor`, or
+    // squared.
     __aicore__ inline void Stir(uint32_t bits, int32_t factor, int32_t high_factor = 0)
     {
         const int32_t rows = static_cast<int32_t>(rows_);
@@ -291,7 +292,7 @@ private:
         AscendC::PipeBarrier<PIPE_V>();
     }
 
-    // Of column j the low 15 bits of j kKeyStep, made odd.
+    // Make the key of every column j: the low 15 bits of j kKeyStep, made odd.
     __aicore__ inline void MakeKeys()
     {
         const int32_t columns = static_cast<int32_t>(t_.dim);
@@ -312,7 +313,7 @@ private:
 
     // ---- a part of the columns, in the left half
 
-    // A bit for each number, to work_: whether it is drawn.
+    // Set a bit in work_ for each number that is rounded stochastically.
     __aicore__ inline void FindDrawn(const FloatTile& out, uint32_t columns)
     {
         const Integers moved = Left().ReinterpretCast<int32_t>();
@@ -338,7 +339,7 @@ private:
         AscendC::PipeBarrier<PIPE_V>();
     }
 
-    // As many bits of the lot as are dropped, from its eighth on, are added to the number before they are cut off.
+    // Add as many random bits as are dropped, from the eighth on, to the number, and truncate it.
     __aicore__ inline void RoundByLot(const FloatTile& out, uint32_t columns)
     {
         const Integers words = Left().ReinterpretCast<int32_t>();

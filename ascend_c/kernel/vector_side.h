@@ -6,8 +6,8 @@
 
 namespace pasa {
 
-// A running maximum before the first key: below every score, which is below 2^43 units of at most 2^80 nats. Rows that
-// see no key at all may find hidden ones above it; what they make of them is set aside in the end.
+// A running maximum before the first key: below every score, which is below 2^43 units of at most 2^80 nats. Fully
+// masked rows may find masked scores above it; their result is replaced at the end.
 constexpr float kNothing = -0x1p125f;
 constexpr uint32_t kMinusInfinity = 0xff800000;  // the device's headers have no INFINITY
 // Weights are 2^15 exp(score - running maximum): within FP16, and zero only 27.8 nats below the maximum.
@@ -91,7 +91,7 @@ private:
         AscendC::CrossCoreSetFlag<kGroup, PIPE_MTE3>(kWeightsReady + i);
     }
 
-    // The score tile in FP32 to score_tile_, what a row does not see hidden, and the largest of each row to kTop.
+    // Write the score tile in FP32 to score_tile_, with masked scores replaced, and the largest of each row to kTop.
     __aicore__ inline void LoadScores(const Task& task, uint32_t i, uint32_t j, uint32_t rows)
     {
         HalfTile narrow = narrow_in_.AllocTensor<half>();
@@ -141,7 +141,7 @@ private:
             all.Add(carried, carried, larger);
         }
         AscendC::PipeBarrier<PIPE_V>();
-        const bool late = wide || t_.scale > kLargestLifted;  // a score in FP32 may be too large to take a few nats off
+        const bool late = wide || t_.scale > kLargestLifted;  // a score in FP32 may be too large to subtract a few nats
         if (!late) {
             all.Lower(shift, shift, kLiftNats);
             next.Step();
@@ -267,12 +267,12 @@ private:
         const LaneTask& lane = task.lane[i];
         const uint32_t rows = Mine(lane.rows);
         if (rows == 0) return;
-        const uint32_t blind = Blind(task, lane, 0, rows);  // rows that see nothing at all
+        const uint32_t blind = Blind(task, lane, 0, rows);  // fully masked rows
         RowMath all(0, rows), never(0, blind);
         const Row maximum = Number(i, kMaximum), sum = Number(i, kSum), frame = Number(i, kFrame);
         AscendC::PipeBarrier<PIPE_V>();
         never.Set(sum, 1.0f);
-        if (blind > 0) {  // with a tiny scale hidden scores had weight
+        if (blind > 0) {  // with a tiny scale, masked scores had weight
             AscendC::Duplicate(Output(i), 0.0f, blind * t_.dim);
         }
         if (!kExact) all.Scale(frame, frame, t_.invariance);

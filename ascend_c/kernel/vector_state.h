@@ -1,4 +1,4 @@
-// What a vector core keeps: its buffers, numbers of its rows, and which keys those rows see.
+// The state of a vector core: its buffers, numbers of its rows, and the keys that those rows see.
 #pragma once
 
 #include "arguments.h"
@@ -41,7 +41,7 @@ protected:
     {
         return rows <= skipped_ ? 0 : Least(kHalfRows, rows - skipped_);
     }
-    // How many of this core's first rows see no key of block j.
+    // Return how many of this core's first rows see no key of block j.
     __aicore__ inline uint32_t Blind(const Task& task, const LaneTask& lane, uint32_t j, uint32_t rows) const
     {
         if (task.keys <= j * kBlockKeys) return rows;

@@ -12,7 +12,7 @@ namespace pasa {
 constexpr uint64_t kKiB = 1024;
 
 // What of a chip decides on tiles: cores, and bytes a core may use (the vendor's documents; 256 bytes of UB and L1 are
-// taken in mixed kernels, 8 KiB of UB unless the compiler is told --cce-disable-asc-reserved-ubuf).
+// reserved in mixed kernels, and 8 KiB of UB without the compiler option --cce-disable-asc-reserved-ubuf).
 struct Chip {
     const char* name;
     uint32_t cube_cores;
@@ -59,7 +59,7 @@ struct Settings {
     bool saturates = false;
     bool has_lengths = false;
     bool keep_scores = false;
-    uint32_t unbiased_columns = 0;  // of a row, by which unbiased rounding tells whether it leans; 0: to nearest
+    uint32_t unbiased_columns = 0;  // columns of a row that unbiased rounding tests to flag it; 0: round to nearest
     bool to_bf16 = false;
     double scale = 1.0;
     double invariance = 0.0;  // paper: beta / (1 - beta)
@@ -96,7 +96,7 @@ constexpr uint64_t L1Bytes(uint32_t dim, uint32_t lanes)
                 2 * kTileRows * kBlockKeys + kTileRows * kFractal);
 }
 
-// By how many more columns of one sign than of the other a row leans: 4.25 sigmas (ops/numerics/dither.py).
+// The excess of columns of one sign over the other that flags a row: 4.25 sigma (ops/numerics/dither.py).
 inline uint32_t Leaning(uint32_t columns) { return static_cast<uint32_t>(std::ceil(4.25 * std::sqrt(columns))); }
 
 inline AttentionTiling PlanAttention(const Shape& shape, const Settings& settings, const Chip& chip)

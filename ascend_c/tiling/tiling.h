@@ -1,4 +1,4 @@
-// What the host tells the kernels: plain numbers from shape and chip. Pure C++17, for the host and the device.
+// Numbers that the host passes to the kernels, from shape and chip. Pure C++17, for the host and the device.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ constexpr uint32_t kLanes = 2;        // query tiles that a group works on in tu
 constexpr uint32_t kMaxDim = 256;
 constexpr uint32_t kChunk = 128;  // columns of an operand in one half of L0A or L0B
 constexpr uint32_t kBlockBytes = 32;  // of the vector cores' memory: the smallest copy
-constexpr uint32_t kWaveColumns = 64;  // of a row that unbiased rounding looks at, at most
+constexpr uint32_t kWaveColumns = 64;  // most columns of a row that unbiased rounding tests
 constexpr uint32_t kVerdictWords = kBlockBytes / sizeof(int32_t);  // of each vector core
 constexpr uint32_t kUnitCopies = kBlockBytes / sizeof(float);      // of the unit of a block of keys
 
@@ -27,8 +27,8 @@ struct LaneWorkspace {
     uint64_t weights;    // FP16 (128, 128), P
     uint64_t product;    // FP32 (128, D), P V
     uint64_t reference;  // FP16 (128, 16): rho, its high term in even columns, its low term in odd ones
-    uint64_t verdict;    // int32 (2, 8): whether a vector core wants the tile in FP32
-    uint64_t offsets;    // FP32 (2 blocks, 128): what `anchor rows` make with the queries
+    uint64_t verdict;    // int32 (2, 8): not 0 if a vector core needs the tile in FP32
+    uint64_t offsets;    // FP32 (2 blocks, 128): products of the anchor rows and the queries
     uint64_t bytes;
 };
 
@@ -44,8 +44,8 @@ struct AttentionTiling {
     uint32_t causal;
     uint32_t saturates;    // the overflow mode: CTRL[48] = 0
     uint32_t has_lengths;  // keys of each batch entry, otherwise all
-    uint32_t unbiased_columns;  // of a row, by which unbiased rounding tells whether it leans; 0: round to nearest
-    uint32_t leaning;           // by how many more columns of one sign than of the other
+    uint32_t unbiased_columns;  // columns of a row that unbiased rounding tests to flag it; 0: round to nearest
+    uint32_t leaning;           // excess of columns of one sign over the other that flags a row
     uint32_t to_bf16;           // outputs are BF16; otherwise FP16
     uint32_t keep_scores;  // store every FP16 score tile, for diagnosis
     float scale;

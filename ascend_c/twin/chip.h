@@ -20,9 +20,9 @@ struct ChipFacts {
     int aic_cores = 20;  // 910B3
     int aiv_cores = 40;
     size_t ub = 192 * kKiB;
-    size_t ub_reserved_mix = 256;  // taken in mixed kernels
+    size_t ub_reserved_mix = 256;  // reserved in mixed kernels
     size_t ub_reserved_select =
-        8 * kKiB;  // taken unless the compiler is told --cce-disable-asc-reserved-ubuf; Select needs it
+        8 * kKiB;  // reserved without the option --cce-disable-asc-reserved-ubuf; Select needs it
     size_t l1 = 512 * kKiB;
     size_t l1_reserved_mix = 256;
     size_t l0a = 64 * kKiB;

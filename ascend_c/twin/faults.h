@@ -6,7 +6,7 @@
 
 namespace twin {
 
-// The place of an API call. Every API function ends with `Here here = Here::now()`, so kernel sources stay as they are.
+// The place of an API call. Every API function ends with `Here here = Here::now()`, so kernel sources need no change.
 struct Here {
     const char* file = "";
     int line = 0;

@@ -252,11 +252,11 @@ inline void prepare(Instruction& op, const Plan& plan, const Operand& dst, std::
     dst.runs(plan, [&](size_t at, size_t n) { op.write(dst.span, at, n); });
 }
 
-// The type in which values are worked on: floating point in float, rounded once per operation; integers as they are.
+// The type in which values are computed: floating point in float, rounded once per operation; integers unchanged.
 template <typename T>
 using Wide = std::conditional_t<is_one_of<T, half, bfloat16_t, float>, float, T>;
 
-// The active lanes of one repeat, as they are.
+// The active lanes of one repeat, in their type.
 template <typename T>
 void load_bits(const Operand& o, const Plan& plan, int64_t r, T* out)
 {

@@ -33,7 +33,7 @@ from pasa.ops.numerics.formats import FORMATS, Format, Overflow, get_format, rou
 COLUMNS = 64
 # Deviation of a wave's signs, in sigmas, that flags a row: 49 of 64 columns. One of a row's four
 # waves reaches it in one of 10,000 random rows.
-LEANING = 4.25
+FLAG_SIGMAS = 4.25
 # Step between the keys of two columns, the best of 56 that were tried. Keys of 64 columns are at
 # least 260 apart. Of 256 columns, two pairs have keys 14 apart and random bits that correlate by
 # 0.45. The signs of 1,024 rows then have a spectral norm of up to 1.33 times that of fair coins.
@@ -67,8 +67,8 @@ def round_unbiased(x: Tensor, fmt: str | Format | torch.dtype, overflow: Overflo
     if x.dtype != torch.float32:
         raise TypeError(f"round_unbiased reads the bits of FP32, not of {x.dtype}")
     target = get_format(fmt)
-    drawn = round_drawn(x, target, overflow)
-    return torch.where(is_structured(x, target), drawn, round_to(x, target, overflow=overflow))
+    stochastic = round_stochastic(x, target, overflow)
+    return torch.where(is_structured(x, target), stochastic, round_to(x, target, overflow=overflow))
 
 
 def is_structured(x: Tensor, fmt: str | Format | torch.dtype, columns: int = COLUMNS) -> Tensor:
@@ -83,23 +83,23 @@ def is_structured(x: Tensor, fmt: str | Format | torch.dtype, columns: int = COL
     dropped = FP32.mantissa_bits - get_format(fmt).mantissa_bits
     bits = _bits(x[..., :columns])
     columns = bits.shape[-1]
-    limit = leaning(columns)
+    limit = flag_limit(columns)
 
     def wave(word: Tensor, place: int) -> Tensor:
         """Sum, over the columns, the signs of bit `place` below the last kept bit."""
         return 2 * ((word >> (dropped - place)) & 1).sum(-1, keepdim=True) - columns
 
     edges = bits ^ (bits << 1)  # set where a bit and the next one differ: the cosine of the same period
-    leans = torch.zeros_like(bits[..., :1], dtype=torch.bool)
+    flagged = torch.zeros_like(bits[..., :1], dtype=torch.bool)
     for word in (bits, edges):
         for place in (3, 4):
-            leans |= wave(word, place).abs() >= limit
-    return leans & (wave(edges, 1) > -limit)
+            flagged |= wave(word, place).abs() >= limit
+    return flagged & (wave(edges, 1) > -limit)
 
 
-def leaning(columns: int) -> int:
+def flag_limit(columns: int) -> int:
     """Return the least sum of that many signs (1 or -1) that flags a row."""
-    return math.ceil(LEANING * math.sqrt(columns))
+    return math.ceil(FLAG_SIGMAS * math.sqrt(columns))
 
 
 def _bits(x: Tensor) -> Tensor:
@@ -107,7 +107,7 @@ def _bits(x: Tensor) -> Tensor:
     return x.contiguous().view(torch.int32).long() & 0xFFFFFFFF
 
 
-def round_drawn(x: Tensor, fmt: str | Format | torch.dtype, overflow: Overflow = "inf") -> Tensor:
+def round_stochastic(x: Tensor, fmt: str | Format | torch.dtype, overflow: Overflow = "inf") -> Tensor:
     """Round up with a probability equal to the dropped fraction: add random bits below one spacing, then truncate.
 
     Subnormals, and values beyond the largest of the format, are rounded to nearest.
@@ -115,13 +115,13 @@ def round_drawn(x: Tensor, fmt: str | Format | torch.dtype, overflow: Overflow =
     target = get_format(fmt)
     dropped = FP32.mantissa_bits - target.mantissa_bits
     bits = _bits(x)
-    kept = (bits + (lots(bits) & ((1 << dropped) - 1))) >> dropped << dropped
-    drawn = (kept - ((kept >> 31) << 32)).to(torch.int32).view(torch.float32)
+    kept = (bits + (random_bits(bits) & ((1 << dropped) - 1))) >> dropped << dropped
+    stochastic = (kept - ((kept >> 31) << 32)).to(torch.int32).view(torch.float32)
     normal = (x.abs() >= target.min_normal) & (x.abs() <= target.max)  # rounding a larger value up would give infinity
-    return torch.where(normal, drawn, round_to(x, target, overflow=overflow))
+    return torch.where(normal, stochastic, round_to(x, target, overflow=overflow))
 
 
-def lots(bits: Tensor) -> Tensor:
+def random_bits(bits: Tensor) -> Tensor:
     """Return 16 random bits for each number of rows of bit patterns (..., D).
 
     They are a hash of a factor and a start, which the row gives, and a key, which the column gives.
@@ -131,20 +131,20 @@ def lots(bits: Tensor) -> Tensor:
     first = bits[..., :COLUMNS]
     word = ((first & 0xFFFF) + (first >> 16)).sum(-1, keepdim=True)  # below 2^23
     key = (torch.arange(bits.shape[-1], device=bits.device) * KEY_STEP & 0x7FFF) | 1
-    factor, start = drawn_by(word)
+    factor, start = hash_row(word)
     return ((factor * key + start) >> 8) & 0xFFFF
 
 
-def drawn_by(word: Tensor) -> tuple[Tensor, Tensor]:
+def hash_row(word: Tensor) -> tuple[Tensor, Tensor]:
     """Return the factor (15 bits) and start (24 bits, the low 8 are 0) of a row whose numbers add up to `word`.
 
     This is a hash whose products and sums all stay below 2^31. Each round multiplies the low 15
     bits and squares the rest.
     """
     v = (word & 0xFFFF) * 12285 + (word >> 16) * 14973
-    v = _stir(_stir(v, 26417), 31069)
-    return (v >> 8) & 0x7FFF, _stir(v, 26417) & 0xFFFF00
+    v = _hash_round(_hash_round(v, 26417), 31069)
+    return (v >> 8) & 0x7FFF, _hash_round(v, 26417) & 0xFFFF00
 
 
-def _stir(v: Tensor, factor: int) -> Tensor:
+def _hash_round(v: Tensor, factor: int) -> Tensor:
     return (v & 0x7FFF) * factor + (v >> 16) ** 2

@@ -75,8 +75,8 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> tuple[Ten
     anchor : Tensor (B, Hkv, 1, D), FP16
         See frames.py.
     """
-    found: tuple[Tensor, Tensor, Tensor] = _RingAttention.apply(q, k, v, call)  # type: ignore[no-untyped-call]
-    return found
+    results: tuple[Tensor, Tensor, Tensor] = _RingAttention.apply(q, k, v, call)  # type: ignore[no-untyped-call]
+    return results
 
 
 class _RingAttention(torch.autograd.Function):
@@ -93,8 +93,8 @@ class _RingAttention(torch.autograd.Function):
         merge = Merge(half, wide=frames.shifts is not None)
         for source, (shifted, passing) in call.ring.rotate(held, call.lengths):
             for (rows, seen, is_causal), shift in frames.pieces(call.part(source), source):
-                found = call.attend(half[:, :, rows], shifted[:, :, seen], passing[:, :, seen], is_causal, shift)
-                merge.add(rows, *found)
+                results = call.attend(half[:, :, rows], shifted[:, :, seen], passing[:, :, seen], is_causal, shift)
+                merge.add(rows, *results)
         mean, lse = merge.finish()
         if any(ctx.needs_input_grad):
             ctx.save_for_backward(half, held, mean, lse)

@@ -7,7 +7,7 @@ What the anchor adds to a row's scores, scale * q.anchor, is left out of all num
 compared. In almost every model nothing more is needed.
 
 If biases differ by block, no single anchor suits all keys. Then each rank cuts its keys into spans.
-Each span has a frame of its own, which can be subtracted exactly from all its keys. The LSE of a
+Each span has a separate frame, which can be subtracted exactly from all its keys. The LSE of a
 span is small in its frame, and the difference between two frames, scale * q.(f - g), is formed in
 FP64 (merge.py).
 
@@ -101,13 +101,13 @@ def agree(q: Tensor, k: Tensor, lengths: tuple[int, ...], scale: float, ring: Ri
     far = _reach(shifted, nats).max() > REACH
     if not bool(torch.stack(ring.gather(far.to(torch.uint8).reshape(1))).any()):
         return Frames(anchor, tuple((0, length) for length in lengths), None)
-    starts, own = cut_spans(shifted, nats)
-    most = max(count for (count,) in ring.tell([len(starts)], k.device))
-    told = ring.tell([*starts, *[-1] * (most - len(starts))], k.device)
-    padded = own.new_zeros((most, *own.shape[1:]))
-    padded[: len(starts)] = own
+    starts, anchors = cut_spans(shifted, nats)
+    limit = max(count for (count,) in ring.tell([len(starts)], k.device))
+    stated = ring.tell([*starts, *[-1] * (limit - len(starts))], k.device)
+    padded = anchors.new_zeros((limit, *anchors.shape[1:]))
+    padded[: len(starts)] = anchors
     edges = tuple(
-        (*(start for start in each if start >= 0), length) for each, length in zip(told, lengths, strict=True)
+        (*(start for start in each if start >= 0), length) for each, length in zip(stated, lengths, strict=True)
     )
     every = torch.stack(ring.gather(padded))
     if not bool(every.any()):  # The keys are long, and no frame makes them shorter.
@@ -163,8 +163,8 @@ def cut_spans(k: Tensor, nats: Tensor) -> tuple[list[int], Tensor]:
     """
     edges = _cells(k, nats)
     x = _gather_cells(k, edges)
-    own = _cell_anchors(x)
-    allowed = torch.clamp(2 * _reach(x - own, nats.unsqueeze(2)), min=REACH)
+    anchors = _cell_anchors(x)
+    allowed = torch.clamp(2 * _reach(x - anchors, nats.unsqueeze(2)), min=REACH)
 
     def suited(frame: Tensor, first: int, stop: int) -> int:
         """Return how many cells from `first` on the frame serves, up to the first that it does not serve."""
@@ -173,7 +173,7 @@ def cut_spans(k: Tensor, nats: Tensor) -> tuple[list[int], Tensor]:
         near = (_reach(part - frame, nats.unsqueeze(2)) <= allowed[:, :, first:stop]).all(-1).all(0).all(0)
         return int((exact & near).int().cumprod(0).sum())
 
-    starts, frames = [0], [torch.zeros_like(own[:, :, :1])]
+    starts, frames = [0], [torch.zeros_like(anchors[:, :, :1])]
     cell, ahead, cells = 0, 1, len(edges) - 1
     while cell < cells:
         stop = min(cell + ahead, cells)
@@ -182,7 +182,7 @@ def cut_spans(k: Tensor, nats: Tensor) -> tuple[list[int], Tensor]:
         # on average.
         ahead *= 2
         if cell < stop:
-            nearest = own[:, :, cell : cell + 1]
+            nearest = anchors[:, :, cell : cell + 1]
             if cell:
                 starts.append(edges[cell])
                 frames.append(nearest)
@@ -198,9 +198,6 @@ def _cells(k: Tensor, nats: Tensor) -> list[int]:
     A cell ends before a key that lies more than REACH from the previous key, because a bias begins
     or ends there. If that happens more than CUTS times in a block, its keys share no bias and cuts
     would gain nothing, so the block stays whole.
-
-    A cell ends before a key that lies more than REACH from the one before it: there a bias begins or ends. Where that
-    happens more often than CUTS times in a block, keys are wild, and such cuts would gain nothing.
     """
     jumps = (_reach(k.float().diff(dim=2), nats) > REACH).any(0).any(0)
     cuts = [[start] for start in range(0, k.shape[2], BLOCK)]
@@ -215,8 +212,8 @@ def _gather_cells(k: Tensor, edges: list[int]) -> Tensor:
     """Return keys by cells, (B, Hkv, cells, BLOCK, D), FP32: NaN behind the last key of a cell."""
     first, last = (torch.tensor(part, device=k.device)[:, None] for part in (edges[:-1], edges[1:]))
     index = first + torch.arange(BLOCK, device=k.device)
-    found = k.float()[:, :, index.clamp(max=k.shape[2] - 1)]
-    return found.masked_fill((index >= last)[..., None], torch.nan)
+    keys = k.float()[:, :, index.clamp(max=k.shape[2] - 1)]
+    return keys.masked_fill((index >= last)[..., None], torch.nan)
 
 
 def _cell_anchors(x: Tensor) -> Tensor:

@@ -40,9 +40,9 @@ class Ring:
     def gather(self, x: Tensor) -> list[Tensor]:
         """Return the tensor of every rank; all have one shape and dtype."""
         x = x.contiguous()
-        found = [torch.empty_like(x) for _ in range(self.size)]
-        dist.all_gather(found, x, group=self.group)
-        return found
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        dist.all_gather(parts, x, group=self.group)
+        return parts
 
     def tell(self, numbers: Sequence[int], device: torch.device) -> list[list[int]]:
         """Return the integers of every rank, on the host."""

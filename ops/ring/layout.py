@@ -48,8 +48,8 @@ def chunks_of(rank: int, total: int, ranks: int) -> tuple[slice, slice]:
 
 def lengths(total: int, ranks: int) -> tuple[tuple[int, int], ...]:
     """Return the lengths of the early and the late chunk of every rank."""
-    found = (chunks_of(rank, total, ranks) for rank in range(ranks))
-    return tuple((early.stop - early.start, late.stop - late.start) for early, late in found)
+    chunks = (chunks_of(rank, total, ranks) for rank in range(ranks))
+    return tuple((early.stop - early.start, late.stop - late.start) for early, late in chunks)
 
 
 def visible_part(rank: int, source: int, early: tuple[int, ...]) -> Part:

@@ -51,5 +51,5 @@ def half_step(weight: Tensor, bias: Tensor | None, y: Tensor) -> tuple[Tensor, T
 def fused(weight: Tensor, bias: Tensor | None) -> bool:
     """Return whether the Triton kernel serves these weights."""
     sixteen = weight.dtype in (torch.float16, torch.bfloat16) and weight.shape[1] in FUSED_DIMS
-    here = weight.is_cuda and weight.is_contiguous() and importlib.util.find_spec("triton") is not None
-    return sixteen and here and bias is None
+    on_gpu = weight.is_cuda and weight.is_contiguous() and importlib.util.find_spec("triton") is not None
+    return sixteen and on_gpu and bias is None

@@ -1,7 +1,7 @@
-"""Triton kernel of half a step of power iteration: W Wᵀ y of every head, its weights read once.
+"""Triton kernel of half a step of power iteration: W Wᵀ y of every head, with one read of the weights.
 
-A program takes pieces of the columns of one head: t = Wᵀy of a piece is complete there, and W t is its share of the
-sum over all columns. What two products would read twice is read once.
+A program processes pieces of the columns of one head. Its t = Wᵀy of a piece is complete, and its W t is a part of the
+sum over all columns. Two separate products would read the weights twice.
 """
 
 import triton
@@ -15,13 +15,13 @@ def half_step_kernel(
     p_out,  # (H, G, D), FP32, zeros: W t
     p_square,  # (H, G), FP32, zeros: |t|^2
     columns,  # d
-    pieces,  # of BLOCK_C columns, of a program
+    pieces,  # pieces of BLOCK_C columns that a program processes
     GROUP: tl.constexpr,
     BLOCK_G: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """t = Wᵀ y / |y| of pieces of the columns, and what they add to W t and to |t|^2."""
+    """Compute t = Wᵀ y / |y| of some pieces of the columns, and add their parts to W t and |t|^2."""
     head, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     o_g, o_d = tl.arange(0, BLOCK_G), tl.arange(0, DIM)
     m_g = o_g < GROUP

@@ -14,7 +14,7 @@ from pasa.ops.attention.ascend.backend import paper_matrix
 from pasa.ops.attention.options import AttentionOptions
 from pasa.ops.attention.spec import attention as reference
 from pasa.ops.attention.spec import scores
-from pasa.ops.attention.spec.scores import Block, Tile
+from pasa.ops.attention.spec.scores import Block, ScoreTile
 from pasa.ops.attention.spec.shift_keys import shift_exact, shift_paper, whole_blocks
 from pasa.ops.numerics.dither import COLUMNS
 from tests.ascend_c.twin_build import Program
@@ -52,7 +52,7 @@ class Call:
         return -(-self.k.shape[2] // BLOCK)
 
     def settings(self) -> dict[str, Any]:
-        """What a program wants to know."""
+        """Return the settings that a program needs."""
         batch, heads, rows, dim = self.q.shape
         kv_heads, keys = self.k.shape[1:3]
         shape = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "rows": rows, "keys": keys, "dim": dim}
@@ -64,7 +64,7 @@ class Call:
 
 @dataclass
 class Run:
-    """What a program gave."""
+    """Hold the report and the arrays of a program."""
 
     report: dict[str, Any]
     arrays: dict[str, Tensor] = field(default_factory=dict)
@@ -77,52 +77,52 @@ def array(x: Tensor) -> np.ndarray:
     return x.detach().contiguous().numpy()
 
 
-def given(x: Call) -> dict[str, np.ndarray]:
-    """Inputs of both programs."""
-    found = {"q": array(x.q), "k": array(x.k), "v": array(x.v)}
+def input_arrays(x: Call) -> dict[str, np.ndarray]:
+    """Return the inputs that both programs share."""
+    result = {"q": array(x.q), "k": array(x.k), "v": array(x.v)}
     if x.lengths is not None:
-        found["lengths"] = array(x.lengths.int())
+        result["lengths"] = array(x.lengths.int())
     if not x.exact:
-        found["k"] = array(whole_blocks(x.k, BLOCK))
-        found["matrix"] = array(matrix_of(x)[0])
-    return found
+        result["k"] = array(whole_blocks(x.k, BLOCK))
+        result["matrix"] = array(matrix_of(x)[0])
+    return result
 
 
 def matrix_of(x: Call) -> tuple[Tensor, float]:
-    """M of the published recovery, and its invariance."""
+    """Return M of the published recovery, and its invariance."""
     return paper_matrix(x.softmax_scale, None, x.k.device)
 
 
 def launch_shift(program: Program, x: Call, **options: Any) -> Run:
-    """shift_keys on the twin."""
+    """Run shift_keys on the twin."""
     batch, heads, keys, dim = x.k.shape
     keys = keys if x.exact else x.blocks * BLOCK
-    report = program.run("shift", given(x), **x.settings() | {"keys": keys}, **options)
-    found = Run(report)
+    report = program.run("shift", input_arrays(x), **x.settings() | {"keys": keys}, **options)
+    result = Run(report)
     if report["ok"]:
-        found.arrays["keys"] = read(program, "keys", np.float16, (batch, heads, keys, -1))
+        result.arrays["keys"] = read(program, "keys", np.float16, (batch, heads, keys, -1))
     if report["ok"] and x.exact:
-        found.arrays["anchors"] = read(program, "anchors", np.float16, (batch, heads, 2 * x.blocks, dim))
-        found.arrays["units"] = read(program, "units", np.float32, (batch, heads, x.blocks, 8))
-    return found
+        result.arrays["anchors"] = read(program, "anchors", np.float16, (batch, heads, 2 * x.blocks, dim))
+        result.arrays["units"] = read(program, "units", np.float32, (batch, heads, x.blocks, 8))
+    return result
 
 
 def launch_attention(program: Program, x: Call, shifted: dict[str, Tensor], **options: Any) -> Run:
-    """pasa_attention on the twin."""
-    arrays = given(x) | {name: array(value) for name, value in shifted.items()}
+    """Run pasa_attention on the twin."""
+    arrays = input_arrays(x) | {name: array(value) for name, value in shifted.items()}
     settings = x.settings() | options
     if not x.exact:
         settings["invariance"] = repr(matrix_of(x)[1])
     report = program.run("attend", arrays, **settings)
-    found = Run(report)
+    result = Run(report)
     if report["ok"]:
         batch, heads, rows, _ = x.q.shape
-        found.arrays["out"] = read(program, "out", np.float16, x.q.shape).view(x.unbiased or torch.float16)
-        found.arrays["lse"] = read(program, "lse", np.float32, x.q.shape[:3])
+        result.arrays["out"] = read(program, "out", np.float16, x.q.shape).view(x.unbiased or torch.float16)
+        result.arrays["lse"] = read(program, "lse", np.float32, x.q.shape[:3])
         tiles = read(program, "scores", np.float16, (batch, heads, -(-rows // BLOCK), x.blocks, BLOCK, BLOCK))
         flat = tiles.permute(0, 1, 2, 4, 3, 5).flatten(4, 5).flatten(2, 3)
-        found.arrays["scores"] = flat[:, :, :rows, : x.k.shape[2]]
-    return found
+        result.arrays["scores"] = flat[:, :, :rows, : x.k.shape[2]]
+    return result
 
 
 def read(program: Program, name: str, dtype: type, shape: tuple[int, ...]) -> Tensor:
@@ -130,26 +130,26 @@ def read(program: Program, name: str, dtype: type, shape: tuple[int, ...]) -> Te
 
 
 def shifted_by_reference(x: Call) -> dict[str, Tensor]:
-    """K', and for the exact recovery the anchor rows and units, in the layout of the kernels."""
+    """Return K', and for the exact recovery the anchor rows and units, in the layout of the kernels."""
     if not x.exact:
         matrix = matrix_of(x)[0].float()
         keys = [shift_paper(b, matrix, x.overflow) for b in whole_blocks(x.k.float(), BLOCK).split(BLOCK, 2)]
         return {"keys": torch.cat(keys, 2).half()}
     blocks = x.k.float().split(BLOCK, 2)
     unit = scores.ExactScores(AttentionOptions(), x.softmax_scale).unit
-    found = [shift_exact(b, unit) for b in blocks]
-    frame = found[0].anchor
-    rows = [frame, found[0].mean_residual]
-    for block in found[1:]:
+    result = [shift_exact(b, unit) for b in blocks]
+    frame = result[0].anchor
+    rows = [frame, result[0].mean_residual]
+    for block in result[1:]:
         frame = scores.next_frame(frame, block.anchor)
         rows += [frame, block.anchor - frame]
-    keys = torch.cat([block.keys for block in found], 2)
-    units = torch.cat([block.unit for block in found], 2).expand(-1, -1, -1, 8)
+    keys = torch.cat([block.keys for block in result], 2)
+    units = torch.cat([block.unit for block in result], 2).expand(-1, -1, -1, 8)
     return {"keys": keys.half(), "anchors": torch.cat(rows, 2).half(), "units": units}
 
 
 def seen(x: Call) -> Tensor:
-    """Which keys a row sees, (B, 1, Sq, Skv)."""
+    """Return which keys a row sees, (B, 1, Sq, Skv)."""
     rows, keys = x.q.shape[2], x.k.shape[2]
     row, key = torch.arange(rows).unsqueeze(1), torch.arange(keys)
     visible = (key <= row + keys - rows) if x.causal else torch.ones(rows, keys, dtype=torch.bool)
@@ -158,9 +158,9 @@ def seen(x: Call) -> Tensor:
 
 
 def attend_by_reference(x: Call) -> Run:
-    """Output, log-sum-exp, the score tiles as FP16 stores them, and the magnitude of the sums that made them.
+    """Return output, log-sum-exp, and the score tiles as FP16 stores them.
 
-    Each vector core decides for its own 64 rows whether a tile comes in FP32.
+    Each vector core decides for its 64 rows if a tile comes in FP32.
     """
     options = AttentionOptions(recovery="exact" if x.exact else "paper", block_q=HALF_ROWS, overflow=x.overflow)
     mask = None if x.lengths is None else seen(x)
@@ -168,7 +168,7 @@ def attend_by_reference(x: Call) -> Run:
     model = scores.ExactScores if x.exact else scores.PaperScores
     make_tile = model.tile
 
-    def kept(self: Any, block: Block) -> Tile:
+    def kept(self: Any, block: Block) -> ScoreTile:
         tile = make_tile(self, block)
         start = block.index * BLOCK
         if x.lengths is None:  # otherwise batch entries come one by one
@@ -186,17 +186,18 @@ def attend_by_reference(x: Call) -> Run:
 
 
 def means(heads: int, rows: int, keys: int, dim: int, **how: Any) -> Call:
-    """Queries of zero: a row is the mean of the values that it sees, whose sums FP32 holds."""
+    """Return queries of zero: an output row is the mean of the values that it sees, whose sums FP32 holds."""
     g = torch.Generator().manual_seed(rows * 1000 + keys)
     k = torch.randn(1, heads, keys, dim, generator=g).half()
     v = 1 + torch.randint(1024, (1, heads, keys, dim), generator=g) / 1024
     return Call(torch.zeros(1, heads, rows, dim).half(), k, (v * v.sub(1.5).sign()).half(), **how)
 
 
-def means_that_lean() -> Call:
-    """Means of 64 values whose six dropped bits are random but in one respect, by which the rows of a head lean: the
-    third bit is 1, or the fourth; it is the one behind it. In other heads 1/64 is dropped. The last columns are
-    subnormal in FP16.
+def means_with_biased_bits() -> Call:
+    """Return means of 64 values whose six dropped bits are random except for one bias, which flags the rows of a head.
+
+    The third bit is 1, or the fourth is, or one of them equals the next bit. In other heads 1/64 is dropped. The last
+    columns are subnormal in FP16.
     """
     g = torch.Generator().manual_seed(7)
     units, dropped = torch.randint(960, (8, 64, 64), generator=g), torch.randint(64, (8, 64), generator=g)

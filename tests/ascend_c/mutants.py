@@ -1,6 +1,6 @@
-"""Copies of the kernels in which one thing can be left out, made smaller or wrong, chosen when the program runs.
+"""Make copies of the kernels in which one statement can be left out, made smaller or wrong, chosen at run time.
 
-A mutant is a number: 0 is the kernel as it is written. All of them are one program, since compiling takes longest.
+A mutant is a number; 0 is the unchanged kernel. One program holds all mutants, because compiling takes longest.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ SYNCHRONISATION = (
 )
 CALL = re.compile(rf"AscendC::({'|'.join(SYNCHRONISATION)})(<[^;]*?>)?\([^;]*?\);", re.DOTALL)
 BUFFER = re.compile(r"(pipe\.InitBuffer\(\w+,\s*(?:[\w.]+,\s*)?)([^;]*?)\);", re.DOTALL)
-# A rule of the arithmetic each: the statement, and what stands in its place.
+# Each entry breaks one rule of the arithmetic: the statement, and its replacement.
 RULES = {
     "first tile below its guess is not rescued": (
         "seeing.Absolute(reach, Number(kTop));",
         "seeing.Scale(reach, Number(kTop), 1.0f);",
     ),
-    "a reference above the running maximum is not looked at": (
+    "a reference above the running maximum is not tested": (
         "seeing.Larger(reach, Number(kTop), Number(i, kRaised));",
         "seeing.Scale(reach, Number(kTop), 1.0f);",
     ),
-    "a tiny scale is not looked at": ("if (kHalfLargest * factor < kZeroWeight)", "if (false)"),
+    "a tiny scale is not tested": ("if (kHalfLargest * factor < kZeroWeight)", "if (false)"),
     "a reference too high for a term is not clamped": (
         "all_.AtMost(high, rho, highest_ < kHalfLargest ? highest_ : kHalfLargest);",
         "all_.Scale(high, rho, 1.0f);",
@@ -50,32 +50,32 @@ RULES = {
     "a reference too low for both terms is not clamped": ("all_.AtLeast(rest, rest, lowest_);", ""),
     "a reference far below 0 is not clamped": ("if (kFarthest < 2 * kHalfLargest * factor)", "if (false)"),
     "a guess far above 0 is not clamped": ("if (is_guess)", "if (false)"),
-    "weights are not bounded by what their tile holds": (
+    "weights are not bounded by the maximum of their tile": (
         "all.Larger(shift, row_sum, top);",
         "all.Scale(shift, row_sum, 1.0f);",
     ),
-    "a row that sees nothing keeps what hidden keys gave it": (
+    "a fully masked row keeps the result of masked keys": (
         "AscendC::Duplicate(Output(i), 0.0f, blind * t_.dim);",
         "",
     ),
     "the row sum is that of weights before they are rounded": ("if (kExact) {  // the sum", "if (false) {  // the sum"),
-    "what FP32 loses in K - anchor is not looked at": (
+    "the rounding of K - anchor in FP32 is not tested": (
         "AscendC::Sub(back_, back_, wide_, width, count, AscendC::BinaryRepeatParams(1, 1, 1, 8, 8, 8));",
         """AscendC::Add(left_, left_, anchor, width, count, AscendC::BinaryRepeatParams(1, 1, 1, 8, 8, 0));
            AscendC::PipeBarrier<PIPE_V>();
            AscendC::Sub(back_, back_, left_, width, count, AscendC::BinaryRepeatParams(1, 1, 1, 8, 8, 8));""",
     ),
-    "an anchor stays that rounds a difference": ("math.Subtract(anchor, anchor, bad);", ""),
+    "an anchor that rounds a difference is kept": ("math.Subtract(anchor, anchor, bad);", ""),
     "the grid has no floor": ("math.AtLeast(grid, grid, kSmallestHalf);", ""),
-    "an anchor stays that is far longer than a key": (
+    "an anchor far longer than a key is kept": (
         "AscendC::Max(back_, back_, left_, width, count, AscendC::BinaryRepeatParams(1, 1, 1, 8, 8, 8));",
         "",
     ),
-    "a frame stays that is far from an anchor": (
+    "a frame far from an anchor is kept": (
         "AscendC::Mins(left_, left_, 1.0f, width, count, in_place);",
         "AscendC::Mins(left_, left_, 0.0f, width, count, in_place);",
     ),
-    "a frame stays that is short beside an anchor": ("AscendC::Min(back_, back_, length, width, count, with_row);", ""),
+    "a frame much shorter than an anchor is kept": ("AscendC::Min(back_, back_, length, width, count, with_row);", ""),
     "a frame comes back": (
         "math.Larger(left_[r * kFloats], left_[r * kFloats], r == 0 ? gone : left_[(r - 1) * kFloats]);",
         "math.AtLeast(left_[r * kFloats], left_[r * kFloats], 0.0f);",
@@ -94,20 +94,20 @@ RULES = {
         "next.Subtract(Number(kCarried), Number(i, kFrame), Number(kFramed));",
         "all.Subtract(Number(kCarried), Number(i, kFrame), Number(kFramed));",
     ),
-    "a row leans that only drops next to nothing": ("all.Smaller(low_, low_, first);", ""),
-    "the cosine of place 3 is not looked at": ("all.Larger(low_, low_, cosine);", ""),
-    "the sine of place 3 is not looked at": ("all.Larger(high_, high_, sine);", ""),
-    "sines are not looked at": ("all.Larger(low_, low_, high_);", ""),
-    "waves lean to one side alone": (
+    "a row that drops almost nothing is flagged": ("all.Smaller(low_, low_, first);", ""),
+    "the cosine of place 3 is not tested": ("all.Larger(low_, low_, cosine);", ""),
+    "the sine of place 3 is not tested": ("all.Larger(high_, high_, sine);", ""),
+    "sines are not tested": ("all.Larger(low_, low_, high_);", ""),
+    "signs flag a row on one side only": (
         "for (const Row& wave : waves) all.Absolute(wave, wave);",
         "for (const Row& wave : waves) all.Scale(wave, wave, 1.0f);",
     ),
-    "columns that are not there count": ("if (columns < kFloats) {", "if (false) {"),
-    "subnormal numbers are drawn": (
+    "columns beyond the last are counted": ("if (columns < kFloats) {", "if (false) {"),
+    "subnormal numbers are rounded stochastically": (
         "all.SetBits(normal, (t_.to_bf16 ? kBf16Normal : kHalfNormal) - moved_);",
         "all.SetBits(normal, 0 - moved_);",
     ),
-    "what is too large is drawn": (
+    "numbers beyond the largest are rounded stochastically": (
         """AscendC::Adds(moved, moved, -static_cast<int32_t>(moved_), columns, rows_,
                       AscendC::UnaryRepeatParams(1, 1, kTileBlocks, kTileBlocks));""",
         """AscendC::Mins(Left(), Left(), t_.to_bf16 ? 0x1.fep127f : kHalfLargest, columns, rows_,
@@ -116,8 +116,11 @@ RULES = {
            AscendC::Adds(moved, moved, -static_cast<int32_t>(moved_), columns, rows_,
                          AscendC::UnaryRepeatParams(1, 1, kTileBlocks, kTileBlocks));""",
     ),
-    "all rows are drawn": ("all.SetBits(none, kMinusInfinityBits);", "all.SetBits(none, kHalfNormal - moved_);"),
-    "the hash is stirred once": ("Stir(15, kSecondFactor);", ""),
+    "all rows are rounded stochastically": (
+        "all.SetBits(none, kMinusInfinityBits);",
+        "all.SetBits(none, kHalfNormal - moved_);",
+    ),
+    "the hash lacks a round": ("Stir(15, kSecondFactor);", ""),
     "columns share their key": (
         "AscendC::Muls(keys, keys, kKeyStep, columns);",
         "AscendC::Muls(keys, keys, 0, columns);",
@@ -129,11 +132,11 @@ RULES = {
         "Spread(Starts(), Scratch(4), rows_, kTileBlocks);",
     ),
     "low halves of numbers are not added up": ("sum.Halves();", ""),
-    "lots are other bits of the hash": (
+    "random bits are other bits of the hash": (
         "ShiftLeft(Left(), Left(), 24 - dropped_, columns);",
         "ShiftLeft(Left(), Left(), 23 - dropped_, columns);",
     ),
-    "what is dropped stays": (
+    "dropped bits are not cleared": (
         "ShiftLeft(Left(), Left(), dropped_, columns);",
         "ShiftLeft(Left(), Left(), 0, columns);",
     ),
@@ -141,7 +144,7 @@ RULES = {
         "AscendC::SetSaturationFlag<AscendC::SaturationMode::FLOAT>(saturates);",
         "",
     ),
-    "the overflow mode is not put back": (
+    "the overflow mode is not restored": (
         "AscendC::SetSaturationFlag<AscendC::SaturationMode::FLOAT>(before_);",
         "",
     ),
@@ -159,7 +162,7 @@ inline uint32_t pasa_shrunk(uint64_t bytes, int mutant)
 
 @dataclass(frozen=True)
 class Mutant:
-    """What is different, and where."""
+    """Describe a change of the kernels, and its place."""
 
     number: int
     file: str
@@ -171,7 +174,7 @@ class Mutant:
 
 
 def chosen(right: str, wrong: str, number: int) -> str:
-    """Either, by the mutant that runs; a condition keeps its block."""
+    """Return code that runs `wrong` in the mutant, and `right` otherwise; a condition keeps its block."""
     if right.startswith("if ("):
         condition, rest = right[4:].split(")", 1) if "{" in right else (right[4:-1], "")
         replaced = wrong[4:].split(")", 1)[0]
@@ -180,14 +183,14 @@ def chosen(right: str, wrong: str, number: int) -> str:
 
 
 def write_mutants(folder: Path) -> list[Mutant]:
-    """Write the kernels into `folder`/kernel, with a switch at every place that is worth a mutant.
+    """Write the kernels into `folder`/kernel, with a switch at every place that has a mutant.
 
     Raises
     ------
     ValueError
         If a statement of `RULES` is in no kernel.
     """
-    found: list[Mutant] = []
+    mutants: list[Mutant] = []
     (folder / "kernel").mkdir(parents=True)
     for name in ("twin", "tiling"):
         (folder / name).symlink_to(ASCEND_C / name)
@@ -196,8 +199,8 @@ def write_mutants(folder: Path) -> list[Mutant]:
         text = source.read_text(encoding="utf-8")
 
         def note(match: re.Match[str], what: str, name: str = source.name, text: str = text) -> int:
-            found.append(Mutant(len(found) + 1, name, text.count("\n", 0, match.start()) + 1, what))
-            return len(found)
+            mutants.append(Mutant(len(mutants) + 1, name, text.count("\n", 0, match.start()) + 1, what))
+            return len(mutants)
 
         def leave_out(match: re.Match[str], note=note) -> str:
             return f"if (pasa_mutant != {note(match, 'without ' + match[1])}) {match[0]}"
@@ -210,11 +213,11 @@ def write_mutants(folder: Path) -> list[Mutant]:
         for what, (right, wrong) in RULES.items():
             if right not in text:
                 continue
-            found.append(Mutant(len(found) + 1, source.name, text.count("\n", 0, text.index(right)) + 1, what))
-            changed = changed.replace(right, chosen(right, wrong, len(found)), 1)
+            mutants.append(Mutant(len(mutants) + 1, source.name, text.count("\n", 0, text.index(right)) + 1, what))
+            changed = changed.replace(right, chosen(right, wrong, len(mutants)), 1)
         if source.name == "port.h":
             changed += SWITCH
         (folder / "kernel" / source.name).write_text(changed, encoding="utf-8")
-    if missing := RULES.keys() - {mutant.what for mutant in found}:
+    if missing := RULES.keys() - {mutant.what for mutant in mutants}:
         raise ValueError(f"no kernel has the statements of: {sorted(missing)}")
-    return found
+    return mutants

@@ -27,7 +27,8 @@ from tests.ascend_c.kernel_runs import (
     ulp,
 )
 from tests.inputs import pairwise
-from tests.unlike_keys import CASES, allowed, found
+from tests.unlike_keys import CASES, allowed
+from tests.unlike_keys import found as truth_of
 
 # batch, heads, KV heads, queries, keys, head dim, causal
 SHAPES = [
@@ -53,22 +54,25 @@ def make_call(batch, heads, kv_heads, rows, keys, dim, causal, bias=0.0, **how):
     return Call((q + bias).half(), (k + bias).half(), v.half(), causal=causal, **how)
 
 
-def check_output(x, found, expected):
-    """Output within 4 FP16 ulp at the row's scale, log-sum-exp within 1e-3, what its frame adds, and 4 FP32 ulp."""
+def check_output(x, result, expected):
+    """Check the output within 4 FP16 ulp at the row's scale, and the log-sum-exp.
+
+    Its bound is 1e-3, plus the error that its frame adds, plus 4 FP32 ulp.
+    """
     scale = ulp(expected["out"].abs().amax(-1, keepdim=True))
-    assert ((found["out"].double() - expected["out"].double()).abs() <= 4 * scale).all()
+    assert ((result["out"].double() - expected["out"].double()).abs() <= 4 * scale).all()
     empty = torch.isinf(expected["lse"])
-    assert torch.equal(torch.isinf(found["lse"]), empty)
+    assert torch.equal(torch.isinf(result["lse"]), empty)
     anchor = shift_exact(x.k[:, :, :128].float().nan_to_num(), 1.0).anchor
     frame = x.q.norm(dim=-1).max() * anchor.norm(dim=-1).max() * x.softmax_scale
     slack = 1e-3 + (x.q.shape[-1] + 2) * 2.0**-24 * float(frame) * x.exact
-    difference = (found["lse"] - expected["lse"]).abs() - 2.0**-21 * expected["lse"].abs()
+    difference = (result["lse"] - expected["lse"]).abs() - 2.0**-21 * expected["lse"].abs()
     assert (difference[~empty] <= slack).all()
-    assert torch.isfinite(found["out"]).all()
+    assert torch.isfinite(result["out"]).all()
 
 
-def check_scores(x, found, expected, shifted):
-    """At least 99.5 % of the scores that a row sees bit by bit, and all within the bound above."""
+def check_scores(x, result, expected, shifted):
+    """Check that 99.5 % of the visible scores have equal bits, and all keep the bound above."""
     visible = seen(x).expand_as(expected["scores"])
     keys = (
         shifted["keys"][:, :, : x.k.shape[2], : x.q.shape[-1]]
@@ -78,8 +82,8 @@ def check_scores(x, found, expected, shifted):
     sums = x.q.double().abs() @ keys.abs().mT
     rho = sums.amax(-1, keepdim=True)  # no larger than the largest score of a row
     slack = 2 * (x.q.shape[-1] + 2) * 2.0**-24 * (sums + rho)
-    difference = (found["scores"].double() - expected["scores"].double()).abs()
-    assert (found["scores"] == expected["scores"])[visible].double().mean() >= 0.995
+    difference = (result["scores"].double() - expected["scores"].double()).abs()
+    assert (result["scores"] == expected["scores"])[visible].double().mean() >= 0.995
     assert (difference <= torch.maximum(ulp(expected["scores"]), slack))[visible].all()
 
 
@@ -90,17 +94,17 @@ def test_agrees_with_the_reference(kernels, shape, exact, overflow):
     expected = attend_by_reference(x)
     first = None
     for mode, seed in LAUNCHES:
-        found = launch_attention(kernels, x, shifted, mode=mode, seed=seed, groups=1 + seed % 3)
-        assert found.report["ok"], found.report["fault"]
-        assert sum(found.report["undefined"].values()) == 0
+        result = launch_attention(kernels, x, shifted, mode=mode, seed=seed, groups=1 + seed % 3)
+        assert result.report["ok"], result.report["fault"]
+        assert sum(result.report["undefined"].values()) == 0
         if first is None:
-            first = found
-            check_output(x, found, expected)
-            check_scores(x, found, expected, shifted)
+            first = result
+            check_output(x, result, expected)
+            check_scores(x, result, expected, shifted)
         for name in ("out", "lse"):
-            assert torch.equal(found[name], first[name]), (mode, seed, "the interleaving changed a number")
+            assert torch.equal(result[name], first[name]), (mode, seed, "the interleaving changed a number")
         visible = seen(x).expand_as(first["scores"])
-        assert torch.equal(found["scores"][visible], first["scores"][visible])
+        assert torch.equal(result["scores"][visible], first["scores"][visible])
 
 
 @pytest.mark.parametrize("rows", [48, 49, 55, 56, 57, 62, 64 + 48, 64 + 51, 64 + 63])
@@ -108,10 +112,10 @@ def test_vector_cores_with_48_to_63_rows(kernels, rows):
     """Calls that take eight or sixteen rows at a time end within the last block of a vector core's 64 rows."""
     x = make_call(1, 1, 1, rows, 150, 64, rows % 2 == 0)
     shifted = shifted_by_reference(x)
-    found, expected = launch_attention(kernels, x, shifted), attend_by_reference(x)
-    assert found.report["ok"], found.report["fault"]
-    check_output(x, found, expected)
-    check_scores(x, found, expected, shifted)
+    result, expected = launch_attention(kernels, x, shifted), attend_by_reference(x)
+    assert result.report["ok"], result.report["fault"]
+    check_output(x, result, expected)
+    check_scores(x, result, expected, shifted)
 
 
 @pytest.mark.parametrize("bias", [0.5, 8.0, 60.0])
@@ -119,10 +123,10 @@ def test_biased(kernels, bias):
     """The larger the sums beside the scores, the more of them fall on another side of a rounding."""
     x = make_call(1, 4, 2, 200, 300, 128, True, bias)
     shifted = shifted_by_reference(x)
-    found, expected = launch_attention(kernels, x, shifted), attend_by_reference(x)
-    assert found.report["ok"], found.report["fault"]
-    check_output(x, found, expected)
-    check_scores(x, found, expected, shifted)
+    result, expected = launch_attention(kernels, x, shifted), attend_by_reference(x)
+    assert result.report["ok"], result.report["fault"]
+    check_output(x, result, expected)
+    check_scores(x, result, expected, shifted)
 
 
 @pytest.mark.parametrize("overflow", ["inf", "saturate"])
@@ -135,12 +139,12 @@ def test_cases_that_overflow_in_the_paper(kernels, case, exact, overflow):
     plain = x.q.float() @ x.k.float().mT
     shifted = launch_shift(kernels, x)
     assert shifted.report["ok"], shifted.report["fault"]
-    found = launch_attention(kernels, x, shifted.arrays, groups=2)
-    assert found.report["ok"], found.report["fault"]
-    assert found["scores"].isfinite().all()
-    assert (found["scores"].abs() < 65504).all()
-    assert found.report["aic"]["overflows"] == {}, f"Q K^T alone reaches {plain.abs().max():.0f}"
-    check_output(x, found, attend_by_reference(x))
+    result = launch_attention(kernels, x, shifted.arrays, groups=2)
+    assert result.report["ok"], result.report["fault"]
+    assert result["scores"].isfinite().all()
+    assert (result["scores"].abs() < 65504).all()
+    assert result.report["aic"]["overflows"] == {}, f"Q K^T alone reaches {plain.abs().max():.0f}"
+    check_output(x, result, attend_by_reference(x))
 
 
 @pytest.mark.parametrize(("exact", "overflow"), [(True, "inf"), (True, "saturate"), (False, "saturate")])
@@ -150,20 +154,20 @@ def test_scores_that_overflow(kernels, exact, overflow):
     x = make_call(1, 2, 1, 130, 300, 64, True, exact=exact, overflow=overflow)
     x.q.mul_(300)
     x.k[:, :, ::7] *= 3000
-    found, expected = launch_attention(kernels, x, shifted_by_reference(x)), attend_by_reference(x)
-    assert found.report["ok"], found.report["fault"]
-    visible = seen(x).expand_as(found["scores"])
-    assert not (found["scores"].abs() < 65504)[visible].all(), "this data must overflow"
-    check_output(x, found, expected)
+    result, expected = launch_attention(kernels, x, shifted_by_reference(x)), attend_by_reference(x)
+    assert result.report["ok"], result.report["fault"]
+    visible = seen(x).expand_as(result["scores"])
+    assert not (result["scores"].abs() < 65504)[visible].all(), "this data must overflow"
+    check_output(x, result, expected)
 
 
 def test_values_of_one_give_one(kernels):
     """The row sum is that of the weights as they multiply the values, rounded to FP16."""
     x = make_call(1, 2, 1, 100, 300, 64, True)
     x.v.fill_(1.0)
-    found = launch_attention(kernels, x, shifted_by_reference(x))
-    assert found.report["ok"], found.report["fault"]
-    assert (found["out"] == 1).all()
+    result = launch_attention(kernels, x, shifted_by_reference(x))
+    assert result.report["ok"], result.report["fault"]
+    assert (result["out"] == 1).all()
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -174,19 +178,19 @@ def test_lengths(kernels, causal):
         x.k[b, :, length:] = torch.nan
         x.v[b, :, length:] = torch.nan
     shifted = launch_shift(kernels, x)
-    found = launch_attention(kernels, x, shifted.arrays)
-    assert found.report["ok"], found.report["fault"]
-    check_output(x, found, attend_by_reference(x))
-    assert (found["out"][2] == 0).all()
-    assert (found["lse"][2] == -torch.inf).all()
+    result = launch_attention(kernels, x, shifted.arrays)
+    assert result.report["ok"], result.report["fault"]
+    check_output(x, result, attend_by_reference(x))
+    assert (result["out"][2] == 0).all()
+    assert (result["lse"][2] == -torch.inf).all()
 
 
 @pytest.mark.parametrize("scale", [1e-4, 0.03, 1.0, 30.0, 100.0, 1000.0])
 def test_any_scale(kernels, scale):
     x = make_call(1, 2, 1, 70, 200, 64, True, scale=scale)
-    found = launch_attention(kernels, x, shifted_by_reference(x))
-    assert found.report["ok"], found.report["fault"]
-    check_output(x, found, attend_by_reference(x))
+    result = launch_attention(kernels, x, shifted_by_reference(x))
+    assert result.report["ok"], result.report["fault"]
+    check_output(x, result, attend_by_reference(x))
 
 
 @pytest.mark.parametrize("overflow", ["inf", "saturate"])
@@ -199,9 +203,9 @@ def test_anchors_far_apart(kernels, apart, overflow):
     x.k.mul_(50)
     x.k[:, :, :128] -= apart
     x.k[:, :, 128:] += apart
-    found = launch_attention(kernels, x, shifted_by_reference(x))
-    assert found.report["ok"], found.report["fault"]
-    check_output(x, found, attend_by_reference(x))
+    result = launch_attention(kernels, x, shifted_by_reference(x))
+    assert result.report["ok"], result.report["fault"]
+    check_output(x, result, attend_by_reference(x))
 
 
 @pytest.mark.parametrize("bias", [100.0, 4096.0, 30000.0])
@@ -215,7 +219,7 @@ def test_error_of_a_row_is_bounded_by_keys_that_it_sees(kernels, name, bias):
     assert shifted.report["ok"], shifted.report["fault"]
     run = launch_attention(kernels, x, shifted.arrays)
     assert run.report["ok"], run.report["fault"]
-    true, _ = found(case)
+    true, _ = truth_of(case)
     bound, lse_bound = allowed(case)
     assert ((run["out"].double() - true.out).abs() <= bound).all()
     assert ((run["lse"].double() - true.lse).abs() <= lse_bound).all()
@@ -225,10 +229,10 @@ def test_error_of_a_row_is_bounded_by_keys_that_it_sees(kernels, name, bias):
 def test_rows_that_see_nothing_at_a_tiny_scale(kernels, exact):
     """Once such a row was a sum of values: a hidden score times the scale was not below every maximum."""
     x = make_call(1, 1, 1, 40, 30, 64, True, bias=3.0, scale=1e-5, exact=exact)
-    found = launch_attention(kernels, x, shifted_by_reference(x))
-    assert found.report["ok"], found.report["fault"]
-    check_output(x, found, attend_by_reference(x))
-    assert (found["out"][:, :, :10] == 0).all()
+    result = launch_attention(kernels, x, shifted_by_reference(x))
+    assert result.report["ok"], result.report["fault"]
+    check_output(x, result, attend_by_reference(x))
+    assert (result["out"][:, :, :10] == 0).all()
 
 
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "paper"])
@@ -243,26 +247,26 @@ def test_keys_behind_a_sink(kernels, gap, exact):
     x.k[:, :, 0, 0] = gap
     x.v.fill_(1.0)
     x.v[:, :, 0] = 0.0
-    found = launch_attention(kernels, x, shifted_by_reference(x))
-    assert found.report["ok"], found.report["fault"]
+    result = launch_attention(kernels, x, shifted_by_reference(x))
+    assert result.report["ok"], result.report["fault"]
     golden, _ = golden_attention(x.q, x.k, x.v)
-    assert ((found["out"].double() - golden).abs() <= 4 * ulp(golden)).all()
+    assert ((result["out"].double() - golden).abs() <= 4 * ulp(golden)).all()
 
 
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "paper"])
 def test_clean_under_sanitizers(sanitized_kernels, exact):
     x = make_call(1, 2, 1, 70, 140, 64, True, exact=exact)
     for launch in (launch_shift, lambda *a: launch_attention(*a, shifted_by_reference(x))):
-        found = launch(sanitized_kernels, x)
-        assert found.report["ok"], found.report["fault"]
+        result = launch(sanitized_kernels, x)
+        assert result.report["ok"], result.report["fault"]
 
 
 def test_function_errors_of_an_ulp_do_no_harm(kernels):
     """The device's Exp and Ln are not known to the last bit."""
     x = make_call(1, 2, 1, 100, 300, 64, True)
-    found = launch_attention(kernels, x, shifted_by_reference(x), jitter=1)
-    assert found.report["ok"], found.report["fault"]
-    check_output(x, found, attend_by_reference(x))
+    result = launch_attention(kernels, x, shifted_by_reference(x), jitter=1)
+    assert result.report["ok"], result.report["fault"]
+    check_output(x, result, attend_by_reference(x))
 
 
 @pytest.mark.parametrize("overflow", ["inf", "saturate"])
@@ -288,13 +292,13 @@ def test_scores_far_below_those_of_their_anchors(kernels, scale, overflow):
     The first three rows see no key."""
     q, k, v = sunken(BLOCK, rows=2 * BLOCK + 3)
     x = Call(q, k, v, causal=True, overflow=overflow, scale=scale)
-    found = launch_attention(kernels, x, shifted_by_reference(x))
-    assert found.report["ok"], found.report["fault"]
+    result = launch_attention(kernels, x, shifted_by_reference(x))
+    assert result.report["ok"], result.report["fault"]
     seen_of_block = torch.arange(-2, 2 * BLOCK + 1).clamp(min=0, max=BLOCK)  # value 1
     seen_at_all = torch.arange(-2, 2 * BLOCK + 1).clamp(min=1)
     mean = (seen_of_block / seen_at_all).double()
-    assert ((found["out"][0, 0].double().T - mean).abs() <= 2.0**-11 * mean).all()
-    check_output(x, found, attend_by_reference(x))
+    assert ((result["out"][0, 0].double().T - mean).abs() <= 2.0**-11 * mean).all()
+    check_output(x, result, attend_by_reference(x))
 
 
 @pytest.mark.parametrize("overflow", ["inf", "saturate"])
@@ -303,9 +307,9 @@ def test_thousands_of_roundings_do_not_carry_a_mean_past_the_largest_number(kern
     their own."""
     q, k, v = stalled(4200, BLOCK, dim=16)
     x = Call(q, k, v, overflow=overflow, scale=1.0)
-    found = launch_attention(kernels, x, shifted_by_reference(x))
-    assert found.report["ok"], found.report["fault"]
-    assert (found["out"] == 65504).all()
+    result = launch_attention(kernels, x, shifted_by_reference(x))
+    assert result.report["ok"], result.report["fault"]
+    assert (result["out"] == 65504).all()
 
 
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf])
@@ -313,9 +317,9 @@ def test_a_value_that_is_not_finite_does_not_hide_behind_the_largest_number(kern
     """Outputs are kept within FP16's range; those that an infinity reaches are NaN."""
     x = make_call(1, 1, 1, 70, 140, 64, True)
     x.v[0, 0, 137, 5] = bad
-    found = launch_attention(kernels, x, shifted_by_reference(x))
-    assert found.report["ok"], found.report["fault"]
-    reached = torch.isnan(found["out"][0, 0])
+    result = launch_attention(kernels, x, shifted_by_reference(x))
+    assert result.report["ok"], result.report["fault"]
+    reached = torch.isnan(result["out"][0, 0])
     assert reached[67:, 5].all()
-    assert not torch.isinf(found["out"]).any()
+    assert not torch.isinf(result["out"]).any()
     assert not reached[:, :5].any()

@@ -53,7 +53,7 @@ def test_the_backend_is_available(npu):
     [((1, 1), (1, 63), 64, False), ((4, 2), (40, 70), 40, True), ((3, 1), (130, 300), 80, True)],
 )
 def test_attention_is_as_the_emulation(npu, name, heads, lengths, dim, is_causal):
-    """The kernels' own tests are stricter; here arguments could be in the wrong order."""
+    """The binding passes its arguments in the right order; the tests of the kernels are stricter."""
     q, k, v = normal_qkv(heads, lengths, dim)
     q, k = q + 2, k + 2
     how = {"is_causal": is_causal, "config": CONFIGS[name], "return_lse": True}
@@ -69,7 +69,10 @@ def test_attention_is_as_the_emulation(npu, name, heads, lengths, dim, is_causal
 @pytest.mark.parametrize("recovery", ["exact", "paper"])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_packed_sequences(npu, recovery, is_causal):
-    """Of several lengths, one without keys and one without queries; causal with more keys than queries."""
+    """Packed sequences of several lengths agree with the reference.
+
+    One has no keys and one no queries; causal ones have more keys than queries.
+    """
     edges_q, edges_k = torch.tensor([0, 5, 9, 44, 44, 74]), torch.tensor([0, 10, 10, 140, 143, 178])
     q, k, v = (x[0].transpose(0, 1) for x in normal_qkv((4, 2), (74, 178), 32))
     how = {"is_causal": is_causal, "config": pasa.PasaConfig(recovery=recovery), "return_lse": True}
@@ -83,8 +86,10 @@ def test_inputs_of_other_types_are_converted(npu):
     q, k, v = normal_qkv((2, 1), (20, 30), 48)
     out = pasa.attention(q, k, v, backend="npu")
     for dtype in (torch.bfloat16, torch.float32):
-        given = [x.to(dtype) for x in (q, k, v)]
-        assert torch.equal(pasa.attention(*given, backend="npu"), pasa.attention(*(x.half() for x in given)).to(dtype))
+        inputs = [x.to(dtype) for x in (q, k, v)]
+        assert torch.equal(
+            pasa.attention(*inputs, backend="npu"), pasa.attention(*(x.half() for x in inputs)).to(dtype)
+        )
     strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
     assert torch.equal(pasa.attention(*strided, backend="npu"), out)
 
@@ -93,11 +98,11 @@ def test_inputs_of_other_types_are_converted(npu):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("dim", [40, 80])
 def test_unbiased_rounding(npu, dim, dtype, recovery):
-    """Rows with two equal maxima are rounded by lot to the type that they are asked for in, and others to nearest.
+    """Rows with two equal maxima are rounded stochastically, directly to the requested type, and others to nearest.
 
-    The scores of two keys alone have weight, and those are the same: with the exact recovery FP32 holds (v_1 + v_2) / 2
-    on both sides. The published one divides by a sum of weights that FP16 did not round, which are an ulp off here:
-    other lots are drawn.
+    Only two keys have weight, with equal scores. With the exact recovery, FP32 holds (v_1 + v_2) / 2 on both sides. The
+    published recovery divides by a sum of weights that FP16 did not round. These are an ulp off here, so the random
+    bits differ.
     """
     q, k, v = (x.to(dtype) for x in normal_qkv((3, 1), (70, 130), dim))
     k[:, :, 7] = k[:, :, 3] = 40 * q[:, :1].float().mean(2).sign().to(dtype)
@@ -113,24 +118,24 @@ def test_unbiased_rounding(npu, dim, dtype, recovery):
     assert not torch.equal(out[:, :, ::2], nearest[:, :, ::2])
     packed = [x[0].transpose(0, 1) for x in (q, k, v)]
     edges = (torch.tensor([0, 70]), torch.tensor([0, 130]))
-    found = pasa.attention_varlen(*packed, *edges, 70, 130, backend="npu", config=config)
-    assert torch.equal(found, out[0].transpose(0, 1))
+    result = pasa.attention_varlen(*packed, *edges, 70, 130, backend="npu", config=config)
+    assert torch.equal(result, out[0].transpose(0, 1))
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_a_query_that_is_not_finite_spoils_its_row_alone(npu, bad):
+def test_a_query_that_is_not_finite_reaches_only_its_row(npu, bad):
     """Story: a vector core's largest score was NaN, and no other row of it got the FP32 tile that it needed."""
     q, k, v = normal_qkv((2, 1), (20, 140), 32)
-    q[0, 1, 5] *= 40  # wants it
+    q[0, 1, 5] *= 40  # needs the FP32 tile
     expected, expected_lse = pasa.attention(q, k, v, backend="npu", return_lse=True)
     q[0, 1, 0, 3] = bad
     out, lse = pasa.attention(q, k, v, backend="npu", return_lse=True)
-    spoiled = torch.zeros(1, 2, 20, dtype=torch.bool)
-    spoiled[0, 1, 0] = True
-    assert torch.equal(torch.isnan(out).any(-1), spoiled)
-    assert torch.equal(torch.isnan(lse), spoiled)
-    assert torch.equal(out[~spoiled], expected[~spoiled])
-    assert torch.equal(lse[~spoiled], expected_lse[~spoiled])
+    nan_row = torch.zeros(1, 2, 20, dtype=torch.bool)
+    nan_row[0, 1, 0] = True
+    assert torch.equal(torch.isnan(out).any(-1), nan_row)
+    assert torch.equal(torch.isnan(lse), nan_row)
+    assert torch.equal(out[~nan_row], expected[~nan_row])
+    assert torch.equal(lse[~nan_row], expected_lse[~nan_row])
 
 
 FOUND = [
@@ -147,7 +152,10 @@ FOUND = [
 @pytest.mark.parametrize("softmax", ["safe", "unbiased"])
 @pytest.mark.parametrize("genes", FOUND, ids=str)
 def test_the_worst_that_a_search_has_found(npu, genes, softmax, overflow):
-    """Of the last two, some scores lie below -2^90, where the running maximum once began: NaN."""
+    """The worst inputs of a search keep the bounds.
+
+    Story: in the last two, some scores lie below -2^90, where the running maximum once began, and outputs were NaN.
+    """
     assert badness(genes, "npu", pasa.PasaConfig(softmax=softmax, overflow=overflow)) <= 1
 
 
@@ -165,7 +173,7 @@ def test_keys_of_the_published_recovery(npu, keys):
 
 @pytest.mark.parametrize("scale", [1.0, 0.125, 80**-0.5, 2.0**-20, 3.0])
 def test_exact_shift_keeps_the_keys(npu, scale):
-    """And the kernels' share of the scale is the reference's."""
+    """K' of the exact recovery has the bits of the reference, and so has the kernels' share of the scale."""
     k = torch.randn(1, 2, 200, 48).half() + 5
     keys, anchors, units = npu.npu_shift_exact(k, None, scale, False)
     assert (keys.shape, anchors.shape, units.shape) == ((1, 2, 200, 48), (1, 2, 4, 48), (1, 2, 2, 8))
@@ -179,7 +187,7 @@ def test_exact_shift_keeps_the_keys(npu, scale):
 # ---- refusals and shapes
 
 
-def given(**changed):
+def call_arguments(**changed):
     """Arguments of npu_attention that are in order, but for what is changed."""
     half = {"dtype": torch.float16}
     arguments = {
@@ -220,11 +228,11 @@ REFUSED = [
 @pytest.mark.parametrize(("changed", "error", "sentence"), REFUSED, ids=[each[2] for each in REFUSED])
 def test_what_does_not_fit_is_refused(npu, changed, error, sentence):
     with pytest.raises(error, match=sentence):
-        npu.npu_attention(*given(**changed).values())
+        npu.npu_attention(*call_arguments(**changed).values())
 
 
 def test_the_published_recovery_takes_no_lengths(npu):
-    changed = given(anchors=None, units=None, keys=torch.zeros(2, 2, 150, 32).half())
+    changed = call_arguments(anchors=None, units=None, keys=torch.zeros(2, 2, 150, 32).half())
     with pytest.raises(ValueError, match="the published recovery takes no lengths"):
         npu.npu_attention(*changed.values())
 
@@ -251,12 +259,12 @@ def test_chips(npu, monkeypatch, soc, served):
     npu_backend.library_error.cache_clear()
     if served:
         assert npu_backend.library_error() is None
-        npu.npu_attention(*given().values())
+        npu.npu_attention(*call_arguments().values())
     else:
         why = npu_backend.library_error()  # so that a call which names no backend is served by another
         assert why == f"no kernel was written for this chip, '{soc}': only for Ascend910B1 to B4"
         with pytest.raises(NotImplementedError, match=f"no kernel was written for this chip, '{soc}'"):
-            npu.npu_attention(*given().values())
+            npu.npu_attention(*call_arguments().values())
 
 
 def test_results_do_not_depend_on_the_number_of_cores(npu, monkeypatch):
@@ -280,7 +288,7 @@ def test_shapes_of_shifted_keys_are_known_without_data(npu, keys):
 
 
 def test_shapes_of_outputs_are_known_without_data(npu):
-    opcheck(npu.npu_attention.default, tuple(given().values()), test_utils=CHECKS)
+    opcheck(npu.npu_attention.default, tuple(call_arguments().values()), test_utils=CHECKS)
 
 
 # ---- what only an NPU compiles: names alone
@@ -318,8 +326,8 @@ def test_attributes_of_entries():
     """Attention: a cube core with its two vector cores. SyncAll among vector cores: documented as `__mix__(0, 1)`, in
     batch mode, or two streams could wait for each other for ever."""
     entries = (SOURCES / "kernel" / "pasa.asc").read_text(encoding="utf-8")
-    found = dict(re.findall(r"^(.*__global__ .*) void (\w+)\(GM_ADDR", entries, re.MULTILINE))
-    assert {name: attributes for attributes, name in found.items()} == {
+    result = dict(re.findall(r"^(.*__global__ .*) void (\w+)\(GM_ADDR", entries, re.MULTILINE))
+    assert {name: attributes for attributes, name in result.items()} == {
         "pasa_attention": "__global__ __mix__(1, 2)",
         "pasa_shift_exact": "__schedmode__(1) __global__ __mix__(0, 1)",
         "pasa_shift_paper": "__global__ __cube__",

@@ -18,7 +18,7 @@ for library in sys.argv[1:]:
 
 
 def says(*libraries):
-    """What a process finds in each library, a line each; it lives on."""
+    """Return what a process reports on loading each library, a line each; the process must survive."""
     command = [sys.executable, "-c", SAY, *map(str, libraries)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -1,6 +1,6 @@
 """Every flag, barrier, buffer and rule of the kernels is needed, and it is noticed when one is missing.
 
-A mutant is caught if a launch ends in a fault or gives other bits than the kernel as it is written.
+A mutant is caught if a launch ends in a fault or returns other bits than the unchanged kernel.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from tests.ascend_c.kernel_runs import (
     launch_attention,
     launch_shift,
     means,
-    means_that_lean,
+    means_with_biased_bits,
     shifted_by_reference,
 )
 from tests.ascend_c.mutants import write_mutants
@@ -47,7 +47,7 @@ def opposite_blocks(sign):
 
 
 def anchors_far_apart():
-    """Frames of two blocks 2^30 nats apart: what FP32 rounds there is more than any weight."""
+    """Return a call whose two blocks have frames 2^30 nats apart, where FP32's rounding exceeds any weight."""
     x = random_call(1, 1, 1, 70, 256, 64)
     x.q.add_(10000 * (1 + 0.01 * torch.arange(70.0).view(1, 1, 70, 1)).half())
     x.k.mul_(50)
@@ -117,7 +117,7 @@ def saturating():
 
 
 def above_the_largest():
-    """Outputs of 65504 and up to a spacing more: weights that FP16 rounds up over sums of what they were."""
+    """Return a call with outputs of 65504 and up to a spacing more: FP16 rounds weights up, but not their sums."""
     x = random_call(1, 1, 1, 64, 128, 64, exact=False, unbiased=torch.float16)
     x.q[:] = 1 + torch.arange(64.0).view(1, 1, 64, 1) / 64
     x.k[:] = 0
@@ -129,7 +129,7 @@ def above_the_largest():
 # Two lanes, several tasks for a group, tiles in FP32 and in FP16, rows that see nothing, a head dimension in two parts.
 CALLS = [
     random_call(1, 2, 1, 300, 290, 64, causal=True),
-    means_that_lean(),
+    means_with_biased_bits(),
     means(1, 130, 130, 48, causal=True, unbiased=torch.bfloat16),
     means(1, 20, 20, 144, causal=True, unbiased=torch.float16),
     above_the_largest(),
@@ -153,7 +153,7 @@ CALLS = [
     far_guess(),
     random_call(2, 2, 2, 130, 255, 64, causal=True, exact=False),
     random_call(1, 1, 1, 40, 30, 64, causal=True, exact=False),  # one tile, and rows in it that see nothing
-    random_call(1, 1, 1, 40, 30, 64, causal=True, scale=1e-5),  # the same, and hidden scores that are not far below
+    random_call(1, 1, 1, 40, 30, 64, causal=True, scale=1e-5),  # the same, and masked scores that are not far below
 ]
 LAUNCHES = [("eager", 0), ("eager", 1), ("deferred", 0), ("deferred", 1), ("deferred", 2), ("deferred", 3)]
 
@@ -170,30 +170,30 @@ def mutated(twin_folder, tmp_path):
 
 @dataclass(frozen=True)
 class Attempt:
-    """One launch of one kernel, and the bits that it gives as it is written."""
+    """Hold one launch of one kernel, and the bits that the unchanged kernel returns."""
 
     launch: Callable[..., Run]
     expected: list[Tensor] | None
 
     def catches(self, number):
-        """The mutant ends in a fault, or not at all, or gives other bits."""
-        found = bits(self.launch, number)
-        return found is None or not all(torch.equal(a, b) for a, b in zip(found, self.expected, strict=True))
+        """Return if the mutant ends in a fault, or not at all, or returns other bits."""
+        result = bits(self.launch, number)
+        return result is None or not all(torch.equal(a, b) for a, b in zip(result, self.expected, strict=True))
 
 
 def bits(launch, number):
-    """What a launch gives, or None where it ended in a fault or not at all."""
+    """Return the arrays of a launch, or None if it ended in a fault or not at all."""
     try:
-        found = launch(mutant=number)
+        result = launch(mutant=number)
     except AssertionError:  # the process died
         return None
-    if not found.report["ok"] or any(found.report["undefined"].values()):
+    if not result.report["ok"] or any(result.report["undefined"].values()):
         return None
-    return [values for name, values in found.arrays.items() if name != "scores"]
+    return [values for name, values in result.arrays.items() if name != "scores"]
 
 
 def attempts(program):
-    """Every launch of both kernels on every call."""
+    """Return every launch of both kernels on every call."""
     kernels = []
     for x in CALLS:
         kernels.append(partial(launch_shift, program, x, cores=2))
@@ -208,7 +208,10 @@ def attempts(program):
 
 
 def is_caught(tried, number):
-    """What catches goes to the front of the attempts: it often catches the next mutant too, which takes one process."""
+    """Return if an attempt catches the mutant, and move that attempt to the front.
+
+    It often catches the next mutant too, which then needs one process only.
+    """
     for i, attempt in enumerate(tried):
         if attempt.catches(number):
             tried.insert(0, tried.pop(i))

@@ -34,12 +34,12 @@ def test_agrees_with_the_reference(kernels, shape, exact, overflow):
     x = keys_call(*shape, exact=exact, overflow=overflow)
     expected = shifted_by_reference(x)
     for mode, seed in LAUNCHES:
-        found = launch_shift(kernels, x, cores=3, mode=mode, seed=seed)
-        assert found.report["ok"], found.report["fault"]
-        assert sum(found.report["undefined"].values()) == 0
+        result = launch_shift(kernels, x, cores=3, mode=mode, seed=seed)
+        assert result.report["ok"], result.report["fault"]
+        assert sum(result.report["undefined"].values()) == 0
         for name, array in expected.items():
-            assert (found[name] == array).double().mean() >= 0.995, name
-        assert ((found["keys"].double() - expected["keys"].double()).abs() <= ulp(expected["keys"])).all()
+            assert (result[name] == array).double().mean() >= 0.995, name
+        assert ((result["keys"].double() - expected["keys"].double()).abs() <= ulp(expected["keys"])).all()
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])  # a folder
@@ -53,13 +53,13 @@ def test_no_key_is_rounded(kernels, data):
     sign = torch.randint(0, data.draw(st.integers(1, 2)), bits.shape, generator=g).short() * -0x8000
     k = (bits | sign.short()).view(torch.float16)
     x = Call(k, k, k, scale=data.draw(st.sampled_from([0.25, 0.0884, 1e-3])))
-    found = launch_shift(kernels, x)
-    assert found.report["ok"], found.report["fault"]
-    unit = found["units"][..., :1].repeat_interleave(BLOCK, 2)[:, :, :count]
-    rows = found["anchors"].double()
+    result = launch_shift(kernels, x)
+    assert result.report["ok"], result.report["fault"]
+    unit = result["units"][..., :1].repeat_interleave(BLOCK, 2)[:, :, :count]
+    rows = result["anchors"].double()
     anchors = torch.cat([rows[:, :, :1], rows[:, :, 2::2] + rows[:, :, 3::2]], 2)
     anchors = anchors.repeat_interleave(BLOCK, 2)[:, :, :count]
-    assert torch.equal(found["keys"].double() / unit + anchors, k.double())
+    assert torch.equal(result["keys"].double() / unit + anchors, k.double())
 
 
 def test_keys_beyond_a_length_enter_no_mean(kernels):
@@ -67,10 +67,10 @@ def test_keys_beyond_a_length_enter_no_mean(kernels):
     x = keys_call(2, 2, 300, 64, 5.0, lengths=torch.tensor([140, 0]))
     x.k[0, :, 140:] = torch.nan
     x.k[1] = torch.nan
-    found = launch_shift(kernels, x)
-    assert found.report["ok"], found.report["fault"]
+    result = launch_shift(kernels, x)
+    assert result.report["ok"], result.report["fault"]
     short = keys_call(1, 2, 140, 64, 0.0)
     short.k.copy_(x.k[:1, :, :140])
     expected = shifted_by_reference(short)
-    assert torch.equal(found["keys"][:1, :, :140], expected["keys"])
-    assert torch.equal(found["anchors"][:1, :, :4], expected["anchors"])
+    assert torch.equal(result["keys"][:1, :, :140], expected["keys"])
+    assert torch.equal(result["anchors"][:1, :, :4], expected["anchors"])

@@ -40,7 +40,7 @@ def test_what_does_not_fit_is_refused(kernels, changes, sentence):
 
 @pytest.mark.parametrize("chip", range(4))
 def test_all_tiles_are_dealt_and_evenly(kernels, chip):
-    """With a causal mask tasks differ by the factor of their keys; no group gets an eighth more than its share."""
+    """All tiles are dealt out, and no group gets an eighth more work than its share, also with a causal mask."""
     for causal, heads, rows in ((0, 28, 8192), (1, 28, 8192), (1, 28, 16384), (1, 3, 500)):
         *_, tiles = plan(kernels, heads=heads, kv_heads=1, rows=rows, keys=rows, causal=causal, chip=chip)
         rows_of = [min((i + 1) * TILE, rows) for i in range(-(-rows // TILE))]
@@ -63,5 +63,5 @@ def test_every_head_dim_fits_and_runs(kernels, dim):
     assert plan(kernels, dim=dim)[0] == (2 if dim <= 144 else 1)
     for exact in (True, False):
         x: Call = make_call(1, 1, 1, 140, 130, dim, False, exact=exact)
-        found = launch_attention(kernels, x, shifted_by_reference(x))
-        assert found.report["ok"], found.report["fault"]
+        result = launch_attention(kernels, x, shifted_by_reference(x))
+        assert result.report["ok"], result.report["fault"]

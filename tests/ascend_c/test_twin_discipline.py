@@ -162,7 +162,7 @@ WRONG_NUMBERS = [
 
 
 def numbers(program, case):
-    """What the program gave and what it should have given."""
+    """Return the result of the program and the expected one."""
     if case in ("tiled", "queued"):
         x = program.load("x", np.float16)
         return program.load("z", np.float16), x * np.float16(2) + np.float16(1)
@@ -175,8 +175,8 @@ def numbers(program, case):
 
 def test_every_snippet_is_listed():
     sources = [path.read_text() for path in PROGRAMS.glob("misuse_*.cpp")]
-    found = [name for source in sources for name in re.findall(r'^ +\{"(\w+)",', source, re.MULTILINE)]
-    assert sorted(found) == sorted(MISUSE)
+    result = [name for source in sources for name in re.findall(r'^ +\{"(\w+)",', source, re.MULTILINE)]
+    assert sorted(result) == sorted(MISUSE)
 
 
 @pytest.mark.parametrize("mode", ["eager", "deferred"])

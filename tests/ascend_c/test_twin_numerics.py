@@ -10,7 +10,7 @@ UFUNCS = {"Add": np.add, "Sub": np.subtract, "Mul": np.multiply, "Div": np.divid
 
 
 def saturated(values):
-    """What CTRL[48] = 0 makes of a half result."""
+    """Return half results as CTRL[48] = 0 changes them: saturated, and 0 for NaN."""
     values = np.where(np.isnan(values), np.float16(0), values)
     return np.clip(values, np.float16(-65504), np.float16(65504))
 
@@ -107,8 +107,8 @@ def test_integers(twin, op):
     """Sums and products that fit; of negative words, shifts bring in zeros."""
     rng = np.random.default_rng(11)
     x, y = (rng.integers(-(2**30), 2**30, 640) for _ in range(2))
-    given = {"Mul": (x >> 16, y >> 16), "Muls": (x >> 8, y)}.get(op, (x, y))
-    arrays = dict(zip("xy", (each.astype(np.int32) for each in given), strict=True))
+    operands = {"Mul": (x >> 16, y >> 16), "Muls": (x >> 8, y)}.get(op, (x, y))
+    arrays = dict(zip("xy", (each.astype(np.int32) for each in operands), strict=True))
     report = twin.run("word_op", arrays, op=op, y="y", scalar=13)
     assert report["ok"], report["fault"]
     np.testing.assert_array_equal(twin.load("z", np.int32), WORD_OPS[op](x, y, 13).astype(np.uint32).view(np.int32))

@@ -53,8 +53,10 @@ def build(source, folder, *, optimise=FAST, include=(), define=()):
 
 
 def build_library(folder):
-    """Run scripts/build_ascend.sh with the stand-ins of `fakes/`, once for all test processes of a session: first a
-    build that is killed while the compiler works, then one that goes on in the same folder."""
+    """Run scripts/build_ascend.sh with the fake CANN and torch_npu of `fakes/`, once for all processes of a session.
+
+    A first build is killed while the compiler works, and a second one continues in the same folder.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     library = folder / "libpasa_npu.so"
     with open(folder / "library.lock", "w") as lock:
@@ -71,7 +73,7 @@ def build_library(folder):
 
 
 def kill_a_build(command, folder):
-    """Start one and kill it, with all that it has started, in the middle of the compiler's work."""
+    """Start a build and kill it, with all processes that it has started, while the compiler works."""
     log = folder / "killed.log"
     with open(log, "w") as file:
         process = subprocess.Popen(
@@ -87,7 +89,7 @@ def kill_a_build(command, folder):
 
 
 def build_environment(folder):
-    """Variables under which scripts/build_ascend.sh finds the stand-ins."""
+    """Return the environment in which scripts/build_ascend.sh finds the fake CANN and torch_npu."""
     paths = [str(FAKES / "python"), *filter(None, [os.environ.get("PYTHONPATH")])]
     return os.environ | {
         "ASCEND_HOME_PATH": str(FAKES / "cann"),
@@ -101,7 +103,7 @@ def build_environment(folder):
 
 
 def compiler_says(snippet, folder):
-    """What the compiler's front end says against a snippet: nothing if it compiles."""
+    """Return the errors of the compiler's front end for a snippet; empty if it compiles."""
     source = Path(folder) / "snippet.cpp"
     source.write_text(f'#include "kernel_operator.h"\nusing namespace AscendC;\n{snippet}\n')
     command = [*compile_command(source, "/dev/null"), "-fsyntax-only"]

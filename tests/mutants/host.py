@@ -19,7 +19,7 @@ OF_TRANSFORMERS = "tests/pasa/patching/test_transformers_attention.py::"
 
 HOST = [
     mutant(
-        "a key of which FP32 keeps nothing is shifted exactly",
+        "a key of which FP32 keeps nothing counts as shifted exactly",
         "ops/attention/spec/shift_keys.py",
         "_is_fp16(k - anchor) & ((k - anchor) + anchor == k)",
         "_is_fp16(k - anchor)",
@@ -38,10 +38,10 @@ HOST = [
         REFERENCE,
         "row_sum = self._sum(rounded if self.exact else weights)",
         "row_sum = self._sum(weights)",
-        SUMS + "test_a_constant_comes_out_as_it_is[reference-1.0]",
+        SUMS + "test_a_constant_comes_out_unchanged[reference-1.0]",
     ),
     mutant(
-        "batch entries share the first one's mask once keys are hidden",
+        "batch entries share the first one's mask once keys are masked out",
         REFERENCE,
         "mask = full[b % full.shape[0]].unsqueeze(0)",
         "mask = full[:1]",
@@ -70,7 +70,7 @@ HOST = [
         GAPS + "test_reference",
     ),
     mutant(
-        "a key is hidden that the first head does not see",
+        "a key that the first head does not see is masked out for all",
         MASKING,
         "return ~keep.any(1).any(1).expand(",
         "return ~keep[:, 0].any(1).expand(",
@@ -78,14 +78,14 @@ HOST = [
         OF_REFERENCE + "test_masks_broadcast",
     ),
     mutant(
-        "a bad query spoils a row that sees nothing",
+        "a query that is not finite reaches a fully masked row",
         MASKING,
         "bad_row |= bad_query & sees_any",
         "bad_row |= bad_query",
-        "tests/properties/test_invariances.py::test_blind_row_with_garbage_in_its_query_is_zero",
+        "tests/properties/test_invariances.py::test_fully_masked_row_with_garbage_in_its_query_is_zero",
     ),
     mutant(
-        "a float mask that adds +inf spoils nothing",
+        "a float mask that adds +inf does not propagate NaN",
         MASKING,
         "(torch.isnan(self.bias) | (self.bias == torch.inf))",
         "torch.isnan(self.bias)",
@@ -172,7 +172,7 @@ HOST = [
     mutant(
         "keys are visible by the last row of any mask",
         "ops/attention/triton/call.py",
-        "mask[:, :, -1:] if alike else",
+        "mask[:, :, -1:] if rows_equal else",
         "mask[:, :, -1:] if True else",
         CORNERS + "test_keys_that_only_early_rows_see",
     ),
@@ -320,7 +320,7 @@ HOST = [
         "tests/pasa/patching/test_auto.py::test_a_key_of_an_earlier_call_is_remembered",
     ),
     mutant(
-        "prompts behind decodes read the first sequences' pages",
+        "prefills behind decodes read the first sequences' pages",
         "pasa/patching/vllm.py",
         "*caches, self.block_table[d:], self.seq_lens[d:]",
         "*caches, self.block_table[: len(self.seq_lens) - d], self.seq_lens[d:]",

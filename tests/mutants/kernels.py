@@ -41,11 +41,11 @@ KERNELS = [
         TRITON + "test_masks_with_tiles_that_are_whole_hidden_and_torn",
     ),
     mutant(
-        "the careful pass sums weights before they are rounded",
+        "the exact pass sums weights before they are rounded",
         TILE_MATH,
         "behind[:, None]).to(tl.float16)\n        b_sum = b_sum * alpha + tl.sum(b_p.to(tl.float32), 1)",
         "behind[:, None])\n        b_sum = b_sum * alpha + tl.sum(b_p, 1)\n        b_p = b_p.to(tl.float16)",
-        SUMS + "test_a_constant_comes_out_as_it_is[careful-1.0]",
+        SUMS + "test_a_constant_comes_out_unchanged[exact-1.0]",
     ),
     mutant(
         "a later tile's sum forgets to rescale where exponents take one instruction",
@@ -55,7 +55,7 @@ KERNELS = [
         PACKED + "[fp32]",
     ),
     mutant(
-        "the reference is the maximum of the tile at hand",
+        "the reference is the maximum of the current tile",
         PREFILL,
         "            if start == 0:\n",
         "            if start >= 0:\n",
@@ -85,7 +85,7 @@ KERNELS = [
     mutant(
         "the fast pass keeps a tile whose values are not finite",
         PREFILL,
-        "marked = (bounded & is_finite(b_acc)) == 0",
+        "marked = (bounded & all_finite(b_acc)) == 0",
         "marked = bounded == 0",
         CORNERS + "test_a_number_that_is_not_finite_in_the_last_keys",
     ),
@@ -108,7 +108,7 @@ KERNELS = [
         PREFILL,
         "b_v, b_acc * alpha[:, None])\n    return b_max",
         "b_v, b_acc)\n    return b_max",
-        TRITON + "test_first_block_that_tells_nothing_of_the_rest",
+        TRITON + "test_first_block_unlike_the_rest",
         TRITON + "test_odd_lengths_with_grouped_heads",
     ),
     mutant(
@@ -123,10 +123,10 @@ KERNELS = [
         PREFILL,
         "b_max, b_sum, nats + ",
         "b_max, b_sum, nats + 0.0 * ",
-        PACKED + "[careful]",
+        PACKED + "[exact]",
     ),
     mutant(
-        "a row that does not see a value that is not finite is spoilt by it",
+        "a value that is not finite reaches rows that do not see it",
         TILE_MATH,
         "b_seen = tl.where(m_seen, 1.0, 0.0).to(tl.float16)",
         "b_seen = tl.where(m_seen, 1.0, 1.0).to(tl.float16)",
@@ -140,14 +140,14 @@ KERNELS = [
         TRITON + "test_mask_tiles_are_sorted",
     ),
     mutant(
-        "what a mask adds is left out where it is small",
+        "the bias of a mask is left out where scores are small",
         MASK,
         "m_plain = m_tile & (b_mask == 0.0)",
         "m_plain = m_tile & (tl.abs(b_mask) < 1.0)",
         TRITON + "test_mask_tiles_are_sorted",
     ),
     mutant(
-        "the lowest finite number hides",
+        "the lowest finite number masks a key out",
         TILE_MATH,
         "        m_seen = m_seen & (b_mask != -INF)\n",
         "        m_seen = m_seen & (b_mask > -60000.0)\n",
@@ -161,7 +161,7 @@ KERNELS = [
         GAPS + "test_masked_prefill[bool]",
     ),
     mutant(
-        "short: keys that nobody sees enter the anchor",
+        "short: keys that no row sees enter the anchor",
         SHORT,
         "m_key = tl.max(tl.where(m_seen, 1, 0), 0) > 0",
         "m_key = o_n < keys",
@@ -210,14 +210,14 @@ KERNELS = [
         SAMPLES + "test_decode",
     ),
     mutant(
-        "merge: splits that are not there have the maximum 0",
+        "merge: splits beyond the last have the maximum 0",
         DECODE,
         "b_max = tl.where(m_split, b_max, -INF)",
         "b_max = tl.where(m_split, b_max, b_max)",
         CORNERS + "test_scores_far_below_0",
     ),
     mutant(
-        "merge: maxima stay in frames of their own",
+        "merge: maxima stay in the frames of their splits",
         DECODE,
         "b_max = tl.where(b_max == -INF, -INF, b_max + offset",
         "b_max = tl.where(b_max == -INF, -INF, b_max + 0.0 * offset",
@@ -254,7 +254,7 @@ KERNELS = [
         GAPS + "test_masked_decode[64]",
     ),
     mutant(
-        "decoding: pages of a block that begins within a page are taken for one",
+        "decoding: a block that begins within a page has one page",
         DECODE,
         "if ALIGNED and PAGE % BLOCK_N == 0:",
         "if PAGE % BLOCK_N == 0:",
@@ -289,7 +289,7 @@ KERNELS = [
         "b_p = tl.exp2((b_s - base[:, :, None]) * factor)\n"
         "        b_sum = b_sum * alpha + tl.sum(b_p, 2)\n"
         "        b_p = b_p.to(tl.float16)",
-        SUMS + "test_a_constant_comes_out_as_it_is[lanes-1.0]",
+        SUMS + "test_a_constant_comes_out_unchanged[lanes-1.0]",
     ),
     mutant(
         "lanes: a value that is not finite does not mark its lane",
@@ -321,7 +321,7 @@ KERNELS = [
         GAPS + "test_decode[128-64-False]",
     ),
     mutant(
-        "a hidden first key decides on its block's anchor",
+        "a masked first key decides on its block's anchor",
         SHIFT,
         "hidden = hidden | (tl.load(p_seen, mask=n > 0, other=0) == 0)",
         "hidden = hidden & (n > 0)",
@@ -342,7 +342,7 @@ KERNELS = [
         CORNERS + "test_a_key_of_minus_infinity_that_weighs_nothing",
     ),
     mutant(
-        "a key that loses a bit to the anchor is told by a sum that comes out right",
+        "a key counts as rounded by the anchor if the sum is right",
         TILE_MATH,
         "(shifted + anchor[None, :] != k)",
         "(shifted + anchor[None, :] == k)",
@@ -351,22 +351,22 @@ KERNELS = [
     mutant(
         "both products are with the first row",
         TILE_MATH,
-        "tl.where(o_column == 1, b_found, 0.0)",
-        "tl.where(o_column == 0, b_found, 0.0)",
+        "tl.where(o_column == 1, b_products, 0.0)",
+        "tl.where(o_column == 0, b_products, 0.0)",
         CORNERS + "test_biases_that_differ_by_batch_entry_and_head[64]",
     ),
     mutant(
-        "columns draw with even keys, too",
+        "the hash keys of columns may be even",
         ROUNDING,
         "key = (o_column * 31865 & 0x7FFF) | 1",
         "key = o_column * 31865 & 0x7FFF",
         "tests/ops/attention/triton/test_rounding.py::test_rows_are_rounded_as_in_the_reference",
     ),
     mutant(
-        "numbers just above the smallest normal one are not drawn",
+        "numbers just above the smallest normal one are rounded to nearest",
         ROUNDING,
-        "m_drawn = (tl.abs(b_x) >= MIN_NORMAL)",
-        "m_drawn = (tl.abs(b_x) > MIN_NORMAL * 2)",
+        "m_normal = (tl.abs(b_x) >= MIN_NORMAL)",
+        "m_normal = (tl.abs(b_x) > MIN_NORMAL * 2)",
         CORNERS + "test_rows_of_the_smallest_normal_numbers",
     ),
 ]
@@ -394,26 +394,26 @@ UNNOTICED = {  # Faults that no test on a CPU can notice, with the reason; these
         "exponent = tl.maximum(exponent - 11, -24)",
         "tests/pasa/test_page_anchors.py",
         TRITON + "test_bias_that_all_keys_share_never_enters_a_rounded_number",
-    ): "an anchor on a finer grid, too, is taken off only where every key loses it exactly",
+    ): "an anchor on a finer grid is also subtracted only where it rounds no key",
     mutant(
-        "no sum tells whether FP32 lost something of a key",
+        "the rounding of a difference in FP32 is not tested",
         TILE_MATH,
         "(shifted.to(tl.float16).to(tl.float32) != shifted) | (shifted + anchor[None, :] != k)",
         "(shifted.to(tl.float16).to(tl.float32) != shifted)",
         CORNERS + "test_an_anchor_that_would_round_a_key",
-    ): "FP32 loses something of keys below a third of the anchor alone, and those count as too small anyway",
+    ): "FP32 rounds only keys below a third of the anchor, and those count as too small anyway",
     mutant(
         "the fourth wave has six bits",
         ROUNDING,
-        "leans((word >> 18) & 127, COLUMNS)",
-        "leans((word >> 18) & 63, COLUMNS)",
+        "deviates((word >> 18) & 127, COLUMNS)",
+        "deviates((word >> 18) & 63, COLUMNS)",
         "tests/ops/attention/triton/test_rounding.py::test_rows_are_rounded_as_in_the_reference",
-    ): "64 of 64 columns then read as 0, which leans as far; what is carried reaches a row that leans already",
+    ): "64 of 64 columns then read as 0, which flags the row too; the carry reaches a row that is flagged already",
     mutant(
-        "float masks are taken for bounded",
+        "float masks count as bounded",
         "ops/attention/triton/prefill/launch.py",
         'tiles[0], call.mask_kind != "float"',
         "tiles[0], True",
         "tests/ops/attention/test_finite_masks.py::test_forward",
-    ): "the fast pass weighs float masks as the careful one does, and leaves scores that need an anchor",
+    ): "the fast pass weighs float masks as the exact pass does, and gives up scores that need an anchor",
 }

@@ -18,7 +18,7 @@ WATCHED = "tests/ops/attention/test_watch.py"
 
 PAGED = [
     mutant(
-        "pages: a split is taken to begin where a block does",
+        "pages: every split counts as beginning at a block",
         PAGED_KERNEL,
         "ALIGNED: tl.constexpr = GRAIN // LANES % BLOCK_N == 0",
         "ALIGNED: tl.constexpr = True",
@@ -46,7 +46,7 @@ PAGED = [
         PAGE_ANCHORS + "test_pages_that_are_far_from_the_frame[biased later, no weight-16]",
     ),
     mutant(
-        "page anchors: the merge takes FP32 maxima as they are",
+        "page anchors: the merge leaves out the low part of maxima",
         "ops/attention/triton/decode/kernel.py",
         "        behind += b_low - low\n",
         "        behind += 0.0 * low\n",
@@ -57,7 +57,7 @@ PAGED = [
         ANCHORS,
         "tl.dot(b_high, b_transposed) + tl.dot(b_low, b_transposed)",
         "tl.dot(b_high, b_transposed)",
-        CORNERS + "test_anchors_of_pages_that_are_far_apart_and_weigh_alike",
+        CORNERS + "test_anchors_of_pages_that_are_far_apart_and_weigh_the_same",
     ),
     mutant(
         "page anchors: the first turn is the last",
@@ -71,7 +71,7 @@ PAGED = [
         ANCHORS,
         "behind[:, :, None]).to(tl.float16)\n        b_sum = b_sum * alpha + tl.sum(b_p.to(tl.float32), 2)",
         "behind[:, :, None])\n        b_sum = b_sum * alpha + tl.sum(b_p, 2)\n        b_p = b_p.to(tl.float16)",
-        SUMS + "test_a_constant_comes_out_of_pages_as_it_is[True-1.0]",
+        SUMS + "test_a_constant_comes_out_of_pages_unchanged[True-1.0]",
     ),
     mutant(
         "writing pages: the last token decides how long a page is",
@@ -89,14 +89,14 @@ PAGED = [
         PAGE_ANCHORS + "test_an_anchor_is_the_block_mean_that_keys_lose_exactly",
     ),
     mutant(
-        "writing pages: the last columns alone say whether a page is finite",
+        "writing pages: only the last columns are tested for NaN and infinity",
         WRITE,
         "good = tl.minimum(good, tl.min(",
         "good = tl.minimum(1, tl.min(",
         CORNERS + "test_a_key_that_is_not_finite_in_a_long_page",
     ),
     mutant(
-        "a centre is taken off that rounds a key",
+        "a centre that rounds a key is subtracted",
         CENTRE,
         "anchor = tl.where(lossy > 0, 0.0, anchor)",
         "anchor = tl.where(lossy > 1, 0.0, anchor)",
@@ -138,11 +138,11 @@ PAGED = [
         GRADIENTS + "[triton]",
     ),
     mutant(
-        "gradients: what a row without keys adds by its log-sum-exp stays",
+        "gradients: the log-sum-exp of a fully masked row adds to the gradient",
         BACKWARD,
         "mask=m_row & (b_top < INF), other=0.0)",
         "mask=m_row, other=0.0)",
-        OF_BACKWARD + "test_the_gradient_of_a_blind_row_s_log_sum_exp_reaches_nothing",
+        OF_BACKWARD + "test_the_gradient_of_a_fully_masked_row_s_log_sum_exp_reaches_nothing",
     ),
     mutant(
         "gradients: a tile's own unit is not among the largest",
@@ -176,8 +176,8 @@ PAGED = [
     mutant(
         "published: a block of which a row sees nothing counts",
         PAPER,
-        "new_max = tl.maximum(carried, tl.where(empty, -INF, here))",
-        "new_max = tl.maximum(carried, here)",
+        "new_max = tl.maximum(carried, tl.where(empty, -INF, tile_max))",
+        "new_max = tl.maximum(carried, tile_max)",
         "tests/ops/attention/triton/test_backend.py::test_left_padding_and_causal",
         "tests/ops/attention/triton/test_backend.py::test_masks_broadcast",
         FINITE + "test_published_recovery",

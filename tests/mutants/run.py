@@ -132,9 +132,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sample", action="store_true", help="one of every family of kernels")
     parser.add_argument("--only", default="", help="those whose words or file hold this text")
-    given = parser.parse_args()
-    mutants = [next(m for m in ALL if m.file == file) for file in SAMPLED] if given.sample else ALL
-    chosen = [m for m in mutants if given.only in m.what or given.only in m.file]
+    options = parser.parse_args()
+    mutants = [next(m for m in ALL if m.file == file) for file in SAMPLED] if options.sample else ALL
+    chosen = [m for m in mutants if options.only in m.what or options.only in m.file]
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     sys.dont_write_bytecode = True
     for name in HEAVY:

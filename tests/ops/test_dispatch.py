@@ -25,13 +25,13 @@ def test_every_operator_has_a_valid_call():
     registered = {name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("pasa::")}
     assert {name for name in registered if not name.startswith("npu_")} == set(OPERATORS)
     for operator, op in OPERATORS.items():
-        given = all_arguments(operator)
-        assert list(given) == [argument.name for argument in op._opoverload._schema.arguments]
-        tensors = [x for x in given.values() if isinstance(x, Tensor)]
-        picked = dispatch.tensors_of(op)(tuple(given.values()))
+        arguments = all_arguments(operator)
+        assert list(arguments) == [argument.name for argument in op._opoverload._schema.arguments]
+        tensors = [x for x in arguments.values() if isinstance(x, Tensor)]
+        picked = dispatch.tensors_of(op)(tuple(arguments.values()))
         assert len(tensors) == len(picked)
         assert all(x is y for x, y in zip(tensors, picked, strict=True))
-        op(**given)
+        op(**arguments)
 
 
 @pytest.mark.parametrize(("operator", "name"), PLACES)
@@ -43,8 +43,8 @@ def test_the_dispatcher_sees_whatever_needs_it(monkeypatch, operator, name, kind
     behind them: a mask, anchors, lengths. The memory of a mask on meta was read, and a mask that
     requires a gradient silently got none.
     """
-    given = all_arguments(operator)
-    x = given[name]
+    arguments = all_arguments(operator)
+    x = arguments[name]
     made = {
         "plain": lambda: x,
         "subclass": lambda: x.as_subclass(Subclass),
@@ -55,23 +55,23 @@ def test_the_dispatcher_sees_whatever_needs_it(monkeypatch, operator, name, kind
     }
     if kind == "requires_grad" and not x.is_floating_point():
         kind = "plain"  # integer tensors cannot require a gradient
-    given[name] = made[kind]()
+    arguments[name] = made[kind]()
     op = OPERATORS[operator]
     monkeypatch.setattr(dispatch, "_functions", {})
     monkeypatch.setattr(CustomOpDef, "__call__", lambda *_: "dispatcher")
     monkeypatch.setattr(op, "_init_fn", lambda *_: "at once")
-    assert dispatch.call(op, *given.values()) == ("at once" if kind == "plain" else "dispatcher")
+    assert dispatch.call(op, *arguments.values()) == ("at once" if kind == "plain" else "dispatcher")
 
 
 @pytest.mark.parametrize(
     ("operator", "name"), [(o, n) for o, n in PLACES if all_arguments(o)[n].is_floating_point() and o != "watch_scores"]
 )
 def test_a_tangent_is_refused_in_every_place(operator, name):
-    given = all_arguments(operator)
+    arguments = all_arguments(operator)
     with forward_ad.dual_level():
-        given[name] = forward_ad.make_dual(given[name], torch.ones_like(given[name]))
+        arguments[name] = forward_ad.make_dual(arguments[name], torch.ones_like(arguments[name]))
         with pytest.raises(NotImplementedError, match="forward-mode"):
-            dispatch.call(OPERATORS[operator], *given.values())
+            dispatch.call(OPERATORS[operator], *arguments.values())
 
 
 def test_the_second_derivative_by_a_mask_is_refused():

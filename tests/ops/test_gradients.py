@@ -43,11 +43,11 @@ def test_varlen_passes_opcheck_with_gradients():
     opcheck(torch.ops.pasa.attention_varlen.default, (*packed, EDGES, EDGES), {"is_causal": True})
 
 
-@pytest.mark.parametrize("given", ["both", "out", "lse"])
-def test_backward_operators_pass_opcheck(given):
+@pytest.mark.parametrize("gradients", ["both", "out", "lse"])
+def test_backward_operators_pass_opcheck(gradients):
     q, k, v = (x.detach() for x in inputs((30, 30), batch=1))
-    lse = torch.ones(1, 4, 30) if given != "out" else None
-    out = None if given == "lse" else q.clone()
+    lse = torch.ones(1, 4, 30) if gradients != "out" else None
+    out = None if gradients == "lse" else q.clone()
     mask = torch.zeros(30, 30)
     opcheck(torch.ops.pasa.attention_backward.default, (out, lse, q, k, v, mask, False, 0.2, True, "reference"))
     q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
@@ -66,8 +66,8 @@ def test_compiles_into_one_graph_with_its_backward_pass(backend):
         return out.float().square().sum() + lse[..., 5:].sum()
 
     def run(function):
-        given = [*inputs(), mask]
-        return torch.autograd.grad(function(*given), given)
+        tensors = [*inputs(), mask]
+        return torch.autograd.grad(function(*tensors), tensors)
 
     for got, expected in zip(run(torch.compile(step, fullgraph=True, backend=backend)), run(step), strict=True):
         assert torch.allclose(got, expected, rtol=2**-9, atol=1e-5)
@@ -92,20 +92,20 @@ def test_torch_func_grad():
 
     torch's own message named neither the operator nor a workaround.
     """
-    given = inputs()
-    expected = torch.autograd.grad(squares(*given), given)
-    found = torch.func.grad(squares, argnums=(0, 1, 2))(*(x.detach() for x in given))
-    for got, true in zip(found, expected, strict=True):
+    tensors = inputs()
+    expected = torch.autograd.grad(squares(*tensors), tensors)
+    result = torch.func.grad(squares, argnums=(0, 1, 2))(*(x.detach() for x in tensors))
+    for got, true in zip(result, expected, strict=True):
         assert torch.equal(got, true)
 
 
 def test_gradients_of_every_sample():
     """vmap of grad equals torch's loop over single calls."""
     q, k, v = (x.detach().unsqueeze(1) for x in inputs(batch=3))
-    found = torch.func.vmap(torch.func.grad(squares, argnums=(0, 1, 2)))(q, k, v)
+    result = torch.func.vmap(torch.func.grad(squares, argnums=(0, 1, 2)))(q, k, v)
     for index in range(3):
         one = torch.func.grad(squares, argnums=(0, 1, 2))(q[index], k[index], v[index])
-        for got, true in zip(found, one, strict=True):
+        for got, true in zip(result, one, strict=True):
             assert torch.equal(got[index], true)
 
 
@@ -116,11 +116,11 @@ def test_torch_func_grad_is_traced_whole(mode):
     Story: under torch.func the shortcut ran kernels on tensors without data, or traced into the
     implementation.
     """
-    given = [x.detach() for x in inputs()]
-    graph = make_fx(torch.func.grad(squares, argnums=(0, 1, 2)), tracing_mode=mode)(*given)
+    tensors = [x.detach() for x in inputs()]
+    graph = make_fx(torch.func.grad(squares, argnums=(0, 1, 2)), tracing_mode=mode)(*tensors)
     called = [str(node.target) for node in graph.graph.nodes if "pasa" in str(node.target)]
     assert called == ["pasa.attention.default", "pasa.attention_backward.default"]
-    for got, true in zip(graph(*given), torch.func.grad(squares, argnums=(0, 1, 2))(*given), strict=True):
+    for got, true in zip(graph(*tensors), torch.func.grad(squares, argnums=(0, 1, 2))(*tensors), strict=True):
         assert torch.equal(got, true)
 
 

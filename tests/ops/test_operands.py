@@ -91,13 +91,13 @@ def test_operators_refuse_by_name(operator, name, change, message, backend):
     device = {"reference": "cpu", "triton": DEVICE, "fake": "meta"}[backend]
     if backend == "fake" and "meta" in message:
         message = None  # if everything is on meta, no tensor is on another device
-    given = all_arguments(operator, "reference" if backend == "fake" else backend, device)
-    given[name] = change(given[name])
+    arguments = all_arguments(operator, "reference" if backend == "fake" else backend, device)
+    arguments[name] = change(arguments[name])
     if message is None:
-        OPERATORS[operator](**given)
+        OPERATORS[operator](**arguments)
         return
     with pytest.raises((ValueError, TypeError), match=message):
-        OPERATORS[operator](**given)
+        OPERATORS[operator](**arguments)
 
 
 REMEDIES = [
@@ -118,17 +118,17 @@ def test_refusals_say_what_to_do(operator, name, change, remedy):
 
     Story: messages named the value only.
     """
-    given = all_arguments(operator, "reference", "cpu")
-    given[name] = change(given[name])
+    arguments = all_arguments(operator, "reference", "cpu")
+    arguments[name] = change(arguments[name])
     with pytest.raises((ValueError, TypeError), match=remedy):
-        OPERATORS[operator](**given)
+        OPERATORS[operator](**arguments)
 
 
 def test_both_gradients_missing():
     for operator in BACKWARD:
-        given = all_arguments(operator) | {"grad_out": None, "grad_lse": None}
+        arguments = all_arguments(operator) | {"grad_out": None, "grad_lse": None}
         with pytest.raises(ValueError, match="grad_out and grad_lse are both None"):
-            OPERATORS[operator](**given)
+            OPERATORS[operator](**arguments)
 
 
 def test_an_exported_program_refuses_other_keys():
@@ -145,7 +145,7 @@ def test_kernels_take_lengths_from_the_host():
 
     Story: lengths left on the CPU were a wild pointer for a kernel on a GPU.
     """
-    given = all_arguments("attention_varlen", "triton", DEVICE)
-    expected = OPERATORS["attention_varlen"](**given)[0]
-    host = {name: given[name].cpu() for name in ("cu_seqlens_q", "cu_seqlens_k")}
-    assert torch.equal(OPERATORS["attention_varlen"](**given | host)[0], expected)
+    arguments = all_arguments("attention_varlen", "triton", DEVICE)
+    expected = OPERATORS["attention_varlen"](**arguments)[0]
+    host = {name: arguments[name].cpu() for name in ("cu_seqlens_q", "cu_seqlens_k")}
+    assert torch.equal(OPERATORS["attention_varlen"](**arguments | host)[0], expected)

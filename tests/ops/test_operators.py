@@ -144,13 +144,13 @@ def geometry(results):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize("diagnose", [False, True])
-def test_fake_kernel_tells_the_truth(op, dtype, strided, diagnose):
+def test_fake_kernel_has_the_true_geometry(op, dtype, strided, diagnose):
     call = getattr(torch.ops.pasa, op)
     real = arguments(op, dtype, strided)
     with FakeTensorMode() as mode:
         fake = {name: mode.from_tensor(x) for name, x in real.items()}
-        told = geometry(call(**fake, diagnose=diagnose))
-    assert told == geometry(call(**real, diagnose=diagnose))
+        stated = geometry(call(**fake, diagnose=diagnose))
+    assert stated == geometry(call(**real, diagnose=diagnose))
 
 
 @pytest.mark.parametrize("layout", ["HND", "NHD"])
@@ -169,11 +169,11 @@ def test_schema_has_no_side_effect_and_no_alias(op):
     schema = getattr(torch.ops.pasa, op).default._schema
     assert not schema.is_mutable
     assert all(x.alias_info is None for x in (*schema.arguments, *schema.returns))
-    given = arguments(op)
-    before = {name: x.clone() for name, x in given.items()}
-    results = getattr(torch.ops.pasa, op)(**given)
-    assert all(torch.equal(given[name], before[name]) for name in given)
-    pointers = {x.untyped_storage().data_ptr() for x in given.values()}
+    call_arguments = arguments(op)
+    before = {name: x.clone() for name, x in call_arguments.items()}
+    results = getattr(torch.ops.pasa, op)(**call_arguments)
+    assert all(torch.equal(call_arguments[name], before[name]) for name in call_arguments)
+    pointers = {x.untyped_storage().data_ptr() for x in call_arguments.values()}
     assert not pointers & {x.untyped_storage().data_ptr() for x in results if x.numel()}
 
 
@@ -325,6 +325,6 @@ def test_default_dtype_does_not_reach_inside(dtype):
 def test_compiled_varlen_refuses_wrong_lengths(edges):
     """Compiled calls refuse wrong lengths as eager calls do; otherwise rows would stay 0 or read other rows."""
     compiled = torch.compile(lambda *x: pasa.attention_varlen(*x, 30, 30), fullgraph=True, backend="eager")
-    given = arguments("attention_varlen") | {"cu_seqlens_q": torch.tensor(edges)}
+    call_arguments = arguments("attention_varlen") | {"cu_seqlens_q": torch.tensor(edges)}
     with pytest.raises(ValueError, match="cu_seqlens_q"):
-        compiled(*given.values())
+        compiled(*call_arguments.values())

@@ -2,19 +2,19 @@
 
 import torch
 
-from pasa.ops.packed import alike, gather, scatter
+from pasa.ops.packed import gather, group_sequences, scatter
 
 EDGES_Q, EDGES_K = [0, 2, 2, 5, 7], [0, 4, 6, 6, 10]
 
 
 def test_groups_leave_out_what_has_no_queries_or_no_keys():
-    assert alike(EDGES_Q, EDGES_K, lambda rows, keys: None) == [([(0, 2), (5, 7)], [(0, 4), (6, 10)])]
-    assert alike([0, 0], [0, 3], lambda rows, keys: None) == []
+    assert group_sequences(EDGES_Q, EDGES_K, lambda rows, keys: None) == [([(0, 2), (5, 7)], [(0, 4), (6, 10)])]
+    assert group_sequences([0, 0], [0, 3], lambda rows, keys: None) == []
 
 
 def test_groups_are_of_a_kind():
     edges = [0, 3, 5, 8]
-    by_rows = alike(edges, edges, lambda rows, keys: rows)
+    by_rows = group_sequences(edges, edges, lambda rows, keys: rows)
     assert [rows for rows, _ in by_rows] == [[(0, 3), (5, 8)], [(3, 5)]]
 
 

@@ -16,7 +16,7 @@ CALL = Request("cpu", torch.float16, 64, "none", False, False, False, AttentionO
 
 
 @pytest.fixture
-def own_registry(monkeypatch):
+def isolated_registry(monkeypatch):
     monkeypatch.setattr(registry, "BACKENDS", {"reference": REFERENCE})
     return registry.BACKENDS
 
@@ -66,30 +66,30 @@ def serve(device="cuda", head_dim=64, backend=None, diagnose=False, **options):
     return registry.choose(tuple(BACKENDS.values()), backend, needs, AttentionOptions(**options).arguments)[2]
 
 
-def test_a_gpu_that_is_emulated_is_told_of_once(turing):
+def test_emulating_a_gpu_warns_once(turing):
     """A GPU that is served by the emulation is reported, once.
 
     Story: GPUs below sm_80, or without Triton, were silently emulated.
     """
-    with pytest.warns(UserWarning, match="no tensor-core product for sm_75") as told:
+    with pytest.warns(UserWarning, match="no tensor-core product for sm_75") as caught:
         assert [serve(head_dim=head_dim) for head_dim in (64, 64, 128)] == ["reference"] * 3
-    assert len(told) == 1
+    assert len(caught) == 1
     for word in ("cuda tensors", "'reference', an emulation", "not for speed"):
-        assert word in str(told[0].message)
-    assert told[0].filename == __file__
-    found = dict(registry.servers())
-    assert found["cuda"].startswith("reference (triton: Triton forms no tensor-core product for sm_75")
-    assert found["cpu"] == "reference"
+        assert word in str(caught[0].message)
+    assert caught[0].filename == __file__
+    result = dict(registry.servers())
+    assert result["cuda"].startswith("reference (triton: Triton forms no tensor-core product for sm_75")
+    assert result["cpu"] == "reference"
     assert {line.name: line.serves for line in pasa.backends()}["reference"] == ("cuda", "cpu")
 
 
-def test_a_gpu_without_triton_is_told_of(turing, monkeypatch):
+def test_a_gpu_without_triton_warns(turing, monkeypatch):
     monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: None)
     with pytest.warns(UserWarning, match="triton is not installed"):
         serve()
 
 
-def test_a_head_too_wide_for_the_kernels_is_told_of(turing, monkeypatch):
+def test_a_head_too_wide_for_the_kernels_warns(turing, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     assert serve(head_dim=256) == "triton"
     with pytest.warns(UserWarning, match="head dim 300 is outside 1 to 256"):
@@ -135,7 +135,7 @@ def test_records_validate_themselves(change):
         dataclasses.replace(REFERENCE, **change)
 
 
-def test_a_name_is_taken_once(own_registry):
+def test_a_name_is_taken_once(isolated_registry):
     with pytest.raises(ValueError, match="'reference' is already registered"):
         register(REFERENCE)
 
@@ -165,7 +165,10 @@ def test_every_field_is_enforced(restriction, reason):
 
 
 def test_an_option_that_a_record_does_not_name_is_served_with_its_default_alone():
-    """So that an option which is added later is refused by kernels that do not know it, and never ignored."""
+    """Kernels refuse an option that their record does not name, unless it has its default.
+
+    So an option that is added later is never ignored.
+    """
     record = dataclasses.replace(REFERENCE, accepts={})
     assert record.refusals(CALL) == []
     changed = {"beta": 0.5, "recovery": "paper", "block_q": 64, "softmax": "unbiased"}
@@ -189,14 +192,14 @@ def test_paged_caches_may_want_options_of_their_own():
     assert dataclasses.replace(REFERENCE, paged=None).refusals(call) == ["paged caches are not supported"]
 
 
-def test_a_replaced_backend_serves_no_call_that_names_it(own_registry):
+def test_a_replaced_backend_serves_no_call_that_names_it(isolated_registry):
     """A replaced backend still serves calls without a name, through its fallback, but refuses calls that name it."""
     register(dataclasses.replace(REFERENCE, name="other", priority=1, replaced=lambda: "not built"))
     assert select(CALL).name == "other"
     with pytest.raises(NotImplementedError, match=r"other: not built$"):
         select(CALL, "other")
     assert pasa.backends()[0] == ("other", False, "not built", ("cpu",))
-    assert registry.servers() == (("cpu", "a stand-in for other (not built)"),)
+    assert registry.servers() == (("cpu", "a fallback for other (not built)"),)
 
 
 def test_restrictions_cover_the_record():
@@ -212,7 +215,7 @@ def test_restrictions_cover_the_record():
     }
 
 
-def test_preferred_backend_that_can_serve(own_registry):
+def test_preferred_backend_that_can_serve(isolated_registry):
     better = dataclasses.replace(REFERENCE, name="better", priority=5, masks=("bool",))
     register(better)
     assert select(CALL) is REFERENCE
@@ -221,7 +224,7 @@ def test_preferred_backend_that_can_serve(own_registry):
         select(CALL, "better")
 
 
-def test_all_reasons_are_told():
+def test_all_reasons_are_listed():
     call = dataclasses.replace(CALL, head_dim=1000)
     with pytest.raises(NotImplementedError, match=r"npu: .*triton: .*reference: head dim 1000 is outside"):
         select(call)
@@ -263,7 +266,7 @@ def test_unknown_name_lists_the_registered():
             select(CALL, name)
 
 
-def test_a_named_backend_never_falls_back(own_registry):
+def test_a_named_backend_never_falls_back(isolated_registry):
     """A named backend is used or refused; served by another one, a measurement of it would be false."""
     register(dataclasses.replace(REFERENCE, name="other", priority=9, missing=lambda: "not here"))
     assert select(CALL) is REFERENCE
@@ -271,30 +274,30 @@ def test_a_named_backend_never_falls_back(own_registry):
         select(CALL, "other")
 
 
-def test_priority_decides_whatever_the_order_of_registration(own_registry):
+def test_priority_decides_whatever_the_order_of_registration(isolated_registry):
     for priority in (3, 7, 5):
         register(dataclasses.replace(REFERENCE, name=f"p{priority}", priority=priority))
     assert select(CALL).name == "p7"
     assert [line.name for line in pasa.backends()] == ["p7", "p5", "p3", "reference"]
 
 
-def test_the_call_reaches_the_registry_whole(own_registry):
+def test_the_call_reaches_the_registry_whole(isolated_registry):
     """The operator passes on all that the caller gave: each restriction appears in the refusal."""
     q = torch.zeros(1, 1, 2, 8, dtype=torch.float16)
-    given = {
+    cases = {
         "masks": ({"attn_mask": torch.zeros(2, 2)}, "mask float"),
         "precision": ({"config": pasa.PasaConfig(precision="fp32")}, "precision fp32"),
         "recovery": ({"config": pasa.PasaConfig(recovery="paper")}, "recovery paper"),
         "accumulate": ({"config": pasa.PasaConfig(accumulate="fp16")}, "accumulate fp16"),
         "overflow": ({"config": pasa.PasaConfig(overflow="saturate")}, "overflow saturate"),
     }
-    for field, (how, reason) in given.items():
+    for field, (how, reason) in cases.items():
         only_defaults = {"masks": ("none",)} if field == "masks" else {"accepts": {}}
-        own_registry["reference"] = dataclasses.replace(REFERENCE, **only_defaults)
+        isolated_registry["reference"] = dataclasses.replace(REFERENCE, **only_defaults)
         pasa.attention(q, q, q)
         with pytest.raises(NotImplementedError, match=reason):
             pasa.attention(q, q, q, **how)
-    own_registry["reference"] = dataclasses.replace(REFERENCE, varlen=False, diagnostics=False)
+    isolated_registry["reference"] = dataclasses.replace(REFERENCE, varlen=False, diagnostics=False)
     rows, edges = q[0].transpose(0, 1), torch.tensor([0, 2])
     with pytest.raises(NotImplementedError, match="packed sequences are not supported"):
         pasa.attention_varlen(rows, rows, rows, edges, edges, 2, 2)
@@ -302,10 +305,10 @@ def test_the_call_reaches_the_registry_whole(own_registry):
         pasa.attention(q, q, q)
 
 
-def test_a_choice_is_remembered_and_a_refusal_is_not(own_registry):
+def test_a_choice_is_remembered_and_a_refusal_is_not(isolated_registry):
     """A choice is cached and a refusal is not; the machine used to be queried at every call."""
     answers = ["not yet", None, "asked again"]
-    own_registry["reference"] = dataclasses.replace(REFERENCE, missing=lambda: answers.pop(0))
+    isolated_registry["reference"] = dataclasses.replace(REFERENCE, missing=lambda: answers.pop(0))
     q = torch.zeros(1, 1, 2, 8, dtype=torch.float16)
     with pytest.raises(NotImplementedError, match="not yet"):
         pasa.attention(q, q, q)
@@ -315,7 +318,7 @@ def test_a_choice_is_remembered_and_a_refusal_is_not(own_registry):
         pasa.attention(q, q, q, config=pasa.PasaConfig(precision="fp32"))
 
 
-def test_a_backend_that_is_registered_later_is_seen(own_registry):
+def test_a_backend_that_is_registered_later_is_seen(isolated_registry):
     q = torch.zeros(1, 1, 2, 8, dtype=torch.float16)
     pasa.attention(q, q, q)
     register(dataclasses.replace(REFERENCE, name="later", module="no_such_module", priority=5))

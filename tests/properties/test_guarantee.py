@@ -209,7 +209,7 @@ def test_reference_beyond_two_fp16_numbers(mode):
 
 @EVERY
 def test_tiny_scale_gives_weight_to_scores_below_minus_65504(mode):
-    """At a tiny scale, scores below -65504 have weight: with scale 2^-20 a score of -10^5 still weighs 0.9.
+    """Scores below -65504 have weight at a tiny scale: with scale 2^-20 a score of -10^5 still weighs 0.9.
 
     So saturating such a score would be wrong, not harmless.
     """

@@ -89,12 +89,12 @@ def test_a_fitting_mask_leaves_room_for_the_largest_scores(dtype):
     info = torch.finfo(dtype)
     mask = torch.tensor([info.min, info.max, 1.0, torch.nan, torch.inf, -torch.inf]).to(dtype)
     assert fitting_mask(mask, 2.0**56) is mask
-    found = fitting_mask(mask, 2.0**80)
-    assert torch.isfinite(found[:3].float() - 2.0**125).all()
-    assert torch.isfinite(found[:3].float() + 2.0**125).all()
-    assert found[2] == 1
-    assert torch.equal(found[3:].isnan(), torch.tensor([True, False, False]))
-    assert torch.equal(found[4:].float(), torch.tensor([torch.inf, -torch.inf]))
+    result = fitting_mask(mask, 2.0**80)
+    assert torch.isfinite(result[:3].float() - 2.0**125).all()
+    assert torch.isfinite(result[:3].float() + 2.0**125).all()
+    assert result[2] == 1
+    assert torch.equal(result[3:].isnan(), torch.tensor([True, False, False]))
+    assert torch.equal(result[4:].float(), torch.tensor([torch.inf, -torch.inf]))
 
 
 def test_finfo_min_and_scale_through_the_public_function():

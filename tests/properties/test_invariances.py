@@ -286,7 +286,7 @@ def test_key_hidden_by_mask_and_causality_together_enters_no_mean(mode):
 
 
 @DEFAULTS
-def test_blind_row_with_garbage_in_its_query_is_zero(mode):
+def test_fully_masked_row_with_garbage_in_its_query_is_zero(mode):
     q, k, v = normal_qkv((2, 1), (3, 20), 64)
     q[..., 1, 0] = torch.nan
     mask = torch.ones(3, 20, dtype=torch.bool)

@@ -2,7 +2,7 @@
 
 The tolerance of an output hides such a weight.
 
-No test here compares pasa's code with pasa's code. What all backends share could be wrong in all of them alike:
+No test here compares pasa's code with pasa's code. What all backends share could be wrong in all of them:
 which keys are dropped, which rows a block is skipped for, how a mask is broadcast.
 """
 
@@ -26,10 +26,10 @@ def check(mode, q, k, v, dirty=None, rows=slice(None), **how):
     golden, golden_lse = pasa.golden_attention(q, k, v, **how)
     out, lse = mode.attend(q, *(dirty or (k, v)), **how)
     golden, golden_lse, out, lse = (x[:, :, rows] for x in (golden, golden_lse, out, lse))
-    blind = golden_lse == -torch.inf
-    assert torch.equal(lse == -torch.inf, blind)
-    assert (out[blind] == 0).all()
-    assert max_error(lse.masked_fill(blind, 0.0), golden_lse.masked_fill(blind, 0.0)) <= LSE_BOUND
+    fully_masked = golden_lse == -torch.inf
+    assert torch.equal(lse == -torch.inf, fully_masked)
+    assert (out[fully_masked] == 0).all()
+    assert max_error(lse.masked_fill(fully_masked, 0.0), golden_lse.masked_fill(fully_masked, 0.0)) <= LSE_BOUND
     assert max_error(out, golden) <= OUT_BOUND
 
 

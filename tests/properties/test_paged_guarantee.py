@@ -44,9 +44,9 @@ def decode(q, k, v, scale):
     new = (x[0].transpose(0, 1) for x in (k, v))
     pasa.write_pages(*new, k_cache, v_cache, table[at // SLOTS] * SLOTS + at % SLOTS, anchors)
     tensors = (q[0].transpose(0, 1), k_cache, v_cache, table.expand(rows, -1), torch.full((rows,), keys))
-    given = (x.to(DEVICE) for x in tensors)
+    moved = (x.to(DEVICE) for x in tensors)
     how = {"key_anchors": anchors.to(DEVICE), "scale": scale, "return_lse": True, "backend": "triton"}
-    out, lse = pasa.attention_paged(*given, **how)
+    out, lse = pasa.attention_paged(*moved, **how)
     return out.cpu().transpose(0, 1)[None], lse.cpu().T[None], anchors
 
 

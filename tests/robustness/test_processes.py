@@ -54,7 +54,7 @@ print(torch.equal(call(), expected))
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_no_home_to_write_to(backend):
-    """HOME is no folder: what is kept there is made again, and nothing else happens."""
+    """A HOME that is not a folder costs the cached files only, which are made again."""
     code = CALL + f"print(torch.equal(call({backend!r}), call({backend!r})))"
     without = {"HOME": "/dev/null", "XDG_CACHE_HOME": "/dev/null/cache", "PASA_CACHE_DIR": "/dev/null/pasa"}
     assert said(run(code, **without, TRITON_CACHE_DIR="/dev/null/triton")) == "True"

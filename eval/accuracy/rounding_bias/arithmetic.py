@@ -9,7 +9,7 @@ from pasa.eval.accuracy.rounding_bias.cases import BLOCK_K, KEYS, Place, Rows
 from pasa.ops.attention.options import AttentionOptions
 from pasa.ops.attention.spec.attention import OnlineSoftmax
 from pasa.ops.attention.spec.repeated_maxima import EPSILON, bounded_shift, published_shift, repeats
-from pasa.ops.attention.spec.scores import Block, Tile
+from pasa.ops.attention.spec.scores import Block, ScoreTile
 from pasa.ops.numerics.formats import FORMATS, Format, round_to
 
 ARMS = ("nearest", "published", "ours", "stochastic")
@@ -48,7 +48,7 @@ def quotient(rows: Rows, fmt: str, rule: str) -> Tensor:
     for index, start in enumerate(range(0, KEYS, BLOCK_K)):
         scores = rows.scores[:, start : start + BLOCK_K].view(1, count, 1, 1, -1)
         block = Block(index, NOTHING, NOTHING, None, None, softmax.maximum, 0)
-        softmax.add(Tile(scores, scores), block, rows.values[:, start : start + BLOCK_K].unsqueeze(0))
+        softmax.add(ScoreTile(scores, scores), block, rows.values[:, start : start + BLOCK_K].unsqueeze(0))
     return softmax.finish(0.0)[0].view(count, dim)
 
 

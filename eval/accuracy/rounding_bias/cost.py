@@ -39,7 +39,7 @@ CASES: tuple[tuple[SpeedCase, str], ...] = (
 SAFE, UNBIASED = pasa.PasaConfig(), pasa.PasaConfig(softmax="unbiased")
 # Of a drawn row's values a quarter differ from nearest in the mean. Fewer than these: FP32 sums in another order.
 DIFFERENT = 1 / 16
-RANDOM_DRAWN = 1e-3  # of random rows, or one row: ten times what `dither.LEANING` allows
+RANDOM_DRAWN = 1e-3  # of random rows, or one row: ten times what `dither.FLAG_SIGMAS` allows
 GROWTH = 1.05  # of errors of random rows in BF16
 FARTHEST = 1.1  # spacings from FP64: a draw errs by less than one, and P in FP16 by 2^-11 of a remainder of a tenth
 SIGMAS, COIN = 4.0, 0.5  # of a bias that is gone; a tie errs by half a spacing to either side

@@ -12,7 +12,7 @@ from pasa.eval.accuracy.rounding_bias.arithmetic import quotient
 from pasa.eval.accuracy.rounding_bias.cases import Case, Rows, make_rows
 from pasa.eval.accuracy.rounding_bias.statistics import measure
 from pasa.ops.attention.spec.repeated_maxima import repeats
-from pasa.ops.numerics.dither import is_structured, round_drawn
+from pasa.ops.numerics.dither import is_structured, round_stochastic
 from pasa.ops.numerics.formats import round_to
 
 DIM = 128  # twice the columns that the operator looks at
@@ -29,7 +29,7 @@ def compare_triggers(fmt: str, case: Case, rows: int, generator: torch.Generator
     """Return a record for each trigger; every row is D = 128 wide and O / l is rounded once."""
     data = make_rows(case, fmt, rows, DIM, generator)
     exact, out = data.exact(), quotient(data, "fp32", "safe")
-    nearest, drawn = round_to(out, fmt), round_drawn(out, fmt)
+    nearest, drawn = round_to(out, fmt), round_stochastic(out, fmt)
     records = []
     for name, flagged in zip(TRIGGERS, triggered(data, out, fmt), strict=True):
         bias = measure(torch.where(flagged, drawn, nearest), exact, data.grad, fmt)

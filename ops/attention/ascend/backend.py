@@ -39,8 +39,8 @@ def attend(call: Call) -> Results:
     Their lengths are read on the host, so a packed call cannot be captured in a graph.
     """
     if (why := library_error()) is not None:
-        found: Results = _announced(why, call).attend(call)
-        return found
+        results: Results = _announced(why, call).attend(call)
+        return results
     if call.cu_q is None:
         out, lse = _kernels(call, to_fp16(call.q, "q"), to_fp16(call.k, "k"), to_fp16(call.v, "v"))
         return out.to(call.q.dtype), lse, lse.new_empty(0, dtype=torch.float64)

@@ -21,7 +21,7 @@ from pasa.ops.attention.spec.diagnostics import ScoreCounts
 from pasa.ops.attention.spec.masking import KeyMask, dense_mask, fitting_mask, hidden_keys, non_finite_reach, read_mask
 from pasa.ops.attention.spec.pages import attend_gathered
 from pasa.ops.attention.spec.repeated_maxima import EPSILON, bounded_shift, published_shift, repeats
-from pasa.ops.attention.spec.scores import Block, Tile, score_model
+from pasa.ops.attention.spec.scores import Block, ScoreTile, score_model
 from pasa.ops.notices import caller
 from pasa.ops.numerics.dither import round_unbiased
 from pasa.ops.numerics.formats import FORMATS, Format, Overflow, round_to
@@ -71,14 +71,14 @@ def _attend_dense(call: Call) -> Results:
         if bool((hidden := hidden_keys(full, k)).any()):
             return _without_hidden_keys(call, full, hidden)
     mask = read_mask(attn_mask, call.is_causal, q, k)
-    given = to_fp16(q, "q").float(), to_fp16(k, "k").float(), to_fp16(v, "v").float()
-    clean_q, clean_k, clean_v = (torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0) for x in given)
+    inputs = to_fp16(q, "q").float(), to_fp16(k, "k").float(), to_fp16(v, "v").float()
+    clean_q, clean_k, clean_v = (torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0) for x in inputs)
     rows = clean_q.unflatten(1, (k.shape[1], -1))
     target = ROUNDS_ONCE.get(q.dtype, FP16) if options.softmax == "unbiased" else FP16
     out, lse, counts = _blocks(call, rows, clean_k, clean_v, mask, target)
     out, lse = out.flatten(1, 2), lse.flatten(1, 2)
-    if mask.spoils or not all(bool(torch.isfinite(x).all()) for x in given):
-        bad_rows, bad = non_finite_reach(*given, mask, options.block_k)
+    if mask.adds_nonfinite or not all(bool(torch.isfinite(x).all()) for x in inputs):
+        bad_rows, bad = non_finite_reach(*inputs, mask, options.block_k)
         out, lse = out.masked_fill(bad, torch.nan), lse.masked_fill(bad_rows, torch.nan)
     return out.to(q.dtype), lse, counts
 
@@ -176,7 +176,7 @@ class OnlineSoftmax:
         # 0 / 0 stays NaN; saturation gives 0.
         return rounded.masked_fill(torch.isnan(x), torch.nan) if self.exact else rounded
 
-    def add(self, tile: Tile, block: Block, v: Tensor, frame: Tensor | float = 0.0) -> None:
+    def add(self, tile: ScoreTile, block: Block, v: Tensor, frame: Tensor | float = 0.0) -> None:
         """Add one tile and its values (B, Hkv, n, D); the published rule needs the `frame` of the true scores."""
         old = slice(block.rows_before, None)
         unseen = self.maximum[..., old, :] == -torch.inf  # -inf here must not saturate
@@ -194,11 +194,11 @@ class OnlineSoftmax:
         weights = self._row(torch.exp(self._row(scores - top)))
         rounded = round_to(weights, FP16, overflow=self.overflow)
         row_sum = self._sum(rounded if self.exact else weights)
-        here = self._row(top + tile.offset)
-        candidate = here if alive is None else here.where(alive, -torch.inf)
+        tile_max = self._row(top + tile.offset)
+        candidate = tile_max if alive is None else tile_max.where(alive, -torch.inf)
         maximum = torch.maximum(carried, candidate)
         keep = self._factor(carried - maximum, self.sum[..., old, :] != 0)
-        new = self._factor(here - maximum, alive)
+        new = self._factor(tile_max - maximum, alive)
         before = self.sum[..., old, :] * keep
         self.sum[..., old, :] = self._row(self._row(before) + self._row(new * row_sum))
         self.maximum[..., old, :] = maximum
@@ -207,7 +207,9 @@ class OnlineSoftmax:
             self.lost[..., old, :] = torch.maximum(self.lost[..., old, :] + tile.carry, highest.where(gone, -torch.inf))
         self._add_output(old, rounded, row_sum, keep, new, before, v)
 
-    def _shift(self, scores: Tensor, top: Tensor, tile: Tile, carried: Tensor, frame: Tensor | float) -> Tensor | float:
+    def _shift(
+        self, scores: Tensor, top: Tensor, tile: ScoreTile, carried: Tensor, frame: Tensor | float
+    ) -> Tensor | float:
         """Return what the rule adds to the maximum of rows that repeat it, in this block or across blocks."""
         if self.rule == "unbiased_paper":
             return torch.maximum(published_shift(scores, top, tile.offset + frame), carried - tile.offset - top)
@@ -266,7 +268,7 @@ def _times_values(weights: Tensor, v: Tensor) -> Tensor:
     return rows
 
 
-def _masked(tile: Tile, block: Block) -> tuple[Tensor, Tensor | None]:
+def _masked(tile: ScoreTile, block: Block) -> tuple[Tensor, Tensor | None]:
     """Return the scores with bias and mask applied, and which rows (..., R, 1) see a key of the block (None: all)."""
     scores = tile.scores if block.bias is None else tile.scores + block.bias
     if block.visible is None:

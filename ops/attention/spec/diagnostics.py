@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pasa.ops.attention.options import AttentionOptions
-from pasa.ops.attention.spec.scores import Block, Tile, matmul_rows, tiles_with
+from pasa.ops.attention.spec.scores import Block, ScoreTile, matmul_rows, tiles_with
 from pasa.ops.numerics.formats import FORMATS
 
 FIELDS = ("max_score_before", "max_score_after", "nonfinite", "saturated", "rescued_tiles", "tiles")
@@ -30,7 +30,7 @@ class ScoreCounts:
         """Return the empty table of a call that did not ask for diagnostics."""
         return torch.zeros(0, dtype=torch.float64, device=device)
 
-    def add(self, block: Block, tile: Tile, options: AttentionOptions) -> None:
+    def add(self, block: Block, tile: ScoreTile, options: AttentionOptions) -> None:
         """Add the counts of one tile."""
         before, after = matmul_rows(block.q, block.k).abs(), tile.stored.abs()
         in_fp16 = torch.ones_like(after, dtype=torch.bool) if tile.rescued is None else ~tile.rescued.expand_as(after)

@@ -79,7 +79,7 @@ def gradients(
         keys, values = keys.masked_fill(hidden, 0.0), values.masked_fill(hidden, 0.0)
     centre = keys.sum(2, keepdim=True) / (count - hidden.sum(2, keepdim=True)).clamp(min=1)
     longer = ((keys - centre).abs() > keys.abs()) & ~hidden
-    tiles = Tiles(rows, keys - centre, values, grad, mask, scale, keys if bool(longer.any()) else None)
+    tiles = RecomputedScores(rows, keys - centre, values, grad, mask, scale, keys if bool(longer.any()) else None)
     lse_part = None if grad_lse is None else grad_lse.to(rows.dtype).reshape(*rows.shape[:-1], 1)
     dq, dk, dv = _sum_tiles(tiles, lse_part, grad_mask)
     if lse_part is not None:
@@ -107,8 +107,8 @@ def packed_gradients(
         out = None if grad_out is None else grad_out[q0:q1].transpose(0, 1).unsqueeze(0)
         lse = None if grad_lse is None else grad_lse[q0:q1].T.unsqueeze(0)
         one_q, one_k, one_v = (x.transpose(0, 1).unsqueeze(0) for x in (q[q0:q1], k[k0:k1], v[k0:k1]))
-        found = one(replace(call, q=one_q, k=one_k, v=one_v, cu_q=None, cu_k=None), out, lse)
-        dq[q0:q1], dk[k0:k1], dv[k0:k1] = (x[0].transpose(0, 1) for x in found)
+        grads = one(replace(call, q=one_q, k=one_k, v=one_v, cu_q=None, cu_k=None), out, lse)
+        dq[q0:q1], dk[k0:k1], dv[k0:k1] = (x[0].transpose(0, 1) for x in grads)
     return dq, dk, dv
 
 
@@ -117,7 +117,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 @dataclass
-class Tiles:
+class RecomputedScores:
     """Recompute score tiles of all rows against BLOCK keys whenever they are needed, instead of storing them.
 
     Attributes
@@ -200,7 +200,7 @@ class Tiles:
         return matmul_rows(self.grad[..., row:, :], self.values[..., part, :])
 
 
-def _sum_tiles(tiles: Tiles, grad_lse: Tensor | None, grad_mask: Tensor | None) -> Gradients:
+def _sum_tiles(tiles: RecomputedScores, grad_lse: Tensor | None, grad_mask: Tensor | None) -> Gradients:
     """Return dQ (B, Hkv, G, Sq, D) without the term G_L c, and dK and dV (B, Hkv, Skv, D)."""
     dq, dk, dv = torch.zeros_like(tiles.q), torch.zeros_like(tiles.keys), torch.zeros_like(tiles.values)
     frame = tiles.delta if grad_lse is None else tiles.delta - grad_lse

@@ -38,7 +38,7 @@ class KeyMask:
     device: torch.device
 
     @property
-    def spoils(self) -> bool:
+    def adds_nonfinite(self) -> bool:
         """Return whether the mask adds a NaN or +inf somewhere."""
         return self.bias is not None and bool((torch.isnan(self.bias) | (self.bias == torch.inf)).any())
 

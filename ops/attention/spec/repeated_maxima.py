@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pasa.ops.numerics.dither import lots
+from pasa.ops.numerics.dither import random_bits
 
 EPSILON = 1e-3  # nats, of the published rule (section 4.1): scores this near to their maximum repeat it
 BETA = 2.0  # of the paper's experiments, which use 2 to 8
@@ -55,5 +55,5 @@ def bounded_shift(tied: Tensor, top: Tensor) -> Tensor:
     maximum of 0 is treated like any other.
     """
     bits = top.float().contiguous().view(torch.int32).long() & 0xFFFFFFFF
-    drawn = SMALLEST + SPREAD * 2.0**-16 * lots(bits).to(top.dtype)
-    return torch.where(tied, drawn, 0.0)
+    picked = SMALLEST + SPREAD * 2.0**-16 * random_bits(bits).to(top.dtype)
+    return torch.where(tied, picked, 0.0)

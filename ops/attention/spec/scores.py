@@ -45,7 +45,7 @@ PAPER_BETA0 = 1 - 2.0**-6  # the start that the paper uses (section 2.3)
 
 
 @dataclass
-class Tile:
+class ScoreTile:
     """Hold the scores of query rows against one key block.
 
     Attributes
@@ -99,7 +99,7 @@ class Block:
 class ScoreModel(Protocol):
     """Define one precision: how it computes tiles, and the frame of its running maximum."""
 
-    def tile(self, block: Block) -> Tile:
+    def tile(self, block: Block) -> ScoreTile:
         """Return the scores of one block, as stored and as the softmax uses them."""
         ...
 
@@ -128,7 +128,7 @@ class FlashScores:
         self.precision, self.overflow, self.scale = options.precision, options.overflow, scale
         self.key_mean = k.mean(-2, keepdim=True) if self.precision == "smooth_k" else None
 
-    def tile(self, block: Block) -> Tile:
+    def tile(self, block: Block) -> ScoreTile:
         """Compute S = Q K^T, stored in FP32 (`fp32`) or FP16, and scaled after the store unless `prescaled`."""
         q, k, scale = block.q, block.k, self.scale
         if self.precision == "prescaled":
@@ -139,7 +139,7 @@ class FlashScores:
         if self.precision != "fp32":
             stored = round_to(stored, FP16, overflow=self.overflow)
         scores = stored * scale
-        return Tile(stored, round_to(scores, FP16, overflow=self.overflow) if self.precision == "fp16" else scores)
+        return ScoreTile(stored, round_to(scores, FP16, overflow=self.overflow) if self.precision == "fp16" else scores)
 
     def frame(self, q: Tensor) -> Tensor | float:
         """Return the frame; only `smooth_k` shifts the scores, by q . mean(K), the same for every key."""
@@ -173,7 +173,7 @@ class PaperScores:
         """Round a number as a vector instruction receives it, beside its rows."""
         return float(self._round(torch.tensor(x, dtype=torch.float64)))
 
-    def tile(self, block: Block) -> Tile:
+    def tile(self, block: Block) -> ScoreTile:
         """Return S', and the correction terms that carry its maximum into the moving frame F_j (Eq. 14, 15)."""
         start = block.index * self.block
         keys = shift_paper(self.keys[:, :, start : start + self.block], self.matrix, self.overflow)
@@ -184,14 +184,14 @@ class PaperScores:
         mean = self._round(whole.mean(-1, keepdim=True))
         if self.frame_mean is None:  # F_0 is read as s, so block 1 has no correction
             self.frame_mean = mean
-            return Tile(stored, stored)
+            return ScoreTile(stored, stored)
         before = self.frame_mean[..., block.rows_before :, :]
         one, others = (self._number(x / (block.index + 1)) for x in (1, block.index))
         current = self._round(self._round(mean * one) + self._round(before * others))
         carry = self._round(self.factor * self._round(before - current))
         offset = self._round(self.factor * self._round(mean - current))
         before.copy_(current)  # a view of the running frame, so it is updated only after its last use
-        return Tile(stored, stored, offset, carry)
+        return ScoreTile(stored, stored, offset, carry)
 
     def frame(self, q: Tensor) -> Tensor | float:
         """Return I F_N, because L = m_N + I F_N + ln l_N."""
@@ -237,7 +237,7 @@ class ExactScores:
         self.anchor: Tensor | None = None  # f_j of the last block
         self.framed: Tensor | None = None  # q.f_j for each row's last block
 
-    def tile(self, block: Block) -> Tile:
+    def tile(self, block: Block) -> ScoreTile:
         """Return referenced scores in FP16; rows of a tile that exceeds its reference too far keep FP32."""
         keys = shift_exact(block.k, self.unit)
         unit = keys.unit.unsqueeze(2)
@@ -245,16 +245,16 @@ class ExactScores:
         offset = matmul_rows(block.q, keys.anchor - anchor)
         guess = matmul_rows(block.q, keys.mean_residual)  # the block's mean score, in the frame of the block's anchor
         started = (block.reference > -torch.inf) & (block.bias is None)
-        wanted = torch.where(started, (block.reference + carry) / self.scale - offset, guess) * unit
+        reference = torch.where(started, (block.reference + carry) / self.scale - offset, guess) * unit
         farthest = (FARTHEST_REFERENCE * unit / self.scale).clamp(max=2 * FP16.max)
-        clamped = torch.maximum(wanted, -farthest)
+        clamped = torch.maximum(reference, -farthest)
         clamped = torch.where(started, clamped, torch.minimum(clamped, farthest))
         rho = sum(two_terms(clamped))
         wide = matmul_rows(block.q, keys.keys) - rho
         narrow = round_to(wide, FP16, overflow=self.overflow)
-        rescued = self._rescued(block, narrow, clamped - wanted, self.scale / unit)
+        rescued = self._rescued(block, narrow, clamped - reference, self.scale / unit)
         stored = torch.where(rescued, wide, narrow)
-        return Tile(stored, stored * (self.scale / unit), (rho / unit + offset) * self.scale, carry, rescued)
+        return ScoreTile(stored, stored * (self.scale / unit), (rho / unit + offset) * self.scale, carry, rescued)
 
     def frame(self, q: Tensor) -> Tensor | float:
         """Return q.f_j of each row's last block, which is missing from every score of the row."""

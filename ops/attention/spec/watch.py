@@ -21,13 +21,13 @@ FIRST_BLOCK = 128  # keys of a block in the default configuration
 FIELDS = ("rows", "repeated", "runaway", "scores", "saturated")
 
 
-def sample(walked: int, rows: int) -> range:
-    """Return which of a call's B Hq Sq rows to sample, after `walked` earlier rows; most short calls have none."""
-    return range((STRIDE // 2 - walked) % STRIDE, rows, STRIDE)
+def sample(counted: int, rows: int) -> range:
+    """Return which of a call's B Hq Sq rows to sample, after `counted` earlier rows; most short calls have none."""
+    return range((STRIDE // 2 - counted) % STRIDE, rows, STRIDE)
 
 
 def count_scores(
-    q: Tensor, k: Tensor, attn_mask: Tensor | None, totals: Tensor, is_causal: bool, scale: float, taken: range
+    q: Tensor, k: Tensor, attn_mask: Tensor | None, totals: Tensor, is_causal: bool, scale: float, sampled: range
 ) -> None:
     """Add the counts of one call to `totals` (5,), INT64, in the order of `FIELDS`.
 
@@ -55,7 +55,7 @@ def count_scores(
     totals : Tensor (5,), INT64
     is_causal, scale
         As for attention.
-    taken : range
+    sampled : range
         The sampled rows among the B Hq Sq rows of this call; it begins below the step and may run
         to the last row.
     """
@@ -63,12 +63,12 @@ def count_scores(
     mask = None if attn_mask is None else attn_mask.expand(batch, heads, rows, keys)
     length = heads // kv_heads * rows
     for pair in range(batch * kv_heads):
-        start = (taken.start - pair * length) % taken.step
+        start = (sampled.start - pair * length) % sampled.step
         if start >= length:
             continue
-        own = torch.arange(start, length, taken.step, device=q.device)
-        entry, kv_head, row = pair // kv_heads, pair % kv_heads, own % rows
-        at = entry, kv_head * (heads // kv_heads) + own // rows, row
+        index = torch.arange(start, length, sampled.step, device=q.device)
+        entry, kv_head, row = pair // kv_heads, pair % kv_heads, index % rows
+        at = entry, kv_head * (heads // kv_heads) + index // rows, row
         products = q.detach()[at].half().float() @ k.detach()[entry, kv_head].half().float().mT  # FP16, as attention
         scores = products * scale
         visible = torch.ones_like(scores, dtype=torch.bool)

@@ -1,9 +1,9 @@
 """Triton kernels that shift keys: anchors of the exact recovery, and K' of both recoveries (Eq. 10 to 12).
 
 One source for NVIDIA GPUs, the interpreter and Ascend (through triton-ascend): pointers and masks, no inline
-assembly, no target-specific call. A block of keys is `BLOCK` rows of one head; its last one may be shorter. On a GPU
-the attention kernel takes anchors off as it goes; an NPU's unified buffer has no room for that, so there K' is written,
-`WIDTH` columns of a block at a time.
+assembly, no target-specific call. A block of keys is `BLOCK` rows of one head; a head's last block may be shorter. On a
+GPU the attention kernel subtracts anchors in its loop. An NPU's unified buffer has no room for that, so K' is written
+to memory there, `WIDTH` columns of a block at a time.
 """
 
 import triton
@@ -22,7 +22,7 @@ from pasa.ops.attention.triton.tile_math import (
 
 @triton.jit
 def locate_block(o_program, p_block, p_cu, heads, length, blocks, BLOCK: tl.constexpr, VARLEN: tl.constexpr):
-    """Which block of keys a program is: batch, head, block, its first key, and how many keys it has.
+    """Return the block of keys of a program: batch, head, block, its first key, and its number of keys.
 
     The first key counts from the start of the batch entry, or of the packed tokens.
     """
@@ -46,7 +46,7 @@ def locate_block(o_program, p_block, p_cu, heads, length, blocks, BLOCK: tl.cons
 
 @triton.jit
 def larger_of_each(a, b, other_a, other_b):
-    """To reduce two arrays at once."""
+    """Return the larger of each pair, to reduce two arrays at once."""
     return tl.maximum(a, other_a), tl.maximum(b, other_b)
 
 
@@ -54,7 +54,7 @@ def larger_of_each(a, b, other_a, other_b):
 def anchor_kernel(
     p_k,  # (B, Hkv, S, D), or packed (T, Hkv, D)
     p_v,
-    p_visible,  # (B, S) bytes: which keys some query sees
+    p_visible,  # (B, S) bytes: 1 for keys that some query sees
     p_block,  # (blocks, 2): sequence and block within it, when VARLEN
     p_cu,  # (sequences + 1,) when VARLEN
     p_anchor,  # (B, Hkv, blocks, D) FP16
@@ -72,19 +72,19 @@ def anchor_kernel(
     blocks,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
-    WIDTH: tl.constexpr,  # columns of a block whose anchor is looked for at a time
+    WIDTH: tl.constexpr,  # columns of a block whose anchor is computed at a time
     BLOCK: tl.constexpr,
     HAS_VISIBLE: tl.constexpr,
     CHECK_VALUES: tl.constexpr,
     VARLEN: tl.constexpr,
     EARLY: tl.constexpr,  # the next kernel is launched early
 ):
-    """Anchor of every block, and the largest norm of its keys: infinite if one, or with CHECK_VALUES a value, is not
-    finite.
+    """Compute the anchor of every block, and the largest norm of its keys.
 
-    An anchor is kept only where it is `ANCHOR_GAIN` = 4 times longer than what it leaves: an FP32 accumulator gains
-    little from less. Then no key is further from another than 2/3 of its own length: most blocks are done with when
-    their keys have been compared with the first.
+    The norm is infinite if a key, or with CHECK_VALUES a value, is not finite. An anchor is kept only if it is
+    `ANCHOR_GAIN` = 4 times longer than every key less the anchor, because an FP32 accumulator gains little from a
+    shorter one. Then no key is further from another key than 2/3 of its length. So for most blocks, comparing all keys
+    with the first one already shows that there is no anchor.
     """
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -103,7 +103,7 @@ def anchor_kernel(
     tl.debug_barrier()  # all loads are on their way before one is waited for
     b_k = b_k.to(tl.float32)
     b_first = b_first.to(tl.float32)
-    # FP32 holds any sum of FP16 squares: what is not below infinity came from a number that is not finite
+    # FP32 holds any sum of FP16 squares, so an infinite or NaN sum comes from an element that is not finite.
     square = tl.sum(b_k * b_k, 1)
     m_finite = square < INF
     bad = m_key & (m_finite == 0)
@@ -112,7 +112,7 @@ def anchor_kernel(
     if CHECK_VALUES:
         b_v = b_v.to(tl.float32)
         bad = bad | (m_key & ((tl.sum(b_v * b_v, 1) < INF) == 0))
-    # what no query sees, and what is not finite, enters no mean
+    # Keys that no query sees, and keys that are not finite, enter no mean.
     if HAS_VISIBLE:
         p_seen = p_visible + batch * stride_visible + first
         seen = tl.load(p_seen + tl.arange(0, BLOCK), mask=m_key, other=0) != 0
@@ -150,7 +150,7 @@ def anchor_kernel(
 
 @triton.jit
 def shift_kernel(
-    p_k,  # as in `anchor_kernel`, and so are all that are not commented
+    p_k,  # as in `anchor_kernel`, like every argument without a comment
     p_visible,
     p_block,
     p_cu,
@@ -176,11 +176,11 @@ def shift_kernel(
     GEMM: tl.constexpr,
     VARLEN: tl.constexpr,
 ):
-    """K' of WIDTH columns of a block: K less its anchor (EXACT, and the anchor), or the published K' = M K.
+    """Compute K' of WIDTH columns of a block: K less its anchor (EXACT, also stored), or the published K' = M K.
 
-    M K is a batched GEMM on the matrix engine, or formed from the mean: the same numbers. A key that no query sees is
-    replaced by the mean of the others, which leaves every mean as it was; so is one that is not finite, and its K' is
-    NaN.
+    M K is a batched GEMM on the matrix engine, or is computed from the mean, with equal results. A key that no query
+    sees is replaced by the mean of the others, which does not change the mean. A key that is not finite is replaced in
+    the same way, and its K' is NaN.
     """
     o_batch, o_head, o_block, first, n = locate_block(
         tl.program_id(0), p_block, p_cu, heads, length, blocks, BLOCK, VARLEN
@@ -193,7 +193,7 @@ def shift_kernel(
     # keys (BLOCK, WIDTH), cleaned
     p_tile = p_k + batch * stride_kb + tl.cast(o_head, tl.int64) * stride_kh + first * stride_kn
     b_k = tl.load(p_tile + o_n[:, None] * stride_kn + o_d[None, :], mask=m_tile, other=0.0).to(tl.float32)
-    m_finite = (tl.min(tl.where(is_finite(b_k), 1, 0), 1) > 0)[:, None]  # of the columns that this program has
+    m_finite = (tl.min(tl.where(is_finite(b_k), 1, 0), 1) > 0)[:, None]  # in the columns of this program
     m_key = m_finite & m_tile
     if HAS_VISIBLE:
         seen = tl.load(p_visible + batch * stride_visible + first + o_n, mask=m_n, other=0)
@@ -204,7 +204,7 @@ def shift_kernel(
         anchor = exact_anchor(b_clean, m_key, count)
         o_out = (batch * heads + o_head) * blocks + o_block
         tl.store(p_anchor + o_out * D + o_d, anchor.to(tl.float16), mask=o_d < D)
-        # a hidden key need not stay exact, only finite: its scores are masked
+        # A masked key need not stay exact, only finite, because its scores are masked out.
         b_new = tl.minimum(tl.maximum(b_k - anchor[None, :], -FP16_MAX), FP16_MAX)
     else:
         mean = (tl.sum(b_clean, 0) / tl.maximum(count, 1.0)).to(tl.float16).to(tl.float32)

@@ -66,24 +66,24 @@ def find_anchors(
         Also check `v` for NaN and infinity.
     """
     heads, length, batch, blocks = _extent(k, block, packing)
-    found = KeyBlocks(
+    key_blocks = KeyBlocks(
         torch.empty((batch, heads, blocks), dtype=torch.float32, device=k.device),
         k.new_empty((batch, heads, blocks, k.shape[-1])),
         torch.empty(1, dtype=torch.int32, device=k.device),
     )
     seen, seen_stride = _bytes(visible, k)
-    table, cu = (packing.table, packing.cu_seqlens) if packing else (found.marked, found.marked)
+    table, cu = (packing.table, packing.cu_seqlens) if packing else (key_blocks.marked, key_blocks.marked)
     pad = pad_dim(k.shape[-1])
     launch(
         anchor_kernel, (batch * blocks * heads, 1, 1),
-        (k, v, seen, table, cu, found.anchors, found.norms, found.marked),
+        (k, v, seen, table, cu, key_blocks.anchors, key_blocks.norms, key_blocks.marked),
         (*_strides(k, packing), *_strides(v, packing), seen_stride, heads, length, blocks),
         {"D": k.shape[-1], "D_PAD": pad, "WIDTH": min(pad, SLICE), "BLOCK": block, "HAS_VISIBLE": visible is not None,
          "CHECK_VALUES": check_values, "VARLEN": packing is not None, "EARLY": False},
         num_warps=anchor_warps(block, pad),
     )  # fmt: skip
-    _home(found.anchors, visible, block)
-    return found
+    _home(key_blocks.anchors, visible, block)
+    return key_blocks
 
 
 def shift_exact(
@@ -155,8 +155,7 @@ def _shift(
 def _home(anchors: Tensor, visible: Tensor | None, block: int) -> None:
     """Give the first block, whose frame all scores use, the anchor of the first block with a visible key.
 
-    If the first block is padding, its own anchor is 0, and every offset would be as large as the
-    scores.
+    If the first block is padding, its anchor is 0, and every offset would be as large as the scores.
     """
     if visible is not None:
         first = visible.to(torch.uint8).argmax(1) // block  # of equal values, argmax returns the first

@@ -198,8 +198,8 @@ def visible_keys(call: KernelCall) -> Tensor | None:
     if call.mask is None:
         return None
     mask = call.mask.view(torch.bool) if call.mask_kind == "bool" else call.mask
-    alike = mask.stride(2) == 0
-    return ~hidden_keys(mask[:, :, -1:] if alike else dense_mask(mask, call.is_causal, call.q, call.k), call.k)
+    rows_equal = mask.stride(2) == 0
+    return ~hidden_keys(mask[:, :, -1:] if rows_equal else dense_mask(mask, call.is_causal, call.q, call.k), call.k)
 
 
 def work_of(

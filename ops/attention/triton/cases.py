@@ -18,7 +18,7 @@ TYPES = {
     "p_offset": "*fp64",
     **dict.fromkeys(["p_lse", "p_norm", "p_norms", "p_part", "p_state", "p_low", "p_x"], "*fp32"),
     **dict.fromkeys(["p_tile", "p_table", "p_cu_q", "p_cu_k", "p_first_block", "p_block", "p_cu", "p_slot"], "*i32"),
-    **dict.fromkeys(["p_framed", "p_marked", "p_order", "p_counts", "p_most", "p_last"], "*i32"),
+    **dict.fromkeys(["p_framed", "p_marked", "p_order", "p_counts", "p_top_bits", "p_last"], "*i32"),
     **dict.fromkeys(["p_mask", "p_visible", "p_seen"], "*u8"),
     "p_totals": "*i64",
     **dict.fromkeys(["p_grad", "p_g", "p_scaled", "p_centred", "p_dq", "p_dk", "p_dv"], "*fp16"),

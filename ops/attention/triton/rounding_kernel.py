@@ -1,27 +1,31 @@
-"""Rounding of output rows without the one-sided error of repeated maxima, for Triton and Gluon kernels.
+"""Round output rows without the one-sided error of repeated maxima, for Triton and Gluon kernels.
 
-numerics/dither.py says why, and is the specification, bit for bit. Here a row is given the values that stochastic
-rounding takes while they are still FP32, or stays as it is: the cast that follows rounds the others to nearest.
-DROPPED, the bits of FP32 that the cast drops, is 13 for FP16 and 16 for BF16, and 0 where nothing but the cast rounds.
+numerics/dither.py explains why, and is the specification, bit for bit. A flagged row gets the values of stochastic
+rounding while it is still FP32. All other rows stay unchanged, and the cast that follows rounds them to nearest.
+DROPPED, the bits of FP32 that the cast drops, is 13 for FP16, 16 for BF16, and 0 if only the cast rounds.
 """
 
 import triton
 import triton.language as tl
 
-FIRST = tl.constexpr(64)  # columns that are looked at: dither.COLUMNS
+TESTED = tl.constexpr(64)  # columns of a row that are tested: dither.COLUMNS
 
 
 @triton.jit
-def leans(count, COLUMNS: tl.constexpr):
-    """Whether so many of the columns lean: |2 count - COLUMNS| >= 17/4 sqrt(COLUMNS), in integers; dither.LEANING."""
+def deviates(count, COLUMNS: tl.constexpr):
+    """Test if `count` of COLUMNS signs deviate by 4.25 sigma (dither.FLAG_SIGMAS).
+
+    In integers: |2 count - COLUMNS| >= 17/4 sqrt(COLUMNS).
+    """
     return 16 * (2 * count - COLUMNS) * (2 * count - COLUMNS) >= 289 * COLUMNS
 
 
 def _count_of_packed(places: int) -> tl.constexpr:
-    """PTX that counts what `waves` counts, for 8 registers of a wgmma accumulator at a time: two pairs of columns of a
-    row, and of the one 8 rows below, in turn. The dropped bits 1 to 5 lie in one byte, the last one at bit `places`.
+    """Return PTX that counts what `pack_signs` counts, for 8 registers of a wgmma accumulator at a time.
 
-    Four of them make a word; a byte-wise sum takes one bit of each. A row's counters go to its first register.
+    These hold two pairs of columns of a row, alternating with the row 8 rows below. The dropped bits 1 to 5 lie in one
+    byte, the last one at bit `places`. Four such bytes make a word, and a byte-wise sum takes one bit of each. A row's
+    counters go to its first register.
     """
     shift = f"shr.b32 s, p, {places + 1}; shr.b32 x, p, {places};"
     parts = []
@@ -48,8 +52,8 @@ COUNT_REGISTERS = tl.constexpr(",".join(["=&r"] * 8 + ["r"] * 8))
 
 
 @triton.jit
-def waves(bits, DROPPED: tl.constexpr):
-    """A counter of each wave in one word, for every number."""
+def pack_signs(bits, DROPPED: tl.constexpr):
+    """Pack the sign of each square wave into a counter of its own within one word, for every number."""
     signs = bits >> (DROPPED - 4)  # bit 0 has the place 4, bit 1 the place 3
     edges = (bits >> (DROPPED - 6)) ^ (bits >> (DROPPED - 7))  # bits 2, 3 and 5 the places 4, 3 and 1
     spread = ((signs & 3) | (edges & 12)) * 0x8421  # bit i to 6 i, and elsewhere
@@ -57,73 +61,73 @@ def waves(bits, DROPPED: tl.constexpr):
 
 
 @triton.jit
-def leaning_rows(b_x, o_column, D: tl.constexpr, DROPPED: tl.constexpr, WGMMA: tl.constexpr):
-    """Which rows (M,) of b_x (M, N), FP32, drop bits that are in order: `dither.is_structured`. o_column (N,): 0 to N.
+def flag_rows(b_x, o_column, D: tl.constexpr, DROPPED: tl.constexpr, WGMMA: tl.constexpr):
+    """Flag the rows (M,) of b_x (M, N), FP32, whose dropped bits are not random: `dither.is_structured`.
 
-    A row's five counters share a word: six bits each for three waves, seven for the fourth, and seven for the one that
-    must not be low. A wave may count to 64 and carry: then it reads 0 and leans either way, and what it carries into
-    the next ones changes nothing any more.
+    o_column (N,): 0 to N. A row's five counters share a word: six bits each for three waves, seven for the fourth, and
+    seven for the one that must not be low. A counter of six bits that reaches 64 carries. It then reads 0, which flags
+    the row as 64 would, so what it carries into the next counters no longer matters.
     """
-    COLUMNS: tl.constexpr = D if D < FIRST else FIRST
+    COLUMNS: tl.constexpr = D if D < TESTED else TESTED
     bits = b_x.to(tl.int32, bitcast=True)
     if WGMMA:
         COUNT: tl.constexpr = COUNT_FP16 if DROPPED == 13 else COUNT_BF16
         word = tl.inline_asm_elementwise(COUNT, COUNT_REGISTERS, [bits], tl.int32, is_pure=True, pack=8)
     else:
-        word = waves(bits, DROPPED)
+        word = pack_signs(bits, DROPPED)
     word = tl.sum(tl.where((o_column < COLUMNS)[None, :], word, 0), 1)
-    m_row = leans(word & 63, COLUMNS) | leans((word >> 6) & 63, COLUMNS)
-    m_row = m_row | leans((word >> 12) & 63, COLUMNS) | leans((word >> 18) & 127, COLUMNS)
+    m_flagged = deviates(word & 63, COLUMNS) | deviates((word >> 6) & 63, COLUMNS)
+    m_flagged = m_flagged | deviates((word >> 12) & 63, COLUMNS) | deviates((word >> 18) & 127, COLUMNS)
     last = (word >> 25) & 127
-    return m_row & ((2 * last >= COLUMNS) | (leans(last, COLUMNS) == 0))
+    return m_flagged & ((2 * last >= COLUMNS) | (deviates(last, COLUMNS) == 0))
 
 
 @triton.jit
-def stir(v, factor):
-    """A round of the hash: no product or sum above 2^31."""
+def hash_round(v, factor):
+    """Apply one round of the hash; no product or sum reaches 2^31."""
     return (v & 0x7FFF) * factor + (v >> 16) * (v >> 16)
 
 
 @triton.jit
-def drawn_rows(b_x, m_row, o_column, D: tl.constexpr, DROPPED: tl.constexpr):
-    """b_x (M, N), where m_row (M,) as stochastic rounding leaves it: `dither.round_drawn` with `dither.lots`."""
-    COLUMNS: tl.constexpr = D if D < FIRST else FIRST
+def round_flagged(b_x, m_flagged, o_column, D: tl.constexpr, DROPPED: tl.constexpr):
+    """Round the flagged rows of b_x (M, N) stochastically, as `dither.round_stochastic` does; m_flagged (M,)."""
+    COLUMNS: tl.constexpr = D if D < TESTED else TESTED
     bits = b_x.to(tl.int32, bitcast=True)
     word = tl.where((o_column < COLUMNS)[None, :], (bits & 0xFFFF) + ((bits >> 16) & 0xFFFF), 0)
     word = tl.sum(word, 1)
-    v = stir(stir((word & 0xFFFF) * 12285 + (word >> 16) * 14973, 26417), 31069)
-    start = stir(v, 26417) & 0xFFFF00
+    v = hash_round(hash_round((word & 0xFFFF) * 12285 + (word >> 16) * 14973, 26417), 31069)
+    start = hash_round(v, 26417) & 0xFFFF00
     key = (o_column * 31865 & 0x7FFF) | 1
-    lot = ((v >> 8) & 0x7FFF)[:, None] * key[None, :] + start[:, None]
-    # rows that do not lean add nothing and keep all
-    dropped = tl.where(m_row, (1 << DROPPED) - 1, 0)[:, None]
-    kept = (bits + ((lot >> 8) & dropped)) & ~dropped
+    random = ((v >> 8) & 0x7FFF)[:, None] * key[None, :] + start[:, None]
+    # rows that are not flagged add nothing and keep all bits
+    dropped = tl.where(m_flagged, (1 << DROPPED) - 1, 0)[:, None]
+    kept = (bits + ((random >> 8) & dropped)) & ~dropped
     MIN_NORMAL: tl.constexpr = 2.0**-14 if DROPPED == 13 else 2.0**-126
     LARGEST: tl.constexpr = 65504.0 if DROPPED == 13 else 3.3895313892515355e38
-    m_drawn = (tl.abs(b_x) >= MIN_NORMAL) & (tl.abs(b_x) <= LARGEST)
-    return tl.where(m_drawn, kept.to(tl.float32, bitcast=True), b_x)
+    m_normal = (tl.abs(b_x) >= MIN_NORMAL) & (tl.abs(b_x) <= LARGEST)
+    return tl.where(m_normal, kept.to(tl.float32, bitcast=True), b_x)
 
 
-INTERPRETED = tl.constexpr(type(drawn_rows).__name__ != "JITFunction")
+INTERPRETED = tl.constexpr(type(round_flagged).__name__ != "JITFunction")
 
 
 @triton.jit
 def round_rows(
     b_x, o_column, D: tl.constexpr, DROPPED: tl.constexpr, LAZY: tl.constexpr, WGMMA: tl.constexpr = False
 ):  # fmt: skip
-    """Rows (M, N) of outputs, D columns of which count, ready for the cast; o_column (N,): 0 to N.
+    """Prepare output rows (M, N), of which D columns count, for the cast; o_column (N,): 0 to N.
 
-    LAZY draws only if a row of the tile asks for it; not in a loop: there such a branch led to illegal accesses
-    (Triton 3.6, sm_90). WGMMA: registers hold b_x as a wgmma accumulator.
+    LAZY forms random bits only if a row of the tile is flagged. It must not be used in a loop, because such a branch
+    led to illegal accesses there (Triton 3.6, sm_90). WGMMA: registers hold b_x as a wgmma accumulator.
     """
     if DROPPED != 0:
-        m_row = leaning_rows(b_x, o_column, D, DROPPED, WGMMA)
+        m_flagged = flag_rows(b_x, o_column, D, DROPPED, WGMMA)
         if LAZY:
-            if tl.max(tl.where(m_row, 1, 0), 0) > 0:
-                b_x = drawn_rows(b_x, m_row, o_column, D, DROPPED)
+            if tl.max(tl.where(m_flagged, 1, 0), 0) > 0:
+                b_x = round_flagged(b_x, m_flagged, o_column, D, DROPPED)
         else:
-            b_x = drawn_rows(b_x, m_row, o_column, D, DROPPED)
-        if INTERPRETED and DROPPED == 16:  # the interpreter's cast (Triton 3.6) cuts off
+            b_x = round_flagged(b_x, m_flagged, o_column, D, DROPPED)
+        if INTERPRETED and DROPPED == 16:  # the interpreter's cast (Triton 3.6) truncates
             bits = b_x.to(tl.int32, bitcast=True)
             bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -(1 << DROPPED)
             b_x = tl.where(b_x == b_x, bits.to(tl.float32, bitcast=True), b_x)
@@ -134,7 +138,7 @@ def round_rows(
 def rounding_kernel(
     p_x, p_out, rows, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr, DROPPED: tl.constexpr
 ):  # fmt: skip
-    """Rounds contiguous FP32 rows (rows, D): for an NPU, whose unified buffer has no room for it beside attention."""
+    """Round contiguous FP32 rows (rows, D): for an NPU, whose unified buffer has no room for this beside attention."""
     o_d = tl.arange(0, D_PAD)
     for start in range(tl.program_id(0) * BLOCK_M, rows, tl.num_programs(0) * BLOCK_M):
         o_m = tl.arange(0, BLOCK_M)

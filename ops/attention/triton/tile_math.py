@@ -1,4 +1,4 @@
-"""Device functions that families of kernels share: anchors and their bounds, loads, masks, the softmax step, sums.
+"""Device functions that several kernels share: anchors and their bounds, loads, masks, the softmax step, sums.
 
 One source for NVIDIA GPUs, the interpreter and Ascend (through triton-ascend): pointers and masks, no inline assembly.
 """
@@ -8,11 +8,11 @@ import triton.language as tl
 
 from pasa.ops.attention.triton.rounding_kernel import round_rows
 
-SLICE = 16  # columns of a block of 128 keys whose anchor is found without many registers
+SLICE = 16  # columns of a block of 128 keys whose anchor is computed at a time: more need too many registers
 LOG2_E = tl.constexpr(1.4426950408889634)
 FP16_MAX = tl.constexpr(65504.0)
 INF = tl.constexpr(float("inf"))
-NORM_MARGIN = tl.constexpr(1.0 + 2.0**-10)  # norms are used as bounds: covers what FP32 loses in a sum of 512 squares
+NORM_MARGIN = tl.constexpr(1.0 + 2.0**-10)  # norms are bounds, so this covers FP32's error in a sum of 512 squares
 # Scores, in nats, up to which FP32 sums of products need no anchor: they round by 2^-13 a step, a quarter of what
 # rounding a weight to FP16 costs.
 ANCHOR_LIMIT = tl.constexpr(2048.0)
@@ -21,13 +21,13 @@ ANCHOR_GAIN = tl.constexpr(4.0)
 
 @triton.jit
 def is_finite(x):
-    """Elementwise, false for NaN and infinity."""
+    """Test every element; false for NaN and infinity."""
     return tl.abs(x) <= FP16_MAX
 
 
 @triton.jit
 def on_grid(mean, largest):
-    """Means (W,) rounded to the grid of the column's largest |k|: the exponent bits of an FP32 number."""
+    """Round means (W,) to the FP16 grid of each column's largest |k|."""
     exponent = (largest.to(tl.int32, bitcast=True) >> 23) - 127
     exponent = tl.maximum(exponent - 10, -24)  # FP16 has 10 mantissa bits and nothing below 2^-24
     grid = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
@@ -37,10 +37,12 @@ def on_grid(mean, largest):
 
 @triton.jit
 def rounds(k, m_key, anchor):
-    """In which columns (W,) some key loses a bit to the anchor, or is less than a third of it: 1, otherwise 0.
-    Arguments as in `exact_anchor`."""
+    """Return 1 for columns (W,) in which subtracting the anchor rounds a key, or a key is less than a third of it.
+
+    Arguments as in `exact_anchor`.
+    """
     shifted = k - anchor[None, :]
-    # The sum tells what FP32 lost in the difference: 2^-24 - 60000 is -60000 there, an FP16 number.
+    # The sum shows what FP32 lost in the difference: 2^-24 - 60000 is -60000 in FP32, which is an FP16 number.
     inexact = (shifted.to(tl.float16).to(tl.float32) != shifted) | (shifted + anchor[None, :] != k)
     small = anchor[None, :] * (3.0 * k - anchor[None, :]) < 0.0
     return tl.max(tl.where(m_key & (inexact | small), 1, 0), 0)
@@ -48,7 +50,9 @@ def rounds(k, m_key, anchor):
 
 @triton.jit
 def exact_anchor(k, m_key, count):
-    """Part of the block's mean that every key can lose without rounding, and has a third of, column by column.
+    """Return the part of the block's mean that can be subtracted from every key exactly, in each column; else 0.
+
+    Every key must also be at least a third of it.
 
     k (BLOCK, W) FP32 with FP16 values, 0 where `m_key` (BLOCK, 1 or W) is false; count, scalar or (W,): how many are
     true. Returns the anchor (W,).
@@ -59,8 +63,10 @@ def exact_anchor(k, m_key, count):
 
 @triton.jit
 def next_frame(b_frame, b_anchor):
-    """The frame (D,) from a block with this anchor (D,) on: 0 in columns where the two are further apart than one of
-    them is from 0, so that keys without a bias are not counted from one. anchor - frame is an FP16 number (Sterbenz).
+    """Return the frame (D,) from a block with this anchor (D,) on.
+
+    A column becomes 0 if frame and anchor are further apart than one of them is from 0. So keys without a bias are
+    counted from 0, and anchor - frame is an FP16 number (Sterbenz).
     """
     near = tl.abs(b_anchor - b_frame) <= tl.minimum(tl.abs(b_anchor), tl.abs(b_frame))
     return tl.where(near, b_frame, 0.0)
@@ -68,24 +74,24 @@ def next_frame(b_frame, b_anchor):
 
 @triton.jit
 def two_products(b_q, b_first, b_second):
-    """q.first and q.second (M,) of queries (M, D) and two rows (D,) of FP16 numbers.
+    """Return q.first and q.second (M,) of queries (M, D) and two rows (D,) of FP16 numbers.
 
-    By a product: Triton forms a sum anew, in another order, in every layout that asks for it. Huge weights would leave
-    the sum that they enter.
+    Both come from one matrix product. Triton would repeat a plain sum in every layout that needs it, in another order.
+    The results could differ so much that huge weights no longer match their sum.
     """
     o_row = tl.arange(0, 16)[:, None]
     b_rows = tl.where(o_row == 0, b_first[None, :], tl.where(o_row == 1, b_second[None, :], 0.0)).to(tl.float16)
-    b_found = tl.dot(b_q, tl.trans(b_rows))
+    b_products = tl.dot(b_q, tl.trans(b_rows))
     o_column = tl.arange(0, 16)[None, :]
-    return tl.sum(tl.where(o_column == 0, b_found, 0.0), 1), tl.sum(tl.where(o_column == 1, b_found, 0.0), 1)
+    return tl.sum(tl.where(o_column == 0, b_products, 0.0), 1), tl.sum(tl.where(o_column == 1, b_products, 0.0), 1)
 
 
 @triton.jit
 def is_bounded(b_square, p_norms, blocks, scale, BLOCK: tl.constexpr):
-    """Whether all keys of the head are finite and scores of the queries stay below `ANCHOR_LIMIT`.
+    """Test if all keys of the head are finite and scores of the queries stay below `ANCHOR_LIMIT`.
 
-    b_square (M,): squared norms of the queries. By Cauchy and Schwarz no score passes the product of the largest
-    norms. A query of infinite norm is not bounded; one of NaN shows in what it gives.
+    b_square (M,): squared norms of the queries. By Cauchy and Schwarz, no score exceeds the product of the largest
+    norms. A query of infinite norm is not bounded. A NaN in a query may pass, and makes the output NaN.
     """
     longest = 0.0
     for start in range(0, blocks, BLOCK):
@@ -96,9 +102,12 @@ def is_bounded(b_square, p_norms, blocks, scale, BLOCK: tl.constexpr):
 
 @triton.jit
 def anchored_scores(b_q, b_k, m_key, longest, LAZY: tl.constexpr):
-    """q k'^T (M, N) and the block's anchor (D,), 0 where scores are small without. b_q (M, D); b_k (N, D); m_key (N,):
-    keys that some row sees; longest: largest norm of a query, in nats. LAZY looks for an anchor only where one is
-    needed; not in a loop: there the branch led to illegal accesses (Triton 3.6, sm_90, 64 rows)."""
+    """Return q k'^T (M, N) and the block's anchor (D,), which is 0 if scores are small without one.
+
+    b_q (M, D); b_k (N, D); m_key (N,): keys that some row sees; longest: largest norm of a query, in nats. LAZY
+    computes an anchor only if one is needed. It must not be used in a loop, because the branch led to illegal accesses
+    there (Triton 3.6, sm_90, 64 rows).
+    """
     b_wide = b_k.to(tl.float32)
     m_finite = tl.min(tl.where(tl.abs(b_wide) <= FP16_MAX, 1, 0), 1) > 0
     m_mean = m_key & m_finite
@@ -118,10 +127,10 @@ def anchored_scores(b_q, b_k, m_key, longest, LAZY: tl.constexpr):
 @triton.jit
 def locate(o_work, work, p_tile, p_cu_q, p_cu_k, p_first_block, heads, tiles, rows, keys,
            VARLEN: tl.constexpr, LAST_FIRST: tl.constexpr):  # fmt: skip
-    """Which tile of query rows a unit of work is, and where its sequence lies.
+    """Return the tile of query rows of a unit of work, and the extent of its sequence.
 
-    Returns batch, head, tile; first row, first key and first key block of the sequence; its rows and keys. Causal
-    tiles are dealt from the last, which sees most keys, so that light ones fill the gaps at the end.
+    These are batch, head, tile; first row, first key and first key block of the sequence; its rows and keys. Causal
+    tiles are dealt out from the last, which sees the most keys, so that light tiles fill the gaps at the end.
     """
     o_batch = 0
     begin_q = 0
@@ -152,7 +161,7 @@ def locate(o_work, work, p_tile, p_cu_q, p_cu_k, p_first_block, heads, tiles, ro
 @triton.jit
 def load_keys(p_k, o_head, first, n, stride_kh, stride_kn, start, D: tl.constexpr, WIDTH: tl.constexpr,
               BLOCK: tl.constexpr):  # fmt: skip
-    """WIDTH columns (BLOCK, WIDTH) from `start` on of a block of keys or values. p_k: of the batch entry."""
+    """Load WIDTH columns (BLOCK, WIDTH) from `start` on of a block of keys or values; p_k: of the batch entry."""
     o_n = tl.arange(0, BLOCK)
     o_d = start + tl.arange(0, WIDTH)
     p_tile = p_k + tl.cast(o_head, tl.int64) * stride_kh + first * stride_kn
@@ -163,7 +172,7 @@ def load_keys(p_k, o_head, first, n, stride_kh, stride_kn, start, D: tl.constexp
 @triton.jit
 def load_rows(p_x, start, stride_n, o_batch, o_head, begin, length, WHOLE: tl.constexpr, DESCRIPTORS: tl.constexpr,
               D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
-    """Keys or values (N, D) from `start` on, 0 beyond `length`; p_x: pointer to the first, or descriptor of all."""
+    """Load keys or values (N, D) from `start` on, 0 beyond `length`; p_x: pointer to the first, or a descriptor."""
     if DESCRIPTORS:
         b_x = p_x.load([o_batch, o_head, (begin + start).to(tl.int32), 0]).reshape(BLOCK_N, D_PAD)
     else:
@@ -179,9 +188,9 @@ def load_rows(p_x, start, stride_n, o_batch, o_head, begin, length, WHOLE: tl.co
 
 @triton.jit
 def load_mask(p_tile, m_tile, m_seen, stride_m, stride_n, MASK: tl.constexpr):
-    """What is seen after a mask, and what it adds: a tile (M, N) of bytes or floats.
+    """Load a tile (M, N) of a mask of bytes or floats; return the visible pairs and the bias that the mask adds.
 
-    It is read under m_tile, a rectangle, which an NPU does by one copy; m_seen has the causal band in it.
+    The mask is read under m_tile, a rectangle, which is one copy on an NPU. m_seen already contains the causal band.
     """
     o_m = tl.arange(0, m_seen.shape[0])
     o_n = tl.arange(0, m_seen.shape[1])
@@ -196,12 +205,12 @@ def load_mask(p_tile, m_tile, m_seen, stride_m, stride_n, MASK: tl.constexpr):
 
 @triton.jit
 def softmax_step(b_s, offset, factor, b_max, b_sum, HIDES: tl.constexpr, FAST: tl.constexpr):
-    """Weights P of a tile, the factor of what came before it, and the new maximum and sum of every row.
+    """Return the weights P of a tile, the factor for earlier results, and the new maximum and sum of every row.
 
-    b_s (M, N): scores, with HIDES -inf where hidden; offset (M,): what all of a row's scores lack; factor: log2(e)
-    times what scales both. Every exponent is at most 0, for numbers of any size, and the sum is that of the very
-    weights that multiply V. FAST spends one instruction on an exponent, which may then exceed 0 by 2^-24 of the
-    largest score, and sums weights before FP16 rounds them.
+    b_s (M, N): scores, -inf where masked out (only with HIDES); offset (M,): to be added to all scores of a row;
+    factor: log2(e) times the scale of both. No exponent exceeds 0, for numbers of any size, and the sum is that of the
+    same rounded weights that multiply V. FAST spends one instruction on an exponent, which may then exceed 0 by 2^-24
+    of the largest score, and sums weights before FP16 rounds them.
     """
     top = tl.max(b_s, 1)
     reached = top + offset
@@ -227,9 +236,9 @@ def softmax_step(b_s, offset, factor, b_max, b_sum, HIDES: tl.constexpr, FAST: t
 
 @triton.jit
 def add_values(b_acc, b_p, b_v, m_seen):
-    """acc + P V where rows differ in what they see: 0 * NaN is NaN, so a value that is not finite is kept out, and
-    given as NaN to the rows that see it.
+    """Return acc + P V where rows see different keys.
 
+    0 * NaN is NaN, so a value that is not finite is left out of the product, and the rows that see it become NaN.
     b_acc (M, D); b_p (M, N) FP16; b_v (N, D); m_seen (M, N).
     """
     m_good = tl.abs(b_v.to(tl.float32)) <= FP16_MAX
@@ -245,14 +254,14 @@ def add_values(b_acc, b_p, b_v, m_seen):
 
 @triton.jit
 def mean_of_values(b_acc, b_max, b_sum, nats, D: tl.constexpr, DROPPED: tl.constexpr, LAZY: tl.constexpr):
-    """Output (M, D), to be cast, and log-sum-exp (M,) of rows that have seen all keys; nats (M,): their maxima.
+    """Return output (M, D), to be cast, and log-sum-exp (M,) of rows after their last key; nats (M,): their maxima.
 
-    A mean of values lies in FP16's range up to the last bit; infinity in the sum came from a value. A row that has seen
-    no key gets 0 and -inf.
+    A mean of values lies in FP16's range up to the last bit. Infinity in the sum comes from a value. A fully masked row
+    gets 0 and -inf.
     """
-    blind = (b_sum == 0.0) & (b_max == -INF)
-    divisor = tl.where(blind, 1.0, b_sum)
+    fully_masked = (b_sum == 0.0) & (b_max == -INF)
+    divisor = tl.where(fully_masked, 1.0, b_sum)
     b_out = b_acc / divisor[:, None]
     b_out = tl.where(tl.abs(b_out) < INF, tl.minimum(tl.maximum(b_out, -FP16_MAX), FP16_MAX), float("nan"))
     b_out = round_rows(b_out, tl.arange(0, b_acc.shape[1]), D, DROPPED, LAZY)
-    return b_out, tl.where(blind, -INF, nats + tl.log(divisor))
+    return b_out, tl.where(fully_masked, -INF, nats + tl.log(divisor))

@@ -69,13 +69,13 @@ def candidates(architecture: str, pad: int, block_k: int, rows: int) -> tuple[Ti
     """Return the tiles for a padded head dimension, cut to divide the anchor block and to fit a call of `rows`."""
     by_dim = TABLE[architecture]
     tiles = by_dim[min(d for d in by_dim if d >= pad)]
-    most = max(16, 1 << (rows - 1).bit_length())
+    height = max(16, 1 << (rows - 1).bit_length())
     fitting = [
         replace(
             tile,
-            block_m=min(tile.block_m, most),
+            block_m=min(tile.block_m, height),
             block_n=min(tile.block_n, block_k),
-            warps=warps_for(architecture, min(tile.block_m, most), tile.warps),
+            warps=warps_for(architecture, min(tile.block_m, height), tile.warps),
         )
         for tile in tiles
     ]

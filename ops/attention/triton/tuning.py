@@ -69,10 +69,10 @@ def _file() -> Path:
 def _read() -> dict[str, str]:
     """Return the choices on disk. A missing or damaged file gives none, and tiles are timed again."""
     try:
-        found = json.loads(_file().read_text(encoding="utf-8"))
+        stored = json.loads(_file().read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return stored if isinstance(stored, dict) else {}
 
 
 def _write(key: str, choice: str) -> None:

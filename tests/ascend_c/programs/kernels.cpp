@@ -137,7 +137,7 @@ TWIN_CASE(unbiased)
         loaded = in.DeQue<float>();
         AscendC::LocalTensor<float> outputs = out.AllocTensor<float>();
         AscendC::Adds(outputs.ReinterpretCast<int32_t>(), loaded.ReinterpretCast<int32_t>(), 0,
-                      static_cast<int32_t>(count));  // bits as they are, of NaN as well
+                      static_cast<int32_t>(count));  // bits unchanged, of NaN as well
         AscendC::PipeBarrier<PIPE_V>();
         in.FreeTensor(loaded);
         pasa::UnbiasedRounding rounding(tiling, tile.Get<float>(), work.Get<float>(), numbers.Get<float>(),

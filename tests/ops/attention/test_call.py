@@ -41,7 +41,7 @@ def test_the_cpu_captures_nothing():
     assert not capturing(torch.zeros(1))
 
 
-@pytest.mark.parametrize("found", [[1, 3], [0, 2], [0, 2, 1, 3]])
-def test_cumulative_lengths_rise_to_the_number_of_tokens(found):
+@pytest.mark.parametrize("lengths", [[1, 3], [0, 2], [0, 2, 1, 3]])
+def test_cumulative_lengths_rise_to_the_number_of_tokens(lengths):
     with pytest.raises(ValueError, match="does not rise from 0 to the 3 tokens of q"):
-        edges(torch.tensor(found), "q", torch.zeros(3, 1, 8))
+        edges(torch.tensor(lengths), "q", torch.zeros(3, 1, 8))

@@ -141,8 +141,8 @@ def test_scores_far_below_0(dim, keys, kind):
 def test_a_mask_that_outweighs_biases_by_block(dim):
     """Distances between frames are in nats under a float mask, as maxima are, not in units of q.k.
 
-    The mask subtracts what the bias of a block adds. So all keys weigh alike, and their splits have different
-    frames.
+    The mask subtracts what the bias of a block adds. So all keys have the same weight, and their splits have
+    different frames.
     """
     q, k, v = normal_qkv((4, 1), (3, 1280), dim)
     q[..., 0] = 64.0
@@ -223,8 +223,8 @@ def test_a_key_that_is_not_finite_in_a_long_page(slots, column):
     pages = make_pages([slots], (1, 1), 64, slots, bias=50)
     pages.k[7, 0, column] = torch.inf
     anchors = torch.zeros(len(pages.k_cache), 1, 64).half().to(DEVICE)
-    here = pages.to(DEVICE)
-    paged_write_launch.write_pages(here.k, here.v, here.k_cache, here.v_cache, here.slots, anchors)
+    moved = pages.to(DEVICE)
+    paged_write_launch.write_pages(moved.k, moved.v, moved.k_cache, moved.v_cache, moved.slots, anchors)
     assert anchors[int(pages.table[0, 0])].isnan().all()
 
 
@@ -236,8 +236,8 @@ def test_gradients_where_the_first_keys_have_the_largest_values():
     q, k, v = normal_qkv((2, 1), (40, 600), 16)
     v[:, :, :256] *= 10000
     grad = torch.randn(q.shape, generator=torch.Generator().manual_seed(9)).half()
-    found = by_kernels(grad, None, q.float(), k.float(), v.float(), None, False, 0.25)
-    for x, true in zip(found, definition(q, k, v, torch.float64, grad), strict=True):
+    result = by_kernels(grad, None, q.float(), k.float(), v.float(), None, False, 0.25)
+    for x, true in zip(result, definition(q, k, v, torch.float64, grad), strict=True):
         assert max_error(x, true) <= 2.0**-9 * true.abs().max()
 
 
@@ -245,9 +245,9 @@ def test_gradients_of_a_log_sum_exp_of_any_layout():
     """A gradient of the log-sum-exp may have any layout; that of a sum is one expanded number."""
     q, k, v = normal_qkv((2, 1), (40, 70), 32)
     grad = torch.randn(40, 2, 1, generator=torch.Generator().manual_seed(9)).T  # (1, 2, 40)
-    for given in (grad, torch.ones(()).expand(1, 2, 40)):
-        found = by_kernels(None, given, q, k, v, None, False, 0.2)
-        for x, expected in zip(found, by_kernels(None, given.contiguous(), q, k, v, None, False, 0.2), strict=True):
+    for strided in (grad, torch.ones(()).expand(1, 2, 40)):
+        result = by_kernels(None, strided, q, k, v, None, False, 0.2)
+        for x, expected in zip(result, by_kernels(None, strided.contiguous(), q, k, v, None, False, 0.2), strict=True):
             assert torch.equal(x, expected)
 
 
@@ -265,12 +265,12 @@ def test_keys_that_only_early_rows_see(paper):
         assert max_error(out.cpu(), pasa.golden_attention(q, k, v, attn_mask=mask)[0]) <= 2.0**-6
         return
     grad = torch.randn(q.shape, generator=torch.Generator().manual_seed(9)).half()
-    found = by_kernels(grad, None, q.float(), k.float(), v.float(), mask, False, 0.25)
-    for x, true in zip(found, definition(q, k, v, torch.float64, grad, mask), strict=True):
+    result = by_kernels(grad, None, q.float(), k.float(), v.float(), mask, False, 0.25)
+    for x, true in zip(result, definition(q, k, v, torch.float64, grad, mask), strict=True):
         assert max_error(x, true) <= 2.0**-9 * true.abs().max()
 
 
-def test_anchors_of_pages_that_are_far_apart_and_weigh_alike():
+def test_anchors_of_pages_that_are_far_apart_and_weigh_the_same():
     """The difference of two pages' anchors keeps its low term.
 
     600.25, which FP16 does not hold, and -600 in another column leave 2 nats.
@@ -286,7 +286,7 @@ def test_anchors_of_pages_that_are_far_apart_and_weigh_alike():
 
 
 def test_all_keys_of_a_long_sequence_weigh():
-    """The pass with the anchors of pages includes every turn of 4,096 keys, and all keys weigh alike.
+    """The pass with the anchors of pages includes every turn of 4,096 keys, and all keys have the same weight.
 
     With keys that differ, one would have all the weight, and its place would decide which fault is noticed.
     """
@@ -322,6 +322,6 @@ def test_gradients_of_keys_without_the_bias_that_have_the_weight():
     q[..., 0], k[..., 0] = -512.0, 1024.0
     k[..., 50:54, 0] = 0.01 * torch.randn(4, generator=torch.Generator().manual_seed(3)).half()
     grad = torch.randn(q.shape, generator=torch.Generator().manual_seed(9)).half()
-    found = by_kernels(grad, None, q.float(), k.float(), v.float(), None, False, 32**-0.5)
-    for x, true in zip(found, definition(q, k, v, torch.float64, grad), strict=True):
+    result = by_kernels(grad, None, q.float(), k.float(), v.float(), None, False, 32**-0.5)
+    for x, true in zip(result, definition(q, k, v, torch.float64, grad), strict=True):
         assert max_error(x, true) <= 2.0**-8 * true.abs().max()

@@ -1,7 +1,7 @@
-"""Float masks that hide keys by the lowest finite number, as transformers' eager attention does.
+"""Float masks that mask keys out by the lowest finite number, as transformers' eager attention does.
 
-A key hidden so has no weight beside a key that is seen. A row whose keys are all hidden so sees them all alike,
-because a score is lost beside such a number. Its output is the mean of the values, not 0.
+Such a key has no weight beside a key that is seen. In a row with such keys only, all have the same weight, because a
+score is lost beside such a number. Its output is the mean of the values, not 0.
 
 Bound: rows that see a key must equal those of the same mask with -inf. For other rows it is 2^-9, or 2^-6 for
 FP16's lowest number, beside which FP32 keeps scores in steps of 2^-8.
@@ -37,15 +37,15 @@ def make_mask(rows, keys, lowest, dtype=torch.float32):
     return torch.zeros(hidden.shape, dtype=dtype).masked_fill(hidden, lowest), hidden
 
 
-def judge(found, expected, golden, hidden, lowest):
+def judge(result, expected, golden, hidden, lowest):
     """Compare output and log-sum-exp with those of a mask of -inf, and with FP64 for rows that see no key."""
-    blind = hidden.all(-1).expand(found[1].shape)
-    assert torch.equal(found[0][~blind], expected[0][~blind])
-    assert torch.equal(found[1][~blind], expected[1][~blind])
-    assert blind.any()
+    fully_masked = hidden.all(-1).expand(result[1].shape)
+    assert torch.equal(result[0][~fully_masked], expected[0][~fully_masked])
+    assert torch.equal(result[1][~fully_masked], expected[1][~fully_masked])
+    assert fully_masked.any()
     bound = 2.0**-6 if lowest == -65504 else 2.0**-9
-    assert (found[0] - golden[0])[blind].abs().max() <= bound
-    assert (found[1] / golden[1] - 1)[blind].abs().max() <= 2.0**-22
+    assert (result[0] - golden[0])[fully_masked].abs().max() <= bound
+    assert (result[1] / golden[1] - 1)[fully_masked].abs().max() <= 2.0**-22
 
 
 @pytest.mark.parametrize("dtype", LOWEST, ids=str)
@@ -62,16 +62,16 @@ def test_forward(dtype, shape, name, backend):
     device = DEVICE if backend == "triton" else "cpu"
     how = {"config": CONFIGS[name], "backend": backend, "return_lse": True}
     tensors = [x.to(device) for x in (q, k, v)]
-    found, expected = (
+    result, expected = (
         [x.cpu() for x in pasa.attention(*tensors, attn_mask=m.to(device), **how)]
         for m in (mask, mask.masked_fill(hidden, -torch.inf))
     )
     if backend == "reference":  # the reference drops keys that nobody sees, so its blocks differ
-        seen = ~hidden.all(-1).expand(found[1].shape)
-        for one, other in zip(found, expected, strict=True):
+        seen = ~hidden.all(-1).expand(result[1].shape)
+        for one, other in zip(result, expected, strict=True):
             assert (one - other)[seen].abs().max() <= 2.0**-9
             one[seen] = other[seen]
-    judge(found, expected, golden, hidden, lowest)
+    judge(result, expected, golden, hidden, lowest)
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
@@ -98,21 +98,29 @@ def test_backward(dtype, backend):
     q, k, v = normal_qkv((2, 1), (70, 150), 32, batch=2)
     mask, _ = make_mask(70, 150, torch.finfo(dtype).min)
     grad = torch.randn(q.shape, generator=torch.Generator().manual_seed(9)).half()
-    found = FORMULAS[backend](grad, None, q.float(), k.float(), v.float(), mask, False, 32**-0.5)
+    result = FORMULAS[backend](grad, None, q.float(), k.float(), v.float(), mask, False, 32**-0.5)
     golden = definition(q, k, v, torch.float64, grad, mask)
-    for x, true in zip(found, golden, strict=True):
+    for x, true in zip(result, golden, strict=True):
         assert (x - true).abs().max() <= 2.0**-6 * true.abs().max()
 
 
 def test_watch():
-    """The watch kernel counts such rows as torch does: their keys are seen, and tie if all are hidden so."""
+    """The watch kernel counts such rows as torch does: their keys are visible, and tie if the mask lowers all."""
     q, k, _ = normal_qkv((2, 1), (70, 150), 32, batch=2)
     mask, hidden = make_mask(70, 150, torch.finfo(torch.float32).min)
     totals = [torch.zeros(5, dtype=torch.int64) for _ in range(2)]
     counters = (watch.count_scores, watch_launch.count_scores)
-    for counter, found, device in zip(counters, totals, ("cpu", DEVICE), strict=True):
-        here = found.to(device)
-        counter(q.to(device), k.to(device), mask.to(device), here, False, 32**-0.5, range(0, q.shape[:3].numel(), 7))
-        found.copy_(here)
+    for counter, result, device in zip(counters, totals, ("cpu", DEVICE), strict=True):
+        device_totals = result.to(device)
+        counter(
+            q.to(device),
+            k.to(device),
+            mask.to(device),
+            device_totals,
+            False,
+            32**-0.5,
+            range(0, q.shape[:3].numel(), 7),
+        )
+        result.copy_(device_totals)
     assert torch.equal(*totals)
     assert totals[0][1] >= hidden.all(-1).expand(2, 2, 70).flatten()[::7].sum() > 0

@@ -63,7 +63,7 @@ def attend(q, k, v, **how):
         (PasaConfig(precision="fp32"), 16, False),
         (PasaConfig(recovery="paper", block_k=64), 16, False),
     ],
-    ids=["fast", "careful", "overlapped", "fp32", "paper"],
+    ids=["fast", "exact", "overlapped", "fp32", "paper"],
 )
 def test_prefill_of_packed_sequences(config, dim, shared):
     """Packed prefill has its tile edges right: one launch holds 70 sequences, each with another gap."""
@@ -190,8 +190,8 @@ def test_reference(block):
     for gap in range(-1, block):
         q, k, v = normal_qkv((2, 1), (ROWS, ROWS + gap), 16)
         config = PasaConfig(block_k=block)
-        found = pasa.attention(even(q), k, v, is_causal=True, config=config, return_lse=True, backend="reference")
-        judge(even(q), k, v, *found)
+        result = pasa.attention(even(q), k, v, is_causal=True, config=config, return_lse=True, backend="reference")
+        judge(even(q), k, v, *result)
 
 
 def test_tiles_of_the_sweep():

@@ -3,7 +3,7 @@
 Either the sampled keys are calm and the rest is not, or the other way round. Further tests cover conditions of
 the exact pass over pages that must meet.
 
-These places sample. Decoding inspects some keys to decide whether to try without anchors (`few_keys`), and others
+These places sample. Decoding tests some keys to decide if it tries without anchors (`load_tested_keys`), and others
 to guess an anchor (`sampled_anchor`). `anchor_kernel` compares keys with the first key of a block.
 `optimistic_step` uses the first tile's maxima. A frame is taken from the anchors of three pages
 (decode/paged_anchored_kernel.py).

@@ -1,4 +1,4 @@
-"""What the README says on rounding sums and shares holds, and its negation would fail.
+"""Check the README's statements on rounding sums and shares, whose negations would fail.
 
 - The row sum is that of the rounded weights that multiply V, so a constant V comes out unchanged. Here 15 keys of 16
   have a weight just below halfway between two FP16 numbers. Weights summed before rounding would exceed those that
@@ -45,9 +45,9 @@ def check(out, lse, keys, value):
         (2, 130, 64, False, "triton"),  # decoding by lanes
         (2, 130, 160, True, "triton"),  # decoding by tiles
     ],
-    ids=["reference", "careful", "short", "lanes", "tiles"],
+    ids=["reference", "exact", "short", "lanes", "tiles"],
 )
-def test_a_constant_comes_out_as_it_is(rows, keys, dim, masked, backend, value):
+def test_a_constant_comes_out_unchanged(rows, keys, dim, masked, backend, value):
     """A constant V comes out unchanged; it would not if weights were summed before FP16 rounds them."""
     q, k, scale = scores(rows, keys, dim)
     v = torch.full_like(k, value)
@@ -61,7 +61,7 @@ def test_a_constant_comes_out_as_it_is(rows, keys, dim, masked, backend, value):
 
 @pytest.mark.parametrize("value", [1.0, LARGEST])
 @pytest.mark.parametrize("anchored", [False, True])
-def test_a_constant_comes_out_of_pages_as_it_is(anchored, value):
+def test_a_constant_comes_out_of_pages_unchanged(anchored, value):
     """A constant V comes out of the passes over pages unchanged.
 
     With anchors, column 1 adds 4,800 nats to all scores.
@@ -98,13 +98,13 @@ def test_shares_are_rounded_towards_zero():
 
 def test_shares_sum_to_no_more_than_1(monkeypatch):
     """The shares that multiply V sum to at most 1, checked directly."""
-    found = []
+    result = []
     times = reference._times_values
-    monkeypatch.setattr(reference, "_times_values", lambda p, v: found.append(p) or times(p, v))
+    monkeypatch.setattr(reference, "_times_values", lambda p, v: result.append(p) or times(p, v))
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 1, 50, 16, generator=g).half() for _ in range(3))
     pasa.attention(q, k, v, config=PasaConfig(accumulate="fp16"), backend="reference")
-    assert len(found) == 1
-    sums = found[0].double().sum(-1)
+    assert len(result) == 1
+    sums = result[0].double().sum(-1)
     assert (sums <= 1).all()
     assert (sums > 1 - 50 * 2.0**-11).all()

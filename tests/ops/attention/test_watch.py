@@ -20,7 +20,7 @@ CASES = {  # batch, query heads, key heads, Sq, Skv, D, causal, mask
 }
 
 
-def taken(q, first):
+def sampled(q, first):
     return range(first, q.shape[:3].numel(), STEP)
 
 
@@ -36,7 +36,7 @@ def count(request):
     def call(q, k, mask, causal, scale, first):
         totals = torch.zeros(5, dtype=torch.int64, device=device)
         mask = None if mask is None else mask.to(device)
-        function(q.to(device), k.to(device), mask, totals, causal, scale, taken(q, first))
+        function(q.to(device), k.to(device), mask, totals, causal, scale, sampled(q, first))
         return dict(zip(watch.FIELDS, totals.tolist(), strict=True))
 
     return call
@@ -64,18 +64,18 @@ def defined(q, k, mask, causal, scale, first):
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
     if causal:
         scores = scores.masked_fill(~torch.ones(rows, keys).bool().tril(keys - rows), -torch.inf)
-    found = dict.fromkeys(watch.FIELDS, 0)
+    result = dict.fromkeys(watch.FIELDS, 0)
     for row, product in list(zip(scores.flatten(0, 2), products.flatten(0, 2), strict=True))[first::STEP]:
         seen = row > -torch.inf
         if not seen.any():
             continue
         head = row[:128][seen[:128]]
-        found["rows"] += 1
-        found["repeated"] += int((row >= row.max() - 1e-3).sum()) > 1
-        found["runaway"] += len(head) > 0 and bool(row.max() - head.max() > 8)
-        found["scores"] += int(seen.sum())
-        found["saturated"] += int((product[seen].abs() > 65504).sum())
-    return found
+        result["rows"] += 1
+        result["repeated"] += int((row >= row.max() - 1e-3).sum()) > 1
+        result["runaway"] += len(head) > 0 and bool(row.max() - head.max() > 8)
+        result["scores"] += int(seen.sum())
+        result["saturated"] += int((product[seen].abs() > 65504).sum())
+    return result
 
 
 # Sizes of the numbers, each with the first row: maxima repeat, scores run away, or scores exceed FP16.
@@ -90,11 +90,11 @@ def test_counts_are_those_of_the_definitions(count, case, size, first):
 
 
 def test_the_cases_have_all_that_is_counted():
-    found = [defined(*whole_numbers(case, size), 0.125, first) for case in CASES for size, first in SIZES]
+    result = [defined(*whole_numbers(case, size), 0.125, first) for case in CASES for size, first in SIZES]
     for name in watch.FIELDS:
-        assert sum(each[name] > 0 for each in found) >= 3, name
-    assert any(0 < each["repeated"] < each["rows"] for each in found)
-    assert any(0 < each["runaway"] < each["rows"] for each in found)
+        assert sum(each[name] > 0 for each in result) >= 3, name
+    assert any(0 < each["repeated"] < each["rows"] for each in result)
+    assert any(0 < each["runaway"] < each["rows"] for each in result)
 
 
 def test_a_maximum_repeated_in_another_share_of_the_keys_is_found(count):
@@ -108,7 +108,7 @@ def test_a_maximum_repeated_in_another_share_of_the_keys_is_found(count):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_other_dtypes_and_layouts_count_alike(count, dtype):
+def test_other_dtypes_and_layouts_give_the_same_counts(count, dtype):
     q, k, mask, causal = whole_numbers("grouped", 60)
     expected = count(q, k, mask, causal, 0.125, 7)
     q, k = (x.to(dtype).transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k))
@@ -128,11 +128,11 @@ def test_scores_that_are_not_finite_count_as_hidden(count):
 
 def test_calls_go_on_where_the_last_one_ended():
     """Sampling continues where the last call ended: many short calls sample the rows of one long call."""
-    lengths, walked, found = (5, 505, 1, 1, 3000, 90, 2500, 1020), 0, []
+    lengths, counted, result = (5, 505, 1, 1, 3000, 90, 2500, 1020), 0, []
     for length in lengths:
-        found += [walked + row for row in watch.sample(walked, length)]
-        walked += length
-    assert found == list(range(510, walked, 1021))
+        result += [counted + row for row in watch.sample(counted, length)]
+        counted += length
+    assert result == list(range(510, counted, 1021))
     assert not watch.sample(511, 1020)
 
 
@@ -149,7 +149,7 @@ def test_nothing_is_read_while_counting(case):
     q, k, mask, causal = whole_numbers(case, 9)
     totals = torch.zeros(5, dtype=torch.int64)
     with NoReading():
-        watch.count_scores(q, k, mask, totals, causal, 0.125, taken(q, 0))
+        watch.count_scores(q, k, mask, totals, causal, 0.125, sampled(q, 0))
     assert totals[0] > 0
     with pytest.raises(AssertionError), NoReading():
         totals[0].item()

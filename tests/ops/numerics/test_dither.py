@@ -15,7 +15,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pasa.ops.numerics.dither import COLUMNS, LEANING, drawn_by, is_structured, leaning, lots, round_unbiased
+from pasa.ops.numerics.dither import (
+    COLUMNS,
+    FLAG_SIGMAS,
+    flag_limit,
+    hash_row,
+    is_structured,
+    random_bits,
+    round_unbiased,
+)
 from pasa.ops.numerics.formats import FORMATS, OVERFLOWS, round_to
 
 FORMATS_16 = ("bf16", "fp16")
@@ -34,13 +42,13 @@ def spacing(x: Tensor, fmt: str) -> Tensor:
     return torch.exp2((exponent.clamp(min=1 - target.bias) - target.mantissa_bits).double())
 
 
-def repeated_maxima(fmt: str, seed: int = 0, trifle: float = 1e-4, binades: int = 1, maxima: int = 2) -> Tensor:
+def repeated_maxima(fmt: str, seed: int = 0, noise: float = 1e-4, binades: int = 1, maxima: int = 2) -> Tensor:
     """Return rows (ROWS, DIM): the mean of `maxima` positive values of the format, plus a tiny positive remainder."""
     g = generator(seed)
     v = 1 + torch.rand(maxima, ROWS, DIM, generator=g)
     v = round_to(v * 2.0 ** torch.randint(binades, v.shape, generator=g), fmt)
     rest = torch.rand(ROWS, DIM, generator=g)
-    return v.mean(0) + (trifle if fmt == "bf16" else trifle / 8) * rest
+    return v.mean(0) + (noise if fmt == "bf16" else noise / 8) * rest
 
 
 def sure_mean(error: Tensor, variance: Tensor) -> float:
@@ -80,7 +88,7 @@ def test_every_product_and_sum_of_the_hash_fits_in_31_bits():
 
     The last lines check the products and sums of a factor and a key.
     """
-    factor, start = drawn_by(Bounds(0, COLUMNS * 2 * 0xFFFF))  # type: ignore[arg-type]
+    factor, start = hash_row(Bounds(0, COLUMNS * 2 * 0xFFFF))  # type: ignore[arg-type]
     assert (factor.high, start.high) == (2**15 - 1, 0xFFFF00)
     assert (factor * 0x7FFF + start).high < 2**31
 
@@ -104,11 +112,11 @@ def rows_of_bits(kind: str) -> Tensor:
     return bits_of(v[torch.randint(300, (2, ROWS), generator=g)].mean(0))  # without a remainder
 
 
-def test_lots_are_integers_of_16_bits_and_the_same_again():
+def test_random_bits_are_integers_of_16_bits_and_the_same_again():
     words = torch.randint(2**32, (1 << 10, DIM), generator=generator(2))
-    assert torch.equal(lots(words), lots(words.clone()))
-    assert lots(words).min() >= 0
-    assert lots(words).max() < 2**16
+    assert torch.equal(random_bits(words), random_bits(words.clone()))
+    assert random_bits(words).min() >= 0
+    assert random_bits(words).max() < 2**16
 
 
 KINDS = ("consecutive", "random", "of their own", "two keys", "pairs of 300 keys")
@@ -116,7 +124,7 @@ KINDS = ("consecutive", "random", "of their own", "two keys", "pairs of 300 keys
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bit", [15, 14, 12, 11])
-def test_lots_are_coins_in_rows_and_columns(kind, bit):
+def test_random_bits_are_coins_in_rows_and_columns(kind, bit):
     """The random bits are fair coins in rows and in columns.
 
     Bits 15 and 12 decide ties of BF16 and FP16, the next ones quarters. Story: the bits were once a
@@ -124,7 +132,7 @@ def test_lots_are_coins_in_rows_and_columns(kind, bit):
     had means of 9 standard deviations, and all numbers together one of 24.
     """
     words = rows_of_bits(kind).unique(dim=0)
-    coins = 2.0 * ((lots(words) >> bit) & 1) - 1
+    coins = 2.0 * ((random_bits(words) >> bit) & 1) - 1
     assert abs(float(coins.mean())) * math.sqrt(coins.numel()) < Z_BOUND
     column = coins.mean(0) * math.sqrt(len(words))
     assert float(column.square().mean().sqrt()) < 1.5  # 1 for coins; of 64 columns: +- 0.09
@@ -133,15 +141,15 @@ def test_lots_are_coins_in_rows_and_columns(kind, bit):
     assert norm < 1.4 * (math.sqrt(len(words)) + math.sqrt(DIM))
 
 
-def test_lots_of_256_columns_are_nearly_coins():
+def test_random_bits_of_256_columns_are_nearly_coins():
     """The random bits of 256 columns are nearly fair coins.
 
     The widest rows have the closest column keys. With a step of 1 between keys, bit 15 has 9 times
     the norm of coins, and 1.5 times with 511.
     """
-    drawn = lots(torch.randint(2**32, (1024, 256), generator=generator(3)))
+    numbers = random_bits(torch.randint(2**32, (1024, 256), generator=generator(3)))
     for bit in range(8, 16):
-        norm = float(torch.linalg.matrix_norm(2.0 * ((drawn >> bit) & 1) - 1, 2))
+        norm = float(torch.linalg.matrix_norm(2.0 * ((numbers >> bit) & 1) - 1, 2))
         assert norm < 1.4 * (math.sqrt(1024) + math.sqrt(256))
 
 
@@ -160,8 +168,8 @@ def test_structured_rows_are_rounded_without_bias(fmt, maxima, binades, sign):
     x = x[structured]
     step = spacing(x, fmt)
     f = (x.double() / step).abs() % 1
-    drawn = (round_unbiased(x, fmt) - x.double()) / step
-    assert abs(sure_mean(drawn, f * (1 - f))) < Z_BOUND
+    rounded = (round_unbiased(x, fmt) - x.double()) / step
+    assert abs(sure_mean(rounded, f * (1 - f))) < Z_BOUND
     nearest = (round_to(x, fmt) - x.double()) / step
     if (maxima, binades) == (2, 1):
         assert sign * sure_mean(nearest, f * (1 - f)) > 4 * Z_BOUND
@@ -177,7 +185,7 @@ def test_other_counts_of_maxima_keep_their_bias(fmt, maxima, most_flagged):
     quarter and an eighth of a spacing do not detect thirds, fifths or sevenths. This is a
     documented limit; an improvement of the rule will fail here.
     """
-    x = repeated_maxima(fmt, seed=maxima, maxima=maxima, trifle=2e-4)
+    x = repeated_maxima(fmt, seed=maxima, maxima=maxima, noise=2e-4)
     assert is_structured(x, fmt).double().mean() < most_flagged
     step = spacing(x, fmt)
     nearest, ours = (((rounded - x.double()) / step).mean(1) for rounded in (round_to(x, fmt), round_unbiased(x, fmt)))
@@ -188,17 +196,17 @@ def test_other_counts_of_maxima_keep_their_bias(fmt, maxima, most_flagged):
 
 
 @pytest.mark.parametrize("fmt", FORMATS_16)
-def test_a_draw_goes_up_as_often_as_its_fraction_says(fmt):
-    """A value is rounded up as often as its fraction says, even within each tenth of the fractions."""
-    x = torch.cat([repeated_maxima(fmt, seed, trifle=2e-3) for seed in range(4)])
+def test_a_value_is_rounded_up_as_often_as_its_fraction(fmt):
+    """A value is rounded up with the frequency of its dropped fraction, even within each tenth of the fractions."""
+    x = torch.cat([repeated_maxima(fmt, seed, noise=2e-3) for seed in range(4)])
     x = x[is_structured(x, fmt).squeeze(-1)]
     f = (x.double() / spacing(x, fmt)) % 1
     up = (round_unbiased(x, fmt) > x) | (f == 0)
     for tenth in range(10):
-        here = (f > tenth / 10) & (f < (tenth + 1) / 10)
-        if here.sum() > 1000:
-            p = f[here]
-            assert abs(sure_mean(up[here] - p, p * (1 - p))) < Z_BOUND
+        within = (f > tenth / 10) & (f < (tenth + 1) / 10)
+        if within.sum() > 1000:
+            p = f[within]
+            assert abs(sure_mean(up[within] - p, p * (1 - p))) < Z_BOUND
 
 
 @pytest.mark.parametrize("fmt", FORMATS_16)
@@ -239,7 +247,7 @@ def test_what_is_not_a_normal_number_is_rounded_to_nearest(fmt, overflow):
 @pytest.mark.parametrize("fmt", FORMATS_16)
 @pytest.mark.parametrize("overflow", OVERFLOWS)
 @pytest.mark.parametrize("share", [1e-6, 0.25, 0.49, 0.51, 0.75])
-def test_a_draw_never_overflows_what_nearest_keeps(fmt, overflow, share):
+def test_stochastic_rounding_never_overflows_what_nearest_keeps(fmt, overflow, share):
     """Stochastic rounding never overflows where nearest does not.
 
     O / l may exceed the largest value by an FP32 rounding error. Rounded up, it would be infinite
@@ -306,15 +314,15 @@ def test_rows_of_one_key_are_left_to_nearest(fmt):
 
 @pytest.mark.parametrize("fmt", FORMATS_16)
 @pytest.mark.parametrize("dim", [1, 2, 7, 8, 18])
-def test_too_few_columns_never_lean(fmt, dim):
+def test_too_few_columns_are_never_flagged(fmt, dim):
     """Rows with too few columns are never flagged: 4.25 sigma of 18 signs are more than 18."""
     assert not is_structured(repeated_maxima(fmt)[:, :dim], fmt).any()
-    assert leaning(dim) > dim
+    assert flag_limit(dim) > dim
 
 
-def test_how_far_signs_must_lean():
-    assert [leaning(columns) for columns in (18, 19, 32, 64)] == [19, 19, 25, 34]
-    assert leaning(COLUMNS) == math.ceil(LEANING * math.sqrt(COLUMNS))
+def test_how_far_signs_must_deviate():
+    assert [flag_limit(columns) for columns in (18, 19, 32, 64)] == [19, 19, 25, 34]
+    assert flag_limit(COLUMNS) == math.ceil(FLAG_SIGMAS * math.sqrt(COLUMNS))
 
 
 @pytest.mark.parametrize("fmt", FORMATS_16)
@@ -375,9 +383,9 @@ def test_two_large_one_small():
     assert round_to(total, "bf16").item() == binary("10.000011")
     same = binary("0.000001")  # one spacing of the sum
     row = total + same * torch.arange(60 * 64).view(64, 60).fmod(60)  # below 4
-    drawn = round_unbiased(row.float(), "bf16")
+    rounded = round_unbiased(row.float(), "bf16")
     nearest = round_to(row.float(), "bf16")
     assert (nearest > row).all()
     f = torch.tensor(binary("0.1001"), dtype=torch.float64)
-    up = (drawn > row)[0].double()  # all rows are equal
+    up = (rounded > row)[0].double()  # all rows are equal
     assert abs(float((up - f).sum() / (60 * f * (1 - f)).sqrt())) < Z_BOUND

@@ -95,7 +95,7 @@ def test_a_first_key_without_the_bias_of_all_others_costs_no_digit():
     assert calls == len(UNEVEN) + 3
 
 
-def test_keys_of_wild_length_err_by_what_is_promised():
+def test_keys_of_wild_length_err_by_the_promised_bound():
     """Keys of wild length err by no more than the documented bound.
 
     The keys are N(0, 300^2), each held by two ranks. No frame brings them near 0, and the two

@@ -26,9 +26,9 @@ class Threads:
         def gather(x):
             self.slots[rank] = x
             self.barrier.wait()
-            found = list(self.slots)
+            result = list(self.slots)
             self.barrier.wait()
-            return found
+            return result
 
         return SimpleNamespace(rank=rank, gather=gather, tell=lambda numbers, device: gather(numbers))
 
@@ -43,8 +43,8 @@ def on_every_rank(call, ranks):
 def anchors_of(keys):
     """Return the anchor that every rank finds from its own chunk of the keys."""
     total = sum(k.shape[2] for k in keys)
-    found = on_every_rank(lambda rank, ring: common_anchor(keys[rank], keys[rank], total, ring), len(keys))
-    return [anchor for anchor, _ in found]
+    result = on_every_rank(lambda rank, ring: common_anchor(keys[rank], keys[rank], total, ring), len(keys))
+    return [anchor for anchor, _ in result]
 
 
 def offset_qkv(offset, length=517, dim=64, seed=0):
@@ -65,7 +65,7 @@ def merged(q, keys, values, anchor):
 
 
 def test_a_merge_in_the_true_frame_loses_what_the_kernels_got_right():
-    """In the true frame a merge loses accuracy; in the frame of a common anchor it does not.
+    """A merge in the true frame loses accuracy, but one in the frame of a common anchor does not.
 
     With 131,072 on every score, FP32 stores log-sum-exps in steps of 1/64, so chunks of true scores
     get weights that are off by up to a percent. In the frame of a common anchor the merge errs by
@@ -95,7 +95,7 @@ def test_the_merged_log_sum_exp_is_that_of_all_keys(offset):
     assert max_error(lse, golden) <= 2 * max_error(one, golden) + 2**-21
 
 
-def test_the_anchor_is_exact_for_every_key_and_alike_on_every_rank():
+def test_the_anchor_is_exact_for_every_key_and_the_same_on_every_rank():
     _, k, _ = offset_qkv(131072.0)
     k[..., 16:32] += 30  # N(30, 1): within two binades
     keys = k.chunk(CHUNKS, 2)

@@ -47,8 +47,8 @@ def test_programs_of_several_pieces(monkeypatch):
 
 def test_zero_weights_and_vectors_give_zeros():
     weight, y = inputs(2, 1, 64, 100)
-    for found in (launch(0 * weight, y), launch(weight, 0 * y), half_step(0 * weight, None, y)):
-        assert all(not part.any() for part in found)
+    for result in (launch(0 * weight, y), launch(weight, 0 * y), half_step(0 * weight, None, y)):
+        assert all(not part.any() for part in result)
 
 
 def test_what_the_kernel_does_not_serve_goes_to_torch():
@@ -71,5 +71,5 @@ def test_power_iteration_on_a_gpu(heads, kv_heads):
     q, k = (part.flatten(0, 1) for part in parts)
     keys = parts[1].double().repeat_interleave(heads // kv_heads, 0)
     exact = torch.linalg.matrix_norm(parts[0].double().mT @ keys, 2)
-    found = PowerIteration(heads, kv_heads, generator=generator).update(q, k, steps=30)
-    torch.testing.assert_close(found.double(), exact, rtol=4 * UNIT, atol=0)
+    result = PowerIteration(heads, kv_heads, generator=generator).update(q, k, steps=30)
+    torch.testing.assert_close(result.double(), exact, rtol=4 * UNIT, atol=0)

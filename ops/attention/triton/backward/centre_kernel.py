@@ -1,8 +1,8 @@
-"""Triton kernel of what the backward pass makes of keys and values first: see spec/gradients.py for the frame.
+"""Triton kernel that centres the keys for the backward pass; spec/gradients.py describes the frame.
 
-K - c is made once and is exact, and no key is less than a third of c, or the column keeps c = 0: one key far from all
-others, as an attention sink may be, leaves its columns' bias in the scores, and gradients as good as those of a plain
-backward pass.
+K - c is computed once and is exact, and no key is less than a third of c. Otherwise the column keeps c = 0. So one key
+far from all others, such as an attention sink, leaves the bias of its columns in the scores. Gradients are then as
+accurate as those of a plain backward pass.
 """
 
 import triton
@@ -10,7 +10,7 @@ import triton.language as tl
 
 from pasa.ops.attention.triton.tile_math import SLICE, is_finite, load_keys, on_grid, rounds
 
-MOST_BITS = tl.constexpr(100)  # of a unit: with it and its inverse FP32 stays in its range
+BITS_LIMIT = tl.constexpr(100)  # largest |log2| of a unit, so that products with it or its inverse stay in FP32's range
 WIDTH = tl.constexpr(SLICE)  # columns of an entry of `p_largest`
 
 
@@ -18,11 +18,11 @@ WIDTH = tl.constexpr(SLICE)  # columns of an entry of `p_largest`
 def centre_kernel(
     p_k,  # (B, Hkv, S, D)
     p_v,
-    p_visible,  # (B, S) bytes: which keys some query sees
+    p_visible,  # (B, S) bytes: 1 for keys that some query sees
     p_centred,  # (B, Hkv, S, D) FP16, contiguous
     p_centre,  # (B, Hkv, D) FP32
     p_largest,  # (B, Hkv, slices) FP32: largest |v| of a slice's columns
-    p_most,  # (B, Hkv, tiles) INT32: set to what `rows_kernel` raises
+    p_top_bits,  # (B, Hkv, tiles) INT32: set to the minimum, which `rows_kernel` raises
     stride_kb,
     stride_kh,
     stride_kn,
@@ -37,9 +37,10 @@ def centre_kernel(
     BLOCK: tl.constexpr,
     HAS_VISIBLE: tl.constexpr,
 ):
-    """WIDTH columns of a head's keys less the part of their mean that all of them can lose without rounding.
+    """Subtract from WIDTH columns of a head's keys the part of their mean that all keys can lose without rounding.
 
-    A key that no query sees becomes 0, one that is not finite NaN. Also the largest finite |v| of those columns.
+    A key that no query sees becomes 0, and a key that is not finite becomes NaN. The kernel also stores the largest
+    finite |v| of these columns.
     """
     o_row = tl.program_id(0)
     batch = tl.cast(o_row // heads, tl.int64)
@@ -55,7 +56,7 @@ def centre_kernel(
     lossy = tl.zeros((WIDTH,), tl.int32)
     largest_v = tl.zeros((WIDTH,), tl.float32)
     anchor = total
-    for turn in tl.static_range(3):  # mean, whether it can be taken off, and off
+    for turn in tl.static_range(3):  # compute the mean, test that subtracting it is exact, subtract it
         if turn == 1:
             anchor = on_grid(total / tl.maximum(count, 1.0), largest)
         if turn == 2:
@@ -84,5 +85,5 @@ def centre_kernel(
                 tl.store(p_tile, b_new.to(tl.float16), mask=(o_n < n)[:, None] & (o_d < D)[None, :])
     tl.store(p_centre + o_row * D + o_d, anchor, mask=o_d < D)
     for start in range(0, tiles, BLOCK):
-        tl.store(p_most + o_row * tiles + start + o_n, -MOST_BITS, mask=start + o_n < tiles)
+        tl.store(p_top_bits + o_row * tiles + start + o_n, -BITS_LIMIT, mask=start + o_n < tiles)
     tl.store(p_largest + o_row * tl.num_programs(1) + tl.program_id(1), tl.max(largest_v, 0))

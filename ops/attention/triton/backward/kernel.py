@@ -1,27 +1,26 @@
 """Triton kernels of the backward pass, for GPUs and the interpreter.
 
-spec/gradients.py has the formulas and the frame.
+spec/gradients.py has the formulas and the frame, and serves NPUs.
 
-Three passes after centre_kernel.py: maximum, sum and delta of every row; dK and dV by key tiles; dQ by row tiles.
-Products take FP16 operands and accumulate in FP32. Powers of two keep operands off both ends of FP16's range:
-- the gradient of a row is divided by a unit u of the row's own (`unit_bits`), so that no |dS| of it exceeds 2^15: loss
-  scaling cannot overflow, dS of a weight of 2^-20 is still a normal number, and dQ knows nothing of other rows;
-- weights are multiplied by 2^15.
-dK and dV sum over rows. With U the largest unit of the rows that a key tile goes through, weights carry u / U as well:
-an addend keeps its digits down to P u = 2^-29 U, and errs by at most 2^-40 of the largest row's bound below that. A
-sum of FP16 operands in one unit promises no more.
-A weight is exp of the difference between a score and its row's maximum. The difference is taken of the scores as
-they leave the product: between neighbours it is exact, and it is scaled afterwards. So a row's largest weight is right
-even where scores of 1e8 nats lie 8 nats apart in FP32. Another pass may form a score in another order of sums, and find
-it above the maximum by FP32's error of a score. Differences are therefore clamped at 0: P <= 1, which the units rest
-on. Below 0 such an error e turns a weight P into P exp(+-e), as it does in every FP32 attention.
-For GPUs, and not lowered for an NPU, which spec/gradients.py serves.
+Three passes follow centre_kernel.py: maximum, sum and delta of every row; dK and dV by key tiles; dQ by row tiles.
+Products take FP16 operands and accumulate in FP32. Powers of two keep operands away from both ends of FP16's range:
+- The gradient of each row is divided by its unit u (`unit_bits`), so that no |dS| of the row exceeds 2^15. So loss
+  scaling cannot overflow, dS of a weight of 2^-20 is still a normal number, and dQ does not depend on other rows.
+- Weights are multiplied by 2^15.
+dK and dV sum over rows. Let U be the largest unit of the rows of a key tile. Weights then carry u / U as well. So an
+addend keeps its digits down to P u = 2^-29 U, and below that errs by at most 2^-40 of the largest row's bound. A sum of
+FP16 operands in one unit cannot be more accurate.
+A weight is exp of the difference between a score and its row's maximum. The difference is taken before scores are
+scaled, where it is exact between neighbours. So a row's largest weight is right even where scores of 1e8 nats lie 8
+nats apart in FP32. Another pass may sum a score in another order, and get it above the maximum by FP32's error of a
+score. Differences are therefore clamped at 0, so that P <= 1, which the units rely on. Below 0 such an error e turns a
+weight P into P exp(+-e), as it does in every FP32 attention.
 """
 
 import triton
 import triton.language as tl
 
-from pasa.ops.attention.triton.backward.centre_kernel import MOST_BITS, WIDTH
+from pasa.ops.attention.triton.backward.centre_kernel import BITS_LIMIT, WIDTH
 from pasa.ops.attention.triton.tile_math import INF, LOG2_E, load_mask, load_rows
 
 LIFT_BITS = tl.constexpr(15.0)
@@ -31,25 +30,28 @@ LARGEST_BITS = tl.constexpr(15)  # operands stay at or below 2^15: FP16 ends at 
 
 @triton.jit
 def power_of_two(bits):
-    """2^bits, exactly, of whole numbers from -126 to 127."""
+    """Return 2^bits, exactly, for integers from -126 to 127."""
     return ((bits.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def unit_bits(b_grad, b_slope, p_largest, D: tl.constexpr, SLICES: tl.constexpr):
-    """log2 of the units (M,) of rows with gradients G_O (M, D) and G_L (M,); p_largest: of the key head.
+    """Return log2 of the units (M,) of rows with gradients G_O (M, D) and G_L (M,).
 
-    |dS| <= P (2 D max|G_O| max|v| + |G_L|), which with P <= 1 becomes at most 2^15; so does |G_O|. What is not finite
-    does not count: it spoils what it reaches, and no scale. Not by Euclidean norms: the square of 1e-30 is 0.
+    |dS| <= P (2 D max|G_O| max|v| + |G_L|), and P <= 1. In units, this bound and |G_O| are at most 2^15. Elements that
+    are not finite are left out of the unit, and make dS NaN wherever they reach. Maxima are used instead of Euclidean
+    norms, because the square of 1e-30 is 0. p_largest: of the key head.
     """
     o_slice = tl.arange(0, SLICES)
     b_values = tl.load(p_largest + o_slice, mask=o_slice < (D + WIDTH - 1) // WIDTH, other=0.0)
     b_size = tl.abs(b_grad)
-    b_most = tl.max(tl.where(b_size < INF, b_size, 0.0), 1)
+    b_largest = tl.max(tl.where(b_size < INF, b_size, 0.0), 1)
     b_slope = tl.abs(b_slope)
-    b_bound = 2.0 * D * b_most * tl.max(b_values, 0) + tl.where(b_slope < INF, b_slope, 0.0)
-    exponent = tl.maximum(b_bound, b_most).to(tl.int32, bitcast=True) >> 23  # biased; the bound is below its successor
-    return tl.minimum(tl.maximum(exponent - 126 - LARGEST_BITS, -MOST_BITS), MOST_BITS)
+    b_bound = 2.0 * D * b_largest * tl.max(b_values, 0) + tl.where(b_slope < INF, b_slope, 0.0)
+    exponent = (
+        tl.maximum(b_bound, b_largest).to(tl.int32, bitcast=True) >> 23
+    )  # biased; the bound is below its successor
+    return tl.minimum(tl.maximum(exponent - 126 - LARGEST_BITS, -BITS_LIMIT), BITS_LIMIT)
 
 
 @triton.jit
@@ -80,7 +82,7 @@ def lifted_weights(b_x, b_top, b_log, scale, MASK: tl.constexpr):
 
 @triton.jit
 def gradient_of_scores(b_p, b_dp, b_shift, b_x, HIDES: tl.constexpr):
-    """dS in FP16, of weights lifted by 2^15; what is hidden gets 0 even if its value is not finite."""
+    """Return dS in FP16, from weights lifted by 2^15; 0 where masked out, even if the value is not finite."""
     b_ds = b_p * (b_dp * UNLIFT - b_shift)
     if HIDES:
         b_ds = tl.where(b_x > -INF, b_ds, 0.0)
@@ -91,7 +93,7 @@ def gradient_of_scores(b_p, b_dp, b_shift, b_x, HIDES: tl.constexpr):
 def row_statistics(b_q, b_g, b_top, b_sum, b_delta, p_k, p_v, p_mask, o_row, rows, begin, end, keys, diagonal, scale,
                    stride_vn, stride_mask_m, stride_mask_n, HIDES: tl.constexpr, MASK: tl.constexpr,
                    CAUSAL: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
-    """The loop of `rows_kernel` over keys from `begin` to `end`."""
+    """Update maximum, sum and delta of rows with the keys from `begin` to `end`: the loop of `rows_kernel`."""
     for start in range(begin, end, BLOCK_N):
         o_n = start + tl.arange(0, BLOCK_N)
         at = tl.cast(start, tl.int64)
@@ -119,7 +121,7 @@ def row_statistics(b_q, b_g, b_top, b_sum, b_delta, p_k, p_v, p_mask, o_row, row
 
 @triton.jit
 def extent(o_tile, rows, keys, CAUSAL: tl.constexpr, MASK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Keys that all rows of a tile see, in whole key tiles, and keys that some row sees."""
+    """Return how many keys all rows of a tile see, in whole key tiles, and how many keys some row sees."""
     whole = keys // BLOCK_N * BLOCK_N
     end = keys
     if CAUSAL:
@@ -141,11 +143,11 @@ def rows_kernel(
     p_largest,  # (B, Hkv, slices) FP32: largest |v| of some columns
     p_mask,
     p_scaled,  # (B, Hq, Sq, D) FP16, contiguous: gradient in units of the row
-    p_top,  # (B, Hq, Sq) FP32, and so are the next three: maximum of `scores_of`, infinite where a row sees nothing
+    p_top,  # (B, Hq, Sq) FP32, as the next three: maximum of `scores_of`, infinite for a fully masked row
     p_log,  # log2 of the sum, less 15 and less log2 of the unit: of weights that carry 2^15 u
     p_shift,  # 2^-15 (delta - G_L), in units
     p_unit,  # log2 of the unit
-    p_most,  # (B, Hkv, tiles) INT32: the largest of them from a tile on, of rows that see a key
+    p_top_bits,  # (B, Hkv, tiles) INT32: largest `p_unit` of the rows from a tile on that see a key
     stride_qb,
     stride_qh,
     stride_qm,
@@ -173,7 +175,7 @@ def rows_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Scaled gradient, maximum, sum and delta of BLOCK_M rows of a head."""
+    """Compute scaled gradient, maximum, sum and delta of BLOCK_M rows of a head."""
     o_work = tl.program_id(0)
     o_tile = tiles - 1 - o_work % tiles  # the last sees most keys
     o_head = o_work // tiles
@@ -186,16 +188,16 @@ def rows_kernel(
     m_row = o_row < rows
     m_out = m_row[:, None] & (o_d < D)[None, :]
     at = tl.cast(o_tile * BLOCK_M, tl.int64)
-    own = (batch * heads + head) * rows + o_row
+    o_flat = (batch * heads + head) * rows + o_row
     p_tile = p_grad + batch * stride_gb + head * stride_gh + at * stride_gm
     b_g = tl.load(p_tile + o_m[:, None] * stride_gm + o_d[None, :], mask=m_out, other=0.0).to(tl.float32)
     b_slope = tl.zeros((BLOCK_M,), tl.float32)
     if HAS_LSE:
-        b_slope = tl.load(p_grad_lse + own, mask=m_row, other=0.0)
+        b_slope = tl.load(p_grad_lse + o_flat, mask=m_row, other=0.0)
     b_bits = unit_bits(b_g, b_slope, p_largest + kv * ((D + WIDTH - 1) // WIDTH), D, D_PAD // WIDTH)
-    tl.store(p_unit + own, b_bits.to(tl.float32), mask=m_row)
+    tl.store(p_unit + o_flat, b_bits.to(tl.float32), mask=m_row)
     b_g = (b_g * power_of_two(-b_bits)[:, None]).to(tl.float16)
-    tl.store(p_scaled + own[:, None] * D + o_d[None, :], b_g, mask=m_out)
+    tl.store(p_scaled + o_flat[:, None] * D + o_d[None, :], b_g, mask=m_out)
     b_q = load_rows(p_q + batch * stride_qb + head * stride_qh, at, stride_qm, 0, 0, 0, rows, False, False, D, D_PAD,
                     BLOCK_M)  # fmt: skip
     p_keys = p_k + kv * keys * D
@@ -214,37 +216,39 @@ def rows_kernel(
         b_q, b_g, b_top, b_sum, b_delta, p_keys, p_values, p_rows_mask, o_row, rows, whole, end, keys, keys - rows,
         scale, stride_vn, stride_mask_m, stride_mask_n, True, MASK, CAUSAL, D, D_PAD, BLOCK_N,
     )  # fmt: skip
-    blind = b_top == -INF
-    b_sum = tl.where(blind, 1.0, b_sum)
+    fully_masked = b_top == -INF
+    b_sum = tl.where(fully_masked, 1.0, b_sum)
     b_shift = b_delta / b_sum
     tl.debug_barrier()
-    b_unit = tl.load(p_unit + own, mask=m_row, other=-MOST_BITS)  # from memory: registers are short in the loops
+    b_unit = tl.load(p_unit + o_flat, mask=m_row, other=-BITS_LIMIT)  # from memory: registers are short in the loops
     if HAS_LSE:
-        b_slope = tl.load(p_grad_lse + own, mask=m_row, other=0.0)
-        b_shift -= tl.where(blind, 0.0, b_slope * power_of_two(-b_unit))
-    tl.store(p_top + own, tl.where(blind, INF, b_top), mask=m_row)
-    tl.store(p_log + own, tl.log2(b_sum) - (LIFT_BITS + b_unit), mask=m_row)
-    tl.store(p_shift + own, b_shift * UNLIFT, mask=m_row)
-    most = tl.max(tl.where(blind, -MOST_BITS, b_unit).to(tl.int32), 0)
+        b_slope = tl.load(p_grad_lse + o_flat, mask=m_row, other=0.0)
+        b_shift -= tl.where(fully_masked, 0.0, b_slope * power_of_two(-b_unit))
+    tl.store(p_top + o_flat, tl.where(fully_masked, INF, b_top), mask=m_row)
+    tl.store(p_log + o_flat, tl.log2(b_sum) - (LIFT_BITS + b_unit), mask=m_row)
+    tl.store(p_shift + o_flat, b_shift * UNLIFT, mask=m_row)
+    top_bits = tl.max(tl.where(fully_masked, -BITS_LIMIT, b_unit).to(tl.int32), 0)
     for start in range(0, o_tile + 1, 32):
         o_span = start + tl.arange(0, 32)
-        tl.atomic_max(p_most + kv * tiles + o_span, tl.full((32,), most, tl.int32), mask=o_span <= o_tile)
+        tl.atomic_max(p_top_bits + kv * tiles + o_span, tl.full((32,), top_bits, tl.int32), mask=o_span <= o_tile)
 
 
 @triton.jit
 def add_rows(b_k, b_v, b_dk, b_dv, p_q, p_g, p_top, p_log, p_shift, p_mask, o_n, keys, begin, end, rows, diagonal,
-             scale, most, stride_qm, stride_mask_m, stride_mask_n, HIDES: tl.constexpr, MASK: tl.constexpr,
+             scale, top_bits, stride_qm, stride_mask_m, stride_mask_n, HIDES: tl.constexpr, MASK: tl.constexpr,
              CAUSAL: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr):  # fmt: skip
-    """The loop of `keys_kernel` over rows of one head from `begin` to `end`. Tiles are (N, M): weights then are the
-    operand of a product that tensor cores take from registers."""
+    """Add the rows of one head from `begin` to `end` to dK and dV: the loop of `keys_kernel`.
+
+    Tiles are (N, M), because the weights then are the operand that tensor cores take from registers.
+    """
     for start in range(begin, end, BLOCK_M):
         o_m = start + tl.arange(0, BLOCK_M)
         m_m = o_m < rows
         at = tl.cast(start, tl.int64)
         b_q = load_rows(p_q, at, stride_qm, 0, 0, 0, rows, False, False, D, D_PAD, BLOCK_M)
         b_g = load_rows(p_g, at, D, 0, 0, 0, rows, False, False, D, D_PAD, BLOCK_M)
-        b_top = tl.load(p_top + o_m, mask=m_m, other=INF)  # rows that are not there weigh nothing
-        b_log = tl.load(p_log + o_m, mask=m_m, other=0.0) + most
+        b_top = tl.load(p_top + o_m, mask=m_m, other=INF)  # rows beyond the last get weight 0
+        b_log = tl.load(p_log + o_m, mask=m_m, other=0.0) + top_bits
         b_shift = tl.load(p_shift + o_m, mask=m_m, other=0.0)
         b_s = tl.dot(b_k, tl.trans(b_q))
         m_tile = (o_n < keys)[:, None] & m_m[None, :]
@@ -262,14 +266,14 @@ def add_rows(b_k, b_v, b_dk, b_dv, p_q, p_g, p_top, p_log, p_shift, p_mask, o_n,
 
 @triton.jit
 def keys_kernel(
-    p_q,  # as in `rows_kernel`, and so are all that are not commented
+    p_q,  # as in `rows_kernel`, like every argument without a comment
     p_k,
     p_v,
     p_g,  # the scaled gradient
     p_top,
     p_log,
     p_shift,
-    p_most,
+    p_top_bits,
     p_mask,
     p_dk,  # (B, Hkv, Skv, D), contiguous
     p_dv,
@@ -295,9 +299,12 @@ def keys_kernel(
     D_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    SPAN: tl.constexpr,  # rows of a tile of `p_most`
+    SPAN: tl.constexpr,  # rows of a tile of `p_top_bits`
 ):
-    """dK and dV of BLOCK_N keys, over the rows of all heads that share them; the first keys are seen by most rows."""
+    """Compute dK and dV of BLOCK_N keys, over the rows of all heads that share them.
+
+    The first keys come first, because with a causal mask most rows see them.
+    """
     kv_heads = heads // group
     o_tile = tl.program_id(0) // (tl.num_programs(0) // tiles)
     o_kv = tl.program_id(0) % (tl.num_programs(0) // tiles)
@@ -317,7 +324,7 @@ def keys_kernel(
         whole = tl.cdiv(tl.maximum(first + BLOCK_N - 1 - diagonal, 0), BLOCK_M) * BLOCK_M
     if MASK != "none":
         whole = rows
-    most = tl.load(p_most + kv * tl.cdiv(rows, SPAN) + begin // SPAN).to(tl.float32)
+    top_bits = tl.load(p_top_bits + kv * tl.cdiv(rows, SPAN) + begin // SPAN).to(tl.float32)
     p_values = p_v + batch * stride_vb + kv_head * stride_vh
     b_k = load_rows(p_k + kv * keys * D, at, D, 0, 0, 0, keys, False, False, D, D_PAD, BLOCK_N)
     b_v = load_rows(p_values, at, stride_vn, 0, 0, 0, keys, False, False, D, D_PAD, BLOCK_N)
@@ -325,22 +332,22 @@ def keys_kernel(
     b_dv = tl.zeros((BLOCK_N, D_PAD), tl.float32)
     for turn in range(group):
         head = kv_head * group + turn
-        own = (batch * heads + head) * rows
+        first_row = (batch * heads + head) * rows
         p_rows = p_q + batch * stride_qb + head * stride_qh
         p_rows_mask = p_mask + batch * stride_mask_b + head * stride_mask_h + at * stride_mask_n
         if CAUSAL or MASK != "none":
             b_dk, b_dv = add_rows(
-                b_k, b_v, b_dk, b_dv, p_rows, p_g + own * D, p_top + own, p_log + own, p_shift + own, p_rows_mask, o_n,
-                keys, begin, tl.minimum(whole, rows), rows, diagonal, scale, most, stride_qm, stride_mask_m,
-                stride_mask_n, True, MASK, CAUSAL, D, D_PAD, BLOCK_M,
+                b_k, b_v, b_dk, b_dv, p_rows, p_g + first_row * D, p_top + first_row, p_log + first_row,
+                p_shift + first_row, p_rows_mask, o_n, keys, begin, tl.minimum(whole, rows), rows, diagonal, scale,
+                top_bits, stride_qm, stride_mask_m, stride_mask_n, True, MASK, CAUSAL, D, D_PAD, BLOCK_M,
             )  # fmt: skip
         if MASK == "none":
             b_dk, b_dv = add_rows(
-                b_k, b_v, b_dk, b_dv, p_rows, p_g + own * D, p_top + own, p_log + own, p_shift + own, p_rows_mask, o_n,
-                keys, whole, rows, rows, diagonal, scale, most, stride_qm, stride_mask_m, stride_mask_n,
-                False, MASK, False, D, D_PAD, BLOCK_M,
+                b_k, b_v, b_dk, b_dv, p_rows, p_g + first_row * D, p_top + first_row, p_log + first_row,
+                p_shift + first_row, p_rows_mask, o_n, keys, whole, rows, rows, diagonal, scale,
+                top_bits, stride_qm, stride_mask_m, stride_mask_n, False, MASK, False, D, D_PAD, BLOCK_M,
             )  # fmt: skip
-    unit = power_of_two(most)
+    unit = power_of_two(top_bits)
     o_out = (kv * keys + o_n)[:, None] * D + o_d[None, :]
     m_out = (o_n < keys)[:, None] & (o_d < D)[None, :]
     tl.store(p_dk + o_out, (b_dk * (scale * unit)).to(p_dk.dtype.element_ty), mask=m_out)
@@ -351,7 +358,7 @@ def keys_kernel(
 def add_keys(b_q, b_g, b_top, b_log, b_shift, b_dq, p_k, p_v, p_mask, o_row, rows, begin, end, keys, diagonal, scale,
              stride_vn, stride_mask_m, stride_mask_n, HIDES: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr,
              D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
-    """The loop of `queries_kernel` over keys from `begin` to `end`."""
+    """Add the keys from `begin` to `end` to dQ: the loop of `queries_kernel`."""
     for start in range(begin, end, BLOCK_N):
         o_n = start + tl.arange(0, BLOCK_N)
         at = tl.cast(start, tl.int64)
@@ -372,7 +379,7 @@ def add_keys(b_q, b_g, b_top, b_log, b_shift, b_dq, p_k, p_v, p_mask, o_row, row
 
 @triton.jit
 def queries_kernel(
-    p_q,  # as in `keys_kernel`, and so are all that are not commented
+    p_q,  # as in `keys_kernel`, like every argument without a comment
     p_k,
     p_v,
     p_g,
@@ -382,7 +389,7 @@ def queries_kernel(
     p_unit,
     p_mask,
     p_grad_lse,
-    p_centre,  # (B, Hkv, D) FP32: what was taken off the keys
+    p_centre,  # (B, Hkv, D) FP32: subtracted from the keys by `centre_kernel`
     p_dq,  # (B, Hq, Sq, D), contiguous
     stride_qb,
     stride_qh,
@@ -408,7 +415,7 @@ def queries_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """dQ of BLOCK_M rows of a head: dS (K - c) + G_L c."""
+    """Compute dQ of BLOCK_M rows of a head: dS (K - c) + G_L c."""
     o_work = tl.program_id(0)
     o_tile = tiles - 1 - o_work // (tl.num_programs(0) // tiles)
     o_head = o_work % (tl.num_programs(0) // tiles)
@@ -421,12 +428,12 @@ def queries_kernel(
     at = tl.cast(o_tile * BLOCK_M, tl.int64)
     b_q = load_rows(p_q + batch * stride_qb + head * stride_qh, at, stride_qm, 0, 0, 0, rows, False, False, D, D_PAD,
                     BLOCK_M)  # fmt: skip
-    own = (batch * heads + head) * rows
-    b_g = load_rows(p_g + own * D, at, D, 0, 0, 0, rows, False, False, D, D_PAD, BLOCK_M)
-    b_top = tl.load(p_top + own + o_row, mask=m_row, other=INF)
-    b_log = tl.load(p_log + own + o_row, mask=m_row, other=0.0)
-    b_log += tl.load(p_unit + own + o_row, mask=m_row, other=0.0)
-    b_shift = tl.load(p_shift + own + o_row, mask=m_row, other=0.0)
+    first_row = (batch * heads + head) * rows
+    b_g = load_rows(p_g + first_row * D, at, D, 0, 0, 0, rows, False, False, D, D_PAD, BLOCK_M)
+    b_top = tl.load(p_top + first_row + o_row, mask=m_row, other=INF)
+    b_log = tl.load(p_log + first_row + o_row, mask=m_row, other=0.0)
+    b_log += tl.load(p_unit + first_row + o_row, mask=m_row, other=0.0)
+    b_shift = tl.load(p_shift + first_row + o_row, mask=m_row, other=0.0)
     p_keys = p_k + kv * keys * D
     p_values = p_v + batch * stride_vb + (head // group) * stride_vh
     p_rows_mask = p_mask + batch * stride_mask_b + head * stride_mask_h + at * stride_mask_m
@@ -442,11 +449,11 @@ def queries_kernel(
         keys - rows, scale, stride_vn, stride_mask_m, stride_mask_n, True, MASK, CAUSAL, D, D_PAD, BLOCK_N,
     )  # fmt: skip
     tl.debug_barrier()
-    b_unit = tl.load(p_unit + own + o_row, mask=m_row, other=0.0)
+    b_unit = tl.load(p_unit + first_row + o_row, mask=m_row, other=0.0)
     b_dq *= power_of_two(b_unit)[:, None]
     if HAS_LSE:
-        b_lse = tl.load(p_grad_lse + own + o_row, mask=m_row & (b_top < INF), other=0.0)
+        b_lse = tl.load(p_grad_lse + first_row + o_row, mask=m_row & (b_top < INF), other=0.0)
         b_centre = tl.load(p_centre + kv * D + o_d, mask=o_d < D, other=0.0)
         b_dq += b_lse[:, None] * b_centre[None, :]
-    o_out = (own + o_row)[:, None] * D + o_d[None, :]
+    o_out = (first_row + o_row)[:, None] * D + o_d[None, :]
     tl.store(p_dq + o_out, (b_dq * scale).to(p_dq.dtype.element_ty), mask=m_row[:, None] & (o_d < D)[None, :])

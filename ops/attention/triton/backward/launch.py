@@ -28,7 +28,7 @@ def attention_gradients(
     keys, device = call.keys, q.device
     of_rows, of_keys, of_queries = backward_tiles(device, pad_dim(dim))
     tiles = -(-rows // of_rows.block_m)
-    centred, centre, largest, most = prepare_keys(k, v, visible_keys(call), tiles)
+    centred, centre, largest, top_bits = prepare_keys(k, v, visible_keys(call), tiles)
     numbers = batch * heads * rows
     floats = (numbers, torch.float32)
     scaled, top, log, shift, unit = workspace(device, (numbers * dim, torch.float16), *(floats,) * 4)
@@ -40,7 +40,7 @@ def attention_gradients(
     sizes = (rows, keys, call.scale)
     launch(
         rows_kernel, (tiles * batch * heads, 1, 1),
-        (q, centred, v, grad_out, lse, largest, mask, scaled, top, log, shift, unit, most),
+        (q, centred, v, grad_out, lse, largest, mask, scaled, top, log, shift, unit, top_bits),
         (*strides, *strides_of(grad_out), *call.mask_strides, heads, call.group, tiles, *sizes),
         shared | has_lse | {"BLOCK_M": of_rows.block_m, "BLOCK_N": of_rows.block_n},
         num_warps=of_rows.warps, num_stages=of_rows.stages,
@@ -49,7 +49,7 @@ def attention_gradients(
     tiles = -(-keys // of_keys.block_n)
     launch(
         keys_kernel, (tiles * batch * k.shape[1], 1, 1),
-        (*saved, most, mask, dk, dv),
+        (*saved, top_bits, mask, dk, dv),
         (*strides, *call.mask_strides, heads, call.group, tiles, *sizes),
         shared | {"BLOCK_M": of_keys.block_m, "BLOCK_N": of_keys.block_n, "SPAN": of_rows.block_m},
         num_warps=of_keys.warps, num_stages=of_keys.stages,
@@ -82,16 +82,16 @@ def prepare_keys(k: Tensor, v: Tensor, visible: Tensor | None, tiles: int) -> tu
     batch, heads, length, dim = k.shape
     slices = -(-dim // SLICE)
     parts = (k.numel(), torch.float16), *((batch * heads * n, torch.float32) for n in (dim, slices))
-    centred, centre, largest, most = workspace(k.device, *parts, (batch * heads * tiles, torch.int32))
+    centred, centre, largest, top_bits = workspace(k.device, *parts, (batch * heads * tiles, torch.int32))
     seen = k if visible is None else visible.contiguous().view(torch.uint8)
     launch(
         centre_kernel, (batch * heads, slices, 1),
-        (k, v, seen, centred, centre, largest, most),
+        (k, v, seen, centred, centre, largest, top_bits),
         (*strides_of(k), *strides_of(v), 0 if visible is None else seen.stride(0), heads, length, tiles),
         {"D": dim, "BLOCK": 256, "HAS_VISIBLE": visible is not None},
         num_warps=4,
     )  # fmt: skip
-    return centred, centre, largest, most
+    return centred, centre, largest, top_bits
 
 
 def backward_tiles(device: torch.device, pad: int) -> tuple[Tile, Tile, Tile]:

@@ -13,15 +13,14 @@ NVIDIA_CASES = [
     *(
         make_case(
             decode_kernel,
-            f"decode_{rows}" + "_careful" * careful,
-            {"MASK": "none", "CAUSAL": True, "CAREFUL": careful, "PDL": False}
-            | sizes_of(128, rows, 32 if careful else 64),
-            options={"num_warps": 8 if rows == 128 else 4, "num_stages": 2 if careful else 3},
+            f"decode_{rows}" + "_exact" * exact,
+            {"MASK": "none", "CAUSAL": True, "EXACT": exact, "PDL": False} | sizes_of(128, rows, 32 if exact else 64),
+            options={"num_warps": 8 if rows == 128 else 4, "num_stages": 2 if exact else 3},
             architectures=[90],
             stack=4100,
         )
         for rows in (16, 64, 128)
-        for careful in (False, True)
+        for exact in (False, True)
     ),
     *(
         make_case(
@@ -39,7 +38,7 @@ NVIDIA_CASES = [
             merge_kernel,
             f"merge_{splits}x{columns}",
             {"NATS": False, "D": dim, "D_PAD": dim, "BLOCK_M": 16, "SPLITS": splits, "PDL": False}
-            | {"COLUMNS": columns, "DROPPED": dropped, "ALIKE": splits == 128},
+            | {"COLUMNS": columns, "DROPPED": dropped, "SHARED_FRAME": splits == 128},
             options={"num_warps": warps},
             stack=stack,
         )

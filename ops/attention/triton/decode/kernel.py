@@ -1,9 +1,9 @@
 """Triton kernels of decoding: few query rows against a long cache, split over the keys, merged by log-sum-exp.
 
-Time is that of reading K and V once, so there is no pass before: a split uses its keys as they are, and begins anew
-with anchors when their norms say that scores may be too large for that. It then counts scores in the frame of its first
-block's anchor; the merge knows how far two frames are apart. The query heads that share a key head are rows of one
-tile.
+The time is that of reading K and V once, so no pass over the keys comes before. A split uses its keys unchanged. If
+their norms show that scores may be too large for FP32 sums, the split is repeated with anchors. It then counts scores
+in the frame of its first block's anchor, and the merge corrects for the difference of two frames. The query heads that
+share a key head are rows of one tile.
 """
 
 import triton
@@ -28,15 +28,18 @@ def load_queries(
     p_q, batch, kv_head, group, rows, stride_qb, stride_qh, stride_qm, scale,
     D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Query rows (M, D) of all heads of the group, one head after another; head and query of each; the largest norm, in
-    nats. A query that is not finite spoils its row."""
+    """Load the query rows (M, D) of all heads of the group, one head after another.
+
+    Also returns the head and the query of each row, and the largest norm, in nats. An infinity in a query becomes NaN,
+    and a NaN makes its whole row NaN.
+    """
     o_m = tl.arange(0, BLOCK_M)
     o_d = tl.arange(0, D_PAD)
     o_head = kv_head * group + o_m // rows
     o_query = o_m % rows
     p_tile = p_q + batch * stride_qb + (o_head * stride_qh + o_query * stride_qm)[:, None] + o_d[None, :]
     b_q = tl.load(p_tile, mask=(o_m < group * rows)[:, None] & (o_d < D)[None, :], other=0.0)
-    tl.debug_barrier()  # what the caller has loaded is waited for from here on, together
+    tl.debug_barrier()  # the loads of the caller are waited for from here on, together
     b_q = tl.where(tl.abs(b_q.to(tl.float32)) <= FP16_MAX, b_q, float("nan")).to(tl.float16)
     b_wide = b_q.to(tl.float32)
     return b_q, o_head, o_query, tl.sqrt(tl.max(tl.sum(b_wide * b_wide, 1), 0)) * scale
@@ -47,7 +50,7 @@ def store_split(
     b_max, b_sum, b_acc, b_first, p_part, p_state, p_frame, p_framed, o_work, m_row, good,
     D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """State of one split, and its frame; not `good`: it must be done with care."""
+    """Store the state of one split and its frame; a split that is not `good` is marked for the exact pass."""
     o_d = tl.arange(0, D_PAD)
     o_part = o_work * BLOCK_M + tl.arange(0, BLOCK_M)
     tl.store(p_part + o_part[:, None] * D + o_d[None, :], b_acc, mask=m_row[:, None] & (o_d < D)[None, :])
@@ -59,8 +62,10 @@ def store_split(
 
 @triton.jit
 def locate_keys(p_table, start, end, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Pages and slots of BLOCK_N keys from `start` on, pages as a scalar where all keys are in one. p_table: row of the
-    sequence; ALIGNED: `start` is a multiple of BLOCK_N."""
+    """Return pages and slots of BLOCK_N keys from `start` on; a scalar page if all keys are in one page.
+
+    p_table: row of the sequence; ALIGNED: `start` is a multiple of BLOCK_N.
+    """
     o_n = start + tl.arange(0, BLOCK_N)
     if ALIGNED and PAGE % BLOCK_N == 0:
         page = tl.load(p_table + start // PAGE)
@@ -76,16 +81,17 @@ def attend_split(
     ANCHORED: tl.constexpr, HIDES: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr,
     D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Keys from `begin` to `end`, a part of a split. PAGE: slots of a page, 0 without pages, and then p_table and the
-    strides of pages stand for nothing; ALIGNED: `begin` is a multiple of BLOCK_N.
+    """Attend to the keys from `begin` to `end`, a part of a split.
 
-    ANCHORED: block means are taken off, scores are in the frame b_first, at first the anchor of the first block of
-    which a row has seen a key: behind padding there is none before. Otherwise keys are used as they are, and b_square
-    (BLOCK_N,) keeps the largest squared norms, or what no bound allows.
+    ANCHORED: block anchors are subtracted, and scores are in the frame b_first. This starts as the anchor of the first
+    block with a key that some row sees, because blocks of padding have none. Otherwise keys are used unchanged, and
+    b_square (BLOCK_N,) collects the largest squared norms; infinity or NaN there fails the bound.
+    PAGE: slots of a page, or 0 without pages, when p_table and the strides of pages are unused. ALIGNED: `begin` is a
+    multiple of BLOCK_N.
     """
     o_d = tl.arange(0, D_PAD)
     factor = LOG2_E if MASK == "float" else scale * LOG2_E
-    # keys that are used as they are have small scores, or are done again; a float mask adds to them
+    # Unchanged keys have small scores, or their split is repeated. A float mask may add large numbers to the scores.
     FAST: tl.constexpr = not ANCHORED and MASK != "float"
     offset = tl.zeros_like(b_max)
     for start in range(begin, end, BLOCK_N):
@@ -147,7 +153,7 @@ def attend_split(
         if HIDES and ANCHORED:
             b_acc = add_values(b_acc, b_p, b_v, m_seen)
         else:
-            if HIDES:  # rows differ in what they see, and 0 * NaN is NaN: such a split is done again with care
+            if HIDES:  # rows see different keys, and 0 * NaN is NaN, so such a split goes to the exact pass
                 b_v = tl.where(m_key[:, None], b_v, 0.0).to(tl.float16)
                 finite = tl.min(tl.where(tl.abs(b_v.to(tl.float32)) <= FP16_MAX, 1, 0), 1) > 0
                 b_square = tl.where(finite, b_square, INF)
@@ -163,7 +169,7 @@ def decode_kernel(
     p_part,  # (B, Hkv, splits, BLOCK_M, D) FP32: O of each split, not divided
     p_state,  # (B, Hkv, splits, BLOCK_M, 2) FP32: maximum and sum
     p_anchor,  # (B, Hkv, splits, D) FP16: the frame of each split
-    p_framed,  # (B, Hkv, splits) INT32: 1 if that is not 0, -1 where the split must (still) be done with care
+    p_framed,  # (B, Hkv, splits) INT32: 1 if the frame is not 0, -1 if the split is marked for the exact pass
     p_mask,
     stride_qb,
     stride_qh,
@@ -191,17 +197,17 @@ def decode_kernel(
     D_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    CAREFUL: tl.constexpr,  # only the splits that the pass without care has marked
-    PDL: tl.constexpr,  # launched before the kernel before it ends
+    EXACT: tl.constexpr,  # the exact pass: only the splits that the fast pass has marked
+    PDL: tl.constexpr,  # launched before the previous kernel ends
 ):
-    """One split of one key head: all its query rows against `keys_each` keys."""
+    """Attend within one split of one key head: all its query rows against `keys_each` keys."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     o_split = tl.program_id(0) % splits
     o_pair = tl.program_id(0) // splits
     o_work = tl.program_id(0)
-    if CAREFUL:
+    if EXACT:
         if tl.load(p_framed + o_work) >= 0:
             return
     batch = tl.cast(o_pair // kv_heads, tl.int64)
@@ -226,7 +232,7 @@ def decode_kernel(
     b_acc = tl.zeros((BLOCK_M, D_PAD), tl.float32)
     b_first = tl.zeros((D_PAD,), tl.float32)
     b_square = tl.zeros((BLOCK_N,), tl.float32)
-    if CAREFUL:
+    if EXACT:
         b_max, b_sum, b_acc, b_first, b_square = attend_split(
             b_q, b_max, b_sum, b_acc, b_first, b_square, p_keys, p_values, p_masks, o_query, m_row, begin, end,
             diagonal, scale, longest, stride_kn, stride_vn, stride_mask_n, p_k, 0, 0,
@@ -255,8 +261,10 @@ def decode_kernel(
 def frame_offsets(
     p_row, p_anchor, o_split, b_framed, home, D: tl.constexpr, D_PAD: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """q (f - h) (SPLITS,) of a query and the frames f of splits, and q h; h is the frame of split `home`, 0 if that is
-    negative."""
+    """Return q (f - h) (SPLITS,) for a query and the frames f of all splits, and q h.
+
+    h is the frame of split `home`, or 0 if `home` is negative.
+    """
     b_offset = tl.zeros_like(b_framed).to(tl.float32)
     frame = tl.sum(b_offset, 0)
     PART: tl.constexpr = COLUMNS // 4 if COLUMNS >= 64 else COLUMNS  # O is in registers already
@@ -296,12 +304,12 @@ def merge_kernel(
     D_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr,
     SPLITS: tl.constexpr,  # a power of two, at least `splits`
-    COLUMNS: tl.constexpr,  # of O, for each program: all of them if rows are looked at before they are rounded
+    COLUMNS: tl.constexpr,  # of O, for each program: all of them if unbiased rounding must see whole rows
     DROPPED: tl.constexpr,  # how outputs are rounded: rounding_kernel.py
-    ALIKE: tl.constexpr,  # the splits of a head share a frame, and maxima have a low part
+    SHARED_FRAME: tl.constexpr,  # the splits of a head share a frame, and maxima have a low part
     PDL: tl.constexpr,
 ):
-    """Joins the splits of some columns of one query row."""
+    """Merge the splits of some columns of one query row."""
     o_out = tl.program_id(0)
     o_pair = o_out // (group * rows)
     o_row = o_out % (group * rows)
@@ -329,12 +337,13 @@ def merge_kernel(
         scale_left = scale
     frame = scale * 0.0
     p_row = p_q + batch * stride_qb + head * stride_qh + (o_out % rows) * stride_qm
-    if ALIKE:
+    if SHARED_FRAME:
         b_low = tl.load(p_low + o_part, mask=m_split & (b_framed > 0), other=0.0)
     elif tl.max(b_framed, 0) > 0:
         o_slot = tl.arange(0, SPLITS)
-        # The frame of the split that holds the largest score: one without weight may be so far off that it would
-        # cost all others their digits. Counted from 0, a score is as good as an FP32 sum of its own products.
+        # Use the frame of the split with the largest score. The frame of a split without weight may be so far away that
+        # all other scores would lose their digits. Counted from 0, a score is as accurate as an FP32 sum of its
+        # products.
         home = tl.min(b_framed, 0) * 0 - 1
         offset = tl.zeros((SPLITS,), tl.float32)
         for turn in range(2):
@@ -348,21 +357,21 @@ def merge_kernel(
         b_max = tl.where(b_max == -INF, -INF, b_max + offset * (scale if NATS else 1.0))
     top = tl.max(b_max, 0)
     behind = b_max - tl.where(top == -INF, 0.0, top)
-    if ALIKE:
+    if SHARED_FRAME:
         low = tl.max(tl.where(b_max == top, b_low, -INF), 0)
         behind += b_low - low
     weight = tl.exp2(behind * (scale_left * LOG2_E))
     total = tl.sum(b_sum * weight, 0)
-    # a mean of values lies in FP16's range up to the last bit; infinity in the sum came from a value
-    blind = (total == 0.0) & (top == -INF)
-    divisor = tl.where(blind, 1.0, total)
+    # A mean of values lies in FP16's range up to the last bit. Infinity in the sum comes from a value.
+    fully_masked = (total == 0.0) & (top == -INF)
+    divisor = tl.where(fully_masked, 1.0, total)
     b_out = tl.sum(b_part * weight[:, None], 0) / divisor
     b_out = tl.where(tl.abs(b_out) < INF, tl.minimum(tl.maximum(b_out, -FP16_MAX), FP16_MAX), float("nan"))
     if DROPPED != 0:
         b_out = tl.reshape(round_rows(b_out[None, :], o_column, D, DROPPED, False), (COLUMNS,))
     tl.store(p_out + o_out * D + o_column, b_out.to(p_out.dtype.element_ty), mask=o_column < D)
     if tl.program_id(1) == 0:
-        if ALIKE:
+        if SHARED_FRAME:
             o_d = tl.arange(0, D_PAD)
             framed = tl.max(b_framed, 0) > 0
             b_q = tl.load(p_row + o_d, mask=(o_d < D) & framed, other=0.0).to(tl.float64)
@@ -370,4 +379,4 @@ def merge_kernel(
             nats = ((tl.sum(b_q * b_home, 0) + top + low) * scale).to(tl.float32)
         else:
             nats = top * scale_left + frame
-        tl.store(p_lse + o_out, tl.where(blind, -INF, nats + tl.log(divisor)))
+        tl.store(p_lse + o_out, tl.where(fully_masked, -INF, nats + tl.log(divisor)))

@@ -1,15 +1,15 @@
-"""Triton kernel of decoding with at most 16 query rows of a key head: every warp goes its own way through the keys.
+"""Triton kernel of decoding with at most 16 query rows of a key head: every warp attends to separate keys.
 
-A tile of so few rows is latency: warps that share it wait for each other's maxima and weights. Here LANES warps have
-keys of their own (dots are three-dimensional, lane first), and meet in the merge only. Nothing is left but reading K
-and V once.
+A tile of so few rows is bound by latency, because warps that share it wait for each other's maxima and weights. Here
+each of LANES warps has separate keys (dots are three-dimensional, lane first), and lanes meet only in the merge. The
+time that remains is that of reading K and V once.
 
-FP32 needs small scores. What bounds them comes out of the matrix unit too: |k|^2. Where a program finds too much, all
-keys of its head are done again with k - a: each program guesses one anchor a from a sample of its keys and checks it on
-all; if that fails too, decode_kernel takes lanes for splits and finds exact anchors of every block.
+FP32 sums need small scores. Their bound, |k|^2, comes from the matrix unit too. If a program finds too large a bound,
+all keys of its head are attended to again, as k - a. Each program guesses one anchor a from a sample of its keys and
+checks it on all. If that fails too, decode_kernel treats lanes as splits and finds exact anchors of every block.
 
-The first pass deals blocks out in turn, so that all programs together read memory from one end to the other: that is
-faster than as many streams. With anchors, keys of a program are neighbours, which are more alike.
+The first pass deals out blocks in turn, so that all programs together read memory from one end to the other. This is
+faster than one stream for each program. With anchors, the keys of a program are neighbours, because these differ less.
 """
 
 import triton
@@ -18,15 +18,18 @@ import triton.language as tl
 from pasa.ops.attention.triton.decode.kernel import load_queries
 from pasa.ops.attention.triton.tile_math import ANCHOR_LIMIT, FP16_MAX, INF, LOG2_E
 
-SAMPLES = tl.constexpr(16)
-FEW = tl.constexpr(4)
-MARKS = tl.constexpr(128)  # that are read at a time
+SAMPLES = tl.constexpr(16)  # keys from which a program guesses an anchor
+TESTED_KEYS = tl.constexpr(4)  # keys whose norms are tested before the pass without anchors
+MARKS = tl.constexpr(128)  # marks that are read at a time
 FP32_MAX = tl.constexpr(3.4028234e38)
 
 
 @triton.jit
 def offsets_of(o_n, m_n, stride_n, p_table, stride_page, PAGE: tl.constexpr):
-    """Of keys o_n. PAGE: slots of a page, 0 without pages, and then p_table and stride_page stand for nothing."""
+    """Return the memory offsets of keys o_n.
+
+    PAGE: slots of a page, or 0 without pages, when p_table and stride_page are unused.
+    """
     if PAGE > 0:
         page = tl.load(p_table + o_n // PAGE, mask=m_n, other=0)
         offset = tl.cast(page, tl.int64) * stride_page + (o_n % PAGE) * stride_n
@@ -38,12 +41,11 @@ def offsets_of(o_n, m_n, stride_n, p_table, stride_page, PAGE: tl.constexpr):
 @triton.jit
 def sampled_anchor(p_keys, begin, end, longest, stride_kn, p_table, stride_kp, D: tl.constexpr, D_PAD: tl.constexpr,
                    PAGE: tl.constexpr):  # fmt: skip
-    """Anchor (D,) of keys `begin` to `end`, the norm that k - a may have, and whether the sample keeps well below it.
+    """Return an anchor (D,) of keys `begin` to `end`, the norm that k - a may have, and if the sample is well below it.
 
-    A norm up to the smallest |a| / 2 means a / 2 <= k <= 3 a / 2 in every anchored column: FP16 subtracts exactly there
-    (Sterbenz). So a column has an anchor if its size is 2.5 times the norm that sampled keys are left with, and only if
-    scores need it.
-    longest: largest norm of a query, in nats.
+    A norm up to the smallest |a| / 2 means a / 2 <= k <= 3 a / 2 in every anchored column, where FP16 subtracts exactly
+    (Sterbenz). So a column has an anchor if its mean is 2.5 times the norm that remains of the sampled keys, and only
+    if scores need one. longest: largest norm of a query, in nats.
     """
     o_n = begin + tl.arange(0, SAMPLES) * ((end - begin) // SAMPLES)
     o_d = tl.arange(0, D_PAD)
@@ -65,9 +67,11 @@ def sampled_anchor(p_keys, begin, end, longest, stride_kn, p_table, stride_kp, D
 
 
 @triton.jit
-def few_keys(p_keys, keys, stride_kn, p_table, stride_kp, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr):
-    """A few keys (FEW, D), far from each other."""
-    o_n = tl.arange(0, FEW) * (keys // FEW)
+def load_tested_keys(
+    p_keys, keys, stride_kn, p_table, stride_kp, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr
+):
+    """Load a few keys (TESTED_KEYS, D), far from each other."""
+    o_n = tl.arange(0, TESTED_KEYS) * (keys // TESTED_KEYS)
     o_d = tl.arange(0, D_PAD)
     p_tile = p_keys + offsets_of(o_n, o_n < keys, stride_kn, p_table, stride_kp, PAGE)[:, None] + o_d[None, :]
     return tl.load(p_tile, mask=(o_n < keys)[:, None] & (o_d < D)[None, :], other=0.0).to(tl.float16)
@@ -76,8 +80,10 @@ def few_keys(p_keys, keys, stride_kn, p_table, stride_kp, D: tl.constexpr, D_PAD
 @triton.jit
 def locate_lanes(p_table, start, keys, HIDES: tl.constexpr, LANES: tl.constexpr, BLOCK_N: tl.constexpr,
                  PAGE: tl.constexpr):  # fmt: skip
-    """Page and slot of each lane's first key (L, 1), or of every key (L, N) where a lane may have several pages;
-    `start` is a multiple of LANES * BLOCK_N."""
+    """Return page and slot of each lane's first key (L, 1), or of every key (L, N) if a lane may have several pages.
+
+    `start` is a multiple of LANES * BLOCK_N.
+    """
     o_n = start + tl.arange(0, LANES)[:, None] * BLOCK_N
     if PAGE % BLOCK_N != 0:
         o_n += tl.arange(0, BLOCK_N)[None, :]
@@ -95,9 +101,11 @@ def attend_lanes(
     ANCHORED: tl.constexpr, HIDES: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     LANES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """One block of LANES * BLOCK_N keys every `step`: b_max, b_sum (L, M), b_acc (L, M, D), and the largest |k - a|^2
-    as a tile b_far (L, M, N) of equal rows, or what no bound allows. b_q (M, D); p_frame: a, in memory so that it
-    reaches the loop in whatever layout the dot wants.
+    """Attend to one block of LANES * BLOCK_N keys every `step`, and return the state of every lane.
+
+    This is b_max, b_sum (L, M) and b_acc (L, M, D). b_far (L, M, N), a tile of equal rows, is the largest |k - a|^2;
+    infinity or NaN there fails the bound. b_q (M, D). p_frame: a, in memory so that the loop can load it in the layout
+    of the dot.
     """
     o_d = tl.arange(0, D_PAD)
     m_d = o_d < D
@@ -157,7 +165,7 @@ def attend_lanes(
         else:
             b_v = tl.load(p_value)
         b_v = b_v.to(tl.float16)
-        if HIDES:  # rows differ in what they see, and 0 * NaN is NaN
+        if HIDES:  # rows see different keys, and 0 * NaN is NaN
             finite = tl.min(tl.where(tl.abs(b_v.to(tl.float32)) <= FP16_MAX, 1, 0), 2) > 0
             b_far = tl.where(finite[:, None, :], b_far, INF)
         b_acc = tl.dot(b_p, b_v, b_acc * alpha[:, :, None])
@@ -169,7 +177,7 @@ def store_lanes(
     b_max, b_sum, b_acc, p_part, p_state, slot, m_row,
     D: tl.constexpr, D_PAD: tl.constexpr, LANES: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """States of all lanes, from split `slot` on."""
+    """Store the states of all lanes, from split `slot` on."""
     o_d = tl.arange(0, D_PAD)
     o_part = (slot + tl.arange(0, LANES)[:, None]) * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
     m_part = (o_part >= 0) & m_row[None, :]
@@ -186,18 +194,20 @@ def attend_program(
     group, rows, scale, ANCHORED: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     LANES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """What one program does: blocks from `begin` to `whole`, that all rows see, and those from `rest` to `end`.
-    slot: of its first lane."""
+    """Do the work of one program: blocks from `begin` to `whole`, which all rows see, and those from `rest` to `end`.
+
+    slot: of its first lane.
+    """
     o_m = tl.arange(0, BLOCK_M)
     o_d = tl.arange(0, D_PAD)
-    b_few = few_keys(p_keys, keys, stride_kn, p_table, stride_kp, D, D_PAD, PAGE)
+    b_tested = load_tested_keys(p_keys, keys, stride_kn, p_table, stride_kp, D, D_PAD, PAGE)
     b_q, _, o_query, longest = load_queries(
         p_q, batch, kv_head, group, rows, stride_qb, stride_qh, stride_qm, scale, D, D_PAD, BLOCK_M
     )
     m_row = o_m < group * rows
     p_frame = p_anchor + slot * D
     diagonal = keys - rows
-    # the anchor, what norm a key may have less it, and whether some keys have
+    # the anchor, the largest norm that k - a may have, and a test of some keys
     o_lane = tl.arange(0, LANES)
     framed = 0
     if ANCHORED:
@@ -211,8 +221,9 @@ def attend_program(
         tl.debug_barrier()  # other threads of the program read it
     else:
         limit = ANCHOR_LIMIT / tl.maximum(longest, 1e-30)
-        b_few = b_few.to(tl.float32)
-        good = tl.max(tl.sum(b_few * b_few, 1), 0) <= limit * limit  # worth a try; NaN is lost
+        b_tested = b_tested.to(tl.float32)
+        # a cheap test before the loop; a maximum ignores NaN, which the loop finds
+        good = tl.max(tl.sum(b_tested * b_tested, 1), 0) <= limit * limit
     # the lanes
     b_max = tl.full((LANES, BLOCK_M), -INF, tl.float32)
     b_sum = tl.zeros((LANES, BLOCK_M), tl.float32)
@@ -243,7 +254,7 @@ def attend_program(
 
 @triton.jit
 def is_marked(p_marked, o_pair, splits):
-    """Whether the pass without anchors has failed in a program of the head."""
+    """Test if the pass without anchors has failed in a program of the head."""
     marked = 0
     for start in range(0, splits, MARKS):
         o_mark = start + tl.arange(0, MARKS)
@@ -261,7 +272,7 @@ def decode_lanes_kernel(
     p_state,
     p_anchor,
     p_framed,
-    p_marked,  # (B, Hkv, programs of a head) INT32: whether the pass without anchors has failed
+    p_marked,  # (B, Hkv, programs of a head) INT32: 1 if the pass without anchors has failed
     stride_qb,
     stride_qh,
     stride_qm,
@@ -287,7 +298,7 @@ def decode_lanes_kernel(
     BLOCK_N: tl.constexpr,  # keys of a lane
     PDL: tl.constexpr,
 ):
-    """One of `splits` programs of one key head; with anchors, `keys_each` keys, multiples of a block."""
+    """Attend as one of `splits` programs of one key head; with anchors, to `keys_each` keys, a multiple of a block."""
     BLOCK: tl.constexpr = LANES * BLOCK_N
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

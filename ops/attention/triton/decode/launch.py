@@ -15,7 +15,7 @@ from pasa.ops.attention.triton.decode.lanes_kernel import decode_lanes_kernel
 from pasa.ops.attention.triton.launcher import launch, workspace
 from pasa.ops.attention.triton.tiles import Tile, architecture_of, pad_dim, processors, warps_for
 
-LANES = 4  # warps of a program, each with keys of its own
+LANES = 4  # warps of a program, each with separate keys
 MERGE_TILE = 4096  # elements of O that a program of the merge holds: 32 for each thread
 # The most elements of O where the program holds whole rows: 128 for each of 512 threads, which
 # spills registers.
@@ -63,21 +63,21 @@ def decode(call: KernelCall) -> tuple[Tensor, Tensor]:
     lane = keys_of_a_lane(architecture(call.q.device), pad)
     if lane and call.mask is None and call.group * rows <= 16:
         splits = _lanes(call, lane)
-        careful = Tile(16, 32, 4, 2)
+        exact_tile = Tile(16, 32, 4, 2)
     else:
-        tile, careful = decode_tiles(architecture(call.q.device), pad, call.group * rows)
+        tile, exact_tile = decode_tiles(architecture(call.q.device), pad, call.group * rows)
         pairs = batch * call.k.shape[1]
         each = tile.block_n * blocks_of_a_split(
-            processors(call.q.device) * (8 // tile.warps), -(-call.k.shape[2] // tile.block_n), pairs, most_splits(call)
+            processors(call.q.device) * (8 // tile.warps), -(-call.k.shape[2] // tile.block_n), pairs, split_limit(call)
         )
         splits = Splits.of(call, -(-call.k.shape[2] // each), each, tile.block_m)
-        _tiles(call, splits, tile, careful=False)
-    _tiles(call, splits, careful, careful=True)
+        _tiles(call, splits, tile, exact=False)
+    _tiles(call, splits, exact_tile, exact=True)
     return merge(call, splits)
 
 
-def merge(call: KernelCall, splits: Splits, alike: bool = False) -> tuple[Tensor, Tensor]:
-    """Merge the results of all splits; `alike` means that the splits of a head share a frame."""
+def merge(call: KernelCall, splits: Splits, shared_frame: bool = False) -> tuple[Tensor, Tensor]:
+    """Merge the results of all splits; `shared_frame` means that the splits of a head share a frame."""
     batch, heads, rows, dim = call.q.shape
     pad = pad_dim(dim)
     out, lse = call.outputs()
@@ -90,7 +90,7 @@ def merge(call: KernelCall, splits: Splits, alike: bool = False) -> tuple[Tensor
         (call.q, splits.part, splits.state, splits.anchor, splits.framed, splits.low, out, lse),
         (*strides_of(call.q), heads, call.group, rows, splits.count, call.scale),
         {"NATS": call.mask_kind == "float", **sizes(dim, splits.block_m), "SPLITS": padded,
-         "COLUMNS": columns, "DROPPED": call.dropped, "ALIKE": alike, "PDL": early(call.q.device)},
+         "COLUMNS": columns, "DROPPED": call.dropped, "SHARED_FRAME": shared_frame, "PDL": early(call.q.device)},
         num_warps=warps, **launched_early(call.q.device),
     )  # fmt: skip
     return out, lse
@@ -105,7 +105,7 @@ def _lanes(call: KernelCall, block_n: int) -> Splits:
     rows, dim = call.q.shape[2:]
     device, pairs = call.q.device, call.q.shape[0] * kv_heads
     blocks = -(-keys // (LANES * block_n))
-    each = blocks_of_a_split(processors(device), blocks, pairs, most_splits(call) // LANES) * LANES * block_n
+    each = blocks_of_a_split(processors(device), blocks, pairs, split_limit(call) // LANES) * LANES * block_n
     programs = -(-keys // each)
     splits = Splits.of(call, programs * LANES, each // LANES, 16)
     for anchored in (False, True):
@@ -121,7 +121,7 @@ def _lanes(call: KernelCall, block_n: int) -> Splits:
     return splits
 
 
-def _tiles(call: KernelCall, splits: Splits, tile: Tile, careful: bool) -> None:
+def _tiles(call: KernelCall, splits: Splits, tile: Tile, exact: bool) -> None:
     """Run one pass of the portable kernel."""
     kv_heads, keys = call.k.shape[1:3]
     rows, dim = call.q.shape[2:]
@@ -132,7 +132,7 @@ def _tiles(call: KernelCall, splits: Splits, tile: Tile, careful: bool) -> None:
         (*strides_of(call.q), *strides_of(call.k), *strides_of(call.v), *call.mask_strides,
          kv_heads, call.group, rows, keys, splits.count, splits.keys, call.scale),
         {"MASK": call.mask_kind, "CAUSAL": call.is_causal, **sizes(dim, tile.block_m, tile.block_n),
-         "CAREFUL": careful, "PDL": early(call.q.device)},
+         "EXACT": exact, "PDL": early(call.q.device)},
         num_warps=tile.warps, num_stages=tile.stages, **launched_early(call.q.device),
     )  # fmt: skip
 
@@ -194,14 +194,14 @@ def decode_tiles(architecture: str, pad: int, rows: int) -> tuple[Tile, Tile]:
     return Tile(height, 32, 4, stages), Tile(height, 32, 4, 2)
 
 
-def most_splits(call: KernelCall) -> int:
+def split_limit(call: KernelCall) -> int:
     """Return the most splits that the merge kernel accepts."""
     return MERGE_ROW // pad_dim(call.q.shape[-1]) if call.dropped else MERGE_ROW
 
 
 @cache
-def blocks_of_a_split(programs: int, blocks: int, pairs: int, most: int) -> int:
-    """Return the blocks of each split, at most `most` splits, for the shortest total time.
+def blocks_of_a_split(programs: int, blocks: int, pairs: int, limit: int) -> int:
+    """Return the blocks of each split, at most `limit` splits, for the shortest total time.
 
     Programs run in waves of `programs`, and each takes as long as its keys.
     """
@@ -209,5 +209,5 @@ def blocks_of_a_split(programs: int, blocks: int, pairs: int, most: int) -> int:
     def time(splits: int) -> int:
         return -(-pairs * splits // programs) * (-(-blocks // splits) + SPLIT_COST)
 
-    splits = min(range(1, max(1, min(blocks, most, 4 * programs // pairs)) + 1), key=time)
+    splits = min(range(1, max(1, min(blocks, limit, 4 * programs // pairs)) + 1), key=time)
     return max(1, -(-blocks // splits))

@@ -1,14 +1,15 @@
 """Triton kernel of decoding from a paged cache that keeps an anchor of every page (ops/paging.py).
 
-Keys k enter as k - a, which loses no bit, a the anchor of their page. So no anchor is looked for, nothing is checked,
-and one pass of lanes, as in lanes_kernel.py, does the heads that are too large for the pass without anchors. What q a
-adds to the scores of a page is found for many pages at once before the loop, less q f for a frame f that all of the
-sequence's scores are in: near most anchors, so that FP32 adds small numbers. f is the median of three pages, column by
-column: of one page alone it would be far off where that has a key of another kind, as the first of a prompt is.
+Keys k enter as k - a, where a is the anchor of their page, and the difference loses no bit. So no anchor is searched
+and nothing is checked. One pass of lanes, as in lanes_kernel.py, serves the heads whose scores are too large for the
+pass without anchors. A page's scores then lack q a. Before the loop, q (a - f) is computed for many pages at once, with
+one frame f for all scores of the sequence. f is near most anchors, so that FP32 adds small numbers. In each column, it
+is the median of three pages. One page alone would be far off if it has a key of another kind, as the first page of a
+sequence often has.
 
-A row may give all its weight to pages that are far from f. So maxima are FP64 numbers, and a program that meets a page
-for which q (a - f) may pass FAR nats leaves off, and is done again with offsets in FP64, by a launch of its own: beside
-the fast loop, those slow it down by half although they do not run (H200, Triton 3.6).
+A row may give all its weight to pages that are far from f. So maxima are FP64 numbers. A program that meets a page for
+which q (a - f) may exceed FAR nats gives up, and is repeated with offsets in FP64 by a separate launch. Beside the fast
+loop, code for FP64 offsets slows it down by half although it does not run (H200, Triton 3.6).
 """
 
 import triton
@@ -24,7 +25,7 @@ TURNS = tl.constexpr(64)  # blocks of a program for which offsets are found at o
 
 @triton.jit
 def load_anchor(p_anchors, p_table, key, keys, stride_page, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr):
-    """Anchor (D,) of the page that a key is in, 0 if there is no key."""
+    """Load the anchor (D,) of the page of a key, or 0 if there is no key."""
     o_d = tl.arange(0, D_PAD)
     page = tl.cast(tl.load(p_table + key // PAGE, mask=keys > 0, other=0), tl.int64)
     return tl.load(p_anchors + page * stride_page + o_d, mask=(o_d < D) & (keys > 0), other=0.0)
@@ -33,8 +34,10 @@ def load_anchor(p_anchors, p_table, key, keys, stride_page, D: tl.constexpr, D_P
 @triton.jit
 def load_anchors(p_anchors, p_table, o_lane, begin, end, step, stride_page, D: tl.constexpr, D_PAD: tl.constexpr,
                  LANES: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr):  # fmt: skip
-    """Anchors (N, D) of the pages that lanes o_lane (N,) start in, counted from key `begin` on; 0 if there is no key.
-    Whether there is one."""
+    """Load the anchors (N, D) of the pages in which lanes o_lane (N,) start, counted from key `begin` on.
+
+    The second result (N,) is false, and the anchor 0, where there is no key.
+    """
     o_d = tl.arange(0, D_PAD)
     o_n = begin + o_lane // LANES * step + o_lane % LANES * BLOCK_N
     page = tl.cast(tl.load(p_table + o_n // PAGE, mask=o_n < end, other=0), tl.int64)
@@ -48,8 +51,10 @@ def page_offsets(
     EXACT: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, LANES: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """q (a - f) into memory (TURNS, LANES, M), for the pages of at most TURNS blocks; whether one may pass FAR. b_q
-    (M, D); b_frame (D,); longest: largest norm of a query, in nats."""
+    """Store q (a - f) (TURNS, LANES, M) for the pages of at most TURNS blocks; return if one may exceed FAR.
+
+    b_q (M, D); b_frame (D,); longest: largest norm of a query, in nats.
+    """
     CHUNK: tl.constexpr = 16 * LANES
     o_m = tl.arange(0, BLOCK_M)
     b_transposed = tl.trans(b_q)
@@ -89,8 +94,11 @@ def attend_pages(
     EXACT: tl.constexpr, HIDES: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, LANES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """At most TURNS blocks of LANES * BLOCK_N keys, one every `step`: b_max (FP64), b_sum (L, M), b_acc (L, M, D). None
-    once `far`, which says whether a page was."""
+    """Attend to at most TURNS blocks of LANES * BLOCK_N keys, one every `step`.
+
+    Returns b_max (FP64), b_sum (L, M), b_acc (L, M, D) and `far`, which is true once a page is too far from the frame.
+    From then on no block is read.
+    """
     o_d = tl.arange(0, D_PAD)
     m_d = o_d < D
     o_row = tl.arange(0, BLOCK_N)[None, :]
@@ -156,7 +164,7 @@ def decode_anchored_paged_kernel(
     p_frame,  # its p_anchor: the frame of each split
     p_framed,
     p_marked,
-    p_low,  # (B, Hkv, splits, BLOCK_M) FP32: what FP32 maxima lack
+    p_low,  # (B, Hkv, splits, BLOCK_M) FP32: FP64 maximum minus its FP32 value
     p_offset,  # (programs, TURNS, LANES, BLOCK_M) FP64
     p_table,
     p_tile,
@@ -174,7 +182,7 @@ def decode_anchored_paged_kernel(
     group,
     splits,
     scale,
-    EXACT: tl.constexpr,  # only programs that the pass before has left off
+    EXACT: tl.constexpr,  # the exact pass: only programs that the previous pass gave up
     D: tl.constexpr,
     D_PAD: tl.constexpr,
     LANES: tl.constexpr,
@@ -183,7 +191,7 @@ def decode_anchored_paged_kernel(
     PAGE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One of `splits` programs of a key head that the pass without anchors has marked."""
+    """Attend as one of `splits` programs of a key head that the pass without anchors has marked."""
     BLOCK: tl.constexpr = LANES * BLOCK_N
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -218,7 +226,7 @@ def decode_anchored_paged_kernel(
     b_frames = tl.broadcast_to(b_frame[None, :], (LANES, D_PAD))
     tl.store(p_frame + o_frame, b_frames, mask=(o_frame >= 0) & (o_d < D)[None, :])
     b_frame = b_frame.to(tl.float32)
-    # whole blocks, dealt out in turn, then the last one, which one of the programs has
+    # whole blocks, dealt out in turn, then the last one, which belongs to one of the programs
     whole = keys // BLOCK * BLOCK
     rest = whole + (o_split + splits - whole // BLOCK % splits) % splits * BLOCK
     step = splits * BLOCK

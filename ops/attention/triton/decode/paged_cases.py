@@ -23,11 +23,11 @@ CASES = [
     *(
         make_case(
             decode_paged_kernel,
-            f"paged_{arch}_{rows}x{dim}_of_{page}" + "_careful" * careful,
-            {"TILED": rows == 128, "CAUSAL": rows == 128, "PAGE": page, "GRAIN": 64, "LANES": 1, "CAREFUL": careful}
+            f"paged_{arch}_{rows}x{dim}_of_{page}" + "_exact" * exact,
+            {"TILED": rows == 128, "CAUSAL": rows == 128, "PAGE": page, "GRAIN": 64, "LANES": 1, "EXACT": exact}
             | {"PDL": arch == 90}
-            | sizes_of(dim, rows, 32 if careful or arch < 90 else 64),
-            **on_arch(arch, 8 if rows == 128 and arch == 90 else 4, 3 if careful or arch == 89 else 5, stack=4100),
+            | sizes_of(dim, rows, 32 if exact or arch < 90 else 64),
+            **on_arch(arch, 8 if rows == 128 and arch == 90 else 4, 3 if exact or arch == 89 else 5, stack=4100),
         )
         for arch, rows, dim, page in (
             (80, 16, 256, 16),
@@ -36,7 +36,7 @@ CASES = [
             (90, 128, 128, 16),
             (90, 128, 128, 128),
         )
-        for careful in (False, True)
+        for exact in (False, True)
     ),
     *(
         make_case(

@@ -1,8 +1,7 @@
-"""Triton kernels of decoding from a paged cache: those of kernel.py and lanes_kernel.py, with a table of pages
-between a key and its address.
+"""Triton kernels of decoding from a paged cache: kernel.py and lanes_kernel.py with a page table for addresses.
 
-Nothing is gathered, and lengths stay on the device: each sequence is cut into as many splits as all others, of a length
-of its own. A mixed batch comes in tiles of a few queries, each with the keys that it sees.
+Nothing is gathered, and lengths stay on the device. Each sequence is cut into the same number of splits, whose length
+depends on the sequence. A mixed batch comes in tiles of a few queries, each with the keys that it sees.
 """
 
 import triton
@@ -15,7 +14,7 @@ from pasa.ops.attention.triton.tile_math import ANCHOR_LIMIT, INF
 
 @triton.jit
 def locate_split(p_tile, o_tile, o_split, splits, GRAIN: tl.constexpr, LANES: tl.constexpr, TILED: tl.constexpr):
-    """Sequence of a tile, its first row's last key, and the keys `begin` to `end` of a split.
+    """Return the sequence of a tile, the last key of its first row, and the keys `begin` to `end` of a split.
 
     Splits are equally long, LANES of them a multiple of GRAIN keys; the last ones may have fewer, or none. p_tile: as
     in `decode_paged_kernel`.
@@ -66,12 +65,12 @@ def decode_paged_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PAGE: tl.constexpr,  # slots of a page
-    GRAIN: tl.constexpr,  # keys of the pass that found the splits: LANES splits are a multiple of it
+    GRAIN: tl.constexpr,  # block of keys of the pass that chose the splits: LANES splits are a multiple of it
     LANES: tl.constexpr,
-    CAREFUL: tl.constexpr,
+    EXACT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One split of one key head: all query rows of a tile against its keys."""
+    """Attend within one split of one key head: all query rows of a tile against its keys."""
     ALIGNED: tl.constexpr = GRAIN // LANES % BLOCK_N == 0
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -79,7 +78,7 @@ def decode_paged_kernel(
     o_split = tl.program_id(0) % splits
     o_pair = tl.program_id(0) // splits
     o_work = tl.program_id(0)
-    if CAREFUL:
+    if EXACT:
         if tl.load(p_framed + o_work) >= 0:
             return
     o_tile = o_pair // kv_heads
@@ -100,7 +99,7 @@ def decode_paged_kernel(
     b_acc = tl.zeros((BLOCK_M, D_PAD), tl.float32)
     b_first = tl.zeros((D_PAD,), tl.float32)
     b_square = tl.zeros((BLOCK_N,), tl.float32)
-    if CAREFUL:
+    if EXACT:
         b_max, b_sum, b_acc, b_first, b_square = attend_split(
             b_q, b_max, b_sum, b_acc, b_first, b_square, p_keys, p_values, p_q, o_query, m_row, begin, end,
             diagonal, scale, longest, stride_kn, stride_vn, 0, p_pages, stride_kp, stride_vp,
@@ -159,7 +158,7 @@ def decode_lanes_paged_kernel(
     PAGE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One of `splits` programs of one key head, whose sequences have one query."""
+    """Attend as one of `splits` programs of one key head, for sequences with one query each."""
     BLOCK: tl.constexpr = LANES * BLOCK_N
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

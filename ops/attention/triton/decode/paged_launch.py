@@ -19,8 +19,8 @@ from pasa.ops.attention.triton.decode.launch import (
     lane_stages,
     launched_early,
     merge,
-    most_splits,
     sizes,
+    split_limit,
 )
 from pasa.ops.attention.triton.decode.paged_anchored_kernel import TURNS, decode_anchored_paged_kernel
 from pasa.ops.attention.triton.decode.paged_kernel import decode_lanes_paged_kernel, decode_paged_kernel
@@ -138,30 +138,30 @@ class Queries:
 
     def scatter(self, x: Tensor, nothing: float) -> Tensor:
         """Return (tiles, Hq, rows, ...) as (T, Hq, ...), with `nothing` for padding."""
-        found = x[self.tile, :, self.row]
-        return torch.where(self.padding.view(-1, *(1,) * (found.dim() - 1)), nothing, found)
+        rows = x[self.tile, :, self.row]
+        return torch.where(self.padding.view(-1, *(1,) * (rows.dim() - 1)), nothing, rows)
 
 
 def _decode(call: KernelCall, pages: PagedTiles) -> tuple[Tensor, Tensor]:
     """Attend from tiles of queries (tiles, Hq, rows, D): split the keys, repeat some splits exactly, then merge."""
     rows, dim = call.q.shape[2:]
-    here, pad = architecture(call.q.device), pad_dim(dim)
-    lane = keys_of_a_lane(here, pad)
+    arch, pad = architecture(call.q.device), pad_dim(dim)
+    lane = keys_of_a_lane(arch, pad)
     if lane and pages.tiles.dim() == 1 and call.group <= 16:
-        lanes, careful = LANES, Tile(16, 32, 4, 2)
-        splits = _split(call, pages, Tile(16, lane, LANES, lane_stages(here)), lanes)
+        lanes, exact_tile = LANES, Tile(16, 32, 4, 2)
+        splits = _split(call, pages, Tile(16, lane, LANES, lane_stages(arch)), lanes)
         if pages.anchors is not None and pages.slots % 16 == 0:
             _lanes(call, pages, splits, lane, anchored=False)
             for exact in (False, True):
                 _anchored(call, pages, splits, pages.anchors, lane if pages.slots % lane == 0 else 16, exact)
-            return merge(call, splits, alike=True)
+            return merge(call, splits, shared_frame=True)
         _lanes(call, pages, splits, lane, anchored=False)
         _lanes(call, pages, splits, lane, anchored=True)
     else:
-        lanes, (tile, careful) = 1, decode_tiles(here, pad, call.group * rows)
+        lanes, (tile, exact_tile) = 1, decode_tiles(arch, pad, call.group * rows)
         splits = _split(call, pages, tile, lanes)
-        _tiles(call, pages, splits, tile, lanes, careful=False)
-    _tiles(call, pages, splits, careful, lanes, careful=True)
+        _tiles(call, pages, splits, tile, lanes, exact=False)
+    _tiles(call, pages, splits, exact_tile, lanes, exact=True)
     return merge(call, splits)
 
 
@@ -170,13 +170,13 @@ def _split(call: KernelCall, pages: PagedTiles, tile: Tile, lanes: int) -> Split
     dim, pairs = call.q.shape[-1], call.q.shape[0] * call.k.shape[1]
     blocks = -(-pages.longest // (lanes * tile.block_n))
     programs = processors(call.q.device) * (1 if lanes > 1 else 8 // tile.warps)
-    count = -(-blocks // blocks_of_a_split(programs, blocks, pairs, most_splits(call) // lanes)) * lanes
+    count = -(-blocks // blocks_of_a_split(programs, blocks, pairs, split_limit(call) // lanes)) * lanes
     if pairs * count * tile.block_m * dim >= 2**31:
         raise NotImplementedError(f"{call.q.shape[0]} tiles of queries in {count} splits: call with fewer queries")
     return Splits.of(call, count, tile.block_n, tile.block_m)
 
 
-def _tiles(call: KernelCall, pages: PagedTiles, splits: Splits, tile: Tile, lanes: int, careful: bool) -> None:
+def _tiles(call: KernelCall, pages: PagedTiles, splits: Splits, tile: Tile, lanes: int, exact: bool) -> None:
     """Run one pass of the portable kernel."""
     tiled, device = pages.tiles.dim() == 2, call.q.device
     launch(
@@ -185,7 +185,7 @@ def _tiles(call: KernelCall, pages: PagedTiles, splits: Splits, tile: Tile, lane
         (*strides_of(call.q), *strides_of(call.k), *strides_of(call.v), pages.table.stride(0),
          call.k.shape[1], call.group, call.q.shape[2], splits.count, call.scale),
         {"TILED": tiled, "CAUSAL": call.is_causal and tiled, **sizes(call.q.shape[-1], tile.block_m, tile.block_n),
-         "PAGE": pages.slots, "GRAIN": splits.keys * lanes, "LANES": lanes, "CAREFUL": careful, "PDL": early(device)},
+         "PAGE": pages.slots, "GRAIN": splits.keys * lanes, "LANES": lanes, "EXACT": exact, "PDL": early(device)},
         num_warps=tile.warps, num_stages=paged_stages(tile.stages), **launched_early(device),
     )  # fmt: skip
 

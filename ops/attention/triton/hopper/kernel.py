@@ -1,19 +1,19 @@
 """Attention on Hopper (sm_90) in Gluon: a producer partition feeds consumer warpgroups by TMA.
 
-A consumer warpgroup owns 64 query rows. Three of them have 160 registers a thread each: S (64, 128), P and O of D = 128
-fill these, so QK, softmax and PV follow one another, and the other warpgroups keep the matrix unit busy meanwhile. Two
-of them have 240: there QK of a block runs beside PV of the one before. Which is faster depends on how many tiles the
-multiprocessors get (launch.py).
+A consumer warpgroup has 64 query rows. With three warpgroups, each thread has 160 registers. S (64, 128), P and O of
+D = 128 fill these, so QK, softmax and PV follow one another, and the other warpgroups keep the matrix unit busy
+meanwhile. With two, a thread has 240 registers, and QK of a block runs beside PV of the previous one. Which variant is
+faster depends on the number of tiles for each multiprocessor (launch.py).
 
-The first launch is FP32-softmax attention and nothing else, and what its loop does is little: the first block's row
-maximum is the reference of all blocks that every row sees. A later weight may reach 2^16, which is 11 nats more, before
-FP16 makes it infinite, and that shows in O. Beside the copies the producer finds out whether the tile's scores may be
-too large for FP32 sums, or its head has a key or value that is not finite. In either case the tile is given up, and
-marked by an infinite log-sum-exp.
+The first launch is FP32-softmax attention with a short loop: the first block's row maximum is the reference of all
+blocks that every row sees. A later weight may reach 2^16, which is 11 nats more, before FP16 makes it infinite, and
+infinity shows in O. Beside the copies, the producer tests if the tile's scores may be too large for FP32 sums, or if
+its head has a key or value that is not finite. In either case the tile is given up, and is marked by an infinite
+log-sum-exp.
 
-The second launch does the marked tiles, with running maxima. Where norms were too large its producer makes
-K' = K - a_j (exact) in shared memory, and a row adds q.(a_j - f_j) to its reference, f_j the frame that it counts from
-(`next_frame`): a bias that all keys share enters no number that is rounded. The log-sum-exp adds q.f at the end.
+The second launch is the exact pass over the marked tiles, with running maxima. If norms were too large, its producer
+computes K' = K - a_j (exact) in shared memory, and a row adds q.(a_j - f_j) to its reference. f_j is the frame of the
+row's scores (`next_frame`), so a bias that all keys share is never rounded. The log-sum-exp adds q.f at the end.
 """
 
 import triton.experimental.gluon as gluon
@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from pasa.ops.attention.triton.hopper.tile_math import (
-    CAREFUL,
+    EXACT,
     FIXED,
     INF,
     KEYS,
@@ -38,11 +38,11 @@ from pasa.ops.attention.triton.hopper.tile_math import (
     UNSEEN,
     WAIT,
     Job,
+    QueryTile,
     Shared,
-    Tile,
     anchor,
-    careful_softmax,
     column,
+    exact_softmax,
     fixed_softmax,
     is_bounded,
     limit,
@@ -53,19 +53,19 @@ from pasa.ops.attention.triton.hopper.tile_math import (
     treat_values,
     visible_blocks,
 )
-from pasa.ops.attention.triton.rounding_kernel import drawn_rows, leaning_rows, round_rows
+from pasa.ops.attention.triton.rounding_kernel import flag_rows, round_flagged, round_rows
 from pasa.ops.attention.triton.tile_math import next_frame
 
 CLAMP_F16X2 = gl.constexpr(  # to +-65504; NaN stays
     "{ .reg .b32 a, b; mov.b32 a, 0x7bff7bff; mov.b32 b, 0xfbfffbff; min.NaN.f16x2 a, $1, a; max.NaN.f16x2 $0, a, b; }"
 )
-ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # a number that a partition of four warps shares
+ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # layout of a number that a partition of four warps shares
 LAUNCH_NEXT = gl.constexpr("griddepcontrol.launch_dependents; mov.b32 $0, 0;")
 
 
 @gluon.jit
 def _locate(job, work, WARPGROUPS: gl.constexpr, CAUSAL: gl.constexpr):
-    """Tile number `work`. Heads come in sections whose K and V fit in L2; causal: tiles with most keys first."""
+    """Return tile number `work`. Heads come in sections whose K and V fit in L2; causal: tiles with most keys first."""
     first = work // (job.section * job.tiles) * job.section
     size = gl.minimum(job.section, job.batch_heads - first)
     local = work - first * job.tiles
@@ -77,12 +77,12 @@ def _locate(job, work, WARPGROUPS: gl.constexpr, CAUSAL: gl.constexpr):
         index = first + local // job.tiles
     blocks = visible_blocks(row + (WARPGROUPS * ROWS - 1), job.rows, job.keys, CAUSAL)
     head = index % job.heads
-    return Tile(index // job.heads, head, head // job.group, row, blocks, index, index // job.group)
+    return QueryTile(index // job.heads, head, head // job.group, row, blocks, index, index // job.group)
 
 
 @gluon.jit
 def _load(sm, tile, desc, tiles, j, n, STAGES: gl.constexpr, WHICH: gl.constexpr):
-    """K_j (WHICH 0) or V_j (WHICH 1) by TMA, as the n-th block that passes, once its place is free."""
+    """Load K_j (WHICH 0) or V_j (WHICH 1) by TMA, as the n-th block overall, once its stage is free."""
     stage = n % STAGES
     arrived = sm.full.index(4 * stage + WHICH)
     mbarrier.wait(sm.empty.index(2 * stage + WHICH), ((n // STAGES) & 1) ^ 1)  # a fresh barrier counts as released
@@ -102,7 +102,7 @@ def _load_queries(sm, tile, desc, WARPGROUPS: gl.constexpr):
 @gluon.jit
 def _first_producer(sm, job, q_desc, k_desc, v_desc, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
                     CAUSAL: gl.constexpr):  # fmt: skip
-    """Q, K and V of the program's tile, and whether it must be given up."""
+    """Load Q, K and V of the program's tile, and decide if the tile must be given up."""
     tile = _locate(job, gl.program_id(0), WARPGROUPS, CAUSAL)
     zero = gl.to_tensor(0)
     _load_queries(sm, tile, q_desc, WARPGROUPS)
@@ -110,8 +110,8 @@ def _first_producer(sm, job, q_desc, k_desc, v_desc, WARPGROUPS: gl.constexpr, S
     for j in range(ahead):
         _load(sm, tile, k_desc, sm.k, j, j, STAGES, 0)
         _load(sm, tile, v_desc, sm.v, j, j, STAGES, 1)
-    given_up = is_bounded(sm, job, tile, zero, WARPGROUPS) == 0
-    sm.work.store(gl.full([1], 0, gl.int32, ONE) + given_up.to(gl.int32))
+    unbounded = is_bounded(sm, job, tile, zero, WARPGROUPS) == 0
+    sm.work.store(gl.full([1], 0, gl.int32, ONE) + unbounded.to(gl.int32))
     mbarrier.arrive(sm.begin.index(0), count=1)
     for j in range(ahead, tile.blocks):
         _load(sm, tile, k_desc, sm.k, j, j, STAGES, 0)
@@ -121,7 +121,7 @@ def _first_producer(sm, job, q_desc, k_desc, v_desc, WARPGROUPS: gl.constexpr, S
 @gluon.jit
 def _second_producer(sm, job, q_desc, k_desc, v_desc, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
                       CAUSAL: gl.constexpr):  # fmt: skip
-    """Q, K' and clean V of all marked tiles."""
+    """Load Q, K' and V without NaN or infinity for all marked tiles."""
     D: gl.constexpr = sm.k.shape[4]
     PART: gl.constexpr = 16 if D == 128 else 32  # rows of a tile that fit into 32 registers a thread
     COLUMN: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0]))
@@ -130,7 +130,7 @@ def _second_producer(sm, job, q_desc, k_desc, v_desc, WARPGROUPS: gl.constexpr, 
     for i in range(gl.program_id(0), job.work, gl.num_programs(0)):
         tile = _locate(job, i, WARPGROUPS, CAUSAL)
         marked = False
-        for w in gl.static_range(WARPGROUPS):  # their tiles may have been others
+        for w in gl.static_range(WARPGROUPS):  # tiles of the first launch may have had another height
             row = tile.row + w * ROWS
             lse = gl.load(job.p_lse + tile.index.to(gl.int64) * job.rows + row, mask=row < job.rows, other=0.0)
             marked = marked | (lse == INF)
@@ -141,7 +141,7 @@ def _second_producer(sm, job, q_desc, k_desc, v_desc, WARPGROUPS: gl.constexpr, 
             sm.work.store(gl.full([1], 0, gl.int32, ONE) + 2 * i + treated.to(gl.int32))
             sm.first_bad.store(gl.full([D], UNSEEN, gl.int32, COLUMN))
             mbarrier.arrive(sm.begin.index(0), count=1)
-            # what is read from memory is read a block ahead
+            # global memory is read one block ahead
             b_anchor = anchor(job, tile, 0, treated, D)
             b_frame = b_anchor
             norm = gl.load(pre_pass(job, tile, job.p_norms, 1))
@@ -182,7 +182,7 @@ def _next(stage, phase, STAGES: gl.constexpr):
 
 @gluon.jit
 def _scores(sm, q_s, stage):
-    """S (64, 128) = Q K^T, still on its way."""
+    """Start S (64, 128) = Q K^T, without waiting for it."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     b_s = gl.zeros([ROWS, KEYS], gl.float32, S_LAYOUT)
     k_s = sm.k.index(stage).reshape([KEYS, sm.k.shape[4]]).permute([1, 0])
@@ -191,7 +191,7 @@ def _scores(sm, q_s, stage):
 
 @gluon.jit
 def _offset(sm, q_s, stage):
-    """q.(a_j - f_j) and q.f_j, two columns of (64, 8), still on their way."""
+    """Start q.(a_j - f_j) and q.f_j, two columns of (64, 8), without waiting for them."""
     C_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
     b_c = gl.zeros([ROWS, 8], gl.float32, C_LAYOUT)
     return warpgroup_mma(q_s, sm.offset.index(stage).permute([1, 0]), b_c, use_acc=False, is_async=True)
@@ -199,14 +199,13 @@ def _offset(sm, q_s, stage):
 
 @gluon.jit
 def _add_values(sm, b_p, b_o, stage):
-    """O (64, D) += P V, still on its way."""
+    """Start O (64, D) += P V, without waiting for it."""
     return warpgroup_mma(b_p, sm.v.index(stage).reshape([KEYS, sm.v.shape[4]]), b_o, is_async=True)
 
 
 @gluon.jit
 def _message(sm, turn):
-    """What the producer has to say in `turn`: the next tile of the second launch, or whether to give up that of the
-    first."""
+    """Wait for the producer's message of `turn`: the next tile, or in the first launch, 1 to give up the tile."""
     mbarrier.wait(sm.begin.index(0), turn & 1)
     return gl.max(sm.work.load(ONE), axis=0)
 
@@ -214,10 +213,10 @@ def _message(sm, turn):
 @gluon.jit
 def _in_turn(sm, job, q_s, b_o, b_max, b_sum, b_framed, row, start, stop, full, stage, phase, STAGES: gl.constexpr,
              CAUSAL: gl.constexpr, MASKED: gl.constexpr, MODE: gl.constexpr):  # fmt: skip
-    """Key blocks start to stop: QK, softmax, PV. b_framed (64,): q.f of the last block that a row has seen a key of."""
+    """Attend to key blocks start to stop in turn; b_framed (64,): q.f of the last block with a key that a row saw."""
     for j in range(start, stop):
         mbarrier.wait(sm.full.index(4 * stage), phase)
-        if MODE == CAREFUL:
+        if MODE == EXACT:
             mbarrier.wait(sm.full.index(4 * stage + 2), phase)
             b_c = _offset(sm, q_s, stage)
             b_c, b_s = warpgroup_mma_wait(0, deps=(b_c, _scores(sm, q_s, stage)))
@@ -241,11 +240,11 @@ def _in_turn(sm, job, q_s, b_o, b_max, b_sum, b_framed, row, start, stop, full, 
                     b_now = gl.where(gl.max(b_s, axis=1) == -INF, b_framed, b_now)
                 b_max += b_framed - b_now
                 b_framed = b_now
-                b_p, b_max, b_add, b_alpha = careful_softmax(b_s, b_max, b_offset, job.c)
+                b_p, b_max, b_add, b_alpha = exact_softmax(b_s, b_max, b_offset, job.c)
             b_sum = b_sum * b_alpha + b_add
             b_o = b_o * gl.convert_layout(b_alpha, gl.SliceLayout(1, b_o.type.layout))[:, None]
         mbarrier.wait(sm.full.index(4 * stage + 1), phase)
-        if (MODE == CAREFUL) and CAUSAL:
+        if (MODE == EXACT) and CAUSAL:
             mbarrier.wait(sm.full.index(4 * stage + 3), phase)
         b_p = gl.convert_layout(b_p, gl.DotOperandLayout(0, b_o.type.layout, 2))
         b_o = warpgroup_mma_wait(0, deps=(_add_values(sm, b_p, b_o, stage),))
@@ -256,7 +255,7 @@ def _in_turn(sm, job, q_s, b_o, b_max, b_sum, b_framed, row, start, stop, full, 
 
 @gluon.jit
 def _overlapped(sm, job, q_s, b_o, b_sum, row, stop, full, STAGES: gl.constexpr, MASKED: gl.constexpr):
-    """All key blocks (at least one), not causal, FIXED: QK of block j beside PV of block j - 1."""
+    """Attend to all key blocks (at least one), not causal, FIXED: QK of block j beside PV of block j - 1."""
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, b_o.type.layout, 2)
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
@@ -298,9 +297,9 @@ def _overlapped(sm, job, q_s, b_o, b_sum, row, stop, full, STAGES: gl.constexpr,
 @gluon.jit
 def _attend(sm, job, q_s, row, full, stop, n, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
             CAUSAL: gl.constexpr, RAGGED: gl.constexpr, SECOND: gl.constexpr):  # fmt: skip
-    """O (64, D), not yet normalised, maximum, sum and q.f of a warpgroup's rows; where it stopped; whether it gave up.
+    """Return O (64, D), not yet normalised, maximum, sum and q.f of a warpgroup's rows.
 
-    n: blocks that passed before.
+    Then the block at which it stopped, and whether the tile was given up. n: number of earlier blocks.
     """
     D: gl.constexpr = sm.k.shape[4]
     b_o = gl.zeros([ROWS, D], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16]))
@@ -313,12 +312,12 @@ def _attend(sm, job, q_s, row, full, stop, n, WARPGROUPS: gl.constexpr, STAGES: 
     if SECOND:
         b_o, b_max, b_sum, b_framed, stage, phase = _in_turn(
             sm, job, q_s, b_o, b_max, b_sum, b_framed, row, 0, stop, full, stage, phase, STAGES,
-            CAUSAL, RAGGED, CAREFUL,
+            CAUSAL, RAGGED, EXACT,
         )  # fmt: skip
     elif (not CAUSAL) and (WARPGROUPS == 2 or D == 64):  # registers are left for it
         b_o, b_max, b_sum, stop, marked = _overlapped(sm, job, q_s, b_o, b_sum, row, stop, full, STAGES, RAGGED)
     else:
-        # causal: a loop of its own for the blocks that need no mask: short hot code stays in the instruction cache
+        # Causal: the blocks that need no mask have a separate loop, whose short code stays in the instruction cache.
         split = gl.minimum(full, stop) if CAUSAL else stop
         end = gl.minimum(split, 2)
         for part in range(2):
@@ -327,7 +326,7 @@ def _attend(sm, job, q_s, row, full, stop, n, WARPGROUPS: gl.constexpr, STAGES: 
                 STAGES, CAUSAL, RAGGED and not CAUSAL, FIXED,
             )  # fmt: skip
             if part == 0:
-                marked = _message(sm, 0)  # decided long since
+                marked = _message(sm, 0)  # decided long before, so nothing waits here
                 end = gl.where(marked > 0, end, split)
                 stop = gl.where(marked > 0, end, stop)
         if CAUSAL:
@@ -341,7 +340,7 @@ def _attend(sm, job, q_s, row, full, stop, n, WARPGROUPS: gl.constexpr, STAGES: 
 @gluon.jit
 def _store(sm, job, tile, o_desc, b_o, b_max, b_sum, b_framed, row, marked, turn, treated, INDEX: gl.constexpr,
            CAUSAL: gl.constexpr, SECOND: gl.constexpr, DROPPED: gl.constexpr):  # fmt: skip
-    """Normalise, mark what a NaN reaches, and write O (64, D) and the log-sum-exp."""
+    """Normalise, set rows to NaN that a NaN reaches, and write O (64, D) and the log-sum-exp."""
     D: gl.constexpr = sm.k.shape[4]
     COLUMN: gl.constexpr = gl.SliceLayout(0, b_o.type.layout)
     O_ROW: gl.constexpr = gl.SliceLayout(1, b_o.type.layout)
@@ -352,28 +351,28 @@ def _store(sm, job, tile, o_desc, b_o, b_max, b_sum, b_framed, row, marked, turn
     b_inverse = gl.where(b_limit > 0, 1.0 / b_sum, 0.0)  # a row that sees no key is 0
     b_o = gl.fma(b_o, gl.convert_layout(b_inverse, O_ROW)[:, None], b_nan)
     if not SECOND:
-        # a weight beyond FP16 was infinite, and so is what it went into; or a value is not finite
-        b_found = gl.where(gl.sum(b_nan, axis=1) == 0.0, 0, 2)
+        # O is not finite if a weight exceeded FP16 or a value is not finite. 0: nothing to do, 1: flagged, 2: give up.
+        b_verdict = gl.where(gl.sum(b_nan, axis=1) == 0.0, 0, 2)
         if DROPPED != 0:
-            m_drawn = leaning_rows(b_o, b_column, D, DROPPED, True)
-            b_found = gl.maximum(b_found, m_drawn.to(gl.int32))
-        found = gl.max(b_found, axis=0)
-        marked = marked | (found == 2)
+            m_flagged = flag_rows(b_o, b_column, D, DROPPED, True)
+            b_verdict = gl.maximum(b_verdict, m_flagged.to(gl.int32))
+        verdict = gl.max(b_verdict, axis=0)
+        marked = marked | (verdict == 2)
         if marked:
             gl.store(job.p_marked + gl.arange(0, 1, layout=ONE), gl.full([1], 1, gl.int32, ONE))
         if DROPPED != 0:
-            if found == 1:
-                b_o = drawn_rows(b_o, m_drawn, b_column, D, DROPPED)
+            if verdict == 1:
+                b_o = round_flagged(b_o, m_flagged, b_column, D, DROPPED)
     b_lse = (b_max * job.c + gl.log2(b_sum)) * LN2
     if SECOND:
         if treated:
-            b_lse += b_framed * (job.c * LN2)  # the softmax left it out
+            b_lse += b_framed * (job.c * LN2)  # the frame's part, which the softmax left out
             mbarrier.wait(sm.end.index(0), turn & 1)
             b_bad = sm.first_bad.load(COLUMN)
             b_o = gl.where(gl.convert_layout(b_limit, O_ROW)[:, None] > b_bad[None, :], NAN, b_o)
         b_o = round_rows(b_o, b_column, D, DROPPED, False, True)
-    # weights are rounded after they are summed, so a mean may leave the range of its values by 2^-11: clamp
-    if DROPPED == 16:  # its range is wider, and its bytes are stored
+    # Weights are rounded after they are summed, so a mean may leave the range of its values by 2^-11: clamp.
+    if DROPPED == 16:  # BF16 has a wider range; its bytes are stored through an FP16 descriptor
         b_out = b_o.to(gl.bfloat16).to(gl.float16, bitcast=True)
     else:
         b_out = gl.inline_asm_elementwise(CLAMP_F16X2, "=r,r", [b_o.to(gl.float16)], gl.float16, is_pure=True, pack=2)
@@ -391,7 +390,7 @@ def _store(sm, job, tile, o_desc, b_o, b_max, b_sum, b_framed, row, marked, turn
 def _consume(sm, job, tile, o_desc, n, turn, treated, INDEX: gl.constexpr, WARPGROUPS: gl.constexpr,
              STAGES: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr, SECOND: gl.constexpr,
              DROPPED: gl.constexpr):  # fmt: skip
-    """64 query rows. n: blocks that passed before, in `turn` tiles."""
+    """Compute 64 query rows of a tile. n: number of earlier blocks, in `turn` tiles."""
     row = tile.row + INDEX * ROWS
     stop = visible_blocks(row + (ROWS - 1), job.rows, job.keys, CAUSAL)
     full = job.keys // KEYS  # blocks that all rows see
@@ -416,7 +415,7 @@ def _consume(sm, job, tile, o_desc, n, turn, treated, INDEX: gl.constexpr, WARPG
 @gluon.jit
 def _consumer(sm, job, o_desc, INDEX: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
               CAUSAL: gl.constexpr, RAGGED: gl.constexpr, SECOND: gl.constexpr, DROPPED: gl.constexpr):  # fmt: skip
-    """The tile of the program; in the second launch, whatever tiles the producer names."""
+    """Compute the tile of the program; in the second launch, all tiles that the producer names."""
     if not SECOND:
         tile = _locate(job, gl.program_id(0), WARPGROUPS, CAUSAL)
         zero = gl.to_tensor(0)
@@ -443,10 +442,10 @@ def attention_kernel(
     CAUSAL: gl.constexpr, RAGGED: gl.constexpr, SECOND: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
     DROPPED: gl.constexpr,  # how outputs are rounded: rounding_kernel.py
 ):  # fmt: skip
-    """Tiles of 64 * WARPGROUPS query rows: one for each program, or (SECOND) those of all `work` that are marked."""
+    """Compute tiles of 64 * WARPGROUPS query rows: one for each program, or (SECOND) all marked tiles."""
     D: gl.constexpr = q_desc.block_shape[3]
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    if SECOND:  # mostly for nothing: then before anything is set up
+    if SECOND:  # mostly no tile is marked, so this test comes before any set-up
         gl.inline_asm_elementwise(WAIT, "=r", [], gl.int32, is_pure=False, pack=1)
         if gl.load(p_marked) == 0:
             return

@@ -101,12 +101,12 @@ class Plan:
         dim = self.shapes[0][3]
         # On the host, new_empty and empty_like take a third of the time of torch.empty with a dtype
         # and a device.
-        found = q.new_empty(self.anchor_offset // 2 + dim * self.blocks)
+        buffer = q.new_empty(self.anchor_offset // 2 + dim * self.blocks)
         if not self.ready:
-            self._compile(q, k, v, found, scale)
+            self._compile(q, k, v, buffer, scale)
         stream = driver.active.get_current_stream(self.device.index)
         anchor, *passes = self.ready
-        pq, pk, pv, norms = q.data_ptr(), k.data_ptr(), v.data_ptr(), found.data_ptr()
+        pq, pk, pv, norms = q.data_ptr(), k.data_ptr(), v.data_ptr(), buffer.data_ptr()
         marked, anchors = norms + 4 * self.blocks, norms + self.anchor_offset
         anchor.run((self.blocks, 1, 1), stream, pk, pv, pk, norms, norms, anchors, norms, marked, *self.anchor_sizes)
         # from here on the device is busy, so host time is hidden
@@ -119,21 +119,21 @@ class Plan:
 
     def _maps_of(self, *pointers: int) -> tuple[Any, ...]:
         """Return tensor maps with their sizes and strides, cached because the allocator tends to reuse memory."""
-        found = self.filled.get(pointers)
-        if found is None:
+        filled = self.filled.get(pointers)
+        if filled is None:
             if len(self.filled) >= MAPS:
                 self.filled.clear()
             fill = driver.active.utils.fill_tma_descriptor
             maps = ((fill(at, *kind), *tail) for at, (kind, tail) in zip(pointers, self.maps, strict=True))
-            found = self.filled[pointers] = tuple(chain.from_iterable(maps))
-        return found
+            filled = self.filled[pointers] = tuple(chain.from_iterable(maps))
+        return filled
 
-    def _compile(self, q: Tensor, k: Tensor, v: Tensor, found: Tensor, scale: float) -> None:
+    def _compile(self, q: Tensor, k: Tensor, v: Tensor, buffer: Tensor, scale: float) -> None:
         """Compile what is not yet compiled for tensors like these, without launching anything."""
         dim = q.shape[3]
         lse = torch.empty(self.lse_shape, dtype=torch.float32, device=self.device)
-        norms, anchors = found[: 2 * self.blocks].view(torch.float32), found[self.anchor_offset // 2 :]
-        marked = found[2 * self.blocks :][:2].view(torch.int32)
+        norms, anchors = buffer[: 2 * self.blocks].view(torch.float32), buffer[self.anchor_offset // 2 :]
+        marked = buffer[2 * self.blocks :][:2].view(torch.int32)
         anchor = anchor_kernel.warmup(
             k, v, k, norms, norms, anchors, norms, marked, *self.anchor_sizes,
             num_warps=anchor_warps(KEY_BOX, dim), grid=(self.blocks,),

@@ -1,10 +1,10 @@
-"""What the Hopper kernel does to one tile: the bound of its scores, the producer's treatment of K and V, the softmax.
+"""Device functions of the Hopper kernel for one tile: bound of its scores, treatment of K and V, and the softmax.
 
-FIXED    FP32 softmax against a reference that an earlier tile gave: one FMA per exponent, no maximum.
+FIXED    FP32 softmax against a reference from an earlier tile: one FMA per exponent, no maximum.
 RUNNING  FP32 softmax with running maxima, one FMA per exponent.
-CAREFUL  FP32 softmax whose exponents are (s - r) * c <= 0 for any finite inputs, over shifted and cleaned tiles.
+EXACT    FP32 softmax whose exponents are (s - r) * c <= 0 for any finite inputs, over shifted and cleaned tiles.
 
-Their order of statements is chosen: the longest row of instructions between two exponentials decides the speed, and
+The order of their statements matters. The longest chain of instructions between two exponentials decides the speed, and
 ptxas follows the source. Values needed only behind the loops (`limit`, `pre_pass`) are computed where they are used.
 """
 
@@ -17,19 +17,19 @@ from pasa.ops.attention.triton.tile_math import ANCHOR_LIMIT
 
 ROWS = gl.constexpr(64)  # query rows of a consumer warpgroup
 KEYS = gl.constexpr(128)  # keys of a block
-FIXED, RUNNING, CAREFUL = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
+FIXED, RUNNING, EXACT = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 INF = gl.constexpr(float("inf"))
 NAN = gl.constexpr(float("nan"))
 FP16_MAX = gl.constexpr(65504.0)
 LN2 = gl.constexpr(0.6931471805599453)
 UNSEEN = gl.constexpr(2**30)  # above any key's index
-# A kernel that is launched early may read what the one before wrote only behind this.
+# A kernel that is launched early must execute this before it reads results of the previous kernel.
 WAIT = gl.constexpr("griddepcontrol.wait; mov.b32 $0, 0;")
 
 
 @aggregate
 class Shared:
-    """Shared memory: tiles (stage or warpgroup first) and their barriers."""
+    """Hold shared memory: tiles (stage or warpgroup first) and their barriers."""
 
     q: gl.shared_memory_descriptor  # (WARPGROUPS, 1, 1, 64, D)
     k: gl.shared_memory_descriptor  # (STAGES, 1, 1, 128, D)
@@ -52,7 +52,7 @@ class Shared:
 
 @aggregate
 class Job:
-    """Sizes of a call, and where the results of the pre-pass and the log-sum-exp lie."""
+    """Hold the sizes of a call, and pointers to the results of the pre-pass and to the log-sum-exp."""
 
     heads: gl.tensor
     group: gl.tensor  # query heads of a key head
@@ -65,7 +65,7 @@ class Job:
     c: gl.tensor  # scale * log2(e)
     p_norms: gl.tensor  # (B Hkv, nb)
     p_anchors: gl.tensor  # (B Hkv, nb, D)
-    p_marked: gl.tensor  # (1,): whether any tile was given up
+    p_marked: gl.tensor  # (1,): 1 if any tile was given up
     p_lse: gl.tensor  # (B Hq, Sq)
 
     @gluon.constexpr_function
@@ -78,8 +78,8 @@ class Job:
 
 
 @aggregate
-class Tile:
-    """Where a tile of query rows lies."""
+class QueryTile:
+    """Hold the position of a tile of query rows."""
 
     batch: gl.tensor
     head: gl.tensor
@@ -97,7 +97,7 @@ class Tile:
 
 @gluon.jit
 def visible_blocks(last_row, rows, keys, CAUSAL: gl.constexpr):
-    """Key blocks that the rows up to `last_row` see; at least one, so that every loop has a first tile."""
+    """Return how many key blocks the rows up to `last_row` see; at least one, so that every loop has a first tile."""
     seen = keys
     if CAUSAL:
         seen = gl.minimum(last_row, rows - 1) + 1 + keys - rows
@@ -106,7 +106,7 @@ def visible_blocks(last_row, rows, keys, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def limit(job, row, CAUSAL: gl.constexpr):
-    """First key that a row does not see, (64,)."""
+    """Return the first key that each row does not see, (64,)."""
     ROW: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16]))
     b_limit = gl.full([ROWS], 0, gl.int32, ROW) + job.keys
     if CAUSAL:
@@ -117,7 +117,7 @@ def limit(job, row, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def mask(job, b_s, row, j, full, CAUSAL: gl.constexpr):
-    """-inf where a row does not see a key; blocks before `full` are seen by all."""
+    """Set scores to -inf where a row does not see a key; all rows see the blocks before `full`."""
     if j >= full:
         b_key = j * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(0, b_s.type.layout))
         b_s = gl.where(b_key[None, :] < limit(job, row, CAUSAL)[:, None], b_s, gl.full_like(b_s, -INF))
@@ -126,32 +126,35 @@ def mask(job, b_s, row, j, full, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def column(b_c, INDEX: gl.constexpr):
-    """A column of (64, 8), (64,)."""
+    """Return column INDEX of (64, 8), as (64,)."""
     b_at = gl.arange(0, 8, layout=gl.SliceLayout(0, b_c.type.layout))
     return gl.sum(gl.where(b_at[None, :] == INDEX, b_c, gl.zeros_like(b_c)), axis=1)
 
 
 @gluon.jit
 def pre_pass(job, tile, p, WIDTH: gl.constexpr):
-    """Where the head's part of the anchors or norms begins."""
+    """Return a pointer to the head's part of the anchors or norms."""
     return p + tile.index_kv.to(gl.int64) * ((job.keys + KEYS - 1) // KEYS) * WIDTH
 
 
 @gluon.jit
 def is_bounded(sm, job, tile, turn, WARPGROUPS: gl.constexpr):
-    """Whether FP32 sums of the tile's scores are exact enough without a shift: by Cauchy and Schwarz no score passes
-    the product of the largest norms. A query with a NaN spoils its own row alone, whatever this says."""
+    """Test if FP32 sums of the tile's scores are accurate enough without a shift.
+
+    By Cauchy and Schwarz, no score exceeds the product of the largest norms. A NaN in a query reaches only its own row,
+    whatever the result of this test.
+    """
     D: gl.constexpr = sm.q.shape[4]
     LANE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     gl.inline_asm_elementwise(WAIT, "=r", [], gl.int32, is_pure=False, pack=1)
     b_lane = gl.arange(0, 128, layout=LANE)
-    b_most = gl.zeros([128], gl.float32, LANE)
+    b_norm = gl.zeros([128], gl.float32, LANE)
     blocks = (job.keys + KEYS - 1) // KEYS
     for i in range(0, blocks, 128):
         p_block = pre_pass(job, tile, job.p_norms, 1) + i + b_lane
-        b_most = gl.maximum(b_most, gl.load(p_block, mask=i + b_lane < blocks, other=0.0))
-    nats = gl.max(b_most, axis=0) * (job.c * LN2)
+        b_norm = gl.maximum(b_norm, gl.load(p_block, mask=i + b_lane < blocks, other=0.0))
+    nats = gl.max(b_norm, axis=0) * (job.c * LN2)
     b_square = gl.zeros([16], gl.float32, gl.SliceLayout(1, LAYOUT))
     for w in gl.static_range(WARPGROUPS):
         mbarrier.wait(sm.q_full.index(w), turn & 1)
@@ -164,7 +167,7 @@ def is_bounded(sm, job, tile, turn, WARPGROUPS: gl.constexpr):
 
 @gluon.jit
 def anchor(job, tile, j, treated, D: gl.constexpr):
-    """a_j (D,) as the threads of `treat_keys` hold it; 0 unless the tile is treated."""
+    """Load a_j (D,) in the layout of `treat_keys`; 0 unless the tile is treated."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     b_col = gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT))
     b_a = gl.load(pre_pass(job, tile, job.p_anchors, D) + j * D + b_col)
@@ -173,9 +176,9 @@ def anchor(job, tile, j, treated, D: gl.constexpr):
 
 @gluon.jit
 def treat_keys(sm, b_a, b_frame, n, treated, STAGES: gl.constexpr, PART: gl.constexpr):
-    """K' = K - a_j in place, NaN where a key is not finite, and the rows of a_j - f_j and f_j, both FP16 numbers.
+    """Compute K' = K - a_j in place, and store the rows a_j - f_j and f_j, both FP16 numbers.
 
-    b_frame: f_j, see `next_frame`. n: blocks that passed before.
+    K' is NaN where a key is not finite. b_frame: f_j, see `next_frame`. n: number of earlier blocks.
     """
     D: gl.constexpr = sm.k.shape[4]
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
@@ -198,8 +201,10 @@ def treat_keys(sm, b_a, b_frame, n, treated, STAGES: gl.constexpr, PART: gl.cons
 
 @gluon.jit
 def treat_values(sm, j, n, dirty, STAGES: gl.constexpr, PART: gl.constexpr):
-    """Zero for values of block j that are not finite, since a weight of zero must hide them; `first_bad` marks their
-    rows. n: blocks that passed before."""
+    """Set values of block j that are not finite to 0, because 0 * NaN is NaN; `first_bad` records their keys.
+
+    n: number of earlier blocks.
+    """
     D: gl.constexpr = sm.k.shape[4]
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     stage = n % STAGES
@@ -221,7 +226,7 @@ def treat_values(sm, j, n, dirty, STAGES: gl.constexpr, PART: gl.constexpr):
 
 @gluon.jit
 def fixed_softmax(b_s, b_ref, c):
-    """P (64, 128) in FP16, infinite where it passes 65504, and its sums (64,)."""
+    """Return P (64, 128) in FP16, infinite beyond 65504, and its sums (64,)."""
     b_p = gl.exp2(gl.fma(b_s, c, (-(b_ref * c))[:, None]))
     b_half = b_p.to(gl.float16)
     return b_half, gl.sum(b_p, axis=1)
@@ -229,9 +234,9 @@ def fixed_softmax(b_s, b_ref, c):
 
 @gluon.jit
 def running_softmax(b_s, b_max, c):
-    """P (64, 128) in FP16, the rows' new maximum, what the tile adds to their sum, and the factor for what they had."""
+    """Return P (64, 128) in FP16, each row's new maximum, the tile's part of its sum, and the factor of the old sum."""
     b_new = gl.maximum(b_max, gl.max(b_s, axis=1))
-    b_ref = gl.where(b_new == -INF, 0.0, b_new)  # a row without a key so far
+    b_ref = gl.where(b_new == -INF, 0.0, b_new)  # a row that has seen no key so far
     b_p = gl.exp2(gl.fma(b_s, c, (-(b_ref * c))[:, None]))
     b_half = b_p.to(gl.float16)
     b_add = gl.sum(b_p, axis=1)
@@ -239,11 +244,11 @@ def running_softmax(b_s, b_max, c):
 
 
 @gluon.jit
-def careful_softmax(b_s, b_max, b_offset, c):
-    """As `running_softmax`, of scores s + offset; no exponent is above 0 whatever was rounded.
+def exact_softmax(b_s, b_max, b_offset, c):
+    """Return what `running_softmax` returns, for scores s + offset; no exponent exceeds 0, however sums are rounded.
 
-    The reference r is the tile's own maximum where that leads, else max(m - offset, maximum): never below the tile's
-    maximum, and equal to it where the row's maximum lies in this tile, so that some weight of the row is 1.
+    The reference r is the tile's maximum if that is the row's maximum, else max(m - offset, maximum). So it is never
+    below the tile's maximum, and equals it where the row's maximum lies in this tile, so that some weight is 1.
     """
     b_top = gl.max(b_s, axis=1)
     b_true = b_top + b_offset

@@ -1,4 +1,4 @@
-"""Triton kernels that write keys and values into the pages of a cache, and find the anchors of pages."""
+"""Triton kernels that write keys and values into the pages of a cache, and compute the anchors of pages."""
 
 import triton
 import triton.language as tl
@@ -32,7 +32,7 @@ def write_pages_kernel(
     PAGE: tl.constexpr,
     ANCHORED: tl.constexpr,
 ):
-    """One token; one without a slot in the cache is not written."""
+    """Write one token; a token without a slot in the cache is not written."""
     token = tl.cast(tl.program_id(0), tl.int64)
     slot = tl.cast(tl.load(p_slot + token), tl.int64)
     if (slot < 0) | (slot >= pages * PAGE):
@@ -63,12 +63,14 @@ def page_anchors_kernel(
     pages,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
-    WIDTH: tl.constexpr,  # columns that are looked at together
+    WIDTH: tl.constexpr,  # columns that are processed together
     PAGE: tl.constexpr,
     PAGE_PAD: tl.constexpr,
 ):
-    """Anchor of one head of the page that a token is in, if it is the last one there: of slots up to its own. NaN where
-    a key is not finite."""
+    """Compute one head's anchor of a token's page, from the slots up to the token, if no later slot is written.
+
+    The anchor is NaN if a key is not finite.
+    """
     token = tl.program_id(0) // heads
     head = tl.cast(tl.program_id(0) % heads, tl.int64)
     slot = tl.cast(tl.load(p_slot + token), tl.int64)

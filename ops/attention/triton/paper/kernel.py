@@ -13,19 +13,19 @@ from pasa.ops.attention.triton.tile_math import FP16_MAX, INF, add_values, load_
 
 @triton.jit
 def rounded(x, ROUND: tl.constexpr):
-    """A row vector or a tile as FP16 holds it, where Algorithm 1 keeps it there."""
+    """Round a row vector or a tile to FP16 where Algorithm 1 keeps it in FP16."""
     return x.to(tl.float16).to(tl.float32) if ROUND else x
 
 
 @triton.jit
-def paper_step(b_s, b_own, m_seen, m_reach, index, factor, b_mean, b_max, b_sum, ROUND: tl.constexpr):
-    """Lines 11 to 19 for one tile S' (M, N) that FP16 stored: P, the factors of O and of P V, F_j, m_j and l_j.
+def paper_step(b_s, b_masked, m_seen, m_reach, index, factor, b_mean, b_max, b_sum, ROUND: tl.constexpr):
+    """Run lines 11 to 19 for one tile S' (M, N) stored in FP16; return P, the factors of O and of P V, F_j, m_j, l_j.
 
-    b_own: S' with the mask added; m_seen (M, N): which of the block's keys each row sees; m_reach (M,): rows whose
-    causal band reaches the block, the others stay as they are; index: blocks before this one; factor: the invariance;
+    b_masked: S' with the mask added; m_seen (M, N): the keys of the block that each row sees; m_reach (M,): rows whose
+    causal band reaches the block (others do not change); index: number of earlier blocks; factor: the invariance;
     b_mean: F_{j-1}.
     """
-    # of the whole shifted block, masked or not: the recovery undoes M, for which a key that is NaN was the mean itself
+    # The mean is over the whole shifted block, masked or not: the recovery undoes M, which replaced a NaN key by it.
     m_mean = b_s == b_s
     mean = tl.sum(tl.where(m_mean, b_s, 0.0), 1) / tl.maximum(tl.sum(tl.where(m_mean, 1.0, 0.0), 1), 1.0)
     mean = rounded(mean, ROUND)
@@ -34,20 +34,20 @@ def paper_step(b_s, b_own, m_seen, m_reach, index, factor, b_mean, b_max, b_sum,
     others = rounded(blocks / (blocks + 1.0), ROUND)
     new_mean = rounded(rounded(mean * one, ROUND) + rounded(b_mean * others, ROUND), ROUND)
     # F_0 is read as s, so block 1 has no correction. A mean may be infinite there, so a factor of 0 would give NaN.
-    m_first = (mean == new_mean) & (index == 0)  # of rows: ascendnpu-ir 1.1.0 takes no scalar condition
+    m_first = (mean == new_mean) & (index == 0)  # a vector: ascendnpu-ir 1.1.0 takes no scalar condition
     carry = tl.where(m_first, 0.0, rounded(factor * rounded(b_mean - new_mean, ROUND), ROUND))
     offset = tl.where(m_first, 0.0, rounded(factor * rounded(mean - new_mean, ROUND), ROUND))
-    top = tl.max(tl.where(m_seen, b_own, -INF), 1)
+    top = tl.max(tl.where(m_seen, b_masked, -INF), 1)
     empty = tl.max(tl.where(m_seen, 1, 0), 1) == 0
     top = tl.where(empty, 0.0, top)
-    here = rounded(top + offset, ROUND)
+    tile_max = rounded(top + offset, ROUND)
     carried = rounded(b_max + carry, ROUND)
-    new_max = tl.maximum(carried, tl.where(empty, -INF, here))
-    b_p = rounded(tl.exp(rounded(b_own - top[:, None], ROUND)), ROUND)
+    new_max = tl.maximum(carried, tl.where(empty, -INF, tile_max))
+    b_p = rounded(tl.exp(rounded(b_masked - top[:, None], ROUND)), ROUND)
     b_p = tl.where(m_seen, b_p, 0.0)
-    # nothing to scale where there is nothing yet: inf * 0 would be NaN
+    # A row without earlier keys has nothing to scale, and inf * 0 would be NaN.
     alpha = tl.where(b_sum == 0.0, 0.0, rounded(tl.exp(rounded(carried - new_max, ROUND)), ROUND))
-    gain = tl.where(empty, 0.0, rounded(tl.exp(rounded(here - new_max, ROUND)), ROUND))
+    gain = tl.where(empty, 0.0, rounded(tl.exp(rounded(tile_max - new_max, ROUND)), ROUND))
     row_sum = rounded(tl.sum(b_p, 1), ROUND)
     new_sum = rounded(rounded(alpha * b_sum, ROUND) + rounded(gain * row_sum, ROUND), ROUND)
     alpha = tl.where(m_reach, alpha, 1.0)
@@ -59,7 +59,7 @@ def paper_step(b_s, b_own, m_seen, m_reach, index, factor, b_mean, b_max, b_sum,
 
 @triton.jit
 def paper_kernel(
-    p_q,  # as in `attention_kernel`, and so are all that are not commented
+    p_q,  # as in `attention_kernel`, like every argument without a comment
     p_k,  # K' in whole blocks; of packed sequences, each begins with its first block
     p_v,
     p_out,
@@ -106,7 +106,7 @@ def paper_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Algorithm 1 with the scale folded into K'; BLOCK_N is the block that M shifts."""
+    """Run Algorithm 1 with the scale folded into K'; BLOCK_N is the block that M shifts."""
     for o_work in range(tl.program_id(0), work, tl.num_programs(0)):
         o_batch, o_head, o_tile, begin_q, begin_k, first_block, rows, keys = locate(
             o_work, work, p_tile, p_cu_q, p_cu_k, p_first_block, heads, tiles, all_rows, all_keys, VARLEN, CAUSAL
@@ -147,13 +147,13 @@ def paper_kernel(
             if CAUSAL:
                 m_reach = o_row + diagonal >= start
                 m_seen = m_seen & (o_n[None, :] <= o_row[:, None] + diagonal)
-            b_own = b_s  # what FP16 stored, before a mask is added
+            b_masked = b_s  # what FP16 stored, before a mask is added
             if MASK != "none":
-                p_here = p_rows_mask + tl.cast(start, tl.int64) * stride_mask_n
-                m_seen, b_bias = load_mask(p_here, m_tile, m_seen, stride_mask_m, stride_mask_n, MASK)
-                b_own = b_s + b_bias
+                p_block_mask = p_rows_mask + tl.cast(start, tl.int64) * stride_mask_n
+                m_seen, b_bias = load_mask(p_block_mask, m_tile, m_seen, stride_mask_m, stride_mask_n, MASK)
+                b_masked = b_s + b_bias
             b_p, alpha, gain, b_mean, b_max, b_sum = paper_step(
-                b_s, b_own, m_seen, m_reach, start // BLOCK_N, factor, b_mean, b_max, b_sum, ROUND
+                b_s, b_masked, m_seen, m_reach, start // BLOCK_N, factor, b_mean, b_max, b_sum, ROUND
             )
             b_v = tl.load(p_value + o_d[None, :], mask=m_key[:, None] & m_d[None, :], other=0.0)
             if CLEAN:
@@ -161,13 +161,13 @@ def paper_kernel(
             else:
                 product = rounded(add_values(tl.zeros((BLOCK_M, D_PAD), tl.float32), b_p, b_v, m_seen), ROUND)
             b_acc = rounded(rounded(alpha[:, None] * b_acc, ROUND) + rounded(gain[:, None] * product, ROUND), ROUND)
-        blind = (b_sum == 0.0) & (b_max == -INF)
-        divisor = tl.where(blind, 1.0, b_sum)
-        # o_d, with a 0 that the compiler does not know: it would find the columns' keys before the loop over keys, and
-        # spill them there (1112 bytes of stack in place of 1016)
+        fully_masked = (b_sum == 0.0) & (b_max == -INF)
+        divisor = tl.where(fully_masked, 1.0, b_sum)
+        # This is o_d plus a 0 that the compiler does not know. Otherwise the compiler computes the columns' hash keys
+        # before the loop over keys, and spills them there (1112 bytes of stack instead of 1016).
         o_column = (o_d & 6) + (tl.min(b_sum, 0) < 0.0).to(tl.int32) + (o_d & ~6)
         b_out = round_rows(b_acc / divisor[:, None], o_column, D, DROPPED, False).to(p_out.dtype.element_ty)
-        b_lse = tl.where(blind, -INF, b_max + factor * b_mean + tl.log(divisor))
+        b_lse = tl.where(fully_masked, -INF, b_max + factor * b_mean + tl.log(divisor))
         p_rows = p_out + batch * stride_ob + head * stride_oh + at * stride_om
         tl.store(p_rows + o_m[:, None] * stride_om + o_d[None, :], b_out, mask=m_out)
         p_rows_lse = p_lse + batch * stride_lb + head * stride_lh + at * stride_lm

@@ -23,7 +23,7 @@ def _on_ascend(dim: int, mask: str, causal: bool = True) -> Case:
 
 FAST: Case = {"SHIFT": "none", "FAST": True, "GUARDED": True, "CLEAN": False, "LOOP": False}
 PLAIN = FAST | {"GUARDED": False}
-CAREFUL: Case = {"SHIFT": "here", "GUARDED": True, "CLEAN": False}
+EXACT: Case = {"SHIFT": "here", "GUARDED": True, "CLEAN": False}
 ON_HOPPER: Case = {"DESCRIPTORS": True, "OVERLAP": True}
 
 
@@ -61,20 +61,20 @@ NVIDIA_CASES = [
     _attention("sm_90_d128_fp32", sizes_of(128, 128, 64), **PLAIN, DESCRIPTORS=True, **on_arch(90, 8, 2)),
     _attention("sm_80_d64_unbiased", sizes_of(64, 128, 64), DROPPED=13, **FAST, **on_arch(80, 4, 3)),
     _attention("sm_90_d128_bf16", sizes_of(128, 64, 64), DROPPED=16, **FAST, **ON_HOPPER, **on_arch(90, 4, 3, stack=0)),
-    _attention("sm_90_d128_careful_unbiased", sizes_of(128, 64, 64), DROPPED=13, **CAREFUL, **on_arch(90, 4, 1)),
+    _attention("sm_90_d128_exact_unbiased", sizes_of(128, 64, 64), DROPPED=13, **EXACT, **on_arch(90, 4, 1)),
     _attention("sm_90_d256", sizes_of(256, 128, 64), **FAST, **on_arch(90, 8, 2)),
     _attention("sm_90_d256_few_rows", sizes_of(256, 64, 64), **FAST, **on_arch(90, 4, 2, stack=1200)),
-    _attention("sm_90_d128_careful", sizes_of(128, 64, 64), **CAREFUL, **on_arch(90, 4, 1)),
+    _attention("sm_90_d128_exact", sizes_of(128, 64, 64), **EXACT, **on_arch(90, 4, 1)),
     *(
         _attention(
-            f"sm_90_d128_listed_{mask}" + "_careful" * (flags is CAREFUL),
+            f"sm_90_d128_listed_{mask}" + "_exact" * (flags is EXACT),
             sizes_of(128, 64, 64),
             mask,
             **flags,
             LISTED=True,
             **on_arch(90, 4, stages, stack=2300),  # the exact pass needs 2256, as q.frame of every row is in registers
         )
-        for mask, flags, stages in (("bool", FAST | ON_HOPPER, 2), ("bool", CAREFUL, 1), ("float", CAREFUL, 1))
+        for mask, flags, stages in (("bool", FAST | ON_HOPPER, 2), ("bool", EXACT, 1), ("float", EXACT, 1))
     ),
     *(
         make_case(
@@ -87,9 +87,9 @@ NVIDIA_CASES = [
     ),
     *(
         _attention(
-            f"sm_90_d{d}_careful_{m}x{n}",
+            f"sm_90_d{d}_exact_{m}x{n}",
             sizes_of(d, m, n),
-            **CAREFUL,
+            **EXACT,
             **on_arch(90, m // 16, 1, stack=2000 if n == 32 else 2500),
         )
         for d, n in ((160, 32), (256, 32), (256, 64))

@@ -1,11 +1,11 @@
 """Triton kernel of the attention forward pass: the exact recovery, and plain flash attention to compare.
 
 One source for NVIDIA GPUs, the interpreter and Ascend (through triton-ascend): pointers and masks, no inline assembly.
-Score tiles stay in FP32, where every target of Triton accumulates them: no row reference and no rescue is needed, and
-a head whose keys have no anchor runs FP32-softmax flash attention. It cannot overflow, because weights are
-exponentials of differences that are taken before they are scaled; a fast pass takes more risk, and what it breaks is
-done again. FP16 tiles with their row reference pay where tiles leave the matrix unit through memory; they are the
-Ascend C kernel's.
+Score tiles stay in FP32, in which every target of Triton accumulates them. So no row reference and no rescue is needed,
+and a head whose keys have no anchor runs FP32-softmax flash attention. It cannot overflow, because weights are
+exponentials of differences that are taken before scores are scaled. A fast pass takes more risk, and the exact pass
+repeats the tiles that it marks. FP16 tiles with a row reference pay off where tiles leave the matrix unit through
+memory, as in the Ascend C kernel.
 """
 
 import triton
@@ -29,36 +29,36 @@ from pasa.ops.attention.triton.tile_math import (
 
 @triton.jit
 def optimistic_step(b_s, factor, b_reference, b_sum):
-    """Weights P of a tile against a reference (M,) that the first tile gave, and the sum of every row.
+    """Return weights P of a tile against a reference (M,) from the first tile, and the sum of every row.
 
-    The reference is that tile's row maximum, which no running maximum falls below: FP16 holds small weights at least
-    as finely as there. A later score may stand 16 bits, 11 nats, above it. One that stands higher makes a weight
-    infinite, and so whatever the weight multiplies: `is_finite` tells.
+    The reference is the first tile's row maximum. No running maximum is below it, so FP16 holds small weights at least
+    as finely as with one. A later score may be 16 bits, 11 nats, above it. A higher score makes its weight infinite,
+    and then the output, which `all_finite` detects.
     """
     b_p = tl.exp2(b_s * factor - (b_reference * factor)[:, None])
     return b_p.to(tl.float16), b_sum + tl.sum(b_p, 1)
 
 
 @triton.jit
-def is_finite(b_x):
-    """Whether no element (M, N) is NaN or infinite."""
+def all_finite(b_x):
+    """Test if all elements (M, N) are finite."""
     return tl.min(tl.min(tl.where(tl.abs(b_x) < INF, 1, 0), 1), 0) == 1
 
 
 @triton.jit
 def attend(
     b_q,  # (M, D)
-    b_nan,  # (M,) NaN to spoil a row, otherwise 0
+    b_nan,  # (M,) NaN for rows whose query is not finite, otherwise 0
     b_max,
     b_sum,
     b_acc,
-    b_frame,  # (D,) what scores are counted from: `next_frame`
-    b_framed,  # (M,) q.frame of the last block that a row has seen a key of
+    b_frame,  # (D,) frame of the scores: `next_frame`
+    b_framed,  # (M,) q.frame of the last block with a key that a row has seen
     p_k,  # first key of the sequence, of this head
     p_v,
     p_anchor,
     p_mask,  # first row of the tile
-    p_order,  # the key tiles to go through, if LISTED
+    p_order,  # the key tiles to visit, if LISTED
     o_row,  # (M,) rows within the sequence
     rows,
     begin,
@@ -87,7 +87,7 @@ def attend(
     DESCRIPTORS: tl.constexpr,
     LISTED: tl.constexpr,
 ):
-    """The loop over key blocks from key `begin` to `end`, or over those that `p_order` lists from `begin` to `end`."""
+    """Attend to the key blocks from key `begin` to `end`, or to entries `begin` to `end` of the list `p_order`."""
     o_d = tl.arange(0, D_PAD)
     m_d = o_d < D
     factor = scale * LOG2_E
@@ -137,7 +137,7 @@ def attend(
             b_max += (b_framed - framed) * (scale if MASK == "float" else 1.0)
             b_framed = framed
         # softmax and values
-        # a mask may add -3.4e38, which a product with log2(e) carries to -inf: not by one instruction
+        # A mask may add -3.4e38, whose product with log2(e) is -inf, so a float mask excludes the fast exponent.
         b_p, alpha, b_max, b_sum = softmax_step(b_s, offset, factor, b_max, b_sum, not WHOLE, FAST and MASK != "float")
         b_acc = b_acc * alpha[:, None]
         b_v = load_rows(p_v, at, stride_vn, o_batch, o_kv_head, begin_k, keys, WHOLE, DESCRIPTORS, D, D_PAD, BLOCK_N)
@@ -150,7 +150,7 @@ def attend(
 
 @triton.jit
 def attend_whole(
-    b_q,  # as in `attend`, and so are all that are not commented
+    b_q,  # as in `attend`, like every argument without a comment
     b_nan,
     p_k,
     p_v,
@@ -168,12 +168,13 @@ def attend_whole(
     OVERLAP: tl.constexpr,  # P V of a block runs on the matrix unit under the softmax of the next
     OPTIMISTIC: tl.constexpr,  # weights refer to the first block's maxima: nothing is rescaled, and O may overflow
 ):
-    """The loop over the key blocks from the first one to key `end`, which every row sees; FAST, no shift, no mask."""
+    """Attend to the key blocks from the first one to key `end`, which every row sees; FAST, no shift, no mask."""
     b_max = tl.full((b_q.shape[0],), -INF, tl.float32)
     b_sum = tl.zeros((b_q.shape[0],), tl.float32)
     b_acc = tl.zeros((b_q.shape[0], D_PAD), tl.float32)
     alpha = tl.full((b_q.shape[0],), 1.0, tl.float32)
-    # weights of the block before; Triton keeps a loop's FP16 argument of a product in shared memory, but not its bits
+    # Weights of the previous block, as integers. Triton would keep an FP16 operand of the loop's product in shared
+    # memory, but keeps integers in registers.
     b_bits = tl.zeros((b_q.shape[0], BLOCK_N), tl.int16)
     factor = scale * LOG2_E
     for start in range(0, end, BLOCK_N):
@@ -212,9 +213,9 @@ def attention_kernel(
     p_lse,  # (B, Hq, Sq) FP32, or packed (T, Hq)
     p_anchor,  # (B, Hkv, blocks, D) FP16; packed: (1, Hkv, blocks, D)
     p_norms,  # (B, Hkv, blocks) FP32: largest norm of a key, infinite if one is not finite
-    p_marked,  # (1,) INT32: whether any tile needs care
+    p_marked,  # (1,) INT32: 1 if any tile needs the exact pass
     p_mask,  # bytes or floats, broadcast by strides of 0
-    p_order,  # what prefill/mask_kernel.py finds: order and counts, if LISTED
+    p_order,  # order and counts of prefill/mask_kernel.py, if LISTED
     p_counts,
     p_tile,  # (tiles, 2) sequence and tile within it, packed sequences only; so are the next three
     p_cu_q,
@@ -259,15 +260,15 @@ def attention_kernel(
     BLOCK_N: tl.constexpr,
     ANCHOR_BLOCK: tl.constexpr,
     FAST: tl.constexpr,  # one instruction for an exponent; only with SHIFT "none"
-    GUARDED: tl.constexpr,  # FAST leaves tiles that need care, otherwise the pass takes only those
-    CLEAN: tl.constexpr,  # values are finite, or nobody minds: an NPU cannot branch round a product (see README.md)
+    GUARDED: tl.constexpr,  # with FAST, mark the tiles that need the exact pass; without, compute only these
+    CLEAN: tl.constexpr,  # skip the test of values: an NPU cannot branch around a product (see README.md)
     DESCRIPTORS: tl.constexpr,  # p_k and p_v are tensor descriptors
     OVERLAP: tl.constexpr,  # as in `attend_whole`; only with FAST
-    LISTED: tl.constexpr,  # a masked call: the tiles to go through are listed, and an unbounded one is left at once
+    LISTED: tl.constexpr,  # a masked call: the tiles to visit are listed, and an unbounded tile is given up at once
     LOOP: tl.constexpr,  # few programs share the tiles; a program for each tile has more registers
     DROPPED: tl.constexpr,  # how outputs are rounded: rounding_kernel.py
 ):
-    """softmax(scale q k^T + mask) v and its log-sum-exp, one tile of BLOCK_M query rows of one head at a time."""
+    """Compute softmax(scale q k^T + mask) v and its log-sum-exp, one tile of BLOCK_M query rows at a time."""
     if GUARDED and not FAST:
         work = tl.where(tl.load(p_marked) > 0, work, 0)
     turns = 1
@@ -281,8 +282,8 @@ def attention_kernel(
         batch = tl.cast(o_batch, tl.int64)
         head = tl.cast(o_head, tl.int64)
         kv_head = head // group
-        # queries (M, D); one that is not finite spoils its row. FAST leaves the tile as it is: changed, it would be an
-        # operand of products in registers
+        # queries (M, D). An element that is not finite makes its row NaN. FAST does not change the tile, because a
+        # changed tile would be an operand of products in registers.
         o_m = tl.arange(0, BLOCK_M)
         o_row = o_tile * BLOCK_M + o_m
         o_d = tl.arange(0, D_PAD)
@@ -296,7 +297,7 @@ def attention_kernel(
         else:
             b_q = tl.where(tl.abs(b_q.to(tl.float32)) <= FP16_MAX, b_q, float("nan")).to(tl.float16)
         b_nan = b_square * 0.0
-        # where keys, values, anchors and mask of this tile start
+        # first keys, values, anchors and mask elements of this tile
         if DESCRIPTORS:
             p_keys = p_k
             p_values = p_v
@@ -306,33 +307,33 @@ def attention_kernel(
         head_block = (batch * (heads // group) + kv_head) * blocks + first_block
         p_anchors = p_anchor + head_block * D
         p_rows_mask = p_mask + batch * stride_mask_b + head * stride_mask_h + at * stride_mask_m
-        # how far the tile sees
+        # the keys that the tile sees
         diagonal = keys - rows
         end = keys
         whole = keys // BLOCK_N * BLOCK_N
         if CAUSAL:
             end = tl.maximum(tl.minimum(keys, o_tile * BLOCK_M + BLOCK_M + diagonal), 0)
             whole = tl.maximum(tl.minimum(o_tile * BLOCK_M + diagonal + 1, keys), 0) // BLOCK_N * BLOCK_N
-        # whose tile it is: the fast pass marks what it leaves by an infinite log-sum-exp
-        taken = o_tile * BLOCK_M < rows
+        # active: this pass computes the tile. The fast pass marks a tile for the exact pass by an infinite log-sum-exp.
+        active = o_tile * BLOCK_M < rows
         if GUARDED and not FAST:
             p_mark = p_lse + batch * stride_lb + head * stride_lh + at * stride_lm
-            taken = tl.load(p_mark, mask=taken, other=0.0) == INF
-            rows = tl.where(taken, rows, 0)
+            active = tl.load(p_mark, mask=active, other=0.0) == INF
+            rows = tl.where(active, rows, 0)
             m_out = m_out & (rows > 0)
-        # key blocks that every row sees whole, then those on the diagonal and the ragged last one
+        # key blocks that every row sees whole, then those on the diagonal and the partial last one
         b_max = tl.full((BLOCK_M,), -INF, tl.float32)
         b_sum = tl.zeros((BLOCK_M,), tl.float32)
         b_acc = tl.zeros((BLOCK_M, D_PAD), tl.float32)
         b_framed = tl.zeros((BLOCK_M,), tl.float32)
         b_frame = tl.zeros((D_PAD,), tl.float32)
-        if SHIFT != "none":  # that of the first block is its anchor
+        if SHIFT != "none":  # the first block's anchor is its frame
             b_frame = tl.load(p_anchors + o_d, mask=(o_d < D) & (keys > 0), other=0.0).to(tl.float32)
         if (LISTED and GUARDED) and FAST:
             bounded = is_bounded(b_square, p_norms + head_block, tl.cdiv(keys, ANCHOR_BLOCK), scale, 128)
-            taken = taken & bounded
-        whole = tl.where(taken, whole, 0)
-        end = tl.where(taken, end, 0)
+            active = active & bounded
+        whole = tl.where(active, whole, 0)
+        end = tl.where(active, end, 0)
         p_listed = p_order
         if LISTED:
             o_order = batch * stride_order_b + head * stride_order_h + o_tile
@@ -340,11 +341,11 @@ def attention_kernel(
             p_listed = p_order + o_order * end
             b_max, b_sum, b_acc, b_frame, b_framed = attend(
                 b_q, b_nan, b_max, b_sum, b_acc, b_frame, b_framed, p_keys, p_values, p_anchors, p_rows_mask, p_listed,
-                o_row, rows, 0, tl.where(taken, tl.load(p_counts + 2 * o_order), 0), keys, diagonal, scale, stride_kn,
+                o_row, rows, 0, tl.where(active, tl.load(p_counts + 2 * o_order), 0), keys, diagonal, scale, stride_kn,
                 stride_vn, stride_mask_m, stride_mask_n, o_batch, o_head // group, begin_k, True, SHIFT, MASK, False,
                 D, D_PAD, BLOCK_N, ANCHOR_BLOCK, FAST, GUARDED, CLEAN, DESCRIPTORS, True,
             )  # fmt: skip
-            whole = end - tl.where(taken, tl.load(p_counts + 2 * o_order + 1), 0)
+            whole = end - tl.where(active, tl.load(p_counts + 2 * o_order + 1), 0)
         elif MASK != "none":
             whole = 0
         elif FAST:
@@ -359,10 +360,10 @@ def attention_kernel(
                 o_batch, o_head // group, begin_k, True, SHIFT, MASK, False, D, D_PAD, BLOCK_N, ANCHOR_BLOCK, FAST,
                 GUARDED, CLEAN, DESCRIPTORS, False,
             )  # fmt: skip
-        if (GUARDED and FAST) and not LISTED:  # not earlier: to wait for the norms would hold up the loop
+        if (GUARDED and FAST) and not LISTED:  # after the loop, which would otherwise wait for the norms
             bounded = is_bounded(b_square, p_norms + head_block, tl.cdiv(keys, ANCHOR_BLOCK), scale, 128)
             if MASK == "none":
-                if bounded & (is_finite(b_acc) == 0):  # a score far above the first block's: with running maxima
+                if bounded & (all_finite(b_acc) == 0):  # a score far above the first block's: redo with running maxima
                     b_max, b_sum, b_acc = attend_whole(
                         b_q, b_nan, p_keys, p_values, whole, scale, stride_kn, stride_vn, o_batch, o_head // group,
                         begin_k, D, D_PAD, BLOCK_N, DESCRIPTORS, OVERLAP, False,
@@ -375,7 +376,7 @@ def attention_kernel(
         )  # fmt: skip
         marked = False
         if GUARDED and FAST:  # a value that is not finite shows in the result
-            marked = (bounded & is_finite(b_acc)) == 0
+            marked = (bounded & all_finite(b_acc)) == 0
             tl.store(p_marked, 1, mask=marked)
         nats = b_max if MASK == "float" else b_max * scale
         b_out, b_lse = mean_of_values(b_acc, b_max, b_sum, nats + b_framed * scale, D, DROPPED, not LOOP)

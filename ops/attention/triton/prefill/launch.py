@@ -15,7 +15,7 @@ from pasa.ops.attention.triton.prefill.mask_launch import MaskTiles
 from pasa.ops.attention.triton.tiles import Tile, fit_ascend, pad_dim, processors, tiles_for
 from pasa.ops.attention.triton.tuning import best_tile
 
-CAREFUL_KEYS = 64  # the most keys in a tile of the exact pass
+EXACT_KEYS = 64  # the most keys in a tile of the exact pass
 
 
 def prefill_attention(call: KernelCall, packing: Packing | None) -> tuple[Tensor, Tensor]:
@@ -30,27 +30,29 @@ def prefill_attention(call: KernelCall, packing: Packing | None) -> tuple[Tensor
         return out, lse
     if call.q.device.type == "npu":  # K' computed in the loop would not leave enough room in its unified buffer
         keys, anchors = shift_exact(call.k, options.block_k, visible=visible_keys(call), packing=packing)
-        found = KeyBlocks(lse, anchors, lse)
+        key_blocks = KeyBlocks(lse, anchors, lse)
         tile = fit_ascend(tiles[0], call.mask_kind, call.is_causal)
-        Pass(call, keys, found, packing, options.block_k, out, lse, shift="before").run(tile)
+        Pass(call, keys, key_blocks, packing, options.block_k, out, lse, shift="before").run(tile)
         return out, lse
     # The second pass reads one mark per query tile of the first, so it must keep block_m. Its keys pass through
     # registers, so it has one stage.
     listed, visible = None, None
     if call.mask is not None:  # its tiles are sorted once, for both passes
-        tall, wide = tiles[0].block_m, min(tiles[0].block_n, CAREFUL_KEYS)
+        tall, wide = tiles[0].block_m, min(tiles[0].block_n, EXACT_KEYS)
         tiles = tuple(replace(tile, block_n=wide) for tile in tiles if tile.block_m == tall)
         listed = MaskTiles.of(call, tall, wide)
         visible = listed.visible
-    found = find_anchors(call.k, call.v, options.block_k, visible=visible, packing=packing)
+    key_blocks = find_anchors(call.k, call.v, options.block_k, visible=visible, packing=packing)
     # Key norms bound q.k, but not what a float mask adds.
     tile, bounded = tiles[0], call.mask_kind != "float"
     if bounded:
-        fast = Pass(call, call.k, found, packing, options.block_k, out, lse, listed, fast=True, guarded=True)
+        fast = Pass(call, call.k, key_blocks, packing, options.block_k, out, lse, listed, fast=True, guarded=True)
         tile = best_tile(call.q.device, fast.variant, tiles, fast.run)
         fast.run(tile)
-    careful = Tile(tile.block_m, min(tile.block_n, CAREFUL_KEYS), tile.warps, 1)
-    Pass(call, call.k, found, packing, options.block_k, out, lse, listed, shift="here", guarded=bounded).run(careful)
+    exact_tile = Tile(tile.block_m, min(tile.block_n, EXACT_KEYS), tile.warps, 1)
+    Pass(call, call.k, key_blocks, packing, options.block_k, out, lse, listed, shift="here", guarded=bounded).run(
+        exact_tile
+    )
     return out, lse
 
 
@@ -72,7 +74,7 @@ class Pass:
 
     call: KernelCall
     keys: Tensor
-    found: KeyBlocks
+    key_blocks: KeyBlocks
     packing: Packing | None
     block: int
     out: Tensor
@@ -97,18 +99,18 @@ class Pass:
 
     def run(self, tile: Tile) -> None:
         """Launch the kernel with this tile."""
-        call, keys, values, anchors = self.call, self.keys, self.call.v, self.found.anchors
+        call, keys, values, anchors = self.call, self.keys, self.call.v, self.key_blocks.anchors
         heads, dim, pad = call.q.shape[1], call.q.shape[-1], pad_dim(call.q.shape[-1])
         tiles, work, tables = work_of(call, tile.block_m, self.packing, self.lse)
         blocks = anchors.shape[2] if anchors.dim() == 4 else 0  # plain flash attention has no anchors
         second = self.guarded and not self.fast  # mostly nothing to do: a few programs go through all tiles
-        few = second or call.q.device.type == "npu"
+        loop = second or call.q.device.type == "npu"
         descriptors = tile.descriptors and self.describable
         if descriptors:
             keys, values = (_descriptor(x, tile.block_n) for x in (keys, values))
         launch(
-            attention_kernel, (min(work, 2 * processors(call.q.device)) if few else work, 1, 1),
-            (call.q, keys, values, self.out, self.lse, anchors, self.found.norms, self.found.marked,
+            attention_kernel, (min(work, 2 * processors(call.q.device)) if loop else work, 1, 1),
+            (call.q, keys, values, self.out, self.lse, anchors, self.key_blocks.norms, self.key_blocks.marked,
              self.lse if call.mask is None else call.mask,
              *((self.lse, self.lse) if self.listed is None else (self.listed.order, self.listed.counts)), *tables),
             (*strides_of(call.q), *strides_of(self.keys), *strides_of(call.v), *strides_of(self.out),
@@ -119,7 +121,7 @@ class Pass:
              "D": dim, "D_PAD": pad, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "ANCHOR_BLOCK": self.block,
              "FAST": self.fast, "GUARDED": self.guarded, "CLEAN": call.q.device.type == "npu",
              "DESCRIPTORS": descriptors, "OVERLAP": self.fast and tile.overlap,
-             "LISTED": self.listed is not None, "LOOP": few, "DROPPED": call.dropped},
+             "LISTED": self.listed is not None, "LOOP": loop, "DROPPED": call.dropped},
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
 

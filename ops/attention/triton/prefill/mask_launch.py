@@ -44,7 +44,7 @@ class MaskTiles:
         """
         if call.mask is None:
             raise ValueError("a call without a mask has no tiles to sort")
-        mask = _own(call.mask)
+        mask = _without_repeats(call.mask)
         rows, keys = call.q.shape[2], call.k.shape[2]
         tiles = (-(-rows // block_m), -(-keys // block_n))
         order = torch.empty((*mask.shape[:2], *tiles), dtype=torch.int32, device=mask.device)
@@ -64,7 +64,7 @@ class MaskTiles:
         return (heads * rows if batch > 1 else 0), (rows if heads > 1 else 0)
 
 
-def _own(mask: Tensor) -> Tensor:
+def _without_repeats(mask: Tensor) -> Tensor:
     """Return the mask without the batches and heads that repeat it."""
     batch, heads = (slice(None) if stride else slice(1) for stride in mask.stride()[:2])
     return mask[batch, heads]

@@ -1,7 +1,7 @@
-"""Triton kernel for short keys: all keys of a head in one tile, so that one launch does all.
+"""Triton kernel for short sequences of keys: all keys of a head are in one tile, so that one launch is enough.
 
 A video model attends over 25 frames at every pixel, and over one token: tens of thousands of heads with a few rows and
-keys each. There is one block of keys, so one anchor, and nothing to rescale or to merge.
+keys each. One block of keys needs one anchor, and nothing is rescaled or merged.
 """
 
 import triton
@@ -60,7 +60,7 @@ def short_kernel(
     BLOCK_N: tl.constexpr,  # at least `keys`
     DROPPED: tl.constexpr,  # how outputs are rounded: rounding_kernel.py
 ):
-    """softmax(scale q k^T + mask) v and its log-sum-exp, one tile of BLOCK_M query rows of one head."""
+    """Compute softmax(scale q k^T + mask) v and its log-sum-exp for one tile of BLOCK_M query rows of one head."""
     o_tile = tl.program_id(0) % tiles
     head = tl.cast((tl.program_id(0) // tiles) % heads, tl.int64)
     batch = tl.cast(tl.program_id(0) // tiles // heads, tl.int64)

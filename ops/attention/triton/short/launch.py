@@ -9,7 +9,7 @@ from pasa.ops.attention.triton.launcher import launch
 from pasa.ops.attention.triton.short.kernel import short_kernel
 from pasa.ops.attention.triton.tiles import pad_dim
 
-MOST = 64  # the most rows of a tile of Q, and of a tile of K
+ROW_LIMIT = 64  # the most rows of a tile of Q, and of a tile of K
 KEY_TILE = 4096  # the most elements of the tile of K; beyond, kernels that split keys or rows are as fast
 # The most elements of a tile of Q or K that one warp holds; larger tiles get four warps (H200:
 # fastest of 1, 2, 4, 8).
@@ -18,8 +18,8 @@ ONE_WARP = 2048
 
 def is_short(call: KernelCall) -> bool:
     """Return whether all keys of a head fit into one tile."""
-    most = min(MOST, KEY_TILE // pad_dim(call.q.shape[-1]))
-    return call.cu_k is None and 0 < call.keys <= most
+    limit = min(ROW_LIMIT, KEY_TILE // pad_dim(call.q.shape[-1]))
+    return call.cu_k is None and 0 < call.keys <= limit
 
 
 def short_attention(call: KernelCall) -> tuple[Tensor, Tensor]:
@@ -27,7 +27,7 @@ def short_attention(call: KernelCall) -> tuple[Tensor, Tensor]:
     batch, heads, rows, dim = call.q.shape
     pad = pad_dim(dim)
     out, lse = call.outputs()
-    block_m, block_n = (max(16, 1 << (size - 1).bit_length()) for size in (min(rows, MOST), call.keys))
+    block_m, block_n = (max(16, 1 << (size - 1).bit_length()) for size in (min(rows, ROW_LIMIT), call.keys))
     tiles = -(-rows // block_m)
     launch(
         short_kernel, (batch * heads * tiles, 1, 1),

@@ -1,7 +1,7 @@
-"""Triton kernels that count what the scores of sampled query rows do; watch.py says which rows, and what is counted.
+"""Triton kernels that count events in the scores of sampled query rows; watch.py defines the rows and the counters.
 
-Keys are split among programs, which keep the two largest scores of a row and how many passed FP16; a second kernel
-joins them. Within a program each lane keeps its own two largest, so that the loop over the keys has no reduction.
+Keys are split among programs, which keep the two largest scores of a row and the number of scores beyond FP16. A second
+kernel joins them. Within a program each lane keeps its two largest scores, so that the loop over keys has no reduction.
 """
 
 import triton
@@ -9,15 +9,15 @@ import triton.language as tl
 
 from pasa.ops.attention.triton.tile_math import FP16_MAX, INF
 
-FIRST_BLOCK = tl.constexpr(128)  # keys that the others are compared with: as watch.py's
-FIELDS = tl.constexpr(5)  # of a row and a share of the keys: largest, second, first block's largest, seen, beyond FP16
+FIRST_BLOCK = tl.constexpr(128)  # first keys, with which the others are compared; as in watch.py
+FIELDS = tl.constexpr(5)  # for a row and a share of keys: largest, second, first block's largest, seen, beyond FP16
 
 
 @triton.jit
 def sampled_rows(base, first, tile, length, STRIDE: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Which of the `length` query rows that share a key head are looked at (M,), and which are there at all.
+    """Return which of the `length` query rows that share a key head are sampled (M,), and which of these exist.
 
-    base: number of the first of them in the call; first: number of the call's first sampled row.
+    base: number of the head's first row in the call; first: number of the call's first sampled row.
     """
     skip = (first + STRIDE - base % STRIDE) % STRIDE
     o_row = skip + (tile * BLOCK_M + tl.arange(0, BLOCK_M)) * STRIDE
@@ -26,7 +26,7 @@ def sampled_rows(base, first, tile, length, STRIDE: tl.constexpr, BLOCK_M: tl.co
 
 @triton.jit
 def second_largest(b_top, b_next, top):
-    """The second of all numbers (M,) where lanes (M, N) hold their two largest and `top` (M,) is the largest."""
+    """Return the second largest number (M,) if lanes (M, N) hold their two largest and `top` (M,) is the largest."""
     m_top = b_top == top[:, None]
     below = tl.max(tl.where(m_top, b_next, b_top), 1)
     return tl.where(tl.sum(tl.where(m_top, 1, 0), 1) > 1, top, below)
@@ -64,7 +64,7 @@ def watch_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,  # divides FIRST_BLOCK
 ):
-    """One tile of sampled rows that share a key head, over one share of the keys."""
+    """Count for one tile of sampled rows that share a key head, over one share of the keys."""
     work = tl.program_id(0)
     kv_head = tl.cast(work // tiles % kv_heads, tl.int64)
     batch = tl.cast(work // tiles // kv_heads, tl.int64)
@@ -87,7 +87,7 @@ def watch_kernel(
     end = tl.minimum(tl.minimum(begin + share, keys), tl.max(last, 0).to(tl.int32))
     b_top = tl.full((BLOCK_M, BLOCK_N), -INF, tl.float32)
     b_next = tl.full((BLOCK_M, BLOCK_N), -INF, tl.float32)
-    b_count = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)  # seen, and 2^16 times those beyond FP16
+    b_count = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)  # visible scores, plus 2^16 times those beyond FP16
     b_first = tl.full((BLOCK_M,), -INF, tl.float32)
     for start in range(begin, end, BLOCK_N):
         o_key = tl.cast(start + o_n, tl.int64)
@@ -115,12 +115,12 @@ def watch_kernel(
             b_first = tl.max(b_top, 1)
     top = tl.max(b_top, 1)
     slots = tl.cast(tl.num_programs(0), tl.int64) * BLOCK_M
-    p_own = p_part + tl.program_id(1) * FIELDS * slots + work * BLOCK_M + tl.arange(0, BLOCK_M)
-    tl.store(p_own, top)
-    tl.store(p_own + slots, second_largest(b_top, b_next, top))
-    tl.store(p_own + 2 * slots, b_first)
-    tl.store(p_own + 3 * slots, tl.sum(b_count & 0xFFFF, 1).to(tl.float32))
-    tl.store(p_own + 4 * slots, tl.sum(b_count >> 16, 1).to(tl.float32))
+    p_slot = p_part + tl.program_id(1) * FIELDS * slots + work * BLOCK_M + tl.arange(0, BLOCK_M)
+    tl.store(p_slot, top)
+    tl.store(p_slot + slots, second_largest(b_top, b_next, top))
+    tl.store(p_slot + 2 * slots, b_first)
+    tl.store(p_slot + 3 * slots, tl.sum(b_count & 0xFFFF, 1).to(tl.float32))
+    tl.store(p_slot + 4 * slots, tl.sum(b_count >> 16, 1).to(tl.float32))
 
 
 @triton.jit(do_not_specialize=["length", "tiles", "shares", "first"])
@@ -136,19 +136,19 @@ def watch_totals_kernel(
     STRIDE: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Join the shares of the keys of one tile of sampled rows, and add what was found to the totals."""
+    """Join the shares of the keys of one tile of sampled rows, and add their counts to the totals."""
     work = tl.program_id(0)
     base = tl.cast(work // tiles, tl.int64) * length
     _, m_row = sampled_rows(base, first, work % tiles, length, STRIDE, BLOCK_M)
     slots = tl.cast(tl.num_programs(0), tl.int64) * BLOCK_M
-    p_own = p_part + work * BLOCK_M + tl.arange(0, BLOCK_M)
+    p_slot = p_part + work * BLOCK_M + tl.arange(0, BLOCK_M)
     top = tl.full((BLOCK_M,), -INF, tl.float32)
     below = tl.full((BLOCK_M,), -INF, tl.float32)
     seen = tl.zeros((BLOCK_M,), tl.int64)
     beyond = tl.zeros((BLOCK_M,), tl.int64)
-    b_first = tl.load(p_own + 2 * slots)
+    b_first = tl.load(p_slot + 2 * slots)
     for turn in range(shares):
-        p_share = p_own + turn * FIELDS * slots
+        p_share = p_slot + turn * FIELDS * slots
         b_top = tl.load(p_share)
         below = tl.maximum(tl.maximum(below, tl.load(p_share + slots)), tl.minimum(top, b_top))
         top = tl.maximum(top, b_top)

@@ -13,13 +13,13 @@ from pasa.ops.attention.triton.launcher import launch, workspace
 from pasa.ops.attention.triton.tiles import pad_dim, processors
 from pasa.ops.attention.triton.watch.kernel import FIELDS, watch_kernel, watch_totals_kernel
 
-MOST_ROWS = 64  # the most rows of a tile: what four warps give to Hopper's matrix unit at once
+ROW_LIMIT = 64  # the most rows of a tile: what four warps give to Hopper's matrix unit at once
 BLOCK_N = 64  # keys of a tile
 LEAST_SHARE = 2 * FIRST_BLOCK  # the fewest keys of a program
 
 
 def count_scores(
-    q: Tensor, k: Tensor, attn_mask: Tensor | None, totals: Tensor, is_causal: bool, scale: float, taken: range
+    q: Tensor, k: Tensor, attn_mask: Tensor | None, totals: Tensor, is_causal: bool, scale: float, sampled: range
 ) -> None:
     """Count as `watch.count_scores` does, for head dimensions that the kernels serve."""
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q.detach(), k.detach()))
@@ -28,9 +28,9 @@ def count_scores(
     mask = None if mask is None else mask.expand(batch, heads, rows, keys)
     call = KernelCall(q, k, k, scale, is_causal=is_causal, mask=mask)
     length = call.group * rows
-    most = -(-length // taken.step)  # sampled rows that share a key head
-    block_m = min(MOST_ROWS, max(16, 1 << (most - 1).bit_length()))
-    tiles = -(-most // block_m)
+    sampled_rows = -(-length // sampled.step)  # sampled rows that share a key head
+    block_m = min(ROW_LIMIT, max(16, 1 << (sampled_rows - 1).bit_length()))
+    tiles = -(-sampled_rows // block_m)
     work = batch * kv_heads * tiles
     share = _share(keys, max(1, processors(q.device) // work))
     shares = -(-keys // share)
@@ -39,15 +39,15 @@ def count_scores(
         launch(
             watch_kernel, (work, shares, 1), (q, k, q if call.mask is None else call.mask, part),
             (*strides_of(q), *strides_of(k), *call.mask_strides, kv_heads, call.group, tiles, rows, keys, share,
-             taken.start, scale),
-            {"MASK": call.mask_kind, "CAUSAL": is_causal, "STRIDE": taken.step, "D": dim, "D_PAD": pad_dim(dim),
+             sampled.start, scale),
+            {"MASK": call.mask_kind, "CAUSAL": is_causal, "STRIDE": sampled.step, "D": dim, "D_PAD": pad_dim(dim),
              "BLOCK_M": block_m, "BLOCK_N": BLOCK_N},
             num_warps=4, num_stages=2 if pad_dim(dim) > 128 else 3,
         )  # fmt: skip
         launch(
             watch_totals_kernel, (work, 1, 1), (totals, part),
-            (length, tiles, shares, taken.start, EPSILON, RESCUE_REACH),
-            {"STRIDE": taken.step, "BLOCK_M": block_m}, num_warps=1,
+            (length, tiles, shares, sampled.start, EPSILON, RESCUE_REACH),
+            {"STRIDE": sampled.step, "BLOCK_M": block_m}, num_warps=1,
         )  # fmt: skip
 
 

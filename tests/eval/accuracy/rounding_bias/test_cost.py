@@ -10,7 +10,7 @@ from pasa.eval.accuracy.rounding_bias import cost
 from pasa.eval.accuracy.rounding_bias.statistics import spacing
 from pasa.eval.kit import output
 from pasa.eval.speed.cases import SpeedCase
-from pasa.ops.numerics.dither import round_drawn, round_unbiased
+from pasa.ops.numerics.dither import round_stochastic, round_unbiased
 from tests.eval.speed.fakes import FakeClock
 from tests.inputs import DEVICE
 
@@ -96,11 +96,16 @@ def moved(safe, unbiased, golden):
             lambda safe, unbiased, golden: (safe, unbiased.index_fill(3, ONE, torch.nan)),
             "values are not finite",
         ),
-        ("random", "fp16", lambda safe, unbiased, golden: (safe, round_drawn(golden, "fp16").half()), "280 rows drawn"),
+        (
+            "random",
+            "fp16",
+            lambda safe, unbiased, golden: (safe, round_stochastic(golden, "fp16").half()),
+            "280 rows drawn",
+        ),
         (
             "random",
             "bf16",
-            lambda safe, unbiased, golden: (golden.bfloat16(), round_drawn(golden, "bf16").bfloat16()),
+            lambda safe, unbiased, golden: (golden.bfloat16(), round_stochastic(golden, "bf16").bfloat16()),
             "times safe's",
         ),
     ],

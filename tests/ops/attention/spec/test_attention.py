@@ -63,9 +63,9 @@ def test_causal_is_bottom_right(name, lengths):
     q, k, v = normal_qkv((2, 1), lengths, 64)
     check(q, k, v, name, is_causal=True)
     out, lse = pasa.attention(q, k, v, is_causal=True, config=CONFIGS[name], return_lse=True)
-    blind = max(0, lengths[0] - lengths[1])
-    assert torch.equal(out[:, :, :blind], torch.zeros_like(out[:, :, :blind]))
-    assert torch.all(lse[:, :, :blind] == -torch.inf)
+    fully_masked = max(0, lengths[0] - lengths[1])
+    assert torch.equal(out[:, :, :fully_masked], torch.zeros_like(out[:, :, :fully_masked]))
+    assert torch.all(lse[:, :, :fully_masked] == -torch.inf)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

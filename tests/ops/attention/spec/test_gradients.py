@@ -52,8 +52,8 @@ class Exact(torch.autograd.Function):
         q, k, v, mask = ctx.saved_tensors
         seen = grad_lse.masked_fill(golden_attention(q, k, v, attn_mask=mask, is_causal=ctx.is_causal)[1].isinf(), 0.0)
         grad_mask = torch.zeros((1,) * (4 - mask.dim()) + mask.shape).double() if ctx.needs_input_grad[3] else None
-        found = by_formula(grad_out, seen, q, k, v, mask, ctx.is_causal, 0.3, grad_mask)
-        return *found, None if grad_mask is None else grad_mask.reshape(mask.shape), None
+        result = by_formula(grad_out, seen, q, k, v, mask, ctx.is_causal, 0.3, grad_mask)
+        return *result, None if grad_mask is None else grad_mask.reshape(mask.shape), None
 
 
 def doubles(heads, lengths, dim, seed=0):
@@ -161,13 +161,13 @@ def test_gradients_have_the_type_of_the_inputs(backend, dtype):
 
     BF16 rounds them more coarsely.
     """
-    given = [x.to(dtype) for x in normal_qkv((4, 2), (40, 70), 64)]
-    grad = torch.randn(given[0].shape, generator=torch.Generator().manual_seed(9)).to(dtype)
-    found = FORMULAS[backend](grad, None, *given, None, False, 0.125)
+    inputs = [x.to(dtype) for x in normal_qkv((4, 2), (40, 70), 64)]
+    grad = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(9)).to(dtype)
+    result = FORMULAS[backend](grad, None, *inputs, None, False, 0.125)
     rounding = 2.0**-9 if dtype == torch.bfloat16 else 2.0**-20
     if backend == "triton" and DEVICE == "cpu":
         rounding *= 2  # the interpreter truncates to BF16 where a GPU rounds
-    for x, expected in zip(found, definition(*(x.half() for x in given), torch.float64, grad), strict=True):
+    for x, expected in zip(result, definition(*(x.half() for x in inputs), torch.float64, grad), strict=True):
         assert x.dtype == dtype
         assert rmse(x, expected) <= rounding + (2.0**-11 if backend == "triton" else 0.0)
 
@@ -216,8 +216,8 @@ def test_rows_that_see_no_biased_key(backend, bias):
     grad = torch.randn(q.shape, generator=torch.Generator().manual_seed(9)).half()
     grad[:, :, 32:] = 0
     ours = FORMULAS[backend](grad, None, q, k, v, None, True, 0.125)
-    early, few, less, some = (x[:, :, :32].double() for x in (grad, q, k, v))
-    golden = FORMULAS["reference"](early, None, few, less, some, None, True, 0.125)  # FP64
+    early, first_keys, less, some = (x[:, :, :32].double() for x in (grad, q, k, v))
+    golden = FORMULAS["reference"](early, None, first_keys, less, some, None, True, 0.125)  # FP64
     for mine, true in zip(ours, golden, strict=True):
         assert rmse(mine[:, :, :32, 1:], true[..., 1:]) < 2.0**-10
 
@@ -263,8 +263,8 @@ def test_largest_scores_leave_the_weights_their_sum(sizes, dim, causal, masked):
     q, k, v, grad = exact_scores(sizes, dim, seed=dim)
     assert 1e5 < (q.double() @ k.double().mT * dim**-0.5).max() < 2e10
     keep = torch.rand(70, 100, generator=torch.Generator().manual_seed(3)) < 0.8 if masked else None
-    found = by_kernels(grad.float(), None, q.float(), k.float(), v.float(), keep, causal, dim**-0.5)
-    for x, true in zip(found, definition(q, k, v, torch.float64, grad, keep, causal), strict=True):
+    result = by_kernels(grad.float(), None, q.float(), k.float(), v.float(), keep, causal, dim**-0.5)
+    for x, true in zip(result, definition(q, k, v, torch.float64, grad, keep, causal), strict=True):
         # P and dS are rounded to FP16; terms of equal keys may cancel, so they are up to twice the largest result
         assert (x.double() - true).abs().max() <= 2 * HALF_ULP * true.abs().max()
 
@@ -281,9 +281,9 @@ def test_largest_random_scores_have_finite_gradients(backend, size, bias, seed):
     q, k = (torch.randn(1, 2, n, 16, generator=g) for n in (60, 100))
     q, k = ((q + bias).clamp(max=65504).half(), (size * k).clamp(-65504, 65504).half())
     v, grad = (torch.randn(1, 2, n, 16, generator=g).half() for n in (100, 60))
-    found = FORMULAS[backend](grad, None, q, k, v, None, False, 0.25)
+    result = FORMULAS[backend](grad, None, q, k, v, None, False, 0.25)
     golden, naive = (definition(q, k, v, kind, grad) for kind in (torch.float64, torch.float32))
-    for x, true, plain in zip(found, golden, naive, strict=True):
+    for x, true, plain in zip(result, golden, naive, strict=True):
         limit = 2 * (plain.half().double() - true).abs().max() + HALF_ULP * true.abs().max()
         assert (x.double() - true).abs().max() <= limit
 
@@ -337,8 +337,8 @@ def test_loss_scaling_keeps_range_and_digits(backend, size, values):
     q, k, v = normal_qkv((4, 2), (40, 70), 64)
     v = v * values
     grad = size * torch.randn(q.shape, generator=torch.Generator().manual_seed(9)).clamp(-1, 1)
-    found = FORMULAS[backend](grad, None, q.float(), k.float(), v.float(), None, False, 0.125)
-    for x, true in zip(found, definition(q, k, v, torch.float64, grad), strict=True):
+    result = FORMULAS[backend](grad, None, q.float(), k.float(), v.float(), None, False, 0.125)
+    for x, true in zip(result, definition(q, k, v, torch.float64, grad), strict=True):
         assert rmse(x, true) < 2.0**-11
 
 
@@ -394,8 +394,8 @@ def test_weights_of_many_keys_keep_their_digits(backend):
     q, k, v = normal_qkv((1, 1), (16, 6000), 16)
     q *= 0.01
     grad = 1e-3 * torch.randn(q.shape, generator=torch.Generator().manual_seed(9))
-    found = FORMULAS[backend](grad, None, q.float(), k.float(), v.float(), None, False, 0.25)
-    for x, true in zip(found, definition(q, k, v, torch.float64, grad), strict=True):
+    result = FORMULAS[backend](grad, None, q.float(), k.float(), v.float(), None, False, 0.25)
+    for x, true in zip(result, definition(q, k, v, torch.float64, grad), strict=True):
         assert rmse(x, true) < 2.0**-11
 
 
@@ -441,13 +441,13 @@ def test_kernels_serve_packed_sequences():
     q, k, v = (x[0].transpose(0, 1) for x in normal_qkv((4, 2), (60, 90), 32))
     grad = torch.randn(q.shape, generator=torch.Generator().manual_seed(9)).half()
     lengths = torch.tensor([0, 25, 25, 40, 60]), torch.tensor([0, 30, 50, 50, 90]), 25, 40
-    found = []
+    result = []
     for backend, device in (("reference", "cpu"), ("triton", DEVICE)):
         inputs = [x.to(device, copy=True).requires_grad_() for x in (q, k, v)]
         edges = (x.to(device) if isinstance(x, torch.Tensor) else x for x in lengths)
         pasa.attention_varlen(*inputs, *edges, is_causal=True, backend=backend).backward(grad.to(device))
-        found.append([x.grad.cpu() for x in inputs])
-    for expected, x in zip(*found, strict=True):
+        result.append([x.grad.cpu() for x in inputs])
+    for expected, x in zip(*result, strict=True):
         assert rmse(x, expected.double()) < 2.0**-10
 
 
@@ -470,15 +470,15 @@ def test_kernels_take_gradients_of_any_layout():
     """
     q, k, v = normal_qkv((2, 1), (40, 70), 32)
     grad = torch.randn(1, 2, 32, 40, generator=torch.Generator().manual_seed(9)).half().mT
-    for given in (grad, torch.ones(()).half().expand(q.shape)):
-        found = by_kernels(given, None, q, k, v, None, False, 0.2)
-        for x, expected in zip(found, by_kernels(given.contiguous(), None, q, k, v, None, False, 0.2), strict=True):
+    for strided in (grad, torch.ones(()).half().expand(q.shape)):
+        result = by_kernels(strided, None, q, k, v, None, False, 0.2)
+        for x, expected in zip(result, by_kernels(strided.contiguous(), None, q, k, v, None, False, 0.2), strict=True):
             assert torch.equal(x, expected)
 
 
 @both
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_the_gradient_of_a_blind_row_s_log_sum_exp_reaches_nothing(backend, bad):
+def test_the_gradient_of_a_fully_masked_row_s_log_sum_exp_reaches_nothing(backend, bad):
     """The gradient of a fully masked row's log-sum-exp reaches nothing, even if it is NaN.
 
     The log-sum-exp is -inf, and exp() of the difference of two of them is NaN. So the gradient is NaN too,
@@ -494,7 +494,7 @@ def test_the_gradient_of_a_blind_row_s_log_sum_exp_reaches_nothing(backend, bad)
     grad_lse[:, :, 2] = 0.0
     expected = FORMULAS[backend](grad, grad_lse, q, k, v, mask, False, 0.25)
     grad_lse[:, :, 2] = bad
-    found = FORMULAS[backend](grad, grad_lse, q, k, v, mask, False, 0.25)
-    for one, other in zip(found, expected, strict=True):
+    result = FORMULAS[backend](grad, grad_lse, q, k, v, mask, False, 0.25)
+    for one, other in zip(result, expected, strict=True):
         assert torch.isfinite(one).all()
         assert torch.equal(one, other)

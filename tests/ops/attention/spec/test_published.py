@@ -37,9 +37,9 @@ def published(q, k, v, rows=torch.float16):
             continue
         one, others = (torch.tensor(x, dtype=torch.float64).to(rows) for x in (1 / (j + 1), j / (j + 1)))
         moved = mean * one + frame * others
-        before, here = (frame - moved) * factor, (mean - moved) * factor
-        new = torch.maximum(largest + before, top + here)
-        keep, gain = ((x - new + by).float().exp().to(rows) for x, by in ((largest, before), (top, here)))
+        before, shift = (frame - moved) * factor, (mean - moved) * factor
+        new = torch.maximum(largest + before, top + shift)
+        keep, gain = ((x - new + by).float().exp().to(rows) for x, by in ((largest, before), (top, shift)))
         row_sum, out = keep * row_sum + gain * total, keep * out + gain * product
         frame, largest = moved, new
     return (out / row_sum).half()

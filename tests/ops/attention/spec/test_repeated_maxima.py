@@ -16,7 +16,7 @@ from pasa.ops.attention.options import AttentionOptions
 from pasa.ops.attention.spec import attention as reference
 from pasa.ops.attention.spec.attention import OnlineSoftmax
 from pasa.ops.attention.spec.repeated_maxima import EPSILON, SMALLEST, SPREAD, bounded_shift, published_shift, repeats
-from pasa.ops.attention.spec.scores import Block, Tile
+from pasa.ops.attention.spec.scores import Block, ScoreTile
 from pasa.ops.numerics.dither import round_unbiased
 from pasa.ops.numerics.formats import FORMATS
 from tests.inputs import fp16_naive_error, max_error, normal_qkv, rmse
@@ -48,7 +48,7 @@ def random_blocks(count: int = 1000, keys: int = 32) -> Tensor:
 
 
 def printed_rule(row: list[float], beta: float, epsilon: float) -> float:
-    """Return what lines 7 to 9 of Algorithm 3 (arXiv:2510.04212v2) make of the maximum, number by number."""
+    """Apply lines 7 to 9 of Algorithm 3 (arXiv:2510.04212v2) to the maximum, number by number."""
     r_m = max(row)
     r_s = sum(1 for s in row if r_m - s <= epsilon)
     m1 = beta * r_m if r_m > 0 and r_s > 1 else r_m
@@ -102,7 +102,7 @@ def test_running_maximum_sum_and_output_are_those_of_the_printed_algorithm():
     rows = scores.shape[1]
     softmax = OnlineSoftmax(torch.zeros(1, 1, 1, rows, 8), published_options(), FORMATS["fp32"])
     for index, (block, v) in enumerate(zip(scores, values, strict=True)):
-        tile = Tile(block, block.float().view(1, 1, 1, rows, -1))
+        tile = ScoreTile(block, block.float().view(1, 1, 1, rows, -1))
         where = Block(index, torch.zeros(0), torch.zeros(0), None, None, softmax.maximum, 0)
         softmax.add(tile, where, v.float().view(1, 1, -1, 8))
     m, total, golden = printed_algorithm(list(scores), values)
@@ -151,7 +151,7 @@ ARITHMETICS = {
 
 @pytest.mark.parametrize("r_m", [20.0, 100.0, -20.0, -100.0])
 def test_where_the_published_rule_underflows(r_m):
-    """Where the published rule underflows, pasa's rule stays finite and as accurate as FP32.
+    """Pasa's rule stays finite and as accurate as FP32 where the published rule underflows.
 
     The published rule's largest weight is exp(-|r_m|), 0 in FP16, so every row is lost, and counted in a warning.
     The factor 1.5: stochastic rounding grows the error of the output by sqrt(2) at most where the dropped
@@ -229,8 +229,8 @@ def test_the_bounded_shift_sees_ties_in_different_blocks():
     """
     inputs = tied_inputs(5.0, at=(3, 150))
     single = tied_inputs(5.0, at=(3,))
-    for own, changes in ((inputs, True), (single, False)):
-        out, plain = (attend(own, precision="fp16", softmax=softmax) for softmax in ("unbiased", "safe"))
+    for case, changes in ((inputs, True), (single, False)):
+        out, plain = (attend(case, precision="fp16", softmax=softmax) for softmax in ("unbiased", "safe"))
         structured = torch.equal(out, plain)
         assert structured != changes
 
@@ -324,7 +324,7 @@ def test_the_published_rule_can_lose_a_block_and_go_on():
 
 @pytest.mark.parametrize("name", ["exact", "exact, accumulate fp16"])
 @pytest.mark.parametrize("overflow", ["inf", "saturate"])
-def test_drawn_outputs_stay_means_of_values(name, overflow):
+def test_stochastically_rounded_outputs_stay_means_of_values(name, overflow):
     """Stochastically rounded outputs stay within the values, up to one FP16 number, and never exceed 65504.
 
     FP32's O / l may exceed the largest value by a rounding error.

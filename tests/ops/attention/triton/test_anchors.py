@@ -17,10 +17,10 @@ def test_the_first_anchor_is_that_of_the_first_block_with_a_key():
     first_seen = torch.tensor([0, 70, 149], device=DEVICE)
     visible = torch.arange(150, device=DEVICE) >= first_seen.unsqueeze(1)
     shifted, anchors = shift_exact(k, 64, visible=visible)
-    for found in (anchors, find_anchors(k, k, 64, visible=visible).anchors):
+    for result in (anchors, find_anchors(k, k, 64, visible=visible).anchors):
         for b, block in enumerate((0, 1, 2)):
-            assert torch.equal(found[b, :, 0], found[b, :, block])
-            assert ((found[b, :, 0].float() - 100 * (b + 1)).abs() < 1).all()
+            assert torch.equal(result[b, :, 0], result[b, :, block])
+            assert ((result[b, :, 0].float() - 100 * (b + 1)).abs() < 1).all()
     seen = visible[:, None, :, None]
     restored = shifted.float() + anchors.repeat_interleave(64, 2)[:, :, :150].float()
     assert torch.equal(restored.where(seen, k.float()), k.float())

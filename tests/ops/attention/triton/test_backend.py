@@ -147,8 +147,8 @@ def test_bad_numbers_among_short_keys(lengths, tensor, causal):
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("keys", ["grow", "jump", "fall", "far"])
-def test_first_block_that_tells_nothing_of_the_rest(name, dim, causal, keys):
-    """A first block that says nothing about the rest leaves the result right.
+def test_first_block_unlike_the_rest(name, dim, causal, keys):
+    """A first block unlike the rest does not change the accuracy.
 
     Weights of the fast pass refer to the first block's maxima. Here later scores are 45 nats higher, along the
     keys or at once, or lower; or all are so far from 0 that the pass gives up.
@@ -240,15 +240,15 @@ def test_mask_tiles_are_sorted(causal, kind):
         mask[0, 0, 99, 0] = 0.5
     seen = keep & torch.ones(100, 200, dtype=torch.bool, device=DEVICE).tril(100) if causal else keep
     plain = seen & (mask == (1 if kind == "bool" else 0))
-    found = MaskTiles.of(KernelCall(q, k, v, 1.0, is_causal=causal, mask=mask.expand(2, 2, 100, 200)), 64, 64)
-    assert torch.equal(found.visible, seen[:, 0].any(1))
+    result = MaskTiles.of(KernelCall(q, k, v, 1.0, is_causal=causal, mask=mask.expand(2, 2, 100, 200)), 64, 64)
+    assert torch.equal(result.visible, seen[:, 0].any(1))
     for batch, tile in ((batch, tile) for batch in range(2) for tile in range(2)):
         rows = slice(64 * tile, 64 * tile + 64)
         parts = [slice(64 * n, 64 * n + 64) for n in range(4)]
         whole = [n for n in range(3) if plain[batch, 0, rows, parts[n]].all()]
         torn = [n for n in range(4) if n not in whole and seen[batch, 0, rows, parts[n]].any()]
-        assert found.counts[batch, 0, tile].tolist() == [len(whole), len(torn)]
-        order = found.order[batch, 0, tile].tolist()
+        assert result.counts[batch, 0, tile].tolist() == [len(whole), len(torn)]
+        order = result.order[batch, 0, tile].tolist()
         assert order[: len(whole)] == whole
         assert order[4 - len(torn) :] == torn[::-1]
 
@@ -413,6 +413,6 @@ def test_padding_before_keys_with_a_bias(rows, kv_heads, hidden):
     seen = (torch.arange(700) >= hidden).expand(1, 1, rows, 700)
     scores = q.double() @ k.double().repeat_interleave(2, 1).mT / 8
     true = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v.double().repeat_interleave(2, 1)
-    own = pasa.attention(*on_device(q, k, v), attn_mask=seen.to(DEVICE), backend="triton").cpu()
+    by_kernels = pasa.attention(*on_device(q, k, v), attn_mask=seen.to(DEVICE), backend="triton").cpu()
     emulated = pasa.attention(q, k, v, attn_mask=seen, backend="reference")
-    assert rmse(own, true) <= 1.5 * rmse(emulated, true)
+    assert rmse(by_kernels, true) <= 1.5 * rmse(emulated, true)

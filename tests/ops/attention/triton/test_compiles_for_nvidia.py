@@ -49,7 +49,7 @@ SETTINGS = {"TRITON_DISABLE_LINE_INFO": "1"}  # smaller; ptxas may spill some 32
 
 @functools.cache
 def compiler():
-    """The process that compiles, and what it answers first: all cases. It ends when its input does."""
+    """Start the process that compiles; return it and its first answer, all cases. It ends when its input does."""
     env = {key: value for key, value in os.environ.items() if not key.startswith("TRITON_")}
     env |= SETTINGS
     process = subprocess.Popen(
@@ -60,23 +60,23 @@ def compiler():
 
 
 def recorded(case, architecture):
-    """What the record says of a case as it is today, or nothing."""
-    found = json.loads(RECORD.read_text()).get(f"{case['name']}-sm_{architecture}", {})
-    return found if found.get("key") == case["key"] else None
+    """Return the recorded outcome of a case, or None if the case has changed since."""
+    result = json.loads(RECORD.read_text()).get(f"{case['name']}-sm_{architecture}", {})
+    return result if result.get("key") == case["key"] else None
 
 
 def outcome(case, architecture, pytestconfig):
     cache = str(pytestconfig.cache.mkdir("triton"))
-    found = recorded(case, architecture)
-    return found or compiled(module=case["module"], name=case["name"], architecture=architecture, cache=cache)
+    result = recorded(case, architecture)
+    return result or compiled(module=case["module"], name=case["name"], architecture=architecture, cache=cache)
 
 
 def compiled(**task):
     process, _ = compiler()
     print(json.dumps(task), file=process.stdin, flush=True)
-    found = json.loads(process.stdout.readline())
-    assert "error" not in found, found["error"]
-    return found
+    result = json.loads(process.stdout.readline())
+    assert "error" not in result, result["error"]
+    return result
 
 
 def pytest_generate_tests(metafunc):
@@ -87,26 +87,29 @@ def pytest_generate_tests(metafunc):
 
 
 def test_compiles(case, architecture, pytestconfig):
-    found = outcome(case, architecture, pytestconfig)
-    assert found["cubin_bytes"] > 0
-    assert found["shared"] <= SHARED_KIB[architecture] * 1024
-    assert found["stack"] <= case["stack"]
-    assert not found["rowless"], "warps that read rows of an operand which it does not have"
+    result = outcome(case, architecture, pytestconfig)
+    assert result["cubin_bytes"] > 0
+    assert result["shared"] <= SHARED_KIB[architecture] * 1024
+    assert result["stack"] <= case["stack"]
+    assert not result["rowless"], "warps that read rows of an operand which it does not have"
 
 
 @pytest.mark.parametrize(
     ("plain", "paged"), [("lanes_90_d128", "lanes_90_d128_of_16"), ("decode_128", "paged_90_128x128_of_16")]
 )
 def test_keys_in_pages_are_loaded_as_far_ahead(plain, paged, pytestconfig):
-    """Story: Triton 3.6 gave the table's loads most of the stages; K and V, one block ahead, cost 1.4 times the time.
-    What is under way lies in shared memory."""
+    """Keys and values in pages are loaded as far ahead as others, which shows in the shared memory that they take.
+
+    Story: Triton 3.6 gave the loads of the table most of the stages. K and V were loaded one block ahead, and the
+    kernel took 1.4 times as long.
+    """
     cases = {case["name"]: case for case in compiler()[1]}
     shared = [outcome(cases[name], 90, pytestconfig)["shared"] for name in (plain, paged)]
     assert shared[1] >= shared[0]
 
 
 def test_the_record_is_of_today():
-    """Otherwise every clone compiles again what has changed."""
+    """The record has the key of every case; otherwise every clone compiles the changed cases again."""
     runs = {f"{case['name']}-sm_{arch}": (case, arch) for case in compiler()[1] for arch in case["architectures"]}
     stale = [name for name, run in runs.items() if not recorded(*run)]
     assert not stale, "write them with: python tests/ops/attention/triton/test_compiles_for_nvidia.py --record"
@@ -114,7 +117,7 @@ def test_the_record_is_of_today():
 
 
 def test_another_kernel_has_another_key():
-    """As in tests/scripts/test_lower_triton_ascend.py; here with options of the compiler."""
+    """A change of the case, its options or the compiler changes the key."""
     kernel = types.SimpleNamespace(__name__="attention_kernel")
     kernel.fn = types.SimpleNamespace(__module__="pasa.ops.attention.triton.prefill.kernel")
     case = {"kernel": kernel, "signature": {"p_q": "*fp16"}, "constexprs": {"D": 64}}
@@ -155,7 +158,7 @@ def load(module):
 
 
 def list_cases():
-    found = []
+    result = []
     for path in sorted((ROOT / "ops").rglob("*.py")):
         if re.search(r"^NVIDIA_CASES\b", path.read_text(encoding="utf-8"), re.MULTILINE):
             module = ".".join(["pasa", *path.relative_to(ROOT).with_suffix("").parts])
@@ -169,8 +172,8 @@ def list_cases():
                     "file": kernel.__module__.rsplit(".", 1)[-1],
                     "kernel": kernel.__name__,
                 }
-                found.append({**names, **{key: case.get(key, defaults.get(key)) for key in ("name", *defaults)}})
-    return found
+                result.append({**names, **{key: case.get(key, defaults.get(key)) for key in ("name", *defaults)}})
+    return result
 
 
 @functools.cache
@@ -194,17 +197,17 @@ def key_of(case, triton_version):
 def record():
     """Compile what has another key than in the record, and write all."""
     written = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-    found = {}
+    result = {}
     for case in list_cases():
         for architecture in case["architectures"]:
             name = f"{case['name']}-sm_{architecture}"
-            found[name] = written.get(name, {})
-            if found[name].get("key") != case["key"]:
+            result[name] = written.get(name, {})
+            if result[name].get("key") != case["key"]:
                 task = {"module": case["module"], "name": case["name"], "architecture": architecture}
-                found[name] = {"key": case["key"], **answer(task)}
-                print(name, found[name], flush=True)
-    failed = [name for name, run in found.items() if "error" in run]
-    lines = [f"{json.dumps(name)}: {json.dumps(run)}" for name, run in sorted(found.items()) if name not in failed]
+                result[name] = {"key": case["key"], **answer(task)}
+                print(name, result[name], flush=True)
+    failed = [name for name, run in result.items() if "error" in run]
+    lines = [f"{json.dumps(name)}: {json.dumps(run)}" for name, run in sorted(result.items()) if name not in failed]
     RECORD.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     return len(failed)
 
@@ -216,9 +219,9 @@ def compile_case(case, architecture):
     from triton.experimental.gluon._runtime import GluonASTSource
 
     kernel, constants = case["kernel"], case["constexprs"]
-    given, aligned, names = case["signature"], case.get("aligned", ()), case["kernel"].arg_names
-    assert not {*given, *constants, *aligned} - {*names}, "arguments that the kernel does not have"
-    signature = {name: "constexpr" if name in constants else given.get(name, "i32") for name in names}
+    kinds, aligned, names = case["signature"], case.get("aligned", ()), case["kernel"].arg_names
+    assert not {*kinds, *constants, *aligned} - {*names}, "arguments that the kernel does not have"
+    signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
     sixteen = [name for name, kind in signature.items() if kind.startswith("*") or name in aligned]
     attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in sixteen}
     source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constants, attrs)
@@ -267,10 +270,10 @@ def answer(task):
                 signal.raise_signal(signal.SIGSEGV)
             case = next((each for each in load(task["module"]) if each["name"] == task["name"]), None)
             assert case, f"no case {task['name']!r}"
-            found = compile_case(case, task["architecture"])
+            result = compile_case(case, task["architecture"])
         except BaseException:
-            found = {"error": traceback.format_exc()[-3000:]}
-        os.write(writing, json.dumps(found).encode())
+            result = {"error": traceback.format_exc()[-3000:]}
+        os.write(writing, json.dumps(result).encode())
         os._exit(0)
     os.close(writing)
     with open(reading, encoding="utf-8") as pipe:

@@ -84,5 +84,5 @@ def test_a_kernel_that_once_did_not_fit_says_so_again():
 
 
 def test_what_is_not_compiled_is_left_to_triton():
-    """What is not compiled is left to Triton, for instance if it compiles in the background or a hook took over."""
+    """A kernel that is not compiled is left to Triton, for instance one that still compiles in the background."""
     assert triton_launch._prepare(None) is None

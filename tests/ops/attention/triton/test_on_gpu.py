@@ -54,12 +54,12 @@ def test_streams_do_not_disturb_each_other(name):
     torch.cuda.synchronize()
     streams = [torch.cuda.Stream() for _ in inputs]
     for _ in range(20):
-        found = []
+        result = []
         for stream, x in zip(streams, inputs, strict=True):
             with torch.cuda.stream(stream):
-                found.append(pasa.attention(*x, backend="triton"))
+                result.append(pasa.attention(*x, backend="triton"))
         torch.cuda.synchronize()
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(result, expected, strict=True))
 
 
 def test_every_visible_device():

@@ -1,8 +1,8 @@
 """Unbiased rounding in the Triton kernels equals numerics/dither.py bit for bit, given equal FP32 outputs.
 
-Queries of 0 weigh all keys alike. Means of 2^n values of few bits are exact in FP32, in any order of summation,
-so the output of every kernel is known to the last bit. Runs on a GPU where there is one, in Triton's interpreter
-elsewhere.
+Queries of 0 give all keys the same weight. Means of 2^n values of few bits are exact in FP32, in any order of
+summation, so the output of every kernel is known to the last bit. Runs on a GPU where there is one, in Triton's
+interpreter elsewhere.
 """
 
 from contextlib import nullcontext
@@ -24,7 +24,7 @@ from tests.inputs import DEVICE, HOPPER, normal_qkv, portable_kernel
 DTYPES = (torch.float16, torch.bfloat16)
 UNBIASED = PasaConfig(softmax="unbiased")
 ROWS = 32  # rows of a tile
-TRIFLE = 2.0**-8  # in spacings: the error of FP32 rounding, and of a weight of 1e-4 in FP16
+SMALL_BIAS = 2.0**-8  # in spacings: the error of FP32 rounding, and of a weight of 1e-4 in FP16
 SPACING = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}  # of numbers from 1 to 2
 
 
@@ -56,13 +56,13 @@ def test_rows_are_rounded_as_in_the_reference(dim, dtype, lazy):
     """
     g = torch.Generator().manual_seed(dim)
     a, b = torch.randn(2, 128, dim, generator=g).to(dtype).float()
-    trifle = 1 + 1e-6 * torch.rand(128, 1, generator=g)
-    parts = [torch.randn(128, dim, generator=g), (a + b) / 2 * trifle, a * trifle, (a + 3 * b) / 4, a * 1e-7, a * 4e4]
+    noise = 1 + 1e-6 * torch.rand(128, 1, generator=g)
+    parts = [torch.randn(128, dim, generator=g), (a + b) / 2 * noise, a * noise, (a + 3 * b) / 4, a * 1e-7, a * 4e4]
     x = torch.cat([*parts, torch.zeros(32, dim), torch.full((32, dim), 1 + 2.0**-12)])
     x[3, 1], x[200, 2], x[201, 3] = torch.nan, torch.inf, -torch.inf
     x = x[torch.randperm(len(x), generator=g)]  # tiles with and without flagged rows
-    leans = is_structured(x, dtype).float().mean()
-    assert 0.1 < leans < 0.9 if dim > 18 else leans == 0  # 4.25 sigma of 18 signs are more than 18
+    flagged = is_structured(x, dtype).float().mean()
+    assert 0.1 < flagged < 0.9 if dim > 18 else flagged == 0  # 4.25 sigma of 18 signs are more than 18
     out = torch.empty(x.shape, dtype=dtype, device=DEVICE)
     pad = 1 << (dim - 1).bit_length()
     rows_kernel[(len(x) // ROWS,)](x.to(DEVICE), out, dim, pad, ROWS, dropped_bits("unbiased", dtype), lazy)
@@ -97,7 +97,7 @@ KERNELS = {  # rows, keys, config
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize(("dim", "mask"), [(32, "none"), (64, "float"), (80, "bool"), (128, "none")])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_kernel_rounds_exact_means_alike(name, dim, mask, dtype):
+def test_every_kernel_rounds_exact_means_to_the_same_bits(name, dim, mask, dtype):
     rows, keys, config = KERNELS[name]
     v, mean = means(dtype, 2, keys, dim)
     assert bool(is_structured(mean, dtype)[:, ::2].all()) or dim < 64
@@ -125,7 +125,7 @@ def test_packed_sequences(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [32, 80])
-def test_a_launch_of_its_own_rounds_likewise(dtype, dim):
+def test_a_separate_launch_rounds_to_the_same_bits(dtype, dim):
     """A separate rounding launch, as on an NPU, gives the same bits."""
     q, k, v = (x.to(DEVICE) for x in normal_qkv((4, 2), (33, 200), dim))
     dropped = dropped_bits("unbiased", dtype)
@@ -169,7 +169,7 @@ def test_ties_have_no_one_sided_error(rows, keys, dtype, dim):
     if dtype == torch.float16:  # FP16 halves BF16 values exactly, and its rounding then hides the remainder
         assert float((safe - golden).mean() / SPACING[dtype]) > 0.15
     together = golden.float().unique(return_counts=True)[1].double()
-    assert abs(float(error.mean())) <= 4 * 0.5 * float(together.norm()) / error.numel() + TRIFLE
+    assert abs(float(error.mean())) <= 4 * 0.5 * float(together.norm()) / error.numel() + SMALL_BIAS
 
 
 @pytest.mark.parametrize(("rows", "keys"), [(200, 150), (16, 300), (64, 30)], ids=["prefill", "decode", "short"])
@@ -187,7 +187,7 @@ def test_what_repeats_its_maximum_in_fp16_sums_is_left_to_the_reference():
 
 
 def test_splits_are_no_more_than_a_merge_of_whole_rows_holds():
-    assert all(-(-9000 // blocks_of_a_split(132, 9000, 1, most)) <= most for most in (1, 7, 128, 256))
+    assert all(-(-9000 // blocks_of_a_split(132, 9000, 1, limit)) <= limit for limit in (1, 7, 128, 256))
     assert blocks_of_a_split(132, 9000, 1, MERGE_ROW) == -(-9000 // 132)
 
 

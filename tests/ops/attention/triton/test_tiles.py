@@ -29,9 +29,9 @@ CUDA = torch.device("cuda", 0)
 @pytest.mark.parametrize("block_k", [32, 64, 128])
 @pytest.mark.parametrize("rows", [1, 17, 100, 5000])
 def test_candidates_fit_the_call(architecture, pad, block_k, rows):
-    found = candidates(architecture, pad, block_k, rows)
-    assert found
-    for tile in found:
+    result = candidates(architecture, pad, block_k, rows)
+    assert result
+    for tile in result:
         assert block_k % tile.block_n == 0, "a tile must not straddle two anchors"
         assert 16 <= tile.block_m <= max(16, 2 * rows)
         if architecture == "sm_90":
@@ -191,7 +191,7 @@ def test_lanes_with_anchors_of_pages_are_compiled_as_they_are_launched(case):
     assert sizes["LANES"] == LANES
 
 
-def test_anchors_of_pages_are_compiled_as_they_are_found():
+def test_kernels_of_page_anchors_are_compiled_as_launched():
     cases = [x for x in writing_cases.NVIDIA_CASES if x["name"].startswith("page_anchors")]
     assert len(cases) == 3
     for case in cases:
