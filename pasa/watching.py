@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pasa.keywords import hint_at_arguments
 from pasa.ops import dispatch, operators
 from pasa.ops.attention.spec.watch import FIELDS, STRIDE, sample
 from pasa.patching import components_of
@@ -180,6 +181,7 @@ class _Counter:
             tensor.zero_()
 
 
+@hint_at_arguments
 def watch(model_or_pipeline: object) -> Watch:
     """Count large and repeated scores of a patched model, layer by layer, while it runs.
 
@@ -226,7 +228,7 @@ def watch(model_or_pipeline: object) -> Watch:
       model.layers.1.self_attn     6 ...
       total                       12 ...
     """
-    components = components_of(model_or_pipeline)
+    components = components_of(model_or_pipeline, "watch")
     found = list(patched_modules(components))
     if not found:
         from pasa.patching import auto  # imported here, because only this case needs it

@@ -219,6 +219,14 @@ def already_patched(
     )
 
 
+def no_model(root: object) -> TypeError:
+    """Return the error for a module that contains no model of transformers or diffusers."""
+    return TypeError(
+        f"patch_pipeline: {type(root).__name__} contains no transformers model and no diffusers model: call "
+        "pasa.attention in its forward, where it calls scaled_dot_product_attention"
+    )
+
+
 def first_names(names: Sequence[str]) -> str:
     """Return the first three names as text, and how many more there are."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""

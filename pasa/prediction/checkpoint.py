@@ -42,7 +42,10 @@ class Live:
     def __init__(self, model: torch.nn.Module) -> None:
         config: Any = getattr(model, "config", None)
         if config is None:
-            raise TypeError(f"predict_overflow: {type(model).__name__} has no config; give a model or a folder")
+            name = type(model).__name__
+            raise TypeError(
+                f"predict_overflow: {name} has no config: give a transformers or diffusers model, or a folder"
+            )
         self.model, self.label = model, type(model).__name__
         self.config = config.to_dict() if hasattr(config, "to_dict") else {**config, "_class_name": self.label}
         self._tensors = model.state_dict()
@@ -69,9 +72,12 @@ class Checkpoint:
 
     def __init__(self, folder: Path) -> None:
         if not folder.is_dir():
-            raise FileNotFoundError(f"model {str(folder)!r} is not a folder")
+            raise FileNotFoundError(
+                f"model {str(folder)!r} is not a folder: pass the folder that huggingface_hub.snapshot_download "
+                "returns, or the model itself"
+            )
         if not (folder / "config.json").is_file():
-            raise FileNotFoundError(f"{str(folder)!r} holds no config.json")
+            raise FileNotFoundError(f"{str(folder)!r} holds no config.json: pass the folder of save_pretrained")
         self.label, self._folder = str(folder), folder
         self.config = _read_json(folder / "config.json")
         self._files = self._find_tensors()

@@ -13,6 +13,7 @@ from torch import Tensor
 from pasa import geometry
 from pasa.concentration import geometry_scale
 from pasa.geometry import ScoreBounds
+from pasa.keywords import hint_at_arguments
 from pasa.ops.numerics.formats import FORMATS
 from pasa.prediction.checkpoint import Checkpoint, Live, Source
 from pasa.prediction.families import AUTOENCODERS, Layer, Part, find_layers, supported
@@ -25,6 +26,7 @@ DEFAULT_SEQ_LEN = 1024  # as in the paper's tables; used if the configuration na
 Progress = Callable[[int, int, str], None]
 
 
+@hint_at_arguments
 def predict_overflow(
     model: object, *, delta: float = 1e-6, seq_len: int | None = None, progress: Progress | None = None
 ) -> Prediction:
@@ -83,7 +85,9 @@ def predict_overflow(
     if not 0.0 < delta < 1.0:
         raise ValueError(f"predict_overflow: delta={delta} is not a probability between 0 and 1")
     if seq_len is not None and seq_len < 1:
-        raise ValueError(f"predict_overflow: seq_len={seq_len} is not at least 1")
+        raise ValueError(f"predict_overflow: seq_len={seq_len} is not at least 1: leave it out for the config's length")
+    if progress is not None and not callable(progress):
+        raise TypeError(f"predict_overflow: progress={progress!r} is not a function: pass progress(done, total, layer)")
     parts = sources_of(model)
     if not parts:
         raise FileNotFoundError(f"predict_overflow: {str(model)!r} is a pipeline, none of whose parts is there")

@@ -56,7 +56,7 @@ def counted(calls, walked=0):
     for q, k, mask, causal, scale in calls:
         rows = q.shape[:3].numel()
         if taken := counting.sample(walked, rows):
-            counting.count(q, k, mask, totals, causal, scale, taken)
+            counting.count_scores(q, k, mask, totals, causal, scale, taken)
         walked += rows
     return totals.tolist()
 
@@ -192,7 +192,7 @@ def test_dispatched_layers_are_told_apart():
 def test_what_is_not_patched_is_refused_by_name(qwen2):
     with pytest.raises(ValueError, match="no module of Qwen2ForCausalLM is patched"):
         pasa.watch(qwen2)
-    with pytest.raises(TypeError, match="got str"):
+    with pytest.raises(TypeError, match="got 'qwen2': load it first"):
         pasa.watch("qwen2")
     with pasa.patch_pipeline(qwen2):
         pass
