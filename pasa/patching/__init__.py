@@ -12,9 +12,9 @@ import torch
 from pasa.checks import check_switches, checked_config
 from pasa.keywords import hint_at_arguments
 from pasa.ops import registry
+from pasa.patching.callbacks import patched_modules
 from pasa.patching.handle import PatchHandle, PatchReport, no_model
-from pasa.patching.onlookers import patched_modules
-from pasa.patching.servers import servers_of
+from pasa.patching.serving_backends import backends_by_device
 from pasa.patching.versions import check_transformers
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def patch_pipeline(
     else:
         handle = host(policy)
     patched = [module for _, module, _ in patched_modules(components_of(model_or_pipeline))]
-    handle.serve(servers_of(patched, config, backend))
+    handle.record_backends(backends_by_device(patched, config, backend))
     return handle
 
 

@@ -12,8 +12,8 @@ from diffusers.models.attention_processor import Attention
 
 from pasa.ops.registry import BACKENDS, Backend
 from pasa.patching import diffusers_attention as ours
+from pasa.patching.callbacks import BINDING
 from pasa.patching.diffusers_attention import KINDS
-from pasa.patching.onlookers import BINDING
 from pasa.patching.versions import check_transformers
 
 if TYPE_CHECKING:

@@ -148,7 +148,7 @@ class PatchHandle:
             alarms=self._guard.alarms(),
         )
 
-    def serve(self, serves: tuple[tuple[str, str], ...]) -> None:
+    def record_backends(self, serves: tuple[tuple[str, str], ...]) -> None:
         """Record in the report which backend serves the patched modules' calls, by device type."""
         if serves != self._report.serves:
             self._report = replace(self._report, serves=serves)

@@ -106,13 +106,13 @@ class Checkpoint:
 
     def _read_index(self, path: Path) -> dict[str, str]:
         """Return the file name of every tensor from an index of shards; all shards must be in the same folder."""
-        found = _read_json(path).get("weight_map")
-        if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
+        files = _read_json(path).get("weight_map")
+        if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
             raise ValueError(f"{self.label!r}: {path.name} has no weight_map from names to files")
-        for file in found.values():
+        for file in files.values():
             if Path(file).name != file:
                 raise ValueError(f"{self.label!r}: its index names {file!r}, which is not a file of the folder")
-        return found
+        return files
 
     def get(self, name: str) -> Tensor:
         """Read one tensor from its file."""
@@ -135,9 +135,9 @@ def check_dtype(label: str, name: str, tensor: Tensor) -> Tensor:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        found: Any = json.loads(path.read_text(encoding="utf-8"))
+        content: Any = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:  # brackets nested too deeply
         raise ValueError(f"{str(path)!r} is not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{str(path)!r} holds no object of JSON, but {type(found).__name__}")
-    return found
+    if not isinstance(content, dict):
+        raise ValueError(f"{str(path)!r} holds no object of JSON, but {type(content).__name__}")
+    return content

@@ -95,11 +95,11 @@ def predict_overflow(
     if not known:
         architectures = ", ".join(str(_architecture(source)) for source in parts.values())
         raise NotImplementedError(f"predict_overflow: no part is of a known architecture ({architectures})")
-    found = {prefix: find_layers(source) for prefix, source in known.items()}
-    total, done = sum(map(len, found.values())), 0
+    layers_by_prefix = {prefix: find_layers(source) for prefix, source in known.items()}
+    total, done = sum(map(len, layers_by_prefix.values())), 0
     rows: list[HeadPrediction] = []
     settings: dict[str, Any] = {"delta": delta, "limit": FP16_MAX, "parts": {}}
-    for prefix, layers in found.items():
+    for prefix, layers in layers_by_prefix.items():
         length = seq_len or _sequence(known[prefix].config)
         heads = sum(layer.heads for layer in layers)
         for layer in layers:
@@ -224,10 +224,10 @@ def group_radius(channels: int, positions: int, epsilon: float) -> float:
 
 def _vector(source: Source, name: str, length: int | None = None) -> Tensor:
     """Return a tensor of one dimension; refuse other shapes, as broadcasting them would bound another model."""
-    found = source.get(name)
-    if found.ndim != 1 or len(found) != (length or len(found)):
-        raise ValueError(f"{source.label}: {name} is {tuple(found.shape)} in place of ({length or 'd'},)")
-    return found
+    vector = source.get(name)
+    if vector.ndim != 1 or len(vector) != (length or len(vector)):
+        raise ValueError(f"{source.label}: {name} is {tuple(vector.shape)} in place of ({length or 'd'},)")
+    return vector
 
 
 def _gains(source: Source, part: Part, heads: int) -> Projection:
