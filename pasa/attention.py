@@ -136,10 +136,16 @@ def attention(
     ------
     ValueError, TypeError
         Tensors do not fit together; a sequence is empty; a mask does not broadcast; a finite BF16 or FP32 value is
-        beyond 65504 (the message names the value); or FP16 cannot hold the scale in the shifting matrix of
-        recovery="paper".
+        beyond 65504; a keyword is unknown; or FP16 cannot hold the scale in the shifting matrix of recovery="paper".
+        The message names the value, and says what to pass instead.
     NotImplementedError
         No backend can serve the call. The message gives the reason of every backend.
+
+    Warns
+    -----
+    UserWarning
+        Once, if tensors that are read as (B, H, S, D) are very likely (B, S, H, D): q and k have equally many heads,
+        more than 128, of at most 128 tokens.
 
     Notes
     -----

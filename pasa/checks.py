@@ -59,11 +59,14 @@ def warn_of_layout(q: torch.Size, k: torch.Size) -> None:
 
 
 def check_tensor(name: str, x: object) -> None:
-    """Check that an argument is a tensor, and not a sparse one."""
+    """Check that an argument is a tensor, and neither sparse nor nested."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} is a {type(x).__name__}, not a Tensor: {_conversion(name, x)}")
     if x.layout is not torch.strided:
-        raise TypeError(f"{name} is sparse ({x.layout}), and dense tensors are needed: call .to_dense()")
+        hint = "call .to_dense()"
+        if x.is_nested:
+            hint = f"call pasa.attention_varlen with {name}.values() as tokens and {name}.offsets() as cu_seqlens"
+        raise TypeError(f"{name} has the layout {x.layout}, and a dense tensor is needed: {hint}")
 
 
 def check_optional(name: str, x: object) -> None:

@@ -18,6 +18,7 @@ PACKED, EDGES = torch.zeros(8, 4, 16, dtype=HALF), torch.tensor([0, 3, 8])
 CACHE, TABLE, LENGTHS = torch.zeros(6, 16, 2, 16, dtype=HALF), torch.tensor([[1, 2], [3, 4]]), torch.tensor([20, 5])
 TWO = torch.zeros(2, 4, 16, dtype=HALF)
 NEW = torch.zeros(3, 2, 16, dtype=HALF)
+NESTED = torch.nested.nested_tensor([torch.zeros(3, 4, 16), torch.zeros(5, 4, 16)], layout=torch.jagged)
 SLOTS = torch.tensor([4, -1, 7])
 
 
@@ -124,7 +125,8 @@ BAD = {
     "too large": (
         lambda: dense(q=Q.float() + 1e6, k=K.float()), ValueError, r"q has 512 values.*1e\+06 > 65504", "divide q"
     ),
-    "sparse": (lambda: dense(q=Q.to_sparse()), TypeError, "q is sparse", r"\.to_dense\(\)"),
+    "sparse": (lambda: dense(q=Q.to_sparse()), TypeError, "q has the layout torch.sparse_coo", r"\.to_dense\(\)"),
+    "nested": (lambda: dense(q=NESTED), TypeError, "q has the layout torch.jagged", r"attention_varlen.*offsets\(\)"),
     # masks
     "mask as a list": (lambda: dense(attn_mask=[[True]]), TypeError, "attn_mask is a list", r"torch\.tensor"),
     "causal as a mask": (lambda: dense(attn_mask="causal"), TypeError, "attn_mask is a str", "is_causal=True"),
