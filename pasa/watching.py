@@ -239,7 +239,7 @@ def watch(model_or_pipeline: object) -> Watch:
             f"watch: no module of {type(model_or_pipeline).__name__} is patched; call pasa.patch_pipeline first"
         )
     if any(getattr(module.__dict__.get(BINDING), "context_parallel", None) is not None for _, module, _ in modules):
-        raise NotImplementedError("watch: scores cannot be watched with context_parallel")
+        raise NotImplementedError("watch: scores cannot be watched with context_parallel: patch without it")
     _check_in_force(len(modules), removed_modules(components), type(model_or_pipeline).__name__)
     return Watch(modules)
 

@@ -134,7 +134,9 @@ def _patch(
     """Patch by the module of the library that the model comes from, and return its handle."""
     if _is_diffusers(model_or_pipeline):
         if context_parallel is not None:
-            raise NotImplementedError("patch_pipeline: context_parallel is not supported for diffusers models")
+            raise NotImplementedError(
+                "patch_pipeline: context_parallel is not supported for diffusers models: leave it out"
+            )
         from pasa.patching import diffusers
 
         return diffusers.patch(model_or_pipeline, policy=policy, config=config, backend=backend)

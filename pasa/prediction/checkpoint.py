@@ -129,7 +129,8 @@ class Checkpoint:
 def check_dtype(label: str, name: str, tensor: Tensor) -> Tensor:
     """Return the tensor; refuse dtypes that are not plain floating point, as quantised weights need their scales."""
     if tensor.dtype not in READABLE:
-        raise NotImplementedError(f"{label}: {name} is {tensor.dtype}: quantised weights are not supported")
+        advice = "quantised weights are not supported; pass the unquantised checkpoint"
+        raise NotImplementedError(f"{label}: {name} is {tensor.dtype}: {advice}")
     return tensor
 
 

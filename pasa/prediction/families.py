@@ -117,7 +117,9 @@ def find_layers(source: Source) -> list[Layer]:
     config = source.config
     if quantised := config.get("quantization_config"):
         method = quantised.get("quant_method", "?") if isinstance(quantised, dict) else quantised
-        raise NotImplementedError(f"{source.label}: quantised weights ({method}) are not supported")
+        raise NotImplementedError(
+            f"{source.label}: quantised weights ({method}) are not supported: pass the unquantised checkpoint"
+        )
     name = config.get("model_type") or config.get("_class_name")
     if not supported(config):
         known = ", ".join((*FAMILIES, *UNETS, *AUTOENCODERS))
