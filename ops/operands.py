@@ -1,9 +1,9 @@
 """Check the operands of torch.ops.pasa.* inside the operator, before a kernel reads memory by them.
 
 Only shapes, dtypes and devices are checked here; values are checked where they are read on the
-host. `pasa.attention` and its siblings make the same checks with more words on layouts. An exported
-or compiled program calls the operators directly, as any user may. A check costs the host about a
-microsecond, so each tensor attribute is read once.
+host. `pasa.attention` and its siblings leave these checks to the operator, and check Python types
+and layouts. An exported or compiled program calls the operators directly, as any user may. A check
+costs the host about a microsecond, so each tensor attribute is read once.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, s
     queries, keys = q.shape, k.shape
     if queries[0] != keys[0]:
         raise ValueError(f"batch of q is {queries[0]} but that of k is {keys[0]}: expand the smaller one")
-    _check_heads(queries[1], keys[1])
-    _check_scale(scale)
+    _check_heads(queries[1], keys[1], ", or pass tensor_layout='NHD' if tensors are (B, S, H, D)")
+    check_scale(scale)
     if attn_mask is not None:
         _check_mask(attn_mask, q, (queries[0], queries[1], queries[2], keys[2]))
 
@@ -51,16 +51,17 @@ def check_varlen(
     """
     _check_agreement(q, k, v, 3)
     _check_heads(q.shape[1], k.shape[1])
-    _check_scale(scale)
+    check_scale(scale)
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if x.dtype not in INTEGERS:
-            raise TypeError(f"{name} is {x.dtype}, expected int32 or int64: call .int()")
+            raise TypeError(f"{name} is {x.dtype}, not an int32 or int64 Tensor: call .int()")
         if x.dim() != 1 or x.shape[0] < 2:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}, expected (sequences + 1,)")
+            raise ValueError(f"{name} has shape {tuple(x.shape)}, expected (sequences + 1,): begin it with 0")
         if x.is_meta and not q.is_meta:
-            raise ValueError(f"{name} is on meta but q is on {q.device}")
+            raise _on_other_device(name, x, "q", q)
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
-        raise ValueError(f"cu_seqlens_q has {len(cu_seqlens_q)} entries but cu_seqlens_k has {len(cu_seqlens_k)}")
+        entries = f"cu_seqlens_q has {len(cu_seqlens_q)} entries but cu_seqlens_k has {len(cu_seqlens_k)}"
+        raise ValueError(f"{entries}: give each one entry more than there are sequences")
 
 
 def check_gradients(grad_out: Tensor | None, grad_lse: Tensor | None, q: Tensor, backend: str) -> None:
@@ -73,11 +74,11 @@ def check_gradients(grad_out: Tensor | None, grad_lse: Tensor | None, q: Tensor,
     """
     if grad_out is None and grad_lse is None:
         raise ValueError("grad_out and grad_lse are both None: there is nothing to take a gradient of")
-    for name, x, expected in (("grad_out", grad_out, tuple(q.shape)), ("grad_lse", grad_lse, tuple(q.shape[:-1]))):
+    for name, x, shape in (("grad_out", grad_out, tuple(q.shape)), ("grad_lse", grad_lse, tuple(q.shape[:-1]))):
         if x is None:
             continue
-        if tuple(x.shape) != expected:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}, expected {expected}")
+        if tuple(x.shape) != shape:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}, expected {shape}")
         if not x.dtype.is_floating_point:
             raise TypeError(f"{name} is {x.dtype}, expected a float type: call .float()")
         _check_device(name, x, q)
@@ -122,15 +123,18 @@ def check_paged(
     _check_like("q", q, "k_cache", k_cache, 3)
     queries, cache = q.shape, k_cache.shape
     if queries[0] == 0 or queries[1] == 0 or queries[2] != cache[3]:
-        raise ValueError(f"q {tuple(queries)} is empty, or not of the cache's head dim {cache[3]}")
+        raise ValueError(
+            f"q {tuple(queries)} is empty, or not of the cache's head dim {cache[3]}: leave out calls without queries, "
+            "and pass the cache of this layer"
+        )
     _check_heads(queries[1], cache[2])
-    _check_scale(scale)
+    check_scale(scale)
     _check_table("block_table", block_table, k_cache, 2)
     _check_table("seq_lens", seq_lens, k_cache, 1)
     _check_anchors(key_anchors, k_cache)
     batch, table = seq_lens.shape[0], block_table.shape
     if batch == 0 or table[0] != batch or table[1] == 0:
-        raise ValueError(f"block_table {tuple(table)} does not fit {batch} seq_lens")
+        raise ValueError(f"block_table {tuple(table)} does not fit {batch} seq_lens: give each sequence a row of pages")
     if cu_seqlens_q is not None:
         _check_table("cu_seqlens_q", cu_seqlens_q, k_cache, 1)
         entries = cu_seqlens_q.shape[0]
@@ -138,9 +142,9 @@ def check_paged(
             raise ValueError(f"cu_seqlens_q has {entries} entries for {batch} sequences, expected {batch + 1}")
     elif queries[0] != batch:
         raise ValueError(f"q has {queries[0]} rows for {batch} sequences; give cu_seqlens_q unless each has one query")
-    for name, limit in zip(("max_seqlen_q", "max_seqlen_k"), longest, strict=True):
-        if limit is not None and limit < 1:
-            raise ValueError(f"{name}={limit} is not a positive integer")
+    for name, most in zip(("max_seqlen_q", "max_seqlen_k"), longest, strict=True):
+        if most is not None and most < 1:
+            raise ValueError(f"{name}={most} is not a positive integer: leave it out if it is not known")
 
 
 def check_writes(
@@ -159,63 +163,92 @@ def check_writes(
     for name, x in (("k", k), ("v", v)):
         _check_like(name, x, "k_cache", k_cache, 3)
         if x.shape[1:] != heads:
-            raise ValueError(f"{name} {tuple(x.shape)} does not fit the cache's heads {tuple(heads)}")
+            raise ValueError(
+                f"{name} {tuple(x.shape)} does not fit the cache's heads {tuple(heads)}: pass (tokens, Hkv, D)"
+            )
     _check_table("slot_mapping", slot_mapping, k_cache, 1)
     _check_anchors(key_anchors, k_cache)
     if not k.shape[0] == v.shape[0] == slot_mapping.shape[0]:
-        raise ValueError(f"{len(slot_mapping)} slots, but {len(k)} keys and {len(v)} values")
+        slots = f"{len(slot_mapping)} slots, but {len(k)} keys and {len(v)} values"
+        raise ValueError(f"{slots}: pass one slot, key and value a token")
 
 
-def check_forms(q: Tensor, k: Tensor, v: Tensor, rank: int) -> None:
-    """Check that three tensors have `rank` dimensions, one supported dtype, and one device.
+def check_scale(scale: float | None) -> None:
+    """Check that FP32 holds every score at this scale; None stands for 1/sqrt(D).
 
     Raises
     ------
-    ValueError, TypeError
-        Naming the argument and its value.
+    ValueError
+        Naming the value.
     """
-    if q.dtype not in DTYPES:
-        raise TypeError(f"q is {q.dtype}, expected one of {DTYPES}: call .half()")
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        _check_like(name, x, "q", q, rank)
+    if scale is not None and not SCALES[0] <= scale <= SCALES[1]:
+        hint = "leave it out for 1/sqrt(D)"
+        raise ValueError(f"scale={scale!r} is outside 2^-80 to 2^80, where FP32 holds every score: {hint}")
 
 
 def _check_agreement(q: Tensor, k: Tensor, v: Tensor, rank: int) -> None:
     """Check that three tensors share rank, dtype, device and head dimension, and that k and v have one shape."""
-    check_forms(q, k, v, rank)
+    if q.dtype not in DTYPES:
+        raise TypeError(f"q is {q.dtype}, expected one of {DTYPES}: call .half()")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        _check_like(name, x, "q", q, rank)
     queries, keys, values = q.shape, k.shape, v.shape
     if keys != values:
         raise ValueError(f"k and v differ in shape: {tuple(keys)} and {tuple(values)}; pad v to k")
     if queries[-1] != keys[-1]:
-        raise ValueError(f"head dim of q is {queries[-1]} but that of k is {keys[-1]}")
+        hint = "pad the smaller one with zeros, and pass the scale of the unpadded q"
+        raise ValueError(f"head dim of q is {queries[-1]} but that of k is {keys[-1]}: {hint}")
     if 0 in queries or 0 in keys:
         name, shape = ("q", queries) if 0 in queries else ("k", keys)
         raise ValueError(f"{name} is empty: {tuple(shape)}; leave out calls without queries or keys")
 
 
-def _check_heads(heads: int, kv_heads: int) -> None:
+def _check_heads(heads: int, kv_heads: int, advice: str = "") -> None:
     if heads % kv_heads:
-        raise ValueError(f"{heads} query heads are not a multiple of {kv_heads} key heads: repeat heads of k and v")
-
-
-def _check_scale(scale: float | None) -> None:
-    if scale is not None and not SCALES[0] <= scale <= SCALES[1]:
-        raise ValueError(f"scale={scale!r} is outside 2^-80 to 2^80, where FP32 holds every score")
+        hint = f"repeat heads of k and v{advice}"
+        raise ValueError(f"{heads} query heads are not a multiple of {kv_heads} key heads: {hint}")
 
 
 def _check_device(name: str, x: Tensor, q: Tensor) -> None:
     if x.device != q.device:
-        raise ValueError(f"{name} is on {x.device} but q is on {q.device}: call .to({str(q.device)!r})")
+        raise _on_other_device(name, x, "q", q)
 
 
-def _check_mask(attn_mask: Tensor, q: Tensor, expected: tuple[int, ...]) -> None:
+def _on_other_device(name: str, x: Tensor, other_name: str, other: Tensor) -> ValueError:
+    hint = f"call .to({str(other.device)!r})"
+    if x.is_meta or other.is_meta:
+        empty = name if x.is_meta else other_name
+        hint = f"{empty} has no data on meta; load its values, or put all tensors on meta"
+    return ValueError(f"{name} is on {x.device} but {other_name} is on {other.device}: {hint}")
+
+
+def _check_mask(attn_mask: Tensor, q: Tensor, scores: tuple[int, ...]) -> None:
+    """Check that a mask is bool or float, on q's device, and broadcasts to the shape of the scores."""
     if attn_mask.dtype not in (torch.bool, *DTYPES):
-        raise TypeError(f"attn_mask is {attn_mask.dtype}, expected bool (True = keep) or one of {DTYPES} (added)")
+        hint = "call .float()" if attn_mask.is_floating_point() else "call .bool() if 1 means keep (True = keep)"
+        raise TypeError(
+            f"attn_mask is {attn_mask.dtype}, expected bool (True = keep) or one of {DTYPES} (added): {hint}"
+        )
     _check_device("attn_mask", attn_mask, q)
     shape = tuple(attn_mask.shape)
-    fits = len(shape) <= 4 and all(a in (1, b) for a, b in zip(reversed(shape), reversed(expected), strict=False))
-    if not fits:
-        raise ValueError(f"attn_mask {shape} does not broadcast to (B, Hq, Sq, Skv) = {expected}")
+    if not _broadcasts(shape, scores):
+        hint = _mask_advice(shape, scores)
+        raise ValueError(f"attn_mask {shape} does not broadcast to (B, Hq, Sq, Skv) = {scores}: {hint}")
+
+
+def _broadcasts(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
+    return len(shape) <= 4 and all(a in (1, b) for a, b in zip(reversed(shape), reversed(target), strict=False))
+
+
+def _mask_advice(shape: tuple[int, ...], scores: tuple[int, ...]) -> str:
+    """Return what to do with a mask of a shape that does not broadcast."""
+    if shape == (scores[0], scores[3]):
+        return "for a padding mask pass mask[:, None, None, :], with True = keep"
+    if len(shape) == 3 and _broadcasts((shape[0], 1, *shape[1:]), scores):
+        return "for one mask a batch entry pass mask[:, None]"
+    if shape[-2:] == (scores[1], scores[1]):  # then H is the number of tokens
+        return "pass tensor_layout='NHD' if q, k and v are (B, S, H, D)"
+    return "reshape it, or leave it out"
 
 
 def _check_caches(k_cache: Tensor, v_cache: Tensor) -> None:
@@ -224,7 +257,7 @@ def _check_caches(k_cache: Tensor, v_cache: Tensor) -> None:
         raise TypeError(f"k_cache is {k_cache.dtype}, expected one of {DTYPES}: allocate it in FP16")
     shape = k_cache.shape
     if len(shape) != 4:
-        raise ValueError(f"k_cache has {len(shape)} dimensions {tuple(shape)}, expected 4")
+        raise _wrong_rank("k_cache", shape, 4)
     _check_like("v_cache", v_cache, "k_cache", k_cache, 4)
     if shape != v_cache.shape or 0 in shape:
         shapes = f"{tuple(shape)} and {tuple(v_cache.shape)}"
@@ -238,12 +271,17 @@ def _check_like(name: str, x: Tensor, other_name: str, other: Tensor, dims: int)
     """Check that a tensor has `dims` dimensions, and the dtype and device of another tensor."""
     shape = x.shape
     if len(shape) != dims:
-        raise ValueError(f"{name} has {len(shape)} dimensions {tuple(shape)}, expected {dims}")
+        raise _wrong_rank(name, shape, dims)
     if x.dtype != other.dtype:
         raise TypeError(f"{name} is {x.dtype} but {other_name} is {other.dtype}: call .to({other.dtype})")
     if x.device != other.device:
-        device = str(other.device)
-        raise ValueError(f"{name} is on {x.device} but {other_name} is on {device}: call .to({device!r})")
+        raise _on_other_device(name, x, other_name, other)
+
+
+def _wrong_rank(name: str, shape: torch.Size, dims: int) -> ValueError:
+    form = {3: "(tokens, heads, D)", 4: "(B, H, S, D)"}[dims]
+    form = "(pages, slots, Hkv, D)" if name.endswith("_cache") else form
+    return ValueError(f"{name} has {len(shape)} dimensions {tuple(shape)}, expected {dims}: reshape it to {form}")
 
 
 def _check_table(name: str, x: Tensor, k_cache: Tensor, dims: int) -> None:
@@ -251,10 +289,10 @@ def _check_table(name: str, x: Tensor, k_cache: Tensor, dims: int) -> None:
     if x.dtype not in INTEGERS:
         raise TypeError(f"{name} is {x.dtype}, not an int32 or int64 Tensor: call .int()")
     if x.dim() != dims:
-        raise ValueError(f"{name} has {x.dim()} dimensions {tuple(x.shape)}, expected {dims}")
+        form = "a row of pages for each sequence" if dims == 2 else "one entry after another"
+        raise ValueError(f"{name} has {x.dim()} dimensions {tuple(x.shape)}, expected {dims}: {form}")
     if x.device != k_cache.device:
-        device = str(k_cache.device)
-        raise ValueError(f"{name} is on {x.device} but k_cache is on {device}: call .to({device!r})")
+        raise _on_other_device(name, x, "k_cache", k_cache)
 
 
 def _check_anchors(key_anchors: Tensor | None, k_cache: Tensor) -> None:

@@ -12,15 +12,16 @@ from torch import Tensor
 
 from pasa import diagnostics
 from pasa.checks import (
-    check_lengths,
-    check_mask,
+    check_longest,
+    check_optional,
     check_switches,
-    check_tensors,
+    check_tensor,
     checked_config,
     checked_scale,
-    heads_last,
+    heads_first,
 )
 from pasa.config import PasaConfig
+from pasa.keywords import hint_at_arguments
 from pasa.ops import devices, dispatch, operators, registry
 
 
@@ -48,9 +49,9 @@ def backends() -> list[BackendStatus]:
     """
     ordered = sorted(registry.BACKENDS.values(), key=lambda backend: -backend.priority)
     reasons = [b.missing() or b.replaced() for b in ordered]
-    served = {device: registry.server(device) for device in devices.device_types()}
+    preferred = {device: registry.server(device) for device in devices.device_types()}
     return [
-        BackendStatus(b.name, why is None, why or b.label, tuple(d for d, found in served.items() if found is b))
+        BackendStatus(b.name, why is None, why or b.label, tuple(d for d, best in preferred.items() if best is b))
         for b, why in zip(ordered, reasons, strict=True)
     ]
 
@@ -85,6 +86,7 @@ def attention(
 ) -> tuple[Tensor, Tensor]: ...
 
 
+@hint_at_arguments
 def attention(
     q: Tensor,
     k: Tensor,
@@ -134,10 +136,16 @@ def attention(
     ------
     ValueError, TypeError
         Tensors do not fit together; a sequence is empty; a mask does not broadcast; a finite BF16 or FP32 value is
-        beyond 65504 (the message names the value); or FP16 cannot hold the scale in the shifting matrix of
-        recovery="paper".
+        beyond 65504; a keyword is unknown; or FP16 cannot hold the scale in the shifting matrix of recovery="paper".
+        The message names the value, and says what to pass instead.
     NotImplementedError
         No backend can serve the call. The message gives the reason of every backend.
+
+    Warns
+    -----
+    UserWarning
+        Once, if tensors that are read as (B, H, S, D) are very likely (B, S, H, D): q and k have equally many heads,
+        more than 128, of at most 128 tokens.
 
     Notes
     -----
@@ -156,14 +164,10 @@ def attention(
     >>> out.shape, bool(out.isfinite().all()), lse[0, 0, 0].item()  # one key: its score, over 8
     (torch.Size([1, 8, 130, 64]), True, 12800.0)
     """
-    last = heads_last(tensor_layout)
     check_switches(is_causal, return_lse, backend)
-    check_tensors(q, k, v, rank=4)
-    if last:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    check_mask(attn_mask)
-    options, diagnose = checked_config(config).arguments, diagnostics.recording()
-    scale = checked_scale(scale, q.shape[-1])
+    q, k, v, last = heads_first(q, k, v, tensor_layout)
+    check_optional("attn_mask", attn_mask)
+    scale, options, diagnose = checked_scale(scale), checked_config(config).arguments, diagnostics.recording()
     out, lse, counts = dispatch.call(
         operators.attention, q, k, v, attn_mask, is_causal, scale, *options, diagnose, backend
     )
@@ -173,6 +177,7 @@ def attention(
     return (out, lse) if return_lse else out
 
 
+@hint_at_arguments
 def attention_varlen(
     q: Tensor,
     k: Tensor,
@@ -220,12 +225,12 @@ def attention_varlen(
     >>> bool((out[3] == v[3]).all())  # a first token sees itself alone
     True
     """
-    check_tensors(q, k, v, rank=3)
-    check_lengths("q", cu_seqlens_q, max_seqlen_q, q)
-    check_lengths("k", cu_seqlens_k, max_seqlen_k, q)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, x)
+    check_longest("q", cu_seqlens_q, max_seqlen_q)
+    check_longest("k", cu_seqlens_k, max_seqlen_k)
     check_switches(is_causal, return_lse, backend)
-    options, diagnose = checked_config(config).arguments, diagnostics.recording()
-    scale = checked_scale(scale, q.shape[-1])
+    scale, options, diagnose = checked_scale(scale), checked_config(config).arguments, diagnostics.recording()
     lengths = (cu_seqlens_q, cu_seqlens_k)
     switches = (is_causal, scale, *options, diagnose, backend)
     out, lse, counts = dispatch.call(operators.attention_varlen, q, k, v, *lengths, *switches)

@@ -1,95 +1,150 @@
-"""Argument checks that public functions share; an error names the argument that is wrong.
+"""Argument checks that public functions share; an error names the argument that is wrong, and says what to do next.
 
-These functions check Python types and layouts. Shapes, dtypes and devices of tensors are checked by the operators
+These functions check Python types and layouts. Shapes, dtypes and devices of tensors are checked once, by the operators
 (`pasa/ops/operands.py`), because a compiled program calls the operators without these functions.
 """
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from pasa.config import PasaConfig
-from pasa.ops import operands
+from pasa.ops import notices, operands
 
 HEADS_FIRST, HEADS_LAST = ("HND", "BNSD"), ("NHD", "BSND")  # the usual name, then CANN's name
 DEFAULT = PasaConfig()
+MOST_HEADS = 128
+"""The most heads of a layer in published models (Llama 3.1 405B and DeepSeek-V3)."""
 
 
-def heads_last(tensor_layout: str) -> bool:
-    """Return whether a layout of this name has tokens before heads; refuse unknown names."""
-    if tensor_layout not in (*HEADS_FIRST, *HEADS_LAST):
-        raise ValueError(f"tensor_layout={tensor_layout!r} is not one of {(*HEADS_FIRST, *HEADS_LAST)}")
-    return tensor_layout in HEADS_LAST
+def heads_first(q: Tensor, k: Tensor, v: Tensor, tensor_layout: str) -> tuple[Tensor, Tensor, Tensor, bool]:
+    """Return views (B, H, S, D) of q, k and v, and whether their layout is heads-last.
 
-
-def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, rank: int) -> None:
-    """Check that q, k and v are tensors of `rank` dimensions and of one dtype and device."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} is a {type(x).__name__}, not a Tensor")
-    operands.check_forms(q, k, v, rank)
-
-
-def check_mask(attn_mask: Tensor | None) -> None:
-    """Check the mask's type only; the operator checks the rest, once the layout is known."""
-    if attn_mask is not None and not isinstance(attn_mask, Tensor):
-        raise TypeError(f"attn_mask is a {type(attn_mask).__name__}, not a Tensor")
-
-
-def check_lengths(name: str, cu_seqlens: Tensor, longest: int, q: Tensor) -> None:
-    """Check dtype, shape and device of cumulative lengths, and that no sequence exceeds `longest`.
-
-    The operator checks that they rise from 0 to the number of tokens. While torch compiles, and on meta, their values
-    are not read here.
+    Raises
+    ------
+    ValueError, TypeError
+        The layout is unknown, or q, k or v is not a dense tensor of four dimensions.
     """
-    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
-        found = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
-        raise TypeError(f"cu_seqlens_{name} is {found}, not an int32 or int64 Tensor")
-    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
-        raise ValueError(f"cu_seqlens_{name} has shape {tuple(cu_seqlens.shape)}, expected (sequences + 1,)")
+    if tensor_layout not in (*HEADS_FIRST, *HEADS_LAST):
+        raise ValueError(
+            f"tensor_layout={tensor_layout!r} is not one of {(*HEADS_FIRST, *HEADS_LAST)}: "
+            "(B, H, S, D) is 'HND' and (B, S, H, D) is 'NHD'"
+        )
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, x)
+        if x.ndim != 4:
+            raise _wrong_rank(name, x, tensor_layout in HEADS_LAST)
+    if tensor_layout in HEADS_LAST:
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), True
+    if not torch.compiler.is_compiling() and q.shape[1] > MOST_HEADS:
+        warn_of_layout(q.shape, k.shape)
+    return q, k, v, False
+
+
+def warn_of_layout(q: torch.Size, k: torch.Size) -> None:
+    """Warn once if tensors that are read as (B, H, S, D) are very likely (B, S, H, D).
+
+    The rule: q and k have the same number of heads, above `MOST_HEADS`; they have at most `MOST_HEADS` tokens; and the
+    tokens of q are a multiple of those of k, as query heads are of key heads. Attention within one sequence of more
+    than 128 tokens meets the rule if it is passed tokens-first. A heads-first call meets it only if a batch was folded
+    into the heads and its sequences are short.
+    """
+    if q[1] == k[1] > MOST_HEADS and q[2] <= MOST_HEADS and k[2] and q[2] % k[2] == 0:
+        notices.warn_once(
+            f"q and k have more than {MOST_HEADS} heads of {q[2]} tokens if they are read as (B, H, S, D): if they are "
+            f"(B, S, H, D) with {q[2]} heads, pass tensor_layout='NHD'; if not, call "
+            "warnings.filterwarnings('ignore', 'q and k have more than', UserWarning)"
+        )
+
+
+def check_tensor(name: str, x: object) -> None:
+    """Check that an argument is a tensor, and neither sparse nor nested."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} is a {type(x).__name__}, not a Tensor: {_conversion(name, x)}")
+    if x.layout is not torch.strided:
+        hint = "call .to_dense()"
+        if x.is_nested:
+            hint = f"call pasa.attention_varlen with {name}.values() as tokens and {name}.offsets() as cu_seqlens"
+        raise TypeError(f"{name} has the layout {x.layout}, and a dense tensor is needed: {hint}")
+
+
+def check_optional(name: str, x: object) -> None:
+    """Check that an argument is a tensor or None."""
+    if x is not None:
+        check_tensor(name, x)
+
+
+def _conversion(name: str, x: object) -> str:
+    """Return how to make a tensor of a value that is none."""
+    if type(x).__name__ == "ndarray":
+        return f"convert it with torch.from_numpy({name})"
+    if isinstance(x, (list, tuple, int, float)):
+        return f"convert it with torch.tensor({name})"
+    if name == "attn_mask":
+        return "pass a bool Tensor (True = keep), or is_causal=True for a causal mask"
+    return "pass a Tensor"
+
+
+def _wrong_rank(name: str, x: Tensor, last: bool) -> ValueError:
+    form = "(B, S, H, D)" if last else "(B, H, S, D)"
+    hint = f"make it a tensor {form}"
+    if x.ndim == 3:
+        tokens_first = "" if last else f" (or {name}.transpose(0, 1)[None] if it is (S, H, D))"
+        hint = f"add the batch dimension with {name}[None]{tokens_first}, or pack sequences for pasa.attention_varlen"
+    if x.ndim > 4:
+        hint = f"flatten leading dimensions into the batch, as with {name}.flatten(0, {x.ndim - 4})"
+    return ValueError(f"{name} has {x.ndim} dimensions {tuple(x.shape)}, expected 4, {form}: {hint}")
+
+
+def check_longest(name: str, cu_seqlens: object, longest: object) -> None:
+    """Check the types of cumulative lengths and of `longest`, and that no sequence exceeds `longest`.
+
+    The operator checks the rest of the cumulative lengths. While torch compiles, and on meta, their values are not read
+    here.
+    """
+    if not isinstance(cu_seqlens, Tensor):
+        kind, hint = type(cu_seqlens).__name__, _conversion(f"cu_seqlens_{name}", cu_seqlens)
+        raise TypeError(f"cu_seqlens_{name} is {kind}, not an int32 or int64 Tensor: {hint}")
     if isinstance(longest, bool) or not isinstance(longest, int):
-        raise TypeError(f"max_seqlen_{name}={longest!r} is not an integer")
-    if cu_seqlens.is_meta and not q.is_meta:
-        raise ValueError(f"cu_seqlens_{name} is on meta but q is on {q.device}")
+        hint = f"pass the longest length, as int(max_seqlen_{name})"
+        raise TypeError(f"max_seqlen_{name}={longest!r} is not an integer: {hint}")
     if torch.compiler.is_compiling() or cu_seqlens.is_meta:
         return
-    if int(cu_seqlens.diff().max()) > longest:
-        raise ValueError(f"max_seqlen_{name}={longest} is below the longest sequence, {int(cu_seqlens.diff().max())}")
+    if cu_seqlens.dtype not in operands.INTEGERS or cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
+        return  # the operator refuses it
+    if (most := int(cu_seqlens.diff().max())) > longest:
+        raise ValueError(f"max_seqlen_{name}={longest} is below the longest sequence, {most}: pass {most} or more")
 
 
-def checked_scale(scale: float | None, head_dim: int) -> float:
-    """Return the scale as a float, 1/sqrt(head_dim) for None; refuse a scale outside 2^-80 to 2^80.
-
-    |q.k| stays below 2^42, so a scale of at most 2^80 keeps scores within FP32. Its inverse, of at most 2^80 too, keeps
-    the references within FP32.
-    """
+def checked_scale(scale: object) -> float | None:
+    """Return the scale as a float; None stands for 1/sqrt(D), which the operator forms."""
     if scale is None:
-        return float(head_dim**-0.5) if head_dim else 1.0  # the operator refuses a head dimension of 0
+        return None
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
-        raise TypeError(f"scale={scale!r} is a {type(scale).__name__}, not a number")
-    if not 0 < scale < math.inf:
-        raise ValueError(f"scale={scale!r} is not a positive finite number")
-    if not 2.0**-80 <= scale <= 2.0**80:
-        raise ValueError(f"scale={scale!r} is outside 2^-80 to 2^80, where FP32 holds every score")
+        hint = "pass float(scale)" if hasattr(scale, "item") else "pass a float, or leave it out for 1/sqrt(D)"
+        raise TypeError(f"scale={scale!r} is a {type(scale).__name__}, not a number: {hint}")
+    operands.check_scale(scale)
     return float(scale)
 
 
-def check_switches(is_causal: bool, return_lse: bool, backend: str | None) -> None:
+def check_switches(is_causal: object, return_lse: object, backend: object) -> None:
     """Check the types of these arguments; the registry checks later that the backend exists."""
     for name, value in (("is_causal", is_causal), ("return_lse", return_lse)):
         if not isinstance(value, bool):
-            raise TypeError(f"{name}={value!r} is a {type(value).__name__}, not a bool")
+            hint = f"pass bool({name})" if hasattr(value, "item") else "pass True or False"
+            raise TypeError(f"{name}={value!r} is a {type(value).__name__}, not a bool: {hint}")
     if backend is not None and not isinstance(backend, str):
-        raise TypeError(f"backend={backend!r} is a {type(backend).__name__}, not a name")
+        hint = "pass a name that pasa.backends() lists, or None"
+        raise TypeError(f"backend={backend!r} is a {type(backend).__name__}, not a name: {hint}")
 
 
-def checked_config(config: PasaConfig | None) -> PasaConfig:
+def checked_config(config: object) -> PasaConfig:
     """Return the config, or the default for None; refuse any other type."""
     if config is None:
         return DEFAULT
     if not isinstance(config, PasaConfig):
-        raise TypeError(f"config is a {type(config).__name__}, not a PasaConfig")
+        hint = "pasa.PasaConfig()" if config is PasaConfig else "pasa.PasaConfig(recovery=...), or None"
+        hint = "pasa.PasaConfig(**config)" if isinstance(config, dict) else hint
+        raise TypeError(f"config is a {type(config).__name__}, not a PasaConfig: pass {hint}")
     return config

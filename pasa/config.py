@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pasa.keywords import hint_at_arguments
 from pasa.ops.attention.options import AttentionOptions
 
 
+def _with_hints(config: type[PasaConfig]) -> type[PasaConfig]:
+    config.__init__ = hint_at_arguments(config.__init__)  # type: ignore[method-assign]
+    return config
+
+
+@_with_hints
 @dataclass(frozen=True)
 class PasaConfig(AttentionOptions):
     """The arithmetic of an attention call; its values are checked when it is made.

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from pasa import diagnostics
-from pasa.checks import check_switches, check_tensors, checked_config, checked_scale, heads_last
+from pasa.checks import check_switches, check_tensor, checked_config, checked_scale, heads_first
 from pasa.config import PasaConfig
+from pasa.keywords import hint_at_arguments
 from pasa.ops import operands, operators
 from pasa.ops.attention.call import to_fp16
 from pasa.ops.ring import layout
@@ -25,6 +26,7 @@ FACTS = ("accepted", "batch", "query heads", "key heads", "head dim", "switches"
 SWITCHES = "dtype, is_causal, scale, config or backend"
 
 
+@hint_at_arguments
 def shard_sequence(x: Tensor, dim: int, *, group: ProcessGroup | None = None) -> Tensor:
     """Return the tokens of this rank r of n: chunks r and 2n - 1 - r of 2n chunks, joined (zig-zag).
 
@@ -49,12 +51,13 @@ def shard_sequence(x: Tensor, dim: int, *, group: ProcessGroup | None = None) ->
     >>> pasa.shard_sequence(torch.arange(8), 0)  # rank 0 of 2
     tensor([0, 1, 6, 7])
     """
-    ring = Ring(group)
+    ring = _ring(group)
     _check_dim(x, dim)
     chunks = layout.chunks_of(ring.rank, x.shape[dim], ring.size)
     return torch.cat([x.narrow(dim, chunk.start, chunk.stop - chunk.start) for chunk in chunks], dim)
 
 
+@hint_at_arguments
 def gather_sequence(x: Tensor, dim: int, *, group: ProcessGroup | None = None) -> Tensor:
     """Return the whole sequence on every rank from the shards that `shard_sequence` made.
 
@@ -79,7 +82,7 @@ def gather_sequence(x: Tensor, dim: int, *, group: ProcessGroup | None = None) -
     >>> pasa.gather_sequence(shard, 0)
     tensor([0, 1, 2, 3, 4, 5, 6, 7])
     """
-    ring = Ring(group)
+    ring = _ring(group)
     try:
         _check_dim(x, dim)
         if torch.is_grad_enabled() and x.requires_grad:
@@ -130,6 +133,7 @@ def ring_attention(
 ) -> tuple[Tensor, Tensor]: ...
 
 
+@hint_at_arguments
 def ring_attention(
     q: Tensor,
     k: Tensor,
@@ -199,19 +203,17 @@ def ring_attention(
     >>> bool((pasa.gather_sequence(out, -2) - pasa.attention(*tokens, is_causal=True)).abs().max() < 2e-3)
     True
     """
-    ring = Ring(group)
+    ring = _ring(group)
     try:
-        last = heads_last(tensor_layout)
         check_switches(is_causal, return_lse, backend)
-        check_tensors(q, k, v, rank=4)
+        q, k, v, last = heads_first(q, k, v, tensor_layout)
         _check_device("q", q, ring)
-        if last:
-            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        operands.check_attention(q, k, v, None, None)
-        scale = checked_scale(scale, q.shape[-1])
+        scale = checked_scale(scale)
+        operands.check_attention(q, k, v, None, scale)
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
         config = ring_config(config)
         if diagnostics.recording():
-            raise NotImplementedError("ring_attention records no diagnostics")
+            raise NotImplementedError("ring_attention records no diagnostics: leave the record_diagnostics context")
         operators.choose(q, "none", False, False, backend, *config.arguments)  # raises if no backend can serve the call
         for name, x in (("q", q), ("k", k), ("v", v)):
             to_fp16(x.detach(), name)  # refuse values beyond 65504 now, before another rank waits for this one
@@ -242,18 +244,36 @@ def ring_config(config: PasaConfig | None) -> PasaConfig:
     return config
 
 
+def check_group(name: str, group: object) -> None:
+    """Check that an argument is a process group of torch.distributed."""
+    if not isinstance(group, getattr(torch.distributed, "ProcessGroup", ())):  # torch may be built without
+        hint = "torch.distributed.group.WORLD is that of all ranks"
+        raise TypeError(f"{name}={group!r} is a {type(group).__name__}, not a ProcessGroup; {hint}")
+
+
+def _ring(group: ProcessGroup | None) -> Ring:
+    # For a process outside a new group, torch returns a mark in its place; the ring refuses it with its own message.
+    outside: object = torch.distributed.GroupMember.NON_GROUP_MEMBER if torch.distributed.is_available() else None
+    if group not in (None, outside):
+        check_group("group", group)
+    return Ring(group)
+
+
 def _check_dim(x: Tensor, dim: int) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"x is a {type(x).__name__}, not a Tensor")
+    check_tensor("x", x)
     if isinstance(dim, bool) or not isinstance(dim, int):
-        raise TypeError(f"dim={dim!r} is a {type(dim).__name__}, not an integer")
+        raise TypeError(f"dim={dim!r} is a {type(dim).__name__}: pass the dimension of the tokens, an integer")
     if not -x.dim() <= dim < x.dim():
-        raise ValueError(f"dim={dim} is not a dimension of x, which has {x.dim()}: {tuple(x.shape)}")
+        raise ValueError(
+            f"dim={dim} is not a dimension of x, which has {x.dim()}: {tuple(x.shape)}; "
+            f"pass {-x.dim()} to {x.dim() - 1}"
+        )
 
 
 def _check_device(name: str, x: Tensor, ring: Ring) -> None:
     if x.device.type not in ring.devices:
-        raise ValueError(f"{name} is on {x.device}, but the process group serves {', '.join(ring.devices)} alone")
+        devices = ", ".join(ring.devices)
+        raise ValueError(f"{name} is on {x.device}, but the process group serves {devices} alone: move {name} there")
 
 
 def _device(ring: Ring, *tensors: object) -> torch.device:
@@ -277,10 +297,10 @@ def _agreed_lengths(every: list[list[int]]) -> list[tuple[int, int]]:
     """Return the numbers of queries and keys of every rank; raise if ranks differ in anything else."""
     _check_accepted("ring_attention", every)
     for rank, facts in enumerate(every):
-        for name, own, first in zip(FACTS, facts, every[0], strict=False):
-            if own != first:
-                what = SWITCHES if name == "switches" else f"{name}: {first} and {own}"
-                raise ValueError(f"ring_attention: ranks 0 and {rank} differ in {what}")
+        for name, value, first in zip(FACTS, facts, every[0], strict=False):
+            if value != first:
+                what = SWITCHES if name == "switches" else f"{name}: {first} and {value}"
+                raise ValueError(f"ring_attention: ranks 0 and {rank} differ in {what}; pass the same on every rank")
     return [(facts[-2], facts[-1]) for facts in every]
 
 
@@ -295,14 +315,17 @@ def _agreed_tokens(every: list[list[int]]) -> list[int]:
 
 def _square(queries: int, keys: int) -> int:
     if queries != keys:
-        raise ValueError(f"ring_attention: is_causal=True with {queries} queries and {keys} keys on one rank")
+        raise ValueError(
+            f"ring_attention: is_causal=True with {queries} queries and {keys} keys on one rank: cut q, k and v by "
+            "shard_sequence"
+        )
     return keys
 
 
 def _zigzag_lengths(held: list[int]) -> tuple[tuple[int, int], ...]:
     """Return the lengths of both chunks of every rank; raise if the ranks hold other numbers of tokens."""
     lengths = layout.lengths(sum(held), len(held))
-    wanted = [sum(both) for both in lengths]
-    if held != wanted:
-        raise ValueError(f"ranks hold {held} tokens, not {wanted} as shard_sequence gives them")
+    expected = [sum(both) for both in lengths]
+    if held != expected:
+        raise ValueError(f"ranks hold {held} tokens, not {expected} as shard_sequence gives them")
     return lengths

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from pasa import diagnostics
-from pasa.checks import check_switches, checked_config, checked_scale
+from pasa.checks import check_optional, check_switches, check_tensor, checked_config, checked_scale
 from pasa.config import PasaConfig
+from pasa.keywords import hint_at_arguments
 from pasa.ops import dispatch, operators
 
 
@@ -51,6 +52,7 @@ def attention_paged(
 ) -> tuple[Tensor, Tensor]: ...
 
 
+@hint_at_arguments
 def attention_paged(
     q: Tensor,
     k_cache: Tensor,
@@ -126,20 +128,22 @@ def attention_paged(
     """
     check_switches(is_causal, return_lse, backend)
     _check_types(q=q, k_cache=k_cache, v_cache=v_cache, block_table=block_table, seq_lens=seq_lens)
-    _check_options(cu_seqlens_q=cu_seqlens_q, key_anchors=key_anchors)
+    check_optional("cu_seqlens_q", cu_seqlens_q)
+    check_optional("key_anchors", key_anchors)
     _refuse_gradients("attention_paged", q=q, k_cache=k_cache, v_cache=v_cache)
     for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         if longest is not None and (isinstance(longest, bool) or not isinstance(longest, int) or longest < 1):
-            raise ValueError(f"{name}={longest!r} is not a positive integer")
+            raise ValueError(f"{name}={longest!r} is not a positive integer: leave it out if it is not known")
     options, diagnose = checked_config(config).arguments, diagnostics.recording()
     tables = (block_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, key_anchors)
-    switches = (is_causal, checked_scale(scale, q.shape[-1]), *options, diagnose, backend)
+    switches = (is_causal, checked_scale(scale), *options, diagnose, backend)
     out, lse, counts = dispatch.call(operators.attention_paged, q, k_cache, v_cache, *tables, *switches)
     if diagnose:
         diagnostics.record(counts)
     return (out, lse) if return_lse else out
 
 
+@hint_at_arguments
 def write_pages(
     k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, key_anchors: Tensor | None = None
 ) -> None:
@@ -185,22 +189,17 @@ def write_pages(
     True
     """
     _check_types(k=k, v=v, k_cache=k_cache, v_cache=v_cache, slot_mapping=slot_mapping)
-    _check_options(key_anchors=key_anchors)
+    check_optional("key_anchors", key_anchors)
     _refuse_gradients("write_pages", k=k, v=v, k_cache=k_cache, v_cache=v_cache)
     n = slot_mapping.numel()
     if k.dim() == v.dim() == 3 and len(k) != len(v):
-        raise ValueError(f"{n} slots, but {len(k)} keys and {len(v)} values")
+        raise ValueError(f"{n} slots, but {len(k)} keys and {len(v)} values: pass one slot, key and value a token")
     torch.ops.pasa.write_pages(k[:n], v[:n], k_cache, v_cache, slot_mapping, key_anchors)
 
 
 def _check_types(**tensors: object) -> None:
     for name, x in tensors.items():
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} is a {type(x).__name__}, not a Tensor")
-
-
-def _check_options(**tensors: object) -> None:
-    _check_types(**{name: x for name, x in tensors.items() if x is not None})
+        check_tensor(name, x)
 
 
 def _refuse_gradients(function: str, **tensors: Tensor) -> None:

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pasa.keywords import hint_at_arguments
 from pasa.ops import dispatch, operators
 from pasa.ops.attention.spec.watch import FIELDS, STRIDE, sample
 from pasa.patching import components_of
+from pasa.patching.callbacks import BINDING, Callbacks, patched_modules, removed_modules
 from pasa.patching.handle import first_names
-from pasa.patching.onlookers import BINDING, Onlookers, patched_modules, removed_modules
 
 ENOUGH_ROWS = 300  # in 300 rows a count of 0 excludes a share of 1 % (95 % confidence, `WatchReport._doubt`)
 
@@ -102,10 +103,10 @@ class WatchReport:
 class Watch:
     """Running counters, which :meth:`unwatch` or the end of a ``with`` block stops; they stay readable."""
 
-    def __init__(self, found: list[tuple[str, torch.nn.Module, Onlookers]]) -> None:
-        self._counters = [(name, onlookers, _Counter(module)) for name, module, onlookers in found]
-        for _, onlookers, counter in self._counters:
-            onlookers.looks = (*onlookers.looks, counter)
+    def __init__(self, modules: list[tuple[str, torch.nn.Module, Callbacks]]) -> None:
+        self._counters = [(name, callbacks, _Counter(module)) for name, module, callbacks in modules]
+        for _, callbacks, counter in self._counters:
+            callbacks.functions = (*callbacks.functions, counter)
 
     def report(self) -> WatchReport:
         """Return the counts; this call waits for the devices, whereas counting never does."""
@@ -119,8 +120,8 @@ class Watch:
 
     def unwatch(self) -> None:
         """Stop counting; a second call does nothing."""
-        for _, onlookers, counter in self._counters:
-            onlookers.looks = tuple(look for look in onlookers.looks if look is not counter)
+        for _, callbacks, counter in self._counters:
+            callbacks.functions = tuple(each for each in callbacks.functions if each is not counter)
 
     def __enter__(self) -> Watch:
         return self
@@ -180,6 +181,7 @@ class _Counter:
             tensor.zero_()
 
 
+@hint_at_arguments
 def watch(model_or_pipeline: object) -> Watch:
     """Count large and repeated scores of a patched model, layer by layer, while it runs.
 
@@ -226,9 +228,9 @@ def watch(model_or_pipeline: object) -> Watch:
       model.layers.1.self_attn     6 ...
       total                       12 ...
     """
-    components = components_of(model_or_pipeline)
-    found = list(patched_modules(components))
-    if not found:
+    components = components_of(model_or_pipeline, "watch")
+    modules = list(patched_modules(components))
+    if not modules:
         from pasa.patching import auto  # imported here, because only this case needs it
 
         if auto.leaves_alone(model_or_pipeline):
@@ -236,10 +238,10 @@ def watch(model_or_pipeline: object) -> Watch:
         raise ValueError(
             f"watch: no module of {type(model_or_pipeline).__name__} is patched; call pasa.patch_pipeline first"
         )
-    if any(getattr(module.__dict__.get(BINDING), "context_parallel", None) is not None for _, module, _ in found):
-        raise NotImplementedError("watch: scores cannot be watched with context_parallel")
-    _check_in_force(len(found), removed_modules(components), type(model_or_pipeline).__name__)
-    return Watch(found)
+    if any(getattr(module.__dict__.get(BINDING), "context_parallel", None) is not None for _, module, _ in modules):
+        raise NotImplementedError("watch: scores cannot be watched with context_parallel: patch without it")
+    _check_in_force(len(modules), removed_modules(components), type(model_or_pipeline).__name__)
+    return Watch(modules)
 
 
 def _check_in_force(patched: int, removed: dict[str, str], model: str) -> None:

@@ -103,7 +103,8 @@ def to_fp16(x: Tensor, name: str) -> Tensor:
     if bool(lost.any()):
         worst = x.abs().where(lost, 0.0).max().item()
         raise ValueError(
-            f"{name} has {int(lost.sum())} values beyond the FP16 range (largest {worst:g} > {FP16.max:g})"
+            f"{name} has {int(lost.sum())} values beyond the FP16 range (largest {worst:g} > {FP16.max:g}): "
+            f"divide {name}, and multiply {'the output' if name == 'v' else 'scale'}"
         )
     return rounded
 

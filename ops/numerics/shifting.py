@@ -309,7 +309,7 @@ def _check(n: int, beta: float, scale: float, *, singular_allowed: bool = False)
         raise ValueError(f"n must be an integer >= 1, got {n!r}")
     for name, value in (("beta", beta), ("scale", scale)):
         if not isinstance(value, (int, float)):
-            raise TypeError(f"{name}={value!r} is not a number")
+            raise TypeError(f"{name}={value!r} is not a number: pass a float")
     if not 0.0 < scale < math.inf:
         raise ValueError(f"scale must be positive and finite, got {scale!r}")
     if not (singular_allowed and beta == 1.0):

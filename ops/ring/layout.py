@@ -35,7 +35,9 @@ def chunk_edges(total: int, ranks: int) -> list[int]:
     """
     size, longer = divmod(total, 2 * ranks)
     if not size:
-        raise ValueError(f"a sequence of {total} tokens is too short for {ranks} ranks: each holds two chunks of it")
+        raise ValueError(
+            f"a sequence of {total} tokens is too short for {ranks} ranks: pass {2 * ranks} tokens or more"
+        )
     return [i * size + min(i, longer) for i in range(2 * ranks + 1)]
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from os import PathLike
 from typing import TYPE_CHECKING
 
 import torch
 
 from pasa.checks import check_switches, checked_config
+from pasa.keywords import hint_at_arguments
 from pasa.ops import registry
-from pasa.patching.handle import PatchHandle, PatchReport
-from pasa.patching.onlookers import patched_modules
-from pasa.patching.servers import servers_of
+from pasa.patching.callbacks import patched_modules
+from pasa.patching.handle import PatchHandle, PatchReport, no_model
+from pasa.patching.serving_backends import backends_by_device
 from pasa.patching.versions import check_transformers
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ __all__ = ["PatchHandle", "PatchReport", "Policy", "patch_pipeline"]
 Policy = str | Callable[[str, torch.nn.Module], bool]
 
 
+@hint_at_arguments
 def patch_pipeline(
     model_or_pipeline: object,
     *,
@@ -118,7 +121,7 @@ def patch_pipeline(
     else:
         handle = host(policy)
     patched = [module for _, module, _ in patched_modules(components_of(model_or_pipeline))]
-    handle.serve(servers_of(patched, config, backend))
+    handle.record_backends(backends_by_device(patched, config, backend))
     return handle
 
 
@@ -132,16 +135,17 @@ def _patch(
     """Patch by the module of the library that the model comes from, and return its handle."""
     if _is_diffusers(model_or_pipeline):
         if context_parallel is not None:
-            raise NotImplementedError("patch_pipeline: context_parallel is not supported for diffusers models")
+            raise NotImplementedError(
+                "patch_pipeline: context_parallel is not supported for diffusers models: leave it out"
+            )
         from pasa.patching import diffusers
 
         return diffusers.patch(model_or_pipeline, policy=policy, config=config, backend=backend)
     root = getattr(model_or_pipeline, "model", None) if _is_pipeline(model_or_pipeline) else model_or_pipeline
     if not isinstance(root, torch.nn.Module):
-        raise TypeError(
-            "patch_pipeline: expected a model or pipeline of transformers or diffusers, "
-            f"got {type(model_or_pipeline).__name__}"
-        )
+        raise _not_a_model("patch_pipeline", model_or_pipeline)
+    if not _holds(root, "transformers."):  # transformers need not be installed for this answer
+        raise no_model(root)
     check_transformers()
     from pasa.patching import transformers  # imports the library, so only when there is a model to patch
 
@@ -150,8 +154,10 @@ def _patch(
     return transformers.patch(root, policy=policy, config=config, backend=backend, context_parallel=context_parallel)
 
 
-def components_of(model_or_pipeline: object) -> Mapping[str, torch.nn.Module]:
+def components_of(model_or_pipeline: object, function: str = "patch_pipeline") -> Mapping[str, torch.nn.Module]:
     """Return the models of a pipeline by name; a single model, or that of a transformers pipeline, has the name "".
+
+    An error message begins with the name of `function`.
 
     Raises
     ------
@@ -164,10 +170,19 @@ def components_of(model_or_pipeline: object) -> Mapping[str, torch.nn.Module]:
         return diffusers_selection.components_of(model_or_pipeline)
     root = getattr(model_or_pipeline, "model", None) if _is_pipeline(model_or_pipeline) else model_or_pipeline
     if not isinstance(root, torch.nn.Module):
-        raise TypeError(
-            f"expected a model or pipeline of transformers or diffusers, got {type(model_or_pipeline).__name__}"
-        )
+        raise _not_a_model(function, model_or_pipeline)
     return {"": root}
+
+
+def _not_a_model(function: str, candidate: object) -> TypeError:
+    """Return the error for an argument that is no model and no pipeline."""
+    got, hint = f"a {type(candidate).__name__}", "pass what from_pretrained returns"
+    if isinstance(candidate, (str, PathLike)):
+        name = str(candidate)
+        got, hint = repr(name), f"load it first, as with transformers.AutoModelForCausalLM.from_pretrained({name!r})"
+    elif isinstance(candidate, type):
+        got, hint = f"the class {candidate.__name__}", f"pass an instance, as from {candidate.__name__}.from_pretrained"
+    return TypeError(f"{function}: expected a model or pipeline of transformers or diffusers, got {got}: {hint}")
 
 
 def _check_backend(backend: str | None) -> None:
@@ -179,8 +194,8 @@ def _check_backend(backend: str | None) -> None:
         return
     if backend not in registry.BACKENDS:
         raise ValueError(f"backend={backend!r} is not registered; registered: {sorted(registry.BACKENDS)}")
-    found = registry.BACKENDS[backend]
-    why = found.missing() or found.replaced()
+    record = registry.BACKENDS[backend]
+    why = record.missing() or record.replaced()
     if why is not None:
         raise NotImplementedError(
             f"patch_pipeline: backend={backend!r} cannot run on this machine: {why}; leave backend out, and each call "
@@ -190,11 +205,9 @@ def _check_backend(backend: str | None) -> None:
 
 def _check_ring(group: object, config: PasaConfig | None) -> None:
     """Check group and config before the first attention call, which ranks would enter one by one."""
-    from pasa.context_parallel import ring_config
+    from pasa.context_parallel import check_group, ring_config
 
-    if not isinstance(group, getattr(torch.distributed, "ProcessGroup", ())):  # torch may be built without
-        advice = "torch.distributed.group.WORLD is that of all ranks"
-        raise TypeError(f"context_parallel={group!r} is a {type(group).__name__}, not a ProcessGroup; {advice}")
+    check_group("context_parallel", group)
     ring_config(config)
 
 
@@ -212,5 +225,10 @@ def _is_pipeline(candidate: object) -> bool:
 
 def _is_diffusers(candidate: object) -> bool:
     """Return whether this is, or contains, a pipeline or model of diffusers; diffusers is not imported."""
+    return _holds(candidate, "diffusers.")
+
+
+def _holds(candidate: object, package: str) -> bool:
+    """Return whether an object, or a module inside it, has a class of a package, by the class's module name."""
     parts = candidate.modules() if isinstance(candidate, torch.nn.Module) else (candidate,)
-    return any(base.__module__.startswith("diffusers.") for part in parts for base in type(part).__mro__)
+    return any(base.__module__.startswith(package) for part in parts for base in type(part).__mro__)

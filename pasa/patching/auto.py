@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from pasa.patching import components_of
+from pasa.patching.callbacks import patched_modules
 from pasa.patching.guard import Guard
 from pasa.patching.handle import PatchHandle, PatchReport
-from pasa.patching.onlookers import patched_modules
 from pasa.prediction import Prediction, predict_overflow
 from pasa.prediction.checkpoint import Live
 from pasa.prediction.families import Layer, find_layers, supported
@@ -85,11 +85,11 @@ def leaves_alone(root: Any) -> bool:
 
 def _layers(root: Any, names: list[str]) -> dict[str, tuple[Layer, torch.nn.Module]]:
     """Return the layer of each named module, with the model to which the layer's tensor names belong."""
-    found: dict[str, tuple[Layer, torch.nn.Module]] = {}
+    layers: dict[str, tuple[Layer, torch.nn.Module]] = {}
     for prefix, source in sources_of(root).items():
         if isinstance(source, Live) and supported(source.config):
-            found |= {prefix + layer.name: (layer, source.model) for layer in find_layers(source)}
-    return {name: found[name] for name in dict.fromkeys(names)}
+            layers |= {prefix + layer.name: (layer, source.model) for layer in find_layers(source)}
+    return {name: layers[name] for name in dict.fromkeys(names)}
 
 
 def _reasons(prediction: Prediction, names: list[str]) -> dict[str, str]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from pasa.patching import diffusers_attention as ours
+from pasa.patching.callbacks import BINDING, Callbacks
 from pasa.patching.copying import UncopiedHook, copies_as
 from pasa.patching.diffusers_attention import KINDS
 from pasa.patching.diffusers_selection import (
@@ -28,7 +29,6 @@ from pasa.patching.diffusers_selection import (
     width_note,
 )
 from pasa.patching.handle import PatchHandle, PatchReport, already_patched
-from pasa.patching.onlookers import BINDING, Onlookers
 
 if TYPE_CHECKING:
     from pasa import PasaConfig
@@ -83,11 +83,11 @@ class _Patch:
 
 @dataclass(eq=False)
 class Binding:
-    """The mark on a processor of PASA: the processor that it replaced, the patch record and the onlookers."""
+    """The mark on a processor of PASA: the processor that it replaced, the patch record and the callbacks."""
 
     original: Any
     patch: _Patch
-    onlookers: Onlookers
+    callbacks: Callbacks
 
     def replacement(self, module: Any) -> str | None:
         """Return what the module runs instead of PASA; None if it runs PASA."""
@@ -102,9 +102,9 @@ def patch(root: Any, *, policy: Policy, config: PasaConfig | None, backend: str 
     chosen = selected | {name: module for modules in encoders.values() for name, module in modules.items()}
     skipped += left
     settings = Settings(config, backend)
-    found = _handle_in_force(chosen, settings)
-    if found is not None:
-        return found
+    in_force = _handle_in_force(chosen, settings)
+    if in_force is not None:
+        return in_force
     if not chosen:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in skipped[:3]) or "no attention module found"
         raise NotImplementedError(f"patch_pipeline: nothing to patch in {type(root).__name__} ({reasons})")
@@ -219,15 +219,15 @@ def _swap(selected: Modules, record: _Patch, undo: ExitStack) -> None:
     """Give every module a processor of PASA, and register with `undo` how to restore the original."""
     for module in selected.values():
         attention: Any = module
-        original, onlookers = attention.processor, Onlookers()
+        original, callbacks = attention.processor, Callbacks()
         if ours.uses_dispatcher(original):
-            member = ours.register_backend(*record.settings, onlookers)
+            member = ours.register_backend(*record.settings, callbacks)
             undo.callback(ours.unregister_backend, member)
             processor = ours.dispatched_processor(original, member)
         else:
-            processor = ours.PasaAttnProcessor(KINDS[type(original).__name__], *record.settings, onlookers)
+            processor = ours.PasaAttnProcessor(KINDS[type(original).__name__], *record.settings, callbacks)
         record.processors[module] = processor
-        setattr(processor, BINDING, Binding(original, record, onlookers))
+        setattr(processor, BINDING, Binding(original, record, callbacks))
         processor.__reduce_ex__ = copies_as(original)  # copy and pickle look this method up on the instance
         undo.callback(partial(_restore, attention, processor, original))
         undo.callback(attention.register_forward_pre_hook(UncopiedHook(record.before_forward)).remove)

@@ -18,7 +18,7 @@ from diffusers.models.attention_dispatch import AttentionBackendName, _Attention
 from torch import Tensor
 
 import pasa
-from pasa.patching.onlookers import Onlookers
+from pasa.patching.callbacks import Callbacks
 
 if TYPE_CHECKING:
     from pasa import PasaConfig
@@ -70,12 +70,12 @@ class PasaAttnProcessor:
         Properties of the replaced processor.
     config, backend
         Passed to :func:`pasa.attention`.
-    onlookers : Onlookers
+    callbacks : Callbacks
         Called after every attention call.
     """
 
-    def __init__(self, kind: Kind, config: PasaConfig | None, backend: str | None, onlookers: Onlookers) -> None:
-        self.kind, self.config, self.backend, self.onlookers = kind, config, backend, onlookers
+    def __init__(self, kind: Kind, config: PasaConfig | None, backend: str | None, callbacks: Callbacks) -> None:
+        self.kind, self.config, self.backend, self.callbacks = kind, config, backend, callbacks
 
     def __call__(
         self,
@@ -126,7 +126,7 @@ class PasaAttnProcessor:
             config=self.config,
             backend=self.backend,
         )
-        self.onlookers.show_heads_last(query, key, mask, False, scale)
+        self.callbacks.call_heads_last(query, key, mask, False, scale)
 
         projected: Tensor = attn.to_out[1](attn.to_out[0](out.flatten(2)))  # the projection, then dropout
         if image is not None:
@@ -159,7 +159,7 @@ def _heads_mask(attn: Any, mask: Tensor | None, key: Tensor) -> Tensor | None:
     return mask.view(batch, attn.heads, -1, mask.shape[-1])
 
 
-def register_backend(config: PasaConfig | None, backend: str | None, onlookers: Onlookers) -> AttentionBackendName:
+def register_backend(config: PasaConfig | None, backend: str | None, callbacks: Callbacks) -> AttentionBackendName:
     """Add an attention to diffusers' dispatcher, and return the name to put into a processor's `_attention_backend`.
 
     The dispatcher converts the value of that attribute to its enumeration of backends, unless the value is already an
@@ -169,7 +169,7 @@ def register_backend(config: PasaConfig | None, backend: str | None, onlookers: 
     name = f"pasa-{next(_SERIAL)}"
     member = str.__new__(AttentionBackendName, name)
     member._name_, member._value_ = name, name
-    _AttentionBackendRegistry.register(member)(make_dispatched(config, backend, onlookers))
+    _AttentionBackendRegistry.register(member)(make_dispatched(config, backend, callbacks))
     return member
 
 
@@ -184,7 +184,7 @@ def is_registered(backend: Any) -> bool:
     return isinstance(backend, AttentionBackendName) and backend not in AttentionBackendName.__members__.values()
 
 
-def make_dispatched(config: PasaConfig | None, backend: str | None, onlookers: Onlookers) -> Callable[..., Tensor]:
+def make_dispatched(config: PasaConfig | None, backend: str | None, callbacks: Callbacks) -> Callable[..., Tensor]:
     """Return the function that the dispatcher calls; the dispatcher passes the arguments that its signature names."""
 
     def pasa_attention(
@@ -200,13 +200,13 @@ def make_dispatched(config: PasaConfig | None, backend: str | None, onlookers: O
         _parallel_config: Any = None,
     ) -> Tensor:
         """Attend: query (B, S, Hq, D), key, value (B, Skv, Hkv, D) -> (B, S, Hq, D)."""
-        for name, given in (
+        for name, setting in (
             ("dropout_p", dropout_p),
             ("return_lse", return_lse),
             ("parallel_config", _parallel_config),
         ):
-            if given:
-                raise NotImplementedError(f"dispatch_attention_fn: {name}={given!r} is not supported by PASA")
+            if setting:
+                raise NotImplementedError(f"dispatch_attention_fn: {name}={setting!r} is not supported by PASA")
         if is_causal and query.shape[1] != key.shape[1]:
             raise NotImplementedError(
                 f"dispatch_attention_fn: is_causal with {query.shape[1]} queries and {key.shape[1]} keys is aligned to "
@@ -231,7 +231,7 @@ def make_dispatched(config: PasaConfig | None, backend: str | None, onlookers: O
             config=config,
             backend=backend,
         )
-        onlookers.show_heads_last(query, key, attn_mask, is_causal, scale)
+        callbacks.call_heads_last(query, key, attn_mask, is_causal, scale)
         return out
 
     return pasa_attention

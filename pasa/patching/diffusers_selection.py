@@ -12,8 +12,8 @@ from diffusers.models.attention_processor import Attention
 
 from pasa.ops.registry import BACKENDS, Backend
 from pasa.patching import diffusers_attention as ours
+from pasa.patching.callbacks import BINDING
 from pasa.patching.diffusers_attention import KINDS
-from pasa.patching.onlookers import BINDING
 from pasa.patching.versions import check_transformers
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def components_of(root: Any) -> Modules:
     parts: dict[str, Any] = getattr(root, "components", {})  # of classic and modular pipelines
     names = {id(part): name for name, part in reversed(parts.items()) if isinstance(part, torch.nn.Module)}
     if not names:
-        raise TypeError(f"patch_pipeline: {type(root).__name__} holds no model")
+        raise TypeError(f"patch_pipeline: {type(root).__name__} holds no model: pass a pipeline or one of its models")
     return {name: part for name, part in parts.items() if names.get(id(part)) == name}
 
 

@@ -13,18 +13,15 @@ import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pasa.ops.numerics.formats import FORMATS
+from pasa.patching.callbacks import is_patched
 from pasa.patching.copying import UncopiedHook
-from pasa.patching.onlookers import is_patched
 from pasa.prediction.families import Layer, Part
-
-if TYPE_CHECKING:
-    from pasa.patching.handle import PatchHandle
 
 LIMIT = FORMATS["fp16"].max
 
@@ -36,7 +33,7 @@ class _Watched:
     """
 
     def __init__(self, name: str, layer: Layer, module: torch.nn.Module) -> None:
-        self.name, self.layer, self.told = name, layer, False
+        self.name, self.layer, self.warned = name, layer, False
         self._module = weakref.ref(module)  # weak, because the module's hooks hold this object
         self.longest: dict[str, Tensor] = {}
         self.count: Tensor | None = None  # calls that were too long, on the device
@@ -78,8 +75,8 @@ class _Watched:
             self.seen.copy_(self.count, non_blocking=True)
 
     def _warn_once(self, calls: int) -> None:
-        if calls and not self.told:
-            self.told = True
+        if calls and not self.warned:
+            self.warned = True
             warnings.warn(
                 f"{self.name} was left unpatched, and its queries and keys are long enough for a score beyond "
                 f"{LIMIT:,.0f}: patch it (policy='all')",
@@ -99,12 +96,12 @@ class Guard:
     ----------
     watched : dict
         Maps the name of an attention module to its layer and to the model in which the layer's tensor names are found.
-    handle : PatchHandle
-        The handle to which the guard belongs; the hooks keep it alive.
+    handle : object
+        The handle to which the guard belongs. The hooks keep it alive, and nothing else is done with it.
     """
 
-    def __init__(self, watched: dict[str, tuple[Layer, torch.nn.Module]], handle: PatchHandle) -> None:
-        self.handle = handle
+    def __init__(self, watched: dict[str, tuple[Layer, torch.nn.Module]], handle: object) -> None:
+        self._handle = handle
         self._watched: list[_Watched] = []
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         for name, (layer, model) in watched.items():

@@ -148,7 +148,7 @@ class PatchHandle:
             alarms=self._guard.alarms(),
         )
 
-    def serve(self, serves: tuple[tuple[str, str], ...]) -> None:
+    def record_backends(self, serves: tuple[tuple[str, str], ...]) -> None:
         """Record in the report which backend serves the patched modules' calls, by device type."""
         if serves != self._report.serves:
             self._report = replace(self._report, serves=serves)
@@ -216,6 +216,14 @@ def already_patched(
     return ValueError(
         f"patch_pipeline: already patched (modules: {len(patched)}), and this call differs ({'; '.join(differs)}); "
         "call unpatch() on that handle first"
+    )
+
+
+def no_model(root: object) -> TypeError:
+    """Return the error for a module that contains no model of transformers or diffusers."""
+    return TypeError(
+        f"patch_pipeline: {type(root).__name__} contains no transformers model and no diffusers model: call "
+        "pasa.attention in its forward, where it calls scaled_dot_product_attention"
     )
 
 

@@ -17,9 +17,9 @@ import torch
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
+from pasa.patching.callbacks import BINDING
 from pasa.patching.copying import PatchedName, UncopiedHook
 from pasa.patching.handle import PatchHandle, PatchReport, already_patched
-from pasa.patching.onlookers import BINDING
 from pasa.patching.transformers_attention import REFUSALS, Binding, make_interface
 from pasa.patching.transformers_masks import make_mask
 from pasa.patching.transformers_ring import attend_shard, check_mask
@@ -92,10 +92,10 @@ class _Patch:
         """Register the names, and set them in the configs."""
         for original in self.originals:
             name, explicit = self.name(original), original.explicit_masks
-            own_attention = make_interface(original.attention, explicit)
-            own_mask = eager_mask if explicit else make_mask
-            AttentionInterface.register(name, attend_shard if name == RING else own_attention)
-            AttentionMaskInterface.register(name, check_mask if name == RING else own_mask)
+            attention = make_interface(original.attention, explicit)
+            mask = eager_mask if explicit else make_mask
+            AttentionInterface.register(name, attend_shard if name == RING else attention)
+            AttentionMaskInterface.register(name, check_mask if name == RING else mask)
             # The public property would also set all sub-configs, so the internal attribute is set.
             original.config._attn_implementation_internal = PatchedName(name, original.attention)
 
@@ -112,7 +112,7 @@ class _Patch:
 
         The attention function cannot refuse it, because most models do not pass ``output_attentions`` on.
         """
-        in_force = {own.config._attn_implementation in _OURS for own in self.originals}
+        in_force = {original.config._attn_implementation in _OURS for original in self.originals}
         if False in in_force and not torch.compiler.is_compiling():
             self.handle.check_removed()
         if True in in_force and kwargs.get("output_attentions", getattr(model.config, "output_attentions", False)):
@@ -147,9 +147,9 @@ def patch(
     """Patch every attention module below `root` that `policy` selects; see :func:`pasa.patch_pipeline`."""
     owners, selected, skipped = select(root, policy)
     settings = Settings(config, backend, context_parallel)
-    found = _handle_in_force(selected, settings)
-    if found is not None:
-        return found
+    in_force = _handle_in_force(selected, settings)
+    if in_force is not None:
+        return in_force
     originals = _original_attention(root, selected.values())
     record = _Patch(settings, selected, originals)
     _check_delegation(root, record)
@@ -256,19 +256,19 @@ def _check_delegation(root: torch.nn.Module, record: _Patch) -> None:
         would see only its own shard.
     """
     ring = record.settings.context_parallel is not None
-    foreign = {id(own.config): own.attention for own in record.originals if ring or own.attention not in NAMES}
+    foreign = {id(each.config): each.attention for each in record.originals if ring or each.attention not in NAMES}
     for other in _LIVE:
-        for own, theirs in itertools.product(record.originals, other.originals):
-            if own.config is theirs.config and record.name(own) != other.name(theirs):
+        for new, old in itertools.product(record.originals, other.originals):
+            if new.config is old.config and record.name(new) != other.name(old):
                 raise ValueError(
-                    f"patch_pipeline: {type(own.config).__name__} is shared with a model patched with context_parallel="
-                    f"{other.settings.context_parallel!r} as {other.name(theirs)!r}; "
+                    f"patch_pipeline: {type(new.config).__name__} is shared with a model patched with context_parallel="
+                    f"{other.settings.context_parallel!r} as {other.name(old)!r}; "
                     "call unpatch() on that handle first"
                 )
-    for own in record.originals if ring else ():
-        for name, reason in itertools.chain.from_iterable(map(unreachable, _owners(root, own.config))):
+    for original in record.originals if ring else ():
+        for name, reason in itertools.chain.from_iterable(map(unreachable, _owners(root, original.config))):
             raise NotImplementedError(f"patch_pipeline: {name} would attend to its own shard alone: {reason}")
-    patched = {id(own.config) for own in record.originals}
+    patched = {id(each.config) for each in record.originals}
     for name, module in root.named_modules():
         if name in record.modules or not uses_interface(module):
             continue

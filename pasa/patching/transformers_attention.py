@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import pasa
+from pasa.patching.callbacks import BINDING, Callbacks
 from pasa.patching.copying import Uncopied
-from pasa.patching.onlookers import BINDING, Onlookers
 from pasa.patching.transformers_masks import implied_mask, separate_sequences, without_lowest
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class Binding(Uncopied):
     backend: str | None
     handle: PatchHandle
     context_parallel: ProcessGroup | None = None
-    onlookers: Onlookers = field(default_factory=Onlookers)
+    callbacks: Callbacks = field(default_factory=Callbacks)
 
     @staticmethod
     def replacement(module: Any) -> str | None:
@@ -163,7 +163,7 @@ def run_pasa(
         config=binding.config,
         backend=binding.backend,
     )
-    binding.onlookers.show(query, key, attention_mask, causal, scale)
+    binding.callbacks.call(query, key, attention_mask, causal, scale)
     return out[..., :width].transpose(1, 2).contiguous(), None
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import pasa
-from pasa.patching.onlookers import BINDING
+from pasa.patching.callbacks import BINDING
 from pasa.patching.transformers_attention import Binding, _equal_widths, _is_causal, _refuse_keywords, autocast_inputs
 from pasa.patching.transformers_masks import BORDERS
 
@@ -55,10 +55,10 @@ def attend_shard(
     for keyword in ("seq_idx", *BORDERS):
         if kwargs.get(keyword) is not None:
             what = f"{where}: {keyword} is not supported with context_parallel"
-            raise NotImplementedError(f"{what}: packed sequences cannot be told apart; give one sequence a row")
+            raise NotImplementedError(f"{what}: packed sequences cannot be separated; give one sequence a row")
     _refuse_keywords(module, dropout, kwargs)
     if attention_mask is not None or sliding_window is not None:
-        what = "a mask of its own" if attention_mask is not None else f"sliding_window={sliding_window}"
+        what = "a mask" if attention_mask is not None else f"sliding_window={sliding_window}"
         raise NotImplementedError(f"{where}: {what} is not supported with context_parallel")
     if query.shape[2] == 1 or query.shape[2] != key.shape[2]:
         raise NotImplementedError(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import PreTrainedModel
 
+from pasa.patching.handle import no_model
 from pasa.patching.transformers_attention import REFUSALS, forward_constants, forward_names
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def select(
     """
     owners = [module for module in root.modules() if isinstance(module, PreTrainedModel)]
     if not owners:
-        raise TypeError(f"patch_pipeline: {type(root).__name__} contains no transformers model")
+        raise no_model(root)
     selected: dict[str, torch.nn.Module] = {}
     skipped = list(unreachable(root))
     configs = {id(owner.config) for owner in owners}

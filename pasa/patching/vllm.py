@@ -291,7 +291,7 @@ def _implementation(v1: Any) -> type:
             kv_sharing_target_layer_name: str | None = None,
             sinks: Tensor | None = None,
         ) -> None:
-            wanted = {
+            unsupported = {
                 "alibi_slopes": alibi_slopes is not None,
                 f"sliding_window={sliding_window}": sliding_window is not None,
                 f"kv_cache_dtype={kv_cache_dtype!r}": kv_cache_dtype not in ("auto", "float16"),
@@ -299,7 +299,7 @@ def _implementation(v1: Any) -> type:
                 f"attn_type={attn_type!r}": attn_type != "decoder",
                 "sinks": sinks is not None,
             }
-            if refused := [name for name, given in wanted.items() if given]:
+            if refused := [name for name, is_set in unsupported.items() if is_set]:
                 raise NotImplementedError(f"pasa's attention backend does not support {', '.join(refused)}")
             self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
             self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads

@@ -42,7 +42,10 @@ class Live:
     def __init__(self, model: torch.nn.Module) -> None:
         config: Any = getattr(model, "config", None)
         if config is None:
-            raise TypeError(f"predict_overflow: {type(model).__name__} has no config; give a model or a folder")
+            name = type(model).__name__
+            raise TypeError(
+                f"predict_overflow: {name} has no config: give a transformers or diffusers model, or a folder"
+            )
         self.model, self.label = model, type(model).__name__
         self.config = config.to_dict() if hasattr(config, "to_dict") else {**config, "_class_name": self.label}
         self._tensors = model.state_dict()
@@ -69,9 +72,12 @@ class Checkpoint:
 
     def __init__(self, folder: Path) -> None:
         if not folder.is_dir():
-            raise FileNotFoundError(f"model {str(folder)!r} is not a folder")
+            raise FileNotFoundError(
+                f"model {str(folder)!r} is not a folder: pass the folder that huggingface_hub.snapshot_download "
+                "returns, or the model itself"
+            )
         if not (folder / "config.json").is_file():
-            raise FileNotFoundError(f"{str(folder)!r} holds no config.json")
+            raise FileNotFoundError(f"{str(folder)!r} holds no config.json: pass the folder of save_pretrained")
         self.label, self._folder = str(folder), folder
         self.config = _read_json(folder / "config.json")
         self._files = self._find_tensors()
@@ -100,13 +106,13 @@ class Checkpoint:
 
     def _read_index(self, path: Path) -> dict[str, str]:
         """Return the file name of every tensor from an index of shards; all shards must be in the same folder."""
-        found = _read_json(path).get("weight_map")
-        if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
+        files = _read_json(path).get("weight_map")
+        if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
             raise ValueError(f"{self.label!r}: {path.name} has no weight_map from names to files")
-        for file in found.values():
+        for file in files.values():
             if Path(file).name != file:
                 raise ValueError(f"{self.label!r}: its index names {file!r}, which is not a file of the folder")
-        return found
+        return files
 
     def get(self, name: str) -> Tensor:
         """Read one tensor from its file."""
@@ -123,15 +129,16 @@ class Checkpoint:
 def check_dtype(label: str, name: str, tensor: Tensor) -> Tensor:
     """Return the tensor; refuse dtypes that are not plain floating point, as quantised weights need their scales."""
     if tensor.dtype not in READABLE:
-        raise NotImplementedError(f"{label}: {name} is {tensor.dtype}: quantised weights are not supported")
+        advice = "quantised weights are not supported; pass the unquantised checkpoint"
+        raise NotImplementedError(f"{label}: {name} is {tensor.dtype}: {advice}")
     return tensor
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        found: Any = json.loads(path.read_text(encoding="utf-8"))
+        content: Any = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:  # brackets nested too deeply
         raise ValueError(f"{str(path)!r} is not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{str(path)!r} holds no object of JSON, but {type(found).__name__}")
-    return found
+    if not isinstance(content, dict):
+        raise ValueError(f"{str(path)!r} holds no object of JSON, but {type(content).__name__}")
+    return content

@@ -117,7 +117,9 @@ def find_layers(source: Source) -> list[Layer]:
     config = source.config
     if quantised := config.get("quantization_config"):
         method = quantised.get("quant_method", "?") if isinstance(quantised, dict) else quantised
-        raise NotImplementedError(f"{source.label}: quantised weights ({method}) are not supported")
+        raise NotImplementedError(
+            f"{source.label}: quantised weights ({method}) are not supported: pass the unquantised checkpoint"
+        )
     name = config.get("model_type") or config.get("_class_name")
     if not supported(config):
         known = ", ".join((*FAMILIES, *UNETS, *AUTOENCODERS))
@@ -136,14 +138,13 @@ def find_layers(source: Source) -> list[Layer]:
 def _language_model(source: Source, family: Family) -> Iterator[Layer]:
     layers, heads, kv_heads = (_count(source, name) for name in family.counts)
     pattern = re.compile(rf"((?:.*\.)?{family.blocks}\.(\d+))\.{family.attention}\.")
-    found = {int(match[2]): match[1] for match in map(pattern.match, source.names) if match}
-    if beyond := sorted(index for index in found if index >= layers):
+    blocks = {int(match[2]): match[1] for match in map(pattern.match, source.names) if match}
+    if beyond := sorted(index for index in blocks if index >= layers):
         raise ValueError(f"{source.label}: attention layer {beyond[0]} is there, and its config says {layers} layers")
     for index in range(layers):
-        if index not in found:
+        if index not in blocks:
             raise ValueError(f"{source.label}: attention layer {index} of {layers} is missing")
-        block = found[index]
-        path, norm = f"{block}.{family.attention}", f"{block}.{family.norm}"
+        path, norm = f"{blocks[index]}.{family.attention}", f"{blocks[index]}.{family.norm}"
         rotary = _rotary(source, heads) if family.rotary else 0
         if family.head_norms:
             query, key = (part(source, f"{path}.{name}") for name in family.head_norms)
@@ -224,7 +225,7 @@ def _unet(source: Source) -> Iterator[Layer]:
     """
     pattern = re.compile(r"(.*transformer_blocks\.\d+)\.(attn([12]))\.to_q\.weight$")
     yield from _others(source, pattern)
-    for match in sorted(filter(None, map(pattern.match, source.names)), key=lambda found: found[0]):
+    for match in sorted(filter(None, map(pattern.match, source.names)), key=lambda match: match[0]):
         path, norm = f"{match[1]}.{match[2]}", f"{match[1]}.norm{match[3]}"
         heads = _unet_heads(source, path)
         unknown = _unet_unknown(source, path, norm, cross=match[3] == "2")
@@ -248,15 +249,15 @@ def _unet_heads(source: Source, path: str) -> int:
 
     If `num_attention_heads` is missing, `attention_head_dim` holds the number of heads, despite its name.
     """
-    given = source.config.get("num_attention_heads") or source.config.get("attention_head_dim")
-    if isinstance(given, int):
-        return given
-    if not given:
+    counts = source.config.get("num_attention_heads") or source.config.get("attention_head_dim")
+    if isinstance(counts, int):
+        return counts
+    if not counts:
         raise ValueError(f"{source.label}: its config says neither num_attention_heads nor attention_head_dim")
     if match := re.match(r"(down|up)_blocks\.(\d+)\.", path):
         index = int(match[2])
-        return int(given[index] if match[1] == "down" else given[len(given) - 1 - index])
-    return int(given[-1])
+        return int(counts[index] if match[1] == "down" else counts[len(counts) - 1 - index])
+    return int(counts[-1])
 
 
 def _autoencoder(source: Source) -> Iterator[Layer]:
@@ -266,7 +267,7 @@ def _autoencoder(source: Source) -> Iterator[Layer]:
     """
     pattern = re.compile(r"(.*mid_block\.attentions\.\d+)\.(to_q|query)\.weight$")
     yield from _others(source, pattern)
-    for match in sorted(filter(None, map(pattern.match, source.names)), key=lambda found: found[0]):
+    for match in sorted(filter(None, map(pattern.match, source.names)), key=lambda match: match[0]):
         path, key = match[1], "to_k" if match[2] == "to_q" else "key"
         query, key_part = part(source, f"{path}.{match[2]}"), part(source, f"{path}.{key}")
         yield Layer(path, query, key_part, 1, 1, f"{path}.group_norm", "group", epsilon=GROUP_EPSILON)

@@ -13,6 +13,7 @@ from torch import Tensor
 from pasa import geometry
 from pasa.concentration import geometry_scale
 from pasa.geometry import ScoreBounds
+from pasa.keywords import hint_at_arguments
 from pasa.ops.numerics.formats import FORMATS
 from pasa.prediction.checkpoint import Checkpoint, Live, Source
 from pasa.prediction.families import AUTOENCODERS, Layer, Part, find_layers, supported
@@ -25,6 +26,7 @@ DEFAULT_SEQ_LEN = 1024  # as in the paper's tables; used if the configuration na
 Progress = Callable[[int, int, str], None]
 
 
+@hint_at_arguments
 def predict_overflow(
     model: object, *, delta: float = 1e-6, seq_len: int | None = None, progress: Progress | None = None
 ) -> Prediction:
@@ -83,7 +85,9 @@ def predict_overflow(
     if not 0.0 < delta < 1.0:
         raise ValueError(f"predict_overflow: delta={delta} is not a probability between 0 and 1")
     if seq_len is not None and seq_len < 1:
-        raise ValueError(f"predict_overflow: seq_len={seq_len} is not at least 1")
+        raise ValueError(f"predict_overflow: seq_len={seq_len} is not at least 1: leave it out for the config's length")
+    if progress is not None and not callable(progress):
+        raise TypeError(f"predict_overflow: progress={progress!r} is not a function: pass progress(done, total, layer)")
     parts = sources_of(model)
     if not parts:
         raise FileNotFoundError(f"predict_overflow: {str(model)!r} is a pipeline, none of whose parts is there")
@@ -91,11 +95,11 @@ def predict_overflow(
     if not known:
         architectures = ", ".join(str(_architecture(source)) for source in parts.values())
         raise NotImplementedError(f"predict_overflow: no part is of a known architecture ({architectures})")
-    found = {prefix: find_layers(source) for prefix, source in known.items()}
-    total, done = sum(map(len, found.values())), 0
+    layers_by_prefix = {prefix: find_layers(source) for prefix, source in known.items()}
+    total, done = sum(map(len, layers_by_prefix.values())), 0
     rows: list[HeadPrediction] = []
     settings: dict[str, Any] = {"delta": delta, "limit": FP16_MAX, "parts": {}}
-    for prefix, layers in found.items():
+    for prefix, layers in layers_by_prefix.items():
         length = seq_len or _sequence(known[prefix].config)
         heads = sum(layer.heads for layer in layers)
         for layer in layers:
@@ -220,10 +224,10 @@ def group_radius(channels: int, positions: int, epsilon: float) -> float:
 
 def _vector(source: Source, name: str, length: int | None = None) -> Tensor:
     """Return a tensor of one dimension; refuse other shapes, as broadcasting them would bound another model."""
-    found = source.get(name)
-    if found.ndim != 1 or len(found) != (length or len(found)):
-        raise ValueError(f"{source.label}: {name} is {tuple(found.shape)} in place of ({length or 'd'},)")
-    return found
+    vector = source.get(name)
+    if vector.ndim != 1 or len(vector) != (length or len(vector)):
+        raise ValueError(f"{source.label}: {name} is {tuple(vector.shape)} in place of ({length or 'd'},)")
+    return vector
 
 
 def _gains(source: Source, part: Part, heads: int) -> Projection:

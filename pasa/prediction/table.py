@@ -85,8 +85,8 @@ class Prediction:
 
     def modules(self, *verdicts: Verdict) -> tuple[str, ...]:
         """Return the modules with a head of one of these verdicts, worst first; all modules if no verdict is named."""
-        wanted = verdicts or VERDICTS
-        return tuple(dict.fromkeys(row.module for row in self.rows if row.verdict in wanted))
+        chosen = verdicts or VERDICTS
+        return tuple(dict.fromkeys(row.module for row in self.rows if row.verdict in chosen))
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain containers, ready for JSON."""

@@ -104,7 +104,7 @@ REMEDIES = [
     ("attention", "q", narrowed(1), "repeat heads of k and v"),
     ("attention", "k", lambda x: x.float(), r"call \.to\(torch\.float16\)"),
     ("attention", "q", lambda x: x.int(), r"call \.half\(\)"),
-    ("attention", "k", lambda x: x.to("meta"), r"call \.to\('cpu'\)"),
+    ("attention", "k", lambda x: x.to("meta"), r"no data on meta"),
     ("attention_varlen", "cu_seqlens_q", lambda x: x.float(), r"call \.int\(\)"),
     ("attention_paged", "k_cache", lambda x: x.mT.contiguous().mT, r"call \.contiguous\(\)"),
     ("attention_paged", "v_cache", narrowed(0), "give two of one shape"),

@@ -14,7 +14,7 @@ import pasa
 from pasa.eval.models.video.tiny import tiny_unet
 from pasa.ops import operators
 from pasa.ops.attention.spec import watch as counting
-from pasa.patching.onlookers import patched_modules
+from pasa.patching.callbacks import patched_modules
 from pasa.watching import ENOUGH_ROWS, LayerCounts, WatchReport
 from tests.inputs import normal_qkv
 
@@ -90,7 +90,7 @@ def test_watching_changes_no_bit_and_leaves_nothing(qwen2):
         watched.unwatch()
         assert torch.equal(logits(qwen2), expected)
         assert watched.report() == found
-        assert not any(onlookers.looks for _, _, onlookers in patched_modules({"": qwen2}))
+        assert not any(callbacks.functions for _, _, callbacks in patched_modules({"": qwen2}))
 
 
 def test_reset_starts_again(qwen2):
@@ -192,7 +192,7 @@ def test_dispatched_layers_are_told_apart():
 def test_what_is_not_patched_is_refused_by_name(qwen2):
     with pytest.raises(ValueError, match="no module of Qwen2ForCausalLM is patched"):
         pasa.watch(qwen2)
-    with pytest.raises(TypeError, match="got str"):
+    with pytest.raises(TypeError, match="got 'qwen2': load it first"):
         pasa.watch("qwen2")
     with pasa.patch_pipeline(qwen2):
         pass
@@ -229,12 +229,12 @@ def test_a_step_without_a_sampled_row_runs_no_operation():
 
     model = hf.Qwen2Model(hf.Qwen2Config(**QWEN2))
     with pasa.patch_pipeline(model), pasa.watch(model) as watched:
-        (_, _, onlookers), *_ = patched_modules({"": model})
+        (_, _, callbacks), *_ = patched_modules({"": model})
         q, k, _ = normal_qkv((4, 2), (1, 70), 16)
         samples = []
         for _ in range(300):
             with Recording() as ran:
-                onlookers.show(q.requires_grad_(), k, None, False, 0.25)
+                callbacks.call(q.requires_grad_(), k, None, False, 0.25)
             samples.append(len(ran.seen) > 0)
     assert watched.report().total.rows == sum(samples) == 1
     assert samples.index(True) == 510 // 4

@@ -42,6 +42,9 @@ def golden_attention(
     >>> bool((pasa.attention(q, k, v) - golden).abs().max() < 2e-3)
     True
     """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} is a {type(x).__name__}, not a Tensor: torch.from_numpy({name}) converts an array")
     q, k, v = q.double(), k.double(), v.double()
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 import pasa
 from pasa.patching import diffusers_attention as ours
-from pasa.patching.onlookers import Onlookers
+from pasa.patching.callbacks import Callbacks
 
 FACTOR = 2.0
 """The bound in this file: error against FP32 <= FACTOR x that of `naive`, which has only unavoidable roundings."""
@@ -221,7 +221,7 @@ def test_norms_in_fp32_under_autocast():
     arguments = {"hidden_states": states(2, 9, attn.query_dim)}
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         expected = attn(**arguments)
-        attn.set_processor(ours.PasaAttnProcessor(ours.KINDS["AttnProcessor2_0"], None, None, Onlookers()))
+        attn.set_processor(ours.PasaAttnProcessor(ours.KINDS["AttnProcessor2_0"], None, None, Callbacks()))
         found = attn(**arguments)
     assert found.dtype == expected.dtype
     assert torch.allclose(found.float(), expected.float(), atol=0.02)
@@ -245,7 +245,7 @@ class Dispatched:
 @pytest.fixture
 def dispatched():
     """A processor whose attention is PASA's, registered with the dispatcher during the test."""
-    member = ours.register_backend(None, None, Onlookers())
+    member = ours.register_backend(None, None, Callbacks())
     yield ours.dispatched_processor(Dispatched(), member)
     ours.unregister_backend(member)
 

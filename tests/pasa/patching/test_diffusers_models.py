@@ -13,8 +13,8 @@ from diffusers.models.attention_processor import MochiVaeAttnProcessor2_0
 from torch.nn.attention.flex_attention import create_block_mask
 
 import pasa
+from pasa.patching.callbacks import Callbacks
 from pasa.patching.diffusers_attention import make_dispatched, needs_flex
-from pasa.patching.onlookers import Onlookers
 
 hf.logging.set_verbosity_error()
 
@@ -298,4 +298,4 @@ def test_block_masks_of_a_sparse_model_are_refused_at_patching_and_at_the_call()
     q = torch.randn(1, 4, 2, 16)
     mask = create_block_mask(lambda b, h, i, j: i >= j, 1, 1, 4, 4, device="cpu")
     with pytest.raises(NotImplementedError, match="attn_mask of type BlockMask"):
-        make_dispatched(None, None, Onlookers())(q, q, q, attn_mask=mask)
+        make_dispatched(None, None, Callbacks())(q, q, q, attn_mask=mask)

@@ -35,12 +35,22 @@ def test_an_unknown_pipeline_is_named():
         pasa.patch_pipeline(pipeline())
 
 
+@pytest.mark.parametrize(
+    ("thing", "name"), [(None, "NoneType"), ("model", "'model'"), (torch.nn.Linear(2, 2), "Linear")]
+)
 @pytest.mark.parametrize("policy", ["all", "auto"])
-@pytest.mark.parametrize("thing", [None, "model", torch.nn.Linear(2, 2)])
-def test_anything_else_is_a_type_error(thing, policy):
+def test_anything_else_is_a_type_error(thing, name, policy):
     """Story: with "auto" a name was taken for a folder, and the error was that there is none."""
-    with pytest.raises(TypeError, match=type(thing).__name__):
+    with pytest.raises(TypeError, match=name):
         pasa.patch_pipeline(thing, policy=policy)
+
+
+def test_a_torch_module_is_refused_without_importing_a_host_library():
+    code = (
+        "import sys, torch, pasa\ntry: pasa.patch_pipeline(torch.nn.Linear(2, 2))\nexcept TypeError as error: assert "
+    )
+    code += "'pasa.attention' in str(error)\nsys.exit('transformers' in sys.modules or 'diffusers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_importing_the_package_loads_no_host_library():

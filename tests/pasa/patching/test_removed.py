@@ -9,7 +9,7 @@ import torch
 import transformers as hf
 
 import pasa
-from pasa.patching.onlookers import BINDING
+from pasa.patching.callbacks import BINDING
 from tests.pasa.patching.unets import classic_unet
 from tests.versions import INSTALLED, since
 

@@ -12,7 +12,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 import pasa
 from pasa.ops import registry
-from pasa.patching.onlookers import BINDING
+from pasa.patching.callbacks import BINDING
 from tests.versions import since
 
 

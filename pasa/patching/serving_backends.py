@@ -13,7 +13,7 @@ from pasa.ops import registry
 USUAL = (torch.float16, 64)  # assumed dtype and head dimension of a module that states none
 
 
-def servers_of(
+def backends_by_device(
     modules: Iterable[torch.nn.Module], config: PasaConfig | None, backend: str | None
 ) -> tuple[tuple[str, str], ...]:
     """Return (device type, backend) pairs: which backend serves these modules' calls on this machine's devices."""
@@ -23,8 +23,8 @@ def servers_of(
 
 def _dtype(module: torch.nn.Module) -> torch.dtype:
     """Return the dtype of a module's weights, which is that of its queries unless autocast changes it."""
-    found = (each.dtype for each in module.parameters() if each.is_floating_point())
-    dtype = next(found, USUAL[0])
+    dtypes = (each.dtype for each in module.parameters() if each.is_floating_point())
+    dtype = next(dtypes, USUAL[0])
     return dtype if dtype in (torch.float16, torch.bfloat16, torch.float32) else USUAL[0]  # 8-bit weights
 
 
@@ -45,5 +45,5 @@ def head_dim(module: Any) -> int | None:
 
 
 def _first(holder: object, names: tuple[str, ...]) -> int | None:
-    found = (getattr(holder, name, None) for name in names)
-    return next((value for value in found if isinstance(value, int)), None)
+    values = (getattr(holder, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int)), None)

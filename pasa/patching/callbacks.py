@@ -1,4 +1,4 @@
-"""The callbacks that see the queries and keys of patched modules, and functions that find the patched modules."""
+"""Callbacks that get the queries and keys of patched modules, and functions that find the patched modules."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ BINDING = "_pasa_binding"
 It is a plain attribute, because `torch.compile` can read those.
 """
 
-Look = Callable[[Tensor, Tensor, Tensor | None, bool, float], None]
+Callback = Callable[[Tensor, Tensor, Tensor | None, bool, float], None]
 
 
 @dataclass(eq=False)
-class Onlookers:
+class Callbacks:
     """The functions that are called after each attention call of one patched module; usually there are none."""
 
-    looks: tuple[Look, ...] = ()
+    functions: tuple[Callback, ...] = ()
 
-    def show(self, q: Tensor, k: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float) -> None:
+    def call(self, q: Tensor, k: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float) -> None:
         """Call all functions with q (B, Hq, Sq, D), k (B, Hkv, Skv, D), and a mask as `pasa.attention` takes it."""
-        for look in self.looks:
-            look(q, k, attn_mask, is_causal, scale)
+        for function in self.functions:
+            function(q, k, attn_mask, is_causal, scale)
 
-    def show_heads_last(self, q: Tensor, k: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float) -> None:
-        """Call all functions, like `show`, from q (B, Sq, Hq, D) and k (B, Skv, Hkv, D)."""
-        if self.looks:
-            self.show(q.transpose(1, 2), k.transpose(1, 2), attn_mask, is_causal, scale)
+    def call_heads_last(self, q: Tensor, k: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float) -> None:
+        """Call all functions, like `call`, from q (B, Sq, Hq, D) and k (B, Skv, Hkv, D)."""
+        if self.functions:
+            self.call(q.transpose(1, 2), k.transpose(1, 2), attn_mask, is_causal, scale)
 
 
 def is_patched(module: torch.nn.Module) -> bool:
@@ -42,16 +42,16 @@ def is_patched(module: torch.nn.Module) -> bool:
 
 def patched_modules(
     components: Mapping[str, torch.nn.Module],
-) -> Iterator[tuple[str, torch.nn.Module, Onlookers]]:
-    """Yield (name, module, onlookers) of every patched module, with the names of the patch report."""
+) -> Iterator[tuple[str, torch.nn.Module, Callbacks]]:
+    """Yield (name, module, callbacks) of every patched module, with the names of the patch report."""
     for name, module, binding in _bindings(components):
-        yield name, module, binding.onlookers
+        yield name, module, binding.callbacks
 
 
 def removed_modules(components: Mapping[str, torch.nn.Module]) -> dict[str, str]:
     """Return the names of patched modules that no longer run PASA, each with what runs there instead."""
-    found = ((name, binding.replacement(module)) for name, module, binding in _bindings(components))
-    return {name: replacement for name, replacement in found if replacement is not None}
+    replacements = ((name, binding.replacement(module)) for name, module, binding in _bindings(components))
+    return {name: replacement for name, replacement in replacements if replacement is not None}
 
 
 def _bindings(components: Mapping[str, torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Module, Any]]:
