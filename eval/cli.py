@@ -2,19 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
-from typing import NoReturn
+from collections.abc import Sequence
 
-EXTRAS = {
-    **dict.fromkeys(("typer", "rich", "matplotlib", "jinja2", "safetensors", "gguf", "accelerate"), "eval"),
-    **dict.fromkeys(("diffusers", "transformers", "skimage", "imageio", "imageio_ffmpeg", "PIL"), "video"),
-    **dict.fromkeys(("rouge", "jieba"), "longbench"),
-    "triton": "triton",
-}
-BAD_INPUT = 2
-EXPECTED = (ValueError, TypeError, NotImplementedError, OSError, ImportError)
-"""What the library raises for what a user gave it, or has installed."""
+from pasa.eval.kit.exits import BAD_INPUT, complain, leave
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -28,18 +18,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     leave(lambda: _run(arguments))
 
 
-def leave(action: Callable[[], int]) -> NoReturn:
-    """Do it and exit with what it returns, or with 2 and one line on stderr for what a user can mend."""
-    try:
-        sys.exit(action())
-    except ModuleNotFoundError as error:
-        known = EXTRAS.get((error.name or "").partition(".")[0])
-        why = f"{error.name} is not installed; run, in the checkout: pip install '.[{known}]'" if known else str(error)
-        sys.exit(_complain(why))
-    except EXPECTED as error:
-        sys.exit(_complain(str(error)))
-
-
 def _run(arguments: Sequence[str] | None) -> int:
     from pasa.eval.commands import app
 
@@ -51,13 +29,8 @@ def _run(arguments: Sequence[str] | None) -> int:
         if message is None:
             raise
         text = message()
-        return _complain(text) if text else BAD_INPUT  # nothing was asked for: the help has been shown
+        return complain(text) if text else BAD_INPUT  # nothing was asked for: the help has been shown
     return status if isinstance(status, int) else 0
-
-
-def _complain(message: str) -> int:
-    print(f"pasa: {' '.join(message.split())}", file=sys.stderr)
-    return BAD_INPUT
 
 
 if __name__ == "__main__":

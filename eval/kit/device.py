@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 from typing import Any
 
@@ -59,3 +60,13 @@ def _ask_driver(index: int) -> dict[str, str | None]:
         return dict.fromkeys(QUERIES)
     fields = [field.strip() for field in done.stdout.splitlines()[0].split(",")] if done.stdout.strip() else []
     return dict(zip(QUERIES, fields, strict=True)) if len(fields) == len(QUERIES) else dict.fromkeys(QUERIES)
+
+
+def pick_device() -> torch.device:
+    """Return the first accelerator that answers, else the CPU."""
+    if importlib.util.find_spec("torch_npu") is not None:
+        import torch_npu
+
+        if torch_npu.npu.is_available():
+            return torch.device("npu")
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from pasa.eval import cli
+from pasa.eval.kit.exits import leave
 
 ROWS, COLUMNS, TILES, STAGES = 64, 64, 8, 2
 FACTOR = 3
@@ -98,4 +98,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    cli.leave(main)
+    leave(main)

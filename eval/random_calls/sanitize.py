@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import torch
 
-from pasa.eval import cli
+from pasa.eval.kit.exits import leave
 from pasa.eval.random_calls import attention, kernels
 from pasa.eval.random_calls.backends import TRITON
 from pasa.eval.random_calls.cases import broken
@@ -100,4 +100,4 @@ def shift_before(device: torch.device) -> list[str]:
 
 
 if __name__ == "__main__":
-    cli.leave(main)
+    leave(main)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 import pasa
-from pasa.eval.accuracy.rmse.metrics import measure_errors
+from pasa.eval.kit.errors import measure_errors
 from pasa.eval.speed.cases import Inputs, SpeedCase
 
 FACTOR = 2.0

@@ -6,7 +6,6 @@ so a case has the same data whether it runs alone or among others.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -15,16 +14,11 @@ import torch
 from torch import Tensor
 
 from pasa import PasaConfig
+from pasa.eval.kit.errors import PAPER_SHAPE, generator
 
 Shape: TypeAlias = tuple[int, int, int, int]
-SHAPE: Shape = (1, 16, 1280, 128)  # (B, H, S, D), section 3.3
+SHAPE: Shape = PAPER_SHAPE
 OUTLIER_SHARE = 0.001  # p of the Bernoulli factor, Eq. 18
-
-
-def generator(seed: int, *labels: str) -> torch.Generator:
-    """Return a generator whose state depends on `seed` and `labels` alone."""
-    digest = hashlib.sha256("/".join([str(seed), *labels]).encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
 
 @dataclass(frozen=True)

@@ -16,61 +16,14 @@ The gates are fixed before anything is measured, and none is ours:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
 
 Record: TypeAlias = dict[str, Any]
-SMALL_VALUE, SMALL_ERROR = 2.0**-11, 2.0**-16  # FP16 row of the standard's small-value table
 RELATIVE_FLOOR = 2.0**-11
-DIVISION_GUARD = 1e-7
 L1 = {"mare": 5.0, "mere": 1.5, "rmse": 1.5, "small": 2.0}
 NAIVE_FACTOR = 2.0
-
-
-@dataclass(frozen=True)
-class Errors:
-    """Errors of an output (B, H, S, D) against the golden one, over the rows without a NaN or infinity.
-
-    `rmse` is ||O - G|| / ||G||, Eq. 19, or NaN if any output is not finite; `max_error` is max |O - G|;
-    `nonfinite_share` is the share of the output that is NaN or infinite; `mare`, `mere` and `absolute_rmse` are the
-    standard's metrics over |golden| >= 2^-11, and `small_errors` its error count below that.
-    """
-
-    rmse: float
-    max_error: float
-    nonfinite_share: float
-    mare: float
-    mere: float
-    absolute_rmse: float
-    small_errors: int
-
-
-def measure_errors(out: Tensor, golden: Tensor) -> Errors:
-    """Compare `out` with FP64 `golden`, both (..., D)."""
-    out, golden = out.double().flatten(0, -2), golden.flatten(0, -2)
-    finite = torch.isfinite(out)
-    rows = finite.all(-1)
-    difference, kept = out[rows] - golden[rows], golden[rows]
-    error = difference.abs()
-    large = kept.abs() >= SMALL_VALUE
-    relative = (error / (kept.abs() + DIVISION_GUARD))[large]
-    share = float((~finite).double().mean())
-    return Errors(
-        rmse=torch.nan if share else float(difference.norm() / kept.norm()),
-        max_error=_largest(error),
-        nonfinite_share=share,
-        mare=_largest(relative),
-        mere=float(relative.mean()),
-        absolute_rmse=float(error[large].square().mean().sqrt()),
-        small_errors=int((error[~large] > SMALL_ERROR).sum()),
-    )
-
-
-def _largest(x: Tensor) -> float:
-    return float(x.max()) if x.numel() else torch.nan
 
 
 def judge(judged: Mapping[str, Any], naive: Mapping[str, Any], competitor: Mapping[str, Any]) -> Record:

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from pasa.eval.accuracy.rmse import report
-from pasa.eval.accuracy.rmse.cases import ARITHMETICS, GATED, Shape, generator
+from pasa.eval.accuracy.rmse.cases import ARITHMETICS, GATED, Shape
 from pasa.eval.accuracy.rmse.measure import golden_by_head, measure
-from pasa.eval.accuracy.rmse.metrics import Record, measure_errors
+from pasa.eval.accuracy.rmse.metrics import Record
 from pasa.eval.kit import output
+from pasa.eval.kit.errors import generator, measure_errors
 from pasa.eval.kit.experiment import Experiment
 from pasa.eval.kit.options import at_least
 from pasa.ops.numerics.formats import FORMATS, OVERFLOWS, Overflow, round_to

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
+from pasa.eval.kit.device import pick_device
 from pasa.eval.kit.embedded_model import load_model, require_built_in
 from pasa.eval.kit.overflow_fixture import check_offset, inject_overflow
-from pasa.eval.models.rescue.run import DEFAULT_OFFSET, build_prompt, load_folder, pick_device
+from pasa.eval.models.rescue.run import DEFAULT_OFFSET, build_prompt, load_folder
 from pasa.eval.models.video import clip
 from pasa.eval.models.video.overflow import OFFSET, bias_scores
 from pasa.eval.models.video.tiny import tiny_pipeline

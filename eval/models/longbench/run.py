@@ -18,7 +18,6 @@ import torch
 import typer
 
 import pasa
-from pasa.eval.accuracy.precisions import Subject, choose_offset, parse_precisions
 from pasa.eval.kit import output
 from pasa.eval.kit.device import describe
 from pasa.eval.kit.embedded_model import WEIGHTS, require
@@ -33,6 +32,7 @@ from pasa.eval.models.longbench.report import report
 from pasa.eval.models.longbench.store import Store, exclusive
 from pasa.eval.models.longbench.summary import summarise
 from pasa.eval.models.longbench.tasks import Task, find_task
+from pasa.eval.models.precisions import Subject, choose_offset, parse_precisions
 
 DEFAULT_PRECISIONS = ("fp32", "bf16", "fp16-eager", "pasa")
 OVERFLOW = "overflow"

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
-from pasa.eval.accuracy.precisions import REFERENCE
 from pasa.eval.kit import output
 from pasa.eval.kit.gate import gate
 from pasa.eval.models.longbench import metrics
 from pasa.eval.models.longbench.store import Line
 from pasa.eval.models.longbench.tasks import CATEGORIES, SUFFIX, Task, find_task
+from pasa.eval.models.precisions import REFERENCE
 
 Answers = dict[str, dict[str, list[Line]]]
 """precision -> data set -> lines in the order of the data"""

@@ -16,44 +16,17 @@ import torch
 
 import pasa
 from pasa.eval.kit import output
-from pasa.eval.kit.device import describe
+from pasa.eval.kit.device import describe, pick_device
 from pasa.eval.kit.experiment import Experiment
 from pasa.eval.kit.memory import peak_bytes, reset_peak
 from pasa.eval.kit.options import at_least
+from pasa.eval.kit.random_model import CONFIGS, SEED, SMALL, build
 from pasa.eval.kit.tables import Table, number, percent
 from pasa.eval.kit.timing import now
-from pasa.eval.models.rescue.run import pick_device
 
-SMALL = "tiny"
-CONFIGS: dict[str, dict[str, Any]] = {
-    "qwen2-7b": {  # config.json of Qwen/Qwen2-7B
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "vocab_size": 152064,
-        "max_position_embeddings": 131072,
-        "rope_theta": 1e6,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
-    },
-    SMALL: {  # for tests, and to try the command out
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 97,
-        "max_position_embeddings": 4096,
-        "rope_theta": 1e6,
-        "head_dim": 64,
-    },
-}
 ATTENTIONS = ("eager", "sdpa", "pasa")
 BIAS = 362
 """Its square is 131,044: twice the largest FP16 number."""
-SEED = 42
 
 
 def run_throughput(
@@ -92,16 +65,6 @@ def run_throughput(
         "note": "random weights; nothing was run on an NPU",
         "environment": describe(device, "transformers"),
     }
-
-
-def build(config: dict[str, Any], device: torch.device) -> Any:
-    """Make a Qwen2 of this configuration with random weights, FP16, on its device."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    torch.manual_seed(SEED)
-    with device:
-        model = Qwen2ForCausalLM._from_config(Qwen2Config(**config), dtype=torch.float16)
-    return model.eval()
 
 
 @torch.no_grad()

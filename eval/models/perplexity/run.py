@@ -12,16 +12,16 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from pasa.eval.accuracy.precisions import REFERENCE, Subject, parse_precisions
 from pasa.eval.kit import output
-from pasa.eval.kit.device import describe, origin
+from pasa.eval.kit.device import describe, origin, pick_device
 from pasa.eval.kit.embedded_model import find_essays, require_built_in
 from pasa.eval.kit.experiment import Experiment
 from pasa.eval.kit.gate import gate, outcome
 from pasa.eval.kit.options import at_least
 from pasa.eval.kit.tables import Table, number
+from pasa.eval.models.precisions import REFERENCE, Subject, parse_precisions
 from pasa.eval.models.rescue.measure import token_losses
-from pasa.eval.models.rescue.run import DEFAULT_OFFSET, ESSAY, FP16_MAX, PERPLEXITY_PERCENT, pick_device
+from pasa.eval.models.rescue.run import DEFAULT_OFFSET, ESSAY, FP16_MAX, PERPLEXITY_PERCENT
 
 DEFAULT_PRECISIONS = ("fp32", "bf16", "bf16-eager", "fp16-sdpa", "fp16-eager", "pasa")
 DEFAULT_OFFSETS = (0, 4096, DEFAULT_OFFSET)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,7 +10,7 @@ import torch
 
 import pasa
 from pasa.eval.kit import output
-from pasa.eval.kit.device import describe, origin
+from pasa.eval.kit.device import describe, origin, pick_device
 from pasa.eval.kit.embedded_model import find_essays, load_model, require_built_in
 from pasa.eval.kit.experiment import Experiment
 from pasa.eval.kit.gate import gate
@@ -131,16 +130,6 @@ def load_folder(path: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Any
         raise FileNotFoundError(f"model {path!r} is not a folder")
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **FROM_ANYBODY).eval()
     return model, AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-
-
-def pick_device() -> torch.device:
-    """Return the first accelerator that answers, else the CPU."""
-    if importlib.util.find_spec("torch_npu") is not None:
-        import torch_npu
-
-        if torch_npu.npu.is_available():
-            return torch.device("npu")
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _collect(runs: dict[str, Generation]) -> dict[str, Any]:

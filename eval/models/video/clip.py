@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from pasa.eval.models.rescue.run import pick_device
+from pasa.eval.kit.device import pick_device
 from pasa.eval.models.video.tiny import sample_image
 from pasa.eval.watch import models_of
 

@@ -15,11 +15,10 @@ from torch.nn.functional import gelu, linear, scaled_dot_product_attention, silu
 from pasa import geometry
 from pasa.concentration import geometry_scale
 from pasa.eval.kit import output
-from pasa.eval.kit.device import describe, origin
+from pasa.eval.kit.device import describe, origin, pick_device
 from pasa.eval.kit.experiment import Experiment
 from pasa.eval.kit.tables import Table
 from pasa.eval.kit.timing import Call, CudaClock, added_cost
-from pasa.eval.models.rescue.run import pick_device
 from pasa.power_iteration import PowerIteration
 from pasa.projections import Norm, project
 

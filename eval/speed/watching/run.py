@@ -13,12 +13,11 @@ from torch import Tensor
 
 import pasa
 from pasa.eval.kit import output
-from pasa.eval.kit.device import describe, origin
+from pasa.eval.kit.device import describe, origin, pick_device
 from pasa.eval.kit.experiment import Experiment
+from pasa.eval.kit.random_model import CONFIGS, build
 from pasa.eval.kit.tables import Table
 from pasa.eval.kit.timing import Call, CudaClock, added_cost
-from pasa.eval.models.longbench.throughput import CONFIGS, build
-from pasa.eval.models.rescue.run import pick_device
 from pasa.eval.speed.watching.definition import SHAPES, SMALL, judge
 from pasa.ops import dispatch, operators
 from pasa.ops.attention.spec.watch import FIELDS, STRIDE

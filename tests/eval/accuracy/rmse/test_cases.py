@@ -5,16 +5,9 @@ import math
 import pytest
 import torch
 
-from pasa.eval.accuracy.rmse.cases import (
-    BIAS_CASES,
-    PAPER_CASES,
-    RESONANCE_CASES,
-    BiasCase,
-    RandomCase,
-    ResonanceCase,
-    generator,
-)
+from pasa.eval.accuracy.rmse.cases import BIAS_CASES, PAPER_CASES, RESONANCE_CASES, BiasCase, RandomCase, ResonanceCase
 from pasa.eval.accuracy.rmse.plots import PANELS
+from pasa.eval.kit.errors import generator
 
 SMALL = (1, 2, 640, 128)
 

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from pasa.eval.kit import random_model
 from pasa.eval.models.longbench import throughput
 
 
@@ -36,7 +37,7 @@ def test_the_bias_breaks_eager_attention_alone(result):
 
 
 def test_the_bias_is_one_constant_in_every_score():
-    model = throughput.build(throughput.CONFIGS["tiny"], torch.device("cpu")).float()
+    model = random_model.build(random_model.CONFIGS["tiny"], torch.device("cpu")).float()
     seen = []
     model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda module, args, output: seen.append(output))
     ids = torch.arange(20)[None]
@@ -54,7 +55,7 @@ def test_the_configuration_is_qwen2_7b():
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     with torch.device("meta"):
-        model = Qwen2ForCausalLM(Qwen2Config(**throughput.CONFIGS["qwen2-7b"]))
+        model = Qwen2ForCausalLM(Qwen2Config(**random_model.CONFIGS["qwen2-7b"]))
     assert sum(p.numel() for p in model.parameters()) == 7_615_616_512
     assert model.model.layers[0].self_attn.head_dim == 128
 

@@ -5,7 +5,7 @@ import torch
 import transformers as hf
 
 from pasa.eval.accuracy import precisions
-from pasa.eval.accuracy.precisions import MIB, PRECISIONS, Subject, fingerprint, parse_precisions
+from pasa.eval.models.precisions import MIB, PRECISIONS, Subject, fingerprint, parse_precisions
 
 CPU = torch.device("cpu")
 IDS = torch.arange(1, 60)[None]
