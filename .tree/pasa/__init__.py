@@ -1,1 +1,0 @@
-/tmp/scratch/pasa/__init__.py

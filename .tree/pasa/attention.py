@@ -1,1 +1,0 @@
-/tmp/scratch/pasa/attention.py

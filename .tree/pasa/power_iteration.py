@@ -1,1 +1,0 @@
-/tmp/scratch/pasa/power_iteration.py
