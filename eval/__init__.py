@@ -1,1 +1,1 @@
-"""What a person runs: the command line and one folder per experiment."""
+"""The command line, and one folder for each kind of experiment."""

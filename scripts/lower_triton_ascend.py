@@ -162,7 +162,7 @@ def lower_all(only: str | None, rows: dict[tuple[str, str], list[str]]) -> list[
 
 
 def kept_runs(case: dict, row: list[str]) -> dict[str, dict]:
-    """What `work` returned for a case when its row of the table was written; nothing where the row is not of today."""
+    """Return the result of `work` when a row of the table was written; nothing where the row is out of date."""
     *cells, key = row or [""]
     runs = [re.fullmatch(r"HIVM, (?:UB (\d+) KiB|cube only)", text) for text in cells]
     if not all(runs) or key != key_of(case["source"], cells):
@@ -180,7 +180,7 @@ def key_of(source: str, cells: list[str]) -> str:
 
 
 def run_worker(task: str, python: Path) -> dict:
-    """What `work` returns, from a process of an interpreter; {"error": ...} where it crashed."""
+    """Return the result of `work` from a process of its own; {"error": ...} where it crashed."""
     command = [python, Path(__file__), "--work", task]
     # Nothing of the caller's may get in: TRITON_INTERPRET, or a PYTHONPATH with another triton.
     env = {k: v for k, v in os.environ.items() if not k.startswith(("TRITON_", "PYTHON"))}
@@ -225,7 +225,7 @@ def report(result: dict) -> None:
 
 
 def cell(run: dict) -> str:
-    """What the table says of one run."""
+    """Return the table's words for one run."""
     if run["error"]:
         return f"{run['stage']}: {run['error']}"
     return f"HIVM, UB {run['ub_kib']:.0f} KiB" if run["ub_kib"] else "HIVM, cube only"
@@ -412,7 +412,7 @@ def to_hivm(last_stage, version: str) -> dict:
 
 
 def refusal(hivm: str, library: Path) -> str:
-    """What bishengir-compile lets through and nothing after it can use: foreign assembly, functions without a body."""
+    """Return what bishengir-compile lets through and no later stage can use: foreign assembly, missing functions."""
     if assembly := re.search(r"inline_asm.{0,60}", hivm):
         return f"refused: {assembly[0]}"
     files = list(library.glob("*.c220.bc")) or list(library.glob("meta_op*.bc"))  # c220: the cores of a 910B

@@ -22,7 +22,7 @@ NOT_RUN = {
     "pip install '.[transformers]'": "asks a package index; the extras that the line names are looked up below",
 }
 # Python that cannot be run, and what it needs.
-NEEDS_MORE = {"vllm.register()": "vLLM; tests/pasa/patching/test_vllm.py runs it on a stand-in"}
+NEEDS_MORE = {"vllm.register()": "vLLM; tests/pasa/patching/test_vllm.py runs it on a fake"}
 RANKS = "# long_prompt.py"  # first line of the script that torchrun starts
 # Replacements for text of README.md that needs a network, weights or GPUs: small models of the same classes.
 INSTEAD = {

@@ -1,4 +1,4 @@
-"""How a command ends: with its own status, or with one line for what a user can mend."""
+"""End a command with its own status, or with one line that says what a user can mend."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ def _fused(q: Tensor, k: Tensor, v: Tensor) -> Three:
 STRIDES: dict[str, Callable[[Tensor, Tensor, Tensor], Three]] = {
     "contiguous": _each(lambda x: x),
     "heads last": _each(lambda x: x.transpose(1, 2).contiguous().transpose(1, 2)),  # (B, S, H, D) in memory
-    "sliced": _each(lambda x: torch.cat([x, x], -1)[..., : x.shape[-1]]),  # rows twice as far apart as they are long
+    "sliced": _each(lambda x: torch.cat([x, x], -1)[..., : x.shape[-1]]),  # rows at twice their length
     "turned": _each(lambda x: x.mT.contiguous().mT),  # the last stride is not 1
     "offset": _each(lambda x: torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)),  # one element off alignment
     "stepped": _each(lambda x: torch.stack([x, x], 3).flatten(2, 3)[:, :, ::2]),  # every other row of a longer tensor

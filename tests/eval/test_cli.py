@@ -216,7 +216,7 @@ def test_eval_video_writes_what_it_says(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("passed", [True, False])
 def test_diagnose_writes_what_it_says(passed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And a model that PASA breaks is exit status 1."""
+    """The files hold the printed report, and a model that PASA breaks gives exit status 1."""
     from pasa.eval.models.diagnose import run as module
 
     own = module.collect

@@ -1,4 +1,4 @@
-"""What `pasa doctor` checks, and where."""
+"""`pasa doctor`: its checks, and the devices that it checks."""
 
 import pytest
 import torch

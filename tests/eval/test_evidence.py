@@ -32,7 +32,7 @@ def disturbed(value: Any, source: random.Random) -> Any:
 
 
 def lengths(value: Any) -> Iterator[str]:
-    """Of all lists and tables inside."""
+    """Return the lengths of all lists and tables inside."""
     if isinstance(value, (dict, list)):
         yield str(len(value))
         for item in value.values() if isinstance(value, dict) else value:

@@ -66,7 +66,7 @@ def test_stored_diagnoses_find_what_was_injected(name, beyond):
 
 @pytest.mark.parametrize("name", ["longbench", "longbench_fp16"])
 def test_stored_longbench_meets_the_bounds(name):
-    """At least 50 answers to prompts of 4,096 tokens and more: FP16 with stored scores breaks all, PASA none."""
+    """FP16 with stored scores breaks each of 50 or more answers to prompts of 4,096 tokens and more, PASA none."""
     result = readme.stored(name)
     found = result["precisions"]
     assert {"pasa_finite", "pasa_agrees", "fp16_collapses"} <= set(result["gate"]["checks"])
@@ -78,7 +78,7 @@ def test_stored_longbench_meets_the_bounds(name):
 
 
 def test_stored_throughput_is_of_the_whole_model():
-    """At 8,192 tokens PASA's prefill takes no more memory than fused attention and no longer than eager."""
+    """PASA's prefill of 8,192 tokens takes no more memory than fused attention and no longer than eager."""
     found = {
         (run["attention"], run["bias"]): run for run in readme.stored("throughput")["records"] if run["tokens"] == 8192
     }
@@ -112,7 +112,7 @@ def test_stored_bias_meets_the_bounds():
 
 
 def test_stored_gradients_meet_the_bounds():
-    """With scores of 131,072 a plain backward pass is off by percents, and ours by the rounding of the result."""
+    """A plain backward pass is off by percents at scores of 131,072, and ours by the rounding of the result."""
     result = readme.stored("gradients")
     assert result["gate"]["judged"] >= 3 * 14
     for each in (each for each in result["records"] if each["case"] == "scores of 131072"):
@@ -145,7 +145,7 @@ def test_stored_auto_patches_what_overflows():
 
 
 def test_stored_fp8_scales_from_weights_never_overflow():
-    """In no scenario, on real and synthetic weights; delayed ones in every layer at the first step of a load."""
+    """Scales from weights overflow in no scenario; delayed ones do in every layer at the first step of a load."""
     result = readme.stored("fp8")
     by = {(each["model"], each["scenario"], each["method"]): each for each in result["records"]}
     assert len(by) == 2 * 4 * 5

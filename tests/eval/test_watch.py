@@ -1,4 +1,4 @@
-"""Who is named when a model breaks."""
+"""The module that is named when a model breaks."""
 
 from __future__ import annotations
 

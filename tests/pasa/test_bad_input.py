@@ -296,7 +296,7 @@ def test_every_public_function_has_bad_input():
 
 @pytest.mark.parametrize("name", ["attention", "attention_varlen", "attention_paged", "write_pages", "PasaConfig"])
 def test_signatures_have_no_keywords_of_any_name(name):
-    """Hints at unknown keywords leave signatures as they are: no `**kwargs`, and help() shows the parameters."""
+    """Hints at unknown keywords do not change signatures: no `**kwargs`, and help() shows the parameters."""
     signature = inspect.signature(getattr(pasa, name))
     assert not [each for each in signature.parameters.values() if each.kind in (each.VAR_KEYWORD, each.VAR_POSITIONAL)]
     assert getattr(pasa, name).__module__ == "pasa." + {"write_pages": "paged", "PasaConfig": "config"}.get(

@@ -1,4 +1,4 @@
-"""scripts/_browser.sh: what a machine without a browser is told, and done for it."""
+"""scripts/_browser.sh: installation of a browser, and the message where that fails."""
 
 import subprocess
 from pathlib import Path

@@ -1,5 +1,5 @@
 """scripts/build_ascend.sh: one clear line where something is missing. tests/ascend_c/ runs it to the end, with
-stand-ins for CANN and torch_npu."""
+fakes of CANN and torch_npu."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ from tests.ascend_c.twin_build import BUILD_SCRIPT, FAKES, build_environment
 
 
 def refusal(folder, **changed):
-    """What the script says under the stand-ins' variables, with some changed or (None) taken away."""
+    """Return the script's error under the fakes' variables, with some changed or (None) removed."""
     environment = {name: value for name, value in (build_environment(folder) | changed).items() if value is not None}
     done = subprocess.run([BUILD_SCRIPT], env=environment, check=False, capture_output=True, text=True)
     assert done.returncode == 1

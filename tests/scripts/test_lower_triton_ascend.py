@@ -112,7 +112,7 @@ def repository(script, tmp_path, monkeypatch):
 
 
 def test_a_table_of_today_is_taken_as_it_stands(repository):
-    """And takes no environment: making one fetches 400 MB."""
+    """An up-to-date table needs no environment, which would fetch 400 MB."""
     assert repository.run("--check") == 0
     assert repository.asked == ["list"]
 

@@ -25,7 +25,7 @@ Record = dict[str, Any]
 
 
 class Findings:
-    """What the attention of a model did, by module.
+    """Counts and samples of a model's attention, by module.
 
     Attributes
     ----------

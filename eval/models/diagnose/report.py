@@ -130,7 +130,7 @@ def how_measured(result: Record) -> list[str]:
         "The largest score is taken over all pairs that a mask leaves, of all calls.",
         f"Ranges, shares, bias and resonance are of the call with the largest score, from at most "
         f"{settings['rows']} queries and {settings['batch']} batch entries, evenly spread, against all keys; a pair "
-        "that a mask hides counts, since it is formed and stored all the same. Such samples can miss the largest pair.",
+        "that a mask hides counts, since it is formed and stored nevertheless. Such samples can miss the largest pair.",
         "A single key has no bias or resonance of its own: softmax makes its weight 1 whatever its score.",
         f"Matrices are those of the worst head of each of the {MODULES} worst layers, at most {POINTS} × {POINTS} "
         "cells, each the value of largest magnitude in it.",

@@ -43,7 +43,7 @@ def run_diagnose(
     folder: Path | None = None,
     progress: output.Report | None = None,
 ) -> Run:
-    """Where a model's attention leaves FP16, head by head, and why; exit 1 if PASA breaks what the model computes.
+    """Show where a model's attention leaves FP16, head by head, and why; exit 1 if PASA breaks its output.
 
     Nothing is downloaded. With a folder, the page and the sheet of matrices are written there. The result and the
     exceptions are those of `collect` and :func:`pasa.eval.models.diagnose.subjects.load`.

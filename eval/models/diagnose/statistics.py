@@ -30,7 +30,7 @@ def head_statistics(q: Tensor, k: Tensor) -> list[dict[str, Any]]:
     """Return the numbers of every query head of a call.
 
     At most `BATCH` entries and `ROWS` queries of q (B, Hq, S, D) are sampled against all keys k (B, Hkv, Skv, D),
-    without the mask: a score that a mask hides is formed and stored all the same. ``max_score`` is the largest |q.k|,
+    without the mask: a score that a mask hides is formed and stored nevertheless. ``max_score`` is the largest |q.k|,
     unscaled, and ``overflow_share`` the share beyond 65504; ``scores``, ``keys`` and ``shifted_keys`` are the smallest
     and largest q.k, K, and K' of the exact recovery in the units of K. ``sequence_bias``, ``resonance`` and ``phase``
     are those of the functions below; None for a single key, whose weight is 1 whatever its score.

@@ -100,7 +100,7 @@ def coarse() -> Subject:
     """Return a Llama whose norm has FP16's smallest weights, with inputs that its roundings enlarge most.
 
     The norm's output is a few steps of 2^-24. Elements of 0.501 and 1.502 steps are stored as 1 and 2, in such numbers
-    that their root mean square is just below 1, so the norm leaves them as they are.
+    that their root mean square is just below 1, so the norm does not change them.
     """
     model = random_model("Llama", COARSE).half()
     model.layers[0].input_layernorm.weight.fill_(2.0**-24)

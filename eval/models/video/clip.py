@@ -28,7 +28,7 @@ SUPPORTED = "StableVideoDiffusionPipeline"
 
 @dataclass(frozen=True)
 class Settings:
-    """What every run of an experiment shares; `dtype` is that of the models in the FP16 runs."""
+    """The settings that all runs of an experiment share; `dtype` is that of the models in the FP16 runs."""
 
     image: Any
     height: int

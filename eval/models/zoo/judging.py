@@ -3,7 +3,7 @@
 Three bounds, on the largest difference of an output from the unpatched model's, relative to that output's RMS:
 
 * `PLUMBING`, with FP64 attention (`pasa.golden_attention`) in the place of `pasa.attention`: masks, scales, heads and
-  caches reach attention as they should, whatever FP16 rounds. Models that `AMPLIFIES` names may err by `LIKEWISE` of
+  caches reach attention as they should, whatever FP16 rounds. Models that `AMPLIFIES` names may err by `RELAXED` of
   what rounding q, k and v to FP16 does to them;
 * `ROUNDING`, with PASA itself, or, where the model amplifies any rounding (experts, codebooks and other choices),
   `AMPLIFIED` times what rounding q, k and v to FP16 alone does to it, of several draws for models in `CHOOSES`;
@@ -26,9 +26,9 @@ from torch import Tensor
 import pasa
 
 PLUMBING, ROUNDING, AMPLIFIED, SEEN = 1e-4, 1e-2, 8.0, 10.0
-LIKEWISE = 2.0**-8  # FP32 rounds 2^-13 as coarsely as FP16, and not q, k and v alone: 32 times as often
+RELAXED = 2.0**-8  # FP32 rounds 2^-13 as coarsely as FP16, and not q, k and v alone: 32 times as often
 AMPLIFIES = {"Kandinsky3UNet": "roundings of FP16 move its output by 90 %, so those of FP32 move it by 0.1 %"}
-"""Models that are permitted `LIKEWISE` of what FP16 rounds, with the reason; all others are held to `PLUMBING`."""
+"""Models that are permitted `RELAXED` of what FP16 rounds, with the reason; all others are held to `PLUMBING`."""
 DRAWS = 16  # of roundings, until one changes the choice that PASA's changed
 CHOOSES = {
     "VQModel": "takes the nearest of its codes, and a rounding decides between two of them where it comes near both"
@@ -161,7 +161,7 @@ def judge(model: Any, cases: Iterable[Case]) -> Record:
     report = handle.report()
     handle.unpatch()
     if verdict == "right":
-        verdict, why = _verdict(errors, LIKEWISE if name in AMPLIFIES else 0.0)
+        verdict, why = _verdict(errors, RELAXED if name in AMPLIFIES else 0.0)
     if verdict == "right" and distance(steady[0][1], run(steady[0][0])) > STEADY:
         verdict, why = "wrong", "unpatched, it does not give what it gave"
     return {
@@ -207,11 +207,11 @@ def compare(case: Case, expected: Any, draws: int) -> Record:
     return errors
 
 
-def _verdict(errors: dict[str, Record], likewise: float) -> tuple[str, str]:
+def _verdict(errors: dict[str, Record], relaxed: float) -> tuple[str, str]:
     """Return the verdict over all cases of an architecture, and why."""
     for name, each in errors.items():
         amplified = each.get("rounded", 0.0)
-        if each["plumbing"] > max(PLUMBING, likewise * amplified):
+        if each["plumbing"] > max(PLUMBING, relaxed * amplified):
             return "wrong", f"{name}: off by {100 * each['plumbing']:.2g} % with FP64 attention in PASA's place"
         if each["error"] > max(ROUNDING, AMPLIFIED * amplified):
             return "wrong", f"{name}: off by {100 * each['error']:.2g} %, rounding alone explains less"

@@ -1,4 +1,4 @@
-"""What the parts of a pipeline need beside the rules to fit together, by words in the pipeline's name."""
+"""Fields that the parts of a pipeline need beside the rules to fit together, by words in the pipeline's name."""
 
 from __future__ import annotations
 

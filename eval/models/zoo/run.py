@@ -21,7 +21,7 @@ from pasa.eval.kit.experiment import Experiment
 from pasa.eval.kit.tables import Table
 from pasa.eval.models.zoo import diffusion, judging, language, pipelines
 from pasa.eval.models.zoo.children import run_all
-from pasa.eval.models.zoo.judging import AMPLIFIES, FINDINGS, LIKEWISE, VERDICTS
+from pasa.eval.models.zoo.judging import AMPLIFIES, FINDINGS, RELAXED, VERDICTS
 
 Item = tuple[str, str]  # kind and class
 Record = dict[str, Any]
@@ -37,7 +37,7 @@ WORK: dict[str, Work] = {
 """The classes of each kind, what builds one (a model and its inputs, or why not), and the cases of what was built."""
 BUILD_SECONDS = 40
 KEPT = "records.jsonl"
-BOUNDS = ("PLUMBING", "LIKEWISE", "ROUNDING", "AMPLIFIED", "SEEN")
+BOUNDS = ("PLUMBING", "RELAXED", "ROUNDING", "AMPLIFIED", "SEEN")
 LIBRARIES = ("transformers", "diffusers")
 SHARED = (
     "transformers.generation",
@@ -176,7 +176,7 @@ def case_table(result: Record) -> Table:
     bounds = result["settings"]["bounds"]
     note = (
         "Largest difference from the unpatched model, relative to the RMS of its output. With FP64 attention in the "
-        f"place of PASA: at most {bounds['PLUMBING']:g} ({', '.join(AMPLIFIES)}: 2^{math.log2(LIKEWISE):.0f} of what "
+        f"place of PASA: at most {bounds['PLUMBING']:g} ({', '.join(AMPLIFIES)}: 2^{math.log2(RELAXED):.0f} of what "
         f"FP16's roundings do to it). With PASA, whose reference rounds q, k and v to FP16: at most "
         f"{bounds['ROUNDING']:g}, or, where a model amplifies roundings, {bounds['AMPLIFIED']:g} times what rounding "
         f"q, k and v alone does to it (amplified: {', '.join(sorted(amplified))}). Planted: with a wrong mask."

@@ -43,7 +43,7 @@ def logits(model, ids, attention):
 
 @pytest.mark.parametrize("offset", [131072, -131072, {0: 73728, 15: 819200, 29: 73728}], ids=str)
 def test_the_function_is_preserved(base, ids, exact, offset):
-    """With FP64 attention on both sides, what is left is FP32 rounding elsewhere (rotary angles above all).
+    """FP64 attention on both sides leaves FP32 rounding elsewhere alone (rotary angles above all).
 
     Bound: 4 x the base's own distance between FP32 and FP64 attention. Measured: 1 to 2 x.
     """
@@ -90,7 +90,7 @@ def test_fp16_attention_fails_and_pasa_does_not(base, ids):
 
 
 def test_nearer_to_fp64_than_fp32_attention(base, ids, exact):
-    """At offset 819,200 FP32 spacing of a score is 1/16, so FP32 attention itself errs; the shifted scores do not."""
+    """FP32 attention itself errs at offset 819,200, where scores have a spacing of 1/16; shifted scores do not."""
     wide, _ = inject_overflow(base, 819200)
     expected = logits(wide, ids, "fp64")
     sdpa = logits(wide, ids, "sdpa") - expected

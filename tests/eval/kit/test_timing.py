@@ -46,7 +46,7 @@ def test_cold_or_warm_is_decided_for_all_alike(fastest: float, cold: bool) -> No
 
 
 def test_drift_between_rounds_leaves_the_ratio() -> None:
-    """What rounds are for: a card that slows down by half in every round still gives the same ratio."""
+    """A card that slows down by half in every round still gives the same ratio, which is why there are rounds."""
     own = [[1.0 * 2**turn] * 3 for turn in range(5)]
     other = [[1.5 * 2**turn] * 3 for turn in range(5)]
     assert ratio(own, other) == 1.5

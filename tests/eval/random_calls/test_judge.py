@@ -176,7 +176,7 @@ def test_nan_holds_no_bound():
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("rows", [21, 60])
 def test_truth_in_pieces_is_the_truth(monkeypatch, causal, rows):
-    """By entries and rows, with a mask for each; rows above the causal band have pieces without a key."""
+    """Pieces by entries and rows, each with its mask, give the whole; rows above the causal band have no key."""
     call = make(a_case(data="bias", garbage="value", mask="float", causal=causal, rows=rows))
     whole = find_truth(call)
     monkeypatch.setattr(truth, "PIECE", 4 * 45 * 4)

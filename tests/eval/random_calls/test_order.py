@@ -131,7 +131,7 @@ def test_errors_of_that_size_move_outputs_no_further(how):
 
 
 def test_the_term_is_nothing_for_ordinary_scores_and_small_for_huge_ones(huge):
-    """Of the distance between the values that a row sees."""
+    """The term is a share of the distance between the values that a row sees."""
     assert 0.01 < (huge.moved / (huge.truth.high - huge.truth.low)).max() < 0.2
     call = make(CASE | {"rows": 150, "keys": 128, "data": "randn", "scale": None})
     truth = find_truth(call)

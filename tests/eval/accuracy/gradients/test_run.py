@@ -75,7 +75,7 @@ def test_tables_say_what_is_not_judged_and_what_is_slower():
 
 
 def test_without_a_gpu_errors_alone_are_shown(monkeypatch):
-    """Of three small cases, on the CPU."""
+    """Three small cases on the CPU show errors and no times."""
     monkeypatch.setattr(run, "CASES", SMALL)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     result = run.run_gradients()
@@ -87,5 +87,5 @@ def test_without_a_gpu_errors_alone_are_shown(monkeypatch):
 
 
 def test_one_case_alone_is_not_judged():
-    """What the README of the project says of the kernels; whoever adds another has to say it too."""
+    """The README's sentence on kernels covers every case; whoever adds one extends it."""
     assert [case.name for case in CASES if not case.kernels_judged] == ["one key without the bias"]

@@ -1,4 +1,4 @@
-"""What is timed gives the gradients, and every time has its place; the clock needs no device."""
+"""The timed calls give the gradients, and every time has its place; the clock needs no device."""
 
 import functools
 
@@ -15,7 +15,7 @@ TINY = SpeedCase("tiny", 1, 2, 1, 40, 40, 16, causal=True)
 
 
 def test_work_of_the_parts():
-    """Of 40 x 40 pairs a causal call counts half, a pair costs 2 D operations a product: 2 forward, 5 backward."""
+    """A causal call counts half of 40 x 40 pairs; a pair costs 2 D operations a product, 2 forward and 5 backward."""
     pairs = 2 * 40 * 40 / 2
     assert times.PARTS["forward"] * TINY.flops == 2 * pairs * 2 * 16
     assert times.PARTS["forward + backward"] * TINY.flops == 7 * pairs * 2 * 16

@@ -1,4 +1,4 @@
-"""What is claimed of the accuracy, case by case, on a reduced number of heads: limits are those of the design."""
+"""The claims on accuracy, case by case, with fewer heads: limits are those of the design."""
 
 import dataclasses
 

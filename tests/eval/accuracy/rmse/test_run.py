@@ -65,7 +65,7 @@ def test_competitor_passes_every_gate(result: dict[str, Any]) -> None:
 
 
 def test_gates_catch_a_bad_arithmetic() -> None:
-    """The published recovery with too small a beta: scores of 115,000 stay as they are."""
+    """The published recovery with too small a beta: scores of 115,000 stay."""
     bad = Arithmetic("bad", pasa.PasaConfig(recovery="paper", beta=0.0), "no shift at all")
     case = dataclasses.replace(PAPER_CASES[2], shape=(1, 1, 256, 128))
     wanted = (BY_NAME["fp32"], BY_NAME["partial"], BY_NAME["pasa-exact"], bad)
@@ -105,7 +105,7 @@ def test_rows_touched_agree_with_a_direct_count() -> None:
 
 
 def test_a_case_alone_gives_the_same_numbers() -> None:
-    """So does each seed; progress counts to the end."""
+    """Each case and each seed alone gives its numbers; progress counts to the end."""
     seen: list[tuple[int, int]] = []
     few = [dataclasses.replace(case, shape=(1, 1, 130, 128)) for case in PAPER_CASES[4:7]]
     alone = measure.compare([(few[1], 1, "inf")], progress=lambda done, total, label: seen.append((done, total)))

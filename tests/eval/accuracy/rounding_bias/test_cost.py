@@ -138,7 +138,7 @@ def test_ratio_is_that_of_interleaved_rounds():
 
 
 def test_coins_that_are_shared_widen_the_limit():
-    """Of 64 distinct values the mean has sigma 0.5 / 8; if all are one, 0.5."""
+    """The mean of 64 distinct values has sigma 0.5 / 8; if all are one, 0.5."""
     apart = cost.bias_limit(torch.arange(64.0, dtype=torch.float64))
     assert apart == pytest.approx(4 * 0.5 / 8 + 2.0**-7)
     assert cost.bias_limit(torch.ones(64, dtype=torch.float64)) == pytest.approx(4 * 0.5 + 2.0**-7)

@@ -116,7 +116,7 @@ def test_the_page_in_a_browser(browser, pages, name, screen, scheme):
 
 
 def test_wide_tables_scroll_in_a_box_of_their_own(browser, pages):
-    """By touch, and by keyboard: the box can be given the focus."""
+    """The box scrolls by touch, and by keyboard, because it can have the focus."""
     look(browser, pages / "text.html", "phone")
     box = "document.querySelector('.scroll')"
     assert browser.execute_script(f"return {box}.scrollWidth > {box}.clientWidth")

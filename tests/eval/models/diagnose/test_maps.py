@@ -17,7 +17,7 @@ from pasa.eval.models.diagnose.statistics import POINTS
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_a_score_that_stands_alone_is_in_the_picture(sign):
-    """Every 8th column of 1,000 would miss column 3. Small matrices are shown as they are."""
+    """Every 8th column of 1,000 would miss column 3. Small matrices are shown whole."""
     x = torch.zeros(300, 1000)
     x[200, 3] = sign * 7
     x[200, 4] = -sign * 3
@@ -57,7 +57,7 @@ def test_long_sequences_are_sampled_and_a_single_key_is_drawn(monkeypatch):
 
 
 def test_pictures_are_kept_of_the_worst_call_of_the_worst_modules(monkeypatch):
-    """And they are made only of a head that is worse than what is kept."""
+    """Pictures are made only of a head that is worse than those kept."""
     made = []
     monkeypatch.setattr(probe, "MODULES", 2)
     monkeypatch.setattr(probe, "head_pictures", lambda q, k: made.append(1) or {})

@@ -122,7 +122,7 @@ def test_a_compiled_model_is_probed_layer_by_layer(language_model):
 
 
 def test_models_that_are_moved_by_hooks():
-    """Offload wraps the forward of whole models; the attention inside is recorded all the same."""
+    """Offload wraps the forward of whole models; the attention inside is recorded nevertheless."""
     pipeline = tiny_pipeline()
     pipeline.enable_model_cpu_offload(device="cpu")
     with probe(pipeline) as findings:

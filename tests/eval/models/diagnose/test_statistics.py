@@ -80,6 +80,6 @@ def test_long_sequences_are_sampled_with_both_ends(monkeypatch):
 
 
 def test_share_of_scores_beyond_fp16():
-    """Of 2 x 4 scores, those of the second query are 70,000 and above, but for one."""
+    """Three of 2 x 4 scores, all of the second query, are 70,000 and above."""
     q, k = torch.tensor([[[[1.0], [1000.0]]]]), torch.tensor([[[[70.0], [80.0], [65.0], [90.0]]]])
     assert head_statistics(q, k)[0]["overflow_share"] == 3 / 8

@@ -1,4 +1,4 @@
-"""What is read, and what is said of what cannot be."""
+"""Data sets that are read, and errors for those that cannot be."""
 
 import json
 import zipfile

@@ -119,7 +119,7 @@ def test_a_process_that_was_killed_goes_on_to_the_same_files(finished, steady, q
 
 
 def test_two_processes_share_the_work(finished, steady, questions, tmp_path):
-    """As the README starts them on a CPU; the files are those of one process, and one process alone prints."""
+    """Two processes, started as in the README, leave the files of one, and one process alone prints."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     command = ["-m", "pasa.eval.cli", "eval", "longbench", "--model", str(steady), "--data", str(questions)]
     options = ["--max-length", "400", "--batch-size", "2", "--offset", "131072", "--precisions", ",".join(PRECISIONS)]

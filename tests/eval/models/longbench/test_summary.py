@@ -27,7 +27,7 @@ def test_every_check_can_fail(name, change, failed):
 
 @pytest.mark.parametrize(("agreement", "passes"), [(0.95, True), (0.93, False)])
 def test_what_the_rest_of_an_fp16_model_loses_is_not_held_against_pasa(agreement, passes):
-    """With FP32 scores an FP16 model kept 77 of 80 answers, and with PASA as many: 98 % of all was out of reach."""
+    """An FP16 model kept 77 of 80 answers with FP32 scores, and as many with PASA: 98 % was out of reach."""
     precisions = PRECISIONS | {"fp16-sdpa": GOOD | {"agreement": 0.96}, "pasa": GOOD | {"agreement": agreement}}
     assert summary.judge(precisions, injected=True)["checks"]["pasa_agrees"] == passes
 

@@ -1,4 +1,4 @@
-"""How a clip is made."""
+"""Clips: settings, pictures and noise."""
 
 from types import SimpleNamespace
 
@@ -35,7 +35,7 @@ def test_noise_is_the_same_in_every_dtype():
 
 
 def test_picture_noise_follows_that_of_the_clip():
-    """From one generator, which goes on: two that begin alike would give the picture the clip's numbers."""
+    """One generator draws both: two of the same seed would give the picture the clip's numbers."""
     calls = []
     settings = clip.make_settings({"height": 16, "width": 24, "frames": 2, "steps": 1}, tiny=True)
     clip.make_frames(recording_pipeline(torch.float32, calls), settings)

@@ -1,4 +1,4 @@
-"""What is written can be read back, by other programs than those that wrote it."""
+"""Files can be read back, by other programs than those that wrote them."""
 
 from __future__ import annotations
 

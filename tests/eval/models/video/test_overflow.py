@@ -34,7 +34,7 @@ def scores_and_output(unet, monkeypatch):
 
 
 def test_scores_grow_and_the_function_stays(unet, monkeypatch):
-    """In FP64, where scores of 131,072 are exact to 1e-11: the same to that accuracy, and not for want of an effect."""
+    """FP64 outputs are the same to 1e-11, which is the spacing of scores of 131,072, although scores do grow."""
     info = overflow.bias_scores(unet, offset=0)
     assert info == {"bias": 0, "offset": 0, "modules": 4}
     before, expected = scores_and_output(unet, monkeypatch)

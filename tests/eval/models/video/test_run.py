@@ -78,7 +78,7 @@ def test_every_check_can_fail(experiment):
 
 
 def test_a_checkpoint_is_measured_as_it_is(tmp_path):
-    """A folder written by diffusers, a picture of one's own, and the settings of the paper's script."""
+    """A folder written by diffusers, a user's picture, and the settings of the paper's script."""
     tiny_pipeline(seed=3).save_pretrained(tmp_path / "svd")
     picture = tmp_path / "picture.png"
     sample_image(90, 50).save(picture)

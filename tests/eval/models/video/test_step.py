@@ -73,7 +73,7 @@ def test_shapes_are_those_of_the_step(result):
 
 
 def test_real_size_asks_for_the_attention_of_the_real_model():
-    """Of the full UNet, without weights: 25 frames of 1024 x 576 twice, heads of 64."""
+    """The full UNet without weights asks for 25 frames of 1024 x 576 twice, heads of 64."""
     from diffusers import UNetSpatioTemporalConditionModel
     from diffusers.models.attention_processor import Attention
 
@@ -99,7 +99,7 @@ def test_slower_or_farther_fails_the_gate(result):
 
 
 def test_a_way_that_cannot_run_says_why(monkeypatch):
-    """On a GPU flash has no head dimension of 512, and eager scores may not fit."""
+    """Flash has no head dimension of 512 on a GPU, and eager scores may not fit."""
 
     class Refusing(torch.nn.Linear):
         def forward(self, x):

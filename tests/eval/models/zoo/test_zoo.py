@@ -109,7 +109,7 @@ def test_roundings_are_drawn_again_for_models_alone_that_choose(llama, off_by_5_
 def test_masks_of_a_model_that_is_not_named_are_judged_strictly():
     errors = {"plain": {"plumbing": 2e-4, "error": 1e-3, "rounded": 0.9, "planted": 1.0}}
     assert judging._verdict(errors, 0.0)[0] == "wrong"
-    assert judging._verdict(errors, judging.LIKEWISE)[0] == "right"
+    assert judging._verdict(errors, judging.RELAXED)[0] == "right"
     right = [each for each in stored("zoo")["records"] if each["verdict"] == "right"]
     coarse = {each["name"] for each in right for x in each["cases"].values() if x["plumbing"] > judging.PLUMBING}
     assert coarse == set(judging.AMPLIFIES)
