@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers as hf
 
-from pasa.eval.accuracy import precisions
+from pasa.eval.models import precisions
 from pasa.eval.models.precisions import MIB, PRECISIONS, Subject, fingerprint, parse_precisions
 
 CPU = torch.device("cpu")

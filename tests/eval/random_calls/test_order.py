@@ -9,7 +9,7 @@ from pasa.eval.random_calls.cases import broken
 from pasa.eval.random_calls.inputs import Call, make
 from pasa.eval.random_calls.order import find_moved, summed_error
 from pasa.eval.random_calls.truth import find_truth, prepare
-from pasa.ops.attention.triton.anchors import kernel as triton_kernel
+from pasa.ops.attention.triton import tile_math
 
 CASE = attention.SIMPLEST | {"groups": 2, "dim": 80, "data": "mean", "scale": 30.0, "tile": 0, "poisoned": False}
 CASE |= {"lse": True, "data_seed": 1}
@@ -139,5 +139,5 @@ def test_the_term_is_nothing_for_ordinary_scores_and_small_for_huge_ones(huge):
 
 
 def test_the_judge_knows_when_kernels_take_anchors():
-    assert triton_kernel.ANCHOR_GAIN.value == order.ANCHOR_GAIN
-    assert triton_kernel.ANCHOR_LIMIT.value == order.ANCHOR_LIMIT
+    assert tile_math.ANCHOR_GAIN.value == order.ANCHOR_GAIN
+    assert tile_math.ANCHOR_LIMIT.value == order.ANCHOR_LIMIT

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers as hf
 
-from pasa.eval.accuracy import precisions
+from pasa.eval.models import precisions
 from pasa.eval.models.perplexity import run
 
 TOKENS = list(range(1, 97)) * 3

@@ -121,7 +121,7 @@ def test_command_line(folder, capsys, tmp_path):
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"predict.json", "predict.md"}
     for arguments, message in (
         (("--model", "/nowhere"), "'/nowhere' is not a folder"),
-        (("--model", "/nowhere", "--delta", "2"), "2 is not a probability between 0 and 1"),
+        (("--model", "/nowhere", "--delta", "2"), "delta=2.0 is not a probability between 0 and 1"),
         (("--model", "/nowhere", "--seq-len", "0"), "0 is not at least 1"),
         (("--soundness", "--seq-len", "9"), "--seq-len is of a prediction of --model"),
         (("--auto", "--delta", "0.1"), "--delta is of a prediction of --model"),
