@@ -123,12 +123,12 @@ def test_command_line(folder, capsys, tmp_path):
         (("--model", "/nowhere"), "'/nowhere' is not a folder"),
         (("--model", "/nowhere", "--delta", "2"), "delta=2.0 is not a probability between 0 and 1"),
         (("--model", "/nowhere", "--seq-len", "0"), "0 is not at least 1"),
-        (("--soundness", "--seq-len", "9"), "--seq-len is of a prediction of --model"),
-        (("--auto", "--delta", "0.1"), "--delta is of a prediction of --model"),
+        (("--soundness", "--seq-len", "9"), "--seq-len is no option of --soundness"),
+        (("--auto", "--delta", "0.1"), "--delta is no option of --auto"),
         (("--model", str(folder), "--offset", "3"), "--offset is for the built-in models"),
         (("--model", str(folder), "--prompt", "hi"), "give --calibrate"),
         (("--prompt", "hi"), "give --calibrate"),
-        (("--model", str(folder), "--paper-tables"), "exclude each other"),
+        (("--model", str(folder), "--paper-tables"), "--model is no option of --paper-tables"),
     ):
         assert main(*arguments) == 2
         assert message in capsys.readouterr().err
