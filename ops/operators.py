@@ -1,4 +1,4 @@
-"""The operators torch.ops.pasa.*: each schema once, fake kernels, gradients, and the call that a backend gets.
+"""Define the operators torch.ops.pasa.*: their schemas, fake kernels and gradients, and the `Call` that a backend gets.
 
 The operators are functional and take plain arguments, so that they trace, compile and serialise.
 The caller (`pasa.attention`) validates options and brings tensors into the operators' layout.
@@ -26,7 +26,8 @@ from pasa.ops.attention.spec import gradients as spec
 from pasa.ops.attention.spec import pages, watch
 from pasa.ops.dispatch import without_autocast
 
-TYPES = {"str": "str", "Overflow": "str", "int": "int", "float | None": "float?"}  # of options, in a schema
+# Maps the Python type of an option to its type in a schema.
+TYPES = {"str": "str", "Overflow": "str", "int": "int", "float | None": "float?"}
 
 
 def _text(value: object) -> str:
@@ -96,13 +97,14 @@ def _paged(
 
 
 def _define(name: str, tensors: str, make: Callable[..., Call]) -> CustomOpDef:
-    """Define an operator that returns (out, lse, counts or empty), and its fake kernel.
+    """Define an operator that returns (out, lse, counts), and its fake kernel.
 
-    `make` takes the tensors, is_causal, scale and diagnose, and returns the call.
+    `make` builds the `Call` from the tensors, is_causal, scale and diagnose. `counts` is empty
+    unless diagnose is set.
     """
 
     def parts(arguments: tuple[Any, ...]) -> tuple[Call, tuple[Any, ...], str | None]:
-        arguments += defaults[len(arguments) :]  # torch leaves out what has its default at the end
+        arguments += defaults[len(arguments) :]  # torch omits trailing arguments that have their default values
         head, arithmetic = arguments[: -2 - options], arguments[-2 - options : -2]
         return make(*head, arguments[-2]), arithmetic, arguments[-1]
 
@@ -119,7 +121,7 @@ def _define(name: str, tensors: str, make: Callable[..., Call]) -> CustomOpDef:
 
     def fake(*arguments: Any) -> Results:
         call, arithmetic, _ = parts(arguments)
-        AttentionOptions(*arithmetic)  # checks them, because no backend serves a call without data
+        AttentionOptions(*arithmetic)  # only validates, as `choose` does for calls with data
         q = call.q
         heads = q.shape[:2] if q.dim() == 4 else (1, q.shape[1])
         counts = q.new_empty((*heads, 6) if call.diagnose else (0,), dtype=torch.float64)
@@ -213,7 +215,7 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _formula(backend: str) -> Callable[[Call, Tensor | None, Tensor | None], spec.Gradients]:
-    """Return the `gradients` of a backend, or the one that serves all devices."""
+    """Return the gradient function of a backend, or that of the reference if the backend has none."""
     formula: Callable[..., spec.Gradients] = getattr(registry.BACKENDS[backend].load(), "gradients", spec.gradients)
     return formula
 
@@ -232,7 +234,10 @@ for _op in (attention_backward, attention_varlen_backward):
 
 
 def _server(q: Tensor, mask: str, packed: bool, diagnose: bool, backend: str | None, *arithmetic: Any) -> str:
-    """Return the name of the backend that serves such calls, uncached for a traced head dim, which has no hash."""
+    """Return the name of the backend that serves such calls.
+
+    The choice is not cached for a symbolic head dimension (under tracing), which has no hash.
+    """
     head_dim: Any = q.shape[-1]
     if isinstance(head_dim, int):
         return choose(q, mask, packed, diagnose, backend, *arithmetic)[2]
@@ -242,7 +247,7 @@ def _server(q: Tensor, mask: str, packed: bool, diagnose: bool, backend: str | N
 
 
 def _differentiate(operator: CustomOpDef, tensors: int, backward: CustomOpDef) -> None:
-    """Register the gradient of an operator whose first `tensors` arguments `backward` takes."""
+    """Register `backward`, which takes the first `tensors` arguments of the operator, as its gradient."""
     count = len(operator._opoverload._schema.arguments)
     masked = operator is attention
 
@@ -259,7 +264,7 @@ def _differentiate(operator: CustomOpDef, tensors: int, backward: CustomOpDef) -
         if grad_out is None and grad_lse is None:
             return (None,) * count
         is_causal, scale, backend = ctx.switches
-        mask_too = masked and any(ctx.needs_input_grad[3:4])  # torch leaves out arguments that have their defaults
+        mask_too = masked and any(ctx.needs_input_grad[3:4])  # empty if torch omitted the mask, which defaults to None
         switches = (is_causal, scale, mask_too, backend) if masked else ctx.switches
         grads = dispatch.call(backward, grad_out, grad_lse, *ctx.saved_tensors, *switches)
         return *grads[: 3 + mask_too], *(None,) * (count - 3 - mask_too)
@@ -272,7 +277,7 @@ _differentiate(attention, 4, attention_backward)
 _differentiate(attention_varlen, 5, attention_varlen_backward)
 
 
-# ---- beside attention
+# ---- operators other than attention
 
 
 @torch.library.custom_op("pasa::write_pages", mutates_args=("k_cache", "v_cache", "key_anchors"))
@@ -299,10 +304,10 @@ def _(*arguments: Any) -> None:
 def watch_scores(
     q: Tensor, k: Tensor, attn_mask: Tensor | None, totals: Tensor, walked: Tensor, is_causal: bool, scale: float
 ) -> None:
-    """Sample query rows of q (B, Hq, Sq, D) and add what `watch.count_scores` finds in them to `totals`.
+    """Sample query rows of q (B, Hq, Sq, D), and add the counts of `spec.watch.count_scores` to `totals`.
 
-    The call never waits for the device. `walked` (1,), INT64, on the CPU, counts the rows that came
-    before this call; the call adds its own.
+    The call never waits for the device. `walked` (1,), INT64, on the CPU, is the number of query rows
+    of all earlier calls, sampled or not; this call adds its rows.
     """
     operands.check_watch(q, k, attn_mask, totals, walked, scale)
     rows = q.shape[0] * q.shape[1] * q.shape[2]
@@ -315,7 +320,7 @@ def watch_scores(
 
 
 def score_counter(device: str, head_dim: int) -> Callable[..., None]:
-    """Return the function that counts sampled rows on such a device."""
+    """Return the `count_scores` of the preferred backend for a device, or that of the reference."""
     count: Callable[..., None] = (registry.provider("count_scores", device, head_dim) or watch).count_scores
     return count
 

@@ -1,7 +1,7 @@
 """Describe every backend as data: what it can do, whether it runs here, and which one serves a call.
 
-The records are executable. Backend selection, refusals, the support matrix of the README and the
-parameters of the backend tests all read them.
+The choice of a backend, the reasons of a refusal, the support matrix of the README and the parameters
+of the backend tests are all computed from these records.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from pasa.ops.devices import device_types, npu_missing, triton_missing
 EMULATED = """pasa: {device} tensors are served by backend 'reference', an emulation: {why}. It rounds step by step as \
 an NPU does and is made for checks, not for speed: on an H200 it takes over 100 times as long as SDPA \
 (to silence: warnings.filterwarnings("ignore", "pasa: .* an emulation", UserWarning))"""
-# What the kernels have in common: the options of today that no kernel has to know.
+# Every value of every option. The records of kernels start from these, and override the options of
+# which they serve fewer values.
 ALL_OPTIONS: dict[str, tuple[object, ...] | None] = {**CHOICES, "beta": None, "block_q": None}
 HEAD_DIMS = (1, 512)  # 512: the widest head in use (the VAE of diffusion pipelines), and the widest that is tested
 
@@ -43,7 +44,7 @@ class Request:
 
 @dataclass(frozen=True, eq=False)
 class Backend:
-    """Describe one implementation of the attention operator; a record is equal only to itself.
+    """Describe one implementation of the attention operator; records compare by identity.
 
     Attributes
     ----------
@@ -53,29 +54,30 @@ class Backend:
     devices : tuple of str
         torch device types; empty means any.
     devices_by_name : tuple of str
-        Device types that it serves only when a call names it.
+        Further device types, which it serves only if the call names this backend.
     dtypes, masks : tuple
         Accepted values.
     accepts : dict, optional
-        Accepted values of `AttentionOptions` by name, None for any. An option that is not named is served
-        with its default value alone, so that a new option is refused until a backend names it. None accepts all.
+        Maps fields of `AttentionOptions` to their accepted values; a value of None accepts any. A field that
+        is missing is accepted with its default alone, so a new option is refused until a backend lists it.
+        Without a dict all options are accepted.
     not_together : tuple of dict
-        Sets of options by name. Each value is served, but not all of a set in one call.
+        Combinations of option values that are refused, although each value alone is served.
     head_dims : (int, int)
         Smallest and largest head dimension.
     varlen, diagnostics : bool
     paged : dict, optional
         Options by name that a call over a paged cache must have; None if it serves no paged cache.
     missing : callable
-        Returns why it cannot run on this machine, or None; called on demand, never at import.
+        Returns the reason why the backend cannot run on this machine, or None; called on demand, never at import.
     functions : dict
-        Functions that it offers beside attention, by device type; see `provider`.
+        Maps device types to the names of functions that it offers in addition to attention; see `provider`.
     label : str
-        What a result of this backend is: measured on the device, emulated, modelled.
+        How the backend computes, and where that has been run: on the device, emulated, or not at all.
     replaced : callable
-        Returns why another implementation would serve in its place here, or None; called on demand,
-        never at import. A call that names the backend is then refused, because its caller wants
-        this backend and no other.
+        Returns the reason why a fallback runs in place of this backend here, or None; called on demand,
+        never at import. A call that names the backend is then refused, because its caller asked for
+        this implementation.
     """
 
     name: str
@@ -114,7 +116,7 @@ class Backend:
         return importlib.import_module(self.module)
 
     def described(self) -> str:
-        """Return the backend's name, or why another one serves in its place."""
+        """Return the backend's name; if a fallback runs in its place, say so and why."""
         why = self.replaced()
         return self.name if why is None else f"a fallback for {self.name} ({why})"
 
@@ -211,7 +213,7 @@ def choose(
 def provider(function: str, device: str, head_dim: int) -> ModuleType | None:
     """Return the preferred backend's module that has this function for such a device, or None.
 
-    For work beside attention: `write_pages` and `count_scores`. Where none has it, the reference's function serves.
+    Such functions are `write_pages` and `count_scores`. If the result is None, the caller uses the reference's.
     """
     for backend in sorted(BACKENDS.values(), key=lambda each: -each.priority):
         offered = function in backend.functions.get(device, ()) and head_dim <= backend.head_dims[1]
@@ -221,9 +223,10 @@ def provider(function: str, device: str, head_dim: int) -> ModuleType | None:
 
 
 def warn_of_emulation(request: Request, serving: Backend) -> None:
-    """Warn, once per cause, if a device's own kernels do not serve a call because of the machine or its head dimension.
+    """Warn, once per cause, if the emulation serves a call although kernels for its device exist.
 
-    Options that only the reference has are a request for the emulation, so they cause no warning.
+    The cause is then this machine or the head dimension of the call. Options that only the reference
+    has are a request for the emulation, so they cause no warning.
     """
     if serving.name != "reference":
         return

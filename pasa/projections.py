@@ -1,4 +1,4 @@
-"""Query and key projections in the form that the bounds need, with the norm before them and rounding errors."""
+"""Describe query and key projections by the sizes that bounds on scores need, rounding errors included."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Norm:
 class Projection:
     """One projection with the norm before it folded in, per head: n -> A n + offset.
 
-    It is small, because A itself is not kept.
+    Sizes of A are kept, but not A itself, which is as large as the weight.
 
     Attributes
     ----------
@@ -47,15 +47,16 @@ class Projection:
     offset : Tensor (H, D), FP64
         Projection of the norm's shift, plus the bias.
     hidden : Tensor (H,), FP64
-        Length to be added to that of A n + offset before relative roundings are applied. The products with the vector
-        of ones and with the shift may cancel in q, but the elements of x are rounded independently, so their errors do
-        not cancel.
+        Length to add to |A n + offset| before relative rounding errors are applied. In q, the products with the vector
+        of ones and with the shift may cancel. The elements of x are rounded independently, so their errors do not
+        cancel.
     absolute : Tensor (H,), FP64
         Length that the absolute parts of FP16's roundings (2^-25 each) can add to q, before later roundings enlarge it.
-        The part of an element of n reaches q through the gain and the weights, and that of an element of x through the
-        weights. An element of q has one such part, and its rotation two (two products; a sum of FP16 numbers has none).
-        So the length is at most 2^-25 times | |A| 1 | + | |W| 1 | + 3 sqrt(D). Here 1 is the vector of ones, and |A|
-        holds the magnitudes of the elements of A.
+        It is at most 2^-25 times | |A| 1 | + | |W| 1 | + 3 sqrt(D). Here 1 is the vector of ones, and |A| holds the
+        magnitudes of the elements of A. The first term is for the elements of n, which reach q through the gain and
+        the weights. The second is for the elements of x, which reach q through the weights alone. The third is for an
+        element of q: one part when it is computed, and two in its rotation (two products; a sum of FP16 numbers has
+        none).
     uneven : Tensor (H,), FP64
         Length that the FP32 roundings within a centred norm can add to q of a row that is not constant.
     level : float
@@ -124,7 +125,7 @@ def project(weight: Tensor, bias: Tensor | None, heads: int, norm: Norm) -> Proj
     ones, level, uneven, level_hidden = folded.sum(-1), 0.0, torch.zeros_like(hidden), hidden
     if norm.centred:
         common, level = ones.norm(dim=-1), constant_level(norm.eps)  # an error of the mean moves all elements alike
-        separate = ELEMENT_UNITS + RELATIVE * (MEAN_UNITS + ELEMENT_UNITS)  # by element, later errors included
+        separate = ELEMENT_UNITS + RELATIVE * (MEAN_UNITS + ELEMENT_UNITS)  # of single elements, and of later roundings
         uneven = unevenness(weight.shape[1]) * (MEAN_UNITS * common + separate * reach)
         level_hidden = level * reach + hidden
         hidden = hidden + norm.radius / math.sqrt(weight.shape[1]) * common
@@ -134,7 +135,7 @@ def project(weight: Tensor, bias: Tensor | None, heads: int, norm: Norm) -> Proj
 
 
 def _reach_of_ones(weight: Tensor) -> Tensor:
-    """Return a bound on |W e| for elements |e_i| <= 1, (H,): the length of the vector of row sums of magnitudes."""
+    """Return a bound (H,) on |W e| for all e with elements |e_i| <= 1: the length of the vector of row sums of |W|."""
     sums: Tensor = torch.linalg.vector_norm(weight, 1, dim=-1)  # makes no copy of the weights
     longest: Tensor = sums.norm(dim=-1)
     return longest

@@ -1,4 +1,4 @@
-"""Bounds on what roundings to FP16 and FP32 add to queries and keys, from the norm before them to the scores."""
+"""Bound the errors that roundings to FP16 and FP32 add to queries and keys, from the norm before them to the scores."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Each changes q by at most u times its length (plus `Projection.hidden`), and by 
 """
 
 RELATIVE = (1.0 + FP16_UNIT) ** ROUNDINGS * (1.0 + 2.0 * FP16_HALF_STEP) - 1.0
-"""All relative parts together, where each rounding acts on the result of the ones before it.
+"""Bound on the relative error of all `ROUNDINGS` together, each of which acts on the result of the one before.
 
 Cosines and sines, which are at most 1, also have the absolute part of 2^-25. It moves either element of a pair (a, b)
 by at most 2^-25 (|a| + |b|), and so the pair by at most 2^-24 of its length.
@@ -60,7 +60,7 @@ def constant_level(epsilon: float) -> float:
 
 
 def unevenness(elements: float) -> float:
-    """Return the largest 2^-24 r max|x| of a row of FP16 numbers that is not constant.
+    """Return the most that 2^-24 r max|x| can be (see `ELEMENT_UNITS`) if a row of FP16 numbers is not constant.
 
     Some element differs from the largest one by at least 2^-11 max|x|, the smallest distance of FP16 numbers. So n
     elements have a variance of at least (2^-11 max|x|)^2 (n - 1) / n^2, and r max|x| is at most 2^11 n / sqrt(n - 1).

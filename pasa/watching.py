@@ -17,7 +17,7 @@ from pasa.patching import components_of
 from pasa.patching.callbacks import BINDING, Callbacks, patched_modules, removed_modules
 from pasa.patching.handle import first_names
 
-ENOUGH_ROWS = 300  # in 300 rows a count of 0 excludes a share of 1 % (95 % confidence, `WatchReport._doubt`)
+ENOUGH_ROWS = 300  # sampled rows in which a count of 0 excludes a share of 1 % (95 % confidence, see `_doubt`)
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class WatchReport:
 
 
 class Watch:
-    """Running counters, which :meth:`unwatch` or the end of a ``with`` block stops; they stay readable."""
+    """Running counters. :meth:`unwatch` or the end of a ``with`` block stops them; they can still be read."""
 
     def __init__(self, modules: list[tuple[str, torch.nn.Module, Callbacks]]) -> None:
         self._counters = [(name, callbacks, _Counter(module)) for name, module, callbacks in modules]

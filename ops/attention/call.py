@@ -1,6 +1,7 @@
-"""One call of the operator as every backend gets it, and checks of values where they are read.
+"""Hold one call of the operator as every backend gets it, and check values that backends read.
 
-A compiled or captured graph has no values to check beforehand.
+Shapes and dtypes are checked before a backend is chosen (ops/operands.py). Values are checked when a
+backend runs, because tensors have no values yet while a graph is traced or captured.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Call:
         Cumulative lengths. A paged call may have `cu_q`; without it every sequence has one query.
     pages : Pages, optional
     diagnose : bool
-        Count what the scores do.
+        Also count extremes, overflow and rescued tiles of the scores (spec/diagnostics.py).
     """
 
     q: Tensor
@@ -70,7 +71,7 @@ class Call:
         Raises
         ------
         ValueError
-            Unless they rise from 0 to the number of tokens, or if the call is not packed.
+            If the call is not packed, or the lengths do not rise from 0 to the number of tokens.
         """
         if self.cu_q is None or self.cu_k is None:
             raise ValueError("the call has no cumulative lengths: it is not packed")
@@ -92,7 +93,7 @@ def to_fp16(x: Tensor, name: str) -> Tensor:
     Raises
     ------
     ValueError
-        With the number of such values and the largest.
+        If there are such values. The message has their number and the largest.
     """
     if x.dtype == torch.float16:
         return x
@@ -104,7 +105,7 @@ def to_fp16(x: Tensor, name: str) -> Tensor:
         worst = x.abs().where(lost, 0.0).max().item()
         raise ValueError(
             f"{name} has {int(lost.sum())} values beyond the FP16 range (largest {worst:g} > {FP16.max:g}): "
-            f"divide {name}, and multiply {'the output' if name == 'v' else 'scale'}"
+            f"divide {name} by a power of two, and multiply {'the output' if name == 'v' else 'scale'} by it"
         )
     return rounded
 
@@ -115,9 +116,12 @@ def edges(cu_seqlens: Tensor, name: str, x: Tensor) -> list[int]:
     Raises
     ------
     ValueError
-        Unless they rise from 0 to the number of tokens.
+        If they do not rise from 0 to the number of tokens.
     """
     lengths: list[int] = cu_seqlens.tolist()
     if lengths[0] != 0 or lengths[-1] != x.shape[0] or any(a > b for a, b in pairwise(lengths)):
-        raise ValueError(f"cu_seqlens_{name}={lengths} does not rise from 0 to the {x.shape[0]} tokens of {name}")
+        raise ValueError(
+            f"cu_seqlens_{name}={lengths} does not rise from 0 to the {x.shape[0]} tokens of {name}: "
+            "pass 0, then the running sum of the sequence lengths"
+        )
     return lengths

@@ -1,4 +1,4 @@
-"""Prepare tensors for NPU kernels, which need whole fractals of a head dimension and sequences of one length."""
+"""Pad tensors for NPU kernels, which need head dimensions in multiples of 16, and sequences of one length."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Call the vendor's fused attention in its high-precision mode, behind the signature of pasa's kernels.
 
-`torch_npu.npu_fused_infer_attention_score` is not PASA. Nowhere is it documented that its scores
-never overflow, so its results carry no guarantee. Written from its documentation (op-plugin,
-torch_npu); never run on an NPU.
+`torch_npu.npu_fused_infer_attention_score` is not PASA. Its documentation does not say that scores
+never overflow, so its results have no guarantee. This module was written from that documentation
+(op-plugin, torch_npu), and was never run on an NPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MASK_SIDE = 2048
 
 
 def missing(heads: int, kv_heads: int) -> str | None:
-    """Return why the vendor's attention cannot serve calls with that many heads here, or None."""
+    """Return the reason why the vendor's attention cannot serve calls with these heads here, or None."""
     if importlib.util.find_spec("torch_npu") is None:
         return "torch_npu is not installed"
     import torch_npu
@@ -35,7 +35,7 @@ def missing(heads: int, kv_heads: int) -> str | None:
     if not hasattr(torch_npu, "npu_fused_infer_attention_score"):
         return "torch_npu has no npu_fused_infer_attention_score"
     if heads > MOST_HEADS or heads // kv_heads > LARGEST_GROUP:
-        return f"{heads} query heads for {kv_heads} key heads are more than it takes"
+        return f"{heads} query heads for {kv_heads} key heads exceed {MOST_HEADS}, or {LARGEST_GROUP} for each key head"
     return None
 
 

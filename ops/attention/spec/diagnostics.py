@@ -1,4 +1,4 @@
-"""Count what the scores of a call do: extremes before and after shifting, overflow, rescued tiles."""
+"""Count the extremes of a call's scores before and after shifting, their overflow, and rescued tiles."""
 
 from __future__ import annotations
 

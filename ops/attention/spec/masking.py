@@ -88,7 +88,7 @@ def read_mask(attn_mask: Tensor | None, is_causal: bool, q: Tensor, k: Tensor) -
 
 
 def hidden_keys(attn_mask: Tensor, k: Tensor) -> Tensor:
-    """Return which keys (B, Skv) the mask hides from every query of their batch entry."""
+    """Return which keys (B, Skv) are masked out for every query of their batch entry."""
     keep = attn_mask if attn_mask.dtype == torch.bool else attn_mask != -torch.inf
     keep = keep.reshape((1,) * (4 - keep.dim()) + keep.shape)
     return ~keep.any(1).any(1).expand(k.shape[0], k.shape[2])

@@ -26,12 +26,12 @@ from pasa.ops.attention.spec.shift_keys import anchor_near, may_lose, shifts_exa
 def check_pages(call: Call) -> None:
     """Check that the page tables fit the cache and the queries, and that anchors can be subtracted without rounding.
 
-    On a CPU only, because reading a GPU's values waits.
+    Only tensors on a CPU are checked, because reading values would wait for a GPU.
 
     Raises
     ------
     ValueError
-        With what does not fit. Anchors do not fit if keys were written without them, or pages were copied.
+        If something does not fit. Anchors do not fit if keys or copies of pages were written without them.
     """
     if call.pages is None or call.pages.seq_lens.device.type != "cpu":
         return
@@ -47,7 +47,10 @@ def check_pages(call: Call) -> None:
     if call.cu_q is not None:
         edges = call.cu_q.tolist()
         if edges[0] != 0 or sorted(edges) != edges or edges[-1] > len(call.q):
-            raise ValueError(f"cu_seqlens_q={edges} does not rise from 0 to at most the {len(call.q)} tokens of q")
+            raise ValueError(
+                f"cu_seqlens_q={edges} does not rise from 0 to at most the {len(call.q)} tokens of q: "
+                "pass 0, then the running sum of the query counts"
+            )
     if key_anchors is not None:
         _check_anchors(key_anchors, call.k, block_table, seq_lens)
 
@@ -136,4 +139,4 @@ def _check_slots(slots: Tensor, room: int) -> None:
     if slots.numel() and int(slots.max()) >= room:
         raise ValueError(f"slot_mapping names slot {int(slots.max())}, but the cache has {room} slots")
     if len(slots.unique()) < len(slots):
-        raise ValueError("slot_mapping names a slot twice")
+        raise ValueError("slot_mapping names a slot twice: give each token a slot of its own")

@@ -1,9 +1,9 @@
-"""Softmax shifts for rows that repeat their maximum: the published rule, and a bounded one.
+"""Shift the softmax of rows whose maximum occurs more than once, by the published rule or by a bounded one.
 
 Softmax does not change when all scores of a row move by the same amount, so both rules may add any
 `shift` to the row's maximum. The aim is that no weight is exactly 1 in rows where two would be.
-Products of such weights have only the few mantissa bits of V, and rounding their sum errs to one
-side ("Why Low-Precision Transformer Training Fails", arXiv:2510.04212). A shift helps where P V is
+Products of such weights have only the few mantissa bits of V, and rounding their sum has a
+one-sided error ("Why Low-Precision Transformer Training Fails", arXiv:2510.04212). A shift helps where P V is
 rounded before it is divided by l. Otherwise the factor cancels (`numerics/dither.py`).
 """
 
@@ -14,15 +14,15 @@ from torch import Tensor
 
 from pasa.ops.numerics.dither import random_bits
 
-EPSILON = 1e-3  # nats, of the published rule (section 4.1): scores this near to their maximum repeat it
-BETA = 2.0  # of the paper's experiments, which use 2 to 8
-# The bounded shift in nats. Weights of the maxima become exp(-0.2) to exp(-0.6), well inside of
-# (1/2, 1).
+EPSILON = 1e-3  # in nats: scores this close to a row's maximum repeat it (section 4.1 of the paper)
+BETA = 2.0  # factor of the published rule; the paper's experiments use 2 to 8
+# The bounded shift is SMALLEST to SMALLEST + SPREAD nats. Weights of the maxima become exp(-0.2) to
+# exp(-0.6), well inside (1/2, 1).
 SMALLEST, SPREAD = 0.2, 0.4
 
 
 def repeats(scores: Tensor, top: Tensor, epsilon: float = EPSILON) -> Tensor:
-    """Return which rows (..., 1) of `scores` (..., n) have several within `epsilon` of their maximum `top` (..., 1)."""
+    """Return which rows (..., 1) have several `scores` (..., n) within `epsilon` of their maximum `top` (..., 1)."""
     return (top - scores <= epsilon).sum(-1, keepdim=True) > 1
 
 
@@ -48,11 +48,11 @@ def published_shift(scores: Tensor, top: Tensor, frame: Tensor | float = 0.0, *,
 
 
 def bounded_shift(tied: Tensor, top: Tensor) -> Tensor:
-    """Return 0.2 to 0.6 nats where `tied`, picked by the bits of the maximum `top` (..., 1), and 0 elsewhere.
+    """Return a shift of 0.2 to 0.6 nats for `tied` rows, hashed from their maximum `top` (..., 1), and 0 for others.
 
-    A constant would put the same rounding error on every such row, which is the same bias again
-    (appendix C of the paper). The shift never underflows a weight, whatever the maximum, and a
-    maximum of 0 is treated like any other.
+    A constant shift would give every such row the same rounding error, which is a bias again (appendix
+    C of the paper). The shift is too small to underflow a weight, whatever the maximum, and a maximum
+    of 0 is treated like any other.
     """
     bits = top.float().contiguous().view(torch.int32).long() & 0xFFFFFFFF
     picked = SMALLEST + SPREAD * 2.0**-16 * random_bits(bits).to(top.dtype)

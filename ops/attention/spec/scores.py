@@ -1,7 +1,9 @@
-"""Score tiles: how each precision computes, stores and frames the scores of one key block.
+"""Compute the tile of scores of one key block, in the arithmetic of each precision.
 
-The true scaled scores of a tile are ``scores + offset``, in the row's fixed frame. The running
-softmax (attention.py) needs nothing else, so precisions differ in this file alone.
+In a tile, ``scores + offset`` are the scaled scores minus the *frame* of their row. A frame is one
+number for all scores of a row, so softmax does not depend on it. `ScoreModel.frame` returns it for the
+log-sum-exp. The running softmax (attention.py) needs nothing else, so precisions differ in this file
+alone.
 """
 
 from __future__ import annotations
@@ -26,20 +28,20 @@ from pasa.ops.numerics.shifting import (
 
 FP16 = FORMATS["fp16"]
 
-# In nats: a score further above the row's reference is stored too coarsely, so its tile stays in
-# FP32. At 8 nats FP16 spacing is 2^-7 in tile units (one unit is 0.7 to 1.4 nats), so a weight is
-# off by at most 0.6 %. Rounding P to FP16 and the bulk of the scores (|t| in [1, 8]) already cause
-# errors of that size. See README.md.
+# In nats: the largest distance of a score above the row's reference. FP16 stores scores further
+# above too coarsely, so their tile stays in FP32. At 8 nats FP16 spacing is 2^-7 in tile units (one
+# unit is 0.7 to 1.4 nats), so a weight is off by at most 0.6 %. Rounding P to FP16 and the bulk of
+# the scores (|t| in [1, 8]) already cause errors of that size. See README.md.
 RESCUE_REACH = 8.0
 # In nats: weights below exp(-104) are zero even as FP32 subnormals.
 ZERO_WEIGHT = 104.0
-# In nats. With more nats to a unit, FP16's subnormals, 2^-24 units apart, are too coarse: errors
-# exceed 2^-8 nats.
+# The most nats in one unit of a stored tile. Above it FP16's subnormals, 2^-24 units apart, are too
+# coarse, because errors exceed 2^-8 nats.
 COARSE_UNIT = 2.0**17
-# Nats from 0 at which a reference is clamped: below 0, and in a row's first tile above 0 as well.
-# Beyond that, FP32 would round the sums that the reference enters by more than 2^-13 nats a step,
-# although the scores that the row sees may lie near 0. 2^-13 nats is a quarter of the error of
-# rounding a weight to FP16. See README.md.
+# In nats: the largest distance of a reference from 0. References are clamped to it below 0, and in a
+# row's first tile above 0 as well. A larger reference would make FP32 round sums by more than 2^-13
+# nats a step, although the scores that the row sees may lie near 0. 2^-13 nats is a quarter of the
+# error of rounding a weight to FP16. See README.md.
 FARTHEST_REFERENCE = 2.0**11
 PAPER_BETA0 = 1 - 2.0**-6  # the start that the paper uses (section 2.3)
 
@@ -51,8 +53,8 @@ class ScoreTile:
     Attributes
     ----------
     stored : Tensor (..., rows, n)
-        What leaves the matrix unit, in its own units: FP32 tensors with values of the stored
-        format.
+        Scores as they leave the matrix unit, before they are scaled: FP32 tensors with values of
+        the stored format.
     scores : Tensor (..., rows, n)
         Scaled scores without the offset.
     offset, carry : Tensor (..., rows, 1) or 0.0
@@ -170,7 +172,7 @@ class PaperScores:
         return round_to(x, self.row_format, overflow=self.overflow)
 
     def _number(self, x: float) -> float:
-        """Round a number as a vector instruction receives it, beside its rows."""
+        """Round a scalar operand to the format of the rows, in which a vector instruction takes it."""
         return float(self._round(torch.tensor(x, dtype=torch.float64)))
 
     def tile(self, block: Block) -> ScoreTile:
@@ -182,7 +184,7 @@ class PaperScores:
         # The mean is that of the whole shifted block, because the recovery inverts M, which ignores
         # the mask.
         mean = self._round(whole.mean(-1, keepdim=True))
-        if self.frame_mean is None:  # F_0 is read as s, so block 1 has no correction
+        if self.frame_mean is None:  # F_0 is taken to be s, the block's mean, so block 1 has no correction
             self.frame_mean = mean
             return ScoreTile(stored, stored)
         before = self.frame_mean[..., block.rows_before :, :]
@@ -201,9 +203,9 @@ class PaperScores:
 def paper_beta(beta: float | None, n: int, scale: float) -> tuple[float, float]:
     """Return beta and the invariance I for a block of n keys, with the scale folded into M.
 
-    A beta from the caller is used unchanged, with I = beta / (1 - beta). Otherwise the fixed point
-    from the paper's start is solved for the rounded matrix. The few n without a fixed point keep
-    the start, with the invariance that the rounded matrix has (Eq. 20).
+    A beta from the caller is used unchanged, with I = beta / (1 - beta). Otherwise beta is
+    the fixed point for the rounded matrix, iterated from PAPER_BETA0. For the few n without a fixed
+    point, beta is PAPER_BETA0, with the invariance that the rounded matrix has (Eq. 20).
     """
     if beta is not None:
         return beta, invariance(beta)
@@ -298,9 +300,10 @@ class ExactScores:
 
 
 def next_frame(frame: Tensor, anchor: Tensor) -> Tensor:
-    """Return the frame from a block with this anchor on: 0 where they are further apart than the smaller is from 0.
+    """Return the frame that is used from a block with this anchor on.
 
-    So anchor - frame is an FP16 number (Sterbenz), and no longer than the anchor.
+    A column keeps its frame if |anchor - frame| <= min(|anchor|, |frame|), and otherwise gets 0. So
+    anchor - frame is an FP16 number (Sterbenz's lemma), and no larger than the anchor.
     """
     return torch.where((anchor - frame).abs() <= torch.minimum(anchor.abs(), frame.abs()), frame, 0.0)
 

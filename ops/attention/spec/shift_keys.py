@@ -113,7 +113,7 @@ def shifts_exactly(k: Tensor, anchor: Tensor) -> Tensor:
 
 
 def may_lose(k: Tensor, anchor: Tensor) -> Tensor:
-    """Return where k - anchor loses nothing and is at most twice as long as k.
+    """Return where k may lose the anchor, because k - anchor is exact and at most twice as long as k.
 
     That is the case where k is at least a third of the anchor, in its direction. So a row that sees
     only k loses no accuracy to the shift.

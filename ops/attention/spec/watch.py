@@ -1,4 +1,4 @@
-"""Count what the scores of sampled query rows do, without reading anything back from the device.
+"""Count large and repeated scores of sampled query rows, without reading anything back from the device.
 
 A small share of the query rows is scored in FP32 against all keys that they see, beside the
 attention itself. Every `STRIDE`-th row is sampled, counted across batch entries, heads and calls.
@@ -14,8 +14,8 @@ from pasa.ops.attention.spec.repeated_maxima import EPSILON
 from pasa.ops.attention.spec.scores import RESCUE_REACH
 from pasa.ops.numerics.formats import FORMATS
 
-# A prime: with power-of-two lengths, heads and batch entries then differ in the rows that are
-# sampled.
+# One query row in STRIDE is sampled. It is a prime, so that heads and batch entries differ in their
+# sampled rows when lengths are powers of two.
 STRIDE = 1021
 FIRST_BLOCK = 128  # keys of a block in the default configuration
 FIELDS = ("rows", "repeated", "runaway", "scores", "saturated")
@@ -56,8 +56,8 @@ def count_scores(
     is_causal, scale
         As for attention.
     sampled : range
-        The sampled rows among the B Hq Sq rows of this call; it begins below the step and may run
-        to the last row.
+        The sampled rows among the B Hq Sq rows of this call, as `sample` returns them: the start is
+        below the step, and the stop is the number of rows.
     """
     (batch, heads, rows, _), (kv_heads, keys) = q.shape, k.shape[1:3]
     mask = None if attn_mask is None else attn_mask.expand(batch, heads, rows, keys)
@@ -82,7 +82,7 @@ def count_scores(
 
 
 def _counts(products: Tensor, scores: Tensor, visible: Tensor) -> Tensor:
-    """Count `FIELDS` over rows (n, Skv)."""
+    """Return the counts of rows (n, Skv), in the order of `FIELDS`."""
     seen = scores.masked_fill(~visible, -torch.inf)
     top, first = seen.amax(-1), seen[:, :FIRST_BLOCK].amax(-1)
     repeated = (visible & (top.unsqueeze(-1) - seen <= EPSILON)).sum(-1) > 1

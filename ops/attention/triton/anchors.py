@@ -1,4 +1,4 @@
-"""Launch the Triton kernels that shift keys."""
+"""Launch the kernels of anchor_kernel.py: norms and anchors of key blocks, and shifted keys K'."""
 
 from __future__ import annotations
 

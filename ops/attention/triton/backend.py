@@ -30,11 +30,11 @@ __all__ = ["attend", "count_scores", "gradients", "write_pages"]
 
 # What the Hopper kernel serves: head dimensions, and keys of an anchor block.
 HOPPER_DIMS, HOPPER_BLOCK = (64, 128), 128
-ROUNDED = 2048  # numbers of a tile when a separate launch rounds the output: what an NPU's unified buffer holds
+ROUNDED = 2048  # elements of a tile in the separate rounding launch; an NPU's unified buffer holds no more
 
 
 def attend(call: Call) -> Results:
-    """Attend as the reference does, but exact score tiles always stay in FP32 (prefill/kernel.py).
+    """Attend as the reference does, except that the exact recovery keeps score tiles in FP32 (prefill/kernel.py).
 
     So accumulate="fp16" changes the published recovery alone. Cumulative lengths are checked on the
     host unless a graph is being captured. A call over pages never waits for a GPU; on an NPU its
@@ -50,7 +50,11 @@ def attend(call: Call) -> Results:
 
 
 def _family(call: KernelCall) -> Callable[[KernelCall], tuple[Tensor, Tensor]]:
-    """Return the launcher that serves a call. An NPU cannot branch on data around a product: prefill serves it."""
+    """Return the launcher that serves a call.
+
+    Code for an NPU cannot branch on data around a matrix product, so `portable_attention` serves all
+    of its calls.
+    """
     if call.pages is not None:
         return paged_attention
     exact = call.options.precision == "pasa" and call.options.recovery == "exact"
@@ -71,7 +75,7 @@ def gradients(call: Call, grad_out: Tensor | None, grad_lse: Tensor | None) -> s
 
 
 def hopper_serves(call: KernelCall) -> bool:
-    """Return whether hopper/kernel.py, which needs one version of Triton, serves this call."""
+    """Return whether hopper/kernel.py serves this call; it needs sm_90 and a tested version of Triton."""
     options = call.options
     exact = options.precision == "pasa" and options.recovery == "exact" and options.block_k == HOPPER_BLOCK
     plain = exact and call.mask is None and call.cu_k is None
@@ -100,7 +104,7 @@ def _no_counts(device: torch.device) -> Tensor:
 
 
 def portable_attention(call: KernelCall) -> tuple[Tensor, Tensor]:
-    """Run the kernels that go through all keys: exact recovery, published recovery, or plain flash attention."""
+    """Attend to whole sequences on any device: exact recovery, published recovery, or plain flash attention."""
     if call.dropped and call.q.device.type == "npu":
         return rounded_after(call)
     packing, options = None, call.options

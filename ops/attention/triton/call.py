@@ -1,4 +1,4 @@
-"""A call in the form that the Triton launchers use."""
+"""Convert a `Call` into a `KernelCall`, which the Triton launchers take: FP16 tensors and an expanded mask."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class KernelCall(Call):
 
     @property
     def decodes(self) -> bool:
-        """Return whether the call has so few query rows that the keys are split instead."""
+        """Return whether the call has so few query rows that its keys are split among programs."""
         if self.cu_q is not None or self.q.shape[2] > DECODE_ROWS:
             return False
         return self.q.shape[2] * self.group <= DECODE_TILE
@@ -106,7 +106,7 @@ class KernelCall(Call):
 
     @property
     def variant(self) -> str:
-        """Return a key of what the time of a tile depends on, with sizes in powers of two."""
+        """Return the key under which tuning.py stores the fastest tile; sizes enter it as powers of two."""
         kind = "packed" if self.cu_q is not None else "causal" if self.is_causal else "full"
         sizes = f"B*H ~2^{(self.q.shape[0] * self.q.shape[1]).bit_length()}, S ~2^{self.keys.bit_length()}"
         return f"D {self.q.shape[-1]}, {kind}, mask {self.mask_kind}, drops {self.dropped}, {sizes}"
@@ -169,7 +169,7 @@ def on_device(x: Tensor) -> AbstractContextManager[object]:
 
 
 def dropped_bits(softmax: str, dtype: torch.dtype) -> int:
-    """Return `Call.dropped` for queries of a dtype; rows that end as BF16 are rounded to BF16 directly."""
+    """Return `KernelCall.dropped` for queries of a dtype; BF16 outputs are rounded from FP32, not from FP16."""
     if softmax != "unbiased":
         return 0
     target = get_format(dtype if dtype == torch.bfloat16 else torch.float16)
@@ -178,7 +178,7 @@ def dropped_bits(softmax: str, dtype: torch.dtype) -> int:
 
 @cache
 def output_dtype(dropped: int) -> torch.dtype:
-    """Return the dtype in which a kernel writes its output."""
+    """Return the dtype in which a kernel writes an output that drops these bits: BF16 for 16, otherwise FP16."""
     return torch.bfloat16 if dropped == dropped_bits("unbiased", torch.bfloat16) else torch.float16
 
 
@@ -192,8 +192,8 @@ def strides_of(x: Tensor) -> tuple[int, int, int]:
 def visible_keys(call: KernelCall) -> Tensor | None:
     """Return which keys (B, Skv) some query sees, or None without a mask.
 
-    The last row of a causal band sees all keys. So a mask that is the same for all rows decides
-    alone, and any other mask is joined with the band first.
+    The last row of a causal band sees all keys. So a mask that is the same for all rows needs
+    no band, and any other mask is combined with the band first.
     """
     if call.mask is None:
         return None
@@ -205,7 +205,10 @@ def visible_keys(call: KernelCall) -> Tensor | None:
 def work_of(
     call: KernelCall, block_m: int, packing: Packing | None, unused: Tensor
 ) -> tuple[int, int, tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Return the number of tiles of query rows, the units of work, and the tables that packed sequences need."""
+    """Return the number of row tiles, that of units of work (a tile of one head), and the tables of packed sequences.
+
+    `unused` takes the place of each table if the call is not packed.
+    """
     heads = call.q.shape[1]
     if call.cu_q is None or packing is None:
         tiles = -(-call.q.shape[2] // block_m)

@@ -1,7 +1,7 @@
 """Describe cases for which kernels are compiled without a device, and list those of the kernels that families share.
 
 scripts/lower_triton_ascend.py, which documents the fields, and
-tests/ops/attention/triton/test_compiles_for_nvidia.py read the lists of all families. Nothing else does.
+tests/ops/attention/triton/test_compiles_for_nvidia.py read the lists of all families. Nothing reads them at run time.
 """
 
 from typing import Any

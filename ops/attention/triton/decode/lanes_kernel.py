@@ -1,15 +1,17 @@
 """Triton kernel of decoding with at most 16 query rows of a key head: every warp attends to separate keys.
 
-A tile of so few rows is bound by latency, because warps that share it wait for each other's maxima and weights. Here
-each of LANES warps has separate keys (dots are three-dimensional, lane first), and lanes meet only in the merge. The
-time that remains is that of reading K and V once.
+Here a *lane* is a warp that has separate keys, not one thread of a warp as in CUDA. Warps that share a tile of so few
+rows wait for each other's maxima and weights, so the tile is bound by latency. Lanes meet only in the merge, and the
+time that remains is that of reading K and V once. Dots are three-dimensional, with the lane first.
 
-FP32 sums need small scores. Their bound, |k|^2, comes from the matrix unit too. If a program finds too large a bound,
-all keys of its head are attended to again, as k - a. Each program guesses one anchor a from a sample of its keys and
-checks it on all. If that fails too, decode_kernel treats lanes as splits and finds exact anchors of every block.
+FP32 sums are accurate only if scores are small. Scores are bounded by norms, and the matrix unit computes |k|^2 too. If
+a bound in some program is too large, all keys of the head are attended to again, as k - a. Each program guesses one
+anchor a from a sample of its keys, and checks it on all of them. If a check fails too, decode_kernel treats lanes as
+splits and finds the exact anchor of every block.
 
-The first pass deals out blocks in turn, so that all programs together read memory from one end to the other. This is
-faster than one stream for each program. With anchors, the keys of a program are neighbours, because these differ less.
+The first pass assigns blocks to programs round-robin, so that all programs together read memory from one end to the
+other. This is faster than one stream for each program. In the pass with anchors a program has adjacent keys, because
+adjacent keys differ less.
 """
 
 import triton
@@ -20,7 +22,7 @@ from pasa.ops.attention.triton.tile_math import ANCHOR_LIMIT, FP16_MAX, INF, LOG
 
 SAMPLES = tl.constexpr(16)  # keys from which a program guesses an anchor
 TESTED_KEYS = tl.constexpr(4)  # keys whose norms are tested before the pass without anchors
-MARKS = tl.constexpr(128)  # marks that are read at a time
+MARKS = tl.constexpr(128)  # marks of programs that are read at once
 FP32_MAX = tl.constexpr(3.4028234e38)
 
 
@@ -41,11 +43,12 @@ def offsets_of(o_n, m_n, stride_n, p_table, stride_page, PAGE: tl.constexpr):
 @triton.jit
 def sampled_anchor(p_keys, begin, end, longest, stride_kn, p_table, stride_kp, D: tl.constexpr, D_PAD: tl.constexpr,
                    PAGE: tl.constexpr):  # fmt: skip
-    """Return an anchor (D,) of keys `begin` to `end`, the norm that k - a may have, and if the sample is well below it.
+    """Return an anchor a (D,) of keys `begin` to `end`, the limit of |k - a|, and if sampled keys are well below it.
 
-    A norm up to the smallest |a| / 2 means a / 2 <= k <= 3 a / 2 in every anchored column, where FP16 subtracts exactly
-    (Sterbenz). So a column has an anchor if its mean is 2.5 times the norm that remains of the sampled keys, and only
-    if scores need one. longest: largest norm of a query, in nats.
+    If |k - a| is at most half of the smallest nonzero |a| of a column, k is between a / 2 and 3 a / 2 in every column
+    with an anchor. There FP16 subtracts exactly (Sterbenz's lemma). So a column gets an anchor only if its mean is at
+    least 2.5 times the largest norm that the shift leaves of a sampled key. No column gets one if scores are small
+    anyway. longest: largest norm of a query, in nats.
     """
     o_n = begin + tl.arange(0, SAMPLES) * ((end - begin) // SAMPLES)
     o_d = tl.arange(0, D_PAD)
@@ -62,7 +65,7 @@ def sampled_anchor(p_keys, begin, end, longest, stride_kn, p_table, stride_kp, D
     limit = tl.minimum(limit, tl.min(tl.where(keep, tl.abs(anchor), INF), 0) * 0.5)
     b_left = b_k - anchor[None, :]
     b_square = tl.sum(b_left * b_left, 1)
-    # NaN passes no comparison
+    # every comparison with NaN is false, so a key with a NaN fails
     return anchor, limit, tl.min(tl.where(b_square <= 0.8 * limit * limit, 1, 0), 0) > 0
 
 
@@ -140,7 +143,7 @@ def attend_lanes(
         if ANCHORED:
             b_k = b_k - b_anchor
             if HIDES:
-                b_k = tl.where(m_n[:, None, :], b_k, 0.0).to(tl.float16)  # no key, no norm
+                b_k = tl.where(m_n[:, None, :], b_k, 0.0).to(tl.float16)  # padding has no norm
         b_far = tl.maximum(b_far, tl.dot(b_ones, b_k * b_k), propagate_nan=tl.PropagateNan.ALL)
         b_s = tl.dot(b_queries, b_k)
         if HIDES:
@@ -196,7 +199,7 @@ def attend_program(
 ):  # fmt: skip
     """Do the work of one program: blocks from `begin` to `whole`, which all rows see, and those from `rest` to `end`.
 
-    slot: of its first lane.
+    slot: number of its first lane among all lanes of the launch.
     """
     o_m = tl.arange(0, BLOCK_M)
     o_d = tl.arange(0, D_PAD)
@@ -240,7 +243,7 @@ def attend_program(
             keys, diagonal, scale, stride_kn, stride_vn, p_table, stride_kp, stride_vp,
             ANCHORED, True, CAUSAL, D, D_PAD, LANES, BLOCK_M, BLOCK_N, PAGE,
         )  # fmt: skip
-    # FP16 rounds squares and their differences by 2^-11, and by 2^-25 near 0; NaN passes no comparison
+    # FP16 rounds squares and their differences by 2^-11, and by 2^-25 near 0; every comparison with NaN is false
     highest = tl.minimum(0.99 * limit * limit - D * 2.0**-25, FP32_MAX)
     far = tl.max(tl.max(tl.max(tl.where(b_far <= highest, 0, 1), 2), 1), 0)
     good = good & (far == 0)
@@ -298,7 +301,7 @@ def decode_lanes_kernel(
     BLOCK_N: tl.constexpr,  # keys of a lane
     PDL: tl.constexpr,
 ):
-    """Attend as one of `splits` programs of one key head; with anchors, to `keys_each` keys, a multiple of a block."""
+    """Attend as one of `splits` programs of one key head; if ANCHORED, to `keys_each` adjacent keys, whole blocks."""
     BLOCK: tl.constexpr = LANES * BLOCK_N
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

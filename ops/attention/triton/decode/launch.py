@@ -15,7 +15,7 @@ from pasa.ops.attention.triton.decode.lanes_kernel import decode_lanes_kernel
 from pasa.ops.attention.triton.launcher import launch, workspace
 from pasa.ops.attention.triton.tiles import Tile, architecture_of, pad_dim, processors, warps_for
 
-LANES = 4  # warps of a program, each with separate keys
+LANES = 4  # warps of a program; one with separate keys is called a lane (lanes_kernel.py)
 MERGE_TILE = 4096  # elements of O that a program of the merge holds: 32 for each thread
 # The most elements of O where the program holds whole rows: 128 for each of 512 threads, which
 # spills registers.
@@ -26,13 +26,11 @@ SPLIT_COST = 2
 
 @dataclass(frozen=True)
 class Splits:
-    """Hold the buffers in which splits leave their results for the merge; kernel.py describes the arrays.
+    """Hold the buffers in which splits leave their results for the merge.
 
-    lanes_kernel.py describes those of the lanes.
-
-    There are `count` splits of `keys` adjacent keys; the last splits have fewer keys or none. Only
-    the first pass of the lanes distributes keys otherwise. `marked` has one entry for each of its
-    programs.
+    kernel.py describes the arrays, and lanes_kernel.py those of the lanes. There are `count` splits
+    of `keys` adjacent keys; the last splits have fewer keys or none. In the first pass of the lanes,
+    keys of a split are not adjacent. `marked` has one entry for each program of that pass.
     """
 
     part: Any
@@ -122,7 +120,7 @@ def _lanes(call: KernelCall, block_n: int) -> Splits:
 
 
 def _tiles(call: KernelCall, splits: Splits, tile: Tile, exact: bool) -> None:
-    """Run one pass of the portable kernel."""
+    """Run the fast or the exact pass of `decode_kernel`."""
     kv_heads, keys = call.k.shape[1:3]
     rows, dim = call.q.shape[2:]
     launch(
@@ -138,14 +136,14 @@ def _tiles(call: KernelCall, splits: Splits, tile: Tile, exact: bool) -> None:
 
 
 def sizes(dim: int, block_m: int, block_n: int | None = None) -> dict[str, int]:
-    """Return the sizes that the decode kernels are compiled for."""
+    """Return the compile-time sizes of the decode kernels."""
     sizes = {"D": dim, "D_PAD": pad_dim(dim), "BLOCK_M": block_m}
     return sizes if block_n is None else sizes | {"BLOCK_N": block_n}
 
 
 @cache
 def architecture(device: torch.device) -> str:
-    """Return `architecture_of` the device."""
+    """Return the key of `tiles.TABLE` for a device, cached because every call needs it."""
     return architecture_of(device.type, torch.cuda.get_device_capability(device) if device.type == "cuda" else None)
 
 
@@ -167,9 +165,9 @@ def lane_stages(architecture: str) -> int:
 
 @cache
 def early(device: torch.device) -> bool:
-    """Return whether a kernel may start early: on Hopper and later it is set up while the previous kernel ends.
+    """Return whether kernels use programmatic dependent launch (PDL), which Hopper and later GPUs have.
 
-    The kernel itself then waits for the results of the previous one.
+    Such a kernel is set up while the previous kernel ends, and then waits for its results.
     """
     if device.type != "cuda" or torch.version.hip is not None:
         return False
@@ -177,7 +175,7 @@ def early(device: torch.device) -> bool:
 
 
 def launched_early(device: torch.device) -> dict[str, bool]:
-    """Return the launch option for an early start, only where the backend knows it."""
+    """Return Triton's launch option for PDL, or no option for devices whose Triton backend lacks it."""
     return {"launch_pdl": True} if early(device) else {}
 
 
@@ -201,9 +199,9 @@ def split_limit(call: KernelCall) -> int:
 
 @cache
 def blocks_of_a_split(programs: int, blocks: int, pairs: int, limit: int) -> int:
-    """Return the blocks of each split, at most `limit` splits, for the shortest total time.
+    """Return the number of key blocks of a split that gives the shortest estimated time, for at most `limit` splits.
 
-    Programs run in waves of `programs`, and each takes as long as its keys.
+    Programs run in waves of `programs`. A program takes the time of its blocks, plus `SPLIT_COST`.
     """
 
     def time(splits: int) -> int:

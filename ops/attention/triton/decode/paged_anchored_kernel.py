@@ -1,11 +1,11 @@
-"""Triton kernel of decoding from a paged cache that keeps an anchor of every page (ops/paging.py).
+"""Triton kernel of decoding from a paged cache that keeps an anchor of every page (ops/attention/spec/pages.py).
 
 Keys k enter as k - a, where a is the anchor of their page, and the difference loses no bit. So no anchor is searched
 and nothing is checked. One pass of lanes, as in lanes_kernel.py, serves the heads whose scores are too large for the
 pass without anchors. A page's scores then lack q a. Before the loop, q (a - f) is computed for many pages at once, with
 one frame f for all scores of the sequence. f is near most anchors, so that FP32 adds small numbers. In each column, it
-is the median of three pages. One page alone would be far off if it has a key of another kind, as the first page of a
-sequence often has.
+is the median of three pages. The anchor of a single page is no good choice if one of its keys is unlike all others, as
+in the first page of a sequence (an attention sink).
 
 A row may give all its weight to pages that are far from f. So maxima are FP64 numbers. A program that meets a page for
 which q (a - f) may exceed FAR nats gives up, and is repeated with offsets in FP64 by a separate launch. Beside the fast

@@ -177,7 +177,7 @@ def _split(call: KernelCall, pages: PagedTiles, tile: Tile, lanes: int) -> Split
 
 
 def _tiles(call: KernelCall, pages: PagedTiles, splits: Splits, tile: Tile, lanes: int, exact: bool) -> None:
-    """Run one pass of the portable kernel."""
+    """Run the fast or the exact pass of `decode_paged_kernel`."""
     tiled, device = pages.tiles.dim() == 2, call.q.device
     launch(
         decode_paged_kernel, (call.q.shape[0] * call.k.shape[1] * splits.count, 1, 1),

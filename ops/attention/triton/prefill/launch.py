@@ -1,4 +1,4 @@
-"""Launch the kernels that go through all keys: exact recovery, published recovery, and plain flash attention."""
+"""Launch the kernels for whole sequences: the exact recovery, and plain flash attention."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Pass:
 
     @property
     def variant(self) -> str:
-        """Return a key of what the time of a tile depends on, with sizes in powers of two."""
+        """Return the key under which tuning.py stores the fastest tile; sizes enter it as powers of two."""
         rows = f"rows ~2^{self.call.rows.bit_length()}"
         how = f"{'guarded' if self.guarded else 'unguarded'}, {'descriptors' if self.describable else 'pointers'}"
         return f"{self.call.variant}, {rows}, blocks of {self.block}, {how}"

@@ -1,7 +1,8 @@
-"""Triton kernels that count events in the scores of sampled query rows; watch.py defines the rows and the counters.
+"""Triton kernels that count events in the scores of sampled query rows; spec/watch.py defines rows and counters.
 
 Keys are split among programs, which keep the two largest scores of a row and the number of scores beyond FP16. A second
-kernel joins them. Within a program each lane keeps its two largest scores, so that the loop over keys has no reduction.
+kernel joins them. In each row, a program keeps the two largest scores of every column of its tiles, so that the loop
+over keys has no reduction.
 """
 
 import triton
@@ -9,7 +10,7 @@ import triton.language as tl
 
 from pasa.ops.attention.triton.tile_math import FP16_MAX, INF
 
-FIRST_BLOCK = tl.constexpr(128)  # first keys, with which the others are compared; as in watch.py
+FIRST_BLOCK = tl.constexpr(128)  # first keys, with which the others are compared; as in spec/watch.py
 FIELDS = tl.constexpr(5)  # for a row and a share of keys: largest, second, first block's largest, seen, beyond FP16
 
 
@@ -26,7 +27,7 @@ def sampled_rows(base, first, tile, length, STRIDE: tl.constexpr, BLOCK_M: tl.co
 
 @triton.jit
 def second_largest(b_top, b_next, top):
-    """Return the second largest number (M,) if lanes (M, N) hold their two largest and `top` (M,) is the largest."""
+    """Return each row's second largest number (M,), from its largest, and the two largest of each column (M, N)."""
     m_top = b_top == top[:, None]
     below = tl.max(tl.where(m_top, b_next, b_top), 1)
     return tl.where(tl.sum(tl.where(m_top, 1, 0), 1) > 1, top, below)
@@ -125,7 +126,7 @@ def watch_kernel(
 
 @triton.jit(do_not_specialize=["length", "tiles", "shares", "first"])
 def watch_totals_kernel(
-    p_totals,  # (5,) INT64: watch.py's FIELDS
+    p_totals,  # (5,) INT64: FIELDS of spec/watch.py
     p_part,  # (shares, FIELDS, B Hkv tiles M)
     length,  # query rows that share a key head
     tiles,

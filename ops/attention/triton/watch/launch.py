@@ -1,4 +1,4 @@
-"""Launch the kernels that count what the scores of sampled query rows do."""
+"""Launch the kernels that count large and repeated scores of sampled query rows."""
 
 from __future__ import annotations
 
