@@ -23,8 +23,6 @@ EMULATED = """pasa: {device} tensors are served by backend 'reference', an emula
 an NPU does and is made for checks, not for speed: on an H200 it takes over 100 times as long as SDPA \
 (to silence: warnings.filterwarnings("ignore", "pasa: .* an emulation", UserWarning))"""
 # Every value of every option. The records of kernels start from these, and override the options of
-# which they serve fewer values.
-ALL_OPTIONS: dict[str, tuple[object, ...] | None] = {**CHOICES, "beta": None, "block_q": None}
 HEAD_DIMS = (1, 512)  # 512: the widest head in use (the VAE of diffusion pipelines), and the widest that is tested
 
 
@@ -59,7 +57,7 @@ class Backend:
         Accepted values.
     accepts : dict, optional
         Maps fields of `AttentionOptions` to their accepted values; a value of None accepts any. A field that
-        is missing is accepted with its default alone, so a new option is refused until a backend lists it.
+        is missing is accepted with its default alone, so a new option or value is refused until a backend lists it.
         Without a dict all options are accepted.
     not_together : tuple of dict
         Combinations of option values that are refused, although each value alone is served.
@@ -308,8 +306,11 @@ register(
         devices=("cuda", "npu"),
         devices_by_name=("cpu",),
         accepts={
-            **ALL_OPTIONS,
             "precision": ("pasa", "fp32"),
+            "recovery": ("exact", "paper"),
+            "beta": None,
+            "block_q": None,
+            "accumulate": ("fp32", "fp16"),
             "softmax": ("safe", "unbiased"),
             "overflow": ("inf",),
             "block_k": (32, 64, 128),
@@ -332,8 +333,11 @@ register(
         devices=("npu",),
         masks=("none",),
         accepts={
-            **ALL_OPTIONS,
             "precision": ("pasa",),
+            "recovery": ("exact", "paper"),
+            "beta": None,
+            "block_q": None,
+            "overflow": ("inf", "saturate"),
             "softmax": ("safe", "unbiased"),
             "accumulate": ("fp32",),
             "block_k": (128,),

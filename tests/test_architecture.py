@@ -95,9 +95,9 @@ TRITON = "pasa.ops.attention.triton"
 SHARED = tuple(
     f"{TRITON}.{name}"
     for name in (
-        "anchors",
+        "anchor_launch",
         "anchor_kernel",
-        "call",
+        "kernel_call",
         "cases",
         "launcher",
         "rounding_kernel",

@@ -91,7 +91,7 @@ def run(name: str, device: torch.device) -> list[str]:
 
 def shift_before(device: torch.device) -> list[str]:
     """Run the kernel that writes K' for an NPU: K' and the anchors lack nothing of K."""
-    from pasa.ops.attention.triton.anchors import shift_exact
+    from pasa.ops.attention.triton.anchor_launch import shift_exact
 
     k = (torch.randn(1, 2, 150, 80, generator=torch.Generator().manual_seed(0)) + 20).half()
     shifted, anchor = (x.cpu().float() for x in shift_exact(k.to(device), 128))

@@ -16,7 +16,7 @@ WHOLE, PREPASS, MAIN, READING = "whole", "pre-pass", "main loop", "reading"
 
 def prepass(inputs: Inputs) -> Call:
     """Return the pass over the keys alone: norms and anchors of every block, known before a query is read."""
-    backend: Any = importlib.import_module("pasa.ops.attention.triton.anchors")  # Triton is an extra
+    backend: Any = importlib.import_module("pasa.ops.attention.triton.anchor_launch")  # Triton is an extra
 
     def run() -> Tensor:
         norms: Tensor = backend.find_anchors(inputs.k, inputs.v, BLOCK, check_values=inputs.causal).norms

@@ -171,14 +171,14 @@ HOST = [
     ),
     mutant(
         "keys are visible by the last row of any mask",
-        "ops/attention/triton/call.py",
+        "ops/attention/triton/kernel_call.py",
         "mask[:, :, -1:] if rows_equal else",
         "mask[:, :, -1:] if True else",
         CORNERS + "test_keys_that_only_early_rows_see",
     ),
     mutant(
         "the first block behind padding keeps an anchor of 0",
-        "ops/attention/triton/anchors.py",
+        "ops/attention/triton/anchor_launch.py",
         "device=first.device), :, first]",
         "device=first.device), :, 0]",
         TRITON + "test_padding_before_keys_with_a_bias",

@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import pasa
 from pasa.ops.attention.spec.shift_keys import shift_exact, shifts_exactly
-from pasa.ops.attention.triton import call as kernel_call
+from pasa.ops.attention.triton import kernel_call
 from pasa.ops.attention.triton.paged import launch as paged_write_launch
 from tests import unlike_keys
 from tests.inputs import DEVICE, max_error

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from pasa.ops.attention.call import Call, Results
-from pasa.ops.attention.spec.shift_keys import anchor_near, may_lose, shifts_exactly
+from pasa.ops.attention.spec.shift_keys import anchor_near, can_shift, shifts_exactly
 
 
 def check_pages(call: Call) -> None:
@@ -130,7 +130,7 @@ def _write_anchors(slots: Tensor, k_cache: Tensor, key_anchors: Tensor) -> None:
     anchors = anchor_near(
         keys.sum(-2, keepdim=True) / (last + 1)[:, None, None, None], keys.abs().amax(-2, keepdim=True)
     )
-    kept = may_lose(keys, anchors) | ~there[:, None, :, None]
+    kept = can_shift(keys, anchors) | ~there[:, None, :, None]
     anchors = torch.where(kept.all(-2, keepdim=True), anchors, 0.0)
     key_anchors[pages] = torch.where(finite, anchors, torch.nan).squeeze(-2).half()
 

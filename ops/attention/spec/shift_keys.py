@@ -88,7 +88,7 @@ def shift_exact(k: Tensor, unit: float) -> ShiftedBlock:
     """
     mean = k.mean(-2, keepdim=True)
     anchor = anchor_near(mean, k.abs().amax(-2, keepdim=True))
-    anchor = torch.where(may_lose(k, anchor).all(-2, keepdim=True), anchor, 0.0)
+    anchor = torch.where(can_shift(k, anchor).all(-2, keepdim=True), anchor, 0.0)
     shifted = k - anchor
     fits = _is_fp16(shifted * unit).all(-1, keepdim=True).all(-2, keepdim=True)
     # torch.where() of two scalars would take the default dtype.
@@ -112,7 +112,7 @@ def shifts_exactly(k: Tensor, anchor: Tensor) -> Tensor:
     return _is_fp16(k - anchor) & ((k - anchor) + anchor == k)
 
 
-def may_lose(k: Tensor, anchor: Tensor) -> Tensor:
+def can_shift(k: Tensor, anchor: Tensor) -> Tensor:
     """Return where k may lose the anchor, because k - anchor is exact and at most twice as long as k.
 
     That is the case where k is at least a third of the anchor, in its direction. So a row that sees

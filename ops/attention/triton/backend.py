@@ -13,9 +13,9 @@ from pasa.ops.attention.call import Call, Results, capturing
 from pasa.ops.attention.spec import gradients as spec
 from pasa.ops.attention.spec.pages import attend_gathered
 from pasa.ops.attention.triton.backward.launch import attention_gradients
-from pasa.ops.attention.triton.call import KernelCall, Packing, on_device
 from pasa.ops.attention.triton.decode.launch import decode
 from pasa.ops.attention.triton.decode.paged_launch import paged_attention
+from pasa.ops.attention.triton.kernel_call import KernelCall, Packing, on_device
 from pasa.ops.attention.triton.launcher import DIRECT, launch
 from pasa.ops.attention.triton.paged.launch import write_pages
 from pasa.ops.attention.triton.paper.launch import paper_attention

@@ -131,8 +131,9 @@ def fit_ascend(tile: Tile, mask: str, causal: bool) -> Tile:
     return replace(tile, block_m=min(tile.block_m, 32)) if mask == "float" and causal else tile
 
 
+@cache
 def device_architecture(device: torch.device) -> str:
-    """Return `architecture_of` a device."""
+    """Return the key of `TABLE` for a device, cached because every call needs it."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     return architecture_of(device.type, capability)
 

@@ -83,7 +83,7 @@ def test_padding_that_is_written_is_found(kind, monkeypatch):
 def test_anchors_off_the_grid_are_found(monkeypatch):
     """Means in FP16: k - a would be rounded."""
     assert run_case(API, simple("write_pages", data="randn")).verdict == "correct"
-    monkeypatch.setattr(paging, "may_lose", lambda k, anchor: torch.ones_like(k, dtype=torch.bool))
+    monkeypatch.setattr(paging, "can_shift", lambda k, anchor: torch.ones_like(k, dtype=torch.bool))
     monkeypatch.setattr(paging, "anchor_near", lambda mean, largest: mean.half().float())
     outcome = run_case(API, simple("write_pages", data="randn"))
     assert outcome.verdict == "wrong"

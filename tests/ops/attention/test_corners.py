@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import pasa
-from pasa.ops.attention.triton.call import dropped_bits
+from pasa.ops.attention.triton.kernel_call import dropped_bits
 from pasa.ops.attention.triton.paged import launch as paged_write_launch
 from pasa.ops.numerics.dither import round_unbiased
 from tests.inputs import DEVICE, max_error, normal_qkv

@@ -10,7 +10,7 @@ from torch import Tensor
 from pasa.ops.attention.triton.backward.centre_kernel import centre_kernel
 from pasa.ops.attention.triton.backward.kernel import keys_kernel, queries_kernel, rows_kernel
 from pasa.ops.attention.triton.backward.tiles import BACKWARD
-from pasa.ops.attention.triton.call import KernelCall, strides_of, visible_keys
+from pasa.ops.attention.triton.kernel_call import KernelCall, strides_of, visible_keys
 from pasa.ops.attention.triton.launcher import launch, workspace
 from pasa.ops.attention.triton.tile_math import SLICE
 from pasa.ops.attention.triton.tiles import Tile, device_architecture, pad_dim

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pasa.ops.attention.triton.call import KernelCall, strides_of
 from pasa.ops.attention.triton.decode.kernel import decode_kernel, merge_kernel
 from pasa.ops.attention.triton.decode.lanes_kernel import decode_lanes_kernel
+from pasa.ops.attention.triton.kernel_call import KernelCall, strides_of
 from pasa.ops.attention.triton.launcher import launch, workspace
-from pasa.ops.attention.triton.tiles import Tile, architecture_of, pad_dim, processors, warps_for
+from pasa.ops.attention.triton.tiles import Tile, device_architecture, pad_dim, processors, warps_for
 
 LANES = 4  # warps of a program; one with separate keys is called a lane (lanes_kernel.py)
 MERGE_TILE = 4096  # elements of O that a program of the merge holds: 32 for each thread
@@ -58,12 +58,12 @@ def decode(call: KernelCall) -> tuple[Tensor, Tensor]:
     """Attend from a few rows: split the keys, redo splits with too large scores in an exact pass, then merge."""
     batch, _, rows, dim = call.q.shape
     pad = pad_dim(dim)
-    lane = keys_of_a_lane(architecture(call.q.device), pad)
+    lane = keys_of_a_lane(device_architecture(call.q.device), pad)
     if lane and call.mask is None and call.group * rows <= 16:
         splits = _lanes(call, lane)
         exact_tile = Tile(16, 32, 4, 2)
     else:
-        tile, exact_tile = decode_tiles(architecture(call.q.device), pad, call.group * rows)
+        tile, exact_tile = decode_tiles(device_architecture(call.q.device), pad, call.group * rows)
         pairs = batch * call.k.shape[1]
         each = tile.block_n * blocks_of_a_split(
             processors(call.q.device) * (8 // tile.warps), -(-call.k.shape[2] // tile.block_n), pairs, split_limit(call)
@@ -114,7 +114,7 @@ def _lanes(call: KernelCall, block_n: int) -> Splits:
              kv_heads, call.group, rows, keys, programs, each, call.scale),
             {"ANCHORED": anchored, "CAUSAL": call.is_causal, **sizes(dim, 16, block_n), "LANES": LANES,
              "PDL": early(device)},
-            num_warps=LANES, num_stages=lane_stages(architecture(device)), **launched_early(device),
+            num_warps=LANES, num_stages=lane_stages(device_architecture(device)), **launched_early(device),
         )  # fmt: skip
     return splits
 
@@ -139,12 +139,6 @@ def sizes(dim: int, block_m: int, block_n: int | None = None) -> dict[str, int]:
     """Return the compile-time sizes of the decode kernels."""
     sizes = {"D": dim, "D_PAD": pad_dim(dim), "BLOCK_M": block_m}
     return sizes if block_n is None else sizes | {"BLOCK_N": block_n}
-
-
-@cache
-def architecture(device: torch.device) -> str:
-    """Return the key of `tiles.TABLE` for a device, cached because every call needs it."""
-    return architecture_of(device.type, torch.cuda.get_device_capability(device) if device.type == "cuda" else None)
 
 
 def keys_of_a_lane(architecture: str, pad: int) -> int:

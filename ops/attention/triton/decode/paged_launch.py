@@ -7,11 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pasa.ops.attention.triton.call import DECODE_TILE, KernelCall, strides_of
 from pasa.ops.attention.triton.decode.launch import (
     LANES,
     Splits,
-    architecture,
     blocks_of_a_split,
     decode_tiles,
     early,
@@ -24,8 +22,9 @@ from pasa.ops.attention.triton.decode.launch import (
 )
 from pasa.ops.attention.triton.decode.paged_anchored_kernel import TURNS, decode_anchored_paged_kernel
 from pasa.ops.attention.triton.decode.paged_kernel import decode_lanes_paged_kernel, decode_paged_kernel
+from pasa.ops.attention.triton.kernel_call import DECODE_TILE, KernelCall, strides_of
 from pasa.ops.attention.triton.launcher import launch
-from pasa.ops.attention.triton.tiles import Tile, pad_dim, processors
+from pasa.ops.attention.triton.tiles import Tile, device_architecture, pad_dim, processors
 from pasa.ops.packed import tile_table
 
 
@@ -145,7 +144,7 @@ class Queries:
 def _decode(call: KernelCall, pages: PagedTiles) -> tuple[Tensor, Tensor]:
     """Attend from tiles of queries (tiles, Hq, rows, D): split the keys, repeat some splits exactly, then merge."""
     rows, dim = call.q.shape[2:]
-    arch, pad = architecture(call.q.device), pad_dim(dim)
+    arch, pad = device_architecture(call.q.device), pad_dim(dim)
     lane = keys_of_a_lane(arch, pad)
     if lane and pages.tiles.dim() == 1 and call.group <= 16:
         lanes, exact_tile = LANES, Tile(16, 32, 4, 2)
@@ -201,7 +200,7 @@ def _lanes(call: KernelCall, pages: PagedTiles, splits: Splits, block_n: int, an
          call.k.shape[1], call.group, programs, call.scale),
         {"ANCHORED": anchored, **sizes(call.q.shape[-1], 16, block_n), "LANES": LANES, "PAGE": pages.slots,
          "PDL": early(device)},
-        num_warps=LANES, num_stages=paged_stages(lane_stages(architecture(device))), **launched_early(device),
+        num_warps=LANES, num_stages=paged_stages(lane_stages(device_architecture(device))), **launched_early(device),
     )  # fmt: skip
 
 
@@ -218,7 +217,7 @@ def _anchored(call: KernelCall, pages: PagedTiles, splits: Splits, anchors: Tens
          call.k.shape[1], call.group, programs, call.scale),
         {"EXACT": exact, **sizes(call.q.shape[-1], 16, block_n), "LANES": LANES, "PAGE": pages.slots,
          "PDL": early(device)},
-        num_warps=LANES, num_stages=anchored_stages(architecture(device)), **launched_early(device),
+        num_warps=LANES, num_stages=anchored_stages(device_architecture(device)), **launched_early(device),
     )  # fmt: skip
 
 

@@ -21,9 +21,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import driver
 
 from pasa.ops.attention.triton.anchor_kernel import anchor_kernel
-from pasa.ops.attention.triton.anchors import anchor_warps
-from pasa.ops.attention.triton.call import KernelCall, output_dtype
+from pasa.ops.attention.triton.anchor_launch import anchor_warps
 from pasa.ops.attention.triton.hopper.kernel import attention_kernel
+from pasa.ops.attention.triton.kernel_call import KernelCall, output_dtype
 from pasa.ops.attention.triton.launcher import Ready
 from pasa.ops.attention.triton.tile_math import SLICE
 from pasa.ops.attention.triton.tiles import processors

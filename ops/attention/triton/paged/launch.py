@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pasa.ops.attention.triton.call import check_spans, on_device
+from pasa.ops.attention.triton.kernel_call import check_spans, on_device
 from pasa.ops.attention.triton.launcher import launch
 from pasa.ops.attention.triton.paged.kernel import page_anchors_kernel, write_pages_kernel
 from pasa.ops.attention.triton.tiles import pad_dim

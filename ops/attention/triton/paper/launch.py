@@ -10,8 +10,8 @@ from torch import Tensor
 
 from pasa.ops.attention.spec.scores import paper_beta
 from pasa.ops.attention.spec.shift_keys import whole_blocks
-from pasa.ops.attention.triton.anchors import shift_paper
-from pasa.ops.attention.triton.call import KernelCall, Packing, strides_of, visible_keys, work_of
+from pasa.ops.attention.triton.anchor_launch import shift_paper
+from pasa.ops.attention.triton.kernel_call import KernelCall, Packing, strides_of, visible_keys, work_of
 from pasa.ops.attention.triton.launcher import launch
 from pasa.ops.attention.triton.paper.kernel import paper_kernel
 from pasa.ops.attention.triton.tiles import pad_dim, paper_tile

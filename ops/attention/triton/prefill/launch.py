@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from pasa.ops.attention.triton.anchors import KeyBlocks, find_anchors, shift_exact
-from pasa.ops.attention.triton.call import KernelCall, Packing, strides_of, visible_keys, work_of
+from pasa.ops.attention.triton.anchor_launch import KeyBlocks, find_anchors, shift_exact
+from pasa.ops.attention.triton.kernel_call import KernelCall, Packing, strides_of, visible_keys, work_of
 from pasa.ops.attention.triton.launcher import launch
 from pasa.ops.attention.triton.prefill.kernel import attention_kernel
 from pasa.ops.attention.triton.prefill.mask_launch import MaskTiles

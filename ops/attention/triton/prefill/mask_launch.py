@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pasa.ops.attention.triton.call import KernelCall
+from pasa.ops.attention.triton.kernel_call import KernelCall
 from pasa.ops.attention.triton.launcher import launch
 from pasa.ops.attention.triton.prefill.mask_kernel import mask_tiles_kernel
 

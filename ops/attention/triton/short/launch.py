@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from pasa.ops.attention.triton.call import KernelCall, strides_of
+from pasa.ops.attention.triton.kernel_call import KernelCall, strides_of
 from pasa.ops.attention.triton.launcher import launch
 from pasa.ops.attention.triton.short.kernel import short_kernel
 from pasa.ops.attention.triton.tiles import pad_dim

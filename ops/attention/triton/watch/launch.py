@@ -8,7 +8,7 @@ from torch import Tensor
 from pasa.ops.attention.spec.repeated_maxima import EPSILON
 from pasa.ops.attention.spec.scores import RESCUE_REACH
 from pasa.ops.attention.spec.watch import FIRST_BLOCK
-from pasa.ops.attention.triton.call import KernelCall, on_device, strides_of
+from pasa.ops.attention.triton.kernel_call import KernelCall, on_device, strides_of
 from pasa.ops.attention.triton.launcher import launch, workspace
 from pasa.ops.attention.triton.tiles import pad_dim, processors
 from pasa.ops.attention.triton.watch.kernel import FIELDS, watch_kernel, watch_totals_kernel

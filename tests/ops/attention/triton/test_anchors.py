@@ -2,7 +2,7 @@
 
 import torch
 
-from pasa.ops.attention.triton.anchors import find_anchors, shift_exact
+from pasa.ops.attention.triton.anchor_launch import find_anchors, shift_exact
 from tests.inputs import DEVICE
 
 

@@ -14,7 +14,7 @@ import torch
 import pasa
 from pasa import PasaConfig
 from pasa.ops.attention.spec.masking import dense_mask
-from pasa.ops.attention.triton.call import KernelCall
+from pasa.ops.attention.triton.kernel_call import KernelCall
 from pasa.ops.attention.triton.prefill.mask_launch import MaskTiles
 from tests.inputs import DEVICE, HOPPER, ODD_LENGTHS, biased_qkv, max_error, normal_qkv, pairwise, portable_kernel, rmse
 

@@ -15,8 +15,8 @@ import triton.language as tl
 import pasa
 from pasa import PasaConfig
 from pasa.ops.attention.triton.backend import portable_attention, rounded_after
-from pasa.ops.attention.triton.call import KernelCall, dropped_bits, output_dtype
 from pasa.ops.attention.triton.decode.launch import MERGE_ROW, blocks_of_a_split
+from pasa.ops.attention.triton.kernel_call import KernelCall, dropped_bits, output_dtype
 from pasa.ops.attention.triton.rounding_kernel import round_rows
 from pasa.ops.numerics.dither import is_structured, round_unbiased
 from tests.inputs import DEVICE, HOPPER, normal_qkv, portable_kernel

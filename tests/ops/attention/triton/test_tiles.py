@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from pasa.ops.attention.triton import tiles, tuning
-from pasa.ops.attention.triton.anchors import KeyBlocks
-from pasa.ops.attention.triton.call import KernelCall
+from pasa.ops.attention.triton.anchor_launch import KeyBlocks
 from pasa.ops.attention.triton.decode import cases as decode_cases
 from pasa.ops.attention.triton.decode import paged_cases
 from pasa.ops.attention.triton.decode.launch import LANES, decode_tiles, keys_of_a_lane, lane_stages
 from pasa.ops.attention.triton.decode.paged_launch import anchored_stages, paged_stages
+from pasa.ops.attention.triton.kernel_call import KernelCall
 from pasa.ops.attention.triton.paged import cases as writing_cases
 from pasa.ops.attention.triton.paged.launch import anchor_tile
 from pasa.ops.attention.triton.prefill import cases as prefill_cases

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pasa.ops.attention.triton.anchor_kernel import anchor_kernel, shift_kernel
-from pasa.ops.attention.triton.call import Packing
+from pasa.ops.attention.triton.kernel_call import Packing
 from pasa.ops.attention.triton.launcher import launch
 from pasa.ops.attention.triton.tile_math import SLICE
 from pasa.ops.attention.triton.tiles import pad_dim
