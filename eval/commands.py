@@ -1,4 +1,7 @@
-"""Commands of `pasa`: a table of experiments, and the one command that chooses between two by its options."""
+"""Commands of `pasa`: one for each declared experiment, and `pasa eval training`, which is written out.
+
+`training` runs one of two experiments, depending on whether --gpu-seconds is given.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +72,7 @@ app.add_typer(evaluate)
 
 @app.callback()
 def root() -> None:
-    """Keep the commands apart from the group's own options."""
+    """Declare `pasa` itself: a group of commands without options of its own."""
 
 
 @evaluate.command("training")
