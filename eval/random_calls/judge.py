@@ -26,19 +26,19 @@ RMSE_SLACK = 2.0**-13  # of the norm of the true output
 # That is 0.24 of what is allowed.
 RMSE_MOVED = 0.25
 WHAT = {  # the bounds of kernels, in the order in which they are shown
-    "shape": "outputs of another shape or dtype",
-    "nan": "NaN in the inputs that does not show where it is seen, or shows elsewhere",
-    "finite": "infinite or NaN numbers that no input explains",
-    "blind": "rows without a key that are not 0 and -inf",
-    "repeat": "numbers that differ when the call is repeated",
-    "range": "how far an output lies outside of the values that its row sees",
-    "heavy": "the same of the values whose keys may have weight",
-    "error": "error against FP64, over the bound for any data",
-    "lse": "error of the log-sum-exp, over the bound for any data",
-    "lse-ordinary": "the same on ordinary data, over what a sum of D numbers in FP32 may err by",
-    "emulated-max": "largest error, over twice the reference emulation's and what FP32 scores may move",
-    "emulated-rmse": "the same of the RMSE",
-    "emulated-lse": "error of the log-sum-exp, over twice the reference emulation's (published recovery)",
+    "shape": "outputs with a wrong shape or dtype",
+    "nan": "NaN of the inputs that is missing where a row sees it, or appears elsewhere",
+    "finite": "NaN or infinity that no input explains",
+    "blind": "fully masked rows: outputs that are not 0, log-sum-exps that are not -inf",
+    "repeat": "elements that differ when the call is repeated",
+    "range": "distance of an output from the range of the values that its row sees",
+    "heavy": "the same for the values whose keys may have weight",
+    "error": "error against FP64, over the bound that holds for any data",
+    "lse": "error of the log-sum-exp, over the bound that holds for any data",
+    "lse-ordinary": "the same on ordinary data, over the error of adding D products in FP32",
+    "emulated-max": "largest error, over twice that of the reference emulation and the effect of FP32 scores",
+    "emulated-rmse": "the same for the RMSE",
+    "emulated-lse": "published recovery: error of the log-sum-exp, over twice that of the emulation",
 }
 
 

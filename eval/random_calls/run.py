@@ -39,9 +39,9 @@ Judged = tuple[Case, Outcome]
 
 
 def run_fuzz(
-    cases: Annotated[int | None, f"Random calls ({API_CASES})."] = None,
-    seed: Annotated[int | None, "What they are drawn from (0)."] = None,
-    replay: Annotated[str | None, typer.Option(metavar="SEED:INDEX", help="Run this case alone.")] = None,
+    cases: Annotated[int | None, f"Number of random calls ({API_CASES})."] = None,
+    seed: Annotated[int | None, "Seed of the random calls (0)."] = None,
+    replay: Annotated[str | None, typer.Option(metavar="SEED:INDEX", help="Run only this case.")] = None,
     progress: Report | None = None,
 ) -> Record:
     """Random calls of the whole API, right and wrong; exit 1 if one is neither correct nor refused as documented.
@@ -74,12 +74,12 @@ def run_fuzz(
 
 
 def run_soak(
-    cases: Annotated[int, "Random calls."] = 2000,
-    seed: Annotated[int, "What they are drawn from."] = 0,
-    backend: Annotated[str, "A backend that can run here."] = TRITON,
-    only: Annotated[int | None, "Run the case of this index."] = None,
-    small: Annotated[bool, "Sizes for Triton's interpreter."] = False,
-    jobs: Annotated[int, "Processes to share the cases: each compiles kernels, which takes most of the time."] = 1,
+    cases: Annotated[int, "Number of random calls."] = 2000,
+    seed: Annotated[int, "Seed of the random calls."] = 0,
+    backend: Annotated[str, "Backend to call; it must run on this machine."] = TRITON,
+    only: Annotated[int | None, "Run only the case with this index."] = None,
+    small: Annotated[bool, "Draw small sizes, for Triton's interpreter."] = False,
+    jobs: Annotated[int, "Processes that share the cases; compiling kernels takes most of the time."] = 1,
     progress: Report | None = None,
 ) -> Record:
     """Random calls of one backend, judged against FP64 and the guarantee; exit 1 if one breaks a bound.

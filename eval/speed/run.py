@@ -46,10 +46,12 @@ class Entrant:
 
 
 def run_speed(
-    case: Annotated[list[str] | None, typer.Option(help="A case by name, repeatable (all).")] = None,
-    implementation: Annotated[list[str] | None, typer.Option(help="An implementation, repeatable (all).")] = None,
-    rounds: Annotated[int, "Turns of each implementation."] = 5,
-    quick: Annotated[bool, "Four small cases."] = False,
+    case: Annotated[list[str] | None, typer.Option(help="Name of a case, repeatable (all).")] = None,
+    implementation: Annotated[
+        list[str] | None, typer.Option(help="Name of an implementation, repeatable (all).")
+    ] = None,
+    rounds: Annotated[int, "Timed turns of each implementation."] = 5,
+    quick: Annotated[bool, "Time four small cases only."] = False,
     progress: Report | None = None,
 ) -> dict[str, Any]:
     """Time attention on a CUDA device, accuracy first; exit 1 if one of ours fails the accuracy gate.

@@ -42,8 +42,8 @@ TITLES = {
 
 
 def run_rescue(
-    model: Annotated[str | None, "Folder of a causal language model, not the built-in."] = None,
-    prompt: Annotated[str | None, "Message to answer (an essay, and a question about it)."] = None,
+    model: Annotated[str | None, "Folder of a causal language model (default: a built-in model)."] = None,
+    prompt: Annotated[str | None, "Message to answer (default: an essay, and a question about it)."] = None,
     offset: Annotated[float | None, "Constant to add to every score (131072; none with --model)."] = None,
     new_tokens: Annotated[int, "Tokens to generate."] = 64,
     max_prompt_tokens: Annotated[int | None, f"Length to cut the built-in prompt to ({PROMPT_TOKENS})."] = None,
