@@ -1,4 +1,7 @@
-"""Commands of `pasa`: a table of experiments, and the one command that chooses between two by its options."""
+"""Commands of `pasa`: one for each declared experiment, and `pasa eval training`, which is written out.
+
+`training` runs one of two experiments, depending on whether --gpu-seconds is given.
+"""
 
 from __future__ import annotations
 
@@ -69,19 +72,21 @@ app.add_typer(evaluate)
 
 @app.callback()
 def root() -> None:
-    """Keep the commands apart from the group's own options."""
+    """Declare `pasa` itself: a group of commands without options of its own."""
 
 
 @evaluate.command("training")
 def train(
     json: Json = None,
     output_dir: Folder = None,
-    steps: Annotated[int, typer.Option(parser=integer, metavar="N", help="Of each run.")] = 300,
-    seeds: Annotated[str, typer.Option(help="Of weights and batches, between commas.")] = "0,1",
+    steps: Annotated[int, typer.Option(parser=integer, metavar="N", help="Training steps of each run.")] = 300,
+    seeds: Annotated[str, typer.Option(help="Seeds of weights and batches.")] = "0,1",
     gpu_seconds: Annotated[
-        float | None, typer.Option(help="Train GPT-2 small's shape on a GPU instead, so long.")
+        float | None, typer.Option(help="Train a model of GPT-2 small's shape on a GPU instead, for this many seconds.")
     ] = None,
-    text: Annotated[Path | None, typer.Option(dir_okay=False, help="Text to train on there: some MB, UTF-8.")] = None,
+    text: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="UTF-8 file of some MB to train on, with --gpu-seconds.")
+    ] = None,
 ) -> None:
     """Train a decoder with rounded attention, emulated: what its errors add up to; exit 1 if ours is not finite."""
     if (gpu_seconds is None) != (text is None):

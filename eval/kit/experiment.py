@@ -1,4 +1,7 @@
-"""An experiment as a declaration: what runs, what it shows, where it is stored. The kit makes its command of it."""
+"""Declare an experiment once, and get its command: `Experiment` holds the function, the tables and the file names.
+
+`add_command` makes the command line from the parameters of the function.
+"""
 
 from __future__ import annotations
 
@@ -25,31 +28,33 @@ Folder = Annotated[Path | None, typer.Option(file_okay=False, help="Write JSON, 
 
 @dataclass(frozen=True)
 class Experiment:
-    """One experiment.
+    """One experiment: a function that measures, and how its result is shown and stored.
 
     Attributes
     ----------
     name : str
-        The command behind `pasa bench` or `pasa eval`; stored files are called NAME.json and NAME.md.
+        Name of the command in its group, such as ``speed`` in `pasa bench speed`. Stored files are called NAME.json and
+        NAME.md.
     run : callable
-        Takes the command's options by keyword, and `progress`; returns a JSON-able dict with ``gate`` (its ``passed``
-        is the exit status), or None in a process that has nothing to say. The first line of its docstring is the
-        command's help. An option is a parameter ``rounds: Annotated[int, "Rounds to time."] = 5``; where that is not
-        enough, the annotation holds a `typer.Option`. A parameter `folder` is --output-dir.
+        Takes the command's options by keyword, and `progress`. Returns a dict that JSON can hold, or None in a process
+        that reports nothing. If the dict has a ``gate``, its ``passed`` decides the exit status. The first line of the
+        function's docstring is the command's help. Each parameter is an option; its annotation gives type and help, as
+        in ``rounds: Annotated[int, "Rounds to time."] = 5``, or holds a `typer.Option`. A parameter named `folder`
+        takes --output-dir.
     report : callable
-        Takes a result; returns tables and paragraphs in the order in which they are shown.
+        Takes a result; returns the tables and paragraphs to show, in order.
     title : str
         Heading of the Markdown file.
     figures : callable, optional
         Draws a result into a folder and returns the paths.
     needs_models : bool
-        Whether the command builds models, for which it refuses an older transformers by name.
+        Whether the command builds models. It then refuses to start with a transformers that is too old.
     kept : str
-        What a run that is stopped from the keyboard leaves in --output-dir, for the message.
+        The message about --output-dir when a run is stopped from the keyboard: what is left there.
     appendix : callable
-        Takes a result; returns tables and paragraphs that the Markdown file alone holds, after those of `report`.
+        Takes a result; returns further tables and paragraphs, which are appended in the Markdown file only.
     variants : sequence of Experiment
-        Experiments that the switches --NAME of the same command run instead.
+        Experiments that the same command runs instead if their switch --NAME is given.
     """
 
     name: str
@@ -63,7 +68,7 @@ class Experiment:
     variants: Sequence[Experiment] = ()
 
     def measure(self, progress: output.Report = output.silent, **options: Any) -> Result | None:
-        """Run the experiment, and add its name, its duration and, unless the run says more, its environment."""
+        """Run the experiment; add its name, its duration and, if the result has none, the environment."""
         started = time.perf_counter()
         result = self.run(progress=progress, **options)
         if result is None:
@@ -73,7 +78,7 @@ class Experiment:
         return {"experiment": self.name} | environment | taken | result
 
     def show(self, result: Result, console: Console) -> None:
-        """Print tables and paragraphs."""
+        """Print the tables and paragraphs of a result."""
         for part in self.report(result):
             if isinstance(part, Table):
                 part.show(console)
@@ -81,7 +86,10 @@ class Experiment:
                 console.print(Text(part))
 
     def markdown(self, result: Result) -> str:
-        """Return tables and paragraphs without the title, each table below its own where it differs from that."""
+        """Return a result as Markdown without the page title.
+
+        Each table has a heading of its own, unless that would repeat the page title.
+        """
         parts: list[str] = []
         for part in (*self.report(result), *self.appendix(result)):
             if isinstance(part, Table):
@@ -95,14 +103,14 @@ class Experiment:
         """Write NAME.json, NAME.md (npu-model: npu_model) and the figures; return their paths."""
         paths = [folder / f"{self.name.replace('-', '_')}.{suffix}" for suffix in ("json", "md")]
         stored = output.to_json(result)
-        result = json.loads(stored)  # both show numbers that are rounded alike
+        result = json.loads(stored)  # so that Markdown shows the rounded numbers of the JSON
         output.write_text(paths[0], stored)
         output.write_text(paths[1], f"# {self.title}\n\n{self.markdown(result)}\n")
         return [*paths, *(self.figures(result, folder) if self.figures else ())]
 
 
 def verdict(result: Result, passed: str, failed: str) -> str:
-    """Return what the exit status says: the sentence `passed`, or `failed` above a line for each failure."""
+    """Return the sentence `passed` if the gate passed; else `failed` and a line for each failure."""
     gate = result["gate"]
     return passed if gate["passed"] else "\n  ".join([f"{failed}:", *gate["failures"]])
 
@@ -143,7 +151,7 @@ def _choose(experiment: Experiment, switches: dict[Experiment, bool]) -> Experim
 
 
 def _accepted(chosen: Experiment, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that are set, and refuse one that the chosen variant does not have."""
+    """Return the options that are set; raise ValueError for one that the chosen variant does not have."""
     set_options = {name: value for name, value in arguments.items() if value is not None and value is not False}
     accepted = inspect.signature(chosen.run).parameters
     for name in set_options:
@@ -153,15 +161,16 @@ def _accepted(chosen: Experiment, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _options(experiment: Experiment) -> dict[str, tuple[Any, Any]]:
-    """Return annotation and default of each option of an experiment and its variants, and of their switches.
+    """Return annotation and default of each option: those of the experiment, of its variants, and their switches.
 
-    The defaults of variants differ, so an option of theirs that is not set is None and left to `run`.
+    Variants may have different defaults for one option. With variants, an option that is not set is therefore None,
+    and `run` of the chosen variant fills in its own default.
     """
     options: dict[str, tuple[Any, Any]] = {}
     for each in (experiment, *experiment.variants):
         for name, hint, default in _parameters(each.run):
             left = experiment.variants and not isinstance(default, bool)
-            if isinstance(default, (list, tuple)):  # as it is typed, which is what an option's parser reads
+            if isinstance(default, (list, tuple)):  # the parser of the option reads text
                 default = ",".join(map(str, default))
             options.setdefault(name, (_option(name, hint), None if left else default))
     for each in experiment.variants:
@@ -185,12 +194,12 @@ def _help(experiment: Experiment) -> str:
 
 
 def _option(name: str, hint: Any) -> Any:
-    """Return what typer reads of a parameter: a text in its annotation becomes the help of an option of that type."""
+    """Return the annotation of a parameter for typer: a text in it becomes the help of an option of its type."""
     kind, *extras = typing.get_args(hint) if typing.get_origin(hint) is Annotated else (hint,)
     texts = [each for each in extras if isinstance(each, str)]
     if not texts:
         return hint
-    if kind is bool:  # a switch without its opposite
+    if kind is bool:  # no --no-NAME
         return Annotated[kind, typer.Option(f"--{name.replace('_', '-')}", help=texts[0])]
     kinds = [kind, *typing.get_args(kind)]
     for each in kinds:

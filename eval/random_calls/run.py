@@ -1,4 +1,7 @@
-"""Draws cases of a profile, judges them, in several processes if asked, and keeps what must be mended."""
+"""The commands `fuzz` and `soak`: draw random calls, judge them, and report the failing ones made small.
+
+`pasa eval fuzz` calls the whole API on a CPU; `pasa bench soak` calls the kernels of one backend on a device.
+"""
 
 from __future__ import annotations
 
@@ -36,14 +39,15 @@ Judged = tuple[Case, Outcome]
 
 
 def run_fuzz(
-    cases: Annotated[int | None, f"Random calls ({API_CASES})."] = None,
-    seed: Annotated[int | None, "What they are drawn from (0)."] = None,
-    replay: Annotated[str | None, typer.Option(metavar="SEED:INDEX", help="Run this case alone.")] = None,
+    cases: Annotated[int | None, f"Number of random calls ({API_CASES})."] = None,
+    seed: Annotated[int | None, "Seed of the random calls (0)."] = None,
+    replay: Annotated[str | None, typer.Option(metavar="SEED:INDEX", help="Run only this case.")] = None,
     progress: Report | None = None,
 ) -> Record:
     """Random calls of the whole API, right and wrong; exit 1 if one is neither correct nor refused as documented.
 
-    Returns what `conclude` does, ``verdicts`` by kind and by backend, and ``faults``: how often each was refused.
+    The result holds what `conclude` returns, and counts: ``verdicts`` by kind of call, ``backends`` by backend, and
+    ``faults``, how often each wrong call was refused.
     """
     if replay is not None and (cases is not None or seed is not None):
         raise ValueError(f"replay={replay!r} is one case, with a seed of its own: leave out cases and seed")
@@ -70,17 +74,17 @@ def run_fuzz(
 
 
 def run_soak(
-    cases: Annotated[int, "Random calls."] = 2000,
-    seed: Annotated[int, "What they are drawn from."] = 0,
-    backend: Annotated[str, "A backend that can run here."] = TRITON,
-    only: Annotated[int | None, "Run the case of this index."] = None,
-    small: Annotated[bool, "Sizes for Triton's interpreter."] = False,
-    jobs: Annotated[int, "Processes to share the cases: each compiles kernels, which takes most of the time."] = 1,
+    cases: Annotated[int, "Number of random calls."] = 2000,
+    seed: Annotated[int, "Seed of the random calls."] = 0,
+    backend: Annotated[str, "Backend to call; it must run on this machine."] = TRITON,
+    only: Annotated[int | None, "Run only the case with this index."] = None,
+    small: Annotated[bool, "Draw small sizes, for Triton's interpreter."] = False,
+    jobs: Annotated[int, "Processes that share the cases; compiling kernels takes most of the time."] = 1,
     progress: Report | None = None,
 ) -> Record:
     """Random calls of one backend, judged against FP64 and the guarantee; exit 1 if one breaks a bound.
 
-    Returns what `conclude` does, and ``counts`` of what was drawn.
+    The result holds what `conclude` returns, and ``counts``: how often each value of a parameter was drawn.
     """
     at_least(1, cases=cases, jobs=jobs)
     at_least(0, seed=seed, only=only or 0)
@@ -106,14 +110,14 @@ def run_soak(
 
 
 def at_least(least: int, **numbers: int) -> None:
-    """Refuse a number below what an option means."""
+    """Raise ValueError for the first option whose value is below `least`."""
     for name, value in numbers.items():
         if value < least:
             raise ValueError(f"{name}={value} must be at least {least}")
 
 
 def parse(name: str) -> tuple[int, Sequence[int]]:
-    """Return seed and index of a case."""
+    """Parse the name of a case, SEED:INDEX: return the seed, and a list of the one index."""
     seed, _, index = name.partition(":")
     if not (seed.isdecimal() and index.isdecimal()):
         raise ValueError(f"replay={name!r} is not SEED:INDEX, such as 0:137")
@@ -130,7 +134,7 @@ def check_backend(name: str) -> None:
 
 
 def judge(kinds: Mapping[str, Kind], drawn: Sequence[Case], progress: Report | None = None) -> Iterator[Judged]:
-    """Run cases one after the other, until a kernel breaks the device."""
+    """Run cases in order, and stop after a case that broke the device, since no later result could be trusted."""
     failures = 0
     for done, case in enumerate(drawn):
         if progress is not None:
@@ -145,18 +149,21 @@ def judge(kinds: Mapping[str, Kind], drawn: Sequence[Case], progress: Report | N
 def judge_in_processes(
     kinds: Mapping[str, Kind], drawn: Sequence[Case], jobs: int, progress: Report | None
 ) -> Iterator[Judged]:
-    """Run cases, a family to a process; the end as soon as one has broken the device."""
+    """Run cases in several processes, and stop after a case that broke the device.
+
+    Cases of one family share a process, because they share compiled kernels.
+    """
     families = defaultdict(list)
     for case in drawn:
         families[case.params["family"]].append(case)
-    wide_first = sorted(families.values(), key=lambda cases: -cases[0].params["dim"])  # they take longest to compile
+    wide_first = sorted(families.values(), key=lambda cases: -cases[0].params["dim"])  # slowest to compile first
     done = 0
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:  # a fork shares the device's state
         futures = {pool.submit(judge_alone, kinds, cases): cases for cases in wide_first}
         for future in as_completed(futures):
             try:
                 judged = future.result()
-            except BrokenProcessPool as error:  # a process died and took the others with it; what is judged is kept
+            except BrokenProcessPool as error:  # one process died and broke the pool; cases judged before are kept
                 why = f"{type(error).__name__}: {error}"
                 judged = [(futures[future][0], Outcome("raised", why, fatal=True))]
             yield from judged
@@ -169,15 +176,16 @@ def judge_in_processes(
 
 
 def judge_alone(kinds: Mapping[str, Kind], drawn: Sequence[Case]) -> list[Judged]:
-    """Do the work of one of several processes."""
+    """Judge the cases of one family on one thread, in a process of their own."""
     torch.set_num_threads(1)
     return list(judge(kinds, drawn))
 
 
 def conclude(kinds: Mapping[str, Kind], drawn: Sequence[Case], judged: Sequence[Judged]) -> Record:
-    """Return how many ``cases``, the ``gate``, the ``worst`` number of every bound and its case, and ``failures``.
+    """Summarise judged cases: their number, the ``gate``, the ``worst`` measure of every bound, and the ``failures``.
 
-    A failure has the parameters of the simplest case that shows it. A case that runs alone is kept, failing or not.
+    Each failing case is recorded with ``shrunk``, the parameters of the simplest case that fails too. A run of one case
+    also records that ``case``, whether it fails or not.
     """
     worst: dict[str, Record] = {}
     for case, outcome in judged:
@@ -195,12 +203,12 @@ def conclude(kinds: Mapping[str, Kind], drawn: Sequence[Case], judged: Sequence[
 
 
 def record(case: Case, outcome: Outcome) -> Record:
-    """Return a case and what came of it."""
+    """Return a case and its outcome as a dict for JSON."""
     return {"case": case.name, "kind": case.kind, "verdict": outcome.verdict, "why": outcome.why, "params": case.params}
 
 
 def describe_backends(ran: set[str]) -> str:
-    """Return what ran besides the reference, and how to get what is not here."""
+    """Return a note: the backends that ran besides the reference, and how to enable those that are absent."""
     others = ", ".join(how for name, how in HOW.items() if name in ran)
     missing = ", ".join(f"{name} ({remedy})" for name, remedy in REMEDY.items() if absent(name) is not None)
     note = "random calls on a CPU" + (f": {others}" if others else "") + "; nothing was run on a GPU or an NPU"
@@ -208,7 +216,7 @@ def describe_backends(ran: set[str]) -> str:
 
 
 def nested(counts: Counter[tuple[str, str]]) -> dict[str, dict[str, int]]:
-    """Return counts by the first name, then the second."""
+    """Turn counts of pairs into a dict of dicts: first name, then second."""
     table: dict[str, dict[str, int]] = {}
     for (first, second), number in sorted(counts.items()):
         table.setdefault(first, {})[second] = number

@@ -1,4 +1,4 @@
-"""The truth of a call: FP64 attention, where NaN belongs, and the numbers that its bounds are made of."""
+"""The true result of a random call: FP64 attention, the places of NaN, and the numbers that its bounds need."""
 
 from __future__ import annotations
 
@@ -13,66 +13,74 @@ from torch import Tensor
 import pasa
 from pasa.eval.random_calls.inputs import Call
 
-UNIT = 2.0**-24  # half a unit in the last place of FP32
-PIECE = 2**25  # scores, or expanded keys, that are worked on at a time: 256 MiB in FP64
-EXACT_RANGE = 2**27  # scores times head dim: up to here the range of values is that of the very keys a row sees
-NATS = 104.0  # weights below exp(-104) are zero in FP32
-STORED = 2.0**-7  # an FP16 score within 16 nats of the maximum, relative to which it is stored: 2^-11 of it
-SUMMED = 2.0**-14  # an FP32 score tile errs by so much at most
-LIGHT = 20.0  # nats: what lies further below weighs e^-20 at most, less than an output's rounding
+UNIT = 2.0**-24  # the largest relative error of one rounding to FP32
+PIECE = 2**25  # elements of the scores, or of the expanded keys, that are computed at a time: 256 MiB in FP64
+# Scores times head dimension. Up to here, the range of values is computed from just the keys that each row sees.
+EXACT_RANGE = 2**27
+NATS = 104.0  # weights below exp(-104) are 0 in FP32
+# nats; error of a score stored in FP16 relative to the row maximum: 2^-11 of the 16 nats within which it may lie
+STORED = 2.0**-7
+SUMMED = 2.0**-14  # nats; the largest error of a score in an FP32 tile
+LIGHT = 20.0  # nats; a key further below the maximum weighs at most e^-20, less than the rounding of an output
 FP32_MAX = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
 class Truth:
-    """The results a call must have, FP64 or bool: (B, Hq, Sq), and (B, Hq, Sq, D) where a comment says D."""
+    """The results that a call must have, and the numbers that bound its errors.
 
-    out: Tensor  # D; attention of the inputs with 0 for whatever is not finite
+    Tensors are FP64 or bool, of shape (B, Hq, Sq), or (B, Hq, Sq, D) where the comment begins with D.
+    """
+
+    out: Tensor  # D; attention of the inputs, with 0 in place of NaN and infinity
     lse: Tensor
-    bad_rows: Tensor  # what a NaN or infinity of the inputs must turn to NaN in `lse`
-    bad: Tensor  # D; and in `out`
-    # D; range of the values that a row sees. Of a very large call with a mask of its own for each row: of those up to
-    # its last key that any row sees.
+    bad_rows: Tensor  # elements of `lse` that must be NaN, because the row sees NaN or infinity
+    bad: Tensor  # D; elements of `out` that must be NaN
+    # D; smallest and largest value that a row sees. Above `EXACT_RANGE`, they are taken over the keys up to the row's
+    # last one, without those that no row sees: the same for a causal band, and no narrower for other masks.
     low: Tensor
     high: Tensor
-    # D; the same of the keys whose scores, each off by eps, may be within `LIGHT` nats of the largest
+    # D; the same range over the keys whose scores, if each errs by eps, may lie within `LIGHT` nats of the largest
     heavy_low: Tensor
     heavy_high: Tensor
-    # The largest scale sum |q_c| |k_c| of a key that the row sees and that may have weight: no scaled score of such a
-    # key and none of its partial sums is larger.
+    # The largest scale * sum |q_c| |k_c| over the keys that the row sees and that may have weight. It bounds the scaled
+    # score of such a key, and every partial sum of that score.
     products: Tensor
-    norms: Tensor  # scale |q| max |k| of those keys: by Cauchy and Schwarz the same, and close for ordinary data
+    norms: Tensor  # scale * |q| * max |k| over those keys: bounds the scores too, by Cauchy-Schwarz
     added: Tensor  # the largest number that a float mask adds to a score with weight
-    eps: Tensor  # what a scaled score may err by, in nats
-    keys: Tensor  # how many the row sees
+    eps: Tensor  # largest error of a scaled score, in nats
+    keys: Tensor  # number of keys that the row sees
 
     @property
     def fully_masked(self) -> Tensor:
-        """Rows that see no key."""
+        """Return the mask of the rows that see no key."""
         return self.keys == 0
 
     @property
     def largest(self) -> Tensor:
-        """The largest magnitude of the values in a row's range."""
+        """Return the largest magnitude in the range of values of each row."""
         return torch.maximum(self.low.abs(), self.high.abs())
 
 
 @dataclass(frozen=True)
 class Part:
-    """A call in FP64 with 0 for what is not finite, keys and values once for each query head."""
+    """A call in FP64, with 0 in place of NaN and infinity; keys and values are repeated for each query head."""
 
     q: Tensor
     k: Tensor
     v: Tensor
-    seen: Tensor  # (B, Hq, Sq, Skv), as the next two
-    added: Tensor  # by a float mask
+    seen: Tensor  # (B, Hq, Sq, Skv), like `added` and `scores`
+    added: Tensor  # what a float mask adds
     scores: Tensor  # scaled, with the mask, -inf where masked out
     bad_rows: Tensor  # as in `Truth`
     bad: Tensor
 
 
 def prepare(call: Call) -> Part:
-    """Return what a call means: inputs are FP16 numbers first, and finite elements of a mask leave room for scores."""
+    """Return a call in FP64, after its inputs are rounded to FP16.
+
+    Finite elements of a float mask are clamped, so that a score added to one stays within FP32.
+    """
     q, k, v = (x.half().double() for x in (call.q, call.k, call.v))
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     seen = call.visible()
@@ -91,15 +99,16 @@ def prepare(call: Call) -> Part:
 
 
 def find_truth(call: Call, fp16_scores: bool = True, chunks: int = 0) -> Truth:
-    """Return the truth of a call with score tiles in FP16 (reference, Ascend C) or FP32 (Triton), piece by piece.
+    """Return the truth of a call, computed piece by piece.
 
-    `chunks` of keys may have outputs of their own, which are joined by log-sum-exps in FP32.
+    Score tiles are FP16 in the reference and in Ascend C, and FP32 in Triton. `chunks` is the number of key chunks with
+    outputs of their own, which are merged by log-sum-exps in FP32; 0 if the keys are not split.
     """
     return Truth(**in_pieces(lambda piece: _describe(piece, STORED if fp16_scores else SUMMED, chunks), call))
 
 
 def _describe(call: Call, tile: float, chunks: int) -> dict[str, Tensor]:
-    if not call.k.shape[2]:  # no key is one that no row sees
+    if not call.k.shape[2]:  # no keys: the same as one key that is masked out everywhere
         k = call.k.new_zeros(*call.k.shape[:2], 1, call.k.shape[3])
         hidden = torch.zeros(1, dtype=torch.bool, device=k.device)
         call = dataclasses.replace(call, k=k, v=k, mask=hidden)
@@ -111,7 +120,7 @@ def _describe(call: Call, tile: float, chunks: int) -> dict[str, Tensor]:
     products, added = (x.abs().where(weighs, 0.0).amax(-1) for x in (sums, part.added))
     lengths = part.k.norm(dim=-1).unsqueeze(2).where(weighs, 0.0).amax(-1)
     eps = score_errors(products, added, dim) + tile
-    if chunks:  # an LSE in FP32 is that coarse, and so is a chunk's weight
+    if chunks:  # an FP32 log-sum-exp rounds by this much, and the weight of its chunk errs as much
         eps = eps + 8 * UNIT * lse.abs() * chunks
     finite = torch.isfinite(call.v).repeat_interleave(part.q.shape[1] // call.v.shape[1], 1)
     low, high = heavy = value_range(part.v, finite, part.seen)
@@ -126,12 +135,12 @@ def _describe(call: Call, tile: float, chunks: int) -> dict[str, Tensor]:
 
 
 def score_errors(products: Tensor, added: Tensor, dim: int) -> Tensor:
-    """Return what scaled scores may err by in FP32: `products` is scale sum |q_c| |k_c|, `added` what a mask adds."""
+    """Return the largest error of scaled FP32 scores; `products` is scale * sum |q_c| |k_c|, `added` the float mask."""
     return 4 * (dim + 4) * UNIT * products + 4 * UNIT * added.abs()
 
 
 def may_weigh(scores: Tensor, errors: Tensor) -> Tensor:
-    """Find the keys within `NATS` of the largest score, if each score may err: all (B, H, Sq, Skv)."""
+    """Find the keys that may lie within `NATS` of the largest score, given an error of each score: (B, H, Sq, Skv)."""
     top, first = scores.max(-1, keepdim=True)
     return scores + 2 * errors >= top - 2 * errors.gather(-1, first) - NATS
 
@@ -155,7 +164,7 @@ def value_range(v: Tensor, finite: Tensor, seen: Tensor) -> tuple[Tensor, Tensor
 
 
 def in_pieces(work: Callable[[Call], dict[str, Tensor]], call: Call) -> dict[str, Tensor]:
-    """Work on a call piece by piece, and join the results."""
+    """Apply `work` to each piece of a call, and concatenate the results by rows and batch entries."""
     entries = [[work(piece) for piece in row] for row in pieces(call)]
     return {
         name: torch.cat([torch.cat([each[name] for each in row], 2) for row in entries], 0) for name in entries[0][0]
@@ -163,7 +172,10 @@ def in_pieces(work: Callable[[Call], dict[str, Tensor]], call: Call) -> dict[str
 
 
 def pieces(call: Call) -> list[list[Call]]:
-    """Return what a call is made of: packed sequences; otherwise some entries, and of each of these some rows."""
+    """Split a call into smaller calls: packed calls by sequence, others by rows until `PIECE` scores are left.
+
+    Results are concatenated along the rows within a list, and along the batch from list to list.
+    """
     if call.sequences is not None:
         rows, keys = (pairwise(accumulate(lengths, initial=0)) for lengths in zip(*call.sequences, strict=True))
         return [[_cut(call, slice(a, b), slice(c, d)) for (a, b), (c, d) in zip(rows, keys, strict=True) if a < b]]
@@ -189,7 +201,7 @@ def _cut(call: Call, rows: slice, keys: slice) -> Call:
 
 
 def naive_fp16(call: Call) -> Tensor:
-    """Return attention with Q K^T in FP16 before it is scaled, P in FP16 and sums in FP32: what is said to overflow."""
+    """Return naive FP16 attention, the one that overflows: Q K^T in FP16 before the scale, P in FP16, sums in FP32."""
     part = prepare(call)
     q, k, v = part.q.float(), part.k.float(), part.v.float()
     bias = part.added.float().masked_fill(~part.seen, -torch.inf)

@@ -107,7 +107,9 @@ def number(text: str) -> float:
 
 
 def run_counters(
-    case: Annotated[list[str] | None, typer.Option(help="A case by name, repeatable (the paper's; decoding).")] = None,
+    case: Annotated[
+        list[str] | None, typer.Option(help="Name of a case, repeatable (default: the paper's, and decoding).")
+    ] = None,
     progress: Report | None = None,
 ) -> dict[str, Any]:
     """Read hardware counters of the kernels behind a case, by Nsight Compute, beside SDPA's cuDNN."""

@@ -1,17 +1,18 @@
-"""The accuracy gate: no time is shown of a call whose output is wrong.
+"""The accuracy gate of the speed benchmark: a call whose output is wrong gets no time.
 
 A call passes when, against attention in FP64,
 
 - its whole output and log-sum-exp are finite;
 - its relative RMSE (Eq. 19) is at most twice that of the reference emulation of the same arithmetic on the same rows,
   or 2^-11, half a unit in the last place of an FP16 output;
-- its log-sum-exp, where it gives one, is within 1e-3, or twice the emulation's error.
+- its log-sum-exp, if it returns one, is within 1e-3, or within twice the emulation's error.
 
-Attention that keeps scores in FP32 without a shift may err by what FP32 cannot hold: a tensor core adds D / 16 partial
-sums, each with an error of up to one unit in the last place of the score (2^-23 of it). The allowance is nothing on
-unbiased data and 9e-3 where scores reach 9,000. A log-sum-exp is as large as the scores, so all get it for that.
+Attention that keeps unshifted scores in FP32 is allowed their rounding error too. A tensor core adds D / 16 partial
+sums, and each addition errs by up to one unit in the last place of the score (2^-23 of it). On unbiased data this
+allows almost nothing; where scores reach 9,000 it allows 9e-3. The limit of the log-sum-exp includes this allowance for
+every implementation, because a log-sum-exp is as large as the scores.
 
-Where all rows would take too much memory, rows at the start, in the middle and at the end of four heads are compared.
+If all rows would take too much memory, rows at the start, in the middle and at the end of four heads are compared.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ import pasa
 from pasa.eval.kit.errors import measure_errors
 from pasa.eval.speed.cases import Inputs, SpeedCase
 
-FACTOR = 2.0
-RMSE_FLOOR = 2.0**-11
-LSE_BOUND = 1e-3
+FACTOR = 2.0  # times the emulation's error
+RMSE_FLOOR = 2.0**-11  # relative; half a unit in the last place of FP16
+LSE_BOUND = 1e-3  # nats
 FP32_UNIT = 2.0**-23
 MMA_DEPTH = 16  # products that a tensor core adds in one step
 ALL_BELOW = 2**26  # elements of the scores, or of the expanded keys, up to which every row is compared: 0.5 GB in FP64
@@ -38,7 +39,7 @@ SAMPLED_HEADS, SAMPLED_ROWS = 4, 128
 
 @dataclass(frozen=True)
 class Piece:
-    """Consecutive rows, and how many keys they may see (a causal row sees none of the later ones)."""
+    """Consecutive query rows, and the number of leading keys that they may see under a causal mask."""
 
     start: int
     stop: int
@@ -58,7 +59,7 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """Return whether a time may be shown."""
+        """Return whether the call is accurate, so that its time may be shown."""
         return not self.why
 
 
@@ -80,7 +81,7 @@ def sampled_pairs(case: SpeedCase) -> list[int]:
 
 
 def sampled_pieces(case: SpeedCase, pairs: int) -> list[Piece]:
-    """Return the rows to compare of each of so many heads."""
+    """Return the rows to compare in each of `pairs` heads: all, or the first, middle and last ones."""
     size = SAMPLED_ROWS
     if pairs * case.keys * case.rows <= ALL_BELOW or case.rows <= 3 * size:
         starts, size = [0], case.rows
@@ -91,14 +92,14 @@ def sampled_pieces(case: SpeedCase, pairs: int) -> list[Piece]:
 
 
 class Gate:
-    """Truth and emulations of one case, computed once each."""
+    """The accuracy gate of one case: computes its FP64 output once, and each emulation once."""
 
     def __init__(self, case: SpeedCase, inputs: Inputs) -> None:
         self.case, self.inputs = case, inputs
         self.pairs = torch.tensor(sampled_pairs(case), device=inputs.q.device)
         self.pieces = sampled_pieces(case, len(self.pairs))
         golden = [pasa.golden_attention(*self._cut(piece), is_causal=case.causal) for piece in self.pieces]
-        self.golden = torch.cat([out for out, _ in golden], 2)  # (pairs, 1, rows, D), as whatever is compared with it
+        self.golden = torch.cat([out for out, _ in golden], 2)  # (pairs, 1, rows, D), like the outputs compared
         self.golden_lse = torch.cat([lse for _, lse in golden], 2)
         self._emulated: dict[pasa.PasaConfig, Errors] = {}
 
@@ -122,7 +123,7 @@ class Gate:
         return q, k, v
 
     def sampled(self, x: Tensor) -> Tensor:
-        """Return the rows of an output (B, Hq, Sq, ...) that are compared, in the form of `golden`."""
+        """Select the compared rows of an output (B, Hq, Sq, ...), in the layout of `golden`."""
         rows = x.flatten(0, 1)[self.pairs, None]
         return torch.cat([rows[:, :, piece.start : piece.stop] for piece in self.pieces], 2)
 
@@ -141,18 +142,18 @@ class Gate:
     def judge(
         self, out: Tensor, lse: Tensor | None, emulation: pasa.PasaConfig, *, shifted: bool, limit: float | None = None
     ) -> Verdict:
-        """Apply the gate of this module's docstring.
+        """Compare an output with FP64, by the limits in the docstring of this module.
 
         Parameters
         ----------
         out : Tensor (B, Hq, Sq, D)
         lse : Tensor (B, Hq, Sq), optional
         emulation : PasaConfig
-            The arithmetic to compare with.
+            Arithmetic of the reference backend whose error sets the limits.
         shifted : bool
-            Whether a common bias of the keys is removed before scores are formed.
+            Whether the implementation removes a common bias of the keys before it forms scores.
         limit : float, optional
-            Of the RMSE, in place of the emulation's.
+            Limit of the RMSE in place of the one that follows from the emulation.
         """
         expected = (self.case.batch, self.case.heads, self.case.rows, self.case.dim)
         if tuple(out.shape) != expected:
@@ -173,5 +174,5 @@ class Gate:
 
 
 def _number(value: float) -> float:
-    """Return 0 in place of NaN: an emulation that overflows allows nothing."""
+    """Return 0 in place of NaN or infinity: an emulation that overflows allows no error."""
     return value if math.isfinite(value) else 0.0

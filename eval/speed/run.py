@@ -1,4 +1,7 @@
-"""Runs the table of cases through the implementations: gate first, then interleaved rounds."""
+"""The command `pasa bench speed`: time every implementation on every case.
+
+The accuracy gate comes first. Implementations that pass are then timed in interleaved rounds.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ Record: TypeAlias = dict[str, Any]
 
 @dataclass
 class Entrant:
-    """One implementation on one case, run in one way; `call` is None unless its time may be taken."""
+    """One implementation on one case, eager or in a CUDA graph; `call` is None if it failed and must not be timed."""
 
     record: Record
     call: Call | None = None
@@ -43,17 +46,19 @@ class Entrant:
 
 
 def run_speed(
-    case: Annotated[list[str] | None, typer.Option(help="A case by name, repeatable (all).")] = None,
-    implementation: Annotated[list[str] | None, typer.Option(help="An implementation, repeatable (all).")] = None,
-    rounds: Annotated[int, "Turns of each implementation."] = 5,
-    quick: Annotated[bool, "Four small cases."] = False,
+    case: Annotated[list[str] | None, typer.Option(help="Name of a case, repeatable (all).")] = None,
+    implementation: Annotated[
+        list[str] | None, typer.Option(help="Name of an implementation, repeatable (all).")
+    ] = None,
+    rounds: Annotated[int, "Timed turns of each implementation."] = 5,
+    quick: Annotated[bool, "Time four small cases only."] = False,
     progress: Report | None = None,
 ) -> dict[str, Any]:
     """Time attention on a CUDA device, accuracy first; exit 1 if one of ours fails the accuracy gate.
 
-    Ratios need torch's two fast backends among the implementations. The result has ``records`` (one per case,
-    implementation and way of running), ``targets``, ``parts`` and ``gate`` (all of ours that ran are
-    accurate).
+    Ratios are to torch's cuDNN and flash backends, so they need both among the implementations. The result has
+    ``records`` (one for each case, implementation and way of running, eager or CUDA graph), ``targets``, ``parts``
+    and ``gate``, which passes if every PASA implementation that ran is accurate.
 
     Raises
     ------
@@ -78,7 +83,7 @@ def measure(
     rounds: int,
     progress: Report | None = None,
 ) -> dict[str, Any]:
-    """Do the work of `run_speed` on any clock; `bandwidth` in bytes per second."""
+    """Measure the cases with any clock, so that tests need no GPU; `bandwidth` is in bytes per second."""
     started = time.perf_counter()
     records: list[Record] = []
     parts: list[Record] = []
@@ -109,11 +114,11 @@ def measure(
 def measure_case(
     case: SpeedCase, implementations: Sequence[Implementation], clock: Clock, bandwidth: float, rounds: int
 ) -> tuple[list[Record], list[Record]]:
-    """Return the records of a case, and the split of our default mode's time."""
+    """Return the records of a case, and how the time of PASA's default mode splits into its parts."""
     try:
         inputs = case.inputs(clock.device)
         gate = Gate(case, inputs)
-    except Exception as error:  # too little memory for the case, or a device that has failed before
+    except Exception as error:  # out of memory, or the device failed in an earlier case
         failed = {"how": "eager", "status": NOT_RUN, "why": f"inputs and FP64 truth: {one_line(error)}"}
         return [{"case": case.name, "implementation": each.name} | failed for each in implementations], []
     eager = [enter(case, each, inputs, gate, clock) for each in implementations]
@@ -126,10 +131,9 @@ def measure_case(
 
 
 def enter(case: SpeedCase, implementation: Implementation, inputs: Inputs, gate: Gate, clock: Clock) -> Entrant:
-    """Prepare, choose the fastest variant, and apply the gate; an implementation that cannot run says why.
+    """Prepare an implementation, choose its fastest variant, and apply the gate; record why if it cannot run.
 
-    It gets copies of the inputs to be timed on, and others to be judged on, because a peer once wrote into its
-    caller's.
+    It is timed on one copy of the inputs and judged on another, because a peer once wrote into its caller's tensors.
     """
     record: Record = {"case": case.name, "implementation": implementation.name, "how": "eager", "status": OK, "why": ""}
     record["checked_share"] = gate.share
@@ -148,13 +152,13 @@ def enter(case: SpeedCase, implementation: Implementation, inputs: Inputs, gate:
                 record["workspace_share"] = record["workspace_bytes"] / inputs.bytes
         except NotInstalledError as error:
             return Entrant(record | {"status": NOT_INSTALLED, "why": str(error)})
-        except Exception as error:  # whatever a kernel raises is the reason why its row has no time
+        except Exception as error:  # any exception of a kernel is shown as the reason for its missing time
             return Entrant(record | {"status": NOT_RUN, "why": _reason(error, hints)})
     return Entrant(record, call if judged.passed else None)
 
 
 def _reason(error: Exception, hints: Sequence[warnings.WarningMessage]) -> str:
-    """Return the exception, and the first of the warnings that came before it."""
+    """Return the exception on one line, and up to two of the warnings that came before it."""
     texts = [" ".join(str(each.message).split())[:160] for each in hints if issubclass(each.category, UserWarning)]
     return "; ".join([one_line(error), *dict.fromkeys(texts[:2])])
 
@@ -162,7 +166,8 @@ def _reason(error: Exception, hints: Sequence[warnings.WarningMessage]) -> str:
 def fastest(variants: dict[str, Call], clock: Clock) -> tuple[str, Call]:
     """Return the variant that takes the least time; raise the first one's exception if none runs.
 
-    Calls are cold, because the read before each hides what the host takes: the device's time is to decide.
+    Calls are timed with a cold L2 cache. The read that flushes the cache hides the host's launch overhead, so that
+    device time decides.
     """
     failures: list[Exception] = []
     taken: dict[str, float] = {}
@@ -178,7 +183,7 @@ def fastest(variants: dict[str, Call], clock: Clock) -> tuple[str, Call]:
 
 
 def in_graph(eager: Entrant, clock: Clock) -> Entrant:
-    """Capture the same call in a CUDA graph; its replay has to give the same numbers."""
+    """Capture the same call in a CUDA graph, and check that its replay gives the same output."""
     record = {name: value for name, value in eager.record.items() if name not in ("host_us", "workspace_bytes")}
     record["how"] = "graph"
     if eager.call is None:
@@ -194,18 +199,21 @@ def in_graph(eager: Entrant, clock: Clock) -> Entrant:
 
 
 def _close(out: Tensor, other: Tensor, limit: float) -> bool:
-    """Check the relative distance against the error that the gate allows: splits over keys have no fixed order."""
+    """Check that two outputs differ by no more than the gate's RMSE limit.
+
+    They need not be equal, because splits over the keys are summed in no fixed order.
+    """
     return bool((out.float() - other.float()).norm() <= limit * other.float().norm())
 
 
 def take_times(case: SpeedCase, entrants: Sequence[Entrant], clock: Clock, bandwidth: float, rounds: int) -> None:
-    """Add times and ratios to the records of those that passed."""
+    """Time the entrants that passed the gate, and add times and ratios to their records."""
     calls = {each.name: each.call for each in entrants if each.call is not None}
     if not calls:
         return
     try:
         times, cold = interleave(clock, calls, rounds)
-    except Exception as error:  # it ran before: the device has failed, and the other cases will say so too
+    except Exception as error:  # the call ran before, so the device has failed
         for each in entrants:
             if each.call is not None:
                 each.record |= {"status": NOT_RUN, "why": f"while timed: {one_line(error)}"}
@@ -218,7 +226,10 @@ def take_times(case: SpeedCase, entrants: Sequence[Entrant], clock: Clock, bandw
 
 
 def figures(case: SpeedCase, times: Rounds, cudnn: Rounds | None, flash: Rounds | None, bandwidth: float) -> Record:
-    """Return times, TFLOPS and ratios; ``to_floor``, for decoding, is the time over that of reading K and V once."""
+    """Return times, TFLOPS and ratios of one implementation.
+
+    ``to_floor``, for decoding, is the time divided by the time of reading K and V once at the bandwidth of a copy.
+    """
     measured: Record = dict(summary(times))
     seconds = 1e-3 * measured["median_ms"]
     return measured | {
@@ -230,7 +241,10 @@ def figures(case: SpeedCase, times: Rounds, cudnn: Rounds | None, flash: Rounds 
 
 
 def verdict(records: Sequence[Record]) -> dict[str, Any]:
-    """Return every gate that one of ours failed; one that could not run is shown, and decides nothing."""
+    """Return the gate of the run: it fails if a PASA implementation failed its accuracy gate.
+
+    An implementation that could not run is shown in the tables, but does not fail the gate.
+    """
     failures = [
         {name: each[name] for name in ("case", "implementation", "how", "why")}
         for each in records

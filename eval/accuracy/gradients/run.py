@@ -30,7 +30,7 @@ Record = dict[str, Any]
 
 def run_gradients(
     seed: Annotated[int, "Seed of the inputs."] = 0,
-    rounds: Annotated[int, "Turns of each implementation."] = 5,
+    rounds: Annotated[int, "Timed turns of each implementation."] = 5,
     progress: output.Report = output.silent,
 ) -> dict[str, Any]:
     """Errors of gradients against FP64, and on a GPU their time beside SDPA's; exit 1 if one is too large.

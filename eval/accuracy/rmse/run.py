@@ -34,8 +34,8 @@ from pasa.ops.numerics.formats import OVERFLOWS
 
 EMULATED = (COMPETITOR, NAIVE, "pasa-paper", "pasa-paper-fp16", GATED, "pasa-exact-fp16")  # beside the kernels
 COMPARED = (COMPETITOR, NAIVE, "pasa-paper", GATED)  # where Q and K share a large bias
-Heads: TypeAlias = Annotated[int | None, "Heads in place of those of the cases (the paper's: 16)."]
-Positions: TypeAlias = Annotated[int | None, "Positions in place of those of the cases (the paper's: 1280)."]
+Heads: TypeAlias = Annotated[int | None, "Heads of every case (the paper has 16)."]
+Positions: TypeAlias = Annotated[int | None, "Sequence length of every case (the paper has 1280)."]
 Seeds: TypeAlias = Annotated[Sequence[int], "Seeds, such as 0,1,2 (0; twelve for --large-bias, three for --sides)."]
 
 

@@ -52,8 +52,8 @@ CASES = (SideCase("none", 0, 0), SideCase("K", 0, 4000), SideCase("Q", 4000, 0),
 
 
 def run_sides(
-    heads: Annotated[int | None, "Heads (2)."] = None,
-    seq: Annotated[int | None, "Positions (1024)."] = None,
+    heads: Annotated[int | None, "Number of heads (2)."] = None,
+    seq: Annotated[int | None, "Sequence length (1024)."] = None,
     seeds: Annotated[Sequence[int], "Seeds."] = (0, 1, 2),
     progress: output.Report = output.silent,
 ) -> dict[str, Any]:

@@ -48,7 +48,7 @@ Record = dict[str, Any]
 
 
 def run_cost(
-    rounds: Annotated[int, "Turns of each softmax."] = 9, progress: output.Report = output.silent
+    rounds: Annotated[int, "Timed turns of each softmax."] = 9, progress: output.Report = output.silent
 ) -> dict[str, Any]:
     """Time softmax="unbiased" beside "safe" on a CUDA device; exit 1 if an output is wrong, 0 if a target is missed.
 

@@ -33,7 +33,7 @@ Result = dict[str, Any]
 
 def run_bias(
     rows: Annotated[int, "Independent rows of each case."] = 2048,
-    seed: Annotated[int, "Seed of inputs and drawn roundings."] = 0,
+    seed: Annotated[int, "Seed of the inputs and of stochastic rounding."] = 0,
     progress: output.Report = output.silent,
 ) -> Result:
     """Signed errors where rows repeat their maximum, by rule; exit 1 if ours keeps a bias or adds an error.

@@ -42,26 +42,26 @@ PATIENCE = timedelta(days=1)
 
 
 def run_longbench(
-    model: Annotated[str | None, "Folder of a causal language model, not the built-in."] = None,
+    model: Annotated[str | None, "Folder of a causal language model (default: a built-in model)."] = None,
     data: Annotated[str | None, "Folder or zip of LongBench's data (default: an offline set)."] = None,
     precisions: Annotated[
-        Sequence[str], "Of fp32-base, bf16[-eager], fp16-{eager,sdpa}, pasa; fp32 is always added."
+        Sequence[str], "Among fp32-base, bf16[-eager], fp16-{eager,sdpa}, pasa; fp32 is always added."
     ] = DEFAULT_PRECISIONS,
-    dataset: Annotated[Sequence[str] | None, "Data sets (all)."] = None,
-    extended: Annotated[bool, typer.Option("--e", help="LongBench-E.")] = False,
-    limit: Annotated[int | None, "Items of each data set."] = None,
+    dataset: Annotated[Sequence[str] | None, "Names of data sets (all)."] = None,
+    extended: Annotated[bool, typer.Option("--e", help="Use LongBench-E.")] = False,
+    limit: Annotated[int | None, "First items of each data set to answer (all)."] = None,
     tokens: Annotated[Sequence[int] | None, "Approximate tokens of the offline set's contexts (1024)."] = None,
-    items: Annotated[int | None, "Offline items of each length (1)."] = None,
+    items: Annotated[int | None, "Items of each length in the offline set (1)."] = None,
     max_length: Annotated[
         int | None, "Longest prompt in tokens; of a longer one the middle is cut (published)."
     ] = None,
-    batch_size: Annotated[int, "Items answered together."] = 1,
-    chat: Annotated[bool, typer.Option("--chat/--no-chat", help="The tokenizer's chat template.")] = True,
+    batch_size: Annotated[int, "Items in a batch."] = 1,
+    chat: Annotated[bool, typer.Option("--chat/--no-chat", help="Use the tokenizer's chat template.")] = True,
     offset: Annotated[float | None, "Constant to add to every score (131072; 0 with --model)."] = None,
     half: Annotated[
         bool | None, typer.Option("--half/--emulate", help="FP16 models, or FP16 attention in FP32 (default on a CPU).")
     ] = None,
-    diagnose: Annotated[int, "Items of a data set whose scores are counted by layer."] = 1,
+    diagnose: Annotated[int, "Items of each data set whose overflowing scores are counted by layer."] = 1,
     folder: Path | None = None,
     progress: output.Report = output.silent,
 ) -> dict[str, Any] | None:

@@ -32,9 +32,9 @@ BIAS = 362
 def run_throughput(
     config: Annotated[str, "Configuration: qwen2-7b (on an accelerator), or tiny."] = "qwen2-7b",
     tokens: Annotated[Sequence[int], "Prompt lengths."] = (8192,),
-    attention: Annotated[Sequence[str], "The model's own two, and PASA."] = ATTENTIONS,
-    new_tokens: Annotated[int, "Tokens to decode, one at a time, without a graph."] = 32,
-    rounds: Annotated[int, "Rounds to time, after one that is not counted."] = 3,
+    attention: Annotated[Sequence[str], "Attention to time: eager and sdpa are the model's own."] = ATTENTIONS,
+    new_tokens: Annotated[int, "Tokens to decode, one at a time, without a CUDA graph."] = 32,
+    rounds: Annotated[int, "Rounds to time, after one warm-up round."] = 3,
     progress: output.Report = output.silent,
 ) -> dict[str, Any]:
     """Time prefill and decode of a whole model with random weights, and its memory, by attention."""

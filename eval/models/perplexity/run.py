@@ -30,13 +30,13 @@ Spans = Sequence[tuple[int, int, int]]
 
 
 def run_perplexity(
-    model: Annotated[str | None, "Folder of a causal language model, not the built-in."] = None,
+    model: Annotated[str | None, "Folder of a causal language model (default: a built-in model)."] = None,
     text: Annotated[str | None, "UTF-8 file to read (default: an essay)."] = None,
     precisions: Annotated[Sequence[str], "As for pasa eval longbench; fp32 is always added."] = DEFAULT_PRECISIONS,
     offsets: Annotated[Sequence[int] | None, "Constants to add to scores (0,4096,131072; 0 with --model)."] = None,
-    tokens: Annotated[int, "Length of the text."] = 2048,
-    window: Annotated[int, "Tokens that are read at once."] = 1024,
-    stride: Annotated[int, "Tokens between two windows."] = 512,
+    tokens: Annotated[int, "Length of the text in tokens."] = 2048,
+    window: Annotated[int, "Tokens in a window."] = 1024,
+    stride: Annotated[int, "Tokens from the start of a window to the next."] = 512,
     half: Annotated[
         bool | None, typer.Option("--half/--emulate", help="FP16 models, or FP16 attention in FP32 (default on a CPU).")
     ] = None,

@@ -1,4 +1,4 @@
-"""The rescue: one prompt through one overflowing model in FP32, in FP16, and in FP16 with PASA."""
+"""The command `pasa demo`: run a language model that overflows FP16, in FP32, in FP16, and in FP16 with PASA."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from pasa.eval.models.rescue.measure import Generation, generate
 from pasa.ops.numerics.formats import FORMATS
 
 FROM_ANYBODY: dict[str, Any] = {"use_safetensors": True, "trust_remote_code": False, "local_files_only": True}
-"""Of a folder that somebody else wrote neither a pickle is read nor a module run."""
+"""Loading options for folders from others: no pickle is read, and no code of theirs is run."""
 DEFAULT_OFFSET = 131072
-"""Twice the largest FP16 number, rounded up to a power of two: no score of the fixture fits FP16."""
+"""Added to every score. It is twice the largest FP16 number, rounded up to a power of two, so no score fits FP16."""
 ESSAY = "worked"
-"""The longest essay of the distribution (18,145 tokens), so that any prompt length below that needs no second one."""
+"""The longest essay in the package (18,145 tokens), so that one essay is enough for any prompt up to that length."""
 PROMPT_TOKENS = 1100
 QUESTION = "Summarize the text above."
-"""Chosen on the FP32 base model alone, because its answer is longer than the 64 tokens that are compared (asked what
-the author did, in one paragraph, it stops after 12)."""
+"""Chosen because the FP32 model answers it with more than the 64 tokens that are compared. Asked what the author did,
+in one paragraph, the model stops after 12. FP16 played no part in the choice."""
 FP16_MAX = FORMATS["fp16"].max
 PERPLEXITY_PERCENT = 0.5
-"""How far the perplexity of a rescued model may be from FP32's."""
+"""Largest change of perplexity from FP32, in percent, with which FP16 with PASA passes."""
 TITLES = {
     "fp32_base": "FP32, before the injection",
     "fp32": "FP32, same weights as below",
@@ -42,8 +42,8 @@ TITLES = {
 
 
 def run_rescue(
-    model: Annotated[str | None, "Folder of a causal language model, not the built-in."] = None,
-    prompt: Annotated[str | None, "Message to answer (an essay, and a question about it)."] = None,
+    model: Annotated[str | None, "Folder of a causal language model (default: a built-in model)."] = None,
+    prompt: Annotated[str | None, "Message to answer (default: an essay, and a question about it)."] = None,
     offset: Annotated[float | None, "Constant to add to every score (131072; none with --model)."] = None,
     new_tokens: Annotated[int, "Tokens to generate."] = 64,
     max_prompt_tokens: Annotated[int | None, f"Length to cut the built-in prompt to ({PROMPT_TOKENS})."] = None,
@@ -51,8 +51,8 @@ def run_rescue(
 ) -> dict[str, Any]:
     """Rescue a language model that FP16 attention cannot run; exit 1 if PASA does not reproduce FP32.
 
-    ``proof`` of the result has the claims as numbers, ``layers`` the largest scores of the prefill before and after the
-    shift.
+    In the result, ``proof`` holds the numbers behind the claims, and ``layers`` the largest scores of each layer in the
+    prefill, before and after the shift.
     """
     at_least(1, new_tokens=new_tokens, max_prompt_tokens=max_prompt_tokens)
     check_offset(offset)
@@ -74,8 +74,8 @@ def run_rescue(
         fixture = info.as_dict()
     say("FP32, the reference")
     runs["fp32"] = generate(subject, tokenizer, ids, new_tokens)
-    # Eager attention stores scores in FP16 on every device. The fused attention of a CPU widens its inputs to FP32,
-    # and so would hide what happens on a device that does not.
+    # Eager attention stores scores in FP16 on every device. On a CPU, torch's fused attention computes in FP32, which
+    # would hide the overflow.
     subject.half().set_attn_implementation("eager")
     say("FP16, the model's own attention")
     runs["fp16"] = generate(subject, tokenizer, ids, new_tokens)
@@ -110,11 +110,11 @@ def build_prompt(tokenizer: Any, prompt: str | None = None, max_tokens: int | No
         ids = _chat_ids(tokenizer, f"{tokenizer.decode(pieces[:room])}\n\n{QUESTION}")
         if ids.shape[1] <= limit:
             return ids
-        room -= ids.shape[1] - limit  # text cut inside a word can take a token more when it is read again
+        room -= ids.shape[1] - limit  # text cut inside a word can take one token more when it is tokenized again
 
 
 def _chat_ids(tokenizer: Any, message: str) -> torch.Tensor:
-    """Return one user message in the tokenizer's chat template, or the message alone without a template."""
+    """Return the ids of one user message in the tokenizer's chat template, or of the message alone if it has none."""
     if getattr(tokenizer, "chat_template", None):
         chat = [{"role": "user", "content": message}]
         message = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
@@ -123,7 +123,7 @@ def _chat_ids(tokenizer: Any, message: str) -> torch.Tensor:
 
 
 def load_folder(path: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
-    """Return ``(model, tokenizer)`` of a folder with a causal language model in safetensors, without its own code."""
+    """Load a causal language model and its tokenizer from a folder, from safetensors and without running its code."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     if not Path(path).is_dir():
@@ -133,7 +133,7 @@ def load_folder(path: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Any
 
 
 def _collect(runs: dict[str, Generation]) -> dict[str, Any]:
-    """Return the numbers that make the case first, and everything they were derived from after them."""
+    """Return the result: the gate and the numbers behind the claims first, then the runs they come from."""
     reference, failing, rescued = runs["fp32"], runs["fp16"], runs["fp16_pasa"]
     layers, before, after = rescued.scores, "max_score_before", "max_score_after"
     equal = equal_prefix(rescued.tokens, reference.tokens)
@@ -174,7 +174,7 @@ def equal_prefix(first: list[int], second: list[int]) -> int:
 
 
 def verdict(result: dict[str, Any]) -> str:
-    """Return the outcome in a few plain sentences made of the measured numbers."""
+    """Return the outcome in a few sentences with the measured numbers."""
     proof = result["proof"]
     change = proof["perplexity_change_percent"]
     moved = "perplexity not finite" if change is None else f"perplexity {change:+.4f} % from FP32's"
@@ -189,7 +189,7 @@ def verdict(result: dict[str, Any]) -> str:
 
 
 def run_table(result: dict[str, Any]) -> Table:
-    """Return a row for every run: perplexity, logits that are not finite, seconds."""
+    """Return a table with a row for each run: perplexity, share of logits that are not finite, seconds."""
     rows = [
         [
             TITLES[name],
@@ -206,7 +206,7 @@ def run_table(result: dict[str, Any]) -> Table:
 
 
 def text_table(result: dict[str, Any]) -> Table:
-    """Return the greedy continuation of every run."""
+    """Return a table of the text that each run generated."""
     rows = [[TITLES[name], " ".join(run["text"].split()), run["stopped"]] for name, run in result["runs"].items()]
     return Table("Continuations", ["run", "text", "stopped by"], rows, wraps="text")
 

@@ -54,14 +54,16 @@ class Clip:
 
 def run_video(
     model: Annotated[str, 'Folder of a Stable Video Diffusion checkpoint, or "tiny": random weights.'] = clip.TINY,
-    image: Annotated[str | None, "Picture to start from."] = None,
-    height: Annotated[int | None, "Pixels (128; 576)."] = None,
-    width: Annotated[int | None, "Pixels (128; 1024)."] = None,
-    frames: Annotated[int | None, "Frames (4; 25)."] = None,
-    steps: Annotated[int | None, "Denoising steps (3; 25)."] = None,
+    image: Annotated[str | None, "Picture that the video starts from."] = None,
+    height: Annotated[int | None, "Height in pixels (128 if tiny, else 576)."] = None,
+    width: Annotated[int | None, "Width in pixels (128 if tiny, else 1024)."] = None,
+    frames: Annotated[int | None, "Frames (4 if tiny, else 25)."] = None,
+    steps: Annotated[int | None, "Denoising steps (3 if tiny, else 25)."] = None,
     seed: Annotated[int, "Seed of the noise."] = clip.SEED,
-    dtype: Annotated[str | None, "Of the models in the FP16 runs: float16 or float32 (default on a CPU)."] = None,
-    offload: Annotated[bool, "Model offload and forward chunking."] = False,
+    dtype: Annotated[
+        str | None, "Dtype of the models in the FP16 runs: float16, or float32 (default on a CPU)."
+    ] = None,
+    offload: Annotated[bool, "Save memory: offload models to the CPU, chunk the forward pass."] = False,
     folder: Path | None = None,
     progress: output.Report = output.silent,
 ) -> dict[str, Any]:

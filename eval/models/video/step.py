@@ -74,7 +74,7 @@ class Work:
 
 
 def run_step(
-    rounds: Annotated[int, "Turns of each way to attend."] = 3, progress: output.Report = output.silent
+    rounds: Annotated[int, "Timed turns of each attention."] = 3, progress: output.Report = output.silent
 ) -> dict[str, Any]:
     """Time a denoising step of the full-size video UNet on a CUDA device; exit 1 if PASA is slower or farther off."""
     at_least(1, rounds=rounds)

@@ -1,14 +1,15 @@
-"""Judges a patched model by what the same model gives unpatched, in FP32.
+"""Judge a patched model: its outputs must equal those of the same model unpatched, in FP32, within three bounds.
 
-Three bounds, on the largest difference of an output from the unpatched model's, relative to that output's RMS:
+The error is the largest difference of an output from the unpatched model's, relative to that output's RMS.
 
-* `PLUMBING`, with FP64 attention (`pasa.golden_attention`) in the place of `pasa.attention`: masks, scales, heads and
-  caches reach attention as they should, whatever FP16 rounds. Models that `AMPLIFIES` names may err by `RELAXED` of
-  what rounding q, k and v to FP16 does to them;
-* `ROUNDING`, with PASA itself, or, where the model amplifies any rounding (experts, codebooks and other choices),
-  `AMPLIFIED` times what rounding q, k and v to FP16 alone does to it, of several draws for models in `CHOOSES`;
-* a planted fault must show: with a wrong mask the model must err by more than `SEEN` times `PLUMBING`. A model that
-  does not pass shows nothing, and counts as not judged.
+* `PLUMBING` bounds the error with FP64 attention (`pasa.golden_attention`) in place of `pasa.attention`. It shows that
+  masks, scales, heads and caches reach attention unchanged, because FP16 rounds nothing here. Models in `AMPLIFIES` may
+  instead err by `RELAXED` times the error that rounding q, k and v to FP16 causes.
+* `ROUNDING` bounds the error with PASA itself. Some models amplify any rounding, because they choose between experts
+  or codes. They may err by `AMPLIFIED` times the error that rounding q, k and v to FP16 causes; for models in
+  `CHOOSES`, the largest such error over several roundings.
+* With a planted fault, a wrong mask, the error must exceed `SEEN` times `PLUMBING`. Otherwise the outputs hardly depend
+  on attention, and the model counts as not judged.
 """
 
 from __future__ import annotations
@@ -26,27 +27,28 @@ from torch import Tensor
 import pasa
 
 PLUMBING, ROUNDING, AMPLIFIED, SEEN = 1e-4, 1e-2, 8.0, 10.0
-RELAXED = 2.0**-8  # FP32 rounds 2^-13 as coarsely as FP16, and not q, k and v alone: 32 times as often
+# FP32 rounds 2^-13 as coarsely as FP16. It rounds all of a model, not only q, k and v, so 32 times as much is allowed.
+RELAXED = 2.0**-8
 AMPLIFIES = {"Kandinsky3UNet": "roundings of FP16 move its output by 90 %, so those of FP32 move it by 0.1 %"}
 """Models that are permitted `RELAXED` of what FP16 rounds, with the reason; all others are held to `PLUMBING`."""
-DRAWS = 16  # of roundings, until one changes the choice that PASA's changed
+DRAWS = 16  # most random roundings of q, k and v to try, until one changes the same choice as PASA
 CHOOSES = {
     "VQModel": "takes the nearest of its codes, and a rounding decides between two of them where it comes near both"
 }
-"""Models whose roundings are drawn up to `DRAWS` times, with the reason; those of all others are taken once."""
+"""Models for which up to `DRAWS` random roundings are tried, with the reason. All others get one, to nearest."""
 STEADY = 1e-5  # the most by which two runs of the unpatched model may differ
 REFUSALS = (NotImplementedError, TypeError, ValueError)
 VERDICTS = ("right", "refused", "nothing to patch", "wrong", "refused at call", "crashed", "not judged", "not built")
 FINDINGS = ("wrong", "refused at call", "crashed")
 UNJUDGED = re.compile("past_key_values|attentions")
-"""Outputs that are left out: caches, and attention weights, which some models return unasked and PASA never forms."""
+"""Outputs that are not compared: caches, and attention weights, which PASA never forms."""
 Attention = Callable[..., Tensor]
 Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One call of a model; `real` (B, L) says which positions are no padding, because others are not judged."""
+    """One call of a model; `real` (B, L) is True at positions that are not padding, and only those are judged."""
 
     name: str
     call: Callable[[], Any]
@@ -55,22 +57,23 @@ class Case:
 
 @dataclass(frozen=True)
 class Generated:
-    """Greedy tokens (B, steps) and the logits (B, steps, vocabulary) that they are the largest of."""
+    """Greedily generated tokens (B, steps), and the logits (B, steps, vocabulary) of each step."""
 
     tokens: Tensor
     logits: Tensor
 
     def same(self, other: Generated) -> int:
-        """Return the steps whose logits can be compared: up to and with the first token that differs.
+        """Count the leading steps whose logits can be compared: those up to the first differing token, included.
 
-        What follows has other inputs. At that token two logits lie closer than their errors, or the errors show.
+        Later steps have different inputs. At the differing token itself, either two logits were nearly equal, or the
+        comparison shows the error.
         """
         differs = (self.tokens != other.tokens).any(0)
         return int(differs.int().argmax()) + 1 if bool(differs.any()) else self.tokens.shape[1]
 
 
 def tensors(output: Any) -> list[Tensor]:
-    """Return the tensors in a model's output, without those `UNJUDGED` names."""
+    """Return all tensors of a model's output, except those whose name matches `UNJUDGED`."""
     if isinstance(output, Tensor):
         return [output]
     if is_dataclass(output) and not isinstance(output, Mapping):
@@ -81,7 +84,10 @@ def tensors(output: Any) -> list[Tensor]:
 
 
 def distance(expected: Any, other: Any, real: Tensor | None = None) -> float:
-    """Return the largest difference relative to the RMS of a tensor, over all; infinite where they do not match."""
+    """Return the largest difference of two outputs, relative to the RMS of each tensor.
+
+    It is infinite if shapes differ, or if NaN and infinity are at different places.
+    """
     if isinstance(expected, Generated):
         steps = expected.same(other)
         expected, other = expected.logits[:, :steps], other.logits[:, :steps]
@@ -106,14 +112,14 @@ def _distance(expected: Tensor, other: Tensor, real: Tensor | None) -> float:
 
 
 def run(case: Case) -> Any:
-    """Return the model's output, with one seed for whatever it draws."""
+    """Return the model's output, drawn from the same random seed in every call."""
     torch.manual_seed(0)
     with torch.no_grad():
         return case.call()
 
 
 def exact(q: Tensor, k: Tensor, v: Tensor, *, tensor_layout: str = "HND", **keywords: Any) -> Tensor:
-    """Return FP64 attention, called as `pasa.attention` is."""
+    """Compute attention in FP64, with the signature of `pasa.attention`."""
     if tensor_layout in ("NHD", "BSND"):
         return exact(*(x.transpose(1, 2) for x in (q, k, v)), **keywords).transpose(1, 2)
     known = {name: keywords[name] for name in ("attn_mask", "scale", "is_causal") if name in keywords}
@@ -121,7 +127,10 @@ def exact(q: Tensor, k: Tensor, v: Tensor, *, tensor_layout: str = "HND", **keyw
 
 
 def rounded(q: Tensor, k: Tensor, v: Tensor, *, draw: int = 0, **keywords: Any) -> Tensor:
-    """Return FP64 attention of inputs that were rounded to FP16, or, of other draws, changed by as much at random."""
+    """Compute FP64 attention after rounding q, k and v to FP16.
+
+    With `draw` above 0, they are changed at random instead, by up to as much as the rounding.
+    """
     if not draw:
         return exact(*(x.half().to(x.dtype) for x in (q, k, v)), **keywords)
     generator = torch.Generator().manual_seed(draw)
@@ -130,7 +139,7 @@ def rounded(q: Tensor, k: Tensor, v: Tensor, *, draw: int = 0, **keywords: Any) 
 
 
 def faulty(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Tensor:
-    """Return FP64 attention without the mask, or, where there is none, without the last key."""
+    """Compute FP64 attention with a planted fault: without the mask, or, if there is none, without the last key."""
     if keywords.get("attn_mask") is not None or keywords.get("is_causal"):
         return exact(q, k, v, **{**keywords, "attn_mask": None, "is_causal": False})
     length = 1 if keywords.get("tensor_layout") in ("NHD", "BSND") else 2
@@ -139,7 +148,7 @@ def faulty(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Tensor:
 
 
 def judge(model: Any, cases: Iterable[Case]) -> Record:
-    """Patch the model and judge its cases: the verdict, why, and the errors of each case."""
+    """Patch the model and judge its cases; return the verdict, the reason, and the errors of each case."""
     steady, left_out = _steady(cases)
     if not steady:
         return {"verdict": "not judged", "why": "; ".join(left_out), "cases": {}}
@@ -171,7 +180,7 @@ def judge(model: Any, cases: Iterable[Case]) -> Record:
 
 
 def _steady(cases: Iterable[Case]) -> tuple[list[tuple[Case, Any]], list[str]]:
-    """Return cases that the unpatched model runs, with their outputs, and why others are left out."""
+    """Run the cases unpatched; return those that can be judged, with their outputs, and why others are left out."""
     steady: list[tuple[Case, Any]] = []
     left_out: list[str] = []
     for case in cases:
@@ -189,7 +198,7 @@ def _steady(cases: Iterable[Case]) -> tuple[list[tuple[Case, Any]], list[str]]:
 
 
 def compare(case: Case, expected: Any, draws: int) -> Record:
-    """Return the errors of a patched model in one case; roundings are drawn up to this often."""
+    """Return the errors of a patched model in one case; try at most `draws` roundings of q, k and v."""
 
     def error_with(function: Attention) -> float:
         unchanged, pasa.attention = pasa.attention, function  # type: ignore[assignment]

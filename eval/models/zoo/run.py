@@ -52,9 +52,9 @@ SHARED = (
 
 
 def run_zoo(
-    kinds: Annotated[Sequence[str] | None, f"Between commas, of {', '.join(WORK)}. All."] = None,
-    names: Annotated[Sequence[str] | None, "Classes, between commas. All."] = None,
-    jobs: Annotated[int, "Processes at once."] = 2,
+    kinds: Annotated[Sequence[str] | None, f"Kinds of classes to judge: {', '.join(WORK)} (all)."] = None,
+    names: Annotated[Sequence[str] | None, "Names of classes to judge (all)."] = None,
+    jobs: Annotated[int, "Processes that run at the same time."] = 2,
     folder: Path | None = None,
     progress: output.Report | None = None,
 ) -> Record:

@@ -32,9 +32,9 @@ NOTE = "time of the slowest rank; memory: most that the allocator held, q, k, v 
 
 
 def run_ring(
-    tokens: Annotated[int, "Of the whole sequence."] = 131072,
-    heads: Annotated[str, "Query and key heads, between a comma."] = "28,4",
-    rounds: Annotated[int, "Rounds that are counted."] = 5,
+    tokens: Annotated[int, "Tokens of the whole sequence."] = 131072,
+    heads: Annotated[str, "Numbers of query heads and key heads."] = "28,4",
+    rounds: Annotated[int, "Rounds to time."] = 5,
     progress: output.Report | None = None,
 ) -> dict[str, Any] | None:
     """Compare causal attention of several devices with one, under torchrun; exit 1 if it errs more than one does.

@@ -36,8 +36,8 @@ Case = tuple[str, str, Call, Call, int]  # kind, name, without, with, calls of a
 
 
 def run_watch(
-    small: Annotated[bool, "Tiny sizes, on any device."] = False,
-    turns: Annotated[int, "Turns of each case, with and without."] = 15,
+    small: Annotated[bool, "Use tiny sizes, which run on any device."] = False,
+    turns: Annotated[int, "Timed turns of each case, with and without pasa.watch."] = 15,
     progress: output.Report | None = None,
 ) -> dict[str, Any]:
     """Time pasa.watch on a CUDA device; exit 1 if a count or an output is wrong, or a model pays 2 % or more.

@@ -65,7 +65,7 @@ def command(*arguments: str, experiment: Experiment = MAIN) -> Any:
     ],
 )
 def test_options_are_the_parameters_of_what_runs(arguments: list[str], value: Any) -> None:
-    """Defaults are those of the variant that was chosen, whatever the main experiment's are."""
+    """An option that is not set takes the default of the chosen variant, not that of the main experiment."""
     result = json.loads(command(*arguments, "--json", "-").stdout)
     assert result["value"] == value
     assert result["experiment"] == ("the-other" if "--the-other" in arguments else "main")
@@ -90,7 +90,7 @@ def test_help_is_the_first_line_of_each_docstring() -> None:
 
 
 def test_files_and_exit_status(tmp_path: Any) -> None:
-    """The page shows the numbers of the stored JSON; the title of a table that is the page's is said once."""
+    """Markdown shows the numbers of the stored JSON, and a table with the title of the page gets no second heading."""
     assert command("--rounds", "0", "--output-dir", str(tmp_path)).exit_code == 1
     assert command("--the-other", "--output-dir", str(tmp_path)).exit_code == 0
     assert {path.name for path in tmp_path.iterdir()} == {

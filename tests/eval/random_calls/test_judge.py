@@ -1,4 +1,4 @@
-"""Every bound notices an error that is planted, and passes what is right."""
+"""The judge of random calls: correct results pass every bound, and each planted error breaks its bound."""
 
 import dataclasses
 import math
@@ -17,20 +17,20 @@ FP16 = judge.Arithmetic(torch.float16)
 
 
 def a_case(**changes):
-    """Causal, 2 entries, 4 heads on 2, 21 rows and 45 keys, D = 16; no randomness but the data's."""
+    """Return parameters of a causal case: 2 batch entries, 4 query heads on 2 key heads, 21 rows, 45 keys, D = 16."""
     shape = {"batch": 2, "heads": 2, "groups": 2, "rows": 21, "keys": 45, "dim": 16, "causal": True, "block_k": 32}
     how = {"where": "hidden", "lse": True, "tile": 0, "poisoned": False, "twice": False, "emulated": True}
     return attention.SIMPLEST | shape | how | {"data_seed": 1} | changes
 
 
 def attended(params):
-    """The call, its truth, and the reference's result."""
+    """Return a call, its truth, and the result of the reference backend."""
     call = make(params)
     return call, find_truth(call), tuple(x.clone() for x in kernels.attend(params, call))
 
 
 def judged(params, change=lambda out, lse: None):
-    """Numbers of the reference's result after `change` has changed it."""
+    """Return the measures of the reference's result, after `change` has altered output or log-sum-exp."""
     _, true, (out, lse) = attended(params)
     change(out, lse)
     return judge.judge(true, out, lse, attention.arithmetic_of(params, params["keys"]))
@@ -43,7 +43,7 @@ def put(place, value, which=0):
     return change
 
 
-MORE_ROWS = {"rows": 45, "keys": 21}  # the first see nothing
+MORE_ROWS = {"rows": 45, "keys": 21}  # the first rows see no key
 RIGHT = [{"data": data, "mask": mask} for data in ("randn", "bias", "wide", "largest", "constant")
          for mask in ("none", "bool", "float", "padding-float")]  # fmt: skip
 
@@ -60,7 +60,7 @@ def test_what_is_right_passes(how):
     [
         ({}, lambda out, lse: out[1, 2, 20].mul_(-1).sub_(0.1), ["error"]),
         ({}, put((0, 3, 7, 11), 9.0), ["range", "heavy", "error"]),
-        # A NaN in the last key, which row 20 alone sees, has reached row 5.
+        # The last key is NaN. Only row 20 sees it, but NaN (or infinity) is planted in row 5.
         ({"garbage": "key"}, put((0, 0, 5), math.nan), ["finite", "range", "heavy", "error"]),
         ({"garbage": "key"}, put((0, 0, 5), math.inf), ["finite", "range", "heavy", "error"]),
         (MORE_ROWS, put((0, 0, 3, 2), 1e-6), ["blind", "range", "heavy", "error"]),
@@ -74,7 +74,7 @@ def test_what_is_wrong_breaks_its_bound(how, change, expected):
 
 
 def test_a_value_without_weight_is_outside_of_the_range_of_those_that_have_some():
-    """Key 1 lies 40 nats below key 0; the error bound says little where scores are large."""
+    """Key 1 lies 40 nats below key 0, so no output may contain its value. At such scores, only `heavy` can tell."""
     q, k, v = torch.zeros(1, 1, 1, 16), torch.zeros(1, 1, 2, 16), torch.zeros(1, 1, 2, 16)
     q[..., :2], k[..., 0], k[..., 0, 1], v[..., 1, :] = 1000.0, 1000.0, 0.04, 1.0
     true = find_truth(Call(q.half(), k.half(), v.half(), None, False, 1.0))
@@ -83,7 +83,7 @@ def test_a_value_without_weight_is_outside_of_the_range_of_those_that_have_some(
 
 
 def test_a_row_is_judged_by_the_values_that_it_sees():
-    """Not by those of later keys, and not by those that a mask hides from it alone."""
+    """Values of later keys do not count, nor those of a key that a mask hides from this row only."""
     call = make(a_case())
     call.v[..., -1, :] = 100.0
     true = find_truth(call)
@@ -95,7 +95,7 @@ def test_a_row_is_judged_by_the_values_that_it_sees():
 
 
 def test_a_missing_nan_is_found():
-    """A value's NaN, which all rows see, is a number in one of them; a key's does not show in the log-sum-exp."""
+    """First a NaN from a value is missing in one output; then a NaN from a key is missing in log-sum-exps."""
     params = a_case()
     call = make(params)
     call.v[:, :, 0, 4] = torch.inf
@@ -123,7 +123,7 @@ def test_a_log_sum_exp_of_ordinary_fp32_scores_is_held_against_the_sum():
 
 @pytest.mark.parametrize("recovery", ["exact", "paper"])
 def test_an_error_above_twice_the_emulation_is_found(recovery):
-    """Also of the published recovery, of which the kernels are asked nothing else."""
+    """For the published recovery, this is the only bound that kernels have to meet."""
     call, true, emulated = attended(a_case(recovery=recovery))
     paper = kernels.PAPER_SCORE if recovery == "paper" else None
 
@@ -162,7 +162,7 @@ def test_every_bound_can_be_broken():
 
 
 def test_results_are_compared_bit_for_bit():
-    """NaN equals itself, 0 is not -0."""
+    """Equal bits count as equal, so NaN equals NaN, and 0 differs from -0."""
     first = torch.tensor([1.0, torch.nan, 0.0]).half(), torch.zeros(2)
     second = torch.tensor([1.0, torch.nan, -0.0]).half(), torch.tensor([0.0, 1e-45])
     assert judge.differing(first, first) == 0
@@ -176,7 +176,10 @@ def test_nan_holds_no_bound():
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("rows", [21, 60])
 def test_truth_in_pieces_is_the_truth(monkeypatch, causal, rows):
-    """Pieces by entries and rows, each with its mask, give the whole; rows above the causal band have no key."""
+    """A call that is split by batch entries and rows has the same truth as the whole call.
+
+    With 60 rows on 45 keys, the first rows of a causal call have no key.
+    """
     call = make(a_case(data="bias", garbage="value", mask="float", causal=causal, rows=rows))
     whole = find_truth(call)
     monkeypatch.setattr(truth, "PIECE", 4 * 45 * 4)
@@ -198,7 +201,7 @@ def test_packed_sequences_have_the_truth_of_each():
 
 
 def test_the_range_of_a_very_large_call_is_that_up_to_the_last_key(monkeypatch):
-    """The same for a causal band, no narrower for a mask of its own for each row."""
+    """The approximate range equals the exact one under a causal mask, and contains it under any other mask."""
     for mask in ("none", "bool"):
         call = make(a_case(mask=mask))
         exact = find_truth(call)

@@ -1,4 +1,4 @@
-"""Forty architectures, judged; the judge and the builder on cases of their own; what is stored."""
+"""The architecture zoo: forty classes built and judged, the judge and the builder alone, and the stored run."""
 
 import json
 import os
@@ -14,11 +14,11 @@ from pasa.eval.kit.stored import stored
 from pasa.eval.models.zoo import children, configs, inputs, judging, language, pipelines, run
 
 LEAST_RIGHT = {"causal": 132, "base": 336, "encoder-decoder": 32, "diffusers model": 59, "diffusers pipeline": 81}
-"""With transformers 5.23 and diffusers 0.42. Before this command was, others counted 130, 254, none, 58 and 48."""
+"""Classes of each kind that the stored run must have right, with transformers 5.23 and diffusers 0.42."""
 RIGHT = (  # each way of attending and masking: grouped queries, windows, values of another width
     "Qwen2ForCausalLM LlamaForCausalLM MistralForCausalLM GemmaForCausalLM Gemma3ForCausalLM GPT2LMHeadModel",
     "GPTNeoXForCausalLM OPTForCausalLM MixtralForCausalLM DeepseekV3ForCausalLM Phi3ForCausalLM",
-    # These five were wrong once: decoders saw the future, or a mask of another form.
+    # These five were wrong once: decoders saw later tokens, or the mask had a form that was misread.
     "BigBirdPegasusModel NllbMoeModel PegasusXModel InformerModel BridgeTowerModel",
     "BertModel ModernBertModel CLIPModel SiglipVisionModel ViTModel UniSpeechModel HubertModel",
     "BartForConditionalGeneration MBartForConditionalGeneration M2M100ForConditionalGeneration",
@@ -88,7 +88,7 @@ def test_a_mask_that_reaches_attention_wrong_is_wrong(llama, monkeypatch):
 
 
 def test_roundings_are_drawn_again_for_models_alone_that_choose(llama, off_by_5_percent, monkeypatch):
-    """Story: up to 16 draws were permitted to every model, and the largest of their errors excused it."""
+    """Story: every model was allowed 16 random roundings, and the largest of their errors excused a wrong result."""
     model, [plain, *_] = llama
     own, draws = judging.rounded, []
 
@@ -137,7 +137,7 @@ def test_a_model_whose_attention_does_not_show_is_not_judged(llama):
 
 
 def test_tokens_that_two_close_logits_decide_are_not_wrong():
-    """A token that differs changes all that follows it: of 8 steps, those up to it are compared."""
+    """Steps after the first differing token have other inputs, so only the steps up to it are compared."""
     own = judging.Generated(torch.tensor([[5, 6, 7]]), torch.ones(1, 3, 9))
     logits = torch.ones(1, 3, 9)
     logits[0, 1], logits[0, 2] = 1.001, 40
@@ -217,7 +217,7 @@ def test_one_layer_of_each_type_is_kept():
 
 
 def test_components_of_pipelines_are_named_by_texts_and_by_base_classes_too():
-    """Annotations are classes, texts where a file postpones them, and base classes that cannot be built."""
+    """An annotation may be a class, its name as text, or a base class that cannot be built itself."""
     import diffusers
     import transformers
 
