@@ -63,7 +63,7 @@ def test_a_whole_block_of_the_published_algorithm_fits(monkeypatch, capability, 
 
     test_compiles_for_nvidia.py compiles it for these architectures.
     """
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(tiles, "device_architecture", lambda device: architecture_of("cuda", capability))
     tile = paper_tile(CUDA, pad, 128)
     assert tile.block_n == 128
     assert 2 * pad * (tile.block_m + 128 * tile.stages) <= kib * 1024
@@ -76,7 +76,7 @@ def test_every_warp_has_rows_on_hopper(monkeypatch, pad, rows):
 
     Story: Triton 3.6 let warps without rows read what lies behind the tile (test_compiles_for_nvidia.py).
     """
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(tiles, "device_architecture", lambda device: "sm_90")
     for tile in (*decode_tiles("sm_90", pad, rows), paper_tile(CUDA, pad, 128)):
         assert tile.warps == 4 or tile.block_m >= 16 * tile.warps
 
