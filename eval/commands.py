@@ -24,7 +24,8 @@ from pasa.eval.models.diagnose import run as diagnose
 from pasa.eval.models.longbench import run as longbench
 from pasa.eval.models.longbench import throughput
 from pasa.eval.models.perplexity import run as perplexity
-from pasa.eval.models.predict import auto, paper, soundness
+from pasa.eval.models.predict import paper, soundness
+from pasa.eval.models.predict import policy_auto as auto
 from pasa.eval.models.predict import run as predict
 from pasa.eval.models.rescue import run as rescue
 from pasa.eval.models.video import run as video

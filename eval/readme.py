@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from pasa.eval import evidence
+from pasa.eval import readme_evidence as evidence
 from pasa.eval.accuracy.gradients import run as gradients
 from pasa.eval.accuracy.rmse import report
 from pasa.eval.accuracy.rounding_bias import cost
@@ -27,7 +27,8 @@ from pasa.eval.models.diagnose import report as diagnose_report
 from pasa.eval.models.longbench import report as longbench
 from pasa.eval.models.longbench import throughput
 from pasa.eval.models.perplexity import run as perplexity
-from pasa.eval.models.predict import auto, paper, soundness
+from pasa.eval.models.predict import paper, soundness
+from pasa.eval.models.predict import policy_auto as auto
 from pasa.eval.models.rescue import run as rescue
 from pasa.eval.models.video import run as video
 from pasa.eval.models.video import step

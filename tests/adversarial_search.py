@@ -16,9 +16,9 @@ from torch import Tensor
 
 import pasa
 from pasa.eval.random_calls.backends import NPU, REFERENCE, TRITON, absent, available
-from pasa.eval.random_calls.data import FP16_MAX, fit
 from pasa.eval.random_calls.inputs import Call
 from pasa.eval.random_calls.judge import Arithmetic, judge
+from pasa.eval.random_calls.number_draws import FP16_MAX, fit
 from pasa.eval.random_calls.truth import find_truth
 from pasa.ops.attention.options import ACCUMULATES, OVERFLOWS
 

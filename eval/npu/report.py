@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from pasa.eval.kit.tables import Table, percent
-from pasa.eval.npu.allocations import exact_name
-from pasa.eval.npu.model import PIPES, SHARED, bound
+from pasa.eval.npu.precision_variants import exact_name
+from pasa.eval.npu.roofline import PIPES, SHARED, bound
 
 Record = dict[str, Any]
 MODEL = "Model, not measured."

@@ -12,8 +12,9 @@ from typing import Any
 from pasa.eval.kit import output
 from pasa.eval.kit.experiment import Experiment
 from pasa.eval.kit.stored import RESULTS
-from pasa.eval.npu import model, rates, report, twin
-from pasa.eval.npu.allocations import Fit, allocations, fit, substitutions
+from pasa.eval.npu import rates, report, twin
+from pasa.eval.npu import roofline as model
+from pasa.eval.npu.precision_variants import Fit, allocations, fit, substitutions
 from pasa.eval.npu.twin import Twin
 from pasa.eval.speed.cases import PLAIN_CASES, SpeedCase
 

@@ -16,10 +16,10 @@ import pasa
 from pasa.eval.random_calls import faults
 from pasa.eval.random_calls.backends import NPU, REFERENCE, TRITON, available
 from pasa.eval.random_calls.cases import Kind, Measures
-from pasa.eval.random_calls.data import ORDINARY, ORDINARY_VALUES, SCORES, VALUES
 from pasa.eval.random_calls.faults import Arguments, Fault, Params, altered, elsewhere, make_mistake, pick, put
 from pasa.eval.random_calls.inputs import MASKS, STRIDES, Call, guaranteed, make
 from pasa.eval.random_calls.judge import HALF_ULP, Arithmetic, against_naive, judge, worst
+from pasa.eval.random_calls.number_draws import ORDINARY, ORDINARY_VALUES, SCORES, VALUES
 from pasa.eval.random_calls.truth import Truth, find_truth, naive_fp16
 
 DIMS = (1, 2, 3, 5, 8, 16, 16, 20, 32, 33, 64, 80, 128)

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pasa.eval.random_calls.data import SCORES, VALUES, Draw, fit
 from pasa.eval.random_calls.faults import SEED, Params
+from pasa.eval.random_calls.number_draws import SCORES, VALUES, Draw, fit
 
 GARBAGE = (torch.nan, torch.inf, -torch.inf)
 LOWEST = (-65504.0, torch.finfo(torch.float32).min, -torch.inf)  # what models write for a key that is masked out

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pasa.eval.random_calls.cases import Measures
-from pasa.eval.random_calls.order import MMA_DEPTH
+from pasa.eval.random_calls.summation_error import MMA_DEPTH
 from pasa.eval.random_calls.truth import LIGHT, STORED, UNIT, Truth
 
 HALF_ULP = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-11}  # FP32 holds FP16 numbers

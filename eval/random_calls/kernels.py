@@ -15,11 +15,11 @@ import pasa
 from pasa.eval.random_calls import attention
 from pasa.eval.random_calls.backends import REFERENCE, pinned_tile, poison
 from pasa.eval.random_calls.cases import Kind, Measures, broken
-from pasa.eval.random_calls.data import ORDINARY, SCORES, VALUES
 from pasa.eval.random_calls.faults import Params
 from pasa.eval.random_calls.inputs import STRIDES, Call, make
 from pasa.eval.random_calls.judge import Result, compare, count_faults, differing, judge
-from pasa.eval.random_calls.order import find_moved
+from pasa.eval.random_calls.number_draws import ORDINARY, SCORES, VALUES
+from pasa.eval.random_calls.summation_error import find_moved
 from pasa.eval.random_calls.truth import find_truth
 
 HEADS = ((1, 1), (1, 3), (1, 2), (2, 2), (2, 3), (4, 2), (7, 1), (7, 2), (8, 1), (8, 2))  # (Hq / Hkv, Hkv)

@@ -20,7 +20,8 @@ import pasa
 from pasa.eval.kit.device import describe
 from pasa.eval.kit.experiment import Experiment
 from pasa.eval.kit.output import Report
-from pasa.eval.random_calls import attention, caches, derived, kernels, others, packed, paged, report
+from pasa.eval.random_calls import attention, caches, derived, kernels, packed, paged, report
+from pasa.eval.random_calls import non_attention as others
 from pasa.eval.random_calls.backends import NPU, TRITON, absent
 from pasa.eval.random_calls.cases import TWICE_EVERY, Case, Kind, Outcome, draw_case, run_case, shrink
 

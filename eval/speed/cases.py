@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pasa.eval.kit.errors import PAPER_SHAPE as SHAPE
-from pasa.eval.kit.errors import generator
+from pasa.eval.kit.error_metrics import PAPER_SHAPE as SHAPE
+from pasa.eval.kit.error_metrics import generator
 
 HALF_BYTES = 2
 CONSTANT = 20.0  # added to every element of Q and K: q.k near 51,000 at D = 128

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 import pasa
-from pasa.eval.kit.errors import measure_errors
+from pasa.eval.kit.error_metrics import measure_errors
 from pasa.eval.speed.cases import Inputs, SpeedCase
 
 FACTOR = 2.0  # times the emulation's error

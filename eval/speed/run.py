@@ -23,8 +23,8 @@ from pasa.eval.speed import plots, report
 from pasa.eval.speed.cases import FORMULA, Inputs, SpeedCase, select_cases
 from pasa.eval.speed.gate import Gate
 from pasa.eval.speed.implementations import CUDNN, FLASH, OWN, Implementation, NotInstalledError, select_implementations
-from pasa.eval.speed.parts import one_line, split
 from pasa.eval.speed.targets import judge_targets
+from pasa.eval.speed.time_split import one_line, split
 
 SCHEMA = 1
 NOTE = "measured on the CUDA device named here; nothing was run on an NPU"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pasa import PasaConfig
-from pasa.eval.kit.errors import PAPER_SHAPE, generator
+from pasa.eval.kit.error_metrics import PAPER_SHAPE, generator
 
 Shape: TypeAlias = tuple[int, int, int, int]
 SHAPE: Shape = PAPER_SHAPE

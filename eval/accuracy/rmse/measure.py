@@ -12,9 +12,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import pasa
 from pasa.eval.accuracy.rmse.cases import ARITHMETICS, COMPETITOR, GATED, NAIVE, Arithmetic, Case
-from pasa.eval.accuracy.rmse.metrics import Record, judge, why
+from pasa.eval.accuracy.rmse.gates import Record, judge, why
 from pasa.eval.kit import output
-from pasa.eval.kit.errors import measure_errors
+from pasa.eval.kit.error_metrics import measure_errors
 from pasa.ops.numerics.formats import Overflow
 
 DECIDING = "ab"  # (c) compares with FP32 scores: shown, but no measure of whether FP16 attention is right

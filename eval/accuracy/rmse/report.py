@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pasa.eval.accuracy.rmse.cases import COMPETITOR, GATED, NAIVE, SDPA
-from pasa.eval.accuracy.rmse.metrics import L1, NAIVE_FACTOR, Record
+from pasa.eval.accuracy.rmse.gates import L1, NAIVE_FACTOR, Record
 from pasa.eval.kit import experiment
 from pasa.eval.kit.device import origin
 from pasa.eval.kit.stored import pick

@@ -10,7 +10,8 @@ from typing import Annotated, Any, TypeAlias
 
 import torch
 
-from pasa.eval.accuracy.rmse import plots, report, sides
+from pasa.eval.accuracy.rmse import plots, report
+from pasa.eval.accuracy.rmse import shift_sides as sides
 from pasa.eval.accuracy.rmse.cases import (
     ARITHMETICS,
     BIAS_CASES,
@@ -24,8 +25,8 @@ from pasa.eval.accuracy.rmse.cases import (
     SDPA,
     Case,
 )
+from pasa.eval.accuracy.rmse.gates import Record, quotient
 from pasa.eval.accuracy.rmse.measure import Job, compare
-from pasa.eval.accuracy.rmse.metrics import Record, quotient
 from pasa.eval.kit import output
 from pasa.eval.kit.device import describe
 from pasa.eval.kit.experiment import Experiment

@@ -16,7 +16,7 @@ import pasa
 from pasa.eval.accuracy.rounding_bias.statistics import spacing
 from pasa.eval.kit import experiment, output
 from pasa.eval.kit.device import describe, origin
-from pasa.eval.kit.errors import generator
+from pasa.eval.kit.error_metrics import generator
 from pasa.eval.kit.experiment import Experiment
 from pasa.eval.kit.options import at_least
 from pasa.eval.kit.tables import Table, number

@@ -18,8 +18,8 @@ from pasa.eval.models.diagnose.probe import Findings, probe
 from pasa.eval.models.diagnose.report import report
 from pasa.eval.models.diagnose.statistics import BATCH, FP16_MAX, ROWS
 from pasa.eval.models.diagnose.subjects import EMBEDDED, Subject
+from pasa.eval.models.first_nonfinite import NonFiniteWatch, models_of
 from pasa.eval.models.video.run import EMULATED, EMULATION
-from pasa.eval.watch import NonFiniteWatch, models_of
 
 STAGES = ("loading the model", "its own attention", "PASA, looked at", "FP16 scores (emulated)")
 Run = dict[str, Any]

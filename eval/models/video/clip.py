@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from pasa.eval.kit.device import pick_device
+from pasa.eval.models.first_nonfinite import models_of
 from pasa.eval.models.video.tiny import sample_image
-from pasa.eval.watch import models_of
 
 TINY = "tiny"
 SIZES = {  # of the tiny model, and the paper's of the real one

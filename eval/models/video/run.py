@@ -18,10 +18,10 @@ from pasa.eval.kit.experiment import Experiment
 from pasa.eval.kit.gate import gate, outcome
 from pasa.eval.kit.options import stages
 from pasa.eval.kit.tables import Table, short
+from pasa.eval.models.first_nonfinite import NonFiniteWatch, models_of
 from pasa.eval.models.video import clip, media, metrics
 from pasa.eval.models.video.overflow import OFFSET, bias_scores
 from pasa.eval.models.video.tiny import tiny_pipeline
-from pasa.eval.watch import NonFiniteWatch, models_of
 
 FPS = 7  # the paper's
 MIN_PSNR, MIN_SSIM = 45.0, 0.995

@@ -20,8 +20,8 @@ from pasa.eval.kit.device import describe
 from pasa.eval.kit.experiment import Experiment
 from pasa.eval.kit.tables import Table
 from pasa.eval.models.zoo import diffusion, judging, language, pipelines
-from pasa.eval.models.zoo.children import run_all
 from pasa.eval.models.zoo.judging import AMPLIFIES, FINDINGS, RELAXED, VERDICTS
+from pasa.eval.models.zoo.processes import run_all
 
 Item = tuple[str, str]  # kind and class
 Record = dict[str, Any]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import pasa
 from pasa.eval.accuracy.rmse.cases import PAPER_CASES
-from pasa.eval.kit.errors import measure_errors
+from pasa.eval.kit.error_metrics import measure_errors
 from pasa.ops.numerics.formats import FORMATS, round_to
 
 BLOCK = 128

@@ -10,7 +10,7 @@ from pasa.eval import cli, readme
 from pasa.eval.kit import output
 from pasa.eval.kit.stored import RESULTS
 from pasa.eval.npu import report, run, twin
-from pasa.eval.npu.allocations import allocations
+from pasa.eval.npu.precision_variants import allocations
 
 SCORE_TILE = 128 * 128
 

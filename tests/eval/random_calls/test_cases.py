@@ -7,8 +7,8 @@ import torch
 
 from pasa.eval.random_calls import attention, caches, kernels
 from pasa.eval.random_calls.cases import draw_case
-from pasa.eval.random_calls.data import LARGEST, SCORES, VALUES
 from pasa.eval.random_calls.inputs import MASKS, STRIDES, Call, make
+from pasa.eval.random_calls.number_draws import LARGEST, SCORES, VALUES
 from pasa.eval.random_calls.run import API
 
 SMALL = kernels.kinds(0, "triton", small=True)

@@ -10,7 +10,7 @@ import pasa
 from pasa.eval.random_calls import attention, judge, kernels, truth
 from pasa.eval.random_calls.cases import broken
 from pasa.eval.random_calls.inputs import Call, make
-from pasa.eval.random_calls.order import find_moved
+from pasa.eval.random_calls.summation_error import find_moved
 from pasa.eval.random_calls.truth import find_truth
 
 FP16 = judge.Arithmetic(torch.float16)

@@ -16,7 +16,8 @@ import pasa
 from pasa.eval.commands import app
 from pasa.eval.kit import output
 from pasa.eval.kit.timing import PROBES, Call
-from pasa.eval.speed import parts, run
+from pasa.eval.speed import run
+from pasa.eval.speed import time_split as parts
 from pasa.eval.speed.cases import Inputs, SpeedCase
 from pasa.eval.speed.implementations import IMPLEMENTATIONS, OWN, Implementation, select_implementations
 from tests.eval.speed.fakes import BANDWIDTH, ENTRANTS, FP32, TINY, TINY_DECODE, FakeClock, Timed

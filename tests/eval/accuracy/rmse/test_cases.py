@@ -7,7 +7,7 @@ import torch
 
 from pasa.eval.accuracy.rmse.cases import BIAS_CASES, PAPER_CASES, RESONANCE_CASES, BiasCase, RandomCase, ResonanceCase
 from pasa.eval.accuracy.rmse.plots import PANELS
-from pasa.eval.kit.errors import generator
+from pasa.eval.kit.error_metrics import generator
 
 SMALL = (1, 2, 640, 128)
 

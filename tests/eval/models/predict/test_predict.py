@@ -12,7 +12,8 @@ from rich.console import Console
 
 from pasa.eval import cli
 from pasa.eval.kit.stored import stored
-from pasa.eval.models.predict import auto, paper, run, soundness
+from pasa.eval.models.predict import paper, run, soundness
+from pasa.eval.models.predict import policy_auto as auto
 from pasa.eval.models.predict.observe import observe
 from pasa.prediction import predict_overflow
 

@@ -11,7 +11,8 @@ from rich.console import Console
 
 import pasa
 from pasa.eval.kit.stored import stored
-from pasa.eval.models.zoo import children, configs, inputs, judging, language, pipelines, run
+from pasa.eval.models.zoo import configs, inputs, judging, language, pipelines, run
+from pasa.eval.models.zoo import processes as children
 
 LEAST_RIGHT = {"causal": 132, "base": 336, "encoder-decoder": 32, "diffusers model": 59, "diffusers pipeline": 81}
 """Classes of each kind that the stored run must have right, with transformers 5.23 and diffusers 0.42."""

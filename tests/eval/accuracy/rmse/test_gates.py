@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from pasa.eval.accuracy.rmse.metrics import judge, l1_ratios
-from pasa.eval.kit.errors import measure_errors
+from pasa.eval.accuracy.rmse.gates import judge, l1_ratios
+from pasa.eval.kit.error_metrics import measure_errors
 
 GOOD = {
     "max_error": 1e-3,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pasa.eval import evidence
+from pasa.eval import readme_evidence as evidence
 from pasa.eval.kit.stored import ROOT, stored
 
 LINES = pytest.mark.parametrize("line", evidence.LINES, ids=lambda line: line.question)

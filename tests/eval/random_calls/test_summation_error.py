@@ -4,10 +4,11 @@ came out four times as far from the truth as in the emulation. Any other order o
 import pytest
 import torch
 
-from pasa.eval.random_calls import attention, judge, kernels, order
+from pasa.eval.random_calls import attention, judge, kernels
+from pasa.eval.random_calls import summation_error as order
 from pasa.eval.random_calls.cases import broken
 from pasa.eval.random_calls.inputs import Call, make
-from pasa.eval.random_calls.order import find_moved, summed_error
+from pasa.eval.random_calls.summation_error import find_moved, summed_error
 from pasa.eval.random_calls.truth import find_truth, prepare
 from pasa.ops.attention.triton import tile_math
 

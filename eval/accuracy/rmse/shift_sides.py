@@ -17,10 +17,10 @@ from torch import Tensor
 
 from pasa.eval.accuracy.rmse import report
 from pasa.eval.accuracy.rmse.cases import ARITHMETICS, GATED, Shape
+from pasa.eval.accuracy.rmse.gates import Record
 from pasa.eval.accuracy.rmse.measure import golden_by_head, measure
-from pasa.eval.accuracy.rmse.metrics import Record
 from pasa.eval.kit import output
-from pasa.eval.kit.errors import generator, measure_errors
+from pasa.eval.kit.error_metrics import generator, measure_errors
 from pasa.eval.kit.experiment import Experiment
 from pasa.eval.kit.options import at_least
 from pasa.ops.numerics.formats import FORMATS, OVERFLOWS, Overflow, round_to

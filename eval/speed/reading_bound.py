@@ -14,7 +14,7 @@ BLOCK, BLOCKS_EACH, WARPS = 4096, 2, 4  # the fastest of a few: many programs, d
 
 
 @triton.jit
-def read_kernel(p_k, p_v, p_sum, count, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
+def reading_bound(p_k, p_v, p_sum, count, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
     """Sum of BLOCKS * BLOCK elements of each: something must come of what is read."""
     o_first = tl.program_id(0) * (BLOCK * BLOCKS)
     b_sum = tl.zeros((BLOCK,), tl.float32)
@@ -31,7 +31,7 @@ def reader(k: Tensor, v: Tensor) -> Call:
     sums = torch.empty(programs, dtype=torch.float32, device=k.device)
 
     def run() -> Tensor:
-        read_kernel[(programs,)](k, v, sums, k.numel(), BLOCK, BLOCKS_EACH, num_warps=WARPS)
+        reading_bound[(programs,)](k, v, sums, k.numel(), BLOCK, BLOCKS_EACH, num_warps=WARPS)
         return sums
 
     return Call(run)

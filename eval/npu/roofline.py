@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pasa.eval.npu.allocations import Fit, combine
+from pasa.eval.npu.precision_variants import Fit, combine
 from pasa.eval.npu.rates import cycles_of, rate
 from pasa.eval.npu.twin import Work
 from pasa.eval.speed.cases import HALF_BYTES, SpeedCase

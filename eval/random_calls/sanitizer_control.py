@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 """A kernel that is known to be correct, to learn what compute-sanitizer says of the means it is made of.
 
-    compute-sanitizer --tool racecheck python -m pasa.eval.random_calls.control
+    compute-sanitizer --tool racecheck python -m pasa.eval.random_calls.sanitizer_control
 
 What a tool reports here it reports of any kernel made of TMA, mbarriers and specialised warps, as the Hopper kernel is.
 One warp brings tiles into two places by TMA and leaves a word behind an mbarrier; four wait for a tile, read it, give

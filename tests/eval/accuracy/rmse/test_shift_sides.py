@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from pasa.eval.accuracy.rmse import report, sides
+from pasa.eval.accuracy.rmse import report
+from pasa.eval.accuracy.rmse import shift_sides as sides
 from pasa.eval.kit.tables import short
 
 Records = dict[tuple[str, str, str], dict[str, Any]]

@@ -2,8 +2,8 @@
 
 import pytest
 
-from pasa.eval.npu import model
-from pasa.eval.npu.allocations import Fit, Line, fit, mixed, substituted, substitutions
+from pasa.eval.npu import roofline as model
+from pasa.eval.npu.precision_variants import Fit, Line, fit, mixed, substituted, substitutions
 from pasa.eval.npu.rates import cycles_of, load, rate
 
 
