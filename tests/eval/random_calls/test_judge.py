@@ -123,7 +123,7 @@ def test_a_log_sum_exp_of_ordinary_fp32_scores_is_held_against_the_sum():
 
 @pytest.mark.parametrize("recovery", ["exact", "paper"])
 def test_an_error_above_twice_the_emulation_is_found(recovery):
-    """For the published recovery, this is the only bound that kernels have to meet."""
+    """This is the only bound for the published recovery that kernels have to meet."""
     call, true, emulated = attended(a_case(recovery=recovery))
     paper = kernels.PAPER_SCORE if recovery == "paper" else None
 
