@@ -208,12 +208,18 @@ def choose(
     return chosen.load(), options, chosen.name
 
 
-def provider(function: str, device: str, head_dim: int) -> ModuleType | None:
+def provider(function: str, device: str, head_dim: int = 0) -> ModuleType | None:
     """Return the preferred backend's module that has this function for such a device, or None.
 
     For work beside attention: `write_pages` and `count_scores`. Where none has it, the reference's function serves.
+    `head_dim` is held against what the backend attends to; leave it out for a function that serves all.
     """
-    for backend in sorted(BACKENDS.values(), key=lambda each: -each.priority):
+    return _find_provider(tuple(BACKENDS.values()), function, device, head_dim)
+
+
+@cache
+def _find_provider(registered: tuple[Backend, ...], function: str, device: str, head_dim: int) -> ModuleType | None:
+    for backend in sorted(registered, key=lambda each: -each.priority):
         offered = function in backend.functions.get(device, ()) and head_dim <= backend.head_dims[1]
         if offered and backend.missing() is None:
             return backend.load()
