@@ -142,7 +142,7 @@ attention_varlen = _define(
 attention_paged = _define(
     "attention_paged",
     "Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens, Tensor? cu_seqlens_q=None, "
-    "int? max_seqlen_q=None, int? max_seqlen_k=None, Tensor? key_anchors=None",
+    "SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, Tensor? key_anchors=None",  # SymInt: they grow
     _paged,
 )
 
@@ -290,7 +290,7 @@ def write_pages(
     """
     operands.check_writes(k, v, (k_cache, v_cache), slot_mapping, key_anchors)
     if len(slot_mapping):
-        writer = registry.provider("write_pages", k.device.type, k.shape[-1]) or pages
+        writer = registry.provider("write_pages", k.device.type) or pages  # a copy: for any head dimension
         writer.write_pages(k, v, k_cache, v_cache, slot_mapping, key_anchors)
 
 

@@ -22,7 +22,6 @@ from pasa.ops.devices import device_types, npu_missing, triton_missing
 EMULATED = """pasa: {device} tensors are served by backend 'reference', an emulation: {why}. It rounds step by step as \
 an NPU does and is made for checks, not for speed: on an H200 it takes over 100 times as long as SDPA \
 (to silence: warnings.filterwarnings("ignore", "pasa: .* an emulation", UserWarning))"""
-# Every value of every option. The records of kernels start from these, and override the options of
 HEAD_DIMS = (1, 512)  # 512: the widest head in use (the VAE of diffusion pipelines), and the widest that is tested
 
 
@@ -208,12 +207,18 @@ def choose(
     return chosen.load(), options, chosen.name
 
 
-def provider(function: str, device: str, head_dim: int) -> ModuleType | None:
+def provider(function: str, device: str, head_dim: int = 0) -> ModuleType | None:
     """Return the preferred backend's module that has this function for such a device, or None.
 
     Such functions are `write_pages` and `count_scores`. If the result is None, the caller uses the reference's.
+    `head_dim` is held against what the backend attends to; leave it out for a function that serves all.
     """
-    for backend in sorted(BACKENDS.values(), key=lambda each: -each.priority):
+    return _find_provider(tuple(BACKENDS.values()), function, device, head_dim)
+
+
+@cache
+def _find_provider(registered: tuple[Backend, ...], function: str, device: str, head_dim: int) -> ModuleType | None:
+    for backend in sorted(registered, key=lambda each: -each.priority):
         offered = function in backend.functions.get(device, ()) and head_dim <= backend.head_dims[1]
         if offered and backend.missing() is None:
             return backend.load()
@@ -251,13 +256,8 @@ def servers(
 ) -> tuple[tuple[str, str], ...]:
     """Return, by device type of this machine, which backend serves calls without a mask, and why no preferred one does.
 
-    Parameters
-    ----------
-    calls : iterable of (torch.dtype, int)
-        Dtypes and head dims of the calls. Where their servers differ, each is listed with its calls.
-    options : AttentionOptions, optional
-    name : str, optional
-        The backend that the calls name.
+    `calls` holds their dtypes and head dims; where their servers differ, each is listed with its calls. `name` is the
+    backend that the calls name.
     """
     options, calls = options or AttentionOptions(), sorted(set(calls), key=lambda call: (str(call[0]), call[1]))
     rows = []

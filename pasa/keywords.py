@@ -58,7 +58,7 @@ HINTS = {
     "dropout_p": _DROPOUT,
     "enable_gqa": "leave it out: grouped queries follow from the shapes, where Hq is a multiple of Hkv",
     "key_padding_mask": "it is True for padding, and attn_mask is True = keep; pass "
-    "attn_mask=~key_padding_mask[:, None, None, :]",
+    "attn_mask=~key_padding_mask[:, None, None, :] to pasa.attention",
     "need_weights": _WEIGHTS,
     "output_attentions": _WEIGHTS,
     "return_attn_probs": _WEIGHTS,
@@ -83,33 +83,27 @@ def hint_at_arguments(function: Function) -> Function:
     parameters = inspect.signature(function).parameters
     names = frozenset(parameters)
     by_position = sum(each.kind is each.POSITIONAL_OR_KEYWORD for each in parameters.values())
+    called = function.__qualname__.removesuffix(".__init__")  # here, because torch.compile cannot trace it
 
     @wraps(function)
     def checked(*arguments: Any, **keywords: Any) -> Any:
         for name in keywords:
             if name not in names:
-                raise _unknown_keyword(function, name, keywords[name], list(parameters))
+                raise _unknown_keyword(called, name, keywords[name], list(parameters))
         if len(arguments) > by_position:
-            raise _too_many(function, len(arguments), list(parameters)[by_position:])
+            raise _too_many(called, by_position, len(arguments), list(parameters)[by_position:])
         return function(*arguments, **keywords)
 
     return checked  # type: ignore[return-value]
 
 
-def _unknown_keyword(function: Callable[..., Any], name: str, value: object, names: list[str]) -> TypeError:
-    return TypeError(
-        f"{_called(function)}() got an unexpected keyword argument {name!r} ({_shown(value)}): {_hint(name, names)}"
-    )
+def _unknown_keyword(called: str, name: str, value: object, names: list[str]) -> TypeError:
+    return TypeError(f"{called}() got an unexpected keyword argument {name!r} ({_shown(value)}): {_hint(name, names)}")
 
 
-def _too_many(function: Callable[..., Any], count: int, rest: list[str]) -> TypeError:
-    most = len(inspect.signature(function).parameters) - len(rest)
+def _too_many(called: str, most: int, count: int, rest: list[str]) -> TypeError:
     advice = f"pass the others by name ({', '.join(f'{name}=...' for name in rest)})" if rest else "leave out the rest"
-    return TypeError(f"{_called(function)}() takes {most} positional arguments but {count} were given: {advice}")
-
-
-def _called(function: Callable[..., Any]) -> str:
-    return function.__qualname__.removesuffix(".__init__")
+    return TypeError(f"{called}() takes {most} positional arguments but {count} were given: {advice}")
 
 
 def _shown(value: object) -> str:
@@ -120,10 +114,11 @@ def _shown(value: object) -> str:
 
 def _hint(name: str, names: Collection[str]) -> str:
     """Return what to write in place of a keyword, for a function with the parameters `names`."""
-    if OUR_NAMES.get(name) in names:
-        return f"use {OUR_NAMES[name]}"
-    if name in HINTS:
-        return HINTS[name]
+    ours = OUR_NAMES.get(name, name)
+    if ours in names:
+        return f"use {ours}"
+    if ours in HINTS:
+        return HINTS[ours]
     if "config" in names and name in {field.name for field in fields(AttentionOptions)}:
         return f"pass config=pasa.PasaConfig({name}=...)"
     if near := difflib.get_close_matches(name, names, n=2):

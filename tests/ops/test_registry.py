@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import pasa
-from pasa.ops import devices, notices, registry
+from pasa.ops import devices, notices, operators, registry
 from pasa.ops.attention.options import AttentionOptions
 from pasa.ops.registry import BACKENDS, Backend, Request, register, select
 
@@ -324,6 +324,38 @@ def test_a_backend_that_is_registered_later_is_seen(isolated_registry):
     register(dataclasses.replace(REFERENCE, name="later", module="no_such_module", priority=5))
     with pytest.raises(ModuleNotFoundError, match="no_such_module"):
         pasa.attention(q, q, q)
+
+
+def test_pages_of_any_head_dimension_are_written_by_the_kernel(monkeypatch):
+    """The kernel that writes pages serves every head dimension, also those to which Triton does not attend.
+
+    Story: the registry held the limit of attention, 256, against writes too. Wider caches on a GPU were then written by
+    the reference: a slot beyond the cache, which the kernel skips, ended the process' CUDA context.
+    """
+    record = dataclasses.replace(BACKENDS["triton"], missing=lambda: None)
+    monkeypatch.setitem(BACKENDS, "triton", record)
+    assert registry.provider("write_pages", "cuda") is record.load()
+    assert registry.provider("count_scores", "cuda", 256) is record.load()
+    assert registry.provider("count_scores", "cuda", 257) is None
+    assert registry.provider("write_pages", "cpu") is None
+    asked = []
+    monkeypatch.setattr(operators.registry, "provider", lambda *request: asked.append(request))
+    cache = torch.zeros(1, 16, 2, 512).half()
+    pasa.write_pages(cache[0, :1], cache[0, :1], cache, cache.clone(), torch.tensor([3]))
+    assert asked == [("write_pages", "cpu")]
+
+
+def test_who_offers_a_function_is_found_out_once(monkeypatch):
+    """The machine is not asked at every call.
+
+    Story: it was, for every write of pages and every watched call. That took 11 us on the host of an H200.
+    """
+    times = []
+    record = dataclasses.replace(BACKENDS["triton"], missing=lambda: times.append(1))
+    monkeypatch.setitem(BACKENDS, "triton", record)
+    for _ in range(3):
+        assert registry.provider("count_scores", "cuda", 64) is record.load()
+    assert len(times) == 1
 
 
 @pytest.mark.parametrize("dtype", REFERENCE.dtypes, ids=str)

@@ -90,6 +90,8 @@ BAD = {
     "config dtype": (lambda: pasa.PasaConfig(dtype=HALF), TypeError, "'dtype'", "accepts precision, recovery"),
     # PasaConfig
     "precision": (lambda: pasa.PasaConfig(precision="fp8"), ValueError, "precision='fp8'", r"not one of \('pasa'"),
+    "a mask by another name": (lambda: varlen(mask=None), TypeError, "'mask'", "need pasa.attention"),
+    "a layout by another name": (lambda: varlen(layout="TND"), TypeError, "'layout'", "one layout; leave it out"),
     "block_q": (lambda: pasa.PasaConfig(block_q=0), ValueError, "block_q=0", "integer from 1 to 65536"),
     "lone beta": (lambda: pasa.PasaConfig(beta=0.9), ValueError, "beta=0.9", "recovery='paper'"),
     # tensors of attention
@@ -302,6 +304,25 @@ def test_signatures_have_no_keywords_of_any_name(name):
     assert getattr(pasa, name).__module__ == "pasa." + {"write_pages": "paged", "PasaConfig": "config"}.get(
         name, "paged" if name.endswith("paged") else "attention"
     )
+
+
+WRONG_IN_A_GRAPH = {
+    "keyword": (lambda q: pasa.attention(q, q, q, dropout_p=0.0), "'dropout_p'"),
+    "position": (lambda q: pasa.attention(q, q, q, None), "takes 3 positional arguments but 4 were given"),
+    "field": (lambda q: pasa.attention(q, q, q, config=pasa.PasaConfig(percision="fp32")), "did you mean precision"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_IN_A_GRAPH)
+def test_compiled_code_is_told_of_wrong_arguments(wrong):
+    """Compiled code gets the message of an eager call, inside of torch's own.
+
+    Story: torch cannot trace `function.__qualname__`, of which the message was formed, and complained of that instead.
+    """
+    call, told = WRONG_IN_A_GRAPH[wrong]
+    with pytest.raises(torch._dynamo.exc.Unsupported) as raised:
+        torch.compile(call, fullgraph=True, backend="eager")(Q)
+    assert told in str(raised.value)
 
 
 def test_configs_are_made_in_compiled_code():

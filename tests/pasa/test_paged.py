@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounter
 
 import pasa
 from pasa import PasaConfig
@@ -222,6 +223,24 @@ def test_operator_passes_opcheck(queries):
     pages = make_pages([20, 33], dim=32, queries=queries)
     tensors = (pages.q, pages.k_cache, pages.v_cache, pages.table, pages.lengths)
     torch.library.opcheck(torch.ops.pasa.attention_paged.default, tensors, {"cu_seqlens_q": pages.cu_q})
+
+
+def test_a_growing_length_compiles_once():
+    """A compiled decoding step serves every `max_seqlen_k` by one graph.
+
+    Story: the schema had `int` in place of `SymInt`, so that every length was compiled anew. With `fullgraph=True` the
+    ninth length was an error.
+    """
+    pages, counter = make_pages([20, 33]), CompileCounter()
+
+    @torch.compile(fullgraph=True, backend=counter, dynamic=True)
+    def step(longest):
+        tables = {"block_table": pages.table, "seq_lens": pages.lengths, "max_seqlen_k": longest}
+        return pasa.attention_paged(pages.q, pages.k_cache, pages.v_cache, **tables)
+
+    for longest in range(33, 45):
+        assert step(longest).isfinite().all()
+    assert counter.frame_count == 1
 
 
 def test_write_passes_opcheck():
