@@ -179,7 +179,7 @@ def _options(experiment: Experiment) -> dict[str, tuple[Any, Any]]:
 
 
 def _parameters(run: Callable[..., Any]) -> Iterator[tuple[str, Any, Any]]:
-    hints = typing.get_type_hints(run, include_extras=True)
+    hints = inspect.get_annotations(run, eval_str=True)  # Python 3.10 wraps hints with a default of None otherwise
     for name, parameter in inspect.signature(run).parameters.items():
         if name not in ("progress", "folder"):
             yield name, hints[name], parameter.default
