@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pasa.ops.attention.triton.anchor_kernel import anchor_kernel, shift_kernel
-from pasa.ops.attention.triton.kernel_call import Packing
+from pasa.ops.attention.triton.kernel_call import Packing, strides_of
 from pasa.ops.attention.triton.launcher import launch
 from pasa.ops.attention.triton.tile_math import SLICE
 from pasa.ops.attention.triton.tiles import pad_dim
@@ -77,7 +77,7 @@ def find_anchors(
     launch(
         anchor_kernel, (batch * blocks * heads, 1, 1),
         (k, v, seen, table, cu, key_blocks.anchors, key_blocks.norms, key_blocks.marked),
-        (*_strides(k, packing), *_strides(v, packing), seen_stride, heads, length, blocks),
+        (*strides_of(k), *strides_of(v), seen_stride, heads, length, blocks),
         {"D": k.shape[-1], "D_PAD": pad, "WIDTH": min(pad, SLICE), "BLOCK": block, "HAS_VISIBLE": visible is not None,
          "CHECK_VALUES": check_values, "VARLEN": packing is not None, "EARLY": False},
         num_warps=anchor_warps(block, pad),
@@ -144,7 +144,7 @@ def _shift(
     launch(
         shift_kernel, (batch * blocks * heads, -(-k.shape[-1] // width), 1),
         (k, seen, table, cu, shifted, shifted if anchor is None else anchor),
-        (*matrix, *_strides(k, packing), seen_stride, *_strides(shifted, packing), heads, length, blocks),
+        (*matrix, *strides_of(k), seen_stride, *strides_of(shifted), heads, length, blocks),
         {"D": k.shape[-1], "WIDTH": width, "BLOCK": block, "HAS_VISIBLE": visible is not None,
          "EXACT": anchor is not None, "GEMM": gemm, "VARLEN": packing is not None},
         num_warps=4 if block * width <= 8192 else 8,
@@ -167,13 +167,6 @@ def _extent(k: Tensor, block: int, packing: Packing | None) -> tuple[int, int, i
     if packing is not None:
         return k.shape[1], k.shape[0], 1, packing.table.shape[0]
     return k.shape[1], k.shape[2], k.shape[0], -(-k.shape[2] // block)
-
-
-def _strides(x: Tensor, packing: Packing | None) -> tuple[int, int, int]:
-    """Return the strides of batch, head and token."""
-    if packing is not None:
-        return 0, x.stride(1), x.stride(0)
-    return x.stride(0), x.stride(1), x.stride(2)
 
 
 def _bytes(visible: Tensor | None, k: Tensor) -> tuple[Tensor, int]:
