@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+Column: TypeAlias = str | tuple[str, str] | Callable[[Mapping[str, Any]], str]
+"""What a record has in a column: a field, a field and the format of its number, or what a function makes of it."""
 
 
 @dataclass(frozen=True)
@@ -20,6 +23,19 @@ class Table:
     rows: Sequence[Sequence[str]]
     note: str = ""
     wraps: str = ""
+
+    @classmethod
+    def of(
+        cls,
+        title: str,
+        records: Iterable[Mapping[str, Any]],
+        columns: Mapping[str, Column],
+        note: str = "",
+        wraps: str = "",
+    ) -> Table:
+        """Return a table with a row for each record; `columns` has headings as keys. None and absent fields give "-"."""
+        rows = [[_cell(record, column) for column in columns.values()] for record in records]
+        return cls(title, list(columns), rows, note, wraps)
 
     def markdown(self) -> str:
         """Return header and rows as a Markdown table, numbers to the right."""
@@ -59,6 +75,13 @@ class Table:
                 pieces.append([0])
             pieces[-1].append(index)
         return [([self.header[i] for i in piece], [[row[i] for i in piece] for row in self.rows]) for piece in pieces]
+
+
+def _cell(record: Mapping[str, Any], column: Column) -> str:
+    if callable(column):
+        return column(record)
+    field, form = (column, "") if isinstance(column, str) else column
+    return number(record.get(field), form)
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

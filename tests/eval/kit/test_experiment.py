@@ -121,3 +121,11 @@ def test_verdict_and_origin() -> None:
     on_gpu = machine | {"device": "H200", "power_limit_w": "700", "driver": "580", "triton": "3", "commit": "abc"}
     said = origin({"environment": on_gpu})
     assert said == "(H200, 700 W, driver 580, CPU, 2 cores; torch 2, triton 3, pasa 0.1, commit abc)."
+
+
+def test_a_table_of_records_shows_fields_formats_and_what_functions_make():
+    records = [{"name": "a", "ms": 1.234, "share": 0.5}, {"name": "b", "ms": None}]
+    columns = {"case": "name", "ms": ("ms", ".2f"), "half": lambda each: f"{each.get('share', 0) * 2:g}"}
+    table = Table.of("T", records, columns, "note")
+    assert table.markdown().splitlines()[2:] == ["| a | 1.23 | 1 |", "| b | - | 0 |"]
+    assert list(table.header) == ["case", "ms", "half"]
