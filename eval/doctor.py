@@ -17,7 +17,6 @@ from pasa.eval.kit.output import environment
 from pasa.eval.kit.tables import Table
 from pasa.ops import envs, registry
 from pasa.ops.attention.ascend import backend as npu_backend
-from pasa.ops.attention.options import AttentionOptions
 from pasa.ops.devices import device_types
 
 OPTIONAL = (
@@ -73,15 +72,11 @@ def self_check() -> dict[str, Any]:
         ]
         if envs.read("TRITON_INTERPRET") and "cpu" in backend.devices_by_name:
             places.append("cpu")
-        why = backend.missing() or backend.replaced()
+        why = backend.missing()
         if places and why is None:
             checks += [check(name, device, inputs) for device in places]
         else:
             unchecked.append({"backend": name, "why": why or "none of its devices is here"})
-    for device in torch_devices():  # who serves a call that names nobody may be none of them
-        server = registry.server(torch.device(device).type)
-        if server is not None and server.replaced() is not None:
-            checks.append(check(None, device, inputs))
     return {
         "passed": all(each["passed"] for each in checks),
         "max_error": max(each["max_error"] for each in checks),
@@ -106,9 +101,9 @@ def torch_devices() -> list[str]:
     return ["cpu", *(f"{name}:{i}" for name, count in kinds.items() for i in range(count))]
 
 
-def check(backend: str | None, device: str, inputs: tuple[Tensor, Tensor, Tensor]) -> dict[str, Any]:
-    """Check a backend, or who serves if none is named, on one device: many rows, a causal mask, and one row."""
-    record = {"backend": backend or "chosen", "device": device, "passed": False, "max_error": math.inf, "why": ""}
+def check(backend: str, device: str, inputs: tuple[Tensor, Tensor, Tensor]) -> dict[str, Any]:
+    """Check a backend on one device: many rows, a causal mask, and one row."""
+    record = {"backend": backend, "device": device, "passed": False, "max_error": math.inf, "why": ""}
     errors = []
     try:
         for rows, causal in ((130, False), (130, True), (1, False)):
@@ -144,11 +139,11 @@ def kernels() -> dict[str, Any]:
 
 def ascend_c() -> dict[str, Any]:
     """Return the library of the Ascend C kernels, why it cannot be called, and who would then serve an NPU here."""
-    why = npu_backend.library_error()
+    server = registry.server("npu")
     return {
         "library": str(envs.ascend_library()),
-        "why_not": why,
-        "stand_in": None if why is None else npu_backend.fallback(AttentionOptions()).label,
+        "why_not": npu_backend.library_error(),
+        "fallback": None if server is None else server.name,
     }
 
 
@@ -186,7 +181,7 @@ def ascend_c_line(result: dict[str, Any]) -> str:
     """Return whether the Ascend C kernels are built, or why not and who would serve in their place."""
     if result["why_not"] is None:
         return f"built: {result['library']}"
-    return f"cannot run: {result['why_not']}; an NPU here would be served by {result['stand_in']}"
+    return f"cannot run: {result['why_not']}; an NPU here would be served by backend '{result['fallback']}'"
 
 
 def verdict(checked: dict[str, Any]) -> str:

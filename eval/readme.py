@@ -40,7 +40,8 @@ from pasa.eval.research.fp8_scaling import run as fp8
 from pasa.eval.speed import readme as speed_readme
 from pasa.eval.speed.ring import run as ring
 from pasa.eval.speed.watching import run as watching
-from pasa.ops.registry import BACKENDS, Backend
+from pasa.ops.backends import Backend
+from pasa.ops.registry import BACKENDS
 
 FILES = (
     "README.md",

@@ -24,9 +24,10 @@ def triton_missing() -> str | None:
         return "triton is not installed (pip install '.[triton]')"
     if envs.read("TRITON_INTERPRET"):
         return None
-    npu = getattr(torch, "npu", None)  # torch_npu adds it
-    if npu is not None and npu.is_available():
-        return None
+    if npu_missing() is None:
+        if importlib.util.find_spec("triton.backends.ascend") is not None:
+            return None
+        return "the installed triton has no backend for an NPU: install triton-ascend"
     if torch.cuda.is_available():
         capability = torch.cuda.get_device_capability()
         if capability >= TENSOR_CORES:

@@ -24,6 +24,7 @@ from pasa.ops.attention.call import Call, Pages, Results
 from pasa.ops.attention.options import AttentionOptions
 from pasa.ops.attention.spec import gradients as spec
 from pasa.ops.attention.spec import pages, watch
+from pasa.ops.backends import Request
 from pasa.ops.dispatch import without_autocast
 
 # Maps the Python type of an option to its type in a schema.
@@ -242,7 +243,7 @@ def _server(q: Tensor, mask: str, packed: bool, diagnose: bool, backend: str | N
     if isinstance(head_dim, int):
         return choose(q, mask, packed, diagnose, backend, *arithmetic)[2]
     options = AttentionOptions(*arithmetic)
-    request = registry.Request(q.device.type, q.dtype, head_dim, mask, packed, diagnose, False, options)
+    request = Request(q.device.type, q.dtype, head_dim, mask, packed, diagnose, False, options)
     return registry.select(request, backend).name
 
 

@@ -43,12 +43,12 @@ def backends() -> list[BackendStatus]:
     Examples
     --------
     >>> [backend.name for backend in pasa.backends()]
-    ['npu', 'triton', 'reference']
+    ['npu', 'triton', 'vendor', 'reference']
     >>> pasa.backends()[-1].available
     True
     """
     ordered = sorted(registry.BACKENDS.values(), key=lambda backend: -backend.priority)
-    reasons = [b.missing() or b.replaced() for b in ordered]
+    reasons = [b.missing() for b in ordered]
     preferred = {device: registry.server(device) for device in devices.device_types()}
     return [
         BackendStatus(b.name, why is None, why or b.label, tuple(d for d, best in preferred.items() if best is b))

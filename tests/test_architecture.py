@@ -124,7 +124,8 @@ MAY_IMPORT = {
     **dict.fromkeys(SHARED, (*SPEC, *SHARED)),
     TRITON: SPEC,
     "pasa.ops.attention.ascend": SPEC,
-    "pasa.ops.registry": (*BASE, *CALL, "pasa.ops.devices"),
+    "pasa.ops.backends": (*BASE, *CALL, "pasa.ops.devices"),
+    "pasa.ops.registry": (*BASE, *CALL, "pasa.ops.devices", "pasa.ops.backends"),
     "pasa.ops.operands": (*CALL, "pasa.ops.registry"),
 }
 

@@ -194,8 +194,7 @@ def _check_backend(backend: str | None) -> None:
         return
     if backend not in registry.BACKENDS:
         raise ValueError(f"backend={backend!r} is not registered; registered: {sorted(registry.BACKENDS)}")
-    record = registry.BACKENDS[backend]
-    why = record.missing() or record.replaced()
+    why = registry.BACKENDS[backend].missing()
     if why is not None:
         raise NotImplementedError(
             f"patch_pipeline: backend={backend!r} cannot run on this machine: {why}; leave backend out, and each call "

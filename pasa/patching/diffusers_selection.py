@@ -10,7 +10,8 @@ import torch
 from diffusers.models import attention_processor
 from diffusers.models.attention_processor import Attention
 
-from pasa.ops.registry import BACKENDS, Backend
+from pasa.ops.backends import Backend
+from pasa.ops.registry import BACKENDS
 from pasa.patching import diffusers_attention as ours
 from pasa.patching.callbacks import BINDING
 from pasa.patching.diffusers_attention import KINDS

@@ -97,7 +97,7 @@ def test_doctor_says_whether_the_ascend_c_kernels_are_built() -> None:
     assert doctor.ascend_c_line(found) == (
         "cannot run: there is no /no/such/library.so: "
         f"build it with {envs.ascend_build_script()} where CANN is installed; "
-        "an NPU here would be served by the reference, slowly"
+        "an NPU here would be served by backend 'triton'"
     )
     assert doctor.ascend_c_line({"library": "/there.so", "why_not": None}) == "built: /there.so"
 

@@ -9,6 +9,7 @@ PACKED = "ops/packed.py"
 BACKWARD = "ops/attention/spec/gradients.py"
 MERGE = "ops/ring/merge.py"
 REGISTRY = "ops/registry.py"
+BACKENDS = "ops/backends.py"
 TRANSFORMERS = "pasa/patching/transformers_attention.py"
 DIFFUSERS = "pasa/patching/diffusers_attention.py"
 
@@ -255,14 +256,14 @@ HOST = [
     ),
     mutant(
         "options that do not go together are refused one by one",
-        REGISTRY,
+        BACKENDS,
         "if all(getattr(options, name) == value",
         "if any(getattr(options, name) == value",
         "tests/ops/attention/triton/test_rounding.py::test_packed_sequences",
     ),
     mutant(
         "the widest head dim is refused",
-        REGISTRY,
+        BACKENDS,
         "if not self.head_dims[0] <= request.head_dim <= self.head_dims[1]:",
         "if not self.head_dims[0] <= request.head_dim < self.head_dims[1]:",
         OF_REGISTRY,

@@ -35,7 +35,7 @@ SAMPLED = [
     f"ops/attention/triton/{name}.py"
     for name in ("prefill/kernel", "short/kernel", "decode/kernel", "decode/paged_kernel", "backward/kernel")
 ]
-SAMPLED += ["ops/registry.py"]
+SAMPLED += ["ops/registry.py", "ops/backends.py"]
 PROCESSES = 2
 LIMIT = 300  # seconds for the tests of one mutant, ten times what they need
 FOLDERS = ("pasa", "ops", "eval", "tests")

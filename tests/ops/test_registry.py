@@ -9,7 +9,8 @@ import torch
 import pasa
 from pasa.ops import devices, notices, operators, registry
 from pasa.ops.attention.options import AttentionOptions
-from pasa.ops.registry import BACKENDS, Backend, Request, register, select
+from pasa.ops.backends import Backend, Request
+from pasa.ops.registry import BACKENDS, register, select
 
 REFERENCE = BACKENDS["reference"]
 CALL = Request("cpu", torch.float16, 64, "none", False, False, False, AttentionOptions())
@@ -22,7 +23,7 @@ def isolated_registry(monkeypatch):
 
 
 def test_names_of_the_architecture():
-    assert sorted(BACKENDS) == ["npu", "reference", "triton"]
+    assert sorted(BACKENDS) == ["npu", "reference", "triton", "vendor"]
     listed = pasa.backends()
     assert [line.name for line in listed if line.available] == ["triton", "reference"]  # interpreted, or on a GPU
     assert all(line.reason for line in listed)
@@ -192,20 +193,10 @@ def test_paged_caches_may_want_options_of_their_own():
     assert dataclasses.replace(REFERENCE, paged=None).refusals(call) == ["paged caches are not supported"]
 
 
-def test_a_replaced_backend_serves_no_call_that_names_it(isolated_registry):
-    """A replaced backend still serves calls without a name, through its fallback, but refuses calls that name it."""
-    register(dataclasses.replace(REFERENCE, name="other", priority=1, replaced=lambda: "not built"))
-    assert select(CALL).name == "other"
-    with pytest.raises(NotImplementedError, match=r"other: not built$"):
-        select(CALL, "other")
-    assert pasa.backends()[0] == ("other", False, "not built", ("cpu",))
-    assert registry.servers() == (("cpu", "a fallback for other (not built)"),)
-
-
 def test_restrictions_cover_the_record():
     """Every field of the record has a test that it refuses calls."""
     tested = {name for restriction, _ in RESTRICTIONS for name in restriction}
-    tested |= {"varlen", "diagnostics", "paged", "devices_by_name", "replaced"}  # each has a test of its own
+    tested |= {"varlen", "diagnostics", "paged", "devices_by_name"}  # each has a test of its own
     assert {f.name for f in dataclasses.fields(Backend)} - tested == {
         "name",
         "module",

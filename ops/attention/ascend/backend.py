@@ -1,4 +1,4 @@
-"""Call the Ascend C kernels (ascend_c/), or choose a fallback on an NPU where their library was not built.
+"""Call the Ascend C kernels (ascend_c/), which the library of `scripts/build_ascend.sh` holds.
 
 The kernels require contiguous FP16 tensors with a head dimension that is a multiple of 16, and
 blocks of 128 keys. This module prepares the tensors. Nothing here has run on an NPU; tests run the
@@ -7,19 +7,13 @@ same library on a CPU twin of the device.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import warnings
 from collections.abc import Callable, Hashable
 from functools import cache
-from types import ModuleType
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from pasa.ops import envs
-from pasa.ops.attention.ascend import vendor
 from pasa.ops.attention.ascend.inputs import attend_packed, pad_head_dim
 from pasa.ops.attention.call import Call, Results, to_fp16
 from pasa.ops.attention.options import AttentionOptions
@@ -38,9 +32,6 @@ def attend(call: Call) -> Results:
     passes the numbers of keys to the kernel; the published one needs sequences of equal lengths.
     Their lengths are read on the host, so a packed call cannot be captured in a graph.
     """
-    if (why := library_error()) is not None:
-        results: Results = _announced(why, call).attend(call)
-        return results
     if call.cu_q is None:
         out, lse = _kernels(call, to_fp16(call.q, "q"), to_fp16(call.k, "k"), to_fp16(call.v, "v"))
         return out.to(call.q.dtype), lse, lse.new_empty(0, dtype=torch.float64)
@@ -103,7 +94,7 @@ def paper_matrix(scale: float, beta: float | None, device: torch.device) -> tupl
     return shifting_matrix(BLOCK, solved, scale=scale).to(device), factor
 
 
-# ---- the library, and the fallback without it
+# ---- the library
 
 
 @cache
@@ -117,53 +108,3 @@ def library_error() -> str | None:
     except OSError as error:
         return f"{path} does not load: {error}"
     return str(torch.ops.pasa.npu_chip_error()) or None
-
-
-class Fallback(NamedTuple):
-    """Name a fallback for missing kernels: its module, and a label for the warning."""
-
-    module: str
-    label: str
-
-    def load(self) -> ModuleType:
-        """Import the module of the fallback."""
-        return importlib.import_module(self.module)
-
-
-TRITON = Fallback("pasa.ops.attention.triton.backend", "the Triton kernels, through triton-ascend")
-VENDOR = Fallback("pasa.ops.attention.ascend.vendor", vendor.LABEL)
-REFERENCE = Fallback("pasa.ops.attention.spec.attention", "the reference, slowly")
-
-
-def fallback(options: AttentionOptions, heads: int = 1, kv_heads: int = 1) -> Fallback:
-    """Return the first fallback that can serve: triton-ascend, then the vendor's attention, then the reference.
-
-    Triton has no saturating arithmetic. The vendor's attention has neither the published recovery
-    nor saturation, so it replaces the exact recovery alone, whose result is that of plain
-    attention. Neither of the two rounds without bias.
-    """
-    plain = options.overflow == "inf" and options.softmax == "safe"
-    if plain and has_triton_ascend():
-        return TRITON
-    if plain and options.recovery == "exact" and vendor.missing(heads, kv_heads) is None:
-        return VENDOR
-    return REFERENCE
-
-
-def has_triton_ascend() -> bool:
-    """Return whether the installed Triton compiles for Ascend; the ordinary package of the same name does not."""
-    return (
-        importlib.util.find_spec("triton") is not None
-        and importlib.util.find_spec("triton.backends.ascend") is not None
-    )
-
-
-def _announced(why: str, call: Call) -> ModuleType:
-    chosen = fallback(call.options, call.q.shape[1], call.k.shape[1])
-    _warn_once(f"the Ascend C kernels are not used: {why}; in their place serves {chosen.label}")
-    return chosen.load()
-
-
-@cache
-def _warn_once(text: str) -> None:
-    warnings.warn(text, stacklevel=3)

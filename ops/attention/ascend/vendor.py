@@ -7,7 +7,6 @@ never overflow, so its results have no guarantee. This module was written from t
 
 from __future__ import annotations
 
-import importlib.util
 from functools import cache
 
 import torch
@@ -16,7 +15,6 @@ from torch import Tensor
 from pasa.ops.attention.ascend.inputs import attend_packed, pad_head_dim
 from pasa.ops.attention.call import Call, Results, to_fp16
 
-LABEL = "the vendor's fused attention in high precision, without the guarantee against overflow"
 MOST_HEADS, LARGEST_GROUP = 256, 64  # the documented limits of the vendor's function
 # Values of inner_precise; the second one corrects rows that see no key.
 HIGH_PRECISION, HIGH_PRECISION_MASKED_ROWS = 0, 2
@@ -26,17 +24,12 @@ BOTTOM_RIGHT_CAUSAL = 3
 MASK_SIDE = 2048
 
 
-def missing(heads: int, kv_heads: int) -> str | None:
-    """Return the reason why the vendor's attention cannot serve calls with these heads here, or None."""
-    if importlib.util.find_spec("torch_npu") is None:
-        return "torch_npu is not installed"
+def missing() -> str | None:
+    """Return why the installed torch_npu lacks the vendor's function, or None."""
     import torch_npu
 
-    if not hasattr(torch_npu, "npu_fused_infer_attention_score"):
-        return "torch_npu has no npu_fused_infer_attention_score"
-    if heads > MOST_HEADS or heads // kv_heads > LARGEST_GROUP:
-        return f"{heads} query heads for {kv_heads} key heads exceed {MOST_HEADS}, or {LARGEST_GROUP} for each key head"
-    return None
+    lacks = not hasattr(torch_npu, "npu_fused_infer_attention_score")
+    return "torch_npu has no npu_fused_infer_attention_score" if lacks else None
 
 
 def attend(call: Call) -> Results:
@@ -53,6 +46,17 @@ def attend(call: Call) -> Results:
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Attend in as many launches as the limits on heads require."""
+    group = q.shape[1] // k.shape[1]
+    if group > LARGEST_GROUP:
+        k, v, group = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), 1
+    kv_heads = MOST_HEADS // group
+    pieces = zip(q.split(kv_heads * group, 1), k.split(kv_heads, 1), v.split(kv_heads, 1), strict=True)
+    outputs, lses = zip(*(_launch(*piece, is_causal, scale) for piece in pieces), strict=True)
+    return torch.cat(outputs, 1), torch.cat(lses, 1)
+
+
+def _launch(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     import torch_npu
 
     rows, keys, dim = q.shape[2], k.shape[2], q.shape[3]

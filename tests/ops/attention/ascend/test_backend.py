@@ -1,4 +1,4 @@
-"""An NPU is served by the library, or by the first possible fallback, named in one warning.
+"""An NPU is served by the library, or by another backend, which one warning names.
 
 There is no NPU here: torch_npu is faked, and tensors are the CPU's. tests/ascend_c/test_binding.py tests what the
 library computes.
@@ -17,9 +17,9 @@ import pasa
 from pasa.ops import devices, envs, notices, registry
 from pasa.ops.attention.ascend import backend as npu_backend
 from pasa.ops.attention.ascend import vendor as npu_vendor
-from pasa.ops.attention.ascend.backend import REFERENCE, TRITON, VENDOR, fallback
 from pasa.ops.attention.call import Call
 from pasa.ops.attention.options import AttentionOptions
+from pasa.ops.backends import Request
 from tests.inputs import ODD_LENGTHS, max_error, normal_qkv
 
 HALF_ULP = 2.0**-11  # of an output near 1
@@ -36,6 +36,8 @@ class FusedAttention:
 
     def __call__(self, q, k, v, *, num_heads, num_key_value_heads, input_layout, scale, **how):
         self.calls.append(how)
+        assert num_heads <= 256
+        assert num_heads // num_key_value_heads <= 64
         assert (input_layout, num_heads, num_key_value_heads) == ("BNSD", q.shape[1], k.shape[1])
         assert all(x.is_contiguous() and x.dtype == torch.float16 and x.shape[3] % 16 == 0 for x in (q, k, v))
         assert how["softmax_lse_flag"] is True
@@ -52,7 +54,7 @@ class FusedAttention:
 
 @pytest.fixture
 def torch_npu(monkeypatch):
-    """Fake an installed torch_npu with the vendor's attention, and an NPU; the library is not built."""
+    """Fake an installed torch_npu with the vendor's attention, and an NPU."""
     module = types.ModuleType("torch_npu")
     module.__spec__ = importlib.machinery.ModuleSpec("torch_npu", None)
     module.npu_fused_infer_attention_score = FusedAttention()
@@ -66,12 +68,12 @@ def unbuilt(monkeypatch, tmp_path):
     """Remove the library, and let tensors of the CPU count as the NPU's."""
     monkeypatch.setenv("PASA_ASCEND_LIBRARY", str(tmp_path / "libpasa_npu.so"))
     npu_backend.library_error.cache_clear()
-    npu_backend._warn_once.cache_clear()
-    record = dataclasses.replace(registry.BACKENDS["npu"], devices=("cpu",))
-    monkeypatch.setitem(registry.BACKENDS, "npu", record)
+    notices.warn_once.cache_clear()
+    for name in ("npu", "vendor"):
+        monkeypatch.setitem(registry.BACKENDS, name, dataclasses.replace(registry.BACKENDS[name], devices=("cpu",)))
     yield tmp_path / "libpasa_npu.so"
     npu_backend.library_error.cache_clear()
-    npu_backend._warn_once.cache_clear()
+    notices.warn_once.cache_clear()
 
 
 def status():
@@ -111,7 +113,7 @@ def test_a_call_that_names_the_backend_gets_it_or_nothing(unbuilt, torch_npu):
 
 def test_one_warning_says_who_serves_and_why(unbuilt, torch_npu):
     q, k, v = normal_qkv((2, 1), (20, 30), 16)
-    with pytest.warns(UserWarning, match=f"there is no {unbuilt}.*without the guarantee against overflow"):
+    with pytest.warns(UserWarning, match=f"'vendor' .*without the guarantee against overflow.*there is no {unbuilt}"):
         pasa.attention(q, k, v)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -130,56 +132,51 @@ def test_what_the_kernels_do_not_do_needs_no_fallback(unbuilt, torch_npu):
         pasa.attention(q, k, v, config=pasa.PasaConfig(accumulate="fp16"))
 
 
-# ---- the order of fallbacks
+# ---- the order of backends
 
 
 @pytest.mark.parametrize(
     ("triton", "vendor", "options", "chosen"),
     [
-        (True, True, EXACT, TRITON),
-        (True, True, PAPER, TRITON),
-        (True, True, SATURATING, REFERENCE),
-        (True, True, UNBIASED, REFERENCE),
-        (False, True, EXACT, VENDOR),
-        (False, True, PAPER, REFERENCE),
-        (False, True, SATURATING, REFERENCE),
-        (False, True, UNBIASED, REFERENCE),
-        (False, False, EXACT, REFERENCE),
+        (True, True, EXACT, "triton"),
+        (True, True, PAPER, "triton"),
+        (True, True, UNBIASED, "triton"),
+        (True, True, SATURATING, "reference"),
+        (False, True, EXACT, "vendor"),
+        (False, True, PAPER, "reference"),
+        (False, True, SATURATING, "reference"),
+        (False, True, UNBIASED, "reference"),
+        (False, False, EXACT, "reference"),
     ],
 )
-def test_fallbacks(monkeypatch, torch_npu, triton, vendor, options, chosen):
-    monkeypatch.setattr(npu_backend, "has_triton_ascend", lambda: triton)
+def test_who_serves_an_npu_without_the_library(unbuilt, torch_npu, monkeypatch, triton, vendor, options, chosen):
+    install_triton(monkeypatch, ascend=triton)
+    record = dataclasses.replace(registry.BACKENDS["triton"], devices=("cpu",))
+    monkeypatch.setitem(registry.BACKENDS, "triton", record)
     if not vendor:
         del torch_npu.npu_fused_infer_attention_score
-    assert fallback(options) is chosen
+    request = Request("cpu", torch.float16, 64, "none", False, False, False, options)
+    assert registry.select(request).name == chosen
 
 
-def test_triton_for_gpus_is_not_triton_ascend(monkeypatch):
+def install_triton(monkeypatch, *, ascend):
+    """Fake an installed Triton, for Ascend or for GPUs alone."""
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    present = {"triton", "torch_npu"} | ({"triton.backends.ascend"} if ascend else set())
+    monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: object() if name in present else None)
+
+
+def test_triton_for_gpus_is_not_triton_ascend(torch_npu, monkeypatch):
     """Triton for GPUs is not taken for triton-ascend, which has the same package name."""
-    assert not npu_backend.has_triton_ascend()
-    present = {"triton", "triton.backends.ascend"}
-    monkeypatch.setattr(npu_backend.importlib.util, "find_spec", lambda name: object() if name in present else None)
-    assert npu_backend.has_triton_ascend()
-    present.clear()
-    assert not npu_backend.has_triton_ascend()
+    install_triton(monkeypatch, ascend=False)
+    assert devices.triton_missing() == "the installed triton has no backend for an NPU: install triton-ascend"
+    install_triton(monkeypatch, ascend=True)
+    assert devices.triton_missing() is None
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "served"), [(256, 4, True), (256, 2, False), (260, 260, False)])
-def test_vendor_takes_so_many_heads(torch_npu, heads, kv_heads, served):
-    assert (npu_vendor.missing(heads, kv_heads) is None) == served
-    assert fallback(EXACT, heads, kv_heads) is (VENDOR if served else REFERENCE)
-
-
-def test_vendor_says_what_is_missing(monkeypatch, torch_npu):
+def test_a_torch_npu_without_the_vendors_function_is_named(torch_npu):
     del torch_npu.npu_fused_infer_attention_score
-    assert npu_vendor.missing(1, 1) == "torch_npu has no npu_fused_infer_attention_score"
-    monkeypatch.setattr(npu_vendor.importlib.util, "find_spec", lambda name: None)
-    assert npu_vendor.missing(1, 1) == "torch_npu is not installed"
-
-
-def test_every_fallback_attends():
-    for each in (VENDOR, REFERENCE):
-        assert callable(each.load().attend)
+    assert npu_vendor.missing() == "torch_npu has no npu_fused_infer_attention_score"
 
 
 # ---- the vendor's attention
@@ -199,6 +196,17 @@ def test_vendor_arguments(torch_npu, lengths, is_causal):
     assert how["inner_precise"] == (2 if masked_out else 0), (
         "high precision, correcting rows without keys where there are any"
     )
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "launches"), [(256, 4, 1), (71, 1, 1), (300, 100, 2), (520, 260, 3)])
+def test_the_vendors_limits_on_heads_are_kept_by_launches(torch_npu, heads, kv_heads, launches):
+    """The vendor's function takes 256 query heads, and 64 for each key head; Falcon has 71 for one."""
+    q, k, v = normal_qkv((heads, kv_heads), (3, 5), 16)
+    out, lse, _ = npu_vendor.attend(Call(q, k, v, 0.25, EXACT, False))
+    golden, golden_lse = pasa.golden_attention(q, k, v, scale=0.25)
+    assert max_error(out, golden) <= 2 * HALF_ULP
+    torch.testing.assert_close(lse, golden_lse.float(), atol=1e-4, rtol=0)
+    assert len(torch_npu.npu_fused_infer_attention_score.calls) == launches
 
 
 def test_vendor_packed(torch_npu):

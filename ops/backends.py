@@ -1,0 +1,214 @@
+"""Describe the backends as data: the devices, types and options of each, and why it cannot run here.
+
+The choice of a backend, the reasons of a refusal, the support matrix of the documents and the parameters
+of the backend tests are all computed from these records. `ops/registry.py` chooses among them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from types import ModuleType
+
+import torch
+
+from pasa.ops.attention.options import CHOICES, AttentionOptions
+from pasa.ops.devices import npu_missing, triton_missing
+
+HEAD_DIMS = (1, 512)  # 512: the widest head in use (the VAE of diffusion pipelines), and the widest that is tested
+
+
+@dataclass(frozen=True)
+class Request:
+    """State what a call needs from a backend."""
+
+    device: str
+    dtype: torch.dtype
+    head_dim: int
+    mask: str  # "none", "bool" or "float"
+    varlen: bool
+    diagnostics: bool
+    paged: bool
+    options: AttentionOptions
+
+
+@dataclass(frozen=True, eq=False)
+class Backend:
+    """Describe one implementation of the attention operator; records compare by identity.
+
+    Attributes
+    ----------
+    name : str
+    module : str
+        Imported on first use; defines `attend(call)`, and may define `gradients(call, grad_out, grad_lse)`.
+    devices : tuple of str
+        torch device types; empty means any.
+    devices_by_name : tuple of str
+        Further device types, which it serves only if the call names this backend.
+    dtypes, masks : tuple
+        Accepted values.
+    accepts : dict, optional
+        Maps fields of `AttentionOptions` to their accepted values; a value of None accepts any. A field that
+        is missing is accepted with its default alone, so a new option or value is refused until a backend lists it.
+        Without a dict all options are accepted.
+    not_together : tuple of dict
+        Combinations of option values that are refused, although each value alone is served.
+    head_dims : (int, int)
+        Smallest and largest head dimension.
+    varlen, diagnostics : bool
+    paged : dict, optional
+        Options by name that a call over a paged cache must have; None if it serves no paged cache.
+    missing : callable
+        Returns the reason why the backend cannot run on this machine, or None; called on demand, never at import.
+    functions : dict
+        Maps device types to the names of functions that it offers in addition to attention; see `provider`.
+    label : str
+        How the backend computes, and where that has been run: on the device, emulated, or not at all.
+    priority : int
+        Of the backends that can serve a call, the one of highest priority does.
+    """
+
+    name: str
+    module: str
+    missing: Callable[[], str | None]
+    label: str
+    devices: tuple[str, ...] = ()
+    devices_by_name: tuple[str, ...] = ()
+    dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16, torch.float32)
+    masks: tuple[str, ...] = ("none", "bool", "float")
+    accepts: Mapping[str, tuple[object, ...] | None] | None = None
+    not_together: tuple[dict[str, str], ...] = ()
+    head_dims: tuple[int, int] = HEAD_DIMS
+    varlen: bool = True
+    diagnostics: bool = True
+    paged: dict[str, str] | None = field(default_factory=dict)
+    functions: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    priority: int = field(default=0)
+
+    def __post_init__(self) -> None:
+        if not self.name.isidentifier():
+            raise ValueError(f"backend name {self.name!r} is not an identifier")
+        low, high = self.head_dims
+        if not 1 <= low <= high:
+            raise ValueError(f"head_dims {self.head_dims!r} of backend {self.name!r} is not a range")
+
+    def values(self, option: str) -> tuple[object, ...] | None:
+        """Return the accepted values of an option; None for any."""
+        if self.accepts is None:
+            return CHOICES.get(option)
+        return self.accepts.get(option, (getattr(AttentionOptions, option),))
+
+    def load(self) -> ModuleType:
+        """Import the module that implements the backend."""
+        return importlib.import_module(self.module)
+
+    def refusals(self, request: Request, *, by_name: bool = False) -> list[str]:
+        """Return every reason why this backend cannot serve `request`; empty when it can."""
+        options = request.options
+        devices = self.devices + (self.devices_by_name if by_name else ())
+        demands: list[tuple[str, object, tuple[object, ...] | None]] = [
+            ("device", request.device, devices if self.devices else None),
+            ("dtype", request.dtype, self.dtypes),
+            ("mask", request.mask, self.masks),
+            *((each.name, getattr(options, each.name), self.values(each.name)) for each in fields(options)),
+        ]
+        reasons = [
+            f"{name} {value} is not among {', '.join(map(str, has))}"
+            for name, value, has in demands
+            if has is not None and value not in has
+        ]
+        for values in self.not_together:
+            if all(getattr(options, name) == value for name, value in values.items()):
+                reasons.append(" with ".join(f"{name} {value}" for name, value in values.items()) + " is not supported")
+        if not self.head_dims[0] <= request.head_dim <= self.head_dims[1]:
+            reasons.append(f"head dim {request.head_dim} is outside {self.head_dims[0]} to {self.head_dims[1]}")
+        if request.varlen and not self.varlen:
+            reasons.append("packed sequences are not supported")
+        if request.diagnostics and not self.diagnostics:
+            reasons.append("diagnostics are not supported")
+        if request.paged:
+            reasons += self._paged_refusals(options)
+        absent = self.missing()
+        return reasons if absent is None else [absent, *reasons]
+
+    def _paged_refusals(self, options: AttentionOptions) -> list[str]:
+        if self.paged is None:
+            return ["paged caches are not supported"]
+        has = {name: getattr(options, name) for name in self.paged}
+        return [f"a paged cache takes {n} {self.paged[n]}, not {has[n]}" for n in has if has[n] != self.paged[n]]
+
+
+REFERENCE = Backend(
+    name="reference",
+    module="pasa.ops.attention.spec.attention",
+    missing=lambda: None,
+    label="emulates the NPU's arithmetic, on any device that torch runs on",
+)
+TRITON = Backend(
+    name="triton",
+    module="pasa.ops.attention.triton.backend",
+    missing=triton_missing,
+    label="Triton kernels for GPUs from sm_80 on; interpreted on a CPU; lowered, not run on an NPU",
+    devices=("cuda", "npu"),
+    devices_by_name=("cpu",),
+    accepts={
+        "precision": ("pasa", "fp32"),
+        "recovery": ("exact", "paper"),
+        "beta": None,
+        "block_q": None,
+        "accumulate": ("fp32", "fp16"),
+        "softmax": ("safe", "unbiased"),
+        "overflow": ("inf",),
+        "block_k": (32, 64, 128),
+    },
+    not_together=({"softmax": "unbiased", "recovery": "paper", "accumulate": "fp16"},),
+    head_dims=(1, 256),
+    diagnostics=False,
+    paged={"precision": "pasa", "recovery": "exact"},
+    functions={"cuda": ("write_pages", "count_scores")},
+    priority=2,
+)
+ASCEND_C: Backend = Backend(
+    name="npu",
+    module="pasa.ops.attention.ascend.backend",
+    missing=lambda: npu_missing() or ASCEND_C.load().library_error(),
+    label="Ascend C kernels for Atlas A2; run on a CPU twin of the device, not on an NPU",
+    devices=("npu",),
+    masks=("none",),
+    accepts={
+        "precision": ("pasa",),
+        "recovery": ("exact", "paper"),
+        "beta": None,
+        "block_q": None,
+        "overflow": ("inf", "saturate"),
+        "softmax": ("safe", "unbiased"),
+        "accumulate": ("fp32",),
+        "block_k": (128,),
+    },
+    head_dims=(1, 256),
+    diagnostics=False,
+    paged=None,
+    priority=3,
+)
+VENDOR: Backend = Backend(
+    name="vendor",
+    module="pasa.ops.attention.ascend.vendor",
+    missing=lambda: npu_missing() or VENDOR.load().missing(),
+    label="an NPU's fused attention in high precision, without the guarantee against overflow; not run on an NPU",
+    devices=("npu",),
+    masks=("none",),
+    accepts={
+        "precision": ("pasa",),
+        "recovery": ("exact",),
+        "block_q": None,
+        "block_k": None,
+        "overflow": ("inf",),
+        "softmax": ("safe",),
+        "accumulate": ("fp32",),
+    },
+    head_dims=(1, 256),
+    diagnostics=False,
+    paged=None,
+    priority=1,
+)
