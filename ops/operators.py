@@ -222,7 +222,10 @@ def _formula(backend: str) -> Callable[[Call, Tensor | None, Tensor | None], spe
 
 
 def _refuse_second(ctx: Any, *grads: Tensor) -> None:
-    raise NotImplementedError("pasa attention has no second derivative: its gradients cannot be differentiated")
+    raise NotImplementedError(
+        "pasa attention has no second derivative, so its gradients cannot be differentiated: call backward() or "
+        "torch.autograd.grad without create_graph=True, or use torch's scaled_dot_product_attention in FP32"
+    )
 
 
 def _remember_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -77,7 +77,9 @@ class WatchReport:
     def __str__(self) -> str:
         table = [("layer", *FIELDS), *(tuple(map(str, vars(each).values())) for each in (*self.layers, self.total))]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = [f"{len(self.layers)} layers, one query row in {STRIDE} (batch entries, heads and calls counted on)"]
+        lines = [
+            f"{len(self.layers)} layers, one query row in {STRIDE}, counted through all batch entries, heads and calls"
+        ]
         for name, *counts in table:
             numbers = "  ".join(text.rjust(width) for text, width in zip(counts, widths[1:], strict=True))
             lines.append(f"  {name.ljust(widths[0])}  {numbers}")
@@ -222,7 +224,7 @@ def watch(model_or_pipeline: object) -> Watch:
     >>> with pasa.patch_pipeline(model), pasa.watch(model) as watched:
     ...     logits = model(ids.expand(64, -1)).logits
     ...     print(watched.report())
-    2 layers, one query row in 1021 (batch entries, heads and calls counted on)
+    2 layers, one query row in 1021, counted through all batch entries, heads and calls
       layer                     rows  repeated  runaway  scores  saturated
       model.layers.0.self_attn     6         0        0      73          0
       model.layers.1.self_attn     6 ...

@@ -41,7 +41,7 @@ protected:
         }
         AscendC::PipeBarrier<PIPE_V>();
         all.Add(Number(kHere), Number(kTop), Number(i, kOffset));
-        RowMath next(Blind(task, task.lane[i], j + 1, rows), rows);  // rows that see its keys
+        RowMath next(RowsWithoutKeys(task, task.lane[i], j + 1, rows), rows);  // rows that see its keys
         if (refers) {
             next.Subtract(Number(kCarried), Number(i, kFrame), Number(kFramed));
         }

@@ -48,7 +48,7 @@ public:
     }
 
     // Return if any of the rows at `out` is flagged; if so, note the flagged rows for Draw.
-    __aicore__ inline bool Leans(const FloatTile& out)
+    __aicore__ inline bool FlagRows(const FloatTile& out)
     {
         CountWaves(out);
         Judge();
@@ -68,8 +68,8 @@ public:
         for (uint32_t c = 0; c < width; c += kFloats) {
             const uint32_t part = Least(kFloats, width - c);
             FindDrawn(out[c], part);
-            MakeLots(first + c, part);
-            RoundByLot(out[c], part);
+            MakeRandomNumbers(first + c, part);
+            RoundByRandomNumber(out[c], part);
         }
     }
 
@@ -328,19 +328,19 @@ private:
     }
 
     // Factor times key plus start, for columns from `first` on.
-    __aicore__ inline void MakeLots(uint32_t first, uint32_t columns)
+    __aicore__ inline void MakeRandomNumbers(uint32_t first, uint32_t columns)
     {
-        const Integers lots = Left().ReinterpretCast<int32_t>();
-        AscendC::Mul(lots, Factors().ReinterpretCast<int32_t>(), Keys()[first], columns, rows_,
+        const Integers random_numbers = Left().ReinterpretCast<int32_t>();
+        AscendC::Mul(random_numbers, Factors().ReinterpretCast<int32_t>(), Keys()[first], columns, rows_,
                      AscendC::BinaryRepeatParams(1, 0, 1, kTileBlocks, kTileBlocks, 0));
         AscendC::PipeBarrier<PIPE_V>();
-        AscendC::Add(lots, lots, Starts().ReinterpretCast<int32_t>(), columns, rows_,
+        AscendC::Add(random_numbers, random_numbers, Starts().ReinterpretCast<int32_t>(), columns, rows_,
                      AscendC::BinaryRepeatParams(1, 1, 0, kTileBlocks, kTileBlocks, kTileBlocks));
         AscendC::PipeBarrier<PIPE_V>();
     }
 
     // Add as many random bits as are dropped, from the eighth on, to the number, and truncate it.
-    __aicore__ inline void RoundByLot(const FloatTile& out, uint32_t columns)
+    __aicore__ inline void RoundByRandomNumber(const FloatTile& out, uint32_t columns)
     {
         const Integers words = Left().ReinterpretCast<int32_t>();
         ShiftLeft(Left(), Left(), 24 - dropped_, columns);

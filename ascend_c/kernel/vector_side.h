@@ -41,7 +41,7 @@ private:
     __aicore__ inline void Begin(const Task& task, uint32_t i)
     {
         const LaneTask& lane = task.lane[i];
-        const uint32_t rows = Mine(lane.Computed());
+        const uint32_t rows = OwnRows(lane.Computed());
         if (lane.rows == 0) return;
         if (rows > 0) {
             RowMath all(0, rows);
@@ -63,7 +63,7 @@ private:
     __aicore__ inline void TakeScores(const Task& task, uint32_t i, uint32_t j)
     {
         const LaneTask& lane = task.lane[i];
-        const uint32_t rows = Mine(lane.Computed());
+        const uint32_t rows = OwnRows(lane.Computed());
         AscendC::CrossCoreWaitFlag<kGroup>(kScoresReady + i);
         if (rows == 0) {
             if (kExact) {
@@ -75,9 +75,9 @@ private:
         }
         const bool refers = kExact && j + 1 < lane.steps;
         if (refers) LoadOffsets(task, i, j + 1, rows);
-        const uint32_t blind = Blind(task, lane, j, rows);
-        RowMath seeing(blind, rows);
-        if (kExact && blind > 0) RowMath(0, blind).Set(Number(kFirst), 0.0f);  // for Judge
+        const uint32_t without_keys = RowsWithoutKeys(task, lane, j, rows);
+        RowMath seeing(without_keys, rows);
+        if (kExact && without_keys > 0) RowMath(0, without_keys).Set(Number(kFirst), 0.0f);  // for Judge
         LoadScores(task, i, j, rows);
         bool wide = false;
         if (kExact) {
@@ -239,7 +239,7 @@ private:
     // O = O + P V.
     __aicore__ inline void TakeProduct(const Task& task, uint32_t i)
     {
-        const uint32_t rows = Mine(task.lane[i].Computed());
+        const uint32_t rows = OwnRows(task.lane[i].Computed());
         AscendC::CrossCoreWaitFlag<kGroup>(kProductReady + i);
         if (rows == 0) return;
         for (uint32_t d = 0; d < t_.dim; d += kChunk) {
@@ -265,15 +265,15 @@ private:
     __aicore__ inline void Finish(const Task& task, uint32_t i)
     {
         const LaneTask& lane = task.lane[i];
-        const uint32_t rows = Mine(lane.rows);
+        const uint32_t rows = OwnRows(lane.rows);
         if (rows == 0) return;
-        const uint32_t blind = Blind(task, lane, 0, rows);  // fully masked rows
-        RowMath all(0, rows), never(0, blind);
+        const uint32_t without_keys = RowsWithoutKeys(task, lane, 0, rows);  // fully masked rows
+        RowMath all(0, rows), never(0, without_keys);
         const Row maximum = Number(i, kMaximum), sum = Number(i, kSum), frame = Number(i, kFrame);
         AscendC::PipeBarrier<PIPE_V>();
         never.Set(sum, 1.0f);
-        if (blind > 0) {  // with a tiny scale, masked scores had weight
-            AscendC::Duplicate(Output(i), 0.0f, blind * t_.dim);
+        if (without_keys > 0) {  // with a tiny scale, masked scores had weight
+            AscendC::Duplicate(Output(i), 0.0f, without_keys * t_.dim);
         }
         if (!kExact) all.Scale(frame, frame, t_.invariance);
         AscendC::PipeBarrier<PIPE_V>();
@@ -311,7 +311,7 @@ private:
             }
             AscendC::PipeBarrier<PIPE_V>();
             if (kExact) WithinRange(out, width, rows);
-            if (d == 0 && t_.unbiased_columns > 0) drawn = unbiased.Leans(out);
+            if (d == 0 && t_.unbiased_columns > 0) drawn = unbiased.FlagRows(out);
             if (drawn) unbiased.Draw(out, d, width);
             HalfTile rounded = tile_out_.AllocTensor<half>();
             if (t_.to_bf16) {

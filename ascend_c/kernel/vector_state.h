@@ -37,12 +37,12 @@ protected:
         return output_buffer_.Get<float>()[lane * kHalfRows * t_.dim];
     }
     // How many of this core's rows there are, of so many in the tile.
-    __aicore__ inline uint32_t Mine(uint32_t rows) const
+    __aicore__ inline uint32_t OwnRows(uint32_t rows) const
     {
         return rows <= skipped_ ? 0 : Least(kHalfRows, rows - skipped_);
     }
     // Return how many of this core's first rows see no key of block j.
-    __aicore__ inline uint32_t Blind(const Task& task, const LaneTask& lane, uint32_t j, uint32_t rows) const
+    __aicore__ inline uint32_t RowsWithoutKeys(const Task& task, const LaneTask& lane, uint32_t j, uint32_t rows) const
     {
         if (task.keys <= j * kBlockKeys) return rows;
         return RowsBefore(lane, j * kBlockKeys, rows);
@@ -91,12 +91,12 @@ protected:
     __aicore__ inline void Hide(const Task& task, uint32_t i, uint32_t j, uint32_t rows, const FloatTile& tile)
     {
         const uint32_t count = KeysOf(task, j);
-        const uint32_t blind = RowsBefore(task.lane[i], j * kBlockKeys, rows);
+        const uint32_t without_keys = RowsBefore(task.lane[i], j * kBlockKeys, rows);
         const uint32_t partial = RowsBefore(task.lane[i], j * kBlockKeys + count - 1, rows);  // later rows see all
         if (partial == 0 && count == kBlockKeys) return;
         AscendC::PipeBarrier<PIPE_V>();
-        if (blind > 0) HideColumns(tile, 0, blind, kHidden);
-        for (uint32_t r = blind; r < partial; ++r) {
+        if (without_keys > 0) HideColumns(tile, 0, without_keys, kHidden);
+        for (uint32_t r = without_keys; r < partial; ++r) {
             const uint32_t seen = tasks_.Seen(task, task.lane[i].first_row + skipped_ + r) - j * kBlockKeys;
             HideColumns(tile[r * kBlockKeys], seen, 1, kHidden);
         }

@@ -55,7 +55,7 @@ RULES = {
         "all.Scale(shift, row_sum, 1.0f);",
     ),
     "a fully masked row keeps the result of masked keys": (
-        "AscendC::Duplicate(Output(i), 0.0f, blind * t_.dim);",
+        "AscendC::Duplicate(Output(i), 0.0f, without_keys * t_.dim);",
         "",
     ),
     "the row sum is that of weights before they are rounded": ("if (kExact) {  // the sum", "if (false) {  // the sum"),
@@ -126,7 +126,7 @@ RULES = {
         "AscendC::Muls(keys, keys, 0, columns);",
     ),
     "keys are even too": ("AscendC::Adds(keys, keys, 1, columns);", ""),
-    "parts of the columns share their keys": ("MakeLots(first + c, part);", "MakeLots(0, part);"),
+    "parts of the columns share their keys": ("MakeRandomNumbers(first + c, part);", "MakeRandomNumbers(0, part);"),
     "rows have no start": (
         "Spread(Starts(), high_, rows_, kTileBlocks);",
         "Spread(Starts(), Scratch(4), rows_, kTileBlocks);",

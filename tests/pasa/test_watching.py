@@ -205,7 +205,7 @@ def test_the_report_says_what_it_counted(qwen2):
         logits(qwen2)
     report = watched.report()
     lines = str(report).splitlines()
-    assert lines[0].startswith("2 layers, one query row in 1021 ")
+    assert lines[0].startswith("2 layers, one query row in 1021, ")
     assert lines[1].split() == ["layer", *FIELDS]
     assert [line.split()[0] for line in lines[2:-1]] == [*LAYERS, "total"]
     assert lines[2].split()[1:] == [str(number) for number in numbers(report.layers[0])]

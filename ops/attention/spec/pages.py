@@ -43,7 +43,10 @@ def check_pages(call: Call) -> None:
     used = torch.arange(block_table.shape[1]) * slots < seq_lens[:, None]
     wrong = block_table[used & ((block_table < 0) | (block_table >= pages))]
     if wrong.numel():
-        raise ValueError(f"block_table names page {int(wrong[0])}, but the cache has {pages} pages")
+        raise ValueError(
+            f"block_table names page {int(wrong[0])}, but the cache has {pages} pages: pass page "
+            "numbers from 0, and as many entries of each row as seq_lens need"
+        )
     if call.cu_q is not None:
         edges = call.cu_q.tolist()
         if edges[0] != 0 or sorted(edges) != edges or edges[-1] > len(call.q):

@@ -82,7 +82,7 @@ def find_anchors(
          "CHECK_VALUES": check_values, "VARLEN": packing is not None, "EARLY": False},
         num_warps=anchor_warps(block, pad),
     )  # fmt: skip
-    _home(key_blocks.anchors, visible, block)
+    _copy_first_visible_anchor(key_blocks.anchors, visible, block)
     return key_blocks
 
 
@@ -99,7 +99,7 @@ def shift_exact(
     heads, _, batch, blocks = _extent(k, block, packing)
     anchor = k.new_empty((batch, heads, blocks, k.shape[-1]))
     shifted = _shift(k, anchor, (0.0, 0.0), block, visible, packing, gemm=False)
-    _home(anchor, visible, block)
+    _copy_first_visible_anchor(anchor, visible, block)
     return shifted, anchor
 
 
@@ -152,7 +152,7 @@ def _shift(
     return shifted
 
 
-def _home(anchors: Tensor, visible: Tensor | None, block: int) -> None:
+def _copy_first_visible_anchor(anchors: Tensor, visible: Tensor | None, block: int) -> None:
     """Give the first block, whose frame all scores use, the anchor of the first block with a visible key.
 
     If the first block is padding, its anchor is 0, and every offset would be as large as the scores.

@@ -53,7 +53,10 @@ COUNT_REGISTERS = tl.constexpr(",".join(["=&r"] * 8 + ["r"] * 8))
 
 @triton.jit
 def pack_signs(bits, DROPPED: tl.constexpr):
-    """Pack the sign of each square wave into a counter of its own within one word, for every number."""
+    """Pack the sign of each of the five square waves into a counter of its own within one word, for every number.
+
+    The counters' lowest bits in the word, from the highest: wave 5 at 25, wave 4 at 18, 3 at 12, 2 at 6, 1 at 0.
+    """
     signs = bits >> (DROPPED - 4)  # bit 0 has the place 4, bit 1 the place 3
     edges = (bits >> (DROPPED - 6)) ^ (bits >> (DROPPED - 7))  # bits 2, 3 and 5 the places 4, 3 and 1
     spread = ((signs & 3) | (edges & 12)) * 0x8421  # bit i to 6 i, and elsewhere

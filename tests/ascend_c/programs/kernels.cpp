@@ -142,7 +142,7 @@ TWIN_CASE(unbiased)
         in.FreeTensor(loaded);
         pasa::UnbiasedRounding rounding(tiling, tile.Get<float>(), work.Get<float>(), numbers.Get<float>(),
                                         numbers.Get<float>()[pasa::kHalfRows], rows);
-        if (rounding.Leans(outputs)) rounding.Draw(outputs, 0, tiling.dim);
+        if (rounding.FlagRows(outputs)) rounding.Draw(outputs, 0, tiling.dim);
         out.EnQue(outputs);
         outputs = out.DeQue<float>();
         AscendC::DataCopy(made, outputs, count);
