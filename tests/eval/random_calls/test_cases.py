@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from pasa.eval.random_calls import attention, caches, kernels
+from pasa.eval.random_calls import attention, kernels, paged
 from pasa.eval.random_calls.cases import draw_case
 from pasa.eval.random_calls.inputs import MASKS, STRIDES, Call, make
 from pasa.eval.random_calls.number_draws import LARGEST, SCORES, VALUES
@@ -40,9 +40,9 @@ def test_everything_occurs():
     both |= {"garbage": ("none", "query", "key", "value", "mask"), "where": ("seen", "hidden"), "causal": (False, True)}
     ours = both | families | {"mask": ("none", *kernels.MASKS), "strides": kernels.LAYOUTS, "dim": kernels.DIMS}
     ours |= {"scale": kernels.SCALES, "poisoned": (False, True), "emulated": (False, True), "tile": range(3)}
-    api = both | {"mask": MASKS, "strides": STRIDES, "layout": ("HND", "BNSD", "NHD", "BSND"), "view": caches.VIEWS}
+    api = both | {"mask": MASKS, "strides": STRIDES, "layout": ("HND", "BNSD", "NHD", "BSND"), "view": paged.VIEWS}
     api |= {"backend": ("reference", "triton", "npu"), "precision": ("pasa", *attention.BASELINES)}
-    api |= {"softmax": ("safe", "unbiased", "unbiased_paper"), "overflow": ("inf", "saturate"), "fill": caches.FILLS}
+    api |= {"softmax": ("safe", "unbiased", "unbiased_paper"), "overflow": ("inf", "saturate"), "fill": paged.FILLS}
     api |= {"recovery": ("exact", "paper"), "longest": ("none", "exact", "above"), "stale": range(3)}
     for drawn, expected in ((KERNELS, ours), ([case.params for case in CALLS], api)):
         for name, values in expected.items():

@@ -10,7 +10,6 @@ import pasa
 from pasa.eval.random_calls import attention, judge, kernels, truth
 from pasa.eval.random_calls.cases import broken
 from pasa.eval.random_calls.inputs import Call, make
-from pasa.eval.random_calls.summation_error import find_moved
 from pasa.eval.random_calls.truth import find_truth
 
 FP16 = judge.Arithmetic(torch.float16)
@@ -128,7 +127,7 @@ def test_an_error_above_twice_the_emulation_is_found(recovery):
     paper = kernels.PAPER_SCORE if recovery == "paper" else None
 
     def failures(out, lse):
-        return broken(judge.compare(true, (out, lse), emulated, find_moved(call, true), torch.float16, paper))
+        return broken(judge.compare(true, (out, lse), emulated, judge.find_moved(call, true), torch.float16, paper))
 
     assert failures(*emulated) == []
     out, lse = (x.clone() for x in emulated)

@@ -5,10 +5,9 @@ import pytest
 import torch
 
 from pasa.eval.random_calls import attention, judge, kernels
-from pasa.eval.random_calls import summation_error as order
 from pasa.eval.random_calls.cases import broken
 from pasa.eval.random_calls.inputs import Call, make
-from pasa.eval.random_calls.summation_error import find_moved, summed_error
+from pasa.eval.random_calls.judge import find_moved, summed_error
 from pasa.eval.random_calls.truth import find_truth, prepare
 from pasa.ops.attention.triton import tile_math
 
@@ -39,8 +38,8 @@ def one_by_one(q, k):
 def by_blocks(q, k, truncated=False):
     """16 exact products and what there is, to nearest or towards zero: a tensor core's steps."""
     total = torch.zeros(*q.shape[:-1], k.shape[-2])
-    for start in range(0, q.shape[-1], order.MMA_DEPTH):
-        part = slice(start, start + order.MMA_DEPTH)
+    for start in range(0, q.shape[-1], judge.MMA_DEPTH):
+        part = slice(start, start + judge.MMA_DEPTH)
         exact = total.double() + q[..., part].double() @ k[..., part].double().mT
         total = exact.float()
         if truncated:
@@ -85,7 +84,7 @@ def test_any_order_of_a_sum_is_within_the_bound(huge, name):
     scores = ORDERS[name](huge.part.q.float(), huge.part.k.float()) * 30
     assert scores.max() > 2e5
     assert broken(huge.compared(scores)) == []
-    # Without the term the bound depends on the order. Every row has rivals, so that the RMSE shows it first.
+    # Without the term the bound depends on the judge. Every row has rivals, so that the RMSE shows it first.
     assert huge.compared(scores, with_order=False)["emulated-rmse"] > 2
     worst = ((scores - huge.part.scores).abs() / huge.errors).max()
     assert worst <= (1 if name in ("blocks", "truncated") else 2)  # one by one: d is 1.5 standard deviations and more
@@ -140,5 +139,5 @@ def test_the_term_is_nothing_for_ordinary_scores_and_small_for_huge_ones(huge):
 
 
 def test_the_judge_knows_when_kernels_take_anchors():
-    assert tile_math.ANCHOR_GAIN.value == order.ANCHOR_GAIN
-    assert tile_math.ANCHOR_LIMIT.value == order.ANCHOR_LIMIT
+    assert tile_math.ANCHOR_GAIN.value == judge.ANCHOR_GAIN
+    assert tile_math.ANCHOR_LIMIT.value == judge.ANCHOR_LIMIT

@@ -1,0 +1,274 @@
+"""Both commands of random calls: short runs of the API and of kernels, planted errors, shrinking, processes."""
+
+import json
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from io import StringIO
+
+import pytest
+import torch
+from rich.console import Console
+
+import pasa
+from pasa.eval.kit import output
+from pasa.eval.kit.stored import stored
+from pasa.eval.random_calls import attention, kernels, run, sanitize
+from pasa.eval.random_calls.backends import poison
+from pasa.eval.random_calls.cases import Case, draw_case, run_case, shrink
+from pasa.eval.random_calls.inputs import make
+from pasa.eval.random_calls.run import API, FUZZ, SOAK, run_soak
+
+CASES = 250
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, which interprets: infinity is meant
+
+
+@pytest.fixture(scope="module")
+def fuzzed():
+    return FUZZ.measure(cases=CASES, seed=1)
+
+
+@pytest.fixture(scope="module")
+def soaked():
+    return SOAK.measure(cases=20, backend="triton", small=True)
+
+
+def shown(experiment, result):
+    text = StringIO()
+    experiment.show(result, Console(file=text, width=250))
+    return text.getvalue()
+
+
+def test_a_short_run_of_the_api_holds_all_bounds(fuzzed, tmp_path):
+    assert fuzzed["failures"] == []
+    assert fuzzed["gate"]["passed"]
+    assert sum(sum(counts.values()) for counts in fuzzed["verdicts"].values()) == CASES
+    assert {"finite", "range", "heavy", "error", "lse", "naive"} <= set(fuzzed["worst"])
+    assert f"All {CASES - fuzzed['gate']['absent']} cases hold all bounds" in shown(FUZZ, fuzzed)
+    assert "| attention |" in FUZZ.save(fuzzed, tmp_path)[1].read_text()
+
+
+def test_kernels_hold_all_bounds(soaked, tmp_path):
+    assert soaked["failures"] == []
+    assert soaked["gate"] == {"passed": True, "failed": 0, "run": 20, "stopped": False, "absent": 0}
+    assert {"nan", "range", "error", "lse", "repeat", "emulated-max"} <= set(soaked["worst"])
+    assert sum(soaked["counts"]["group"].values()) == 20
+    saved, page, *_ = SOAK.save(soaked, tmp_path)
+    saved = json.loads(saved.read_text())
+    assert saved["worst"]["error"]["value"] == pytest.approx(soaked["worst"]["error"]["value"])
+    assert {"device", "torch", "triton", "commit"} <= set(saved["environment"])
+    assert "All 20 cases hold all bounds" in shown(SOAK, soaked)
+    assert "| range |" in page.read_text()
+
+
+def test_the_stored_runs_are_long_and_hold_all_bounds():
+    fuzz, soak = stored("fuzz"), stored("soak")
+    assert fuzz["cases"] >= 20_000
+    assert soak["cases"] >= 3000
+    assert fuzz["gate"]["passed"]
+    assert soak["gate"]["passed"]
+    assert set(fuzz["verdicts"]) == set(API)
+    assert all(fuzz["backends"][backend]["correct"] >= 30 for backend in ("reference", "triton", "npu"))
+
+
+def test_one_case_gives_the_numbers_that_it_gave_among_others(fuzzed, soaked):
+    for experiment, result, how in ((FUZZ, fuzzed, {}), (SOAK, soaked, {"backend": "triton", "small": True})):
+        worst = result["worst"]["error"]
+        seed, index = map(int, worst["case"].split()[0].split(":"))
+        alone = experiment.measure(seed=seed, only=index, **how)
+        assert alone["cases"] == 1
+        assert alone["worst"]["error"]["value"] == worst["value"]
+        assert json.dumps(alone["case"]["params"]) in shown(experiment, alone).replace("\n", "")
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "message"),
+    [
+        ({"cases": 0}, ValueError, "cases=0 must be at least 1"),
+        ({"backend": "abacus"}, ValueError, "'abacus' is not one of"),
+        ({"backend": "npu"}, NotImplementedError, "backend npu cannot run here"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_by_name(how, error, message):
+    with pytest.raises(error, match=message):
+        run_soak(**{"cases": 1} | how)
+
+
+def test_the_note_names_what_ran_and_how_to_get_what_did_not(fuzzed, monkeypatch):
+    """Story: the note said "Triton interpreted, Ascend C on its CPU twin" of every run, whatever was there."""
+    assert ("Triton interpreted" in fuzzed["note"]) == (fuzzed["backends"]["triton"]["absent"] == 0)
+    monkeypatch.setattr(run, "absent", lambda name: None)
+    assert run.describe_backends({"reference", "triton", "npu"}) == stored("fuzz")["note"]
+    monkeypatch.setattr(run, "absent", lambda name: "no" if name == "triton" else None)
+    assert run.describe_backends({"reference", "npu"}) == (
+        "random calls on a CPU: Ascend C on its CPU twin; nothing was run on a GPU or an NPU; "
+        "absent: triton (set TRITON_INTERPRET=1)"
+    )
+
+
+PACKED = {"row_lengths": [4, 5], "key_lengths": [17, 23], "strides": "reversed", "wide": True, "spaced": True}
+
+
+def simple(kind="attention", **changes):
+    """Return a valid call."""
+    how = {"lse": True, "data_seed": 5, "twice": False, "rows": 9, "keys": 40, "dim": 16, "heads": 2}
+    return Case(0, 0, kind, attention.SIMPLEST | how | changes)
+
+
+def test_what_is_wrong_is_found_and_shrunk(monkeypatch):
+    """Outputs are shifted where there is more than one key."""
+    right = pasa.attention
+
+    def wrong(**arguments):
+        out, lse = right(**arguments)
+        return (out + 100 if arguments["k"].shape[2] > 1 else out), lse
+
+    assert run_case(API, simple()).verdict == "correct"
+    monkeypatch.setattr(pasa, "attention", wrong)
+    outcome = run_case(API, simple())
+    assert outcome.verdict == "wrong"
+    assert "range" in outcome.why
+    smaller = shrink(API, simple()).params
+    assert (smaller["keys"], smaller["rows"], smaller["heads"], smaller["dim"]) == (2, 1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "measure"),
+    [
+        (lambda out, lse: (out.float(), lse), "shape"),
+        (lambda out, lse: (out, lse[..., :-1]), "shape"),
+        (lambda out, lse: (out[:, :, :-1], lse), "shape"),
+    ],
+)
+def test_other_shapes_and_types_are_found(change, measure, monkeypatch):
+    right = pasa.attention
+    monkeypatch.setattr(pasa, "attention", lambda **arguments: change(*right(**arguments)))
+    assert run_case(API, simple()).why.startswith(measure)
+
+
+@pytest.mark.parametrize(("kind", "how"), [("attention", {}), ("attention_varlen", PACKED)])
+def test_operators_that_differ_from_functions_are_found(kind, how, monkeypatch):
+    right, case = getattr(pasa, kind), simple(kind, operator=True, **how)
+    assert run_case(API, case).verdict == "correct"
+    monkeypatch.setattr(pasa, kind, lambda **arguments: (right(**arguments)[0] * 1.001, right(**arguments)[1]))
+    assert "same" in run_case(API, case).why
+
+
+def test_an_absent_backend_is_counted_not_judged(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert run_case(API, simple(backend="triton")).verdict == "absent"
+
+
+def test_a_kernel_that_is_wrong_fails_with_its_numbers(monkeypatch):
+    """One row of every output is exchanged for the next."""
+    right = kernels.attend
+
+    def wrong(params, call):
+        out, lse = right(params, call)
+        out[:, :, 0] = out[:, :, -1].clone() + 0.25
+        return out, lse
+
+    monkeypatch.setattr(kernels, "attend", wrong)
+    result = SOAK.measure(cases=12, backend="reference", small=True)
+    assert not result["gate"]["passed"]
+    assert result["gate"]["failed"] == len(result["failures"]) >= 6
+    text = shown(SOAK, result)
+    assert "FAIL; repeat one: pasa bench soak --backend reference --small --seed 0 --only INDEX" in text
+    assert "wrong: range" in text
+    assert '"family"' in text
+
+
+def test_what_a_kernel_raises_is_a_failure_and_a_broken_device_the_end(monkeypatch):
+    calls = []
+
+    def raises(params, call):
+        calls.append(params)
+        raise RuntimeError("out of registers" if len(calls) < 3 else "CUDA error: an illegal memory access")
+
+    monkeypatch.setattr(kernels, "attend", raises)
+    result = SOAK.measure(cases=9, backend="reference", small=True)
+    assert result["gate"] == {"passed": False, "failed": 3, "run": 3, "stopped": True, "absent": 0}
+    assert [record["verdict"] for record in result["failures"]] == ["raised"] * 3
+    assert "out of registers" in SOAK.markdown(result)
+    assert json.loads(output.to_json(result))["failures"][2]["why"].endswith("an illegal memory access")
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["out", "lse"])
+def test_a_result_that_moves_is_found(monkeypatch, which):
+    right, calls = kernels.attend, []
+
+    def moving(params, call):
+        calls.append(params)
+        result = right(params, call)
+        result[which].fill_(len(calls))
+        return result
+
+    monkeypatch.setattr(kernels, "attend", moving)
+    assert "repeat" in run_soak(1, backend="reference", small=True)["failures"][0]["why"]
+    assert len(calls) == 2
+
+
+def test_poisoned_memory_is_nan_and_only_within():
+    with poison(True):
+        assert torch.isnan(torch.empty(1000)).all()
+        assert torch.isnan(torch.zeros(3, dtype=torch.float16).new_empty(1000)).all()
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_the_reference_holds_all_bounds_in_one_process_and_in_two():
+    alone, shared = (run_soak(40, seed=1, backend="reference", small=True, jobs=jobs) for jobs in (1, 2))
+    assert alone["failures"] == []
+    assert not {"emulated-max", "lse-ordinary"} & set(alone["worst"])
+    assert all(alone[name] == shared[name] for name in ("gate", "worst", "counts"))
+
+
+def test_a_device_that_breaks_in_one_process_ends_all(monkeypatch):
+    """The pool stands for itself: its families run here, one after the other."""
+
+    class Here(ThreadPoolExecutor):
+        def __init__(self, jobs, context):
+            super().__init__(1)
+
+    def raises(params, call):
+        raise RuntimeError("CUDA error: an illegal memory access")
+
+    monkeypatch.setattr(run, "ProcessPoolExecutor", Here)
+    monkeypatch.setattr(kernels, "attend", raises)
+    gate = run_soak(9, backend="reference", small=True, jobs=2)["gate"]
+    assert gate["stopped"]
+    assert gate["failed"] == gate["run"] < 9
+
+
+def test_a_process_that_dies_is_a_failure_and_what_was_judged_is_kept(monkeypatch):
+    """Story: a segmentation fault in one of several processes ended the soak without a word about the others."""
+    monkeypatch.setattr(run, "judge_alone", die)
+    result = run_soak(4, backend="reference", small=True, jobs=2)
+    assert result["gate"] == {"passed": False, "failed": 1, "run": 1, "stopped": True, "absent": 0}
+    assert "terminated abruptly" in result["failures"][0]["why"]
+
+
+def die(kinds, drawn):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("accumulate", ["fp32", "fp16"])
+def test_exact_outputs_are_held_against_fp32_sums(monkeypatch, accumulate):
+    """Story: the kernels sum in FP32 whatever `accumulate` says, and were allowed the errors of FP16 sums."""
+    cases = (draw_case(kernels.kinds(0, "triton", small=True), 0, index) for index in range(99))
+    params = next(case.params for case in cases if case.params["recovery"] == "exact") | {"accumulate": accumulate}
+    seen = []
+    monkeypatch.setattr(kernels, "attend", lambda params, call: seen.append((params["accumulate"], params["backend"])))
+    kernels.emulate(params, make(params))
+    assert seen == [("fp32", "reference")]
+
+
+@pytest.mark.parametrize("name", ["portable-careful", "paper-packed", "decode-lanes", "hopper-shifted", "shift-before"])
+def test_calls_for_sanitizers(name):
+    assert sanitize.main([name]) == 0
+
+
+def test_calls_for_sanitizers_are_judged(monkeypatch):
+    right = kernels.attend
+    monkeypatch.setattr(kernels, "attend", lambda params, call: (right(params, call)[0] + 0.1, right(params, call)[1]))
+    assert sanitize.main(["short"]) == 1
