@@ -40,7 +40,7 @@ Record = dict[str, Any]
 Judged = tuple[Case, Outcome]
 
 
-def run_fuzz(cases: Number = 20000, seed: Seed = 0, only: Only = None, progress: Report | None = None) -> Record:
+def run_fuzz(cases: Number = 16000, seed: Seed = 0, only: Only = None, progress: Report | None = None) -> Record:
     """Random calls of the whole API, judged against FP64 and the guarantee; exit 1 if one breaks a bound.
 
     The result holds what `conclude` returns, and counts of ``verdicts``: by kind of call, and by backend.
@@ -238,8 +238,8 @@ def verdict(result: Record) -> str:
         command = f"pasa bench soak --backend {result['backend']}" + " --small" * result["small"]
     absences = f"; {gate['absent']} had no backend here" if gate["absent"] else ""
     if gate["passed"]:
-        held = f"All {gate['run'] - gate['absent']:,} cases hold all bounds against FP64{absences}."
-        return f"{held} {command} {seed}, {result['duration_s']} s."
+        held = f"All {gate['run'] - gate['absent']:,} cases hold all bounds against FP64{absences}"
+        return f"{held} ({command} --cases {result['cases']} {seed}, {result['duration_s']} s)."
     stopped = "; stopped, because the device failed" if gate["stopped"] else ""
     again = f"repeat one: {command} {seed} --only INDEX"
     return f"{gate['failed']} of {gate['run']} cases FAIL{absences}{stopped}; {again}"

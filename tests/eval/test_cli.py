@@ -174,6 +174,8 @@ def test_json_file_and_output_folder(tmp_path: Path, options: list[str], made: s
         (["eval", "fuzz", "--cases", "0"], "cases=0"),
         (["bench", "soak", "--jobs", "0"], "jobs=0"),
         (["bench", "soak", "--only", "-1"], "only=-1"),
+        (["bench", "soak", "--backend", "abacus"], "'abacus'"),
+        (["bench", "soak", "--backend", "npu"], "backend npu cannot run here"),
         (["diagnose", "--frames", "two"], "two"),
         (["diagnose", "--model", "tiny", "--dtype", "int8"], "'int8'"),
         (["--bogus"], "--bogus"),
