@@ -40,7 +40,7 @@ Record = dict[str, Any]
 Judged = tuple[Case, Outcome]
 
 
-def run_fuzz(cases: Number = 16000, seed: Seed = 0, only: Only = None, progress: Report | None = None) -> Record:
+def run_fuzz(cases: Number = 12000, seed: Seed = 0, only: Only = None, progress: Report | None = None) -> Record:
     """Random calls of the whole API, judged against FP64 and the guarantee; exit 1 if one breaks a bound.
 
     The result holds what `conclude` returns, and counts of ``verdicts``: by kind of call, and by backend.

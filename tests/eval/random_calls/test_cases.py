@@ -1,7 +1,5 @@
 """Cases come from the seed and the index alone, and cover what they should."""
 
-import math
-
 import pytest
 import torch
 
@@ -45,12 +43,8 @@ def test_everything_occurs():
     assert 0.05 < sum(params["garbage"] != "none" for params in KERNELS) / len(KERNELS) < 0.15
     assert sum(params["dtype"] == "float16" for params in KERNELS) / len(KERNELS) > 0.5
     assert max(params["keys"] for params in KERNELS) > 9000
-
-
-def test_published_recovery_is_asked_for_ordinary_data_alone():
-    names = ("data", "values", "scale", "garbage", "emulated")
-    paper = [params for params in KERNELS if params["recovery"] == "paper"]
-    assert {tuple(params[name] for name in names) for params in paper} == {("randn", "randn", None, "none", True)}
+    paper = {"data": "randn", "values": "randn", "scale": None, "garbage": "none", "emulated": True}
+    assert all(paper.items() <= params.items() for params in KERNELS if params["recovery"] == "paper")
 
 
 def test_inputs_are_finite_in_fp16_unless_garbage_was_planted():
@@ -85,5 +79,4 @@ def test_visible_keys_are_those_of_the_mask_and_the_causal_band():
     mask = torch.ones(2, 1, 1, 5, dtype=torch.bool)
     mask[1, ..., :2] = False
     assert Call(q, k, k, mask, False, 1.0).visible().sum((1, 2)).tolist() == [[12] * 5, [0, 0, 12, 12, 12]]
-    added = torch.full((3, 5), -math.inf)
-    assert not Call(q, k, k, added, False, 1.0).visible().any()
+    assert not Call(q, k, k, torch.full((3, 5), -torch.inf), False, 1.0).visible().any()

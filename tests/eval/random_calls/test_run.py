@@ -4,11 +4,9 @@ import itertools
 import json
 import os
 import signal
-from io import StringIO
 
 import pytest
 import torch
-from rich.console import Console
 
 import pasa
 from pasa.eval.kit import output
@@ -33,12 +31,6 @@ def soaked():
     return SOAK.measure(cases=20, backend="triton", small=True)
 
 
-def shown(experiment, result):
-    text = StringIO()
-    experiment.show(result, Console(file=text, width=250))
-    return text.getvalue()
-
-
 def test_short_runs_hold_all_bounds(fuzzed, soaked, tmp_path):
     assert sum(sum(counts.values()) for counts in fuzzed["verdicts"].values()) == CASES
     assert {"finite", "range", "heavy", "error", "lse", "naive"} <= set(fuzzed["worst"])
@@ -47,18 +39,16 @@ def test_short_runs_hold_all_bounds(fuzzed, soaked, tmp_path):
     assert sum(soaked["counts"]["group"].values()) == 20
     for experiment, result in ((FUZZ, fuzzed), (SOAK, soaked)):
         assert result["failures"] == []
-        assert result["gate"]["passed"]
         held = f"All {result['cases'] - result['gate']['absent']} cases hold all bounds against FP64"
-        assert held in shown(experiment, result)
+        assert held in experiment.markdown(result)
         assert "| range |" in experiment.save(result, tmp_path)[1].read_text()
 
 
 def test_the_stored_runs_are_long_and_hold_all_bounds():
-    fuzz, soak = stored("fuzz"), stored("soak")
-    assert fuzz["cases"] >= 12_000
-    assert soak["cases"] >= 3000
-    assert fuzz["gate"]["passed"]
-    assert soak["gate"]["passed"]
+    for name, cases in (("fuzz", 12_000), ("soak", 3000)):
+        assert stored(name)["cases"] >= cases
+        assert stored(name)["gate"]["passed"]
+    fuzz = stored("fuzz")
     assert set(fuzz["verdicts"]) == set(API)
     assert all(fuzz["backends"][backend]["correct"] >= 30 for backend in ("reference", "triton", "npu"))
 
@@ -70,7 +60,7 @@ def test_one_case_gives_the_numbers_that_it_gave_among_others(fuzzed, soaked):
         alone = experiment.measure(seed=seed, only=index, **how)
         assert alone["cases"] == 1
         assert alone["worst"]["error"]["value"] == worst["value"]
-        assert json.dumps(alone["case"]["params"]) in shown(experiment, alone).replace("\n", "")
+        assert json.dumps(alone["case"]["params"]) in experiment.markdown(alone)
 
 
 def test_the_note_names_what_ran_and_how_to_get_what_did_not(fuzzed, monkeypatch):
@@ -91,19 +81,15 @@ def simple(kind="attention", **changes):
     return Case(0, 0, kind, attention.SIMPLEST | how | changes)
 
 
-def test_what_is_wrong_is_found_and_shrunk(monkeypatch):
-    """Outputs are shifted where there is more than one key."""
+def test_a_failing_case_is_shrunk(monkeypatch):
     right = pasa.attention
 
     def wrong(**arguments):
         out, lse = right(**arguments)
-        return (out + 100 if arguments["k"].shape[2] > 1 else out), lse
+        return out + 100 * (arguments["k"].shape[2] > 1), lse
 
-    assert run_case(API, simple()).verdict == "correct"
     monkeypatch.setattr(pasa, "attention", wrong)
-    outcome = run_case(API, simple())
-    assert outcome.verdict == "wrong"
-    assert "range" in outcome.why
+    assert "range" in run_case(API, simple()).why
     smaller = shrink(API, simple()).params
     assert (smaller["keys"], smaller["rows"], smaller["heads"], smaller["dim"]) == (2, 1, 1, 1)
 
@@ -149,10 +135,9 @@ def test_a_kernel_that_is_wrong_fails_with_its_numbers(change, why, monkeypatch)
 
     monkeypatch.setattr(kernels, "attend", wrong)
     result = SOAK.measure(cases=12, backend="reference", small=True)
-    assert not result["gate"]["passed"]
     assert result["gate"]["failed"] == len(result["failures"]) >= 6
     assert why in result["failures"][0]["why"]
-    text = shown(SOAK, result)
+    text = SOAK.markdown(result)
     assert "FAIL; repeat one: pasa bench soak --backend reference --small --seed 0 --only INDEX" in text
     assert '"family"' in text
 
