@@ -34,7 +34,7 @@ from pasa.eval.models.video import run as video
 from pasa.eval.models.video import step
 from pasa.eval.models.zoo import run as zoo
 from pasa.eval.npu import report as npu_report
-from pasa.eval.random_calls import report as calls
+from pasa.eval.random_calls import run as calls
 from pasa.eval.research.fp8_scaling import overhead
 from pasa.eval.research.fp8_scaling import run as fp8
 from pasa.eval.speed import readme as speed_readme
@@ -176,7 +176,7 @@ def kernels(result: dict[str, Any]) -> Table:
 def random_calls(name: str) -> str:
     """Return what random calls of kernels or of the whole API showed."""
     result = stored(name)
-    return f"{calls.verdict(result)} {calls.origin(result)}"
+    return f"{calls.verdict(result)} {origin(result)}"
 
 
 def npu_model() -> str:

@@ -32,13 +32,7 @@ def absent(name: str) -> str | None:
 
 @contextmanager
 def available(name: str) -> Iterator[None]:
-    """Serve CPU tensors by a backend: Triton's interpreter, or the Ascend C kernels on their CPU twin.
-
-    Raises
-    ------
-    AbsentError
-        If it cannot run here.
-    """
+    """Serve CPU tensors by a backend, if it can run here: Triton's interpreter, or Ascend C kernels on a CPU twin."""
     why = absent(name)
     if why is not None:
         raise AbsentError(f"{name}: {why}")
@@ -53,9 +47,6 @@ def available(name: str) -> Iterator[None]:
 @contextmanager
 def pinned_tile(number: int) -> Iterator[None]:
     """Take this candidate, modulo their number, in place of the fastest: bits may not depend on what took how long."""
-    if importlib.util.find_spec("triton") is None:
-        yield
-        return
     from triton.runtime.errors import OutOfResources
 
     from pasa.ops.attention.triton.prefill import launch as prefill

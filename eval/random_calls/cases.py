@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -12,12 +11,12 @@ from typing import Any
 
 import torch
 
-from pasa.eval.random_calls.faults import SEED, Fault, Params
-
+SEED = "data_seed"
+Params = dict[str, Any]
+"""Plain values that JSON holds: what a case is made of."""
 Measures = dict[str, float]
 COUNTS = ("shape", "nan", "finite", "blind", "repeat", "same", "diagnosed", "cache", "anchors")
 """Measures of which nothing is allowed; all others are ratios, of which 1 is."""
-FAULTY = 0.3  # share of the cases that a kind with faults draws with one
 SHRINKS = 200  # attempts
 TWICE_EVERY = 20  # cases: every such one may be called twice, to be compared bit for bit
 
@@ -26,12 +25,10 @@ TWICE_EVERY = 20  # cases: every such one may be called twice, to be compared bi
 class Kind:
     """One part of the API."""
 
-    draw: Callable[[Random], Params]  # parameters of a valid case
-    # Calls and judges: measured over allowed, or counts for `COUNTS`. Makes the mistake of a case with a fault.
-    run: Callable[[Params], Measures]
+    draw: Callable[[Random], Params]
+    run: Callable[[Params], Measures]  # calls and judges: measured over allowed, or counts for `COUNTS`
     share: int  # how often it is drawn, beside the others
     simplest: Mapping[str, Any] = field(default_factory=dict)  # value of each parameter that says least, for shrinking
-    faults: Mapping[str, Fault] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -51,11 +48,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a case.
-
-    The verdict is "correct", "refused" (a documented error, as it must), "absent" (its backend cannot run here), or a
-    failure: "wrong", "raised", "accepted".
-    """
+    """The result of a case: "correct", "absent" (its backend cannot run here), or a failure, "wrong" or "raised"."""
 
     verdict: str
     why: str = ""  # of a failure
@@ -65,7 +58,7 @@ class Outcome:
     @property
     def failed(self) -> bool:
         """True where the package has to be mended."""
-        return self.verdict in ("wrong", "raised", "accepted")
+        return self.verdict in ("wrong", "raised")
 
 
 class AbsentError(Exception):
@@ -76,39 +69,24 @@ def draw_case(kinds: Mapping[str, Kind], seed: int, index: int) -> Case:
     """Return case `index` of a seed."""
     rng = Random(f"case {seed} {index}")
     name = rng.choices(list(kinds), [kind.share for kind in kinds.values()])[0]
-    kind = kinds[name]
-    fault = rng.choice(list(kind.faults)) if kind.faults and rng.random() < FAULTY else None
-    params = kind.draw(rng) | {"fault": fault, SEED: rng.getrandbits(48), "twice": index % TWICE_EVERY == 0}
-    return Case(seed, index, name, json.loads(json.dumps(params)))  # as a replay and a stored result have it
+    params = kinds[name].draw(rng) | {SEED: rng.getrandbits(48), "twice": index % TWICE_EVERY == 0}
+    return Case(seed, index, name, json.loads(json.dumps(params)))  # as a repetition and a stored result have it
 
 
 def run_case(kinds: Mapping[str, Kind], case: Case) -> Outcome:
-    """Call, judge, and hold an exception against the documented ones."""
-    kind = kinds[case.kind]
-    fault = kind.faults.get(case.params["fault"] or "")
+    """Call and judge; an exception is a failure, because drawn calls are valid."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what is warned of is documented; other tests read it
-            measures = kind.run(case.params)
+            measures = kinds[case.kind].run(case.params)
     except AbsentError as error:
         return Outcome("absent", str(error))
-    except Exception as error:  # an undocumented one is what random calls are for
-        return _of_error(error, fault)
-    if fault is not None:
-        return Outcome("accepted", f"{case.params['fault']} was not refused")
+    except Exception as error:
+        fatal = "CUDA error" in str(error) or isinstance(error, getattr(torch, "AcceleratorError", ()))
+        return Outcome("raised", f"{type(error).__name__}: {' '.join(str(error).split())[:200]}", fatal=fatal)
     failed = broken(measures)
     why = ", ".join(f"{name} {measures[name]:.4g}" for name in failed)
     return Outcome("wrong" if failed else "correct", why, measures)
-
-
-def _of_error(error: Exception, fault: Fault | None) -> Outcome:
-    text = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-    fatal = "CUDA error" in str(error) or isinstance(error, getattr(torch, "AcceleratorError", ()))
-    if fault is None:
-        return Outcome("raised", text, fatal=fatal)
-    if isinstance(error, fault.error) and re.search(fault.message, str(error)):
-        return Outcome("refused")
-    return Outcome("raised", f"{text} in place of {fault.error.__name__} {fault.message!r}", fatal=fatal)
 
 
 def broken(measures: Measures) -> list[str]:

@@ -11,8 +11,7 @@ from pasa.eval.accuracy.gradients.cases import Inputs
 from pasa.eval.accuracy.gradients.truth import exact_gradients, plain_gradients
 from pasa.eval.random_calls import attention
 from pasa.eval.random_calls.backends import REFERENCE
-from pasa.eval.random_calls.cases import Kind, Measures
-from pasa.eval.random_calls.faults import Params
+from pasa.eval.random_calls.cases import Kind, Measures, Params
 from pasa.eval.random_calls.inputs import STRIDES, make
 from pasa.eval.random_calls.judge import Arithmetic, judge, worst
 from pasa.eval.random_calls.truth import find_truth, prepare
@@ -21,12 +20,17 @@ from pasa.ops.ring.merge import Merge
 FP64_UNIT = 2.0**-53
 GRADIENT_FACTOR = 4.0  # of a plain FP32 backward pass; few numbers, so more than eval/accuracy/gradients allows
 GRADIENT_FLOOR = {"float16": 2.0**-9, "bfloat16": 2.0**-6}  # of the gradient's norm
+PLAIN = {
+    "backend": REFERENCE, "layout": "HND", "strides": "contiguous", "garbage": "none", "diagnose": False,
+    "operator": False, "precision": "pasa", "recovery": "exact", "softmax": "safe", "beta": None, "scale": None,
+}  # fmt: skip
 
 
 def draw_golden(rng: Random) -> Params:
     """Draw finite numbers, as any call has them."""
-    params = attention.draw(rng) | {"backend": REFERENCE, "dtype": "float16", "layout": "HND", "garbage": "none"}
-    return params | {"block_k": 128, "rows": min(params["rows"], 17)}
+    params = attention.draw(rng)
+    kept = {name: params[name] for name in ("strides", "scale")}
+    return params | PLAIN | kept | {"dtype": "float16", "rows": min(params["rows"], 17)}
 
 
 def run_golden(params: Params) -> Measures:
@@ -53,9 +57,7 @@ def run_golden(params: Params) -> Measures:
 def draw_gradients(rng: Random) -> Params:
     """Draw ordinary numbers, and which of the tensors have gradients."""
     data, mask = rng.choice(("randn", "bias", "repeated")), rng.choice(("none", "bool", "float", "keys"))
-    params = attention.draw(rng) | {"backend": REFERENCE, "data": data, "scale": None, "mask": mask, "layout": "HND"}
-    params |= {"values": "randn", "garbage": "none", "diagnose": False, "operator": False, "strides": "contiguous"}
-    params |= {"precision": "pasa", "recovery": "exact", "softmax": "safe", "beta": None}
+    params = attention.draw(rng) | PLAIN | {"data": data, "values": "randn", "mask": mask}
     params |= {"dtype": rng.choice(("float16", "bfloat16")), "dim": rng.choice((16, 20, 64))}
     return params | {"of": rng.choice((7, 7, 1, 2, 4, 3)), "of_lse": rng.random() < 0.3}
 
@@ -91,10 +93,8 @@ def run_gradients(params: Params) -> Measures:
 
 def draw_parts(rng: Random) -> Params:
     """Draw keys that are cut into up to five chunks."""
-    params = attention.draw(rng) | {"backend": REFERENCE, "mask": "none", "causal": False, "garbage": "none"}
-    params |= {"precision": "pasa", "recovery": "exact", "beta": None, "layout": "HND", "strides": "contiguous"}
-    params |= {"softmax": "safe", "scale": None, "dtype": "float16", "accumulate": "fp32"}
-    return params | {"parts": rng.randint(1, 5), "diagnose": False, "operator": False}
+    params = attention.draw(rng) | PLAIN | {"mask": "none", "causal": False}
+    return params | {"dtype": "float16", "accumulate": "fp32", "parts": rng.randint(1, 5)}
 
 
 def run_parts(params: Params) -> Measures:

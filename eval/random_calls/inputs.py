@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pasa.eval.random_calls.faults import SEED, Params
+from pasa.eval.random_calls.cases import SEED, Params
 from pasa.eval.random_calls.number_draws import SCORES, VALUES, Draw, fit
 
 GARBAGE = (torch.nan, torch.inf, -torch.inf)
@@ -155,6 +155,6 @@ STRIDES: dict[str, Callable[[Tensor, Tensor, Tensor], Three]] = {
 
 
 def indices(params: Params, values: Any) -> Tensor:
-    """Return integers as a call takes them: 32 or 64 bits, and perhaps every other number of a tensor."""
-    x = torch.as_tensor(values).to(torch.int64 if params["wide"] else torch.int32)
-    return torch.stack([x, torch.full_like(x, -5)], -1)[..., 0] if params["spaced"] else x
+    """Return integers as a call takes them: 64 bits in place of 32 if `wide`, every other number if `spaced`."""
+    x = torch.as_tensor(values).to(torch.int64 if params.get("wide") else torch.int32)
+    return torch.stack([x, torch.full_like(x, -5)], -1)[..., 0] if params.get("spaced") else x

@@ -13,33 +13,24 @@ import torch
 from torch import Tensor
 
 from pasa.eval.random_calls.cases import Measures
-from pasa.eval.random_calls.summation_error import MMA_DEPTH
-from pasa.eval.random_calls.truth import LIGHT, STORED, UNIT, Truth
+from pasa.eval.random_calls.inputs import Call
+from pasa.eval.random_calls.truth import LIGHT, STORED, UNIT, Part, Truth, in_pieces, prepare
 
 HALF_ULP = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-11}  # FP32 holds FP16 numbers
 SUBNORMAL = 2.0**-24  # the spacing of the smallest FP16 numbers
 LSE_SLACK = 1e-3  # nats, allowed to every log-sum-exp
 NAIVE_FACTOR, EMULATED_FACTOR = 4.0, 2.0  # times the error of the naive attention, and of the emulation
 RMSE_SLACK = 2.0**-13  # of the norm of the true output
-# `order.find_moved` lets the errors of two keys that compete for a row's maximum differ by 4 d, where d bounds the
+# `find_moved` lets the errors of two keys that compete for a row's maximum differ by 4 d, where d bounds the
 # error of one score. The standard deviation of each is at most 2/3 d, so in the RMS they differ by sqrt(2) * 2/3 d.
 # That is 0.24 of what is allowed.
 RMSE_MOVED = 0.25
-WHAT = {  # the bounds of kernels, in the order in which they are shown
-    "shape": "outputs with a wrong shape or dtype",
-    "nan": "NaN of the inputs that is missing where a row sees it, or appears elsewhere",
-    "finite": "NaN or infinity that no input explains",
-    "blind": "fully masked rows: outputs that are not 0, log-sum-exps that are not -inf",
-    "repeat": "elements that differ when the call is repeated",
-    "range": "distance of an output from the range of the values that its row sees",
-    "heavy": "the same for the values whose keys may have weight",
-    "error": "error against FP64, over the bound that holds for any data",
-    "lse": "error of the log-sum-exp, over the bound that holds for any data",
-    "lse-ordinary": "the same on ordinary data, over the error of adding D products in FP32",
-    "emulated-max": "largest error, over twice that of the reference emulation and the effect of FP32 scores",
-    "emulated-rmse": "the same for the RMSE",
-    "emulated-lse": "published recovery: error of the log-sum-exp, over twice that of the emulation",
-}
+MMA_DEPTH = 16  # products that a tensor core adds in one step
+# The kernels take an anchor off keys where it is so many times as long as what it leaves, and where scores may pass
+# so many nats: ops/attention/triton/tile_math.py. A judge needs no Triton: a test holds these against its numbers.
+ANCHOR_GAIN, ANCHOR_LIMIT = 4.0, 2048.0
+ALL = 40.0  # nats, for FP32 holds exp(2 ALL); an error above it is allowed less than it may do
+MOST = 0.1  # of the values' spread
 
 
 @dataclass(frozen=True)
@@ -68,7 +59,7 @@ def count_faults(truth: Truth, out: Tensor, lse: Tensor) -> Measures:
 
 
 def judge(truth: Truth, out: Tensor, lse: Tensor, how: Arithmetic) -> Measures:
-    """Return the measures of one result by their names in `WHAT`: errors over allowed errors, and `count_faults`."""
+    """Return the measures of one result: errors over allowed errors, and `count_faults`."""
     out, lse = out.double(), lse.double()
     good, judged = ~truth.bad, ~truth.fully_masked & ~truth.bad_rows
     keys, spread = truth.keys.unsqueeze(-1), truth.high - truth.low
@@ -110,7 +101,7 @@ def compare(
 ) -> Measures:
     """Compare a result with the reference emulation of the same arithmetic: return its errors over allowed errors.
 
-    Allowed are twice the emulation's error, the roundings, and `moved`, which `order.find_moved` returns. `paper` is
+    Allowed are twice the emulation's error, the roundings, and `moved`, which `find_moved` returns. `paper` is
     None for exact recovery. For the published recovery it is what its roundings allow beside half an ulp, relative to
     the largest value; the log-sum-exp is then compared too.
     """
@@ -136,11 +127,9 @@ def compare(
 
 def differing(first: Result, second: Result) -> float:
     """Count the elements whose bits differ between two results."""
-    return float(sum(int((_bits(a) != _bits(b)).sum()) for a, b in zip(first, second, strict=True)))
-
-
-def _bits(x: Tensor) -> Tensor:
-    return x.contiguous().view(torch.int16 if x.element_size() == 2 else torch.int32)
+    whole = {2: torch.int16, 4: torch.int32}
+    bits = ((x.contiguous().view(whole[x.element_size()]) for x in result) for result in (first, second))
+    return float(sum(int((a != b).sum()) for a, b in zip(*bits, strict=True)))
 
 
 def worst(errors: Tensor, allowed: Tensor, where: Tensor) -> float:
@@ -150,3 +139,48 @@ def worst(errors: Tensor, allowed: Tensor, where: Tensor) -> float:
     """
     ratios = (errors / allowed).where(errors != 0, 0.0).nan_to_num(nan=torch.inf, posinf=torch.inf)
     return float(ratios.where(where, 0.0).max()) if ratios.numel() else 0.0
+
+
+# ---- what another order of an FP32 sum may move
+
+
+def find_moved(call: Call, truth: Truth) -> Tensor:
+    """Return how far outputs may lie from FP64's because scores are sums in FP32: (B, Hq, Sq, D), inputs without NaN.
+
+    With errors e_j of its scores, at most d_j, a row's output moves by sum_j p_j (exp(e_j - c) - 1) (v_j - o), where c,
+    the logarithm of sum_j p_j exp(e_j), is at most that of sum_j p_j exp(d_j).
+    """
+    moved = in_pieces(lambda piece: {"moved": _move(piece)}, call)["moved"]
+    return torch.minimum(moved, MOST * (truth.high - truth.low))
+
+
+def _move(call: Call) -> Tensor:
+    if not call.k.shape[2]:
+        return torch.zeros_like(call.q, dtype=torch.float64)
+    part = prepare(call)
+    weights = torch.softmax(part.scores, -1).nan_to_num(0.0)
+    errors, out, v = summed_error(part, call.scale).clamp(max=ALL), (weights @ part.v).float(), part.v.float()
+    common = (weights * errors.exp()).sum(-1, keepdim=True).clamp(min=1.0).log()
+    changes = (weights * torch.expm1(errors + common)).float()
+    columns = range(out.shape[-1])  # (rows, keys, D) at once is too large
+    moved = [(changes * (v[..., i].unsqueeze(2) - out[..., i].unsqueeze(3)).abs()).sum(-1) for i in columns]
+    return torch.stack(moved, -1).double()
+
+
+def summed_error(part: Part, scale: float) -> Tensor:
+    """Return what a score may err by, in nats, as an FP32 sum of what the kernels multiply: d, (B, Hq, Sq, Skv).
+
+    A tensor core adds 16 products to what it has, and truncates by at most 2 u of that: s = D / 16 partial sums that
+    grow evenly up to sum |q_c k'_c| make (s + 1) u of it. D additions one by one, rounded to nearest, have a standard
+    deviation of sqrt(D) / 3 u, at most two thirds of that.
+    """
+    q, k, exists = part.q, part.k, part.seen.any(2).unsqueeze(-1)
+    mean = k.where(exists, 0.0).sum(2, keepdim=True) / exists.sum(2, keepdim=True).clamp(min=1)
+    centred = (k - mean).where(exists, 0.0)
+    reach = centred.norm(dim=-1, keepdim=True).amax(2, keepdim=True)
+    # A block's mean is as near to this mean as the keys are, and twice as near to its own keys: then it is long enough
+    # for any choice of blocks. Otherwise a kernel may multiply whole keys.
+    anchored = mean.norm(dim=-1, keepdim=True) >= (2 * ANCHOR_GAIN + 1) * reach
+    whole, rest = (q.abs() @ x.abs().mT * scale for x in (k, centred))
+    terms = rest.where(anchored & (whole > ANCHOR_LIMIT), whole)
+    return (-(-q.shape[-1] // MMA_DEPTH) + 1) * UNIT * terms

@@ -6,20 +6,16 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from functools import cache, partial
-from itertools import accumulate
 from random import Random
 
 import torch
 
-import pasa
 from pasa.eval.random_calls import attention
 from pasa.eval.random_calls.backends import REFERENCE, pinned_tile, poison
-from pasa.eval.random_calls.cases import Kind, Measures, broken
-from pasa.eval.random_calls.faults import Params
-from pasa.eval.random_calls.inputs import STRIDES, Call, make
-from pasa.eval.random_calls.judge import Result, compare, count_faults, differing, judge
+from pasa.eval.random_calls.cases import Kind, Measures, Params, broken
+from pasa.eval.random_calls.inputs import Call, make
+from pasa.eval.random_calls.judge import Result, compare, count_faults, differing, find_moved, judge
 from pasa.eval.random_calls.number_draws import ORDINARY, SCORES, VALUES
-from pasa.eval.random_calls.summation_error import find_moved
 from pasa.eval.random_calls.truth import find_truth
 
 HEADS = ((1, 1), (1, 3), (1, 2), (2, 2), (2, 3), (4, 2), (7, 1), (7, 2), (8, 1), (8, 2))  # (Hq / Hkv, Hkv)
@@ -147,25 +143,22 @@ def _some_empty(rng: Random, lengths: list[int]) -> list[int]:
     return drawn
 
 
+@torch.inference_mode()
 def run(params: Params) -> Measures:
-    """Run a case on the CUDA device, or on the CPU without one, and judge it."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    with torch.inference_mode():
-        return measure(params, make(params).to(device))
+    """Call on the GPU, or the CPU without one, and hold the result against FP64 and the reference's emulation.
 
-
-def measure(params: Params, call: Call) -> Measures:
-    """Call, twice if the case is to be repeated, and hold the result against FP64 and the reference's emulation."""
+    Some cases are called twice, for the same bits.
+    """
+    call = make(params).to(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     emulation, paper = params["backend"] == REFERENCE, params["recovery"] == "paper"
-    result = attend(params, call)
+    result, measures = attention.checked(lambda: attend(params, call), params, call.q)
+    if measures["shape"]:
+        return measures
     out, lse = result
-    if out.shape != call.q.shape or attention.misshapen(call.q, lse, out.dtype):
-        return {"shape": 1.0}
     truth, longest = find_truth(call, fp16_scores=emulation), max(n for _, n in call.sequences or [(0, params["keys"])])
     how = attention.arithmetic_of(params, longest)
     # The published recovery is bounded by its inputs only: nothing else is promised.
-    judged = count_faults(truth, out, lse) if paper else judge(truth, out, lse, how)
-    measures: Measures = {"shape": 0.0} | judged
+    measures |= count_faults(truth, out, lse) if paper else judge(truth, out, lse, how)
     if params["twice"]:
         measures["repeat"] = differing(result, attend(params, call))
     if emulation or not params["emulated"] or params["garbage"] != "none" or not attention.is_ordinary(params):
@@ -182,18 +175,7 @@ def measure(params: Params, call: Call) -> Measures:
 def attend(params: Params, call: Call) -> Result:
     """Return attention and its log-sum-exp, heads first."""
     with pinned_tile(params["tile"]), poison(params["poisoned"]):
-        if call.sequences is None:
-            out, lse = pasa.attention(**attention.arguments_of(params, call))
-            return out.transpose(1, 2) if params["layout"] == "NHD" else out, lse
-        packed = (x[0].transpose(0, 1).contiguous() for x in (call.q, call.k, call.v))
-        q, k, v = STRIDES[params["strides"]](*packed)
-        lengths = list(zip(*call.sequences, strict=True))
-        cu_q, cu_k = (torch.tensor([0, *accumulate(n)], dtype=torch.int32, device=q.device) for n in lengths)
-        out, lse = pasa.attention_varlen(
-            q, k, v, cu_q, cu_k, max(lengths[0]), max(lengths[1]), is_causal=call.causal, scale=params["scale"],
-            return_lse=True, config=attention.config_of(params), backend=params["backend"],
-        )  # fmt: skip
-        return out.transpose(0, 1).unsqueeze(0), lse.T.unsqueeze(0)
+        return attention.attend(params, call)
 
 
 def emulate(params: Params, call: Call) -> Result:

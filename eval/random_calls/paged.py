@@ -1,26 +1,214 @@
-"""Random calls of `attention_paged` over caches that `write_pages` has filled."""
+"""Random caches in pages: how they lie in memory, how `write_pages` fills them, and calls of `attention_paged`."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from random import Random
-from typing import Any
 
 import torch
 from torch import Tensor
 
 import pasa
-from pasa.eval.random_calls import attention, caches, faults
+from pasa.eval.random_calls import attention
 from pasa.eval.random_calls.backends import REFERENCE, TRITON, available
-from pasa.eval.random_calls.cases import Kind, Measures
-from pasa.eval.random_calls.faults import SEED, Arguments, Fault, Params, altered, elsewhere, make_mistake, pick, put
+from pasa.eval.random_calls.cases import SEED, Kind, Measures, Params
 from pasa.eval.random_calls.inputs import Call, indices, make
 
+SLOTS = (16, 16, 16, 16, 16, 32, 48, 64, 112, 1, 2, 7, 24, 100, 128, 130)
+LENGTHS = (0, 1, 2, 15, 16, 17, 33, 64, 65, 100, 200)
+STALE = (torch.nan, torch.inf, 0.0)
+FILLS = ("at once", "grown", "cut")
+SPARE = 3  # pages that no sequence has
+GROWN = 3  # tokens of a sequence that are written one at a time
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "together": lambda x: x,
+    "beside": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    "heads first": lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
+    "gapped": lambda x: torch.nn.functional.pad(x, (3, 0, 1, 0, 0, 0, 0, x.shape[1]), value=7.0)[
+        :, : x.shape[1], :, 1:, 3:
+    ],
+}
+"""Of keys and values (2, pages, slots, Hkv, D): the same numbers, lying otherwise."""
 
-def draw(rng: Random) -> Params:
+
+@dataclass
+class Cache:
+    """Sequences in pages; their keys and values are those of a call (1, Hkv, keys, D), one after another."""
+
+    both: Tensor  # keys and values (2, pages, slots, Hkv, D)
+    plain: Tensor  # the same, contiguous, filled by indexing
+    anchors: Tensor | None  # (pages, Hkv, D)
+    table: Tensor  # as `attention_paged` takes it
+    lengths: Tensor  # of sequences, its seq_lens
+    slots: Tensor  # where each key of the call is
+    members: list[Tensor]  # which keys of the call a sequence has
+
+
+def draw_cache(rng: Random) -> Params:
+    """Draw an arithmetic, sequences, the pages and how they are filled."""
+    params = attention.draw(rng) | {"mask": "none", "batch": 1, "layout": "HND", "strides": "contiguous"}
+    interpreted = rng.random() < 0.05
+    params |= {"backend": TRITON if interpreted else REFERENCE, "groups": rng.choice((1, 1, 2, 4, 7, 16, 17, 20))}
+    if interpreted:
+        params |= {"precision": "pasa", "recovery": "exact", "beta": None, "dim": min(params["dim"], 256)}
+        params |= {"heads": min(params["heads"], 2 if params["groups"] <= 4 else 1)}
+    params = attention.serve(params, rng) | {"operator": rng.random() < 0.2}
+    few, most = (LENGTHS[:8], 2) if interpreted else (LENGTHS, 4)
+    lengths = [rng.choice(few) for _ in range(rng.randint(1, most))]
+    return params | {
+        "lengths": lengths, "keys": max(1, sum(lengths)), "rows": len(lengths),
+        "prefix": [0, *(rng.choice((0, 0, 1, 3)) for _ in lengths[1:])],
+        "garbage": rng.choice(("query", "key", "value")) if rng.random() < 0.1 else "none",
+        "block_k": 5 if params["block_k"] == 1 else params["block_k"], "slots": rng.choice(SLOTS),
+        "view": rng.choice(list(VIEWS)), "stale": rng.randrange(len(STALE)), "fill": rng.choice(FILLS),
+        "anchors": rng.random() < (0.8 if interpreted else 0.5),
+        "wide": rng.random() < 0.5, "spaced": rng.random() < 0.3,
+    }  # fmt: skip
+
+
+def lay_out(params: Params, call: Call, rng: Random) -> Cache:
+    """Return empty pages in random order. Later sequences may begin with full pages of the first."""
+    slots, lengths = params["slots"], params["lengths"]
+    counts = [-(-n // slots) for n in lengths]
+    prefix = [min(n, lengths[0] // slots) for n in params["prefix"]]
+    order = list(range(sum(counts) + SPARE))
+    rng.shuffle(order)
+    width = max(map(sum, zip(counts, prefix, strict=True))) + 1
+    table = torch.tensor([[rng.choice((-1, 10**6))] * width for _ in lengths])
+    where, members, begin = [], [], 0
+    for b, count in enumerate(counts):
+        pages = order[sum(counts[:b]) : sum(counts[:b]) + count]
+        row = table[0, : prefix[b]].tolist() + pages
+        table[b, : len(row)] = torch.tensor(row, dtype=torch.int64)
+        at = torch.arange(lengths[b])
+        where.append(torch.tensor([*pages, 0])[at // slots] * slots + at % slots)
+        members.append(torch.cat([torch.arange(prefix[b] * slots), begin + at]))
+        begin += lengths[b]
+    shape = (2, len(order), slots, *call.k.shape[1::2])
+    plain = torch.full(shape, STALE[params["stale"]], dtype=call.k.dtype)
+    anchors = torch.zeros(shape[1], *shape[3:]).half() if params["anchors"] else None
+    both, seq_lens = VIEWS[params["view"]](plain.clone()), indices(params, [len(each) for each in members])
+    return Cache(both, plain, anchors, indices(params, table), seq_lens, torch.cat(where), members)
+
+
+def writes(params: Params, call: Call, cache: Cache, rng: Random) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield slots, keys and values of one write after another; all keys of the call stand there at the end."""
+    source = torch.Generator().manual_seed(rng.getrandbits(62))
+    both = torch.stack([call.k[0], call.v[0]]).transpose(1, 2)[:, : len(cache.slots)]
+    keys = torch.arange(len(both[0])).split(params["lengths"])
+    last = {"at once": 0, "grown": GROWN, "cut": 0}[params["fill"]]
+    first = torch.cat([each[: max(len(each) - last, 0)] for each in keys])
+    if params["fill"] == "cut":  # drafts to the end of a page, from some key on
+        kept = [each[: rng.randrange(len(each))] if len(each) else each for each in keys]
+        drafts = [draft_slots(params, cache, each, keep) for each, keep in zip(keys, kept, strict=True)]
+        at = torch.cat([cache.slots[torch.cat(kept)], *drafts])
+        wrong = 100 * torch.randn(2, sum(map(len, drafts)), *both.shape[2:], generator=source)
+        wrong[0, : rng.choice((0, 3))] = rng.choice(STALE)
+        yield at, *torch.cat([both[:, torch.cat(kept)], wrong.to(both.dtype)], 1)
+        first = torch.cat([each[len(keep) :] for each, keep in zip(keys, kept, strict=True)])
+    first = first[torch.randperm(len(first), generator=source)]
+    yield cache.slots[first], *both[:, first]
+    for step in range(-last, 0):
+        token = torch.cat([each[step : len(each) + step + 1] for each in keys if len(each) >= -step] or [first[:0]])
+        yield cache.slots[token], *both[:, token]
+
+
+def draft_slots(params: Params, cache: Cache, keys: Tensor, kept: Tensor) -> Tensor:
+    """Return the slots of a sequence from the first that is not kept to the end of its last page."""
+    if not len(keys):
+        return keys
+    last = int(cache.slots[keys[-1]])
+    behind = torch.arange(last + 1, (last // params["slots"] + 1) * params["slots"])
+    return torch.cat([cache.slots[keys[len(kept) :]], behind])
+
+
+def padded(at: Tensor, k: Tensor, v: Tensor, rng: Random) -> tuple[Tensor, Tensor, Tensor]:
+    """Add tokens that have no slot: before the others, among them, and behind the end of the mapping."""
+    holes = sorted(rng.randrange(len(at) + 1) for _ in range(rng.choice((0, 1, 3))))
+    token = [*range(len(at))]
+    for hole in reversed(holes):
+        token.insert(hole, -1)
+    behind = [-1] * rng.choice((0, 2)) if token else [-1]
+    nothing = torch.full_like(k[:1], torch.nan) if len(k) else k.new_full((1, *k.shape[1:]), 9.0)
+    at = torch.cat([at, at.new_tensor([rng.choice((-1, -9))])])[token]
+    k, v = (torch.cat([x, nothing])[token + behind] for x in (k, v))
+    return at, k, v
+
+
+def fill(params: Params, call: Call, rng: Random) -> Cache:
+    """Make every write of a case."""
+    cache = lay_out(params, call, rng)
+    write = writer(params)
+    for slots, new_k, new_v in list(writes(params, call, cache, rng)):  # all are drawn before `padded` draws
+        for new, plain in zip((new_k, new_v), cache.plain, strict=True):
+            plain.flatten(0, 1)[slots] = new
+        at, k, v = padded(slots, new_k, new_v, rng)
+        k_cache, v_cache = cache.both
+        mapping = indices(params, at)
+        write(k=k, v=v, k_cache=k_cache, v_cache=v_cache, slot_mapping=mapping, key_anchors=cache.anchors)
+    if cache.anchors is not None:  # of pages that no sequence has
+        unused = torch.ones(len(cache.anchors), dtype=torch.bool)
+        unused[cache.slots // params["slots"]] = False
+        cache.anchors[unused] = torch.nan
+    return cache
+
+
+def writer(params: Params) -> Callable[..., None]:
+    """Return who writes: the Triton kernels where they attend, the operator itself, or the public function."""
+    if not params["operator"] and params["backend"] != TRITON:
+        return pasa.write_pages
+    write: Callable[..., None] = torch.ops.pasa.write_pages
+    if params["backend"] == TRITON:
+        from pasa.ops.attention.triton.paged.launch import write_pages as write
+
+    def after_checks(slot_mapping: Tensor, k: Tensor, v: Tensor, **caches: Tensor | None) -> None:
+        if n := len(slot_mapping):
+            write(k=k[:n], v=v[:n], slot_mapping=slot_mapping, **caches)
+
+    return after_checks
+
+
+def memory(x: Tensor) -> Tensor:
+    """Return all numbers of a tensor's storage, those between its elements too."""
+    return x.new_empty(0).set_(x.untyped_storage())
+
+
+def check_fill(params: Params, cache: Cache, call: Call) -> Measures:
+    """Count the numbers that differ from the plain fill, and the anchors that are not what they must be."""
+    bits = torch.int32 if cache.plain.dtype == torch.float32 else torch.int16
+    written, expected = memory(cache.both), memory(VIEWS[params["view"]](cache.plain))
+    # A NaN that is changed to another type and back has other bits.
+    differ = (written.view(bits) != expected.view(bits)) & ~(written.isnan() & expected.isnan())
+    measures = {"cache": float(differ.sum())}
+    if cache.anchors is not None:
+        measures["anchors"] = wrong_anchors(cache.anchors, call.k[0].transpose(0, 1), cache)
+    return measures
+
+
+def wrong_anchors(anchors: Tensor, k: Tensor, cache: Cache) -> float:
+    """Count what loses a bit of a key, k - a being no FP16 number, or is not NaN just where a key is not finite."""
+    k, page = k[: len(cache.slots)].half().double(), cache.slots // cache.plain.shape[2]
+    bad = torch.zeros(anchors.shape[:2], dtype=torch.int32)
+    bad.index_add_(0, page, (~k.isfinite().all(-1)).int())
+    each, must_be_nan = anchors[page].double(), (bad[page] > 0).unsqueeze(-1)
+    left = k - each  # exact in FP64
+    return float(((left.half().double() != left) & ~must_be_nan).sum() + (each.isnan() != must_be_nan).sum())
+
+
+def run_write(params: Params) -> Measures:
+    """Fill a cache and check all of its memory."""
+    call = make(params)
+    with available(params["backend"]):
+        cache = fill(params, call, Random(params[SEED]))
+    return check_fill(params, cache, call)
+
+
+def draw_attention(rng: Random) -> Params:
     """Draw one query for each sequence, or a few, and padding rows behind them."""
-    params = caches.draw(rng)
+    params = draw_cache(rng)
     interpreted, queries, padding = params["backend"] == TRITON, None, 0
     if rng.random() >= (0.75 if interpreted else 0.5):
         queries = [rng.choice((0, 1, 2, 2 if interpreted else 5)) for _ in params["lengths"]]
@@ -30,10 +218,14 @@ def draw(rng: Random) -> Params:
     return params | {"queries": queries, "padding": padding, "rows": rows, "longest": longest}
 
 
-def arguments_of(params: Params, call: Call, cache: caches.Cache) -> Arguments:
+def arguments_of(params: Params, call: Call, cache: Cache) -> attention.Arguments:
     """Return what `attention_paged` is called with."""
     queries = params["queries"]
-    arguments: Arguments = {"q": call.q[0].transpose(0, 1), "k_cache": cache.both[0], "v_cache": cache.both[1]}
+    arguments: attention.Arguments = {
+        "q": call.q[0].transpose(0, 1),
+        "k_cache": cache.both[0],
+        "v_cache": cache.both[1],
+    }
     arguments |= {"block_table": cache.table, "seq_lens": cache.lengths, "key_anchors": cache.anchors}
     if queries is not None:
         arguments["cu_seqlens_q"] = indices(params, list(accumulate(queries, initial=0)))
@@ -41,137 +233,37 @@ def arguments_of(params: Params, call: Call, cache: caches.Cache) -> Arguments:
         above = 7 * (params["longest"] == "above")
         arguments |= {"max_seqlen_q": max([*(queries or ()), 1]) + above}
         arguments |= {"max_seqlen_k": max(int(cache.lengths.max()), 1) + above}
-    arguments |= {"is_causal": params["causal"], "scale": params["scale"], "return_lse": params["lse"]}
-    return arguments | {"config": attention.config_of(params), "backend": params["backend"]}
+    return arguments | attention.shared_arguments(params)
 
 
-def run(params: Params) -> Measures:
+def run_attention(params: Params) -> Measures:
     """Fill a cache, call, and judge each sequence on its own."""
     call = make(params)
     if params["padding"]:
         call.q[:, :, -params["padding"] :] = torch.nan
     with available(params["backend"]):
-        cache = caches.fill(params, call, Random(params[SEED]))
+        cache = fill(params, call, Random(params[SEED]))
         arguments = arguments_of(params, call, cache)
-        make_mistake(FAULTS, params, arguments)
-        out, lse, measures = attention.record(pasa.attention_paged, params, arguments, (1, call.q.shape[1]))
-        if params["fault"] is not None:
-            return {}
-        if out.shape != arguments["q"].shape or attention.misshapen(arguments["q"], lse, out.dtype):
-            return {"shape": 1.0}
-        measures |= caches.check_fill(params, cache, call)
-        if params["operator"]:  # without the anchors where they serve no kernel
-            changed = {"key_anchors": None} if params["backend"] == REFERENCE else {}
-            operator = torch.ops.pasa.attention_paged
-            measures["same"] = attention.by_operator(operator, params, arguments | changed, (out, lse))
+        result, measures = attention.checked(
+            lambda: attention.heads_first(params, pasa.attention_paged(**arguments)), params, call.q
+        )
+        measures |= check_fill(params, cache, call)
+        if params["operator"] and not measures["shape"]:  # without the anchors where they serve no kernel
+            arguments |= {"key_anchors": None} if params["backend"] == REFERENCE else {}
+            measures["same"] = attention.by_operator(torch.ops.pasa.attention_paged, params, arguments, result)
+    if measures["shape"]:
+        return measures
     queries = [1] * len(cache.members) if params["queries"] is None else params["queries"]
     parts = [
         dataclasses.replace(call, q=call.q[:, :, first:last], k=call.k[:, :, keys], v=call.v[:, :, keys])
         for (first, last), keys in zip(pairwise(accumulate(queries, initial=0)), cache.members, strict=True)
         if first < last
     ]
-    return measures | attention.judged_apart(params, parts, out, lse)
+    return measures | attention.judged_apart(params, parts, *result)
 
 
-# ---- what is refused, and with which words
-
-
-def one_key(arguments: Arguments, **changes: Tensor) -> None:
-    """Give every sequence one key, in page 0, and one query."""
-    batch = len(arguments["seq_lens"])
-    arguments |= {"seq_lens": torch.ones(batch).int(), "block_table": torch.zeros(batch, 2).int(), "cu_seqlens_q": None}
-    arguments |= {"q": arguments["q"][:1].nan_to_num().expand(batch, -1, -1)} | changes
-
-
-def stale(arguments: Arguments, rng: Random) -> None:
-    """Give anchors that keys cannot lose: 1 - 60000 is no FP16 number."""
-    cache = torch.ones_like(arguments["k_cache"]).contiguous()
-    anchors = torch.full((len(cache), *cache.shape[2:]), 60000.0).half()
-    one_key(arguments, k_cache=cache, v_cache=cache, key_anchors=anchors)
-
-
-def no_page(arguments: Arguments, rng: Random) -> None:
-    """Name a page that the cache does not have."""
-    table = torch.full((len(arguments["seq_lens"]), 2), rng.choice((-1, len(arguments["k_cache"]), 10**6)))
-    one_key(arguments, block_table=table)
-
-
-def too_large(arguments: Arguments, rng: Random) -> None:
-    """Put a finite number that FP16 does not hold into a query."""
-    for name in ("q", "k_cache", "v_cache"):
-        arguments[name] = torch.ones_like(arguments[name], dtype=torch.float32).contiguous()
-    arguments["key_anchors"] = None
-    one_key(arguments)
-    arguments["q"] = arguments["q"] * rng.choice((65536.0, -1e30))
-
-
-def rows_of_none(arguments: Arguments, rng: Random) -> None:
-    """Give more queries than sequences."""
-    arguments |= {"q": arguments["q"][:1].expand(len(arguments["seq_lens"]) + 1, -1, -1), "cu_seqlens_q": None}
-
-
-def edges(arguments: Arguments, rng: Random) -> None:
-    """Give cumulative lengths that do not begin with 0, fall, or end behind the queries."""
-    batch, rows = len(arguments["seq_lens"]), len(arguments["q"])
-    wrong = ([1] * (batch + 1), [0] * batch + [rows + 1], [0] * (batch - 1) + [1, 0], [0] * batch + [-1])
-    arguments["cu_seqlens_q"] = torch.tensor(rng.choice(wrong if batch > 1 else wrong[:2]))
-
-
-def groups(heads: int, dim: int, **how: Any) -> Any:
-    """Give two sequences of one key, with so many query heads for two key heads, or 129 for one."""
-
-    def give(arguments: Arguments, rng: Random) -> None:
-        cache = torch.zeros(1, 16, 1 if heads == 129 else 2, dim).half()
-        arguments |= {"q": torch.zeros(2, heads, dim).half(), "k_cache": cache, "v_cache": cache, "key_anchors": None}
-        arguments |= {"seq_lens": torch.ones(2).int(), "block_table": torch.zeros(2, 1).int(), "cu_seqlens_q": None}
-        arguments.update(how)
-
-    return give
-
-
-def no_length(arguments: Arguments, rng: Random) -> None:
-    """Give a longest length that is none."""
-    arguments[rng.choice(("max_seqlen_q", "max_seqlen_k"))] = rng.choice((0, -1, 7.0, True, "7"))
-
-
-TOO_MANY_HEADS = "129 query heads share a key head of a paged cache; at most 128|no backend can serve this call: triton"
-SHARED = ("causal", "return_lse", "scale", "scale not a number", "config", "backend", "backend not a name",
-          "capability", "keyword")  # fmt: skip
-FAULTS = {
-    **caches.ANCHOR_FAULTS,
-    **caches.CACHE_FAULTS,
-    **{name: attention.FAULTS[name] for name in SHARED},
-    "anchors of other keys": Fault(stale, ValueError, "key_anchors are not those of the keys in k_cache"),
-    "not a tensor": Fault(pick("q", None, 3, [1.0]), TypeError, r"q is a \w+, not a Tensor"),
-    "rank": altered("q", lambda x: x[None], ValueError, r"q has 4 dimensions .* expected 3"),
-    "another type": altered("q", faults.other_type, TypeError, r"q is torch\.\w+ but k_cache is torch"),
-    "queries elsewhere": elsewhere("q", "q is on meta but k_cache is on cpu"),
-    "head dim": altered("q", faults.doubled(-1), ValueError, "not of the cache's head dim"),
-    "no queries": altered("q", lambda x: x[:0], ValueError, r"q \(0, .* is empty"),
-    "head groups": Fault(groups(3, 4), ValueError, "3 query heads are not a multiple of 2 key heads"),
-    "head dim beyond all": Fault(groups(2, 513), NotImplementedError, "head dim 513 is outside"),
-    "heads beyond a tile": Fault(groups(129, 16, backend=TRITON, config=None), NotImplementedError, TOO_MANY_HEADS),
-    "too large": Fault(too_large, ValueError, r"q has \d+ values beyond the FP16 range"),
-    "gradients": altered("q", faults.leaf, NotImplementedError, "attention_paged has no gradient, and q requires one"),
-    "table of floats": altered("block_table", Tensor.float, TypeError, f"block_table {caches.INTEGERS}"),
-    "table as a list": Fault(put(block_table=[[0]]), TypeError, "block_table is a list, not a Tensor"),
-    "a table's row": altered("block_table", lambda x: x[0], ValueError, "block_table has 1 dimensions"),
-    "more tables": altered("block_table", faults.doubled(0), ValueError, r"block_table .* does not fit \d+ seq_lens"),
-    "table elsewhere": elsewhere("block_table", "block_table is on meta"),
-    "no such page": Fault(no_page, ValueError, r"block_table names page -?\d+, but the cache has \d+ pages"),
-    "lengths of 16 bits": altered("seq_lens", Tensor.short, TypeError, "seq_lens is torch.int16, not"),
-    "lengths beyond the table": altered(
-        "seq_lens", lambda x: x + 10**6, ValueError, "but the block table has room for 0 to"
-    ),
-    "lengths below 0": altered("seq_lens", lambda x: x - 10**6, ValueError, r"seq_lens are -\d+ to"),
-    "lengths elsewhere": elsewhere("seq_lens", "seq_lens is on meta"),
-    "rows": Fault(rows_of_none, ValueError, r"q has \d+ rows for \d+ sequences; give cu_seqlens_q"),
-    "edges": Fault(edges, ValueError, r"cu_seqlens_q=.* does not rise from 0 to at most the \d+ tokens of q"),
-    "more edges": Fault(
-        put(cu_seqlens_q=torch.zeros(9).int()), ValueError, r"cu_seqlens_q has 9 entries for \d sequences"
-    ),
-    "edges of floats": Fault(put(cu_seqlens_q=torch.zeros(2)), TypeError, "cu_seqlens_q is torch.float32, not"),
-    "longest": Fault(no_length, ValueError, "max_seqlen_[qk]=.* is not a positive integer"),
+SIMPLEST = attention.SIMPLEST_PACKED | {"slots": 16, "view": "together", "fill": "at once", "anchors": False}
+KINDS = {
+    "write_pages": Kind(draw_cache, run_write, 30, SIMPLEST),
+    "attention_paged": Kind(draw_attention, run_attention, 80, SIMPLEST | {"longest": "none"}),
 }
-SIMPLEST = caches.SIMPLEST | {"longest": "none"}
-KIND = Kind(draw, run, 80, SIMPLEST, FAULTS)

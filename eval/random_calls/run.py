@@ -5,80 +5,64 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
-import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from typing import Annotated, Any
 
 import torch
-import typer
 
 import pasa
-from pasa.eval.kit.device import describe
+from pasa.eval.kit.device import describe, origin
 from pasa.eval.kit.experiment import Experiment
+from pasa.eval.kit.options import at_least
 from pasa.eval.kit.output import Report
-from pasa.eval.random_calls import attention, caches, derived, kernels, packed, paged, report
-from pasa.eval.random_calls import non_attention as others
+from pasa.eval.kit.tables import Column, Table
+from pasa.eval.random_calls import attention, derived, kernels, paged
 from pasa.eval.random_calls.backends import NPU, TRITON, absent
-from pasa.eval.random_calls.cases import TWICE_EVERY, Case, Kind, Outcome, draw_case, run_case, shrink
+from pasa.eval.random_calls.cases import COUNTS, Case, Kind, Outcome, draw_case, run_case, shrink
 
-SCHEMA = 2
-API_CASES = 20000
-API: dict[str, Kind] = {
-    "attention": attention.KIND, "attention_varlen": packed.KIND, "attention_paged": paged.KIND,
-    "write_pages": caches.KIND, **derived.KINDS, **others.KINDS,
-}  # fmt: skip
+API: dict[str, Kind] = {**attention.KINDS, **paged.KINDS, **derived.KINDS}
 HOW = {TRITON: "Triton interpreted", NPU: "Ascend C on its CPU twin"}
 REMEDY = {TRITON: "set TRITON_INTERPRET=1", NPU: "set PASA_ASCEND_LIBRARY to what tests/ascend_c/twin_build.py builds"}
 KERNELS_NOTE = "random calls on the device named here; nothing was run on an NPU"
 COUNTED = ("group", "data", "values", "mask", "garbage", "dtype", "strides", "recovery", "accumulate", "dim")
+VERDICTS = ("correct", "absent", "wrong", "raised")
+SHOWN, WIDTH = 10, 1500  # failures that are shown, and characters of each
+NOTE = "Each is an error divided by the allowed error, or a count. eval/random_calls/README.md derives what is allowed."
+Number = Annotated[int, "Number of random calls."]
+Seed = Annotated[int, "Seed of the random calls."]
+Only = Annotated[int | None, "Run only the case with this index."]
 Record = dict[str, Any]
 Judged = tuple[Case, Outcome]
 
 
-def run_fuzz(
-    cases: Annotated[int | None, f"Number of random calls ({API_CASES})."] = None,
-    seed: Annotated[int | None, "Seed of the random calls (0)."] = None,
-    replay: Annotated[str | None, typer.Option(metavar="SEED:INDEX", help="Run only this case.")] = None,
-    progress: Report | None = None,
-) -> Record:
-    """Random calls of the whole API, right and wrong; exit 1 if one is neither correct nor refused as documented.
+def run_fuzz(cases: Number = 12000, seed: Seed = 0, only: Only = None, progress: Report | None = None) -> Record:
+    """Random calls of the whole API, judged against FP64 and the guarantee; exit 1 if one breaks a bound.
 
-    The result holds what `conclude` returns, and counts: ``verdicts`` by kind of call, ``backends`` by backend, and
-    ``faults``, how often each wrong call was refused.
+    The result holds what `conclude` returns, and counts of ``verdicts``: by kind of call, and by backend.
     """
-    if replay is not None and (cases is not None or seed is not None):
-        raise ValueError(f"replay={replay!r} is one case, with a seed of its own: leave out cases and seed")
-    first, indices = (seed or 0, range(API_CASES if cases is None else cases)) if replay is None else parse(replay)
-    at_least(1, cases=len(indices))
-    at_least(0, seed=first)
-    started = time.perf_counter()
-    drawn = [draw_case(API, first, index) for index in indices]
+    environment = describe(torch.device("cpu"))  # of the code that runs, whatever is edited meanwhile
+    drawn = draw_cases(API, cases, seed, only)
     judged = list(judge(API, drawn, progress))
-    backends = Counter((str(case.params["backend"]), each.verdict) for case, each in judged if "backend" in case.params)
-    refused = Counter(f"{case.kind}: {case.params['fault']}" for case, each in judged if each.verdict == "refused")
     result = {
-        "schema": SCHEMA,
-        "experiment": "fuzz",
-        "note": describe_backends({name for name, verdict in backends if verdict != "absent"}),
-        "environment": describe(torch.device("cpu")),
-        "duration_s": round(time.perf_counter() - started, 1),
-        "seed": first,
-        "verdicts": nested(Counter((case.kind, each.verdict) for case, each in judged)),
-        "backends": nested(backends),
-        "faults": dict(sorted(refused.items())),
+        "note": describe_backends({case.params["backend"] for case, each in judged if each.verdict != "absent"}),
+        "environment": environment,
+        "seed": seed,
+        "verdicts": count_verdicts((case.kind, each) for case, each in judged),
+        "backends": count_verdicts((case.params["backend"], each) for case, each in judged),
     }
     return result | conclude(API, drawn, judged)
 
 
 def run_soak(
-    cases: Annotated[int, "Number of random calls."] = 2000,
-    seed: Annotated[int, "Seed of the random calls."] = 0,
+    cases: Number = 2000,
+    seed: Seed = 0,
     backend: Annotated[str, "Backend to call; it must run on this machine."] = TRITON,
-    only: Annotated[int | None, "Run only the case with this index."] = None,
+    only: Only = None,
     small: Annotated[bool, "Draw small sizes, for Triton's interpreter."] = False,
     jobs: Annotated[int, "Processes that share the cases; compiling kernels takes most of the time."] = 1,
     progress: Report | None = None,
@@ -87,42 +71,28 @@ def run_soak(
 
     The result holds what `conclude` returns, and ``counts``: how often each value of a parameter was drawn.
     """
-    at_least(1, cases=cases, jobs=jobs)
-    at_least(0, seed=seed, only=only or 0)
+    at_least(1, jobs=jobs)
     check_backend(backend)
-    started = time.perf_counter()
     kinds = kernels.kinds(seed, backend, small)
-    drawn = [draw_case(kinds, seed, index) for index in ([only] if only is not None else range(cases))]
+    drawn = draw_cases(kinds, cases, seed, only)
     judged = list(judge(kinds, drawn, progress) if jobs == 1 else judge_in_processes(kinds, drawn, jobs, progress))
     result = {
-        "schema": SCHEMA,
-        "experiment": "soak",
         "note": KERNELS_NOTE,
         "environment": describe(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
-        "duration_s": round(time.perf_counter() - started, 1),
         "backend": backend,
         "seed": seed,
         "small": small,
         "jobs": jobs,
-        "repeat_every": TWICE_EVERY,
         "counts": {name: dict(Counter(str(case.params[name]) for case, _ in judged).most_common()) for name in COUNTED},
     }
     return result | conclude(kinds, drawn, sorted(judged, key=lambda pair: pair[0].index))
 
 
-def at_least(least: int, **numbers: int) -> None:
-    """Raise ValueError for the first option whose value is below `least`."""
-    for name, value in numbers.items():
-        if value < least:
-            raise ValueError(f"{name}={value} must be at least {least}")
-
-
-def parse(name: str) -> tuple[int, Sequence[int]]:
-    """Parse the name of a case, SEED:INDEX: return the seed, and a list of the one index."""
-    seed, _, index = name.partition(":")
-    if not (seed.isdecimal() and index.isdecimal()):
-        raise ValueError(f"replay={name!r} is not SEED:INDEX, such as 0:137")
-    return int(seed), [int(index)]
+def draw_cases(kinds: Mapping[str, Kind], cases: int, seed: int, only: int | None) -> list[Case]:
+    """Return the first cases of a seed, or the one whose index is `only`."""
+    at_least(1, cases=cases)
+    at_least(0, seed=seed, only=only)
+    return [draw_case(kinds, seed, index) for index in ([only] if only is not None else range(cases))]
 
 
 def check_backend(name: str) -> None:
@@ -216,13 +186,64 @@ def describe_backends(ran: set[str]) -> str:
     return note + (f"; absent: {missing}" if missing else "")
 
 
-def nested(counts: Counter[tuple[str, str]]) -> dict[str, dict[str, int]]:
-    """Turn counts of pairs into a dict of dicts: first name, then second."""
-    table: dict[str, dict[str, int]] = {}
-    for (first, second), number in sorted(counts.items()):
-        table.setdefault(first, {})[second] = number
-    return table
+def count_verdicts(named: Iterable[tuple[str, Outcome]]) -> dict[str, dict[str, int]]:
+    """Count each verdict by name."""
+    counts = Counter((name, outcome.verdict) for name, outcome in named)
+    return {name: {each: counts[name, each] for each in VERDICTS} for name in sorted({name for name, _ in counts})}
 
 
-FUZZ = Experiment(name="fuzz", run=run_fuzz, report=report.report, title="fuzz")
-SOAK = Experiment(name="soak", run=run_soak, report=report.report, title="soak")
+def report(result: Record) -> list[Table | str]:
+    """Return the tables of counts and bounds, the first failures, and what the exit status says."""
+    tables = []
+    for title, by, counts in (("Verdicts", "kind", "verdicts"), ("Backends", "backend", "backends")):
+        records = [each | {by: name} for name, each in result.get(counts, {}).items()]
+        tables += [Table.of(title, records, {name: name for name in (by, *VERDICTS)})] if records else []
+    tables.append(bounds(result))
+    if "counts" in result:
+        rows = [
+            [name, ", ".join(f"{value} {n}" for value, n in each.items())] for name, each in result["counts"].items()
+        ]
+        tables.append(Table("Cases", ["of", "number"], rows, wraps="number"))
+    return [*tables, *failures(result), verdict(result), origin(result)]
+
+
+def bounds(result: Record) -> Table:
+    """Return the worst number of every bound, and the case that has it."""
+    columns: dict[str, Column] = {
+        "bound": "bound",
+        "judged": "judged",
+        "worst": lambda each: "not finite" if each["value"] is None else f"{each['value']:.3g}",  # JSON has no infinity
+        "allowed": lambda each: "0" if each["bound"] in COUNTS else "1",
+        "case": "case",
+    }
+    return Table.of("Bounds", [each | {"bound": name} for name, each in result["worst"].items()], columns, NOTE)
+
+
+def failures(result: Record) -> list[str]:
+    """Return the first failures: what is wrong, and the simplest case; of a case that runs alone its parameters."""
+    lines = [
+        f"{each['case']} {each['kind']} {each['verdict']}: {each['why']} {json.dumps(each['shrunk'])}"[:WIDTH]
+        for each in result["failures"]
+    ]
+    if "case" in result and not lines:
+        lines = [f"{result['case']['case']} {result['case']['kind']}: {json.dumps(result['case']['params'])}"]
+    more = [f"... and {len(lines) - SHOWN} more, all of them in the JSON"] if len(lines) > SHOWN else []
+    return lines[:SHOWN] + more
+
+
+def verdict(result: Record) -> str:
+    """Return what the exit status says."""
+    gate, seed, command = result["gate"], f"--seed {result['seed']}", "pasa eval fuzz"
+    if result["experiment"] == "soak":
+        command = f"pasa bench soak --backend {result['backend']}" + " --small" * result["small"]
+    absences = f"; {gate['absent']} had no backend here" if gate["absent"] else ""
+    if gate["passed"]:
+        held = f"All {gate['run'] - gate['absent']:,} cases hold all bounds against FP64{absences}"
+        return f"{held} ({command} --cases {result['cases']} {seed}, {result['duration_s']} s)."
+    stopped = "; stopped, because the device failed" if gate["stopped"] else ""
+    again = f"repeat one: {command} {seed} --only INDEX"
+    return f"{gate['failed']} of {gate['run']} cases FAIL{absences}{stopped}; {again}"
+
+
+FUZZ = Experiment(name="fuzz", run=run_fuzz, report=report, title="fuzz")
+SOAK = Experiment(name="soak", run=run_soak, report=report, title="soak")

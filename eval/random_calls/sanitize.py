@@ -1,12 +1,15 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 """A few small calls through the Triton kernels of attention, for a tool that watches each of their memory accesses.
 
     python -m pasa.eval.random_calls.sanitize [NAME ...]
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m pasa.eval.random_calls.sanitize
 
 Run it once without the tool, so that kernels are compiled. Without PyTorch's cache every tensor is an allocation of its
-own, and an access beyond its end shows. racecheck knows no mbarrier and initcheck no TMA: `control.py` shows what they
-say of a kernel that is right. Nothing is tuned, and beside copies, fills and casts no kernel but ours runs on the
-device: results are judged on the CPU.
+own, and an access beyond its end shows. Nothing is tuned, and beside copies, fills and casts no kernel but ours runs on
+the device: results are judged on the CPU. racecheck knows no mbarrier and initcheck no TMA. `control`, which runs only
+if it is named, and only on Hopper, shows what they say of a kernel that is right and made of TMA, mbarriers and
+specialised warps. One warp brings tiles into two places by TMA and leaves a word behind an mbarrier; four wait for a
+tile, read it, give its place back, and write it, times that word, by TMA.
 """
 
 from __future__ import annotations
@@ -15,15 +18,19 @@ import sys
 from collections.abc import Sequence
 
 import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from pasa.eval.kit.exits import leave
 from pasa.eval.random_calls import attention, kernels
 from pasa.eval.random_calls.backends import TRITON
-from pasa.eval.random_calls.cases import broken
-from pasa.eval.random_calls.faults import SEED, Params
+from pasa.eval.random_calls.cases import SEED, Params, broken
 from pasa.eval.random_calls.inputs import make
 from pasa.eval.random_calls.judge import count_faults
 from pasa.eval.random_calls.truth import find_truth
+from pasa.ops.attention.triton.anchor_launch import shift_exact
 
 BOUND = 2.0**-5  # coarse: that a call computes the right thing is for `pasa bench soak` to say
 SIZES = ("heads", "groups", "rows", "keys", "dim")
@@ -51,24 +58,16 @@ CALLS: dict[str, tuple[tuple[int, ...], Params]] = {
 """Key heads, query heads for each, rows, keys and head dim; `bias` is added to 16 channels of Q and K."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the calls of these names, or all; 1 if one is wrong.
-
-    Raises
-    ------
-    ValueError
-        For an unknown name.
-    """
-    known = [*CALLS, "shift-before"]
-    names = list(sys.argv[1:] if arguments is None else arguments) or known
-    for name in names:
-        if name not in known:
-            raise ValueError(f"{name!r} is not one of {sorted(known)}")
+def main(names: Sequence[str] = ()) -> int:
+    """Run the calls of these names, or all but `control`; return 1 if one is wrong."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    wrong = {name: shift_before(device) if name == "shift-before" else run(name, device) for name in names}
-    for name, bounds in wrong.items():
+    others = {"shift-before": shift_before, "control": control}
+    wrong = False
+    for name in names or [*CALLS, "shift-before"]:
+        bounds = others[name](device) if name in others else run(name, device)
+        wrong |= bool(bounds)
         print(f"{name:24} {'WRONG: ' + ', '.join(bounds) if bounds else 'right'}")
-    return int(any(wrong.values()))
+    return int(wrong)
 
 
 def run(name: str, device: torch.device) -> list[str]:
@@ -91,13 +90,81 @@ def run(name: str, device: torch.device) -> list[str]:
 
 def shift_before(device: torch.device) -> list[str]:
     """Run the kernel that writes K' for an NPU: K' and the anchors lack nothing of K."""
-    from pasa.ops.attention.triton.anchor_launch import shift_exact
-
     k = (torch.randn(1, 2, 150, 80, generator=torch.Generator().manual_seed(0)) + 20).half()
     shifted, anchor = (x.cpu().float() for x in shift_exact(k.to(device), 128))
     left = shifted + anchor.repeat_interleave(128, 2)[:, :, :150] - k.float()
     return ["error"] if float(left.abs().max()) > 0 else []
 
 
+# ---- a kernel that is known to be correct
+
+ROWS, COLUMNS, TILES, STAGES = 64, 64, 8, 2
+WORD = gl.constexpr(3)
+
+
+@gluon.jit
+def _bring(desc, ring, word, full, empty, TILES: gl.constexpr, STAGES: gl.constexpr):
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    for i in range(TILES):
+        stage = i % STAGES
+        mbarrier.wait(empty.index(stage), ((i // STAGES) & 1) ^ 1)
+        mbarrier.expect(full.index(stage), desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(desc, [i * desc.block_shape[0], 0], full.index(stage), ring.index(stage))
+        if i == 0:
+            word.store(gl.full([1], WORD, gl.int32, ONE))
+            mbarrier.arrive(full.index(STAGES), count=1)
+
+
+@gluon.jit
+def _take(desc, ring, back, word, full, empty, TILES: gl.constexpr, STAGES: gl.constexpr):
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    mbarrier.wait(full.index(STAGES), 0)
+    factor = gl.max(word.load(ONE), 0).to(gl.float16)
+    for i in range(TILES):
+        stage = i % STAGES
+        mbarrier.wait(full.index(stage), (i // STAGES) & 1)
+        tile = ring.index(stage).load(LAYOUT)
+        mbarrier.arrive(empty.index(stage), count=1)
+        back.index(i).store(tile * factor)
+        fence_async_shared()
+        tma.async_copy_shared_to_global(desc, [i * desc.block_shape[0], 0], back.index(i))
+    tma.store_wait(0)
+
+
+@gluon.jit
+def scale_tiles(source, target, TILES: gl.constexpr, STAGES: gl.constexpr):
+    """Write what target describes, 3 times what source describes, both (TILES * ROWS, COLUMNS)."""
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    ring = gl.allocate_shared_memory(gl.float16, [STAGES, source.block_shape[0], source.block_shape[1]], source.layout)
+    back = gl.allocate_shared_memory(gl.float16, [TILES, target.block_shape[0], target.block_shape[1]], target.layout)
+    word = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    full = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], BARRIER)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    for i in gl.static_range(STAGES + 1):
+        mbarrier.init(full.index(i), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(empty.index(i), count=1)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_take, (target, ring, back, word, full, empty, TILES, STAGES)),
+            (_bring, (source, ring, word, full, empty, TILES, STAGES)),
+        ],
+        [1],
+        [24],
+    )
+
+
+def control(device: torch.device) -> list[str]:
+    """Run the kernel that is known to be correct."""
+    source = torch.randn(TILES * ROWS, COLUMNS, device=device).half()
+    out = torch.empty_like(source)
+    layout = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], gl.float16)
+    maps = [TensorDescriptor(x, list(x.shape), list(x.stride()), [ROWS, COLUMNS], layout) for x in (source, out)]
+    scale_tiles[(1,)](*maps, TILES, STAGES, num_warps=4)
+    return [] if torch.equal(out.cpu(), (source.float() * WORD.value).half().cpu()) else ["error"]
+
+
 if __name__ == "__main__":
-    leave(main)
+    leave(lambda: main(sys.argv[1:]))

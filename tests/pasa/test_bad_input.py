@@ -207,6 +207,10 @@ BAD = {
     "slots as a list": (lambda: write(slots=[1, 2, 3]), TypeError, "slot_mapping is a list", r"torch\.tensor"),
     "slots of floats": (lambda: write(slots=SLOTS.float()), TypeError, "slot_mapping is torch.float32", r"\.int\(\)"),
     "a slot beyond": (lambda: write(slots=SLOTS + 99), ValueError, "slot 106", "the cache has 96 slots"),
+    "slots in rows": (lambda: write(slots=SLOTS[None]), ValueError, "slot_mapping has 2 dimensions", "one entry after"),
+    "slots on meta": (lambda: write(slots=SLOTS.to("meta")), ValueError, "slot_mapping is on meta", "no data"),
+    "keys on meta": (lambda: write(k=NEW.to("meta")), ValueError, "k is on meta but k_cache is on cpu", "no data"),
+    "values of FP32": (lambda: write(v=NEW.float()), TypeError, "v is torch.float32 but k_cache is", r"\.to\("),
     "too few keys": (lambda: write(k=NEW[:2]), ValueError, "3 slots, but 2 keys and 3 values", "one slot"),
     "anchors": (
         lambda: write(anchors=torch.zeros(6, 2, 16)), TypeError, "key_anchors is torch.float32", "allocate it in FP16"
@@ -252,12 +256,17 @@ BAD = {
     ),
     "predict torch": (lambda: predict(), TypeError, "Linear has no config", "folder"),
     "delta": (lambda: predict(delta=2), ValueError, "delta=2", "between 0 and 1"),
+    "delta type": (lambda: predict(delta="x"), TypeError, "delta='x'", "not a number"),
+    "seq_len type": (lambda: predict(seq_len=1.5), TypeError, "seq_len=1.5", "not an integer"),
     "seq_len": (lambda: predict(seq_len=0), ValueError, "seq_len=0", "at least 1"),
     "progress": (lambda: predict(progress=True), TypeError, "progress=True", r"progress\(done, total, layer\)"),
     # the shifting matrix
     "n": (lambda: pasa.shifting_matrix(0, 0.9), ValueError, "got 0", "integer >= 1"),
     "beta": (lambda: pasa.shifting_matrix(4, 1.5), ValueError, "got 1.5", r"in \[0, 1\)"),
     "beta type": (lambda: pasa.shifting_matrix(4, "x"), TypeError, "beta='x'", "pass a float"),
+    "matrix scale": (lambda: pasa.shifting_matrix(4, 0.5, scale="1"), TypeError, "scale='1'", "pass a float"),
+    "complex scale": (lambda: pasa.optimal_beta(0.5, 4, scale=1j), TypeError, "scale=1j", "pass a float"),
+    "matrix of bool": (lambda: pasa.shifting_matrix(4, 0.5, dtype=torch.bool), ValueError, "torch.bool", "known: "),
     "matrix dtype": (lambda: pasa.shifting_matrix(4, 0.5, dtype=torch.int32), ValueError, "torch.int32", "known: "),
     "beta0": (lambda: pasa.optimal_beta(np.ones(2), 4), TypeError, "beta", "pass a float"),
     # the FP64 truth

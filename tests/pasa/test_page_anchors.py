@@ -285,6 +285,7 @@ def test_anchors_of_other_keys_are_refused():
         ([1.0], TypeError, "key_anchors is a list, not a Tensor"),
         (torch.zeros(3, 2, 64).half(), ValueError, r"key_anchors \(3, 2, 64\) on cpu are not contiguous, or not the"),
         (torch.zeros(2, 64, 9).half().permute(2, 0, 1), ValueError, "are not contiguous"),
+        (torch.zeros(9, 2, 64, device="meta").half(), ValueError, "key_anchors .* on meta are not contiguous, or not"),
     ],
 )
 def test_refuses(anchors, error, message):

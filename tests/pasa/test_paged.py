@@ -170,6 +170,9 @@ def test_caches_may_be_views_of_one():
     assert torch.equal(both[pages.table[1, 2], 0, 9], pages.k[0])
 
 
+CACHES = ("k_cache", "v_cache")
+WIDE = {"q": torch.zeros(2, 4, 513).half()} | dict.fromkeys(CACHES, torch.zeros(7, 16, 2, 513).half())
+LARGE = {"q": torch.full((2, 4, 64), 65536.0)} | dict.fromkeys(CACHES, torch.zeros(7, 16, 2, 64))
 BAD = [
     ({"block_table": torch.zeros(2, 3)}, TypeError, "block_table is torch.float32"),
     ({"block_table": torch.zeros(3, 3).int()}, ValueError, r"block_table \(3, 3\) does not fit 2 seq_lens"),
@@ -186,6 +189,25 @@ BAD = [
     ({"q": torch.zeros(2, 4, 64)}, TypeError, "q is torch.float32 but k_cache is torch.float16"),
     ({"k_cache": torch.zeros(7, 16, 2, 128).half()[..., ::2]}, ValueError, "the last one is not 1"),
     ({"v_cache": torch.zeros(6, 16, 2, 64).half()}, ValueError, "caches"),
+    ({"v_cache": torch.zeros(16, 2, 64).half()}, ValueError, "v_cache has 3 dimensions"),
+    ({"v_cache": torch.zeros(7, 16, 2, 64)}, TypeError, "v_cache is torch.float32 but k_cache is torch.float16"),
+    (dict.fromkeys(CACHES, torch.zeros(0, 16, 2, 64).half()), ValueError, r"caches \(pages, .* are \(0, 16, 2, 64\)"),
+    (dict.fromkeys(CACHES, torch.zeros(7, 16, 2, 64).int()), TypeError, "k_cache is torch.int32, expected one of"),
+    ({"k_cache": None}, TypeError, "k_cache is a NoneType, not a Tensor"),
+    ({"q": [1.0]}, TypeError, "q is a list, not a Tensor"),
+    ({"q": torch.zeros(2, 4, 64, device="meta").half()}, ValueError, "q is on meta but k_cache is on cpu"),
+    ({"q": torch.zeros(0, 4, 64).half()}, ValueError, r"q \(0, 4, 64\) is empty"),
+    (WIDE, NotImplementedError, "head dim 513 is outside"),
+    (LARGE, ValueError, "q has 256 values beyond the FP16 range"),
+    ({"block_table": torch.zeros(2).int()}, ValueError, "block_table has 1 dimensions"),
+    ({"block_table": torch.zeros(2, 3, device="meta").int()}, ValueError, "block_table is on meta"),
+    ({"seq_lens": torch.tensor([20, 33]).short()}, TypeError, "seq_lens is torch.int16, not an int32"),
+    ({"cu_seqlens_q": torch.zeros(3)}, TypeError, "cu_seqlens_q is torch.float32, not an int32"),
+    ({"return_lse": 1}, TypeError, "return_lse=1"),
+    ({"scale": 0.0}, ValueError, "scale=0.0"),
+    ({"scale": "x"}, TypeError, "scale='x' is a str, not a number"),
+    ({"backend": "x"}, ValueError, "backend='x' is not registered"),
+    ({"backend": 1}, TypeError, "backend=1 is a int, not a name"),
     ({"max_seqlen_k": 0}, ValueError, "max_seqlen_k=0 is not a positive integer"),
     ({"max_seqlen_q": 1.0}, ValueError, "max_seqlen_q=1.0"),
     ({"is_causal": 1}, TypeError, "is_causal=1"),

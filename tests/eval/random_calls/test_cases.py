@@ -1,11 +1,9 @@
 """Cases come from the seed and the index alone, and cover what they should."""
 
-import math
-
 import pytest
 import torch
 
-from pasa.eval.random_calls import attention, caches, kernels
+from pasa.eval.random_calls import attention, kernels, paged
 from pasa.eval.random_calls.cases import draw_case
 from pasa.eval.random_calls.inputs import MASKS, STRIDES, Call, make
 from pasa.eval.random_calls.number_draws import LARGEST, SCORES, VALUES
@@ -16,19 +14,12 @@ KERNELS = [draw_case(kernels.kinds(0, "triton", small=False), 0, index).params f
 CALLS = [draw_case(API, 0, index) for index in range(2000)]
 
 
-@pytest.mark.parametrize("index", range(0, 60, 7))
-def test_a_case_is_the_same_every_time(index):
-    first, second = (draw_case(SMALL, 3, index).params for _ in range(2))
-    assert first == second
-    for a, b in zip(vars(make(first)).values(), vars(make(second)).values(), strict=True):
-        if isinstance(a, torch.Tensor):
-            assert torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
-            assert a.stride() == b.stride()
-        else:
-            assert a == b
-
-
-def test_other_seeds_and_indices_give_other_cases():
+def test_a_case_is_the_same_every_time_and_unlike_others():
+    for index in range(0, 60, 7):
+        first, second = (draw_case(SMALL, 3, index).params for _ in range(2))
+        assert first == second
+        for a, b in zip(vars(make(first)).values(), vars(make(second)).values(), strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True, check_stride=True)
     assert len({str(params) for params in KERNELS}) == len(KERNELS)
     assert draw_case(SMALL, 1, 5) != draw_case(SMALL, 0, 5)
     assert kernels.draw_families(0) != kernels.draw_families(1)
@@ -40,9 +31,9 @@ def test_everything_occurs():
     both |= {"garbage": ("none", "query", "key", "value", "mask"), "where": ("seen", "hidden"), "causal": (False, True)}
     ours = both | families | {"mask": ("none", *kernels.MASKS), "strides": kernels.LAYOUTS, "dim": kernels.DIMS}
     ours |= {"scale": kernels.SCALES, "poisoned": (False, True), "emulated": (False, True), "tile": range(3)}
-    api = both | {"mask": MASKS, "strides": STRIDES, "layout": ("HND", "BNSD", "NHD", "BSND"), "view": caches.VIEWS}
+    api = both | {"mask": MASKS, "strides": STRIDES, "layout": ("HND", "BNSD", "NHD", "BSND"), "view": paged.VIEWS}
     api |= {"backend": ("reference", "triton", "npu"), "precision": ("pasa", *attention.BASELINES)}
-    api |= {"softmax": ("safe", "unbiased", "unbiased_paper"), "overflow": ("inf", "saturate"), "fill": caches.FILLS}
+    api |= {"softmax": ("safe", "unbiased", "unbiased_paper"), "overflow": ("inf", "saturate"), "fill": paged.FILLS}
     api |= {"recovery": ("exact", "paper"), "longest": ("none", "exact", "above"), "stale": range(3)}
     for drawn, expected in ((KERNELS, ours), ([case.params for case in CALLS], api)):
         for name, values in expected.items():
@@ -52,12 +43,8 @@ def test_everything_occurs():
     assert 0.05 < sum(params["garbage"] != "none" for params in KERNELS) / len(KERNELS) < 0.15
     assert sum(params["dtype"] == "float16" for params in KERNELS) / len(KERNELS) > 0.5
     assert max(params["keys"] for params in KERNELS) > 9000
-
-
-def test_published_recovery_is_asked_for_ordinary_data_alone():
-    names = ("data", "values", "scale", "garbage", "emulated")
-    paper = [params for params in KERNELS if params["recovery"] == "paper"]
-    assert {tuple(params[name] for name in names) for params in paper} == {("randn", "randn", None, "none", True)}
+    paper = {"data": "randn", "values": "randn", "scale": None, "garbage": "none", "emulated": True}
+    assert all(paper.items() <= params.items() for params in KERNELS if params["recovery"] == "paper")
 
 
 def test_inputs_are_finite_in_fp16_unless_garbage_was_planted():
@@ -92,5 +79,4 @@ def test_visible_keys_are_those_of_the_mask_and_the_causal_band():
     mask = torch.ones(2, 1, 1, 5, dtype=torch.bool)
     mask[1, ..., :2] = False
     assert Call(q, k, k, mask, False, 1.0).visible().sum((1, 2)).tolist() == [[12] * 5, [0, 0, 12, 12, 12]]
-    added = torch.full((3, 5), -math.inf)
-    assert not Call(q, k, k, added, False, 1.0).visible().any()
+    assert not Call(q, k, k, torch.full((3, 5), -torch.inf), False, 1.0).visible().any()

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -100,6 +100,46 @@ def test_entries_of_the_shifting_matrix(n: int, scale: float, dtype: torch.dtype
     eye = torch.eye(n, dtype=torch.float64)
     exact = scale * (1 - beta / n) * eye - scale * (beta / n) * (1 - eye)
     assert torch.equal(matrix.double(), round_to(exact, dtype))
+
+
+SCALES = [1.0, *(d**-0.5 for d in HEAD_DIMENSIONS), 1e-3, 30.0, 2.0**-30]
+FORMATS = {torch.float16: (10, -14), torch.bfloat16: (7, -126), torch.float32: (23, -126)}  # bits, smallest exponent
+
+
+def half_spacing(exact: float, dtype: torch.dtype) -> float:
+    """Return half the distance of two numbers of a format near `exact`, and what FP64 may round it by."""
+    bits, least = FORMATS[dtype]
+    exponent = max(math.frexp(exact)[1] - 1 if exact else least, least)
+    return 2.0 ** (exponent - bits - 1) * (1 + 2.0**-40)
+
+
+@given(
+    n=st.integers(1, 200),
+    beta=st.floats(0, 1),
+    scale=st.sampled_from(SCALES),
+    dtype=st.sampled_from(list(FORMATS)),
+)
+def test_entries_are_the_nearest_numbers(n: int, beta: float, scale: float, dtype: torch.dtype) -> None:
+    matrix, diagonal = shifting_matrix(n, beta, scale=scale, dtype=dtype).double(), torch.eye(n, dtype=torch.bool)
+    for entries, exact in ((matrix[diagonal], scale * (1 - beta / n)), (matrix[~diagonal], -scale * beta / n)):
+        assert ((entries - exact).abs() <= half_spacing(exact, dtype)).all()
+
+
+@given(
+    n=st.integers(1, 200),
+    start=st.floats(0.001, 0.9375),
+    scale=st.sampled_from(SCALES),
+    dtype=st.sampled_from(list(FORMATS)),
+)
+def test_the_rounded_matrix_has_its_optimal_beta(n: int, start: float, scale: float, dtype: torch.dtype) -> None:
+    """The row sum of the matrix that is rounded at the optimal beta gives that beta, and its invariance."""
+    try:
+        optimum = optimal_beta(start, n, scale=scale, dtype=dtype)
+    except NoOptimalBetaError:  # the format is too coarse
+        reject()
+    beta = 1 - float(shifting_matrix(n, optimum.beta, scale=scale, dtype=dtype).double()[0].sum()) / scale
+    assert beta == pytest.approx(optimum.beta, rel=10 * shifting.TOLERANCE)
+    assert optimum.invariance == pytest.approx(beta / (1 - beta), abs=10 * shifting.TOLERANCE / (1 - beta) ** 2)
 
 
 def test_fp16_entries_agree_with_numpy() -> None:
