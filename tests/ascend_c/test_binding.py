@@ -138,6 +138,19 @@ def test_a_query_that_is_not_finite_reaches_only_its_row(npu, bad):
     assert torch.equal(lse[~nan_row], expected_lse[~nan_row])
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_query_that_is_not_finite_and_sees_no_key_gives_zero(npu, bad):
+    """Story: a fully masked row gave NaN if its query was NaN, where the specification says 0 and -inf."""
+    q, k, v = normal_qkv((1, 1), (6, 4), 16)  # causal, bottom right: the first two rows see no key
+    q[0, 0, :4, 3] = bad
+    out, lse = pasa.attention(q, k, v, is_causal=True, return_lse=True, backend="npu")
+    expected, expected_lse = pasa.attention(q, k, v, is_causal=True, return_lse=True, backend="reference")
+    assert not out[0, 0, :2].any()
+    assert lse[0, 0, :2].isneginf().all()
+    assert torch.equal(torch.isnan(out), torch.isnan(expected))
+    assert torch.equal(torch.isnan(lse), torch.isnan(expected_lse))
+
+
 FOUND = [
     Genes(keys=128, base=6.4545, noise=1.37e-6, outliers=0.071, ties=0.85, exponent=55.5, values="signs", seed=455087),
     Genes(keys=129, dim=1, base=18.57, slope=14194.3, size=473.6, columns=0.61, profile="alternate", values="signs",

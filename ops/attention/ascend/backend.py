@@ -83,6 +83,7 @@ def _kernels(call: Call, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None
     out, lse = kernels.npu_attention(
         q, keys, v, *references, lengths, call.is_causal, scale, invariance, saturate, *rounding
     )
+    not_finite &= ~lse.isneginf()  # a row without keys gives 0 and -inf whatever its query
     out = out[..., :dim].masked_fill(not_finite.unsqueeze(-1), torch.nan)
     return out, lse.masked_fill(not_finite, torch.nan)
 
