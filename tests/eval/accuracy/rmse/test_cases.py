@@ -6,23 +6,24 @@ import pytest
 import torch
 
 from pasa.eval.accuracy.rmse.cases import BIAS_CASES, PAPER_CASES, RESONANCE_CASES, BiasCase, RandomCase, ResonanceCase
-from pasa.eval.accuracy.rmse.plots import PANELS
+from pasa.eval.accuracy.rmse.report import FIGURES, panels
 from pasa.eval.kit.error_metrics import generator
 
 SMALL = (1, 2, 640, 128)
 
 
 def test_fifteen_cases_of_figures_9_and_10() -> None:
-    wanted = {("uniform", x0, 0.5) for x0 in (0, 10, 20, 30)} | {("uniform", 20, am) for am in (0.5, 5, 10, 15, 20)}
-    wanted |= {("hybrid", x0, 10) for x0 in (0, 10, 20, 30)} | {("hybrid", 20, am) for am in (10, 20, 50, 100)}
-    assert {(case.distribution, case.mean, case.amplitude) for case in PAPER_CASES} == wanted
+    expected = {("uniform", x0, 0.5) for x0 in (0, 10, 20, 30)} | {("uniform", 20, am) for am in (0.5, 5, 10, 15, 20)}
+    expected |= {("hybrid", x0, 10) for x0 in (0, 10, 20, 30)} | {("hybrid", 20, am) for am in (10, 20, 50, 100)}
+    assert {(case.distribution, case.mean, case.amplitude) for case in PAPER_CASES} == expected
     assert len(PAPER_CASES) == 15
     assert all(case.shape == (1, 16, 1280, 128) for case in PAPER_CASES)
 
 
 def test_panels_show_every_case() -> None:
-    shown = {f"{name}{case}" for name, (_, *panels) in PANELS.items() for panel in panels for case in panel}
+    shown = {name for distribution in FIGURES for panel in panels(distribution).values() for name in panel}
     assert shown == {case.name for case in PAPER_CASES}
+    assert [len(panel) for panel in panels("uniform").values()] == [4, 5]
 
 
 @pytest.mark.parametrize("case", [RandomCase("uniform", 20, 5, SMALL), RandomCase("hybrid", 20, 50, SMALL)], ids=str)
