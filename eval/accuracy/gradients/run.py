@@ -37,7 +37,6 @@ SHAPES = (
     SpeedCase("1x28/4x8192x128", 1, 28, 4, 8192, 8192, 128, causal=True),
 )
 PROFILED = 5  # calls
-NAME_LENGTH = 60  # of a kernel: templates of torch's go on for lines
 LONGEST = 8  # kernels of each shape that are shown
 Record = dict[str, Any]
 
@@ -187,7 +186,7 @@ def kernel_times(call: Call) -> list[Record]:
     seen = [each for each in profiled.key_averages() if each.device_type.name == "CUDA"]
     times = [(each.self_device_time_total / PROFILED * 1e-3, each) for each in seen if each.self_device_time_total > 0]
     return [
-        {"kernel": each.key[:NAME_LENGTH], "ms": ms, "launches": each.count / PROFILED}
+        {"kernel": each.key[:60], "ms": ms, "launches": each.count / PROFILED}  # templates of torch's go on for lines
         for ms, each in sorted(times, key=lambda pair: -pair[0])
     ]
 

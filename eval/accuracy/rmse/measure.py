@@ -31,10 +31,7 @@ NAIVE_FACTOR = 2.0
 LIMITS = {"b": {"max_error": NAIVE_FACTOR}, "c": L1}  # of ratios, by gate
 SHARES = ("nonfinite_share", "scores_nonfinite_share", "scores_saturated_share")  # must be zero for gate (a)
 DECIDING = "ab"  # (c) compares with FP32 scores: shown, but no measure of whether FP16 attention is right
-UNKNOWN_SCORES = dict.fromkeys(
-    ("nonfinite_share", "saturated_share", "touched_rows", "rescued_share", "max_before", "max_after"), 0.0
-)
-"""What a backend that keeps its scores to itself says of them."""
+SCORES = ("nonfinite_share", "saturated_share", "touched_rows", "rescued_share", "max_before", "max_after")
 
 
 def compare(
@@ -57,12 +54,9 @@ def compare(
             records.append(head | errors | gates)
             del records[-1]["absolute_rmse"]  # `rmse` in other units
     progress(len(jobs), len(jobs), "done")
-    return {
-        "seeds": list(dict.fromkeys(seed for _, seed, _ in jobs)),
-        "arithmetics": {arithmetic.name: arithmetic.what for arithmetic in arithmetics},
-        "gate": verdict(records, gated),
-        "records": records,
-    }
+    seeds = list(dict.fromkeys(seed for _, seed, _ in jobs))
+    legend = {arithmetic.name: arithmetic.what for arithmetic in arithmetics}
+    return {"seeds": seeds, "arithmetics": legend, "gate": verdict(records, gated), "records": records}
 
 
 def golden_by_head(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -76,7 +70,8 @@ def measure(arithmetic: Arithmetic, q: Tensor, k: Tensor, v: Tensor, golden: Ten
 
     ``scores_max_before`` is the largest |q.k|, ``scores_max_after`` the largest stored value in its tile's own units.
     """
-    config, scores = dataclasses.replace(arithmetic.config, overflow=overflow), UNKNOWN_SCORES
+    config = dataclasses.replace(arithmetic.config, overflow=overflow)
+    scores = dict.fromkeys(SCORES, 0.0)  # of a backend that keeps its scores to itself
     if arithmetic.backend == "torch":
         out = scaled_dot_product_attention(q.float(), k.float(), v.float())
     elif arithmetic.backend == "reference":
@@ -84,14 +79,10 @@ def measure(arithmetic: Arithmetic, q: Tensor, k: Tensor, v: Tensor, golden: Ten
             out = pasa.attention(q, k, v, config=config, backend="reference")
         counts, pairs = entries[0], q.shape[:3].numel() * k.shape[2]
         nonfinite, saturated = float(counts.nonfinite.sum()) / pairs, float(counts.saturated.sum()) / pairs
-        scores = {
-            "nonfinite_share": nonfinite,
-            "saturated_share": saturated,
-            "touched_rows": touched_rows(q, k, v, config) if nonfinite or saturated else 0.0,
-            "rescued_share": float(counts.rescued_tiles.sum() / counts.tiles.sum()),
-            "max_before": float(counts.max_score_before.max()),
-            "max_after": float(counts.max_score_after.max()),
-        }
+        touched = touched_rows(q, k, v, config) if nonfinite or saturated else 0.0
+        rescued = float(counts.rescued_tiles.sum() / counts.tiles.sum())
+        largest = float(counts.max_score_before.max()), float(counts.max_score_after.max())
+        scores = dict(zip(SCORES, (nonfinite, saturated, touched, rescued, *largest), strict=True))
     else:
         out = pasa.attention(q, k, v, config=config, backend=arithmetic.backend)
     errors = dataclasses.asdict(measure_errors(out, golden))

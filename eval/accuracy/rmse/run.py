@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import product
 from typing import Annotated, Any, TypeAlias
 
@@ -31,6 +30,7 @@ OURS = "pasa"
 # Constants that are added to N(0, 1) in all channels of Q and of K. Alone, a bias of 4000 makes scores of standard
 # deviation 4000 sqrt(128) = 45,300, of which a seventh leaves FP16. Shared, 30 is enough: 30^2 128 = 115,200.
 BIASES = {"none": (0, 0), "K": (0, 4000), "Q": (4000, 0), "both": (30, 30)}
+TWELVE = tuple(range(12))  # seeds
 Heads: TypeAlias = Annotated[int | None, "Heads of every case (the paper has 16)."]
 Positions: TypeAlias = Annotated[int | None, "Sequence length of every case (the paper has 1280)."]
 Seeds: TypeAlias = Annotated[Sequence[int], "Seeds, such as 0,1,2 (0; twelve for --large-bias, three for --sides)."]
@@ -68,10 +68,7 @@ def run_resonance(
 
 
 def run_large_bias(
-    heads: Heads = None,
-    seq: Positions = None,
-    seeds: Seeds = tuple(range(12)),
-    progress: output.Report = output.silent,
+    heads: Heads = None, seq: Positions = None, seeds: Seeds = TWELVE, progress: output.Report = output.silent
 ) -> dict[str, Any]:
     """FP16 score tiles beside FP32 attention where Q and K share a large bias (N(0, 1) + b on 16 of 128 channels)."""
     arithmetics = (*(each for each in cases.ARITHMETICS if each.name in COMPARED), SDPA)
@@ -105,19 +102,15 @@ def bias_ratios(records: Sequence[Record]) -> list[Record]:
     """Per case: RMSE of each arithmetic pooled over the seeds, its ratio to the two FP32 ones, and the worst seed's."""
     rows = []
     for case in dict.fromkeys(each["case"] for each in records):
-        rmse: dict[str, dict[int, float]] = {}
+        rmse: dict[str, list[float]] = {}
         for each in pick(records, case=case):
-            rmse.setdefault(each["arithmetic"], {})[each["seed"]] = each["rmse"]
-        row: Record = {"case": case} | {name: _root_mean_square(by_seed.values()) for name, by_seed in rmse.items()}
+            rmse.setdefault(each["arithmetic"], []).append(each["rmse"])
+        row: Record = {"case": case} | {name: math.hypot(*x) / math.sqrt(len(x)) for name, x in rmse.items()}
         for other in (COMPETITOR, SDPA.name):
-            worst = max(quotient(value, rmse[other][seed]) for seed, value in rmse[GATED].items())
-            row |= {f"pooled_to_{other}": quotient(row[GATED], row[other]), f"worst_to_{other}": worst}
+            row[f"pooled_to_{other}"] = quotient(row[GATED], row[other])
+            row[f"worst_to_{other}"] = max(map(quotient, rmse[GATED], rmse[other]))
         rows.append(row)
     return rows
-
-
-def _root_mean_square(values: Iterable[float]) -> float:
-    return math.sqrt(statistics.fmean(value * value for value in values))
 
 
 def run_sides(
@@ -142,14 +135,8 @@ def run_sides(
             errors = _stored(q, k, v, golden, SIDES[shift], STEPS[sums])
             records.append(head | {"shift": shift, "sums": sums} | errors)
         records.append(head | {"shift": OURS, "sums": "stored"} | _operator(q, k, v, golden))
-    return {
-        "note": output.NOTE,
-        "seeds": list(seeds),
-        "shape": shape,
-        "biases": BIASES,
-        "gate": judge_sides(records),
-        "records": records,
-    }
+    head = {"note": output.NOTE, "seeds": list(seeds), "shape": shape, "biases": BIASES}
+    return head | {"gate": judge_sides(records), "records": records}
 
 
 def draw_biased(biased: str, shape: Shape, seed: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Errors, the gate, the timed calls, and what is shown; kernels are interpreted and the clock needs no device."""
+"""Inputs, errors, the gate, times, and what is shown; kernels are interpreted and the clock needs no device."""
 
 from __future__ import annotations
 
@@ -22,6 +22,17 @@ SMALL = (
     GradientCase("one key without the bias", (2, 1), (20, 33), 64, change="sink", kernels_judged=False),
 )
 TINY = SpeedCase("tiny", 1, 2, 1, 40, 40, 16, causal=True)
+
+
+def test_scores_share_131072():
+    """All of them, but for the first key in the case that says so, which is the only one that is not judged."""
+    cases = {case.name: case for case in run.CASES}
+    assert [name for name, case in cases.items() if not case.kernels_judged] == ["one key without the bias"]
+    for name, kept in (("scores of 131072", 0), ("one key without the bias", 1)):
+        inputs = make_inputs(cases[name], 0)
+        scores = inputs.q.float() @ inputs.k.float().repeat_interleave(2, 1).mT / 8
+        assert scores[..., kept:].min() > 131_000
+        assert bool((scores[..., 0] < 1000).all()) == bool(kept)
 
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)

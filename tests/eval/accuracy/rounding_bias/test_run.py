@@ -32,9 +32,8 @@ def test_rows_are_what_their_case_says(case, fmt):
         return
     assert tied.all()
     at = list(cases.AT[case.maxima])
-    assert torch.equal(
-        rows.scores.argsort(-1, descending=True)[:, : len(at)].sort().values, torch.tensor([at]).expand(64, -1)
-    )
+    largest = rows.scores.topk(len(at)).indices.sort().values
+    assert torch.equal(largest, torch.tensor(at).expand(64, -1))
     below = rows.scores[:, at[:1]] - rows.scores[:, at]
     assert (below <= EPSILON).all()
     assert (below[:, 1:] > 0).any() == (case.maxima == "near")
@@ -115,12 +114,11 @@ def test_the_judge_of_repeated_maxima(ours, all_flagged, passed):
     assert run.judge_repeated(arms, 2.0, all_flagged)["passed"] == passed
 
 
-@pytest.mark.parametrize(
-    ("ours", "rms", "passed"),
-    [(0.0, 0.3, True), (0.1, 0.3, True), (0.05, 0.3, False), (0.0, 0.314, True), (0.0, 0.316, False)],
-)
-def test_the_judge_of_controls(ours, rms, passed):
-    assert run.judge_control({"nearest": arm(0.1), "ours": arm(ours, rms)}, 2.0)["passed"] == passed
+def test_the_judge_of_controls():
+    """Nearest has a bias of 0.1 and an error of 0.3, which may grow by 5 %."""
+    ours = [(0.0, 0.3), (0.1, 0.3), (0.05, 0.3), (0.0, 0.314), (0.0, 0.316)]
+    passed = [run.judge_control({"nearest": arm(0.1), "ours": arm(*each)}, 2.0)["passed"] for each in ours]
+    assert passed == [True, True, False, True, False]
 
 
 @pytest.fixture(scope="module")
