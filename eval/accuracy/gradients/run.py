@@ -21,7 +21,7 @@ from pasa.eval.kit.experiment import Experiment
 from pasa.eval.kit.options import at_least
 from pasa.eval.kit.stored import pick
 from pasa.eval.kit.tables import Column, Table, short
-from pasa.eval.kit.timing import Call, Clock, CudaClock, Rounds, interleave, ratio
+from pasa.eval.kit.timing import Call, Clock, CudaClock, interleave, ratio
 from pasa.eval.kit.timing import summary as summary_of
 from pasa.eval.speed.cases import SpeedCase
 from pasa.eval.speed.implementations import FLASH
@@ -162,15 +162,12 @@ def measure(clock: Clock, rounds: int, progress: Callable[[int, str], None]) -> 
                 head = {"shape": shape.name, "part": part, "how": how}
                 taken_by, _ = interleave(clock, timed, rounds)
                 for name, taken in taken_by.items():
-                    numbers = _numbers(taken, taken_by[FLASH], PARTS[part] * shape.flops)
+                    numbers = summary_of(taken)
+                    numbers["tflops"] = PARTS[part] * shape.flops / numbers["median_ms"] * 1e-9
+                    numbers["to_flash"] = ratio(taken, taken_by[FLASH])
                     times.append(head | {"implementation": name} | numbers | (host[name] if how == "eager" else {}))
         kernels += [{"shape": shape.name} | each for each in kernel_times(eager[OURS])]
     return {"times": times, "kernels": kernels}
-
-
-def _numbers(taken: Rounds, flash: Rounds, flops: float) -> dict[str, float]:
-    times = summary_of(taken)
-    return times | {"tflops": flops / times["median_ms"] * 1e-9, "to_flash": ratio(taken, flash)}
 
 
 def kernel_times(call: Call) -> list[Record]:

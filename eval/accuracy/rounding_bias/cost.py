@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -19,13 +19,13 @@ from pasa.eval.kit.device import describe, origin
 from pasa.eval.kit.error_metrics import generator
 from pasa.eval.kit.experiment import Experiment
 from pasa.eval.kit.options import at_least
+from pasa.eval.kit.stored import pick
 from pasa.eval.kit.tables import Column, Table
 from pasa.eval.kit.timing import Call, Clock, CudaClock, Rounds, interleave, quantile
 from pasa.eval.speed.cases import Inputs, SpeedCase, select_cases
 from pasa.eval.speed.gate import Gate
 
-Data = Literal["random", "tied"]
-DATA: tuple[Data, ...] = get_args(Data)
+DATA = ("random", "tied")
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 TIED, REMAINDER, ELSE = 9.5, 0.5, -76.0  # scores: of two keys, of the third at the most, and of all others: no weight
 LIMITS = {"random": 1.03, "tied": 1.08}  # ratios of the times, unbiased over safe: below the first, at most the second
@@ -68,7 +68,7 @@ def run_cost(
     }
 
 
-def make_inputs(case: SpeedCase, data: Data, fmt: str, device: torch.device) -> Inputs:
+def make_inputs(case: SpeedCase, data: str, fmt: str, device: torch.device) -> Inputs:
     """Draw N(0, 1), or rows that all repeat their maximum; the same on every call on one kind of device."""
     drawn = case.inputs(device) if data == "random" else _tied(case, device)
     q, k, v = (x.to(DTYPES[fmt]) for x in (drawn.q, drawn.k, drawn.v))
@@ -117,7 +117,7 @@ def measure(cases: Sequence[tuple[SpeedCase, str]], clock: Clock, rounds: int, p
     return records
 
 
-def met(data: Data, ratio: float) -> bool:
+def met(data: str, ratio: float) -> bool:
     """Return whether a ratio of times is within its limit."""
     return ratio < LIMITS[data] if data == "random" else ratio <= LIMITS[data]
 
@@ -136,7 +136,7 @@ def ratios(times: dict[str, Rounds]) -> Record:
     return medians | {name: quantile(ratios, share) for name, share in shares.items()}
 
 
-def judge(case: SpeedCase, inputs: Inputs, data: Data, safe: Tensor, unbiased: Tensor) -> Record:
+def judge(case: SpeedCase, inputs: Inputs, data: str, safe: Tensor, unbiased: Tensor) -> Record:
     """Check the unbiased output by the rules of README.md; ``why`` is empty where all hold."""
     gate, fmt = Gate(case, inputs), "bf16" if inputs.q.dtype == torch.bfloat16 else "fp16"
     verdict = gate.judge(unbiased, None, UNBIASED, shifted=True)
@@ -166,10 +166,7 @@ def judge(case: SpeedCase, inputs: Inputs, data: Data, safe: Tensor, unbiased: T
 
 
 def bias_limit(golden: Tensor) -> float:
-    """Return the largest bias, in spacings, of ties that fall like coins: 4 sigma of their mean, and drift.
-
-    Equal outputs share a coin.
-    """
+    """Return 4 sigma of the mean, in spacings, of ties that fall like coins, and drift; equal outputs share a coin."""
     together = golden.float().unique(return_counts=True)[1].double()
     return SIGMAS * COIN * float(together.norm()) / golden.numel() + DRIFT
 
@@ -198,9 +195,7 @@ def cost_table(result: Record) -> Table:
 
 def verdict_of(record: Mapping[str, Any]) -> str:
     """Return the target, and whether it is met."""
-    if record["why"]:
-        return "WRONG, not timed"
-    return f"{record['target']}: {'met' if record['met'] else 'missed'}"
+    return "WRONG, not timed" if record["why"] else f"{record['target']}: {'met' if record['met'] else 'missed'}"
 
 
 def verdict(result: Record) -> str:
@@ -214,9 +209,8 @@ def summary(result: Record) -> str:
     """Return a line for README.md: the range of the ratios by data."""
     spans = []
     for data in DATA:
-        timed = [each["ratio"] for each in result["records"] if each["data"] == data and "ratio" in each]
-        span = f"{min(timed):.3f} to {max(timed):.3f}" if timed else "not timed"
-        spans.append(f"{data} rows {span} (target {result['targets'][data]})")
+        ratios = [each["ratio"] for each in pick(result["records"], data=data) if "ratio" in each]
+        spans.append(f"{data} rows {min(ratios):.3f} to {max(ratios):.3f} (target {result['targets'][data]})")
     line = f'Time over that of `softmax="safe"` (`pasa bench unbiased`): {", ".join(spans)}.'
     return f"{line} {verdict(result)}\n\n{origin(result)}"
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pasa.eval.kit import timing
-from pasa.eval.kit.timing import CALLS, COLD_BELOW_MS, Call, CudaClock, interleave, quantile, ratio, summary
+from pasa.eval.kit.timing import CALLS, COLD_BELOW_MS, Call, interleave, quantile, ratio, summary
 from tests.eval.speed.fakes import FakeClock, Timed
 
 
@@ -73,12 +73,6 @@ def test_scope_is_entered_for_output_and_shape_restored() -> None:
     call = Call(lambda: log.append("run") or torch.zeros(2, 3), scope, lambda out: out.reshape(6))
     assert call.output().shape == (6,)
     assert log == ["in", "run", "out"]
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a CUDA device")
-def test_without_a_device_the_clock_says_so() -> None:
-    with pytest.raises(NotImplementedError, match="needs a CUDA device"):
-        CudaClock()
 
 
 def test_cost_is_the_median_of_the_ratios_of_turns(monkeypatch):
