@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,11 +23,6 @@ class Inputs:
     causal: bool
     grad: Tensor
     grad_lse: Tensor | None
-
-    def to(self, device: torch.device) -> Inputs:
-        """Return the same inputs on a device."""
-        moved: dict[str, Any] = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)}
-        return dataclasses.replace(self, **moved)
 
 
 @dataclass(frozen=True)
@@ -72,8 +65,8 @@ CASES = (
 )
 
 
-def make_inputs(case: GradientCase, seed: int) -> Inputs:
-    """Draw a case on the CPU; FP16 holds all of it."""
+def make_inputs(case: GradientCase, seed: int, device: torch.device | str = "cpu") -> Inputs:
+    """Draw a case on the CPU, and move it to the device; FP16 holds all of it."""
     source = torch.Generator().manual_seed(seed)
 
     def draw(heads: int, *lengths: int) -> Tensor:
@@ -88,7 +81,8 @@ def make_inputs(case: GradientCase, seed: int) -> Inputs:
     if case.mask != "none":
         keep = torch.rand(BATCH, 1, rows, keys, generator=source) < KEPT
         mask = keep if case.mask == "bool" else draw(1, rows, keys).masked_fill(~keep, -torch.inf)
-    q, k, v, grad = (x.to(getattr(torch, case.dtype)) for x in (q, k, v, grad))
+    q, k, v, grad = (x.to(device, getattr(torch, case.dtype)) for x in (q, k, v, grad))
+    mask, grad_lse = (None if x is None else x.to(device) for x in (mask, grad_lse))
     return Inputs(q, k, v, mask, case.causal, grad, grad_lse)
 
 

@@ -80,7 +80,7 @@ def run_gradients(
 
 def judge_case(case: GradientCase, backends: Sequence[str], seed: int, device: torch.device) -> list[Record]:
     """Return relative RMSEs of dQ, dK and dV: of every backend, and of the plain pass as `plain_dq` and so on."""
-    inputs = make_inputs(case, seed).to(device)
+    inputs = make_inputs(case, seed, device)
     exact = exact_gradients(inputs)
     yardstick = {f"plain_{name}": error for name, error in errors(plain_gradients(inputs), exact).items()}
     records: list[Record] = []

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -58,10 +58,6 @@ class Case:
         """Name the case uniquely."""
         spread = "" if self.values == "normal" else f", {self.values}"
         return f"{self.maxima}, {self.tail} tail{spread}" + ("" if self.one_signed else ", symmetric V")
-
-    def describe(self) -> dict[str, Any]:
-        """Return the case as JSON-able fields."""
-        return {"name": self.name, **asdict(self)}
 
 
 CASES = (

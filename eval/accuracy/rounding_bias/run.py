@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from statistics import NormalDist
 from typing import Annotated, Any
 
 import torch
-from torch import Tensor
 
 from pasa.eval.accuracy.rounding_bias.arithmetic import ARMS, PLACES, Z_95, measure, quotient
 from pasa.eval.accuracy.rounding_bias.arithmetic import output as attend
-from pasa.eval.accuracy.rounding_bias.cases import BELOW, BLOCK_K, CASES, CONTROLS, KEYS, Case, Rows, make_rows
+from pasa.eval.accuracy.rounding_bias.cases import BELOW, BLOCK_K, CASES, CONTROLS, KEYS, Case, make_rows
 from pasa.eval.kit import experiment, output
 from pasa.eval.kit.device import origin
 from pasa.eval.kit.experiment import Experiment
@@ -31,7 +31,6 @@ GATED_FORMAT = "bf16"
 TITLES = {"nearest": "nearest", "published": "published rule", "ours": "ours", "stochastic": "stochastic"}
 TRIGGER_DIM = 128  # twice the columns that the operator looks at
 COLUMNS = (32, 64, TRIGGER_DIM)  # that a trigger looks at
-TRIGGERS = ("never", "always", "two scores within 1e-3", *(f"leaning, {columns} columns" for columns in COLUMNS))
 TRIGGER_CASES = (
     *(Case(maxima, "smaller") for maxima in ("two", "near", "blocks", "three", "four", "one")),
     *(Case(maxima, "smaller", "one binade") for maxima in ("three", "six")),
@@ -67,7 +66,7 @@ def run_bias(
     return {
         "note": output.NOTE,
         "settings": {"rows": rows, "seed": seed, "dim": DIM, "keys": KEYS, "block_k": BLOCK_K, "below": BELOW},
-        "cases": [case.describe() for case in CASES],
+        "cases": [{"name": case.name} | asdict(case) for case in CASES],
         "places": PLACES,
         "examples": examples,
         "gate": judge(measured["records"], examples),
@@ -92,21 +91,16 @@ def compare_triggers(fmt: str, case: Case, rows: int, generator: torch.Generator
     data = make_rows(case, fmt, rows, TRIGGER_DIM, generator)
     exact, out = data.exact(), quotient(data, "fp32", "safe")
     nearest, drawn = round_to(out, fmt), round_stochastic(out, fmt)
+    none = torch.zeros(rows, 1, dtype=torch.bool)
+    flags = {"never": none, "always": ~none}
+    flags["two scores within 1e-3"] = repeats(data.scores, data.scores.amax(-1, keepdim=True))
+    flags |= {f"leaning, {columns} columns": is_structured(out, fmt, columns) for columns in COLUMNS}
     records = []
-    for name, flagged in zip(TRIGGERS, triggered(data, out, fmt), strict=True):
+    for name, flagged in flags.items():
         errors = measure(torch.where(flagged, drawn, nearest), exact, data.grad, fmt)
         head = {"case": case.name, "format": fmt, "trigger": name, "drawn": float(flagged.double().mean())}
         records.append(head | {field: errors[field] for field in ("bias", "interval", "rms")})
     return records
-
-
-def triggered(rows: Rows, out: Tensor, fmt: str) -> Iterator[Tensor]:
-    """Yield for each of `TRIGGERS` which rows (R, 1) it flags; `out` is O / l in FP32."""
-    yield torch.zeros(len(out), 1, dtype=torch.bool)
-    yield torch.ones(len(out), 1, dtype=torch.bool)
-    yield repeats(rows.scores, rows.scores.amax(-1, keepdim=True))
-    for columns in COLUMNS:
-        yield is_structured(out, fmt, columns)
 
 
 def worked_examples() -> Record:
