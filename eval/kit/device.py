@@ -35,12 +35,13 @@ def describe(device: torch.device, *packages: str) -> dict[str, Any]:
 def origin(result: dict[str, Any]) -> str:
     """Return where the numbers of a result come from: its note, the machine, the versions, the commit."""
     machine = result["environment"]
-    limits = [f"{machine[name]}{unit}" for name, unit in (("power_limit_w", " W"),) if machine.get(name)]
-    driver = [f"driver {machine['driver']}"] if machine.get("driver") else []
-    place = ", ".join([*([machine["device"]] if "device" in machine else []), *limits, *driver, machine["processor"]])
+    texts = {"device": "{}", "power_limit_w": "{} W", "driver": "driver {}", "processor": "{}"}
+    place = ", ".join(text.format(machine[name]) for name, text in texts.items() if machine.get(name))
     named = [f"{name} {machine[name]}" for name in VERSIONS if machine.get(name)]
-    note = f"{result['note'][0].upper()}{result['note'][1:]} " if result.get("note") else ""
-    return f"{note}({place}; {', '.join(named)}, commit {machine['commit'] or 'unknown'})."
+    note = result.get("note", "")
+    return (
+        f"{note[:1].upper()}{note[1:]} ({place}; {', '.join(named)}, commit {machine['commit'] or 'unknown'}).".lstrip()
+    )
 
 
 def _cudnn() -> str | None:
@@ -52,14 +53,13 @@ def _cudnn() -> str | None:
 def _ask_driver(index: int) -> dict[str, str | None]:
     """Return what only nvidia-smi knows; None where it is not installed."""
     command = ["nvidia-smi", f"--id={index}", f"--query-gpu={','.join(QUERIES.values())}"]
+    command.append("--format=csv,noheader,nounits")
     try:
-        done = subprocess.run(
-            [*command, "--format=csv,noheader,nounits"], capture_output=True, text=True, check=True, timeout=20
-        )
-    except (OSError, subprocess.SubprocessError):
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
+        fields = [field.strip() for field in done.stdout.splitlines()[0].split(",")]
+        return dict(zip(QUERIES, fields, strict=True))
+    except (OSError, subprocess.SubprocessError, IndexError, ValueError):
         return dict.fromkeys(QUERIES)
-    fields = [field.strip() for field in done.stdout.splitlines()[0].split(",")] if done.stdout.strip() else []
-    return dict(zip(QUERIES, fields, strict=True)) if len(fields) == len(QUERIES) else dict.fromkeys(QUERIES)
 
 
 def pick_device() -> torch.device:

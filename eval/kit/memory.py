@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
-CLEAR_PEAK = "5"
-"""The text that Linux expects in clear_refs to forget the peak of the resident set (proc_pid_clear_refs(5))."""
+CLEAR_PEAK = "5"  # tells Linux to forget the peak of the resident set (proc_pid_clear_refs(5))
 
 
 def reset_peak(device: torch.device) -> None:
@@ -15,17 +15,12 @@ def reset_peak(device: torch.device) -> None:
     if device.type != "cpu":
         getattr(torch, device.type).reset_peak_memory_stats(device)
         return
-    try:
+    with suppress(OSError):  # not Linux, or not allowed: the peak is then that of the process so far
         Path("/proc/self/clear_refs").write_text(CLEAR_PEAK)
-    except OSError:
-        return  # not Linux, or not allowed: the peak is then that of the process so far
 
 
 def peak_bytes(device: torch.device) -> int | None:
-    """Return the peak since :func:`reset_peak`: memory of the device, or of the process (resident) on a CPU.
-
-    None where the system does not say.
-    """
+    """Return the peak since :func:`reset_peak` of the device, or of the process on a CPU; None if it is not known."""
     if device.type != "cpu":
         return int(getattr(torch, device.type).max_memory_allocated(device))
     try:

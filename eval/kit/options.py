@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -14,18 +15,13 @@ from rich.console import Console
 from pasa.eval.kit import output
 from pasa.patching.versions import check_transformers
 
-TRANSFORMERS = (5, 0)
-"""First version that the commands which build or load models are for; setup.py asks for it, in the extra `eval`."""
+TRANSFORMERS = (5, 0)  # the first version that commands which load models accept, as the extra `eval` of setup.py
+STOPPED = 130  # what a shell says of SIGINT: 128 + 2
+NOTHING_KEPT = "nothing is kept"
 
 
 def needs_models(command: str) -> None:
-    """Refuse an older transformers by name, before a command fails in the middle of something.
-
-    Raises
-    ------
-    ImportError
-        The installed version is older.
-    """
+    """Raise ImportError for an older transformers, before a command fails in the middle of something."""
     with suppress(ModuleNotFoundError):  # of which the command itself says what to install
         check_transformers(f"pasa {command}", TRANSFORMERS)
 
@@ -36,9 +32,6 @@ def json_target(target: str | None) -> str | None:
         raise typer.BadParameter(f"{target!r} is a folder")
     return target
 
-
-STOPPED = 130  # what a shell says of SIGINT: 128 + 2
-NOTHING_KEPT = "nothing is kept"
 
 Json = Annotated[
     str | None,
@@ -55,23 +48,10 @@ def integer(text: str | int) -> int:
 
 
 def at_least(least: int, **values: int | None) -> None:
-    """Refuse a value below `least` by name; None is a default.
-
-    Raises
-    ------
-    ValueError
-        Naming the value.
-    """
+    """Raise ValueError that names a value below `least`; None is a default."""
     for name, value in values.items():
         if value is not None and value < least:
             raise ValueError(f"{name}={value} must be at least {least}")
-
-
-def probability(value: float | None) -> float | None:
-    """Refuse a number that is no probability."""
-    if value is not None and not 0.0 < value < 1.0:
-        raise typer.BadParameter(f"{value:g} is not a probability between 0 and 1")
-    return value
 
 
 def words(text: str | None) -> list[str] | None:
@@ -86,13 +66,8 @@ def integers(text: str) -> list[int]:
 
 def stages(progress: output.Report, total: int) -> Callable[[str], None]:
     """Return a callback that takes the name of each stage before it begins."""
-    lines: list[str] = []
-
-    def say(line: str) -> None:
-        lines.append(line)
-        progress(len(lines) - 1, total, line)
-
-    return say
+    done = count()
+    return lambda line: progress(next(done), total, line)
 
 
 @contextmanager
@@ -112,14 +87,13 @@ def finish(
     render: Callable[[dict[str, Any], Console], None],
     save: Callable[[dict[str, Any], Path], object],
 ) -> NoReturn:
-    """Show the result, write it where `--json` says and into the folder, and exit with 1 where the gate failed.
-
-    `--json -` leaves stdout to the JSON.
-    """
-    if json != "-":
+    """Show the result, write it where `--json` says and into the folder, and exit with 1 where the gate failed."""
+    if json == "-":  # stdout is for the JSON alone
+        print(output.to_json(result), end="")
+    else:
         render(result, Console())
-    if json is not None:
-        output.write_json(result, json)
+        if json is not None:
+            output.write_text(Path(json), output.to_json(result))
     if folder is not None:
         save(result, folder)
     raise typer.Exit(0 if result.get("gate", {"passed": True})["passed"] else 1)

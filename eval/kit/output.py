@@ -67,10 +67,9 @@ def commit() -> str | None:
     here = Path(__file__).resolve().parent
     command = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip()
 
 
 def jsonable(value: Any, digits: int = 17) -> Any:
@@ -80,8 +79,8 @@ def jsonable(value: Any, digits: int = 17) -> Any:
     if isinstance(value, (list, tuple)):
         return [jsonable(item, digits) for item in value]
     if isinstance(value, float):
-        rounded = float(f"{value:.{digits}g}") if math.isfinite(value) else None
-        return int(rounded) if rounded is not None and rounded.is_integer() else rounded
+        rounded = float(f"{value:.{digits}g}")
+        return (int(rounded) if rounded.is_integer() else rounded) if math.isfinite(value) else None
     return value
 
 
@@ -98,14 +97,6 @@ def to_json(result: dict[str, Any]) -> str:
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
-def write_json(result: dict[str, Any], target: str) -> None:
-    """Write to a file, or to stdout when `target` is "-"."""
-    if target == "-":
-        print(to_json(result), end="")
-        return
-    write_text(Path(target), to_json(result))
-
-
 def write_text(path: Path, text: str) -> None:
     """Write a file, making its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -114,27 +105,20 @@ def write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def progress_bar(title: str) -> Iterator[Report]:
-    """Show a rich progress bar on stderr, as a callback; a plain line a minute when stderr is not a terminal.
+    """Show a progress bar on stderr, as a callback; where that is no terminal, a plain line a minute.
 
     Of several processes the first alone shows it.
     """
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
     columns = (
-        TextColumn(title),
+        title,
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
-        TextColumn("{task.fields[label]}"),
+        "{task.fields[label]}",
     )
     console, shown = Console(stderr=True), time.monotonic()
     first = envs.read("RANK") == 0

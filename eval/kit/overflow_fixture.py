@@ -12,8 +12,7 @@ slowly still, the last ones by about 1e-10 rad per token, so that a bias in them
 * the first dimension of each of the `pairs` slowest pairs has bias b in q and +-b in k.
 
 Then S' = sqrt(2) S +- pairs b^2, the same constant for every query and key: softmax, and so the model, is unchanged.
-The constant is the same for every key, so the fixture proves that overflow is survived; it does not exercise the
-recovery between key blocks whose means differ, which the RMSE experiment does.
+It proves that overflow is survived, not the recovery between key blocks whose means differ; the RMSE experiment does.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from typing import Any
 
 import torch
 
+# 2^11: up to here every integer is an FP16 number (11 significant bits), so that b survives `model.half()`.
 LARGEST_EXACT_INTEGER = 2048
-"""2^11: up to here every integer is an FP16 number (11 significant bits), so that b survives `model.half()`."""
 
 
 @dataclass(frozen=True)
@@ -62,27 +61,17 @@ def inject_overflow(
     Parameters
     ----------
     model : transformers.Qwen2ForCausalLM
-        With default rotary embedding. It is not modified.
+        With default rotary embedding. It is not modified; the copy has its dtype and device, and twice its head size.
     offset : float or mapping of layer index to float, default 131072 (twice the largest FP16 number)
         Constant to add, of either sign; layers that a mapping does not name get none. The bias is rounded to an
         integer, so the exact constant is the one in the returned info.
     pairs : int, default 8
         Rotary pairs that carry the bias.
-
-    Returns
-    -------
-    model : transformers.Qwen2ForCausalLM
-        Same dtype and device, head size doubled, only configuration fields that Qwen2 has anyway.
-    info : OverflowInfo
-
-    Raises
-    ------
-    TypeError
-        Another architecture: only Qwen2 has biases on q and k and none on the output projection.
     """
     from transformers import Qwen2ForCausalLM
 
     if not isinstance(model, Qwen2ForCausalLM):
+        # Other architectures have no biases on q and k, or one on the output projection.
         raise TypeError(f"inject_overflow: expected Qwen2ForCausalLM, got {type(model).__name__}")
     config = _widened_config(model.config)
     width = config.head_dim // 2
@@ -105,9 +94,7 @@ def _widened_config(config: Any) -> Any:
 
     rope = dict(config.rope_parameters)
     if rope.get("rope_type", "default") != "default":
-        raise ValueError(
-            f"inject_overflow: rope_type={rope['rope_type']!r} scales frequencies; only 'default' is supported"
-        )
+        raise ValueError(f"inject_overflow: rope_type={rope['rope_type']!r} is not supported: use 'default'")
     fields = config.to_dict()
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     fields.update(head_dim=2 * head_dim, rope_parameters={**rope, "rope_theta": float(rope["rope_theta"]) ** 2})
@@ -120,19 +107,17 @@ def _plan(offset: float | Mapping[int, float], pairs: int, config: Any) -> Overf
     """Round every layer's bias to an integer and state the exact offset that follows."""
     layers = config.num_hidden_layers
     by_layer = dict(offset) if isinstance(offset, Mapping) else dict.fromkeys(range(layers), offset)
-    unknown = [layer for layer in by_layer if layer not in range(layers)]
-    if unknown:
+    if unknown := [layer for layer in by_layer if layer not in range(layers)]:
         raise ValueError(f"inject_overflow: the model has layers 0..{layers - 1}, not {unknown}")
     per_layer = [by_layer.get(layer, 0) for layer in range(layers)]
     bias = [round(math.sqrt(abs(value) / pairs)) for value in per_layer]
     if max(bias) > LARGEST_EXACT_INTEGER:
         raise ValueError(
-            f"inject_overflow: offset {max(per_layer, key=abs)} needs a bias of {max(bias)} with {pairs} pairs, "
-            f"beyond {LARGEST_EXACT_INTEGER}, the last integer FP16 is sure to represent; use more pairs"
+            f"inject_overflow: offset {max(per_layer, key=abs)} needs a bias of {max(bias)} in {pairs} pairs, beyond "
+            f"{LARGEST_EXACT_INTEGER}, the last integer that FP16 is sure to represent; use a smaller offset"
         )
-    lost = [value for value, b in zip(per_layer, bias, strict=True) if value and not b]
-    if lost:
-        raise ValueError(f"inject_overflow: offset {lost[0]} is too small: its bias rounds to 0 with {pairs} pairs")
+    if lost := [value for value, b in zip(per_layer, bias, strict=True) if value and not b]:
+        raise ValueError(f"inject_overflow: offset {lost[0]} is too small: its bias rounds to 0 in {pairs} pairs")
     exact = [int(math.copysign(pairs * b * b, value)) for b, value in zip(bias, per_layer, strict=True)]
     return OverflowInfo(config.head_dim, pairs, tuple(bias), tuple(exact))
 

@@ -33,7 +33,7 @@ class Table:
         note: str = "",
         wraps: str = "",
     ) -> Table:
-        """Return a table with a row for each record. `columns` maps headings to columns; no value gives "-"."""
+        """Return a table of records, a row each; the keys of `columns` are headings. None and absent give "-"."""
         rows = [[_cell(record, column) for column in columns.values()] for record in records]
         return cls(title, list(columns), rows, note, wraps)
 

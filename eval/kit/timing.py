@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -40,33 +40,8 @@ class Call:
             return self.restore(self.run())
 
 
-class Clock(Protocol):
-    """The device as the benchmark uses it; the tests have one without a device."""
-
-    @property
-    def device(self) -> torch.device:
-        """Return the device that the inputs have to be on."""
-        ...
-
-    def times(self, call: Call, count: int, cold: bool) -> list[float]:
-        """Return the milliseconds of each of `count` calls."""
-        ...
-
-    def host_us(self, call: Call) -> float:
-        """Return the microseconds that the host takes to enqueue one call."""
-        ...
-
-    def workspace(self, call: Call) -> int:
-        """Return the bytes that a call holds at its peak, its output excluded."""
-        ...
-
-    def graph(self, call: Call) -> Call:
-        """Return the call captured in a CUDA graph."""
-        ...
-
-
 class CudaClock:
-    """The current CUDA device.
+    """Measures calls on the current CUDA device.
 
     A cold call follows a read of three times the L2 cache. Read, not written: modified lines would go back to memory
     inside of the timed region, which is most of the time of a short decoding step.
@@ -80,7 +55,7 @@ class CudaClock:
         self._flushed = torch.ones(FLUSH_L2 * self.l2_bytes // 4, device=self.device)
 
     def times(self, call: Call, count: int, cold: bool) -> list[float]:
-        """Record CUDA events around each call; nothing waits in between, so that the device stays busy."""
+        """Return the milliseconds of each call, by CUDA events; nothing waits in between: the device stays busy."""
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
         with call.scope():
             for start, stop in events:
@@ -93,7 +68,7 @@ class CudaClock:
         return [start.elapsed_time(stop) for start, stop in events]
 
     def host_us(self, call: Call) -> float:
-        """Return the median of ten; the device is idle before each."""
+        """Return the microseconds that the host takes to enqueue a call: median of ten, the device idle before each."""
         taken = []
         with call.scope():
             for _ in range(10):
@@ -105,7 +80,7 @@ class CudaClock:
         return statistics.median(taken)
 
     def workspace(self, call: Call) -> int:
-        """Measure the allocator's peak; a log-sum-exp that is not returned counts, as it does for every peer."""
+        """Return the peak bytes beside the output; a log-sum-exp that is not returned counts, as for every peer."""
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -116,7 +91,7 @@ class CudaClock:
         return max(0, held - out.numel() * out.element_size())
 
     def graph(self, call: Call) -> Call:
-        """Capture the call after warming up on another stream, as capture requires."""
+        """Return the call in a CUDA graph, captured after warming up on another stream, as capture requires."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         graph = torch.cuda.CUDAGraph()
@@ -136,24 +111,16 @@ class CudaClock:
         return Call(replay, restore=call.restore)
 
 
+Clock: TypeAlias = CudaClock  # what a benchmark takes; tests pass one that needs no device
+
+
 def interleave(
     clock: Clock, calls: Mapping[str, Call], rounds: int, cold: bool | None = None
 ) -> tuple[dict[str, Rounds], bool]:
     """Time calls in rounds, each call's turn once per round and the order rotated, so that drift hits all alike.
 
-    Parameters
-    ----------
-    clock : Clock
-    calls : mapping of str to Call
-    rounds : int
-    cold : bool, optional
-        By default, whether the fastest call takes less than `COLD_BELOW_MS`: the same for all.
-
-    Returns
-    -------
-    times : dict of str to list of list of float
-        Milliseconds; the first call of every turn is left out.
-    cold : bool
+    Return the milliseconds by name, without the first call of every turn, and whether calls were cold. If `cold` is
+    not set, they are if the fastest takes less than `COLD_BELOW_MS`: the same for all.
     """
     probes = {name: statistics.median(clock.times(call, PROBES, False)[1:]) for name, call in calls.items()}
     if cold is None:
@@ -171,12 +138,8 @@ def interleave(
 def summary(times: Rounds) -> dict[str, float]:
     """Return median, p20 and p80 over the calls of all rounds, and their number."""
     every = sorted(value for turn in times for value in turn)
-    return {
-        "median_ms": quantile(every, 0.5),
-        "p20_ms": quantile(every, 0.2),
-        "p80_ms": quantile(every, 0.8),
-        "calls": len(every),
-    }
+    shares = {"median_ms": 0.5, "p20_ms": 0.2, "p80_ms": 0.8}
+    return {name: quantile(every, share) for name, share in shares.items()} | {"calls": len(every)}
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
@@ -189,9 +152,8 @@ def quantile(ordered: Sequence[float], share: float) -> float:
 
 def ratio(own: Rounds, other: Rounds) -> float:
     """Return how many times as fast as the other: median over the rounds of median(other) / median(own)."""
-    return statistics.median(
-        statistics.median(theirs) / statistics.median(ours) for ours, theirs in zip(own, other, strict=True)
-    )
+    median = statistics.median
+    return median(median(theirs) / median(ours) for ours, theirs in zip(own, other, strict=True))
 
 
 def now(device: torch.device) -> float:
@@ -204,14 +166,8 @@ def now(device: torch.device) -> float:
 def added_cost(plain: Call, extended: Call, turns: int, calls: int, device: torch.device) -> dict[str, float]:
     """Compare the wall time of a call, host and device together, with that of the same call and an addition.
 
-    Both have their turn of so many calls in alternating order; the first turn is not counted. A scope is entered and
-    left outside of the times.
-
-    Returns
-    -------
-    dict
-        ``plain_ms`` and ``extended_ms``, medians; ``cost_percent``, ``p20_percent``, ``p80_percent``: median and
-        quantiles of the turns' ratios.
+    Both have their turn of so many calls in alternating order; the first turn is not counted, and scopes are not timed.
+    Return medians, and median and quantiles of the turns' ratios in percent.
     """
     times: dict[str, list[float]] = {"plain": [], "extended": []}
     both = [("plain", plain), ("extended", extended)]
@@ -224,13 +180,9 @@ def added_cost(plain: Call, extended: Call, turns: int, calls: int, device: torc
                 times[name].append(1e3 * (now(device) - started) / calls)
     without, added = times["plain"][1:], times["extended"][1:]
     costs = sorted(100 * (own / other - 1) for own, other in zip(added, without, strict=True))
-    return {
-        "plain_ms": statistics.median(without),
-        "extended_ms": statistics.median(added),
-        "cost_percent": statistics.median(costs),
-        "p20_percent": quantile(costs, 0.2),
-        "p80_percent": quantile(costs, 0.8),
-    }
+    shares = {"cost_percent": 0.5, "p20_percent": 0.2, "p80_percent": 0.8}
+    medians = {"plain_ms": statistics.median(without), "extended_ms": statistics.median(added)}
+    return medians | {name: quantile(costs, share) for name, share in shares.items()}
 
 
 def copy_bandwidth(clock: Clock) -> float:

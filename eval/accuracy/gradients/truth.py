@@ -21,8 +21,7 @@ def full_mask(inputs: Inputs) -> tuple[Tensor, Tensor]:
     if inputs.causal:
         mask = mask.masked_fill(torch.ones_like(mask, dtype=torch.bool).triu(keys - rows + 1), -torch.inf)
     if inputs.mask is not None:
-        added = torch.zeros_like(inputs.mask, dtype=torch.float64)
-        mask = mask + (added.masked_fill(~inputs.mask, -torch.inf) if inputs.mask.dtype == torch.bool else inputs.mask)
+        mask = mask.where(inputs.mask, -torch.inf) if inputs.mask.dtype == torch.bool else mask + inputs.mask
     seen = (mask > -torch.inf).any(-1, keepdim=True)
     return mask.where(seen, 0.0), seen
 

@@ -21,19 +21,19 @@ SHAPE: Shape = PAPER_SHAPE
 OUTLIER_SHARE = 0.001  # p of the Bernoulli factor, Eq. 18
 
 
+def draw(seed: int, name: str, shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
+    """Return N(0, 1) for q, k and v, each from a generator of its own."""
+    q, k, v = (torch.randn(shape, generator=generator(seed, name, part)) for part in "qkv")
+    return q, k, v
+
+
 @dataclass(frozen=True)
 class RandomCase:
     """One case of figures 9 and 10: Q, K and V alike.
 
-    Attributes
-    ----------
-    distribution : str
-        "uniform" U(x0 - Am, x0 + Am), or "hybrid" N(x0, 1) + N(0, Am^2) * Bernoulli(0.001).
-    mean, amplitude : float
-        x0 and Am.
-    shape : (B, H, S, D)
-    paper_nan_share : float, optional
-        Share of NaN in the output of `partial`, table 4; None for the cases that do not overflow.
+    `distribution` is "uniform" U(x0 - Am, x0 + Am), or "hybrid" N(x0, 1) + N(0, Am^2) * Bernoulli(0.001); `mean` is x0
+    and `amplitude` Am. `paper_nan_share` is the share of NaN in the output of `partial`, table 4; None for the cases
+    that do not overflow.
     """
 
     distribution: str
@@ -75,7 +75,7 @@ class BiasCase:
 
     def tensors(self, seed: int) -> tuple[Tensor, Tensor, Tensor]:
         """Draw (q, k, v) in FP16; V has no bias."""
-        q, k, v = (torch.randn(self.shape, generator=generator(seed, self.name, part)) for part in "qkv")
+        q, k, v = draw(seed, self.name, self.shape)
         q[..., : self.channels] += self.bias
         k[..., : self.channels] += self.bias
         return q.half(), k.half(), v.half()
@@ -107,10 +107,10 @@ class ResonanceCase:
 
     def tensors(self, seed: int) -> tuple[Tensor, Tensor, Tensor]:
         """Draw (q, k, v) in FP16; V is N(0, 1)."""
-        q, k, v = (torch.randn(self.shape, generator=generator(seed, self.name, part)) for part in "qkv")
-        batch, heads, rows, channels = self.shape
+        q, k, v = draw(seed, self.name, self.shape)
+        rows, channels = self.shape[2:]
         angle = 2 * math.pi * torch.arange(channels) / self.wavelength
-        spread = torch.rand((batch, heads, rows, 1), generator=generator(seed, self.name, "rows"))
+        spread = torch.rand((*self.shape[:3], 1), generator=generator(seed, self.name, "rows"))
         slow = torch.sin(2 * math.pi * torch.arange(rows) / rows).unsqueeze(-1)
         q_wave = self.q_amplitude * (1 + self.row_spread * (2 * spread - 1)) * torch.sin(angle)
         k_wave = self.k_amplitude * (1 + self.drift * slow) * torch.sin(angle - math.radians(self.phase))
@@ -122,10 +122,9 @@ Case: TypeAlias = RandomCase | BiasCase | ResonanceCase
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """One column of the comparison.
+    """One column of the comparison; `what` is its line in the legend.
 
-    `what` is its line in the legend. The backend "reference" emulates an NPU; "triton" keeps its scores to itself;
-    "torch" is torch's attention on FP32 tensors.
+    The backend "reference" emulates an NPU; "triton" hides its scores; "torch" is torch's attention on FP32 tensors.
     """
 
     name: str

@@ -1,13 +1,14 @@
-"""Tables of the RMSE experiments, and what their gates say."""
+"""Tables and figures of the RMSE experiments, and what their gates say."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from pasa.eval.accuracy.rmse.cases import COMPETITOR, GATED, NAIVE, SDPA
-from pasa.eval.accuracy.rmse.gates import L1, NAIVE_FACTOR, Record
+from pasa.eval.accuracy.rmse.cases import ARITHMETICS, COMPETITOR, GATED, NAIVE, PAPER_CASES, SDPA
+from pasa.eval.accuracy.rmse.measure import L1, NAIVE_FACTOR, Record
 from pasa.eval.kit import experiment
 from pasa.eval.kit.device import origin
 from pasa.eval.kit.stored import pick
@@ -19,6 +20,8 @@ GATES_TEXT = (
     f"(c) CANN dual benchmark, level L1, against {COMPETITOR}: MARE <= {L1['mare']:g}, MERE <= {L1['mere']:g}, "
     f"RMSE <= {L1['rmse']:g}, errors among small values <= {L1['small']:g}. Definitions: eval/accuracy/rmse/README.md."
 )
+FIGURES = {"uniform": 9, "hybrid": 10}  # the paper's figure of each distribution
+COLOURS = ("#7f7f7f", "#d62728", "#8c1515", "#ff9896", "#ffbb78", "#98df8a", "#2ca02c", "#1f4e9c", "#9ecae1")
 
 
 def rmse(result: dict[str, Any]) -> list[Table | str]:
@@ -45,10 +48,10 @@ def sides(result: dict[str, Any]) -> list[Table | str]:
 def rmse_table(records: Sequence[Record], names: Sequence[str], mode: str = "inf", gates: bool = True) -> Table:
     """Return the worst RMSE over the seeds by case; with `gates`, the letters of those that any seed failed."""
     selected = pick(records, overflow=mode)
-    rows = []
-    for case in _names(selected, "case"):
-        cells = [pick(selected, case=case, arithmetic=name) for name in names]
-        rows.append([case, *(_rmse_cell(cell, gates) for cell in cells)])
+    rows = [
+        [case, *(_rmse_cell(pick(selected, case=case, arithmetic=name), gates) for name in names)]
+        for case in _names(selected, "case")
+    ]
     seeds = len(_names(records, "seed"))
     title = f"RMSE against FP64 (Eq. 19), overflow={mode}, worst of {seeds} seed{'s' * (seeds > 1)}"
     note = "Letters: gates that failed. " if gates else ""
@@ -60,10 +63,16 @@ def _names(records: Sequence[Record], field: str) -> list[str]:
 
 
 def _rmse_cell(records: Sequence[Record], gates: bool) -> str:
-    nonfinite = max(each["nonfinite_share"] for each in records)
+    nonfinite = worst(records, "nonfinite_share")
     failed = "".join(letter for letter in "abc" if any(letter in each["failed_gates"] for each in records))
-    value = f"NaN {percent(nonfinite)}" if nonfinite else short(max(each["rmse"] for each in records))
+    value = f"NaN {percent(nonfinite)}" if nonfinite else short(worst(records, "rmse"))
     return f"{value} {failed}".rstrip() if gates else value
+
+
+def worst(records: Sequence[Record], field: str) -> float:
+    """Return the largest value of a field, or NaN if one is NaN (stored as None)."""
+    values = [math.nan if each[field] is None else each[field] for each in records]
+    return math.nan if any(map(math.isnan, values)) else float(max(values))
 
 
 def gate_table(records: Sequence[Record]) -> Table:
@@ -72,20 +81,15 @@ def gate_table(records: Sequence[Record]) -> Table:
     for name in _names(records, "arithmetic"):
         selected = pick(records, arithmetic=name)
         passed = [sum(letter not in each["failed_gates"] for each in selected) for letter in "abc"]
-        verdicts = [
-            f"{'pass' if count == len(selected) else 'FAIL'}, {count} of {len(selected)} pass" for count in passed
-        ]
-        ratios = [_worst(selected, f"{field}_ratio") for field in ("max_error", *L1)]
-        rows.append([name, *verdicts, *ratios, percent(_mean(selected, "scores_rescued_share"))])
+        of = len(selected)
+        verdicts = [f"{'pass' if count == of else 'FAIL'}, {count} of {of} pass" for count in passed]
+        ratios = [worst(selected, f"{field}_ratio") for field in ("max_error", *L1)]
+        shown = ["-" if math.isnan(ratio) else f"{ratio:.3g}" for ratio in ratios]
+        rows.append([name, *verdicts, *shown, percent(_mean(selected, "scores_rescued_share"))])
     header = ["arithmetic", "(a)", "(b)", "(c)", "max error", "MARE", "MERE", "RMSE", "small", "tiles in FP32"]
     limits = ", ".join(f"{limit:g}" for limit in (NAIVE_FACTOR, *L1.values()))
     note = f"Worst ratios, their limits {limits}. Tiles: mean."
     return Table("Gates, over all cases, seeds and overflow modes", header, rows, note)
-
-
-def _worst(records: Sequence[Record], field: str) -> str:
-    values = [each[field] for each in records]
-    return "-" if any(value is None or math.isnan(value) for value in values) else f"{max(values):.3g}"
 
 
 def _mean(records: Sequence[Record], field: str) -> float:
@@ -98,19 +102,13 @@ def damage_table(result: dict[str, Any]) -> Table:
     for case in result["cases"]:
         if case["paper_nan_share"] is None:
             continue
-        selected = pick(result["records"], case=case["name"])
-        saturated = pick(selected, overflow="saturate", arithmetic=NAIVE)
-        others = [pick(selected, overflow="saturate", arithmetic=other) for other in (COMPETITOR, GATED)]
-        shares = ("nonfinite_share", "scores_saturated_share", "scores_touched_rows")
-        rows.append(
-            [
-                case["name"],
-                percent(case["paper_nan_share"]),
-                percent(_mean(pick(selected, overflow="inf", arithmetic=NAIVE), "nonfinite_share")),
-                *(percent(_mean(saturated, share)) for share in shares),
-                *(short(max(each["rmse"] for each in group)) for group in (saturated, *others)),
-            ]
-        )
+        infinite = pick(result["records"], case=case["name"], overflow="inf", arithmetic=NAIVE)
+        saturated = pick(result["records"], case=case["name"], overflow="saturate")
+        naive, *others = (pick(saturated, arithmetic=name) for name in (NAIVE, COMPETITOR, GATED))
+        fields = ("nonfinite_share", "scores_saturated_share", "scores_touched_rows")
+        shares = [case["paper_nan_share"], _mean(infinite, "nonfinite_share"), *(_mean(naive, each) for each in fields)]
+        errors = [worst(group, "rmse") for group in (naive, *others)]
+        rows.append([case["name"], *map(percent, shares), *map(short, errors)])
     header = ["case", "NaN, paper", "NaN, inf", "NaN, saturate", "scores at 65504", "rows touched"]
     header += [f"RMSE {name}, saturate" for name in (NAIVE, COMPETITOR, GATED)]
     note = f"Columns 3 to 6: {NAIVE}, mean over seeds. A saturating device reports no NaN, and is wrong nevertheless."
@@ -135,18 +133,16 @@ def bias_table(result: dict[str, Any]) -> Table:
 
 def sides_table(result: dict[str, Any]) -> Table:
     """Return a row per bias, a column per shift and kind of sum: the error, and the share of scores beyond FP16."""
-    records = result["records"]
     batch, heads, positions, _ = result["shape"]
-    arms = list(dict.fromkeys((each["shift"], each["sums"]) for each in records))
+    arms = list(dict.fromkeys((each["shift"], each["sums"]) for each in result["records"]))
     rows = []
     for name, (q, k) in result["biases"].items():
-        cells = []
+        cells = [f"{name}: Q {q:g}, K {k:g}"]
         for shift, sums in arms:
-            selected = pick(records, case=name, shift=shift, sums=sums)
-            beyond, rmse = (max(each[field] for each in selected) for field in ("overflowed", "rmse"))
-            share = beyond / (batch * heads * positions**2)
-            cells.append(f"{short(rmse)} ({percent(share)})" if beyond else short(rmse))
-        rows.append([f"{name}: Q {q:g}, K {k:g}", *cells])
+            selected = pick(result["records"], case=name, shift=shift, sums=sums)
+            share = worst(selected, "overflowed") / (batch * heads * positions**2)
+            cells.append(short(worst(selected, "rmse")) + (f" ({percent(share)})" if share else ""))
+        rows.append(cells)
     note = (
         "Biases: constants added to N(0, 1). Columns: what is shifted by its mean; pasa: the operator as it is. RMSE "
         "where scores saturate, and in brackets the share of scores beyond FP16; pasa's lie so far below their row's "
@@ -165,3 +161,47 @@ def verdict(result: dict[str, Any]) -> str:
         return f"{gate['arithmetic']} passes every gate."
     head = "passes gates (a) and (b) everywhere, but fails on" if gate["passed"] else "FAILS on"
     return "\n  ".join([f"{gate['arithmetic']} {head} {len(lines)} of its runs:", *lines])
+
+
+def draw(result: dict[str, Any], folder: Path) -> list[Path]:
+    """Draw the bars of the paper's figures 9 and 10 as PNG; return their paths."""
+    from matplotlib.figure import Figure
+
+    paths = [folder / f"rmse_{distribution}.png" for distribution in FIGURES]
+    for (distribution, number), path in zip(FIGURES.items(), paths, strict=True):
+        figure = Figure(figsize=(13, 4.6), layout="constrained")
+        for axis, (varies, names) in zip(figure.subplots(1, 2, sharey=True), panels(distribution).items(), strict=True):
+            _draw_panel(axis, names, pick(result["records"], overflow="inf"))
+            axis.set_xlabel(f"case (x0, Am); {varies} varies")
+        figure.axes[0].set_ylabel("RMSE (Eq. 19)")
+        handles, labels = figure.axes[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=8, frameon=False)
+        title = f"{distribution} data (paper figure {number}), worst of seeds {result['seeds']}, overflow=inf"
+        figure.suptitle(f"{title}\n{result['note']}", fontsize=10)
+        figure.savefig(path, dpi=110)
+    return paths
+
+
+def panels(distribution: str) -> dict[str, list[str]]:
+    """Return the names of the cases in each panel of a figure, by what varies there."""
+    cases = [case for case in PAPER_CASES if case.distribution == distribution]
+    return {
+        "x0": [case.name for case in cases if case.amplitude == cases[0].amplitude],
+        "Am": [case.name for case in cases if case.mean == 20],
+    }
+
+
+def _draw_panel(axis: Any, cases: Sequence[str], records: Sequence[Record]) -> None:
+    """Draw a bar for each case and arithmetic on a log axis; "NaN" stands where the bar would, for an overflow."""
+    width, floor = 0.8 / len(ARITHMETICS), min(each["rmse"] for each in records if each["rmse"]) / 2
+    for index, (arithmetic, colour) in enumerate(zip(ARITHMETICS, COLOURS, strict=True)):
+        places = [position + (index - (len(ARITHMETICS) - 1) / 2) * width for position in range(len(cases))]
+        heights = [worst(pick(records, case=case, arithmetic=arithmetic.name), "rmse") for case in cases]
+        axis.bar(places, heights, width, label=arithmetic.name, color=colour)
+        for place in (place for place, height in zip(places, heights, strict=True) if math.isnan(height)):
+            axis.text(place, floor * 1.15, "NaN", color=colour, rotation=90, ha="center", va="bottom", fontsize=7)
+    axis.set_yscale("log")
+    axis.set_ylim(bottom=floor)
+    axis.set_xticks(range(len(cases)), [case.partition("(")[2].strip(")").replace(",", ", ") for case in cases])
+    axis.grid(axis="y", alpha=0.3)
+    axis.set_axisbelow(True)

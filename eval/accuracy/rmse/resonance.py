@@ -12,10 +12,9 @@ from pasa.ops.numerics.shifting import shifting_matrix
 
 
 def shifted_keys(k: Tensor, config: pasa.PasaConfig) -> Tensor:
-    """Return K' of all blocks of keys (1, 1, S, D).
+    """Return K' of all blocks of keys (1, 1, S, D), the paper's as stored, 1/sqrt(d) included.
 
-    The paper's are as stored, 1/sqrt(d) included. Ours are in the units of K: the power of two that a block's keys
-    carry, at most 1, is taken out, so what is stored is no larger. The same holds for `stored_scores`.
+    Ours are in the units of K, without the power of two of their block, which is at most 1; so are `stored_scores`.
     """
     scale, block = k.shape[-1] ** -0.5, config.block_k
     if config.recovery == "exact":

@@ -1,6 +1,8 @@
-"""The arms, and the two places where attention rounds its output. Emulated on a CPU."""
+"""The arms, the two places where attention rounds its output, and the bias of an output. Emulated on a CPU."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -18,21 +20,12 @@ PLACES: dict[Place, str] = {
     "quotient": "O / l is rounded once: `OnlineSoftmax` of the reference, P in FP16",
     "product": "O is rounded once before it is divided by l, P is in the format too (the paper's setting)",
 }
+Z_95 = 1.959964  # of a normal distribution
 NOTHING = torch.zeros(0)
 
 
 def output(rows: Rows, fmt: str, place: Place, arm: str, generator: torch.Generator) -> Tensor:
-    """Return O (R, D) as an arm leaves it, FP32.
-
-    Parameters
-    ----------
-    fmt : str
-        Of the output: "bf16" or "fp16".
-    arm : str
-        Of `ARMS`.
-    generator : torch.Generator
-        Of the stochastic arm.
-    """
+    """Return O (R, D) in FP32 as one of `ARMS` leaves it, of format `fmt`; the stochastic arm takes the generator."""
     if place == "product":
         return _product(rows, FORMATS[fmt], arm, generator)
     if arm == "stochastic":
@@ -76,3 +69,31 @@ def _shift(arm: str, scores: Tensor, top: Tensor, before: Tensor) -> Tensor | fl
     if arm == "ours":
         return bounded_shift(repeats(scores, top) | ((top - before).abs() <= EPSILON), top)
     return 0.0
+
+
+def spacing(x: Tensor, fmt: str) -> Tensor:
+    """Return the distance between the values of the format around `x`, FP64."""
+    target = FORMATS[fmt]
+    exponent = torch.frexp(x.double().abs()).exponent - 1
+    return torch.exp2((exponent.clamp(min=1 - target.bias) - target.mantissa_bits).double())
+
+
+def measure(out: Tensor, exact: Tensor, grad: Tensor, fmt: str) -> dict[str, float]:
+    """Measure errors of O (R, D) against FP64, in spacings; columns of a row share its weights: rows are the sample.
+
+    ``bias`` is the signed error of O, positive away from zero; ``delta_bias`` that of delta = rowsum(dO * O), over
+    rowsum(|dO| * spacing); ``rms`` is of the errors of O. A spacing is at least that of an eighth of the row's root
+    mean square: beside 0, where it vanishes, the error is not of this rounding but of P's.
+    """
+    size = exact.square().mean(-1, keepdim=True).sqrt()
+    unit = spacing(torch.maximum(exact.abs(), size / 8), fmt)
+    error = (out.double() - exact) / unit
+    bias, interval = mean_of((error * exact.sign()).mean(-1))
+    delta, delta_interval = mean_of((grad * unit * error).sum(-1) / (grad.abs() * unit).sum(-1))
+    rms = float(error.square().mean().sqrt())
+    return {"bias": bias, "interval": interval, "rms": rms, "delta_bias": delta, "delta_interval": delta_interval}
+
+
+def mean_of(rows: Tensor) -> tuple[float, float]:
+    """Return the mean of independent numbers, and half of its 95 % confidence interval."""
+    return float(rows.mean()), Z_95 * float(rows.std()) / math.sqrt(len(rows))

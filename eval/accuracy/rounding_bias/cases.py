@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -43,8 +43,8 @@ class Case:
     `maxima` says how the row's weight is shared (a key of `AT`; "random": scores N(0, 4), no tie), `tail` how large the
     values of the other keys are ("mixed": of either sign), `values` how |v| of the maxima is drawn ("normal", or
     "one binade"), and `one_signed` whether a column's values have one sign. In the places of rounding `gated` BF16 must
-    meet the bounds for repeated maxima. Theory decides which: the remainder must have one sign. The quotient weighs it
-    against the maxima, so any smaller tail is one; the product does not.
+    meet the bounds for repeated maxima, because the remainder has one sign there. The quotient weighs it against the
+    maxima, so any smaller tail is one; the product does not.
     """
 
     maxima: str
@@ -58,10 +58,6 @@ class Case:
         """Name the case uniquely."""
         spread = "" if self.values == "normal" else f", {self.values}"
         return f"{self.maxima}, {self.tail} tail{spread}" + ("" if self.one_signed else ", symmetric V")
-
-    def describe(self) -> dict[str, Any]:
-        """Return the case as JSON-able fields."""
-        return {"name": self.name, **asdict(self)}
 
 
 CASES = (
@@ -84,13 +80,8 @@ CONTROLS = ("one", "random")  # nothing repeats: nothing may change
 class Rows:
     """Independent rows: each has its own keys and values, since rows that share values share their rounding errors.
 
-    Attributes
-    ----------
-    scores : Tensor (R, KEYS), FP32
-    values : Tensor (R, KEYS, D), FP32
-        Values of the output's format.
-    grad : Tensor (R, D), FP64
-        dO, of the sign of its column's values where they have one (the correlation that the paper found, its figure 5).
+    `scores` (R, KEYS) and `values` (R, KEYS, D) are FP32, the values rounded to the output's format. `grad` (R, D) is
+    dO in FP64, of the sign of its column's values where they have one: the correlation of the paper's figure 5.
     """
 
     scores: Tensor

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
 import pasa
-from pasa.eval.accuracy.rounding_bias.statistics import spacing
+from pasa.eval.accuracy.rounding_bias.arithmetic import spacing
 from pasa.eval.kit import experiment, output
 from pasa.eval.kit.device import describe, origin
 from pasa.eval.kit.error_metrics import generator
 from pasa.eval.kit.experiment import Experiment
 from pasa.eval.kit.options import at_least
-from pasa.eval.kit.tables import Table, number
+from pasa.eval.kit.stored import pick
+from pasa.eval.kit.tables import Column, Table
 from pasa.eval.kit.timing import Call, Clock, CudaClock, Rounds, interleave, quantile
 from pasa.eval.speed.cases import Inputs, SpeedCase, select_cases
 from pasa.eval.speed.gate import Gate
 
-Data = Literal["random", "tied"]
-DATA: tuple[Data, ...] = get_args(Data)
+DATA = ("random", "tied")
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 TIED, REMAINDER, ELSE = 9.5, 0.5, -76.0  # scores: of two keys, of the third at the most, and of all others: no weight
 LIMITS = {"random": 1.03, "tied": 1.08}  # ratios of the times, unbiased over safe: below the first, at most the second
@@ -68,7 +68,7 @@ def run_cost(
     }
 
 
-def make_inputs(case: SpeedCase, data: Data, fmt: str, device: torch.device) -> Inputs:
+def make_inputs(case: SpeedCase, data: str, fmt: str, device: torch.device) -> Inputs:
     """Draw N(0, 1), or rows that all repeat their maximum; the same on every call on one kind of device."""
     drawn = case.inputs(device) if data == "random" else _tied(case, device)
     q, k, v = (x.to(DTYPES[fmt]) for x in (drawn.q, drawn.k, drawn.v))
@@ -117,7 +117,7 @@ def measure(cases: Sequence[tuple[SpeedCase, str]], clock: Clock, rounds: int, p
     return records
 
 
-def met(data: Data, ratio: float) -> bool:
+def met(data: str, ratio: float) -> bool:
     """Return whether a ratio of times is within its limit."""
     return ratio < LIMITS[data] if data == "random" else ratio <= LIMITS[data]
 
@@ -129,89 +129,73 @@ def attend(inputs: Inputs, config: pasa.PasaConfig) -> Tensor:
 
 def ratios(times: dict[str, Rounds]) -> Record:
     """Return medians in milliseconds; of the rounds' ratios median, p20 and p80."""
-    safe, unbiased = ([statistics.median(turn) for turn in times[each.softmax]] for each in (SAFE, UNBIASED))
-    each = sorted(ours / theirs for ours, theirs in zip(unbiased, safe, strict=True))
-    low, middle, high = (quantile(each, share) for share in (0.2, 0.5, 0.8))
-    return {
-        "safe_ms": statistics.median(safe),
-        "unbiased_ms": statistics.median(unbiased),
-        "ratio": middle,
-        "p20": low,
-        "p80": high,
-    }
+    by_turn = {name: [statistics.median(turn) for turn in turns] for name, turns in times.items()}
+    ratios = sorted(ours / safe for ours, safe in zip(by_turn["unbiased"], by_turn["safe"], strict=True))
+    shares = {"ratio": 0.5, "p20": 0.2, "p80": 0.8}
+    medians = {f"{name}_ms": statistics.median(turns) for name, turns in by_turn.items()}
+    return medians | {name: quantile(ratios, share) for name, share in shares.items()}
 
 
-def judge(case: SpeedCase, inputs: Inputs, data: Data, safe: Tensor, unbiased: Tensor) -> Record:
-    """Check the unbiased output; ``why`` is empty where all hold.
-
-    All: finite, and an RMSE that the speed benchmark's gate allows. Random rows: hardly one is drawn, and none is more
-    than a spacing from safe's (BF16: no greater errors). Tied rows: each within a spacing of FP64, and no bias where
-    rounding to nearest has one.
-    """
-    gate, fmt = Gate(case, inputs), _format(inputs)
+def judge(case: SpeedCase, inputs: Inputs, data: str, safe: Tensor, unbiased: Tensor) -> Record:
+    """Check the unbiased output by the rules of README.md; ``why`` is empty where all hold."""
+    gate, fmt = Gate(case, inputs), "bf16" if inputs.q.dtype == torch.bfloat16 else "fp16"
     verdict = gate.judge(unbiased, None, UNBIASED, shifted=True)
     golden, nearest, ours = (x.double() for x in (gate.golden, gate.sampled(safe), gate.sampled(unbiased)))
     if fmt == "bf16" and data == "tied":  # safe's outputs were FP16 before
         nearest = golden.bfloat16().double()
     rows = ((ours != nearest).double().mean(-1) >= DIFFERENT).double()
     record: Record = {"drawn": float(rows.mean()), "rmse": verdict.rmse, "rmse_limit": verdict.rmse_limit}
-    reasons = [verdict.why] if verdict.why else []
-    if data == "random" and fmt == "bf16":  # twice rounded, safe differs anywhere; drawn rows err sqrt(2) times as much
+    missed = {verdict.why: bool(verdict.why)}
+    if data == "tied":
+        unit, limit = spacing(golden, fmt), bias_limit(golden)
+        far = float(((ours - golden).abs() / unit).max())
+        bias, before = (float(((x - golden) / unit).mean()) for x in (ours, nearest))
+        record |= {"bias": bias, "bias_safe": before, "bias_limit": limit}
+        missed[f"{far:.2f} spacings from FP64"] = not far < FARTHEST
+        missed[f"bias {bias:+.4f} spacings, limit {limit:.4f}"] = not abs(bias) <= limit
+        missed[f"safe has no bias to remove: {before:+.4f} spacings"] = not abs(before) > limit
+    elif fmt == "fp16":
+        far, drawn = float(((ours - nearest).abs() / spacing(nearest, fmt)).max()), float(rows.sum())
+        missed[f"{far:.2f} spacings from safe"] = not far <= 1
+        missed[f"{drawn:.0f} of {rows.numel()} rows drawn"] = not drawn <= max(RANDOM_DRAWN * rows.numel(), 1)
+    else:  # twice rounded, safe differs anywhere; drawn rows err sqrt(2) times as much
         growth = float((ours - golden).norm() / (nearest - golden).norm())
-        reasons += [f"errors are {growth:.2f} times safe's"] * (not growth <= GROWTH)
-        return record | {"drawn": None, "why": "; ".join(reasons)}
-    if data == "random":
-        far = float(((ours - nearest).abs() / spacing(nearest, fmt)).max())
-        limit = max(RANDOM_DRAWN * rows.numel(), 1)
-        reasons += [f"{far:.2f} spacings from safe"] * (not far <= 1)
-        reasons += [f"{rows.sum():.0f} of {rows.numel()} rows drawn"] * (not rows.sum() <= limit)
-        return record | {"why": "; ".join(reasons)}
-    unit = spacing(golden, fmt)
-    far = float(((ours - golden).abs() / unit).max())
-    bias, before = (float(((x - golden) / unit).mean()) for x in (ours, nearest))
-    limit = bias_limit(golden)
-    reasons += [f"{far:.2f} spacings from FP64"] * (not far < FARTHEST)
-    reasons += [f"bias {bias:+.4f} spacings, limit {limit:.4f}"] * (not abs(bias) <= limit)
-    reasons += [f"safe has no bias to remove: {before:+.4f} spacings"] * (not abs(before) > limit)
-    return record | {"bias": bias, "bias_safe": before, "bias_limit": limit, "why": "; ".join(reasons)}
+        record["drawn"] = None
+        missed[f"errors are {growth:.2f} times safe's"] = not growth <= GROWTH
+    return record | {"why": "; ".join(reason for reason, applies in missed.items() if applies)}
 
 
 def bias_limit(golden: Tensor) -> float:
-    """Return the largest bias, in spacings, of ties that fall like coins: 4 sigma of their mean, and drift.
-
-    Equal outputs share a coin.
-    """
+    """Return 4 sigma of the mean, in spacings, of ties that fall like coins, and drift; equal outputs share a coin."""
     together = golden.float().unique(return_counts=True)[1].double()
     return SIGMAS * COIN * float(together.norm()) / golden.numel() + DRIFT
 
 
-def _format(inputs: Inputs) -> str:
-    return next(name for name, dtype in DTYPES.items() if dtype == inputs.q.dtype)
-
-
 def cost_table(result: Record) -> Table:
     """Return a row for every case, format and data."""
-    rows = []
-    for each in result["records"]:
-        ms = [number(each.get(name), ".4g") for name in ("safe_ms", "unbiased_ms")]
-        spread = f"{each['p20']:.3f} to {each['p80']:.3f}" if "ratio" in each else "-"
-        bias = [number(each.get(name), "+.4f") for name in ("bias_safe", "bias")]
-        head = [f"{each['case']}, {each['data']}", each["shape"], each["format"].upper()]
-        ratio = [number(each.get("ratio"), ".3f"), spread, verdict_of(each)]
-        rows.append([*head, "-" if each["drawn"] is None else f"{each['drawn']:.2%}", *ms, *ratio, *bias])
-    header = ["case", "shape", "format", "rows drawn", "safe ms", "unbiased ms", "ratio", "p20 to p80", "target"]
+    columns: dict[str, Column] = {
+        "case": lambda each: f"{each['case']}, {each['data']}",
+        "shape": "shape",
+        "format": lambda each: str(each["format"]).upper(),
+        "rows drawn": ("drawn", ".2%"),
+        "safe ms": ("safe_ms", ".4g"),
+        "unbiased ms": ("unbiased_ms", ".4g"),
+        "ratio": ("ratio", ".3f"),
+        "p20 to p80": lambda each: f"{each['p20']:.3f} to {each['p80']:.3f}" if "ratio" in each else "-",
+        "target": verdict_of,
+        "bias, safe": ("bias_safe", "+.4f"),
+        "bias, unbiased": ("bias", "+.4f"),
+    }
     note = (
         "In CUDA graphs; calls under 2 ms start with a cold L2. Ratio: unbiased over safe, median of rounds in turns. "
         "Bias: mean signed error of tied rows against FP64, in spacings of the format."
     )
-    return Table('Cost of softmax="unbiased"', [*header, "bias, safe", "bias, unbiased"], rows, note)
+    return Table.of('Cost of softmax="unbiased"', result["records"], columns, note)
 
 
-def verdict_of(record: Record) -> str:
+def verdict_of(record: Mapping[str, Any]) -> str:
     """Return the target, and whether it is met."""
-    if record["why"]:
-        return "WRONG, not timed"
-    return f"{record['target']}: {'met' if record['met'] else 'missed'}"
+    return "WRONG, not timed" if record["why"] else f"{record['target']}: {'met' if record['met'] else 'missed'}"
 
 
 def verdict(result: Record) -> str:
@@ -225,16 +209,15 @@ def summary(result: Record) -> str:
     """Return a line for README.md: the range of the ratios by data."""
     spans = []
     for data in DATA:
-        timed = [each["ratio"] for each in result["records"] if each["data"] == data and "ratio" in each]
-        span = f"{min(timed):.3f} to {max(timed):.3f}" if timed else "not timed"
-        spans.append(f"{data} rows {span} (target {result['targets'][data]})")
+        ratios = [each["ratio"] for each in pick(result["records"], data=data) if "ratio" in each]
+        spans.append(f"{data} rows {min(ratios):.3f} to {max(ratios):.3f} (target {result['targets'][data]})")
     line = f'Time over that of `softmax="safe"` (`pasa bench unbiased`): {", ".join(spans)}.'
     return f"{line} {verdict(result)}\n\n{origin(result)}"
 
 
-EXPERIMENT = Experiment(
-    name="unbiased",
-    run=run_cost,
-    report=lambda result: [cost_table(result), f"{verdict(result)} {origin(result)}"],
-    title='Cost of softmax="unbiased"',
-)
+def report(result: Record) -> list[Table | str]:
+    """Return the table, the verdict and the origin."""
+    return [cost_table(result), f"{verdict(result)} {origin(result)}"]
+
+
+EXPERIMENT = Experiment("unbiased", run_cost, report, 'Cost of softmax="unbiased"')

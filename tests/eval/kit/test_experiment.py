@@ -44,9 +44,6 @@ def report(result: dict[str, Any]) -> list[Table | str]:
 MAIN = Experiment("main", run_main, report, "Title", variants=(Experiment("the-other", run_other, report, "Other"),))
 
 
-PLAIN = dataclasses.replace(MAIN, variants=())
-
-
 def command(*arguments: str, experiment: Experiment = MAIN) -> Any:
     app, group = typer.Typer(), typer.Typer(name="bench")
     add_command(group, experiment)
@@ -73,19 +70,19 @@ def test_options_are_the_parameters_of_what_runs(arguments: list[str], value: An
 
 
 def test_defaults_are_those_of_the_parameters() -> None:
-    assert json.loads(command("--json", "-", experiment=PLAIN).stdout)["value"] == [5, [0], None, False]
-    assert "[default: 5]" in command("--help", experiment=PLAIN).output
+    plain = dataclasses.replace(MAIN, variants=())
+    assert json.loads(command("--json", "-", experiment=plain).stdout)["value"] == [5, [0], None, False]
+    assert "[default: 5]" in command("--help", experiment=plain).output
 
 
-def test_what_a_variant_does_not_take_is_refused_by_name() -> None:
+def test_what_is_wrong_is_refused_by_name() -> None:
     assert str(command("--the-other", "--seeds", "1").exception) == "--seeds is no option of --the-other"
     assert "'x' is not an integer" in command("--rounds", "x").output
 
 
 def test_help_is_the_first_line_of_each_docstring() -> None:
     shown = command("--help").output
-    for part in ("Measure it.", "--the-other", "Measure another.", "Rounds to time."):
-        assert part in shown
+    assert all(part in shown for part in ("Measure it.", "--the-other", "Measure another.", "Rounds to time."))
     assert "More words" not in shown
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pasa.eval.kit import timing
-from pasa.eval.kit.timing import CALLS, COLD_BELOW_MS, Call, CudaClock, interleave, quantile, ratio, summary
+from pasa.eval.kit.timing import CALLS, COLD_BELOW_MS, Call, interleave, quantile, ratio, summary
 from tests.eval.speed.fakes import FakeClock, Timed
 
 
@@ -25,14 +25,10 @@ def test_every_implementation_has_one_turn_per_round_in_rotated_order() -> None:
     assert all(len(rounds) == 4 for rounds in times.values())
 
 
-def test_the_first_call_of_a_turn_is_left_out() -> None:
-    times, _ = interleave(FakeClock(), calls(a=1.0), rounds=2)
-    assert {value for turn in times["a"] for value in turn} == {1.0}
-
-
-def test_number_of_calls_follows_the_budget_within_limits() -> None:
+def test_calls_follow_the_budget_within_limits_and_the_first_of_a_turn_is_left_out() -> None:
     times, _ = interleave(FakeClock(), calls(short=0.01, middle=6.0, long=500.0), rounds=1)
     assert [len(times[name][0]) for name in times] == [CALLS[1], 10, CALLS[0]]
+    assert set(times["middle"][0]) == {6.0}
 
 
 @pytest.mark.parametrize(("fastest", "cold"), [(COLD_BELOW_MS / 2, True), (COLD_BELOW_MS * 2, False)])
@@ -45,28 +41,20 @@ def test_cold_or_warm_is_decided_for_all_alike(fastest: float, cold: bool) -> No
     assert forced != cold
 
 
-def test_drift_between_rounds_leaves_the_ratio() -> None:
+def test_ratio_is_the_median_round() -> None:
     """A card that slows down by half in every round still gives the same ratio, which is why there are rounds."""
     own = [[1.0 * 2**turn] * 3 for turn in range(5)]
     other = [[1.5 * 2**turn] * 3 for turn in range(5)]
     assert ratio(own, other) == 1.5
-    assert ratio(own, own) == 1.0
-
-
-def test_ratio_is_the_median_round() -> None:
-    own = [[1.0], [1.0], [1.0]]
-    other = [[2.0], [2.2], [50.0]]
-    assert ratio(own, other) == 2.2
+    assert ratio([[1.0], [1.0], [1.0]], [[2.0], [2.2], [50.0]]) == 2.2
     with pytest.raises(ValueError, match="shorter"):
         ratio(own, other[:2])
 
 
-def test_summary_is_over_the_calls_of_all_rounds() -> None:
-    found = summary([[5.0, 1.0], [3.0, 2.0, 4.0]])
-    assert found == {"median_ms": 3.0, "p20_ms": pytest.approx(1.8), "p80_ms": pytest.approx(4.2), "calls": 5}
-
-
-def test_quantiles_agree_with_the_library() -> None:
+def test_summary_and_quantiles() -> None:
+    """A summary is over the calls of all rounds; quantiles agree with the library's."""
+    expected = {"median_ms": 3.0, "p20_ms": pytest.approx(1.8), "p80_ms": pytest.approx(4.2), "calls": 5}
+    assert summary([[5.0, 1.0], [3.0, 2.0, 4.0]]) == expected
     values = sorted(float(x) for x in torch.randn(37, generator=torch.Generator().manual_seed(0)))
     deciles = statistics.quantiles(values, n=10, method="inclusive")
     assert [quantile(values, share / 10) for share in range(1, 10)] == pytest.approx(deciles)
@@ -74,52 +62,39 @@ def test_quantiles_agree_with_the_library() -> None:
 
 
 def test_scope_is_entered_for_output_and_shape_restored() -> None:
-    inside = []
+    log = []
 
     @contextmanager
-    def scope():  # type: ignore[no-untyped-def]
-        inside.append("in")
+    def scope():
+        log.append("in")
         yield
-        inside.append("out")
+        log.append("out")
 
-    def run() -> torch.Tensor:
-        inside.append("run")
-        return torch.zeros(2, 3)
-
-    assert Call(run, scope, lambda out: out.reshape(6)).output().shape == (6,)
-    assert inside == ["in", "run", "out"]
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a CUDA device")
-def test_without_a_device_the_clock_says_so() -> None:
-    with pytest.raises(NotImplementedError, match="needs a CUDA device"):
-        CudaClock()
+    call = Call(lambda: log.append("run") or torch.zeros(2, 3), scope, lambda out: out.reshape(6))
+    assert call.output().shape == (6,)
+    assert log == ["in", "run", "out"]
 
 
 def test_cost_is_the_median_of_the_ratios_of_turns(monkeypatch):
     """Each call takes what the clock is moved by; the first turn is not counted, and scopes are not timed."""
     clock = [0.0]
 
-    def call(milliseconds):
+    def call(milliseconds, scope=0.0):
         left = iter(milliseconds)
 
-        def go():
-            clock[0] += next(left) / 1e3
+        def advance(seconds):
+            clock[0] += seconds
             return torch.zeros(1)
 
-        return go
+        @contextmanager
+        def slow():
+            yield advance(scope)
+            advance(scope)
 
-    class Scope:
-        def __enter__(self):
-            clock[0] += 9.0
-
-        def __exit__(self, *_):
-            clock[0] += 9.0
+        return Call(lambda: advance(next(left) / 1e3), slow)
 
     monkeypatch.setattr(timing, "now", lambda device: clock[0])
-    plain, extended = Call(call([50, 10, 20, 40])), Call(call([99, 11, 21, 44]), Scope)
+    plain, extended = call([50, 10, 20, 40]), call([99, 11, 21, 44], scope=9.0)
     cost = timing.added_cost(plain, extended, 3, 1, torch.device("cpu"))
-    assert cost["plain_ms"] == pytest.approx(20)
-    assert cost["extended_ms"] == pytest.approx(21)
-    assert cost["cost_percent"] == pytest.approx(10)
-    assert (cost["p20_percent"], cost["p80_percent"]) == pytest.approx((7, 10))
+    expected = {"plain_ms": 20, "extended_ms": 21, "cost_percent": 10, "p20_percent": 7, "p80_percent": 10}
+    assert cost == pytest.approx(expected)
