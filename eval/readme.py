@@ -37,7 +37,7 @@ from pasa.eval.npu import report as npu_report
 from pasa.eval.random_calls import report as calls
 from pasa.eval.research.fp8_scaling import overhead
 from pasa.eval.research.fp8_scaling import run as fp8
-from pasa.eval.speed import readme as speed_readme
+from pasa.eval.speed import report as speed_report
 from pasa.eval.speed.ring import run as ring
 from pasa.eval.speed.watching import run as watching
 from pasa.ops.registry import BACKENDS, Backend
@@ -207,9 +207,9 @@ PARTS: dict[str, Callable[[], str]] = {
     "longbench_fp16": block("longbench_fp16", longbench.precision_table, longbench.verdict),
     "throughput": block("throughput", throughput.table),
     "perplexity": block("perplexity", perplexity.table),
-    "speed": speed_readme.speed,
-    "decode": speed_readme.decode,
-    "paged": speed_readme.paged,
+    "speed": speed_report.readme_speed,
+    "decode": speed_report.readme_decode,
+    "paged": speed_report.readme_paged,
     "kernels": block("kernels", kernels),
     "soak": partial(random_calls, "soak"),
     "fuzz": partial(random_calls, "fuzz"),

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import ModuleType
 from typing import Any, TypeAlias
 
 import torch
@@ -16,17 +14,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import pasa
 from pasa.eval.kit.timing import Call
-from pasa.eval.speed.cases import Inputs
+from pasa.eval.speed.cases import Inputs, select
 
 Prepare: TypeAlias = Callable[[Inputs], dict[str, Call]]
 PLAIN, EXPANDED, AS_ROWS = "as given", "K and V expanded beforehand", "a group's queries as rows"
 FP32, EXACT = pasa.PasaConfig(precision="fp32"), pasa.PasaConfig()
 EMULATED_SCORES = 2**28  # q.k of all heads: beyond, the emulation is not worth the wait
 EIGHT_BIT_LIMIT = 0.1  # relative RMSE of 8-bit scores: a cosine of 0.995
-
-
-class NotInstalledError(NotImplementedError):
-    """The package of a peer is not installed."""
 
 
 @dataclass(frozen=True)
@@ -70,18 +64,11 @@ def _sdpa(backend: str) -> Prepare:
     return prepare
 
 
-def _installed(name: str) -> ModuleType:
-    """Import a peer; NotInstalledError without its package."""
-    if importlib.util.find_spec(name) is None:
-        raise NotInstalledError(f"{name} is not installed")
-    return importlib.import_module(name)
-
-
 def _flash_attn(module: str) -> Prepare:
     """Call one of the flash-attn packages: (B, S, H, D), grouped queries by shape."""
 
     def prepare(inputs: Inputs) -> dict[str, Call]:
-        function = _installed(module).flash_attn_func
+        function = importlib.import_module(module).flash_attn_func
         q, k, v = (x.transpose(1, 2).contiguous() for x in (inputs.q, inputs.k, inputs.v))
 
         def run() -> Tensor:
@@ -95,20 +82,23 @@ def _flash_attn(module: str) -> Prepare:
 
 
 def _sage(inputs: Inputs) -> dict[str, Call]:
-    function = _installed("sageattention").sageattn
+    function = importlib.import_module("sageattention").sageattn
     return {PLAIN: Call(partial(function, *inputs.tensors, tensor_layout="HND", is_causal=inputs.causal))}
 
 
 def _ours(name: str, what: str, config: pasa.PasaConfig) -> Implementation:
     """Return the public function on the Triton backend."""
 
+    def attend(inputs: Inputs, **options: Any) -> Callable[[], Any]:
+        options |= {"is_causal": inputs.causal, "config": config, "backend": "triton"}
+        return partial(pasa.attention, *inputs.tensors, **options)
+
     def prepare(inputs: Inputs) -> dict[str, Call]:
-        run = partial(pasa.attention, *inputs.tensors, is_causal=inputs.causal, config=config, backend="triton")
-        return {PLAIN: Call(run)}
+        return {PLAIN: Call(attend(inputs))}
 
     def lse(inputs: Inputs) -> tuple[Tensor, Tensor]:
-        options: dict[str, Any] = {"is_causal": inputs.causal, "config": config, "backend": "triton"}
-        return pasa.attention(*inputs.tensors, return_lse=True, **options)
+        out, sums = attend(inputs, return_lse=True)()
+        return out, sums
 
     return Implementation(name, what, prepare, config, shifted=config.precision == "pasa", lse=lse)
 
@@ -175,9 +165,5 @@ OWN = tuple(each.name for each in IMPLEMENTATIONS if each.name.startswith(("pasa
 
 
 def select_implementations(names: Sequence[str] | None = None) -> tuple[Implementation, ...]:
-    """Return implementations by name, or all; ValueError for an unknown name."""
-    known = {each.name: each for each in IMPLEMENTATIONS}
-    for name in names or ():
-        if name not in known:
-            raise ValueError(f"implementation {name!r} is not one of {sorted(known)}")
-    return tuple(known[name] for name in dict.fromkeys(names or known))
+    """Return implementations by name, or all of them."""
+    return select({each.name: each for each in IMPLEMENTATIONS}, names)

@@ -138,7 +138,6 @@ def test_json_file_and_output_folder(tmp_path: Path, options: list[str], made: s
         (["bench", "speed", "--case", "nonsense"], "nonsense"),
         (["bench", "video"], "CUDA"),
         (["bench", "ring"], "torchrun"),
-        (["bench", "ring", "--heads", "28"], "'28'"),
         (["bench", "rmse", "--json", "."], "'.' is a folder"),
         (["bench", "rmse", "--output-dir", __file__], "test_cli.py' is a file"),
         (["diagnose", "--offset", "nan"], "offset=nan"),
