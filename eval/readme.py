@@ -33,7 +33,7 @@ from pasa.eval.models.rescue import run as rescue
 from pasa.eval.models.video import run as video
 from pasa.eval.models.video import step
 from pasa.eval.models.zoo import run as zoo
-from pasa.eval.npu import report as npu_report
+from pasa.eval.npu import run as npu
 from pasa.eval.random_calls import report as calls
 from pasa.eval.research.fp8_scaling import overhead
 from pasa.eval.research.fp8_scaling import run as fp8
@@ -181,9 +181,9 @@ def random_calls(name: str) -> str:
 def npu_model() -> str:
     """Precision allocations on an NPU, modelled."""
     result = stored("npu_model")
-    found = npu_report.range_table(result)
+    found = npu.range_table(result)
     text = f"{found.note}\n\n{markdown(found.header, found.rows)}"
-    return f"{text}\n\n{npu_report.claim(result)}\n\n{npu_report.origin(result)}"
+    return f"{text}\n\n{npu.claim(result)}\n\n{origin(result)}"
 
 
 PARTS: dict[str, Callable[[], str]] = {
