@@ -72,16 +72,12 @@ class SpeedCase:
     @property
     def flops(self) -> float:
         """Return the multiplications and additions of the two products, by `FORMULA`."""
-        return 4.0 * self.batch * self.heads * self.pairs * self.dim
-
-    @property
-    def pairs(self) -> float:
-        """Return the (query, key) pairs of one head that `FORMULA` counts."""
-        if not self.causal:
-            return float(self.rows * self.keys)
-        if self.rows == self.keys:
-            return self.rows * self.keys / 2
-        return float(sum(min(max(row + 1 + self.keys - self.rows, 0), self.keys) for row in range(self.rows)))
+        rows, keys = self.rows, self.keys
+        pairs = float(rows * keys)
+        if self.causal:
+            visible = sum(min(max(row + 1 + keys - rows, 0), keys) for row in range(rows))
+            pairs = pairs / 2 if rows == keys else float(visible)
+        return 4.0 * self.batch * self.heads * pairs * self.dim
 
     @property
     def kv_bytes(self) -> int:

@@ -1,18 +1,9 @@
-"""The accuracy gate of the speed benchmark: a call whose output is wrong gets no time.
-
-A call passes when, against attention in FP64,
-
-- its whole output and log-sum-exp are finite;
-- its relative RMSE (Eq. 19) is at most twice that of the reference emulation of the same arithmetic on the same rows,
-  or 2^-11, half a unit in the last place of an FP16 output;
-- its log-sum-exp, if it returns one, is within 1e-3, or within twice the emulation's error.
+"""The accuracy gate of the speed benchmark: a call whose output is wrong gets no time (eval/speed/README.md: Gate).
 
 Attention that keeps unshifted scores in FP32 is allowed their rounding error too. A tensor core adds D / 16 partial
 sums, and each addition errs by up to one unit in the last place of the score (2^-23 of it). On unbiased data this
 allows almost nothing; where scores reach 9,000 it allows 9e-3. The limit of the log-sum-exp includes this allowance for
 every implementation, because a log-sum-exp is as large as the scores.
-
-If all rows would take too much memory, rows at the start, in the middle and at the end of four heads are compared.
 """
 
 from __future__ import annotations

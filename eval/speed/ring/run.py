@@ -172,9 +172,4 @@ def table(result: dict[str, Any]) -> Table:
     return Table(title, ["case", "ms", "peak GiB per device", "RMSE", "largest error"], rows, note)
 
 
-EXPERIMENT = Experiment(
-    name="ring",
-    run=run_ring,
-    report=lambda result: [table(result)],
-    title="Attention over several devices",
-)
+EXPERIMENT = Experiment("ring", run_ring, lambda result: [table(result)], "Attention over several devices")

@@ -194,12 +194,10 @@ def draw(
     k = torch.randint(-size, size + 1, (batch, kv_heads, keys, dim), generator=generator).half()
     if size == 1:
         q[..., 8:] = 0  # few different scores, so that maxima repeat
-    if masked is None:
-        return q, k, None
-    keep = torch.rand(batch, 1, rows, keys, generator=generator) < 0.3
-    if masked == "bool":
-        return q, k, keep
-    return q, k, torch.randint(-9, 10, keep.shape, generator=generator).float().where(keep, -torch.inf)
+    mask = torch.rand(batch, 1, rows, keys, generator=generator) < 0.3 if masked else None
+    if mask is not None and masked == "float":
+        mask = torch.randint(-9, 10, mask.shape, generator=generator).float().where(mask, -torch.inf)
+    return q, k, mask
 
 
 def define(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float, taken: range) -> list[int]:
@@ -265,9 +263,5 @@ def verdict(result: dict[str, Any]) -> str:
 
 
 EXPERIMENT = Experiment(
-    name="watch",
-    run=run_watch,
-    report=lambda result: [table(result), verdict(result)],
-    title="What watching costs",
-    needs_models=True,
+    "watch", run_watch, lambda result: [table(result), verdict(result)], "What watching costs", needs_models=True
 )
