@@ -142,7 +142,7 @@ def test_json_file_and_output_folder(tmp_path: Path, options: list[str], made: s
         (["eval", "longbench", "--model", "nowhere"], "'nowhere'"),
         (["eval", "longbench", "--data", ".", "--tokens", "500"], "tokens=[500] is of the offline set"),
         (["bench", "model"], "there is no accelerator here: try --config tiny"),
-        (["bench", "watch"], "try --small"),
+        (["bench", "watch"], "timing needs a CUDA device"),
         (["bench", "predict"], "try --small"),
         (["bench", "predict", "--turns", "0"], "turns=0"),
         (["bench", "watch", "--turns", "0"], "turns=0"),

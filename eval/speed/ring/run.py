@@ -126,7 +126,7 @@ def _timed(call: Callable[[], Tensor], rounds: int, device: torch.device) -> tup
 
 
 def _errors(whole: list[Tensor], out: Tensor, one: Tensor) -> dict[str, float]:
-    """Return errors against FP64 of rows spread over the sequence, and the difference between the two, of all rows."""
+    """Return errors against FP64 of rows spread over the sequence, and the share of values that are not finite."""
     q, k, v = whole
     rows = torch.linspace(0, q.shape[2] - 1, SAMPLE, dtype=torch.float64).round().long().to(q.device)
     seen = torch.arange(k.shape[2], device=q.device) <= rows.unsqueeze(1)
@@ -136,10 +136,7 @@ def _errors(whole: list[Tensor], out: Tensor, one: Tensor) -> dict[str, float]:
     for name, each in (("ring", out), ("one", one)):
         errors = measure_errors(each[:, :, rows], golden)
         result |= {f"{name}_max_error": errors.max_error, f"{name}_rmse": errors.rmse}
-    return result | {
-        "difference": float((out - one).abs().max()),
-        "not_finite": float((~out.isfinite()).float().mean()),
-    }
+    return result | {"not_finite": float((~out.isfinite()).float().mean())}
 
 
 def _passes(record: dict[str, Any]) -> bool:

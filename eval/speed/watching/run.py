@@ -13,13 +13,13 @@ from torch import Tensor
 
 import pasa
 from pasa.eval.kit import output
-from pasa.eval.kit.device import describe, origin, pick_device
+from pasa.eval.kit.device import describe, origin
 from pasa.eval.kit.experiment import Experiment
 from pasa.eval.kit.gate import gate, outcome
 from pasa.eval.kit.options import at_least
 from pasa.eval.kit.random_model import CONFIGS, build
 from pasa.eval.kit.tables import Column, Table, number
-from pasa.eval.kit.timing import Call, CudaClock, added_cost
+from pasa.eval.kit.timing import Call, Clock, CudaClock, added_cost
 from pasa.eval.speed.cases import SpeedCase
 from pasa.ops import dispatch, operators
 from pasa.ops.attention.spec.repeated_maxima import EPSILON
@@ -34,8 +34,6 @@ ATTENTION = (
 )
 MODEL = CONFIGS["qwen2-7b"] | {"num_hidden_layers": 4, "vocab_size": 4096}  # no vocabulary that outweighs four layers
 PROMPTS, DECODED = ((2, 2048), (1, 8192)), 2048
-TINY_ATTENTION = (SpeedCase("tiny", 1, 4, 2, 300, 300, 64, causal=True),)
-TINY_PROMPTS, TINY_DECODED = ((2, 150),), 20
 FP16_MAX = 65504
 SCALE = 0.125
 SAMPLES = ((1, 0, 127), (12, 63, 127), (200, 510, STRIDE))
@@ -44,9 +42,9 @@ SAMPLES = ((1, 0, 127), (12, 63, 127), (200, 510, STRIDE))
 
 Shape = tuple[tuple[int, int, int, int, int, int], bool, str | None]
 """Batch, query heads, key heads, queries, keys, head dimension; whether causal; "bool" or "float" for a mask."""
-SMALL: tuple[Shape, ...] = (((2, 4, 2, 300, 407, 64), False, "bool"), ((1, 4, 4, 129, 300, 80), True, "float"))
 SHAPES: tuple[Shape, ...] = (
-    *SMALL,
+    ((2, 4, 2, 300, 407, 64), False, "bool"),
+    ((1, 4, 4, 129, 300, 80), True, "float"),
     ((1, 28, 4, 2048, 2048, 128), True, None),
     ((1, 28, 4, 1, 32768, 128), False, None),
     ((1, 2, 2, 257, 257, 256), True, None),
@@ -56,7 +54,6 @@ Case = tuple[str, str, Call, Call, int]  # kind, name, without, with, calls of a
 
 
 def run_watch(
-    small: Annotated[bool, "Use tiny sizes, which run on any device."] = False,
     turns: Annotated[int, "Timed turns of each case, with and without pasa.watch."] = 15,
     progress: output.Report = output.silent,
 ) -> dict[str, Any]:
@@ -66,34 +63,31 @@ def run_watch(
     ``records`` (milliseconds without and with; cost in percent: median, p20 and p80 of the turns' ratios).
     """
     at_least(1, turns=turns)
-    device = pick_device()
-    if not small and device.type != "cuda":
-        raise ValueError(f"there is no CUDA device here, but {device.type}: try --small")
-    counted = judge(SMALL if small else SHAPES, device)
+    clock = CudaClock()
+    counted = judge(clock.device)
     checks = {"counts_exact": all(each["exact"] for each in counted)}
     records: list[dict[str, Any]] = []
     begin = None
     if checks["counts_exact"]:
-        model = build(CONFIGS["tiny"] if small else MODEL, device)
+        model = build(MODEL, clock.device)
         with pasa.patch_pipeline(model), torch.no_grad():
             begin = _begin_ms(model)
-            cases = list(_cases(model, device, small))
+            cases = list(_cases(model, clock))
             for kind, name, plain, watched, calls in cases:
                 progress(len(records), len(cases), f"{kind}, {name}")
                 if kind == "model":
                     checks[f"unchanged, {name}"] = torch.equal(plain.output(), watched.output())
-                cost = added_cost(plain, watched, turns, calls, device)
+                cost = added_cost(plain, watched, turns, calls, clock.device)
                 records.append({"kind": kind, "case": name, "watched_ms": cost.pop("extended_ms"), **cost})
-    if not small and records:
         checks["model_cost"] = all(each["cost_percent"] < MOST_PERCENT for each in records if each["kind"] == "model")
     return {
         "gate": gate(checks),
-        "settings": {"stride": STRIDE, "turns": turns, "steps": STEPS, "small": small},
+        "settings": {"stride": STRIDE, "turns": turns, "steps": STEPS},
         "begin_ms": begin,
         "checks": counted,
         "records": records,
         "note": "random weights and data, FP16; nothing was run on an NPU",
-        "environment": describe(device),
+        "environment": describe(clock.device),
     }
 
 
@@ -107,22 +101,19 @@ def _begin_ms(model: torch.nn.Module) -> float:
     return statistics.median(taken)
 
 
-def _cases(model: Any, device: torch.device, small: bool) -> Iterator[Case]:
-    """Yield attention alone, eager and (on a GPU) in a CUDA graph; prompts; steps of decoding."""
-    for case in TINY_ATTENTION if small else ATTENTION:
-        plain, watched = _attention_alone(case, device)
+def _cases(model: Any, clock: Clock) -> Iterator[Case]:
+    """Yield attention alone, eager and in a CUDA graph; prompts; steps of decoding."""
+    for case in ATTENTION:
+        plain, watched = _attention_alone(case, clock.device)
         yield "attention, eager", case.name, plain, watched, 20
-        if device.type == "cuda":
-            clock = CudaClock()
-            yield "attention, CUDA graph", case.name, clock.graph(plain), clock.graph(watched), 20
+        yield "attention, CUDA graph", case.name, clock.graph(plain), clock.graph(watched), 20
     generator = torch.Generator().manual_seed(0)
     calls: dict[str, Callable[[], Tensor]] = {}
-    for size in TINY_PROMPTS if small else PROMPTS:
-        ids = torch.randint(model.config.vocab_size, size, generator=generator).to(device)
+    for size in PROMPTS:
+        ids = torch.randint(model.config.vocab_size, size, generator=generator).to(clock.device)
         calls[f"prompt, {size[0]} x {size[1]}"] = partial(_read, model, ids)
-    length = TINY_DECODED if small else DECODED
-    ids = torch.randint(model.config.vocab_size, (1, length), generator=generator).to(device)
-    calls[f"{STEPS} steps of decoding at {length}"] = _decoding(model, ids)
+    ids = torch.randint(model.config.vocab_size, (1, DECODED), generator=generator).to(clock.device)
+    calls[f"{STEPS} steps of decoding at {DECODED}"] = _decoding(model, ids)
     for name, run in calls.items():
         yield "model", name, Call(run), Call(run, partial(pasa.watch, model)), 1
 
@@ -164,13 +155,13 @@ def _decoding(model: Any, ids: Tensor) -> Callable[[], Tensor]:
     return run
 
 
-def judge(shapes: tuple[Shape, ...], device: torch.device) -> list[dict[str, Any]]:
+def judge(device: torch.device) -> list[dict[str, Any]]:
     """Count each call by the counter of `device`, and say whether all five counts are those of the definitions.
 
     Whole numbers times 1/8: scores are exact in FP32, whatever the order of a sum, so counts can be equal.
     """
     generator, records = torch.Generator().manual_seed(0), []
-    for sizes, causal, masked in shapes:
+    for sizes, causal, masked in SHAPES:
         for size, first, step in SAMPLES:
             q, k, mask = draw(sizes, masked, size, generator)
             q, k, mask = q.to(device), k.to(device), None if mask is None else mask.to(device)
@@ -237,9 +228,9 @@ def table(result: dict[str, Any]) -> Table:
     settings = result["settings"]
     note = (
         f"One query row in {settings['stride']:,} is sampled. Wall time of host and device, medians of "
-        f"{settings['turns']} interleaved turns; cost: median and p20 to p80 of the turns' ratios. The model: "
-        f"{'a tiny Qwen2' if settings['small'] else 'four layers of Qwen2-7B'}, random weights, eager. To begin and "
-        f"end a watch is not in the times: {number(result['begin_ms'], '.2f')} ms once."
+        f"{settings['turns']} interleaved turns; cost: median and p20 to p80 of the turns' ratios. The model: four "
+        "layers of Qwen2-7B, random weights, eager. To begin and end a watch is not in the times: "
+        f"{number(result['begin_ms'], '.2f')} ms once."
     )
     return Table.of("What watching costs", result["records"], columns, note)
 

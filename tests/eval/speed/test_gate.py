@@ -79,9 +79,10 @@ def test_limit_is_twice_the_emulation_or_the_floor() -> None:
     coarse = pasa.PasaConfig(accumulate="fp16")
     out, _ = attend(gate, coarse)
     verdict = gate.judge(out, None, coarse, shifted=True)
-    assert verdict.rmse_limit == max(FACTOR * gate.emulated(coarse)[0], RMSE_FLOOR)
-    assert verdict.lse_error is None
+    assert (verdict.rmse_limit, verdict.lse_error) == (max(FACTOR * gate.emulated(coarse)[0], RMSE_FLOOR), None)
     assert gate.judge(out, None, coarse, shifted=True, limit=0.1).rmse_limit == 0.1
+    with pytest.raises(ValueError, match="700, 32"):
+        gate.judge(out.mT, None, FP32, shifted=False)
 
 
 def test_unshifted_scores_of_a_large_bias_get_what_fp32_cannot_hold() -> None:
@@ -95,12 +96,6 @@ def test_unshifted_scores_of_a_large_bias_get_what_fp32_cannot_hold() -> None:
     assert loose - tight == pytest.approx(gate.resolution)
     plain = Gate(CASE, CASE.inputs("cpu"))
     assert plain.resolution < 1e-5
-
-
-def test_wrong_shape_is_an_error() -> None:
-    gate = Gate(CASE, CASE.inputs("cpu"))
-    with pytest.raises(ValueError, match="700, 32"):
-        gate.judge(torch.zeros(2, 4, 32, 700), None, FP32, shifted=False)
 
 
 def test_large_cases_sample_first_middle_and_last_rows_of_spread_heads() -> None:
