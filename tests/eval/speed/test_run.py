@@ -1,7 +1,6 @@
 """The runner on a clock without a device: gate first, ratios, reasons, tables and files of the result."""
 
 import dataclasses
-import json
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,10 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import pasa
-from pasa.eval.commands import app
 from pasa.eval.kit.timing import PROBES, Call
 from pasa.eval.speed import report, run
 from pasa.eval.speed.cases import Inputs, SpeedCase
@@ -193,18 +190,14 @@ def test_the_reader_reads_everything_once() -> None:
     assert run.reading(Inputs(k, k, k, False, True)).run().sum() == 2 * k.numel()
 
 
-def test_the_command_passes_its_options_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Every option of the command reaches the runner, with a clock in place of the device."""
+def test_options_reach_the_runner(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "CudaClock", FakeClock)
     monkeypatch.setattr(run, "copy_bandwidth", lambda clock: BANDWIDTH)
     monkeypatch.setattr(run, "select_cases", lambda names: [TINY] if names == ["a", "b"] else [])
     monkeypatch.setattr(run, "select_implementations", lambda names: OURS if names == ["c", "d"] else ())
-    options = ["--case", "a", "--case", "b", "--implementation", "c", "--implementation", "d", "--rounds", "2"]
-    done = CliRunner().invoke(app, ["bench", "speed", *options, "--output-dir", str(tmp_path)])
-    assert done.exit_code == 0, done.output
-    stored = json.loads((tmp_path / "speed.json").read_text())
-    assert [each["how"] for each in stored["records"]] == ["eager", "graph"]
-    assert stored["rounds"] == 2
+    result = run.run_speed(case=["a", "b"], implementation=["c", "d"], rounds=2)
+    assert [each["how"] for each in result["records"]] == ["eager", "graph"]
+    assert result["rounds"] == 2
 
 
 def test_the_real_table_runs_or_says_why_on_a_cpu() -> None:
