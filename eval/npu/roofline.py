@@ -50,10 +50,6 @@ class Scenario:
     peak: bool = False
     vector: bool = True
 
-    def transfer(self, queue: str) -> float:
-        """Return the bytes a second of a queue between a core and global memory."""
-        return rate(f"{queue}, peak" if self.peak else queue)
-
 
 SCENARIOS = {
     "as written": Scenario("the kernels' calls, sustained transfer rates"),
@@ -79,16 +75,16 @@ def vector_parts(work: Work) -> dict[str, float]:
 
 def engine_times(work: Work, how: Scenario, vectors: float | None = None) -> dict[str, float]:
     """Return the seconds of each engine of one group, whose vector work so many vector cores share (all)."""
-    clock, vectors = rate("clock"), vectors or rate("vector cores")
+    clock, vectors, width = rate("clock"), vectors or rate("vector cores"), ", peak" if how.peak else ""
     count = {name: work.get(name, 0.0) for name in ("macs", "MTE1", "MTE2 cube", "FIX", "MTE2 vector", "MTE3")}
     return {
         "cube": count["macs"] / (rate("cube") * clock),
         "MTE1": count["MTE1"] / (rate("MTE1") * clock),
-        "MTE2 cube": count["MTE2 cube"] / how.transfer("MTE2 cube"),
-        "FIX": count["FIX"] / how.transfer("FIX"),
-        "MTE2 vector": count["MTE2 vector"] / vectors / how.transfer("MTE2 vector"),
+        "MTE2 cube": count["MTE2 cube"] / rate(f"MTE2 cube{width}"),
+        "FIX": count["FIX"] / rate(f"FIX{width}"),
+        "MTE2 vector": count["MTE2 vector"] / vectors / rate(f"MTE2 vector{width}"),
         "vector": vector_cycles(work) / vectors / clock if how.vector else 0.0,
-        "MTE3": count["MTE3"] / vectors / how.transfer("MTE3"),
+        "MTE3": count["MTE3"] / vectors / rate(f"MTE3{width}"),
         "L2 read": (count["MTE2 cube"] + count["MTE2 vector"]) / (rate("L2 read") * clock),
         "L2 write": (count["FIX"] + count["MTE3"]) / (rate("L2 write") * clock),
     }

@@ -85,14 +85,11 @@ def _ours(name: str, what: str, config: pasa.PasaConfig) -> Implementation:
         options |= {"is_causal": inputs.causal, "config": config, "backend": "triton"}
         return partial(pasa.attention, *inputs.tensors, **options)
 
-    return Implementation(
-        name,
-        what,
-        lambda inputs: {PLAIN: Call(attend(inputs))},
-        config,
-        shifted=config.precision == "pasa",
-        lse=lambda inputs: attend(inputs, return_lse=True)()[1],
-    )
+    def prepare(inputs: Inputs) -> dict[str, Call]:
+        return {PLAIN: Call(attend(inputs))}
+
+    shifted = config.precision == "pasa"
+    return Implementation(name, what, prepare, config, shifted, lse=lambda x: attend(x, return_lse=True)()[1])
 
 
 def _reference(inputs: Inputs) -> dict[str, Call]:

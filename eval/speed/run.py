@@ -13,7 +13,6 @@ from typing import Annotated, Any, TypeAlias
 
 import torch
 import typer
-from torch import Tensor
 
 from pasa.eval.kit.device import describe
 from pasa.eval.kit.experiment import Experiment
@@ -199,12 +198,7 @@ def take_times(case: SpeedCase, entrants: Sequence[Entrant], clock: Clock, bandw
 def prepass(inputs: Inputs) -> Call:
     """Return the pass over the keys alone: norms and anchors of every block, known before a query is read."""
     backend: Any = importlib.import_module("pasa.ops.attention.triton.anchor_launch")  # Triton is an extra
-
-    def run() -> Tensor:
-        norms: Tensor = backend.find_anchors(inputs.k, inputs.v, BLOCK, check_values=inputs.causal).norms
-        return norms
-
-    return Call(run)
+    return Call(lambda: backend.find_anchors(inputs.k, inputs.v, BLOCK, check_values=inputs.causal).norms)
 
 
 def reading(inputs: Inputs) -> Call:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-import time
+import timeit
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Annotated, Any
@@ -71,7 +71,7 @@ def run_watch(
     if checks["counts_exact"]:
         model = build(MODEL, clock.device)
         with pasa.patch_pipeline(model), torch.no_grad():
-            begin = _begin_ms(model)
+            begin = 1e3 * statistics.median(timeit.repeat(lambda: pasa.watch(model).unwatch(), number=1, repeat=10))
             cases = list(_cases(model, clock))
             for kind, name, plain, watched, calls in cases:
                 progress(len(records), len(cases), f"{kind}, {name}")
@@ -89,16 +89,6 @@ def run_watch(
         "note": "random weights and data, FP16; nothing was run on an NPU",
         "environment": describe(clock.device),
     }
-
-
-def _begin_ms(model: torch.nn.Module) -> float:
-    """Return the host time to begin and end a watch, which a run pays once."""
-    taken = []
-    for _ in range(10):
-        started = time.perf_counter()
-        pasa.watch(model).unwatch()
-        taken.append(1e3 * (time.perf_counter() - started))
-    return statistics.median(taken)
 
 
 def _cases(model: Any, clock: Clock) -> Iterator[Case]:
