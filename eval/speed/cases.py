@@ -43,11 +43,6 @@ class Inputs:
         """Return q, k, v."""
         return self.q, self.k, self.v
 
-    @property
-    def groups(self) -> int:
-        """Return the query heads per key head."""
-        return self.q.shape[1] // self.k.shape[1]
-
     def copy(self) -> Inputs:
         """Return the same numbers in other memory: a measured implementation may write into them."""
         return dataclasses.replace(self, q=self.q.clone(), k=self.k.clone(), v=self.v.clone())

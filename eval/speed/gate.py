@@ -76,7 +76,7 @@ class Gate:
 
     def _cut(self, rows: slice, visible: slice) -> tuple[Tensor, Tensor, Tensor]:
         """Return the sampled heads, each as a batch entry: (pairs, 1, rows or keys, D)."""
-        heads = self.pairs // self.inputs.groups  # pairs count (batch, head) with equal groups in every batch entry
+        heads = self.pairs // (self.case.heads // self.case.kv_heads)  # pairs count (batch, head): equal groups in all
         k, v = (x.flatten(0, 1)[heads, None, visible] for x in (self.inputs.k, self.inputs.v))
         return self.inputs.q.flatten(0, 1)[self.pairs, None, rows], k, v
 

@@ -47,9 +47,10 @@ def _sdpa(backend: str, inputs: Inputs) -> dict[str, Call]:
     scope = partial(sdpa_kernel, getattr(SDPBackend, backend))
     attend = partial(scaled_dot_product_attention, is_causal=inputs.causal)
     q, k, v = inputs.tensors
-    if inputs.groups == 1:
+    groups = q.shape[1] // k.shape[1]
+    if groups == 1:
         return {PLAIN: Call(partial(attend, q, k, v), scope)}
-    wide_k, wide_v = (x.repeat_interleave(inputs.groups, 1) for x in (k, v))
+    wide_k, wide_v = (x.repeat_interleave(groups, 1) for x in (k, v))
     calls = {
         PLAIN: Call(partial(attend, q, k, v, enable_gqa=True), scope),
         EXPANDED: Call(partial(attend, q, wide_k, wide_v), scope),

@@ -72,26 +72,17 @@ def bias_table(result: Record) -> Table:
 
 
 def part_table(result: Record) -> Table:
-    """Return the times of the pass over the keys and of the main loop, and the memory that a call needs."""
-
-    def workspace(part: Mapping[str, Any]) -> str:
-        share = lines(result, part["case"], "eager").get("pasa", {}).get("workspace_share")
-        return "-" if share is None else percent(share)
-
+    """Return the times of the pass over the keys and of the main loop."""
     columns: dict[str, Column] = {
         "case": "case",
         "whole ms": ("whole", ".4g"),
         "pre-pass ms": ("pre-pass", ".4g"),
         "main loop ms": ("main loop", ".4g"),
         "pre-pass": lambda part: percent(part["pre-pass"] / part["whole"]) if part["whole"] else "-",
-        "workspace": workspace,
         "not timed": "why",
     }
-    note = (
-        "In CUDA graphs. Workspace: peak memory of a call over what was held before, output excluded, as a share of "
-        "Q + K + V."
-    )
-    return Table.of("pasa by its parts", [each for each in result["parts"] if "pre-pass" in each], columns, note)
+    parts = [each for each in result["parts"] if "pre-pass" in each]
+    return Table.of("pasa by its parts", parts, columns, "In CUDA graphs.")
 
 
 def reading_table(result: Record) -> Table:
@@ -121,9 +112,14 @@ def every_table(result: Record) -> Table:
         "RMSE / limit": lambda each: f"{rmse(each)} / {short(each['rmse_limit'])}" if "rmse" in each else "-",
         "LSE error": lambda each: "-" if each.get("lse_error") is None else short(each["lse_error"]),
         "host us": ("host_us", ".0f"),
+        "workspace": lambda each: percent(each["workspace_share"]) if "workspace_share" in each else "-",
         "variant": "variant",
     }
-    return Table.of("Every measurement", result["records"], columns, "host us: what the host takes to enqueue a call.")
+    note = (
+        "host us: what the host takes to enqueue a call. Workspace: peak memory of an eager call over what was held "
+        "before, output excluded, as a share of Q + K + V."
+    )
+    return Table.of("Every measurement", result["records"], columns, note)
 
 
 def ran(result: Record) -> list[str]:

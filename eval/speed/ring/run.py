@@ -70,11 +70,8 @@ def run_ring(
 
 def _inputs(tokens: int, offset: float, device: torch.device) -> list[Tensor]:
     """Return the whole q, k, v, the same on every rank; one number biases all keys, the other dimensions decide."""
-    g = torch.Generator(device).manual_seed(SEED)
-    q, k, v = (
-        torch.randn(1, heads, tokens, DIM, generator=g, device=device, dtype=torch.float16)
-        for heads in (HEADS[0], HEADS[1], HEADS[1])
-    )
+    g, heads = torch.Generator(device).manual_seed(SEED), (HEADS[0], HEADS[1], HEADS[1])
+    q, k, v = (torch.randn(1, n, tokens, DIM, generator=g, device=device, dtype=torch.float16) for n in heads)
     if offset:
         bias = (offset * DIM**0.5 / BIASED) ** 0.5
         q[..., :BIASED] += bias
