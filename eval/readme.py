@@ -33,11 +33,11 @@ from pasa.eval.models.rescue import run as rescue
 from pasa.eval.models.video import run as video
 from pasa.eval.models.video import step
 from pasa.eval.models.zoo import run as zoo
-from pasa.eval.npu import report as npu_report
+from pasa.eval.npu import run as npu
 from pasa.eval.random_calls import run as calls
 from pasa.eval.research.fp8_scaling import overhead
 from pasa.eval.research.fp8_scaling import run as fp8
-from pasa.eval.speed import readme as speed_readme
+from pasa.eval.speed import report as speed_report
 from pasa.eval.speed.ring import run as ring
 from pasa.eval.speed.watching import run as watching
 from pasa.ops.backends import Backend
@@ -182,9 +182,9 @@ def random_calls(name: str) -> str:
 def npu_model() -> str:
     """Precision allocations on an NPU, modelled."""
     result = stored("npu_model")
-    found = npu_report.range_table(result)
+    found = npu.range_table(result)
     text = f"{found.note}\n\n{markdown(found.header, found.rows)}"
-    return f"{text}\n\n{npu_report.claim(result)}\n\n{npu_report.origin(result)}"
+    return f"{text}\n\n{npu.claim(result)}\n\n{origin(result)}"
 
 
 PARTS: dict[str, Callable[[], str]] = {
@@ -208,9 +208,9 @@ PARTS: dict[str, Callable[[], str]] = {
     "longbench_fp16": block("longbench_fp16", longbench.precision_table, longbench.verdict),
     "throughput": block("throughput", throughput.table),
     "perplexity": block("perplexity", perplexity.table),
-    "speed": speed_readme.speed,
-    "decode": speed_readme.decode,
-    "paged": speed_readme.paged,
+    "speed": speed_report.readme_speed,
+    "decode": speed_report.readme_decode,
+    "paged": speed_report.readme_paged,
     "kernels": block("kernels", kernels),
     "soak": partial(random_calls, "soak"),
     "fuzz": partial(random_calls, "fuzz"),

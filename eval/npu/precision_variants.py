@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from pasa.eval.npu.twin import Work
-
+Work = dict[str, float]
+"""Per engine: bytes by queue, "macs", "barriers", and repeats by vector call ("Add float")."""
 TILE = 128 * 128  # numbers of a score tile, which two vector cores share
 FLOATS, HALVES = TILE // 64, TILE // 128  # its repeats in FP32 and in FP16
 SUMS = FLOATS + FLOATS // 16  # repeats of ReduceDataBlock in a row reduction: 128 numbers to 16, 8 to 1
@@ -27,25 +27,13 @@ class Fit:
     residual: float
 
 
-@dataclass(frozen=True)
-class Line:
-    """One substitution: its reason, and the change of the counts per tile."""
-
-    what: str
-    change: Work
+Line = tuple[str, Work]
+"""One substitution: its reason, and the change of the counts per tile."""
 
 
 def fit(points: Sequence[tuple[int, Work]]) -> Fit:
-    """Fit a line to each engine's counts; `points` are (tiles, counts).
-
-    Raises
-    ------
-    ValueError
-        With fewer than two numbers of tiles.
-    """
+    """Fit a line to each engine's counts; `points` are (tiles, counts)."""
     tiles = [n for n, _ in points]
-    if len(set(tiles)) < 2:
-        raise ValueError(f"tiles={tiles}: a line needs two different numbers of tiles")
     middle = sum(tiles) / len(tiles)
     spread = sum((n - middle) ** 2 for n in tiles)
     per_task, per_tile, residual = {}, {}, 0.0
@@ -79,45 +67,39 @@ def substitutions(dim: int) -> dict[str, list[Line]]:
     folds = 7 * HALVES / 8  # 128 numbers to 64, 32, 16
     return {
         "partial, from paper": [
-            Line("no mean of S'", {"ReduceDataBlock float": -SUMS, "Add float": -HALVED, "Muls float": -ROW}),
-            Line(
+            ("no mean of S'", {"ReduceDataBlock float": -SUMS, "Add float": -HALVED, "Muls float": -ROW}),
+            (
                 "no moving frame, carry and offset (MoveFrame)",
                 {"Muls float": -5 * ROW, "Add float": -3 * ROW, "Sub float": -3 * ROW, "barriers": -6 * BOTH},
             ),
-            Line("scores are scaled here, since K holds no scale", {"Muls float": FLOATS + ROW, "barriers": BOTH}),
+            ("scores are scaled here, since K holds no scale", {"Muls float": FLOATS + ROW, "barriers": BOTH}),
         ],
         "fp32, from partial": [
-            Line("Fixpipe stores and the vector cores load FP32 scores", {"FIX": 2 * TILE, "MTE2 vector": 2 * TILE}),
-            Line("no conversion of the tile", {"Cast half": -FLOATS, "barriers": -BOTH}),
+            ("Fixpipe stores and the vector cores load FP32 scores", {"FIX": 2 * TILE, "MTE2 vector": 2 * TILE}),
+            ("no conversion of the tile", {"Cast half": -FLOATS, "barriers": -BOTH}),
         ],
         "paper-fp16, from paper": [
-            Line("the tile never leaves FP16", {"Cast half": -FLOATS, "Cast float": -FLOATS, "barriers": -2 * BOTH}),
-            Line("128 numbers a repeat in the calls on S', P and O", narrowed),
-            Line(
+            ("the tile never leaves FP16", {"Cast half": -FLOATS, "Cast float": -FLOATS, "barriers": -2 * BOTH}),
+            ("128 numbers a repeat in the calls on S', P and O", narrowed),
+            (
                 "sums and maxima of rows: halves onto each other until 16 numbers are left, then blocks",
                 {"ReduceDataBlock float": -3 * SUMS, "Add float": -2 * HALVED, "Max float": -HALVED,
                  "Add half": 2 * folds, "Max half": folds, "ReduceDataBlock half": 3 * HALVES / 8,
                  "barriers": 2 * BOTH},
             ),
-            Line(
+            (
                 "weights relative to their own tile's maximum: P V has a factor (line 20)",
                 {"Mul half": output / 2, "Brcb half": FLOATS / 16, "Sub float": ROW, "Exp float": ROW,
                  "Mul float": ROW, "barriers": 2 * BOTH},
             ),
-            Line("P V stored and loaded in FP16", {"FIX": -128 * dim * 2, "MTE2 vector": -128 * dim * 2}),
+            ("P V stored and loaded in FP16", {"FIX": -128 * dim * 2, "MTE2 vector": -128 * dim * 2}),
         ],
     }  # fmt: skip
 
 
 def substituted(base: Fit, lines: Iterable[Line]) -> Fit:
-    """Return the fit with the lines' changes per tile.
-
-    Raises
-    ------
-    ValueError
-        If a line takes off more than there is.
-    """
-    per_tile = combine((1.0, base.per_tile), *((1.0, line.change) for line in lines))
+    """Return the fit with the lines' changes per tile; ValueError if they take off more than there is."""
+    per_tile = combine((1.0, base.per_tile), *((1.0, change) for _, change in lines))
     missing = [name for name, count in per_tile.items() if count < -1e-6]
     if missing:
         raise ValueError(f"substitutions take off more than the kernel does: {missing}")

@@ -1,19 +1,45 @@
-"""The equations: time of an engine = work / rate; with perfect overlap the slowest bounds, with none they add up."""
+"""The equations: time of an engine = work / rate; with perfect overlap the slowest bounds, with none they add up.
+
+Rates are those of an Ascend 910B3 as published, from ``rates.json``: each with its source, and what is inferred in it.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
-from pasa.eval.npu.precision_variants import Fit, combine
-from pasa.eval.npu.rates import cycles_of, rate
-from pasa.eval.npu.twin import Work
+from pasa.eval.npu.precision_variants import Fit, Work, combine
 from pasa.eval.speed.cases import HALF_BYTES, SpeedCase
 
+RATES = Path(__file__).with_name("rates.json")
+CYCLES = "cycles of a repeat of 256 bytes, FP32 and FP16"
 PIPES = ("cube", "MTE1", "MTE2 cube", "FIX", "MTE2 vector", "vector", "MTE3")
 SHARED = ("L2 read", "L2 write", "HBM")
 REDUCTIONS = ("ReduceRepeat", "ReduceDataBlock")
+
+
+@cache
+def load() -> dict[str, Any]:
+    """Return the file; a rate has ``value``, ``unit``, ``source`` and ``inferred``."""
+    data: dict[str, Any] = json.loads(RATES.read_text(encoding="utf-8"))
+    for each in data["rates"].values():
+        each["source"] = data["sources"][each["source"]]
+    return data
+
+
+def rate(name: str) -> float:
+    """Return the value of a rate in its unit."""
+    return float(load()["rates"][name]["value"])
+
+
+def cycles_of(call: str) -> float:
+    """Return the cycles of a repeat of a call such as ``"Add float"``; KeyError without a published rate."""
+    name, _, dtype = call.partition(" ")
+    return float(load()[CYCLES][name][0 if dtype == "float" else 1])
 
 
 @dataclass(frozen=True)
@@ -24,10 +50,6 @@ class Scenario:
     peak: bool = False
     vector: bool = True
 
-    def transfer(self, queue: str) -> float:
-        """Return the bytes a second of a queue between a core and global memory."""
-        return rate(f"{queue}, peak" if self.peak else queue)
-
 
 SCENARIOS = {
     "as written": Scenario("the kernels' calls, sustained transfer rates"),
@@ -35,11 +57,6 @@ SCENARIOS = {
     "peak": Scenario("the kernels' calls, queues at their widths, bounded by L2", peak=True),
 }
 MAIN = SCENARIOS["as written"]
-
-
-def peak_flops() -> float:
-    """Return the FP16 FLOPS of the cubes of the whole chip."""
-    return 2 * rate("cube") * rate("clock") * rate("groups")
 
 
 def vector_cycles(work: Work) -> float:
@@ -58,16 +75,16 @@ def vector_parts(work: Work) -> dict[str, float]:
 
 def engine_times(work: Work, how: Scenario, vectors: float | None = None) -> dict[str, float]:
     """Return the seconds of each engine of one group, whose vector work so many vector cores share (all)."""
-    clock, vectors = rate("clock"), vectors or rate("vector cores")
+    clock, vectors, width = rate("clock"), vectors or rate("vector cores"), ", peak" if how.peak else ""
     count = {name: work.get(name, 0.0) for name in ("macs", "MTE1", "MTE2 cube", "FIX", "MTE2 vector", "MTE3")}
     return {
         "cube": count["macs"] / (rate("cube") * clock),
         "MTE1": count["MTE1"] / (rate("MTE1") * clock),
-        "MTE2 cube": count["MTE2 cube"] / how.transfer("MTE2 cube"),
-        "FIX": count["FIX"] / how.transfer("FIX"),
-        "MTE2 vector": count["MTE2 vector"] / vectors / how.transfer("MTE2 vector"),
+        "MTE2 cube": count["MTE2 cube"] / rate(f"MTE2 cube{width}"),
+        "FIX": count["FIX"] / rate(f"FIX{width}"),
+        "MTE2 vector": count["MTE2 vector"] / vectors / rate(f"MTE2 vector{width}"),
         "vector": vector_cycles(work) / vectors / clock if how.vector else 0.0,
-        "MTE3": count["MTE3"] / vectors / how.transfer("MTE3"),
+        "MTE3": count["MTE3"] / vectors / rate(f"MTE3{width}"),
         "L2 read": (count["MTE2 cube"] + count["MTE2 vector"]) / (rate("L2 read") * clock),
         "L2 write": (count["FIX"] + count["MTE3"]) / (rate("L2 write") * clock),
     }
@@ -100,11 +117,11 @@ def predict_case(
         times = engine_times(work, how) | hbm_time(moved)
         before = shift_times(case, how, name, shift)
         engine, overlap = bound(times)
-        keys_pass = bound(before)[1] if before else 0.0
-        none = serial(times) + (serial(before) if before else 0.0)
+        shift_s = bound(before)[1]
         records.append({"case": case.name, "scenario": scenario, "allocation": name, "bound": engine,
-                        "overlap_ms": 1e3 * (overlap + keys_pass), "shift_ms": 1e3 * keys_pass, "none_ms": 1e3 * none,
-                        "tflops": 1e-12 * case.flops / (overlap + keys_pass)})  # fmt: skip
+                        "overlap_ms": 1e3 * (overlap + shift_s), "shift_ms": 1e3 * shift_s,
+                        "none_ms": 1e3 * (serial(times) + serial(before)),
+                        "tflops": 1e-12 * case.flops / (overlap + shift_s)})  # fmt: skip
     reference = next(each for each in records if each["allocation"] == "fp32")
     for each in records:
         each["ratio_overlap"] = reference["overlap_ms"] / each["overlap_ms"]
@@ -116,7 +133,7 @@ def shift_times(case: SpeedCase, how: Scenario, name: str, shift: Mapping[str, F
     """Return the times of K' before attention: cube cores serve the published recovery, vector cores ours."""
     kernel = name.partition(" ")[0].removesuffix("-fp16")
     if kernel not in shift:
-        return {}
+        return {"HBM": 0.0}
     cores = int(rate("groups") * (rate("vector cores") if kernel == "exact" else 1))
     blocks = -(-case.batch * case.kv_heads * -(-case.keys // 128) // cores)
     work = combine((1.0, shift[kernel].per_task), (blocks, shift[kernel].per_tile))

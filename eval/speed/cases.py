@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch import Tensor
 from pasa.eval.kit.error_metrics import PAPER_SHAPE as SHAPE
 from pasa.eval.kit.error_metrics import generator
 
+Entry = TypeVar("Entry")
 HALF_BYTES = 2
 CONSTANT = 20.0  # added to every element of Q and K: q.k near 51,000 at D = 128
 CHANNEL_BIAS, BIASED_CHANNELS = 80.0, 16  # as BiasCase of the RMSE benchmark: q.k near 102,000
@@ -41,16 +43,6 @@ class Inputs:
         """Return q, k, v."""
         return self.q, self.k, self.v
 
-    @property
-    def groups(self) -> int:
-        """Return the query heads per key head."""
-        return self.q.shape[1] // self.k.shape[1]
-
-    @property
-    def bytes(self) -> int:
-        """Return the bytes of Q, K and V together."""
-        return sum(x.numel() * x.element_size() for x in self.tensors)
-
     def copy(self) -> Inputs:
         """Return the same numbers in other memory: a measured implementation may write into them."""
         return dataclasses.replace(self, q=self.q.clone(), k=self.k.clone(), v=self.v.clone())
@@ -75,16 +67,12 @@ class SpeedCase:
     @property
     def flops(self) -> float:
         """Return the multiplications and additions of the two products, by `FORMULA`."""
-        return 4.0 * self.batch * self.heads * self.pairs * self.dim
-
-    @property
-    def pairs(self) -> float:
-        """Return the (query, key) pairs of one head that `FORMULA` counts."""
-        if not self.causal:
-            return float(self.rows * self.keys)
-        if self.rows == self.keys:
-            return self.rows * self.keys / 2
-        return float(sum(min(max(row + 1 + self.keys - self.rows, 0), self.keys) for row in range(self.rows)))
+        rows, keys = self.rows, self.keys
+        pairs = float(rows * keys)
+        if self.causal:
+            visible = sum(min(max(row + 1 + keys - rows, 0), keys) for row in range(rows))
+            pairs = pairs / 2 if rows == keys else float(visible)
+        return 4.0 * self.batch * self.heads * pairs * self.dim
 
     @property
     def kv_bytes(self) -> int:
@@ -100,9 +88,9 @@ class SpeedCase:
 
     def inputs(self, device: torch.device | str) -> Inputs:
         """Return the tensors, the same on every call on one kind of device."""
-        sizes = {"q": (self.heads, self.rows), "k": (self.kv_heads, self.keys), "v": (self.kv_heads, self.keys)}
-        made = {part: self._draw(part, *size, device) for part, size in sizes.items()}
-        return Inputs(made["q"], made["k"], made["v"], self.causal, self.decode)
+        sizes = (("q", self.heads, self.rows), ("k", self.kv_heads, self.keys), ("v", self.kv_heads, self.keys))
+        q, k, v = (self._draw(*each, device) for each in sizes)
+        return Inputs(q, k, v, self.causal, self.decode)
 
     def _draw(self, part: str, heads: int, length: int, device: torch.device | str) -> Tensor:
         # A CUDA generator: drawing 147 million numbers on the CPU takes longer than timing them.
@@ -115,45 +103,40 @@ class SpeedCase:
         return x.half()
 
 
-def _qwen2(length: int, causal: bool = True) -> SpeedCase:
-    """Return a prefill of Qwen2-7B: 28 query heads on 4 key heads."""
-    name = f"qwen2-{length // 1024}k{'' if causal else '-full'}"
-    return SpeedCase(name, 1, 28, 4, length, length, 128, causal=causal)
-
-
-def _decode(rows: int, keys: int) -> SpeedCase:
-    return SpeedCase(f"decode-{rows}x{keys // 1024}k", 1, 28, 4, rows, keys, 128, decode=True, graphed=True)
-
-
 PLAIN_CASES = (
     SpeedCase("paper", SHAPE[0], SHAPE[1], SHAPE[1], SHAPE[2], SHAPE[2], SHAPE[3], graphed=True),
-    *(_qwen2(length) for length in (2048, 4096, 8192, 16384, 32768)),
-    _qwen2(8192, causal=False),
+    # Qwen2-7B has 28 query heads on 4 key heads.
+    *(SpeedCase(f"qwen2-{n}k", 1, 28, 4, 1024 * n, 1024 * n, 128, causal=True) for n in (2, 4, 8, 16, 32)),
+    SpeedCase("qwen2-8k-full", 1, 28, 4, 8192, 8192, 128),
     SpeedCase("svd", 50, 5, 5, 9216, 9216, 64),
     SpeedCase("svd-2", 50, 10, 10, 2304, 2304, 64),
-    *(_decode(rows, keys) for keys in (32768, 131072) for rows in (1, 16)),
+    *(
+        SpeedCase(f"decode-{rows}x{n}k", 1, 28, 4, rows, 1024 * n, 128, decode=True, graphed=True)
+        for n in (32, 128)
+        for rows in (1, 16)
+    ),
     SpeedCase("decode-batch-16x8k", 16, 28, 4, 1, 8192, 128, decode=True, graphed=True),
 )
-BIASED = ("paper", "qwen2-8k", "svd", "decode-1x128k")
-BIASED_CASES = tuple(
-    dataclasses.replace(case, name=f"{case.name}+{data}", data=data)
-    for case in PLAIN_CASES
-    if case.name in BIASED
-    for data in ("constant", "channels")
+BIASED = ("paper", "qwen2-8k", "svd", "decode-1x128k")  # run again with keys that share a bias: a shift is active
+CASES = (
+    *PLAIN_CASES,
+    *(
+        dataclasses.replace(case, name=f"{case.name}+{data}", data=data)
+        for case in PLAIN_CASES
+        if case.name in BIASED
+        for data in ("constant", "channels")
+    ),
 )
-"""Cases whose keys share a bias, so that a shift is active."""
-
-CASES = (*PLAIN_CASES, *BIASED_CASES)
-QUICK = ("paper", "qwen2-2k", "svd-2", "decode-1x32k")
 
 
-def select_cases(names: Sequence[str] | None = None, quick: bool = False) -> tuple[SpeedCase, ...]:
-    """Return cases by name, all, or the quick ones; ValueError for an unknown name, or for both names and `quick`."""
-    if names and quick:
-        raise ValueError(f"quick names its cases {QUICK}: give either it or cases={list(names)}")
-    chosen = QUICK if quick else names or [case.name for case in CASES]
-    known = {case.name: case for case in CASES}
-    for name in chosen:
+def select(known: Mapping[str, Entry], names: Sequence[str] | None) -> tuple[Entry, ...]:
+    """Return the entries of these names, or all; ValueError for an unknown name."""
+    for name in names or ():
         if name not in known:
-            raise ValueError(f"case {name!r} is not one of {sorted(known)}")
-    return tuple(known[name] for name in dict.fromkeys(chosen))
+            raise ValueError(f"{name!r} is not one of {sorted(known)}")
+    return tuple(known[name] for name in dict.fromkeys(names or known))
+
+
+def select_cases(names: Sequence[str] | None = None) -> tuple[SpeedCase, ...]:
+    """Return cases by name, or all of them."""
+    return select({case.name: case for case in CASES}, names)

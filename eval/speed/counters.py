@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import csv
 import io
-import shutil
 import subprocess
 import sys
 from typing import Annotated, Any
@@ -15,10 +14,10 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from pasa.eval.kit.device import describe
+from pasa.eval.kit.device import describe, origin
 from pasa.eval.kit.experiment import Experiment
-from pasa.eval.kit.output import Report
-from pasa.eval.kit.tables import Table
+from pasa.eval.kit.output import Report, silent
+from pasa.eval.kit.tables import Column, Table
 from pasa.eval.speed.cases import select_cases
 from pasa.eval.speed.implementations import CUDNN, PLAIN, select_implementations
 
@@ -44,6 +43,7 @@ METRICS = {  # each with the factor to its unit; ncu --print-units base gives by
     "registers": ("launch__registers_per_thread", 1.0),
     "instructions M": ("smsp__inst_executed.sum", 1e-6),
 }
+WAITS = "waits for (warps an issue)"
 TITLE = "Counters of Nsight Compute"
 NOTE = (
     "One call of each case, every kernel alone with cold caches, clocks not set. `DRAM MB` read; `tensor %`: share "
@@ -67,21 +67,17 @@ def run_case(case: str, implementation: str) -> None:
 
 
 def profile(case: str, implementation: str) -> list[dict[str, Any]]:
-    """Return one record per kernel of a call; NotImplementedError without ncu, or where it may not read counters."""
-    if shutil.which("ncu") is None:
-        raise NotImplementedError("ncu, of Nsight Compute, is not on the PATH")
+    """Return one record per kernel of a call; NotImplementedError where ncu may not read counters."""
     metrics = [name for name, _ in METRICS.values()]
     metrics += [f"{STALL}{name}_per_issue_active.ratio" for name in STALLS.values()]
     command = ["ncu", "--csv", "--page", "raw", "--print-units", "base", "--clock-control", "none"]
     command += ["--profile-from-start", "off", "--metrics", ",".join(metrics)]
     command += [sys.executable, "-m", "pasa.eval.speed.counters", case, implementation]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    table = done.stdout[done.stdout.find('"ID"') :]
-    if done.returncode or not table.startswith('"ID"'):
-        raise NotImplementedError(f"ncu: {(done.stdout + done.stderr).strip()[-400:]}")
-    names, _, *rows = csv.reader(io.StringIO(table))
-    if not rows:
-        raise NotImplementedError(f"ncu saw no kernel of {implementation} on {case}")
+    _, heading, table = done.stdout.partition('"ID"')
+    names, _, *rows = csv.reader(io.StringIO(heading + table)) if heading else ([], [])
+    if done.returncode or not rows:
+        raise NotImplementedError(f"ncu counted no kernel: {(done.stdout + done.stderr).strip()[-400:]}")
     return [record(dict(zip(names, row, strict=True)), case, implementation) for row in rows]
 
 
@@ -94,7 +90,7 @@ def record(row: dict[str, str], case: str, implementation: str) -> dict[str, Any
         "by": implementation,
         "kernel": row["Kernel Name"].partition("(")[0][:40],
         **{name: number(row[metric]) * factor for name, (metric, factor) in METRICS.items()},
-        "waits for (warps an issue)": ", ".join(f"{why} {stalls[why]:.1f}" for why in largest),
+        WAITS: ", ".join(f"{why} {stalls[why]:.1f}" for why in largest),
     }
 
 
@@ -110,25 +106,22 @@ def run_counters(
     case: Annotated[
         list[str] | None, typer.Option(help="Name of a case, repeatable (default: the paper's, and decoding).")
     ] = None,
-    progress: Report | None = None,
+    progress: Report = silent,
 ) -> dict[str, Any]:
     """Read hardware counters of the kernels behind a case, by Nsight Compute, beside SDPA's cuDNN."""
     records: list[dict[str, Any]] = []
     jobs = [(each.name, by) for each in select_cases(case or DEFAULT) for by in ("pasa", CUDNN)]
     for done, (name, by) in enumerate(jobs):
-        if progress:
-            progress(done, len(jobs), f"{name}, {by}")
+        progress(done, len(jobs), f"{name}, {by}")
         records += profile(name, by)
-    machine = describe(torch.device("cuda", torch.cuda.current_device()))
-    return {"environment": machine, "gate": {"passed": True}, "records": records}
+    return {"environment": describe(torch.device("cuda", torch.cuda.current_device())), "records": records}
 
 
 def report(result: dict[str, Any]) -> list[Table | str]:
     """Return a row per kernel, and the machine."""
-    machine, records = result["environment"], result["records"]
-    rows = [[f"{x:.4g}" if isinstance(x, float) else str(x) for x in line.values()] for line in records]
-    versions = ", ".join(f"{key} {machine[key]}" for key in ("driver", "torch", "triton", "cudnn"))
-    return [Table(TITLE, list(records[0]), rows, NOTE), f"{machine['device']}, {machine['commit']}; {versions}."]
+    columns: dict[str, Column] = {name: name for name in ("case", "by", "kernel")}
+    columns |= {name: (name, ".4g") for name in METRICS}
+    return [Table.of(TITLE, result["records"], columns | {WAITS: WAITS}, NOTE), origin(result)]
 
 
 EXPERIMENT = Experiment(name="counters", run=run_counters, report=report, title=TITLE)

@@ -1,18 +1,9 @@
-"""The accuracy gate of the speed benchmark: a call whose output is wrong gets no time.
-
-A call passes when, against attention in FP64,
-
-- its whole output and log-sum-exp are finite;
-- its relative RMSE (Eq. 19) is at most twice that of the reference emulation of the same arithmetic on the same rows,
-  or 2^-11, half a unit in the last place of an FP16 output;
-- its log-sum-exp, if it returns one, is within 1e-3, or within twice the emulation's error.
+"""The accuracy gate of the speed benchmark: a call whose output is wrong gets no time (eval/speed/README.md: Gate).
 
 Attention that keeps unshifted scores in FP32 is allowed their rounding error too. A tensor core adds D / 16 partial
 sums, and each addition errs by up to one unit in the last place of the score (2^-23 of it). On unbiased data this
 allows almost nothing; where scores reach 9,000 it allows 9e-3. The limit of the log-sum-exp includes this allowance for
 every implementation, because a log-sum-exp is as large as the scores.
-
-If all rows would take too much memory, rows at the start, in the middle and at the end of four heads are compared.
 """
 
 from __future__ import annotations
@@ -38,37 +29,14 @@ SAMPLED_HEADS, SAMPLED_ROWS = 4, 128
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Consecutive query rows, and the number of leading keys that they may see under a causal mask."""
-
-    start: int
-    stop: int
-    keys: int
-
-
-@dataclass(frozen=True)
 class Verdict:
-    """Errors of a call beside their limits; `why` is empty if the call passed."""
+    """Errors of a call beside their limits; `why` is empty if the call passed, so that its time may be shown."""
 
     rmse: float
     rmse_limit: float
     lse_error: float | None
-    lse_limit: float
     nonfinite: int
     why: str
-
-    @property
-    def passed(self) -> bool:
-        """Return whether the call is accurate, so that its time may be shown."""
-        return not self.why
-
-
-@dataclass(frozen=True)
-class Errors:
-    """Relative RMSE, and the largest error of the log-sum-exp."""
-
-    rmse: float
-    lse: float
 
 
 def sampled_pairs(case: SpeedCase) -> list[int]:
@@ -80,15 +48,15 @@ def sampled_pairs(case: SpeedCase) -> list[int]:
     return sorted({round(index * (pairs - 1) / max(count - 1, 1)) for index in range(count)})
 
 
-def sampled_pieces(case: SpeedCase, pairs: int) -> list[Piece]:
-    """Return the rows to compare in each of `pairs` heads: all, or the first, middle and last ones."""
+def sampled_pieces(case: SpeedCase, pairs: int) -> list[tuple[slice, slice]]:
+    """Return the rows to compare in each of `pairs` heads, and the keys they see: all, or first, middle and last."""
     size = SAMPLED_ROWS
     if pairs * case.keys * case.rows <= ALL_BELOW or case.rows <= 3 * size:
         starts, size = [0], case.rows
     else:
         starts = [0, case.rows // 2 - size // 3, case.rows - size]
     shift = case.keys - case.rows if case.causal else case.keys
-    return [Piece(start, start + size, min(case.keys, start + size + shift)) for start in starts]
+    return [(slice(start, start + size), slice(min(case.keys, start + size + shift))) for start in starts]
 
 
 class Gate:
@@ -98,81 +66,60 @@ class Gate:
         self.case, self.inputs = case, inputs
         self.pairs = torch.tensor(sampled_pairs(case), device=inputs.q.device)
         self.pieces = sampled_pieces(case, len(self.pairs))
-        golden = [pasa.golden_attention(*self._cut(piece), is_causal=case.causal) for piece in self.pieces]
-        self.golden = torch.cat([out for out, _ in golden], 2)  # (pairs, 1, rows, D), like the outputs compared
-        self.golden_lse = torch.cat([lse for _, lse in golden], 2)
-        self._emulated: dict[pasa.PasaConfig, Errors] = {}
+        golden = [pasa.golden_attention(*self._cut(*piece), is_causal=case.causal) for piece in self.pieces]
+        # (pairs, 1, rows, D) and (pairs, 1, rows), like the outputs compared
+        self.golden, self.golden_lse = (torch.cat(part, 2) for part in zip(*golden, strict=True))
+        # The share of the output's rows that are compared, and the largest rounding error of an unshifted FP32 score.
+        self.share = self.golden_lse.numel() / (case.batch * case.heads * case.rows)
+        self.resolution = math.ceil(case.dim / MMA_DEPTH) * FP32_UNIT * float(self.golden_lse.abs().max())
+        self._emulated: dict[pasa.PasaConfig, tuple[float, float]] = {}
 
-    @property
-    def share(self) -> float:
-        """Return the share of the output's rows that are compared."""
-        rows = sum(piece.stop - piece.start for piece in self.pieces)
-        return len(self.pairs) * rows / (self.case.batch * self.case.heads * self.case.rows)
-
-    @property
-    def resolution(self) -> float:
-        """Return the largest rounding error of an unshifted FP32 score."""
-        steps = math.ceil(self.case.dim / MMA_DEPTH)
-        return steps * FP32_UNIT * float(self.golden_lse.abs().max())
-
-    def _cut(self, piece: Piece) -> tuple[Tensor, Tensor, Tensor]:
+    def _cut(self, rows: slice, visible: slice) -> tuple[Tensor, Tensor, Tensor]:
         """Return the sampled heads, each as a batch entry: (pairs, 1, rows or keys, D)."""
-        keys = self.pairs // self.inputs.groups  # pairs count (batch, head) with equal groups in every batch entry
-        q = self.inputs.q.flatten(0, 1)[self.pairs, None, piece.start : piece.stop]
-        k, v = (x.flatten(0, 1)[keys, None, : piece.keys] for x in (self.inputs.k, self.inputs.v))
-        return q, k, v
+        heads = self.pairs // (self.case.heads // self.case.kv_heads)  # pairs count (batch, head): equal groups in all
+        k, v = (x.flatten(0, 1)[heads, None, visible] for x in (self.inputs.k, self.inputs.v))
+        return self.inputs.q.flatten(0, 1)[self.pairs, None, rows], k, v
 
     def sampled(self, x: Tensor) -> Tensor:
         """Select the compared rows of an output (B, Hq, Sq, ...), in the layout of `golden`."""
-        rows = x.flatten(0, 1)[self.pairs, None]
-        return torch.cat([rows[:, :, piece.start : piece.stop] for piece in self.pieces], 2)
+        chosen = x.flatten(0, 1)[self.pairs, None]
+        return torch.cat([chosen[:, :, rows] for rows, _ in self.pieces], 2)
 
-    def _errors(self, out: Tensor, lse: Tensor | None) -> Errors:
+    def _errors(self, out: Tensor, lse: Tensor | None) -> tuple[float, float]:
+        """Return the relative RMSE of sampled rows, and the largest error of their log-sum-exp."""
         worst = math.nan if lse is None else float((lse.double() - self.golden_lse).abs().max())
-        return Errors(measure_errors(out, self.golden).rmse, worst)
+        return measure_errors(out, self.golden).rmse, worst
 
-    def emulated(self, config: pasa.PasaConfig) -> Errors:
+    def emulated(self, config: pasa.PasaConfig) -> tuple[float, float]:
         """Return the errors of the reference backend on the sampled rows."""
         if config not in self._emulated:
             options: dict[str, Any] = {"is_causal": self.case.causal, "config": config, "backend": "reference"}
-            made = [pasa.attention(*self._cut(piece), return_lse=True, **options) for piece in self.pieces]
-            self._emulated[config] = self._errors(*(torch.cat(part, 2) for part in zip(*made, strict=True)))
+            made = [pasa.attention(*self._cut(*piece), return_lse=True, **options) for piece in self.pieces]
+            out, lse = (torch.cat(part, 2) for part in zip(*made, strict=True))
+            self._emulated[config] = self._errors(out, lse)
         return self._emulated[config]
 
     def judge(
         self, out: Tensor, lse: Tensor | None, emulation: pasa.PasaConfig, *, shifted: bool, limit: float | None = None
     ) -> Verdict:
-        """Compare an output with FP64, by the limits in the docstring of this module.
+        """Compare an output (B, Hq, Sq, D) with FP64, by the limits in the docstring of this module.
 
-        Parameters
-        ----------
-        out : Tensor (B, Hq, Sq, D)
-        lse : Tensor (B, Hq, Sq), optional
-        emulation : PasaConfig
-            Arithmetic of the reference backend whose error sets the limits.
-        shifted : bool
-            Whether the implementation removes a common bias of the keys before it forms scores.
-        limit : float, optional
-            Limit of the RMSE in place of the one that follows from the emulation.
+        The error of the `emulation` sets the limits; `limit` replaces that of the RMSE. A `shifted` implementation
+        removes a common bias of the keys before it forms scores, so it is not allowed the rounding of large ones.
         """
         expected = (self.case.batch, self.case.heads, self.case.rows, self.case.dim)
         if tuple(out.shape) != expected:
             raise ValueError(f"output has shape {tuple(out.shape)}, expected {expected}")
-        model = self.emulated(emulation)
+        # An emulation that overflows has NaN or infinity as its error, and allows none.
+        model_rmse, model_lse = (x if math.isfinite(x) else 0.0 for x in self.emulated(emulation))
         nonfinite = sum(int((~torch.isfinite(x)).sum()) for x in (out, lse) if x is not None)
-        errors = self._errors(self.sampled(out), None if lse is None else self.sampled(lse))
-        allowed = max(FACTOR * _number(model.rmse), RMSE_FLOOR) + (0.0 if shifted else self.resolution)
+        rmse, lse_error = self._errors(self.sampled(out), None if lse is None else self.sampled(lse))
+        allowed = max(FACTOR * model_rmse, RMSE_FLOOR) + (0.0 if shifted else self.resolution)
         rmse_limit = allowed if limit is None else limit
-        lse_limit = max(FACTOR * _number(model.lse), LSE_BOUND) + self.resolution
+        lse_limit = max(FACTOR * model_lse, LSE_BOUND) + self.resolution
         reasons = [f"{nonfinite} values are not finite"] if nonfinite else []
-        if not errors.rmse <= rmse_limit:
-            reasons.append(f"RMSE {errors.rmse:.2e}, limit {rmse_limit:.2e}")
-        if lse is not None and not errors.lse <= lse_limit:
-            reasons.append(f"LSE off by {errors.lse:.2e}, limit {lse_limit:.2e}")
-        lse_error = None if lse is None else errors.lse
-        return Verdict(errors.rmse, rmse_limit, lse_error, lse_limit, nonfinite, "; ".join(reasons))
-
-
-def _number(value: float) -> float:
-    """Return 0 in place of NaN or infinity: an emulation that overflows allows no error."""
-    return value if math.isfinite(value) else 0.0
+        if not rmse <= rmse_limit:
+            reasons.append(f"RMSE {rmse:.2e}, limit {rmse_limit:.2e}")
+        if lse is not None and not lse_error <= lse_limit:
+            reasons.append(f"LSE off by {lse_error:.2e}, limit {lse_limit:.2e}")
+        return Verdict(rmse, rmse_limit, None if lse is None else lse_error, nonfinite, "; ".join(reasons))

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import ModuleType
 from typing import Any, TypeAlias
 
 import torch
@@ -16,17 +14,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import pasa
 from pasa.eval.kit.timing import Call
-from pasa.eval.speed.cases import Inputs
+from pasa.eval.speed.cases import Inputs, select
 
 Prepare: TypeAlias = Callable[[Inputs], dict[str, Call]]
 PLAIN, EXPANDED, AS_ROWS = "as given", "K and V expanded beforehand", "a group's queries as rows"
 FP32, EXACT = pasa.PasaConfig(precision="fp32"), pasa.PasaConfig()
 EMULATED_SCORES = 2**28  # q.k of all heads: beyond, the emulation is not worth the wait
 EIGHT_BIT_LIMIT = 0.1  # relative RMSE of 8-bit scores: a cosine of 0.995
-
-
-class NotInstalledError(NotImplementedError):
-    """The package of a peer is not installed."""
 
 
 @dataclass(frozen=True)
@@ -43,74 +37,60 @@ class Implementation:
     emulation: pasa.PasaConfig = FP32
     shifted: bool = False  # a common bias of the keys is removed before scores are formed
     limit: float | None = None
-    lse: Callable[[Inputs], tuple[Tensor, Tensor]] | None = None  # output and log-sum-exp, where it can return that
+    lse: Callable[[Inputs], Tensor] | None = None  # the log-sum-exp, where it can return that
 
 
-def _sdpa(backend: str) -> Prepare:
+def _sdpa(backend: str, inputs: Inputs) -> dict[str, Call]:
     """Hold torch's scaled_dot_product_attention to one backend; grouped queries come in every form that it may take."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    def prepare(inputs: Inputs) -> dict[str, Call]:
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-
-        scope = partial(sdpa_kernel, getattr(SDPBackend, backend))
-        attend = partial(scaled_dot_product_attention, is_causal=inputs.causal)
-        q, k, v = inputs.q, inputs.k, inputs.v
-        if inputs.groups == 1:
-            return {PLAIN: Call(partial(attend, q, k, v), scope)}
-        wide_k, wide_v = (x.repeat_interleave(inputs.groups, 1) for x in (k, v))
-        calls = {
-            PLAIN: Call(partial(attend, q, k, v, enable_gqa=True), scope),
-            EXPANDED: Call(partial(attend, q, wide_k, wide_v), scope),
-        }
-        if inputs.decode and not inputs.causal:
-            rows = q.view(q.shape[0], k.shape[1], -1, q.shape[3])  # heads of a group are neighbours: no copy
-            calls[AS_ROWS] = Call(partial(attend, rows, k, v), scope, lambda out: out.reshape(q.shape))
-        return calls
-
-    return prepare
+    scope = partial(sdpa_kernel, getattr(SDPBackend, backend))
+    attend = partial(scaled_dot_product_attention, is_causal=inputs.causal)
+    q, k, v = inputs.tensors
+    groups = q.shape[1] // k.shape[1]
+    if groups == 1:
+        return {PLAIN: Call(partial(attend, q, k, v), scope)}
+    wide_k, wide_v = (x.repeat_interleave(groups, 1) for x in (k, v))
+    calls = {
+        PLAIN: Call(partial(attend, q, k, v, enable_gqa=True), scope),
+        EXPANDED: Call(partial(attend, q, wide_k, wide_v), scope),
+    }
+    if inputs.decode and not inputs.causal:
+        rows = q.view(q.shape[0], k.shape[1], -1, q.shape[3])  # heads of a group are neighbours: no copy
+        calls[AS_ROWS] = Call(partial(attend, rows, k, v), scope, lambda out: out.reshape(q.shape))
+    return calls
 
 
-def _installed(name: str) -> ModuleType:
-    """Import a peer; NotInstalledError without its package."""
-    if importlib.util.find_spec(name) is None:
-        raise NotInstalledError(f"{name} is not installed")
-    return importlib.import_module(name)
-
-
-def _flash_attn(module: str) -> Prepare:
+def _flash_attn(module: str, inputs: Inputs) -> dict[str, Call]:
     """Call one of the flash-attn packages: (B, S, H, D), grouped queries by shape."""
+    function = importlib.import_module(module).flash_attn_func
+    q, k, v = (x.transpose(1, 2).contiguous() for x in inputs.tensors)
 
-    def prepare(inputs: Inputs) -> dict[str, Call]:
-        function = _installed(module).flash_attn_func
-        q, k, v = (x.transpose(1, 2).contiguous() for x in (inputs.q, inputs.k, inputs.v))
+    def run() -> Tensor:
+        out = function(q, k, v, causal=inputs.causal)
+        heads_last: Tensor = out[0] if isinstance(out, tuple) else out
+        return heads_last.transpose(1, 2)
 
-        def run() -> Tensor:
-            out = function(q, k, v, causal=inputs.causal)
-            heads_last: Tensor = out[0] if isinstance(out, tuple) else out
-            return heads_last.transpose(1, 2)
-
-        return {PLAIN: Call(run)}
-
-    return prepare
+    return {PLAIN: Call(run)}
 
 
 def _sage(inputs: Inputs) -> dict[str, Call]:
-    function = _installed("sageattention").sageattn
+    function = importlib.import_module("sageattention").sageattn
     return {PLAIN: Call(partial(function, *inputs.tensors, tensor_layout="HND", is_causal=inputs.causal))}
 
 
 def _ours(name: str, what: str, config: pasa.PasaConfig) -> Implementation:
     """Return the public function on the Triton backend."""
 
+    def attend(inputs: Inputs, **options: Any) -> Callable[[], Any]:
+        options |= {"is_causal": inputs.causal, "config": config, "backend": "triton"}
+        return partial(pasa.attention, *inputs.tensors, **options)
+
     def prepare(inputs: Inputs) -> dict[str, Call]:
-        run = partial(pasa.attention, *inputs.tensors, is_causal=inputs.causal, config=config, backend="triton")
-        return {PLAIN: Call(run)}
+        return {PLAIN: Call(attend(inputs))}
 
-    def lse(inputs: Inputs) -> tuple[Tensor, Tensor]:
-        options: dict[str, Any] = {"is_causal": inputs.causal, "config": config, "backend": "triton"}
-        return pasa.attention(*inputs.tensors, return_lse=True, **options)
-
-    return Implementation(name, what, prepare, config, shifted=config.precision == "pasa", lse=lse)
+    shifted = config.precision == "pasa"
+    return Implementation(name, what, prepare, config, shifted, lse=lambda x: attend(x, return_lse=True)()[1])
 
 
 def _reference(inputs: Inputs) -> dict[str, Call]:
@@ -129,44 +109,41 @@ def _portable(inputs: Inputs) -> dict[str, Call]:
     return {PLAIN: Call(lambda: backend.portable_attention(call)[0])}
 
 
-def _paged(slots: int) -> Prepare:
+def _paged(slots: int, inputs: Inputs) -> dict[str, Call]:
     """Decode from the same keys in pages of so many slots, in random order, written with their anchors."""
-
-    def prepare(inputs: Inputs) -> dict[str, Call]:
-        batch, _, rows, _ = inputs.q.shape
-        keys = inputs.k.shape[2]
-        if rows > 1 or keys % slots:
-            raise NotImplementedError(f"one query of a sequence whose keys fill pages, not {rows} and {keys} keys")
-        pages = batch * keys // slots
-        k, v = (x.transpose(1, 2).flatten(0, 1) for x in (inputs.k, inputs.v))
-        caches = [x.new_zeros(pages, slots, *x.shape[1:]) for x in (k, v)]
-        key_anchors = k.new_zeros(pages, *k.shape[1:])
-        table = torch.randperm(pages, generator=torch.Generator().manual_seed(0)).to(k.device)
-        slot_mapping = (table[:, None] * slots + torch.arange(slots, device=k.device)).flatten()
-        pasa.write_pages(k, v, caches[0], caches[1], slot_mapping, key_anchors)
-        lengths = torch.full((batch,), keys, dtype=torch.int32, device=k.device)
-        tensors = inputs.q.squeeze(2), caches[0], caches[1], table.view(batch, -1).int(), lengths
-        run = partial(pasa.attention_paged, *tensors, key_anchors=key_anchors, backend="triton")
-        return {PLAIN: Call(run, restore=lambda out: out.unsqueeze(2))}
-
-    return prepare
+    (batch, _, rows, _), keys = inputs.q.shape, inputs.k.shape[2]
+    if rows > 1 or keys % slots:
+        raise NotImplementedError(f"one query of a sequence whose keys fill pages, not {rows} and {keys} keys")
+    pages = batch * keys // slots
+    k, v = (x.transpose(1, 2).flatten(0, 1) for x in (inputs.k, inputs.v))
+    caches = [x.new_zeros(pages, slots, *x.shape[1:]) for x in (k, v)]
+    key_anchors = k.new_zeros(pages, *k.shape[1:])
+    table = torch.randperm(pages, generator=torch.Generator().manual_seed(0)).to(k.device)
+    slot_mapping = (table[:, None] * slots + torch.arange(slots, device=k.device)).flatten()
+    pasa.write_pages(k, v, caches[0], caches[1], slot_mapping, key_anchors)
+    lengths = torch.full((batch,), keys, dtype=torch.int32, device=k.device)
+    tensors = inputs.q.squeeze(2), caches[0], caches[1], table.view(batch, -1).int(), lengths
+    run = partial(pasa.attention_paged, *tensors, key_anchors=key_anchors, backend="triton")
+    return {PLAIN: Call(run, restore=lambda out: out.unsqueeze(2))}
 
 
 FLASH, CUDNN = "sdpa-flash", "sdpa-cudnn"
 PAGES = (16, 128)  # keys of a page: vLLM's default, and vllm-ascend's
 IMPLEMENTATIONS = (
-    Implementation(CUDNN, "torch SDPA, cuDNN backend", _sdpa("CUDNN_ATTENTION")),
-    Implementation(FLASH, "torch SDPA, flash backend (FlashAttention-2)", _sdpa("FLASH_ATTENTION")),
-    Implementation("sdpa-efficient", "torch SDPA, memory-efficient backend", _sdpa("EFFICIENT_ATTENTION")),
-    Implementation("flash-attn", "package flash_attn (FlashAttention-2)", _flash_attn("flash_attn")),
-    Implementation("flash-attn-3", "package flash_attn_interface (Hopper)", _flash_attn("flash_attn_interface")),
+    Implementation(CUDNN, "torch SDPA, cuDNN backend", partial(_sdpa, "CUDNN_ATTENTION")),
+    Implementation(FLASH, "torch SDPA, flash backend (FlashAttention-2)", partial(_sdpa, "FLASH_ATTENTION")),
+    Implementation("sdpa-efficient", "torch SDPA, memory-efficient backend", partial(_sdpa, "EFFICIENT_ATTENTION")),
+    Implementation("flash-attn", "package flash_attn (FlashAttention-2)", partial(_flash_attn, "flash_attn")),
+    Implementation(
+        "flash-attn-3", "package flash_attn_interface (Hopper)", partial(_flash_attn, "flash_attn_interface")
+    ),
     Implementation("sageattention", "package sageattention: 8-bit scores", _sage, limit=EIGHT_BIT_LIMIT),
     _ours("triton-fp32", "our kernels with FP32 scores and softmax, no shift: what the schedule alone gives", FP32),
     _ours("pasa", "ours, the default: keeps the guarantee", EXACT),
     _ours("pasa-paper", 'recovery="paper", as published', pasa.PasaConfig(recovery="paper")),
     Implementation("pasa-portable", "ours, the default, on the portable kernel", _portable, EXACT, shifted=True),
     *(
-        Implementation(f"pasa-paged-{n}", f"ours, from pages of {n} keys", _paged(n), EXACT, shifted=True)
+        Implementation(f"pasa-paged-{n}", f"ours, from pages of {n} keys", partial(_paged, n), EXACT, shifted=True)
         for n in PAGES
     ),
     Implementation("pasa-reference", "ours, the emulation", _reference, EXACT, shifted=True),
@@ -175,9 +152,5 @@ OWN = tuple(each.name for each in IMPLEMENTATIONS if each.name.startswith(("pasa
 
 
 def select_implementations(names: Sequence[str] | None = None) -> tuple[Implementation, ...]:
-    """Return implementations by name, or all; ValueError for an unknown name."""
-    known = {each.name: each for each in IMPLEMENTATIONS}
-    for name in names or ():
-        if name not in known:
-            raise ValueError(f"implementation {name!r} is not one of {sorted(known)}")
-    return tuple(known[name] for name in dict.fromkeys(names or known))
+    """Return implementations by name, or all of them."""
+    return select({each.name: each for each in IMPLEMENTATIONS}, names)

@@ -1,65 +1,61 @@
-"""Tables of a result: short ones for the terminal, all of it in Markdown."""
+"""Tables and the figure of a speed result, and the parts of README.md that are made of stored ones."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
-from pasa.eval.kit.tables import Table, number, percent, short
+from pasa.eval.kit.device import origin
+from pasa.eval.kit.experiment import verdict
+from pasa.eval.kit.stored import stored
+from pasa.eval.kit.tables import Column, Table, number, percent, short
 from pasa.eval.speed.cases import DATA, FORMULA
-from pasa.eval.speed.implementations import CUDNN, FLASH
-from pasa.eval.speed.targets import FLASH_FIELD, FLOOR_FIELD
+from pasa.eval.speed.implementations import CUDNN, FLASH, OWN, PAGES
 
 Record = dict[str, Any]
-GATE_TEXT = (
-    "Gate: finite; relative RMSE against FP64 at most twice that of the reference emulation of the same arithmetic (at "
-    "least 2^-11); log-sum-exp within 1e-3 or twice the emulation's error. Unshifted FP32 scores may err by D/16 units "
-    "in their last place more. Details: eval/speed/README.md."
-)
 METHOD = (
     "Medians over rounds that are interleaved over the implementations. Ratios: the other's time divided by "
     "one's own, median of the rounds: above 1 is faster. Calls under 2 ms start with a cold L2. All passes over K are "
     "included."
 )
-BIASES = "; ".join(f"{name}: {what}" for name, what in DATA.items() if name != "randn") + "."
+BIASES = "; ".join(f"+{name}: {what}" for name, what in DATA.items() if name != "randn")
 
 
 def report(result: Record) -> list[Table | str]:
     """Return what is shown in the terminal; tables without rows are left out."""
-    makers = (ratio_table, decode_table, reading_table, bias_table, part_table, target_table)
+    makers = (ratio_table, decode_table, reading_table, bias_table, part_table)
     tables = [table for table in (make(result) for make in makers) if table.rows]
-    return [*tables, METHOD, GATE_TEXT, *absences(result), verdict(result), origin(result)]
+    gate = verdict(result, "All of ours that ran pass the accuracy gate.", "Ours FAIL the accuracy gate")
+    return [*tables, METHOD, "Gate and targets: eval/speed/README.md.", *absences(result), gate, source(result)]
 
 
-def appendix(result: Record) -> list[Table | str]:
+def appendix(result: Record) -> list[Table]:
     """Return every measurement, and what names stand for."""
-    names = [[name, what] for name, what in result["implementations"].items()]
-    cases = [[case["name"], case["shape"], DATA[case["data"]]] for case in result["cases"]]
-    legends = [Table("Names", ["implementation", "is"], names), Table("Cases", ["case", "shape", "data"], cases)]
-    return [every_table(result), *legends]
+    names = Table("Names", ["implementation", "is"], [[*each] for each in result["implementations"].items()])
+    columns: dict[str, Column] = {"case": "name", "shape": "shape", "data": lambda case: DATA[case["data"]]}
+    return [every_table(result), names, Table.of("Cases", result["cases"], columns)]
 
 
 def ratio_table(result: Record) -> Table:
     """Return how many times as fast as SDPA cuDNN everyone is, on unbiased data and many rows."""
-    names = [name for name in ran(result) if name != CUDNN]
-    rows = []
-    for case, how in places(result, decode=False, biased=False):
-        by_name = lines(result, case, how)
-        peer = by_name.get(CUDNN, {})
-        first = [milliseconds(peer), number(peer.get("tflops"), ".0f")]
-        rows.append([label(case, how), *first, *(cell(by_name.get(name), "to_cudnn") for name in names)])
-    return Table(f"Times as fast as {CUDNN}", ["case", f"{CUDNN} ms", "TFLOPS", *names], rows, FORMULA + ".")
+    columns: dict[str, Column] = {
+        "case": "case",
+        f"{CUDNN} ms": field(CUDNN, "median_ms", ".4g"),
+        "TFLOPS": field(CUDNN, "tflops", ".0f"),
+        **{name: field(name, "to_cudnn") for name in ran(result) if name != CUDNN},
+    }
+    return Table.of(f"Times as fast as {CUDNN}", places(result, decode=False, biased=False), columns, f"{FORMULA}.")
 
 
-def decode_table(result: Record) -> Table:
-    """Return the time over the time of reading K and V once."""
-    names = ran(result)
-    rows = [
-        [label(case, how), *(cell(lines(result, case, how).get(name), FLOOR_FIELD) for name in names)]
-        for case, how in places(result, decode=True, biased=False)
-    ]
-    bandwidth = f"{result['copy_bandwidth'] * 1e-12:.2f} TB/s read + write"
-    note = f"Bytes of K and V over the measured copy bandwidth, {bandwidth}."
-    return Table("Decoding: time over that of reading K and V once", ["case", *names], rows, note)
+def decode_table(result: Record, names: tuple[str, ...] = ()) -> Table:
+    """Return the time over the time of reading K and V once, of the implementations named, or of all that ran."""
+    columns: dict[str, Column] = {name: field(name, "to_floor") for name in ran(result) if name in names or not names}
+    note = (
+        f"Bytes of K and V over the measured copy bandwidth, {result['copy_bandwidth'] * 1e-12:.2f} TB/s read + write."
+    )
+    title = "Decoding: time over that of reading K and V once"
+    return Table.of(title, places(result, decode=True, biased=False), {"case": "case"} | columns, note)
 
 
 def bias_table(result: Record) -> Table:
@@ -67,74 +63,63 @@ def bias_table(result: Record) -> Table:
     names = ran(result)
     rows = []
     for case in (each["name"] for each in result["cases"] if each["data"] != "randn"):
-        plain, by_name = lines(result, base(case), "eager"), lines(result, case, "eager")
-        slower = [_slower(by_name.get(name, {}), plain.get(name, {})) for name in names]
-        errors = [short(by_name[name]["rmse"]) if "rmse" in by_name.get(name, {}) else "-" for name in names]
-        rows.append([f"{case}: x cuDNN", *(cell(by_name.get(name), "to_cudnn") for name in names)])
-        rows += [["time / unbiased", *slower], ["RMSE", *errors]]
-    return Table("Biased keys, where a shift is active", ["case", *names], rows, BIASES)
-
-
-def _slower(biased: Record, plain: Record) -> str:
-    if biased.get("median_ms") is None or plain.get("median_ms") is None:
-        return "-"
-    return f"{biased['median_ms'] / plain['median_ms']:.2f}"
+        biased, plain = (lines(result, name, "eager") for name in (case, case.partition("+")[0]))
+        times = ([each.get(name, {}).get("median_ms") for name in names] for each in (biased, plain))
+        slower = [f"{x / y:.2f}" if x and y else "-" for x, y in zip(*times, strict=True)]
+        rows.append([f"{case}: x cuDNN", *(cell(biased.get(name), "to_cudnn") for name in names)])
+        rows += [["time / unbiased", *slower], ["RMSE", *(rmse(biased.get(name)) for name in names)]]
+    return Table("Biased keys, where a shift is active", ["case", *names], rows, f"{BIASES}.")
 
 
 def part_table(result: Record) -> Table:
-    """Return the times of the pass over the keys and of the main loop, and the memory that a call needs."""
-    rows = []
-    for part in (each for each in result["parts"] if "pre-pass" in each):
-        share = lines(result, part["case"], "eager").get("pasa", {}).get("workspace_share")
-        whole, before = part["whole"], part["pre-pass"]
-        cells = [part["case"], "graph" if part["in_graph"] else "eager"]
-        cells += [number(part[name], ".4g") for name in ("whole", "pre-pass", "main loop")]
-        cells += ["-" if before is None or not whole else percent(before / whole)]
-        rows.append([*cells, "-" if share is None else percent(share), part["why"]])
-    header = ["case", "timed", "whole ms", "pre-pass ms", "main loop ms", "pre-pass", "workspace", "not timed"]
-    note = "Workspace: peak memory of a call over what was held before, output excluded, as a share of Q + K + V."
-    return Table("pasa by its parts", header, rows, note)
+    """Return the times of the pass over the keys and of the main loop."""
+    columns: dict[str, Column] = {
+        "case": "case",
+        "whole ms": ("whole", ".4g"),
+        "pre-pass ms": ("pre-pass", ".4g"),
+        "main loop ms": ("main loop", ".4g"),
+        "pre-pass": lambda part: percent(part["pre-pass"] / part["whole"]) if part["whole"] else "-",
+        "not timed": "why",
+    }
+    parts = [each for each in result["parts"] if "pre-pass" in each]
+    return Table.of("pasa by its parts", parts, columns, "In CUDA graphs.")
 
 
 def reading_table(result: Record) -> Table:
     """Return decoding beside a kernel that reads K and V and does nothing else."""
-    rows = []
-    for part in (each for each in result["parts"] if "reading" in each):
-        whole, alone = part["whole"], part["reading"]
-        times = [number(1e3 * x if x else x, ".1f") for x in (whole, alone)]
-        rows.append([part["case"], *times, f"{whole / alone:.2f}" if whole and alone else "-", part["why"]])
+    columns: dict[str, Column] = {
+        "case": "case",
+        "pasa us": lambda part: number(part["whole"] and 1e3 * part["whole"], ".1f"),
+        "reading us": lambda part: number(part["reading"] and 1e3 * part["reading"], ".1f"),
+        "ratio": lambda part: f"{part['whole'] / part['reading']:.2f}" if part["reading"] else "-",
+        "not timed": "why",
+    }
     note = "In CUDA graphs with a cold L2. Launch and ramp-up count for both; at a large copy's bandwidth they do not."
-    return Table("Decoding beside reading alone", ["case", "pasa us", "reading us", "ratio", "not timed"], rows, note)
-
-
-def target_table(result: Record) -> Table:
-    """Return the targets, and what was reached."""
-    against = {FLASH_FIELD: f"x {FLASH}", FLOOR_FIELD: "x reading K and V (at most)"}
-    rows = []
-    for each in result["targets"]:
-        figures = [number(each["must"], ".2f"), number(each["stretch"], ".2f"), number(each["value"], ".3f")]
-        measure = against.get(each["field"], f"x {CUDNN}")
-        case = label(each["case"], each["how"])
-        rows.append([case, each["kernel"], measure, *figures, each["by"] or "-", each["verdict"]])
-    note = 'Ours: the default, where it passes the gate; on a GPU accumulate="fp16" is the same kernels.'
-    header = ["case", "kernel", "measure", "must", "stretch", "measured", "by", "verdict"]
-    return Table("Targets", header, rows, note)
+    parts = [each for each in result["parts"] if "reading" in each]
+    return Table.of("Decoding beside reading alone", parts, columns, note)
 
 
 def every_table(result: Record) -> Table:
     """Return all numbers of all records."""
-    rows = []
-    for each in result["records"]:
-        spread = [number(each.get(name), ".4g") for name in ("median_ms", "p20_ms", "p80_ms")]
-        ratios = [number(each.get(name), ".2f") for name in ("to_cudnn", "to_flash")]
-        error = "-" if "rmse" not in each else f"{short(each['rmse'])} / {short(each['rmse_limit'])}"
-        lse = "-" if each.get("lse_error") is None else short(each["lse_error"])
-        what = [each["case"], each["implementation"], each["how"], each["status"]]
-        end = [error, lse, number(each.get("host_us"), ".0f"), each.get("variant") or "-"]
-        rows.append([*what, *spread, number(each.get("tflops"), ".0f"), *ratios, *end])
-    header = ["case", "implementation", "how", "status", "median ms", "p20", "p80", "TFLOPS", "x cuDNN", "x flash"]
-    header += ["RMSE / limit", "LSE error", "host us", "variant"]
-    return Table("Every measurement", header, rows, "host us: what the host takes to enqueue a call.")
+    columns: dict[str, Column] = {
+        **{name: name for name in ("case", "implementation", "how", "status")},
+        "median ms": ("median_ms", ".4g"),
+        "p20": ("p20_ms", ".4g"),
+        "p80": ("p80_ms", ".4g"),
+        "TFLOPS": ("tflops", ".0f"),
+        "x cuDNN": ("to_cudnn", ".2f"),
+        "x flash": ("to_flash", ".2f"),
+        "RMSE / limit": lambda each: f"{rmse(each)} / {short(each['rmse_limit'])}" if "rmse" in each else "-",
+        "LSE error": lambda each: "-" if each.get("lse_error") is None else short(each["lse_error"]),
+        "host us": ("host_us", ".0f"),
+        "workspace": lambda each: percent(each["workspace_share"]) if "workspace_share" in each else "-",
+        "variant": "variant",
+    }
+    note = (
+        "host us: what the host takes to enqueue a call. Workspace: peak memory of an eager call over what was held "
+        "before, output excluded, as a share of Q + K + V."
+    )
+    return Table.of("Every measurement", result["records"], columns, note)
 
 
 def ran(result: Record) -> list[str]:
@@ -143,40 +128,39 @@ def ran(result: Record) -> list[str]:
     return [name for name in result["implementations"] if name in seen]
 
 
-def places(result: Record, *, decode: bool, biased: bool | None = None) -> list[tuple[str, str]]:
-    """Return such cases, each with the ways in which it was run: "eager", and "graph"."""
-    names = [c["name"] for c in result["cases"] if c["decode"] == decode and biased in (None, c["data"] != "randn")]
-    run = dict.fromkeys((each["case"], each["how"]) for each in result["records"])
-    return [place for name in names for place in run if place[0] == name]
-
-
 def lines(result: Record, case: str, how: str) -> dict[str, Record]:
     """Return the records of one case by implementation."""
     return {e["implementation"]: e for e in result["records"] if e["case"] == case and e["how"] == how}
 
 
-def base(case: str) -> str:
-    """Return the name of the case of the same shape with unbiased data."""
-    return case.partition("+")[0]
+def places(result: Record, *, decode: bool, biased: bool | None = None) -> list[Record]:
+    """Return a line of tables for each such case and way of running it: its records, by implementation."""
+    return [
+        {"case": case["name"] if how == "eager" else f"{case['name']}, {how}", "shape": case["shape"], **records}
+        for case in result["cases"]
+        for how in ("eager", "graph")
+        if case["decode"] == decode and biased in (None, case["data"] != "randn")
+        if (records := lines(result, case["name"], how))
+    ]
 
 
-def label(case: str, how: str) -> str:
-    """Return the name, and whether in a CUDA graph."""
-    return case if how == "eager" else f"{case}, graph"
+def field(name: str, key: str, form: str = ".2f") -> Callable[[Mapping[str, Any]], str]:
+    """Return the column that shows a number of an implementation, or why there is none."""
+    return lambda place: cell(place.get(name), key, form)
 
 
-def cell(record: Record | None, field: str) -> str:
-    """Return a ratio, or why there is none."""
+def cell(record: Record | None, key: str, form: str = ".2f") -> str:
+    """Return a number of a record, or why there is none."""
     if record is None:
         return "-"
     if record["status"] == "failed gate":
         return f"failed gate, {short(record['rmse'])}"
-    return number(record.get(field), ".2f") if record["status"] == "ok" else record["status"]
+    return number(record.get(key), form) if record["status"] == "ok" else record["status"]
 
 
-def milliseconds(record: Record) -> str:
-    """Return the median, or the status."""
-    return number(record.get("median_ms"), ".4g") if record.get("status") == "ok" else record.get("status", "-")
+def rmse(record: Mapping[str, Any] | None) -> str:
+    """Return the error, or "-" where nothing ran."""
+    return short(record["rmse"]) if record and "rmse" in record else "-"
 
 
 def absences(result: Record) -> list[str]:
@@ -192,22 +176,79 @@ def absences(result: Record) -> list[str]:
     ]
 
 
-def origin(result: Record) -> str:
-    """Return where the numbers come from, in one line."""
-    machine = result["environment"]
-    versions = ", ".join(f"{name} {machine.get(name) or '-'}" for name in ("torch", "triton", "cuda", "cudnn", "pasa"))
-    limit = f", {machine['power_limit_w']} W" if machine.get("power_limit_w") else ""
-    host = f"driver {machine.get('driver') or '-'}, host {machine['processor']}"
-    return (
-        f"{machine['device']}{limit}, {host}; {versions}; commit {machine['commit'] or 'unknown'}; "
-        f"{result['rounds']} rounds; {result['duration_s']:g} s. {result['note']}."
-    )
+def source(result: Record) -> str:
+    """Return the number of rounds, and where the numbers come from."""
+    return f"{result['rounds']} rounds. {origin(result)}"
 
 
-def verdict(result: Record) -> str:
-    """Return what the exit status says."""
-    failures = result["gate"]["failures"]
-    if not failures:
-        return "All of ours that ran pass the accuracy gate."
-    reasons = [f"{each['implementation']} on {each['case']}, {each['how']}: {each['why']}" for each in failures]
-    return "\n  ".join(["Ours FAIL the accuracy gate:", *reasons])
+def draw(result: Record, folder: Path) -> list[Path]:
+    """Draw a group for each case with many rows, a bar for each implementation."""
+    from matplotlib.figure import Figure
+
+    groups = places(result, decode=False, biased=False)
+    bars = {name: [each.get(name, {}).get("to_cudnn") or 0.0 for each in groups] for name in ran(result)}
+    bars = {name: heights for name, heights in bars.items() if any(heights)}
+    if not bars:
+        return []
+    figure = Figure(figsize=(max(7.0, 1.5 * len(groups)), 4.6), layout="constrained")
+    axis = figure.subplots()
+    width = 0.84 / len(bars)
+    for index, (name, heights) in enumerate(bars.items()):
+        left = (index - len(bars) / 2) * width
+        shade = None if name in OWN else f"{0.3 + 0.12 * index:.2f}"  # peers in grey
+        axis.bar([x + left for x in range(len(groups))], heights, width, align="edge", label=name, color=shade)
+    axis.axhline(1.0, color="black", linewidth=0.8, linestyle="--")
+    axis.set_xticks(range(len(groups)), [each["case"].replace(", ", "\n") for each in groups], fontsize=8)
+    axis.set_ylabel(f"times as fast as SDPA cuDNN, {result['environment']['device']}")
+    figure.legend(loc="outside lower center", ncols=len(bars), fontsize=8)
+    path = folder / "speed_ratios.png"
+    figure.savefig(path, dpi=110)
+    return [path]
+
+
+def readme_speed() -> str:
+    """Return our default and portable kernels beside torch's attention, on many rows, for README.md."""
+    result = stored("speed")
+    columns: dict[str, Column] = {
+        "case": "case",
+        "shape": "shape",
+        "cuDNN ms": field(CUDNN, "median_ms", ".4g"),
+        "ours ms": field("pasa", "median_ms", ".4g"),
+        "TFLOPS": field("pasa", "tflops", ".0f"),
+        "x cuDNN": field("pasa", "to_cudnn"),
+        "x flash": field("pasa", "to_flash"),
+        "portable x cuDNN": field("pasa-portable", "to_cudnn"),
+        "RMSE cuDNN": lambda place: rmse(place.get(CUDNN)),
+        "RMSE ours": lambda place: rmse(place.get("pasa")),
+    }
+    table = Table.of("", places(result, decode=False), columns)
+    names = f"{BIASES}; portable: our kernels without the one for Hopper"
+    return f"{METHOD} {names}.\n\n{table.markdown()}\n\n{source(result)}"
+
+
+def readme_decode() -> str:
+    """Return decoding over the time of reading K and V once, beside reading alone, and with a bias, for README.md."""
+    result = stored("speed")
+    table, beside = decode_table(result, (CUDNN, FLASH, "pasa")), reading_table(result)
+    title = f"{table.title} (1 is the floor: {table.note[0].lower()}{table.note[1:-1]})."
+    ratios = ", ".join(f"{row[0]} {row[2]} µs ({row[3]})" for row in beside.rows)
+    alone = f"A kernel that only reads K and V, and our time over its time: {ratios}. {beside.note}"
+    slower = []
+    for case in (each["name"] for each in result["cases"] if each["decode"] and each["data"] != "randn"):
+        biased, plain = (lines(result, name, "graph")["pasa"]["median_ms"] for name in (case, case.partition("+")[0]))
+        slower.append(f"{case} {biased / plain:.1f}")
+    added = f"Times as long as without the bias, in a CUDA graph: {', '.join(slower)}."
+    return "\n\n".join([title, table.markdown(), alone, added])
+
+
+def readme_paged() -> str:
+    """Return decoding from pages beside that of contiguous keys, in microseconds, for README.md."""
+    result = stored("paged")
+    names = {"pasa": "contiguous", **{f"pasa-paged-{n}": f"pages of {n}" for n in PAGES}, CUDNN: "cuDNN, contiguous"}
+    rows = []
+    for case in result["cases"]:
+        by_name = lines(result, case["name"], "graph")
+        rows.append([case["name"], case["shape"], *(f"{1e3 * by_name[name]['median_ms']:.1f}" for name in names)])
+    table = Table("", ["case", "shape", *names.values()], rows)
+    method = f"Microseconds of a call in a CUDA graph. Pages are in random order, with anchors. {BIASES}."
+    return f"{method}\n\n{table.markdown()}\n\n{source(result)}"

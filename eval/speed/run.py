@@ -5,71 +5,48 @@ The accuracy gate comes first. Implementations that pass are then timed in inter
 
 from __future__ import annotations
 
-import time
+import importlib
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict
 from typing import Annotated, Any, TypeAlias
 
 import torch
 import typer
-from torch import Tensor
 
 from pasa.eval.kit.device import describe
 from pasa.eval.kit.experiment import Experiment
-from pasa.eval.kit.output import Report
-from pasa.eval.kit.timing import PROBES, Call, Clock, CudaClock, Rounds, copy_bandwidth, interleave, ratio, summary
-from pasa.eval.speed import plots, report
-from pasa.eval.speed.cases import FORMULA, Inputs, SpeedCase, select_cases
+from pasa.eval.kit.options import at_least
+from pasa.eval.kit.output import Report, silent
+from pasa.eval.kit.timing import PROBES, Call, Clock, CudaClock, copy_bandwidth, interleave, ratio, summary
+from pasa.eval.speed import report
+from pasa.eval.speed.cases import Inputs, SpeedCase, select_cases
 from pasa.eval.speed.gate import Gate
-from pasa.eval.speed.implementations import CUDNN, FLASH, OWN, Implementation, NotInstalledError, select_implementations
-from pasa.eval.speed.targets import judge_targets
-from pasa.eval.speed.time_split import one_line, split
+from pasa.eval.speed.implementations import CUDNN, FLASH, OWN, Implementation, select_implementations
 
-SCHEMA = 1
 NOTE = "measured on the CUDA device named here; nothing was run on an NPU"
 OK, FAILED, NOT_RUN, NOT_INSTALLED = "ok", "failed gate", "not run", "not installed"
+BLOCK = 128  # keys per anchor
+Names = Annotated[list[str] | None, typer.Option(help="A name, repeatable; all if not given.")]
 Record: TypeAlias = dict[str, Any]
-
-
-@dataclass
-class Entrant:
-    """One implementation on one case, eager or in a CUDA graph; `call` is None if it failed and must not be timed."""
-
-    record: Record
-    call: Call | None = None
-
-    @property
-    def name(self) -> str:
-        """Return the name of the implementation."""
-        return str(self.record["implementation"])
+Entrant: TypeAlias = tuple[Record, Call | None]
+"""One implementation on one case, eager or in a CUDA graph; no call if it failed and must not be timed."""
 
 
 def run_speed(
-    case: Annotated[list[str] | None, typer.Option(help="Name of a case, repeatable (all).")] = None,
-    implementation: Annotated[
-        list[str] | None, typer.Option(help="Name of an implementation, repeatable (all).")
-    ] = None,
+    case: Names = None,
+    implementation: Names = None,
     rounds: Annotated[int, "Timed turns of each implementation."] = 5,
-    quick: Annotated[bool, "Time four small cases only."] = False,
-    progress: Report | None = None,
+    progress: Report = silent,
 ) -> dict[str, Any]:
     """Time attention on a CUDA device, accuracy first; exit 1 if one of ours fails the accuracy gate.
 
     Ratios are to torch's cuDNN and flash backends, so they need both among the implementations. The result has
-    ``records`` (one for each case, implementation and way of running, eager or CUDA graph), ``targets``, ``parts``
-    and ``gate``, which passes if every PASA implementation that ran is accurate.
-
-    Raises
-    ------
-    ValueError
-        For an unknown name, or fewer than one round.
-    NotImplementedError
-        Without a CUDA device.
+    ``records`` (one for each case, implementation and way of running, eager or CUDA graph), ``parts`` and ``gate``,
+    which passes if every PASA implementation that ran is accurate.
     """
-    cases, implementations = select_cases(case, quick), select_implementations(implementation)
-    if rounds < 1:
-        raise ValueError(f"rounds={rounds} is not a positive integer")
+    cases, implementations = select_cases(case), select_implementations(implementation)
+    at_least(1, rounds=rounds)
     clock = CudaClock()
     with torch.inference_mode():
         return measure(cases, implementations, clock, copy_bandwidth(clock), rounds, progress)
@@ -81,31 +58,30 @@ def measure(
     clock: Clock,
     bandwidth: float,
     rounds: int,
-    progress: Report | None = None,
+    progress: Report = silent,
 ) -> dict[str, Any]:
     """Measure the cases with any clock, so that tests need no GPU; `bandwidth` is in bytes per second."""
-    started = time.perf_counter()
     records: list[Record] = []
     parts: list[Record] = []
     for done, case in enumerate(cases):
-        if progress:
-            progress(done, len(cases), case.name)
+        progress(done, len(cases), case.name)
         of_case, split_up = measure_case(case, implementations, clock, bandwidth, rounds)
         records += of_case
         parts += split_up
+    # An implementation that could not run is shown in the tables, but does not fail the gate.
+    failures = [
+        f"{each['implementation']} on {each['case']}, {each['how']}: {each['why']}"
+        for each in records
+        if each["implementation"] in OWN and each["status"] == FAILED
+    ]
     return {
-        "schema": SCHEMA,
-        "experiment": "speed",
         "note": NOTE,
         "environment": describe(clock.device),
-        "duration_s": round(time.perf_counter() - started, 1),
         "rounds": rounds,
-        "formula": FORMULA,
         "copy_bandwidth": bandwidth,
         "cases": [{"name": c.name, "shape": c.shape, "data": c.data, "decode": c.decode} for c in cases],
         "implementations": {each.name: each.what for each in implementations},
-        "gate": verdict(records),
-        "targets": judge_targets(records),
+        "gate": {"passed": not failures, "failures": failures},
         "parts": parts,
         "records": records,
     }
@@ -122,12 +98,12 @@ def measure_case(
         failed = {"how": "eager", "status": NOT_RUN, "why": f"inputs and FP64 truth: {one_line(error)}"}
         return [{"case": case.name, "implementation": each.name} | failed for each in implementations], []
     eager = [enter(case, each, inputs, gate, clock) for each in implementations]
-    graphed = [in_graph(each, clock) for each in eager] if case.graphed else []
+    graphed = [in_graph(*each, clock) for each in eager] if case.graphed else []
     for group in (eager, graphed):
         take_times(case, group, clock, bandwidth, rounds)
-    ours = next((each.call for each in eager if each.name == "pasa" and each.call), None)
-    parts = [split(case, inputs, ours, clock, rounds)] if ours is not None and case.data == "randn" else []
-    return [each.record for each in (*eager, *graphed)], parts
+    ours = [call for record, call in eager if call and record["implementation"] == "pasa" and record["status"] == OK]
+    parts = [split(case, inputs, call, clock, rounds) for call in ours if case.data == "randn"]
+    return [record for record, _ in (*eager, *graphed)], parts
 
 
 def enter(case: SpeedCase, implementation: Implementation, inputs: Inputs, gate: Gate, clock: Clock) -> Entrant:
@@ -142,25 +118,20 @@ def enter(case: SpeedCase, implementation: Implementation, inputs: Inputs, gate:
         try:
             variant, call = fastest(implementation.prepare(inputs.copy()), clock)
             out = implementation.prepare(inputs.copy())[variant].output()
-            lse = implementation.lse(inputs.copy())[1] if implementation.lse else None
+            lse = implementation.lse(inputs.copy()) if implementation.lse else None
             shifted, limit = implementation.shifted, implementation.limit
             judged = gate.judge(out, lse, implementation.emulation, shifted=shifted, limit=limit)
-            record |= {"variant": variant, "status": OK if judged.passed else FAILED, "why": judged.why}
-            record |= {name: getattr(judged, name) for name in ("rmse", "rmse_limit", "lse_error", "nonfinite")}
-            if judged.passed:
+            record |= {"variant": variant, "status": FAILED if judged.why else OK, **asdict(judged)}
+            if not judged.why:
                 record |= {"host_us": clock.host_us(call), "workspace_bytes": clock.workspace(call)}
-                record["workspace_share"] = record["workspace_bytes"] / inputs.bytes
-        except NotInstalledError as error:
-            return Entrant(record | {"status": NOT_INSTALLED, "why": str(error)})
+                record["workspace_share"] = record["workspace_bytes"] / sum(x.nbytes for x in inputs.tensors)
+        except ModuleNotFoundError as error:
+            return record | {"status": NOT_INSTALLED, "why": f"{error.name} is not installed"}, None
         except Exception as error:  # any exception of a kernel is shown as the reason for its missing time
-            return Entrant(record | {"status": NOT_RUN, "why": _reason(error, hints)})
-    return Entrant(record, call if judged.passed else None)
-
-
-def _reason(error: Exception, hints: Sequence[warnings.WarningMessage]) -> str:
-    """Return the exception on one line, and up to two of the warnings that came before it."""
-    texts = [" ".join(str(each.message).split())[:160] for each in hints if issubclass(each.category, UserWarning)]
-    return "; ".join([one_line(error), *dict.fromkeys(texts[:2])])
+            texts = [" ".join(str(each.message).split())[:160] for each in hints if each.category is UserWarning]
+            why = "; ".join([one_line(error), *dict.fromkeys(texts[:2])])
+            return record | {"status": NOT_RUN, "why": why}, None
+    return record, None if judged.why else call
 
 
 def fastest(variants: dict[str, Call], clock: Clock) -> tuple[str, Call]:
@@ -182,82 +153,87 @@ def fastest(variants: dict[str, Call], clock: Clock) -> tuple[str, Call]:
     return name, variants[name]
 
 
-def in_graph(eager: Entrant, clock: Clock) -> Entrant:
+def in_graph(eager: Record, call: Call | None, clock: Clock) -> Entrant:
     """Capture the same call in a CUDA graph, and check that its replay gives the same output."""
-    record = {name: value for name, value in eager.record.items() if name not in ("host_us", "workspace_bytes")}
+    record = {name: value for name, value in eager.items() if name not in ("host_us", "workspace_bytes")}
     record["how"] = "graph"
-    if eager.call is None:
-        return Entrant(record)
+    if call is None:
+        return record, None
     try:
-        expected = eager.call.output().clone()
-        call = clock.graph(eager.call)
-        if not _close(call.output(), expected, record["rmse_limit"]):
-            return Entrant(record | {"status": FAILED, "why": "the replay of the graph gives other numbers"})
-        return Entrant(record | {"host_us": clock.host_us(call)}, call)
+        expected = call.output().float().clone()
+        graph = clock.graph(call)
+        difference = graph.output().float() - expected
+        # Outputs need not be equal, because splits over the keys are summed in no fixed order.
+        if not difference.norm() <= record["rmse_limit"] * expected.norm():
+            return record | {"status": FAILED, "why": "the replay of the graph gives other numbers"}, None
+        return record | {"host_us": clock.host_us(graph)}, graph
     except Exception as error:  # not every peer can be captured
-        return Entrant(record | {"status": NOT_RUN, "why": f"in a CUDA graph: {one_line(error)}"})
-
-
-def _close(out: Tensor, other: Tensor, limit: float) -> bool:
-    """Check that two outputs differ by no more than the gate's RMSE limit.
-
-    They need not be equal, because splits over the keys are summed in no fixed order.
-    """
-    return bool((out.float() - other.float()).norm() <= limit * other.float().norm())
+        return record | {"status": NOT_RUN, "why": f"in a CUDA graph: {one_line(error)}"}, None
 
 
 def take_times(case: SpeedCase, entrants: Sequence[Entrant], clock: Clock, bandwidth: float, rounds: int) -> None:
-    """Time the entrants that passed the gate, and add times and ratios to their records."""
-    calls = {each.name: each.call for each in entrants if each.call is not None}
-    if not calls:
-        return
-    try:
-        times, cold = interleave(clock, calls, rounds)
-    except Exception as error:  # the call ran before, so the device has failed
-        for each in entrants:
-            if each.call is not None:
-                each.record |= {"status": NOT_RUN, "why": f"while timed: {one_line(error)}"}
-                each.call = None
-        return
-    for each in entrants:
-        if each.name in times:
-            times_and_ratios = figures(case, times[each.name], times.get(CUDNN), times.get(FLASH), bandwidth)
-            each.record |= times_and_ratios | {"cold": cold}
-
-
-def figures(case: SpeedCase, times: Rounds, cudnn: Rounds | None, flash: Rounds | None, bandwidth: float) -> Record:
-    """Return times, TFLOPS and ratios of one implementation.
+    """Time the entrants that passed the gate, and add times, TFLOPS and ratios to their records.
 
     ``to_floor``, for decoding, is the time divided by the time of reading K and V once at the bandwidth of a copy.
     """
-    measured: Record = dict(summary(times))
-    seconds = 1e-3 * measured["median_ms"]
-    return measured | {
-        "tflops": 1e-12 * case.flops / seconds,
-        "to_cudnn": None if cudnn is None else ratio(times, cudnn),
-        "to_flash": None if flash is None else ratio(times, flash),
-        "to_floor": seconds * bandwidth / case.kv_bytes if case.decode else None,
-    }
+    records = {record["implementation"]: record for record, call in entrants if call}
+    try:
+        times, cold = interleave(clock, {record["implementation"]: call for record, call in entrants if call}, rounds)
+    except Exception as error:  # the call ran before, so the device has failed
+        for record in records.values():
+            record |= {"status": NOT_RUN, "why": f"while timed: {one_line(error)}"}
+        return
+    for name, own in times.items():
+        measured = summary(own)
+        seconds = 1e-3 * measured["median_ms"]
+        records[name] |= measured | {
+            "tflops": 1e-12 * case.flops / seconds,
+            "to_cudnn": ratio(own, times[CUDNN]) if CUDNN in times else None,
+            "to_flash": ratio(own, times[FLASH]) if FLASH in times else None,
+            "to_floor": seconds * bandwidth / case.kv_bytes if case.decode else None,
+            "cold": cold,
+        }
 
 
-def verdict(records: Sequence[Record]) -> dict[str, Any]:
-    """Return the gate of the run: it fails if a PASA implementation failed its accuracy gate.
+def prepass(inputs: Inputs) -> Call:
+    """Return the pass over the keys alone: norms and anchors of every block, known before a query is read."""
+    backend: Any = importlib.import_module("pasa.ops.attention.triton.anchor_launch")  # Triton is an extra
+    return Call(lambda: backend.find_anchors(inputs.k, inputs.v, BLOCK, check_values=inputs.causal).norms)
 
-    An implementation that could not run is shown in the tables, but does not fail the gate.
+
+def reading(inputs: Inputs) -> Call:
+    """Return a call that reads K and V once and does nothing else."""
+    module: Any = importlib.import_module("pasa.eval.speed.reading_bound")  # Triton is an extra
+    call: Call = module.reader(inputs.k, inputs.v)
+    return call
+
+
+def split(case: SpeedCase, inputs: Inputs, whole: Call, clock: Clock, rounds: int) -> dict[str, Any]:
+    """Time the whole call and its part in CUDA graphs, without what the host adds.
+
+    The part is the pass over the keys, and the rest is the main loop. In decoding it is a kernel that only reads K and
+    V: no part of the whole, but its bound. Times are None, with the reason in ``why``, if one of them cannot be timed.
     """
-    failures = [
-        {name: each[name] for name in ("case", "implementation", "how", "why")}
-        for each in records
-        if each["implementation"] in OWN and each["status"] == FAILED
-    ]
-    return {"passed": not failures, "failures": failures, "limits": "see eval/speed/README.md"}
+    name, make = ("reading", reading) if case.decode else ("pre-pass", prepass)
+    ms: dict[str, Any] = {"whole": None, name: None}
+    why = ""
+    try:
+        calls = {"whole": whole, name: make(inputs)}
+        times, _ = interleave(clock, {each: clock.graph(call) for each, call in calls.items()}, rounds)
+        ms = {each: summary(taken)["median_ms"] for each, taken in times.items()}
+    except Exception as error:  # the records of the case stand
+        why = f"while timed: {one_line(error)}"
+    if not case.decode:
+        ms["main loop"] = None if why else ms["whole"] - ms["pre-pass"]
+    return {"case": case.name, **ms, "why": why}
+
+
+def one_line(error: BaseException) -> str:
+    """Return kind and text of an exception, short enough for a table."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__
 
 
 EXPERIMENT = Experiment(
-    name="speed",
-    run=run_speed,
-    report=report.report,
-    appendix=report.appendix,
-    title="Speed on a CUDA device",
-    figures=plots.draw,
+    "speed", run_speed, report.report, "Speed on a CUDA device", report.draw, appendix=report.appendix
 )

@@ -12,21 +12,19 @@ import torch
 import transformers as hf
 
 from pasa.eval.kit import embedded_model
+from pasa.eval.kit.random_model import CONFIGS
 
 hf.logging.set_verbosity_error()
 hf.logging.disable_progress_bar()
-
-
 ONCE = {name: functools.cache(getattr(gguf, name)) for name in ("GGUFReader", "get_tensor_name_map")}
+"""What transformers makes again and again of a GGUF file: all that stands in it, and names for each of 397 modules."""
 
 
 @contextmanager
 def reading_once():
-    """Keep what transformers makes again and again of a GGUF file: all that stands in it, and a table of the names of
-    its tensors, for each of 397 modules."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, found in ONCE.items():
-            patch.setattr(gguf, name, found)
+        for name, cached in ONCE.items():
+            patch.setattr(gguf, name, cached)
         yield
 
 
@@ -36,12 +34,10 @@ def llama(shared_folder):
     file = shared_folder / "llama.pt"
     with open(shared_folder / "llama.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if file.exists():
-            return torch.load(file, weights_only=False)
-        with reading_once():
-            model = embedded_model.load_llama()
-        torch.save(model, file)
-        return model
+        if not file.exists():
+            with reading_once():
+                torch.save(embedded_model.load_llama(), file)
+        return torch.load(file, weights_only=False)
 
 
 @pytest.fixture(scope="session")
@@ -70,21 +66,10 @@ def ids(tokenizer):
     return tokenizer(text[:2000], return_tensors="pt").input_ids[:, :48]
 
 
-TINY = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "vocab_size": 97,
-}
-
-
 @pytest.fixture
 def tiny_llama():
     torch.manual_seed(0)
-    return hf.LlamaForCausalLM(hf.LlamaConfig(**TINY)).eval()
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**CONFIGS["tiny"] | {"head_dim": 32})).eval()
 
 
 @pytest.fixture

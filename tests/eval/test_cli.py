@@ -4,13 +4,11 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from typer.testing import CliRunner
 
 from pasa.eval import cli, doctor
@@ -79,15 +77,6 @@ def test_doctor_reports_reasons_and_passes_its_own_check() -> None:
     assert "PASA_CACHE_DIR" in found["variables"]
 
 
-def test_doctor_shows_what_is_in_brackets() -> None:
-    """Story: the table took "pip install '.[npu]'" for markup and showed "pip install '.'"."""
-    found = doctor.run_doctor()
-    found["backends"] = [{"name": "npu", "available": False, "reason": "try pip install '.[npu]'", "serves": []}]
-    shown = StringIO()
-    doctor.EXPERIMENT.show(found, Console(file=shown, width=200))
-    assert "try pip install '.[npu]'" in shown.getvalue()
-
-
 def test_doctor_says_whether_the_ascend_c_kernels_are_built() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PASA_ASCEND_LIBRARY", "/no/such/library.so")
@@ -138,13 +127,11 @@ def test_json_file_and_output_folder(tmp_path: Path, options: list[str], made: s
         (["bench", "speed", "--case", "nonsense"], "nonsense"),
         (["bench", "video"], "CUDA"),
         (["bench", "ring"], "torchrun"),
-        (["bench", "ring", "--heads", "28"], "'28'"),
         (["bench", "rmse", "--json", "."], "'.' is a folder"),
         (["bench", "rmse", "--output-dir", __file__], "test_cli.py' is a file"),
         (["diagnose", "--offset", "nan"], "offset=nan"),
         (["bench", "video", "--rounds", "0"], "rounds=0"),
         (["bench", "speed", "--rounds", "0"], "rounds=0"),
-        (["bench", "speed", "--implementation", "foo"], "foo"),
         (["beta", "--block", "0"], "0"),
         (["demo", "--new-tokens", "0"], "new_tokens=0"),
         (["eval", "video", "--model", "nowhere"], "'nowhere'"),
@@ -153,11 +140,9 @@ def test_json_file_and_output_folder(tmp_path: Path, options: list[str], made: s
         (["eval", "longbench", "--precisions", "fp32,int4"], "'int4'"),
         (["eval", "longbench", "--data", "nowhere"], "'nowhere'"),
         (["eval", "longbench", "--model", "nowhere"], "'nowhere'"),
-        (["eval", "longbench", "--tokens", "1k"], "'1k'"),
-        (["eval", "longbench", "--output-dir", __file__], "test_cli.py' is a file"),
         (["eval", "longbench", "--data", ".", "--tokens", "500"], "tokens=[500] is of the offline set"),
         (["bench", "model"], "there is no accelerator here: try --config tiny"),
-        (["bench", "watch"], "try --small"),
+        (["bench", "watch"], "timing needs a CUDA device"),
         (["bench", "predict"], "try --small"),
         (["bench", "predict", "--turns", "0"], "turns=0"),
         (["bench", "watch", "--turns", "0"], "turns=0"),
@@ -190,9 +175,8 @@ def test_bad_input_is_one_line_that_names_the_value(
     assert value in line
 
 
-def test_unwritable_json_is_one_line(tmp_path: Path, refused: Callable[..., str]) -> None:
-    (tmp_path / "file").write_text("")
-    refused("beta", "--json", str(tmp_path / "file" / "x.json"))
+def test_unwritable_json_is_one_line(refused: Callable[..., str]) -> None:
+    refused("beta", "--json", f"{__file__}/x.json")
 
 
 @pytest.mark.parametrize(
@@ -209,25 +193,10 @@ def test_a_missing_package_names_its_extra(
     assert refused(*command) == f"pasa: {package} is not installed; run, in the checkout: pip install '.[{extra}]'\n"
 
 
-def test_eval_video_writes_what_it_says(tmp_path: Path) -> None:
-    sizes = ["--height", "32", "--width", "32", "--frames", "2", "--steps", "1"]
-    done = run("eval", "video", *sizes, "--json", str(tmp_path / "x.json"), "--output-dir", str(tmp_path / "all"))
-    result = json.loads((tmp_path / "x.json").read_text())
-    assert done.exit_code == (0 if result["gate"]["passed"] else 1)
-    assert result["runs"]["fp16"]["nonfinite_frames"] == 2
-    assert (tmp_path / "all" / "video.mp4").is_file()
-
-
-@pytest.mark.parametrize("passed", [True, False])
-def test_diagnose_writes_what_it_says(passed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The files hold the printed report, and a model that PASA breaks gives exit status 1."""
-    from pasa.eval.models.diagnose import run as module
-
-    own = module.collect
-    monkeypatch.setattr(module, "collect", lambda *parts: own(*parts) | {"gate": {"passed": passed}})
+def test_diagnose_writes_what_it_says(tmp_path: Path) -> None:
     sizes = ["--model", "tiny", "--height", "32", "--width", "32", "--frames", "2", "--steps", "1"]
     done = run("diagnose", *sizes, "--json", "-", "--output-dir", str(tmp_path))
-    assert done.exit_code == int(not passed)
+    assert done.exit_code == 0
     assert json.loads(done.stdout)["summary"]["modules_beyond"] == 4
     assert {path.name for path in tmp_path.iterdir()} == {f"diagnose.{kind}" for kind in ("html", "json", "md", "png")}
 

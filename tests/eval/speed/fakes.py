@@ -12,7 +12,7 @@ from torch import Tensor
 import pasa
 from pasa.eval.kit.timing import Call
 from pasa.eval.speed.cases import Inputs, SpeedCase
-from pasa.eval.speed.implementations import Implementation, NotInstalledError
+from pasa.eval.speed.implementations import Implementation
 
 SPEED = {"sdpa-cudnn": 2.0, "sdpa-flash": 5.0, "pasa": 1.6, "triton-fp32": 2.5, "pasa-portable": 2.2}
 TINY = SpeedCase("tiny", 1, 4, 2, 150, 150, 32, causal=True, graphed=True)
@@ -80,7 +80,7 @@ def refuse(inputs: Inputs) -> dict[str, Call]:
 
 def absent(inputs: Inputs) -> dict[str, Call]:
     """A package that is not there."""
-    raise NotInstalledError("flash_attn is not installed")
+    raise ModuleNotFoundError("No module named 'flash_attn'", name="flash_attn")
 
 
 FP32 = pasa.PasaConfig(precision="fp32")

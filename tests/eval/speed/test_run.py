@@ -1,8 +1,6 @@
-"""The runner on a clock without a device: gate first, ratios, reasons, and the form of the result."""
+"""The runner on a clock without a device: gate first, ratios, reasons, tables and files of the result."""
 
 import dataclasses
-import importlib.util
-import json
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,20 +8,22 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import pasa
-from pasa.eval.commands import app
-from pasa.eval.kit import output
 from pasa.eval.kit.timing import PROBES, Call
-from pasa.eval.speed import run
-from pasa.eval.speed import time_split as parts
+from pasa.eval.speed import report, run
 from pasa.eval.speed.cases import Inputs, SpeedCase
-from pasa.eval.speed.implementations import IMPLEMENTATIONS, OWN, Implementation, select_implementations
-from tests.eval.speed.fakes import BANDWIDTH, ENTRANTS, FP32, TINY, TINY_DECODE, FakeClock, Timed
+from pasa.eval.speed.implementations import IMPLEMENTATIONS, OWN, Implementation
+from tests.eval.speed.fakes import BANDWIDTH, ENTRANTS, FP32, TINY, TINY_BIASED, TINY_DECODE, FakeClock, Timed
 
 OURS = ENTRANTS[4:5]
 EAGER = dataclasses.replace(TINY, graphed=False)
+
+
+@pytest.fixture(scope="module")
+def result() -> dict[str, Any]:
+    """Run everything on the CPU."""
+    return run.measure((TINY, TINY_DECODE, TINY_BIASED), ENTRANTS, FakeClock(), BANDWIDTH, rounds=3)
 
 
 def measure(
@@ -33,7 +33,7 @@ def measure(
 
 
 def select(result: dict[str, Any], **fields: str) -> list[dict[str, Any]]:
-    return [each for each in result["records"] if all(each[name] == value for name, value in fields.items())]
+    return [each for each in result["records"] if fields.items() <= each.items()]
 
 
 def only(result: dict[str, Any], case: str, name: str, how: str = "eager") -> dict[str, Any]:
@@ -50,6 +50,8 @@ def test_ratios_tflops_and_the_fastest_variant(result: dict[str, Any]) -> None:
     assert ours["tflops"] == pytest.approx(4 * 4 * 150 * 150 * 32 / 2 / 1.6e-3 * 1e-12)
     read_once = 2 * 2 * 300 * 32 * 2 / BANDWIDTH
     assert only(result, "decode", "pasa")["to_floor"] == pytest.approx(1.6e-3 / read_once)
+    alone = only(measure(TINY_DECODE), "decode", "pasa")
+    assert (alone["to_cudnn"], alone["median_ms"]) == (None, 1.6), "no ratio without the peer"
 
 
 def test_graphs_are_compared_with_graphs(result: dict[str, Any]) -> None:
@@ -58,6 +60,10 @@ def test_graphs_are_compared_with_graphs(result: dict[str, Any]) -> None:
     assert ours["to_cudnn"] == pytest.approx(2.0 / 1.6)
     assert only(result, "tiny", "sdpa-efficient", "graph")["status"] == "not run"
     assert select(result, case="decode", how="graph") == []
+    part, decoding = result["parts"]
+    assert (part["case"], part["whole"]) == ("tiny", 0.8)
+    assert part["main loop"] == part["whole"] - part["pre-pass"]
+    assert (decoding["case"], decoding["reading"]) == ("decode", 0.5)
 
 
 def test_who_fails_the_gate_has_an_error_and_no_time(result: dict[str, Any]) -> None:
@@ -67,17 +73,18 @@ def test_who_fails_the_gate_has_an_error_and_no_time(result: dict[str, Any]) -> 
         assert "RMSE" in failed["why"]
         assert not {"median_ms", "tflops", "to_cudnn", "host_us"} & set(failed)
     assert not result["gate"]["passed"]
-    assert {each["implementation"] for each in result["gate"]["failures"]} == {"pasa-paper"}
+    assert all(each.startswith("pasa-paper on ") for each in result["gate"]["failures"])
 
 
 def test_everyone_has_a_record_and_a_reason_in_one_line(result: dict[str, Any]) -> None:
     for case in ("tiny", "decode", "tiny+constant"):
         names = [each["implementation"] for each in select(result, case=case, how="eager")]
         assert names == [each.name for each in ENTRANTS]
-    refused = only(result, "tiny", "sdpa-efficient")
-    assert (refused["status"], refused["why"]) == ("not run", "RuntimeError: No available kernel. Aborting execution.")
-    missing = only(result, "tiny", "flash-attn")
-    assert (missing["status"], missing["why"]) == ("not installed", "flash_attn is not installed")
+    text = run.EXPERIMENT.markdown(result)
+    assert "flash-attn: not installed on all cases: flash_attn is not installed" in text
+    assert "sdpa-efficient: not run on all cases: RuntimeError: No available kernel. Aborting execution." in text
+    assert "Ours FAIL the accuracy gate:" in text
+    assert "nothing was run on an NPU" in text
 
 
 @pytest.mark.parametrize("writer_first", [True, False])
@@ -105,56 +112,44 @@ def test_nobody_is_judged_on_inputs_that_another_has_written_into(writer_first: 
     assert all(each.k is not other.k for each in seen for other in seen if each is not other)
 
 
-def test_a_graph_that_replays_other_numbers_is_stopped() -> None:
-    class Forgetful(FakeClock):
-        def graph(self, call: Call) -> Call:
-            return Call(lambda: torch.zeros_like(call.run()))
-
-    result = measure(TINY, Forgetful())
-    record = only(result, "tiny", "pasa", "graph")
-    assert (record["status"], "median_ms" in record) == ("failed gate", False)
-    assert only(result, "tiny", "pasa")["status"] == "ok"
+def fail(*_: Any) -> Any:
+    raise RuntimeError("an illegal memory access was encountered")
 
 
-def test_a_capture_that_fails_is_the_reason() -> None:
-    class NoGraphs(FakeClock):
-        def graph(self, call: Call) -> Call:
-            raise RuntimeError("operation not permitted when stream is capturing")
+class NoGraphs(FakeClock):
+    graph = fail
 
-    result = measure(TINY, NoGraphs())
-    assert "in a CUDA graph: RuntimeError: operation not permitted" in only(result, "tiny", "pasa", "graph")["why"]
-    assert "while timed: RuntimeError: operation not permitted" in result["parts"][0]["why"]
+
+class Failing(FakeClock):
+    def times(self, call: Call, count: int, cold: bool) -> Any:
+        return fail() if count > PROBES else super().times(call, count, cold)
+
+
+class Forgetful(FakeClock):
+    def graph(self, call: Call) -> Call:
+        return Call(lambda: torch.zeros_like(call.run()))
+
+
+@pytest.mark.parametrize(
+    ("case", "clock", "statuses", "why"),
+    [
+        (TINY, Forgetful(), ["ok", "failed gate"], "the replay of the graph gives other numbers"),
+        (TINY, NoGraphs(), ["ok", "not run"], "in a CUDA graph: RuntimeError: an illegal memory access"),
+        (EAGER, Failing(), ["not run"], "while timed: RuntimeError: an illegal memory access"),
+    ],
+)
+def test_what_fails_has_a_reason_and_no_time(case: SpeedCase, clock: FakeClock, statuses: list[str], why: str) -> None:
+    result = measure(case, clock)
+    assert [each["status"] for each in result["records"]] == statuses
+    last = result["records"][-1]
+    assert why in last["why"]
+    assert "median_ms" not in last
     assert run.EXPERIMENT.markdown(result)
-
-
-def test_a_device_that_fails_while_timing_leaves_reasons_and_no_times() -> None:
-    class Failing(FakeClock):
-        def times(self, call: Call, count: int, cold: bool) -> list[float]:
-            if count > PROBES:
-                raise RuntimeError("an illegal memory access was encountered")
-            return super().times(call, count, cold)
-
-    result = measure(EAGER, Failing())
-    record = only(result, "tiny", "pasa")
-    assert (record["status"], "median_ms" in record) == ("not run", False)
-    assert "illegal memory access" in record["why"]
-    assert result["parts"] == []
-
-
-def test_parts_that_fail_while_timed_leave_the_records() -> None:
-    class Failing(FakeClock):
-        def graph(self, call: Call) -> Call:
-            def fail() -> torch.Tensor:
-                raise RuntimeError("misaligned address")
-
-            return Call(fail)
-
-    result = measure(EAGER, Failing())
-    assert only(result, "tiny", "pasa")["status"] == "ok"
-    (part,) = result["parts"]
-    assert part["whole"] is None
-    assert "while timed: RuntimeError: misaligned address" in part["why"]
-    assert run.EXPERIMENT.markdown(result)
+    if isinstance(clock, NoGraphs):
+        assert result["parts"][0]["whole"] is None
+        assert "while timed: RuntimeError: an illegal memory" in result["parts"][0]["why"]
+    else:
+        assert bool(result["parts"]) == (statuses[0] == "ok")
 
 
 def test_a_case_that_does_not_fit_leaves_reasons_and_the_others_run() -> None:
@@ -163,19 +158,11 @@ def test_a_case_that_does_not_fit_leaves_reasons_and_the_others_run() -> None:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4 GiB.")
 
     large = Large("large", 1, 1, 1, 8, 8, 16)
-    seen: list[tuple[int, int, str]] = []
-    clock = FakeClock()
-    result = run.measure([large, TINY_DECODE], ENTRANTS[:2], clock, BANDWIDTH, 1, lambda *what: seen.append(what))
+    result = run.measure([large, TINY_DECODE], ENTRANTS[:2], FakeClock(), BANDWIDTH, 1)
     assert {each["status"] for each in select(result, case="large")} == {"not run"}
     assert "CUDA out of memory" in only(result, "large", "sdpa-cudnn")["why"]
     assert {each["status"] for each in select(result, case="decode")} == {"ok"}
     assert run.EXPERIMENT.markdown(result)
-    assert seen == [(0, 2, "large"), (1, 2, "decode")]
-
-
-def test_no_ratio_without_the_peer() -> None:
-    record = only(measure(TINY_DECODE), "decode", "pasa")
-    assert (record["to_cudnn"], record["median_ms"]) == (None, 1.6)
 
 
 def test_warnings_of_a_refusal_are_its_reason() -> None:
@@ -190,71 +177,27 @@ def test_warnings_of_a_refusal_are_its_reason() -> None:
 
 
 def test_the_first_failure_is_raised_when_no_variant_runs() -> None:
-    def fail(text: str) -> torch.Tensor:
-        raise RuntimeError(text)
-
-    first, second = Call(lambda: fail("first")), Call(lambda: fail("second"))
-    with pytest.raises(RuntimeError, match="first"):
-        run.fastest({"a": first, "b": second}, FakeClock())
     works = Call(Timed(lambda: torch.zeros(1), 3.0))
-    assert run.fastest({"a": first, "b": works}, FakeClock()) == ("b", works)
-
-
-def test_parts_are_timed_in_graphs(result: dict[str, Any]) -> None:
-    part, decoding = result["parts"]
-    assert (part["case"], part["whole"]) == ("tiny", 0.8)
-    assert part["main loop"] == part["whole"] - part["pre-pass"]
-    assert (decoding["case"], decoding["reading"]) == ("decode", 0.5)
+    with pytest.raises(RuntimeError, match="illegal"):
+        run.fastest({"a": Call(fail), "b": Call(lambda: 1 / 0)}, FakeClock())  # type: ignore[arg-type,return-value]
+    assert run.fastest({"a": Call(fail), "b": works}, FakeClock()) == ("b", works)
 
 
 def test_the_reader_reads_everything_once() -> None:
     """Ones, of a size that no program's share divides: the sums count them."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    k, v = (torch.ones(1, 3, 1000, 7, dtype=torch.float16, device=device) for _ in range(2))
-    assert parts.reading(Inputs(k, k, v, False, True)).run().sum() == 2 * k.numel()
+    k = torch.ones(1, 3, 1000, 7, dtype=torch.float16, device=device)
+    assert run.reading(Inputs(k, k, k, False, True)).run().sum() == 2 * k.numel()
 
 
-def test_result_is_json_with_origin(result: dict[str, Any]) -> None:
-    read = json.loads(output.to_json(result))
-    assert {"schema", "note", "environment", "formula", "copy_bandwidth", "targets", "parts"} <= set(read)
-    assert {"device", "processor", "torch", "triton", "commit"} <= set(read["environment"])
-    assert len(read["records"]) == len(result["records"])
-    assert "NPU" in read["note"]
-
-
-def test_without_a_device_one_clear_line() -> None:
-    if torch.cuda.is_available():
-        pytest.skip("is about machines without a CUDA device")
-    with pytest.raises(NotImplementedError, match="needs a CUDA device"):
-        run.run_speed()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"case": ["nonsense"]}, "nonsense"),
-        ({"implementation": ["nonsense"]}, "nonsense"),
-        ({"rounds": 0}, "rounds=0"),
-        ({"case": ["svd"], "quick": True}, "quick"),
-    ],
-)
-def test_bad_arguments_are_named(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        run.run_speed(**arguments)
-
-
-def test_the_command_passes_its_options_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Every option of the command reaches the runner, with a clock in place of the device."""
+def test_options_reach_the_runner(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "CudaClock", FakeClock)
     monkeypatch.setattr(run, "copy_bandwidth", lambda clock: BANDWIDTH)
-    monkeypatch.setattr(run, "select_cases", lambda names, quick: [TINY] if names == ["a", "b"] else [])
+    monkeypatch.setattr(run, "select_cases", lambda names: [TINY] if names == ["a", "b"] else [])
     monkeypatch.setattr(run, "select_implementations", lambda names: OURS if names == ["c", "d"] else ())
-    options = ["--case", "a", "--case", "b", "--implementation", "c", "--implementation", "d", "--rounds", "2"]
-    done = CliRunner().invoke(app, ["bench", "speed", *options, "--output-dir", str(tmp_path)])
-    assert done.exit_code == 0, done.output
-    stored = json.loads((tmp_path / "speed.json").read_text())
-    assert [each["how"] for each in stored["records"]] == ["eager", "graph"]
-    assert stored["rounds"] == 2
+    result = run.run_speed(case=["a", "b"], implementation=["c", "d"], rounds=2)
+    assert [each["how"] for each in result["records"]] == ["eager", "graph"]
+    assert result["rounds"] == 2
 
 
 def test_the_real_table_runs_or_says_why_on_a_cpu() -> None:
@@ -262,9 +205,34 @@ def test_the_real_table_runs_or_says_why_on_a_cpu() -> None:
     result = measure(SpeedCase("one row", 1, 4, 2, 1, 256, 64, decode=True), implementations=IMPLEMENTATIONS)
     records = {each["implementation"]: each for each in result["records"]}
     assert list(records) == [each.name for each in IMPLEMENTATIONS]
-    for name, module in (("flash-attn", "flash_attn"), ("sageattention", "sageattention")):
-        if importlib.util.find_spec(module) is None:
-            assert records[name]["status"] == "not installed"
+    assert {records[name]["status"] for name in ("flash-attn", "sageattention")} <= {"ok", "not installed"}
     assert all(each["status"] == "ok" or each["why"] for each in records.values())
     assert {records[name]["status"] for name in (*OWN, "sdpa-flash")} == {"ok"}
-    assert [each.name for each in select_implementations(["pasa", "sdpa-flash"])] == ["pasa", "sdpa-flash"]
+
+
+def test_tables_show_ratios_and_errors_and_no_time_of_who_failed(result: dict[str, Any]) -> None:
+    table = report.ratio_table(result)
+    rows = {row[0]: dict(zip(table.header, row, strict=True)) for row in table.rows}
+    assert set(rows) == {"tiny", "tiny, graph"}
+    assert (rows["tiny"]["sdpa-cudnn ms"], rows["tiny"]["pasa"]) == ("2", "1.25")
+    assert rows["tiny"]["pasa-paper"].startswith("failed gate, ")
+    assert [row[0] for row in report.decode_table(result).rows] == ["decode"]
+    biased = report.bias_table(result).rows
+    assert [row[0] for row in biased] == ["tiny+constant: x cuDNN", "time / unbiased", "RMSE"]
+    assert biased[1][1] == "1.00"
+    table = report.every_table(result)
+    assert len(table.rows) == len(result["records"])
+    for cells in (dict(zip(table.header, row, strict=True)) for row in table.rows):
+        if cells["status"] != "ok":
+            assert {cells[name] for name in ("median ms", "p20", "p80", "TFLOPS", "x cuDNN")} == {"-"}
+    assert report.cell({"status": "failed gate", "rmse": None}, "to_cudnn") == "failed gate, NaN"
+
+
+def test_files_hold_tables_and_figure(result: dict[str, Any], tmp_path: Path) -> None:
+    paths = run.EXPERIMENT.save(result, tmp_path)
+    assert [path.name for path in paths] == ["speed.json", "speed.md", "speed_ratios.png"]
+    assert paths[2].read_bytes()[:4] == b"\x89PNG"
+    assert "| tiny | (1, 4/2, 150, 32) causal | Q, K, V from N(0, 1) |" in paths[1].read_text(encoding="utf-8")
+    untimed = result | {"records": [each for each in result["records"] if each["status"] != "ok"]}
+    assert report.draw(untimed, tmp_path) == []
+    assert run.EXPERIMENT.markdown(untimed)
