@@ -19,7 +19,6 @@ from pasa.eval.accuracy.rmse import report
 from pasa.eval.accuracy.rounding_bias import cost
 from pasa.eval.accuracy.rounding_bias import run as bias
 from pasa.eval.accuracy.rounding_bias.arithmetic import PLACES
-from pasa.eval.kit import output
 from pasa.eval.kit.device import origin
 from pasa.eval.kit.stored import ROOT, pick, stored
 from pasa.eval.kit.tables import Table, markdown, percent
@@ -146,17 +145,16 @@ def rescued(result: dict[str, Any]) -> Table:
 
 
 def diagnose() -> str:
-    """The worst heads of the built-in models, and what is said of them."""
+    """Return the worst heads of the built-in models, and the verdict on each model."""
     results = {name: stored(f"diagnose_{name}") for name in ("published", "embedded", "tiny")}
     heads = {name: diagnose_report.head_table(result, DIAGNOSIS, DIAGNOSED) for name, result in results.items()}
-    rows = [[name, *row] for name, found in heads.items() for row in found.rows]
-    note = f"{diagnose_report.meanings(DIAGNOSIS)} {output.NOTE[0].upper()}{output.NOTE[1:]}."
-    said = [
+    rows = [[name, *row] for name, table in heads.items() for row in table.rows]
+    verdicts = [
         f"`{name}`: {result['model']}. {diagnose_report.verdict(result)} {diagnose_report.cost(result)} "
-        f"{diagnose_report.origin(result)}"
+        f"{origin(result)}"
         for name, result in results.items()
     ]
-    return "\n\n".join([note, markdown(["model", *DIAGNOSIS], rows), *said])
+    return "\n\n".join([diagnose_report.meanings(DIAGNOSIS), markdown(["model", *DIAGNOSIS], rows), *verdicts])
 
 
 def transients(result: dict[str, Any]) -> Table:

@@ -169,8 +169,6 @@ def test_json_file_and_output_folder(tmp_path: Path, options: list[str], made: s
         (["diagnose", "--model", "tiny", "--prompt", "x"], "prompt='x'"),
         (["diagnose", "--frames", "2"], "frames=2"),
         (["demo", "--offset", "nan"], "offset=nan"),
-        (["demo", "--max-prompt-tokens", "0"], "max_prompt_tokens=0"),
-        (["predict", "--prompt", "hi"], "prompt='hi'"),
         (["eval", "fuzz", "--replay", "0:3", "--seed", "0"], "replay='0:3'"),
         (["diagnose", "--frames", "two"], "two"),
         (["diagnose", "--model", "tiny", "--dtype", "int8"], "'int8'"),
@@ -225,7 +223,7 @@ def test_diagnose_writes_what_it_says(passed: bool, tmp_path: Path, monkeypatch:
     done = run("diagnose", *sizes, "--json", "-", "--output-dir", str(tmp_path))
     assert done.exit_code == int(not passed)
     assert json.loads(done.stdout)["summary"]["modules_beyond"] == 4
-    assert {path.name for path in tmp_path.iterdir()} == {f"diagnose.{kind}" for kind in ("html", "json", "md", "png")}
+    assert {path.name for path in tmp_path.iterdir()} == {f"diagnose.{kind}" for kind in ("html", "json", "md", "svg")}
 
 
 def test_console_script_runs_as_a_process() -> None:

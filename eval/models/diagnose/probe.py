@@ -7,20 +7,20 @@ hooks on the patched modules tell whose they are.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import pasa
+from pasa.eval.kit.attention_calls import AttentionCalls
 from pasa.eval.models.diagnose.maps import HeadMaps, head_pictures
-from pasa.eval.models.diagnose.statistics import MODULES, head_statistics
+from pasa.eval.models.diagnose.statistics import head_statistics
 from pasa.ops.attention.spec.diagnostics import FIELDS
-from pasa.patching import Policy
 from pasa.patching.handle import PatchReport
 
+MODULES = 3  # whose worst head is drawn; heads of one module often look the same
 Record = dict[str, Any]
 
 
@@ -60,9 +60,8 @@ class Findings:
         self.heads[module] = [_joined(*pair) for pair in zip(known, new, strict=True)] if known else new
         worst = max(range(len(new)), key=lambda head: new[head]["max_score"])
         entry = int(counts[:, worst, FIELDS.index("max_score_before")].argmax())
-        self.offer(
-            module, worst, call, new[worst]["max_score"], q[entry, worst], k[entry, worst * k.shape[1] // q.shape[1]]
-        )
+        matrices = q[entry, worst], k[entry, worst * k.shape[1] // q.shape[1]]
+        self.offer(module, worst, call, new[worst]["max_score"], *matrices)
 
     def offer(self, module: str, head: int, call: int, max_score: float, q: Tensor, k: Tensor) -> None:
         """Keep pictures of a head, q (S, D) and k (Skv, D), if it is worse than those that are kept."""
@@ -74,29 +73,20 @@ class Findings:
 
     def worst(self) -> list[Record]:
         """Return the records of all heads with their ``module`` and ``head``, largest score first."""
-        entries = [
-            {"module": name, "head": index, **head}
-            for name, heads in self.heads.items()
-            for index, head in enumerate(heads)
+        heads = [
+            {"module": name, "head": head, **record}
+            for name, records in self.heads.items()
+            for head, record in enumerate(records)
         ]
-        return sorted(entries, key=lambda each: -float(each["max_score"]))
-
-    def uncalled(self) -> list[str]:
-        """Return the probed modules that never ran."""
-        return [name for name in self.report.patched if name not in self.calls]
+        return sorted(heads, key=lambda each: -float(each["max_score"]))
 
 
 def _with_counts(numbers: Record, counts: Tensor, call: int) -> Record:
     """Return the record of one head in one call; counts (B, len(FIELDS))."""
-    column = dict(zip(FIELDS, counts.unbind(-1), strict=True))
-    return {
-        **numbers,
-        "max_score": max(numbers["max_score"], float(column["max_score_before"].max())),
-        "call": call,
-        "stored": float(column["max_score_after"].max()),
-        "rescued_tiles": int(column["rescued_tiles"].sum()),
-        "tiles": int(column["tiles"].sum()),
-    }
+    largest, total = (dict(zip(FIELDS, each.tolist(), strict=True)) for each in (counts.amax(0), counts.sum(0)))
+    tiles = {name: int(total[name]) for name in ("rescued_tiles", "tiles")}
+    max_score = max(numbers["max_score"], largest["max_score_before"])
+    return {**numbers, "max_score": max_score, "call": call, "stored": largest["max_score_after"], **tiles}
 
 
 def _joined(known: Record, later: Record) -> Record:
@@ -107,80 +97,54 @@ def _joined(known: Record, later: Record) -> Record:
 
 
 @contextmanager
-def probe(
-    model_or_pipeline: Any, *, policy: Policy = "all", seen: Callable[[str, int], None] = lambda module, call: None
-) -> Iterator[Findings]:
-    """Patch a model, and fill the findings with what attention does inside the context.
-
-    After each call `seen` is called with the module's name and the number of its call; for the rest see
-    :func:`attention_calls`.
-    """
-
-    def add(module: str, q: Tensor, k: Tensor, counts: Tensor) -> None:
-        findings.add(module, q, k, counts)
-        seen(module, findings.calls[module])
-
-    with attention_calls(model_or_pipeline, add, policy=policy) as report:
+def probe(model_or_pipeline: Any) -> Iterator[Findings]:
+    """Patch a model as :func:`attention_calls` does, and fill the findings with what attention does inside."""
+    with attention_calls(model_or_pipeline, lambda *call: findings.add(*call)) as report:
         findings = Findings(report)
         yield findings
 
 
 @contextmanager
 def attention_calls(
-    model_or_pipeline: Any, on_call: Callable[[str, Tensor, Tensor, Tensor], None], *, policy: Policy = "all"
+    model_or_pipeline: Any, on_call: Callable[[str, Tensor, Tensor, Tensor], None]
 ) -> Iterator[PatchReport]:
     """Patch a model and hand all attention that runs inside the context to a function.
 
     The model computes what it computes with PASA on the reference backend, without overflow, so the numbers are those
     of healthy activations. Compiled models run eagerly meanwhile: a captured graph would not tell whose call it is.
     A patch that is in force with the very same settings ends with the context; one with others is refused, as
-    :func:`pasa.patch_pipeline` does. A policy chooses the modules. The function takes the module's name,
-    q (B, Hq, S, D), k (B, Hkv, Skv, D) and the operator's counts (B, Hq, len(FIELDS)).
+    :func:`pasa.patch_pipeline` does. The function takes the name of the innermost module, q (B, Hq, S, D),
+    k (B, Hkv, Skv, D) and the operator's counts (B, Hq, len(FIELDS)).
     """
     running: list[str] = []
-    with pasa.patch_pipeline(model_or_pipeline, policy=policy, backend="reference") as handle:
-        report, hooks = handle.report(), []
+
+    def leave(*call: Any) -> None:
+        running.pop()
+
+    def hand_on(q: Tensor, k: Tensor, counts: Tensor) -> None:
+        if running:
+            records.clear()  # a table for each batch entry and head: gigabytes, over the steps of a video
+            on_call(running[-1], q, k, counts)
+
+    with pasa.patch_pipeline(model_or_pipeline, backend="reference") as handle, ExitStack() as stack:
+        report = handle.report()
         for name in report.patched:
             module = find_module(model_or_pipeline, name)
-            hooks.append(module.register_forward_pre_hook(lambda *_, name=name: running.append(name)))
-            hooks.append(module.register_forward_hook(lambda *_: _leave(running), always_call=True))
-        try:
-            # Recording makes the operator count; the dispatch mode takes the counts from its output.
-            with (
-                torch.compiler.set_stance("force_eager"),
-                pasa.record_diagnostics() as records,
-                _Recorder(on_call, running, records),
-            ):
-                yield report
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-
-def _leave(running: list[str]) -> None:
-    running.pop()
-
-
-class _Recorder(TorchDispatchMode):
-    """Hands the queries and keys of every attention call on, under the name of the innermost module."""
-
-    def __init__(self, on_call: Callable[..., None], running: list[str], records: list[Any]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.on_call, self.running, self.records = on_call, running, records
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func is torch.ops.pasa.attention.default and self.running:
-            self.records.clear()  # a table for each batch entry and head: gigabytes, over the steps of a video
-            self.on_call(self.running[-1], args[0], args[1], result[2])
-        return result
+            enter = module.register_forward_pre_hook(lambda *_, name=name: running.append(name))
+            stack.callback(enter.remove)
+            stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        records = stack.enter_context(pasa.record_diagnostics())
+        stack.enter_context(AttentionCalls(hand_on, counts=True))
+        yield report
 
 
 def find_module(model_or_pipeline: Any, name: str) -> torch.nn.Module:
-    """Return the module that a patch report calls `name`."""
-    if isinstance(model_or_pipeline, torch.nn.Module):
-        return model_or_pipeline.get_submodule(name)
+    """Return the module that a patch report calls `name`: in a pipeline of diffusers, the component comes first."""
     if hasattr(model_or_pipeline, "components"):
-        component, _, path = name.partition(".")
-        return find_module(model_or_pipeline.components[component], path)
-    return find_module(model_or_pipeline.model, name)
+        component, _, name = name.partition(".")
+        model_or_pipeline = model_or_pipeline.components[component]
+    elif not isinstance(model_or_pipeline, torch.nn.Module):
+        model_or_pipeline = model_or_pipeline.model
+    module: torch.nn.Module = model_or_pipeline.get_submodule(name)
+    return module

@@ -20,8 +20,6 @@ FP16_MAX = FORMATS["fp16"].max
 
 ROWS = 512  # sampled queries, evenly spread; with 2 batch entries and 9,216 keys their scores are 38 MB a head
 BATCH = 2  # sampled batch entries, evenly spread: the frames of a video, or the pixels of a temporal layer
-MODULES = 3  # that a head is drawn of: the worst head of each, because heads of one module often look the same
-POINTS = 128  # rows and columns of a picture, at most
 CHANCE = 4.0  # independent vectors correlate beyond so many times 1/sqrt(D) once in 16,000 times
 
 
@@ -36,28 +34,27 @@ def head_statistics(q: Tensor, k: Tensor) -> list[dict[str, Any]]:
     are those of the functions below; None for a single key, whose weight is 1 whatever its score.
     """
     q, k = (sample(x, 0, BATCH).half().float() for x in (q, k))
-    group, rows = q.shape[1] // k.shape[1], sample(q, 2, ROWS)
-    moved = torch.cat([shifted_keys(part, pasa.PasaConfig()) for part in k.flatten(0, 1)[:, None, None]])
-    moved = moved.reshape(k.shape)
-    records, single = [], k.shape[2] == 1
+    group, rows, (seen, dim) = q.shape[1] // k.shape[1], sample(q, 2, ROWS), k.shape[2:]
+    shifted = torch.cat([shifted_keys(part, pasa.PasaConfig()) for part in k.flatten(0, 1)[:, None, None]])
+    shifted, records = shifted.reshape(k.shape), []
     for head in range(q.shape[1]):
         keys = k[:, head // group]
         scores = rows[:, head] @ keys.mT
         low, high = span(scores)
-        resonance = None if single else correlation(q[:, head].mean((0, 1)), keys.mean((0, 1)))
+        resonance = correlation(q[:, head].mean((0, 1)), keys.mean((0, 1))) if seen > 1 else None
         records.append(
             {
                 "queries": q.shape[2],
-                "keys_seen": k.shape[2],
-                "head_dim": k.shape[3],
+                "keys_seen": seen,
+                "head_dim": dim,
                 "max_score": max(-low, high),
                 "overflow_share": float((scores.abs() > FP16_MAX).float().mean()),
                 "scores": (low, high),
                 "keys": span(keys),
-                "shifted_keys": span(moved[:, head // group]),
-                "sequence_bias": None if single else sequence_bias(keys),
+                "shifted_keys": span(shifted[:, head // group]),
+                "sequence_bias": sequence_bias(keys) if seen > 1 else None,
                 "resonance": resonance,
-                "phase": phase(resonance, k.shape[3]),
+                "phase": phase(resonance, dim),
             }
         )
     return records
@@ -89,13 +86,11 @@ def sequence_bias(keys: Tensor) -> float:
 
 def correlation(first: Tensor, second: Tensor) -> float:
     """Return Pearson's correlation of two vectors (D,), about 1/sqrt(D) if independent; 0 if one is constant."""
-    a, b = first - first.mean(), second - second.mean()
-    lengths = a.norm() * b.norm()
-    return float(a @ b / lengths) if lengths > 0 else 0.0
+    return float(torch.cosine_similarity(first - first.mean(), second - second.mean(), dim=0))
 
 
-def phase(resonance: float | None, head_dim: int) -> int | None:
+def phase(resonance: float | None, dim: int) -> int | None:
     """Return 0 or 180 degrees where the resonance is beyond `CHANCE` / sqrt(D), else None."""
-    if resonance is None or abs(resonance) <= CHANCE / math.sqrt(head_dim):
+    if resonance is None or abs(resonance) <= CHANCE / math.sqrt(dim):
         return None
     return 0 if resonance > 0 else 180

@@ -20,7 +20,7 @@ PRINTED = (
 COLUMNS = {"gamma": ("gamma", ".4f"), "gain": ("d/(gamma d_h)", ".1f"), "alpha": ("alpha_min", ".4f")}
 
 
-def run_paper_tables(progress: output.Report | None = None) -> dict[str, Any]:
+def run_paper_tables(progress: output.Report = output.silent) -> dict[str, Any]:
     """Solve equations (12) and (13) for the paper's models, and name the fields whose printed digits differ."""
     models = []
     for name, hidden, head_dim, heads, *values in PRINTED:
@@ -31,14 +31,13 @@ def run_paper_tables(progress: output.Report | None = None) -> dict[str, Any]:
             "alpha": concentration.minimum_alpha(hidden, head_dim, heads, SEQ_LEN, DELTA),
         }
         printed = dict(zip(COLUMNS, values, strict=True))
-        differ = [each for each in COLUMNS if same_digits(solved[each], printed[each]) != printed[each]]
+        differ = [each for each, text in printed.items() if _rounded(solved[each], text) != text]
         shape = {"name": name, "hidden": hidden, "head_dim": head_dim, "heads": heads}
         models.append({**shape, "printed": printed, "solved": solved, "differ": differ})
-    gate = {"passed": True}
-    return {"experiment": "paper-tables", "gate": gate, "delta": DELTA, "seq_len": SEQ_LEN, "models": models}
+    return {"delta": DELTA, "seq_len": SEQ_LEN, "models": models}
 
 
-def same_digits(value: float, printed: str) -> str:
+def _rounded(value: float, printed: str) -> str:
     """Return the value with as many decimals as the printed one."""
     return f"{value:.{len(printed.partition('.')[2])}f}"
 
@@ -47,12 +46,10 @@ def paper_table(result: dict[str, Any]) -> Table:
     """Return tables 2 and 3, printed and solved."""
     rows = []
     for model in result["models"]:
-        cells = [
-            (model["printed"][name], format(model["solved"][name], digits)) for name, (_, digits) in COLUMNS.items()
-        ]
-        shape = [str(model[name]) for name in ("hidden", "head_dim", "heads")]
-        differ = ", ".join(COLUMNS[name][0] for name in model["differ"]) or "none"
-        rows.append([model["name"], *shape, *(cell for pair in cells for cell in pair), differ])
+        row = [str(model[name]) for name in ("name", "hidden", "head_dim", "heads")]
+        for name, (_, digits) in COLUMNS.items():
+            row += [model["printed"][name], format(model["solved"][name], digits)]
+        rows.append([*row, ", ".join(COLUMNS[name][0] for name in model["differ"]) or "none"])
     header = [text for title, _ in COLUMNS.values() for text in (f"{title}, printed", "solved")]
     note = (
         f"delta = {result['delta']:g}, L = {result['seq_len']}. Solved: equations (12) and (13) exactly. Differ: "

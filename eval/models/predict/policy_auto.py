@@ -9,64 +9,63 @@ import torch
 
 import pasa
 from pasa.eval.kit import output
+from pasa.eval.kit.device import origin
 from pasa.eval.kit.embedded_model import load_model, require_built_in
 from pasa.eval.kit.experiment import Experiment
+from pasa.eval.kit.gate import gate, outcome
+from pasa.eval.kit.options import stages
 from pasa.eval.kit.overflow_fixture import inject_overflow
-from pasa.eval.kit.tables import Table, percent
-from pasa.eval.models.predict.run import origin
+from pasa.eval.kit.tables import Column, Table, percent
 from pasa.eval.models.rescue.measure import generate
 from pasa.eval.models.rescue.run import build_prompt, equal_prefix
 
 OFFSETS = {3: 131072.0, 14: -80000.0, 29: 131072.0}
 """Layers whose scores are biased, of 30, by either sign."""
-
 TOKENS, NEW_TOKENS = 256, 32
+RUNS: dict[str, dict[str, Any] | None] = {
+    "FP32, its own attention": None,
+    "scores stored in FP16": {"policy": "all", "config": pasa.PasaConfig(precision="partial")},
+    'PASA, policy="all"': {"policy": "all"},
+    'PASA, policy="auto"': {"policy": "auto"},
+}
+"""The arguments of `pasa.patch_pipeline` in each run, None for the model without a patch."""
 
 
-def run_auto(progress: output.Report | None = None) -> dict[str, Any]:
+def run_auto(progress: output.Report = output.silent) -> dict[str, Any]:
     """Generate with every layer on PASA, with those that are predicted to overflow, and with none.
 
     The model is FP32 and attention alone is FP16 (emulated): where scores are stored in FP16, and on PASA. The result
     holds ``records`` (a run each: what was patched, text, tokens equal to FP32's), ``unbiased`` and ``gate``.
     """
     require_built_in(model=True, text=True)
-    report_progress = progress or (lambda done, total, label: None)
+    say = stages(progress, len(RUNS) + 1)
     base, tokenizer = load_model()
-    ids = build_prompt(tokenizer, None, TOKENS)
+    ids = build_prompt(tokenizer, most=TOKENS)
     model, info = inject_overflow(base, OFFSETS)
-    ways: dict[str, dict[str, Any] | None] = {
-        "FP32, its own attention": None,
-        "scores stored in FP16": {"policy": "all", "config": pasa.PasaConfig(precision="partial")},
-        'PASA, policy="all"': {"policy": "all"},
-        'PASA, policy="auto"': {"policy": "auto"},
-    }
     records: list[dict[str, Any]] = []
     fp32: list[int] = []
-    for index, (name, patch) in enumerate(ways.items()):
-        report_progress(index, len(ways) + 1, name)
+    for name, patch in RUNS.items():
+        say(name)
         with nullcontext() if patch is None else pasa.patch_pipeline(model, backend="reference", **patch) as handle:
-            generation = generate(model, tokenizer, ids, NEW_TOKENS)
-            patched = {"patched": [], "alarms": []} if handle is None else _patched(handle)
-        fp32 = generation.tokens if patch is None else fp32
-        equal = {"tokens_equal_to_fp32": equal_prefix(generation.tokens, fp32), "tokens": len(fp32)}
-        seen = {"nonfinite_logits": generation.nonfinite_logits, "text": generation.text}
-        records.append({"run": name, **patched, **equal, **seen})
-    report_progress(len(ways), len(ways) + 1, "without a bias")
+            run = generate(model, tokenizer, ids, NEW_TOKENS)
+            patched = _patched(handle)
+        fp32 = fp32 or run.tokens
+        equal = {"tokens_equal_to_fp32": equal_prefix(run.tokens, fp32), "tokens": len(fp32)}
+        records.append({"run": name, **patched, **equal, "nonfinite_logits": run.nonfinite_logits, "text": run.text})
+    say("without a bias")
     unbiased = compare_unbiased(base, ids)
     return {
-        "experiment": "auto",
         "gate": judge(records, unbiased),
         "fixture": info.as_dict(),
         "unbiased": unbiased,
         "prompt": {"tokens": ids.shape[1], "new_tokens": NEW_TOKENS},
-        "environment": output.environment(),
         "records": records,
     }
 
 
-def _patched(handle: pasa.PatchHandle) -> dict[str, Any]:
-    report = handle.report()
-    return {"patched": list(report.patched), "alarms": [list(alarm) for alarm in report.alarms]}
+def _patched(handle: pasa.PatchHandle | None) -> dict[str, Any]:
+    report = None if handle is None else handle.report()
+    return {"patched": list(report.patched), "alarms": list(report.alarms)} if report else {"patched": [], "alarms": []}
 
 
 @torch.no_grad()
@@ -88,20 +87,17 @@ def judge(records: list[dict[str, Any]], unbiased: dict[str, Any]) -> dict[str, 
         "no_alarm": not auto["alarms"] and not unbiased["alarms"],
         "unbiased_is_untouched": unbiased["bit_identical"] and not unbiased["patched"],
     }
-    return {"passed": all(checks.values()), "checks": checks}
+    return gate(checks)
 
 
 def auto_table(result: dict[str, Any]) -> Table:
     """Return what each policy patched, and what came of it."""
-    rows = [
-        [
-            each["run"],
-            str(len(each["patched"])),
-            percent(each["nonfinite_logits"]),
-            f"{each['tokens_equal_to_fp32']} of {each['tokens']}",
-        ]
-        for each in result["records"]
-    ]
+    columns: dict[str, Column] = {
+        "run": "run",
+        "layers patched": lambda run: str(len(run["patched"])),
+        "logits not finite": lambda run: percent(run["nonfinite_logits"]),
+        "tokens equal to FP32": lambda run: f"{run['tokens_equal_to_fp32']} of {run['tokens']}",
+    }
     biased = [str(layer) for layer, offset in enumerate(result["fixture"]["offset"]) if offset]
     unbiased = result["unbiased"]
     note = (
@@ -109,19 +105,13 @@ def auto_table(result: dict[str, Any]) -> Table:
         f"{result['prompt']['tokens']} tokens. Without the bias policy auto patches {len(unbiased['patched'])} layers, "
         f"and logits are {'' if unbiased['bit_identical'] else 'NOT '}bit-identical."
     )
-    return Table('policy="auto"', ["run", "layers patched", "logits not finite", "tokens equal to FP32"], rows, note)
-
-
-def verdict(result: dict[str, Any]) -> str:
-    """Return whether all checks hold."""
-    gate = result["gate"]
-    return "All checks hold." if gate["passed"] else f"FAILED: {gate['checks']}."
+    return Table.of('policy="auto"', result["records"], columns, note)
 
 
 EXPERIMENT = Experiment(
     name="auto",
     run=run_auto,
-    report=lambda result: [auto_table(result), f"{verdict(result)} {origin(result)}"],
+    report=lambda result: [auto_table(result), f"{outcome(result)} {origin(result)}"],
     title='policy="auto"',
     needs_models=True,
 )

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 
 from pasa.eval.kit import output
+from pasa.eval.kit.device import origin
 from pasa.eval.kit.experiment import Experiment
 from pasa.eval.kit.memory import peak_bytes
-from pasa.eval.kit.tables import Table
+from pasa.eval.kit.options import stages
+from pasa.eval.kit.tables import Column, Table
 from pasa.eval.models.diagnose import subjects
 from pasa.eval.models.diagnose.subjects import EMBEDDED, TINY
-from pasa.eval.models.predict.observe import observe
-from pasa.eval.models.predict.run import calibration, origin, summarise
+from pasa.eval.models.predict.run import calibration, count_verdicts, observe, summarise
 from pasa.prediction import predict_overflow
-from pasa.prediction.table import VERDICTS
 
 Sizes = dict[str, Any]
 TOKENS = 128
@@ -38,12 +38,11 @@ BIAS = 20.0  # standard deviation of the biases of q and k: large beside what th
 Subject = tuple[Any, Callable[[], object]]  # a model, and what runs it once
 
 
-def run_soundness(progress: output.Report | None = None) -> dict[str, Any]:
+def run_soundness(progress: output.Report = output.silent) -> dict[str, Any]:
     """Predict and run each model, and time the prediction of a checkpoint of Qwen2-7B's shape.
 
     The result holds ``records`` (a model each), ``cost`` and ``gate`` (passed: no head beyond its proven bound).
     """
-    report_progress = progress or (lambda done, total, label: None)
     makers: dict[str, Callable[[], Subject]] = {
         "SmolLM2-135M": partial(built_in, EMBEDDED, 0.0),
         "SmolLM2-135M, all layers biased": partial(built_in, EMBEDDED, None),
@@ -54,19 +53,13 @@ def run_soundness(progress: output.Report | None = None) -> dict[str, Any]:
         "Llama-2-7B's shape, 2 layers": partial(shaped, "Llama", {**SLIM, **LLAMA}),
         "Llama in FP16, norm weights of 2^-24": coarse,
     }
-    records = []
-    for index, (name, make) in enumerate(makers.items()):
-        report_progress(index, len(makers) + 1, name)
+    say, records = stages(progress, len(makers) + 1), []
+    for name, make in makers.items():
+        say(name)
         records.append({"model": name, **measure(*make())})
-    report_progress(len(makers), len(makers) + 1, "a checkpoint of Qwen2-7B's shape")
-    return {
-        "experiment": "soundness",
-        "gate": {"passed": all(not each["beyond_proven"] for each in records)},
-        "cost": cost(),
-        "tokens": TOKENS,
-        "environment": output.environment(),
-        "records": records,
-    }
+    say("a checkpoint of Qwen2-7B's shape")
+    passed = all(not each["beyond_proven"] for each in records)
+    return {"gate": {"passed": passed}, "cost": cost(), "tokens": TOKENS, "records": records}
 
 
 def built_in(name: str, offset: float | None) -> Subject:
@@ -137,26 +130,23 @@ def _predict_alone(folder: str) -> dict[str, Any]:
 
 def soundness_table(result: dict[str, Any]) -> Table:
     """Return what models formed, over what was predicted."""
-    rows = [
-        [
-            each["model"],
-            str(each["heads"]),
-            ", ".join(f"{each['verdicts'][name]} {name}" for name in VERDICTS if each["verdicts"][name]),
-            f"{each['largest_score']:,.0f}",
-            *(f"{each[name]:.3g}" for name in ("largest_of_proven", "median_of_proven", "largest_of_probable")),
-            str(each["beyond_probable"]),
-            f"{each['auto_alpha']:.3g}",
-        ]
-        for each in result["records"]
-    ]
+    columns: dict[str, Column] = {
+        "model": "model",
+        "heads": "heads",
+        "modules": lambda each: count_verdicts(each["verdicts"]),
+        "largest score": ("largest_score", ",.0f"),
+        "observed / proven, largest": ("largest_of_proven", ".3g"),
+        "median": ("median_of_proven", ".3g"),
+        "observed / probable, largest": ("largest_of_probable", ".3g"),
+        "heads beyond probable": "beyond_probable",
+        "auto-alpha": ("auto_alpha", ".3g"),
+    }
     note = (
         "Largest score of each head in one run over its bounds. Above 1 a proven bound would be refuted, and a "
         "probable one by inputs that are not of uniform direction. Auto-alpha: P99.99 of observed over interaction "
         "bound. Random weights (shapes, SVD in small) test that the bounds hold, not what trained models do."
     )
-    header = ["model", "heads", "modules", "largest score", "observed / proven, largest", "median"]
-    header += ["observed / probable, largest", "heads beyond probable", "auto-alpha"]
-    return Table("Bounds and reality", header, rows, note)
+    return Table.of("Bounds and reality", result["records"], columns, note)
 
 
 def verdict(result: dict[str, Any]) -> str:

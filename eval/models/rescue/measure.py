@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,52 +26,44 @@ class Generation:
     stopped: str  # "length", "end of text" or "logits not finite" (argmax of NaN would repeat one token for ever)
     prefill_s: float
     decode_s: float  # all decode steps together
-    scores: list[dict[str, Any]] = field(default_factory=list)  # per layer of the prefill, if diagnosed
+    scores: list[dict[str, Any]]  # per layer of the prefill, if patched
 
 
 @torch.no_grad()
-def generate(model: Any, tokenizer: Any, ids: torch.Tensor, new_tokens: int, *, diagnose: bool = False) -> Generation:
+def generate(model: Any, tokenizer: Any, ids: torch.Tensor, new_tokens: int) -> Generation:
     """Run `model` on prompt `ids` (1, n), then continue greedily; one prefill serves text, perplexity and scores.
 
-    `diagnose` records the scores of every :func:`pasa.attention` call of the prefill; the model must be patched.
+    If the model is patched, `scores` are those of every :func:`pasa.attention` call of the prefill.
     """
-    started, scores = time.perf_counter(), []
-    if diagnose:
-        with pasa.record_diagnostics() as records:
-            output = model(input_ids=ids, use_cache=True)
-        scores = [_extremes(record) for record in records]
-    else:
+    started = time.perf_counter()
+    with pasa.record_diagnostics() as records:  # of no call, unless the model is patched
         output = model(input_ids=ids, use_cache=True)
-    last = output.logits[0, -1].float()
-    finite = bool(torch.isfinite(last).all())  # also waits for the device
+    output.logits[0, -1, -1].item()  # waits for the device
     prefill_s = time.perf_counter() - started
     losses, nonfinite = token_losses(output.logits[0], ids[0])
     loss = float(losses.double().mean())
+    perplexity = math.exp(loss) if math.isfinite(loss) else None
 
     started = time.perf_counter()
-    tokens, stopped = _continue(model, output.past_key_values, last, finite, new_tokens, tokenizer.eos_token_id)
-    decode_s = time.perf_counter() - started
-    perplexity = math.exp(loss) if math.isfinite(loss) else None
+    tokens, stopped = _continue(model, output, new_tokens, tokenizer.eos_token_id)
+    decode_s, scores = time.perf_counter() - started, [_extremes(record) for record in records]
     return Generation(tokens, tokenizer.decode(tokens), perplexity, nonfinite, stopped, prefill_s, decode_s, scores)
 
 
-def _continue(
-    model: Any, cache: Any, logits: torch.Tensor, finite: bool, new_tokens: int, end: int | None
-) -> tuple[list[int], str]:
+def _continue(model: Any, output: Any, new_tokens: int, end: int | None) -> tuple[list[int], str]:
     """Take the largest logit `new_tokens` times; stop early at `end` or when the logits are not finite."""
     tokens: list[int] = []
     while True:
+        logits = output.logits[0, -1].float()
         tokens.append(int(logits.argmax()))
-        if not finite:
+        if not torch.isfinite(logits).all():
             return tokens, "logits not finite"
         if tokens[-1] == end:
             return tokens, "end of text"
         if len(tokens) >= new_tokens:
             return tokens, "length"
         step = torch.tensor([[tokens[-1]]], device=logits.device)
-        output = model(input_ids=step, past_key_values=cache, use_cache=True)
-        logits, cache = output.logits[0, -1].float(), output.past_key_values
-        finite = bool(torch.isfinite(logits).all())
+        output = model(input_ids=step, past_key_values=output.past_key_values, use_cache=True)
 
 
 def token_losses(logits: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, float]:
@@ -86,10 +78,6 @@ def token_losses(logits: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor,
 
 
 def _extremes(record: Any) -> dict[str, Any]:
-    """Return the largest scores and the sums of tiles of a record, whose tensors are (B, Hq)."""
-    return {
-        "max_score_before": float(record.max_score_before.max()),
-        "max_score_after": float(record.max_score_after.max()),
-        "rescued_tiles": int(record.rescued_tiles.sum()),
-        "tiles": int(record.tiles.sum()),
-    }
+    """Return the largest scores of a layer, and its tiles."""
+    largest = {name: float(getattr(record, name).max()) for name in ("max_score_before", "max_score_after")}
+    return largest | {name: int(getattr(record, name).sum()) for name in ("rescued_tiles", "tiles")}

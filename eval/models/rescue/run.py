@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +17,7 @@ from pasa.eval.kit.experiment import Experiment
 from pasa.eval.kit.gate import gate
 from pasa.eval.kit.options import at_least, stages
 from pasa.eval.kit.overflow_fixture import check_offset, inject_overflow
-from pasa.eval.kit.tables import Table, percent
+from pasa.eval.kit.tables import Column, Table, percent
 from pasa.eval.models.rescue.measure import Generation, generate
 from pasa.ops.numerics.formats import FORMATS
 
@@ -46,7 +47,6 @@ def run_rescue(
     prompt: Annotated[str | None, "Message to answer (default: an essay, and a question about it)."] = None,
     offset: Annotated[float | None, "Constant to add to every score (131072; none with --model)."] = None,
     new_tokens: Annotated[int, "Tokens to generate."] = 64,
-    max_prompt_tokens: Annotated[int | None, f"Length to cut the built-in prompt to ({PROMPT_TOKENS})."] = None,
     progress: output.Report = output.silent,
 ) -> dict[str, Any]:
     """Rescue a language model that FP16 attention cannot run; exit 1 if PASA does not reproduce FP32.
@@ -54,20 +54,17 @@ def run_rescue(
     In the result, ``proof`` holds the numbers behind the claims, and ``layers`` the largest scores of each layer in the
     prefill, before and after the shift.
     """
-    at_least(1, new_tokens=new_tokens, max_prompt_tokens=max_prompt_tokens)
+    at_least(1, new_tokens=new_tokens)
     check_offset(offset)
     require_built_in(model=model is None, text=prompt is None)
-    say = stages(progress, 5)
-    device = pick_device()
+    say, device = stages(progress, 5), pick_device()
     say("loading the model")
     subject, tokenizer = load_model() if model is None else load_folder(model)
     subject = subject.to(device)
-    if offset is None and model is None:
-        offset = DEFAULT_OFFSET
-    ids = build_prompt(tokenizer, prompt, max_prompt_tokens).to(device)
+    ids = build_prompt(tokenizer, prompt).to(device)
     runs: dict[str, Generation] = {}
     fixture = None
-    if offset:
+    if offset := DEFAULT_OFFSET if offset is None and model is None else offset:
         say(f"FP32, before the injection, {ids.shape[1]} tokens")
         runs["fp32_base"] = generate(subject, tokenizer, ids, new_tokens)
         subject, info = inject_overflow(subject, offset)
@@ -81,7 +78,7 @@ def run_rescue(
     runs["fp16"] = generate(subject, tokenizer, ids, new_tokens)
     say("FP16, patched")
     with pasa.patch_pipeline(subject):
-        runs["fp16_pasa"] = generate(subject, tokenizer, ids, new_tokens, diagnose=True)
+        runs["fp16_pasa"] = generate(subject, tokenizer, ids, new_tokens)
     return {
         **_collect(runs),
         "fixture": fixture,
@@ -91,26 +88,23 @@ def run_rescue(
     }
 
 
-def build_prompt(tokenizer: Any, prompt: str | None = None, max_tokens: int | None = None) -> torch.Tensor:
-    """Return the ids (1, n) of a chat with one user message: `prompt`, or the essay and the question about it."""
+def build_prompt(tokenizer: Any, prompt: str | None = None, most: int | None = None) -> torch.Tensor:
+    """Return the ids (1, n) of a chat with one user message: `prompt`, or the essay and the question about it.
+
+    With the essay there are at most `most` tokens, by default `PROMPT_TOKENS`.
+    """
     if prompt is not None:
         ids = _chat_ids(tokenizer, prompt)
         if not ids.shape[1]:
             raise ValueError(f"prompt={prompt!r} has no tokens")
-        if max_tokens is not None and ids.shape[1] > max_tokens:
-            raise ValueError(f"the prompt has {ids.shape[1]} tokens, more than max_prompt_tokens={max_tokens}")
         return ids
-    frame = _chat_ids(tokenizer, f"\n\n{QUESTION}").shape[1]
-    limit = PROMPT_TOKENS if max_tokens is None else max_tokens
-    if limit <= frame:
-        raise ValueError(f"max_prompt_tokens={limit} leaves no room for text: the question alone has {frame} tokens")
-    essay = find_essays()[ESSAY].read_text(encoding="utf-8")
-    room, pieces = limit - frame, tokenizer(essay, add_special_tokens=False).input_ids
+    pieces = tokenizer(find_essays()[ESSAY].read_text(encoding="utf-8"), add_special_tokens=False).input_ids
+    room = most = PROMPT_TOKENS if most is None else most
     while True:
         ids = _chat_ids(tokenizer, f"{tokenizer.decode(pieces[:room])}\n\n{QUESTION}")
-        if ids.shape[1] <= limit:
+        if ids.shape[1] <= most:
             return ids
-        room -= ids.shape[1] - limit  # text cut inside a word can take one token more when it is tokenized again
+        room -= ids.shape[1] - most  # again, because a word that is cut can become one token more
 
 
 def _chat_ids(tokenizer: Any, message: str) -> torch.Tensor:
@@ -133,11 +127,9 @@ def load_folder(path: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Any
 
 
 def _collect(runs: dict[str, Generation]) -> dict[str, Any]:
-    """Return the result: the gate and the numbers behind the claims first, then the runs they come from."""
+    """Return the gate and the numbers behind the claims, then the runs they come from."""
     reference, failing, rescued = runs["fp32"], runs["fp16"], runs["fp16_pasa"]
-    layers, before, after = rescued.scores, "max_score_before", "max_score_after"
-    equal = equal_prefix(rescued.tokens, reference.tokens)
-    change = None
+    layers, equal, change = rescued.scores, equal_prefix(rescued.tokens, reference.tokens), None
     if rescued.perplexity is not None and reference.perplexity:
         change = 100.0 * (rescued.perplexity / reference.perplexity - 1.0)
     checks = {
@@ -147,10 +139,10 @@ def _collect(runs: dict[str, Generation]) -> dict[str, Any]:
     }
     proof = {
         "passed": all(checks.values()),
-        before: max(layer[before] for layer in layers),
-        after: max(layer[after] for layer in layers),
+        "max_score_before": max(layer["max_score_before"] for layer in layers),
+        "max_score_after": max(layer["max_score_after"] for layer in layers),
         "fp16_max": FP16_MAX,
-        "layers_that_overflow": sum(layer[before] > FP16_MAX for layer in layers),
+        "layers_that_overflow": sum(layer["max_score_before"] > FP16_MAX for layer in layers),
         "layers": len(layers),
         "tiles_in_fp32": sum(layer["rescued_tiles"] for layer in layers),
         "tiles": sum(layer["tiles"] for layer in layers),
@@ -163,14 +155,13 @@ def _collect(runs: dict[str, Generation]) -> dict[str, Any]:
         "perplexity_pasa": rescued.perplexity,
         "perplexity_change_percent": change,
     }
-    runs_without_scores = {name: {**asdict(run), "scores": None} for name, run in runs.items()}
-    return {"gate": gate(checks), "proof": proof, "runs": runs_without_scores, "layers": layers}
+    without_scores = {name: {**asdict(run), "scores": None} for name, run in runs.items()}
+    return {"gate": gate(checks), "proof": proof, "runs": without_scores, "layers": layers}
 
 
 def equal_prefix(first: list[int], second: list[int]) -> int:
     """Count the leading tokens in which two greedy continuations agree."""
-    pairs = zip(first, second, strict=False)
-    return next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
+    return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))))
 
 
 def verdict(result: dict[str, Any]) -> str:
@@ -190,19 +181,16 @@ def verdict(result: dict[str, Any]) -> str:
 
 def run_table(result: dict[str, Any]) -> Table:
     """Return a table with a row for each run: perplexity, share of logits that are not finite, seconds."""
-    rows = [
-        [
-            TITLES[name],
-            "not finite" if run["perplexity"] is None else f"{run['perplexity']:.4f}",
-            percent(run["nonfinite_logits"]),
-            f"{run['prefill_s']:.1f}",
-            f"{run['decode_s']:.1f}",
-        ]
-        for name, run in result["runs"].items()
-    ]
-    prompt = result["prompt"]
+    columns: dict[str, Column] = {
+        "run": "title",
+        "perplexity": lambda run: "not finite" if run["perplexity"] is None else f"{run['perplexity']:.4f}",
+        "logits not finite": lambda run: percent(run["nonfinite_logits"]),
+        "prefill s": ("prefill_s", ".1f"),
+        "decode s": ("decode_s", ".1f"),
+    }
+    prompt, records = result["prompt"], [{"title": TITLES[name], **run} for name, run in result["runs"].items()]
     title = f"{result['model']}: {prompt['tokens']} prompt tokens, up to {prompt['new_tokens']} new ones"
-    return Table(title, ["run", "perplexity", "logits not finite", "prefill s", "decode s"], rows)
+    return Table.of(title, records, columns)
 
 
 def text_table(result: dict[str, Any]) -> Table:

@@ -70,7 +70,7 @@ def browser(tmp_path_factory):
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory, text_diagnosis, video_diagnosis):
     folder = tmp_path_factory.mktemp("pages")
-    for name, (result, maps, *_) in {"text": text_diagnosis, "video": video_diagnosis}.items():
+    for name, (result, maps) in {"text": text_diagnosis, "video": video_diagnosis}.items():
         (folder / f"{name}.html").write_text(page.render_page(result, maps), encoding="utf-8")
     return folder
 

@@ -14,7 +14,6 @@ from pasa.eval import cli
 from pasa.eval.kit.stored import stored
 from pasa.eval.models.predict import paper, run, soundness
 from pasa.eval.models.predict import policy_auto as auto
-from pasa.eval.models.predict.observe import observe
 from pasa.prediction import predict_overflow
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 97}
@@ -44,7 +43,7 @@ def test_paper_tables_say_where_the_print_differs():
 @pytest.mark.parametrize("observed", [None, 123456.0])
 def test_a_folder_needs_no_forward_pass_and_its_table_fits_80_columns(observed, folder):
     """It came in two pieces, of which the second named no module; long names wrap now."""
-    result = run.run_predict(str(folder))
+    result = run.EXPERIMENT.measure(model=str(folder))
     assert result["calibration"] is None
     for each in result["records"]:
         each |= {"module": "unet.down_blocks.0.attentions.0.transformer_blocks.0.attn1", "observed": observed}
@@ -72,14 +71,14 @@ def test_calibration_is_over_every_call_and_gives_alpha(folder):
         for length in lengths:
             model(input_ids=ids[:, :length])
 
-    prediction, observed = predict_overflow(model), observe(model, lambda: forward(32, 1))
-    assert observed == observe(model, lambda: forward(32))
-    compared = run.calibration(prediction, observed, kappa=2.0)
+    prediction, observed = predict_overflow(model), run.observe(model, lambda: forward(32, 1))
+    assert observed == run.observe(model, lambda: forward(32))
+    compared = run.calibration(prediction, observed)
     assert (compared["heads"], compared["beyond_proven"]) == (8, 0)
     assert compared["largest_score"] == max(observed.values())
     interaction = {(row.module, row.head): row.interaction for row in prediction.rows}
     largest = max(score / interaction[where] for where, score in observed.items())
-    assert compared["auto_alpha"] == pytest.approx(2.0 * largest, rel=1e-3)
+    assert compared["auto_alpha"] == pytest.approx(largest, rel=1e-3)
 
 
 def test_the_cost_of_a_prediction_is_measured_in_a_fresh_process(monkeypatch):
@@ -127,8 +126,6 @@ def test_command_line(folder, capsys, tmp_path):
         (("--soundness", "--seq-len", "9"), "--seq-len is no option of --soundness"),
         (("--auto", "--delta", "0.1"), "--delta is no option of --auto"),
         (("--model", str(folder), "--offset", "3"), "--offset is for the built-in models"),
-        (("--model", str(folder), "--prompt", "hi"), "give --calibrate"),
-        (("--prompt", "hi"), "give --calibrate"),
         (("--model", str(folder), "--paper-tables"), "--model is no option of --paper-tables"),
     ):
         assert main(*arguments) == 2

@@ -13,12 +13,14 @@ from pasa.eval.models.rescue import run
 
 @pytest.fixture
 def embedded(monkeypatch, base, tokenizer):
+    """The built-in model on a tenth of its prompt."""
     monkeypatch.setattr(run, "load_model", lambda: (base, tokenizer))
+    monkeypatch.setattr(run, "PROMPT_TOKENS", 110)
 
 
 def test_the_rescue(embedded):
     lines = []
-    result = run.run_rescue(max_prompt_tokens=110, new_tokens=4, progress=lambda *each: lines.append(each))
+    result = run.run_rescue(new_tokens=4, progress=lambda *each: lines.append(each))
     json.dumps(result, allow_nan=False)
     proof = result["proof"]
     assert proof["layers_that_overflow"] == proof["layers"] == 30
@@ -55,16 +57,9 @@ def test_another_model_is_measured_as_it_is(tiny, tmp_path, tokenizer):
 
 @pytest.mark.parametrize("limit", [60, 97, 300, None])
 def test_the_prompt_keeps_its_limit_and_its_question(tokenizer, limit):
-    ids = run.build_prompt(tokenizer, max_tokens=limit)
+    ids = run.build_prompt(tokenizer, most=limit)
     assert (limit or 1100) - 3 <= ids.shape[1] <= (limit or 1100)
     assert run.QUESTION in tokenizer.decode(ids[0])
-
-
-def test_prompts_that_do_not_fit_are_refused(tokenizer):
-    with pytest.raises(ValueError, match="more than max_prompt_tokens=5"):
-        run.build_prompt(tokenizer, "a longer message than that", 5)
-    with pytest.raises(ValueError, match="leaves no room"):
-        run.build_prompt(tokenizer, max_tokens=10)
 
 
 @pytest.mark.parametrize(
@@ -77,10 +72,8 @@ def test_equal_prefix(first, second, equal):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"new_tokens": 0}, "new_tokens=0"),
         ({"offset": float("nan")}, "offset=nan is not in -4194304 to 4194304"),
         ({"offset": -4194305.0}, "offset=-4194305.0 is not in"),
-        ({"max_prompt_tokens": 0}, "max_prompt_tokens=0 must be at least 1"),
     ],
 )
 def test_bad_numbers_are_refused_before_a_model_is_loaded(options, message):
