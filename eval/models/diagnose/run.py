@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
 import pasa
 from pasa.eval.kit import output
-from pasa.eval.kit.device import describe, pick_device
+from pasa.eval.kit.device import describe, origin, pick_device
 from pasa.eval.kit.experiment import Experiment
 from pasa.eval.kit.gate import gate
 from pasa.eval.kit.options import stages
-from pasa.eval.models.diagnose import subjects
-from pasa.eval.models.diagnose.maps import HeadMaps, draw_map
+from pasa.eval.models.diagnose import maps, report, subjects
+from pasa.eval.models.diagnose.maps import HeadMaps
 from pasa.eval.models.diagnose.probe import Findings, probe
-from pasa.eval.models.diagnose.report import OTHERS, head_table, report
 from pasa.eval.models.diagnose.statistics import BATCH, FP16_MAX, ROWS
 from pasa.eval.models.diagnose.subjects import EMBEDDED, Subject
 from pasa.eval.models.first_nonfinite import NonFiniteWatch, models_of
 from pasa.eval.models.video.run import EMULATED, EMULATION
 
+SHOWN = 15  # heads in the table of the page; JSON has all
 Run = dict[str, Any]
 
 
@@ -46,11 +47,9 @@ def run_diagnose(
     Nothing is downloaded. With a folder, the page is written there.
     """
     video = {"image": image, "height": height, "width": width, "frames": frames, "steps": steps, "offload": offload}
-    result, maps = look(model, progress, prompt=prompt, offset=offset, dtype=dtype, **video)
+    result, heads = look(model, progress, prompt=prompt, offset=offset, dtype=dtype, **video)
     if folder is not None:
-        from pasa.eval.models.diagnose.page import render_page
-
-        output.write_text(folder / "diagnose.html", render_page(result, maps))
+        output.write_text(folder / "diagnose.html", render_page(result, heads))
     return result
 
 
@@ -88,7 +87,7 @@ def judge(runs: dict[str, Run]) -> dict[str, Any]:
 
 def collect(subject: Subject, runs: dict[str, Run], findings: Findings) -> Run:
     """Return the JSON-able result; ``records`` holds every head, the largest score first."""
-    records, report, device = findings.worst(), findings.report, pick_device()
+    records, patch, device = findings.worst(), findings.report, pick_device()
     return {
         "gate": judge(runs),
         "model": subject.name,
@@ -98,10 +97,10 @@ def collect(subject: Subject, runs: dict[str, Run], findings: Findings) -> Run:
         "summary": summarise(records),
         "runs": runs,
         "modules": {
-            "host": report.host,
+            "host": patch.host,
             "calls": findings.calls,
-            "uncalled": [name for name in report.patched if name not in findings.calls],
-            "skipped": [list(pair) for pair in report.skipped],
+            "uncalled": [name for name in patch.patched if name not in findings.calls],
+            "skipped": [list(pair) for pair in patch.skipped],
             "broken": findings.broken,
         },
         "note": EMULATION if device.type == "cuda" else f"{EMULATION}; {output.NOTE}",
@@ -125,18 +124,39 @@ def summarise(records: list[Run]) -> Run:
     }
 
 
+def render_page(result: Run, heads: Sequence[HeadMaps]) -> str:
+    """Return the HTML of a result, which asks for no script, font or file; every text in it is escaped."""
+    from jinja2 import StrictUndefined, Template
+
+    template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    options: Any = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
+    records = {(each["module"], each["head"]): each for each in result["records"]}
+    return Template(template, autoescape=True, **options).render(
+        result=result,
+        report=report,
+        map=maps.draw_map(result) if records else "",
+        table=report.head_table(result, tuple(report.COLUMNS), SHOWN),
+        heads=[(each, records[each.module, each.head]) for each in heads],
+        matrices=maps.MATRICES,
+        origin=origin(result),
+    )
+
+
 def write_map(result: Run, folder: Path) -> list[Path]:
     """Write the map of all heads, diagnose.svg."""
-    output.write_text(folder / "diagnose.svg", draw_map(result))
+    output.write_text(folder / "diagnose.svg", maps.draw_map(result))
     return [folder / "diagnose.svg"]
 
 
 EXPERIMENT = Experiment(
     name="diagnose",
     run=run_diagnose,
-    report=report,
+    report=report.report,
     title="Where attention leaves FP16",
     figures=write_map,
     needs_models=True,
-    appendix=lambda result: [head_table(result, OTHERS), "![Largest score of every head over 65504](diagnose.svg)"],
+    appendix=lambda result: [
+        report.head_table(result, report.OTHERS),
+        "![Largest score of every head over 65504](diagnose.svg)",
+    ],
 )

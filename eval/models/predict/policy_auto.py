@@ -16,8 +16,7 @@ from pasa.eval.kit.gate import gate, outcome
 from pasa.eval.kit.options import stages
 from pasa.eval.kit.overflow_fixture import inject_overflow
 from pasa.eval.kit.tables import Column, Table, percent
-from pasa.eval.models.rescue.measure import generate
-from pasa.eval.models.rescue.run import build_prompt, equal_prefix
+from pasa.eval.models.rescue.run import build_prompt, equal_prefix, generate
 
 OFFSETS = {3: 131072.0, 14: -80000.0, 29: 131072.0}
 """Layers whose scores are biased, of 30, by either sign."""
@@ -49,9 +48,10 @@ def run_auto(progress: output.Report = output.silent) -> dict[str, Any]:
         with nullcontext() if patch is None else pasa.patch_pipeline(model, backend="reference", **patch) as handle:
             run = generate(model, tokenizer, ids, NEW_TOKENS)
             patched = _patched(handle)
-        fp32 = fp32 or run.tokens
-        equal = {"tokens_equal_to_fp32": equal_prefix(run.tokens, fp32), "tokens": len(fp32)}
-        records.append({"run": name, **patched, **equal, "nonfinite_logits": run.nonfinite_logits, "text": run.text})
+        fp32 = fp32 or run["tokens"]
+        equal = {"tokens_equal_to_fp32": equal_prefix(run["tokens"], fp32), "tokens": len(fp32)}
+        seen = {key: run[key] for key in ("nonfinite_logits", "text")}
+        records.append({"run": name, **patched, **equal, **seen})
     say("without a bias")
     unbiased = compare_unbiased(base, ids)
     return {

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import math
+import time
 from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,7 +19,6 @@ from pasa.eval.kit.gate import gate
 from pasa.eval.kit.options import at_least, stages
 from pasa.eval.kit.overflow_fixture import check_offset, inject_overflow
 from pasa.eval.kit.tables import Column, Table, percent
-from pasa.eval.models.rescue.measure import Generation, generate
 from pasa.ops.numerics.formats import FORMATS
 
 FROM_ANYBODY: dict[str, Any] = {"use_safetensors": True, "trust_remote_code": False, "local_files_only": True}
@@ -40,6 +40,11 @@ TITLES = {
     "fp16": "FP16, the model's own attention",
     "fp16_pasa": "FP16, PASA (emulated)",
 }
+SCORES = {"max_score_before": torch.max, "max_score_after": torch.max, "rescued_tiles": torch.sum, "tiles": torch.sum}
+"""What is kept of the diagnostics of a layer, whose tensors are (B, Hq)."""
+ROWS_PER_CHUNK = 128
+"""Rows of logits widened to FP32 at a time: 128 x 49,152 x 4 bytes = 25 MB beside the 100-200 MB they come from."""
+Run = dict[str, Any]
 
 
 def run_rescue(
@@ -48,7 +53,7 @@ def run_rescue(
     offset: Annotated[float | None, "Constant to add to every score (131072; none with --model)."] = None,
     new_tokens: Annotated[int, "Tokens to generate."] = 64,
     progress: output.Report = output.silent,
-) -> dict[str, Any]:
+) -> Run:
     """Rescue a language model that FP16 attention cannot run; exit 1 if PASA does not reproduce FP32.
 
     In the result, ``proof`` holds the numbers behind the claims, and ``layers`` the largest scores of each layer in the
@@ -62,7 +67,7 @@ def run_rescue(
     subject, tokenizer = load_model() if model is None else load_folder(model)
     subject = subject.to(device)
     ids = build_prompt(tokenizer, prompt).to(device)
-    runs: dict[str, Generation] = {}
+    runs: dict[str, Run] = {}
     fixture = None
     if offset := DEFAULT_OFFSET if offset is None and model is None else offset:
         say(f"FP32, before the injection, {ids.shape[1]} tokens")
@@ -126,15 +131,73 @@ def load_folder(path: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Any
     return model, AutoTokenizer.from_pretrained(path, trust_remote_code=False)
 
 
-def _collect(runs: dict[str, Generation]) -> dict[str, Any]:
+@torch.no_grad()
+def generate(model: Any, tokenizer: Any, ids: torch.Tensor, new_tokens: int) -> Run:
+    """Run a model on a prompt (1, n), then continue greedily; one prefill serves text, perplexity and scores.
+
+    The result holds the new ``tokens`` and their ``text``; the ``perplexity`` of the prompt, None if it is not finite;
+    the share of ``nonfinite_logits`` in the prefill; why it ``stopped``: "length", "end of text" or "logits not finite"
+    (argmax of NaN would repeat one token for ever); the seconds of prefill and decoding; and, if the model is patched,
+    the ``scores`` of each layer in the prefill.
+    """
+    started = time.perf_counter()
+    with pasa.record_diagnostics() as records:
+        output = model(input_ids=ids, use_cache=True)
+    output.logits[0, -1, -1].item()  # waits for the device
+    prefill_s = time.perf_counter() - started
+    losses, nonfinite = token_losses(output.logits[0], ids[0])
+    loss = float(losses.double().mean())
+    started = time.perf_counter()
+    tokens, stopped = _continue(model, output, new_tokens, tokenizer.eos_token_id)
+    return {
+        "tokens": tokens,
+        "text": tokenizer.decode(tokens),
+        "perplexity": math.exp(loss) if math.isfinite(loss) else None,
+        "nonfinite_logits": nonfinite,
+        "stopped": stopped,
+        "prefill_s": prefill_s,
+        "decode_s": time.perf_counter() - started,
+        "scores": [{name: float(reduce(getattr(each, name))) for name, reduce in SCORES.items()} for each in records],
+    }
+
+
+def _continue(model: Any, output: Any, new_tokens: int, end: int | None) -> tuple[list[int], str]:
+    """Take the largest logit `new_tokens` times; stop early at `end` or when the logits are not finite."""
+    tokens: list[int] = []
+    while True:
+        logits = output.logits[0, -1].float()
+        tokens.append(int(logits.argmax()))
+        if not torch.isfinite(logits).all():
+            return tokens, "logits not finite"
+        if tokens[-1] == end:
+            return tokens, "end of text"
+        if len(tokens) >= new_tokens:
+            return tokens, "length"
+        step = torch.tensor([[tokens[-1]]], device=logits.device)
+        output = model(input_ids=step, past_key_values=output.past_key_values, use_cache=True)
+
+
+def token_losses(logits: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """Return the cross-entropy of each of ids[1:] (FP32, nats) and the share of non-finite logits (n, vocabulary)."""
+    losses, nonfinite = [], 0
+    for start in range(0, len(ids), ROWS_PER_CHUNK):
+        rows = logits[start : start + ROWS_PER_CHUNK].float()
+        nonfinite += int((~torch.isfinite(rows)).sum())
+        targets = ids[start + 1 : start + 1 + ROWS_PER_CHUNK]
+        losses.append(torch.nn.functional.cross_entropy(rows[: len(targets)], targets, reduction="none"))
+    return torch.cat(losses), nonfinite / logits.numel()
+
+
+def _collect(runs: dict[str, Run]) -> Run:
     """Return the gate and the numbers behind the claims, then the runs they come from."""
     reference, failing, rescued = runs["fp32"], runs["fp16"], runs["fp16_pasa"]
-    layers, equal, change = rescued.scores, equal_prefix(rescued.tokens, reference.tokens), None
-    if rescued.perplexity is not None and reference.perplexity:
-        change = 100.0 * (rescued.perplexity / reference.perplexity - 1.0)
+    layers = [run.pop("scores") for run in runs.values()][-1]
+    equal, change = equal_prefix(rescued["tokens"], reference["tokens"]), None
+    if rescued["perplexity"] is not None and reference["perplexity"]:
+        change = 100.0 * (rescued["perplexity"] / reference["perplexity"] - 1.0)
     checks = {
-        "pasa_finite": not rescued.nonfinite_logits,
-        "tokens_as_fp32": equal == len(reference.tokens),
+        "pasa_finite": not rescued["nonfinite_logits"],
+        "tokens_as_fp32": equal == len(reference["tokens"]),
         "perplexity_near_fp32": change is not None and abs(change) <= PERPLEXITY_PERCENT,
     }
     proof = {
@@ -144,19 +207,18 @@ def _collect(runs: dict[str, Generation]) -> dict[str, Any]:
         "fp16_max": FP16_MAX,
         "layers_that_overflow": sum(layer["max_score_before"] > FP16_MAX for layer in layers),
         "layers": len(layers),
-        "tiles_in_fp32": sum(layer["rescued_tiles"] for layer in layers),
-        "tiles": sum(layer["tiles"] for layer in layers),
-        "fp16_nonfinite_logits": failing.nonfinite_logits,
-        "pasa_nonfinite_logits": rescued.nonfinite_logits,
+        "tiles_in_fp32": int(sum(layer["rescued_tiles"] for layer in layers)),
+        "tiles": int(sum(layer["tiles"] for layer in layers)),
+        "fp16_nonfinite_logits": failing["nonfinite_logits"],
+        "pasa_nonfinite_logits": rescued["nonfinite_logits"],
         "tokens_equal_to_fp32": equal,
-        "tokens_fp32": len(reference.tokens),
-        "perplexity_fp32": reference.perplexity,
-        "perplexity_fp16": failing.perplexity,
-        "perplexity_pasa": rescued.perplexity,
+        "tokens_fp32": len(reference["tokens"]),
+        "perplexity_fp32": reference["perplexity"],
+        "perplexity_fp16": failing["perplexity"],
+        "perplexity_pasa": rescued["perplexity"],
         "perplexity_change_percent": change,
     }
-    without_scores = {name: {**asdict(run), "scores": None} for name, run in runs.items()}
-    return {"gate": gate(checks), "proof": proof, "runs": without_scores, "layers": layers}
+    return {"gate": gate(checks), "proof": proof, "runs": runs, "layers": layers}
 
 
 def equal_prefix(first: list[int], second: list[int]) -> int:
@@ -164,7 +226,7 @@ def equal_prefix(first: list[int], second: list[int]) -> int:
     return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))))
 
 
-def verdict(result: dict[str, Any]) -> str:
+def verdict(result: Run) -> str:
     """Return the outcome in a few sentences with the measured numbers."""
     proof = result["proof"]
     change = proof["perplexity_change_percent"]
@@ -179,7 +241,7 @@ def verdict(result: dict[str, Any]) -> str:
     )
 
 
-def run_table(result: dict[str, Any]) -> Table:
+def run_table(result: Run) -> Table:
     """Return a table with a row for each run: perplexity, share of logits that are not finite, seconds."""
     columns: dict[str, Column] = {
         "run": "title",
@@ -193,7 +255,7 @@ def run_table(result: dict[str, Any]) -> Table:
     return Table.of(title, records, columns)
 
 
-def text_table(result: dict[str, Any]) -> Table:
+def text_table(result: Run) -> Table:
     """Return a table of the text that each run generated."""
     rows = [[TITLES[name], " ".join(run["text"].split()), run["stopped"]] for name, run in result["runs"].items()]
     return Table("Continuations", ["run", "text", "stopped by"], rows, wraps="text")

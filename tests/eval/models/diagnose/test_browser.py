@@ -9,7 +9,7 @@ import pytest
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 
-from pasa.eval.models.diagnose import page
+from pasa.eval.models.diagnose import run
 
 INSTALL = "install a browser and its driver (Debian: apt-get install --no-install-recommends chromium chromium-driver)"
 OPTIONS = (
@@ -71,7 +71,7 @@ def browser(tmp_path_factory):
 def pages(tmp_path_factory, text_diagnosis, video_diagnosis):
     folder = tmp_path_factory.mktemp("pages")
     for name, (result, maps) in {"text": text_diagnosis, "video": video_diagnosis}.items():
-        (folder / f"{name}.html").write_text(page.render_page(result, maps), encoding="utf-8")
+        (folder / f"{name}.html").write_text(run.render_page(result, maps), encoding="utf-8")
     return folder
 
 

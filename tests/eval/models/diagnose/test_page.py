@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from html.parser import HTMLParser
 
-from pasa.eval.models.diagnose import page, report
+from pasa.eval.models.diagnose import report, run
 
 VOID = {"meta", "link", "img", "br", "wbr", "hr"}
 
@@ -35,7 +35,7 @@ def parsed(text):
 
 def test_the_page_is_well_formed_has_its_parts_and_asks_for_nothing(text_diagnosis):
     """No script; no address but data; and a policy that would forbid others. Pictures bring their bytes."""
-    made = page.render_page(*text_diagnosis)
+    made = run.render_page(*text_diagnosis)
     tags = parsed(made)
     kinds = [tag for tag, _ in tags]
     assert kinds.count("h1") == kinds.count("table") == kinds.count("svg") == 1
@@ -64,7 +64,7 @@ def test_names_of_models_are_text(text_diagnosis):
     evil = "<script>alert(1)</script>\"'&.x"
     modules = {**result["modules"], "skipped": [[evil, evil]], "calls": {evil: 1} | result["modules"]["calls"]}
     records = [*result["records"], result["records"][-1] | {"module": evil}]
-    text = page.render_page(result | {"model": evil, "modules": modules, "records": records}, maps)
+    text = run.render_page(result | {"model": evil, "modules": modules, "records": records}, maps)
     assert "<script" not in text
     assert text.count("&lt;script&gt;") >= 5, "title, heading, map, table, list"
     parsed(text)

@@ -10,13 +10,12 @@ import pytest
 from rich.console import Console
 
 from pasa.eval.kit import output
-from pasa.eval.models.diagnose import page, report
-from pasa.eval.models.diagnose.run import EXPERIMENT
+from pasa.eval.models.diagnose import report, run
 
 
 def shown(result, width=80):
     console = Console(file=io.StringIO(), width=width)
-    EXPERIMENT.show(result, console)
+    run.EXPERIMENT.show(result, console)
     return console.file.getvalue()
 
 
@@ -36,7 +35,7 @@ def test_a_model_without_attention_has_no_worst_head(text_diagnosis):
     result = copy.deepcopy(text_diagnosis[0])
     result["records"], result["summary"]["worst"] = [], None
     assert report.verdict(result) == "No attention was seen."
-    assert "No attention was seen." in page.render_page(result, [])
+    assert "No attention was seen." in run.render_page(result, [])
 
 
 def test_verdicts(text_diagnosis):

@@ -12,8 +12,8 @@ from rich.console import Console
 
 from pasa.eval import cli
 from pasa.eval.kit.stored import stored
-from pasa.eval.models.predict import paper, run, soundness
 from pasa.eval.models.predict import policy_auto as auto
+from pasa.eval.models.predict import run, soundness
 from pasa.prediction import predict_overflow
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 97}
@@ -28,7 +28,7 @@ def folder(tmp_path):
 
 
 def test_paper_tables_say_where_the_print_differs():
-    result = paper.run_paper_tables()
+    result = run.run_paper_tables()
     differ = {model["name"]: model["differ"] for model in result["models"]}
     assert differ == {
         "GPT-2 XL": ["gamma", "alpha"],  # 2.9853 and 0.0735: printed 2.98 and 0.074
@@ -36,7 +36,7 @@ def test_paper_tables_say_where_the_print_differs():
         "Llama-2-13B": ["gamma"],  # 2.270: printed 2.28
         "Llama-2-70B": ["gamma"],  # 2.302: printed 2.32
     }
-    cells = paper.paper_table(result).rows[0][4:]
+    cells = run.paper_table(result).rows[0][4:]
     assert cells == ["2.98", "2.9853", "8", "8.4", "0.074", "0.0735", "gamma, alpha_min"]
 
 
