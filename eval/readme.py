@@ -26,7 +26,6 @@ from pasa.eval.models.diagnose import report as diagnose_report
 from pasa.eval.models.longbench import report as longbench
 from pasa.eval.models.longbench import throughput
 from pasa.eval.models.perplexity import run as perplexity
-from pasa.eval.models.predict import policy_auto as auto
 from pasa.eval.models.predict import run as predict
 from pasa.eval.models.predict import soundness
 from pasa.eval.models.rescue import run as rescue
@@ -197,7 +196,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "step": block("step", step.table),
     "diagnose": diagnose,
     "soundness": lambda: soundness.EXPERIMENT.markdown(stored("soundness")),
-    "auto": lambda: auto.EXPERIMENT.markdown(stored("auto")),
+    "auto": lambda: soundness.AUTO.markdown(stored("auto")),
     "paper_tables": lambda: predict.PAPER_TABLES.markdown(predict.run_paper_tables()),
     "fp8": lambda: f"{transients(stored('fp8')).captioned()}\n\n{fp8.verdict(stored('fp8'))}",
     "overhead": lambda: overhead.summary(stored("overhead")),

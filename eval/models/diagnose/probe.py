@@ -1,11 +1,14 @@
-"""Records every attention call of a running model, of transformers and of diffusers alike.
+"""Records every attention call of a running model, head by head: its scores, and the two causes the paper names.
 
 A patched model attends through one operator, ``torch.ops.pasa.attention``. A dispatch mode sees its queries and keys;
-hooks on the patched modules tell whose they are.
+hooks on the patched modules tell whose they are. Scores overflow where keys share a bias along the sequence, and where
+queries and keys resonate along the head dimension, in phase (large positive scores) or in opposition (large negative
+ones): arXiv:2503.01873, section 3.3.2.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -14,18 +17,21 @@ import torch
 from torch import Tensor
 
 import pasa
+from pasa.eval.accuracy.rmse.resonance import shifted_keys
 from pasa.eval.kit.attention_calls import AttentionCalls
-from pasa.eval.models.diagnose.maps import HeadMaps, head_pictures
-from pasa.eval.models.diagnose.statistics import head_statistics
+from pasa.eval.models.diagnose.maps import ROWS, HeadMaps, head_pictures, sample
+from pasa.eval.models.diagnose.report import FP16_MAX, Record
+from pasa.eval.models.first_nonfinite import models_of
 from pasa.ops.attention.spec.diagnostics import FIELDS
 from pasa.patching.handle import PatchReport
 
 MODULES = 3  # whose worst head is drawn; heads of one module often look the same
-Record = dict[str, Any]
+BATCH = 2  # sampled batch entries, evenly spread: the frames of a video, or the pixels of a temporal layer
+CHANCE = 4.0  # independent vectors correlate beyond so many times 1/sqrt(D) once in 16,000 times
 
 
 class Findings:
-    """Counts and samples of a model's attention, by module.
+    """What a model's attention did, by module.
 
     Attributes
     ----------
@@ -34,10 +40,9 @@ class Findings:
     calls, broken : dict of str to int
         Attention calls of each module, and those left out because a query or key was not finite.
     heads : dict of str to list of dict
-        For each head the numbers of `head_statistics` in the call in which its scores were largest (``max_score`` is
-        over all pairs that a mask leaves and over the sampled pairs that it hides); the number of that ``call``, from
-        1; and of all calls: ``stored``, the largest magnitude of a score as PASA stored it (infinite where one of
-        weight 0 was stored as -infinity), ``rescued_tiles``, kept in FP32, and ``tiles``.
+        The numbers of `head_statistics` of each head, of the ``call`` (from 1) in which its scores were largest, over
+        all pairs that a mask leaves too; and of all calls ``stored``, the largest score as PASA stored it (infinite if
+        one of weight 0 was), ``rescued_tiles``, kept in FP32, and ``tiles``.
     maps : list of HeadMaps
         Matrices of the worst head of the `MODULES` worst modules, worst first.
     """
@@ -110,11 +115,9 @@ def attention_calls(
 ) -> Iterator[PatchReport]:
     """Patch a model and hand all attention that runs inside the context to a function.
 
-    The model computes what it computes with PASA on the reference backend, without overflow, so the numbers are those
-    of healthy activations. Compiled models run eagerly meanwhile: a captured graph would not tell whose call it is.
-    A patch that is in force with the very same settings ends with the context; one with others is refused, as
-    :func:`pasa.patch_pipeline` does. The function takes the name of the innermost module, q (B, Hq, S, D),
-    k (B, Hkv, Skv, D) and the operator's counts (B, Hq, len(FIELDS)).
+    The model runs PASA on the reference backend, without overflow, so the numbers are those of healthy activations.
+    Compiled models run eagerly meanwhile: a captured graph would not tell whose call it is. The function takes the name
+    of the innermost module, q (B, Hq, S, D), k (B, Hkv, Skv, D) and the operator's counts (B, Hq, len(FIELDS)).
     """
     running: list[str] = []
 
@@ -127,24 +130,84 @@ def attention_calls(
             on_call(running[-1], q, k, counts)
 
     with pasa.patch_pipeline(model_or_pipeline, backend="reference") as handle, ExitStack() as stack:
-        report = handle.report()
+        report, modules = handle.report(), _modules(model_or_pipeline)
         for name in report.patched:
-            module = find_module(model_or_pipeline, name)
-            enter = module.register_forward_pre_hook(lambda *_, name=name: running.append(name))
+            enter = modules[name].register_forward_pre_hook(lambda *_, name=name: running.append(name))
             stack.callback(enter.remove)
-            stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+            stack.callback(modules[name].register_forward_hook(leave, always_call=True).remove)
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         records = stack.enter_context(pasa.record_diagnostics())
         stack.enter_context(AttentionCalls(hand_on, counts=True))
         yield report
 
 
-def find_module(model_or_pipeline: Any, name: str) -> torch.nn.Module:
-    """Return the module that a patch report calls `name`: in a pipeline of diffusers, the component comes first."""
-    if hasattr(model_or_pipeline, "components"):
-        component, _, name = name.partition(".")
-        model_or_pipeline = model_or_pipeline.components[component]
-    elif not isinstance(model_or_pipeline, torch.nn.Module):
-        model_or_pipeline = model_or_pipeline.model
-    module: torch.nn.Module = model_or_pipeline.get_submodule(name)
-    return module
+def _modules(model_or_pipeline: Any) -> dict[str, torch.nn.Module]:
+    """Return all modules by the names that patch reports use: in a pipeline, the component comes first."""
+    if not hasattr(model_or_pipeline, "components") and not isinstance(model_or_pipeline, torch.nn.Module):
+        model_or_pipeline = model_or_pipeline.model  # a pipeline of transformers
+    models = models_of(model_or_pipeline).items()
+    return {f"{part}.{path}".strip("."): module for part, model in models for path, module in model.named_modules()}
+
+
+@torch.no_grad()
+def head_statistics(q: Tensor, k: Tensor) -> list[dict[str, Any]]:
+    """Return the numbers of every query head of a call.
+
+    At most `BATCH` entries and `ROWS` queries of q (B, Hq, S, D) are sampled against all keys k (B, Hkv, Skv, D),
+    without the mask: a score that a mask hides is formed and stored nevertheless. ``max_score`` is the largest |q.k|,
+    unscaled, and ``overflow_share`` the share beyond 65504; ``scores``, ``keys`` and ``shifted_keys`` are the smallest
+    and largest q.k, K, and K' of the exact recovery in the units of K. ``sequence_bias``, ``resonance`` and ``phase``
+    are those of the functions below; None for a single key, whose weight is 1 whatever its score.
+    """
+    q, k = (sample(x, 0, BATCH).half().float() for x in (q, k))
+    group, rows, (seen, dim) = q.shape[1] // k.shape[1], sample(q, 2, ROWS), k.shape[2:]
+    shifted = torch.cat([shifted_keys(part, pasa.PasaConfig()) for part in k.flatten(0, 1)[:, None, None]])
+    shifted, records = shifted.reshape(k.shape), []
+    for head in range(q.shape[1]):
+        keys = k[:, head // group]
+        scores = rows[:, head] @ keys.mT
+        low, high = span(scores)
+        resonance = correlation(q[:, head].mean((0, 1)), keys.mean((0, 1))) if seen > 1 else None
+        records.append(
+            {
+                "queries": q.shape[2],
+                "keys_seen": seen,
+                "head_dim": dim,
+                "max_score": max(-low, high),
+                "overflow_share": float((scores.abs() > FP16_MAX).float().mean()),
+                "scores": (low, high),
+                "keys": span(keys),
+                "shifted_keys": span(shifted[:, head // group]),
+                "sequence_bias": sequence_bias(keys) if seen > 1 else None,
+                "resonance": resonance,
+                "phase": phase(resonance, dim),
+            }
+        )
+    return records
+
+
+def span(x: Tensor) -> tuple[float, float]:
+    """Return the smallest and the largest value."""
+    low, high = x.aminmax()
+    return float(low), float(high)
+
+
+def sequence_bias(keys: Tensor) -> float:
+    """Return the length of the mean key over the root mean square length of the keys (B, S, D).
+
+    This is 1 if all keys are the same, about 1/sqrt(S) for S independent keys of mean 0, and 0 for keys that are all 0.
+    """
+    mean, length = (x.square().sum(-1).mean().sqrt() for x in (keys.mean(1), keys))
+    return float(mean / length) if length > 0 else 0.0
+
+
+def correlation(first: Tensor, second: Tensor) -> float:
+    """Return Pearson's correlation of two vectors (D,), about 1/sqrt(D) if independent; 0 if one is constant."""
+    return float(torch.cosine_similarity(first - first.mean(), second - second.mean(), dim=0))
+
+
+def phase(resonance: float | None, dim: int) -> int | None:
+    """Return 0 or 180 degrees where the resonance is beyond `CHANCE` / sqrt(D), else None."""
+    if resonance is None or abs(resonance) <= CHANCE / math.sqrt(dim):
+        return None
+    return 0 if resonance > 0 else 180

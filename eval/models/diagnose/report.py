@@ -8,8 +8,9 @@ from typing import Any
 
 from pasa.eval.kit.device import origin
 from pasa.eval.kit.tables import Table, percent
-from pasa.eval.models.diagnose.statistics import FP16_MAX
+from pasa.ops.numerics.formats import FORMATS
 
+FP16_MAX = FORMATS["fp16"].max
 Record = dict[str, Any]
 SHOWN = 10  # heads in the terminal and in Markdown; JSON has all
 SHORT = ("layer", "head", "peak QKᵀ", "× 65504", "stored", "bias", "resonance")  # what 80 characters hold
@@ -40,10 +41,6 @@ def signed(value: float | None, form: str = ".3f", unit: str = "") -> str:
     return "–" if value is None else f"{value:{form}}{unit}".replace("-", "−")
 
 
-def _range(pair: Sequence[float]) -> str:
-    return " … ".join(map(number, pair))
-
-
 def _tiles_in_fp32(r: Record) -> str:
     return percent(r["rescued_tiles"] / r["tiles"]) if r["tiles"] else "–"
 
@@ -56,8 +53,8 @@ COLUMNS: dict[str, tuple[Callable[[Any], str], str]] = {
     "beyond": (lambda r: percent(r["overflow_share"]), "share of the sampled scores beyond 65504"),
     "stored": (lambda r: number(r["stored"]), "largest score as PASA stores it, in its tile's own units"),
     "in FP32": (_tiles_in_fp32, "tiles that PASA keeps in FP32"),
-    "K": (lambda r: _range(r["keys"]), "range of the keys"),
-    "K′": (lambda r: _range(r["shifted_keys"]), "range of the shifted keys, in the units of K"),
+    "K": (lambda r: " … ".join(map(number, r["keys"])), "range of the keys"),
+    "K′": (lambda r: " … ".join(map(number, r["shifted_keys"])), "range of the shifted keys, in the units of K"),
     "bias": (lambda r: signed(r["sequence_bias"]), "length of the mean key over that of the keys, 1 if all are alike"),
     "resonance": (lambda r: signed(r["resonance"]), "correlation of mean query and mean key along the head dimension"),
     "phase": (lambda r: signed(r["phase"], "d", "°"), "0° in phase, 180° in opposition, – chance"),
@@ -86,16 +83,15 @@ def verdict(result: Record) -> str:
     summary, worst = result["summary"], result["summary"]["worst"]
     if worst is None:
         return "No attention was seen."
-    heads, layers = summary["heads"], summary["modules"]
-    first = f"No score of {heads} heads in {layers} layers leaves FP16: at most"
+    first = "No score of {heads} heads in {modules} layers leaves FP16: at most"
     if summary["heads_beyond"]:
-        beyond = f"{summary['heads_beyond']} of {heads} heads, in {summary['modules_beyond']} of {layers} layers"
-        first = f"{beyond}, form scores that FP16 cannot hold: up to"
+        first = "{heads_beyond} of {heads} heads, in {modules_beyond} of {modules} layers, form scores that "
+        first += "FP16 cannot hold: up to"
     largest = number(summary["stored"])
     stored = "as infinite only those of weight 0" if largest == "infinite" else f"none larger than {largest}"
     sentences = [
-        f"{first} {number(worst['max_score'])}, {ratio(worst['max_score'])} times FP16's largest number "
-        f"({worst['module']}, head {worst['head']}).",
+        f"{first.format(**summary)} {number(worst['max_score'])}, {ratio(worst['max_score'])} times FP16's largest "
+        f"number ({worst['module']}, head {worst['head']}).",
         f"PASA stores {stored} and keeps {_tiles_in_fp32(summary)} of the tiles in FP32.",
     ]
     for name, text in BREAKS.items():
@@ -108,15 +104,13 @@ def verdict(result: Record) -> str:
 
 def how_measured(result: Record) -> list[str]:
     """Return method and limits, a paragraph each."""
-    settings = result["settings"]
-    made = "The overflow is made: biases in q and k add a constant to the scores, which softmax ignores."
+    settings, made = result["settings"], "The overflow is made: biases in q and k add a constant to the scores."
     return [
         *[made] * bool(result["fixture"]),
-        "Scores are recorded in a run with PASA, which does not overflow, so they are those of healthy activations. "
-        "The largest score is taken over all pairs that a mask leaves, of all calls.",
-        f"Ranges, shares, bias and resonance are of the call with the largest score, from at most "
-        f"{settings['rows']} queries and {settings['batch']} batch entries, evenly spread, against all keys; a pair "
-        "that a mask hides counts, since it is formed and stored nevertheless. Such samples can miss the largest pair.",
+        "Scores are those of healthy activations: they are recorded in a run with PASA, which does not overflow. The "
+        "largest score is taken over all pairs that a mask leaves, of all calls.",
+        f"Other numbers are of the call with the largest score, from at most {settings['rows']} queries and "
+        f"{settings['batch']} batch entries against all keys, hidden by a mask or not. They can miss the largest pair.",
         "A single key has no bias or resonance of its own: softmax makes its weight 1 whatever its score.",
         "The first module to break has finite inputs and an output that is not.",
         cost(result),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,9 +14,9 @@ from pasa.eval.kit.experiment import Experiment
 from pasa.eval.kit.gate import gate
 from pasa.eval.kit.options import stages
 from pasa.eval.models.diagnose import maps, report, subjects
-from pasa.eval.models.diagnose.maps import HeadMaps
-from pasa.eval.models.diagnose.probe import Findings, probe
-from pasa.eval.models.diagnose.statistics import BATCH, FP16_MAX, ROWS
+from pasa.eval.models.diagnose.maps import ROWS, HeadMaps
+from pasa.eval.models.diagnose.probe import BATCH, Findings, probe
+from pasa.eval.models.diagnose.report import FP16_MAX
 from pasa.eval.models.diagnose.subjects import EMBEDDED, Subject
 from pasa.eval.models.first_nonfinite import NonFiniteWatch, models_of
 from pasa.eval.models.video.run import EMULATED, EMULATION
@@ -27,9 +26,7 @@ Run = dict[str, Any]
 
 
 def run_diagnose(
-    model: Annotated[
-        str, 'Folder of a language model or a Stable Video Diffusion pipeline, "embedded" or "tiny".'
-    ] = EMBEDDED,
+    model: Annotated[str, 'Folder of a language model or of Stable Video Diffusion, "embedded" or "tiny".'] = EMBEDDED,
     prompt: Annotated[str | None, "Message to a language model."] = None,
     image: Annotated[str | None, "Picture that the video starts from."] = None,
     height: Annotated[int | None, "Height in pixels (128 if tiny, else 576)."] = None,
@@ -62,27 +59,27 @@ def look(model: str, progress: output.Report = output.silent, **options: Any) ->
     say("loading the model")
     subject = subjects.load(model, **options)
     say("its own attention")
-    runs = {"own": _watched(subject, nullcontext())}
+    runs = {"own": _watched(subject)}
     say("PASA, recorded")
     with probe(subject.model) as findings:
-        runs["pasa"] = _watched(subject, nullcontext())
+        runs["pasa"] = _watched(subject)
     say("FP16 scores (emulated)")
-    stored_in_fp16 = pasa.patch_pipeline(subject.model, config=EMULATED, backend="reference")
-    runs["fp16"] = _watched(subject, stored_in_fp16, stop=True)
+    with pasa.patch_pipeline(subject.model, config=EMULATED, backend="reference"):
+        runs["fp16"] = _watched(subject, stop=True)
     return collect(subject, runs, findings), findings.maps
 
 
-def _watched(subject: Subject, patch: AbstractContextManager[Any], *, stop: bool = False) -> Run:
+def _watched(subject: Subject, *, stop: bool = False) -> Run:
     started = time.perf_counter()
-    with patch, NonFiniteWatch(models_of(subject.model), stop=stop) as watch:
+    with NonFiniteWatch(models_of(subject.model), stop=stop) as watch:
         subject.run()
     return {"seconds": time.perf_counter() - started, "first_nonfinite": watch.first}
 
 
-def judge(runs: dict[str, Run]) -> dict[str, Any]:
+def judge(runs: dict[str, Run]) -> Run:
     """Return the gate: PASA breaks no model that is finite with its own attention."""
-    finite = {name: run["first_nonfinite"] is None for name, run in runs.items()}
-    return gate({"pasa_finite_where_the_model_is": finite["pasa"] or not finite["own"]})
+    own, with_pasa = (runs[name]["first_nonfinite"] for name in ("own", "pasa"))
+    return gate({"pasa_finite_where_the_model_is": with_pasa is None or own is not None})
 
 
 def collect(subject: Subject, runs: dict[str, Run], findings: Findings) -> Run:
@@ -91,13 +88,11 @@ def collect(subject: Subject, runs: dict[str, Run], findings: Findings) -> Run:
     return {
         "gate": judge(runs),
         "model": subject.name,
-        "kind": subject.kind,
         "settings": {**subject.settings, "rows": ROWS, "batch": BATCH},
         "fixture": subject.fixture,
         "summary": summarise(records),
         "runs": runs,
         "modules": {
-            "host": patch.host,
             "calls": findings.calls,
             "uncalled": [name for name in patch.patched if name not in findings.calls],
             "skipped": [list(pair) for pair in patch.skipped],
@@ -119,8 +114,7 @@ def summarise(records: list[Run]) -> Run:
         "modules_beyond": len({each["module"] for each in beyond}),
         "worst": records[0] if records else None,
         "stored": max((each["stored"] for each in records), default=None),
-        "rescued_tiles": sum(each["rescued_tiles"] for each in records),
-        "tiles": sum(each["tiles"] for each in records),
+        **{name: sum(each[name] for each in records) for name in ("rescued_tiles", "tiles")},
     }
 
 
@@ -131,7 +125,7 @@ def render_page(result: Run, heads: Sequence[HeadMaps]) -> str:
     template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     options: Any = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
     records = {(each["module"], each["head"]): each for each in result["records"]}
-    return Template(template, autoescape=True, **options).render(
+    html: str = Template(template, autoescape=True, **options).render(
         result=result,
         report=report,
         map=maps.draw_map(result) if records else "",
@@ -140,6 +134,7 @@ def render_page(result: Run, heads: Sequence[HeadMaps]) -> str:
         matrices=maps.MATRICES,
         origin=origin(result),
     )
+    return html
 
 
 def write_map(result: Run, folder: Path) -> list[Path]:

@@ -27,7 +27,6 @@ class Subject:
     """A model to patch, what runs it once (the same every time), and what was done to it to make it overflow."""
 
     name: str
-    kind: str
     model: Any
     run: Callable[[], Any]
     settings: dict[str, Any]
@@ -44,11 +43,12 @@ def load(
     """
     check_offset(offset)
     pipeline = model == TINY or (Path(model) / "model_index.json").is_file()
-    foreign = {"prompt": prompt} if pipeline else video
-    for name, value in (foreign if model in (EMBEDDED, TINY) else {**foreign, "offset": offset}).items():
+    foreign, kind = ({"prompt": prompt}, "a video pipeline") if pipeline else (video, "a language model")
+    if model not in (EMBEDDED, TINY):
+        foreign, kind = {**foreign, "offset": offset}, f"{kind} of a folder"
+    for name, value in foreign.items():
         if value not in (None, False):
-            kind = "a video pipeline" if pipeline else "a language model"
-            raise ValueError(f"{name}={value!r} does not apply: {model!r} is {kind if name in foreign else 'a folder'}")
+            raise ValueError(f"{name}={value!r} does not apply: {model!r} is {kind}")
     if pipeline:
         return _video(model, OFFSET if offset is None else offset, dtype, **video)
     return _language_model(model, prompt, DEFAULT_OFFSET if offset is None else offset, dtype)
@@ -67,17 +67,11 @@ def _language_model(model: str, prompt: str | None, offset: float, dtype_name: s
     run = torch.no_grad()(partial(network.to(device, dtype), input_ids=ids, use_cache=False))
     settings = {"tokens": ids.shape[1], "dtype": str(dtype).removeprefix("torch.")}
     name = model if model != EMBEDDED else "SmolLM2-135M-Instruct" + BIASED * bool(fixture)
-    return Subject(name, "causal language model", network, run, settings, fixture)
+    return Subject(name, network, run, settings, fixture)
 
 
 def _video(
-    model: str,
-    offset: float,
-    dtype: str | None,
-    *,
-    image: str | None = None,
-    offload: bool = False,
-    **sizes: int | None,
+    model: str, offset: float, dtype: str | None, image: str | None = None, offload: bool = False, **sizes: Any
 ) -> Subject:
     """Return one clip, as `pasa eval video` makes it."""
     sizes = dict.fromkeys(clip.SIZES) | sizes
@@ -90,4 +84,4 @@ def _video(
     shown = {name: getattr(settings, name) for name in (*clip.SIZES, "seed")}
     shown |= {"dtype": str(settings.dtype).removeprefix("torch."), "offload": offload}
     name = model if model != TINY else "Stable Video Diffusion in small, random weights" + BIASED * bool(fixture)
-    return Subject(name, "video pipeline", pipeline, partial(clip.make_frames, pipeline, settings), shown, fixture)
+    return Subject(name, pipeline, partial(clip.make_frames, pipeline, settings), shown, fixture)

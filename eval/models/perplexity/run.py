@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from itertools import chain, pairwise
 from pathlib import Path
@@ -82,8 +81,8 @@ def windows(total: int, window: int, stride: int) -> Iterator[tuple[int, int, in
 
 @torch.no_grad()
 def measure(model: Any, ids: torch.Tensor, window: int, stride: int) -> dict[str, Any]:
-    """Return the perplexity of ids (n,), their mean loss in nats, the share of non-finite logits, and seconds."""
-    started, losses, nonfinite = time.perf_counter(), [], []
+    """Return the perplexity of ids (n,), their mean loss in nats, and the share of non-finite logits."""
+    losses, nonfinite = [], []
     for begin, end, first in windows(len(ids), window, stride):
         piece = ids[begin:end].to(model.device)
         loss, share = token_losses(model(input_ids=piece[None], use_cache=False).logits[0], piece)
@@ -94,7 +93,6 @@ def measure(model: Any, ids: torch.Tensor, window: int, stride: int) -> dict[str
         "perplexity": float(mean.exp()) if mean.exp().isfinite() else None,
         "loss": float(mean) if mean.isfinite() else None,
         "nonfinite_logits": sum(nonfinite) / len(nonfinite),
-        "seconds": time.perf_counter() - started,
     }
 
 

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import time
-from collections import Counter
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,14 +30,14 @@ DELTA = 1e-6  # the paper's
 KAPPA = 1.0  # the paper's, for data like those of the calibration
 SHOWN = 20  # heads
 SEQ_LEN = 1024  # of the paper's tables
-PRINTED = (
+PRINTED: tuple[tuple[Any, ...], ...] = (
     ("GPT-2 XL", 1600, 64, 1200, "2.98", "8", "0.074"),
     ("Mistral-7B", 4096, 128, 1024, "2.26", "14", "0.035"),
     ("Llama-2-13B", 5120, 128, 1600, "2.28", "18", "0.028"),
     ("Llama-2-70B", 8192, 128, 5120, "2.32", "28", "0.018"),
 )
 """Rows as printed: model, d, d_h, N = layers x heads; gamma and improvement (table 2); alpha_min (table 3)."""
-PAPER_COLUMNS = {"gamma": ("gamma", ".4f"), "gain": ("d/(gamma d_h)", ".1f"), "alpha": ("alpha_min", ".4f")}
+PAPER_FIELDS = {"gamma": ".4f", "d/(gamma d_h)": ".1f", "alpha_min": ".4f"}
 Observed = dict[tuple[str, int | None], float]
 
 
@@ -58,15 +57,13 @@ def run_predict(
     ``records`` (a head each, worst first), ``summary``, ``calibration`` or None, and ``gate`` (passed: no head beyond
     its proven bound).
     """
-    started, subject = time.perf_counter(), None
+    subject = None
     if calibrate or model in (EMBEDDED, TINY):
         subject = subjects.load(model, offset=offset, dtype="float32")
     elif offset is not None:
         raise ValueError(f"--offset is for the built-in models, and {model!r} is a folder")
-    loaded = time.perf_counter()
     target = Path(model) if subject is None else subject.model
     prediction = predict_overflow(target, delta=delta, seq_len=seq_len, progress=progress)
-    predicted = time.perf_counter()
     observed = observe(subject.model, subject.run) if calibrate and subject is not None else {}
     compared = calibration(prediction, observed) if observed else None
     return {
@@ -74,10 +71,9 @@ def run_predict(
         "model": model if subject is None else subject.name,
         "fixture": None if subject is None else subject.fixture,
         "settings": prediction.settings,
-        "summary": summarise(prediction),
+        "summary": {"modules": summarise(prediction)},
         "calibration": compared,
         "skipped": [list(pair) for pair in prediction.skipped],
-        "seconds": {"prediction": predicted - loaded, "in all": time.perf_counter() - started},
         "records": [
             {**dataclasses.asdict(row), "observed": observed.get((row.module, row.head))} for row in prediction.rows
         ],
@@ -85,10 +81,9 @@ def run_predict(
 
 
 def observe(model_or_pipeline: Any, run: Callable[[], object]) -> Observed:
-    """Run a model once with its attention replaced by PASA on the reference backend; return its largest scores.
+    """Run a model once on PASA's reference backend; return the largest |q.k| of each (module, head) over all calls.
 
-    The keys are (module, head), the values max |q.k| over the visible pairs of all calls, unscaled. Modules that PASA
-    cannot serve are left out.
+    Scores are unscaled and of visible pairs. Modules that PASA cannot serve are left out.
     """
     largest: Observed = {}
 
@@ -101,11 +96,10 @@ def observe(model_or_pipeline: Any, run: Callable[[], object]) -> Observed:
     return largest
 
 
-def summarise(prediction: Prediction) -> dict[str, Any]:
-    """Count modules and heads by verdict; a module has that of its worst head."""
+def summarise(prediction: Prediction) -> dict[str, int]:
+    """Count modules by verdict; a module has that of its worst head."""
     worst = {row.module: row.verdict for row in reversed(prediction.rows)}  # rows are worst first
-    counts = {"modules": Counter(worst.values()), "heads": Counter(row.verdict for row in prediction.rows)}
-    return {kind: {verdict: count[verdict] for verdict in VERDICTS} for kind, count in counts.items()}
+    return {verdict: list(worst.values()).count(verdict) for verdict in VERDICTS}
 
 
 def calibration(prediction: Prediction, observed: Observed) -> dict[str, Any]:
@@ -120,6 +114,7 @@ def calibration(prediction: Prediction, observed: Observed) -> dict[str, Any]:
     ]
     proven = sorted(score / row.proven for score, row in pairs)
     probable = [score / row.probable for score, row in pairs]
+    slack = [score / row.interaction for score, row in pairs if row.interaction]
     return {
         "heads": len(pairs),
         "largest_score": max(score for score, _ in pairs),
@@ -128,9 +123,7 @@ def calibration(prediction: Prediction, observed: Observed) -> dict[str, Any]:
         "largest_of_probable": max(probable),
         "beyond_proven": sum(ratio > 1 for ratio in proven),
         "beyond_probable": sum(ratio > 1 for ratio in probable),
-        "auto_alpha": concentration.auto_alpha(
-            [score / row.interaction for score, row in pairs if row.interaction], kappa=KAPPA
-        ),
+        "auto_alpha": concentration.auto_alpha(slack, kappa=KAPPA),
         "kappa": KAPPA,
     }
 
@@ -173,34 +166,26 @@ def verdict(result: dict[str, Any]) -> str:
 def run_paper_tables(progress: output.Report = output.silent) -> dict[str, Any]:
     """Solve equations (12) and (13) for the paper's models, and name the fields whose printed digits differ."""
     models = []
-    for name, hidden, head_dim, heads, *values in PRINTED:
+    for name, hidden, head_dim, heads, *printed in PRINTED:
         gamma = concentration.typicality(head_dim, heads, SEQ_LEN, DELTA)
-        solved = {
-            "gamma": gamma,
-            "gain": concentration.concentration_gain(hidden, head_dim, gamma),
-            "alpha": concentration.minimum_alpha(hidden, head_dim, heads, SEQ_LEN, DELTA),
-        }
-        printed = dict(zip(PAPER_COLUMNS, values, strict=True))
-        differ = [each for each, text in printed.items() if _rounded(solved[each], text) != text]
+        gain = concentration.concentration_gain(hidden, head_dim, gamma)
+        solved = [gamma, gain, concentration.minimum_alpha(hidden, head_dim, heads, SEQ_LEN, DELTA)]
+        rounded = [f"{value:.{len(text.partition('.')[2])}f}" for value, text in zip(solved, printed, strict=True)]
+        differ = [field for field, *pair in zip(PAPER_FIELDS, printed, rounded, strict=True) if pair[0] != pair[1]]
         shape = {"name": name, "hidden": hidden, "head_dim": head_dim, "heads": heads}
         models.append({**shape, "printed": printed, "solved": solved, "differ": differ})
     return {"delta": DELTA, "seq_len": SEQ_LEN, "models": models}
-
-
-def _rounded(value: float, printed: str) -> str:
-    """Return the value with as many decimals as the printed one."""
-    return f"{value:.{len(printed.partition('.')[2])}f}"
 
 
 def paper_table(result: dict[str, Any]) -> Table:
     """Return tables 2 and 3, printed and solved."""
     rows = []
     for model in result["models"]:
-        row = [str(model[name]) for name in ("name", "hidden", "head_dim", "heads")]
-        for name, (_, digits) in PAPER_COLUMNS.items():
-            row += [model["printed"][name], format(model["solved"][name], digits)]
-        rows.append([*row, ", ".join(PAPER_COLUMNS[name][0] for name in model["differ"]) or "none"])
-    header = [text for title, _ in PAPER_COLUMNS.values() for text in (f"{title}, printed", "solved")]
+        solved = [format(*each) for each in zip(model["solved"], PAPER_FIELDS.values(), strict=True)]
+        shape = [str(model[name]) for name in ("name", "hidden", "head_dim", "heads")]
+        cells = chain.from_iterable(zip(model["printed"], solved, strict=True))
+        rows.append([*shape, *cells, ", ".join(model["differ"]) or "none"])
+    header = chain.from_iterable((f"{title}, printed", "solved") for title in PAPER_FIELDS)
     note = (
         f"delta = {result['delta']:g}, L = {result['seq_len']}. Solved: equations (12) and (13) exactly. Differ: "
         "fields whose solution, rounded to the printed digits, is not what is printed."

@@ -40,10 +40,6 @@ TITLES = {
     "fp16": "FP16, the model's own attention",
     "fp16_pasa": "FP16, PASA (emulated)",
 }
-SCORES = {"max_score_before": torch.max, "max_score_after": torch.max, "rescued_tiles": torch.sum, "tiles": torch.sum}
-"""What is kept of the diagnostics of a layer, whose tensors are (B, Hq)."""
-ROWS_PER_CHUNK = 128
-"""Rows of logits widened to FP32 at a time: 128 x 49,152 x 4 bytes = 25 MB beside the 100-200 MB they come from."""
 Run = dict[str, Any]
 
 
@@ -54,11 +50,7 @@ def run_rescue(
     new_tokens: Annotated[int, "Tokens to generate."] = 64,
     progress: output.Report = output.silent,
 ) -> Run:
-    """Rescue a language model that FP16 attention cannot run; exit 1 if PASA does not reproduce FP32.
-
-    In the result, ``proof`` holds the numbers behind the claims, and ``layers`` the largest scores of each layer in the
-    prefill, before and after the shift.
-    """
+    """Rescue a language model that FP16 attention cannot run; exit 1 if PASA does not reproduce FP32."""
     at_least(1, new_tokens=new_tokens)
     check_offset(offset)
     require_built_in(model=model is None, text=prompt is None)
@@ -67,8 +59,7 @@ def run_rescue(
     subject, tokenizer = load_model() if model is None else load_folder(model)
     subject = subject.to(device)
     ids = build_prompt(tokenizer, prompt).to(device)
-    runs: dict[str, Run] = {}
-    fixture = None
+    runs, fixture = {}, None
     if offset := DEFAULT_OFFSET if offset is None and model is None else offset:
         say(f"FP32, before the injection, {ids.shape[1]} tokens")
         runs["fp32_base"] = generate(subject, tokenizer, ids, new_tokens)
@@ -94,10 +85,7 @@ def run_rescue(
 
 
 def build_prompt(tokenizer: Any, prompt: str | None = None, most: int | None = None) -> torch.Tensor:
-    """Return the ids (1, n) of a chat with one user message: `prompt`, or the essay and the question about it.
-
-    With the essay there are at most `most` tokens, by default `PROMPT_TOKENS`.
-    """
+    """Return the ids (1, n) of a chat with one message: `prompt`, or `most` tokens of essay and a question about it."""
     if prompt is not None:
         ids = _chat_ids(tokenizer, prompt)
         if not ids.shape[1]:
@@ -113,7 +101,6 @@ def build_prompt(tokenizer: Any, prompt: str | None = None, most: int | None = N
 
 
 def _chat_ids(tokenizer: Any, message: str) -> torch.Tensor:
-    """Return the ids of one user message in the tokenizer's chat template, or of the message alone if it has none."""
     if getattr(tokenizer, "chat_template", None):
         chat = [{"role": "user", "content": message}]
         message = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
@@ -157,8 +144,13 @@ def generate(model: Any, tokenizer: Any, ids: torch.Tensor, new_tokens: int) -> 
         "stopped": stopped,
         "prefill_s": prefill_s,
         "decode_s": time.perf_counter() - started,
-        "scores": [{name: float(reduce(getattr(each, name))) for name, reduce in SCORES.items()} for each in records],
+        "scores": [_extremes(record) for record in records],
     }
+
+
+def _extremes(record: Any) -> Run:
+    largest = {name: float(getattr(record, name).max()) for name in ("max_score_before", "max_score_after")}
+    return largest | {name: int(getattr(record, name).sum()) for name in ("rescued_tiles", "tiles")}
 
 
 def _continue(model: Any, output: Any, new_tokens: int, end: int | None) -> tuple[list[int], str]:
@@ -179,17 +171,12 @@ def _continue(model: Any, output: Any, new_tokens: int, end: int | None) -> tupl
 
 def token_losses(logits: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, float]:
     """Return the cross-entropy of each of ids[1:] (FP32, nats) and the share of non-finite logits (n, vocabulary)."""
-    losses, nonfinite = [], 0
-    for start in range(0, len(ids), ROWS_PER_CHUNK):
-        rows = logits[start : start + ROWS_PER_CHUNK].float()
-        nonfinite += int((~torch.isfinite(rows)).sum())
-        targets = ids[start + 1 : start + 1 + ROWS_PER_CHUNK]
-        losses.append(torch.nn.functional.cross_entropy(rows[: len(targets)], targets, reduction="none"))
-    return torch.cat(losses), nonfinite / logits.numel()
+    losses = torch.nn.functional.cross_entropy(logits[:-1].float(), ids[1:], reduction="none")
+    return losses, int((~torch.isfinite(logits)).sum()) / logits.numel()
 
 
 def _collect(runs: dict[str, Run]) -> Run:
-    """Return the gate and the numbers behind the claims, then the runs they come from."""
+    """Return the gate and the ``proof``, the numbers behind the claims, then the runs they come from."""
     reference, failing, rescued = runs["fp32"], runs["fp16"], runs["fp16_pasa"]
     layers = [run.pop("scores") for run in runs.values()][-1]
     equal, change = equal_prefix(rescued["tokens"], reference["tokens"]), None
@@ -202,13 +189,12 @@ def _collect(runs: dict[str, Run]) -> Run:
     }
     proof = {
         "passed": all(checks.values()),
-        "max_score_before": max(layer["max_score_before"] for layer in layers),
-        "max_score_after": max(layer["max_score_after"] for layer in layers),
+        **{name: max(layer[name] for layer in layers) for name in ("max_score_before", "max_score_after")},
         "fp16_max": FP16_MAX,
         "layers_that_overflow": sum(layer["max_score_before"] > FP16_MAX for layer in layers),
         "layers": len(layers),
-        "tiles_in_fp32": int(sum(layer["rescued_tiles"] for layer in layers)),
-        "tiles": int(sum(layer["tiles"] for layer in layers)),
+        "tiles_in_fp32": sum(layer["rescued_tiles"] for layer in layers),
+        "tiles": sum(layer["tiles"] for layer in layers),
         "fp16_nonfinite_logits": failing["nonfinite_logits"],
         "pasa_nonfinite_logits": rescued["nonfinite_logits"],
         "tokens_equal_to_fp32": equal,
@@ -228,8 +214,7 @@ def equal_prefix(first: list[int], second: list[int]) -> int:
 
 def verdict(result: Run) -> str:
     """Return the outcome in a few sentences with the measured numbers."""
-    proof = result["proof"]
-    change = proof["perplexity_change_percent"]
+    proof, change = result["proof"], result["proof"]["perplexity_change_percent"]
     moved = "perplexity not finite" if change is None else f"perplexity {change:+.4f} % from FP32's"
     return (
         f"Scores reach {proof['max_score_before']:,.0f} ({proof['layers_that_overflow']} of {proof['layers']} layers "

@@ -7,7 +7,7 @@ import torch
 import transformers as hf
 
 import pasa
-from pasa.eval.models.diagnose.probe import find_module, probe
+from pasa.eval.models.diagnose.probe import probe
 from pasa.eval.models.video.overflow import bias_scores, spatial_attention
 from pasa.eval.models.video.tiny import sample_image, tiny_pipeline
 
@@ -89,15 +89,6 @@ def test_all_is_undone_after_an_exception(language_model):
         raise KeyError("inside")
     assert language_model.config._attn_implementation == "sdpa"
     assert not any(module._forward_pre_hooks for module in language_model.modules())
-
-
-def test_modules_are_found_by_the_names_of_reports(language_model):
-    for thing in (tiny_pipeline(), language_model):
-        with pasa.patch_pipeline(thing) as handle:
-            assert all(hasattr(find_module(thing, name), "forward") for name in handle.report().patched)
-    text = hf.TextGenerationPipeline.__new__(hf.TextGenerationPipeline)
-    text.model = language_model
-    assert find_module(text, LAYERS[0]) is language_model.model.layers[0].self_attn
 
 
 def test_a_compiled_model_is_probed_layer_by_layer(language_model):

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from pasa.eval.accuracy.rmse.cases import RESONANCE_CASES
-from pasa.eval.models.diagnose import statistics
-from pasa.eval.models.diagnose.statistics import head_statistics
+from pasa.eval.models.diagnose import maps, probe
+from pasa.eval.models.diagnose.probe import head_statistics
 
 
 def randn(*shape, seed=0):
@@ -72,8 +72,8 @@ def test_grouped_heads_see_their_own_keys():
 
 def test_long_sequences_are_sampled_with_both_ends(monkeypatch):
     for size, kept in ((3, [0, 1, 2]), (4, [0, 1, 2, 3]), (10, [0, 3, 6, 9])):
-        assert statistics.sample(torch.arange(size)[None], 1, 4).tolist() == [kept]
-    monkeypatch.setattr(statistics, "ROWS", 2)
+        assert maps.sample(torch.arange(size)[None], 1, 4).tolist() == [kept]
+    monkeypatch.setattr(probe, "ROWS", 2)
     q = torch.zeros(1, 1, 9, 4)
     q[0, 0, 8] = 7.0
     assert head_statistics(q, torch.ones(1, 1, 3, 4))[0]["max_score"] == 28.0, "the last row is among them"
