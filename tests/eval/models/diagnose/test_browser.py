@@ -11,11 +11,8 @@ from selenium.webdriver.chrome.service import Service
 
 from pasa.eval.models.diagnose import run
 
-INSTALL = "install a browser and its driver (Debian: apt-get install --no-install-recommends chromium chromium-driver)"
-OPTIONS = (
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
-    *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage"),
-)
+OPTIONS = "headless no-sandbox disable-gpu disable-quic no-first-run disable-background-networking "
+OPTIONS += "disable-component-update disable-sync disable-dev-shm-usage"
 SIZES = {"phone": (390, 844), "desk": (1280, 800)}
 READABLE = 4.5
 """Contrast of text of normal size: WCAG 2.2, 1.4.3 (AA)."""
@@ -49,18 +46,16 @@ return found;
 
 def program(*names):
     """Path of a program. A machine without it fails: what is not looked at is not known to work."""
-    found = next(filter(None, map(shutil.which, names)), None)
-    if found is None:
-        pytest.fail(f"none of {', '.join(names)} is installed; {INSTALL}")
-    return found
+    path = next(filter(None, map(shutil.which, names)), None)
+    return path or pytest.fail(f"none of {names} is installed; Debian: apt-get install chromium chromium-driver")
 
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory):
     options = webdriver.ChromeOptions()
     options.binary_location = program("chromium", "chromium-browser", "google-chrome")
-    for option in (*OPTIONS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
-        options.add_argument(option)
+    for option in (*OPTIONS.split(), f"user-data-dir={tmp_path_factory.mktemp('profile')}"):
+        options.add_argument(f"--{option}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     driver = webdriver.Chrome(options=options, service=Service(program("chromedriver")))
     yield driver
@@ -115,13 +110,15 @@ def test_the_page_in_a_browser(browser, pages, name, screen, scheme):
     assert (background == "rgb(255, 255, 255)") == (scheme == "light")
 
 
-def test_wide_tables_scroll_in_a_box_of_their_own(browser, pages):
-    """The box scrolls by touch, and by keyboard, because it can have the focus."""
-    look(browser, pages / "text.html", "phone")
-    box = "document.querySelector('.scroll')"
-    assert browser.execute_script(f"return {box}.scrollWidth > {box}.clientWidth")
-    assert browser.execute_script(f"{box}.focus(); return document.activeElement === {box}")
-    assert browser.execute_script(f"return document.getElementById({box}.getAttribute('aria-labelledby')).innerText")
+def test_the_map_and_the_table_scroll_in_boxes_of_their_own(browser, pages):
+    """The boxes scroll by touch, and by keyboard, because they can have the focus."""
+    look(browser, pages / "video.html", "phone")
+    for index in range(2):
+        box = f"document.querySelectorAll('.scroll')[{index}]"
+        assert browser.execute_script(f"return {box}.scrollWidth > {box}.clientWidth")
+        assert browser.execute_script(f"{box}.focus(); return document.activeElement === {box}")
+        label = f"{box}.getAttribute('aria-labelledby')"
+        assert browser.execute_script(f"return document.getElementById({label}).innerText")
 
 
 def test_a_page_that_fails_is_noticed(browser, tmp_path):

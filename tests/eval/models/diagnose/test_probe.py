@@ -1,13 +1,19 @@
-"""Whose queries and keys these are, in models of both libraries."""
+"""Whose queries and keys these are, in models of both libraries, and their numbers against known data."""
 
 from __future__ import annotations
+
+import dataclasses
+import math
 
 import pytest
 import torch
 import transformers as hf
 
 import pasa
-from pasa.eval.models.diagnose.probe import probe
+from pasa.eval.accuracy.rmse.cases import RESONANCE_CASES
+from pasa.eval.models.diagnose import maps
+from pasa.eval.models.diagnose import probe as module
+from pasa.eval.models.diagnose.probe import head_statistics, probe
 from pasa.eval.models.video.overflow import bias_scores, spatial_attention
 from pasa.eval.models.video.tiny import sample_image, tiny_pipeline
 
@@ -16,9 +22,8 @@ LAYERS = ["model.layers.0.self_attn", "model.layers.1.self_attn"]
 
 def frames(pipeline):
     options = {"height": 32, "width": 32, "num_frames": 2, "num_inference_steps": 2, "decode_chunk_size": 2}
-    return pipeline(
-        sample_image(32, 32), generator=torch.Generator().manual_seed(0), output_type="pt", **options
-    ).frames
+    generator = torch.Generator().manual_seed(0)
+    return pipeline(sample_image(32, 32), generator=generator, output_type="pt", **options).frames
 
 
 def read(model, *lengths):
@@ -40,7 +45,6 @@ def test_a_pipeline_names_the_modules_that_overflow():
     assert len(findings.heads) == 20, "every patched module is really called"
     assert {findings.calls[name] for name in spatial} == {2}, "one call a step"
     worst = findings.worst()
-    assert len(worst) == sum(len(heads) for heads in findings.heads.values())
     assert (scores := [head["max_score"] for head in worst]) == sorted(scores, reverse=True)
     assert worst[0]["sequence_bias"] > 0.99
     assert not any(module._forward_hooks for module in pipeline.unet.modules())
@@ -117,3 +121,67 @@ def test_what_pasa_stores_is_what_its_diagnostics_say(language_model):
     heads, visible = findings.heads[LAYERS[1]], records[1].max_score_before[0].tolist()
     assert [head["stored"] for head in heads] == records[1].max_score_after[0].tolist()
     assert all(head["max_score"] >= seen for head, seen in zip(heads, visible, strict=True))
+
+
+def randn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("case", RESONANCE_CASES, ids=lambda case: case.name)
+def test_resonance_and_bias_are_seen_in_the_papers_cases(case):
+    """Figures 6, 7, 12 and 14: waves in opposition or in phase, scores beyond FP16, keys alike along the sequence."""
+    small = dataclasses.replace(case, shape=(1, 2, 256, case.shape[3]))
+    q, k, _ = small.tensors(0)
+    for head in head_statistics(q, k):
+        expected = -1 if case.phase == 180 else 1
+        assert head["resonance"] == pytest.approx(expected, abs=0.02)
+        assert head["sequence_bias"] > 0.99
+        assert head["max_score"] > 65504
+        assert head["overflow_share"] > 0.01
+        assert head["phase"] == case.phase
+        assert head["scores"][0 if case.phase == 180 else 1] == expected * head["max_score"]
+        assert max(map(abs, head["shifted_keys"])) < 0.2 * max(map(abs, head["keys"])), "the shift takes the wave away"
+
+
+def test_data_without_a_cause():
+    """1/sqrt(S) is the bias of independent keys, 1/sqrt(D) the correlation of independent vectors (4 times that)."""
+    for head in head_statistics(randn(1, 4, 400, 128), randn(1, 4, 400, 128, seed=1)):
+        assert head["sequence_bias"] == pytest.approx(1 / math.sqrt(400), rel=0.3)
+        assert abs(head["resonance"]) < 4 / math.sqrt(128)
+        assert (head["phase"], head["overflow_share"]) == (None, 0)
+
+
+def test_scores_and_ranges_by_hand():
+    """Two query heads share the keys (1, 0) and (-3, 2); the queries are (2, 1) and (0, -5)."""
+    q = torch.tensor([[[[2.0, 1.0]], [[0.0, -5.0]]]])
+    k = torch.tensor([[[[1.0, 0.0], [-3.0, 2.0]]]])
+    first, second = head_statistics(q, k)
+    assert (first["scores"], first["max_score"]) == ((-4.0, 2.0), 4.0)
+    assert (second["scores"], second["max_score"]) == ((-10.0, 0.0), 10.0)
+    assert first["keys"] == second["keys"] == (-3.0, 2.0)
+    assert first["shifted_keys"] == (-3.0, 2.0), "keys on both sides of 0 keep no anchor"
+    shared, _ = head_statistics(q, k + torch.tensor([4.0, 4.0]))
+    assert shared["shifted_keys"] == (-2.0, 2.0), "the mean is (3, 5)"
+    assert first["sequence_bias"] == pytest.approx(math.sqrt(2 / 7))
+    assert first["resonance"] == pytest.approx(-1)
+    assert second["resonance"] == pytest.approx(-1), "(0, -5) falls, (-1, 1) rises"
+
+
+def test_constant_and_zero_vectors_have_no_correlation():
+    (head,) = head_statistics(torch.ones(1, 1, 3, 8), torch.zeros(1, 1, 5, 8))
+    assert (head["resonance"], head["sequence_bias"], head["max_score"]) == (0.0, 0.0, 0.0)
+
+
+def test_long_sequences_are_sampled_with_both_ends(monkeypatch):
+    for size, kept in ((3, [0, 1, 2]), (4, [0, 1, 2, 3]), (10, [0, 3, 6, 9])):
+        assert maps.sample(torch.arange(size)[None], 1, 4).tolist() == [kept]
+    monkeypatch.setattr(module, "ROWS", 2)
+    q = torch.zeros(1, 1, 9, 4)
+    q[0, 0, 8] = 7.0
+    assert head_statistics(q, torch.ones(1, 1, 3, 4))[0]["max_score"] == 28.0, "the last row is among them"
+
+
+def test_share_of_scores_beyond_fp16():
+    """Three of 2 x 4 scores, all of the second query, are 70,000 and above."""
+    q, k = torch.tensor([[[[1.0], [1000.0]]]]), torch.tensor([[[[70.0], [80.0], [65.0], [90.0]]]])
+    assert head_statistics(q, k)[0]["overflow_share"] == 3 / 8
