@@ -1,9 +1,10 @@
-"""The words, cells and tables of a diagnosis: the terminal, Markdown and the page are made of the same."""
+"""The words, tables and drawings of a diagnosis: the terminal, Markdown and the page are made of the same."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from html import escape
 from typing import Any
 
 from pasa.eval.kit.device import origin
@@ -15,7 +16,13 @@ Record = dict[str, Any]
 SHOWN = 10  # heads in the terminal and in Markdown; JSON has all
 SHORT = ("layer", "head", "peak QKᵀ", "× 65504", "stored", "bias", "resonance")  # what 80 characters hold
 
-
+LETTER, CELL, LINE = 6.2, 26, 16  # pixels: width of a letter, width and height of a cell
+LEGEND = {"≤ 0.001": 0.001, "0.01": 0.01, "0.1": 0.1, "1": 1.0, "> 1": 1.001, "≥ 10": 10.0}
+STYLE = (
+    "svg.map{font:11px system-ui,sans-serif;color:#1b1f24}.map text{fill:currentColor}"
+    ".within{fill:#2f6fb5}.beyond{fill:#c0271d;stroke:currentColor}"
+    "@media(prefers-color-scheme:dark){svg.map{color:#e6e9ec}}"
+)
 BREAKS = {
     "own": "The model breaks by itself, first in {}.",
     "pasa": "With PASA {} is the first to break.",
@@ -62,6 +69,7 @@ COLUMNS: dict[str, tuple[Callable[[Any], str], str]] = {
     "queries × keys": (lambda r: f"{r['queries']:,} × {r['keys_seen']:,}", ""),
 }
 """How a record becomes a cell of each column, and what the column means."""
+MAP = "![Largest score of every head over 65504](diagnose.svg)"
 OTHERS = ("layer", "head", *(name for name in COLUMNS if name not in SHORT))  # in Markdown, in a second table
 
 
@@ -131,3 +139,44 @@ def report(result: Record) -> list[Table | str]:
     """Return the worst heads, the verdict, and how it was measured."""
     method = "\n".join(f"- {line}" for line in how_measured(result))
     return [head_table(result), verdict(result), method, origin(result)]
+
+
+def draw_map(result: dict[str, Any]) -> str:
+    """Return an SVG with a rectangle for each layer and head, coloured by its largest score over 65504.
+
+    The scale is logarithmic from 0.001 to 10, and saturated outside. It is blue up to 1, where FP16 ends, and red and
+    outlined beyond. Layers are in the order of their first call.
+    """
+    lines = {layer: LINE * (row + 3) for row, layer in enumerate(result["modules"]["calls"])}
+    heads = 1 + max(each["head"] for each in result["records"])
+    left = LETTER * max(map(len, lines)) + 4
+    parts = [_text(left, 2 * LINE, "layer", "end"), _text(left + CELL / 2, LINE, "head")]
+    parts += [_text(left + CELL * (head + 0.5), 2 * LINE, str(head), "middle") for head in range(heads)]
+    parts += [_text(left, y, layer, "end") for layer, y in lines.items()]
+    for each in result["records"]:
+        score = f"{number(each['max_score'])}, {ratio(each['max_score'])} × 65504"
+        title = f"{each['module']}, head {each['head']}: peak {score}"
+        parts.append(_cell(left + CELL * (each["head"] + 0.5) - 11, lines[each["module"]], each["max_score"], title))
+    bottom = LINE * (len(lines) + 4)
+    parts.append(_text(left, bottom, "peak / 65504", "end"))
+    for index, (label, share) in enumerate(LEGEND.items()):
+        x = left + 8 + 3 * CELL * index
+        parts += [_cell(x, bottom, share * FP16_MAX, label), _text(x + CELL, bottom, label)]
+    width, height = left + CELL * max(heads, 3 * len(LEGEND)) + 8, bottom + LINE
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="map" role="img" width="{width:.0f}" height="{height}" '
+        f'aria-label="Largest score of every head over 65504"><style>{STYLE}</style>{"".join(parts)}</svg>\n'
+    )
+
+
+def _cell(x: float, baseline: float, score: float, title: str) -> str:
+    share = score / FP16_MAX
+    depth = min(1.0, max(0.0, math.log10(max(share, 1e-9)) / 3 + 1 if share <= 1 else 0.5 + math.log10(share) / 2))
+    return (
+        f'<rect x="{x:.1f}" y="{baseline - 11:.1f}" width="22" height="14" fill-opacity="{0.08 + 0.92 * depth:.2f}" '
+        f'class="{"within" if share <= 1 else "beyond"}"><title>{escape(title)}</title></rect>\n'
+    )
+
+
+def _text(x: float, baseline: float, text: str, anchor: str = "start") -> str:
+    return f'<text x="{x:.1f}" y="{baseline}" text-anchor="{anchor}">{escape(text)}</text>\n'

@@ -39,10 +39,7 @@ def run_diagnose(
     folder: Path | None = None,
     progress: output.Report = output.silent,
 ) -> Run:
-    """Show where a model's attention leaves FP16, head by head, and why; exit 1 if PASA breaks its output.
-
-    Nothing is downloaded. With a folder, the page is written there.
-    """
+    """Show where a model's attention leaves FP16, head by head, and why; exit 1 if PASA breaks its output."""
     video = {"image": image, "height": height, "width": width, "frames": frames, "steps": steps, "offload": offload}
     result, heads = look(model, progress, prompt=prompt, offset=offset, dtype=dtype, **video)
     if folder is not None:
@@ -128,7 +125,7 @@ def render_page(result: Run, heads: Sequence[HeadMaps]) -> str:
     html: str = Template(template, autoescape=True, **options).render(
         result=result,
         report=report,
-        map=maps.draw_map(result) if records else "",
+        map=report.draw_map(result) if records else "",
         table=report.head_table(result, tuple(report.COLUMNS), SHOWN),
         heads=[(each, records[each.module, each.head]) for each in heads],
         matrices=maps.MATRICES,
@@ -139,7 +136,7 @@ def render_page(result: Run, heads: Sequence[HeadMaps]) -> str:
 
 def write_map(result: Run, folder: Path) -> list[Path]:
     """Write the map of all heads, diagnose.svg."""
-    output.write_text(folder / "diagnose.svg", maps.draw_map(result))
+    output.write_text(folder / "diagnose.svg", report.draw_map(result))
     return [folder / "diagnose.svg"]
 
 
@@ -150,8 +147,5 @@ EXPERIMENT = Experiment(
     title="Where attention leaves FP16",
     figures=write_map,
     needs_models=True,
-    appendix=lambda result: [
-        report.head_table(result, report.OTHERS),
-        "![Largest score of every head over 65504](diagnose.svg)",
-    ],
+    appendix=lambda result: [report.head_table(result, report.OTHERS), report.MAP],
 )

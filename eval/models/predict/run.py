@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
+from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
@@ -44,18 +44,14 @@ Observed = dict[tuple[str, int | None], float]
 def run_predict(
     model: Annotated[str, 'Folder of a model or a pipeline, "embedded" or "tiny".'] = EMBEDDED,
     delta: Annotated[float, "Probability of any overflow that counts as unlikely."] = DELTA,
-    seq_len: Annotated[
-        int | None, "Positions (default: the longest sequence that the model is configured for)."
-    ] = None,
+    seq_len: Annotated[int | None, "Positions (default: as many as the model is configured for)."] = None,
     calibrate: Annotated[bool, "Run the model once, and compare the largest score of each head."] = False,
     offset: Annotated[float | None, "Constant to add to the scores of a built-in model (131072)."] = None,
     progress: output.Report = output.silent,
 ) -> dict[str, Any]:
-    """Predict which heads of a model can overflow.
+    """Predict which heads of a model can overflow; exit 1 if a calibration finds a head beyond its proven bound.
 
-    A folder's tensors are read one by one; it is loaded as a model for a calibration alone. The result holds
-    ``records`` (a head each, worst first), ``summary``, ``calibration`` or None, and ``gate`` (passed: no head beyond
-    its proven bound).
+    A folder's tensors are read one by one; it is loaded as a model for a calibration alone.
     """
     subject = None
     if calibrate or model in (EMBEDDED, TINY):
@@ -74,9 +70,7 @@ def run_predict(
         "summary": {"modules": summarise(prediction)},
         "calibration": compared,
         "skipped": [list(pair) for pair in prediction.skipped],
-        "records": [
-            {**dataclasses.asdict(row), "observed": observed.get((row.module, row.head))} for row in prediction.rows
-        ],
+        "records": [asdict(row) | {"observed": observed.get((row.module, row.head))} for row in prediction.rows],
     }
 
 

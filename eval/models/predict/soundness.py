@@ -75,7 +75,7 @@ def run_soundness(progress: output.Report = output.silent) -> dict[str, Any]:
         records.append({"model": name, **measure(*make())})
     say("a checkpoint of Qwen2-7B's shape")
     passed = all(not each["beyond_proven"] for each in records)
-    return {"gate": {"passed": passed}, "cost": cost(), "tokens": TOKENS, "records": records}
+    return {"gate": {"passed": passed}, "cost": cost(), "records": records}
 
 
 def built_in(name: str, offset: float | None) -> Subject:
@@ -175,11 +175,11 @@ def verdict(result: dict[str, Any]) -> str:
     )
 
 
+@torch.no_grad()
 def run_auto(progress: output.Report = output.silent) -> dict[str, Any]:
     """Generate with every layer on PASA, with those that are predicted to overflow, and with none.
 
-    The model is FP32 and attention alone is FP16 (emulated): where scores are stored in FP16, and on PASA. The result
-    holds ``records`` (a run each: what was patched, text, tokens equal to FP32's), ``unbiased`` and ``gate``.
+    The model is FP32 and attention alone is FP16 (emulated): where scores are stored in FP16, and on PASA.
     """
     require_built_in(model=True, text=True)
     say = stages(progress, len(RUNS) + 1)
@@ -195,10 +195,12 @@ def run_auto(progress: output.Report = output.silent) -> dict[str, Any]:
             patched = _patched(handle)
         fp32 = fp32 or run["tokens"]
         equal = {"tokens_equal_to_fp32": equal_prefix(run["tokens"], fp32), "tokens": len(fp32)}
-        seen = {key: run[key] for key in ("nonfinite_logits", "text")}
-        records.append({"run": name, **patched, **equal, **seen})
+        records.append({"run": name, **patched, **equal} | {key: run[key] for key in ("nonfinite_logits", "text")})
     say("without a bias")
-    unbiased = compare_unbiased(base, ids)
+    before = base(input_ids=ids).logits
+    with pasa.patch_pipeline(base, policy="auto") as handle:
+        identical = torch.equal(before, base(input_ids=ids).logits)
+        unbiased = {**_patched(handle), "bit_identical": identical}
     return {
         "gate": judge(records, unbiased),
         "fixture": info.as_dict(),
@@ -211,15 +213,6 @@ def run_auto(progress: output.Report = output.silent) -> dict[str, Any]:
 def _patched(handle: pasa.PatchHandle | None) -> dict[str, Any]:
     report = handle and handle.report()
     return {"patched": list(report.patched) if report else [], "alarms": list(report.alarms) if report else []}
-
-
-@torch.no_grad()
-def compare_unbiased(model: Any, ids: torch.Tensor) -> dict[str, Any]:
-    """Compare the model as it was published, with policy "auto" and without any patch."""
-    before = model(input_ids=ids).logits
-    with pasa.patch_pipeline(model, policy="auto") as handle:
-        after = model(input_ids=ids).logits
-        return {**_patched(handle), "bit_identical": torch.equal(before, after)}
 
 
 def judge(records: list[dict[str, Any]], unbiased: dict[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 from selenium import webdriver
@@ -17,31 +18,7 @@ SIZES = {"phone": (390, 844), "desk": (1280, 800)}
 READABLE = 4.5
 """Contrast of text of normal size: WCAG 2.2, 1.4.3 (AA)."""
 
-CONTRASTS = """
-// Contrast of every piece of text with the nearest background behind it, WCAG 2.2's relative luminance.
-const numbers = (colour) => colour.match(/[\\d.]+/g).map(Number);
-const light = (rgb) => {
-  const linear = (x) => (x <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4);
-  const [r, g, b] = rgb.slice(0, 3).map((x) => linear(x / 255));
-  return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-};
-const behind = (element) => {
-  for (; element; element = element.parentElement) {
-    const rgba = numbers(getComputedStyle(element).backgroundColor);
-    if (rgba.length < 4 || rgba[3] > 0) return rgba;
-  }
-  return [255, 255, 255];
-};
-const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
-const found = [];
-while (texts.nextNode()) {
-  if (!texts.currentNode.textContent.trim()) continue;
-  const element = texts.currentNode.parentElement;
-  const [a, b] = [numbers(getComputedStyle(element).color), behind(element)].map(light);
-  found.push([(Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05), texts.currentNode.textContent.trim()]);
-}
-return found;
-"""
+CONTRASTS = Path(__file__).with_name("contrasts.js").read_text(encoding="utf-8")
 
 
 def program(*names):
@@ -101,8 +78,8 @@ def test_the_page_in_a_browser(browser, pages, name, screen, scheme):
     assert outside == []
     assert not too_wide(browser)
     widths = browser.execute_script("return [...document.images].map((image) => image.naturalWidth)")
-    assert widths
     assert min(widths) > 0
+    assert browser.execute_script("return document.scripts.length") == 0
     contrasts = browser.execute_script(CONTRASTS)
     assert len(contrasts) > 100
     assert min(contrasts)[0] >= READABLE, min(contrasts)

@@ -172,6 +172,11 @@ def test_constant_and_zero_vectors_have_no_correlation():
     assert (head["resonance"], head["sequence_bias"], head["max_score"]) == (0.0, 0.0, 0.0)
 
 
+def test_grouped_heads_see_their_own_keys():
+    k = torch.stack([torch.full((5, 4), value) for value in (1.0, 10.0)])[None]
+    assert [head["max_score"] for head in head_statistics(torch.ones(1, 6, 3, 4), k)] == [4.0] * 3 + [40.0] * 3
+
+
 def test_long_sequences_are_sampled_with_both_ends(monkeypatch):
     for size, kept in ((3, [0, 1, 2]), (4, [0, 1, 2, 3]), (10, [0, 3, 6, 9])):
         assert maps.sample(torch.arange(size)[None], 1, 4).tolist() == [kept]

@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 import io
 import json
+import re
 
 from rich.console import Console
 
 from pasa.eval.kit import output
 from pasa.eval.models.diagnose import report, run
+
+CELL = re.compile(r'fill-opacity="([\d.]+)" class="(\w+)"><title>(.+?)</title>')
 
 
 def shown(result):
@@ -65,3 +68,20 @@ def test_stored_results_can_be_shown(text_diagnosis):
     assert "infinite" in shown(stored)
     assert "[bold]x[/bold]" in shown(stored)
     assert "PASA stores as infinite only those of weight 0" in report.verdict(stored)
+
+
+def test_the_map_changes_its_colour_where_fp16_ends(text_diagnosis):
+    """The depth of the colour is logarithmic, and saturated at 0.001 and at 10 times 65504."""
+    result = text_diagnosis[0]
+    cells = [(kind, title) for _, kind, title in CELL.findall(report.draw_map(result)) if "head" in title]
+    assert [kind for kind, _ in cells] == ["beyond"] * 4 + ["within"] * 4
+    assert cells[0][1].startswith("model.layers.1.self_attn, head ")
+    assert cells[0][1].endswith(", 2.00 × 65504")
+    shown = []
+    for share in (0.0, 1e-4, 1e-3, 1e-2, 1.0, 1.001, 10.0, 1e4):
+        records = [result["records"][0] | {"max_score": share * 65504}]
+        shown.append(CELL.findall(report.draw_map(result | {"records": records}))[0][:2])
+    assert [kind for _, kind in shown] == ["within"] * 5 + ["beyond"] * 3
+    depths = [float(depth) for depth, _ in shown]
+    assert depths[0] == depths[1] == depths[2] < depths[3] < depths[4]
+    assert depths[5] < depths[6] == depths[7] == depths[4] == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -113,3 +114,27 @@ def test_the_gate_fails_if_pasa_breaks_a_healthy_model(text_diagnosis):
 def test_an_option_of_another_model_is_named_before_anything_runs(options, reason, folder):
     with pytest.raises(ValueError, match=reason):
         look(str(folder), **options)
+
+
+def test_the_page_has_its_parts_and_asks_for_nothing(text_diagnosis):
+    """The map comes first, the table below it. No address but data, and a policy that would forbid others."""
+    page = run.render_page(*text_diagnosis)
+    parts = ('class="verdict', 'id="layers"', "<svg", 'id="heads"', "<table", 'id="matrices"', 'id="method"')
+    assert (order := [page.index(part) for part in parts]) == sorted(order)
+    assert page.count("<figure>") == page.count('<img src="data:image/png;base64,') == 10, "five matrices of two layers"
+    alt = r'alt="Heat map of .+ of model\.layers\.\d\.self_attn, head \d: values from .+ to .+\."'
+    assert len(re.findall(alt, page)) == 10
+    assert all(address.startswith("data:") for address in re.findall(r'(?:src|href)="(.*?)"', page))
+    assert "default-src 'none'" in page
+    assert not re.search(r"url\(|@import|https?:| on\w+=", page.replace('xmlns="http://www.w3.org/2000/svg"', ""))
+
+
+def test_names_of_models_are_text(text_diagnosis):
+    """A folder may be called anything, and so may a module."""
+    result, maps = text_diagnosis
+    evil = "<script>alert(1)</script>\"'&.x"
+    modules = {**result["modules"], "skipped": [[evil, evil]], "calls": {evil: 1} | result["modules"]["calls"]}
+    records = [*result["records"], result["records"][-1] | {"module": evil}]
+    page = run.render_page(result | {"model": evil, "modules": modules, "records": records}, maps)
+    assert "<script" not in page
+    assert page.count("&lt;script&gt;") >= 5, "title, heading, map, table, list"
