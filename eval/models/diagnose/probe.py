@@ -3,48 +3,111 @@
 A patched model attends through one operator, ``torch.ops.pasa.attention``. A dispatch mode sees its queries and keys;
 hooks on the patched modules tell whose they are. Scores overflow where keys share a bias along the sequence, and where
 queries and keys resonate along the head dimension, in phase (large positive scores) or in opposition (large negative
-ones): arXiv:2503.01873, section 3.3.2.
+ones): arXiv:2503.01873, section 3.3.2. Of the worst heads small pictures of Q, K, K', S and S' are kept, the paper's
+figures 11 to 14.
 """
 
 from __future__ import annotations
 
+import base64
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from io import BytesIO
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import adaptive_max_pool2d
 
 import pasa
-from pasa.eval.accuracy.rmse.resonance import shifted_keys
+from pasa.eval.accuracy.rmse.resonance import shifted_keys, stored_scores
 from pasa.eval.kit.attention_calls import AttentionCalls
-from pasa.eval.models.diagnose.maps import ROWS, HeadMaps, head_pictures, sample
 from pasa.eval.models.diagnose.report import FP16_MAX, Record
 from pasa.eval.models.first_nonfinite import models_of
 from pasa.ops.attention.spec.diagnostics import FIELDS
 from pasa.patching.handle import PatchReport
 
+ROWS = 512  # sampled queries, evenly spread; with 2 batch entries and 9,216 keys their scores are 38 MB a head
+POINTS = 128  # rows and columns of a matrix, at most
+MATRICES = {  # title, rows and columns of each
+    "Q": ("Q", "query", "head dimension"),
+    "K": ("K", "key", "head dimension"),
+    "K'": ("K′", "key", "head dimension"),
+    "S": ("S = Q Kᵀ", "sampled query", "key"),
+    "S'": ("S′", "sampled query", "key"),
+}
 MODULES = 3  # whose worst head is drawn; heads of one module often look the same
 BATCH = 2  # sampled batch entries, evenly spread: the frames of a video, or the pixels of a temporal layer
 CHANCE = 4.0  # independent vectors correlate beyond so many times 1/sqrt(D) once in 16,000 times
 
 
+class Picture(NamedTuple):
+    """A matrix in small (`extremes`), and the shape of the whole: for scores, that of `ROWS` queries."""
+
+    values: Tensor
+    shape: tuple[int, ...]
+
+    def png(self) -> str:
+        """Return the address of a PNG, one pixel a value, lowest to highest, which is the picture itself."""
+        from matplotlib.image import imsave
+
+        stream = BytesIO()  # viridis is ordered by lightness: it reads in grey and with any colour vision
+        imsave(stream, self.values.numpy(), cmap="viridis", format="png")
+        return f"data:image/png;base64,{base64.b64encode(stream.getvalue()).decode()}"
+
+
+class HeadMaps(NamedTuple):
+    """Pictures of one head in one call, by the names of `MATRICES`."""
+
+    module: str
+    head: int
+    call: int
+    max_score: float
+    pictures: dict[str, Picture]
+
+
+@torch.no_grad()
+def head_pictures(q: Tensor, k: Tensor) -> dict[str, Picture]:
+    """Return pictures of one head's q (S, D) and k (Skv, D), as FP16 holds them.
+
+    K' and S' are those of the exact recovery, in the units of K and q.k. Scores are formed for `ROWS` queries, never
+    all at once; masks are left out, as in the paper's figures.
+    """
+    q, k = (x.half().float() for x in (q, k))
+    rows, config = sample(q, 0, ROWS), pasa.PasaConfig()
+    moved = shifted_keys(k[None, None], config)[0, 0]
+    matrices = (q, k, moved, rows @ k.mT, stored_scores(rows[None, None], k[None, None], config))
+    return {name: Picture(extremes(x).cpu(), tuple(x.shape)) for name, x in zip(MATRICES, matrices, strict=True)}
+
+
+def sample(x: Tensor, dim: int, most: int) -> Tensor:
+    """Return at most `most` entries along a dimension, evenly spread, the first and the last among them."""
+    size = x.shape[dim]
+    if size <= most:
+        return x
+    return x.index_select(dim, torch.linspace(0, size - 1, most, device=x.device).round().long())
+
+
+def extremes(matrix: Tensor) -> Tensor:
+    """Return the value of largest magnitude in every cell of a grid of at most `POINTS` x `POINTS`.
+
+    A large score often stands alone, in a single key's column, which every n-th column would miss.
+    """
+    size = [min(POINTS, length) for length in matrix.shape]
+    high = adaptive_max_pool2d(matrix[None], size)[0]
+    low = -adaptive_max_pool2d(-matrix[None], size)[0]
+    return torch.where(high >= -low, high, low)
+
+
 class Findings:
     """What a model's attention did, by module.
 
-    Attributes
-    ----------
-    report : PatchReport
-        The modules that are probed, and those that are not.
-    calls, broken : dict of str to int
-        Attention calls of each module, and those left out because a query or key was not finite.
-    heads : dict of str to list of dict
-        The numbers of `head_statistics` of each head, of the ``call`` (from 1) in which its scores were largest, over
-        all pairs that a mask leaves too; and of all calls ``stored``, the largest score as PASA stored it (infinite if
-        one of weight 0 was), ``rescued_tiles``, kept in FP32, and ``tiles``.
-    maps : list of HeadMaps
-        Matrices of the worst head of the `MODULES` worst modules, worst first.
+    `report` names the modules that are probed; `calls` and `broken` count the calls of each module, and those left out
+    because a query or key was not finite. `heads` has for each head the numbers of `head_statistics` of the ``call``
+    (from 1) in which its scores were largest, over all pairs that a mask leaves too, and of all calls ``stored``, the
+    largest score as PASA stored it (infinite if one of weight 0 was), ``tiles``, and ``rescued_tiles``, kept in FP32.
+    `maps` holds matrices of the worst head of the `MODULES` worst modules, worst first.
     """
 
     def __init__(self, report: PatchReport) -> None:
@@ -193,10 +256,7 @@ def span(x: Tensor) -> tuple[float, float]:
 
 
 def sequence_bias(keys: Tensor) -> float:
-    """Return the length of the mean key over the root mean square length of the keys (B, S, D).
-
-    This is 1 if all keys are the same, about 1/sqrt(S) for S independent keys of mean 0, and 0 for keys that are all 0.
-    """
+    """Return the length of the mean key over that of the keys (B, S, D): 1 if all are alike, 1/sqrt(S) by chance."""
     mean, length = (x.square().sum(-1).mean().sqrt() for x in (keys.mean(1), keys))
     return float(mean / length) if length > 0 else 0.0
 

@@ -13,9 +13,8 @@ from pasa.eval.kit.device import describe, origin, pick_device
 from pasa.eval.kit.experiment import Experiment
 from pasa.eval.kit.gate import gate
 from pasa.eval.kit.options import stages
-from pasa.eval.models.diagnose import maps, report, subjects
-from pasa.eval.models.diagnose.maps import ROWS, HeadMaps
-from pasa.eval.models.diagnose.probe import BATCH, Findings, probe
+from pasa.eval.models.diagnose import report, subjects
+from pasa.eval.models.diagnose.probe import BATCH, MATRICES, ROWS, Findings, HeadMaps, probe
 from pasa.eval.models.diagnose.report import FP16_MAX
 from pasa.eval.models.diagnose.subjects import EMBEDDED, Subject
 from pasa.eval.models.first_nonfinite import NonFiniteWatch, models_of
@@ -128,7 +127,7 @@ def render_page(result: Run, heads: Sequence[HeadMaps]) -> str:
         map=report.draw_map(result) if records else "",
         table=report.head_table(result, tuple(report.COLUMNS), SHOWN),
         heads=[(each, records[each.module, each.head]) for each in heads],
-        matrices=maps.MATRICES,
+        matrices=MATRICES,
         origin=origin(result),
     )
     return html

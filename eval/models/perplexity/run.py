@@ -36,9 +36,8 @@ def run_perplexity(
 ) -> dict[str, Any]:
     """Measure the perplexity of a long text in several precisions; exit 1 if PASA's differs from FP32's.
 
-    Offsets are added to every score by weights alone, which changes no perplexity in exact arithmetic. Each token is
-    predicted once, from at least ``window - stride`` tokens before it, where there are so many. A perplexity that is
-    not finite is None.
+    Each token is predicted once, from at least ``window - stride`` tokens before it, where there are so many. A
+    perplexity that is not finite is None.
     """
     chosen = list(DEFAULT_OFFSETS if offsets is None and model is None else offsets or (0,))
     names = parse_precisions(precisions, injected=any(chosen))
@@ -68,10 +67,7 @@ def run_perplexity(
 
 
 def windows(total: int, window: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (begin, end, first): tokens begin..end-1 are read, and those from `first` on are predicted.
-
-    Every token but the very first is predicted in exactly one window.
-    """
+    """Yield (begin, end, first): tokens begin..end-1 are read, and those from `first` on are predicted, each once."""
     ends = [min(window, total)]
     while ends[-1] < total:
         ends.append(min(ends[-1] + stride, total))
@@ -134,16 +130,13 @@ def table(result: dict[str, Any]) -> Table:
         shown = ["not finite" if value is None else f"{value:,.4f}" for value in values]
         changes = [number(None if None in (value, base) else value - base, "+,.4f") for value in values]
         rows.append([title, *chain.from_iterable(zip(shown, changes, strict=True))])
-    title = (
-        f"Perplexity of {settings['tokens']:,} tokens of {result['text']}, windows of {settings['window']:,}, "
-        f"stride {settings['stride']:,}: {result['model']}"
-    )
+    title = "Perplexity of {tokens:,} tokens of {text}, windows of {window:,}, stride {stride:,}: {model}"
     note = (
         "Offset: constant added to every score q.k, which changes nothing in exact arithmetic; change: to "
         f"{titles[REFERENCE]} at offset {offsets[0]:,.0f}."
     )
     header = ["precision", *chain.from_iterable((f"offset {offset:,.0f}", "change") for offset in offsets)]
-    return Table(title, header, rows, note)
+    return Table(title.format(**settings, **result), header, rows, note)
 
 
 EXPERIMENT = Experiment(

@@ -11,9 +11,9 @@ import transformers as hf
 
 import pasa
 from pasa.eval.accuracy.rmse.cases import RESONANCE_CASES
-from pasa.eval.models.diagnose import maps
+from pasa.eval.accuracy.rmse.resonance import shifted_keys, stored_scores
 from pasa.eval.models.diagnose import probe as module
-from pasa.eval.models.diagnose.probe import head_statistics, probe
+from pasa.eval.models.diagnose.probe import POINTS, Findings, extremes, head_pictures, head_statistics, probe
 from pasa.eval.models.video.overflow import bias_scores, spatial_attention
 from pasa.eval.models.video.tiny import sample_image, tiny_pipeline
 
@@ -149,6 +149,8 @@ def test_data_without_a_cause():
         assert head["sequence_bias"] == pytest.approx(1 / math.sqrt(400), rel=0.3)
         assert abs(head["resonance"]) < 4 / math.sqrt(128)
         assert (head["phase"], head["overflow_share"]) == (None, 0)
+    (head,) = head_statistics(torch.ones(1, 1, 3, 8), torch.zeros(1, 1, 5, 8))
+    assert (head["resonance"], head["sequence_bias"], head["max_score"]) == (0, 0, 0), "constant and zero vectors"
 
 
 def test_scores_and_ranges_by_hand():
@@ -165,11 +167,8 @@ def test_scores_and_ranges_by_hand():
     assert first["sequence_bias"] == pytest.approx(math.sqrt(2 / 7))
     assert first["resonance"] == pytest.approx(-1)
     assert second["resonance"] == pytest.approx(-1), "(0, -5) falls, (-1, 1) rises"
-
-
-def test_constant_and_zero_vectors_have_no_correlation():
-    (head,) = head_statistics(torch.ones(1, 1, 3, 8), torch.zeros(1, 1, 5, 8))
-    assert (head["resonance"], head["sequence_bias"], head["max_score"]) == (0.0, 0.0, 0.0)
+    q, k = torch.tensor([[[[1.0], [1000.0]]]]), torch.tensor([[[[70.0], [80.0], [65.0], [90.0]]]])
+    assert head_statistics(q, k)[0]["overflow_share"] == 3 / 8, "of the second query: 70,000 and above"
 
 
 def test_grouped_heads_see_their_own_keys():
@@ -179,14 +178,56 @@ def test_grouped_heads_see_their_own_keys():
 
 def test_long_sequences_are_sampled_with_both_ends(monkeypatch):
     for size, kept in ((3, [0, 1, 2]), (4, [0, 1, 2, 3]), (10, [0, 3, 6, 9])):
-        assert maps.sample(torch.arange(size)[None], 1, 4).tolist() == [kept]
+        assert module.sample(torch.arange(size)[None], 1, 4).tolist() == [kept]
     monkeypatch.setattr(module, "ROWS", 2)
     q = torch.zeros(1, 1, 9, 4)
     q[0, 0, 8] = 7.0
     assert head_statistics(q, torch.ones(1, 1, 3, 4))[0]["max_score"] == 28.0, "the last row is among them"
 
 
-def test_share_of_scores_beyond_fp16():
-    """Three of 2 x 4 scores, all of the second query, are 70,000 and above."""
-    q, k = torch.tensor([[[[1.0], [1000.0]]]]), torch.tensor([[[[70.0], [80.0], [65.0], [90.0]]]])
-    assert head_statistics(q, k)[0]["overflow_share"] == 3 / 8
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_a_score_that_stands_alone_is_in_the_picture(sign):
+    """Every 8th column of 1,000 would miss column 3. Small matrices are shown whole."""
+    x = torch.zeros(300, 1000)
+    x[200, 3] = sign * 7
+    x[200, 4] = -sign * 3
+    shown = extremes(x)
+    assert shown.shape == (POINTS, POINTS)
+    assert (shown.min(), shown.max()) == ((0, 7) if sign > 0 else (-7, 0))
+    assert torch.equal(extremes(x[195:202, :POINTS]), x[195:202, :POINTS])
+
+
+@pytest.mark.parametrize("case", RESONANCE_CASES, ids=lambda case: case.name)
+def test_pictures_are_those_of_the_resonance_experiment(case):
+    """The same matrices as the paper's figures are drawn of, K' and S' in the same units."""
+    small = dataclasses.replace(case, shape=(1, 1, 300, case.shape[3]))
+    q, k, _ = (x.float() for x in small.tensors(0))
+    config = pasa.PasaConfig()
+    moved, stored = shifted_keys(k, config)[0, 0], stored_scores(q, k, config)
+    expected = {"Q": q[0, 0], "K": k[0, 0], "K'": moved, "S": (q @ k.mT)[0, 0], "S'": stored}
+    shown = head_pictures(q[0, 0], k[0, 0])
+    assert list(shown) == list(expected)
+    for name, matrix in expected.items():
+        assert torch.equal(shown[name].values, extremes(matrix)), name
+        assert shown[name].shape == tuple(matrix.shape)
+
+
+def test_long_sequences_are_sampled_and_a_single_key_is_drawn(monkeypatch):
+    monkeypatch.setattr(module, "ROWS", 40)
+    shown = head_pictures(torch.randn(1000, 16), torch.randn(700, 16))
+    assert shown["S"].shape == shown["S'"].shape == (40, 700)
+    assert shown["Q"].shape == (1000, 16)
+    assert head_pictures(torch.randn(5, 16), torch.randn(1, 16))["S'"].shape == (5, 1)
+
+
+def test_pictures_are_kept_of_the_worst_call_of_the_worst_modules(monkeypatch):
+    """Pictures are made only of a head that is worse than those kept."""
+    made = []
+    monkeypatch.setattr(module, "MODULES", 2)
+    monkeypatch.setattr(module, "head_pictures", lambda q, k: made.append(1) or {})
+    findings, q = Findings(None), torch.randn(4, 8)
+    calls = (("a", 1, 5), ("b", 1, 3), ("c", 1, 1), ("b", 2, 9), ("b", 3, 8), ("c", 2, 6), ("b", 4, 9))
+    for name, call, score in calls:
+        findings.offer(name, 0, call, float(score), q, q)
+    assert [(each.module, each.call, each.max_score) for each in findings.maps] == [("b", 2, 9.0), ("c", 2, 6.0)]
+    assert len(made) == 4
