@@ -138,12 +138,6 @@ def block(name: str, *makers: Callable[[dict[str, Any]], Table | str]) -> Callab
     return write
 
 
-def rescued(result: dict[str, Any]) -> Table:
-    """Return the runs of the demonstration, without the times of an emulation."""
-    runs = rescue.run_table(result)
-    return Table(runs.title, runs.header[:3], [row[:3] for row in runs.rows], runs.note)
-
-
 def diagnose() -> str:
     """Return the worst heads of the built-in models, and the verdict on each model."""
     results = {name: stored(f"diagnose_{name}") for name in ("published", "embedded", "tiny")}
@@ -191,7 +185,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "damage": block("rmse", report.damage_table),
     "bias": block("bias", report.bias_table),
     "sides": block("sides", report.sides_table),
-    "rescue": block("rescue", rescued, rescue.verdict),
+    "rescue": block("rescue", rescue.run_table, rescue.verdict),
     "video": block("video", video.run_table, video.verdict),
     "step": block("step", step.table),
     "diagnose": diagnose,

@@ -24,5 +24,6 @@ class AttentionCalls(TorchDispatchMode):
         """Run an operation, and pass its q and k on if it is attention."""
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.pasa.attention.default:
-            self.on_call(*args[:2], *[result[2]] * self.counts)
+            seen = (args[0], args[1], result[2]) if self.counts else (args[0], args[1])
+            self.on_call(*seen)
         return result

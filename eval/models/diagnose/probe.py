@@ -101,7 +101,7 @@ def extremes(matrix: Tensor) -> Tensor:
 
 
 class Findings:
-    """What a model's attention did, by module.
+    """Collects the numbers of a model's attention, by module.
 
     `report` names the modules that are probed; `calls` and `broken` count the calls of each module, and those left out
     because a query or key was not finite. `heads` has for each head the numbers of `head_statistics` of the ``call``

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any
@@ -124,17 +123,13 @@ def generate(model: Any, tokenizer: Any, ids: torch.Tensor, new_tokens: int) -> 
 
     The result holds the new ``tokens`` and their ``text``; the ``perplexity`` of the prompt, None if it is not finite;
     the share of ``nonfinite_logits`` in the prefill; why it ``stopped``: "length", "end of text" or "logits not finite"
-    (argmax of NaN would repeat one token for ever); the seconds of prefill and decoding; and, if the model is patched,
-    the ``scores`` of each layer in the prefill.
+    (argmax of NaN would repeat one token for ever); and, if the model is patched, the ``scores`` of each layer in the
+    prefill.
     """
-    started = time.perf_counter()
     with pasa.record_diagnostics() as records:
         output = model(input_ids=ids, use_cache=True)
-    output.logits[0, -1, -1].item()  # waits for the device
-    prefill_s = time.perf_counter() - started
     losses, nonfinite = token_losses(output.logits[0], ids[0])
     loss = float(losses.double().mean())
-    started = time.perf_counter()
     tokens, stopped = _continue(model, output, new_tokens, tokenizer.eos_token_id)
     return {
         "tokens": tokens,
@@ -142,8 +137,6 @@ def generate(model: Any, tokenizer: Any, ids: torch.Tensor, new_tokens: int) -> 
         "perplexity": math.exp(loss) if math.isfinite(loss) else None,
         "nonfinite_logits": nonfinite,
         "stopped": stopped,
-        "prefill_s": prefill_s,
-        "decode_s": time.perf_counter() - started,
         "scores": [_extremes(record) for record in records],
     }
 
@@ -227,13 +220,11 @@ def verdict(result: Run) -> str:
 
 
 def run_table(result: Run) -> Table:
-    """Return a table with a row for each run: perplexity, share of logits that are not finite, seconds."""
+    """Return a table with a row for each run: perplexity, share of logits that are not finite."""
     columns: dict[str, Column] = {
         "run": "title",
         "perplexity": lambda run: "not finite" if run["perplexity"] is None else f"{run['perplexity']:.4f}",
         "logits not finite": lambda run: percent(run["nonfinite_logits"]),
-        "prefill s": ("prefill_s", ".1f"),
-        "decode s": ("decode_s", ".1f"),
     }
     prompt, records = result["prompt"], [{"title": TITLES[name], **run} for name, run in result["runs"].items()]
     title = f"{result['model']}: {prompt['tokens']} prompt tokens, up to {prompt['new_tokens']} new ones"

@@ -88,13 +88,6 @@ def test_the_largest_call_is_kept_and_named(language_model):
     assert {head["tiles"] for head in heads} == {3}, "of all calls"
 
 
-def test_all_is_undone_after_an_exception(language_model):
-    with pytest.raises(KeyError, match="inside"), probe(language_model):
-        raise KeyError("inside")
-    assert language_model.config._attn_implementation == "sdpa"
-    assert not any(module._forward_pre_hooks for module in language_model.modules())
-
-
 def test_a_compiled_model_is_probed_layer_by_layer(language_model):
     """A captured graph has no hooks to tell layers apart; the probe leaves it captured for afterwards."""
     compiled = torch.compile(language_model, backend="eager")
@@ -111,6 +104,13 @@ def test_memory_does_not_grow_with_the_calls(language_model):
         read(language_model, 5, 5, 5)
         assert len(pasa.diagnostics._open[-1]) <= 1
     assert len(own) == 6, "a caller's own records are left alone"
+
+
+def test_all_is_undone_after_an_exception(language_model):
+    with pytest.raises(KeyError, match="inside"), probe(language_model):
+        raise KeyError("inside")
+    assert language_model.config._attn_implementation == "sdpa"
+    assert not any(module._forward_pre_hooks for module in language_model.modules())
 
 
 def test_what_pasa_stores_is_what_its_diagnostics_say(language_model):

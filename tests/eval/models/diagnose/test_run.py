@@ -24,12 +24,11 @@ def test_a_language_model_names_its_layer(text_diagnosis):
     assert result["runs"]["own"]["first_nonfinite"] is result["runs"]["pasa"]["first_nonfinite"] is None
     broken = result["runs"]["fp16"]["first_nonfinite"]
     assert (broken["module"], broken["kind"], broken["origin"]) == ("model.layers.1.self_attn", "Qwen2Attention", True)
-    worst, healthy = result["records"][0], result["records"][-1]
+    worst = result["records"][0]
     assert (worst["phase"], worst["overflow_share"]) == (180, 1.0)
     assert worst["resonance"] < -0.9
     assert worst["scores"][0] < -131_000
     assert max(map(abs, worst["shifted_keys"])) < 0.1 * max(map(abs, worst["keys"]))
-    assert healthy["module"] == "model.layers.0.self_attn"
     assert [each.module for each in maps] == ["model.layers.1.self_attn", "model.layers.0.self_attn"]
 
 

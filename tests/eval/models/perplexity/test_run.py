@@ -55,10 +55,10 @@ def test_windows_are_weighted_by_their_tokens(model):
         for begin, end, first in run.windows(150, 64, 40):
             rows = model(ids[None, begin:end]).logits[0].log_softmax(-1)
             losses += [-float(rows[token - begin - 1, ids[token]]) for token in range(first, end)]
-    found = run.measure(model, ids, 64, 40)
-    assert found["loss"] == pytest.approx(sum(losses) / 149, rel=1e-5)
-    assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
-    assert found["nonfinite_logits"] == 0
+    measured = run.measure(model, ids, 64, 40)
+    assert measured["loss"] == pytest.approx(sum(losses) / 149, rel=1e-5)
+    assert measured["perplexity"] == pytest.approx(math.exp(measured["loss"]))
+    assert measured["nonfinite_logits"] == 0
 
 
 def test_a_loss_whose_exponential_overflows_is_not_finite():
@@ -72,8 +72,8 @@ def test_a_loss_whose_exponential_overflows_is_not_finite():
         def __call__(self, input_ids, use_cache):
             return SimpleNamespace(logits=logits[:, : input_ids.shape[1]])
 
-    found = run.measure(Sure(), torch.arange(1, 11), 8, 4)
-    assert (found["perplexity"], found["loss"]) == (None, pytest.approx(2000))
+    measured = run.measure(Sure(), torch.arange(1, 11), 8, 4)
+    assert (measured["perplexity"], measured["loss"]) == (None, pytest.approx(2000))
 
 
 def test_who_overflows_and_who_loses_accuracy(text, tmp_path):
@@ -81,13 +81,13 @@ def test_who_overflows_and_who_loses_accuracy(text, tmp_path):
     lines = []
     sizes = {"tokens": 200, "window": 128, "stride": 64, "offsets": [0, 131072]}
     result = run.run_perplexity(str(tmp_path), text, **sizes, progress=lambda *each: lines.append(each))
-    found = {(each["precision"], each["offset"]): each for each in result["perplexities"]}
-    base = found["fp32", 0]["perplexity"]
+    measured = {(each["precision"], each["offset"]): each for each in result["perplexities"]}
+    base = measured["fp32", 0]["perplexity"]
     assert result["gate"]["passed"]
     assert list(result["gate"]["checks"]) == ["reference_finite", "pasa_finite", "pasa_near_fp32", "fp16_breaks"]
-    assert found["fp16-eager", 131072]["nonfinite_logits"] == 1
-    assert found["fp16-eager", 0]["perplexity"] == pytest.approx(base, rel=5e-3)
-    errors = {name: abs(found[name, 131072]["perplexity"] - base) for name in ("bf16", "bf16-eager", "pasa")}
+    assert measured["fp16-eager", 131072]["nonfinite_logits"] == 1
+    assert measured["fp16-eager", 0]["perplexity"] == pytest.approx(base, rel=5e-3)
+    errors = {name: abs(measured[name, 131072]["perplexity"] - base) for name in ("bf16", "bf16-eager", "pasa")}
     assert errors["pasa"] < errors["bf16-eager"] / 5
     text = run.EXPERIMENT.markdown(result)
     assert all(part in text for part in ("not finite", "offset 131,072", "emulated", "All checks hold"))
