@@ -172,7 +172,7 @@ def _cell(x: float, baseline: float, score: float, title: str) -> str:
     share = score / FP16_MAX
     depth = min(1.0, max(0.0, math.log10(max(share, 1e-9)) / 3 + 1 if share <= 1 else 0.5 + math.log10(share) / 2))
     return (
-        f'<rect x="{x:.1f}" y="{baseline - 11:.1f}" width="22" height="14" fill-opacity="{0.08 + 0.92 * depth:.2f}" '
+        f'<rect x="{x:.1f}" y="{baseline - 11:.1f}" width="22" height="14" fill-opacity="{0.15 + 0.85 * depth:.2f}" '
         f'class="{"within" if share <= 1 else "beyond"}"><title>{escape(title)}</title></rect>\n'
     )
 
