@@ -24,9 +24,8 @@ from pasa.eval.models.diagnose import run as diagnose
 from pasa.eval.models.longbench import run as longbench
 from pasa.eval.models.longbench import throughput
 from pasa.eval.models.perplexity import run as perplexity
-from pasa.eval.models.predict import paper, soundness
-from pasa.eval.models.predict import policy_auto as auto
 from pasa.eval.models.predict import run as predict
+from pasa.eval.models.predict import soundness
 from pasa.eval.models.rescue import run as rescue
 from pasa.eval.models.video import run as video
 from pasa.eval.models.video import step
@@ -49,14 +48,7 @@ app = typer.Typer(
 )
 bench = typer.Typer(name="bench", help="Benchmarks.", no_args_is_help=True)
 evaluate = typer.Typer(name="eval", help="Whole models, with and without PASA; bias of rounding.", no_args_is_help=True)
-PREDICT = replace(
-    predict.EXPERIMENT,
-    variants=(
-        replace(paper.EXPERIMENT, name="paper-tables"),
-        replace(soundness.EXPERIMENT, name="soundness"),
-        replace(auto.EXPERIMENT, name="auto"),
-    ),
-)
+PREDICT = replace(predict.EXPERIMENT, variants=(predict.PAPER_TABLES, soundness.EXPERIMENT, soundness.AUTO))
 for _group, _modules in (
     (bench, (rmse, gradients, cost, speed, counters, ring, watching, throughput, step, npu, overhead)),
     (evaluate, (bias, longbench, perplexity, video, fp8, zoo)),

@@ -19,7 +19,6 @@ from pasa.eval.accuracy.rmse import report
 from pasa.eval.accuracy.rounding_bias import cost
 from pasa.eval.accuracy.rounding_bias import run as bias
 from pasa.eval.accuracy.rounding_bias.arithmetic import PLACES
-from pasa.eval.kit import output
 from pasa.eval.kit.device import origin
 from pasa.eval.kit.stored import ROOT, pick, stored
 from pasa.eval.kit.tables import Table, markdown, percent
@@ -27,8 +26,8 @@ from pasa.eval.models.diagnose import report as diagnose_report
 from pasa.eval.models.longbench import report as longbench
 from pasa.eval.models.longbench import throughput
 from pasa.eval.models.perplexity import run as perplexity
-from pasa.eval.models.predict import paper, soundness
-from pasa.eval.models.predict import policy_auto as auto
+from pasa.eval.models.predict import run as predict
+from pasa.eval.models.predict import soundness
 from pasa.eval.models.rescue import run as rescue
 from pasa.eval.models.video import run as video
 from pasa.eval.models.video import step
@@ -140,24 +139,17 @@ def block(name: str, *makers: Callable[[dict[str, Any]], Table | str]) -> Callab
     return write
 
 
-def rescued(result: dict[str, Any]) -> Table:
-    """Return the runs of the demonstration, without the times of an emulation."""
-    runs = rescue.run_table(result)
-    return Table(runs.title, runs.header[:3], [row[:3] for row in runs.rows], runs.note)
-
-
 def diagnose() -> str:
-    """The worst heads of the built-in models, and what is said of them."""
+    """Return the worst heads of the built-in models, and the verdict on each model."""
     results = {name: stored(f"diagnose_{name}") for name in ("published", "embedded", "tiny")}
     heads = {name: diagnose_report.head_table(result, DIAGNOSIS, DIAGNOSED) for name, result in results.items()}
-    rows = [[name, *row] for name, found in heads.items() for row in found.rows]
-    note = f"{diagnose_report.meanings(DIAGNOSIS)} {output.NOTE[0].upper()}{output.NOTE[1:]}."
-    said = [
+    rows = [[name, *row] for name, table in heads.items() for row in table.rows]
+    verdicts = [
         f"`{name}`: {result['model']}. {diagnose_report.verdict(result)} {diagnose_report.cost(result)} "
-        f"{diagnose_report.origin(result)}"
+        f"{origin(result)}"
         for name, result in results.items()
     ]
-    return "\n\n".join([note, markdown(["model", *DIAGNOSIS], rows), *said])
+    return "\n\n".join([diagnose_report.meanings(DIAGNOSIS), markdown(["model", *DIAGNOSIS], rows), *verdicts])
 
 
 def transients(result: dict[str, Any]) -> Table:
@@ -194,13 +186,13 @@ PARTS: dict[str, Callable[[], str]] = {
     "damage": block("rmse", report.damage_table),
     "bias": block("bias", report.bias_table),
     "sides": block("sides", report.sides_table),
-    "rescue": block("rescue", rescued, rescue.verdict),
+    "rescue": block("rescue", rescue.run_table, rescue.verdict),
     "video": block("video", video.run_table, video.verdict),
     "step": block("step", step.table),
     "diagnose": diagnose,
     "soundness": lambda: soundness.EXPERIMENT.markdown(stored("soundness")),
-    "auto": lambda: auto.EXPERIMENT.markdown(stored("auto")),
-    "paper_tables": lambda: paper.EXPERIMENT.markdown(paper.run_paper_tables()),
+    "auto": lambda: soundness.AUTO.markdown(stored("auto")),
+    "paper_tables": lambda: predict.PAPER_TABLES.markdown(predict.run_paper_tables()),
     "fp8": lambda: f"{transients(stored('fp8')).captioned()}\n\n{fp8.verdict(stored('fp8'))}",
     "overhead": lambda: overhead.summary(stored("overhead")),
     "overhead_table": lambda: overhead.EXPERIMENT.markdown(stored("overhead")),

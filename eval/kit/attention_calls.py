@@ -6,19 +6,24 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class AttentionCalls(TorchDispatchMode):
-    """Context manager that calls a function with q and k of every :func:`pasa.attention` call inside, in order."""
+    """Context manager that calls a function with q and k of every :func:`pasa.attention` call inside, in order.
 
-    def __init__(self, on_call: Callable[[Tensor, Tensor], None]) -> None:
+    With `counts` the function also takes the operator's counts (B, Hq, 6), which it makes while diagnostics are
+    recorded.
+    """
+
+    def __init__(self, on_call: Callable[..., None], *, counts: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.on_call = on_call
+        self.on_call, self.counts = on_call, counts
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, and pass its q and k on if it is attention."""
+        result = func(*args, **(kwargs or {}))
         if func is torch.ops.pasa.attention.default:
-            self.on_call(args[0], args[1])
-        return func(*args, **(kwargs or {}))
+            seen = (args[0], args[1], result[2]) if self.counts else (args[0], args[1])
+            self.on_call(*seen)
+        return result

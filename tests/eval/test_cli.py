@@ -154,8 +154,10 @@ def test_json_file_and_output_folder(tmp_path: Path, options: list[str], made: s
         (["diagnose", "--model", "tiny", "--prompt", "x"], "prompt='x'"),
         (["diagnose", "--frames", "2"], "frames=2"),
         (["demo", "--offset", "nan"], "offset=nan"),
-        (["demo", "--max-prompt-tokens", "0"], "max_prompt_tokens=0"),
-        (["predict", "--prompt", "hi"], "prompt='hi'"),
+        (["predict", "--model", "/nowhere"], "'/nowhere' is not a folder"),
+        (["predict", "--model", "/nowhere", "--delta", "2"], "delta=2.0 is not a probability between 0 and 1"),
+        (["predict", "--model", ".", "--offset", "3"], "--offset is for the built-in models"),
+        (["predict", "--paper-tables", "--model", "x"], "--model is no option of --paper-tables"),
         (["eval", "fuzz", "--cases", "0"], "cases=0"),
         (["bench", "soak", "--jobs", "0"], "jobs=0"),
         (["bench", "soak", "--only", "-1"], "only=-1"),
@@ -198,7 +200,7 @@ def test_diagnose_writes_what_it_says(tmp_path: Path) -> None:
     done = run("diagnose", *sizes, "--json", "-", "--output-dir", str(tmp_path))
     assert done.exit_code == 0
     assert json.loads(done.stdout)["summary"]["modules_beyond"] == 4
-    assert {path.name for path in tmp_path.iterdir()} == {f"diagnose.{kind}" for kind in ("html", "json", "md", "png")}
+    assert {path.name for path in tmp_path.iterdir()} == {f"diagnose.{kind}" for kind in ("html", "json", "md", "svg")}
 
 
 def test_console_script_runs_as_a_process() -> None:

@@ -1,45 +1,113 @@
-"""Records every attention call of a running model, of transformers and of diffusers alike.
+"""Records every attention call of a running model, head by head: its scores, and the two causes the paper names.
 
 A patched model attends through one operator, ``torch.ops.pasa.attention``. A dispatch mode sees its queries and keys;
-hooks on the patched modules tell whose they are.
+hooks on the patched modules tell whose they are. Scores overflow where keys share a bias along the sequence, and where
+queries and keys resonate along the head dimension, in phase (large positive scores) or in opposition (large negative
+ones): arXiv:2503.01873, section 3.3.2. Of the worst heads small pictures of Q, K, K', S and S' are kept, the paper's
+figures 11 to 14.
 """
 
 from __future__ import annotations
 
+import base64
+import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from io import BytesIO
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.nn.functional import adaptive_max_pool2d
 
 import pasa
-from pasa.eval.models.diagnose.maps import HeadMaps, head_pictures
-from pasa.eval.models.diagnose.statistics import MODULES, head_statistics
+from pasa.eval.accuracy.rmse.resonance import shifted_keys, stored_scores
+from pasa.eval.kit.attention_calls import AttentionCalls
+from pasa.eval.models.diagnose.report import FP16_MAX, Record
+from pasa.eval.models.first_nonfinite import models_of
 from pasa.ops.attention.spec.diagnostics import FIELDS
-from pasa.patching import Policy
 from pasa.patching.handle import PatchReport
 
-Record = dict[str, Any]
+ROWS = 512  # sampled queries, evenly spread; with 2 batch entries and 9,216 keys their scores are 38 MB a head
+POINTS = 128  # rows and columns of a matrix, at most
+MATRICES = {  # title, rows and columns of each
+    "Q": ("Q", "query", "head dimension"),
+    "K": ("K", "key", "head dimension"),
+    "K'": ("K′", "key", "head dimension"),
+    "S": ("S = Q Kᵀ", "sampled query", "key"),
+    "S'": ("S′", "sampled query", "key"),
+}
+MODULES = 3  # whose worst head is drawn; heads of one module often look the same
+BATCH = 2  # sampled batch entries, evenly spread: the frames of a video, or the pixels of a temporal layer
+CHANCE = 4.0  # independent vectors correlate beyond so many times 1/sqrt(D) once in 16,000 times
+
+
+class Picture(NamedTuple):
+    """A matrix in small (`extremes`), and the shape of the whole: for scores, that of `ROWS` queries."""
+
+    values: Tensor
+    shape: tuple[int, ...]
+
+    def png(self) -> str:
+        """Return the address of a PNG, one pixel a value, lowest to highest, which is the picture itself."""
+        from matplotlib.image import imsave
+
+        stream = BytesIO()  # viridis is ordered by lightness: it reads in grey and with any colour vision
+        imsave(stream, self.values.numpy(), cmap="viridis", format="png")
+        return f"data:image/png;base64,{base64.b64encode(stream.getvalue()).decode()}"
+
+
+class HeadMaps(NamedTuple):
+    """Pictures of one head in one call, by the names of `MATRICES`."""
+
+    module: str
+    head: int
+    call: int
+    max_score: float
+    pictures: dict[str, Picture]
+
+
+@torch.no_grad()
+def head_pictures(q: Tensor, k: Tensor) -> dict[str, Picture]:
+    """Return pictures of one head's q (S, D) and k (Skv, D), as FP16 holds them.
+
+    K' and S' are those of the exact recovery, in the units of K and q.k. Scores are formed for `ROWS` queries, never
+    all at once; masks are left out, as in the paper's figures.
+    """
+    q, k = (x.half().float() for x in (q, k))
+    rows, config = sample(q, 0, ROWS), pasa.PasaConfig()
+    moved = shifted_keys(k[None, None], config)[0, 0]
+    matrices = (q, k, moved, rows @ k.mT, stored_scores(rows[None, None], k[None, None], config))
+    return {name: Picture(extremes(x).cpu(), tuple(x.shape)) for name, x in zip(MATRICES, matrices, strict=True)}
+
+
+def sample(x: Tensor, dim: int, most: int) -> Tensor:
+    """Return at most `most` entries along a dimension, evenly spread, the first and the last among them."""
+    size = x.shape[dim]
+    if size <= most:
+        return x
+    return x.index_select(dim, torch.linspace(0, size - 1, most, device=x.device).round().long())
+
+
+def extremes(matrix: Tensor) -> Tensor:
+    """Return the value of largest magnitude in every cell of a grid of at most `POINTS` x `POINTS`.
+
+    A large score often stands alone, in a single key's column, which every n-th column would miss.
+    """
+    size = [min(POINTS, length) for length in matrix.shape]
+    high = adaptive_max_pool2d(matrix[None], size)[0]
+    low = -adaptive_max_pool2d(-matrix[None], size)[0]
+    return torch.where(high >= -low, high, low)
 
 
 class Findings:
-    """Counts and samples of a model's attention, by module.
+    """Collects the numbers of a model's attention, by module.
 
-    Attributes
-    ----------
-    report : PatchReport
-        The modules that are probed, and those that are not.
-    calls, broken : dict of str to int
-        Attention calls of each module, and those left out because a query or key was not finite.
-    heads : dict of str to list of dict
-        For each head the numbers of `head_statistics` in the call in which its scores were largest (``max_score`` is
-        over all pairs that a mask leaves and over the sampled pairs that it hides); the number of that ``call``, from
-        1; and of all calls: ``stored``, the largest magnitude of a score as PASA stored it (infinite where one of
-        weight 0 was stored as -infinity), ``rescued_tiles``, kept in FP32, and ``tiles``.
-    maps : list of HeadMaps
-        Matrices of the worst head of the `MODULES` worst modules, worst first.
+    `report` names the modules that are probed; `calls` and `broken` count the calls of each module, and those left out
+    because a query or key was not finite. `heads` has for each head the numbers of `head_statistics` of the ``call``
+    (from 1) in which its scores were largest, over all pairs that a mask leaves too, and of all calls ``stored``, the
+    largest score as PASA stored it (infinite if one of weight 0 was), ``tiles``, and ``rescued_tiles``, kept in FP32.
+    `maps` holds matrices of the worst head of the `MODULES` worst modules, worst first.
     """
 
     def __init__(self, report: PatchReport) -> None:
@@ -60,9 +128,8 @@ class Findings:
         self.heads[module] = [_joined(*pair) for pair in zip(known, new, strict=True)] if known else new
         worst = max(range(len(new)), key=lambda head: new[head]["max_score"])
         entry = int(counts[:, worst, FIELDS.index("max_score_before")].argmax())
-        self.offer(
-            module, worst, call, new[worst]["max_score"], q[entry, worst], k[entry, worst * k.shape[1] // q.shape[1]]
-        )
+        matrices = q[entry, worst], k[entry, worst * k.shape[1] // q.shape[1]]
+        self.offer(module, worst, call, new[worst]["max_score"], *matrices)
 
     def offer(self, module: str, head: int, call: int, max_score: float, q: Tensor, k: Tensor) -> None:
         """Keep pictures of a head, q (S, D) and k (Skv, D), if it is worse than those that are kept."""
@@ -74,29 +141,20 @@ class Findings:
 
     def worst(self) -> list[Record]:
         """Return the records of all heads with their ``module`` and ``head``, largest score first."""
-        entries = [
-            {"module": name, "head": index, **head}
-            for name, heads in self.heads.items()
-            for index, head in enumerate(heads)
+        heads = [
+            {"module": name, "head": head, **record}
+            for name, records in self.heads.items()
+            for head, record in enumerate(records)
         ]
-        return sorted(entries, key=lambda each: -float(each["max_score"]))
-
-    def uncalled(self) -> list[str]:
-        """Return the probed modules that never ran."""
-        return [name for name in self.report.patched if name not in self.calls]
+        return sorted(heads, key=lambda each: -float(each["max_score"]))
 
 
 def _with_counts(numbers: Record, counts: Tensor, call: int) -> Record:
     """Return the record of one head in one call; counts (B, len(FIELDS))."""
-    column = dict(zip(FIELDS, counts.unbind(-1), strict=True))
-    return {
-        **numbers,
-        "max_score": max(numbers["max_score"], float(column["max_score_before"].max())),
-        "call": call,
-        "stored": float(column["max_score_after"].max()),
-        "rescued_tiles": int(column["rescued_tiles"].sum()),
-        "tiles": int(column["tiles"].sum()),
-    }
+    largest, total = (dict(zip(FIELDS, each.tolist(), strict=True)) for each in (counts.amax(0), counts.sum(0)))
+    tiles = {name: int(total[name]) for name in ("rescued_tiles", "tiles")}
+    max_score = max(numbers["max_score"], largest["max_score_before"])
+    return {**numbers, "max_score": max_score, "call": call, "stored": largest["max_score_after"], **tiles}
 
 
 def _joined(known: Record, later: Record) -> Record:
@@ -107,80 +165,109 @@ def _joined(known: Record, later: Record) -> Record:
 
 
 @contextmanager
-def probe(
-    model_or_pipeline: Any, *, policy: Policy = "all", seen: Callable[[str, int], None] = lambda module, call: None
-) -> Iterator[Findings]:
-    """Patch a model, and fill the findings with what attention does inside the context.
-
-    After each call `seen` is called with the module's name and the number of its call; for the rest see
-    :func:`attention_calls`.
-    """
-
-    def add(module: str, q: Tensor, k: Tensor, counts: Tensor) -> None:
-        findings.add(module, q, k, counts)
-        seen(module, findings.calls[module])
-
-    with attention_calls(model_or_pipeline, add, policy=policy) as report:
+def probe(model_or_pipeline: Any) -> Iterator[Findings]:
+    """Patch a model as :func:`attention_calls` does, and fill the findings with what attention does inside."""
+    with attention_calls(model_or_pipeline, lambda *call: findings.add(*call)) as report:
         findings = Findings(report)
         yield findings
 
 
 @contextmanager
 def attention_calls(
-    model_or_pipeline: Any, on_call: Callable[[str, Tensor, Tensor, Tensor], None], *, policy: Policy = "all"
+    model_or_pipeline: Any, on_call: Callable[[str, Tensor, Tensor, Tensor], None]
 ) -> Iterator[PatchReport]:
     """Patch a model and hand all attention that runs inside the context to a function.
 
-    The model computes what it computes with PASA on the reference backend, without overflow, so the numbers are those
-    of healthy activations. Compiled models run eagerly meanwhile: a captured graph would not tell whose call it is.
-    A patch that is in force with the very same settings ends with the context; one with others is refused, as
-    :func:`pasa.patch_pipeline` does. A policy chooses the modules. The function takes the module's name,
-    q (B, Hq, S, D), k (B, Hkv, Skv, D) and the operator's counts (B, Hq, len(FIELDS)).
+    The model runs PASA on the reference backend, without overflow, so the numbers are those of healthy activations.
+    Compiled models run eagerly meanwhile: a captured graph would not tell whose call it is. The function takes the name
+    of the innermost module, q (B, Hq, S, D), k (B, Hkv, Skv, D) and the operator's counts (B, Hq, len(FIELDS)).
     """
     running: list[str] = []
-    with pasa.patch_pipeline(model_or_pipeline, policy=policy, backend="reference") as handle:
-        report, hooks = handle.report(), []
+
+    def leave(*call: Any) -> None:
+        running.pop()
+
+    def hand_on(q: Tensor, k: Tensor, counts: Tensor) -> None:
+        if running:
+            records.clear()  # a table for each batch entry and head: gigabytes, over the steps of a video
+            on_call(running[-1], q, k, counts)
+
+    with pasa.patch_pipeline(model_or_pipeline, backend="reference") as handle, ExitStack() as stack:
+        report, modules = handle.report(), _modules(model_or_pipeline)
         for name in report.patched:
-            module = find_module(model_or_pipeline, name)
-            hooks.append(module.register_forward_pre_hook(lambda *_, name=name: running.append(name)))
-            hooks.append(module.register_forward_hook(lambda *_: _leave(running), always_call=True))
-        try:
-            # Recording makes the operator count; the dispatch mode takes the counts from its output.
-            with (
-                torch.compiler.set_stance("force_eager"),
-                pasa.record_diagnostics() as records,
-                _Recorder(on_call, running, records),
-            ):
-                yield report
-        finally:
-            for hook in hooks:
-                hook.remove()
+            enter = modules[name].register_forward_pre_hook(lambda *_, name=name: running.append(name))
+            stack.callback(enter.remove)
+            stack.callback(modules[name].register_forward_hook(leave, always_call=True).remove)
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        records = stack.enter_context(pasa.record_diagnostics())
+        stack.enter_context(AttentionCalls(hand_on, counts=True))
+        yield report
 
 
-def _leave(running: list[str]) -> None:
-    running.pop()
+def _modules(model_or_pipeline: Any) -> dict[str, torch.nn.Module]:
+    """Return all modules by the names that patch reports use: in a pipeline, the component comes first."""
+    if not hasattr(model_or_pipeline, "components") and not isinstance(model_or_pipeline, torch.nn.Module):
+        model_or_pipeline = model_or_pipeline.model  # a pipeline of transformers
+    models = models_of(model_or_pipeline).items()
+    return {f"{part}.{path}".strip("."): module for part, model in models for path, module in model.named_modules()}
 
 
-class _Recorder(TorchDispatchMode):
-    """Hands the queries and keys of every attention call on, under the name of the innermost module."""
+@torch.no_grad()
+def head_statistics(q: Tensor, k: Tensor) -> list[dict[str, Any]]:
+    """Return the numbers of every query head of a call.
 
-    def __init__(self, on_call: Callable[..., None], running: list[str], records: list[Any]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.on_call, self.running, self.records = on_call, running, records
+    At most `BATCH` entries and `ROWS` queries of q (B, Hq, S, D) are sampled against all keys k (B, Hkv, Skv, D),
+    without the mask: a score that a mask hides is formed and stored nevertheless. ``max_score`` is the largest |q.k|,
+    unscaled, and ``overflow_share`` the share beyond 65504; ``scores``, ``keys`` and ``shifted_keys`` are the smallest
+    and largest q.k, K, and K' of the exact recovery in the units of K. ``sequence_bias``, ``resonance`` and ``phase``
+    are those of the functions below; None for a single key, whose weight is 1 whatever its score.
+    """
+    q, k = (sample(x, 0, BATCH).half().float() for x in (q, k))
+    group, rows, (seen, dim) = q.shape[1] // k.shape[1], sample(q, 2, ROWS), k.shape[2:]
+    shifted = torch.cat([shifted_keys(part, pasa.PasaConfig()) for part in k.flatten(0, 1)[:, None, None]])
+    shifted, records = shifted.reshape(k.shape), []
+    for head in range(q.shape[1]):
+        keys = k[:, head // group]
+        scores = rows[:, head] @ keys.mT
+        low, high = span(scores)
+        resonance = correlation(q[:, head].mean((0, 1)), keys.mean((0, 1))) if seen > 1 else None
+        records.append(
+            {
+                "queries": q.shape[2],
+                "keys_seen": seen,
+                "head_dim": dim,
+                "max_score": max(-low, high),
+                "overflow_share": float((scores.abs() > FP16_MAX).float().mean()),
+                "scores": (low, high),
+                "keys": span(keys),
+                "shifted_keys": span(shifted[:, head // group]),
+                "sequence_bias": sequence_bias(keys) if seen > 1 else None,
+                "resonance": resonance,
+                "phase": phase(resonance, dim),
+            }
+        )
+    return records
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func is torch.ops.pasa.attention.default and self.running:
-            self.records.clear()  # a table for each batch entry and head: gigabytes, over the steps of a video
-            self.on_call(self.running[-1], args[0], args[1], result[2])
-        return result
+
+def span(x: Tensor) -> tuple[float, float]:
+    """Return the smallest and the largest value."""
+    low, high = x.aminmax()
+    return float(low), float(high)
 
 
-def find_module(model_or_pipeline: Any, name: str) -> torch.nn.Module:
-    """Return the module that a patch report calls `name`."""
-    if isinstance(model_or_pipeline, torch.nn.Module):
-        return model_or_pipeline.get_submodule(name)
-    if hasattr(model_or_pipeline, "components"):
-        component, _, path = name.partition(".")
-        return find_module(model_or_pipeline.components[component], path)
-    return find_module(model_or_pipeline.model, name)
+def sequence_bias(keys: Tensor) -> float:
+    """Return the length of the mean key over that of the keys (B, S, D): 1 if all are alike, 1/sqrt(S) by chance."""
+    mean, length = (x.square().sum(-1).mean().sqrt() for x in (keys.mean(1), keys))
+    return float(mean / length) if length > 0 else 0.0
+
+
+def correlation(first: Tensor, second: Tensor) -> float:
+    """Return Pearson's correlation of two vectors (D,), about 1/sqrt(D) if independent; 0 if one is constant."""
+    return float(torch.cosine_similarity(first - first.mean(), second - second.mean(), dim=0))
+
+
+def phase(resonance: float | None, dim: int) -> int | None:
+    """Return 0 or 180 degrees where the resonance is beyond `CHANCE` / sqrt(D), else None."""
+    if resonance is None or abs(resonance) <= CHANCE / math.sqrt(dim):
+        return None
+    return 0 if resonance > 0 else 180

@@ -1,26 +1,40 @@
-"""The words, cells and tables of a diagnosis: the terminal, Markdown and the page are made of the same."""
+"""The words, tables and drawings of a diagnosis: the terminal, Markdown and the page are made of the same."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from html import escape
 from typing import Any
 
+from pasa.eval.kit.device import origin
 from pasa.eval.kit.tables import Table, percent
-from pasa.eval.models.diagnose.statistics import FP16_MAX, MODULES, POINTS
+from pasa.ops.numerics.formats import FORMATS
 
+FP16_MAX = FORMATS["fp16"].max
 Record = dict[str, Any]
-INFINITE = "infinite"
 SHOWN = 10  # heads in the terminal and in Markdown; JSON has all
 SHORT = ("layer", "head", "peak QKᵀ", "× 65504", "stored", "bias", "resonance")  # what 80 characters hold
 
+LETTER, CELL, LINE = 6.2, 26, 16  # pixels: width of a letter, width and height of a cell
+LEGEND = {"≤ 0.001": 0.001, "0.01": 0.01, "0.1": 0.1, "1": 1.0, "> 1": 1.001, "≥ 10": 10.0}
+STYLE = (
+    "svg.map{font:11px system-ui,sans-serif;color:#1b1f24}.map text{fill:currentColor}"
+    ".within{fill:#2f6fb5}.beyond{fill:#c0271d;stroke:currentColor}"
+    "@media(prefers-color-scheme:dark){svg.map{color:#e6e9ec}}"
+)
+BREAKS = {
+    "own": "The model breaks by itself, first in {}.",
+    "pasa": "With PASA {} is the first to break.",
+    "fp16": "With scores stored in FP16, {} is the first to break.",
+}
 
-def number(value: float | None, form: str = ",.4g") -> str:
-    """Return four digits of a number, as a stored result has them; it has None in place of infinity."""
+
+def number(value: float | None) -> str:
+    """Return four digits of a number; None stands for infinity in a stored result."""
     if value is None or not math.isfinite(value):
-        return INFINITE
-    whole = f"{float(f'{value:.4g}'):,.0f}" if abs(value) >= 1000 else format(value, form)
-    return whole.replace("-", "−")
+        return "infinite"
+    return (f"{float(f'{value:.4g}'):,.0f}" if abs(value) >= 1000 else f"{value:.4g}").replace("-", "−")
 
 
 def ratio(score: float) -> str:
@@ -29,45 +43,34 @@ def ratio(score: float) -> str:
     return "< 0.001" if value < 0.001 else f"{value:.3f}" if value < 0.1 else f"{value:,.2f}"
 
 
-def span_text(pair: Sequence[float]) -> str:
-    """Return a range."""
-    return f"{number(pair[0])} … {number(pair[1])}"
+def signed(value: float | None, form: str = ".3f", unit: str = "") -> str:
+    """Return the number with a real minus sign; – for None."""
+    return "–" if value is None else f"{value:{form}}{unit}".replace("-", "−")
 
 
-def _digits(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3f}".replace("-", "−")
+def _tiles_in_fp32(r: Record) -> str:
+    return percent(r["rescued_tiles"] / r["tiles"]) if r["tiles"] else "–"
 
 
-def _degrees(phase: int | None) -> str:
-    return "–" if phase is None else f"{phase}°"
-
-
-def _share(part: int, whole: int, without: str) -> str:
-    return percent(part / whole) if whole else without
-
-
-COLUMNS: dict[str, tuple[Callable[[Record], str], str]] = {
+COLUMNS: dict[str, tuple[Callable[[Any], str], str]] = {
     "layer": (lambda r: r["module"], ""),
     "head": (lambda r: str(r["head"]), ""),
     "peak QKᵀ": (lambda r: number(r["max_score"]), "largest magnitude of an unscaled score, of any call"),
     "× 65504": (lambda r: ratio(r["max_score"]), "1 is where FP16 ends"),
     "beyond": (lambda r: percent(r["overflow_share"]), "share of the sampled scores beyond 65504"),
     "stored": (lambda r: number(r["stored"]), "largest score as PASA stores it, in its tile's own units"),
-    "in FP32": (lambda r: _share(r["rescued_tiles"], r["tiles"], "–"), "tiles that PASA keeps in FP32"),
-    "K": (lambda r: span_text(r["keys"]), "range of the keys"),
-    "K′": (lambda r: span_text(r["shifted_keys"]), "range of the shifted keys, in the units of K"),
-    "bias": (lambda r: _digits(r["sequence_bias"]), "length of the mean key over that of the keys, 1 if all are alike"),
-    "resonance": (lambda r: _digits(r["resonance"]), "correlation of mean query and mean key along the head dimension"),
-    "phase": (lambda r: _degrees(r["phase"]), "0° in phase, 180° in opposition, – chance"),
+    "in FP32": (_tiles_in_fp32, "tiles that PASA keeps in FP32"),
+    "K": (lambda r: " … ".join(map(number, r["keys"])), "range of the keys"),
+    "K′": (lambda r: " … ".join(map(number, r["shifted_keys"])), "range of the shifted keys, in the units of K"),
+    "bias": (lambda r: signed(r["sequence_bias"]), "length of the mean key over that of the keys, 1 if all are alike"),
+    "resonance": (lambda r: signed(r["resonance"]), "correlation of mean query and mean key along the head dimension"),
+    "phase": (lambda r: signed(r["phase"], "d", "°"), "0° in phase, 180° in opposition, – chance"),
     "call": (lambda r: str(r["call"]), "of the module, from 1, with the largest score"),
     "queries × keys": (lambda r: f"{r['queries']:,} × {r['keys_seen']:,}", ""),
 }
 """How a record becomes a cell of each column, and what the column means."""
-
-
-def rows(records: Sequence[Record], columns: Sequence[str] = tuple(COLUMNS)) -> list[list[str]]:
-    """Return a row of text for every record."""
-    return [[COLUMNS[name][0](record) for name in columns] for record in records]
+MAP = "![Largest score of every head over 65504](diagnose.svg)"
+OTHERS = ("layer", "head", *(name for name in COLUMNS if name not in SHORT))  # in Markdown, in a second table
 
 
 def meanings(columns: Sequence[str]) -> str:
@@ -79,8 +82,8 @@ def head_table(result: Record, columns: Sequence[str] = SHORT, most: int = SHOWN
     """Return the worst heads, a row each."""
     left = len(result["records"]) - most
     note = f"{meanings(columns)} {left} more in the JSON." if left > 0 else meanings(columns)
-    title = f"{result['model']}: heads, worst first"
-    return Table(title, list(columns), rows(result["records"][:most], columns), note, wraps="layer")
+    cells = {name: COLUMNS[name][0] for name in columns}
+    return Table.of(f"{result['model']}: heads, worst first", result["records"][:most], cells, note, wraps="layer")
 
 
 def verdict(result: Record) -> str:
@@ -88,73 +91,46 @@ def verdict(result: Record) -> str:
     summary, worst = result["summary"], result["summary"]["worst"]
     if worst is None:
         return "No attention was seen."
-    times = f"{number(worst['max_score'])}, {ratio(worst['max_score'])} times FP16's largest number"
-    where = f"{times} ({worst['module']}, head {worst['head']})."
+    first = "No score of {heads} heads in {modules} layers leaves FP16: at most"
     if summary["heads_beyond"]:
-        first = (
-            f"{summary['heads_beyond']} of {summary['heads']} heads, in {summary['modules_beyond']} of "
-            f"{summary['modules']} layers, form scores that FP16 cannot hold: up to {where}"
-        )
-    else:
-        first = f"No score of {summary['heads']} heads in {summary['modules']} layers leaves FP16: at most {where}"
+        first = "{heads_beyond} of {heads} heads, in {modules_beyond} of {modules} layers, form scores that "
+        first += "FP16 cannot hold: up to"
     largest = number(summary["stored"])
-    stored = "as infinite only those of weight 0" if largest == INFINITE else f"none larger than {largest}"
-    kept = _share(summary["rescued_tiles"], summary["tiles"], "none")
-    return " ".join([first, f"PASA stores {stored} and keeps {kept} of the tiles in FP32.", *_what_breaks(result)])
-
-
-def _what_breaks(result: Record) -> list[str]:
-    """Return a sentence for every run that was not finite, and for the one with FP16 scores in any case."""
-    texts = {
-        "own": "The model breaks by itself, first in {}.",
-        "pasa": "With PASA {} is the first to break.",
-        "fp16": "With scores stored in FP16, {} is the first to break.",
-    }
-    broken = {name: result["runs"][name]["first_nonfinite"] for name in texts}
+    stored = "as infinite only those of weight 0" if largest == "infinite" else f"none larger than {largest}"
     sentences = [
-        text.format(f"{first['module']} (call {first['call']} of its model)")
-        for name, text in texts.items()
-        if (first := broken[name])
+        f"{first.format(**summary)} {number(worst['max_score'])}, {ratio(worst['max_score'])} times FP16's largest "
+        f"number ({worst['module']}, head {worst['head']}).",
+        f"PASA stores {stored} and keeps {_tiles_in_fp32(summary)} of the tiles in FP32.",
     ]
-    return sentences if broken["fp16"] else [*sentences, "With scores stored in FP16 all modules stay finite."]
+    for name, text in BREAKS.items():
+        if broken := result["runs"][name]["first_nonfinite"]:
+            sentences.append(text.format(f"{broken['module']} (call {broken['call']} of its model)"))
+        elif name == "fp16":
+            sentences.append("With scores stored in FP16 all modules stay finite.")
+    return " ".join(sentences)
 
 
 def how_measured(result: Record) -> list[str]:
     """Return method and limits, a paragraph each."""
-    settings, made = result["settings"], []
-    if result["fixture"]:
-        made = ["The overflow is made: biases in q and k add a constant to the scores, which softmax ignores."]
+    settings, made = result["settings"], "The overflow is made: biases in q and k add a constant to the scores."
     return [
-        *made,
-        "Scores are looked at in a run with PASA, which does not overflow, so they are those of healthy activations. "
-        "The largest score is taken over all pairs that a mask leaves, of all calls.",
-        f"Ranges, shares, bias and resonance are of the call with the largest score, from at most "
-        f"{settings['rows']} queries and {settings['batch']} batch entries, evenly spread, against all keys; a pair "
-        "that a mask hides counts, since it is formed and stored nevertheless. Such samples can miss the largest pair.",
+        *[made] * bool(result["fixture"]),
+        "The largest score is taken over all pairs that a mask leaves, of all calls, in a run with PASA that does not "
+        "overflow. The first module to break has finite inputs and an output that is not.",
+        f"Other numbers are of the call with the largest score, from at most {settings['rows']} queries and "
+        f"{settings['batch']} batch entries against all keys, hidden by a mask or not. They can miss the largest pair.",
         "A single key has no bias or resonance of its own: softmax makes its weight 1 whatever its score.",
-        f"Matrices are those of the worst head of each of the {MODULES} worst layers, at most {POINTS} × {POINTS} "
-        "cells, each the value of largest magnitude in it.",
-        f"The first module to break has finite inputs and an output that is not. "
-        f"{result['note'][0].upper()}{result['note'][1:]}.",
         cost(result),
     ]
 
 
 def cost(result: Record) -> str:
-    """Return what looking takes: it is done in the second run."""
+    """Return what recording takes: it is done in the second run."""
     own, probed = (result["runs"][name]["seconds"] for name in ("own", "pasa"))
+    threads = result["environment"]["threads"]
     return (
-        f"One run took {own:.1f} s with the model's own attention and {probed:.1f} s with PASA emulated and looked at."
-    )
-
-
-def origin(result: Record) -> str:
-    """Return where and with which versions a run was made."""
-    machine = result["environment"]
-    threads = f"{machine['threads']} thread{'s' * (machine['threads'] > 1)}"
-    return (
-        f"({machine['device']}, {machine['processor']}, {threads}; torch {machine['torch']}, "
-        f"transformers {machine['transformers']}, pasa {machine['pasa']}, commit {machine['commit']}.)"
+        f"On {threads} thread{'s' * (threads > 1)} one run took {own:.1f} s with the model's own attention and "
+        f"{probed:.1f} s with PASA emulated and recorded."
     )
 
 
@@ -162,3 +138,44 @@ def report(result: Record) -> list[Table | str]:
     """Return the worst heads, the verdict, and how it was measured."""
     method = "\n".join(f"- {line}" for line in how_measured(result))
     return [head_table(result), verdict(result), method, origin(result)]
+
+
+def draw_map(result: dict[str, Any]) -> str:
+    """Return an SVG with a rectangle for each layer and head, coloured by its largest score over 65504.
+
+    The scale is logarithmic from 0.001 to 10, and saturated outside. It is blue up to 1, where FP16 ends, and red and
+    outlined beyond. Layers are in the order of their first call.
+    """
+    lines = {layer: LINE * (row + 3) for row, layer in enumerate(result["modules"]["calls"])}
+    heads = 1 + max(each["head"] for each in result["records"])
+    left = LETTER * max(map(len, lines)) + 4
+    parts = [_text(left, 2 * LINE, "layer", "end"), _text(left + CELL / 2, LINE, "head")]
+    parts += [_text(left + CELL * (head + 0.5), 2 * LINE, str(head), "middle") for head in range(heads)]
+    parts += [_text(left, y, layer, "end") for layer, y in lines.items()]
+    for each in result["records"]:
+        score = f"{number(each['max_score'])}, {ratio(each['max_score'])} × 65504"
+        title = f"{each['module']}, head {each['head']}: peak {score}"
+        parts.append(_cell(left + CELL * (each["head"] + 0.5) - 11, lines[each["module"]], each["max_score"], title))
+    bottom = LINE * (len(lines) + 4)
+    parts.append(_text(left, bottom, "peak / 65504", "end"))
+    for index, (label, share) in enumerate(LEGEND.items()):
+        x = left + 8 + 3 * CELL * index
+        parts += [_cell(x, bottom, share * FP16_MAX, label), _text(x + CELL, bottom, label)]
+    width, height = left + CELL * max(heads, 3 * len(LEGEND)) + 8, bottom + LINE
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="map" role="img" width="{width:.0f}" height="{height}" '
+        f'aria-label="Largest score of every head over 65504"><style>{STYLE}</style>{"".join(parts)}</svg>\n'
+    )
+
+
+def _cell(x: float, baseline: float, score: float, title: str) -> str:
+    share = score / FP16_MAX
+    depth = min(1.0, max(0.0, math.log10(max(share, 1e-9)) / 3 + 1 if share <= 1 else 0.5 + math.log10(share) / 2))
+    return (
+        f'<rect x="{x:.1f}" y="{baseline - 11:.1f}" width="22" height="14" fill-opacity="{0.15 + 0.85 * depth:.2f}" '
+        f'class="{"within" if share <= 1 else "beyond"}"><title>{escape(title)}</title></rect>\n'
+    )
+
+
+def _text(x: float, baseline: float, text: str, anchor: str = "start") -> str:
+    return f'<text x="{x:.1f}" y="{baseline}" text-anchor="{anchor}">{escape(text)}</text>\n'

@@ -20,10 +20,6 @@ from pasa.eval.models.video.tiny import tiny_pipeline
 
 EMBEDDED, TINY = "embedded", clip.TINY
 BIASED = ", biased to overflow"  # in a title
-TEXT_OPTIONS = ("prompt", "max_prompt_tokens")
-VIDEO_OPTIONS = ("image", *clip.SIZES, "seed", "offload")
-BUILT_IN_OPTIONS = ("offset",)
-OPTIONS = (*TEXT_OPTIONS, *VIDEO_OPTIONS, *BUILT_IN_OPTIONS, "dtype")
 
 
 @dataclass(frozen=True)
@@ -31,89 +27,61 @@ class Subject:
     """A model to patch, what runs it once (the same every time), and what was done to it to make it overflow."""
 
     name: str
-    kind: str
     model: Any
     run: Callable[[], Any]
     settings: dict[str, Any]
     fixture: dict[str, Any] | None
-    device: torch.device
 
 
-def load(model: str, **options: Any) -> Subject:
-    """Load "embedded", "tiny" or a folder, which is a pipeline if it holds ``model_index.json``, with some `OPTIONS`.
+def load(
+    model: str, *, prompt: str | None = None, offset: float | None = None, dtype: str | None = None, **video: Any
+) -> Subject:
+    """Load "embedded", "tiny" or a folder, which is a pipeline if it holds ``model_index.json``.
 
-    Raises
-    ------
-    FileNotFoundError
-        There is no such folder, or no model in it; a distribution of a built-in model is missing.
-    ValueError
-        An option of another kind of model, or a value that cannot be used; a pipeline that is not supported.
+    `video` has the options of a pipeline: image, sizes, offload. An option that is set and is not for this kind of
+    model is refused with a ValueError.
     """
-    options = dict.fromkeys(OPTIONS) | options
-    check_offset(options["offset"])
+    check_offset(offset)
+    pipeline = model == TINY or (Path(model) / "model_index.json").is_file()
+    foreign, kind = ({"prompt": prompt}, "a video pipeline") if pipeline else (video, "a language model")
     if model not in (EMBEDDED, TINY):
-        _refuse(model, "a folder", BUILT_IN_OPTIONS, options)
-        _check_folder(Path(model))
-    if model == TINY or (Path(model) / "model_index.json").is_file():
-        _refuse(model, "a video pipeline", TEXT_OPTIONS, options)
-        return _video(model, options)
-    _refuse(model, "a language model", VIDEO_OPTIONS, options)
-    return _language_model(model, options)
+        foreign, kind = {**foreign, "offset": offset}, f"{kind} of a folder"
+    for name, value in foreign.items():
+        if value not in (None, False):
+            raise ValueError(f"{name}={value!r} does not apply: {model!r} is {kind}")
+    if pipeline:
+        return _video(model, OFFSET if offset is None else offset, dtype, **video)
+    return _language_model(model, prompt, DEFAULT_OFFSET if offset is None else offset, dtype)
 
 
-def _refuse(model: str, kind: str, foreign: tuple[str, ...], options: dict[str, Any]) -> None:
-    for name in foreign:
-        if options[name] not in (None, False):
-            raise ValueError(f"{name}={options[name]!r} does not apply: {model!r} is {kind}")
-
-
-def _check_folder(path: Path) -> None:
-    """Name what a folder lacks, before a library words it at length."""
-    if not path.is_dir():
-        raise FileNotFoundError(f"model {str(path)!r} is neither {EMBEDDED!r}, {TINY!r} nor a folder")
-    if (path / "model_index.json").is_file():
-        clip.check_pipeline(path)
-    elif not (path / "config.json").is_file():
-        raise FileNotFoundError(f"{str(path)!r} holds neither model_index.json nor config.json")
-
-
-def _language_model(model: str, options: dict[str, Any]) -> Subject:
+def _language_model(model: str, prompt: str | None, offset: float, dtype_name: str | None) -> Subject:
     """Return the prefill of one prompt: it forms all scores that decoding forms, and those of every earlier token."""
-    require_built_in(model=model == EMBEDDED, text=options["prompt"] is None)
+    require_built_in(model=model == EMBEDDED, text=prompt is None)
     device, fixture = pick_device(), None
-    dtype = clip.pick_dtype(options["dtype"], device)
+    dtype = clip.pick_dtype(dtype_name, device)
     network, tokenizer = load_model() if model == EMBEDDED else load_folder(model, dtype)
-    offset = DEFAULT_OFFSET if options["offset"] is None else options["offset"]
     if model == EMBEDDED and offset:
         network, info = inject_overflow(network, offset)
         fixture = info.as_dict()
-    network = network.to(device, dtype)
-    ids = build_prompt(tokenizer, options["prompt"], options["max_prompt_tokens"]).to(device)
-
-    @torch.no_grad()
-    def run() -> None:
-        network(input_ids=ids, use_cache=False)
-
+    ids = build_prompt(tokenizer, prompt).to(device)
+    run = torch.no_grad()(partial(network.to(device, dtype), input_ids=ids, use_cache=False))
     settings = {"tokens": ids.shape[1], "dtype": str(dtype).removeprefix("torch.")}
     name = model if model != EMBEDDED else "SmolLM2-135M-Instruct" + BIASED * bool(fixture)
-    return Subject(name, "causal language model", network, run, settings, fixture, device)
+    return Subject(name, network, run, settings, fixture)
 
 
-def _video(model: str, options: dict[str, Any]) -> Subject:
+def _video(
+    model: str, offset: float, dtype: str | None, image: str | None = None, offload: bool = False, **sizes: Any
+) -> Subject:
     """Return one clip, as `pasa eval video` makes it."""
-    seed = clip.SEED if options["seed"] is None else options["seed"]
-    sizes = {name: options[name] for name in clip.SIZES}
-    settings = clip.make_settings(sizes, tiny=model == TINY, image=options["image"], seed=seed, dtype=options["dtype"])
+    sizes = dict.fromkeys(clip.SIZES) | sizes
+    settings = clip.make_settings(sizes, tiny=model == TINY, image=image, dtype=dtype)
     pipeline = tiny_pipeline() if model == TINY else clip.load_pipeline(model)
-    offset = OFFSET if options["offset"] is None else options["offset"]
     fixture = bias_scores(pipeline.unet, offset) if model == TINY and offset else None
     if settings.dtype == torch.float16:
         clip.halve(pipeline)
-    offload = bool(options["offload"])
     clip.place(pipeline, settings.device, offload)
     shown = {name: getattr(settings, name) for name in (*clip.SIZES, "seed")}
     shown |= {"dtype": str(settings.dtype).removeprefix("torch."), "offload": offload}
     name = model if model != TINY else "Stable Video Diffusion in small, random weights" + BIASED * bool(fixture)
-    return Subject(
-        name, "video pipeline", pipeline, partial(clip.make_frames, pipeline, settings), shown, fixture, settings.device
-    )
+    return Subject(name, pipeline, partial(clip.make_frames, pipeline, settings), shown, fixture)

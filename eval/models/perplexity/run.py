@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from itertools import count, pairwise
+from collections.abc import Iterator, Sequence
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-import typer
 
 from pasa.eval.kit import output
 from pasa.eval.kit.device import describe, origin, pick_device
@@ -20,13 +17,11 @@ from pasa.eval.kit.gate import gate, outcome
 from pasa.eval.kit.options import at_least
 from pasa.eval.kit.tables import Table, number
 from pasa.eval.models.precisions import REFERENCE, Subject, parse_precisions
-from pasa.eval.models.rescue.measure import token_losses
-from pasa.eval.models.rescue.run import DEFAULT_OFFSET, ESSAY, FP16_MAX, PERPLEXITY_PERCENT
+from pasa.eval.models.rescue.run import DEFAULT_OFFSET, ESSAY, FP16_MAX, PERPLEXITY_PERCENT, token_losses
 
 DEFAULT_PRECISIONS = ("fp32", "bf16", "bf16-eager", "fp16-sdpa", "fp16-eager", "pasa")
 DEFAULT_OFFSETS = (0, 4096, DEFAULT_OFFSET)
 """As it is; where FP16 holds every score, and BF16 rounds it to 16 or 32; beyond FP16."""
-Spans = Sequence[tuple[int, int, int]]
 
 
 def run_perplexity(
@@ -37,16 +32,12 @@ def run_perplexity(
     tokens: Annotated[int, "Length of the text in tokens."] = 2048,
     window: Annotated[int, "Tokens in a window."] = 1024,
     stride: Annotated[int, "Tokens from the start of a window to the next."] = 512,
-    half: Annotated[
-        bool | None, typer.Option("--half/--emulate", help="FP16 models, or FP16 attention in FP32 (default on a CPU).")
-    ] = None,
     progress: output.Report = output.silent,
 ) -> dict[str, Any]:
     """Measure the perplexity of a long text in several precisions; exit 1 if PASA's differs from FP32's.
 
-    Offsets are added to every score by weights alone, which changes no perplexity in exact arithmetic. Each token is
-    predicted once, from at least ``window - stride`` tokens before it, where there are so many. A perplexity that is
-    not finite is None.
+    Each token is predicted once, from at least ``window - stride`` tokens before it, where there are so many. A
+    perplexity that is not finite is None.
     """
     chosen = list(DEFAULT_OFFSETS if offsets is None and model is None else offsets or (0,))
     names = parse_precisions(precisions, injected=any(chosen))
@@ -55,16 +46,14 @@ def run_perplexity(
         raise ValueError(f"stride={stride} is outside 1..window={window}")
     require_built_in(model=model is None, text=text is None)
     device = pick_device()
-    spans = list(windows(tokens, window, stride))
-    total, done = len(chosen) * len(names) * len(spans), count()
     records: list[dict[str, Any]] = []
     for offset in chosen:
-        subject = Subject(model, offset, device, half=half)
+        subject = Subject(model, offset, device)
         ids = _ids(subject, text, tokens)
         for name in names:
-            report = partial(lambda label: progress(next(done), total, label), f"{name}, offset {offset:,.0f}")
+            progress(len(records), len(chosen) * len(names), f"{name}, offset {offset:,.0f}")
             with subject.model(name) as prepared:
-                records.append({"offset": offset, "precision": name, **measure(prepared, ids, spans, report)})
+                records.append({"offset": offset, "precision": name, **measure(prepared, ids, window, stride)})
     return {
         "gate": judge(records),
         "model": subject.name,
@@ -78,10 +67,7 @@ def run_perplexity(
 
 
 def windows(total: int, window: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (begin, end, first): tokens begin..end-1 are read, and those from `first` on are predicted.
-
-    Every token but the very first is predicted in exactly one window.
-    """
+    """Yield (begin, end, first): tokens begin..end-1 are read, and those from `first` on are predicted, each once."""
     ends = [min(window, total)]
     while ends[-1] < total:
         ends.append(min(ends[-1] + stride, total))
@@ -90,11 +76,10 @@ def windows(total: int, window: int, stride: int) -> Iterator[tuple[int, int, in
 
 
 @torch.no_grad()
-def measure(model: Any, ids: torch.Tensor, spans: Spans, progress: Callable[[], None] = lambda: None) -> dict[str, Any]:
-    """Return perplexity over `spans` of ids (n,), mean loss in nats, share of non-finite logits, seconds."""
-    started, losses, nonfinite = time.perf_counter(), [], []
-    for begin, end, first in spans:
-        progress()
+def measure(model: Any, ids: torch.Tensor, window: int, stride: int) -> dict[str, Any]:
+    """Return the perplexity of ids (n,), their mean loss in nats, and the share of non-finite logits."""
+    losses, nonfinite = [], []
+    for begin, end, first in windows(len(ids), window, stride):
         piece = ids[begin:end].to(model.device)
         loss, share = token_losses(model(input_ids=piece[None], use_cache=False).logits[0], piece)
         losses.append(loss[first - begin - 1 :])
@@ -104,12 +89,10 @@ def measure(model: Any, ids: torch.Tensor, spans: Spans, progress: Callable[[], 
         "perplexity": float(mean.exp()) if mean.exp().isfinite() else None,
         "loss": float(mean) if mean.isfinite() else None,
         "nonfinite_logits": sum(nonfinite) / len(nonfinite),
-        "seconds": time.perf_counter() - started,
     }
 
 
 def _ids(subject: Subject, text: str | None, tokens: int) -> torch.Tensor:
-    """Return the first tokens of the text (n,)."""
     path = find_essays()[ESSAY] if text is None else Path(text)
     ids = torch.tensor(subject.tokenizer(path.read_text(encoding="utf-8")).input_ids)
     if len(ids) < tokens:
@@ -118,48 +101,42 @@ def _ids(subject: Subject, text: str | None, tokens: int) -> torch.Tensor:
 
 
 def judge(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return what must hold, as named booleans, where the precision in question was run.
+    """Return the gate, with a check for each precision that was run.
 
     FP32's perplexity is finite; PASA's is, and within `PERPLEXITY_PERCENT` of FP32's on the same weights, for every
     offset; FP16 with stored scores has none beyond `FP16_MAX`.
     """
     base = {each["offset"]: each["perplexity"] for each in records if each["precision"] == REFERENCE}
     checks = {"reference_finite": None not in base.values()}
-    rescued = [each for each in records if each["precision"] == "pasa"]
-    if rescued:
+    if rescued := [each for each in records if each["precision"] == "pasa"]:
         checks["pasa_finite"] = all(each["perplexity"] is not None for each in rescued)
         checks["pasa_near_fp32"] = all(checks.values()) and all(
             abs(each["perplexity"] / base[each["offset"]] - 1) <= PERPLEXITY_PERCENT / 100 for each in rescued
         )
-    failing = [each for each in records if each["precision"] == "fp16-eager" and abs(each["offset"]) > FP16_MAX]
-    if failing:
+    if failing := [each for each in records if each["precision"] == "fp16-eager" and abs(each["offset"]) > FP16_MAX]:
         checks["fp16_breaks"] = all(each["perplexity"] is None for each in failing)
     return gate(checks)
 
 
 def table(result: dict[str, Any]) -> Table:
     """Return a row for every precision, two columns for every offset."""
-    offsets, settings = result["settings"]["offsets"], result["settings"]
+    settings, titles = result["settings"], result["titles"]
+    offsets = settings["offsets"]
     measured = {(each["precision"], each["offset"]): each["perplexity"] for each in result["perplexities"]}
     base = measured[REFERENCE, offsets[0]]
     rows = []
-    for name, title in result["titles"].items():
-        row = [title]
-        for offset in offsets:
-            value = measured[name, offset]
-            change = None if None in (value, base) else value - base
-            row += ["not finite" if value is None else f"{value:,.4f}", number(change, "+,.4f")]
-        rows.append(row)
-    header = ["precision", *(text for offset in offsets for text in (f"offset {offset:,.0f}", "change"))]
-    title = (
-        f"Perplexity of {settings['tokens']:,} tokens of {result['text']}, windows of {settings['window']:,}, "
-        f"stride {settings['stride']:,}: {result['model']}"
-    )
+    for name, title in titles.items():
+        values = [measured[name, offset] for offset in offsets]
+        shown = ["not finite" if value is None else f"{value:,.4f}" for value in values]
+        changes = [number(None if None in (value, base) else value - base, "+,.4f") for value in values]
+        rows.append([title, *chain.from_iterable(zip(shown, changes, strict=True))])
+    title = "Perplexity of {tokens:,} tokens of {text}, windows of {window:,}, stride {stride:,}: {model}"
     note = (
         "Offset: constant added to every score q.k, which changes nothing in exact arithmetic; change: to "
-        f"{result['titles'][REFERENCE]} at offset {offsets[0]:,.0f}."
+        f"{titles[REFERENCE]} at offset {offsets[0]:,.0f}."
     )
-    return Table(title, header, rows, note)
+    header = ["precision", *chain.from_iterable((f"offset {offset:,.0f}", "change") for offset in offsets)]
+    return Table(title.format(**settings, **result), header, rows, note)
 
 
 EXPERIMENT = Experiment(

@@ -1,93 +1,102 @@
-"""Predicts a model's overflows from its weights and, where the model is run once, compares with its scores."""
+"""Predicts a model's overflows from its weights and, if the model is run once, compares with its scores.
+
+`--paper-tables` solves the equations that the probable bound comes from for the paper's models.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import math
-import time
-from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from torch import Tensor
 
 from pasa import concentration
 from pasa.eval.kit import output
+from pasa.eval.kit.device import origin
 from pasa.eval.kit.experiment import Experiment
-from pasa.eval.kit.tables import Table, number
+from pasa.eval.kit.tables import Column, Table
 from pasa.eval.models.diagnose import subjects
+from pasa.eval.models.diagnose.probe import attention_calls
 from pasa.eval.models.diagnose.subjects import EMBEDDED, TINY
-from pasa.eval.models.predict.observe import Observed, observe
+from pasa.ops.attention.spec.diagnostics import FIELDS
 from pasa.prediction import Prediction, predict_overflow
 from pasa.prediction.table import MEANINGS, VERDICTS
 
 DELTA = 1e-6  # the paper's
 KAPPA = 1.0  # the paper's, for data like those of the calibration
 SHOWN = 20  # heads
+SEQ_LEN = 1024  # of the paper's tables
+PRINTED: tuple[tuple[Any, ...], ...] = (
+    ("GPT-2 XL", 1600, 64, 1200, "2.98", "8", "0.074"),
+    ("Mistral-7B", 4096, 128, 1024, "2.26", "14", "0.035"),
+    ("Llama-2-13B", 5120, 128, 1600, "2.28", "18", "0.028"),
+    ("Llama-2-70B", 8192, 128, 5120, "2.32", "28", "0.018"),
+)
+"""Rows as printed: model, d, d_h, N = layers x heads; gamma and improvement (table 2); alpha_min (table 3)."""
+PAPER_FIELDS = {"gamma": ".4f", "d/(gamma d_h)": ".1f", "alpha_min": ".4f"}
+Observed = dict[tuple[str, int | None], float]
 
 
 def run_predict(
-    model: str | None = None,
-    *,
-    delta: float = DELTA,
-    seq_len: int | None = None,
-    calibrate: bool = False,
-    prompt: str | None = None,
-    offset: float | None = None,
-    progress: output.Report | None = None,
+    model: Annotated[str, 'Folder of a model or a pipeline, "embedded" or "tiny".'] = EMBEDDED,
+    delta: Annotated[float, "Probability of any overflow that counts as unlikely."] = DELTA,
+    seq_len: Annotated[int | None, "Positions (default: as many as the model is configured for)."] = None,
+    calibrate: Annotated[bool, "Run the model once, and compare the largest score of each head."] = False,
+    offset: Annotated[float | None, "Constant to add to the scores of a built-in model (131072)."] = None,
+    progress: output.Report = output.silent,
 ) -> dict[str, Any]:
-    """Predict which heads of a model can overflow.
+    """Predict which heads of a model can overflow; exit 1 if a calibration finds a head beyond its proven bound.
 
-    A folder's tensors are read one by one; it is loaded as a model for a calibration alone, which runs the model once
-    and adds the largest score of each head. `delta` and `seq_len` are those of :func:`pasa.predict_overflow`, `prompt`
-    is a calibration's, and `offset` that of a built-in model's fixture. The result holds ``records`` (a head each,
-    worst first), ``summary``, ``calibration`` or None, and ``gate`` (passed: no head beyond its proven bound).
-
-    Raises
-    ------
-    FileNotFoundError, NotImplementedError, ValueError
-        As :func:`pasa.predict_overflow`; options of another kind of model, or `prompt` without `calibrate`.
+    A folder's tensors are read one by one; it is loaded as a model for a calibration alone.
     """
-    model = EMBEDDED if model is None else model
-    if prompt is not None and not calibrate:
-        raise ValueError(f"prompt={prompt!r} is for a calibration alone: give --calibrate")
-    started, subject = time.perf_counter(), None
+    subject = None
     if calibrate or model in (EMBEDDED, TINY):
-        subject = subjects.load(model, prompt=prompt, offset=offset, dtype="float32")
+        subject = subjects.load(model, offset=offset, dtype="float32")
     elif offset is not None:
         raise ValueError(f"--offset is for the built-in models, and {model!r} is a folder")
-    loaded = time.perf_counter()
     target = Path(model) if subject is None else subject.model
     prediction = predict_overflow(target, delta=delta, seq_len=seq_len, progress=progress)
-    predicted = time.perf_counter()
     observed = observe(subject.model, subject.run) if calibrate and subject is not None else {}
     compared = calibration(prediction, observed) if observed else None
     return {
-        "experiment": "predict",
         "gate": {"passed": compared is None or not compared["beyond_proven"]},
         "model": model if subject is None else subject.name,
         "fixture": None if subject is None else subject.fixture,
         "settings": prediction.settings,
-        "summary": summarise(prediction),
+        "summary": {"modules": summarise(prediction)},
         "calibration": compared,
         "skipped": [list(pair) for pair in prediction.skipped],
-        "seconds": {"prediction": predicted - loaded, "in all": time.perf_counter() - started},
-        "environment": output.environment(),
-        "records": [
-            {**dataclasses.asdict(row), "observed": observed.get((row.module, row.head))} for row in prediction.rows
-        ],
+        "records": [asdict(row) | {"observed": observed.get((row.module, row.head))} for row in prediction.rows],
     }
 
 
-def summarise(prediction: Prediction) -> dict[str, Any]:
-    """Count modules and heads by verdict; a module has that of its worst head."""
-    worst: dict[str, str] = {}
-    for row in prediction.rows:  # worst first
-        worst.setdefault(row.module, row.verdict)
-    heads: Counter[str] = Counter(row.verdict for row in prediction.rows)
-    counts = {"modules": Counter(worst.values()), "heads": heads}
-    return {kind: {verdict: count[verdict] for verdict in VERDICTS} for kind, count in counts.items()}
+def observe(model_or_pipeline: Any, run: Callable[[], object]) -> Observed:
+    """Run a model once on PASA's reference backend; return the largest |q.k| of each (module, head) over all calls.
+
+    Scores are unscaled and of visible pairs. Modules that PASA cannot serve are left out.
+    """
+    largest: Observed = {}
+
+    def keep(module: str, q: Tensor, k: Tensor, counts: Tensor) -> None:
+        for head, score in enumerate(counts[..., FIELDS.index("max_score_before")].amax(0).tolist()):
+            largest[module, head] = max(score, largest.get((module, head), 0.0))
+
+    with attention_calls(model_or_pipeline, keep):
+        run()
+    return largest
 
 
-def calibration(prediction: Prediction, observed: Observed, kappa: float = KAPPA) -> dict[str, Any]:
+def summarise(prediction: Prediction) -> dict[str, int]:
+    """Count modules by verdict; a module has that of its worst head."""
+    worst = {row.module: row.verdict for row in reversed(prediction.rows)}  # rows are worst first
+    return {verdict: list(worst.values()).count(verdict) for verdict in VERDICTS}
+
+
+def calibration(prediction: Prediction, observed: Observed) -> dict[str, Any]:
     """Return how much of the bounds was used, and the alpha that follows from it (paper section 3.5).
 
     A slack ratio is max|S| over B_max, here of a head over one run in place of a layer over 100 training steps.
@@ -95,7 +104,7 @@ def calibration(prediction: Prediction, observed: Observed, kappa: float = KAPPA
     pairs = [
         (observed[row.module, row.head], row)
         for row in prediction.rows
-        if row.head is not None and (row.module, row.head) in observed and math.isfinite(row.proven)
+        if (row.module, row.head) in observed and math.isfinite(row.proven)
     ]
     proven = sorted(score / row.proven for score, row in pairs)
     probable = [score / row.probable for score, row in pairs]
@@ -108,39 +117,36 @@ def calibration(prediction: Prediction, observed: Observed, kappa: float = KAPPA
         "largest_of_probable": max(probable),
         "beyond_proven": sum(ratio > 1 for ratio in proven),
         "beyond_probable": sum(ratio > 1 for ratio in probable),
-        "auto_alpha": concentration.auto_alpha(slack, kappa=kappa),
-        "kappa": kappa,
+        "auto_alpha": concentration.auto_alpha(slack, kappa=KAPPA),
+        "kappa": KAPPA,
     }
 
 
 def head_table(result: dict[str, Any]) -> Table:
     """Return the worst heads, in as few columns as 80 characters hold; module names may wrap."""
     numbers = ["probable", "proven", *["observed"] * (result["calibration"] is not None)]
-    rows = [
-        [
-            each["verdict"],
-            each["module"],
-            number(each["head"], "d"),
-            *(number(each[name], ",.0f") for name in numbers),
-            each["verdict_fp8"],
-        ]
-        for each in result["records"][:SHOWN]
-    ]
-    title = f"{result['model']}: the {len(rows)} worst of {len(result['records'])} heads, from the weights alone"
+    columns: dict[str, Column] = {"verdict": "verdict", "module": "module", "head": "head"}
+    columns |= {name: (name, ",.0f") for name in numbers} | {"FP8": "verdict_fp8"}
+    shown, heads = result["records"][:SHOWN], len(result["records"])
+    title = f"{result['model']}: the {len(shown)} worst of {heads} heads, from the weights alone"
     meanings = "; ".join(f"{name}: {meaning}" for name, meaning in MEANINGS.items())
     note = (
         f"FP16 ends at 65,504 on the unscaled q.k, E4M3 at 448 on q.k/sqrt(d_h). {meanings}. Probable: with "
         f"probability 1 - {result['settings']['delta']:g} for inputs of uniform direction, which is an assumption. "
         "The constant part and the FP8 scale of every head: --json FILE, --output-dir DIR."
     )
-    return Table(title, ["verdict", "module", "head", *numbers, "FP8"], rows, note, wraps="module")
+    return Table.of(title, shown, columns, note, wraps="module")
+
+
+def count_verdicts(counts: dict[str, int]) -> str:
+    """Return how often each verdict was reached, worst first."""
+    return ", ".join(f"{counts[name]} {name}" for name in VERDICTS if counts[name])
 
 
 def verdict(result: dict[str, Any]) -> str:
     """Return the outcome in a few sentences."""
     counts = result["summary"]["modules"]
-    parts = ", ".join(f"{counts[name]} {name}" for name in VERDICTS if counts[name])
-    lines = [f"{sum(counts.values())} attention modules, each by its worst head: {parts}."]
+    lines = [f"{sum(counts.values())} attention modules, each by its worst head: {count_verdicts(counts)}."]
     if compared := result["calibration"]:
         lines.append(
             f"Calibration over {compared['heads']} heads: {compared['beyond_proven']} beyond the proven bound, "
@@ -151,12 +157,42 @@ def verdict(result: dict[str, Any]) -> str:
     return " ".join([*lines, *(f"Not predicted: {name}: {reason}." for name, reason in result["skipped"])])
 
 
-def origin(result: dict[str, Any]) -> str:
-    """Return where and with which versions a run was made."""
-    machine = result["environment"]
-    return f"({machine['processor']}; torch {machine['torch']}, pasa {machine['pasa']}, commit {machine['commit']}.)"
+def run_paper_tables(progress: output.Report = output.silent) -> dict[str, Any]:
+    """Solve equations (12) and (13) for the paper's models, and name the fields whose printed digits differ."""
+    models = []
+    for name, hidden, head_dim, heads, *printed in PRINTED:
+        gamma = concentration.typicality(head_dim, heads, SEQ_LEN, DELTA)
+        gain = concentration.concentration_gain(hidden, head_dim, gamma)
+        solved = [gamma, gain, concentration.minimum_alpha(hidden, head_dim, heads, SEQ_LEN, DELTA)]
+        rounded = [f"{value:.{len(text.partition('.')[2])}f}" for value, text in zip(solved, printed, strict=True)]
+        differ = [field for field, *pair in zip(PAPER_FIELDS, printed, rounded, strict=True) if pair[0] != pair[1]]
+        shape = {"name": name, "hidden": hidden, "head_dim": head_dim, "heads": heads}
+        models.append({**shape, "printed": printed, "solved": solved, "differ": differ})
+    return {"delta": DELTA, "seq_len": SEQ_LEN, "models": models}
 
 
+def paper_table(result: dict[str, Any]) -> Table:
+    """Return tables 2 and 3, printed and solved."""
+    rows = []
+    for model in result["models"]:
+        solved = [format(*each) for each in zip(model["solved"], PAPER_FIELDS.values(), strict=True)]
+        shape = [str(model[name]) for name in ("name", "hidden", "head_dim", "heads")]
+        cells = chain.from_iterable(zip(model["printed"], solved, strict=True))
+        rows.append([*shape, *cells, ", ".join(model["differ"]) or "none"])
+    header = chain.from_iterable((f"{title}, printed", "solved") for title in PAPER_FIELDS)
+    note = (
+        f"delta = {result['delta']:g}, L = {result['seq_len']}. Solved: equations (12) and (13) exactly. Differ: "
+        "fields whose solution, rounded to the printed digits, is not what is printed."
+    )
+    return Table("Tables 2 and 3 of the paper", ["model", "d", "d_h", "N", *header, "differ"], rows, note)
+
+
+PAPER_TABLES = Experiment(
+    name="paper-tables",
+    run=run_paper_tables,
+    report=lambda result: [paper_table(result)],
+    title="Tables 2 and 3 of the paper",
+)
 EXPERIMENT = Experiment(
     name="predict",
     run=run_predict,

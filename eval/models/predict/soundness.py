@@ -1,4 +1,4 @@
-"""Tests whether the bounds hold and how tight they are: every model at hand, run once, against its prediction."""
+"""Tests predictions: the bounds against one run of every model at hand, and policy "auto" against FP32."""
 
 from __future__ import annotations
 
@@ -6,21 +6,27 @@ import multiprocessing
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 
+import pasa
 from pasa.eval.kit import output
+from pasa.eval.kit.device import origin
+from pasa.eval.kit.embedded_model import load_model, require_built_in
 from pasa.eval.kit.experiment import Experiment
+from pasa.eval.kit.gate import gate, outcome
 from pasa.eval.kit.memory import peak_bytes
-from pasa.eval.kit.tables import Table
+from pasa.eval.kit.options import stages
+from pasa.eval.kit.overflow_fixture import inject_overflow
+from pasa.eval.kit.tables import Column, Table, percent
 from pasa.eval.models.diagnose import subjects
 from pasa.eval.models.diagnose.subjects import EMBEDDED, TINY
-from pasa.eval.models.predict.observe import observe
-from pasa.eval.models.predict.run import calibration, origin, summarise
+from pasa.eval.models.predict.run import calibration, count_verdicts, observe, summarise
+from pasa.eval.models.rescue.run import build_prompt, equal_prefix, generate
 from pasa.prediction import predict_overflow
-from pasa.prediction.table import VERDICTS
 
 Sizes = dict[str, Any]
 TOKENS = 128
@@ -35,15 +41,24 @@ GPT2: Sizes = {"n_embd": 1600, "n_head": 25, "n_layer": 2, "n_inner": 64, "vocab
 ONE = dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), 1)
 COARSE: Sizes = {**SLIM, **ONE, "hidden_size": 4096, "head_dim": 192, "max_position_embeddings": 64}
 BIAS = 20.0  # standard deviation of the biases of q and k: large beside what these weights make of an input
+OFFSETS = {3: 131072.0, 14: -80000.0, 29: 131072.0}
+"""Layers whose scores are biased, of 30, by either sign."""
+AUTO_TOKENS, NEW_TOKENS = 256, 32
+RUNS: dict[str, dict[str, Any] | None] = {
+    "FP32, its own attention": None,
+    "scores stored in FP16": {"policy": "all", "config": pasa.PasaConfig(precision="partial")},
+    'PASA, policy="all"': {"policy": "all"},
+    'PASA, policy="auto"': {"policy": "auto"},
+}
+"""The arguments of `pasa.patch_pipeline` in each run, None for the model without a patch."""
 Subject = tuple[Any, Callable[[], object]]  # a model, and what runs it once
 
 
-def run_soundness(progress: output.Report | None = None) -> dict[str, Any]:
+def run_soundness(progress: output.Report = output.silent) -> dict[str, Any]:
     """Predict and run each model, and time the prediction of a checkpoint of Qwen2-7B's shape.
 
     The result holds ``records`` (a model each), ``cost`` and ``gate`` (passed: no head beyond its proven bound).
     """
-    report_progress = progress or (lambda done, total, label: None)
     makers: dict[str, Callable[[], Subject]] = {
         "SmolLM2-135M": partial(built_in, EMBEDDED, 0.0),
         "SmolLM2-135M, all layers biased": partial(built_in, EMBEDDED, None),
@@ -54,19 +69,13 @@ def run_soundness(progress: output.Report | None = None) -> dict[str, Any]:
         "Llama-2-7B's shape, 2 layers": partial(shaped, "Llama", {**SLIM, **LLAMA}),
         "Llama in FP16, norm weights of 2^-24": coarse,
     }
-    records = []
-    for index, (name, make) in enumerate(makers.items()):
-        report_progress(index, len(makers) + 1, name)
+    say, records = stages(progress, len(makers) + 1), []
+    for name, make in makers.items():
+        say(name)
         records.append({"model": name, **measure(*make())})
-    report_progress(len(makers), len(makers) + 1, "a checkpoint of Qwen2-7B's shape")
-    return {
-        "experiment": "soundness",
-        "gate": {"passed": all(not each["beyond_proven"] for each in records)},
-        "cost": cost(),
-        "tokens": TOKENS,
-        "environment": output.environment(),
-        "records": records,
-    }
+    say("a checkpoint of Qwen2-7B's shape")
+    passed = all(not each["beyond_proven"] for each in records)
+    return {"gate": {"passed": passed}, "cost": cost(), "records": records}
 
 
 def built_in(name: str, offset: float | None) -> Subject:
@@ -115,7 +124,7 @@ def coarse() -> Subject:
 def measure(model: Any, run: Callable[[], object]) -> dict[str, Any]:
     """Predict one model, run it, and compare."""
     prediction = predict_overflow(model)
-    return {"verdicts": summarise(prediction)["modules"], **calibration(prediction, observe(model, run))}
+    return {"verdicts": summarise(prediction), **calibration(prediction, observe(model, run))}
 
 
 def cost() -> dict[str, Any]:
@@ -127,7 +136,6 @@ def cost() -> dict[str, Any]:
 
 
 def _predict_alone(folder: str) -> dict[str, Any]:
-    """Return seconds and peak memory of a prediction, in a process of its own."""
     before, started = peak_bytes(CPU) or 0, time.perf_counter()
     predict_overflow(folder)
     seconds, peak = time.perf_counter() - started, peak_bytes(CPU) or 0
@@ -137,26 +145,23 @@ def _predict_alone(folder: str) -> dict[str, Any]:
 
 def soundness_table(result: dict[str, Any]) -> Table:
     """Return what models formed, over what was predicted."""
-    rows = [
-        [
-            each["model"],
-            str(each["heads"]),
-            ", ".join(f"{each['verdicts'][name]} {name}" for name in VERDICTS if each["verdicts"][name]),
-            f"{each['largest_score']:,.0f}",
-            *(f"{each[name]:.3g}" for name in ("largest_of_proven", "median_of_proven", "largest_of_probable")),
-            str(each["beyond_probable"]),
-            f"{each['auto_alpha']:.3g}",
-        ]
-        for each in result["records"]
-    ]
+    columns: dict[str, Column] = {
+        "model": "model",
+        "heads": "heads",
+        "modules": lambda each: count_verdicts(each["verdicts"]),
+        "largest score": ("largest_score", ",.0f"),
+        "observed / proven, largest": ("largest_of_proven", ".3g"),
+        "median": ("median_of_proven", ".3g"),
+        "observed / probable, largest": ("largest_of_probable", ".3g"),
+        "heads beyond probable": "beyond_probable",
+        "auto-alpha": ("auto_alpha", ".3g"),
+    }
     note = (
         "Largest score of each head in one run over its bounds. Above 1 a proven bound would be refuted, and a "
         "probable one by inputs that are not of uniform direction. Auto-alpha: P99.99 of observed over interaction "
         "bound. Random weights (shapes, SVD in small) test that the bounds hold, not what trained models do."
     )
-    header = ["model", "heads", "modules", "largest score", "observed / proven, largest", "median"]
-    header += ["observed / probable, largest", "heads beyond probable", "auto-alpha"]
-    return Table("Bounds and reality", header, rows, note)
+    return Table.of("Bounds and reality", result["records"], columns, note)
 
 
 def verdict(result: dict[str, Any]) -> str:
@@ -170,10 +175,89 @@ def verdict(result: dict[str, Any]) -> str:
     )
 
 
+@torch.no_grad()
+def run_auto(progress: output.Report = output.silent) -> dict[str, Any]:
+    """Generate with every layer on PASA, with those that are predicted to overflow, and with none.
+
+    The model is FP32 and attention alone is FP16 (emulated): where scores are stored in FP16, and on PASA.
+    """
+    require_built_in(model=True, text=True)
+    say = stages(progress, len(RUNS) + 1)
+    base, tokenizer = load_model()
+    ids = build_prompt(tokenizer, most=AUTO_TOKENS)
+    model, info = inject_overflow(base, OFFSETS)
+    records: list[dict[str, Any]] = []
+    fp32: list[int] = []
+    for name, patch in RUNS.items():
+        say(name)
+        with nullcontext() if patch is None else pasa.patch_pipeline(model, backend="reference", **patch) as handle:
+            run = generate(model, tokenizer, ids, NEW_TOKENS)
+            patched = _patched(handle)
+        fp32 = fp32 or run["tokens"]
+        equal = {"tokens_equal_to_fp32": equal_prefix(run["tokens"], fp32), "tokens": len(fp32)}
+        records.append({"run": name, **patched, **equal} | {key: run[key] for key in ("nonfinite_logits", "text")})
+    say("without a bias")
+    before = base(input_ids=ids).logits
+    with pasa.patch_pipeline(base, policy="auto") as handle:
+        identical = torch.equal(before, base(input_ids=ids).logits)
+        unbiased = {**_patched(handle), "bit_identical": identical}
+    return {
+        "gate": judge(records, unbiased),
+        "fixture": info.as_dict(),
+        "unbiased": unbiased,
+        "prompt": {"tokens": ids.shape[1], "new_tokens": NEW_TOKENS},
+        "records": records,
+    }
+
+
+def _patched(handle: pasa.PatchHandle | None) -> dict[str, Any]:
+    report = handle and handle.report()
+    return {"patched": list(report.patched) if report else [], "alarms": list(report.alarms) if report else []}
+
+
+def judge(records: list[dict[str, Any]], unbiased: dict[str, Any]) -> dict[str, Any]:
+    """Return the gate of policy "auto"."""
+    _, stored, every, auto = records
+    return gate(
+        {
+            "stored_fp16_breaks": stored["nonfinite_logits"] > 0,
+            "text_as_all_and_fp32": auto["text"] == every["text"] and auto["tokens_equal_to_fp32"] == auto["tokens"],
+            "patched_are_the_biased": auto["patched"] == [f"model.layers.{layer}.self_attn" for layer in OFFSETS],
+            "no_alarm": not auto["alarms"] and not unbiased["alarms"],
+            "unbiased_is_untouched": unbiased["bit_identical"] and not unbiased["patched"],
+        }
+    )
+
+
+def auto_table(result: dict[str, Any]) -> Table:
+    """Return what each policy patched, and what came of it."""
+    columns: dict[str, Column] = {
+        "run": "run",
+        "layers patched": lambda run: str(len(run["patched"])),
+        "logits not finite": lambda run: percent(run["nonfinite_logits"]),
+        "tokens equal to FP32": lambda run: f"{run['tokens_equal_to_fp32']} of {run['tokens']}",
+    }
+    biased = [str(layer) for layer, offset in enumerate(result["fixture"]["offset"]) if offset]
+    unbiased = result["unbiased"]
+    note = (
+        f"SmolLM2-135M-Instruct, FP32, its layers {', '.join(biased)} biased beyond FP16; attention in FP16, emulated; "
+        f"{result['prompt']['tokens']} tokens. Without the bias policy auto patches {len(unbiased['patched'])} layers, "
+        f"and logits are {'' if unbiased['bit_identical'] else 'NOT '}bit-identical."
+    )
+    return Table.of('policy="auto"', result["records"], columns, note)
+
+
 EXPERIMENT = Experiment(
     name="soundness",
     run=run_soundness,
     report=lambda result: [soundness_table(result), f"{verdict(result)} {origin(result)}"],
     title="Bounds and reality",
+    needs_models=True,
+)
+AUTO = Experiment(
+    name="auto",
+    run=run_auto,
+    report=lambda result: [auto_table(result), f"{outcome(result)} {origin(result)}"],
+    title='policy="auto"',
     needs_models=True,
 )

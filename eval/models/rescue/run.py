@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import math
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,8 +17,7 @@ from pasa.eval.kit.experiment import Experiment
 from pasa.eval.kit.gate import gate
 from pasa.eval.kit.options import at_least, stages
 from pasa.eval.kit.overflow_fixture import check_offset, inject_overflow
-from pasa.eval.kit.tables import Table, percent
-from pasa.eval.models.rescue.measure import Generation, generate
+from pasa.eval.kit.tables import Column, Table, percent
 from pasa.ops.numerics.formats import FORMATS
 
 FROM_ANYBODY: dict[str, Any] = {"use_safetensors": True, "trust_remote_code": False, "local_files_only": True}
@@ -39,6 +39,7 @@ TITLES = {
     "fp16": "FP16, the model's own attention",
     "fp16_pasa": "FP16, PASA (emulated)",
 }
+Run = dict[str, Any]
 
 
 def run_rescue(
@@ -46,28 +47,19 @@ def run_rescue(
     prompt: Annotated[str | None, "Message to answer (default: an essay, and a question about it)."] = None,
     offset: Annotated[float | None, "Constant to add to every score (131072; none with --model)."] = None,
     new_tokens: Annotated[int, "Tokens to generate."] = 64,
-    max_prompt_tokens: Annotated[int | None, f"Length to cut the built-in prompt to ({PROMPT_TOKENS})."] = None,
     progress: output.Report = output.silent,
-) -> dict[str, Any]:
-    """Rescue a language model that FP16 attention cannot run; exit 1 if PASA does not reproduce FP32.
-
-    In the result, ``proof`` holds the numbers behind the claims, and ``layers`` the largest scores of each layer in the
-    prefill, before and after the shift.
-    """
-    at_least(1, new_tokens=new_tokens, max_prompt_tokens=max_prompt_tokens)
+) -> Run:
+    """Rescue a language model that FP16 attention cannot run; exit 1 if PASA does not reproduce FP32."""
+    at_least(1, new_tokens=new_tokens)
     check_offset(offset)
     require_built_in(model=model is None, text=prompt is None)
-    say = stages(progress, 5)
-    device = pick_device()
+    say, device = stages(progress, 5), pick_device()
     say("loading the model")
     subject, tokenizer = load_model() if model is None else load_folder(model)
     subject = subject.to(device)
-    if offset is None and model is None:
-        offset = DEFAULT_OFFSET
-    ids = build_prompt(tokenizer, prompt, max_prompt_tokens).to(device)
-    runs: dict[str, Generation] = {}
-    fixture = None
-    if offset:
+    ids = build_prompt(tokenizer, prompt).to(device)
+    runs, fixture = {}, None
+    if offset := DEFAULT_OFFSET if offset is None and model is None else offset:
         say(f"FP32, before the injection, {ids.shape[1]} tokens")
         runs["fp32_base"] = generate(subject, tokenizer, ids, new_tokens)
         subject, info = inject_overflow(subject, offset)
@@ -81,7 +73,7 @@ def run_rescue(
     runs["fp16"] = generate(subject, tokenizer, ids, new_tokens)
     say("FP16, patched")
     with pasa.patch_pipeline(subject):
-        runs["fp16_pasa"] = generate(subject, tokenizer, ids, new_tokens, diagnose=True)
+        runs["fp16_pasa"] = generate(subject, tokenizer, ids, new_tokens)
     return {
         **_collect(runs),
         "fixture": fixture,
@@ -91,30 +83,23 @@ def run_rescue(
     }
 
 
-def build_prompt(tokenizer: Any, prompt: str | None = None, max_tokens: int | None = None) -> torch.Tensor:
-    """Return the ids (1, n) of a chat with one user message: `prompt`, or the essay and the question about it."""
+def build_prompt(tokenizer: Any, prompt: str | None = None, most: int | None = None) -> torch.Tensor:
+    """Return the ids (1, n) of a chat with one message: `prompt`, or `most` tokens of essay and a question about it."""
     if prompt is not None:
         ids = _chat_ids(tokenizer, prompt)
         if not ids.shape[1]:
             raise ValueError(f"prompt={prompt!r} has no tokens")
-        if max_tokens is not None and ids.shape[1] > max_tokens:
-            raise ValueError(f"the prompt has {ids.shape[1]} tokens, more than max_prompt_tokens={max_tokens}")
         return ids
-    frame = _chat_ids(tokenizer, f"\n\n{QUESTION}").shape[1]
-    limit = PROMPT_TOKENS if max_tokens is None else max_tokens
-    if limit <= frame:
-        raise ValueError(f"max_prompt_tokens={limit} leaves no room for text: the question alone has {frame} tokens")
-    essay = find_essays()[ESSAY].read_text(encoding="utf-8")
-    room, pieces = limit - frame, tokenizer(essay, add_special_tokens=False).input_ids
+    pieces = tokenizer(find_essays()[ESSAY].read_text(encoding="utf-8"), add_special_tokens=False).input_ids
+    room = most = PROMPT_TOKENS if most is None else most
     while True:
         ids = _chat_ids(tokenizer, f"{tokenizer.decode(pieces[:room])}\n\n{QUESTION}")
-        if ids.shape[1] <= limit:
+        if ids.shape[1] <= most:
             return ids
-        room -= ids.shape[1] - limit  # text cut inside a word can take one token more when it is tokenized again
+        room -= ids.shape[1] - most  # again, because a word that is cut can become one token more
 
 
 def _chat_ids(tokenizer: Any, message: str) -> torch.Tensor:
-    """Return the ids of one user message in the tokenizer's chat template, or of the message alone if it has none."""
     if getattr(tokenizer, "chat_template", None):
         chat = [{"role": "user", "content": message}]
         message = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
@@ -132,51 +117,97 @@ def load_folder(path: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Any
     return model, AutoTokenizer.from_pretrained(path, trust_remote_code=False)
 
 
-def _collect(runs: dict[str, Generation]) -> dict[str, Any]:
-    """Return the result: the gate and the numbers behind the claims first, then the runs they come from."""
+@torch.no_grad()
+def generate(model: Any, tokenizer: Any, ids: torch.Tensor, new_tokens: int) -> Run:
+    """Run a model on a prompt (1, n), then continue greedily; one prefill serves text, perplexity and scores.
+
+    The result holds the new ``tokens`` and their ``text``; the ``perplexity`` of the prompt, None if it is not finite;
+    the share of ``nonfinite_logits`` in the prefill; why it ``stopped``: "length", "end of text" or "logits not finite"
+    (argmax of NaN would repeat one token for ever); and, if the model is patched, the ``scores`` of each layer in the
+    prefill.
+    """
+    with pasa.record_diagnostics() as records:
+        output = model(input_ids=ids, use_cache=True)
+    losses, nonfinite = token_losses(output.logits[0], ids[0])
+    loss = float(losses.double().mean())
+    tokens, stopped = _continue(model, output, new_tokens, tokenizer.eos_token_id)
+    return {
+        "tokens": tokens,
+        "text": tokenizer.decode(tokens),
+        "perplexity": math.exp(loss) if math.isfinite(loss) else None,
+        "nonfinite_logits": nonfinite,
+        "stopped": stopped,
+        "scores": [_extremes(record) for record in records],
+    }
+
+
+def _extremes(record: Any) -> Run:
+    largest = {name: float(getattr(record, name).max()) for name in ("max_score_before", "max_score_after")}
+    return largest | {name: int(getattr(record, name).sum()) for name in ("rescued_tiles", "tiles")}
+
+
+def _continue(model: Any, output: Any, new_tokens: int, end: int | None) -> tuple[list[int], str]:
+    """Take the largest logit `new_tokens` times; stop early at `end` or when the logits are not finite."""
+    tokens: list[int] = []
+    while True:
+        logits = output.logits[0, -1].float()
+        tokens.append(int(logits.argmax()))
+        if not torch.isfinite(logits).all():
+            return tokens, "logits not finite"
+        if tokens[-1] == end:
+            return tokens, "end of text"
+        if len(tokens) >= new_tokens:
+            return tokens, "length"
+        step = torch.tensor([[tokens[-1]]], device=logits.device)
+        output = model(input_ids=step, past_key_values=output.past_key_values, use_cache=True)
+
+
+def token_losses(logits: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """Return the cross-entropy of each of ids[1:] (FP32, nats) and the share of non-finite logits (n, vocabulary)."""
+    losses = torch.nn.functional.cross_entropy(logits[:-1].float(), ids[1:], reduction="none")
+    return losses, int((~torch.isfinite(logits)).sum()) / logits.numel()
+
+
+def _collect(runs: dict[str, Run]) -> Run:
+    """Return the gate and the ``proof``, the numbers behind the claims, then the runs they come from."""
     reference, failing, rescued = runs["fp32"], runs["fp16"], runs["fp16_pasa"]
-    layers, before, after = rescued.scores, "max_score_before", "max_score_after"
-    equal = equal_prefix(rescued.tokens, reference.tokens)
-    change = None
-    if rescued.perplexity is not None and reference.perplexity:
-        change = 100.0 * (rescued.perplexity / reference.perplexity - 1.0)
+    layers = [run.pop("scores") for run in runs.values()][-1]
+    equal, change = equal_prefix(rescued["tokens"], reference["tokens"]), None
+    if rescued["perplexity"] is not None and reference["perplexity"]:
+        change = 100.0 * (rescued["perplexity"] / reference["perplexity"] - 1.0)
     checks = {
-        "pasa_finite": not rescued.nonfinite_logits,
-        "tokens_as_fp32": equal == len(reference.tokens),
+        "pasa_finite": not rescued["nonfinite_logits"],
+        "tokens_as_fp32": equal == len(reference["tokens"]),
         "perplexity_near_fp32": change is not None and abs(change) <= PERPLEXITY_PERCENT,
     }
     proof = {
         "passed": all(checks.values()),
-        before: max(layer[before] for layer in layers),
-        after: max(layer[after] for layer in layers),
+        **{name: max(layer[name] for layer in layers) for name in ("max_score_before", "max_score_after")},
         "fp16_max": FP16_MAX,
-        "layers_that_overflow": sum(layer[before] > FP16_MAX for layer in layers),
+        "layers_that_overflow": sum(layer["max_score_before"] > FP16_MAX for layer in layers),
         "layers": len(layers),
         "tiles_in_fp32": sum(layer["rescued_tiles"] for layer in layers),
         "tiles": sum(layer["tiles"] for layer in layers),
-        "fp16_nonfinite_logits": failing.nonfinite_logits,
-        "pasa_nonfinite_logits": rescued.nonfinite_logits,
+        "fp16_nonfinite_logits": failing["nonfinite_logits"],
+        "pasa_nonfinite_logits": rescued["nonfinite_logits"],
         "tokens_equal_to_fp32": equal,
-        "tokens_fp32": len(reference.tokens),
-        "perplexity_fp32": reference.perplexity,
-        "perplexity_fp16": failing.perplexity,
-        "perplexity_pasa": rescued.perplexity,
+        "tokens_fp32": len(reference["tokens"]),
+        "perplexity_fp32": reference["perplexity"],
+        "perplexity_fp16": failing["perplexity"],
+        "perplexity_pasa": rescued["perplexity"],
         "perplexity_change_percent": change,
     }
-    runs_without_scores = {name: {**asdict(run), "scores": None} for name, run in runs.items()}
-    return {"gate": gate(checks), "proof": proof, "runs": runs_without_scores, "layers": layers}
+    return {"gate": gate(checks), "proof": proof, "runs": runs, "layers": layers}
 
 
 def equal_prefix(first: list[int], second: list[int]) -> int:
     """Count the leading tokens in which two greedy continuations agree."""
-    pairs = zip(first, second, strict=False)
-    return next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
+    return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))))
 
 
-def verdict(result: dict[str, Any]) -> str:
+def verdict(result: Run) -> str:
     """Return the outcome in a few sentences with the measured numbers."""
-    proof = result["proof"]
-    change = proof["perplexity_change_percent"]
+    proof, change = result["proof"], result["proof"]["perplexity_change_percent"]
     moved = "perplexity not finite" if change is None else f"perplexity {change:+.4f} % from FP32's"
     return (
         f"Scores reach {proof['max_score_before']:,.0f} ({proof['layers_that_overflow']} of {proof['layers']} layers "
@@ -188,24 +219,19 @@ def verdict(result: dict[str, Any]) -> str:
     )
 
 
-def run_table(result: dict[str, Any]) -> Table:
-    """Return a table with a row for each run: perplexity, share of logits that are not finite, seconds."""
-    rows = [
-        [
-            TITLES[name],
-            "not finite" if run["perplexity"] is None else f"{run['perplexity']:.4f}",
-            percent(run["nonfinite_logits"]),
-            f"{run['prefill_s']:.1f}",
-            f"{run['decode_s']:.1f}",
-        ]
-        for name, run in result["runs"].items()
-    ]
-    prompt = result["prompt"]
+def run_table(result: Run) -> Table:
+    """Return a table with a row for each run: perplexity, share of logits that are not finite."""
+    columns: dict[str, Column] = {
+        "run": "title",
+        "perplexity": lambda run: "not finite" if run["perplexity"] is None else f"{run['perplexity']:.4f}",
+        "logits not finite": lambda run: percent(run["nonfinite_logits"]),
+    }
+    prompt, records = result["prompt"], [{"title": TITLES[name], **run} for name, run in result["runs"].items()]
     title = f"{result['model']}: {prompt['tokens']} prompt tokens, up to {prompt['new_tokens']} new ones"
-    return Table(title, ["run", "perplexity", "logits not finite", "prefill s", "decode s"], rows)
+    return Table.of(title, records, columns)
 
 
-def text_table(result: dict[str, Any]) -> Table:
+def text_table(result: Run) -> Table:
     """Return a table of the text that each run generated."""
     rows = [[TITLES[name], " ".join(run["text"].split()), run["stopped"]] for name, run in result["runs"].items()]
     return Table("Continuations", ["run", "text", "stopped by"], rows, wraps="text")

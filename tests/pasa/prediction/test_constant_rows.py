@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers as hf
 
-from pasa.eval.models.predict.observe import observe
+from pasa.eval.models.predict.run import observe
 from pasa.geometry import score_bounds
 from pasa.prediction import predict_overflow
 from pasa.prediction.predict import group_radius

@@ -7,7 +7,7 @@ import torch
 from diffusers import AutoencoderKL, UNet2DConditionModel
 from safetensors.torch import load_file, save_file
 
-from pasa.eval.models.predict.observe import observe
+from pasa.eval.models.predict.run import observe
 from pasa.eval.models.video.overflow import bias_scores
 from pasa.eval.models.video.tiny import tiny_pipeline, tiny_unet
 from pasa.prediction import predict_overflow

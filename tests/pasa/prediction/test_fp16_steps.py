@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from pasa.eval.models.predict.observe import observe
+from pasa.eval.models.predict.run import observe
 from pasa.eval.models.predict.soundness import coarse
 from pasa.geometry import score_bounds
 from pasa.prediction import predict_overflow

@@ -10,7 +10,7 @@ import torch
 import transformers as hf
 from safetensors.torch import load_file, save_file
 
-from pasa.eval.models.predict.observe import observe
+from pasa.eval.models.predict.run import observe
 from pasa.prediction import predict_overflow
 from pasa.prediction.checkpoint import Checkpoint
 from pasa.prediction.predict import judge

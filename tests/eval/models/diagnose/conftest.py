@@ -43,9 +43,8 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def text_diagnosis(folder):
-    """(result, maps, progress) of the folder."""
-    seen = []
-    return *run.look(str(folder), lambda *now: seen.append(now), prompt=PROMPT), seen
+    """(result, maps) of the folder."""
+    return run.look(str(folder), prompt=PROMPT)
 
 
 @pytest.fixture(scope="session")

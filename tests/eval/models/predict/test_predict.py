@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from io import StringIO
 
 import pytest
@@ -10,11 +9,8 @@ import torch
 import transformers as hf
 from rich.console import Console
 
-from pasa.eval import cli
 from pasa.eval.kit.stored import stored
-from pasa.eval.models.predict import paper, run, soundness
-from pasa.eval.models.predict import policy_auto as auto
-from pasa.eval.models.predict.observe import observe
+from pasa.eval.models.predict import run, soundness
 from pasa.prediction import predict_overflow
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 97}
@@ -29,37 +25,34 @@ def folder(tmp_path):
 
 
 def test_paper_tables_say_where_the_print_differs():
-    result = paper.run_paper_tables()
+    result = run.run_paper_tables()
     differ = {model["name"]: model["differ"] for model in result["models"]}
     assert differ == {
-        "GPT-2 XL": ["gamma", "alpha"],  # 2.9853 and 0.0735: printed 2.98 and 0.074
+        "GPT-2 XL": ["gamma", "alpha_min"],  # 2.9853 and 0.0735: printed 2.98 and 0.074
         "Mistral-7B": [],
         "Llama-2-13B": ["gamma"],  # 2.270: printed 2.28
         "Llama-2-70B": ["gamma"],  # 2.302: printed 2.32
     }
-    cells = paper.paper_table(result).rows[0][4:]
+    cells = run.paper_table(result).rows[0][4:]
     assert cells == ["2.98", "2.9853", "8", "8.4", "0.074", "0.0735", "gamma, alpha_min"]
 
 
 @pytest.mark.parametrize("observed", [None, 123456.0])
 def test_a_folder_needs_no_forward_pass_and_its_table_fits_80_columns(observed, folder):
     """It came in two pieces, of which the second named no module; long names wrap now."""
-    result = run.run_predict(str(folder))
-    assert result["calibration"] is None
+    result = run.EXPERIMENT.measure(model=str(folder))
+    assert (result["gate"]["passed"], result["calibration"]) == (True, None)
+    assert "2 attention modules, each by its worst head: 2 safe" in run.verdict(result)
     for each in result["records"]:
         each |= {"module": "unet.down_blocks.0.attentions.0.transformer_blocks.0.attn1", "observed": observed}
         each |= {"probable": 131072.0, "proven": 1310720.0, "verdict_fp8": "unlikely"}
-    calibration = {"heads": 8, "beyond_proven": 0, "beyond_probable": 0, "largest_of_proven": 1, "median_of_proven": 1}
-    result["calibration"] = observed and {**calibration, "auto_alpha": 1, "kappa": 1}
     shown = StringIO()
-    run.EXPERIMENT.show(result, Console(file=shown, width=80))
+    run.head_table({**result, "calibration": observed}).show(Console(file=shown, width=80))
     lines = shown.getvalue().splitlines()
-    assert "2 attention modules, each by its worst head: 2 safe" in " ".join(lines)
     assert ("observed" in shown.getvalue()) == (observed is not None)
     assert sum(line.startswith("┏") for line in lines) == 1
     assert max(map(len, lines)) <= 80
-    numbers = [line for line in lines if "131,072" in line and "1,310,720" in line and "unlikely" in line]
-    assert len(numbers) == 8
+    assert sum("131,072" in line and "1,310,720" in line and "unlikely" in line for line in lines) == 8
 
 
 def test_calibration_is_over_every_call_and_gives_alpha(folder):
@@ -72,14 +65,14 @@ def test_calibration_is_over_every_call_and_gives_alpha(folder):
         for length in lengths:
             model(input_ids=ids[:, :length])
 
-    prediction, observed = predict_overflow(model), observe(model, lambda: forward(32, 1))
-    assert observed == observe(model, lambda: forward(32))
-    compared = run.calibration(prediction, observed, kappa=2.0)
+    prediction, observed = predict_overflow(model), run.observe(model, lambda: forward(32, 1))
+    assert observed == run.observe(model, lambda: forward(32))
+    compared = run.calibration(prediction, observed)
     assert (compared["heads"], compared["beyond_proven"]) == (8, 0)
     assert compared["largest_score"] == max(observed.values())
     interaction = {(row.module, row.head): row.interaction for row in prediction.rows}
     largest = max(score / interaction[where] for where, score in observed.items())
-    assert compared["auto_alpha"] == pytest.approx(2.0 * largest, rel=1e-3)
+    assert compared["auto_alpha"] == pytest.approx(largest, rel=1e-3)
 
 
 def test_the_cost_of_a_prediction_is_measured_in_a_fresh_process(monkeypatch):
@@ -93,43 +86,19 @@ def test_policy_auto_is_judged_by_what_it_patches():
     """The gate of the stored run, and of that run if a layer without a bias were patched or the text were another."""
     result = stored("auto")
     records, unbiased = result["records"], result["unbiased"]
-    assert auto.judge(records, unbiased) == result["gate"]
+    assert soundness.judge(records, unbiased) == result["gate"]
     for name, value in (("patched", ["model.layers.0.self_attn"]), ("text", "x"), ("alarms", [["a", 1]])):
-        assert not auto.judge([*records[:3], {**records[3], name: value}], unbiased)["passed"]
+        assert not soundness.judge([*records[:3], {**records[3], name: value}], unbiased)["passed"]
 
 
 @pytest.mark.parametrize("kind", ["GPT2", "Qwen2", "Llama"])
 def test_shaped_models_keep_within_their_bounds(kind):
     """The same makers as the stored table, narrow."""
-    narrow = {
+    sizes = {
         "GPT2": {**soundness.GPT2, "n_embd": 100},
         "Qwen2": {**soundness.SLIM, **soundness.QWEN2, "hidden_size": 56},
-    }
-    sizes = {**narrow, "Llama": {**soundness.SLIM, **soundness.LLAMA, "hidden_size": 64}}[kind]
+        "Llama": {**soundness.SLIM, **soundness.LLAMA, "hidden_size": 64},
+    }[kind]
     measured = soundness.measure(*soundness.shaped(kind, sizes))
     assert measured["beyond_proven"] == 0
     assert measured["largest_of_proven"] > 0.01
-
-
-def test_command_line(folder, capsys, tmp_path):
-    def main(*arguments):
-        with pytest.raises(SystemExit) as caught:
-            cli.main(["predict", *arguments])
-        return caught.value.code
-
-    assert main("--model", str(folder), "--json", "-", "--output-dir", str(tmp_path / "out")) == 0
-    assert json.loads(capsys.readouterr().out)["experiment"] == "predict"
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"predict.json", "predict.md"}
-    for arguments, message in (
-        (("--model", "/nowhere"), "'/nowhere' is not a folder"),
-        (("--model", "/nowhere", "--delta", "2"), "delta=2.0 is not a probability between 0 and 1"),
-        (("--model", "/nowhere", "--seq-len", "0"), "0 is not at least 1"),
-        (("--soundness", "--seq-len", "9"), "--seq-len is no option of --soundness"),
-        (("--auto", "--delta", "0.1"), "--delta is no option of --auto"),
-        (("--model", str(folder), "--offset", "3"), "--offset is for the built-in models"),
-        (("--model", str(folder), "--prompt", "hi"), "give --calibrate"),
-        (("--prompt", "hi"), "give --calibrate"),
-        (("--model", str(folder), "--paper-tables"), "--model is no option of --paper-tables"),
-    ):
-        assert main(*arguments) == 2
-        assert message in capsys.readouterr().err

@@ -1,8 +1,10 @@
-"""The demonstration from end to end on a short prompt, and what it does with other models and bad input."""
+"""The demonstration from end to end on a short prompt, one generation, other models and bad input."""
 
 from __future__ import annotations
 
 import json
+import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,15 +12,19 @@ import transformers as hf
 
 from pasa.eval.models.rescue import run
 
+IDS = torch.arange(3, 80)[None]
 
-@pytest.fixture
-def embedded(monkeypatch, base, tokenizer):
+
+def reader(end=None):
+    return SimpleNamespace(eos_token_id=end, decode=lambda tokens: " ".join(map(str, tokens)))
+
+
+def test_the_rescue(monkeypatch, base, tokenizer):
+    """The built-in model on a tenth of its prompt."""
     monkeypatch.setattr(run, "load_model", lambda: (base, tokenizer))
-
-
-def test_the_rescue(embedded):
+    monkeypatch.setattr(run, "PROMPT_TOKENS", 110)
     lines = []
-    result = run.run_rescue(max_prompt_tokens=110, new_tokens=4, progress=lambda *each: lines.append(each))
+    result = run.run_rescue(new_tokens=4, progress=lambda *each: lines.append(each))
     json.dumps(result, allow_nan=False)
     proof = result["proof"]
     assert proof["layers_that_overflow"] == proof["layers"] == 30
@@ -39,32 +45,21 @@ def test_the_rescue(embedded):
 
 def test_another_model_is_measured_as_it_is(tiny, tmp_path, tokenizer):
     """A folder with a small model: no injection, so nothing overflows, and the report says so."""
-    config = tiny.config
-    config.vocab_size = len(tokenizer)
+    tiny.config.vocab_size = len(tokenizer)
     torch.manual_seed(0)
-    hf.Qwen2ForCausalLM(config).save_pretrained(tmp_path)
+    hf.Qwen2ForCausalLM(tiny.config).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     result = run.run_rescue(str(tmp_path), prompt="What is the capital of France?", new_tokens=3)
-    assert result["fixture"] is None
-    assert list(result["runs"]) == ["fp32", "fp16", "fp16_pasa"]
-    assert result["proof"]["layers_that_overflow"] == 0
-    assert result["proof"]["fp16_nonfinite_logits"] == 0
+    assert (result["fixture"], list(result["runs"])) == (None, ["fp32", "fp16", "fp16_pasa"])
     assert "0 of 2 layers" in run.verdict(result)
     assert "Plain FP16: 0 %" in run.verdict(result)
 
 
 @pytest.mark.parametrize("limit", [60, 97, 300, None])
 def test_the_prompt_keeps_its_limit_and_its_question(tokenizer, limit):
-    ids = run.build_prompt(tokenizer, max_tokens=limit)
+    ids = run.build_prompt(tokenizer, most=limit)
     assert (limit or 1100) - 3 <= ids.shape[1] <= (limit or 1100)
     assert run.QUESTION in tokenizer.decode(ids[0])
-
-
-def test_prompts_that_do_not_fit_are_refused(tokenizer):
-    with pytest.raises(ValueError, match="more than max_prompt_tokens=5"):
-        run.build_prompt(tokenizer, "a longer message than that", 5)
-    with pytest.raises(ValueError, match="leaves no room"):
-        run.build_prompt(tokenizer, max_tokens=10)
 
 
 @pytest.mark.parametrize(
@@ -74,18 +69,29 @@ def test_equal_prefix(first, second, equal):
     assert run.equal_prefix(first, second) == equal
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"new_tokens": 0}, "new_tokens=0"),
-        ({"offset": float("nan")}, "offset=nan is not in -4194304 to 4194304"),
-        ({"offset": -4194305.0}, "offset=-4194305.0 is not in"),
-        ({"max_prompt_tokens": 0}, "max_prompt_tokens=0 must be at least 1"),
-    ],
-)
-def test_bad_numbers_are_refused_before_a_model_is_loaded(options, message):
+@pytest.mark.parametrize("offset", [float("nan"), -4194305.0])
+def test_bad_numbers_are_refused_before_a_model_is_loaded(offset):
     """After the model was loaded a NaN was refused by its conversion to an integer."""
     lines = []
-    with pytest.raises(ValueError, match=message):
-        run.run_rescue(**options, progress=lambda *each: lines.append(each))
+    with pytest.raises(ValueError, match=f"offset={offset} is not in -4194304 to 4194304"):
+        run.run_rescue(offset=offset, progress=lambda *each: lines.append(each))
     assert lines == []
+
+
+def test_tokens_and_perplexity(tiny):
+    made = run.generate(tiny, reader(), IDS, 9)
+    expected = tiny.generate(IDS, max_new_tokens=9, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert made["tokens"] == expected[0, IDS.shape[1] :].tolist()
+    with torch.no_grad():
+        assert made["perplexity"] == pytest.approx(math.exp(tiny(IDS, labels=IDS).loss), rel=1e-6)
+    assert (made["nonfinite_logits"], made["stopped"], made["scores"]) == (0, "length", [])
+
+
+def test_it_stops_at_the_end_of_text_and_when_logits_are_no_numbers(tiny):
+    first = run.generate(tiny, reader(), IDS, 1)["tokens"][0]
+    made = run.generate(tiny, reader(end=first), IDS, 9)
+    assert (made["tokens"], made["stopped"]) == ([first], "end of text")
+    torch.nn.init.constant_(tiny.model.norm.weight, torch.nan)
+    made = run.generate(tiny, reader(), IDS, 9)
+    assert (made["perplexity"], made["nonfinite_logits"], made["stopped"]) == (None, 1.0, "logits not finite")
+    assert len(made["tokens"]) == 1

@@ -10,7 +10,7 @@ import transformers as hf
 
 import pasa
 from pasa.eval import cli
-from pasa.eval.models.predict.observe import observe
+from pasa.eval.models.predict.run import observe
 from pasa.eval.research.fp8_scaling import run, tile
 from pasa.eval.research.fp8_scaling.scaling import AutoAlpha, Current, Delayed, Geometry, LayerWeights
 from pasa.eval.research.fp8_scaling.training import layer_weights, recorded_logits
