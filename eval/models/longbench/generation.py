@@ -1,4 +1,4 @@
-"""Answers a batch of prompts greedily, with the times of prefill and decode apart."""
+"""Run prompts through a model: greedy answers of a batch, and counts of the scores that FP16 cannot store."""
 
 from __future__ import annotations
 
@@ -7,6 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from pasa.eval.kit.attention_calls import AttentionCalls
+from pasa.ops.numerics.formats import FORMATS
+
+BEYOND_FP16 = FORMATS["fp16"].overflow_threshold  # 65,520: from here on rounding to FP16 gives infinity
+ROWS = 512  # queries whose scores are formed at once: with 28 heads and 8,192 keys these are 470 MB
+GREEDY = {"do_sample": False, "num_beams": 1, "temperature": None, "top_p": None, "top_k": None}  # None: unset
 
 
 class _Watch:
@@ -15,25 +23,22 @@ class _Watch:
     def __init__(self, size: int, ends: Sequence[int], device: torch.device) -> None:
         self.ends = torch.tensor(ends, dtype=torch.long, device=device)
         self.ended = torch.zeros(size, dtype=torch.bool, device=device)
-        self.broken = torch.zeros(size, dtype=torch.bool, device=device)
-        self.tokens = torch.zeros(size, dtype=torch.long, device=device)
-        self.first: float | None = None
+        self.broken = self.ended.clone()
+        self.tokens = self.ended.long()
+        self.first = 0.0  # time of the first logits
 
-    def see(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Note which rows are NaN (a suppressed token is -inf, which is not NaN), and the time of the first logits.
-
-        After its end a row of a batch is padding, and its logits are ignored.
-        """
-        if self.first is not None:
+    def see(self, ids: Tensor, scores: Tensor) -> Tensor:
+        """Note which rows are NaN; after its end a row of a batch is padding, and its logits are ignored."""
+        if self.first:
             self.ended |= torch.isin(ids[:, -1], self.ends)
         self.broken |= scores.isnan().any(-1) & ~self.ended
         self.tokens += ~(self.broken | self.ended)
-        if self.first is None:
+        if not self.first:
             self.broken.cpu()  # waits for the device
             self.first = time.perf_counter()
         return scores
 
-    def stop(self, ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+    def stop(self, ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         """End the rows that are broken, because the largest of NaN would be token 0 for ever."""
         return self.broken
 
@@ -51,42 +56,36 @@ def answer(
     """
     from transformers.generation import LogitsProcessorList, StoppingCriteriaList
 
+    size, longest = len(prompts), max(map(len, prompts))
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
-    longest = max(map(len, prompts))
     ids = torch.tensor([[padding] * (longest - len(row)) + row for row in prompts], device=model.device)
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in prompts], device=model.device)
     ends = _ends(model, tokenizer, ends_at_newline)
-    watch = _Watch(len(prompts), ends, ids.device)
+    watch = _Watch(size, ends, ids.device)
     started = time.perf_counter()
     output = model.generate(
         input_ids=ids,
         attention_mask=mask,
         max_new_tokens=max_new_tokens,
         min_new_tokens=1 if ends_at_newline else None,
-        do_sample=False,
-        num_beams=1,
-        temperature=None,
-        top_p=None,
-        top_k=None,
         eos_token_id=ends or None,
         pad_token_id=padding,
         logits_processor=LogitsProcessorList([watch.see]),
         stopping_criteria=StoppingCriteriaList([watch.stop]),
+        **GREEDY,
     )
-    lengths = watch.tokens.tolist()
+    rows, lengths, broken = output[:, longest:].tolist(), watch.tokens.tolist(), watch.broken.tolist()
     ended = time.perf_counter()
-    first = ended if watch.first is None else watch.first
-    rows, broken = output[:, longest:].tolist(), watch.broken.tolist()
     return [
         {
-            "pred": tokenizer.decode(rows[index][: lengths[index]], skip_special_tokens=True),
-            "broken": broken[index],
+            "pred": tokenizer.decode(row[:length], skip_special_tokens=True),
+            "broken": breaks,
             "prompt_tokens": len(prompt),
-            "new_tokens": lengths[index],
-            "prefill_s": (first - started) / len(prompts),
-            "decode_s": (ended - first) / len(prompts),
+            "new_tokens": length,
+            "prefill_s": (watch.first - started) / size,
+            "decode_s": (ended - watch.first) / size,
         }
-        for index, prompt in enumerate(prompts)
+        for prompt, row, length, breaks in zip(prompts, rows, lengths, broken, strict=True)
     ]
 
 
@@ -96,3 +95,31 @@ def _ends(model: Any, tokenizer: Any, newline: bool) -> list[int]:
     known = tokenizer.eos_token_id if known is None else known
     ends = list(known) if isinstance(known, (list, tuple)) else [] if known is None else [known]
     return [*ends, tokenizer.encode("\n", add_special_tokens=False)[-1]] if newline else ends
+
+
+@torch.no_grad()
+def count_overflow(model: Any, ids: Tensor) -> list[dict[str, Any]]:
+    """Run a prompt (1, n) through a decoder that is patched with PASA; return :func:`count_scores` of each layer.
+
+    The activations are those that PASA keeps finite. Without it, all are NaN behind the first layer that overflows.
+    """
+    layers: list[dict[str, Any]] = []
+    with AttentionCalls(lambda q, k: layers.append(count_scores(q, k))):
+        model(input_ids=ids, use_cache=False, logits_to_keep=1)
+    return layers
+
+
+def count_scores(q: Tensor, k: Tensor) -> dict[str, Any]:
+    """Count over the visible pairs of causal q (B, Hq, S, D) and k (B, Hkv, S, D).
+
+    Returns ``max_score`` (the largest unscaled abs(q.k), in FP32), ``overflows`` (scores that FP16 stores as infinity)
+    and ``scores`` (all of them).
+    """
+    length, group = k.shape[2], q.shape[1] // k.shape[1]
+    keys = k.float().repeat_interleave(group, 1).mT
+    largest, beyond = 0.0, 0
+    for start in range(0, length, ROWS):
+        scores = (q[:, :, start : start + ROWS].float() @ keys).abs_().tril_(start)  # a masked score is 0
+        largest = max(largest, float(scores.max()))
+        beyond += int((scores >= BEYOND_FP16).sum())
+    return {"max_score": largest, "overflows": beyond, "scores": q[..., 0].numel() * (length + 1) // 2}

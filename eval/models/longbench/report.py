@@ -1,54 +1,159 @@
-"""Shows a LongBench run: tables by precision, data set, length and layer, and a sentence about the gate."""
+"""Sum the answers of a LongBench run up: scores, agreement with FP32, speed, the gate, and tables of them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import fmean
 from typing import Any
 
 from pasa.eval.kit.device import origin
-from pasa.eval.kit.gate import outcome
+from pasa.eval.kit.gate import gate, outcome
+from pasa.eval.kit.stored import pick
 from pasa.eval.kit.tables import Table, number, percent
-from pasa.eval.models.longbench.tasks import BUCKETS
+from pasa.eval.models.longbench.tasks import CATEGORIES, Task, find_task, score_item, scored_part
+from pasa.eval.models.precisions import REFERENCE
 
-MIB = 2**20
+Line = dict[str, Any]
+AGREEMENT = 0.98
+"""Share of PASA's answers that must equal FP32's in all that is scored of them: the bound of the task."""
+
+
+def summarise(answers: Sequence[Line], counts: Sequence[Sequence[Line]], *, injected: bool) -> dict[str, Any]:
+    """Return all numbers of a run, from its answers and from the overflowing scores of some prompts, layer by layer.
+
+    All precisions have the same questions in the same order. `injected` says that the model is the overflow fixture, on
+    which FP16 with stored scores must collapse.
+    """
+    names, reference = list(dict.fromkeys(line["precision"] for line in answers)), pick(answers, precision=REFERENCE)
+    judged = {
+        name: [_judged(*pair) for pair in zip(pick(answers, precision=name), reference, strict=True)] for name in names
+    }
+    precisions = {name: _precision(lines) for name, lines in judged.items()}
+    datasets = {
+        dataset: _dataset(find_task(dataset), {name: pick(judged[name], dataset=dataset) for name in names})
+        for dataset in dict.fromkeys(line["dataset"] for line in reference)
+    }
+    return {
+        "gate": judge(precisions, injected=injected),
+        "datasets": datasets,
+        "categories": _categories(datasets, names),
+        "precisions": precisions,
+        "layers": [
+            {
+                "max_score": max(layer["max_score"] for layer in same),
+                **{name: sum(layer[name] for layer in same) for name in ("overflows", "scores")},
+            }
+            for same in zip(*counts, strict=True)
+        ],
+    }
+
+
+def _judged(line: Line, reference: Line) -> Line:
+    """Return a line with its score, and whether it is the reference's answer."""
+    task = find_task(line["dataset"])
+    return {
+        **line,
+        "score": score_item(task, line["pred"], line["answers"], line["all_classes"]),
+        "agrees": agrees(task, line, reference),
+        "identical": not line["broken"] and line["pred"] == reference["pred"],
+    }
+
+
+def agrees(task: Task, line: Line, reference: Line) -> bool:
+    """Return whether an answer is whole and equals the reference's, to the character, in the part that is scored.
+
+    Where nothing of an answer is scored, all of it is compared.
+    """
+    ours, theirs = (scored_part(task, each["pred"]) or each["pred"] for each in (line, reference))
+    return not line["broken"] and ours == theirs
+
+
+def _dataset(task: Task, answers: dict[str, list[Line]]) -> dict[str, Any]:
+    """Return score, rounded as published, and agreement with the reference by precision."""
+    lengths = [line["prompt_tokens"] for line in answers[REFERENCE]]
+    return {
+        "category": task.category,
+        "metric": task.metric.__name__,
+        "items": len(lengths),
+        "prompt_tokens": [min(lengths), max(lengths)],
+        "score": {
+            name: round(100 * sum(each["score"] for each in answers[name]) / len(lengths), 2) for name in answers
+        },
+        "agreement": {name: fmean(each["agrees"] for each in answers[name]) for name in answers},
+    }
+
+
+def _precision(lines: Sequence[Line]) -> dict[str, Any]:
+    """Return agreement, speed and memory of a precision over all data sets."""
+    prefill, decode = (sum(line[time] for line in lines) for time in ("prefill_s", "decode_s"))
+    decoded = sum(max(line["new_tokens"] - 1, 0) for line in lines)  # the first token comes from the prefill
+    return {
+        "items": len(lines),
+        "agreement": fmean(line["agrees"] for line in lines),
+        "identical": fmean(line["identical"] for line in lines),
+        "broken": sum(line["broken"] for line in lines),
+        "prefill_tokens_per_s": sum(line["prompt_tokens"] for line in lines) / prefill,
+        "decode_tokens_per_s": decoded / decode if decoded > 0 else None,
+        "peak_bytes": max((line["peak_bytes"] for line in lines if line["peak_bytes"] is not None), default=None),
+    }
+
+
+def _categories(datasets: dict[str, Any], names: Sequence[str]) -> dict[str, dict[str, float]]:
+    """Return the mean over the data sets of each category, and "all", the mean over the categories."""
+    categories: dict[str, dict[str, float]] = {}
+    for category in CATEGORIES:
+        if scores := [entry["score"] for entry in datasets.values() if entry["category"] == category]:
+            categories[category] = {name: fmean(score[name] for score in scores) for name in names}
+    categories["all"] = {name: fmean(each[name] for each in categories.values()) for name in names}
+    return categories
+
+
+def judge(precisions: dict[str, Any], *, injected: bool) -> dict[str, Any]:
+    """Return what must hold, as named booleans.
+
+    Of any model: with FP32 and with PASA no answer is broken. Of the overflow fixture besides: PASA's answers are
+    FP32's to `AGREEMENT`, and those of FP16 with stored scores are all broken. If FP16 was run with FP32 scores too,
+    its losses are those of the other layers, and PASA must reach `AGREEMENT` of what it keeps.
+    """
+    checks = {"reference_finite": precisions[REFERENCE]["broken"] == 0}
+    if ours := precisions.get("pasa"):
+        checks["pasa_finite"] = ours["broken"] == 0
+        if injected:
+            kept = precisions.get("fp16-sdpa", precisions[REFERENCE])["agreement"]
+            checks["pasa_agrees"] = ours["agreement"] >= AGREEMENT * kept
+    if injected and (stored := precisions.get("fp16-eager")):
+        checks["fp16_collapses"] = stored["broken"] == stored["items"]
+    return gate(checks)
 
 
 def report(result: dict[str, Any]) -> list[Table | str]:
-    """Return the tables that the result has rows for, verdict and origin."""
-    tables = [layer_table(result), bucket_table(result), score_table(result), precision_table(result)]
-    return [*(table for table in tables if table.rows), f"{verdict(result)} {origin(result)}"]
+    """Return both tables, verdict and origin."""
+    return [score_table(result), precision_table(result), f"{verdict(result)} {origin(result)}"]
 
 
 def precision_table(result: dict[str, Any]) -> Table:
     """Return a row for every precision: answers and speed."""
-    rows = [
-        [
-            result["titles"][name],
-            f"{result['categories']['all'][name]:.2f}",
-            percent(each["agreement"]),
-            percent(each["identical"]),
-            f"{each['broken']}/{each['items']}",
-            number(each["prefill_tokens_per_s"], ",.0f"),
-            number(each["decode_tokens_per_s"], ",.1f"),
-            number(each["peak_bytes"] and each["peak_bytes"] / MIB, ",.0f"),
-        ]
-        for name, each in result["precisions"].items()
-    ]
-    answers = ["precision", "score", "equal to FP32", "identical", "broken"]
+    titles, scores = result["titles"], result["categories"]["all"]
+    records = [{**each, "title": titles[name], "score": scores[name]} for name, each in result["precisions"].items()]
     lengths = [length for entry in result["datasets"].values() for length in entry["prompt_tokens"]]
-    sets = len(result["datasets"])
-    title = (
-        f"{result['model']}: {sets} data set{'' if sets == 1 else 's'} of {result['data']}, "
-        f"{_range(lengths, ' to ')} prompt tokens"
-    )
-    lost = sum(sum(entry["rouge_out_of_stack"].values()) for entry in result["datasets"].values())
-    note = (
+    title = f"{result['model']}: {len(result['datasets'])} data sets of {result['data']}, "
+    return Table.of(
+        f"{title}{_range(lengths, ' to ')} prompt tokens",
+        records,
+        {
+            "precision": "title",
+            "score": ("score", ".2f"),
+            "equal to FP32": lambda each: percent(each["agreement"]),
+            "identical": lambda each: percent(each["identical"]),
+            "broken": lambda each: f"{each['broken']}/{each['items']}",
+            "prefill tokens/s": ("prefill_tokens_per_s", ",.0f"),
+            "decode tokens/s": ("decode_tokens_per_s", ",.1f"),
+            "peak MiB": lambda each: number(each["peak_bytes"] and each["peak_bytes"] / 2**20, ",.0f"),
+        },
         "Score: mean over the categories of LongBench, 0 to 100. Equal to FP32: share of the answers of which all that "
         "is scored (few-shot and code: a line) is FP32's, to the character; identical: all that is generated. Broken: "
-        "answers that end because logits are NaN."
-        + (f" ROUGE is 0 for {lost} answers because the package ran out of stack, as published." if lost else "")
+        "answers that end because logits are NaN.",
     )
-    return Table(title, [*answers, "prefill tokens/s", "decode tokens/s", "peak MiB"], rows, note)
 
 
 def _range(values: Sequence[int], to: str) -> str:
@@ -57,42 +162,16 @@ def _range(values: Sequence[int], to: str) -> str:
 
 def score_table(result: dict[str, Any]) -> Table:
     """Return a row for every data set, then one for every category."""
-    names = list(result["precisions"])
+    titles = result["titles"]
     rows = []
     for dataset, entry in result["datasets"].items():
-        cells = [f"{number(entry['score'][name], '.2f')} ({percent(entry['agreement'][name])})" for name in names]
+        cells = [f"{entry['score'][name]:.2f} ({percent(entry['agreement'][name])})" for name in titles]
         rows.append([dataset, entry["metric"], str(entry["items"]), _range(entry["prompt_tokens"], "-"), *cells])
     for category, score in result["categories"].items():
-        rows.append([category, "", "", "", *(f"{score[name]:.2f}" for name in names)])
-    header = ["data set", "metric", "items", "prompt tokens", *(result["titles"][name] for name in names)]
+        rows.append([category, "", "", "", *(f"{score[name]:.2f}" for name in titles)])
+    header = ["data set", "metric", "items", "prompt tokens", *titles.values()]
     note = "In brackets: share of the answers equal to FP32's."
     return Table("Scores by data set and by category", header, rows, note)
-
-
-def bucket_table(result: dict[str, Any]) -> Table:
-    """Return a row for every data set of LongBench-E and precision."""
-    rows = [
-        [dataset, result["titles"][name], *(number(values[each], ".2f") for each in BUCKETS)]
-        for dataset, entry in result["datasets"].items()
-        for name, values in entry.get("buckets", {}).items()
-    ]
-    note = "Lengths in words, of Chinese in characters."
-    return Table("LongBench-E by length", ["data set", "precision", *BUCKETS], rows, note)
-
-
-def layer_table(result: dict[str, Any]) -> Table:
-    """Return a row for every layer: scores that FP16 cannot store."""
-    rows = [
-        [
-            str(index),
-            f"{layer['max_score']:,.0f}",
-            f"{layer['overflows']:,}",
-            percent(layer["overflows"] / layer["scores"]),
-        ]
-        for index, layer in enumerate(result["layers"])
-    ]
-    note = "Over the prompts whose scores were counted, with PASA's activations; all heads, visible pairs."
-    return Table("Scores q.k that FP16 stores as infinity", ["layer", "max |q.k|", "count", "share"], rows, note)
 
 
 def verdict(result: dict[str, Any]) -> str:

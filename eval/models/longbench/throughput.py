@@ -7,8 +7,8 @@ model is timed with and without a bias in q and k that pushes all scores beyond 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import product
 from typing import Annotated, Any
 
@@ -16,7 +16,7 @@ import torch
 
 import pasa
 from pasa.eval.kit import output
-from pasa.eval.kit.device import describe, pick_device
+from pasa.eval.kit.device import describe, origin, pick_device
 from pasa.eval.kit.experiment import Experiment
 from pasa.eval.kit.memory import peak_bytes, reset_peak
 from pasa.eval.kit.options import at_least
@@ -24,26 +24,21 @@ from pasa.eval.kit.random_model import CONFIGS, SEED, SMALL, build
 from pasa.eval.kit.tables import Table, number, percent
 from pasa.eval.kit.timing import now
 
-ATTENTIONS = ("eager", "sdpa", "pasa")
-BIAS = 362
-"""Its square is 131,044: twice the largest FP16 number."""
+ATTENTIONS = ("eager", "sdpa", "pasa")  # the first two are the model's own
+ROUNDS = 3  # that are timed, after one to warm up
+BIAS = 362  # its square is 131,044: twice the largest FP16 number
 
 
 def run_throughput(
     config: Annotated[str, "Configuration: qwen2-7b (on an accelerator), or tiny."] = "qwen2-7b",
     tokens: Annotated[Sequence[int], "Prompt lengths."] = (8192,),
-    attention: Annotated[Sequence[str], "Attention to time: eager and sdpa are the model's own."] = ATTENTIONS,
     new_tokens: Annotated[int, "Tokens to decode, one at a time, without a CUDA graph."] = 32,
-    rounds: Annotated[int, "Rounds to time, after one warm-up round."] = 3,
     progress: output.Report = output.silent,
 ) -> dict[str, Any]:
     """Time prefill and decode of a whole model with random weights, and its memory, by attention."""
     if config not in CONFIGS:
         raise ValueError(f"config={config!r} is not one of {', '.join(CONFIGS)}")
-    for name in attention:
-        if name not in ATTENTIONS:
-            raise ValueError(f"attention {name!r} is not one of {', '.join(ATTENTIONS)}")
-    at_least(1, tokens=min(tokens, default=0), new_tokens=new_tokens, rounds=rounds)
+    at_least(1, tokens=min(tokens), new_tokens=new_tokens)
     device = pick_device()
     if device.type == "cpu" and config != SMALL:
         raise ValueError(
@@ -51,16 +46,17 @@ def run_throughput(
         )
     model = build(CONFIGS[config], device)
     records: list[dict[str, Any]] = []
-    cases = list(product((0, BIAS), tokens, attention))
+    cases = list(product((0, BIAS), tokens, ATTENTIONS))
     for bias, length, name in cases:
         progress(len(records), len(cases), f"{name}, {length} tokens, bias {bias}")
         set_bias(model, bias)
-        with _attention(model, name):
-            times = _time(model, length, new_tokens, rounds, device)
+        model.set_attn_implementation("sdpa" if name == "pasa" else name)
+        with pasa.patch_pipeline(model) if name == "pasa" else nullcontext():
+            times = _time(model, length, new_tokens, device)
         records.append({"attention": name, "tokens": length, "bias": bias, **times})
     return {
         "config": config,
-        "settings": {"new_tokens": new_tokens, "rounds": rounds, "seed": SEED, "dtype": "float16", "batch": 1},
+        "settings": {"new_tokens": new_tokens, "rounds": ROUNDS, "seed": SEED, "dtype": "float16", "batch": 1},
         "records": records,
         "note": "random weights; nothing was run on an NPU",
         "environment": describe(device, "transformers"),
@@ -73,32 +69,20 @@ def set_bias(model: Any, bias: int) -> None:
 
     Its square is added to every score.
     """
-    for layer in model.model.layers:
-        attention = layer.self_attn
+    for attention in (layer.self_attn for layer in model.model.layers):
         for projection in (attention.q_proj, attention.k_proj):
-            heads = projection.bias.view(-1, attention.head_dim)
-            heads.zero_()
+            heads = projection.bias.zero_().view(-1, attention.head_dim)
             heads[:, attention.head_dim // 2 - 1] = bias
 
 
-@contextmanager
-def _attention(model: Any, name: str) -> Iterator[None]:
-    model.set_attn_implementation("sdpa" if name == "pasa" else name)
-    if name != "pasa":
-        yield
-        return
-    with pasa.patch_pipeline(model):
-        yield
-
-
 @torch.no_grad()
-def _time(model: Any, length: int, new_tokens: int, rounds: int, device: torch.device) -> dict[str, Any]:
+def _time(model: Any, length: int, new_tokens: int, device: torch.device) -> dict[str, Any]:
     """Return medians over the rounds, the first of which is not counted; memory is that of all rounds."""
     generator = torch.Generator().manual_seed(SEED)
     ids = torch.randint(model.config.vocab_size, (1, length), generator=generator).to(device)
     reset_peak(device)
     prefills, decodes, broken = [], [], 0.0
-    for _ in range(rounds + 1):
+    for _ in range(ROUNDS + 1):
         started = now(device)
         step = model(input_ids=ids, use_cache=True, logits_to_keep=1)
         prefills.append(now(device) - started)
@@ -120,31 +104,28 @@ def _time(model: Any, length: int, new_tokens: int, rounds: int, device: torch.d
 
 def table(result: dict[str, Any]) -> Table:
     """Return a row for every measurement."""
-    rows = [
-        [
-            f"{each['attention']}, {each['tokens']:,} tokens" + (f", bias {each['bias']}" if each["bias"] else ""),
-            f"{each['prefill_s']:.4g}",
-            number(each["prefill_tokens_per_s"], ",.0f"),
-            number(each["decode_tokens_per_s"], ",.1f"),
-            number(each["peak_bytes"] and each["peak_bytes"] / 2**30, ".2f"),
-            percent(each["nonfinite_logits"]),
-        ]
-        for each in result["records"]
-    ]
-    rounds, machine = result["settings"]["rounds"], result["environment"]
-    header = ["attention", "prefill s", "prefill tokens/s", "decode tokens/s", "peak GiB", "logits not finite"]
-    note = (
-        f"FP16, batch 1, {'one round' if rounds == 1 else f'medians of {rounds} rounds'}, decoding without a graph. "
-        f"Bias: its square is added to every score. {result['note']}. ({machine['device']}, torch {machine['torch']}, "
-        f"commit {machine['commit'] or 'unknown'}.)"
+    return Table.of(
+        f"{result['config']}, random weights",
+        result["records"],
+        {
+            "attention": lambda each: (
+                f"{each['attention']}, {each['tokens']:,} tokens" + (f", bias {each['bias']}" if each["bias"] else "")
+            ),
+            "prefill s": ("prefill_s", ".4g"),
+            "prefill tokens/s": ("prefill_tokens_per_s", ",.0f"),
+            "decode tokens/s": ("decode_tokens_per_s", ",.1f"),
+            "peak GiB": lambda each: number(each["peak_bytes"] and each["peak_bytes"] / 2**30, ".2f"),
+            "logits not finite": lambda each: percent(each["nonfinite_logits"]),
+        },
+        f"FP16, batch 1, medians of {result['settings']['rounds']} rounds, decoding without a graph. Bias: its square "
+        "is added to every score.",
     )
-    return Table(f"{result['config']}, random weights", header, rows, note)
 
 
 EXPERIMENT = Experiment(
     name="model",
     run=run_throughput,
-    report=lambda result: [table(result)],
+    report=lambda result: [table(result), origin(result)],
     title="Prefill, decode and memory of a whole model",
     needs_models=True,
 )

@@ -19,7 +19,8 @@ CHAT = (
 )
 
 
-def byte_tokenizer():
+@pytest.fixture(scope="session")
+def tokenizer():
     """One token per byte, so that lengths are known; a template that can be seen in the ids."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
@@ -29,47 +30,31 @@ def byte_tokenizer():
 
 
 @pytest.fixture(scope="session")
-def tokenizer():
-    return byte_tokenizer()
-
-
-@pytest.fixture(scope="session")
-def steady(tmp_path_factory):
+def steady(tokenizer, tmp_path_factory):
     """The folder of a Qwen2 of two layers whose attention weighs little.
 
     So roundings do not decide what a model without training answers: with the offset, FP32 rounds scores to 1/64.
     """
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("steady") / "tiny-qwen2"
-    config = hf.Qwen2Config(
-        vocab_size=257,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,  # as the built-in model: the overflow fixture needs slow rotary pairs, which small heads lack
-        max_position_embeddings=4096,
-        eos_token_id=256,
-        initializer_range=0.2,
-    )
+    config = hf.Qwen2Config(  # heads as the built-in model's: the overflow fixture needs slow rotary pairs
+        head_dim=64, vocab_size=257, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=4096, eos_token_id=256, initializer_range=0.2,
+    )  # fmt: skip
     model = hf.Qwen2ForCausalLM(config)
     for layer in model.model.layers:
         layer.self_attn.o_proj.weight.data *= 0.001
     model.save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     return folder
-
-
-ROW = {"context": "Some text. ", "answers": ["Paris"], "length": 3, "all_classes": None}
 
 
 @pytest.fixture(scope="session")
 def questions(tmp_path_factory):
     """Three data sets of LongBench's form, of 3, 2 and 1 items of different lengths."""
     folder = tmp_path_factory.mktemp("questions")
+    row = {"answers": ["Paris"], "length": 3, "all_classes": None}
     for name, count in (("hotpotqa", 3), ("triviaqa", 2), ("lcc", 1)):
-        rows = [ROW | {"context": ROW["context"] * (3 + index), "input": f"Question {index}"} for index in range(count)]
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
+        rows = [row | {"context": "Some text. " * (3 + index), "input": f"Question {index}"} for index in range(count)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
     return folder

@@ -8,10 +8,10 @@ from tokenizers import processors
 
 from pasa.eval.models.longbench import prompts
 from pasa.eval.models.longbench.data import Item
-from pasa.eval.models.longbench.prompts import build_prompt, check_max_length, default_max_length, templates
+from pasa.eval.models.longbench.prompts import build_prompt, choose_length, templates
 from pasa.eval.models.longbench.tasks import TASKS
 
-ITEM = Item(0, "CONTEXT", "INPUT", [], 1, None)
+ITEM = Item("CONTEXT", "INPUT", [], 1, None)
 
 
 def test_the_template_is_filled_and_wrapped(tokenizer):
@@ -23,6 +23,8 @@ def test_the_template_is_filled_and_wrapped(tokenizer):
 def test_few_shot_and_code_are_not_wrapped(tokenizer):
     text = tokenizer.decode(build_prompt(tokenizer, TASKS["lcc"], ITEM, 10_000))
     assert text == "Please complete the code given below. \nCONTEXTNext line of code:\n"
+    plain = {name for name, task in TASKS.items() if task.category in prompts.WITHOUT_CHAT}
+    assert plain == {"trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p"}
 
 
 @pytest.mark.parametrize("length", [100, 101])
@@ -42,13 +44,13 @@ def test_a_prompt_of_just_the_length_is_left_alone(tokenizer):
 @pytest.fixture
 def starting(tokenizer):
     """A tokenizer that sets a beginning-of-text token before every text, and whose chat template has one too."""
-    found = copy.deepcopy(tokenizer)
-    found.add_special_tokens({"bos_token": "<|start|>"})
-    found.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single="<|start|> $A", special_tokens=[("<|start|>", found.bos_token_id)]
+    with_start = copy.deepcopy(tokenizer)
+    with_start.add_special_tokens({"bos_token": "<|start|>"})
+    with_start.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|start|> $A", special_tokens=[("<|start|>", with_start.bos_token_id)]
     )
-    found.chat_template = "{{ bos_token }}" + tokenizer.chat_template
-    return found
+    with_start.chat_template = "{{ bos_token }}" + tokenizer.chat_template
+    return with_start
 
 
 def test_special_tokens_of_the_tokenizer_count_and_are_dropped_in_the_cut(starting):
@@ -65,20 +67,17 @@ def test_a_chat_template_that_has_the_beginning_gets_no_second_one(starting, len
     assert starting.decode(ids[1:]).startswith("<user>Answer")
 
 
-def test_published_lengths():
-    assert [default_max_length(window) for window in (4096, 8192, 32768, 131072)] == [3500, 7500, 31500, 31500]
-    with pytest.raises(ValueError, match="window of 2048 tokens"):
-        default_max_length(2048)
+@pytest.mark.parametrize(("window", "length"), [(4096, 3500), (8192, 7500), (32768, 31500), (131072, 31500)])
+def test_published_lengths(window, length):
+    assert choose_length(None, window, TASKS.values()) == length
 
 
-def test_what_is_generated_must_fit_the_window_too():
-    tasks = [TASKS["hotpotqa"], TASKS["gov_report"]]
-    check_max_length(3584, 4096, tasks)
-    check_max_length(3585, math.inf, tasks)
-    with pytest.raises(
-        ValueError, match="max_length=3585 and the 512 new tokens of gov_report exceed the model's window of 4096"
-    ):
-        check_max_length(3585, 4096, tasks)
+@pytest.mark.parametrize(("length", "window"), [(3585, 4096), (1, 4096), (None, 2048)])
+def test_prompt_and_answer_must_fit_the_window(length, window):
+    assert choose_length(3584, 4096, [TASKS["hotpotqa"], TASKS["gov_report"]]) == 3584
+    assert choose_length(3585, math.inf, [TASKS["gov_report"]]) == 3585
+    with pytest.raises(ValueError, match=f"max_length={length or 0} and 512 new tokens do not fit .* of {window}"):
+        choose_length(length, window, [TASKS["hotpotqa"], TASKS["gov_report"]])
 
 
 def test_prompts_are_the_originals_and_take_context_and_input():
@@ -87,20 +86,7 @@ def test_prompts_are_the_originals_and_take_context_and_input():
         assert text.format(context="CONTEXT", input="INPUT").count("CONTEXT") == 1
 
 
-@pytest.fixture
-def fresh():
-    templates.cache_clear()
-    yield
-    templates.cache_clear()
-
-
-def test_another_text_is_refused(monkeypatch, fresh):
-    monkeypatch.setattr(prompts, "_read", lambda dataset: "Answer.\n{{context}}")
-    with pytest.raises(ValueError, match=r"templates in lm-eval are not LongBench's; run: pip install --no-deps"):
-        templates()
-
-
-def test_a_missing_package_is_named(monkeypatch, fresh):
-    monkeypatch.setattr(prompts, "SOURCE", ("no-such-distribution", "1.0"))
-    with pytest.raises(FileNotFoundError, match=r"run: pip install --no-deps no-such-distribution==1\.0"):
-        templates()
+def test_other_templates_are_refused(monkeypatch):
+    monkeypatch.setitem(prompts.WHITE_SPACE, "lcc", ("", ""))
+    with pytest.raises(ValueError, match=r"lm-eval's templates are not LongBench's; run: pip install --no-deps"):
+        templates.__wrapped__()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pasa.eval.models.longbench import summary
+from pasa.eval.models.longbench import report
 from pasa.eval.models.longbench.tasks import TASKS
 
 GOOD = {"broken": 0, "items": 6, "agreement": 1.0}
@@ -20,7 +20,7 @@ PRECISIONS = {"fp32": GOOD, "fp16-eager": GOOD | {"broken": 6}, "pasa": GOOD}
     ],
 )
 def test_every_check_can_fail(name, change, failed):
-    gate = summary.judge({**PRECISIONS, name: PRECISIONS[name] | change}, injected=True)
+    gate = report.judge({**PRECISIONS, name: PRECISIONS[name] | change}, injected=True)
     assert [check for check, passed in gate["checks"].items() if not passed] == failed
     assert gate["passed"] == (not failed)
 
@@ -29,7 +29,7 @@ def test_every_check_can_fail(name, change, failed):
 def test_what_the_rest_of_an_fp16_model_loses_is_not_held_against_pasa(agreement, passes):
     """An FP16 model kept 77 of 80 answers with FP32 scores, and as many with PASA: 98 % was out of reach."""
     precisions = PRECISIONS | {"fp16-sdpa": GOOD | {"agreement": 0.96}, "pasa": GOOD | {"agreement": agreement}}
-    assert summary.judge(precisions, injected=True)["checks"]["pasa_agrees"] == passes
+    assert report.judge(precisions, injected=True)["checks"]["pasa_agrees"] == passes
 
 
 @pytest.mark.parametrize(
@@ -48,4 +48,4 @@ def test_what_the_rest_of_an_fp16_model_loses_is_not_held_against_pasa(agreement
 )
 def test_agreement_is_that_of_what_is_scored(dataset, fp32, pasa, broken, equal):
     line, reference = {"pred": pasa, "broken": broken}, {"pred": fp32, "broken": False}
-    assert summary.agrees(TASKS[dataset], line, reference) == equal
+    assert report.agrees(TASKS[dataset], line, reference) == equal
