@@ -125,7 +125,7 @@ def calls(shape: SpeedCase, device: torch.device) -> dict[str, dict[str, Call]]:
 
     inputs = shape.inputs(device)
     grad = torch.randn_like(inputs.q)
-    flash = partial(scaled_dot_product_attention, is_causal=True, enable_gqa=inputs.groups > 1)
+    flash = partial(scaled_dot_product_attention, is_causal=True, enable_gqa=inputs.q.shape[1] > inputs.k.shape[1])
     implementations: dict[str, tuple[Callable[..., Tensor], Any]] = {
         OURS: (partial(pasa.attention, is_causal=True, backend=TRITON), nullcontext),
         FLASH: (flash, partial(sdpa_kernel, SDPBackend.FLASH_ATTENTION)),

@@ -1,6 +1,6 @@
 """Writes the generated parts of READMEs: the support matrix from the registry, the tables from stored runs.
 
-    python -m pasa.eval.readme [--check]
+    python docs/generate.py [--check]
 
 `--check` writes nothing and exits 1 if a file is not what it would write.
 """
@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from pasa.eval import readme_evidence as evidence
+import evidence
+
 from pasa.eval.accuracy.gradients import run as gradients
 from pasa.eval.accuracy.rmse import report
 from pasa.eval.accuracy.rounding_bias import cost
@@ -67,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.exit(f"{' '.join(unknown)}: only --check is known; without it the files are written")
     if asked:
         for path in (path for path in new if new[path] != old[path]):
-            print(f"{path} is not of the stored runs: python -m pasa.eval.readme writes it")
+            print(f"{path} is not of the stored runs: python docs/generate.py writes it")
         return int(new != old)
     for path, text in new.items():
         path.write_text(text, encoding="utf-8")

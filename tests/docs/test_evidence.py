@@ -5,9 +5,9 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import evidence
 import pytest
 
-from pasa.eval import readme_evidence as evidence
 from pasa.eval.kit.stored import ROOT, stored
 
 LINES = pytest.mark.parametrize("line", evidence.LINES, ids=lambda line: line.question)

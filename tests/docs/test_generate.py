@@ -2,26 +2,26 @@
 
 from itertools import product
 
+import generate
 import pytest
 
-from pasa.eval import readme
 from pasa.eval.kit.stored import RESULTS
 
 
 def test_generated_parts_are_up_to_date():
-    assert readme.main(["--check"]) == 0, "run: python -m pasa.eval.readme"
+    assert generate.main(["--check"]) == 0, "run: python docs/generate.py"
 
 
 def test_every_page_with_generated_parts_is_checked():
     """The costs of watching were stored and their page stayed empty: only two pages were ever written."""
-    pages = [readme.ROOT / "README.md", *(readme.ROOT / "eval").rglob("*.md")]
+    pages = [generate.ROOT / "README.md", *(generate.ROOT / "eval").rglob("*.md")]
     marked = {page for page in pages if "<!-- generated: " in page.read_text(encoding="utf-8")}
-    assert marked == {readme.ROOT / name for name in readme.FILES}
+    assert marked == {generate.ROOT / name for name in generate.FILES}
 
 
 @pytest.mark.parametrize("name", [name for name, path in RESULTS.items() if path.is_file()])
 def test_stored_runs_passed_their_gate_at_a_commit_that_exists(name):
-    result = readme.stored(name)
+    result = generate.stored(name)
     commit = result["environment"]["commit"]
     assert commit
     assert not commit.endswith("-dirty")
@@ -31,7 +31,7 @@ def test_stored_runs_passed_their_gate_at_a_commit_that_exists(name):
 
 def test_stored_rescue_is_the_proof():
     """The full demonstration: at least 1,000 tokens of text, 64 greedy tokens as in FP32, perplexity within 0.5 %."""
-    result = readme.stored("rescue")
+    result = generate.stored("rescue")
     proof = result["proof"]
     assert proof["passed"]
     assert result["prompt"]["tokens"] >= 1000
@@ -43,7 +43,7 @@ def test_stored_rescue_is_the_proof():
 
 def test_stored_video_meets_the_bounds():
     """4 frames of 128 x 128: FP16 scores break all, PASA none; without the bias equally far from FP32 within 10 %."""
-    result = readme.stored("video")
+    result = generate.stored("video")
     runs = result["runs"]
     assert [result["settings"][name] for name in ("frames", "height", "width")] == [4, 128, 128]
     assert runs["fp16"]["nonfinite_frames"] == 4
@@ -55,7 +55,7 @@ def test_stored_video_meets_the_bounds():
 @pytest.mark.parametrize(("name", "beyond"), [("embedded", (270, 30)), ("tiny", (5, 4)), ("published", (0, 0))])
 def test_stored_diagnoses_find_what_was_injected(name, beyond):
     """Every head of the language model; the spatial attention of the video pipeline; nothing where there is no bias."""
-    result = readme.stored(f"diagnose_{name}")
+    result = generate.stored(f"diagnose_{name}")
     found = result["summary"]
     assert (found["heads_beyond"], found["modules_beyond"]) == beyond
     assert found["stored"] < 1000
@@ -67,7 +67,7 @@ def test_stored_diagnoses_find_what_was_injected(name, beyond):
 @pytest.mark.parametrize("name", ["longbench", "longbench_fp16"])
 def test_stored_longbench_meets_the_bounds(name):
     """FP16 with stored scores breaks each of 50 or more answers to prompts of 4,096 tokens and more, PASA none."""
-    result = readme.stored(name)
+    result = generate.stored(name)
     found = result["precisions"]
     assert {"pasa_finite", "pasa_agrees", "fp16_collapses"} <= set(result["gate"]["checks"])
     assert sum(own["items"] for own in result["datasets"].values() if own["prompt_tokens"][0] >= 4096) >= 50
@@ -80,7 +80,9 @@ def test_stored_longbench_meets_the_bounds(name):
 def test_stored_throughput_is_of_the_whole_model():
     """PASA's prefill of 8,192 tokens takes no more memory than fused attention and no longer than eager."""
     found = {
-        (run["attention"], run["bias"]): run for run in readme.stored("throughput")["records"] if run["tokens"] == 8192
+        (run["attention"], run["bias"]): run
+        for run in generate.stored("throughput")["records"]
+        if run["tokens"] == 8192
     }
     for bias in (0, 362):
         assert found["pasa", bias]["nonfinite_logits"] == 0
@@ -91,7 +93,7 @@ def test_stored_throughput_is_of_the_whole_model():
 
 def test_stored_perplexity_shows_who_loses():
     """FP16 with stored scores has none beyond 65,504; BF16 with stored scores is off; PASA within 0.5 % of FP32."""
-    result = readme.stored("perplexity")
+    result = generate.stored("perplexity")
     found = {(each["precision"], each["offset"]): each["perplexity"] for each in result["perplexities"]}
     base, largest = found["fp32", 0], max(result["settings"]["offsets"])
     assert largest > 65504
@@ -102,7 +104,7 @@ def test_stored_perplexity_shows_who_loses():
 
 def test_stored_bias_meets_the_bounds():
     """Two equal maxima in BF16: nearest is biased by 0.05 spacings and more, ours by a fifth of it at most, or none."""
-    result = readme.stored("rounding")
+    result = generate.stored("rounding")
     assert result["examples"]["exact"]
     found = {(r["place"], r["case"], r["arm"]): r for r in result["records"] if r["format"] == "bf16"}
     for place, maxima in product(("quotient", "product"), ("two", "blocks")):
@@ -113,7 +115,7 @@ def test_stored_bias_meets_the_bounds():
 
 def test_stored_gradients_meet_the_bounds():
     """A plain backward pass is off by percents at scores of 131,072, and ours by the rounding of the result."""
-    result = readme.stored("gradients")
+    result = generate.stored("gradients")
     assert result["gate"]["judged"] >= 3 * 14
     for each in (each for each in result["records"] if each["case"] == "scores of 131072"):
         for name in ("dq", "dk", "dv"):
@@ -123,7 +125,7 @@ def test_stored_gradients_meet_the_bounds():
 
 def test_stored_predictions_hold():
     """No head of any model beyond its proven bound; of the fixtures the biased layers and no other are certain."""
-    result = readme.stored("soundness")
+    result = generate.stored("soundness")
     by = {each["model"]: each for each in result["records"]}
     assert len(by) == 8
     assert by["Llama in FP16, norm weights of 2^-24"]["verdicts"]["unlikely"] == 1, "91,618 was seen"
@@ -133,20 +135,20 @@ def test_stored_predictions_hold():
     assert by["SVD in small"]["verdicts"]["certain"] == 0
     assert result["cost"]["seconds"] <= 120
     assert result["cost"]["peak_mib"] <= 4096
-    heads = readme.stored("predict")["records"]
+    heads = generate.stored("predict")["records"]
     assert len(heads) == 270
     assert all(each["certain"] > 65504 and each["observed"] <= each["proven"] for each in heads)
 
 
 def test_stored_auto_patches_what_overflows():
-    result = readme.stored("auto")
+    result = generate.stored("auto")
     assert set(result["gate"]["checks"]) >= {"text_as_all_and_fp32", "patched_are_the_biased", "unbiased_is_untouched"}
     assert [len(each["patched"]) for each in result["records"]] == [0, 30, 30, 3]
 
 
 def test_stored_fp8_scales_from_weights_never_overflow():
     """Scales from weights overflow in no scenario; delayed ones do in every layer at the first step of a load."""
-    result = readme.stored("fp8")
+    result = generate.stored("fp8")
     by = {(each["model"], each["scenario"], each["method"]): each for each in result["records"]}
     assert len(by) == 2 * 4 * 5
     assert not any(each["overflows"] for each in by.values() if each["method"] in ("geometry", "current"))
@@ -158,7 +160,7 @@ def test_stored_fp8_scales_from_weights_never_overflow():
 
 def test_stored_ring_is_as_exact_as_one_device_and_faster():
     """131,072 tokens on two GPUs, with and without a bias that all keys share."""
-    result = readme.stored("ring")
+    result = generate.stored("ring")
     assert result["settings"]["tokens"] == 131072
     for each in result["records"]:
         assert each["ring_rmse"] <= 2**0.5 * each["one_rmse"]
@@ -167,7 +169,7 @@ def test_stored_ring_is_as_exact_as_one_device_and_faster():
 
 def test_stored_watching_costs_a_model_little():
     """All counts are FP64's, outputs keep their bits, and each of the three model cases costs less than 2 %."""
-    result = readme.stored("watching")
+    result = generate.stored("watching")
     assert all(each["exact"] for each in result["checks"])
     costs = [each["cost_percent"] for each in result["records"] if each["kind"] == "model"]
     assert len(costs) == 3
@@ -177,4 +179,4 @@ def test_stored_watching_costs_a_model_little():
 
 def test_unknown_part_is_an_error():
     with pytest.raises(KeyError, match="nonsense"):
-        readme.fill("<!-- generated: nonsense -->\n<!-- end -->")
+        generate.fill("<!-- generated: nonsense -->\n<!-- end -->")
