@@ -1,13 +1,8 @@
-"""Commands of `pasa`: one for each declared experiment, and `pasa eval training`, which is written out.
-
-`training` runs one of two experiments, depending on whether --gpu-seconds is given.
-"""
+"""Commands of `pasa`: one for each declared experiment."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
-from typing import Annotated
 
 import typer
 
@@ -17,9 +12,7 @@ from pasa.eval.accuracy.gradients import run as gradients
 from pasa.eval.accuracy.rmse import run as rmse
 from pasa.eval.accuracy.rounding_bias import cost
 from pasa.eval.accuracy.rounding_bias import run as bias
-from pasa.eval.kit import output
-from pasa.eval.kit.experiment import Folder, add_command
-from pasa.eval.kit.options import NOTHING_KEPT, Json, finish, integer, integers, stoppable
+from pasa.eval.kit.experiment import add_command
 from pasa.eval.models.diagnose import run as diagnose
 from pasa.eval.models.longbench import run as longbench
 from pasa.eval.models.longbench import throughput
@@ -59,6 +52,7 @@ for _group, _modules in (
 add_command(bench, random_calls.SOAK)
 add_command(evaluate, random_calls.FUZZ)
 add_command(app, PREDICT)
+add_command(evaluate, replace(training.EXPERIMENT, variants=(gpu.EXPERIMENT,)))
 app.add_typer(bench)
 app.add_typer(evaluate)
 
@@ -66,29 +60,3 @@ app.add_typer(evaluate)
 @app.callback()
 def root() -> None:
     """Declare `pasa` itself: a group of commands without options of its own."""
-
-
-@evaluate.command("training")
-def train(
-    json: Json = None,
-    output_dir: Folder = None,
-    steps: Annotated[int, typer.Option(parser=integer, metavar="N", help="Training steps of each run.")] = 300,
-    seeds: Annotated[str, typer.Option(help="Seeds of weights and batches.")] = "0,1",
-    gpu_seconds: Annotated[
-        float | None, typer.Option(help="Train a model of GPT-2 small's shape on a GPU instead, for this many seconds.")
-    ] = None,
-    text: Annotated[
-        Path | None, typer.Option(dir_okay=False, help="UTF-8 file of some MB to train on, with --gpu-seconds.")
-    ] = None,
-) -> None:
-    """Train a decoder with rounded attention, emulated: what its errors add up to; exit 1 if ours is not finite."""
-    if (gpu_seconds is None) != (text is None):
-        raise ValueError("--gpu-seconds and --text belong together")
-    with stoppable(NOTHING_KEPT), output.progress_bar("eval training") as progress:
-        if text is not None and gpu_seconds is not None:
-            experiment, data = gpu.EXPERIMENT, training.as_bytes(text.read_text(encoding="utf-8"))
-            result = gpu.run_training_gpu(data, gpu_seconds, source=text.name, progress=progress)
-        else:
-            experiment = training.EXPERIMENT
-            result = training.run_training(steps=steps, seeds=integers(seeds), progress=progress)
-    finish(result, json, output_dir, experiment.show, experiment.save)

@@ -10,9 +10,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import torch
+import typer
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -31,7 +33,7 @@ from pasa.eval.research.rounding_training.model import (
     token_losses,
 )
 from pasa.eval.research.rounding_training.sums import ErrorSums, interval
-from pasa.eval.research.rounding_training.training import BETAS, CLIP, HELD_OUT_SHARE, RATE, backward
+from pasa.eval.research.rounding_training.training import BETAS, CLIP, HELD_OUT_SHARE, RATE, as_bytes, backward
 from pasa.ops.attention.spec.repeated_maxima import repeats
 
 NOTE = (
@@ -293,9 +295,15 @@ def run_training_gpu(
     }
 
 
-EXPERIMENT = Experiment(
-    name="training_gpt2_small",
-    run=run_training_gpu,
-    report=report.report,
-    title=report.TITLE,
-)
+def run(
+    seconds: Annotated[float, "Seconds to train."] = 240.0,
+    text: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="UTF-8 file of some MB.")] = None,
+    progress: output.Report | None = None,
+) -> dict[str, Any]:
+    """Train a model of GPT-2 small's shape on a GPU, on the bytes of a text."""
+    if text is None:
+        raise ValueError("--gpt2-small needs a text to train on: --text FILE, some MB of UTF-8")
+    return run_training_gpu(as_bytes(text.read_text(encoding="utf-8")), seconds, source=text.name, progress=progress)
+
+
+EXPERIMENT = Experiment(name="gpt2-small", run=run, report=report.report, title=report.TITLE)
