@@ -15,7 +15,6 @@ from pasa.eval.models.zoo.diffusion_inputs import OF_MODEL, made
 from pasa.eval.models.zoo.inputs import Inputs, parameters, required
 from pasa.eval.models.zoo.judging import Case
 
-MODELS = "diffusers model"
 LEVELS = ("all", "widths kept")
 HEADS, HEAD_DIM, WIDTH, BASE, SIDE = 2, 32, 64, 16, 16
 
@@ -56,11 +55,6 @@ def classes(part: str, base: str) -> list[str]:
     top, names = getattr(diffusers, base), dict.fromkeys(diffusers._import_structure[part])
     known = {name: getattr(diffusers, name, None) for name in names}
     return [name for name, cls in known.items() if isinstance(cls, type) and issubclass(cls, top) and cls != top]
-
-
-def models() -> list[str]:
-    """Return the names of diffusers' model classes."""
-    return classes("models", "ModelMixin")
 
 
 def build(name: str) -> tuple[Any, Inputs] | str:

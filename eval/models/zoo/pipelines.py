@@ -13,18 +13,12 @@ from pasa.eval.models.zoo.inputs import parameters, required
 from pasa.eval.models.zoo.judging import Case
 from pasa.eval.models.zoo.pipeline_fields import ANY_OF, CALL, CALLS, FIELDS, TEXT
 
-PIPELINES = "diffusers pipeline"
 LEFT_OUT = ("safety_checker", "feature_extractor", "image_encoder", "watermarker", "image_processor")
 """Components that a pipeline can do without."""
 NEEDED = ("transformer",)
 """Components that no pipeline runs without, though their default is None."""
 ANY_SCHEDULER = ("KarrasDiffusionSchedulers", "SchedulerMixin")
 OUTPUTS = ("images", "frames", "audios", "image_embeds", "depth")
-
-
-def pipelines() -> list[str]:
-    """Return the names of diffusers' pipeline classes."""
-    return diffusion.classes("pipelines", "DiffusionPipeline")
 
 
 def build(name: str) -> tuple[Any, dict[str, Any]]:

@@ -15,7 +15,7 @@ def experiment(tmp_path_factory):
     """Return (result, clips by title, lines of progress, folder with the clips)."""
     lines, clips, folder = [], {}, tmp_path_factory.mktemp("clips")
     with pytest.MonkeyPatch.context() as patch:
-        saved = run.media.save
-        patch.setattr(run.media, "save", lambda shown, *rest: (clips.update(shown), saved(shown, *rest)))
+        saved = run.save
+        patch.setattr(run, "save", lambda shown, *rest: (clips.update(shown), saved(shown, *rest)))
         result = run.run_video(folder=folder, progress=lambda done, total, label: lines.append(label))
     return result, clips, lines, folder
