@@ -1,6 +1,6 @@
 """Makes configurations of transformers small, by the names and the defaults of their fields.
 
-No architecture is known here by name but those of `EXTRA`: a cap for each kind of field keeps what belongs together
+No architecture is known here by name but those of `FIELDS`: a cap for each kind of field keeps what belongs together
 equal (all widths are `WIDTH`, all heads `HEADS`), and a list of layer types keeps one layer of each type.
 """
 
@@ -10,6 +10,8 @@ import math
 import re
 from collections.abc import Callable
 from typing import Any
+
+from pasa.eval.models.zoo.building import FIELDS
 
 WIDTH, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 64, 4, 2, 16, 2
 VOCABULARY, FIRST_TOKEN, LAST_TOKEN = 320, 40, 180  # token ids with a meaning are moved behind the last
@@ -60,28 +62,6 @@ TOKEN_ID = re.compile(r"_(token|tokens?_?id|token_index|id|ids|index)$|token_id|
 ONE_OF_EACH = re.compile(r"layer_types$|layers_block_type$|block_types$|attention_layers$")
 DEPTHS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 
-MROPE = {"rope_theta": 10000.0, "rope_type": "default", "mrope_section": [2, 3, 3]}
-HORIZON = {"prediction_length": 4, "context_length": 12}
-EXTRA: dict[str, dict[str, Any]] = {
-    **{name: {"rope_parameters": MROPE} for name in ("qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text")},
-    **dict.fromkeys(("autoformer", "informer", "time_series_transformer"), HORIZON),
-    "mamba2": {"num_heads": 8, "head_dim": HEAD_DIM},
-    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
-    "recurrent_gemma": {"num_hidden_layers": 3},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
-    "esm": {"vocab_size": VOCABULARY, "pad_token_id": 1, "mask_token_id": 2},
-    "xmod": {"default_language": "en_XX"},
-    "gpt_neo": {"window_size": WINDOW, "attention_types": [[["global", "local"], 1]]},
-    "zamba2": {"attention_hidden_size": 2 * WIDTH, "attention_head_dim": 2 * WIDTH // HEADS, "n_mamba_heads": 8},
-    "bailing_hybrid": {"num_experts": 8},
-    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
-    "falcon_h1": {"mamba_n_heads": 16, "mamba_d_ssm": 2 * WIDTH},
-    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
-    "nemotron": {"num_key_value_heads": KV_HEADS},
-    "bamba": {"attn_layer_indices": [1]},
-    "dbrx": {"attn_config": {"kv_n_heads": 1, "rope_theta": 10000.0, "clip_qkv": 8.0}},
-}
-"""Fields that an architecture needs beside the caps, by model type."""
 ABSENT = {"head_dim": HEAD_DIM, "num_experts_per_tok": EXPERTS, "n_routed_experts": EXPERTS, "n_shared_experts": 1}
 """Fields without a default that some models cannot do without."""
 DROPPED = {"transformers_version", "architectures", "_name_or_path", "id2label", "label2id", "dtype"} | {
@@ -135,7 +115,7 @@ def shrunk(fields: dict[str, Any], level: str, moved: dict[int, int]) -> dict[st
             new[name] = moved.get(value, value) if is_id else capped(name, value, fields, level, len(layers))
         else:
             new[name] = value
-    return {**new, **EXTRA.get(str(fields.get("model_type")), {})}
+    return {**new, **FIELDS["transformers"].get(fields.get("model_type"), {})}
 
 
 def chosen_layers(fields: dict[str, Any]) -> list[int]:

@@ -1,4 +1,8 @@
-"""Architectures of transformers: which there are, how each is built, and which calls it is judged by."""
+"""Architectures of transformers: which there are, how each is built, its inputs, and which calls it is judged by.
+
+Which optional inputs a model cannot do without its signature does not say: `candidates` yields sets of inputs, the
+smallest first, and the first that the model accepts is taken.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,10 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from pasa.eval.models.zoo.building import first_that_runs, small
-from pasa.eval.models.zoo.configs import LEVELS, small_config
-from pasa.eval.models.zoo.inputs import Inputs, candidates, parameters
+from pasa.eval.models.zoo.building import Inputs, find, first_that_runs, parameters, required, small
+from pasa.eval.models.zoo.configs import FIRST_TOKEN, LAST_TOKEN, LEVELS, PIXELS, small_config
 from pasa.eval.models.zoo.judging import Case, Generated
 
 CAUSAL, BASE, SEQUENCE = "causal", "base", "encoder-decoder"
@@ -23,6 +27,9 @@ NEW_TOKENS = 8
 PAD = 0
 PADDED = 3  # positions
 PADDABLE = frozenset({"input_ids", "decoder_input_ids", "pixel_values", "bbox"})
+BATCH, LENGTH = 2, 9
+OPTIONAL = ("decoder_input_ids", "pixel_values", "input_features", "input_values", "bbox", "input_ids")
+"""Inputs that some models need although their signature says nothing of it, in the order in which they are tried."""
 
 
 def architectures(kind: str) -> list[str]:
@@ -49,6 +56,94 @@ def small_model(cls: Any, level: str = LEVELS[0], **fields: Any) -> Any:
         return cls(config)
 
     return small(make)
+
+
+def candidates(model: Any) -> Iterator[Inputs]:
+    """Yield sets of inputs to try."""
+    known = parameters(type(model).forward)
+    main = model.main_input_name if model.main_input_name in known else next(iter(known), "")
+    decoder = [name for name in ("future_values", "future_time_features") if name in known]
+    first = list(dict.fromkeys([main, *required(known), *decoder]))
+    for names in [first, *([*first, name] for name in OPTIONAL if name in known and name not in first)]:
+        values = {name: made(name, model.config) for name in names}
+        if "grid_thw" in names or "image_grid_thw" in names:
+            values |= {name: [patches(model.config)] for name in names if name in ("hidden_states", "pixel_values")}
+        if all(values.values()):
+            for turn in range(min(6, max(len(options) for options in values.values()))):
+                yield {name: options[min(turn, len(options) - 1)] for name, options in values.items()}
+
+
+def made(name: str, config: Any) -> list[Any]:
+    """Return values to try for an input, by its name; none for a name that is not known."""
+    if name == "input_ids" and config.model_type in ("musicgen_decoder", "musicgen_melody_decoder"):
+        return [tokens(config).repeat_interleave(config.num_codebooks, 0)]  # a row for each codebook
+    if name.endswith("input_ids"):
+        return [tokens(config, 7 if name.startswith("decoder") else LENGTH)]
+    if name in ("pixel_values", "pixel_values_videos"):
+        return pictures(config)[:: -1 if "video" in name else 1]
+    if name in ("input_features", "audio_values", "audio_input_features"):
+        return spectrograms(config)
+    if name in ("input_values", "audio_mel"):
+        return [torch.randn(BATCH, 2000), torch.randn(BATCH, 1, 2000), *spectrograms(config)]
+    if name == "bbox":
+        return [torch.randint(0, 30, (BATCH, LENGTH, 2)).repeat(1, 1, 2).sort(-1).values]
+    if name in ("inputs_embeds", "hidden_states", "decoder_inputs_embeds", "query_embeds", "encoder_hidden_states"):
+        return [torch.randn(BATCH, LENGTH, find(config, "hidden_size", "d_model", "n_embd", default=64))]
+    if name in ("grid_thw", "image_grid_thw"):
+        return [torch.tensor([[1, 4, 4], [1, 4, 8]])]
+    if name == "freq":
+        return [torch.zeros(BATCH, 1, dtype=torch.long)]
+    return series(name, config)
+
+
+def tokens(config: Any, length: int = LENGTH) -> Tensor:
+    """Return ids without a meaning of their own."""
+    vocabulary = find(config, "vocab_size", default=LAST_TOKEN)
+    first, last = (FIRST_TOKEN, LAST_TOKEN) if vocabulary >= LAST_TOKEN else (vocabulary // 4, vocabulary // 2)
+    return torch.randint(first, max(last, first + 1), (BATCH, length))
+
+
+def pictures(config: Any) -> list[Tensor]:
+    """Return pictures, then clips."""
+    size = find(config, "image_size", "img_size", "input_size", default=2 * PIXELS)
+    channels = find(config, "num_channels", "in_channels", "in_chans", default=3)
+    frames = find(config, "num_frames", "frames", default=2)
+    return [torch.randn(BATCH, channels, size, size), torch.randn(BATCH, frames, channels, size, size)]
+
+
+def spectrograms(config: Any) -> list[Tensor]:
+    """Return (B, mels, T), (B, T, mels) and (B, 1, T, mels), in the length that a fixed table of positions needs."""
+    mels = find(config, "num_mel_bins", "input_feat_per_channel", "feature_size", "n_mels", "input_dim", default=80)
+    length = 2 * find(config, "max_source_positions", "max_length", default=32)
+    lengths = dict.fromkeys((length, 64, find(config, "max_length", "spec_size", default=1024)))
+    plain = [torch.randn(BATCH, mels, steps) for steps in lengths]
+    return [y for x in plain for y in (x, x.transpose(1, 2).contiguous(), x.transpose(1, 2)[:, None].contiguous())]
+
+
+def patches(config: Any) -> Tensor:
+    """Return the pixels of all patches of the pictures that `grid_thw` speaks of."""
+    size = find(config, "patch_size", default=14)
+    each = find(config, "in_channels", "in_chans", "num_channels", default=3) * size * size
+    return torch.randn(48, each * find(config, "temporal_patch_size", default=1))
+
+
+def series(name: str, config: Any) -> list[Tensor]:
+    """Return values to try for an input of a forecaster."""
+    past = find(config, "context_length", default=32) + max([0, *(getattr(config, "lags_sequence", None) or [])])
+    future = find(config, "prediction_length", default=8)
+    channels = find(config, "num_input_channels", "input_size", default=1)
+    several = (channels,) if channels > 1 or hasattr(config, "num_input_channels") else ()
+    times = getattr(config, "num_time_features", 0) or 0
+    sizes: dict[str, list[tuple[int, ...]]] = {
+        "past_values": [(past, *several), (past,)],
+        "past_observed_mask": [(past, *several)],
+        "past_time_features": [(past, times)],
+        "future_time_features": [(future, times)],
+        "future_values": [(future, *several)],
+        "past_values_padding": [(past,)],
+    }
+    fill = torch.ones if name.endswith("mask") else torch.zeros if name.endswith("padding") else torch.randn
+    return [fill(BATCH, *size) for size in sizes.get(name, [])]
 
 
 def cases(kind: str, model: Any, inputs: Inputs) -> Iterator[Case]:

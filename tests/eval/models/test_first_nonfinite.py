@@ -49,14 +49,18 @@ def test_the_origin_is_the_innermost_module_with_finite_inputs(model):
 
 def test_the_call_is_counted(model):
     torch.nn.init.ones_(model[0].weight)
-    model[0].weight.data.fill_(1)
     good, bad = torch.ones(1, 2) * 9, -torch.ones(1, 2) * 9
     assert watched(model, good, good, bad, bad)["call"] == 3
 
 
 def test_values_that_come_from_outside_are_no_modules_fault(model):
+    """Keywords are inputs too."""
     first = watched(model, torch.full((1, 2), torch.nan))
     assert first == {"module": "unet.0", "kind": "Linear", "call": 1, "origin": False}
+    root = Root()
+    with NonFiniteWatch({"unet": root}) as watch:
+        root(-torch.ones(1, 2), hint=torch.tensor(torch.inf))
+    assert watch.first["origin"] is False
 
 
 def test_a_run_that_has_shown_its_fault_may_be_left(model):
@@ -77,13 +81,6 @@ def test_models_by_name(model):
     assert models_of(model) == {"": model}
     pipeline = types.SimpleNamespace(components={"unet": model, "scheduler": object()})
     assert models_of(pipeline) == {"unet": model}
-
-
-def test_keywords_are_inputs_too():
-    root = Root()
-    with NonFiniteWatch({"unet": root}) as watch:
-        root(-torch.ones(1, 2), hint=torch.tensor(torch.inf))
-    assert watch.first["origin"] is False
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])

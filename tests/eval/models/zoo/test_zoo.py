@@ -8,7 +8,7 @@ import torch
 
 import pasa
 from pasa.eval.kit.stored import stored
-from pasa.eval.models.zoo import configs, inputs, judging, language, pipelines, run
+from pasa.eval.models.zoo import configs, judging, language, pipelines, run
 
 LEAST_RIGHT = {"causal": 132, "base": 336, "encoder-decoder": 32, "diffusers model": 59, "diffusers pipeline": 81}
 """Classes of each kind that the stored run must have right, with transformers 5.23 and diffusers 0.42."""
@@ -65,12 +65,6 @@ def llama():
     return model, list(language.cases(language.CAUSAL, model, accepted))
 
 
-@pytest.fixture
-def off_by_5_percent(monkeypatch):
-    own = pasa.attention
-    monkeypatch.setattr(pasa, "attention", lambda *tensors, **keywords: own(*tensors, **keywords) * 1.05)
-
-
 def test_a_mask_that_reaches_attention_wrong_is_wrong(llama, monkeypatch):
     """A decoder that sees the future: finite, plausible, and 400 % off."""
     from pasa.patching import transformers_attention
@@ -81,15 +75,16 @@ def test_a_mask_that_reaches_attention_wrong_is_wrong(llama, monkeypatch):
     assert "with FP64 attention in PASA's place" in record["why"]
 
 
-def test_roundings_are_drawn_again_for_models_alone_that_choose(llama, off_by_5_percent, monkeypatch):
+def test_roundings_are_drawn_again_for_models_alone_that_choose(llama, monkeypatch):
     """Story: every model was allowed 16 random roundings, and the largest of their errors excused a wrong result."""
     model, [plain, *_] = llama
-    own, draws = judging.rounded, []
+    attention, rounded, draws = pasa.attention, judging.rounded, []
 
     def counted(*tensors, draw, **keywords):
         draws.append(draw)
-        return own(*tensors, draw=draw, **keywords)
+        return rounded(*tensors, draw=draw, **keywords)
 
+    monkeypatch.setattr(pasa, "attention", lambda *tensors, **keywords: attention(*tensors, **keywords) * 1.05)
     monkeypatch.setattr(judging, "rounded", counted)
     record = judging.judge(model, [plain])
     assert record["verdict"] == "wrong"
@@ -132,22 +127,23 @@ def test_a_model_whose_attention_does_not_show_is_not_judged(llama):
 
 def test_tokens_that_two_close_logits_decide_are_not_wrong():
     """Steps after the first differing token have other inputs, so only the steps up to it are compared."""
-    own = judging.Generated(torch.tensor([[5, 6, 7]]), torch.ones(1, 3, 9))
+    expected = judging.Generated(torch.tensor([[5, 6, 7]]), torch.ones(1, 3, 9))
     logits = torch.ones(1, 3, 9)
     logits[0, 1], logits[0, 2] = 1.001, 40
-    assert judging.distance(own, judging.Generated(torch.tensor([[5, 8, 7]]), logits)) == pytest.approx(0.001, rel=1e-3)
-    assert judging.distance(own, judging.Generated(own.tokens, logits)) == 39
+    other = judging.Generated(torch.tensor([[5, 8, 7]]), logits)
+    assert judging.distance(expected, other) == pytest.approx(0.001, rel=1e-3)
+    assert judging.distance(expected, judging.Generated(expected.tokens, logits)) == 39
 
 
 def test_outputs_at_padding_are_not_judged_and_a_nan_is_not_a_number():
-    own, other = torch.ones(2, 3, 4), torch.ones(2, 3, 4)
+    expected, other = torch.ones(2, 3, 4), torch.ones(2, 3, 4)
     other[0, 0] = 9
     real = torch.ones(2, 3, dtype=torch.bool)
-    assert judging.distance({"logits": own}, {"logits": other}, real) == 8
+    assert judging.distance({"logits": expected}, {"logits": other}, real) == 8
     real[0, 0] = False
-    assert judging.distance({"logits": own}, {"logits": other}, real) == 0
+    assert judging.distance({"logits": expected}, {"logits": other}, real) == 0
     other[1, 1, 1] = float("nan")
-    assert judging.distance([own], [other], real) == judging.distance([own], [own, own]) == float("inf")
+    assert judging.distance([expected], [other], real) == judging.distance([other], [other, other]) == float("inf")
 
 
 def test_exact_attention_takes_both_layouts():
@@ -184,9 +180,9 @@ def test_the_stored_run_has_everything_and_nothing_wrong():
     result = stored("zoo")
     assert result["gate"]["passed"]
     assert set(result["counts"]) == set(run.WORK)
-    for kind, own in result["counts"].items():
-        assert own["right"] >= LEAST_RIGHT[kind]
-        assert sum(own.values()) == len(run.WORK[kind][0]())
+    for kind, counts in result["counts"].items():
+        assert counts["right"] >= LEAST_RIGHT[kind]
+        assert sum(counts.values()) == len(run.WORK[kind][0]())
 
 
 def test_one_layer_of_each_type_is_kept():
@@ -195,7 +191,7 @@ def test_one_layer_of_each_type_is_kept():
     small = configs.small_config(Gemma3TextConfig)
     assert small.num_hidden_layers == 2
     assert set(small.layer_types) == {"sliding_attention", "full_attention"}
-    assert small.sliding_window < inputs.LENGTH
+    assert small.sliding_window < language.LENGTH
     assert configs.small_config(Qwen2Config).hidden_size == configs.WIDTH
 
 
