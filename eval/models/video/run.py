@@ -32,14 +32,8 @@ EMULATED = pasa.PasaConfig(precision="partial")
 """Q K^T stored in FP16 before it is scaled, all else as PASA has it: the paper's FP16-FP32 allocation."""
 EMULATION = "FP16 scores are emulated: Q K^T is stored in FP16 before it is scaled"
 BASE = "_base"  # ends the names of the runs without the bias
-TITLES = {
-    "fp32_base": "FP32, no bias",
-    "fp16_base": "FP16 scores, no bias",
-    "pasa_base": "PASA, no bias",
-    "fp32": "FP32",
-    "fp16": "FP16 scores",
-    "pasa": "PASA",
-}
+TITLES = {"fp32": "FP32", "fp16": "FP16 scores", "pasa": "PASA"}
+TITLES |= {name + BASE: f"{title}, no bias" for name, title in TITLES.items()}
 
 
 @dataclass
@@ -58,9 +52,7 @@ def run_video(
     width: Annotated[int | None, "Width in pixels (128 if tiny, else 1024)."] = None,
     frames: Annotated[int | None, "Frames (4 if tiny, else 25)."] = None,
     steps: Annotated[int | None, "Denoising steps (3 if tiny, else 25)."] = None,
-    dtype: Annotated[
-        str | None, "Dtype of the models in the FP16 runs: float16, or float32 (default on a CPU)."
-    ] = None,
+    dtype: Annotated[str | None, "Dtype of models in the FP16 runs: float16, or float32 (default on a CPU)."] = None,
     offload: Annotated[bool, "Save memory: offload models to the CPU, chunk the forward pass."] = False,
     folder: Path | None = None,
     progress: output.Report = output.silent,
@@ -87,14 +79,11 @@ def run_video(
         shown = {TITLES[name]: each.frames for name, each in clips.items() if not name.endswith(BASE)}
         save(shown, TITLES["fp32"], folder, FPS)
     runs = _measure(clips, biased=fixture is not None)
+    used = {name: getattr(settings, name) for name in (*clip.SIZES, "seed")}
     return {
         "gate": judge(runs, tiny=fixture is not None),
         "model": model,
-        "settings": {
-            **{name: getattr(settings, name) for name in (*clip.SIZES, "seed")},
-            "model_dtype": str(settings.dtype).removeprefix("torch."),
-            "offload": offload,
-        },
+        "settings": {**used, "model_dtype": str(settings.dtype).removeprefix("torch."), "offload": offload},
         "fixture": fixture,
         "scores": clips["pasa"].scores or None,
         "runs": runs,
@@ -127,13 +116,9 @@ def generate(pipeline: Any, settings: clip.Settings, *, diagnose: bool = False) 
     recorder: AbstractContextManager[list[Any]] = pasa.record_diagnostics() if diagnose else nullcontext([])
     with NonFiniteWatch(models_of(pipeline)) as watch, recorder as records:
         frames = clip.make_frames(pipeline, settings)
-    array = frames.float().permute(0, 2, 3, 1).cpu().numpy()
-    scores = {
-        name: max(float(getattr(record, name).max()) for record in records)
-        for name in ("max_score_before", "max_score_after")
-        if records
-    }
-    return Clip(array, watch.first, scores)
+    names = ("max_score_before", "max_score_after") if records else ()
+    scores = {name: max(float(getattr(record, name).max()) for record in records) for name in names}
+    return Clip(frames.float().permute(0, 2, 3, 1).cpu().numpy(), watch.first, scores)
 
 
 def _measure(clips: dict[str, Clip], *, biased: bool) -> dict[str, Any]:
@@ -179,10 +164,8 @@ def judge(runs: dict[str, Any], *, tiny: bool) -> dict[str, Any]:
 def run_table(result: dict[str, Any]) -> Table:
     """Return a row for every clip; distances are those to FP32 on the same weights."""
     settings = result["settings"]
-    title = (
-        f"{result['model']}: {settings['frames']} frames of {settings['width']} x {settings['height']}, "
-        f"{settings['steps']} steps, seed {settings['seed']}"
-    )
+    size = f"{settings['frames']} frames of {settings['width']} x {settings['height']}"
+    title = f"{result['model']}: {size}, {settings['steps']} steps, seed {settings['seed']}"
     base = " To no bias: RMSE to FP32 before the bias; FP32 itself is compared with that." if result["fixture"] else ""
     note = (
         "Broken, black: number of frames. Distances are those to FP32 on the same weights; PSNR and SSIM of the worst "

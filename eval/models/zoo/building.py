@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,9 @@ from pasa.eval.models.zoo.judging import error_line
 MOST_PARAMETERS = 60_000_000
 REPAIRS = 8  # of one candidate for the inputs
 FIELDS: dict[str, Any] = json.loads(Path(__file__).with_name("fields.json").read_text(encoding="utf-8"))
-"""Fields that single architectures need beside the rules: configurations of transformers by model type, constructors
-of diffusers by class, and components of pipelines by patterns of the pipeline and of the component."""
+"""How fields are made small, by patterns of their names (``caps``; null keeps a field), and the fields that single
+architectures need beside that: configurations of transformers by model type, constructors of diffusers by class, and
+components of pipelines by patterns of the pipeline and of the component."""
 Inputs = dict[str, Any]
 
 
@@ -83,6 +86,12 @@ def parameters(function: Any) -> dict[str, inspect.Parameter]:
 def required(known: dict[str, inspect.Parameter]) -> list[str]:
     """Return the names of parameters without a default."""
     return [name for name, each in known.items() if each.default is inspect.Parameter.empty]
+
+
+def cap(name: str, rules: Sequence[tuple[str, Any]], **named: int) -> float:
+    """Return the largest value that the first rule for a field allows; a rule may have the name of a value."""
+    value = next((cap for pattern, cap in rules if re.search(pattern, name)), None)
+    return math.inf if value is None else named.get(value, value)
 
 
 def find(config: Any, *names: str, default: int) -> int:

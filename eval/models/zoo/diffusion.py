@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -10,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pasa.eval.models.zoo.building import FIELDS, Inputs, find, first_that_runs, parameters, required, small
+from pasa.eval.models.zoo.building import FIELDS, Inputs, cap, find, first_that_runs, parameters, required, small
 from pasa.eval.models.zoo.judging import Case
 
 LEVELS = ("all", "widths kept")
-HEADS, HEAD_DIM, WIDTH, BASE, SAMPLE = 2, 32, 64, 16, 16
+HEADS, HEAD_DIM, WIDTH = 2, 32, 64
 
 SIDE, TEXT, FRAMES, TOKENS = 8, 7, 2, 16
 GUESSED = {"encoder": 1031, "pooled": 1033, "other": 1039}
@@ -66,24 +67,12 @@ def small_field(name: str, value: Any, inner: int, dim: Any, level: str) -> Any:
         return small_list(name, value, dim, level)
     if type(value) is not int:
         return value
-    if re.search(r"layers|depth$|num_(\w+_)?blocks|num_refiner", name):
-        return min(value, 2)
-    if re.search(r"vocab|max_(size|len)|sample_(size|height|width)$", name) and value > SAMPLE:
-        return 320 if "vocab" in name else SAMPLE
-    if level != LEVELS[0]:
-        return value
-    if value == inner:
-        return HEADS * HEAD_DIM
-    kept = r"^freq|patch|sample|(^|_)in_channels|time_embed_dim|projection_class|addition|rotary|timestep|codebook"
-    caps = {
-        r"heads$": HEADS,
-        r"^attention_head_dim$": HEAD_DIM,
-        r"^norm_num_groups$": 8,
-        r"^base_dim|^base_channels|decoder_base_dim": BASE,
-        kept: value,
-        r"(dims?|size|channels|features|width)$": WIDTH,
-    }
-    return min(value, next((cap for pattern, cap in caps.items() if re.search(pattern, name)), value))
+    most = cap(name, FIELDS["caps"]["diffusers"])
+    if level == LEVELS[0] and most == math.inf:
+        if value == inner:
+            return HEADS * HEAD_DIM
+        most = cap(name, FIELDS["caps"]["diffusers widths"])
+    return int(min(value, most))
 
 
 def small_list(name: str, value: Any, dim: Any, level: str) -> Any:
@@ -136,20 +125,21 @@ def made(name: str, model: Any) -> list[Any]:
         return latents(model)
     if name in CONSTANT:
         return [CONSTANT[name]]
-    if name in POOLED:
-        return [torch.randn(2, find(model.config, *POOLED[name], default=GUESSED["pooled"]))]
     if name in BY_NAME:
         return list(BY_NAME[name](model))
     if name.endswith("mask") or "attention_mask" in name:
         return [torch.ones(2, TEXT, dtype=torch.bool), torch.ones(2, TEXT)]
-    if re.search(r"(encoder|prompt|text|cap).*(states|embed|feats)", name) or name in TEXTS:
-        return [text(model, *TEXTS.get(name, ()))]
-    return []
+    return [text(model)] if re.search(r"(encoder|prompt|text|cap).*(states|embed|feats)", name) else []
 
 
 def text(model: Any, *names: str) -> Tensor:
     """Return an encoding of a prompt, (2, TEXT, width)."""
     return torch.randn(2, TEXT, find(model.config, *names, *TEXT_WIDTHS, default=GUESSED["encoder"]))
+
+
+def pooled(model: Any, name: str) -> Tensor:
+    """Return one vector for each entry of the batch, (2, width)."""
+    return torch.randn(2, find(model.config, name, default=GUESSED["pooled"]))
 
 
 def axes(model: Any) -> int:
@@ -181,27 +171,21 @@ CONSTANT: dict[str, Any] = {
     "text_embedding_mask_t5": torch.ones(2, TEXT),
 }
 """Inputs that are the same for every model."""
-TEXTS = {
-    "encoder_hidden_states_t5": ("cross_attention_dim_t5", "text_embed_dim_t5"),
-    "text_bth": (),
-    "source_hidden_states": ("source_dim",),
-}
-"""Encodings of prompts, and the fields with their widths."""
-POOLED = {
-    "image_embeddings": ("cross_attention_dim",),
-    "pooled_projections": ("pooled_projection_dim",),
-    "pooled_text_emb": ("cond_embed_dim",),
-    "proj_embedding": ("embedding_dim",),
-}
-"""One vector for each entry of the batch, and the fields with their widths."""
 BY_NAME: dict[str, Callable[[Any], list[Any]]] = {
+    "encoder_hidden_states_t5": lambda model: [text(model, "cross_attention_dim_t5", "text_embed_dim_t5")],
+    "text_bth": lambda model: [text(model)],
+    "source_hidden_states": lambda model: [text(model, "source_dim")],
+    "image_embeddings": lambda model: [pooled(model, "cross_attention_dim")],
+    "pooled_projections": lambda model: [pooled(model, "pooled_projection_dim")],
+    "pooled_text_emb": lambda model: [pooled(model, "cond_embed_dim")],
+    "proj_embedding": lambda model: [pooled(model, "embedding_dim")],
     "timestep": lambda model: [torch.tensor([3.0, 3.0]), torch.tensor([3, 3]), torch.tensor(3)],
     "text_encoder_layers": lambda model: [[text(model, "text_encoder_dim") for _ in range(4)]],
     "clip_text_pooled": lambda model: [
         torch.randn(2, 1, find(model.config, "clip_text_pooled_in_channels", default=64))
     ],
     "global_hidden_states": lambda model: [
-        torch.randn(2, find(model.config, "global_cond_dim", default=GUESSED["pooled"])),
+        pooled(model, "global_cond_dim"),
         torch.randn(2, 1, find(model.config, "global_states_input_dim", default=64)),
     ],
     "img_ids": lambda model: [places(model)],
@@ -219,18 +203,16 @@ BY_NAME: dict[str, Callable[[Any], list[Any]]] = {
 """Inputs that depend on the model, likely values first."""
 
 
-def likeliest(name: str, model: Any) -> Any:
-    """Return the first value that is tried for an input."""
-    return made(name, model)[0]
-
-
 OF_MODEL: dict[str, dict[str, Callable[[Any], Any]]] = {
     "AnyFlowTransformer3DModel": dict.fromkeys(("timestep", "r_timestep"), lambda model: torch.full((2, FRAMES), 3.0)),
     "AutoencoderKLHunyuanVideo15": {"sample": lambda model: torch.randn(1, 3, 5, 32, 32)},
     "AutoencoderKLMochi": {"sample": lambda model: torch.randn(1, 3, 7, 32, 32)},
     "BriaFiboTransformer2DModel": {
-        name: partial(likeliest, name)
-        for name in ("encoder_hidden_states", "text_encoder_layers", "timestep", "img_ids", "txt_ids")
+        "encoder_hidden_states": text,
+        "text_encoder_layers": lambda model: [text(model, "text_encoder_dim") for _ in range(4)],
+        "timestep": lambda model: torch.tensor([3.0, 3.0]),
+        "img_ids": lambda model: places(model),
+        "txt_ids": lambda model: torch.zeros(TEXT, axes(model)),
     },
     "EasyAnimateTransformer3DModel": {"encoder_hidden_states": text},
     "HunyuanVideo15Transformer3DModel": {

@@ -156,17 +156,16 @@ def judge(model: Any, cases: Iterable[Case]) -> Record:
         handle = pasa.patch_pipeline(model)
     except REFUSALS as error:
         nothing = "no attention module found" in str(error)
-        return {"verdict": "nothing to patch" if nothing else "refused", "why": line(error), "cases": {}}
+        return {"verdict": "nothing to patch" if nothing else "refused", "why": error_line(error), "cases": {}}
     name = type(model).__name__
     errors: dict[str, Record] = {}
     verdict, why = "right", ""
     for case, expected in steady:
         try:
             errors[case.name] = compare(case, expected, DRAWS if name in CHOOSES else 1)
-        except NotImplementedError as error:
-            verdict, why = "refused at call", f"{case.name}: {line(error)}"
         except Exception as error:
-            verdict, why = "crashed", f"{case.name}: {error_line(error)}"
+            verdict = "refused at call" if isinstance(error, NotImplementedError) else "crashed"
+            why = f"{case.name}: {error_line(error)}"
     report = handle.report()
     handle.unpatch()
     if verdict == "right":
@@ -229,11 +228,6 @@ def _verdict(errors: dict[str, Record], relaxed: float) -> tuple[str, str]:
     return "right", ""
 
 
-def line(error: BaseException) -> str:
-    """Return an error's message on one line."""
-    return " ".join(str(error).split())[:300]
-
-
 def error_line(error: BaseException) -> str:
     """Return an error's class and message on one line."""
-    return f"{type(error).__name__}: {line(error)}"
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -35,7 +35,7 @@ Record = dict[str, Any]
 Work = tuple[Callable[[], list[str]], Callable[[str], Any], Callable[..., Iterable[judging.Case]]]
 WORK: dict[str, Work] = {
     **{
-        kind: (partial(language.architectures, kind), language.build, partial(language.cases, kind))
+        kind: (partial(language.classes, kind), language.build, partial(language.cases, kind))
         for kind in language.MAPPINGS
     },
     "diffusers model": (partial(diffusion.classes, "models", "ModelMixin"), diffusion.build, diffusion.cases),
@@ -48,17 +48,11 @@ WORK: dict[str, Work] = {
 """The classes of each kind, what builds one (a model and its inputs, or why not), and the cases of what was built."""
 SECONDS, BUILD_SECONDS, GIGABYTES = 90, 40, 12  # of one architecture
 BOUNDS = ("PLUMBING", "RELAXED", "ROUNDING", "AMPLIFIED", "SEEN")
-LIBRARIES = ("transformers", "diffusers")
-SHARED = (
-    "transformers.generation",
-    "transformers.models.llama.modeling_llama",
-    "transformers.models.clip.modeling_clip",
-    "diffusers.models.unets.unet_2d_condition",
-    "diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion",
-    "pasa.patching.transformers",
-    "pasa.patching.diffusers",
-)
-"""What most architectures import."""
+LIBRARIES = {
+    "transformers": ("LlamaForCausalLM", "CLIPModel"),
+    "diffusers": ("UNet2DConditionModel", "StableDiffusionPipeline"),
+}
+"""Classes of each library that import what most architectures share."""
 
 
 def run_zoo(
@@ -105,10 +99,12 @@ def collect(records: list[Record], jobs: int) -> Record:
 def preload() -> None:
     """Import what all children share, once; they have one thread each."""
     torch.set_num_threads(1)
-    for library in LIBRARIES:
-        importlib.import_module(library).utils.logging.set_verbosity_error()
-    for name in SHARED:
-        importlib.import_module(name)
+    for library, names in LIBRARIES.items():
+        module = importlib.import_module(library)
+        module.utils.logging.set_verbosity_error()
+        importlib.import_module(f"pasa.patching.{library}")
+        for name in names:
+            getattr(module, name)
 
 
 def run_all(
@@ -238,13 +234,8 @@ def case_table(result: Record) -> Table:
 def reason_table(result: Record) -> Table:
     """Return every architecture that is not right."""
     left = [each for each in result["records"] if each["verdict"] not in ("right", "nothing to patch")]
-    columns: dict[str, Column] = {
-        "class": "name",
-        "kind": "kind",
-        "verdict": "verdict",
-        "why": lambda each: each["why"][:160],
-    }
-    return Table.of("Why others are not right", left, columns)
+    rows = [[each["name"], each["kind"], each["verdict"], each["why"][:160]] for each in left]
+    return Table("Why others are not right", ["class", "kind", "verdict", "why"], rows)
 
 
 def verdict(result: Record) -> str:

@@ -26,9 +26,11 @@ def options_of_call(dtype):
 
 
 def test_noise_is_the_same_in_every_dtype():
-    """Story: on a GPU with torch 2.11, where models run in FP16, all clips were 20 dB from FP32's with any attention;
-    on a CPU with torch 2.13 FP16 models reach 61 dB. The pipeline draws its noise in the dtype of its models, and
-    nothing promises that numbers drawn in FP16 are those of FP32, rounded."""
+    """Story: on a GPU with torch 2.11, where models run in FP16, all clips were 20 dB from FP32's with any attention.
+
+    The pipeline draws its noise in the dtype of its models, and nothing promises that numbers drawn in FP16 are those
+    of FP32, rounded.
+    """
     wide, half = (options_of_call(dtype)["latents"] for dtype in (torch.float32, torch.float16))
     assert wide.shape == (1, 2, 4, 2, 3)
     assert half.dtype == torch.float16

@@ -1,16 +1,25 @@
 """The regression from end to end, on the tiny pipeline and on a folder in the form of a checkpoint."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
 import torch
+import transformers
 
 from pasa.eval.models.video import clip, run
 from pasa.eval.models.video.tiny import sample_image, tiny_pipeline
 
 SMALL = {"height": 64, "width": 64, "frames": 2, "steps": 1}
+transformers.logging.set_verbosity_error()
+
+
+@pytest.fixture(scope="module")
+def experiment(tmp_path_factory):
+    """Run the tiny pipeline as `pasa eval video` does; return the result, the clips by title and their folder."""
+    clips, folder, save = {}, tmp_path_factory.mktemp("clips"), run.save
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "save", lambda shown, *rest: (clips.update(shown), save(shown, *rest)))
+        return run.run_video(folder=folder), clips, folder
 
 
 def test_fp16_scores_break_every_frame_and_the_module_is_named(experiment):
@@ -45,10 +54,10 @@ def test_the_bias_changes_no_function(experiment):
 
 
 def test_the_clips_and_the_report_are_written(experiment):
-    result, clips, lines, folder = experiment
+    result, clips, folder = experiment
     assert {path.name for path in folder.iterdir()} == {"video.mp4", "video.png"}
     assert sum(path.stat().st_size for path in folder.iterdir()) < 1_000_000
-    assert (list(clips), len(lines)) == (["FP32", "FP16 scores", "PASA"], 6)
+    assert list(clips) == ["FP32", "FP16 scores", "PASA"]
     text = run.EXPERIMENT.markdown(result)
     for part in ("emulated", "| FP16 scores | 4 | 4 | not finite |", "All checks hold.", "131,044", "0.attn1, call 1"):
         assert part in text
@@ -97,17 +106,9 @@ def test_half_precision_models(tmp_path):
     assert 1e-5 < result["runs"]["pasa"]["rmse"] < 5e-3, "FP16 convolutions are in it now"
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "reason"),
-    [
-        ({"model": "nowhere"}, FileNotFoundError, "'nowhere' is not a folder"),
-        ({"width": -8}, ValueError, "width=-8 must be at least 1"),
-        ({"frames": 1}, ValueError, "frames=1 must be at least 2"),
-        ({"image": "nowhere.png"}, FileNotFoundError, "nowhere.png"),
-    ],
-)
-def test_bad_input_is_named_before_anything_runs(options, error, reason):
-    with pytest.raises(error, match=reason):
+@pytest.mark.parametrize(("options", "reason"), [({"frames": 1}, "frames=1"), ({"image": "no.png"}, "no.png")])
+def test_bad_input_is_named_before_anything_runs(options, reason):
+    with pytest.raises((ValueError, FileNotFoundError), match=reason):
         run.run_video(**options, progress=lambda *each: pytest.fail("ran"))
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import pasa
-from pasa.eval.kit.stored import stored
-from pasa.eval.models.zoo import configs, judging, language, pipelines, run
+from pasa.eval.kit.stored import pick, stored
+from pasa.eval.models.zoo import judging, language, pipelines, run
 
 LEAST_RIGHT = {"causal": 132, "base": 336, "encoder-decoder": 32, "diffusers model": 59, "diffusers pipeline": 81}
 """Classes of each kind that the stored run must have right, with transformers 5.23 and diffusers 0.42."""
@@ -50,10 +50,7 @@ def test_the_subset_is_right_or_refused_by_name(result):
         assert each["verdict"] == VERDICTS[name], (name, each["why"])
         assert REFUSED.get(name, "") in each["why"]
         assert (name in text) == (name in REFUSED), "the report names what is not right"
-
-
-def test_causal_models_are_padded_on_both_sides_and_generate(result):
-    [qwen] = [each for each in result["records"] if each["name"] == "Qwen2ForCausalLM"]
+    [qwen] = pick(result["records"], name="Qwen2ForCausalLM")
     assert set(qwen["cases"]) == {"plain", "left padding", "right padding", "generate", "generate, left padding"}
     for errors in qwen["cases"].values():
         assert errors["plumbing"] < judging.PLUMBING < errors.get("planted", 1.0)
@@ -99,7 +96,7 @@ def test_masks_of_a_model_that_is_not_named_are_judged_strictly():
     errors = {"plain": {"plumbing": 2e-4, "error": 1e-3, "rounded": 0.9, "planted": 1.0}}
     assert judging._verdict(errors, 0.0)[0] == "wrong"
     assert judging._verdict(errors, judging.RELAXED)[0] == "right"
-    right = [each for each in stored("zoo")["records"] if each["verdict"] == "right"]
+    right = pick(stored("zoo")["records"], verdict="right")
     coarse = {each["name"] for each in right for x in each["cases"].values() if x["plumbing"] > judging.PLUMBING}
     assert coarse == set(judging.AMPLIFIES)
 
@@ -148,9 +145,8 @@ def test_outputs_at_padding_are_not_judged_and_a_nan_is_not_a_number():
 
 def test_exact_attention_takes_both_layouts():
     q, k, v = torch.randn(3, 2, 4, 5, 8)
-    heads_last = [x.transpose(1, 2) for x in (q, k, v)]
-    out = judging.exact(q, k, v, is_causal=True)
-    assert torch.equal(out, judging.exact(*heads_last, is_causal=True, tensor_layout="NHD").transpose(1, 2))
+    out = judging.exact(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, tensor_layout="NHD")
+    assert torch.equal(judging.exact(q, k, v, is_causal=True), out.transpose(1, 2))
 
 
 def test_a_child_that_dies_or_hangs_stops_nothing():
@@ -188,11 +184,11 @@ def test_the_stored_run_has_everything_and_nothing_wrong():
 def test_one_layer_of_each_type_is_kept():
     from transformers import Gemma3TextConfig, Qwen2Config
 
-    small = configs.small_config(Gemma3TextConfig)
+    small = language.small_config(Gemma3TextConfig)
     assert small.num_hidden_layers == 2
     assert set(small.layer_types) == {"sliding_attention", "full_attention"}
     assert small.sliding_window < language.LENGTH
-    assert configs.small_config(Qwen2Config).hidden_size == configs.WIDTH
+    assert language.small_config(Qwen2Config).hidden_size == 64
 
 
 def test_components_of_pipelines_are_named_by_texts_and_by_base_classes_too():
@@ -206,13 +202,3 @@ def test_components_of_pipelines_are_named_by_texts_and_by_base_classes_too():
     assert {each: pipelines.resolved(each) for each in annotations} == annotations
     with pytest.raises(NotImplementedError, match="no small Qwen2VLProcessor is known"):
         pipelines.component(transformers.Qwen2VLProcessor, "QwenImageEditPipeline")
-
-
-def test_a_tokenizer_for_characters_needs_no_file():
-    made = pipelines.tokenizer()
-    ids = made("a cat", padding="max_length", max_length=9).input_ids
-    assert len(ids) == 9
-    assert made.decode(ids, skip_special_tokens=True).replace(" ", "") == "acat"
-    assert max(made.get_vocab().values()) < configs.LAST_TOKEN
-    message = [{"role": "user", "content": [{"type": "text", "text": "a mat"}]}]
-    assert "a mat" in made.apply_chat_template(message, tokenize=False)
