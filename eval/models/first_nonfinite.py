@@ -68,8 +68,7 @@ def models_of(model_or_pipeline: Any) -> dict[str, torch.nn.Module]:
 
 def is_finite(value: Any) -> bool:
     """Tell whether every floating-point tensor in nested containers is finite."""
-    extremes = (extreme for tensor in _tensors(value) for extreme in tensor.aminmax())  # NaN propagates
-    return all(math.isfinite(extreme) for extreme in extremes)
+    return all(math.isfinite(extreme) for tensor in _tensors(value) for extreme in tensor.aminmax())  # NaN propagates
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
 
@@ -49,23 +49,16 @@ WAYS = {
     FLASH: "the same, held to the flash backend",
     PASA: "pasa.patch_pipeline(model)",
 }
-VAE: dict[str, Any] = {
-    "down_block_types": ("DownEncoderBlock2D",) * 4, "block_out_channels": (128, 256, 512, 512), "layers_per_block": 2,
-}  # fmt: skip
-"""The VAE of Stable Video Diffusion XT, where it differs from the defaults of its class."""
 Record = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Scale:
-    """Sizes of a step, in latents (an eighth of the pixels); the defaults are those of SVD XT at 1024 x 576."""
-
-    frames: int = 25
-    height: int = 72
-    width: int = 128
-    decoded: int = 8  # frames that the VAE decodes at a time
-    unet: dict[str, Any] = field(default_factory=dict)  # the defaults of the class are SVD's
-    vae: dict[str, Any] = field(default_factory=lambda: VAE)
+FULL: Record = {
+    "frames": 25, "height": 72, "width": 128, "decoded": 8, "unet": {},
+    "vae": {
+        "down_block_types": ("DownEncoderBlock2D",) * 4, "block_out_channels": (128, 256, 512, 512),
+        "layers_per_block": 2,
+    },
+}  # fmt: skip
+"""SVD XT at 1024 x 576: sizes in latents (an eighth of the pixels), the frames that its VAE decodes at a time, and what
+differs from the defaults of the classes."""
 
 
 @dataclass(frozen=True)
@@ -79,15 +72,15 @@ class Work:
 
 def run_step(
     rounds: Annotated[int, "Timed turns of each attention."] = 3, progress: output.Report = output.silent
-) -> dict[str, Any]:
+) -> Record:
     """Time a denoising step of the full-size video UNet on a CUDA device; exit 1 if PASA is slower or farther off."""
     at_least(1, rounds=rounds)
     with torch.inference_mode():
         clock = CudaClock()
-        return measure(clock, Scale(), rounds, copy_bandwidth(clock), stages(progress, 5))
+        return measure(clock, FULL, rounds, copy_bandwidth(clock), stages(progress, 5))
 
 
-def measure(clock: Clock, scale: Scale, rounds: int, bandwidth: float, say: Callable[[str], None]) -> dict[str, Any]:
+def measure(clock: Clock, scale: Record, rounds: int, bandwidth: float, say: Callable[[str], None]) -> Record:
     """Do what `run_step` does, on any clock; `bandwidth` in bytes per second."""
     say("UNet in FP32")
     unet = _unet_step(scale, clock.device)
@@ -108,7 +101,7 @@ def measure(clock: Clock, scale: Scale, rounds: int, bandwidth: float, say: Call
     return {
         "gate": judge(records),
         "ways": WAYS,
-        "sizes": {name: getattr(scale, name) for name in ("frames", "height", "width", "decoded")},
+        "sizes": {name: scale[name] for name in ("frames", "height", "width", "decoded")},
         "fixture": fixture,
         "rounds": rounds,
         "environment": describe(clock.device, "diffusers"),
@@ -118,13 +111,13 @@ def measure(clock: Clock, scale: Scale, rounds: int, bandwidth: float, say: Call
     }
 
 
-def _unet_step(scale: Scale, device: torch.device) -> Work:
+def _unet_step(scale: Record, device: torch.device) -> Work:
     """Return the UNet in FP32, and one call of it on noise."""
     from diffusers import UNetSpatioTemporalConditionModel
 
     with _drawn(device):
-        unet = UNetSpatioTemporalConditionModel(**scale.unet).eval().to(device)  # torch.Tensor() ignores the context
-        latents = torch.randn(GUIDED, scale.frames, unet.config.in_channels, scale.height, scale.width)
+        unet = UNetSpatioTemporalConditionModel(**scale["unet"]).eval().to(device)  # torch.Tensor() ignores the context
+        latents = torch.randn(GUIDED, scale["frames"], unet.config.in_channels, scale["height"], scale["width"])
         context = torch.randn(GUIDED, 1, unet.config.cross_attention_dim)
         times = torch.tensor([[6.0, 127.0, 0.02]] * GUIDED)  # frames a second - 1, motion, noise: defaults
         step = torch.tensor(1.0)
@@ -137,16 +130,16 @@ def _unet_step(scale: Scale, device: torch.device) -> Work:
     return Work("UNet", unet, run)
 
 
-def _vae_decode(scale: Scale, device: torch.device) -> Work:
+def _vae_decode(scale: Record, device: torch.device) -> Work:
     """Return the temporal decoder's VAE in FP32, and its decoding of some frames of noise."""
     from diffusers import AutoencoderKLTemporalDecoder
 
     with _drawn(device):
-        vae = AutoencoderKLTemporalDecoder(**scale.vae).eval().to(device)
-        latents = torch.randn(scale.decoded, vae.config.latent_channels, scale.height, scale.width)
+        vae = AutoencoderKLTemporalDecoder(**scale["vae"]).eval().to(device)
+        latents = torch.randn(scale["decoded"], vae.config.latent_channels, scale["height"], scale["width"])
 
     def run() -> Tensor:
-        frames: Tensor = vae.decode(latents.to(vae.dtype), num_frames=scale.decoded, return_dict=False)[0]
+        frames: Tensor = vae.decode(latents.to(vae.dtype), num_frames=scale["decoded"], return_dict=False)[0]
         return frames
 
     return Work("VAE", vae, run)
@@ -171,12 +164,10 @@ def _in_fp32(work: Work) -> Tensor:
 def compare(work: Work, golden: Tensor, clock: Clock, rounds: int) -> list[Record]:
     """Return a record for every way: distance from `golden`, memory, time."""
     calls = {way: Call(work.run, partial(_attention, work.model, way)) for way in WAYS}
-    records = {
-        way: {"model": work.name, "offset": 0, "way": way} | _try(call, golden, clock) for way, call in calls.items()
-    }
-    times, _ = interleave(
-        clock, {way: calls[way] for way in calls if records[way]["status"] == "ok"}, rounds, cold=False
-    )
+    kept = {"model": work.name, "offset": 0}
+    records = {way: {**kept, "way": way, **_try(call, golden, clock)} for way, call in calls.items()}
+    timed = {way: calls[way] for way, record in records.items() if record["status"] == "ok"}
+    times, _ = interleave(clock, timed, rounds, cold=False)
     for way, taken in times.items():
         records[way] |= summary(taken) | {"to_flash": ratio(taken, times[FLASH]) if FLASH in times else None}
     return list(records.values())
@@ -186,8 +177,8 @@ def _try(call: Call, golden: Tensor, clock: Clock) -> Record:
     """Return the errors and the memory of a call, or why it cannot run: too little memory, a backend that refuses."""
     try:
         errors = measure_errors(call.output(), golden)
-        kept = {name: getattr(errors, name) for name in ("max_error", "rmse", "nonfinite_share")}
-        return {"status": "ok", "why": "", **kept, "workspace_bytes": clock.workspace(call)}
+        shown = {name: getattr(errors, name) for name in ("max_error", "rmse", "nonfinite_share")}
+        return {"status": "ok", "why": "", **shown, "workspace_bytes": clock.workspace(call)}
     except Exception as error:
         if clock.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -217,7 +208,7 @@ def _eager(model: Any) -> Iterator[None]:
         model.set_attn_processor(saved)
 
 
-def judge(records: list[Record]) -> dict[str, Any]:
+def judge(records: list[Record]) -> Record:
     """Return what must hold of the UNet: finite with and without the bias; no slower and no farther off than flash."""
     unet = {(each["way"], bool(each["offset"])): each for each in records if each["model"] == "UNet"}
     ours, flash, biased = unet[PASA, False], unet[FLASH, False], unet[PASA, True]
@@ -253,7 +244,7 @@ def measure_attention(cases: list[tuple[SpeedCase, int]], clock: Clock, bandwidt
     ]
 
 
-def table(result: dict[str, Any]) -> Table:
+def table(result: Record) -> Table:
     """Return a row for every model, bias and way of attending."""
     size = result["sizes"]
     note = (
@@ -275,7 +266,7 @@ def table(result: dict[str, Any]) -> Table:
     return Table.of(TITLE, result["records"], columns, note)
 
 
-def shape_table(result: dict[str, Any]) -> Table:
+def shape_table(result: Record) -> Table:
     """Return a row for every shape of attention, and what they take together in a step."""
     times: dict[str, Record] = {}
     for each in result["attention"]:

@@ -127,10 +127,7 @@ def exact(q: Tensor, k: Tensor, v: Tensor, *, tensor_layout: str = "HND", **keyw
 
 
 def rounded(q: Tensor, k: Tensor, v: Tensor, *, draw: int = 0, **keywords: Any) -> Tensor:
-    """Compute FP64 attention after rounding q, k and v to FP16.
-
-    With `draw` above 0, they are changed at random instead, by up to as much as the rounding.
-    """
+    """Compute FP64 attention of q, k and v rounded to FP16 or, with `draw`, changed at random by at most as much."""
     if not draw:
         return exact(*(x.half().to(x.dtype) for x in (q, k, v)), **keywords)
     generator = torch.Generator().manual_seed(draw)
@@ -166,16 +163,12 @@ def judge(model: Any, cases: Iterable[Case]) -> Record:
         except Exception as error:
             verdict = "refused at call" if isinstance(error, NotImplementedError) else "crashed"
             why = f"{case.name}: {error_line(error)}"
-    report = handle.report()
     handle.unpatch()
     if verdict == "right":
         verdict, why = _verdict(errors, RELAXED if name in AMPLIFIES else 0.0)
     if verdict == "right" and distance(steady[0][1], run(steady[0][0])) > STEADY:
         verdict, why = "wrong", "unpatched, it does not give what it gave"
-    return {
-        "verdict": verdict, "why": why, "cases": errors, "left_out": left_out,
-        "patched": len(report.patched), "skipped": len(report.skipped),
-    }  # fmt: skip
+    return {"verdict": verdict, "why": why, "cases": errors, "left_out": left_out}
 
 
 def _steady(cases: Iterable[Case]) -> tuple[list[tuple[Case, Any]], list[str]]:

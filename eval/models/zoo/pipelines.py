@@ -15,7 +15,8 @@ from pasa.eval.models.zoo.judging import Case
 
 WIDTH = 64  # of text encoders, as the rules make them
 PIXELS, TEXT = 64, 77
-LEFT_OUT = ("safety_checker", "feature_extractor", "image_encoder", "watermarker", "image_processor")
+LEFT_OUT = dict.fromkeys(("safety_checker", "feature_extractor", "image_encoder", "watermarker", "image_processor"))
+LEFT_OUT |= {"requires_safety_checker": False}
 """Components that a pipeline can do without."""
 NEEDED = ("transformer",)
 """Components that no pipeline runs without, though their default is None."""
@@ -49,9 +50,7 @@ def build(name: str) -> tuple[Any, dict[str, Any]]:
     cls = getattr(diffusers, name)
     torch.manual_seed(0)
     known = parameters(cls.__init__)
-    components: dict[str, Any] = {part: None for part in LEFT_OUT if part in known}
-    if "requires_safety_checker" in known:
-        components["requires_safety_checker"] = False
+    components = {part: value for part, value in LEFT_OUT.items() if part in known}
     for part in known:
         if part not in components and part in (*required(known), *NEEDED):
             components[part] = component(known[part].annotation, name)
@@ -93,10 +92,8 @@ def resolved(annotation: Any) -> Any:
     import transformers
 
     name = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
-    if not isinstance(annotation, str) and name not in ANY_OF:
-        return annotation
-    name = ANY_OF.get(name, name)
-    return next((getattr(each, name) for each in (diffusers, transformers) if hasattr(each, name)), annotation)
+    name = ANY_OF.get(name, name if isinstance(annotation, str) else "")
+    return getattr(diffusers, name, None) or getattr(transformers, name, annotation)
 
 
 SPECIAL = ("<pad>", "<s>", "</s>", "<unk>")

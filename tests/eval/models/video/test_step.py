@@ -14,15 +14,15 @@ from pasa.eval.models.video.step import EAGER, PASA, SDPA
 from pasa.eval.speed.implementations import FLASH
 from tests.eval.speed.fakes import FakeClock
 
-SMALL = step.Scale(
-    frames=2, height=8, width=8, decoded=2,
-    unet={
+SMALL = {
+    "frames": 2, "height": 8, "width": 8, "decoded": 2,
+    "unet": {
         "down_block_types": ("CrossAttnDownBlockSpatioTemporal",), "layers_per_block": 1, "num_attention_heads": (1,),
         "up_block_types": ("CrossAttnUpBlockSpatioTemporal",), "block_out_channels": (64,), "cross_attention_dim": 32,
         "addition_time_embed_dim": 32, "projection_class_embeddings_input_dim": 96,
     },
-    vae={"down_block_types": ("DownEncoderBlock2D",) * 2, "block_out_channels": (32, 32), "layers_per_block": 2},
-)  # fmt: skip
+    "vae": {"down_block_types": ("DownEncoderBlock2D",) * 2, "block_out_channels": (32, 32), "layers_per_block": 2},
+}  # fmt: skip
 
 
 class IdleClock(FakeClock):
@@ -74,7 +74,7 @@ def test_real_size_asks_for_the_attention_of_the_real_model():
     from diffusers.models.attention_processor import Attention
 
     with torch.device("meta"):
-        unet = UNetSpatioTemporalConditionModel(**step.Scale().unet)
+        unet = UNetSpatioTemporalConditionModel(**step.FULL["unet"])
     assert sum(x.numel() for x in unet.parameters()) == 1_524_623_082
     assert {m.inner_dim // m.heads for m in unet.modules() if isinstance(m, Attention)} == {64}
 
