@@ -124,8 +124,7 @@ def test_a_model_whose_attention_does_not_show_is_not_judged(llama):
 
 def test_tokens_that_two_close_logits_decide_are_not_wrong():
     """Steps after the first differing token have other inputs, so only the steps up to it are compared."""
-    expected = judging.Generated(torch.tensor([[5, 6, 7]]), torch.ones(1, 3, 9))
-    logits = torch.ones(1, 3, 9)
+    expected, logits = judging.Generated(torch.tensor([[5, 6, 7]]), torch.ones(1, 3, 9)), torch.ones(1, 3, 9)
     logits[0, 1], logits[0, 2] = 1.001, 40
     other = judging.Generated(torch.tensor([[5, 8, 7]]), logits)
     assert judging.distance(expected, other) == pytest.approx(0.001, rel=1e-3)
@@ -133,9 +132,8 @@ def test_tokens_that_two_close_logits_decide_are_not_wrong():
 
 
 def test_outputs_at_padding_are_not_judged_and_a_nan_is_not_a_number():
-    expected, other = torch.ones(2, 3, 4), torch.ones(2, 3, 4)
+    expected, other, real = torch.ones(2, 3, 4), torch.ones(2, 3, 4), torch.ones(2, 3, dtype=torch.bool)
     other[0, 0] = 9
-    real = torch.ones(2, 3, dtype=torch.bool)
     assert judging.distance({"logits": expected}, {"logits": other}, real) == 8
     real[0, 0] = False
     assert judging.distance({"logits": expected}, {"logits": other}, real) == 0
