@@ -166,7 +166,8 @@ def candidates(model: Any) -> Iterator[Inputs]:
     main = model.main_input_name if model.main_input_name in known else next(iter(known), "")
     decoder = [name for name in ("future_values", "future_time_features") if name in known]
     first = list(dict.fromkeys([main, *required(known), *decoder]))
-    for names in [first, *([*first, name] for name in OPTIONAL if name in known and name not in first)]:
+    more = [name for name in OPTIONAL if name in known and name not in first]
+    for names in [first, *([*first, name] for name in more), [*first, *more]]:
         values = {name: made(name, model.config) for name in names}
         if "grid_thw" in names or "image_grid_thw" in names:
             values |= {name: [patches(model.config)] for name in names if name in ("hidden_states", "pixel_values")}
