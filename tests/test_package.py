@@ -24,6 +24,7 @@ def test_ascend_c_is_installed_with_all_its_sources(tmp_path):
     assert not [path for path in shipped if path.endswith(".so")]
 
     assert (tmp_path / "pasa/eval/models/diagnose/page.html").is_file(), "the template of the page"
+    assert (tmp_path / "pasa/eval/models/zoo/fields.json").is_file(), "what makes models small"
 
 
 def test_the_default_library_lies_beside_the_sources():

@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
 
 class NonFiniteWatch:
-    """Context manager: watches every module of some models until the first one fails.
+    """Context manager that watches every module of some models until the first one fails.
 
-    Parameters
-    ----------
-    models : mapping of str to torch.nn.Module
-        Their names begin the names of their modules; a model alone may have the name "".
-    stop : bool, default False
-        Leave the context at the first module that fails, in place of running on to the end.
-
-    Attributes
-    ----------
-    first : dict or None
-        ``module``, its ``kind`` (class), the ``call`` of its model (from 1: the denoising step, for a UNet), and
-        ``origin``: True if its inputs were finite. A module that only hands on what it was given is named for want
-        of a better one, when the values come from code outside of all modules. None if all was finite.
+    The name of a model begins the names of its modules; a model alone may have the name "". With `stop`, the context is
+    left at the first module that fails. `first` is None if all was finite. Else it has the ``module``, its ``kind``
+    (class), the ``call`` of its model (from 1: the denoising step, for a UNet), and ``origin``, True if the inputs of
+    the module were finite. Values from code outside of all modules have no origin: then the first module that hands
+    them on is named.
     """
 
     def __init__(self, models: Mapping[str, torch.nn.Module], *, stop: bool = False) -> None:
@@ -35,43 +28,38 @@ class NonFiniteWatch:
 
     def __enter__(self) -> NonFiniteWatch:
         for model_name, model in self._models.items():
-            self._hooks.append(model.register_forward_pre_hook(self._counter(model_name)))
+            self._hooks.append(model.register_forward_pre_hook(partial(self._count, model_name)))
             for path, module in model.named_modules():
                 name = ".".join(part for part in (model_name, path) if part) or type(module).__name__
-                self._hooks.append(module.register_forward_hook(self._checker(model_name, name), with_kwargs=True))
+                check = partial(self._check, model_name, name)
+                self._hooks.append(module.register_forward_hook(check, with_kwargs=True))
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> bool:
         for hook in self._hooks:
             hook.remove()
-        return isinstance(error, _FoundError)
+        return isinstance(error, _StopError)
 
-    def _counter(self, model_name: str) -> Any:
-        def count(module: torch.nn.Module, args: Any) -> None:
-            self._calls[model_name] += 1
+    def _count(self, model_name: str, module: torch.nn.Module, args: Any) -> None:
+        self._calls[model_name] += 1
 
-        return count
-
-    def _checker(self, model_name: str, name: str) -> Any:
-        def check(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if (self.first is not None and self.first["origin"]) or is_finite(output):
-                return
-            origin = is_finite((args, kwargs))
-            if origin or self.first is None:
-                call = self._calls[model_name]
-                self.first = {"module": name, "kind": type(module).__name__, "call": call, "origin": origin}
-            if origin and self._stop:
-                raise _FoundError(name)
-
-        return check
+    def _check(self, model_name: str, name: str, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if (self.first is not None and self.first["origin"]) or is_finite(output):
+            return
+        origin = is_finite((args, kwargs))
+        if origin or self.first is None:
+            call = self._calls[model_name]
+            self.first = {"module": name, "kind": type(module).__name__, "call": call, "origin": origin}
+        if origin and self._stop:
+            raise _StopError(name)
 
 
-class _FoundError(Exception):
-    """Ends a run that has shown what it was for."""
+class _StopError(Exception):
+    """Ends a run at the first module that fails."""
 
 
 def models_of(model_or_pipeline: Any) -> dict[str, torch.nn.Module]:
-    """The models of a diffusers pipeline by name; a model alone has the name ""."""
+    """Return the models of a diffusers pipeline by name; a model alone has the name ""."""
     if isinstance(model_or_pipeline, torch.nn.Module):
         return {"": model_or_pipeline}
     parts = model_or_pipeline.components.items()
@@ -80,17 +68,12 @@ def models_of(model_or_pipeline: Any) -> dict[str, torch.nn.Module]:
 
 def is_finite(value: Any) -> bool:
     """Tell whether every floating-point tensor in nested containers is finite."""
-    extremes = (extreme for tensor in _tensors(value) for extreme in tensor.aminmax())  # NaN propagates
-    return all(math.isfinite(extreme) for extreme in extremes)
+    return all(math.isfinite(extreme) for tensor in _tensors(value) for extreme in tensor.aminmax())  # NaN propagates
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        if value.is_floating_point() and value.numel():
-            yield value.detach()
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
+    if isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel():
+        yield value.detach()
+    elif isinstance(value, (Mapping, list, tuple)):
+        for item in value.values() if isinstance(value, Mapping) else value:
             yield from _tensors(item)

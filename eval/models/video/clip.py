@@ -12,16 +12,13 @@ from typing import Any
 import torch
 
 from pasa.eval.kit.device import pick_device
+from pasa.eval.kit.options import at_least
 from pasa.eval.models.first_nonfinite import models_of
 from pasa.eval.models.video.tiny import sample_image
 
 TINY = "tiny"
-SIZES = {  # of the tiny model, and the paper's of the real one
-    "height": (128, 576),
-    "width": (128, 1024),
-    "frames": (4, 25),
-    "steps": (3, 25),
-}
+SIZES = {"height": (128, 576), "width": (128, 1024), "frames": (4, 25), "steps": (3, 25)}
+"""Sizes of the tiny model's clip, and the paper's of the real one."""
 SEED = 42  # the paper's
 SUPPORTED = "StableVideoDiffusionPipeline"
 
@@ -41,28 +38,22 @@ class Settings:
 
 
 def make_settings(
-    sizes: Mapping[str, int | None],
-    *,
-    tiny: bool,
-    image: str | None = None,
-    seed: int = SEED,
-    dtype: str | None = None,
+    sizes: Mapping[str, int | None], *, tiny: bool, image: str | None = None, seed: int = SEED, dtype: str | None = None
 ) -> Settings:
     """Return settings for the device at hand; sizes that are None take the defaults of `SIZES`."""
-    used = {name: _size(name, value, tiny) for name, value in sizes.items()}
-    device = pick_device()
-    picture = _image(image, used["height"], used["width"])
+    used = {name: SIZES[name][not tiny] if value is None else value for name, value in sizes.items()}
+    # With one frame the pipeline's guidance scale is 1, which it cannot run.
+    at_least(2, frames=used["frames"])
+    at_least(1, **used)
+    for name in ("height", "width"):
+        if used[name] % 8:
+            raise ValueError(f"{name}={used[name]} is not a multiple of 8")
+    device, picture = pick_device(), sample_image(used["height"], used["width"])
+    if image is not None:
+        from PIL import Image
+
+        picture = Image.open(image).convert("RGB").resize(picture.size)
     return Settings(image=picture, seed=seed, dtype=pick_dtype(dtype, device), device=device, **used)
-
-
-def _size(name: str, value: int | None, tiny: bool) -> int:
-    value = SIZES[name][not tiny] if value is None else value
-    if name in ("height", "width") and (value < 8 or value % 8):
-        raise ValueError(f"{name}={value} is not a positive multiple of 8")
-    least = 2 if name == "frames" else 1  # with one frame the pipeline's guidance scale is 1, which it cannot run
-    if value < least:
-        raise ValueError(f"{name}={value} is below {least}")
-    return value
 
 
 def pick_dtype(name: str | None, device: torch.device) -> torch.dtype:
@@ -71,15 +62,6 @@ def pick_dtype(name: str | None, device: torch.device) -> torch.dtype:
     if name is not None and name not in known:
         raise ValueError(f"dtype={name!r} is not one of {tuple(known)}")
     return known[name or ("float32" if device.type == "cpu" else "float16")]
-
-
-def _image(path: str | None, height: int, width: int) -> Any:
-    """Return the picture to start from, at the size of the clip."""
-    if path is None:
-        return sample_image(height, width)
-    from PIL import Image
-
-    return Image.open(path).convert("RGB").resize((width, height))
 
 
 def load_pipeline(path: str) -> Any:
@@ -95,12 +77,10 @@ def load_pipeline(path: str) -> Any:
 
 
 def check_pipeline(path: Path) -> None:
-    """Raise, in a line, where a folder lacks a pipeline or holds one of another class."""
+    """Refuse a folder without a pipeline, or with one of another class."""
     index = path / "model_index.json"
-    if not path.is_dir():
-        raise FileNotFoundError(f"model {str(path)!r} is not a folder (nothing is downloaded)")
     if not index.is_file():
-        raise FileNotFoundError(f"{str(path)!r} holds no model_index.json")
+        raise FileNotFoundError(f"{str(path)!r} is not a folder with a model_index.json (nothing is downloaded)")
     try:
         name = json.loads(index.read_text(encoding="utf-8"))["_class_name"]
     except (ValueError, KeyError) as error:
@@ -139,15 +119,9 @@ def make_frames(pipeline: Any, settings: Settings) -> torch.Tensor:
     generator = torch.Generator("cpu").manual_seed(settings.seed)
     grid = (settings.height // pipeline.vae_scale_factor, settings.width // pipeline.vae_scale_factor)
     noise = torch.randn(1, settings.frames, pipeline.vae.config.latent_channels, *grid, generator=generator)
+    sizes = {"height": settings.height, "width": settings.width, "num_frames": settings.frames}
     frames: torch.Tensor = pipeline(
-        settings.image,
-        height=settings.height,
-        width=settings.width,
-        num_frames=settings.frames,
-        num_inference_steps=settings.steps,
-        decode_chunk_size=min(settings.frames, 8),
-        generator=generator,
-        latents=noise.to(pipeline.unet.dtype),
-        output_type="pt",
-    ).frames[0]
+        settings.image, **sizes, num_inference_steps=settings.steps, decode_chunk_size=min(settings.frames, 8),
+        generator=generator, latents=noise.to(pipeline.unet.dtype), output_type="pt",
+    ).frames[0]  # fmt: skip
     return frames

@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
+from pasa.eval.kit.overflow_fixture import LARGEST_EXACT_INTEGER
+
 OFFSET = 131072.0
 """Twice what FP16 can hold; the square of 362, to three digits."""
-LARGEST_EXACT_INTEGER = 2048  # 2^11: up to here every integer is an FP16 number
 
 
 def bias_scores(unet: Any, offset: float = OFFSET) -> dict[str, Any]:
@@ -31,8 +32,6 @@ def bias_scores(unet: Any, offset: float = OFFSET) -> dict[str, Any]:
         raise ValueError(f"offset={offset!r} is not in 0 to {LARGEST_EXACT_INTEGER**2}")
     bias = round(math.sqrt(offset))
     modules = spatial_attention(unet)
-    if not modules:
-        raise ValueError(f"{type(unet).__name__} has no spatial self-attention")
     for name, attention in modules.items():
         if attention.to_q.bias is not None or attention.to_k.bias is not None:
             raise ValueError(f"{name} has biases of its own")
@@ -40,7 +39,10 @@ def bias_scores(unet: Any, offset: float = OFFSET) -> dict[str, Any]:
         with torch.no_grad():
             attention.to_k.weight[rows] = 0
         if bias:
-            attention.to_q, attention.to_k = (_biased(part, rows, bias) for part in (attention.to_q, attention.to_k))
+            for projection in (attention.to_q, attention.to_k):
+                constant = projection.weight.new_zeros(projection.out_features)
+                constant[rows] = bias
+                projection.bias = torch.nn.Parameter(constant)
     return {"bias": bias, "offset": bias**2, "modules": len(modules)}
 
 
@@ -48,18 +50,5 @@ def spatial_attention(unet: Any) -> dict[str, Any]:
     """Return the self-attention over the pixels of one frame, by name."""
     from diffusers.models.attention_processor import Attention
 
-    return {
-        name: module
-        for name, module in unet.named_modules()
-        if isinstance(module, Attention) and name.endswith(".attn1") and "temporal" not in name
-    }
-
-
-def _biased(projection: torch.nn.Linear, rows: torch.Tensor, bias: int) -> torch.nn.Linear:
-    """Return the same projection with `bias` in `rows` of its output."""
-    new = torch.nn.Linear(projection.in_features, projection.out_features).to(projection.weight)
-    with torch.no_grad():
-        new.weight.copy_(projection.weight)
-        new.bias.zero_()
-        new.bias[rows] = bias
-    return new
+    spatial = ((name, each) for name, each in unet.named_modules() if isinstance(each, Attention))
+    return {name: each for name, each in spatial if name.endswith(".attn1") and "temporal" not in name}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -17,9 +16,10 @@ from pasa.eval.kit.device import describe, origin
 from pasa.eval.kit.experiment import Experiment
 from pasa.eval.kit.gate import gate, outcome
 from pasa.eval.kit.options import stages
-from pasa.eval.kit.tables import Table, short
+from pasa.eval.kit.tables import Column, Table, short
 from pasa.eval.models.first_nonfinite import NonFiniteWatch, models_of
-from pasa.eval.models.video import clip, media, metrics
+from pasa.eval.models.video import clip
+from pasa.eval.models.video.frames import Frames, compare, describe_frames, rms, save
 from pasa.eval.models.video.overflow import OFFSET, bias_scores
 from pasa.eval.models.video.tiny import tiny_pipeline
 
@@ -32,22 +32,15 @@ EMULATED = pasa.PasaConfig(precision="partial")
 """Q K^T stored in FP16 before it is scaled, all else as PASA has it: the paper's FP16-FP32 allocation."""
 EMULATION = "FP16 scores are emulated: Q K^T is stored in FP16 before it is scaled"
 BASE = "_base"  # ends the names of the runs without the bias
-TITLES = {
-    "fp32_base": "FP32, no bias",
-    "fp16_base": "FP16 scores, no bias",
-    "pasa_base": "PASA, no bias",
-    "fp32": "FP32",
-    "fp16": "FP16 scores",
-    "pasa": "PASA",
-}
+TITLES = {"fp32": "FP32", "fp16": "FP16 scores", "pasa": "PASA"}
+TITLES |= {name + BASE: f"{title}, no bias" for name, title in TITLES.items()}
 
 
 @dataclass
 class Clip:
     """One generation: its frames (F, H, W, 3), 0 to 1, the first broken module, and the largest scores."""
 
-    frames: metrics.Frames
-    seconds: float
+    frames: Frames
     first_nonfinite: dict[str, Any] | None
     scores: dict[str, float]
 
@@ -59,10 +52,7 @@ def run_video(
     width: Annotated[int | None, "Width in pixels (128 if tiny, else 1024)."] = None,
     frames: Annotated[int | None, "Frames (4 if tiny, else 25)."] = None,
     steps: Annotated[int | None, "Denoising steps (3 if tiny, else 25)."] = None,
-    seed: Annotated[int, "Seed of the noise."] = clip.SEED,
-    dtype: Annotated[
-        str | None, "Dtype of the models in the FP16 runs: float16, or float32 (default on a CPU)."
-    ] = None,
+    dtype: Annotated[str | None, "Dtype of models in the FP16 runs: float16, or float32 (default on a CPU)."] = None,
     offload: Annotated[bool, "Save memory: offload models to the CPU, chunk the forward pass."] = False,
     folder: Path | None = None,
     progress: output.Report = output.silent,
@@ -73,31 +63,27 @@ def run_video(
     `folder`.
     """
     sizes = {"height": height, "width": width, "frames": frames, "steps": steps}
-    settings = clip.make_settings(sizes, tiny=model == clip.TINY, image=image, seed=seed, dtype=dtype)
+    settings = clip.make_settings(sizes, tiny=model == clip.TINY, image=image, dtype=dtype)
     say = stages(progress, 6 if model == clip.TINY else 3)
     clips: dict[str, Clip] = {}
     fixture = None
     if model == clip.TINY:
-        pipeline = tiny_pipeline()
-        bias_scores(pipeline.unet, offset=0)
-        clips |= {name + BASE: each for name, each in _runs(pipeline, settings, offload, "no bias", say).items()}
-        pipeline = tiny_pipeline()
-        fixture = bias_scores(pipeline.unet, OFFSET)
-        clips |= _runs(pipeline, settings, offload, "biased scores", say)
+        for suffix, offset, label in ((BASE, 0.0, "no bias"), ("", OFFSET, "biased scores")):
+            pipeline = tiny_pipeline()
+            fixture = bias_scores(pipeline.unet, offset)
+            made = _runs(pipeline, settings, offload, label, say)
+            clips |= {name + suffix: each for name, each in made.items()}
     else:
         clips = _runs(clip.load_pipeline(model), settings, offload, Path(model).name, say)
     if folder is not None:
         shown = {TITLES[name]: each.frames for name, each in clips.items() if not name.endswith(BASE)}
-        media.save(shown, TITLES["fp32"], folder, FPS)
+        save(shown, TITLES["fp32"], folder, FPS)
     runs = _measure(clips, biased=fixture is not None)
+    used = {name: getattr(settings, name) for name in (*clip.SIZES, "seed")}
     return {
         "gate": judge(runs, tiny=fixture is not None),
         "model": model,
-        "settings": {
-            **{name: getattr(settings, name) for name in (*clip.SIZES, "seed")},
-            "model_dtype": str(settings.dtype).removeprefix("torch."),
-            "offload": offload,
-        },
+        "settings": {**used, "model_dtype": str(settings.dtype).removeprefix("torch."), "offload": offload},
         "fixture": fixture,
         "scores": clips["pasa"].scores or None,
         "runs": runs,
@@ -128,16 +114,11 @@ def _runs(
 def generate(pipeline: Any, settings: clip.Settings, *, diagnose: bool = False) -> Clip:
     """Run the pipeline once; `diagnose` records the largest scores, of the reference backend alone."""
     recorder: AbstractContextManager[list[Any]] = pasa.record_diagnostics() if diagnose else nullcontext([])
-    started = time.perf_counter()
     with NonFiniteWatch(models_of(pipeline)) as watch, recorder as records:
         frames = clip.make_frames(pipeline, settings)
-    array = frames.float().permute(0, 2, 3, 1).cpu().numpy()
-    scores = {
-        name: max(float(getattr(record, name).max()) for record in records)
-        for name in ("max_score_before", "max_score_after")
-        if records
-    }
-    return Clip(array, time.perf_counter() - started, watch.first, scores)
+    names = ("max_score_before", "max_score_after") if records else ()
+    scores = {name: max(float(getattr(record, name).max()) for record in records) for name in names}
+    return Clip(frames.float().permute(0, 2, 3, 1).cpu().numpy(), watch.first, scores)
 
 
 def _measure(clips: dict[str, Clip], *, biased: bool) -> dict[str, Any]:
@@ -146,12 +127,12 @@ def _measure(clips: dict[str, Clip], *, biased: bool) -> dict[str, Any]:
     for name, each in clips.items():
         base = name.endswith(BASE)
         reference = "fp32_base" if base or (name == "fp32" and biased) else "fp32"
-        run = {"title": TITLES[name], "seconds": each.seconds, "first_nonfinite": each.first_nonfinite}
-        run |= metrics.describe_frames(each.frames)
+        run: dict[str, Any] = {"title": TITLES[name], "first_nonfinite": each.first_nonfinite}
+        run |= describe_frames(each.frames)
         if biased and not base:
-            run["rmse_to_no_bias"] = metrics.rms(each.frames - clips["fp32_base"].frames)
+            run["rmse_to_no_bias"] = rms(each.frames - clips["fp32_base"].frames)
         if name != reference:
-            run |= {"reference": reference, **metrics.compare(each.frames, clips[reference].frames)}
+            run |= {"reference": reference, **compare(each.frames, clips[reference].frames)}
         runs[name] = run
     return runs
 
@@ -182,58 +163,53 @@ def judge(runs: dict[str, Any], *, tiny: bool) -> dict[str, Any]:
 
 def run_table(result: dict[str, Any]) -> Table:
     """Return a row for every clip; distances are those to FP32 on the same weights."""
-    rows = []
-    for run in result["runs"].values():
-        distances = ["-"] * 3
-        if "reference" in run:
-            distances = [_worst(run["psnr"], ".1f"), _worst(run["ssim"], ".5f"), short(run["rmse"])]
-        rows.append(
-            [
-                run["title"],
-                str(run["nonfinite_frames"]),
-                str(run["black_frames"]),
-                *distances,
-                short(run["rmse_to_no_bias"]) if "rmse_to_no_bias" in run else "-",
-                "-" if run.get("temporal_rmse") is None else short(run["temporal_rmse"]),
-            ]
-        )
     settings = result["settings"]
-    title = (
-        f"{result['model']}: {settings['frames']} frames of {settings['width']} x {settings['height']}, "
-        f"{settings['steps']} steps, seed {settings['seed']}"
-    )
+    size = f"{settings['frames']} frames of {settings['width']} x {settings['height']}"
+    title = f"{result['model']}: {size}, {settings['steps']} steps, seed {settings['seed']}"
     base = " To no bias: RMSE to FP32 before the bias; FP32 itself is compared with that." if result["fixture"] else ""
     note = (
         "Broken, black: number of frames. Distances are those to FP32 on the same weights; PSNR and SSIM of the worst "
         f"frame, temporal: RMSE of the change from frame to frame.{base} Models in {settings['model_dtype']}, "
         "attention in FP16."
     )
-    return Table(title, ["run", "broken", "black", "PSNR dB", "SSIM", "RMSE", "to no bias", "temporal"], rows, note)
+    columns: dict[str, Column] = {
+        "run": "title",
+        "broken": "nonfinite_frames",
+        "black": "black_frames",
+        "PSNR dB": lambda run: _worst(run.get("psnr"), ".1f"),
+        "SSIM": lambda run: _worst(run.get("ssim"), ".5f"),
+        "RMSE": lambda run: short(run["rmse"]) if "rmse" in run else "-",
+        "to no bias": lambda run: short(run["rmse_to_no_bias"]) if "rmse_to_no_bias" in run else "-",
+        "temporal": lambda run: "-" if run.get("temporal_rmse") is None else short(run["temporal_rmse"]),
+    }
+    return Table.of(title, result["runs"].values(), columns, note)
 
 
-def _worst(values: list[float | None], form: str) -> str:
+def _worst(values: list[float | None] | None, form: str) -> str:
+    """Return the smallest value; "-" for a clip that is compared with none."""
+    if not values:
+        return "-"
     known = [value for value in values if value is not None]
     return format(min(known), form) if len(known) == len(values) else "not finite"
 
 
 def verdict(result: dict[str, Any]) -> str:
     """Return what the exit status says, with the numbers."""
-    scores, fixture, ratio = result["scores"], result["fixture"], result["gate"]["error_ratio_without_bias"]
     parts = []
-    if fixture:
+    if fixture := result["fixture"]:
         parts.append(
             f"A bias of {fixture['bias']} in q and k of {fixture['modules']} spatial attentions adds "
             f"{fixture['offset']:,} to every score"
         )
-    if scores:
+    if scores := result["scores"]:
         before, after = scores["max_score_before"], scores["max_score_after"]
         parts.append(f"the largest |Q K^T| is {before:,.0f}, and {after:,.1f} as PASA stores it")
-    if ratio is not None:
+    if (ratio := result["gate"]["error_ratio_without_bias"]) is not None:
         parts.append(f"without the bias PASA's error is {ratio:.3f} x that of FP16 scores")
     for run in result["runs"].values():
         if first := run["first_nonfinite"]:
             parts.append(f"{run['title']}: first broken is {first['module']}, call {first['call']} of its model")
-    return ". ".join([*(["; ".join(parts)] if parts else []), outcome(result)])
+    return f"{'; '.join(parts)}. {outcome(result)}" if parts else outcome(result)
 
 
 EXPERIMENT = Experiment(

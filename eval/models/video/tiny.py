@@ -13,8 +13,6 @@ import torch
 
 SEED = 0
 CROSS_DIM = 32
-CHANNELS = (64, 128)
-HEADS = (1, 2)  # head dimension 64, as in the real UNet
 
 
 def tiny_pipeline(seed: int = SEED) -> Any:
@@ -29,23 +27,12 @@ def tiny_pipeline(seed: int = SEED) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         models = {"unet": tiny_unet(), "vae": _vae(), "image_encoder": _image_encoder()}
-    pipeline = StableVideoDiffusionPipeline(
-        **models,
-        scheduler=EulerDiscreteScheduler(
-            beta_start=0.00085,
-            beta_end=0.012,
-            beta_schedule="scaled_linear",
-            prediction_type="v_prediction",
-            interpolation_type="linear",
-            use_karras_sigmas=True,
-            sigma_min=0.002,
-            sigma_max=700.0,
-            steps_offset=1,
-            timestep_spacing="leading",
-            timestep_type="continuous",
-        ),
-        feature_extractor=CLIPImageProcessor(),
-    )
+    scheduler = EulerDiscreteScheduler(  # the real pipeline's
+        beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", prediction_type="v_prediction",
+        use_karras_sigmas=True, sigma_min=0.002, sigma_max=700.0, steps_offset=1, timestep_spacing="leading",
+        timestep_type="continuous",
+    )  # fmt: skip
+    pipeline = StableVideoDiffusionPipeline(**models, scheduler=scheduler, feature_extractor=CLIPImageProcessor())
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
@@ -55,12 +42,10 @@ def tiny_unet() -> Any:
     from diffusers import UNetSpatioTemporalConditionModel
 
     return UNetSpatioTemporalConditionModel(
-        in_channels=8,
-        out_channels=4,
         down_block_types=("CrossAttnDownBlockSpatioTemporal", "DownBlockSpatioTemporal"),
         up_block_types=("UpBlockSpatioTemporal", "CrossAttnUpBlockSpatioTemporal"),
-        block_out_channels=CHANNELS,
-        num_attention_heads=HEADS,
+        block_out_channels=(64, 128),
+        num_attention_heads=(1, 2),  # head dimension 64, as in the real UNet
         layers_per_block=1,
         cross_attention_dim=CROSS_DIM,
         addition_time_embed_dim=32,
@@ -80,16 +65,8 @@ def _vae() -> Any:
 def _image_encoder() -> Any:
     from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
 
-    config = CLIPVisionConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        image_size=224,
-        patch_size=32,
-        projection_dim=CROSS_DIM,
-    )
-    return CLIPVisionModelWithProjection(config).eval()
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return CLIPVisionModelWithProjection(CLIPVisionConfig(**sizes, projection_dim=CROSS_DIM)).eval()
 
 
 def sample_image(height: int = 128, width: int = 128) -> Any:

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
+import json
+import math
+import re
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from pasa.eval.models.zoo.inputs import Inputs
 from pasa.eval.models.zoo.judging import error_line
 
 MOST_PARAMETERS = 60_000_000
 REPAIRS = 8  # of one candidate for the inputs
+FIELDS: dict[str, Any] = json.loads(Path(__file__).with_name("fields.json").read_text(encoding="utf-8"))
+"""How fields are made small, by patterns of their names (``caps``; null keeps a field), and the fields that single
+architectures need beside that: configurations of transformers by model type, constructors of diffusers by class, and
+components of pipelines by patterns of the pipeline and of the component."""
+Inputs = dict[str, Any]
 
 
 def first_that_runs(
@@ -43,26 +51,16 @@ def first_that_runs(
                         model(**inputs)
                     return model, inputs
                 except Exception as error:
-                    reasons.append(f"{level}: {shapes(inputs)}: {error_line(error)[:150]}")
+                    reasons.append(f"{level}: {', '.join(inputs)}: {error_line(error)[:150]}")
                     inputs = repaired(inputs, str(error))
     return reasons[0] if reasons else "no inputs are known for its forward"
 
 
-def shapes(inputs: Inputs) -> str:
-    """Return inputs in words."""
-    return ", ".join(f"{name} {list(each.shape) if isinstance(each, Tensor) else ''}" for name, each in inputs.items())
-
-
 def small(make: Callable[[], torch.nn.Module]) -> torch.nn.Module:
-    """Build a model of FP32 weights that attention matters to.
+    """Build a model of FP32 weights that attention matters to; refuse one of more than `MOST_PARAMETERS`.
 
     Common initial values are so small, or zero (gates, layer scales, adaptive norms), that an output is nearly its
     input, whatever attention does. So matrices are drawn anew, to keep the RMS of what they multiply.
-
-    Raises
-    ------
-    ValueError
-        If it has more than `MOST_PARAMETERS`.
     """
     torch.manual_seed(0)
     with torch.device("meta"):
@@ -76,3 +74,33 @@ def small(make: Callable[[], torch.nn.Module]) -> torch.nn.Module:
         elif each.is_floating_point():
             each.data.add_(0.1 * torch.randn_like(each))
     return model
+
+
+def parameters(function: Any) -> dict[str, inspect.Parameter]:
+    """Return what a function takes by name."""
+    kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    known = inspect.signature(function).parameters
+    return {name: each for name, each in known.items() if name != "self" and each.kind not in kinds}
+
+
+def required(known: dict[str, inspect.Parameter]) -> list[str]:
+    """Return the names of parameters without a default."""
+    return [name for name, each in known.items() if each.default is inspect.Parameter.empty]
+
+
+def cap(name: str, rules: Sequence[tuple[str, Any]], **named: int) -> float:
+    """Return the largest value that the first rule for a field allows; a rule may have the name of a value."""
+    value = next((cap for pattern, cap in rules if re.search(pattern, name)), None)
+    return math.inf if value is None else named.get(value, value)
+
+
+def find(config: Any, *names: str, default: int) -> int:
+    """Return the first of these fields that is a number, in the configuration or one below it."""
+    parts = [config, *(part for part in vars(config).values() if hasattr(part, "to_dict"))]
+    for name in names:
+        for part in parts:
+            value = getattr(part, name, None)
+            value = value[-1] if isinstance(value, (list, tuple)) and value else value
+            if type(value) is int:
+                return value
+    return default

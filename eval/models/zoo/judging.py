@@ -30,18 +30,14 @@ PLUMBING, ROUNDING, AMPLIFIED, SEEN = 1e-4, 1e-2, 8.0, 10.0
 # FP32 rounds 2^-13 as coarsely as FP16. It rounds all of a model, not only q, k and v, so 32 times as much is allowed.
 RELAXED = 2.0**-8
 AMPLIFIES = {"Kandinsky3UNet": "roundings of FP16 move its output by 90 %, so those of FP32 move it by 0.1 %"}
-"""Models that are permitted `RELAXED` of what FP16 rounds, with the reason; all others are held to `PLUMBING`."""
+CHOOSES = {"VQModel": "takes the nearest of its codes, and a rounding decides where two are about equally near"}
+"""Models with a bound of their own, with the reason; all others are held to `PLUMBING`, and to one rounding."""
 DRAWS = 16  # most random roundings of q, k and v to try, until one changes the same choice as PASA
-CHOOSES = {
-    "VQModel": "takes the nearest of its codes, and a rounding decides between two of them where it comes near both"
-}
-"""Models for which up to `DRAWS` random roundings are tried, with the reason. All others get one, to nearest."""
 STEADY = 1e-5  # the most by which two runs of the unpatched model may differ
 REFUSALS = (NotImplementedError, TypeError, ValueError)
 VERDICTS = ("right", "refused", "nothing to patch", "wrong", "refused at call", "crashed", "not judged", "not built")
 FINDINGS = ("wrong", "refused at call", "crashed")
-UNJUDGED = re.compile("past_key_values|attentions")
-"""Outputs that are not compared: caches, and attention weights, which PASA never forms."""
+UNJUDGED = re.compile("past_key_values|attentions")  # caches, and attention weights, which PASA never forms
 Attention = Callable[..., Tensor]
 Record = dict[str, Any]
 
@@ -76,8 +72,10 @@ def tensors(output: Any) -> list[Tensor]:
     """Return all tensors of a model's output, except those whose name matches `UNJUDGED`."""
     if isinstance(output, Tensor):
         return [output]
+    if isinstance(output, Generated):
+        return [output.logits]
     if is_dataclass(output) and not isinstance(output, Mapping):
-        output = {"logits": output.logits} if isinstance(output, Generated) else vars(output)
+        output = vars(output)
     if isinstance(output, Mapping):
         output = [value for name, value in output.items() if not UNJUDGED.search(str(name))]
     return [each for value in output for each in tensors(value)] if isinstance(output, (list, tuple)) else []
@@ -94,13 +92,15 @@ def distance(expected: Any, other: Any, real: Tensor | None = None) -> float:
     first, second = tensors(expected), tensors(other)
     if [each.shape for each in first] != [each.shape for each in second]:
         return math.inf
-    pairs = zip(first, second, strict=True)
-    return max([_distance(a, b, real) for a, b in pairs if a.is_floating_point() or a.is_complex()], default=0.0)
+    largest = 0.0
+    for a, b in zip(first, second, strict=True):
+        if a.is_floating_point() or a.is_complex():
+            judged = real is not None and a.shape[:2] == real.shape
+            largest = max(largest, _distance(a[real], b[real]) if judged else _distance(a, b))
+    return largest
 
 
-def _distance(expected: Tensor, other: Tensor, real: Tensor | None) -> float:
-    if real is not None and expected.shape[:2] == real.shape:
-        expected, other = expected[real], other[real]
+def _distance(expected: Tensor, other: Tensor) -> float:
     finite = expected.isfinite()
     if not torch.equal(finite, other.isfinite()):
         return math.inf
@@ -127,10 +127,7 @@ def exact(q: Tensor, k: Tensor, v: Tensor, *, tensor_layout: str = "HND", **keyw
 
 
 def rounded(q: Tensor, k: Tensor, v: Tensor, *, draw: int = 0, **keywords: Any) -> Tensor:
-    """Compute FP64 attention after rounding q, k and v to FP16.
-
-    With `draw` above 0, they are changed at random instead, by up to as much as the rounding.
-    """
+    """Compute FP64 attention of q, k and v rounded to FP16 or, with `draw`, changed at random by at most as much."""
     if not draw:
         return exact(*(x.half().to(x.dtype) for x in (q, k, v)), **keywords)
     generator = torch.Generator().manual_seed(draw)
@@ -156,27 +153,22 @@ def judge(model: Any, cases: Iterable[Case]) -> Record:
         handle = pasa.patch_pipeline(model)
     except REFUSALS as error:
         nothing = "no attention module found" in str(error)
-        return {"verdict": "nothing to patch" if nothing else "refused", "why": line(error), "cases": {}}
+        return {"verdict": "nothing to patch" if nothing else "refused", "why": error_line(error), "cases": {}}
     name = type(model).__name__
     errors: dict[str, Record] = {}
     verdict, why = "right", ""
     for case, expected in steady:
         try:
             errors[case.name] = compare(case, expected, DRAWS if name in CHOOSES else 1)
-        except NotImplementedError as error:
-            verdict, why = "refused at call", f"{case.name}: {line(error)}"
         except Exception as error:
-            verdict, why = "crashed", f"{case.name}: {error_line(error)}"
-    report = handle.report()
+            verdict = "refused at call" if isinstance(error, NotImplementedError) else "crashed"
+            why = f"{case.name}: {error_line(error)}"
     handle.unpatch()
     if verdict == "right":
         verdict, why = _verdict(errors, RELAXED if name in AMPLIFIES else 0.0)
     if verdict == "right" and distance(steady[0][1], run(steady[0][0])) > STEADY:
         verdict, why = "wrong", "unpatched, it does not give what it gave"
-    return {
-        "verdict": verdict, "why": why, "cases": errors, "left_out": left_out,
-        "patched": len(report.patched), "skipped": len(report.skipped),
-    }  # fmt: skip
+    return {"verdict": verdict, "why": why, "cases": errors, "left_out": left_out}
 
 
 def _steady(cases: Iterable[Case]) -> tuple[list[tuple[Case, Any]], list[str]]:
@@ -229,11 +221,6 @@ def _verdict(errors: dict[str, Record], relaxed: float) -> tuple[str, str]:
     return "right", ""
 
 
-def line(error: BaseException) -> str:
-    """Return an error's message on one line."""
-    return " ".join(str(error).split())[:300]
-
-
 def error_line(error: BaseException) -> str:
     """Return an error's class and message on one line."""
-    return f"{type(error).__name__}: {line(error)}"
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

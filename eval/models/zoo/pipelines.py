@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import string
 import typing
 from typing import Any
@@ -9,22 +10,37 @@ from typing import Any
 import torch
 
 from pasa.eval.models.zoo import diffusion, language
-from pasa.eval.models.zoo.inputs import parameters, required
+from pasa.eval.models.zoo.building import FIELDS, parameters, required
 from pasa.eval.models.zoo.judging import Case
-from pasa.eval.models.zoo.pipeline_fields import ANY_OF, CALL, CALLS, FIELDS, TEXT
 
-PIPELINES = "diffusers pipeline"
-LEFT_OUT = ("safety_checker", "feature_extractor", "image_encoder", "watermarker", "image_processor")
+WIDTH = 64  # of text encoders, as the rules make them
+PIXELS, TEXT = 64, 77
+LEFT_OUT = dict.fromkeys(("safety_checker", "feature_extractor", "image_encoder", "watermarker", "image_processor"))
+LEFT_OUT |= {"requires_safety_checker": False}
 """Components that a pipeline can do without."""
 NEEDED = ("transformer",)
 """Components that no pipeline runs without, though their default is None."""
 ANY_SCHEDULER = ("KarrasDiffusionSchedulers", "SchedulerMixin")
 OUTPUTS = ("images", "frames", "audios", "image_embeds", "depth")
+PICTURE = torch.linspace(0, 1, 3 * PIXELS * PIXELS).sin().reshape(1, 3, PIXELS, PIXELS)
+CALL: dict[str, Any] = {
+    "prompt": "a cat on a mat", "num_inference_steps": 2, "output_type": "np", "height": PIXELS, "width": PIXELS,
+    "image": PICTURE, "control_image": PICTURE, "num_frames": 2, "mask_image": torch.ones(1, 1, PIXELS, PIXELS),
+    "max_sequence_length": 32, "conditioning_frames": [PICTURE[0]] * 2, "strength": 0.8, "batch_size": 1,
+    "use_resolution_binning": False, "_auto_resize": False, "max_area": PIXELS * PIXELS,
+}  # fmt: skip
+"""What pipelines are called with, of what they take."""
+CALLS: dict[str, dict[str, Any]] = {
+    "AttendAndExcite": {"token_indices": [2]},
+    "CogVideoX": {"max_sequence_length": 7},
+    "Flux2Klein": {"text_encoder_out_layers": (0, 1, 2)},
+    "KandinskyV22": dict.fromkeys(("image_embeds", "negative_image_embeds"), torch.linspace(-1, 1, WIDTH)[None]),
+    "LongCatAudio": {"audio_duration_s": 0.1},  # of a longer sound the decoder amplifies what FP32 rounds
+}
+"""What pipelines whose names hold a word are called with beside that."""
 
-
-def pipelines() -> list[str]:
-    """Return the names of diffusers' pipeline classes."""
-    return diffusion.classes("pipelines", "DiffusionPipeline")
+ANY_OF = {"PreTrainedModel": "Qwen3Model", "Gemma2PreTrainedModel": "Gemma2Model", "GemmaPreTrainedModel": "GemmaModel"}
+"""A class for components that are annotated with a base class, which cannot be built."""
 
 
 def build(name: str) -> tuple[Any, dict[str, Any]]:
@@ -34,9 +50,7 @@ def build(name: str) -> tuple[Any, dict[str, Any]]:
     cls = getattr(diffusers, name)
     torch.manual_seed(0)
     known = parameters(cls.__init__)
-    components: dict[str, Any] = {part: None for part in LEFT_OUT if part in known}
-    if "requires_safety_checker" in known:
-        components["requires_safety_checker"] = False
+    components = {part: value for part, value in LEFT_OUT.items() if part in known}
     for part in known:
         if part not in components and part in (*required(known), *NEEDED):
             components[part] = component(known[part].annotation, name)
@@ -57,8 +71,10 @@ def component(annotation: Any, pipeline: str) -> Any:
 
     kinds = [resolved(each) for each in typing.get_args(annotation) or (annotation,)]
     for kind in (each for each in kinds if isinstance(each, type)):
-        extra = [each.get(kind.__name__, {}) for word, each in FIELDS.items() if word in pipeline]
-        fields = {name: value for each in extra for name, value in each.items()}
+        fields: dict[str, Any] = {}
+        for pipelines, classes, values in FIELDS["pipelines"]:
+            if re.search(pipelines, pipeline) and re.fullmatch(classes, kind.__name__):
+                fields |= values
         if "Scheduler" in kind.__name__:  # where any of the usual ones will do, DDIM's
             return diffusers.DDIMScheduler() if kind.__name__ in ANY_SCHEDULER else kind()
         if issubclass(kind, (transformers.PreTrainedTokenizerBase, transformers.AutoTokenizer)):
@@ -76,10 +92,8 @@ def resolved(annotation: Any) -> Any:
     import transformers
 
     name = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
-    if not isinstance(annotation, str) and name not in ANY_OF:
-        return annotation
-    name = ANY_OF.get(name, name)
-    return next((getattr(each, name) for each in (diffusers, transformers) if hasattr(each, name)), annotation)
+    name = ANY_OF.get(name, name if isinstance(annotation, str) else "")
+    return getattr(diffusers, name, None) or getattr(transformers, name, annotation)
 
 
 SPECIAL = ("<pad>", "<s>", "</s>", "<unk>")

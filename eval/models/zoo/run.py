@@ -1,16 +1,23 @@
-"""Builds every architecture small, judges it patched against unpatched, and shows which are right."""
+"""Builds every architecture small, judges it patched against unpatched, and shows which are right.
+
+Each architecture runs in a forked process of its own, so that none can stop the run or leave anything behind in it.
+"""
 
 from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import json
 import math
+import multiprocessing
+import os
+import resource
 import signal
+import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkProcess
 from typing import Annotated, Any
 
 import torch
@@ -18,74 +25,57 @@ import torch
 from pasa.eval.kit import output
 from pasa.eval.kit.device import describe
 from pasa.eval.kit.experiment import Experiment
-from pasa.eval.kit.tables import Table
+from pasa.eval.kit.options import at_least
+from pasa.eval.kit.tables import Column, Table
 from pasa.eval.models.zoo import diffusion, judging, language, pipelines
 from pasa.eval.models.zoo.judging import AMPLIFIES, FINDINGS, RELAXED, VERDICTS
-from pasa.eval.models.zoo.processes import run_all
 
 Item = tuple[str, str]  # kind and class
 Record = dict[str, Any]
 Work = tuple[Callable[[], list[str]], Callable[[str], Any], Callable[..., Iterable[judging.Case]]]
 WORK: dict[str, Work] = {
     **{
-        kind: (partial(language.architectures, kind), language.build, partial(language.cases, kind))
+        kind: (partial(language.classes, kind), language.build, partial(language.cases, kind))
         for kind in language.MAPPINGS
     },
-    diffusion.MODELS: (diffusion.models, diffusion.build, diffusion.cases),
-    pipelines.PIPELINES: (pipelines.pipelines, pipelines.build, pipelines.cases),
+    "diffusers model": (partial(diffusion.classes, "models", "ModelMixin"), diffusion.build, diffusion.cases),
+    "diffusers pipeline": (
+        partial(diffusion.classes, "pipelines", "DiffusionPipeline"),
+        pipelines.build,
+        pipelines.cases,
+    ),
 }
 """The classes of each kind, what builds one (a model and its inputs, or why not), and the cases of what was built."""
-BUILD_SECONDS = 40
-KEPT = "records.jsonl"
+SECONDS, BUILD_SECONDS, GIGABYTES = 90, 40, 12  # of one architecture
 BOUNDS = ("PLUMBING", "RELAXED", "ROUNDING", "AMPLIFIED", "SEEN")
-LIBRARIES = ("transformers", "diffusers")
-SHARED = (
-    "transformers.generation",
-    "transformers.models.llama.modeling_llama",
-    "transformers.models.clip.modeling_clip",
-    "diffusers.models.unets.unet_2d_condition",
-    "diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion",
-    "pasa.patching.transformers",
-    "pasa.patching.diffusers",
-)
-"""What most architectures import."""
+LIBRARIES = {
+    "transformers": ("LlamaForCausalLM", "CLIPModel"),
+    "diffusers": ("UNet2DConditionModel", "StableDiffusionPipeline"),
+}
+"""Classes of each library that import what most architectures share."""
 
 
 def run_zoo(
     kinds: Annotated[Sequence[str] | None, f"Kinds of classes to judge: {', '.join(WORK)} (all)."] = None,
     names: Annotated[Sequence[str] | None, "Names of classes to judge (all)."] = None,
     jobs: Annotated[int, "Processes that run at the same time."] = 2,
-    folder: Path | None = None,
-    progress: output.Report | None = None,
+    progress: output.Report = output.silent,
 ) -> Record:
     """Every architecture of transformers and diffusers, small, patched against unpatched; exit 1 if one is wrong.
 
-    A folder keeps the records of a run that is stopped; they are not made again. The result holds ``counts`` of
-    verdicts by kind, ``records`` (an architecture each, with the commit that judged it) and ``gate``: passed where no
+    The result holds ``counts`` of verdicts by kind, ``records`` (an architecture each) and ``gate``: passed where no
     patched model is wrong, refused in the middle of a call, or crashed.
-
-    Raises
-    ------
-    ValueError
-        For a kind that there is not, a class that is in none of the kinds, or fewer than one job.
     """
-    items = select(kinds, names)
-    if jobs < 1:
-        raise ValueError(f"jobs={jobs} is below 1")
-    path = None if folder is None else folder / KEPT
-    lines = path.read_text(encoding="utf-8").splitlines() if path is not None and path.is_file() else []
-    done = {(each["kind"], each["name"]): each for each in map(json.loads, lines)}
-    records: dict[Item, Record] = {item: done[item] for item in items if item in done}
-    commit = output.commit()
+    at_least(1, jobs=jobs)
+    classes = [(kind, name) for kind in WORK for name in WORK[kind][0]()]
+    if unknown := {*(kinds or ()), *(names or ())} - {each for item in classes for each in item}:
+        raise ValueError(f"{sorted(unknown)[0]!r} is neither a class nor a kind: {', '.join(WORK)}")
+    items = [(kind, name) for kind, name in classes if kind in (kinds or WORK) and (names is None or name in names)]
     preload()
-    for item, record in run_all([item for item in items if item not in done], judge_one, jobs):
-        records[item] = {"kind": item[0], "name": item[1], **record, "commit": commit}
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(output.jsonable(records[item])) + "\n")
-        if progress:
-            progress(len(records), len(items), f"{item[1]}: {record['verdict']}")
+    records: dict[Item, Record] = {}
+    for item, record in run_all(items, judge_one, jobs):
+        records[item] = {"kind": item[0], "name": item[1], **record}
+        progress(len(records), len(items), f"{item[1]}: {record['verdict']}")
     return collect([records[item] for item in items], jobs)
 
 
@@ -96,53 +86,91 @@ def collect(records: list[Record], jobs: int) -> Record:
         counts.setdefault(each["kind"], Counter())[each["verdict"]] += 1
     findings = [f"{each['kind']}: {each['name']}" for each in records if each["verdict"] in FINDINGS]
     return {
-        "experiment": "zoo",
         "gate": {"passed": not findings, "findings": findings},
         "counts": {kind: {name: each[name] for name in VERDICTS if each[name]} for kind, each in counts.items()},
         "settings": {"jobs": jobs, "bounds": {name: getattr(judging, name) for name in BOUNDS}},
-        "commits": sorted({str(each.get("commit")) for each in records}),
         "cpu_s": round(sum(each.get("seconds", 0.0) for each in records), 1),
         "records": records,
         "note": "random weights, FP32, on a CPU: patches are judged, not kernels; nothing was run on a GPU or an NPU",
-        "environment": describe(torch.device("cpu")) | {name: importlib.metadata.version(name) for name in LIBRARIES},
+        "environment": describe(torch.device("cpu"), *LIBRARIES),
     }
-
-
-def select(kinds: Sequence[str] | None, names: Sequence[str] | None) -> list[Item]:
-    """Return kind and class of what is asked for."""
-    if unknown := sorted(set(kinds or ()) - set(WORK)):
-        raise ValueError(f"{unknown[0]!r} is no kind: {', '.join(WORK)}")
-    items = [(kind, name) for kind in kinds or WORK for name in WORK[kind][0]()]
-    if missing := sorted(set(names or ()) - {name for _, name in items}):
-        raise ValueError(f"{missing[0]} is not among the {len(items)} classes of {', '.join(kinds or WORK)}")
-    return [(kind, name) for kind, name in items if names is None or name in names]
 
 
 def preload() -> None:
     """Import what all children share, once; they have one thread each."""
     torch.set_num_threads(1)
-    for library in LIBRARIES:
-        importlib.import_module(library).utils.logging.set_verbosity_error()
-    for name in SHARED:
-        importlib.import_module(name)
+    for library, names in LIBRARIES.items():
+        module = importlib.import_module(library)
+        module.utils.logging.set_verbosity_error()
+        importlib.import_module(f"pasa.patching.{library}")
+        for name in names:
+            getattr(module, name)
 
 
-class OutOfTimeError(BaseException):
-    """Ends a model that hangs unpatched; no Exception, which the code that tries the next level would catch."""
+def run_all(
+    items: Sequence[Any], work: Callable[[Any], Record], jobs: int, seconds: float = SECONDS
+) -> Iterator[tuple[Any, Record]]:
+    """Yield each item with its record as it is done; one that crashes or takes too long has a record that says so.
+
+    `work` takes an item and returns what can be pickled; it runs in a child. There are so many `jobs` at once.
+    """
+    waiting, running = list(items), dict[Connection, tuple[Any, ForkProcess, float]]()
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            item = waiting.pop(0)
+            answer, process = _start(item, work)
+            running[answer] = item, process, time.monotonic() + seconds
+        soonest = min(ends for _, _, ends in running.values()) - time.monotonic()
+        ready = wait(list(running), max(0.0, soonest))
+        for answer in [each for each in running if each in ready or running[each][2] <= time.monotonic()]:
+            item, process, _ = running.pop(answer)
+            yield item, _end(process, answer, f"not done after {seconds:.0f} s")
 
 
-def _out_of_time(number: int, frame: object) -> None:
-    raise OutOfTimeError(f"not done after {BUILD_SECONDS} s")
+def _start(item: Any, work: Callable[[Any], Record]) -> tuple[Connection, ForkProcess]:
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_work, args=(item, work, sender))
+    process.start()
+    sender.close()
+    return receiver, process
+
+
+def _work(item: Any, work: Callable[[Any], Record], answer: Connection) -> None:
+    """Run in the child: quiet, and with a limit on memory."""
+    resource.setrlimit(resource.RLIMIT_AS, (GIGABYTES << 30,) * 2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    started = time.process_time()
+    record = work(item)
+    answer.send(record | {"seconds": round(time.process_time() - started, 1)})
+
+
+def _end(process: ForkProcess, answer: Connection, why: str) -> Record:
+    """Return the answer of a child, or how it ended."""
+    try:
+        record: Record = answer.recv() if answer.poll() else {"verdict": "crashed", "why": why}
+    except EOFError:
+        process.join()
+        record = {"verdict": "crashed", "why": f"its process ended with {process.exitcode}"}
+    process.kill()
+    process.join()
+    answer.close()
+    return record
 
 
 def judge_one(item: Item) -> Record:
     """Build one architecture and judge it; runs in a child."""
     _, build, cases = WORK[item[0]]
-    signal.signal(signal.SIGALRM, _out_of_time)
+    # A model that hangs unpatched is no finding. The code that tries the next level does not catch KeyboardInterrupt.
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
     signal.alarm(BUILD_SECONDS)
     try:
         built = build(item[1])
-    except (Exception, OutOfTimeError) as error:
+    except KeyboardInterrupt:
+        built = f"not done after {BUILD_SECONDS} s"
+    except Exception as error:
         built = judging.error_line(error)
     finally:
         signal.alarm(0)
@@ -157,11 +185,12 @@ def judge_one(item: Item) -> Record:
 def count_table(result: Record) -> Table:
     """Return architectures by kind and verdict."""
     rows = [
-        [kind, str(sum(each.values())), *(str(each.get(name, 0)) for name in VERDICTS)]
+        {"kind": kind, "classes": sum(each.values())} | dict.fromkeys(VERDICTS, 0) | each
         for kind, each in result["counts"].items()
     ]
     libraries = " and ".join(f"{name} {result['environment'][name]}" for name in LIBRARIES)
-    return Table("Architectures, patched against unpatched", ["kind", "classes", *VERDICTS], rows, f"Of {libraries}.")
+    columns: dict[str, Column] = {name: name for name in ("kind", "classes", *VERDICTS)}
+    return Table.of("Architectures, patched against unpatched", rows, columns, f"Of {libraries}.")
 
 
 def case_table(result: Record) -> Table:
@@ -181,29 +210,31 @@ def case_table(result: Record) -> Table:
         f"{bounds['ROUNDING']:g}, or, where a model amplifies roundings, {bounds['AMPLIFIED']:g} times what rounding "
         f"q, k and v alone does to it (amplified: {', '.join(sorted(amplified))}). Planted: with a wrong mask."
     )
-    header = ["case", "models", "FP64, worst", "PASA, median", "PASA, worst", "amplified", "planted, median"]
-    return Table("What right ones err by", header, [_case_row(*each) for each in cases.items()], note)
 
+    def value(error: str, place: float) -> Callable[[Any], str]:  # at 0.5 the median, at 1 the worst
+        def cell(row: Any) -> str:  # JSON has None in the place of infinity
+            known = sorted(math.inf if each[error] is None else each[error] for each in row["errors"] if error in each)
+            return f"{known[min(int(place * len(known)), len(known) - 1)]:.1e}" if known else "-"
 
-def _case_row(name: str, records: list[Record]) -> list[str]:
-    """Return a row of `case_table`; JSON, which has no infinity, has None for it."""
+        return cell
 
-    def values(error: str) -> list[float]:
-        return sorted(math.inf if each[error] is None else each[error] for each in records if error in each)
-
-    plumbing, errors, planted = values("plumbing"), values("error"), values("planted")
-    shown = [f"{each:.1e}" for each in (plumbing[-1], errors[len(errors) // 2], errors[-1])]
-    amplified = sum("rounded" in each for each in records)
-    return [name, str(len(records)), *shown, str(amplified), f"{planted[len(planted) // 2]:.1e}" if planted else "-"]
+    columns: dict[str, Column] = {
+        "case": "case",
+        "models": lambda row: str(len(row["errors"])),
+        "FP64, worst": value("plumbing", 1),
+        "PASA, median": value("error", 0.5),
+        "PASA, worst": value("error", 1),
+        "amplified": lambda row: str(sum("rounded" in each for each in row["errors"])),
+        "planted, median": value("planted", 0.5),
+    }
+    rows = [{"case": name, "errors": errors} for name, errors in cases.items()]
+    return Table.of("What right ones err by", rows, columns, note)
 
 
 def reason_table(result: Record) -> Table:
     """Return every architecture that is not right."""
-    rows = [
-        [each["name"], each["kind"], each["verdict"], each["why"][:160]]
-        for each in result["records"]
-        if each["verdict"] not in ("right", "nothing to patch")
-    ]
+    left = [each for each in result["records"] if each["verdict"] not in ("right", "nothing to patch")]
+    rows = [[each["name"], each["kind"], each["verdict"], each["why"][:160]] for each in left]
     return Table("Why others are not right", ["class", "kind", "verdict", "why"], rows)
 
 
@@ -225,10 +256,8 @@ def verdict(result: Record) -> str:
 
 def summary(result: Record) -> str:
     """Return the verdict and the tables as Markdown, without the reasons."""
-    parts = [verdict(result)]
-    for table in (count_table(result), case_table(result)):
-        parts += [table.markdown(), table.note]
-    return "\n\n".join(parts)
+    tables = (count_table(result), case_table(result))
+    return "\n\n".join([verdict(result), *(part for table in tables for part in (table.markdown(), table.note))])
 
 
 EXPERIMENT = Experiment(
@@ -237,5 +266,4 @@ EXPERIMENT = Experiment(
     report=lambda result: [count_table(result), case_table(result), reason_table(result), verdict(result)],
     title="Architectures",
     needs_models=True,
-    kept="records in --output-dir are kept, and the same command goes on",
 )

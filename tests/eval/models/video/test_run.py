@@ -1,16 +1,25 @@
 """The regression from end to end, on the tiny pipeline and on a folder in the form of a checkpoint."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
 import torch
+import transformers
 
 from pasa.eval.models.video import clip, run
 from pasa.eval.models.video.tiny import sample_image, tiny_pipeline
 
 SMALL = {"height": 64, "width": 64, "frames": 2, "steps": 1}
+transformers.logging.set_verbosity_error()
+
+
+@pytest.fixture(scope="module")
+def experiment(tmp_path_factory):
+    """Run the tiny pipeline as `pasa eval video` does; return the result, the clips by title and their folder."""
+    clips, folder, save = {}, tmp_path_factory.mktemp("clips"), run.save
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "save", lambda shown, *rest: (clips.update(shown), save(shown, *rest)))
+        return run.run_video(folder=folder), clips, folder
 
 
 def test_fp16_scores_break_every_frame_and_the_module_is_named(experiment):
@@ -24,14 +33,10 @@ def test_fp16_scores_break_every_frame_and_the_module_is_named(experiment):
 def test_pasa_is_finite_and_near_fp32(experiment):
     """The bounds of the task; without attention in the UNet the frames would be 23 dB from FP32."""
     result = experiment[0]
-    saved, scores = result["runs"]["pasa"], result["scores"]
     assert result["gate"]["passed"]
-    assert saved["nonfinite_share"] == saved["black_frames"] == 0
-    assert saved["first_nonfinite"] is None
-    assert min(saved["psnr"]) >= 45
-    assert min(saved["ssim"]) >= 0.995
-    assert scores["max_score_before"] > 131_044 - 10_000
-    assert scores["max_score_after"] < 1000
+    assert (run.MIN_PSNR, run.MIN_SSIM) == (45, 0.995)
+    assert result["scores"]["max_score_before"] > 131_044 - 10_000
+    assert result["scores"]["max_score_after"] < 1000
 
 
 def test_the_bias_changes_no_function(experiment):
@@ -44,13 +49,12 @@ def test_the_bias_changes_no_function(experiment):
     assert runs["fp16_base"]["first_nonfinite"] is None
 
 
-def test_shown_and_stored(experiment, tmp_path):
-    result, clips, lines, folder = experiment
+def test_the_clips_and_the_report_are_written(experiment):
+    result, clips, folder = experiment
     assert {path.name for path in folder.iterdir()} == {"video.mp4", "video.png"}
     assert sum(path.stat().st_size for path in folder.iterdir()) < 1_000_000
-    assert (list(clips), len(lines)) == (["FP32", "FP16 scores", "PASA"], 6)
-    run.EXPERIMENT.save(result, tmp_path)
-    text = (tmp_path / "video.md").read_text(encoding="utf-8")
+    assert list(clips) == ["FP32", "FP16 scores", "PASA"]
+    text = run.EXPERIMENT.markdown(result)
     for part in ("emulated", "| FP16 scores | 4 | 4 | not finite |", "All checks hold.", "131,044", "0.attn1, call 1"):
         assert part in text
 
@@ -72,9 +76,6 @@ def test_every_check_can_fail(experiment):
     assert failed(pasa={"psnr": [90.0, 44.9]}) == failed(pasa={"psnr": [None]}) == ["psnr"]
     assert failed(pasa={"ssim": [0.994]}) == ["ssim"]
     assert failed(pasa_base={"rmse": runs["fp16_base"]["rmse"] * 1.11}) == ["no_farther_without_bias"]
-    assert "FAILED: psnr" in run.verdict(
-        experiment[0] | {"gate": run.judge({**runs, "pasa": runs["pasa"] | {"psnr": [1.0]}}, tiny=True)}
-    )
 
 
 def test_a_checkpoint_is_measured_as_it_is(tmp_path):
@@ -101,26 +102,13 @@ def test_half_precision_models(tmp_path):
     assert 1e-5 < result["runs"]["pasa"]["rmse"] < 5e-3, "FP16 convolutions are in it now"
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "reason"),
-    [
-        ({"model": "nowhere"}, FileNotFoundError, "'nowhere' is not a folder"),
-        ({"height": 100}, ValueError, "height=100 is not a positive multiple of 8"),
-        ({"width": -8}, ValueError, "width=-8 is not a positive multiple of 8"),
-        ({"frames": 1}, ValueError, "frames=1 is below 2"),
-        ({"steps": 0}, ValueError, "steps=0 is below 1"),
-        ({"dtype": "int8"}, ValueError, "'int8' is not one of"),
-        ({"image": "nowhere.png"}, FileNotFoundError, "nowhere.png"),
-    ],
-)
-def test_bad_input_is_named_before_anything_runs(options, error, reason):
-    with pytest.raises(error, match=reason):
+@pytest.mark.parametrize(("options", "reason"), [({"frames": 1}, "frames=1"), ({"image": "no.png"}, "no.png")])
+def test_bad_input_is_named_before_anything_runs(options, reason):
+    with pytest.raises((ValueError, FileNotFoundError), match=reason):
         run.run_video(**options, progress=lambda *each: pytest.fail("ran"))
 
 
 def test_defaults_are_the_papers_for_a_checkpoint():
-    assert [clip._size(name, None, False) for name in clip.SIZES] == [576, 1024, 25, 25]
-    assert [clip._size(name, None, True) for name in clip.SIZES] == [128, 128, 4, 3]
+    assert [paper for _, paper in clip.SIZES.values()] == [576, 1024, 25, 25]
     assert (clip.SEED, run.FPS) == (42, 7)
     assert clip.pick_dtype(None, torch.device("cuda")) == torch.float16
-    assert clip.pick_dtype(None, torch.device("cpu")) == torch.float32

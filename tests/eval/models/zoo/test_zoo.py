@@ -1,18 +1,14 @@
 """The architecture zoo: forty classes built and judged, the judge and the builder alone, and the stored run."""
 
-import json
 import os
 import signal
-from io import StringIO
 
 import pytest
 import torch
-from rich.console import Console
 
 import pasa
-from pasa.eval.kit.stored import stored
-from pasa.eval.models.zoo import configs, inputs, judging, language, pipelines, run
-from pasa.eval.models.zoo import processes as children
+from pasa.eval.kit.stored import pick, stored
+from pasa.eval.models.zoo import judging, language, pipelines, run
 
 LEAST_RIGHT = {"causal": 132, "base": 336, "encoder-decoder": 32, "diffusers model": 59, "diffusers pipeline": 81}
 """Classes of each kind that the stored run must have right, with transformers 5.23 and diffusers 0.42."""
@@ -43,24 +39,18 @@ def result():
     return run.run_zoo(names=list(VERDICTS), jobs=1)
 
 
-def test_the_subset_is_right_or_refused_by_name(result, tmp_path):
+def test_the_subset_is_right_or_refused_by_name(result):
     assert len(result["records"]) >= 40
     assert set(result["counts"]) == set(run.WORK), "classes of all kinds"
     assert result["gate"] == {"passed": True, "findings": []}
-    text = StringIO()
-    run.EXPERIMENT.show(result, Console(file=text, width=400))
+    text = run.EXPERIMENT.markdown(result)
+    assert "0 wrong" in text
     for each in result["records"]:
         name = each["name"]
         assert each["verdict"] == VERDICTS[name], (name, each["why"])
         assert REFUSED.get(name, "") in each["why"]
-        assert (name in text.getvalue()) == (name in REFUSED), "the report names what is not right"
-    run.EXPERIMENT.save(result, tmp_path)
-    assert json.loads((tmp_path / "zoo.json").read_text(encoding="utf-8"))["gate"]["passed"]
-    assert "0 wrong" in (tmp_path / "zoo.md").read_text(encoding="utf-8")
-
-
-def test_causal_models_are_padded_on_both_sides_and_generate(result):
-    [qwen] = [each for each in result["records"] if each["name"] == "Qwen2ForCausalLM"]
+        assert (name in text) == (name in REFUSED), "the report names what is not right"
+    [qwen] = pick(result["records"], name="Qwen2ForCausalLM")
     assert set(qwen["cases"]) == {"plain", "left padding", "right padding", "generate", "generate, left padding"}
     for errors in qwen["cases"].values():
         assert errors["plumbing"] < judging.PLUMBING < errors.get("planted", 1.0)
@@ -70,12 +60,6 @@ def test_causal_models_are_padded_on_both_sides_and_generate(result):
 def llama():
     model, accepted = language.build("LlamaForCausalLM")
     return model, list(language.cases(language.CAUSAL, model, accepted))
-
-
-@pytest.fixture
-def off_by_5_percent(monkeypatch):
-    own = pasa.attention
-    monkeypatch.setattr(pasa, "attention", lambda *tensors, **keywords: own(*tensors, **keywords) * 1.05)
 
 
 def test_a_mask_that_reaches_attention_wrong_is_wrong(llama, monkeypatch):
@@ -88,15 +72,16 @@ def test_a_mask_that_reaches_attention_wrong_is_wrong(llama, monkeypatch):
     assert "with FP64 attention in PASA's place" in record["why"]
 
 
-def test_roundings_are_drawn_again_for_models_alone_that_choose(llama, off_by_5_percent, monkeypatch):
+def test_roundings_are_drawn_again_for_models_alone_that_choose(llama, monkeypatch):
     """Story: every model was allowed 16 random roundings, and the largest of their errors excused a wrong result."""
     model, [plain, *_] = llama
-    own, draws = judging.rounded, []
+    attention, rounded, draws = pasa.attention, judging.rounded, []
 
     def counted(*tensors, draw, **keywords):
         draws.append(draw)
-        return own(*tensors, draw=draw, **keywords)
+        return rounded(*tensors, draw=draw, **keywords)
 
+    monkeypatch.setattr(pasa, "attention", lambda *tensors, **keywords: attention(*tensors, **keywords) * 1.05)
     monkeypatch.setattr(judging, "rounded", counted)
     record = judging.judge(model, [plain])
     assert record["verdict"] == "wrong"
@@ -111,7 +96,7 @@ def test_masks_of_a_model_that_is_not_named_are_judged_strictly():
     errors = {"plain": {"plumbing": 2e-4, "error": 1e-3, "rounded": 0.9, "planted": 1.0}}
     assert judging._verdict(errors, 0.0)[0] == "wrong"
     assert judging._verdict(errors, judging.RELAXED)[0] == "right"
-    right = [each for each in stored("zoo")["records"] if each["verdict"] == "right"]
+    right = pick(stored("zoo")["records"], verdict="right")
     coarse = {each["name"] for each in right for x in each["cases"].values() if x["plumbing"] > judging.PLUMBING}
     assert coarse == set(judging.AMPLIFIES)
 
@@ -139,39 +124,27 @@ def test_a_model_whose_attention_does_not_show_is_not_judged(llama):
 
 def test_tokens_that_two_close_logits_decide_are_not_wrong():
     """Steps after the first differing token have other inputs, so only the steps up to it are compared."""
-    own = judging.Generated(torch.tensor([[5, 6, 7]]), torch.ones(1, 3, 9))
-    logits = torch.ones(1, 3, 9)
+    expected, logits = judging.Generated(torch.tensor([[5, 6, 7]]), torch.ones(1, 3, 9)), torch.ones(1, 3, 9)
     logits[0, 1], logits[0, 2] = 1.001, 40
-    assert judging.distance(own, judging.Generated(torch.tensor([[5, 8, 7]]), logits)) == pytest.approx(0.001, rel=1e-3)
-    assert judging.distance(own, judging.Generated(own.tokens, logits)) == 39
+    other = judging.Generated(torch.tensor([[5, 8, 7]]), logits)
+    assert judging.distance(expected, other) == pytest.approx(0.001, rel=1e-3)
+    assert judging.distance(expected, judging.Generated(expected.tokens, logits)) == 39
 
 
 def test_outputs_at_padding_are_not_judged_and_a_nan_is_not_a_number():
-    own, other = torch.ones(2, 3, 4), torch.ones(2, 3, 4)
+    expected, other, real = torch.ones(2, 3, 4), torch.ones(2, 3, 4), torch.ones(2, 3, dtype=torch.bool)
     other[0, 0] = 9
-    real = torch.ones(2, 3, dtype=torch.bool)
-    assert judging.distance({"logits": own}, {"logits": other}, real) == 8
+    assert judging.distance({"logits": expected}, {"logits": other}, real) == 8
     real[0, 0] = False
-    assert judging.distance({"logits": own}, {"logits": other}, real) == 0
+    assert judging.distance({"logits": expected}, {"logits": other}, real) == 0
     other[1, 1, 1] = float("nan")
-    assert judging.distance([own], [other], real) == judging.distance([own], [own, own]) == float("inf")
+    assert judging.distance([expected], [other], real) == judging.distance([other], [other, other]) == float("inf")
 
 
 def test_exact_attention_takes_both_layouts():
     q, k, v = torch.randn(3, 2, 4, 5, 8)
-    heads_last = [x.transpose(1, 2) for x in (q, k, v)]
-    out = judging.exact(q, k, v, is_causal=True)
-    assert torch.equal(out, judging.exact(*heads_last, is_causal=True, tensor_layout="NHD").transpose(1, 2))
-
-
-def test_a_stopped_run_goes_on(tmp_path, monkeypatch):
-    made, right = [], {"verdict": "right", "why": "", "cases": {}}
-    monkeypatch.setattr(run, "run_all", lambda items, *_: ((x, made.append(x) or dict(right)) for x in items))
-    names = ["Qwen2ForCausalLM", "LlamaForCausalLM"]
-    run.run_zoo(["causal"], names[:1], folder=tmp_path)
-    result = run.run_zoo(["causal"], names, folder=tmp_path)
-    assert [name for _, name in made] == names
-    assert result["counts"] == {"causal": {"right": 2}}
+    out = judging.exact(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, tensor_layout="NHD")
+    assert torch.equal(judging.exact(q, k, v, is_causal=True), out.transpose(1, 2))
 
 
 def test_a_child_that_dies_or_hangs_stops_nothing():
@@ -182,39 +155,38 @@ def test_a_child_that_dies_or_hangs_stops_nothing():
             signal.pause()
         return {"verdict": "right", "why": ""}
 
-    records = dict(children.run_all(["dies", "hangs", "works"], work, jobs=2, seconds=2))
+    records = dict(run.run_all(["dies", "hangs", "works"], work, jobs=2, seconds=2))
     assert records["works"]["verdict"] == "right"
     assert records["dies"] == {"verdict": "crashed", "why": f"its process ended with -{int(signal.SIGKILL)}"}
     assert records["hangs"] == {"verdict": "crashed", "why": "not done after 2 s"}
 
 
-def test_what_is_asked_for_must_exist():
-    for arguments, message in (
-        ((["causl"],), "'causl' is no kind: causal, base"),
-        ((["causal"], ["Qwen9"]), "Qwen9 is not among"),
-        ((["causal"], ["Qwen2ForCausalLM"], 0), "jobs=0"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            run.run_zoo(*arguments)
+@pytest.mark.parametrize(
+    ("options", "value"),
+    [({"kinds": ["causl"]}, "'causl'"), ({"names": ["Qwen9"]}, "'Qwen9'"), ({"jobs": 0}, "jobs=0")],
+)
+def test_what_is_asked_for_must_exist(options, value):
+    with pytest.raises(ValueError, match=value):
+        run.run_zoo(**options)
 
 
 def test_the_stored_run_has_everything_and_nothing_wrong():
     result = stored("zoo")
     assert result["gate"]["passed"]
     assert set(result["counts"]) == set(run.WORK)
-    for kind, own in result["counts"].items():
-        assert own["right"] >= LEAST_RIGHT[kind]
-        assert sum(own.values()) == len(run.WORK[kind][0]())
+    for kind, counts in result["counts"].items():
+        assert counts["right"] >= LEAST_RIGHT[kind]
+        assert sum(counts.values()) == len(run.WORK[kind][0]())
 
 
 def test_one_layer_of_each_type_is_kept():
     from transformers import Gemma3TextConfig, Qwen2Config
 
-    small = configs.small_config(Gemma3TextConfig)
+    small = language.small_config(Gemma3TextConfig)
     assert small.num_hidden_layers == 2
     assert set(small.layer_types) == {"sliding_attention", "full_attention"}
-    assert small.sliding_window < inputs.LENGTH
-    assert configs.small_config(Qwen2Config).hidden_size == configs.WIDTH
+    assert small.sliding_window < language.LENGTH
+    assert language.small_config(Qwen2Config).hidden_size == 64
 
 
 def test_components_of_pipelines_are_named_by_texts_and_by_base_classes_too():
@@ -228,13 +200,3 @@ def test_components_of_pipelines_are_named_by_texts_and_by_base_classes_too():
     assert {each: pipelines.resolved(each) for each in annotations} == annotations
     with pytest.raises(NotImplementedError, match="no small Qwen2VLProcessor is known"):
         pipelines.component(transformers.Qwen2VLProcessor, "QwenImageEditPipeline")
-
-
-def test_a_tokenizer_for_characters_needs_no_file():
-    made = pipelines.tokenizer()
-    ids = made("a cat", padding="max_length", max_length=9).input_ids
-    assert len(ids) == 9
-    assert made.decode(ids, skip_special_tokens=True).replace(" ", "") == "acat"
-    assert max(made.get_vocab().values()) < configs.LAST_TOKEN
-    message = [{"role": "user", "content": [{"type": "text", "text": "a mat"}]}]
-    assert "a mat" in made.apply_chat_template(message, tokenize=False)
