@@ -9,7 +9,7 @@ import inspect
 import json
 import time
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
@@ -95,6 +95,19 @@ class Experiment:
         output.write_text(paths[0], stored)
         output.write_text(paths[1], f"# {self.title}\n\n{self.markdown(result)}\n")
         return [*paths, *(self.figures(result, folder) if self.figures else ())]
+
+
+def gate(checks: Mapping[str, bool], **more: Any) -> dict[str, Any]:
+    """Return the gate of a result, which passes if all checks hold."""
+    return {"passed": all(checks.values()), "checks": dict(checks), **more}
+
+
+def outcome(result: Mapping[str, Any]) -> str:
+    """Return the sentence that names the checks that failed, or says that all hold."""
+    checks = result["gate"]["checks"]
+    if failed := [name for name, passed in checks.items() if not passed]:
+        return f"FAILED: {', '.join(failed)}."
+    return "All checks hold." if len(checks) > 1 else f"One check holds ({', '.join(checks)}); no other applies."
 
 
 def verdict(result: Result, passed: str, failed: str) -> str:

@@ -10,8 +10,7 @@ from typing import Annotated, Any
 import pasa
 from pasa.eval.kit import output
 from pasa.eval.kit.device import describe, origin, pick_device
-from pasa.eval.kit.experiment import Experiment
-from pasa.eval.kit.gate import gate
+from pasa.eval.kit.experiment import Experiment, gate
 from pasa.eval.kit.options import stages
 from pasa.eval.models.diagnose import report, subjects
 from pasa.eval.models.diagnose.probe import BATCH, MATRICES, ROWS, Findings, HeadMaps, probe

@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from pasa.eval.kit.device import origin
-from pasa.eval.kit.gate import gate, outcome
+from pasa.eval.kit.experiment import gate, outcome
 from pasa.eval.kit.stored import pick
 from pasa.eval.kit.tables import Table, number, percent
 from pasa.eval.models.longbench.tasks import CATEGORIES, Task, find_task, score_item, scored_part

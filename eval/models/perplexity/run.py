@@ -12,8 +12,7 @@ import torch
 from pasa.eval.kit import output
 from pasa.eval.kit.device import describe, origin, pick_device
 from pasa.eval.kit.embedded_model import find_essays, require_built_in
-from pasa.eval.kit.experiment import Experiment
-from pasa.eval.kit.gate import gate, outcome
+from pasa.eval.kit.experiment import Experiment, gate, outcome
 from pasa.eval.kit.options import at_least
 from pasa.eval.kit.tables import Table, number
 from pasa.eval.models.precisions import REFERENCE, Subject, parse_precisions

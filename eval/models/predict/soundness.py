@@ -16,8 +16,7 @@ import pasa
 from pasa.eval.kit import output
 from pasa.eval.kit.device import origin
 from pasa.eval.kit.embedded_model import load_model, require_built_in
-from pasa.eval.kit.experiment import Experiment
-from pasa.eval.kit.gate import gate, outcome
+from pasa.eval.kit.experiment import Experiment, gate, outcome
 from pasa.eval.kit.memory import peak_bytes
 from pasa.eval.kit.options import stages
 from pasa.eval.kit.overflow_fixture import inject_overflow

@@ -13,8 +13,7 @@ import pasa
 from pasa.eval.kit import output
 from pasa.eval.kit.device import describe, origin, pick_device
 from pasa.eval.kit.embedded_model import find_essays, load_model, require_built_in
-from pasa.eval.kit.experiment import Experiment
-from pasa.eval.kit.gate import gate
+from pasa.eval.kit.experiment import Experiment, gate
 from pasa.eval.kit.options import at_least, stages
 from pasa.eval.kit.overflow_fixture import check_offset, inject_overflow
 from pasa.eval.kit.tables import Column, Table, percent

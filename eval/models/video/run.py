@@ -13,8 +13,7 @@ import torch
 import pasa
 from pasa.eval.kit import output
 from pasa.eval.kit.device import describe, origin
-from pasa.eval.kit.experiment import Experiment
-from pasa.eval.kit.gate import gate, outcome
+from pasa.eval.kit.experiment import Experiment, gate, outcome
 from pasa.eval.kit.options import stages
 from pasa.eval.kit.tables import Column, Table, short
 from pasa.eval.models.first_nonfinite import NonFiniteWatch, models_of

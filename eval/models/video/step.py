@@ -23,8 +23,7 @@ from pasa.eval.kit import output
 from pasa.eval.kit.attention_calls import AttentionCalls
 from pasa.eval.kit.device import describe, origin
 from pasa.eval.kit.error_metrics import measure_errors
-from pasa.eval.kit.experiment import Experiment
-from pasa.eval.kit.gate import gate, outcome
+from pasa.eval.kit.experiment import Experiment, gate, outcome
 from pasa.eval.kit.options import at_least, stages
 from pasa.eval.kit.tables import Column, Table, short
 from pasa.eval.kit.timing import Call, Clock, CudaClock, copy_bandwidth, interleave, ratio, summary

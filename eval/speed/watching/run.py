@@ -14,8 +14,7 @@ from torch import Tensor
 import pasa
 from pasa.eval.kit import output
 from pasa.eval.kit.device import describe, origin
-from pasa.eval.kit.experiment import Experiment
-from pasa.eval.kit.gate import gate, outcome
+from pasa.eval.kit.experiment import Experiment, gate, outcome
 from pasa.eval.kit.options import at_least
 from pasa.eval.kit.random_model import CONFIGS, build
 from pasa.eval.kit.tables import Column, Table, number

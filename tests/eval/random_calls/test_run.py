@@ -11,11 +11,12 @@ import torch
 import pasa
 from pasa.eval.kit import output
 from pasa.eval.kit.stored import stored
-from pasa.eval.random_calls import attention, kernels, run, sanitize
+from pasa.eval.random_calls import attention, kernels, run
 from pasa.eval.random_calls.backends import poison
 from pasa.eval.random_calls.cases import Case, run_case, shrink
 from pasa.eval.random_calls.inputs import make
 from pasa.eval.random_calls.run import API, FUZZ, SOAK, run_soak
+from tests import sanitize
 
 CASES = 250
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, which interprets: infinity is meant

@@ -1,8 +1,7 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 """A few small calls through the Triton kernels of attention, for a tool that watches each of their memory accesses.
 
-    python -m pasa.eval.random_calls.sanitize [NAME ...]
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m pasa.eval.random_calls.sanitize
+    python -m tests.sanitize [NAME ...]
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m tests.sanitize
 
 Run it once without the tool, so that kernels are compiled. Without PyTorch's cache every tensor is an allocation of its
 own, and an access beyond its end shows. Nothing is tuned, and beside copies, fills and casts no kernel but ours runs on
