@@ -1,4 +1,4 @@
-"""Describe the backends as data: the devices, types and options of each, and why it cannot run here.
+"""Describe each backend as data: its devices, dtypes and options, and how to find out why it cannot run here.
 
 The choice of a backend, the reasons of a refusal, the support matrix of the documents and the parameters
 of the backend tests are all computed from these records. `ops/registry.py` chooses among them.
@@ -21,15 +21,15 @@ HEAD_DIMS = (1, 512)  # 512: the widest head in use (the VAE of diffusion pipeli
 
 @dataclass(frozen=True)
 class Request:
-    """State what a call needs from a backend."""
+    """State what a call needs from a backend: its device type, its options and its properties."""
 
     device: str
     dtype: torch.dtype
     head_dim: int
     mask: str  # "none", "bool" or "float"
-    varlen: bool
-    diagnostics: bool
-    paged: bool
+    varlen: bool  # packed sequences
+    diagnostics: bool  # records statistics of scores
+    paged: bool  # keys and values are in a paged cache
     options: AttentionOptions
 
 
@@ -40,6 +40,7 @@ class Backend:
     Attributes
     ----------
     name : str
+        The value of the argument `backend` that selects it.
     module : str
         Imported on first use; defines `attend(call)`, and may define `gradients(call, grad_out, grad_lse)`.
     devices : tuple of str
@@ -57,6 +58,7 @@ class Backend:
     head_dims : (int, int)
         Smallest and largest head dimension.
     varlen, diagnostics : bool
+        Whether it serves packed sequences, and calls that record statistics of their scores.
     paged : dict, optional
         Options by name that a call over a paged cache must have; None if it serves no paged cache.
     missing : callable
@@ -114,9 +116,9 @@ class Backend:
             *((each.name, getattr(options, each.name), self.values(each.name)) for each in fields(options)),
         ]
         reasons = [
-            f"{name} {value} is not among {', '.join(map(str, has))}"
-            for name, value, has in demands
-            if has is not None and value not in has
+            f"{name} {value} is not among {', '.join(map(str, accepted))}"
+            for name, value, accepted in demands
+            if accepted is not None and value not in accepted
         ]
         for values in self.not_together:
             if all(getattr(options, name) == value for name, value in values.items()):
@@ -135,8 +137,12 @@ class Backend:
     def _paged_refusals(self, options: AttentionOptions) -> list[str]:
         if self.paged is None:
             return ["paged caches are not supported"]
-        has = {name: getattr(options, name) for name in self.paged}
-        return [f"a paged cache takes {n} {self.paged[n]}, not {has[n]}" for n in has if has[n] != self.paged[n]]
+        requested = {name: getattr(options, name) for name in self.paged}
+        return [
+            f"a paged cache takes {name} {self.paged[name]}, not {value}"
+            for name, value in requested.items()
+            if value != self.paged[name]
+        ]
 
 
 REFERENCE = Backend(

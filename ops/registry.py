@@ -1,4 +1,4 @@
-"""Choose the backend that serves a call, among the records of `ops/backends.py`: nothing else chooses."""
+"""Choose the backend that serves a call. The choice is made only here, from the records in `ops/backends.py`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def select(request: Request, name: str | None = None) -> Backend:
     ValueError
         If no backend has that name.
     NotImplementedError
-        If none can serve, with every backend's reasons.
+        If no backend can serve the request; the message has the reasons of each.
     """
     if name is not None and name not in BACKENDS:
         raise ValueError(f"backend={name!r} is not registered; registered: {sorted(BACKENDS)}")
@@ -59,11 +59,11 @@ def choose(
     needs: tuple[str, torch.dtype, int, str, bool, bool, bool],
     arithmetic: tuple[Any, ...],
 ) -> tuple[ModuleType, AttentionOptions, str]:
-    """Return the module that serves such calls, their options, and the backend's name.
+    """Return the module that serves a kind of call, the call's options, and the backend's name.
 
-    `needs` are the other fields of a `Request`. `registered` is part of the cache key, so that a
-    newly registered backend is seen. A choice holds for the whole process, because the machine does
-    not change under it. A refusal is not cached.
+    `arithmetic` are the fields of the call's `AttentionOptions`, `needs` the other fields of its `Request`.
+    `registered` is only part of the cache key, so that a newly registered backend is considered. A choice is cached for
+    the whole process, because the machine does not change. A refusal is not cached.
     """
     options = AttentionOptions(*arithmetic)
     request = Request(*needs, options)
@@ -74,10 +74,10 @@ def choose(
 
 
 def provider(function: str, device: str, head_dim: int = 0) -> ModuleType | None:
-    """Return the preferred backend's module that has this function for such a device, or None.
+    """Return the module of the preferred backend that offers `function` for a device type, or None.
 
-    Such functions are `write_pages` and `count_scores`. If the result is None, the caller uses the reference's.
-    `head_dim` is held against what the backend attends to; leave it out for a function that serves all.
+    Functions are `write_pages` and `count_scores`. If the result is None, the caller uses the reference's function.
+    A backend is skipped if `head_dim` exceeds its largest; leave `head_dim` out if the function does not depend on it.
     """
     return _find_provider(tuple(BACKENDS.values()), function, device, head_dim)
 
@@ -92,15 +92,15 @@ def _find_provider(registered: tuple[Backend, ...], function: str, device: str, 
 
 
 def warn_of_fallback(request: Request, serving: Backend) -> None:
-    """Warn, once per cause, if a backend serves although kernels that are preferred exist for the device.
+    """Warn, once per cause, if a backend of higher priority exists for the device but cannot serve here.
 
-    The cause is then this machine or the head dimension of the call. Options that preferred kernels do not have are
-    a request for another backend, so they cause no warning.
+    Only this machine, such as a missing library, and the head dimension of the call are causes. Options that the
+    preferred backend does not have are a request for another backend, so they cause no warning.
     """
     for backend in BACKENDS.values():
-        able = replace(backend, missing=lambda: None, head_dims=HEAD_DIMS)
+        ideal = replace(backend, missing=lambda: None, head_dims=HEAD_DIMS)
         preferred = backend.priority > serving.priority and request.device in backend.devices
-        if preferred and not able.refusals(request):
+        if preferred and not ideal.refusals(request):
             text = EMULATED if serving.name == "reference" else FALLBACK
             why = "; ".join(backend.refusals(request))
             notices.warn_once(text.format(device=request.device, name=serving.name, label=serving.label, why=why))
@@ -108,7 +108,7 @@ def warn_of_fallback(request: Request, serving: Backend) -> None:
 
 
 def server(device: str) -> Backend | None:
-    """Return the backend of an FP16 call on `device` with head dimension 64 and default options, or None."""
+    """Return the backend that serves an FP16 call with head dimension 64 and default options on `device`, or None."""
     try:
         return select(Request(device, torch.float16, 64, "none", False, False, False, AttentionOptions()))
     except NotImplementedError:
@@ -120,10 +120,10 @@ def servers(
     options: AttentionOptions | None = None,
     name: str | None = None,
 ) -> tuple[tuple[str, str], ...]:
-    """Return, by device type of this machine, which backend serves calls without a mask, and why no preferred one does.
+    """Return (device type, text) for each device of this machine: which backend serves calls without a mask, and why.
 
-    `calls` holds their dtypes and head dims; where their servers differ, each is listed with its calls. `name` is the
-    backend that the calls name.
+    `calls` are pairs of dtype and head dimension. If different backends serve them, the text lists each with its calls.
+    `name` is the backend that the calls request by name.
     """
     options, calls = options or AttentionOptions(), sorted(set(calls), key=lambda call: (str(call[0]), call[1]))
     rows = []

@@ -1,4 +1,4 @@
-"""End a command with its own status, or with one line that says what a user can mend."""
+"""Exit with the status of a command, or, after an error that a user can correct, with 2 and one line on stderr."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
+# Modules that may be missing, and the extra of setup.py that installs each.
 EXTRAS = {
     **dict.fromkeys(("typer", "rich", "matplotlib", "jinja2", "safetensors", "gguf", "accelerate"), "eval"),
     **dict.fromkeys(("diffusers", "transformers", "skimage", "imageio", "imageio_ffmpeg", "PIL"), "video"),
     **dict.fromkeys(("rouge", "jieba"), "longbench"),
     "triton": "triton",
 }
-BAD_INPUT = 2
-# What the library raises for what a user passed, or has installed.
+BAD_INPUT = 2  # exit status
+# Exceptions that the library raises for arguments and installations that it cannot use; all others are bugs.
 EXPECTED = (ValueError, TypeError, NotImplementedError, OSError, ImportError)
 
 
 def leave(action: Callable[[], int]) -> NoReturn:
-    """Do it and exit with what it returns, or with 2 and one line on stderr for what a user can mend."""
+    """Call `action` and exit with the status it returns; after an expected error, print one line and exit with 2."""
     try:
         sys.exit(action())
     except ModuleNotFoundError as error:
@@ -30,6 +31,6 @@ def leave(action: Callable[[], int]) -> NoReturn:
 
 
 def complain(message: str) -> int:
-    """Print one line on stderr and return the status of bad input."""
+    """Print a message as one line on stderr; return the exit status of bad input."""
     print(f"pasa: {' '.join(message.split())}", file=sys.stderr)
     return BAD_INPUT

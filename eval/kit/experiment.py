@@ -30,12 +30,11 @@ Folder = Annotated[Path | None, typer.Option(file_okay=False, help="Write JSON, 
 class Experiment:
     """One experiment: a function that measures, and how its result is shown and stored.
 
-    `name` is that of the command in its group, such as ``speed`` in `pasa bench speed`, and of the files NAME.json and
-    NAME.md; `title` heads the Markdown file. `kept` ends the message of a run with --output-dir that is stopped from
-    the keyboard. `variants` run instead if their switch --NAME is given.
-
     Attributes
     ----------
+    name : str
+        Name of the command in its group, such as ``speed`` in `pasa bench speed`, and of the files NAME.json and
+        NAME.md.
     run : callable
         Takes the command's options by keyword, and `progress`. Returns a dict that JSON can hold, or None in a process
         that reports nothing. If the dict has a ``gate``, its ``passed`` decides the exit status. The first line of the
@@ -43,11 +42,19 @@ class Experiment:
         in ``rounds: Annotated[int, "Rounds to time."] = 5``, or holds a `typer.Option`. A parameter named `folder`
         takes --output-dir.
     report : callable
-        Takes a result; returns the tables and paragraphs to show. Those of `appendix` follow in the Markdown file only.
+        Takes a result; returns the tables and paragraphs to show.
+    title : str
+        Heading of the Markdown file.
     figures : callable, optional
         Draws a result into a folder and returns the paths.
     needs_models : bool
         Whether the command builds models. It then refuses to start with a transformers that is too old.
+    kept : str
+        What a run with --output-dir leaves behind if it is interrupted from the keyboard; ends the message.
+    appendix : callable
+        As `report`; its tables and paragraphs follow in the Markdown file only.
+    variants : sequence of Experiment
+        Experiments that run in place of this one if their switch --NAME is given.
     """
 
     name: str
@@ -66,8 +73,8 @@ class Experiment:
         result = self.run(progress=progress, **options)
         if result is None:
             return None
-        taken = round(time.perf_counter() - started, 1)
-        return {"experiment": self.name, "environment": output.environment(), "duration_s": taken} | result
+        duration = round(time.perf_counter() - started, 1)
+        return {"experiment": self.name, "environment": output.environment(), "duration_s": duration} | result
 
     def show(self, result: Result, console: Console) -> None:
         """Print the tables and paragraphs of a result."""
@@ -78,7 +85,7 @@ class Experiment:
                 console.print(Text(part))
 
     def markdown(self, result: Result) -> str:
-        """Return a result as Markdown without the page title, which no heading of a table repeats."""
+        """Return a result as Markdown, without the page title; a table of the same title has no heading of its own."""
         parts: list[str] = []
         for part in (*self.report(result), *self.appendix(result)):
             if isinstance(part, Table):
@@ -98,12 +105,12 @@ class Experiment:
 
 
 def gate(checks: Mapping[str, bool], **more: Any) -> dict[str, Any]:
-    """Return the gate of a result, which passes if all checks hold."""
+    """Return a gate, which passes if all checks hold, for the field ``gate`` of a result."""
     return {"passed": all(checks.values()), "checks": dict(checks), **more}
 
 
 def outcome(result: Mapping[str, Any]) -> str:
-    """Return the sentence that names the checks that failed, or says that all hold."""
+    """Return a sentence about the gate that `gate` made: the checks that failed, or that all hold."""
     checks = result["gate"]["checks"]
     if failed := [name for name, passed in checks.items() if not passed]:
         return f"FAILED: {', '.join(failed)}."
@@ -111,7 +118,7 @@ def outcome(result: Mapping[str, Any]) -> str:
 
 
 def verdict(result: Result, passed: str, failed: str) -> str:
-    """Return the sentence `passed` if the gate passed; else `failed` and a line for each failure."""
+    """Return `passed` if the gate passed; else `failed`, and a line for each of the gate's ``failures``."""
     gate = result["gate"]
     return passed if gate["passed"] else "\n  ".join([f"{failed}:", *gate["failures"]])
 
@@ -152,7 +159,7 @@ def _choose(experiment: Experiment, switches: dict[Experiment, bool]) -> Experim
 
 
 def _accepted(chosen: Experiment, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that are set; raise ValueError for one that the chosen variant does not have."""
+    """Return the options that the user set; raise ValueError for one that the chosen variant does not have."""
     set_options = {name: value for name, value in arguments.items() if value is not None and value is not False}
     for name in set_options.keys() - inspect.signature(chosen.run).parameters:
         raise ValueError(f"--{name.replace('_', '-')} is no option of --{chosen.name}")
@@ -168,10 +175,10 @@ def _options(experiment: Experiment) -> dict[str, tuple[Any, Any]]:
     options: dict[str, tuple[Any, Any]] = {}
     for each in (experiment, *experiment.variants):
         for name, hint, default in _parameters(each.run):
-            left = experiment.variants and not isinstance(default, bool)
+            unset_is_none = experiment.variants and not isinstance(default, bool)
             if isinstance(default, (list, tuple)):  # the parser of the option reads text
                 default = ",".join(map(str, default))
-            options.setdefault(name, (_option(name, hint), None if left else default))
+            options.setdefault(name, (_option(name, hint), None if unset_is_none else default))
     for each in experiment.variants:
         options[_switch(each)] = (Annotated[bool, typer.Option(f"--{each.name}", help=_help(each))], False)
     return options
@@ -193,7 +200,7 @@ def _help(experiment: Experiment) -> str:
 
 
 def _option(name: str, hint: Any) -> Any:
-    """Return the annotation of a parameter for typer: a text in it becomes the help of an option of its type."""
+    """Return the annotation of a parameter for typer; a text in `Annotated` becomes the help of the option."""
     kind, *extras = typing.get_args(hint) if typing.get_origin(hint) is Annotated else (hint,)
     texts = [each for each in extras if isinstance(each, str)]
     if not texts:

@@ -1,4 +1,4 @@
-"""The stored runs that README.md is made of."""
+"""Load the stored results from which `docs/generate.py` writes the tables of README.md."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+# Maps names of stored runs to their files. A name is not always that of the command: "bias" is the large-bias part of
+# `pasa bench rmse`, and "rounding" is the result of `pasa eval bias`.
 RESULTS = {
     "rmse": ROOT / "eval/accuracy/rmse/results/rmse.json",
     "bias": ROOT / "eval/accuracy/rmse/results/large_bias.json",
@@ -44,11 +46,11 @@ RESULTS = {
 
 
 def stored(name: str) -> dict[str, Any]:
-    """Return one stored run."""
+    """Return the result of a stored run, by its name in `RESULTS`."""
     result: dict[str, Any] = json.loads(RESULTS[name].read_text(encoding="utf-8"))
     return result
 
 
 def pick(records: Iterable[dict[str, Any]], **fields: Any) -> list[dict[str, Any]]:
-    """Return the records with these values."""
+    """Return the records whose fields have all of these values."""
     return [each for each in records if fields.items() <= each.items()]

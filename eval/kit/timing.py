@@ -1,4 +1,4 @@
-"""Times calls on a CUDA device: interleaved rounds, cold L2, events; and the statistics, which need no device."""
+"""Time calls on a CUDA device: interleaved rounds, cold L2 cache, CUDA events. The statistics need no device."""
 
 from __future__ import annotations
 
@@ -13,21 +13,23 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-COLD_BELOW_MS = 2.0  # a longer call reads its inputs many times over: what L2 held before does not show
-FLUSH_L2 = 3  # sizes of L2 that are read before a cold call
-BUDGET_MS = 60.0  # per implementation and round
-CALLS = (3, 50)  # at least and at most, per implementation and round
-PROBES, WARM_CALLS = 5, 3
+COLD_BELOW_MS = 2.0  # a longer call reads its inputs many times over, so the initial contents of L2 do not matter
+FLUSH_L2 = 3  # a cold call follows a read of so many times the size of L2
+BUDGET_MS = 60.0  # time to spend per implementation and round
+CALLS = (3, 50)  # fewest and most calls per implementation and round
+PROBES = 5  # calls that estimate the time of an implementation before its rounds; the first is not counted
+WARM_CALLS = 3  # calls before a CUDA graph is captured
 COPY_BYTES = 2**31
 
-Rounds: TypeAlias = list[list[float]]  # milliseconds: of each call, by round
+Rounds: TypeAlias = list[list[float]]  # milliseconds of each call: one list per round
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call to time: `run` enqueues it, inside of `scope`, which is entered once for many runs.
+    """A call to time.
 
-    `restore` gives the output its shape (B, Hq, Sq, D); it is not timed.
+    `run` enqueues the call. `scope` returns a context manager that is entered once around many runs. `restore` brings
+    the output into the shape (B, Hq, Sq, D), and is not timed.
     """
 
     run: Callable[[], Tensor]
@@ -35,16 +37,16 @@ class Call:
     restore: Callable[[Tensor], Tensor] = torch.Tensor.detach
 
     def output(self) -> Tensor:
-        """Run once, and restore."""
+        """Run the call once; return its output in the shape (B, Hq, Sq, D)."""
         with self.scope():
             return self.restore(self.run())
 
 
 class CudaClock:
-    """Measures calls on the current CUDA device.
+    """Measure calls on the current CUDA device.
 
-    A cold call follows a read of three times the L2 cache. Read, not written: modified lines would go back to memory
-    inside of the timed region, which is most of the time of a short decoding step.
+    Before a cold call, three times the size of the L2 cache is read. It is not written, because modified cache lines
+    would be written back to memory during the timed call. That would be most of the time of a short decoding step.
     """
 
     def __init__(self) -> None:
@@ -55,7 +57,7 @@ class CudaClock:
         self._flushed = torch.ones(FLUSH_L2 * self.l2_bytes // 4, device=self.device)
 
     def times(self, call: Call, count: int, cold: bool) -> list[float]:
-        """Return the milliseconds of each call, by CUDA events; nothing waits in between: the device stays busy."""
+        """Return the milliseconds of each call, by CUDA events; the host does not wait between calls."""
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
         with call.scope():
             for start, stop in events:
@@ -80,7 +82,7 @@ class CudaClock:
         return statistics.median(taken)
 
     def workspace(self, call: Call) -> int:
-        """Return the peak bytes beside the output; a log-sum-exp that is not returned counts, as for every peer."""
+        """Return the peak bytes allocated besides the output; a log-sum-exp counts, even if it is not returned."""
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -117,10 +119,10 @@ Clock: TypeAlias = CudaClock  # what a benchmark takes; tests pass one that need
 def interleave(
     clock: Clock, calls: Mapping[str, Call], rounds: int, cold: bool | None = None
 ) -> tuple[dict[str, Rounds], bool]:
-    """Time calls in rounds, each call's turn once per round and the order rotated, so that drift hits all alike.
+    """Time calls in rounds; in each round every call has a turn, in rotated order, so that drift affects all alike.
 
     Return the milliseconds by name, without the first call of every turn, and whether calls were cold. If `cold` is
-    not set, they are if the fastest takes less than `COLD_BELOW_MS`: the same for all.
+    None, all calls are cold if the fastest of them takes less than `COLD_BELOW_MS`.
     """
     probes = {name: statistics.median(clock.times(call, PROBES, False)[1:]) for name, call in calls.items()}
     if cold is None:
@@ -150,24 +152,25 @@ def quantile(ordered: Sequence[float], share: float) -> float:
     return ordered[low] + (place - low) * (ordered[high] - ordered[low])
 
 
-def ratio(own: Rounds, other: Rounds) -> float:
-    """Return how many times as fast as the other: median over the rounds of median(other) / median(own)."""
+def ratio(times: Rounds, baseline: Rounds) -> float:
+    """Return the speedup over a baseline: the median over the rounds of median(baseline) / median(times)."""
     median = statistics.median
-    return median(median(theirs) / median(ours) for ours, theirs in zip(own, other, strict=True))
+    return median(median(theirs) / median(ours) for ours, theirs in zip(times, baseline, strict=True))
 
 
 def now(device: torch.device) -> float:
-    """Return seconds of wall time, after the device has done all that was enqueued."""
+    """Wait until the device has finished all enqueued work; return the wall time in seconds."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 def added_cost(plain: Call, extended: Call, turns: int, calls: int, device: torch.device) -> dict[str, float]:
-    """Compare the wall time of a call, host and device together, with that of the same call and an addition.
+    """Return by how many percent an addition to a call increases its wall time, host and device together.
 
-    Both have their turn of so many calls in alternating order; the first turn is not counted, and scopes are not timed.
-    Return medians, and median and quantiles of the turns' ratios in percent.
+    `plain` is the call without the addition, `extended` with it. In each turn both run `calls` times, in alternating
+    order. The first turn is not counted, and scopes are not timed. Return the median of both times, and of the turns'
+    increases the median and two quantiles.
     """
     times: dict[str, list[float]] = {"plain": [], "extended": []}
     both = [("plain", plain), ("extended", extended)]

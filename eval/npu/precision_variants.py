@@ -6,13 +6,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 Work = dict[str, float]
-"""Per engine: bytes by queue, "macs", "barriers", and repeats by vector call ("Add float")."""
+"""Counts of work by engine: bytes of a queue, "macs", "barriers", and repeats of a vector call such as "Add float"."""
 TILE = 128 * 128  # numbers of a score tile, which two vector cores share
-FLOATS, HALVES = TILE // 64, TILE // 128  # its repeats in FP32 and in FP16
+FLOATS, HALVES = TILE // 64, TILE // 128  # repeats (256 bytes each) of a call on a score tile, in FP32 and in FP16
 SUMS = FLOATS + FLOATS // 16  # repeats of ReduceDataBlock in a row reduction: 128 numbers to 16, 8 to 1
-HALVED = FLOATS // 16  # and those of the call between the two, 16 to 8
-ROW = 2  # repeats of a number for each row: one on each vector core
-BOTH = 2  # a call, or a barrier, on each vector core
+HALVED = FLOATS // 16  # repeats of the Add or Max between its two reductions: 16 numbers to 8
+ROW = 2  # repeats of a call on one number per row of a tile: one on each vector core
+BOTH = 2  # barriers of a tile: one on each vector core
 
 
 @dataclass(frozen=True)

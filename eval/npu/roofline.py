@@ -1,6 +1,7 @@
-"""The equations: time of an engine = work / rate; with perfect overlap the slowest bounds, with none they add up.
+"""Predict times from counted work: an engine takes work / rate.
 
-Rates are those of an Ascend 910B3 as published, from ``rates.json``: each with its source, and what is inferred in it.
+With perfect overlap the slowest engine decides; without overlap the times of the engines add up. The rates are those
+published for an Ascend 910B3. ``rates.json`` holds them with their sources, and marks what is inferred.
 """
 
 from __future__ import annotations
@@ -17,14 +18,15 @@ from pasa.eval.speed.cases import HALF_BYTES, SpeedCase
 
 RATES = Path(__file__).with_name("rates.json")
 CYCLES = "cycles of a repeat of 256 bytes, FP32 and FP16"
+# Queues that run one after the other if nothing overlaps, and paths that several queues share.
 PIPES = ("cube", "MTE1", "MTE2 cube", "FIX", "MTE2 vector", "vector", "MTE3")
 SHARED = ("L2 read", "L2 write", "HBM")
-REDUCTIONS = ("ReduceRepeat", "ReduceDataBlock")
+REDUCTIONS = ("ReduceRepeat", "ReduceDataBlock")  # calls that reduce rows
 
 
 @cache
-def load() -> dict[str, Any]:
-    """Return the file; a rate has ``value``, ``unit``, ``source`` and ``inferred``."""
+def load_rates() -> dict[str, Any]:
+    """Return the contents of ``rates.json``; a rate has ``value``, ``unit``, ``source`` and ``inferred``."""
     data: dict[str, Any] = json.loads(RATES.read_text(encoding="utf-8"))
     for each in data["rates"].values():
         each["source"] = data["sources"][each["source"]]
@@ -33,22 +35,22 @@ def load() -> dict[str, Any]:
 
 def rate(name: str) -> float:
     """Return the value of a rate in its unit."""
-    return float(load()["rates"][name]["value"])
+    return float(load_rates()["rates"][name]["value"])
 
 
 def cycles_of(call: str) -> float:
-    """Return the cycles of a repeat of a call such as ``"Add float"``; KeyError without a published rate."""
+    """Return the cycles that a repeat (256 bytes) of a vector call such as ``"Add float"`` takes."""
     name, _, dtype = call.partition(" ")
-    return float(load()[CYCLES][name][0 if dtype == "float" else 1])
+    return float(load_rates()[CYCLES][name][0 if dtype == "float" else 1])
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """A choice of transfer rates, sustained or of the queues' width; without `vector`, vector work takes no time."""
+    """The assumptions of a prediction, described by `what`."""
 
     what: str
-    peak: bool = False
-    vector: bool = True
+    peak: bool = False  # transfers run at the width of their queues, not at sustained rates
+    vector: bool = True  # vector work takes time
 
 
 SCENARIOS = {
@@ -60,13 +62,13 @@ MAIN = SCENARIOS["as written"]
 
 
 def vector_cycles(work: Work) -> float:
-    """Return the cycles of a vector queue: repeats by call, and the gap after each barrier."""
+    """Return the cycles of a vector queue: those of the repeats of all calls, and the gap after each barrier."""
     calls = {name: count for name, count in work.items() if " " in name and name not in PIPES}
     return work.get("barriers", 0.0) * rate("vector barrier") + sum(n * cycles_of(name) for name, n in calls.items())
 
 
 def vector_parts(work: Work) -> dict[str, float]:
-    """Return the seconds of a vector core in row reductions, in gaps after barriers, and in all else."""
+    """Return how many seconds a vector core spends on row reductions, gaps after barriers, and all else."""
     reductions = vector_cycles({name: count for name, count in work.items() if name.startswith(REDUCTIONS)})
     barriers = vector_cycles({"barriers": work.get("barriers", 0.0)})
     cycles = {"row reductions": reductions, "barriers": barriers, "other": vector_cycles(work) - reductions - barriers}
@@ -74,7 +76,7 @@ def vector_parts(work: Work) -> dict[str, float]:
 
 
 def engine_times(work: Work, how: Scenario, vectors: float | None = None) -> dict[str, float]:
-    """Return the seconds of each engine of one group, whose vector work so many vector cores share (all)."""
+    """Return the seconds of each engine of one group; `vectors` cores share its vector work (default: all of them)."""
     clock, vectors, width = rate("clock"), vectors or rate("vector cores"), ", peak" if how.peak else ""
     count = {name: work.get(name, 0.0) for name in ("macs", "MTE1", "MTE2 cube", "FIX", "MTE2 vector", "MTE3")}
     return {
@@ -91,24 +93,28 @@ def engine_times(work: Work, how: Scenario, vectors: float | None = None) -> dic
 
 
 def hbm_time(number_bytes: float) -> dict[str, float]:
-    """Return the seconds that the chip's memory takes for bytes that are read or written once."""
+    """Return the seconds that reading or writing so many bytes of HBM takes."""
     return {"HBM": number_bytes / (rate("groups") * rate("HBM") * rate("clock"))}
 
 
 def bound(times: Mapping[str, float]) -> tuple[str, float]:
-    """Return the slowest engine, and its time: perfect overlap."""
+    """Return the slowest engine and its time, which is the total time with perfect overlap."""
     return max(times.items(), key=lambda item: item[1])
 
 
 def serial(times: Mapping[str, float]) -> float:
-    """Return the time without overlap: one engine after the other; a shared one is not a step of its own."""
+    """Return the time without overlap: the sum over `PIPES`, or the time of one of `SHARED` if that is longer."""
     return max(sum(times.get(name, 0.0) for name in PIPES), *(times.get(name, 0.0) for name in SHARED))
 
 
 def predict_case(
     case: SpeedCase, scenario: str, ways: Mapping[str, Fit], shift: Mapping[str, Fit], plan: Mapping[str, int]
 ) -> list[dict[str, Any]]:
-    """Return the times of every allocation: the busiest group's attention, and the pass over the keys before it."""
+    """Return the times of every allocation: the pass that shifts the keys, then the busiest group's attention.
+
+    `ways` and `shift` are the fitted work of attention and of that pass, by name. `plan` holds the numbers of ``tasks``
+    and ``tiles`` of the busiest group.
+    """
     how = SCENARIOS[scenario]
     moved = case.kv_bytes + 2.0 * case.batch * case.heads * case.rows * case.dim * HALF_BYTES  # Q, K', V, O once
     records: list[dict[str, Any]] = []
@@ -130,7 +136,10 @@ def predict_case(
 
 
 def shift_times(case: SpeedCase, how: Scenario, name: str, shift: Mapping[str, Fit]) -> dict[str, float]:
-    """Return the times of K' before attention: cube cores serve the published recovery, vector cores ours."""
+    """Return the times of the pass that computes K' before attention.
+
+    The published recovery computes K' on the cube cores, the exact recovery on the vector cores.
+    """
     kernel = name.partition(" ")[0].removesuffix("-fp16")
     if kernel not in shift:
         return {"HBM": 0.0}

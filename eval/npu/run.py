@@ -113,7 +113,7 @@ def run_npu_model(progress: output.Report = output.silent) -> Record:
     lines = {
         name: [{"what": what, "change": change} for what, change in each] for name, each in substitutions(128).items()
     }
-    published = model.load()
+    published = model.load_rates()
     return {
         "note": NOTE,
         "gate": {"passed": max(predicted["fit_residuals"].values()) < RESIDUAL_LIMIT},

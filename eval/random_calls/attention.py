@@ -178,12 +178,12 @@ def is_ordinary(params: Params) -> bool:
 
 
 def arithmetic_of(params: Params, keys: int) -> Arithmetic:
-    """Return what the bounds depend on; only the reference stores outputs after every block."""
+    """Return the arithmetic of a call; only the reference stores outputs after every block."""
     blocks = -(-keys // params["block_k"])
     emulated = params["backend"] == REFERENCE
     stores = 1 + 2 * blocks * (params["accumulate"] == "fp16" and emulated)
-    summed = params["backend"] == TRITON and is_ordinary(params)
-    return Arithmetic(getattr(torch, params["dtype"]), stores, params["softmax"] != "safe", summed)
+    fp32_scores = params["backend"] == TRITON and is_ordinary(params)
+    return Arithmetic(getattr(torch, params["dtype"]), stores, params["softmax"] != "safe", fp32_scores)
 
 
 def judged(params: Params, call: Call, out: Tensor, lse: Tensor | None) -> Measures:

@@ -1,4 +1,4 @@
-"""A case comes from the seed and its index alone: kinds of case, verdicts, and how a failing case is made smaller."""
+"""Draw, run and shrink random cases. The seed and the index alone decide what a case is."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ import torch
 
 SEED = "data_seed"
 Params = dict[str, Any]
-"""Plain values that JSON holds: what a case is made of."""
+"""The parameters of a case, as plain values that JSON can hold."""
 Measures = dict[str, float]
 COUNTS = ("shape", "nan", "finite", "blind", "repeat", "same", "diagnosed", "cache", "anchors")
-"""Measures of which nothing is allowed; all others are ratios, of which 1 is."""
-SHRINKS = 200  # attempts
-TWICE_EVERY = 20  # cases: every such one may be called twice, to be compared bit for bit
+"""Measures that must be 0. All others are ratios of an error to the allowed error, which must be at most 1."""
+SHRINKS = 200  # attempts to make a failing case simpler
+TWICE_EVERY = 20  # every 20th case may be called twice, and must then give the same bits
 
 
 @dataclass(frozen=True)
 class Kind:
-    """One part of the API."""
+    """A kind of case: the part of the API that it calls, such as ``attention_varlen``; how it is drawn and judged."""
 
     draw: Callable[[Random], Params]
-    run: Callable[[Params], Measures]  # calls and judges: measured over allowed, or counts for `COUNTS`
-    share: int  # how often it is drawn, beside the others
-    simplest: Mapping[str, Any] = field(default_factory=dict)  # value of each parameter that says least, for shrinking
+    run: Callable[[Params], Measures]  # makes the call and judges it
+    share: int  # relative frequency among the kinds
+    simplest: Mapping[str, Any] = field(default_factory=dict)  # simplest value of each parameter, the goal of shrinking
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """SEED:INDEX, from which it can be drawn again."""
+        """Return SEED:INDEX, from which the case can be drawn again."""
         return f"{self.seed}:{self.index}"
 
 
@@ -51,13 +51,13 @@ class Outcome:
     """The result of a case: "correct", "absent" (its backend cannot run here), or a failure, "wrong" or "raised"."""
 
     verdict: str
-    why: str = ""  # of a failure
+    why: str = ""  # the reason, unless the verdict is "correct"
     measures: Measures = field(default_factory=dict)
-    fatal: bool = False  # the device is broken, and judges no further case
+    fatal: bool = False  # the device is broken, so no further case can be judged
 
     @property
     def failed(self) -> bool:
-        """True where the package has to be mended."""
+        """Return whether the case shows a fault of the package."""
         return self.verdict in ("wrong", "raised")
 
 
@@ -70,14 +70,14 @@ def draw_case(kinds: Mapping[str, Kind], seed: int, index: int) -> Case:
     rng = Random(f"case {seed} {index}")
     name = rng.choices(list(kinds), [kind.share for kind in kinds.values()])[0]
     params = kinds[name].draw(rng) | {SEED: rng.getrandbits(48), "twice": index % TWICE_EVERY == 0}
-    return Case(seed, index, name, json.loads(json.dumps(params)))  # as a repetition and a stored result have it
+    return Case(seed, index, name, json.loads(json.dumps(params)))  # the same types as after a reload
 
 
 def run_case(kinds: Mapping[str, Kind], case: Case) -> Outcome:
-    """Call and judge; an exception is a failure, because drawn calls are valid."""
+    """Run a case and judge it; an exception is a failure, because drawn calls are valid."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what is warned of is documented; other tests read it
+            warnings.simplefilter("ignore")  # unit tests check the warnings
             measures = kinds[case.kind].run(case.params)
     except AbsentError as error:
         return Outcome("absent", str(error))
@@ -90,7 +90,7 @@ def run_case(kinds: Mapping[str, Kind], case: Case) -> Outcome:
 
 
 def broken(measures: Measures) -> list[str]:
-    """Return the names of the bounds that do not hold; NaN holds nothing."""
+    """Return the names of the measures beyond their bounds; a measure that is NaN counts as beyond."""
     return [name for name, value in measures.items() if not value <= (0.0 if name in COUNTS else 1.0)]
 
 
@@ -111,7 +111,7 @@ def shrink(kinds: Mapping[str, Kind], case: Case) -> Case:
 
 
 def _simpler(params: Params, simplest: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield changes of one parameter: to its simplest value at once, and of a number half the way there."""
+    """Yield changes of one parameter: to its simplest value; an integer also half the way there, and one less."""
     for name, least in simplest.items():
         value = params.get(name)
         if value == least:

@@ -19,18 +19,22 @@ from pasa.eval.random_calls.truth import LIGHT, STORED, UNIT, Part, Truth, in_pi
 HALF_ULP = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-11}  # FP32 holds FP16 numbers
 SUBNORMAL = 2.0**-24  # the spacing of the smallest FP16 numbers
 LSE_SLACK = 1e-3  # nats, allowed to every log-sum-exp
-NAIVE_FACTOR, EMULATED_FACTOR = 4.0, 2.0  # times the error of the naive attention, and of the emulation
-RMSE_SLACK = 2.0**-13  # of the norm of the true output
+# A result may err by so many times the largest error of naive attention, and of the reference's emulation.
+NAIVE_FACTOR, EMULATED_FACTOR = 4.0, 2.0
+RMSE_SLACK = 2.0**-13  # RMS error allowed to every result, relative to the norm of the true output
 # `find_moved` lets the errors of two keys that compete for a row's maximum differ by 4 d, where d bounds the
 # error of one score. The standard deviation of each is at most 2/3 d, so in the RMS they differ by sqrt(2) * 2/3 d.
 # That is 0.24 of what is allowed.
 RMSE_MOVED = 0.25
 MMA_DEPTH = 16  # products that a tensor core adds in one step
-# The kernels take an anchor off keys where it is so many times as long as what it leaves, and where scores may pass
-# so many nats: ops/attention/triton/tile_math.py. A judge needs no Triton: a test holds these against its numbers.
+# The kernels subtract an anchor (a block's mean key) from the keys if two conditions hold: the anchor is at least
+# ANCHOR_GAIN times as long as the rest, and scores may exceed ANCHOR_LIMIT nats. The numbers are copied from
+# ops/attention/triton/tile_math.py, because judging must not need Triton; a test compares the copies.
 ANCHOR_GAIN, ANCHOR_LIMIT = 4.0, 2048.0
-ALL = 40.0  # nats, for FP32 holds exp(2 ALL); an error above it is allowed less than it may do
-MOST = 0.1  # of the values' spread
+# Nats. Larger errors of a score are clamped, so that exp(2 * SCORE_ERROR_LIMIT) fits FP32. Clamping only makes the
+# bound stricter.
+SCORE_ERROR_LIMIT = 40.0
+MOVED_LIMIT = 0.1  # the most that `find_moved` allows, relative to the range of the values that the row sees
 
 
 @dataclass(frozen=True)
@@ -39,13 +43,13 @@ class Arithmetic:
 
     dtype: torch.dtype  # of the output
     stores: int = 1  # roundings of an output to FP16: one, and two more for every key block that is accumulated in FP16
-    drawn: bool = False  # stochastic rounding: outputs may err by a whole spacing, not by half of one
-    summed: bool = False  # scores are FP32 sums of ordinary numbers, so D additions bound the error of a log-sum-exp
+    stochastic: bool = False  # rounded stochastically: outputs may err by a whole ulp, not by half of one
+    fp32_scores: bool = False  # scores are FP32 sums of ordinary numbers: D additions bound the error of a log-sum-exp
 
     @property
     def rounding(self) -> float:
-        """Return the relative error that its roundings may leave in an output."""
-        return HALF_ULP[self.dtype] * (1 + self.drawn) + self.stores * 2.0**-11
+        """Return the relative error that the roundings of this arithmetic may leave in an output."""
+        return HALF_ULP[self.dtype] * (1 + self.stochastic) + self.stores * 2.0**-11
 
 
 def count_faults(truth: Truth, out: Tensor, lse: Tensor) -> Measures:
@@ -58,30 +62,30 @@ def count_faults(truth: Truth, out: Tensor, lse: Tensor) -> Measures:
     }
 
 
-def judge(truth: Truth, out: Tensor, lse: Tensor, how: Arithmetic) -> Measures:
+def judge(truth: Truth, out: Tensor, lse: Tensor, arithmetic: Arithmetic) -> Measures:
     """Return the measures of one result: errors over allowed errors, and `count_faults`."""
     out, lse = out.double(), lse.double()
     good, judged = ~truth.bad, ~truth.fully_masked & ~truth.bad_rows
     keys, spread = truth.keys.unsqueeze(-1), truth.high - truth.low
-    slack = (keys * UNIT + how.rounding) * truth.largest + (1 + how.stores) * SUBNORMAL
-    outside = torch.maximum(truth.low - out, out - truth.high).clamp(min=0)
-    astray = torch.maximum(truth.heavy_low - out, out - truth.heavy_high).clamp(min=0)
+    slack = (keys * UNIT + arithmetic.rounding) * truth.largest + (1 + arithmetic.stores) * SUBNORMAL
+    beyond_range = torch.maximum(truth.low - out, out - truth.high).clamp(min=0)
+    beyond_heavy = torch.maximum(truth.heavy_low - out, out - truth.heavy_high).clamp(min=0)
     allowed = torch.expm1(2 * truth.eps).clamp(max=1.0).unsqueeze(-1) * spread + slack
     lse_error = (lse - truth.lse).abs()
     measures = count_faults(truth, out, lse) | {
-        "range": worst(outside, slack, good),
-        "heavy": worst(astray, slack + keys * math.exp(-LIGHT) * spread, good),
+        "range": worst(beyond_range, slack, good),
+        "heavy": worst(beyond_heavy, slack + keys * math.exp(-LIGHT) * spread, good),
         "error": worst((out - truth.out).abs(), allowed, good),
         "lse": worst(lse_error, LSE_SLACK + 4 * UNIT * truth.lse.abs() + truth.eps, judged),
     }
-    if how.summed:
+    if arithmetic.fp32_scores:
         additions = max(MMA_DEPTH, out.shape[-1]) * UNIT * (truth.norms + truth.added)
         measures["lse-ordinary"] = worst(lse_error, LSE_SLACK + additions, judged)
     return measures
 
 
-def against_naive(truth: Truth, naive: Tensor, out: Tensor, how: Arithmetic) -> float:
-    """Return the largest error over what is allowed: four times the error of naive attention, and the roundings.
+def against_naive(truth: Truth, naive: Tensor, out: Tensor, arithmetic: Arithmetic) -> float:
+    """Return the largest error of `out` over the allowed error: four times that of naive attention, and the roundings.
 
     Return 0 if naive attention itself gives NaN or infinity, because it then sets no limit.
     """
@@ -89,7 +93,7 @@ def against_naive(truth: Truth, naive: Tensor, out: Tensor, how: Arithmetic) -> 
     if not bool(torch.isfinite(naive[good]).all()) or not bool(good.any()):
         return 0.0
     ours, theirs = (float((x.double() - truth.out).abs().where(good, 0.0).max()) for x in (out, naive))
-    return ours / (NAIVE_FACTOR * theirs + how.rounding * float(truth.largest.max()) + SUBNORMAL)
+    return ours / (NAIVE_FACTOR * theirs + arithmetic.rounding * float(truth.largest.max()) + SUBNORMAL)
 
 
 Result = tuple[Tensor, Tensor]
@@ -101,9 +105,9 @@ def compare(
 ) -> Measures:
     """Compare a result with the reference emulation of the same arithmetic: return its errors over allowed errors.
 
-    Allowed are twice the emulation's error, the roundings, and `moved`, which `find_moved` returns. `paper` is
-    None for exact recovery. For the published recovery it is what its roundings allow beside half an ulp, relative to
-    the largest value; the log-sum-exp is then compared too.
+    The allowed error is twice the emulation's error, plus the roundings, plus `moved`, which `find_moved` returns.
+    `paper` is None for exact recovery. For the published recovery it is the additional error that its roundings may
+    cause, relative to the largest value. Only then is the log-sum-exp compared too.
     """
     moved = torch.zeros_like(truth.out) if moved is None else moved
     good, judged = ~truth.bad, ~truth.fully_masked & ~truth.bad_rows
@@ -141,17 +145,17 @@ def worst(errors: Tensor, allowed: Tensor, where: Tensor) -> float:
     return float(ratios.where(where, 0.0).max()) if ratios.numel() else 0.0
 
 
-# ---- what another order of an FP32 sum may move
+# ---- how far an output may move if an FP32 sum is formed in another order
 
 
 def find_moved(call: Call, truth: Truth) -> Tensor:
-    """Return how far outputs may lie from FP64's because scores are sums in FP32: (B, Hq, Sq, D), inputs without NaN.
+    """Return the error (B, Hq, Sq, D) that outputs may have because scores are FP32 sums; inputs must hold no NaN.
 
     With errors e_j of its scores, at most d_j, a row's output moves by sum_j p_j (exp(e_j - c) - 1) (v_j - o), where c,
     the logarithm of sum_j p_j exp(e_j), is at most that of sum_j p_j exp(d_j).
     """
     moved = in_pieces(lambda piece: {"moved": _move(piece)}, call)["moved"]
-    return torch.minimum(moved, MOST * (truth.high - truth.low))
+    return torch.minimum(moved, MOVED_LIMIT * (truth.high - truth.low))
 
 
 def _move(call: Call) -> Tensor:
@@ -159,7 +163,8 @@ def _move(call: Call) -> Tensor:
         return torch.zeros_like(call.q, dtype=torch.float64)
     part = prepare(call)
     weights = torch.softmax(part.scores, -1).nan_to_num(0.0)
-    errors, out, v = summed_error(part, call.scale).clamp(max=ALL), (weights @ part.v).float(), part.v.float()
+    errors = summed_error(part, call.scale).clamp(max=SCORE_ERROR_LIMIT)
+    out, v = (weights @ part.v).float(), part.v.float()
     common = (weights * errors.exp()).sum(-1, keepdim=True).clamp(min=1.0).log()
     changes = (weights * torch.expm1(errors + common)).float()
     columns = range(out.shape[-1])  # (rows, keys, D) at once is too large
@@ -168,18 +173,19 @@ def _move(call: Call) -> Tensor:
 
 
 def summed_error(part: Part, scale: float) -> Tensor:
-    """Return what a score may err by, in nats, as an FP32 sum of what the kernels multiply: d, (B, Hq, Sq, Skv).
+    """Return the largest error d of each score, in nats, that its FP32 summation may cause: (B, Hq, Sq, Skv).
 
-    A tensor core adds 16 products to what it has, and truncates by at most 2 u of that: s = D / 16 partial sums that
-    grow evenly up to sum |q_c k'_c| make (s + 1) u of it. D additions one by one, rounded to nearest, have a standard
-    deviation of sqrt(D) / 3 u, at most two thirds of that.
+    A tensor core adds 16 products to a partial sum in one step, and truncates by at most 2 u of the result. There are
+    s = D / 16 steps. If the partial sums grow evenly up to T = sum |q_c k'_c|, the errors add up to (s + 1) u T. With D
+    single additions, rounded to nearest, the standard deviation is sqrt(D) / 3 u T: at most two thirds of that.
     """
     q, k, exists = part.q, part.k, part.seen.any(2).unsqueeze(-1)
     mean = k.where(exists, 0.0).sum(2, keepdim=True) / exists.sum(2, keepdim=True).clamp(min=1)
     centred = (k - mean).where(exists, 0.0)
     reach = centred.norm(dim=-1, keepdim=True).amax(2, keepdim=True)
-    # A block's mean is as near to this mean as the keys are, and twice as near to its own keys: then it is long enough
-    # for any choice of blocks. Otherwise a kernel may multiply whole keys.
+    # Keys lie within `reach` of the mean of all keys, and so does a block's mean. It thus lies within 2 * reach of the
+    # block's keys. If the condition holds, the anchors are long enough whatever the blocks. Otherwise a kernel may
+    # multiply the whole keys, so the larger terms are allowed.
     anchored = mean.norm(dim=-1, keepdim=True) >= (2 * ANCHOR_GAIN + 1) * reach
     whole, rest = (q.abs() @ x.abs().mT * scale for x in (k, centred))
     terms = rest.where(anchored & (whole > ANCHOR_LIMIT), whole)

@@ -1,6 +1,7 @@
-"""Hardware counters of the kernels behind a case, by Nsight Compute: what bounds a time that misses its target.
+"""Read hardware counters of the kernels of a case with Nsight Compute, to find what limits their speed.
 
-Every kernel runs alone with cold caches, so times add up to more than a call takes in which kernels overlap.
+Nsight Compute runs every kernel alone, with cold caches. So the times of the kernels add up to more than the time of a
+call in which kernels overlap.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pasa.eval.speed.implementations import CUDNN, PLAIN, select_implementations
 WARM_CALLS = 3
 DEFAULT = ("paper", "decode-1x32k", "decode-1x128k")
 STALL = "smsp__average_warps_issue_stalled_"
-STALLS = {
+STALLS = {  # what a warp waits for, and the name of the reason in Nsight Compute
     "memory": "long_scoreboard",
     "barrier": "barrier",
     "shared memory": "short_scoreboard",
@@ -33,7 +34,7 @@ STALLS = {
     "fixed latency": "wait",
     "tensor core": "gmma",
 }
-METRICS = {  # each with the factor to its unit; ncu --print-units base gives bytes and nanoseconds
+METRICS = {  # metric of Nsight Compute, and factor to the unit shown; --print-units base gives bytes and nanoseconds
     "us": ("gpu__time_duration.sum", 1e-3),
     "DRAM MB": ("dram__bytes_read.sum", 1e-6),
     "DRAM %": ("dram__throughput.avg.pct_of_peak_sustained_elapsed", 1.0),
@@ -67,7 +68,7 @@ def run_case(case: str, implementation: str) -> None:
 
 
 def profile(case: str, implementation: str) -> list[dict[str, Any]]:
-    """Return one record per kernel of a call; NotImplementedError where ncu may not read counters."""
+    """Return one record per kernel of a call; raise NotImplementedError if ncu is not allowed to read counters."""
     metrics = [name for name, _ in METRICS.values()]
     metrics += [f"{STALL}{name}_per_issue_active.ratio" for name in STALLS.values()]
     command = ["ncu", "--csv", "--page", "raw", "--print-units", "base", "--clock-control", "none"]
@@ -82,7 +83,7 @@ def profile(case: str, implementation: str) -> list[dict[str, Any]]:
 
 
 def record(row: dict[str, str], case: str, implementation: str) -> dict[str, Any]:
-    """Return a line of ncu's table in our units, with the three largest reasons for which a warp waits."""
+    """Return the record of a line of ncu's table, in the units of `METRICS`, with the three most frequent stalls."""
     stalls = {why: number(row[f"{STALL}{name}_per_issue_active.ratio"]) for why, name in STALLS.items()}
     largest = sorted(stalls, key=lambda why: -stalls[why])[:3]
     return {
@@ -95,7 +96,7 @@ def record(row: dict[str, str], case: str, implementation: str) -> dict[str, Any
 
 
 def number(text: str) -> float:
-    """Return a number of ncu, which groups thousands; NaN where it has none."""
+    """Parse a number of ncu, which separates thousands by commas; return NaN if the text is no number."""
     try:
         return float(text.replace(",", ""))
     except ValueError:

@@ -19,12 +19,13 @@ import pasa
 from pasa.eval.kit.error_metrics import measure_errors
 from pasa.eval.speed.cases import Inputs, SpeedCase
 
-FACTOR = 2.0  # times the emulation's error
+FACTOR = 2.0  # a call may err by so many times the emulation's error
 RMSE_FLOOR = 2.0**-11  # relative; half a unit in the last place of FP16
 LSE_BOUND = 1e-3  # nats
 FP32_UNIT = 2.0**-23
 MMA_DEPTH = 16  # products that a tensor core adds in one step
-ALL_BELOW = 2**26  # elements of the scores, or of the expanded keys, up to which every row is compared: 0.5 GB in FP64
+# Up to so many scores, or elements of the expanded keys (0.5 GB in FP64), all rows are compared; above, samples.
+ALL_BELOW = 2**26
 SAMPLED_HEADS, SAMPLED_ROWS = 4, 128
 
 
@@ -76,7 +77,8 @@ class Gate:
 
     def _cut(self, rows: slice, visible: slice) -> tuple[Tensor, Tensor, Tensor]:
         """Return the sampled heads, each as a batch entry: (pairs, 1, rows or keys, D)."""
-        heads = self.pairs // (self.case.heads // self.case.kv_heads)  # pairs count (batch, head): equal groups in all
+        # A pair is batch * heads + head, so this is batch * kv_heads + kv_head.
+        heads = self.pairs // (self.case.heads // self.case.kv_heads)
         k, v = (x.flatten(0, 1)[heads, None, visible] for x in (self.inputs.k, self.inputs.v))
         return self.inputs.q.flatten(0, 1)[self.pairs, None, rows], k, v
 
@@ -86,7 +88,7 @@ class Gate:
         return torch.cat([chosen[:, :, rows] for rows, _ in self.pieces], 2)
 
     def _errors(self, out: Tensor, lse: Tensor | None) -> tuple[float, float]:
-        """Return the relative RMSE of sampled rows, and the largest error of their log-sum-exp."""
+        """Return the relative RMSE of sampled rows, and the largest error of their log-sum-exp (NaN without one)."""
         worst = math.nan if lse is None else float((lse.double() - self.golden_lse).abs().max())
         return measure_errors(out, self.golden).rmse, worst
 

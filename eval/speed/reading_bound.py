@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-"""A kernel that only reads K and V: what no decoding kernel can be faster than, launch and ramp-up included."""
+"""A kernel that only reads K and V. Its time is a lower bound for decoding, launch and ramp-up included."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 
 from pasa.eval.kit.timing import Call
 
-BLOCK, BLOCKS_EACH, WARPS = 4096, 2, 4  # the fastest of a few: many programs, dealt out as they finish
+BLOCK, BLOCKS_EACH, WARPS = 4096, 2, 4  # the fastest of a few settings; many programs balance the load
 
 
 @triton.jit
 def reading_bound(p_k, p_v, p_sum, count, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
-    """Sum of BLOCKS * BLOCK elements of each: something must come of what is read."""
+    """Add up BLOCKS * BLOCK elements of K and of V; the sum is stored so that the compiler keeps the loads."""
     o_first = tl.program_id(0) * (BLOCK * BLOCKS)
     b_sum = tl.zeros((BLOCK,), tl.float32)
     for start in range(o_first, o_first + BLOCK * BLOCKS, BLOCK):
@@ -25,8 +25,8 @@ def reading_bound(p_k, p_v, p_sum, count, BLOCK: tl.constexpr, BLOCKS: tl.conste
     tl.store(p_sum + tl.program_id(0), tl.sum(b_sum, 0))
 
 
-def reader(k: Tensor, v: Tensor) -> Call:
-    """Reads contiguous k and v, of one size, once; gives partial sums (programs,)."""
+def prepare_read(k: Tensor, v: Tensor) -> Call:
+    """Return a call that reads k and v once; both are contiguous and of one size. Its output is the partial sums."""
     programs = -(-k.numel() // (BLOCK * BLOCKS_EACH))
     sums = torch.empty(programs, dtype=torch.float32, device=k.device)
 

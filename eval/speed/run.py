@@ -204,7 +204,7 @@ def prepass(inputs: Inputs) -> Call:
 def reading(inputs: Inputs) -> Call:
     """Return a call that reads K and V once and does nothing else."""
     module: Any = importlib.import_module("pasa.eval.speed.reading_bound")  # Triton is an extra
-    call: Call = module.reader(inputs.k, inputs.v)
+    call: Call = module.prepare_read(inputs.k, inputs.v)
     return call
 
 

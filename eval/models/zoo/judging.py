@@ -31,12 +31,13 @@ PLUMBING, ROUNDING, AMPLIFIED, SEEN = 1e-4, 1e-2, 8.0, 10.0
 RELAXED = 2.0**-8
 AMPLIFIES = {"Kandinsky3UNet": "roundings of FP16 move its output by 90 %, so those of FP32 move it by 0.1 %"}
 CHOOSES = {"VQModel": "takes the nearest of its codes, and a rounding decides where two are about equally near"}
-"""Models with a bound of their own, with the reason; all others are held to `PLUMBING`, and to one rounding."""
-DRAWS = 16  # most random roundings of q, k and v to try, until one changes the same choice as PASA
+"""Architectures with wider bounds, and why; all others must stay below `PLUMBING`, and may try one rounding."""
+# The most random roundings of q, k and v to try for a model in `CHOOSES`, until one changes the same choice as PASA.
+DRAWS = 16
 STEADY = 1e-5  # the most by which two runs of the unpatched model may differ
 REFUSALS = (NotImplementedError, TypeError, ValueError)
 VERDICTS = ("right", "refused", "nothing to patch", "wrong", "refused at call", "crashed", "not judged", "not built")
-FINDINGS = ("wrong", "refused at call", "crashed")
+FINDINGS = ("wrong", "refused at call", "crashed")  # verdicts that fail the gate
 UNJUDGED = re.compile("past_key_values|attentions")  # caches, and attention weights, which PASA never forms
 Attention = Callable[..., Tensor]
 Record = dict[str, Any]
@@ -44,7 +45,7 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Case:
-    """One call of a model; `real` (B, L) is True at positions that are not padding, and only those are judged."""
+    """One call of a model. Only positions where `real` (B, L) is True are judged; the others are padding."""
 
     name: str
     call: Callable[[], Any]
@@ -112,36 +113,36 @@ def _distance(expected: Tensor, other: Tensor) -> float:
 
 
 def run(case: Case) -> Any:
-    """Return the model's output, drawn from the same random seed in every call."""
+    """Return the model's output; the random seed is the same in every call."""
     torch.manual_seed(0)
     with torch.no_grad():
         return case.call()
 
 
-def exact(q: Tensor, k: Tensor, v: Tensor, *, tensor_layout: str = "HND", **keywords: Any) -> Tensor:
+def exact_attention(q: Tensor, k: Tensor, v: Tensor, *, tensor_layout: str = "HND", **keywords: Any) -> Tensor:
     """Compute attention in FP64, with the signature of `pasa.attention`."""
     if tensor_layout in ("NHD", "BSND"):
-        return exact(*(x.transpose(1, 2) for x in (q, k, v)), **keywords).transpose(1, 2)
+        return exact_attention(*(x.transpose(1, 2) for x in (q, k, v)), **keywords).transpose(1, 2)
     known = {name: keywords[name] for name in ("attn_mask", "scale", "is_causal") if name in keywords}
     return pasa.golden_attention(q, k, v, **known)[0].to(q.dtype)
 
 
-def rounded(q: Tensor, k: Tensor, v: Tensor, *, draw: int = 0, **keywords: Any) -> Tensor:
-    """Compute FP64 attention of q, k and v rounded to FP16 or, with `draw`, changed at random by at most as much."""
+def rounded_attention(q: Tensor, k: Tensor, v: Tensor, *, draw: int = 0, **keywords: Any) -> Tensor:
+    """Compute FP64 attention of q, k and v rounded to FP16; with `draw`, of q, k and v changed at random by as much."""
     if not draw:
-        return exact(*(x.half().to(x.dtype) for x in (q, k, v)), **keywords)
+        return exact_attention(*(x.half().to(x.dtype) for x in (q, k, v)), **keywords)
     generator = torch.Generator().manual_seed(draw)
     noise = (1 + 2.0**-11 * (2 * torch.rand(x.shape, generator=generator) - 1) for x in (q, k, v))
-    return exact(*(x * each for x, each in zip((q, k, v), noise, strict=True)), **keywords)
+    return exact_attention(*(x * each for x, each in zip((q, k, v), noise, strict=True)), **keywords)
 
 
-def faulty(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Tensor:
+def faulty_attention(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Tensor:
     """Compute FP64 attention with a planted fault: without the mask, or, if there is none, without the last key."""
     if keywords.get("attn_mask") is not None or keywords.get("is_causal"):
-        return exact(q, k, v, **{**keywords, "attn_mask": None, "is_causal": False})
+        return exact_attention(q, k, v, **{**keywords, "attn_mask": None, "is_causal": False})
     length = 1 if keywords.get("tensor_layout") in ("NHD", "BSND") else 2
     fewer = max(1, k.shape[length] - 1)
-    return exact(q, k.narrow(length, 0, fewer), v.narrow(length, 0, fewer), **keywords)
+    return exact_attention(q, k.narrow(length, 0, fewer), v.narrow(length, 0, fewer), **keywords)
 
 
 def judge(model: Any, cases: Iterable[Case]) -> Record:
@@ -167,7 +168,7 @@ def judge(model: Any, cases: Iterable[Case]) -> Record:
     if verdict == "right":
         verdict, why = _verdict(errors, RELAXED if name in AMPLIFIES else 0.0)
     if verdict == "right" and distance(steady[0][1], run(steady[0][0])) > STEADY:
-        verdict, why = "wrong", "unpatched, it does not give what it gave"
+        verdict, why = "wrong", "after unpatching, the model's output differs from its output before patching"
     return {"verdict": verdict, "why": why, "cases": errors, "left_out": left_out}
 
 
@@ -190,7 +191,10 @@ def _steady(cases: Iterable[Case]) -> tuple[list[tuple[Case, Any]], list[str]]:
 
 
 def compare(case: Case, expected: Any, draws: int) -> Record:
-    """Return the errors of a patched model in one case; try at most `draws` roundings of q, k and v."""
+    """Return the errors of a patched model in one case.
+
+    Roundings of q, k and v, at most `draws`, are tried until one explains the error of PASA.
+    """
 
     def error_with(function: Attention) -> float:
         unchanged, pasa.attention = pasa.attention, function  # type: ignore[assignment]
@@ -199,12 +203,12 @@ def compare(case: Case, expected: Any, draws: int) -> Record:
         finally:
             pasa.attention = unchanged
 
-    errors = {"error": error_with(pasa.attention), "plumbing": error_with(exact)}
+    errors = {"error": error_with(pasa.attention), "plumbing": error_with(exact_attention)}
     if not isinstance(expected, Generated):
-        errors["planted"] = error_with(faulty)
+        errors["planted"] = error_with(faulty_attention)
     for draw in range(draws):
         if errors["error"] > max(ROUNDING, AMPLIFIED * errors.get("rounded", 0.0)):
-            errors["rounded"] = max(errors.get("rounded", 0.0), error_with(partial(rounded, draw=draw)))
+            errors["rounded"] = max(errors.get("rounded", 0.0), error_with(partial(rounded_attention, draw=draw)))
     return errors
 
 

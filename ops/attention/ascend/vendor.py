@@ -18,7 +18,7 @@ from pasa.ops.attention.call import Call, Results, to_fp16
 MOST_HEADS, LARGEST_GROUP = 256, 64  # the documented limits of the vendor's function
 # Values of inner_precise; the second one corrects rows that see no key.
 HIGH_PRECISION, HIGH_PRECISION_MASKED_ROWS = 0, 2
-# A value of sparse_mode. It requires a mask of MASK_SIDE squared, True = masked out, whatever the
+# A value of sparse_mode. It requires a mask of shape (MASK_SIDE, MASK_SIDE), True = masked out, for all sequence
 # lengths.
 BOTTOM_RIGHT_CAUSAL = 3
 MASK_SIDE = 2048
@@ -33,7 +33,10 @@ def missing() -> str | None:
 
 
 def attend(call: Call) -> Results:
-    """Attend as the reference does, without masks and without the guarantee; packed calls share launches by lengths."""
+    """Compute attention without a mask and without PASA's guarantee.
+
+    Packed sequences of equal lengths share a launch.
+    """
     if call.cu_q is None:
         half = to_fp16(call.q, "q"), to_fp16(call.k, "k"), to_fp16(call.v, "v")
         out, lse = _fused(*half, call.is_causal, call.scale)
@@ -46,7 +49,7 @@ def attend(call: Call) -> Results:
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Attend in as many launches as the limits on heads require."""
+    """Compute attention (B, H, S, D), in as many launches as the vendor's limits on heads require."""
     group = q.shape[1] // k.shape[1]
     if group > LARGEST_GROUP:
         k, v, group = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), 1
@@ -57,23 +60,25 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tu
 
 
 def _launch(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Call the vendor's function once; return the output and the log-sum-exp."""
     import torch_npu
 
     rows, keys, dim = q.shape[2], k.shape[2], q.shape[3]
     q, k, v = (pad_head_dim(x) for x in (q, k, v))
-    banded = is_causal and rows > 1  # a single row sees every key
-    masked_out = max(0, rows - keys) if banded else 0
+    needs_mask = is_causal and rows > 1  # a single row sees every key
+    masked_rows = max(0, rows - keys) if needs_mask else 0  # the first rows, if there are more rows than keys
     out, lse = torch_npu.npu_fused_infer_attention_score(
         q, k, v, num_heads=q.shape[1], num_key_value_heads=k.shape[1], input_layout="BNSD", scale=scale,
-        atten_mask=_causal_mask(q.device) if banded else None, sparse_mode=BOTTOM_RIGHT_CAUSAL if banded else 0,
-        inner_precise=HIGH_PRECISION_MASKED_ROWS if masked_out else HIGH_PRECISION, softmax_lse_flag=True,
+        atten_mask=_causal_mask(q.device) if needs_mask else None, sparse_mode=BOTTOM_RIGHT_CAUSAL if needs_mask else 0,
+        inner_precise=HIGH_PRECISION_MASKED_ROWS if masked_rows else HIGH_PRECISION, softmax_lse_flag=True,
     )  # fmt: skip
     out, lse = out[..., :dim].clone(), lse.reshape(q.shape[:3]).clone()
     # Set pasa's values for fully masked rows, whatever the vendor returns.
-    out[:, :, :masked_out], lse[:, :, :masked_out] = 0.0, -torch.inf
+    out[:, :, :masked_rows], lse[:, :, :masked_rows] = 0.0, -torch.inf
     return out, lse
 
 
 @cache
 def _causal_mask(device: torch.device) -> Tensor:
+    """Return the mask that `BOTTOM_RIGHT_CAUSAL` requires."""
     return torch.ones(MASK_SIDE, MASK_SIDE, dtype=torch.bool, device=device).triu(1)

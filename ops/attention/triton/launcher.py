@@ -1,8 +1,8 @@
 """Launch Triton kernels with less overhead on the host.
 
-A launch through Triton's Python layers takes the host as long as a short kernel takes the device,
-because every argument is specialised anew. Here compiled kernels are cached by what Triton would
-have specialised, and passed to Triton's launcher in C.
+A launch through Triton's Python layers takes as much host time as a short kernel takes device time,
+because Triton inspects every argument again to choose a specialisation. Here compiled kernels are
+cached by the same properties of the arguments, and passed to Triton's launcher in C.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ class Ready:
     function, packed
         The kernel's handle and packed metadata.
     early : bool
+        Whether Triton compiled it for programmatic dependent launch (it may start before the previous
+        kernel ends).
     """
 
     launch: Callable[..., None]
@@ -52,21 +54,21 @@ class Ready:
     def of(cls, kernel: Any, spelled_out: bool = False) -> Ready:
         """Load a compiled kernel onto the device.
 
-        With `spelled_out`, the caller passes tensor maps, shapes and strides in place of tensor
-        descriptors.
+        With `spelled_out`, the caller passes the parts of each tensor descriptor (tensor map, shape
+        and strides) as separate arguments.
 
         Raises
         ------
         triton.runtime.errors.OutOfResources
-            If it does not fit the device.
+            If the kernel needs more shared memory or registers than the device has.
         NotImplementedError
-            If it needs scratch memory, as instrumented kernels do.
+            If the kernel needs scratch memory, as instrumented kernels do.
         """
         launcher = kernel.run
         if not hasattr(launcher, "launch"):
-            launcher()  # Triton keeps, for a kernel that did not fit once, a call that raises that error again
+            launcher()  # for a kernel that did not fit, Triton stores a function that raises the error again
         if launcher.global_scratch_size or launcher.profile_scratch_size:
-            raise NotImplementedError(f"{kernel.name} wants scratch memory, which this launch does not give")
+            raise NotImplementedError(f"{kernel.name} needs scratch memory, which this launch does not allocate")
         launch = launcher.launch
         if spelled_out and inspect.isfunction(launch):
             launch = inspect.getclosurevars(launch).nonlocals.get("launcher", launch)
@@ -86,7 +88,7 @@ class Ready:
 
 
 class Pointer:
-    """A part of a tensor, for a kernel; a view of it would cost the host as much as an allocation."""
+    """A pointer into a tensor, as a kernel argument; a view instead would cost as much host time as an allocation."""
 
     __slots__ = ("address", "dtype", "owner")
 
@@ -144,7 +146,7 @@ def launch(
     ready.run(grid, stream, *tensors, *numbers, *(None,) * len(constants))
 
 
-# It grows no further than Triton's own cache of compiled kernels, which has no limit either.
+# Has no limit, as Triton's own cache of compiled kernels has none.
 _ready: dict[tuple[Any, ...], Ready] = {}
 
 
@@ -159,14 +161,14 @@ def _prepare(compiled: Any) -> Ready | None:
 
 
 def _pointer_kind(x: Any) -> tuple[Any, ...]:
-    """Return what Triton specialises a pointer by: element type, 16-byte alignment, tile shape of a descriptor."""
+    """Return the properties by which Triton specialises a pointer: dtype, and 16-byte alignment or descriptor tile."""
     if isinstance(x, (Tensor, Pointer)):
         return x.dtype, x.data_ptr() % 16 == 0
     return x.base.dtype, *x.block_shape
 
 
 def _number_kind(number: Any) -> int:
-    """Return what Triton specialises a number by: 1, multiples of 16, and integers beyond 32 bits."""
+    """Return a code of the properties by which Triton specialises a number: 1, divisible by 16, beyond 32 bits."""
     if isinstance(number, float):
         return -1
     return 1 if number == 1 else 2 * (number % 16 == 0) + 4 * (number >= 2**31)

@@ -4,7 +4,7 @@ import pytest
 
 from pasa.eval.npu import roofline as model
 from pasa.eval.npu.precision_variants import Fit, fit, mixed, substituted, substitutions
-from pasa.eval.npu.roofline import cycles_of, load, rate
+from pasa.eval.npu.roofline import cycles_of, load_rates, rate
 
 
 def test_an_engines_time_is_its_work_over_its_rate() -> None:
@@ -59,4 +59,6 @@ def test_substituted_calls_have_a_rate_and_every_rate_a_source() -> None:
     lines = [line for found in substitutions(64).values() for line in found]
     for name in {key for _, change in lines for key in change if " " in key and key not in model.PIPES}:
         assert cycles_of(name) > 0
-    assert all(each["value"] > 0 and "(git" in each["source"] and each["unit"] for each in load()["rates"].values())
+    assert all(
+        each["value"] > 0 and "(git" in each["source"] and each["unit"] for each in load_rates()["rates"].values()
+    )

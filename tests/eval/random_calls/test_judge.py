@@ -86,12 +86,12 @@ def test_a_row_is_judged_by_the_values_that_it_sees():
 
 def test_a_log_sum_exp_of_ordinary_fp32_scores_is_held_against_the_sum():
     _, true, (out, _) = attended(a_case())
-    lse, how = true.lse.float(), dataclasses.replace(FP16, summed=True)
+    lse, how = true.lse.float(), dataclasses.replace(FP16, fp32_scores=True)
     assert judge.judge(true, out, lse, how)["lse-ordinary"] < 0.01
     lse[0, 1, 4] += 2e-3
     assert broken(judge.judge(true, out, lse, how)) == ["lse-ordinary"]
-    for how, summed in (({"data": "bias"}, True), ({"data": "largest"}, False), ({"backend": "reference"}, False)):
-        assert attention.arithmetic_of(a_case(**{"backend": "triton"} | how), 45).summed == summed
+    for how, fp32_scores in (({"data": "bias"}, True), ({"data": "largest"}, False), ({"backend": "reference"}, False)):
+        assert attention.arithmetic_of(a_case(**{"backend": "triton"} | how), 45).fp32_scores == fp32_scores
 
 
 @pytest.mark.parametrize("recovery", ["exact", "paper"])

@@ -1,8 +1,9 @@
 """Triton kernels that count events in the scores of sampled query rows; spec/watch.py defines rows and counters.
 
-Keys are split among programs, which keep the two largest scores of a row and the number of scores beyond FP16. A second
-kernel joins them. In each row, a program keeps the two largest scores of every column of its tiles, so that the loop
-over keys has no reduction.
+Keys are split among programs. For each row, a program finds the two largest scores among its keys, and how many exceed
+FP16's range. A second kernel joins these results. Inside its loop over tiles of keys, a program keeps the two largest
+scores of every (row, column) of a tile, because a reduction in the loop would cost time. It reduces the columns once,
+at the end.
 """
 
 import triton
@@ -10,15 +11,16 @@ import triton.language as tl
 
 from pasa.ops.attention.triton.tile_math import FP16_MAX, INF
 
-FIRST_BLOCK = tl.constexpr(128)  # first keys, with which the others are compared; as in spec/watch.py
-FIELDS = tl.constexpr(5)  # for a row and a share of keys: largest, second, first block's largest, seen, beyond FP16
+FIRST_BLOCK = tl.constexpr(128)  # number of first keys whose largest score is the reference; as in spec/watch.py
+# Per row and share of the keys: largest score, second, first block's largest, scores seen, scores beyond FP16.
+FIELDS = tl.constexpr(5)
 
 
 @triton.jit
 def sampled_rows(base, first, tile, length, STRIDE: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return which of the `length` query rows that share a key head are sampled (M,), and which of these exist.
+    """Return the sampled query rows (M,) of a tile, and which of them exist; `length` query rows share a key head.
 
-    base: number of the head's first row in the call; first: number of the call's first sampled row.
+    base: index, within the call, of the first of these rows; first: index of the call's first sampled row.
     """
     skip = (first + STRIDE - base % STRIDE) % STRIDE
     o_row = skip + (tile * BLOCK_M + tl.arange(0, BLOCK_M)) * STRIDE
@@ -65,7 +67,7 @@ def watch_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,  # divides FIRST_BLOCK
 ):
-    """Count for one tile of sampled rows that share a key head, over one share of the keys."""
+    """Find the `FIELDS` of one tile of sampled rows that share a key head, over one share of the keys."""
     work = tl.program_id(0)
     kv_head = tl.cast(work // tiles % kv_heads, tl.int64)
     batch = tl.cast(work // tiles // kv_heads, tl.int64)
@@ -80,7 +82,7 @@ def watch_kernel(
     b_q = tl.load(p_rows[:, None] + o_d[None, :], mask=m_row[:, None] & (o_d < D)[None, :], other=0.0).to(tl.float16)
     p_keys = p_k + batch * stride_kb + kv_head * stride_kh
     p_rows_mask = p_mask + batch * stride_mask_b + o_head * stride_mask_h + o_row * stride_mask_m
-    # the keys of this program that some row of the tile may see
+    # Keys begin to end: the program's share, up to the last key that some row of the tile may see.
     begin = tl.program_id(1) * share
     last = tl.where(m_row, keys, 0)
     if CAUSAL:
@@ -107,7 +109,7 @@ def watch_kernel(
                 m_seen = m_seen & (b_mask != 0.0)
             else:
                 b_s += b_mask
-        m_seen = m_seen & (tl.abs(b_s) < INF)  # false for NaN
+        m_seen = m_seen & (tl.abs(b_s) < INF)  # False for NaN and infinity, which count as masked out
         b_s = tl.where(m_seen, b_s, -INF)
         b_next = tl.maximum(b_next, tl.minimum(b_top, b_s))
         b_top = tl.maximum(b_top, b_s)

@@ -75,14 +75,14 @@ def test_a_mask_that_reaches_attention_wrong_is_wrong(llama, monkeypatch):
 def test_roundings_are_drawn_again_for_models_alone_that_choose(llama, monkeypatch):
     """Story: every model was allowed 16 random roundings, and the largest of their errors excused a wrong result."""
     model, [plain, *_] = llama
-    attention, rounded, draws = pasa.attention, judging.rounded, []
+    attention, rounded, draws = pasa.attention, judging.rounded_attention, []
 
     def counted(*tensors, draw, **keywords):
         draws.append(draw)
         return rounded(*tensors, draw=draw, **keywords)
 
     monkeypatch.setattr(pasa, "attention", lambda *tensors, **keywords: attention(*tensors, **keywords) * 1.05)
-    monkeypatch.setattr(judging, "rounded", counted)
+    monkeypatch.setattr(judging, "rounded_attention", counted)
     record = judging.judge(model, [plain])
     assert record["verdict"] == "wrong"
     assert "rounding alone explains less" in record["why"]
@@ -143,8 +143,8 @@ def test_outputs_at_padding_are_not_judged_and_a_nan_is_not_a_number():
 
 def test_exact_attention_takes_both_layouts():
     q, k, v = torch.randn(3, 2, 4, 5, 8)
-    out = judging.exact(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, tensor_layout="NHD")
-    assert torch.equal(judging.exact(q, k, v, is_causal=True), out.transpose(1, 2))
+    out = judging.exact_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, tensor_layout="NHD")
+    assert torch.equal(judging.exact_attention(q, k, v, is_causal=True), out.transpose(1, 2))
 
 
 def test_a_child_that_dies_or_hangs_stops_nothing():
