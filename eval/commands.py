@@ -28,6 +28,7 @@ from pasa.eval.random_calls import run as random_calls
 from pasa.eval.research.fp8_scaling import overhead
 from pasa.eval.research.fp8_scaling import run as fp8
 from pasa.eval.research.rounding_training import gpu, training
+from pasa.eval.research.rounding_triggers import run as triggers
 from pasa.eval.speed import counters
 from pasa.eval.speed import run as speed
 from pasa.eval.speed.ring import run as ring
@@ -44,7 +45,7 @@ evaluate = typer.Typer(name="eval", help="Whole models, with and without PASA; b
 PREDICT = replace(predict.EXPERIMENT, variants=(predict.PAPER_TABLES, soundness.EXPERIMENT, soundness.AUTO))
 for _group, _modules in (
     (bench, (rmse, gradients, cost, speed, counters, ring, watching, throughput, step, npu, overhead)),
-    (evaluate, (bias, longbench, perplexity, video, fp8, zoo)),
+    (evaluate, (bias, longbench, perplexity, video, fp8, triggers, zoo)),
     (app, (doctor, beta, diagnose, rescue)),
 ):
     for _module in _modules:

@@ -1,15 +1,16 @@
-"""Measures the bias of every arm on every case, judges it, and compares triggers for stochastic rounding."""
+"""Measures the bias of every arm on every case, and judges it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import product
 from statistics import NormalDist
 from typing import Annotated, Any
 
 import torch
 
-from pasa.eval.accuracy.rounding_bias.arithmetic import ARMS, PLACES, Z_95, measure, quotient
+from pasa.eval.accuracy.rounding_bias.arithmetic import ARMS, PLACES, Z_95, measure
 from pasa.eval.accuracy.rounding_bias.arithmetic import output as attend
 from pasa.eval.accuracy.rounding_bias.cases import BELOW, BLOCK_K, CASES, CONTROLS, KEYS, Case, make_rows
 from pasa.eval.kit import experiment, output
@@ -18,8 +19,6 @@ from pasa.eval.kit.experiment import Experiment
 from pasa.eval.kit.options import at_least
 from pasa.eval.kit.stored import pick
 from pasa.eval.kit.tables import Table
-from pasa.ops.attention.spec.repeated_maxima import repeats
-from pasa.ops.numerics.dither import is_structured, round_stochastic
 from pasa.ops.numerics.formats import round_to
 
 DIM = 64
@@ -29,13 +28,6 @@ CONFIDENCE = 0.95  # of all gates together
 FORMATS_16 = ("bf16", "fp16")
 GATED_FORMAT = "bf16"
 TITLES = {"nearest": "nearest", "published": "published rule", "ours": "ours", "stochastic": "stochastic"}
-TRIGGER_DIM = 128  # twice the columns that the operator looks at
-COLUMNS = (32, 64, TRIGGER_DIM)  # that a trigger looks at
-TRIGGER_CASES = (
-    *(Case(maxima, "smaller") for maxima in ("two", "near", "blocks", "three", "four", "one")),
-    *(Case(maxima, "smaller", "one binade") for maxima in ("three", "six")),
-    Case("random", "same"),
-)
 Record = dict[str, Any]
 
 
@@ -46,22 +38,17 @@ def run_bias(
 ) -> Record:
     """Signed errors where rows repeat their maximum, by rule; exit 1 if ours keeps a bias or adds an error.
 
-    ``records``: bias of O and delta in two formats and two places of rounding; ``detection``: the study of triggers;
-    ``examples``: the worked ones.
+    ``records``: bias of O and delta in two formats and two places of rounding; ``examples``: the
+    worked ones.
     """
     at_least(LEAST_ROWS, rows=rows)
     at_least(0, seed=seed)
     generator = torch.Generator().manual_seed(seed)
-    parts = {"records": (CASES, measure_case), "detection": (TRIGGER_CASES, compare_triggers)}
-    done, total = 0, len(FORMATS_16) * (len(CASES) + len(TRIGGER_CASES))
-    measured: dict[str, list[Record]] = {}
-    for part, (cases, study) in parts.items():
-        measured[part] = []
-        for fmt in FORMATS_16:
-            for case in cases:
-                progress(done, total, f"{fmt}, {part}: {case.name}")
-                measured[part] += study(fmt, case, rows, generator)
-                done += 1
+    records: list[Record] = []
+    jobs = list(product(FORMATS_16, CASES))
+    for done, (fmt, case) in enumerate(jobs):
+        progress(done, len(jobs), f"{fmt}: {case.name}")
+        records += measure_case(fmt, case, rows, generator)
     examples = worked_examples()
     return {
         "note": output.NOTE,
@@ -69,8 +56,8 @@ def run_bias(
         "cases": [{"name": case.name} | asdict(case) for case in CASES],
         "places": PLACES,
         "examples": examples,
-        "gate": judge(measured["records"], examples),
-        **measured,
+        "gate": judge(records, examples),
+        "records": records,
     }
 
 
@@ -84,23 +71,6 @@ def measure_case(fmt: str, case: Case, rows: int, generator: torch.Generator) ->
         for place in PLACES
         for arm in ARMS
     ]
-
-
-def compare_triggers(fmt: str, case: Case, rows: int, generator: torch.Generator) -> list[Record]:
-    """Return the bias that each trigger for stochastic rounding leaves, and the share of rows that it draws."""
-    data = make_rows(case, fmt, rows, TRIGGER_DIM, generator)
-    exact, out = data.exact(), quotient(data, "fp32", "safe")
-    nearest, drawn = round_to(out, fmt), round_stochastic(out, fmt)
-    none = torch.zeros(rows, 1, dtype=torch.bool)
-    flags = {"never": none, "always": ~none}
-    flags["two scores within 1e-3"] = repeats(data.scores, data.scores.amax(-1, keepdim=True))
-    flags |= {f"leaning, {columns} columns": is_structured(out, fmt, columns) for columns in COLUMNS}
-    records = []
-    for name, flagged in flags.items():
-        errors = measure(torch.where(flagged, drawn, nearest), exact, data.grad, fmt)
-        head = {"case": case.name, "format": fmt, "trigger": name, "drawn": float(flagged.double().mean())}
-        records.append(head | {field: errors[field] for field in ("bias", "interval", "rms")})
-    return records
 
 
 def worked_examples() -> Record:
@@ -173,11 +143,10 @@ def describe_failure(check: Mapping[str, bool], arms: Mapping[str, Record]) -> s
 
 
 def report(result: Record) -> list[Table | str]:
-    """Return bias of O and of delta by format and place, triggers, worked examples."""
+    """Return bias of O and of delta by format and place, and worked examples."""
     places = [(fmt, place) for fmt in FORMATS_16 for place in PLACES]
     bias = [bias_table(result, fmt, place, of) for of in ("O", "delta") for fmt, place in places]
-    triggers = [trigger_table(result, fmt) for fmt in FORMATS_16]
-    return [*bias, *triggers, example_table(result), verdict(result), origin(result)]
+    return [*bias, example_table(result), verdict(result), origin(result)]
 
 
 def bias_table(result: Record, fmt: str, place: str, of: str = "O", cases: Sequence[str] | None = None) -> Table:
@@ -202,19 +171,6 @@ def signed(record: Record, prefix: str = "") -> str:
     """Return +0.1234 ± 0.0012; a stored result has None in place of NaN."""
     value, interval = record[f"{prefix}bias"], record[f"{prefix}interval"]
     return "NaN" if value is None or interval is None else f"{value:+.4f} ± {interval:.4f}"
-
-
-def trigger_table(result: Record, fmt: str) -> Table:
-    """Return a row for every trigger; for every case the bias that is left, and the rows that are drawn."""
-    studied = pick(result["detection"], format=fmt)
-    cases = list(dict.fromkeys(each["case"] for each in studied))
-    rows = []
-    for trigger in dict.fromkeys(each["trigger"] for each in studied):
-        line = {each["case"]: each for each in pick(studied, trigger=trigger)}
-        found = [line[case] for case in cases]
-        rows.append([trigger, *(f"{x['bias']:+.4f} ({100 * x['drawn']:.1f} %, {x['rms']:.3f})" for x in found)])
-    note = "Bias of O that is left (rows that are drawn, RMS of the error), D = 128, O / l rounded once."
-    return Table(f"Which rows to draw, {fmt.upper()}", ["trigger", *cases], rows, note)
 
 
 def example_table(result: Record) -> Table:

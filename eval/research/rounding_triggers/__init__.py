@@ -1,0 +1,1 @@
+"""Which rows stochastic rounding should draw."""
