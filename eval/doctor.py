@@ -153,7 +153,8 @@ def report(result: dict[str, Any]) -> list[Table | str]:
     rows += [[f"device {name}", value or "none"] for name, value in result["devices"].items()]
     for status in result["backends"]:
         serves = f"; serves {', '.join(status['serves'])}" if status["serves"] else ""
-        rows.append([f"backend {status['name']}", f"{_yes(status['available'])}: {status['reason']}{serves}"])
+        available = "yes" if status["available"] else "no"
+        rows.append([f"backend {status['name']}", f"{available}: {status['reason']}{serves}"])
     cache = result["cache_dir"]
     rows.append(["cache folder", f"{cache['path']}{'' if cache['exists'] else ' (not made yet)'}"])
     rows += [[f"package {name}", version or "not installed"] for name, version in result["packages"].items()]
@@ -163,10 +164,6 @@ def report(result: dict[str, Any]) -> list[Table | str]:
         ["Ascend C kernels", ascend_c_line(result["ascend_c"])],
     ]
     return [Table("pasa doctor", ["what", "state"], rows, wraps="state"), verdict(result["self_check"])]
-
-
-def _yes(available: bool) -> str:
-    return "yes" if available else "no"
 
 
 def kernels_line(result: dict[str, Any]) -> str:
