@@ -14,7 +14,7 @@ Result = dict[str, Any]
 Record = dict[str, Any]
 GPU, CPU, EMULATED, MODELLED, NOT_RUN = "measured", "CPU", "emulated on a CPU", "modelled", "not run"
 FEW, MANY, BIAS = 8192, 16384, 362  # tokens and bias of `pasa bench model`
-LARGEST = 131072  # offset of `pasa eval perplexity` that FP16 cannot hold
+LARGEST = 131072  # offset of `pasa eval ppl` that FP16 cannot hold
 PAPER, QWEN = "paper", "1x28/4x8192x128"  # shapes of `pasa bench speed` and `pasa bench gradients`
 GIB = 2**30
 

@@ -67,6 +67,8 @@ class Backend:
         Maps device types to the names of functions that it offers in addition to attention; see `provider`.
     label : str
         How the backend computes, and where that has been run: on the device, emulated, or not at all.
+    guaranteed : bool
+        Whether finite inputs give finite outputs, however large the scores are.
     priority : int
         Of the backends that can serve a call, the one of highest priority does.
     """
@@ -86,6 +88,7 @@ class Backend:
     diagnostics: bool = True
     paged: dict[str, str] | None = field(default_factory=dict)
     functions: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    guaranteed: bool = True
     priority: int = field(default=0)
 
     def __post_init__(self) -> None:
@@ -208,7 +211,6 @@ VENDOR: Backend = Backend(
         "precision": ("pasa",),
         "recovery": ("exact",),
         "block_q": None,
-        "block_k": None,
         "overflow": ("inf",),
         "softmax": ("safe",),
         "accumulate": ("fp32",),
@@ -216,5 +218,6 @@ VENDOR: Backend = Backend(
     head_dims=(1, 256),
     diagnostics=False,
     paged=None,
+    guaranteed=False,
     priority=1,
 )

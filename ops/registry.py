@@ -95,12 +95,13 @@ def warn_of_fallback(request: Request, serving: Backend) -> None:
     """Warn, once per cause, if a backend of higher priority exists for the device but cannot serve here.
 
     Only this machine, such as a missing library, and the head dimension of the call are causes. Options that the
-    preferred backend does not have are a request for another backend, so they cause no warning.
+    preferred backend does not have are a request for another backend, so they cause no warning, unless the backend
+    that serves has no guarantee.
     """
     for backend in BACKENDS.values():
         ideal = replace(backend, missing=lambda: None, head_dims=HEAD_DIMS)
         preferred = backend.priority > serving.priority and request.device in backend.devices
-        if preferred and not ideal.refusals(request):
+        if preferred and not (serving.guaranteed and ideal.refusals(request)):
             text = EMULATED if serving.name == "reference" else FALLBACK
             why = "; ".join(backend.refusals(request))
             notices.warn_once(text.format(device=request.device, name=serving.name, label=serving.label, why=why))

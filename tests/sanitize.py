@@ -61,6 +61,8 @@ def main(names: Sequence[str] = ()) -> int:
     """Run the calls of these names, or all but `control`; return 1 if one is wrong."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     others = {"shift-before": shift_before, "control": control}
+    if unknown := set(names) - CALLS.keys() - others.keys():
+        raise ValueError(f"{', '.join(sorted(unknown))}: choose among {', '.join((*CALLS, *others))}")
     wrong = False
     for name in names or [*CALLS, "shift-before"]:
         bounds = others[name](device) if name in others else run(name, device)

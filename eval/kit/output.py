@@ -97,6 +97,14 @@ def to_json(result: dict[str, Any]) -> str:
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
+def read_json(path: Path) -> Any:
+    """Return what a JSON file holds; a ValueError names a file that cannot be read."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} holds no JSON ({error}): delete it, or choose another folder") from error
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a file, making its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)

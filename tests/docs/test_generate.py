@@ -174,7 +174,6 @@ def test_stored_watching_costs_a_model_little():
     costs = [each["cost_percent"] for each in result["records"] if each["kind"] == "model"]
     assert len(costs) == 3
     assert max(costs) < 2
-    assert not result["settings"]["small"]
 
 
 def test_unknown_part_is_an_error():

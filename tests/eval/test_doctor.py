@@ -1,5 +1,7 @@
 """`pasa doctor`: its checks, and the devices that it checks."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -74,6 +76,18 @@ def test_every_backend_is_checked_on_every_device_or_said_not_to_be(gpus, monkey
     }
     assert {each["backend"] for each in found["not_checked"]} == {"npu", "vendor"}
     assert "not checked: npu, torch_npu is not installed" in doctor.verdict(found)
+
+
+@pytest.mark.parametrize(("priority", "passed"), [(-1, True), (9, False)])
+def test_a_backend_without_the_guarantee_counts_only_where_it_serves(monkeypatch, priority, passed):
+    reference = registry.BACKENDS["reference"]
+    other = dataclasses.replace(reference, name="other", guaranteed=False, priority=priority)
+    monkeypatch.setattr(registry, "BACKENDS", {"reference": reference, "other": other})
+    monkeypatch.setattr(doctor, "torch_devices", lambda: ["cpu"])
+    checked = doctor.check
+    wrong = {"passed": False, "max_error": 1.0}
+    monkeypatch.setattr(doctor, "check", lambda name, *rest: checked(name, *rest) | (wrong if name == "other" else {}))
+    assert doctor.self_check()["passed"] == passed
 
 
 def test_no_check_stands_for_a_machine_without_kernels(monkeypatch):

@@ -203,6 +203,7 @@ def test_restrictions_cover_the_record():
         "label",
         "priority",
         "functions",
+        "guaranteed",  # it decides on a warning, not on a refusal
     }
 
 

@@ -108,7 +108,7 @@ class _Run:
             "half": subject.half,
             "device": subject.device.type,
         }
-        stored = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        stored = output.read_json(file) if file.is_file() else {}
         pairs = {name: (old, identity.get(name)) for name, old in stored.items()}
         changes = [f"{name} was {old!r} and is {new!r}" for name, (old, new) in pairs.items() if old != new]
         if changes:

@@ -301,6 +301,8 @@ def run(
     progress: output.Report | None = None,
 ) -> dict[str, Any]:
     """Train a model of GPT-2 small's shape on a GPU, on the bytes of a text."""
+    if not torch.cuda.is_available():
+        raise NotImplementedError("--gpt2-small trains on a CUDA device, and torch finds none")
     if text is None:
         raise ValueError("--gpt2-small needs a text to train on: --text FILE, some MB of UTF-8")
     return run_training_gpu(as_bytes(text.read_text(encoding="utf-8")), seconds, source=text.name, progress=progress)

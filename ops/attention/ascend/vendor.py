@@ -49,14 +49,16 @@ def attend(call: Call) -> Results:
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Compute attention (B, H, S, D), in as many launches as the vendor's limits on heads require."""
-    group = q.shape[1] // k.shape[1]
-    if group > LARGEST_GROUP:
-        k, v, group = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), 1
-    kv_heads = MOST_HEADS // group
-    pieces = zip(q.split(kv_heads * group, 1), k.split(kv_heads, 1), v.split(kv_heads, 1), strict=True)
-    outputs, lses = zip(*(_launch(*piece, is_causal, scale) for piece in pieces), strict=True)
-    return torch.cat(outputs, 1), torch.cat(lses, 1)
+    """Attend in as many launches as the limits on heads require: parts of each group, then parts of the key heads."""
+    outputs, lses = [], []
+    for part in q.unflatten(1, (k.shape[1], -1)).split(LARGEST_GROUP, 2):
+        group = part.shape[2]
+        pieces = zip(*(x.split(MOST_HEADS // group, 1) for x in (part, k, v)), strict=True)
+        launched = [_launch(x.flatten(1, 2), keys, values, is_causal, scale) for x, keys, values in pieces]
+        out, lse = (torch.cat(each, 1).unflatten(1, (-1, group)) for each in zip(*launched, strict=True))
+        outputs.append(out)
+        lses.append(lse)
+    return torch.cat(outputs, 2).flatten(1, 2), torch.cat(lses, 2).flatten(1, 2)
 
 
 def _launch(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:

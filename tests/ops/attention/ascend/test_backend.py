@@ -142,6 +142,8 @@ def test_what_the_kernels_do_not_do_needs_no_fallback(unbuilt, torch_npu):
         (True, True, PAPER, "triton"),
         (True, True, UNBIASED, "triton"),
         (True, True, SATURATING, "reference"),
+        (True, True, AttentionOptions(block_k=256), "reference"),
+        (False, True, AttentionOptions(block_k=64), "reference"),
         (False, True, EXACT, "vendor"),
         (False, True, PAPER, "reference"),
         (False, True, SATURATING, "reference"),
@@ -157,6 +159,15 @@ def test_who_serves_an_npu_without_the_library(unbuilt, torch_npu, monkeypatch, 
         del torch_npu.npu_fused_infer_attention_score
     request = Request("cpu", torch.float16, 64, "none", False, False, False, options)
     assert registry.select(request).name == chosen
+
+
+def test_a_backend_without_the_guarantee_never_serves_in_silence(unbuilt, torch_npu, monkeypatch):
+    """Story: with a block size that the kernels refuse, the vendor's attention served without a word."""
+    vendor = dataclasses.replace(registry.BACKENDS["vendor"], accepts=None)
+    monkeypatch.setitem(registry.BACKENDS, "vendor", vendor)
+    q, k, v = normal_qkv((1, 1), (4, 4), 16)
+    with pytest.warns(UserWarning, match="'vendor' .*without the guarantee.*block_k 256 is not among 128"):
+        pasa.attention(q, k, v, config=pasa.PasaConfig(block_k=256))
 
 
 def install_triton(monkeypatch, *, ascend):
@@ -198,10 +209,12 @@ def test_vendor_arguments(torch_npu, lengths, is_causal):
     )
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "launches"), [(256, 4, 1), (71, 1, 1), (300, 100, 2), (520, 260, 3)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "launches"), [(256, 4, 1), (71, 1, 2), (130, 2, 2), (300, 100, 2), (520, 260, 3)]
+)
 def test_the_vendors_limits_on_heads_are_kept_by_launches(torch_npu, heads, kv_heads, launches):
     """The vendor's function takes 256 query heads, and 64 for each key head; Falcon has 71 for one."""
-    q, k, v = normal_qkv((heads, kv_heads), (3, 5), 16)
+    q, k, v = normal_qkv((heads, kv_heads), (3, 5), 16, batch=2)
     out, lse, _ = npu_vendor.attend(Call(q, k, v, 0.25, EXACT, False))
     golden, golden_lse = pasa.golden_attention(q, k, v, scale=0.25)
     assert max_error(out, golden) <= 2 * HALF_ULP
