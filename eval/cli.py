@@ -8,12 +8,9 @@ from pasa.eval.kit.exits import BAD_INPUT, complain, leave
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one command and exit: 0 done, 1 a gate or check failed, 2 bad input (one line on stderr says what).
+    """Run the command in `arguments`, by default those of the process, and exit.
 
-    Parameters
-    ----------
-    arguments : sequence of str, optional
-        In place of those of the process.
+    0: done; 1: a gate or check failed; 2: bad input, and one line on stderr says what is wrong.
     """
     leave(lambda: _run(arguments))
 

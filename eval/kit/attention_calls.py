@@ -12,8 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 class AttentionCalls(TorchDispatchMode):
     """Context manager that calls a function with q and k of every :func:`pasa.attention` call inside, in order.
 
-    With `counts` the function also takes the operator's counts (B, Hq, 6), which it makes while diagnostics are
-    recorded.
+    With `counts` also with the operator's counts (B, Hq, 6), which it makes while diagnostics are recorded.
     """
 
     def __init__(self, on_call: Callable[..., None], *, counts: bool = False) -> None:
@@ -24,6 +23,5 @@ class AttentionCalls(TorchDispatchMode):
         """Run an operation, and pass its q and k on if it is attention."""
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.pasa.attention.default:
-            seen = (args[0], args[1], result[2]) if self.counts else (args[0], args[1])
-            self.on_call(*seen)
+            self.on_call(*args[:2], *([result[2]] if self.counts else []))
         return result
