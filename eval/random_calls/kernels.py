@@ -60,7 +60,6 @@ def _family(group: str, name: str, rng: Random) -> Params:
 
 
 def _of_group(group: str, family: Params, rng: Random) -> Params:
-    """Return what a group decides."""
     if group == "hopper":
         return {"dim": rng.choice(HOPPER_DIMS), "block_k": 128, "accumulate": rng.choice(("fp32", "fp16"))}
     if group == "portable":

@@ -80,8 +80,6 @@ def _sage(inputs: Inputs) -> dict[str, Call]:
 
 
 def _ours(name: str, what: str, config: pasa.PasaConfig) -> Implementation:
-    """Return the public function on the Triton backend."""
-
     def attend(inputs: Inputs, **options: Any) -> Callable[[], Any]:
         options |= {"is_causal": inputs.causal, "config": config, "backend": "triton"}
         return partial(pasa.attention, *inputs.tensors, **options)

@@ -63,7 +63,6 @@ def _product(rows: Rows, target: Format, arm: str, generator: torch.Generator) -
 
 
 def _shift(arm: str, scores: Tensor, top: Tensor, before: Tensor) -> Tensor | float:
-    """Return what the arm's rule adds to a block's maximum."""
     if arm == "published":
         return published_shift(scores, top)
     if arm == "ours":

@@ -210,7 +210,8 @@ def summary(result: Record) -> str:
     spans = []
     for data in DATA:
         ratios = [each["ratio"] for each in pick(result["records"], data=data) if "ratio" in each]
-        spans.append(f"{data} rows {min(ratios):.3f} to {max(ratios):.3f} (target {result['targets'][data]})")
+        span = f"{min(ratios):.3f} to {max(ratios):.3f}" if ratios else "not timed"
+        spans.append(f"{data} rows {span} (target {result['targets'][data]})")
     line = f'Time over that of `softmax="safe"` (`pasa bench unbiased`): {", ".join(spans)}.'
     return f"{line} {verdict(result)}\n\n{origin(result)}"
 

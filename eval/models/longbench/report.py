@@ -49,7 +49,6 @@ def summarise(answers: Sequence[Line], counts: Sequence[Sequence[Line]], *, inje
 
 
 def _judged(line: Line, reference: Line) -> Line:
-    """Return a line with its score, and whether it is the reference's answer."""
     task = find_task(line["dataset"])
     return {
         **line,
@@ -84,7 +83,6 @@ def _dataset(task: Task, answers: dict[str, list[Line]]) -> dict[str, Any]:
 
 
 def _precision(lines: Sequence[Line]) -> dict[str, Any]:
-    """Return agreement, speed and memory of a precision over all data sets."""
     prefill, decode = (sum(line[time] for line in lines) for time in ("prefill_s", "decode_s"))
     decoded = sum(max(line["new_tokens"] - 1, 0) for line in lines)  # the first token comes from the prefill
     return {

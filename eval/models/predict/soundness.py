@@ -73,8 +73,7 @@ def run_soundness(progress: output.Report = output.silent) -> dict[str, Any]:
         say(name)
         records.append({"model": name, **measure(*make())})
     say("a checkpoint of Qwen2-7B's shape")
-    passed = all(not each["beyond_proven"] for each in records)
-    return {"gate": {"passed": passed}, "cost": cost(), "records": records}
+    return {"gate": {"passed": not any(each["beyond_proven"] for each in records)}, "cost": cost(), "records": records}
 
 
 def built_in(name: str, offset: float | None) -> Subject:

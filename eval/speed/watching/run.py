@@ -108,7 +108,6 @@ def _cases(model: Any, clock: Clock) -> Iterator[Case]:
 
 
 def _attention_alone(case: SpeedCase, device: torch.device) -> tuple[Call, Call]:
-    """Return a call, and the same with its counting."""
     q, k, v = case.inputs(device).tensors
     totals, walked = torch.zeros(len(FIELDS), dtype=torch.int64, device=device), torch.zeros(1, dtype=torch.int64)
 

@@ -1,6 +1,8 @@
 """Counts of the kernels on the twin, the stored result, and refusals."""
 
+import math
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -56,6 +58,16 @@ def test_stored_result_follows_from_its_counts():
     assert output.jsonable(made["tiles"]) == STORED["tiles"]
     assert output.jsonable(made["fit_residuals"]) == STORED["fit_residuals"]
     assert max(STORED["fit_residuals"].values()) < run.RESIDUAL_LIMIT == 0.005
+
+
+@pytest.mark.parametrize(("residual", "passed"), [(0.00499, True), (0.005, False), (0.00501, False), (math.nan, False)])
+def test_one_fit_beyond_the_limit_fails_the_gate(residual, passed, monkeypatch):
+    residuals = STORED["fit_residuals"] | {"exact, D = 64": residual}
+    monkeypatch.setattr(run, "build", nullcontext)
+    for name in ("count", "plan", "count_roundings"):
+        monkeypatch.setattr(run, name, lambda *_: None)
+    monkeypatch.setattr(run, "predict", lambda *_: {"fit_residuals": residuals})
+    assert run.run_npu_model()["gate"] == {"passed": passed}
 
 
 def test_allocations_store_the_tiles_that_they_name():

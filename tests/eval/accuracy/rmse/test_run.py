@@ -188,6 +188,25 @@ def test_sums_in_fp16_are_rounded_at_every_step(records: Records) -> None:
     assert records["none", "none", STEPS]["rmse"] > 1.2 * records["none", "none", ONCE]["rmse"]
 
 
+@pytest.mark.parametrize(
+    ("case", "shift", "change", "passed"),
+    [
+        *((case, "K", {"overflowed": 1}, case == "Q") for case in run.BIASES),
+        *((case, run.OURS, {"nonfinite_share": 1e-9}, False) for case in run.BIASES),
+        ("K", run.OURS, {"nonfinite_share": math.nan}, False),
+        ("K", run.OURS, {"overflowed": 1}, True),
+        ("K", "none", {"overflowed": 1, "nonfinite_share": 1.0}, True),
+    ],
+)
+def test_one_score_or_output_too_large_fails_the_sides(
+    shifted: dict[str, Any], case: str, shift: str, change: dict[str, float], passed: bool
+) -> None:
+    """A shift of K must help but where Q alone is biased; the operator must be finite under every bias."""
+    chosen = pick(shifted["records"], case=case, shift=shift)[-1]
+    records = [each | change if each is chosen else each for each in shifted["records"]]
+    assert run.judge_sides(records)["passed"] == passed
+
+
 def test_sides_name_what_overflowed_and_show_the_worst_seed(shifted: dict[str, Any]) -> None:
     assert shifted["gate"] == {"passed": True, "failures": []}
     bad = [each | {"overflowed": 7} for each in pick(shifted["records"], case="K", shift="K")]

@@ -136,3 +136,5 @@ def test_what_is_shown_counts_targets_and_names_wrong_outputs(records):
     assert "1.250 | 1.000 to 1.000 | < 1.03: missed" in page
     assert "All outputs are right. 3 of 4 targets are met." in page
     assert "random rows 1.000 to 1.250 (target < 1.03), tied rows 1.000 to 1.000" in cost.summary(result)
+    result["records"] = [each for each in missed if each["data"] == "random"]
+    assert "tied rows not timed (target ≤ 1.08)" in cost.summary(result), "the least of no ratios stopped it"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from io import StringIO
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -73,6 +74,30 @@ def test_calibration_is_over_every_call_and_gives_alpha(folder):
     interaction = {(row.module, row.head): row.interaction for row in prediction.rows}
     largest = max(score / interaction[where] for where, score in observed.items())
     assert compared["auto_alpha"] == pytest.approx(largest, rel=1e-3)
+
+
+@pytest.mark.parametrize(("share", "passed"), [(1.0, True), (1 + 1e-9, False)])
+def test_one_head_beyond_its_proven_bound_fails_a_calibration(share, passed, folder, monkeypatch):
+    observed = {(row.module, row.head): row.proven for row in predict_overflow(folder).rows}
+    observed[list(observed)[-1]] *= share
+    subject = SimpleNamespace(model=folder, run=None, name="small", fixture=None)
+    monkeypatch.setattr(run.subjects, "load", lambda *_, **options: subject)
+    monkeypatch.setattr(run, "observe", lambda *_: observed)
+    result = run.run_predict("small", calibrate=True)
+    assert result["gate"] == {"passed": passed}
+    assert result["calibration"]["beyond_proven"] == (not passed)
+
+
+@pytest.mark.parametrize("beyond", [None, 0, 7])
+def test_one_head_of_any_model_beyond_its_proven_bound_fails_the_gate(beyond, monkeypatch):
+    counts = iter([int(model == beyond) for model in range(8)])
+    for maker in ("built_in", "shaped", "coarse"):
+        monkeypatch.setattr(soundness, maker, lambda *_: ())
+    monkeypatch.setattr(soundness, "measure", lambda: {"beyond_proven": next(counts)})
+    monkeypatch.setattr(soundness, "cost", dict)
+    result = soundness.run_soundness()
+    assert len(result["records"]) == 8
+    assert result["gate"] == {"passed": beyond is None}
 
 
 def test_the_cost_of_a_prediction_is_measured_in_a_fresh_process(monkeypatch):

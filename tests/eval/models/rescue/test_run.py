@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers as hf
 
+from pasa.eval.kit.stored import stored
 from pasa.eval.models.rescue import run
 
 IDS = torch.arange(3, 80)[None]
@@ -41,6 +42,29 @@ def test_the_rescue(monkeypatch, base, tokenizer):
     assert "30 of 30 layers" in text
     assert "Plain FP16: 100 % of the logits are not finite." in text
     assert f"| FP16, PASA (emulated) | {' '.join(result['runs']['fp16_pasa']['text'].split())} | length |" in text
+
+
+@pytest.mark.parametrize(
+    ("field", "change", "failed"),
+    [
+        ("text", lambda text: text, set()),
+        ("nonfinite_logits", lambda share: 1e-9, {"pasa_finite"}),
+        ("tokens", lambda tokens: [*tokens[:-1], -1], {"tokens_as_fp32"}),
+        ("tokens", lambda tokens: tokens[:-1], {"tokens_as_fp32"}),
+        ("perplexity", lambda x: stored("rescue")["proof"]["perplexity_fp32"] * 1.0049, set()),
+        ("perplexity", lambda x: stored("rescue")["proof"]["perplexity_fp32"] * 1.0051, {"perplexity_near_fp32"}),
+        ("perplexity", lambda x: stored("rescue")["proof"]["perplexity_fp32"] * 0.9949, {"perplexity_near_fp32"}),
+        ("perplexity", lambda x: None, {"perplexity_near_fp32"}),
+    ],
+)
+def test_a_run_of_pasa_that_is_not_as_fp32_fails(field, change, failed):
+    """The stored run, with one change of what FP16 with PASA did."""
+    result = stored("rescue")
+    ours = result["runs"]["fp16_pasa"] | {"scores": result["layers"]}
+    runs = {name: each | {"scores": []} for name, each in result["runs"].items()}
+    made = run.collect(runs | {"fp16_pasa": ours | {field: change(ours[field])}})
+    assert {name for name, passed in made["gate"]["checks"].items() if not passed} == failed
+    assert made["gate"]["passed"] == made["proof"]["passed"] == (not failed)
 
 
 def test_another_model_is_measured_as_it_is(tiny, tmp_path, tokenizer):

@@ -163,9 +163,16 @@ def test_a_child_that_dies_or_hangs_stops_nothing():
 
 @pytest.mark.parametrize(
     ("options", "value"),
-    [({"kinds": ["causl"]}, "'causl'"), ({"names": ["Qwen9"]}, "'Qwen9'"), ({"jobs": 0}, "jobs=0")],
+    [
+        ({"kinds": ["causl"]}, "'causl'"),
+        ({"names": ["Qwen9"]}, "'Qwen9'"),
+        ({"jobs": 0}, "jobs=0"),
+        ({"kinds": ["base"], "names": ["Qwen2ForCausalLM"]}, "no class is selected by 'Qwen2ForCausalLM', 'base'"),
+        ({"kinds": ["base"], "names": ["BertModel", "Qwen2ForCausalLM"]}, "by 'Qwen2ForCausalLM';"),
+    ],
 )
 def test_what_is_asked_for_must_exist(options, value):
+    """Story: a class of another kind selected nothing, and the run passed with 0 classes."""
     with pytest.raises(ValueError, match=value):
         run.run_zoo(**options)
 
