@@ -115,8 +115,8 @@ def calibration(prediction: Prediction, observed: Observed) -> dict[str, Any]:
         "largest_of_proven": proven[-1],
         "median_of_proven": proven[len(proven) // 2],
         "largest_of_probable": max(probable),
-        "beyond_proven": sum(ratio > 1 for ratio in proven),
-        "beyond_probable": sum(ratio > 1 for ratio in probable),
+        "beyond_proven": sum(not ratio <= 1 for ratio in proven),
+        "beyond_probable": sum(not ratio <= 1 for ratio in probable),
         "auto_alpha": concentration.auto_alpha(slack, kappa=KAPPA),
         "kappa": KAPPA,
     }
