@@ -20,7 +20,7 @@ TRITON = ["triton>=3.2"]
 NPU = ["torch-npu"]
 TRANSFORMERS = ["transformers>=4.54.1", "safetensors"]  # pasa/patching/versions.py says the same
 DIFFUSERS = ["diffusers>=0.37", *TRANSFORMERS]
-EVAL = ["typer>=0.15", "rich>=13", "matplotlib>=3.8", "jinja2>=3", "gguf>=0.17", "accelerate>=1.0", *TRANSFORMERS]
+EVAL = ["matplotlib>=3.8", "jinja2>=3", "gguf>=0.17", "accelerate>=1.0", *TRANSFORMERS]
 EVAL = [*EVAL, "transformers>=5.0"]  # the models that it builds are written in configurations of this version
 VIDEO = ["scikit-image>=0.22", "imageio>=2.34", "imageio-ffmpeg>=0.5", *DIFFUSERS, *EVAL]
 LONGBENCH = ["rouge==1.0.1", "jieba>=0.42", "pyyaml", *EVAL]  # rouge: LongBench's scores are those of this version
@@ -35,6 +35,8 @@ DEV = [
     "triton==3.6.0",
     "selenium>=4.20",  # opens the page of `pasa diagnose` in a browser
     "cmake>=3.18",  # the test of scripts/build_ascend.sh
+    "mkdocs-material==9.8.1",  # the site in docs/; a build finds links that lead nowhere
+    "mkdocstrings-python==2.0.11",  # its reference, made from docstrings
     "numpy<2.4",  # Triton 3.6's interpreter
     *VIDEO,
     *LONGBENCH,
@@ -66,9 +68,12 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.10",
+    keywords=["attention", "FP16", "overflow", "Ascend", "NPU", "numerical stability", "Triton"],
+    project_urls={"Paper": "https://arxiv.org/abs/2503.01873"},
     cmdclass={"build_py": BuildWithScript},
     packages=PACKAGES,
-    package_dir=ROOTS,
+    py_modules=["pasa_cli"],
+    package_dir=ROOTS | {"": "scripts"},
     package_data={
         "pasa": ["py.typed"],
         "pasa.ops": ["**/README.md"],
@@ -76,7 +81,7 @@ setup(
         # Sources: an NPU machine builds them. What is built there belongs to that machine.
         "pasa.ascend_c": ["CMakeLists.txt", "README.md", "*/README.md", "*/*.h", "*/*.cpp", "*/*.asc"],
     },
-    install_requires=["torch>=2.6", "numpy>=1.24"],
+    install_requires=["torch>=2.6", "numpy>=1.24", "typer>=0.15"],  # typer (it brings rich): the command line alone
     extras_require={
         "triton": TRITON,
         "npu": NPU,
@@ -87,7 +92,7 @@ setup(
         "longbench": LONGBENCH,
         "dev": DEV,
     },
-    entry_points={"console_scripts": ["pasa = pasa.eval.cli:main"]},
+    entry_points={"console_scripts": ["pasa = pasa_cli:main"]},
     classifiers=[
         "Programming Language :: Python :: 3 :: Only",
         *(f"Programming Language :: Python :: 3.{minor}" for minor in (10, 11, 12, 13)),

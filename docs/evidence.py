@@ -1,4 +1,4 @@
-"""The questions that README.md's evidence answers, a line each; every number is one of a stored run."""
+"""The questions that docs/evidence.md answers, a line each; every number is one of a stored run."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ GIB = 2**30
 class Line:
     """One question.
 
-    `run` names the stored run, `answer` makes the answer of it, and `link` is a heading of README.md or a file. `kind`
-    says how the numbers were obtained: "measured" (on the GPU that the run names), "CPU" (models' arithmetic
-    there), "emulated on a CPU", "modelled", "not run".
+    `run` names the stored run, `answer` makes the answer of it, and `link` is a heading of docs/evidence.md or a file,
+    as seen from there. `kind` says how the numbers were obtained: "measured" (on the GPU that the run names), "CPU"
+    (models' arithmetic there), "emulated on a CPU", "modelled", "not run".
     """
 
     question: str
@@ -286,7 +286,7 @@ LINES: Sequence[Line] = (
         ACCURACY,
     ),
     Line("Baseline: Q Kᵀ accumulated in FP16, as FlashInfer can", "sides", _fp16_sums, EMULATED, BIAS_SECTION),
-    Line("Baselines as packages", "speed", _missing, NOT_RUN, "eval/speed/README.md"),
+    Line("Baselines as packages", "speed", _missing, NOT_RUN, "../eval/speed/README.md"),
     Line("A bias shared by Q and K", "bias", _biased, EMULATED, BIAS_SECTION),
     Line("Shift K, Q or both?", "sides", _sides, EMULATED, BIAS_SECTION),
     Line("Does BF16 do?", "perplexity", _bf16, EMULATED, "#long-prompts"),
@@ -296,9 +296,11 @@ LINES: Sequence[Line] = (
     Line("Memory, Qwen2-7B's shape", "throughput", _memory, GPU, "#long-prompts"),
     Line("End to end, Qwen2-7B's shape", "throughput", _tokens, GPU, "#long-prompts"),
     Line("The same, scores beyond FP16", "throughput", partial(_tokens, bias=BIAS), GPU, "#long-prompts"),
-    Line("Overhead: the paper's shape", "counters", _counters, GPU, "eval/speed/results/counters.md"),
-    Line("Overhead: the pass over K", "speed", _prepass, GPU, "eval/speed/results/speed.md"),
-    Line("Overhead: profile, 8192 tokens", "gradients", _profiled, GPU, "eval/accuracy/gradients/results/gradients.md"),
+    Line("Overhead: the paper's shape", "counters", _counters, GPU, "../eval/speed/results/counters.md"),
+    Line("Overhead: the pass over K", "speed", _prepass, GPU, "../eval/speed/results/speed.md"),
+    Line(
+        "Overhead: profile, 8192 tokens", "gradients", _profiled, GPU, "../eval/accuracy/gradients/results/gradients.md"
+    ),
     Line("Overhead on an NPU", "npu_model", _npu_split, MODELLED, NPU),
     Line("Speed on an NPU", "npu_model", _npu_speed, MODELLED, NPU),
     Line("A language model that overflows", "rescue", _rescue, EMULATED, "#a-language-model"),
@@ -307,7 +309,7 @@ LINES: Sequence[Line] = (
     Line("Video", "video", _video, EMULATED, "#a-video"),
     Line("Video at full size", "step", _step, GPU, "#a-video"),
     Line("Decoding from pages", "paged", _paged, GPU, SPEED),
-    Line("Several devices", "ring", _ring, GPU, "eval/speed/ring/README.md"),
+    Line("Several devices", "ring", _ring, GPU, "../eval/speed/ring/README.md"),
     Line("Random calls", "soak", _soak, GPU, SPEED),
     Line("Gradients", "gradients", _gradients, GPU, SPEED),
 )

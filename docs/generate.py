@@ -1,4 +1,4 @@
-"""Writes the generated parts of READMEs: the support matrix from the registry, the tables from stored runs.
+"""Writes the generated parts of pages: the support matrix from the registry, the tables from stored runs.
 
     python docs/generate.py [--check]
 
@@ -44,7 +44,8 @@ from pasa.ops.backends import Backend
 from pasa.ops.registry import BACKENDS
 
 FILES = (
-    "README.md",
+    "docs/devices.md",
+    *(f"docs/evidence{part}.md" for part in ("", "-accuracy", "-models", "-prediction", "-speed", "-npu")),
     "eval/accuracy/rounding_bias/README.md",
     "eval/speed/watching/README.md",
     "eval/research/fp8_scaling/README.md",

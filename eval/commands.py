@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Annotated
 
 import typer
 
+import pasa
 from pasa.eval import doctor
 from pasa.eval.accuracy import beta
 from pasa.eval.accuracy.gradients import run as gradients
@@ -35,29 +37,39 @@ from pasa.eval.speed.ring import run as ring
 from pasa.eval.speed.watching import run as watching
 
 app = typer.Typer(
-    help="FP16 attention that cannot overflow: checks, tables, benchmarks and a demonstration.",
+    help="FP16 attention that cannot overflow.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 bench = typer.Typer(name="bench", help="Benchmarks.", no_args_is_help=True)
 evaluate = typer.Typer(name="eval", help="Whole models, with and without PASA; bias of rounding.", no_args_is_help=True)
 PREDICT = replace(predict.EXPERIMENT, variants=(predict.PAPER_TABLES, soundness.EXPERIMENT, soundness.AUTO))
 for _group, _modules in (
-    (bench, (rmse, gradients, cost, speed, counters, ring, watching, throughput, step, npu, overhead)),
+    (app, (doctor, rescue)),
+    (bench, (beta, rmse, gradients, cost, speed, counters, ring, watching, throughput, step, npu, overhead)),
     (evaluate, (bias, longbench, perplexity, video, fp8, triggers, zoo)),
-    (app, (doctor, beta, diagnose, rescue)),
 ):
     for _module in _modules:
         add_command(_group, _module.EXPERIMENT)
+add_command(app, PREDICT)
+add_command(app, diagnose.EXPERIMENT)
 add_command(bench, random_calls.SOAK)
 add_command(evaluate, random_calls.FUZZ)
-add_command(app, PREDICT)
 add_command(evaluate, replace(training.EXPERIMENT, variants=(gpu.EXPERIMENT,)))
 app.add_typer(bench)
 app.add_typer(evaluate)
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"pasa {pasa.__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def root() -> None:
-    """Declare `pasa` itself: a group of commands without options of its own."""
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Declare the options of `pasa` itself."""

@@ -169,7 +169,7 @@ def report(result: dict[str, Any]) -> list[Table | str]:
         ["Triton kernels", kernels_line(result["kernels"])],
         ["Ascend C kernels", ascend_c_line(result["ascend_c"])],
     ]
-    return [Table("pasa doctor", ["what", "state"], rows, wraps="state"), verdict(result["self_check"])]
+    return [verdict(result["self_check"]), Table("pasa doctor", ["what", "state"], rows, wraps="state")]
 
 
 def kernels_line(result: dict[str, Any]) -> str:
@@ -190,7 +190,7 @@ def ascend_c_line(result: dict[str, Any]) -> str:
 def verdict(checked: dict[str, Any]) -> str:
     """Return what passed and what failed, where, and what was not checked."""
     before, after = checked["max_score_before"], checked["max_score_after"]
-    stored = f"scores of {before:,.0f} stored within {after:,.1f}, bound {checked['bound']:.2e}"
+    stored = f"scores up to {before:,.0f} are stored as at most {after:,.1f}; allowed error {checked['bound']:.2e}"
     lines = [f"Self check {'passed' if checked['passed'] else 'FAILED'}: {stored}."]
     for each in checked["checks"]:
         what = each["why"] or f"max error {each['max_error']:.2e}"

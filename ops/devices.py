@@ -21,7 +21,8 @@ def device_types() -> tuple[str, ...]:
 def triton_missing() -> str | None:
     """Return why Triton kernels cannot run on this machine; None when they can."""
     if importlib.util.find_spec("triton") is None:
-        return "triton is not installed (pip install '.[triton]')"
+        on_npu = npu_missing() is None
+        return "triton-ascend is not installed" if on_npu else "triton is not installed (pip install '.[triton]')"
     if envs.read("TRITON_INTERPRET"):
         return None
     if npu_missing() is None:

@@ -36,8 +36,8 @@ class PasaConfig(AttentionOptions):
         "safe", "unbiased" or "unbiased_paper".
         "unbiased" rounds rows with repeated maxima without one-sided error. It does so for rows whose weight two equal
         maxima share, and for rows of four or eight equal maxima if their values lie in one binade. Rows of three, five,
-        six and seven equal maxima keep most of their one-sided error (up to 0.06 spacings; README, "Rounding without
-        bias"), and so do all rows of head dimensions below 19. BF16 outputs are formed by one rounding.
+        six and seven equal maxima keep most of their one-sided error (up to 0.06 spacings; see docs/evidence-
+        accuracy.md), and so do all rows of head dimensions below 19. BF16 outputs are formed by one rounding.
         "unbiased_paper" is arXiv:2510.04212 with beta = 2 and epsilon = 1e-3. Its weights underflow if a repeated
         maximum is beyond 17 nats. It warns of rows lost in this way.
     overflow : str

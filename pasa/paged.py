@@ -97,10 +97,10 @@ def attention_paged(
         Anchors that `write_pages` keeps for each page, so that decoding need not form block means at every step. The
         Triton kernel uses them if scores are large, pages have a multiple of 16 slots, the head dimension is at most
         128, and at most 16 query heads share a key head. Otherwise they have no effect. The kernel is then several
-        times as fast if keys share a bias in most columns, and a third slower if they do in only a few (README, "On a
-        GPU"). Results are as exact as without anchors. The anchors must belong to these keys: with wrong anchors keys
-        are rounded or overflow. A key that is not finite may make its page NaN even for sequences that end before it
-        in the page.
+        times as fast if keys share a bias in most columns, and a third slower if they do in only a few (see
+        docs/evidence-speed.md). Results are as exact as without anchors. The anchors must belong to these keys: with
+        wrong anchors keys are rounded or overflow. A key that is not finite may make its page NaN even for sequences
+        that end before it in the page.
     is_causal, scale, return_lse, config, backend
         As for `pasa.attention`.
 

@@ -35,7 +35,7 @@ export HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 failed=0
 "$VENV/bin/python" -m pytest -n "$cores" --dist worksteal "$@" || failed=$?
 
-# Faults planted in copies of the sources: each has to make a test fail. Six of them here, every one with --all.
+# Faults planted in copies of the sources: each has to make a test fail. Seven of them here, every one with --all.
 if [[ $ALL ]]; then
   "$VENV/bin/python" -m tests.mutants.run || failed=1
   bash scripts/test_transformers.sh || failed=1

@@ -8,7 +8,7 @@ from typing import NoReturn
 
 # Modules that may be missing, and the extra of setup.py that installs each.
 EXTRAS = {
-    **dict.fromkeys(("typer", "rich", "matplotlib", "jinja2", "safetensors", "gguf", "accelerate"), "eval"),
+    **dict.fromkeys(("matplotlib", "jinja2", "safetensors", "gguf", "accelerate"), "eval"),
     **dict.fromkeys(("diffusers", "transformers", "skimage", "imageio", "imageio_ffmpeg", "PIL"), "video"),
     **dict.fromkeys(("rouge", "jieba"), "longbench"),
     "triton": "triton",

@@ -90,10 +90,10 @@ def finish(
     """Show the result, write it where `--json` says and into the folder, and exit with 1 where the gate failed."""
     if json == "-":  # stdout is for the JSON alone
         print(output.to_json(result), end="")
-    else:
-        render(result, Console())
-        if json is not None:
-            output.write_text(Path(json), output.to_json(result))
+    elif json is not None:
+        output.write_text(Path(json), output.to_json(result))
     if folder is not None:
         save(result, folder)
+    if json != "-":  # last: a reader such as head may close stdout
+        render(result, Console())
     raise typer.Exit(0 if result.get("gate", {"passed": True})["passed"] else 1)

@@ -105,6 +105,14 @@ def read_json(path: Path) -> Any:
         raise ValueError(f"{path} holds no JSON ({error}): delete it, or choose another folder") from error
 
 
+def read_text(path: Path) -> str:
+    """Return a file as text; a ValueError names a file that is no UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text (byte {error.start}): convert it, or name another file") from error
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a file, making its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -54,11 +54,13 @@ class Table:
         for header, rows in [(self.header, self.rows)] if self.wraps else self._pieces(console.width):
             note = Text(self.note) if self.note else None
             shown = RichTable(title=Text(self.title), caption=note, title_justify="left")
+            cells = zip(header, *rows, strict=True)
+            fits = self.wraps or sum(3 + max(map(len, column)) for column in cells) < console.width
             for index, heading in enumerate(header):
                 shown.add_column(
                     heading,
                     justify="right" if index and heading != self.wraps else "left",
-                    no_wrap=heading != self.wraps,
+                    no_wrap=bool(fits) and heading != self.wraps,
                     overflow="fold",
                 )
             for row in rows:

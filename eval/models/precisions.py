@@ -20,8 +20,9 @@ import torch
 import pasa
 from pasa.eval.kit import output
 from pasa.eval.kit.embedded_model import WEIGHTS, load_model
+from pasa.eval.kit.model_folder import load_folder
 from pasa.eval.kit.overflow_fixture import inject_overflow
-from pasa.eval.models.rescue.run import DEFAULT_OFFSET, load_folder
+from pasa.eval.models.rescue.run import DEFAULT_OFFSET
 
 BUILT_IN = "SmolLM2-135M-Instruct"
 

@@ -204,7 +204,7 @@ def report(result: Record) -> list[Table | str]:
             [name, ", ".join(f"{value} {n}" for value, n in each.items())] for name, each in result["counts"].items()
         ]
         tables.append(Table("Cases", ["of", "number"], rows, wraps="number"))
-    return [*tables, *failures(result), verdict(result), origin(result)]
+    return [verdict(result), *failures(result), *tables, origin(result)]
 
 
 def bounds(result: Record) -> Table:

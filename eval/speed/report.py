@@ -27,7 +27,7 @@ def report(result: Record) -> list[Table | str]:
     makers = (ratio_table, decode_table, reading_table, bias_table, part_table)
     tables = [table for table in (make(result) for make in makers) if table.rows]
     gate = verdict(result, "All of ours that ran pass the accuracy gate.", "Ours FAIL the accuracy gate")
-    return [*tables, METHOD, "Gate: eval/speed/README.md.", *absences(result), gate, source(result)]
+    return [gate, *tables, METHOD, "Gate: eval/speed/README.md.", *absences(result), source(result)]
 
 
 def appendix(result: Record) -> list[Table]:

@@ -73,8 +73,8 @@ class Checkpoint:
     def __init__(self, folder: Path) -> None:
         if not folder.is_dir():
             raise FileNotFoundError(
-                f"model {str(folder)!r} is not a folder: pass the folder that huggingface_hub.snapshot_download "
-                "returns, or the model itself"
+                f"model {str(folder)!r} is not a folder: download it (hf download NAME --local-dir FOLDER, or "
+                "huggingface_hub.snapshot_download), or pass the model itself"
             )
         if not (folder / "config.json").is_file():
             raise FileNotFoundError(f"{str(folder)!r} holds no config.json: pass the folder of save_pretrained")

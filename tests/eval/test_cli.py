@@ -1,19 +1,22 @@
 """The console script: what it prints, where, and with which exit status."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pasa_cli
 import pytest
 import torch
 from typer.testing import CliRunner
 
+import pasa
 from pasa.eval import cli, doctor
 from pasa.eval.commands import app
-from pasa.eval.kit.options import TRANSFORMERS
+from pasa.eval.kit.options import TRANSFORMERS, finish
 from pasa.ops import envs
 from pasa.ops.attention.ascend import backend as npu_backend
 
@@ -41,12 +44,43 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 
 def test_help_names_every_command_and_no_other() -> None:
     shown = run("--help").output
-    assert all(name in shown for name in ("doctor", "beta", "bench", "diagnose", "eval", "demo", "predict"))
+    places = [shown.index(f" {name} ") for name in ("doctor", "demo", "predict", "diagnose", "bench", "eval")]
+    assert places == sorted(places), "what a user needs first stands first"
     assert "longbench" not in shown
 
 
+def test_the_version_and_the_package_as_a_command() -> None:
+    assert run("--version").output == f"pasa {pasa.__version__}\n"
+    done = subprocess.run([sys.executable, "-m", "pasa", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"pasa {pasa.__version__}\n"
+
+
+def test_threads_of_the_console_script_sleep_while_they_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Story: with spinning threads a call of the emulation took ten times as long on a busy machine."""
+    seen: list[str | None] = []
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    monkeypatch.setattr(cli, "main", lambda: seen.append(os.environ.get("OMP_WAIT_POLICY")))
+    pasa_cli.main()
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    pasa_cli.main()
+    assert seen == ["PASSIVE", "ACTIVE"]
+
+
+def test_files_are_written_although_nobody_reads_what_is_shown(tmp_path: Path) -> None:
+    """Story: `pasa ... --output-dir DIR | head` ended before the files were written."""
+
+    def closed(result: Any, console: Any) -> None:
+        raise BrokenPipeError
+
+    result = {"value": 1}
+    with pytest.raises(BrokenPipeError):
+        finish(result, str(tmp_path / "x.json"), tmp_path, closed, lambda _, folder: (folder / "y").touch())
+    assert json.loads((tmp_path / "x.json").read_text()) == result
+    assert (tmp_path / "y").exists()
+
+
 def test_beta_prints_table_3_as_the_paper_does() -> None:
-    shown = run("beta").output
+    shown = run("bench", "beta").output
     table = shown[: shown.index("sqrt(64)")]
     rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in table.splitlines() if line[:1] == "│"]
     assert rows == [
@@ -60,7 +94,7 @@ def test_beta_prints_table_3_as_the_paper_does() -> None:
 
 
 def test_beta_shows_the_matrix_in_use_for_three_head_dims() -> None:
-    result = json.loads(run("beta", "--json", "-").output)
+    result = json.loads(run("bench", "beta", "--json", "-").output)
     assert [table["head_dim"] for table in result["tables"]] == [None, 64, 80, 128]
     plain, *_, folded = ([row["optimised"] for row in table["rows"]] for table in result["tables"])
     assert plain != folded, "1/sqrt(128) is no power of two: it moves the fixed point"
@@ -132,7 +166,7 @@ def test_json_file_and_output_folder(tmp_path: Path, options: list[str], made: s
         (["diagnose", "--offset", "nan"], "offset=nan"),
         (["bench", "video", "--rounds", "0"], "rounds=0"),
         (["bench", "speed", "--rounds", "0"], "rounds=0"),
-        (["beta", "--block", "0"], "0"),
+        (["bench", "beta", "--block", "0"], "0"),
         (["demo", "--new-tokens", "0"], "new_tokens=0"),
         (["eval", "video", "--model", "nowhere"], "'nowhere'"),
         (["eval", "video", "--height", "100"], "height=100"),
@@ -155,6 +189,9 @@ def test_json_file_and_output_folder(tmp_path: Path, options: list[str], made: s
         (["diagnose", "--frames", "2"], "frames=2"),
         (["demo", "--offset", "nan"], "offset=nan"),
         (["predict", "--model", "/nowhere"], "'/nowhere' is not a folder"),
+        (["demo", "--model", "Qwen/Qwen2-7B"], "hf download Qwen/Qwen2-7B --local-dir Qwen2-7B"),
+        (["diagnose", "--model", "Qwen/Qwen2-7B"], "hf download Qwen/Qwen2-7B --local-dir Qwen2-7B"),
+        (["eval", "video", "--model", "org/svd"], "hf download org/svd --local-dir svd"),
         (["predict", "--model", "/nowhere", "--delta", "2"], "delta=2.0 is not a probability between 0 and 1"),
         (["predict", "--model", ".", "--offset", "3"], "--offset is for the built-in models"),
         (["predict", "--paper-tables", "--model", "x"], "--model is no option of --paper-tables"),
@@ -178,12 +215,12 @@ def test_bad_input_is_one_line_that_names_the_value(
 
 
 def test_unwritable_json_is_one_line(refused: Callable[..., str]) -> None:
-    refused("beta", "--json", f"{__file__}/x.json")
+    refused("bench", "beta", "--json", f"{__file__}/x.json")
 
 
 @pytest.mark.parametrize(
     ("package", "command", "extra"),
-    [("typer", ["beta"], "eval"), ("diffusers", ["eval", "video"], "video"), ("transformers", ["demo"], "video")],
+    [("diffusers", ["eval", "video"], "video"), ("transformers", ["demo"], "video")],
 )
 def test_a_missing_package_names_its_extra(
     package: str, command: list[str], extra: str, monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]
@@ -205,7 +242,7 @@ def test_diagnose_writes_what_it_says(tmp_path: Path) -> None:
 
 def test_console_script_runs_as_a_process() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "pasa.eval.cli", "beta", "--json", "-"], capture_output=True, check=True
+        [sys.executable, "-m", "pasa.eval.cli", "bench", "beta", "--json", "-"], capture_output=True, check=True
     )
     assert json.loads(done.stdout)["format"] == "fp16"
 
@@ -225,7 +262,7 @@ def test_an_older_transformers_is_named_by_version(
 
 def test_other_commands_do_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transformers.__version__", "4.54.1")
-    for arguments in (["beta", "--json", "-"], ["predict", "--paper-tables", "--json", "-"]):
+    for arguments in (["bench", "beta", "--json", "-"], ["predict", "--paper-tables", "--json", "-"]):
         with pytest.raises(SystemExit) as stopped:
             cli.main(arguments)
         assert stopped.value.code == 0

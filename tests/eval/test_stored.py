@@ -12,6 +12,7 @@ from rich.console import Console
 from pasa.eval import commands
 from pasa.eval.kit.experiment import Experiment
 from pasa.eval.kit.stored import RESULTS, ROOT
+from pasa.eval.kit.tables import Table
 
 STORED = sorted((ROOT / "eval").rglob("results/**/*.json"))
 
@@ -42,3 +43,19 @@ def test_what_is_shown_is_what_is_stored(path: Path) -> None:
 
 def test_every_named_run_is_stored() -> None:
     assert set(RESULTS.values()) <= set(STORED)
+
+
+@pytest.mark.parametrize("path", STORED, ids=[path.relative_to(ROOT / "eval").as_posix() for path in STORED])
+def test_tables_fit_80_columns_without_breaking_a_word(path: Path) -> None:
+    result = json.loads(path.read_text(encoding="utf-8"))
+    for each in experiments(path):
+        tables = []
+        with suppress(KeyError, TypeError, IndexError):
+            tables = [part for part in each.report(result) if isinstance(part, Table)]
+        for table in tables:
+            shown = StringIO()
+            table.show(Console(file=shown, width=80))
+            assert max(map(len, shown.getvalue().splitlines())) <= 80
+            kept = [index for index, heading in enumerate(table.header) if heading != table.wraps]
+            words = {word for row in (table.header, *table.rows) for index in kept for word in row[index].split()}
+            assert not [word for word in words if len(word) <= 30 and word not in shown.getvalue()]

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save
 
 import pasa
+from pasa.eval.kit.model_folder import load_folder
 from pasa.eval.models.longbench.data import load_items
-from pasa.eval.models.rescue import run as rescue
 
 CONFIG = {
     "model_type": "llama", "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "head_dim": 8,
@@ -27,6 +27,7 @@ EXPECTED = (ValueError, TypeError, NotImplementedError, OSError)  # what the com
 
 def model(folder, weights=None, config=None):
     """A folder of a tiny model."""
+    (folder / "tokenizer.json").write_text("{}")
     (folder / "config.json").write_bytes(json.dumps(CONFIG).encode() if config is None else config)
     if weights is not None:
         (folder / "model.safetensors").write_bytes(weights)
@@ -153,7 +154,7 @@ def test_pickled_weights_are_never_loaded(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"holds no model\.safetensors"):
         pasa.predict_overflow(folder)
     with pytest.raises(EXPECTED):
-        rescue.load_folder(str(folder), torch.float32)
+        load_folder(str(folder), torch.float32)
     assert not fired.exists()
 
 
@@ -168,7 +169,7 @@ def test_code_of_a_model_is_never_run(tmp_path):
     with pytest.raises(EXPECTED):
         pasa.predict_overflow(folder)
     with pytest.raises(EXPECTED):
-        rescue.load_folder(str(folder), torch.float32)
+        load_folder(str(folder), torch.float32)
     assert not fired.exists()
 
 

@@ -148,11 +148,16 @@ def test_attention_needs_torch_and_numpy_alone():
     assert said(run(code, arguments=[blocked])) == "True True"
 
 
+@pytest.mark.parametrize("command", [["--help"], ["--version"], ["doctor"], ["bench", "--help"]])
+def test_help_and_doctor_need_no_extra(command, tmp_path):
+    blocked = "triton,transformers,diffusers,gguf,matplotlib,safetensors,accelerate,PIL,skimage,jinja2,rouge,jieba"
+    code = BLOCKER + f"from pasa.eval.cli import main; main({command!r})"
+    assert said(run(code, arguments=[blocked], PASA_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0"))
+
+
 @pytest.mark.parametrize(
     ("blocked", "command", "extra"),
     [
-        ("typer", "doctor", "eval"),
-        ("rich", "doctor", "eval"),
         ("safetensors", "predict --model FOLDER", "eval"),
         ("transformers", "demo", "video"),
         ("gguf", "demo", "eval"),

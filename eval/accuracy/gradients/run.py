@@ -269,7 +269,7 @@ def summary(result: Record) -> str:
 def report(result: Record) -> list[Table | str]:
     """Return errors, times and kernels; tables without rows are left out."""
     tables = [table for table in (error_table(result), time_table(result), kernel_table(result)) if table.rows]
-    return [*tables, verdict(result), origin(result)]
+    return [verdict(result), *tables, origin(result)]
 
 
 EXPERIMENT = Experiment("gradients", run_gradients, report, "Gradients")

@@ -31,12 +31,12 @@ def rmse(result: dict[str, Any]) -> list[Table | str]:
     shown: list[Table | str] = [rmse_table(records, names, mode) for mode in modes]
     damage = [damage_table(result)] if "saturate" in modes and "paper_nan_share" in result["cases"][0] else []
     legend = "\n".join(f"- {name}: {what}" for name, what in result["arithmetics"].items())
-    return [*shown, gate_table(records), *damage, GATES_TEXT, verdict(result), legend, origin(result)]
+    return [verdict(result), *shown, gate_table(records), *damage, GATES_TEXT, legend, origin(result)]
 
 
 def large_bias(result: dict[str, Any]) -> list[Table | str]:
     """Return errors under large shared biases."""
-    return [bias_table(result), verdict(result), origin(result)]
+    return [verdict(result), bias_table(result), origin(result)]
 
 
 def sides(result: dict[str, Any]) -> list[Table | str]:

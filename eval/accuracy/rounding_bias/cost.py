@@ -218,7 +218,7 @@ def summary(result: Record) -> str:
 
 def report(result: Record) -> list[Table | str]:
     """Return the table, the verdict and the origin."""
-    return [cost_table(result), f"{verdict(result)} {origin(result)}"]
+    return [verdict(result), cost_table(result), origin(result)]
 
 
 EXPERIMENT = Experiment("unbiased", run_cost, report, 'Cost of softmax="unbiased"')

@@ -146,7 +146,7 @@ def report(result: Record) -> list[Table | str]:
     """Return bias of O and of delta by format and place, and worked examples."""
     places = [(fmt, place) for fmt in FORMATS_16 for place in PLACES]
     bias = [bias_table(result, fmt, place, of) for of in ("O", "delta") for fmt, place in places]
-    return [*bias, example_table(result), verdict(result), origin(result)]
+    return [verdict(result), *bias, example_table(result), origin(result)]
 
 
 def bias_table(result: Record, fmt: str, place: str, of: str = "O", cases: Sequence[str] | None = None) -> Table:

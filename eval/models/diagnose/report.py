@@ -17,6 +17,7 @@ SHOWN = 10  # heads in the terminal and in Markdown; JSON has all
 SHORT = ("layer", "head", "peak QKᵀ", "× 65504", "stored", "bias", "resonance")  # what 80 characters hold
 
 LETTER, CELL, LINE = 6.2, 26, 16  # pixels: width of a letter, width and height of a cell
+SHORT_PART = 9  # letters: self_attn
 LEGEND = {"≤ 0.001": 0.001, "0.01": 0.01, "0.1": 0.1, "1": 1.0, "> 1": 1.001, "≥ 10": 10.0}
 STYLE = (
     "svg.map{font:11px system-ui,sans-serif;color:#1b1f24}.map text{fill:currentColor}"
@@ -137,7 +138,7 @@ def cost(result: Record) -> str:
 def report(result: Record) -> list[Table | str]:
     """Return the worst heads, the verdict, and how it was measured."""
     method = "\n".join(f"- {line}" for line in how_measured(result))
-    return [head_table(result), verdict(result), method, origin(result)]
+    return [verdict(result), head_table(result), method, origin(result)]
 
 
 def draw_map(result: dict[str, Any]) -> str:
@@ -148,10 +149,13 @@ def draw_map(result: dict[str, Any]) -> str:
     """
     lines = {layer: LINE * (row + 3) for row, layer in enumerate(result["modules"]["calls"])}
     heads = 1 + max(each["head"] for each in result["records"])
-    left = LETTER * max(map(len, lines)) + 4
+    short = {layer: ".".join(map(_shorten, layer.split("."))) for layer in lines}
+    left = LETTER * max(map(len, short.values())) + 4
     parts = [_text(left, 2 * LINE, "layer", "end"), _text(left + CELL / 2, LINE, "head")]
     parts += [_text(left + CELL * (head + 0.5), 2 * LINE, str(head), "middle") for head in range(heads)]
-    parts += [_text(left, y, layer, "end") for layer, y in lines.items()]
+    parts += [
+        f"<g><title>{escape(layer)}</title>{_text(left, y, short[layer], 'end')}</g>" for layer, y in lines.items()
+    ]
     for each in result["records"]:
         score = f"{number(each['max_score'])}, {ratio(each['max_score'])} × 65504"
         title = f"{each['module']}, head {each['head']}: peak {score}"
@@ -166,6 +170,11 @@ def draw_map(result: dict[str, Any]) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" class="map" role="img" width="{width:.0f}" height="{height}" '
         f'aria-label="Largest score of every head over 65504"><style>{STYLE}</style>{"".join(parts)}</svg>\n'
     )
+
+
+def _shorten(part: str) -> str:
+    """Return a part of a layer's name as a narrow page has room for it: down_blocks as down…."""
+    return part if len(part) <= SHORT_PART else f"{part[:4]}…"
 
 
 def _cell(x: float, baseline: float, score: float, title: str) -> str:

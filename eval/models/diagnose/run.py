@@ -32,13 +32,14 @@ def run_diagnose(
     frames: Annotated[int | None, "Frames (4 if tiny, else 25)."] = None,
     steps: Annotated[int | None, "Denoising steps (3 if tiny, else 25)."] = None,
     offload: Annotated[bool, "Save memory in a video model: offload to the CPU, chunk the forward pass."] = False,
-    offset: Annotated[float | None, "Constant to add to the scores of a built-in model (131072)."] = None,
+    offset: Annotated[float | None, "Constant to add to the scores of a built-in model (0; tiny: 131072)."] = None,
     dtype: Annotated[str | None, "Dtype of the model: float16 or float32."] = None,
     folder: Path | None = None,
     progress: output.Report = output.silent,
 ) -> Run:
     """Show where a model's attention leaves FP16, head by head, and why; exit 1 if PASA breaks its output."""
     video = {"image": image, "height": height, "width": width, "frames": frames, "steps": steps, "offload": offload}
+    offset = 0 if offset is None and model == EMBEDDED else offset  # as published
     result, heads = look(model, progress, prompt=prompt, offset=offset, dtype=dtype, **video)
     if folder is not None:
         output.write_text(folder / "diagnose.html", render_page(result, heads))

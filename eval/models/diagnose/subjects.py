@@ -12,8 +12,9 @@ import torch
 
 from pasa.eval.kit.device import pick_device
 from pasa.eval.kit.embedded_model import load_model, require_built_in
+from pasa.eval.kit.model_folder import load_folder
 from pasa.eval.kit.overflow_fixture import check_offset, inject_overflow
-from pasa.eval.models.rescue.run import DEFAULT_OFFSET, build_prompt, load_folder
+from pasa.eval.models.rescue.run import DEFAULT_OFFSET, build_prompt
 from pasa.eval.models.video import clip
 from pasa.eval.models.video.overflow import OFFSET, bias_scores
 from pasa.eval.models.video.tiny import tiny_pipeline

@@ -126,7 +126,7 @@ def judge(precisions: dict[str, Any], *, injected: bool) -> dict[str, Any]:
 
 def report(result: dict[str, Any]) -> list[Table | str]:
     """Return both tables, verdict and origin."""
-    return [score_table(result), precision_table(result), f"{verdict(result)} {origin(result)}"]
+    return [verdict(result), score_table(result), precision_table(result), origin(result)]
 
 
 def precision_table(result: dict[str, Any]) -> Table:

@@ -93,7 +93,7 @@ def measure(model: Any, ids: torch.Tensor, window: int, stride: int) -> dict[str
 
 def _ids(subject: Subject, text: str | None, tokens: int) -> torch.Tensor:
     path = find_essays()[ESSAY] if text is None else Path(text)
-    ids = torch.tensor(subject.tokenizer(path.read_text(encoding="utf-8")).input_ids)
+    ids = torch.tensor(subject.tokenizer(output.read_text(path)).input_ids)
     if len(ids) < tokens:
         raise ValueError(f"{path.name} has {len(ids)} tokens, fewer than tokens={tokens}")
     return ids[:tokens]
@@ -141,7 +141,7 @@ def table(result: dict[str, Any]) -> Table:
 EXPERIMENT = Experiment(
     name="ppl",
     run=run_perplexity,
-    report=lambda result: [table(result), f"{outcome(result)} {origin(result)}"],
+    report=lambda result: [outcome(result), table(result), origin(result)],
     title="Perplexity by precision",
     needs_models=True,
 )

@@ -196,7 +196,7 @@ PAPER_TABLES = Experiment(
 EXPERIMENT = Experiment(
     name="predict",
     run=run_predict,
-    report=lambda result: [head_table(result), f"{verdict(result)} {origin(result)}"],
+    report=lambda result: [verdict(result), head_table(result), origin(result)],
     title="Heads that can overflow, from the weights alone",
     needs_models=True,
 )

@@ -248,14 +248,14 @@ def auto_table(result: dict[str, Any]) -> Table:
 EXPERIMENT = Experiment(
     name="soundness",
     run=run_soundness,
-    report=lambda result: [soundness_table(result), f"{verdict(result)} {origin(result)}"],
+    report=lambda result: [verdict(result), soundness_table(result), origin(result)],
     title="Bounds and reality",
     needs_models=True,
 )
 AUTO = Experiment(
     name="auto",
     run=run_auto,
-    report=lambda result: [auto_table(result), f"{outcome(result)} {origin(result)}"],
+    report=lambda result: [outcome(result), auto_table(result), origin(result)],
     title='policy="auto"',
     needs_models=True,
 )

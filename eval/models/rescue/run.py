@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from itertools import takewhile
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -14,12 +13,12 @@ from pasa.eval.kit import output
 from pasa.eval.kit.device import describe, origin, pick_device
 from pasa.eval.kit.embedded_model import find_essays, load_model, require_built_in
 from pasa.eval.kit.experiment import Experiment, gate
+from pasa.eval.kit.model_folder import load_folder
 from pasa.eval.kit.options import at_least, stages
 from pasa.eval.kit.overflow_fixture import check_offset, inject_overflow
 from pasa.eval.kit.tables import Column, Table, percent
 from pasa.ops.numerics.formats import FORMATS
 
-FROM_ANYBODY: dict[str, Any] = {"use_safetensors": True, "trust_remote_code": False, "local_files_only": True}
 """Loading options for folders from others: no pickle is read, and no code of theirs is run."""
 DEFAULT_OFFSET = 131072
 """Added to every score. It is twice the largest FP16 number, rounded up to a power of two, so no score fits FP16."""
@@ -104,16 +103,6 @@ def _chat_ids(tokenizer: Any, message: str) -> torch.Tensor:
         message = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     ids: torch.Tensor = tokenizer(message, add_special_tokens=False, return_tensors="pt").input_ids
     return ids
-
-
-def load_folder(path: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
-    """Load a causal language model and its tokenizer from a folder, from safetensors and without running its code."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    if not Path(path).is_dir():
-        raise FileNotFoundError(f"model {path!r} is not a folder")
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **FROM_ANYBODY).eval()
-    return model, AutoTokenizer.from_pretrained(path, trust_remote_code=False)
 
 
 @torch.no_grad()
@@ -208,13 +197,14 @@ def verdict(result: Run) -> str:
     """Return the outcome in a few sentences with the measured numbers."""
     proof, change = result["proof"], result["proof"]["perplexity_change_percent"]
     moved = "perplexity not finite" if change is None else f"perplexity {change:+.4f} % from FP32's"
+    fp16, pasa = (percent(proof[f"{name}_nonfinite_logits"]) for name in ("fp16", "pasa"))
     return (
-        f"Scores reach {proof['max_score_before']:,.0f} ({proof['layers_that_overflow']} of {proof['layers']} layers "
-        f"beyond FP16's {proof['fp16_max']:,.0f}); with PASA no stored score exceeds {proof['max_score_after']:,.1f} "
-        f"({proof['tiles_in_fp32']:,} of {proof['tiles']:,} tiles were kept in FP32). "
-        f"Plain FP16: {percent(proof['fp16_nonfinite_logits'])} of the logits are not finite. "
-        f"PASA: {percent(proof['pasa_nonfinite_logits'])}, "
-        f"{proof['tokens_equal_to_fp32']} of {proof['tokens_fp32']} greedy tokens equal to FP32, {moved}."
+        f"Failed: in FP16 {fp16} of the logits are not finite, because scores reach {proof['max_score_before']:,.0f} "
+        f"and FP16 ends at {proof['fp16_max']:,.0f} ({proof['layers_that_overflow']} of {proof['layers']} layers). "
+        f"{'Repaired' if proof['passed'] else 'NOT REPAIRED'}: in FP16 with pasa {pasa} are not finite, "
+        f"{proof['tokens_equal_to_fp32']} of {proof['tokens_fp32']} greedy tokens are equal to FP32's, {moved}. "
+        f"The largest score that pasa stores is {proof['max_score_after']:,.1f}; {proof['tiles_in_fp32']:,} of "
+        f"{proof['tiles']:,} tiles were kept in FP32."
     )
 
 
@@ -236,10 +226,14 @@ def text_table(result: Run) -> Table:
     return Table("Continuations", ["run", "text", "stopped by"], rows, wraps="text")
 
 
+NEXT = (
+    "Next: `pasa predict --model FOLDER` says from the weights whether scores of your model can overflow, and "
+    "`pasa diagnose --model FOLDER` where they do. In Python, `pasa.patch_pipeline(model)` repairs it."
+)
 EXPERIMENT = Experiment(
     name="demo",
     run=run_rescue,
-    report=lambda result: [run_table(result), text_table(result), f"{verdict(result)} {origin(result)}"],
+    report=lambda result: [verdict(result), run_table(result), text_table(result), origin(result), NEXT],
     title="A language model that FP16 attention cannot run",
     needs_models=True,
 )

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from pasa.eval.kit.device import pick_device
+from pasa.eval.kit.model_folder import check_folder
 from pasa.eval.kit.options import at_least
 from pasa.eval.models.first_nonfinite import models_of
 from pasa.eval.models.video.tiny import sample_image
@@ -78,9 +79,7 @@ def load_pipeline(path: str) -> Any:
 
 def check_pipeline(path: Path) -> None:
     """Refuse a folder without a pipeline, or with one of another class."""
-    index = path / "model_index.json"
-    if not index.is_file():
-        raise FileNotFoundError(f"{str(path)!r} is not a folder with a model_index.json (nothing is downloaded)")
+    index = check_folder(path, "model_index.json") / "model_index.json"
     try:
         name = json.loads(index.read_text(encoding="utf-8"))["_class_name"]
     except (ValueError, KeyError) as error:

@@ -214,7 +214,7 @@ def verdict(result: dict[str, Any]) -> str:
 EXPERIMENT = Experiment(
     name="video",
     run=run_video,
-    report=lambda result: [run_table(result), f"{verdict(result)} {origin(result)}"],
+    report=lambda result: [verdict(result), run_table(result), origin(result)],
     title="Video: one clip in FP32, in FP16, and in FP16 with PASA",
     needs_models=True,
 )

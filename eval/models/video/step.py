@@ -285,7 +285,7 @@ def shape_table(result: Record) -> Table:
 EXPERIMENT = Experiment(
     name="video",
     run=run_step,
-    report=lambda result: [table(result), shape_table(result), f"{outcome(result)} {origin(result)}"],
+    report=lambda result: [outcome(result), table(result), shape_table(result), origin(result)],
     title=TITLE,
     needs_models=True,
 )

@@ -261,7 +261,7 @@ def summary(result: Record) -> str:
 EXPERIMENT = Experiment(
     name="zoo",
     run=run_zoo,
-    report=lambda result: [count_table(result), case_table(result), reason_table(result), verdict(result)],
+    report=lambda result: [verdict(result), count_table(result), case_table(result), reason_table(result)],
     title="Architectures",
     needs_models=True,
 )

@@ -308,6 +308,6 @@ def summary(result: dict[str, Any]) -> str:
 EXPERIMENT = Experiment(
     name="predict",
     run=run_overhead,
-    report=lambda result: [table(result), verdict(result)],
+    report=lambda result: [verdict(result), table(result)],
     title="What a scale from the weights costs",
 )

@@ -244,7 +244,7 @@ def verdict(result: dict[str, Any]) -> str:
 EXPERIMENT = Experiment(
     name="fp8",
     run=run_fp8,
-    report=lambda result: [transient_table(result), tile_table(result), verdict(result)],
+    report=lambda result: [verdict(result), transient_table(result), tile_table(result)],
     title="FP8 scale factors of attention logits",
     needs_models=True,
 )

@@ -305,7 +305,7 @@ def run(
         raise NotImplementedError("--gpt2-small trains on a CUDA device, and torch finds none")
     if text is None:
         raise ValueError("--gpt2-small needs a text to train on: --text FILE, some MB of UTF-8")
-    return run_training_gpu(as_bytes(text.read_text(encoding="utf-8")), seconds, source=text.name, progress=progress)
+    return run_training_gpu(as_bytes(output.read_text(text)), seconds, source=text.name, progress=progress)
 
 
 EXPERIMENT = Experiment(name="gpt2-small", run=run, report=report.report, title=report.TITLE)

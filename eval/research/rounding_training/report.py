@@ -35,7 +35,7 @@ def report(result: Record) -> list[Table | str]:
         return [table, f"{NOTES} {meaning} {result['note']}.", origin(result)]
     tables = [seed_table(result, seed) for seed in result["settings"]["seeds"]]
     meaning = f"To FP32: {GAP} Underflow: rows without any weight."
-    return [*tables, f"{NOTES} {meaning} {result['note']}.", f"{verdict(result)} {origin(result)}"]
+    return [verdict(result), *tables, f"{NOTES} {meaning} {result['note']}.", origin(result)]
 
 
 def seed_table(result: Record, seed: int) -> Table:

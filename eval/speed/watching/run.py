@@ -231,16 +231,22 @@ def summary(result: dict[str, Any]) -> str:
         if each["kind"] == "model"
     )
     turns = result["settings"]["turns"]
-    return f"Four layers of Qwen2-7B, median and p20 to p80 of {turns} turns: {costs}. {verdict(result)}"
+    return (
+        f"Four layers of Qwen2-7B, median and p20 to p80 of {turns} turns: {costs}. {verdict(result)} {origin(result)}"
+    )
 
 
 def verdict(result: dict[str, Any]) -> str:
-    """Return how many counts are exact, which checks fail, and the machine."""
+    """Return how many counts are exact, and which checks fail."""
     exact = sum(each["exact"] for each in result["checks"])
     counted = f"Counts equal to FP64's in {exact} of {len(result['checks'])} calls."
-    return f"{counted} {outcome(result)} {origin(result)}"
+    return f"{counted} {outcome(result)}"
 
 
 EXPERIMENT = Experiment(
-    "watch", run_watch, lambda result: [table(result), verdict(result)], "What watching costs", needs_models=True
+    "watch",
+    run_watch,
+    lambda result: [verdict(result), table(result), origin(result)],
+    "What watching costs",
+    needs_models=True,
 )

@@ -70,6 +70,16 @@ def test_the_built_in_model_gets_the_offset_asked_for(folder, language_model, mo
     assert (result["fixture"] is None) == (offset == 0)
 
 
+@pytest.mark.parametrize(
+    ("options", "offset"), [({}, 0), ({"offset": 131072}, 131072), ({"model": "tiny"}, None), ({"model": "x"}, None)]
+)
+def test_the_built_in_language_model_is_the_published_one_unless_it_is_biased(options, offset, monkeypatch):
+    asked = {}
+    monkeypatch.setattr(run, "look", lambda model, progress, **given: (asked.update(given), None))
+    run_diagnose(**options)
+    assert asked["offset"] == offset
+
+
 def test_a_pipeline_of_a_folder_breaks_nowhere(tmp_path):
     """Its models take turns on the device."""
     tiny_pipeline(seed=3).save_pretrained(tmp_path / "svd")

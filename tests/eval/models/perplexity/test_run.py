@@ -116,3 +116,9 @@ def test_every_check_can_fail(reference, pasa, eager, failed):
 def test_a_text_that_is_too_short_is_named(text, tmp_path):
     with pytest.raises(ValueError, match="has 288 tokens, fewer than tokens=1000"):
         run.run_perplexity(str(tmp_path), text, tokens=1000)
+
+
+def test_a_text_that_is_not_utf8_is_named(text, tmp_path):
+    (tmp_path / "latin.txt").write_bytes("caf\xe9".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"latin\.txt is not UTF-8 text \(byte 3\)"):
+        run.run_perplexity(str(tmp_path), str(tmp_path / "latin.txt"), tokens=4, window=4, stride=2)

@@ -40,7 +40,7 @@ def test_the_rescue(monkeypatch, base, tokenizer):
     assert result["gate"]["checks"]["perplexity_near_fp32"] == (abs(proof["perplexity_change_percent"]) <= 0.5)
     text = run.EXPERIMENT.markdown(result)
     assert "30 of 30 layers" in text
-    assert "Plain FP16: 100 % of the logits are not finite." in text
+    assert "in FP16 100 % of the logits are not finite" in text
     assert f"| FP16, PASA (emulated) | {' '.join(result['runs']['fp16_pasa']['text'].split())} | length |" in text
 
 
@@ -76,7 +76,7 @@ def test_another_model_is_measured_as_it_is(tiny, tmp_path, tokenizer):
     result = run.run_rescue(str(tmp_path), prompt="What is the capital of France?", new_tokens=3)
     assert (result["fixture"], list(result["runs"])) == (None, ["fp32", "fp16", "fp16_pasa"])
     assert "0 of 2 layers" in run.verdict(result)
-    assert "Plain FP16: 0 %" in run.verdict(result)
+    assert "in FP16 0 % of the logits" in run.verdict(result)
 
 
 @pytest.mark.parametrize("limit", [60, 97, 300, None])

@@ -183,6 +183,8 @@ def test_triton_for_gpus_is_not_triton_ascend(torch_npu, monkeypatch):
     assert devices.triton_missing() == "the installed triton has no backend for an NPU: install triton-ascend"
     install_triton(monkeypatch, ascend=True)
     assert devices.triton_missing() is None
+    monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: object() if name == "torch_npu" else None)
+    assert devices.triton_missing() == "triton-ascend is not installed", "and not the Triton of GPUs"
 
 
 def test_a_torch_npu_without_the_vendors_function_is_named(torch_npu):
