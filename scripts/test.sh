@@ -21,8 +21,8 @@ tree="$(mktemp -d)"
 trap 'rm -rf "$tree"' EXIT
 mkdir "$tree/pasa"
 ln -s "$ROOT"/pasa/* "$ROOT/ops" "$ROOT/eval" "$tree/pasa/"
-(cd "$tree" && MYPYPATH="$ROOT/docs" exec "$VENV/bin/mypy" --config-file "$ROOT/pyproject.toml" --cache-dir "$ROOT/.mypy_cache" \
-  -p pasa -m generate) &
+(cd "$tree" && MYPYPATH="$ROOT/docs:$ROOT/scripts" exec "$VENV/bin/mypy" --config-file "$ROOT/pyproject.toml" --cache-dir "$ROOT/.mypy_cache" \
+  -p pasa -m generate -m pasa_cli) &
 types=$!
 
 # Every kernel still lowers for an NPU, and the table in ops/attention/README.md says so.
