@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 from pasa.eval.kit.exits import BAD_INPUT, complain, leave
@@ -13,7 +12,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     0: done; 1: a gate or check failed; 2: bad input, and one line on stderr says what is wrong.
     """
-    os.environ.setdefault("TQDM_DISABLE", "1")  # commands show their own bars, and not those of other packages
     leave(lambda: _run(arguments))
 
 

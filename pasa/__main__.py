@@ -1,5 +1,5 @@
 """Run the command line as `python -m pasa`."""
 
-from pasa.eval.cli import main
+from pasa_cli import main
 
 main()

@@ -4,12 +4,13 @@ import os
 
 
 def main() -> None:
-    """Run the command line with OpenMP threads that sleep while they wait.
+    """Run the command line with OpenMP threads that sleep while they wait, and without bars of other packages.
 
     By default they spin. On a busy machine that made the emulation ten times slower (two cores at a load of 6: 1.6 s
     a call instead of 0.16). The module lies outside of the package, because importing the package loads torch.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("TQDM_DISABLE", "1")
     from pasa.eval.cli import main as run
 
     run()

@@ -85,7 +85,7 @@ def test_floors():
         for name in names:
             if own.startswith("pasa.ops"):
                 assert not name.startswith("pasa") or name.startswith("pasa.ops"), (path, name)
-            elif not own.startswith("pasa.eval") and own != "pasa.__main__":  # starts the command line
+            elif not own.startswith("pasa.eval"):
                 assert not name.startswith("pasa.eval"), (path, name)
 
 

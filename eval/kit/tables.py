@@ -14,6 +14,9 @@ Column: TypeAlias = str | tuple[str, str] | Callable[[Mapping[str, Any]], str]
 """What a record has in a column: a field, a field and the format of its number, or what a function makes of it."""
 
 
+LONGEST_WORD = 30  # letters of a word that stays whole where a cell wraps
+
+
 @dataclass(frozen=True)
 class Table:
     """A title, a header and rows of text; the column `wraps` gives way where the terminal is narrow."""
@@ -51,17 +54,24 @@ class Table:
         from rich.table import Table as RichTable
         from rich.text import Text
 
-        for header, rows in [(self.header, self.rows)] if self.wraps else self._pieces(console.width):
+        widths = {
+            head: 3 + max(map(len, cells)) for head, *cells in zip(self.header, self.header, *self.rows, strict=True)
+        }
+        others = sum(width for head, width in widths.items() if head != self.wraps)
+        whole = bool(self.wraps) and others + LONGEST_WORD < console.width
+        for header, rows in [(self.header, self.rows)] if whole else self._pieces(console.width):
             note = Text(self.note) if self.note else None
             shown = RichTable(title=Text(self.title), caption=note, title_justify="left")
             cells = zip(header, *rows, strict=True)
-            fits = self.wraps or sum(3 + max(map(len, column)) for column in cells) < console.width
+            fits = whole or sum(3 + max(map(len, column)) for column in cells) < console.width
+            words = [" ".join(column).split() for column in zip(header, *rows, strict=True)]
             for index, heading in enumerate(header):
                 shown.add_column(
                     heading,
                     justify="right" if index and heading != self.wraps else "left",
                     no_wrap=bool(fits) and heading != self.wraps,
                     overflow="fold",
+                    min_width=None if fits else min(LONGEST_WORD, max(map(len, words[index]), default=0)),
                 )
             for row in rows:
                 shown.add_row(*map(Text, row))
