@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
 Column: TypeAlias = str | tuple[str, str] | Callable[[Mapping[str, Any]], str]
 """What a record has in a column: a field, a field and the format of its number, or what a function makes of it."""
-
-
 LONGEST_WORD = 30  # letters of a word that stays whole where a cell wraps
 
 
@@ -62,8 +60,7 @@ class Table:
         for header, rows in [(self.header, self.rows)] if whole else self._pieces(console.width):
             note = Text(self.note) if self.note else None
             shown = RichTable(title=Text(self.title), caption=note, title_justify="left")
-            cells = zip(header, *rows, strict=True)
-            fits = whole or sum(3 + max(map(len, column)) for column in cells) < console.width
+            fits = whole or sum(widths[heading] for heading in header) < console.width
             words = [" ".join(column).split() for column in zip(header, *rows, strict=True)]
             for index, heading in enumerate(header):
                 shown.add_column(

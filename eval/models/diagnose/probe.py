@@ -26,7 +26,7 @@ import pasa
 from pasa.eval.accuracy.rmse.resonance import shifted_keys, stored_scores
 from pasa.eval.kit.attention_calls import AttentionCalls
 from pasa.eval.models.diagnose.report import FP16_MAX, Record
-from pasa.eval.models.first_nonfinite import models_of
+from pasa.first_nonfinite import models_of
 from pasa.ops.attention.spec.diagnostics import FIELDS
 from pasa.patching.handle import PatchReport
 

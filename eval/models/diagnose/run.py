@@ -16,8 +16,8 @@ from pasa.eval.models.diagnose import report, subjects
 from pasa.eval.models.diagnose.probe import BATCH, MATRICES, ROWS, Findings, HeadMaps, probe
 from pasa.eval.models.diagnose.report import FP16_MAX
 from pasa.eval.models.diagnose.subjects import EMBEDDED, Subject
-from pasa.eval.models.first_nonfinite import NonFiniteWatch, models_of
 from pasa.eval.models.video.run import EMULATED, EMULATION
+from pasa.first_nonfinite import NonFiniteWatch, models_of
 
 SHOWN = 15  # heads in the table of the page; JSON has all
 Run = dict[str, Any]

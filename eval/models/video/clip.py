@@ -14,8 +14,8 @@ import torch
 from pasa.eval.kit.device import pick_device
 from pasa.eval.kit.model_folder import check_folder
 from pasa.eval.kit.options import at_least
-from pasa.eval.models.first_nonfinite import models_of
 from pasa.eval.models.video.tiny import sample_image
+from pasa.first_nonfinite import models_of
 
 TINY = "tiny"
 SIZES = {"height": (128, 576), "width": (128, 1024), "frames": (4, 25), "steps": (3, 25)}

@@ -16,11 +16,11 @@ from pasa.eval.kit.device import describe, origin
 from pasa.eval.kit.experiment import Experiment, gate, outcome
 from pasa.eval.kit.options import stages
 from pasa.eval.kit.tables import Column, Table, short
-from pasa.eval.models.first_nonfinite import NonFiniteWatch, models_of
 from pasa.eval.models.video import clip
 from pasa.eval.models.video.frames import Frames, compare, describe_frames, rms, save
 from pasa.eval.models.video.overflow import OFFSET, bias_scores
 from pasa.eval.models.video.tiny import tiny_pipeline
+from pasa.first_nonfinite import NonFiniteWatch, models_of
 
 FPS = 7  # the paper's
 MIN_PSNR, MIN_SSIM = 45.0, 0.995

@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 
-from pasa.eval.models.first_nonfinite import NonFiniteWatch, is_finite, models_of
+from pasa.first_nonfinite import NonFiniteWatch, is_finite, models_of
 
 
 class Root(torch.nn.Module):
