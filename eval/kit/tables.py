@@ -56,7 +56,7 @@ class Table:
             head: 3 + max(map(len, cells)) for head, *cells in zip(self.header, self.header, *self.rows, strict=True)
         }
         others = sum(width for head, width in widths.items() if head != self.wraps)
-        whole = bool(self.wraps) and others + LONGEST_WORD < console.width
+        whole = bool(self.wraps) and others + 6 < console.width  # else nothing is left for the column that wraps
         for header, rows in [(self.header, self.rows)] if whole else self._pieces(console.width):
             note = Text(self.note) if self.note else None
             shown = RichTable(title=Text(self.title), caption=note, title_justify="left")
