@@ -174,11 +174,14 @@ def random_calls(name: str) -> str:
 
 
 def npu_model() -> str:
-    """Precision allocations on an NPU, modelled."""
+    """Return precision allocations on an NPU, modelled; the page says what the names stand for."""
     result = stored("npu_model")
-    found = npu.range_table(result)
-    text = f"{found.note}\n\n{markdown(found.header, found.rows)}"
-    return f"{text}\n\n{npu.claim(result)}\n\n{origin(result)}"
+    cases, peak = len(result["cases"]), result["peak_tflops"]
+    text = (
+        f"Times as fast as `fp32`, lowest to highest of {cases} cases. In brackets: the highest TFLOPS of a case; the "
+        f"cube's peak is {peak:.0f}."
+    )
+    return "\n\n".join([text, npu.range_table(result).markdown(), npu.claim(result), origin(result)])
 
 
 PARTS: dict[str, Callable[[], str]] = {

@@ -330,11 +330,11 @@ def claim(result: Record) -> str:
     """Return the published figures beside the model's."""
     claims = result["claims"]
     low, high = claims["speedup"]
-    parts = [f"{scenario} {_range(result, scenario, 'paper-fp16')}" for scenario in result["scenarios"]]
+    parts = [f"{_range(result, scenario, 'paper-fp16')} {scenario}" for scenario in result["scenarios"]]
     return (
-        f"{MODEL} Published for PASA: {low} to {high} times a vendor attention, up to {claims['tflops']:.0f} TFLOPS "
-        f"({claims['source']}; its chip and its baseline's precision are not named). The model's paper-fp16 over fp32: "
-        f"{'; '.join(parts)}."
+        f"{MODEL} Published for PASA: {low} to {high} times as fast as a vendor attention, up to "
+        f"{claims['tflops']:.0f} TFLOPS ({claims['source']}). The source names neither its chip nor the precision of "
+        f"its baseline. The speed of the model's paper-fp16, as a multiple of fp32's: {'; '.join(parts)}."
     )
 
 

@@ -15,9 +15,9 @@ from pasa.eval.speed.implementations import CUDNN, FLASH, OWN, PAGES
 
 Record = dict[str, Any]
 METHOD = (
-    "Medians over rounds that are interleaved over the implementations. Ratios: the other's time divided by "
-    "one's own, median of the rounds: above 1 is faster. Calls under 2 ms start with a cold L2. All passes over K are "
-    "included."
+    "Times are medians over rounds in which all implementations take turns. x cuDNN, x flash: time of that SDPA kernel "
+    "over the implementation's time, median of the rounds; above 1 the implementation is faster. Calls under 2 ms "
+    "start with a cold L2. All passes over K are included."
 )
 BIASES = "; ".join(f"+{name}: {what}" for name, what in DATA.items() if name != "randn")
 
@@ -94,7 +94,7 @@ def reading_table(result: Record) -> Table:
         "ratio": lambda part: f"{part['whole'] / part['reading']:.2f}" if part["reading"] else "-",
         "not timed": "why",
     }
-    note = "In CUDA graphs with a cold L2. Launch and ramp-up count for both; at a large copy's bandwidth they do not."
+    note = "In CUDA graphs with a cold L2. Both include launch and ramp-up, which a large copy's bandwidth leaves out."
     parts = [each for each in result["parts"] if "reading" in each]
     return Table.of("Decoding beside reading alone", parts, columns, note)
 
@@ -230,15 +230,16 @@ def readme_decode() -> str:
     """Return decoding over the time of reading K and V once, beside reading alone, and with a bias, for README.md."""
     result = stored("speed")
     table, beside = decode_table(result, (CUDNN, FLASH, "pasa")), reading_table(result)
-    title = f"{table.title} (1 is the floor: {table.note[0].lower()}{table.note[1:-1]})."
+    floor = f"1 is the floor: {table.note[0].lower()}{table.note[1:]}"
+    title = f"{table.title}. {floor} decode-16x32k has 16 query rows of one sequence, and 32,768 keys."
     ratios = ", ".join(f"{row[0]} {row[2]} µs ({row[3]})" for row in beside.rows)
-    alone = f"A kernel that only reads K and V, and our time over its time: {ratios}. {beside.note}"
+    alone = f"Time of a kernel that only reads K and V, and in brackets pasa's time over it: {ratios}. {beside.note}"
     slower = []
     for case in (each["name"] for each in result["cases"] if each["decode"] and each["data"] != "randn"):
         biased, plain = (lines(result, name, "graph")["pasa"]["median_ms"] for name in (case, case.partition("+")[0]))
         slower.append(f"{case} {biased / plain:.1f}")
-    added = f"Times as long as without the bias, in a CUDA graph: {', '.join(slower)}."
-    return "\n\n".join([title, table.markdown(), alone, added])
+    added = f"pasa's time with a bias over its time without, in a CUDA graph: {', '.join(slower)}. {BIASES}."
+    return "\n\n".join([title, table.markdown(), alone, added, source(result)])
 
 
 def readme_paged() -> str:

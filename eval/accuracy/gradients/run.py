@@ -229,8 +229,8 @@ def time_table(result: Record) -> Table:
         "pasa host us": ("host_us", ".0f"),
     }
     note = (
-        f"x {FLASH}: its time over ours, above 1 is faster. graph: in a CUDA graph, without the host. host us: what "
-        "the host takes to enqueue a call."
+        f"x {FLASH}: time of {FLASH} over ours; above 1 ours is faster. graph: in a CUDA graph, without the host. "
+        "host us: what the host takes to enqueue a call."
     )
     return Table.of("Forward and backward", records, columns, note)
 
@@ -262,7 +262,7 @@ def summary(result: Record) -> str:
     """Return verdict, the errors of one case, times and origin, for README.md."""
     case = pick(result["records"], case=EXAMPLE)[0]
     ours, plain = (", ".join(f"{title} {short(case[how + n])}" for n, title in NAMES.items()) for how in ("", "plain_"))
-    example = f"With {EXAMPLE}: {case['backend']} {ours}; plain {plain}."
+    example = f"Errors with {EXAMPLE}: {case['backend']} {ours}; a plain backward pass {plain}."
     return "\n\n".join([f"{verdict(result)} {example}", time_table(result).captioned(), origin(result)])
 
 

@@ -111,7 +111,11 @@ def damage_table(result: dict[str, Any]) -> Table:
         rows.append([case["name"], *map(percent, shares), *map(short, errors)])
     header = ["case", "NaN, paper", "NaN, inf", "NaN, saturate", "scores at 65504", "rows touched"]
     header += [f"RMSE {name}, saturate" for name in (NAIVE, COMPETITOR, GATED)]
-    note = f"Columns 3 to 6: {NAIVE}, mean over seeds. A saturating device reports no NaN, and is wrong nevertheless."
+    note = (
+        f"NaN, paper: as printed there. The next four columns are means over seeds of {NAIVE}; inf and saturate: what "
+        "the device makes of a score beyond FP16. Rows touched: query rows with such a score. RMSE: worst seed. A "
+        "saturating device reports no NaN, and is wrong nevertheless."
+    )
     return Table("Overflow, and its silent form (paper table 4)", header, rows, note)
 
 
@@ -125,8 +129,9 @@ def bias_table(result: dict[str, Any]) -> Table:
     ]
     header = ["bias on 16 of 128 dims", *names, "exact / fp32", "worst seed", "exact / sdpa"]
     note = (
-        f"Errors pooled over {len(result['seeds'])} seeds (root mean square: many seeds give one-hot rows, without any "
-        "error). sdpa-fp32 keeps P and its output in FP32; all others round P and the output to FP16."
+        f"Errors are root mean squares over {len(result['seeds'])} seeds, because many seeds give one-hot rows without "
+        "any error. Worst seed: its exact / fp32. sdpa-fp32 keeps P and its output in FP32; all others round both to "
+        "FP16."
     )
     return Table("Q and K share a large bias: RMSE against FP64", header, rows, note)
 
@@ -144,10 +149,11 @@ def sides_table(result: dict[str, Any]) -> Table:
             cells.append(short(worst(selected, "rmse")) + (f" ({percent(share)})" if share else ""))
         rows.append(cells)
     note = (
-        "Biases: constants added to N(0, 1). Columns: what is shifted by its mean; pasa: the operator as it is. RMSE "
-        "where scores saturate, and in brackets the share of scores beyond FP16; pasa's lie so far below their row's "
-        f"maximum that they weigh nothing. Worst of {len(result['seeds'])} seeds. fp16 sums: rounded at every 16 "
-        "channels, as FlashInfer's use_fp16_qk_reduction accumulates. Softmax in FP64; pasa rounds weights and output."
+        "Biases: constants added to N(0, 1). Columns: whose mean is subtracted; pasa: the operator as it is. Cells: "
+        "RMSE where scores saturate, and in brackets the share of scores beyond FP16. Those of pasa are clipped far "
+        f"below their row's maximum, where their weight is zero. Worst of {len(result['seeds'])} seeds. fp16 sums: "
+        "rounded at every 16 channels, as FlashInfer's use_fp16_qk_reduction accumulates. Softmax in FP64; pasa rounds "
+        "weights and output."
     )
     header = ["bias in", *(", ".join(arm).removesuffix(", stored") for arm in arms)]
     return Table("Which side to shift", header, rows, note)

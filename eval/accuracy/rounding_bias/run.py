@@ -159,8 +159,8 @@ def bias_table(result: Record, fmt: str, place: str, of: str = "O", cases: Seque
         rows.append([case, *(signed(arms[arm], prefix) for arm in ARMS), *rms])
     errors = [] if prefix else ["RMS, nearest", "RMS, ours"]
     note = (
-        f"{result['places'][place]}. Mean signed error in spacings of {fmt.upper()}, away from zero positive, +/- 95 % "
-        f"of {settings['rows']:,} independent rows, D = {settings['dim']}."
+        f"{result['places'][place]}. Mean signed error in spacings of {fmt.upper()} (positive: away from zero), with "
+        f"its 95 % interval over {settings['rows']:,} independent rows, D = {settings['dim']}."
     )
     if prefix:
         note += " delta = rowsum(dO * O), over rowsum(|dO| * spacing)."

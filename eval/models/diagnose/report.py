@@ -59,7 +59,7 @@ COLUMNS: dict[str, tuple[Callable[[Any], str], str]] = {
     "peak QKᵀ": (lambda r: number(r["max_score"]), "largest magnitude of an unscaled score, of any call"),
     "× 65504": (lambda r: ratio(r["max_score"]), "1 is where FP16 ends"),
     "beyond": (lambda r: percent(r["overflow_share"]), "share of the sampled scores beyond 65504"),
-    "stored": (lambda r: number(r["stored"]), "largest score as PASA stores it, in its tile's own units"),
+    "stored": (lambda r: number(r["stored"]), "largest distance of a score from its row's reference, as stored"),
     "in FP32": (_tiles_in_fp32, "tiles that PASA keeps in FP32"),
     "K": (lambda r: " … ".join(map(number, r["keys"])), "range of the keys"),
     "K′": (lambda r: " … ".join(map(number, r["shifted_keys"])), "range of the shifted keys, in the units of K"),

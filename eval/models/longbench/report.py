@@ -148,9 +148,9 @@ def precision_table(result: dict[str, Any]) -> Table:
             "decode tokens/s": ("decode_tokens_per_s", ",.1f"),
             "peak MiB": lambda each: number(each["peak_bytes"] and each["peak_bytes"] / 2**20, ",.0f"),
         },
-        "Score: mean over the categories of LongBench, 0 to 100. Equal to FP32: share of the answers of which all that "
-        "is scored (few-shot and code: a line) is FP32's, to the character; identical: all that is generated. Broken: "
-        "answers that end because logits are NaN.",
+        "Score: mean over the categories of LongBench, 0 to 100. Equal to FP32: share of the answers whose scored part "
+        "is FP32's to the character (in few-shot and code tasks one line is scored). Identical: share whose whole text "
+        "is. Broken: answers that end because logits are NaN.",
     )
 
 

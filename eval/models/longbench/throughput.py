@@ -117,8 +117,8 @@ def table(result: dict[str, Any]) -> Table:
             "peak GiB": lambda each: number(each["peak_bytes"] and each["peak_bytes"] / 2**30, ".2f"),
             "logits not finite": lambda each: percent(each["nonfinite_logits"]),
         },
-        f"FP16, batch 1, medians of {result['settings']['rounds']} rounds, decoding without a graph. Bias: its square "
-        "is added to every score.",
+        f"FP16, batch 1, medians of {result['settings']['rounds']} rounds, decoding without a CUDA graph. Bias: a "
+        "number added to q and k, so that its square is added to every score.",
     )
 
 

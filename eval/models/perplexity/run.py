@@ -131,7 +131,7 @@ def table(result: dict[str, Any]) -> Table:
         rows.append([title, *chain.from_iterable(zip(shown, changes, strict=True))])
     title = "Perplexity of {tokens:,} tokens of {text}, windows of {window:,}, stride {stride:,}: {model}"
     note = (
-        "Offset: constant added to every score q.k, which changes nothing in exact arithmetic; change: to "
+        "Offset: constant added to every score q.k, which changes nothing in exact arithmetic. Change: difference from "
         f"{titles[REFERENCE]} at offset {offsets[0]:,.0f}."
     )
     header = ["precision", *chain.from_iterable((f"offset {offset:,.0f}", "change") for offset in offsets)]

@@ -155,9 +155,10 @@ def soundness_table(result: dict[str, Any]) -> Table:
         "auto-alpha": ("auto_alpha", ".3g"),
     }
     note = (
-        "Largest score of each head in one run over its bounds. Above 1 a proven bound would be refuted, and a "
-        "probable one by inputs that are not of uniform direction. Auto-alpha: P99.99 of observed over interaction "
-        "bound. Random weights (shapes, SVD in small) test that the bounds hold, not what trained models do."
+        "Observed: largest score of each head in one run. A ratio above 1 would refute a proven bound. It passes a "
+        "probable bound where inputs are not of uniform direction. Heads of unknown modules have no bound, and are not "
+        "counted. Auto-alpha: P99.99 of observed over interaction bound. Random weights (shapes, SVD in small) test "
+        "that the bounds hold, not what trained models do."
     )
     return Table.of("Bounds and reality", result["records"], columns, note)
 

@@ -165,10 +165,10 @@ def run_table(result: dict[str, Any]) -> Table:
     settings = result["settings"]
     size = f"{settings['frames']} frames of {settings['width']} x {settings['height']}"
     title = f"{result['model']}: {size}, {settings['steps']} steps, seed {settings['seed']}"
-    base = " To no bias: RMSE to FP32 before the bias; FP32 itself is compared with that." if result["fixture"] else ""
+    base = " FP32 itself and the column to no bias are compared with FP32 before the bias." if result["fixture"] else ""
     note = (
-        "Broken, black: number of frames. Distances are those to FP32 on the same weights; PSNR and SSIM of the worst "
-        f"frame, temporal: RMSE of the change from frame to frame.{base} Models in {settings['model_dtype']}, "
+        "Broken, black: number of frames. Distances are those from FP32 on the same weights. PSNR and SSIM: worst "
+        f"frame. Temporal: RMSE of the change from frame to frame.{base} Models in {settings['model_dtype']}, "
         "attention in FP16."
     )
     columns: dict[str, Column] = {

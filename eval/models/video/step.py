@@ -247,7 +247,7 @@ def table(result: Record) -> Table:
     size = result["sizes"]
     note = (
         f"{size['frames']} frames of {8 * size['width']} x {8 * size['height']}, guided; the VAE "
-        f"decodes {size['decoded']} frames. Random weights; errors are those to FP32 without the bias. ms, beside "
+        f"decodes {size['decoded']} frames. Random weights. Errors: against FP32 without the bias. Beside "
         "flash: time of SDPA flash over that of the row. Memory: what the call allocates beyond weights and output. "
         + " ".join(f"{name}: {way}." for name, way in result["ways"].items())
         + " Not run on an NPU."

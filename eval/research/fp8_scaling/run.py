@@ -205,11 +205,11 @@ def transient_table(result: dict[str, Any]) -> Table:
     header = ["model", "scenario", "method", "layers beyond, first step", "steps with overflow", "largest scaled"]
     settings = result["settings"]
     note = (
-        "What logits are divided by before E4M3, whose largest number is 448, in the steps after the event. Delayed: "
-        "history of 16 steps, eta 0.9, initial 1.0. Geometry: alpha for delta = "
-        f"{settings['delta']:g}, norm by power iteration, of the worst head or, as in the paper, of the sum of heads. "
-        f"Auto-alpha is calibrated on the steps before the event. Training is in FP32, {settings['tokens']} tokens a "
-        f"step, AdamW at {settings['learning_rate']:g}; the methods look on."
+        "Methods choose the scale that logits are divided by before E4M3, whose largest number is 448. The steps are "
+        "those after the event. Delayed: history of 16 steps, eta 0.9, initial 1.0. Geometry: alpha for delta = "
+        f"{settings['delta']:g}, norm by power iteration of the worst head or, as in the paper, of the sum of heads. "
+        "Auto-alpha is calibrated on the steps before the event. Utilisation: largest scaled logit over 448. Training "
+        f"is in FP32, {settings['tokens']} tokens a step, AdamW at {settings['learning_rate']:g}; no method changes it."
     )
     return Table("FP8 scaling in transients", [*header, "utilisation P10 / median / P90", "alpha"], rows, note)
 

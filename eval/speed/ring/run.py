@@ -157,12 +157,15 @@ def table(result: dict[str, Any]) -> Table:
             cells.append(number(None if None in peaks else max(peaks) / 2**30, ".2f"))
             rows.append([*cells, short(each[f"{name}_rmse"]), short(each[f"{name}_max_error"])])
     note = (
-        "Offset: what the keys' bias adds to every scaled score. Errors: against FP64, of rows spread over the "
-        f"sequence. Medians of {settings['rounds']}. Gate {'passed' if result['gate']['passed'] else 'FAILED'}. "
+        "Offset: what the keys' bias adds to every scaled score. Errors: against FP64, in rows spread over the "
+        f"sequence. Times: medians of {settings['rounds']}. Accuracy gate "
+        f"{'passed' if result['gate']['passed'] else 'FAILED'}. "
         f"{origin(result)}"
     )
     heads, kv = settings["heads"]
-    title = f"Causal attention of {settings['tokens']:,} tokens, {heads} heads of {kv}, head dim {settings['dim']}"
+    title = (
+        f"Causal attention of {settings['tokens']:,} tokens, {heads} query heads on {kv}, head dim {settings['dim']}"
+    )
     return Table(title, ["case", "ms", "peak GiB per device", "RMSE", "largest error"], rows, note)
 
 

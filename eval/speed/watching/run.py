@@ -232,7 +232,8 @@ def summary(result: dict[str, Any]) -> str:
     )
     turns = result["settings"]["turns"]
     return (
-        f"Four layers of Qwen2-7B, median and p20 to p80 of {turns} turns: {costs}. {verdict(result)} {origin(result)}"
+        f"Added to the time of four layers of Qwen2-7B, median and p20 to p80 of {turns} turns: {costs}. "
+        f"{verdict(result)} {origin(result)}"
     )
 
 
