@@ -10,7 +10,7 @@ namespace pasa {
 // masked rows may find masked scores above it; their result is replaced at the end.
 constexpr float kNothing = -0x1p125f;
 constexpr uint32_t kMinusInfinity = 0xff800000;  // the device's headers have no INFINITY
-// Weights are 2^15 exp(score - running maximum): within FP16, and zero only 27.8 nats below the maximum.
+// Weights are 2^15 exp(score - running maximum): within FP16, and zero only 27.7 nats below the maximum.
 constexpr float kLift = 0x1p15f, kLiftNats = 10.39720771f;
 constexpr float kLargestLifted = 64.0f;  // of a scale with which any FP16 score in nats minus kLiftNats is near enough
 
