@@ -99,8 +99,8 @@ def _fp16_sums(result: Result) -> str:
 def _bf16(result: Result) -> str:
     perplexity = {each["precision"]: each["perplexity"] for each in pick(result["perplexities"], offset=LARGEST)}
     return (
-        f"it stays finite, and is wrong where scores are stored: perplexity {perplexity['bf16-eager']:.0f}; BF16 with "
-        f"FP32 scores {perplexity['bf16']:.2f}, PASA in FP16 {perplexity['pasa']:.2f}, FP32 {perplexity['fp32']:.2f}"
+        f"finite, but wrong where BF16 stores scores: perplexity {perplexity['bf16-eager']:.0f}; BF16 with scores in "
+        f"FP32 {perplexity['bf16']:.2f}, PASA in FP16 {perplexity['pasa']:.2f}, FP32 {perplexity['fp32']:.2f}"
     )
 
 
@@ -290,7 +290,7 @@ LINES: Sequence[Line] = (
     Line("Baselines as packages", "speed", _missing, NOT_RUN, "../eval/speed/README.md"),
     Line("A bias shared by Q and K", "bias", _biased, EMULATED, BIAS_SECTION),
     Line("Shift K, Q or both?", "sides", _sides, EMULATED, BIAS_SECTION),
-    Line("Does BF16 do?", "perplexity", _bf16, EMULATED, "#long-prompts"),
+    Line("Is BF16 enough?", "perplexity", _bf16, EMULATED, "#long-prompts"),
     Line("Errors on a GPU", "speed", _gpu_error, GPU, SPEED),
     Line("Speed on a GPU", "speed", partial(_speeds, biased=False), GPU, SPEED),
     Line("Speed on a GPU, biased data", "speed", partial(_speeds, biased=True), GPU, SPEED),

@@ -87,7 +87,7 @@ def test_without_a_gpu_errors_alone_are_shown(monkeypatch):
     assert result["gate"] == {"passed": True, "judged": 9, "failures": []}
     assert result["times"] == result["kernels"] == []
     passed = "All 9 judged errors (reference) are within 2 times a plain backward pass's."
-    assert run.summary(result).startswith(f"{passed} With scores of 131072: reference dQ ")
+    assert run.summary(result).startswith(f"{passed} Errors with scores of 131072: reference dQ ")
     page = run.EXPERIMENT.markdown(result)
     assert "| small | reference |" in page
     assert "Forward and backward" not in page
