@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -40,6 +41,7 @@ from pasa.eval.research.fp8_scaling import run as fp8
 from pasa.eval.speed import report as speed_report
 from pasa.eval.speed.ring import run as ring
 from pasa.eval.speed.watching import run as watching
+from pasa.ops.attention.options import AttentionOptions
 from pasa.ops.backends import Backend
 from pasa.ops.registry import BACKENDS
 
@@ -101,10 +103,7 @@ def support() -> str:
         ("dtypes", [", ".join(str(dtype).removeprefix("torch.") for dtype in b.dtypes) for b in backends]),
         ("head dim", [f"{b.head_dims[0]} to {b.head_dims[1]}" for b in backends]),
         ("masks", [", ".join(b.masks) for b in backends]),
-        ("precision", [", ".join(map(str, b.values("precision") or ())) for b in backends]),
-        ("recovery", [", ".join(map(str, b.values("recovery") or ())) for b in backends]),
-        ("softmax", [", ".join(map(str, b.values("softmax") or ())) for b in backends]),
-        ("keys per block", [", ".join(map(str, b.values("block_k") or ())) or "1 to 65536" for b in backends]),
+        *((f"`{option.name}`", [_values(b, option.name) for b in backends]) for option in fields(AttentionOptions)),
         ("packed sequences", ["yes" if b.varlen else "no" for b in backends]),
         ("paged caches", ["no" if b.paged is None else " ".join(b.paged.values()) or "yes" for b in backends]),
         ("diagnostics", ["yes" if b.diagnostics else "no" for b in backends]),
@@ -112,6 +111,11 @@ def support() -> str:
     return markdown(
         ["backend", *(f"`{backend.name}`" for backend in backends)], [[name, *values] for name, values in rows]
     )
+
+
+def _values(backend: Backend, option: str) -> str:
+    values = backend.values(option)
+    return "any" if values is None else ", ".join(map(str, values))
 
 
 def _devices(backend: Backend) -> str:

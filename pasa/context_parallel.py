@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from dataclasses import fields
 from typing import TYPE_CHECKING, Literal, overload
 
 import torch
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 FACTS = ("accepted", "batch", "query heads", "key heads", "head dim", "switches")  # must be equal on every rank
 SWITCHES = "dtype, is_causal, scale, config or backend"
+# Each rank's calls may have any value of these options, because outputs are merged in FP32 whatever the value.
+FREE_OPTIONS = ("block_q", "block_k", "overflow", "accumulate")
 
 
 @hint_at_arguments
@@ -236,11 +239,15 @@ def ring_attention(
 
 
 def ring_config(config: PasaConfig | None) -> PasaConfig:
-    """Return the checked config; raise NotImplementedError for an arithmetic that `ring_attention` does not have."""
+    """Return the checked config; raise NotImplementedError for an option that `ring_attention` does not serve.
+
+    An option that is not among `FREE_OPTIONS` is served with its default alone.
+    """
     config = checked_config(config)
-    for name, needed in (("precision", "pasa"), ("recovery", "exact"), ("softmax", "safe")):
-        if getattr(config, name) != needed:
-            raise NotImplementedError(f"ring_attention has {name}={needed!r} only, not {getattr(config, name)!r}")
+    for option in fields(config):
+        value = getattr(config, option.name)
+        if option.name not in FREE_OPTIONS and value != option.default:
+            raise NotImplementedError(f"ring_attention has {option.name}={option.default!r} only, not {value!r}")
     return config
 
 

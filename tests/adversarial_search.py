@@ -20,7 +20,7 @@ from pasa.eval.random_calls.inputs import Call
 from pasa.eval.random_calls.judge import Arithmetic, judge
 from pasa.eval.random_calls.number_draws import FP16_MAX, fit
 from pasa.eval.random_calls.truth import find_truth
-from pasa.ops.attention.options import ACCUMULATES, OVERFLOWS
+from pasa.ops.attention.options import CHOICES
 
 POPULATION, CHILDREN = 8, 4
 BROKEN = 1e6  # for each number that is not finite
@@ -142,8 +142,8 @@ def search(backend: str, config: pasa.PasaConfig, evaluations: int, seed: int) -
 
 def modes(backend: str) -> list[pasa.PasaConfig]:
     """Return every arithmetic that is promised not to overflow."""
-    overflows = ("inf",) if backend == TRITON else OVERFLOWS
-    accumulates = ACCUMULATES if backend == REFERENCE else ("fp32",)
+    overflows = ("inf",) if backend == TRITON else CHOICES["overflow"]
+    accumulates = CHOICES["accumulate"] if backend == REFERENCE else ("fp32",)
     return [
         pasa.PasaConfig(softmax=softmax, overflow=overflow, accumulate=accumulate)
         for softmax in ("safe", "unbiased")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
 from itertools import accumulate, pairwise
 from random import Random
 from typing import Any
@@ -18,6 +19,7 @@ from pasa.eval.random_calls.inputs import MASKS, STRIDES, Call, guaranteed, indi
 from pasa.eval.random_calls.judge import HALF_ULP, Arithmetic, against_naive, judge, worst
 from pasa.eval.random_calls.number_draws import ORDINARY, ORDINARY_VALUES, SCORES, VALUES
 from pasa.eval.random_calls.truth import Truth, find_truth, naive_fp16, pieces
+from pasa.ops.registry import BACKENDS
 
 DIMS = (1, 2, 3, 5, 8, 16, 16, 20, 32, 33, 64, 80, 128)
 FAR_DIMS = (96, 160, 256, 257, 512)
@@ -25,7 +27,7 @@ SCALES = (None,) * 7 + (1e-4, 1.0, 30.0, 2.0**-80, 2.0**80)
 BASELINES = ("fp32", "partial", "fp16", "prescaled", "smooth_k")
 LAST_LAYOUTS = ("NHD", "BSND")
 PACKED_STRIDES = ("contiguous", "sliced", "turned", "offset", "reversed")  # those of `STRIDES` for three axes
-CONFIG = ("precision", "recovery", "softmax", "overflow", "accumulate", "block_q", "block_k", "beta")
+CONFIG = asdict(pasa.PasaConfig())
 # Of what is bounded by its inputs only, in nats, on N(0, 1) data: a stored score is off by up to 2^-8; the published
 # recovery multiplies a mean by up to 64 (accumulate="fp32": rounded once, of 128 scores), in FP16 rows a rounded one.
 LOOSE, LOOSE_ROWS = 2.0**-5, 0.5
@@ -69,11 +71,11 @@ def serve(params: Params, rng: Random) -> Params:
     backend = params["backend"]
     if backend == REFERENCE:
         return params
-    changed: Params = {"overflow": "inf"} if backend == TRITON else {"mask": "none", "accumulate": "fp32"}
-    changed |= {"diagnose": False, "block_k": 128 if backend == NPU else rng.choice((32, 64, 128))}
-    if params["precision"] not in ("pasa", "fp32")[: 2 if backend == TRITON else 1]:
-        changed |= {"precision": "pasa"}
-    if params["softmax"] == "unbiased_paper" or (params["recovery"] == "paper" and params["softmax"] == "unbiased"):
+    accepted = {name: BACKENDS[backend].values(name) for name in CONFIG}
+    refused = [name for name, values in accepted.items() if values is not None and params[name] not in values]
+    changed: Params = {"diagnose": False} | {name: CONFIG[name] for name in refused}
+    changed |= {"block_k": rng.choice((32, 64, 128))} if backend == TRITON else {"mask": "none"}
+    if params["recovery"] == "paper" and params["softmax"] == "unbiased":
         changed |= {"softmax": "safe"}
     if backend == NPU and params["garbage"] != "query":  # a key that is not finite may reach every row of its head
         changed |= {"garbage": "none"}
@@ -251,9 +253,8 @@ def draw_packed(rng: Random) -> Params:
 SIMPLEST = {
     "backend": REFERENCE, "batch": 1, "heads": 1, "groups": 1, "rows": 1, "keys": 1, "dim": 1, "dtype": "float16",
     "data": "randn", "values": "randn", "mask": "none", "causal": False, "scale": None, "strides": "contiguous",
-    "layout": "HND", "garbage": "none", "where": "seen", "diagnose": False, "operator": False, "softmax": "safe",
-    "overflow": "inf", "accumulate": "fp32", "block_q": 128, "block_k": 128, "beta": None, "precision": "pasa",
-    "recovery": "exact",
+    "layout": "HND", "garbage": "none", "where": "seen", "diagnose": False, "operator": False,
+    "beta": None, **CONFIG,  # beta first, because it needs recovery="paper"
 }  # fmt: skip
 SIMPLEST_PACKED = {name: least for name, least in SIMPLEST.items() if name not in ("rows", "keys", "batch")}
 SIMPLEST_PACKED |= {"wide": False, "spaced": False}

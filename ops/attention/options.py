@@ -7,18 +7,13 @@ from typing import Any
 
 from pasa.ops.numerics.formats import OVERFLOWS, Overflow
 
-PRECISIONS = ("pasa", "fp32", "partial", "fp16", "prescaled", "smooth_k")
-RECOVERIES = ("exact", "paper")
-SOFTMAXES = ("safe", "unbiased", "unbiased_paper")
-ACCUMULATES = ("fp32", "fp16")
-CHOICES = {
-    "precision": PRECISIONS,
-    "recovery": RECOVERIES,
-    "softmax": SOFTMAXES,
+CHOICES: dict[str, tuple[str, ...]] = {  # the default first
+    "precision": ("pasa", "fp32", "partial", "fp16", "prescaled", "smooth_k"),
+    "recovery": ("exact", "paper"),
+    "softmax": ("safe", "unbiased", "unbiased_paper"),
     "overflow": OVERFLOWS,
-    "accumulate": ACCUMULATES,
+    "accumulate": ("fp32", "fp16"),
 }
-__all__ = ["ACCUMULATES", "OVERFLOWS", "PRECISIONS", "RECOVERIES", "SOFTMAXES", "AttentionOptions"]
 
 
 @dataclass(frozen=True)

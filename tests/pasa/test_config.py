@@ -8,39 +8,50 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pasa import PasaConfig
+from pasa.ops.attention.options import CHOICES
 
 
 def test_defaults():
     config = PasaConfig()
-    assert (config.precision, config.recovery, config.softmax) == ("pasa", "exact", "safe")
-    assert (config.block_q, config.block_k, config.beta) == (128, 128, None)
-    assert (config.overflow, config.accumulate) == ("inf", "fp32")
+    assert dataclasses.asdict(config) == {
+        "precision": "pasa",
+        "recovery": "exact",
+        "beta": None,
+        "block_q": 128,
+        "block_k": 128,
+        "softmax": "safe",
+        "overflow": "inf",
+        "accumulate": "fp32",
+    }
+    assert {name: getattr(config, name) for name in CHOICES} == {name: values[0] for name, values in CHOICES.items()}
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.recovery = "paper"
 
 
 @given(
-    recovery=st.sampled_from([("exact", None), ("paper", None), ("paper", 0), ("paper", 0.999)]),
-    softmax=st.sampled_from(["safe", "unbiased", "unbiased_paper"]),
-    overflow=st.sampled_from(["inf", "saturate"]),
-    accumulate=st.sampled_from(["fp32", "fp16"]),
+    choices=st.fixed_dictionaries({name: st.sampled_from(values) for name, values in CHOICES.items()}),
+    beta=st.sampled_from([None, 0, 0.999]),
     blocks=st.tuples(st.integers(1, 65536), st.integers(1, 65536)),
 )
-def test_values_are_kept_and_equal_configurations_are_equal(recovery, softmax, overflow, accumulate, blocks):
-    values = {"recovery": recovery[0], "beta": recovery[1], "softmax": softmax, "overflow": overflow}
-    values |= {"accumulate": accumulate, "block_q": blocks[0], "block_k": blocks[1]}
+def test_values_are_kept_and_equal_configurations_are_equal(choices, beta, blocks):
+    published = (choices["precision"], choices["recovery"]) == ("pasa", "paper")
+    values = choices | {"beta": beta if published else None, "block_q": blocks[0], "block_k": blocks[1]}
     config, again = PasaConfig(**values), PasaConfig(**values)
     assert {name: getattr(config, name) for name in values} == values
     assert config == again
     assert hash(config) == hash(again)
 
 
-@pytest.mark.parametrize("precision", ["pasa", "fp32", "partial", "fp16", "prescaled", "smooth_k"])
-def test_every_precision(precision):
-    assert PasaConfig(precision=precision).precision == precision
+def test_every_option_and_value_is_explained():
+    """The docstring has an entry for every option, with every value that it accepts."""
+    entries = dict(re.findall(r"^    (\w[\w, ]*) : (.*?)(?=^    \w)", PasaConfig.__doc__, re.MULTILINE | re.DOTALL))
+    text = {name: entry for names, entry in entries.items() for name in names.split(", ")}
+    for field in dataclasses.fields(PasaConfig):
+        missing = [value for value in CHOICES.get(field.name, ()) if f'"{value}"' not in text[field.name]]
+        assert missing == []
 
 
-@pytest.mark.parametrize("field", ["precision", "recovery", "softmax", "overflow", "accumulate"])
+@pytest.mark.parametrize("field", CHOICES)
 @pytest.mark.parametrize("value", ["nonsense", "", "FP16", None, 3, []])
 def test_unknown_choice(field, value):
     with pytest.raises(ValueError, match=re.escape(f"{field}={value!r} is not one of")):

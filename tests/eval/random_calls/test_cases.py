@@ -8,6 +8,7 @@ from pasa.eval.random_calls.cases import draw_case
 from pasa.eval.random_calls.inputs import MASKS, STRIDES, Call, make
 from pasa.eval.random_calls.number_draws import LARGEST, SCORES, VALUES
 from pasa.eval.random_calls.run import API
+from pasa.ops.attention.options import CHOICES
 
 SMALL = kernels.kinds(0, "triton", small=True)
 KERNELS = [draw_case(kernels.kinds(0, "triton", small=False), 0, index).params for index in range(2000)]
@@ -27,14 +28,13 @@ def test_a_case_is_the_same_every_time_and_unlike_others():
 
 def test_everything_occurs():
     families = {"family": {family["family"] for family in kernels.draw_families(0)}, "group": kernels.GROUPS}
-    both = {"data": SCORES, "values": VALUES, "accumulate": ("fp32", "fp16"), "dtype": kernels.DTYPES}
+    both = {"data": SCORES, "values": VALUES, "accumulate": CHOICES["accumulate"], "dtype": kernels.DTYPES}
     both |= {"garbage": ("none", "query", "key", "value", "mask"), "where": ("seen", "hidden"), "causal": (False, True)}
     ours = both | families | {"mask": ("none", *kernels.MASKS), "strides": kernels.LAYOUTS, "dim": kernels.DIMS}
     ours |= {"scale": kernels.SCALES, "poisoned": (False, True), "emulated": (False, True), "tile": range(3)}
     api = both | {"mask": MASKS, "strides": STRIDES, "layout": ("HND", "BNSD", "NHD", "BSND"), "view": paged.VIEWS}
-    api |= {"backend": ("reference", "triton", "npu"), "precision": ("pasa", *attention.BASELINES)}
-    api |= {"softmax": ("safe", "unbiased", "unbiased_paper"), "overflow": ("inf", "saturate"), "fill": paged.FILLS}
-    api |= {"recovery": ("exact", "paper"), "longest": ("none", "exact", "above"), "stale": range(3)}
+    api |= {"backend": ("reference", "triton", "npu"), "fill": paged.FILLS} | CHOICES
+    api |= {"longest": ("none", "exact", "above"), "stale": range(3)}
     for drawn, expected in ((KERNELS, ours), ([case.params for case in CALLS], api)):
         for name, values in expected.items():
             assert {params[name] for params in drawn if name in params} == set(values), name
