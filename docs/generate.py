@@ -45,14 +45,7 @@ from pasa.ops.attention.options import AttentionOptions
 from pasa.ops.backends import Backend
 from pasa.ops.registry import BACKENDS
 
-FILES = (
-    "docs/devices.md",
-    *(f"docs/evidence{part}.md" for part in ("", "-accuracy", "-models", "-prediction", "-speed", "-npu")),
-    "eval/accuracy/rounding_bias/README.md",
-    "eval/speed/watching/README.md",
-    "eval/research/fp8_scaling/README.md",
-    "eval/models/zoo/README.md",
-)
+PAGES = [page for folder in ("docs", "eval") for page in (ROOT / folder).rglob("*.md")]
 MAXIMA = ("two, smaller tail", "near, smaller tail", "blocks, smaller tail", "four, smaller tail")
 ROUNDED = (*MAXIMA, "three, smaller tail, one binade", "six, smaller tail, one binade", "random, same tail")
 BIASES = [partial(bias.bias_table, fmt="bf16", place=place, cases=ROUNDED) for place in PLACES]
@@ -63,18 +56,19 @@ SHOWN = ("fp32", "partial", "prescaled", "smooth_k", "pasa-paper-fp16", "pasa-pa
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Rewrite `FILES`, or check them; 1 if one is not up to date."""
-    old = {ROOT / name: (ROOT / name).read_text(encoding="utf-8") for name in FILES}
+    """Rewrite the generated parts of all pages, or check them; 1 if one is not up to date."""
+    old = {path: path.read_text(encoding="utf-8") for path in PAGES}
     new = {path: fill(text) for path, text in old.items()}
     asked = sys.argv[1:] if arguments is None else arguments
     if unknown := [each for each in asked if each != "--check"]:
         sys.exit(f"{' '.join(unknown)}: only --check is known; without it the files are written")
     if asked:
         for path in (path for path in new if new[path] != old[path]):
-            print(f"{path} is not of the stored runs: python docs/generate.py writes it")
+            print(f"{path} differs from the stored runs: python docs/generate.py writes it")
         return int(new != old)
     for path, text in new.items():
-        path.write_text(text, encoding="utf-8")
+        if text != old[path]:
+            path.write_text(text, encoding="utf-8")
     return 0
 
 

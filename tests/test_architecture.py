@@ -90,21 +90,10 @@ def test_floors():
 
 
 # What a part of ops/ may import of the package beside itself; a part that is not listed may import all of ops/.
-FAMILIES = ("prefill", "decode", "paged", "short", "paper", "backward", "watch", "hopper")
-TRITON = "pasa.ops.attention.triton"
+TRITON, TRITON_FOLDER = "pasa.ops.attention.triton", ROOT / "ops" / "attention" / "triton"
+FAMILIES = [path.parent.name for path in TRITON_FOLDER.glob("*/__init__.py")]
 SHARED = tuple(
-    f"{TRITON}.{name}"
-    for name in (
-        "anchor_launch",
-        "anchor_kernel",
-        "kernel_call",
-        "cases",
-        "launcher",
-        "rounding_kernel",
-        "tile_math",
-        "tiles",
-        "tuning",
-    )
+    f"{TRITON}.{path.stem}" for path in TRITON_FOLDER.glob("*.py") if path.stem not in ("__init__", "backend")
 )
 BASE = ("pasa.ops.numerics", "pasa.ops.packed", "pasa.ops.notices", "pasa.ops.envs")
 CALL = ("pasa.ops.attention.call", "pasa.ops.attention.options")

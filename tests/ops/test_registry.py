@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import re
 import warnings
 
 import pytest
@@ -256,7 +257,8 @@ def test_every_reason_is_listed_the_missing_device_first():
 
 def test_unknown_name_lists_the_registered():
     for name in ("Reference", "cuda", ""):
-        with pytest.raises(ValueError, match=rf"backend='{name}' is not registered; registered: \['npu', 'reference'"):
+        refusal = f"backend={name!r} is not registered; registered: {sorted(BACKENDS)}"
+        with pytest.raises(ValueError, match=re.escape(refusal)):
             select(CALL, name)
 
 
