@@ -78,33 +78,31 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
-def commands(group: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield the full name of every command of a group, and the command."""
+def options(group: Any, name: str) -> Iterator[str]:
+    """Yield the options of every command: a heading, the help and a table; a heading for each group of commands."""
     for part, command in group.commands.items():
         if hasattr(command, "commands"):
-            yield from commands(command, f"{name} {part}")
-        else:
-            yield f"{name} {part}", command
-
-
-def options() -> str:
-    """Return every option of every command: a heading, the help and a table for each command."""
-    import typer.main
-
-    from pasa.eval.commands import app
-
-    parts = []
-    for name, command in commands(typer.main.get_command(app), "pasa"):
+            yield f"## Options of `{name} {part}`"
+            yield from options(command, f"{name} {part}")
+            continue
         rows = []
         for option in command.params:
             default = "" if option.default in (None, False) else f"`{option.default}`"
             kind = "" if option.is_flag else f" {option.metavar or 'VALUE'}"
             rows.append(f"| `{', '.join(option.opts)}{kind}` | {default} | {option.help} |")
-        parts += [f"### {name}", command.help, "| option | default | meaning |\n|---|---|---|\n" + "\n".join(rows)]
-    return "\n\n".join(parts)
+        yield f"### {name} {part}"
+        yield command.help
+        yield "| option | default | meaning |\n|---|---|---|\n" + "\n".join(rows)
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Rewrite the links of a page; add the options to the page of commands."""
     text = rewrite(markdown, source_of(page.file.src_uri))
-    return f"{text}\n## Options\n\n{options()}\n" if page.file.src_uri == "commands.md" else text
+    if page.file.src_uri != "commands.md":
+        return text
+    import typer.main
+
+    from pasa.eval.commands import app
+
+    parts = [text, "## Options of `pasa`", *options(typer.main.get_command(app), "pasa")]
+    return "\n\n".join(parts) + "\n"

@@ -41,8 +41,8 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-bench = typer.Typer(name="bench", help="Benchmarks.", no_args_is_help=True)
-evaluate = typer.Typer(name="eval", help="Whole models, with and without PASA; bias of rounding.", no_args_is_help=True)
+bench = typer.Typer(name="bench", help="Accuracy, speed and cost of kernels.", no_args_is_help=True)
+evaluate = typer.Typer(name="eval", help="Models, random calls and studies of rounding.", no_args_is_help=True)
 PREDICT = replace(predict.EXPERIMENT, variants=(predict.PAPER_TABLES, soundness.EXPERIMENT, soundness.AUTO))
 for _group, _modules in (
     (app, (doctor, rescue)),

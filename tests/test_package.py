@@ -27,6 +27,15 @@ def test_ascend_c_is_installed_with_all_its_sources(tmp_path):
     assert (tmp_path / "pasa/eval/models/zoo/fields.json").is_file(), "what makes models small"
 
 
+def test_pre_commit_runs_the_same_ruff_as_the_test_script():
+    hooks = (ROOT / ".pre-commit-config.yaml").read_text("utf-8")
+    calls = re.findall(r'^"\$VENV/bin/(ruff)" (.+)$', (ROOT / "scripts/test.sh").read_text("utf-8"), re.MULTILINE)
+    assert re.findall(r"entry: (ruff) (.+)$", hooks, re.MULTILINE) == calls
+    assert set(re.findall(r'"(ruff==.+?)"', hooks)) == set(
+        re.findall(r'"(ruff==.+?)"', (ROOT / "setup.py").read_text())
+    )
+
+
 def test_the_default_library_lies_beside_the_sources():
     from pasa.ops import envs
 

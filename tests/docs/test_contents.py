@@ -55,6 +55,13 @@ def test_every_command_is_listed_and_every_listed_command_exists():
     assert listed == commands()
 
 
+def test_groups_of_commands_have_the_titles_of_their_help():
+    headings = re.findall(r"^## `pasa (\w+)`: (.+)$", page("commands").read_text("utf-8"), re.MULTILINE)
+    assert {name: f"{title.capitalize()}." for name, title in headings} == {
+        n: group.help for n, group in GROUPS.items()
+    }
+
+
 @pytest.mark.parametrize("path", [*PAGES, *ROOT.glob("eval/*/*/README.md")], ids=name_of)
 def test_commands_in_the_text_exist(path):
     typed = [*re.findall(r"`(pasa [a-z][^`\n]*)`", prose(path))]
