@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 Column: TypeAlias = str | tuple[str, str] | Callable[[Mapping[str, Any]], str]
 """What a record has in a column: a field, a field and the format of its number, or what a function makes of it."""
 LONGEST_WORD = 30  # letters of a word that stays whole where a cell wraps
+NARROWEST = 6  # width, with padding, down to which the column `wraps` gives way before a table is shown in pieces
 
 
 @dataclass(frozen=True)
@@ -48,42 +49,36 @@ class Table:
         return f"{caption}\n\n{self.markdown()}"
 
     def show(self, console: Console) -> None:
-        """Print the table, in pieces where the terminal is too narrow for it and no column may wrap."""
+        """Print the table; where the terminal is too narrow, in pieces that each begin with the first column."""
         from rich.table import Table as RichTable
         from rich.text import Text
 
-        widths = {
-            head: 3 + max(map(len, cells)) for head, *cells in zip(self.header, self.header, *self.rows, strict=True)
-        }
-        others = sum(width for head, width in widths.items() if head != self.wraps)
-        whole = bool(self.wraps) and others + 6 < console.width  # else nothing is left for the column that wraps
-        for header, rows in [(self.header, self.rows)] if whole else self._pieces(console.width):
-            note = Text(self.note) if self.note else None
-            shown = RichTable(title=Text(self.title), caption=note, title_justify="left")
-            fits = whole or sum(widths[heading] for heading in header) < console.width
-            words = [" ".join(column).split() for column in zip(header, *rows, strict=True)]
-            for index, heading in enumerate(header):
-                shown.add_column(
-                    heading,
-                    justify="right" if index and heading != self.wraps else "left",
-                    no_wrap=bool(fits) and heading != self.wraps,
-                    overflow="fold",
-                    min_width=None if fits else min(LONGEST_WORD, max(map(len, words[index]), default=0)),
-                )
-            for row in rows:
-                shown.add_row(*map(Text, row))
-            console.print(shown)
-
-    def _pieces(self, width: int) -> list[tuple[Sequence[str], Sequence[Sequence[str]]]]:
-        """Return pieces of the table that fit the terminal, each with the first column."""
-        columns = [list(column) for column in zip(self.header, *self.rows, strict=True)]
-        room = [max(len(cell) for cell in column) + 3 for column in columns]  # padding and a line
-        pieces: list[list[int]] = [[0]]
+        columns = list(zip(self.header, *self.rows, strict=True))
+        wraps = self.header.index(self.wraps) if self.wraps else None
+        widths = [max(map(len, cells)) + 3 for cells in columns]  # with padding and a line
+        if wraps is not None and sum(widths) - widths[wraps] + NARROWEST < console.width:
+            widths[wraps] = NARROWEST
+        pieces = [[0]]
         for index in range(1, len(columns)):
-            if len(pieces[-1]) > 1 and sum(room[i] for i in pieces[-1]) + room[index] >= width:
+            if len(pieces[-1]) > 1 and sum(widths[i] for i in (*pieces[-1], index)) >= console.width:
                 pieces.append([0])
             pieces[-1].append(index)
-        return [([self.header[i] for i in piece], [[row[i] for i in piece] for row in self.rows]) for piece in pieces]
+        for piece in pieces:
+            note = Text(self.note) if self.note else None
+            shown = RichTable(title=Text(self.title), caption=note, title_justify="left")
+            fits = sum(widths[i] for i in piece) < console.width
+            for index in piece:
+                longest = max(map(len, " ".join(columns[index]).split()), default=0)
+                shown.add_column(
+                    self.header[index],
+                    justify="left" if index in (0, wraps) else "right",
+                    no_wrap=fits and index != wraps,
+                    overflow="fold",
+                    min_width=None if fits else min(LONGEST_WORD, longest),
+                )
+            for row in self.rows:
+                shown.add_row(*(Text(row[index]) for index in piece))
+            console.print(shown)
 
 
 def _cell(record: Mapping[str, Any], column: Column) -> str:
