@@ -67,9 +67,7 @@ def self_check() -> dict[str, Any]:
         pasa.attention(q, k, v, backend="reference")
     checks, unchecked = [], []
     for name, backend in registry.BACKENDS.items():
-        places = [
-            at for at in torch_devices() if torch.device(at).type in (backend.devices or (torch.device(at).type,))
-        ]
+        places = [at for at in torch_devices() if not backend.devices or torch.device(at).type in backend.devices]
         if envs.read("TRITON_INTERPRET") and "cpu" in backend.devices_by_name:
             places.append("cpu")
         why = backend.missing()
@@ -165,10 +163,8 @@ def report(result: dict[str, Any]) -> list[Table | str]:
     rows.append(["cache folder", f"{cache['path']}{'' if cache['exists'] else ' (not made yet)'}"])
     rows += [[f"package {name}", version or "not installed"] for name, version in result["packages"].items()]
     rows += [[name, f"{each['value']} (default {each['default']})"] for name, each in result["variables"].items()]
-    rows += [
-        ["Triton kernels", kernels_line(result["kernels"])],
-        ["Ascend C kernels", ascend_c_line(result["ascend_c"])],
-    ]
+    rows.append(["Triton kernels", kernels_line(result["kernels"])])
+    rows.append(["Ascend C kernels", ascend_c_line(result["ascend_c"])])
     return [verdict(result["self_check"]), Table("pasa doctor", ["what", "state"], rows, wraps="state")]
 
 

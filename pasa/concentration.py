@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from pasa.ops.numerics.formats import FORMATS
+from pasa.ops.numerics.formats import E4M3_MAX
 
 FP8_MARGIN = 0.8
 """The part of E4M3's range to which a predicted bound is mapped; eta_fp8 in the paper's section 3.4."""
@@ -66,7 +66,7 @@ def auto_alpha(slack: Sequence[float], *, quantile: float = 0.9999, kappa: float
 
 def geometry_scale(bound: float, *, margin: float = FP8_MARGIN) -> float:
     """Return the divisor of scores before they are rounded to E4M3, equation (15): bound / (margin * 448)."""
-    return bound / (margin * FORMATS["fp8_e4m3"].max)
+    return bound / (margin * E4M3_MAX)
 
 
 def _check(*, head_dim: int, heads: int, seq_len: int, delta: float) -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 
-from pasa.ops.numerics.formats import FORMATS
+from pasa.ops.numerics.formats import FP16, FP16_MAX, FP32_UNIT
 
-FP16_MAX = FORMATS["fp16"].max
-FP16_UNIT = 2.0 ** -(FORMATS["fp16"].mantissa_bits + 1)
-FP16_HALF_STEP = FORMATS["fp16"].min_subnormal / 2
+FP16_UNIT = 2.0 ** -(FP16.mantissa_bits + 1)
+FP16_HALF_STEP = FP16.min_subnormal / 2
 """Half the smallest step of FP16, 2^-25.
 
 FP16 rounds x to x (1 + a) + b with |a| <= u and |b| <= 2^-25, because below 2^-14 its steps no longer shrink with x.
@@ -28,7 +27,6 @@ Cosines and sines, which are at most 1, also have the absolute part of 2^-25. It
 by at most 2^-25 (|a| + |b|), and so the pair by at most 2^-24 of its length.
 """
 
-FP32_UNIT = 2.0**-24
 MEAN_UNITS = 8
 """Largest error of a layer norm's mean m in FP32, in units of 2^-24 max|x|.
 

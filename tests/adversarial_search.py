@@ -18,9 +18,10 @@ import pasa
 from pasa.eval.random_calls.backends import NPU, REFERENCE, TRITON, absent, available
 from pasa.eval.random_calls.inputs import Call
 from pasa.eval.random_calls.judge import Arithmetic, judge
-from pasa.eval.random_calls.number_draws import FP16_MAX, fit
+from pasa.eval.random_calls.number_draws import fit
 from pasa.eval.random_calls.truth import find_truth
 from pasa.ops.attention.options import CHOICES
+from pasa.ops.numerics.formats import FP16_MAX
 
 POPULATION, CHILDREN = 8, 4
 BROKEN = 1e6  # for each number that is not finite

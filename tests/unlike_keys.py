@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pasa.eval.random_calls import judge, truth
 from pasa.eval.random_calls.inputs import Call
+from pasa.ops.numerics.formats import FP32_UNIT
 
 BLOCK = 128
 # README.md of ops/attention, "What a row may err by", derives SUMS and REACH. SUMS: a score's error in units of
@@ -171,7 +172,7 @@ def allowed(case: Case, stores: int = 1) -> tuple[Tensor, Tensor]:
     order = gap.argsort(-1)
     heavier = sums.masked_fill(~part.seen, 0.0).gather(-1, order).cummax(-1).values
     sums = torch.zeros_like(sums).scatter(-1, order, heavier)
-    eps = SUMS * (case.q.shape[-1] + 40) * truth.UNIT * sums + judge.HALF_ULP[torch.float16] * (REACH + gap) + 2.0**-10
+    eps = SUMS * (case.q.shape[-1] + 40) * FP32_UNIT * sums + judge.HALF_ULP[torch.float16] * (REACH + gap) + 2.0**-10
     p = torch.exp(part.scores - true.lse.unsqueeze(-1))
     factor = eps.clamp(max=80.0)  # beyond, the bound is useless anyway
     away = (part.v.unsqueeze(2) - true.out.unsqueeze(3)).abs()

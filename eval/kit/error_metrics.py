@@ -10,6 +10,7 @@ from torch import Tensor
 
 SMALL_VALUE, SMALL_ERROR = 2.0**-11, 2.0**-16  # FP16 row of the standard's small-value table
 DIVISION_GUARD = 1e-7
+MMA_DEPTH = 16  # products that a tensor core adds in one step
 PAPER_SHAPE = (1, 16, 1280, 128)  # (B, H, S, D), arXiv:2503.01873, section 3.3
 
 

@@ -19,12 +19,13 @@ from pasa.eval.random_calls.inputs import MASKS, STRIDES, Call, guaranteed, indi
 from pasa.eval.random_calls.judge import HALF_ULP, Arithmetic, against_naive, judge, worst
 from pasa.eval.random_calls.number_draws import ORDINARY, ORDINARY_VALUES, SCORES, VALUES
 from pasa.eval.random_calls.truth import Truth, find_truth, naive_fp16, pieces
+from pasa.ops.attention.options import CHOICES
 from pasa.ops.registry import BACKENDS
 
 DIMS = (1, 2, 3, 5, 8, 16, 16, 20, 32, 33, 64, 80, 128)
 FAR_DIMS = (96, 160, 256, 257, 512)
 SCALES = (None,) * 7 + (1e-4, 1.0, 30.0, 2.0**-80, 2.0**80)
-BASELINES = ("fp32", "partial", "fp16", "prescaled", "smooth_k")
+BASELINES = CHOICES["precision"][1:]
 LAST_LAYOUTS = ("NHD", "BSND")
 PACKED_STRIDES = ("contiguous", "sliced", "turned", "offset", "reversed")  # those of `STRIDES` for three axes
 CONFIG = asdict(pasa.PasaConfig())
@@ -71,15 +72,14 @@ def serve(params: Params, rng: Random) -> Params:
     backend = params["backend"]
     if backend == REFERENCE:
         return params
-    accepted = {name: BACKENDS[backend].values(name) for name in CONFIG}
-    refused = [name for name, values in accepted.items() if values is not None and params[name] not in values]
-    changed: Params = {"diagnose": False} | {name: CONFIG[name] for name in refused}
+    accepted = {name: BACKENDS[backend].values(name) or (params[name],) for name in CONFIG}
+    changed: Params = {name: CONFIG[name] for name, values in accepted.items() if params[name] not in values}
     changed |= {"block_k": rng.choice((32, 64, 128))} if backend == TRITON else {"mask": "none"}
     if params["recovery"] == "paper" and params["softmax"] == "unbiased":
         changed |= {"softmax": "safe"}
     if backend == NPU and params["garbage"] != "query":  # a key that is not finite may reach every row of its head
         changed |= {"garbage": "none"}
-    return params | changed
+    return params | changed | {"diagnose": False}
 
 
 def mild(params: Params, rng: Random) -> Params:
@@ -191,7 +191,7 @@ def arithmetic_of(params: Params, keys: int) -> Arithmetic:
 def judged(params: Params, call: Call, out: Tensor, lse: Tensor | None) -> Measures:
     """Judge what is promised of this arithmetic; of what is bounded by its inputs alone, N(0, 1) data."""
     if not call.k.shape[2]:
-        return {"blind": float((out != 0).sum() + (0 if lse is None else (lse != -torch.inf).sum()))}
+        return {"fully-masked": float((out != 0).sum() + (0 if lse is None else (lse != -torch.inf).sum()))}
     # With a scale of 2^80 a rounding decides between two keys.
     ordinary = is_ordinary(params) and params["garbage"] == "none" and params["scale"] in (None, 1e-4, 1.0)
     promised, normal = guaranteed(params), params["data"] == params["values"] == "randn"

@@ -48,7 +48,7 @@ def run_golden(params: Params) -> Measures:
     spread = torch.expm1(4 * eps).clamp(max=1.0).unsqueeze(-1) * (truth.high - truth.low)
     return {
         "shape": float(out.shape != call.q.shape or {out.dtype, lse.dtype} != {torch.float64}),
-        "blind": float((out[~seen] != 0).sum() + (lse[~seen] != -torch.inf).sum()),
+        "fully-masked": float((out[~seen] != 0).sum() + (lse[~seen] != -torch.inf).sum()),
         "error": worst((out - exact).abs(), spread + 4 * n * FP64_UNIT * truth.largest, seen.unsqueeze(-1)),
         "lse": worst((lse - exact_lse).abs(), 4 * eps, seen),
     }

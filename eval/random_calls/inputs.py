@@ -13,9 +13,10 @@ from torch import Tensor
 
 from pasa.eval.random_calls.cases import SEED, Params
 from pasa.eval.random_calls.number_draws import SCORES, VALUES, Draw, fit
+from pasa.ops.numerics.formats import FP16_MAX, FP32_MAX
 
 GARBAGE = (torch.nan, torch.inf, -torch.inf)
-LOWEST = (-65504.0, torch.finfo(torch.float32).min, -torch.inf)  # what models write for a key that is masked out
+LOWEST = (-FP16_MAX, -FP32_MAX, -torch.inf)  # what models write for a key that is masked out
 MASKS = ("none", "bool", "float", "float16", "bfloat16", "row", "keys", "scalar", "heads", "padding", "padding-float",
          "expanded", "strided")  # fmt: skip
 NO_KEY = 0.1  # share of the entries whose padding leaves no key

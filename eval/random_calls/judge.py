@@ -12,9 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pasa.eval.kit.error_metrics import MMA_DEPTH
 from pasa.eval.random_calls.cases import Measures
 from pasa.eval.random_calls.inputs import Call
-from pasa.eval.random_calls.truth import LIGHT, STORED, UNIT, Part, Truth, in_pieces, prepare
+from pasa.eval.random_calls.truth import LIGHT, STORED, Part, Truth, in_pieces, prepare
+from pasa.ops.numerics.formats import FP32_UNIT
 
 HALF_ULP = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-11}  # FP32 holds FP16 numbers
 SUBNORMAL = 2.0**-24  # the spacing of the smallest FP16 numbers
@@ -26,7 +28,6 @@ RMSE_SLACK = 2.0**-13  # RMS error allowed to every result, relative to the norm
 # error of one score. The standard deviation of each is at most 2/3 d, so in the RMS they differ by sqrt(2) * 2/3 d.
 # That is 0.24 of what is allowed.
 RMSE_MOVED = 0.25
-MMA_DEPTH = 16  # products that a tensor core adds in one step
 # The kernels subtract an anchor (a block's mean key) from the keys if two conditions hold: the anchor is at least
 # ANCHOR_GAIN times as long as the rest, and scores may exceed ANCHOR_LIMIT nats. The numbers are copied from
 # ops/attention/triton/tile_math.py, because judging must not need Triton; a test compares the copies.
@@ -58,7 +59,7 @@ def count_faults(truth: Truth, out: Tensor, lse: Tensor) -> Measures:
     return {
         "nan": float((~torch.isnan(out) & truth.bad).sum() + (~torch.isnan(lse) & truth.bad_rows).sum()),
         "finite": float((~torch.isfinite(out) & good).sum() + (~torch.isfinite(lse) & judged).sum()),
-        "blind": float((out[truth.fully_masked] != 0).sum() + (lse[truth.fully_masked] != -torch.inf).sum()),
+        "fully-masked": float((out[truth.fully_masked] != 0).sum() + (lse[truth.fully_masked] != -torch.inf).sum()),
     }
 
 
@@ -67,7 +68,7 @@ def judge(truth: Truth, out: Tensor, lse: Tensor, arithmetic: Arithmetic) -> Mea
     out, lse = out.double(), lse.double()
     good, judged = ~truth.bad, ~truth.fully_masked & ~truth.bad_rows
     keys, spread = truth.keys.unsqueeze(-1), truth.high - truth.low
-    slack = (keys * UNIT + arithmetic.rounding) * truth.largest + (1 + arithmetic.stores) * SUBNORMAL
+    slack = (keys * FP32_UNIT + arithmetic.rounding) * truth.largest + (1 + arithmetic.stores) * SUBNORMAL
     beyond_range = torch.maximum(truth.low - out, out - truth.high).clamp(min=0)
     beyond_heavy = torch.maximum(truth.heavy_low - out, out - truth.heavy_high).clamp(min=0)
     allowed = torch.expm1(2 * truth.eps).clamp(max=1.0).unsqueeze(-1) * spread + slack
@@ -76,10 +77,10 @@ def judge(truth: Truth, out: Tensor, lse: Tensor, arithmetic: Arithmetic) -> Mea
         "range": worst(beyond_range, slack, good),
         "heavy": worst(beyond_heavy, slack + keys * math.exp(-LIGHT) * spread, good),
         "error": worst((out - truth.out).abs(), allowed, good),
-        "lse": worst(lse_error, LSE_SLACK + 4 * UNIT * truth.lse.abs() + truth.eps, judged),
+        "lse": worst(lse_error, LSE_SLACK + 4 * FP32_UNIT * truth.lse.abs() + truth.eps, judged),
     }
     if arithmetic.fp32_scores:
-        additions = max(MMA_DEPTH, out.shape[-1]) * UNIT * (truth.norms + truth.added)
+        additions = max(MMA_DEPTH, out.shape[-1]) * FP32_UNIT * (truth.norms + truth.added)
         measures["lse-ordinary"] = worst(lse_error, LSE_SLACK + additions, judged)
     return measures
 
@@ -189,4 +190,4 @@ def summed_error(part: Part, scale: float) -> Tensor:
     anchored = mean.norm(dim=-1, keepdim=True) >= (2 * ANCHOR_GAIN + 1) * reach
     whole, rest = (q.abs() @ x.abs().mT * scale for x in (k, centred))
     terms = rest.where(anchored & (whole > ANCHOR_LIMIT), whole)
-    return (-(-q.shape[-1] // MMA_DEPTH) + 1) * UNIT * terms
+    return (-(-q.shape[-1] // MMA_DEPTH) + 1) * FP32_UNIT * terms

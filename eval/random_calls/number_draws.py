@@ -9,7 +9,8 @@ from random import Random
 import torch
 from torch import Tensor
 
-FP16_MAX = 65504.0
+from pasa.ops.numerics.formats import FP16_MAX
+
 LARGEST = {torch.float16: FP16_MAX, torch.bfloat16: 65280.0, torch.float32: FP16_MAX}  # 65280: BF16 has none between
 Pair = tuple[Tensor, Tensor]
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import pasa
 from pasa.eval.random_calls.inputs import Call
+from pasa.ops.numerics.formats import FP32_MAX, FP32_UNIT
 
-UNIT = 2.0**-24  # the largest relative error of one rounding to FP32
 PIECE = 2**25  # elements of the scores, or of the expanded keys, that are computed at a time: 256 MiB in FP64
 # Scores times head dimension. Up to here, the range of values is computed from just the keys that each row sees.
 EXACT_RANGE = 2**27
@@ -22,7 +22,6 @@ NATS = 104.0  # weights below exp(-104) are 0 in FP32
 STORED = 2.0**-7
 SUMMED = 2.0**-14  # nats; the largest error of a score in an FP32 tile
 LIGHT = 20.0  # nats; a key further below the maximum weighs at most e^-20, less than the rounding of an output
-FP32_MAX = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,7 @@ def _describe(call: Call, tile: float, chunks: int) -> dict[str, Tensor]:
     lengths = part.k.norm(dim=-1).unsqueeze(2).where(weighs, 0.0).amax(-1)
     eps = score_errors(products, added, dim) + tile
     if chunks:  # an FP32 log-sum-exp rounds by this much, and the weight of its chunk errs as much
-        eps = eps + 8 * UNIT * lse.abs() * chunks
+        eps = eps + 8 * FP32_UNIT * lse.abs() * chunks
     finite = torch.isfinite(call.v).repeat_interleave(part.q.shape[1] // call.v.shape[1], 1)
     low, high = heavy = value_range(part.v, finite, part.seen)
     if part.seen.numel() * dim <= EXACT_RANGE:
@@ -136,7 +135,7 @@ def _describe(call: Call, tile: float, chunks: int) -> dict[str, Tensor]:
 
 def score_errors(products: Tensor, added: Tensor, dim: int) -> Tensor:
     """Return the largest error of scaled FP32 scores; `products` is scale * sum |q_c| |k_c|, `added` the float mask."""
-    return 4 * (dim + 4) * UNIT * products + 4 * UNIT * added.abs()
+    return 4 * (dim + 4) * FP32_UNIT * products + 4 * FP32_UNIT * added.abs()
 
 
 def may_weigh(scores: Tensor, errors: Tensor) -> Tensor:

@@ -16,14 +16,13 @@ import torch
 from torch import Tensor
 
 import pasa
-from pasa.eval.kit.error_metrics import measure_errors
+from pasa.eval.kit.error_metrics import MMA_DEPTH, measure_errors
 from pasa.eval.speed.cases import Inputs, SpeedCase
 
 FACTOR = 2.0  # a call may err by so many times the emulation's error
 RMSE_FLOOR = 2.0**-11  # relative; half a unit in the last place of FP16
 LSE_BOUND = 1e-3  # nats
-FP32_UNIT = 2.0**-23
-MMA_DEPTH = 16  # products that a tensor core adds in one step
+FP32_SPACING = 2.0**-23
 # Up to so many scores, or elements of the expanded keys (0.5 GB in FP64), all rows are compared; above, samples.
 ALL_BELOW = 2**26
 SAMPLED_HEADS, SAMPLED_ROWS = 4, 128
@@ -72,7 +71,7 @@ class Gate:
         self.golden, self.golden_lse = (torch.cat(part, 2) for part in zip(*golden, strict=True))
         # The share of the output's rows that are compared, and the largest rounding error of an unshifted FP32 score.
         self.share = self.golden_lse.numel() / (case.batch * case.heads * case.rows)
-        self.resolution = math.ceil(case.dim / MMA_DEPTH) * FP32_UNIT * float(self.golden_lse.abs().max())
+        self.resolution = math.ceil(case.dim / MMA_DEPTH) * FP32_SPACING * float(self.golden_lse.abs().max())
         self._emulated: dict[pasa.PasaConfig, tuple[float, float]] = {}
 
     def _cut(self, rows: slice, visible: slice) -> tuple[Tensor, Tensor, Tensor]:

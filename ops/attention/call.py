@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from pasa.ops.attention.options import AttentionOptions
-from pasa.ops.numerics.formats import FORMATS
+from pasa.ops.numerics.formats import FP16_MAX
 
-FP16 = FORMATS["fp16"]
 DEFAULT = AttentionOptions()
 Results: TypeAlias = tuple[Tensor, Tensor, Tensor]  # output, log-sum-exp, counts of diagnostics
 
@@ -104,7 +103,7 @@ def to_fp16(x: Tensor, name: str) -> Tensor:
     if bool(lost.any()):
         worst = x.abs().where(lost, 0.0).max().item()
         raise ValueError(
-            f"{name} has {int(lost.sum())} values beyond the FP16 range (largest {worst:g} > {FP16.max:g}): "
+            f"{name} has {int(lost.sum())} values beyond the FP16 range (largest {worst:g} > {FP16_MAX:g}): "
             f"divide {name} by a power of two, and multiply {'the output' if name == 'v' else 'scale'} by it"
         )
     return rounded

@@ -26,7 +26,7 @@ import math
 import torch
 from torch import Tensor
 
-from pasa.ops.numerics.formats import FORMATS, Format, Overflow, get_format, round_to
+from pasa.ops.numerics.formats import FP32, Format, Overflow, get_format, round_to
 
 # Columns of a row that are tested. All columns share the row's weights, so more columns would add
 # little.
@@ -38,7 +38,6 @@ FLAG_SIGMAS = 4.25
 # least 260 apart. Of 256 columns, two pairs have keys 14 apart and random bits that correlate by
 # 0.45. The signs of 1,024 rows then have a spectral norm of up to 1.33 times that of fair coins.
 KEY_STEP = 31865
-FP32 = FORMATS["fp32"]
 
 
 def round_unbiased(x: Tensor, fmt: str | Format | torch.dtype, overflow: Overflow = "inf") -> Tensor:

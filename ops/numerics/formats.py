@@ -99,9 +99,11 @@ FORMATS: dict[str, Format] = {
     )
 }
 
-_CARRIERS: dict[torch.dtype, Format] = {
-    carrier.dtype: carrier for carrier in (FORMATS["fp16"], FORMATS["bf16"], FORMATS["fp32"], _FP64)
-}
+FP16, FP32 = FORMATS["fp16"], FORMATS["fp32"]
+FP16_MAX, FP32_MAX, E4M3_MAX = FP16.max, FP32.max, FORMATS["fp8_e4m3"].max
+FP32_UNIT = 2.0**-24  # the largest relative error of one rounding to FP32
+
+_CARRIERS: dict[torch.dtype, Format] = {carrier.dtype: carrier for carrier in (FP16, FORMATS["bf16"], FP32, _FP64)}
 
 
 def get_format(fmt: str | Format | torch.dtype) -> Format:

@@ -18,12 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pasa.ops.numerics.formats import FORMATS
+from pasa.ops.numerics.formats import FP16_MAX
 from pasa.patching.callbacks import is_patched
 from pasa.patching.copying import UncopiedHook
 from pasa.prediction.families import Layer, Part
-
-LIMIT = FORMATS["fp16"].max
 
 
 class _Watched:
@@ -64,7 +62,7 @@ class _Watched:
             self._count()
 
     def _count(self) -> None:
-        beyond = ~(self.bound() <= LIMIT).all()  # so that NaN counts
+        beyond = ~(self.bound() <= FP16_MAX).all()  # so that NaN counts
         if self.count is None or self.count.device != beyond.device:
             self.count = torch.zeros((), dtype=torch.int32, device=beyond.device)
             self.seen = torch.zeros((), dtype=torch.int32, pin_memory=beyond.device.type == "cuda")
@@ -79,7 +77,7 @@ class _Watched:
             self.warned = True
             warnings.warn(
                 f"{self.name} was left unpatched, and its queries and keys are long enough for a score beyond "
-                f"{LIMIT:,.0f}: patch it (policy='all')",
+                f"{FP16_MAX:,.0f}: patch it (policy='all')",
                 stacklevel=2,
             )
 

@@ -14,14 +14,13 @@ from pasa import geometry
 from pasa.concentration import geometry_scale
 from pasa.geometry import ScoreBounds
 from pasa.keywords import hint_at_arguments
-from pasa.ops.numerics.formats import FORMATS
+from pasa.ops.numerics.formats import E4M3_MAX, FP16_MAX
 from pasa.prediction.checkpoint import Checkpoint, Live, Source
 from pasa.prediction.families import AUTOENCODERS, Layer, Part, find_layers, supported
 from pasa.prediction.table import HeadPrediction, Prediction, Verdict, order
 from pasa.projections import Norm, Projection, project
 from pasa.roundings import ELEMENT_UNITS, MEAN_UNITS, constant_level, unevenness
 
-FP16_MAX, FP8_MAX = FORMATS["fp16"].max, FORMATS["fp8_e4m3"].max
 DEFAULT_SEQ_LEN = 1024  # as in the paper's tables; used if the configuration names no length
 Progress = Callable[[int, int, str], None]
 
@@ -278,7 +277,7 @@ def _row(name: str, head: int | None, bounds: dict[str, float], head_dim: int, n
         name,
         head,
         verdict="unknown" if head is None else judge(**judged, limit=FP16_MAX),
-        verdict_fp8="unknown" if head is None else judge(**scaled, limit=FP8_MAX),
+        verdict_fp8="unknown" if head is None else judge(**scaled, limit=E4M3_MAX),
         fp8_scale=geometry_scale(scaled["probable"]),
         note=note,
         **field,

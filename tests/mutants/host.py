@@ -309,8 +309,8 @@ HOST = [
     mutant(
         "the guard takes NaN for a small bound",
         "pasa/patching/guard.py",
-        "beyond = ~(self.bound() <= LIMIT).all()",
-        "beyond = (self.bound() > LIMIT).any()",
+        "beyond = ~(self.bound() <= FP16_MAX).all()",
+        "beyond = (self.bound() > FP16_MAX).any()",
         "tests/pasa/patching/test_auto.py::test_not_a_number_raises_the_alarm",
     ),
     mutant(

@@ -131,9 +131,9 @@ def test_finite_and_a_mean_of_the_values_it_sees(data):
     mask = data.draw(masks(q.shape[-2], k.shape[-2]))
     how = {"attn_mask": mask, "is_causal": causal, "scale": scale}
     out, lse = pasa.attention(q, k, v, config=config, return_lse=True, **how)
-    blind = assert_mean_of_values(out, (q, k, v, causal), config, mask=mask).fully_masked
-    assert torch.all(lse[blind] == -torch.inf)
-    assert torch.isfinite(lse[~blind]).all()
+    fully_masked = assert_mean_of_values(out, (q, k, v, causal), config, mask=mask).fully_masked
+    assert torch.all(lse[fully_masked] == -torch.inf)
+    assert torch.isfinite(lse[~fully_masked]).all()
 
 
 @settings(max_examples=300)

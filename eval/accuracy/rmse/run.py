@@ -20,7 +20,7 @@ from pasa.eval.kit.error_metrics import generator, measure_errors
 from pasa.eval.kit.experiment import Experiment
 from pasa.eval.kit.options import at_least
 from pasa.eval.kit.stored import pick
-from pasa.ops.numerics.formats import FORMATS, OVERFLOWS, Overflow, round_to
+from pasa.ops.numerics.formats import FP16_MAX, OVERFLOWS, Overflow, round_to
 
 EMULATED = (COMPETITOR, NAIVE, "pasa-paper", "pasa-paper-fp16", GATED, "pasa-exact-fp16")  # beside the kernels
 COMPARED = (COMPETITOR, NAIVE, "pasa-paper", GATED)  # where Q and K share a large bias
@@ -161,7 +161,7 @@ def judge_sides(records: Sequence[Record]) -> dict[str, Any]:
 def _stored(q: Tensor, k: Tensor, v: Tensor, golden: Tensor, side: str, step: int | None) -> Record:
     infinite, saturated = (stored_scores(q, k, side, step, mode) for mode in OVERFLOWS)
     return {
-        "overflowed": int((~(infinite[0].abs() <= FORMATS["fp16"].max)).sum()),
+        "overflowed": int((~(infinite[0].abs() <= FP16_MAX)).sum()),
         "nonfinite_share": measure_errors(attend(*infinite, v), golden).nonfinite_share,
         "rmse": measure_errors(attend(*saturated, v), golden).rmse,
     }

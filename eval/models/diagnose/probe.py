@@ -25,9 +25,10 @@ from torch.nn.functional import adaptive_max_pool2d
 import pasa
 from pasa.eval.accuracy.rmse.resonance import shifted_keys, stored_scores
 from pasa.eval.kit.attention_calls import AttentionCalls
-from pasa.eval.models.diagnose.report import FP16_MAX, Record
+from pasa.eval.models.diagnose.report import Record
 from pasa.first_nonfinite import models_of
 from pasa.ops.attention.spec.diagnostics import FIELDS
+from pasa.ops.numerics.formats import FP16_MAX
 from pasa.patching.handle import PatchReport
 
 ROWS = 512  # sampled queries, evenly spread; with 2 batch entries and 9,216 keys their scores are 38 MB a head

@@ -9,9 +9,8 @@ from typing import Any
 
 from pasa.eval.kit.device import origin
 from pasa.eval.kit.tables import Table, percent
-from pasa.ops.numerics.formats import FORMATS
+from pasa.ops.numerics.formats import FP16_MAX
 
-FP16_MAX = FORMATS["fp16"].max
 Record = dict[str, Any]
 SHOWN = 10  # heads in the terminal and in Markdown; JSON has all
 SHORT = ("layer", "head", "peak QKᵀ", "× 65504", "stored", "bias", "resonance")  # what 80 characters hold

@@ -14,10 +14,10 @@ from pasa.eval.kit.experiment import Experiment, gate
 from pasa.eval.kit.options import stages
 from pasa.eval.models.diagnose import report, subjects
 from pasa.eval.models.diagnose.probe import BATCH, MATRICES, ROWS, Findings, HeadMaps, probe
-from pasa.eval.models.diagnose.report import FP16_MAX
 from pasa.eval.models.diagnose.subjects import EMBEDDED, Subject
 from pasa.eval.models.video.run import EMULATED, EMULATION
 from pasa.first_nonfinite import NonFiniteWatch, models_of
+from pasa.ops.numerics.formats import FP16_MAX
 
 SHOWN = 15  # heads in the table of the page; JSON has all
 Run = dict[str, Any]

@@ -41,8 +41,7 @@ BOOKS = ("Genesis", "Psalms", "Proverbs", "Isaiah", "Matthew", "Romans")
 CHINESE = ("lsht", "multifieldqa_zh", "passage_retrieval_zh")  # their lengths are in characters, not in words
 YANG, YIN = "阳爻", "阴爻"  # yang line, yin line: the classes of lsht
 SEED = 42  # the benchmark's
-SHORTEST = 400
-"""Shortest context, in tokens. Each of the 30 passages then has 13 tokens, and no verse is shorter."""
+SHORTEST = 400  # shortest context, in tokens. Each of the 30 passages then has 13 tokens, and no verse is shorter
 FILLED = 0.8  # a text has at least this share of the requested length
 
 

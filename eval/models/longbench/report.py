@@ -14,8 +14,7 @@ from pasa.eval.models.longbench.tasks import CATEGORIES, Task, find_task, score_
 from pasa.eval.models.precisions import REFERENCE
 
 Line = dict[str, Any]
-AGREEMENT = 0.98
-"""Share of PASA's answers that must equal FP32's in all that is scored of them: the bound of the task."""
+AGREEMENT = 0.98  # share of PASA's answers that must equal FP32's in all that is scored of them: the bound of the task
 
 
 def summarise(answers: Sequence[Line], counts: Sequence[Sequence[Line]], *, injected: bool) -> dict[str, Any]:

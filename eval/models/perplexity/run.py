@@ -16,7 +16,8 @@ from pasa.eval.kit.experiment import Experiment, gate, outcome
 from pasa.eval.kit.options import at_least
 from pasa.eval.kit.tables import Table, number
 from pasa.eval.models.precisions import REFERENCE, Subject, parse_precisions
-from pasa.eval.models.rescue.run import DEFAULT_OFFSET, ESSAY, FP16_MAX, PERPLEXITY_PERCENT, token_losses
+from pasa.eval.models.rescue.run import DEFAULT_OFFSET, ESSAY, PERPLEXITY_PERCENT, token_losses
+from pasa.ops.numerics.formats import FP16_MAX
 
 DEFAULT_PRECISIONS = ("fp32", "bf16", "bf16-eager", "fp16-sdpa", "fp16-eager", "pasa")
 DEFAULT_OFFSETS = (0, 4096, DEFAULT_OFFSET)

@@ -25,6 +25,7 @@ from pasa.eval.models.diagnose import subjects
 from pasa.eval.models.diagnose.subjects import EMBEDDED, TINY
 from pasa.eval.models.predict.run import calibration, count_verdicts, observe, summarise
 from pasa.eval.models.rescue.run import build_prompt, equal_prefix, generate
+from pasa.ops.numerics.formats import FP16_MAX
 from pasa.prediction import predict_overflow
 
 Sizes = dict[str, Any]
@@ -112,7 +113,7 @@ def coarse() -> Subject:
     model = random_model("Llama", COARSE).half()
     model.layers[0].input_layernorm.weight.fill_(2.0**-24)
     for projection in (model.layers[0].self_attn.q_proj, model.layers[0].self_attn.k_proj):
-        projection.weight.fill_(65504)
+        projection.weight.fill_(FP16_MAX)
     inputs = torch.full((1, 2, COARSE["hidden_size"]), 0.501, dtype=torch.float16)
     inputs[..., :1500] = 1.502
     return model, partial(model, inputs_embeds=inputs, use_cache=False)

@@ -17,7 +17,7 @@ from pasa.eval.kit.model_folder import load_folder
 from pasa.eval.kit.options import at_least, stages
 from pasa.eval.kit.overflow_fixture import check_offset, inject_overflow
 from pasa.eval.kit.tables import Column, Table, percent
-from pasa.ops.numerics.formats import FORMATS
+from pasa.ops.numerics.formats import FP16_MAX
 
 """Loading options for folders from others: no pickle is read, and no code of theirs is run."""
 DEFAULT_OFFSET = 131072
@@ -28,9 +28,7 @@ PROMPT_TOKENS = 1100
 QUESTION = "Summarize the text above."
 """Chosen because the FP32 model answers it with more than the 64 tokens that are compared. Asked what the author did,
 in one paragraph, the model stops after 12. FP16 played no part in the choice."""
-FP16_MAX = FORMATS["fp16"].max
-PERPLEXITY_PERCENT = 0.5
-"""Largest change of perplexity from FP32, in percent, with which FP16 with PASA passes."""
+PERPLEXITY_PERCENT = 0.5  # largest change of perplexity from FP32, in percent, with which FP16 with PASA passes
 TITLES = {
     "fp32_base": "FP32, before the injection",
     "fp32": "FP32, same weights as below",

@@ -12,8 +12,7 @@ import numpy.typing as npt
 
 Frames = npt.NDArray[np.float32]  # (F, H, W, 3), 0 to 1
 
-BLACK = 1 / 255
-"""A frame is black if no value exceeds the first step of 8 bits; NaN is written as black."""
+BLACK = 1 / 255  # a frame is black if no value exceeds the first step of 8 bits; NaN is written as black
 COLUMNS = 6  # frames on a contact sheet
 LABEL = 18  # height in pixels of the line above a row
 TILE = 256  # frames are shown no wider than this

@@ -18,8 +18,7 @@ import torch
 
 from pasa.eval.kit.overflow_fixture import LARGEST_EXACT_INTEGER
 
-OFFSET = 131072.0
-"""Twice what FP16 can hold; the square of 362, to three digits."""
+OFFSET = 131072.0  # twice what FP16 can hold; the square of 362, to three digits
 
 
 def bias_scores(unet: Any, offset: float = OFFSET) -> dict[str, Any]:

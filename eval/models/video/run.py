@@ -23,10 +23,8 @@ from pasa.eval.models.video.tiny import tiny_pipeline
 from pasa.first_nonfinite import NonFiniteWatch, models_of
 
 FPS = 7  # the paper's
-MIN_PSNR, MIN_SSIM = 45.0, 0.995
-"""What frames of the tiny pipeline must reach against FP32."""
-FARTHER = 1.10
-"""Without overflow PASA may be this much farther from FP32 than attention that stores its scores in FP16."""
+MIN_PSNR, MIN_SSIM = 45.0, 0.995  # least that frames of the tiny pipeline must reach against FP32
+FARTHER = 1.10  # without overflow PASA may be this much farther from FP32 than attention that stores FP16 scores
 EMULATED = pasa.PasaConfig(precision="partial")
 """Q K^T stored in FP16 before it is scaled, all else as PASA has it: the paper's FP16-FP32 allocation."""
 EMULATION = "FP16 scores are emulated: Q K^T is stored in FP16 before it is scaled"

@@ -38,9 +38,7 @@ SEED = 0
 GUIDED = 2  # classifier-free guidance: every step runs the clip with and without the picture
 OFFSET = 819200.0
 """Beyond 8 x 65504: at head dimension 64 the *scaled* scores pass what FP16 can hold, too."""
-FARTHER = 1.10
-"""PASA may be this much farther from FP32 than SDPA flash."""
-GIB = 2**30
+FARTHER = 1.10  # PASA may be this much farther from FP32 than SDPA flash
 EAGER, SDPA, PASA = "eager", "sdpa", "pasa"
 WAYS = {
     EAGER: "diffusers' AttnProcessor: scores stored in FP16, already scaled",
@@ -257,7 +255,7 @@ def table(result: Record) -> Table:
         "attention": "way",
         "ms": ("median_ms", ".1f"),
         "beside flash": ("to_flash", ".2f"),
-        "memory GiB": lambda each: f"{each['workspace_bytes'] / GIB:.1f}" if each["status"] == "ok" else "-",
+        "memory GiB": lambda each: f"{each['workspace_bytes'] / 2**30:.1f}" if each["status"] == "ok" else "-",
         "RMSE": lambda each: short(each["rmse"]) if each["status"] == "ok" else "-",
         "largest error": lambda each: short(each["max_error"]) if each["status"] == "ok" else each["why"][:60],
     }

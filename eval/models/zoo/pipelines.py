@@ -18,8 +18,7 @@ PIXELS, TEXT = 64, 77
 LEFT_OUT = dict.fromkeys(("safety_checker", "feature_extractor", "image_encoder", "watermarker", "image_processor"))
 LEFT_OUT |= {"requires_safety_checker": False}
 """Components that a pipeline can do without."""
-NEEDED = ("transformer",)
-"""Components that no pipeline runs without, though their default is None."""
+NEEDED = ("transformer",)  # components that no pipeline runs without, though their default is None
 ANY_SCHEDULER = ("KarrasDiffusionSchedulers", "SchedulerMixin")
 OUTPUTS = ("images", "frames", "audios", "image_embeds", "depth")
 PICTURE = torch.linspace(0, 1, 3 * PIXELS * PIXELS).sin().reshape(1, 3, PIXELS, PIXELS)

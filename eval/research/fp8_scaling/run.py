@@ -16,10 +16,10 @@ from pasa.eval.kit.embedded_model import find_essays, load_model, require_built_
 from pasa.eval.kit.experiment import Experiment
 from pasa.eval.kit.tables import Table, percent, short
 from pasa.eval.models.rescue.run import ESSAY
-from pasa.eval.research.fp8_scaling.scaling import E4M3_MAX, AutoAlpha, Current, Delayed, Geometry, Scaling
+from pasa.eval.research.fp8_scaling.scaling import AutoAlpha, Current, Delayed, Geometry, Scaling
 from pasa.eval.research.fp8_scaling.tile import run_tiles
 from pasa.eval.research.fp8_scaling.training import Trainer
-from pasa.ops.numerics.formats import round_to
+from pasa.ops.numerics.formats import E4M3_MAX, round_to
 
 DELTA, TOKENS, LEARNING_RATE, BATCHES, SEED = 1e-6, 128, 1e-5, 8, 0
 SYNTHETIC = {

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from pasa import concentration
-from pasa.ops.numerics.formats import FORMATS
+from pasa.ops.numerics.formats import E4M3_MAX
 from pasa.power_iteration import PowerIteration
 
-E4M3_MAX = FORMATS["fp8_e4m3"].max
 HISTORY, ETA, INITIAL = 16, 0.9, 1.0
 """Delayed scaling as the paper runs it (appendix G): steps remembered, margin, and what the history starts with."""
 

@@ -15,7 +15,7 @@ from torch import Tensor
 import pasa
 from pasa.eval.accuracy.rmse.cases import PAPER_CASES
 from pasa.eval.kit.error_metrics import measure_errors
-from pasa.ops.numerics.formats import FORMATS, round_to
+from pasa.ops.numerics.formats import E4M3_MAX, round_to
 
 BLOCK = 128
 SHAPE = (1, 4, 1280, 128)
@@ -70,12 +70,11 @@ def round_tiles(tiles: list[Tensor], store: str) -> list[Tensor]:
     """Return tiles as the store gives them back; a scale per block is one for 128 rows and 128 keys of a head."""
     if store == "fp16":
         return [round_to(tile, "fp16", overflow="saturate") for tile in tiles]
-    most = FORMATS["fp8_e4m3"].max
     whole = torch.stack([tile.abs().max() for tile in tiles]).max()
     stored = []
     for tile in tiles:
         rows = tile.unflatten(-2, (-1, BLOCK))
         per_block = store.endswith("per block")
-        scale = (rows.abs().amax((-2, -1), keepdim=True) if per_block else whole) / most
+        scale = (rows.abs().amax((-2, -1), keepdim=True) if per_block else whole) / E4M3_MAX
         stored.append((round_to(rows / scale, "fp8_e4m3", overflow="saturate") * scale).flatten(-3, -2))
     return stored

@@ -24,6 +24,7 @@ from pasa.ops import dispatch, operators
 from pasa.ops.attention.spec.repeated_maxima import EPSILON
 from pasa.ops.attention.spec.scores import RESCUE_REACH
 from pasa.ops.attention.spec.watch import FIELDS, FIRST_BLOCK, STRIDE
+from pasa.ops.numerics.formats import FP16_MAX
 
 MOST_PERCENT = 2.0  # that watching a model may cost
 STEPS = 73  # of decoding, a turn: with 28 heads 2,044 rows, of which two are sampled, as in the long run
@@ -33,7 +34,6 @@ ATTENTION = (
 )
 MODEL = CONFIGS["qwen2-7b"] | {"num_hidden_layers": 4, "vocab_size": 4096}  # no vocabulary that outweighs four layers
 PROMPTS, DECODED = ((2, 2048), (1, 8192)), 2048
-FP16_MAX = 65504
 SCALE = 0.125
 SAMPLES = ((1, 0, 127), (12, 63, 127), (200, 510, STRIDE))
 """Largest of the numbers, first row, step: maxima repeat; rows run away; products pass FP16."""

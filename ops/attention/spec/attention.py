@@ -24,9 +24,8 @@ from pasa.ops.attention.spec.repeated_maxima import EPSILON, bounded_shift, publ
 from pasa.ops.attention.spec.scores import Block, ScoreTile, score_model
 from pasa.ops.notices import caller
 from pasa.ops.numerics.dither import round_unbiased
-from pasa.ops.numerics.formats import FORMATS, Format, Overflow, round_to
+from pasa.ops.numerics.formats import FORMATS, FP16, FP32, Format, Overflow, round_to
 
-FP16, FP32 = FORMATS["fp16"], FORMATS["fp32"]
 SILENCE = """to silence: warnings.filterwarnings("ignore", "softmax='unbiased_paper'", UserWarning)"""
 NOTICED = -11 * math.log(2)  # nats: such keys weigh 2^-11, FP16's rounding
 # What unbiased rounding rounds to directly: rounding FP16 again to BF16 would bring back a bias.

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from pasa.ops.attention.options import AttentionOptions
 from pasa.ops.attention.spec.scores import Block, ScoreTile, matmul_rows, tiles_with
-from pasa.ops.numerics.formats import FORMATS
+from pasa.ops.numerics.formats import FP16_MAX
 
 FIELDS = ("max_score_before", "max_score_after", "nonfinite", "saturated", "rescued_tiles", "tiles")
 MAXIMA = 2  # the first fields are maxima, the others are counts
@@ -44,7 +44,7 @@ class ScoreCounts:
             before.amax((-1, -2)),
             after.amax((-1, -2)),
             (~torch.isfinite(after)).sum((-1, -2)),
-            ((after == FORMATS["fp16"].max) & in_fp16).sum((-1, -2)),
+            ((after == FP16_MAX) & in_fp16).sum((-1, -2)),
             tiles_with(rescued, block.rows_before, options.block_q).sum(-1),
             tiles_with(every, block.rows_before, options.block_q).sum(-1),
         ]

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-FP32_MAX = torch.finfo(torch.float32).max
+from pasa.ops.numerics.formats import FP32_MAX
+
 # A score, its block's offset and its frame are each below 2^43 times the scale (README.md, "Why it
 # cannot overflow").
 LARGEST_PRODUCT = 2.0**46

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pasa.ops.attention.options import AttentionOptions
 from pasa.ops.attention.spec.shift_keys import shift_exact, shift_paper, whole_blocks
-from pasa.ops.numerics.formats import FORMATS, round_to
+from pasa.ops.numerics.formats import FP16, FP16_MAX, FP32, round_to
 from pasa.ops.numerics.shifting import (
     NoOptimalBetaError,
     invariance,
@@ -25,8 +25,6 @@ from pasa.ops.numerics.shifting import (
     practical_invariance,
     shifting_matrix,
 )
-
-FP16 = FORMATS["fp16"]
 
 # In nats: the largest distance of a score above the row's reference. FP16 stores scores further
 # above too coarsely, so their tile stays in FP32. At 8 nats FP16 spacing is 2^-7 in tile units (one
@@ -161,7 +159,7 @@ class PaperScores:
     def __init__(self, options: AttentionOptions, k: Tensor, scale: float) -> None:
         # the authors' blocks have 128 keys, so a longer block gets no more zeros than theirs would
         self.block, self.overflow = min(options.block_k, -(-k.shape[-2] // 128) * 128), options.overflow
-        self.row_format = FP16 if options.accumulate == "fp16" else FORMATS["fp32"]
+        self.row_format = FP16 if options.accumulate == "fp16" else FP32
         self.keys = whole_blocks(k, self.block)
         beta, factor = paper_beta(options.beta, self.block, scale)
         self.matrix = shifting_matrix(self.block, beta, scale=scale).float()
@@ -248,7 +246,7 @@ class ExactScores:
         guess = matmul_rows(block.q, keys.mean_residual)  # the block's mean score, in the frame of the block's anchor
         started = (block.reference > -torch.inf) & (block.bias is None)
         reference = torch.where(started, (block.reference + carry) / self.scale - offset, guess) * unit
-        farthest = (FARTHEST_REFERENCE * unit / self.scale).clamp(max=2 * FP16.max)
+        farthest = (FARTHEST_REFERENCE * unit / self.scale).clamp(max=2 * FP16_MAX)
         clamped = torch.maximum(reference, -farthest)
         clamped = torch.where(started, clamped, torch.minimum(clamped, farthest))
         rho = sum(two_terms(clamped))
@@ -288,11 +286,11 @@ class ExactScores:
         # scores below a raised reference may be the largest of the row
         reach = torch.where(first, top.abs(), torch.maximum(top, raised))
         # At a tiny scale, scores reach 65504 within the allowed distance.
-        lost = (reach * scale > RESCUE_REACH) | (reach >= FP16.max)
+        lost = (reach * scale > RESCUE_REACH) | (reach >= FP16_MAX)
         if block.visible is not None:
             lost &= block.visible.any(-1, keepdim=True)
-        if FP16.max * float(scale.min()) < ZERO_WEIGHT:  # at a tiny scale, even a score of -65504 may have weight
-            bottom = narrow <= -FP16.max
+        if FP16_MAX * float(scale.min()) < ZERO_WEIGHT:  # at a tiny scale, even a score of -65504 may have weight
+            bottom = narrow <= -FP16_MAX
             lost |= (bottom if block.visible is None else bottom & block.visible).any(-1, keepdim=True)
         start = block.rows_before % self.block_q
         whole = tiles_with(lost, block.rows_before, self.block_q).repeat_interleave(self.block_q, -1)

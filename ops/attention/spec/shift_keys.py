@@ -11,9 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pasa.ops.numerics.formats import FORMATS, Overflow, round_to
-
-FP16 = FORMATS["fp16"]
+from pasa.ops.numerics.formats import FP16, Overflow, round_to
 
 
 class ShiftedBlock(NamedTuple):

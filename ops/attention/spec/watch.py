@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pasa.ops.attention.spec.repeated_maxima import EPSILON
 from pasa.ops.attention.spec.scores import RESCUE_REACH
-from pasa.ops.numerics.formats import FORMATS
+from pasa.ops.numerics.formats import FP16_MAX
 
 # One query row in STRIDE is sampled. It is a prime, so that heads and batch entries differ in their
 # sampled rows when lengths are powers of two.
@@ -87,5 +87,5 @@ def _counts(products: Tensor, scores: Tensor, visible: Tensor) -> Tensor:
     top, first = seen.amax(-1), seen[:, :FIRST_BLOCK].amax(-1)
     repeated = (visible & (top.unsqueeze(-1) - seen <= EPSILON)).sum(-1) > 1
     runaway = (first > -torch.inf) & (top - first > RESCUE_REACH)
-    saturated = visible & (products.abs() > FORMATS["fp16"].max)
+    saturated = visible & (products.abs() > FP16_MAX)
     return torch.stack([x.sum() for x in (visible.any(-1), repeated, runaway, visible, saturated)])

@@ -11,8 +11,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 import pasa
 from pasa.eval.kit.overflow_fixture import inject_overflow
-
-FP16_MAX = 65504
+from pasa.ops.numerics.formats import FP16_MAX
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import pasa
+from pasa.eval.kit.error_metrics import MMA_DEPTH
 from pasa.eval.random_calls import attention, judge, kernels, truth
 from pasa.eval.random_calls.cases import broken
 from pasa.eval.random_calls.inputs import Call, make
@@ -44,8 +45,12 @@ WRONG = {
         lambda out, lse: out[0, 0, 5].fill_(math.inf),
         ["finite", "range", "heavy", "error"],
     ),
-    "row without keys": (MORE_ROWS, lambda out, lse: out[0, 0, 3, 2].fill_(1e-6), ["blind", "range", "heavy", "error"]),
-    "its log-sum-exp": (MORE_ROWS, lambda out, lse: lse[1, 1, 4].fill_(-1e30), ["blind"]),
+    "row without keys": (
+        MORE_ROWS,
+        lambda out, lse: out[0, 0, 3, 2].fill_(1e-6),
+        ["fully-masked", "range", "heavy", "error"],
+    ),
+    "its log-sum-exp": (MORE_ROWS, lambda out, lse: lse[1, 1, 4].fill_(-1e30), ["fully-masked"]),
     "a key's NaN is missing": ({"garbage": "key"}, lambda out, lse: out.nan_to_num_(0.0), ["nan"]),
     "a value's NaN is missing": ({"garbage": "value"}, lambda out, lse: out.nan_to_num_(0.0), ["nan"]),
     "a key's NaN is missing in its log-sum-exp": ({"garbage": "key"}, lambda out, lse: lse.nan_to_num_(1.0), ["nan"]),
@@ -123,7 +128,7 @@ def test_an_error_above_that_of_naive_attention_is_found():
 
 def test_nan_holds_no_bound_and_results_are_compared_bit_for_bit():
     """Equal bits count as equal, so NaN equals NaN, and 0 differs from -0."""
-    assert broken({"error": math.nan, "blind": 0.0, "lse": 1.0, "nan": 1.0}) == ["error", "nan"]
+    assert broken({"error": math.nan, "fully-masked": 0.0, "lse": 1.0, "nan": 1.0}) == ["error", "nan"]
     first = torch.tensor([1.0, torch.nan, 0.0]).half(), torch.zeros(2)
     second = torch.tensor([1.0, torch.nan, -0.0]).half(), torch.tensor([0.0, 1e-45])
     assert judge.differing(first, first) == 0
@@ -202,8 +207,8 @@ def add_up(q, k, depth, truncated=False):
 ORDERS = {
     "forwards": partial(add_up, depth=1),
     "backwards": lambda q, k: add_up(q.flip(-1), k.flip(-1), depth=1),
-    "blocks": partial(add_up, depth=judge.MMA_DEPTH),
-    "truncated": partial(add_up, depth=judge.MMA_DEPTH, truncated=True),
+    "blocks": partial(add_up, depth=MMA_DEPTH),
+    "truncated": partial(add_up, depth=MMA_DEPTH, truncated=True),
     "library": lambda q, k: q @ k.mT,
 }
 

@@ -25,7 +25,7 @@ def simple(kind="attention_paged", **changes):
 def test_simple_cases_are_correct(backend, changes, view):
     outcome = run_case(API, simple(backend=backend, view=view, spaced=True, operator=backend == "reference", **changes))
     assert outcome.verdict == "correct", outcome.why
-    assert {"cache", "anchors", "blind", "error", "naive"} <= set(outcome.measures)
+    assert {"cache", "anchors", "fully-masked", "error", "naive"} <= set(outcome.measures)
 
 
 def written_beside_the_cache(right, k_cache, **how):
