@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 # A later `import pasa.attention` would replace a lazy function by the module of that name, so these are not lazy.
 from pasa.attention import attention, attention_varlen, backends
 from pasa.paged import attention_paged, write_pages
+from pasa.scaled_dot_product import scaled_dot_product_attention
 
 if TYPE_CHECKING:
     from pasa.config import PasaConfig as PasaConfig
@@ -45,7 +46,16 @@ _LAZY = {
     "predict_overflow": "pasa.prediction",
 }
 
-__all__ = ["__version__", "attention", "attention_paged", "attention_varlen", "backends", "write_pages", *sorted(_LAZY)]
+__all__ = [
+    "__version__",
+    "attention",
+    "attention_paged",
+    "attention_varlen",
+    "backends",
+    "scaled_dot_product_attention",
+    "write_pages",
+    *sorted(_LAZY),
+]
 
 logging.getLogger("pasa").addHandler(logging.NullHandler())
 

@@ -106,6 +106,7 @@ MAY_IMPORT = {
     "pasa.ops.dispatch": (),
     "pasa.ops.devices": BASE,
     "pasa.ops.attention.options": BASE,
+    "pasa.ops.attention.torch_sdpa": (),
     "pasa.ops.attention.call": (*BASE, *CALL),
     "pasa.ops.attention.spec": SPEC,
     "pasa.ops.attention.spec.exact_fp64": (),

@@ -21,6 +21,7 @@ import pasa
 from pasa.patching.callbacks import BINDING, Callbacks
 from pasa.patching.copying import Uncopied
 from pasa.patching.transformers_masks import implied_mask, separate_sequences, without_lowest
+from pasa.scaled_dot_product import equal_widths
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -152,7 +153,7 @@ def run_pasa(
     attention_mask = separate_sequences(module, attention_mask, cu_seq_lens_q, cu_seq_lens_k, query, key)
     width = value.shape[-1]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    query, key, value = autocast_inputs(*_equal_widths(query, key, value))
+    query, key, value = autocast_inputs(*equal_widths(query, key, value))
     out: torch.Tensor = pasa.attention(
         query,
         key,
@@ -231,22 +232,6 @@ def autocast_inputs(
         return query, key, value
     dtype = torch.get_autocast_dtype(device)
     return query.to(dtype), key.to(dtype), value.to(dtype)
-
-
-def _equal_widths(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Pad values, or queries and keys, with zeros so that all head dimensions are equal, as PASA needs.
-
-    In latent attention the values have another head dimension. Zeros change neither the scores nor the leading output
-    dimensions; the caller cuts the output back.
-    """
-    missing = key.shape[-1] - value.shape[-1]
-    if missing > 0:
-        value = torch.nn.functional.pad(value, (0, missing))
-    elif missing < 0:
-        query, key = (torch.nn.functional.pad(tensor, (0, -missing)) for tensor in (query, key))
-    return query, key, value
 
 
 def _eager_name(module: torch.nn.Module) -> str:
