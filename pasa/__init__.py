@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from pasa.ops.numerics.shifting import shifting_matrix as shifting_matrix
     from pasa.patching import PatchHandle as PatchHandle
     from pasa.patching import patch_pipeline as patch_pipeline
+    from pasa.patching.registration import register as register
     from pasa.prediction import predict_overflow as predict_overflow
     from pasa.watching import watch as watch
 
@@ -42,6 +43,7 @@ _LAZY = {
     "shifting_matrix": "pasa.ops.numerics.shifting",
     "PatchHandle": "pasa.patching",
     "patch_pipeline": "pasa.patching",
+    "register": "pasa.patching.registration",
     "watch": "pasa.watching",
     "predict_overflow": "pasa.prediction",
 }

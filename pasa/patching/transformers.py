@@ -20,7 +20,7 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from pasa.patching.callbacks import BINDING
 from pasa.patching.copying import PatchedName, UncopiedHook
 from pasa.patching.handle import PatchHandle, PatchReport, already_patched
-from pasa.patching.transformers_attention import REFUSALS, Binding, make_interface
+from pasa.patching.transformers_attention import REFUSALS, REGISTERED, Binding, make_interface
 from pasa.patching.transformers_masks import make_mask
 from pasa.patching.transformers_ring import attend_shard, check_mask
 from pasa.patching.transformers_selection import INDICES, has_indexer, select, unreachable, uses_interface
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pasa import PasaConfig
     from pasa.patching import Policy
 
-NAMES = {"sdpa": "pasa", "eager": "pasa+eager"}
+NAMES = {"sdpa": "pasa+fused", "eager": "pasa+eager", REGISTERED: "pasa+registered"}
 """Maps the original attention to the name that PASA registers.
 
 The names avoid "/", which transformers takes for a hub kernel, and "flash" and "sdpa", for which it has special cases.

@@ -13,6 +13,7 @@ import inspect
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,8 +70,11 @@ REFUSALS = {
 """Keywords that change the result and are not supported, with the reason. All other keywords are refused as unknown."""
 
 
-PREFIX = "pasa"
-"""Every attention name that a patch registers is this word, or starts with it and a "+"."""
+PREFIX = "pasa+"
+"""Every attention name that a patch registers starts with this."""
+
+REGISTERED = "pasa"
+"""The attention name that `pasa.register` registers. It belongs to no handle."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,7 @@ class Binding(Uncopied):
 
     config: PasaConfig | None
     backend: str | None
-    handle: PatchHandle
+    handle: PatchHandle | None
     context_parallel: ProcessGroup | None = None
     callbacks: Callbacks = field(default_factory=Callbacks)
 
@@ -87,7 +91,7 @@ class Binding(Uncopied):
     def replacement(module: Any) -> str | None:
         """Return what the module runs instead of PASA; None if it runs PASA."""
         attention: str = module.config._attn_implementation
-        if attention.partition("+")[0] == PREFIX:
+        if attention.startswith(PREFIX):
             return None
         return f"its config names the attention {attention!r} now (set_attn_implementation)"
 
@@ -191,6 +195,8 @@ def run_original(
     function: Interface
     if original == "sdpa":
         function = scope["ALL_ATTENTION_FUNCTIONS"]["sdpa"]
+    elif original == REGISTERED:
+        function = partial(run_pasa, Binding(None, None, None), explicit_masks=explicit_masks)
     elif original == "eager":
         function = scope[_eager_name(module)]
         if not explicit_masks:

@@ -65,13 +65,14 @@ def unreachable(root: torch.nn.Module) -> Iterator[tuple[str, str]]:
     They are recognised by their class name. Modules that contain other attention modules are left out.
     """
     for name, module in root.named_modules():
-        inner = any(_named_attention(child) or uses_interface(child) for child in _descendants(module))
-        if _named_attention(module) and not inner and not uses_interface(module):
+        inner = any(is_named_attention(type(child)) or uses_interface(child) for child in _descendants(module))
+        if is_named_attention(type(module)) and not inner and not uses_interface(module):
             yield name, f"{type(module).__name__} computes its attention itself, not through AttentionInterface"
 
 
-def _named_attention(module: torch.nn.Module) -> bool:
-    return re.search(r"Attention(V?\d+)?$|Attn$", type(module).__name__) is not None
+def is_named_attention(kind: type) -> bool:
+    """Return whether a class is one of attention, by its name."""
+    return re.search(r"Attention(V?\d+)?$|Attn$", kind.__name__) is not None
 
 
 def _descendants(module: torch.nn.Module) -> Iterator[torch.nn.Module]:

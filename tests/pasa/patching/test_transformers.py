@@ -169,7 +169,7 @@ def test_nested_configs_are_switched_and_restored_one_by_one(tiny_vl):
     with pasa.patch_pipeline(model) as handle:
         assert len(handle.report().patched) == 4
         assert config.text_config._attn_implementation == "pasa+eager"
-        assert config.vision_config._attn_implementation == "pasa"
+        assert config.vision_config._attn_implementation == "pasa+fused"
     assert config.text_config._attn_implementation == "eager"
     assert config.vision_config._attn_implementation == "sdpa"
     with pasa.patch_pipeline(model, policy=lambda name, module: "visual" not in name):
