@@ -15,7 +15,10 @@ from tests.docs.pages import DOCS, README, ROOT, blocks, name_of
 
 QWEN, VIDEO = "Qwen/Qwen2-7B-Instruct", "stabilityai/stable-video-diffusion-img2vid-xt"
 # Python that cannot be run, and what it needs.
-NEEDS_MORE = {"vllm.register()": "vLLM; tests/pasa/patching/test_vllm.py runs it on a mock"}
+NEEDS_MORE = {
+    "vllm.register()": "vLLM; tests/pasa/patching/test_vllm.py runs it on a mock",
+    'set_attention_backend("pasa")': "a model of the dispatcher; tests/pasa/patching/test_registration.py runs three",
+}
 RANKS = "# long_prompt.py"  # first line of the script that torchrun starts
 # Replacements for text that needs a network, weights or GPUs: small models of the same classes.
 INSTEAD = {
