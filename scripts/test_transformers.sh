@@ -20,6 +20,6 @@ for wanted in "transformers==$oldest" transformers; do
   PYTHONPATH="$folder" "$VENV/bin/python" -c 'import transformers; print("transformers", transformers.__version__)'
   PYTHONPATH="$folder" "$VENV/bin/python" -m pytest -n "$(env -u OMP_NUM_THREADS nproc)" -p no:cacheprovider \
     tests/pasa/patching/test_transformers*.py tests/pasa/patching/test_copying.py tests/pasa/patching/test_removed.py \
-    tests/pasa/patching/test_versions.py "$@"
+    tests/pasa/patching/test_versions.py tests/pasa/patching/test_registration.py "$@"
   rm -rf "$folder"
 done
