@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from pasa.attention import attention
-from pasa.checks import check_optional, check_switches, check_tensor, checked_scale
+from pasa.checks import check_optional, check_switches, check_tensor
 from pasa.keywords import hint_at_arguments
 from pasa.ops.attention.torch_sdpa import torch_sdpa
 
@@ -94,10 +94,13 @@ def scaled_dot_product_attention(
             attn_mask, is_causal = _causal_mask(query, key, key.shape[-2] - query.shape[-2]), False
         return torch_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     _check(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
-    scale = query.shape[-1] ** -0.5 if scale is None else checked_scale(scale)
+    if scale is None and value.shape[-1] > query.shape[-1]:
+        scale = query.shape[-1] ** -0.5  # queries are padded below, and their own width counts
     query, key, value = (_autocast(x) for x in (query, key, value))
-    width, leading = value.shape[-1], _leading(query, key, value, enable_gqa)
-    query, key, value, attn_mask = _as_4d(query, key, value, attn_mask, leading, enable_gqa)
+    width, leading = value.shape[-1], query.shape[:-2]
+    if not _is_4d(query, key, value, enable_gqa):
+        leading = _leading(query, key, value, enable_gqa)
+        query, key, value, attn_mask = _as_4d(query, key, value, attn_mask, leading, enable_gqa)
     if is_causal and not bottom_right:
         attn_mask, is_causal, key, value = _top_left(query, key, value)
     query, key, value = equal_widths(query, key, value)
@@ -122,10 +125,10 @@ def equal_widths(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Ten
 
 def _is_ours(*tensors: Tensor) -> bool:
     """Return whether torch would attend in FP16, and there are keys and queries, so that something could overflow."""
+    if not isinstance(tensors[0], Tensor) or _attended_dtype(tensors[0]) != torch.float16:
+        return False
     if not all(isinstance(x, Tensor) for x in tensors):
         return False  # torch names the argument
-    if _attended_dtype(tensors[0]) != torch.float16:
-        return False
     return any(x.layout is not torch.strided for x in tensors) or all(x.numel() for x in tensors)
 
 
@@ -139,7 +142,8 @@ def _attended_dtype(x: Tensor) -> torch.dtype:
 
 def _autocast(x: Tensor) -> Tensor:
     """Return the tensor in the dtype in which torch attends to it."""
-    return x.to(_attended_dtype(x))
+    dtype = _attended_dtype(x)
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def _check(
@@ -166,6 +170,16 @@ def _check(
     if is_causal and attn_mask is not None:
         shape = tuple(attn_mask.shape)
         raise ValueError(f"attn_mask {shape} and is_causal=True exclude each other: put causality into the mask")
+
+
+def _is_4d(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
+    """Return whether tensors are (B, H, L, E) already, with as many key heads as `pasa.attention` takes for them."""
+    if not query.dim() == key.dim() == value.dim() == 4:
+        return False
+    (batch, heads), of_keys = query.shape[:2], key.shape[:2]
+    if of_keys != value.shape[:2] or of_keys[0] != batch:
+        return False
+    return bool(of_keys[1] in (1, heads) or (enable_gqa and heads % of_keys[1] == 0))
 
 
 def _leading(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> torch.Size:

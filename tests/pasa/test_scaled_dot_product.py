@@ -265,6 +265,30 @@ def test_compiles_to_one_graph(replaced, dtype):
     assert all(map(torch.equal, torch.autograd.grad(out.sum(), (q, k)), torch.autograd.grad(truth.sum(), (q, k))))
 
 
+def test_lengths_that_change_are_compiled_once():
+    """Fewer and more queries than keys, with symbolic lengths: causality stays top-left."""
+
+    def model(q, k, v):
+        return pasa.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
+    for queries, keys in ((5, 7), (7, 5), (6, 6), (9, 13)):
+        q, k, v = tensors((2, 3, queries, 16), (2, 3, keys, 16), (2, 3, keys, 16))
+        assert torch.equal(compiled(q, k, v), model(q, k, v))
+
+
+def test_exports_with_a_length_that_changes(replaced):
+    class Model(torch.nn.Module):
+        def forward(self, q, k):
+            return F.scaled_dot_product_attention(q, k, k[..., :4])
+
+    q, k = torch.randn(1, 2, 8, 16).half(), torch.randn(1, 2, 9, 16).half()
+    length = torch.export.Dim("length", min=4, max=64)
+    program = torch.export.export(Model(), (q, k), dynamic_shapes={"q": {2: length}, "k": None}).module()
+    longer = torch.randn(1, 2, 21, 16).half()
+    assert torch.equal(program(longer, k), Model()(longer, k))
+
+
 def test_meta_tensors():
     q = torch.empty(3, 2, 4, 8, 16, dtype=torch.float16, device="meta")
     assert pasa.scaled_dot_product_attention(q, q, q[..., :4], is_causal=True).shape == (3, 2, 4, 8, 4)
