@@ -31,8 +31,8 @@ def scaled_dot_product_attention(
 
     The signature, the shapes and the meaning of the arguments are those of
     `torch.nn.functional.scaled_dot_product_attention`, so this function can replace it in a whole program. Calls in
-    FP32, BF16 and FP64 go to torch's own function unchanged, as it was when pasa was imported. So do FP16 calls without
-    any key or query. FP32 and BF16 inputs under FP16 autocast are FP16 calls, as they are for torch.
+    FP32, BF16 and FP64 go to torch's own function unchanged, as it was when pasa was imported. So do FP16 calls that
+    have no query or no key. FP32 and BF16 inputs count as FP16 under FP16 autocast, because torch casts them there.
 
     Parameters
     ----------
@@ -63,9 +63,10 @@ def scaled_dot_product_attention(
     Raises
     ------
     ValueError, TypeError
-        In FP16: `attn_mask` and `is_causal` are both set; shapes, heads, dtypes or devices do not fit together.
+        In FP16: `attn_mask` and `is_causal` are both set; shapes, heads, dtypes or devices do not fit together; query,
+        key or value is a nested tensor.
     NotImplementedError
-        In FP16: dropout_p is not 0; query, key or value is a nested tensor; the head dimension is more than 512.
+        In FP16: dropout_p is not 0; the head dimension is more than 512.
 
     Examples
     --------
@@ -207,7 +208,7 @@ def _as_4d(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return (B, H, L, E) tensors: all but the heads in the batch, or all of it if there are fewer than two dimensions.
 
-    Key heads stay as few as they are, if `pasa.attention` can share them: with `enable_gqa`, or if there is one.
+    Key heads are not repeated where `pasa.attention` shares them: with `enable_gqa`, or if there is a single one.
     """
     batch = leading[:-1] if len(leading) > 1 or enable_gqa else leading
     of_heads = leading[len(batch) :]

@@ -79,7 +79,7 @@ def modules(entries: tuple[str, ...]) -> list[str]:
 
 
 def sources() -> dict[str, str]:
-    """Return the kernel's files by path, as they are in the repository."""
+    """Return the text of each file of the kernel by its path, unchanged."""
     files = {f"{name}.py": ROOT / "pasa" / f"{name}.py" for name in modules(ENTRIES)}
     files |= {str(path.relative_to(ROOT)): path for path in sorted((ROOT / "ops").rglob("*.py"))}
     return {name: path.read_text(encoding="utf-8") for name, path in files.items()}

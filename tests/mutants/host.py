@@ -12,10 +12,12 @@ REGISTRY = "ops/registry.py"
 BACKENDS = "ops/backends.py"
 TRANSFORMERS = "pasa/patching/transformers_attention.py"
 DIFFUSERS = "pasa/patching/diffusers_attention.py"
+DROP_IN = "pasa/scaled_dot_product.py"
 
 OF_REFERENCE = "tests/ops/attention/spec/test_attention.py::"
 OF_PAGES = "tests/pasa/test_paged.py::"
 OF_REGISTRY = "tests/ops/test_registry.py"
+OF_DROP_IN = "tests/pasa/test_scaled_dot_product.py::"
 OF_TRANSFORMERS = "tests/pasa/patching/test_transformers_attention.py::"
 
 HOST = [
@@ -326,5 +328,40 @@ HOST = [
         "*caches, self.block_table[d:], self.seq_lens[d:]",
         "*caches, self.block_table[: len(self.seq_lens) - d], self.seq_lens[d:]",
         "tests/pasa/patching/test_vllm.py::test_decodes_and_prompts_in_one_step",
+    ),
+    mutant(
+        "the drop-in aligns causality bottom-right, as pasa.attention does",
+        DROP_IN,
+        "if is_causal and not bottom_right:",
+        "if False:",
+        OF_DROP_IN + "test_causality_is_top_left",
+    ),
+    mutant(
+        "the drop-in looks torch's function up by its name, and calls itself",
+        "ops/attention/torch_sdpa.py",
+        'replaced = (current.__module__ or "").partition(".")[0] == "pasa"',
+        "replaced = False",
+        OF_DROP_IN + "test_does_not_call_itself",
+    ),
+    mutant(
+        "padded queries are scaled by the padded width",
+        DROP_IN,
+        "scale = query.shape[-1] ** -0.5  # queries",
+        "scale = value.shape[-1] ** -0.5  # queries",
+        OF_DROP_IN + "test_shapes_that_torch_takes",
+    ),
+    mutant(
+        "masks are left out beside modules that compute attention themselves",
+        "pasa/patching/transformers_registered.py",
+        'if reach == "all":',
+        'if reach != "none":',
+        "tests/pasa/patching/test_registration.py::test_models_without_sdpa",
+    ),
+    mutant(
+        "a backend that calls torch's flash attention gets pasa's",
+        "pasa/patching/torch_flash.py",
+        "    _inside.attending = True\n",
+        "    _inside.attending = False\n",
+        "tests/pasa/patching/test_torch_flash.py::test_a_backend_that_calls_flash_attention_gets_torchs",
     ),
 ]

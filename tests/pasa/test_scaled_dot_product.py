@@ -159,7 +159,7 @@ def test_equals_torch_on_many_arguments(data):
 
 @pytest.mark.parametrize(("queries", "keys"), [(5, 9), (9, 5), (7, 7), (1, 6), (6, 1)])
 def test_causality_is_top_left(queries, keys):
-    """With other lengths than the other alignment would need; keys that no row sees may be anything."""
+    """Query i sees keys up to i at every pair of lengths. Keys that no row sees may be NaN."""
     q, k, v = tensors((1, 2, queries, 8), (1, 2, keys, 8), (1, 2, keys, 8))
     out = check(q, k, v, is_causal=True)
     k[:, :, queries:], v[:, :, queries:] = torch.nan, torch.inf
@@ -225,7 +225,7 @@ def test_other_dtypes_go_to_torch_unchanged(replaced, dtype):
 
 
 def test_fp16_autocast_is_fp16(replaced):
-    """As for torch, which would cast these FP32 tensors and lose what is beyond 65504 in its scores."""
+    """FP32 tensors under FP16 autocast are served by pasa, because torch would cast them to FP16."""
     q, k, v = tensors((1, 2, 9, 16), (1, 2, 9, 16), (1, 2, 9, 16), torch.float32)
     with torch.autocast("cpu", torch.float16):
         out = F.scaled_dot_product_attention(q, k, v)

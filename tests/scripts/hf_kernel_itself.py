@@ -19,7 +19,7 @@ def folder(tmp_path_factory):
 
 
 def test_a_local_kernel_attends(folder):
-    """By the repository's folder and by the variant's: the same module, and pasa's own bits, on the CPU."""
+    """The repository's folder and the variant's load one module, and its outputs equal pasa's bit for bit."""
     kernel = kernels.get_local_kernel(folder)
     assert kernels.get_local_kernel(folder / "build" / "torch-universal") is kernel
     assert kernel.__name__ != "pasa"
