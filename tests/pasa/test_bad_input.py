@@ -85,6 +85,15 @@ BAD = {
     "patch options": (
         lambda: pasa.patch_pipeline(LINEAR, softmax="safe"), TypeError, "'softmax'", r"config=pasa\.PasaConfig"
     ),
+    # ways in
+    "dropout in torch's place": (
+        lambda: pasa.scaled_dot_product_attention(Q, Q, Q, dropout_p=0.1), NotImplementedError, "dropout_p=0.1", "0.0"
+    ),
+    "a name in torch's place": (
+        lambda: pasa.scaled_dot_product_attention(Q, Q, Q, sm_scale=1.0), TypeError, r"'sm_scale' \(1\.0\)", "use scale"
+    ),
+    "host": (lambda: pasa.register("foo"), ValueError, "'foo' is not a host", "pass 'transformers', 'diffusers'"),
+    "a model to register": (lambda: pasa.register(LINEAR), TypeError, "a Sequential", "patch_pipeline"),
     "block": (lambda: pasa.PasaConfig(block=64), TypeError, r"'block' \(64\)", "did you mean block_k or block_q"),
     "roundings": (lambda: pasa.PasaConfig(recover="exact"), TypeError, "'recover'", "did you mean recovery"),
     "config dtype": (lambda: pasa.PasaConfig(dtype=HALF), TypeError, "'dtype'", "accepts precision, recovery"),
