@@ -16,10 +16,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _run(arguments: Sequence[str] | None) -> int:
+    import typer
+
     from pasa.eval.commands import app
 
     try:
         status = app(args=arguments, prog_name="pasa", standalone_mode=False)
+    except typer.Abort:  # typer's word for an interrupt from the keyboard
+        raise KeyboardInterrupt from None
     except Exception as error:
         # Usage errors of typer share this method and nothing that typer exports; anything else is not ours to word.
         message = getattr(error, "format_message", None)

@@ -1,6 +1,7 @@
 """Start the command line with settings that must stand before torch is loaded: the console script `pasa` is here."""
 
 import os
+import sys
 
 
 def main() -> None:
@@ -11,6 +12,10 @@ def main() -> None:
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("TQDM_DISABLE", "1")
-    from pasa.eval.cli import main as run
+    try:
+        from pasa.eval.cli import main as run
 
-    run()
+        run()
+    except KeyboardInterrupt:  # while modules load, which takes seconds; a command has a message that says more
+        print("pasa: stopped; nothing was written", file=sys.stderr)
+        sys.exit(130)

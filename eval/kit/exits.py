@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 # Modules that may be missing, and the extra of setup.py that installs each.
@@ -14,12 +15,17 @@ EXTRAS = {
     "triton": "triton",
 }
 BAD_INPUT = 2  # exit status
+STOPPED = 130  # what a shell says of SIGINT: 128 + 2
+SHOWN_FILES = 3  # in the line of a command that was stopped
 # Exceptions that the library raises for arguments and installations that it cannot use; all others are bugs.
 EXPECTED = (ValueError, TypeError, NotImplementedError, OSError, ImportError)
 
 
 def leave(action: Callable[[], int]) -> NoReturn:
-    """Call `action` and exit with the status it returns; after an expected error, print one line and exit with 2."""
+    """Call `action` and exit with the status it returns; after an expected error, print one line and exit with 2.
+
+    After an interrupt from the keyboard, print one line and exit with 130.
+    """
     try:
         sys.exit(action())
     except ModuleNotFoundError as error:
@@ -28,6 +34,18 @@ def leave(action: Callable[[], int]) -> NoReturn:
         sys.exit(complain(why))
     except EXPECTED as error:
         sys.exit(complain(str(error)))
+    except KeyboardInterrupt:
+        sys.exit(stop())
+
+
+def stop(files: Sequence[Path] = (), resume: str = "") -> int:
+    """Print which files an interrupted command has completed, and how to resume; return the exit status."""
+    names = ", ".join(map(str, files[:SHOWN_FILES]))
+    if len(files) > SHOWN_FILES:
+        names += f" and {len(files) - SHOWN_FILES} more"
+    kept = f"complete: {names}" if files else "nothing was written"
+    print("; ".join(["pasa: stopped", kept, *([resume] if files and resume else [])]), file=sys.stderr)
+    return STOPPED
 
 
 def complain(message: str) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import tempfile
 import time
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,11 +20,13 @@ from rich.console import Console
 from rich.text import Text
 
 from pasa.eval.kit import output
-from pasa.eval.kit.options import NOTHING_KEPT, Json, finish, integer, integers, needs_models, stoppable, words
+from pasa.eval.kit.options import Json, finish, folder_target, integer, integers, needs_models, stoppable, words
 from pasa.eval.kit.tables import Table
 
 Result: TypeAlias = dict[str, Any]
-Folder = Annotated[Path | None, typer.Option(file_okay=False, help="Write JSON, Markdown and figures there.")]
+Folder = Annotated[
+    Path | None, typer.Option(file_okay=False, callback=folder_target, help="Write JSON, Markdown and figures there.")
+]
 
 
 @dataclass(frozen=True)
@@ -49,8 +52,9 @@ class Experiment:
         Draws a result into a folder and returns the paths.
     needs_models : bool
         Whether the command builds models. It then refuses to start with a transformers that is too old.
-    kept : str
-        What a run with --output-dir leaves behind if it is interrupted from the keyboard; ends the message.
+    resume : str
+        How to go on from the files that an interrupted run has left in --output-dir; ends the message, if there is a
+        file.
     appendix : callable
         As `report`; its tables and paragraphs follow in the Markdown file only.
     variants : sequence of Experiment
@@ -63,7 +67,7 @@ class Experiment:
     title: str
     figures: Callable[[Result, Path], Sequence[Path]] | None = None
     needs_models: bool = False
-    kept: str = NOTHING_KEPT
+    resume: str = ""
     appendix: Callable[[Result], Sequence[Table | str]] = lambda result: ()
     variants: Sequence[Experiment] = ()
 
@@ -101,7 +105,12 @@ class Experiment:
         result = json.loads(stored)  # so that Markdown shows the rounded numbers of the JSON
         output.write_text(paths[0], stored)
         output.write_text(paths[1], f"# {self.title}\n\n{self.markdown(result)}\n")
-        return [*paths, *(self.figures(result, folder) if self.figures else ())]
+        if self.figures:
+            with tempfile.TemporaryDirectory(prefix=".pasa-", dir=folder) as scratch:  # no half-drawn figure
+                for path in self.figures(result, Path(scratch)):
+                    output.move_file(path, folder / path.name)
+                    paths.append(folder / path.name)
+        return paths
 
 
 def gate(checks: Mapping[str, bool], **more: Any) -> dict[str, Any]:
@@ -136,10 +145,11 @@ def add_command(group: typer.Typer, experiment: Experiment) -> None:
             needs_models(title)
         if "folder" in inspect.signature(chosen.run).parameters:
             arguments["folder"] = output_dir
-        with stoppable(chosen.kept if output_dir else NOTHING_KEPT), output.progress_bar(title) as progress:
-            result = chosen.measure(progress, **arguments)
-        if result is not None:
-            finish(result, json, output_dir, chosen.show, chosen.save)
+        with stoppable(chosen.resume):
+            with output.progress_bar(title) as progress:
+                result = chosen.measure(progress, **arguments)
+            if result is not None:
+                finish(result, json, output_dir, chosen.show, chosen.save)
 
     named: dict[str, tuple[Any, Any]] = {"json": (Json, None), "output_dir": (Folder, None), **_options(experiment)}
     keyword = inspect.Parameter.KEYWORD_ONLY

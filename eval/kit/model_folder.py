@@ -11,6 +11,7 @@ import torch
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 SAFE: dict[str, Any] = {"use_safetensors": True, "trust_remote_code": False, "local_files_only": True}
+"""Loading options for folders from others: no pickle is read, and no code of theirs is run."""
 
 
 def check_folder(path: str | Path, file: str) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
@@ -13,11 +12,10 @@ import typer
 from rich.console import Console
 
 from pasa.eval.kit import output
+from pasa.eval.kit.exits import STOPPED, stop
 from pasa.patching.versions import check_transformers
 
 TRANSFORMERS = (5, 0)  # the first version that commands which load models accept, as the extra `eval` of setup.py
-STOPPED = 130  # what a shell says of SIGINT: 128 + 2
-NOTHING_KEPT = "nothing is kept"
 
 
 def needs_models(command: str) -> None:
@@ -27,9 +25,18 @@ def needs_models(command: str) -> None:
 
 
 def json_target(target: str | None) -> str | None:
-    """Refuse a folder before the run, not after it."""
-    if target is not None and Path(target).is_dir():
-        raise typer.BadParameter(f"{target!r} is a folder")
+    """Refuse a file that cannot be written before the run, not after it."""
+    if target is not None and target != "-":
+        if Path(target).is_dir():
+            raise typer.BadParameter(f"{target!r} is a folder")
+        output.check_target(Path(target), folder=False)
+    return target
+
+
+def folder_target(target: Path | None) -> Path | None:
+    """Refuse a folder that cannot be written before the run, not after it."""
+    if target is not None:
+        output.check_target(target, folder=True)
     return target
 
 
@@ -71,13 +78,18 @@ def stages(progress: output.Report, total: int) -> Callable[[str], None]:
 
 
 @contextmanager
-def stoppable(kept: str) -> Iterator[None]:
-    """End a command that is stopped from the keyboard with one line, which says what is kept."""
+def stoppable(resume: str = "") -> Iterator[None]:
+    """End a command that is stopped from the keyboard with one line: the complete files, and how to go on from them."""
+    output.WRITTEN.clear()
     try:
         yield
     except KeyboardInterrupt:
-        print(f"pasa: stopped; {kept}", file=sys.stderr)
+        stop(_whole_files(), resume)
         raise typer.Exit(STOPPED) from None
+
+
+def _whole_files() -> list[Path]:
+    return [path for path in dict.fromkeys(output.WRITTEN) if path.exists()]  # scratch files have gone
 
 
 def finish(

@@ -8,6 +8,7 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from pasa.ops import envs
 NOTE = "emulated NPU arithmetic on CPU; not run on an NPU"
 SECONDS_BETWEEN_LINES = 60  # of progress, where there is no terminal: a run of a day fills no log
 Report: TypeAlias = Callable[[int, int, str], None]  # progress: done, total, what comes next
+WRITTEN: list[Path] = []  # complete files of the command that runs, for the message of one that is stopped
 RECORD_DIGITS = 4  # significant digits in a table of records: errors are not known better from one seed to the next
 
 
@@ -114,9 +116,33 @@ def read_text(path: Path) -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file, making its folder."""
+    """Write a file, making its folder. A reader sees the whole text or nothing, whenever the process is stopped."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+    if path.exists() and not path.is_file():  # a device or a pipe cannot be replaced
+        path.write_text(text, encoding="utf-8")
+        return
+    with tempfile.TemporaryDirectory(prefix=".pasa-", dir=path.resolve().parent) as scratch:
+        whole = Path(scratch, path.name)
+        whole.write_text(text, encoding="utf-8")
+        move_file(whole, path)
+
+
+def move_file(source: Path, path: Path) -> None:
+    """Put a complete file at its place, in one step, and list it in `WRITTEN`."""
+    os.replace(source, path.resolve())
+    WRITTEN.append(path)
+
+
+def check_target(path: Path, *, folder: bool) -> None:
+    """Raise OSError if no file can be written at a path, or into it if it is a folder; create nothing."""
+    place = path if folder else path.parent
+    while not (place.exists() or place.is_symlink()):
+        place = place.parent
+    if not place.is_dir():
+        raise NotADirectoryError(f"cannot write {str(path)!r}: {str(place)!r} is not a folder; name another place")
+    if not os.access(place, os.W_OK | os.X_OK) or (path.exists() and not os.access(path, os.W_OK)):
+        denied = path if path.exists() else place
+        raise PermissionError(f"cannot write {str(path)!r}: no permission to write {str(denied)!r}; name another place")
 
 
 @contextmanager

@@ -63,9 +63,9 @@ class Table:
             if len(pieces[-1]) > 1 and sum(widths[i] for i in (*pieces[-1], index)) >= console.width:
                 pieces.append([0])
             pieces[-1].append(index)
+        console.print(Text(self.title, style="italic"))
         for piece in pieces:
-            note = Text(self.note) if self.note else None
-            shown = RichTable(title=Text(self.title), caption=note, title_justify="left")
+            shown = RichTable()
             fits = sum(widths[i] for i in piece) < console.width
             for index in piece:
                 longest = max(map(len, " ".join(columns[index]).split()), default=0)
@@ -79,6 +79,8 @@ class Table:
             for row in self.rows:
                 shown.add_row(*(Text(row[index]) for index in piece))
             console.print(shown)
+        if self.note:
+            console.print(Text(self.note))
 
 
 def _cell(record: Mapping[str, Any], column: Column) -> str:

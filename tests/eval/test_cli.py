@@ -11,6 +11,7 @@ from typing import Any
 import pasa_cli
 import pytest
 import torch
+import typer
 from typer.testing import CliRunner
 
 import pasa
@@ -212,6 +213,38 @@ def test_bad_input_is_one_line_that_names_the_value(
     line = refused(*arguments)
     assert line.startswith("pasa: "), "nothing on stdout"
     assert value in line
+
+
+@pytest.mark.parametrize("place", ["pasa.eval.cli", "pasa.eval.commands", "pasa.eval.commands.app"])
+def test_a_stop_from_the_keyboard_is_one_line_at_any_time(
+    place: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Story: Ctrl-C within the seconds in which torch loads showed a traceback of nineteen lines."""
+
+    class Stops:
+        def __getattr__(self, name: str) -> Any:
+            raise KeyboardInterrupt
+
+    def stop(**options: Any) -> None:
+        raise typer.Abort
+
+    if place.endswith("app"):
+        monkeypatch.setattr(place, stop)
+    else:
+        monkeypatch.setitem(sys.modules, place, Stops())  # type: ignore[arg-type]
+    monkeypatch.setattr(sys, "argv", ["pasa", "doctor"])
+    with pytest.raises(SystemExit) as stopped:
+        pasa_cli.main()
+    assert (stopped.value.code, capsys.readouterr().err) == (130, "pasa: stopped; nothing was written\n")
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_the_run(
+    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Story: a video of hours ended with "Not a directory" and no result."""
+    monkeypatch.setattr("pasa.eval.kit.experiment.Experiment.measure", lambda *_, **__: pytest.fail("the run started"))
+    for option in ("--json", "--output-dir"):
+        assert "test_cli.py' is not a folder" in refused("demo", option, f"{__file__}/x")
 
 
 def test_unwritable_json_is_one_line(refused: Callable[..., str]) -> None:

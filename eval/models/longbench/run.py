@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -124,9 +123,8 @@ class _Run:
         for done, (name, dataset) in enumerate(work):
             with self.subject.model(name) as model:
                 lines = self._answer(model, name, dataset, partial(self.progress, done, len(work)))
-            scratch = files[name, dataset].with_suffix(".part")
-            output.write_text(scratch, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
-            os.replace(scratch, files[name, dataset])  # a reader sees all of a data set or nothing
+            text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+            output.write_text(files[name, dataset], text)
         return [
             {"precision": name, "dataset": dataset, **json.loads(line)}
             for (name, dataset), file in files.items()
@@ -171,5 +169,5 @@ EXPERIMENT = Experiment(
     report=report,
     title="LongBench",
     needs_models=True,
-    kept="start again with the same --output-dir to go on",
+    resume="start again with the same --output-dir to go on",
 )

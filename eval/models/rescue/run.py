@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from itertools import takewhile
 from typing import Annotated, Any
 
@@ -19,7 +20,6 @@ from pasa.eval.kit.overflow_fixture import check_offset, inject_overflow
 from pasa.eval.kit.tables import Column, Table, percent
 from pasa.ops.numerics.formats import FP16_MAX
 
-"""Loading options for folders from others: no pickle is read, and no code of theirs is run."""
 DEFAULT_OFFSET = 131072
 """Added to every score. It is twice the largest FP16 number, rounded up to a power of two, so no score fits FP16."""
 ESSAY = "worked"
@@ -29,6 +29,7 @@ QUESTION = "Summarize the text above."
 """Chosen because the FP32 model answers it with more than the 64 tokens that are compared. Asked what the author did,
 in one paragraph, the model stops after 12. FP16 played no part in the choice."""
 PERPLEXITY_PERCENT = 0.5  # largest change of perplexity from FP32, in percent, with which FP16 with PASA passes
+SHOWN_LETTERS = 60  # of a text on the screen: a line of 80 letters with its title
 TITLES = {
     "fp32_base": "FP32, before the injection",
     "fp32": "FP32, same weights as below",
@@ -191,18 +192,21 @@ def equal_prefix(first: list[int], second: list[int]) -> int:
     return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))))
 
 
-def verdict(result: Run) -> str:
-    """Return the outcome in a few sentences with the measured numbers."""
+def verdict(result: Run, separator: str = " ") -> str:
+    """Return the outcome in a few sentences with the measured numbers: what failed, what was repaired, and how."""
     proof, change = result["proof"], result["proof"]["perplexity_change_percent"]
     moved = "perplexity not finite" if change is None else f"perplexity {change:+.4f} % from FP32's"
     fp16, pasa = (percent(proof[f"{name}_nonfinite_logits"]) for name in ("fp16", "pasa"))
-    return (
-        f"Failed: in FP16 {fp16} of the logits are not finite, because scores reach {proof['max_score_before']:,.0f} "
-        f"and FP16 ends at {proof['fp16_max']:,.0f} ({proof['layers_that_overflow']} of {proof['layers']} layers). "
-        f"{'Repaired' if proof['passed'] else 'NOT REPAIRED'}: in FP16 with pasa {pasa} are not finite, "
-        f"{proof['tokens_equal_to_fp32']} of {proof['tokens_fp32']} greedy tokens are equal to FP32's, {moved}. "
-        f"The largest score that pasa stores is {proof['max_score_after']:,.1f}; {proof['tiles_in_fp32']:,} of "
-        f"{proof['tiles']:,} tiles were kept in FP32."
+    return separator.join(
+        [
+            f"Failed: in FP16 {fp16} of the logits are not finite, because scores reach "
+            f"{proof['max_score_before']:,.0f} and FP16 ends at {proof['fp16_max']:,.0f} "
+            f"({proof['layers_that_overflow']} of {proof['layers']} layers).",
+            f"{'Repaired' if proof['passed'] else 'NOT REPAIRED'}: in FP16 with pasa {pasa} are not finite, "
+            f"{proof['tokens_equal_to_fp32']} of {proof['tokens_fp32']} greedy tokens are equal to FP32's, {moved}.",
+            f"The largest score that pasa stores is {proof['max_score_after']:,.1f}; {proof['tiles_in_fp32']:,} of "
+            f"{proof['tiles']:,} tiles were kept in FP32.",
+        ]
     )
 
 
@@ -224,14 +228,31 @@ def text_table(result: Run) -> Table:
     return Table("Continuations", ["run", "text", "stopped by"], rows, wraps="text")
 
 
-NEXT = (
-    "Next: `pasa predict --model FOLDER` says from the weights whether scores of your model can overflow, and "
-    "`pasa diagnose --model FOLDER` where they do. In Python, `pasa.patch_pipeline(model)` repairs it."
-)
+def answers(result: Run) -> str:
+    """Return the beginnings of the texts that FP16 generated without pasa and with it, a line each."""
+    lines = []
+    for name, title in (("fp16", "FP16 goes on:"), ("fp16_pasa", "With pasa:")):
+        text = " ".join(result["runs"][name]["text"].split())
+        lines.append(f"{title:14}{textwrap.shorten(text, SHOWN_LETTERS, placeholder=' ...')}")
+    return "\n".join(lines)
+
+
+NEXT = """Next:
+  pasa predict --model FOLDER     can scores of your model overflow? by weights
+  pasa diagnose --model FOLDER    where they do, head by head
+  pasa.patch_pipeline(model)      in Python: repair it"""
+
+
+def report(result: Run) -> list[Table | str]:
+    """Return one screen: what failed, what was repaired, what to type next."""
+    return [verdict(result, "\n"), run_table(result), answers(result), origin(result), NEXT]
+
+
 EXPERIMENT = Experiment(
     name="demo",
     run=run_rescue,
-    report=lambda result: [verdict(result), run_table(result), text_table(result), origin(result), NEXT],
+    report=report,
     title="A language model that FP16 attention cannot run",
     needs_models=True,
+    appendix=lambda result: [text_table(result)],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import pytest
@@ -12,6 +13,7 @@ import typer
 from typer.testing import CliRunner
 
 from pasa.eval.kit.device import origin
+from pasa.eval.kit.exits import stop
 from pasa.eval.kit.experiment import Experiment, add_command, verdict
 from pasa.eval.kit.tables import Table
 
@@ -126,3 +128,33 @@ def test_a_table_of_records_shows_fields_formats_and_what_functions_make():
     table = Table.of("T", records, columns, "note")
     assert table.markdown().splitlines()[2:] == ["| a | 1.23 | 1 |", "| b | - | 0 |"]
     assert list(table.header) == ["case", "ms", "half"]
+
+
+STORED = ["out/main.json", "out/main.md", "out/a.png"]
+
+
+@pytest.mark.parametrize(("drawn", "written"), [(0, STORED[:2]), (1, STORED), (None, [])])
+@pytest.mark.parametrize("resume", ["", "start again to go on"])
+def test_a_command_that_is_stopped_names_its_complete_files(tmp_path, monkeypatch, drawn, written, resume):
+    """Story: Ctrl-C left half of a picture behind, and the line on stderr named no file."""
+
+    def stop(*arguments: Any) -> Any:
+        raise KeyboardInterrupt
+
+    def draw(result: dict[str, Any], folder: Path) -> list[Path]:
+        (folder / "a.png").write_text("half")
+        return [folder / "a.png"] if drawn else stop()
+
+    monkeypatch.chdir(tmp_path)
+    if drawn is None:
+        monkeypatch.setattr(Experiment, "measure", stop)
+    monkeypatch.setattr(Experiment, "show", stop)
+    done = command("--output-dir", "out", experiment=dataclasses.replace(MAIN, figures=draw, resume=resume))
+    kept = f"complete: {', '.join(written)}{f'; {resume}' if resume else ''}" if written else "nothing was written"
+    assert (done.exit_code, done.stderr) == (130, f"pasa: stopped; {kept}\n")
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*")) == sorted(written)
+
+
+def test_many_complete_files_are_counted(capsys):
+    assert stop([Path(name) for name in "abcde"]) == 130
+    assert capsys.readouterr().err == "pasa: stopped; complete: a, b, c and 2 more\n"

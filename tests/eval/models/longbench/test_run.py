@@ -122,11 +122,15 @@ def test_ppl_writes_its_files_and_shows_no_other_bar(steady, tmp_path):
     assert [each["precision"] for each in records if each["perplexity"] is None] == ["fp16-eager"]
 
 
-@pytest.mark.parametrize(("options", "kept"), [((), "nothing is kept"), (("--output-dir", "out"), run.EXPERIMENT.kept)])
-def test_a_run_that_is_stopped_from_the_keyboard_names_what_is_kept(monkeypatch, options, kept):
+def test_a_run_that_is_stopped_from_the_keyboard_says_how_to_go_on(steady, questions, tmp_path, monkeypatch):
     def stop(*arguments, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(run, "parse_precisions", stop)
-    done = CliRunner().invoke(app, ["eval", "longbench", *options])
-    assert (done.exit_code, done.stderr) == (130, f"pasa: stopped; {kept}\n")
+    monkeypatch.setattr(run._Run, "answer_all", stop)
+    options = ["--model", str(steady), "--data", str(questions), "--precisions", "pasa"]
+    for folder, kept in (
+        ([], "nothing was written"),
+        (["--output-dir", str(tmp_path)], f"complete: {tmp_path}/settings.json; {run.EXPERIMENT.resume}"),
+    ):
+        done = CliRunner().invoke(app, ["eval", "longbench", *options, *folder])
+        assert (done.exit_code, done.stderr) == (130, f"pasa: stopped; {kept}\n")
