@@ -32,6 +32,8 @@ def leave(action: Callable[[], int]) -> NoReturn:
         known = EXTRAS.get((error.name or "").partition(".")[0])
         why = f"{error.name} is not installed; run, in the checkout: pip install '.[{known}]'" if known else str(error)
         sys.exit(complain(why))
+    except OSError as error:
+        sys.exit(complain(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)))
     except EXPECTED as error:
         sys.exit(complain(str(error)))
     except KeyboardInterrupt:

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.text import Text
 
 from pasa.eval.kit import output
-from pasa.eval.kit.options import Json, finish, folder_target, integer, integers, needs_models, stoppable, words
+from pasa.eval.kit.options import Json, finish, folder_target, integer, integers, needs_models, real, stoppable, words
 from pasa.eval.kit.tables import Table
 
 Result: TypeAlias = dict[str, Any]
@@ -224,4 +224,6 @@ def _option(name: str, hint: Any) -> Any:
             return Annotated[str | None, typer.Option(parser=parser, metavar=metavar, help=texts[0])]
     if int in kinds:
         return Annotated[kind, typer.Option(parser=integer, metavar="N", help=texts[0])]
+    if float in kinds:
+        return Annotated[kind, typer.Option(parser=real, metavar="<float>", help=texts[0])]
     return Annotated[kind, typer.Option(help=texts[0])]

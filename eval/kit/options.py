@@ -54,6 +54,14 @@ def integer(text: str | int) -> int:
         raise typer.BadParameter(f"{text!r} is not an integer") from None
 
 
+def real(text: str | float) -> float:
+    """Parse an option; typer's own message leaves out the value."""
+    try:
+        return float(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a number") from None
+
+
 def at_least(least: int, **values: int | None) -> None:
     """Raise ValueError that names a value below `least`; None is a default."""
     for name, value in values.items():

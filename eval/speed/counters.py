@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import io
+import shutil
 import subprocess
 import sys
 from typing import Annotated, Any
@@ -74,6 +75,8 @@ def profile(case: str, implementation: str) -> list[dict[str, Any]]:
     command = ["ncu", "--csv", "--page", "raw", "--print-units", "base", "--clock-control", "none"]
     command += ["--profile-from-start", "off", "--metrics", ",".join(metrics)]
     command += [sys.executable, "-m", "pasa.eval.speed.counters", case, implementation]
+    if shutil.which("ncu") is None:
+        raise FileNotFoundError("there is no program 'ncu': install Nsight Compute, and put it in PATH")
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     _, heading, table = done.stdout.partition('"ID"')
     names, _, *rows = csv.reader(io.StringIO(heading + table)) if heading else ([], [])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 READABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 WEIGHT_FILES = ("model.safetensors", "diffusion_pytorch_model.safetensors")
 OTHER_WEIGHTS = (".bin", ".ckpt", ".gguf", ".pt", ".pth", ".safetensors")
@@ -72,8 +74,11 @@ class Checkpoint:
 
     def __init__(self, folder: Path) -> None:
         if not folder.is_dir():
+            name, place = str(folder), folder.name
+            if not HUB_NAME.fullmatch(name):
+                name, place = "NAME", "FOLDER"
             raise FileNotFoundError(
-                f"model {str(folder)!r} is not a folder: download it (hf download NAME --local-dir FOLDER, or "
+                f"model {str(folder)!r} is not a folder: download it (hf download {name} --local-dir {place}, or "
                 "huggingface_hub.snapshot_download), or pass the model itself"
             )
         if not (folder / "config.json").is_file():

@@ -204,6 +204,13 @@ def test_json_file_and_output_folder(tmp_path: Path, options: list[str], made: s
         (["diagnose", "--frames", "two"], "two"),
         (["diagnose", "--model", "tiny", "--dtype", "int8"], "'int8'"),
         (["--bogus"], "--bogus"),
+        (["predict", "--model", "Qwen/Qwen2-7B"], "hf download Qwen/Qwen2-7B --local-dir Qwen2-7B"),
+        (["predict", "--model", "gpt2"], "hf download gpt2 --local-dir gpt2"),
+        (["demo", "--model", "gpt2"], "hf download gpt2 --local-dir gpt2"),
+        (["demo", "--offset", "many"], "'many' is not a number"),
+        (["predict", "--delta", "x"], "'x' is not a number"),
+        (["diagnose", "--prompt", "a\udcff"], "is not UTF-8 text (letter 1)"),
+        (["eval", "ppl", "--text", "/nowhere.txt"], "/nowhere.txt: No such file or directory"),
     ],
 )
 def test_bad_input_is_one_line_that_names_the_value(

@@ -76,6 +76,12 @@ def test_broken_weights(name, tmp_path):
         pasa.predict_overflow(model(tmp_path, BAD_WEIGHTS[name]))
 
 
+def test_broken_weights_of_a_model_that_is_loaded(tmp_path):
+    """Story: `pasa demo --model FOLDER` showed a traceback for a download that had been cut."""
+    with pytest.raises(ValueError, match="has a file of weights that is not whole"):
+        load_folder(str(model(tmp_path, BAD_WEIGHTS["cut"])))
+
+
 BAD_CONFIGS = [
     *(b"", b"{", b"[]", b"3", b"null", b'"llama"', b"\xff\xfe", b"[" * 100_000),
     *(b'{"model_type": 3}', b'{"model_type": []}'),

@@ -83,6 +83,7 @@ def run_rescue(
 def build_prompt(tokenizer: Any, prompt: str | None = None, most: int | None = None) -> torch.Tensor:
     """Return the ids (1, n) of a chat with one message: `prompt`, or `most` tokens of essay and a question about it."""
     if prompt is not None:
+        check_text(prompt)
         ids = _chat_ids(tokenizer, prompt)
         if not ids.shape[1]:
             raise ValueError(f"prompt={prompt!r} has no tokens")
@@ -94,6 +95,14 @@ def build_prompt(tokenizer: Any, prompt: str | None = None, most: int | None = N
         if ids.shape[1] <= most:
             return ids
         room -= ids.shape[1] - most  # again, because a word that is cut can become one token more
+
+
+def check_text(prompt: str) -> None:
+    """Raise ValueError for a prompt with bytes that are not UTF-8; a shell passes them on as they are."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"prompt={prompt!r} is not UTF-8 text (letter {error.start}): convert it") from error
 
 
 def _chat_ids(tokenizer: Any, message: str) -> torch.Tensor:

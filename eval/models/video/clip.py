@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from pasa.eval.kit.device import pick_device
-from pasa.eval.kit.model_folder import check_folder
+from pasa.eval.kit.model_folder import check_folder, whole_weights
 from pasa.eval.kit.options import at_least
 from pasa.eval.models.video.tiny import sample_image
 from pasa.first_nonfinite import models_of
@@ -70,9 +70,10 @@ def load_pipeline(path: str) -> Any:
     check_pipeline(Path(path))  # before diffusers is imported, which prints warnings
     from diffusers import StableVideoDiffusionPipeline
 
-    pipeline = StableVideoDiffusionPipeline.from_pretrained(
-        path, dtype=torch.float32, local_files_only=True, use_safetensors=True
-    )
+    with whole_weights(path):
+        pipeline = StableVideoDiffusionPipeline.from_pretrained(
+            path, dtype=torch.float32, local_files_only=True, use_safetensors=True
+        )
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 

@@ -47,5 +47,5 @@ def test_refused_counters_and_a_missing_ncu_are_said(ncu, monkeypatch, tmp_path)
     with pytest.raises(NotImplementedError, match="ERR_NVGPUCTRPERM"):
         counters.profile("paper", "pasa")
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
-    with pytest.raises(FileNotFoundError, match="'ncu'"):
+    with pytest.raises(FileNotFoundError, match="'ncu': install Nsight Compute"):
         counters.profile("paper", "pasa")
