@@ -70,6 +70,8 @@ COLUMNS: dict[str, tuple[Callable[[Any], str], str]] = {
 }
 """How a record becomes a cell of each column, and what the column means."""
 MAP = "![Largest score of every head over 65504](diagnose.svg)"
+FOLDED = ("layer", "head", "K", "K′", "phase", "call", "queries × keys")  # on the page, in a table that is folded away
+PAGE = ("layer", "head", *(name for name in COLUMNS if name not in FOLDED))
 OTHERS = ("layer", "head", *(name for name in COLUMNS if name not in SHORT))  # in Markdown, in a second table
 
 

@@ -10,7 +10,7 @@ import pytest
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 
-from pasa.eval.models.diagnose import run
+from pasa.eval.models.diagnose import report, run
 
 OPTIONS = "headless no-sandbox disable-gpu disable-quic no-first-run disable-background-networking "
 OPTIONS += "disable-component-update disable-sync disable-dev-shm-usage"
@@ -96,6 +96,18 @@ def test_the_map_and_the_table_scroll_in_boxes_of_their_own(browser, pages):
         assert browser.execute_script(f"{box}.focus(); return document.activeElement === {box}")
         label = f"{box}.getAttribute('aria-labelledby')"
         assert browser.execute_script(f"return document.getElementById({label}).innerText")
+
+
+@pytest.mark.parametrize("name", ["text", "video"])
+def test_the_table_of_heads_is_whole_on_a_desk_and_details_are_folded_away(browser, pages, name):
+    """Story: at 1280 pixels the last column was cut, because ranges of keys and phases stood in the table."""
+    look(browser, pages / f"{name}.html", "desk")
+    box = "document.querySelectorAll('.scroll')[1]"
+    assert browser.execute_script(f"return {box}.scrollWidth <= {box}.clientWidth")
+    header = browser.execute_script(f"return [...{box}.querySelectorAll('thead th')].map((cell) => cell.innerText)")
+    assert header == ["layer, head", *report.PAGE[2:]]
+    assert not browser.execute_script("return document.querySelectorAll('details[open]').length")
+    assert set(report.PAGE) | set(report.FOLDED) == set(report.COLUMNS)
 
 
 def test_a_page_that_fails_is_noticed(browser, tmp_path):
