@@ -1,6 +1,7 @@
 """Start the command line with settings that must stand before torch is loaded: the console script `pasa` is here."""
 
 import os
+import shutil
 import sys
 
 
@@ -12,6 +13,9 @@ def main() -> None:
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("TQDM_DISABLE", "1")
+    if os.environ.get("NO_COLOR"):  # rich would keep bold, dim and bars; at a dumb terminal it also ignores the width
+        width, height = shutil.get_terminal_size()
+        os.environ |= {"TERM": "dumb", "COLUMNS": str(width), "LINES": str(height)}
     try:
         from pasa.eval.cli import main as run
 

@@ -163,14 +163,14 @@ def progress_bar(title: str) -> Iterator[Report]:
         "{task.fields[label]}",
     )
     console, shown = Console(stderr=True), time.monotonic()
-    first = envs.read("RANK") == 0
-    with Progress(*columns, console=console, transient=True, disable=not (first and console.is_terminal)) as bar:
+    first, has_bar = envs.read("RANK") == 0, console.is_terminal and not console.is_dumb_terminal
+    with Progress(*columns, console=console, transient=True, disable=not (first and has_bar)) as bar:
         task = bar.add_task(title, label="", total=None)
 
         def report(done: int, total: int, label: str) -> None:
             nonlocal shown
             bar.update(task, completed=done, total=total, label=label)
-            if first and not console.is_terminal and time.monotonic() - shown >= SECONDS_BETWEEN_LINES:
+            if first and not has_bar and time.monotonic() - shown >= SECONDS_BETWEEN_LINES:
                 shown = time.monotonic()
                 print(f"{title}: {done}/{total} {label}", file=sys.stderr, flush=True)
 

@@ -1,5 +1,6 @@
 """The console script: what it prints, where, and with which exit status."""
 
+import io
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ import pasa_cli
 import pytest
 import torch
 import typer
+from rich.console import Console
 from typer.testing import CliRunner
 
 import pasa
@@ -65,6 +67,24 @@ def test_threads_of_the_console_script_sleep_while_they_wait(monkeypatch: pytest
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
     pasa_cli.main()
     assert seen == ["PASSIVE", "ACTIVE"]
+
+
+def test_no_color_means_no_escape_even_at_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Story: rich left bold, dim and the moves of a bar in place, 24 lines of them in `pasa --help`."""
+    for name in ("TERM", "COLUMNS", "LINES", "OMP_WAIT_POLICY", "TQDM_DISABLE"):
+        monkeypatch.setenv(name, {"TERM": "xterm", "COLUMNS": "97"}.get(name, "25"))
+    shown: list[str] = []
+
+    def show() -> None:
+        console = Console(file=io.StringIO(), force_terminal=True)
+        console.print("[bold red]text[/]")
+        shown.append(f"{console.file.getvalue()}{console.width}")  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(cli, "main", show)
+    for value in ("", "1"):
+        monkeypatch.setenv("NO_COLOR", value)
+        pasa_cli.main()
+    assert ("\x1b" in shown[0], shown[1]) == (True, "text\n97")
 
 
 def test_files_are_written_although_nobody_reads_what_is_shown(tmp_path: Path) -> None:
