@@ -1,5 +1,6 @@
 """Run the command line as `python -m pasa`."""
 
-from pasa_cli import main
+from pasa_cli import main, restart
 
+restart()
 main()

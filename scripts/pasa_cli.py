@@ -23,3 +23,14 @@ def main() -> None:
     except KeyboardInterrupt:  # while modules load, which takes seconds; a command has a message that says more
         print("pasa: stopped; nothing was written", file=sys.stderr)
         sys.exit(130)
+
+
+def restart() -> None:
+    """Start `python -m pasa` again, with threads that sleep, unless OMP_WAIT_POLICY is set.
+
+    Python imports the package, and so torch, before the first line of ours runs. At a load of 10 on two cores the
+    threads, which spin, took 80 s for 25 s of work. Starting again costs the seconds in which torch loads.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

@@ -69,6 +69,20 @@ def test_threads_of_the_console_script_sleep_while_they_wait(monkeypatch: pytest
     assert seen == ["PASSIVE", "ACTIVE"]
 
 
+def test_the_package_as_a_command_starts_again_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Story: `python -m pasa` had loaded torch, with threads that spin, before it could say that they should not."""
+    started: list[tuple[list[str], str | None]] = []
+    monkeypatch.setattr(os, "execv", lambda path, line: started.append((line, os.environ.get("OMP_WAIT_POLICY"))))
+    monkeypatch.setattr(sys, "orig_argv", ["python3", "-W", "ignore", "-m", "pasa", "doctor"])
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    pasa_cli.restart()
+    assert started == []
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    pasa_cli.restart()
+    pasa_cli.restart()
+    assert started == [([sys.executable, "-W", "ignore", "-m", "pasa", "doctor"], "PASSIVE")]
+
+
 def test_no_color_means_no_escape_even_at_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Story: rich left bold, dim and the moves of a bar in place, 24 lines of them in `pasa --help`."""
     for name in ("TERM", "COLUMNS", "LINES", "OMP_WAIT_POLICY", "TQDM_DISABLE"):

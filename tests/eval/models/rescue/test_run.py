@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers as hf
+from rich.console import Console
 
 from pasa.eval.kit.stored import stored
 from pasa.eval.models.rescue import run
@@ -42,6 +44,20 @@ def test_the_rescue(monkeypatch, base, tokenizer):
     assert "30 of 30 layers" in text
     assert "in FP16 100 % of the logits are not finite" in text
     assert f"| FP16, PASA (emulated) | {' '.join(result['runs']['fp16_pasa']['text'].split())} | length |" in text
+
+
+def test_the_demonstration_fits_one_screen():
+    """Story: four copies of a text of 64 tokens pushed off the screen what had failed and what was repaired."""
+    screen = Console(file=io.StringIO(), width=80)
+    run.EXPERIMENT.show(stored("rescue"), screen)
+    text = screen.file.getvalue()
+    assert len(text.splitlines()) <= 24
+    assert text.startswith("Failed: ")
+    assert (
+        text.index("\nRepaired: ") < text.index("\nFP16 goes on: <|endoftext|>\nWith pasa:    In") < text.index("Next:")
+    )
+    assert text.splitlines()[-1].endswith("repair it")
+    assert all(command in text for command in ("pasa predict --model", "pasa diagnose --model", "patch_pipeline"))
 
 
 @pytest.mark.parametrize(
