@@ -41,6 +41,7 @@ from pasa.eval.research.fp8_scaling import run as fp8
 from pasa.eval.speed import report as speed_report
 from pasa.eval.speed.ring import run as ring
 from pasa.eval.speed.watching import run as watching
+from pasa.ops.attention.call import FEATURES
 from pasa.ops.attention.options import AttentionOptions
 from pasa.ops.backends import Backend
 from pasa.ops.registry import BACKENDS
@@ -98,9 +99,7 @@ def support() -> str:
         ("head dim", [f"{b.head_dims[0]} to {b.head_dims[1]}" for b in backends]),
         ("masks", [", ".join(b.masks) for b in backends]),
         *((f"`{option.name}`", [_values(b, option.name) for b in backends]) for option in fields(AttentionOptions)),
-        ("packed sequences", ["yes" if b.varlen else "no" for b in backends]),
-        ("paged caches", ["no" if b.paged is None else " ".join(b.paged.values()) or "yes" for b in backends]),
-        ("diagnostics", ["yes" if b.diagnostics else "no" for b in backends]),
+        *((feature, [_feature(backend, feature) for backend in backends]) for feature in FEATURES),
     ]
     return markdown(
         ["backend", *(f"`{backend.name}`" for backend in backends)], [[name, *values] for name, values in rows]
@@ -110,6 +109,14 @@ def support() -> str:
 def _values(backend: Backend, option: str) -> str:
     values = backend.values(option)
     return "any" if values is None else ", ".join(map(str, values))
+
+
+def _feature(backend: Backend, feature: str) -> str:
+    """Return whether a backend serves a feature, and with which option values if not with all."""
+    if feature not in backend.features:
+        return "no"
+    options = backend.feature_options.get(feature, {}).items()
+    return "; ".join(f"`{name}` {', '.join(map(str, values))}" for name, values in options) or "yes"
 
 
 def _devices(backend: Backend) -> str:

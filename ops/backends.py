@@ -7,12 +7,13 @@ of the backend tests are all computed from these records. `ops/registry.py` choo
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from types import ModuleType
 
 import torch
 
+from pasa.ops.attention.call import FEATURES
 from pasa.ops.attention.options import CHOICES, AttentionOptions
 from pasa.ops.devices import npu_missing, triton_missing
 
@@ -27,10 +28,8 @@ class Request:
     dtype: torch.dtype
     head_dim: int
     mask: str  # "none", "bool" or "float"
-    varlen: bool  # packed sequences
-    diagnostics: bool  # records statistics of scores
-    paged: bool  # keys and values are in a paged cache
-    options: AttentionOptions
+    features: tuple[str, ...] = ()  # of pasa.ops.attention.call.FEATURES
+    options: AttentionOptions = field(default_factory=AttentionOptions)
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,10 +56,10 @@ class Backend:
         Combinations of option values that are refused, although each value alone is served.
     head_dims : (int, int)
         Smallest and largest head dimension.
-    varlen, diagnostics : bool
-        Whether it serves packed sequences, and calls that record statistics of their scores.
-    paged : dict, optional
-        Options by name that a call over a paged cache must have; None if it serves no paged cache.
+    features : collection of str
+        Which of `pasa.ops.attention.call.FEATURES` it serves.
+    feature_options : dict
+        Maps a feature to the option values that it is served with, where these are fewer than `accepts` has.
     missing : callable
         Returns the reason why the backend cannot run on this machine, or None; called on demand, never at import.
     functions : dict
@@ -84,9 +83,8 @@ class Backend:
     accepts: Mapping[str, tuple[object, ...] | None] | None = None
     not_together: tuple[dict[str, str], ...] = ()
     head_dims: tuple[int, int] = HEAD_DIMS
-    varlen: bool = True
-    diagnostics: bool = True
-    paged: dict[str, str] | None = field(default_factory=dict)
+    features: Collection[str] = ()
+    feature_options: Mapping[str, Mapping[str, tuple[object, ...]]] = field(default_factory=dict)
     functions: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     guaranteed: bool = True
     priority: int = field(default=0)
@@ -128,31 +126,31 @@ class Backend:
                 reasons.append(" with ".join(f"{name} {value}" for name, value in values.items()) + " is not supported")
         if not self.head_dims[0] <= request.head_dim <= self.head_dims[1]:
             reasons.append(f"head dim {request.head_dim} is outside {self.head_dims[0]} to {self.head_dims[1]}")
-        if request.varlen and not self.varlen:
-            reasons.append("packed sequences are not supported")
-        if request.diagnostics and not self.diagnostics:
-            reasons.append("diagnostics are not supported")
-        if request.paged:
-            reasons += self._paged_refusals(options)
+        for feature in request.features:
+            reasons += self._feature_refusals(feature, options)
         absent = self.missing()
         return reasons if absent is None else [absent, *reasons]
 
-    def _paged_refusals(self, options: AttentionOptions) -> list[str]:
-        if self.paged is None:
-            return ["paged caches are not supported"]
-        requested = {name: getattr(options, name) for name in self.paged}
+    def _feature_refusals(self, feature: str, options: AttentionOptions) -> list[str]:
+        if feature not in self.features:
+            return [f"{feature} are not supported"]
         return [
-            f"a paged cache takes {name} {self.paged[name]}, not {value}"
-            for name, value in requested.items()
-            if value != self.paged[name]
+            f"{feature} are served with {name} {' or '.join(map(str, accepted))}, not {getattr(options, name)}"
+            for name, accepted in self.feature_options.get(feature, {}).items()
+            if getattr(options, name) not in accepted
         ]
 
+
+EXACT = {"precision": ("pasa",), "recovery": ("exact",)}
 
 REFERENCE = Backend(
     name="reference",
     module="pasa.ops.attention.spec.attention",
     missing=lambda: None,
     label="emulates the NPU's arithmetic, on any device that torch runs on",
+    features=FEATURES,
+    # A cap needs the true score, which no other arithmetic forms.
+    feature_options={"soft caps": {"precision": ("pasa", "fp32"), "recovery": ("exact",)}},
 )
 TRITON = Backend(
     name="triton",
@@ -173,8 +171,8 @@ TRITON = Backend(
     },
     not_together=({"softmax": "unbiased", "recovery": "paper", "accumulate": "fp16"},),
     head_dims=(1, 256),
-    diagnostics=False,
-    paged={"precision": "pasa", "recovery": "exact"},
+    features=("packed sequences", "paged caches"),
+    feature_options={"paged caches": EXACT},
     functions={"cuda": ("write_pages", "count_scores")},
     priority=2,
 )
@@ -196,8 +194,7 @@ ASCEND_C: Backend = Backend(
         "block_k": (128,),
     },
     head_dims=(1, 256),
-    diagnostics=False,
-    paged=None,
+    features=("packed sequences",),
     priority=3,
 )
 VENDOR: Backend = Backend(
@@ -216,8 +213,7 @@ VENDOR: Backend = Backend(
         "accumulate": ("fp32",),
     },
     head_dims=(1, 256),
-    diagnostics=False,
-    paged=None,
+    features=("packed sequences",),
     guaranteed=False,
     priority=1,
 )

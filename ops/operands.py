@@ -19,10 +19,13 @@ INTEGERS = (torch.int32, torch.int64)
 # The least and the largest scale. |q.k| is below 2^42, so FP32 holds every score (q.k times the scale)
 # and every reference (a score divided by the scale).
 SCALES = (2.0**-80, 2.0**80)
+SOFTCAPS = (2.0**-20, 2.0**20)  # FP32 holds a capped score, and the derivative of the cap, with all digits
 
 
-def check_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, scale: float | None) -> None:
-    """Check operands without packing, q (B, Hq, Sq, D) and k, v (B, Hkv, Skv, D), and a mask.
+def check_attention(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, sinks: Tensor | None = None
+) -> None:
+    """Check operands without packing, q (B, Hq, Sq, D) and k, v (B, Hkv, Skv, D), a mask, and sinks.
 
     Raises
     ------
@@ -34,15 +37,15 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, s
     if queries[0] != keys[0]:
         raise ValueError(f"batch of q is {queries[0]} but that of k is {keys[0]}: expand the smaller one")
     _check_heads(queries[1], keys[1], ", or pass tensor_layout='NHD' if tensors are (B, S, H, D)")
-    check_scale(scale)
+    _check_sinks(sinks, q)
     if attn_mask is not None:
         _check_mask(attn_mask, q, (queries[0], queries[1], queries[2], keys[2]))
 
 
 def check_varlen(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, scale: float | None
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, sinks: Tensor | None = None
 ) -> None:
-    """Check packed operands: q (Tq, Hq, D), k and v (Tk, Hkv, D), and both lists of cumulative lengths.
+    """Check packed operands: q (Tq, Hq, D), k and v (Tk, Hkv, D), both lists of cumulative lengths, and sinks.
 
     Raises
     ------
@@ -51,7 +54,7 @@ def check_varlen(
     """
     _check_agreement(q, k, v, 3)
     _check_heads(q.shape[1], k.shape[1])
-    check_scale(scale)
+    _check_sinks(sinks, q)
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if x.dtype not in INTEGERS:
             raise TypeError(f"{name} is {x.dtype}, not an int32 or int64 Tensor: call .int()")
@@ -94,7 +97,8 @@ def check_watch(q: Tensor, k: Tensor, attn_mask: Tensor | None, totals: Tensor, 
     ValueError, TypeError
         Naming the argument and its value.
     """
-    check_attention(q, k, k, attn_mask, scale)
+    check_attention(q, k, k, attn_mask)
+    check_scale(scale)
     for name, x, size in (("totals", totals, 5), ("walked", walked, 1)):
         if x.dtype != torch.int64:
             raise TypeError(f"{name} is {x.dtype}, expected int64")
@@ -108,9 +112,9 @@ def check_watch(q: Tensor, k: Tensor, attn_mask: Tensor | None, totals: Tensor, 
 
 
 def check_paged(
-    q: Tensor, caches: tuple[Tensor, Tensor], pages: Pages, cu_seqlens_q: Tensor | None, scale: float | None
+    q: Tensor, caches: tuple[Tensor, Tensor], pages: Pages, cu_seqlens_q: Tensor | None, sinks: Tensor | None = None
 ) -> None:
-    """Check queries (T, Hq, D), both caches and their tables.
+    """Check queries (T, Hq, D), both caches and their tables, and sinks.
 
     Raises
     ------
@@ -128,7 +132,7 @@ def check_paged(
             "and pass the cache of this layer"
         )
     _check_heads(queries[1], cache[2])
-    check_scale(scale)
+    _check_sinks(sinks, q)
     _check_table("block_table", block_table, k_cache, 2)
     _check_table("seq_lens", seq_lens, k_cache, 1)
     _check_anchors(key_anchors, k_cache)
@@ -184,6 +188,32 @@ def check_scale(scale: float | None) -> None:
     if scale is not None and not SCALES[0] <= scale <= SCALES[1]:
         hint = "leave it out for 1/sqrt(D)"
         raise ValueError(f"scale={scale!r} is outside 2^-80 to 2^80, where FP32 holds every score: {hint}")
+
+
+def check_limits(scale: float | None, left: int, right: int, softcap: float) -> None:
+    """Check the numbers that change or hide scores; -1 is an unlimited side of a window, and 0 no soft cap.
+
+    Raises
+    ------
+    ValueError
+        Naming the value.
+    """
+    check_scale(scale)
+    if left < -1 or right < -1:
+        raise ValueError(f"window={(left, right)} has a number below -1: -1 is an unlimited side, 0 shows no key there")
+    if not (softcap == 0 or SOFTCAPS[0] <= softcap <= SOFTCAPS[1]):
+        raise ValueError(f"softcap={softcap!r} is outside 2^-20 to 2^20 nats: leave it out for no cap")
+
+
+def _check_sinks(sinks: Tensor | None, q: Tensor) -> None:
+    """Check that sinks are one number for each query head, on q's device; heads are the second dimension of q."""
+    if sinks is None:
+        return
+    if sinks.dtype not in DTYPES:
+        raise TypeError(f"sinks is {sinks.dtype}, expected one of {DTYPES}: call .float()")
+    if tuple(sinks.shape) != (q.shape[1],):
+        raise ValueError(f"sinks has shape {tuple(sinks.shape)}, expected one score a query head: ({q.shape[1]},)")
+    _check_device("sinks", sinks, q)
 
 
 def _check_agreement(q: Tensor, k: Tensor, v: Tensor, rank: int) -> None:

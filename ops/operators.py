@@ -1,4 +1,4 @@
-"""Define the operators torch.ops.pasa.*: their schemas, fake kernels and gradients, and the `Call` that a backend gets.
+"""Define the operators torch.ops.pasa.*: their schemas, fake kernels and gradients.
 
 The operators are functional and take plain arguments, so that they trace, compile and serialise.
 The caller (`pasa.attention`) validates options and brings tensors into the operators' layout.
@@ -11,7 +11,7 @@ are for inference.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
+from functools import cache, partial
 from types import ModuleType
 from typing import Any
 
@@ -20,23 +20,13 @@ from torch import Tensor
 from torch._library.custom_ops import CustomOpDef
 
 from pasa.ops import dispatch, operands, registry
-from pasa.ops.attention.call import Call, Pages, Results
+from pasa.ops.arguments import LIMITS, OPTIONS, dense, packed, paged, schema
+from pasa.ops.attention.call import NO_WINDOW, Call
 from pasa.ops.attention.options import AttentionOptions
 from pasa.ops.attention.spec import gradients as spec
 from pasa.ops.attention.spec import pages, watch
 from pasa.ops.backends import Request
 from pasa.ops.dispatch import without_autocast
-
-# Maps the Python type of an option to its type in a schema.
-TYPES = {"str": "str", "Overflow": "str", "int": "int", "float | None": "float?"}
-
-
-def _text(value: object) -> str:
-    return f'"{value}"' if isinstance(value, str) else str(value)
-
-
-OPTIONS = ", ".join(f"{TYPES[str(each.type)]} {each.name}={_text(each.default)}" for each in fields(AttentionOptions))
-SWITCHES = f"bool is_causal=False, float? scale=None, {OPTIONS}, bool diagnose=False, str? backend=None"
 
 
 def mask_kind(attn_mask: Tensor | None) -> str:
@@ -46,105 +36,75 @@ def mask_kind(attn_mask: Tensor | None) -> str:
     return "bool" if attn_mask.dtype == torch.bool else "float"
 
 
-def choose(
-    q: Tensor, mask: str, packed: bool, diagnose: bool, backend: str | None, *arithmetic: Any, paged: bool = False
-) -> tuple[ModuleType, AttentionOptions, str]:
+def choose(call: Call, backend: str | None, *arithmetic: Any) -> tuple[ModuleType, AttentionOptions, str]:
     """Return the module that serves a call, its options, and the backend's name."""
-    needs = (q.device.type, q.dtype, q.shape[-1], mask, packed, diagnose, paged)
+    needs = (call.q.device.type, call.q.dtype, call.q.shape[-1], mask_kind(call.mask), call.features)
     return registry.choose(tuple(registry.BACKENDS.values()), backend, needs, arithmetic)
 
 
-def _dense(
-    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float | None, diagnose: bool
-) -> Call:
-    operands.check_attention(q, k, v, attn_mask, scale)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return Call(q, k, v, scale, is_causal=is_causal, mask=attn_mask, diagnose=diagnose)
-
-
-def _packed(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    is_causal: bool,
-    scale: float | None,
-    diagnose: bool,
-) -> Call:
-    operands.check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, scale)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return Call(q, k, v, scale, is_causal=is_causal, cu_q=cu_seqlens_q, cu_k=cu_seqlens_k, diagnose=diagnose)
-
-
-def _paged(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor | None,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-    key_anchors: Tensor | None,
-    is_causal: bool,
-    scale: float | None,
-    diagnose: bool,
-) -> Call:
-    tables = Pages(block_table, seq_lens, max_seqlen_q, max_seqlen_k, key_anchors)
-    operands.check_paged(q, (k_cache, v_cache), tables, cu_seqlens_q, scale)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return Call(q, k_cache, v_cache, scale, is_causal=is_causal, cu_q=cu_seqlens_q, pages=tables, diagnose=diagnose)
+_parts: dict[CustomOpDef, Callable[..., tuple[Call, tuple[Any, ...], str | None]]] = {}
 
 
 def _define(name: str, tensors: str, make: Callable[..., Call]) -> CustomOpDef:
-    """Define an operator that returns (out, lse, counts), and its fake kernel.
+    """Define an operator that returns (out, lse, max_logits, counts), and its fake kernel.
 
-    `make` builds the `Call` from the tensors, is_causal, scale and diagnose. `counts` is empty
-    unless diagnose is set.
+    `make` builds the `Call` (ops/arguments.py). `max_logits` and `counts` are empty unless the call asks for them.
     """
 
     def parts(arguments: tuple[Any, ...]) -> tuple[Call, tuple[Any, ...], str | None]:
         arguments += defaults[len(arguments) :]  # torch omits trailing arguments that have their default values
-        head, arithmetic = arguments[: -2 - options], arguments[-2 - options : -2]
-        return make(*head, arguments[-2]), arithmetic, arguments[-1]
+        diagnose, backend = arguments[-2:]
+        return make(*arguments[:own], diagnose), arguments[own:-2], backend
 
-    def kernel(*arguments: Any) -> Results:
+    def kernel(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         call, arithmetic, backend = parts(arguments)
-        packed, paged = call.q.dim() == 3, call.pages is not None
-        kind = mask_kind(call.mask)
-        module, call.options, _ = choose(call.q, kind, packed, call.diagnose, backend, *arithmetic, paged=paged)
-        if paged:
+        if call.window != NO_WINDOW:
+            call = call.narrowed()
+        module, call.options, _ = choose(call, backend, *arithmetic)
+        if call.pages is not None:
             pages.check_pages(call)
         with without_autocast(call.q.device.type):
-            out, lse, counts = module.attend(call)
-        return out.contiguous(), lse.contiguous(), counts
+            out, lse, max_logits, counts = module.attend(call)
+        if max_logits is None:
+            max_logits = _empty(lse.device, torch.float32).detach()
+        if counts is None:
+            counts = _empty(lse.device, torch.float64).detach()
+        return out.contiguous(), lse.contiguous(), max_logits, counts
 
-    def fake(*arguments: Any) -> Results:
+    def fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         call, arithmetic, _ = parts(arguments)
         AttentionOptions(*arithmetic)  # only validates, as `choose` does for calls with data
         q = call.q
         heads = q.shape[:2] if q.dim() == 4 else (1, q.shape[1])
         counts = q.new_empty((*heads, 6) if call.diagnose else (0,), dtype=torch.float64)
-        return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=torch.float32), counts
+        max_logits = q.new_empty((call.sequences, q.shape[1]) if call.max_logits else (0,), dtype=torch.float32)
+        return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=torch.float32), max_logits, counts
 
-    options = len(fields(AttentionOptions))
-    schema = f"({tensors}, {SWITCHES}) -> (Tensor, Tensor, Tensor)"
-    operator = torch.library.custom_op(f"pasa::{name}", kernel, mutates_args=(), schema=schema)
+    text = f"({tensors}, Tensor? sinks=None, {schema()}) -> (Tensor, Tensor, Tensor, Tensor)"
+    operator = torch.library.custom_op(f"pasa::{name}", kernel, mutates_args=(), schema=text)
     operator.register_fake(fake)
     defaults = tuple(each.default_value for each in operator._opoverload._schema.arguments)
+    own = len(defaults) - OPTIONS - 2  # the number of arguments before the options of the arithmetic
+    _parts[operator] = parts
     return operator
 
 
-attention = _define("attention", "Tensor q, Tensor k, Tensor v, Tensor? attn_mask=None", _dense)
+@cache
+def _empty(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return one empty tensor for a device: an alias of it costs the host less than a new tensor."""
+    with torch.inference_mode(False):
+        return torch.empty(0, dtype=dtype, device=device)
+
+
+attention = _define("attention", "Tensor q, Tensor k, Tensor v, Tensor? attn_mask=None", dense)
 attention_varlen = _define(
-    "attention_varlen", "Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k", _packed
+    "attention_varlen", "Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k", packed
 )
 attention_paged = _define(
     "attention_paged",
     "Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens, Tensor? cu_seqlens_q=None, "
     "SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, Tensor? key_anchors=None",  # SymInt: they grow
-    _paged,
+    paged,
 )
 
 
@@ -159,32 +119,43 @@ def attention_backward(
     k: Tensor,
     v: Tensor,
     attn_mask: Tensor | None,
+    sinks: Tensor | None,
     is_causal: bool,
     scale: float | None,
+    window_left: int,
+    window_right: int,
+    softcap: float,
     mask_too: bool,
+    sinks_too: bool,
     backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return (dq, dk, dv, dmask or empty) for heads-first tensors; see ops/attention/spec/gradients.py."""
-    call = _dense(q, k, v, attn_mask, is_causal, scale, False)
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return (dq, dk, dv, dmask or empty, dsinks or empty) for heads-first tensors (spec/gradients.py)."""
+    call = dense(q, k, v, attn_mask, sinks, is_causal, scale, window_left, window_right, softcap).narrowed()
     operands.check_gradients(grad_out, grad_lse, q, backend)
+    grad_mask, grad_sinks, first = q.new_empty(0), _zeros(sinks, sinks_too, q), k.shape[2] - call.k.shape[2]
+    formula = _formula(backend)
+    if mask_too and attn_mask is not None:
+        grad_mask = torch.zeros((1,) * (4 - attn_mask.dim()) + attn_mask.shape, dtype=torch.float32, device=q.device)
+        seen = grad_mask if grad_mask.shape[3] == 1 else grad_mask[..., first:]
+        formula = partial(spec.gradients, grad_mask=seen, grad_sinks=grad_sinks if sinks_too else None)
+    elif sinks_too:
+        formula = partial(spec.gradients, grad_sinks=grad_sinks)
     with without_autocast(q.device.type):
-        if not mask_too or attn_mask is None:
-            dq, dk, dv = _formula(backend)(call, grad_out, grad_lse)
-            return dq.contiguous(), dk.contiguous(), dv.contiguous(), q.new_empty(0)
-        shape = (1,) * (4 - attn_mask.dim()) + attn_mask.shape
-        grad_mask = torch.zeros(shape, dtype=torch.float32, device=q.device)
-        dq, dk, dv = spec.gradients(call, grad_out, grad_lse, grad_mask)
-    grad_mask = grad_mask.reshape(attn_mask.shape).to(attn_mask.dtype)
-    return dq.contiguous(), dk.contiguous(), dv.contiguous(), grad_mask
+        dq, dk, dv = formula(call, grad_out, grad_lse)
+    if first:
+        dk, dv = (torch.nn.functional.pad(x, (0, 0, first, 0)) for x in (dk, dv))
+    if mask_too and attn_mask is not None:
+        grad_mask = grad_mask.reshape(attn_mask.shape).to(attn_mask.dtype)
+    return dq.contiguous(), dk.contiguous(), dv.contiguous(), grad_mask, grad_sinks
 
 
 @attention_backward.register_fake
-def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    grad_out, grad_lse, q, k, v, attn_mask, is_causal, scale, mask_too, backend = arguments
-    _dense(q, k, v, attn_mask, is_causal, scale, False)
+def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    grad_out, grad_lse, q, k, v, attn_mask, sinks, *limits, mask_too, sinks_too, backend = arguments
+    dense(q, k, v, attn_mask, sinks, *limits)
     operands.check_gradients(grad_out, grad_lse, q, backend)
     of_mask = q.new_empty(0) if not mask_too or attn_mask is None else attn_mask.new_empty(attn_mask.shape)
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), of_mask
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), of_mask, _zeros(sinks, sinks_too, q)
 
 
 @torch.library.custom_op("pasa::attention_varlen_backward", mutates_args=())
@@ -196,23 +167,36 @@ def attention_varlen_backward(
     v: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
+    sinks: Tensor | None,
     is_causal: bool,
     scale: float | None,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    sinks_too: bool,
     backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (dq, dk, dv) for packed sequences; see ops/attention/spec/gradients.py."""
-    call = _packed(q, k, v, cu_seqlens_q, cu_seqlens_k, is_causal, scale, False)
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return (dq, dk, dv, dsinks or empty) for packed sequences; see ops/attention/spec/gradients.py."""
+    limits = is_causal, scale, window_left, window_right, softcap
+    call = packed(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, *limits).narrowed()
     operands.check_gradients(grad_out, grad_lse, q, backend)
+    grad_sinks = _zeros(sinks, sinks_too, q)
+    formula = partial(spec.gradients, grad_sinks=grad_sinks) if sinks_too else _formula(backend)
     with without_autocast(q.device.type):
-        return spec.packed_gradients(_formula(backend), call, grad_out, grad_lse)
+        return *spec.packed_gradients(formula, call, grad_out, grad_lse), grad_sinks
 
 
 @attention_varlen_backward.register_fake
-def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    grad_out, grad_lse, q, k, v, cu_seqlens_q, cu_seqlens_k, is_causal, scale, backend = arguments
-    _packed(q, k, v, cu_seqlens_q, cu_seqlens_k, is_causal, scale, False)
+def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    grad_out, grad_lse, q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, *limits, sinks_too, backend = arguments
+    packed(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, *limits)
     operands.check_gradients(grad_out, grad_lse, q, backend)
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), _zeros(sinks, sinks_too, q)
+
+
+def _zeros(sinks: Tensor | None, wanted: bool, q: Tensor) -> Tensor:
+    """Return zeros for the gradient of sinks (Hq,) in FP32, or an empty tensor."""
+    return q.new_zeros(q.shape[1] if wanted and sinks is not None else 0, dtype=torch.float32)
 
 
 def _formula(backend: str) -> Callable[[Call, Tensor | None, Tensor | None], spec.Gradients]:
@@ -237,48 +221,52 @@ for _op in (attention_backward, attention_varlen_backward):
     dispatch.shorten(_op, _remember_nothing, _refuse_second)
 
 
-def _server(q: Tensor, mask: str, packed: bool, diagnose: bool, backend: str | None, *arithmetic: Any) -> str:
+def _server(call: Call, arithmetic: tuple[Any, ...], backend: str | None) -> str:
     """Return the name of the backend that serves such calls.
 
     The choice is not cached for a symbolic head dimension (under tracing), which has no hash.
     """
-    head_dim: Any = q.shape[-1]
+    head_dim: Any = call.q.shape[-1]
     if isinstance(head_dim, int):
-        return choose(q, mask, packed, diagnose, backend, *arithmetic)[2]
-    options = AttentionOptions(*arithmetic)
-    request = Request(q.device.type, q.dtype, head_dim, mask, packed, diagnose, False, options)
+        return choose(call, backend, *arithmetic)[2]
+    request = Request(
+        call.q.device.type, call.q.dtype, head_dim, mask_kind(call.mask), call.features, AttentionOptions(*arithmetic)
+    )
     return registry.select(request, backend).name
 
 
 def _differentiate(operator: CustomOpDef, tensors: int, backward: CustomOpDef) -> None:
-    """Register `backward`, which takes the first `tensors` arguments of the operator, as its gradient."""
+    """Register `backward`, which takes the first `tensors` arguments of the operator, as its gradient.
+
+    The last of these are the mask, for dense calls, and the sinks.
+    """
     count = len(operator._opoverload._schema.arguments)
-    masked = operator is attention
+    extra = 2 if operator is attention else 1  # the mask and the sinks; a packed call has no mask
+    first = tensors - extra
 
     def remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        kept = inputs[:tensors]
-        is_causal, scale, *arithmetic, diagnose, backend = inputs[tensors:]
-        kind = mask_kind(kept[3]) if masked else "none"
-        ctx.save_for_backward(*kept)
-        ctx.switches = is_causal, scale, _server(kept[0], kind, not masked, diagnose, backend, *arithmetic)
-        ctx.mark_non_differentiable(output[2])  # the counts of diagnostics
+        ctx.save_for_backward(*inputs[:tensors])
+        ctx.limits = inputs[tensors : tensors + len(LIMITS) - 1]  # all but return_max_logits
+        ctx.backend = _server(*_parts[operator](inputs))
+        ctx.mark_non_differentiable(*output[2:])  # max_logits, and the counts of diagnostics
         ctx.set_materialize_grads(False)
 
-    def gradient(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    def gradient(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         if grad_out is None and grad_lse is None:
             return (None,) * count
-        is_causal, scale, backend = ctx.switches
-        mask_too = masked and any(ctx.needs_input_grad[3:4])  # empty if torch omitted the mask, which defaults to None
-        switches = (is_causal, scale, mask_too, backend) if masked else ctx.switches
-        grads = dispatch.call(backward, grad_out, grad_lse, *ctx.saved_tensors, *switches)
-        return *grads[: 3 + mask_too], *(None,) * (count - 3 - mask_too)
+        # Shorter than `extra` if torch omitted these tensors, which default to None.
+        wanted = [ctx.needs_input_grad[i : i + 1] == (True,) for i in range(first, tensors)]
+        grads = dispatch.call(backward, grad_out, grad_lse, *ctx.saved_tensors, *ctx.limits, *wanted, ctx.backend)
+        extras = [grad if use else None for grad, use in zip(grads[3:], wanted, strict=True)]
+        between = (None,) * (first - 3)
+        return *grads[:3], *between, *extras, *(None,) * (count - tensors)
 
     operator.register_autograd(gradient, setup_context=remember)
     dispatch.shorten(operator, remember, gradient)
 
 
-_differentiate(attention, 4, attention_backward)
-_differentiate(attention_varlen, 5, attention_varlen_backward)
+_differentiate(attention, 5, attention_backward)
+_differentiate(attention_varlen, 6, attention_varlen_backward)
 
 
 # ---- operators other than attention

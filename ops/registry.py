@@ -56,7 +56,7 @@ def select(request: Request, name: str | None = None) -> Backend:
 def choose(
     registered: tuple[Backend, ...],
     backend: str | None,
-    needs: tuple[str, torch.dtype, int, str, bool, bool, bool],
+    needs: tuple[str, torch.dtype, int, str, tuple[str, ...]],
     arithmetic: tuple[Any, ...],
 ) -> tuple[ModuleType, AttentionOptions, str]:
     """Return the module that serves a kind of call, the call's options, and the backend's name.
@@ -111,7 +111,7 @@ def warn_of_fallback(request: Request, serving: Backend) -> None:
 def server(device: str) -> Backend | None:
     """Return the backend that serves an FP16 call with head dimension 64 and default options on `device`, or None."""
     try:
-        return select(Request(device, torch.float16, 64, "none", False, False, False, AttentionOptions()))
+        return select(Request(device, torch.float16, 64, "none"))
     except NotImplementedError:
         return None
 
@@ -131,7 +131,7 @@ def servers(
     for device in device_types():
         served: dict[str, list[str]] = {}
         for dtype, head_dim in calls:
-            request = Request(device, dtype, head_dim, "none", False, False, False, options)
+            request = Request(device, dtype, head_dim, "none", (), options)
             call = f"{str(dtype).removeprefix('torch.')}, head dim {head_dim}"
             served.setdefault(_who_serves(request, name), []).append(call)
         texts = [who if len(served) == 1 else f"{who} for {' and '.join(which)}" for who, which in served.items()]

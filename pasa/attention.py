@@ -17,7 +17,7 @@ from pasa.checks import (
     check_switches,
     check_tensor,
     checked_config,
-    checked_scale,
+    checked_limits,
     heads_first,
 )
 from pasa.config import PasaConfig
@@ -62,9 +62,13 @@ def attention(
     *,
     attn_mask: Tensor | None = ...,
     is_causal: bool = ...,
+    window: tuple[int, int] | None = ...,
     scale: float | None = ...,
+    softcap: float | None = ...,
+    sinks: Tensor | None = ...,
     tensor_layout: str = ...,
     return_lse: Literal[False] = ...,
+    return_max_logits: Literal[False] = ...,
     config: PasaConfig | None = ...,
     backend: str | None = ...,
 ) -> Tensor: ...
@@ -76,12 +80,34 @@ def attention(
     *,
     attn_mask: Tensor | None = ...,
     is_causal: bool = ...,
+    window: tuple[int, int] | None = ...,
     scale: float | None = ...,
+    softcap: float | None = ...,
+    sinks: Tensor | None = ...,
     tensor_layout: str = ...,
     return_lse: Literal[True],
+    return_max_logits: Literal[False] = ...,
     config: PasaConfig | None = ...,
     backend: str | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    attn_mask: Tensor | None = ...,
+    is_causal: bool = ...,
+    window: tuple[int, int] | None = ...,
+    scale: float | None = ...,
+    softcap: float | None = ...,
+    sinks: Tensor | None = ...,
+    tensor_layout: str = ...,
+    return_lse: bool = ...,
+    return_max_logits: Literal[True],
+    config: PasaConfig | None = ...,
+    backend: str | None = ...,
+) -> tuple[Tensor, ...]: ...
 
 
 @hint_at_arguments
@@ -92,12 +118,16 @@ def attention(
     *,
     attn_mask: Tensor | None = None,
     is_causal: bool = False,
+    window: tuple[int, int] | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     tensor_layout: str = "HND",
     return_lse: bool = False,
+    return_max_logits: bool = False,
     config: PasaConfig | None = None,
     backend: str | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """Compute scaled dot-product attention in FP16 that cannot overflow.
 
     Parameters
@@ -112,12 +142,21 @@ def attention(
         FP32's largest number less 2^46 times the scale, so that their sum with a score is finite.
     is_causal : bool
         Causal mask, aligned bottom-right: query i sees keys up to i + Skv - Sq. It can be combined with `attn_mask`.
+    window : (int, int), optional
+        Sliding window (left, right): query i sees keys i + Skv - Sq - left to i + Skv - Sq + right; -1 is unlimited.
+        It can be combined with `is_causal` and `attn_mask`. Keys outside of the window cost no time.
     scale : float, optional
         Factor of the scores, 2^-80 to 2^80; 1/sqrt(D) by default.
+    softcap : float, optional
+        A scaled score s becomes softcap * tanh(s / softcap) before the mask is added (Gemma 2), 2^-20 to 2^20.
+    sinks : Tensor (Hq,), FP16, BF16 or FP32, optional
+        One more score of every row of a head, which takes a share of the weights and has the value 0 (gpt-oss).
     tensor_layout : str
         "HND" or "BNSD": shapes as above. "NHD" or "BSND": inputs and output are (B, S, H, D).
     return_lse : bool
         Also return the log-sum-exp of every row.
+    return_max_logits : bool
+        Also return the largest score of every head, for QK-clipping.
     config : PasaConfig, optional
         Arithmetic; by default the exact recovery.
     backend : str, optional
@@ -128,7 +167,9 @@ def attention(
     out : Tensor
         Shape, layout and dtype of q. A row that sees no key is 0.
     lse : Tensor (B, Hq, Sq), FP32, only with ``return_lse=True``
-        Log-sum-exp in natural logarithm; -inf for a row that sees no key.
+        Log-sum-exp in natural logarithm, sinks included; -inf for a row that sees no key and has no sink.
+    max_logits : Tensor (B, Hq), FP32, only with ``return_max_logits=True``
+        Largest scaled, capped and masked score of each head over all rows and keys, without sinks; it has no gradient.
 
     Raises
     ------
@@ -150,8 +191,8 @@ def attention(
     With the default config, finite inputs give a finite output. Up to rounding, each element lies between the smallest
     and the largest value of its value column. A NaN or infinity in a key or value makes the rows that see it NaN, and
     no other row. A NaN or +inf in a float mask makes its row NaN.
-    Gradients of q, k, v and a float mask, through both results, are those of exact attention at the FP16 inputs. Second
-    derivatives are not supported.
+    Gradients of q, k, v, a float mask and sinks, through both results, are those of exact attention at the FP16 inputs.
+    Second derivatives are not supported.
     Method: arXiv:2503.01873 and `pasa/ops/attention/README.md`.
 
     Examples
@@ -162,16 +203,26 @@ def attention(
     >>> out.shape, bool(out.isfinite().all()), lse[0, 0, 0].item()  # one key: its score, over 8
     (torch.Size([1, 8, 130, 64]), True, 12800.0)
     """
-    check_switches(is_causal, return_lse, backend)
+    check_switches(backend, is_causal, return_lse, return_max_logits)
     q, k, v, last = heads_first(q, k, v, tensor_layout)
     check_optional("attn_mask", attn_mask)
-    scale, options, diagnose = checked_scale(scale), checked_config(config).arguments, diagnostics.recording()
-    out, lse, counts = dispatch.call(
-        operators.attention, q, k, v, attn_mask, is_causal, scale, *options, diagnose, backend
+    check_optional("sinks", sinks)
+    limits = checked_limits(is_causal, scale, window, softcap, return_max_logits)
+    options, diagnose = checked_config(config).arguments, diagnostics.recording()
+    out, lse, max_logits, counts = dispatch.call(
+        operators.attention, q, k, v, attn_mask, sinks, *limits, *options, diagnose, backend
     )
     if diagnose:
         diagnostics.record(counts)
-    out = out.transpose(1, 2) if last else out
+    return results(out.transpose(1, 2) if last else out, lse, max_logits, return_lse, return_max_logits)
+
+
+def results(
+    out: Tensor, lse: Tensor, max_logits: Tensor, return_lse: bool, return_max_logits: bool
+) -> Tensor | tuple[Tensor, ...]:
+    """Return the output, alone or with what the caller asked for beside it."""
+    if return_max_logits:
+        return (out, lse, max_logits) if return_lse else (out, max_logits)
     return (out, lse) if return_lse else out
 
 
@@ -186,11 +237,15 @@ def attention_varlen(
     max_seqlen_k: int,
     *,
     is_causal: bool = False,
+    window: tuple[int, int] | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     return_lse: bool = False,
+    return_max_logits: bool = False,
     config: PasaConfig | None = None,
     backend: str | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """Compute attention of packed sequences: tokens of sequence i are rows cu_seqlens[i] to cu_seqlens[i + 1] - 1.
 
     Parameters
@@ -202,13 +257,14 @@ def attention_varlen(
         log-sum-exp -inf.
     max_seqlen_q, max_seqlen_k : int
         Length of the longest sequence, or more; checked against the cumulative lengths.
-    is_causal, scale, return_lse, config, backend
-        As for `attention`.
+    is_causal, window, scale, softcap, sinks, return_lse, return_max_logits, config, backend
+        As for `attention`; rows and keys are counted within each sequence.
 
     Returns
     -------
     out : Tensor (Tq, Hq, D)
     lse : Tensor (Tq, Hq), FP32, only with ``return_lse=True``
+    max_logits : Tensor (N, Hq), FP32, only with ``return_max_logits=True``
 
     Raises
     ------
@@ -227,11 +283,14 @@ def attention_varlen(
         check_tensor(name, x)
     check_longest("q", cu_seqlens_q, max_seqlen_q)
     check_longest("k", cu_seqlens_k, max_seqlen_k)
-    check_switches(is_causal, return_lse, backend)
-    scale, options, diagnose = checked_scale(scale), checked_config(config).arguments, diagnostics.recording()
-    lengths = (cu_seqlens_q, cu_seqlens_k)
-    switches = (is_causal, scale, *options, diagnose, backend)
-    out, lse, counts = dispatch.call(operators.attention_varlen, q, k, v, *lengths, *switches)
+    check_switches(backend, is_causal, return_lse, return_max_logits)
+    check_optional("sinks", sinks)
+    limits = checked_limits(is_causal, scale, window, softcap, return_max_logits)
+    options, diagnose = checked_config(config).arguments, diagnostics.recording()
+    tensors = q, k, v, cu_seqlens_q, cu_seqlens_k, sinks
+    out, lse, max_logits, counts = dispatch.call(
+        operators.attention_varlen, *tensors, *limits, *options, diagnose, backend
+    )
     if diagnose:
         diagnostics.record(counts)
-    return (out, lse) if return_lse else out
+    return results(out, lse, max_logits, return_lse, return_max_logits)

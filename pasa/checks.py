@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pasa.config import PasaConfig
 from pasa.ops import notices, operands
+from pasa.ops.attention.call import NO_WINDOW
 
 HEADS_FIRST, HEADS_LAST = ("HND", "BNSD"), ("NHD", "BSND")  # the usual name, then CANN's name
 DEFAULT = PasaConfig()
@@ -128,9 +129,45 @@ def checked_scale(scale: object) -> float | None:
     return float(scale)
 
 
-def check_switches(is_causal: object, return_lse: object, backend: object) -> None:
-    """Check the types of these arguments; the registry checks later that the backend exists."""
-    for name, value in (("is_causal", is_causal), ("return_lse", return_lse)):
+def checked_limits(
+    is_causal: bool, scale: object, window: object, softcap: object, return_max_logits: bool
+) -> tuple[bool, float | None, int, int, float, bool]:
+    """Return what an operator takes in place of these arguments (`LIMITS` in ops/arguments.py)."""
+    scale = checked_scale(scale)
+    if window is None and softcap is None:
+        return is_causal, scale, *NO_WINDOW, 0.0, return_max_logits
+    return is_causal, scale, *_checked_window(window), _checked_softcap(softcap), return_max_logits
+
+
+def _checked_window(window: object) -> tuple[int, int]:
+    """Return both sides of a window, or `NO_WINDOW` for None."""
+    if window is None:
+        return NO_WINDOW
+    sides = tuple(window) if isinstance(window, (tuple, list)) else ()
+    if len(sides) != 2 or any(isinstance(x, bool) or not isinstance(x, int) for x in sides):
+        count = isinstance(window, int) and window > 0
+        hint = f"pass window=({window} - 1, 0) for {window} keys up to the row's own" if count else "pass two integers"
+        raise TypeError(f"window={window!r} is not a pair (left, right) of integers: {hint}, where -1 is unlimited")
+    return sides[0], sides[1]
+
+
+def _checked_softcap(softcap: object) -> float:
+    """Return the cap of the scores, or 0 for None."""
+    if softcap is None:
+        return 0.0
+    if isinstance(softcap, bool) or not isinstance(softcap, (int, float)):
+        hint = "pass float(softcap)" if hasattr(softcap, "item") else "pass a float, or leave it out for no cap"
+        raise TypeError(f"softcap={softcap!r} is a {type(softcap).__name__}, not a number: {hint}")
+    return float(softcap)
+
+
+def check_switches(
+    backend: object, is_causal: object = False, return_lse: object = False, return_max_logits: object = False
+) -> None:
+    """Check that switches are bool and a backend is a name; the registry checks later that the backend exists."""
+    for name, value in (
+        ("is_causal", is_causal), ("return_lse", return_lse), ("return_max_logits", return_max_logits)
+    ):  # fmt: skip
         if not isinstance(value, bool):
             hint = f"pass bool({name})" if hasattr(value, "item") else "pass True or False"
             raise TypeError(f"{name}={value!r} is a {type(value).__name__}, not a bool: {hint}")

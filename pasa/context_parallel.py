@@ -14,7 +14,7 @@ from pasa.checks import check_switches, check_tensor, checked_config, checked_sc
 from pasa.config import PasaConfig
 from pasa.keywords import hint_at_arguments
 from pasa.ops import operands, operators
-from pasa.ops.attention.call import to_fp16
+from pasa.ops.attention.call import Call, to_fp16
 from pasa.ops.ring import layout
 from pasa.ops.ring.attention import RingCall
 from pasa.ops.ring.attention import ring_attention as attend
@@ -208,16 +208,16 @@ def ring_attention(
     """
     ring = _ring(group)
     try:
-        check_switches(is_causal, return_lse, backend)
+        check_switches(backend, is_causal, return_lse)
         q, k, v, last = heads_first(q, k, v, tensor_layout)
         _check_device("q", q, ring)
         scale = checked_scale(scale)
-        operands.check_attention(q, k, v, None, scale)
+        operands.check_attention(q, k, v)
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         config = ring_config(config)
         if diagnostics.recording():
             raise NotImplementedError("ring_attention records no diagnostics: leave the record_diagnostics context")
-        operators.choose(q, "none", False, False, backend, *config.arguments)  # raises if no backend can serve the call
+        operators.choose(Call(q, k, v, scale), backend, *config.arguments)  # raises if no backend can serve the call
         for name, x in (("q", q), ("k", k), ("v", v)):
             to_fp16(x.detach(), name)  # refuse values beyond 65504 now, before another rank waits for this one
     except Exception:  # of any kind, because the other ranks wait for this rank's message

@@ -40,15 +40,23 @@ OUR_NAMES = {
     "pipeline": "model_or_pipeline",
     "process_group": "group",
     "return_softmax_lse": "return_lse",
+    "s_aux": "sinks",
+    "sliding_window": "window",
+    "window_size": "window",
+    "max_logits": "return_max_logits",
     "scaling": "scale",
     "sm_scale": "scale",
+    "logits_soft_cap": "softcap",
     "softmax_scale": "scale",
     "slots": "slot_mapping",
 }
 """Maps keywords of torch, transformers, flash-attn, xformers and vLLM to the names of pasa."""
 
+FORMS = {"window": "=(left, right), the numbers of keys on both sides; -1 is unlimited"}
+"""Maps names of pasa to their form, where other libraries pass the same in another one."""
+
 _DROPOUT = "attention weights have no dropout here; leave it out"
-_WINDOW = "windows are not supported; pass a bool attn_mask (True = keep) to pasa.attention"
+_SCORES = "only pasa.attention, attention_varlen and attention_paged take it"
 _WEIGHTS = "the weights are never formed; leave it out, and use return_lse=True for the log-sum-exp"
 HINTS = {
     "alibi_slopes": "ALiBi is not supported by name; pass the bias as a float attn_mask to pasa.attention",
@@ -62,12 +70,11 @@ HINTS = {
     "need_weights": _WEIGHTS,
     "output_attentions": _WEIGHTS,
     "return_attn_probs": _WEIGHTS,
-    "sinks": "attention sinks are not supported; use another attention for such layers",
-    "softcap": "soft-capped scores are not supported; use another attention for such layers",
-    "sliding_window": _WINDOW,
+    "return_max_logits": _SCORES,
+    "sinks": _SCORES,
+    "softcap": _SCORES,
     "tensor_layout": "this function has one layout; leave it out",
-    "window": _WINDOW,
-    "window_size": _WINDOW,
+    "window": _SCORES,
 }
 """Maps keywords that pasa has under no name, or not for every function, to advice."""
 
@@ -116,7 +123,7 @@ def _hint(name: str, names: Collection[str]) -> str:
     """Return what to write in place of a keyword, for a function with the parameters `names`."""
     ours = OUR_NAMES.get(name, name)
     if ours in names:
-        return f"use {ours}"
+        return f"use {ours}{FORMS.get(ours, '')}"
     if ours in HINTS:
         return HINTS[ours]
     if "config" in names and name in {field.name for field in fields(AttentionOptions)}:

@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from pasa import diagnostics
-from pasa.checks import check_optional, check_switches, check_tensor, checked_config, checked_scale
+from pasa.attention import results
+from pasa.checks import (
+    check_optional,
+    check_switches,
+    check_tensor,
+    checked_config,
+    checked_limits,
+)
 from pasa.config import PasaConfig
 from pasa.keywords import hint_at_arguments
 from pasa.ops import dispatch, operators
@@ -27,8 +34,12 @@ def attention_paged(
     max_seqlen_k: int | None = ...,
     key_anchors: Tensor | None = ...,
     is_causal: bool = ...,
+    window: tuple[int, int] | None = ...,
     scale: float | None = ...,
+    softcap: float | None = ...,
+    sinks: Tensor | None = ...,
     return_lse: Literal[False] = ...,
+    return_max_logits: Literal[False] = ...,
     config: PasaConfig | None = ...,
     backend: str | None = ...,
 ) -> Tensor: ...
@@ -45,11 +56,37 @@ def attention_paged(
     max_seqlen_k: int | None = ...,
     key_anchors: Tensor | None = ...,
     is_causal: bool = ...,
+    window: tuple[int, int] | None = ...,
     scale: float | None = ...,
+    softcap: float | None = ...,
+    sinks: Tensor | None = ...,
     return_lse: Literal[True],
+    return_max_logits: Literal[False] = ...,
     config: PasaConfig | None = ...,
     backend: str | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention_paged(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    *,
+    cu_seqlens_q: Tensor | None = ...,
+    max_seqlen_q: int | None = ...,
+    max_seqlen_k: int | None = ...,
+    key_anchors: Tensor | None = ...,
+    is_causal: bool = ...,
+    window: tuple[int, int] | None = ...,
+    scale: float | None = ...,
+    softcap: float | None = ...,
+    sinks: Tensor | None = ...,
+    return_lse: bool = ...,
+    return_max_logits: Literal[True],
+    config: PasaConfig | None = ...,
+    backend: str | None = ...,
+) -> tuple[Tensor, ...]: ...
 
 
 @hint_at_arguments
@@ -65,11 +102,15 @@ def attention_paged(
     max_seqlen_k: int | None = None,
     key_anchors: Tensor | None = None,
     is_causal: bool = False,
+    window: tuple[int, int] | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     return_lse: bool = False,
+    return_max_logits: bool = False,
     config: PasaConfig | None = None,
     backend: str | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """Compute attention over a paged key-value cache.
 
     Sequence b has keys 0 to seq_lens[b] - 1, including the keys of the query tokens.
@@ -101,13 +142,14 @@ def attention_paged(
         docs/evidence-speed.md). Results are as exact as without anchors. The anchors must belong to these keys: with
         wrong anchors keys are rounded or overflow. A key that is not finite may make its page NaN even for sequences
         that end before it in the page.
-    is_causal, scale, return_lse, config, backend
-        As for `pasa.attention`.
+    is_causal, window, scale, softcap, sinks, return_lse, return_max_logits, config, backend
+        As for `pasa.attention`; rows and keys are counted within each sequence.
 
     Returns
     -------
     out : Tensor, shape and dtype of q
     lse : Tensor (B or T, Hq), FP32, only with ``return_lse=True``
+    max_logits : Tensor (B, Hq), FP32, only with ``return_max_logits=True``
 
     Raises
     ------
@@ -126,21 +168,23 @@ def attention_paged(
     >>> out.shape, bool((out[1] == v_cache[5, 0]).all())  # one key has all the weight
     (torch.Size([2, 4, 32]), True)
     """
-    check_switches(is_causal, return_lse, backend)
+    check_switches(backend, is_causal, return_lse, return_max_logits)
     _check_types(q=q, k_cache=k_cache, v_cache=v_cache, block_table=block_table, seq_lens=seq_lens)
     check_optional("cu_seqlens_q", cu_seqlens_q)
     check_optional("key_anchors", key_anchors)
+    check_optional("sinks", sinks)
     _refuse_gradients("attention_paged", q=q, k_cache=k_cache, v_cache=v_cache)
     for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         if longest is not None and (isinstance(longest, bool) or not isinstance(longest, int) or longest < 1):
             raise ValueError(f"{name}={longest!r} is not a positive integer: leave it out if it is not known")
     options, diagnose = checked_config(config).arguments, diagnostics.recording()
-    tables = (block_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, key_anchors)
-    switches = (is_causal, checked_scale(scale), *options, diagnose, backend)
-    out, lse, counts = dispatch.call(operators.attention_paged, q, k_cache, v_cache, *tables, *switches)
+    limits = checked_limits(is_causal, scale, window, softcap, return_max_logits)
+    tables = block_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, key_anchors
+    arguments = q, k_cache, v_cache, *tables, sinks, *limits, *options, diagnose, backend
+    out, lse, max_logits, counts = dispatch.call(operators.attention_paged, *arguments)
     if diagnose:
         diagnostics.record(counts)
-    return (out, lse) if return_lse else out
+    return results(out, lse, max_logits, return_lse, return_max_logits)
 
 
 @hint_at_arguments

@@ -30,7 +30,9 @@ def all_arguments(operator: str, backend: str = "reference", device: str = "cpu"
     }
     options = AttentionOptions()
     arithmetic = {name: getattr(options, name) for name in options.__dataclass_fields__}
-    forward = {"is_causal": False, "scale": 0.25} | arithmetic | {"diagnose": False, "backend": backend}
+    limits = {"is_causal": False, "scale": 0.25, "window_left": -1, "window_right": -1, "softcap": 0.0}
+    forward = {"sinks": torch.zeros(4, device=device)} | limits | {"return_max_logits": False} | arithmetic
+    forward |= {"diagnose": False, "backend": backend}
     caches = torch.zeros(2, 6, 16, 2, 16, dtype=torch.float16, device=device)
     pages = {"k_cache": caches[0], "v_cache": caches[1]}
     anchors = torch.zeros(6, 2, 16, dtype=torch.float16, device=device)
@@ -47,11 +49,12 @@ def all_arguments(operator: str, backend: str = "reference", device: str = "cpu"
         return {"q": q, "k": k, "attn_mask": mask} | counts | {"is_causal": False, "scale": 0.25}
     if operator == "attention_backward":
         given = {"grad_out": q.clone(), "grad_lse": torch.zeros(2, 4, 12, device=device), "q": q, "k": k, "v": v}
-        how = {"attn_mask": mask, "is_causal": False, "scale": 0.25, "mask_too": False, "backend": backend}
-        return given | how
+        how = {"attn_mask": mask, "sinks": forward["sinks"]} | limits
+        return given | how | {"mask_too": False, "sinks_too": False, "backend": backend}
     if operator == "attention_varlen_backward":
         given = {"grad_out": packed["q"].clone(), "grad_lse": torch.zeros(12, 4, device=device)}
-        return given | packed | edges | {"is_causal": False, "scale": 0.25, "backend": backend}
+        sinks = {"sinks": forward["sinks"]}
+        return given | packed | edges | sinks | limits | {"sinks_too": False, "backend": backend}
     if operator == "write_pages":
         slots = torch.arange(30, device=device)
         return {"k": packed["k"], "v": packed["v"]} | pages | {"slot_mapping": slots, "key_anchors": anchors}

@@ -23,5 +23,5 @@ class AttentionCalls(TorchDispatchMode):
         """Run an operation, and pass its q and k on if it is attention."""
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.pasa.attention.default:
-            self.on_call(*args[:2], *([result[2]] if self.counts else []))
+            self.on_call(*args[:2], *([result[3]] if self.counts else []))
         return result

@@ -6,9 +6,9 @@ backend runs, because tensors have no values yet while a graph is traced or capt
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,35 @@ from pasa.ops.attention.options import AttentionOptions
 from pasa.ops.numerics.formats import FP16_MAX
 
 DEFAULT = AttentionOptions()
-Results: TypeAlias = tuple[Tensor, Tensor, Tensor]  # output, log-sum-exp, counts of diagnostics
+FEATURES = (
+    "packed sequences",
+    "paged caches",
+    "windows",
+    "sinks",
+    "soft caps",
+    "max logits",
+    "diagnostics",
+)
+"""Properties of calls that a backend may lack; `Call.features` names those of one call."""
+PACKED, PAGED = FEATURES[:1], FEATURES[1:2]
+NO_WINDOW = (-1, -1)
+
+
+class Results(NamedTuple):
+    """Hold what a backend returns for a call.
+
+    Attributes
+    ----------
+    out : Tensor, shape and dtype of q
+    lse : Tensor, shape of q without D, FP32
+    max_logits : Tensor (sequences, Hq), FP32, if the call asks for it
+    counts : Tensor (B, Hq, 6), FP64, if the call asks for diagnostics
+    """
+
+    out: Tensor
+    lse: Tensor
+    max_logits: Tensor | None = None
+    counts: Tensor | None = None
 
 
 class Pages(NamedTuple):
@@ -50,6 +78,15 @@ class Call:
     pages : Pages, optional
     diagnose : bool
         Also count extremes, overflow and rescued tiles of the scores (spec/diagnostics.py).
+    window : (int, int)
+        How many keys to the left and to the right of its aligned key a row sees; -1 is unlimited. The last row is
+        aligned with the last key. With `is_causal` the second number is -1, because the causal band limits that side.
+    softcap : float
+        A scaled score s becomes softcap * tanh(s / softcap) before the mask is added; 0 is no cap.
+    sinks : Tensor (Hq,), optional
+        One more score of every row of a head, whose value is 0.
+    max_logits : bool
+        Also return the largest score (scaled, capped, masked) of each sequence and head.
     """
 
     q: Tensor
@@ -63,6 +100,55 @@ class Call:
     cu_k: Tensor | None = None
     pages: Pages | None = None
     diagnose: bool = False
+    window: tuple[int, int] = NO_WINDOW
+    softcap: float = 0.0
+    sinks: Tensor | None = None
+    max_logits: bool = False
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """Return which of `FEATURES` the call has."""
+        windowed, capped = self.window != NO_WINDOW, self.softcap > 0
+        if not (windowed or capped or self.max_logits or self.diagnose) and self.sinks is None:
+            return () if self.q.dim() == 4 else PACKED if self.pages is None else PAGED
+        packed, paged = self.q.dim() == 3 and self.pages is None, self.pages is not None
+        has = packed, paged, windowed, self.sinks is not None, capped, self.max_logits, self.diagnose
+        return tuple([name for name, used in zip(FEATURES, has, strict=True) if used])
+
+    @property
+    def sequences(self) -> int:
+        """Return the number of sequences: batch entries, packed sequences, or rows of the block table."""
+        if self.pages is not None:
+            return self.pages.seq_lens.shape[0]
+        return self.q.shape[0] if self.cu_q is None else self.cu_q.shape[0] - 1
+
+    def narrowed(self) -> Call:
+        """Return a call with the same result and no limit that hides no key.
+
+        Keys before the first row's window are cut off, so a single row needs no window. A window without keys to the
+        right is a causal band.
+        """
+        left, right = self.window
+        if left < 0 and right < 0:
+            return self
+        is_causal, right = self.is_causal or right == 0, -1 if self.is_causal else right or -1
+        if self.cu_q is not None or self.pages is not None:
+            return replace(self, is_causal=is_causal, window=(left, right))
+        rows, keys = self.q.shape[2], self.k.shape[2]
+        first = max(0, keys - rows - left) if left >= 0 else 0
+        left = -1 if left >= keys - first - 1 else left
+        right = -1 if right >= rows - 1 else right
+        mask = self.mask if self.mask is None or self.mask.shape[-1] == 1 else self.mask[..., first:]
+        return replace(
+            self, k=self.k[:, :, first:], v=self.v[:, :, first:], mask=mask, is_causal=is_causal, window=(left, right)
+        )
+
+    def band(self, rows: int, keys: int) -> tuple[int | None, int | None]:
+        """Return (lower, upper): row i of a sequence sees keys i + lower to i + upper; None is unlimited."""
+        left, right = self.window
+        shift = keys - rows
+        upper = shift if self.is_causal else shift + right if right >= 0 else None
+        return (shift - left if left >= 0 else None), upper
 
     def edges(self) -> tuple[list[int], list[int]]:
         """Return both lists of cumulative lengths of a packed call, on the host.

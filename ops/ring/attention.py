@@ -52,8 +52,8 @@ class RingCall:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, shift: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return output and LSE of one call; the LSE includes what the frame of its keys adds to the scores."""
-        arguments = (None, is_causal, self.scale, *self.arithmetic, False, self.backend)
-        out, lse, _ = dispatch.call(operators.attention, q, k, v, *arguments)
+        arguments = (None, None, is_causal, self.scale, -1, -1, 0.0, False, *self.arithmetic, False, self.backend)
+        out, lse, *_ = dispatch.call(operators.attention, q, k, v, *arguments)
         return out, lse if shift is None else lse + frame_scores(q.detach(), shift, self.scale)
 
 

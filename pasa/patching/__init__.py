@@ -107,7 +107,7 @@ def patch_pipeline(
       serves   cpu: reference
     """
     _check_policy(policy)
-    check_switches(False, False, backend)
+    check_switches(backend)
     _check_backend(backend)
     checked_config(config)
     if context_parallel is not None and policy != "all":  # an unpatched module would see only its own shard

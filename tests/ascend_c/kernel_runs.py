@@ -136,7 +136,7 @@ def shifted_by_reference(x: Call) -> dict[str, Tensor]:
         keys = [shift_paper(b, matrix, x.overflow) for b in whole_blocks(x.k.float(), BLOCK).split(BLOCK, 2)]
         return {"keys": torch.cat(keys, 2).half()}
     blocks = x.k.float().split(BLOCK, 2)
-    unit = scores.ExactScores(AttentionOptions(), x.softmax_scale).unit
+    unit = scores.scale_unit(x.softmax_scale)
     result = [shift_exact(b, unit) for b in blocks]
     frame = result[0].anchor
     rows = [frame, result[0].mean_residual]
@@ -178,7 +178,7 @@ def attend_by_reference(x: Call) -> Run:
     try:
         model.tile = kept
         is_causal = x.causal and x.lengths is None
-        out, lse, _ = reference.attend(operator_call.Call(x.q, x.k, x.v, x.softmax_scale, options, is_causal, mask))
+        out, lse, *_ = reference.attend(operator_call.Call(x.q, x.k, x.v, x.softmax_scale, options, is_causal, mask))
     finally:
         model.tile = make_tile
     narrow = scores.round_to(wide, scores.FP16, overflow=x.overflow).half()

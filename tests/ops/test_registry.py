@@ -10,12 +10,13 @@ import torch
 
 import pasa
 from pasa.ops import devices, notices, operators, registry
+from pasa.ops.attention.call import FEATURES, Call, Pages
 from pasa.ops.attention.options import CHOICES, AttentionOptions
 from pasa.ops.backends import Backend, Request
 from pasa.ops.registry import BACKENDS, register, select
 
 REFERENCE = BACKENDS["reference"]
-CALL = Request("cpu", torch.float16, 64, "none", False, False, False, AttentionOptions())
+CALL = Request("cpu", torch.float16, 64, "none")
 
 
 @pytest.fixture
@@ -63,9 +64,9 @@ def turing(monkeypatch):
     notices.warn_once.cache_clear()
 
 
-def serve(device="cuda", head_dim=64, backend=None, diagnose=False, **options):
+def serve(device="cuda", head_dim=64, backend=None, features=(), **options):
     """Return the backend that the operator chooses for such tensors."""
-    needs = (device, torch.float16, head_dim, "none", False, diagnose, False)
+    needs = (device, torch.float16, head_dim, "none", features)
     return registry.choose(tuple(BACKENDS.values()), backend, needs, AttentionOptions(**options).arguments)[2]
 
 
@@ -123,7 +124,9 @@ def test_who_asks_for_the_emulation_is_not_warned_of_it(turing):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert serve("cpu") == serve(backend="reference") == "reference"
-        assert serve(overflow="saturate") == serve(precision="partial") == serve(diagnose=True) == "reference"
+        assert (
+            serve(overflow="saturate") == serve(precision="partial") == serve(features=("diagnostics",)) == "reference"
+        )
 
 
 def test_a_cpu_tensor_goes_to_the_interpreter_only_by_name(monkeypatch):
@@ -179,26 +182,41 @@ def test_an_option_that_a_record_does_not_name_is_served_with_its_default_alone(
     assert {"precision", *changed} == {each.name for each in dataclasses.fields(AttentionOptions)}
 
 
-@pytest.mark.parametrize("need", ["varlen", "diagnostics"])
-def test_every_flag_is_enforced(need):
-    lacking = dataclasses.replace(REFERENCE, **{need: False})
-    assert lacking.refusals(CALL) == []
-    assert len(lacking.refusals(dataclasses.replace(CALL, **{need: True}))) == 1
-
-
-def test_paged_caches_may_want_options_of_their_own():
-    call = dataclasses.replace(CALL, paged=True)
+@pytest.mark.parametrize("feature", FEATURES)
+def test_every_feature_is_enforced(feature):
+    """A record refuses a feature that it does not name, and may serve one with fewer options than a plain call."""
+    call = dataclasses.replace(CALL, features=(feature,))
     assert REFERENCE.refusals(call) == []
-    assert dataclasses.replace(REFERENCE, paged={"recovery": "paper"}).refusals(CALL) == []
-    lacking = dataclasses.replace(REFERENCE, paged={"recovery": "paper", "precision": "pasa"})
-    assert lacking.refusals(call) == ["a paged cache takes recovery paper, not exact"]
-    assert dataclasses.replace(REFERENCE, paged=None).refusals(call) == ["paged caches are not supported"]
+    lacking = dataclasses.replace(REFERENCE, features=[each for each in FEATURES if each != feature])
+    assert lacking.refusals(CALL) == []
+    assert lacking.refusals(call) == [f"{feature} are not supported"]
+    limited = dataclasses.replace(
+        REFERENCE, feature_options={feature: {"recovery": ("paper",), "precision": ("pasa",)}}
+    )
+    assert limited.refusals(CALL) == []
+    assert limited.refusals(call) == [f"{feature} are served with recovery paper, not exact"]
+
+
+def test_a_call_names_its_features():
+    q, sinks, pages = torch.zeros(1, 1, 2, 8), torch.zeros(1), Pages(torch.zeros(1, 1), torch.zeros(1))
+    cases = {
+        "packed sequences": {"q": q[0]}, "paged caches": {"q": q[0], "pages": pages}, "windows": {"window": (0, -1)},
+        "sinks": {"sinks": sinks}, "soft caps": {"softcap": 1.0}, "max logits": {"max_logits": True},
+        "diagnostics": {"diagnose": True},
+    }  # fmt: skip
+    plain = Call(q, q, q, 1.0)
+    assert plain.features == ()
+    assert {name: dataclasses.replace(plain, **how).features for name, how in cases.items()} == {
+        name: (name,) for name in FEATURES
+    }
+    together = {name: value for how in cases.values() for name, value in how.items()}
+    assert dataclasses.replace(plain, **together).features == FEATURES[1:]
 
 
 def test_restrictions_cover_the_record():
     """Every field of the record has a test that it refuses calls."""
     tested = {name for restriction, _ in RESTRICTIONS for name in restriction}
-    tested |= {"varlen", "diagnostics", "paged", "devices_by_name"}  # each has a test of its own
+    tested |= {"features", "feature_options", "devices_by_name"}  # each has a test of its own
     assert {f.name for f in dataclasses.fields(Backend)} - tested == {
         "name",
         "module",
@@ -248,9 +266,9 @@ def test_records_are_frozen(name):
 
 def test_every_reason_is_listed_the_missing_device_first():
     record = dataclasses.replace(
-        REFERENCE, missing=lambda: "no device", devices=("npu",), dtypes=(), masks=(), head_dims=(1, 2), varlen=False
+        REFERENCE, missing=lambda: "no device", devices=("npu",), dtypes=(), masks=(), head_dims=(1, 2), features=()
     )
-    reasons = record.refusals(dataclasses.replace(CALL, varlen=True))
+    reasons = record.refusals(dataclasses.replace(CALL, features=("packed sequences",)))
     assert reasons[0] == "no device"
     assert [reason.split()[0] for reason in reasons] == ["no", "device", "dtype", "mask", "head", "packed"]
 
@@ -293,7 +311,7 @@ def test_the_call_reaches_the_registry_whole(isolated_registry):
         pasa.attention(q, q, q)
         with pytest.raises(NotImplementedError, match=reason):
             pasa.attention(q, q, q, **how)
-    isolated_registry["reference"] = dataclasses.replace(REFERENCE, varlen=False, diagnostics=False)
+    isolated_registry["reference"] = dataclasses.replace(REFERENCE, features=())
     rows, edges = q[0].transpose(0, 1), torch.tensor([0, 2])
     with pytest.raises(NotImplementedError, match="packed sequences are not supported"):
         pasa.attention_varlen(rows, rows, rows, edges, edges, 2, 2)

@@ -211,7 +211,7 @@ BAD = [
     ({"max_seqlen_k": 0}, ValueError, "max_seqlen_k=0 is not a positive integer"),
     ({"max_seqlen_q": 1.0}, ValueError, "max_seqlen_q=1.0"),
     ({"is_causal": 1}, TypeError, "is_causal=1"),
-    ({"config": PasaConfig(recovery="paper"), "backend": "triton"}, NotImplementedError, "takes recovery exact"),
+    ({"config": PasaConfig(recovery="paper"), "backend": "triton"}, NotImplementedError, "served with recovery exact"),
     ({"backend": "npu"}, NotImplementedError, "paged caches are not supported"),
 ]
 

@@ -46,7 +46,7 @@ class Seen(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.pasa.attention.default:
-            self.calls.append((args[0].clone(), args[1].clone(), *args[3:6]))
+            self.calls.append((args[0].clone(), args[1].clone(), args[3], *args[5:7]))
         return func(*args, **(kwargs or {}))
 
 

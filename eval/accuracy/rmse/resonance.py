@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 import pasa
-from pasa.ops.attention.spec.scores import Block, ExactScores, paper_beta, score_model
+from pasa.ops.attention.call import Call
+from pasa.ops.attention.spec.scores import Block, paper_beta, scale_unit, score_model
 from pasa.ops.attention.spec.shift_keys import shift_exact, shift_paper, whole_blocks
 from pasa.ops.numerics.shifting import shifting_matrix
 
@@ -18,7 +19,7 @@ def shifted_keys(k: Tensor, config: pasa.PasaConfig) -> Tensor:
     """
     scale, block = k.shape[-1] ** -0.5, config.block_k
     if config.recovery == "exact":
-        unit = ExactScores(config, scale).unit
+        unit = scale_unit(scale)
         shifted = [shift_exact(part, unit) for part in k.split(block, -2)]
         return torch.cat([each.keys / each.unit for each in shifted], -2)
     matrix = shifting_matrix(block, paper_beta(None, block, scale)[0], scale=scale).float()
@@ -29,7 +30,7 @@ def shifted_keys(k: Tensor, config: pasa.PasaConfig) -> Tensor:
 def stored_scores(q: Tensor, k: Tensor, config: pasa.PasaConfig) -> Tensor:
     """Return S' (S, S) as it leaves the matrix unit: the score model of the reference, driven block by block."""
     rows, scale = q.unsqueeze(2), q.shape[-1] ** -0.5  # (B, Hkv, G, S, D)
-    model = score_model(config, rows, k, scale)
+    model = score_model(Call(q, k, k, scale, config), rows, k)
     top = rows.new_full((*rows.shape[:-1], 1), -torch.inf)
     tiles = []
     for index, keys in enumerate(k.split(config.block_k, -2)):

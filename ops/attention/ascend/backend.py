@@ -34,14 +34,14 @@ def attend(call: Call) -> Results:
     """
     if call.cu_q is None:
         out, lse = _kernels(call, to_fp16(call.q, "q"), to_fp16(call.k, "k"), to_fp16(call.v, "v"))
-        return out.to(call.q.dtype), lse, lse.new_empty(0, dtype=torch.float64)
+        return Results(out.to(call.q.dtype), lse)
 
     def together(q: Tensor, k: Tensor, v: Tensor, keys: list[int]) -> tuple[Tensor, Tensor]:
         exact = call.options.recovery == "exact"
         return _kernels(call, q, k, v, torch.tensor(keys, dtype=torch.int32).to(q.device) if exact else None)
 
     out, lse = attend_packed(call, _served_together(call.options, call.is_causal), together)
-    return out, lse, lse.new_empty(0, dtype=torch.float64)
+    return Results(out, lse)
 
 
 def _served_together(options: AttentionOptions, is_causal: bool) -> Callable[[int, int], Hashable]:

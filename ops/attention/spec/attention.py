@@ -15,13 +15,13 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from pasa.ops.attention.call import Call, Results, to_fp16
+from pasa.ops.attention.call import NO_WINDOW, Call, Results, to_fp16
 from pasa.ops.attention.options import AttentionOptions
 from pasa.ops.attention.spec.diagnostics import ScoreCounts
 from pasa.ops.attention.spec.masking import KeyMask, dense_mask, fitting_mask, hidden_keys, non_finite_reach, read_mask
 from pasa.ops.attention.spec.pages import attend_gathered
 from pasa.ops.attention.spec.repeated_maxima import EPSILON, bounded_shift, published_shift, repeats
-from pasa.ops.attention.spec.scores import Block, ScoreTile, score_model
+from pasa.ops.attention.spec.scores import Block, PaperScores, ScoreTile, score_model
 from pasa.ops.notices import caller
 from pasa.ops.numerics.dither import round_unbiased
 from pasa.ops.numerics.formats import FORMATS, FP16, FP32, Format, Overflow, round_to
@@ -39,10 +39,9 @@ def attend(call: Call) -> Results:
 
     Returns
     -------
-    out : Tensor, shape and dtype of q
-    lse : Tensor, shape of q without D, FP32, natural logarithm; -inf where a row sees no key
-    counts : Tensor (B, Hq, 6), FP64, or empty without `diagnose`
-        See `diagnostics.ScoreCounts`. Packed sequences have theirs joined, (1, Hq, 6).
+    Results
+        The log-sum-exp is a natural logarithm, and -inf where a row sees neither a key nor a sink. `counts` is None
+        without `diagnose`; see `diagnostics.ScoreCounts`. Packed sequences have theirs joined, (1, Hq, 6).
 
     Raises
     ------
@@ -66,38 +65,52 @@ def _attend_dense(call: Call) -> Results:
     q, k, v, attn_mask, options = call.q, call.k, call.v, call.mask, call.options
     if attn_mask is not None:
         attn_mask = fitting_mask(attn_mask, call.scale)
-        full = dense_mask(attn_mask, call.is_causal, q, k)
+        full = dense_mask(call, attn_mask)
         if bool((hidden := hidden_keys(full, k)).any()):
             return _without_hidden_keys(call, full, hidden)
-    mask = read_mask(attn_mask, call.is_causal, q, k)
+    mask = read_mask(call, attn_mask)
     inputs = to_fp16(q, "q").float(), to_fp16(k, "k").float(), to_fp16(v, "v").float()
     clean_q, clean_k, clean_v = (torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0) for x in inputs)
     rows = clean_q.unflatten(1, (k.shape[1], -1))
     target = ROUNDS_ONCE.get(q.dtype, FP16) if options.softmax == "unbiased" else FP16
-    out, lse, counts = _blocks(call, rows, clean_k, clean_v, mask, target)
-    out, lse = out.flatten(1, 2), lse.flatten(1, 2)
+    out, lse, max_logits, counts = _blocks(call, rows, clean_k, clean_v, mask, target)
+    out, lse, max_logits = (x.flatten(1, 2) for x in (out, lse, max_logits))
     if mask.adds_nonfinite or not all(bool(torch.isfinite(x).all()) for x in inputs):
         bad_rows, bad = non_finite_reach(*inputs, mask, options.block_k)
         out, lse = out.masked_fill(bad, torch.nan), lse.masked_fill(bad_rows, torch.nan)
-    return out.to(q.dtype), lse, counts
+        max_logits = max_logits.masked_fill(bad_rows, torch.nan)
+    return Results(out.to(q.dtype), lse, max_logits.amax(-1) if call.max_logits else None, counts)
 
 
 def _attend_packed(call: Call) -> Results:
     """Attend within packed sequences: each one sees only itself. A sequence without keys gives 0 and LSE -inf."""
     q, k, v = call.q, call.k, call.v
     edges_q, edges_k = call.edges()
-    out = torch.zeros_like(q)
-    lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
+    out, lse = torch.zeros_like(q), without_keys(call, q.shape[:2])
+    max_logits = lse.new_full((call.sequences, q.shape[1]), -torch.inf) if call.max_logits else None
     joined = ScoreCounts(1, q.shape[1], q.device) if call.diagnose else None
-    for (q0, q1), (k0, k1) in zip(pairwise(edges_q), pairwise(edges_k), strict=True):
+    for index, ((q0, q1), (k0, k1)) in enumerate(zip(pairwise(edges_q), pairwise(edges_k), strict=True)):
         if q0 == q1 or k0 == k1:
             continue
         one_q, one_k, one_v = (x.transpose(0, 1).unsqueeze(0) for x in (q[q0:q1], k[k0:k1], v[k0:k1]))
-        one, one_lse, counts = _attend_dense(replace(call, q=one_q, k=one_k, v=one_v, cu_q=None, cu_k=None))
-        out[q0:q1], lse[q0:q1] = one[0].transpose(0, 1), one_lse[0].T
-        if joined is not None:
-            joined.join(counts)
-    return out, lse, ScoreCounts.empty(q.device) if joined is None else joined.table
+        one = _attend_dense(replace(call, q=one_q, k=one_k, v=one_v, cu_q=None, cu_k=None).narrowed())
+        out[q0:q1], lse[q0:q1] = one.out[0].transpose(0, 1), one.lse[0].T
+        if max_logits is not None and one.max_logits is not None:
+            max_logits[index] = one.max_logits[0]
+        if joined is not None and one.counts is not None:
+            joined.join(one.counts)
+    return Results(out, lse, max_logits, None if joined is None else joined.table)
+
+
+def without_keys(call: Call, shape: torch.Size, heads: int = -1) -> Tensor:
+    """Return the log-sum-exp of rows that see no key: the sink of their head, or -inf.
+
+    `heads` is the dimension of `shape` that counts the query heads.
+    """
+    lse = torch.full(shape, -torch.inf, dtype=torch.float32, device=call.q.device)
+    if call.sinks is not None:
+        lse.movedim(heads, -1).copy_(call.sinks.float().expand(lse.movedim(heads, -1).shape))
+    return lse
 
 
 def _without_hidden_keys(call: Call, full: Tensor, hidden: Tensor) -> Results:
@@ -106,39 +119,48 @@ def _without_hidden_keys(call: Call, full: Tensor, hidden: Tensor) -> Results:
     parts = []
     for b, gone in enumerate(hidden):
         if bool(gone.all()):
-            lse = torch.full((1, *q.shape[1:3]), -torch.inf, dtype=torch.float32, device=q.device)
-            counts = ScoreCounts(1, q.shape[1], q.device).table if call.diagnose else ScoreCounts.empty(q.device)
-            parts.append((torch.zeros_like(q[b : b + 1]), lse, counts))
+            lse = without_keys(call, torch.Size((1, *q.shape[1:3])), heads=1)
+            counts = ScoreCounts(1, q.shape[1], q.device).table if call.diagnose else None
+            max_logits = lse.new_full((1, q.shape[1]), -torch.inf) if call.max_logits else None
+            parts.append(Results(torch.zeros_like(q[b : b + 1]), lse, max_logits, counts))
             continue
         keys, values = k[b : b + 1, :, ~gone], v[b : b + 1, :, ~gone]
         mask = full[b % full.shape[0]].unsqueeze(0)
         mask = mask if mask.shape[-1] == 1 else mask[..., ~gone]
-        parts.append(_attend_dense(replace(call, q=q[b : b + 1], k=keys, v=values, mask=mask, is_causal=False)))
-    out, lse, counts = (torch.cat(x) for x in zip(*parts, strict=True))
-    return out, lse, counts
+        one = replace(call, q=q[b : b + 1], k=keys, v=values, mask=mask, is_causal=False, window=NO_WINDOW)
+        parts.append(_attend_dense(one))
+    outs, lses, *optional = ([x for x in each if x is not None] for each in zip(*parts, strict=True))
+    return Results(torch.cat(outs), torch.cat(lses), *(torch.cat(each) if each else None for each in optional))
 
 
-def _blocks(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: KeyMask, target: Format) -> Results:
-    """Loop over key blocks for q (B, Hkv, G, Sq, D); returns out, lse (B, Hkv, G, Sq, ...) and counts."""
+def _blocks(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, mask: KeyMask, target: Format
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Loop over key blocks for q (B, Hkv, G, Sq, D).
+
+    Returns out, lse, the largest score of each row (B, Hkv, G, Sq, ...), and counts.
+    """
     options = call.options
-    model = score_model(options, q, k, call.scale)
+    model = score_model(call, q, k)
     softmax = OnlineSoftmax(q, options, target)
+    published = isinstance(model, PaperScores)  # its mean F_j counts blocks from the first of all
     counts = ScoreCounts(q.shape[0], q.shape[1] * q.shape[2], q.device) if call.diagnose else None
     for index, start in enumerate(range(0, k.shape[-2], options.block_k)):
         stop = min(start + options.block_k, k.shape[-2])
-        first = mask.first_row(start) if index else 0  # rows above see no key of this block
-        if first >= q.shape[-2]:
-            break
-        visible, bias = mask.tile(first, start, stop)
-        rows = q[..., first:, :]
-        block = Block(index, rows, k[..., start:stop, :], visible, bias, softmax.maximum[..., first:, :], first)
+        first, end = mask.rows_of(start, stop)  # other rows see no key of this block
+        first, end = first if index else 0, q.shape[-2] if published else end
+        if first >= end:
+            continue
+        visible, bias = mask.tile(first, end, start, stop)
+        rows = q[..., first:end, :]
+        block = Block(index, rows, k[..., start:stop, :], visible, bias, softmax.maximum[..., first:end, :], first)
         tile = model.tile(block)
         if counts is not None:
             counts.add(block, tile, options)
         frame = model.frame(q) if options.softmax == "unbiased_paper" else 0.0
-        softmax.add(tile, block, v[..., start:stop, :], frame if isinstance(frame, float) else frame[..., first:, :])
-    out, lse = softmax.finish(model.frame(q))
-    return out, lse, ScoreCounts.empty(q.device) if counts is None else counts.table
+        softmax.add(tile, block, v[..., start:stop, :], frame if isinstance(frame, float) else frame[..., first:end, :])
+    sinks = None if call.sinks is None else call.sinks.float().reshape(-1, q.shape[2], 1, 1)
+    return *softmax.finish(model.frame(q), sinks), None if counts is None else counts.table
 
 
 class OnlineSoftmax:
@@ -164,6 +186,7 @@ class OnlineSoftmax:
         self.maximum = q.new_full((*q.shape[:-1], 1), -torch.inf)
         self.sum = torch.zeros_like(self.maximum)
         self.lost = self.maximum.clone()  # largest score of the blocks whose weights have all underflowed
+        self.max_logits = self.maximum.clone()  # without what a rule adds
         self.out = torch.zeros_like(q)
 
     def _row(self, x: Tensor) -> Tensor:
@@ -177,7 +200,7 @@ class OnlineSoftmax:
 
     def add(self, tile: ScoreTile, block: Block, v: Tensor, frame: Tensor | float = 0.0) -> None:
         """Add one tile and its values (B, Hkv, n, D); the published rule needs the `frame` of the true scores."""
-        old = slice(block.rows_before, None)
+        old = slice(block.rows_before, block.rows_before + block.reference.shape[-2])
         unseen = self.maximum[..., old, :] == -torch.inf  # -inf here must not saturate
         carried = self._row(self.maximum[..., old, :] + tile.carry).masked_fill(unseen, -torch.inf)
         scores, alive = _masked(tile, block)
@@ -188,6 +211,8 @@ class OnlineSoftmax:
         if alive is not None:
             top = top.where(alive, 0.0)
         highest = top + tile.offset
+        seen = highest if alive is None else highest.where(alive, -torch.inf)
+        self.max_logits[..., old, :] = torch.maximum(self.max_logits[..., old, :] + tile.carry, seen)
         if self.rule != "safe":
             top = self._row(top + self._shift(scores, top, tile, carried, frame))
         weights = self._row(torch.exp(self._row(scores - top)))
@@ -249,16 +274,24 @@ class OnlineSoftmax:
             x = self._row(x[..., ::2] + x[..., 1::2])
         return x
 
-    def finish(self, frame: Tensor | float) -> tuple[Tensor, Tensor]:
-        """Return the rounded output, and the log-sum-exp in the true frame; 0 and -inf for rows without a key."""
+    def finish(self, frame: Tensor | float, sinks: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the rounded output, the log-sum-exp and the largest score of each row, both in the true frame.
+
+        A row without a key has 0, its sink or -inf, and -inf. A sink takes a share of the weights, and gives nothing.
+        """
         empty = (self.sum == 0) & (self.maximum == -torch.inf)
         divisor = self.sum.where(~empty, 1.0)
-        out = self.out if self.normalised else self._output(self.out / divisor, self.target)
-        lse = self.maximum + frame + torch.log(divisor)
+        lse = (self.maximum + frame + torch.log(divisor)).masked_fill(empty, -torch.inf)
+        out = self.out if self.normalised else self.out / divisor
+        if sinks is not None:
+            share = torch.sigmoid(lse - sinks).masked_fill(empty, 0.0)
+            out, lse = out * share, torch.logaddexp(lse, sinks)
+        if sinks is not None or not self.normalised:
+            out = self._output(out, self.target)
         if self.rule == "unbiased_paper" and (lost := int((self.lost + frame - lse > NOTICED).sum())):
             text = f"softmax='unbiased_paper': weights of {lost} rows underflow: NaN, or wrong ({SILENCE})"
             warnings.warn(text, UserWarning, stacklevel=caller())
-        return out, lse.masked_fill(empty, -torch.inf).squeeze(-1)
+        return out, lse.squeeze(-1), (self.max_logits + frame).squeeze(-1)
 
 
 def _times_values(weights: Tensor, v: Tensor) -> Tensor:

@@ -25,11 +25,6 @@ class ScoreCounts:
     def __init__(self, batch: int, heads: int, device: torch.device) -> None:
         self.table = torch.zeros(batch, heads, len(FIELDS), dtype=torch.float64, device=device)
 
-    @staticmethod
-    def empty(device: torch.device) -> Tensor:
-        """Return the empty table of a call that did not ask for diagnostics."""
-        return torch.zeros(0, dtype=torch.float64, device=device)
-
     def add(self, block: Block, tile: ScoreTile, options: AttentionOptions) -> None:
         """Add the counts of one tile."""
         before, after = matmul_rows(block.q, block.k).abs(), tile.stored.abs()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from pasa.ops.attention.call import Call
 from pasa.ops.numerics.formats import FP32_MAX
 
 # A score, its block's offset and its frame are each below 2^43 times the scale (README.md, "Why it
@@ -16,7 +18,7 @@ LARGEST_PRODUCT = 2.0**46
 
 @dataclass(frozen=True)
 class KeyMask:
-    """Hold the causal band and dense mask of one call, to be cut tile by tile.
+    """Hold the band of visible keys (causal, window) and the dense mask of one call, to be cut tile by tile.
 
     Attributes
     ----------
@@ -24,8 +26,8 @@ class KeyMask:
         An expanded view, which holds no memory of that size.
     bias : Tensor, same shape, optional
         Added to the scaled scores in FP32; -inf masks a key out.
-    causal_shift : int, optional
-        Row i sees keys j <= i + causal_shift.
+    lower, upper : int, optional
+        Row i sees keys i + lower to i + upper.
     rows, keys : int
         Sq and Skv.
     device : torch.device
@@ -33,7 +35,8 @@ class KeyMask:
 
     keep: Tensor | None
     bias: Tensor | None
-    causal_shift: int | None
+    lower: int | None
+    upper: int | None
     rows: int
     keys: int
     device: torch.device
@@ -43,21 +46,29 @@ class KeyMask:
         """Return whether the mask adds a NaN or +inf somewhere."""
         return self.bias is not None and bool((torch.isnan(self.bias) | (self.bias == torch.inf)).any())
 
-    def first_row(self, key: int) -> int:
-        """Return the first row that may see `key` or a later one."""
-        return 0 if self.causal_shift is None else max(0, key - self.causal_shift)
+    def rows_of(self, start: int, stop: int) -> tuple[int, int]:
+        """Return the range of rows that may see one of the keys [start, stop)."""
+        first = 0 if self.upper is None else max(0, start - self.upper)
+        return first, self.rows if self.lower is None else min(self.rows, stop - self.lower)
 
-    def tile(self, row: int, start: int, stop: int) -> tuple[Tensor | None, Tensor | None]:
-        """Return (visible, bias) for rows from `row` on and keys [start, stop); visible is None if all are seen."""
-        visible = None if self.keep is None else self.keep[..., row:, start:stop]
-        bias = None if self.bias is None else self.bias[..., row:, start:stop].float()
+    def tile(self, row: int, end: int, start: int, stop: int) -> tuple[Tensor | None, Tensor | None]:
+        """Return (visible, bias) for rows [row, end) and keys [start, stop); visible is None if all are seen."""
+        visible = None if self.keep is None else self.keep[..., row:end, start:stop]
+        bias = None if self.bias is None else self.bias[..., row:end, start:stop].float()
         if bias is not None:
             visible = bias != -torch.inf
-        if self.causal_shift is not None and row + self.causal_shift < stop - 1:
-            rows = torch.arange(row, self.rows, device=self.device).unsqueeze(1)
-            band = torch.arange(start, stop, device=self.device) <= rows + self.causal_shift
+        for band in self._edges(row, end, start, stop):
             visible = band if visible is None else visible & band
         return visible, bias
+
+    def _edges(self, row: int, end: int, start: int, stop: int) -> Iterator[Tensor]:
+        """Yield a bool tensor for each side of the band that crosses the tile."""
+        keys = torch.arange(start, stop, device=self.device)
+        rows = torch.arange(row, end, device=self.device).unsqueeze(1)
+        if self.upper is not None and row + self.upper < stop - 1:
+            yield keys <= rows + self.upper
+        if self.lower is not None and end - 1 + self.lower > start:
+            yield keys >= rows + self.lower
 
 
 def fitting_mask(attn_mask: Tensor, scale: float) -> Tensor:
@@ -75,17 +86,17 @@ def fitting_mask(attn_mask: Tensor, scale: float) -> Tensor:
     return attn_mask.float().clamp(-room, room).where(attn_mask.isfinite(), attn_mask)
 
 
-def read_mask(attn_mask: Tensor | None, is_causal: bool, q: Tensor, k: Tensor) -> KeyMask:
-    """Return the mask of queries (B, Hq, Sq, D) over keys (B, Hkv, Skv, D), with heads split into (Hkv, group)."""
-    rows, keys = q.shape[2], k.shape[2]
-    shift = keys - rows if is_causal else None
+def read_mask(call: Call, attn_mask: Tensor | None) -> KeyMask:
+    """Return `attn_mask` and the band of a dense call, with heads split into (Hkv, group)."""
+    q, heads, rows, keys = call.q, call.k.shape[1], call.q.shape[2], call.k.shape[2]
+    lower, upper = call.band(rows, keys)
     if attn_mask is None:
-        return KeyMask(None, None, shift, rows, keys, q.device)
+        return KeyMask(None, None, lower, upper, rows, keys, q.device)
     mask = attn_mask.reshape((1,) * (4 - attn_mask.dim()) + attn_mask.shape).expand(-1, -1, rows, keys)
-    mask = mask.unflatten(1, (k.shape[1], -1)) if mask.shape[1] > 1 else mask.unsqueeze(1)
+    mask = mask.unflatten(1, (heads, -1)) if mask.shape[1] > 1 else mask.unsqueeze(1)
     if attn_mask.dtype == torch.bool:
-        return KeyMask(mask, None, shift, rows, keys, q.device)
-    return KeyMask(None, mask, shift, rows, keys, q.device)
+        return KeyMask(mask, None, lower, upper, rows, keys, q.device)
+    return KeyMask(None, mask, lower, upper, rows, keys, q.device)
 
 
 def hidden_keys(attn_mask: Tensor, k: Tensor) -> Tensor:
@@ -95,13 +106,16 @@ def hidden_keys(attn_mask: Tensor, k: Tensor) -> Tensor:
     return ~keep.any(1).any(1).expand(k.shape[0], k.shape[2])
 
 
-def dense_mask(attn_mask: Tensor, is_causal: bool, q: Tensor, k: Tensor) -> Tensor:
-    """Combine mask and causal band into one `attn_mask`, (B or 1, Hq or 1, Sq, Skv)."""
+def dense_mask(call: Call, attn_mask: Tensor) -> Tensor:
+    """Combine `attn_mask` with the band of a dense call into one mask, (B or 1, Hq or 1, Sq, Skv)."""
     mask = attn_mask.reshape((1,) * (4 - attn_mask.dim()) + attn_mask.shape)
-    if not is_causal:
+    rows, keys = call.q.shape[2], call.k.shape[2]
+    lower, upper = call.band(rows, keys)
+    if lower is None and upper is None:
         return mask
-    rows, keys = q.shape[2], k.shape[2]
-    band = torch.ones(rows, keys, dtype=torch.bool, device=q.device).tril(keys - rows)
+    band = torch.ones(rows, keys, dtype=torch.bool, device=mask.device)
+    band = band if upper is None else band.tril(upper)
+    band = band if lower is None else band.triu(lower)
     return mask & band if mask.dtype == torch.bool else mask.expand(-1, -1, rows, keys).masked_fill(~band, -torch.inf)
 
 
@@ -118,7 +132,7 @@ def non_finite_reach(q: Tensor, k: Tensor, v: Tensor, mask: KeyMask, block: int)
     hits = torch.zeros_like(q).unflatten(1, (-1, groups))
     for start in range(0, mask.keys, block):
         part = slice(start, min(start + block, mask.keys))
-        visible, bias = mask.tile(0, part.start, part.stop)
+        visible, bias = mask.tile(0, mask.rows, part.start, part.stop)
         seen = q.new_ones(1) if visible is None else visible.to(q)
         seen = seen.expand(*bad_row.shape, part.stop - part.start)
         if bias is not None:

@@ -86,10 +86,10 @@ def attend_gathered(attend: Callable[[Call], Results], call: Call) -> Results:
     cu_q = torch.arange(len(call.q) + 1, device=call.q.device) if call.cu_q is None else call.cu_q
     cu_k = torch.nn.functional.pad(seq_lens.long().cumsum(0), (1, 0))
     used = int(cu_q[-1])
-    out, lse, counts = attend(replace(call, q=call.q[:used], k=k, v=v, cu_q=cu_q, cu_k=cu_k, pages=None))
+    results = attend(replace(call, q=call.q[:used], k=k, v=v, cu_q=cu_q, cu_k=cu_k, pages=None))
     behind = (0, 0, 0, len(call.q) - used)
-    out = torch.nn.functional.pad(out, (0, 0, *behind))
-    return out, torch.nn.functional.pad(lse, behind, value=-torch.inf), counts
+    out = torch.nn.functional.pad(results.out, (0, 0, *behind))
+    return results._replace(out=out, lse=torch.nn.functional.pad(results.lse, behind, value=-torch.inf))
 
 
 def write_pages(

@@ -9,12 +9,13 @@ alone.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from pasa.ops.attention.call import Call
 from pasa.ops.attention.options import AttentionOptions
 from pasa.ops.attention.spec.shift_keys import shift_exact, shift_paper, whole_blocks
 from pasa.ops.numerics.formats import FP16, FP16_MAX, FP32, round_to
@@ -108,11 +109,18 @@ class ScoreModel(Protocol):
         ...
 
 
-def score_model(options: AttentionOptions, q: Tensor, k: Tensor, scale: float) -> ScoreModel:
-    """Return the model that `options` selects for queries (B, Hkv, G, Sq, D) and keys (B, Hkv, Skv, D)."""
+def score_model(call: Call, q: Tensor, k: Tensor) -> ScoreModel:
+    """Return the model that a call selects for queries (B, Hkv, G, Sq, D) and keys (B, Hkv, Skv, D).
+
+    A soft cap needs the true score. In FP32 it is rounded as far as the cap lets an error through, so anchors would
+    gain nothing.
+    """
+    options, scale = call.options, call.scale
+    if call.softcap:
+        return FlashScores(replace(options, precision="fp32"), k, scale, call.softcap)
     if options.precision != "pasa":
         return FlashScores(options, k, scale)
-    return PaperScores(options, k, scale) if options.recovery == "paper" else ExactScores(options, scale)
+    return PaperScores(options, k, scale) if options.recovery == "paper" else ExactScores(options, q, scale)
 
 
 def matmul_rows(q: Tensor, k: Tensor) -> Tensor:
@@ -121,11 +129,17 @@ def matmul_rows(q: Tensor, k: Tensor) -> Tensor:
     return rows
 
 
+def soft_capped(scores: Tensor, cap: float) -> Tensor:
+    """Return cap * tanh(scores / cap), or the scores themselves for a cap of 0."""
+    return cap * torch.tanh(scores / cap) if cap else scores
+
+
 class FlashScores:
     """Model the paper's precision allocations (figures 1 to 3), and the two fair baselines."""
 
-    def __init__(self, options: AttentionOptions, k: Tensor, scale: float) -> None:
+    def __init__(self, options: AttentionOptions, k: Tensor, scale: float, softcap: float = 0.0) -> None:
         self.precision, self.overflow, self.scale = options.precision, options.overflow, scale
+        self.softcap = softcap
         self.key_mean = k.mean(-2, keepdim=True) if self.precision == "smooth_k" else None
 
     def tile(self, block: Block) -> ScoreTile:
@@ -138,7 +152,7 @@ class FlashScores:
         stored = matmul_rows(q, k)
         if self.precision != "fp32":
             stored = round_to(stored, FP16, overflow=self.overflow)
-        scores = stored * scale
+        scores = soft_capped(stored * scale, self.softcap)
         return ScoreTile(stored, round_to(scores, FP16, overflow=self.overflow) if self.precision == "fp16" else scores)
 
     def frame(self, q: Tensor) -> Tensor | float:
@@ -216,6 +230,11 @@ def paper_beta(beta: float | None, n: int, scale: float) -> tuple[float, float]:
     return solved.beta, solved.invariance
 
 
+def scale_unit(scale: float) -> float:
+    """Return the power of two nearest to the scale, at most 1, which the exact recovery folds into the keys."""
+    return min(1.0, 2.0 ** math.floor(math.log2(scale) + 0.5))
+
+
 class ExactScores:
     """Model the exact recovery: anchored keys, FP32 block offsets, and a row reference subtracted before the rounding.
 
@@ -231,9 +250,9 @@ class ExactScores:
     every FP32 number is bounded by sums |q||k| of keys that the row sees (README.md).
     """
 
-    def __init__(self, options: AttentionOptions, scale: float) -> None:
-        self.scale, self.block_q, self.overflow = scale, options.block_q, options.overflow
-        self.unit = min(1.0, 2.0 ** math.floor(math.log2(scale) + 0.5))
+    def __init__(self, options: AttentionOptions, q: Tensor, scale: float) -> None:
+        self.q, self.scale, self.block_q, self.overflow = q, scale, options.block_q, options.overflow
+        self.unit = scale_unit(scale)
         self.anchor: Tensor | None = None  # f_j of the last block
         self.framed: Tensor | None = None  # q.f_j for each row's last block
 
@@ -263,12 +282,13 @@ class ExactScores:
     def _move_frame(self, block: Block, anchor: Tensor) -> tuple[Tensor | float, Tensor]:
         """Return the carry into the frame of the block, in nats, and that frame."""
         if self.anchor is None or self.framed is None:
-            self.anchor, self.framed = anchor, matmul_rows(block.q, anchor)
+            self.anchor, self.framed = anchor, matmul_rows(self.q, anchor)
             return 0.0, anchor
         before, self.anchor = self.anchor, next_frame(self.anchor, anchor)
         if torch.equal(before, self.anchor):
             return 0.0, before
-        self.framed[..., block.rows_before :, :] = matmul_rows(block.q, self.anchor)
+        # Also for rows that see no key yet: the frame in which they start is the one of that block.
+        self.framed[..., block.rows_before :, :] = matmul_rows(self.q[..., block.rows_before :, :], self.anchor)
         return matmul_rows(block.q, before - self.anchor) * self.scale, self.anchor
 
     def _rescued(self, block: Block, narrow: Tensor, raised: Tensor, scale: Tensor) -> Tensor:

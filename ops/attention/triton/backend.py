@@ -46,7 +46,7 @@ def attend(call: Call) -> Results:
         call.edges()
     with on_device(call.q):
         out, lse = _family(kernel_call := KernelCall.of(call))(kernel_call)
-    return out if out.dtype == call.q.dtype else out.to(call.q.dtype), lse, _no_counts(lse.device).detach()
+    return Results(out if out.dtype == call.q.dtype else out.to(call.q.dtype), lse)
 
 
 def _family(call: KernelCall) -> Callable[[KernelCall], tuple[Tensor, Tensor]]:
@@ -67,7 +67,7 @@ def _family(call: KernelCall) -> Callable[[KernelCall], tuple[Tensor, Tensor]]:
 
 def gradients(call: Call, grad_out: Tensor | None, grad_lse: Tensor | None) -> spec.Gradients:
     """Return gradients as `spec.gradients` does, with FP16 products summed in FP32."""
-    if call.q.device.type == "npu":
+    if call.q.device.type == "npu" or call.features:
         return spec.gradients(call, grad_out, grad_lse)
     with on_device(call.q):
         half = replace(call, q=call.q.half(), k=call.k.half(), v=call.v.half())
@@ -94,13 +94,6 @@ def _is_hopper(device: torch.device) -> bool:
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return False
     return DIRECT  # Gluon is experimental and differs between versions of Triton
-
-
-@cache
-def _no_counts(device: torch.device) -> Tensor:
-    """Return one empty tensor for a device: an alias of it costs the host less than a new tensor."""
-    with torch.inference_mode(False):
-        return torch.empty(0, dtype=torch.float64, device=device)
 
 
 def portable_attention(call: KernelCall) -> tuple[Tensor, Tensor]:

@@ -83,8 +83,9 @@ class KernelCall(Call):
         if cu_q is not None and cu_k is not None:
             cu_q, cu_k = (x.to(q.device, torch.int32).contiguous() for x in (cu_q, cu_k))
         return cls(
-            *half, call.scale, call.options, call.is_causal, mask, cu_q, cu_k, call.pages, False, dropped,
-            output_dtype(dropped),
+            *half, call.scale, call.options, call.is_causal, mask, cu_q, cu_k, call.pages,
+            window=call.window, softcap=call.softcap, sinks=call.sinks, max_logits=call.max_logits, dropped=dropped,
+            out_dtype=output_dtype(dropped),
         )  # fmt: skip
 
     @property
@@ -199,7 +200,7 @@ def visible_keys(call: KernelCall) -> Tensor | None:
         return None
     mask = call.mask.view(torch.bool) if call.mask_kind == "bool" else call.mask
     rows_equal = mask.stride(2) == 0
-    return ~hidden_keys(mask[:, :, -1:] if rows_equal else dense_mask(mask, call.is_causal, call.q, call.k), call.k)
+    return ~hidden_keys(mask[:, :, -1:] if rows_equal else dense_mask(call, mask), call.k)
 
 
 def work_of(

@@ -157,7 +157,7 @@ def test_who_serves_an_npu_without_the_library(unbuilt, torch_npu, monkeypatch, 
     monkeypatch.setitem(registry.BACKENDS, "triton", record)
     if not vendor:
         del torch_npu.npu_fused_infer_attention_score
-    request = Request("cpu", torch.float16, 64, "none", False, False, False, options)
+    request = Request("cpu", torch.float16, 64, "none", options=options)
     assert registry.select(request).name == chosen
 
 
@@ -200,7 +200,7 @@ def test_a_torch_npu_without_the_vendors_function_is_named(torch_npu):
 def test_vendor_arguments(torch_npu, lengths, is_causal):
     """Head dimensions, layout, causal band and fully masked rows come out of the vendor's attention as pasa's do."""
     q, k, v = normal_qkv((4, 2), lengths, 40, batch=2)
-    out, lse, _ = npu_vendor.attend(Call(q, k, v, 0.2, EXACT, is_causal))
+    out, lse, *_ = npu_vendor.attend(Call(q, k, v, 0.2, EXACT, is_causal))
     golden, golden_lse = pasa.golden_attention(q, k, v, is_causal=is_causal, scale=0.2)
     assert max_error(out, golden) <= 2 * HALF_ULP
     torch.testing.assert_close(lse, golden_lse.float(), atol=1e-4, rtol=0)
@@ -217,7 +217,7 @@ def test_vendor_arguments(torch_npu, lengths, is_causal):
 def test_the_vendors_limits_on_heads_are_kept_by_launches(torch_npu, heads, kv_heads, launches):
     """The vendor's function takes 256 query heads, and 64 for each key head; Falcon has 71 for one."""
     q, k, v = normal_qkv((heads, kv_heads), (3, 5), 16, batch=2)
-    out, lse, _ = npu_vendor.attend(Call(q, k, v, 0.25, EXACT, False))
+    out, lse, *_ = npu_vendor.attend(Call(q, k, v, 0.25, EXACT, False))
     golden, golden_lse = pasa.golden_attention(q, k, v, scale=0.25)
     assert max_error(out, golden) <= 2 * HALF_ULP
     torch.testing.assert_close(lse, golden_lse.float(), atol=1e-4, rtol=0)
@@ -228,7 +228,7 @@ def test_vendor_packed(torch_npu):
     edges_q, edges_k = torch.tensor([0, 5, 9, 44, 74, 79]), torch.tensor([0, 10, 10, 140, 175, 185])
     q, k, v = torch.randn(79, 4, 32).half(), torch.randn(185, 2, 32).half(), torch.randn(185, 2, 32).half()
     for is_causal in (False, True):
-        out, lse, _ = npu_vendor.attend(Call(q, k, v, 0.2, EXACT, is_causal, cu_q=edges_q, cu_k=edges_k))
+        out, lse, *_ = npu_vendor.attend(Call(q, k, v, 0.2, EXACT, is_causal, cu_q=edges_q, cu_k=edges_k))
         how = {"is_causal": is_causal, "scale": 0.2, "return_lse": True, "backend": "reference"}
         expected, expected_lse = pasa.attention_varlen(q, k, v, edges_q, edges_k, 35, 130, **how)
         torch.testing.assert_close(out, expected, atol=1e-2, rtol=0)

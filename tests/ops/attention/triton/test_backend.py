@@ -13,6 +13,7 @@ import torch
 
 import pasa
 from pasa import PasaConfig
+from pasa.ops.attention.call import Call
 from pasa.ops.attention.spec.masking import dense_mask
 from pasa.ops.attention.triton.kernel_call import KernelCall
 from pasa.ops.attention.triton.prefill.mask_launch import MaskTiles
@@ -49,7 +50,7 @@ def emulate(q, k, v, config, attn_mask=None, is_causal=False):
     if attn_mask is None or config.recovery != "paper":
         how = {"attn_mask": attn_mask, "is_causal": is_causal}
         return pasa.attention(q, k, v, config=config, return_lse=True, backend="reference", **how)
-    mask = dense_mask(attn_mask, is_causal, q, k).expand(-1, -1, q.shape[2], k.shape[2])
+    mask = dense_mask(Call(q, k, k, 1.0, is_causal=is_causal), attn_mask).expand(-1, -1, q.shape[2], k.shape[2])
     all_seeing = torch.ones_like(mask[:, :, :1]) if mask.dtype == torch.bool else torch.zeros_like(mask[:, :, :1])
     q, mask = torch.cat([q, q[:, :, :1]], 2), torch.cat([mask, all_seeing], 2)
     out, lse = pasa.attention(q, k, v, attn_mask=mask, config=config, return_lse=True, backend="reference")
