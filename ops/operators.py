@@ -11,7 +11,7 @@ are for inference.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -132,21 +132,19 @@ def attention_backward(
     """Return (dq, dk, dv, dmask or empty, dsinks or empty) for heads-first tensors (spec/gradients.py)."""
     call = dense(q, k, v, attn_mask, sinks, is_causal, scale, window_left, window_right, softcap).narrowed()
     operands.check_gradients(grad_out, grad_lse, q, backend)
-    grad_mask, grad_sinks, first = q.new_empty(0), _zeros(sinks, sinks_too, q), k.shape[2] - call.k.shape[2]
-    formula = _formula(backend)
-    if mask_too and attn_mask is not None:
-        grad_mask = torch.zeros((1,) * (4 - attn_mask.dim()) + attn_mask.shape, dtype=torch.float32, device=q.device)
-        seen = grad_mask if grad_mask.shape[3] == 1 else grad_mask[..., first:]
-        formula = partial(spec.gradients, grad_mask=seen, grad_sinks=grad_sinks if sinks_too else None)
-    elif sinks_too:
-        formula = partial(spec.gradients, grad_sinks=grad_sinks)
+    grad_mask, grad_sinks = _zeros(attn_mask, mask_too), _zeros(sinks, sinks_too)
+    first = k.shape[2] - call.k.shape[2]  # keys before it are outside of every window
     with without_autocast(q.device.type):
-        dq, dk, dv = formula(call, grad_out, grad_lse)
+        if grad_mask is None and grad_sinks is None:
+            dq, dk, dv = _formula(backend)(call, grad_out, grad_lse)
+        else:
+            seen = None if grad_mask is None else grad_mask.reshape((1,) * (4 - grad_mask.dim()) + grad_mask.shape)
+            seen = seen if seen is None or seen.shape[3] == 1 else seen[..., first:]
+            dq, dk, dv = spec.gradients(call, grad_out, grad_lse, seen, grad_sinks)
     if first:
         dk, dv = (torch.nn.functional.pad(x, (0, 0, first, 0)) for x in (dk, dv))
-    if mask_too and attn_mask is not None:
-        grad_mask = grad_mask.reshape(attn_mask.shape).to(attn_mask.dtype)
-    return dq.contiguous(), dk.contiguous(), dv.contiguous(), grad_mask, grad_sinks
+    optional = _or_empty(grad_mask, attn_mask, q), _or_empty(grad_sinks, sinks, q)
+    return dq.contiguous(), dk.contiguous(), dv.contiguous(), *optional
 
 
 @attention_backward.register_fake
@@ -154,8 +152,8 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     grad_out, grad_lse, q, k, v, attn_mask, sinks, *limits, mask_too, sinks_too, backend = arguments
     dense(q, k, v, attn_mask, sinks, *limits)
     operands.check_gradients(grad_out, grad_lse, q, backend)
-    of_mask = q.new_empty(0) if not mask_too or attn_mask is None else attn_mask.new_empty(attn_mask.shape)
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), of_mask, _zeros(sinks, sinks_too, q)
+    optional = _or_empty(_zeros(attn_mask, mask_too), attn_mask, q), _or_empty(_zeros(sinks, sinks_too), sinks, q)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), *optional
 
 
 @torch.library.custom_op("pasa::attention_varlen_backward", mutates_args=())
@@ -180,10 +178,10 @@ def attention_varlen_backward(
     limits = is_causal, scale, window_left, window_right, softcap
     call = packed(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, *limits).narrowed()
     operands.check_gradients(grad_out, grad_lse, q, backend)
-    grad_sinks = _zeros(sinks, sinks_too, q)
-    formula = partial(spec.gradients, grad_sinks=grad_sinks) if sinks_too else _formula(backend)
+    grad_sinks = _zeros(sinks, sinks_too)
     with without_autocast(q.device.type):
-        return *spec.packed_gradients(formula, call, grad_out, grad_lse), grad_sinks
+        grads = spec.packed_gradients(_formula(backend), call, grad_out, grad_lse, grad_sinks)
+    return *grads, _or_empty(grad_sinks, sinks, q)
 
 
 @attention_varlen_backward.register_fake
@@ -191,12 +189,18 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     grad_out, grad_lse, q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, *limits, sinks_too, backend = arguments
     packed(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, *limits)
     operands.check_gradients(grad_out, grad_lse, q, backend)
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), _zeros(sinks, sinks_too, q)
+    of_sinks = _or_empty(_zeros(sinks, sinks_too), sinks, q)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), of_sinks
 
 
-def _zeros(sinks: Tensor | None, wanted: bool, q: Tensor) -> Tensor:
-    """Return zeros for the gradient of sinks (Hq,) in FP32, or an empty tensor."""
-    return q.new_zeros(q.shape[1] if wanted and sinks is not None else 0, dtype=torch.float32)
+def _zeros(x: Tensor | None, needed: bool) -> Tensor | None:
+    """Return FP32 zeros for the gradient of a mask or of sinks, or None if it is not needed."""
+    return x.new_zeros(x.shape, dtype=torch.float32) if needed and x is not None else None
+
+
+def _or_empty(grad: Tensor | None, x: Tensor | None, q: Tensor) -> Tensor:
+    """Return a gradient in the dtype of its tensor, or an empty tensor, because an operator cannot return None."""
+    return q.new_empty(0) if grad is None or x is None else grad.to(x.dtype)
 
 
 def _formula(backend: str) -> Callable[[Call, Tensor | None, Tensor | None], spec.Gradients]:

@@ -22,6 +22,8 @@ SAMPLES = {
     "bool mask": {"attn_mask": torch.ones(33, 70).bool().tril(9)},
     "float mask": {"attn_mask": torch.zeros(2, 1, 1, 70).requires_grad_()},
     "diagnose": {"diagnose": True, "precision": "partial"},
+    "window": {"window_left": 20, "window_right": 3, "softcap": 20.0, "return_max_logits": True},
+    "sinks": {"sinks": torch.tensor([1.0, 0.0, -1.0, 2.0]).requires_grad_(), "is_causal": True, "window_left": 9},
 }
 
 
@@ -48,25 +50,29 @@ def test_backward_operators_pass_opcheck(gradients):
     q, k, v = (x.detach() for x in inputs((30, 30), batch=1))
     lse = torch.ones(1, 4, 30) if gradients != "out" else None
     out = None if gradients == "lse" else q.clone()
-    mask = torch.zeros(30, 30)
-    opcheck(torch.ops.pasa.attention_backward.default, (out, lse, q, k, v, mask, False, 0.2, True, "reference"))
+    mask, sinks, limits = torch.zeros(30, 30), torch.zeros(4).half(), (12, 2, 20.0)
+    opcheck(
+        torch.ops.pasa.attention_backward.default,
+        (out, lse, q, k, v, mask, sinks, False, 0.2, *limits, True, True, "reference"),
+    )
     q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
     out, lse = (None if x is None else x[0].transpose(0, 1) for x in (out, lse))
-    how = (EDGES, EDGES, True, None, "reference")
+    how = (EDGES, EDGES, sinks, True, None, *limits, True, "reference")
     opcheck(torch.ops.pasa.attention_varlen_backward.default, (out, lse, q, k, v, *how))
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiles_into_one_graph_with_its_backward_pass(backend):
     torch.compiler.reset()
-    mask = torch.linspace(-1, 1, 70).requires_grad_()
+    mask, sinks = torch.linspace(-1, 1, 70).requires_grad_(), torch.linspace(-1, 1, 4).half().requires_grad_()
 
-    def step(q, k, v, mask):
-        out, lse = pasa.attention(q * 1, k, v, attn_mask=mask, is_causal=True, return_lse=True)
+    def step(q, k, v, mask, sinks):
+        how = {"attn_mask": mask, "sinks": sinks, "is_causal": True, "window": (40, 0), "softcap": 30.0}
+        out, lse = pasa.attention(q * 1, k, v, **how, return_lse=True)
         return out.float().square().sum() + lse[..., 5:].sum()
 
     def run(function):
-        tensors = [*inputs(), mask]
+        tensors = [*inputs(), mask, sinks]
         return torch.autograd.grad(function(*tensors), tensors)
 
     for got, expected in zip(run(torch.compile(step, fullgraph=True, backend=backend)), run(step), strict=True):

@@ -12,8 +12,10 @@ from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pasa
+from pasa.ops.arguments import LIMITS
 from pasa.ops.attention.options import AttentionOptions
 from tests.inputs import DEVICE, normal_qkv
+from tests.pages import make_pages
 
 SAMPLES = {
     "plain": {},
@@ -22,6 +24,8 @@ SAMPLES = {
     "float mask": {"attn_mask": torch.zeros(2, 1, 1, 70)},
     "diagnose": {"diagnose": True, "precision": "partial"},
     "paper": {"recovery": "paper", "beta": 0.9, "scale": 0.2},
+    "window": {"window_left": 20, "window_right": 3, "return_max_logits": True},
+    "sinks": {"sinks": torch.tensor([1.0, 0.0, -1.0, 2.0]), "softcap": 20.0, "return_max_logits": True},
 }
 
 
@@ -36,11 +40,18 @@ def test_attention_passes_opcheck_on_strided_bf16():
     opcheck(torch.ops.pasa.attention.default, (q, k, v))
 
 
-@pytest.mark.parametrize("diagnose", [False, True])
-def test_varlen_passes_opcheck(diagnose):
+@pytest.mark.parametrize("how", [{}, {"diagnose": True}, SAMPLES["window"], SAMPLES["sinks"]], ids=str)
+def test_varlen_passes_opcheck(how):
     q, k, v = (x[0].transpose(0, 1) for x in normal_qkv((4, 2), (30, 30), 32))
     edges = torch.tensor([0, 10, 30])
-    opcheck(torch.ops.pasa.attention_varlen.default, (q, k, v, edges, edges), {"diagnose": diagnose})
+    opcheck(torch.ops.pasa.attention_varlen.default, (q, k, v, edges, edges), how)
+
+
+@pytest.mark.parametrize("how", [SAMPLES["window"], SAMPLES["sinks"]], ids=str)
+def test_paged_passes_opcheck(how):
+    pages = make_pages([5, 0, 40], (4, 2), stale=0.0)
+    tensors = pages.q, pages.k_cache, pages.v_cache, pages.table, pages.lengths
+    opcheck(torch.ops.pasa.attention_paged.default, tensors, how)
 
 
 @pytest.mark.parametrize("sample", ["plain", "causal", "bool mask", "paper"])
@@ -75,7 +86,8 @@ def test_options_are_handed_on_in_order(op):
     names = [field.name for field in dataclasses.fields(options)]
     assert options.arguments == tuple(getattr(options, name) for name in names)
     schema = [a.name for a in getattr(torch.ops.pasa, op).default._schema.arguments]
-    assert schema[schema.index("scale") + 1 :] == [*names, "diagnose", "backend"]
+    limits = [each.split()[1].split("=")[0] for each in LIMITS]
+    assert schema[schema.index("is_causal") :] == [*limits, *names, "diagnose", "backend"]
 
 
 @pytest.mark.parametrize("layout", ["HND", "NHD"])
@@ -90,6 +102,25 @@ def test_compiles_into_one_graph(layout):
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     for got, expected in zip(compiled(q, k, v), step(q, k, v), strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_windows_sinks_and_soft_caps_compile():
+    q, k, v = normal_qkv((4, 2), (33, 70), 32)
+    pages, edges = make_pages([5, 0, 40], (4, 2)), torch.tensor([0, 33])
+    how = {"window": (20, 0), "softcap": 20.0, "return_lse": True, "return_max_logits": True}
+
+    def step(q, k, v, sinks):
+        packed = (x[0].transpose(0, 1) for x in (q, k[:, :, :33], v[:, :, :33]))
+        return (
+            *pasa.attention(q, k, v, sinks=sinks, **how),
+            *pasa.attention_varlen(*packed, edges, edges, 33, 33, sinks=sinks, **how),
+            *pasa.attention_paged(pages.q, *pages[1:5], sinks=sinks, **how),
+        )
+
+    sinks = torch.tensor([1.0, 0.0, -1.0, 2.0])
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for got, expected in zip(compiled(q, k, v, sinks), step(q, k, v, sinks), strict=True):
         assert torch.equal(got, expected)
 
 
@@ -143,14 +174,14 @@ def geometry(results):
 @pytest.mark.parametrize("op", ["attention", "attention_varlen"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("strided", [False, True])
-@pytest.mark.parametrize("diagnose", [False, True])
-def test_fake_kernel_has_the_true_geometry(op, dtype, strided, diagnose):
+@pytest.mark.parametrize("how", [{}, {"diagnose": True, "return_max_logits": True}], ids=str)
+def test_fake_kernel_has_the_true_geometry(op, dtype, strided, how):
     call = getattr(torch.ops.pasa, op)
     real = arguments(op, dtype, strided)
     with FakeTensorMode() as mode:
         fake = {name: mode.from_tensor(x) for name, x in real.items()}
-        stated = geometry(call(**fake, diagnose=diagnose))
-    assert stated == geometry(call(**real, diagnose=diagnose))
+        stated = geometry(call(**fake, **how))
+    assert stated == geometry(call(**real, **how))
 
 
 @pytest.mark.parametrize("layout", ["HND", "NHD"])

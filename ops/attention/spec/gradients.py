@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -38,6 +39,7 @@ from torch import Tensor
 from pasa.ops.attention.call import Call
 from pasa.ops.attention.spec.masking import KeyMask, dense_mask, fitting_mask, hidden_keys, read_mask
 from pasa.ops.attention.spec.scores import matmul_rows, soft_capped
+from pasa.ops.numerics.formats import FP32_MAX
 
 BLOCK = 128  # keys of a tile; it changes no number except by the order of sums
 Gradients = tuple[Tensor, Tensor, Tensor]
@@ -91,7 +93,8 @@ def gradients(
     if call.softcap:
         centre = torch.zeros_like(centre)  # a cap needs the true scores
     longer = ((keys - centre).abs() > keys.abs()) & ~hidden
-    sinks = None if call.sinks is None else call.sinks.to(rows.dtype).reshape(-1, rows.shape[2], 1, 1)
+    sinks = None if call.sinks is None else call.sinks.to(rows.dtype).clamp(max=FP32_MAX)
+    sinks = None if sinks is None else sinks.reshape(-1, rows.shape[2], 1, 1)
     plain = keys if bool(longer.any()) else None
     tiles = RecomputedScores(rows, keys - centre, values, grad, mask, scale, plain, call.softcap, sinks, centre)
     lse_part = None if grad_lse is None else grad_lse.to(rows.dtype).reshape(*rows.shape[:-1], 1)
@@ -111,15 +114,21 @@ def packed_gradients(
     call: Call,
     grad_out: Tensor | None,
     grad_lse: Tensor | None,
+    grad_sinks: Tensor | None = None,
 ) -> Gradients:
     """Return the gradients of packed sequences (T, H, D), computed one sequence after another.
 
-    `one` computes a sequence: `gradients` here, or a backend's. Lengths are read on the host.
+    `one` computes a sequence: `gradients` here, or a backend's, which has no gradient of sinks. Lengths are read on the
+    host.
     """
+    if grad_sinks is not None:
+        one = partial(gradients, grad_sinks=grad_sinks)
     q, k, v = call.q, call.k, call.v
     dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))
     edges_q, edges_k = call.edges()
     for (q0, q1), (k0, k1) in zip(pairwise(edges_q), pairwise(edges_k), strict=True):
+        if k0 == k1 and grad_sinks is not None and grad_lse is not None:
+            grad_sinks += grad_lse[q0:q1].sum(0)  # the log-sum-exp of a row without keys is its sink
         if q0 == q1 or k0 == k1:
             continue
         out = None if grad_out is None else grad_out[q0:q1].transpose(0, 1).unsqueeze(0)
