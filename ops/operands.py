@@ -89,7 +89,10 @@ def check_gradients(grad_out: Tensor | None, grad_lse: Tensor | None, q: Tensor,
         raise ValueError(f"backend={backend!r} is not registered; registered: {sorted(BACKENDS)}")
 
 
-def check_watch(q: Tensor, k: Tensor, attn_mask: Tensor | None, totals: Tensor, walked: Tensor, scale: float) -> None:
+def check_watch(
+    q: Tensor, k: Tensor, attn_mask: Tensor | None, totals: Tensor, walked: Tensor, scale: float,
+    left: int = -1, right: int = -1, softcap: float = 0.0,
+) -> None:  # fmt: skip
     """Check the arguments of `watch_scores`: operands of attention without values, and its two counters.
 
     Raises
@@ -98,7 +101,7 @@ def check_watch(q: Tensor, k: Tensor, attn_mask: Tensor | None, totals: Tensor, 
         Naming the argument and its value.
     """
     check_attention(q, k, k, attn_mask)
-    check_scale(scale)
+    check_limits(scale, left, right, softcap)
     for name, x, size in (("totals", totals, 5), ("walked", walked, 1)):
         if x.dtype != torch.int64:
             raise TypeError(f"{name} is {x.dtype}, expected int64")

@@ -298,21 +298,35 @@ def _(*arguments: Any) -> None:
 
 @torch.library.custom_op("pasa::watch_scores", mutates_args=("totals", "walked"))
 def watch_scores(
-    q: Tensor, k: Tensor, attn_mask: Tensor | None, totals: Tensor, walked: Tensor, is_causal: bool, scale: float
+    q: Tensor,
+    k: Tensor,
+    attn_mask: Tensor | None,
+    totals: Tensor,
+    walked: Tensor,
+    is_causal: bool,
+    scale: float,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
 ) -> None:
     """Sample query rows of q (B, Hq, Sq, D), and add the counts of `spec.watch.count_scores` to `totals`.
 
     The call never waits for the device. `walked` (1,), INT64, on the CPU, is the number of query rows
     of all earlier calls, sampled or not; this call adds its rows.
     """
-    operands.check_watch(q, k, attn_mask, totals, walked, scale)
+    window = window_left, window_right
+    operands.check_watch(q, k, attn_mask, totals, walked, scale, *window, softcap)
     rows = q.shape[0] * q.shape[1] * q.shape[2]
     sampled = watch.sample(walked.tolist()[0], rows)
     walked += rows
     if not sampled:
         return
+    call = q, k, attn_mask, totals, is_causal, scale, sampled
     with without_autocast(q.device.type), torch.no_grad():
-        score_counter(q.device.type, q.shape[-1])(q, k, attn_mask, totals, is_causal, scale, sampled)
+        if window != NO_WINDOW or softcap:  # the kernels have neither
+            watch.count_scores(*call, window, softcap)
+        else:
+            score_counter(q.device.type, q.shape[-1])(*call)
 
 
 def score_counter(device: str, head_dim: int) -> Callable[..., None]:
@@ -323,5 +337,5 @@ def score_counter(device: str, head_dim: int) -> Callable[..., None]:
 
 @watch_scores.register_fake
 def _(*arguments: Any) -> None:
-    q, k, attn_mask, totals, walked, _, scale = arguments
-    operands.check_watch(q, k, attn_mask, totals, walked, scale)
+    q, k, attn_mask, totals, walked, _, *limits = arguments
+    operands.check_watch(q, k, attn_mask, totals, walked, *limits)

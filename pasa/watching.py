@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pasa.keywords import hint_at_arguments
 from pasa.ops import dispatch, operators
+from pasa.ops.attention.call import NO_WINDOW
 from pasa.ops.attention.spec.watch import FIELDS, STRIDE, sample
 from pasa.patching import components_of
 from pasa.patching.callbacks import BINDING, Callbacks, patched_modules, removed_modules
@@ -148,7 +149,16 @@ class _Counter:
         if weight is not None and not weight.is_meta:
             self._table_on(weight.device)
 
-    def __call__(self, q: Tensor, k: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float) -> None:
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+        scale: float,
+        window: tuple[int, int] = NO_WINDOW,
+        softcap: float = 0.0,
+    ) -> None:
         if not torch.compiler.is_compiling():
             batch, heads, rows, _ = q.shape
             rows *= batch * heads
@@ -158,9 +168,8 @@ class _Counter:
         table = self._tables.get(q.device)
         if table is None:
             table = self._table_on(q.device)
-        dispatch.call(
-            operators.watch_scores, q.detach(), k.detach(), attn_mask, table, self._walked, is_causal, scale
-        )  # fmt: skip
+        tensors = q.detach(), k.detach(), attn_mask, table, self._walked
+        dispatch.call(operators.watch_scores, *tensors, is_causal, scale, *window, softcap)
 
     def _table_on(self, device: torch.device) -> Tensor:
         with torch.inference_mode(False):

@@ -46,7 +46,7 @@ def all_arguments(operator: str, backend: str = "reference", device: str = "cpu"
             "totals": torch.zeros(5, dtype=torch.int64, device=device),
             "walked": torch.full((1,), 500, dtype=torch.int64),  # row 10 of the call is sampled
         }
-        return {"q": q, "k": k, "attn_mask": mask} | counts | {"is_causal": False, "scale": 0.25}
+        return {"q": q, "k": k, "attn_mask": mask} | counts | limits
     if operator == "attention_backward":
         given = {"grad_out": q.clone(), "grad_lse": torch.zeros(2, 4, 12, device=device), "q": q, "k": k, "v": v}
         how = {"attn_mask": mask, "sinks": forward["sinks"]} | limits

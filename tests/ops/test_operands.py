@@ -13,6 +13,8 @@ BATCHED = ("attention", "attention_backward")
 PACKED = ("attention_varlen", "attention_varlen_backward")
 PAGED = ("attention_paged", "write_pages")
 KEYS = (*BATCHED, *PACKED)
+SCORED = (*FORWARD, *BACKWARD)
+LIMITED = (*SCORED, "watch_scores")
 
 
 def narrowed(dim):
@@ -41,6 +43,14 @@ BAD = [
     (KEYS, "k", lambda x: x.to("meta"), "k is on meta but q is on"),
     (KEYS, "scale", lambda _: -1.0, "scale=-1.0 is outside"),
     (KEYS, "scale", lambda _: float("nan"), "scale=nan is outside"),
+    (SCORED, "sinks", narrowed(0), r"sinks has shape \(3,\), expected one score a query head: \(4,\)"),
+    (SCORED, "sinks", lambda x: x[None], r"sinks has shape \(1, 4\)"),
+    (SCORED, "sinks", lambda x: x.int(), "sinks is torch.int32, expected one of"),
+    (SCORED, "sinks", lambda x: x.to("meta"), "sinks is on meta but q is on"),
+    (LIMITED, "window_left", lambda _: -2, r"window=\(-2, -1\) has a number below -1"),
+    (LIMITED, "window_right", lambda _: -9, r"window=\(-1, -9\) has a number below -1"),
+    (LIMITED, "softcap", lambda _: -30.0, "softcap=-30.0 is outside 2.-20 to 2.20"),
+    (LIMITED, "softcap", lambda _: float("nan"), "softcap=nan is outside"),
     (FORWARD, "block_k", lambda _: -128, "block_k=-128 is not an integer from 1 to 65536"),
     (FORWARD, "block_q", lambda _: 0, "block_q=0 is not an integer from 1 to 65536"),
     (FORWARD, "softmax", lambda _: "fair", "softmax='fair' is not one of"),
@@ -108,6 +118,9 @@ REMEDIES = [
     ("attention_varlen", "cu_seqlens_q", lambda x: x.float(), r"call \.int\(\)"),
     ("attention_paged", "k_cache", lambda x: x.mT.contiguous().mT, r"call \.contiguous\(\)"),
     ("attention_paged", "v_cache", narrowed(0), "give two of one shape"),
+    ("attention", "sinks", lambda x: x.int(), r"call \.float\(\)"),
+    ("attention_paged", "softcap", lambda _: 1e9, "leave it out for no cap"),
+    ("attention_varlen", "window_left", lambda _: -2, "-1 is an unlimited side"),
     ("attention_backward", "grad_lse", lambda x: x.int(), r"call \.float\(\)"),
 ]
 
@@ -145,7 +158,7 @@ def test_kernels_take_lengths_from_the_host():
 
     Story: lengths left on the CPU were a wild pointer for a kernel on a GPU.
     """
-    arguments = all_arguments("attention_varlen", "triton", DEVICE)
+    arguments = all_arguments("attention_varlen", "triton", DEVICE) | {"sinks": None}
     expected = OPERATORS["attention_varlen"](**arguments)[0]
     host = {name: arguments[name].cpu() for name in ("cu_seqlens_q", "cu_seqlens_k")}
     assert torch.equal(OPERATORS["attention_varlen"](**arguments | host)[0], expected)

@@ -51,6 +51,7 @@ def masked(*shape, dtype=torch.bool, **how):
                  attn_mask=torch.ones(shape, dtype=dtype), **how)  # fmt: skip
 
 
+SINKS = torch.zeros(4)
 LINEAR = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.MultiheadAttention(4, 2))
 FROM_NUMPY = r"torch\.from_numpy"
 
@@ -65,6 +66,13 @@ BAD = {
     "softmax_scale": (lambda: dense(softmax_scale=0.5), TypeError, r"'softmax_scale' \(0\.5\)", "use scale"),
     "causal": (lambda: dense(causal=True), TypeError, r"'causal' \(True\)", "use is_causal"),
     "window_size": (lambda: dense(window_size=(4, 0)), TypeError, r"\(\(4, 0\)\)", r"window=\(left, right\)"),
+    "sliding_window": (lambda: paged(sliding_window=4), TypeError, r"'sliding_window' \(4\)", r"window=\(left, "),
+    "logits_soft_cap": (lambda: varlen(logits_soft_cap=30.0), TypeError, r"\(30\.0\)", "use softcap"),
+    "s_aux": (lambda: dense(s_aux=SINKS), TypeError, "'s_aux'", "use sinks"),
+    "max_logits": (lambda: dense(max_logits=True), TypeError, r"'max_logits' \(True\)", "use return_max_logits"),
+    "a ring's window": (lambda: ring(window_size=(4, 0)), TypeError, r"\(\(4, 0\)\)", "only pasa.attention, .*paged"),
+    "a ring's sinks": (lambda: ring(s_aux=SINKS), TypeError, "'s_aux'", "only pasa.attention, .*paged take it"),
+    "a ring's cap": (lambda: ring(softcap=30.0), TypeError, r"'softcap' \(30\.0\)", "only pasa.attention"),
     "alibi_slopes": (lambda: dense(alibi_slopes=Q), TypeError, "'alibi_slopes'", "float attn_mask"),
     "is_casual": (lambda: dense(is_casual=True), TypeError, "'is_casual'", "did you mean is_causal"),
     "recovery": (lambda: dense(recovery="paper"), TypeError, "'recovery'", r"config=pasa\.PasaConfig\(recovery="),
@@ -171,6 +179,26 @@ BAD = {
     "is_causal": (lambda: dense(is_causal="yes"), TypeError, "is_causal='yes' is a str, not a bool", "True or False"),
     "NumPy bool": (lambda: dense(is_causal=np.True_), TypeError, "is_causal", r"bool\(is_causal\)"),
     "return_lse": (lambda: dense(return_lse=1), TypeError, "return_lse=1 is a int, not a bool", "True or False"),
+    "return_max_logits": (lambda: paged(return_max_logits=1), TypeError, "return_max_logits=1 is a int", "True or"),
+    "window as a number": (
+        lambda: dense(window=4), TypeError, "window=4 is not a pair", r"pass window=\(4 - 1, 0\) for 4 keys"
+    ),
+    "window as True": (lambda: dense(window=True), TypeError, "window=True", r"\(left, right\) of integers"),
+    "window of floats": (lambda: varlen(window=(4.0, 0)), TypeError, r"window=\(4\.0, 0\)", "pass two integers"),
+    "window of None": (lambda: dense(window=(None, 0)), TypeError, r"window=\(None, 0\)", "-1 is unlimited"),
+    "window of one": (lambda: paged(window=(4,)), TypeError, r"window=\(4,\)", "pass two integers"),
+    "negative window": (lambda: dense(window=(-2, 0)), ValueError, r"window=\(-2, 0\)", "-1 is an unlimited side"),
+    "softcap": (lambda: dense(softcap=-30.0), ValueError, "softcap=-30.0", "2.-20 to 2.20 nats: leave it out"),
+    "small softcap": (lambda: paged(softcap=1e-9), ValueError, "softcap=1e-09", "leave it out for no cap"),
+    "infinite softcap": (lambda: varlen(softcap=np.inf), ValueError, "softcap=inf", "leave it out for no cap"),
+    "softcap as a string": (lambda: dense(softcap="x"), TypeError, "softcap='x' is a str", "pass a float"),
+    "softcap as a tensor": (lambda: dense(softcap=torch.tensor(9.0)), TypeError, "a Tensor", r"float\(softcap\)"),
+    "softcap as True": (lambda: dense(softcap=True), TypeError, "softcap=True is a bool", "pass a float"),
+    "sinks as a list": (lambda: dense(sinks=[0.0] * 4), TypeError, "sinks is a list", r"torch\.tensor"),
+    "NumPy sinks": (lambda: varlen(sinks=np.zeros(4)), TypeError, "sinks is a ndarray", FROM_NUMPY),
+    "sinks of FP64": (lambda: paged(sinks=SINKS.double()), TypeError, "sinks is torch.float64", r"\.float\(\)"),
+    "sinks of key heads": (lambda: dense(sinks=SINKS[:2]), ValueError, r"sinks has shape \(2,\)", "query head.*4"),
+    "sinks on meta": (lambda: dense(sinks=SINKS.to("meta")), ValueError, "sinks is on meta but q is on", "no data"),
     "config": (lambda: dense(config={"recovery": "paper"}), TypeError, "config is a dict", r"PasaConfig\(\*\*config\)"),
     "config class": (lambda: dense(config=pasa.PasaConfig), TypeError, "config is a type", r"PasaConfig\(\)"),
     "backend type": (lambda: dense(backend=0), TypeError, "backend=0 is a int", r"pasa\.backends\(\)"),

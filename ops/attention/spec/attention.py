@@ -56,6 +56,9 @@ def attend(call: Call) -> Results:
     softmax="unbiased_paper" warns of rows whose largest weights underflow; if all weights of a row do, its output is
     NaN.
     """
+    if call.softcap:
+        # A cap needs the true score. It passes no more of an FP32 rounding on, so anchors would gain nothing.
+        call = replace(call, options=replace(call.options, precision="fp32"))
     if call.pages is not None:
         return attend_gathered(attend, call)
     return _attend_packed(call) if call.cu_q is not None else _attend_dense(call)

@@ -9,7 +9,7 @@ alone.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -110,16 +110,10 @@ class ScoreModel(Protocol):
 
 
 def score_model(call: Call, q: Tensor, k: Tensor) -> ScoreModel:
-    """Return the model that a call selects for queries (B, Hkv, G, Sq, D) and keys (B, Hkv, Skv, D).
-
-    A soft cap needs the true score. In FP32 it is rounded as far as the cap lets an error through, so anchors would
-    gain nothing.
-    """
+    """Return the model that a call selects for queries (B, Hkv, G, Sq, D) and keys (B, Hkv, Skv, D)."""
     options, scale = call.options, call.scale
-    if call.softcap:
-        return FlashScores(replace(options, precision="fp32"), k, scale, call.softcap)
     if options.precision != "pasa":
-        return FlashScores(options, k, scale)
+        return FlashScores(options, k, scale, call.softcap)
     return PaperScores(options, k, scale) if options.recovery == "paper" else ExactScores(options, q, scale)
 
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pasa.ops.attention.call import NO_WINDOW, Call
 from pasa.ops.attention.spec.repeated_maxima import EPSILON
-from pasa.ops.attention.spec.scores import RESCUE_REACH
+from pasa.ops.attention.spec.scores import RESCUE_REACH, soft_capped
 from pasa.ops.numerics.formats import FP16_MAX
 
 # One query row in STRIDE is sampled. It is a prime, so that heads and batch entries differ in their
@@ -27,7 +28,15 @@ def sample(counted: int, rows: int) -> range:
 
 
 def count_scores(
-    q: Tensor, k: Tensor, attn_mask: Tensor | None, totals: Tensor, is_causal: bool, scale: float, sampled: range
+    q: Tensor,
+    k: Tensor,
+    attn_mask: Tensor | None,
+    totals: Tensor,
+    is_causal: bool,
+    scale: float,
+    sampled: range,
+    window: tuple[int, int] = NO_WINDOW,
+    softcap: float = 0.0,
 ) -> None:
     """Add the counts of one call to `totals` (5,), INT64, in the order of `FIELDS`.
 
@@ -58,7 +67,10 @@ def count_scores(
     sampled : range
         The sampled rows among the B Hq Sq rows of this call, as `sample` returns them: the start is
         below the step, and the stop is the number of rows.
+    window, softcap
+        As for attention. Scores are counted after the cap, but `saturated` before it.
     """
+    lower, upper = Call(q, k, k, scale, is_causal=is_causal, window=window).band(q.shape[2], k.shape[2])
     (batch, heads, rows, _), (kv_heads, keys) = q.shape, k.shape[1:3]
     mask = None if attn_mask is None else attn_mask.expand(batch, heads, rows, keys)
     length = heads // kv_heads * rows
@@ -70,10 +82,13 @@ def count_scores(
         entry, kv_head, row = pair // kv_heads, pair % kv_heads, index % rows
         at = entry, kv_head * (heads // kv_heads) + index // rows, row
         products = q.detach()[at].half().float() @ k.detach()[entry, kv_head].half().float().mT  # FP16, as attention
-        scores = products * scale
+        scores = soft_capped(products * scale, softcap)
         visible = torch.ones_like(scores, dtype=torch.bool)
-        if is_causal:
-            visible = torch.arange(keys, device=q.device) <= (row + (keys - rows)).unsqueeze(1)
+        ahead = torch.arange(keys, device=q.device) - row.unsqueeze(1)
+        if upper is not None:
+            visible = ahead <= upper
+        if lower is not None:
+            visible = visible & (ahead >= lower)
         if mask is not None and mask.dtype == torch.bool:
             visible = visible & mask[at]
         elif mask is not None:

@@ -107,6 +107,26 @@ def test_a_maximum_repeated_in_another_share_of_the_keys_is_found(count):
     assert count(q.half(), k.half(), None, False, 1.0, 0)["repeated"] == 0
 
 
+@pytest.mark.parametrize("window", [(20, 0), (-1, 40), (0, 0), (50, -1)], ids=str)
+def test_windows_count_as_masks_do(window):
+    q, k, _, causal = whole_numbers("grouped", 60)
+    ahead = torch.arange(300) - torch.arange(130)[:, None] - 170
+    inside = ((ahead >= -window[0]) | (window[0] < 0)) & ((ahead <= window[1]) | (window[1] < 0))
+    totals = torch.zeros(5, dtype=torch.int64)
+    watch.count_scores(q, k, None, totals, causal, 0.125, sampled(q, 7), window)
+    assert dict(zip(watch.FIELDS, totals.tolist(), strict=True)) == defined(q, k, inside, causal, 0.125, 7)
+
+
+def test_scores_are_counted_after_their_cap():
+    """Capped, two large scores repeat a row's maximum; products beyond FP16 still count as saturated."""
+    q, k = torch.full((1, 1, 1, 16), 100.0).half(), torch.zeros(1, 1, 900, 16).half()
+    k[0, 0, 3], k[0, 0, 700] = 500.0, 100.0
+    totals = torch.zeros(2, 5, dtype=torch.int64)
+    for row, softcap in zip(totals, (0.0, 30.0), strict=True):
+        watch.count_scores(q, k, None, row, False, 0.125, range(0, 1, STEP), softcap=softcap)
+    assert totals.tolist() == [[1, 0, 0, 900, 2], [1, 1, 0, 900, 2]]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_other_dtypes_and_layouts_give_the_same_counts(count, dtype):
     q, k, mask, causal = whole_numbers("grouped", 60)

@@ -252,6 +252,19 @@ def test_gradients(lengths, sunk, softcap, mask):
             assert max_error(mine, true) <= 2 * max_error(theirs, true) + 2.0**-20 * (1 + true.abs().max()), name
 
 
+@pytest.mark.parametrize("softcap", [None, 0.5])
+def test_diagnostics_count_what_the_window_shows(softcap):
+    """Maxima are over the keys in the window, whatever the soft cap, and tiles are those that were computed."""
+    q, k, v = normal_qkv((2, 2), (512, 512), 32)
+    k[:, :, 300] = 1000.0
+    with pasa.record_diagnostics() as records:
+        pasa.attention(q, k, v, window=(20, 0), softcap=softcap, sinks=torch.zeros(2))
+    products = (q.double() @ k.double().mT).where(seen(512, 512, window=(20, 0)), 0.0).abs()
+    torch.testing.assert_close(records[0].max_score_before, products.amax((-1, -2)), rtol=1e-6, atol=0)
+    assert torch.equal(records[0].tiles, torch.full((1, 2), 4.0 + 3).double())  # the diagonal, and what reaches below
+    assert not records[0].saturated.any()
+
+
 def test_gradients_of_packed_sequences_are_those_of_their_parts():
     """Sinks get gradients from every sequence; of one without keys, only its log-sum-exp depends on them."""
     q, k, v = normal_qkv((4, 2), (12, 90), 16)
