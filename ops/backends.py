@@ -127,11 +127,12 @@ class Backend:
         if not self.head_dims[0] <= request.head_dim <= self.head_dims[1]:
             reasons.append(f"head dim {request.head_dim} is outside {self.head_dims[0]} to {self.head_dims[1]}")
         for feature in request.features:
-            reasons += self._feature_refusals(feature, options)
+            reasons += self.feature_refusals(feature, options)
         absent = self.missing()
         return reasons if absent is None else [absent, *reasons]
 
-    def _feature_refusals(self, feature: str, options: AttentionOptions) -> list[str]:
+    def feature_refusals(self, feature: str, options: AttentionOptions) -> list[str]:
+        """Return every reason why this backend cannot serve one feature of a call with these options."""
         if feature not in self.features:
             return [f"{feature} are not supported"]
         return [

@@ -15,10 +15,10 @@ from torch import Tensor
 import pasa
 from pasa.eval.random_calls.backends import NPU, REFERENCE, TRITON, available
 from pasa.eval.random_calls.cases import Kind, Measures, Params
-from pasa.eval.random_calls.inputs import MASKS, STRIDES, Call, guaranteed, indices, make
-from pasa.eval.random_calls.judge import HALF_ULP, Arithmetic, against_naive, judge, worst
+from pasa.eval.random_calls.inputs import MASKS, SINKS, STRIDES, Call, guaranteed, indices, make
+from pasa.eval.random_calls.judge import HALF_ULP, Arithmetic, against_naive, count_wrong_maxima, judge, worst
 from pasa.eval.random_calls.number_draws import ORDINARY, ORDINARY_VALUES, SCORES, VALUES
-from pasa.eval.random_calls.truth import Truth, find_truth, naive_fp16, pieces
+from pasa.eval.random_calls.truth import Truth, find_truth, naive_fp16, pieces, prepare
 from pasa.ops.attention.options import CHOICES
 from pasa.ops.registry import BACKENDS
 
@@ -28,6 +28,9 @@ SCALES = (None,) * 7 + (1e-4, 1.0, 30.0, 2.0**-80, 2.0**80)
 BASELINES = CHOICES["precision"][1:]
 LAST_LAYOUTS = ("NHD", "BSND")
 PACKED_STRIDES = ("contiguous", "sliced", "turned", "offset", "reversed")  # those of `STRIDES` for three axes
+WINDOWS = ([0, 0], [3, 0], [17, -1], [-1, 4], [40, 9], [200, 200])
+SOFTCAPS = (1.0, 30.0, 50.0)
+FEATURES = {"window": "windows", "softcap": "soft caps", "sinks": "sinks", "max_logits": "max logits"}
 CONFIG = asdict(pasa.PasaConfig())
 # Of what is bounded by its inputs only, in nats, on N(0, 1) data: a stored score is off by up to 2^-8; the published
 # recovery multiplies a mean by up to 64 (accumulate="fp32": rounded once, of 128 scores), in FP16 rows a rounded one.
@@ -61,6 +64,8 @@ def draw(rng: Random) -> Params:
         "overflow": rng.choice(("inf", "saturate")), "accumulate": rng.choice(("fp32", "fp32", "fp16")),
         "block_q": rng.choice((128, 128, 16, 1, 7)), "block_k": rng.choice((128, 128, 64, 32, 16, 5, 1, 65536)),
         "beta": rng.choice((None, 0.0, 0.5, 0.9375)) if recovery == "paper" else None,
+        "window": rng.choice((*(None,) * 12, *WINDOWS)), "softcap": rng.choice((None,) * 8 + SOFTCAPS),
+        "sinks": rng.choice((*(None,) * 12, *SINKS)), "max_logits": rng.random() < 0.15 or None,
     }  # fmt: skip
     if params["block_k"] == 1 and params["keys"] > 31:  # a loop of so many steps
         params["block_k"] = 5
@@ -69,7 +74,8 @@ def draw(rng: Random) -> Params:
 
 def serve(params: Params, rng: Random) -> Params:
     """Return a call with only what the backend says it can do."""
-    backend = params["backend"]
+    backend, lacks = params["backend"], BACKENDS[params["backend"]].feature_refusals
+    params = params | {name: None for name, feature in FEATURES.items() if lacks(feature, config_of(params))}
     if backend == REFERENCE:
         return params
     accepted = {name: BACKENDS[backend].values(name) or (params[name],) for name in CONFIG}
@@ -97,10 +103,11 @@ def config_of(params: Params) -> pasa.PasaConfig:
     return pasa.PasaConfig(**{name: params[name] for name in CONFIG})
 
 
-def shared_arguments(params: Params) -> Arguments:
-    """Return the arguments that have no tensors, which all functions of attention take."""
+def shared_arguments(params: Params, call: Call) -> Arguments:
+    """Return the arguments that all functions of attention take."""
     names = {"is_causal": "causal", "scale": "scale", "return_lse": "lse", "backend": "backend"}
-    return {name: params[key] for name, key in names.items()} | {"config": config_of(params)}
+    scores = {"window": call.window, "softcap": call.softcap, "sinks": call.sinks}
+    return {name: params[key] for name, key in names.items()} | {"config": config_of(params)} | scores
 
 
 def arguments_of(params: Params, call: Call) -> Arguments:
@@ -116,7 +123,7 @@ def arguments_of(params: Params, call: Call) -> Arguments:
         for name, lengths in zip("qk", zip(*call.sequences, strict=True), strict=True):
             edges = indices(params, list(accumulate(lengths, initial=0)))
             arguments |= {f"cu_seqlens_{name}": edges.to(q.device), f"max_seqlen_{name}": max(lengths)}
-    return dict(zip("qkv", tensors, strict=True)) | arguments | shared_arguments(params)
+    return dict(zip("qkv", tensors, strict=True)) | arguments | shared_arguments(params, call)
 
 
 def attend(params: Params, call: Call) -> Result:
@@ -136,8 +143,11 @@ def heads_first(params: Params, result: Any) -> Result:
 def run(params: Params) -> Measures:
     """Call and judge."""
     call = make(params)
+    function = pasa.attention if call.sequences is None else pasa.attention_varlen
     with available(params["backend"]):
         result, measures = checked(lambda: attend(params, call), params, call.q)
+        rows = [rows for rows, _ in call.sequences or [(1, 1)] * params["batch"]]
+        largest = maxima(params, function, arguments_of(params, call), rows)
         if params["operator"] and not measures["shape"]:
             operator = torch.ops.pasa.attention if call.sequences is None else torch.ops.pasa.attention_varlen
             arguments = arguments_of(params | {"layout": "HND"}, call)
@@ -145,8 +155,14 @@ def run(params: Params) -> Measures:
     if measures["shape"]:
         return measures
     if call.sequences is None:
-        return measures | judged(params, call, *result)
-    return measures | judged_apart(params, pieces(call)[0], *result)
+        return measures | judged(params, call, *result, largest)
+    return measures | judged_apart(params, pieces(call)[0], *result, largest)
+
+
+def maxima(params: Params, function: Callable[..., Any], arguments: Arguments, rows: Sequence[int]) -> Tensor | None:
+    """Return the largest scores of the sequences that have `rows`, if the case asks for largest scores."""
+    wanted = params.get("max_logits")
+    return function(**arguments | {"return_max_logits": True})[-1][[n > 0 for n in rows]] if wanted else None
 
 
 def checked(attend: Callable[[], Result], params: Params, q: Tensor) -> tuple[Result, Measures]:
@@ -165,7 +181,9 @@ def checked(attend: Callable[[], Result], params: Params, q: Tensor) -> tuple[Re
 def by_operator(operator: Any, params: Params, arguments: Arguments, result: Result) -> float:
     """Count the numbers that differ when torch.ops.pasa.* is called itself, and shapes on the device meta."""
     known = {argument.name for argument in operator.default._schema.arguments}
-    options = {name: x for name, x in arguments.items() if name in known} | {name: params[name] for name in CONFIG}
+    options = {name: x for name, x in arguments.items() if name in known and x is not None}
+    options |= dict(zip(("window_left", "window_right"), arguments["window"] or (-1, -1), strict=True))
+    options |= {name: params[name] for name in CONFIG}
     again = operator(**options)
     meta = operator(**{name: x.to("meta") if isinstance(x, Tensor) else x for name, x in options.items()})
     alike = all(a.is_meta and (a.shape, a.dtype) == (b.shape, b.dtype) for a, b in zip(meta, again, strict=True))
@@ -188,10 +206,11 @@ def arithmetic_of(params: Params, keys: int) -> Arithmetic:
     return Arithmetic(getattr(torch, params["dtype"]), stores, params["softmax"] != "safe", fp32_scores)
 
 
-def judged(params: Params, call: Call, out: Tensor, lse: Tensor | None) -> Measures:
+def judged(params: Params, call: Call, out: Tensor, lse: Tensor | None, largest: Tensor | None = None) -> Measures:
     """Judge what is promised of this arithmetic; of what is bounded by its inputs alone, N(0, 1) data."""
     if not call.k.shape[2]:
-        return {"fully-masked": float((out != 0).sum() + (0 if lse is None else (lse != -torch.inf).sum()))}
+        expected = -torch.inf if call.sinks is None else call.sinks.float()[:, None]
+        return {"fully-masked": float((out != 0).sum() + (0 if lse is None else (lse != expected).sum()))}
     # With a scale of 2^80 a rounding decides between two keys.
     ordinary = is_ordinary(params) and params["garbage"] == "none" and params["scale"] in (None, 1e-4, 1.0)
     promised, normal = guaranteed(params), params["data"] == params["values"] == "randn"
@@ -202,6 +221,8 @@ def judged(params: Params, call: Call, out: Tensor, lse: Tensor | None) -> Measu
         return loosely(params, call, truth, out)
     how = arithmetic_of(params, call.k.shape[2])
     measures = judge(truth, out, truth.lse.masked_fill(truth.bad_rows, torch.nan) if lse is None else lse, how)
+    if largest is not None:
+        measures["max-logits"] = count_wrong_maxima(truth, prepare(call).scores.amax(-1), largest)
     if ordinary:
         measures["naive"] = against_naive(truth, naive_fp16(call), out, how)
     return measures
@@ -227,14 +248,17 @@ def loosely(params: Params, call: Call, truth: Truth, out: Tensor) -> Measures:
     }
 
 
-def judged_apart(params: Params, calls: Sequence[Call], out: Tensor, lse: Tensor | None) -> Measures:
+def judged_apart(
+    params: Params, calls: Sequence[Call], out: Tensor, lse: Tensor | None, top: Tensor | None
+) -> Measures:
     """Judge rows (1, Hq, T, D) a sequence at a time; rows behind the last sequence give 0 and -inf."""
     edges = [0, *accumulate(call.q.shape[2] for call in calls), out.shape[2]]
     no_keys = out.new_zeros(1, 1, 0, out.shape[3])
     behind = Call(out[:, :, edges[-2] :], no_keys, no_keys, None, False, 1.0)
     largest: Measures = {}
-    for call, (first, last) in zip((*calls, behind), pairwise(edges), strict=True):
-        measures = judged(params, call, out[:, :, first:last], None if lse is None else lse[:, :, first:last])
+    tops = [*([None] * len(calls) if top is None else top.unsqueeze(1)), None]
+    for call, (first, last), one in zip((*calls, behind), pairwise(edges), tops, strict=True):
+        measures = judged(params, call, out[:, :, first:last], None if lse is None else lse[:, :, first:last], one)
         largest |= {name: max(largest.get(name, 0.0), value) for name, value in measures.items()}
     return largest
 
@@ -254,6 +278,7 @@ SIMPLEST = {
     "backend": REFERENCE, "batch": 1, "heads": 1, "groups": 1, "rows": 1, "keys": 1, "dim": 1, "dtype": "float16",
     "data": "randn", "values": "randn", "mask": "none", "causal": False, "scale": None, "strides": "contiguous",
     "layout": "HND", "garbage": "none", "where": "seen", "diagnose": False, "operator": False,
+    "window": None, "softcap": None, "sinks": None, "max_logits": None,
     "beta": None, **CONFIG,  # beta first, because it needs recovery="paper"
 }  # fmt: skip
 SIMPLEST_PACKED = {name: least for name, least in SIMPLEST.items() if name not in ("rows", "keys", "batch")}

@@ -15,7 +15,7 @@ SEED = "data_seed"
 Params = dict[str, Any]
 """The parameters of a case, as plain values that JSON can hold."""
 Measures = dict[str, float]
-COUNTS = ("shape", "nan", "finite", "fully-masked", "repeat", "same", "diagnosed", "cache", "anchors")
+COUNTS = ("shape", "nan", "finite", "fully-masked", "repeat", "same", "diagnosed", "max-logits", "cache", "anchors")
 """Measures that must be 0. All others are ratios of an error to the allowed error, which must be at most 1."""
 SHRINKS = 200  # attempts to make a failing case simpler
 TWICE_EVERY = 20  # every 20th case may be called twice, and must then give the same bits

@@ -23,6 +23,7 @@ GRADIENT_FLOOR = {"float16": 2.0**-9, "bfloat16": 2.0**-6}  # of the gradient's 
 PLAIN = {
     "backend": REFERENCE, "layout": "HND", "strides": "contiguous", "garbage": "none", "diagnose": False,
     "operator": False, "precision": "pasa", "recovery": "exact", "softmax": "safe", "beta": None, "scale": None,
+    "window": None, "softcap": None, "sinks": None,
 }  # fmt: skip
 
 

@@ -19,6 +19,7 @@ GARBAGE = (torch.nan, torch.inf, -torch.inf)
 LOWEST = (-FP16_MAX, -FP32_MAX, -torch.inf)  # what models write for a key that is masked out
 MASKS = ("none", "bool", "float", "float16", "bfloat16", "row", "keys", "scalar", "heads", "padding", "padding-float",
          "expanded", "strided")  # fmt: skip
+SINKS = {"ordinary": 3.0, "large": 1e4}  # standard deviations
 NO_KEY = 0.1  # share of the entries whose padding leaves no key
 
 
@@ -33,6 +34,9 @@ class Call:
     causal: bool  # the band is aligned to the last row and key
     scale: float
     sequences: tuple[tuple[int, int], ...] | None = None  # rows and keys of each that is packed into batch entry 0
+    window: list[int] | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None  # (Hq,)
 
     def to(self, device: torch.device) -> Call:
         """Return the same call on a device."""
@@ -44,6 +48,9 @@ class Call:
         rows, keys = self.q.shape[2], self.k.shape[2]
         seen = torch.ones(rows, keys, dtype=torch.bool, device=self.q.device)
         seen = seen.tril(keys - rows) if self.causal else seen
+        left, right = self.window or (-1, -1)
+        seen = seen.triu(keys - rows - left) if left >= 0 else seen
+        seen = seen.tril(keys - rows + right) if right >= 0 else seen
         if self.mask is not None:
             seen = seen & (self.mask if self.mask.dtype == torch.bool else self.mask != -torch.inf)
         return seen.expand(*self.q.shape[:3], keys)
@@ -72,7 +79,9 @@ def make(params: Params) -> Call:
     scale = dim**-0.5 if params["scale"] is None else params["scale"]
     packed = "row_lengths" in params
     sequences = tuple(zip(params["row_lengths"], params["key_lengths"], strict=True)) if packed else None
-    call = Call(q, k, v, mask, params["causal"], scale, sequences)
+    # Older cases have none of these parameters.
+    sinks = SINKS[params["sinks"]] * torch.randn(q.shape[1], generator=source) if params.get("sinks") else None
+    call = Call(q, k, v, mask, params["causal"], scale, sequences, params.get("window"), params.get("softcap"), sinks)
     plant(params, call, rng)
     return call
 

@@ -59,7 +59,7 @@ def count_faults(truth: Truth, out: Tensor, lse: Tensor) -> Measures:
     return {
         "nan": float((~torch.isnan(out) & truth.bad).sum() + (~torch.isnan(lse) & truth.bad_rows).sum()),
         "finite": float((~torch.isfinite(out) & good).sum() + (~torch.isfinite(lse) & judged).sum()),
-        "fully-masked": float((out[truth.fully_masked] != 0).sum() + (lse[truth.fully_masked] != -torch.inf).sum()),
+        "fully-masked": float((out[truth.fully_masked] != 0).sum() + (lse != truth.lse)[truth.fully_masked].sum()),
     }
 
 
@@ -83,6 +83,13 @@ def judge(truth: Truth, out: Tensor, lse: Tensor, arithmetic: Arithmetic) -> Mea
         additions = max(MMA_DEPTH, out.shape[-1]) * FP32_UNIT * (truth.norms + truth.added)
         measures["lse-ordinary"] = worst(lse_error, LSE_SLACK + additions, judged)
     return measures
+
+
+def count_wrong_maxima(truth: Truth, top: Tensor, largest: Tensor) -> float:
+    """Count largest scores (B, Hq) that are off by more than those of rows, `top`, may be, or lack a NaN."""
+    slack = truth.eps + LSE_SLACK + 4 * FP32_UNIT * top.abs().nan_to_num(posinf=0.0)
+    inside = ((top - slack).amax(-1) <= largest) & (largest <= (top + slack).amax(-1))
+    return float((~inside).where(~truth.bad_rows.any(-1), ~largest.isnan()).sum())
 
 
 def against_naive(truth: Truth, naive: Tensor, out: Tensor, arithmetic: Arithmetic) -> float:

@@ -233,7 +233,7 @@ def arguments_of(params: Params, call: Call, cache: Cache) -> attention.Argument
         above = 7 * (params["longest"] == "above")
         arguments |= {"max_seqlen_q": max([*(queries or ()), 1]) + above}
         arguments |= {"max_seqlen_k": max(int(cache.lengths.max()), 1) + above}
-    return arguments | attention.shared_arguments(params)
+    return arguments | attention.shared_arguments(params, call)
 
 
 def run_attention(params: Params) -> Measures:
@@ -244,22 +244,23 @@ def run_attention(params: Params) -> Measures:
     with available(params["backend"]):
         cache = fill(params, call, Random(params[SEED]))
         arguments = arguments_of(params, call, cache)
+        queries = [1] * len(cache.members) if params["queries"] is None else params["queries"]
         result, measures = attention.checked(
             lambda: attention.heads_first(params, pasa.attention_paged(**arguments)), params, call.q
         )
+        largest = attention.maxima(params, pasa.attention_paged, arguments, queries)
         measures |= check_fill(params, cache, call)
         if params["operator"] and not measures["shape"]:  # without the anchors where they serve no kernel
             arguments |= {"key_anchors": None} if params["backend"] == REFERENCE else {}
             measures["same"] = attention.by_operator(torch.ops.pasa.attention_paged, params, arguments, result)
     if measures["shape"]:
         return measures
-    queries = [1] * len(cache.members) if params["queries"] is None else params["queries"]
     parts = [
         dataclasses.replace(call, q=call.q[:, :, first:last], k=call.k[:, :, keys], v=call.v[:, :, keys])
         for (first, last), keys in zip(pairwise(accumulate(queries, initial=0)), cache.members, strict=True)
         if first < last
     ]
-    return measures | attention.judged_apart(params, parts, *result)
+    return measures | attention.judged_apart(params, parts, *result, largest)
 
 
 SIMPLEST = attention.SIMPLEST_PACKED | {"slots": 16, "view": "together", "fill": "at once", "anchors": False}

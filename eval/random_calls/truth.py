@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -93,8 +94,13 @@ def prepare(call: Call) -> Part:
     q, k, v, added = (torch.where(torch.isfinite(x), x, 0.0) for x in (q, k, v, added))
     room = FP32_MAX - 2.0**46 * call.scale
     added = added.clamp(-room, room)
-    scores = (q @ k.mT * call.scale + added).masked_fill(~seen, -torch.inf)
+    scores = (capped(q @ k.mT * call.scale, call.softcap) + added).masked_fill(~seen, -torch.inf)
     return Part(q, k, v, seen, added, scores, bad_rows, bad)
+
+
+def capped(scores: Tensor, softcap: float | None) -> Tensor:
+    """Return softcap * tanh(scores / softcap), or the scores themselves without a soft cap."""
+    return scores if softcap is None else softcap * torch.tanh(scores / softcap)
 
 
 def find_truth(call: Call, fp16_scores: bool = True, chunks: int = 0) -> Truth:
@@ -113,7 +119,8 @@ def _describe(call: Call, tile: float, chunks: int) -> dict[str, Tensor]:
         call = dataclasses.replace(call, k=k, v=k, mask=hidden)
     part, dim = prepare(call), call.q.shape[-1]
     bias = part.added.masked_fill(~part.seen, -torch.inf)
-    out, lse = pasa.golden_attention(part.q, part.k, part.v, attn_mask=bias, scale=call.scale)
+    how: Any = {"attn_mask": bias, "scale": call.scale, "softcap": call.softcap, "sinks": call.sinks}
+    out, lse = pasa.golden_attention(part.q, part.k, part.v, **how)
     sums = part.q.abs() @ part.k.abs().mT * call.scale
     weighs = part.seen & may_weigh(part.scores, score_errors(sums, part.added, dim))
     products, added = (x.abs().where(weighs, 0.0).amax(-1) for x in (sums, part.added))
@@ -126,6 +133,8 @@ def _describe(call: Call, tile: float, chunks: int) -> dict[str, Tensor]:
     if part.seen.numel() * dim <= EXACT_RANGE:
         near = part.scores >= part.scores.amax(-1, keepdim=True) - 2 * eps.unsqueeze(-1) - LIGHT
         heavy = value_range(part.v, finite, part.seen & near)
+    if call.sinks is not None:  # one more value, of 0
+        (low, high), heavy = ((ends[0].clamp(max=0), ends[1].clamp(min=0)) for ends in ((low, high), heavy))
     return {
         "out": out, "lse": lse, "bad_rows": part.bad_rows, "bad": part.bad, "low": low, "high": high,
         "heavy_low": heavy[0], "heavy_high": heavy[1], "products": products, "added": added, "eps": eps,
@@ -184,7 +193,7 @@ def pieces(call: Call) -> list[list[Call]]:
         masks = [None] * batch if call.mask is None else call.mask.expand(*call.q.shape[:3], count).split(1)
         tensors = zip(call.q.split(1), call.k.split(1), call.v.split(1), masks, strict=True)
         return [pieces(dataclasses.replace(call, q=q, k=k, v=v, mask=mask))[0] for q, k, v, mask in tensors]
-    step = max(1, min(length, PIECE // (heads * count)))
+    step = length if call.window else max(1, min(length, PIECE // (heads * count)))  # a window ends with the last row
     ends = [min(row + step, length) for row in range(0, length, step)]
     # The causal band stays aligned to the last row and key where keys after the last row's are cut off.
     last = [max(count - (length - end), 0) if call.causal else count for end in ends]
@@ -204,9 +213,10 @@ def naive_fp16(call: Call) -> Tensor:
     part = prepare(call)
     q, k, v = part.q.float(), part.k.float(), part.v.float()
     bias = part.added.float().masked_fill(~part.seen, -torch.inf)
-    scores = (q @ k.mT).half().float() * call.scale + bias
+    scores = capped((q @ k.mT).half().float() * call.scale, call.softcap) + bias
     top = scores.amax(-1, keepdim=True)
     masked_out = top == -torch.inf
     weights = torch.exp(scores - top.masked_fill(masked_out, 0.0))
-    total = weights.sum(-1, keepdim=True).masked_fill(masked_out, 1.0)
+    sink = 0.0 if call.sinks is None else torch.exp(call.sinks.float()[:, None, None] - top)
+    total = (weights.sum(-1, keepdim=True) + sink).masked_fill(masked_out, 1.0)
     return (weights.half().float() @ v / total).half().double()

@@ -138,7 +138,7 @@ class Call:
         first = max(0, keys - rows - left) if left >= 0 else 0
         left = -1 if left >= keys - first - 1 else left
         right = -1 if right >= rows - 1 else right
-        mask = self.mask if self.mask is None or self.mask.shape[-1] == 1 else self.mask[..., first:]
+        mask = self.mask if self.mask is None or self.mask.shape[-1:] != (keys,) else self.mask[..., first:]
         return replace(
             self, k=self.k[:, :, first:], v=self.v[:, :, first:], mask=mask, is_causal=is_causal, window=(left, right)
         )

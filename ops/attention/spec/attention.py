@@ -56,9 +56,6 @@ def attend(call: Call) -> Results:
     softmax="unbiased_paper" warns of rows whose largest weights underflow; if all weights of a row do, its output is
     NaN.
     """
-    if call.softcap:
-        # A cap needs the true score. It passes no more of an FP32 rounding on, so anchors would gain nothing.
-        call = replace(call, options=replace(call.options, precision="fp32"))
     if call.pages is not None:
         return attend_gathered(attend, call)
     return _attend_packed(call) if call.cu_q is not None else _attend_dense(call)
@@ -144,7 +141,9 @@ def _blocks(
     Returns out, lse, the largest score of each row (B, Hkv, G, Sq, ...), and counts.
     """
     options = call.options
-    model = score_model(call, q, k)
+    # A soft cap needs the true score, in FP32. It passes no more of a rounding on, so anchors would gain nothing.
+    scored = replace(options, precision="fp32") if call.softcap else options
+    model = score_model(replace(call, options=scored), q, k)
     softmax = OnlineSoftmax(q, options, target)
     published = isinstance(model, PaperScores)  # its mean F_j counts blocks from the first of all
     counts = ScoreCounts(q.shape[0], q.shape[1] * q.shape[2], q.device) if call.diagnose else None
@@ -159,7 +158,7 @@ def _blocks(
         block = Block(index, rows, k[..., start:stop, :], visible, bias, softmax.maximum[..., first:end, :], first)
         tile = model.tile(block)
         if counts is not None:
-            counts.add(block, tile, options)
+            counts.add(block, tile, scored)
         frame = model.frame(q) if options.softmax == "unbiased_paper" else 0.0
         softmax.add(tile, block, v[..., start:stop, :], frame if isinstance(frame, float) else frame[..., first:end, :])
     sinks = None if call.sinks is None else call.sinks.float().reshape(-1, q.shape[2], 1, 1)

@@ -5,7 +5,7 @@ import torch
 
 from pasa.eval.random_calls import attention, kernels, paged
 from pasa.eval.random_calls.cases import draw_case
-from pasa.eval.random_calls.inputs import MASKS, STRIDES, Call, make
+from pasa.eval.random_calls.inputs import MASKS, SINKS, STRIDES, Call, make
 from pasa.eval.random_calls.number_draws import LARGEST, SCORES, VALUES
 from pasa.eval.random_calls.run import API
 from pasa.ops.attention.options import CHOICES
@@ -34,10 +34,14 @@ def test_everything_occurs():
     ours |= {"scale": kernels.SCALES, "poisoned": (False, True), "emulated": (False, True), "tile": range(3)}
     api = both | {"mask": MASKS, "strides": STRIDES, "layout": ("HND", "BNSD", "NHD", "BSND"), "view": paged.VIEWS}
     api |= {"backend": ("reference", "triton", "npu"), "fill": paged.FILLS} | CHOICES
+    api |= {"softcap": (None, *attention.SOFTCAPS), "sinks": (None, *SINKS)}
     api |= {"longest": ("none", "exact", "above"), "stale": range(3)}
     for drawn, expected in ((KERNELS, ours), ([case.params for case in CALLS], api)):
         for name, values in expected.items():
             assert {params[name] for params in drawn if name in params} == set(values), name
+    windows = [case.params["window"] for case in CALLS if case.params["window"]]
+    assert {str(window) for window in windows} == set(map(str, attention.WINDOWS))
+    assert {case.params["max_logits"] for case in CALLS} == {None, True}
     assert {case.kind for case in CALLS} == set(API)
     assert {case.params["slots"] for case in CALLS if "slots" in case.params} >= {1, 2, 7, 16, 32, 48, 64, 100, 128}
     assert 0.05 < sum(params["garbage"] != "none" for params in KERNELS) / len(KERNELS) < 0.15
