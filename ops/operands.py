@@ -37,7 +37,8 @@ def check_attention(
     if queries[0] != keys[0]:
         raise ValueError(f"batch of q is {queries[0]} but that of k is {keys[0]}: expand the smaller one")
     _check_heads(queries[1], keys[1], ", or pass tensor_layout='NHD' if tensors are (B, S, H, D)")
-    _check_sinks(sinks, q)
+    if sinks is not None:
+        _check_sinks(sinks, q)
     if attn_mask is not None:
         _check_mask(attn_mask, q, (queries[0], queries[1], queries[2], keys[2]))
 
@@ -54,7 +55,8 @@ def check_varlen(
     """
     _check_agreement(q, k, v, 3)
     _check_heads(q.shape[1], k.shape[1])
-    _check_sinks(sinks, q)
+    if sinks is not None:
+        _check_sinks(sinks, q)
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if x.dtype not in INTEGERS:
             raise TypeError(f"{name} is {x.dtype}, not an int32 or int64 Tensor: call .int()")
@@ -135,7 +137,8 @@ def check_paged(
             "and pass the cache of this layer"
         )
     _check_heads(queries[1], cache[2])
-    _check_sinks(sinks, q)
+    if sinks is not None:
+        _check_sinks(sinks, q)
     _check_table("block_table", block_table, k_cache, 2)
     _check_table("seq_lens", seq_lens, k_cache, 1)
     _check_anchors(key_anchors, k_cache)
@@ -201,17 +204,16 @@ def check_limits(scale: float | None, left: int, right: int, softcap: float) -> 
     ValueError
         Naming the value.
     """
-    check_scale(scale)
+    if scale is not None:
+        check_scale(scale)
     if left < -1 or right < -1:
         raise ValueError(f"window={(left, right)} has a number below -1: -1 is an unlimited side, 0 shows no key there")
     if not (softcap == 0 or SOFTCAPS[0] <= softcap <= SOFTCAPS[1]):
         raise ValueError(f"softcap={softcap!r} is outside 2^-20 to 2^20 nats: leave it out for no cap")
 
 
-def _check_sinks(sinks: Tensor | None, q: Tensor) -> None:
+def _check_sinks(sinks: Tensor, q: Tensor) -> None:
     """Check that sinks are one number for each query head, on q's device; heads are the second dimension of q."""
-    if sinks is None:
-        return
     if sinks.dtype not in DTYPES:
         raise TypeError(f"sinks is {sinks.dtype}, expected one of {DTYPES}: call .float()")
     if tuple(sinks.shape) != (q.shape[1],):

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._library.custom_ops import CustomOpDef
 
 from pasa.ops import dispatch, operands, registry
-from pasa.ops.arguments import LIMITS, OPTIONS, dense, packed, paged, schema
+from pasa.ops.arguments import OPTIONS, dense, packed, paged, schema
 from pasa.ops.attention.call import NO_WINDOW, Call
 from pasa.ops.attention.options import AttentionOptions
 from pasa.ops.attention.spec import gradients as spec
@@ -40,9 +40,6 @@ def choose(call: Call, backend: str | None, *arithmetic: Any) -> tuple[ModuleTyp
     """Return the module that serves a call, its options, and the backend's name."""
     needs = (call.q.device.type, call.q.dtype, call.q.shape[-1], mask_kind(call.mask), call.features)
     return registry.choose(tuple(registry.BACKENDS.values()), backend, needs, arithmetic)
-
-
-_parts: dict[CustomOpDef, Callable[..., tuple[Call, tuple[Any, ...], str | None]]] = {}
 
 
 def _define(name: str, tensors: str, make: Callable[..., Call]) -> CustomOpDef:
@@ -85,7 +82,6 @@ def _define(name: str, tensors: str, make: Callable[..., Call]) -> CustomOpDef:
     operator.register_fake(fake)
     defaults = tuple(each.default_value for each in operator._opoverload._schema.arguments)
     own = len(defaults) - OPTIONS - 2  # the number of arguments before the options of the arithmetic
-    _parts[operator] = parts
     return operator
 
 
@@ -225,7 +221,7 @@ for _op in (attention_backward, attention_varlen_backward):
     dispatch.shorten(_op, _remember_nothing, _refuse_second)
 
 
-def _server(call: Call, arithmetic: tuple[Any, ...], backend: str | None) -> str:
+def _server(call: Call, arithmetic: list[Any], backend: str | None) -> str:
     """Return the name of the backend that serves such calls.
 
     The choice is not cached for a symbolic head dimension (under tracing), which has no hash.
@@ -250,8 +246,14 @@ def _differentiate(operator: CustomOpDef, tensors: int, backward: CustomOpDef) -
 
     def remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.save_for_backward(*inputs[:tensors])
-        ctx.limits = inputs[tensors : tensors + len(LIMITS) - 1]  # all but return_max_logits
-        ctx.backend = _server(*_parts[operator](inputs))
+        q, k, v, mask, *_ = inputs
+        is_causal, scale, left, right, softcap, max_logits, *arithmetic, diagnose, backend = inputs[tensors:]
+        ctx.limits = is_causal, scale, left, right, softcap
+        features = {"window": (left, right), "softcap": softcap, "sinks": inputs[tensors - 1]}
+        call = Call(
+            q, k, v, 1.0, mask=mask if extra == 2 else None, max_logits=max_logits, diagnose=diagnose, **features
+        )
+        ctx.backend = _server(call, arithmetic, backend)
         ctx.mark_non_differentiable(*output[2:])  # max_logits, and the counts of diagnostics
         ctx.set_materialize_grads(False)
 

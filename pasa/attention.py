@@ -206,7 +206,8 @@ def attention(
     check_switches(backend, is_causal, return_lse, return_max_logits)
     q, k, v, last = heads_first(q, k, v, tensor_layout)
     check_optional("attn_mask", attn_mask)
-    check_optional("sinks", sinks)
+    if sinks is not None:
+        check_tensor("sinks", sinks)
     limits = checked_limits(is_causal, scale, window, softcap, return_max_logits)
     options, diagnose = checked_config(config).arguments, diagnostics.recording()
     out, lse, max_logits, counts = dispatch.call(
@@ -284,7 +285,8 @@ def attention_varlen(
     check_longest("q", cu_seqlens_q, max_seqlen_q)
     check_longest("k", cu_seqlens_k, max_seqlen_k)
     check_switches(backend, is_causal, return_lse, return_max_logits)
-    check_optional("sinks", sinks)
+    if sinks is not None:
+        check_tensor("sinks", sinks)
     limits = checked_limits(is_causal, scale, window, softcap, return_max_logits)
     options, diagnose = checked_config(config).arguments, diagnostics.recording()
     tensors = q, k, v, cu_seqlens_q, cu_seqlens_k, sinks

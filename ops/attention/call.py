@@ -108,11 +108,11 @@ class Call:
     @property
     def features(self) -> tuple[str, ...]:
         """Return which of `FEATURES` the call has."""
-        windowed, capped = self.window != NO_WINDOW, self.softcap > 0
-        if not (windowed or capped or self.max_logits or self.diagnose) and self.sinks is None:
+        windowed, sunk, capped = self.window != NO_WINDOW, self.sinks is not None, self.softcap > 0
+        if not (windowed or sunk or capped or self.max_logits or self.diagnose):
             return () if self.q.dim() == 4 else PACKED if self.pages is None else PAGED
         packed, paged = self.q.dim() == 3 and self.pages is None, self.pages is not None
-        has = packed, paged, windowed, self.sinks is not None, capped, self.max_logits, self.diagnose
+        has = packed, paged, windowed, sunk, capped, self.max_logits, self.diagnose
         return tuple([name for name, used in zip(FEATURES, has, strict=True) if used])
 
     @property
