@@ -66,8 +66,6 @@ class Backend:
         Maps device types to the names of functions that it offers in addition to attention; see `provider`.
     label : str
         How the backend computes, and where that has been run: on the device, emulated, or not at all.
-    guaranteed : bool
-        Whether finite inputs give finite outputs, however large the scores are.
     priority : int
         Of the backends that can serve a call, the one of highest priority does.
     """
@@ -86,7 +84,6 @@ class Backend:
     features: Collection[str] = ()
     feature_options: Mapping[str, Mapping[str, tuple[object, ...]]] = field(default_factory=dict)
     functions: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    guaranteed: bool = True
     priority: int = field(default=0)
 
     def __post_init__(self) -> None:
@@ -198,23 +195,20 @@ ASCEND_C: Backend = Backend(
     features=("packed sequences",),
     priority=3,
 )
-VENDOR: Backend = Backend(
-    name="vendor",
-    module="pasa.ops.attention.ascend.vendor",
-    missing=lambda: npu_missing() or VENDOR.load().missing(),
-    label="an NPU's fused attention in high precision, without the guarantee against overflow; not run on an NPU",
-    devices=("npu",),
-    masks=("none",),
+SDPA = Backend(
+    name="sdpa",
+    module="pasa.ops.attention.sdpa.backend",
+    missing=lambda: None,
+    label="the device's own fused attention, guarded; in FP32 where its scores may be FP16",
     accepts={
         "precision": ("pasa",),
         "recovery": ("exact",),
         "block_q": None,
+        "block_k": None,
         "overflow": ("inf",),
         "softmax": ("safe",),
         "accumulate": ("fp32",),
     },
-    head_dims=(1, 256),
-    features=("packed sequences",),
-    guaranteed=False,
+    features=("packed sequences", "paged caches", "windows", "sinks", "max logits"),
     priority=1,
 )

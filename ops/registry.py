@@ -11,15 +11,17 @@ from typing import Any
 import torch
 
 from pasa.ops import notices
+from pasa.ops.attention.call import FEATURES
 from pasa.ops.attention.options import AttentionOptions
-from pasa.ops.backends import ASCEND_C, HEAD_DIMS, REFERENCE, TRITON, VENDOR, Backend, Request
+from pasa.ops.backends import ASCEND_C, HEAD_DIMS, REFERENCE, SDPA, TRITON, Backend, Request
 from pasa.ops.devices import device_types
 
 EMULATED = """pasa: {device} tensors are served by backend 'reference', an emulation: {why}. It rounds step by step as \
 an NPU does and is made for checks, not for speed: on an H200 it takes over 100 times as long as SDPA \
 (to silence: warnings.filterwarnings("ignore", "pasa: .* an emulation", UserWarning))"""
 FALLBACK = "pasa: {device} tensors are served by backend {name!r} ({label}): {why}"
-BACKENDS: dict[str, Backend] = {each.name: each for each in (ASCEND_C, TRITON, VENDOR, REFERENCE)}
+UNASKED = tuple(feature for feature in FEATURES if feature != "diagnostics")  # a call may have them unknowingly
+BACKENDS: dict[str, Backend] = {each.name: each for each in (ASCEND_C, TRITON, SDPA, REFERENCE)}
 
 
 def register(backend: Backend) -> None:
@@ -92,17 +94,17 @@ def _find_provider(registered: tuple[Backend, ...], function: str, device: str, 
 
 
 def warn_of_fallback(request: Request, serving: Backend) -> None:
-    """Warn, once per cause, if a backend of higher priority exists for the device but cannot serve here.
+    """Warn, once per cause, if the reference serves a call that did not ask for it, or an NPU lacks our kernels.
 
-    Only this machine, such as a missing library, and the head dimension of the call are causes. Options that the
-    preferred backend does not have are a request for another backend, so they cause no warning, unless the backend
-    that serves has no guarantee.
+    Options that no better backend has, and diagnostics, are a request for the reference.
     """
-    for backend in BACKENDS.values():
+    emulated = serving.name == "reference"
+    for backend in BACKENDS.values() if emulated else filter(None, [BACKENDS.get("npu")]):
         ideal = replace(backend, missing=lambda: None, head_dims=HEAD_DIMS)
-        preferred = backend.priority > serving.priority and request.device in backend.devices
-        if preferred and not (serving.guaranteed and ideal.refusals(request)):
-            text = EMULATED if serving.name == "reference" else FALLBACK
+        ideal = replace(ideal, features=UNASKED) if emulated else ideal
+        serves_device = not backend.devices or request.device in backend.devices
+        if backend.priority > serving.priority and serves_device and not ideal.refusals(request):
+            text = EMULATED if emulated else FALLBACK
             why = "; ".join(backend.refusals(request))
             notices.warn_once(text.format(device=request.device, name=serving.name, label=serving.label, why=why))
             return
@@ -145,6 +147,6 @@ def _who_serves(request: Request, name: str | None) -> str:
         serving = select(request, name)
     except NotImplementedError as refusal:
         return f"nobody ({refusal})"
-    preferred = [] if name else [b for b in BACKENDS.values() if request.device in b.devices]
+    preferred = [] if name else [b for b in BACKENDS.values() if not b.devices or request.device in b.devices]
     why = [f"{b.name}: {', '.join(b.refusals(request))}" for b in preferred if b.priority > serving.priority]
     return f"{serving.name} ({'; '.join(why)})" if why else serving.name

@@ -165,15 +165,15 @@ def check_switches(
     backend: object, is_causal: object = False, return_lse: object = False, return_max_logits: object = False
 ) -> None:
     """Check that switches are bool and a backend is a name; the registry checks later that the backend exists."""
-    if is_causal.__class__ is return_lse.__class__ is return_max_logits.__class__ is bool:
-        if backend is None or isinstance(backend, str):
-            return
+    for name, value in (
+        ("is_causal", is_causal), ("return_lse", return_lse), ("return_max_logits", return_max_logits),
+    ):  # fmt: skip
+        if not isinstance(value, bool):
+            hint = f"pass bool({name})" if hasattr(value, "item") else "pass True or False"
+            raise TypeError(f"{name}={value!r} is a {type(value).__name__}, not a bool: {hint}")
+    if backend is not None and not isinstance(backend, str):
         hint = "pass a name that pasa.backends() lists, or None"
         raise TypeError(f"backend={backend!r} is a {type(backend).__name__}, not a name: {hint}")
-    switches = {"is_causal": is_causal, "return_lse": return_lse, "return_max_logits": return_max_logits}
-    name, value = next((name, value) for name, value in switches.items() if not isinstance(value, bool))
-    hint = f"pass bool({name})" if hasattr(value, "item") else "pass True or False"
-    raise TypeError(f"{name}={value!r} is a {type(value).__name__}, not a bool: {hint}")
 
 
 def checked_config(config: object) -> PasaConfig:

@@ -59,7 +59,7 @@ REFERENCE_MODES = [
 ]
 KERNEL_MODES = [Mode("triton", pasa.PasaConfig(accumulate=a)) for a in ("fp32", "fp16")]
 KERNEL_MODES += [Mode("triton", pasa.PasaConfig(), portable=True)] * HOPPER
-MODES = REFERENCE_MODES + KERNEL_MODES
+MODES = [*REFERENCE_MODES, *KERNEL_MODES, Mode("sdpa", pasa.PasaConfig())]
 # Kernels sum weights before FP16 rounds them, so an output may leave the range of its values by this share of it.
 KERNEL_SLACK = 2.0**-11
 

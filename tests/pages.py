@@ -49,7 +49,8 @@ class Pages(NamedTuple):
         """Return output and log-sum-exp on the CPU."""
         here = self.to(device)
         call = (here.q, here.k_cache, here.v_cache, here.table, here.lengths)
-        out, lse = pasa.attention_paged(*call, **here.how, return_lse=True, **how)
+        how = {"backend": "reference", "return_lse": True} | here.how | how
+        out, lse = pasa.attention_paged(*call, **how)
         return out.cpu(), lse.cpu()
 
     @property

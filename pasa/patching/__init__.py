@@ -104,7 +104,7 @@ def patch_pipeline(
     transformers: Qwen2ForCausalLM: 2 of 2 attention modules run PASA
       patched  model.layers.0.self_attn
       patched  model.layers.1.self_attn
-      serves   cpu: reference
+      serves   cpu: sdpa
     """
     _check_policy(policy)
     check_switches(backend)

@@ -26,7 +26,6 @@ from pasa.patching.diffusers_selection import (
     named,
     select_encoders,
     select_modules,
-    width_note,
 )
 from pasa.patching.handle import PatchHandle, PatchReport, already_patched
 
@@ -115,8 +114,7 @@ def patch(root: Any, *, policy: Policy, config: PasaConfig | None, backend: str 
         for name in encoders:
             record.encoders[name] = _patch_encoder(components[name], name, policy, config, backend, undo)
         _swap(selected, record, undo)
-        notes = [(name, note) for name, module in selected.items() if (note := width_note(module))]
-        report = PatchReport(f"diffusers: {type(root).__name__}", tuple(chosen), tuple(skipped), tuple(notes))
+        report = PatchReport(f"diffusers: {type(root).__name__}", tuple(chosen), tuple(skipped))
         record.handle = PatchHandle(report, undo.pop_all().close, record.removed)
     _LIVE.add(record)
     return record.handle

@@ -177,13 +177,6 @@ def _too_wide(module: torch.nn.Module, backend: str | None) -> str | None:
     )
 
 
-def width_note(module: torch.nn.Module) -> str | None:
-    """Return a note for the report if only one backend can serve the module's head dimension, else None."""
-    width = _head_dim(module)
-    able = [] if width is None else [each for each in BACKENDS.values() if _serves(each, width)]
-    return f"head dim {width}: only backend {able[0].name!r} serves it; it {able[0].label}" if len(able) == 1 else None
-
-
 def _serves(backend: Backend, width: int) -> bool:
     return backend.head_dims[0] <= width <= backend.head_dims[1]
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from pasa.checks import DEFAULT
 from pasa.ops import operators
+from pasa.ops.attention.call import Call
 
 NAME = "PASA"
 FORWARD, BACKWARD = "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward"
@@ -94,7 +95,7 @@ class Kernels:
             if setting:
                 raise NotImplementedError(f"flash attention by pasa: {name}={setting!r} is not supported: leave it out")
         with _attending():
-            out, lse, _ = operators.attention(query, key, value, None, is_causal, scale, *DEFAULT.arguments)
+            out, lse, *_ = operators.attention(query, key, value, is_causal=is_causal, scale=scale)
         random_state = torch.zeros(2, dtype=torch.uint64, device=query.device)  # dropout would need it
         nothing = random_state.new_zeros(()), query.new_empty(0)
         return out, lse, None, None, query.shape[2], key.shape[2], random_state, *nothing
@@ -116,10 +117,10 @@ class Kernels:
             arguments = (grad_out, query, key, value, out, logsumexp, *rest)
             grads: tuple[Tensor, Tensor, Tensor] = self._original(BACKWARD, query)(keys, *arguments, scale=scale)
             return grads
-        server = operators.choose(query, "none", False, False, None, *DEFAULT.arguments)[2]
-        switches = (None, rest[5], scale, False, server)
+        server = operators.choose(Call(query, key, value, 1.0), None, *DEFAULT.arguments)[2]
+        switches = (None, None, rest[5], scale, -1, -1, 0.0, False, False, server)
         with _attending():
-            dq, dk, dv, _ = operators.attention_backward(grad_out, None, query, key, value, *switches)
+            dq, dk, dv, *_ = operators.attention_backward(grad_out, None, query, key, value, *switches)
         return dq, dk, dv
 
     def _original(self, name: str, query: Tensor) -> Any:

@@ -1,7 +1,5 @@
 """`pasa doctor`: its checks, and the devices that it checks."""
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -71,28 +69,20 @@ def test_every_backend_is_checked_on_every_device_or_said_not_to_be(gpus, monkey
     found = doctor.self_check()
     assert found["passed"]
     places = {(each["backend"], each["device"]) for each in found["checks"]}
-    assert places == {(name, at) for name in ("reference", "triton") for at in ("cuda:0", "cuda:1")} | {
-        ("reference", "cpu")
+    assert places == {(name, at) for name in ("reference", "sdpa", "triton") for at in ("cuda:0", "cuda:1")} | {
+        (name, "cpu") for name in ("reference", "sdpa")
     }
-    assert {each["backend"] for each in found["not_checked"]} == set(registry.BACKENDS) - {"reference", "triton"}
+    assert {each["backend"] for each in found["not_checked"]} == set(registry.BACKENDS) - {
+        "reference",
+        "sdpa",
+        "triton",
+    }
     assert "not checked: npu, torch_npu is not installed" in doctor.verdict(found)
-
-
-@pytest.mark.parametrize(("priority", "passed"), [(-1, True), (9, False)])
-def test_a_backend_without_the_guarantee_counts_only_where_it_serves(monkeypatch, priority, passed):
-    reference = registry.BACKENDS["reference"]
-    other = dataclasses.replace(reference, name="other", guaranteed=False, priority=priority)
-    monkeypatch.setattr(registry, "BACKENDS", {"reference": reference, "other": other})
-    monkeypatch.setattr(doctor, "torch_devices", lambda: ["cpu"])
-    checked = doctor.check
-    wrong = {"passed": False, "max_error": 1.0}
-    monkeypatch.setattr(doctor, "check", lambda name, *rest: checked(name, *rest) | (wrong if name == "other" else {}))
-    assert doctor.self_check()["passed"] == passed
 
 
 def test_no_check_stands_for_a_machine_without_kernels(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     found = doctor.self_check()
-    assert {each["backend"] for each in found["checks"]} == {"reference"}
-    assert {each["backend"] for each in found["not_checked"]} == set(registry.BACKENDS) - {"reference"}
+    assert {each["backend"] for each in found["checks"]} == {"reference", "sdpa"}
+    assert {each["backend"] for each in found["not_checked"]} == set(registry.BACKENDS) - {"reference", "sdpa"}

@@ -145,7 +145,7 @@ def test_varlen_compiles():
     assert torch.equal(compiled(q, k, v, edges, edges), step(q, k, v, edges, edges))
 
 
-def test_recording_reaches_into_a_compiled_graph():
+def test_recording_reaches_into_a_compiled_graph(by_reference):
     q, k, v = normal_qkv((2, 2), (9, 20), 16)
     compiled = torch.compile(lambda *x: pasa.attention(*x), fullgraph=True, backend="aot_eager")
     plain = compiled(q, k, v)

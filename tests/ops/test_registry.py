@@ -26,9 +26,13 @@ def isolated_registry(monkeypatch):
 
 
 def test_names_of_the_architecture():
-    assert sorted(BACKENDS) == ["npu", "reference", "triton", "vendor"]
+    assert sorted(BACKENDS) == ["npu", "reference", "sdpa", "triton"]
     listed = pasa.backends()
-    assert [line.name for line in listed if line.available] == ["triton", "reference"]  # interpreted, or on a GPU
+    assert [line.name for line in listed if line.available] == [
+        "triton",
+        "sdpa",
+        "reference",
+    ]  # Triton is interpreted, or on a GPU
     assert all(line.reason for line in listed)
 
 
@@ -70,34 +74,32 @@ def serve(device="cuda", head_dim=64, backend=None, features=(), **options):
     return registry.choose(tuple(BACKENDS.values()), backend, needs, AttentionOptions(**options).arguments)[2]
 
 
-def test_emulating_a_gpu_warns_once(turing):
-    """A GPU that is served by the emulation is reported, once.
+def test_a_gpu_without_kernels_is_served_by_its_own_attention(turing):
+    """A T4 gets torch's fused attention, guarded, and the reason is in the list of servers.
 
     Story: GPUs below sm_80, or without Triton, were silently emulated.
     """
-    with pytest.warns(UserWarning, match="no tensor-core product for sm_75") as caught:
-        assert [serve(head_dim=head_dim) for head_dim in (64, 64, 128)] == ["reference"] * 3
+    assert serve() == "sdpa"
+    result = dict(registry.servers())
+    assert result["cuda"].startswith("sdpa (triton: Triton forms no tensor-core product for sm_75")
+    assert result["cpu"] == "sdpa"
+    assert {line.name: line.serves for line in pasa.backends()}["sdpa"] == ("cuda", "cpu")
+
+
+def test_an_emulation_that_was_not_asked_for_warns_once(turing):
+    """No fused attention has soft caps, so without our kernels the reference serves them, slowly."""
+    with pytest.warns(UserWarning, match="soft caps are not supported") as caught:
+        assert [serve(head_dim=head_dim, features=("soft caps",)) for head_dim in (64, 64, 128)] == ["reference"] * 3
     assert len(caught) == 1
     for word in ("cuda tensors", "'reference', an emulation", "not for speed"):
         assert word in str(caught[0].message)
     assert caught[0].filename == __file__
-    result = dict(registry.servers())
-    assert result["cuda"].startswith("reference (triton: Triton forms no tensor-core product for sm_75")
-    assert result["cpu"] == "reference"
-    assert {line.name: line.serves for line in pasa.backends()}["reference"] == ("cuda", "cpu")
 
 
-def test_a_gpu_without_triton_warns(turing, monkeypatch):
-    monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: None)
-    with pytest.warns(UserWarning, match="triton is not installed"):
-        serve()
-
-
-def test_a_head_too_wide_for_the_kernels_warns(turing, monkeypatch):
+def test_a_head_too_wide_for_the_kernels_goes_to_the_fused_attention(turing, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     assert serve(head_dim=256) == "triton"
-    with pytest.warns(UserWarning, match="head dim 300 is outside 1 to 256"):
-        assert serve(head_dim=300) == "reference"
+    assert serve(head_dim=300) == "sdpa"
 
 
 def test_who_serves_is_asked_with_what_the_calls_are(turing, monkeypatch):
@@ -110,11 +112,11 @@ def test_who_serves_is_asked_with_what_the_calls_are(turing, monkeypatch):
     half = torch.float16
     assert dict(registry.servers())["cuda"] == "triton"
     saturating = dict(registry.servers(options=AttentionOptions(overflow="saturate")))
-    assert saturating["cuda"] == "reference (triton: overflow saturate is not among inf)"
+    why = "overflow saturate is not among inf"
+    assert saturating["cuda"] == f"reference (triton: {why}; sdpa: {why})"
     two = dict(registry.servers([(half, 64), (half, 512)]))["cuda"]
     assert two == (
-        "triton for float16, head dim 64; "
-        "reference (triton: head dim 512 is outside 1 to 256) for float16, head dim 512"
+        "triton for float16, head dim 64; sdpa (triton: head dim 512 is outside 1 to 256) for float16, head dim 512"
     )
     named = dict(registry.servers(options=AttentionOptions(precision="partial"), name="triton"))["cuda"]
     assert named.startswith("nobody (no backend can serve this call: triton: precision partial is not among pasa, fp32")
@@ -123,15 +125,13 @@ def test_who_serves_is_asked_with_what_the_calls_are(turing, monkeypatch):
 def test_who_asks_for_the_emulation_is_not_warned_of_it(turing):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert serve("cpu") == serve(backend="reference") == "reference"
-        assert (
-            serve(overflow="saturate") == serve(precision="partial") == serve(features=("diagnostics",)) == "reference"
-        )
+        assert serve(backend="reference") == serve(features=("diagnostics",)) == "reference"
+        assert serve(overflow="saturate") == serve(precision="partial") == "reference"
 
 
 def test_a_cpu_tensor_goes_to_the_interpreter_only_by_name(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert select(CALL).name == "reference"
+    assert select(CALL).name == "sdpa"
     assert select(CALL, "triton").name == "triton"
 
 
@@ -223,7 +223,6 @@ def test_restrictions_cover_the_record():
         "label",
         "priority",
         "functions",
-        "guaranteed",  # it decides on a warning, not on a refusal
     }
 
 
@@ -238,7 +237,7 @@ def test_preferred_backend_that_can_serve(isolated_registry):
 
 def test_all_reasons_are_listed():
     call = dataclasses.replace(CALL, head_dim=1000)
-    with pytest.raises(NotImplementedError, match=r"npu: .*triton: .*reference: head dim 1000 is outside"):
+    with pytest.raises(NotImplementedError, match=r"npu: .*triton: .*sdpa: .*reference: head dim 1000 is outside"):
         select(call)
 
 

@@ -42,7 +42,7 @@ def test_closing_the_inner_context_leaves_the_outer_open():
 
 
 @pytest.mark.parametrize("recovery", ["exact", "paper"])
-def test_recording_changes_no_bit(recovery):
+def test_recording_changes_no_bit(by_reference, recovery):
     q, k, v = (x + 20 for x in normal_qkv((4, 2), (40, 300), 64))
     config = PasaConfig(recovery=recovery)
     plain = pasa.attention(q, k, v, is_causal=True, config=config)
@@ -152,7 +152,7 @@ def test_an_error_inside_closes_the_context():
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 @pytest.mark.parametrize("how", ["plain", "causal", "mask", "bias"])
-def test_recording_changes_no_bit_of_any_arithmetic(config, how):
+def test_recording_changes_no_bit_of_any_arithmetic(by_reference, config, how):
     q, k, v = (x + 20 for x in normal_qkv((4, 2), (40, 200), 64, batch=2))
     keep = torch.rand(2, 1, 40, 200, generator=torch.Generator().manual_seed(1)) < 0.5
     bias = torch.where(keep, 0.5, -torch.inf)

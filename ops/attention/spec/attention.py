@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import replace
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from pasa.ops.attention.call import NO_WINDOW, Call, Results, to_fp16
 from pasa.ops.attention.options import AttentionOptions
 from pasa.ops.attention.spec.diagnostics import ScoreCounts
 from pasa.ops.attention.spec.masking import KeyMask, dense_mask, fitting_mask, hidden_keys, non_finite_reach, read_mask
+from pasa.ops.attention.spec.packed import attend_apart, without_keys
 from pasa.ops.attention.spec.pages import attend_gathered
 from pasa.ops.attention.spec.repeated_maxima import EPSILON, bounded_shift, published_shift, repeats
 from pasa.ops.attention.spec.scores import Block, PaperScores, ScoreTile, score_model
@@ -58,7 +58,7 @@ def attend(call: Call) -> Results:
     """
     if call.pages is not None:
         return attend_gathered(attend, call)
-    return _attend_packed(call) if call.cu_q is not None else _attend_dense(call)
+    return attend_apart(_attend_dense, call) if call.cu_q is not None else _attend_dense(call)
 
 
 def _attend_dense(call: Call) -> Results:
@@ -80,37 +80,6 @@ def _attend_dense(call: Call) -> Results:
         out, lse = out.masked_fill(bad, torch.nan), lse.masked_fill(bad_rows, torch.nan)
         max_logits = max_logits.masked_fill(bad_rows, torch.nan)
     return Results(out.to(q.dtype), lse, max_logits.amax(-1) if call.max_logits else None, counts)
-
-
-def _attend_packed(call: Call) -> Results:
-    """Attend within packed sequences: each one sees only itself. A sequence without keys gives 0 and LSE -inf."""
-    q, k, v = call.q, call.k, call.v
-    edges_q, edges_k = call.edges()
-    out, lse = torch.zeros_like(q), without_keys(call, q.shape[:2])
-    max_logits = lse.new_full((call.sequences, q.shape[1]), -torch.inf) if call.max_logits else None
-    joined = ScoreCounts(1, q.shape[1], q.device) if call.diagnose else None
-    for index, ((q0, q1), (k0, k1)) in enumerate(zip(pairwise(edges_q), pairwise(edges_k), strict=True)):
-        if q0 == q1 or k0 == k1:
-            continue
-        one_q, one_k, one_v = (x.transpose(0, 1).unsqueeze(0) for x in (q[q0:q1], k[k0:k1], v[k0:k1]))
-        one = _attend_dense(replace(call, q=one_q, k=one_k, v=one_v, cu_q=None, cu_k=None).narrowed())
-        out[q0:q1], lse[q0:q1] = one.out[0].transpose(0, 1), one.lse[0].T
-        if max_logits is not None and one.max_logits is not None:
-            max_logits[index] = one.max_logits[0]
-        if joined is not None and one.counts is not None:
-            joined.join(one.counts)
-    return Results(out, lse, max_logits, None if joined is None else joined.table)
-
-
-def without_keys(call: Call, shape: torch.Size, heads: int = -1) -> Tensor:
-    """Return the log-sum-exp of rows that see no key: the sink of their head, or -inf.
-
-    `heads` is the dimension of `shape` that counts the query heads.
-    """
-    lse = torch.full(shape, -torch.inf, dtype=torch.float32, device=call.q.device)
-    if call.sinks is not None:
-        lse.movedim(heads, -1).copy_(call.sinks.float().expand(lse.movedim(heads, -1).shape))
-    return lse
 
 
 def _without_hidden_keys(call: Call, full: Tensor, hidden: Tensor) -> Results:

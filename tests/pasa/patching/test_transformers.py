@@ -92,8 +92,8 @@ def test_report_names_what_was_patched_and_why_not(tiny):
     assert report.skipped == (("model.layers.0.self_attn", "declined by the policy"),)
     assert report.as_dict()["host"] == "transformers: Qwen2ForCausalLM"
     assert "1 of 2 attention modules run PASA" in str(report)
-    assert dict(report.serves)["cpu"] == "reference"
-    assert "serves   cpu: reference" in str(report)
+    assert dict(report.serves)["cpu"] == "sdpa"
+    assert "serves   cpu: sdpa" in str(report)
     assert "layers.0.self_attn: declined by the policy" in str(report)
     assert [name for name, _ in handle.report().removed] == ["model.layers.1.self_attn"], "it outlives the patch"
 
@@ -285,7 +285,8 @@ def test_report_names_the_backend_that_the_models_own_calls_get(tiny, monkeypatc
         config: dict(pasa.patch_pipeline(tiny("qwen2"), config=config).report().serves)["cuda"]
         for config in (None, pasa.PasaConfig(overflow="saturate"))
     }
-    assert list(served.values()) == ["triton", "reference (triton: overflow saturate is not among inf)"]
+    why = "overflow saturate is not among inf"
+    assert list(served.values()) == ["triton", f"reference (triton: {why}; sdpa: {why})"]
     wide = tiny("qwen2", head_dim=320)
     with pasa.patch_pipeline(wide) as handle:
         assert "head dim 320 is outside 1 to 256" in dict(handle.report().serves)["cuda"]

@@ -66,7 +66,7 @@ def test_greedy_tokens(tiny, batch, name, cache):
     A static cache is longer than the sequence in it. Without a mask, causality is there aligned to the first key.
     """
     ids, mask = batch
-    for given_ids, given_mask in ((ids, mask), (ids, None), (ids[:1, :6], None)):
+    for given_ids, given_mask in ((ids, mask), (ids, None), (ids[:1, :7], None)):
         options = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0, "cache_implementation": cache}
         model = tiny(name)
         expected = model.generate(given_ids, attention_mask=given_mask, **options)

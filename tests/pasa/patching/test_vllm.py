@@ -148,7 +148,7 @@ def test_what_it_cannot_do_is_refused_by_name(vllm, how, message):
 
 @pytest.mark.parametrize("queries", [[1, 1, 1], [1, 1, 20], [1, 9, 20], [5, 3, 33]], ids=str)
 @pytest.mark.parametrize("flat", [False, True])
-def test_decodes_and_prompts_in_one_step(vllm, queries, flat):
+def test_decodes_and_prompts_in_one_step(vllm, by_reference, queries, flat):
     """Queries attend to keys that the same call writes, and a second chunk also to the keys of the first.
 
     The biased scores are eleven times FP16's largest number.
@@ -163,7 +163,7 @@ def test_decodes_and_prompts_in_one_step(vllm, queries, flat):
     assert worst((out[:n], lse), (golden, lse))[0] <= HALF_ULP
 
 
-def test_anchors_are_kept_for_who_gives_them(vllm):
+def test_anchors_are_kept_for_who_gives_them(vllm, by_reference):
     step = Step([40, 17, 33], [1, 1, 20], packed=vllm["packed"])
     anchors, output = torch.zeros(step.k_cache.shape[0], 2, 64).half(), torch.empty_like(step.q)
     metadata = adapter.PasaMetadata.of(step.common)

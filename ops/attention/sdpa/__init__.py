@@ -1,0 +1,1 @@
+"""The guarantee on top of a device's own fused attention."""

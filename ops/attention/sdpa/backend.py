@@ -1,0 +1,164 @@
+"""Attend by the fused attention that a device already has, with guards for what it does not promise.
+
+README.md of the folder above has the proof. In short: fused.py sees to it that no score is formed in FP16; the guards
+here keep what no row may see away from the rows, and outputs within FP16. Results are those of `pasa.attention`: causal
+bands aligned bottom-right, 0 and -inf for rows without keys, NaN only where a row sees a NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from pasa.ops.attention.call import Call, Results, capturing, to_fp16
+from pasa.ops.attention.sdpa.anchors import head_anchors
+from pasa.ops.attention.sdpa.fused import fused_attention
+from pasa.ops.attention.spec.masking import dense_mask, fitting_mask, non_finite_reach, read_mask
+from pasa.ops.attention.spec.packed import attend_apart
+from pasa.ops.attention.spec.pages import attend_gathered
+from pasa.ops.attention.spec.scores import matmul_rows
+from pasa.ops.numerics.formats import FP16_MAX
+
+HALVED = 2.0**15  # values of a column with larger ones are halved, so that a fused kernel cannot round up to infinity
+WINDOW_ROWS = 256  # query rows of a window that share a call; the call has as many more keys as the window
+KEYS = 512  # keys of a tile of scores that are formed beside the fused attention
+
+
+def attend(call: Call) -> Results:
+    """Attend to dense tensors, packed sequences one after another, or a paged cache, whose pages are gathered."""
+    if call.pages is not None:
+        return attend_gathered(attend, call)
+    return attend_apart(_attend_dense, call) if call.cu_q is not None else _attend_dense(call)
+
+
+def _attend_dense(call: Call) -> Results:
+    """Attend once; attend again with cleaned operands where a result is not finite.
+
+    While a graph is captured, no result can be read, so operands are cleaned at once.
+    """
+    dtype = call.q.dtype
+    call = replace(call, q=to_fp16(call.q, "q"), k=to_fp16(call.k, "k"), v=to_fp16(call.v, "v"))
+    if call.mask is not None:
+        mask = fitting_mask(dense_mask(call, call.mask), call.scale)
+        call = replace(call, mask=mask, is_causal=False, window=(-1, -1))
+    anchors = head_anchors(call)
+    if capturing(call.q):
+        out, lse = _attend_cleaned(call, anchors)
+    else:
+        _prepare(call.q.device)
+        out, lse = _attend_visible(call if anchors is None else replace(call, k=call.k - anchors))
+        if not _are_finite(out, lse):
+            out, lse = _attend_cleaned(call, anchors)
+    if anchors is not None:
+        rows = call.q.unflatten(1, (call.k.shape[1], -1)).float()
+        lse = lse + matmul_rows(rows, anchors.float()).flatten(1, 2).squeeze(-1) * call.scale
+    if call.sinks is not None:
+        sinks = call.sinks.float()[:, None]
+        out = (out * torch.sigmoid(lse - sinks).unsqueeze(-1)).half()
+        lse = torch.logaddexp(lse, sinks)
+    return Results(out.to(dtype), lse, _max_logits(call) if call.max_logits else None)
+
+
+@cache
+def _prepare(device: torch.device) -> None:
+    """Create the handle of cuBLAS, which cannot be created while a graph is captured."""
+    if device.type == "cuda":
+        torch.cuda.current_blas_handle()
+
+
+def _are_finite(out: Tensor, lse: Tensor) -> bool:
+    return bool(out.isfinite().all() & (lse < torch.inf).all())
+
+
+def _attend_cleaned(call: Call, anchors: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Attend with 0 for each NaN and infinity, and halved values; then set the rows that see one to NaN."""
+    inputs = call.q.float(), call.k.float(), call.v.float()
+    q, k, v = (torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0) for x in inputs)
+    if anchors is not None:
+        k = (k - anchors).clamp(-FP16_MAX, FP16_MAX)  # only keys that no row sees can be beyond it
+    factor = torch.where(v.abs().amax(-2, keepdim=True) > HALVED, 2.0, 1.0)
+    mask = call.mask
+    if mask is not None and mask.dtype != torch.bool:
+        mask = torch.nan_to_num(mask, nan=0.0, posinf=0.0, neginf=-torch.inf)
+    out, lse = _attend_visible(replace(call, q=q.half(), k=k.half(), v=(v / factor).half(), mask=mask))
+    rows, elements = non_finite_reach(*inputs, read_mask(call, call.mask), KEYS)
+    out = out.float() * factor.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    return out.clamp(-FP16_MAX, FP16_MAX).half().masked_fill(elements, torch.nan), lse.masked_fill(rows, torch.nan)
+
+
+def _attend_visible(call: Call) -> tuple[Tensor, Tensor]:
+    """Attend in as many calls as it takes to show each row its keys; a row without keys gives 0 and -inf."""
+    q, k, v, scale = call.q, call.k, call.v, call.scale
+    if call.mask is not None:
+        visible = call.mask if call.mask.dtype == torch.bool else call.mask != -torch.inf
+        out, lse = fused_attention(q, k, v, call.mask, False, scale)
+        empty = ~visible.any(-1).expand(lse.shape)
+        return out.masked_fill(empty.unsqueeze(-1), 0.0), lse.masked_fill(empty, -torch.inf)
+    rows, keys = q.shape[2], k.shape[2]
+    lower, upper = call.band(rows, keys)
+    if lower is None and (upper is None or upper >= keys - 1):
+        return fused_attention(q, k, v, None, False, scale)
+    if lower is None and upper == keys - rows:
+        return _attend_causal(q, k, v, scale)
+    parts = [fused_attention(q[:, :, r], k[:, :, c], v[:, :, c], bias, False, scale) for r, c, bias in _chunks(call)]
+    first = max(0, -(keys - 1 if upper is None else upper))
+    outs, lses = zip(*parts, strict=True)
+    return _below(first, torch.cat(outs, 2), torch.cat(lses, 2))
+
+
+def _attend_causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Attend causally, aligned bottom-right; a kernel's own causal band is aligned top-left.
+
+    Keys that all rows see come in a call of their own, and its result is merged. Convex combinations stay between
+    the values.
+    """
+    rows, keys = q.shape[2], k.shape[2]
+    if rows > keys:
+        return _below(rows - keys, *fused_attention(q[:, :, rows - keys :], k, v, None, True, scale))
+    if rows == keys:
+        return fused_attention(q, k, v, None, True, scale)
+    shared = keys - rows
+    out, lse = fused_attention(q, k[:, :, shared:], v[:, :, shared:], None, True, scale)
+    before, before_lse = fused_attention(q, k[:, :, :shared], v[:, :, :shared], None, False, scale)
+    total = torch.logaddexp(lse, before_lse)
+    share, rest = ((x - total).exp().unsqueeze(-1) for x in (lse, before_lse))
+    return ((out * share + before * rest) / (share + rest)).half(), total
+
+
+def _below(first: int, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Put `first` rows that see no key before the others."""
+    pad = torch.nn.functional.pad
+    return pad(out, (0, 0, first, 0)), pad(lse, (first, 0), value=-torch.inf)
+
+
+def _chunks(call: Call) -> Iterator[tuple[slice, slice, Tensor | None]]:
+    """Yield the rows of each chunk that sees keys, the keys that they see, and a mask (rows, keys) if not all."""
+    mask = read_mask(call, None)
+    first = 0 if mask.upper is None else max(0, -mask.upper)
+    for start in range(first, mask.rows, WINDOW_ROWS):
+        end = min(start + WINDOW_ROWS, mask.rows)
+        begin = 0 if mask.lower is None else max(0, start + mask.lower)
+        stop = mask.keys if mask.upper is None else min(mask.keys, end + mask.upper)
+        yield slice(start, end), slice(begin, stop), mask.tile(start, end, begin, stop)[0]
+
+
+def _max_logits(call: Call) -> Tensor:
+    """Return the largest visible score of each head, (B, Hq), from FP32 products; NaN if a row sees a NaN."""
+    mask, rows = read_mask(call, call.mask), call.q.float().unflatten(1, (call.k.shape[1], -1))
+    top = rows.new_full(rows.shape[:3], -torch.inf)
+    for start in range(0, mask.keys, KEYS):
+        stop = min(start + KEYS, mask.keys)
+        first, end = mask.rows_of(start, stop)
+        if first >= end:
+            continue
+        scores = matmul_rows(rows[..., first:end, :], call.k[..., start:stop, :].float()) * call.scale
+        visible, bias = mask.tile(first, end, start, stop)
+        scores = scores if bias is None else scores + bias
+        scores = scores if visible is None else scores.masked_fill(~visible, -torch.inf)
+        top = torch.maximum(top, scores.amax((-1, -2)))
+    flat: Tensor = top.flatten(1, 2)
+    return flat

@@ -1,0 +1,160 @@
+"""Call the fused attention of a device, so that no score can overflow on it.
+
+Each function takes FP16 q (B, Hq, Sq, D) and k, v (B, Hkv, Skv, D) and returns the output in FP16 and the log-sum-exp
+(B, Hq, Sq) in FP32. A bias is added to the scaled scores; `causal` means that row i sees keys 0 to i.
+
+torch's own functions are called below `torch.nn.functional`, so a program that replaces
+`F.scaled_dot_product_attention`, or activates another flash implementation, is not called back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from pasa.ops.attention.call import capturing
+from pasa.ops.attention.sdpa import npu
+
+Fused: TypeAlias = Callable[[Tensor, Tensor, Tensor, "Tensor | None", bool, float], tuple[Tensor, Tensor]]
+ALIGNED = 8  # elements: CUDA's kernels want rows of q, k, v and bias that start at multiples of 16 bytes
+FP32_ROWS = 2**26  # scores of one call that forms all of them in FP32: 256 MiB
+
+
+class ScoreFormat(NamedTuple):
+    """State how a device's fused attention keeps scores, and how that is known.
+
+    Attributes
+    ----------
+    kind : str
+        "a": FP32, so no guard of scores is needed. "b": q.k in FP16, the softmax in FP32; Q is scaled down. "c": FP16,
+        or unknown; q, k and v are handed over in FP32.
+    source : str
+    """
+
+    kind: str
+    source: str
+
+
+UNKNOWN = ScoreFormat("c", "not known; q, k and v are handed over in FP32")
+FORMATS: dict[str, ScoreFormat] = {
+    "cpu": ScoreFormat("a", "torch's flash attention for CPUs keeps scores in FP32 (run here)"),
+    "cuda": ScoreFormat("a", "cuDNN and memory-efficient attention keep scores in FP32 (run on an H200)"),
+    "npu": ScoreFormat("b", "torch_npu's fused attention may keep q.k in FP16 (from its documentation; not run)"),
+}
+"""Maps device types to what is known of them. A device that is not listed is `UNKNOWN`."""
+
+
+def score_format(device: str) -> ScoreFormat:
+    """Return how the fused attention of a device type keeps its scores."""
+    if device == "cuda" and torch.version.hip is not None:
+        return UNKNOWN  # ROCm calls its devices cuda, but its kernels are others
+    return FORMATS.get(device, UNKNOWN)
+
+
+def fused_attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attend by the device's fused attention, or by FP32 where its scores may be FP16."""
+    device = q.device.type
+    kind = score_format(device).kind
+    if kind == "a" and device == "cpu":
+        return _cpu(q, k, v, bias, causal, scale)
+    if kind == "a" and device == "cuda":
+        return _cuda(q, k, v, bias, causal, scale)
+    if kind == "b" and npu.serves(q, bias) and not capturing(q):
+        return npu.npu_attention(q, k, v, bias, causal, scale)
+    return _in_fp32(q, k, v, bias, causal, scale)
+
+
+def _cpu(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    bias = None if bias is None else _additive(bias, q.dtype)
+    if bias is not None and bias.dtype not in (torch.float16, torch.float32):
+        bias = bias.float()
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, causal, attn_mask=bias, scale=scale
+    )
+    return out, lse
+
+
+def _cuda(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    if bias is not None and bias.dtype in (torch.float32, torch.bfloat16):
+        # The kernels add a bias in the dtype of q only, and FP16 would round these by up to half a nat.
+        out, lse = _cuda_kernels(q.float(), k.float(), v.float(), bias.float(), causal, scale)
+        return out.half(), lse
+    return _cuda_kernels(q, k, v, None if bias is None else _additive(bias, q.dtype), causal, scale)
+
+
+def _cuda_kernels(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attend by cuDNN, or by memory-efficient attention, or in FP32: the first that the settings of torch allow.
+
+    Flash attention is left out: at scores of 1e6 nats its outputs leave the range of the values.
+    """
+    dim = q.shape[-1]
+    if dim % ALIGNED:
+        q, k, v = (torch.nn.functional.pad(x, (0, -dim % ALIGNED)) for x in (q, k, v))
+    grouped = q.shape[1] != k.shape[1]
+    shape = (*q.shape[:3], k.shape[2])
+    bias = None if bias is None else _aligned(bias, shape[3]).expand(shape)
+    if torch.backends.cuda.can_use_cudnn_attention(_params(q, k, v, bias, causal, grouped)):
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            q, k, v, bias, True, 0.0, causal, False, scale=scale
+        )
+        return out[..., :dim], lse.reshape(q.shape[:3])
+    if grouped:
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    if torch.backends.cuda.can_use_efficient_attention(_params(q, k, v, bias, causal, False)):
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+            q, k, v, bias, True, 0.0, causal, scale=scale
+        )
+        return out[..., :dim], lse[..., : q.shape[2]]
+    out, lse = _in_fp32(q, k, v, bias, causal, scale)
+    return out[..., :dim], lse
+
+
+def _params(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, grouped: bool
+) -> torch.backends.cuda.SDPAParams:
+    return torch.backends.cuda.SDPAParams(q, k, v, bias, 0.0, causal, grouped)
+
+
+def _aligned(bias: Tensor, keys: int) -> Tensor:
+    """Return a copy of the bias whose strides are multiples of ALIGNED, also those of dimensions of size 1."""
+    rows = bias.new_empty((*bias.shape[:-1], keys + -keys % ALIGNED))[..., :keys]
+    return rows.copy_(bias.expand_as(rows))
+
+
+def _additive(bias: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a bool mask (True = keep) as numbers to add; other masks as they are."""
+    if bias.dtype != torch.bool:
+        return bias
+    return torch.zeros(bias.shape, dtype=dtype, device=bias.device).masked_fill(~bias, -torch.inf)
+
+
+def _in_fp32(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Attend to FP32 copies by matrix products and a softmax, in chunks of rows: no intermediate number is FP16."""
+    group, (rows, keys) = q.shape[1] // k.shape[1], (q.shape[2], k.shape[2])
+    wide_k, wide_v = k.float().unsqueeze(2), v.float().unsqueeze(2)
+    step = max(1, FP32_ROWS // (q.shape[0] * q.shape[1] * keys))
+    bias = None if bias is None else _additive(bias, torch.float32).float().expand(*q.shape[:3], keys)
+    outs, lses = [], []
+    for start in range(0, rows, step):
+        part = q[:, :, start : start + step].float().unflatten(1, (-1, group))
+        scores = part @ wide_k.mT * scale
+        if causal:
+            ahead = (
+                torch.arange(keys, device=q.device)
+                > torch.arange(start, start + part.shape[3], device=q.device)[:, None]
+            )
+            scores = scores.masked_fill(ahead, -torch.inf)
+        if bias is not None:
+            scores = scores + bias[:, :, start : start + step].unflatten(1, (-1, group))
+        lse = scores.logsumexp(-1, keepdim=True)
+        weights = torch.softmax(scores, -1)
+        outs.append((weights @ wide_v).flatten(1, 2))
+        lses.append(lse.squeeze(-1).flatten(1, 2))
+    return torch.cat(outs, 2).to(q.dtype), torch.cat(lses, 2)

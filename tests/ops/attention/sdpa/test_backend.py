@@ -1,0 +1,218 @@
+"""Backend `sdpa`: the fused attention of a device, guarded.
+
+Devices of which nothing is known get FP32, which is tested on the device that is here.
+"""
+
+import itertools
+
+import pytest
+import torch
+from torch.library import opcheck
+
+import pasa
+from pasa.ops.attention.sdpa import fused
+from tests.inputs import DEVICE, max_error, normal_qkv
+
+HALF_ULP = 2.0**-11
+SHAPES = [
+    ((2, 2), (130, 130), 64, 1),
+    ((4, 2), (50, 300), 32, 2),
+    ((2, 1), (300, 70), 16, 1),
+    ((4, 4), (1, 500), 64, 1),
+    ((2, 2), (257, 259), 40, 2),
+    ((6, 2), (3, 1), 8, 1),
+]
+WINDOWS = [None, (0, 0), (17, 0), (100, -1), (-1, 40), (30, 5), (1000, 1000)]
+
+
+@pytest.fixture(params=["device", "fp32"])
+def kind(request, monkeypatch):
+    """Run on the device as it is listed, and as a device of which nothing is known."""
+    if request.param == "fp32":
+        monkeypatch.setattr(fused, "FORMATS", {})
+    return request.param
+
+
+def on_device(*tensors):
+    return [None if x is None else x.to(DEVICE) for x in tensors]
+
+
+def attend(q, k, v, *, attn_mask=None, sinks=None, **how):
+    """Return output and log-sum-exp of the backend, on the CPU."""
+    q, k, v, attn_mask, sinks = on_device(q, k, v, attn_mask, sinks)
+    how = {"backend": "sdpa", "return_lse": True} | how
+    return [x.cpu() for x in pasa.attention(q, k, v, attn_mask=attn_mask, sinks=sinks, **how)]
+
+
+def masks(rows, keys, heads):
+    g = torch.Generator().manual_seed(rows)
+    keep = torch.rand(1, 1, rows, keys, generator=g) > 0.3
+    keep[:, :, rows // 2] = False  # a row without keys
+    return {
+        "none": None,
+        "bool": keep,
+        "fp16": torch.randn(1, heads, rows, keys, generator=g).half(),
+        "fp32": 1000 * torch.randn(keys, generator=g),
+        "bf16": torch.randn(1, 1, rows, 1, generator=g).bfloat16().expand(1, 1, rows, keys),
+        "keys": keep[:, :, :1].expand(1, 1, 1, keys).clone().fill_(True),
+    }
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_results_are_those_of_the_definition(kind, shape, is_causal):
+    """Outputs, log-sum-exps and largest scores for every mask, window and sink."""
+    (heads, kv_heads), (rows, keys), dim, batch = shape
+    q, k, v = normal_qkv((heads, kv_heads), (rows, keys), dim, batch=batch)
+    sinks = torch.linspace(-3, 3, heads)
+    every = list(itertools.product(WINDOWS, masks(rows, keys, heads).items()))
+    for index, (window, (name, mask)) in enumerate(every):
+        sink = sinks if index % 2 else None
+        limits = {"attn_mask": mask, "is_causal": is_causal, "window": window, "sinks": sink}
+        out, lse, top = attend(q, k, v, **limits, return_max_logits=True)
+        golden, golden_lse = pasa.golden_attention(q, k, v, **limits | {"window": window or (-1, -1)})
+        size = 1.0 if name != "fp32" else 2.0**-11 * 4000  # FP32 holds a score of 4000 with 2^-12
+        assert max_error(out, golden) <= 4 * HALF_ULP * max(1.0, size), (window, name)
+        assert torch.equal(lse == -torch.inf, golden_lse == -torch.inf)
+        some = golden_lse > -torch.inf
+        torch.testing.assert_close(lse[some], golden_lse[some].float(), atol=1e-4, rtol=1e-6)
+        torch.testing.assert_close(top, largest(q, k, mask, is_causal, window), atol=1e-3, rtol=1e-6)
+
+
+def largest(q, k, mask, is_causal, window):
+    """Return the largest visible score of each head, in FP64."""
+    scores = q.double() @ k.double().repeat_interleave(q.shape[1] // k.shape[1], 1).mT * q.shape[-1] ** -0.5
+    rows, keys = scores.shape[-2:]
+    ahead = torch.arange(keys) - torch.arange(rows)[:, None] - (keys - rows)
+    left, right = window or (-1, -1)
+    hidden = torch.zeros(rows, keys, dtype=torch.bool)
+    hidden |= (ahead > 0) & is_causal
+    hidden |= (ahead < -left) & (left >= 0)
+    hidden |= (ahead > right) & (right >= 0)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    return scores.masked_fill(hidden, -torch.inf).amax((-1, -2)).float()
+
+
+@pytest.mark.parametrize("offset", [1000.0, 4096.0])
+def test_keys_that_a_row_does_not_see_do_not_change_it(kind, offset):
+    """The first half of a column is 0 and the second half is large: rows of the first half err as plain attention does.
+
+    A mean over all keys would put them half the offset away from 0, where FP32 sums lose 12 bits.
+    """
+    q, k, v = normal_qkv((2, 2), (512, 512), 64)
+    k[..., :256, 0], k[..., 256:, 0] = 0.0, offset
+    q[..., 0] = 8.0
+    out, _ = attend(q, k, v, is_causal=True)
+    golden, _ = pasa.golden_attention(q, k, v, is_causal=True)
+    plain = torch.nn.functional.scaled_dot_product_attention(*on_device(q, k, v), is_causal=True).cpu()
+    early = slice(0, 256)
+    assert max_error(out[:, :, early], golden[:, :, early]) <= 1.1 * max_error(plain[:, :, early], golden[:, :, early])
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("limits", [{"is_causal": True}, {"window": (10, 3)}, {"mask": "bool"}, {"mask": "fp16"}, {}])
+def test_nan_and_infinity_reach_the_rows_that_see_them(kind, bad, limits):
+    """A NaN makes the rows that see it NaN, and no other. An infinite key or query may also count as its score does."""
+    q, k, v = normal_qkv((4, 2), (70, 90), 32)
+    mask = masks(70, 90, 4)[limits.get("mask", "none")]
+    limits = {name: x for name, x in limits.items() if name != "mask"} | {"attn_mask": mask}
+    for tensor, at in ((0, (0, 1, 40)), (1, (0, 1, 60)), (2, (0, 0, 60))):
+        inputs = [q.clone(), k.clone(), v.clone()]
+        inputs[tensor][at][5] = bad
+        out, lse = attend(*inputs, **limits)
+        expected, expected_lse = pasa.attention(*inputs, **limits, return_lse=True, backend="reference")
+        clean, _ = attend(q, k, v, **limits)
+        untouched = ~expected.isnan()
+        assert torch.equal(out[untouched], clean[untouched])
+        if bad != bad or tensor == 2:
+            assert torch.equal(out.isnan(), expected.isnan())
+            assert torch.equal(lse.isnan(), expected_lse.isnan())
+
+
+def test_values_at_the_end_of_fp16_stay_finite(kind):
+    """A kernel divides a sum over rounded weights by one over unrounded ones, which can pass 65504 by 2^-11."""
+    q, k, v = normal_qkv((2, 2), (100, 1000), 64)
+    for value in (65504.0, -65504.0):
+        out, _ = attend(q, k, torch.full_like(v, value))
+        assert (out == value).all()
+
+
+def test_a_hidden_key_that_its_anchor_carries_beyond_fp16():
+    """Keys of 60000 leave an anchor; a hidden key of -65504 less the anchor is beyond FP16, and reaches no row."""
+    q, k, v = normal_qkv((1, 1), (32, 300), 16)
+    k[..., 0] = 60000.0
+    k[:, :, -1, 0] = -65504.0
+    q[..., 0] = 0.01
+    keep = torch.ones(1, 1, 1, 300, dtype=torch.bool)
+    keep[..., -1] = False
+    out, _ = attend(q, k, v, attn_mask=keep)
+    assert max_error(out, pasa.golden_attention(q, k, v, attn_mask=keep)[0]) <= 8 * HALF_ULP
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_packed_and_paged_calls_are_those_of_each_sequence(is_causal):
+    q, k, v = (x[0].transpose(0, 1) for x in normal_qkv((4, 2), (60, 90), 32))
+    edges_q, edges_k = (torch.tensor(x, dtype=torch.int32) for x in ([0, 10, 10, 60], [0, 40, 50, 90]))
+    sinks = torch.tensor([0.0, 1.0, -2.0, 3.0])
+    how = {"is_causal": is_causal, "window": (20, 4), "sinks": sinks, "return_lse": True, "return_max_logits": True}
+    out, lse, top = pasa.attention_varlen(q, k, v, edges_q, edges_k, 50, 40, **how, backend="sdpa")
+    expected = pasa.attention_varlen(q, k, v, edges_q, edges_k, 50, 40, **how, backend="reference")
+    for a, b in zip((out, lse, top), expected, strict=True):
+        torch.testing.assert_close(a, b, atol=5e-3, rtol=0)
+    caches = torch.randn(2, 8, 16, 2, 32).half()
+    table, lengths = torch.tensor([[3, 7, 1], [5, 0, 2], [4, 0, 0]]), torch.tensor([41, 20, 0])
+    paged = [
+        pasa.attention_paged(q[:3], *caches, table, lengths, window=(7, 0), return_lse=True, backend=name)
+        for name in ("sdpa", "reference")
+    ]
+    for a, b in zip(*paged, strict=True):
+        torch.testing.assert_close(a, b, atol=5e-3, rtol=0)
+
+
+def test_gradients_are_those_of_exact_attention():
+    leaves = [x.float().requires_grad_() for x in normal_qkv((4, 2), (40, 60), 16)] + [torch.zeros(4).requires_grad_()]
+    out, lse = pasa.attention(
+        *leaves[:3], sinks=leaves[3], is_causal=True, window=(20, 0), return_lse=True, backend="sdpa"
+    )
+    found = torch.autograd.grad(out.square().sum() + lse.sum(), leaves)
+    wide = [x.detach().double().requires_grad_() for x in leaves]
+    out, lse = pasa.golden_attention(*wide[:3], sinks=wide[3], is_causal=True, window=(20, 0))
+    for a, b in zip(found, torch.autograd.grad(out.square().sum() + lse.sum(), wide), strict=True):
+        assert (a - b).abs().max() <= 2e-3 * b.abs().max()
+
+
+def test_it_is_one_node_of_a_compiled_program():
+    q, k, v = normal_qkv((4, 2), (40, 60), 16)
+    opcheck(torch.ops.pasa.attention.default, (q, k, v), {"window_left": 9, "backend": "sdpa"})
+    compiled = torch.compile(lambda *x: pasa.attention(*x, is_causal=True, backend="sdpa"), fullgraph=True)
+    assert torch.equal(compiled(q, k, v), pasa.attention(q, k, v, is_causal=True, backend="sdpa"))
+
+
+def test_a_replaced_function_of_torch_is_never_called(monkeypatch, kind):
+    """After `F.scaled_dot_product_attention = ...`, the backend's own call would come back to it."""
+
+    def refuse(*_, **__):
+        raise AssertionError("the backend called what the program had put in the place of torch's function")
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", refuse)
+    q, k, v = normal_qkv((2, 2), (30, 30), 16)
+    attend(q, k, v, is_causal=True)
+
+
+def test_unknown_devices_get_fp32(monkeypatch):
+    """Apple, Intel and AMD devices keep scores in formats that nobody here has checked. ROCm's are called cuda."""
+    assert [fused.score_format(device).kind for device in ("cpu", "cuda", "npu", "mps", "xpu")] == list("aabcc")
+    monkeypatch.setattr(torch.version, "hip", "6.2")
+    assert fused.score_format("cuda").kind == "c"
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="needs a CUDA GPU")
+@pytest.mark.parametrize("name", ["CUDNN_ATTENTION", "EFFICIENT_ATTENTION", "FLASH_ATTENTION", "MATH"])
+def test_cuda_backends_that_a_program_selects(name):
+    """The setting is kept where the kernel keeps scores in FP32; FP32 matrix products serve otherwise."""
+    q, k, v = normal_qkv((4, 2), (200, 300), 64)
+    q, k = 100 * q, 100 * k
+    golden, _ = pasa.golden_attention(q, k, v, is_causal=True)
+    with torch.nn.attention.sdpa_kernel([getattr(torch.nn.attention.SDPBackend, name)]):
+        assert max_error(attend(q, k, v, is_causal=True)[0], golden) <= 0.02
