@@ -186,7 +186,7 @@ def _take_back(module: Any) -> None:
     """
     binding = vars(getattr(module, "processor", object)).get(BINDING)
     if binding is not None:
-        module.set_processor(binding.original)
+        _set(module, binding.original)
 
 
 def _refuse_patched_encoders(encoders: dict[str, Modules]) -> None:
@@ -222,6 +222,8 @@ def _swap(selected: Modules, record: _Patch, undo: ExitStack) -> None:
             member = ours.register_backend(*record.settings, callbacks)
             undo.callback(ours.unregister_backend, member)
             processor = ours.dispatched_processor(original, member)
+        elif type(original).__name__ not in KINDS:
+            processor = ours.redirected_processor(original, *record.settings, callbacks)
         else:
             processor = ours.PasaAttnProcessor(KINDS[type(original).__name__], *record.settings, callbacks)
         record.processors[module] = processor
@@ -229,10 +231,18 @@ def _swap(selected: Modules, record: _Patch, undo: ExitStack) -> None:
         processor.__reduce_ex__ = copies_as(original)  # copy and pickle look this method up on the instance
         undo.callback(partial(_restore, attention, processor, original))
         undo.callback(attention.register_forward_pre_hook(UncopiedHook(record.before_forward)).remove)
-        attention.set_processor(processor)
+        _set(attention, processor)
 
 
 def _restore(attention: Any, processor: Any, original: Any) -> None:
     """Restore the original processor, unless another one has replaced PASA's meanwhile."""
     if attention.processor is processor:
-        attention.set_processor(original)
+        _set(attention, original)
+
+
+def _set(attention: Any, processor: Any) -> None:
+    """Set a module's processor, by its own method if it has one."""
+    if hasattr(attention, "set_processor"):
+        attention.set_processor(processor)
+    else:
+        attention.processor = processor

@@ -1,9 +1,11 @@
 """Run PASA in place of a diffusers processor: in the classic `Attention` class, and behind the attention dispatcher.
 
-diffusers has two generations of models. In older ones (UNets, their VAEs) an `Attention` module passes its tensors to
-a *processor*, which projects, attends and projects back. There PASA replaces the processor. In newer ones (Flux, Wan,
-HunyuanVideo) the processor belongs to the model and calls `dispatch_attention_fn`. This function looks the attention up
-by the name in the processor's `_attention_backend`, so there PASA registers such a name.
+diffusers has two generations of models, and processors between them. In older ones (UNets, their VAEs) an `Attention`
+module passes its tensors to a *processor*, which projects, attends and projects back. There PASA replaces the
+processor. In newer ones (Flux, Wan, HunyuanVideo) the processor belongs to the model and calls `dispatch_attention_fn`.
+This function looks the attention up by the name in the processor's `_attention_backend`, so there PASA registers such a
+name. Processors between these generations (SD 3, CogVideoX, HunyuanDiT) call torch's scaled_dot_product_attention
+themselves. There PASA runs a copy of the processor's code in which this call is its own.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from torch import Tensor
 
 import pasa
 from pasa.patching.callbacks import Callbacks
+from pasa.patching.sdpa_calls import calls_attention, make_attention, redirected
 
 if TYPE_CHECKING:
     from pasa import PasaConfig
@@ -242,6 +245,21 @@ def dispatched_processor(processor: Any, member: AttentionBackendName) -> Any:
     twin = copy.copy(processor)
     twin._attention_backend = member
     return twin
+
+
+def redirected_processor(processor: Any, config: PasaConfig | None, backend: str | None, callbacks: Callbacks) -> Any:
+    """Return a copy of a processor whose calls of torch's scaled_dot_product_attention run PASA."""
+    kind, twin = type(processor), copy.copy(processor)
+    attend = make_attention(config, backend, callbacks, kind.__name__)
+    names = {"__call__": redirected(kind.__call__, attend), "__module__": kind.__module__, "__doc__": kind.__doc__}
+    twin.__class__ = type(kind.__name__, (kind,), names)
+    return twin
+
+
+def calls_sdpa(processor: Any) -> bool:
+    """Return whether a processor of diffusers calls torch's scaled_dot_product_attention itself."""
+    kind = type(processor)
+    return kind.__module__.startswith("diffusers.") and calls_attention(kind.__call__)
 
 
 def uses_dispatcher(processor: Any) -> bool:

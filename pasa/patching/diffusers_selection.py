@@ -148,8 +148,12 @@ def _unknown(module: torch.nn.Module, component: torch.nn.Module) -> str | None:
         if getattr(getattr(_plain(component), "config", None), "attention_type", None) == "nabla":
             return f"{reason} where attention_type='nabla': its block masks need the attention backend 'flex'"
         return None
-    genuine = getattr(attention_processor, name, None) is type(processor)
-    return None if isinstance(module, Attention) and name in KINDS and genuine else reason
+    if name in KINDS:
+        genuine = getattr(attention_processor, name, None) is type(processor)
+        return None if isinstance(module, Attention) and genuine else reason
+    if ours.calls_sdpa(processor):
+        return None
+    return f"{reason}, which calls neither diffusers' dispatcher nor scaled_dot_product_attention"
 
 
 def _attends_itself(module: torch.nn.Module) -> bool:
@@ -186,4 +190,4 @@ def _head_dim(module: Any) -> int | None:
 
     Modules of dispatched models have no common attribute for it, and their head dimensions are below 256.
     """
-    return module.inner_kv_dim // module.heads if isinstance(module, Attention) else None
+    return module.inner_dim // module.heads if isinstance(module, Attention) else None

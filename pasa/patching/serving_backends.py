@@ -31,7 +31,7 @@ def _dtype(module: torch.nn.Module) -> torch.dtype:
 def head_dim(module: Any) -> int | None:
     """Return the head dimension of an attention module of transformers or diffusers; None if it states none."""
     for holder, widths, counts in (
-        (module, ("inner_kv_dim", "inner_dim"), ("heads",)),
+        (module, ("inner_dim", "inner_kv_dim"), ("heads",)),
         (getattr(module, "config", None), ("hidden_size", "n_embd", "d_model"), ("num_attention_heads", "n_head")),
     ):
         # In latent attention the config's `head_dim` is that of the rotated part only, so `qk_head_dim` comes first.

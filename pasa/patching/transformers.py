@@ -23,7 +23,7 @@ from pasa.patching.handle import PatchHandle, PatchReport, already_patched
 from pasa.patching.transformers_attention import REFUSALS, REGISTERED, Binding, make_interface
 from pasa.patching.transformers_masks import make_mask
 from pasa.patching.transformers_ring import attend_shard, check_mask
-from pasa.patching.transformers_selection import INDICES, has_indexer, select, unreachable, uses_interface
+from pasa.patching.transformers_selection import select, unreachable, uses_interface
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -252,8 +252,7 @@ def _check_delegation(root: torch.nn.Module, record: _Patch) -> None:
     ValueError
         Another handle has patched a model with the same config under another name.
     NotImplementedError
-        A module left out would lose its kind of mask or its sparse selection of keys, or, with ``context_parallel``,
-        would see only its own shard.
+        A module left out would lose its kind of mask or, with ``context_parallel``, would see only its own shard.
     """
     ring = record.settings.context_parallel is not None
     foreign = {id(each.config): each.attention for each in record.originals if ring or each.attention not in NAMES}
@@ -268,15 +267,9 @@ def _check_delegation(root: torch.nn.Module, record: _Patch) -> None:
     for original in record.originals if ring else ():
         for name, reason in itertools.chain.from_iterable(map(unreachable, _owners(root, original.config))):
             raise NotImplementedError(f"patch_pipeline: {name} would attend to its own shard alone: {reason}")
-    patched = {id(each.config) for each in record.originals}
     for name, module in root.named_modules():
         if name in record.modules or not uses_interface(module):
             continue
-        if id(module.config) in patched and any(has_indexer(module, keyword) for keyword in INDICES):
-            raise NotImplementedError(
-                f"patch_pipeline: {name} ({type(module).__name__}) would lose its sparse selection of keys beside "
-                "PASA in one model; leave out every module of this model"
-            )
         if id(module.config) in foreign:
             advice = "" if ring else " or call set_attn_implementation('sdpa') first"
             raise NotImplementedError(

@@ -10,7 +10,6 @@ builds the mask in a second registry. Two rules follow from its sources:
 from __future__ import annotations
 
 import inspect
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,7 +20,14 @@ import torch
 import pasa
 from pasa.patching.callbacks import BINDING, Callbacks
 from pasa.patching.copying import Uncopied
-from pasa.patching.transformers_masks import implied_mask, separate_sequences, without_lowest
+from pasa.patching.transformers_masks import (
+    chosen_keys,
+    implied_limits,
+    implied_mask,
+    separate_sequences,
+    with_bias,
+    without_lowest,
+)
 from pasa.scaled_dot_product import equal_widths
 
 if TYPE_CHECKING:
@@ -58,13 +64,8 @@ INFORMATIVE = frozenset(
 """Keywords that models pass to the attention function although they do not change its result."""
 
 REFUSALS = {
-    "softcap": "soft-capped scores (tanh) are not invariant under the shift that PASA relies on",
-    "s_aux": "attention sinks add a column to the softmax that PASA does not have",
-    "position_bias": "a bias added to the scores in every layer is not supported",
-    "head_mask": "a per-head mask on the attention weights is not supported",
-    "indices": "a choice of keys for each query (sparse attention with an indexer) is not supported",
-    "block_indices": "a choice of key blocks for each query (sparse attention with an indexer) is not supported",
-    "cache": "paged caches (continuous batching) are not supported",
+    "head_mask": "a per-head mask on the attention weights is not supported; leave it out",
+    "cache": "paged caches (continuous batching) are not supported; call model.generate",
     "output_attentions": "attention weights are never formed, so they cannot be returned",
 }
 """Keywords that change the result and are not supported, with the reason. All other keywords are refused as unknown."""
@@ -137,6 +138,12 @@ def run_pasa(
     scaling: float | None = None,
     sliding_window: int | None = None,
     is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    indices: torch.Tensor | None = None,
+    block_indices: torch.Tensor | None = None,
     explicit_masks: bool = False,
     cu_seq_lens_q: torch.Tensor | None = None,
     cu_seq_lens_k: torch.Tensor | None = None,
@@ -144,30 +151,40 @@ def run_pasa(
 ) -> tuple[torch.Tensor, None]:
     """Attend with PASA: query (B, Hq, Lq, D), key, value (B, Hkv, Lk, D) -> (B, Lq, Hq, D) contiguous, no weights."""
     _refuse_keywords(module, dropout, kwargs)
+    causal, window = False, None
     if attention_mask is not None or explicit_masks:
-        causal = False  # causality, padding and window are in the mask
-        attention_mask = without_lowest(attention_mask)
+        attention_mask = without_lowest(attention_mask)  # causality, padding and window are in the mask
     else:
         causal = _is_causal(module, query.shape[2], is_causal)
         if causal and key.shape[2] > query.shape[2]:
             # Prefill of a static cache: keys after the last query are not written yet (upper-left alignment).
             key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
-        attention_mask = implied_mask(query.shape[2], key.shape[2], sliding_window, causal, query.device)
+        attention_mask, window = implied_limits(query.shape[2], key.shape[2], sliding_window, causal, query.device)
         causal = causal and attention_mask is None
+    attention_mask = chosen_keys(module, attention_mask, key, indices, block_indices, kwargs.get("position_ids"))
     attention_mask = separate_sequences(module, attention_mask, cu_seq_lens_q, cu_seq_lens_k, query, key)
+    attention_mask = with_bias(attention_mask, position_bias)
     width = value.shape[-1]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     query, key, value = autocast_inputs(*equal_widths(query, key, value))
-    out: torch.Tensor = pasa.attention(
+    out, lse = pasa.attention(
         query,
         key,
         value,
         attn_mask=attention_mask,
         is_causal=causal,
+        window=window,
         scale=scale,
+        softcap=softcap,
+        sinks=s_aux,
+        return_lse=True,
         config=binding.config,
         backend=binding.backend,
     )
+    if sinks is not None:  # one for each row, (B, Hq, Lq, 1), which is one more score whose value is 0
+        out = out * torch.sigmoid(lse[..., None] - sinks.float()).to(out.dtype)
+    if window is not None and binding.callbacks.functions and attention_mask is None:
+        attention_mask = implied_mask(query.shape[2], key.shape[2], sliding_window, causal, query.device)
     binding.callbacks.call(query, key, attention_mask, causal, scale)
     return out[..., :width].transpose(1, 2).contiguous(), None
 
@@ -193,6 +210,9 @@ def run_original(
     """
     scope = forward_code_scope(module)
     function: Interface
+    # Only under its own name does a module put the keys that an indexer has chosen into the mask.
+    chosen = kwargs.pop("indices", None), kwargs.pop("block_indices", None)
+    attention_mask = chosen_keys(module, attention_mask, key, *chosen, kwargs.get("position_ids"))
     if original == "sdpa":
         function = scope["ALL_ATTENTION_FUNCTIONS"]["sdpa"]
     elif original == REGISTERED:
@@ -216,14 +236,6 @@ def forward_names(module: torch.nn.Module) -> tuple[str, ...]:
     """Return the global and attribute names that `module.forward` uses; empty if it is not a Python function."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return code.co_names if code is not None else ()
-
-
-def forward_constants(module: torch.nn.Module) -> frozenset[str]:
-    """Return the string constants in the code of `module.forward`; these include the keywords of the calls it makes."""
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    constants = code.co_consts if code is not None else ()
-    parts = itertools.chain.from_iterable(each if isinstance(each, tuple) else (each,) for each in constants)
-    return frozenset(part for part in parts if isinstance(part, str))
 
 
 def autocast_inputs(

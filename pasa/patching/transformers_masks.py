@@ -23,26 +23,83 @@ def make_mask(*, allow_is_causal_skip: bool = True, config: Any = None, **kwargs
     return mask
 
 
-def implied_mask(
+def implied_limits(
     queries: int, keys: int, window: int | None, causal: bool, device: torch.device
-) -> torch.Tensor | None:
-    """Return the (1, 1, Lq, Lk) mask that a call without a mask implies; None if `is_causal` alone describes it.
+) -> tuple[torch.Tensor | None, tuple[int, int] | None]:
+    """Return the mask and the window of `pasa.attention` that a call without a mask implies beside `is_causal`.
 
     transformers leaves the mask out only if the sliding window covers all keys. A narrower window here was set by a
-    direct caller, so it needs a mask.
+    direct caller. `pasa.attention` aligns windows with the last key, so other alignments need a mask.
     """
     narrow = window is not None and window < max(queries, keys)
-    if not narrow and not (causal and queries > keys):
-        return None
+    if narrow and window is not None and window > 0 and queries in (1, keys):
+        return None, (window - 1, -1) if causal or queries == 1 else (window, window)
+    if narrow or (causal and queries > keys):
+        return implied_mask(queries, keys, window, causal, device), None
+    return None, None
+
+
+def implied_mask(queries: int, keys: int, window: int | None, causal: bool, device: torch.device) -> torch.Tensor:
+    """Return the (1, 1, Lq, Lk) mask that a call without a mask implies."""
     rows = torch.arange(queries, device=device)[:, None]
     if queries == 1:
         rows = rows + keys - 1  # a decoded token is at the position of the last key
     distance = rows - torch.arange(keys, device=device)[None, :]
     visible = distance >= 0 if causal or queries == 1 else torch.ones_like(distance, dtype=torch.bool)
-    if window is not None and narrow:
+    if window is not None:
         # as in transformers: a causal window holds `window` keys, a bidirectional one reaches `window` keys either way
         visible &= distance < window if causal or queries == 1 else distance.abs() <= window
     return visible[None, None]
+
+
+def both(mask: torch.Tensor | None, visible: torch.Tensor) -> torch.Tensor:
+    """Return the mask with the keys masked out that the bool mask `visible` does not have."""
+    if mask is None:
+        return visible
+    return mask & visible if mask.dtype == torch.bool else mask.masked_fill(~visible, -torch.inf)
+
+
+def with_bias(mask: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the float mask that adds `bias` to the scores where `mask` lets a row see a key."""
+    if bias is None or mask is None:
+        return mask if bias is None else bias
+    return bias.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else bias + mask
+
+
+def chosen_keys(
+    module: Any,
+    mask: torch.Tensor | None,
+    key: torch.Tensor,
+    indices: torch.Tensor | None,
+    block_indices: torch.Tensor | None,
+    positions: torch.Tensor | None,
+) -> torch.Tensor | None:
+    """Return the mask with the keys masked out that an indexer has not chosen (sparse attention).
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The attention module.
+    mask : Tensor, optional
+        Bool or float mask (B, 1, Lq, Lk).
+    key : Tensor (B, Hkv, Lk, D)
+    indices : Tensor (B, Lq, chosen), optional
+        The keys that each row attends to.
+    block_indices : Tensor (B, Hkv, Lq, chosen), optional
+        The blocks of keys that each row attends to, as the module's indexer counts them; -1 is none.
+    positions : Tensor (Lq) or (B, Lq), optional
+        Positions of the rows; the last keys by default.
+    """
+    batch, keys = key.shape[0], key.shape[2]
+    if indices is not None:
+        visible = torch.zeros(batch, indices.shape[1], keys, dtype=torch.bool, device=key.device)
+        mask = both(mask, visible.scatter(-1, indices.long(), True)[:, None])
+    if block_indices is not None:
+        if positions is None:
+            positions = torch.arange(keys - block_indices.shape[2], keys, device=key.device)
+        blocks = (block_indices, mask, keys, key.dtype, key.device, positions.expand(batch, -1))
+        mask = module.indexer.build_block_mask(*blocks) == 0  # it is float, and keeps what `mask` masks out
+    return mask
 
 
 def without_lowest(mask: torch.Tensor | None) -> torch.Tensor | None:
@@ -87,6 +144,4 @@ def separate_sequences(
     tokens = torch.arange(batch * queries, device=query.device)  # borders count tokens across the rows of a batch
     sequence = torch.bucketize(tokens, cu_seq_lens_q.to(query.device), right=True).view(batch, 1, -1)
     same = sequence[..., :, None] == sequence[..., None, :]
-    if mask is None:
-        return same
-    return mask & same if mask.dtype == torch.bool else mask.masked_fill(~same, -torch.inf)
+    return both(mask, same)

@@ -18,6 +18,15 @@ from pasa.patching.transformers_attention import Binding, _is_causal, _refuse_ke
 from pasa.patching.transformers_masks import BORDERS
 from pasa.scaled_dot_product import equal_widths
 
+UNSERVED = {
+    "softcap": "soft caps",
+    "s_aux": "attention sinks",
+    "position_bias": "float masks",
+    "indices": "choice of keys",
+    "block_indices": "choice of keys",
+}
+"""Maps keywords that a patch without ``context_parallel`` serves to what ring attention lacks."""
+
 
 def check_mask(*, attention_mask: torch.Tensor | None = None, local_size: int | None = None, **kwargs: Any) -> None:
     """Refuse padding and sliding windows, instead of building a mask for them."""
@@ -57,6 +66,12 @@ def attend_shard(
         if kwargs.get(keyword) is not None:
             what = f"{where}: {keyword} is not supported with context_parallel"
             raise NotImplementedError(f"{what}: packed sequences cannot be separated; give one sequence a row")
+    for keyword in UNSERVED:
+        if kwargs.get(keyword) is not None:
+            raise NotImplementedError(
+                f"{where}: {keyword} is not supported with context_parallel: ring attention has no "
+                f"{UNSERVED[keyword]}; patch without context_parallel"
+            )
     _refuse_keywords(module, dropout, kwargs)
     if attention_mask is not None or sliding_window is not None:
         what = "a mask" if attention_mask is not None else f"sliding_window={sliding_window}"

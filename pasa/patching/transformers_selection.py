@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedModel
 
 from pasa.patching.handle import no_model
-from pasa.patching.transformers_attention import REFUSALS, forward_constants, forward_names
+from pasa.patching.transformers_attention import forward_names
 
 if TYPE_CHECKING:
     from pasa.patching import Policy
-
-INDICES = ("indices", "block_indices")
-"""Keywords with which a module passes on the keys that an indexer has chosen."""
 
 
 def select(
@@ -30,7 +26,7 @@ def select(
     TypeError
         There is no transformers model.
     NotImplementedError
-        Nothing can be patched, or a selected module needs what PASA does not support.
+        Nothing can be patched.
     """
     owners = [module for module in root.modules() if isinstance(module, PreTrainedModel)]
     if not owners:
@@ -46,7 +42,6 @@ def select(
         elif callable(policy) and not policy(name, module):
             skipped.append((name, "declined by the policy"))
         else:
-            _refuse_module(name, module)
             selected[name] = module
     if not selected:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in skipped[:3]) or "no attention module found"
@@ -77,29 +72,3 @@ def is_named_attention(kind: type) -> bool:
 
 def _descendants(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
     return (child for child in module.modules() if child is not module)
-
-
-def _refuse_module(name: str, module: torch.nn.Module) -> None:
-    """Refuse a module that needs an unsupported keyword at every call, before anything is changed."""
-    needs: dict[str, Callable[[], bool]] = {
-        "softcap": lambda: getattr(module, "attn_logit_softcapping", None) is not None,
-        "s_aux": lambda: getattr(module, "sinks", None) is not None,
-        "position_bias": lambda: "position_bias" in type(module).forward.__code__.co_varnames,
-        **{name: partial(has_indexer, module, name) for name in INDICES},
-    }
-    for keyword, needed in needs.items():
-        if needed():
-            raise NotImplementedError(
-                f"patch_pipeline: {name} ({type(module).__name__}) needs {keyword}: {REFUSALS[keyword]}; "
-                "leave it out with policy=lambda name, module: ..."
-            )
-
-
-def has_indexer(module: torch.nn.Module, keyword: str) -> bool:
-    """Return whether the module attends only to keys that an indexer, its own or another layer's, has chosen.
-
-    Only for the attention names "eager" and "sdpa" does such a module put the choice into the mask. Under any other
-    name it passes the choice on as this keyword.
-    """
-    indexed = getattr(module, "indexer", None) is not None or getattr(module, "skip_topk", False)
-    return bool(indexed) and keyword in forward_constants(module)

@@ -39,7 +39,7 @@ REFUSALS = (NotImplementedError, TypeError, ValueError)
 VERDICTS = ("right", "refused", "nothing to patch", "wrong", "refused at call", "crashed", "not judged", "not built")
 FINDINGS = ("wrong", "refused at call", "crashed")  # verdicts that fail the gate
 UNJUDGED = re.compile("past_key_values|attentions")  # caches, and attention weights, which PASA never forms
-Attention = Callable[..., Tensor]
+Attention = Callable[..., Any]
 Record = dict[str, Any]
 
 
@@ -119,15 +119,19 @@ def run(case: Case) -> Any:
         return case.call()
 
 
-def exact_attention(q: Tensor, k: Tensor, v: Tensor, *, tensor_layout: str = "HND", **keywords: Any) -> Tensor:
+def exact_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, tensor_layout: str = "HND", return_lse: bool = False, **keywords: Any
+) -> Any:
     """Compute attention in FP64, with the signature of `pasa.attention`."""
-    if tensor_layout in ("NHD", "BSND"):
-        return exact_attention(*(x.transpose(1, 2) for x in (q, k, v)), **keywords).transpose(1, 2)
-    known = {name: keywords[name] for name in ("attn_mask", "scale", "is_causal") if name in keywords}
-    return pasa.golden_attention(q, k, v, **known)[0].to(q.dtype)
+    last = tensor_layout in ("NHD", "BSND")
+    names = ("attn_mask", "is_causal", "window", "scale", "softcap", "sinks")
+    known = {name: keywords[name] for name in names if keywords.get(name) is not None}
+    out, lse = pasa.golden_attention(*((x.transpose(1, 2) for x in (q, k, v)) if last else (q, k, v)), **known)
+    out = (out.transpose(1, 2) if last else out).to(q.dtype)
+    return (out, lse.float()) if return_lse else out
 
 
-def rounded_attention(q: Tensor, k: Tensor, v: Tensor, *, draw: int = 0, **keywords: Any) -> Tensor:
+def rounded_attention(q: Tensor, k: Tensor, v: Tensor, *, draw: int = 0, **keywords: Any) -> Any:
     """Compute FP64 attention of q, k and v rounded to FP16; with `draw`, of q, k and v changed at random by as much."""
     if not draw:
         return exact_attention(*(x.half().to(x.dtype) for x in (q, k, v)), **keywords)
@@ -136,7 +140,7 @@ def rounded_attention(q: Tensor, k: Tensor, v: Tensor, *, draw: int = 0, **keywo
     return exact_attention(*(x * each for x, each in zip((q, k, v), noise, strict=True)), **keywords)
 
 
-def faulty_attention(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Tensor:
+def faulty_attention(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Any:
     """Compute FP64 attention with a planted fault: without the mask, or, if there is none, without the last key."""
     if keywords.get("attn_mask") is not None or keywords.get("is_causal"):
         return exact_attention(q, k, v, **{**keywords, "attn_mask": None, "is_causal": False})
@@ -197,7 +201,7 @@ def compare(case: Case, expected: Any, draws: int) -> Record:
     """
 
     def error_with(function: Attention) -> float:
-        unchanged, pasa.attention = pasa.attention, function  # type: ignore[assignment]
+        unchanged, pasa.attention = pasa.attention, function
         try:
             return distance(expected, run(case), case.real)
         finally:

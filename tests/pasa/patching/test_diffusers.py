@@ -14,7 +14,7 @@ from diffusers.models.attention_processor import (
     AttnProcessor,
     AttnProcessor2_0,
     FusedAttnProcessor2_0,
-    MochiVaeAttnProcessor2_0,
+    SanaMultiscaleAttnProcessor2_0,
 )
 
 import pasa
@@ -315,7 +315,7 @@ def test_a_compiled_autoencoder_with_other_processors_is_skipped_as_well(pipelin
     """
     for module in pipeline.vae.modules():
         if hasattr(module, "set_processor"):
-            module.set_processor(MochiVaeAttnProcessor2_0())
+            module.set_processor(SanaMultiscaleAttnProcessor2_0())
     pipeline.vae = torch.compile(pipeline.vae)
     with pasa.patch_pipeline(pipeline) as handle:
         assert len(handle.report().patched) == 18

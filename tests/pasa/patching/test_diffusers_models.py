@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers as hf
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry
-from diffusers.models.attention_processor import MochiVaeAttnProcessor2_0
+from diffusers.models.attention_processor import SanaLinearAttnProcessor2_0, SanaMultiscaleAttnProcessor2_0
 from torch.nn.attention.flex_attention import create_block_mask
 
 import pasa
@@ -165,27 +165,26 @@ def test_another_backend_chosen_while_patched_is_noticed():
 
 
 def test_models_with_other_processors_are_refused_by_name():
-    model = diffusers.CogVideoXTransformer3DModel(
-        num_attention_heads=2, attention_head_dim=8, in_channels=4, out_channels=4, time_embed_dim=2, text_embed_dim=8,
-        num_layers=1, sample_width=8, sample_height=8, sample_frames=8, max_text_seq_length=8,
-    )  # fmt: skip
-    before = model.attn_processors
-    with pytest.raises(NotImplementedError, match=r"CogVideoXTransformer3DModel is not.*CogVideoXAttnProcessor2_0"):
+    """A model whose attention is not softmax of scores is refused; Sana's self-attention is linear."""
+    model = wan()
+    for module in model.modules():
+        if hasattr(module, "processor"):
+            module.processor = SanaLinearAttnProcessor2_0()
+    with pytest.raises(NotImplementedError, match=r"WanTransformer3DModel is not.*SanaLinearAttnProcessor2_0, which"):
         pasa.patch_pipeline(model)
-    assert model.attn_processors == before
 
 
 def test_an_autoencoder_with_other_processors_is_skipped_and_its_pipeline_patched(pipeline):
     """An autoencoder whose processors cannot be replaced is skipped, and the rest of its pipeline is patched.
 
-    Sana's autoencoder has linear attention, and Mochi's a processor of its own.
+    Sana's autoencoder has linear attention.
     """
-    pipeline.vae.set_attn_processor(MochiVaeAttnProcessor2_0())
+    pipeline.vae.set_attn_processor(SanaMultiscaleAttnProcessor2_0())
     with pasa.patch_pipeline(pipeline) as handle:
         assert len(handle.report().patched) == 18
-    reasons = {reason for name, reason in handle.report().skipped}
-    assert reasons == {"PASA cannot take the place of MochiVaeAttnProcessor2_0"}
-    with pytest.raises(NotImplementedError, match=r"nothing to patch in AutoencoderKLTemporal.*MochiVaeAttnProcessor"):
+    (reason,) = {reason for name, reason in handle.report().skipped}
+    assert reason.startswith("PASA cannot take the place of SanaMultiscaleAttnProcessor2_0, which calls neither")
+    with pytest.raises(NotImplementedError, match=r"nothing to patch in AutoencoderKLTemporal.*SanaMultiscaleAttn"):
         pasa.patch_pipeline(pipeline.vae)
 
 
@@ -203,14 +202,23 @@ def test_adapters_and_attention_without_processor_are_skipped_with_the_reason(pi
     assert skipped["vae.encoder.mid_block.attentions.0"].startswith("WanAttentionBlock computes its attention itself")
 
 
-def test_an_encoder_that_needs_more_is_skipped_with_the_reason(pipeline):
-    """A T5 encoder, which adds a position bias in every layer, is skipped, and the rest of its pipeline is patched."""
-    config = hf.T5Config(d_model=64, d_kv=16, d_ff=96, num_layers=1, num_heads=4, vocab_size=97)
-    pipeline.register_modules(image_encoder=hf.T5EncoderModel(config))
+def test_an_encoder_out_of_reach_is_skipped_with_the_reason(pipeline):
+    """An encoder that computes attention itself is skipped, and the rest of its pipeline is patched."""
+    config = hf.Swinv2Config(image_size=8, patch_size=2, embed_dim=16, depths=[1], num_heads=[2], window_size=2)
+    pipeline.register_modules(image_encoder=hf.Swinv2Model(config))
     with pasa.patch_pipeline(pipeline) as handle:
         ((name, reason),) = handle.report().skipped
     assert name == "image_encoder"
-    assert "T5Attention) needs position_bias" in reason
+    assert "Swinv2SelfAttention computes its attention itself" in reason
+
+
+def test_a_position_bias_of_an_encoder_is_served(pipeline):
+    """A T5 encoder, which adds a position bias in every layer, is patched with its pipeline."""
+    config = hf.T5Config(d_model=64, d_kv=16, d_ff=96, num_layers=1, num_heads=4, vocab_size=97)
+    pipeline.register_modules(image_encoder=hf.T5EncoderModel(config))
+    with pasa.patch_pipeline(pipeline) as handle:
+        assert not handle.report().skipped
+        assert "image_encoder.encoder.block.0.layer.0.SelfAttention" in handle.report().patched
 
 
 def test_an_object_without_models_names_its_class():

@@ -325,8 +325,8 @@ def test_informative_keywords_change_nothing(keyword):
 @pytest.mark.parametrize(
     ("keyword", "value"),
     [
-        *((name, torch.ones(1)) for name in ("s_aux", "position_bias", "head_mask", "indices", "cu_seq_lens_q")),
-        *(("softcap", 50.0), ("cache", object()), ("output_attentions", True), ("dropout", 0.1), ("new_idea", 1)),
+        *((name, torch.ones(1)) for name in ("head_mask", "cu_seq_lens_q")),
+        *(("cache", object()), ("output_attentions", True), ("dropout", 0.1), ("new_idea", 1)),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
