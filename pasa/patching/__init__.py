@@ -45,8 +45,8 @@ def patch_pipeline(
         of either library. Of a diffusers pipeline all models are patched: UNet or transformer, VAE, and the text and
         image encoders, which are transformers models.
     policy : "all", "auto" or callable, default "all"
-        ``"all"`` patches every attention module that goes through the transformers attention interface or, in
-        diffusers, has a processor that PASA can replace.
+        ``"all"`` patches every attention module that goes through the transformers attention interface, writes its
+        attention out in a way that PASA can follow or, in diffusers, has a processor that PASA can replace.
         A callable ``policy(module_name, module) -> bool`` decides for each of these modules. A module that it declines
         keeps its original attention.
         ``"auto"`` patches the modules that :func:`pasa.predict_overflow` finds at risk or cannot judge. The other
@@ -84,8 +84,7 @@ def patch_pipeline(
     Raises
     ------
     NotImplementedError
-        ``policy="auto"`` does not know the architecture's weights; ``context_parallel`` is set for a diffusers model; a
-        transformers module needs what PASA does not support (soft-capped scores, attention sinks, a position bias);
+        ``policy="auto"`` does not know the architecture's weights; ``context_parallel`` is set for a diffusers model;
         PASA can replace none of a diffusers model's processors; no attention of the model can be reached; `backend`
         cannot run on this machine. The message names the architecture, module, processor or backend.
     ValueError

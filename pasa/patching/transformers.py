@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,10 +20,12 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from pasa.patching.callbacks import BINDING
 from pasa.patching.copying import PatchedName, UncopiedHook
 from pasa.patching.handle import PatchHandle, PatchReport, already_patched
-from pasa.patching.transformers_attention import REFUSALS, REGISTERED, Binding, make_interface
+from pasa.patching.sdpa_calls import make_attention
+from pasa.patching.transformers_attention import REFUSALS, REGISTERED, Binding, WrittenOutBinding, make_interface
 from pasa.patching.transformers_masks import make_mask
 from pasa.patching.transformers_ring import attend_shard, check_mask
-from pasa.patching.transformers_selection import select, unreachable, uses_interface
+from pasa.patching.transformers_selection import is_written_out, select, unreachable, uses_interface
+from pasa.patching.written_out import follow_module
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -80,6 +82,7 @@ class _Patch:
     modules: dict[str, torch.nn.Module]
     originals: list[Original]
     hooks: list[torch.utils.hooks.RemovableHandle] = field(default_factory=list)
+    written_out: list[Callable[[], None]] = field(default_factory=list)  # each restores one module
     handle: PatchHandle = field(init=False)
 
     def name(self, original: Original) -> str:
@@ -104,7 +107,7 @@ class _Patch:
         return {
             name: replacement
             for name, module in self.modules.items()
-            if (replacement := Binding.replacement(module)) is not None
+            if (replacement := module.__dict__[BINDING].replacement(module)) is not None
         }
 
     def before_forward(self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -115,7 +118,9 @@ class _Patch:
         in_force = {original.config._attn_implementation in _OURS for original in self.originals}
         if False in in_force and not torch.compiler.is_compiling():
             self.handle.check_removed()
-        if True in in_force and kwargs.get("output_attentions", getattr(model.config, "output_attentions", False)):
+        if (True in in_force or self.written_out) and kwargs.get(
+            "output_attentions", getattr(model.config, "output_attentions", False)
+        ):
             raise NotImplementedError(
                 f"{type(model).__name__}: output_attentions=True is not supported: {REFUSALS['output_attentions']}"
             )
@@ -123,6 +128,8 @@ class _Patch:
     def undo(self) -> None:
         """Unmark the modules; restore each config and unregister each name that no other handle uses."""
         _LIVE.discard(self)
+        for restore in self.written_out:
+            restore()
         for hook in self.hooks:
             hook.remove()
         for module in self.modules.values():
@@ -150,14 +157,19 @@ def patch(
     in_force = _handle_in_force(selected, settings)
     if in_force is not None:
         return in_force
-    originals = _original_attention(root, selected.values())
+    originals = _original_attention(root, filter(uses_interface, selected.values()))
     record = _Patch(settings, selected, originals)
     _check_delegation(root, record)
 
     report = PatchReport(f"transformers: {type(root).__name__}", tuple(selected), tuple(skipped))
     record.handle = PatchHandle(report, record.undo, record.removed)
     for module in selected.values():
-        setattr(module, BINDING, Binding(config, backend, record.handle, context_parallel))
+        kind = WrittenOutBinding if is_written_out(module) else Binding
+        binding = kind(config, backend, record.handle, context_parallel)
+        setattr(module, BINDING, binding)
+        if is_written_out(module):
+            attend = make_attention(config, backend, binding.callbacks, type(module).__name__)
+            record.written_out.append(follow_module(module, attend))
     chosen = set(selected.values())
     for owner in owners:
         if not chosen.isdisjoint(owner.modules()):

@@ -97,6 +97,16 @@ class Binding(Uncopied):
         return f"its config names the attention {attention!r} now (set_attn_implementation)"
 
 
+@dataclass(frozen=True)
+class WrittenOutBinding(Binding):
+    """The mark on a patched module that writes its attention out; no attention name can remove the patch."""
+
+    @staticmethod
+    def replacement(module: Any) -> str | None:
+        """Return None, because the module runs PASA until the patch is undone."""
+        return None
+
+
 def make_interface(original: str, explicit_masks: bool) -> Interface:
     """Return the attention function to register for models whose attention was `original`.
 

@@ -15,6 +15,67 @@ from pasa.patching.transformers_attention import forward_names
 if TYPE_CHECKING:
     from pasa.patching import Policy
 
+WRITTEN_OUT: dict[str, tuple[str, ...]] = {
+    "big_bird": ("BigBirdSelfAttention",),
+    "blip": ("BlipAttention",),
+    "blip_text": ("BlipTextSelfAttention",),
+    "bloom": ("BloomAttention",),
+    "bros": ("BrosSelfAttention",),
+    "canine": ("CanineSelfAttention",),
+    "codegen": ("CodeGenAttention",),
+    "convbert": ("ConvBertSelfAttention",),
+    "cpmant": ("CpmAntAttention",),
+    "cvt": ("CvtSelfAttention",),
+    "data2vec_vision": ("Data2VecVisionSdpaSelfAttention",),
+    "deberta": ("DisentangledSelfAttention",),
+    "deberta_v2": ("DisentangledSelfAttention",),
+    "donut_swin": ("DonutSwinSelfAttention",),
+    "falcon": ("FalconAttention",),
+    "fastspeech2_conformer": ("FastSpeech2ConformerAttention",),
+    "flaubert": ("MultiHeadAttention",),
+    "flava": ("FlavaSelfAttention",),
+    "fsmt": ("Attention",),
+    "glpn": ("GLPNEfficientSelfAttention",),
+    "gpt_neo": ("GPTNeoSelfAttention",),
+    "gpt_neox_japanese": ("GPTNeoXJapaneseAttention",),
+    "gptj": ("GPTJAttention",),
+    "groupvit": ("GroupViTAttention",),
+    "hiera": ("HieraMaskUnitAttention",),
+    "imagegpt": ("ImageGPTAttention",),
+    "lilt": ("LiltSelfAttention",),
+    "luke": ("LukeSelfAttention",),
+    "maskformer_swin": ("MaskFormerSwinSelfAttention",),
+    "megatron_bert": ("MegatronBertSelfAttention",),
+    "mgp_str": ("MgpstrAttention",),
+    "mpnet": ("MPNetSelfAttention",),
+    "mpt": ("MptAttention",),
+    "mvp": ("MvpAttention",),
+    "pvt_v2": ("PvtV2SelfAttention",),
+    "rembert": ("RemBertSelfAttention",),
+    "roformer": ("RoFormerSelfAttention",),
+    "sam": ("SamVisionSdpaAttention",),
+    "sam_hq": ("SamHQVisionSdpaAttention",),
+    "sew_d": ("DisentangledSelfAttention",),
+    "speecht5": ("SpeechT5Attention",),
+    "squeezebert": ("SqueezeBertSelfAttention",),
+    "swin2sr": ("Swin2SRSelfAttention",),
+    "swinv2": ("Swinv2SelfAttention",),
+    "tapas": ("TapasSelfAttention",),
+    "timesformer": ("TimesformerSelfAttention",),
+    "trocr": ("TrOCRAttention",),
+    "vilt": ("ViltSelfAttention",),
+    "visual_bert": ("VisualBertSelfAttention",),
+    "vitdet": ("VitDetAttention",),
+    "xglm": ("XGLMAttention",),
+    "xlm": ("MultiHeadAttention",),
+    "xlnet": ("XLNetRelativeAttention",),
+}
+"""Modules that compute attention themselves and that `written_out.py` can follow, by the file that defines them.
+
+`pasa eval zoo` judges a model of each. Others are no softmax of scores (Reformer, YOSO, MRA, RWKV, Autoformer,
+SwiftFormer), use scores or weights for more than attention, or call torch's own attention module (WavLM).
+"""
+
 
 def select(
     root: torch.nn.Module, policy: Policy
@@ -32,7 +93,15 @@ def select(
     if not owners:
         raise no_model(root)
     selected: dict[str, torch.nn.Module] = {}
-    skipped = list(unreachable(root))
+    skipped: list[tuple[str, str]] = []
+    for name, reason in unreachable(root):
+        module = root.get_submodule(name)
+        if not is_written_out(module):
+            skipped.append((name, reason))
+        elif callable(policy) and not policy(name, module):
+            skipped.append((name, "declined by the policy"))
+        else:
+            selected[name] = module
     configs = {id(owner.config) for owner in owners}
     for name, module in root.named_modules():
         if not uses_interface(module):
@@ -52,6 +121,13 @@ def select(
 def uses_interface(module: torch.nn.Module) -> bool:
     """Return whether `module.forward` gets its attention from transformers' registry, by the name of that global."""
     return "ALL_ATTENTION_FUNCTIONS" in forward_names(module) and hasattr(module, "config")
+
+
+def is_written_out(module: torch.nn.Module) -> bool:
+    """Return whether PASA can follow the attention that this module of transformers computes itself."""
+    kind = type(module)
+    folder, _, file = kind.__module__.rpartition(".modeling_")
+    return folder.startswith("transformers.models.") and kind.__name__ in WRITTEN_OUT.get(file, ())
 
 
 def unreachable(root: torch.nn.Module) -> Iterator[tuple[str, str]]:
