@@ -169,8 +169,12 @@ TRITON = Backend(
     },
     not_together=({"softmax": "unbiased", "recovery": "paper", "accumulate": "fp16"},),
     head_dims=(1, 256),
-    features=("packed sequences", "paged caches"),
-    feature_options={"paged caches": EXACT},
+    features=tuple(name for name in FEATURES if name != "diagnostics"),
+    feature_options={
+        "paged caches": EXACT,
+        **{name: {"recovery": ("exact",)} for name in ("windows", "sinks", "max logits")},
+        "soft caps": {"precision": ("pasa", "fp32"), "recovery": ("exact",)},
+    },
     functions={"cuda": ("write_pages", "count_scores")},
     priority=2,
 )

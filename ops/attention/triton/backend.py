@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ __all__ = ["attend", "count_scores", "gradients", "write_pages"]
 
 # What the Hopper kernel serves: head dimensions, and keys of an anchor block.
 HOPPER_DIMS, HOPPER_BLOCK = (64, 128), 128
+Family: TypeAlias = Callable[[KernelCall], tuple[Tensor, Tensor, Tensor | None]]
 ROUNDED = 2048  # elements of a tile in the separate rounding launch; an NPU's unified buffer holds no more
 
 
@@ -45,11 +47,12 @@ def attend(call: Call) -> Results:
     if call.cu_k is not None and not capturing(call.q):
         call.edges()
     with on_device(call.q):
-        out, lse = _family(kernel_call := KernelCall.of(call))(kernel_call)
-    return Results(out if out.dtype == call.q.dtype else out.to(call.q.dtype), lse)
+        out, lse, top = _family(kernel_call := KernelCall.of(call))(kernel_call)
+        largest = kernel_call.of_heads(top)
+    return Results(out if out.dtype == call.q.dtype else out.to(call.q.dtype), lse, largest)
 
 
-def _family(call: KernelCall) -> Callable[[KernelCall], tuple[Tensor, Tensor]]:
+def _family(call: KernelCall) -> Family:
     """Return the launcher that serves a call.
 
     Code for an NPU cannot branch on data around a matrix product, so `portable_attention` serves all
@@ -78,15 +81,15 @@ def hopper_serves(call: KernelCall) -> bool:
     """Return whether hopper/kernel.py serves this call; it needs sm_90 and a tested version of Triton."""
     options = call.options
     exact = options.precision == "pasa" and options.recovery == "exact" and options.block_k == HOPPER_BLOCK
-    plain = exact and call.mask is None and call.cu_k is None
+    plain = exact and call.mask is None and not call.features
     return plain and call.q.shape[-1] in HOPPER_DIMS and _is_hopper(call.q.device)
 
 
 @cache
-def _hopper() -> Callable[[KernelCall], tuple[Tensor, Tensor]]:
+def _hopper() -> Family:
     from pasa.ops.attention.triton.hopper.launch import hopper_attention  # Gluon, which other versions of Triton lack
 
-    return hopper_attention
+    return lambda call: (*hopper_attention(call), None)
 
 
 @cache
@@ -96,21 +99,24 @@ def _is_hopper(device: torch.device) -> bool:
     return DIRECT  # Gluon is experimental and differs between versions of Triton
 
 
-def portable_attention(call: KernelCall) -> tuple[Tensor, Tensor]:
-    """Attend to whole sequences on any device: exact recovery, published recovery, or plain flash attention."""
+def portable_attention(call: KernelCall) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Attend to whole sequences on any device: exact recovery, published recovery, or plain flash attention.
+
+    Returns output, log-sum-exp and the largest score of each row, which the published recovery lacks.
+    """
     if call.dropped and call.q.device.type == "npu":
         return rounded_after(call)
     packing, options = None, call.options
     if call.cu_k is not None:
         packing = Packing(*tile_table(call.cu_k, options.block_k, call.k.shape[0]), call.cu_k)
     if options.precision == "pasa" and options.recovery == "paper":
-        return paper_attention(call, packing)
+        return (*paper_attention(call, packing), None)
     return prefill_attention(call, packing)
 
 
-def rounded_after(call: KernelCall) -> tuple[Tensor, Tensor]:
+def rounded_after(call: KernelCall) -> tuple[Tensor, Tensor, Tensor | None]:
     """Run `portable_attention` with FP32 output, and round the output in a separate launch."""
-    wide, lse = portable_attention(replace(call, dropped=0, out_dtype=torch.float32))
+    wide, lse, top = portable_attention(replace(call, dropped=0, out_dtype=torch.float32))
     out = torch.empty_like(wide, dtype=call.out_dtype)
     dim, pad, rows = wide.shape[-1], pad_dim(wide.shape[-1]), lse.numel()
     block = min(16, ROUNDED // pad)
@@ -118,4 +124,4 @@ def rounded_after(call: KernelCall) -> tuple[Tensor, Tensor]:
         rounding_kernel, (min(-(-rows // block), 2 * processors(wide.device)), 1, 1), (wide, out), (rows,),
         {"D": dim, "D_PAD": pad, "BLOCK_M": block, "DROPPED": call.dropped},
     )  # fmt: skip
-    return out, lse
+    return out, lse, top

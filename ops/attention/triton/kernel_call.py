@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from pasa.ops.packed import tile_table
 DECODE_ROWS = 16  # query rows of one head; more rows than this keep the matrix engine busy without splitting the keys
 DECODE_TILE = 128  # the most query rows of all heads that share a key head
 PAGE_SPAN = 2**31  # kernels count the elements of a page with signed 32-bit integers
+WIDEST = 2**29  # keys on an unlimited side of a window: kernels add both sides to key numbers with 32 bits
+LOW_CAP = 1024.0  # the largest cap that can lose 2^-23 of itself: 2^-13 nats, a quarter of an FP16 weight's rounding
+LARGEST_RATIO = 2.0**64  # the least product of FP16 numbers other than 0 is 2^-48, so its tanh is 1 already
 
 
 class Packing(NamedTuple):
@@ -44,6 +47,8 @@ class KernelCall(Call):
 
     Attributes
     ----------
+    sinks : Tensor (Hq,), optional
+        In FP32, contiguous.
     dropped : int
         Low FP32 bits that unbiased rounding of the output drops: 13 to FP16, 16 to BF16. 0 means
         round to nearest.
@@ -82,9 +87,10 @@ class KernelCall(Call):
             mask = mask.expand(*q.shape[:3], k.shape[2])
         if cu_q is not None and cu_k is not None:
             cu_q, cu_k = (x.to(q.device, torch.int32).contiguous() for x in (cu_q, cu_k))
+        sinks = None if call.sinks is None else call.sinks.to(q.device, torch.float32).contiguous()
         return cls(
             *half, call.scale, call.options, call.is_causal, mask, cu_q, cu_k, call.pages,
-            window=call.window, softcap=call.softcap, sinks=call.sinks, max_logits=call.max_logits, dropped=dropped,
+            window=call.window, softcap=call.softcap, sinks=sinks, max_logits=call.max_logits, dropped=dropped,
             out_dtype=output_dtype(dropped),
         )  # fmt: skip
 
@@ -109,6 +115,10 @@ class KernelCall(Call):
     def variant(self) -> str:
         """Return the key under which tuning.py stores the fastest tile; sizes enter it as powers of two."""
         kind = "packed" if self.cu_q is not None else "causal" if self.is_causal else "full"
+        if self.has_window:
+            kind += f" window ~2^{self.limits[1].bit_length()}"
+        if self.softcap:
+            kind += f" {self.cap_kind} cap"
         sizes = f"B*H ~2^{(self.q.shape[0] * self.q.shape[1]).bit_length()}, S ~2^{self.keys.bit_length()}"
         return f"D {self.q.shape[-1]}, {kind}, mask {self.mask_kind}, drops {self.dropped}, {sizes}"
 
@@ -123,6 +133,45 @@ class KernelCall(Call):
         return "none" if self.mask is None else "bool" if self.mask.dtype == torch.uint8 else "float"
 
     @property
+    def has_window(self) -> bool:
+        """Return whether a window limits the keys of a row on some side."""
+        return self.window != (-1, -1)
+
+    @property
+    def banded(self) -> bool:
+        """Return whether the keys of a row end at a diagonal; a window without a limit to the right ends far away."""
+        return self.is_causal or self.has_window
+
+    @property
+    def limits(self) -> tuple[int, int]:
+        """Return (right, span): row i of a window sees the span + 1 keys up to key i + Skv - Sq + right."""
+        if not self.has_window:
+            return 0, 0
+        left, right = (WIDEST if side < 0 else min(side, WIDEST) for side in self.window)
+        right = 0 if self.is_causal else right
+        return right, left + right
+
+    @property
+    def cap_kind(self) -> str:
+        """Return the kind of the soft cap, as the kernels name it."""
+        return "none" if not self.softcap else "low" if self.softcap <= LOW_CAP else "high"
+
+    @property
+    def unit(self) -> float:
+        """Return the nats in a unit of a kernel's scores: those of q.k, or of its tanh."""
+        return self.softcap or self.scale
+
+    @property
+    def ratio(self) -> float:
+        """Return the factor of q.k within the tanh of a soft cap."""
+        return min(self.scale / self.unit, LARGEST_RATIO)
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        """Return the compile-time constants of the features that change score tiles."""
+        return {"WINDOW": self.has_window, "CAP": self.cap_kind}
+
+    @property
     def mask_strides(self) -> tuple[int, ...]:
         """Return the mask's strides of batch, head, row and key."""
         return (0, 0, 0, 0) if self.mask is None else self.mask.stride()
@@ -135,6 +184,21 @@ class KernelCall(Call):
         """Allocate the output and log-sum-exp, uninitialised."""
         lse = torch.empty(self.q.shape[:-1], dtype=torch.float32, device=self.q.device)
         return torch.empty(self.q.shape, dtype=self.out_dtype, device=self.q.device), lse
+
+    def row_maxima(self, lse: Tensor) -> Tensor | None:
+        """Allocate the largest score of each row, uninitialised, if the call asks for largest scores."""
+        return torch.empty_like(lse) if self.max_logits else None
+
+    def of_heads(self, top: Tensor | None) -> Tensor | None:
+        """Return the largest scores (sequences, Hq) from those of all rows; NaN if one is NaN."""
+        if top is None or self.q.dim() == 4:
+            return top if top is None else top.amax(-1)
+        if self.cu_q is None:
+            return top  # a row for each sequence
+        row = torch.arange(len(top), device=top.device)
+        owner = torch.searchsorted(self.cu_q[1:].to(row), row, right=True)  # `sequences` for padding
+        largest = top.new_full((self.sequences + 1, top.shape[1]), -torch.inf)
+        return largest.scatter_reduce(0, owner[:, None].expand_as(top), top, "amax")[:-1]
 
 
 def _half(x: Tensor, name: str) -> Tensor:

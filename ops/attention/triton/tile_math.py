@@ -87,6 +87,46 @@ def two_products(b_q, b_first, b_second):
 
 
 @triton.jit
+def capped_scores(b_s, ratio, CAP: tl.constexpr):
+    """Return tanh(s / cap) of products q.k, in any shape; ratio: scale / cap.
+
+    Its exponent is at most 0, so nothing overflows. A product that is not finite gives NaN. Near 0 the quotient of
+    exponentials errs by 2^-23 of the cap. A "high" cap cannot afford that, so it takes a Pade approximant there, which
+    errs by 2^-23 of the score.
+    """
+    b_x = b_s * ratio
+    b_size = tl.abs(b_x)
+    b_power = tl.exp2(b_size * (-2.0 * LOG2_E))
+    b_top = 1.0 - b_power
+    b_bottom = 1.0 + b_power
+    if CAP == "high":
+        square = b_size * b_size
+        b_top = tl.where(b_size < 1.0, b_size * (945.0 + square * (105.0 + square)), b_top)
+        b_bottom = tl.where(b_size < 1.0, 945.0 + square * (420.0 + 15.0 * square), b_bottom)
+    b_top = b_top / b_bottom
+    return tl.where(tl.abs(b_s) < INF, tl.where(b_x < 0.0, -b_top, b_top), float("nan"))
+
+
+@triton.jit
+def beside_sink(lse, sink):
+    """Return the share of its weights that a row keeps beside a sink, and its log-sum-exp with the sink.
+
+    Either may be -inf. NaN in the log-sum-exp or the sink gives NaN.
+    """
+    lead = tl.where((lse == -INF) & (sink == -INF), 0.0, lse - sink)
+    power = tl.exp2(tl.abs(lead) * -LOG2_E)
+    share = tl.where(lead < 0.0, power, 1.0) / (1.0 + power)
+    alone = tl.where(lead < 0.0, sink, lse)
+    return share, tl.where(alone == -INF, alone, alone + tl.log(1.0 + power))
+
+
+@triton.jit
+def largest_score(b_max, b_sum, nats):
+    """Return the largest score of rows in nats (`nats`, unless NaN): -inf if fully masked, NaN if the sum is NaN."""
+    return tl.where((b_sum == 0.0) & (b_max == -INF), -INF, tl.where(b_sum == b_sum, nats, b_sum))
+
+
+@triton.jit
 def is_bounded(b_square, p_norms, blocks, scale, BLOCK: tl.constexpr):
     """Test if all keys of the head are finite and scores of the queries stay below `ANCHOR_LIMIT`.
 
@@ -253,15 +293,20 @@ def add_values(b_acc, b_p, b_v, m_seen):
 
 
 @triton.jit
-def mean_of_values(b_acc, b_max, b_sum, nats, D: tl.constexpr, DROPPED: tl.constexpr, LAZY: tl.constexpr):
+def mean_of_values(b_acc, b_max, b_sum, nats, p_sink, D: tl.constexpr, DROPPED: tl.constexpr, LAZY: tl.constexpr,
+                   SINKS: tl.constexpr):  # fmt: skip
     """Return output (M, D), to be cast, and log-sum-exp (M,) of rows after their last key; nats (M,): their maxima.
 
     A mean of values lies in FP16's range up to the last bit. Infinity in the sum comes from a value. A fully masked row
-    gets 0 and -inf.
+    gets 0 and -inf. p_sink: the sink of the head, if SINKS.
     """
     fully_masked = (b_sum == 0.0) & (b_max == -INF)
     divisor = tl.where(fully_masked, 1.0, b_sum)
     b_out = b_acc / divisor[:, None]
+    b_lse = tl.where(fully_masked, -INF, nats + tl.log(divisor))
+    if SINKS:
+        share, b_lse = beside_sink(b_lse, tl.load(p_sink))
+        b_out = b_out * share[:, None]
     b_out = tl.where(tl.abs(b_out) < INF, tl.minimum(tl.maximum(b_out, -FP16_MAX), FP16_MAX), float("nan"))
     b_out = round_rows(b_out, tl.arange(0, b_acc.shape[1]), D, DROPPED, LAZY)
-    return b_out, tl.where(fully_masked, -INF, nats + tl.log(divisor))
+    return b_out, b_lse

@@ -17,6 +17,9 @@ from pasa.ops.attention.triton.tile_math import (
     LOG2_E,
     add_values,
     anchored_scores,
+    beside_sink,
+    capped_scores,
+    largest_score,
     next_frame,
     softmax_step,
     two_products,
@@ -77,9 +80,10 @@ def locate_keys(p_table, start, end, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, 
 @triton.jit
 def attend_split(
     b_q, b_max, b_sum, b_acc, b_first, b_square, p_keys, p_values, p_mask, o_query, m_row, begin, end,
-    diagonal, scale, longest, stride_kn, stride_vn, stride_mask_n, p_table, stride_kp, stride_vp,
+    diagonal, span, scale, ratio, longest, stride_kn, stride_vn, stride_mask_n, p_table, stride_kp, stride_vp,
     ANCHORED: tl.constexpr, HIDES: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr,
     D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, ALIGNED: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """Attend to the keys from `begin` to `end`, a part of a split.
 
@@ -87,12 +91,13 @@ def attend_split(
     block with a key that some row sees, because blocks of padding have none. Otherwise keys are used unchanged, and
     b_square (BLOCK_N,) collects the largest squared norms; infinity or NaN there fails the bound.
     PAGE: slots of a page, or 0 without pages, when p_table and the strides of pages are unused. ALIGNED: `begin` is a
-    multiple of BLOCK_N.
+    multiple of BLOCK_N. WINDOW: row i sees no key before i + diagonal - span. CAP: scores are those of `capped_scores`,
+    which are small, so nothing is anchored or collected.
     """
     o_d = tl.arange(0, D_PAD)
     factor = LOG2_E if MASK == "float" else scale * LOG2_E
     # Unchanged keys have small scores, or their split is repeated. A float mask may add large numbers to the scores.
-    FAST: tl.constexpr = not ANCHORED and MASK != "float"
+    FAST: tl.constexpr = (not ANCHORED and MASK != "float") and CAP == "none"
     offset = tl.zeros_like(b_max)
     for start in range(begin, end, BLOCK_N):
         o_n = start + tl.arange(0, BLOCK_N)
@@ -114,6 +119,8 @@ def attend_split(
         m_seen = (o_n < end)[None, :] & m_row[:, None]
         if CAUSAL:
             m_seen = m_seen & (o_n[None, :] <= o_query[:, None] + diagonal)
+        if WINDOW:
+            m_seen = m_seen & (o_n[None, :] >= o_query[:, None] + diagonal - span)
         if MASK != "none":
             p_tile = p_mask[:, None] + (at + tl.arange(0, BLOCK_N))[None, :] * stride_mask_n
             b_bias = tl.load(p_tile, mask=m_seen, other=0).to(tl.float32)
@@ -130,6 +137,8 @@ def attend_split(
             offset, carry = two_products(b_q, b_anchor - b_first, b_before - b_first)
             carry *= scale if MASK == "float" else 1.0
             b_max = tl.where(b_max == -INF, -INF, b_max + carry)  # a NaN in q stays out of a row without keys
+        elif CAP != "none":
+            b_s = capped_scores(tl.dot(b_q, tl.trans(b_k)), ratio, CAP)
         else:
             b_wide = b_k.to(tl.float32)
             square = tl.sum(b_wide * b_wide, 1)
@@ -150,7 +159,7 @@ def attend_split(
         else:
             b_v = tl.load(p_value)
         b_v = b_v.to(tl.float16)
-        if HIDES and ANCHORED:
+        if HIDES and (ANCHORED or CAP != "none"):
             b_acc = add_values(b_acc, b_p, b_v, m_seen)
         else:
             if HIDES:  # rows see different keys, and 0 * NaN is NaN, so such a split goes to the exact pass
@@ -161,7 +170,7 @@ def attend_split(
     return b_max, b_sum, b_acc, b_first, b_square
 
 
-@triton.jit(do_not_specialize=["kv_heads", "group", "rows", "keys", "splits", "keys_each"])
+@triton.jit(do_not_specialize=["kv_heads", "group", "rows", "keys", "splits", "keys_each", "right", "span"])
 def decode_kernel(
     p_q,  # (B, Hq, Sq, D)
     p_k,  # (B, Hkv, Skv, D)
@@ -190,7 +199,10 @@ def decode_kernel(
     keys,
     splits,
     keys_each,
-    scale,
+    right,  # as `KernelCall.limits`, if WINDOW
+    span,
+    scale,  # nats in a unit of a score: of q.k, or of its tanh if CAP
+    ratio,
     MASK: tl.constexpr,
     CAUSAL: tl.constexpr,
     D: tl.constexpr,
@@ -199,6 +211,8 @@ def decode_kernel(
     BLOCK_N: tl.constexpr,
     EXACT: tl.constexpr,  # the exact pass: only the splits that the fast pass has marked
     PDL: tl.constexpr,  # launched before the previous kernel ends
+    WINDOW: tl.constexpr,  # with CAUSAL: rows see no key before their window either
+    CAP: tl.constexpr,  # "none", or how a soft cap is computed: `capped_scores`; other than "none" never EXACT
 ):
     """Attend within one split of one key head: all its query rows against `keys_each` keys."""
     if PDL:
@@ -221,10 +235,14 @@ def decode_kernel(
     p_masks = p_mask + batch * stride_mask_b + o_head * stride_mask_h + o_query * stride_mask_m
     # keys that all rows see in whole blocks, then the others
     diagonal = keys - rows
+    if WINDOW:
+        diagonal += right
     begin = o_split * keys_each
     end = tl.minimum(begin + keys_each, keys)
     seen_by_all = diagonal + 1 if CAUSAL else keys
     whole = tl.maximum(tl.minimum(end, seen_by_all) // BLOCK_N * BLOCK_N, begin)
+    if WINDOW:  # keys in this split are before the window of the last row
+        whole = tl.where(begin < rows - 1 + diagonal - span, begin, whole)
     if MASK != "none":
         whole = begin
     b_max = tl.full((BLOCK_M,), -INF, tl.float32)
@@ -235,24 +253,26 @@ def decode_kernel(
     if EXACT:
         b_max, b_sum, b_acc, b_first, b_square = attend_split(
             b_q, b_max, b_sum, b_acc, b_first, b_square, p_keys, p_values, p_masks, o_query, m_row, begin, end,
-            diagonal, scale, longest, stride_kn, stride_vn, stride_mask_n, p_k, 0, 0,
-            True, True, MASK, CAUSAL, D, D_PAD, BLOCK_N, 0, True,
+            diagonal, span, scale, ratio, longest, stride_kn, stride_vn, stride_mask_n, p_k, 0, 0,
+            True, True, MASK, CAUSAL, D, D_PAD, BLOCK_N, 0, True, WINDOW, CAP,
         )  # fmt: skip
         good = True
     else:
         if MASK == "none":
             b_max, b_sum, b_acc, b_first, b_square = attend_split(
                 b_q, b_max, b_sum, b_acc, b_first, b_square, p_keys, p_values, p_masks, o_query, m_row, begin, whole,
-                diagonal, scale, longest, stride_kn, stride_vn, stride_mask_n, p_k, 0, 0,
-                False, False, MASK, False, D, D_PAD, BLOCK_N, 0, True,
+                diagonal, span, scale, ratio, longest, stride_kn, stride_vn, stride_mask_n, p_k, 0, 0,
+                False, False, MASK, False, D, D_PAD, BLOCK_N, 0, True, False, CAP,
             )  # fmt: skip
         b_max, b_sum, b_acc, b_first, b_square = attend_split(
             b_q, b_max, b_sum, b_acc, b_first, b_square, p_keys, p_values, p_masks, o_query, m_row, whole, end,
-            diagonal, scale, longest, stride_kn, stride_vn, stride_mask_n, p_k, 0, 0,
-            False, True, MASK, CAUSAL, D, D_PAD, BLOCK_N, 0, True,
+            diagonal, span, scale, ratio, longest, stride_kn, stride_vn, stride_mask_n, p_k, 0, 0,
+            False, True, MASK, CAUSAL, D, D_PAD, BLOCK_N, 0, True, WINDOW, CAP,
         )  # fmt: skip
         # a sum, unlike a maximum, does not lose a NaN
         good = (tl.sqrt(tl.max(b_square, 0)) * longest <= ANCHOR_LIMIT) & (tl.sum(b_square, 0) < INF)
+        if CAP != "none":
+            good = True
     store_split(b_max, b_sum, b_acc, b_first, p_part, p_state, p_anchor + o_work * D, p_framed + o_work, o_work, m_row,
                 good, D, D_PAD, BLOCK_M)  # fmt: skip
 
@@ -281,6 +301,16 @@ def frame_offsets(
     return b_offset, frame
 
 
+@triton.jit
+def shared_frame_nats(p_row, p_frame, b_framed, top, low, scale, D: tl.constexpr, D_PAD: tl.constexpr):
+    """Return a row's largest score, whose two parts are counted in the frame that all splits share."""
+    o_d = tl.arange(0, D_PAD)
+    m_d = (o_d < D) & (tl.max(b_framed, 0) > 0)
+    b_q = tl.load(p_row + o_d, mask=m_d, other=0.0).to(tl.float64)
+    b_frame = tl.load(p_frame + o_d, mask=m_d, other=0.0).to(tl.float64)
+    return ((tl.sum(b_q * b_frame, 0) + top + low) * scale).to(tl.float32)
+
+
 @triton.jit(do_not_specialize=["heads", "group", "rows", "splits"])
 def merge_kernel(
     p_q,
@@ -291,6 +321,8 @@ def merge_kernel(
     p_low,  # as in decode_anchored_paged_kernel
     p_out,  # (B, Hq, Sq, D), contiguous
     p_lse,  # (B, Hq, Sq) FP32, contiguous
+    p_sink,  # (Hq,) FP32, if SINKS
+    p_largest,  # as p_lse: the largest score of each row, if MAXIMA
     stride_qb,
     stride_qh,
     stride_qm,
@@ -308,6 +340,8 @@ def merge_kernel(
     DROPPED: tl.constexpr,  # how outputs are rounded: rounding_kernel.py
     SHARED_FRAME: tl.constexpr,  # the splits of a head share a frame, and maxima have a low part
     PDL: tl.constexpr,
+    SINKS: tl.constexpr,
+    MAXIMA: tl.constexpr,
 ):
     """Merge the splits of some columns of one query row."""
     o_out = tl.program_id(0)
@@ -366,17 +400,23 @@ def merge_kernel(
     fully_masked = (total == 0.0) & (top == -INF)
     divisor = tl.where(fully_masked, 1.0, total)
     b_out = tl.sum(b_part * weight[:, None], 0) / divisor
+    p_frame = p_anchor + o_pair * splits * D
+    nats = top * scale_left + frame
+    if SINKS:
+        if SHARED_FRAME:
+            nats = shared_frame_nats(p_row, p_frame, b_framed, top, low, scale, D, D_PAD)
+        b_lse = tl.where(fully_masked, -INF, nats + tl.log(divisor))
+        share, b_lse = beside_sink(b_lse, tl.load(p_sink + head))
+        b_out = b_out * share
     b_out = tl.where(tl.abs(b_out) < INF, tl.minimum(tl.maximum(b_out, -FP16_MAX), FP16_MAX), float("nan"))
     if DROPPED != 0:
         b_out = tl.reshape(round_rows(b_out[None, :], o_column, D, DROPPED, False), (COLUMNS,))
     tl.store(p_out + o_out * D + o_column, b_out.to(p_out.dtype.element_ty), mask=o_column < D)
     if tl.program_id(1) == 0:
-        if SHARED_FRAME:
-            o_d = tl.arange(0, D_PAD)
-            framed = tl.max(b_framed, 0) > 0
-            b_q = tl.load(p_row + o_d, mask=(o_d < D) & framed, other=0.0).to(tl.float64)
-            b_home = tl.load(p_anchor + o_pair * splits * D + o_d, mask=(o_d < D) & framed, other=0.0).to(tl.float64)
-            nats = ((tl.sum(b_q * b_home, 0) + top + low) * scale).to(tl.float32)
-        else:
-            nats = top * scale_left + frame
-        tl.store(p_lse + o_out, tl.where(fully_masked, -INF, nats + tl.log(divisor)))
+        if not SINKS:
+            if SHARED_FRAME:
+                nats = shared_frame_nats(p_row, p_frame, b_framed, top, low, scale, D, D_PAD)
+            b_lse = tl.where(fully_masked, -INF, nats + tl.log(divisor))
+        tl.store(p_lse + o_out, b_lse)
+        if MAXIMA:
+            tl.store(p_largest + o_out, largest_score(top, total, nats))

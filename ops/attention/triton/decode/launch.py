@@ -54,12 +54,12 @@ class Splits:
         return cls(part, state, anchor, framed, marked, low, count, keys, block_m)
 
 
-def decode(call: KernelCall) -> tuple[Tensor, Tensor]:
+def decode(call: KernelCall) -> tuple[Tensor, Tensor, Tensor | None]:
     """Attend from a few rows: split the keys, redo splits with too large scores in an exact pass, then merge."""
     batch, _, rows, dim = call.q.shape
     pad = pad_dim(dim)
     lane = keys_of_a_lane(device_architecture(call.q.device), pad)
-    if lane and call.mask is None and call.group * rows <= 16:
+    if lane and call.mask is None and call.group * rows <= 16 and not (call.has_window or call.softcap):
         splits = _lanes(call, lane)
         exact_tile = Tile(16, 32, 4, 2)
     else:
@@ -70,28 +70,32 @@ def decode(call: KernelCall) -> tuple[Tensor, Tensor]:
         )
         splits = Splits.of(call, -(-call.k.shape[2] // each), each, tile.block_m)
         _tiles(call, splits, tile, exact=False)
-    _tiles(call, splits, exact_tile, exact=True)
+    if not call.softcap:
+        _tiles(call, splits, exact_tile, exact=True)
     return merge(call, splits)
 
 
-def merge(call: KernelCall, splits: Splits, shared_frame: bool = False) -> tuple[Tensor, Tensor]:
+def merge(call: KernelCall, splits: Splits, shared_frame: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
     """Merge the results of all splits; `shared_frame` means that the splits of a head share a frame."""
     batch, heads, rows, dim = call.q.shape
     pad = pad_dim(dim)
     out, lse = call.outputs()
+    top = call.row_maxima(lse)
     padded = 1 << max(splits.count - 1, 0).bit_length()
     columns, warps = min(pad, max(16, MERGE_TILE // padded)), 4
     if call.dropped:  # a row's first columns decide how to round the others
         columns, warps = pad, min(16, max(4, padded * pad // 2048))
     launch(
         merge_kernel, (batch * heads * rows, pad // columns, 1),
-        (call.q, splits.part, splits.state, splits.anchor, splits.framed, splits.low, out, lse),
-        (*strides_of(call.q), heads, call.group, rows, splits.count, call.scale),
+        (call.q, splits.part, splits.state, splits.anchor, splits.framed, splits.low, out, lse,
+         lse if call.sinks is None else call.sinks, lse if top is None else top),
+        (*strides_of(call.q), heads, call.group, rows, splits.count, call.unit),
         {"NATS": call.mask_kind == "float", **sizes(dim, splits.block_m), "SPLITS": padded,
-         "COLUMNS": columns, "DROPPED": call.dropped, "SHARED_FRAME": shared_frame, "PDL": early(call.q.device)},
+         "COLUMNS": columns, "DROPPED": call.dropped, "SHARED_FRAME": shared_frame, "PDL": early(call.q.device),
+         "SINKS": call.sinks is not None, "MAXIMA": call.max_logits},
         num_warps=warps, **launched_early(call.q.device),
     )  # fmt: skip
-    return out, lse
+    return out, lse, top
 
 
 def _lanes(call: KernelCall, block_n: int) -> Splits:
@@ -128,9 +132,9 @@ def _tiles(call: KernelCall, splits: Splits, tile: Tile, exact: bool) -> None:
         (call.q, call.k, call.v, splits.part, splits.state, splits.anchor, splits.framed,
          call.q if call.mask is None else call.mask),
         (*strides_of(call.q), *strides_of(call.k), *strides_of(call.v), *call.mask_strides,
-         kv_heads, call.group, rows, keys, splits.count, splits.keys, call.scale),
-        {"MASK": call.mask_kind, "CAUSAL": call.is_causal, **sizes(dim, tile.block_m, tile.block_n),
-         "EXACT": exact, "PDL": early(call.q.device)},
+         kv_heads, call.group, rows, keys, splits.count, splits.keys, *call.limits, call.unit, call.ratio),
+        {"MASK": call.mask_kind, "CAUSAL": call.banded, **sizes(dim, tile.block_m, tile.block_n),
+         "EXACT": exact, "PDL": early(call.q.device), **call.flags},
         num_warps=tile.warps, num_stages=tile.stages, **launched_early(call.q.device),
     )  # fmt: skip
 

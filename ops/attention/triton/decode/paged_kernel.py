@@ -13,11 +13,12 @@ from pasa.ops.attention.triton.tile_math import ANCHOR_LIMIT, INF
 
 
 @triton.jit
-def locate_split(p_tile, o_tile, o_split, splits, GRAIN: tl.constexpr, LANES: tl.constexpr, TILED: tl.constexpr):
+def locate_split(p_tile, o_tile, o_split, splits, span, GRAIN: tl.constexpr, LANES: tl.constexpr, TILED: tl.constexpr,
+                 WINDOW: tl.constexpr):  # fmt: skip
     """Return the sequence of a tile, the last key of its first row, and the keys `begin` to `end` of a split.
 
-    Splits are equally long, LANES of them a multiple of GRAIN keys; the last ones may have fewer, or none. p_tile: as
-    in `decode_paged_kernel`.
+    Splits are equally long, LANES of them a multiple of GRAIN keys; the last ones may have fewer, or none. With WINDOW
+    they start at the block of GRAIN keys that has the first key of the first row. p_tile: as in `decode_paged_kernel`.
     """
     if TILED:
         sequence = tl.load(p_tile + 3 * o_tile)
@@ -27,12 +28,17 @@ def locate_split(p_tile, o_tile, o_split, splits, GRAIN: tl.constexpr, LANES: tl
         sequence = o_tile
         keys = tl.load(p_tile + o_tile)
         diagonal = keys - 1
-    keys_each = tl.cdiv(tl.cdiv(keys, GRAIN), splits // LANES) * (GRAIN // LANES)
-    begin = tl.minimum(o_split * keys_each, keys)
+    if WINDOW:
+        first = tl.minimum(tl.maximum(diagonal - span, 0), keys) // GRAIN * GRAIN
+        keys_each = tl.cdiv(tl.cdiv(keys - first, GRAIN), splits // LANES) * (GRAIN // LANES)
+        begin = tl.minimum(first + o_split * keys_each, keys)
+    else:
+        keys_each = tl.cdiv(tl.cdiv(keys, GRAIN), splits // LANES) * (GRAIN // LANES)
+        begin = tl.minimum(o_split * keys_each, keys)
     return sequence, diagonal, begin, tl.minimum(begin + keys_each, keys)
 
 
-@triton.jit(do_not_specialize=["kv_heads", "group", "rows", "splits", "stride_table"])
+@triton.jit(do_not_specialize=["kv_heads", "group", "rows", "splits", "span", "stride_table"])
 def decode_paged_kernel(
     p_q,  # (tiles, Hq, rows, D)
     p_k,  # (pages, PAGE, Hkv, D)
@@ -57,7 +63,9 @@ def decode_paged_kernel(
     group,
     rows,
     splits,
-    scale,
+    span,  # row i sees no key before i + diagonal - span, if WINDOW
+    scale,  # nats in a unit of a score: of q.k, or of its tanh if CAP
+    ratio,
     TILED: tl.constexpr,
     CAUSAL: tl.constexpr,
     D: tl.constexpr,
@@ -69,6 +77,8 @@ def decode_paged_kernel(
     LANES: tl.constexpr,
     EXACT: tl.constexpr,
     PDL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAP: tl.constexpr,  # as in `decode_kernel`
 ):
     """Attend within one split of one key head: all query rows of a tile against its keys."""
     ALIGNED: tl.constexpr = GRAIN // LANES % BLOCK_N == 0
@@ -83,7 +93,7 @@ def decode_paged_kernel(
             return
     o_tile = o_pair // kv_heads
     kv_head = tl.cast(o_pair % kv_heads, tl.int64)
-    sequence, diagonal, begin, end = locate_split(p_tile, o_tile, o_split, splits, GRAIN, LANES, TILED)
+    sequence, diagonal, begin, end = locate_split(p_tile, o_tile, o_split, splits, span, GRAIN, LANES, TILED, WINDOW)
     p_pages = p_table + tl.cast(sequence, tl.int64) * stride_table
     m_row = tl.arange(0, BLOCK_M) < group * rows
     b_q, _, o_query, longest = load_queries(
@@ -94,6 +104,8 @@ def decode_paged_kernel(
     # keys that all rows see in whole blocks, then the others
     seen_by_all = diagonal + 1 if CAUSAL else end
     whole = tl.maximum(tl.minimum(end, seen_by_all) // BLOCK_N * BLOCK_N, begin)
+    if WINDOW:  # keys in this split are before the window of the last row
+        whole = tl.where(begin < rows - 1 + diagonal - span, begin, whole)
     b_max = tl.full((BLOCK_M,), -INF, tl.float32)
     b_sum = tl.zeros((BLOCK_M,), tl.float32)
     b_acc = tl.zeros((BLOCK_M, D_PAD), tl.float32)
@@ -102,23 +114,25 @@ def decode_paged_kernel(
     if EXACT:
         b_max, b_sum, b_acc, b_first, b_square = attend_split(
             b_q, b_max, b_sum, b_acc, b_first, b_square, p_keys, p_values, p_q, o_query, m_row, begin, end,
-            diagonal, scale, longest, stride_kn, stride_vn, 0, p_pages, stride_kp, stride_vp,
-            True, True, "none", CAUSAL, D, D_PAD, BLOCK_N, PAGE, ALIGNED,
+            diagonal, span, scale, ratio, longest, stride_kn, stride_vn, 0, p_pages, stride_kp, stride_vp,
+            True, True, "none", CAUSAL, D, D_PAD, BLOCK_N, PAGE, ALIGNED, WINDOW, CAP,
         )  # fmt: skip
         good = True
     else:
         b_max, b_sum, b_acc, b_first, b_square = attend_split(
             b_q, b_max, b_sum, b_acc, b_first, b_square, p_keys, p_values, p_q, o_query, m_row, begin, whole,
-            diagonal, scale, longest, stride_kn, stride_vn, 0, p_pages, stride_kp, stride_vp,
-            False, False, "none", False, D, D_PAD, BLOCK_N, PAGE, ALIGNED,
+            diagonal, span, scale, ratio, longest, stride_kn, stride_vn, 0, p_pages, stride_kp, stride_vp,
+            False, False, "none", False, D, D_PAD, BLOCK_N, PAGE, ALIGNED, False, CAP,
         )  # fmt: skip
         b_max, b_sum, b_acc, b_first, b_square = attend_split(
             b_q, b_max, b_sum, b_acc, b_first, b_square, p_keys, p_values, p_q, o_query, m_row, whole, end,
-            diagonal, scale, longest, stride_kn, stride_vn, 0, p_pages, stride_kp, stride_vp,
-            False, True, "none", CAUSAL, D, D_PAD, BLOCK_N, PAGE, ALIGNED,
+            diagonal, span, scale, ratio, longest, stride_kn, stride_vn, 0, p_pages, stride_kp, stride_vp,
+            False, True, "none", CAUSAL, D, D_PAD, BLOCK_N, PAGE, ALIGNED, WINDOW, CAP,
         )  # fmt: skip
         # a sum, unlike a maximum, does not lose a NaN
         good = (tl.sqrt(tl.max(b_square, 0)) * longest <= ANCHOR_LIMIT) & (tl.sum(b_square, 0) < INF)
+        if CAP != "none":
+            good = True
     store_split(b_max, b_sum, b_acc, b_first, p_part, p_state, p_anchor + o_work * D, p_framed + o_work, o_work, m_row,
                 good, D, D_PAD, BLOCK_M)  # fmt: skip
 
@@ -174,7 +188,7 @@ def decode_lanes_paged_kernel(
     keys = tl.load(p_tile + sequence)
     # whole blocks, then the others
     if ANCHORED:
-        _, _, begin, end = locate_split(p_tile, sequence, o_split, splits, BLOCK, 1, False)
+        _, _, begin, end = locate_split(p_tile, sequence, o_split, splits, 0, BLOCK, 1, False, False)
         whole = tl.maximum(tl.minimum(end, keys // BLOCK * BLOCK), begin)
         rest = whole
         step = BLOCK

@@ -52,11 +52,12 @@ class PagedTiles:
     anchors: Tensor | None = None
 
 
-def paged_attention(call: KernelCall) -> tuple[Tensor, Tensor]:
-    """Return output and log-sum-exp of packed queries (T, Hq, D).
+def paged_attention(call: KernelCall) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return output, log-sum-exp and row maxima of packed queries (T, Hq, D).
 
     Caches of other dtypes become FP16 when read. Anchors are used for single queries of up to 16
-    heads that share a key head, head dimensions up to 128, and pages of a multiple of 16 slots.
+    heads that share a key head, head dimensions up to 128, and pages of a multiple of 16 slots,
+    without a window or a soft cap.
 
     Raises
     ------
@@ -76,13 +77,14 @@ def paged_attention(call: KernelCall) -> tuple[Tensor, Tensor]:
     longest = room if longest_k is None else min(longest_k, room)
     if call.cu_q is None:
         pages = PagedTiles(table, lengths, slots, longest, key_anchors)
-        out, lse = _decode(call.with_queries(call.q.unsqueeze(2)), pages)
-        return out.squeeze(2), lse.squeeze(2)
+        out, lse, top = _decode(call.with_queries(call.q.unsqueeze(2)), pages)
+        return out.squeeze(2), lse.squeeze(2), None if top is None else top.squeeze(2)
     tokens = call.q.shape[0]
     rows = min(tokens if longest_q is None else longest_q, max(1, DECODE_TILE // call.group))
-    queries = Queries.of(call.cu_q, lengths, rows, tokens, call.is_causal)
-    out, lse = _decode(call.with_queries(queries.gather(call.q)), PagedTiles(table, queries.tiles, slots, longest))
-    return queries.scatter(out, 0.0), queries.scatter(lse, -torch.inf)
+    queries = Queries.of(call.cu_q, lengths, rows, tokens, call.banded, call.limits[0])
+    out, lse, top = _decode(call.with_queries(queries.gather(call.q)), PagedTiles(table, queries.tiles, slots, longest))
+    top = None if top is None else queries.scatter(top, -torch.inf)
+    return queries.scatter(out, 0.0), queries.scatter(lse, -torch.inf), top
 
 
 @dataclass(frozen=True)
@@ -108,17 +110,17 @@ class Queries:
     padding: Tensor
 
     @classmethod
-    def of(cls, cu_q: Tensor, lengths: Tensor, rows: int, tokens: int, is_causal: bool) -> Queries:
-        """Compute the tiles on the device."""
+    def of(cls, cu_q: Tensor, lengths: Tensor, rows: int, tokens: int, banded: bool, right: int) -> Queries:
+        """Compute the tiles on the device; `banded` and `right` are those of `KernelCall`."""
         cu = cu_q.long()
         counts = cu.diff()
         table, first = tile_table(cu, rows, tokens)
         sequence, within = table.long().unbind(1)
         used = sequence >= 0
         sequence = sequence.clamp(min=0)
-        diagonal = within * rows + lengths[sequence] - counts[sequence]
+        diagonal = within * rows + lengths[sequence] - counts[sequence] + right
         keys = lengths[sequence]
-        if is_causal:
+        if banded:
             keys = torch.minimum(keys, diagonal + rows).clamp(min=0)
         tiles = torch.stack([sequence, torch.where(used, keys, 0), diagonal], 1).int()
         row = torch.arange(rows, device=cu.device)
@@ -141,12 +143,12 @@ class Queries:
         return torch.where(self.padding.view(-1, *(1,) * (rows.dim() - 1)), nothing, rows)
 
 
-def _decode(call: KernelCall, pages: PagedTiles) -> tuple[Tensor, Tensor]:
+def _decode(call: KernelCall, pages: PagedTiles) -> tuple[Tensor, Tensor, Tensor | None]:
     """Attend from tiles of queries (tiles, Hq, rows, D): split the keys, repeat some splits exactly, then merge."""
     rows, dim = call.q.shape[2:]
     arch, pad = device_architecture(call.q.device), pad_dim(dim)
     lane = keys_of_a_lane(arch, pad)
-    if lane and pages.tiles.dim() == 1 and call.group <= 16:
+    if lane and pages.tiles.dim() == 1 and call.group <= 16 and not (call.has_window or call.softcap):
         lanes, exact_tile = LANES, Tile(16, 32, 4, 2)
         splits = _split(call, pages, Tile(16, lane, LANES, lane_stages(arch)), lanes)
         if pages.anchors is not None and pages.slots % 16 == 0:
@@ -160,14 +162,18 @@ def _decode(call: KernelCall, pages: PagedTiles) -> tuple[Tensor, Tensor]:
         lanes, (tile, exact_tile) = 1, decode_tiles(arch, pad, call.group * rows)
         splits = _split(call, pages, tile, lanes)
         _tiles(call, pages, splits, tile, lanes, exact=False)
-    _tiles(call, pages, splits, exact_tile, lanes, exact=True)
+    if not call.softcap:
+        _tiles(call, pages, splits, exact_tile, lanes, exact=True)
     return merge(call, splits)
 
 
 def _split(call: KernelCall, pages: PagedTiles, tile: Tile, lanes: int) -> Splits:
     """Allocate `lanes` splits for each program, as many programs as suit the device."""
     dim, pairs = call.q.shape[-1], call.q.shape[0] * call.k.shape[1]
-    blocks = -(-pages.longest // (lanes * tile.block_n))
+    longest = pages.longest
+    if call.has_window:  # the keys that a tile sees, and those of the block before the first
+        longest = min(longest, call.limits[1] + call.q.shape[2] + tile.block_n)
+    blocks = -(-longest // (lanes * tile.block_n))
     programs = processors(call.q.device) * (1 if lanes > 1 else 8 // tile.warps)
     count = -(-blocks // blocks_of_a_split(programs, blocks, pairs, split_limit(call) // lanes)) * lanes
     if pairs * count * tile.block_m * dim >= 2**31:
@@ -182,9 +188,11 @@ def _tiles(call: KernelCall, pages: PagedTiles, splits: Splits, tile: Tile, lane
         decode_paged_kernel, (call.q.shape[0] * call.k.shape[1] * splits.count, 1, 1),
         (call.q, call.k, call.v, splits.part, splits.state, splits.anchor, splits.framed, pages.table, pages.tiles),
         (*strides_of(call.q), *strides_of(call.k), *strides_of(call.v), pages.table.stride(0),
-         call.k.shape[1], call.group, call.q.shape[2], splits.count, call.scale),
-        {"TILED": tiled, "CAUSAL": call.is_causal and tiled, **sizes(call.q.shape[-1], tile.block_m, tile.block_n),
-         "PAGE": pages.slots, "GRAIN": splits.keys * lanes, "LANES": lanes, "EXACT": exact, "PDL": early(device)},
+         call.k.shape[1], call.group, call.q.shape[2], splits.count,
+         call.limits[1] if tiled else max(call.window[0], 0), call.unit, call.ratio),
+        {"TILED": tiled, "CAUSAL": call.banded and tiled, **sizes(call.q.shape[-1], tile.block_m, tile.block_n),
+         "PAGE": pages.slots, "GRAIN": splits.keys * lanes, "LANES": lanes, "EXACT": exact, "PDL": early(device),
+         "WINDOW": call.has_window and (tiled or call.window[0] >= 0), "CAP": call.cap_kind},
         num_warps=tile.warps, num_stages=paged_stages(tile.stages), **launched_early(device),
     )  # fmt: skip
 

@@ -16,7 +16,9 @@ from pasa.ops.attention.triton.tile_math import (
     INF,
     LOG2_E,
     add_values,
+    capped_scores,
     is_bounded,
+    largest_score,
     load_mask,
     load_rows,
     locate,
@@ -65,7 +67,11 @@ def attend(
     end,
     keys,
     diagonal,  # row i sees keys up to i + diagonal
+    span,  # and none before i + diagonal - span, if WINDOW
+    gap_at,  # not LISTED and WINDOW: from here on, `gap` is added to a key, as other blocks have been attended to
+    gap,
     scale,
+    ratio,  # as in `capped_scores`
     stride_kn,
     stride_vn,
     stride_mask_m,
@@ -86,6 +92,8 @@ def attend(
     CLEAN: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
     LISTED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAP: tl.constexpr,  # "none", or how a soft cap is computed: `capped_scores`
 ):
     """Attend to the key blocks from key `begin` to `end`, or to entries `begin` to `end` of the list `p_order`."""
     o_d = tl.arange(0, D_PAD)
@@ -97,6 +105,8 @@ def attend(
         start = turn
         if LISTED:
             start = tl.load(p_order + turn) * BLOCK_N
+        elif WINDOW and not WHOLE:
+            start = tl.where(turn < gap_at, turn, turn + gap)
         o_n = start + tl.arange(0, BLOCK_N)
         at = tl.cast(start, tl.int64)
         # scores (M, N), in FP32
@@ -114,6 +124,8 @@ def attend(
             m_finite = tl.abs(b_k.to(tl.float32)) <= FP16_MAX
             b_k = tl.where(m_finite, b_k - b_anchor[None, :], float("nan")).to(tl.float16)
         b_s = tl.dot(b_q, tl.trans(b_k))
+        if CAP != "none":
+            b_s = capped_scores(b_s, ratio, CAP)
         if FAST and not GUARDED:
             b_s += b_nan[:, None]
         # what each row sees of it
@@ -121,6 +133,8 @@ def attend(
         m_seen = m_tile
         if CAUSAL:
             m_seen = m_seen & (o_n[None, :] <= o_row[:, None] + diagonal)
+        if WINDOW and not WHOLE:
+            m_seen = m_seen & (o_n[None, :] >= o_row[:, None] + diagonal - span)
         b_bias = 0.0
         if MASK != "none" and not WHOLE:
             p_tile = p_mask + at * stride_mask_n
@@ -138,7 +152,10 @@ def attend(
             b_framed = framed
         # softmax and values
         # A mask may add -3.4e38, whose product with log2(e) is -inf, so a float mask excludes the fast exponent.
-        b_p, alpha, b_max, b_sum = softmax_step(b_s, offset, factor, b_max, b_sum, not WHOLE, FAST and MASK != "float")
+        # A cap may be so high that the fast exponent exceeds 0 by much.
+        b_p, alpha, b_max, b_sum = softmax_step(
+            b_s, offset, factor, b_max, b_sum, not WHOLE, (FAST and MASK != "float") and CAP == "none"
+        )
         b_acc = b_acc * alpha[:, None]
         b_v = load_rows(p_v, at, stride_vn, o_batch, o_kv_head, begin_k, keys, WHOLE, DESCRIPTORS, D, D_PAD, BLOCK_N)
         if (WHOLE or CLEAN) or (FAST and GUARDED):  # a value that is not finite marks its tile
@@ -154,8 +171,10 @@ def attend_whole(
     b_nan,
     p_k,
     p_v,
+    begin,
     end,
     scale,
+    ratio,
     stride_kn,
     stride_vn,
     o_batch,
@@ -167,8 +186,9 @@ def attend_whole(
     DESCRIPTORS: tl.constexpr,
     OVERLAP: tl.constexpr,  # P V of a block runs on the matrix unit under the softmax of the next
     OPTIMISTIC: tl.constexpr,  # weights refer to the first block's maxima: nothing is rescaled, and O may overflow
+    CAP: tl.constexpr,
 ):
-    """Attend to the key blocks from the first one to key `end`, which every row sees; FAST, no shift, no mask."""
+    """Attend to the key blocks from key `begin` to key `end`, which every row sees; FAST, no shift, no mask."""
     b_max = tl.full((b_q.shape[0],), -INF, tl.float32)
     b_sum = tl.zeros((b_q.shape[0],), tl.float32)
     b_acc = tl.zeros((b_q.shape[0], D_PAD), tl.float32)
@@ -177,27 +197,29 @@ def attend_whole(
     # memory, but keeps integers in registers.
     b_bits = tl.zeros((b_q.shape[0], BLOCK_N), tl.int16)
     factor = scale * LOG2_E
-    for start in range(0, end, BLOCK_N):
+    for start in range(begin, end, BLOCK_N):
         at = tl.cast(start, tl.int64)
         b_k = load_rows(p_k, at, stride_kn, o_batch, o_kv_head, begin_k, end, True, DESCRIPTORS, D, D_PAD, BLOCK_N)
         b_s = tl.dot(b_q, tl.trans(b_k))
+        if CAP != "none":
+            b_s = capped_scores(b_s, ratio, CAP)
         if OVERLAP:  # the first block's product adds 0
-            at = tl.maximum(at - BLOCK_N, 0)
+            at = tl.maximum(at - BLOCK_N, begin)
             b_v = load_rows(p_v, at, stride_vn, o_batch, o_kv_head, begin_k, end, True, DESCRIPTORS, D, D_PAD, BLOCK_N)
             b_acc = tl.dot(b_bits.to(tl.float16, bitcast=True), b_v, b_acc * alpha[:, None])
         if OPTIMISTIC:
-            if start == 0:
+            if start == begin:
                 b_max = tl.max(b_s, 1)
             b_p, b_sum = optimistic_step(b_s, factor, b_max, b_sum)
         else:
-            b_p, alpha, b_max, b_sum = softmax_step(b_s, b_nan, factor, b_max, b_sum, False, True)
+            b_p, alpha, b_max, b_sum = softmax_step(b_s, b_nan, factor, b_max, b_sum, False, CAP == "none")
         if OVERLAP:
             b_bits = b_p.to(tl.int16, bitcast=True)
         else:
             b_v = load_rows(p_v, at, stride_vn, o_batch, o_kv_head, begin_k, end, True, DESCRIPTORS, D, D_PAD, BLOCK_N)
             b_acc = tl.dot(b_p, b_v, b_acc * alpha[:, None])
     if OVERLAP:
-        if end > 0:
+        if end > begin:
             at = tl.cast(end - BLOCK_N, tl.int64)
             b_v = load_rows(p_v, at, stride_vn, o_batch, o_kv_head, begin_k, end, True, DESCRIPTORS, D, D_PAD, BLOCK_N)
             b_acc = tl.dot(b_bits.to(tl.float16, bitcast=True), b_v, b_acc * alpha[:, None])
@@ -205,6 +227,57 @@ def attend_whole(
 
 
 @triton.jit
+def tile_keys(o_tile, rows, keys, right, span, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr,
+              BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
+    """Return which keys a tile of rows sees: row i those up to i + `diagonal`, some row those from `begin` to `end`.
+
+    Every row sees those from `whole_from` to `whole`. Between are whole blocks; `begin` is the first key of a block.
+    """
+    first = o_tile * BLOCK_M + keys - rows
+    diagonal = keys - rows
+    begin = 0
+    whole_from = 0
+    end = keys
+    whole = keys // BLOCK_N * BLOCK_N
+    if WINDOW:
+        first += right
+        diagonal += right
+        begin = tl.maximum(first - span, 0) // BLOCK_N * BLOCK_N
+        whole_from = tl.cdiv(tl.maximum(first + BLOCK_M - 1 - span, 0), BLOCK_N) * BLOCK_N
+    if CAUSAL:
+        end = tl.maximum(tl.minimum(keys, first + BLOCK_M), 0)
+        whole = tl.maximum(tl.minimum(first + 1, keys), 0) // BLOCK_N * BLOCK_N
+    if WINDOW:
+        if MASKED:
+            whole_from = begin
+            whole = begin
+        whole = tl.maximum(whole, whole_from)
+    return diagonal, begin, whole_from, whole, end
+
+
+@triton.jit
+def store_rows(
+    b_max, b_sum, b_acc, b_framed, marked, p_out, p_lse, p_largest, p_sink, m_out, m_row, stride_om, stride_lm, scale,
+    MASK: tl.constexpr, D: tl.constexpr, DROPPED: tl.constexpr, LAZY: tl.constexpr, SINKS: tl.constexpr,
+    MAXIMA: tl.constexpr,
+):  # fmt: skip
+    """Store outputs, log-sum-exps and largest scores of a tile; pointers are those of its first row and its head.
+
+    marked: the exact pass repeats the tile.
+    """
+    o_m = tl.arange(0, b_acc.shape[0])
+    o_d = tl.arange(0, b_acc.shape[1])
+    nats = b_max if MASK == "float" else b_max * scale
+    nats += b_framed * scale
+    b_out, b_lse = mean_of_values(b_acc, b_max, b_sum, nats, p_sink, D, DROPPED, LAZY, SINKS)
+    b_lse = tl.where(marked, INF, b_lse)
+    tl.store(p_out + o_m[:, None] * stride_om + o_d[None, :], b_out.to(p_out.dtype.element_ty), mask=m_out)
+    tl.store(p_lse + o_m * stride_lm, b_lse, mask=m_row)
+    if MAXIMA:
+        tl.store(p_largest + o_m * stride_lm, largest_score(b_max, b_sum, nats), mask=m_row)
+
+
+@triton.jit(do_not_specialize=["right", "span"])
 def attention_kernel(
     p_q,  # (B, Hq, Sq, D), or packed (T, Hq, D): strides say
     p_k,  # (B, Hkv, Skv, D), or packed; K' when SHIFT is "before"
@@ -215,6 +288,8 @@ def attention_kernel(
     p_norms,  # (B, Hkv, blocks) FP32: largest norm of a key, infinite if one is not finite
     p_marked,  # (1,) INT32: 1 if any tile needs the exact pass
     p_mask,  # bytes or floats, broadcast by strides of 0
+    p_sink,  # (Hq,) FP32, if SINKS
+    p_largest,  # FP32, strides of p_lse: the largest score of each row, if MAXIMA
     p_order,  # order and counts of prefill/mask_kernel.py, if LISTED
     p_counts,
     p_tile,  # (tiles, 2) sequence and tile within it, packed sequences only; so are the next three
@@ -249,7 +324,10 @@ def attention_kernel(
     all_rows,
     all_keys,
     blocks,
-    scale,
+    right,  # as `KernelCall.limits`, if WINDOW
+    span,
+    scale,  # nats in a unit of a score: of q.k, or of its tanh if CAP
+    ratio,
     SHIFT: tl.constexpr,
     MASK: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -267,6 +345,10 @@ def attention_kernel(
     LISTED: tl.constexpr,  # a masked call: the tiles to visit are listed, and an unbounded tile is given up at once
     LOOP: tl.constexpr,  # few programs share the tiles; a program for each tile has more registers
     DROPPED: tl.constexpr,  # how outputs are rounded: rounding_kernel.py
+    WINDOW: tl.constexpr,  # with CAUSAL: rows see no key before their window either
+    CAP: tl.constexpr,  # as in `attend`; other than "none" only with SHIFT "none", and not GUARDED
+    SINKS: tl.constexpr,
+    MAXIMA: tl.constexpr,
 ):
     """Compute softmax(scale q k^T + mask) v and its log-sum-exp, one tile of BLOCK_M query rows at a time."""
     if GUARDED and not FAST:
@@ -307,13 +389,9 @@ def attention_kernel(
         head_block = (batch * (heads // group) + kv_head) * blocks + first_block
         p_anchors = p_anchor + head_block * D
         p_rows_mask = p_mask + batch * stride_mask_b + head * stride_mask_h + at * stride_mask_m
-        # the keys that the tile sees
-        diagonal = keys - rows
-        end = keys
-        whole = keys // BLOCK_N * BLOCK_N
-        if CAUSAL:
-            end = tl.maximum(tl.minimum(keys, o_tile * BLOCK_M + BLOCK_M + diagonal), 0)
-            whole = tl.maximum(tl.minimum(o_tile * BLOCK_M + diagonal + 1, keys), 0) // BLOCK_N * BLOCK_N
+        diagonal, begin, whole_from, whole, end = tile_keys(
+            o_tile, rows, keys, right, span, CAUSAL, WINDOW, MASK != "none", BLOCK_M, BLOCK_N
+        )
         # active: this pass computes the tile. The fast pass marks a tile for the exact pass by an infinite log-sum-exp.
         active = o_tile * BLOCK_M < rows
         if GUARDED and not FAST:
@@ -328,12 +406,15 @@ def attention_kernel(
         b_framed = tl.zeros((BLOCK_M,), tl.float32)
         b_frame = tl.zeros((D_PAD,), tl.float32)
         if SHIFT != "none":  # the first block's anchor is its frame
-            b_frame = tl.load(p_anchors + o_d, mask=(o_d < D) & (keys > 0), other=0.0).to(tl.float32)
+            first = tl.where(whole_from < whole, whole_from, begin) // ANCHOR_BLOCK
+            m_first = (o_d < D) & (first * ANCHOR_BLOCK < keys)
+            b_frame = tl.load(p_anchors + first * D + o_d, mask=m_first, other=0.0).to(tl.float32)
         if (LISTED and GUARDED) and FAST:
             bounded = is_bounded(b_square, p_norms + head_block, tl.cdiv(keys, ANCHOR_BLOCK), scale, 128)
             active = active & bounded
         whole = tl.where(active, whole, 0)
         end = tl.where(active, end, 0)
+        gap = tl.maximum(whole - whole_from, 0)
         p_listed = p_order
         if LISTED:
             o_order = batch * stride_order_b + head * stride_order_h + o_tile
@@ -341,47 +422,51 @@ def attention_kernel(
             p_listed = p_order + o_order * end
             b_max, b_sum, b_acc, b_frame, b_framed = attend(
                 b_q, b_nan, b_max, b_sum, b_acc, b_frame, b_framed, p_keys, p_values, p_anchors, p_rows_mask, p_listed,
-                o_row, rows, 0, tl.where(active, tl.load(p_counts + 2 * o_order), 0), keys, diagonal, scale, stride_kn,
-                stride_vn, stride_mask_m, stride_mask_n, o_batch, o_head // group, begin_k, True, SHIFT, MASK, False,
-                D, D_PAD, BLOCK_N, ANCHOR_BLOCK, FAST, GUARDED, CLEAN, DESCRIPTORS, True,
+                o_row, rows, 0, tl.where(active, tl.load(p_counts + 2 * o_order), 0), keys, diagonal, span, 0, 0, scale,
+                ratio, stride_kn, stride_vn, stride_mask_m, stride_mask_n, o_batch, o_head // group, begin_k, True,
+                SHIFT, MASK, False, D, D_PAD, BLOCK_N, ANCHOR_BLOCK, FAST, GUARDED, CLEAN, DESCRIPTORS, True, WINDOW,
+                CAP,
             )  # fmt: skip
             whole = end - tl.where(active, tl.load(p_counts + 2 * o_order + 1), 0)
         elif MASK != "none":
-            whole = 0
+            whole = begin
         elif FAST:
             b_max, b_sum, b_acc = attend_whole(
-                b_q, b_nan, p_keys, p_values, whole, scale, stride_kn, stride_vn, o_batch, o_head // group, begin_k,
-                D, D_PAD, BLOCK_N, DESCRIPTORS, OVERLAP, GUARDED,
+                b_q, b_nan, p_keys, p_values, whole_from, whole, scale, ratio, stride_kn, stride_vn, o_batch,
+                o_head // group, begin_k, D, D_PAD, BLOCK_N, DESCRIPTORS, OVERLAP, GUARDED and not MAXIMA, CAP,
             )  # fmt: skip
         else:
             b_max, b_sum, b_acc, b_frame, b_framed = attend(
                 b_q, b_nan, b_max, b_sum, b_acc, b_frame, b_framed, p_keys, p_values, p_anchors, p_rows_mask, p_listed,
-                o_row, rows, 0, whole, keys, diagonal, scale, stride_kn, stride_vn, stride_mask_m, stride_mask_n,
-                o_batch, o_head // group, begin_k, True, SHIFT, MASK, False, D, D_PAD, BLOCK_N, ANCHOR_BLOCK, FAST,
-                GUARDED, CLEAN, DESCRIPTORS, False,
+                o_row, rows, whole_from, whole, keys, diagonal, span, 0, 0, scale, ratio, stride_kn, stride_vn,
+                stride_mask_m, stride_mask_n, o_batch, o_head // group, begin_k, True, SHIFT, MASK, False, D, D_PAD,
+                BLOCK_N, ANCHOR_BLOCK, FAST, GUARDED, CLEAN, DESCRIPTORS, False, WINDOW, CAP,
             )  # fmt: skip
         if (GUARDED and FAST) and not LISTED:  # after the loop, which would otherwise wait for the norms
             bounded = is_bounded(b_square, p_norms + head_block, tl.cdiv(keys, ANCHOR_BLOCK), scale, 128)
-            if MASK == "none":
+            if MASK == "none" and not MAXIMA:
                 if bounded & (all_finite(b_acc) == 0):  # a score far above the first block's: redo with running maxima
                     b_max, b_sum, b_acc = attend_whole(
-                        b_q, b_nan, p_keys, p_values, whole, scale, stride_kn, stride_vn, o_batch, o_head // group,
-                        begin_k, D, D_PAD, BLOCK_N, DESCRIPTORS, OVERLAP, False,
+                        b_q, b_nan, p_keys, p_values, whole_from, whole, scale, ratio, stride_kn, stride_vn, o_batch,
+                        o_head // group, begin_k, D, D_PAD, BLOCK_N, DESCRIPTORS, OVERLAP, False, CAP,
                     )  # fmt: skip
+        rest = whole
+        if WINDOW and not LISTED:  # blocks at both edges, without those that every row sees
+            rest = begin
+            end -= gap
         b_max, b_sum, b_acc, b_frame, b_framed = attend(
             b_q, b_nan, b_max, b_sum, b_acc, b_frame, b_framed, p_keys, p_values, p_anchors, p_rows_mask, p_listed,
-            o_row, rows, whole, end, keys, diagonal, scale, stride_kn, stride_vn, stride_mask_m, stride_mask_n, o_batch,
-            o_head // group, begin_k, False, SHIFT, MASK, CAUSAL, D, D_PAD, BLOCK_N, ANCHOR_BLOCK, FAST, GUARDED, CLEAN,
-            DESCRIPTORS, LISTED,
+            o_row, rows, rest, end, keys, diagonal, span, whole_from, gap, scale, ratio, stride_kn, stride_vn,
+            stride_mask_m, stride_mask_n, o_batch, o_head // group, begin_k, False, SHIFT, MASK, CAUSAL, D, D_PAD,
+            BLOCK_N, ANCHOR_BLOCK, FAST, GUARDED, CLEAN, DESCRIPTORS, LISTED, WINDOW, CAP,
         )  # fmt: skip
         marked = False
         if GUARDED and FAST:  # a value that is not finite shows in the result
             marked = (bounded & all_finite(b_acc)) == 0
             tl.store(p_marked, 1, mask=marked)
-        nats = b_max if MASK == "float" else b_max * scale
-        b_out, b_lse = mean_of_values(b_acc, b_max, b_sum, nats + b_framed * scale, D, DROPPED, not LOOP)
-        b_lse = tl.where(marked, INF, b_lse)
-        p_rows = p_out + batch * stride_ob + head * stride_oh + at * stride_om
-        tl.store(p_rows + o_m[:, None] * stride_om + o_d[None, :], b_out.to(p_out.dtype.element_ty), mask=m_out)
-        p_rows_lse = p_lse + batch * stride_lb + head * stride_lh + at * stride_lm
-        tl.store(p_rows_lse + o_m * stride_lm, b_lse, mask=o_row < rows)
+        o_lse = batch * stride_lb + head * stride_lh + at * stride_lm
+        store_rows(
+            b_max, b_sum, b_acc, b_framed, marked, p_out + batch * stride_ob + head * stride_oh + at * stride_om,
+            p_lse + o_lse, p_largest + o_lse, p_sink + head, m_out, o_row < rows, stride_om, stride_lm, scale, MASK, D,
+            DROPPED, not LOOP, SINKS, MAXIMA,
+        )  # fmt: skip

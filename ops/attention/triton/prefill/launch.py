@@ -18,22 +18,27 @@ from pasa.ops.attention.triton.tuning import best_tile
 EXACT_KEYS = 64  # the most keys in a tile of the exact pass
 
 
-def prefill_attention(call: KernelCall, packing: Packing | None) -> tuple[Tensor, Tensor]:
-    """Return output and log-sum-exp: exact recovery, or plain flash attention for precision="fp32"."""
+def prefill_attention(call: KernelCall, packing: Packing | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return output, log-sum-exp and row maxima: exact recovery, or plain flash attention for precision="fp32".
+
+    A soft cap needs the true scores in FP32, so it is served by plain flash attention, too.
+    """
     options = call.options
     out, lse = call.outputs()
+    top = call.row_maxima(lse)
+    results = out, lse, lse if top is None else top
     tiles = tiles_for(call.q.device, pad_dim(call.q.shape[-1]), options.block_k, call.rows)
-    if options.precision == "fp32":
+    if options.precision == "fp32" or call.softcap:
         unused = KeyBlocks(lse, lse, lse)
-        fast = Pass(call, call.k, unused, packing, options.block_k, out, lse, fast=True)
+        fast = Pass(call, call.k, unused, packing, options.block_k, *results, fast=True)
         fast.run(best_tile(call.q.device, fast.variant, tiles, fast.run))
-        return out, lse
+        return out, lse, top
     if call.q.device.type == "npu":  # K' computed in the loop would not leave enough room in its unified buffer
         keys, anchors = shift_exact(call.k, options.block_k, visible=visible_keys(call), packing=packing)
         key_blocks = KeyBlocks(lse, anchors, lse)
-        tile = fit_ascend(tiles[0], call.mask_kind, call.is_causal)
-        Pass(call, keys, key_blocks, packing, options.block_k, out, lse, shift="before").run(tile)
-        return out, lse
+        tile = fit_ascend(tiles[0], call.mask_kind, call.banded)
+        Pass(call, keys, key_blocks, packing, options.block_k, *results, shift="before").run(tile)
+        return out, lse, top
     # The second pass reads one mark per query tile of the first, so it must keep block_m. Its keys pass through
     # registers, so it has one stage.
     listed, visible = None, None
@@ -46,14 +51,14 @@ def prefill_attention(call: KernelCall, packing: Packing | None) -> tuple[Tensor
     # Key norms bound q.k, but not what a float mask adds.
     tile, bounded = tiles[0], call.mask_kind != "float"
     if bounded:
-        fast = Pass(call, call.k, key_blocks, packing, options.block_k, out, lse, listed, fast=True, guarded=True)
+        fast = Pass(call, call.k, key_blocks, packing, options.block_k, *results, listed, fast=True, guarded=True)
         tile = best_tile(call.q.device, fast.variant, tiles, fast.run)
         fast.run(tile)
     exact_tile = Tile(tile.block_m, min(tile.block_n, EXACT_KEYS), tile.warps, 1)
-    Pass(call, call.k, key_blocks, packing, options.block_k, out, lse, listed, shift="here", guarded=bounded).run(
+    Pass(call, call.k, key_blocks, packing, options.block_k, *results, listed, shift="here", guarded=bounded).run(
         exact_tile
     )
-    return out, lse
+    return out, lse, top
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,8 @@ class Pass:
         The keys of the call, or K'.
     lse : Tensor
         Also passed for pointers that a variant does not read.
+    top : Tensor
+        The largest score of each row, or `lse` if nobody asks for it.
     listed : MaskTiles, optional
         The tiles of a masked call, made for the tile size that it is run with.
     shift, fast, guarded
@@ -79,6 +86,7 @@ class Pass:
     block: int
     out: Tensor
     lse: Tensor
+    top: Tensor
     listed: MaskTiles | None = None
     shift: str = "none"
     fast: bool = False
@@ -111,17 +119,18 @@ class Pass:
         launch(
             attention_kernel, (min(work, 2 * processors(call.q.device)) if loop else work, 1, 1),
             (call.q, keys, values, self.out, self.lse, anchors, self.key_blocks.norms, self.key_blocks.marked,
-             self.lse if call.mask is None else call.mask,
+             self.lse if call.mask is None else call.mask, self.lse if call.sinks is None else call.sinks, self.top,
              *((self.lse, self.lse) if self.listed is None else (self.listed.order, self.listed.counts)), *tables),
             (*strides_of(call.q), *strides_of(self.keys), *strides_of(call.v), *strides_of(self.out),
              *strides_of(self.lse.unsqueeze(-1)), *call.mask_strides,
              *((0, 0) if self.listed is None else self.listed.strides()),
-             heads, call.group, tiles, work, call.rows, call.keys, blocks, call.scale),
-            {"SHIFT": self.shift, "MASK": call.mask_kind, "CAUSAL": call.is_causal, "VARLEN": self.packing is not None,
+             heads, call.group, tiles, work, call.rows, call.keys, blocks, *call.limits, call.unit, call.ratio),
+            {"SHIFT": self.shift, "MASK": call.mask_kind, "CAUSAL": call.banded, "VARLEN": self.packing is not None,
              "D": dim, "D_PAD": pad, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "ANCHOR_BLOCK": self.block,
              "FAST": self.fast, "GUARDED": self.guarded, "CLEAN": call.q.device.type == "npu",
              "DESCRIPTORS": descriptors, "OVERLAP": self.fast and tile.overlap,
-             "LISTED": self.listed is not None, "LOOP": loop, "DROPPED": call.dropped},
+             "LISTED": self.listed is not None, "LOOP": loop, "DROPPED": call.dropped,
+             **call.flags, "SINKS": call.sinks is not None, "MAXIMA": call.max_logits},
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
 

@@ -6,7 +6,7 @@ import triton.language as tl
 from pasa.ops.attention.triton.tile_math import INF
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["right", "span"])
 def mask_tiles_kernel(
     p_mask,  # (B, H, Sq, Skv), bytes or floats
     p_order,  # (B, H, row tiles, key tiles)
@@ -21,8 +21,11 @@ def mask_tiles_kernel(
     key_tiles,
     rows,
     keys,
+    right,  # as `KernelCall.limits`, if WINDOW
+    span,
     MASK: tl.constexpr,  # "bool" or "float"
     CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     TILES: tl.constexpr,  # key tiles at once
@@ -47,7 +50,11 @@ def mask_tiles_kernel(
             m_seen = m_tile & (b_mask != -INF)
             m_plain = m_tile & (b_mask == 0.0)
         if CAUSAL:
-            m_band = o_key[None, :] <= o_row[:, None] + (keys - rows)
+            if WINDOW:
+                m_band = o_key[None, :] <= o_row[:, None] + (keys - rows + right)
+                m_band = m_band & (o_key[None, :] >= o_row[:, None] + (keys - rows + right - span))
+            else:
+                m_band = o_key[None, :] <= o_row[:, None] + (keys - rows)
             m_seen = m_seen & m_band
             m_plain = m_plain & m_band
         # how many rows see a key, and for how many the mask changes nothing: two counts in one sum

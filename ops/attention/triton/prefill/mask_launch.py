@@ -52,9 +52,9 @@ class MaskTiles:
         seen = torch.empty((*order.shape[:3], keys), dtype=torch.uint8, device=mask.device)
         launch(
             mask_tiles_kernel, (counts[..., 0].numel(), 1, 1), (mask, order, counts, seen),
-            (*mask.stride(), mask.shape[1], *tiles, rows, keys),
-            {"MASK": call.mask_kind, "CAUSAL": call.is_causal, "BLOCK_M": block_m, "BLOCK_N": block_n,
-             "TILES": max(1, KEYS // block_n)}, num_warps=4,
+            (*mask.stride(), mask.shape[1], *tiles, rows, keys, *call.limits),
+            {"MASK": call.mask_kind, "CAUSAL": call.banded, "WINDOW": call.has_window, "BLOCK_M": block_m,
+             "BLOCK_N": block_n, "TILES": max(1, KEYS // block_n)}, num_warps=4,
         )  # fmt: skip
         return cls(order, counts, seen.flatten(1, 2).any(1).expand(call.k.shape[0], keys))
 

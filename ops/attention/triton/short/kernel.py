@@ -13,13 +13,15 @@ from pasa.ops.attention.triton.tile_math import (
     LOG2_E,
     add_values,
     anchored_scores,
+    capped_scores,
+    largest_score,
     load_mask,
     mean_of_values,
     softmax_step,
 )
 
 
-@triton.jit(do_not_specialize=["heads", "group", "tiles", "rows", "keys"])
+@triton.jit(do_not_specialize=["heads", "group", "tiles", "rows", "keys", "right", "span"])
 def short_kernel(
     p_q,  # (B, Hq, Sq, D)
     p_k,  # (B, Hkv, Skv, D)
@@ -27,6 +29,8 @@ def short_kernel(
     p_out,  # (B, Hq, Sq, D)
     p_lse,  # (B, Hq, Sq) FP32
     p_mask,  # bytes or floats, broadcast by strides of 0
+    p_sink,  # (Hq,) FP32, if SINKS
+    p_largest,  # (B, Hq, Sq) FP32: the largest score of each row, if MAXIMA
     stride_qb,
     stride_qh,
     stride_qm,
@@ -51,7 +55,10 @@ def short_kernel(
     tiles,
     rows,
     keys,
-    scale,
+    right,  # as `KernelCall.limits`, if WINDOW
+    span,
+    scale,  # nats in a unit of a score: of q.k, or of its tanh if CAP
+    ratio,
     MASK: tl.constexpr,
     CAUSAL: tl.constexpr,
     D: tl.constexpr,
@@ -59,6 +66,10 @@ def short_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,  # at least `keys`
     DROPPED: tl.constexpr,  # how outputs are rounded: rounding_kernel.py
+    WINDOW: tl.constexpr,
+    CAP: tl.constexpr,  # "none", or how a soft cap is computed: `capped_scores`
+    SINKS: tl.constexpr,
+    MAXIMA: tl.constexpr,
 ):
     """Compute softmax(scale q k^T + mask) v and its log-sum-exp for one tile of BLOCK_M query rows of one head."""
     o_tile = tl.program_id(0) % tiles
@@ -82,16 +93,22 @@ def short_kernel(
     # what each row sees (M, N)
     m_tile = (o_n < keys)[None, :] & (o_row < rows)[:, None]
     m_seen = m_tile
-    if CAUSAL:
+    if WINDOW:
+        last = o_row + keys - rows + right
+        m_seen = m_seen & (o_n[None, :] <= last[:, None]) & (o_n[None, :] >= last[:, None] - span)
+    elif CAUSAL:
         m_seen = m_seen & (o_n[None, :] <= o_row[:, None] + keys - rows)
     if MASK != "none":
         p_tile = p_mask + batch * stride_mask_b + head * stride_mask_h + at * stride_mask_m
         m_seen, b_bias = load_mask(p_tile, m_tile, m_seen, stride_mask_m, stride_mask_n, MASK)
     m_key = tl.max(tl.where(m_seen, 1, 0), 0) > 0
-    # scores (M, N), less those of the anchor
-    b_wide = b_q.to(tl.float32)
-    b_s, b_anchor = anchored_scores(b_q, b_k, m_key, tl.sqrt(tl.max(tl.sum(b_wide * b_wide, 1), 0)) * scale, True)
-    frame = tl.sum(b_wide * b_anchor[None, :], 1) * scale
+    if CAP != "none":
+        b_s = capped_scores(tl.dot(b_q, tl.trans(b_k)), ratio, CAP)
+        frame = tl.zeros((BLOCK_M,), tl.float32)
+    else:  # scores (M, N), less those of the anchor
+        b_wide = b_q.to(tl.float32)
+        b_s, b_anchor = anchored_scores(b_q, b_k, m_key, tl.sqrt(tl.max(tl.sum(b_wide * b_wide, 1), 0)) * scale, True)
+        frame = tl.sum(b_wide * b_anchor[None, :], 1) * scale
     factor = scale * LOG2_E
     if MASK == "float":
         b_s = b_s * scale + b_bias
@@ -102,8 +119,12 @@ def short_kernel(
     b_p, _, b_max, b_sum = softmax_step(b_s, b_zero, factor, b_zero - INF, b_zero, True, False)
     b_acc = add_values(tl.zeros((BLOCK_M, D_PAD), tl.float32), b_p, b_v, m_seen)
     nats = b_max if MASK == "float" else b_max * scale
-    b_out, b_lse = mean_of_values(b_acc, b_max, b_sum, nats + frame, D, DROPPED, True)
+    nats += frame
+    b_out, b_lse = mean_of_values(b_acc, b_max, b_sum, nats, p_sink + head, D, DROPPED, True, SINKS)
     p_rows = p_out + batch * stride_ob + head * stride_oh + at * stride_om
     tl.store(p_rows + o_m[:, None] * stride_om + o_d[None, :], b_out.to(p_out.dtype.element_ty), mask=m_q)
     p_rows_lse = p_lse + batch * stride_lb + head * stride_lh + at * stride_lm
     tl.store(p_rows_lse + o_m * stride_lm, b_lse, mask=o_row < rows)
+    if MAXIMA:
+        p_rows_largest = p_largest + batch * stride_lb + head * stride_lh + at * stride_lm
+        tl.store(p_rows_largest + o_m * stride_lm, largest_score(b_max, b_sum, nats), mask=o_row < rows)

@@ -22,20 +22,24 @@ def is_short(call: KernelCall) -> bool:
     return call.cu_k is None and 0 < call.keys <= limit
 
 
-def short_attention(call: KernelCall) -> tuple[Tensor, Tensor]:
-    """Return output and log-sum-exp, computed in one launch."""
+def short_attention(call: KernelCall) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return output, log-sum-exp and row maxima, computed in one launch."""
     batch, heads, rows, dim = call.q.shape
     pad = pad_dim(dim)
     out, lse = call.outputs()
+    top = call.row_maxima(lse)
     block_m, block_n = (max(16, 1 << (size - 1).bit_length()) for size in (min(rows, ROW_LIMIT), call.keys))
     tiles = -(-rows // block_m)
     launch(
         short_kernel, (batch * heads * tiles, 1, 1),
-        (call.q, call.k, call.v, out, lse, lse if call.mask is None else call.mask),
+        (call.q, call.k, call.v, out, lse, lse if call.mask is None else call.mask,
+         lse if call.sinks is None else call.sinks, lse if top is None else top),
         (*strides_of(call.q), *strides_of(call.k), *strides_of(call.v), *strides_of(out),
-         *strides_of(lse.unsqueeze(-1)), *call.mask_strides, heads, call.group, tiles, rows, call.keys, call.scale),
+         *strides_of(lse.unsqueeze(-1)), *call.mask_strides, heads, call.group, tiles, rows, call.keys, *call.limits,
+         call.unit, call.ratio),
         {"MASK": call.mask_kind, "CAUSAL": call.is_causal, "D": dim, "D_PAD": pad, "BLOCK_M": block_m,
-         "BLOCK_N": block_n, "DROPPED": call.dropped},
+         "BLOCK_N": block_n, "DROPPED": call.dropped, **call.flags, "SINKS": call.sinks is not None,
+         "MAXIMA": call.max_logits},
         num_warps=1 if max(block_m, block_n) * pad <= ONE_WARP else 4, num_stages=1,
     )  # fmt: skip
-    return out, lse
+    return out, lse, top
