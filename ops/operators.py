@@ -131,8 +131,8 @@ def attention_backward(
     grad_mask, grad_sinks = _zeros(attn_mask, mask_too), _zeros(sinks, sinks_too)
     first = k.shape[2] - call.k.shape[2]  # keys before it are outside of every window
     with without_autocast(q.device.type):
-        if grad_mask is None and grad_sinks is None:
-            dq, dk, dv = _formula(backend)(call, grad_out, grad_lse)
+        if grad_mask is None:
+            dq, dk, dv = _formula(backend)(call, grad_out, grad_lse, grad_sinks=grad_sinks)
         else:
             seen = None if grad_mask is None else grad_mask.reshape((1,) * (4 - grad_mask.dim()) + grad_mask.shape)
             seen = seen if seen is None or seen.shape[3] == 1 else seen[..., first:]
@@ -199,7 +199,7 @@ def _or_empty(grad: Tensor | None, x: Tensor | None, q: Tensor) -> Tensor:
     return q.new_empty(0) if grad is None or x is None else grad.to(x.dtype)
 
 
-def _formula(backend: str) -> Callable[[Call, Tensor | None, Tensor | None], spec.Gradients]:
+def _formula(backend: str) -> Callable[..., spec.Gradients]:
     """Return the gradient function of a backend, or that of the reference if the backend has none."""
     formula: Callable[..., spec.Gradients] = getattr(registry.BACKENDS[backend].load(), "gradients", spec.gradients)
     return formula

@@ -30,7 +30,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import pairwise
 
 import torch
@@ -110,7 +109,7 @@ def gradients(
 
 
 def packed_gradients(
-    one: Callable[[Call, Tensor | None, Tensor | None], Gradients],
+    one: Callable[..., Gradients],
     call: Call,
     grad_out: Tensor | None,
     grad_lse: Tensor | None,
@@ -118,11 +117,8 @@ def packed_gradients(
 ) -> Gradients:
     """Return the gradients of packed sequences (T, H, D), computed one sequence after another.
 
-    `one` computes a sequence: `gradients` here, or a backend's, which has no gradient of sinks. Lengths are read on the
-    host.
+    `one` computes a sequence: `gradients` here, or a backend's. Lengths are read on the host.
     """
-    if grad_sinks is not None:
-        one = partial(gradients, grad_sinks=grad_sinks)
     q, k, v = call.q, call.k, call.v
     dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))
     edges_q, edges_k = call.edges()
@@ -135,7 +131,7 @@ def packed_gradients(
         lse = None if grad_lse is None else grad_lse[q0:q1].T.unsqueeze(0)
         one_q, one_k, one_v = (x.transpose(0, 1).unsqueeze(0) for x in (q[q0:q1], k[k0:k1], v[k0:k1]))
         dense = replace(call, q=one_q, k=one_k, v=one_v, cu_q=None, cu_k=None).narrowed()
-        grads = [x[0].transpose(0, 1) for x in one(dense, out, lse)]
+        grads = [x[0].transpose(0, 1) for x in one(dense, out, lse, grad_sinks=grad_sinks)]
         first = k1 - dense.k.shape[2]  # keys before it are outside of the window
         dq[q0:q1], dk[first:k1], dv[first:k1] = grads
     return dq, dk, dv
@@ -243,7 +239,8 @@ class RecomputedScores:
 
     def sink_share(self) -> Tensor:
         """Return the weight of the sink in each row."""
-        return torch.exp(self.sink_scores() - self.top.where(self.top > -torch.inf, 0.0)) / self.total
+        share = torch.exp(self.sink_scores() - self.top.where(self.top > -torch.inf, 0.0))
+        return share / self.total.where(self.total != 0, 1.0)
 
     def weights(self, part: slice, rows: slice) -> Tensor:
         """Return P. It is not exp(S - lse), because beside a maximum of 1e30 that a mask adds, the sum would vanish."""

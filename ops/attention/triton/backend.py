@@ -68,13 +68,15 @@ def _family(call: KernelCall) -> Family:
     return _hopper() if hopper_serves(call) else portable_attention
 
 
-def gradients(call: Call, grad_out: Tensor | None, grad_lse: Tensor | None) -> spec.Gradients:
-    """Return gradients as `spec.gradients` does, with FP16 products summed in FP32."""
-    if call.q.device.type == "npu" or call.features:
-        return spec.gradients(call, grad_out, grad_lse)
+def gradients(
+    call: Call, grad_out: Tensor | None, grad_lse: Tensor | None, grad_sinks: Tensor | None = None
+) -> spec.Gradients:
+    """Return gradients as `spec.gradients` does, with FP16 products summed in FP32, but for calls with a soft cap."""
+    if call.q.device.type == "npu" or call.softcap:
+        return spec.gradients(call, grad_out, grad_lse, grad_sinks=grad_sinks)
     with on_device(call.q):
         half = replace(call, q=call.q.half(), k=call.k.half(), v=call.v.half())
-        return attention_gradients(KernelCall.of(half), grad_out, grad_lse, call.q.dtype)
+        return attention_gradients(KernelCall.of(half), grad_out, grad_lse, call.q.dtype, grad_sinks)
 
 
 def hopper_serves(call: KernelCall) -> bool:

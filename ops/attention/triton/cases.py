@@ -23,13 +23,19 @@ TYPES = {
     "p_totals": "*i64",
     **dict.fromkeys(["p_grad", "p_g", "p_scaled", "p_centred", "p_dq", "p_dk", "p_dv"], "*fp16"),
     **dict.fromkeys(["p_grad_lse", "p_unit", "p_largest", "p_top", "p_log", "p_shift", "p_centre"], "*fp32"),
-    **dict.fromkeys(["scale", "epsilon", "reach", "factor", "diagonal", "off_diagonal"], "fp32"),
+    **dict.fromkeys(["p_sink", "p_of_sink"], "*fp32"),
+    **dict.fromkeys(["scale", "ratio", "epsilon", "reach", "factor", "diagonal", "off_diagonal"], "fp32"),
 }
+
+
+# Features of calls, off unless a case has them; kernels that lack one do not get its constant.
+OFF: Case = {"WINDOW": False, "CAP": "none", "SINKS": False, "MAXIMA": False}
 
 
 def make_case(kernel: Any, name: str, constexprs: Case, **fields: Any) -> Case:
     """Return a case. Strides of tokens, heads and batches are multiples of 16, as D is; a mask's last stride is 1."""
     names, mask = kernel.arg_names, constexprs.get("MASK", "none")
+    constexprs = {name: off for name, off in OFF.items() if name in names} | constexprs
     types = TYPES | ({"p_mask": "*fp16"} if mask == "float" else {})
     if constexprs.get("DESCRIPTORS"):
         types |= dict.fromkeys(["p_k", "p_v"], f"tensordesc<fp16[1, 1, {constexprs['BLOCK_N']}, {constexprs['D']}]>")

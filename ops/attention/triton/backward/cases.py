@@ -11,15 +11,18 @@ NOT_FOR_ASCEND = dict.fromkeys(
 )
 
 
-def _backward(arch: int, dim: int, mask: str, causal: bool) -> list[Case]:
-    """Return the cases of the three backward passes of a call."""
+def _backward(arch: int, dim: int, mask: str, causal: bool, features: bool = False) -> list[Case]:
+    """Return the cases of the three backward passes of a call, with a window and sinks if it has `features`."""
     tiles = BACKWARD[f"sm_{arch}"][1 << (dim - 1).bit_length()]
-    flags = {"MASK": mask, "CAUSAL": causal}
+    flags = {"MASK": mask, "CAUSAL": causal, "WINDOW": features}
     return [
         make_case(
             kernel,
-            f"{kernel.__name__}_sm_{arch}_d{dim}_{mask}" + "_causal" * causal,
-            flags | sizes_of(dim, *tile[:2]) | ({"SPAN": tiles[0][0]} if kernel is keys_kernel else {"HAS_LSE": False}),
+            f"{kernel.__name__}_sm_{arch}_d{dim}_{mask}" + "_causal" * causal + "_window" * features,
+            flags
+            | sizes_of(dim, *tile[:2])
+            | ({"SPAN": tiles[0][0]} if kernel is keys_kernel else {"HAS_LSE": features})
+            | ({"SINKS": features} if kernel is rows_kernel else {}),
             **on_arch(arch, *tile[2:]),
         )
         for kernel, tile in zip((rows_kernel, keys_kernel, queries_kernel), tiles, strict=True)
@@ -41,6 +44,7 @@ NVIDIA_CASES = [
         )
         for case in _backward(arch, dim, mask, causal=mask == "none")
     ),
+    *(case for arch, dim in ((80, 64), (90, 128)) for case in _backward(arch, dim, "none", True, features=True)),
     make_case(
         centre_kernel,
         "centre",

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from pasa.ops.attention.triton.backward.centre_kernel import BITS_LIMIT, WIDTH
+from pasa.ops.attention.triton.prefill.kernel import tile_keys
 from pasa.ops.attention.triton.tile_math import INF, LOG2_E, load_mask, load_rows
 
 LIFT_BITS = tl.constexpr(15.0)
@@ -90,11 +91,18 @@ def gradient_of_scores(b_p, b_dp, b_shift, b_x, HIDES: tl.constexpr):
 
 
 @triton.jit
-def row_statistics(b_q, b_g, b_top, b_sum, b_delta, p_k, p_v, p_mask, o_row, rows, begin, end, keys, diagonal, scale,
-                   stride_vn, stride_mask_m, stride_mask_n, HIDES: tl.constexpr, MASK: tl.constexpr,
-                   CAUSAL: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
-    """Update maximum, sum and delta of rows with the keys from `begin` to `end`: the loop of `rows_kernel`."""
-    for start in range(begin, end, BLOCK_N):
+def row_statistics(b_q, b_g, b_top, b_sum, b_delta, p_k, p_v, p_mask, o_row, rows, begin, end, keys, diagonal, span,
+                   gap_at, gap, scale, stride_vn, stride_mask_m, stride_mask_n, HIDES: tl.constexpr,
+                   MASK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, D: tl.constexpr,
+                   D_PAD: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
+    """Update maximum, sum and delta of rows with the keys from `begin` to `end`: the loop of `rows_kernel`.
+
+    WINDOW: `gap` is added to keys from `gap_at` on, and row i sees none before i + diagonal - span.
+    """
+    for turn in range(begin, end, BLOCK_N):
+        start = turn
+        if WINDOW:
+            start = tl.where(turn < gap_at, turn, turn + gap)
         o_n = start + tl.arange(0, BLOCK_N)
         at = tl.cast(start, tl.int64)
         b_k = load_rows(p_k, at, D, 0, 0, 0, keys, not HIDES, False, D, D_PAD, BLOCK_N)
@@ -105,6 +113,8 @@ def row_statistics(b_q, b_g, b_top, b_sum, b_delta, p_k, p_v, p_mask, o_row, row
         m_seen = m_tile
         if CAUSAL:
             m_seen = m_seen & (o_n[None, :] <= o_row[:, None] + diagonal)
+        if WINDOW:
+            m_seen = m_seen & (o_n[None, :] >= o_row[:, None] + diagonal - span)
         p_tile = p_mask + at * stride_mask_n
         b_x = scores_of(b_s, p_tile, m_tile, m_seen, stride_mask_m, stride_mask_n, scale, HIDES, MASK)
         top = tl.maximum(b_top, tl.max(b_x, 1))
@@ -120,20 +130,25 @@ def row_statistics(b_q, b_g, b_top, b_sum, b_delta, p_k, p_v, p_mask, o_row, row
 
 
 @triton.jit
-def extent(o_tile, rows, keys, CAUSAL: tl.constexpr, MASK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return how many keys all rows of a tile see, in whole key tiles, and how many keys some row sees."""
-    whole = keys // BLOCK_N * BLOCK_N
-    end = keys
-    if CAUSAL:
-        last = o_tile * BLOCK_M + keys - rows + 1  # keys that the tile's first row sees
-        end = tl.maximum(tl.minimum(keys, last + BLOCK_M - 1), 0)
-        whole = tl.maximum(tl.minimum(last, keys), 0) // BLOCK_N * BLOCK_N
-    if MASK != "none":
-        whole = 0
-    return whole, end
+def add_sink(b_q, b_top, b_sum, b_delta, sink, p_centre, scale, MASK: tl.constexpr, D: tl.constexpr):
+    """Return maximum, sum and delta of rows (M,) with a sink, whose value is 0, and the sink's share of the weights.
+
+    p_centre: of the key head; scores lack q.c, so the sink does, too.
+    """
+    o_d = tl.arange(0, b_q.shape[1])
+    b_centre = tl.load(p_centre + o_d, mask=o_d < D, other=0.0)
+    b_sink = sink / scale - tl.sum(b_q.to(tl.float32) * b_centre[None, :], 1)
+    if MASK == "float":
+        b_sink = b_sink * scale
+    top = tl.maximum(b_top, b_sink)
+    base = tl.where(top == -INF, 0.0, top)
+    keep = tl.exp2((b_top - base) * bits_in_score(scale, MASK))
+    power = tl.exp2((b_sink - base) * bits_in_score(scale, MASK))
+    b_sum = b_sum * keep + power
+    return top, b_sum, b_delta * keep, tl.where(b_sum == 0.0, 0.0, power / b_sum)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["right", "span"])
 def rows_kernel(
     p_q,  # (B, Hq, Sq, D)
     p_k,  # (B, Hkv, Skv, D) centred, contiguous
@@ -148,6 +163,9 @@ def rows_kernel(
     p_shift,  # 2^-15 (delta - G_L), in units
     p_unit,  # log2 of the unit
     p_top_bits,  # (B, Hkv, tiles) INT32: largest `p_unit` of the rows from a tile on that see a key
+    p_sink,  # (Hq,) FP32, if SINKS
+    p_centre,  # (B, Hkv, D) FP32: subtracted from the keys by `centre_kernel`
+    p_of_sink,  # (B, Hq, Sq) FP32: gradient of the sink's score in each row, if SINKS
     stride_qb,
     stride_qh,
     stride_qm,
@@ -166,9 +184,13 @@ def rows_kernel(
     tiles,
     rows,
     keys,
+    right,  # as `KernelCall.limits`, if WINDOW
+    span,
     scale,
     MASK: tl.constexpr,  # "none", "bool" or "float"
     CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,  # with CAUSAL: rows see no key before their window either
+    SINKS: tl.constexpr,
     HAS_LSE: tl.constexpr,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
@@ -203,20 +225,29 @@ def rows_kernel(
     p_keys = p_k + kv * keys * D
     p_values = p_v + batch * stride_vb + (head // group) * stride_vh
     p_rows_mask = p_mask + batch * stride_mask_b + head * stride_mask_h + at * stride_mask_m
-    whole, end = extent(o_tile, rows, keys, CAUSAL, MASK, BLOCK_M, BLOCK_N)
+    diagonal, begin, whole_from, whole, end = tile_keys(
+        o_tile, rows, keys, right, span, CAUSAL, WINDOW, MASK != "none", BLOCK_M, BLOCK_N
+    )
     b_top = tl.full((BLOCK_M,), -INF, tl.float32)
     b_sum = tl.zeros((BLOCK_M,), tl.float32)
     b_delta = tl.zeros((BLOCK_M,), tl.float32)
     if MASK == "none":
         b_top, b_sum, b_delta = row_statistics(
-            b_q, b_g, b_top, b_sum, b_delta, p_keys, p_values, p_rows_mask, o_row, rows, 0, whole, keys, keys - rows,
-            scale, stride_vn, stride_mask_m, stride_mask_n, False, MASK, False, D, D_PAD, BLOCK_N,
+            b_q, b_g, b_top, b_sum, b_delta, p_keys, p_values, p_rows_mask, o_row, rows, whole_from, whole, keys,
+            diagonal, span, 0, 0, scale, stride_vn, stride_mask_m, stride_mask_n, False, MASK, False, False, D, D_PAD,
+            BLOCK_N,
         )  # fmt: skip
+    gap = tl.maximum(whole - whole_from, 0) if WINDOW else 0
     b_top, b_sum, b_delta = row_statistics(
-        b_q, b_g, b_top, b_sum, b_delta, p_keys, p_values, p_rows_mask, o_row, rows, whole, end, keys, keys - rows,
-        scale, stride_vn, stride_mask_m, stride_mask_n, True, MASK, CAUSAL, D, D_PAD, BLOCK_N,
+        b_q, b_g, b_top, b_sum, b_delta, p_keys, p_values, p_rows_mask, o_row, rows, begin if WINDOW else whole,
+        end - gap, keys, diagonal, span, whole_from, gap, scale, stride_vn, stride_mask_m, stride_mask_n, True, MASK,
+        CAUSAL, WINDOW, D, D_PAD, BLOCK_N,
     )  # fmt: skip
     fully_masked = b_top == -INF
+    share = tl.zeros((BLOCK_M,), tl.float32)
+    if SINKS:
+        b_top, b_sum, b_delta, share = add_sink(b_q, b_top, b_sum, b_delta, tl.load(p_sink + head), p_centre + kv * D,
+                                                scale, MASK, D)  # fmt: skip
     b_sum = tl.where(fully_masked, 1.0, b_sum)
     b_shift = b_delta / b_sum
     tl.debug_barrier()
@@ -224,6 +255,9 @@ def rows_kernel(
     if HAS_LSE:
         b_slope = tl.load(p_grad_lse + o_flat, mask=m_row, other=0.0)
         b_shift -= tl.where(fully_masked, 0.0, b_slope * power_of_two(-b_unit))
+    if SINKS:  # of a row without keys, the log-sum-exp is the sink
+        b_slope = tl.where(fully_masked, b_slope, -b_shift * power_of_two(b_unit))
+        tl.store(p_of_sink + o_flat, tl.where(share > 0.0, share * b_slope, 0.0), mask=m_row)
     tl.store(p_top + o_flat, tl.where(fully_masked, INF, b_top), mask=m_row)
     tl.store(p_log + o_flat, tl.log2(b_sum) - (LIFT_BITS + b_unit), mask=m_row)
     tl.store(p_shift + o_flat, b_shift * UNLIFT, mask=m_row)
@@ -235,13 +269,18 @@ def rows_kernel(
 
 @triton.jit
 def add_rows(b_k, b_v, b_dk, b_dv, p_q, p_g, p_top, p_log, p_shift, p_mask, o_n, keys, begin, end, rows, diagonal,
-             scale, top_bits, stride_qm, stride_mask_m, stride_mask_n, HIDES: tl.constexpr, MASK: tl.constexpr,
-             CAUSAL: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr):  # fmt: skip
+             span, gap_at, gap, scale, top_bits, stride_qm, stride_mask_m, stride_mask_n, HIDES: tl.constexpr,
+             MASK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+             BLOCK_M: tl.constexpr):  # fmt: skip
     """Add the rows of one head from `begin` to `end` to dK and dV: the loop of `keys_kernel`.
 
-    Tiles are (N, M), because the weights then are the operand that tensor cores take from registers.
+    Tiles are (N, M), because the weights then are the operand that tensor cores take from registers. WINDOW: `gap` is
+    added to rows from `gap_at` on, and row i sees no key before i + diagonal - span.
     """
-    for start in range(begin, end, BLOCK_M):
+    for turn in range(begin, end, BLOCK_M):
+        start = turn
+        if WINDOW:
+            start = tl.where(turn < gap_at, turn, turn + gap)
         o_m = start + tl.arange(0, BLOCK_M)
         m_m = o_m < rows
         at = tl.cast(start, tl.int64)
@@ -255,6 +294,8 @@ def add_rows(b_k, b_v, b_dk, b_dv, p_q, p_g, p_top, p_log, p_shift, p_mask, o_n,
         m_seen = m_tile
         if CAUSAL:
             m_seen = m_seen & (o_n[:, None] <= o_m[None, :] + diagonal)
+        if WINDOW:
+            m_seen = m_seen & (o_n[:, None] >= o_m[None, :] + diagonal - span)
         p_tile = p_mask + at * stride_mask_m
         b_x = scores_of(b_s, p_tile, m_tile, m_seen, stride_mask_n, stride_mask_m, scale, HIDES, MASK)
         b_p = lifted_weights(b_x, b_top[None, :], b_log[None, :], scale, MASK)
@@ -264,7 +305,7 @@ def add_rows(b_k, b_v, b_dk, b_dv, p_q, p_g, p_top, p_log, p_shift, p_mask, o_n,
     return b_dk, b_dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["right", "span"])
 def keys_kernel(
     p_q,  # as in `rows_kernel`, like every argument without a comment
     p_k,
@@ -292,9 +333,12 @@ def keys_kernel(
     tiles,
     rows,
     keys,
+    right,
+    span,
     scale,
     MASK: tl.constexpr,
     CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -316,14 +360,24 @@ def keys_kernel(
     o_n = first + tl.arange(0, BLOCK_N)
     o_d = tl.arange(0, D_PAD)
     diagonal = keys - rows
-    # rows before `begin` see none of these keys, rows from `whole` on see all of them
+    # rows before `begin` and from `end` on see none of these keys, rows from `whole` to `whole_end` see all of them
     begin = 0
     whole = 0
+    end = rows
+    whole_end = rows
+    if WINDOW:
+        diagonal += right
+        end = tl.maximum(tl.minimum(first + BLOCK_N - diagonal + span, rows), 0)
+        whole_end = tl.maximum(tl.minimum(first + 1 - diagonal + span, rows), 0)
     if CAUSAL:
         begin = tl.maximum(first - diagonal, 0) // BLOCK_M * BLOCK_M
         whole = tl.cdiv(tl.maximum(first + BLOCK_N - 1 - diagonal, 0), BLOCK_M) * BLOCK_M
     if MASK != "none":
         whole = rows
+    if WINDOW:  # `whole_end` is the first row of a tile, or there is no row behind
+        whole_end = tl.where(whole_end < rows, whole_end // BLOCK_M * BLOCK_M, tl.cdiv(rows, BLOCK_M) * BLOCK_M)
+        whole_end = tl.maximum(whole_end, whole)
+        end = tl.minimum(whole, end) + tl.maximum(end - whole_end, 0)
     top_bits = tl.load(p_top_bits + kv * tl.cdiv(rows, SPAN) + begin // SPAN).to(tl.float32)
     p_values = p_v + batch * stride_vb + kv_head * stride_vh
     b_k = load_rows(p_k + kv * keys * D, at, D, 0, 0, 0, keys, False, False, D, D_PAD, BLOCK_N)
@@ -338,14 +392,16 @@ def keys_kernel(
         if CAUSAL or MASK != "none":
             b_dk, b_dv = add_rows(
                 b_k, b_v, b_dk, b_dv, p_rows, p_g + first_row * D, p_top + first_row, p_log + first_row,
-                p_shift + first_row, p_rows_mask, o_n, keys, begin, tl.minimum(whole, rows), rows, diagonal, scale,
-                top_bits, stride_qm, stride_mask_m, stride_mask_n, True, MASK, CAUSAL, D, D_PAD, BLOCK_M,
+                p_shift + first_row, p_rows_mask, o_n, keys, begin, end if WINDOW else tl.minimum(whole, rows), rows,
+                diagonal, span, whole, whole_end - whole, scale, top_bits, stride_qm, stride_mask_m, stride_mask_n,
+                True, MASK, CAUSAL, WINDOW, D, D_PAD, BLOCK_M,
             )  # fmt: skip
         if MASK == "none":
             b_dk, b_dv = add_rows(
                 b_k, b_v, b_dk, b_dv, p_rows, p_g + first_row * D, p_top + first_row, p_log + first_row,
-                p_shift + first_row, p_rows_mask, o_n, keys, whole, rows, rows, diagonal, scale,
-                top_bits, stride_qm, stride_mask_m, stride_mask_n, False, MASK, False, D, D_PAD, BLOCK_M,
+                p_shift + first_row, p_rows_mask, o_n, keys, whole, whole_end if WINDOW else rows, rows, diagonal,
+                span, 0, 0, scale, top_bits, stride_qm, stride_mask_m, stride_mask_n, False, MASK, False, False, D,
+                D_PAD, BLOCK_M,
             )  # fmt: skip
     unit = power_of_two(top_bits)
     o_out = (kv * keys + o_n)[:, None] * D + o_d[None, :]
@@ -355,11 +411,15 @@ def keys_kernel(
 
 
 @triton.jit
-def add_keys(b_q, b_g, b_top, b_log, b_shift, b_dq, p_k, p_v, p_mask, o_row, rows, begin, end, keys, diagonal, scale,
-             stride_vn, stride_mask_m, stride_mask_n, HIDES: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr,
-             D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
-    """Add the keys from `begin` to `end` to dQ: the loop of `queries_kernel`."""
-    for start in range(begin, end, BLOCK_N):
+def add_keys(b_q, b_g, b_top, b_log, b_shift, b_dq, p_k, p_v, p_mask, o_row, rows, begin, end, keys, diagonal, span,
+             gap_at, gap, scale, stride_vn, stride_mask_m, stride_mask_n, HIDES: tl.constexpr, MASK: tl.constexpr,
+             CAUSAL: tl.constexpr, WINDOW: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+             BLOCK_N: tl.constexpr):  # fmt: skip
+    """Add the keys from `begin` to `end` to dQ: the loop of `queries_kernel`; WINDOW as in `row_statistics`."""
+    for turn in range(begin, end, BLOCK_N):
+        start = turn
+        if WINDOW:
+            start = tl.where(turn < gap_at, turn, turn + gap)
         o_n = start + tl.arange(0, BLOCK_N)
         at = tl.cast(start, tl.int64)
         b_k = load_rows(p_k, at, D, 0, 0, 0, keys, not HIDES, False, D, D_PAD, BLOCK_N)
@@ -369,6 +429,8 @@ def add_keys(b_q, b_g, b_top, b_log, b_shift, b_dq, p_k, p_v, p_mask, o_row, row
         m_seen = m_tile
         if CAUSAL:
             m_seen = m_seen & (o_n[None, :] <= o_row[:, None] + diagonal)
+        if WINDOW:
+            m_seen = m_seen & (o_n[None, :] >= o_row[:, None] + diagonal - span)
         p_tile = p_mask + at * stride_mask_n
         b_x = scores_of(b_s, p_tile, m_tile, m_seen, stride_mask_m, stride_mask_n, scale, HIDES, MASK)
         b_p = lifted_weights(b_x, b_top[:, None], b_log[:, None], scale, MASK)
@@ -377,7 +439,7 @@ def add_keys(b_q, b_g, b_top, b_log, b_shift, b_dq, p_k, p_v, p_mask, o_row, row
     return b_dq
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["right", "span"])
 def queries_kernel(
     p_q,  # as in `keys_kernel`, like every argument without a comment
     p_k,
@@ -406,9 +468,12 @@ def queries_kernel(
     tiles,
     rows,
     keys,
+    right,
+    span,
     scale,
     MASK: tl.constexpr,
     CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
     HAS_LSE: tl.constexpr,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
@@ -437,16 +502,21 @@ def queries_kernel(
     p_keys = p_k + kv * keys * D
     p_values = p_v + batch * stride_vb + (head // group) * stride_vh
     p_rows_mask = p_mask + batch * stride_mask_b + head * stride_mask_h + at * stride_mask_m
-    whole, end = extent(o_tile, rows, keys, CAUSAL, MASK, BLOCK_M, BLOCK_N)
+    diagonal, begin, whole_from, whole, end = tile_keys(
+        o_tile, rows, keys, right, span, CAUSAL, WINDOW, MASK != "none", BLOCK_M, BLOCK_N
+    )
     b_dq = tl.zeros((BLOCK_M, D_PAD), tl.float32)
     if MASK == "none":
         b_dq = add_keys(
-            b_q, b_g, b_top, b_log, b_shift, b_dq, p_keys, p_values, p_rows_mask, o_row, rows, 0, whole, keys,
-            keys - rows, scale, stride_vn, stride_mask_m, stride_mask_n, False, MASK, False, D, D_PAD, BLOCK_N,
+            b_q, b_g, b_top, b_log, b_shift, b_dq, p_keys, p_values, p_rows_mask, o_row, rows, whole_from, whole, keys,
+            diagonal, span, 0, 0, scale, stride_vn, stride_mask_m, stride_mask_n, False, MASK, False, False, D, D_PAD,
+            BLOCK_N,
         )  # fmt: skip
+    gap = tl.maximum(whole - whole_from, 0) if WINDOW else 0
     b_dq = add_keys(
-        b_q, b_g, b_top, b_log, b_shift, b_dq, p_keys, p_values, p_rows_mask, o_row, rows, whole, end, keys,
-        keys - rows, scale, stride_vn, stride_mask_m, stride_mask_n, True, MASK, CAUSAL, D, D_PAD, BLOCK_N,
+        b_q, b_g, b_top, b_log, b_shift, b_dq, p_keys, p_values, p_rows_mask, o_row, rows, begin if WINDOW else whole,
+        end - gap, keys, diagonal, span, whole_from, gap, scale, stride_vn, stride_mask_m, stride_mask_n, True, MASK,
+        CAUSAL, WINDOW, D, D_PAD, BLOCK_N,
     )  # fmt: skip
     tl.debug_barrier()
     b_unit = tl.load(p_unit + first_row + o_row, mask=m_row, other=0.0)

@@ -17,9 +17,16 @@ from pasa.ops.attention.triton.tiles import Tile, device_architecture, pad_dim
 
 
 def attention_gradients(
-    call: KernelCall, grad_out: Tensor | None, grad_lse: Tensor | None, dtype: torch.dtype
+    call: KernelCall,
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    dtype: torch.dtype,
+    grad_sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dQ, dK and dV of a dense call, in `dtype`, from gradients of any float type."""
+    """Return dQ, dK and dV of a dense call, in `dtype`, from gradients of any float type.
+
+    The gradient of the sinks is added to `grad_sinks` (Hq,), FP32.
+    """
     q, k, v = call.q, call.k, call.v
     grad_out = torch.zeros_like(q) if grad_out is None else grad_out
     grad_out = grad_out if grad_out.stride(-1) == 1 else grad_out.contiguous()
@@ -35,16 +42,23 @@ def attention_gradients(
     dq, dk, dv = (torch.empty(x.shape, dtype=dtype, device=device) for x in (q, k, v))
     mask, lse = top if call.mask is None else call.mask, top if grad_lse is None else grad_lse
     has_lse = {"HAS_LSE": grad_lse is not None}
-    shared = {"MASK": call.mask_kind, "CAUSAL": call.is_causal, "D": dim, "D_PAD": pad_dim(dim)}
+    shared = {"MASK": call.mask_kind, "CAUSAL": call.banded, "WINDOW": call.has_window, "D": dim, "D_PAD": pad_dim(dim)}
     strides = (*strides_of(q), *strides_of(v))
-    sizes = (rows, keys, call.scale)
+    sizes = (rows, keys, *call.limits, call.scale)
+    sinks = None if call.sinks is None else (call.sinks, torch.empty(q.shape[:3], dtype=torch.float32, device=device))
     launch(
         rows_kernel, (tiles * batch * heads, 1, 1),
-        (q, centred, v, grad_out, lse, largest, mask, scaled, top, log, shift, unit, top_bits),
+        (q, centred, v, grad_out, lse, largest, mask, scaled, top, log, shift, unit, top_bits,
+         top if sinks is None else sinks[0], centre, top if sinks is None else sinks[1]),
         (*strides, *strides_of(grad_out), *call.mask_strides, heads, call.group, tiles, *sizes),
-        shared | has_lse | {"BLOCK_M": of_rows.block_m, "BLOCK_N": of_rows.block_n},
+        shared | has_lse | {"SINKS": sinks is not None, "BLOCK_M": of_rows.block_m, "BLOCK_N": of_rows.block_n},
         num_warps=of_rows.warps, num_stages=of_rows.stages,
     )  # fmt: skip
+    if sinks is not None:  # the scores of keys get what the sink does not: dS K = dS (K - c) + (G_L - dS_s) c
+        lse = -sinks[1] if grad_lse is None else grad_lse - sinks[1]
+        has_lse = {"HAS_LSE": True}
+        if grad_sinks is not None:
+            grad_sinks += sinks[1].sum((0, 2))
     saved = (q, centred, v, scaled, top, log, shift)
     tiles = -(-keys // of_keys.block_n)
     launch(

@@ -24,6 +24,16 @@ NVIDIA_CASES = [
     ),
     *(
         make_case(
+            decode_kernel,
+            f"decode_{dim}_window_{cap}_cap" + "_exact" * exact,
+            {"MASK": "none", "CAUSAL": True, "EXACT": exact, "PDL": True, "WINDOW": True, "CAP": cap}
+            | sizes_of(dim, 16, 32),
+            **on_arch(90, 4, 2 if exact else 3),
+        )
+        for dim, cap, exact in ((128, "none", False), (128, "none", True), (256, "low", False))
+    ),
+    *(
+        make_case(
             decode_lanes_kernel,
             f"lanes_{arch}_d{dim}" + "_anchored" * anchored,
             {"ANCHORED": anchored, "CAUSAL": True, "LANES": 4, "PDL": arch == 90} | sizes_of(dim, 16, 2048 // dim),
@@ -36,14 +46,25 @@ NVIDIA_CASES = [
     *(
         make_case(
             merge_kernel,
-            f"merge_{splits}x{columns}",
-            {"NATS": False, "D": dim, "D_PAD": dim, "BLOCK_M": 16, "SPLITS": splits, "PDL": False}
+            f"merge_{splits}x{columns}" + "_sinks" * sinks,
+            {
+                "SINKS": sinks,
+                "MAXIMA": sinks,
+                "NATS": False,
+                "D": dim,
+                "D_PAD": dim,
+                "BLOCK_M": 16,
+                "SPLITS": splits,
+                "PDL": False,
+            }
             | {"COLUMNS": columns, "DROPPED": dropped, "SHARED_FRAME": splits == 128},
             options={"num_warps": warps},
             stack=stack,
         )
-        for dim, splits, columns, dropped, warps, stack in (
-            (128, 128, 32, 0, 4, 0),
+        for dim, splits, columns, dropped, warps, stack, sinks in (
+            (128, 128, 32, 0, 4, 0, False),
+            (128, 128, 32, 0, 4, 0, True),
+            (128, 64, 64, 13, 4, 0, True),
             (
                 128,
                 256,
@@ -51,9 +72,10 @@ NVIDIA_CASES = [
                 13,
                 16,
                 320,
+                False,
             ),  # on sm_80 offsets are computed twice, the second time in the largest score's frame
-            (128, 512, 128, 16, 16, 1500),
-            (256, 256, 256, 13, 16, 1500),
+            (128, 512, 128, 16, 16, 1500, False),
+            (256, 256, 256, 13, 16, 1500, False),
         )
     ),
 ]

@@ -40,6 +40,22 @@ CASES = [
     ),
     *(
         make_case(
+            decode_paged_kernel,
+            f"paged_90_window_{rows}x{dim}_{cap}_cap" + "_exact" * exact,
+            {"TILED": rows > 16, "CAUSAL": rows > 16, "PAGE": 16, "GRAIN": 64, "LANES": 1, "EXACT": exact}
+            | {"PDL": True, "WINDOW": True, "CAP": cap}
+            | sizes_of(dim, rows, 32 if exact else 64),
+            **on_arch(90, 8 if rows == 128 else 4, 3 if exact else 5, stack=4100),
+        )
+        for rows, dim, cap, exact in (
+            (16, 128, "none", False),
+            (16, 128, "none", True),
+            (128, 128, "none", False),
+            (16, 64, "high", False),
+        )
+    ),
+    *(
+        make_case(
             decode_lanes_paged_kernel,
             f"lanes_{arch}_d{dim}_of_{page}" + "_anchored" * anchored,
             {"ANCHORED": anchored, "LANES": 4, "PAGE": page, "PDL": arch == 90} | sizes_of(dim, 16, 2048 // dim),

@@ -25,6 +25,7 @@ FAST: Case = {"SHIFT": "none", "FAST": True, "GUARDED": True, "CLEAN": False, "L
 PLAIN = FAST | {"GUARDED": False}
 EXACT: Case = {"SHIFT": "here", "GUARDED": True, "CLEAN": False}
 ON_HOPPER: Case = {"DESCRIPTORS": True, "OVERLAP": True}
+WINDOWED: Case = {"WINDOW": True, "SINKS": True, "MAXIMA": True}
 
 
 ASCEND_CASES = [
@@ -59,6 +60,14 @@ NVIDIA_CASES = [
     ),
     _attention("sm_90_d128_packed", sizes_of(128, 64, 64), VARLEN=True, **FAST, OVERLAP=True, **on_arch(90, 4, 3)),
     _attention("sm_90_d128_fp32", sizes_of(128, 128, 64), **PLAIN, DESCRIPTORS=True, **on_arch(90, 8, 2)),
+    _attention("sm_90_d128_window", sizes_of(128, 64, 64), **FAST, **ON_HOPPER, **WINDOWED, **on_arch(90, 4, 3)),
+    _attention("sm_90_d128_window_exact", sizes_of(128, 64, 64), **EXACT, **WINDOWED, **on_arch(90, 4, 1)),
+    _attention("sm_89_d64_window", sizes_of(64, 128, 64), **FAST, **WINDOWED, **on_arch(89, 4, 2)),
+    *(
+        _attention(f"sm_90_d{dim}_{cap}_cap", sizes_of(dim, 128, 64), **PLAIN, **WINDOWED, CAP=cap, **on_arch(90, 8, 2))
+        for dim, cap in ((128, "high"), (256, "low"))
+    ),
+    _attention("sm_80_d128_cap_bool", sizes_of(128, 128, 64), "bool", **PLAIN, CAP="low", **on_arch(80, 8, 3)),
     _attention("sm_80_d64_unbiased", sizes_of(64, 128, 64), DROPPED=13, **FAST, **on_arch(80, 4, 3)),
     _attention("sm_90_d128_bf16", sizes_of(128, 64, 64), DROPPED=16, **FAST, **ON_HOPPER, **on_arch(90, 4, 3, stack=0)),
     _attention("sm_90_d128_exact_unbiased", sizes_of(128, 64, 64), DROPPED=13, **EXACT, **on_arch(90, 4, 1)),
@@ -80,10 +89,10 @@ NVIDIA_CASES = [
         make_case(
             mask_tiles_kernel,
             f"tiles_of_{mask}_mask",
-            {"MASK": mask, "CAUSAL": False, "BLOCK_M": 64, "BLOCK_N": 64, "TILES": 4},
+            {"MASK": mask, "CAUSAL": window, "WINDOW": window, "BLOCK_M": 64, "BLOCK_N": 64, "TILES": 4},
             options={"num_warps": 4},
         )
-        for mask in ("bool", "float")
+        for mask, window in (("bool", False), ("float", True))
     ),
     *(
         _attention(

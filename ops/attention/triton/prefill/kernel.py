@@ -247,10 +247,10 @@ def tile_keys(o_tile, rows, keys, right, span, CAUSAL: tl.constexpr, WINDOW: tl.
     if CAUSAL:
         end = tl.maximum(tl.minimum(keys, first + BLOCK_M), 0)
         whole = tl.maximum(tl.minimum(first + 1, keys), 0) // BLOCK_N * BLOCK_N
+    if MASKED:
+        whole_from = begin
+        whole = begin
     if WINDOW:
-        if MASKED:
-            whole_from = begin
-            whole = begin
         whole = tl.maximum(whole, whole_from)
     return diagonal, begin, whole_from, whole, end
 
@@ -428,14 +428,12 @@ def attention_kernel(
                 CAP,
             )  # fmt: skip
             whole = end - tl.where(active, tl.load(p_counts + 2 * o_order + 1), 0)
-        elif MASK != "none":
-            whole = begin
-        elif FAST:
+        elif FAST and MASK == "none":
             b_max, b_sum, b_acc = attend_whole(
                 b_q, b_nan, p_keys, p_values, whole_from, whole, scale, ratio, stride_kn, stride_vn, o_batch,
                 o_head // group, begin_k, D, D_PAD, BLOCK_N, DESCRIPTORS, OVERLAP, GUARDED and not MAXIMA, CAP,
             )  # fmt: skip
-        else:
+        elif MASK == "none":
             b_max, b_sum, b_acc, b_frame, b_framed = attend(
                 b_q, b_nan, b_max, b_sum, b_acc, b_frame, b_framed, p_keys, p_values, p_anchors, p_rows_mask, p_listed,
                 o_row, rows, whole_from, whole, keys, diagonal, span, 0, 0, scale, ratio, stride_kn, stride_vn,

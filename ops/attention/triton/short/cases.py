@@ -9,17 +9,19 @@ NVIDIA_CASES = [
         make_case(
             short_kernel,
             f"short_d{dim}_{m}x{n}_{mask}" + "_causal" * causal,
-            {"MASK": mask, "CAUSAL": causal, "DROPPED": dropped} | sizes_of(dim, m, n),
+            {"MASK": mask, "CAUSAL": causal, "DROPPED": dropped} | sizes_of(dim, m, n) | features,
             options={"num_warps": warps, "num_stages": 1},
             architectures=[before, 90],
         )
-        for before, dim, m, n, warps, mask, causal, dropped in (
-            (80, 64, 32, 32, 1, "none", False, 0),
-            (89, 64, 64, 64, 4, "none", True, 0),
-            (89, 128, 16, 16, 1, "bool", False, 13),
-            (80, 128, 64, 32, 4, "none", False, 0),
-            (80, 256, 16, 16, 4, "float", True, 16),
-            (89, 256, 64, 16, 4, "none", False, 0),
+        for before, dim, m, n, warps, mask, causal, dropped, features in (
+            (80, 64, 32, 32, 1, "none", False, 0, {}),
+            (89, 64, 64, 64, 4, "none", True, 0, {}),
+            (89, 128, 16, 16, 1, "bool", False, 13, {}),
+            (80, 128, 64, 32, 4, "none", False, 0, {}),
+            (80, 256, 16, 16, 4, "float", True, 16, {}),
+            (89, 256, 64, 16, 4, "none", False, 0, {}),
+            (80, 128, 32, 32, 4, "none", True, 13, {"WINDOW": True, "SINKS": True, "MAXIMA": True}),
+            (89, 64, 32, 32, 1, "bool", False, 0, {"CAP": "high", "SINKS": True}),
         )
     ),
 ]

@@ -11,6 +11,8 @@ import torch
 
 import pasa
 from pasa import PasaConfig
+from pasa.ops.attention.call import Call
+from pasa.ops.attention.spec.gradients import gradients
 from pasa.ops.attention.triton.prefill import kernel as prefill_kernel
 from tests.inputs import DEVICE, max_error, normal_qkv, rmse
 from tests.pages import make_pages
@@ -268,3 +270,45 @@ def test_tiles_outside_of_the_window_are_skipped(monkeypatch, window, tiles):
     monkeypatch.setattr(prefill_kernel, "load_rows", lambda *args, **how: (loads.append(1), load(*args, **how))[1])
     pasa.attention(q, k, v, window=window, backend="triton", config=PasaConfig(precision="fp32"))
     assert len(loads) == 2 * tiles
+
+
+@pytest.mark.parametrize(
+    ("feature", "kind", "bias"),
+    [
+        ("left", "none", 0),
+        ("both", "none", 300),
+        ("both", "float", 0),
+        ("causal", "bool", 300),
+        ("sinks", "none", 0),
+        ("sinks", "float", 300),
+        ("window and sinks", "none", 300),
+        ("window and sinks", "bool", 0),
+    ],
+)
+@pytest.mark.parametrize("family", ["prefill", "prefill-few-keys", "decode-tiles"])
+def test_gradients(family, feature, kind, bias):
+    """Gradients of queries, keys, values and sinks agree with the formulas in FP64, for gradients of both results."""
+    heads, (rows, keys), dim = FAMILIES[family]
+    q, k, v = normal_qkv(heads, (rows, keys), dim)
+    q[..., :8] += bias
+    k[..., :8] += bias
+    how = dict(FEATURES.get(feature, FEATURES["causal"] | FEATURES["sinks"]))
+    g = torch.Generator().manual_seed(5)
+    grads = torch.randn(q.shape, generator=g), torch.randn(q.shape[:-1], generator=g)
+    if kind != "none":
+        keep = torch.rand(rows, keys, generator=g) < 0.8
+        how["attn_mask"] = keep if kind == "bool" else torch.zeros(keep.shape).where(keep, -torch.inf)
+    formula = {name: x for name, x in how.items() if name not in ("attn_mask", "sinks")}
+    call = Call(q.double(), k.double(), v.double(), dim**-0.5, mask=how.get("attn_mask"), **formula)
+    of_sinks = torch.zeros(heads[0], dtype=torch.float64)
+    if "sinks" in how:
+        call.sinks = how["sinks"].double()
+        how["sinks"] = how["sinks"].to(DEVICE, copy=True).requires_grad_()
+    exact = [*gradients(call, *(x.half().double() for x in grads), grad_sinks=of_sinks), of_sinks]
+    leaves = [x.to(DEVICE).requires_grad_() for x in (q, k, v)]
+    here = on_device(**{name: x for name, x in how.items() if name != "sinks"})
+    out = pasa.attention(*leaves, backend="triton", return_lse=True, sinks=how.get("sinks"), **here)
+    leaves += [how["sinks"]] if "sinks" in how else []
+    got = torch.autograd.grad(out, leaves, [x.half().to(y) for x, y in zip(grads, out, strict=True)])
+    for one, other in zip(got, exact, strict=False):
+        assert (one.cpu().double() - other).norm() <= 2e-3 * other.norm() + 1e-3
