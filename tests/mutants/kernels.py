@@ -15,6 +15,7 @@ GAPS = "tests/ops/attention/test_gaps.py::"
 CORNERS = "tests/ops/attention/test_corners.py::"
 SAMPLES = "tests/ops/attention/test_samples.py::"
 SUMS = "tests/ops/attention/test_sums.py::"
+FEATURES = "tests/ops/attention/triton/test_features.py::"
 TRITON = "tests/ops/attention/triton/test_backend.py::"
 FINITE = "tests/ops/attention/test_finite_masks.py::"
 PACKED = GAPS + "test_prefill_of_packed_sequences"
@@ -57,22 +58,22 @@ KERNELS = [
     mutant(
         "the reference is the maximum of the current tile",
         PREFILL,
-        "            if start == 0:\n",
-        "            if start >= 0:\n",
+        "            if start == begin:\n",
+        "            if start >= begin:\n",
         TRITON + "test_odd_lengths_with_grouped_heads",
     ),
     mutant(
         "a tile of rows leaves out the last key of its last row",
         PREFILL,
-        "end = tl.maximum(tl.minimum(keys, o_tile * BLOCK_M + BLOCK_M + diagonal), 0)",
-        "end = tl.maximum(tl.minimum(keys, o_tile * BLOCK_M + BLOCK_M + diagonal - 1), 0)",
+        "end = tl.maximum(tl.minimum(keys, first + BLOCK_M), 0)",
+        "end = tl.maximum(tl.minimum(keys, first + BLOCK_M - 1), 0)",
         PACKED + "[fast]",
     ),
     mutant(
         "a block counts as seen whole one row too early",
         PREFILL,
-        "tl.minimum(o_tile * BLOCK_M + diagonal + 1, keys), 0) // BLOCK_N",
-        "tl.minimum(o_tile * BLOCK_M + diagonal + 2, keys), 0) // BLOCK_N",
+        "tl.minimum(first + 1, keys), 0) // BLOCK_N",
+        "tl.minimum(first + 2, keys), 0) // BLOCK_N",
         PACKED + "[fast]",
     ),
     mutant(
@@ -121,8 +122,8 @@ KERNELS = [
     mutant(
         "the log-sum-exp lacks the frame",
         PREFILL,
-        "b_max, b_sum, nats + ",
-        "b_max, b_sum, nats + 0.0 * ",
+        "    nats += b_framed * scale\n",
+        "    nats += 0.0 * b_framed * scale\n",
         PACKED + "[exact]",
     ),
     mutant(
@@ -175,10 +176,52 @@ KERNELS = [
         GAPS + "test_short_keys",
     ),
     mutant(
+        "a window begins one key late",
+        PREFILL,
+        "(o_n[None, :] >= o_row[:, None] + diagonal - span)",
+        "(o_n[None, :] > o_row[:, None] + diagonal - span)",
+        FEATURES + "test_agrees_with_fp64[prefill-left]",
+    ),
+    mutant(
+        "the block with the first key of a window counts as seen whole",
+        PREFILL,
+        "tl.cdiv(tl.maximum(first + BLOCK_M - 1 - span, 0), BLOCK_N) * BLOCK_N",
+        "tl.maximum(first + BLOCK_M - 1 - span, 0) // BLOCK_N * BLOCK_N",
+        FEATURES + "test_agrees_with_fp64[prefill-wide]",
+    ),
+    mutant(
+        "a sink takes no weight",
+        TILE_MATH,
+        "b_out = b_out * share[:, None]",
+        "b_out = b_out * 1.0",
+        FEATURES + "test_agrees_with_fp64[short-sinks]",
+    ),
+    mutant(
+        "a cap loses the sign of a score",
+        TILE_MATH,
+        "tl.where(b_x < 0.0, -b_top, b_top)",
+        "b_top",
+        FEATURES + "test_agrees_with_fp64[prefill-low cap]",
+    ),
+    mutant(
+        "a capped score of an infinite key is finite",
+        TILE_MATH,
+        "tl.where(tl.abs(b_s) < INF, tl.where(b_x < 0.0",
+        "tl.where(b_s == b_s, tl.where(b_x < 0.0",
+        FEATURES + "test_non_finite_elements_reach_the_rows_that_see_them[short-low cap]",
+    ),
+    mutant(
+        "decoding: rows do not hide the keys before their windows",
+        DECODE,
+        "begin < rows - 1 + diagonal - span, begin",
+        "begin < diagonal - span, begin",
+        FEATURES + "test_agrees_with_fp64[decode-tiles-left]",
+    ),
+    mutant(
         "short: the frame is scaled twice",
         SHORT,
-        "nats + frame, D, DROPPED",
-        "nats + frame * scale, D, DROPPED",
+        "    nats += frame\n",
+        "    nats += frame * scale\n",
         TRITON + "test_short_keys",
     ),
     mutant(

@@ -1,6 +1,6 @@
 """Mutants of the Triton kernels of pages, gradients, the published algorithm and the counters of sampled rows."""
 
-from tests.mutants.kernels import CORNERS, FINITE, GAPS, SAMPLES, SUMS, mutant
+from tests.mutants.kernels import CORNERS, FEATURES, FINITE, GAPS, SAMPLES, SUMS, mutant
 
 PAGED_KERNEL = "ops/attention/triton/decode/paged_kernel.py"
 ANCHORS = "ops/attention/triton/decode/paged_anchored_kernel.py"
@@ -110,18 +110,18 @@ PAGED = [
         CORNERS + "test_gradients_where_the_first_keys_have_the_largest_values",
     ),
     mutant(
-        "gradients: a tile of keys counts as seen whole one row too early",
+        "gradients: a tile of rows counts as seeing keys whole that are before the window of some",
         BACKWARD,
-        "last = o_tile * BLOCK_M + keys - rows + 1",
-        "last = o_tile * BLOCK_M + keys - rows + 2",
-        GRADIENTS + "[triton]",
+        "whole_end // BLOCK_M * BLOCK_M",
+        "tl.cdiv(whole_end, BLOCK_M) * BLOCK_M",
+        FEATURES + "test_gradients[prefill-left-none-0]",
     ),
     mutant(
-        "gradients: the last key of a tile's last row is left out",
+        "gradients: delta is that of the keys' weights without the sink",
         BACKWARD,
-        "end = tl.maximum(tl.minimum(keys, last + BLOCK_M - 1), 0)",
-        "end = tl.maximum(tl.minimum(keys, last + BLOCK_M - 2), 0)",
-        GRADIENTS + "[triton]",
+        "return top, b_sum, b_delta * keep",
+        "return top, b_sum, b_delta",
+        FEATURES + "test_gradients[prefill-sinks-none-0]",
     ),
     mutant(
         "gradients: the first row that sees a tile of keys is left out",

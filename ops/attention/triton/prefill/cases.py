@@ -64,10 +64,19 @@ NVIDIA_CASES = [
     _attention("sm_90_d128_window_exact", sizes_of(128, 64, 64), **EXACT, **WINDOWED, **on_arch(90, 4, 1)),
     _attention("sm_89_d64_window", sizes_of(64, 128, 64), **FAST, **WINDOWED, **on_arch(89, 4, 2)),
     *(
-        _attention(f"sm_90_d{dim}_{cap}_cap", sizes_of(dim, 128, 64), **PLAIN, **WINDOWED, CAP=cap, **on_arch(90, 8, 2))
+        _attention(
+            f"sm_90_d{dim}_{cap}_cap",
+            sizes_of(dim, 128, 64),
+            **PLAIN,
+            **WINDOWED,
+            CAP=cap,
+            **on_arch(90, 8, 2, stack=1600),
+        )
         for dim, cap in ((128, "high"), (256, "low"))
     ),
-    _attention("sm_80_d128_cap_bool", sizes_of(128, 128, 64), "bool", **PLAIN, CAP="low", **on_arch(80, 8, 3)),
+    _attention(
+        "sm_80_d128_cap_bool", sizes_of(128, 128, 64), "bool", **PLAIN, CAP="low", **on_arch(80, 8, 3, stack=2300)
+    ),
     _attention("sm_80_d64_unbiased", sizes_of(64, 128, 64), DROPPED=13, **FAST, **on_arch(80, 4, 3)),
     _attention("sm_90_d128_bf16", sizes_of(128, 64, 64), DROPPED=16, **FAST, **ON_HOPPER, **on_arch(90, 4, 3, stack=0)),
     _attention("sm_90_d128_exact_unbiased", sizes_of(128, 64, 64), DROPPED=13, **EXACT, **on_arch(90, 4, 1)),
