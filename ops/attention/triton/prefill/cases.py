@@ -39,6 +39,7 @@ ASCEND_CASES = [
     *(_attention(f"d{dim}_16_rows", sizes_of(dim, 16, 128)) for dim in (64, 128)),
     _attention("d256_16_rows", sizes_of(256, 16, 64)),
     *(_attention(f"d{dim}_fp32", ON_ASCEND[dim], SHIFT="none", FAST=True) for dim in (64, 128)),
+    *(_attention(f"d{dim}_window", ON_ASCEND[dim], **WINDOWED) for dim in (64, 128, 256)),
     *(
         wide(_attention(f"d{dim}_{mask}_wide", _on_ascend(dim, mask), mask))
         for dim in ON_ASCEND
@@ -97,11 +98,11 @@ NVIDIA_CASES = [
     *(
         make_case(
             mask_tiles_kernel,
-            f"tiles_of_{mask}_mask",
+            f"tiles_of_{mask}_mask" + "_window" * window,
             {"MASK": mask, "CAUSAL": window, "WINDOW": window, "BLOCK_M": 64, "BLOCK_N": 64, "TILES": 4},
             options={"num_warps": 4},
         )
-        for mask, window in (("bool", False), ("float", True))
+        for mask, window in (("bool", False), ("float", False), ("bool", True))
     ),
     *(
         _attention(
