@@ -14,6 +14,7 @@ from pasa.eval.accuracy.gradients import run as gradients
 from pasa.eval.accuracy.rmse import run as rmse
 from pasa.eval.accuracy.rounding_bias import cost
 from pasa.eval.accuracy.rounding_bias import run as bias
+from pasa.eval.check_device import run as check_device
 from pasa.eval.kit.experiment import add_command
 from pasa.eval.models.diagnose import run as diagnose
 from pasa.eval.models.longbench import run as longbench
@@ -45,7 +46,7 @@ bench = typer.Typer(name="bench", help="Accuracy, speed and cost of kernels.", n
 evaluate = typer.Typer(name="eval", help="Models, random calls and studies of rounding.", no_args_is_help=True)
 PREDICT = replace(predict.EXPERIMENT, variants=(predict.PAPER_TABLES, soundness.EXPERIMENT, soundness.AUTO))
 for _group, _modules in (
-    (app, (doctor, rescue)),
+    (app, (doctor, check_device, rescue)),
     (bench, (beta, rmse, gradients, cost, speed, counters, ring, watching, throughput, step, npu, overhead)),
     (evaluate, (bias, longbench, perplexity, video, fp8, triggers, zoo)),
 ):

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from pasa.eval.kit.output import environment, package_version
+from pasa.eval.kit.output import environment, package_version, processor
+from pasa.ops.devices import device_types
 
 VERSIONS = ("torch", "triton", "transformers", "diffusers", "cuda", "cudnn", "pasa")
 QUERIES = {"driver": "driver_version", "power_limit_w": "power.limit", "sm_clock_max_mhz": "clocks.max.sm"}
@@ -70,3 +71,16 @@ def pick_device() -> torch.device:
         if torch_npu.npu.is_available():
             return torch.device("npu")
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def torch_devices() -> list[str]:
+    """Return every device by its number, such as "cuda:0", and the CPU."""
+    kinds = [*(name for name in device_types() if name != "cpu"), "xpu", "mps"]
+    counts = {name: getattr(getattr(torch, name, None), "device_count", lambda: 0)() for name in kinds}
+    return ["cpu", *(f"{name}:{i}" for name, count in counts.items() for i in range(count))]
+
+
+def device_name(device: str) -> str:
+    """Return the product's name, or that of the processor where torch does not name the device."""
+    name = getattr(getattr(torch, torch.device(device).type), "get_device_name", None)
+    return processor() if name is None else str(name(device))

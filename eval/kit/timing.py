@@ -160,8 +160,8 @@ def ratio(times: Rounds, baseline: Rounds) -> float:
 
 def now(device: torch.device) -> float:
     """Wait until the device has finished all enqueued work; return the wall time in seconds."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        getattr(torch, device.type).synchronize(*([] if device.type == "mps" else [device]))  # there is one mps
     return time.perf_counter()
 
 

@@ -47,7 +47,9 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 
 def test_help_names_every_command_and_no_other() -> None:
     shown = run("--help").output
-    places = [shown.index(f" {name} ") for name in ("doctor", "demo", "predict", "diagnose", "bench", "eval")]
+    places = [
+        shown.index(f" {name} ") for name in ("doctor", "check-device", "demo", "predict", "diagnose", "bench", "eval")
+    ]
     assert places == sorted(places), "what a user needs first stands first"
     assert "longbench" not in shown
 
@@ -199,6 +201,7 @@ def test_json_file_and_output_folder(tmp_path: Path, options: list[str], made: s
         (["bench", "rmse", "--json", "."], "'.' is a folder"),
         (["bench", "rmse", "--output-dir", __file__], "test_cli.py' is a file"),
         (["diagnose", "--offset", "nan"], "offset=nan"),
+        (["check-device", "--device", "cuda:9"], "device='cuda:9' is not here: choose among cpu"),
         (["bench", "video", "--rounds", "0"], "rounds=0"),
         (["bench", "speed", "--rounds", "0"], "rounds=0"),
         (["bench", "beta", "--block", "0"], "0"),

@@ -69,14 +69,9 @@ def test_every_backend_is_checked_on_every_device_or_said_not_to_be(gpus, monkey
     found = doctor.self_check()
     assert found["passed"]
     places = {(each["backend"], each["device"]) for each in found["checks"]}
-    assert places == {(name, at) for name in ("reference", "sdpa", "triton") for at in ("cuda:0", "cuda:1")} | {
-        (name, "cpu") for name in ("reference", "sdpa")
-    }
-    assert {each["backend"] for each in found["not_checked"]} == set(registry.BACKENDS) - {
-        "reference",
-        "sdpa",
-        "triton",
-    }
+    gpu = {(name, at) for name in ("reference", "sdpa", "triton") for at in ("cuda:0", "cuda:1")}
+    assert places == gpu | {("reference", "cpu"), ("sdpa", "cpu")}
+    assert {each["backend"] for each in found["not_checked"]} == {"npu"}
     assert "not checked: npu, torch_npu is not installed" in doctor.verdict(found)
 
 
@@ -86,3 +81,18 @@ def test_no_check_stands_for_a_machine_without_kernels(monkeypatch):
     found = doctor.self_check()
     assert {each["backend"] for each in found["checks"]} == {"reference", "sdpa"}
     assert {each["backend"] for each in found["not_checked"]} == set(registry.BACKENDS) - {"reference", "sdpa"}
+
+
+def test_a_line_for_each_device_says_on_what_the_guarantee_rests(gpus, monkeypatch):
+    monkeypatch.setattr(torch.xpu, "device_count", lambda: 1)
+    lines = doctor.guarantees()
+    assert list(lines) == ["cpu", "cuda", "xpu"]
+    source = "torch's flash attention for CPUs keeps scores in FP32 (run here)"
+    assert lines["cpu"] == f"sdpa: {source}; torch's is in class (a)"
+    assert lines["cuda"] == f"triton: {registry.BACKENDS['triton'].label}; torch's is in class (a)"
+    assert lines["xpu"] == "sdpa: not known; q, k and v are handed over in FP32; torch's is in class (c)"
+
+
+def test_the_table_shows_these_lines():
+    shown = doctor.report(doctor.run_doctor())[1]
+    assert ["attention on cpu", doctor.guarantees()["cpu"]] in shown.rows

@@ -98,3 +98,11 @@ def test_cost_is_the_median_of_the_ratios_of_turns(monkeypatch):
     cost = timing.added_cost(plain, extended, 3, 1, torch.device("cpu"))
     expected = {"plain_ms": 20, "extended_ms": 21, "cost_percent": 10, "p20_percent": 7, "p80_percent": 10}
     assert cost == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("device", "arguments"), [("xpu:1", [torch.device("xpu:1")]), ("mps:0", [])])
+def test_the_time_waits_for_any_accelerator(monkeypatch, device, arguments):
+    waited = []
+    monkeypatch.setattr(getattr(torch, device.partition(":")[0]), "synchronize", lambda *given: waited.extend(given))
+    timing.now(torch.device(device))
+    assert waited == arguments
