@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache, partial
 from itertools import product
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,10 +24,6 @@ SCORE_ERROR_LIMIT = 0.25
 Case = tuple[str, str, tuple[int, ...]]  # a name in `KINDS`, one in `MASKS`, and a shape
 
 
-def _scaled(size: float, q: Tensor, k: Tensor, v: Tensor) -> Three:
-    return q * size, k * size, v
-
-
 def _nats(bound: float, q: Tensor, k: Tensor, v: Tensor) -> Three:
     """Return random signs, which have no mean to subtract, with scores up to `bound`; the values lie in [1, 2]."""
     size = (bound / q.shape[-1] ** 0.5) ** 0.5
@@ -46,7 +41,7 @@ def _one_key(size: float, shift: float, factor: float, q: Tensor, k: Tensor, v: 
 
 
 KINDS: dict[str, Callable[[Tensor, Tensor, Tensor], Three]] = {
-    **{f"scale {size:g}": partial(_scaled, size) for size in (1e-6, 1.0, 4.0, 100.0)},
+    **{f"scale {x:g}": partial(lambda x, q, k, v: (x * q, x * k, v), x) for x in (1e-6, 1.0, 4.0, 100.0)},
     "scale 65504": lambda q, k, v: (q.sign() * 65504, k.sign() * 65504, v),
     "equal keys": lambda q, k, v: (q, k[:, :, :1].expand(k.shape), v),
     "V 65504": lambda q, k, v: (q, k, v.sign() * 65504),
@@ -89,11 +84,11 @@ def measure(case: Case, backend: str, device: str) -> dict[str, float]:
     """
     call, truth, fp32 = prepared(case)
     there = call.to(torch.device(device))
-    options: dict[str, Any] = {"is_causal": call.causal, "backend": backend}
-    result: Any = pasa.attention(
-        there.q, there.k, there.v, attn_mask=there.mask, scale=call.scale, return_lse=True, **options
-    )
-    out, lse = (x.cpu().double() for x in result)
+    out, lse = pasa.attention(
+        there.q, there.k, there.v, attn_mask=there.mask, is_causal=call.causal, scale=call.scale,
+        return_lse=True, backend=backend,
+    )  # fmt: skip
+    out, lse = out.cpu().double(), lse.cpu().double()
     beyond = torch.maximum(truth.low - out, out - truth.high) > HULL * truth.largest.max()
     judged = ((truth.eps <= SCORE_ERROR_LIMIT) & ~truth.fully_masked).unsqueeze(-1) & out.isfinite()
     fp32, ours = (x.double().where(judged, truth.out) for x in (fp32, out))

@@ -58,15 +58,8 @@ def serves(backend: Backend, device: str, dim: int = 64, mask: str = "none") -> 
 
 def check(backend: Backend, device: str, stage: Callable[[str], None]) -> dict[str, Any]:
     """Run all hostile inputs that a backend takes; return counts, and the largest error with its case."""
-    found: dict[str, Any] = {
-        "passed": False,
-        "calls": 0,
-        "faults": 0.0,
-        "outside": 0.0,
-        "error": 0.0,
-        "worst": "",
-        "failure": "",
-    }
+    found: dict[str, Any] = {"passed": False, "calls": 0, **dict.fromkeys(("faults", "outside", "error"), 0.0)}
+    found |= {"worst": "", "failure": ""}
     for case in hostile.cases():
         stage(f"{backend.name} on {device}: {case[0]}")
         if not serves(backend, device, case[2][-1], hostile.MASKS[case[1]]):
@@ -75,21 +68,31 @@ def check(backend: Backend, device: str, stage: Callable[[str], None]) -> dict[s
         try:
             measured = hostile.measure(case, backend.name, device)
         except Exception as error:  # of any kind: it is what the check reports
-            return found | {"failure": f"{type(error).__name__}: {' '.join(str(error).split())}", "worst": str(case)}
+            return found | {"failure": in_a_line(error), "worst": str(case)}
         if measured["error"] > found["error"]:
             found |= {"error": measured["error"], "worst": str(case)}
         found |= {name: found[name] + measured[name] for name in ("faults", "outside")}
     return found | {"passed": not found["faults"] and not found["outside"] and found["error"] <= 1}
 
 
+def in_a_line(error: Exception) -> str:
+    """Return an error's type and message without line breaks."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
 def time_backend(name: str, device: str, beside_torch: bool) -> list[dict[str, Any]]:
     """Time a backend, in turns with torch's attention unless that refuses FP16."""
-    times, place = [], torch.device(device)
+    times: list[dict[str, Any]] = []
+    place = torch.device(device)
     for shape in TIMED:
         q, k, v = (torch.randn(shape, generator=torch.Generator().manual_seed(i)).half().to(place) for i in range(3))
         ours = Call(partial(pasa.attention, q, k, v, backend=name))
         theirs = Call(partial(torch.nn.functional.scaled_dot_product_attention, q, k, v)) if beside_torch else ours
-        cost = added_cost(theirs, ours, TURNS, 1 if place.type == "cpu" else CALLS, place)
+        try:
+            cost = added_cost(theirs, ours, TURNS, 1 if place.type == "cpu" else CALLS, place)
+        except RuntimeError as error:  # such as too little memory, or a shape that torch's attention refuses
+            times.append({"keys": shape[2], "ms": None, "ratio": None, "failure": in_a_line(error)})
+            continue
         ratio = 1 + cost["cost_percent"] / 100 if beside_torch else None
         times.append({"keys": shape[2], "ms": cost["extended_ms"], "ratio": ratio})
     return times

@@ -109,6 +109,18 @@ def test_a_device_whose_attention_lacks_fp16(check, monkeypatch):
     assert "2 backends right, 0 wrong; pasa serves `sdpa`." in text
 
 
+def test_a_shape_that_torch_refuses_is_not_timed(check, monkeypatch):
+    def refuse(*calls):
+        raise RuntimeError("too little memory")
+
+    monkeypatch.setattr(run, "added_cost", refuse)
+    status, text = check("--json", "-")
+    assert status == 0
+    times = [time for record in json.loads(text)["records"] for time in record["times"]]
+    assert [time["failure"] for time in times] == 4 * ["RuntimeError: too little memory"]
+    assert run.report(json.loads(text))[1].rows[0][-1] == "-, -"
+
+
 def test_a_stored_result_can_be_shown_again(check):
     _, text = check("--json", "-")
     table = run.report(json.loads(text))[1]
