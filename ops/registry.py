@@ -99,15 +99,18 @@ def warn_of_fallback(request: Request, serving: Backend) -> None:
     Options that no better backend has, and diagnostics, are a request for the reference.
     """
     emulated = serving.name == "reference"
-    for backend in BACKENDS.values() if emulated else filter(None, [BACKENDS.get("npu")]):
+    causes = []
+    for backend in sorted(BACKENDS.values(), key=lambda each: -each.priority):
         ideal = replace(backend, missing=lambda: None, head_dims=HEAD_DIMS)
         ideal = replace(ideal, features=UNASKED) if emulated else ideal
         serves_device = not backend.devices or request.device in backend.devices
-        if backend.priority > serving.priority and serves_device and not ideal.refusals(request):
-            text = EMULATED if emulated else FALLBACK
-            why = "; ".join(backend.refusals(request))
-            notices.warn_once(text.format(device=request.device, name=serving.name, label=serving.label, why=why))
-            return
+        concerns = serves_device and backend.priority > serving.priority and (emulated or backend.name == "npu")
+        if concerns and not ideal.refusals(request):
+            causes.append(f"{backend.name}: {'; '.join(backend.refusals(request))}")
+    if causes:
+        text = EMULATED if emulated else FALLBACK
+        why = " | ".join(causes)
+        notices.warn_once(text.format(device=request.device, name=serving.name, label=serving.label, why=why))
 
 
 def server(device: str) -> Backend | None:

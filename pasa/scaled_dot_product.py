@@ -163,7 +163,7 @@ def _check(
             needed = "(..., H, L, E) with enable_gqa=True" if enable_gqa else "(..., L, E)"
             raise ValueError(f"{name} has {x.dim()} dimensions {tuple(x.shape)}: make it a tensor {needed}")
     check_optional("attn_mask", attn_mask)
-    check_switches(is_causal, False, None)
+    check_switches(None, is_causal)
     if dropout_p != 0:
         raise NotImplementedError(
             f"dropout_p={dropout_p!r} is not supported in FP16: pass 0.0, as models do after model.eval()"

@@ -1,13 +1,10 @@
 """Shared test settings: one torch thread per worker, no network, reproducible hypothesis runs."""
 
-import dataclasses
 import os
 
 import pytest
 import torch
 from hypothesis import settings
-
-from pasa.ops import registry
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if not torch.cuda.is_available():
@@ -28,7 +25,9 @@ def shared_folder(tmp_path_factory, worker_id):
 
 
 @pytest.fixture
-def by_reference(monkeypatch):
-    """Let the reference serve calls that name no backend, by taking the backend before it away."""
-    absent = dataclasses.replace(registry.BACKENDS["sdpa"], missing=lambda: "left out by this test", priority=-1)
-    monkeypatch.setitem(registry.BACKENDS, "sdpa", absent)
+def by_reference():
+    """Let the reference serve calls that name no backend."""
+    from tests.inputs import reference_serves  # loads Triton, which reads TRITON_INTERPRET
+
+    with reference_serves():
+        yield

@@ -1,5 +1,6 @@
 """Inputs and error measures that several tests share."""
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 import pasa
+from pasa.ops import registry
 from pasa.ops.attention.triton import backend as triton_backend
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # the device of the Triton kernels: a GPU, or the interpreter
@@ -48,6 +50,15 @@ def portable_kernel() -> Iterator[None]:
     """Keep Hopper's own kernel from serving calls."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton_backend, "hopper_serves", lambda *_: False)
+        yield
+
+
+@contextmanager
+def reference_serves() -> Iterator[None]:
+    """Let the reference serve CPU tensors of calls that name no backend, by taking the backend before it away."""
+    absent = dataclasses.replace(registry.BACKENDS["sdpa"], missing=lambda: "left out by this test", priority=-1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(registry.BACKENDS, "sdpa", absent)
         yield
 
 

@@ -64,14 +64,14 @@ KERNELS = [
     ),
     mutant(
         "a tile of rows leaves out the last key of its last row",
-        PREFILL,
+        TILE_MATH,
         "end = tl.maximum(tl.minimum(keys, first + BLOCK_M), 0)",
         "end = tl.maximum(tl.minimum(keys, first + BLOCK_M - 1), 0)",
         PACKED + "[fast]",
     ),
     mutant(
         "a block counts as seen whole one row too early",
-        PREFILL,
+        TILE_MATH,
         "tl.minimum(first + 1, keys), 0) // BLOCK_N",
         "tl.minimum(first + 2, keys), 0) // BLOCK_N",
         PACKED + "[fast]",
@@ -184,7 +184,7 @@ KERNELS = [
     ),
     mutant(
         "the block with the first key of a window counts as seen whole",
-        PREFILL,
+        TILE_MATH,
         "tl.cdiv(tl.maximum(first + BLOCK_M - 1 - span, 0), BLOCK_N) * BLOCK_N",
         "tl.maximum(first + BLOCK_M - 1 - span, 0) // BLOCK_N * BLOCK_N",
         FEATURES + "test_agrees_with_fp64[prefill-wide]",

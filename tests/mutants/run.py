@@ -23,19 +23,20 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.mutants.fused import FUSED
 from tests.mutants.host import HOST
 from tests.mutants.kernels import KERNELS
 from tests.mutants.mutant import ROOT, Mutant
 from tests.mutants.paged import PAGED
 
-ALL = [*KERNELS, *PAGED, *HOST]
+ALL = [*KERNELS, *PAGED, *FUSED, *HOST]
 # The first mutant of each of these files is in the sample: one kernel of every family, and the choice of
 # backends.
 SAMPLED = [
     f"ops/attention/triton/{name}.py"
     for name in ("prefill/kernel", "short/kernel", "decode/kernel", "decode/paged_kernel", "backward/kernel")
 ]
-SAMPLED += ["ops/registry.py", "ops/backends.py"]
+SAMPLED += ["ops/attention/sdpa/backend.py", "ops/registry.py", "ops/backends.py"]
 PROCESSES = 2
 LIMIT = 300  # seconds for the tests of one mutant, ten times what they need
 FOLDERS = ("pasa", "ops", "eval", "tests")

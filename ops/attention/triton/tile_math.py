@@ -310,3 +310,32 @@ def mean_of_values(b_acc, b_max, b_sum, nats, p_sink, D: tl.constexpr, DROPPED: 
     b_out = tl.where(tl.abs(b_out) < INF, tl.minimum(tl.maximum(b_out, -FP16_MAX), FP16_MAX), float("nan"))
     b_out = round_rows(b_out, tl.arange(0, b_acc.shape[1]), D, DROPPED, LAZY)
     return b_out, b_lse
+
+
+@triton.jit
+def tile_keys(o_tile, rows, keys, right, span, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr,
+              BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
+    """Return which keys a tile of rows sees: row i those up to i + `diagonal`, some row those from `begin` to `end`.
+
+    Every row sees those from `whole_from` to `whole`. Between are whole blocks; `begin` is the first key of a block.
+    """
+    first = o_tile * BLOCK_M + keys - rows
+    diagonal = keys - rows
+    begin = 0
+    whole_from = 0
+    end = keys
+    whole = keys // BLOCK_N * BLOCK_N
+    if WINDOW:
+        first += right
+        diagonal += right
+        begin = tl.maximum(first - span, 0) // BLOCK_N * BLOCK_N
+        whole_from = tl.cdiv(tl.maximum(first + BLOCK_M - 1 - span, 0), BLOCK_N) * BLOCK_N
+    if CAUSAL:
+        end = tl.maximum(tl.minimum(keys, first + BLOCK_M), 0)
+        whole = tl.maximum(tl.minimum(first + 1, keys), 0) // BLOCK_N * BLOCK_N
+    if MASKED:
+        whole_from = begin
+        whole = begin
+    if WINDOW:
+        whole = tl.maximum(whole, whole_from)
+    return diagonal, begin, whole_from, whole, end

@@ -25,6 +25,7 @@ from pasa.ops.attention.triton.tile_math import (
     mean_of_values,
     next_frame,
     softmax_step,
+    tile_keys,
     two_products,
 )
 
@@ -224,35 +225,6 @@ def attend_whole(
             b_v = load_rows(p_v, at, stride_vn, o_batch, o_kv_head, begin_k, end, True, DESCRIPTORS, D, D_PAD, BLOCK_N)
             b_acc = tl.dot(b_bits.to(tl.float16, bitcast=True), b_v, b_acc * alpha[:, None])
     return b_max, b_sum, b_acc
-
-
-@triton.jit
-def tile_keys(o_tile, rows, keys, right, span, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr,
-              BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
-    """Return which keys a tile of rows sees: row i those up to i + `diagonal`, some row those from `begin` to `end`.
-
-    Every row sees those from `whole_from` to `whole`. Between are whole blocks; `begin` is the first key of a block.
-    """
-    first = o_tile * BLOCK_M + keys - rows
-    diagonal = keys - rows
-    begin = 0
-    whole_from = 0
-    end = keys
-    whole = keys // BLOCK_N * BLOCK_N
-    if WINDOW:
-        first += right
-        diagonal += right
-        begin = tl.maximum(first - span, 0) // BLOCK_N * BLOCK_N
-        whole_from = tl.cdiv(tl.maximum(first + BLOCK_M - 1 - span, 0), BLOCK_N) * BLOCK_N
-    if CAUSAL:
-        end = tl.maximum(tl.minimum(keys, first + BLOCK_M), 0)
-        whole = tl.maximum(tl.minimum(first + 1, keys), 0) // BLOCK_N * BLOCK_N
-    if MASKED:
-        whole_from = begin
-        whole = begin
-    if WINDOW:
-        whole = tl.maximum(whole, whole_from)
-    return diagonal, begin, whole_from, whole, end
 
 
 @triton.jit

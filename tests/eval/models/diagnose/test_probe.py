@@ -36,7 +36,7 @@ def test_a_pipeline_names_the_modules_that_overflow():
     """All spatial heads of the biased UNet, and nothing else, is beyond FP16; the model computes what it did."""
     pipeline = tiny_pipeline()
     bias_scores(pipeline.unet)
-    with pasa.patch_pipeline(pipeline):
+    with pasa.patch_pipeline(pipeline, backend="reference"):
         expected = frames(pipeline)
     with probe(pipeline) as findings:
         assert torch.equal(frames(pipeline), expected)

@@ -16,7 +16,7 @@ from pasa.ops.attention.call import Call
 from pasa.ops.attention.spec.exact_fp64 import golden_attention
 from pasa.ops.attention.spec.gradients import gradients, packed_gradients
 from pasa.ops.attention.triton import backend as triton_backend
-from pasa.ops.attention.triton.backward.kernel import lifted_weights
+from pasa.ops.attention.triton.backward.tile_math import lifted_weights
 from tests.inputs import DEVICE, biased_qkv, normal_qkv, pairwise, rmse
 
 HALF_ULP = 2.0**-11

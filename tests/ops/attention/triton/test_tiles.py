@@ -137,7 +137,7 @@ def test_whatever_changes_the_time_changes_the_key():
     def variant(rows=300, keys=300, block=128, causal=False, guarded=True, width=64, dropped=0):
         q, k = torch.zeros(1, 2, rows, 64).half(), torch.zeros(1, 2, keys, width).half()[..., :64]
         call, unused = KernelCall(q, k, k, 1.0, is_causal=causal, dropped=dropped), KeyBlocks(q, q, q)
-        return Pass(call, k, unused, None, block, q, q, fast=True, guarded=guarded).variant
+        return Pass(call, k, unused, None, block, q, q, q, fast=True, guarded=guarded).variant
 
     others = [{"rows": 20}, {"keys": 3000}, {"block": 64}, {"causal": True}, {"guarded": False}, {"width": 65}]
     others.append({"dropped": 13})
