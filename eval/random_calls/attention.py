@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import pasa
-from pasa.eval.random_calls.backends import NPU, REFERENCE, TRITON, available
+from pasa.eval.random_calls.backends import NPU, REFERENCE, SDPA, TRITON, available
 from pasa.eval.random_calls.cases import Kind, Measures, Params
 from pasa.eval.random_calls.inputs import MASKS, SINKS, STRIDES, Call, guaranteed, indices, make
 from pasa.eval.random_calls.judge import HALF_ULP, Arithmetic, against_naive, count_wrong_maxima, judge, worst
@@ -43,8 +43,8 @@ Result = tuple[Tensor, Any]
 
 def draw(rng: Random) -> Params:
     """Draw a valid call of any backend."""
-    backend = rng.choices((REFERENCE, TRITON, NPU), (973, 4, 23))[0]
-    small = backend != REFERENCE
+    backend = rng.choices((REFERENCE, SDPA, TRITON, NPU), (600, 373, 4, 23))[0]
+    small = backend in (TRITON, NPU)
     precision = rng.choice(("pasa",) * 9 + (rng.choice(BASELINES),))
     recovery = rng.choice(("exact",) * 5 + ("paper",)) if precision == "pasa" else "exact"
     params: Params = {
@@ -80,7 +80,8 @@ def serve(params: Params, rng: Random) -> Params:
         return params
     accepted = {name: BACKENDS[backend].values(name) or (params[name],) for name in CONFIG}
     changed: Params = {name: CONFIG[name] for name, values in accepted.items() if params[name] not in values}
-    changed |= {"block_k": rng.choice((32, 64, 128))} if backend == TRITON else {"mask": "none"}
+    if backend in (TRITON, NPU):
+        changed |= {"block_k": rng.choice((32, 64, 128))} if backend == TRITON else {"mask": "none"}
     if params["recovery"] == "paper" and params["softmax"] == "unbiased":
         changed |= {"softmax": "safe"}
     if backend == NPU and params["garbage"] != "query":  # a key that is not finite may reach every row of its head
@@ -216,7 +217,7 @@ def judged(params: Params, call: Call, out: Tensor, lse: Tensor | None, largest:
     promised, normal = guaranteed(params), params["data"] == params["values"] == "randn"
     if not promised and not (normal and ordinary):
         return {}
-    truth = find_truth(call, fp16_scores=params["backend"] != TRITON)
+    truth = find_truth(call, fp16_scores=params["backend"] not in (TRITON, SDPA))
     if not promised:
         return loosely(params, call, truth, out)
     how = arithmetic_of(params, call.k.shape[2])

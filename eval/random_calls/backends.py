@@ -16,12 +16,12 @@ from pasa.eval.random_calls.cases import AbsentError
 from pasa.ops import devices, registry
 from pasa.ops.attention.ascend import backend as npu_backend
 
-REFERENCE, TRITON, NPU = "reference", "triton", "npu"
+REFERENCE, SDPA, TRITON, NPU = "reference", "sdpa", "triton", "npu"
 
 
 def absent(name: str) -> str | None:
     """Return why a backend cannot take tensors of the CPU; None if it can."""
-    if name == REFERENCE:
+    if name in (REFERENCE, SDPA):
         return None
     if name == TRITON:
         return devices.triton_missing()

@@ -11,7 +11,7 @@ from random import Random
 import torch
 
 from pasa.eval.random_calls import attention
-from pasa.eval.random_calls.backends import REFERENCE, pinned_tile, poison
+from pasa.eval.random_calls.backends import REFERENCE, SDPA, pinned_tile, poison
 from pasa.eval.random_calls.cases import Kind, Measures, Params, broken
 from pasa.eval.random_calls.inputs import Call, make
 from pasa.eval.random_calls.judge import Result, compare, count_faults, differing, find_moved, judge
@@ -106,13 +106,14 @@ def draw(rng: Random, seed: int, backend: str, small: bool) -> Params:
         garbage = rng.choice(("query", "key", "key", "value", "value", *("mask",) * 3 * ("float" in family["mask"])))
     data = rng.choice((*ORDINARY, *SCORES))  # ordinary ones twice as often
     values = "randn" if rng.random() < 0.5 else rng.choice(list(VALUES))
-    return attention.SIMPLEST | family | sizes | {
+    params = attention.SIMPLEST | family | sizes | {
         "backend": backend, "layout": "NHD" if family["strides"] == "heads last" else "HND", "lse": True,
         "data": "randn" if paper else data, "values": "randn" if paper else values,
         "scale": None if paper else rng.choice(SCALES), "garbage": garbage, "where": rng.choice(("seen", "hidden")),
         "emulated": paper or rng.random() < EMULATED_SHARE,  # to be compared with the reference's emulation
         "poisoned": rng.random() < 0.5,  # memory that the call allocates is filled with NaN first
     }  # fmt: skip
+    return attention.serve(params, rng) if backend == SDPA else params
 
 
 def shrink(family: Params) -> Params:
@@ -160,7 +161,8 @@ def run(params: Params) -> Measures:
     measures |= count_faults(truth, out, lse) if paper else judge(truth, out, lse, how)
     if params["twice"]:
         measures["repeat"] = differing(result, attend(params, call))
-    if emulation or not params["emulated"] or params["garbage"] != "none" or not attention.is_ordinary(params):
+    alike = params["backend"] not in (REFERENCE, SDPA)  # SDPA does not centre each block of keys
+    if not (alike and params["emulated"]) or params["garbage"] != "none" or not attention.is_ordinary(params):
         return measures
     blocks = -(-longest // params["block_k"])
     extra = PAPER_SCORE + (blocks + 2) * 2.0**-11 * (params["accumulate"] == "fp16") if paper else None

@@ -50,8 +50,9 @@ def _attend_dense(call: Call) -> Results:
         out, lse = _attend_cleaned(call, anchors)
     else:
         _prepare(call.q.device)
+        clean = _are_clean(call)
         out, lse = _attend_visible(call if anchors is None else replace(call, k=call.k - anchors))
-        if not _are_finite(out, lse):
+        if not bool(clean & out.isfinite().all()):
             out, lse = _attend_cleaned(call, anchors)
     if anchors is not None:
         rows = call.q.unflatten(1, (call.k.shape[1], -1)).float()
@@ -70,8 +71,14 @@ def _prepare(device: torch.device) -> None:
         torch.cuda.current_blas_handle()
 
 
-def _are_finite(out: Tensor, lse: Tensor) -> bool:
-    return bool(out.isfinite().all() & (lse < torch.inf).all())
+def _are_clean(call: Call) -> Tensor:
+    """Return whether all inputs are finite, but for -inf in a mask; a kernel may hide that a key is NaN.
+
+    A sum in FP32 is finite if and only if its FP16 terms are.
+    """
+    total: Tensor = sum(x.sum(dtype=torch.float32) for x in (call.q, call.k, call.v))  # type: ignore[assignment]
+    clean = torch.isfinite(total)
+    return clean if call.mask is None or call.mask.dtype == torch.bool else clean & (call.mask < torch.inf).all()
 
 
 def _attend_cleaned(call: Call, anchors: Tensor | None) -> tuple[Tensor, Tensor]:

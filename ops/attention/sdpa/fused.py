@@ -60,6 +60,7 @@ def fused_attention(
     """Attend by the device's fused attention, or by FP32 where its scores may be FP16."""
     device = q.device.type
     kind = score_format(device).kind
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))  # kernels do not look at this stride
     if kind == "a" and device == "cpu":
         return _cpu(q, k, v, bias, causal, scale)
     if kind == "a" and device == "cuda":
@@ -80,23 +81,17 @@ def _cpu(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, sca
 
 
 def _cuda(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    if bias is not None and bias.dtype in (torch.float32, torch.bfloat16):
-        # The kernels add a bias in the dtype of q only, and FP16 would round these by up to half a nat.
-        out, lse = _cuda_kernels(q.float(), k.float(), v.float(), bias.float(), causal, scale)
-        return out.half(), lse
-    return _cuda_kernels(q, k, v, None if bias is None else _additive(bias, q.dtype), causal, scale)
-
-
-def _cuda_kernels(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
     """Attend by cuDNN, or by memory-efficient attention, or in FP32: the first that the settings of torch allow.
 
     Flash attention is left out: at scores of 1e6 nats its outputs leave the range of the values.
     """
+    if bias is not None and bias.dtype in (torch.float32, torch.bfloat16):
+        # The kernels add a bias in the dtype of q only. FP16 would round this one by up to half a nat, and in FP32 they
+        # multiply it by log2(e), so that the lowest number becomes -inf.
+        return _in_fp32(q, k, v, bias, causal, scale)
     dim = q.shape[-1]
-    if dim % ALIGNED:
-        q, k, v = (torch.nn.functional.pad(x, (0, -dim % ALIGNED)) for x in (q, k, v))
+    q, k, v = (_aligned_rows(x) for x in (q, k, v))
+    bias = None if bias is None else _additive(bias, q.dtype)
     grouped = q.shape[1] != k.shape[1]
     shape = (*q.shape[:3], k.shape[2])
     bias = None if bias is None else _aligned(bias, shape[3]).expand(shape)
@@ -120,6 +115,18 @@ def _params(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, grouped: bool
 ) -> torch.backends.cuda.SDPAParams:
     return torch.backends.cuda.SDPAParams(q, k, v, bias, 0.0, causal, grouped)
+
+
+def _aligned_rows(x: Tensor) -> Tensor:
+    """Return q, k or v with rows that start at aligned addresses, as the kernels assume; copied where they do not.
+
+    cuDNN gives wrong numbers, without an error, for tensors that start between such addresses.
+    """
+    missing = -x.shape[-1] % ALIGNED
+    if missing:
+        return torch.nn.functional.pad(x, (0, missing))
+    strides_fit = all(stride % ALIGNED == 0 for stride in x.stride()[:-1])
+    return x if strides_fit and x.data_ptr() % (2 * ALIGNED) == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
 def _aligned(bias: Tensor, keys: int) -> Tensor:
