@@ -57,11 +57,12 @@ def _attend_dense(call: Call) -> Results:
     if anchors is not None:
         rows = call.q.unflatten(1, (call.k.shape[1], -1)).float()
         lse = lse + matmul_rows(rows, anchors.float()).flatten(1, 2).squeeze(-1) * call.scale
+    max_logits = _max_logits(call).masked_fill(lse.isnan().any(-1), torch.nan) if call.max_logits else None
     if call.sinks is not None:
         sinks = call.sinks.float()[:, None]
         out = (out * torch.sigmoid(lse - sinks).unsqueeze(-1)).half()
         lse = torch.logaddexp(lse, sinks)
-    return Results(out.to(dtype), lse, _max_logits(call) if call.max_logits else None)
+    return Results(out.to(dtype), lse, max_logits)
 
 
 @cache
@@ -154,7 +155,7 @@ def _chunks(call: Call) -> Iterator[tuple[slice, slice, Tensor | None]]:
 
 
 def _max_logits(call: Call) -> Tensor:
-    """Return the largest visible score of each head, (B, Hq), from FP32 products; NaN if a row sees a NaN."""
+    """Return the largest visible score of each head, (B, Hq), from FP32 products."""
     mask, rows = read_mask(call, call.mask), call.q.float().unflatten(1, (call.k.shape[1], -1))
     top = rows.new_full(rows.shape[:3], -torch.inf)
     for start in range(0, mask.keys, KEYS):

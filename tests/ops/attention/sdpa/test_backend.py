@@ -244,6 +244,14 @@ def test_a_mask_of_the_lowest_number_leaves_the_mean(kind, dtype):
     torch.testing.assert_close(lse, golden_lse.float(), atol=1e-2, rtol=1e-6)
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_the_largest_score_of_a_head_that_sees_a_nan_or_infinity_is_nan(kind, bad):
+    q, k, v = normal_qkv((2, 2), (5, 9), 16)
+    k[0, 1, 3] = bad
+    *_, top = attend(q, k, v, return_max_logits=True)
+    assert top.isnan().tolist() == [[False, True]]
+
+
 @pytest.mark.parametrize("keys", [1, 2])
 def test_a_single_nan_key_is_not_lost(kind, keys):
     """Story: torch's kernel for CPUs gave a finite output for a row whose only key was NaN."""
