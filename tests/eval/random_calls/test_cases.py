@@ -33,7 +33,7 @@ def test_everything_occurs():
     ours = both | families | {"mask": ("none", *kernels.MASKS), "strides": kernels.LAYOUTS, "dim": kernels.DIMS}
     ours |= {"scale": kernels.SCALES, "poisoned": (False, True), "emulated": (False, True), "tile": range(3)}
     api = both | {"mask": MASKS, "strides": STRIDES, "layout": ("HND", "BNSD", "NHD", "BSND"), "view": paged.VIEWS}
-    api |= {"backend": ("reference", "triton", "npu"), "fill": paged.FILLS} | CHOICES
+    api |= {"backend": ("reference", "sdpa", "triton", "npu"), "fill": paged.FILLS} | CHOICES
     api |= {"softcap": (None, *attention.SOFTCAPS), "sinks": (None, *SINKS)}
     api |= {"longest": ("none", "exact", "above"), "stale": range(3)}
     for drawn, expected in ((KERNELS, ours), ([case.params for case in CALLS], api)):
