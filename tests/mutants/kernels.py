@@ -187,7 +187,7 @@ KERNELS = [
         TILE_MATH,
         "tl.cdiv(tl.maximum(first + BLOCK_M - 1 - span, 0), BLOCK_N) * BLOCK_N",
         "tl.maximum(first + BLOCK_M - 1 - span, 0) // BLOCK_N * BLOCK_N",
-        FEATURES + "test_agrees_with_fp64[prefill-wide]",
+        FEATURES + "test_agrees_with_fp64[prefill-whole blocks]",
     ),
     mutant(
         "a sink takes no weight",
@@ -215,7 +215,7 @@ KERNELS = [
         DECODE,
         "begin < rows - 1 + diagonal - span, begin",
         "begin < diagonal - span, begin",
-        FEATURES + "test_agrees_with_fp64[decode-tiles-left]",
+        FEATURES + "test_agrees_with_fp64[decode-tiles-wide]",
     ),
     mutant(
         "short: the frame is scaled twice",

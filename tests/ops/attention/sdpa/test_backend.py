@@ -10,7 +10,7 @@ import torch
 from torch.library import opcheck
 
 import pasa
-from pasa.ops.attention.sdpa import fused
+from pasa.ops.attention.sdpa import backend, fused
 from tests.inputs import DEVICE, max_error, normal_qkv
 
 HALF_ULP = 2.0**-11
@@ -137,13 +137,27 @@ def test_values_at_the_end_of_fp16_stay_finite(kind):
         assert (out == value).all()
 
 
+def test_a_kernel_that_rounds_up_to_infinity_gets_halved_values(monkeypatch):
+    """It is emulated here: outputs beyond 2^15 become infinite. Clamping alone would turn 65000 into 65504."""
+
+    def rounds_up(q, k, v, *how):
+        out, lse = fused.fused_attention(q, k, v, *how)
+        return torch.where(out.abs() > 2.0**15, torch.inf * out, out), lse
+
+    monkeypatch.setattr(backend, "fused_attention", rounds_up)
+    q, k, v = normal_qkv((2, 2), (10, 20), 16)
+    v[..., 0], v[..., 1] = 65000.0, -65000.0
+    out, _ = attend(q, k, v)
+    assert max_error(out, pasa.golden_attention(q, k, v)[0]) <= 65000 * 2.0**-10
+
+
 def test_a_hidden_key_that_its_anchor_carries_beyond_fp16():
     """Keys of 60000 leave an anchor; a hidden key of -65504 less the anchor is beyond FP16, and reaches no row."""
-    q, k, v = normal_qkv((1, 1), (32, 300), 16)
+    q, k, v = normal_qkv((1, 1), (32, 600), 16)
     k[..., 0] = 60000.0
     k[:, :, -1, 0] = -65504.0
-    q[..., 0] = 0.01
-    keep = torch.ones(1, 1, 1, 300, dtype=torch.bool)
+    q[..., 0] = -0.01  # times -inf, and a mask of -inf added, would be NaN
+    keep = torch.ones(1, 1, 1, 600, dtype=torch.bool)
     keep[..., -1] = False
     out, _ = attend(q, k, v, attn_mask=keep)
     assert max_error(out, pasa.golden_attention(q, k, v, attn_mask=keep)[0]) <= 8 * HALF_ULP

@@ -37,6 +37,7 @@ FEATURES = {
     "both": {"window": (20, 30)},
     "diagonal": {"window": (0, 0)},
     "wide": {"window": (110, 2)},
+    "whole blocks": {"window": (210, 5)},  # some that every row of a tile sees
     "causal": {"window": (70, -1), "is_causal": True},
     "sinks": {"sinks": SINKS},
     "low cap": {"softcap": 2.0},
