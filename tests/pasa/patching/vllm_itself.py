@@ -116,7 +116,7 @@ def cache_of(pasa_backend, layout):
 
 @pytest.mark.parametrize("queries", [[1, 1, 1], [1, 1, 20], [5, 3, 33]], ids=str)
 @pytest.mark.parametrize("layout", layouts(), ids=str)
-def test_decodes_and_prompts_in_one_step(v1, pasa_backend, layout, queries):
+def test_decodes_and_prompts_in_one_step(by_reference, v1, pasa_backend, layout, queries):
     """New keys are written to the pages of one layer in any memory layout, and are attended to.
 
     The biased scores are eleven times FP16's largest number.
