@@ -13,7 +13,7 @@ from pasa.patching.sdpa_calls import calls_attention, make_attention, redirected
 from tests.versions import skip_diffusers
 
 skip_diffusers()
-diffusers = pytest.importorskip("diffusers")
+import diffusers  # noqa: E402
 
 SMALL = {"num_layers": 2, "attention_head_dim": 16, "num_attention_heads": 2}
 LATENT = {"in_channels": 4, "out_channels": 4}

@@ -50,7 +50,7 @@ def errors(model, compute):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_an_fp16_model_is_as_exact_patched_as_unpatched(tiny, batch, name):
-    """With left padding, and with windows shorter than the sequence."""
+    """Errors are compared with left padding, and with windows shorter than the sequence."""
     ids, mask = batch
     model = large(tiny(name, **MODELS[name]))
     before, patched = errors(model, lambda model: model(ids, attention_mask=mask).logits[mask.bool()])

@@ -1,4 +1,4 @@
-"""What the keys of a head share: subtracted only where that is exact, and lengthens no key."""
+"""Tests of anchors: they are subtracted only where that is exact, and lengthen no key."""
 
 import torch
 from hypothesis import given, settings

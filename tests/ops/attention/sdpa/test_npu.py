@@ -86,7 +86,7 @@ def test_scores_beyond_fp16_are_scaled_down(torch_npu):
 
 @pytest.mark.parametrize("size", [2.0**-10, 1.0, 300.0, 65504.0])
 def test_no_product_passes_its_bound(size):
-    """By Cauchy and Schwarz; keys and queries in one direction reach the bound."""
+    """Keys and queries in one direction reach the bound of Cauchy and Schwarz."""
     x = torch.full((1, 1, 4, 64), size, dtype=torch.float16)
     exponent = npu._exponent(x, x)
     product = (x.double() * 2.0**-exponent * x.double()).sum(-1).max()

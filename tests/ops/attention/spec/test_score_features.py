@@ -298,7 +298,7 @@ def test_gradients_with_infinite_sinks():
 
 
 def test_gradients_of_a_call_whose_keys_are_all_masked_out():
-    """With all keys of an entry masked out, its log-sum-exp still depends on the sinks, and on nothing else."""
+    """The log-sum-exp of an entry whose keys are all masked out still depends on the sinks, and on nothing else."""
     q, k, v = (x.requires_grad_() for x in normal_qkv((2, 2), (5, 9), 16, batch=2))
     sinks, mask = torch.tensor([1.0, 2.0]).requires_grad_(), torch.tensor([True, False])[:, None, None, None]
     _, lse = pasa.attention(q, k, v, attn_mask=mask, sinks=sinks, return_lse=True)
