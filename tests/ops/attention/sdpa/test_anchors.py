@@ -39,7 +39,7 @@ def test_keys_and_anchors_give_the_keys_back(bias, spread, seed):
 
 
 def test_one_key_off_the_bias_keeps_its_column_as_it_is():
-    """An attention sink is such a key: trained models have one, so few of their columns have an anchor."""
+    """An attention sink is such a key."""
     k = torch.full((1, 1, KEYS, 4), 80.0).half()
     k[:, :, 0, 1], k[:, :, 0, 2], k[:, :, 0, 3] = 0.0, -80.0, torch.nan
     assert anchors_of(k).flatten().tolist() == [80.0, 0.0, 0.0, 0.0]
