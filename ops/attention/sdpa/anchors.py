@@ -16,6 +16,12 @@ LEAST_KEYS = 512  # with fewer keys, the passes over them cost more than a tenth
 LEAST_ROWS = 16  # query rows of a key head; decoding would read all keys three times instead of once
 
 
+def pay(call: Call) -> bool:
+    """Return whether anchors are worth the passes over the keys."""
+    rows = call.q.shape[2] * (call.q.shape[1] // call.k.shape[1])
+    return call.k.shape[2] >= LEAST_KEYS and rows >= LEAST_ROWS
+
+
 def head_anchors(call: Call) -> Tensor | None:
     """Return what to subtract from the keys of each head, (B, Hkv, 1, D), FP16; None for nothing.
 
@@ -25,7 +31,7 @@ def head_anchors(call: Call) -> Tensor | None:
     without anchors, whichever keys its row sees.
     """
     k = call.k
-    if k.shape[2] < LEAST_KEYS or call.q.shape[2] * (call.q.shape[1] // k.shape[1]) < LEAST_ROWS:
+    if not pay(call):
         return None
     least, most = _extremes(k, None if call.mask is None else hidden_keys(call.mask, k)[:, None, :, None])
     nearest, farthest = torch.minimum(least.abs(), most.abs()), torch.maximum(least.abs(), most.abs())

@@ -1,0 +1,40 @@
+"""List the cases that compile the guards without a device; ../cases.py has the fields."""
+
+from pasa.ops.attention.triton.cases import make_case
+from pasa.ops.attention.triton.guard.kernel import finish_kernel, scan_kernel, shift_columns_kernel
+
+NOT_FOR_ASCEND = {
+    "scan_kernel": "guards CUDA's fused attention: on an NPU torch operators guard torch_npu's",
+    "shift_columns_kernel": "as scan_kernel",
+    "finish_kernel": "as scan_kernel",
+}
+ARCHITECTURES = (70, 75, 80, 89, 90)  # no matrix product, so GPUs without tensor cores as well
+COLUMNS = {"D": 128, "WIDTH": 32, "BLOCK": 1024}
+NVIDIA_CASES = [
+    make_case(
+        scan_kernel,
+        "scan",
+        {"HAS_SEEN": True} | COLUMNS,
+        options={"num_warps": 8},
+        architectures=ARCHITECTURES,
+    ),
+    *(
+        make_case(
+            shift_columns_kernel,
+            "shift_columns" + "_whole" * whole,
+            {"HAS_SEEN": not whole, "SHIFT": True, "WHOLE": whole, "PARTS": 32} | COLUMNS,
+            options={"num_warps": 8},
+            architectures=ARCHITECTURES,
+        )
+        for whole in (False, True)
+    ),
+    *(
+        make_case(
+            finish_kernel,
+            f"finish_{mask}_d{dim}_{rows}",
+            {"MASK": mask, "SCANNED": rows > 1, "D": dim, "D_PAD": dim, "BLOCK_M": rows, "BLOCK_N": 4096 // dim},
+            architectures=ARCHITECTURES,
+        )
+        for mask, dim, rows in (("none", 128, 32), ("none", 128, 1), ("bool", 64, 32), ("float", 256, 32))
+    ),
+]
