@@ -108,8 +108,8 @@ FUSED = [
     mutant(
         "few keys are not scanned before the Triton guard",
         SDPA,
-        "scanned = shifted or call.k.shape[2] < LEAST_KEYS",
-        "scanned = shifted",
+        "scanned = few_keys or rows_of_key_head(call) >= LEAST_ROWS",
+        "scanned = rows_of_key_head(call) >= LEAST_ROWS",
         OF_SDPA + "test_a_single_nan_key_is_not_lost[other guard-1]",
     ),
     mutant(

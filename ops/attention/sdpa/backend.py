@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pasa.ops.attention.call import Call, Results, capturing, to_fp16
-from pasa.ops.attention.sdpa.anchors import LEAST_KEYS, head_anchors, pay
+from pasa.ops.attention.sdpa.anchors import LEAST_KEYS, LEAST_ROWS, head_anchors, pay, rows_of_key_head
 from pasa.ops.attention.sdpa.fused import fused_attention
 from pasa.ops.attention.spec.masking import dense_mask, fitting_mask, non_finite_reach, read_mask
 from pasa.ops.attention.spec.packed import attend_apart
@@ -49,9 +49,9 @@ def _attend_dense(call: Call) -> Results:
     if guard is None:
         out, lse = _attend_checked(call)
     else:
-        shifted = pay(call)
-        scanned = shifted or call.k.shape[2] < LEAST_KEYS  # decoding over more keys reads them once
-        out, lse = guard(call, attend_visible, scanned=scanned, anchored=shifted)
+        few_keys = call.k.shape[2] < LEAST_KEYS
+        scanned = few_keys or rows_of_key_head(call) >= LEAST_ROWS  # other calls decode: they read keys once
+        out, lse = guard(call, attend_visible, scanned=scanned, anchored=pay(call))
     max_logits = _max_logits(call).masked_fill(lse.isnan().any(-1), torch.nan) if call.max_logits else None
     if call.sinks is not None:
         sinks = call.sinks.float()[:, None]

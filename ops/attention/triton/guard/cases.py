@@ -21,12 +21,12 @@ NVIDIA_CASES = [
     *(
         make_case(
             shift_columns_kernel,
-            "shift_columns" + "_whole" * whole,
-            {"HAS_SEEN": not whole, "SHIFT": True, "WHOLE": whole, "PARTS": 32} | COLUMNS,
+            f"shift_columns_{name}",
+            {"HAS_SEEN": not whole, "SHIFT": shift, "WHOLE": whole, "PARTS": 32} | COLUMNS,
             options={"num_warps": 8},
             architectures=ARCHITECTURES,
         )
-        for whole in (False, True)
+        for name, shift, whole in (("scanned", True, False), ("whole", True, True), ("unshifted", False, False))
     ),
     *(
         make_case(
