@@ -157,15 +157,22 @@ FUSED = [
     mutant(
         "an infinite output is kept",
         GUARD,
-        "broken = tl.where(b_lse < INF, tl.max(tl.where(is_finite(b_out), 0, 1), 1), 1)",
-        "broken = tl.where(b_lse < INF, 0, 1)",
+        "tl.where(is_finite(b_out) & is_finite(b_q), 0, 1)",
+        "tl.where(is_finite(b_q), 0, 1)",
         AGAIN,
     ),
     mutant(
         "a NaN log-sum-exp is kept",
         GUARD,
-        "broken = tl.where(b_lse < INF, tl.max(tl.where(is_finite(b_out), 0, 1), 1), 1)",
-        "broken = tl.max(tl.where(is_finite(b_out), 0, 1), 1)",
+        "broken = tl.where(b_lse < INF, broken, 1)",
+        "broken = broken * 1",
+        KEPT,
+    ),
+    mutant(
+        "a NaN query that the kernel hid stays hidden",
+        GUARD,
+        "tl.where(is_finite(b_out) & is_finite(b_q), 0, 1)",
+        "tl.where(is_finite(b_out), 0, 1)",
         KEPT,
     ),
     mutant(

@@ -9,7 +9,7 @@ NOT_FOR_ASCEND = {
     "finish_kernel": "as scan_kernel",
 }
 ARCHITECTURES = (70, 75, 80, 89, 90)  # no matrix product, so GPUs without tensor cores as well
-COLUMNS = {"D": 128, "WIDTH": 32, "BLOCK": 1024}
+COLUMNS, WHOLE = ({"D": 128, "WIDTH": width, "BLOCK": block} for width, block in ((32, 1024), (16, 2048)))
 NVIDIA_CASES = [
     make_case(
         scan_kernel,
@@ -22,7 +22,7 @@ NVIDIA_CASES = [
         make_case(
             shift_columns_kernel,
             f"shift_columns_{name}",
-            {"HAS_SEEN": not whole, "SHIFT": shift, "WHOLE": whole, "PARTS": 32} | COLUMNS,
+            {"HAS_SEEN": not whole, "SHIFT": shift, "WHOLE": whole, "PARTS": 32} | (WHOLE if whole else COLUMNS),
             options={"num_warps": 8},
             architectures=ARCHITECTURES,
         )

@@ -234,8 +234,8 @@ def finish_kernel(
 ):
     """Add to the log-sum-exp what anchors took from the scores, and attend again from rows that may be wrong.
 
-    These are the rows whose output or log-sum-exp is not finite, and all rows of a head with a key that is not finite,
-    because a kernel may hide such a key. Of the latter, rows that see no such key stay as they are.
+    These are the rows whose query, output or log-sum-exp is not finite, and all rows of a head with a key that is not
+    finite, because a kernel may hide such numbers. Of the latter, rows that see no such key stay as they are.
     """
     o_pair = tl.program_id(0) // tiles
     first = tl.program_id(0) % tiles * BLOCK_M
@@ -250,18 +250,18 @@ def finish_kernel(
     p_q += batch * stride_qb + head * stride_qh
     o_wide = tl.cast(first, tl.int64) + tl.arange(0, BLOCK_M)
     b_out = tl.load(p_out + (o_wide * stride_om)[:, None] + o_d[None, :], mask=m_tile, other=0.0).to(tl.float32)
+    b_q = tl.load(p_q + (o_wide * stride_qm)[:, None] + o_d[None, :], mask=m_tile, other=0.0).to(tl.float32)
     b_lse = tl.load(p_lse + o_wide * stride_lm, mask=o_m < rows, other=0.0)
-    broken = tl.where(b_lse < INF, tl.max(tl.where(is_finite(b_out), 0, 1), 1), 1)  # also where it is NaN
+    broken = tl.max(tl.where(is_finite(b_out) & is_finite(b_q), 0, 1), 1)
+    broken = tl.where(b_lse < INF, broken, 1)  # also where it is NaN
     suspect = tl.full((), 0, tl.int32)
     if SCANNED:
         b_anchor = tl.load(p_anchor + (batch * (heads // group) + kv_head) * D + o_d, mask=o_d < D, other=0.0)
         b_anchor = b_anchor.to(tl.float32)
         suspect = tl.max(tl.where(b_anchor == b_anchor, 0, 1), 0)
         b_anchor = tl.where(b_anchor == b_anchor, b_anchor, 0.0)
-        if tl.max(tl.abs(b_anchor), 0) > 0.0:
-            b_q = tl.load(p_q + (o_wide * stride_qm)[:, None] + o_d[None, :], mask=m_tile, other=0.0).to(tl.float32)
-            b_lse += tl.sum(b_q * b_anchor[None, :], 1) * scale
-            tl.store(p_lse + o_wide * stride_lm, b_lse, mask=o_m < rows)
+        b_lse += tl.sum(b_q * b_anchor[None, :], 1) * scale
+        tl.store(p_lse + o_wide * stride_lm, b_lse, mask=o_m < rows)
     if tl.maximum(suspect, tl.max(broken, 0)) > 0:
         tl.debug_barrier()  # other threads may have stored what the next lines replace
         for row in range(first, tl.minimum(first + BLOCK_M, rows)):

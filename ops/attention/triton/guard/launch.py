@@ -14,8 +14,8 @@ from pasa.ops.attention.triton.kernel_call import WIDEST, KernelCall, on_device,
 from pasa.ops.attention.triton.launcher import launch
 from pasa.ops.attention.triton.tiles import pad_dim
 
-WIDTH = 32  # columns of a program: 64 bytes of each key, what HBM delivers at a time
-BLOCK = 1024  # keys of a program
+TILE = 32768  # elements of K of a program: 64 registers of each thread
+WIDTH, NARROW = 32, 16  # columns: HBM delivers 64 bytes at a time; fewer if all keys fit then into one program
 PARTS = 32  # extremes of that many blocks are loaded at a time
 BLOCK_M = 32  # query rows of a program
 REDONE = 4096  # elements of a tile of keys, where a row is attended to again
@@ -37,7 +37,7 @@ def attend_guarded(
         Also subtract anchors from the keys.
     """
     kernel_call = KernelCall.of(call)
-    k, anchors = shift_columns(kernel_call, anchored=anchored) if scanned else (call.k, None)
+    k, anchors = shift_columns(kernel_call, anchored=anchored) if scanned else (kernel_call.k, None)
     return finish(kernel_call, anchors, *attend(replace(call, k=k)))
 
 
@@ -51,9 +51,9 @@ def shift_columns(call: KernelCall, *, anchored: bool) -> tuple[Tensor, Tensor]:
     seen_bytes = k if seen is None else seen.contiguous().view(torch.uint8)
     shifted = torch.empty_like(k, memory_format=torch.contiguous_format) if anchored else k
     anchors = k.new_empty((batch, heads, dim))
-    width, splits = min(pad_dim(dim), WIDTH), -(-keys // BLOCK)
+    block = min(1 << (keys - 1).bit_length(), TILE // (NARROW if keys <= TILE // NARROW else WIDTH))
+    width, splits = min(pad_dim(dim), WIDTH, TILE // block), -(-keys // block)
     part = torch.empty((batch, heads, splits, 2, dim), dtype=torch.float32, device=k.device)
-    block = min(BLOCK, 1 << (keys - 1).bit_length())
     grid = (batch * heads * -(-dim // width) * splits, 1, 1)
     numbers = *strides_of(k), 0 if seen is None else keys, heads, keys, splits
     sizes = {"HAS_SEEN": seen is not None, "D": dim, "WIDTH": width, "BLOCK": block}
