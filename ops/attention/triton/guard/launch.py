@@ -76,7 +76,7 @@ def finish(call: KernelCall, anchors: Tensor | None, out: Tensor, lse: Tensor) -
     call : KernelCall
         With the keys as they were before `shift_columns`.
     anchors : Tensor, optional
-        What `shift_columns` returned; None if the keys were used as they are and nobody looked at them.
+        The second result of `shift_columns`; None if the keys were not scanned.
     """
     out = out if out.stride(-1) == 1 else out.contiguous()
     (batch, heads, rows, dim), keys, pad = call.q.shape, call.keys, pad_dim(call.q.shape[3])

@@ -93,7 +93,7 @@ def test_rows_that_a_kernel_got_wrong_are_computed_again(lengths, dim, limits):
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_a_mask_that_is_not_finite_makes_the_rows_that_see_it_nan(bad):
-    """So does a query, unless its row sees no key."""
+    """A query that is not finite makes its row NaN, too, unless the row sees no key."""
     q, k, v = (x.to(DEVICE) for x in normal_qkv((2, 1), (6, 9), 16))
     q[0, :, 2:4, 5] = bad
     mask = torch.zeros(6, 9, device=DEVICE)
@@ -128,7 +128,7 @@ def test_rows_that_a_kernel_got_right_keep_their_bits():
 
 @pytest.mark.parametrize("limits", [{}, {"is_causal": True}, {"mask": "padding"}])
 def test_a_whole_call_gives_what_torch_operators_give(limits):
-    """With anchors, NaN and infinite keys, hidden ones, and a log-sum-exp that gets back what anchors took."""
+    """The call has anchors, and NaN and infinite keys, of which a mask hides some."""
     call = biased_call(2100, 40, masked="mask" in limits)
     call.is_causal = limits.get("is_causal", False)
     call.k[..., 0] = 0.0  # so that heads of the second batch entry keep finite scores
