@@ -1,5 +1,6 @@
 """Start the command line with settings that must stand before torch is loaded: the console script `pasa` is here."""
 
+import io
 import os
 import shutil
 import sys
@@ -16,6 +17,9 @@ def main() -> None:
     if os.environ.get("NO_COLOR"):  # rich would keep bold, dim and bars; at a dumb terminal it also ignores the width
         width, height = shutil.get_terminal_size()
         os.environ |= {"TERM": "dumb", "COLUMNS": str(width), "LINES": str(height)}
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # names of files may be no text, and a terminal may know ASCII alone
+            stream.reconfigure(errors="backslashreplace")
     try:
         from pasa.eval.cli import main as run
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ EXTRAS = {
     "triton": "triton",
 }
 BAD_INPUT = 2  # exit status
+NO_READER = 141  # what a shell says of SIGPIPE: 128 + 13
 STOPPED = 130  # what a shell says of SIGINT: 128 + 2
 SHOWN_FILES = 3  # in the line of a command that was stopped
 # Exceptions that the library raises for arguments and installations that it cannot use; all others are bugs.
@@ -24,7 +26,8 @@ EXPECTED = (ValueError, TypeError, NotImplementedError, OSError, ImportError)
 def leave(action: Callable[[], int]) -> NoReturn:
     """Call `action` and exit with the status it returns; after an expected error, print one line and exit with 2.
 
-    After an interrupt from the keyboard, print one line and exit with 130.
+    After an interrupt from the keyboard, print one line and exit with 130. If nobody reads stdout any more, exit with
+    141, as other programs do.
     """
     try:
         sys.exit(action())
@@ -32,6 +35,9 @@ def leave(action: Callable[[], int]) -> NoReturn:
         known = EXTRAS.get((error.name or "").partition(".")[0])
         why = f"{error.name} is not installed; run, in the checkout: pip install '.[{known}]'" if known else str(error)
         sys.exit(complain(why))
+    except BrokenPipeError:  # the reader, such as head, has what it wants
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what Python still writes when it ends
+        sys.exit(NO_READER)
     except OSError as error:
         sys.exit(complain(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)))
     except EXPECTED as error:

@@ -86,16 +86,19 @@ def jsonable(value: Any, digits: int = 17) -> Any:
     return value
 
 
-def to_json(result: dict[str, Any]) -> str:
-    """Return JSON text with one line per record, so that stored results can be read and compared."""
+def to_json(result: dict[str, Any], *, ascii_only: bool = False) -> str:
+    """Return JSON text with one line per record, so that stored results can be read and compared.
+
+    With `ascii_only`, escapes stand for all other letters, so that a terminal of any encoding can show the text.
+    """
     lines = []
     for key, value in jsonable(result).items():
         if key == "records":
             records = jsonable(value, RECORD_DIGITS)
-            rows = ",\n  ".join(json.dumps(row, ensure_ascii=False, separators=(",", ":")) for row in records)
+            rows = ",\n  ".join(json.dumps(row, ensure_ascii=ascii_only, separators=(",", ":")) for row in records)
             lines.append(f' "{key}": [\n  {rows}\n ]')
         else:
-            lines.append(f" {json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}")
+            lines.append(f" {json.dumps(key)}: {json.dumps(value, ensure_ascii=ascii_only)}")
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
@@ -119,12 +122,20 @@ def write_text(path: Path, text: str) -> None:
     """Write a file, making its folder. A reader sees the whole text or nothing, whenever the process is stopped."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists() and not path.is_file():  # a device or a pipe cannot be replaced
-        path.write_text(text, encoding="utf-8")
+        _write(path, text, path)
         return
     with tempfile.TemporaryDirectory(prefix=".pasa-", dir=path.resolve().parent) as scratch:
         whole = Path(scratch, path.name)
-        whole.write_text(text, encoding="utf-8")
+        _write(whole, text, path)
         move_file(whole, path)
+
+
+def _write(place: Path, text: str, path: Path) -> None:
+    """Write text at a place; the error of a full disk names `path`, as the system's names no file."""
+    try:
+        place.write_text(text, encoding="utf-8", errors="backslashreplace")  # a prompt or path may be no UTF-8
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def move_file(source: Path, path: Path) -> None:

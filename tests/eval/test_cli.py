@@ -246,6 +246,10 @@ def test_json_file_and_output_folder(tmp_path: Path, options: list[str], made: s
         (["demo", "--model", "gpt2"], "hf download gpt2 --local-dir gpt2"),
         (["demo", "--offset", "many"], "'many' is not a number"),
         (["predict", "--delta", "x"], "'x' is not a number"),
+        (["predict", "--model", __file__], "test_cli.py' is a file: pass the folder that holds config.json"),
+        (["predict", "--model", ".", "--seq-len", "9" * 400], "... is not between 1 and 2147483647"),
+        (["demo", "--prompt", "a\udcff", "--model", "nowhere"], "is not UTF-8 text (letter 1)"),
+        (["bench", "beta", "--json", "x", "--output-dir", "x/y"], "--json 'x' is a file, and --output-dir 'x/y' needs"),
         (["diagnose", "--prompt", "a\udcff"], "is not UTF-8 text (letter 1)"),
         (["eval", "ppl", "--text", "/nowhere.txt"], "/nowhere.txt: No such file or directory"),
     ],
@@ -257,6 +261,52 @@ def test_bad_input_is_one_line_that_names_the_value(
     line = refused(*arguments)
     assert line.startswith("pasa: "), "nothing on stdout"
     assert value in line
+
+
+def test_a_folder_in_the_place_of_a_file_is_refused_before_the_run(
+    refused: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Story: after a run of minutes, `os.replace` found that predict.json was a folder."""
+    monkeypatch.setattr("pasa.eval.kit.experiment.Experiment.measure", lambda *_, **__: pytest.fail("the run started"))
+    (tmp_path / "beta.md").mkdir()
+    assert "beta.md': it is a folder; move it" in refused("bench", "beta", "--output-dir", str(tmp_path))
+
+
+def test_a_full_disk_names_the_file(refused: Callable[..., str]) -> None:
+    """Story: "[Errno 28] No space left on device" did not say where."""
+    assert "/dev/full: No space left on device" in refused("bench", "beta", "--json", "/dev/full")
+
+
+def test_a_variable_that_cannot_be_used_is_named(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Story: RANK=x ended with "invalid literal for int() with base 10"."""
+    monkeypatch.setenv("RANK", "x")
+    assert "the environment variable RANK='x' cannot be used" in refused("bench", "beta")
+
+
+@pytest.mark.parametrize("option", [[], ["--json", "-"]])
+def test_a_reader_that_has_gone_is_no_failed_check(option: list[str]) -> None:
+    """Story: `pasa doctor | head -1` exited with 1, as if a check had failed."""
+    command = [sys.executable, "-m", "pasa.eval.cli", "bench", "beta", *option]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert (process.stderr.read(), process.wait()) == (b"", 141)
+
+
+def test_a_name_that_is_no_text_is_shown_and_stored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Story: with an output of ASCII, or a folder whose name is no UTF-8, a result ended as "codec can't encode"."""
+    result = {"model": "é\udcff"}
+    shown = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", shown)
+    monkeypatch.setattr(cli, "main", lambda: None)
+    pasa_cli.main()
+    with pytest.raises(typer.Exit):
+        finish(result, "-", None, lambda *_: None, lambda *_: None)
+    with pytest.raises(typer.Exit):
+        finish(result, str(tmp_path / "x.json"), None, lambda *_: print(result), lambda *_: None)
+    text = shown.buffer.getvalue().decode("ascii")  # type: ignore[attr-defined]
+    assert json.loads(text[: text.index("}") + 1]) == json.loads((tmp_path / "x.json").read_text()) == result
 
 
 @pytest.mark.parametrize("place", ["pasa.eval.cli", "pasa.eval.commands", "pasa.eval.commands.app"])
