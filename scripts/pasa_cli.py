@@ -3,6 +3,7 @@
 import io
 import os
 import shutil
+import signal
 import sys
 
 
@@ -20,9 +21,21 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # names of files may be no text, and a terminal may know ASCII alone
             stream.reconfigure(errors="backslashreplace")
+    stops: list[int] = []
+
+    def stop(number: int, frame: object) -> None:
+        stops.append(number)
+        raise KeyboardInterrupt
+
+    before = signal.getsignal(signal.SIGINT)
     try:
+        if before is signal.default_int_handler:
+            signal.signal(signal.SIGINT, stop)
         from pasa.eval.cli import main as run
 
+        if stops:  # some module that was loaded has caught the interrupt, and the command would go on
+            raise KeyboardInterrupt
+        signal.signal(signal.SIGINT, before)
         run()
     except KeyboardInterrupt:  # while modules load, which takes seconds; a command has a message that says more
         print("pasa: stopped; nothing was written", file=sys.stderr)

@@ -157,12 +157,12 @@ def add_command(group: typer.Typer, experiment: Experiment) -> None:
         chosen = _choose(experiment, switches)
         if experiment.variants:
             arguments = _accepted(chosen, arguments)
-        if chosen.needs_models:
-            needs_models(title)
-        if "folder" in inspect.signature(chosen.run).parameters:
-            arguments["folder"] = output_dir
-        chosen.check_places(json, output_dir)
         with stoppable(chosen.resume):
+            if chosen.needs_models:
+                needs_models(title)
+            if "folder" in inspect.signature(chosen.run).parameters:
+                arguments["folder"] = output_dir
+            chosen.check_places(json, output_dir)
             with output.progress_bar(title) as progress:
                 result = chosen.measure(progress, **arguments)
             if result is not None:

@@ -1,8 +1,10 @@
 """The console script: what it prints, where, and with which exit status."""
 
+import contextlib
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -329,6 +331,41 @@ def test_a_stop_from_the_keyboard_is_one_line_at_any_time(
     monkeypatch.setattr(sys, "argv", ["pasa", "doctor"])
     with pytest.raises(SystemExit) as stopped:
         pasa_cli.main()
+    assert (stopped.value.code, capsys.readouterr().err) == (130, "pasa: stopped; nothing was written\n")
+
+
+def test_a_stop_that_a_module_catches_is_no_less_a_stop(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Story: Ctrl-C while modules loaded was caught by one of them, and the command ran on."""
+
+    class Catches:
+        def __getattr__(self, name: str) -> Any:
+            with contextlib.suppress(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+            return lambda: pytest.fail("the command ran")
+
+    monkeypatch.setitem(sys.modules, "pasa.eval.cli", Catches())  # type: ignore[arg-type]
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(SystemExit) as stopped:
+            pasa_cli.main()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (stopped.value.code, capsys.readouterr().err) == (130, "pasa: stopped; nothing was written\n")
+
+
+def test_a_stop_while_a_command_loads_its_library_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Story: transformers takes seconds to load, and Ctrl-C then ended `pasa demo` without a word."""
+
+    def stop(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pasa.eval.kit.experiment.needs_models", stop)
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["demo"])
     assert (stopped.value.code, capsys.readouterr().err) == (130, "pasa: stopped; nothing was written\n")
 
 
