@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ BAD_INPUT = 2  # exit status
 NO_READER = 141  # what a shell says of SIGPIPE: 128 + 13
 STOPPED = 130  # what a shell says of SIGINT: 128 + 2
 SHOWN_FILES = 3  # in the line of a command that was stopped
+NO_MEMORY = re.compile("can't allocate memory|out of memory")  # in errors of torch
 # Exceptions that the library raises for arguments and installations that it cannot use; all others are bugs.
 EXPECTED = (ValueError, TypeError, NotImplementedError, OSError, ImportError)
 
@@ -42,6 +44,10 @@ def leave(action: Callable[[], int]) -> NoReturn:
         sys.exit(complain(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)))
     except EXPECTED as error:
         sys.exit(complain(str(error)))
+    except (MemoryError, RuntimeError) as error:  # torch raises the latter
+        if not isinstance(error, MemoryError) and not NO_MEMORY.search(str(error)):
+            raise
+        sys.exit(complain(f"not enough memory ({error}): choose smaller sizes, or a smaller model"))
     except KeyboardInterrupt:
         sys.exit(stop())
 

@@ -243,6 +243,7 @@ def test_json_file_and_output_folder(tmp_path: Path, options: list[str], made: s
         (["diagnose", "--frames", "two"], "two"),
         (["diagnose", "--model", "tiny", "--dtype", "int8"], "'int8'"),
         (["--bogus"], "--bogus"),
+        (["bench", "rmse", "--seq", "9" * 12, "--heads", "1"], "not enough memory ("),
         (["predict", "--model", "Qwen/Qwen2-7B"], "hf download Qwen/Qwen2-7B --local-dir Qwen2-7B"),
         (["predict", "--model", "gpt2"], "hf download gpt2 --local-dir gpt2"),
         (["demo", "--model", "gpt2"], "hf download gpt2 --local-dir gpt2"),
