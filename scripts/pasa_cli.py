@@ -37,7 +37,11 @@ def main() -> None:
             raise KeyboardInterrupt
         signal.signal(signal.SIGINT, before)
         run()
-    except KeyboardInterrupt:  # while modules load, which takes seconds; a command has a message that says more
+    except (KeyboardInterrupt, Exception) as error:
+        if not stops and not isinstance(error, KeyboardInterrupt):
+            raise
+        # While modules load, which takes seconds; half of a module may fail in its own way. A command has a message
+        # that says more.
         print("pasa: stopped; nothing was written", file=sys.stderr)
         sys.exit(130)
 

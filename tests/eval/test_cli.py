@@ -335,15 +335,17 @@ def test_a_stop_from_the_keyboard_is_one_line_at_any_time(
     assert (stopped.value.code, capsys.readouterr().err) == (130, "pasa: stopped; nothing was written\n")
 
 
+@pytest.mark.parametrize("then", [lambda: None, lambda: int("half of numpy")])
 def test_a_stop_that_a_module_catches_is_no_less_a_stop(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    then: Callable[[], object], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Story: Ctrl-C while modules loaded was caught by one of them, and the command ran on."""
+    """Story: Ctrl-C while modules loaded was caught by one of them, and the command ran on; numpy could not load."""
 
     class Catches:
         def __getattr__(self, name: str) -> Any:
             with contextlib.suppress(KeyboardInterrupt):
                 signal.raise_signal(signal.SIGINT)
+            then()
             return lambda: pytest.fail("the command ran")
 
     monkeypatch.setitem(sys.modules, "pasa.eval.cli", Catches())  # type: ignore[arg-type]
