@@ -132,7 +132,8 @@ class Subject:
             yield model
             return
         model.set_attn_implementation("sdpa")
-        backend = "reference" if emulated and name != "pasa" else None
+        kernel = precision.attention == "pasa" and self.device.type != "cpu"
+        backend = "reference" if emulated and not kernel else None
         with pasa.patch_pipeline(model, config=precision.emulation, backend=backend):
             yield model
 

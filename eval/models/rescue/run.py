@@ -69,7 +69,7 @@ def run_rescue(
     say("FP16, the model's own attention")
     runs["fp16"] = generate(subject, tokenizer, ids, new_tokens)
     say("FP16, patched")
-    with pasa.patch_pipeline(subject):
+    with pasa.patch_pipeline(subject, backend="reference"):
         runs["fp16_pasa"] = generate(subject, tokenizer, ids, new_tokens)
     return {
         **collect(runs),

@@ -1,9 +1,12 @@
 """One model in several precisions."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import transformers as hf
 
+import pasa
 from pasa.eval.kit import random_model
 from pasa.eval.models import precisions
 from pasa.eval.models.precisions import MIB, Subject, fingerprint, parse_precisions
@@ -101,6 +104,17 @@ def test_an_accelerator_that_emulates_runs_pasas_own_kernel(subject, folder):
     assert "on CPU" not in device.note(names)
     assert "emulated NPU arithmetic on CPU" in subject.note(names)
     assert subject.note(["fp32"]) == device.note(["bf16"]) == "not run on an NPU"
+
+
+@pytest.mark.parametrize(("half", "expected"), [(False, "reference"), (True, None)])
+def test_what_is_called_emulated_is_the_reference(folder, subject, monkeypatch, half, expected):
+    """Story: on a CPU torch's own attention, guarded, was reported as the emulation of an NPU."""
+    backends = []
+    monkeypatch.setattr(pasa, "patch_pipeline", lambda *_, backend=None, **__: nullcontext(backends.append(backend)))
+    for name in ("pasa", "fp16-eager"):
+        with Subject(folder, 131072, CPU, half=half).model(name):
+            pass
+    assert backends == [expected] * (1 if half else 2), "an FP16 model runs its own eager attention"
 
 
 def test_names_are_checked():

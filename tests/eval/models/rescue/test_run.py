@@ -6,12 +6,14 @@ import io
 import json
 import math
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 import transformers as hf
 from rich.console import Console
 
+import pasa
 from pasa.eval.kit.stored import stored
 from pasa.eval.models.rescue import run
 
@@ -27,7 +29,9 @@ def test_the_rescue(monkeypatch, base, tokenizer):
     monkeypatch.setattr(run, "load_model", lambda: (base, tokenizer))
     monkeypatch.setattr(run, "PROMPT_TOKENS", 110)
     lines = []
-    result = run.run_rescue(new_tokens=4, progress=lambda *each: lines.append(each))
+    with mock.patch.object(pasa, "patch_pipeline", wraps=pasa.patch_pipeline) as patch:
+        result = run.run_rescue(new_tokens=4, progress=lambda *each: lines.append(each))
+    assert patch.call_args.kwargs == {"backend": "reference"}, "what is called emulated is the reference"
     json.dumps(result, allow_nan=False)
     proof = result["proof"]
     assert proof["layers_that_overflow"] == proof["layers"] == 30
