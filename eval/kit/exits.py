@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,8 +13,8 @@ from typing import NoReturn
 
 # Modules that may be missing, and the extra of setup.py that installs each.
 EXTRAS = {
-    **dict.fromkeys(("matplotlib", "jinja2", "safetensors", "gguf", "accelerate"), "eval"),
-    **dict.fromkeys(("diffusers", "transformers", "skimage", "imageio", "imageio_ffmpeg", "PIL"), "video"),
+    **dict.fromkeys(("matplotlib", "jinja2", "safetensors", "transformers", "gguf", "accelerate"), "eval"),
+    **dict.fromkeys(("diffusers", "skimage", "imageio", "imageio_ffmpeg", "PIL"), "video"),
     **dict.fromkeys(("rouge", "jieba"), "longbench"),
     "triton": "triton",
 }
@@ -31,6 +33,8 @@ def leave(action: Callable[[], int]) -> NoReturn:
     After an interrupt from the keyboard, print one line and exit with 130. If nobody reads stdout any more, exit with
     141, as other programs do.
     """
+    # Python unloads torch for half a second at its end. An interrupt then would only replace the exit status.
+    atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
     try:
         sys.exit(action())
     except ModuleNotFoundError as error:

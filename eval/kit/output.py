@@ -22,7 +22,14 @@ NOTE = "emulated NPU arithmetic on CPU; not run on an NPU"
 SECONDS_BETWEEN_LINES = 60  # of progress, where there is no terminal: a run of a day fills no log
 Report: TypeAlias = Callable[[int, int, str], None]  # progress: done, total, what comes next
 WRITTEN: list[Path] = []  # complete files of the command that runs, for the message of one that is stopped
+MESSAGE_LETTERS = 300  # of an error's message in a result; some messages quote a whole program
 RECORD_DIGITS = 4  # significant digits in a table of records: errors are not known better from one seed to the next
+
+
+def error_line(error: BaseException) -> str:
+    """Return the class and the message of an error in one line."""
+    text = " ".join(str(error).split())[:MESSAGE_LETTERS]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def silent(done: int, total: int, label: str) -> None:
