@@ -64,6 +64,16 @@ def test_one_case_gives_the_numbers_that_it_gave_among_others(fuzzed, soaked):
         assert json.dumps(alone["case"]["params"]) in experiment.markdown(alone)
 
 
+def test_seeds_share_the_cases_and_each_case_keeps_its_name():
+    drawn = run.draw_cases(API, 8, 3, None, seeds=3)
+    assert [case.name for case in drawn] == ["3:0", "4:0", "5:0", "3:1", "4:1", "5:1", "3:2", "4:2"]
+    assert drawn[4] == run.draw_cases(API, 1, 4, 1)[0]
+    failed = {"experiment": "fuzz", "seed": 3, "seeds": 3, "cases": 8, "duration_s": 1.0}
+    gate = {"passed": False, "failed": 1, "run": 8, "stopped": False, "absent": 0}
+    assert run.verdict(failed | {"gate": gate}).endswith("repeat one: pasa eval fuzz --seed SEED --only INDEX")
+    assert "--cases 8 --seed 3 --seeds 3" in run.verdict(failed | {"gate": gate | {"passed": True}})
+
+
 def test_the_note_names_what_ran_and_how_to_get_what_did_not(fuzzed, monkeypatch):
     """Story: the note said "Triton interpreted, Ascend C on its CPU twin" of every run, whatever was there."""
     assert ("Triton interpreted" in fuzzed["note"]) == (fuzzed["backends"]["triton"]["absent"] == 0)
