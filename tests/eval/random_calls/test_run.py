@@ -4,6 +4,8 @@ import itertools
 import json
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -72,6 +74,12 @@ def test_seeds_share_the_cases_and_each_case_keeps_its_name():
     gate = {"passed": False, "failed": 1, "run": 8, "stopped": False, "absent": 0}
     assert run.verdict(failed | {"gate": gate}).endswith("repeat one: pasa eval fuzz --seed SEED --only INDEX")
     assert "--cases 8 --seed 3 --seeds 3" in run.verdict(failed | {"gate": gate | {"passed": True}})
+
+
+def test_a_sink_of_a_packed_call_runs_in_triton_s_own_interpreter():
+    """Story: Triton's interpreter cannot combine scalar conditions by &, and that of these tests, made faster, can."""
+    command = [sys.executable, "-m", "pasa.eval.cli", "eval", "fuzz", "--seed", "7", "--only", "409"]
+    subprocess.run(command, check=True, capture_output=True, env=os.environ | {"TRITON_INTERPRET": "1"})
 
 
 def test_the_note_names_what_ran_and_how_to_get_what_did_not(fuzzed, monkeypatch):
