@@ -17,12 +17,15 @@ from typing import Any
 import evidence
 
 from pasa.eval.accuracy.gradients import run as gradients
-from pasa.eval.accuracy.rmse import report
+from pasa.eval.accuracy.rmse import devices, report
 from pasa.eval.accuracy.rounding_bias import cost
 from pasa.eval.accuracy.rounding_bias import run as bias
 from pasa.eval.accuracy.rounding_bias.arithmetic import PLACES
+from pasa.eval.check_device import forced
+from pasa.eval.check_device import run as check_device
+from pasa.eval.kit import experiment
 from pasa.eval.kit.device import origin
-from pasa.eval.kit.stored import ROOT, pick, stored
+from pasa.eval.kit.stored import RESULTS, ROOT, pick, stored
 from pasa.eval.kit.tables import Table, markdown, percent
 from pasa.eval.models.diagnose import report as diagnose_report
 from pasa.eval.models.longbench import report as longbench
@@ -146,6 +149,15 @@ def block(name: str, *makers: Callable[[dict[str, Any]], Table | str]) -> Callab
     return write
 
 
+def each_device(name: str, *makers: Callable[[dict[str, Any]], Table | str]) -> Callable[[], str]:
+    """Return a writer that does what `block` does, for the run of a command on each device."""
+
+    def write() -> str:
+        return "\n\n".join(block(run, *makers)() for run in RESULTS if run.startswith(f"{name} on "))
+
+    return write
+
+
 def diagnose() -> str:
     """Return the worst heads of the built-in models, and the verdict on each model."""
     results = {name: stored(f"diagnose_{name}") for name in ("published", "embedded", "tiny")}
@@ -196,6 +208,10 @@ PARTS: dict[str, Callable[[], str]] = {
     "damage": block("rmse", report.damage_table),
     "bias": block("bias", report.bias_table),
     "sides": block("sides", report.sides_table),
+    "backends": each_device("backends", devices.backend_table, devices.backend_verdict),
+    "layers": each_device("layers", devices.layer_table),
+    "hostile": each_device("hostile", forced.setting_table, experiment.outcome),
+    "check_device": each_device("check_device", check_device.table),
     "rescue": block("rescue", rescue.run_table, rescue.verdict),
     "video": block("video", video.run_table, video.verdict),
     "step": block("step", step.table),

@@ -14,6 +14,7 @@ from pasa.eval.accuracy.gradients import run as gradients
 from pasa.eval.accuracy.rmse import run as rmse
 from pasa.eval.accuracy.rounding_bias import cost
 from pasa.eval.accuracy.rounding_bias import run as bias
+from pasa.eval.check_device import forced
 from pasa.eval.check_device import run as check_device
 from pasa.eval.kit.experiment import add_command
 from pasa.eval.models.diagnose import run as diagnose
@@ -48,7 +49,7 @@ PREDICT = replace(predict.EXPERIMENT, variants=(predict.PAPER_TABLES, soundness.
 for _group, _modules in (
     (app, (doctor, check_device, rescue)),
     (bench, (beta, rmse, gradients, cost, speed, counters, ring, watching, throughput, step, npu, overhead)),
-    (evaluate, (bias, longbench, perplexity, video, fp8, triggers, zoo)),
+    (evaluate, (bias, forced, longbench, perplexity, video, fp8, triggers, zoo)),
 ):
     for _module in _modules:
         add_command(_group, _module.EXPERIMENT)
